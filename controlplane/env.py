@@ -1,0 +1,129 @@
+"""Every knob comes from the environment, through one typed helper per kind.
+
+A wrong value stops the start with the variable's name and what it accepts; nothing falls back in silence.
+A `.env` file beside manage.py is read as part of the environment, and what the environment says wins over it.
+Each helper leaves a Knob in KNOBS, from which `manage.py config` prints what is in force and where it came from."""
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+from django.core.exceptions import ImproperlyConfigured
+from environ import Env
+
+from sandboxes import durations
+
+BASE_DIR = Path(__file__).resolve().parent.parent
+OURS = ("LEASEHOLD_", "SANDBOX_", "STORAGE_")
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One variable: what it is, and what it is now."""
+
+    name: str
+    value: Any
+    default: str
+    source: str  # "environment", ".env" or "default"
+    accepts: str
+    help: str
+    secret: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The value fit for a terminal; a secret shows only that it is set."""
+        if self.secret and self.value:
+            return "********"
+        if isinstance(self.value, timedelta):
+            return f"{self.value.total_seconds():g}s"
+        if isinstance(self.value, list):
+            return ",".join(map(str, self.value))
+        return str(self.value)
+
+
+T = TypeVar("T")
+KNOBS: dict[str, Knob] = {}
+given_outside = frozenset(os.environ)
+if os.environ.get("LEASEHOLD_ENV_FILE", ".env"):
+    Env.read_env(BASE_DIR / os.environ.get("LEASEHOLD_ENV_FILE", ".env"), overwrite=False)
+
+
+def text(name: str, default: str = "", *, help: str, secret: bool = False, accepts: str = "text") -> str:
+    return _read(name, str, default, accepts, help, secret)
+
+
+def boolean(name: str, default: bool, *, help: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    return _read(name, lambda raw: words[raw.strip().lower()], str(int(default)), "1, 0, true, false, yes, no, on, off", help)
+
+
+def integer(name: str, default: int, *, help: str, least: int = 0, most: int = 10**9) -> int:
+    def cast(raw: str) -> int:
+        if not least <= int(raw) <= most:
+            raise ValueError
+        return int(raw)
+
+    return _read(name, cast, str(default), f"a whole number from {least} to {most}", help)
+
+
+def duration(name: str, default: str, *, help: str) -> timedelta:
+    return _read(name, durations.parse, default, durations.ACCEPTS, help)
+
+
+def choice(name: str, default: str, options: Iterable[str], *, help: str) -> str:
+    options = list(options)
+
+    def cast(raw: str) -> str:
+        if raw not in options:
+            raise ValueError
+        return raw
+
+    return _read(name, cast, default, "one of " + ", ".join(options), help)
+
+
+def listing(name: str, default: str, *, help: str) -> list[str]:
+    return _read(
+        name, lambda raw: [part.strip() for part in raw.split(",") if part.strip()], default, "a comma-separated list", help
+    )
+
+
+def database(name: str, default: str, *, help: str) -> dict[str, Any]:
+    """Django's connection settings from a URL. Only the two databases this project is tested on are accepted."""
+
+    def cast(raw: str) -> dict[str, Any]:
+        found = dict(Env.db_url_config(raw))
+        if found.get("ENGINE") not in ("django.db.backends.sqlite3", "django.db.backends.postgresql") or not found["NAME"]:
+            raise ValueError
+        return found
+
+    accepts = "sqlite:////absolute/path, or postgres://user:password@host:port/name"
+    return _read(name, cast, default, accepts, help, secret=True)
+
+
+def unknown() -> list[str]:
+    """One sentence for each variable that looks like ours and is none: most are spelling mistakes."""
+    found = []
+    for name in sorted(os.environ):
+        if name.startswith(OURS) and name not in KNOBS and name not in ALSO_KNOWN:
+            near = get_close_matches(name, KNOBS, n=1)
+            found.append(f"{name} is not a variable of Leasehold" + (f"; did you mean {near[0]}?" if near else "."))
+    return found
+
+
+ALSO_KNOWN = {"LEASEHOLD_ENV_FILE", "LEASEHOLD_REQUIRE_SERVICES"}
+
+
+def _read(name: str, cast: Callable[[str], T], default: str, accepts: str, help: str, secret: bool = False) -> T:
+    raw = os.environ.get(name)
+    source = "default" if raw is None else "environment" if name in given_outside else ".env"
+    try:
+        value = cast(default if raw is None else raw)
+    except (ValueError, KeyError, AttributeError, TypeError):
+        shown = "(hidden)" if secret else repr(str(raw)[:80])
+        raise ImproperlyConfigured(f"{name}={shown} is not accepted. It takes {accepts}. ({help})") from None
+    KNOBS[name] = Knob(name, value, default, source, accepts, help, secret)
+    return value

@@ -1,0 +1,264 @@
+"""Settings, all of them from the environment (env.py says how); `manage.py config` prints what is in force."""
+
+from pathlib import Path
+from typing import Any
+
+import structlog
+from django.core.exceptions import ImproperlyConfigured
+from django.templatetags.static import static
+from django.urls import reverse_lazy
+
+from controlplane import env
+
+BASE_DIR = env.BASE_DIR
+
+# --- who we are ---------------------------------------------------------------------------------------------------
+DEBUG = env.boolean("DEBUG", False, help="development: lax hosts, and the process provider without asking")
+SECRET_KEY = env.text("SECRET_KEY", help="signs sessions and queued tasks; any long random text", secret=True)
+if not SECRET_KEY:
+    if not DEBUG:
+        raise ImproperlyConfigured(
+            "SECRET_KEY is not set. It takes any long random text. `make install` writes one into .env; "
+            "in production give it in the environment."
+        )
+    SECRET_KEY = "for-development-only-because-DEBUG-is-on"  # noqa: S105
+ALLOWED_HOSTS = env.listing("ALLOWED_HOSTS", "127.0.0.1,localhost,[::1]", help="host names this server answers to")
+CSRF_TRUSTED_ORIGINS = env.listing("CSRF_TRUSTED_ORIGINS", "", help="origins of the admin behind a proxy, with scheme")
+STATE_DIR = Path(env.text("LEASEHOLD_STATE_DIR", str(BASE_DIR / "var"), help="SQLite file, process sandboxes, stored state"))
+RUNTIME_DIR = Path(
+    env.text("LEASEHOLD_RUNTIME_DIR", "/tmp/leasehold", help="unix sockets; keep it short: a socket's path has 108 bytes")  # noqa: S108
+)
+
+# --- database -----------------------------------------------------------------------------------------------------
+_database = env.database(
+    "DATABASE_URL", f"sqlite:///{BASE_DIR / 'var' / 'leasehold.sqlite3'}", help="SQLite when unset, PostgreSQL in production"
+)
+ON_POSTGRES = _database["ENGINE"].endswith("postgresql")
+_options: dict[str, Any] = _database.setdefault("OPTIONS", {})
+if ON_POSTGRES:
+    _options.setdefault("server_side_binding", True)
+    _options.setdefault("prepare_threshold", 0)  # only together with the line above does it save the planning
+    _database |= {"CONN_MAX_AGE": 600, "CONN_HEALTH_CHECKS": True}
+else:
+    # IMMEDIATE: a transaction that reads, then writes, otherwise fails at once under load and no timeout helps.
+    _options |= {
+        "transaction_mode": "IMMEDIATE",
+        "timeout": 20,
+        "init_command": "PRAGMA journal_mode=WAL;PRAGMA synchronous=NORMAL;PRAGMA cache_size=-20000;"
+        "PRAGMA journal_size_limit=27103364",
+    }
+    _database |= {"CONN_MAX_AGE": 600}
+    if _database["NAME"] != ":memory:":
+        Path(_database["NAME"]).parent.mkdir(parents=True, exist_ok=True)
+DATABASES = {"default": _database}
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+
+# --- sandboxes ----------------------------------------------------------------------------------------------------
+SANDBOX_PROVIDER = env.choice(
+    "SANDBOX_PROVIDER", "auto", ["auto", "docker", "process", "memory"],
+    help="where sandboxes run; auto: docker if a daemon answers, else process, which does not isolate",
+)  # fmt: skip
+ALLOW_UNISOLATED = env.boolean(
+    "LEASEHOLD_ALLOW_UNISOLATED", False, help="run the process provider although DEBUG is off: agents get this user's rights"
+)
+if SANDBOX_PROVIDER in ("process", "memory") and not (DEBUG or ALLOW_UNISOLATED):
+    raise ImproperlyConfigured(
+        f"SANDBOX_PROVIDER={SANDBOX_PROVIDER} does not isolate and DEBUG is off. It takes docker or auto here; "
+        "LEASEHOLD_ALLOW_UNISOLATED=1 overrides this."
+    )
+SANDBOX_IMAGE = env.text("LEASEHOLD_SANDBOX_IMAGE", "leasehold-sandbox:latest", help="image of new sandboxes")
+SANDBOX_START_TIMEOUT = env.duration(
+    "LEASEHOLD_SANDBOX_TIMEOUT_SECONDS", "180", help="a sandbox that is not ready by then is given up"
+)
+SANDBOX_MEMORY_MIB = env.integer("LEASEHOLD_SANDBOX_MEMORY_MIB", 512, least=16, help="memory of a sandbox in a new pool")
+SANDBOX_MILLICPUS = env.integer("LEASEHOLD_SANDBOX_MILLICPUS", 1000, least=50, help="thousandths of a CPU, in a new pool")
+SANDBOX_PIDS = env.integer("LEASEHOLD_SANDBOX_PIDS", 256, least=16, help="processes in a sandbox, in a new pool")
+SANDBOX_SLEEP_AFTER = env.duration(
+    "SANDBOX_SLEEP_AFTER", "5m", help="sleep_after of a lease when neither the request nor its environment type says one"
+)
+MAX_SANDBOXES = env.integer("LEASEHOLD_MAX_SANDBOXES", 1000, least=1, help="capacity of a new pool")
+IDLE_TIMEOUT = env.duration("LEASEHOLD_IDLE_TIMEOUT", "30m", help="an unused sandbox sleeps after this, unless its lease says")
+COLD_TTL = env.duration("LEASEHOLD_COLD_TTL", "2h", help="a sandbox asleep for this long gives up its local files and place")
+DESTROY_TRIES = env.integer("LEASEHOLD_DESTROY_TRIES", 8, least=1, help="failed destroys before an operator is asked")
+ORPHAN_GRACE = env.duration("LEASEHOLD_ORPHAN_GRACE", "2m", help="age at which a listed sandbox without a row is destroyed")
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+EXEC_TIMEOUT = env.duration("LEASEHOLD_EXEC_TIMEOUT", "60s", help="of an exec that names none")
+EXEC_TIMEOUT_MOST = env.duration("LEASEHOLD_EXEC_TIMEOUT_MOST", "1h", help="the longest timeout an exec may ask for")
+EXEC_OUTPUT_CAP = env.integer(
+    "LEASEHOLD_EXEC_OUTPUT_CAP_BYTES", 1 << 20, least=1024, most=64 << 20, help="kept of stdout and of stderr; the rest is drained"
+)
+RUN_OUTPUT_KEPT = env.integer(
+    "LEASEHOLD_RUN_OUTPUT_KEPT_BYTES", 64 << 10, least=0, most=16 << 20, help="of each stream stored with the Run row"
+)
+TURN_TIMEOUT = env.duration("LEASEHOLD_TURN_TIMEOUT", "60s", help="a turn that takes longer is skipped")
+
+# --- the model that agents think with -----------------------------------------------------------------------------
+LLM_URL = env.text(
+    "LEASEHOLD_LLM_URL", help="base of an OpenAI-compatible API, ending in /v1; unset: the built-in offline policy answers"
+)
+LLM_API_KEY = env.text("LEASEHOLD_LLM_API_KEY", secret=True, help="added to calls on their way out; never enters a sandbox")
+LLM_MODEL = env.text("LEASEHOLD_LLM_MODEL", "gpt-4o-mini", help="model named in every call")
+
+# --- the API ------------------------------------------------------------------------------------------------------
+CREATES_PER_MINUTE = env.integer(
+    "LEASEHOLD_CREATES_PER_MINUTE", 600, help="new leases a key may ask for in a minute, as a token bucket; 0: no limit"
+)
+IDEMPOTENCY_TTL = env.duration("LEASEHOLD_IDEMPOTENCY_TTL", "1d", help="how long the answer to an Idempotency-Key is kept")
+
+# --- processes ----------------------------------------------------------------------------------------------------
+WEB_WORKERS = env.integer("LEASEHOLD_WEB_WORKERS", 2 if ON_POSTGRES else 1, least=1, help="web processes")
+WEB_THREADS = env.integer("LEASEHOLD_WEB_THREADS", 16, least=1, help="threads of each: an exec holds one while it runs")
+QUEUE_WORKERS = env.integer("LEASEHOLD_QUEUE_WORKERS", 2 if ON_POSTGRES else 1, least=1, help="django-q2 workers")
+LOG_FORMAT = env.choice("LEASEHOLD_LOG_FORMAT", "text", ["text", "json"], help="text for a person, json for a machine")
+LOG_LEVEL = env.choice("LEASEHOLD_LOG_LEVEL", "INFO", ["DEBUG", "INFO", "WARNING", "ERROR"], help="least level logged")
+
+# --- Django -------------------------------------------------------------------------------------------------------
+INSTALLED_APPS = [
+    "unfold",
+    "unfold.contrib.filters",
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "django_q",
+    "rest_framework",
+    "drf_spectacular",
+    "sandboxes",
+    "billing",
+    "leases",
+    "controlplane",
+]
+MIDDLEWARE = [
+    "controlplane.middleware.Problems",  # outermost: whatever happens below, the API answers with a problem document
+    "django.middleware.security.SecurityMiddleware",
+    "whitenoise.middleware.WhiteNoiseMiddleware",
+    "controlplane.middleware.Sessions",  # the next five do nothing under /api/: agents carry keys, not cookies
+    "controlplane.middleware.Common",
+    "controlplane.middleware.Csrf",
+    "controlplane.middleware.Authentication",
+    "controlplane.middleware.Messages",
+    "controlplane.middleware.ContentPolicy",
+]
+ROOT_URLCONF = "controlplane.urls"
+WSGI_APPLICATION = "controlplane.wsgi.application"
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "DIRS": [BASE_DIR / "templates"],
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ]
+        },
+    }
+]
+USE_TZ = True
+TIME_ZONE = "UTC"
+LANGUAGE_CODE = "en"
+FORMAT_MODULE_PATH = ["controlplane.formats"]
+STATIC_URL = "/static/"
+STATIC_ROOT = STATE_DIR / "static"
+STATICFILES_DIRS = [BASE_DIR / "templates" / "static"]
+WHITENOISE_USE_FINDERS = True  # a fresh clone serves the admin without a collectstatic
+WHITENOISE_AUTOREFRESH = False
+LOGIN_REDIRECT_URL = "admin:index"
+AUTH_PASSWORD_VALIDATORS = [{"NAME": "django.contrib.auth.password_validation.MinimumLengthValidator"}]
+SESSION_COOKIE_HTTPONLY = CSRF_COOKIE_HTTPONLY = True
+X_FRAME_OPTIONS = "DENY"
+DATA_UPLOAD_MAX_MEMORY_SIZE = 80 << 20  # each view has its own, smaller limit and says so with a 413
+CACHES = {"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}}
+
+REST_FRAMEWORK = {
+    "DEFAULT_AUTHENTICATION_CLASSES": ["leases.auth.KeyAuthentication"],
+    "DEFAULT_PERMISSION_CLASSES": ["leases.auth.HasKey"],
+    "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
+    "DEFAULT_PARSER_CLASSES": ["rest_framework.parsers.JSONParser"],
+    "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
+    "EXCEPTION_HANDLER": "controlplane.errors.handle",
+    "UNAUTHENTICATED_USER": None,
+    "DATETIME_FORMAT": "iso-8601",
+}
+SPECTACULAR_SETTINGS = {
+    "TITLE": "Leasehold",
+    "VERSION": "1",
+    "DESCRIPTION": "Leases on sandboxes for AI agents. Errors are problem documents (RFC 9457).",
+    "OAS_VERSION": "3.1.1",
+    "SERVE_INCLUDE_SCHEMA": False,
+    "SERVE_PERMISSIONS": ["rest_framework.permissions.AllowAny"],
+    "SERVE_AUTHENTICATION": [],
+    "SCHEMA_PATH_PREFIX": "/api/v1",
+    "COMPONENT_SPLIT_REQUEST": True,
+    "SORT_OPERATIONS": False,
+}
+
+# A task is delivered at least once. retry > timeout x (queue_limit / workers + 1): the clock of a retry starts when
+# a task is fetched, not when it runs. catch_up off: after an outage each schedule runs once, not once a missed minute.
+Q_CLUSTER = {
+    "name": "leasehold",
+    "orm": "default",
+    "workers": QUEUE_WORKERS,
+    "queue_limit": QUEUE_WORKERS,
+    "timeout": 240,
+    "retry": 600,
+    "max_attempts": 3,
+    "ack_failures": True,
+    "catch_up": False,
+    "recycle": 500,
+    "save_limit": 100,
+    "poll": 0.5,
+    "label": "Queue",
+}
+
+UNFOLD = {
+    "SITE_TITLE": "Leasehold",
+    "SITE_HEADER": "Leasehold",
+    "SITE_SUBHEADER": "sandboxes for agents",
+    "SITE_SYMBOL": "deployed_code",
+    "SITE_URL": None,
+    "SHOW_VIEW_ON_SITE": False,
+    "SHOW_HISTORY": True,
+    "STYLES": [lambda request: static("leasehold/console.css")],
+    "SITE_FAVICONS": [{"rel": "icon", "type": "image/svg+xml", "href": lambda request: static("leasehold/icon.svg")}],
+    "SIDEBAR": {"show_search": False, "show_all_applications": False, "navigation": "controlplane.console.navigation"},
+    "TABS": "controlplane.console.tabs",
+    "ENVIRONMENT": "controlplane.console.environment",
+    "DASHBOARD_CALLBACK": "controlplane.console.fleet",
+}
+
+# --- logs: one line each, no secrets: values of env, stdin and keys are never passed to a logger --------------------
+_before: list[Any] = [
+    structlog.contextvars.merge_contextvars,
+    structlog.stdlib.add_log_level,
+    structlog.stdlib.add_logger_name,
+    structlog.processors.TimeStamper(fmt="iso", utc=True),
+]
+_renderer: Any = (
+    structlog.processors.JSONRenderer() if LOG_FORMAT == "json" else structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0)
+)
+structlog.configure(
+    processors=[*_before, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+    logger_factory=structlog.stdlib.LoggerFactory(),
+    wrapper_class=structlog.stdlib.BoundLogger,
+    cache_logger_on_first_use=True,
+)
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {
+        "ours": {
+            "()": structlog.stdlib.ProcessorFormatter,
+            "foreign_pre_chain": _before,
+            "processors": [structlog.stdlib.ProcessorFormatter.remove_processors_meta, structlog.processors.format_exc_info, _renderer],
+        }
+    },
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "ours"}},
+    "root": {"handlers": ["stderr"], "level": LOG_LEVEL},
+    "loggers": {"django.request": {"level": "ERROR"}, "django.db.backends": {"level": "INFO"}},
+}
+LOGIN_URL = reverse_lazy("admin:login")

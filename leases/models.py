@@ -1,0 +1,260 @@
+"""Who may use a sandbox, and until when: columns, constraints and indexes. The verbs are in leasing and turns."""
+
+import json
+import uuid
+from datetime import timedelta
+from typing import Any
+
+from django.core.exceptions import ValidationError
+from django.core.validators import RegexValidator
+from django.db import models
+from django.db.models import F, Q
+from django.utils import timezone
+
+from sandboxes import durations
+from sandboxes.models import Pool, Run
+
+DID = r"did:[a-z0-9]+:[A-Za-z0-9._:%-]*[A-Za-z0-9._-]"
+DID_ACCEPTS = "a DID such as did:plc:abc123: letters, digits and . _ : % - after did:<method>:, at most 255 characters"
+NAME = r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}"
+NAME_ACCEPTS = "1 to 200 letters, digits and . _ : @ -, the first a letter or digit"
+CONDITION = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+CONDITION_ACCEPTS = "1 to 64 letters, digits and . _ -, the first a letter or digit"
+
+is_did = RegexValidator(rf"\A{DID}\Z", f"Not {DID_ACCEPTS}.")
+
+
+def check_conditions(value: Any) -> None:
+    """A list of condition names, each once."""
+    condition = RegexValidator(rf"\A{CONDITION}\Z")
+    if not isinstance(value, list) or len(value) > 32 or not all(isinstance(name, str) for name in value):
+        raise ValidationError("A list of at most 32 condition names.")
+    if len(set(value)) < len(value):
+        raise ValidationError("A condition is named twice.")
+    for name in value:
+        condition(name)
+
+
+def check_argv(value: Any) -> None:
+    if not isinstance(value, list) or not value or not all(isinstance(part, str) and "\0" not in part for part in value):
+        raise ValidationError("A list of strings, the first being the program.")
+
+
+def check_sleep_after(value: str) -> None:
+    try:
+        durations.parse(value)
+    except ValueError as wrong:
+        raise ValidationError(str(wrong)) from None
+
+
+def default_turn_argv() -> list[str]:
+    return ["python3", "/opt/leasehold/take_turn.py"]
+
+
+class Agent(models.Model):
+    """An API principal, named everywhere by its DID; this row is its page."""
+
+    did = models.CharField(max_length=255, unique=True, validators=[is_did], verbose_name="DID")
+    name = models.CharField(max_length=100, blank=True)
+    created_at = models.DateTimeField(default=timezone.now, editable=False)
+
+    class Meta:
+        ordering = ["did"]
+
+    def __str__(self) -> str:
+        return self.name or self.did
+
+
+class AgentKey(models.Model):
+    """An API key: what is kept is the SHA-256 of a random secret, so the key itself is shown once and never again."""
+
+    prefix = models.CharField(max_length=16, unique=True, editable=False)
+    digest = models.CharField(max_length=64, unique=True, editable=False)
+    name = models.CharField(max_length=100, blank=True, help_text="What it is for.")
+    dids = models.JSONField(default=list, blank=True, help_text="The agents it speaks for.", verbose_name="DIDs")
+    operator = models.BooleanField(default=False, help_text="Speaks for every agent.")
+    created_at = models.DateTimeField(default=timezone.now, editable=False)
+    last_used_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="To the minute.")
+    revoked_at = models.DateTimeField(null=True, blank=True, editable=False)
+    tokens = models.FloatField(default=0, editable=False, help_text="Of the bucket that limits new leases.")
+    tokens_at = models.DateTimeField(null=True, blank=True, editable=False)
+
+    class Meta:
+        verbose_name = "API key"
+        default_permissions = ("add", "view")
+        permissions = [("revoke_key", "Can revoke API keys")]
+        ordering = ["-created_at", "-pk"]
+
+    def __str__(self) -> str:
+        return f"{self.prefix}…"
+
+
+class EnvironmentType(models.Model):
+    """What kinds of environment there are and what holds for leases in them. Operators edit these rows."""
+
+    name = models.SlugField(max_length=63, unique=True)
+    expiry_conditions = models.JSONField(
+        default=list, blank=True, validators=[check_conditions], help_text="Posted facts that end a lease."
+    )
+    ttl = models.DurationField(default=timedelta(hours=4), help_text="A lease ends when it was not used for this long.")
+    max_ttl = models.DurationField(default=timedelta(hours=24), help_text="A lease ends this long after it was granted.")
+    sleep_after = models.CharField(
+        max_length=16, default="5m", validators=[check_sleep_after], help_text='Its sandbox sleeps when unused: "5m", "30s".'
+    )
+    turn_argv = models.JSONField(
+        default=default_turn_argv, validators=[check_argv], help_text="What a turn executes, with the state on stdin."
+    )
+    turn_timeout = models.DurationField(null=True, blank=True, help_text="Empty: what LEASEHOLD_TURN_TIMEOUT says.")
+    pool = models.ForeignKey(
+        Pool, on_delete=models.PROTECT, null=True, blank=True, related_name="+", help_text='Empty: the pool "default".'
+    )
+
+    class Meta:
+        ordering = ["name"]
+        constraints = [
+            models.CheckConstraint(
+                condition=Q(ttl__gt=timedelta(0)) & Q(max_ttl__gte=F("ttl")),
+                name="environmenttype_ttl_within_max",
+                violation_error_message="ttl is longer than 0 and at most max_ttl.",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Status(models.TextChoices):
+    ACTIVE = "active"
+    EXPIRED = "expired"  # authority is gone, the sandbox may not be
+    DESTROYED = "destroyed"  # and the provider has confirmed that the sandbox is gone, too
+
+
+REASONS = ("ttl", "max_ttl", "released", "budget", "operator", "lost", "failed")  # and condition:<name>
+
+
+class Lease(models.Model):
+    """One agent's right to a sandbox in one environment. An ended lease stays; the next one is a new row."""
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
+    agent_did = models.CharField(max_length=255, verbose_name="agent")
+    environment_id = models.CharField(max_length=200, verbose_name="environment")
+    environment_type = models.ForeignKey(EnvironmentType, to_field="name", on_delete=models.PROTECT, related_name="leases")
+    pool = models.ForeignKey(Pool, on_delete=models.PROTECT, related_name="leases")
+    status = models.CharField(max_length=16, choices=Status.choices, default=Status.ACTIVE)
+    leased_at = models.DateTimeField()
+    last_activity_at = models.DateTimeField()
+    ttl = models.DurationField()
+    expires_at = models.DateTimeField(help_text="Earliest of its clocks, see leasing.ends_at.")
+    expires_minute = models.IntegerField(
+        help_text="expires_at in whole minutes since 1970: what sweeps search by. An index on the exact time would make "
+        "every renewal rewrite it."
+    )
+    max_expires_at = models.DateTimeField()
+    sleep_after = models.DurationField()
+    expiry_conditions = models.JSONField(default=list)
+    ended_at = models.DateTimeField(null=True, blank=True)
+    end_reason = models.CharField(max_length=80, blank=True)
+    destroyed_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        default_permissions = ("view",)
+        permissions = [("end_lease", "Can end leases")]
+        ordering = ["-leased_at", "-pk"]
+        constraints = [
+            models.CheckConstraint(condition=Q(status__in=Status.values), name="lease_status_known"),
+            models.CheckConstraint(
+                condition=Q(end_reason__in=("", *REASONS)) | Q(end_reason__startswith="condition:"), name="lease_reason_known"
+            ),
+            models.CheckConstraint(
+                condition=Q(status="active", ended_at__isnull=True, end_reason="")
+                | (~Q(status="active") & Q(ended_at__isnull=False) & ~Q(end_reason="")),
+                name="lease_ended_iff_not_active",
+            ),
+            models.CheckConstraint(
+                condition=Q(status="destroyed", destroyed_at__isnull=False)
+                | (~Q(status="destroyed") & Q(destroyed_at__isnull=True)),
+                name="lease_destroyed_has_time",
+            ),
+            models.CheckConstraint(condition=Q(expires_at__lte=F("max_expires_at")), name="lease_within_max"),
+            models.UniqueConstraint(
+                fields=["agent_did", "environment_id"], condition=Q(status="active"), name="lease_one_active"
+            ),
+        ]
+        indexes = [
+            models.Index(fields=["-leased_at", "-id"], name="lease_newest"),
+            models.Index(fields=["agent_did", "-leased_at"], name="lease_agent"),
+            models.Index(fields=["environment_id"], condition=Q(status="active"), name="lease_environment_active"),
+            models.Index(fields=["expires_minute"], condition=Q(status="active"), name="lease_expiry"),
+            models.Index(fields=["ended_at"], condition=Q(status="expired"), name="lease_to_reclaim"),
+        ]
+
+    def __str__(self) -> str:
+        return self.sandbox_id
+
+    @property
+    def sandbox_id(self) -> str:
+        """The deterministic name of its sandbox, the same for every incarnation of the lease."""
+        return f"{self.agent_did}::{self.environment_id}"
+
+
+class LeaseEvent(models.Model):
+    """What happened to a lease, by whom and why: its timeline outlives its sandbox."""
+
+    lease = models.ForeignKey(Lease, on_delete=models.PROTECT, related_name="events")
+    at = models.DateTimeField()
+    kind = models.CharField(max_length=32)  # granted, ended, destroyed, failed
+    actor = models.CharField(max_length=255, blank=True)
+    reason = models.CharField(max_length=500, blank=True)
+
+    class Meta:
+        default_permissions = ("view",)
+        ordering = ["-at", "-pk"]
+        indexes = [models.Index(fields=["lease", "-at", "-id"], name="event_lease")]
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+class Turn(models.Model):
+    """One turn of one lease. Inserting the row is the right to play it; a repeated number reads the answer from here."""
+
+    lease = models.ForeignKey(Lease, on_delete=models.PROTECT, related_name="turns")
+    number = models.BigIntegerField()
+    run = models.OneToOneField(Run, on_delete=models.PROTECT, null=True, blank=True, related_name="turn")
+    started_at = models.DateTimeField()
+    deadline_at = models.DateTimeField(help_text="Past it whoever played is dead and the turn counts as skipped.")
+    ended_at = models.DateTimeField(null=True, blank=True)
+    skipped = models.BooleanField(default=False)
+    answer = models.TextField(blank=True, help_text="The action as JSON text.")
+
+    class Meta:
+        default_permissions = ("view",)
+        ordering = ["-started_at", "-pk"]
+        constraints = [models.UniqueConstraint(fields=["lease", "number"], name="turn_once")]
+
+    def __str__(self) -> str:
+        return f"turn {self.number}"
+
+    @property
+    def action(self) -> dict[str, Any]:
+        return json.loads(self.answer) if self.answer else {}
+
+
+class IdempotentRequest(models.Model):
+    """The answer to a POST that carried an Idempotency-Key, for those who ask again."""
+
+    key_holder = models.ForeignKey(AgentKey, on_delete=models.CASCADE, related_name="+")
+    key = models.CharField(max_length=255)
+    fingerprint = models.CharField(max_length=64, help_text="SHA-256 of method, path and body.")
+    started_at = models.DateTimeField()
+    deadline_at = models.DateTimeField(help_text="Past it, an unanswered request was given up by whoever served it.")
+    expires_at = models.DateTimeField(db_index=True)
+    status_code = models.PositiveSmallIntegerField(null=True)
+    body = models.TextField(blank=True)
+
+    class Meta:
+        default_permissions = ()
+        constraints = [models.UniqueConstraint(fields=["key_holder", "key"], name="idempotency_key_once")]
+
+    def __str__(self) -> str:
+        return self.key

@@ -1,0 +1,48 @@
+"""What can go wrong with sandboxes. The docstring of a class is its message unless a better one is given."""
+
+from typing import Any
+
+
+class SandboxError(Exception):
+    """The sandbox could not do that."""
+
+    code = "sandbox_error"
+    retry_after: int | None = None  # seconds
+
+    def __init__(self, detail: str = "", **extra: Any) -> None:
+        self.detail = detail or (self.__doc__ or "").split("\n")[0]
+        self.extra = extra
+        super().__init__(self.detail)
+
+
+class IllegalTransition(SandboxError):
+    """That state does not follow from the present one."""
+
+    code = "illegal_transition"
+
+
+class Busy(SandboxError):
+    """Somebody else is working on this sandbox right now. Try again in a moment."""
+
+    code = "busy"
+    retry_after = 2
+
+
+class NotHeld(SandboxError):
+    """The sandbox is not held by this lease any more."""
+
+    code = "not_held"
+
+
+class CapacityExhausted(SandboxError):
+    """Every place in the pool is taken and none can be freed now."""
+
+    code = "capacity_exhausted"
+    retry_after = 10
+
+
+class NotReady(SandboxError):
+    """The sandbox could not be made ready. It was given up; the next use starts a new one."""
+
+    code = "sandbox_not_ready"
+    retry_after = 5

@@ -1,0 +1,95 @@
+"""The states of a sandbox and the only code that writes them. Each move is one guarded UPDATE plus a Transition row."""
+
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from django.db import transaction
+from django.db.models import Case, F, Q, Value, When
+
+from sandboxes.errors import IllegalTransition
+from sandboxes.models import GONE, Sandbox, State, Transition
+
+WARMING, WARM, RUNNING, WAITING = State.WARMING, State.WARM, State.RUNNING, State.WAITING
+EVICTING, COLD, DESTROYING, DESTROYED = State.EVICTING, State.COLD, State.DESTROYING, State.DESTROYED
+
+# What may follow what, and when it does. The diagram in the README is drawn from this table.
+EDGES: dict[tuple[State, State], str] = {
+    (WARMING, WARM): "ready",
+    (WARM, WARM): "claimed by a lease",
+    (WARM, RUNNING): "first run starts",
+    (WAITING, RUNNING): "a run starts",
+    (RUNNING, WAITING): "the last open run ends",
+    (WARM, EVICTING): "idle, or its place is wanted",
+    (WAITING, EVICTING): "idle, or its place is wanted",
+    (EVICTING, WAITING): "its state could not be stored",
+    (EVICTING, COLD): "state stored, process gone",
+    (COLD, WARMING): "woken by the next use",
+    **{(state, DESTROYING): "given up" for state in State if state not in GONE},
+    (DESTROYING, DESTROYED): "the provider says it is gone",
+}
+
+STEP_HOOKS: list[Callable[[str, Any], None]] = []
+
+
+def step(name: str, subject: Any) -> None:
+    """Mark a point between two acts of a verb. Tests hang hooks here to run a rival, or to die, exactly there."""
+    for hook in STEP_HOOKS:
+        hook(name, subject)
+
+
+def begin(sandbox: Sandbox, *, now: datetime, reason: str, actor: str = "") -> None:
+    """Insert a new row in `warming`. Call it inside the transaction that took the place in the pool."""
+    sandbox.state, sandbox.state_since = WARMING, now
+    sandbox.save(force_insert=True)
+    _record(sandbox, was="", now=now, reason=reason, actor=actor)
+
+
+def advance(
+    pk: UUID, was: State, to: State, *, now: datetime, reason: str, actor: str = "", guard: Q | None = None, **changes: Any
+) -> bool:
+    """Move one sandbox along one edge, and say whether this call moved it. False: another process was first."""
+    if (was, to) not in EDGES:
+        raise IllegalTransition(f"A sandbox does not go from {was} to {to}.")
+    if was == RUNNING and to != RUNNING:
+        changes.setdefault("open_runs", 0)
+    with transaction.atomic():
+        moved = Sandbox.objects.filter(guard or Q(), pk=pk, state=was).update(state=to, state_since=now, **changes)
+        if moved:  # our UPDATE still locks the row: we read what we wrote
+            _record(Sandbox.objects.get(pk=pk), was=was, now=now, reason=reason, actor=actor)
+    return bool(moved)
+
+
+def start_run(pk: UUID, *, holder: UUID | None, now: datetime, actor: str = "") -> State | None:
+    """Count one more open Run, for this holder only. The state it was in before, or None if it cannot run now.
+
+    Call it inside the transaction that inserts the Run: an eviction sees both or neither."""
+    fence = Q(holder=holder)
+    for was in (WAITING, WARM):
+        if advance(pk, was, RUNNING, now=now, reason="run", actor=actor, guard=fence, open_runs=1, last_used_at=now):
+            return was
+    joined = Sandbox.objects.filter(fence, pk=pk, state=RUNNING).update(open_runs=F("open_runs") + 1, last_used_at=now)
+    return RUNNING if joined else None
+
+
+def finish_run(pk: UUID, incarnation: int, *, now: datetime, actor: str = "") -> None:
+    """Count one open Run less; the last one lets the sandbox wait. Nothing happens if it left `running` meanwhile.
+
+    Call it inside the transaction that closed the Run, and only if that closed it."""
+    after = Case(When(open_runs__gt=1, then=Value(RUNNING)), default=Value(WAITING))
+    with transaction.atomic():
+        counted = Sandbox.objects.filter(pk=pk, state=RUNNING, incarnation=incarnation).update(
+            open_runs=F("open_runs") - 1, state=after, last_used_at=now
+        )
+        if counted:
+            sandbox = Sandbox.objects.get(pk=pk)
+            if sandbox.state == WAITING:
+                Sandbox.objects.filter(pk=pk).update(state_since=now)
+                _record(sandbox, was=RUNNING, now=now, reason="run ended", actor=actor)
+
+
+def _record(sandbox: Sandbox, *, was: str, now: datetime, reason: str, actor: str) -> None:
+    Transition.objects.create(
+        sandbox=sandbox, was=was, to=sandbox.state, at=now, holder=sandbox.holder, reason=reason[:200], actor=actor[:255]
+    )

@@ -1,0 +1,276 @@
+"""What exists, in which state, and what ran in it: columns, constraints and indexes. The verbs are in lifecycle, pool
+and runs. No row here is ever deleted by the control plane."""
+
+import uuid
+from datetime import timedelta
+
+from django.conf import settings
+from django.core.validators import MinValueValidator
+from django.db import models
+from django.db.models import Case, F, Q, Value, When
+from django.utils import timezone
+
+
+class State(models.TextChoices):
+    """lifecycle.EDGES says which follows which."""
+
+    WARMING = "warming"  # a place is taken, a process is being started
+    WARM = "warm"  # ready, nothing unsaved in it
+    RUNNING = "running"  # at least one Run is open
+    WAITING = "waiting"  # ready, and holds what earlier Runs left
+    EVICTING = "evicting"  # its state is being stored
+    COLD = "cold"  # state stored, no process
+    DESTROYING = "destroying"  # given up; the provider has not yet said that it is gone
+    DESTROYED = "destroyed"  # confirmed gone
+
+
+IN_FLIGHT = (State.WARMING, State.EVICTING, State.DESTROYING)
+ALIVE = (State.WARM, State.RUNNING, State.WAITING)
+GONE = (State.DESTROYING, State.DESTROYED)
+
+
+def default_capacity() -> int:
+    return int(settings.MAX_SANDBOXES)
+
+
+def default_memory_mib() -> int:
+    return int(settings.SANDBOX_MEMORY_MIB)
+
+
+def default_millicpus() -> int:
+    return int(settings.SANDBOX_MILLICPUS)
+
+
+def default_pids() -> int:
+    return int(settings.SANDBOX_PIDS)
+
+
+class Pool(models.Model):
+    """Where sandboxes of one kind come from, and how many there may be."""
+
+    name = models.SlugField(max_length=63, unique=True)
+    owner = models.UUIDField(
+        default=uuid.uuid4, unique=True, editable=False, help_text="Label by which this pool's sandboxes are listed."
+    )
+    provider = models.CharField(
+        max_length=32,
+        blank=True,
+        choices=[("docker", "docker"), ("process", "process"), ("memory", "memory")],
+        help_text="Empty: what SANDBOX_PROVIDER says.",
+    )
+    image = models.CharField(max_length=255, blank=True, help_text="Empty: what LEASEHOLD_SANDBOX_IMAGE says.")
+    capacity = models.PositiveIntegerField(
+        default=default_capacity,
+        validators=[MinValueValidator(1)],
+        help_text="Sandboxes that may exist at once, asleep ones and those being destroyed included.",
+    )
+    used = models.PositiveIntegerField(default=0, editable=False)
+    memory_mib = models.PositiveIntegerField(default=default_memory_mib, validators=[MinValueValidator(16)])
+    millicpus = models.PositiveIntegerField(default=default_millicpus, validators=[MinValueValidator(50)])
+    pids = models.PositiveIntegerField(default=default_pids, validators=[MinValueValidator(16)])
+    created_at = models.DateTimeField(default=timezone.now, editable=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Sandbox(models.Model):
+    """One place in a pool and what fills it. Its state is written by lifecycle alone."""
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
+    pool = models.ForeignKey(Pool, on_delete=models.PROTECT, related_name="sandboxes")
+    agent_did = models.CharField(max_length=255, blank=True, db_index=True)
+    environment_id = models.CharField(max_length=200, blank=True)
+    holder = models.UUIDField(null=True, blank=True, help_text="The lease it is held for, which is also the fence.")
+    state = models.CharField(max_length=16, choices=State.choices, default=State.WARMING)
+    state_since = models.DateTimeField()
+    incarnation = models.PositiveIntegerField(default=1, help_text="Counts the processes this row has had.")
+    provider = models.CharField(max_length=32)
+    isolated = models.BooleanField(default=False)
+    ref = models.CharField(max_length=255, blank=True, help_text="The provider's own name for the present incarnation.")
+    image = models.CharField(max_length=255, blank=True)
+    memory_mib = models.PositiveIntegerField()
+    millicpus = models.PositiveIntegerField()
+    pids = models.PositiveIntegerField()
+    open_runs = models.PositiveIntegerField(default=0)
+    idle_after = models.DurationField(default=timedelta(minutes=30), help_text="It sleeps when unused for this long.")
+    last_used_at = models.DateTimeField()
+    claim = models.UUIDField(null=True, blank=True, help_text="Whoever works on an in-flight state holds this token.")
+    deadline_at = models.DateTimeField(
+        null=True, blank=True, help_text="Until then an in-flight state is somebody's; after it a sweep takes the next step."
+    )
+    tries = models.PositiveIntegerField(default=0)
+    last_error = models.TextField(blank=True)
+    quarantined_at = models.DateTimeField(null=True, blank=True, help_text="Destroying failed too often; ask an operator.")
+    created_at = models.DateTimeField()
+    destroyed_at = models.DateTimeField(null=True, blank=True)
+    tier = models.GeneratedField(
+        expression=Case(
+            When(state="cold", then=Value(0)),
+            When(state="warm", then=Value(1)),
+            When(state="waiting", then=Value(2)),
+            default=Value(None),
+        ),
+        output_field=models.SmallIntegerField(null=True),
+        db_persist=True,
+        help_text="Order in which places are taken back; empty: never.",
+    )
+
+    class Meta:
+        verbose_name_plural = "sandboxes"
+        default_permissions = ("view",)
+        permissions = [("act_on_sandbox", "Can evict, wake and destroy sandboxes")]
+        ordering = ["-created_at", "-pk"]
+        constraints = [
+            models.CheckConstraint(condition=Q(state__in=State.values), name="sandbox_state_known"),
+            models.CheckConstraint(
+                condition=Q(state="running", open_runs__gt=0) | (~Q(state="running") & Q(open_runs=0)),
+                name="sandbox_running_iff_open_runs",
+            ),
+            models.CheckConstraint(
+                condition=~Q(state__in=["warming", "evicting", "destroying"]) | Q(deadline_at__isnull=False),
+                name="sandbox_in_flight_has_deadline",
+            ),
+            models.CheckConstraint(
+                condition=Q(state="destroyed", destroyed_at__isnull=False)
+                | (~Q(state="destroyed") & Q(destroyed_at__isnull=True)),
+                name="sandbox_destroyed_has_time",
+            ),
+            models.UniqueConstraint(
+                fields=["holder"],
+                condition=Q(holder__isnull=False) & ~Q(state__in=["destroying", "destroyed"]),
+                name="sandbox_one_live_per_holder",
+            ),
+        ]
+        indexes = [
+            models.Index(fields=["holder"], name="sandbox_holder"),
+            models.Index(fields=["-created_at", "-id"], name="sandbox_newest"),
+            models.Index(
+                fields=["pool", "tier", "last_used_at"],
+                condition=Q(state__in=["cold", "warm", "waiting"]),
+                name="sandbox_eviction_order",
+            ),
+            models.Index(
+                fields=["deadline_at"], condition=Q(state__in=["warming", "evicting", "destroying"]), name="sandbox_in_flight"
+            ),
+            models.Index(fields=["pool", "state"], condition=~Q(state="destroyed"), name="sandbox_live"),
+        ]
+
+    def __str__(self) -> str:
+        return self.sandbox_id
+
+    @property
+    def sandbox_id(self) -> str:
+        """The name people use: agent and environment. Before anyone holds it, the row's id."""
+        return f"{self.agent_did}::{self.environment_id}" if self.agent_did else str(self.pk)
+
+    @property
+    def name(self) -> str:
+        """The provider's name for this incarnation: two incarnations are never confused."""
+        return f"leasehold-{self.pk.hex}-{self.incarnation}"
+
+
+class Transition(models.Model):
+    """A sandbox went from one state to another: what metering reads and operators follow."""
+
+    sandbox = models.ForeignKey(Sandbox, on_delete=models.PROTECT, related_name="transitions")
+    was = models.CharField(max_length=16, blank=True)
+    to = models.CharField(max_length=16, choices=State.choices)
+    at = models.DateTimeField()
+    holder = models.UUIDField(null=True, blank=True)
+    reason = models.CharField(max_length=200)
+    actor = models.CharField(max_length=255, blank=True, help_text="Agent, operator or sweep that brought it about.")
+
+    class Meta:
+        default_permissions = ("view",)
+        ordering = ["-at", "-pk"]
+        indexes = [
+            models.Index(fields=["sandbox", "-at", "-id"], name="transition_sandbox"),
+            models.Index(fields=["holder", "-at", "-id"], name="transition_holder"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.was or 'new'} → {self.to}"
+
+
+class Outcome(models.TextChoices):
+    OPEN = "open", "running"
+    OK = "ok", "ok"
+    FAILED = "failed", "failed"  # the command ended with another code than 0
+    TIMED_OUT = "timed_out", "timed out"
+    OOM = "oom", "out of memory"
+    LOST = "lost", "lost"  # whoever waited for it died, or its sandbox was destroyed under it: the exit is unknown
+    ERROR = "error", "provider error"  # it may never have started
+
+
+class Run(models.Model):
+    """One command in one sandbox and how it ended. Open until ended_at; never open past its deadline for long."""
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
+    sandbox = models.ForeignKey(Sandbox, on_delete=models.PROTECT, related_name="runs")
+    holder = models.UUIDField(null=True, blank=True)
+    agent_did = models.CharField(max_length=255, blank=True)
+    incarnation = models.PositiveIntegerField(default=1)
+    kind = models.CharField(max_length=16, choices=[("exec", "exec"), ("turn", "turn")], default="exec")
+    turn_number = models.BigIntegerField(null=True, blank=True)
+    argv = models.JSONField()
+    cwd = models.CharField(max_length=4096, default="/workspace")
+    env_names = models.JSONField(default=list, help_text="Names only: values may be secret.")
+    stdin_bytes = models.PositiveIntegerField(default=0)
+    started_at = models.DateTimeField()
+    deadline_at = models.DateTimeField()
+    ended_at = models.DateTimeField(null=True, blank=True)
+    outcome = models.CharField(max_length=16, choices=Outcome.choices, default=Outcome.OPEN)
+    exit_code = models.IntegerField(null=True, blank=True)
+    timed_out = models.BooleanField(default=False)
+    oom = models.BooleanField(default=False)
+    truncated = models.BooleanField(default=False, help_text="Output was longer than the limit of an exec.")
+    stdout = models.BinaryField(default=b"", help_text="The first bytes, up to LEASEHOLD_RUN_OUTPUT_KEPT_BYTES.")
+    stderr = models.BinaryField(default=b"")
+    stdout_bytes = models.PositiveBigIntegerField(default=0, help_text="Bytes received, of which the first are kept.")
+    stderr_bytes = models.PositiveBigIntegerField(default=0)
+    note = models.CharField(max_length=500, blank=True, help_text="Why it was closed, when the command itself cannot say.")
+
+    class Meta:
+        default_permissions = ("view",)
+        ordering = ["-started_at", "-pk"]
+        constraints = [
+            models.CheckConstraint(condition=Q(outcome__in=Outcome.values), name="run_outcome_known"),
+            models.CheckConstraint(
+                condition=Q(outcome="open", ended_at__isnull=True) | (~Q(outcome="open") & Q(ended_at__isnull=False)),
+                name="run_open_iff_not_ended",
+            ),
+            models.CheckConstraint(condition=Q(deadline_at__gt=F("started_at")), name="run_deadline_after_start"),
+        ]
+        indexes = [
+            models.Index(fields=["-started_at", "-id"], name="run_newest"),
+            models.Index(fields=["sandbox", "-started_at", "-id"], name="run_sandbox"),
+            models.Index(fields=["holder", "-started_at", "-id"], name="run_holder"),
+            models.Index(fields=["deadline_at"], condition=Q(ended_at__isnull=True), name="run_open"),
+        ]
+
+    def __str__(self) -> str:
+        return f"run {self.pk}"
+
+    @property
+    def duration(self) -> timedelta | None:
+        return self.ended_at - self.started_at if self.ended_at else None
+
+
+class Sweep(models.Model):
+    """When a scheduled pass last ran and what it did: health is read off these rows, the worker's heartbeat included."""
+
+    name = models.CharField(max_length=32, unique=True)
+    every = models.DurationField(default=timedelta(minutes=1), help_text="How often it should succeed.")
+    started_at = models.DateTimeField(null=True, blank=True)
+    succeeded_at = models.DateTimeField(null=True, blank=True)
+    took = models.DurationField(null=True, blank=True)
+    counts = models.JSONField(default=dict)
+    last_error = models.TextField(blank=True)
+
+    class Meta:
+        default_permissions = ("view",)
+        ordering = ["name"]
+
+    def __str__(self) -> str:
+        return self.name

@@ -1,0 +1,191 @@
+"""The port to whatever runs sandboxes. Each provider keeps this contract, and one conformance suite checks them all.
+
+A sandbox is named by its `ref`: what `create` returned, or the Spec's name, which every provider also accepts. A crash
+between `create` and storing its answer therefore loses nothing.
+Two places in a sandbox are promised: `/workspace` and `/data`, writable by the user that commands run as.
+Three things can go wrong, and only three: Unavailable (the same step again later), Rejected (the request is wrong and
+will stay wrong), Missing (it is not there; for destroy that is success). A command that fails, is killed or times out
+is none of these: it is a result."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import BinaryIO
+
+WORKSPACE, DATA, SOCKETS = "/workspace", "/data", "/run/leasehold"
+MARK = "LEASEHOLD_RUN"  # environment variable by which the processes of one exec are found again
+
+
+class ProviderError(Exception):
+    """The provider did not do what it was asked."""
+
+    code = "provider_error"
+
+
+class Unavailable(ProviderError):
+    """The provider cannot answer now; whether it acted is unknown. The same step may be taken again later."""
+
+    code = "provider_unavailable"
+
+
+class Rejected(ProviderError):
+    """The provider will not do this, however often it is asked."""
+
+    code = "provider_rejected"
+
+
+class Missing(ProviderError):
+    """There is no such sandbox."""
+
+    code = "sandbox_missing"
+
+
+class NoFile(ProviderError):
+    """There is no such file in the sandbox."""
+
+    code = "file_not_found"
+
+
+class BadPath(Rejected):
+    """The path leaves the sandbox's directory, goes through a symbolic link, or is no regular file."""
+
+    code = "bad_path"
+
+
+class TooLarge(Rejected):
+    """The file is larger than the limit that was given."""
+
+    code = "file_too_large"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What to create. Limits are hard where the provider can enforce any."""
+
+    name: str  # unique for ever: made from the row's id and incarnation; [a-z0-9-], at most 63 characters
+    owner: str  # label by which `list` finds the sandboxes of one pool
+    image: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)  # for people reading `docker ps`; never trusted
+    memory_mib: int = 512
+    millicpus: int = 1000
+    pids: int = 256
+    sockets: Path | None = None  # host directory that appears read-only at /run/leasehold
+
+
+@dataclass(frozen=True)
+class Found:
+    """One sandbox as the provider lists it."""
+
+    ref: str
+    name: str
+    running: bool  # False: it exists, but nothing can be executed in it
+    created_at: datetime  # by the provider's clock
+
+
+@dataclass(frozen=True)
+class ExecResult:
+    """How a command ended. exit_code is 128 + n after signal n, so 137 for whatever we killed."""
+
+    exit_code: int
+    stdout: bytes = b""
+    stderr: bytes = b""
+    timed_out: bool = False  # we killed it, and every process it had started
+    oom: bool = False  # the kernel killed a process for memory while this ran; told apart from a plain exit 137
+    truncated: bool = False  # either stream was longer than the cap; what came after the cap was read and dropped
+    duration: timedelta = timedelta(0)
+
+
+class Provider(ABC):
+    """See the module's docstring for the contract that holds for every method."""
+
+    name: str
+    isolated: bool  # commands cannot reach the host, other sandboxes or the network
+    enforces_limits: bool  # memory, CPU and process limits hold, and `oom` can be seen
+
+    @abstractmethod
+    def create(self, spec: Spec) -> str:
+        """Start a sandbox and return its ref. One of that name already there is success: the same ref again."""
+
+    @abstractmethod
+    def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
+        """Return once commands can run. Unavailable after `timeout`; Missing if it is gone."""
+
+    @abstractmethod
+    def exec(
+        self,
+        ref: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str = WORKSPACE,
+        stdin: bytes = b"",
+        timeout: timedelta,
+        cap: int = 1 << 20,
+        mark: str,
+    ) -> ExecResult:
+        """Run argv (no shell) and wait for it. `mark` is unique for this exec: on timeout every process that descends
+        from it is killed, also those that left its session, and no process of another exec. Each stream keeps its first
+        `cap` bytes. Several execs may run at once. A program that does not exist is a result with exit code 127."""
+
+    @abstractmethod
+    def destroy(self, ref: str) -> None:
+        """Return once the sandbox is gone, whatever state it was in. Destroying what is not there is success."""
+
+    @abstractmethod
+    def inspect(self, ref: str) -> Found:
+        """The sandbox as it is now, or Missing."""
+
+    @abstractmethod
+    def list(self, owner: str) -> list[Found]:
+        """Every sandbox with this owner label, running or not. Raises Unavailable rather than return a partial list."""
+
+    @abstractmethod
+    def read_file(self, ref: str, path: str, *, limit: int) -> bytes:
+        """One regular file under /workspace or /data, given as an absolute path in the sandbox. NoFile, BadPath, or
+        TooLarge past `limit` bytes. No part of the path may be a symbolic link."""
+
+    @abstractmethod
+    def write_file(self, ref: str, path: str, content: bytes) -> None:
+        """Replace or make one file, with the directories above it, owned by the user that commands run as. The file is
+        never seen half written. BadPath as for read_file."""
+
+    @abstractmethod
+    def remove_file(self, ref: str, path: str) -> None:
+        """Remove one regular file; NoFile, BadPath."""
+
+    @abstractmethod
+    def get_files(self, ref: str, root: str) -> Iterator[bytes]:
+        """The whole of /workspace or /data as an uncompressed tar stream; member names are relative to `root`."""
+
+    @abstractmethod
+    def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
+        """Unpack an uncompressed tar over /workspace or /data. Members that would leave `root` are Rejected, and then
+        nothing is promised about the others. Owners in the tar are ignored."""
+
+    @abstractmethod
+    def size(self, ref: str, root: str) -> int:
+        """Bytes that /workspace or /data takes: the sum of the sizes of the regular files in it."""
+
+    def inside(self, ref: str, path: str) -> str:
+        """How a program in the sandbox reaches one of the promised places. Only providers without a file system of
+        their own answer anything but `path`."""
+        return path
+
+
+def under_roots(path: str) -> tuple[str, tuple[str, ...]]:
+    """Split an absolute sandbox path into its root (/workspace or /data) and parts, or BadPath. Purely textual."""
+    parts = path.split("/")
+    if len(parts) < 3 or parts[0] or "/" + parts[1] not in (WORKSPACE, DATA):
+        raise BadPath(f"a path lies under {WORKSPACE} or {DATA}")
+    if any(part in ("", ".", "..") for part in parts[2:]) or "\0" in path:
+        raise BadPath("a path has no empty part, no '.', no '..' and no NUL")
+    if len(path.encode("utf-8", "surrogatepass")) > 4000 or any(len(p.encode("utf-8", "surrogatepass")) > 255 for p in parts):
+        raise BadPath("a path has at most 4000 bytes, and 255 between two slashes")
+    return "/" + parts[1], tuple(parts[2:])
+
+
+def label_safe(labels: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Labels cut to what every backend takes."""
+    return {key: value[:255] for key, value in labels}

@@ -29,6 +29,10 @@ RUNTIME_DIR = Path(
     env.text("LEASEHOLD_RUNTIME_DIR", "/tmp/leasehold", help="unix sockets; keep it short: a socket's path has 108 bytes")  # noqa: S108
 )
 
+INSTANCE = env.text(
+    "LEASEHOLD_INSTANCE", help="names this group of processes in what it claims; `manage.py up` gives each start a new one"
+)
+
 # --- database -----------------------------------------------------------------------------------------------------
 _database = env.database(
     "DATABASE_URL", f"sqlite:///{BASE_DIR / 'var' / 'leasehold.sqlite3'}", help="SQLite when unset, PostgreSQL in production"

@@ -46,3 +46,16 @@ class NotReady(SandboxError):
 
     code = "sandbox_not_ready"
     retry_after = 5
+
+
+class Lost(SandboxError):
+    """The provider does not have this sandbox any more, and what was in it since it was last stored is gone."""
+
+    code = "sandbox_lost"
+
+
+class ProviderFailed(SandboxError):
+    """The provider did not answer, so it is not known what happened. The Run has what is known."""
+
+    code = "provider_unavailable"
+    retry_after = 5

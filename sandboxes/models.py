@@ -96,6 +96,7 @@ class Sandbox(models.Model):
     idle_after = models.DurationField(default=timedelta(minutes=30), help_text="It sleeps when unused for this long.")
     last_used_at = models.DateTimeField()
     claim = models.UUIDField(null=True, blank=True, help_text="Whoever works on an in-flight state holds this token.")
+    claimed_by = models.CharField(max_length=64, blank=True, help_text="The instance of the control plane that claimed it.")
     deadline_at = models.DateTimeField(
         null=True, blank=True, help_text="Until then an in-flight state is somebody's; after it a sweep takes the next step."
     )
@@ -211,10 +212,11 @@ class Run(models.Model):
     holder = models.UUIDField(null=True, blank=True)
     agent_did = models.CharField(max_length=255, blank=True)
     incarnation = models.PositiveIntegerField(default=1)
-    kind = models.CharField(max_length=16, choices=[("exec", "exec"), ("turn", "turn")], default="exec")
+    kind = models.CharField(max_length=16, choices=[("exec", "exec"), ("turn", "turn"), ("file", "file")], default="exec")
     turn_number = models.BigIntegerField(null=True, blank=True)
     argv = models.JSONField()
     cwd = models.CharField(max_length=4096, default="/workspace")
+    claimed_by = models.CharField(max_length=64, blank=True, help_text="The instance of the control plane that waits for it.")
     env_names = models.JSONField(default=list, help_text="Names only: values may be secret.")
     stdin_bytes = models.PositiveIntegerField(default=0)
     started_at = models.DateTimeField()

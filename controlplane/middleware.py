@@ -1,0 +1,87 @@
+"""What surrounds every request. Sessions, cookies and CSRF belong to the admin; agents' requests pass them by."""
+
+from collections.abc import Callable
+from typing import Any
+
+from django.contrib.auth.middleware import AuthenticationMiddleware
+from django.contrib.messages.middleware import MessageMiddleware
+from django.contrib.sessions.middleware import SessionMiddleware
+from django.http import HttpRequest, HttpResponse
+from django.http.response import HttpResponseBase
+from django.middleware.common import CommonMiddleware
+from django.middleware.csrf import CsrfViewMiddleware
+
+from controlplane import errors
+
+Next = Callable[[HttpRequest], HttpResponseBase]
+BARE = ("/api/", "/healthz", "/readyz", "/livez", "/metrics")
+
+ADMIN_POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)  # unsafe-eval: the admin's scripts are Alpine's, which evaluates its attributes
+API_POLICY = "default-src 'none'; frame-ancestors 'none'"
+
+
+class _NotForAgents:
+    """Mixed before a middleware of Django's: requests under BARE go round it."""
+
+    get_response: Any
+
+    def __call__(self, request: HttpRequest) -> Any:
+        if request.path_info.startswith(BARE):
+            return self.get_response(request)
+        return super().__call__(request)  # type: ignore[misc]
+
+
+class Sessions(_NotForAgents, SessionMiddleware):
+    pass
+
+
+class Common(_NotForAgents, CommonMiddleware):
+    pass
+
+
+class Csrf(_NotForAgents, CsrfViewMiddleware):
+    def process_view(self, request: HttpRequest, *args: Any) -> Any:
+        return None if request.path_info.startswith(BARE) else super().process_view(request, *args)
+
+
+class Authentication(_NotForAgents, AuthenticationMiddleware):
+    pass
+
+
+class Messages(_NotForAgents, MessageMiddleware):
+    pass
+
+
+class Problems:
+    """Under /api/ every answer from 400 on is a problem document: also a URL that is not there, and a bug of ours."""
+
+    def __init__(self, get_response: Next) -> None:
+        self.get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponseBase:
+        response = self.get_response(request)
+        if not request.path_info.startswith("/api/") or response.status_code < 400:
+            return response
+        if response.headers.get("Content-Type", "").startswith(errors.CONTENT_TYPE):
+            return response
+        return errors.plain(response.status_code, headers={"Allow": response.headers.get("Allow", "")})
+
+    def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
+        """Before Django's debug page can show a stack trace to an agent."""
+        return errors.unexpected(exception, request.path_info) if request.path_info.startswith("/api/") else None
+
+
+class ContentPolicy:
+    """What a browser may load: the admin from its own origin only, an API answer nothing at all."""
+
+    def __init__(self, get_response: Next) -> None:
+        self.get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponseBase:
+        response = self.get_response(request)
+        policy = API_POLICY if request.path_info.startswith("/api/v1/") else ADMIN_POLICY
+        response.headers.setdefault("Content-Security-Policy", policy)
+        return response

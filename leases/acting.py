@@ -1,0 +1,93 @@
+"""What a lease lets its agent do: run commands and touch files in its sandbox. Each act renews the lease."""
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
+from typing import TypeVar
+from uuid import UUID
+
+from django.db import transaction
+
+from leases import leasing
+from leases.models import Lease
+from sandboxes import pool, runs
+from sandboxes.errors import Lost, ProviderFailed
+from sandboxes.models import Run, Sandbox
+from sandboxes.moments import ticking
+from sandboxes.pool import Want
+from sandboxes.providers.base import WORKSPACE, ExecResult, Provider
+from sandboxes.runs import Command
+
+T = TypeVar("T")
+
+
+def want_for(lease: Lease, *, now: datetime) -> Want:
+    """What this lease asks of the pool, the fence included."""
+    config = {
+        "leaseId": str(lease.pk),
+        "agentDid": lease.agent_did,
+        "environmentId": lease.environment_id,
+        "environmentType": lease.environment_type_id,
+    }
+    return Want(
+        holder=lease.pk,
+        agent_did=lease.agent_did,
+        environment_id=lease.environment_id,
+        pool=lease.pool,
+        idle_after=lease.sleep_after,
+        files={f"{WORKSPACE}/config.json": json.dumps(config, indent=2).encode()},
+        fence=partial(_fence, lease.pk, now),
+    )
+
+
+def _fence(pk: UUID, now: datetime) -> None:
+    # Locked until the sandbox's row is there: whoever ends the lease then finds it, or else we find the lease ended.
+    Lease.objects.select_for_update(of=("self",)).get(pk=pk)
+    leasing.require(pk, now=now)
+
+
+def exec_in(pk: UUID, command: Command, *, now: datetime, actor: str = "") -> tuple[Run, ExecResult]:
+    """Run a command for a lease: its sandbox is started or woken first, and the lease renewed after.
+
+    LeaseEnded when the lease is over, also when it ended while the command ran."""
+
+    def act(want: Want, at: datetime) -> tuple[Run, ExecResult]:
+        return runs.exec_in(want, command, now=at, actor=actor)
+
+    return _for_lease(pk, act, now=now, actor=actor)
+
+
+def act_in(
+    pk: UUID, command: Command, act: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str = ""
+) -> tuple[Run, T]:
+    """Like exec_in, for an act that is no command: a file is read, a turn is played."""
+
+    def within(want: Want, at: datetime) -> tuple[Run, T]:
+        return runs.act_in(want, command, act, now=at, actor=actor)
+
+    return _for_lease(pk, within, now=now, actor=actor)
+
+
+def sandbox_for(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox:
+    """The lease's sandbox, ready to run in."""
+    return _for_lease(pk, lambda want, at: pool.ready(want, now=at, actor=actor), now=now, actor=actor)
+
+
+def _for_lease(pk: UUID, act: Callable[[Want, datetime], T], *, now: datetime, actor: str) -> T:
+    later = ticking(now)
+    lease = leasing.require(pk, now=now)
+    try:
+        answer = act(want_for(lease, now=now), now)
+    except Lost:
+        leasing.require(pk, now=later())  # it may be gone because the lease ended: then that is the answer
+        with transaction.atomic():
+            leasing.end(pk, reason="lost", now=later(), actor="provider")
+        raise leasing.ended(Lease.objects.get(pk=pk), "lost") from None
+    except ProviderFailed:
+        leasing.require(pk, now=later())
+        raise
+    leasing.renew(lease, now=later())
+    return answer
+
+

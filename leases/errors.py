@@ -1,0 +1,43 @@
+"""What can go wrong with leases. The docstring of a class is its message unless a better one is given."""
+
+from sandboxes.errors import SandboxError
+
+
+class LeaseError(SandboxError):
+    """The lease could not do that."""
+
+    code = "lease_error"
+
+
+class Invalid(LeaseError):
+    """The request is not valid."""
+
+    code = "invalid"
+
+    def __init__(self, field: str, detail: str) -> None:
+        super().__init__(detail, field=field)
+
+
+class LeaseEnded(LeaseError):
+    """The lease has ended; acquire a new one."""
+
+    code = "lease_ended"
+
+
+class Conflict(LeaseError):
+    """It contradicts what is already there."""
+
+    code = "conflict"
+
+
+class TurnOpen(LeaseError):
+    """This turn is being played right now. Ask again in a moment."""
+
+    code = "busy"
+    retry_after = 2
+
+
+class TooMany(LeaseError):
+    """Too many new leases in too short a time."""
+
+    code = "rate_limited"

@@ -1,0 +1,165 @@
+"""One lease: acquire, renew, release, end. The row is the only authority, and its id is the fence."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from uuid import UUID
+
+import structlog
+from django.conf import settings
+from django.db import IntegrityError, transaction
+
+from leases.errors import Conflict, Invalid, LeaseEnded
+from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, Status
+from sandboxes import durations, pool
+from sandboxes.models import Pool
+
+log = structlog.get_logger(__name__)
+EPOCH_MINUTE = 60
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What an agent asks for. None means what its environment type says."""
+
+    agent_did: str
+    environment_id: str
+    environment_type: str
+    ttl: timedelta | None = None
+    max_ttl: timedelta | None = None
+    sleep_after: timedelta | None = None
+    expiry_conditions: Sequence[str] | None = None
+    pool: str = ""
+
+
+def ends_at(*, renewed_at: datetime, ttl: timedelta, max_expires_at: datetime) -> datetime:
+    """When a lease ends by itself: the earliest of its clocks. Everything that writes expires_at asks here."""
+    return min(renewed_at + ttl, max_expires_at)
+
+
+def why_elapsed(lease: Lease, now: datetime) -> str:
+    """The clock that has run out, "" if none has. A lease is over at its end even before a sweep has seen it."""
+    if now < lease.expires_at:
+        return ""
+    return "max_ttl" if lease.expires_at >= lease.max_expires_at else "ttl"
+
+
+def minute_of(moment: datetime) -> int:
+    return int(moment.timestamp()) // EPOCH_MINUTE
+
+
+def acquire(ask: Ask, *, now: datetime, actor: str = "") -> tuple[Lease, bool]:
+    """The active lease of this agent in this environment, and whether this call granted it.
+
+    Held already: the same lease, unchanged. Invalid names the field; Conflict when it is held for another type."""
+    for _ in range(5):
+        held = Lease.objects.filter(agent_did=ask.agent_did, environment_id=ask.environment_id, status=Status.ACTIVE).first()
+        if held and not why_elapsed(held, now):
+            if held.environment_type_id != ask.environment_type:
+                raise Conflict(
+                    f'This agent holds a lease of type "{held.environment_type_id}" in this environment.',
+                    field="environment_type",
+                )
+            return held, False
+        try:
+            with transaction.atomic(durable=True):
+                if held:  # over, and no sweep has come by yet
+                    end(held.pk, reason=why_elapsed(held, now), now=now, actor="acquire")
+                return _grant(ask, now=now, actor=actor), True
+        except IntegrityError:
+            continue  # a rival was granted it between our two looks: read theirs
+    raise Conflict("This lease is being acquired and released at the same time, over and over.")
+
+
+def _grant(ask: Ask, *, now: datetime, actor: str) -> Lease:
+    kind = EnvironmentType.objects.select_related("pool").filter(name=ask.environment_type).first()
+    if kind is None:
+        known = ", ".join(EnvironmentType.objects.values_list("name", flat=True))
+        raise Invalid("environment_type", f"There is no such environment type. Known: {known}.")
+    max_ttl = ask.max_ttl or kind.max_ttl
+    if max_ttl > kind.max_ttl:
+        raise Invalid("max_ttl_seconds", f"At most {kind.max_ttl.total_seconds():.0f} for this environment type.")
+    if ask.ttl and ask.ttl > max_ttl:
+        raise Invalid("ttl_seconds", f"At most {max_ttl.total_seconds():.0f}, which is this lease's max_ttl.")
+    ttl = ask.ttl or min(kind.ttl, max_ttl)
+    latest = now + max_ttl
+    expires_at = ends_at(renewed_at=now, ttl=ttl, max_expires_at=latest)
+    conditions = kind.expiry_conditions if ask.expiry_conditions is None else ask.expiry_conditions
+    Agent.objects.get_or_create(did=ask.agent_did)
+    lease = Lease.objects.create(
+        agent_did=ask.agent_did,
+        environment_id=ask.environment_id,
+        environment_type=kind,
+        pool=_pool(ask, kind),
+        leased_at=now,
+        last_activity_at=now,
+        ttl=ttl,
+        expires_at=expires_at,
+        expires_minute=minute_of(expires_at),
+        max_expires_at=latest,
+        sleep_after=ask.sleep_after or _sleep_after(kind),
+        expiry_conditions=list(conditions),
+    )
+    LeaseEvent.objects.create(lease=lease, at=now, kind="granted", actor=actor)
+    return lease
+
+
+def _pool(ask: Ask, kind: EnvironmentType) -> Pool:
+    if not ask.pool and kind.pool:
+        return kind.pool
+    found = Pool.objects.filter(name=ask.pool or "default").first()
+    if found is None:
+        raise Invalid("pool", "There is no such pool.")
+    return found
+
+
+def _sleep_after(kind: EnvironmentType) -> timedelta:
+    return durations.parse(kind.sleep_after) if kind.sleep_after else settings.SANDBOX_SLEEP_AFTER
+
+
+def require(pk: UUID, *, now: datetime) -> Lease:
+    """The lease, active and within its clocks; LeaseEnded says why it is not."""
+    lease = Lease.objects.select_related("environment_type", "pool").get(pk=pk)
+    if over := lease.end_reason or why_elapsed(lease, now):
+        raise ended(lease, over)
+    return lease
+
+
+def ended(lease: Lease, reason: str) -> LeaseEnded:
+    """The error that tells a late caller when and why its lease ended."""
+    at = lease.ended_at or lease.expires_at
+    return LeaseEnded(f"The lease ended ({reason}).", end_reason=reason, ended_at=at.isoformat())
+
+
+def renew(lease: Lease, *, now: datetime) -> datetime:
+    """Push the end to `ttl` from now, never past max_expires_at and never back. The new end; LeaseEnded if it is over.
+
+    One guarded UPDATE. A renewal that arrives late cannot shorten what a later one has granted."""
+    until = ends_at(renewed_at=now, ttl=lease.ttl, max_expires_at=lease.max_expires_at)
+    renewed = Lease.objects.filter(
+        pk=lease.pk, status=Status.ACTIVE, expires_at__gt=now, last_activity_at__lte=now, expires_at__lte=until
+    ).update(expires_at=until, expires_minute=minute_of(until), last_activity_at=now)
+    return until if renewed else require(lease.pk, now=now).expires_at
+
+
+def release(pk: UUID, *, now: datetime, actor: str = "") -> Lease:
+    """The agent is done. Releasing an ended lease changes nothing and is no error."""
+    with transaction.atomic(durable=True):
+        end(pk, reason="released", now=now, actor=actor)
+    return Lease.objects.select_related("environment_type", "pool").get(pk=pk)
+
+
+def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", why: str = "") -> bool:
+    """End one active lease and give up its sandbox, in one transaction. False if it had ended before.
+
+    From here on nothing can be done for this lease; the sandbox is destroyed by the next sweep, which is woken."""
+    with transaction.atomic():
+        ended_now = Lease.objects.filter(pk=pk, status=Status.ACTIVE).update(
+            status=Status.EXPIRED, ended_at=now, end_reason=reason
+        )
+        if not ended_now:
+            return False
+        LeaseEvent.objects.create(lease_id=pk, at=now, kind="ended", actor=actor, reason=f"{reason}: {why}" if why else reason)
+        pool.give_up_held(pk, now=now, reason=f"lease ended: {reason}", actor=actor)
+    log.info("lease ended", lease=str(pk), reason=reason)
+    return True

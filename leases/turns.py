@@ -1,0 +1,157 @@
+"""One environment: join it, take a turn in it. What happens in an environment ends leases in sweeps.end_matching."""
+
+import json
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import structlog
+from django.conf import settings
+from django.db import IntegrityError, transaction
+
+from leases import acting, leasing
+from leases.errors import TurnOpen
+from leases.models import Lease, Turn
+from sandboxes import egress, pool
+from sandboxes.errors import ProviderFailed, SandboxError
+from sandboxes.lifecycle import step
+from sandboxes.models import Outcome, Run, Sandbox
+from sandboxes.moments import ticking
+from sandboxes.providers.base import SOCKETS, ExecResult, Provider
+from sandboxes.runs import GRACE, Command
+
+log = structlog.get_logger(__name__)
+LONGEST_REASON = 500  # characters
+LARGEST_ACTION = 64 << 10  # bytes of JSON
+
+Action = dict[str, Any]
+
+
+def join(ask: leasing.Ask, *, now: datetime, actor: str = "") -> tuple[Lease, bool]:
+    """Enter an environment: a lease, and its sandbox ready with /workspace/config.json in it. Safe to repeat."""
+    later = ticking(now)
+    lease, is_new = leasing.acquire(ask, now=now, actor=actor)
+    acting.sandbox_for(lease.pk, now=later(), actor=actor)
+    return Lease.objects.select_related("environment_type", "pool").get(pk=lease.pk), is_new
+
+
+def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime, actor: str = "") -> Turn:
+    """Play one turn for a lease, once. A number that was played answers what it answered; TurnOpen while it is played.
+
+    A turn that fails, hangs, runs out of memory or babbles is answered with skip_turn and a reason. What keeps it from
+    starting at all (capacity, the lease's end) is raised, and the number stays free."""
+    later = ticking(now)
+    lease = leasing.require(pk, now=now)
+    kind = lease.environment_type
+    timeout = kind.turn_timeout or settings.TURN_TIMEOUT
+    turn, mine = _claim(lease, number, now=now, longest=settings.SANDBOX_START_TIMEOUT + timeout + 2 * GRACE)
+    if not mine:
+        return turn
+    step("turn claimed", turn)
+    command = Command(
+        argv=kind.turn_argv, timeout=timeout, stdin=json.dumps(state).encode(), kind="turn", turn_number=number,
+        env={
+            "AGENT_DID": lease.agent_did,
+            "ENVIRONMENT_ID": lease.environment_id,
+            "ENVIRONMENT_TYPE": kind.name,
+            "GAME_ID": lease.environment_id,
+            "TURN_NUMBER": str(number),
+            "MODEL": settings.LLM_MODEL,
+        },
+    )  # fmt: skip
+
+    def play(provider: Provider, sandbox: Sandbox) -> ExecResult:
+        name = f"{command.run_id.hex[:12]}.sock"
+        with egress.door(pool.sockets_of(sandbox) / name, patience=timeout):
+            return provider.exec(
+                sandbox.ref,
+                list(command.argv),
+                env={**command.env, "LLM_SOCKET": provider.inside(sandbox.ref, f"{SOCKETS}/{name}")},
+                cwd=command.cwd,
+                stdin=command.stdin,
+                timeout=timeout,
+                cap=settings.EXEC_OUTPUT_CAP,
+                mark=str(command.run_id),
+            )
+
+    try:
+        run, _ = acting.act_in(pk, command, play, now=later(), actor=actor)
+    except ProviderFailed as failed:
+        _settle(turn, Run.objects.filter(pk=command.run_id).first(), skip(str(failed)), now=later())
+        leasing.renew(lease, now=later())
+    except SandboxError:
+        Turn.objects.filter(pk=turn.pk, ended_at__isnull=True).delete()  # it was not played
+        raise
+    else:
+        step("turn answered", turn)
+        _settle(turn, run, judge(run), now=later())
+    turn.refresh_from_db()
+    return turn
+
+
+def _claim(lease: Lease, number: int, *, now: datetime, longest: timedelta) -> tuple[Turn, bool]:
+    try:
+        with transaction.atomic():
+            return Turn.objects.create(lease=lease, number=number, started_at=now, deadline_at=now + longest), True
+    except IntegrityError:
+        turn = Turn.objects.get(lease=lease, number=number)
+    if turn.ended_at is None and turn.deadline_at < now:
+        _settle_overdue(turn, now=now)
+        turn.refresh_from_db()
+    if turn.ended_at is None:
+        raise TurnOpen()
+    return turn, False
+
+
+def _settle(turn: Turn, run: Run | None, action: Action, *, now: datetime) -> bool:
+    """Write the answer of an open turn, once."""
+    skipped = action.get("action") == "skip_turn"
+    if skipped:
+        log.info("turn skipped", lease=str(turn.lease_id), turn=turn.number, run=str(run.pk) if run else None)
+    return bool(
+        Turn.objects.filter(pk=turn.pk, ended_at__isnull=True).update(
+            ended_at=now, run=run, skipped=skipped, answer=json.dumps(action)
+        )
+    )
+
+
+def _settle_overdue(turn: Turn, *, now: datetime) -> bool:
+    """Answer a turn whose player died: from its Run if that has an end, else it counts as skipped."""
+    run = Run.objects.filter(holder=turn.lease_id, kind="turn", turn_number=turn.number).order_by("-started_at").first()
+    if run and run.ended_at and run.outcome != Outcome.LOST:
+        return _settle(turn, run, judge(run), now=now)
+    return _settle(turn, run, skip("The control plane was interrupted while this turn was played."), now=now)
+
+
+def skip_overdue(*, now: datetime, limit: int = 200) -> int:
+    """Settle turns past their deadline; how many."""
+    overdue = Turn.objects.filter(ended_at__isnull=True, deadline_at__lt=now).order_by("deadline_at")[:limit]
+    return sum(_settle_overdue(turn, now=now) for turn in overdue)
+
+
+def skip(reason: str) -> Action:
+    return {"action": "skip_turn", "reason": reason[:LONGEST_REASON]}
+
+
+def judge(run: Run) -> Action:
+    """The action of a finished turn. Whatever is not one JSON object that can be passed on is a skip with the reason."""
+    if run.outcome == Outcome.TIMED_OUT:
+        return skip(f"The turn took longer than {(run.deadline_at - run.started_at - GRACE).total_seconds():g} seconds.")
+    if run.outcome == Outcome.OOM:
+        return skip("The turn ran out of memory.")
+    if run.outcome != Outcome.OK:
+        said = bytes(run.stderr).decode("utf-8", "replace").strip() or run.note
+        return skip(f"The turn ended with code {run.exit_code}: {said}" if said else f"The turn ended with code {run.exit_code}.")
+    printed = bytes(run.stdout)
+    if len(printed) > LARGEST_ACTION or run.stdout_bytes > len(printed) or run.truncated:
+        return skip(f"The turn printed more than {LARGEST_ACTION} bytes.")
+    try:
+        action = json.loads(printed)
+        # Once through what carries it to the caller: no NaN, no lone surrogates, no nesting that cannot be written.
+        json.dumps(action, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return skip(f"The turn printed no JSON: {printed[:200].decode('utf-8', 'replace')}")
+    if not isinstance(action, dict):
+        return skip(f"The turn printed {type(action).__name__}, not a JSON object.")
+    return action

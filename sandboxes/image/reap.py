@@ -1,0 +1,108 @@
+"""Kill every process of one exec, also those that left its session or lost their parent, and no other. Standard library
+only: this runs inside sandboxes (`python3 reap.py MARK [GID]`) and is imported where there is no inside.
+
+A process belongs to the exec if it runs under the group id that only this exec was given, which nothing without
+CAP_SETGID can leave; where there is no such id, if it carries the mark in its environment, which it can clear; and if it
+descends from one that belongs. All are stopped before any is killed: what is stopped cannot fork, and its children have
+not lost their parent yet."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+
+MARK = "LEASEHOLD_RUN"  # as in providers/base.py, which is not there inside a sandbox
+PATIENCE = 10.0  # seconds until kill_tree gives up
+
+
+@dataclass(frozen=True)
+class _Process:
+    parent: int
+    born: bytes  # start time in ticks: with the process id it names one process for ever
+    belongs: bool
+    gone: bool  # a zombie: nothing is left to kill
+
+
+def everything() -> Iterable[int]:
+    """The id of every process that /proc shows."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def kill_tree(mark: str, gid: int | None = None, pids: Callable[[], Iterable[int]] = everything) -> int:
+    """Kill the processes of the exec that carries `mark`, and only them; answer how many. `gid`: the group id that was
+    its own, if it had one; `pids`: where to look. TimeoutError if some still live after PATIENCE seconds."""
+    until = time.monotonic() + PATIENCE
+    killed: set[int] = set()
+    while True:
+        held: dict[int, int] = {}  # process id -> pidfd: a number may be given to a new process, a pidfd may not
+        try:
+            while fresh := _members(mark, gid, pids(), held):
+                held.update(fresh)
+            if not held:
+                return len(killed)
+            for fd in held.values():
+                _send(fd, signal.SIGKILL)
+            killed.update(held)
+        finally:
+            for fd in held.values():
+                os.close(fd)
+        if time.monotonic() > until:
+            raise TimeoutError(f"{len(held)} processes are still there")
+        time.sleep(0.005)  # a killed process takes a moment to go
+
+
+def _members(mark: str, gid: int | None, pids: Iterable[int], held: Container[int]) -> dict[int, int]:
+    """Those that belong and are not `held` yet, each stopped, with a pidfd."""
+    seen = {pid: process for pid in pids if (process := _look(pid, mark, gid)) is not None}
+    ours = {pid for pid, process in seen.items() if process.belongs}
+    while more := {pid for pid, process in seen.items() if process.parent in ours} - ours:
+        ours |= more
+    fresh: dict[int, int] = {}
+    for pid in ours - {1, os.getpid()}:
+        if pid in held or seen[pid].gone:
+            continue
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        now = _look(pid, mark, gid)
+        if now is not None and now.born == seen[pid].born and _send(fd, signal.SIGSTOP):
+            fresh[pid] = fd
+        else:
+            os.close(fd)
+    return fresh
+
+
+def _look(pid: int, mark: str, gid: int | None) -> _Process | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, parent, *rest = file.read().rpartition(b")")[2].split()
+        belongs = _gid(pid) == gid if gid is not None else _mark(pid) == mark.encode()
+    except OSError:  # it ended, or is another user's
+        return None
+    return _Process(int(parent), born=rest[17], belongs=belongs, gone=state in (b"Z", b"X"))
+
+
+def _gid(pid: int) -> int:
+    with open(f"/proc/{pid}/status", "rb") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(b"Gid:"))
+
+
+def _mark(pid: int) -> bytes | None:
+    prefix = f"{MARK}=".encode()
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return next((entry[len(prefix) :] for entry in file.read().split(b"\0") if entry.startswith(prefix)), None)
+
+
+def _send(fd: int, number: signal.Signals) -> bool:
+    try:
+        signal.pidfd_send_signal(fd, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    print(kill_tree(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None))

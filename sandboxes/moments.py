@@ -1,0 +1,18 @@
+"""Time is a value: a verb is given `now`, and measures what it does itself on the monotonic clock."""
+
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+Later = Callable[[], datetime]
+
+
+def ticking(now: datetime) -> Later:
+    """A clock that showed `now` when this was called and has run since."""
+    began = time.monotonic()
+    return lambda: now + timedelta(seconds=time.monotonic() - began)
+
+
+def backoff(tries: int, *, first: timedelta = timedelta(seconds=5), most: timedelta = timedelta(minutes=10)) -> timedelta:
+    """How long to leave something alone that failed `tries` times: doubling from `first` up to `most`."""
+    return min(first * 2 ** min(max(tries - 1, 0), 16), most)

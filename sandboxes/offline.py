@@ -1,0 +1,63 @@
+"""The offline policy: answers like a chat model without being one, so that a demo needs no key.
+
+It looks for `legal_actions` in the state that the last user message carries and picks one. Every answer says that it
+is the offline policy, in its model name and in the action itself."""
+
+import hashlib
+import json
+import time
+import uuid
+from typing import Any
+
+MODEL = "leasehold-offline-policy"
+
+# What to prefer when the legal actions have a type that is named here; anything else ranks between the two groups.
+EAGER = ("BUILD_CITY", "BUILD_SETTLEMENT", "BUY_DEVELOPMENT_CARD", "BUILD_ROAD", "ROLL", "MARITIME_TRADE")
+RELUCTANT = ("END_TURN",)
+
+
+def complete(body: dict[str, Any]) -> dict[str, Any]:
+    """An OpenAI-shaped chat completion whose content is one legal action as JSON."""
+    return {
+        "id": f"offline-{uuid.uuid4()}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": json.dumps(decide(_state_in(body)))},
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+    }
+
+
+def decide(state: Any) -> dict[str, Any]:
+    """One of the state's legal actions, the same one for the same state; skip_turn if it names none."""
+    legal = state.get("legal_actions") if isinstance(state, dict) else None
+    if not isinstance(legal, list) or not legal:
+        return {"action": "skip_turn", "reason": "The offline policy found no legal_actions in the state.", "by": MODEL}
+    best = min(map(_rank, legal))
+    choices = [action for action in legal if _rank(action) == best]
+    seed = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).digest()
+    chosen = choices[int.from_bytes(seed[:8]) % len(choices)]
+    return {**chosen, "by": MODEL} if isinstance(chosen, dict) else {"action": chosen, "by": MODEL}
+
+
+def _rank(action: Any) -> int:
+    kind = action.get("type") if isinstance(action, dict) else action
+    if kind in EAGER:
+        return EAGER.index(kind)
+    return len(EAGER) + (kind in RELUCTANT)
+
+
+def _state_in(body: dict[str, Any]) -> Any:
+    for message in reversed(body.get("messages", [])):
+        if isinstance(message, dict) and message.get("role") == "user":
+            try:
+                return json.loads(message.get("content") or "")
+            except (ValueError, TypeError, RecursionError):
+                return None
+    return None

@@ -1,0 +1,462 @@
+"""Sandboxes in a dict, for tests and the demo: the whole port, a few programs, and hooks by which things go wrong.
+
+It executes nothing real, so it isolates. Time is simulated: `sleep 60` takes no time and says that it took a minute,
+and a command whose time is up is told so at once. What it offers beyond the port:
+
+    memory.before("create", fn)     fn(ref) runs before the verb does anything, outside every lock: it may raise a
+    memory.after("exec", fn)        ProviderError or play the death of this process, block at a barrier, run a rival
+    memory.fail("destroy", Unavailable("engine down"), times=3)
+    with memory.fail(...):          the same for a while; without `with` they stay until reset()
+    memory.vanish(ref)  stop(ref)   it is gone, or stopped, behind our back
+    memory.calls                    [(verb, ref), ...], for list (verb, owner)
+    memory.files(ref)               {"/workspace/a b": File(b"..."), ...}, to look into and to plant things
+    memory.programs["python3"] = fn a program is Callable[[Call], Outcome]"""
+
+import io
+import itertools
+import os
+import re
+import shlex
+import tarfile
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import BinaryIO
+
+from sandboxes.providers.base import (
+    DATA,
+    MARK,
+    WORKSPACE,
+    BadPath,
+    ExecResult,
+    Found,
+    Missing,
+    NoFile,
+    Provider,
+    Rejected,
+    Spec,
+    TooLarge,
+    Unavailable,
+    under_roots,
+)
+
+
+@dataclass(frozen=True)
+class File:
+    content: bytes
+    executable: bool = False
+
+
+@dataclass(frozen=True)
+class Link:
+    target: str
+
+
+@dataclass(frozen=True)
+class Folder:
+    pass
+
+
+Entry = File | Link | Folder
+Files = dict[str, Entry]  # by absolute path; every directory above an entry is an entry too
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a program is given. It may change `files`; whatever takes longer than `timeout` is killed."""
+
+    argv: Sequence[str]
+    stdin: bytes
+    env: Mapping[str, str]
+    cwd: str
+    files: Files
+    timeout: timedelta
+
+    def path(self, word: str) -> str:
+        return word if word.startswith("/") else f"{self.cwd.rstrip('/')}/{word}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a program did, and how long it would have taken."""
+
+    exit_code: int = 0
+    stdout: bytes = b""
+    stderr: bytes = b""
+    took: timedelta = timedelta(0)
+    oom: bool = False
+
+
+Program = Callable[[Call], Outcome]
+
+
+@dataclass
+class Box:
+    spec: Spec
+    created_at: datetime
+    running: bool = True
+    files: Files = field(default_factory=lambda: Files({WORKSPACE: Folder(), DATA: Folder()}))
+
+
+class MemoryProvider(Provider):
+    name = "memory"
+    isolated = True
+    enforces_limits = True
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.reset()
+
+    def reset(self) -> None:
+        """As new: no sandbox, no hook, no call, the programs of this module."""
+        with self._lock:
+            self._boxes: dict[str, Box] = {}
+            self._hooks: defaultdict[tuple[str, str], list[Callable[[str], None]]] = defaultdict(list)
+            self.calls: list[tuple[str, str]] = []
+            self.programs: dict[str, Program] = {**PROGRAMS, "sh": self._sh}
+
+    # --- how things go wrong ------------------------------------------------------------------------------------------
+
+    def before(self, verb: str, fn: Callable[[str], None]) -> ExitStack:
+        """Call fn(ref) whenever this verb begins. Stays until reset, or until the answer is closed (also by `with`)."""
+        return self._hook("before", verb, fn)
+
+    def after(self, verb: str, fn: Callable[[str], None]) -> ExitStack:
+        """Call fn(ref) whenever this verb has succeeded, before its caller learns of it. Stays as `before` does."""
+        return self._hook("after", verb, fn)
+
+    def fail(self, verb: str, error: BaseException, *, times: int = 1) -> ExitStack:
+        """The next `times` calls of this verb do nothing and raise `error`. Stays as `before` does."""
+        left = iter(range(times))
+
+        def raise_it(ref: str) -> None:
+            if next(left, None) is not None:
+                raise error
+
+        return self._hook("before", verb, raise_it)
+
+    def vanish(self, ref: str) -> None:
+        """The sandbox is gone behind our back; Missing if it already was. What runs in it is killed."""
+        with self._lock:
+            del self._boxes[self._box(ref).spec.name]
+
+    def stop(self, ref: str) -> None:
+        """The sandbox exists and can execute nothing, as after a restart of its host. What runs in it is killed."""
+        self._box(ref).running = False
+
+    def files(self, ref: str) -> Files:
+        """The sandbox's own files, also of a stopped one."""
+        return self._box(ref).files
+
+    def _hook(self, when: str, verb: str, fn: Callable[[str], None]) -> ExitStack:
+        if verb not in Provider.__abstractmethods__:
+            raise ValueError(f"{verb} is no verb of the port")
+        hooks, unhook = self._hooks[when, verb], ExitStack()
+        hooks.append(fn)
+
+        @unhook.callback
+        def remove() -> None:
+            with suppress(ValueError):
+                hooks.remove(fn)
+
+        return unhook
+
+    @contextmanager
+    def _verb(self, verb: str, ref: str) -> Iterator[None]:
+        self.calls.append((verb, ref))
+        for fn in [*self._hooks["before", verb]]:
+            fn(ref)
+        yield
+        for fn in [*self._hooks["after", verb]]:
+            fn(ref)
+
+    # --- the port -----------------------------------------------------------------------------------------------------
+
+    def create(self, spec: Spec) -> str:
+        with self._verb("create", spec.name), self._lock:
+            self._boxes.setdefault(spec.name, Box(spec, datetime.now(UTC)))
+        return spec.name
+
+    def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
+        with self._verb("wait_ready", ref):
+            self._running(ref)
+
+    def exec(
+        self,
+        ref: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str = WORKSPACE,
+        stdin: bytes = b"",
+        timeout: timedelta,
+        cap: int = 1 << 20,
+        mark: str,
+    ) -> ExecResult:
+        with self._verb("exec", ref):  # not under the lock: execs run side by side, and a hook or a program may block
+            box = self._running(ref)
+            if not argv or not cwd.startswith("/") or any("\0" in word for word in argv):
+                raise Rejected("argv has at least one element and no NUL, and cwd is an absolute path")
+            base = {"PATH": "/usr/bin:/bin", "HOME": WORKSPACE, "LANG": "C.UTF-8"}
+            ours = {"LEASEHOLD_WORKSPACE": WORKSPACE, "LEASEHOLD_DATA": DATA, MARK: mark}
+            done = self._execute(Call(argv, stdin, {**base, **env, **ours}, cwd, box.files, timeout))
+            timed_out = done.took >= timeout
+            destroyed = self._boxes.get(ref) is not box or not box.running
+            return ExecResult(
+                exit_code=137 if timed_out or destroyed or done.oom else done.exit_code,
+                stdout=done.stdout[:cap],
+                stderr=done.stderr[:cap],
+                timed_out=timed_out,
+                oom=done.oom,
+                truncated=max(len(done.stdout), len(done.stderr)) > cap,
+                duration=min(done.took, timeout),
+            )
+
+    def destroy(self, ref: str) -> None:
+        with self._verb("destroy", ref), self._lock:
+            self._boxes.pop(ref, None)
+
+    def inspect(self, ref: str) -> Found:
+        with self._verb("inspect", ref), self._lock:
+            return _found(self._box(ref))
+
+    def list(self, owner: str) -> list[Found]:
+        with self._verb("list", owner), self._lock:
+            return [_found(box) for box in self._boxes.values() if box.spec.owner == owner]
+
+    def read_file(self, ref: str, path: str, *, limit: int) -> bytes:
+        with self._verb("read_file", ref), self._lock:
+            entry = _regular(self._running(ref).files, path)
+            if len(entry.content) > limit:
+                raise TooLarge(f"the file has {len(entry.content)} bytes, and the limit is {limit}")
+            return entry.content
+
+    def write_file(self, ref: str, path: str, content: bytes) -> None:
+        with self._verb("write_file", ref), self._lock:
+            files = self._running(ref).files
+            with suppress(NoFile):
+                _regular(files, path)
+            _put(files, path, File(content))
+
+    def remove_file(self, ref: str, path: str) -> None:
+        with self._verb("remove_file", ref), self._lock:
+            files = self._running(ref).files
+            _regular(files, path)
+            del files[path]
+
+    def get_files(self, ref: str, root: str) -> Iterator[bytes]:
+        with self._verb("get_files", ref), self._lock:
+            packed = io.BytesIO()
+            with tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+                for path, entry in _below(self._running(ref).files, root):
+                    tar.addfile(*_member(path.removeprefix(root + "/"), entry))
+        packed.seek(0)
+        return iter(lambda: packed.read(1 << 16), b"")
+
+    def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
+        sent = io.BytesIO(tar.read())  # before the lock: the sender may be slow
+        with self._verb("put_files", ref), self._lock:
+            files = self._running(ref).files
+            _below(files, root)
+            try:
+                with tarfile.open(fileobj=sent, mode="r|") as members:
+                    for member in members:
+                        _unpack(files, root, member, members)
+            except tarfile.TarError as error:
+                raise Rejected(f"this is no tar: {error}") from None
+
+    def size(self, ref: str, root: str) -> int:
+        with self._verb("size", ref), self._lock:
+            entries = _below(self._running(ref).files, root)
+            return sum(len(entry.content) for _, entry in entries if isinstance(entry, File))
+
+    def _box(self, ref: str) -> Box:
+        try:
+            return self._boxes[ref]
+        except KeyError:
+            raise Missing(f"there is no sandbox {ref}") from None
+
+    def _running(self, ref: str) -> Box:
+        box = self._box(ref)
+        if not box.running:
+            raise Unavailable(f"{ref} does not run")
+        return box
+
+    def _execute(self, call: Call) -> Outcome:
+        program = self.programs.get(call.argv[0].removeprefix("/bin/"))
+        return program(call) if program else Outcome(127, stderr=f"{call.argv[0]}: not found\n".encode())
+
+    def _sh(self, call: Call) -> Outcome:
+        """`sh -c` of commands joined by `;`, each with at most one `>file` or `>&2`. Besides programs it knows `exit N`
+        and `kill -9 $$`. No variables, no pipes."""
+        words = shlex.shlex(call.argv[2], posix=True, punctuation_chars=";>&")
+        words.whitespace_split = True
+        said = Outcome()
+        for command in [[*group] for ends, group in itertools.groupby(words, ";".__eq__) if not ends]:
+            if command[0] == "exit":
+                return replace(said, exit_code=int(command[1]))
+            if command == ["kill", "-9", "$$"]:
+                return replace(said, exit_code=137)
+            argv = [*itertools.takewhile(lambda word: word not in (">", ">&"), command)]
+            done = self._execute(replace(call, argv=argv, timeout=call.timeout - said.took))
+            if ">" in command:
+                _put(call.files, call.path(command[-1]), File(done.stdout))
+            shown = done.stdout if len(argv) == len(command) else b""
+            complained = done.stderr + (done.stdout if ">&" in command else b"")
+            took, oom = said.took + done.took, said.oom or done.oom
+            said = Outcome(done.exit_code, said.stdout + shown, said.stderr + complained, took, oom)
+            if took >= call.timeout:
+                break
+        return said
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def _check_above(files: Files, path: str) -> None:
+    """BadPath unless the path is well formed and everything above it is a directory or not there."""
+    root, parts = under_roots(path)
+    for above in itertools.accumulate(parts[:-1], lambda a, b: f"{a}/{b}", initial=root):
+        if not isinstance(files.get(above, Folder()), Folder):
+            raise BadPath(f"{above} is no directory")
+
+
+def _regular(files: Files, path: str) -> File:
+    _check_above(files, path)
+    entry = files.get(path)
+    if entry is None:
+        raise NoFile(f"there is no file {path}")
+    if not isinstance(entry, File):
+        raise BadPath(f"{path} is no regular file")
+    return entry
+
+
+def _put(files: Files, path: str, entry: Entry) -> None:
+    """Place an entry, with the directories above it. BadPath in place of a directory, unless by a directory."""
+    _check_above(files, path)
+    if isinstance(files.get(path), Folder) and not isinstance(entry, Folder):
+        raise BadPath(f"{path} is a directory")
+    files[path] = entry
+    while (path := path.rpartition("/")[0]) and path not in files:
+        files[path] = Folder()
+
+
+def _below(files: Files, root: str) -> list[tuple[str, Entry]]:
+    """Everything under a root, directories before what is in them."""
+    if root not in (WORKSPACE, DATA):
+        raise BadPath(f"a root is {WORKSPACE} or {DATA}")
+    return sorted((path, entry) for path, entry in [*files.items()] if path.startswith(root + "/"))
+
+
+def _member(name: str, entry: Entry) -> tuple[tarfile.TarInfo, BinaryIO | None]:
+    member = tarfile.TarInfo(name)
+    if isinstance(entry, File):
+        member.size, member.mode = len(entry.content), 0o755 if entry.executable else 0o644
+        return member, io.BytesIO(entry.content)
+    if isinstance(entry, Link):
+        member.type, member.linkname = tarfile.SYMTYPE, entry.target
+    else:
+        member.type, member.mode = tarfile.DIRTYPE, 0o755
+    return member, None
+
+
+def _unpack(files: Files, root: str, member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
+    path = _inside(root, member.name)
+    if path == root:
+        return
+    if member.isdir():
+        if not isinstance(files.get(path, Folder()), Folder):
+            raise BadPath(f"{member.name} is no directory here")
+        _put(files, path, Folder())
+    elif member.issym():
+        _put(files, path, Link(member.linkname))
+    elif member.islnk():
+        target = files.get(_inside(root, member.linkname))
+        if not isinstance(target, File):
+            raise BadPath(f"{member.name} links to {member.linkname}, which is no file here")
+        _put(files, path, target)
+    elif member.isreg():
+        content = tar.extractfile(member)
+        assert content is not None
+        _put(files, path, File(content.read(), executable=bool(member.mode & 0o100)))
+    else:
+        raise BadPath(f"{member.name} is a device or a pipe")
+
+
+def _inside(root: str, name: str) -> str:
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if name.startswith("/") or ".." in parts:
+        raise BadPath(f"{name!r} leaves {root}")
+    return "/".join([root, *parts])
+
+
+def _found(box: Box) -> Found:
+    return Found(box.spec.name, box.spec.name, box.running, box.created_at)
+
+
+# --- programs -----------------------------------------------------------------------------------------------------
+
+
+def _lines(*lines: str) -> Outcome:
+    return Outcome(stdout=b"".join(os.fsencode(line) + b"\n" for line in lines))
+
+
+def _cat(call: Call) -> Outcome:
+    said = b""
+    for word in call.argv[1:]:
+        entry = call.files.get(call.path(word))
+        if not isinstance(entry, File):
+            return Outcome(1, said, f"cat: {word}: No such file or directory\n".encode())
+        said += entry.content
+    return Outcome(stdout=said if call.argv[1:] else call.stdin)
+
+
+def _printenv(call: Call) -> Outcome:
+    if not call.argv[1:]:
+        return _lines(*(f"{name}={value}" for name, value in call.env.items()))
+    values = [call.env[name] for name in call.argv[1:] if name in call.env]
+    return replace(_lines(*values), exit_code=int(len(values) < len(call.argv[1:])))
+
+
+def _printf(call: Call) -> Outcome:
+    """Octal escapes, the usual letters, and a format of `%s` that is used again for every argument."""
+    letters = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"\\": b"\\"}
+    form = re.sub(
+        rb"\\([0-7]{1,3}|[ntr\\])",
+        lambda found: letters.get(found[1]) or bytes([int(found[1], 8) & 255]),
+        os.fsencode(call.argv[1]),
+    )
+    words = [os.fsencode(word) for word in call.argv[2:]] or [b""]
+    return Outcome(stdout=b"".join(form.replace(b"%s", word) for word in words))
+
+
+def _head(call: Call) -> Outcome:
+    if call.argv[1] != "-c" or call.argv[3:] != ["/dev/zero"]:
+        return Outcome(2, stderr=b"head: here it knows only -c N /dev/zero\n")
+    return Outcome(stdout=bytes(int(call.argv[2])))
+
+
+def _link(call: Call) -> Outcome:
+    if call.argv[1] != "-s" or len(call.argv) != 4:
+        return Outcome(2, stderr=b"ln: here it knows only -s TARGET PATH\n")
+    _put(call.files, call.path(call.argv[3]), Link(call.argv[2]))
+    return Outcome()
+
+
+PROGRAMS: dict[str, Program] = {
+    "true": lambda call: Outcome(),
+    "false": lambda call: Outcome(1),
+    "echo": lambda call: _lines(" ".join(call.argv[1:])),
+    "pwd": lambda call: _lines(call.cwd),
+    "env": _printenv,
+    "printenv": _printenv,
+    "printf": _printf,
+    "cat": _cat,
+    "head": _head,
+    "ln": _link,
+    "sleep": lambda call: Outcome(took=timedelta(seconds=min(float(call.argv[1]), 1e9))),
+    "oom": lambda call: Outcome(137, oom=True),
+}

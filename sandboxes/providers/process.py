@@ -1,0 +1,427 @@
+"""Local subprocesses for development. Nothing is isolated and no limit holds: agents act with this user's rights.
+
+A sandbox is a directory, STATE_DIR/process/<owner>/<name>/, so any number of web and worker processes share it:
+
+    sandbox.json             when it was made, and its sockets directory. create writes it last and destroy removes it
+                             first: a sandbox runs while it is there, and what a crash leaves behind is still listed
+    workspace/ data/ home/   home is HOME: it is lost when the sandbox is destroyed
+
+Sandbox paths are not host paths here. Elements of argv, and cwd, that are one of the promised places or lie under one
+are translated; inside a longer string (`sh -c "cat /data/x"`) they are not: a program finds its places in
+LEASEHOLD_WORKSPACE and LEASEHOLD_DATA, whoever builds a command line asks `inside`. Linux only: pidfd and /proc."""
+
+import errno
+import json
+import os
+import re
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import IO, BinaryIO
+from urllib.parse import quote
+
+from django.conf import settings
+
+from sandboxes.image import files, reap
+from sandboxes.providers.base import (
+    DATA,
+    MARK,
+    SOCKETS,
+    WORKSPACE,
+    BadPath,
+    ExecResult,
+    Found,
+    Missing,
+    NoFile,
+    Provider,
+    Rejected,
+    Spec,
+    TooLarge,
+    Unavailable,
+    under_roots,
+)
+
+IMAGE = Path(files.__file__).resolve().parent  # what the Docker image has in /opt/leasehold
+NAME = re.compile(r"[a-z0-9-]{1,63}")
+NOTE = "sandbox.json"
+BELONGS = "LEASEHOLD_SANDBOX"  # environment variable by which destroy finds what still runs
+PATH = "/usr/local/bin:/usr/bin:/bin"
+GRACE = 0.2  # seconds that a command's pipes are still read after it ended, if a process it left behind holds them open
+EXHAUSTED = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+
+
+@dataclass(frozen=True)
+class Box:
+    """One sandbox's directory, and the host directory of its sockets."""
+
+    path: Path
+    sockets: str = ""
+
+    def inside(self, path: str) -> str:
+        """The host path of a sandbox path; anything else is returned as it came."""
+        places = {
+            WORKSPACE: str(self.path / "workspace"),
+            DATA: str(self.path / "data"),
+            SOCKETS: self.sockets,
+            "/opt/leasehold": str(IMAGE),
+        }
+        for place, host in places.items():
+            if host and (path == place or path.startswith(place + "/")):
+                return host + path[len(place) :]
+        return path
+
+    def environment(self, given: Mapping[str, str], mark: str) -> dict[str, str]:
+        """What a command sees: a clean base, what was given, where and who it is. Our own holds secrets: none of it."""
+        return {
+            "PATH": PATH,
+            "HOME": str(self.path / "home"),
+            "LANG": "C.UTF-8",
+            **given,
+            "LEASEHOLD_WORKSPACE": self.inside(WORKSPACE),
+            "LEASEHOLD_DATA": self.inside(DATA),
+            BELONGS: self.path.name,
+            MARK: mark,
+        }
+
+
+class ProcessProvider(Provider):
+    name = "process"
+    isolated = False
+    enforces_limits = False
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = (root or Path(settings.STATE_DIR) / "process").resolve()
+
+    def create(self, spec: Spec) -> str:
+        if not NAME.fullmatch(spec.name):
+            raise Rejected("a sandbox's name is 1 to 63 of a-z, 0-9 and -")
+        sockets = str(spec.sockets.resolve()) if spec.sockets else ""
+        note = json.dumps({"created_at": datetime.now(UTC).isoformat(), "sockets": sockets})
+        with _disk():
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = self._find(spec.name) or self.root / _directory(spec.owner) / spec.name
+            if (path / NOTE).exists():
+                return spec.name
+            for place in ("workspace", "data", "home"):
+                (path / place).mkdir(parents=True, exist_ok=True)
+            shutil.copytree(IMAGE / "skills", path / "data" / "skills", dirs_exist_ok=True)
+            files.write(str(path), (NOTE,), note.encode())
+        return spec.name
+
+    def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self.inspect(ref).running:
+            if time.monotonic() >= deadline:
+                raise Unavailable(f"{ref} was not ready after {timeout.total_seconds():g} s")
+            time.sleep(0.05)
+
+    def exec(
+        self,
+        ref: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str = WORKSPACE,
+        stdin: bytes = b"",
+        timeout: timedelta,
+        cap: int = 1 << 20,
+        mark: str,
+    ) -> ExecResult:
+        box, started = self._box(ref), time.monotonic()
+        if not argv or not cwd.startswith("/"):
+            raise Rejected("argv has at least one element, and cwd is an absolute path")
+        try:
+            child = _start([box.inside(word) for word in argv], box.inside(cwd), box.environment(env, mark))
+        except ValueError as error:  # NUL in a string, "=" in a variable's name
+            raise Rejected(f"this cannot be executed: {error}") from None
+        except OSError as error:
+            self._box(ref)  # destroyed meanwhile?
+            if error.errno in EXHAUSTED:
+                raise Unavailable(f"no process can be started: {error.strerror}") from error
+            gone = isinstance(error, FileNotFoundError) and error.filename != box.inside(cwd)
+            return ExecResult(127 if gone else 126, stderr=f"{error.strerror}: {error.filename}\n".encode())
+
+        with child:
+            try:
+                self._box(ref)  # destroy may have looked for processes just before this one was there
+                talk = Talk(child, stdin, cap)
+                talk.run(started + timeout.total_seconds(), partial(_kill_run, mark))
+            finally:
+                if child.poll() is None:
+                    _kill_run(mark)
+        return ExecResult(
+            exit_code=child.returncode if child.returncode >= 0 else 128 - child.returncode,
+            stdout=bytes(talk.out.kept),
+            stderr=bytes(talk.err.kept),
+            timed_out=talk.timed_out,
+            truncated=talk.out.truncated or talk.err.truncated,
+            duration=timedelta(seconds=time.monotonic() - started),
+        )
+
+    def destroy(self, ref: str) -> None:
+        with _disk():
+            path = self._find(ref)
+            if path is None:
+                return
+            (path / NOTE).unlink(missing_ok=True)  # from here on no exec starts
+            _kill_all(f"{BELONGS}={ref}")
+            _remove(path)
+
+    def inspect(self, ref: str) -> Found:
+        with _disk():
+            path = self._find(ref)
+            found = _found(path) if path else None
+        if found is None:
+            raise Missing(f"there is no sandbox {ref}")
+        return found
+
+    def list(self, owner: str) -> list[Found]:
+        with _disk():
+            directory = self.root / _directory(owner)
+            paths = sorted(directory.iterdir()) if directory.exists() else []
+            return [found for path in paths if (found := _found(path))]
+
+    def read_file(self, ref: str, path: str, *, limit: int) -> bytes:
+        root, parts = under_roots(path)
+        with self._files(ref, root) as host:
+            return files.read(host, parts, limit)
+
+    def write_file(self, ref: str, path: str, content: bytes) -> None:
+        root, parts = under_roots(path)
+        with self._files(ref, root) as host:
+            files.write(host, parts, content)
+
+    def remove_file(self, ref: str, path: str) -> None:
+        root, parts = under_roots(path)
+        with self._files(ref, root) as host:
+            files.remove(host, parts)
+
+    def get_files(self, ref: str, root: str) -> Iterator[bytes]:
+        with self._files(ref, root) as host:
+            packed = tempfile.TemporaryFile(dir=Path(host).parent)  # noqa: SIM115 - closed by _chunks
+            files.pack(host, packed)
+        return _chunks(packed)
+
+    def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
+        with self._files(ref, root) as host:
+            files.unpack(host, tar)
+
+    def size(self, ref: str, root: str) -> int:
+        with self._files(ref, root) as host:
+            return files.size(host)
+
+    def inside(self, ref: str, path: str) -> str:
+        return self._box(ref).inside(path)
+
+    def _find(self, ref: str) -> Path | None:
+        """The directory of this name, whoever owns it and whatever is left of it."""
+        if not NAME.fullmatch(ref) or not self.root.exists():
+            return None
+        return next((owner / ref for owner in self.root.iterdir() if ref in os.listdir(owner)), None)
+
+    def _box(self, ref: str) -> Box:
+        """The running sandbox; Missing, or Unavailable while it is being made or destroyed."""
+        with _disk():
+            path = self._find(ref)
+            if path is None:
+                raise Missing(f"there is no sandbox {ref}")
+            try:
+                return Box(path, sockets=json.loads((path / NOTE).read_bytes())["sockets"])
+            except FileNotFoundError:
+                raise Unavailable(f"{ref} does not run: it is being made, or destroyed") from None
+
+    @contextmanager
+    def _files(self, ref: str, root: str) -> Iterator[str]:
+        """The host directory of /workspace or /data, with the errors of `files` made the port's."""
+        if root not in (WORKSPACE, DATA):
+            raise BadPath(f"a root is {WORKSPACE} or {DATA}")
+        box = self._box(ref)
+        with _disk():
+            try:
+                yield box.inside(root)
+            except files.BadPath as error:
+                raise BadPath(str(error)) from None
+            except files.TooLarge as error:
+                raise TooLarge(str(error)) from None
+            except tarfile.TarError as error:
+                raise Rejected(f"this is no tar: {error}") from None
+            except FileNotFoundError:
+                self._box(ref)  # destroyed meanwhile?
+                raise NoFile("there is no such file") from None
+
+
+@dataclass
+class Stream:
+    """The first `cap` bytes of one output."""
+
+    pipe: IO[bytes]
+    cap: int
+    kept: bytearray = field(default_factory=bytearray)
+    truncated: bool = False
+
+    def read(self) -> bool:
+        """Take what is there; False at the end."""
+        chunk = os.read(self.pipe.fileno(), 1 << 16)
+        room = self.cap - len(self.kept)
+        self.kept += chunk[:room]
+        self.truncated |= len(chunk) > room
+        return bool(chunk)
+
+
+class Talk:
+    """Writes stdin and reads both outputs of a child at once, so that no pipe fills up and blocks it."""
+
+    def __init__(self, child: subprocess.Popen[bytes], stdin: bytes, cap: int) -> None:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
+        self.pid, self.stdin, self.unsent = child.pid, child.stdin, memoryview(stdin)
+        self.out, self.err = Stream(child.stdout, cap), Stream(child.stderr, cap)
+        self.exited = self.timed_out = False
+
+    def run(self, deadline: float, kill: Callable[[], None]) -> None:
+        """Go on until the child has exited and its outputs have ended, but not past GRACE after its exit. At `deadline`
+        (monotonic seconds) call `kill`, which must end the child."""
+        exit_fd = os.pidfd_open(self.pid)
+        os.set_blocking(self.stdin.fileno(), False)
+        with _closing(exit_fd), selectors.DefaultSelector() as waiting:
+            waiting.register(exit_fd, selectors.EVENT_READ, self._exit)
+            waiting.register(self.stdin, selectors.EVENT_WRITE, self._write)
+            waiting.register(self.out.pipe, selectors.EVENT_READ, self.out.read)
+            waiting.register(self.err.pipe, selectors.EVENT_READ, self.err.read)
+            while waiting.get_map():
+                left = deadline - time.monotonic()
+                if left <= 0 and (self.exited or self.timed_out):
+                    return  # a process it left behind holds the pipes
+                if left <= 0:
+                    self.timed_out = True
+                    kill()
+                    deadline = time.monotonic() + GRACE
+                for key, _ in waiting.select(max(left, 0)):
+                    if key.data():
+                        continue
+                    waiting.unregister(key.fileobj)
+                    if key.fileobj is self.stdin:
+                        self.stdin.close()
+                    if key.fileobj is exit_fd:
+                        deadline = time.monotonic() + GRACE
+
+    def _write(self) -> bool:
+        try:
+            self.unsent = self.unsent[os.write(self.stdin.fileno(), self.unsent[: 1 << 16]) :]
+        except BlockingIOError:
+            return True
+        except BrokenPipeError:  # nobody will read it
+            return False
+        return bool(self.unsent)
+
+    def _exit(self) -> bool:
+        self.exited = True
+        return False
+
+
+def _start(argv: list[str], cwd: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    if argv[0] in ("python", "python3") and not shutil.which(argv[0], path=env["PATH"]):
+        argv = [sys.executable, *argv[1:]]
+    return subprocess.Popen(
+        argv,
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+    )
+
+
+def _chunks(source: IO[bytes]) -> Iterator[bytes]:
+    """The whole file, from its beginning; it is closed at the end."""
+    with source:
+        source.seek(0)
+        while chunk := source.read(1 << 16):
+            yield chunk
+
+
+def _found(path: Path) -> Found | None:
+    """The sandbox in this directory, or None if it was removed meanwhile."""
+    with suppress(FileNotFoundError):
+        made = datetime.fromisoformat(json.loads((path / NOTE).read_bytes())["created_at"])
+        return Found(ref=path.name, name=path.name, running=True, created_at=made)
+    with suppress(FileNotFoundError):
+        changed = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        return Found(ref=path.name, name=path.name, running=False, created_at=changed)
+    return None
+
+
+def _directory(owner: str) -> str:
+    """A file name for any owner label."""
+    return quote(owner, safe="").replace(".", "%2E")
+
+
+def _kill_run(mark: str) -> None:
+    """Return once no process of the exec is there."""
+    try:
+        reap.kill_tree(mark)
+    except TimeoutError as error:
+        raise Unavailable(str(error)) from error
+
+
+def _kill_all(assignment: str) -> None:
+    """Return once no process of ours has this `NAME=value` in the environment it started with."""
+    deadline = time.monotonic() + 5
+    while pids := [pid for pid in os.listdir("/proc") if pid.isdigit() and assignment.encode() in _started_with(pid)]:
+        if time.monotonic() > deadline:
+            raise Unavailable(f"processes with {assignment} do not end: {', '.join(pids)}")
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _started_with(pid: str) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or another user's
+        return []
+
+
+def _remove(path: Path) -> None:
+    """Remove a tree in which programs may have made directories read-only."""
+    for directory, inner, _ in os.walk(path):
+        for each in inner:
+            with suppress(FileNotFoundError):
+                if not os.path.islink(os.path.join(directory, each)):
+                    os.chmod(os.path.join(directory, each), 0o700)
+    with suppress(FileNotFoundError):  # somebody else destroys it too
+        shutil.rmtree(path)
+    if path.exists():
+        raise Unavailable(f"{path.name} is not gone yet")
+
+
+@contextmanager
+def _closing(fd: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _disk() -> Iterator[None]:
+    """What the disk refuses may go well later: once there is room, or somebody has mended the rights."""
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(f"{error.strerror}: {error.filename}") from error

@@ -1,0 +1,170 @@
+"""Commands in sandboxes: a Run row is opened before the provider is called and closed after, whatever happens.
+
+running <=> it has open Runs. Both the count and the state change in the transaction that opens or closes the Run, so
+an eviction that looks at the state can never take a sandbox from under a command."""
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import TypeVar
+
+from django.conf import settings
+from django.db import transaction
+from django.db.models import Q
+
+from sandboxes import lifecycle, pool, providers
+from sandboxes.errors import Lost, ProviderFailed
+from sandboxes.lifecycle import step
+from sandboxes.models import Outcome, Run, Sandbox
+from sandboxes.moments import ticking
+from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoFile, Provider, ProviderError, Rejected
+
+T = TypeVar("T")
+GRACE = timedelta(seconds=30)  # past its timeout, the time a provider has to kill the command and say so
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to run. Values of env may be secret and are never stored or logged."""
+
+    argv: Sequence[str]
+    timeout: timedelta
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str = WORKSPACE
+    stdin: bytes = b""
+    kind: str = "exec"
+    turn_number: int | None = None
+    run_id: uuid.UUID = field(default_factory=uuid.uuid4)
+
+
+def exec_in(want: pool.Want, command: Command, *, now: datetime, actor: str = "") -> tuple[Run, ExecResult]:
+    """Run a command in the holder's sandbox, which is made ready first. Blocks until it ended.
+
+    A command that fails or times out is a result. Lost when the provider has lost the sandbox, ProviderFailed when it
+    did not answer: then the Run says whether the command may have run. Also whatever `pool.ready` raises."""
+
+    def act(provider: Provider, sandbox: Sandbox) -> ExecResult:
+        return provider.exec(
+            sandbox.ref,
+            list(command.argv),
+            env=command.env,
+            cwd=command.cwd,
+            stdin=command.stdin,
+            timeout=command.timeout,
+            cap=settings.EXEC_OUTPUT_CAP,
+            mark=str(command.run_id),
+        )
+
+    return act_in(want, command, act, now=now, actor=actor)
+
+
+def act_in(
+    want: pool.Want, command: Command, act: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str = ""
+) -> tuple[Run, T]:
+    """Like exec_in for any one act, a file operation say: it has a Run, so nothing evicts the sandbox under it."""
+    later = ticking(now)
+    while True:
+        sandbox = pool.ready(want, now=later(), actor=actor)
+        run = open_run(sandbox, command, now=later(), actor=actor)
+        if run:
+            return run, _carry_out(run, sandbox, act, now=later(), actor=actor)
+        # It fell asleep or was given up between the two lines above: make it ready again.
+
+
+def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "") -> Run | None:
+    """Open a Run and count it in the sandbox, together. None if the sandbox is not this holder's and alive any more."""
+    with transaction.atomic(durable=True):
+        before = lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=now, actor=actor)
+        if before is None:
+            return None
+        run = Run.objects.create(
+            id=command.run_id,
+            sandbox=sandbox,
+            holder=sandbox.holder,
+            agent_did=sandbox.agent_did,
+            incarnation=sandbox.incarnation,
+            kind=command.kind,
+            turn_number=command.turn_number,
+            argv=list(command.argv),
+            cwd=command.cwd,
+            claimed_by=settings.INSTANCE,
+            env_names=sorted(command.env),
+            stdin_bytes=len(command.stdin),
+            started_at=now,
+            deadline_at=now + command.timeout + GRACE,
+        )
+    step("run opened", run)
+    return run
+
+
+def _carry_out(
+    run: Run, sandbox: Sandbox, act: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str
+) -> T:
+    """Call the provider for an open Run and close it with what came back, or with why nothing did."""
+    later = ticking(now)
+    try:
+        answer = act(providers.get(sandbox.provider), sandbox)
+    except Missing as gone:
+        close(run, now=later(), outcome=Outcome.LOST, note=f"The provider has no such sandbox: {gone}", actor=actor)
+        pool.give_up(sandbox.pk, now=later(), reason="lost", actor=actor, guard=Q(incarnation=sandbox.incarnation))
+        raise Lost() from gone
+    except (NoFile, Rejected) as refused:
+        close(run, now=later(), outcome=Outcome.FAILED, note=str(refused), actor=actor)
+        raise
+    except Exception as failed:
+        close(run, now=later(), outcome=Outcome.ERROR, note=f"{type(failed).__name__}: {failed}", actor=actor)
+        if isinstance(failed, ProviderError):
+            raise ProviderFailed(f"The provider failed: {failed}") from failed
+        raise
+    step("run answered", run)
+    if isinstance(answer, ExecResult):
+        close(run, now=later(), outcome=_outcome(answer), result=answer, actor=actor)
+    else:
+        close(run, now=later(), outcome=Outcome.OK, actor=actor)
+    return answer
+
+
+def close(
+    run: Run, *, now: datetime, outcome: Outcome, result: ExecResult | None = None, note: str = "", actor: str = ""
+) -> bool:
+    """Close an open Run, once, and count it out of its sandbox. False if somebody else has closed it."""
+    kept = settings.RUN_OUTPUT_KEPT
+    values: dict[str, object] = {"ended_at": now, "outcome": outcome, "note": note[:500]}
+    if result:
+        values |= {
+            "exit_code": result.exit_code,
+            "timed_out": result.timed_out,
+            "oom": result.oom,
+            "truncated": result.truncated,
+            "stdout": result.stdout[:kept],
+            "stderr": result.stderr[:kept],
+            "stdout_bytes": len(result.stdout),
+            "stderr_bytes": len(result.stderr),
+        }
+    with transaction.atomic():
+        closed = Run.objects.filter(pk=run.pk, ended_at__isnull=True).update(**values)
+        if closed:
+            lifecycle.finish_run(run.sandbox_id, run.incarnation, now=now, actor=actor)
+    if closed:
+        for name, value in values.items():
+            setattr(run, name, value)
+    else:
+        run.refresh_from_db()
+    return bool(closed)
+
+
+def close_overdue(*, now: datetime, limit: int = 200) -> int:
+    """Close Runs past their deadline: whoever waited for them is dead, and their exit is unknown."""
+    overdue = Run.objects.filter(ended_at__isnull=True, deadline_at__lt=now).order_by("deadline_at")[:limit]
+    why = "Past its deadline: the process that waited for it is gone, so how it ended is not known."
+    return sum(close(run, now=now, outcome=Outcome.LOST, note=why, actor="sweep") for run in overdue)
+
+
+def _outcome(result: ExecResult) -> Outcome:
+    if result.timed_out:
+        return Outcome.TIMED_OUT
+    if result.oom:
+        return Outcome.OOM
+    return Outcome.OK if result.exit_code == 0 else Outcome.FAILED
+

@@ -12,7 +12,7 @@ from django.db import transaction
 from leases import leasing
 from leases.models import Lease
 from sandboxes import pool, runs
-from sandboxes.errors import Lost, ProviderFailed
+from sandboxes.errors import Lost, SandboxError
 from sandboxes.models import Run, Sandbox
 from sandboxes.moments import ticking
 from sandboxes.pool import Want
@@ -84,7 +84,7 @@ def _for_lease(pk: UUID, act: Callable[[Want, datetime], T], *, now: datetime, a
         with transaction.atomic():
             leasing.end(pk, reason="lost", now=later(), actor="provider")
         raise leasing.ended(Lease.objects.get(pk=pk), "lost") from None
-    except ProviderFailed:
+    except SandboxError:
         leasing.require(pk, now=later())
         raise
     leasing.renew(lease, now=later())

@@ -20,7 +20,7 @@ from sandboxes.errors import Busy, CapacityExhausted, NotHeld, NotReady
 from sandboxes.lifecycle import DESTROYED, DESTROYING, WARM, WARMING, advance, begin, step
 from sandboxes.models import ALIVE, GONE, Outcome, Pool, Run, Sandbox, State
 from sandboxes.moments import backoff, ticking
-from sandboxes.providers.base import Missing, ProviderError, Spec
+from sandboxes.providers.base import Missing, Provider, ProviderError, Spec
 
 log = structlog.get_logger(__name__)
 POLL = 0.05  # seconds between two looks at a row that somebody else is moving
@@ -128,10 +128,17 @@ def start(sandbox: Sandbox, want: Want, *, now: datetime, actor: str = "") -> Sa
         claim=None, deadline_at=None, tries=0, last_error="",
     ):  # fmt: skip
         # Given up while it was being created: a destroy may have come and gone before there was anything to destroy.
-        provider.destroy(sandbox.ref)
+        _discard(provider, sandbox)
         raise NotHeld("The lease ended while its sandbox was being started.")
     log.info("sandbox started", sandbox=str(sandbox.pk), agent=sandbox.agent_did, provider=sandbox.provider)
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
+
+
+def _discard(provider: Provider, sandbox: Sandbox) -> None:
+    try:
+        provider.destroy(sandbox.ref)
+    except ProviderError as failed:  # no row wants it any more, so the orphan sweep will find it
+        log.warning("late sandbox left to the orphan sweep", sandbox=str(sandbox.pk), error=str(failed))
 
 
 def spec_of(sandbox: Sandbox) -> Spec:

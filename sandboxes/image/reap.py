@@ -79,21 +79,28 @@ def _look(pid: int, mark: str, gid: int | None) -> _Process | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, parent, *rest = file.read().rpartition(b")")[2].split()
-        belongs = _gid(pid) == gid if gid is not None else _mark(pid) == mark.encode()
-    except OSError:  # it ended, or is another user's
+    except OSError:
         return None
+    belongs = _gid(pid) == gid if gid is not None else _mark(pid) == mark
     return _Process(int(parent), born=rest[17], belongs=belongs, gone=state in (b"Z", b"X"))
 
 
-def _gid(pid: int) -> int:
-    with open(f"/proc/{pid}/status", "rb") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(b"Gid:"))
+def _gid(pid: int) -> int | None:
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith(b"Gid:")), None)
+    except OSError:
+        return None
 
 
-def _mark(pid: int) -> bytes | None:
+def _mark(pid: int) -> str | None:
     prefix = f"{MARK}=".encode()
-    with open(f"/proc/{pid}/environ", "rb") as file:
-        return next((entry[len(prefix) :] for entry in file.read().split(b"\0") if entry.startswith(prefix)), None)
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            found = next((entry for entry in file.read().split(b"\0") if entry.startswith(prefix)), prefix)
+    except OSError:  # another user's, or one that may not be looked into
+        return None
+    return found[len(prefix) :].decode(errors="replace")
 
 
 def _send(fd: int, number: signal.Signals) -> bool:
@@ -105,4 +112,4 @@ def _send(fd: int, number: signal.Signals) -> bool:
 
 
 if __name__ == "__main__":
-    print(kill_tree(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None))
+    print(kill_tree(sys.argv[1], int(sys.argv[2]) if sys.argv[2:] else None))

@@ -128,12 +128,12 @@ class MemoryProvider(Provider):
         """Call fn(ref) whenever this verb has succeeded, before its caller learns of it. Stays as `before` does."""
         return self._hook("after", verb, fn)
 
-    def fail(self, verb: str, error: BaseException, *, times: int = 1) -> ExitStack:
-        """The next `times` calls of this verb do nothing and raise `error`. Stays as `before` does."""
-        left = iter(range(times))
+    def fail(self, verb: str, error: BaseException, *, times: int | None = None) -> ExitStack:
+        """The next `times` calls of this verb (None: all) do nothing and raise `error`. Stays as `before` does."""
+        left = itertools.repeat(None) if times is None else itertools.repeat(None, times)
 
         def raise_it(ref: str) -> None:
-            if next(left, None) is not None:
+            for _ in left:
                 raise error
 
         return self._hook("before", verb, raise_it)
@@ -200,7 +200,7 @@ class MemoryProvider(Provider):
             box = self._running(ref)
             if not argv or not cwd.startswith("/") or any("\0" in word for word in argv):
                 raise Rejected("argv has at least one element and no NUL, and cwd is an absolute path")
-            base = {"PATH": "/usr/bin:/bin", "HOME": WORKSPACE, "LANG": "C.UTF-8"}
+            base = {"PATH": "/usr/bin:/bin", "HOME": f"{WORKSPACE}/.home", "LANG": "C.UTF-8"}
             ours = {"LEASEHOLD_WORKSPACE": WORKSPACE, "LEASEHOLD_DATA": DATA, MARK: mark}
             done = self._execute(Call(argv, stdin, {**base, **env, **ours}, cwd, box.files, timeout))
             timed_out = done.took >= timeout

@@ -4,7 +4,7 @@ A sandbox is a directory, STATE_DIR/process/<owner>/<name>/, so any number of we
 
     sandbox.json             when it was made, and its sockets directory. create writes it last and destroy removes it
                              first: a sandbox runs while it is there, and what a crash leaves behind is still listed
-    workspace/ data/ home/   home is HOME: it is lost when the sandbox is destroyed
+    workspace/ data/         the promised places; HOME is workspace/.home
 
 Sandbox paths are not host paths here. Elements of argv, and cwd, that are one of the promised places or lie under one
 are translated; inside a longer string (`sh -c "cat /data/x"`) they are not: a program finds its places in
@@ -85,7 +85,7 @@ class Box:
         """What a command sees: a clean base, what was given, where and who it is. Our own holds secrets: none of it."""
         return {
             "PATH": PATH,
-            "HOME": str(self.path / "home"),
+            "HOME": self.inside(f"{WORKSPACE}/.home"),
             "LANG": "C.UTF-8",
             **given,
             "LEASEHOLD_WORKSPACE": self.inside(WORKSPACE),
@@ -113,9 +113,9 @@ class ProcessProvider(Provider):
             path = self._find(spec.name) or self.root / _directory(spec.owner) / spec.name
             if (path / NOTE).exists():
                 return spec.name
-            for place in ("workspace", "data", "home"):
-                (path / place).mkdir(parents=True, exist_ok=True)
-            shutil.copytree(IMAGE / "skills", path / "data" / "skills", dirs_exist_ok=True)
+            (path / "workspace" / ".home").mkdir(parents=True, exist_ok=True)
+            for prompt in IMAGE.glob("*/prompt.md"):
+                shutil.copytree(prompt.parent, path / "data" / "skills" / prompt.parent.name, dirs_exist_ok=True)
             files.write(str(path), (NOTE,), note.encode())
         return spec.name
 

@@ -1,0 +1,115 @@
+"""Every provider behind one kind of bench. What a test creates carries an owner label of its own, by which it is found
+again and removed, so runs beside each other, and beside real sandboxes, do not meet."""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from uuid import uuid4
+
+import pytest
+
+from sandboxes.providers import KINDS
+from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, Spec
+from sandboxes.providers.process import ProcessProvider
+from tests.conftest import DOCKER_IMAGE
+
+HOG = "x = b'x' * (1 << 30)"  # written to, not merely reserved
+
+
+def unique():
+    return f"lhc-{uuid4().hex[:16]}"
+
+
+@dataclass
+class Box:
+    """One ready sandbox."""
+
+    provider: Provider
+    ref: str
+    name: str
+
+    def run(self, *argv, env=None, seconds=60, mark="", **more) -> ExecResult:
+        limit = timedelta(seconds=seconds)
+        return self.provider.exec(self.ref, argv, env=env or {}, timeout=limit, mark=mark or unique(), **more)
+
+    def path(self, path):
+        return self.provider.inside(self.ref, path)
+
+    def marked(self, mark):
+        """Which processes carry this mark, as seen by a command in the sandbox."""
+        entry = f"^LEASEHOLD_RUN={mark}$"
+        return self.run("sh", "-c", f"grep -lsaz '{entry}' /proc/[0-9]*/environ").stdout.split()
+
+
+@dataclass
+class Bench:
+    """A provider, and one owner's sandboxes in it."""
+
+    provider: Provider
+    owner: str = field(default_factory=unique)
+
+    def spec(self, **more):
+        return Spec(name=unique(), owner=self.owner, image=DOCKER_IMAGE, **more)
+
+    def box(self, **more):
+        spec = self.spec(**more)
+        ref = self.provider.create(spec)
+        self.provider.wait_ready(ref, timeout=timedelta(seconds=60))
+        return Box(self.provider, ref, spec.name)
+
+    def hog(self):
+        """The command line of a program that takes a GiB."""
+        return ["oom"] if self.provider.name == "memory" else ["python3", "-c", HOG]
+
+    def clean(self):
+        for found in self.provider.list(self.owner):
+            self.provider.destroy(found.ref)
+
+
+def bench_of(*kinds):
+    """A fixture that gives every test a bench of each kind. Docker is skipped where there is none (or fails: see
+    tests/conftest.py)."""
+
+    @pytest.fixture(params=[pytest.param(kind, marks=[pytest.mark.docker] * (kind == "docker")) for kind in kinds])
+    def fixture(request, tmp_path):
+        if request.param == "docker":
+            request.getfixturevalue("docker_ready")
+        bench = Bench(ProcessProvider(tmp_path) if request.param == "process" else KINDS[request.param]())
+        yield bench
+        bench.clean()
+
+    return fixture
+
+
+bench = bench_of("memory", "process", "docker")
+real_bench = bench_of("process", "docker")  # programs really run: for what only a kernel can show
+limiting_bench = bench_of("memory", "docker")  # enforces_limits
+
+
+@pytest.fixture
+def box(bench):
+    return bench.box()
+
+
+@pytest.fixture
+def real_box(real_bench):
+    return real_bench.box()
+
+
+@pytest.fixture
+def workspace(box):
+    """Write, read and remove in the sandbox by paths relative to /workspace."""
+    return Workspace(box)
+
+
+@dataclass
+class Workspace:
+    box: Box
+
+    def write(self, path, content):
+        self.box.provider.write_file(self.box.ref, f"{WORKSPACE}/{path}", content)
+
+    def read(self, path, limit=1 << 20):
+        return self.box.provider.read_file(self.box.ref, f"{WORKSPACE}/{path}", limit=limit)
+
+    def remove(self, path):
+        self.box.provider.remove_file(self.box.ref, f"{WORKSPACE}/{path}")

@@ -1,0 +1,139 @@
+"""What most tests start from: a moment, a pool of their own on the memory provider, and verbs to arrange with."""
+
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from django.db import connections
+
+from leases import leasing
+from leases.models import Lease
+from sandboxes import lifecycle, providers
+from sandboxes.models import Pool
+from sandboxes.providers.memory import MemoryProvider
+
+NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+MINUTE = timedelta(minutes=1)
+SERVICES_REQUIRED = os.environ.get("LEASEHOLD_REQUIRE_SERVICES") == "1"
+DOCKER_IMAGE = os.environ.get("LEASEHOLD_SANDBOX_IMAGE", "leasehold-sandbox:latest")
+
+
+class Died(BaseException):
+    """The process stops here: nothing above catches it, so nothing after the step it is raised in happens."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Threads see only what is committed: such tests say transaction=True and get back what migrations had made."""
+    for item in items:
+        mark = item.get_closest_marker("django_db")
+        if mark and mark.kwargs.get("transaction"):
+            mark.kwargs["serialized_rollback"] = True
+
+
+def missing_service(why: str) -> None:
+    """Skip, or fail where every service was promised."""
+    if SERVICES_REQUIRED:
+        pytest.fail(why)
+    pytest.skip(why)
+
+
+@pytest.fixture
+def now() -> datetime:
+    return NOW
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryProvider]:
+    provider = providers.get("memory")
+    assert isinstance(provider, MemoryProvider)
+    provider.reset()
+    yield provider
+    provider.reset()
+
+
+@pytest.fixture
+def pool(db: None, memory: MemoryProvider) -> Pool:
+    """A pool of this test's own, on the memory provider."""
+    return Pool.objects.create(name=f"pool-{uuid.uuid4().hex[:12]}", provider="memory", capacity=100)
+
+
+@pytest.fixture
+def docker_ready() -> None:
+    """A Docker Engine with the sandbox image, or the test is skipped (or fails, where it was promised)."""
+    import docker as sdk
+
+    try:
+        client = sdk.from_env(timeout=5)
+        client.images.get(DOCKER_IMAGE)
+    except sdk.errors.DockerException as why:
+        missing_service(f"No Docker Engine with the image {DOCKER_IMAGE}: {why}")
+
+
+@pytest.fixture
+def docker_pool(db: None, docker_ready: None) -> Iterator[Pool]:
+    """A pool of this test's own on the real engine; whatever is left of it is removed, by its owner label."""
+    pool = Pool.objects.create(
+        name=f"docker-{uuid.uuid4().hex[:12]}", provider="docker", image=DOCKER_IMAGE, capacity=100, memory_mib=128
+    )
+    provider = providers.get("docker")
+    yield pool
+    for found in provider.list(str(pool.owner)):
+        provider.destroy(found.ref)
+
+
+@pytest.fixture
+def grant(pool: Pool) -> Callable[..., Lease]:
+    """Acquire a lease in this test's pool: grant(agent="did:plc:a", environment="e1", **Ask fields)."""
+
+    def make(agent: str = "did:plc:ada", environment: str = "game-1", now: datetime = NOW, **ask: Any) -> Lease:
+        ask = {"environment_type": "catan", "pool": pool.name} | ask
+        return leasing.acquire(leasing.Ask(agent_did=agent, environment_id=environment, **ask), now=now)[0]
+
+    return make
+
+
+@pytest.fixture
+def at_step() -> Iterator[Callable[..., None]]:
+    """at_step("created", act): run act() the first time a verb comes to that step. act may raise Died."""
+    hung: list[Any] = []
+
+    def hang(name: str, act: Callable[[], object]) -> None:
+        def hook(reached: str, subject: Any) -> None:
+            if reached == name:
+                lifecycle.STEP_HOOKS.remove(hook)
+                act()
+
+        hung.append(hook)
+        lifecycle.STEP_HOOKS.append(hook)
+
+    yield hang
+    for hook in hung:
+        if hook in lifecycle.STEP_HOOKS:
+            lifecycle.STEP_HOOKS.remove(hook)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[Callable[[Callable[[int], Any]], list[Any]]]:
+    """Run one function in `count` threads that start together; the answers in order, exceptions included."""
+    barrier = threading.Barrier(count)
+
+    def run(act: Callable[[int], Any]) -> list[Any]:
+        def one(index: int) -> Any:
+            try:
+                barrier.wait(timeout=30)
+                return act(index)
+            except Exception as failed:
+                return failed
+            finally:
+                connections.close_all()
+
+        with ThreadPoolExecutor(count) as executor:
+            return list(executor.map(one, range(count)))
+
+    yield run

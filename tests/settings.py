@@ -1,0 +1,20 @@
+"""The settings under test: ours, with a state directory of this run's own and no .env file."""
+
+import os
+import tempfile
+
+HERE = tempfile.mkdtemp(prefix="lh-test-")
+os.environ["LEASEHOLD_ENV_FILE"] = ""
+os.environ.setdefault("SECRET_KEY", "for-tests-only-0123456789abcdef0123456789abcdef")
+os.environ.setdefault("LEASEHOLD_ALLOW_UNISOLATED", "1")
+os.environ.setdefault("LEASEHOLD_STATE_DIR", HERE)
+os.environ.setdefault("LEASEHOLD_RUNTIME_DIR", os.path.join(HERE, "run"))
+os.environ.setdefault("DATABASE_URL", f"sqlite:///{HERE}/leasehold.sqlite3")
+os.environ.setdefault("LEASEHOLD_LOG_LEVEL", "WARNING")
+
+from controlplane.settings import *  # noqa: E402, F403
+
+DATABASES = DATABASES  # type: ignore[name-defined]  # noqa: F405, PLW0127
+if not ON_POSTGRES:  # type: ignore[name-defined]  # noqa: F405
+    DATABASES["default"]["TEST"] = {"NAME": os.path.join(HERE, "test.sqlite3")}  # a file: threads share it as processes do
+PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]

@@ -1,0 +1,109 @@
+"""The process dies at each step of each verb. Then the sweeps run, and what is listed equals what the rows say."""
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+import pytest
+
+from leases import acting, leasing, sweeps
+from leases.models import Lease
+from sandboxes import sweeps as below
+from sandboxes.models import GONE, Pool, Run, Sandbox
+from sandboxes.providers.memory import MemoryProvider
+from sandboxes.runs import Command
+from tests.conftest import MINUTE, NOW, Died
+
+pytestmark = pytest.mark.django_db
+LATER = NOW + timedelta(hours=1)  # every deadline has passed, no lease has
+
+
+def true() -> Command:
+    return Command(argv=["true"], timeout=MINUTE)
+
+
+def die() -> None:
+    raise Died
+
+
+def sweep(now: datetime) -> None:
+    sweeps.expire_due(now=now)
+    sweeps.stalled(now=now)
+    sweeps.reclaim(now=now)
+    below.orphans(now=now, grace=timedelta(0))
+
+
+def assert_converged(pool: Pool, memory: MemoryProvider) -> None:
+    rows = Sandbox.objects.filter(pool=pool).exclude(state__in=GONE)
+    assert {found.name for found in memory.list(str(pool.owner))} == {sandbox.name for sandbox in rows}
+    assert Pool.objects.get(pk=pool.pk).used == Sandbox.objects.filter(pool=pool).exclude(state="destroyed").count()
+    assert not Run.objects.filter(ended_at__isnull=True).exists()
+
+
+@pytest.mark.parametrize("step", ["reserved", "created", "prepared", "run opened", "run answered"])
+def test_dying_anywhere_in_an_exec_converges_and_the_lease_can_go_on(step: str, grant, pool, memory, at_step) -> None:
+    lease: Lease = grant()
+    at_step(step, die)
+    with pytest.raises(Died):
+        acting.exec_in(lease.pk, true(), now=NOW)
+    sweep(LATER)
+    assert_converged(pool, memory)
+    _, result = acting.exec_in(lease.pk, true(), now=LATER)
+    assert result.exit_code == 0
+    assert_converged(pool, memory)
+
+
+@pytest.mark.parametrize("step", ["destroy claimed", "destroy answered"])
+def test_dying_anywhere_in_a_destroy_converges(step: str, grant, pool, memory, at_step) -> None:
+    lease: Lease = grant()
+    acting.exec_in(lease.pk, true(), now=NOW)
+    leasing.release(lease.pk, now=NOW + MINUTE)
+    at_step(step, die)
+    with pytest.raises(Died):
+        sweep(NOW + MINUTE)
+    sweep(LATER)
+    assert_converged(pool, memory)
+    lease.refresh_from_db()
+    assert (lease.status, Pool.objects.get(pk=pool.pk).used) == ("destroyed", 0)
+
+
+@pytest.mark.parametrize("verb", ["create", "wait_ready", "write_file", "exec", "destroy"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_dying_around_any_call_to_the_provider_converges(when: str, verb: str, grant, pool, memory) -> None:
+    def act() -> None:
+        lease: Lease = grant()
+        acting.exec_in(lease.pk, true(), now=NOW)
+        leasing.release(lease.pk, now=NOW + MINUTE)
+        sweep(NOW + MINUTE)
+
+    hang: Callable = getattr(memory, when)
+    with hang(verb, lambda ref: die()), pytest.raises(Died):
+        act()
+    sweep(LATER)
+    sweep(LATER + timedelta(days=2))
+    assert_converged(pool, memory)
+    assert memory.list(str(pool.owner)) == []
+    assert set(Lease.objects.values_list("status", flat=True)) == {"destroyed"}
+
+
+def test_a_create_that_finishes_after_its_row_was_given_up_leaves_nothing(grant, pool, memory, at_step) -> None:
+    lease: Lease = grant()
+
+    def release_and_sweep() -> None:
+        leasing.release(lease.pk, now=NOW)
+        sweeps.reclaim(now=NOW)  # there is nothing to destroy yet, so the provider says that it is gone
+
+    at_step("reserved", release_and_sweep)
+    with pytest.raises(Exception, match="ended"):
+        acting.exec_in(lease.pk, true(), now=NOW)
+    assert_converged(pool, memory)
+    assert memory.list(str(pool.owner)) == []
+
+
+def test_an_orphan_is_destroyed_only_after_its_grace(pool: Pool, memory: MemoryProvider) -> None:
+    from sandboxes.providers.base import Spec
+
+    memory.create(Spec(name="leasehold-stray", owner=str(pool.owner)))
+    made_at = memory.inspect("leasehold-stray").created_at
+    assert below.orphans(now=made_at + MINUTE, grace=2 * MINUTE).counts == {}
+    assert below.orphans(now=made_at + 2 * MINUTE, grace=2 * MINUTE).counts == {"orphans destroyed": 1}
+    assert memory.list(str(pool.owner)) == []

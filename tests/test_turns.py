@@ -1,0 +1,163 @@
+"""A turn is played once, and whatever the sandbox does, the environment gets an action."""
+
+import json
+from datetime import timedelta
+
+import pytest
+
+from leases import leasing, sweeps, turns
+from leases.errors import LeaseEnded, TurnOpen
+from leases.models import EnvironmentType, Lease, Turn
+from sandboxes.errors import CapacityExhausted
+from sandboxes.models import Pool, Run, Sandbox
+from sandboxes.providers.base import Unavailable
+from sandboxes.providers.memory import MemoryProvider
+from tests.conftest import MINUTE, NOW, Died
+
+pytestmark = pytest.mark.django_db
+STATE = {"legal_actions": ["roll", "end"]}
+
+
+@pytest.fixture
+def lease(grant) -> Lease:
+    return grant()
+
+
+def plays(*argv: str) -> None:
+    """Let turns of this type execute argv instead of the turn script."""
+    EnvironmentType.objects.filter(name="catan").update(turn_argv=list(argv))
+
+
+def test_the_printed_object_is_the_action(lease: Lease) -> None:
+    plays("echo", '{"action": "roll", "dice": 2}')
+    turn = turns.take_turn(lease.pk, 1, STATE, now=NOW)
+    assert (turn.action, turn.skipped) == ({"action": "roll", "dice": 2}, False)
+    assert turn.run and (turn.run.kind, turn.run.turn_number, turn.run.outcome) == ("turn", 1, "ok")
+
+
+def test_the_state_arrives_on_stdin(lease: Lease) -> None:
+    plays("cat")
+    assert turns.take_turn(lease.pk, 1, STATE, now=NOW).action == STATE
+
+
+def test_a_repeated_number_returns_the_stored_result_and_runs_nothing(lease: Lease) -> None:
+    plays("echo", '{"action": "roll"}')
+    first = turns.take_turn(lease.pk, 1, STATE, now=NOW)
+    plays("echo", '{"action": "other"}')
+    again = turns.take_turn(lease.pk, 1, STATE, now=NOW + MINUTE)
+    assert (again.pk, again.action) == (first.pk, {"action": "roll"})
+    assert Run.objects.count() == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["false"], "code 1"),
+        (["no-such-program"], "code 127"),
+        (["sleep", "600"], "longer than 60 seconds"),
+        (["oom"], "out of memory"),
+        (["echo", "I would like to roll"], "no JSON: I would like"),
+        (["echo", "[1, 2]"], "list, not a JSON object"),
+        (["echo", '{"n": NaN}'], "no JSON"),
+        (["echo", '{"n": 1e999}'], "no JSON"),
+        (["echo", r'{"s": "\ud800"}'], "no JSON"),
+        (["echo", "[" * 5000], "no JSON"),
+        (["true"], "no JSON"),
+        (["head", "-c", "100000", "/dev/zero"], "more than"),
+    ],
+    ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
+)
+def test_a_turn_that_goes_wrong_is_skipped_with_the_reason(lease: Lease, argv: list[str], reason: str) -> None:
+    plays(*argv)
+    turn = turns.take_turn(lease.pk, 1, STATE, now=NOW)
+    assert turn.skipped and turn.action["action"] == "skip_turn"
+    assert reason in turn.action["reason"] and len(turn.action["reason"]) <= 500
+    assert turn.run and turn.run.ended_at
+
+
+def test_an_action_with_nul_is_kept_as_it_is(lease: Lease) -> None:
+    plays("echo", r'{"say": "a\u0000b"}')
+    assert turns.take_turn(lease.pk, 1, STATE, now=NOW).action == {"say": "a\0b"}
+
+
+def test_a_provider_that_does_not_answer_skips_the_turn(lease: Lease, memory: MemoryProvider) -> None:
+    plays("echo", "{}")
+    with memory.fail("exec", Unavailable("socket closed")):
+        turn = turns.take_turn(lease.pk, 1, STATE, now=NOW)
+    assert turn.skipped and "socket closed" in turn.action["reason"]
+    assert turn.run and turn.run.outcome == "error"
+
+
+def test_a_turn_that_cannot_start_leaves_its_number_free(lease: Lease) -> None:
+    plays("echo", "{}")
+    Pool.objects.filter(pk=lease.pool_id).update(capacity=1, used=1)
+    with pytest.raises(CapacityExhausted):
+        turns.take_turn(lease.pk, 1, STATE, now=NOW)
+    Pool.objects.filter(pk=lease.pool_id).update(used=0)
+    assert turns.take_turn(lease.pk, 1, STATE, now=NOW).action == {}
+
+
+def test_a_turn_renews_the_lease(grant) -> None:
+    lease = grant(ttl=10 * MINUTE)
+    plays("echo", "{}")
+    turns.take_turn(lease.pk, 1, STATE, now=NOW + 5 * MINUTE)
+    lease.refresh_from_db()
+    assert lease.expires_at >= NOW + 15 * MINUTE
+
+
+def test_a_turn_of_an_ended_lease_is_refused(lease: Lease) -> None:
+    leasing.release(lease.pk, now=NOW)
+    with pytest.raises(LeaseEnded):
+        turns.take_turn(lease.pk, 1, STATE, now=NOW)
+    assert not Turn.objects.exists()
+
+
+def test_a_turn_being_played_is_not_played_twice(lease: Lease, at_step) -> None:
+    plays("echo", "{}")
+
+    def rival() -> None:
+        with pytest.raises(TurnOpen):
+            turns.take_turn(lease.pk, 1, STATE, now=NOW)
+
+    at_step("run opened", rival)
+    turns.take_turn(lease.pk, 1, STATE, now=NOW)
+    assert Run.objects.count() == 1
+
+
+def test_a_turn_whose_player_died_mid_run_is_skipped_after_its_deadline(lease: Lease, at_step) -> None:
+    plays("echo", '{"action": "roll"}')
+
+    def die() -> None:
+        raise Died
+
+    at_step("run answered", die)
+    with pytest.raises(Died):
+        turns.take_turn(lease.pk, 1, STATE, now=NOW)
+    assert sweeps.stalled(now=NOW + timedelta(hours=1)).counts == {"runs closed": 1, "turns skipped": 1}
+    turn = turns.take_turn(lease.pk, 1, STATE, now=NOW + timedelta(hours=1))
+    assert turn.skipped and "interrupted" in turn.action["reason"]
+    assert Sandbox.objects.get().state == "waiting"
+
+
+def test_a_turn_whose_player_died_after_the_run_answers_what_was_printed(lease: Lease, at_step) -> None:
+    plays("echo", '{"action": "roll"}')
+
+    def die() -> None:
+        raise Died
+
+    at_step("turn answered", die)
+    with pytest.raises(Died):
+        turns.take_turn(lease.pk, 1, STATE, now=NOW)
+    turn = turns.take_turn(lease.pk, 1, STATE, now=NOW + timedelta(hours=1))
+    assert json.loads(turn.answer) == {"action": "roll"}
+
+
+def test_join_makes_the_sandbox_ready_with_its_config(pool: Pool, memory: MemoryProvider) -> None:
+    ask = leasing.Ask("did:plc:ada", "game-1", "catan", pool=pool.name)
+    lease, is_new = turns.join(ask, now=NOW)
+    sandbox = Sandbox.objects.get(holder=lease.pk)
+    assert (is_new, sandbox.state) == (True, "warm")
+    config = json.loads(memory.read_file(sandbox.ref, "/workspace/config.json", limit=10_000))
+    assert config["environmentType"] == "catan" and config["agentDid"] == "did:plc:ada"
+    assert turns.join(ask, now=NOW)[1] is False
+    assert Sandbox.objects.count() == 1

@@ -227,7 +227,7 @@ class DockerProvider(Provider):
         _check_words(argv, env, cwd)
         engine = self._engine
         exec_id = self._exec_create(
-            ref, list(argv), environment={**env, MARK: mark}, workdir=cwd, stdin=stdin is not None, user=f"{AGENT}:{gid or AGENT}"
+            ref, argv, environment={**env, MARK: mark}, workdir=cwd, stdin=stdin is not None, user=f"{AGENT}:{gid or AGENT}"
         )
         with _asking(), engine.dial() as connection:
             run = _Run(engine, connection, ref, exec_id, stdin, mark, gid)
@@ -238,13 +238,13 @@ class DockerProvider(Provider):
                     self._kill(run)
                 raise
 
-    def _exec_create(self, ref: str, argv: list[str], **options: Any) -> str:
+    def _exec_create(self, ref: str, argv: Sequence[str], **options: Any) -> str:
         """Make an exec in the container, which runs afterwards whatever it did before."""
         client = self._engine.client
         for _ in range(5):
             with _asking():
                 try:
-                    return str(client.exec_create(ref, argv, **options)["Id"])
+                    return str(client.exec_create(ref, [*argv], **options)["Id"])
                 except APIError as error:
                     if error.status_code != 409:
                         raise

@@ -68,7 +68,7 @@ Files = dict[str, Entry]  # by absolute path; every directory above an entry is 
 class Call:
     """What a program is given. It may change `files`; whatever takes longer than `timeout` is killed."""
 
-    argv: Sequence[str]
+    argv: list[str]
     stdin: bytes
     env: Mapping[str, str]
     cwd: str
@@ -202,7 +202,7 @@ class MemoryProvider(Provider):
                 raise Rejected("argv has at least one element and no NUL, and cwd is an absolute path")
             base = {"PATH": "/usr/bin:/bin", "HOME": f"{WORKSPACE}/.home", "LANG": "C.UTF-8"}
             ours = {"LEASEHOLD_WORKSPACE": WORKSPACE, "LEASEHOLD_DATA": DATA, MARK: mark}
-            done = self._execute(Call(argv, stdin, {**base, **env, **ours}, cwd, box.files, timeout))
+            done = self._execute(Call([*argv], stdin, {**base, **env, **ours}, cwd, box.files, timeout))
             timed_out = done.took >= timeout
             destroyed = self._boxes.get(ref) is not box or not box.running
             return ExecResult(

@@ -188,9 +188,7 @@ class ProcessProvider(Provider):
 
     def list(self, owner: str) -> list[Found]:
         with _disk():
-            directory = self.root / _directory(owner)
-            paths = sorted(directory.iterdir()) if directory.exists() else []
-            return [found for path in paths if (found := _found(path))]
+            return [found for path in _listed(self.root / _directory(owner)) if (found := _found(path))]
 
     def read_file(self, ref: str, path: str, *, limit: int) -> bytes:
         root, parts = under_roots(path)
@@ -226,9 +224,9 @@ class ProcessProvider(Provider):
 
     def _find(self, ref: str) -> Path | None:
         """The directory of this name, whoever owns it and whatever is left of it."""
-        if not NAME.fullmatch(ref) or not self.root.exists():
+        if not NAME.fullmatch(ref):
             return None
-        return next((owner / ref for owner in self.root.iterdir() if ref in os.listdir(owner)), None)
+        return next((path for owner in _listed(self.root) for path in _listed(owner) if path.name == ref), None)
 
     def _box(self, ref: str) -> Box:
         """The running sandbox; Missing, or Unavailable while it is being made or destroyed."""
@@ -363,6 +361,13 @@ def _found(path: Path) -> Found | None:
         changed = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         return Found(ref=path.name, name=path.name, running=False, created_at=changed)
     return None
+
+
+def _listed(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except FileNotFoundError:  # nothing was ever made here
+        return []
 
 
 def _directory(owner: str) -> str:

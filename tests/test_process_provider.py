@@ -1,0 +1,265 @@
+"""What is particular to local subprocesses: the directory they share, the paths they see, what they inherit."""
+
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from sandboxes.image import files
+from sandboxes.providers.base import ExecResult, Missing, Rejected, Spec, Unavailable
+from sandboxes.providers.process import NOTE, ProcessProvider
+
+SOON = timedelta(seconds=30)  # far below the 300 s that the programs here would sleep
+
+
+@pytest.fixture
+def provider(tmp_path) -> ProcessProvider:
+    return ProcessProvider(tmp_path / "process")
+
+
+@pytest.fixture
+def ref(provider: ProcessProvider):
+    name = f"lhc-{uuid4().hex[:16]}"
+    yield provider.create(Spec(name=name, owner="me"))
+    provider.destroy(name)
+
+
+@pytest.fixture
+def run(provider: ProcessProvider, ref: str):
+    def run(*argv: str, env=(), seconds: float = 60, **more) -> ExecResult:
+        return provider.exec(
+            ref, argv, env=dict(env), timeout=timedelta(seconds=seconds), mark=f"lhc-{uuid4().hex}", **more
+        )
+
+    return run
+
+
+def living(ref: str) -> list[Path]:
+    """Processes of this sandbox, seen from outside."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            found += [environ] * (f"LEASEHOLD_SANDBOX={ref}".encode() in environ.read_bytes().split(b"\0"))
+        except OSError:  # ended meanwhile
+            continue
+    return found
+
+
+# --- state is on disk only ----------------------------------------------------------------------------------------
+
+
+def test_two_providers_on_one_directory_see_the_same_sandboxes(provider, ref) -> None:
+    second = ProcessProvider(provider.root)
+    second.write_file(ref, "/workspace/a", b"1")
+    assert provider.read_file(ref, "/workspace/a", limit=10) == b"1"
+    second.destroy(ref)
+    assert provider.list("me") == []
+
+
+@pytest.mark.parametrize("owner", ["pool:3", "a/b", "..", ".", "../../up", "ünï", "a" * 80])
+def test_any_owner_label_makes_a_directory_right_under_the_root(provider, owner) -> None:
+    provider.create(Spec(name="lhc-one", owner=owner))
+    assert [found.name for found in provider.list(owner)] == ["lhc-one"]
+    assert [*provider.root.glob("*/lhc-one")] == [next(provider.root.iterdir()) / "lhc-one"]
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "UPPER", "a.b", "*", "a" * 64])
+def test_an_odd_name_is_rejected_and_nothing_is_called_so(provider, ref, name) -> None:
+    with pytest.raises(Rejected):
+        provider.create(Spec(name=name, owner="me"))
+    with pytest.raises(Missing):
+        provider.inspect(name)
+    provider.destroy(name)
+    assert [found.ref for found in provider.list("me")] == [ref]
+
+
+def test_what_a_crash_in_create_left_is_listed_and_can_be_finished_or_destroyed(provider, ref) -> None:
+    (provider.root / "me" / ref / NOTE).unlink()
+    assert [(found.ref, found.running) for found in provider.list("me")] == [(ref, False)]
+    with pytest.raises(Unavailable):
+        provider.wait_ready(ref, timeout=timedelta(0))
+    provider.create(Spec(name=ref, owner="me"))
+    assert provider.inspect(ref).running
+    (provider.root / "me" / ref / NOTE).unlink()
+    provider.destroy(ref)
+    assert provider.list("me") == []
+
+
+def test_nothing_starts_in_what_is_being_destroyed(provider, ref, run) -> None:
+    (provider.root / "me" / ref / NOTE).unlink()
+    with pytest.raises(Unavailable):
+        run("true")
+
+
+def test_an_exec_that_starts_while_its_sandbox_is_destroyed_leaves_no_process(provider, ref, run, monkeypatch) -> None:
+    def destroyed_meanwhile(argv, cwd, env):
+        child = start(argv, cwd, env)
+        provider.destroy(ref)
+        return child
+
+    start = sys.modules[ProcessProvider.__module__]._start  # type: ignore[attr-defined]
+    monkeypatch.setattr("sandboxes.providers.process._start", destroyed_meanwhile)
+    with pytest.raises(Missing):
+        run("sleep", "300")
+    assert living(ref) == []
+
+
+def test_create_brings_the_skills(provider, ref) -> None:
+    assert provider.read_file(ref, "/data/skills/catan/prompt.md", limit=1 << 20)
+
+
+def test_create_remembers_its_creation_and_repeats_do_not_change_it(provider, ref) -> None:
+    before = provider.inspect(ref)
+    provider.create(Spec(name=ref, owner="me"))
+    assert provider.inspect(ref) == before
+    assert json.loads((provider.root / "me" / ref / NOTE).read_bytes())["created_at"] == before.created_at.isoformat()
+
+
+def test_a_disk_that_refuses_is_unavailable(tmp_path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(Unavailable):
+        ProcessProvider(tmp_path / "file").list("me")
+    with pytest.raises(Unavailable):
+        ProcessProvider(tmp_path / "file" / "below").create(Spec(name="lhc-one", owner="me"))
+
+
+def test_a_full_disk_is_unavailable(provider, ref, monkeypatch) -> None:
+    def full(root, parts, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write", full)
+    with pytest.raises(Unavailable, match="No space left"):
+        provider.write_file(ref, "/workspace/a", b"1")
+
+
+# --- paths --------------------------------------------------------------------------------------------------------
+
+
+def test_promised_places_in_argv_and_cwd_become_host_paths(provider, ref, run) -> None:
+    provider.write_file(ref, "/data/in", b"found")
+    home = provider.root / "me" / ref
+    told = run("printf", r"%s\n", "/data", "/data/in", "/database", "see /data", "/opt/leasehold/files.py", cwd="/data")
+    assert told.stdout.decode().splitlines() == [
+        f"{home}/data", f"{home}/data/in", "/database", "see /data", files.__file__,
+    ]  # fmt: skip
+    assert run("cat", "in", cwd="/data").stdout == b"found"
+
+
+def test_the_sockets_directory_is_found_again(provider, tmp_path, ref) -> None:
+    name = provider.create(Spec(name=f"{ref}-2", owner="me", sockets=tmp_path))
+    assert ProcessProvider(provider.root).inside(name, "/run/leasehold/exec.sock") == f"{tmp_path}/exec.sock"
+    assert provider.inside(ref, "/run/leasehold/exec.sock") == "/run/leasehold/exec.sock"
+
+
+def test_a_program_learns_its_places_from_its_environment(provider, ref, run) -> None:
+    home = provider.root / "me" / ref
+    told = run("printenv", "LEASEHOLD_WORKSPACE", "LEASEHOLD_DATA", "HOME", env={"LEASEHOLD_DATA": "/forged"})
+    assert told.stdout.decode().splitlines() == [f"{home}/workspace", f"{home}/data", f"{home}/workspace/.home"]
+    assert (home / "workspace" / ".home").is_dir()
+
+
+# --- execution ----------------------------------------------------------------------------------------------------
+
+
+def test_no_file_descriptor_is_inherited(run) -> None:
+    with open(os.devnull) as opened:
+        os.set_inheritable(opened.fileno(), True)
+        assert run("ls", "/proc/self/fd").stdout.split() == [b"0", b"1", b"2", b"3"]  # 3 is the listing itself
+
+
+def test_the_environment_is_small_and_known(run) -> None:
+    names = {line.split(b"=")[0].decode() for line in run("env").stdout.splitlines()}
+    ours = {"LEASEHOLD_WORKSPACE", "LEASEHOLD_DATA", "LEASEHOLD_SANDBOX", "LEASEHOLD_RUN"}
+    assert names == {"PATH", "HOME", "LANG"} | ours
+
+
+@pytest.mark.parametrize("python", ["python", "python3"])
+def test_python_works_where_path_has_none(run, python) -> None:
+    told = run(python, "-c", "import sys; print(sys.executable)", env={"PATH": "/nowhere"})
+    assert told.stdout.decode().strip() == sys.executable
+
+
+def test_a_program_of_the_workspace_is_found_from_its_cwd(provider, ref, run) -> None:
+    run("sh", "-c", r"printf '#!/bin/sh\necho ran $1\n' >tool; chmod +x tool")
+    assert run("./tool", "here").stdout == b"ran here\n"
+    assert run("/workspace/tool", "there").stdout == b"ran there\n"
+
+
+def test_what_cannot_be_executed_is_a_result(provider, ref, run) -> None:
+    provider.write_file(ref, "/workspace/text", b"no program")
+    assert run("./text").exit_code == 126
+    assert run("/workspace").exit_code == 126
+    assert run("true", cwd="/workspace/nowhere").exit_code == 126
+    assert run("./missing").exit_code == 127
+
+
+@pytest.mark.parametrize(
+    ("argv", "more"),
+    [
+        ([], {}),
+        (["a\0b"], {}),
+        (["true"], {"cwd": "here"}),
+        (["true"], {"env": {"A=B": ""}}),
+        (["true"], {"env": {"A": "\0"}}),
+    ],
+)
+def test_what_no_system_could_execute_is_rejected(run, argv, more) -> None:
+    with pytest.raises(Rejected):
+        run(*argv, **more)
+
+
+def test_no_process_to_be_had_is_unavailable(run, monkeypatch) -> None:
+    def none_left(argv, cwd, env):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("sandboxes.providers.process._start", none_left)
+    with pytest.raises(Unavailable):
+        run("true")
+
+
+def test_a_background_process_that_keeps_writing_does_not_hold_the_result_back(run) -> None:
+    result = run("sh", "-c", "yes & echo done", seconds=120, cap=1000)
+    assert (result.exit_code, result.timed_out) == (0, False)
+    assert result.duration < SOON
+
+
+def test_a_process_left_behind_lives_until_destroy(provider, ref, run) -> None:
+    run("sh", "-c", "setsid sleep 300 >/dev/null 2>&1 &")
+    assert len(living(ref)) == 1
+    provider.destroy(ref)
+    assert living(ref) == []
+
+
+def test_destroy_ends_a_running_exec(provider, ref, run) -> None:
+    run("mkfifo", "ready")
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(run, "sh", "-c", "echo >ready; sleep 300", seconds=250)
+        run("cat", "ready")
+        provider.destroy(ref)
+        assert (running.result().exit_code, running.result().timed_out) == (137, False)
+
+
+def test_an_exec_that_is_interrupted_leaves_no_process(ref, run, monkeypatch) -> None:
+    def interrupted(talk, deadline, kill):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sandboxes.providers.process.Talk.run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("sleep", "300")
+    assert living(ref) == []
+
+
+def test_a_command_that_closed_its_outputs_is_still_waited_for(run) -> None:
+    assert run("sh", "-c", "exec >&- 2>&-; read line; exit 7", stdin=b"x\n").exit_code == 7
+
+
+def test_directories_made_read_only_are_destroyed_too(provider, ref, run) -> None:
+    run("sh", "-c", "mkdir -p a/b; touch a/b/c; ln -s /etc a/b/link; chmod 0 a/b; chmod 0 a")
+    provider.destroy(ref)
+    assert not (provider.root / "me" / ref).exists()
+    assert Path("/etc").stat().st_mode & 0o777 == 0o755

@@ -23,6 +23,8 @@ def alive_each(holders: Iterable[UUID], *, now: datetime) -> dict[UUID, timedelt
     since: dict[UUID, tuple[UUID, datetime]] = {}  # sandbox -> its holder, and when its present process began
     rows = Transition.objects.filter(holder__in=list(holders)).order_by("at", "pk").values_list("sandbox", "holder", "to", "at")
     for sandbox, holder, to, at in rows:
+        if holder is None:
+            continue
         if to not in WITHOUT_PROCESS:
             since.setdefault(sandbox, (holder, at))
         elif sandbox in since:

@@ -7,14 +7,13 @@ from http import HTTPStatus
 from typing import Any
 
 import structlog
-from django.core.exceptions import PermissionDenied as DjangoPermissionDenied
-from django.core.exceptions import RequestDataTooBig
-from django.db import OperationalError
-from django.http import Http404, HttpResponse
+from django.core.exceptions import PermissionDenied, RequestDataTooBig
+from django.db import InterfaceError, OperationalError
+from django.http import Http404, HttpResponse, UnreadablePostError
 from rest_framework import exceptions as drf
-from rest_framework.response import Response
 
 from leases import errors as leases
+from leases.serializers import stamp
 from sandboxes import errors as sandboxes
 from sandboxes.providers import base as provider
 
@@ -27,6 +26,8 @@ STATUS: dict[type[Exception], int] = {
     leases.Conflict: 409,
     leases.TurnOpen: 409,
     leases.TooMany: 429,
+    leases.TooLarge: 413,
+    leases.LengthRequired: 411,
     sandboxes.Busy: 409,
     sandboxes.NotHeld: 409,
     sandboxes.IllegalTransition: 409,
@@ -40,7 +41,22 @@ STATUS: dict[type[Exception], int] = {
     provider.Rejected: 400,
     provider.Unavailable: 503,
     provider.Missing: 410,
+    Http404: 404,
+    PermissionDenied: 403,
+    RequestDataTooBig: 413,
+    UnreadablePostError: 400,
+    OperationalError: 503,  # the database is gone, or was locked for too long
+    InterfaceError: 503,
 }
+SAID = {  # where the exception's own words are for us, not for a client
+    Http404: "There is nothing here.",
+    PermissionDenied: "This is not allowed.",
+    RequestDataTooBig: "The body is too large.",
+    UnreadablePostError: "The body could not be read to its end.",
+    OperationalError: "The database did not answer.",
+    InterfaceError: "The database did not answer.",
+}
+RETRY_AFTER = 5  # seconds, with a 503 that does not know better
 CODES = {
     400: "invalid", 401: "unauthenticated", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
     406: "not_acceptable", 409: "conflict", 413: "too_large", 415: "unsupported_media_type", 429: "rate_limited",
@@ -48,68 +64,61 @@ CODES = {
 }  # fmt: skip
 
 
-def problem(status: int, detail: str, *, code: str = "", **extra: Any) -> dict[str, Any]:
-    """The body of a problem document."""
-    code = code or CODES.get(status, "error")
-    title = code.replace("_", " ").capitalize()
-    return {"type": f"urn:leasehold:problem:{code}", "title": title, "status": status, "detail": detail, "code": code, **extra}
-
-
-def plain(status: int, *, detail: str = "", headers: Mapping[str, str] | None = None, **extra: Any) -> HttpResponse:
-    """A problem document outside of DRF."""
-    body = problem(status, detail or f"{HTTPStatus(status).phrase}.", **extra)
-    kept = {name: value for name, value in (headers or {}).items() if value}
-    return HttpResponse(json.dumps(body), status=status, content_type=CONTENT_TYPE, headers=kept)
-
-
-def unexpected(exception: Exception, path: str) -> HttpResponse:
-    """What a client sees of a bug: that there was one."""
-    if isinstance(exception, RequestDataTooBig):
-        return plain(413, detail="The body is too large.")
-    if isinstance(exception, OperationalError):  # the database is gone or locked for too long: not the client's fault
+def respond(exception: Exception, path: str) -> HttpResponse:
+    """The problem document for whatever a view raised. Of a bug, a client sees only that there was one."""
+    if isinstance(exception, drf.ValidationError):
+        return _invalid(exception)
+    if isinstance(exception, drf.APIException):
+        wait = getattr(exception, "wait", None)
+        return plain(exception.status_code, detail=str(exception.detail), retry_after=int(wait) if wait else None)
+    kind = next((kind for kind in STATUS if isinstance(exception, kind)), None)
+    if kind is None:
+        log.exception("unexpected", path=path, exc_info=exception)
+        return plain(500, detail="This is a bug in the control plane. It was logged.")
+    if isinstance(exception, OperationalError | InterfaceError):
         log.error("database", path=path, error=str(exception))
-        return plain(503, detail="The database did not answer.", code="unavailable", headers={"Retry-After": "5"})
-    log.exception("unexpected", path=path, exc_info=exception)
-    return plain(500, detail="This is a bug in the control plane. It was logged.")
+    extra = dict(getattr(exception, "extra", {}))
+    if isinstance(exception, provider.NoFile | provider.BadPath | provider.TooLarge):
+        extra["field"] = "path"
+    return plain(
+        STATUS[kind],
+        detail=SAID.get(kind) or str(exception),
+        code=getattr(exception, "code", ""),
+        retry_after=getattr(exception, "retry_after", None),
+        **extra,
+    )
 
 
-def handle(exception: Exception, context: Mapping[str, Any]) -> Response | None:
-    """DRF's exception handler. None lets Problems.process_exception answer for what is not in the table."""
-    status, body, headers = _answer(exception)
-    if status is None:
-        return None
-    response = Response(body, status=status, headers=headers)
-    response.content_type = CONTENT_TYPE
+def plain(
+    status: int, *, detail: str = "", code: str = "", retry_after: int | None = None, **extra: Any
+) -> HttpResponse:
+    """A problem document, with the headers that belong to its status. Fields without a value are left out."""
+    code = code if isinstance(code, str) and code else CODES.get(status, "error")
+    body = {
+        "type": f"urn:leasehold:problem:{code}",
+        "title": code.replace("_", " ").capitalize(),
+        "status": status,
+        "detail": detail or f"{HTTPStatus(status).phrase}.",
+        "code": code,
+        **{name: value for name, value in extra.items() if value not in (None, "", [])},
+    }
+    response = HttpResponse(json.dumps(body, default=stamp), status=status, content_type=CONTENT_TYPE)
+    if status == HTTPStatus.UNAUTHORIZED:
+        response["WWW-Authenticate"] = 'Bearer realm="leasehold"'
+    if retry_after or status == HTTPStatus.SERVICE_UNAVAILABLE:
+        response["Retry-After"] = str(retry_after or RETRY_AFTER)
     return response
 
 
-def _answer(exception: Exception) -> tuple[int | None, dict[str, Any], dict[str, str]]:
-    for kind, status in STATUS.items():
-        if isinstance(exception, kind):
-            wait = getattr(exception, "retry_after", None)
-            extra = dict(getattr(exception, "extra", {}))
-            if isinstance(exception, provider.ProviderError):
-                extra["field"] = "path"
-            code = getattr(exception, "code", "")
-            headers = {"Retry-After": str(wait)} if wait else {}
-            return status, problem(status, str(exception), code=code, **extra), headers
-    if isinstance(exception, Http404):
-        return 404, problem(404, "There is nothing here."), {}
-    if isinstance(exception, DjangoPermissionDenied):
-        return 403, problem(403, "This is not allowed."), {}
-    if isinstance(exception, drf.ValidationError):
-        wrong = [{"field": field, "detail": detail} for field, detail in _flat(exception.detail)]
-        said = "; ".join(f"{each['field']}: {each['detail']}" if each["field"] else each["detail"] for each in wrong)
-        return 400, problem(400, said, field=wrong[0]["field"] if wrong else "", errors=wrong), {}
-    if isinstance(exception, drf.APIException):
-        status = exception.status_code
-        headers = {}
-        if header := getattr(exception, "auth_header", None):
-            headers["WWW-Authenticate"] = header
-        if wait := getattr(exception, "wait", None):
-            headers["Retry-After"] = str(int(wait))
-        return status, problem(status, str(exception.detail)), headers
-    return None, {}, {}
+def handle(exception: Exception, context: Mapping[str, Any]) -> HttpResponse:
+    """DRF's exception handler, for views that go through all of DRF."""
+    return respond(exception, context["request"].path)
+
+
+def _invalid(exception: drf.ValidationError) -> HttpResponse:
+    wrong = [{"field": field, "detail": detail} for field, detail in _flat(exception.detail)]
+    said = "; ".join(f"{each['field']}: {each['detail']}" if each["field"] else each["detail"] for each in wrong)
+    return plain(400, detail=said, field=wrong[0]["field"] if wrong else "", errors=wrong)
 
 
 def _flat(detail: Any, path: str = "") -> Iterator[tuple[str, str]]:

@@ -21,6 +21,10 @@ ADMIN_POLICY = (
     "object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )  # unsafe-eval: the admin's scripts are Alpine's, which evaluates its attributes
 API_POLICY = "default-src 'none'; frame-ancestors 'none'"
+DOCS_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)  # unsafe-inline: Swagger UI puts its icons and widths into style attributes
 
 
 class _NotForAgents:
@@ -67,11 +71,14 @@ class Problems:
             return response
         if response.headers.get("Content-Type", "").startswith(errors.CONTENT_TYPE):
             return response
-        return errors.plain(response.status_code, headers={"Allow": response.headers.get("Allow", "")})
+        problem = errors.plain(response.status_code)
+        for name in response.headers.keys() - {"Content-Length"}:
+            problem.headers.setdefault(name, response.headers[name])
+        return problem
 
     def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
         """Before Django's debug page can show a stack trace to an agent."""
-        return errors.unexpected(exception, request.path_info) if request.path_info.startswith("/api/") else None
+        return errors.respond(exception, request.path_info) if request.path_info.startswith("/api/") else None
 
 
 class ContentPolicy:
@@ -82,6 +89,7 @@ class ContentPolicy:
 
     def __call__(self, request: HttpRequest) -> HttpResponseBase:
         response = self.get_response(request)
-        policy = API_POLICY if request.path_info.startswith("/api/v1/") else ADMIN_POLICY
+        path = request.path_info
+        policy = DOCS_POLICY if path == "/api/docs" else API_POLICY if path.startswith("/api/") else ADMIN_POLICY
         response.headers.setdefault("Content-Security-Policy", policy)
         return response

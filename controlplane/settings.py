@@ -130,6 +130,7 @@ INSTALLED_APPS = [
     "django_q",
     "rest_framework",
     "drf_spectacular",
+    "drf_spectacular_sidecar",
     "sandboxes",
     "billing",
     "leases",
@@ -183,7 +184,7 @@ REST_FRAMEWORK = {
     "DEFAULT_PERMISSION_CLASSES": ["leases.auth.HasKey"],
     "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
     "DEFAULT_PARSER_CLASSES": ["rest_framework.parsers.JSONParser"],
-    "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
+    "DEFAULT_SCHEMA_CLASS": "leases.schema.ApiSchema",
     "EXCEPTION_HANDLER": "controlplane.errors.handle",
     "UNAUTHENTICATED_USER": None,
     "DATETIME_FORMAT": "iso-8601",
@@ -199,6 +200,9 @@ SPECTACULAR_SETTINGS = {
     "SCHEMA_PATH_PREFIX": "/api/v1",
     "COMPONENT_SPLIT_REQUEST": True,
     "SORT_OPERATIONS": False,
+    "SWAGGER_UI_DIST": "SIDECAR",  # from this server, not from a CDN
+    "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
+    "SWAGGER_UI_SETTINGS": {"deepLinking": True, "validatorUrl": None},  # null: else it asks validator.swagger.io
 }
 
 # A task is delivered at least once. retry > timeout x (queue_limit / workers + 1): the clock of a retry starts when
@@ -263,6 +267,10 @@ LOGGING = {
     },
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "ours"}},
     "root": {"handlers": ["stderr"], "level": LOG_LEVEL},
-    "loggers": {"django.request": {"level": "ERROR"}, "django.db.backends": {"level": "INFO"}},
+    "loggers": {
+        "django-q": {"level": "WARNING"},  # else three lines for each task
+        "django.request": {"level": "ERROR"},
+        "django.db.backends": {"level": "INFO"},
+    },
 }
 LOGIN_URL = reverse_lazy("admin:login")

@@ -1,16 +1,17 @@
 """Who calls: `Authorization: Bearer <key>`. A key reaches the leases of its own agents, an operator's reaches all."""
 
-from typing import Any
+from datetime import datetime
+from uuid import UUID
 
 from django.db.models import QuerySet
+from django.http import HttpRequest
 from django.utils import timezone
 from rest_framework.authentication import BaseAuthentication
-from rest_framework.exceptions import AuthenticationFailed, NotFound, PermissionDenied
+from rest_framework.exceptions import AuthenticationFailed, NotAuthenticated, NotFound, PermissionDenied
 from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
-from rest_framework.views import APIView
 
-from leases import keys
+from leases import keys, rows
 from leases.models import AgentKey, Lease
 
 
@@ -34,25 +35,35 @@ class Caller:
 
     def leases(self) -> QuerySet[Lease]:
         """The leases this key may see; others do not exist for it."""
-        every = Lease.objects.select_related("environment_type", "pool")
+        every = Lease.objects.all()
         return every if self.key.operator else every.filter(agent_did__in=self.key.dids)
 
-    def lease(self, pk: Any) -> Lease:
-        found = self.leases().filter(pk=pk).first()
-        if found is None:
+    def lease(self, pk: UUID) -> Lease:
+        found = rows.first(Lease, "id = %s", pk)
+        if found is None or not self.speaks_for(found.agent_did):
             raise NotFound("There is no such lease.")
         return found
 
 
+def caller_of(request: HttpRequest, *, now: datetime) -> Caller:
+    """Whoever holds the key of this request. NotAuthenticated without one, AuthenticationFailed if it is no good."""
+    scheme, _, key = request.META.get("HTTP_AUTHORIZATION", "").partition(" ")
+    if not scheme:
+        raise NotAuthenticated(HasKey.message)
+    row = keys.find(key.strip(), now=now) if scheme.lower() == "bearer" else None
+    if row is None:
+        raise AuthenticationFailed("This key is not known, or was revoked.")
+    return Caller(row)
+
+
 class KeyAuthentication(BaseAuthentication):
+    """The same for views that go through all of DRF."""
+
     def authenticate(self, request: Request) -> tuple[Caller, AgentKey] | None:
-        scheme, _, key = request.META.get("HTTP_AUTHORIZATION", "").partition(" ")
-        if not scheme:
+        if "HTTP_AUTHORIZATION" not in request.META:
             return None
-        row = keys.find(key.strip(), now=timezone.now()) if scheme.lower() == "bearer" else None
-        if row is None:
-            raise AuthenticationFailed("This key is not known, or was revoked.")
-        return Caller(row), row
+        caller = caller_of(request._request, now=timezone.now())
+        return caller, caller.key
 
     def authenticate_header(self, request: Request) -> str:
         return 'Bearer realm="leasehold"'
@@ -61,12 +72,12 @@ class KeyAuthentication(BaseAuthentication):
 class HasKey(BasePermission):
     message = "Send Authorization: Bearer <key>."
 
-    def has_permission(self, request: Request, view: APIView) -> bool:
+    def has_permission(self, request: Request, view: object) -> bool:
         return isinstance(request.user, Caller)
 
 
 class IsOperator(BasePermission):
     message = "Only an operator's key may do this."
 
-    def has_permission(self, request: Request, view: APIView) -> bool:
+    def has_permission(self, request: Request, view: object) -> bool:
         return isinstance(request.user, Caller) and request.user.key.operator

@@ -41,3 +41,15 @@ class TooMany(LeaseError):
     """Too many new leases in too short a time."""
 
     code = "rate_limited"
+
+
+class TooLarge(LeaseError):
+    """The request is larger than its limit."""
+
+    code = "too_large"
+
+
+class LengthRequired(LeaseError):
+    """Send a Content-Length: this server does not read bodies without one."""
+
+    code = "length_required"

@@ -6,12 +6,13 @@ import secrets
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
+from django.core.exceptions import ValidationError
 from django.db.models import F, FloatField, Q, Value
 from django.db.models.functions import Least
 
+from leases import rows
 from leases.errors import Invalid, TooMany
 from leases.models import DID_ACCEPTS, Agent, AgentKey, is_did
-from django.core.exceptions import ValidationError
 
 SEEN_EVERY = timedelta(minutes=1)  # last use is written at most this often: a renewal should not write two rows
 
@@ -44,7 +45,7 @@ def find(key: str, *, now: datetime) -> AgentKey | None:
     """The key's row if it exists and is not revoked, read anew each time: a revoked key is refused at once."""
     if not re.fullmatch(r"lh_[0-9a-f]{8}_[A-Za-z0-9_-]{43}", key, re.ASCII):
         return None
-    row = AgentKey.objects.filter(digest=digest(key), revoked_at__isnull=True).first()
+    row = rows.first(AgentKey, "digest = %s AND revoked_at IS NULL", digest(key))
     if row and (row.last_used_at is None or row.last_used_at < now - SEEN_EVERY):
         AgentKey.objects.filter(pk=row.pk).update(last_used_at=now)
     return row

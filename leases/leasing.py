@@ -1,6 +1,6 @@
 """One lease: acquire, renew, release, end. The row is the only authority, and its id is the fence."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
@@ -9,6 +9,7 @@ import structlog
 from django.conf import settings
 from django.db import IntegrityError, transaction
 
+from leases import rows
 from leases.errors import Conflict, Invalid, LeaseEnded
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, Status
 from sandboxes import durations, pool
@@ -16,6 +17,12 @@ from sandboxes.models import Pool
 
 log = structlog.get_logger(__name__)
 EPOCH_MINUTE = 60
+# Statuses are literals here: only then does PostgreSQL use the partial indexes on them in a prepared statement.
+HELD = "agent_did = %s AND environment_id = %s AND status = 'active'"
+RENEW = (
+    "expires_at = %s, expires_minute = %s, last_activity_at = %s WHERE id = %s AND status = 'active' "
+    "AND expires_at > %s AND last_activity_at <= %s AND expires_at <= %s"
+)
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,13 @@ def minute_of(moment: datetime) -> int:
     return int(moment.timestamp()) // EPOCH_MINUTE
 
 
-def acquire(ask: Ask, *, now: datetime, actor: str = "") -> tuple[Lease, bool]:
+def acquire(ask: Ask, *, now: datetime, actor: str = "", admit: Callable[[], object] = bool) -> tuple[Lease, bool]:
     """The active lease of this agent in this environment, and whether this call granted it.
 
-    Held already: the same lease, unchanged. Invalid names the field; Conflict when it is held for another type."""
+    Held already: the same lease, unchanged. Invalid names the field; Conflict when it is held for another type.
+    `admit` is called in the transaction that grants a new lease, as its last act; it may raise."""
     for _ in range(5):
-        held = Lease.objects.filter(agent_did=ask.agent_did, environment_id=ask.environment_id, status=Status.ACTIVE).first()
+        held = rows.first(Lease, HELD, ask.agent_did, ask.environment_id)
         if held and not why_elapsed(held, now):
             if held.environment_type_id != ask.environment_type:
                 raise Conflict(
@@ -65,14 +73,16 @@ def acquire(ask: Ask, *, now: datetime, actor: str = "") -> tuple[Lease, bool]:
             with transaction.atomic(durable=True):
                 if held:  # over, and no sweep has come by yet
                     end(held.pk, reason=why_elapsed(held, now), now=now, actor="acquire")
-                return _grant(ask, now=now, actor=actor), True
+                lease = _grant(ask, now=now, actor=actor)
+                admit()
+                return lease, True
         except IntegrityError:
             continue  # a rival was granted it between our two looks: read theirs
     raise Conflict("This lease is being acquired and released at the same time, over and over.")
 
 
 def _grant(ask: Ask, *, now: datetime, actor: str) -> Lease:
-    kind = EnvironmentType.objects.select_related("pool").filter(name=ask.environment_type).first()
+    kind = rows.first(EnvironmentType, "name = %s", ask.environment_type)
     if kind is None:
         known = ", ".join(EnvironmentType.objects.values_list("name", flat=True))
         raise Invalid("environment_type", f"There is no such environment type. Known: {known}.")
@@ -85,7 +95,8 @@ def _grant(ask: Ask, *, now: datetime, actor: str) -> Lease:
     latest = now + max_ttl
     expires_at = ends_at(renewed_at=now, ttl=ttl, max_expires_at=latest)
     conditions = kind.expiry_conditions if ask.expiry_conditions is None else ask.expiry_conditions
-    Agent.objects.get_or_create(did=ask.agent_did)
+    if rows.first(Agent, "did = %s", ask.agent_did) is None:
+        Agent.objects.get_or_create(did=ask.agent_did)
     lease = Lease.objects.create(
         agent_did=ask.agent_did,
         environment_id=ask.environment_id,
@@ -107,7 +118,7 @@ def _grant(ask: Ask, *, now: datetime, actor: str) -> Lease:
 def _pool(ask: Ask, kind: EnvironmentType) -> Pool:
     if not ask.pool and kind.pool:
         return kind.pool
-    found = Pool.objects.filter(name=ask.pool or "default").first()
+    found = rows.first(Pool, "name = %s", ask.pool or "default")
     if found is None:
         raise Invalid("pool", "There is no such pool.")
     return found
@@ -128,7 +139,14 @@ def require(pk: UUID, *, now: datetime) -> Lease:
 def ended(lease: Lease, reason: str) -> LeaseEnded:
     """The error that tells a late caller when and why its lease ended."""
     at = lease.ended_at or lease.expires_at
-    return LeaseEnded(f"The lease ended ({reason}).", end_reason=reason, ended_at=at.isoformat())
+    return LeaseEnded(f"The lease ended ({reason}).", end_reason=reason, ended_at=at)
+
+
+def as_of(lease: Lease, now: datetime) -> Lease:
+    """The lease as it stands now, for showing: ended once its clock has run out, also before a sweep has written so."""
+    if lease.status == Status.ACTIVE and (over := why_elapsed(lease, now)):
+        lease.status, lease.end_reason, lease.ended_at = Status.EXPIRED, over, lease.expires_at
+    return lease
 
 
 def renew(lease: Lease, *, now: datetime) -> datetime:
@@ -136,16 +154,16 @@ def renew(lease: Lease, *, now: datetime) -> datetime:
 
     One guarded UPDATE. A renewal that arrives late cannot shorten what a later one has granted."""
     until = ends_at(renewed_at=now, ttl=lease.ttl, max_expires_at=lease.max_expires_at)
-    renewed = Lease.objects.filter(
-        pk=lease.pk, status=Status.ACTIVE, expires_at__gt=now, last_activity_at__lte=now, expires_at__lte=until
-    ).update(expires_at=until, expires_minute=minute_of(until), last_activity_at=now)
+    renewed = rows.update(Lease, RENEW, until, minute_of(until), now, lease.pk, now, now, until)
     return until if renewed else require(lease.pk, now=now).expires_at
 
 
 def release(pk: UUID, *, now: datetime, actor: str = "") -> Lease:
     """The agent is done. Releasing an ended lease changes nothing and is no error."""
+    # What has elapsed ended then, and why: nothing can renew it any more, so reading first is safe.
+    over = why_elapsed(Lease.objects.get(pk=pk), now)
     with transaction.atomic(durable=True):
-        end(pk, reason="released", now=now, actor=actor)
+        end(pk, reason=over or "released", now=now, actor=actor)
     return Lease.objects.select_related("environment_type", "pool").get(pk=pk)
 
 

@@ -21,7 +21,7 @@ NAME_ACCEPTS = "1 to 200 letters, digits and . _ : @ -, the first a letter or di
 CONDITION = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 CONDITION_ACCEPTS = "1 to 64 letters, digits and . _ -, the first a letter or digit"
 
-is_did = RegexValidator(rf"\A{DID}\Z", f"Not {DID_ACCEPTS}.")
+is_did = RegexValidator(rf"\A{DID}\Z", f"Not {DID_ACCEPTS}.".replace("%", "%%"))  # the message is a format
 
 
 def check_conditions(value: Any) -> None:

@@ -3,7 +3,7 @@
 from datetime import datetime
 
 from django.db import transaction
-from django.db.models import Exists, OuterRef
+from django.db.models import Exists, OuterRef, QuerySet
 
 from leases import leasing, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, Status
@@ -15,13 +15,16 @@ from sandboxes.sweeps import Swept
 def expire_due(*, now: datetime, limit: int = 500) -> Swept:
     """End active leases whose clock has run out."""
     swept = Swept()
-    due = Lease.objects.filter(
-        status=Status.ACTIVE, expires_minute__lte=leasing.minute_of(now), expires_at__lte=now
-    ).order_by("expires_minute")
-    for lease in due[:limit]:
+    for lease in elapsed(now=now)[:limit]:
         reason = leasing.why_elapsed(lease, now)
         swept.note("expired" if _end_if_elapsed(lease, reason, now) else "lost race")
     return swept
+
+
+def elapsed(*, now: datetime) -> QuerySet[Lease]:
+    """Active leases whose clock has run out."""
+    due = Lease.objects.filter(status=Status.ACTIVE, expires_minute__lte=leasing.minute_of(now), expires_at__lte=now)
+    return due.order_by("expires_minute")
 
 
 def _end_if_elapsed(lease: Lease, reason: str, now: datetime) -> bool:
@@ -31,11 +34,17 @@ def _end_if_elapsed(lease: Lease, reason: str, now: datetime) -> bool:
         return still and leasing.end(lease.pk, reason=reason, now=now, actor="sweep")
 
 
-def end_matching(environment_id: str, condition: str, *, now: datetime, agents: list[str] | None, actor: str = "") -> list[Lease]:
+def end_matching(
+    environment_id: str, condition: str, *, now: datetime, agents: list[str] | None, actor: str = ""
+) -> list[Lease]:
     """End every active lease in an environment that waits for this condition, in one transaction; of these agents only,
     or of all (None). What was ended; a repeat ends nothing."""
     with transaction.atomic(durable=True):
-        active = Lease.objects.select_for_update().filter(environment_id=environment_id, status=Status.ACTIVE).order_by("pk")
+        active = (
+            Lease.objects.select_for_update()
+            .filter(environment_id=environment_id, status=Status.ACTIVE, expires_at__gt=now)  # else its clock ended it
+            .order_by("pk")
+        )
         if agents is not None:
             active = active.filter(agent_did__in=agents)
         return [
@@ -49,8 +58,7 @@ def end_matching(environment_id: str, condition: str, *, now: datetime, agents: 
 def reclaim(*, now: datetime, limit: int = 200) -> Swept:
     """Destroy what was given up, then mark ended leases destroyed: those of which no sandbox is left."""
     swept = below.reclaim(now=now, limit=limit)
-    left = Sandbox.objects.filter(holder=OuterRef("pk")).exclude(state=State.DESTROYED)
-    for lease in Lease.objects.filter(~Exists(left), status=Status.EXPIRED).order_by("ended_at")[: limit * 5]:
+    for lease in cleared()[: limit * 5]:
         with transaction.atomic():
             if Lease.objects.filter(pk=lease.pk, status=Status.EXPIRED).update(status=Status.DESTROYED, destroyed_at=now):
                 LeaseEvent.objects.create(lease=lease, at=now, kind="destroyed", actor="sweep")
@@ -58,10 +66,26 @@ def reclaim(*, now: datetime, limit: int = 200) -> Swept:
     return swept
 
 
+def cleared() -> QuerySet[Lease]:
+    """Ended leases of which no sandbox is left."""
+    left = Sandbox.objects.filter(holder=OuterRef("pk")).exclude(state=State.DESTROYED)
+    return Lease.objects.filter(~Exists(left), status=Status.EXPIRED).order_by("ended_at")
+
+
 def stalled(*, now: datetime, limit: int = 200) -> Swept:
     """What was left half done: in-flight sandboxes, open Runs and turns past their deadline, old stored answers."""
     swept = below.stalled(now=now, limit=limit)
     swept.note("turns skipped", turns.skip_overdue(now=now, limit=limit))
-    old, _ = IdempotentRequest.objects.filter(expires_at__lt=now).delete()
-    swept.note("answers forgotten", old)
+    swept.note("answers forgotten", forgettable(now=now).delete()[0])
     return swept
+
+
+def forgettable(*, now: datetime) -> QuerySet[IdempotentRequest]:
+    """Stored answers that were kept for long enough."""
+    return IdempotentRequest.objects.filter(expires_at__lt=now)
+
+
+def end_all(*, now: datetime, why: str, actor: str = "") -> int:
+    """End every active lease, for an operator; how many."""
+    active = Lease.objects.filter(status=Status.ACTIVE).values_list("pk", flat=True)
+    return sum(leasing.end(pk, reason="operator", now=now, actor=actor, why=why) for pk in list(active))

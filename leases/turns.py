@@ -1,7 +1,7 @@
 """One environment: join it, take a turn in it. What happens in an environment ends leases in sweeps.end_matching."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -9,6 +9,7 @@ from uuid import UUID
 import structlog
 from django.conf import settings
 from django.db import IntegrityError, transaction
+from django.db.models import QuerySet
 
 from leases import acting, leasing
 from leases.errors import TurnOpen
@@ -28,10 +29,12 @@ LARGEST_ACTION = 64 << 10  # bytes of JSON
 Action = dict[str, Any]
 
 
-def join(ask: leasing.Ask, *, now: datetime, actor: str = "") -> tuple[Lease, bool]:
+def join(
+    ask: leasing.Ask, *, now: datetime, actor: str = "", admit: Callable[[], object] = bool
+) -> tuple[Lease, bool]:
     """Enter an environment: a lease, and its sandbox ready with /workspace/config.json in it. Safe to repeat."""
     later = ticking(now)
-    lease, is_new = leasing.acquire(ask, now=now, actor=actor)
+    lease, is_new = leasing.acquire(ask, now=now, actor=actor, admit=admit)
     acting.sandbox_for(lease.pk, now=later(), actor=actor)
     return Lease.objects.select_related("environment_type", "pool").get(pk=lease.pk), is_new
 
@@ -126,8 +129,12 @@ def _settle_overdue(turn: Turn, *, now: datetime) -> bool:
 
 def skip_overdue(*, now: datetime, limit: int = 200) -> int:
     """Settle turns past their deadline; how many."""
-    overdue = Turn.objects.filter(ended_at__isnull=True, deadline_at__lt=now).order_by("deadline_at")[:limit]
-    return sum(_settle_overdue(turn, now=now) for turn in overdue)
+    return sum(_settle_overdue(turn, now=now) for turn in overdue(now=now)[:limit])
+
+
+def overdue(*, now: datetime) -> QuerySet[Turn]:
+    """Turns that should have been answered by now."""
+    return Turn.objects.filter(ended_at__isnull=True, deadline_at__lt=now).order_by("deadline_at")
 
 
 def skip(reason: str) -> Action:

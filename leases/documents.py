@@ -1,0 +1,88 @@
+"""The body of a request: read no further than its limit, and the JSON in it."""
+
+import json
+import math
+import re
+from typing import Any
+
+from django.http import HttpRequest
+from rest_framework.exceptions import UnsupportedMediaType
+
+from leases.errors import Invalid, LengthRequired, TooLarge
+
+CHUNK = 1 << 16
+DEEPEST = 100  # levels of nesting: less than any reader's stack, here and in a sandbox
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def read(request: HttpRequest, limit: int) -> bytes:
+    """The whole body. TooLarge past `limit` bytes: before any is read if the length was announced, else on the way."""
+    too_large = TooLarge(f"The body is larger than {limit} bytes.")
+    chunked = "HTTP_TRANSFER_ENCODING" in request.META
+    announced = 0 if chunked else _announced(request)
+    if announced > limit:
+        raise too_large
+    if chunked and not request.META.get("wsgi.input_terminated"):
+        raise LengthRequired()
+    # Django takes a body without a Content-Length for an empty one: a chunked one is read from the server itself.
+    source = request.META["wsgi.input"] if chunked else request
+    body = bytearray()
+    while chunk := source.read(CHUNK):
+        body += chunk
+        if len(body) > limit:
+            raise too_large
+    if len(body) < announced:
+        raise Invalid("", "The body ended before its Content-Length.")
+    return bytes(body)
+
+
+def _announced(request: HttpRequest) -> int:
+    length = request.META.get("CONTENT_LENGTH") or "0"
+    if not re.fullmatch(r"[0-9]{1,18}", length, re.ASCII):
+        raise Invalid("Content-Length", "Not a number of bytes.")
+    return int(length)
+
+
+def parse(request: HttpRequest, body: bytes) -> dict[str, Any]:
+    """The JSON object in a body, {} if that is empty. Invalid for whatever could not be passed on as it is: NaN, lone
+    surrogates, and nesting deeper than DEEPEST."""
+    if body and request.content_type != "application/json":
+        raise UnsupportedMediaType(request.content_type or "", 'Send "Content-Type: application/json".')
+    try:
+        text = body.decode() or "{}"
+        document = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        if SURROGATE.search(text):
+            json.dumps(document, ensure_ascii=False).encode()
+    except json.JSONDecodeError as wrong:
+        raise Invalid("", f"The body is not JSON: {wrong}") from None
+    except UnicodeError:
+        raise Invalid("", "The body is not valid Unicode: its JSON is UTF-8, and surrogates come in pairs.") from None
+    except ValueError as wrong:
+        raise Invalid("", f"A number in the body is out of range: {wrong}") from None
+    except RecursionError:
+        raise Invalid("", f"The body is nested deeper than {DEEPEST} levels.") from None
+    if not isinstance(document, dict):
+        raise Invalid("", "The body is not a JSON object.")
+    if text.count("[") + text.count("{") > DEEPEST and _levels(document) > DEEPEST:
+        raise Invalid("", f"The body is nested deeper than {DEEPEST} levels.")
+    return document
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is not JSON.")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{number[:40]} is too large.")
+    return value
+
+
+def _levels(document: Any) -> int:
+    """How deep a document is nested, counted no further than one level too many."""
+    levels, present = 0, [document]
+    while levels <= DEEPEST and (present := [value for value in present if isinstance(value, dict | list)]):
+        levels += 1
+        present = [inner for value in present for inner in (value.values() if isinstance(value, dict) else value)]
+    return levels

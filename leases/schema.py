@@ -1,0 +1,73 @@
+"""What the OpenAPI document says about every operation: the key, parameters that many take, and errors."""
+
+from http import HTTPStatus
+from typing import Any
+
+from drf_spectacular.extensions import OpenApiAuthenticationExtension
+from drf_spectacular.openapi import AutoSchema
+from drf_spectacular.plumbing import build_bearer_security_scheme_object
+from drf_spectacular.types import OpenApiTypes
+from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, inline_serializer
+from rest_framework import serializers
+
+from leases.models import Status
+from leases.serializers import ENCODINGS, Problem
+
+OCTETS, PROBLEM = "application/octet-stream", "application/problem+json"
+BYTES = {OCTETS: OpenApiTypes.BINARY}
+EVERYWHERE = (400, 401, 403, 405, 500, 503)
+
+
+def _query(name: str, description: str, **options: Any) -> OpenApiParameter:
+    return OpenApiParameter(name, options.pop("type", str), OpenApiParameter.QUERY, description=description, **options)
+
+
+IDEMPOTENCY_KEY = OpenApiParameter(
+    "Idempotency-Key",
+    str,
+    OpenApiParameter.HEADER,
+    description="1 to 255 visible ASCII characters. Sent again with the same request, it is answered as before, "
+    "with the header `Idempotent-Replayed: true`. Only successes are kept; an error frees the key.",
+)
+PAGE = [
+    _query("cursor", "Where the page starts; follow `next` rather than write it."),
+    _query("limit", "1 to 200 results a page; 50 if it is not given.", type=int),
+]
+LEASE_FILTERS = [
+    _query("agent_did", "Of this agent only."),
+    _query("environment_id", "In this environment only."),
+    _query("status", "In this status only.", enum=Status.values),
+]
+ENCODING = _query("encoding", "Of input and output: utf-8 replaces what is none, base64 is exact.", enum=ENCODINGS)
+ROOT = _query("root", "What the path is relative to; workspace if it is not given.", enum=["workspace", "data"])
+
+
+def answers(body: Any, *errors: int, ok: tuple[int, ...] = (200,)) -> dict[Any, Any]:
+    """The responses of one operation: its body when it succeeds, and a problem document for each error it may have."""
+    bytes_ = body is BYTES
+    good = {(status, OCTETS) if bytes_ else status: OpenApiTypes.BINARY if bytes_ else body for status in ok}
+    bad = {
+        (status, PROBLEM): OpenApiResponse(Problem, description=HTTPStatus(status).phrase)
+        for status in sorted({*EVERYWHERE, *errors})
+    }
+    return good | bad
+
+
+def page_of(item: type[serializers.Serializer]) -> serializers.Serializer:
+    return inline_serializer(
+        f"PageOf{item.__name__}",
+        {"results": item(many=True), "next": serializers.CharField(allow_null=True, help_text="URL of the next page.")},
+    )
+
+
+class ApiSchema(AutoSchema):
+    def get_tags(self) -> list[str]:
+        return [self.path.removeprefix("/api/v1/").split("/")[0]]
+
+
+class KeyScheme(OpenApiAuthenticationExtension):
+    target_class = "leases.auth.KeyAuthentication"
+    name = "key"
+
+    def get_security_definition(self, auto_schema: AutoSchema) -> dict[str, Any]:
+        return build_bearer_security_scheme_object(header_name="Authorization", token_prefix="Bearer")  # noqa: S106

@@ -1,0 +1,149 @@
+"""Clients with a key each. Every answer that they get is checked against the OpenAPI document."""
+
+import json
+import re
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from django.db.models import F
+from django.test import Client
+from django.utils import timezone
+
+from leases import keys
+from leases.models import Lease
+from sandboxes.models import Pool
+
+ADA, BOB = "did:plc:ada", "did:plc:bob"
+OPENAPI = Path(__file__).resolve().parents[2] / "controlplane" / "openapi.yaml"
+
+
+@cache
+def document() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(OPENAPI.read_text())
+    return found
+
+
+@cache
+def templates() -> list[tuple[re.Pattern[str], str]]:
+    """The longest first: what a path with a name in it matches, a shorter one may match, too."""
+    paths = sorted(document()["paths"], key=len, reverse=True)
+    return [
+        (re.compile(re.sub(r"\\\{path\\\}", ".*", re.sub(r"\\\{\w+?\\\}", "[^/]+", _keep(path)))), path)
+        for path in paths
+    ]
+
+
+def _keep(path: str) -> str:
+    return re.escape(path).replace(r"\{path\}", ".*")
+
+
+def check(method: str, url: str, response: Any) -> None:
+    """What was answered is what the document says is answered there."""
+    path = url.partition("?")[0]
+    template = next((template for pattern, template in templates() if pattern.fullmatch(path)), None)
+    operation = document()["paths"].get(template, {}).get(method.lower())
+    if operation is None:
+        assert response.status_code in (404, 405)
+        return
+    said = operation["responses"].get(str(response.status_code))
+    assert said, f"{response.status_code} is not documented for {method} {template}: {response.content[:300]!r}"
+    content = said.get("content")
+    if not content:
+        assert response.content == b""
+        return
+    (kind, body), *_ = content.items()
+    assert response.headers["Content-Type"] == kind
+    if kind.endswith("json"):
+        shown = response.json()
+        schema = {**body["schema"], "components": document()["components"]}
+        jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(shown)
+        name = body["schema"]["$ref"].rpartition("/")[2]
+        assert shown.keys() <= document()["components"]["schemas"][name]["properties"].keys()
+
+
+class Api:
+    """A client with a key."""
+
+    def __init__(self, key: str = "") -> None:
+        self.key = key
+        self.client = Client(raise_request_exception=False)
+
+    def __call__(self, method: str, path: str, body: Any = None, /, **headers: str) -> Any:
+        """Headers as words: idempotency_key="k1". A body that is no bytes is sent as JSON."""
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        sent = ({"Authorization": f"Bearer {self.key}"} if self.key else {}) | sent
+        content_type = sent.pop("content-type", "application/json")
+        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        url = path if path.startswith("/") else f"/api/v1/{path}"
+        response = self.client.generic(method, url, data, content_type=content_type, headers=sent)
+        check(method, url, response)
+        return response
+
+    def get(self, path: str, **headers: str) -> Any:
+        return self("GET", path, **headers)
+
+    def post(self, path: str, body: Any = None, **headers: str) -> Any:
+        return self("POST", path, body, **headers)
+
+    def put(self, path: str, body: bytes, **headers: str) -> Any:
+        return self("PUT", path, body, **headers)
+
+    def delete(self, path: str, **headers: str) -> Any:
+        return self("DELETE", path, **headers)
+
+
+@pytest.fixture
+def issue(db: None) -> Callable[..., Api]:
+    def make(*dids: str, operator: bool = False) -> Api:
+        return Api(keys.issue(dids, operator=operator, now=timezone.now())[1])
+
+    return make
+
+
+@pytest.fixture
+def ada(issue: Callable[..., Api]) -> Api:
+    return issue(ADA)
+
+
+@pytest.fixture
+def bob(issue: Callable[..., Api]) -> Api:
+    return issue(BOB)
+
+
+@pytest.fixture
+def operator(issue: Callable[..., Api]) -> Api:
+    return issue(operator=True)
+
+
+@pytest.fixture
+def ask(pool: Pool) -> Callable[..., dict[str, Any]]:
+    """The body that acquires a lease in this test's pool."""
+
+    def body(**fields: Any) -> dict[str, Any]:
+        return {"agent_did": ADA, "environment_id": "game-1", "environment_type": "catan", "pool": pool.name} | fields
+
+    return body
+
+
+@pytest.fixture
+def lease(ada: Api, ask: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """Ada's lease, as the API shows it."""
+    shown: dict[str, Any] = ada.post("leases", ask()).json()
+    return shown
+
+
+def run_out(pk: str) -> None:
+    """Let the ttl of a lease run out, as if it had been granted a day ago and no sweep had come by."""
+    aged = timedelta(days=1)
+    Lease.objects.filter(pk=uuid.UUID(pk)).update(
+        leased_at=F("leased_at") - aged,
+        last_activity_at=F("last_activity_at") - aged,
+        expires_at=F("expires_at") - aged,
+    )

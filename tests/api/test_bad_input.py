@@ -1,0 +1,338 @@
+"""Bad input gets the 4xx that fits, names what is wrong, and changes nothing."""
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.test import RequestFactory
+from django_q.models import OrmQ
+
+from leases import documents
+from leases.errors import Invalid, LengthRequired, TooLarge
+from leases.models import Agent, AgentKey, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, Turn
+from sandboxes.models import Pool, Run, Sandbox, Transition
+from tests.api.conftest import Api, check
+
+pytestmark = pytest.mark.django_db
+EVERYTHING = (
+    Agent, AgentKey, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, OrmQ, Pool, Run, Sandbox, Transition, Turn,
+)  # fmt: skip
+DEEP = b'{"turn_number": 1, "state": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}"
+DEEPISH = b'{"turn_number": 1, "state": {"a": ' + b"[" * 200 + b"]" * 200 + b"}}"
+Change = Callable[[], Any]
+
+
+def rows() -> dict[str, Any]:
+    """How many there are of everything, and whatever a refused request might have changed."""
+    leases = list(Lease.objects.values_list("pk", "status", "expires_at", "last_activity_at"))
+    return {"leases": leases, "tokens": list(AgentKey.objects.values_list("tokens"))} | {
+        model.__name__: model._default_manager.count() for model in EVERYTHING
+    }
+
+
+def refused(api: Api, method: str, path: str, body: Any, status: int, field: str | None = None, **headers: str) -> None:
+    before = rows()
+    answer = api(method, path, body, **({"idempotency_key": "k1"} | headers))
+    problem = answer.json()
+    assert (answer.status_code, problem["status"]) == (status, status), problem
+    assert problem["detail"]
+    assert problem["code"]
+    assert problem["type"].startswith("urn:leasehold:problem:")
+    if field is not None:
+        assert (problem.get("field") or "").partition(".")[0] == field, problem
+    assert rows() == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"environment_type": "chess"}, "environment_type"),
+        ({"environment_type": "Ünfug"}, "environment_type"),
+        ({"environment_type": None}, "environment_type"),
+        ({"environment_type": ["rpg"]}, "environment_type"),
+        ({"agent_did": ""}, "agent_did"),
+        ({"agent_did": "ada"}, "agent_did"),
+        ({"agent_did": "did:plc:a b"}, "agent_did"),
+        ({"agent_did": " did:plc:ada"}, "agent_did"),
+        ({"agent_did": "did:plc:ada\n"}, "agent_did"),
+        ({"agent_did": "did:plc:🦊"}, "agent_did"),
+        ({"agent_did": "did:plc:" + "a" * 10_000}, "agent_did"),
+        ({"agent_did": "did:plc:a\0b"}, "agent_did"),
+        ({"agent_did": 5}, "agent_did"),
+        ({"environment_id": ""}, "environment_id"),
+        ({"environment_id": "a/b"}, "environment_id"),
+        ({"environment_id": "x" * 201}, "environment_id"),
+        ({"environment_id": "a\0"}, "environment_id"),
+        ({"environment_id": 7}, "environment_id"),
+        ({"environment_id": True}, "environment_id"),
+        ({"expiry_conditions": "game.finished"}, "expiry_conditions"),
+        ({"expiry_conditions": {"a": 1}}, "expiry_conditions"),
+        ({"expiry_conditions": [1]}, "expiry_conditions"),
+        ({"expiry_conditions": [None]}, "expiry_conditions"),
+        ({"expiry_conditions": ["a", "a"]}, "expiry_conditions"),
+        ({"expiry_conditions": ["a b"]}, "expiry_conditions"),
+        ({"expiry_conditions": ["a\0"]}, "expiry_conditions"),
+        ({"expiry_conditions": [f"c{n}" for n in range(33)]}, "expiry_conditions"),
+        *[
+            ({name: value}, name)
+            for name in ("ttl_seconds", "max_ttl_seconds")
+            for value in (0, -1, "5 minutes", "300", 10**12, 10**400, True, 1.5, 1.0, [], {})
+        ],
+        ({"ttl_seconds": 600, "max_ttl_seconds": 60}, "ttl_seconds"),
+        *[
+            ({"sleep_after": value}, "sleep_after")
+            for value in (0, -1, "", "5 minutes", "5m ago", 10**12, True, 1.5, [])
+        ],
+        ({"sleep_after": "99999999d"}, "sleep_after"),
+        ({"pool": "no-such-pool"}, "pool"),
+        ({"pool": "a\0"}, "pool"),
+        ({"pool": 1}, "pool"),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_acquiring(operator: Api, ask, fields: dict[str, Any], field: str) -> None:
+    refused(operator, "POST", "leases", ask(**fields), 400, field)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b'"did"', 400),
+        (b"null", 400),
+        (b'{"agent_did": NaN}', 400),
+        (b'{"agent_did": 1e999}', 400),
+        (b'{"agent_did": ' + b"1" * 5000 + b"}", 400),
+        (b'{"agent_did": "\xff"}', 400),
+        (b'{"agent_did": "did:plc:\\ud800"}', 400),
+        (b'{"agent_did": "did:plc:\\u0000"}', 400),
+        (b"\xef\xbb\xbf{}", 400),
+        ('{"agent_did": "did:plc:a"}'.encode("utf-16"), 400),
+        (b"[" * 30_000, 400),
+        (b'{"a":' * 5000 + b"1" + b"}" * 5000, 400),
+        (b"{" + b" " * (64 << 10) + b"}", 413),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+@pytest.mark.parametrize("path", ["leases", "environments/game-1/join", "environments/game-1/conditions", "agents"])
+def test_bodies_that_are_no_document(operator: Api, path: str, body: bytes, status: int) -> None:
+    refused(operator, "POST", path, body, status)
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonx", ""]
+)
+def test_another_content_type(operator: Api, ask, kind: str) -> None:
+    refused(operator, "POST", "leases", ask(), 415, content_type=kind)
+
+
+@pytest.mark.parametrize("value", [None, 5, "", "a b", "a\0", "x" * 65, ["agent.death"], "ü"])
+def test_conditions(operator: Api, value: Any) -> None:
+    refused(operator, "POST", "environments/game-1/conditions", {"condition": value}, 400, "condition")
+
+
+@pytest.mark.parametrize("environment", ["a%20b", "%00", "x" * 201, "%F0%9F%A6%8A", "-a"])
+@pytest.mark.parametrize("act", ["join", "conditions"])
+def test_environments_in_the_path(operator: Api, ask, environment: str, act: str) -> None:
+    refused(operator, "POST", f"environments/{environment}/{act}", ask(condition="x"), 400, "environment_id")
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "field"),
+    [
+        ({}, 400, "argv"),
+        ({"argv": []}, 400, "argv"),
+        ({"argv": [""]}, 400, "argv"),
+        ({"argv": ["", "a"]}, 400, "argv"),
+        ({"argv": "ls"}, 400, "argv"),
+        ({"argv": ["ls", 1]}, 400, "argv"),
+        ({"argv": ["ls", None]}, 400, "argv"),
+        ({"argv": ["a\0b"]}, 400, "argv"),
+        ({"argv": ["echo", "x" * (1 << 20)]}, 413, "argv"),
+        ({"argv": ["echo", "ü" * (100 << 10)]}, 413, "argv"),
+        ({"argv": ["echo"] + ["x"] * (100 << 10)}, 413, "argv"),
+        ({"env": []}, 400, "env"),
+        ({"env": "A=1"}, 400, "env"),
+        ({"env": {"A": 1}}, 400, "env"),
+        ({"env": {"A": "x\0"}}, 400, "env"),
+        ({"env": {"": "x"}}, 400, "env"),
+        ({"env": {"A=B": "x"}}, 400, "env"),
+        ({"env": {"A\0": "x"}}, 400, "env"),
+        ({"env": {"1A": "x"}}, 400, "env"),
+        ({"env": {"Ü": "x"}}, 400, "env"),
+        ({"env": {"LEASEHOLD_RUN": "x"}}, 400, "env"),
+        ({"env": {"LLM_SOCKET": "/tmp/s"}}, 400, "env"),
+        ({"env": {"A": "x" * (1 << 20)}}, 413, "env"),
+        ({"cwd": "data"}, 400, "cwd"),
+        ({"cwd": ""}, 400, "cwd"),
+        ({"cwd": "/a\0"}, 400, "cwd"),
+        ({"cwd": "/" + "a" * 5000}, 400, "cwd"),
+        ({"cwd": 1}, 400, "cwd"),
+        ({"stdin": 1}, 400, "stdin"),
+        ({"stdin": None}, 400, "stdin"),
+        *[({"timeout_seconds": value}, 400, "timeout_seconds") for value in (0, -1, 3601, 10**12, True, 1.5, "60", [])],
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_commands(ada: Api, lease, said: dict[str, Any], status: int, field: str) -> None:
+    sent = said if field == "argv" else {"argv": ["true"]} | said
+    refused(ada, "POST", f"leases/{lease['id']}/exec", sent, status, field)
+
+
+def test_encodings(ada: Api, lease) -> None:
+    refused(ada, "POST", f"leases/{lease['id']}/exec?encoding=latin-1", {"argv": ["true"]}, 400, "encoding")
+    sent = {"argv": ["cat"], "stdin": "not base64!"}
+    refused(ada, "POST", f"leases/{lease['id']}/exec?encoding=base64", sent, 400, "stdin")
+
+
+def test_lone_surrogates_are_no_text(ada: Api, lease) -> None:
+    for said in (b'{"argv": ["\\ud800"]}', b'{"argv": ["true"], "stdin": "\\udfff"}', b'{"argv": ["a"], "\\ud800": 1}'):
+        refused(ada, "POST", f"leases/{lease['id']}/exec", said, 400)
+    assert ada.post(f"leases/{lease['id']}/exec", b'{"argv": ["echo", "\\ud83e\\udd8a"]}').json()["stdout"] == "🦊\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        ({"state": {}}, 400, "turn_number"),
+        *[
+            ({"turn_number": n, "state": {}}, 400, "turn_number")
+            for n in (-1, 2**62 + 1, 10**400, "1", 1.0, True, None, [])
+        ],
+        ({"turn_number": 1}, 400, "state"),
+        *[({"turn_number": 1, "state": state}, 400, "state") for state in (None, [], "x", 1, [{}])],
+        ({"turn_number": 1, "state": {"board": "x" * (5 << 20)}}, 413, None),
+        (b'{"turn_number": 1, "state": {"a": NaN}}', 400, None),
+        (b'{"turn_number": 1, "state": {"a": 1e400}}', 400, None),
+        (b'{"turn_number": 1, "state": {"a": "\\ud800"}}', 400, None),
+        (DEEP, 400, None),
+        (DEEPISH, 400, None),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_turns(ada: Api, lease, body: Any, status: int, field: str | None) -> None:
+    refused(ada, "POST", f"leases/{lease['id']}/turns", body, status, field)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "/etc/passwd", "%2fetc/passwd", "../x", "a/../../x", "%2e%2e/x", "a/./b", "a//b", "a/", ".", "%00", "a%00b",
+     "a" * 256, "/".join(["a" * 200] * 21)],
+    ids=lambda value: value[:20],
+)  # fmt: skip
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+def test_paths_of_files(ada: Api, lease, method: str, path: str) -> None:
+    refused(ada, method, f"leases/{lease['id']}/files/{path}", b"x", 400, "path")
+
+
+def test_files_elsewhere_or_too_large(ada: Api, lease, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(ada, "GET", f"leases/{lease['id']}/files/a?root=etc", None, 400, "root")
+    monkeypatch.setattr("leases.api.LARGEST_FILE", 1000)
+    refused(ada, "PUT", f"leases/{lease['id']}/files/a", b"x" * 1001, 413)
+    ada.post(f"leases/{lease['id']}/exec", {"argv": ["sh", "-c", "head -c 2000 /dev/zero >a"]})
+    assert ada.get(f"leases/{lease['id']}/files/a").status_code == 413
+
+
+@pytest.mark.parametrize("pk", ["1", "x", "None", str(uuid.UUID(int=0)), "%00", "0" * 32])
+@pytest.mark.parametrize(("method", "act"), [("GET", ""), ("POST", "/renew"), ("POST", "/exec"), ("GET", "/files/a")])
+def test_leases_that_are_not_there(ada: Api, lease, method: str, pk: str, act: str) -> None:
+    refused(ada, method, f"leases/{pk}{act}", {"argv": ["true"]}, 404)
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("status=asleep", "status"),
+        ("status=%00", "status"),
+        ("agent_did=ada", "agent_did"),
+        ("agent_did=did:plc:%00", "agent_did"),
+        ("environment_id=%00", "environment_id"),
+        *[(f"limit={n}", "limit") for n in ("0", "-1", "201", "x", "1.5", "9" * 50, "%C2%B2")],
+        *[
+            (f"cursor={c}", "cursor")
+            for c in ("x", "%00", "é", "MjAyNg==", "MDAwMS0wMS0wMVQwMDowMCsyMzo1OSB4", "A" * 5000, "====")
+        ],
+    ],
+)
+def test_lists(ada: Api, query: str, field: str) -> None:
+    refused(ada, "GET", f"leases?{query}", None, 400, field)
+
+
+def test_a_cursor_with_a_number_that_no_database_holds(ada: Api, lease) -> None:
+    cursor = "MjAyNi0xMS0yMVQwMDowMDowMCswMDowMCA5OTk5OTk5OTk5OTk5OTk5OTk5OTk5OTk5OTk5OQ=="
+    refused(ada, "GET", f"leases/{lease['id']}/turns?cursor={cursor}", None, 400, "cursor")
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "a b", "ü", "\x7f"])
+@pytest.mark.parametrize("act", ["renew", "release"])
+def test_idempotency_keys(ada: Api, lease, key: str, act: str) -> None:
+    refused(ada, "POST", f"leases/{lease['id']}/{act}", None, 400, "Idempotency-Key", idempotency_key=key)
+
+
+@pytest.mark.parametrize(
+    "said", [{"did": "x"}, {"did": "did:plc:x", "name": "n" * 101}, {"name": "x"}, {"did": "did:plc:x", "name": "\0"}]
+)
+def test_agents(operator: Api, said: dict[str, Any]) -> None:
+    refused(operator, "POST", "agents", said, 400)
+
+
+# --- bodies, as servers hand them over ----------------------------------------------------------------------------
+
+
+class Stream:
+    """A body of known bytes that says how much of it was read."""
+
+    def __init__(self, content: bytes) -> None:
+        self.left, self.taken = content, 0
+
+    def read(self, size: int = -1) -> bytes:
+        chunk, self.left = self.left[:size], self.left[size:]
+        self.taken += len(chunk)
+        return chunk
+
+
+def request(stream: Stream, **environ: Any) -> Any:
+    made = RequestFactory().generic("POST", "/", **environ)
+    made.META.update({"wsgi.input": stream})
+    made._stream.stream = stream  # what Django reads through
+    return made
+
+
+def test_a_body_announced_as_too_large_is_not_read() -> None:
+    stream = Stream(b"x" * 100)
+    with pytest.raises(TooLarge):
+        documents.read(request(stream, CONTENT_LENGTH="101"), 100)
+    assert stream.taken == 0
+
+
+def test_a_chunked_body_is_read_no_further_than_its_limit() -> None:
+    chunked = {"HTTP_TRANSFER_ENCODING": "chunked", "wsgi.input_terminated": True}
+    assert documents.read(request(Stream(b"x" * 100), **chunked), 100) == b"x" * 100
+    stream = Stream(b"x" * (1 << 20))
+    with pytest.raises(TooLarge):
+        documents.read(request(stream, **chunked), 100)
+    assert stream.taken <= documents.CHUNK
+
+
+def test_a_chunked_body_is_refused_where_the_server_does_not_end_it() -> None:
+    with pytest.raises(LengthRequired):
+        documents.read(request(Stream(b"x"), HTTP_TRANSFER_ENCODING="chunked"), 100)
+
+
+@pytest.mark.parametrize("length", ["5", "-1", "x", "²", "1e3"])
+def test_a_body_that_is_not_as_long_as_announced_is_refused(length: str) -> None:
+    sent = RequestFactory().generic("POST", "/", b"four")
+    sent.META["CONTENT_LENGTH"] = length
+    with pytest.raises(Invalid):
+        documents.read(sent, 100)
+
+
+def test_a_large_file_is_refused_before_it_is_read(ada: Api, lease) -> None:
+    before, url = rows(), f"/api/v1/leases/{lease['id']}/files/a"
+    sent = {"CONTENT_LENGTH": str((64 << 20) + 1), "HTTP_AUTHORIZATION": f"Bearer {ada.key}"}
+    answer = ada.client.generic("PUT", url, b"", **sent)
+    check("PUT", url, answer)
+    assert (answer.status_code, rows()) == (413, before)

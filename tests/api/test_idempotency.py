@@ -1,0 +1,160 @@
+"""A POST with an Idempotency-Key is acted on once."""
+
+import uuid
+from datetime import timedelta
+
+import pytest
+from django.db.models import F
+
+from leases.models import IdempotentRequest, Lease
+from sandboxes.models import Run
+from sandboxes.providers.base import Rejected, Unavailable
+from sandboxes.providers.memory import MemoryProvider
+from tests.api.conftest import Api
+from tests.conftest import Died
+
+pytestmark = pytest.mark.django_db
+
+
+def passes(time: timedelta) -> None:
+    """Time passes for every stored request."""
+    moments = ("started_at", "deadline_at", "expires_at")
+    IdempotentRequest.objects.update(**{name: F(name) - time for name in moments})
+
+
+def dies(api: Api, at_step, step: str, path: str, body=None) -> None:
+    """The process that serves this request dies at a step of it."""
+
+    def die() -> None:
+        raise Died()
+
+    at_step(step, die)
+    with pytest.raises(Died):
+        api.post(path, body, idempotency_key="k1")
+
+
+@pytest.fixture
+def run_path(lease) -> str:
+    return f"leases/{lease['id']}/exec"
+
+
+def test_the_same_request_is_answered_from_the_row(ada: Api, ask) -> None:
+    first = ada.post("leases", ask(), idempotency_key="k1")
+    again = ada.post("leases", ask(), idempotency_key="k1")
+    assert (again.status_code, again.content, again["Idempotent-Replayed"]) == (201, first.content, "true")
+    assert "Idempotent-Replayed" not in first.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("leases/{id}/renew", None),
+        ("leases/{id}/release", None),
+        ("leases/{id}/exec", {"argv": ["echo", "hi"]}),
+        ("leases/{id}/turns", {"turn_number": 1, "state": {}}),
+        ("environments/game-1/conditions", {"condition": "game.finished"}),
+        ("environments/game-1/join", {"agent_did": "did:plc:ada", "environment_type": "catan"}),
+    ],
+)
+def test_every_post_takes_a_key(ada: Api, lease, path: str, body) -> None:
+    url = path.format(**lease)
+    first, again = (ada.post(url, body, idempotency_key="k1") for _ in range(2))
+    assert first.status_code == 200
+    assert again.content == first.content
+    assert again["Idempotent-Replayed"] == "true"
+
+
+def test_a_command_is_run_once_and_answered_also_after_its_lease_has_ended(ada: Api, lease, run_path: str) -> None:
+    first = ada.post(run_path, {"argv": ["echo", "hi"]}, idempotency_key="k1")
+    ada.post(f"leases/{lease['id']}/release")
+    again = ada.post(run_path, {"argv": ["echo", "hi"]}, idempotency_key="k1")
+    assert again.json() == first.json()
+    assert Run.objects.count() == 1
+
+
+@pytest.mark.parametrize("change", ["body", "query", "path"])
+def test_another_request_with_the_same_key_is_refused(ada: Api, lease, run_path: str, change: str) -> None:
+    ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
+    path = {"query": f"{run_path}?encoding=base64", "path": f"leases/{lease['id']}/renew"}.get(change, run_path)
+    answer = ada.post(path, {"argv": ["false" if change == "body" else "true"]}, idempotency_key="k1")
+    assert (answer.status_code, answer.json()["code"]) == (409, "idempotency_key_reused")
+
+
+def test_a_key_means_nothing_to_another_key_holder(operator: Api, issue, ask) -> None:
+    first = operator.post("leases", ask(), idempotency_key="k1")
+    other = issue(operator=True).post("leases", ask(), idempotency_key="k1")
+    assert (first.status_code, other.status_code) == (201, 200)
+    assert "Idempotent-Replayed" not in other.headers
+
+
+def test_a_rival_in_the_middle_is_told_to_wait(ada: Api, lease, run_path: str, at_step) -> None:
+    seen = []
+    at_step("key claimed", lambda: seen.append(ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")))
+    assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 200
+    assert (seen[0].status_code, seen[0].json()["code"]) == (409, "idempotency_in_progress")
+    assert int(seen[0]["Retry-After"]) > 0
+    assert Run.objects.count() == 1
+
+
+def test_an_error_frees_the_key(ada: Api, ask) -> None:
+    assert ada.post("leases", ask(environment_type="chess"), idempotency_key="k1").status_code == 400
+    assert not IdempotentRequest.objects.exists()
+    assert ada.post("leases", ask(), idempotency_key="k1").status_code == 201
+
+
+def test_an_answer_is_forgotten_after_its_time(ada: Api, lease, run_path: str, settings) -> None:
+    ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
+    passes(settings.IDEMPOTENCY_TTL)
+    assert "Idempotent-Replayed" not in ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").headers
+    assert Run.objects.count() == 2
+
+
+@pytest.mark.parametrize("step", ["key claimed", "acted"])
+def test_what_is_safe_to_repeat_is_taken_over_from_the_dead(ada: Api, ask, at_step, step: str) -> None:
+    dies(ada, at_step, step, "leases", ask())
+    waiting = ada.post("leases", ask(), idempotency_key="k1")
+    assert (waiting.status_code, waiting.json()["code"]) == (409, "idempotency_in_progress")
+    passes(timedelta(minutes=2))
+    assert ada.post("leases", ask(), idempotency_key="k1").status_code == (201 if step == "key claimed" else 200)
+    assert Lease.objects.count() == 1
+    assert ada.post("leases", ask(), idempotency_key="k1")["Idempotent-Replayed"] == "true"
+
+
+@pytest.mark.parametrize("step", ["key claimed", "run opened", "run answered", "acted"])
+def test_a_command_of_the_dead_is_never_run_again(ada: Api, run_path: str, at_step, step: str) -> None:
+    dies(ada, at_step, step, run_path, {"argv": ["true"]})
+    passes(timedelta(hours=1))
+    answer = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
+    assert (answer.status_code, answer.json()["code"]) == (409, "outcome_unknown")
+    assert [answer.json().get("run_id")] == ([str(run.pk) for run in Run.objects.all()] or [None])
+
+
+def test_a_command_whose_outcome_is_unknown_is_not_run_again(ada: Api, run_path: str, memory: MemoryProvider) -> None:
+    memory.fail("exec", Unavailable("timed out"), times=1)
+    assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 503
+    answer = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
+    assert (answer.status_code, answer.json()["code"]) == (409, "outcome_unknown")
+    assert answer.json()["run_id"] == str(Run.objects.get().pk)
+
+
+def test_a_command_that_never_started_may_be_sent_again(ada: Api, run_path: str, memory: MemoryProvider) -> None:
+    memory.fail("create", Unavailable("no engine"), times=1)
+    assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 503
+    memory.fail("exec", Rejected("no"), times=1)
+    assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 400
+    assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 200
+
+
+def test_whoever_is_late_does_not_overwrite_the_answer_of_the_one_who_took_over(ada: Api, ask, at_step) -> None:
+    def take_over() -> None:
+        passes(timedelta(minutes=2))
+        assert ada.post("leases", ask(), idempotency_key="k1").status_code == 200
+
+    at_step("acted", take_over)
+    assert ada.post("leases", ask(), idempotency_key="k1").status_code == 201
+    assert IdempotentRequest.objects.get().status_code == 200
+
+
+def test_a_lease_that_is_not_there_takes_no_key(ada: Api, lease) -> None:
+    assert ada.post(f"leases/{uuid.uuid4()}/renew", idempotency_key="k1").status_code == 404
+    assert ada.post(f"leases/{lease['id']}/renew", idempotency_key="k1").status_code == 200

@@ -1,0 +1,176 @@
+"""What the API says of leases."""
+
+from datetime import datetime, timedelta
+
+import pytest
+from django.utils import timezone
+
+from leases.models import Lease, LeaseEvent
+from sandboxes.models import Pool, Sandbox
+from tests.api.conftest import ADA, BOB, Api, run_out
+
+pytestmark = pytest.mark.django_db
+
+
+def test_a_new_lease_is_shown_whole(ada: Api, ask) -> None:
+    answer = ada.post("leases", ask(ttl_seconds=600, sleep_after="30s", expiry_conditions=["game.finished"]))
+    shown = answer.json()
+    assert (answer.status_code, shown["is_new"], shown["status"]) == (201, True, "active")
+    assert (shown["agent_did"], shown["environment_id"], shown["sandbox_id"]) == (ADA, "game-1", f"{ADA}::game-1")
+    assert (shown["sleep_after"], shown["expiry_conditions"]) == (30, ["game.finished"])
+    assert (shown["sandbox"], shown["ended_at"], shown["end_reason"]) == (None, None, "")
+    assert all(shown[name].endswith("Z") for name in ("leased_at", "last_activity", "expires_at", "max_expires_at"))
+    lasts = datetime.fromisoformat(shown["expires_at"]) - datetime.fromisoformat(shown["leased_at"])
+    assert lasts == timedelta(seconds=600)
+
+
+def test_acquiring_again_answers_the_same_lease(ada: Api, ask, lease) -> None:
+    answer = ada.post("leases", ask(ttl_seconds=60))
+    assert (answer.status_code, answer.json()) == (200, lease | {"is_new": False})
+    assert not Sandbox.objects.exists()
+
+
+def test_what_the_request_leaves_out_comes_from_the_environment_type(lease) -> None:
+    assert (lease["ttl_seconds"], lease["sleep_after"]) == (4 * 3600, 300)
+    assert lease["expiry_conditions"] == ["game.finished"]
+
+
+@pytest.mark.parametrize(("sleep_after", "seconds"), [("5m", 300), ("30s", 30), ("90", 90), (45, 45), (None, 300)])
+def test_sleep_after_is_answered_in_seconds(ada: Api, ask, sleep_after, seconds: int) -> None:
+    assert ada.post("leases", ask(sleep_after=sleep_after)).json()["sleep_after"] == seconds
+
+
+def test_null_is_the_same_as_leaving_it_out(ada: Api, ask) -> None:
+    nothing = dict.fromkeys(("ttl_seconds", "max_ttl_seconds", "sleep_after", "expiry_conditions"))
+    assert ada.post("leases", ask(**nothing)).status_code == 201
+
+
+def test_unknown_fields_are_ignored(ada: Api, ask) -> None:
+    assert ada.post("leases", ask(colour="red")).status_code == 201
+
+
+def test_a_lease_of_another_type_is_a_conflict(ada: Api, ask, lease) -> None:
+    answer = ada.post("leases", ask(environment_type="rpg"))
+    assert (answer.status_code, answer.json()["field"]) == (409, "environment_type")
+
+
+def test_renewing_pushes_the_end(ada: Api, lease) -> None:
+    answer = ada.post(f"leases/{lease['id']}/renew")
+    assert answer.status_code == 200
+    assert answer.json()["expires_at"] > lease["expires_at"]
+    assert ada.get(f"leases/{lease['id']}").json()["expires_at"] == answer.json()["expires_at"]
+
+
+def test_releasing_again_answers_the_same(ada: Api, lease) -> None:
+    first, again = (ada.post(f"leases/{lease['id']}/release") for _ in range(2))
+    assert first.status_code == again.status_code == 200
+    assert first.json() == again.json()
+    assert (first.json()["status"], first.json()["end_reason"]) == ("expired", "released")
+
+
+def test_after_release_there_is_a_new_lease_with_a_new_id(ada: Api, ask, lease) -> None:
+    ada.post(f"leases/{lease['id']}/release")
+    again = ada.post("leases", ask())
+    assert again.status_code == 201
+    assert again.json()["id"] != lease["id"]
+
+
+def test_a_lease_whose_clock_ran_out_is_shown_expired_before_any_sweep(ada: Api, lease) -> None:
+    run_out(lease["id"])
+    shown = ada.get(f"leases/{lease['id']}").json()
+    assert (shown["status"], shown["end_reason"], shown["ended_at"]) == ("expired", "ttl", shown["expires_at"])
+    assert Lease.objects.get().status == "active"
+
+
+def test_releasing_what_had_run_out_keeps_the_reason(ada: Api, lease) -> None:
+    run_out(lease["id"])
+    assert ada.post(f"leases/{lease['id']}/release").json()["end_reason"] == "ttl"
+
+
+@pytest.mark.parametrize("act", ["renew", "exec", "turns"])
+def test_what_has_ended_is_gone_with_its_reason(ada: Api, lease, act: str) -> None:
+    run_out(lease["id"])
+    answer = ada.post(f"leases/{lease['id']}/{act}", {"argv": ["true"], "turn_number": 1, "state": {}})
+    assert (answer.status_code, answer.json()["code"], answer.json()["end_reason"]) == (410, "lease_ended", "ttl")
+    assert answer.json()["ended_at"].endswith("Z")
+    assert not Sandbox.objects.exists()
+
+
+def test_the_timeline_names_the_key_that_acted(ada: Api, lease) -> None:
+    ada.post(f"leases/{lease['id']}/release")
+    assert {event.actor for event in LeaseEvent.objects.all()} == {f"key {ada.key[3:11]}"}
+
+
+# --- lists --------------------------------------------------------------------------------------------------------
+
+
+def test_pages_are_followed_by_next_until_null(ada: Api, ask) -> None:
+    made = [ada.post("leases", ask(environment_id=f"e{n}")).json()["id"] for n in range(5)]
+    found, url = [], "/api/v1/leases?limit=2&status=active"
+    while url:
+        page = ada.get(url).json()
+        found += [one["id"] for one in page["results"]]
+        url = page["next"]
+    assert found == made[::-1]
+
+
+def test_leases_of_the_same_moment_are_all_listed_once(ada: Api, ask) -> None:
+    for n in range(5):
+        ada.post("leases", ask(environment_id=f"e{n}"))
+    Lease.objects.update(leased_at=timezone.now())
+    first = ada.get("leases?limit=3").json()
+    second = ada.get(first["next"]).json()
+    assert len({one["id"] for one in first["results"] + second["results"]}) == 5
+    assert second["next"] is None
+
+
+def test_filters_narrow_the_list(operator: Api, ask) -> None:
+    for did, environment in ((ADA, "e1"), (ADA, "e2"), (BOB, "e1")):
+        operator.post("leases", ask(agent_did=did, environment_id=environment))
+    assert len(operator.get(f"leases?agent_did={ADA}").json()["results"]) == 2
+    assert len(operator.get("leases?environment_id=e1").json()["results"]) == 2
+    assert len(operator.get(f"leases?agent_did={BOB}&environment_id=e2").json()["results"]) == 0
+
+
+def test_the_status_filter_goes_by_the_clock_too(ada: Api, lease) -> None:
+    run_out(lease["id"])
+    assert ada.get("leases?status=active").json()["results"] == []
+    assert [one["status"] for one in ada.get("leases?status=expired").json()["results"]] == ["expired"]
+
+
+def test_a_list_shows_sandboxes_in_a_constant_number_of_queries(ada: Api, ask, django_assert_max_num_queries) -> None:
+    for n in range(4):
+        ada.post(f"environments/e{n}/join", ask())
+    with django_assert_max_num_queries(4):
+        shown = ada.get("leases").json()["results"]
+    assert [one["sandbox"]["state"] for one in shown] == ["warm"] * 4
+
+
+# --- limits -------------------------------------------------------------------------------------------------------
+
+
+def test_new_leases_are_limited_and_held_ones_cost_nothing(ada: Api, ask, settings) -> None:
+    settings.CREATES_PER_MINUTE = 2
+    assert [ada.post("leases", ask(environment_id=f"e{n % 2}")).status_code for n in range(4)] == [201, 201, 200, 200]
+    refused = ada.post("leases", ask(environment_id="e3"))
+    assert (refused.status_code, refused.json()["code"], refused["Retry-After"]) == (429, "rate_limited", "30")
+    assert Lease.objects.count() == 2
+
+
+def test_a_refused_request_costs_no_token(ada: Api, ask, settings) -> None:
+    settings.CREATES_PER_MINUTE = 1
+    assert ada.post("leases", ask(environment_type="chess")).status_code == 400
+    assert ada.post("leases", ask()).status_code == 201
+
+
+def test_a_full_pool_says_when_to_come_back(ada: Api, ask, pool: Pool) -> None:
+    Pool.objects.filter(pk=pool.pk).update(used=100)
+    refused = ada.post("environments/game-1/join", ask())
+    assert (refused.status_code, refused.json()["code"]) == (503, "capacity_exhausted")
+    assert int(refused["Retry-After"]) > 0
+
+
+def test_the_ttl_of_a_type_is_the_most_that_can_be_asked_for(ada: Api, ask) -> None:
+    day = int(timedelta(days=1).total_seconds())
+    assert ada.post("leases", ask(max_ttl_seconds=day + 1)).json()["field"] == "max_ttl_seconds"
+    assert ada.post("leases", ask(ttl_seconds=day + 1)).json()["field"] == "ttl_seconds"

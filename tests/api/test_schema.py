@@ -1,0 +1,64 @@
+"""The OpenAPI document says what the API does. (What it answers is checked against it by every other test here.)"""
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+from django.contrib.staticfiles import finders
+from django.core.management import call_command
+from django.test import Client
+
+from tests.api.conftest import OPENAPI, document
+
+AGAIN = "manage.py spectacular --file controlplane/openapi.yaml"
+
+
+def test_the_committed_document_is_up_to_date(tmp_path) -> None:
+    fresh = tmp_path / "openapi.yaml"
+    call_command("spectacular", "--validate", "--fail-on-warn", "--file", str(fresh))
+    assert fresh.read_text() == OPENAPI.read_text(), AGAIN
+
+
+def operations() -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (f"{method} {path}", operation)
+        for path, methods in document()["paths"].items()
+        for method, operation in methods.items()
+    ]
+
+
+@pytest.mark.parametrize(("name", "operation"), operations(), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_operation_says_who_may_and_how_it_fails(name: str, operation: dict[str, Any]) -> None:
+    assert operation["security"] == [{"key": []}]
+    failures = {status: answer["content"] for status, answer in operation["responses"].items() if status >= "400"}
+    assert failures.keys() >= {"400", "401", "500"}
+    problem = {"schema": {"$ref": "#/components/schemas/Problem"}}
+    assert all(content == {"application/problem+json": problem} for content in failures.values())
+    headers = [each["name"] for each in operation.get("parameters", []) if each["in"] == "header"]
+    assert headers == (["Idempotency-Key"] if name.startswith("post") else [])
+
+
+def test_the_key_is_a_bearer_token() -> None:
+    scheme = document()["components"]["securitySchemes"]["key"]
+    assert (document()["openapi"], scheme["type"], scheme["scheme"]) == ("3.1.1", "http", "bearer")
+
+
+@pytest.mark.django_db
+def test_the_document_is_served_to_everybody() -> None:
+    answer = Client().get("/api/schema")
+    assert yaml.safe_load(answer.content) == document()
+
+
+@pytest.mark.django_db
+def test_the_docs_page_loads_only_from_here() -> None:
+    page = Client().get("/api/docs")
+    html, script = page.content.decode(), Client().get("/api/docs?script=").content.decode()
+    assert "default-src 'none'; script-src 'self'" in page["Content-Security-Policy"]
+    loaded = re.findall(r'(?:src|href)="([^"]+)"', html)
+    assert loaded
+    assert all(url.startswith("/") and not url.startswith("//") for url in loaded)
+    assert all(finders.find(url.removeprefix("/static/")) for url in loaded if url.startswith("/static/"))
+    assert not re.search(r"<script(?![^>]*src=)", html)  # the policy forbids inline ones
+    assert '"validatorUrl": null' in script
+    assert "https://" not in script

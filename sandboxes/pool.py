@@ -194,7 +194,9 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     True if it is destroyed now. A failed or unknown answer keeps the place, and the row's next try waits longer each
     time; after LEASEHOLD_DESTROY_TRIES the row goes to quarantine for an operator to look at. Safe to repeat."""
     due = Q(deadline_at__lte=now, quarantined_at__isnull=True)
-    claimed = Sandbox.objects.filter(due, pk=pk, state=DESTROYING).update(deadline_at=now + DESTROY_CLAIM)
+    claimed = Sandbox.objects.filter(due, pk=pk, state=DESTROYING).update(
+        deadline_at=now + DESTROY_CLAIM, claimed_by=settings.INSTANCE
+    )
     if not claimed:
         return False
     sandbox = Sandbox.objects.get(pk=pk)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 
 from sandboxes import lifecycle, pool, providers
 from sandboxes.errors import Lost, ProviderFailed
@@ -156,9 +156,13 @@ def close(
 
 def close_overdue(*, now: datetime, limit: int = 200) -> int:
     """Close Runs past their deadline: whoever waited for them is dead, and their exit is unknown."""
-    overdue = Run.objects.filter(ended_at__isnull=True, deadline_at__lt=now).order_by("deadline_at")[:limit]
     why = "Past its deadline: the process that waited for it is gone, so how it ended is not known."
-    return sum(close(run, now=now, outcome=Outcome.LOST, note=why, actor="sweep") for run in overdue)
+    return sum(close(run, now=now, outcome=Outcome.LOST, note=why, actor="sweep") for run in overdue(now=now)[:limit])
+
+
+def overdue(*, now: datetime) -> QuerySet[Run]:
+    """Runs that should have been closed by now."""
+    return Run.objects.filter(ended_at__isnull=True, deadline_at__lt=now).order_by("deadline_at")
 
 
 def _outcome(result: ExecResult) -> Outcome:

@@ -1,0 +1,151 @@
+"""The environment's side of the demo: a real game of Catan whose players sit in leased sandboxes.
+
+It knows the control plane only by its HTTP API, as any environment would. The rules are those of `catanatron` (an
+optional extra, GPL-3.0); whatever an agent answers is checked against the legal actions before it is played."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import requests
+from catanatron import Color, Game, RandomPlayer
+from catanatron.json import GameEncoder
+from catanatron.models.enums import RESOURCES, Action, ActionType
+from catanatron.state_functions import (
+    get_actual_victory_points,
+    get_longest_road_length,
+    get_player_buildings,
+    get_visible_victory_points,
+    player_num_dev_cards,
+    player_num_resource_cards,
+)
+
+COLORS = (Color.RED, Color.BLUE, Color.ORANGE, Color.WHITE)
+MOST_MOVES = 4000  # forced ones included; a game that takes longer is a draw
+
+
+class ApiError(Exception):
+    """The control plane answered with a problem document."""
+
+
+@dataclass
+class Client:
+    """The few calls an agent or a game host makes, with one key."""
+
+    base: str
+    key: str
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float = 300) -> dict[str, Any]:
+        answer = requests.request(
+            method, f"{self.base}/api/v1{path}", json=body, timeout=timeout, headers={"Authorization": f"Bearer {self.key}"}
+        )
+        if answer.status_code >= 400:
+            raise ApiError(f"{method} {path}: {answer.status_code} {answer.json().get('detail', '')}")
+        return dict(answer.json())
+
+
+@dataclass
+class Seat:
+    """One agent at the table."""
+
+    did: str
+    color: Color
+    client: Client
+    lease: dict[str, Any] = field(default_factory=dict)
+    turns: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Move:
+    """One decision of an agent and what became of it."""
+
+    seat: Seat
+    number: int
+    action: str
+    seconds: float
+    points: str
+
+
+def play(
+    seats: list[Seat], environment: str, *, points: int, seed: int | None, on_move: Callable[[Move], None]
+) -> Seat | None:
+    """Play one game to the end and return the winner, None for a draw. Every seat has joined before."""
+    by_color = {seat.color: seat for seat in seats}
+    game = Game([RandomPlayer(seat.color) for seat in seats], seed=seed, vps_to_win=points)
+    for _ in range(MOST_MOVES):
+        if game.winning_color() is not None:
+            return by_color[game.winning_color()]
+        legal: list[Action] = list(game.state.playable_actions)
+        seat = by_color[game.state.current_color()]
+        game.execute(legal[0] if len(legal) == 1 else _decide(game, seat, legal, environment, on_move))
+    return None
+
+
+def _decide(
+    game: Game, seat: Seat, legal: list[Action], environment: str, on_move: Callable[[Move], None]
+) -> Action:
+    """Ask the agent. An answer that is not one of the legal actions counts as skipped, and the quietest one is played."""
+    offered = [_as_json(action) for action in legal]
+    number = seat.turns + 1
+    state = _state(game, seat, environment) | {"turn_number": number, "legal_actions": offered}
+    turn = seat.client.call("POST", f"/leases/{seat.lease['id']}/turns", {"turn_number": number, "state": state})
+    seat.turns, seat.seconds = number, seat.seconds + turn["duration_seconds"]
+    answer = {"type": turn["action"].get("type"), "value": turn["action"].get("value")}
+    if turn["skipped"] or answer not in offered:
+        seat.skipped += 1
+        chosen = next((action for action in legal if action.action_type == ActionType.END_TURN), legal[0])
+    else:
+        chosen = legal[offered.index(answer)]
+    said = chosen.action_type.value if not turn["skipped"] else f"skipped: {turn['action'].get('reason', '')[:60]}"
+    on_move(Move(seat, number, said, turn["duration_seconds"], _score(game)))
+    return chosen
+
+
+def _as_json(action: Action) -> dict[str, Any]:
+    """{"type": "BUILD_ROAD", "value": [3, 4]}: what an agent chooses from and answers with."""
+    return {"type": action.action_type.value, "value": json.loads(json.dumps(action.value, cls=GameEncoder))}
+
+
+def _state(game: Game, seat: Seat, environment: str) -> dict[str, Any]:
+    """What this player may know: its own hand, and of the others what lies on the table."""
+    state = game.state
+    return {
+        "environment_type": "catan",
+        "game_id": environment,
+        "you": seat.color.value,
+        "prompt": state.current_prompt.value,
+        "hand": {kind: player_num_resource_cards(state, seat.color, kind) for kind in RESOURCES},
+        "players": {
+            color.value: {
+                "points": get_actual_victory_points(state, color) if color == seat.color else get_visible_victory_points(state, color),
+                "cards": player_num_resource_cards(state, color),
+                "development_cards": player_num_dev_cards(state, color),
+                "longest_road": get_longest_road_length(state, color),
+                "buildings": {kind: list(get_player_buildings(state, color, kind)) for kind in ("SETTLEMENT", "CITY")},
+            }
+            for color in state.colors
+        },
+    }
+
+
+def _score(game: Game) -> str:
+    return " ".join(f"{color.value}:{get_actual_victory_points(game.state, color)}" for color in game.state.colors)
+
+
+def rows(seats: list[Seat]) -> Iterator[tuple[str, ...]]:
+    """The table at the end, heading first."""
+    yield ("agent", "lease", "status", "provider", "turns", "skipped", "seconds alive")
+    for seat in seats:
+        lease = seat.client.call("GET", f"/leases/{seat.lease['id']}")
+        yield (
+            seat.did,
+            seat.lease["id"],
+            f"{lease['status']} ({lease['end_reason']})" if lease["end_reason"] else lease["status"],
+            seat.lease["sandbox"]["provider"],
+            str(seat.turns),
+            str(seat.skipped),
+            f"{lease['seconds_alive']:.1f}",
+        )

@@ -1,0 +1,50 @@
+"""Combinations of settings that must not start, each value being right by itself."""
+
+from collections.abc import Sequence
+from math import ceil
+from typing import Any
+
+from django.apps import AppConfig
+from django.conf import settings
+from django.core.checks import CheckMessage, Error, register
+
+LONGEST_SOCKET = 107  # bytes of a unix socket's path, without the NUL
+LONGEST_NAME = len("/") + 16 + len("/") + len("0123456789ab.sock")  # below RUNTIME_DIR: sandbox, then run
+
+
+@register()
+def queue(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """A task is fetched again `retry` after it was fetched, so by then it must have waited, run and timed out."""
+    one: dict[str, Any] = settings.Q_CLUSTER
+    longest = one["timeout"] * (ceil(one["queue_limit"] / one["workers"]) + 1)
+    if one["retry"] > longest:
+        return []
+    return [Error(f"Q_CLUSTER: retry is not above {longest}, so tasks would run twice.", id="leasehold.E001")]
+
+
+@register()
+def isolation(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    if settings.SANDBOX_PROVIDER not in ("process", "memory") or settings.DEBUG or settings.ALLOW_UNISOLATED:
+        return []
+    return [
+        Error(
+            f"SANDBOX_PROVIDER={settings.SANDBOX_PROVIDER} does not isolate and DEBUG is off.",
+            hint="Use docker, or set LEASEHOLD_ALLOW_UNISOLATED=1.",
+            id="leasehold.E002",
+        )
+    ]
+
+
+@register()
+def timeouts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    most = settings.EXEC_TIMEOUT_MOST
+    wrong = [name for name in ("EXEC_TIMEOUT", "TURN_TIMEOUT") if getattr(settings, name) > most]
+    return [Error(f"LEASEHOLD_{name} is above LEASEHOLD_EXEC_TIMEOUT_MOST.", id="leasehold.E003") for name in wrong]
+
+
+@register()
+def sockets(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    most = LONGEST_SOCKET - LONGEST_NAME
+    if len(str(settings.RUNTIME_DIR.absolute()).encode()) <= most:
+        return []
+    return [Error(f"LEASEHOLD_RUNTIME_DIR is longer than {most} bytes: no socket fits in it.", id="leasehold.E004")]

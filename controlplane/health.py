@@ -1,0 +1,140 @@
+"""Is it well? /livez: this process answers. /healthz: so does the database, and what else there is to say. /readyz:
+nothing that is needed is missing. Without a key, so without a secret: no error's text, no agent's name."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from threading import Lock
+from typing import Any
+
+import structlog
+from django.conf import settings
+from django.db import Error as DatabaseError
+from django.db import connection
+from django.db.migrations.executor import MigrationExecutor
+from django.http import HttpRequest, JsonResponse
+from django.utils import timezone
+from django.views.decorators.cache import never_cache
+from django.views.decorators.http import require_safe
+from django_q.models import OrmQ
+
+from controlplane import schedules
+from sandboxes import providers
+from sandboxes.models import Sandbox, State, Sweep
+
+log = structlog.get_logger(__name__)
+FRESH = 5.0  # seconds for which a provider's answer counts
+PATIENCE = 1.0  # seconds that a probe waits for a provider
+
+
+@require_safe
+@never_cache
+def livez(request: HttpRequest) -> JsonResponse:
+    return JsonResponse({"status": "ok"})
+
+
+@require_safe
+@never_cache
+def healthz(request: HttpRequest) -> JsonResponse:
+    found = look(now=timezone.now())
+    return JsonResponse(found, status=200 if found["database"] else 503)
+
+
+@require_safe
+@never_cache
+def readyz(request: HttpRequest) -> JsonResponse:
+    found = look(now=timezone.now())
+    return JsonResponse(found, status=503 if found["missing"] else 200)
+
+
+def look(*, now: datetime) -> dict[str, Any]:
+    """What there is to see. `missing` has one sentence for each thing without which leases cannot be served."""
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1")
+        if unapplied():
+            return _said(database=True, migrated=False, missing=["Migrations are not applied: run manage.py migrate."])
+        sweeps = {name: _lateness(name, row, now) for name, row in _sweeps().items()}
+        waiting = OrmQ.objects.count()
+        quarantined = Sandbox.objects.filter(state=State.DESTROYING, quarantined_at__isnull=False).count()
+    except DatabaseError:
+        return _said(database=False, missing=["The database does not answer."])
+    provider = probe.answer()
+    missing = []
+    if not provider["answers"]:
+        missing.append(f"The provider {provider['name']} does not answer.")
+    if sweeps["heartbeat"]["late"]:
+        missing.append("The queue gives no heartbeat, so no sweep runs.")
+    return _said(
+        database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": waiting},
+        quarantined=quarantined,
+    )  # fmt: skip
+
+
+def _said(*, missing: list[str], **found: Any) -> dict[str, Any]:
+    return {"status": "not ready" if missing else "ok", "missing": missing, **found}
+
+
+def unapplied() -> list[str]:
+    """Names of migrations that are not applied. Once there are none, this process does not look again."""
+    if not _applied:
+        executor = MigrationExecutor(connection)
+        plan = executor.migration_plan(executor.loader.graph.leaf_nodes())
+        if plan:
+            return [str(migration) for migration, _ in plan]
+        _applied.append(True)
+    return []
+
+
+_applied: list[bool] = []
+
+
+def _sweeps() -> dict[str, Sweep | None]:
+    found: dict[str, Sweep | None] = dict.fromkeys(schedules.EVERY)
+    return found | {row.name: row for row in Sweep.objects.filter(name__in=schedules.EVERY)}
+
+
+def _lateness(name: str, row: Sweep | None, now: datetime) -> dict[str, Any]:
+    every = schedules.every(name)
+    age = now - row.succeeded_at if row and row.succeeded_at else None
+    return {
+        "age_seconds": round(age.total_seconds(), 1) if age is not None else None,
+        "every_seconds": every.total_seconds(),
+        "late": age is None or age > 3 * every + timedelta(minutes=1),
+    }
+
+
+@dataclass
+class Probe:
+    """Asks the provider at most every FRESH seconds, in a thread of its own: one that hangs holds up nobody."""
+
+    lock: Lock = field(default_factory=Lock)
+    asked_at: float = 0.0
+    asked: Future[dict[str, Any]] | None = None
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "health"))
+
+    def answer(self) -> dict[str, Any]:
+        with self.lock:
+            if self.asked is None or (self.asked.done() and time.monotonic() - self.asked_at > FRESH):
+                self.asked, self.asked_at = self.threads.submit(ask), time.monotonic()
+            asked = self.asked
+        try:
+            return asked.result(timeout=PATIENCE)
+        except TimeoutError:
+            return {"name": settings.SANDBOX_PROVIDER, "isolated": None, "answers": False}
+
+
+def ask() -> dict[str, Any]:
+    """The provider that new sandboxes come from, and whether it answers a question now."""
+    name = providers.default_name()
+    try:
+        provider = providers.get(name)
+        provider.list("health")
+    except Exception as failed:  # whatever it is, it is no answer
+        log.warning("provider does not answer", provider=name, error=f"{type(failed).__name__}: {failed}")
+        return {"name": name, "isolated": None, "answers": False}
+    return {"name": name, "isolated": provider.isolated, "answers": True}
+
+
+probe = Probe()

@@ -1,0 +1,141 @@
+"""`manage.py demo`: start the control plane and watch agents play a real game in leased sandboxes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import requests
+from django.core.management.base import BaseCommand, CommandError
+from django.utils import timezone
+
+from leases import keys
+
+MANAGE = Path(__file__).resolve().parents[3] / "manage.py"
+STARTS_WITHIN = 60.0  # seconds
+STOPS_WITHIN = 60.0
+
+
+class Stopped(Exception):
+    """Ctrl-C, or a request to terminate."""
+
+
+class Command(BaseCommand):
+    help = "Start the control plane and play a game of Catan: every player is an agent in a leased sandbox."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("--port", type=int, default=8000)
+        parser.add_argument("--agents", type=int, default=2, choices=[2, 3, 4])
+        parser.add_argument("--points", type=int, default=5, help="victory points that win the game (a full game has 10)")
+        parser.add_argument("--seed", type=int, help="play the same game again")
+        parser.add_argument("--exit", action="store_true", help="stop everything after the game instead of staying up")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        try:
+            from controlplane import catan
+        except ImportError:
+            raise CommandError('The game is missing: pip install "leasehold[demo]" (catanatron).') from None
+        self.catan = catan
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.stop)
+        base = f"http://127.0.0.1:{options['port']}"
+        up = subprocess.Popen(
+            [sys.executable, str(MANAGE), "up", "--port", str(options["port"]), "--leave-nothing"], start_new_session=True
+        )
+        try:
+            self.wait_ready(up, base)
+            self.play(up, base, options)
+            if not options["exit"]:
+                self.say("The server stays up. Ctrl-C stops everything and removes every sandbox.")
+                sys.exit(up.wait())
+        except Stopped:
+            self.say("Stopping ...")
+        except (requests.ConnectionError, catan.ApiError) as failed:
+            raise CommandError(f"The game stopped: {failed}") from None
+        finally:
+            self.shut(up)
+
+    def play(self, up: "subprocess.Popen[bytes]", base: str, options: dict[str, Any]) -> None:
+        environment = f"catan-{os.urandom(4).hex()}"
+        host = self.client(base, [], operator=True, name="demo: game host")
+        seats = []
+        for name, color in zip(("ada", "brook", "cleo", "dara"), self.catan.COLORS[: options["agents"]], strict=False):
+            did = f"did:web:{name}.demo.invalid"
+            seat = self.catan.Seat(did, color, self.client(base, [did], operator=False, name=f"demo: {name}"))
+            began = time.monotonic()
+            seat.lease = seat.client.call(
+                "POST", f"/environments/{environment}/join", {"agent_did": did, "environment_type": "catan"}
+            )
+            box = seat.lease["sandbox"]
+            self.say(
+                f"{did} joined {environment} as {color.value}: {box['provider']} sandbox ready in {time.monotonic() - began:.1f} s"
+            )
+            seats.append(seat)
+
+        def on_move(move: Any) -> None:
+            self.say(
+                f"turn {sum(seat.turns for seat in seats):>3}  {move.seat.color.value:<6} {move.action:<24} "
+                f"{move.seconds:5.2f} s   {move.points}"
+            )
+
+        winner = self.catan.play(seats, environment, points=options["points"], seed=options["seed"], on_move=on_move)
+        self.say(f"{winner.did} wins." if winner else "Nobody wins.")
+        ended = host.call("POST", f"/environments/{environment}/conditions", {"condition": "game.finished"})
+        self.say(f"game.finished posted: {len(ended['ended'])} leases ended; their sandboxes are being destroyed.")
+        deadline = time.monotonic() + 75  # the scheduled sweep comes every minute; the queue is usually much faster
+        while time.monotonic() < deadline and up.poll() is None:
+            states = {seat.client.call("GET", f"/leases/{seat.lease['id']}")["status"] for seat in seats}
+            if states == {"destroyed"}:
+                break
+            time.sleep(0.2)
+        self.table(list(self.catan.rows(seats)))
+        self.say(f"admin     {base}/admin/     (user operator; its password was printed by the first set-up)")
+        self.say(f"API docs  {base}/api/docs")
+
+    def client(self, base: str, dids: list[str], *, operator: bool, name: str) -> Any:
+        _, key = keys.issue(dids, operator=operator, name=name, now=timezone.now())
+        return self.catan.Client(base, key)
+
+    def wait_ready(self, up: "subprocess.Popen[bytes]", base: str) -> None:
+        deadline = time.monotonic() + STARTS_WITHIN
+        while time.monotonic() < deadline:
+            if up.poll() is not None:
+                raise CommandError("The control plane did not start; what it said is above.")
+            try:
+                if requests.get(f"{base}/healthz", timeout=2).status_code == 200:
+                    return
+            except requests.RequestException:
+                pass
+            time.sleep(0.1)
+        raise CommandError(f"The control plane did not answer within {STARTS_WITHIN:.0f} seconds.")
+
+    def shut(self, up: "subprocess.Popen[bytes]") -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # once is enough: what follows has its own deadline
+        if up.poll() is None:
+            up.terminate()
+        try:
+            up.wait(STOPS_WITHIN)
+        except subprocess.TimeoutExpired:
+            os.killpg(up.pid, signal.SIGKILL)
+            raise CommandError("The control plane did not stop in time and was killed.") from None
+
+    def table(self, rows: list[tuple[str, ...]]) -> None:
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        self.say("")
+        for row in rows:
+            self.say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        self.say("")
+
+    def say(self, line: str) -> None:
+        self.stdout.write(line)
+        self.stdout.flush()
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        raise Stopped
+

@@ -1,0 +1,41 @@
+"""manage.py acquire: a lease, as an agent would get it from the API."""
+
+import json as encoding
+import re
+from argparse import ArgumentParser
+from typing import Any
+
+from django.core.management.base import BaseCommand
+from django.utils import timezone
+
+from leases import leasing
+from leases.errors import Invalid
+from leases.management.verbs import duration, one_line
+from leases.models import DID, DID_ACCEPTS, NAME, NAME_ACCEPTS
+
+
+class Command(BaseCommand):
+    help = "Acquire the lease of an agent in an environment. Held already, it is the same lease, unchanged."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("--agent", required=True, metavar="DID")
+        parser.add_argument("--environment", required=True, metavar="ID")
+        parser.add_argument("--type", required=True, help="an environment type, such as catan")
+        parser.add_argument("--ttl", help='it ends when unused for this long: seconds, or "5m"')
+        parser.add_argument("--json", action="store_true", help="one line of JSON: id, is_new, expires_at")
+
+    def handle(self, *args: Any, agent: str, environment: str, ttl: str | None, json: bool, **options: Any) -> None:
+        with one_line(options["verbosity"]):
+            if not re.fullmatch(DID, agent, re.ASCII) or len(agent) > 255:
+                raise Invalid("agent", f"--agent: {agent[:80]!r} is not {DID_ACCEPTS}.")
+            if not re.fullmatch(NAME, environment, re.ASCII):
+                raise Invalid("environment", f"--environment: {environment[:80]!r} is not {NAME_ACCEPTS}.")
+            lasts = duration("--ttl", ttl) if ttl else None
+            ask = leasing.Ask(agent, environment, options["type"], ttl=lasts)
+            lease, is_new = leasing.acquire(ask, now=timezone.now(), actor="command line")
+            until = lease.expires_at.isoformat(timespec="seconds")
+            if json:
+                self.stdout.write(encoding.dumps({"id": str(lease.pk), "is_new": is_new, "expires_at": until}))
+            else:
+                what = "granted" if is_new else "held already"
+                self.stdout.write(f"{lease.pk} {what}: {lease.sandbox_id} until {until}")

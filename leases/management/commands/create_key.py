@@ -1,0 +1,28 @@
+"""manage.py create_key: an API key, shown once."""
+
+import json as encoding
+from argparse import ArgumentParser
+from typing import Any
+
+from django.core.management.base import BaseCommand
+from django.utils import timezone
+
+from leases import keys
+from leases.management.verbs import one_line
+
+
+class Command(BaseCommand):
+    help = "Make an API key for agents, or for an operator, and print it. It cannot be shown again."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("--agent", action="append", default=[], metavar="DID", help="may be repeated")
+        parser.add_argument("--operator", action="store_true", help="it speaks for every agent")
+        parser.add_argument("--name", default="", help="what it is for")
+        parser.add_argument("--json", action="store_true", help="one line of JSON: key, prefix")
+
+    def handle(self, *args: Any, agent: list[str], operator: bool, json: bool, **options: Any) -> None:
+        with one_line(options["verbosity"]):
+            row, key = keys.issue(agent, operator=operator, name=options["name"], now=timezone.now())
+            speaks_for = "every agent" if operator else ", ".join(row.dids)
+            as_json = encoding.dumps({"key": key, "prefix": row.prefix})
+            self.stdout.write(as_json if json else f"{key} (for {speaks_for}; not shown again)")

@@ -1,0 +1,43 @@
+"""manage.py exec: a command in a lease's sandbox, which is started or woken first."""
+
+import sys
+from argparse import ArgumentParser
+from typing import Any
+
+from django.conf import settings
+from django.core.management.base import BaseCommand, CommandError
+from django.utils import timezone
+
+from leases import acting
+from leases.management.verbs import duration, lease_id, one_line
+from sandboxes.runs import Command as Run
+
+TIMED_OUT = 124  # as timeout(1) has it
+
+
+class Command(BaseCommand):
+    help = "Run a command in a lease's sandbox: its output, and its exit code; 124 if it was killed after the timeout."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("lease", metavar="LEASE_ID")
+        parser.add_argument("--timeout", help='seconds, or "5m"; default: LEASEHOLD_EXEC_TIMEOUT')
+        parser.add_argument("argv", nargs="+", help="after --, the program and its arguments; no shell")
+
+    def handle(self, *args: Any, lease: str, timeout: str | None, argv: list[str], **options: Any) -> None:
+        with one_line(options["verbosity"]):
+            longest = duration("--timeout", timeout) if timeout else settings.EXEC_TIMEOUT
+            if longest > settings.EXEC_TIMEOUT_MOST:
+                raise CommandError(f"--timeout: at most {settings.EXEC_TIMEOUT_MOST.total_seconds():g} seconds.")
+            run = Run(argv=argv, timeout=longest)
+            _, result = acting.exec_in(lease_id(lease), run, now=timezone.now(), actor="command line")
+            sys.stdout.buffer.write(result.stdout)  # bytes: self.stdout would make text of them
+            sys.stdout.flush()
+            sys.stderr.buffer.write(result.stderr)
+            sys.stderr.flush()
+            if result.truncated:
+                self.stderr.write(f"exec: output after {settings.EXEC_OUTPUT_CAP} bytes was dropped")
+            if result.timed_out:
+                self.stderr.write(f"exec: killed after {longest.total_seconds():g} s")
+            elif result.oom:
+                self.stderr.write("exec: out of memory")
+            sys.exit(TIMED_OUT if result.timed_out else result.exit_code)

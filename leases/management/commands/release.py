@@ -1,0 +1,23 @@
+"""manage.py release: the end of a lease, as the agent would end it."""
+
+from argparse import ArgumentParser
+from typing import Any
+
+from django.core.management.base import BaseCommand
+from django.utils import timezone
+
+from leases import leasing
+from leases.management.verbs import lease_id, one_line
+
+
+class Command(BaseCommand):
+    help = "Release a lease; the next sweep destroys its sandbox. One that has ended already stays as it is."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("lease", metavar="LEASE_ID")
+
+    def handle(self, *args: Any, lease: str, verbosity: int, **options: Any) -> None:
+        with one_line(verbosity):
+            ended = leasing.release(lease_id(lease), now=timezone.now(), actor="command line")
+            at = ended.ended_at.isoformat(timespec="seconds") if ended.ended_at else ""
+            self.stdout.write(f"{ended.pk} ended: {ended.end_reason} at {at}")

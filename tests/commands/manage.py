@@ -1,0 +1,36 @@
+"""manage.py as a process of its own, in an environment in which nothing is set but what a test sets."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+MANAGE = Path(__file__).resolve().parents[2] / "manage.py"
+
+
+def runtime(home: Path) -> Path:
+    """Where its sockets are: a path of its own, but a short one."""
+    return Path(tempfile.gettempdir(), f"lh-{zlib.crc32(str(home).encode()):08x}")
+
+
+def environment(home: Path, **env: str) -> dict[str, str]:
+    """Development on SQLite and the process provider, everything of it below `home`."""
+    return {
+        "PATH": os.environ["PATH"],
+        "LEASEHOLD_ENV_FILE": "",
+        "SECRET_KEY": "for-tests-only-0123456789abcdef0123456789abcdef",
+        "DEBUG": "1",
+        "SANDBOX_PROVIDER": "process",
+        "LEASEHOLD_STATE_DIR": str(home / "state"),
+        "LEASEHOLD_RUNTIME_DIR": str(runtime(home)),
+        "DATABASE_URL": f"sqlite:///{home / 'leasehold.sqlite3'}",
+        **env,
+    }
+
+
+def manage(home: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(MANAGE), *args], env=environment(home, **env), capture_output=True, text=True, timeout=120
+    )

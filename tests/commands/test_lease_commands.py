@@ -1,0 +1,146 @@
+"""create_key, acquire, exec, release: one verb, one line of result, and an exit code that means something."""
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.utils import timezone
+
+from leases import keys
+from leases.models import Agent, AgentKey, Lease
+from sandboxes.models import Pool, Run
+from sandboxes.providers.base import Unavailable
+from sandboxes.providers.memory import Outcome
+from tests.commands.manage import manage
+
+pytestmark = pytest.mark.django_db
+NO_LEASE = "00000000-0000-0000-0000-000000000000"
+ACQUIRE = ["acquire", "--agent", "did:plc:ada", "--environment", "game-1", "--type", "catan"]
+
+
+@pytest.fixture(autouse=True)
+def only_memory(memory) -> None:
+    Pool.objects.update(provider="memory")
+
+
+def run(*args: str) -> str:
+    out = StringIO()
+    call_command(*args, stdout=out)
+    return out.getvalue()
+
+
+@pytest.fixture
+def lease() -> str:
+    return str(json.loads(run(*ACQUIRE, "--json"))["id"])
+
+
+def test_a_key_is_printed_once_and_speaks_for_its_agents() -> None:
+    said = run("create_key", "--agent", "did:plc:ada", "--agent", "did:plc:bob", "--name", "game server", "--json")
+    assert said.count("\n") == 1
+    made = json.loads(said)
+    row = keys.find(made["key"], now=timezone.now())
+    assert row is not None
+    assert (row.prefix, row.dids, row.operator, row.name) == (
+        made["prefix"], ["did:plc:ada", "did:plc:bob"], False, "game server",
+    )  # fmt: skip
+
+
+def test_without_json_the_key_is_the_first_word_of_one_line() -> None:
+    said = run("create_key", "--operator")
+    assert said.endswith("(for every agent; not shown again)\n")
+    assert keys.find(said.split()[0], now=timezone.now()) is not None
+
+
+@pytest.mark.parametrize("args", [[], ["--agent", "ada"], ["--agent", "did:plc:" + "a" * 300]])
+def test_a_key_for_nobody_or_nonsense_is_refused(args: list[str]) -> None:
+    with pytest.raises(CommandError, match=r"key speaks for|DID"):
+        run("create_key", *args)
+    assert not AgentKey.objects.exists()
+
+
+def test_acquire_grants_and_a_repeat_says_that_it_is_held() -> None:
+    first, second = run(*ACQUIRE, "--ttl", "60"), run(*ACQUIRE)
+    lease = Lease.objects.get()
+    assert lease.ttl.total_seconds() == 60
+    assert first.startswith(f"{lease.pk} granted: did:plc:ada::game-1 until ")
+    assert second == first.replace("granted", "held already")
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["--agent", "%(x)s", "--environment", "g", "--type", "catan"], "--agent: "),
+        (["--agent", "did:plc:a", "--environment", "a b", "--type", "catan"], "--environment: "),
+        (["--agent", "did:plc:a", "--environment", "g", "--type", "chess"], "no such environment type"),
+        (["--agent", "did:plc:a", "--environment", "g", "--type", "catan", "--ttl", "soon"], "--ttl: "),
+        (["--agent", "did:plc:a", "--environment", "g", "--type", "catan", "--ttl", "300d"], "At most"),
+    ],
+)
+def test_acquire_refuses_bad_input_and_says_which(args: list[str], why: str) -> None:
+    with pytest.raises(CommandError, match=why):
+        run("acquire", *args)
+    assert not Lease.objects.exists()
+    assert not Agent.objects.exists()
+
+
+def code(*args: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        call_command("exec", *args)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_exec_passes_output_through_byte_for_byte_and_ends_with_the_same_code(lease: str, memory, capfdbinary) -> None:
+    memory.programs["odd"] = lambda call: Outcome(exit_code=3, stdout=b"\xff\x00out", stderr=b"err\xfe")
+    assert code(lease, "--", "odd", "-x", "--verbosity") == 3
+    assert capfdbinary.readouterr() == (b"\xff\x00out", b"err\xfe")
+    assert Run.objects.get().argv == ["odd", "-x", "--verbosity"]
+
+
+def test_exec_ends_with_0_when_the_command_does(lease: str) -> None:
+    assert code(lease, "--", "true") == 0
+
+
+def test_exec_ends_with_124_when_the_time_is_up(lease: str, capsys) -> None:
+    assert code(lease, "--timeout", "1s", "--", "sleep", "60") == 124
+    assert capsys.readouterr().err == "exec: killed after 1 s\n"
+
+
+def test_exec_refuses_a_timeout_above_the_longest_allowed(lease: str) -> None:
+    with pytest.raises(CommandError, match="at most 3600 seconds"):
+        run("exec", lease, "--timeout", "2h", "--", "true")
+    assert not Run.objects.exists()
+
+
+def test_exec_says_why_a_sandbox_cannot_be_started(lease: str, memory) -> None:
+    memory.fail("create", Unavailable("engine down"))
+    with pytest.raises(CommandError, match="engine down"):
+        run("exec", lease, "--", "true")
+
+
+def test_release_ends_the_lease_and_a_repeat_says_the_same(lease: str) -> None:
+    said = run("release", lease)
+    assert said.startswith(f"{lease} ended: released at ")
+    assert run("release", lease) == said
+    with pytest.raises(CommandError, match=r"The lease ended \(released\)"):
+        run("exec", lease, "--", "true")
+
+
+@pytest.mark.parametrize("verb", ["exec", "release"])
+def test_a_lease_that_is_not_there_is_an_error_in_one_line(verb: str) -> None:
+    argv = ["--", "true"] if verb == "exec" else []
+    with pytest.raises(CommandError, match="no such lease"):
+        run(verb, NO_LEASE, *argv)
+    with pytest.raises(CommandError, match="is not the id of a lease"):
+        run(verb, "nonsense", *argv)
+
+
+@pytest.mark.parametrize("argv", [["release", NO_LEASE], ["quickstart"], ["up"], ["sweep"]])
+def test_without_a_database_each_command_says_so_in_one_line(tmp_path: Path, argv: list[str]) -> None:
+    done = manage(tmp_path, *argv, DATABASE_URL="postgres://nobody@127.0.0.1:1/nothing")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "connection failed" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == (5 if argv == ["sweep"] else 1)

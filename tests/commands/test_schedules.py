@@ -1,0 +1,76 @@
+"""The queue's schedules are those of the table, whatever was in the rows before."""
+
+import pydoc
+from datetime import timedelta
+
+import pytest
+from django.core.management import call_command
+from django_q.models import OrmQ, Schedule
+
+from controlplane import schedules
+from sandboxes.models import Sweep
+from tests.conftest import NOW
+
+pytestmark = pytest.mark.django_db
+
+
+def rows() -> dict[str, int | None]:
+    return dict(Schedule.objects.values_list("func", "minutes"))
+
+
+def test_sync_makes_a_row_for_each_line_of_the_table_and_a_repeat_changes_nothing() -> None:
+    assert schedules.sync(now=NOW) == {"created": 5, "changed": 0, "removed": 0}
+    assert rows() == {f"controlplane.schedules.{name}": minutes for name, minutes in schedules.EVERY.items()}
+    assert schedules.sync(now=NOW) == {"created": 0, "changed": 0, "removed": 0}
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [{"minutes": 99}, {"args": "(("}, {"repeats": 0}, {"cluster": "other"}, {"next_run": NOW + timedelta(days=9)}],
+)
+def test_sync_repairs_a_row_that_was_changed(spoilt: dict[str, object]) -> None:
+    schedules.sync(now=NOW)
+    Schedule.objects.filter(name="expire").update(**spoilt)
+    assert schedules.sync(now=NOW) == {"created": 0, "changed": 1, "removed": 0}
+    row = Schedule.objects.get(name="expire")
+    assert (row.minutes, row.args, row.repeats, row.cluster, row.next_run) == (1, None, -1, None, NOW)
+
+
+def test_sync_keeps_the_time_of_the_next_run() -> None:
+    schedules.sync(now=NOW)
+    schedules.sync(now=NOW + timedelta(hours=1))
+    assert set(Schedule.objects.values_list("next_run", flat=True)) == {NOW}
+
+
+def test_sync_removes_what_is_gone_and_twins_and_leaves_the_rows_of_others() -> None:
+    schedules.sync(now=NOW)
+    Schedule.objects.create(func="controlplane.schedules.retired", name="retired")
+    Schedule.objects.create(func="controlplane.schedules.expire", name="expire")
+    Schedule.objects.create(func="somebody.elses", name="expire")
+    assert schedules.sync(now=NOW) == {"created": 0, "changed": 0, "removed": 2}
+    assert len(rows()) == 6
+    assert "somebody.elses" in rows()
+
+
+@pytest.mark.parametrize("name", schedules.EVERY)
+def test_each_scheduled_path_is_a_function_that_leaves_a_row_saying_when_it_succeeded(name: str, memory) -> None:
+    function = pydoc.locate(schedules.PATH + name)  # as the queue finds it
+    assert callable(function)
+    assert function() == "nothing to do"
+    row = Sweep.objects.get(name=name)
+    assert row.succeeded_at is not None
+    assert row.every == timedelta(minutes=schedules.EVERY[name])
+
+
+def test_run_now_queues_one_pass_of_everything() -> None:
+    schedules.run_now()
+    assert {task.func() for task in OrmQ.objects.all()} == {schedules.PATH + name for name in schedules.EVERY}
+
+
+def test_the_command_says_what_it_changed(capsys) -> None:
+    call_command("sync_schedules")
+    call_command("sync_schedules")
+    assert capsys.readouterr().out.splitlines() == [
+        "schedules: 5 in place, 5 created",
+        "schedules: 5 in place, nothing to change",
+    ]

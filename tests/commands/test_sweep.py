@@ -1,0 +1,142 @@
+"""manage.py sweep: one line for each sweep, and an exit code."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from io import StringIO
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.utils import timezone
+
+from controlplane import schedules
+from leases import acting, leasing
+from leases.models import Lease
+from sandboxes.models import Pool, Run, Sandbox, Sweep
+from sandboxes.providers.base import Spec, Unavailable
+from sandboxes.providers.memory import MemoryProvider
+from sandboxes.runs import Command
+from tests.conftest import MINUTE
+
+pytestmark = pytest.mark.django_db
+NAMES = ["expire", "stalled", "reclaim", "orphans"]
+
+
+@pytest.fixture(autouse=True)
+def only_memory(pool: Pool) -> None:
+    """No sweep of these tests asks a real provider."""
+    Pool.objects.exclude(pk=pool.pk).update(provider="memory")
+
+
+@pytest.fixture
+def used(grant: Callable[..., Lease]) -> Lease:
+    """A lease granted a moment ago, with a sandbox in which something ran."""
+    lease = grant(now=timezone.now())
+    acting.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
+    return lease
+
+
+def sweep(*args: str) -> list[str]:
+    out = StringIO()
+    call_command("sweep", *args, stdout=out)
+    return out.getvalue().splitlines()
+
+
+def age(lease: Lease) -> None:
+    """Its time has run out."""
+    past = timezone.now() - MINUTE
+    Lease.objects.filter(pk=lease.pk).update(expires_at=past, expires_minute=leasing.minute_of(past))
+
+
+def test_every_sweep_runs_once_in_order_and_says_what_it_did_in_one_line(used: Lease) -> None:
+    age(used)
+    assert sweep() == [
+        "expire: 1 expired",
+        "stalled: nothing to do",
+        "reclaim: 1 destroyed, 1 leases closed",
+        "orphans: nothing to do",
+    ]
+    assert sweep() == [f"{name}: nothing to do" for name in NAMES]
+    assert set(Sweep.objects.values_list("name", flat=True)) == set(NAMES)
+
+
+def test_only_those_named_run_in_the_right_order_however_they_are_named() -> None:
+    assert sweep("reclaim", "expire") == ["expire: nothing to do", "reclaim: nothing to do"]
+
+
+def test_a_name_that_is_no_sweep_is_refused() -> None:
+    with pytest.raises(CommandError, match=r"There is no sweep idle\. Known: expire, stalled, reclaim, orphans\."):
+        sweep("idle")
+
+
+def test_what_failed_is_said_and_makes_the_command_fail_but_not_the_others(used: Lease, memory: MemoryProvider) -> None:
+    leasing.release(used.pk, now=timezone.now())
+    memory.fail("destroy", Unavailable("engine down"))
+    out = StringIO()
+    with pytest.raises(CommandError, match="failed: reclaim"):
+        call_command("sweep", stdout=out, stderr=StringIO())
+    assert out.getvalue().splitlines()[2:] == ["reclaim: 1 failed", "orphans: nothing to do"]
+
+
+def test_a_listing_that_fails_is_a_failure_of_orphans(memory: MemoryProvider) -> None:
+    memory.fail("list", Unavailable("engine down"))
+    with pytest.raises(CommandError, match="failed: orphans"):
+        call_command("sweep", stdout=StringIO(), stderr=StringIO())
+
+
+def test_dry_run_lists_what_the_sweeps_then_do_and_changes_nothing(
+    grant: Callable[..., Lease], used: Lease, pool: Pool, memory: MemoryProvider
+) -> None:
+    ended = grant(environment="game-2", now=timezone.now())
+    acting.exec_in(ended.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
+    leasing.release(ended.pk, now=timezone.now())
+    age(used)
+    run = Run.objects.latest("started_at")
+    Run.objects.filter(pk=run.pk).update(
+        outcome="open", ended_at=None, started_at=timezone.now() - MINUTE, deadline_at=timezone.now() - MINUTE / 2
+    )
+    memory.create(Spec(name="leasehold-orphan-1", owner=str(pool.owner)))
+    memory._boxes["leasehold-orphan-1"].created_at = timezone.now() - timedelta(hours=1)
+    given_up = Sandbox.objects.get(holder=ended.pk)
+    expected = [
+        f"expire: would end lease {used.pk}",
+        f"stalled: would close run {run.pk}",
+        f"reclaim: would destroy sandbox {given_up.pk}",
+        "orphans: would destroy leasehold-orphan-1",
+    ]
+    assert sweep("--dry-run") == expected
+    assert sweep("--dry-run") == expected
+    assert sweep() == [
+        "expire: 1 expired",
+        "stalled: 1 runs closed",
+        "reclaim: 2 destroyed, 2 leases closed",
+        "orphans: 1 orphans destroyed",
+    ]
+
+
+@pytest.fixture
+def signals_restored() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_loop_goes_on_after_a_failure_and_ends_with_a_signal(
+    number: signal.Signals, signals_restored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[str] = []
+
+    def failing(name: str, **options: object) -> None:
+        rounds.append(name)
+        if len(rounds) == 3:
+            os.kill(os.getpid(), number)
+        raise RuntimeError("the database is away")
+
+    monkeypatch.setattr(schedules, "sweep", failing)
+    monkeypatch.setattr("controlplane.management.commands.sweep.connections.close_all", lambda: None)
+    monkeypatch.setattr("controlplane.management.commands.sweep.TICK", 0.01)
+    call_command("sweep", "expire", "--loop", "--every", "1", stdout=StringIO(), stderr=StringIO())
+    assert rounds == ["expire"] * 3

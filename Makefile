@@ -30,7 +30,7 @@ lint: install ## ruff, mypy, the import contract
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
-	@.venv/bin/lint-imports --no-timing | tail -3
+	@.venv/bin/lint-imports --no-logo
 
 format: install ## let ruff rewrite what it can
 	@.venv/bin/ruff check --fix-only --quiet .

@@ -69,9 +69,7 @@ class Move:
     points: str
 
 
-def play(
-    seats: list[Seat], environment: str, *, points: int, seed: int | None, on_move: Callable[[Move], None]
-) -> Seat | None:
+def play(seats: list[Seat], environment: str, *, points: int, seed: int | None, on_move: Callable[[Move], None]) -> Seat | None:
     """Play one game to the end and return the winner, None for a draw. Every seat has joined before."""
     by_color = {seat.color: seat for seat in seats}
     game = Game([RandomPlayer(seat.color) for seat in seats], seed=seed, vps_to_win=points)
@@ -84,9 +82,7 @@ def play(
     return None
 
 
-def _decide(
-    game: Game, seat: Seat, legal: list[Action], environment: str, on_move: Callable[[Move], None]
-) -> Action:
+def _decide(game: Game, seat: Seat, legal: list[Action], environment: str, on_move: Callable[[Move], None]) -> Action:
     """Ask the agent. An answer that is not one of the legal actions counts as skipped, and the quietest one is played."""
     offered = [_as_json(action) for action in legal]
     number = seat.turns + 1
@@ -120,7 +116,7 @@ def _state(game: Game, seat: Seat, environment: str) -> dict[str, Any]:
         "hand": {kind: player_num_resource_cards(state, seat.color, kind) for kind in RESOURCES},
         "players": {
             color.value: {
-                "points": get_actual_victory_points(state, color) if color == seat.color else get_visible_victory_points(state, color),
+                "points": (get_actual_victory_points if color == seat.color else get_visible_victory_points)(state, color),
                 "cards": player_num_resource_cards(state, color),
                 "development_cards": player_num_dev_cards(state, color),
                 "longest_road": get_longest_road_length(state, color),

@@ -89,9 +89,7 @@ def respond(exception: Exception, path: str) -> HttpResponse:
     )
 
 
-def plain(
-    status: int, *, detail: str = "", code: str = "", retry_after: int | None = None, **extra: Any
-) -> HttpResponse:
+def plain(status: int, *, detail: str = "", code: str = "", retry_after: int | None = None, **extra: Any) -> HttpResponse:
     """A problem document, with the headers that belong to its status. Fields without a value are left out."""
     code = code if isinstance(code, str) and code else CODES.get(status, "error")
     body = {

@@ -90,10 +90,14 @@ ORPHAN_GRACE = env.duration("LEASEHOLD_ORPHAN_GRACE", "2m", help="age at which a
 EXEC_TIMEOUT = env.duration("LEASEHOLD_EXEC_TIMEOUT", "60s", help="of an exec that names none")
 EXEC_TIMEOUT_MOST = env.duration("LEASEHOLD_EXEC_TIMEOUT_MOST", "1h", help="the longest timeout an exec may ask for")
 EXEC_OUTPUT_CAP = env.integer(
-    "LEASEHOLD_EXEC_OUTPUT_CAP_BYTES", 1 << 20, least=1024, most=64 << 20, help="kept of stdout and of stderr; the rest is drained"
+    "LEASEHOLD_EXEC_OUTPUT_CAP_BYTES",
+    1 << 20,
+    least=1024,
+    most=64 << 20,
+    help="kept of stdout and of stderr; the rest is read and dropped",
 )
 RUN_OUTPUT_KEPT = env.integer(
-    "LEASEHOLD_RUN_OUTPUT_KEPT_BYTES", 64 << 10, least=0, most=16 << 20, help="of each stream stored with the Run row"
+    "LEASEHOLD_RUN_OUTPUT_KEPT_BYTES", 64 << 10, least=64 << 10, most=16 << 20, help="of each stream stored with the Run row"
 )
 TURN_TIMEOUT = env.duration("LEASEHOLD_TURN_TIMEOUT", "60s", help="a turn that takes longer is skipped")
 
@@ -262,7 +266,11 @@ LOGGING = {
         "ours": {
             "()": structlog.stdlib.ProcessorFormatter,
             "foreign_pre_chain": _before,
-            "processors": [structlog.stdlib.ProcessorFormatter.remove_processors_meta, structlog.processors.format_exc_info, _renderer],
+            "processors": [
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.format_exc_info,
+                _renderer,
+            ],
         }
     },
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "ours"}},

@@ -241,4 +241,3 @@ class Supervisor:
         for child in left:
             self.say(f"{child.name} does not end: killing it")
             child.clean()
-

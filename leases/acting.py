@@ -89,5 +89,3 @@ def _for_lease(pk: UUID, act: Callable[[Want, datetime], T], *, now: datetime, a
         raise
     leasing.renew(lease, now=later())
     return answer
-
-

@@ -18,6 +18,7 @@ from rest_framework.exceptions import NotFound, PermissionDenied, ValidationErro
 from rest_framework.serializers import Serializer
 from rest_framework.views import APIView
 
+from billing import metering
 from leases import acting, auth, documents, idempotency, keys, leasing, rows, schema, sweeps, turns
 from leases import serializers as show
 from leases.auth import Caller
@@ -139,9 +140,11 @@ class Leases(Door):
 
 
 class OneLease(Door):
-    @extend_schema(operation_id="leases_get", responses=schema.answers(show.LeaseShown, 404))
+    @extend_schema(operation_id="leases_get", responses=schema.answers(show.LeaseDetail, 404))
     def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
-        return JsonResponse(self.shown(self.caller.lease(pk)))
+        lease = self.caller.lease(pk)
+        alive = metering.alive(pk, now=self.now).total_seconds()
+        return JsonResponse(self.shown(lease) | {"seconds_alive": alive})
 
 
 class Renew(Door):

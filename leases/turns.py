@@ -29,9 +29,7 @@ LARGEST_ACTION = 64 << 10  # bytes of JSON
 Action = dict[str, Any]
 
 
-def join(
-    ask: leasing.Ask, *, now: datetime, actor: str = "", admit: Callable[[], object] = bool
-) -> tuple[Lease, bool]:
+def join(ask: leasing.Ask, *, now: datetime, actor: str = "", admit: Callable[[], object] = bool) -> tuple[Lease, bool]:
     """Enter an environment: a lease, and its sandbox ready with /workspace/config.json in it. Safe to repeat."""
     later = ticking(now)
     lease, is_new = leasing.acquire(ask, now=now, actor=actor, admit=admit)
@@ -149,7 +147,7 @@ def judge(run: Run) -> Action:
         return skip("The turn ran out of memory.")
     if run.outcome != Outcome.OK:
         said = bytes(run.stderr).decode("utf-8", "replace").strip() or run.note
-        return skip(f"The turn ended with code {run.exit_code}: {said}" if said else f"The turn ended with code {run.exit_code}.")
+        return skip(f"The turn ended with code {run.exit_code}: {said or 'it said nothing on stderr'}")
     printed = bytes(run.stdout)
     if len(printed) > LARGEST_ACTION or run.stdout_bytes > len(printed) or run.truncated:
         return skip(f"The turn printed more than {LARGEST_ACTION} bytes.")

@@ -162,9 +162,7 @@ def sockets_of(sandbox: Sandbox) -> Path:
     return directory
 
 
-def give_up(
-    pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", guard: Q | None = None, note: str = ""
-) -> bool:
+def give_up(pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", guard: Q | None = None, note: str = "") -> bool:
     """From any state to `destroying`, with its open Runs closed as lost. False if it was given up before, or the guard
     does not hold. The provider is not called: `destroy` or the next sweep does that."""
     while (state := Sandbox.objects.values_list("state", flat=True).get(pk=pk)) not in GONE:
@@ -185,7 +183,7 @@ def give_up(
 def give_up_held(holder: uuid.UUID, *, now: datetime, reason: str, actor: str = "") -> bool:
     """Give up whatever this holder has. Called in the transaction that ends the lease: both happen, or neither."""
     pks = Sandbox.objects.filter(holder=holder).exclude(state__in=GONE).values_list("pk", flat=True)
-    return any([give_up(pk, now=now, reason=reason, actor=actor) for pk in list(pks)])
+    return sum(give_up(pk, now=now, reason=reason, actor=actor) for pk in list(pks)) > 0
 
 
 def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:

@@ -98,9 +98,7 @@ def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = 
     return run
 
 
-def _carry_out(
-    run: Run, sandbox: Sandbox, act: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str
-) -> T:
+def _carry_out(run: Run, sandbox: Sandbox, act: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str) -> T:
     """Call the provider for an open Run and close it with what came back, or with why nothing did."""
     later = ticking(now)
     try:
@@ -171,4 +169,3 @@ def _outcome(result: ExecResult) -> Outcome:
     if result.oom:
         return Outcome.OOM
     return Outcome.OK if result.exit_code == 0 else Outcome.FAILED
-

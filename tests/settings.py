@@ -14,7 +14,7 @@ os.environ.setdefault("LEASEHOLD_LOG_LEVEL", "WARNING")
 
 from controlplane.settings import *  # noqa: E402, F403
 
-DATABASES = DATABASES  # type: ignore[name-defined]  # noqa: F405, PLW0127
+DATABASES = DATABASES  # type: ignore[name-defined]  # noqa: F405
 if not ON_POSTGRES:  # type: ignore[name-defined]  # noqa: F405
     DATABASES["default"]["TEST"] = {"NAME": os.path.join(HERE, "test.sqlite3")}  # a file: threads share it as processes do
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]

@@ -61,7 +61,11 @@ def test_unknown_type_is_refused_and_names_the_known_ones(grant) -> None:
 
 @pytest.mark.parametrize(
     ("ask", "field"),
-    [({"max_ttl": 25 * HOUR}, "max_ttl_seconds"), ({"ttl": 2 * HOUR, "max_ttl": HOUR}, "ttl_seconds"), ({"pool": "no"}, "pool")],
+    [
+        ({"max_ttl": 25 * HOUR}, "max_ttl_seconds"),
+        ({"ttl": 2 * HOUR, "max_ttl": HOUR}, "ttl_seconds"),
+        ({"pool": "no"}, "pool"),
+    ],
     ids=["max_ttl", "ttl", "pool"],
 )
 def test_what_cannot_be_granted_names_its_field(grant, ask, field) -> None:

@@ -2,6 +2,7 @@
 
 import uuid
 from datetime import timedelta
+from itertools import pairwise
 
 import pytest
 from django.db import IntegrityError, transaction
@@ -129,7 +130,7 @@ def test_state_is_what_the_last_transition_says(sandbox: Sandbox) -> None:
     to(sandbox, State.WARM, State.EVICTING, State.COLD, State.WARMING, State.DESTROYING, State.DESTROYED)
     assert Transition.objects.filter(sandbox=sandbox).first().to == sandbox.state == "destroyed"  # type: ignore[union-attr]
     chain = list(sandbox.transitions.order_by("pk"))
-    assert all(before.to == after.was for before, after in zip(chain, chain[1:], strict=False))
+    assert all(before.to == after.was for before, after in pairwise(chain))
 
 
 def test_the_order_of_eviction_is_stored_with_the_state(sandbox: Sandbox) -> None:

@@ -98,6 +98,13 @@ def test_what_stopped_is_listed_and_cannot_run(memory, ref) -> None:
     assert memory.list("me") == []
 
 
+def test_what_stopped_is_started_by_create_and_keeps_its_files(memory, ref) -> None:
+    memory.write_file(ref, "/workspace/kept", b"kept")
+    memory.stop(ref)
+    memory.create(Spec(name=ref, owner="me"))
+    assert run(memory, ref, "cat", "kept").stdout == b"kept"
+
+
 def test_calls_are_counted_also_those_that_fail(memory, ref) -> None:
     memory.fail("exec", Unavailable("engine down"))
     with pytest.raises(Unavailable):

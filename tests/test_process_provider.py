@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -32,9 +31,7 @@ def ref(provider: ProcessProvider):
 @pytest.fixture
 def run(provider: ProcessProvider, ref: str):
     def run(*argv: str, env=(), seconds: float = 60, **more) -> ExecResult:
-        return provider.exec(
-            ref, argv, env=dict(env), timeout=timedelta(seconds=seconds), mark=f"lhc-{uuid4().hex}", **more
-        )
+        return provider.exec(ref, argv, env=dict(env), timeout=timedelta(seconds=seconds), mark=f"lhc-{uuid4().hex}", **more)
 
     return run
 
@@ -235,15 +232,6 @@ def test_a_process_left_behind_lives_until_destroy(provider, ref, run) -> None:
     assert living(ref) == []
 
 
-def test_destroy_ends_a_running_exec(provider, ref, run) -> None:
-    run("mkfifo", "ready")
-    with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(run, "sh", "-c", "echo >ready; sleep 300", seconds=250)
-        run("cat", "ready")
-        provider.destroy(ref)
-        assert (running.result().exit_code, running.result().timed_out) == (137, False)
-
-
 def test_an_exec_that_is_interrupted_leaves_no_process(ref, run, monkeypatch) -> None:
     def interrupted(talk, deadline, kill):
         raise KeyboardInterrupt
@@ -258,8 +246,10 @@ def test_a_command_that_closed_its_outputs_is_still_waited_for(run) -> None:
     assert run("sh", "-c", "exec >&- 2>&-; read line; exit 7", stdin=b"x\n").exit_code == 7
 
 
-def test_directories_made_read_only_are_destroyed_too(provider, ref, run) -> None:
-    run("sh", "-c", "mkdir -p a/b; touch a/b/c; ln -s /etc a/b/link; chmod 0 a/b; chmod 0 a")
+def test_directories_made_read_only_are_destroyed_too(provider, ref, run, tmp_path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir(mode=0o500)
+    run("sh", "-c", f"mkdir -p a/b; touch a/b/c; ln -s {outside} a/b/link; chmod 0 a/b; chmod 0 a")
     provider.destroy(ref)
     assert not (provider.root / "me" / ref).exists()
-    assert Path("/etc").stat().st_mode & 0o777 == 0o755
+    assert outside.stat().st_mode & 0o777 == 0o500

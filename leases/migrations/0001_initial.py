@@ -22,7 +22,7 @@ class Migration(migrations.Migration):
             name='Agent',
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('did', models.CharField(max_length=255, unique=True, validators=[django.core.validators.RegexValidator('\\Adid:[a-z0-9]+:[A-Za-z0-9._:%-]*[A-Za-z0-9._-]\\Z', 'Not a DID such as did:plc:abc123: letters, digits and . _ : % - after did:<method>:, at most 255 characters.')], verbose_name='DID')),
+                ('did', models.CharField(max_length=255, unique=True, validators=[django.core.validators.RegexValidator('\\Adid:[a-z0-9]+:[A-Za-z0-9._:%-]*[A-Za-z0-9._-]\\Z', 'Not a DID such as did:plc:abc123: letters, digits and . _ : %% - after did:<method>:, at most 255 characters.')], verbose_name='DID')),
                 ('name', models.CharField(blank=True, max_length=100)),
                 ('created_at', models.DateTimeField(default=django.utils.timezone.now, editable=False)),
             ],

@@ -12,10 +12,11 @@ import stat
 import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 NO_FILE, BAD_PATH, TOO_LARGE = 3, 4, 5  # exit codes
 CHUNK = 1 << 18
+KEPT_OPEN = 200  # directories
 _NOT_THAT = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.ENAMETOOLONG)  # a link, no directory, a socket, no name
 LONGEST = 4000  # bytes of a relative path; no system call takes more than 4096, so such files are made only on purpose
 
@@ -30,12 +31,8 @@ class TooLarge(Exception):
 
 def read(root: str, parts: Sequence[str], limit: int) -> bytes:
     """The content of one regular file. FileNotFoundError, BadPath; TooLarge past `limit` bytes."""
-    above = _directory(root, parts[:-1])
-    try:
-        with _regular(above, parts[-1]) as file:
-            content = file.read(limit + 1)
-    finally:
-        os.close(above)
+    with _Tree(root) as tree, _regular(tree.open(parts[:-1]), parts[-1]) as file:
+        content = file.read(limit + 1)
     if len(content) > limit:
         raise TooLarge(f"{'/'.join(parts)} is larger than {limit} bytes")
     return content
@@ -43,34 +40,29 @@ def read(root: str, parts: Sequence[str], limit: int) -> bytes:
 
 def write(root: str, parts: Sequence[str], content: bytes) -> None:
     """Replace or make one file, with the directories above it; whoever reads meanwhile sees the old one or the new."""
-    above = _directory(root, parts[:-1], make=True)
-    new = f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
-    try:
+    with _Tree(root) as tree:
+        above = tree.open(parts[:-1], make=True)
         found = _kind(above, parts[-1])
         if found is not None and not stat.S_ISREG(found.st_mode):
             raise BadPath(f"{'/'.join(parts)} is no regular file")
+        new = f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
         try:
             with _create(above, new) as file:
                 file.write(content)
-            os.chmod(new, stat.S_IMODE(found.st_mode) if found else 0o644, dir_fd=above)
+                os.fchmod(file.fileno(), stat.S_IMODE(found.st_mode) if found else 0o644)
             os.rename(new, parts[-1], src_dir_fd=above, dst_dir_fd=above)
         except BaseException:
             _unlink(above, new)
             raise
-    finally:
-        os.close(above)
 
 
 def remove(root: str, parts: Sequence[str]) -> None:
     """Remove one regular file. FileNotFoundError, BadPath."""
-    above = _directory(root, parts[:-1])
-    try:
-        found = os.lstat(parts[-1], dir_fd=above)
-        if not stat.S_ISREG(found.st_mode):
+    with _Tree(root) as tree:
+        above = tree.open(parts[:-1])
+        if not stat.S_ISREG(os.lstat(parts[-1], dir_fd=above).st_mode):
             raise BadPath(f"{'/'.join(parts)} is no regular file")
         os.unlink(parts[-1], dir_fd=above)
-    finally:
-        os.close(above)
 
 
 def size(root: str) -> int:
@@ -99,65 +91,81 @@ def pack(root: str, out: BinaryIO) -> None:
                     tar.addfile(member)
             except (FileNotFoundError, BadPath):
                 pass  # it went away, or became something else, since it was listed
-            tar.members = []  # else it remembers every member, and this process has a sandbox's memory
+            tar.members = []  # type: ignore[attr-defined]  # else it remembers every member: a sandbox has little memory
 
 
 def unpack(root: str, source: BinaryIO) -> None:
     """Put a tar's members over what is under `root`. BadPath for a member that names no place inside, would be written
-    through a symbolic link, or is a device or pipe. A symbolic link itself may point anywhere: a virtual environment
-    is full of such, and nothing here follows them."""
-    modes: list[tuple[tuple[str, ...], int]] = []
-    with tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK) as tar:
+    through a symbolic link, or is a device or pipe, and for a tar that ends too early. A symbolic link itself may point
+    anywhere: a virtual environment is full of such, and nothing here follows them."""
+    directories: list[tuple[tuple[str, ...], int, float]] = []
+    with _Tree(root) as tree, tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK, tarinfo=_Member) as tar:
         for member in tar:
             parts = _inside(member.name)
-            if not parts:
-                continue  # "./", the root itself
-            above = _directory(root, parts[:-1], make=True)
-            try:
-                if member.isdir():
-                    os.close(_enter(above, parts[-1], make=True))
-                    modes.append((parts, member.mode & 0o777))
-                else:
-                    _put(root, above, parts[-1], member, tar)
-            finally:
-                os.close(above)
-            tar.members = []  # as in pack
-    for parts, mode in reversed(modes):  # last, and deepest first: a directory may forbid writing into itself
-        above = _directory(root, parts[:-1])
-        try:
-            os.chmod(parts[-1], mode, dir_fd=above)
-        finally:
-            os.close(above)
+            if member.isdir():
+                tree.open(parts, make=True)
+                directories.append((parts, member.mode & 0o777, member.mtime))
+            elif parts:
+                _put(tree, parts, member, tar)
+            tar.members = []  # type: ignore[attr-defined]  # as in pack
+        if not getattr(tar, "ended", False):
+            raise BadPath("the tar ends too early")
+        for parts, mode, mtime in reversed(directories):  # last, as a directory may forbid writing; the deepest first
+            if parts:
+                above = tree.open(parts[:-1])
+                os.utime(parts[-1], (mtime, mtime), dir_fd=above, follow_symlinks=False)
+                os.chmod(parts[-1], mode, dir_fd=above)
 
 
-def _put(root: str, above: int, name: str, member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
+def _put(tree: "_Tree", parts: tuple[str, ...], member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
+    above, name = tree.open(parts[:-1], make=True), parts[-1]
     found = _kind(above, name)
     if found is not None and stat.S_ISDIR(found.st_mode):
         raise BadPath(f"{member.name} is a directory here")
-    _unlink(above, name)
     if member.issym():
+        _unlink(above, name)
         os.symlink(member.linkname, name, dir_fd=above)
-    elif member.islnk():
-        target = _inside(member.linkname)
-        if not target:
-            raise BadPath(f"{member.name} links to a directory")
-        there = _directory(root, target[:-1])
-        try:
-            os.link(target[-1], name, src_dir_fd=there, dst_dir_fd=above, follow_symlinks=False)
-        except FileNotFoundError as error:
-            raise BadPath(f"{member.name} links to {member.linkname}, which is not there") from error
-        finally:
-            os.close(there)
+        os.utime(name, (member.mtime, member.mtime), dir_fd=above, follow_symlinks=False)
     elif member.isreg():
+        _unlink(above, name)
         content = tar.extractfile(member)
         assert content is not None
         with _create(above, name) as file:
             while chunk := content.read(CHUNK):
                 file.write(chunk)
+            file.flush()
             os.utime(file.fileno(), (member.mtime, member.mtime))
             os.fchmod(file.fileno(), member.mode & 0o777)
+    elif member.islnk():
+        _link(tree, _inside(member.linkname), parts)
     else:
         raise BadPath(f"{member.name} is a device or a pipe")
+
+
+def _link(tree: "_Tree", old: tuple[str, ...], new: tuple[str, ...]) -> None:
+    there = os.dup(tree.open(old[:-1]))
+    try:
+        above = tree.open(new[:-1])
+        found = _kind(there, old[-1]) if old else None
+        if found is None or not stat.S_ISREG(found.st_mode):
+            raise BadPath(f"{'/'.join(new)} is a second name for no regular file")
+        if old != new:
+            _unlink(above, new[-1])
+            os.link(old[-1], new[-1], src_dir_fd=there, dst_dir_fd=above, follow_symlinks=False)
+    finally:
+        os.close(there)
+
+
+class _Member(tarfile.TarInfo):
+    """Notes on its tar that the end-of-archive block was seen: a stream cut off between two members looks complete."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            tar.ended = True  # type: ignore[attr-defined]
+            raise
 
 
 def _inside(name: str) -> tuple[str, ...]:
@@ -168,40 +176,63 @@ def _inside(name: str) -> tuple[str, ...]:
 
 
 def _walk(root: str) -> Iterator[tuple[int, tuple[str, ...], os.stat_result]]:
-    """(open directory, path relative to root, lstat) of everything below. Neither depth nor width costs descriptors."""
-    waiting: list[tuple[str, ...]] = [()]
-    while waiting:
-        here = waiting.pop()
-        try:
-            above = _directory(root, here)
-        except (FileNotFoundError, BadPath):
-            if not here:
-                raise
-            continue  # it went away since it was listed
-        try:
+    """(open directory, path relative to root, lstat) of everything below."""
+    with _Tree(root) as tree:
+        waiting: list[tuple[str, ...]] = [()]
+        while waiting:
+            here = waiting.pop()
+            try:
+                above = tree.open(here)
+                names = sorted(os.listdir(above))
+            except (FileNotFoundError, BadPath):
+                continue  # it went away since it was listed
             below = []
-            for name in sorted(os.listdir(above)):
-                parts = (*here, name)
-                found = _kind(above, name)
+            for name in names:
+                parts, found = (*here, name), _kind(above, name)
                 if found is None or len(os.fsencode("/".join(parts))) > LONGEST:
                     continue
                 if stat.S_ISDIR(found.st_mode):
                     below.append(parts)
                 yield above, parts, found
             waiting.extend(reversed(below))
-        finally:
-            os.close(above)
 
 
-def _directory(root: str, parts: Sequence[str], make: bool = False) -> int:
-    here = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    for part in parts:
-        try:
-            below = _enter(here, part, make)
-        finally:
-            os.close(here)
-        here = below
-    return here
+class _Tree:
+    """The directories under a root. The way to the last one opened stays open, as the next is seldom far; but not all
+    of a very long way, as descriptors are few."""
+
+    def __init__(self, root: str) -> None:
+        self._way: list[str] = []
+        self._open = [os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)]
+        self._far: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._back_to(-1)
+
+    def open(self, parts: Sequence[str], make: bool = False) -> int:
+        """A descriptor of one directory, good until the next call. FileNotFoundError, BadPath."""
+        pairs = enumerate(zip(self._way, parts, strict=False))
+        self._back_to(next((at for at, (old, new) in pairs if old != new), min(len(self._way), len(parts))))
+        for part in parts[len(self._way) : KEPT_OPEN]:
+            self._open.append(_enter(self._open[-1], part, make))
+            self._way.append(part)
+        for part in parts[KEPT_OPEN:]:
+            below = _enter(self._open[-1] if self._far is None else self._far, part, make)
+            if self._far is not None:
+                os.close(self._far)
+            self._far = below
+        return self._open[-1] if self._far is None else self._far
+
+    def _back_to(self, depth: int) -> None:
+        if self._far is not None:
+            os.close(self._far)
+            self._far = None
+        while len(self._open) > depth + 1:
+            os.close(self._open.pop())
+        del self._way[max(depth, 0) :]
 
 
 def _enter(above: int, name: str, make: bool = False) -> int:
@@ -274,7 +305,7 @@ class _Exactly:
     def __init__(self, file: BinaryIO, size: int) -> None:
         self.file, self.left = file, size
 
-    def read(self, most: int) -> bytes:
+    def read(self, most: int = CHUNK, /) -> bytes:
         want = min(most, self.left)
         got = self.file.read(want)
         self.left -= want

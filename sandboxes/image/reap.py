@@ -2,15 +2,15 @@
 only: this runs inside sandboxes (`python3 reap.py MARK [GID]`) and is imported where there is no inside.
 
 A process belongs to the exec if it runs under the group id that only this exec was given, which nothing without
-CAP_SETGID can leave; where there is no such id, if it carries the mark in its environment, which it can clear; and if it
-descends from one that belongs. All are stopped before any is killed: what is stopped cannot fork, and its children have
-not lost their parent yet."""
+CAP_SETGID can leave; where there is no such id, if it carries the mark in its environment, which it can clear; and if
+it descends from one that belongs. All are stopped before any is killed: what is stopped cannot fork, and its children
+have not lost their parent yet."""
 
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 MARK = "LEASEHOLD_RUN"  # as in providers/base.py, which is not there inside a sandbox
@@ -32,36 +32,37 @@ def everything() -> Iterable[int]:
 
 def kill_tree(mark: str, gid: int | None = None, pids: Callable[[], Iterable[int]] = everything) -> int:
     """Kill the processes of the exec that carries `mark`, and only them; answer how many. `gid`: the group id that was
-    its own, if it had one; `pids`: where to look. TimeoutError if some still live after PATIENCE seconds."""
+    its own, if it had one; `pids`: where to look. TimeoutError if some still live after PATIENCE seconds. One that
+    this user may not signal is passed over."""
     until = time.monotonic() + PATIENCE
     killed: set[int] = set()
     while True:
-        held: dict[int, int] = {}  # process id -> pidfd: a number may be given to a new process, a pidfd may not
+        stopped: dict[int, int] = {}  # process id -> pidfd: a number may be given to a new process, a pidfd may not
         try:
-            while fresh := _members(mark, gid, pids(), held):
-                held.update(fresh)
-            if not held:
+            while _stop_more(mark, gid, pids(), stopped):
+                pass
+            if not stopped:
                 return len(killed)
-            for fd in held.values():
+            for fd in stopped.values():
                 _send(fd, signal.SIGKILL)
-            killed.update(held)
+            killed.update(stopped)
         finally:
-            for fd in held.values():
+            for fd in stopped.values():
                 os.close(fd)
         if time.monotonic() > until:
-            raise TimeoutError(f"{len(held)} processes are still there")
+            raise TimeoutError(f"{len(stopped)} processes are still there")
         time.sleep(0.005)  # a killed process takes a moment to go
 
 
-def _members(mark: str, gid: int | None, pids: Iterable[int], held: Container[int]) -> dict[int, int]:
-    """Those that belong and are not `held` yet, each stopped, with a pidfd."""
+def _stop_more(mark: str, gid: int | None, pids: Iterable[int], stopped: dict[int, int]) -> bool:
+    """Stop those that belong and are not among the stopped yet, and add them; were there any?"""
     seen = {pid: process for pid in pids if (process := _look(pid, mark, gid)) is not None}
     ours = {pid for pid, process in seen.items() if process.belongs}
     while more := {pid for pid, process in seen.items() if process.parent in ours} - ours:
         ours |= more
-    fresh: dict[int, int] = {}
-    for pid in ours - {1, os.getpid()}:
-        if pid in held or seen[pid].gone:
+    before = len(stopped)
+    for pid in ours - stopped.keys() - {1, os.getpid()}:
+        if seen[pid].gone:
             continue
         try:
             fd = os.pidfd_open(pid)
@@ -69,10 +70,10 @@ def _members(mark: str, gid: int | None, pids: Iterable[int], held: Container[in
             continue
         now = _look(pid, mark, gid)
         if now is not None and now.born == seen[pid].born and _send(fd, signal.SIGSTOP):
-            fresh[pid] = fd
+            stopped[pid] = fd
         else:
             os.close(fd)
-    return fresh
+    return len(stopped) > before
 
 
 def _look(pid: int, mark: str, gid: int | None) -> _Process | None:

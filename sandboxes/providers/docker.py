@@ -1,5 +1,5 @@
-"""Containers of a local Docker Engine. The container's name is the sandbox's name and its ref; everything it writes stays
-in its own layer, so a container that stopped is started again and has lost only its processes.
+"""Containers of a local Docker Engine. The container's name is the sandbox's name and its ref. What it writes stays in
+its own layer, so a container that stopped is started again and has lost only its processes.
 
 Process 1 runs as another user than commands do, without capabilities: nothing an agent runs can end the sandbox, short
 of the kernel doing so for memory. /tmp is in the layer too: as a tmpfs it would count against the memory limit."""
@@ -7,48 +7,55 @@ of the kernel doing so for memory. /tmp is in the layer too: as a tmpfs it would
 import contextlib
 import io
 import os
-import re
-import secrets
-import select
-import socket
-import struct
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
 
 from django.conf import settings
 from docker import APIClient
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.types import LogConfig, Mount
-from docker.utils import kwargs_from_env, parse_host
+from docker.utils import kwargs_from_env
 
 from sandboxes.image import files, reap
 from sandboxes.providers import base
 from sandboxes.providers.base import (
-    DATA, MARK, SOCKETS, WORKSPACE, BadPath, ExecResult, Found, Missing, NoFile, Provider, ProviderError, Rejected, Spec,
-    TooLarge, Unavailable,
-)  # fmt: skip
+    DATA,
+    MARK,
+    SOCKETS,
+    WORKSPACE,
+    BadPath,
+    ExecResult,
+    Found,
+    Missing,
+    NoFile,
+    Provider,
+    ProviderError,
+    Rejected,
+    Spec,
+    TooLarge,
+    Unavailable,
+)
+from sandboxes.providers.engine import PATIENCE, Conflict, Engine, Kept, Run, asking
 
 AGENT, KEEPER = 10001, 10002  # user ids, as in image/Dockerfile
-OWN_GIDS = range(1 << 20, (1 << 31) - 1)
 PYTHON = ("python3", "-I", "-S")
-PATIENCE = 60  # seconds in which the engine answers one call, and in which a transfer of files makes some progress
+IDLE = 60.0  # seconds in which a transfer of files makes some progress
 KILL_PATIENCE = 15.0  # seconds until killing one exec gives way to killing the container
 GONE_WITHIN = 30.0  # seconds in which a removal that others began has to end
-CHUNK = 1 << 18
 _FILE_ERRORS: dict[int, type[ProviderError]] = {
-    files.NO_FILE: NoFile, files.BAD_PATH: BadPath, files.TOO_LARGE: TooLarge,
-}  # fmt: skip
+    files.NO_FILE: NoFile,
+    files.BAD_PATH: BadPath,
+    files.TOO_LARGE: TooLarge,
+}
 
 
 def answers() -> bool:
     """Is there a Docker daemon that answers, now and within two seconds?"""
     try:
-        APIClient(**kwargs_from_env(), version="auto", timeout=1.5).close()
+        APIClient(**kwargs_from_env(), version="auto", timeout=1).close()
     except (DockerException, OSError):
         return False
     return True
@@ -62,63 +69,77 @@ class DockerProvider(Provider):
     enforces_limits = True
 
     def __init__(self) -> None:
-        self._engines: dict[int, _Engine] = {}
+        self._engines: dict[int, Engine] = {}
 
     @property
-    def _engine(self) -> "_Engine":
+    def _engine(self) -> Engine:
         pid = os.getpid()  # a forked worker must not share its parent's connections
         if pid not in self._engines:
-            with _asking():
-                self._engines = {pid: _Engine()}
+            with asking():
+                self._engines = {pid: Engine()}
         return self._engines[pid]
 
     # --- being there --------------------------------------------------------------------------------------------
 
     def create(self, spec: Spec) -> str:
-        client, image = self._engine.client, spec.image or settings.SANDBOX_IMAGE
-        memory = spec.memory_mib << 20
+        client, until = self._engine.client, time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            with asking():
+                if self._make(spec) or self._is_ours(spec):
+                    client.start(spec.name)  # of one that runs: nothing happens
+                    return spec.name
+            time.sleep(0.05)
+        raise Unavailable(f"The name {spec.name} is taken, and no container has it.")
+
+    def _make(self, spec: Spec) -> bool:
+        """Make the container; False if its name is taken."""
+        client, memory, image = self._engine.client, spec.memory_mib << 20, spec.image or settings.SANDBOX_IMAGE
         sockets = [Mount(SOCKETS, str(spec.sockets), type="bind", read_only=True)] if spec.sockets else []
-        with _asking():
-            host_config = client.create_host_config(
-                network_mode="none",
-                cap_drop=["ALL"],
-                security_opt=["no-new-privileges:true"],
-                ipc_mode="private",
-                cgroupns="private",
-                init=True,
-                mem_limit=memory,
-                memswap_limit=memory,
-                nano_cpus=spec.millicpus * 1_000_000,
-                pids_limit=spec.pids,
-                mounts=sockets,
-                log_config=LogConfig(type="none"),
+        labels = base.label_safe((f"leasehold.{key}", value) for key, value in spec.labels.items())
+        host_config = client.create_host_config(
+            network_mode="none",
+            cap_drop=["ALL"],
+            security_opt=["no-new-privileges:true"],
+            ipc_mode="private",
+            cgroupns="private",
+            init=True,
+            mem_limit=memory,
+            memswap_limit=memory,
+            nano_cpus=spec.millicpus * 1_000_000,
+            pids_limit=spec.pids,
+            mounts=sockets,
+            log_config=LogConfig(type="none"),
+        )
+        try:
+            client.create_container(
+                image,
+                name=spec.name,
+                entrypoint=["sleep", "infinity"],
+                hostname="sandbox",
+                user=f"{KEEPER}:{KEEPER}",
+                working_dir=WORKSPACE,
+                labels={**labels, "leasehold.owner": spec.owner, "leasehold.name": spec.name},
+                host_config=host_config,
+                use_config_proxy=False,  # proxies of whoever runs this may carry passwords
             )
-            try:
-                client.create_container(
-                    image,
-                    name=spec.name,
-                    entrypoint=["sleep", "infinity"],
-                    hostname="sandbox",
-                    user=f"{KEEPER}:{KEEPER}",
-                    working_dir=WORKSPACE,
-                    labels={
-                        **{f"leasehold.{key}": value for key, value in base.label_safe(spec.labels.items()).items()},
-                        "leasehold.owner": spec.owner,
-                        "leasehold.name": spec.name,
-                    },
-                    host_config=host_config,
-                    use_config_proxy=False,  # proxies of whoever runs this may carry passwords
-                )
-            except ImageNotFound as error:
-                raise Rejected(f"There is no image {image} here. `manage.py build_image` makes it.") from error
-            except APIError as error:
-                if error.status_code != 409:
-                    raise
-                labels = client.inspect_container(spec.name)["Config"]["Labels"] or {}
-                if labels.get("leasehold.owner") != spec.owner:
-                    raise Rejected(f"The name {spec.name} is taken by a container that is not {spec.owner}'s.") from error
-            client.start(spec.name)  # of one that runs: nothing happens
-        return spec.name
+        except ImageNotFound as error:
+            raise Rejected(f"There is no image {image} here. `manage.py build_image` makes it.") from error
+        except APIError as error:
+            if error.status_code == 409:
+                return False
+            raise
+        return True
+
+    def _is_ours(self, spec: Spec) -> bool:
+        """Is the container of this name the one that was asked for? False if there is none yet, or none any more: the
+        engine takes a name before it shows the container, and gives it back after."""
+        try:
+            found = self._engine.client.inspect_container(spec.name)
+        except NotFound:
+            return False
+        if (found["Config"]["Labels"] or {}).get("leasehold.owner") != spec.owner:
+            raise Rejected(f"The name {spec.name} is taken by a container of somebody else.")
+        return found["State"]["Status"] != "removing"
 
     def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
         until = time.monotonic() + timeout.total_seconds()
@@ -138,17 +159,17 @@ class DockerProvider(Provider):
         client, until = self._engine.client, time.monotonic() + GONE_WITHIN
         while time.monotonic() < until:
             try:
-                with _asking():
+                with asking():
                     client.remove_container(ref, force=True, v=True)
             except Missing:  # asked until it says so: 204 may come while another removal is at work
                 self._engine.cgroups.pop(ref, None)
                 return
-            except _Conflict:  # somebody else's removal is in progress
+            except Conflict:  # somebody else's removal is in progress
                 time.sleep(0.05)
         raise Unavailable(f"{ref} is still being removed")
 
     def inspect(self, ref: str) -> Found:
-        with _asking():
+        with asking():
             found = self._engine.client.inspect_container(ref)
         return Found(
             ref=found["Name"].lstrip("/"),
@@ -158,16 +179,17 @@ class DockerProvider(Provider):
         )
 
     def list(self, owner: str) -> list[Found]:
-        with _asking():
+        with asking():
             found = self._engine.client.containers(all=True, filters={"label": f"leasehold.owner={owner}"})
         return [
             Found(
-                ref=each["Labels"]["leasehold.name"],
-                name=each["Labels"]["leasehold.name"],
+                ref=name,
+                name=name,
                 running=each["State"] == "running",
                 created_at=datetime.fromtimestamp(each["Created"], UTC),
             )
             for each in found
+            if (name := each["Labels"].get("leasehold.name"))  # ours always have one
         ]
 
     # --- commands -----------------------------------------------------------------------------------------------
@@ -184,10 +206,28 @@ class DockerProvider(Provider):
         cap: int = 1 << 20,
         mark: str,
     ) -> ExecResult:
+        for pause in (0.05, 0.1, 0.2, 0.5, 1.0):
+            try:
+                return self._exec(ref, argv, env, cwd, stdin, timeout, cap, mark)
+            except Conflict as error:  # it stopped between our asking and the start: nothing has run yet
+                why = error
+                time.sleep(pause)
+        raise Unavailable(f"Nothing can be started in {ref}: {why}")
+
+    def _exec(
+        self,
+        ref: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str,
+        stdin: bytes,
+        timeout: timedelta,
+        cap: int,
+        mark: str,
+    ) -> ExecResult:
         engine, started, since = self._engine, time.monotonic(), time.time()
-        gid = engine.own_gid()
-        out, err = _Kept(cap), _Kept(cap)
-        with self._running(ref, argv, env, cwd, io.BytesIO(stdin) if stdin else None, mark, gid) as run:
+        out, err = Kept(cap), Kept(cap)
+        with self._running(ref, argv, env, cwd, io.BytesIO(stdin) if stdin else None, mark, engine.own_gid()) as run:
             before = engine.oom_kills(ref)
             run.deadline = started + timeout.total_seconds()
             try:
@@ -201,7 +241,7 @@ class DockerProvider(Provider):
                 with contextlib.suppress(TimeoutError):  # what it had said before it was killed
                     run.collect(out, err)
         if not began:
-            exit_code, out, err = _never_began(bytes(out), cap)
+            exit_code, out, err = _never_began(run.first, cap)
         return ExecResult(
             exit_code=exit_code,
             stdout=bytes(out),
@@ -222,73 +262,77 @@ class DockerProvider(Provider):
         stdin: BinaryIO | None,
         mark: str,
         gid: int | None = None,
-    ) -> "Iterator[_Run]":
+    ) -> Iterator[Run]:
         """An exec that has been started. Whoever leaves before it ended has it killed."""
         _check_words(argv, env, cwd)
         engine = self._engine
-        exec_id = self._exec_create(
-            ref, argv, environment={**env, MARK: mark}, workdir=cwd, stdin=stdin is not None, user=f"{AGENT}:{gid or AGENT}"
-        )
-        with _asking(), engine.dial() as connection:
-            run = _Run(engine, connection, ref, exec_id, stdin, mark, gid)
+        said = [f"{key}={value}" for key, value in {**env, MARK: mark}.items()]
+        exec_id = self._exec_create(ref, argv, AGENT, gid or AGENT, Env=said, WorkingDir=cwd, AttachStdin=stdin is not None)
+        with engine.dial() as connection:
+            run = Run(engine, connection, ref, exec_id, stdin, mark, gid)
             try:
                 yield run
+            except Conflict:
+                raise  # it never started
             except BaseException:
                 with contextlib.suppress(ProviderError):
                     self._kill(run)
                 raise
 
-    def _exec_create(self, ref: str, argv: Sequence[str], **options: Any) -> str:
-        """Make an exec in the container, which runs afterwards whatever it did before."""
-        client = self._engine.client
+    def _exec_create(self, ref: str, argv: Sequence[str], user: int, gid: int, **options: Any) -> str:
+        """Make an exec in the container, which runs afterwards whatever it did before; its id."""
+        body = {"Cmd": [*argv], "User": f"{user}:{gid}", "AttachStdout": True, "AttachStderr": True, **options}
         for _ in range(5):
-            with _asking():
-                try:
-                    return str(client.exec_create(ref, [*argv], **options)["Id"])
-                except APIError as error:
-                    if error.status_code != 409:
-                        raise
-                state = client.inspect_container(ref)["State"]
-                with contextlib.suppress(_Conflict), _asking():  # another thread may be waking it too
-                    if state["Paused"]:
-                        client.unpause(ref)
-                    elif not state["Running"]:
-                        client.start(ref)
+            try:
+                return str(self._engine.call("POST", f"/containers/{ref}/exec", body)["Id"])
+            except Conflict:
+                self._wake(ref)
         raise Unavailable(f"{ref} does not stay running")
 
-    def _kill(self, run: "_Run") -> None:
-        """End every process of this exec: from inside; from here, if a fork bomb leaves the reaper no process to run in;
-        and where that is not permitted, by killing the container's processes all together, which costs other execs
-        in it theirs but no files."""
+    def _wake(self, ref: str) -> None:
+        client = self._engine.client
+        with contextlib.suppress(Conflict), asking():  # another thread may be at it too
+            state = client.inspect_container(ref)["State"]
+            if state["Paused"]:
+                client.unpause(ref)
+            elif not state["Running"]:
+                client.start(ref)
+
+    def _kill(self, run: Run) -> None:
+        """End every process of this exec: from here, where we may signal them, because that needs no process of the
+        sandbox and cannot be disturbed; else by a reaper inside; and if that cannot do it either, by killing
+        all that runs in the container, which costs its other execs their processes, and no files."""
         until = time.monotonic() + KILL_PATIENCE
-        while self._reap_inside(run) or self._reap_from_host(run):
+        while self._reap_from_host(run) or self._reap_inside(run):
             if not run.lives():
                 return
-            if time.monotonic() > until:  # it was starting while we looked, and does not get started either
+            if time.monotonic() > until:  # it is still about to start, and does not get there
                 break
             time.sleep(0.02)
-        with contextlib.suppress(Missing, _Conflict), _asking():  # not there, not running: then it is done
+        with contextlib.suppress(Missing, Conflict), asking():  # not there, or not running: then it is done
             self._engine.client.kill(run.ref)
 
-    def _reap_inside(self, run: "_Run") -> bool:
+    def _reap_inside(self, run: Run) -> bool:
         argv = [*PYTHON, "/opt/leasehold/reap.py", run.mark, *([str(run.gid)] if run.gid else [])]
         try:
-            exec_id = self._exec_create(run.ref, argv, user=f"{AGENT}:{AGENT}", workdir="/")
-            with _asking(), self._engine.dial() as connection:
-                reaper = _Run(self._engine, connection, run.ref, exec_id, None, mark="")
+            exec_id = self._exec_create(run.ref, argv, AGENT, AGENT, WorkingDir="/")
+            with self._engine.dial() as connection:
+                reaper = Run(self._engine, connection, run.ref, exec_id, None, mark="")
                 reaper.deadline = time.monotonic() + reap.PATIENCE + 2
-                reaper.collect(_Kept(0), _Kept(0))
+                reaper.collect(Kept(0), Kept(0))
                 return reaper.ended() == (0, True)
         except (Unavailable, TimeoutError):
             return False
 
-    def _reap_from_host(self, run: "_Run") -> bool:
+    def _reap_from_host(self, run: Run) -> bool:
+        if os.geteuid() != 0:
+            return False
         try:
             cgroup = self._engine.cgroup(run.ref)
             if cgroup is None:
                 return False
-            reap.kill_tree(run.mark, run.gid, pids=lambda: map(int, (cgroup / "cgroup.procs").read_text().split()))
-        except (OSError, TimeoutError):
+            reap.kill_tree(run.mark, run.gid, pids=lambda: map(int, cgroup.processes.read_text().split()))
+        except (OSError, Unavailable):  # with TimeoutError
             return False
         return True
 
@@ -320,16 +364,16 @@ class DockerProvider(Provider):
 
     def _files(self, ref: str, *words: str, stdin: BinaryIO | None = None, cap: int = 0) -> bytes:
         """What image/files.py answers; at most `cap` bytes, whatever the sandbox says."""
-        out = _Kept(cap)
+        out = Kept(cap)
         for chunk in self._files_stream(ref, words, stdin):
             out.add(chunk)
         return bytes(out)
 
     def _files_stream(self, ref: str, words: Sequence[str], stdin: BinaryIO | None = None) -> Iterator[bytes]:
-        err = _Kept(4096)
+        err = Kept(4096)
         argv = (*PYTHON, "/opt/leasehold/files.py", *words)
-        with self._running(ref, argv, {}, "/", stdin or io.BytesIO(), uuid.uuid4().hex) as run:
-            run.idle = PATIENCE
+        with self._running(ref, argv, {}, "/", stdin, uuid.uuid4().hex) as run:
+            run.idle = IDLE
             try:
                 for stream, chunk in run.frames():
                     if stream == 2:
@@ -338,250 +382,22 @@ class DockerProvider(Provider):
                         yield chunk
                 exit_code, _ = run.ended()
             except TimeoutError as error:
-                raise Unavailable(f"{ref} took longer than {PATIENCE} s over {words[0]} in {words[1]}") from error
+                raise Unavailable(f"{ref} spent {IDLE:.0f} s without progress over {words[0]} in {words[1]}") from error
         if exit_code:
             said = bytes(err).decode(errors="replace").strip() or f"exit code {exit_code}"
             raise _FILE_ERRORS.get(exit_code, Unavailable)(said)
 
 
-class _Conflict(Unavailable):
-    """409: the container is in a state, or in other hands, in which this cannot be done."""
-
-
-@contextlib.contextmanager
-def _asking() -> Iterator[None]:
-    """Whatever the engine or the way to it says becomes one of the port's three errors."""
-    try:
-        yield
-    except NotFound as error:
-        raise Missing(error.explanation or str(error)) from error
-    except APIError as error:
-        kind = _Conflict if error.status_code == 409 else Rejected if error.is_client_error() else Unavailable
-        raise kind(error.explanation or str(error)) from error
-    except TimeoutError:
-        raise  # our own deadline; those of the SDK are RequestExceptions
-    except (DockerException, OSError) as error:
-        raise Unavailable(f"Docker does not answer: {error}") from error
-
-
-class _Engine:
-    """One process's way to the daemon. The client's connections are pooled; threads may share it."""
-
-    def __init__(self) -> None:
-        self.client = APIClient(**kwargs_from_env(), version="auto", timeout=PATIENCE, max_pool_size=64)
-        self.cgroups: dict[str, Path | None] = {}
-        options = " ".join(self.client.info().get("SecurityOptions") or [])
-        self._remapped = "name=userns" in options or "name=rootless" in options
-
-    def own_gid(self) -> int | None:
-        """A group id for one exec, by which all its processes are known: no process can leave its group. Two execs of
-        one sandbox draw the same one once in two thousand million times. None where the engine maps only few ids."""
-        return None if self._remapped else secrets.choice(OWN_GIDS)
-
-    def dial(self) -> socket.socket:
-        """A connection of its own. The SDK's would do, but reads ahead into a buffer that it then leaves behind."""
-        host = urlsplit(parse_host(os.environ.get("DOCKER_HOST"), tls="tls" in kwargs_from_env()))
-        if host.scheme == "http+unix":
-            connection = socket.socket(socket.AF_UNIX)
-            connection.settimeout(PATIENCE)
-            connection.connect(host.path)
-        elif host.scheme == "http":
-            connection = socket.create_connection((host.hostname, host.port), timeout=PATIENCE)
-        else:  # neither can end stdin and still read stdout
-            raise Rejected("DOCKER_HOST has to be a unix socket or plain TCP, not TLS or ssh.")
-        return connection
-
-    # --- the kernel's side of a container; readable only where we run on its host, with the right to ---
-
-    def cgroup(self, ref: str) -> Path | None:
-        """The container's memory cgroup, or None if it cannot be seen from here. Unlike its first process's id, the
-        path stays the same when the container is started again."""
-        if ref not in self.cgroups:
-            if len(self.cgroups) > 10_000:
-                self.cgroups.clear()
-            found = self.client.inspect_container(ref)
-            if not found["State"]["Pid"]:
-                return None
-            self.cgroups[ref] = _cgroup_of(found["State"]["Pid"], found["Id"])
-        return self.cgroups[ref]
-
-    def oom_kills(self, ref: str) -> int | None:
-        """How many processes the kernel has killed for memory in the container since it started; None: cannot be seen."""
-        try:
-            cgroup = self.cgroup(ref)
-        except NotFound:
-            return None
-        for name in ("memory.events", "memory.oom_control"):  # cgroup v2, v1
-            with contextlib.suppress(OSError):
-                if cgroup and (count := re.search(r"^oom_kill (\d+)$", (cgroup / name).read_text(), re.MULTILINE)):
-                    return int(count[1])
-        return None
-
-    def killed_for_memory(self, ref: str, before: int | None, since: float, exit_code: int) -> bool:
-        """Did the kernel kill anything for memory since? By its own counter, or else by the engine's `oom` events."""
-        after = self.oom_kills(ref)
-        if before is not None and after is not None:
-            return after > before
-        until = time.time() + (0.5 if exit_code == 137 else 0)  # the event may come after the end that it explains
-        filters = {"container": ref, "event": "oom"}
-        with _asking():
-            return any(self.client.events(since=f"{since:.6f}", until=f"{until:.6f}", filters=filters, decode=True))
-
-
-def _cgroup_of(pid: int, container: str) -> Path | None:
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    paths = {controller: path for _, names, path in (line.split(":", 2) for line in lines) for controller in names.split(",")}
-    root, path = ("/sys/fs/cgroup/memory", paths["memory"]) if "memory" in paths else ("/sys/fs/cgroup", paths.get("", ""))
-    cgroup = Path(root + path)
-    # Seen from inside another container that number is another process: the id in the path tells.
-    return cgroup if container in path and cgroup.is_dir() else None
-
-
-class _Run:
-    """One started exec: stdin goes out and frames come in over one connection, in one loop with a deadline."""
-
-    def __init__(
-        self,
-        engine: _Engine,
-        connection: socket.socket,
-        ref: str,
-        exec_id: str,
-        stdin: BinaryIO | None,
-        mark: str,
-        gid: int | None = None,
-    ) -> None:
-        self.ref, self.mark, self.gid = ref, mark, gid
-        self.deadline = time.monotonic() + PATIENCE
-        self.idle: float | None = None  # seconds by which each progress puts off the deadline
-        self._engine, self._connection, self._exec_id, self._stdin = engine, connection, exec_id, stdin
-        self._unsent = memoryview(b"")
-        self._read = bytearray()
-        self._open = False  # the engine has taken the connection over; what came before would have been lost
-        body = b'{"Detach":false,"Tty":false}'
-        connection.sendall(
-            f"POST /v{engine.client.api_version}/exec/{exec_id}/start HTTP/1.1\r\nHost: docker\r\n"
-            "Content-Type: application/json\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n".encode() + body
-        )
-        connection.setblocking(False)
-
-    def frames(self) -> Iterator[tuple[int, bytes]]:
-        """(1 for stdout or 2 for stderr, some bytes) until the connection ends. TimeoutError at the deadline; then it
-        may be called again."""
-        poll = select.poll()  # not select(): a busy server has more than 1024 descriptors
-        while True:
-            sending = self._open and self._stdin is not None
-            poll.register(self._connection, select.POLLIN | (select.POLLOUT if sending else 0))
-            left = self.deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            ready = poll.poll(left * 1000)
-            if ready and self.idle:
-                self.deadline = time.monotonic() + self.idle
-            for _, event in ready:
-                if event & ~select.POLLOUT:
-                    if not self._receive():
-                        return
-                    yield from self._frames()
-                if event & select.POLLOUT:
-                    self._send()
-
-    def collect(self, out: "_Kept", err: "_Kept") -> None:
-        """Keep of both streams what there is room for, until they end. TimeoutError at the deadline."""
-        for stream, chunk in self.frames():
-            (err if stream == 2 else out).add(chunk)
-
-    def ended(self) -> tuple[int, bool]:
-        """The exit code, and whether the program was started at all. TimeoutError at the deadline."""
-        pause = 0.002
-        while (state := self._state())["Running"]:  # streams may end before the process does
-            if time.monotonic() > self.deadline:
-                raise TimeoutError
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-        code = state["ExitCode"]
-        return (137, True) if code is None else (code, bool(state["Pid"]))
-
-    def lives(self) -> bool:
-        """Does the engine still count its first process among the living?"""
-        return bool(self._state()["Running"])
-
-    def _state(self) -> dict[str, Any]:
-        try:
-            return dict(self._engine.client.exec_inspect(self._exec_id))
-        except NotFound:  # so is every exec of a container that stopped
-            self._engine.client.inspect_container(self.ref)
-            return {"Running": False, "ExitCode": None}
-
-    def _receive(self) -> bool:
-        try:
-            received = self._connection.recv(CHUNK)
-        except BlockingIOError:
-            return True
-        except ConnectionError:
-            return False
-        self._read += received
-        if not self._open and b"\r\n\r\n" in self._read:
-            self._open_with(*self._read.split(b"\r\n\r\n", 1))
-        return bool(received)
-
-    def _open_with(self, head: bytearray, rest: bytearray) -> None:
-        status = int(head.split(maxsplit=2)[1])
-        if status not in (101, 200):
-            raise {404: Missing, 409: _Conflict}.get(status, Unavailable)(rest.decode(errors="replace").strip())
-        self._open, self._read = True, rest
-
-    def _frames(self) -> Iterator[tuple[int, bytes]]:
-        at = 0
-        while self._open and len(self._read) - at >= 8:
-            stream, length = struct.unpack_from(">BxxxI", self._read, at)
-            if len(self._read) - at - 8 < length:
-                break  # the engine's frames are of 32 KiB at most
-            yield stream, bytes(self._read[at + 8 : at + 8 + length])
-            at += 8 + length
-        del self._read[:at]
-
-    def _send(self) -> None:
-        assert self._stdin is not None
-        if not self._unsent:
-            self._unsent = memoryview(self._stdin.read(CHUNK))
-        try:
-            if self._unsent:
-                self._unsent = self._unsent[self._connection.send(self._unsent) :]
-                return
-            self._connection.shutdown(socket.SHUT_WR)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            pass  # it ended, or closed its stdin, without reading everything: its right
-        self._stdin = None
-
-
-class _Kept:
-    """The first `cap` bytes of a stream, and whether there were more."""
-
-    def __init__(self, cap: int, content: bytes = b"") -> None:
-        self._content, self._cap, self.truncated = bytearray(), cap, False
-        self.add(content)
-
-    def add(self, chunk: bytes) -> None:
-        room = self._cap - len(self._content)
-        self._content += chunk[:room]
-        self.truncated |= len(chunk) > room
-
-    def __bytes__(self) -> bytes:
-        return bytes(self._content)
-
-
-def _never_began(said: bytes, cap: int) -> tuple[int, _Kept, _Kept]:
-    """A shell's exit code, and stderr, for what the engine reports on stdout when a program could not be started."""
+def _never_began(said: bytes, cap: int) -> tuple[int, Kept, Kept]:
+    """A shell's exit code, and stderr, for what the engine reports on stdout when a program could not be started.
+    Conflict if it was for the container's sake: it is stopping, or full."""
     text = said.decode(errors="replace").strip().removesuffix(": unknown")
-    text = text.removeprefix("OCI runtime exec failed: exec failed: ").removeprefix("unable to start container process: ")
-    absent = text.startswith("exec: ") and ("not found" in text or "no such file" in text)
-    return 127 if absent else 126, _Kept(cap), _Kept(cap, f"{text}\n".encode())
+    for prefix in ("OCI runtime exec failed: ", "exec failed: ", "unable to start container process: "):
+        text = text.removeprefix(prefix)
+    if not text.startswith(("exec: ", "exec ", "executable ", "chdir ")):  # not about the program: "cannot exec in a ..."
+        raise Conflict(text)
+    absent = text.startswith("exec") and ("not found" in text or "no such file" in text)
+    return 127 if absent else 126, Kept(cap), Kept(cap, f"{text}\n".encode())
 
 
 def _check_words(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:

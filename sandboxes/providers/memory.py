@@ -177,7 +177,10 @@ class MemoryProvider(Provider):
 
     def create(self, spec: Spec) -> str:
         with self._verb("create", spec.name), self._lock:
-            self._boxes.setdefault(spec.name, Box(spec, datetime.now(UTC)))
+            box = self._boxes.setdefault(spec.name, Box(spec, datetime.now(UTC)))
+            if box.spec.owner != spec.owner:
+                raise Rejected(f"the name {spec.name} is taken by another owner's sandbox")
+            box.running = True  # one that had stopped is started again
         return spec.name
 
     def wait_ready(self, ref: str, *, timeout: timedelta) -> None:

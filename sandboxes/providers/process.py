@@ -8,7 +8,10 @@ A sandbox is a directory, STATE_DIR/process/<owner>/<name>/, so any number of we
 
 Sandbox paths are not host paths here. Elements of argv, and cwd, that are one of the promised places or lie under one
 are translated; inside a longer string (`sh -c "cat /data/x"`) they are not: a program finds its places in
-LEASEHOLD_WORKSPACE and LEASEHOLD_DATA, whoever builds a command line asks `inside`. Linux only: pidfd and /proc."""
+LEASEHOLD_WORKSPACE and LEASEHOLD_DATA, whoever builds a command line asks `inside`. Linux only: pidfd and /proc.
+
+Processes are found again by their environment and by their parents. One that clears the first and loses the second
+outlives its timeout, and destroy: the docker provider leaves no such gap."""
 
 import errno
 import json
@@ -110,7 +113,9 @@ class ProcessProvider(Provider):
         note = json.dumps({"created_at": datetime.now(UTC).isoformat(), "sockets": sockets})
         with _disk():
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = self._find(spec.name) or self.root / _directory(spec.owner) / spec.name
+            path = self.root / _directory(spec.owner) / spec.name
+            if self._find(spec.name) not in (None, path):
+                raise Rejected(f"the name {spec.name} is taken by another owner's sandbox")
             if (path / NOTE).exists():
                 return spec.name
             (path / "workspace" / ".home").mkdir(parents=True, exist_ok=True)
@@ -160,8 +165,9 @@ class ProcessProvider(Provider):
             finally:
                 if child.poll() is None:
                     _kill_run(mark)
+        ended = child.returncode if child.returncode >= 0 else 128 - child.returncode
         return ExecResult(
-            exit_code=child.returncode if child.returncode >= 0 else 128 - child.returncode,
+            exit_code=137 if talk.timed_out else ended,  # it may have ended by itself just before we killed the rest
             stdout=bytes(talk.out.kept),
             stderr=bytes(talk.err.kept),
             timed_out=talk.timed_out,
@@ -312,7 +318,7 @@ class Talk:
                     waiting.unregister(key.fileobj)
                     if key.fileobj is self.stdin:
                         self.stdin.close()
-                    if key.fileobj is exit_fd:
+                    if key.fileobj == exit_fd:
                         deadline = time.monotonic() + GRACE
 
     def _write(self) -> bool:

@@ -34,10 +34,7 @@ def document() -> dict[str, Any]:
 def templates() -> list[tuple[re.Pattern[str], str]]:
     """The longest first: what a path with a name in it matches, a shorter one may match, too."""
     paths = sorted(document()["paths"], key=len, reverse=True)
-    return [
-        (re.compile(re.sub(r"\\\{path\\\}", ".*", re.sub(r"\\\{\w+?\\\}", "[^/]+", _keep(path)))), path)
-        for path in paths
-    ]
+    return [(re.compile(re.sub(r"\\\{path\\\}", ".*", re.sub(r"\\\{\w+?\\\}", "[^/]+", _keep(path)))), path) for path in paths]
 
 
 def _keep(path: str) -> str:

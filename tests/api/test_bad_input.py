@@ -80,10 +80,7 @@ def refused(api: Api, method: str, path: str, body: Any, status: int, field: str
             for value in (0, -1, "5 minutes", "300", 10**12, 10**400, True, 1.5, 1.0, [], {})
         ],
         ({"ttl_seconds": 600, "max_ttl_seconds": 60}, "ttl_seconds"),
-        *[
-            ({"sleep_after": value}, "sleep_after")
-            for value in (0, -1, "", "5 minutes", "5m ago", 10**12, True, 1.5, [])
-        ],
+        *[({"sleep_after": value}, "sleep_after") for value in (0, -1, "", "5 minutes", "5m ago", 10**12, True, 1.5, [])],
         ({"sleep_after": "99999999d"}, "sleep_after"),
         ({"pool": "no-such-pool"}, "pool"),
         ({"pool": "a\0"}, "pool"),
@@ -198,10 +195,7 @@ def test_lone_surrogates_are_no_text(ada: Api, lease) -> None:
     ("body", "status", "field"),
     [
         ({"state": {}}, 400, "turn_number"),
-        *[
-            ({"turn_number": n, "state": {}}, 400, "turn_number")
-            for n in (-1, 2**62 + 1, 10**400, "1", 1.0, True, None, [])
-        ],
+        *[({"turn_number": n, "state": {}}, 400, "turn_number") for n in (-1, 2**62 + 1, 10**400, "1", 1.0, True, None, [])],
         ({"turn_number": 1}, 400, "state"),
         *[({"turn_number": 1, "state": state}, 400, "state") for state in (None, [], "x", 1, [{}])],
         ({"turn_number": 1, "state": {"board": "x" * (5 << 20)}}, 413, None),

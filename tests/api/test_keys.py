@@ -16,9 +16,7 @@ def test_without_a_key_there_is_nothing_to_see(lease) -> None:
     assert answer["WWW-Authenticate"] == 'Bearer realm="leasehold"'
 
 
-@pytest.mark.parametrize(
-    "header", ["Bearer", "Bearer ", "Bearer lh_x", "Basic {key}", "{key}", "Bearer {key}x", "Bearer é"]
-)
+@pytest.mark.parametrize("header", ["Bearer", "Bearer ", "Bearer lh_x", "Basic {key}", "{key}", "Bearer {key}x", "Bearer é"])
 def test_a_key_that_is_no_good_is_refused(ada: Api, header: str) -> None:
     answer = Api().get("leases", authorization=header.format(key=ada.key))
     assert answer.status_code == 401

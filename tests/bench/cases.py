@@ -57,7 +57,7 @@ def leases(port: int, up: int) -> None:
     values = [
         field.get_db_prep_save(value, connection) for field, value in zip(leasing.Lease._meta.concrete_fields, row, strict=True)
     ]
-    insert = f"INSERT INTO leases_lease ({quoted}) VALUES ({', '.join(['%s'] * len(columns))})"  # noqa: S608
+    insert = f"INSERT INTO leases_lease ({quoted}) VALUES ({', '.join(['%s'] * len(columns))})"
 
     def raw_renew(number: int) -> None:
         moment = timezone.now()

@@ -19,6 +19,11 @@ def unique():
     return f"lhc-{uuid4().hex[:16]}"
 
 
+def long_nap():
+    """Some 300 seconds for `sleep`, by which this sleeper is told from any other."""
+    return f"300.{uuid4().int % 10**12:012}"
+
+
 @dataclass
 class Box:
     """One ready sandbox."""
@@ -34,10 +39,11 @@ class Box:
     def path(self, path):
         return self.provider.inside(self.ref, path)
 
-    def marked(self, mark):
-        """Which processes carry this mark, as seen by a command in the sandbox."""
-        entry = f"^LEASEHOLD_RUN={mark}$"
-        return self.run("sh", "-c", f"grep -lsaz '{entry}' /proc/[0-9]*/environ").stdout.split()
+    def asleep(self, nap):
+        """Processes with this word on their command line, as a command in the sandbox sees them. Not by their mark:
+        commands of one exec need not see the environment of another's."""
+        unlike_itself = f"[{nap[0]}]{nap[1:]}"
+        return self.run("sh", "-c", f"grep -lsaz '{unlike_itself}' /proc/[0-9]*/cmdline").stdout.split()
 
 
 @dataclass

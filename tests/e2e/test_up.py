@@ -78,9 +78,7 @@ class Home:
             return row[0] if row else None
 
     def lease(self) -> str:
-        done = manage(
-            self.path, "acquire", "--agent", "did:plc:ada", "--environment", "game-1", "--type", "catan", "--json"
-        )
+        done = manage(self.path, "acquire", "--agent", "did:plc:ada", "--environment", "game-1", "--type", "catan", "--json")
         return str(json.loads(done.stdout)["id"])
 
     def end(self, number: signal.Signals) -> int:

@@ -31,7 +31,7 @@ class Command(BaseCommand):
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("--port", type=int, default=8000)
         parser.add_argument("--agents", type=int, default=2, choices=[2, 3, 4])
-        parser.add_argument("--points", type=int, default=5, help="victory points that win the game (a full game has 10)")
+        parser.add_argument("--points", type=int, default=7, help="victory points that win the game (a full game has 10)")
         parser.add_argument("--seed", type=int, help="play the same game again")
         parser.add_argument("--exit", action="store_true", help="stop everything after the game instead of staying up")
 
@@ -71,10 +71,8 @@ class Command(BaseCommand):
             seat.lease = seat.client.call(
                 "POST", f"/environments/{environment}/join", {"agent_did": did, "environment_type": "catan"}
             )
-            box = seat.lease["sandbox"]
-            self.say(
-                f"{did} joined {environment} as {color.value}: {box['provider']} sandbox ready in {time.monotonic() - began:.1f} s"
-            )
+            took, provider = time.monotonic() - began, seat.lease["sandbox"]["provider"]
+            self.say(f"{did} joined {environment} as {color.value}: {provider} sandbox ready in {took:.1f} s")
             seats.append(seat)
 
         def on_move(move: Any) -> None:
@@ -138,4 +136,3 @@ class Command(BaseCommand):
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         raise Stopped
-

@@ -32,7 +32,7 @@ class Command(BaseCommand):
     help = "Build the image of sandboxes, unless it is up to date."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--base", help=f"image to build on; default: {PULLED}, or a Debian made here if it cannot be had")
+        parser.add_argument("--base", help=f"image to build on; default: {PULLED}, else a Debian made here")
         parser.add_argument("--tag", default=settings.SANDBOX_IMAGE, help="name of the result; default: %(default)s")
         parser.add_argument("--no-cache", action="store_true", help="build every step again, even if nothing changed")
 
@@ -54,9 +54,16 @@ class Command(BaseCommand):
         self.stdout.write(f"building {tag} on {base}")
         said: list[str] = []
         for step in self.client.build(
-            fileobj=io.BytesIO(context), custom_context=True, decode=True, tag=tag, nocache=no_cache, rm=True, forcerm=True,
-            buildargs={"BASE_IMAGE": base}, labels={CONTEXT_LABEL: stamp},
-        ):  # fmt: skip
+            fileobj=io.BytesIO(context),
+            custom_context=True,
+            decode=True,
+            tag=tag,
+            nocache=no_cache,
+            rm=True,
+            forcerm=True,
+            buildargs={"BASE_IMAGE": base},
+            labels={CONTEXT_LABEL: stamp},
+        ):
             said.append(step.get("stream", ""))
             if said[-1].startswith("Step ") or verbosity > 1:
                 self.stdout.write(said[-1].rstrip())
@@ -85,15 +92,16 @@ class Command(BaseCommand):
             self.client.pull(*_split(name))
             return name
         except APIError as error:
+            why = error.explanation or error
             if wanted:
-                raise CommandError(f"{wanted} is not here and cannot be pulled: {error.explanation or error}") from error
-            self.stdout.write(f"it cannot be pulled ({error.explanation or error}); making {MADE} with mmdebstrap instead")
+                raise CommandError(f"{wanted} is not here and cannot be pulled: {why}") from error
+            self.stdout.write(f"it cannot be pulled ({why}); making {MADE} with mmdebstrap instead")
         return self._make_base()
 
     def _make_base(self) -> str:
         if not shutil.which("mmdebstrap"):
             if os.geteuid() != 0 or not shutil.which("apt-get"):
-                raise CommandError("mmdebstrap is not installed. Install it, or name an image that is here with --base.")
+                raise CommandError("mmdebstrap is not installed. Install it, or give --base an image that is here.")
             self.stdout.write("installing mmdebstrap")
             self._run(["apt-get", "install", "-y", "--no-install-recommends", "mmdebstrap"])
         with tempfile.TemporaryDirectory() as directory:

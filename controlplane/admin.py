@@ -1,0 +1,65 @@
+"""Pages of the libraries, dressed like ours. What the queue runs is decided in code: its schedules are only shown."""
+
+from typing import Any
+
+from django.contrib import admin
+from django.contrib.auth.admin import GroupAdmin as DjangoGroupAdmin
+from django.contrib.auth.admin import UserAdmin as DjangoUserAdmin
+from django.contrib.auth.models import Group, User
+from django.http import HttpRequest
+from django_q.admin import FailAdmin, QueueAdmin, TaskAdmin
+from django_q.admin import ScheduleAdmin as QScheduleAdmin
+from django_q.models import Failure, OrmQ, Schedule, Success
+from unfold.admin import ModelAdmin
+from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
+
+for model in (User, Group, Schedule, Success, Failure, OrmQ):
+    admin.site.unregister(model)
+
+
+@admin.register(User)
+class UserAdmin(DjangoUserAdmin, ModelAdmin):
+    form = UserChangeForm
+    add_form = UserCreationForm
+    change_password_form = AdminPasswordChangeForm
+
+
+@admin.register(Group)
+class GroupAdmin(DjangoGroupAdmin, ModelAdmin):
+    pass
+
+
+class Shown(ModelAdmin):
+    """To be read: whoever can write a schedule or resubmit a task can run any function."""
+
+    actions = None
+    search_fields = ["name__startswith", "func__startswith"]
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+
+@admin.register(Schedule)
+class ScheduleAdmin(Shown, QScheduleAdmin):
+    pass
+
+
+@admin.register(Success)
+class SuccessAdmin(Shown, TaskAdmin):
+    pass
+
+
+@admin.register(Failure)
+class FailureAdmin(Shown, FailAdmin):
+    pass
+
+
+@admin.register(OrmQ)
+class OrmQAdmin(Shown, QueueAdmin):
+    search_fields = ["key__startswith"]

@@ -1,0 +1,91 @@
+"""Small pieces of the operator's pages as HTML. Everything goes through format_html: agents wrote most of it."""
+
+import shlex
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.urls import reverse
+from django.utils import timezone
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+# An escape sequence in an output is seen, not lost; and what reverses the direction of writing does not.
+CONTROLS = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    for code in (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+    if chr(code) not in "\n\t"
+}
+
+
+def span(length: timedelta) -> str:
+    """A duration in at most two units: "350 ms", "1 m 5 s", "11 m", "4 h 57 m", "3 d 2 h"."""
+    seconds = max(length.total_seconds(), 0)
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = int(seconds)
+    for unit, big, next_unit, small in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+        if whole >= big:
+            rest = whole % big // small
+            exact = rest and (unit != "m" or whole < 600)
+            return f"{whole // big} {unit} {rest} {next_unit}" if exact else f"{whole // big} {unit}"
+    return f"{whole} s"
+
+
+def age(length: timedelta) -> str:
+    """A duration as long ago as a person cares: whole seconds."""
+    return span(length) if length >= timedelta(seconds=10) else f"{max(int(length.total_seconds()), 0)} s"
+
+
+def stamp(moment: datetime, text: str = "") -> SafeString:
+    """A moment, as `text` or in full; the full one in UTC is always at hand."""
+    full = f"{moment:%Y-%m-%d %H:%M:%S}"
+    return format_html('<time datetime="{}" title="{} UTC">{}</time>', moment.isoformat(), full, text or full)
+
+
+def ago(moment: datetime | None, never: str = "never") -> SafeString | str:
+    return stamp(moment, f"{age(timezone.now() - moment)} ago") if moment else never
+
+
+def since(moment: datetime) -> SafeString:
+    return stamp(moment, age(timezone.now() - moment))
+
+
+def badge(kind: str, text: str = "") -> SafeString:
+    """A coloured dot and a word; console.css has one colour for each kind, the same on every page."""
+    return format_html('<span class="lh-badge is-{}">{}</span>', kind, text or kind)
+
+
+def two(first: Any, second: Any) -> SafeString:
+    """Two lines of one cell."""
+    return format_html('<span class="lh-two"><span>{}</span><span>{}</span></span>', first, second)
+
+
+def link(model: str, pk: Any, text: Any) -> SafeString:
+    """A link to a row's page; model as in "sandboxes_pool"."""
+    return format_html('<a class="lh-link" href="{}">{}</a>', reverse(f"admin:{model}_change", args=[pk]), text)
+
+
+def rows(model: str, **params: Any) -> str:
+    """The address of a list, cut down by a slice or a column."""
+    return reverse(f"admin:{model}_changelist", query=params)
+
+
+def command(argv: Sequence[str]) -> str:
+    """An argv as one line for a shell."""
+    return shlex.join(str(word) for word in argv).translate(CONTROLS)
+
+
+def text(output: bytes) -> str:
+    """What a command printed, as something a browser can show."""
+    return output.decode("utf-8", "replace").replace("\r\n", "\n").translate(CONTROLS)
+
+
+def shortened(said: str, most: int = 90) -> str:
+    return said if len(said) <= most else said[: most - 1] + "…"
+
+
+def counted(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"

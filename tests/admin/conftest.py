@@ -1,0 +1,87 @@
+"""Who looks at the console, and a count of what that costs."""
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from django.contrib.auth.models import Group, User
+from django.core.cache import cache
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
+
+from leases import acting
+from leases.models import Lease
+from sandboxes import pool
+from sandboxes.models import Sandbox
+
+NOW = timezone.now() - timedelta(minutes=10)  # pages read the clock: what they show is made at its time, not at tests'
+
+
+@pytest.fixture
+def grant(grant: Callable[..., Lease]) -> Callable[..., Lease]:
+    return partial(grant, now=NOW)
+
+
+@pytest.fixture(autouse=True)
+def no_snapshot() -> Iterator[None]:
+    """The fleet's snapshot outlives a test: without this, one sees the numbers of another."""
+    cache.clear()
+    yield
+    cache.clear()
+
+
+@pytest.fixture
+def as_role(db: None) -> Callable[..., Client]:
+    """A signed-in member of one role: as_role("Operator")."""
+
+    def sign_in(role: str, **client: bool) -> Client:
+        user, _ = User.objects.get_or_create(username=role.lower(), is_staff=True)
+        user.groups.set(Group.objects.filter(name=role))
+        browser = Client(**client)  # type: ignore[arg-type]
+        browser.force_login(user)
+        return browser
+
+    return sign_in
+
+
+@pytest.fixture
+def viewer(as_role: Callable[..., Client]) -> Client:
+    return as_role("Viewer")
+
+
+@pytest.fixture
+def operator(as_role: Callable[..., Client]) -> Client:
+    return as_role("Operator")
+
+
+@pytest.fixture
+def administrator(as_role: Callable[..., Client]) -> Client:
+    return as_role("Administrator")
+
+
+@pytest.fixture
+def superuser(db: None) -> Client:
+    browser = Client()
+    browser.force_login(User.objects.create_superuser("root"))
+    return browser
+
+
+@pytest.fixture
+def lease(grant: Callable[..., Lease]) -> Lease:
+    granted = grant()
+    acting.sandbox_for(granted.pk, now=granted.leased_at)
+    return granted
+
+
+def box_of(lease: Lease) -> Sandbox:
+    """The lease's sandbox, started if it has none."""
+    return pool.of(lease.pk) or acting.sandbox_for(lease.pk, now=lease.leased_at)
+
+
+def queries(client: Client, url: str) -> int:
+    with CaptureQueriesContext(connection) as asked:
+        assert client.get(url).status_code == 200
+    return len(asked)

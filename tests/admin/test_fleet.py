@@ -1,0 +1,84 @@
+"""The first page: its numbers are the lists they link to, and it notices that you signed out."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+from django.test import Client
+from django.utils import timezone
+
+from controlplane import console
+from leases.models import Lease
+from sandboxes.models import Pool, Sandbox, Sweep
+from tests.admin.conftest import box_of, queries
+from tests.conftest import MINUTE
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def troubled(grant: Callable[..., Lease]) -> None:
+    """One or two of everything that a tile counts."""
+    now = timezone.now()
+    boxes = [box_of(grant(agent=f"did:plc:a{number}", now=now)) for number in range(6)]
+    grant(environment="late", now=now - 10 * MINUTE, ttl=MINUTE)
+    Sandbox.objects.filter(pk=boxes[0].pk).update(state="running", open_runs=1)
+    gone = {"state": "destroying", "deadline_at": now - 5 * MINUTE}
+    Sandbox.objects.filter(pk__in=[boxes[1].pk, boxes[2].pk]).update(**gone, quarantined_at=now, last_error="engine down")
+    Sandbox.objects.filter(pk=boxes[3].pk).update(**gone)
+    Sandbox.objects.filter(pk=boxes[4].pk).update(state="waiting")
+    Sweep.objects.create(name="never")
+    Sweep.objects.create(name="in time", succeeded_at=now)
+    Sweep.objects.create(name="late", succeeded_at=now - 4 * MINUTE)
+
+
+def test_every_tile_links_to_exactly_what_it_counts(viewer: Client, troubled: None) -> None:
+    tiles = {tile.title: tile for tile in console.look().tiles}
+    numbers = {title: tile.value for title, tile in tiles.items() if title != "Capacity used"}
+    assert numbers == {
+        "Active leases": "7", "Running now": "1", "In quarantine": "2", "Stalled": "1", "Leases overdue": "1",
+        "Sweeps late": "2",
+    }  # fmt: skip
+    for title, number in numbers.items():
+        assert str(viewer.get(tiles[title].href).context["cl"].result_count) == number, title
+
+
+def test_every_state_in_a_pools_legend_links_to_its_sandboxes(viewer: Client, troubled: None, pool: Pool) -> None:
+    bar = next(each for each in console.look().bars if each.pool == pool)
+    assert {state: number for state, number, _, _ in bar.parts} == {
+        "warm": 1,
+        "running": 1,
+        "waiting": 1,
+        "destroying": 3,
+    }
+    for state, number, _, href in bar.parts:
+        assert viewer.get(href).context["cl"].result_count == number, state
+
+
+def test_what_needs_an_operator_stands_on_the_first_page(viewer: Client, troubled: None) -> None:
+    page = viewer.get("/admin/").content.decode()
+    assert "engine down" in page
+    assert page.count("lh-tile lh-alarmed") == 4
+    assert re.search(r"Sandboxes</span>\s*<span[^>]*>\s*2\s*<", page)
+
+
+def test_an_empty_fleet_says_so(viewer: Client) -> None:
+    page = viewer.get("/admin/").content.decode()
+    assert "Nothing in quarantine" in page
+    assert "No sandbox waits" in page
+    assert "No sandbox exists now." in page
+    assert "lh-tile lh-alarmed" not in page
+
+
+def test_a_poll_is_answered_from_the_snapshot(viewer: Client, troubled: None) -> None:
+    viewer.get("/admin/")
+    assert queries(viewer, "/admin/fleet/") <= 4  # session, user, permissions
+    answer = viewer.get("/admin/fleet/")
+    assert "no-store" in answer.headers["Cache-Control"]
+    assert b"<html" not in answer.content
+
+
+def test_who_is_signed_out_is_told_and_not_asked_again() -> None:
+    answer = Client().get("/admin/fleet/")
+    assert answer.status_code == 286  # htmx shows it and stops polling
+    assert b"You are signed out" in answer.content

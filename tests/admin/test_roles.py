@@ -1,0 +1,72 @@
+"""Who may do what: roles are groups, made by a migration, and no page goes beyond them."""
+
+import pytest
+from django.contrib import admin
+from django.contrib.auth.models import Group
+from django.test import Client, RequestFactory
+
+from leases.models import Lease
+from sandboxes.pages import Facts
+from tests.admin.conftest import box_of
+
+pytestmark = pytest.mark.django_db
+
+VIEWS = {
+    "leases": {"agent", "agentkey", "environmenttype", "lease", "leaseevent", "turn"},
+    "sandboxes": {"pool", "sandbox", "transition", "run", "sweep"},
+}
+VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
+OPERATOR = VIEWER | {"leases.end_lease", "sandboxes.act_on_sandbox"}
+ADMINISTRATOR = OPERATOR | {
+    "leases.add_agent", "leases.change_agent", "leases.add_agentkey", "leases.revoke_key",
+    "leases.add_environmenttype", "leases.change_environmenttype", "sandboxes.add_pool", "sandboxes.change_pool",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("role", "may"), [("Viewer", VIEWER), ("Operator", OPERATOR), ("Administrator", ADMINISTRATOR)])
+def test_a_role_has_exactly_these_permissions(role: str, may: set[str]) -> None:
+    held = Group.objects.get(name=role).permissions.values_list("content_type__app_label", "codename")
+    assert {f"{app}.{codename}" for app, codename in held} == may
+
+
+def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client, lease: Lease) -> None:
+    for page in ("leases/lease", "leases/agentkey", "sandboxes/sandbox", "sandboxes/pool", "sandboxes/sweep"):
+        shown = viewer.get(f"/admin/{page}/")
+        assert shown.status_code == 200
+        assert b'name="_selected_action"' not in shown.content
+        assert b"/add/" not in shown.content
+    assert b"End lease" not in viewer.get(f"/admin/leases/lease/{lease.pk}/change/").content
+    assert b"Destroy now" not in viewer.get(f"/admin/sandboxes/sandbox/{box_of(lease).pk}/change/").content
+
+
+def test_the_menu_offers_only_what_opens(viewer: Client) -> None:
+    menu = viewer.get("/admin/").content.decode()
+    assert "/admin/sandboxes/run/" in menu
+    assert "/admin/auth/user/" not in menu
+    assert "/admin/django_q/" not in menu
+
+
+def test_a_user_without_a_role_sees_no_number(as_role, lease: Lease) -> None:
+    page = as_role("None").get("/admin/").content
+    assert b"You have no role" in page
+    assert b"Active leases" not in page
+
+
+def test_facts_are_read_only_even_for_a_superuser(superuser: Client, lease: Lease) -> None:
+    request = RequestFactory().get("/")
+    facts = [page for page in admin.site._registry.values() if isinstance(page, Facts)]
+    assert {page.model.__name__ for page in facts} == {"Lease", "Turn", "Sandbox", "Run", "Sweep"}
+    for page in facts:
+        assert not page.has_add_permission(request)
+        assert not page.has_change_permission(request)
+        assert not page.has_delete_permission(request)
+    assert superuser.post(f"/admin/leases/lease/{lease.pk}/change/", {"status": "destroyed"}).status_code == 403
+    assert superuser.get("/admin/leases/lease/add/").status_code == 403
+    lease.refresh_from_db()
+    assert lease.status == "active"
+
+
+def test_nobody_writes_a_schedule_here(superuser: Client) -> None:
+    """A schedule names a function, so whoever writes one can run any."""
+    assert superuser.get("/admin/django_q/schedule/").status_code == 200
+    assert superuser.post("/admin/django_q/schedule/add/", {"name": "x", "func": "os.system"}).status_code == 403

@@ -14,12 +14,20 @@ from sandboxes import sweeps as sandboxes
 from sandboxes.sweeps import Swept
 
 PATH = f"{__name__}."  # of the functions below; whatever else is scheduled is not ours
-EVERY = {"heartbeat": 1, "expire": 1, "stalled": 1, "reclaim": 1, "orphans": 5}  # minutes
+EVERY = {  # minutes
+    "heartbeat": 1, "expire": 1, "stalled": 1, "reclaim": 1, "idle": 1, "cold": 5, "warm": 1, "reconcile": 5, "recount": 5,
+    "measure": 10,
+}  # fmt: skip
 SWEEPS: dict[str, Callable[[datetime], Swept]] = {  # in this order each finds what the one before it has left
     "expire": lambda now: leases.expire_due(now=now),
     "stalled": lambda now: leases.stalled(now=now),
     "reclaim": lambda now: leases.reclaim(now=now),
-    "orphans": lambda now: sandboxes.orphans(now=now, grace=settings.ORPHAN_GRACE),
+    "idle": lambda now: sandboxes.idle(now=now),
+    "cold": lambda now: sandboxes.cold(now=now),
+    "warm": lambda now: sandboxes.warm(now=now),
+    "reconcile": lambda now: leases.reconcile(now=now, grace=settings.ORPHAN_GRACE),
+    "recount": lambda now: sandboxes.recount(now=now),
+    "measure": lambda now: sandboxes.measure(now=now),
 }
 
 
@@ -41,8 +49,28 @@ def reclaim() -> str:
     return str(sweep("reclaim", now=timezone.now()))
 
 
-def orphans() -> str:
-    return str(sweep("orphans", now=timezone.now()))
+def idle() -> str:
+    return str(sweep("idle", now=timezone.now()))
+
+
+def cold() -> str:
+    return str(sweep("cold", now=timezone.now()))
+
+
+def warm() -> str:
+    return str(sweep("warm", now=timezone.now()))
+
+
+def reconcile() -> str:
+    return str(sweep("reconcile", now=timezone.now()))
+
+
+def recount() -> str:
+    return str(sweep("recount", now=timezone.now()))
+
+
+def measure() -> str:
+    return str(sweep("measure", now=timezone.now()))
 
 
 def sweep(name: str, *, now: datetime) -> Swept:

@@ -41,7 +41,9 @@ ON_POSTGRES = _database["ENGINE"].endswith("postgresql")
 _options: dict[str, Any] = _database.setdefault("OPTIONS", {})
 if ON_POSTGRES:
     _options.setdefault("server_side_binding", True)
-    _options.setdefault("prepare_threshold", 0)  # only together with the line above does it save the planning
+    # Only together with the line above does it save the planning. Not 0: a migration may hold several commands in one
+    # statement, and that cannot be prepared.
+    _options.setdefault("prepare_threshold", 1)
     _database |= {"CONN_MAX_AGE": 600, "CONN_HEALTH_CHECKS": True}
 else:
     # IMMEDIATE: a transaction that reads, then writes, otherwise fails at once under load and no timeout helps.
@@ -81,10 +83,19 @@ SANDBOX_SLEEP_AFTER = env.duration(
     "SANDBOX_SLEEP_AFTER", "5m", help="sleep_after of a lease when neither the request nor its environment type says one"
 )
 MAX_SANDBOXES = env.integer("LEASEHOLD_MAX_SANDBOXES", 1000, least=1, help="capacity of a new pool")
+MAX_SANDBOXES_PER_AGENT = env.integer(
+    "LEASEHOLD_MAX_SANDBOXES_PER_AGENT", 0, help="what an agent may hold at once in a pool that says nothing else; 0: no limit"
+)
 IDLE_TIMEOUT = env.duration("LEASEHOLD_IDLE_TIMEOUT", "30m", help="an unused sandbox sleeps after this, unless its lease says")
 COLD_TTL = env.duration("LEASEHOLD_COLD_TTL", "2h", help="a sandbox asleep for this long gives up its local files and place")
 DESTROY_TRIES = env.integer("LEASEHOLD_DESTROY_TRIES", 8, least=1, help="failed destroys before an operator is asked")
 ORPHAN_GRACE = env.duration("LEASEHOLD_ORPHAN_GRACE", "2m", help="age at which a listed sandbox without a row is destroyed")
+
+# --- stored state -------------------------------------------------------------------------------------------------
+STORAGE_BACKEND = env.choice("STORAGE_BACKEND", "filesystem", ["filesystem"], help="where stored state is kept")
+STORAGE_DIR = Path(
+    env.text("LEASEHOLD_STORAGE_DIR", str(STATE_DIR / "store"), help="of the filesystem backend; share it between machines")
+)
 
 # --- runs ---------------------------------------------------------------------------------------------------------
 EXEC_TIMEOUT = env.duration("LEASEHOLD_EXEC_TIMEOUT", "60s", help="of an exec that names none")
@@ -173,6 +184,7 @@ LANGUAGE_CODE = "en"
 FORMAT_MODULE_PATH = ["controlplane.formats"]
 STATIC_URL = "/static/"
 STATIC_ROOT = STATE_DIR / "static"
+STATIC_ROOT.mkdir(parents=True, exist_ok=True)  # whitenoise warns of one that is not there
 STATICFILES_DIRS = [BASE_DIR / "templates" / "static"]
 WHITENOISE_USE_FINDERS = True  # a fresh clone serves the admin without a collectstatic
 WHITENOISE_AUTOREFRESH = False

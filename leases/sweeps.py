@@ -1,6 +1,6 @@
 """Many leases at once: end what is over, and see to it that nothing is left of what has ended."""
 
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from django.db import transaction
 from django.db.models import Exists, OuterRef, QuerySet
@@ -8,7 +8,7 @@ from django.db.models import Exists, OuterRef, QuerySet
 from leases import leasing, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, Status
 from sandboxes import sweeps as below
-from sandboxes.models import Sandbox, State
+from sandboxes.models import GONE, Sandbox, State
 from sandboxes.sweeps import Swept
 
 
@@ -53,6 +53,24 @@ def end_matching(
             if condition in lease.expiry_conditions
             and leasing.end(lease.pk, reason=f"condition:{condition}", now=now, actor=actor)
         ]
+
+
+def reconcile(*, now: datetime, grace: timedelta) -> Swept:
+    """Compare the rows with what providers list, and end the leases whose sandbox was lost."""
+    swept = below.reconcile(now=now, grace=grace)
+    swept.note("leases ended as lost", end_lost(now=now))
+    return swept
+
+
+def end_lost(*, now: datetime) -> int:
+    """End every active lease whose sandbox the provider has lost: a new one must not pass for it; how many."""
+    return sum(leasing.end(lease.pk, reason="lost", now=now, actor="sweep") for lease in lost())
+
+
+def lost() -> QuerySet[Lease]:
+    """Active leases whose sandbox the provider has lost."""
+    gone = Sandbox.objects.filter(lost_at__isnull=False).exclude(state__in=GONE)
+    return Lease.objects.filter(status=Status.ACTIVE, pk__in=gone.values("holder"))
 
 
 def reclaim(*, now: datetime, limit: int = 200) -> Swept:

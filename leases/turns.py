@@ -20,7 +20,7 @@ from sandboxes.lifecycle import step
 from sandboxes.models import Outcome, Run, Sandbox
 from sandboxes.moments import ticking
 from sandboxes.providers.base import SOCKETS, ExecResult, Provider
-from sandboxes.runs import GRACE, Command
+from sandboxes.runs import GRACE, Command, require_room
 
 log = structlog.get_logger(__name__)
 LONGEST_REASON = 500  # characters
@@ -33,7 +33,10 @@ def join(ask: leasing.Ask, *, now: datetime, actor: str = "", admit: Callable[[]
     """Enter an environment: a lease, and its sandbox ready with /workspace/config.json in it. Safe to repeat."""
     later = ticking(now)
     lease, is_new = leasing.acquire(ask, now=now, actor=actor, admit=admit)
-    acting.sandbox_for(lease.pk, now=later(), actor=actor)
+    sandbox = acting.sandbox_for(lease.pk, now=later(), actor=actor)
+    if not sandbox.prepared:  # claimed ready-made: its first act brings its files
+        nothing = Command(argv=["join"], timeout=settings.EXEC_TIMEOUT, kind="file")
+        acting.act_in(lease.pk, nothing, lambda provider, sandbox: None, now=later(), actor=actor)
     return Lease.objects.select_related("environment_type", "pool").get(pk=lease.pk), is_new
 
 
@@ -63,6 +66,7 @@ def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime,
     )  # fmt: skip
 
     def play(provider: Provider, sandbox: Sandbox) -> ExecResult:
+        require_room(provider, sandbox, now=now)
         name = f"{command.run_id.hex[:12]}.sock"
         with egress.door(pool.sockets_of(sandbox) / name, patience=timeout):
             return provider.exec(

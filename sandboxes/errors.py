@@ -59,3 +59,23 @@ class ProviderFailed(SandboxError):
 
     code = "provider_unavailable"
     retry_after = 5
+
+
+class QuotaExceeded(SandboxError):
+    """The agent has as many sandboxes in this pool as it may have."""
+
+    code = "quota_exceeded"
+    retry_after = 30
+
+
+class PoolDraining(SandboxError):
+    """The pool takes nothing new: an operator is draining it."""
+
+    code = "pool_draining"
+    retry_after = 60
+
+
+class WorkspaceFull(SandboxError):
+    """The workspace is larger than its pool allows. Delete files through the files API, then try again."""
+
+    code = "workspace_full"

@@ -5,8 +5,8 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from django.db import transaction
-from django.db.models import Case, F, Q, Value, When
+from django.db import connection, transaction
+from django.db.models import Case, F, Q, QuerySet, Value, When
 
 from sandboxes.errors import IllegalTransition
 from sandboxes.models import GONE, Sandbox, State, Transition
@@ -66,10 +66,16 @@ def start_run(pk: UUID, *, holder: UUID | None, now: datetime, actor: str = "") 
 
     Call it inside the transaction that inserts the Run: an eviction sees both or neither."""
     fence = Q(holder=holder)
-    for was in (WAITING, WARM):
-        if advance(pk, was, RUNNING, now=now, reason="run", actor=actor, guard=fence, open_runs=1, last_used_at=now):
+    hits = F("warm_hits") + 1  # a run that finds it in use before; the first one after a start is no hit
+    for was, changes in ((WAITING, {"warm_hits": hits}), (WARM, {})):
+        if advance(
+            pk, was, RUNNING, now=now, reason="run", actor=actor, guard=fence,
+            open_runs=1, last_used_at=now, idle_at=None, **changes,
+        ):  # fmt: skip
             return was
-    joined = Sandbox.objects.filter(fence, pk=pk, state=RUNNING).update(open_runs=F("open_runs") + 1, last_used_at=now)
+    joined = Sandbox.objects.filter(fence, pk=pk, state=RUNNING).update(
+        open_runs=F("open_runs") + 1, last_used_at=now, warm_hits=hits
+    )
     return RUNNING if joined else None
 
 
@@ -85,8 +91,30 @@ def finish_run(pk: UUID, incarnation: int, *, now: datetime, actor: str = "") ->
         if counted:
             sandbox = Sandbox.objects.get(pk=pk)
             if sandbox.state == WAITING:
-                Sandbox.objects.filter(pk=pk).update(state_since=now)
+                Sandbox.objects.filter(pk=pk).update(state_since=now, idle_at=now + sandbox.idle_after)
                 _record(sandbox, was=RUNNING, now=now, reason="run ended", actor=actor)
+
+
+def advance_many(
+    which: QuerySet[Sandbox], was: State, to: State, *, now: datetime, reason: str, claim: UUID, actor: str = "", **changes: Any
+) -> int:
+    """`advance` for every row of a query at once, each with its Transition: two statements, however many rows; how many.
+
+    `which` may be cut to a number and says why its rows are eligible; those that somebody else has locked are passed
+    over. `claim` marks what was moved, so it has to be new for each call."""
+    if (was, to) not in EDGES:
+        raise IllegalTransition(f"A sandbox does not go from {was} to {to}.")
+    with transaction.atomic():
+        free = which.select_for_update(skip_locked=True).values("pk")
+        moved = Sandbox.objects.filter(pk__in=free, state=was).update(state=to, state_since=now, claim=claim, **changes)
+        if moved:
+            with connection.cursor() as cursor:
+                cursor.execute(
+                    'INSERT INTO sandboxes_transition (sandbox_id, was, "to", at, holder, reason, actor) '
+                    "SELECT id, %s, state, state_since, holder, %s, %s FROM sandboxes_sandbox WHERE claim = %s",
+                    [was.value, reason[:200], actor[:255], claim if connection.vendor == "postgresql" else claim.hex],
+                )
+    return moved
 
 
 def _record(sandbox: Sandbox, *, was: str, now: datetime, reason: str, actor: str) -> None:

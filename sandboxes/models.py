@@ -65,13 +65,63 @@ class Pool(models.Model):
         help_text="Sandboxes that may exist at once, asleep ones and those being destroyed included.",
     )
     used = models.PositiveIntegerField(default=0, editable=False)
+    draining = models.BooleanField(default=False, editable=False, help_text="Takes nothing new; what it has may end.")
+    warm_target = models.PositiveIntegerField(
+        default=0, help_text="Sandboxes kept ready that nobody holds yet; those being started count."
+    )
+    warm_failures = models.PositiveIntegerField(default=0, editable=False, help_text="Failed starts in a row.")
+    warm_paused_until = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="After repeated failures nothing is warmed up until then."
+    )
+    warm_error = models.TextField(blank=True, editable=False)
+    workspace_limit_mib = models.PositiveIntegerField(
+        default=2048, validators=[MinValueValidator(1)], help_text="Above this size of /workspace an exec is refused."
+    )
     memory_mib = models.PositiveIntegerField(default=default_memory_mib, validators=[MinValueValidator(16)])
     millicpus = models.PositiveIntegerField(default=default_millicpus, validators=[MinValueValidator(50)])
     pids = models.PositiveIntegerField(default=default_pids, validators=[MinValueValidator(16)])
     created_at = models.DateTimeField(default=timezone.now, editable=False)
+    # What its sandboxes that are gone have counted, and what was evicted; sandboxes.stats adds those that are not gone.
+    warm_hits = models.PositiveBigIntegerField(default=0, editable=False)
+    woken_local = models.PositiveBigIntegerField(default=0, editable=False)
+    woken_cloud = models.PositiveBigIntegerField(default=0, editable=False)
+    woken_fresh = models.PositiveBigIntegerField(default=0, editable=False)
+    claimed_warm = models.PositiveBigIntegerField(default=0, editable=False)
+    evicted_cold = models.PositiveBigIntegerField(default=0, editable=False)
+    evicted_warm = models.PositiveBigIntegerField(default=0, editable=False)
+    evicted_waiting = models.PositiveBigIntegerField(default=0, editable=False)
+
+    class Meta:
+        permissions = [("drain_pool", "Can drain and resume pools")]
 
     def __str__(self) -> str:
         return self.name
+
+
+class Quota(models.Model):
+    """What one agent may hold in one pool, and holds: the counter that makes its limit hard."""
+
+    pool = models.ForeignKey(Pool, on_delete=models.CASCADE, related_name="quotas")
+    agent_did = models.CharField(max_length=255, verbose_name="agent")
+    most = models.PositiveIntegerField(null=True, blank=True, help_text="Sandboxes it may have here at once; empty: no limit.")
+    guaranteed = models.PositiveIntegerField(
+        default=0, help_text="While it has no more than these, no place of its is taken for somebody else."
+    )
+    used = models.PositiveIntegerField(default=0, editable=False)
+
+    class Meta:
+        ordering = ["agent_did"]
+        constraints = [
+            models.UniqueConstraint(fields=["pool", "agent_did"], name="quota_once"),
+            models.CheckConstraint(
+                condition=Q(most__isnull=True) | Q(most__gte=F("guaranteed")),
+                name="quota_guarantee_within_most",
+                violation_error_message="guaranteed is at most most.",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.agent_did} in {self.pool_id}"
 
 
 class Sandbox(models.Model):
@@ -95,6 +145,19 @@ class Sandbox(models.Model):
     open_runs = models.PositiveIntegerField(default=0)
     idle_after = models.DurationField(default=timedelta(minutes=30), help_text="It sleeps when unused for this long.")
     last_used_at = models.DateTimeField()
+    idle_at = models.DateTimeField(null=True, blank=True, help_text="When it goes to sleep, if nothing uses it before.")
+    prepared = models.BooleanField(default=False, help_text="The files of its holder are in it.")
+    source = models.CharField(
+        max_length=8, blank=True, choices=[("local", "local"), ("cloud", "cloud"), ("fresh", "fresh")],
+        help_text="Where the state of the present incarnation came from.",
+    )  # fmt: skip
+    workspace_bytes = models.PositiveBigIntegerField(null=True, blank=True)
+    measured_at = models.DateTimeField(null=True, blank=True)
+    lost_at = models.DateTimeField(null=True, blank=True, help_text="The provider has lost it, with what was not stored.")
+    warm_hits = models.PositiveIntegerField(default=0, help_text="Runs that found it alive.")
+    woken_local = models.PositiveIntegerField(default=0)
+    woken_cloud = models.PositiveIntegerField(default=0)
+    woken_fresh = models.PositiveIntegerField(default=0)
     claim = models.UUIDField(null=True, blank=True, help_text="Whoever works on an in-flight state holds this token.")
     claimed_by = models.CharField(max_length=64, blank=True, help_text="The instance of the control plane that claimed it.")
     deadline_at = models.DateTimeField(
@@ -146,14 +209,14 @@ class Sandbox(models.Model):
         indexes = [
             models.Index(fields=["holder"], name="sandbox_holder"),
             models.Index(fields=["-created_at", "-id"], name="sandbox_newest"),
+            # Conditions without a value: a planner that sees only parameters can still tell that they hold.
             models.Index(
-                fields=["pool", "tier", "last_used_at"],
-                condition=Q(state__in=["cold", "warm", "waiting"]),
-                name="sandbox_eviction_order",
+                fields=["pool", "tier", "last_used_at"], condition=Q(tier__isnull=False), name="sandbox_eviction_order"
             ),
-            models.Index(
-                fields=["deadline_at"], condition=Q(state__in=["warming", "evicting", "destroying"]), name="sandbox_in_flight"
-            ),
+            models.Index(fields=["deadline_at"], condition=Q(deadline_at__isnull=False), name="sandbox_in_flight"),
+            models.Index(fields=["idle_at"], condition=Q(idle_at__isnull=False), name="sandbox_idle"),
+            models.Index(fields=["lost_at"], condition=Q(lost_at__isnull=False), name="sandbox_lost"),
+            models.Index(fields=["claim"], condition=Q(claim__isnull=False), name="sandbox_claim"),
             models.Index(fields=["pool", "state"], condition=~Q(state="destroyed"), name="sandbox_live"),
         ]
 
@@ -169,6 +232,35 @@ class Sandbox(models.Model):
     def name(self) -> str:
         """The provider's name for this incarnation: two incarnations are never confused."""
         return f"leasehold-{self.pk.hex}-{self.incarnation}"
+
+
+class Snapshot(models.Model):
+    """One stored copy of a sandbox's files: an object for /workspace and one for /data, under `key`.
+
+    The newest of a holder is the one that a wake reads; the row is written after the objects, so it always has them."""
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
+    sandbox = models.ForeignKey(Sandbox, on_delete=models.PROTECT, related_name="snapshots")
+    incarnation = models.PositiveIntegerField()
+    holder = models.UUIDField()
+    at = models.DateTimeField()
+    size_bytes = models.PositiveBigIntegerField()
+    digests = models.JSONField(default=dict, help_text="SHA-256 of each object.")
+    local = models.BooleanField(default=True, help_text="There is a copy in this installation's state directory, too.")
+    forgotten_at = models.DateTimeField(null=True, blank=True, help_text="Its objects were removed.")
+
+    class Meta:
+        default_permissions = ("view",)
+        ordering = ["-at", "-pk"]
+        constraints = [models.UniqueConstraint(fields=["sandbox", "incarnation"], name="snapshot_once")]
+        indexes = [models.Index(fields=["holder", "-at"], name="snapshot_holder")]
+
+    def __str__(self) -> str:
+        return self.key
+
+    @property
+    def key(self) -> str:
+        return f"snapshots/{self.holder}/{self.pk}"
 
 
 class Transition(models.Model):

@@ -1,4 +1,4 @@
-"""Who gets a sandbox and who gives one back. Callers name a holder (a lease's key) and never see a provider.
+"""Who gets a sandbox, who sleeps, who goes. Callers name a holder (a lease's key) and never see a provider.
 
 Every verb claims with a guarded UPDATE, acts on the provider outside any transaction, and records. Whatever it leaves
 half done has a deadline, after which sweeps.py takes the next step."""
@@ -13,18 +13,35 @@ from pathlib import Path
 import structlog
 from django.conf import settings
 from django.db import IntegrityError, transaction
-from django.db.models import F, Q
+from django.db.models import Exists, F, OuterRef, Q, QuerySet
 
 from sandboxes import providers
-from sandboxes.errors import Busy, CapacityExhausted, NotHeld, NotReady
-from sandboxes.lifecycle import DESTROYED, DESTROYING, WARM, WARMING, advance, begin, step
-from sandboxes.models import ALIVE, GONE, Outcome, Pool, Run, Sandbox, State
-from sandboxes.moments import backoff, ticking
-from sandboxes.providers.base import Missing, Provider, ProviderError, Spec
+from sandboxes.errors import Busy, CapacityExhausted, Lost, NotHeld, NotReady, PoolDraining, QuotaExceeded
+from sandboxes.lifecycle import (
+    COLD,
+    DESTROYED,
+    DESTROYING,
+    EVICTING,
+    WAITING,
+    WARM,
+    WARMING,
+    advance,
+    begin,
+    step,
+)
+from sandboxes.models import ALIVE, GONE, Outcome, Pool, Quota, Run, Sandbox, Snapshot, State
+from sandboxes.moments import Later, backoff, ticking
+from sandboxes.providers.base import WORKSPACE, Missing, Provider, ProviderError, Spec
+from sandboxes.storage import workspace
+from sandboxes.storage.base import StoreError
+from sandboxes.storage.workspace import StateLost
 
 log = structlog.get_logger(__name__)
 POLL = 0.05  # seconds between two looks at a row that somebody else is moving
 DESTROY_CLAIM = timedelta(minutes=2)  # a destroy that takes longer is tried by the next sweep as well
+EVICT_WITHIN = timedelta(minutes=10)  # storing a large workspace takes a while
+COUNTED = ("warm_hits", "woken_local", "woken_cloud", "woken_fresh")  # by a sandbox while it lives, then by its pool
+MOST_VICTIMS = 8  # places that one request tries to free before it is told that the pool is full
 
 
 @dataclass(frozen=True)
@@ -40,46 +57,129 @@ class Want:
     fence: Callable[[], object] = bool  # called in the transaction that takes a place; raises if the holder may not
 
 
+class _Full(Exception):
+    """No place is free in the pool; rolls the reservation back."""
+
+
 def of(holder: uuid.UUID) -> Sandbox | None:
     """The holder's sandbox, unless it was given up."""
     return Sandbox.objects.select_related("pool").filter(holder=holder).exclude(state__in=GONE).first()
 
 
-def ready(want: Want, *, now: datetime, actor: str = "") -> Sandbox:
-    """The holder's sandbox, alive: the one it has, or else a new one. Safe to repeat and to call from many processes.
+# --- getting one ------------------------------------------------------------------------------------------------------
 
-    Blocks while a sandbox starts, also when another caller is the one who starts it. CapacityExhausted when the pool
-    is full; NotReady when it could not be started; Busy when somebody else is still at it after the start timeout."""
+
+def ready(want: Want, *, now: datetime, actor: str = "") -> Sandbox:
+    """The holder's sandbox, alive: the one it has, woken if it sleeps, or else a new one. Safe to repeat and to call
+    from many processes.
+
+    Blocks while a sandbox starts or falls asleep, also when another caller is the one who does it. CapacityExhausted,
+    QuotaExceeded and PoolDraining say that there is no place; NotReady that it could not be started; Lost that its
+    stored state is gone; Busy that somebody else is still at it after the start timeout."""
     later = ticking(now)
     patience = now + settings.SANDBOX_START_TIMEOUT
     while True:
         sandbox = of(want.holder)
         if sandbox is None:
-            reserved = reserve(want, now=later(), actor=actor)
-            if reserved:
-                return start(reserved, want, now=later(), actor=actor)
+            if claimed := claim(want, now=later(), actor=actor):
+                return claimed
+            if reserved := reserve(want, now=later(), actor=actor):
+                return start(reserved, now=later(), actor=actor, files=want.files)
+        elif sandbox.lost_at:
+            raise Lost()
         elif sandbox.state in ALIVE:
             return sandbox
+        elif sandbox.state == COLD and (woken := wake(sandbox, now=later(), actor=actor)):
+            return woken
         if later() > patience:
-            raise Busy("Its sandbox is still being started by another request.")
+            raise Busy("Its sandbox is still being started or stored by somebody else.")
         time.sleep(POLL)
 
 
+def claim(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
+    """Give the holder a pre-warmed sandbox of its pool. None if there is none, or if the holder has one already."""
+    if not want.pool.warm_target:
+        return None
+    try:
+        with transaction.atomic(durable=True):
+            want.fence()
+            free = unclaimed(want.pool).filter(state=WARM).select_for_update(skip_locked=True).order_by("last_used_at")
+            pk = free.values_list("pk", flat=True).first()
+            if pk is None:
+                return None
+            _take_quota(want)
+            claimed = advance(
+                pk, WARM, WARM, now=now, reason="claimed", actor=actor, guard=Q(holder__isnull=True),
+                holder=want.holder, agent_did=want.agent_did, environment_id=want.environment_id,
+                idle_after=want.idle_after, last_used_at=now, idle_at=now + want.idle_after, prepared=False,
+            )  # fmt: skip
+            if not claimed:
+                return None
+            Pool.objects.filter(pk=want.pool.pk).update(claimed_warm=F("claimed_warm") + 1)
+    except IntegrityError:
+        return None  # one live sandbox per holder: another request was first
+    _tell("wake", pk, source="prewarmed", agent=want.agent_did)
+    return Sandbox.objects.select_related("pool").get(pk=pk)
+
+
 def reserve(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
-    """Take a place in the pool: a row in `warming`. None if this holder has one already. CapacityExhausted."""
-    provider = want.pool.provider or providers.default_name()
+    """Take a place in the pool, freeing one if it must: a row in `warming`. None if this holder has one already."""
+    later = ticking(now)
+    for _ in range(MOST_VICTIMS):
+        try:
+            return _reserve(want, now=later(), actor=actor)
+        except IntegrityError:
+            return None  # one live sandbox per holder: another request was first
+        except _Full:
+            if not make_room(want.pool, agent_did=want.agent_did, now=later(), actor=actor):
+                break
+    raise CapacityExhausted(
+        f'All {want.pool.capacity} places of the pool "{want.pool}" are taken and none can be freed now: '
+        "what is not running is protected by a guarantee. A lease that ends frees one."
+    )
+
+
+def _reserve(want: Want, *, now: datetime, actor: str) -> Sandbox:
+    sandbox = _new(want.pool, now=now)
+    sandbox.holder, sandbox.agent_did, sandbox.environment_id = want.holder, want.agent_did, want.environment_id
+    sandbox.idle_after = want.idle_after
+    with transaction.atomic(durable=True):
+        want.fence()
+        begin(sandbox, now=now, reason="needed", actor=actor)
+        _take_quota(want)
+        if not take_place(want.pool):
+            _refuse_if_draining(want.pool)
+            raise _Full
+    step("reserved", sandbox)
+    return sandbox
+
+
+def warm_up(pool: Pool, *, now: datetime) -> Sandbox | None:
+    """Start one more sandbox that nobody holds yet, unless the pool has its target of them. None if it has, or is full.
+
+    The pool's row is locked while the pending ones are counted, so that any number of sweeps start no more than that."""
+    sandbox = _new(pool, now=now)
+    with transaction.atomic(durable=True):
+        locked = Pool.objects.select_for_update().get(pk=pool.pk)
+        if unclaimed(locked).filter(state__in=(WARMING, WARM)).count() >= locked.warm_target or not take_place(locked):
+            return None
+        begin(sandbox, now=now, reason="warmed up ahead of demand", actor="sweep")
+    step("reserved", sandbox)
+    return start(sandbox, now=now, actor="sweep", files={})
+
+
+def _new(pool: Pool, *, now: datetime) -> Sandbox:
+    """A row for a sandbox of this pool that is about to be started."""
+    provider = pool.provider or providers.default_name()
     sandbox = Sandbox(
-        pool=want.pool,
-        agent_did=want.agent_did,
-        environment_id=want.environment_id,
-        holder=want.holder,
+        pool=pool,
         provider=provider,
         isolated=providers.get(provider).isolated,
-        image=want.pool.image or settings.SANDBOX_IMAGE,
-        memory_mib=want.pool.memory_mib,
-        millicpus=want.pool.millicpus,
-        pids=want.pool.pids,
-        idle_after=want.idle_after,
+        image=pool.image or settings.SANDBOX_IMAGE,
+        memory_mib=pool.memory_mib,
+        millicpus=pool.millicpus,
+        pids=pool.pids,
+        idle_after=settings.IDLE_TIMEOUT,
         last_used_at=now,
         created_at=now,
         claim=uuid.uuid4(),
@@ -87,51 +187,94 @@ def reserve(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
         deadline_at=now + settings.SANDBOX_START_TIMEOUT,
     )
     sandbox.ref = sandbox.name
-    try:
-        with transaction.atomic(durable=True):
-            want.fence()
-            begin(sandbox, now=now, reason="needed", actor=actor)
-            if not take_place(want.pool):
-                raise CapacityExhausted(f'Every place in the pool "{want.pool}" is taken and none can be freed now.')
-    except IntegrityError:
-        return None  # one live sandbox per holder: another request was first
-    step("reserved", sandbox)
     return sandbox
+
+
+def unclaimed(pool: Pool) -> QuerySet[Sandbox]:
+    """Sandboxes that were started as this pool now wants them, and that nobody holds."""
+    return Sandbox.objects.filter(
+        pool=pool, holder__isnull=True, image=pool.image or settings.SANDBOX_IMAGE, memory_mib=pool.memory_mib
+    ).exclude(state__in=GONE)
 
 
 def take_place(pool: Pool) -> bool:
     """Take one place, in one statement. Last in its transaction: the pool's row is locked from here to the commit."""
-    return bool(Pool.objects.filter(pk=pool.pk, used__lt=F("capacity")).update(used=F("used") + 1))
+    free = Q(used__lt=F("capacity"), draining=False)
+    return bool(Pool.objects.filter(free, pk=pool.pk).update(used=F("used") + 1))
 
 
-def start(sandbox: Sandbox, want: Want, *, now: datetime, actor: str = "") -> Sandbox:
-    """Fill a reserved place: create, wait until commands run, put the files, and call it warm.
+def _take_quota(want: Want) -> None:
+    """Count one more sandbox for this agent, or QuotaExceeded."""
+    mine = Quota.objects.filter(pool=want.pool, agent_did=want.agent_did)
+    room = Q(most__isnull=True) | Q(used__lt=F("most"))
+    if mine.filter(room).update(used=F("used") + 1):
+        return
+    quota, _ = Quota.objects.get_or_create(
+        pool=want.pool, agent_did=want.agent_did, defaults={"most": settings.MAX_SANDBOXES_PER_AGENT or None}
+    )
+    if not mine.filter(room).update(used=F("used") + 1):
+        raise QuotaExceeded(
+            f'{want.agent_did} has {quota.used} sandboxes in the pool "{want.pool}" and may have {quota.most}. '
+            "Releasing one of its leases frees a place.",
+            limit=quota.most,
+        )
 
-    NotReady if that failed (the place is given up), NotHeld if it was taken away meanwhile."""
+
+def _refuse_if_draining(pool: Pool) -> None:
+    if Pool.objects.filter(pk=pool.pk, draining=True).exists():
+        raise PoolDraining(f'The pool "{pool}" takes nothing new: an operator is draining it.')
+
+
+def start(sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[str, bytes]) -> Sandbox:
+    """Fill a reserved place: create, wait until commands run, unpack what is stored for its holder or put `files`.
+
+    NotReady if that failed (the place is given up, what is stored stays), Lost if the stored state is nowhere, NotHeld
+    if the place was taken away meanwhile."""
     later = ticking(now)
     provider = providers.get(sandbox.provider)
-    spec = spec_of(sandbox)
     try:
-        provider.create(spec)
+        provider.create(spec_of(sandbox))
         step("created", sandbox)
         provider.wait_ready(sandbox.ref, timeout=settings.SANDBOX_START_TIMEOUT)
-        for path, content in want.files.items():
-            provider.write_file(sandbox.ref, path, content)
+        source = _fill(sandbox, provider, files)
         step("prepared", sandbox)
-    except ProviderError as failed:
+    except StateLost as lost:
+        give_up(sandbox.pk, now=later(), reason=f"its stored state is lost: {lost}", actor=actor)
+        raise Lost(f"What was stored of this sandbox is gone: {lost}") from lost
+    except (ProviderError, StoreError) as failed:
         give_up(sandbox.pk, now=later(), reason=f"start failed: {failed}", actor=actor)
         log.warning("sandbox start failed", sandbox=str(sandbox.pk), error=str(failed))
         raise NotReady(f"The sandbox could not be started: {failed}") from failed
     mine = Q(claim=sandbox.claim, incarnation=sandbox.incarnation)
+    moment = later()
+    woken = sandbox.incarnation > 1 or source != "fresh"
+    counted = {f"woken_{source}": F(f"woken_{source}") + 1} if woken else {}
     if not advance(
-        sandbox.pk, WARMING, WARM, now=later(), reason="ready", actor=actor, guard=mine,
-        claim=None, deadline_at=None, tries=0, last_error="",
+        sandbox.pk, WARMING, WARM, now=moment, reason=f"ready, state: {source}" if woken else "ready", actor=actor, guard=mine,
+        claim=None, deadline_at=None, tries=0, last_error="", source=source, prepared=bool(files) or source != "fresh",
+        idle_at=moment + sandbox.idle_after if sandbox.holder else None, **counted,
     ):  # fmt: skip
         # Given up while it was being created: a destroy may have come and gone before there was anything to destroy.
         _discard(provider, sandbox)
         raise NotHeld("The lease ended while its sandbox was being started.")
-    log.info("sandbox started", sandbox=str(sandbox.pk), agent=sandbox.agent_did, provider=sandbox.provider)
+    if woken:
+        _tell("wake", sandbox.pk, source=source, agent=sandbox.agent_did, seconds=round((moment - now).total_seconds(), 3))
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
+
+
+def _fill(sandbox: Sandbox, provider: Provider, files: Mapping[str, bytes]) -> str:
+    """Unpack the holder's newest snapshot, or put `files` where there is none; "local", "cloud" or "fresh"."""
+    snapshot = workspace.latest(sandbox.holder) if sandbox.holder else None
+    if snapshot:
+        return workspace.hydrate(snapshot, sandbox.ref, provider)
+    put_files(sandbox, provider, files)
+    return "fresh"
+
+
+def put_files(sandbox: Sandbox, provider: Provider, files: Mapping[str, bytes]) -> None:
+    """Write a holder's first files. Doing it twice is harmless."""
+    for path, content in files.items():
+        provider.write_file(sandbox.ref, path, content)
 
 
 def _discard(provider: Provider, sandbox: Sandbox) -> None:
@@ -162,6 +305,199 @@ def sockets_of(sandbox: Sandbox) -> Path:
     return directory
 
 
+# --- sleeping and waking ----------------------------------------------------------------------------------------------
+
+
+def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
+    """Start the next incarnation of a cold sandbox with its stored state. None if somebody else moved it first."""
+    sandbox = Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
+    same = Q(incarnation=sandbox.incarnation, holder=sandbox.holder)
+    sandbox.incarnation += 1
+    sandbox.ref, sandbox.claim = sandbox.name, uuid.uuid4()
+    if not advance(
+        sandbox.pk, COLD, WARMING, now=now, reason="woken", actor=actor, guard=same,
+        incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,
+        deadline_at=now + settings.SANDBOX_START_TIMEOUT, last_used_at=now,
+    ):  # fmt: skip
+        return None
+    step("wake claimed", sandbox)
+    return start(sandbox, now=now, actor=actor, files={})
+
+
+def sleep(pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", guard: Q | None = None) -> bool:
+    """Put one sandbox to sleep: store its state, then destroy its process. True if it is cold now.
+
+    Only `warm` and `waiting` sleep: one with an open Run is `running`, and the UPDATE that claims says so. `guard` is
+    why it is eligible, said again in that UPDATE. If its state cannot be stored it stays, and last_error says why."""
+    sandbox = Sandbox.objects.get(pk=pk)
+    token = uuid.uuid4()
+    held = Q(holder__isnull=False, incarnation=sandbox.incarnation, lost_at__isnull=True)
+    for was in (WAITING, WARM):
+        if advance(
+            pk, was, EVICTING, now=now, reason=reason, actor=actor, guard=held & (guard or Q()),
+            claim=token, claimed_by=settings.INSTANCE, deadline_at=now + EVICT_WITHIN, idle_at=None,
+        ):  # fmt: skip
+            return finish_eviction(pk, token, now=now, actor=actor)
+    return False
+
+
+def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
+    """The rest of `sleep` for whoever holds the claim: persist, destroy, cold. Safe to repeat after a crash anywhere."""
+    later = ticking(now)
+    mine = Q(claim=token)
+    sandbox = Sandbox.objects.select_related("pool").filter(mine, pk=pk, state=EVICTING).first()
+    if sandbox is None:
+        return False
+    provider = providers.get(sandbox.provider)
+    step("eviction claimed", sandbox)
+    try:
+        if not _store(sandbox, provider, mine, later):
+            return False
+        step("persisted", sandbox)
+    except Missing as gone:
+        mark_lost(sandbox, str(gone), now=later())
+        return False
+    except (ProviderError, StoreError) as failed:
+        tries = sandbox.tries + 1
+        log.error("state not stored", sandbox=str(pk), tries=tries, error=str(failed))
+        advance(
+            pk, EVICTING, WAITING, now=later(), reason=f"its state could not be stored: {failed}", actor=actor, guard=mine,
+            claim=None, deadline_at=None, tries=tries, last_error=f"Its state could not be stored: {failed}"[:2000],
+            idle_at=later() + backoff(tries, first=timedelta(minutes=1)),
+        )  # fmt: skip
+        return False
+    try:
+        provider.destroy(sandbox.ref)
+    except ProviderError as failed:  # its state is safe; the sweep repeats this step
+        Sandbox.objects.filter(mine, pk=pk, state=EVICTING).update(
+            tries=F("tries") + 1, last_error=str(failed)[:2000], deadline_at=later() + backoff(sandbox.tries + 1)
+        )
+        return False
+    step("process gone", sandbox)
+    slept = advance(
+        pk, EVICTING, COLD, now=later(), reason="stored", actor=actor, guard=mine,
+        claim=None, deadline_at=None, tries=0, last_error="",
+    )  # fmt: skip
+    if slept:
+        _tell("evict", pk, tier="waiting", agent=sandbox.agent_did, bytes=sandbox.workspace_bytes)
+    return slept
+
+
+def _store(sandbox: Sandbox, provider: Provider, mine: Q, later: Later) -> bool:
+    """Have the state of this incarnation in a Snapshot, unless it is, or there is none. False if the claim was lost."""
+    used = Run.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation).exists()
+    stored = Snapshot.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation).exists()
+    if not used or stored:
+        return True
+    size = provider.size(sandbox.ref, WORKSPACE)
+    snapshot = workspace.persist(sandbox, provider, now=later())
+    step("objects stored", sandbox)
+    sandbox.workspace_bytes = size
+    with transaction.atomic():  # the pointer moves only for whoever still holds the claim
+        moved = Sandbox.objects.filter(mine, pk=sandbox.pk, state=EVICTING).update(
+            workspace_bytes=size, measured_at=later(), deadline_at=later() + EVICT_WITHIN
+        )
+        if moved:
+            snapshot.save(force_insert=True)
+    if moved:
+        workspace.forget_older(snapshot, now=later())
+    return bool(moved)
+
+
+def mark_lost(sandbox: Sandbox, why: str, *, now: datetime) -> bool:
+    """Say that the provider has lost this incarnation. Its holder's lease is ended by whoever told us, or by a sweep.
+    False if it was known, or is not this incarnation's any more."""
+    same = Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, lost_at__isnull=True)
+    lost = same.exclude(state__in=(COLD, *GONE)).update(lost_at=now, last_error=f"Lost: {why}"[:2000])
+    if lost:
+        log.error("sandbox lost", sandbox=str(sandbox.pk), error=why)
+    return bool(lost)
+
+
+# --- making room ------------------------------------------------------------------------------------------------------
+
+
+def make_room(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") -> bool:
+    """Free a place for this agent: cold goes before warm, warm before waiting, the least recently used of each first.
+
+    False if nothing can be taken: what is running never is, nor what a guarantee protects. True means that something
+    moved, not that the place is still free: a rival may have been quicker."""
+    later = ticking(now)
+    victim = next_victim(pool, agent_did=agent_did, now=now)
+    if victim is None:
+        return False
+    why = f"its place was needed by {agent_did}"
+    if victim.state == WAITING:
+        if not sleep(victim.pk, now=later(), reason=why, actor=actor, guard=Q(state=WAITING)):
+            return True  # it runs again, or could not be stored and is no candidate for a while: look for another
+        _count_evicted(pool, "waiting")
+    if victim.state in (WAITING, COLD):
+        if drop_cold(victim.pk, now=later(), reason=why, actor=actor, for_agent=agent_did) and victim.state == COLD:
+            _count_evicted(pool, "cold")
+        return True
+    unused = Q(state=WARM, last_used_at=victim.last_used_at, holder=victim.holder)
+    if give_up(victim.pk, now=later(), reason=why, actor=actor, guard=unused):
+        _count_evicted(pool, "warm")
+        _tell("evict", victim.pk, tier="warm", agent=victim.agent_did)
+        destroy(victim.pk, now=later(), actor=actor)
+    return True
+
+
+def next_victim(pool: Pool, *, agent_did: str, now: datetime) -> Sandbox | None:
+    """Whose place goes next when this agent needs one; one index-served query, however many rows there are.
+
+    What could not be stored lately is left out until its next try: it must not stand in the way of the others."""
+    guaranteed = Quota.objects.filter(
+        pool=OuterRef("pool"), agent_did=OuterRef("agent_did"), guaranteed__gt=0, used__lte=F("guaranteed")
+    ).exclude(agent_did=agent_did)
+    postponed = Q(tries__gt=0, idle_at__gt=now)
+    candidates = Sandbox.objects.filter(~Exists(guaranteed), ~postponed, pool=pool, tier__isnull=False, lost_at__isnull=True)
+    return candidates.order_by("tier", "last_used_at").first()
+
+
+def drop_cold(
+    pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", for_agent: str = "", guard: Q | None = None
+) -> bool:
+    """Give up the place of a sandbox that sleeps: its row ends, its stored copy stays for the next use by its holder.
+
+    False if it woke meanwhile, or if that would take a guaranteed place for somebody else's sake."""
+    sandbox = Sandbox.objects.get(pk=pk)
+    with transaction.atomic():
+        gone = advance(
+            pk, COLD, DESTROYING, now=now, reason=reason, actor=actor, guard=guard, deadline_at=now, claim=None
+        ) and advance(
+            pk, DESTROYING, DESTROYED, now=now, reason="it had no process", actor=actor, destroyed_at=now, deadline_at=None
+        )
+        if gone and not _free(sandbox, spare_guarantee=bool(for_agent) and for_agent != sandbox.agent_did):
+            transaction.set_rollback(True)
+            return False
+    if gone:
+        _tell("evict", pk, tier="cold", agent=sandbox.agent_did)
+    return gone
+
+
+def _free(sandbox: Sandbox, *, spare_guarantee: bool = False) -> bool:
+    """Count a sandbox out of its agent's quota and its pool, with what it had counted. In the transaction that ends it."""
+    if sandbox.agent_did:
+        quota = Quota.objects.filter(pool=sandbox.pool_id, agent_did=sandbox.agent_did, used__gt=0)
+        if spare_guarantee:
+            quota = quota.filter(used__gt=F("guaranteed"))
+        if not quota.update(used=F("used") - 1) and spare_guarantee:
+            return False
+    final = Sandbox.objects.values(*COUNTED).get(pk=sandbox.pk)
+    Pool.objects.filter(pk=sandbox.pool_id, used__gt=0).update(
+        used=F("used") - 1, **{name: F(name) + final[name] for name in COUNTED if final[name]}
+    )
+    return True
+
+
+def _count_evicted(pool: Pool, tier: str) -> None:
+    Pool.objects.filter(pk=pool.pk).update(**{f"evicted_{tier}": F(f"evicted_{tier}") + 1})
+
+
+# --- giving one back --------------------------------------------------------------------------------------------------
+
+
 def give_up(pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", guard: Q | None = None, note: str = "") -> bool:
     """From any state to `destroying`, with its open Runs closed as lost. False if it was given up before, or the guard
     does not hold. The provider is not called: `destroy` or the next sweep does that."""
@@ -171,7 +507,7 @@ def give_up(pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", guard
         with transaction.atomic():
             if advance(
                 pk, State(state), DESTROYING, now=now, reason=reason, actor=actor, guard=guard,
-                claim=None, deadline_at=now, tries=0,
+                claim=None, deadline_at=now, tries=0, idle_at=None,
             ):  # fmt: skip
                 Run.objects.filter(sandbox=pk, ended_at__isnull=True).update(
                     ended_at=now, outcome=Outcome.LOST, note=(note or f"Its sandbox was given up: {reason}")[:500]
@@ -213,7 +549,7 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
             destroyed_at=now, deadline_at=None, last_error="",
         )  # fmt: skip
         if gone:
-            Pool.objects.filter(pk=sandbox.pool_id).update(used=F("used") - 1)
+            _free(sandbox)
     return gone
 
 
@@ -226,6 +562,11 @@ def retry_destroy(pk: uuid.UUID, *, now: datetime) -> bool:
     )
 
 
+def drain(pool: Pool, *, draining: bool) -> bool:
+    """Take nothing new into a pool, or take new ones again. Leases in it go on, and their sandboxes still wake."""
+    return bool(Pool.objects.filter(pk=pool.pk, draining=not draining).update(draining=draining))
+
+
 def _postpone(sandbox: Sandbox, failed: Exception, *, now: datetime) -> None:
     tries = sandbox.tries + 1
     given_up = tries >= settings.DESTROY_TRIES
@@ -236,3 +577,8 @@ def _postpone(sandbox: Sandbox, failed: Exception, *, now: datetime) -> None:
         quarantined_at=now if given_up else None,
     )
     log.error("destroy failed", sandbox=str(sandbox.pk), tries=tries, quarantined=given_up, error=str(failed))
+
+
+def _tell(event: str, pk: uuid.UUID, **fields: object) -> None:
+    """One line for each wake and each eviction."""
+    log.info(event, sandbox=str(pk), **fields)

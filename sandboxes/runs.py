@@ -11,10 +11,10 @@ from typing import TypeVar
 
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Q, QuerySet
+from django.db.models import QuerySet
 
 from sandboxes import lifecycle, pool, providers
-from sandboxes.errors import Lost, ProviderFailed
+from sandboxes.errors import Lost, ProviderFailed, SandboxError, WorkspaceFull
 from sandboxes.lifecycle import step
 from sandboxes.models import Outcome, Run, Sandbox
 from sandboxes.moments import ticking
@@ -45,6 +45,7 @@ def exec_in(want: pool.Want, command: Command, *, now: datetime, actor: str = ""
     did not answer: then the Run says whether the command may have run. Also whatever `pool.ready` raises."""
 
     def act(provider: Provider, sandbox: Sandbox) -> ExecResult:
+        require_room(provider, sandbox, now=now)
         return provider.exec(
             sandbox.ref,
             list(command.argv),
@@ -68,7 +69,7 @@ def act_in(
         sandbox = pool.ready(want, now=later(), actor=actor)
         run = open_run(sandbox, command, now=later(), actor=actor)
         if run:
-            return run, _carry_out(run, sandbox, act, now=later(), actor=actor)
+            return run, _carry_out(run, sandbox, act, want.files, now=later(), actor=actor)
         # It fell asleep or was given up between the two lines above: make it ready again.
 
 
@@ -98,16 +99,22 @@ def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = 
     return run
 
 
-def _carry_out(run: Run, sandbox: Sandbox, act: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str) -> T:
+def _carry_out(
+    run: Run, sandbox: Sandbox, act: Callable[[Provider, Sandbox], T], files: Mapping[str, bytes], *, now: datetime, actor: str
+) -> T:
     """Call the provider for an open Run and close it with what came back, or with why nothing did."""
     later = ticking(now)
+    provider = providers.get(sandbox.provider)
     try:
-        answer = act(providers.get(sandbox.provider), sandbox)
+        if not sandbox.prepared:
+            pool.put_files(sandbox, provider, files)
+            Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation).update(prepared=True)
+        answer = act(provider, sandbox)
     except Missing as gone:
         close(run, now=later(), outcome=Outcome.LOST, note=f"The provider has no such sandbox: {gone}", actor=actor)
-        pool.give_up(sandbox.pk, now=later(), reason="lost", actor=actor, guard=Q(incarnation=sandbox.incarnation))
+        pool.mark_lost(sandbox, str(gone), now=later())
         raise Lost() from gone
-    except (NoFile, Rejected) as refused:
+    except (NoFile, Rejected, SandboxError) as refused:
         close(run, now=later(), outcome=Outcome.FAILED, note=str(refused), actor=actor)
         raise
     except Exception as failed:
@@ -150,6 +157,24 @@ def close(
     else:
         run.refresh_from_db()
     return bool(closed)
+
+
+def require_room(provider: Provider, sandbox: Sandbox, *, now: datetime) -> None:
+    """WorkspaceFull if the workspace was too large when last measured and, measured now, still is."""
+    limit = sandbox.pool.workspace_limit_mib << 20
+    if (sandbox.workspace_bytes or 0) > limit and (size := measure(provider, sandbox, now=now)) > limit:
+        raise WorkspaceFull(
+            f"/workspace has {size >> 20} MiB and may have {limit >> 20}. Delete files through the files API, then try again.",
+            workspace_bytes=size,
+            limit_bytes=limit,
+        )
+
+
+def measure(provider: Provider, sandbox: Sandbox, *, now: datetime) -> int:
+    """Bytes in /workspace, which the row then says, too."""
+    size = provider.size(sandbox.ref, WORKSPACE)
+    Sandbox.objects.filter(pk=sandbox.pk).update(workspace_bytes=size, measured_at=now)
+    return size
 
 
 def close_overdue(*, now: datetime, limit: int = 200) -> int:

@@ -1,20 +1,26 @@
 """Scheduled passes over rows. Each takes the time and says what it did; each may run twice, and beside any other."""
 
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 import structlog
+from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
-from django.db.models import Q, QuerySet
+from django.db import transaction
+from django.db.models import Count, F, Q, QuerySet
 
 from sandboxes import pool, providers, runs
-from sandboxes.lifecycle import DESTROYING, WARMING
-from sandboxes.models import IN_FLIGHT, Pool, Run, Sandbox, Sweep
-from sandboxes.moments import ticking
-from sandboxes.providers.base import Found, ProviderError
+from sandboxes.errors import SandboxError
+from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, WARMING, advance, advance_many
+from sandboxes.models import ALIVE, IN_FLIGHT, Pool, Quota, Run, Sandbox, Snapshot, State, Sweep
+from sandboxes.moments import backoff, ticking
+from sandboxes.providers.base import Found, Missing, ProviderError
+from sandboxes.storage import workspace
 
 log = structlog.get_logger(__name__)
+WARM_FAILURES = 3  # in a row, before a pool stops warming up for a while
 BUDGET = timedelta(seconds=60)  # of one pass that waits for providers: a worker busy for longer gives no heartbeat
 
 
@@ -61,17 +67,133 @@ def given_up(*, now: datetime) -> QuerySet[Sandbox]:
     return due.order_by("deadline_at")
 
 
+def idle(*, now: datetime, limit: int = 500, at_once: int = 4) -> Swept:
+    """Put to sleep what was not used for its idle time. Few are claimed at a time: a claimed one makes its caller wait."""
+    swept, later = Swept(), ticking(now)
+    for was in (WAITING, WARM):
+        while sum(swept.counts.values()) + len(swept.failures) < limit and later() <= now + BUDGET:
+            token = uuid.uuid4()
+            if not claim_idle(was, token, now=now, limit=at_once):
+                break
+            for pk in Sandbox.objects.filter(claim=token, state=EVICTING).values_list("pk", flat=True):
+                _put_to_sleep(pk, token, swept, now=later())
+    return swept
+
+
+def claim_idle(was: State, token: uuid.UUID, *, now: datetime, limit: int) -> int:
+    """Decide which idle sandboxes go to sleep: up to `limit` of them are `evicting` now, under this claim; how many."""
+    return advance_many(
+        due_for_sleep(now=now).filter(state=was).order_by("idle_at")[:limit],
+        was, EVICTING, now=now, reason="idle", actor="sweep", claim=token,
+        claimed_by=settings.INSTANCE, deadline_at=now + pool.EVICT_WITHIN, idle_at=None,
+    )  # fmt: skip
+
+
+def _put_to_sleep(pk: uuid.UUID, token: uuid.UUID, swept: Swept, *, now: datetime) -> None:
+    try:
+        if pool.finish_eviction(pk, token, now=now, actor="sweep"):
+            swept.note("put to sleep")
+        else:
+            swept.failures.append(f"{pk}: {Sandbox.objects.values_list('last_error', flat=True).get(pk=pk)}")
+    except Exception as failed:  # one sandbox must not keep the others awake
+        log.exception("eviction failed", sandbox=str(pk))
+        swept.failures.append(f"{pk}: {failed}")
+
+
+def due_for_sleep(*, now: datetime) -> QuerySet[Sandbox]:
+    """Sandboxes that nothing has used for their idle time."""
+    return Sandbox.objects.filter(idle_at__lte=now, holder__isnull=False, lost_at__isnull=True)
+
+
+def cold(*, now: datetime, limit: int = 500) -> Swept:
+    """What sleeps for longer than the cold TTL gives up its place and its local files. The store keeps its copy, and
+    the next use by the same holder makes a new sandbox from it."""
+    swept = Swept()
+    for sandbox in forgotten(now=now)[:limit]:
+        same = Q(state_since=sandbox.state_since)
+        if pool.drop_cold(sandbox.pk, now=now, reason="cold for too long", actor="sweep", guard=same):
+            swept.note("cold dropped")
+        else:
+            swept.note("lost race")
+    for snapshot in local_leftovers()[:limit]:
+        workspace.forget_local(snapshot)
+        swept.note("local copies removed")
+    return swept
+
+
+def forgotten(*, now: datetime) -> QuerySet[Sandbox]:
+    """Sandboxes that have slept for longer than the cold TTL."""
+    return Sandbox.objects.filter(state=COLD, state_since__lte=now - settings.COLD_TTL).order_by("state_since")
+
+
+def local_leftovers() -> QuerySet[Snapshot]:
+    """Local copies of sandboxes that are gone."""
+    return Snapshot.objects.filter(local=True, forgotten_at__isnull=True, sandbox__state=DESTROYED).order_by("at")
+
+
+def warm(*, now: datetime) -> Swept:
+    """Start what pools want to have ready ahead of demand. Three failures in a row and a pool warms nothing for a while."""
+    swept, later = Swept(), ticking(now)
+    for one in Pool.objects.filter(warm_target__gt=0, draining=False):
+        while later() <= now + BUDGET:
+            if one.warm_paused_until and one.warm_paused_until > later():
+                swept.failures.append(f'pool "{one}": warms nothing until {one.warm_paused_until:%H:%M:%S}: {one.warm_error}')
+                break
+            try:
+                if pool.warm_up(one, now=later()) is None:
+                    break
+                swept.note("warmed up")
+                Pool.objects.filter(pk=one.pk).update(warm_failures=0, warm_paused_until=None, warm_error="")
+            except (SandboxError, ProviderError, ImproperlyConfigured) as failed:
+                _count_warm_failure(one, failed, now=later())
+                swept.failures.append(f'pool "{one}": {failed}')
+            one.refresh_from_db()
+    return swept
+
+
+def short_of_warm(*, now: datetime) -> list[Pool]:
+    """Pools that have fewer sandboxes ready than they want, and may warm some up."""
+    wanting = Pool.objects.filter(warm_target__gt=0, draining=False).exclude(warm_paused_until__gt=now)
+    return [one for one in wanting if pool.unclaimed(one).filter(state__in=(WARMING, WARM)).count() < one.warm_target]
+
+
+def _count_warm_failure(one: Pool, failed: Exception, *, now: datetime) -> None:
+    Pool.objects.filter(pk=one.pk).update(warm_failures=F("warm_failures") + 1, warm_error=str(failed)[:2000])
+    one.refresh_from_db()
+    if one.warm_failures >= WARM_FAILURES:
+        pause = backoff(one.warm_failures - WARM_FAILURES + 1, first=timedelta(minutes=1), most=timedelta(hours=1))
+        Pool.objects.filter(pk=one.pk).update(warm_paused_until=now + pause)
+        log.error("warming paused", pool=one.name, failures=one.warm_failures, seconds=pause.total_seconds(), error=str(failed))
+
+
 def stalled(*, now: datetime, limit: int = 200) -> Swept:
     """Take the next step for whatever is past its deadline: whoever was at it has died.
 
-    A Run is closed as lost; a sandbox that never became ready is given up."""
+    A Run is closed as lost, and what it left running is killed. A sandbox that never became ready is given up; one that
+    was falling asleep goes on from where it was."""
     swept = Swept()
     swept.note("runs closed", runs.close_overdue(now=now, limit=limit))
     for sandbox in overdue_starts(now=now)[:limit]:
         same = {"claim": sandbox.claim, "deadline_at": sandbox.deadline_at}
         gone = pool.give_up(sandbox.pk, now=now, reason="stalled while starting", actor="sweep", guard=Q(**same))
         swept.note("starts given up" if gone else "lost race")
+    for sandbox in overdue_evictions(now=now)[:limit]:
+        _resume_eviction(sandbox, swept, now=now)
     return swept
+
+
+def _resume_eviction(sandbox: Sandbox, swept: Swept, *, now: datetime) -> None:
+    same = Q(claim=sandbox.claim, deadline_at=sandbox.deadline_at)
+    if sandbox.tries >= settings.DESTROY_TRIES:  # its state is stored; what does not go is a matter for the quarantine
+        pool.give_up(sandbox.pk, now=now, reason=f"it does not go: {sandbox.last_error}", actor="sweep", guard=same)
+        swept.note("evictions given up")
+        return
+    token = uuid.uuid4()
+    taken = Sandbox.objects.filter(same, pk=sandbox.pk, state=EVICTING).update(
+        claim=token, claimed_by=settings.INSTANCE, deadline_at=now + pool.EVICT_WITHIN
+    )
+    done = taken and pool.finish_eviction(sandbox.pk, token, now=now, actor="sweep")
+    swept.note("evictions finished" if done else "evictions postponed" if taken else "lost race")
 
 
 def overdue_starts(*, now: datetime) -> QuerySet[Sandbox]:
@@ -79,18 +201,29 @@ def overdue_starts(*, now: datetime) -> QuerySet[Sandbox]:
     return Sandbox.objects.filter(state=WARMING, deadline_at__lt=now).order_by("deadline_at")
 
 
-def orphans(*, now: datetime, grace: timedelta) -> Swept:
-    """Compare what providers list with the rows, pool by pool.
+def overdue_evictions(*, now: datetime) -> QuerySet[Sandbox]:
+    """Sandboxes that should have been asleep by now."""
+    late = Sandbox.objects.filter(state=EVICTING, deadline_at__lt=now, lost_at__isnull=True)
+    return late.order_by("deadline_at")
 
-    What is listed and has no row that wants it is destroyed once it is older than `grace`: younger, its row may be on
-    its way. A listing that fails kills nothing, and is a failure of this sweep."""
+
+def reconcile(*, now: datetime, grace: timedelta) -> Swept:
+    """Compare the rows with what providers list, pool by pool.
+
+    Listed and wanted by a row: kept as it is. Listed, and no row wants it (an earlier incarnation is not wanted):
+    destroyed once it is older than `grace`; younger, its row may be on its way. A row that should be alive and is not
+    there, neither listed nor when asked for by name: cold if nothing unsaved was in it, else lost. A listing that fails
+    or is empty kills nothing."""
     swept = Swept()
     for one, name in listings():
         try:
-            for found in orphaned(one, name, now=now, grace=grace):
-                log.warning("orphan destroyed", name=found.name, provider=name, created_at=found.created_at.isoformat())
-                providers.get(name).destroy(found.ref)
-                swept.note("orphans destroyed")
+            alive = alive_rows(one, name)  # before the listing: what is made after this line is not missed in it
+            listed = providers.get(name).list(str(one.owner))
+            _destroy_orphans(one, name, listed, swept, now=now, grace=grace)
+            if listed:
+                _find_missing(alive, listed, swept, now=now)
+            elif alive:
+                swept.failures.append(f'pool "{one}", {name}: lists nothing, but {len(alive)} rows are alive; left alone')
         except (ProviderError, ImproperlyConfigured) as failed:
             swept.failures.append(f'pool "{one}", {name}: {failed}')
     return swept
@@ -105,15 +238,105 @@ def listings() -> Iterator[tuple[Pool, str]]:
 
 def used_providers(one: Pool) -> set[str]:
     """Providers that still run something for this pool, also when it was moved to another since."""
-    return set(Sandbox.objects.filter(pool=one).exclude(state="destroyed").values_list("provider", flat=True))
+    return set(Sandbox.objects.filter(pool=one).exclude(state=DESTROYED).values_list("provider", flat=True))
+
+
+def alive_rows(one: Pool, provider_name: str) -> list[Sandbox]:
+    return list(Sandbox.objects.filter(pool=one, provider=provider_name, state__in=ALIVE, lost_at__isnull=True))
 
 
 def orphaned(one: Pool, provider_name: str, *, now: datetime, grace: timedelta) -> list[Found]:
     """What a provider lists for a pool and no row wants, older than `grace`; all of it, or ProviderError."""
-    listed = providers.get(provider_name).list(str(one.owner))
+    return _unwanted(one, providers.get(provider_name).list(str(one.owner)), now=now, grace=grace)
+
+
+def _unwanted(one: Pool, listed: list[Found], *, now: datetime, grace: timedelta) -> list[Found]:
     # Rows are read after the listing: whatever was created since is not in the listing, and is not missed.
-    wanted = {s.name for s in Sandbox.objects.filter(pool=one).exclude(state="destroyed")}
+    wanted = {sandbox.name for sandbox in Sandbox.objects.filter(pool=one).exclude(state__in=(DESTROYED, COLD))}
     return [found for found in listed if found.name not in wanted and found.created_at <= now - grace]
+
+
+def _destroy_orphans(one: Pool, name: str, listed: list[Found], swept: Swept, *, now: datetime, grace: timedelta) -> None:
+    for found in _unwanted(one, listed, now=now, grace=grace):
+        log.warning("orphan destroyed", name=found.name, provider=name, created_at=found.created_at.isoformat())
+        providers.get(name).destroy(found.ref)
+        swept.note("orphans destroyed")
+
+
+def _find_missing(alive: list[Sandbox], listed: list[Found], swept: Swept, *, now: datetime) -> None:
+    names = {found.name for found in listed}
+    for sandbox in alive:
+        if sandbox.name in names:
+            swept.note("kept")
+            continue
+        try:
+            providers.get(sandbox.provider).inspect(sandbox.ref)
+        except Missing as gone:
+            swept.note(_missing(sandbox, str(gone), now=now))
+
+
+def _missing(sandbox: Sandbox, why: str, *, now: datetime) -> str:
+    """A row whose sandbox is not there: what became of it."""
+    same = Q(incarnation=sandbox.incarnation)
+    if sandbox.holder is None:
+        gone = pool.give_up(sandbox.pk, now=now, reason="the provider has lost it", actor="sweep", guard=same)
+        return "unclaimed dropped" if gone else "lost race"
+    if sandbox.state == WARM:  # nothing unsaved was in it: the next use wakes it from what is stored, if anything is
+        cold_now = advance(
+            sandbox.pk, WARM, EVICTING, now=now, reason="the provider has lost it", actor="sweep", guard=same,
+            claim=uuid.uuid4(), deadline_at=now, idle_at=None,
+        ) and advance(
+            sandbox.pk, EVICTING, COLD, now=now, reason="nothing unsaved was in it", actor="sweep", claim=None, deadline_at=None
+        )  # fmt: skip
+        return "found cold" if cold_now else "lost race"
+    return "lost" if pool.mark_lost(sandbox, why, now=now) else "lost race"
+
+
+def recount(*, now: datetime) -> Swept:
+    """Set the counters of pools and quotas to what the rows say. Any difference is an error: it should never be."""
+    swept = Swept()
+    for pk in Pool.objects.values_list("pk", flat=True):
+        with transaction.atomic():  # whoever takes or frees a place locks this row in its transaction, too
+            one = Pool.objects.select_for_update().get(pk=pk)
+            live = Sandbox.objects.filter(pool=one).exclude(state=DESTROYED)
+            counted = live.count()
+            if counted != one.used:
+                Pool.objects.filter(pk=pk).update(used=counted)
+                swept.failures.append(f'pool "{one}": its counter said {one.used}, its rows are {counted}')
+            by_agent = dict(live.exclude(agent_did="").values_list("agent_did").annotate(n=Count("pk")).order_by())
+            for quota in Quota.objects.select_for_update().filter(pool=one):
+                mine = by_agent.get(quota.agent_did, 0)
+                if mine != quota.used:
+                    Quota.objects.filter(pk=quota.pk).update(used=mine)
+                    swept.failures.append(
+                        f'pool "{one}": {quota.agent_did} was counted {quota.used} times, its rows are {mine}'
+                    )
+        swept.note("pools counted")
+    return swept
+
+
+def measure(*, now: datetime, limit: int = 50) -> Swept:
+    """Measure the workspaces that were used since they were last measured, the longest unmeasured first."""
+    swept, later = Swept(), ticking(now)
+    for sandbox in unmeasured()[:limit]:
+        if later() > now + BUDGET:
+            break
+        try:
+            size = runs.measure(providers.get(sandbox.provider), sandbox, now=later())
+        except Missing:
+            swept.note("gone")  # reconcile decides what that means
+        except ProviderError as failed:
+            swept.failures.append(f"{sandbox.pk}: {failed}")
+        else:
+            swept.note("over the limit" if size > sandbox.pool.workspace_limit_mib << 20 else "measured")
+    return swept
+
+
+def unmeasured() -> QuerySet[Sandbox]:
+    """Sandboxes in use whose workspace was not measured since they were last used."""
+    stale = Q(measured_at__isnull=True) | Q(measured_at__lt=F("last_used_at"))
+    used = Sandbox.objects.filter(stale, tier=2, lost_at__isnull=True).select_related("pool")
+    return used.order_by(F("measured_at").asc(nulls_first=True))
 
 
 def recorded(name: str, sweep: Callable[[], Swept], *, now: datetime, every: timedelta) -> Swept:

@@ -7,7 +7,6 @@ import pytest
 
 from leases import acting, leasing, sweeps
 from leases.models import Lease
-from sandboxes import sweeps as below
 from sandboxes.models import GONE, Pool, Run, Sandbox
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
@@ -29,7 +28,7 @@ def sweep(now: datetime) -> None:
     sweeps.expire_due(now=now)
     sweeps.stalled(now=now)
     sweeps.reclaim(now=now)
-    below.orphans(now=now, grace=timedelta(0))
+    sweeps.reconcile(now=now, grace=timedelta(0))
 
 
 def assert_converged(pool: Pool, memory: MemoryProvider) -> None:
@@ -104,6 +103,6 @@ def test_an_orphan_is_destroyed_only_after_its_grace(pool: Pool, memory: MemoryP
 
     memory.create(Spec(name="leasehold-stray", owner=str(pool.owner)))
     made_at = memory.inspect("leasehold-stray").created_at
-    assert below.orphans(now=made_at + MINUTE, grace=2 * MINUTE).counts == {}
-    assert below.orphans(now=made_at + 2 * MINUTE, grace=2 * MINUTE).counts == {"orphans destroyed": 1}
+    assert sweeps.reconcile(now=made_at + MINUTE, grace=2 * MINUTE).counts == {}
+    assert sweeps.reconcile(now=made_at + 2 * MINUTE, grace=2 * MINUTE).counts == {"orphans destroyed": 1}
     assert memory.list(str(pool.owner)) == []

@@ -150,7 +150,7 @@ def _sweeps(now: datetime) -> None:
         ("expire", 20, MINUTE, {"expired": 2}, ""),
         ("reclaim", 25, MINUTE, {"destroyed": 3}, "7b0c: engine answered 500"),
         ("stalled", 40, MINUTE, {}, ""),
-        ("orphans", 900, 5 * MINUTE, {"orphans destroyed": 1}, 'pool "demo", docker: the daemon did not answer'),
+        ("reconcile", 900, 5 * MINUTE, {"orphans destroyed": 1}, 'pool "demo", docker: the daemon did not answer'),
     ):
         at = now - timedelta(seconds=age)
         Sweep.objects.create(

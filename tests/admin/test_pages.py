@@ -245,7 +245,7 @@ def test_markup_that_agents_and_providers_wrote_stays_text(
     Sandbox.objects.filter(pk=lost.pk).update(
         state="destroying", last_error=MARKUP, quarantined_at=NOW, deadline_at=NOW, image=MARKUP
     )
-    sweep = Sweep.objects.create(name="orphans", last_error=MARKUP, counts={MARKUP: 1})
+    sweep = Sweep.objects.create(name="reconcile", last_error=MARKUP, counts={MARKUP: 1})
     LeaseEvent.objects.create(lease=lease, at=NOW, kind=MARKUP[:32], actor=MARKUP, reason=MARKUP)
     turn = Turn.objects.get()
     agent = superuser.get("/admin/leases/agent/").context["cl"].result_list[0]

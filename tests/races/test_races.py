@@ -1,13 +1,16 @@
 """Races by construction: a rival runs in the middle of a step, or threads start together."""
 
+import threading
 from datetime import timedelta
 
 import pytest
-from django.db import transaction
+from django.db import connections, transaction
 
 from leases import acting, leasing, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease
+from sandboxes import pool as pools
+from sandboxes import sweeps as below
 from sandboxes.errors import CapacityExhausted
 from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.providers.memory import MemoryProvider
@@ -48,14 +51,102 @@ def test_eight_first_execs_at_once_start_one_sandbox(grant, memory: MemoryProvid
     assert (sandbox.state, sandbox.open_runs, Run.objects.count()) == ("waiting", 0, 8)
 
 
-def test_thirty_two_starts_at_a_capacity_of_ten_take_ten_places(pool: Pool, grant, memory: MemoryProvider) -> None:
+def test_thirty_two_starts_at_a_capacity_of_ten_never_have_an_eleventh(pool: Pool, grant, memory: MemoryProvider) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=10)
     leases = [grant(agent=f"did:plc:a{i}") for i in range(32)]
+    most = []
+    memory.after("create", lambda ref: most.append(len(memory.list(str(pool.owner)))))
     with threads(32) as run:
         answers = run(lambda i: acting.exec_in(leases[i].pk, true(), now=NOW)[1].exit_code)
-    assert answers.count(0) == 10
-    assert sum(isinstance(answer, CapacityExhausted) for answer in answers) == 22
-    assert len(memory.list(str(pool.owner))) == Pool.objects.get(pk=pool.pk).used == 10
+    assert max(most) <= 10
+    assert all(answer == 0 or isinstance(answer, CapacityExhausted) for answer in answers)
+    assert Sandbox.objects.filter(pool=pool).exclude(state="destroyed").count() == Pool.objects.get(pk=pool.pk).used <= 10
+
+
+def test_with_ten_running_and_ten_places_everybody_else_is_refused(pool: Pool, grant, memory: MemoryProvider) -> None:
+    Pool.objects.filter(pk=pool.pk).update(capacity=10)
+    leases = [grant(agent=f"did:plc:a{i}") for i in range(32)]
+    release, running = threading.Event(), threading.Semaphore(0)
+
+    def hold(ref: str) -> None:
+        running.release()
+        assert release.wait(30)
+
+    memory.before("exec", hold)
+    refused: list[object] = []
+
+    def act(i: int) -> object:
+        try:
+            return acting.exec_in(leases[i].pk, true(), now=NOW)[1].exit_code
+        except CapacityExhausted as full:
+            refused.append(full)
+            if len(refused) == 22:
+                release.set()
+            return full
+
+    with threads(32) as run:
+        answers = run(act)
+    assert (answers.count(0), len(refused)) == (10, 22)
+
+
+def test_an_eviction_and_a_run_that_starts_never_both_win(pool: Pool, grant, at_step) -> None:
+    lease: Lease = grant()
+    acting.exec_in(lease.pk, true(), now=NOW)
+    sandbox = Sandbox.objects.get()
+    at_step("run opened", lambda: evicted.append(pools.sleep(sandbox.pk, now=NOW, reason="idle")))
+    evicted: list[bool] = []
+    assert acting.exec_in(lease.pk, true(), now=NOW)[1].exit_code == 0
+    assert evicted == [False]
+    sandbox.refresh_from_db()
+    assert (sandbox.state, sandbox.incarnation) == ("waiting", 1)
+
+
+def test_a_run_that_comes_while_it_falls_asleep_waits_and_wakes_it(pool: Pool, grant, at_step) -> None:
+    lease: Lease = grant()
+    acting.exec_in(lease.pk, Command(argv=["sh", "-c", "echo kept >f"], timeout=MINUTE), now=NOW)
+    sandbox, answers = Sandbox.objects.get(), []
+
+    def rival() -> None:
+        cat = Command(argv=["cat", "f"], timeout=MINUTE)
+        answers.append(acting.exec_in(lease.pk, cat, now=NOW)[1].stdout)
+        connections.close_all()
+
+    thread = threading.Thread(target=rival)
+    at_step("persisted", thread.start)
+    assert pools.sleep(sandbox.pk, now=NOW, reason="idle")
+    thread.join(30)
+    assert answers == [b"kept\n"]
+    sandbox.refresh_from_db()
+    assert (sandbox.incarnation, sandbox.source) == (2, "local")
+
+
+def test_sixteen_claims_for_four_warm_sandboxes_get_four_different_ones(pool: Pool, grant) -> None:
+    Pool.objects.filter(pk=pool.pk).update(warm_target=4)
+    assert below.warm(now=NOW).counts == {"warmed up": 4}
+    leases = [grant(agent=f"did:plc:a{i}") for i in range(16)]
+    with threads(16) as run:
+        run(lambda i: acting.exec_in(leases[i].pk, true(), now=NOW))
+    assert Pool.objects.get(pk=pool.pk).claimed_warm == 4
+    assert Sandbox.objects.exclude(holder=None).values("holder").distinct().count() == Sandbox.objects.count() == 16
+
+
+def test_eight_warming_sweeps_at_once_start_no_more_than_the_target(pool: Pool, memory: MemoryProvider) -> None:
+    Pool.objects.filter(pk=pool.pk).update(warm_target=3)
+    with threads(8) as run:
+        run(lambda i: below.warm(now=NOW))
+    assert len(memory.list(str(pool.owner))) == 3
+
+
+def test_a_release_while_it_wakes_leaves_nothing(pool: Pool, grant, memory: MemoryProvider, at_step) -> None:
+    lease: Lease = grant()
+    acting.exec_in(lease.pk, true(), now=NOW)
+    assert pools.sleep(Sandbox.objects.get().pk, now=NOW, reason="idle")
+    at_step("wake claimed", lambda: (leasing.release(lease.pk, now=NOW), sweeps.reclaim(now=NOW)))
+    with pytest.raises(LeaseEnded):
+        acting.exec_in(lease.pk, true(), now=NOW)
+    sweeps.reclaim(now=NOW)
+    assert memory.list(str(pool.owner)) == []
+    assert Pool.objects.get(pk=pool.pk).used == 0
 
 
 def test_a_release_between_the_check_and_the_place_starts_nothing(grant, memory: MemoryProvider) -> None:

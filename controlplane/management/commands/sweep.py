@@ -18,6 +18,7 @@ from leases import turns
 from leases.management.verbs import duration, first_line, one_line
 from sandboxes import runs
 from sandboxes import sweeps as sandboxes
+from sandboxes.models import Pool
 from sandboxes.providers.base import Found
 
 TICK = 0.2  # seconds until a signal is noticed
@@ -35,6 +36,7 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "stalled": {
         "close run": lambda now: runs.overdue(now=now)[:SHOWN],
         "give up sandbox": lambda now: sandboxes.overdue_starts(now=now)[:SHOWN],
+        "finish putting to sleep": lambda now: sandboxes.overdue_evictions(now=now)[:SHOWN],
         "skip turn": lambda now: turns.overdue(now=now)[:SHOWN],
         "forget answer": lambda now: leases.forgettable(now=now)[:SHOWN],
     },
@@ -42,7 +44,15 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "destroy sandbox": lambda now: sandboxes.given_up(now=now)[:SHOWN],
         "close lease": lambda now: leases.cleared()[:SHOWN],
     },
-    "orphans": {"destroy": _orphans},
+    "idle": {"put to sleep": lambda now: sandboxes.due_for_sleep(now=now)[:SHOWN]},
+    "cold": {
+        "drop": lambda now: sandboxes.forgotten(now=now)[:SHOWN],
+        "remove local copy": lambda now: sandboxes.local_leftovers()[:SHOWN],
+    },
+    "warm": {"warm up in pool": lambda now: sandboxes.short_of_warm(now=now)},
+    "reconcile": {"destroy": _orphans, "end lease as lost": lambda now: leases.lost()},
+    "recount": {"count pool": lambda now: Pool.objects.all()},
+    "measure": {"measure": lambda now: sandboxes.unmeasured()[:SHOWN]},
 }
 
 

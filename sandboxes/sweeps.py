@@ -311,7 +311,6 @@ def recount(*, now: datetime) -> Swept:
                     swept.failures.append(
                         f'pool "{one}": {quota.agent_did} was counted {quota.used} times, its rows are {mine}'
                     )
-        swept.note("pools counted")
     return swept
 
 

@@ -13,7 +13,7 @@ import pytest
 from django.db import transaction
 from hypothesis import HealthCheck, Phase
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
-from pytest_django.fixtures import SettingsWrapper
+from pytest_django import Settings
 
 from leases import acting, leasing, sweeps
 from leases.models import EnvironmentType, Lease
@@ -220,7 +220,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert not Run.objects.filter(sandbox__pool=self.pool, ended_at__isnull=True).exists()
 
 
-def test_the_pool_keeps_its_promises_whatever_happens(settings: SettingsWrapper) -> None:
+def test_the_pool_keeps_its_promises_whatever_happens(settings: Settings) -> None:
     # Who finds a sandbox in the hands of somebody dead waits this long in real time, and is refused.
     settings.SANDBOX_START_TIMEOUT = timedelta(milliseconds=20)
     run_state_machine_as_test(

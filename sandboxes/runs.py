@@ -5,6 +5,7 @@ an eviction that looks at the state can never take a sandbox from under a comman
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TypeVar
@@ -16,7 +17,7 @@ from django.db.models import QuerySet
 from sandboxes import lifecycle, pool, providers
 from sandboxes.errors import Lost, ProviderFailed, SandboxError, WorkspaceFull
 from sandboxes.lifecycle import step
-from sandboxes.models import Outcome, Run, Sandbox
+from sandboxes.models import GONE, Outcome, Run, Sandbox
 from sandboxes.moments import ticking
 from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoFile, Provider, ProviderError, Rejected
 
@@ -177,15 +178,23 @@ def measure(provider: Provider, sandbox: Sandbox, *, now: datetime) -> int:
     return size
 
 
-def close_overdue(*, now: datetime, limit: int = 200) -> int:
-    """Close Runs past their deadline: whoever waited for them is dead, and their exit is unknown."""
+def close_abandoned(run: Run, *, now: datetime) -> bool:
+    """Close a Run past its deadline: whoever waited for it is dead, and its exit is unknown. False if it was closed.
+
+    What it may still be running is killed first: else a command that nobody waits for goes on in a sandbox that says
+    it waits. ProviderError if that could not be done; then the Run stays open for the next try."""
+    sandbox = run.sandbox
+    if sandbox.state not in GONE and sandbox.incarnation == run.incarnation:
+        with suppress(Missing):  # gone with whatever ran in it: reconcile finds that it is lost
+            providers.get(sandbox.provider).kill(sandbox.ref, str(run.pk))
     why = "Past its deadline: the process that waited for it is gone, so how it ended is not known."
-    return sum(close(run, now=now, outcome=Outcome.LOST, note=why, actor="sweep") for run in overdue(now=now)[:limit])
+    return close(run, now=now, outcome=Outcome.LOST, note=why, actor="sweep")
 
 
 def overdue(*, now: datetime) -> QuerySet[Run]:
     """Runs that should have been closed by now."""
-    return Run.objects.filter(ended_at__isnull=True, deadline_at__lt=now).order_by("deadline_at")
+    late = Run.objects.filter(ended_at__isnull=True, deadline_at__lt=now)
+    return late.select_related("sandbox").order_by("deadline_at")
 
 
 def _outcome(result: ExecResult) -> Outcome:

@@ -172,7 +172,11 @@ def stalled(*, now: datetime, limit: int = 200) -> Swept:
     A Run is closed as lost, and what it left running is killed. A sandbox that never became ready is given up; one that
     was falling asleep goes on from where it was."""
     swept = Swept()
-    swept.note("runs closed", runs.close_overdue(now=now, limit=limit))
+    for run in runs.overdue(now=now)[:limit]:
+        try:
+            swept.note("runs closed" if runs.close_abandoned(run, now=now) else "lost race")
+        except ProviderError as failed:
+            swept.failures.append(f"run {run.pk}: {failed}")
     for sandbox in overdue_starts(now=now)[:limit]:
         same = {"claim": sandbox.claim, "deadline_at": sandbox.deadline_at}
         gone = pool.give_up(sandbox.pk, now=now, reason="stalled while starting", actor="sweep", guard=Q(**same))

@@ -8,6 +8,7 @@ import pytest
 from leases import acting, leasing, sweeps
 from leases.models import Lease
 from sandboxes.models import GONE, Pool, Run, Sandbox
+from sandboxes.providers.base import Spec, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW, Died
@@ -84,6 +85,19 @@ def test_dying_around_any_call_to_the_provider_converges(when: str, verb: str, g
     assert set(Lease.objects.values_list("status", flat=True)) == {"destroyed"}
 
 
+def test_what_an_abandoned_run_left_running_is_killed_before_its_sandbox_waits(grant, memory, at_step) -> None:
+    lease: Lease = grant()
+    at_step("run opened", die)
+    with pytest.raises(Died):
+        acting.exec_in(lease.pk, true(), now=NOW)
+    with memory.fail("kill", Unavailable("engine away")):
+        assert sweeps.stalled(now=LATER).failures
+    assert Sandbox.objects.get().state == "running"
+    assert sweeps.stalled(now=LATER).counts == {"runs closed": 1}
+    run, sandbox = Run.objects.get(), Sandbox.objects.get()
+    assert (run.outcome, sandbox.state, memory.calls[-1]) == ("lost", "waiting", ("kill", sandbox.ref))
+
+
 def test_a_create_that_finishes_after_its_row_was_given_up_leaves_nothing(grant, pool, memory, at_step) -> None:
     lease: Lease = grant()
 
@@ -99,8 +113,6 @@ def test_a_create_that_finishes_after_its_row_was_given_up_leaves_nothing(grant,
 
 
 def test_an_orphan_is_destroyed_only_after_its_grace(pool: Pool, memory: MemoryProvider) -> None:
-    from sandboxes.providers.base import Spec
-
     memory.create(Spec(name="leasehold-stray", owner=str(pool.owner)))
     made_at = memory.inspect("leasehold-stray").created_at
     assert sweeps.reconcile(now=made_at + MINUTE, grace=2 * MINUTE).counts == {}

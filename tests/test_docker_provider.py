@@ -180,13 +180,13 @@ def test_memory_is_counted_anew_after_a_restart(box: Box) -> None:
 
 
 def by_reaper_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DockerProvider, "_reap_from_host", lambda self, run: False)
+    monkeypatch.setattr(DockerProvider, "_reap_from_host", lambda self, ref, mark, gid: False)
 
 
 def by_host(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root may signal the processes of a container")
-    monkeypatch.setattr(DockerProvider, "_reap_inside", lambda self, run: False)
+    monkeypatch.setattr(DockerProvider, "_reap_inside", lambda self, ref, mark, gid: False)
 
 
 @pytest.mark.parametrize("way", [by_reaper_inside, by_host])
@@ -226,8 +226,8 @@ def test_a_timeout_ends_a_fork_bomb_and_no_other_exec(
 
 def test_where_nothing_can_reap_the_container_goes_and_its_files_stay(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     box.run("sh", "-c", "echo kept > /workspace/file")
-    monkeypatch.setattr(DockerProvider, "_reap_from_host", lambda self, run: False)
-    monkeypatch.setattr(DockerProvider, "_reap_inside", lambda self, run: False)
+    monkeypatch.setattr(DockerProvider, "_reap_from_host", lambda self, ref, mark, gid: False)
+    monkeypatch.setattr(DockerProvider, "_reap_inside", lambda self, ref, mark, gid: False)
     assert box.run("python3", "-c", BOMB, seconds=1).timed_out
     assert box.run("cat", "/workspace/file").stdout == b"kept\n"
     assert box.processes() == []

@@ -80,7 +80,7 @@ class Found:
 
     ref: str
     name: str
-    running: bool  # False: it exists, but nothing can be executed in it
+    running: bool  # False: it is paused, stopped or half made; what cannot wake by itself answers an exec Unavailable
     created_at: datetime  # by the provider's clock
 
 
@@ -128,6 +128,11 @@ class Provider(ABC):
         """Run argv (no shell) and wait for it. `mark` is unique for this exec: on timeout every process that descends
         from it is killed, also those that left its session, and no process of another exec. Each stream keeps its first
         `cap` bytes. Several execs may run at once. A program that does not exist is a result with exit code 127."""
+
+    @abstractmethod
+    def kill(self, ref: str, mark: str) -> None:
+        """Return once no process of the exec with this mark is there, whoever had started it. Nothing to kill, and a
+        sandbox that is not running, is success; no sandbox at all is Missing."""
 
     @abstractmethod
     def destroy(self, ref: str) -> None:

@@ -227,7 +227,7 @@ class DockerProvider(Provider):
     ) -> ExecResult:
         engine, started, since = self._engine, time.monotonic(), time.time()
         out, err = Kept(cap), Kept(cap)
-        with self._running(ref, argv, env, cwd, io.BytesIO(stdin) if stdin else None, mark, engine.own_gid()) as run:
+        with self._running(ref, argv, env, cwd, io.BytesIO(stdin) if stdin else None, mark, engine.own_gid(mark)) as run:
             before = engine.oom_kills(ref)
             run.deadline = started + timeout.total_seconds()
             try:
@@ -303,7 +303,7 @@ class DockerProvider(Provider):
         sandbox and cannot be disturbed; else by a reaper inside; and if that cannot do it either, by killing
         all that runs in the container, which costs its other execs their processes, and no files."""
         until = time.monotonic() + KILL_PATIENCE
-        while self._reap_from_host(run) or self._reap_inside(run):
+        while self._reap(run.ref, run.mark, run.gid):
             if not run.lives():
                 return
             if time.monotonic() > until:  # it is still about to start, and does not get there
@@ -312,26 +312,33 @@ class DockerProvider(Provider):
         with contextlib.suppress(Missing, Conflict), asking():  # not there, or not running: then it is done
             self._engine.client.kill(run.ref)
 
-    def _reap_inside(self, run: Run) -> bool:
-        argv = [*PYTHON, "/opt/leasehold/reap.py", run.mark, *([str(run.gid)] if run.gid else [])]
+    def kill(self, ref: str, mark: str) -> None:
+        if self.inspect(ref).running and not self._reap(ref, mark, self._engine.own_gid(mark)):
+            raise Unavailable(f"The processes of {mark} in {ref} could not be killed")
+
+    def _reap(self, ref: str, mark: str, gid: int | None) -> bool:
+        return self._reap_from_host(ref, mark, gid) or self._reap_inside(ref, mark, gid)
+
+    def _reap_inside(self, ref: str, mark: str, gid: int | None) -> bool:
+        argv = [*PYTHON, "/opt/leasehold/reap.py", mark, *([str(gid)] if gid else [])]
         try:
-            exec_id = self._exec_create(run.ref, argv, AGENT, AGENT, WorkingDir="/")
+            exec_id = self._exec_create(ref, argv, AGENT, AGENT, WorkingDir="/")
             with self._engine.dial() as connection:
-                reaper = Run(self._engine, connection, run.ref, exec_id, None, mark="")
+                reaper = Run(self._engine, connection, ref, exec_id, None, mark="")
                 reaper.deadline = time.monotonic() + reap.PATIENCE + 2
                 reaper.collect(Kept(0), Kept(0))
                 return reaper.ended() == (0, True)
         except (Unavailable, TimeoutError):
             return False
 
-    def _reap_from_host(self, run: Run) -> bool:
+    def _reap_from_host(self, ref: str, mark: str, gid: int | None) -> bool:
         if os.geteuid() != 0:
             return False
         try:
-            cgroup = self._engine.cgroup(run.ref)
+            cgroup = self._engine.cgroup(ref)
             if cgroup is None:
                 return False
-            reap.kill_tree(run.mark, run.gid, pids=lambda: map(int, cgroup.processes.read_text().split()))
+            reap.kill_tree(mark, gid, pids=lambda: map(int, cgroup.processes.read_text().split()))
         except (OSError, Unavailable):  # with TimeoutError
             return False
         return True

@@ -175,6 +175,10 @@ class ProcessProvider(Provider):
             duration=timedelta(seconds=time.monotonic() - started),
         )
 
+    def kill(self, ref: str, mark: str) -> None:
+        self.inspect(ref)
+        _kill_run(mark)
+
     def destroy(self, ref: str) -> None:
         with _disk():
             path = self._find(ref)

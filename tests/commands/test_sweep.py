@@ -107,8 +107,8 @@ def test_dry_run_lists_what_the_sweeps_then_do_and_changes_nothing(
         "cold: nothing to do",
         "warm: nothing to do",
         "reconcile: would destroy leasehold-orphan-1",
-        *[f"recount: would count pool {pk}" for pk in Pool.objects.values_list("pk", flat=True)],
-        "measure: nothing to do",
+        *[f"recount: would count pool {pk}" for pk in Pool.objects.order_by("pk").values_list("pk", flat=True)],
+        f"measure: would measure {Sandbox.objects.get(holder=used.pk).pk}",
     ]
     assert sweep("--dry-run") == expected
     assert sweep("--dry-run") == expected

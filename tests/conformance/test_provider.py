@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 
 from sandboxes.providers.base import BadPath, Missing, NoFile, Rejected, Spec, TooLarge
-from tests.conformance.conftest import long_nap
+from tests.conformance.conftest import long_nap, unique
 
 MIB = 1 << 20
 SOON = timedelta(seconds=30)  # far below the 300 s that the programs here would sleep
@@ -337,6 +337,25 @@ def test_another_exec_survives_a_timeout(real_box):
         assert real_box.asleep(nap) != []
         real_box.run("sh", "-c", "echo still here >go")
         assert other.result().stdout == b"still here\n"
+
+
+def test_an_exec_is_killed_by_its_mark_and_no_other(real_box):
+    nap, mark = long_nap(), unique()
+    real_box.run("mkfifo", "ready")
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(real_box.run, "sh", "-c", f"setsid sleep {nap} & echo >ready; wait", mark=mark)
+        real_box.run("cat", "ready")  # returns once it is there
+        real_box.provider.kill(real_box.ref, unique())
+        assert real_box.asleep(nap) != []
+        real_box.provider.kill(real_box.ref, mark)
+        assert real_box.asleep(nap) == []
+        assert not other.result().timed_out
+
+
+def test_killing_what_is_not_there_is_success_and_a_sandbox_that_is_not_there_is_missing(bench, box):
+    bench.provider.kill(box.ref, unique())
+    with pytest.raises(Missing):
+        bench.provider.kill(unique(), unique())
 
 
 def test_what_a_command_leaves_running_does_not_hold_its_result_back(real_box):

@@ -51,7 +51,7 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     },
     "warm": {"warm up in pool": lambda now: sandboxes.short_of_warm(now=now)},
     "reconcile": {"destroy": _orphans, "end lease as lost": lambda now: leases.lost()},
-    "recount": {"count pool": lambda now: Pool.objects.all()},
+    "recount": {"count pool": lambda now: Pool.objects.order_by("pk")},
     "measure": {"measure": lambda now: sandboxes.unmeasured()[:SHOWN]},
 }
 

@@ -9,7 +9,7 @@ from uuid import UUID
 import structlog
 from django.conf import settings
 from django.db import IntegrityError, transaction
-from django.db.models import QuerySet
+from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from leases import acting, leasing
 from leases.errors import TurnOpen
@@ -24,6 +24,7 @@ from sandboxes.runs import GRACE, Command, require_room
 
 log = structlog.get_logger(__name__)
 LONGEST_REASON = 500  # characters
+PROMPTLY = timedelta(seconds=5)  # whoever played a turn answers it as soon as its Run has ended
 LARGEST_ACTION = 64 << 10  # bytes of JSON
 
 Action = dict[str, Any]
@@ -46,6 +47,9 @@ def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime,
     A turn that fails, hangs, runs out of memory or babbles is answered with skip_turn and a reason. What keeps it from
     starting at all (capacity, the lease's end) is raised, and the number stays free."""
     later = ticking(now)
+    played = Turn.objects.filter(lease=pk, number=number, ended_at__isnull=False).first()
+    if played:  # also when the lease has ended since: the answer was given
+        return played
     lease = leasing.require(pk, now=now)
     kind = lease.environment_type
     timeout = kind.turn_timeout or settings.TURN_TIMEOUT
@@ -101,7 +105,7 @@ def _claim(lease: Lease, number: int, *, now: datetime, longest: timedelta) -> t
             return Turn.objects.create(lease=lease, number=number, started_at=now, deadline_at=now + longest), True
     except IntegrityError:
         turn = Turn.objects.get(lease=lease, number=number)
-    if turn.ended_at is None and turn.deadline_at < now:
+    if turn.ended_at is None and overdue(now=now).filter(pk=turn.pk).exists():
         _settle_overdue(turn, now=now)
         turn.refresh_from_db()
     if turn.ended_at is None:
@@ -135,8 +139,11 @@ def skip_overdue(*, now: datetime, limit: int = 200) -> int:
 
 
 def overdue(*, now: datetime) -> QuerySet[Turn]:
-    """Turns that should have been answered by now."""
-    return Turn.objects.filter(ended_at__isnull=True, deadline_at__lt=now).order_by("deadline_at")
+    """Turns that should have been answered by now: past their deadline, or with a Run that has long ended."""
+    ended = Run.objects.filter(
+        holder=OuterRef("lease"), kind="turn", turn_number=OuterRef("number"), ended_at__lt=now - PROMPTLY
+    )
+    return Turn.objects.filter(Q(deadline_at__lt=now) | Exists(ended), ended_at__isnull=True).order_by("deadline_at")
 
 
 def skip(reason: str) -> Action:

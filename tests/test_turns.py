@@ -139,6 +139,26 @@ def test_a_turn_whose_player_died_mid_run_is_skipped_after_its_deadline(lease: L
     assert Sandbox.objects.get().state == "waiting"
 
 
+def test_a_turn_whose_run_was_lost_is_settled_without_waiting_for_its_own_deadline(lease: Lease, at_step) -> None:
+    plays("echo", "{}")
+
+    def die() -> None:
+        raise Died
+
+    at_step("run answered", die)
+    with pytest.raises(Died):
+        turns.take_turn(lease.pk, 1, STATE, now=NOW)
+    Run.objects.update(outcome="lost", ended_at=NOW)  # as when its instance is known to be dead
+    assert turns.take_turn(lease.pk, 1, STATE, now=NOW + timedelta(seconds=6)).skipped
+
+
+def test_a_played_turn_is_answered_also_after_the_lease_has_ended(lease: Lease) -> None:
+    plays("echo", '{"action": "roll"}')
+    turns.take_turn(lease.pk, 1, STATE, now=NOW)
+    leasing.release(lease.pk, now=NOW)
+    assert turns.take_turn(lease.pk, 1, STATE, now=NOW).action == {"action": "roll"}
+
+
 def test_a_turn_whose_player_died_after_the_run_answers_what_was_printed(lease: Lease, at_step) -> None:
     plays("echo", '{"action": "roll"}')
 

@@ -1,5 +1,6 @@
 """Settings, all of them from the environment (env.py says how); `manage.py config` prints what is in force."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,14 @@ if not SECRET_KEY:
 ALLOWED_HOSTS = env.listing("ALLOWED_HOSTS", "127.0.0.1,localhost,[::1]", help="host names this server answers to")
 CSRF_TRUSTED_ORIGINS = env.listing("CSRF_TRUSTED_ORIGINS", "", help="origins of the admin behind a proxy, with scheme")
 STATE_DIR = Path(env.text("LEASEHOLD_STATE_DIR", str(BASE_DIR / "var"), help="SQLite file, process sandboxes, stored state"))
+STATE_DIR.mkdir(mode=0o700, parents=True, exist_ok=True)
+_near = str(STATE_DIR / "run")
 RUNTIME_DIR = Path(
-    env.text("LEASEHOLD_RUNTIME_DIR", "/tmp/leasehold", help="unix sockets; keep it short: a socket's path has 108 bytes")  # noqa: S108
+    env.text(
+        "LEASEHOLD_RUNTIME_DIR",
+        _near if len(_near) <= 70 else f"/tmp/leasehold-{os.getuid()}",  # noqa: S108 - made with mode 0700
+        help="unix sockets; it outlives a restart of the host, and is short, since a socket's path has 108 bytes",
+    )
 )
 
 INSTANCE = env.text(

@@ -300,21 +300,23 @@ def recount(*, now: datetime) -> Swept:
     """Set the counters of pools and quotas to what the rows say. Any difference is an error: it should never be."""
     swept = Swept()
     for pk in Pool.objects.values_list("pk", flat=True):
-        with transaction.atomic():  # whoever takes or frees a place locks this row in its transaction, too
-            one = Pool.objects.select_for_update().get(pk=pk)
+        with transaction.atomic():
+            # Whoever takes or frees a place locks its quota and then the pool, until its row is in or out. In the same
+            # order here, and no_key, since inserting a sandbox refers to the pool: else the two could wait for each other.
+            quotas = list(Quota.objects.select_for_update(no_key=True).filter(pool=pk).order_by("pk"))
+            one = Pool.objects.select_for_update(no_key=True).get(pk=pk)
             live = Sandbox.objects.filter(pool=one).exclude(state=DESTROYED)
             counted = live.count()
             if counted != one.used:
                 Pool.objects.filter(pk=pk).update(used=counted)
                 swept.failures.append(f'pool "{one}": its counter said {one.used}, its rows are {counted}')
             by_agent = dict(live.exclude(agent_did="").values_list("agent_did").annotate(n=Count("pk")).order_by())
-            for quota in Quota.objects.select_for_update().filter(pool=one):
+            for quota in quotas:
                 mine = by_agent.get(quota.agent_did, 0)
                 if mine != quota.used:
                     Quota.objects.filter(pk=quota.pk).update(used=mine)
-                    swept.failures.append(
-                        f'pool "{one}": {quota.agent_did} was counted {quota.used} times, its rows are {mine}'
-                    )
+                    said = f"its counter said {quota.used}, its rows are {mine}"
+                    swept.failures.append(f'pool "{one}", {quota.agent_did}: {said}')
     return swept
 
 

@@ -30,6 +30,13 @@ EDGES: dict[tuple[State, State], str] = {
     (DESTROYING, DESTROYED): "the provider says it is gone",
 }
 
+
+def diagram() -> str:
+    """EDGES as a Mermaid state diagram, in the order of the table."""
+    arrows = [f"    {was} --> {to}: {why}" for (was, to), why in EDGES.items()]
+    return "\n".join(["stateDiagram-v2", f"    [*] --> {WARMING}: a place is taken", *arrows, f"    {DESTROYED} --> [*]"])
+
+
 STEP_HOOKS: list[Callable[[str, Any], None]] = []
 
 

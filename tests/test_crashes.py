@@ -7,6 +7,7 @@ import pytest
 
 from leases import acting, leasing, sweeps
 from leases.models import Lease
+from sandboxes import sweeps as below
 from sandboxes.models import GONE, Pool, Run, Sandbox
 from sandboxes.providers.base import Spec, Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -33,7 +34,7 @@ def sweep(now: datetime) -> None:
 
 
 def assert_converged(pool: Pool, memory: MemoryProvider) -> None:
-    rows = Sandbox.objects.filter(pool=pool).exclude(state__in=GONE)
+    rows = Sandbox.objects.filter(pool=pool).exclude(state__in=(*GONE, "cold"))
     assert {found.name for found in memory.list(str(pool.owner))} == {sandbox.name for sandbox in rows}
     assert Pool.objects.get(pk=pool.pk).used == Sandbox.objects.filter(pool=pool).exclude(state="destroyed").count()
     assert not Run.objects.filter(ended_at__isnull=True).exists()
@@ -50,6 +51,66 @@ def test_dying_anywhere_in_an_exec_converges_and_the_lease_can_go_on(step: str, 
     _, result = acting.exec_in(lease.pk, true(), now=LATER)
     assert result.exit_code == 0
     assert_converged(pool, memory)
+
+
+def write(text: str) -> Command:
+    return Command(argv=["sh", "-c", f"echo {text} >f"], timeout=MINUTE)
+
+
+def read() -> Command:
+    return Command(argv=["cat", "f"], timeout=MINUTE)
+
+
+@pytest.mark.parametrize("step", ["eviction claimed", "objects stored", "persisted", "process gone"])
+def test_dying_anywhere_on_the_way_to_sleep_converges_and_loses_no_file(step: str, grant, pool, memory, at_step) -> None:
+    lease: Lease = grant()
+    acting.exec_in(lease.pk, write("kept"), now=NOW)
+    at_step(step, die)
+    with pytest.raises(Died):
+        below.idle(now=NOW + 10 * MINUTE)
+    assert Sandbox.objects.get().state == "evicting"
+    sweep(LATER)
+    assert Sandbox.objects.get().state == "cold"
+    assert memory.list(str(pool.owner)) == []
+    assert acting.exec_in(lease.pk, read(), now=LATER)[1].stdout == b"kept\n"
+    assert_converged(pool, memory)
+
+
+@pytest.mark.parametrize("step", ["wake claimed", "created", "prepared", "run opened", "run answered"])
+def test_dying_anywhere_in_a_wake_converges_and_loses_no_file(step: str, grant, pool, memory, at_step) -> None:
+    lease: Lease = grant()
+    acting.exec_in(lease.pk, write("kept"), now=NOW)
+    below.idle(now=NOW + 10 * MINUTE)
+    at_step(step, die)
+    with pytest.raises(Died):
+        acting.exec_in(lease.pk, read(), now=NOW + 11 * MINUTE)
+    sweep(LATER)
+    assert acting.exec_in(lease.pk, read(), now=LATER)[1].stdout == b"kept\n"
+    assert_converged(pool, memory)
+
+
+@pytest.mark.parametrize("step", ["reserved", "created", "prepared"])
+def test_dying_anywhere_in_warming_up_converges(step: str, pool, memory, at_step) -> None:
+    Pool.objects.filter(pk=pool.pk).update(warm_target=1)
+    at_step(step, die)
+    with pytest.raises(Died):
+        below.warm(now=NOW)
+    sweep(LATER)
+    assert_converged(pool, memory)
+    assert below.warm(now=LATER).counts == {"warmed up": 1}
+
+
+@pytest.mark.parametrize("step", ["eviction claimed", "objects stored", "persisted", "process gone", "reserved", "created"])
+def test_dying_anywhere_while_room_is_made_converges(step: str, grant, pool, memory, at_step) -> None:
+    Pool.objects.filter(pk=pool.pk).update(capacity=1)
+    victim, other = grant(agent="did:plc:victim"), grant(agent="did:plc:other")
+    acting.exec_in(victim.pk, write("kept"), now=NOW)
+    at_step(step, die)
+    with pytest.raises(Died):
+        acting.exec_in(other.pk, true(), now=NOW + MINUTE)
+    sweep(LATER)
+    assert_converged(pool, memory)
+    assert acting.exec_in(victim.pk, read(), now=LATER)[1].stdout == b"kept\n"
 
 
 @pytest.mark.parametrize("step", ["destroy claimed", "destroy answered"])

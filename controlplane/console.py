@@ -8,7 +8,7 @@ from typing import Any
 from django.conf import settings
 from django.contrib import admin
 from django.core.cache import cache
-from django.db.models import Count, Model
+from django.db.models import Model
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import reverse
@@ -17,10 +17,12 @@ from django.views.decorators.cache import never_cache
 
 from leases.admin import LeaseAdmin
 from leases.models import Lease
-from sandboxes.admin import SandboxAdmin, SweepAdmin
+from sandboxes import slices, stats
+from sandboxes.admin import PoolAdmin, SandboxAdmin, SweepAdmin
+from sandboxes.admin_pools import Filling, fillings
 from sandboxes.cells import ago, rows, shortened
-from sandboxes.models import Pool, Sandbox, State, Sweep
-from sandboxes.pages import Page
+from sandboxes.models import Pool, Sandbox, Sweep
+from sandboxes.pages import Page, Slice
 
 # title -> [(what, icon, "app.model")]
 MENU: Mapping[str, list[tuple[str, str, str]]] = {
@@ -35,6 +37,7 @@ MENU: Mapping[str, list[tuple[str, str, str]]] = {
         ("Sandboxes", "deployed_code", "sandboxes.sandbox"),
         ("Runs", "terminal", "sandboxes.run"),
         ("Pools", "database", "sandboxes.pool"),
+        ("Quotas", "pie_chart", "sandboxes.quota"),
     ],
     "Health": [
         ("Sweeps", "cleaning_services", "sandboxes.sweep"),
@@ -44,7 +47,9 @@ MENU: Mapping[str, list[tuple[str, str, str]]] = {
     ],
     "Access": [("Users", "person", "auth.user"), ("Groups", "group", "auth.group")],
 }
-MODELS: Mapping[type[Page], type[Model]] = {LeaseAdmin: Lease, SandboxAdmin: Sandbox, SweepAdmin: Sweep}
+MODELS: Mapping[type[Page], type[Model]] = {
+    LeaseAdmin: Lease, PoolAdmin: Pool, SandboxAdmin: Sandbox, SweepAdmin: Sweep,
+}  # fmt: skip
 OLDEST = 6  # rows of a panel
 FRESH = 5  # seconds for which a snapshot is shown to everybody
 
@@ -107,20 +112,6 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Bar:
-    """A pool and what fills its places."""
-
-    pool: Pool
-    href: str
-    parts: list[tuple[str, int, float, str]]  # state, how many, percent of the capacity, list
-
-    @property
-    def said(self) -> str:
-        held = ", ".join(f"{number} {state}" for state, number, _, _ in self.parts) or "nothing"
-        return f"{self.pool.used} of {self.pool.capacity} places used: {held}"
-
-
-@dataclass(frozen=True)
 class Line:
     """A row of a panel."""
 
@@ -131,15 +122,26 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Panel:
+    """Rows that want a look: the first few of a slice, and the list of all of them."""
+
+    title: str
+    empty: str
+    href: str
+    number: int
+    lines: list[Line]
+    alarm: bool = False
+
+
+@dataclass(frozen=True)
 class Fleet:
     """What the first page shows, for display only: nothing decides by it."""
 
     at: datetime
     quarantine: int
     tiles: list[Tile] = field(default_factory=list)
-    bars: list[Bar] = field(default_factory=list)
-    quarantined: list[Line] = field(default_factory=list)
-    waiting: list[Line] = field(default_factory=list)
+    pools: list[Filling] = field(default_factory=list)
+    panels: list[Panel] = field(default_factory=list)
 
 
 def snapshot() -> Fleet:
@@ -154,11 +156,8 @@ def snapshot() -> Fleet:
 def look(now: datetime | None = None) -> Fleet:
     """Count everything on the first page."""
     now = now or timezone.now()
-    pools = list(Pool.objects.order_by("-used", "name"))
-    used, capacity = sum(each.used for each in pools), sum(each.capacity for each in pools)
-    quarantine = Sandbox.objects.filter(SandboxAdmin.slices["quarantine"].where(now))
-    waiting = Sandbox.objects.filter(SandboxAdmin.slices["waiting"].where(now))
-    lost = quarantine.count()
+    pools = sorted(stats.of_pools(now=now), key=lambda one: (-one.used, one.name))
+    used, capacity, cold = (sum(getattr(one, name) for one in pools) for name in ("used", "capacity", "cold"))
     tiles = [
         _tile("Active leases", LeaseAdmin, "active", now),
         Tile(
@@ -169,22 +168,32 @@ def look(now: datetime | None = None) -> Fleet:
             alarm=bool(capacity) and used >= capacity,
         ),
         _tile("Running now", SandboxAdmin, "running", now),
+        Tile("Cold", f"{cold:,}", rows("sandboxes_sandbox", slice="cold"), note="asleep, their state stored"),
+        _tile("Pools draining", PoolAdmin, "draining", now, note="take nothing new"),
+        _tile("Circuits open", PoolAdmin, "paused", now, note="pools that warm nothing up", bad=True),
         _tile("In quarantine", SandboxAdmin, "quarantine", now, note="destroy never confirmed", bad=True),
+        _tile("State not stored", SandboxAdmin, "unstored", now, note="waiting, sleep failed", bad=True),
+        _tile("Lost", SandboxAdmin, "lost", now, note="gone at the provider", bad=True),
         _tile("Stalled", SandboxAdmin, "stalled", now, note="past their deadline", bad=True),
         _tile("Leases overdue", LeaseAdmin, "overdue", now, note="past their end, still active", bad=True),
         _tile("Sweeps late", SweepAdmin, "late", now, note="no success for 3 times their period", bad=True),
     ]
-    return Fleet(
-        at=now,
-        quarantine=lost,
-        tiles=tiles,
-        bars=_bars(pools),
-        quarantined=[
-            _line(each, each.last_error or "The provider gave no reason.", each.quarantined_at)
-            for each in quarantine.order_by("quarantined_at")[:OLDEST]
-        ],
-        waiting=[_line(each, "", each.last_used_at) for each in waiting.order_by("last_used_at")[:OLDEST]],
-    )
+    panels = [
+        _panel("quarantine", "quarantined_at", now, alarm=True),
+        _panel("unstored", "state_since", now, title="State not stored", alarm=True),
+        _panel("lost", "lost_at", now, alarm=True),
+        _panel("waiting", "last_used_at", now, title="Waiting longest"),
+    ]
+    return Fleet(at=now, quarantine=panels[0].number, tiles=tiles, pools=fillings(pools, now), panels=panels)
+
+
+def _panel(name: str, since: str, now: datetime, *, title: str = "", alarm: bool = False) -> Panel:
+    part: Slice = slices.SANDBOXES[name]
+    found = Sandbox.objects.filter(part.where(now))
+    first = list(found.order_by(since)[: OLDEST + 1])
+    number = found.count() if len(first) > OLDEST else len(first)
+    lines = [_line(each, getattr(each, since), alarm) for each in first[:OLDEST]]
+    return Panel(title or part.title, part.empty, rows("sandboxes_sandbox", slice=name), number, lines, alarm and number > 0)
 
 
 def _tile(title: str, page: type[Page], name: str, now: datetime, *, note: str = "", bad: bool = False) -> Tile:
@@ -193,31 +202,10 @@ def _tile(title: str, page: type[Page], name: str, now: datetime, *, note: str =
     return Tile(title, f"{number:,}", rows(_name(model), slice=name), note=note, alarm=bad and number > 0)
 
 
-def _bars(pools: list[Pool]) -> list[Bar]:
-    living = Sandbox.objects.exclude(state=State.DESTROYED).order_by().values_list("pool", "state")
-    numbers = {(pool, state): number for pool, state, number in living.annotate(Count("pk"))}
-    return [
-        Bar(
-            pool,
-            rows("sandboxes_sandbox", slice="live", pool__id__exact=pool.pk),
-            [
-                (
-                    state,
-                    number,
-                    100 * number / max(pool.capacity, pool.used),
-                    rows("sandboxes_sandbox", slice="live", pool__id__exact=pool.pk, state__exact=state),
-                )
-                for state in State.values
-                if (number := numbers.get((pool.pk, state), 0))
-            ],
-        )
-        for pool in pools
-    ]
-
-
-def _line(sandbox: Sandbox, note: str, at: datetime | None) -> Line:
+def _line(sandbox: Sandbox, at: datetime | None, alarm: bool) -> Line:
     href = reverse("admin:sandboxes_sandbox_change", args=[sandbox.pk])
-    return Line(href, str(sandbox), shortened(note, 200), ago(at))
+    why = shortened(sandbox.last_error or "The provider gave no reason.", 200) if alarm else ""
+    return Line(href, str(sandbox), why, ago(at))
 
 
 def may_see_fleet(request: HttpRequest) -> bool:

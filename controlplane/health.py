@@ -1,7 +1,10 @@
 """Is it well? /livez: this process answers. /healthz: so does the database, and what else there is to say. /readyz:
-nothing that is needed is missing. Without a key, so without a secret: no error's text, no agent's name."""
+nothing that is needed is missing. What is wrong and takes no lease away is in `warnings`.
+
+Without a key, so without a secret: no error's text, no agent's name."""
 
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -20,8 +23,11 @@ from django.views.decorators.http import require_safe
 from django_q.models import OrmQ
 
 from controlplane import schedules
-from sandboxes import providers
-from sandboxes.models import Sandbox, State, Sweep
+from leases.serializers import stamp
+from sandboxes import providers, stats
+from sandboxes.models import Sweep
+from sandboxes.stats import PoolStats, Stats
+from sandboxes.sweeps import SET_RIGHT
 
 log = structlog.get_logger(__name__)
 FRESH = 5.0  # seconds for which a provider's answer counts
@@ -49,17 +55,19 @@ def readyz(request: HttpRequest) -> JsonResponse:
 
 
 def look(*, now: datetime) -> dict[str, Any]:
-    """What there is to see. `missing` has one sentence for each thing without which leases cannot be served."""
+    """What there is to see. `missing` has one sentence for each thing without which leases cannot be served, `warnings`
+    for each that an operator should look at."""
     try:
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT 1")
         if unapplied():
             return _said(database=True, migrated=False, missing=["Migrations are not applied: run manage.py migrate."])
-        sweeps = {name: _lateness(name, row, now) for name, row in _sweeps().items()}
+        passes = _sweeps()
         waiting = OrmQ.objects.count()
-        quarantined = Sandbox.objects.filter(state=State.DESTROYING, quarantined_at__isnull=False).count()
+        pools = stats.of_pools(now=now)
     except DatabaseError:
         return _said(database=False, missing=["The database does not answer."])
+    sweeps = {name: _lateness(name, row, now) for name, row in passes.items()}
+    every = stats.together(pools)
+    drift = passes["recount"].counts.get(SET_RIGHT, 0) if passes["recount"] else 0
     provider = probe.answer()
     missing = []
     if not provider["answers"]:
@@ -68,8 +76,28 @@ def look(*, now: datetime) -> dict[str, Any]:
         missing.append("The queue gives no heartbeat, so no sweep runs.")
     return _said(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": waiting},
-        quarantined=quarantined,
+        warnings=list(_warnings(pools, every, drift)), quarantined=every.quarantined, stalled=every.stalled, lost=every.lost,
+        drift=drift, warming={one.name: _warming(one) for one in pools if one.warm_target},
     )  # fmt: skip
+
+
+def _warnings(pools: Sequence[PoolStats], every: Stats, drift: int) -> Iterator[str]:
+    for one in pools:
+        if one.warm_target and one.warm_paused_until:
+            yield f'The pool "{one.name}" warms nothing until {one.warm_paused_until:%H:%M:%S} UTC: its starts failed.'
+    if every.quarantined:
+        yield f"In quarantine, since destroying failed too often: {every.quarantined}."
+    if every.lost:
+        yield f"Lost by their provider while a lease held them: {every.lost}."
+    if every.stalled:
+        yield f"Stalled, since nobody takes the next step: {every.stalled}."
+    if drift:
+        yield f"Counters of pools or quotas that the last recount found wrong and set right: {drift}."
+
+
+def _warming(pool: PoolStats) -> dict[str, Any]:
+    until = pool.warm_paused_until
+    return {"target": pool.warm_target, "ready": pool.warm_ready, "paused_until": stamp(until) if until else None}
 
 
 def _said(*, missing: list[str], **found: Any) -> dict[str, Any]:

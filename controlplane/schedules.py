@@ -27,7 +27,7 @@ SWEEPS: dict[str, Callable[[datetime], Swept]] = {  # in this order each finds w
     "warm": lambda now: sandboxes.warm(now=now),
     "reconcile": lambda now: leases.reconcile(now=now, grace=settings.ORPHAN_GRACE),
     "recount": lambda now: sandboxes.recount(now=now),
-    "measure": lambda now: sandboxes.measure(now=now),
+    "measure": lambda now: leases.measure(now=now),
 }
 
 

@@ -47,6 +47,7 @@ _database = env.database(
 ON_POSTGRES = _database["ENGINE"].endswith("postgresql")
 _options: dict[str, Any] = _database.setdefault("OPTIONS", {})
 if ON_POSTGRES:
+    _options.setdefault("connect_timeout", 4)  # seconds: a probe is answered also when the database is out of reach
     _options.setdefault("server_side_binding", True)
     # Only together with the line above does it save the planning. Not 0: a migration may hold several commands in one
     # statement, and that cannot be prepared.

@@ -1,11 +1,11 @@
-"""Every door: /admin/ for operators, /api/v1/ for agents, /healthz and /readyz for whoever watches."""
+"""Every door: /admin/ for operators, /api/v1/ for agents, /livez, /healthz, /readyz and /metrics for whoever watches."""
 
 from django.contrib import admin
 from django.urls import include, path
 from django.views.generic import RedirectView
 from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitView
 
-from controlplane import console, health
+from controlplane import console, health, metrics
 
 urlpatterns = [
     path("", RedirectView.as_view(url="/admin/")),
@@ -17,4 +17,5 @@ urlpatterns = [
     path("livez", health.livez),
     path("healthz", health.healthz),
     path("readyz", health.readyz),
+    path("metrics", metrics.metrics),
 ]

@@ -1,6 +1,7 @@
 """Operators' pages on who may use a sandbox. Also what spans both: a sandbox whose holder is a lease."""
 
 import json
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 from urllib.parse import urlencode
@@ -19,12 +20,13 @@ from unfold.enums import ActionVariant
 
 from leases import keys, leasing
 from leases.models import DID_ACCEPTS, Agent, AgentKey, EnvironmentType, Lease, Status, Turn, is_did
-from leases.tasks import wake_reclaim
+from leases.tasks import sleep_soon, wake_idle, wake_reclaim, wake_soon
 from leases.timeline import SOURCES, played, timeline
 from sandboxes import pool
 from sandboxes.admin import RunAdmin, SandboxAdmin
+from sandboxes.admin_pools import QuotaAdmin, QuotaForm, new_quota, quota_line
 from sandboxes.cells import age, ago, badge, link, rows, shortened, span, stamp, two
-from sandboxes.models import GONE, Outcome, Run, Sandbox, State
+from sandboxes.models import GONE, Outcome, Quota, Run, Sandbox, State
 from sandboxes.pages import Act, Fact, Facts, Page, Reason, Slice, all_fields
 
 SOON = timedelta(minutes=5)
@@ -43,6 +45,31 @@ def _destroy(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
     return pool.give_up(sandbox.pk, now=now, reason=f"operator: {why}", actor=actor)
 
 
+def _evict(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
+    return sleep_soon(sandbox, now=now, actor=actor, reason=why)
+
+
+def _evict_waiting(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
+    return sleep_soon(sandbox, now=now, actor=actor, reason=why, guard=Q(state=State.WAITING))
+
+
+def _wake(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
+    return wake_soon(sandbox, now=now, actor=actor, reason=why)
+
+
+def _sleeps(sandbox: Sandbox) -> bool:
+    return sandbox.state in (State.WAITING, State.WARM) and sandbox.holder is not None and sandbox.lost_at is None
+
+
+def _by_now(sandbox: Sandbox) -> str:
+    """What it is, to whoever wanted something else of it."""
+    if sandbox.state == State.RUNNING:
+        return "it runs again"
+    if sandbox.lost_at:
+        return "the provider has lost it"
+    return f"it is {sandbox.state} now" if sandbox.holder else "nobody holds it"
+
+
 END = Act(
     title="End lease",
     warning="Its agent is refused from now on. Its sandbox is destroyed, with whatever is only in there.",
@@ -51,6 +78,26 @@ END = Act(
     legal=lambda lease: lease.status == Status.ACTIVE,
     verb=_end,
     after=wake_reclaim,
+)
+EVICT = Act(
+    title="Evict",
+    warning="Its state is stored and its process goes; the next use wakes it. What uses it before that keeps it awake.",
+    done="asked to sleep",
+    illegal="not waiting",
+    legal=_sleeps,
+    verb=_evict,
+    after=wake_idle,
+    because=_by_now,
+)
+EVICT_WAITING = replace(EVICT, legal=lambda sandbox: sandbox.state == State.WAITING and _sleeps(sandbox), verb=_evict_waiting)
+WAKE = Act(
+    title="Wake",
+    warning="It is started with its stored state, as by a use of its agent: its lease is renewed, too.",
+    done="being woken",
+    illegal="not cold",
+    legal=lambda sandbox: sandbox.state == State.COLD and sandbox.lost_at is None,
+    verb=_wake,
+    because=_by_now,
 )
 DESTROY = Act(
     title="Destroy now",
@@ -162,11 +209,10 @@ class LeaseAdmin(Facts):
         ran = Run.objects.filter(holder=row.pk).aggregate(
             all=Count("pk"), bad=Count("pk", filter=~Q(outcome__in=[Outcome.OK, Outcome.OPEN]))
         )
-        agent = Agent.objects.filter(did=row.agent_did).first()
         sandbox = sandboxes.first()
         return [
             Fact("State", badge(row.status), note=row.end_reason),
-            Fact("Agent", link("leases_agent", agent.pk, row.agent_did) if agent else row.agent_did),
+            agent_fact(row.agent_did),
             Fact("Environment", row.environment_id, note=row.environment_type_id),
             Fact("Held", span((row.ended_at or now) - row.leased_at), note=format_html("since {}", stamp(row.leased_at))),
             Fact("Ends", ends(row, now), note=format_html("at the latest {}", stamp(row.max_expires_at))),
@@ -305,6 +351,17 @@ class AgentAdmin(Page):
             ],
             "keys": [key for key in AgentKey.objects.filter(dids__icontains=row.did) if row.did in key.dids],
             "may_view_keys": request.user.has_perm("leases.view_agentkey"),
+            **self.quotas(request, row),
+        }
+
+    def quotas(self, request: HttpRequest, row: Agent) -> dict[str, Any]:
+        may_view = request.user.has_perm("sandboxes.view_quota")
+        mine = Quota.objects.filter(agent_did=row.did).select_related("pool").order_by("-used", "pool__name")
+        return {
+            "quotas": [quota_line(quota, quota.pool) for quota in mine] if may_view else [],
+            "quota_of": "Pool",
+            "new_quota": new_quota(request, agent_did=row.did),
+            "may_view_quotas": may_view,
         }
 
 
@@ -456,8 +513,17 @@ class EnvironmentTypeAdmin(Page):
 # --- sandboxes, seen from here: a holder is a lease ------------------------------------------------------------------
 
 
+def agent_fact(did: str) -> Fact:
+    """An agent, with a link to its page if it has one."""
+    agent = Agent.objects.filter(did=did).first() if did else None
+    return Fact("Agent", link("leases_agent", agent.pk, did) if agent else did or "–")
+
+
 class HeldByLease:
-    """A holder is named by the lease it is."""
+    """A holder is named by the lease it is, and its agent has a page."""
+
+    def agent(self, did: str) -> Fact:
+        return agent_fact(did)
 
     def holder(self, pk: UUID) -> Fact:
         lease = Lease.objects.filter(pk=pk).first()
@@ -466,15 +532,27 @@ class HeldByLease:
         return Fact("Lease", link("leases_lease", pk, lease.environment_id), note=badge(lease.status))
 
 
-for model in (Sandbox, Run):
+for model in (Sandbox, Run, Quota):
     admin.site.unregister(model)
 
 
 @admin.register(Sandbox)
 class LeasedSandboxAdmin(HeldByLease, SandboxAdmin):
-    acts = {"destroy_now": DESTROY, **SandboxAdmin.acts}
-    actions_detail = ["destroy_now", *SandboxAdmin.actions_detail]
-    actions = ["destroy_all", *SandboxAdmin.actions]
+    acts = {"evict": EVICT, "wake": WAKE, "destroy_now": DESTROY, **SandboxAdmin.acts}
+    actions_detail = ["evict", "wake", *SandboxAdmin.actions_detail, "destroy_now"]
+    actions = ["evict_all", *SandboxAdmin.actions, "destroy_all"]
+
+    @action(description="Evict…", permissions=["act"], icon="bedtime", dialog=EVICT.dialog)
+    def evict(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
+        return self.answer(request, object_id, EVICT, form)
+
+    @action(description="Wake…", permissions=["act"], icon="wb_sunny", dialog=WAKE.dialog)
+    def wake(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
+        return self.answer(request, object_id, WAKE, form)
+
+    @action(description="Evict… (waiting only)", permissions=["act"])
+    def evict_all(self, request: HttpRequest, queryset: QuerySet[Sandbox]) -> HttpResponse | None:
+        return self.ask(request, queryset, EVICT_WAITING)
 
     def has_destroy_permission(self, request: HttpRequest, object_id: str | None = None) -> bool:
         """Destroying a held sandbox ends its lease."""
@@ -498,3 +576,21 @@ class LeasedSandboxAdmin(HeldByLease, SandboxAdmin):
 @admin.register(Run)
 class LeasedRunAdmin(HeldByLease, RunAdmin):
     pass
+
+
+class AgentsQuotaForm(QuotaForm):
+    def clean_agent_did(self) -> str:
+        did: str = self.cleaned_data["agent_did"].strip()
+        try:
+            is_did(did)
+        except ValidationError:
+            raise ValidationError(f"{did[:80]!r} is not {DID_ACCEPTS}.") from None
+        return did
+
+
+@admin.register(Quota)
+class AgentsQuotaAdmin(QuotaAdmin):
+    form = AgentsQuotaForm
+
+    def agent(self, did: str) -> Fact:
+        return agent_fact(did)

@@ -19,7 +19,7 @@ from rest_framework.serializers import Serializer
 from rest_framework.views import APIView
 
 from billing import metering
-from leases import acting, auth, documents, idempotency, keys, leasing, rows, schema, sweeps, turns
+from leases import acting, auth, documents, idempotency, keys, leasing, schema, sweeps, turns
 from leases import serializers as show
 from leases.auth import Caller
 from leases.errors import Invalid
@@ -27,8 +27,9 @@ from leases.idempotency import Answer
 from leases.models import Agent, EnvironmentType, Lease, Status, Turn
 from leases.paging import page
 from leases.tasks import wake_reclaim
+from sandboxes import rows, stats
 from sandboxes.errors import ProviderFailed
-from sandboxes.models import GONE, Run, Sandbox
+from sandboxes.models import GONE, Pool, Run, Sandbox
 from sandboxes.providers.base import DATA, WORKSPACE, Provider, under_roots
 from sandboxes.runs import GRACE, Command
 
@@ -234,7 +235,7 @@ class Exec(Door):
         operation_id="leases_exec",
         parameters=[schema.IDEMPOTENCY_KEY, schema.ENCODING],
         request=show.Exec,
-        responses=schema.answers(show.ExecShown, 404, 409, 410, 413, 415),
+        responses=schema.answers(show.ExecShown, 404, 409, 410, 413, 415, 429),
     )
     def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """Run a command in the lease's sandbox and wait for it. Failing and timing out are results, too."""
@@ -272,7 +273,7 @@ class Turns(Door):
         operation_id="leases_take_turn",
         parameters=[schema.IDEMPOTENCY_KEY],
         request=show.PlayTurn,
-        responses=schema.answers(show.TurnShown, 404, 409, 410, 413, 415),
+        responses=schema.answers(show.TurnShown, 404, 409, 410, 413, 415, 429),
     )
     def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """Play one turn, once: a turn_number that was played answers what it answered then."""
@@ -321,7 +322,7 @@ class Files(Door):
     @extend_schema(
         operation_id="leases_files_get",
         parameters=[schema.ROOT],
-        responses=schema.answers(schema.BYTES, 404, 409, 410, 413),
+        responses=schema.answers(schema.BYTES, 404, 409, 410, 413, 429),
     )
     def get(self, request: HttpRequest, pk: UUID, path: str) -> HttpResponse:
         """The content of one file."""
@@ -336,7 +337,7 @@ class Files(Door):
         operation_id="leases_files_put",
         parameters=[schema.ROOT],
         request=schema.BYTES,
-        responses=schema.answers(None, 404, 409, 410, 411, 413, ok=(204,)),
+        responses=schema.answers(None, 404, 409, 410, 411, 413, 429, ok=(204,)),
     )
     def put(self, request: HttpRequest, pk: UUID, path: str) -> HttpResponse:
         """Replace or make one file, with the directories above it. At most 64 MiB."""
@@ -352,7 +353,7 @@ class Files(Door):
     @extend_schema(
         operation_id="leases_files_delete",
         parameters=[schema.ROOT],
-        responses=schema.answers(None, 404, 409, 410, ok=(204,)),
+        responses=schema.answers(None, 404, 409, 410, 429, ok=(204,)),
     )
     def delete(self, request: HttpRequest, pk: UUID, path: str) -> HttpResponse:
         """Remove one file."""
@@ -373,6 +374,26 @@ class Files(Door):
         command = Command(argv=[verb, place], kind="file", timeout=settings.EXEC_TIMEOUT)
         _, answer = acting.act_in(pk, command, partial(act, place=place), now=self.now, actor=self.actor)
         return answer
+
+
+# --- pools --------------------------------------------------------------------------------------------------------
+
+
+class Pools(Door):
+    @extend_schema(operation_id="pool_get", parameters=[schema.QUOTA_OF], responses=schema.answers(show.PoolsShown))
+    def get(self, request: HttpRequest) -> HttpResponse:
+        """The pools, how full they are, and what this key's agents may have in them. With an operator's key also what
+        there is in each state, and what has become of it: for each pool, and for all together."""
+        dids = self.caller.key.dids
+        if did := request.GET.get("agent_did"):
+            dids = [_valid(ACQUIRE, "agent_did", did)]
+            self.caller.require(did)
+        if not self.caller.key.operator:
+            every = Pool.objects.order_by("name")
+            return JsonResponse({"pools": [show.pool_shown(one, stats.quotas(one.pk, dids)) for one in every]})
+        counted = stats.of_pools(now=self.now)
+        pools = [show.pool_shown(one, stats.quotas(one.pk, dids)) for one in counted]
+        return JsonResponse({"pools": pools} | show.pool_numbers(stats.together(counted)))
 
 
 # --- agents -------------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from rest_framework.exceptions import AuthenticationFailed, NotAuthenticated, No
 from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
 
-from leases import keys, rows
+from leases import keys
 from leases.models import AgentKey, Lease
+from sandboxes import rows
 
 
 class Caller:

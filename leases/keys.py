@@ -10,9 +10,9 @@ from django.core.exceptions import ValidationError
 from django.db.models import F, FloatField, Q, Value
 from django.db.models.functions import Least
 
-from leases import rows
 from leases.errors import Invalid, TooMany
 from leases.models import DID_ACCEPTS, Agent, AgentKey, is_did
+from sandboxes import rows
 
 SEEN_EVERY = timedelta(minutes=1)  # last use is written at most this often: a renewal should not write two rows
 

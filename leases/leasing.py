@@ -9,10 +9,9 @@ import structlog
 from django.conf import settings
 from django.db import IntegrityError, transaction
 
-from leases import rows
 from leases.errors import Conflict, Invalid, LeaseEnded
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, Status
-from sandboxes import durations, pool
+from sandboxes import durations, pool, rows
 from sandboxes.models import Pool
 
 log = structlog.get_logger(__name__)

@@ -202,7 +202,7 @@ class LeaseEvent(models.Model):
 
     lease = models.ForeignKey(Lease, on_delete=models.PROTECT, related_name="events")
     at = models.DateTimeField()
-    kind = models.CharField(max_length=32)  # granted, ended, destroyed, failed
+    kind = models.CharField(max_length=32)  # granted, ended, destroyed, failed, workspace_over_limit
     actor = models.CharField(max_length=255, blank=True)
     reason = models.CharField(max_length=500, blank=True)
 

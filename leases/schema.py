@@ -39,6 +39,7 @@ LEASE_FILTERS = [
     _query("status", "In this status only.", enum=Status.values),
 ]
 ENCODING = _query("encoding", "Of input and output: utf-8 replaces what is none, base64 is exact.", enum=ENCODINGS)
+QUOTA_OF = _query("agent_did", "Whose quotas are shown; if it is not given, those of all agents the key names.")
 ROOT = _query("root", "What the path is relative to; workspace if it is not given.", enum=["workspace", "data"])
 
 

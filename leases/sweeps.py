@@ -3,13 +3,17 @@
 from datetime import datetime, timedelta
 
 from django.db import transaction
-from django.db.models import Exists, OuterRef, QuerySet
+from django.db.models import BigIntegerField, Exists, OuterRef, QuerySet
+from django.db.models.functions import Cast
 
 from leases import leasing, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, Status
 from sandboxes import sweeps as below
 from sandboxes.models import GONE, Sandbox, State
 from sandboxes.sweeps import Swept
+
+OVER_LIMIT = "workspace_over_limit"  # the kind of an event
+WARN_EVERY = timedelta(days=1)
 
 
 def expire_due(*, now: datetime, limit: int = 500) -> Swept:
@@ -96,6 +100,32 @@ def stalled(*, now: datetime, limit: int = 200) -> Swept:
     swept.note("turns skipped", turns.skip_overdue(now=now, limit=limit))
     swept.note("answers forgotten", forgettable(now=now).delete()[0])
     return swept
+
+
+def measure(*, now: datetime) -> Swept:
+    """Measure workspaces, and warn the leases whose sandbox is over its pool's limit: its next exec is refused.
+
+    Measuring is also part of falling asleep, so a sandbox that sleeps is warned about, too; once a day while it is over."""
+    swept = below.measure(now=now)
+    for sandbox in over_limit():
+        assert sandbox.holder
+        with transaction.atomic():
+            lease = Lease.objects.select_for_update(of=("self",)).filter(pk=sandbox.holder, status=Status.ACTIVE).first()
+            if lease and not lease.events.filter(kind=OVER_LIMIT, at__gt=now - WARN_EVERY).exists():
+                LeaseEvent.objects.create(lease=lease, at=now, kind=OVER_LIMIT, actor="sweep", reason=_too_large(sandbox))
+                swept.note("leases warned")
+    return swept
+
+
+def over_limit() -> QuerySet[Sandbox]:
+    """Sandboxes whose workspace was larger than their pool allows when it was last measured."""
+    live = Sandbox.objects.exclude(state__in=GONE).filter(holder__isnull=False).select_related("pool")
+    limit = Cast("pool__workspace_limit_mib", BigIntegerField()) * (1 << 20)
+    return live.filter(workspace_bytes__gt=limit).order_by("pk")
+
+
+def _too_large(sandbox: Sandbox) -> str:
+    return f"/workspace has {(sandbox.workspace_bytes or 0) >> 20} MiB and may have {sandbox.pool.workspace_limit_mib}."
 
 
 def forgettable(*, now: datetime) -> QuerySet[IdempotentRequest]:

@@ -65,7 +65,7 @@ def _newest(rows: QuerySet[Any], column: str, before: datetime | None) -> QueryS
 
 def _events(events: Iterable[LeaseEvent]) -> Iterator[Entry]:
     for event in events:
-        yield Entry(event.at, "lease", event.kind.capitalize(), detail=event.reason, who=event.actor)
+        yield Entry(event.at, "lease", event.kind.replace("_", " ").capitalize(), detail=event.reason, who=event.actor)
 
 
 def _transitions(transitions: Iterable[Transition]) -> Iterator[Entry]:

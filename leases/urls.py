@@ -30,6 +30,7 @@ urlpatterns = [
     path("leases/<uuid:pk>/files/<anything:path>", api.Files.as_view()),
     path("environments/<str:environment_id>/join", api.Join.as_view()),
     path("environments/<str:environment_id>/conditions", api.Conditions.as_view()),
+    path("pool", api.Pools.as_view()),
     path("agents", api.Agents.as_view()),
     path("agents/<str:did>", api.OneAgent.as_view()),
 ]

@@ -1,6 +1,7 @@
 """Operators' pages on what exists and what ran in it. `leases.admin` tells some of them what a holder is."""
 
 from datetime import datetime, timedelta
+from operator import attrgetter
 from typing import Any
 from uuid import UUID
 
@@ -12,23 +13,36 @@ from django.urls import URLPattern, path, reverse
 from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from unfold.contrib.filters.admin import RadioFilter
 from unfold.decorators import action, display
 
-from sandboxes import pool, runs
-from sandboxes.cells import ago, badge, command, counted, link, rows, shortened, since, span, stamp, text, two
-from sandboxes.models import IN_FLIGHT, Outcome, Pool, Run, Sandbox, State, Sweep
-from sandboxes.pages import Act, Fact, Facts, Page, Reason, Slice, all_fields
+from sandboxes import pool
+from sandboxes.admin_pools import PoolAdmin, QuotaAdmin
+from sandboxes.cells import (
+    ago,
+    badge,
+    command,
+    counted,
+    link,
+    listed,
+    rows,
+    shortened,
+    since,
+    size,
+    span,
+    stamp,
+    text,
+    two,
+    until,
+)
+from sandboxes.models import ALIVE, GONE, Outcome, Run, Sandbox, Snapshot, State, Sweep
+from sandboxes.pages import Act, Done, Fact, Facts, Reason, Slice, all_fields, done_to
+from sandboxes.slices import LATE, SANDBOXES
 
-LATE = timedelta(minutes=2)  # past its deadline by two sweeps: nobody is taking the next step
-SHOWN = 25  # newest transitions and runs on a sandbox's page
+__all__ = ["PoolAdmin", "QuotaAdmin", "RunAdmin", "SandboxAdmin", "SweepAdmin"]
+
+SHOWN = 25  # newest entries of each list on a sandbox's page
 AROUND_RUNS = Q(to=State.RUNNING) | Q(was=State.RUNNING, to=State.WAITING)  # the run's own line says as much
-
-
-def stalled(now: datetime) -> Q:
-    """In flight, or running something, past its deadline, and no sweep has seen to it."""
-    over = now - LATE
-    in_flight = Q(state__in=IN_FLIGHT, deadline_at__lt=over, quarantined_at__isnull=True)
-    return in_flight | Q(state=State.RUNNING, pk__in=runs.overdue(now=over).order_by().values("sandbox"))
 
 
 def seconds_alive(sandbox: Sandbox, now: datetime) -> timedelta:
@@ -50,8 +64,9 @@ RETRY = Act(
     done="out of quarantine: the next sweep tries again",
     illegal="not in quarantine",
     legal=lambda sandbox: sandbox.state == State.DESTROYING and sandbox.quarantined_at is not None,
-    verb=lambda sandbox, actor, reason, now: pool.retry_destroy(sandbox.pk, now=now),
+    verb=lambda sandbox, actor, reason, now: pool.retry_destroy(sandbox.pk, now=now, actor=actor),
 )
+SOURCES = {"local": "this machine's copy", "cloud": "the store"}
 
 
 class Held:
@@ -60,79 +75,39 @@ class Held:
     def holder(self, pk: UUID) -> Fact:
         return Fact("Holder", str(pk))
 
-
-@admin.register(Pool)
-class PoolAdmin(Page):
-    list_display = ["name", "filled", "where", "size"]
-    search_fields = ["name__startswith"]
-    ordering = ["name"]
-    fieldsets = [
-        (None, {"fields": ["name", "capacity", "provider", "image"]}),
-        ("Each new sandbox gets", {"fields": ["memory_mib", "millicpus", "pids"]}),
-    ]
-    labels = {"memory_mib": "Memory in MiB", "millicpus": "Thousandths of a CPU", "pids": "Processes"}
-
-    def get_readonly_fields(self, request: HttpRequest, obj: Pool | None = None) -> list[str]:
-        return ["name"] if obj else []  # environment types, requests and scripts call it by its name
-
-    @display(description="Used")
-    def filled(self, row: Pool) -> SafeString:
-        return two(
-            format_html('<meter class="lh-meter" min="0" max="{}" value="{}"></meter>', row.capacity, row.used),
-            f"{row.used:,} of {row.capacity:,}",
-        )
-
-    @display(description="Provider and image")
-    def where(self, row: Pool) -> SafeString:
-        return two(row.provider or "as SANDBOX_PROVIDER says", row.image or "as LEASEHOLD_SANDBOX_IMAGE says")
-
-    @display(description="Each sandbox")
-    def size(self, row: Pool) -> SafeString:
-        return two(f"{row.memory_mib:,} MiB", f"{row.millicpus / 1000:g} CPU, {row.pids} processes")
-
-    def page(self, request: HttpRequest, row: Pool) -> dict[str, Any]:
-        here = {"pool__id__exact": row.pk}
-        return {
-            "facts": [
-                Fact("Used", f"{row.used:,} of {row.capacity:,}", href=rows("sandboxes_sandbox", slice="live", **here)),
-                Fact("Running", link_to_rows(row, "running")),
-                Fact("Waiting", link_to_rows(row, "waiting")),
-                Fact("Quarantine", link_to_rows(row, "quarantine")),
-                Fact("Owner label", row.owner, note="by which the provider lists its sandboxes"),
-            ]
-        }
+    def agent(self, did: str) -> Fact:
+        return Fact("Agent", did or "–")
 
 
-def link_to_rows(row: Pool, part: str) -> SafeString:
-    where = SandboxAdmin.slices[part].where(timezone.now())
-    href = rows("sandboxes_sandbox", slice=part, pool__id__exact=row.pk)
-    return format_html('<a class="lh-link" href="{}">{}</a>', href, row.sandboxes.filter(where).count())
+class Lasting(RadioFilter):
+    """For how long it has been in its state."""
+
+    title = "time in this state"
+    parameter_name = "lasting"
+    lengths = {"5m": timedelta(minutes=5), "1h": timedelta(hours=1), "1d": timedelta(days=1)}
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("5m", "More than 5 minutes"), ("1h", "More than an hour"), ("1d", "More than a day")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Sandbox]) -> QuerySet[Sandbox]:
+        length = self.lengths.get(self.value() or "")
+        return queryset.filter(state_since__lt=timezone.now() - length) if length else queryset
 
 
 @admin.register(Sandbox)
 class SandboxAdmin(Held, Facts):
     list_display = ["who", "status", "lasted", "place", "used", "trouble"]
-    list_filter = ["state", "pool", "provider"]
+    list_filter = ["state", Lasting, "pool", "provider"]
     list_select_related = ["pool"]
     search_fields = ["agent_did__startswith", "environment_id__startswith"]
     search_help_text = "Agent or environment, or a whole id"
     ordering = ["-created_at", "-pk"]
-    slices = {
-        "live": Slice("Live", "No sandbox exists now.", lambda now: ~Q(state=State.DESTROYED)),
-        "running": Slice("Running", "Nothing runs now.", lambda now: Q(state=State.RUNNING)),
-        "waiting": Slice("Waiting", "No sandbox waits for its next run.", lambda now: Q(state=State.WAITING)),
-        "quarantine": Slice(
-            "Quarantine",
-            "Nothing in quarantine: every destroy was confirmed, or is still being tried.",
-            lambda now: Q(state=State.DESTROYING, quarantined_at__isnull=False),
-        ),
-        "stalled": Slice("Stalled", "Nothing is past its deadline.", stalled),
-        "history": Slice("History", "There was never a sandbox."),
-    }
+    slices = SANDBOXES
     fieldsets = all_fields(
         "id", "pool", "agent_did", "environment_id", "holder", "state", "state_since", "incarnation",
-        "provider", "isolated", "ref", "image", "memory_mib", "millicpus", "pids", "open_runs", "idle_after",
-        "last_used_at", "claimed_by", "deadline_at", "tries", "quarantined_at", "created_at", "destroyed_at",
+        "provider", "isolated", "ref", "image", "memory_mib", "millicpus", "pids", "open_runs", "idle_after", "idle_at",
+        "last_used_at", "prepared", "source", "workspace_bytes", "measured_at", "warm_hits", "woken_local", "woken_cloud",
+        "woken_fresh", "lost_at", "claimed_by", "deadline_at", "tries", "quarantined_at", "created_at", "destroyed_at",
     )  # fmt: skip
     change_form_outer_before_template = "admin/sandboxes/sandbox/history.html"
     acts = {"retry_destroy": RETRY}
@@ -143,11 +118,13 @@ class SandboxAdmin(Held, Facts):
 
     @display(description="Agent and environment")
     def who(self, row: Sandbox) -> SafeString:
-        return two(row.agent_did or row.pk, row.environment_id or "held by nobody yet")
+        nobody = "held by nobody" if row.state in GONE else "held by nobody yet"
+        return two(row.agent_did or row.pk, row.environment_id or nobody)
 
     @display(description="State")
     def status(self, row: Sandbox) -> SafeString:
-        return badge(row.state)
+        alarm = format_html('<b class="lh-alarm">lost {}</b>', ago(row.lost_at)) if is_lost(row) else ""
+        return two(badge(row.state), alarm) if alarm else badge(row.state)
 
     @display(description="For")
     def lasted(self, row: Sandbox) -> SafeString:
@@ -158,14 +135,15 @@ class SandboxAdmin(Held, Facts):
         return two(row.pool, row.provider)
 
     @display(description="Last used")
-    def used(self, row: Sandbox) -> SafeString | str:
-        return ago(row.last_used_at)
+    def used(self, row: Sandbox) -> SafeString:
+        return two(ago(row.last_used_at), sleeps(row))
 
     @display(description="Trouble")
     def trouble(self, row: Sandbox) -> SafeString | str:
         if not row.last_error:
             return "–"
-        tried = f"{counted(row.tries, 'failed destroy', 'failed destroys')}" if row.tries else "Last error"
+        what = "sleep" if row.state == State.WAITING else "destroy"
+        tried = counted(row.tries, f"failed {what}", f"failed {what}s") if row.tries else "Last error"
         return format_html(
             '<span class="lh-two lh-trouble"><span>{}</span><span>{}</span></span>', tried, shortened(row.last_error)
         )
@@ -174,26 +152,45 @@ class SandboxAdmin(Held, Facts):
 
     def page(self, request: HttpRequest, row: Sandbox) -> dict[str, Any]:
         now, isolation = timezone.now(), "" if row.isolated else ", not isolated"
-        transitions = list(row.transitions.exclude(AROUND_RUNS)[: SHOWN + 1])
+        ref = format_html('<span class="lh-command">{}</span>', row.ref or "–")
+        entries = self.entries(row)
+        stored = list(stored_of(row)[: SHOWN + 1])
         ran = list(row.runs.defer("stdout", "stderr")[: SHOWN + 1])
         return {
             "facts": [
                 Fact("State", badge(row.state), note=format_html("for {}", since(row.state_since))),
-                *([self.holder(row.holder)] if row.holder else [Fact("Holder", "nobody")]),
-                Fact("Agent", row.agent_did or "–", note=row.environment_id),
+                *([Fact("Lost", ago(row.lost_at), note="its lease ends", alarm=True)] if is_lost(row) else []),
+                self.holder(row.holder) if row.holder else Fact("Holder", "nobody"),
+                self.agent(row.agent_did),
                 Fact("Pool", link("sandboxes_pool", row.pool_id, row.pool), note=row.provider + isolation),
-                Fact("Provider's name", row.ref or "–"),
-                Fact("Last used", ago(row.last_used_at)),
+                Fact("Last used", ago(row.last_used_at), note=sleeps(row)),
+                workspace(row),
+                *([on_wake(row, stored)] if stored or row.state not in GONE else []),
+                Fact("Process", ref, note=f"number {row.incarnation}, {came_from(row)}"),
+                Fact(
+                    "Woken",
+                    f"{row.woken_local + row.woken_cloud + row.woken_fresh:,}",
+                    note=listed({"local": row.woken_local, "cloud": row.woken_cloud, "fresh": row.woken_fresh}),
+                ),
+                Fact("Found it alive", counted(row.warm_hits, "run", "runs"), note="that had to wait for nothing"),
                 Fact("Seconds alive", f"{seconds_alive(row, now).total_seconds():,.0f}", note="while it had a process"),
-                destroys(row, now),
+                *([destroys(row, now)] if row.deadline_at or row.destroyed_at else []),
             ],
             "sandbox": row,
             "last_error": text(row.last_error.encode()),
-            "transitions": transitions[:SHOWN],
+            "entries": entries[:SHOWN],
+            "more_entries": len(entries) > SHOWN,
+            "snapshots": [(each, size(each.size_bytes), each.sandbox_id != row.pk) for each in stored[:SHOWN]],
             "runs": [(run, command(run.argv), outcome(run), took(run)) for run in ran[:SHOWN]],
             "more_runs": rows("sandboxes_run", slice="all", sandbox=row.pk) if len(ran) > SHOWN else "",
-            "more_transitions": len(transitions) > SHOWN,
-        }  # fmt: skip
+        }
+
+    def entries(self, row: Sandbox) -> list[Done]:
+        """What happened to it and what operators did to it, newest first."""
+        moved = [
+            Done(each.at, badge(each.to), each.reason, each.actor) for each in row.transitions.exclude(AROUND_RUNS)[: SHOWN + 1]
+        ]
+        return sorted([*moved, *done_to(row, SHOWN)], key=attrgetter("at"), reverse=True)
 
     # --- acts ---------------------------------------------------------------------------------------------------------
 
@@ -207,6 +204,49 @@ class SandboxAdmin(Held, Facts):
     @action(description="Retry destroy… (quarantine only)", permissions=["act"])
     def retry_all(self, request: HttpRequest, queryset: QuerySet[Sandbox]) -> HttpResponse | None:
         return self.ask(request, queryset, RETRY)
+
+
+def is_lost(row: Sandbox) -> bool:
+    return row.lost_at is not None and row.state not in GONE
+
+
+def sleeps(row: Sandbox) -> str:
+    """When it goes to sleep, if nothing uses it before."""
+    return until(row.idle_at, "sleeps", "due to sleep") if row.state in ALIVE and not row.lost_at else ""
+
+
+def workspace(row: Sandbox) -> Fact:
+    """How large it was when it was last measured, and how large it may be."""
+    if row.workspace_bytes is None:
+        return Fact("Workspace", "not measured", note=f"{row.pool.workspace_limit_mib:,} MiB at most")
+    most = row.pool.workspace_limit_mib << 20
+    over = row.workspace_bytes > most
+    return Fact(
+        "Workspace",
+        f"{size(row.workspace_bytes)} of {size(most)}",
+        note=format_html("{}measured {}", "too large to run anything, " if over else "", ago(row.measured_at)),
+        alarm=over,
+    )
+
+
+def stored_of(row: Sandbox) -> QuerySet[Snapshot]:
+    """The stored copies of its holder's state: a wake reads the newest, whichever sandbox it was made from."""
+    return Snapshot.objects.filter(holder=row.holder) if row.holder else Snapshot.objects.none()
+
+
+def came_from(row: Sandbox) -> str:
+    """Where the state of its present incarnation is from."""
+    return f"state from {SOURCES[row.source]}" if row.source in SOURCES else "started fresh" if row.source else "not ready yet"
+
+
+def on_wake(row: Sandbox, stored: list[Snapshot]) -> Fact:
+    """Where its state would come from."""
+    newest = next((each for each in stored if each.forgotten_at is None), None)
+    if newest is None:
+        return Fact("Wakes from", "a fresh start", note="nothing is stored of it")
+    again = ", and again when it sleeps" if row.state in (State.RUNNING, State.WAITING) else ""
+    note = format_html("stored {}{}", ago(newest.at), again)
+    return Fact("Wakes from", SOURCES["local" if newest.local else "cloud"], note=note)
 
 
 def destroys(row: Sandbox, now: datetime) -> Fact:

@@ -1,7 +1,7 @@
 """Small pieces of the operator's pages as HTML. Everything goes through format_html: agents wrote most of it."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -37,6 +37,22 @@ def span(length: timedelta) -> str:
 def age(length: timedelta) -> str:
     """A duration as long ago as a person cares: whole seconds."""
     return span(length) if length >= timedelta(seconds=10) else f"{max(int(length.total_seconds()), 0)} s"
+
+
+def until(moment: datetime | None, then: str, due: str) -> str:
+    """What comes, and how soon: "sleeps in 4 m"; `due` once it is past, nothing if it will not come."""
+    if moment is None:
+        return ""
+    left = moment - timezone.now()
+    return f"{then} in {age(left)}" if left > timedelta(0) else due
+
+
+def size(count: int) -> str:
+    """Bytes as far as a person cares: "812 B", "3.4 KiB", "1.2 GiB"."""
+    amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while amount >= 1023.95 and len(units) > 1:
+        amount, units = amount / 1024, units[1:]
+    return f"{amount:.1f} {units[0]}" if units[0] != "B" else f"{count} B"
 
 
 def stamp(moment: datetime, text: str = "") -> SafeString:
@@ -85,6 +101,11 @@ def text(output: bytes) -> str:
 
 def shortened(said: str, most: int = 90) -> str:
     return said if len(said) <= most else said[: most - 1] + "…"
+
+
+def listed(parts: Mapping[str, int]) -> str:
+    """What there is of several things: "2 local, 1 cloud"."""
+    return ", ".join(f"{number:,} {what}" for what, number in parts.items() if number)
 
 
 def counted(number: int, one: str, many: str) -> str:

@@ -1,15 +1,16 @@
 """The states of a sandbox and the only code that writes them. Each move is one guarded UPDATE plus a Transition row."""
 
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db import connection, transaction
-from django.db.models import Case, F, Q, QuerySet, Value, When
+from django.db import transaction
+from django.db.models import F, Q, QuerySet
 
+from sandboxes import rows
 from sandboxes.errors import IllegalTransition
-from sandboxes.models import GONE, Sandbox, State, Transition
+from sandboxes.models import GONE, Sandbox, State
 
 WARMING, WARM, RUNNING, WAITING = State.WARMING, State.WARM, State.RUNNING, State.WAITING
 EVICTING, COLD, DESTROYING, DESTROYED = State.EVICTING, State.COLD, State.DESTROYING, State.DESTROYED
@@ -37,6 +38,12 @@ def diagram() -> str:
     return "\n".join(["stateDiagram-v2", f"    [*] --> {WARMING}: a place is taken", *arrows, f"    {DESTROYED} --> [*]"])
 
 
+# A Transition of rows as they are now: in the transaction that moved them, and holds their locks. Takes was, reason, actor.
+RECORD = (
+    'INSERT INTO sandboxes_transition (sandbox_id, was, "to", at, holder, reason, actor) '
+    "SELECT id, %s, state, state_since, holder, %s, %s FROM sandboxes_sandbox "
+)
+
 STEP_HOOKS: list[Callable[[str, Any], None]] = []
 
 
@@ -50,7 +57,7 @@ def begin(sandbox: Sandbox, *, now: datetime, reason: str, actor: str = "") -> N
     """Insert a new row in `warming`. Call it inside the transaction that took the place in the pool."""
     sandbox.state, sandbox.state_since = WARMING, now
     sandbox.save(force_insert=True)
-    _record(sandbox, was="", now=now, reason=reason, actor=actor)
+    rows.execute(RECORD + "WHERE id = %s", "", reason[:200], actor[:255], sandbox.pk)
 
 
 def advance(
@@ -63,8 +70,8 @@ def advance(
         changes.setdefault("open_runs", 0)
     with transaction.atomic():
         moved = Sandbox.objects.filter(guard or Q(), pk=pk, state=was).update(state=to, state_since=now, **changes)
-        if moved:  # our UPDATE still locks the row: we read what we wrote
-            _record(Sandbox.objects.get(pk=pk), was=was, now=now, reason=reason, actor=actor)
+        if moved:  # our UPDATE still locks the row: what is recorded is what we wrote
+            rows.execute(RECORD + "WHERE id = %s", was.value, reason[:200], actor[:255], pk)
     return bool(moved)
 
 
@@ -86,20 +93,22 @@ def start_run(pk: UUID, *, holder: UUID | None, now: datetime, actor: str = "") 
     return RUNNING if joined else None
 
 
-def finish_run(pk: UUID, incarnation: int, *, now: datetime, actor: str = "") -> None:
+def finish_run(pk: UUID, incarnation: int, *, idle_after: timedelta, now: datetime, actor: str = "") -> None:
     """Count one open Run less; the last one lets the sandbox wait. Nothing happens if it left `running` meanwhile.
 
     Call it inside the transaction that closed the Run, and only if that closed it."""
-    after = Case(When(open_runs__gt=1, then=Value(RUNNING)), default=Value(WAITING))
     with transaction.atomic():
-        counted = Sandbox.objects.filter(pk=pk, state=RUNNING, incarnation=incarnation).update(
-            open_runs=F("open_runs") - 1, state=after, last_used_at=now
-        )
+        counted = rows.update(
+            Sandbox,
+            "open_runs = open_runs - 1, last_used_at = %s, "
+            "state = CASE WHEN open_runs > 1 THEN state ELSE 'waiting' END, "
+            "state_since = CASE WHEN open_runs > 1 THEN state_since ELSE %s END, "
+            "idle_at = CASE WHEN open_runs > 1 THEN idle_at ELSE %s END "
+            "WHERE id = %s AND state = 'running' AND incarnation = %s",
+            now, now, now + idle_after, pk, incarnation,
+        )  # fmt: skip
         if counted:
-            sandbox = Sandbox.objects.get(pk=pk)
-            if sandbox.state == WAITING:
-                Sandbox.objects.filter(pk=pk).update(state_since=now, idle_at=now + sandbox.idle_after)
-                _record(sandbox, was=RUNNING, now=now, reason="run ended", actor=actor)
+            rows.execute(RECORD + "WHERE id = %s AND state = 'waiting'", RUNNING.value, "run ended", actor[:255], pk)
 
 
 def advance_many(
@@ -115,16 +124,5 @@ def advance_many(
         free = which.select_for_update(skip_locked=True).values("pk")
         moved = Sandbox.objects.filter(pk__in=free, state=was).update(state=to, state_since=now, claim=claim, **changes)
         if moved:
-            with connection.cursor() as cursor:
-                cursor.execute(
-                    'INSERT INTO sandboxes_transition (sandbox_id, was, "to", at, holder, reason, actor) '
-                    "SELECT id, %s, state, state_since, holder, %s, %s FROM sandboxes_sandbox WHERE claim = %s",
-                    [was.value, reason[:200], actor[:255], claim if connection.vendor == "postgresql" else claim.hex],
-                )
+            rows.execute(RECORD + "WHERE claim = %s", was.value, reason[:200], actor[:255], claim)
     return moved
-
-
-def _record(sandbox: Sandbox, *, was: str, now: datetime, reason: str, actor: str) -> None:
-    Transition.objects.create(
-        sandbox=sandbox, was=was, to=sandbox.state, at=now, holder=sandbox.holder, reason=reason[:200], actor=actor[:255]
-    )

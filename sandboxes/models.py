@@ -86,6 +86,7 @@ class Pool(models.Model):
     woken_local = models.PositiveBigIntegerField(default=0, editable=False)
     woken_cloud = models.PositiveBigIntegerField(default=0, editable=False)
     woken_fresh = models.PositiveBigIntegerField(default=0, editable=False)
+    slept = models.PositiveBigIntegerField(default=0, editable=False)
     claimed_warm = models.PositiveBigIntegerField(default=0, editable=False)
     evicted_cold = models.PositiveBigIntegerField(default=0, editable=False)
     evicted_warm = models.PositiveBigIntegerField(default=0, editable=False)
@@ -121,7 +122,7 @@ class Quota(models.Model):
         ]
 
     def __str__(self) -> str:
-        return f"{self.agent_did} in {self.pool_id}"
+        return f"{self.agent_did} in {self.pool}"
 
 
 class Sandbox(models.Model):
@@ -158,6 +159,7 @@ class Sandbox(models.Model):
     woken_local = models.PositiveIntegerField(default=0)
     woken_cloud = models.PositiveIntegerField(default=0)
     woken_fresh = models.PositiveIntegerField(default=0)
+    slept = models.PositiveIntegerField(default=0, help_text="Times it was put to sleep, for whatever reason.")
     claim = models.UUIDField(null=True, blank=True, help_text="Whoever works on an in-flight state holds this token.")
     claimed_by = models.CharField(max_length=64, blank=True, help_text="The instance of the control plane that claimed it.")
     deadline_at = models.DateTimeField(

@@ -13,6 +13,8 @@ from django.contrib.admin import ShowFacets
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.admin.utils import unquote
+from django.contrib.contenttypes.models import ContentType
+from django.core.exceptions import BadRequest, ValidationError
 from django.core.paginator import Paginator
 from django.db import models
 from django.db.models import Model, Q, QuerySet
@@ -131,10 +133,11 @@ class Act:
     title: str
     warning: str
     done: str  # "1 lease <done>."
-    illegal: str  # "1 skipped (<illegal>)."
+    illegal: str  # "1 skipped: <illegal>."
     legal: Callable[[Any], bool]
     verb: Callable[[Any, str, str, datetime], bool]  # row, actor, reason, now -> did this call change it?
     after: Callable[[], object] = bool
+    because: Callable[[Any], str] | None = None  # row as it is now -> "Nothing changed: <because>."; else `illegal`
 
     @property
     def dialog(self) -> dict[str, Any]:
@@ -191,6 +194,12 @@ class Page(ModelAdmin):
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
 
+    def save_model(self, request: HttpRequest, obj: Any, form: Any, change: bool) -> None:
+        if change:  # its other columns may have changed since the form's row was read: counters, above all
+            obj.save(update_fields=form.changed_data)
+        else:
+            super().save_model(request, obj, form, change)
+
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:
         if isinstance(self.opts.pk, models.UUIDField):
             try:
@@ -217,11 +226,21 @@ class Page(ModelAdmin):
         if self._carry_out(request, act, [row], form.cleaned_data["reason"]):
             messages.success(request, f"{counted(1, *self._nouns)} {act.done}.")
         else:
-            messages.warning(request, f"Nothing changed: {act.illegal}.")
+            row.refresh_from_db()
+            messages.warning(request, f"Nothing changed: {act.because(row) if act.because else act.illegal}.")
         # htmx would follow a redirect and put the whole page into the dialog.
         return HttpResponse(
             headers={"HX-Redirect": reverse(f"admin:{self.opts.label_lower.replace('.', '_')}_change", args=[row.pk])}
         )
+
+    def response_action(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
+        for chosen in request.POST.getlist(ACTION_CHECKBOX_NAME):
+            try:
+                self.opts.pk.clean(chosen, None)
+            except ValidationError:
+                raise BadRequest(f"Not the id of a row: {chosen[:80]!r}") from None
+        answer: HttpResponse | None = super().response_action(request, queryset)
+        return answer
 
     def ask(self, request: HttpRequest, queryset: QuerySet[Any], act: Act) -> HttpResponse | None:
         """An action of the list: a page that asks first. Which rows are meant is fixed when it asks."""
@@ -259,6 +278,24 @@ class Page(ModelAdmin):
     @property
     def _nouns(self) -> tuple[str, str]:
         return str(self.opts.verbose_name), str(self.opts.verbose_name_plural)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What an operator did to a row, from the log."""
+
+    at: datetime
+    what: str
+    why: str
+    who: str
+
+
+def done_to(row: Model, most: int) -> list[Done]:
+    """What operators did to a row, newest first."""
+    kind = ContentType.objects.get_for_model(row, for_concrete_model=False)
+    entries = LogEntry.objects.filter(content_type=kind, object_id=str(row.pk)).select_related("user")[:most]
+    parted = [(entry, *entry.get_change_message().partition(": ")) for entry in entries]
+    return [Done(entry.action_time, what, why, entry.user.get_username()) for entry, what, _, why in parted]
 
 
 def all_fields(*names: str) -> list[tuple[str, dict[str, Any]]]:

@@ -14,8 +14,9 @@ import structlog
 from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet
+from django.db.models.functions import Greatest
 
-from sandboxes import providers
+from sandboxes import providers, rows
 from sandboxes.errors import Busy, CapacityExhausted, Lost, NotHeld, NotReady, PoolDraining, QuotaExceeded
 from sandboxes.lifecycle import (
     COLD,
@@ -40,7 +41,7 @@ log = structlog.get_logger(__name__)
 POLL = 0.05  # seconds between two looks at a row that somebody else is moving
 DESTROY_CLAIM = timedelta(minutes=2)  # a destroy that takes longer is tried by the next sweep as well
 EVICT_WITHIN = timedelta(minutes=10)  # storing a large workspace takes a while
-COUNTED = ("warm_hits", "woken_local", "woken_cloud", "woken_fresh")  # by a sandbox while it lives, then by its pool
+COUNTED = ("warm_hits", "woken_local", "woken_cloud", "woken_fresh", "slept")  # by a sandbox while it lives, then by its pool
 MOST_VICTIMS = 8  # places that one request tries to free before it is told that the pool is full
 
 
@@ -63,7 +64,7 @@ class _Full(Exception):
 
 def of(holder: uuid.UUID) -> Sandbox | None:
     """The holder's sandbox, unless it was given up."""
-    return Sandbox.objects.select_related("pool").filter(holder=holder).exclude(state__in=GONE).first()
+    return rows.first(Sandbox, "holder = %s AND state NOT IN ('destroying', 'destroyed')", holder)
 
 
 # --- getting one ------------------------------------------------------------------------------------------------------
@@ -98,8 +99,8 @@ def ready(want: Want, *, now: datetime, actor: str = "") -> Sandbox:
 
 def claim(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Give the holder a pre-warmed sandbox of its pool. None if there is none, or if the holder has one already."""
-    if not want.pool.warm_target:
-        return None
+    if not want.pool.warm_target or workspace.latest(want.holder):
+        return None  # whoever has something stored gets a sandbox with that in it
     try:
         with transaction.atomic(durable=True):
             want.fence()
@@ -114,6 +115,7 @@ def claim(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
                 idle_after=want.idle_after, last_used_at=now, idle_at=now + want.idle_after, prepared=False,
             )  # fmt: skip
             if not claimed:
+                transaction.set_rollback(True)  # the quota was taken
                 return None
             Pool.objects.filter(pk=want.pool.pk).update(claimed_warm=F("claimed_warm") + 1)
     except IntegrityError:
@@ -160,7 +162,7 @@ def warm_up(pool: Pool, *, now: datetime) -> Sandbox | None:
     The pool's row is locked while the pending ones are counted, so that any number of sweeps start no more than that."""
     sandbox = _new(pool, now=now)
     with transaction.atomic(durable=True):
-        locked = Pool.objects.select_for_update().get(pk=pool.pk)
+        locked = Pool.objects.select_for_update(no_key=True).get(pk=pool.pk)
         if unclaimed(locked).filter(state__in=(WARMING, WARM)).count() >= locked.warm_target or not take_place(locked):
             return None
         begin(sandbox, now=now, reason="warmed up ahead of demand", actor="sweep")
@@ -300,8 +302,9 @@ def spec_of(sandbox: Sandbox) -> Spec:
 
 def sockets_of(sandbox: Sandbox) -> Path:
     """The host directory that the sandbox sees as /run/leasehold. Its name is short: a socket's path has 108 bytes."""
+    settings.RUNTIME_DIR.mkdir(mode=0o700, parents=True, exist_ok=True)  # no other user of this host comes near them
     directory: Path = settings.RUNTIME_DIR / sandbox.pk.hex[:16]
-    directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    directory.mkdir(mode=0o755, exist_ok=True)
     return directory
 
 
@@ -341,6 +344,17 @@ def sleep(pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", guard: 
     return False
 
 
+def sleep_soon(pk: uuid.UUID, *, now: datetime, actor: str, reason: str, guard: Q | None = None) -> bool:
+    """Make one sandbox due for the next idle sweep, as if its idle time were over. A use before that keeps it awake.
+
+    False if it is not one that sleeps: it runs, sleeps, is lost, or nobody holds it. Safe to repeat."""
+    may = Q(state__in=(WAITING, WARM), holder__isnull=False, lost_at__isnull=True)
+    due = Sandbox.objects.filter(may, guard or Q(), pk=pk).update(idle_at=now)
+    if due:
+        log.info("sleep asked for", sandbox=str(pk), actor=actor, reason=reason)
+    return bool(due)
+
+
 def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     """The rest of `sleep` for whoever holds the claim: persist, destroy, cold. Safe to repeat after a crash anywhere."""
     later = ticking(now)
@@ -376,10 +390,10 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
     step("process gone", sandbox)
     slept = advance(
         pk, EVICTING, COLD, now=later(), reason="stored", actor=actor, guard=mine,
-        claim=None, deadline_at=None, tries=0, last_error="",
+        claim=None, deadline_at=None, tries=0, last_error="", slept=F("slept") + 1,
     )  # fmt: skip
     if slept:
-        _tell("evict", pk, tier="waiting", agent=sandbox.agent_did, bytes=sandbox.workspace_bytes)
+        _tell("sleep", pk, agent=sandbox.agent_did, bytes=sandbox.workspace_bytes)
     return slept
 
 
@@ -427,19 +441,19 @@ def make_room(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") -> 
     if victim is None:
         return False
     why = f"its place was needed by {agent_did}"
-    if victim.state == WAITING:
-        if not sleep(victim.pk, now=later(), reason=why, actor=actor, guard=Q(state=WAITING)):
-            return True  # it runs again, or could not be stored and is no candidate for a while: look for another
-        _count_evicted(pool, "waiting")
-    if victim.state in (WAITING, COLD):
-        if drop_cold(victim.pk, now=later(), reason=why, actor=actor, for_agent=agent_did) and victim.state == COLD:
-            _count_evicted(pool, "cold")
+    if victim.holder is None:
+        unused = Q(state=WARM, holder__isnull=True)
+        with transaction.atomic():
+            taken = give_up(victim.pk, now=later(), reason=why, actor=actor, guard=unused)
+            if taken:
+                Pool.objects.filter(pk=pool.pk).update(evicted_warm=F("evicted_warm") + 1)
+        if taken:
+            _tell("evict", victim.pk, tier="warm", agent="")
+            destroy(victim.pk, now=later(), actor=actor)
         return True
-    unused = Q(state=WARM, last_used_at=victim.last_used_at, holder=victim.holder)
-    if give_up(victim.pk, now=later(), reason=why, actor=actor, guard=unused):
-        _count_evicted(pool, "warm")
-        _tell("evict", victim.pk, tier="warm", agent=victim.agent_did)
-        destroy(victim.pk, now=later(), actor=actor)
+    if victim.state != COLD and not sleep(victim.pk, now=later(), reason=why, actor=actor, guard=Q(state=victim.state)):
+        return True  # it runs again, or could not be stored and is no candidate for a while: look for another
+    drop_cold(victim.pk, now=later(), reason=why, actor=actor, for_agent=agent_did, tier=victim.state)
     return True
 
 
@@ -456,11 +470,12 @@ def next_victim(pool: Pool, *, agent_did: str, now: datetime) -> Sandbox | None:
 
 
 def drop_cold(
-    pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", for_agent: str = "", guard: Q | None = None
+    pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", for_agent: str = "", tier: str = "", guard: Q | None = None
 ) -> bool:
     """Give up the place of a sandbox that sleeps: its row ends, its stored copy stays for the next use by its holder.
 
-    False if it woke meanwhile, or if that would take a guaranteed place for somebody else's sake."""
+    `tier` is what it was when its place was wanted, which is how the pool counts the eviction. False if it woke
+    meanwhile, or if that would take a guaranteed place for somebody else's sake."""
     sandbox = Sandbox.objects.get(pk=pk)
     with transaction.atomic():
         gone = advance(
@@ -468,15 +483,15 @@ def drop_cold(
         ) and advance(
             pk, DESTROYING, DESTROYED, now=now, reason="it had no process", actor=actor, destroyed_at=now, deadline_at=None
         )
-        if gone and not _free(sandbox, spare_guarantee=bool(for_agent) and for_agent != sandbox.agent_did):
+        if gone and not _free(sandbox, spare_guarantee=bool(for_agent) and for_agent != sandbox.agent_did, tier=tier):
             transaction.set_rollback(True)
             return False
     if gone:
-        _tell("evict", pk, tier="cold", agent=sandbox.agent_did)
+        _tell("evict", pk, tier=tier or "cold", agent=sandbox.agent_did)
     return gone
 
 
-def _free(sandbox: Sandbox, *, spare_guarantee: bool = False) -> bool:
+def _free(sandbox: Sandbox, *, spare_guarantee: bool = False, tier: str = "") -> bool:
     """Count a sandbox out of its agent's quota and its pool, with what it had counted. In the transaction that ends it."""
     if sandbox.agent_did:
         quota = Quota.objects.filter(pool=sandbox.pool_id, agent_did=sandbox.agent_did, used__gt=0)
@@ -485,14 +500,12 @@ def _free(sandbox: Sandbox, *, spare_guarantee: bool = False) -> bool:
         if not quota.update(used=F("used") - 1) and spare_guarantee:
             return False
     final = Sandbox.objects.values(*COUNTED).get(pk=sandbox.pk)
-    Pool.objects.filter(pk=sandbox.pool_id, used__gt=0).update(
-        used=F("used") - 1, **{name: F(name) + final[name] for name in COUNTED if final[name]}
-    )
+    counted = {name: F(name) + final[name] for name in COUNTED if final[name]}
+    if tier:
+        counted[f"evicted_{tier}"] = F(f"evicted_{tier}") + 1
+    # A counter that has drifted to 0 stays there until it is counted anew; what the sandbox had counted is kept.
+    Pool.objects.filter(pk=sandbox.pool_id).update(used=Greatest(F("used"), 1) - 1, **counted)
     return True
-
-
-def _count_evicted(pool: Pool, tier: str) -> None:
-    Pool.objects.filter(pk=pool.pk).update(**{f"evicted_{tier}": F(f"evicted_{tier}") + 1})
 
 
 # --- giving one back --------------------------------------------------------------------------------------------------
@@ -553,18 +566,32 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     return gone
 
 
-def retry_destroy(pk: uuid.UUID, *, now: datetime) -> bool:
+def retry_destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     """Out of quarantine: try again at the next sweep, with fresh tries. False if it is not in quarantine."""
-    return bool(
-        Sandbox.objects.filter(pk=pk, state=DESTROYING, quarantined_at__isnull=False).update(
-            quarantined_at=None, tries=0, deadline_at=now
-        )
+    out = Sandbox.objects.filter(pk=pk, state=DESTROYING, quarantined_at__isnull=False).update(
+        quarantined_at=None, tries=0, deadline_at=now
     )
+    if out:
+        log.info("destroy retried", sandbox=str(pk), actor=actor)
+    return bool(out)
 
 
-def drain(pool: Pool, *, draining: bool) -> bool:
+def drain(pool: Pool, *, draining: bool, actor: str = "") -> bool:
     """Take nothing new into a pool, or take new ones again. Leases in it go on, and their sandboxes still wake."""
-    return bool(Pool.objects.filter(pk=pool.pk, draining=not draining).update(draining=draining))
+    changed = Pool.objects.filter(pk=pool.pk, draining=not draining).update(draining=draining)
+    if changed:
+        log.info("pool draining" if draining else "pool resumed", pool=pool.name, actor=actor)
+    return bool(changed)
+
+
+def warm_again(pool: Pool, *, now: datetime, actor: str = "") -> bool:
+    """Close the circuit: the next sweep warms up again, with fresh failures to make. False if it was not open.
+
+    warm_error stays until a start succeeds."""
+    closed = Pool.objects.filter(pk=pool.pk, warm_paused_until__gt=now).update(warm_failures=0, warm_paused_until=None)
+    if closed:
+        log.info("warming resumed", pool=pool.name, actor=actor)
+    return bool(closed)
 
 
 def _postpone(sandbox: Sandbox, failed: Exception, *, now: datetime) -> None:

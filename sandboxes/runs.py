@@ -151,7 +151,7 @@ def close(
     with transaction.atomic():
         closed = Run.objects.filter(pk=run.pk, ended_at__isnull=True).update(**values)
         if closed:
-            lifecycle.finish_run(run.sandbox_id, run.incarnation, now=now, actor=actor)
+            lifecycle.finish_run(run.sandbox_id, run.incarnation, idle_after=run.sandbox.idle_after, now=now, actor=actor)
     if closed:
         for name, value in values.items():
             setattr(run, name, value)

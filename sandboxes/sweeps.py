@@ -20,6 +20,7 @@ from sandboxes.providers.base import Found, Missing, ProviderError
 from sandboxes.storage import workspace
 
 log = structlog.get_logger(__name__)
+SET_RIGHT = "counters set right"  # what a recount notes, and health reads
 WARM_FAILURES = 3  # in a row, before a pool stops warming up for a while
 BUDGET = timedelta(seconds=60)  # of one pass that waits for providers: a worker busy for longer gives no heartbeat
 
@@ -309,12 +310,14 @@ def recount(*, now: datetime) -> Swept:
             counted = live.count()
             if counted != one.used:
                 Pool.objects.filter(pk=pk).update(used=counted)
+                swept.note(SET_RIGHT)
                 swept.failures.append(f'pool "{one}": its counter said {one.used}, its rows are {counted}')
             by_agent = dict(live.exclude(agent_did="").values_list("agent_did").annotate(n=Count("pk")).order_by())
             for quota in quotas:
                 mine = by_agent.get(quota.agent_did, 0)
                 if mine != quota.used:
                     Quota.objects.filter(pk=quota.pk).update(used=mine)
+                    swept.note(SET_RIGHT)
                     said = f"its counter said {quota.used}, its rows are {mine}"
                     swept.failures.append(f'pool "{one}", {quota.agent_did}: {said}')
     return swept

@@ -104,10 +104,10 @@ def test_running_is_having_open_runs(sandbox: Sandbox) -> None:
     holder = sandbox.holder
     assert lifecycle.start_run(sandbox.pk, holder=holder, now=NOW) == State.WARM
     assert lifecycle.start_run(sandbox.pk, holder=holder, now=NOW) == State.RUNNING
-    lifecycle.finish_run(sandbox.pk, 1, now=NOW)
+    lifecycle.finish_run(sandbox.pk, 1, idle_after=MINUTE, now=NOW)
     sandbox.refresh_from_db()
     assert (sandbox.state, sandbox.open_runs) == ("running", 1)
-    lifecycle.finish_run(sandbox.pk, 1, now=NOW + MINUTE)
+    lifecycle.finish_run(sandbox.pk, 1, idle_after=MINUTE, now=NOW + MINUTE)
     sandbox.refresh_from_db()
     assert (sandbox.state, sandbox.open_runs, sandbox.state_since) == ("waiting", 0, NOW + MINUTE)
     assert lifecycle.start_run(sandbox.pk, holder=holder, now=NOW) == State.WAITING
@@ -121,7 +121,7 @@ def test_only_the_holder_starts_a_run(sandbox: Sandbox) -> None:
 def test_a_run_of_an_earlier_incarnation_counts_nothing_out(sandbox: Sandbox) -> None:
     to(sandbox, State.WARM)
     lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=NOW)
-    lifecycle.finish_run(sandbox.pk, 7, now=NOW)
+    lifecycle.finish_run(sandbox.pk, 7, idle_after=MINUTE, now=NOW)
     sandbox.refresh_from_db()
     assert sandbox.open_runs == 1
 

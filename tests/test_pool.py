@@ -314,6 +314,16 @@ def test_a_claim_takes_a_sandbox_that_was_warmed_and_brings_its_own_files(grant,
     assert below.warm(now=NOW).counts == {"warmed up": 1}
 
 
+def test_a_holder_with_stored_state_is_not_given_an_empty_warm_one(grant, pool) -> None:
+    lease = grant(ttl=24 * HOUR)
+    use(lease)
+    below.idle(now=NOW + HOUR)
+    below.cold(now=NOW + 4 * HOUR)
+    warmed(pool, 1)
+    below.warm(now=NOW + 4 * HOUR)
+    assert read(Lease.objects.get(pk=lease.pk), NOW + 5 * HOUR) == b"kept\n"
+
+
 def test_after_three_failures_the_circuit_opens_and_warms_nothing_for_a_while(pool, memory) -> None:
     warmed(pool, 1)
     with memory.fail("create", Rejected("no such image"), times=99):

@@ -1,8 +1,10 @@
 """Rows to look at, made by the verbs with `now` in the past: `python -m tests.admin.seed` on an empty database.
 
-A lease of forty turns, runs that ended in every way, sandboxes in every state, a destroy that never worked."""
+A lease of forty turns, runs that ended in every way, sandboxes in every state, a destroy that never worked, pools that
+are full, draining or unable to start anything."""
 
 import os
+import uuid
 from datetime import datetime, timedelta
 
 import django
@@ -11,16 +13,19 @@ if __name__ == "__main__":
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
     django.setup()
 
+from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.auth.models import Group, User
 from django.utils import timezone
 
 from leases import acting, keys, leasing, sweeps, turns
 from leases.models import EnvironmentType, Lease
 from sandboxes import pool, providers, runs
-from sandboxes.models import Pool, Sandbox, Sweep
+from sandboxes import sweeps as below
+from sandboxes.models import Pool, Quota, Sandbox, State, Sweep
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import Call, MemoryProvider, Outcome
 from sandboxes.runs import Command
+from sandboxes.storage import workspace
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
 PLAYERS = [
@@ -35,7 +40,7 @@ def seed(now: datetime) -> None:
     """Everything below, as if it had happened in the hours before `now`."""
     memory = providers.get("memory")
     assert isinstance(memory, MemoryProvider)
-    Pool.objects.create(name="demo", provider="memory", capacity=24)
+    Pool.objects.create(name="demo", provider="memory", capacity=32)
     for name in ("Viewer", "Operator", "Administrator"):
         User.objects.create_user(name.lower(), password=name.lower(), is_staff=True).groups.add(Group.objects.get(name=name))
     User.objects.create_superuser("admin", password="admin")
@@ -46,13 +51,34 @@ def seed(now: datetime) -> None:
     _runs(now)
     _states(now)
     _ends(now)
+    _sleepers(memory, now)
+    _trouble(memory, now)
     _quarantine(memory, now)
+    _pools(memory, now)
     _sweeps(now)
 
 
-def _lease(agent: str, environment: str, at: datetime, **ask: object) -> Lease:
-    wish = leasing.Ask(agent_did=agent, environment_id=environment, environment_type="catan", pool="demo", **ask)  # type: ignore[arg-type]
+def _lease(agent: str, environment: str, at: datetime, pool: str = "demo", **ask: object) -> Lease:
+    ask = {"sleep_after": 3 * HOUR} | ask
+    wish = leasing.Ask(agent_did=agent, environment_id=environment, environment_type="catan", pool=pool, **ask)  # type: ignore[arg-type]
     return leasing.acquire(wish, now=at, actor="key 3f9a1c20")[0]
+
+
+def _used(agent: str, environment: str, at: datetime, pool: str = "demo") -> Lease:
+    """A lease whose sandbox has something in it."""
+    lease = _lease(agent, environment, at, pool)
+    acting.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=at, actor="key 3f9a1c20")
+    return lease
+
+
+def _box(lease: Lease) -> Sandbox:
+    sandbox = pool.of(lease.pk)
+    assert sandbox
+    return sandbox
+
+
+def _sleep(lease: Lease, at: datetime) -> None:
+    pool.sleep(_box(lease).pk, now=at, reason="idle", actor="sweep")
 
 
 def _program(memory: MemoryProvider) -> None:
@@ -126,6 +152,60 @@ def _ends(now: datetime) -> None:
         acting.exec_in(gone.pk, Command(argv=["true"], timeout=MINUTE), now=now - 20 * HOUR)
         leasing.end(gone.pk, reason="condition:game.finished", now=now - 19 * HOUR, actor="key 3f9a1c20")
     sweeps.reclaim(now=now - 19 * HOUR)
+
+
+def _sleepers(memory: MemoryProvider, now: datetime) -> None:
+    """Two that sleep, two that were woken (from here and from the store), one that is on its way to sleep."""
+    sleeper, moved, away = (_used(f"did:plc:{name}", "long-study", now - 3 * HOUR) for name in ("sleeper", "moved", "away"))
+    for lease in (sleeper, moved):
+        _sleep(lease, now - 2 * HOUR)
+        acting.sandbox_for(lease.pk, now=now - 100 * MINUTE, actor="key 3f9a1c20")
+        acting.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now - 99 * MINUTE, actor="key 3f9a1c20")
+    for lease in (sleeper, moved, away):
+        _sleep(lease, now - 70 * MINUTE)
+    stored = workspace.latest(moved.pk)
+    assert stored
+    workspace.forget_local(stored)
+    acting.sandbox_for(moved.pk, now=now - 3 * MINUTE, actor="key 3f9a1c20")
+    falling = _box(_used("did:plc:falling", "long-study", now - 40 * MINUTE))
+    Sandbox.objects.filter(pk=falling.pk).update(idle_at=now - 9 * HOUR)
+    below.claim_idle(State.WAITING, uuid.uuid4(), now=now - MINUTE + timedelta(seconds=40), limit=1)
+
+
+def _trouble(memory: MemoryProvider, now: datetime) -> None:
+    """One that could not be stored, one that its provider has lost, one that is too large."""
+    full = _used("did:plc:hoarder", "archive", now - 50 * MINUTE)
+    with memory.fail("get_files", Unavailable("engine answered 500: no space left on device")):
+        for minutes in (20, 12):
+            _sleep(full, now - minutes * MINUTE)
+    gone = _used("did:plc:gone", "vanished", now - 30 * MINUTE)
+    pool.mark_lost(_box(gone), "no such container: leasehold-4be1", now=now - MINUTE)
+    large = _used("did:plc:large", "data-set", now - 30 * MINUTE)
+    Sandbox.objects.filter(pk=_box(large).pk).update(workspace_bytes=3 << 30, measured_at=now - 5 * MINUTE)
+
+
+def _pools(memory: MemoryProvider, now: datetime) -> None:
+    """One that starts nothing, one whose places are taken from each other, one that drains; and who may have how much."""
+    gpu = Pool.objects.create(name="gpu", provider="memory", capacity=8, image="registry.example.com/gpu:12.4", warm_target=2)
+    with memory.fail("create", Unavailable('engine answered 404: manifest for "registry.example.com/gpu:12.4" not found')):
+        below.warm(now=now - MINUTE)
+    Pool.objects.filter(pk=gpu.pk).update(warm_paused_until=now + 9 * MINUTE)
+    demo = Pool.objects.get(name="demo")
+    demo.warm_target = 4
+    demo.save(update_fields=["warm_target"])
+    for minutes in (30, 20, 10):
+        pool.warm_up(demo, now=now - minutes * MINUTE)
+    acting.sandbox_for(_lease("did:plc:quick", "claimed", now - 2 * MINUTE).pk, now=now - 2 * MINUTE)
+    for agent, most, guaranteed in ((PLAYERS[0], 8, 2), (PLAYERS[1], None, 1), ("did:plc:large", 1, 0), ("did:plc:new", 5, 3)):
+        Quota.objects.update_or_create(pool=demo, agent_did=agent, defaults={"most": most, "guaranteed": guaranteed})
+    Pool.objects.create(name="small", provider="memory", capacity=2)
+    for index in range(6):
+        _used(f"did:plc:crowd{index}", "queue", now - HOUR + index * MINUTE, pool="small")
+    old = Pool.objects.create(name="old-rack", provider="memory", capacity=6)
+    _used("did:plc:resident", "still-here", now - 20 * MINUTE, pool="old-rack")
+    pool.drain(old, draining=True, actor="operator")
+    operator = User.objects.get(username="operator")
+    LogEntry.objects.log_actions(operator.pk, [old], CHANGE, "Drain: its rack is moved on Thursday")  # type: ignore[arg-type]
 
 
 def _quarantine(memory: MemoryProvider, now: datetime) -> None:

@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.messages import get_messages
+from django.db.models import signals
 from django.http import HttpResponse
 from django.test import Client
 from django.utils import timezone
@@ -128,6 +129,19 @@ def test_every_row_of_a_table_cannot_be_chosen_at_once(operator: Client, grant: 
     assert Lease.objects.filter(status="active").count() == 2
 
 
+@pytest.mark.parametrize("pk", ["no-id", "", "00000000", "9" * 40, "\x00", "' OR 1=1"])
+def test_a_forged_id_is_refused_and_is_no_error(operator: Client, administrator: Client, lease: Lease, pk: str) -> None:
+    for client, page, action in (
+        (operator, "leases/lease", "end_leases"),
+        (operator, "sandboxes/sandbox", "evict_all"),
+        (administrator, "leases/agentkey", "revoke_all"),
+    ):
+        for more in ({}, {"confirm": "1", **WHY}):
+            assert bulk(client, page, action, [lease.pk, pk], **more).status_code == 400
+    lease.refresh_from_db()
+    assert lease.status == "active"
+
+
 # --- destroy a sandbox --------------------------------------------------------------------------------------------
 
 
@@ -223,12 +237,30 @@ def test_a_revoked_key_is_refused_and_a_key_is_never_edited(administrator: Clien
 
 # --- what may be edited -------------------------------------------------------------------------------------------
 
+POOL = {
+    "capacity": 100, "warm_target": 0, "provider": "memory", "image": "", "memory_mib": 512, "millicpus": 1000, "pids": 256,
+    "workspace_limit_mib": 2048,
+}  # fmt: skip
+
 
 def test_an_administrator_edits_a_pool_but_not_its_name_or_its_count(administrator: Client, pool: Pool) -> None:
-    fields = {"capacity": 7, "provider": "memory", "image": "", "memory_mib": 64, "millicpus": 500, "pids": 32}
-    administrator.post(f"/admin/sandboxes/pool/{pool.pk}/change/", {**fields, "name": "other", "used": 99})
+    fields = POOL | {"capacity": 7, "memory_mib": 64}
+    administrator.post(f"/admin/sandboxes/pool/{pool.pk}/change/", {**fields, "name": "other", "used": 99, "draining": "on"})
     after = Pool.objects.get(pk=pool.pk)
-    assert (after.capacity, after.memory_mib, after.name, after.used) == (7, 64, pool.name, 0)
+    assert (after.capacity, after.memory_mib, after.name, after.used, after.draining) == (7, 64, pool.name, 0, False)
+
+
+def test_saving_a_pool_does_not_put_back_what_was_counted_meanwhile(administrator: Client, pool: Pool) -> None:
+    def meanwhile(instance: Pool, **signal: object) -> None:
+        Pool.objects.filter(pk=instance.pk).update(used=5, draining=True)
+
+    signals.pre_save.connect(meanwhile, sender=Pool)
+    try:
+        administrator.post(f"/admin/sandboxes/pool/{pool.pk}/change/", POOL | {"capacity": 7})
+    finally:
+        signals.pre_save.disconnect(meanwhile, sender=Pool)
+    after = Pool.objects.get(pk=pool.pk)
+    assert (after.capacity, after.used, after.draining) == (7, 5, True)
 
 
 def test_an_environment_type_is_edited_in_words_and_lines(administrator: Client) -> None:

@@ -20,13 +20,17 @@ pytestmark = pytest.mark.django_db
 def troubled(grant: Callable[..., Lease]) -> None:
     """One or two of everything that a tile counts."""
     now = timezone.now()
-    boxes = [box_of(grant(agent=f"did:plc:a{number}", now=now)) for number in range(6)]
+    boxes = [box_of(grant(agent=f"did:plc:a{number}", now=now)) for number in range(8)]
     grant(environment="late", now=now - 10 * MINUTE, ttl=MINUTE)
     Sandbox.objects.filter(pk=boxes[0].pk).update(state="running", open_runs=1)
     gone = {"state": "destroying", "deadline_at": now - 5 * MINUTE}
     Sandbox.objects.filter(pk__in=[boxes[1].pk, boxes[2].pk]).update(**gone, quarantined_at=now, last_error="engine down")
     Sandbox.objects.filter(pk=boxes[3].pk).update(**gone)
-    Sandbox.objects.filter(pk=boxes[4].pk).update(state="waiting")
+    Sandbox.objects.filter(pk=boxes[4].pk).update(state="waiting", last_error="store down")
+    Sandbox.objects.filter(pk=boxes[5].pk).update(state="waiting", last_error="Lost: no container", lost_at=now)
+    Sandbox.objects.filter(pk=boxes[6].pk).update(state="cold")
+    Pool.objects.create(name="drains", draining=True)
+    Pool.objects.create(name="broken", warm_target=1, warm_paused_until=now + MINUTE, warm_error="no image")
     Sweep.objects.create(name="never")
     Sweep.objects.create(name="in time", succeeded_at=now)
     Sweep.objects.create(name="late", succeeded_at=now - 4 * MINUTE)
@@ -36,29 +40,26 @@ def test_every_tile_links_to_exactly_what_it_counts(viewer: Client, troubled: No
     tiles = {tile.title: tile for tile in console.look().tiles}
     numbers = {title: tile.value for title, tile in tiles.items() if title != "Capacity used"}
     assert numbers == {
-        "Active leases": "7", "Running now": "1", "In quarantine": "2", "Stalled": "1", "Leases overdue": "1",
-        "Sweeps late": "2",
+        "Active leases": "9", "Running now": "1", "In quarantine": "2", "Stalled": "1", "Leases overdue": "1",
+        "Sweeps late": "2", "Cold": "1", "Lost": "1", "State not stored": "1", "Pools draining": "1", "Circuits open": "1",
     }  # fmt: skip
     for title, number in numbers.items():
         assert str(viewer.get(tiles[title].href).context["cl"].result_count) == number, title
 
 
 def test_every_state_in_a_pools_legend_links_to_its_sandboxes(viewer: Client, troubled: None, pool: Pool) -> None:
-    bar = next(each for each in console.look().bars if each.pool == pool)
-    assert {state: number for state, number, _, _ in bar.parts} == {
-        "warm": 1,
-        "running": 1,
-        "waiting": 1,
-        "destroying": 3,
-    }
-    for state, number, _, href in bar.parts:
-        assert viewer.get(href).context["cl"].result_count == number, state
+    filling = next(each for each in console.look().pools if each.stats.pk == pool.pk)
+    numbers = {part.state: part.number for part in filling.parts}
+    assert numbers == {"warm": 1, "running": 1, "waiting": 2, "destroying": 3, "cold": 1}
+    for part in filling.parts:
+        assert viewer.get(part.href).context["cl"].result_count == part.number, part.state
 
 
 def test_what_needs_an_operator_stands_on_the_first_page(viewer: Client, troubled: None) -> None:
     page = viewer.get("/admin/").content.decode()
-    assert "engine down" in page
-    assert page.count("lh-tile lh-alarmed") == 4
+    for said in ("engine down", "store down", "Lost: no container", "draining", "circuit open for"):
+        assert said in page, said
+    assert page.count("lh-tile lh-alarmed") == 7
     assert re.search(r"Sandboxes</span>\s*<span[^>]*>\s*2\s*<", page)
 
 

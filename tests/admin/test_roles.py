@@ -13,13 +13,14 @@ pytestmark = pytest.mark.django_db
 
 VIEWS = {
     "leases": {"agent", "agentkey", "environmenttype", "lease", "leaseevent", "turn"},
-    "sandboxes": {"pool", "sandbox", "transition", "run", "sweep"},
+    "sandboxes": {"pool", "quota", "sandbox", "snapshot", "transition", "run", "sweep"},
 }
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
-OPERATOR = VIEWER | {"leases.end_lease", "sandboxes.act_on_sandbox"}
+OPERATOR = VIEWER | {"leases.end_lease", "sandboxes.act_on_sandbox", "sandboxes.drain_pool"}
 ADMINISTRATOR = OPERATOR | {
     "leases.add_agent", "leases.change_agent", "leases.add_agentkey", "leases.revoke_key",
     "leases.add_environmenttype", "leases.change_environmenttype", "sandboxes.add_pool", "sandboxes.change_pool",
+    "sandboxes.add_quota", "sandboxes.change_quota",
 }  # fmt: skip
 
 
@@ -30,13 +31,20 @@ def test_a_role_has_exactly_these_permissions(role: str, may: set[str]) -> None:
 
 
 def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client, lease: Lease) -> None:
-    for page in ("leases/lease", "leases/agentkey", "sandboxes/sandbox", "sandboxes/pool", "sandboxes/sweep"):
+    pages = ("leases/lease", "leases/agentkey", "sandboxes/sandbox", "sandboxes/pool", "sandboxes/quota", "sandboxes/sweep")
+    for page in pages:
         shown = viewer.get(f"/admin/{page}/")
         assert shown.status_code == 200
         assert b'name="_selected_action"' not in shown.content
         assert b"/add/" not in shown.content
     assert b"End lease" not in viewer.get(f"/admin/leases/lease/{lease.pk}/change/").content
-    assert b"Destroy now" not in viewer.get(f"/admin/sandboxes/sandbox/{box_of(lease).pk}/change/").content
+    shown = viewer.get(f"/admin/sandboxes/sandbox/{box_of(lease).pk}/change/").content
+    assert b"Destroy now" not in shown
+    assert "Evict…" not in shown.decode()
+    shown = viewer.get(f"/admin/sandboxes/pool/{lease.pool_id}/change/").content
+    assert "Drain…" not in shown.decode()
+    assert b"Set one" not in shown
+    assert b'name="_save"' not in shown
 
 
 def test_the_menu_offers_only_what_opens(viewer: Client) -> None:

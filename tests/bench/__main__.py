@@ -46,7 +46,7 @@ def control_plane(database_url: str, here: Path) -> Iterator[tuple["subprocess.P
     manage = [sys.executable, str(REPO / "manage.py")]
     subprocess.run([*manage, "migrate", "--verbosity", "0"], check=True)
     port = free_port()
-    up = subprocess.Popen([*manage, "up", "--no-worker", "--port", str(port)], stdout=subprocess.DEVNULL)
+    up = subprocess.Popen([*manage, "up", "--no-worker", "--port", str(port)], stdout=open("/tmp/lhb-up.log","ab"))
     try:
         _wait_for(port, up)
         yield up, port
@@ -79,7 +79,7 @@ class Api:
         self.headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        self.connection.request("POST", f"/api/v1{path}", json.dumps(body or {}), self.headers)
+        self.connection.request("POST", f"/api/v1{path}", json.dumps(body) if body else None, self.headers)
         answer = self.connection.getresponse()
         content = answer.read()
         if answer.status >= 400:

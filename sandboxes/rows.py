@@ -28,11 +28,16 @@ def first(model: type[M], where: str, *values: Any) -> M | None:
     return model.from_db(connection.alias, names, found)
 
 
+def execute(statement: str, *values: Any) -> int:
+    """Execute a statement and say how many rows it touched."""
+    with connection.cursor() as cursor:
+        cursor.execute(statement, [_adapted(value) for value in values])
+        return int(cursor.rowcount)
+
+
 def update(model: type[Model], change: str, *values: Any) -> int:
     """Execute one UPDATE ("a = %s WHERE b = %s") and say how many rows it changed."""
-    with connection.cursor() as cursor:
-        cursor.execute(f"UPDATE {model._meta.db_table} SET {change}", [_adapted(value) for value in values])  # noqa: S608
-        return int(cursor.rowcount)
+    return execute(f"UPDATE {model._meta.db_table} SET {change}", *values)  # noqa: S608 - no user's words
 
 
 @cache

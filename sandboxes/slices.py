@@ -1,0 +1,52 @@
+"""Parts of the list of sandboxes that have a name: each is a tab, and every number elsewhere that links to it."""
+
+from datetime import datetime, timedelta
+
+from django.db.models import Q
+
+from sandboxes import runs
+from sandboxes.models import GONE, IN_FLIGHT, State
+from sandboxes.pages import Slice
+
+LATE = timedelta(minutes=2)  # past its deadline by two sweeps: nobody is taking the next step
+
+
+def stalled(now: datetime) -> Q:
+    """In flight, or running something, past its deadline, and no sweep has seen to it."""
+    over = now - LATE
+    in_flight = Q(state__in=IN_FLIGHT, deadline_at__lt=over, quarantined_at__isnull=True)
+    return in_flight | Q(state=State.RUNNING, pk__in=runs.overdue(now=over).order_by().values("sandbox"))
+
+
+LIVE = Slice("Live", "No sandbox exists now.", lambda now: ~Q(state=State.DESTROYED))
+RUNNING = Slice("Running", "Nothing runs now.", lambda now: Q(state=State.RUNNING))
+WAITING = Slice("Waiting", "No sandbox waits for its next run.", lambda now: Q(state=State.WAITING))
+UNCLAIMED = Slice(
+    "Unclaimed",
+    "No sandbox is ready that nobody holds yet.",
+    lambda now: Q(state=State.WARM, holder__isnull=True),
+)
+EVICTING = Slice("Evicting", "No sandbox is falling asleep.", lambda now: Q(state=State.EVICTING))
+COLD = Slice("Cold", "No sandbox sleeps.", lambda now: Q(state=State.COLD))
+UNSTORED = Slice(
+    "Not stored",
+    "The state of every sandbox that went to sleep was stored.",
+    lambda now: Q(state=State.WAITING, lost_at__isnull=True) & ~Q(last_error=""),
+)
+LOST = Slice(
+    "Lost",
+    "No provider has lost a sandbox that a lease still holds.",
+    lambda now: Q(lost_at__isnull=False) & ~Q(state__in=GONE),
+)
+QUARANTINE = Slice(
+    "Quarantine",
+    "Nothing in quarantine: every destroy was confirmed, or is still being tried.",
+    lambda now: Q(state=State.DESTROYING, quarantined_at__isnull=False),
+)
+STALLED = Slice("Stalled", "Nothing is past its deadline.", stalled)
+
+SANDBOXES = {
+    "live": LIVE, "running": RUNNING, "waiting": WAITING, "unclaimed": UNCLAIMED, "evicting": EVICTING, "cold": COLD,
+    "unstored": UNSTORED, "lost": LOST, "quarantine": QUARANTINE, "stalled": STALLED,
+    "history": Slice("History", "There was never a sandbox."),
+}  # fmt: skip

@@ -1,0 +1,273 @@
+"""Putting sandboxes to sleep and waking them by hand: the request only asks, the queue does it."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+from django.contrib.admin.models import CHANGE, LogEntry
+from django.contrib.auth.models import User
+from django.test import Client
+from django.utils import timezone
+from django_q.models import OrmQ
+
+from leases import acting, leasing, tasks
+from leases.models import Lease
+from sandboxes import pool as pools
+from sandboxes import runs
+from sandboxes.models import Pool, Sandbox, Snapshot
+from sandboxes.providers.memory import MemoryProvider
+from sandboxes.runs import Command
+from sandboxes.storage import workspace
+from tests.admin.conftest import NOW, box_of
+from tests.admin.test_acts import WHY, bulk, said, state_of
+from tests.admin.test_pages import costs, run
+from tests.conftest import MINUTE
+
+pytestmark = pytest.mark.django_db
+TRUE = Command(argv=["true"], timeout=MINUTE)
+
+
+@pytest.fixture
+def waiting(lease: Lease) -> Sandbox:
+    run(lease, "true")
+    return box_of(lease)
+
+
+@pytest.fixture
+def cold(waiting: Sandbox) -> Sandbox:
+    assert pools.sleep(waiting.pk, now=NOW + MINUTE, reason="idle", actor="sweep")
+    return Sandbox.objects.get(pk=waiting.pk)
+
+
+def page(sandbox: Sandbox, act: str) -> str:
+    return f"/admin/sandboxes/sandbox/{sandbox.pk}/{act}/"
+
+
+def queued() -> list[tuple[str, tuple[str, ...]]]:
+    return [(row.task["func"], row.task["args"]) for row in OrmQ.objects.all()]
+
+
+def events(lease: Lease) -> list[tuple[str, str, str]]:
+    return [(each.kind, each.actor, each.reason) for each in lease.events.exclude(kind="granted")]
+
+
+# --- evict --------------------------------------------------------------------------------------------------------
+
+
+def test_an_evicted_sandbox_is_put_to_sleep_by_the_queue_and_not_by_the_request(
+    operator: Client, lease: Lease, waiting: Sandbox, memory: MemoryProvider
+) -> None:
+    asked = len(memory.calls)
+    assert said(operator.post(page(waiting, "evict"), WHY)) == ["1 sandbox asked to sleep."]
+    assert (state_of(waiting), len(memory.calls)) == ("waiting", asked)
+    assert queued() == [("leases.tasks.idle", ())]
+    assert tasks.idle() == "1 put to sleep"
+    assert state_of(waiting) == "cold"
+    assert events(lease) == [("sleep_asked_for", "operator", "it mines coins")]
+    assert LogEntry.objects.get().get_change_message() == "Evict: it mines coins"
+    assert b"Sleep asked for" in operator.get(f"/admin/leases/lease/{lease.pk}/change/").content
+
+
+def test_what_has_nothing_unsaved_in_it_is_evicted_too(operator: Client, lease: Lease) -> None:
+    assert said(operator.post(page(box_of(lease), "evict"), WHY)) == ["1 sandbox asked to sleep."]
+    assert tasks.idle() == "1 put to sleep"
+
+
+def test_what_runs_again_is_left_alone(operator: Client, lease: Lease, waiting: Sandbox) -> None:
+    assert runs.open_run(waiting, TRUE, now=timezone.now())
+    assert said(operator.post(page(waiting, "evict"), WHY)) == ["Nothing changed: it runs again."]
+    assert tasks.idle() == "nothing to do"
+    assert (state_of(waiting), queued(), events(lease), LogEntry.objects.count()) == ("running", [], [], 0)
+
+
+def test_a_use_after_it_was_asked_keeps_it_awake(operator: Client, lease: Lease, waiting: Sandbox) -> None:
+    operator.post(page(waiting, "evict"), WHY)
+    run(lease, "true", now=timezone.now())
+    assert tasks.idle() == "nothing to do"
+    assert state_of(waiting) == "waiting"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"state": "cold"}, "it is cold now"),
+        ({"lost_at": NOW}, "the provider has lost it"),
+        ({"state": "warm", "holder": None}, "nobody holds it"),
+    ],
+)
+def test_what_does_not_sleep_is_not_offered_and_stays(operator: Client, waiting: Sandbox, changes: dict, why: str) -> None:
+    Sandbox.objects.filter(pk=waiting.pk).update(**changes)
+    assert "Evict…" not in operator.get(page(waiting, "change")).content.decode()
+    assert said(operator.post(page(waiting, "evict"), WHY)) == [f"Nothing changed: {why}."]
+    assert not queued()
+
+
+def test_many_are_evicted_if_they_wait(operator: Client, lease: Lease, waiting: Sandbox, grant: Callable[..., Lease]) -> None:
+    warm = box_of(grant(environment="warm", sleep_after=timedelta(hours=1)))
+    asked = bulk(operator, "sandboxes/sandbox", "evict_all", [waiting.pk, warm.pk])
+    assert b"1 of 2 can be done now" in asked.content
+    assert not queued()
+    done = bulk(operator, "sandboxes/sandbox", "evict_all", [waiting.pk, warm.pk], confirm="1", **WHY)
+    assert said(done) == ["1 sandbox asked to sleep. 1 skipped: not waiting."]
+    tasks.idle()
+    assert (state_of(waiting), state_of(warm)) == ("cold", "warm")
+
+
+# --- wake ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_woken_sandbox_is_started_by_the_queue_and_not_by_the_request(
+    operator: Client, lease: Lease, cold: Sandbox, memory: MemoryProvider
+) -> None:
+    asked = len(memory.calls)
+    assert said(operator.post(page(cold, "wake"), WHY)) == ["1 sandbox being woken."]
+    assert (state_of(cold), len(memory.calls)) == ("cold", asked)
+    [(name, args)] = queued()
+    assert (name, args) == ("leases.tasks.wake", (str(lease.pk), "operator"))
+    assert tasks.wake(*args) == "warm"
+    assert tasks.wake(*args) == "warm"  # a task may be delivered twice
+    after = Sandbox.objects.get(pk=cold.pk)
+    assert (after.state, after.source, after.incarnation) == ("warm", "local", 2)
+    assert {each.actor for each in after.transitions.all()[:2]} == {"operator"}
+    assert events(lease) == [("wake_asked_for", "operator", "it mines coins")]
+
+
+def test_what_woke_by_itself_is_left_alone(operator: Client, lease: Lease, cold: Sandbox) -> None:
+    acting.sandbox_for(lease.pk, now=timezone.now())
+    assert said(operator.post(page(cold, "wake"), WHY)) == ["Nothing changed: it is warm now."]
+    assert (queued(), events(lease)) == ([], [])
+
+
+def test_what_ended_before_the_queue_came_to_it_is_not_woken(operator: Client, lease: Lease, cold: Sandbox) -> None:
+    operator.post(page(cold, "wake"), WHY)
+    leasing.end(lease.pk, reason="released", now=timezone.now())
+    assert "released" in tasks.wake(str(lease.pk), "operator")
+    assert state_of(cold) == "destroying"
+
+
+# --- who may ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act", ["evict", "wake"])
+def test_a_viewer_a_get_and_a_post_without_a_token_change_nothing(
+    act: str, viewer: Client, operator: Client, as_role: Callable[..., Client], waiting: Sandbox, cold: Sandbox
+) -> None:
+    sandbox = cold if act == "wake" else waiting
+    before = Sandbox.objects.filter(pk=sandbox.pk).values().get()
+    assert viewer.post(page(sandbox, act), WHY).status_code == 403
+    assert b"Kept in the history" in operator.get(page(sandbox, act), WHY).content
+    assert as_role("Operator", enforce_csrf_checks=True).post(page(sandbox, act), WHY).status_code == 403
+    bulk(viewer, "sandboxes/sandbox", "evict_all", [sandbox.pk], confirm="1", **WHY)
+    assert Sandbox.objects.filter(pk=sandbox.pk).values().get() == before
+    assert not queued()
+
+
+def test_the_log_says_who_retried_a_destroy(operator: Client, lease: Lease, caplog: pytest.LogCaptureFixture) -> None:
+    sandbox = box_of(lease)
+    Sandbox.objects.filter(pk=sandbox.pk).update(state="destroying", quarantined_at=NOW, deadline_at=NOW)
+    with caplog.at_level("INFO"):
+        operator.post(page(sandbox, "retry_destroy"), WHY)
+    assert any("destroy retried" in line and "'actor': 'operator'" in line for line in caplog.messages)
+
+
+# --- the page -----------------------------------------------------------------------------------------------------
+
+
+def shown(client: Client, sandbox: Sandbox) -> tuple[dict[str, str], str]:
+    """The strip as text, label -> value and note; and the whole page."""
+    answer = client.get(page(sandbox, "change"))
+    return {fact.label: f"{fact.value} | {fact.note}" for fact in answer.context["facts"]}, answer.content.decode()
+
+
+def test_a_page_says_where_its_state_would_come_from(viewer: Client, lease: Lease, waiting: Sandbox) -> None:
+    assert "a fresh start" in shown(viewer, waiting)[0]["Wakes from"]
+    pools.sleep(waiting.pk, now=timezone.now(), reason="idle")
+    assert "this machine" in shown(viewer, waiting)[0]["Wakes from"]
+    newest = workspace.latest(lease.pk)
+    assert newest
+    workspace.forget_local(newest)
+    assert "the store" in shown(viewer, waiting)[0]["Wakes from"]
+    acting.sandbox_for(lease.pk, now=timezone.now())
+    facts, _ = shown(viewer, waiting)
+    assert "number 2, state from the store" in facts["Process"]
+    assert facts["Woken"] == "1 | 1 cloud"
+
+
+def test_snapshots_are_listed_with_what_became_of_them(viewer: Client, lease: Lease, cold: Sandbox) -> None:
+    acting.exec_in(lease.pk, TRUE, now=timezone.now())
+    pools.sleep(cold.pk, now=timezone.now(), reason="idle")
+    answer = viewer.get(page(cold, "change"))
+    listed = [(each.incarnation, each.local, bool(each.forgotten_at)) for each, _, _ in answer.context["snapshots"]]
+    assert listed == [(2, True, False), (1, False, True)]
+    pools.drop_cold(cold.pk, now=timezone.now(), reason="room")
+    fresh = acting.sandbox_for(lease.pk, now=timezone.now())
+    assert fresh.pk != cold.pk
+    assert "2 of an earlier one" in shown(viewer, fresh)[1]  # a wake reads the newest of its holder
+
+
+def test_a_workspace_over_its_limit_is_red(viewer: Client, waiting: Sandbox) -> None:
+    for size, alarm in ((2048 << 20, False), ((2048 << 20) + 1, True)):
+        Sandbox.objects.filter(pk=waiting.pk).update(workspace_bytes=size, measured_at=NOW)
+        fact = next(each for each in viewer.get(page(waiting, "change")).context["facts"] if each.label == "Workspace")
+        assert (fact.alarm, str(fact.value)) == (alarm, "2.0 GiB of 2.0 GiB")
+
+
+def test_a_page_says_when_it_sleeps_and_that_it_is_lost(viewer: Client, waiting: Sandbox) -> None:
+    Sandbox.objects.filter(pk=waiting.pk).update(idle_at=timezone.now() + timedelta(minutes=4, seconds=59))
+    assert "sleeps in 4 m 5" in shown(viewer, waiting)[0]["Last used"]
+    assert "sleeps in 4 m 5" in viewer.get("/admin/sandboxes/sandbox/").content.decode()
+    Sandbox.objects.filter(pk=waiting.pk).update(idle_at=NOW)
+    assert "due to sleep" in shown(viewer, waiting)[0]["Last used"]
+    pools.mark_lost(waiting, "no such container", now=timezone.now())
+    facts, whole = shown(viewer, waiting)
+    assert "Lost" in facts
+    assert "no such container" in whole
+    assert "sleep" not in facts["Last used"]
+
+
+def test_a_timeline_tells_what_operators_did_and_why(operator: Client, waiting: Sandbox) -> None:
+    operator.post(page(waiting, "evict"), WHY)
+    tasks.idle()
+    told = [(each.what, each.why, each.who) for each in operator.get(page(waiting, "change")).context["entries"]]
+    assert [why for _, why, _ in told] == ["stored", "idle", "it mines coins", "ready", "needed"]
+    assert told[2] == ("Evict", "it mines coins", "operator")
+
+
+# --- the list -----------------------------------------------------------------------------------------------------
+
+
+def listed(client: Client, query: str) -> set[str]:
+    return {row.environment_id for row in client.get(f"/admin/sandboxes/sandbox/?{query}").context["cl"].result_list}
+
+
+def test_each_slice_and_each_age_shows_its_own(viewer: Client, grant: Callable[..., Lease], pool: Pool) -> None:
+    boxes = {name: box_of(grant(environment=name)) for name in ("cold", "evicting", "waiting", "lost", "unstored")}
+    for name in ("cold", "evicting", "waiting"):
+        Sandbox.objects.filter(pk=boxes[name].pk).update(state=name, deadline_at=NOW, state_since=NOW - timedelta(days=2))
+    Sandbox.objects.filter(pk=boxes["lost"].pk).update(lost_at=NOW, state_since=timezone.now())
+    Sandbox.objects.filter(pk=boxes["unstored"].pk).update(state="waiting", last_error="store down", state_since=timezone.now())
+    pool.warm_target = 1
+    pool.save(update_fields=["warm_target"])
+    assert pools.warm_up(pool, now=timezone.now() - 10 * MINUTE)
+    slices = {
+        name: listed(viewer, f"slice={name}") for name in ("cold", "evicting", "waiting", "lost", "unstored", "unclaimed")
+    }
+    assert slices == {
+        "cold": {"cold"}, "evicting": {"evicting"}, "waiting": {"waiting", "unstored"}, "lost": {"lost"},
+        "unstored": {"unstored"}, "unclaimed": {""},
+    }  # fmt: skip
+    old = {"cold", "evicting", "waiting"}
+    assert listed(viewer, "lasting=1d") == listed(viewer, "lasting=1h") == old
+    assert listed(viewer, "lasting=5m") == old | {""}
+    assert listed(viewer, "lasting=nonsense") == listed(viewer, "")
+
+
+def test_a_snapshot_more_costs_no_query_more(viewer: Client, lease: Lease, waiting: Sandbox) -> None:
+    counts, user = [], User.objects.get(username="viewer")
+    for numbers in (range(3), range(3, 60)):
+        for number in numbers:
+            Snapshot.objects.create(sandbox=waiting, incarnation=number, holder=lease.pk, at=NOW, size_bytes=1)
+            LogEntry.objects.log_actions(user.pk, [waiting], CHANGE, "Evict: enough")
+        counts.append(costs(viewer, [f"sandboxes/sandbox/{waiting.pk}/change/"]))
+    assert counts[0] == counts[1]
+    assert max(counts[0].values()) <= 15

@@ -23,7 +23,7 @@ SWEEPS: dict[str, Callable[[datetime], Swept]] = {  # in this order each finds w
     "stalled": lambda now: leases.stalled(now=now),
     "reclaim": lambda now: leases.reclaim(now=now),
     "idle": lambda now: sandboxes.idle(now=now),
-    "cold": lambda now: sandboxes.cold(now=now),
+    "cold": lambda now: leases.cold(now=now),
     "warm": lambda now: sandboxes.warm(now=now),
     "reconcile": lambda now: leases.reconcile(now=now, grace=settings.ORPHAN_GRACE),
     "recount": lambda now: sandboxes.recount(now=now),

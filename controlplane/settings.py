@@ -100,6 +100,7 @@ DESTROY_TRIES = env.integer("LEASEHOLD_DESTROY_TRIES", 8, least=1, help="failed 
 ORPHAN_GRACE = env.duration("LEASEHOLD_ORPHAN_GRACE", "2m", help="age at which a listed sandbox without a row is destroyed")
 
 # --- stored state -------------------------------------------------------------------------------------------------
+KEEP_STATE = env.duration("LEASEHOLD_KEEP_STATE", "7d", help="how long what was stored outlives the end of its lease")
 STORAGE_BACKEND = env.choice("STORAGE_BACKEND", "filesystem", ["filesystem"], help="where stored state is kept")
 STORAGE_DIR = Path(
     env.text("LEASEHOLD_STORAGE_DIR", str(STATE_DIR / "store"), help="of the filesystem backend; share it between machines")

@@ -27,7 +27,7 @@ from leases.idempotency import Answer
 from leases.models import Agent, EnvironmentType, Lease, Status, Turn
 from leases.paging import page
 from leases.tasks import wake_reclaim
-from sandboxes import rows, stats
+from sandboxes import rows, runs, stats
 from sandboxes.errors import ProviderFailed
 from sandboxes.models import GONE, Pool, Run, Sandbox
 from sandboxes.providers.base import DATA, WORKSPACE, Provider, under_roots
@@ -343,6 +343,7 @@ class Files(Door):
         """Replace or make one file, with the directories above it. At most 64 MiB."""
 
         def write(provider: Provider, sandbox: Sandbox, place: str) -> None:
+            runs.require_room(provider, sandbox, now=self.now)
             provider.write_file(sandbox.ref, place, content)
 
         self.caller.lease(pk)

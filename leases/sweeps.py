@@ -2,6 +2,7 @@
 
 from datetime import datetime, timedelta
 
+from django.conf import settings
 from django.db import transaction
 from django.db.models import BigIntegerField, Exists, OuterRef, QuerySet
 from django.db.models.functions import Cast
@@ -9,7 +10,8 @@ from django.db.models.functions import Cast
 from leases import leasing, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, Status
 from sandboxes import sweeps as below
-from sandboxes.models import GONE, Sandbox, State
+from sandboxes.models import GONE, Sandbox, Snapshot, State
+from sandboxes.storage import workspace
 from sandboxes.sweeps import Swept
 
 OVER_LIMIT = "workspace_over_limit"  # the kind of an event
@@ -92,6 +94,21 @@ def cleared() -> QuerySet[Lease]:
     """Ended leases of which no sandbox is left."""
     left = Sandbox.objects.filter(holder=OuterRef("pk")).exclude(state=State.DESTROYED)
     return Lease.objects.filter(~Exists(left), status=Status.EXPIRED).order_by("ended_at")
+
+
+def cold(*, now: datetime, limit: int = 500) -> Swept:
+    """What sleeps for too long gives up its place and local files; what was stored for leases that ended long ago goes."""
+    swept = below.cold(now=now, limit=limit)
+    for snapshot in outlived(now=now)[:limit]:
+        workspace.forget(snapshot, now=now)
+        swept.note("stored copies removed")
+    return swept
+
+
+def outlived(*, now: datetime) -> QuerySet[Snapshot]:
+    """Stored copies whose lease ended long enough ago."""
+    long_over = Lease.objects.filter(pk=OuterRef("holder"), ended_at__lte=now - settings.KEEP_STATE)
+    return Snapshot.objects.filter(Exists(long_over), forgotten_at__isnull=True).order_by("at")
 
 
 def stalled(*, now: datetime, limit: int = 200) -> Swept:

@@ -316,6 +316,19 @@ def test_files_move_whole_with_what_their_owner_locked(box: Box) -> None:
     assert box.provider.read_file(box.ref, "/workspace/locked/in/f", limit=10) == b"1\n"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root reaches a container's files from outside")
+def test_files_go_in_without_an_exec_and_are_the_agents(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(box.provider, "_exec_create", lambda *args, **options: pytest.fail("an exec"))
+    box.provider.write_file(box.ref, "/workspace/a/f", b"x")
+    tar = io.BytesIO()
+    with tarfile.open(fileobj=tar, mode="w") as out:
+        out.addfile(tarfile.TarInfo("b/g"))
+    tar.seek(0)
+    box.provider.put_files(box.ref, "/data", tar)
+    monkeypatch.undo()
+    assert box.run("stat", "-c", "%u:%g", "a", "a/f", "/data/b", "/data/b/g").stdout.split() == [b"10001:10001"] * 4
+
+
 def test_a_tar_is_never_written_through_a_link(box: Box) -> None:
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w") as tar:

@@ -179,6 +179,18 @@ def test_after_the_cold_ttl_the_place_and_local_files_go_and_the_cloud_copy_wake
     assert Sandbox.objects.exclude(state="destroyed").get().source == "cloud"
 
 
+def test_what_was_stored_outlives_its_lease_for_a_while_and_then_goes(grant) -> None:
+    lease = grant(ttl=24 * HOUR)
+    use(lease)
+    below.idle(now=NOW + HOUR)
+    leasing.release(lease.pk, now=NOW + 2 * HOUR)
+    sweeps.reclaim(now=NOW + 2 * HOUR)
+    sweeps.cold(now=NOW + 3 * HOUR)
+    assert list(store().list(f"snapshots/{lease.pk}/"))
+    assert sweeps.cold(now=NOW + 8 * 24 * HOUR).counts == {"stored copies removed": 1}
+    assert not list(store().list(f"snapshots/{lease.pk}/"))
+
+
 def test_a_sandbox_that_wakes_while_the_cleanup_looks_is_left_alone(grant, pool) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)

@@ -73,7 +73,7 @@ class Engine:
         self._host = urlsplit(parse_host(os.environ.get("DOCKER_HOST"), tls="tls" in kwargs_from_env()))
         self._idle: deque[_Plain] = deque(maxlen=64)
         options = " ".join(self.client.info().get("SecurityOptions") or [])
-        self._remapped = "name=userns" in options or "name=rootless" in options
+        self.remapped = "name=userns" in options or "name=rootless" in options
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """One short call that may safely be made twice; its answer as decoded JSON. Any of the port's errors."""
@@ -100,7 +100,7 @@ class Engine:
         Two execs of one sandbox have the same one once in two thousand million times. None where the engine maps only
         few ids. Made from the mark, so that whoever knows the mark can kill the exec, also after a crash of ours."""
         number = int.from_bytes(hashlib.sha256(mark.encode()).digest()[:8])
-        return None if self._remapped else OWN_GIDS[number % len(OWN_GIDS)]
+        return None if self.remapped else OWN_GIDS[number % len(OWN_GIDS)]
 
     def dial(self) -> socket.socket:
         """A new connection."""

@@ -26,8 +26,8 @@ HEALTHY = 60.0  # seconds that a start may take on a machine that has other thin
 class Home:
     """One control plane below one directory: its processes are those that have the directory in their environment."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, **env: str) -> None:
+        self.path, self.env = path, env
         self.log = path / "up.log"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -40,7 +40,7 @@ class Home:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(MANAGE), "up", "--port", str(self.port), *args],
-                env=environment(self.path), stdout=log, stderr=log, start_new_session=True,
+                env=environment(self.path, **self.env), stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         self.says("up: ready", times=said.count("up: ready") + 1)
         return self.process

@@ -48,6 +48,7 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "cold": {
         "drop": lambda now: sandboxes.forgotten(now=now)[:SHOWN],
         "remove local copy": lambda now: sandboxes.local_leftovers()[:SHOWN],
+        "remove stored copy": lambda now: leases.outlived(now=now)[:SHOWN],
     },
     "warm": {"warm up in pool": lambda now: sandboxes.short_of_warm(now=now)},
     "reconcile": {"destroy": _orphans, "end lease as lost": lambda now: leases.lost()},

@@ -11,9 +11,10 @@ from django.db import transaction
 
 from leases import leasing
 from leases.models import Lease
-from sandboxes import pool, runs
+from sandboxes import pool as pools
+from sandboxes import rows, runs
 from sandboxes.errors import Lost, SandboxError
-from sandboxes.models import Run, Sandbox
+from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.moments import ticking
 from sandboxes.pool import Want
 from sandboxes.providers.base import WORKSPACE, ExecResult, Provider
@@ -24,6 +25,8 @@ T = TypeVar("T")
 
 def want_for(lease: Lease, *, now: datetime) -> Want:
     """What this lease asks of the pool, the fence included."""
+    pool = rows.first(Pool, "id = %s", lease.pool_id)
+    assert pool is not None  # leases protect their pool
     config = {
         "leaseId": str(lease.pk),
         "agentDid": lease.agent_did,
@@ -34,7 +37,7 @@ def want_for(lease: Lease, *, now: datetime) -> Want:
         holder=lease.pk,
         agent_did=lease.agent_did,
         environment_id=lease.environment_id,
-        pool=lease.pool,
+        pool=pool,
         idle_after=lease.sleep_after,
         files={f"{WORKSPACE}/config.json": json.dumps(config, indent=2).encode()},
         fence=partial(_fence, lease.pk, now),
@@ -71,7 +74,7 @@ def act_in(
 
 def sandbox_for(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox:
     """The lease's sandbox, ready to run in."""
-    return _for_lease(pk, lambda want, at: pool.ready(want, now=at, actor=actor), now=now, actor=actor)
+    return _for_lease(pk, lambda want, at: pools.ready(want, now=at, actor=actor), now=now, actor=actor)
 
 
 def _for_lease(pk: UUID, act: Callable[[Want, datetime], T], *, now: datetime, actor: str) -> T:

@@ -1,11 +1,9 @@
-"""Operators' pages on who may use a sandbox. Also what spans both: a sandbox whose holder is a lease."""
+"""Operators' pages on who may use a sandbox, until when and by which key."""
 
 import json
-from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 from urllib.parse import urlencode
-from uuid import UUID
 
 from django import forms
 from django.contrib import admin, messages
@@ -19,14 +17,13 @@ from unfold.decorators import action, display
 from unfold.enums import ActionVariant
 
 from leases import keys, leasing
+from leases.admin_sandboxes import agent_fact
 from leases.models import DID_ACCEPTS, Agent, AgentKey, EnvironmentType, Lease, Status, Turn, is_did
-from leases.tasks import sleep_soon, wake_idle, wake_reclaim, wake_soon
+from leases.tasks import wake_reclaim
 from leases.timeline import SOURCES, played, timeline
-from sandboxes import pool
-from sandboxes.admin import RunAdmin, SandboxAdmin
-from sandboxes.admin_pools import QuotaAdmin, QuotaForm, new_quota, quota_line
+from sandboxes.admin_pools import new_quota, quota_line
 from sandboxes.cells import age, ago, badge, link, rows, shortened, span, stamp, two
-from sandboxes.models import GONE, Outcome, Quota, Run, Sandbox, State
+from sandboxes.models import Outcome, Quota, Run, Sandbox, State
 from sandboxes.pages import Act, Fact, Facts, Page, Reason, Slice, all_fields
 
 SOON = timedelta(minutes=5)
@@ -36,40 +33,6 @@ def _end(lease: Lease, actor: str, why: str, now: datetime) -> bool:
     return leasing.end(lease.pk, reason="operator", now=now, actor=actor, why=why)
 
 
-def _destroy(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
-    """A sandbox goes with the lease it is held for, so that its agent is told; one that nobody holds goes alone."""
-    if sandbox.state in GONE:
-        return False  # its holder may have the next one by now
-    if sandbox.holder and leasing.end(sandbox.holder, reason="operator", now=now, actor=actor, why=why):
-        return True
-    return pool.give_up(sandbox.pk, now=now, reason=f"operator: {why}", actor=actor)
-
-
-def _evict(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
-    return sleep_soon(sandbox, now=now, actor=actor, reason=why)
-
-
-def _evict_waiting(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
-    return sleep_soon(sandbox, now=now, actor=actor, reason=why, guard=Q(state=State.WAITING))
-
-
-def _wake(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
-    return wake_soon(sandbox, now=now, actor=actor, reason=why)
-
-
-def _sleeps(sandbox: Sandbox) -> bool:
-    return sandbox.state in (State.WAITING, State.WARM) and sandbox.holder is not None and sandbox.lost_at is None
-
-
-def _by_now(sandbox: Sandbox) -> str:
-    """What it is, to whoever wanted something else of it."""
-    if sandbox.state == State.RUNNING:
-        return "it runs again"
-    if sandbox.lost_at:
-        return "the provider has lost it"
-    return f"it is {sandbox.state} now" if sandbox.holder else "nobody holds it"
-
-
 END = Act(
     title="End lease",
     warning="Its agent is refused from now on. Its sandbox is destroyed, with whatever is only in there.",
@@ -77,35 +40,6 @@ END = Act(
     illegal="not active any more",
     legal=lambda lease: lease.status == Status.ACTIVE,
     verb=_end,
-    after=wake_reclaim,
-)
-EVICT = Act(
-    title="Evict",
-    warning="Its state is stored and its process goes; the next use wakes it. What uses it before that keeps it awake.",
-    done="asked to sleep",
-    illegal="not waiting",
-    legal=_sleeps,
-    verb=_evict,
-    after=wake_idle,
-    because=_by_now,
-)
-EVICT_WAITING = replace(EVICT, legal=lambda sandbox: sandbox.state == State.WAITING and _sleeps(sandbox), verb=_evict_waiting)
-WAKE = Act(
-    title="Wake",
-    warning="It is started with its stored state, as by a use of its agent: its lease is renewed, too.",
-    done="being woken",
-    illegal="not cold",
-    legal=lambda sandbox: sandbox.state == State.COLD and sandbox.lost_at is None,
-    verb=_wake,
-    because=_by_now,
-)
-DESTROY = Act(
-    title="Destroy now",
-    warning="An active lease that holds it ends. What runs in it is killed, and whatever is only in there is lost.",
-    done="being destroyed",
-    illegal="given up before",
-    legal=lambda sandbox: sandbox.state not in GONE,
-    verb=_destroy,
     after=wake_reclaim,
 )
 REVOKE = Act(
@@ -508,89 +442,3 @@ class EnvironmentTypeAdmin(Page):
         active = row.leases.filter(status=Status.ACTIVE).count()
         href = rows("leases_lease", slice="active", environment_type__name__exact=row.name)
         return {"facts": [Fact("Active leases", active, href=href)]}
-
-
-# --- sandboxes, seen from here: a holder is a lease ------------------------------------------------------------------
-
-
-def agent_fact(did: str) -> Fact:
-    """An agent, with a link to its page if it has one."""
-    agent = Agent.objects.filter(did=did).first() if did else None
-    return Fact("Agent", link("leases_agent", agent.pk, did) if agent else did or "–")
-
-
-class HeldByLease:
-    """A holder is named by the lease it is, and its agent has a page."""
-
-    def agent(self, did: str) -> Fact:
-        return agent_fact(did)
-
-    def holder(self, pk: UUID) -> Fact:
-        lease = Lease.objects.filter(pk=pk).first()
-        if lease is None:
-            return Fact("Holder", str(pk), note="no such lease")
-        return Fact("Lease", link("leases_lease", pk, lease.environment_id), note=badge(lease.status))
-
-
-for model in (Sandbox, Run, Quota):
-    admin.site.unregister(model)
-
-
-@admin.register(Sandbox)
-class LeasedSandboxAdmin(HeldByLease, SandboxAdmin):
-    acts = {"evict": EVICT, "wake": WAKE, "destroy_now": DESTROY, **SandboxAdmin.acts}
-    actions_detail = ["evict", "wake", *SandboxAdmin.actions_detail, "destroy_now"]
-    actions = ["evict_all", *SandboxAdmin.actions, "destroy_all"]
-
-    @action(description="Evict…", permissions=["act"], icon="bedtime", dialog=EVICT.dialog)
-    def evict(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
-        return self.answer(request, object_id, EVICT, form)
-
-    @action(description="Wake…", permissions=["act"], icon="wb_sunny", dialog=WAKE.dialog)
-    def wake(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
-        return self.answer(request, object_id, WAKE, form)
-
-    @action(description="Evict… (waiting only)", permissions=["act"])
-    def evict_all(self, request: HttpRequest, queryset: QuerySet[Sandbox]) -> HttpResponse | None:
-        return self.ask(request, queryset, EVICT_WAITING)
-
-    def has_destroy_permission(self, request: HttpRequest, object_id: str | None = None) -> bool:
-        """Destroying a held sandbox ends its lease."""
-        return request.user.has_perms(["sandboxes.act_on_sandbox", "leases.end_lease"])
-
-    @action(
-        description="Destroy now…",
-        permissions=["destroy"],
-        icon="delete_forever",
-        variant=ActionVariant.DANGER,
-        dialog=DESTROY.dialog,
-    )
-    def destroy_now(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
-        return self.answer(request, object_id, DESTROY, form)
-
-    @action(description="Destroy now…", permissions=["destroy"])
-    def destroy_all(self, request: HttpRequest, queryset: QuerySet[Sandbox]) -> HttpResponse | None:
-        return self.ask(request, queryset, DESTROY)
-
-
-@admin.register(Run)
-class LeasedRunAdmin(HeldByLease, RunAdmin):
-    pass
-
-
-class AgentsQuotaForm(QuotaForm):
-    def clean_agent_did(self) -> str:
-        did: str = self.cleaned_data["agent_did"].strip()
-        try:
-            is_did(did)
-        except ValidationError:
-            raise ValidationError(f"{did[:80]!r} is not {DID_ACCEPTS}.") from None
-        return did
-
-
-@admin.register(Quota)
-class AgentsQuotaAdmin(QuotaAdmin):
-    form = AgentsQuotaForm
-
-    def agent(self, did: str) -> Fact:
-        return agent_fact(did)

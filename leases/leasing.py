@@ -128,8 +128,10 @@ def _sleep_after(kind: EnvironmentType) -> timedelta:
 
 
 def require(pk: UUID, *, now: datetime) -> Lease:
-    """The lease, active and within its clocks; LeaseEnded says why it is not."""
-    lease = Lease.objects.select_related("environment_type", "pool").get(pk=pk)
+    """The lease, active and within its clocks; LeaseEnded says why it is not, Lease.DoesNotExist that there is none."""
+    lease = rows.first(Lease, "id = %s", pk)
+    if lease is None:
+        raise Lease.DoesNotExist
     if over := lease.end_reason or why_elapsed(lease, now):
         raise ended(lease, over)
     return lease

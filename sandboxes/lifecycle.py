@@ -6,7 +6,7 @@ from typing import Any
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import F, Q, QuerySet
+from django.db.models import Q, QuerySet
 
 from sandboxes import rows
 from sandboxes.errors import IllegalTransition
@@ -44,6 +44,22 @@ RECORD = (
     "SELECT id, %s, state, state_since, holder, %s, %s FROM sandboxes_sandbox "
 )
 
+BEGIN_RUNNING = (
+    "state = 'running', state_since = %s, last_used_at = %s, open_runs = 1, idle_at = NULL, warm_hits = warm_hits + %s "
+    "WHERE id = %s AND holder = %s AND state = %s"
+)
+JOIN_RUNNING = (
+    "open_runs = open_runs + 1, last_used_at = %s, warm_hits = warm_hits + 1 "
+    "WHERE id = %s AND holder = %s AND state = 'running'"
+)
+END_RUNNING = (
+    "open_runs = open_runs - 1, last_used_at = %s, "
+    "state = CASE WHEN open_runs > 1 THEN state ELSE 'waiting' END, "
+    "state_since = CASE WHEN open_runs > 1 THEN state_since ELSE %s END, "
+    "idle_at = CASE WHEN open_runs > 1 THEN idle_at ELSE %s END "
+    "WHERE id = %s AND state = 'running' AND incarnation = %s"
+)
+
 STEP_HOOKS: list[Callable[[str, Any], None]] = []
 
 
@@ -75,22 +91,17 @@ def advance(
     return bool(moved)
 
 
-def start_run(pk: UUID, *, holder: UUID | None, now: datetime, actor: str = "") -> State | None:
+def start_run(pk: UUID, *, holder: UUID, now: datetime, actor: str = "") -> State | None:
     """Count one more open Run, for this holder only. The state it was in before, or None if it cannot run now.
 
-    Call it inside the transaction that inserts the Run: an eviction sees both or neither."""
-    fence = Q(holder=holder)
-    hits = F("warm_hits") + 1  # a run that finds it in use before; the first one after a start is no hit
-    for was, changes in ((WAITING, {"warm_hits": hits}), (WARM, {})):
-        if advance(
-            pk, was, RUNNING, now=now, reason="run", actor=actor, guard=fence,
-            open_runs=1, last_used_at=now, idle_at=None, **changes,
-        ):  # fmt: skip
-            return was
-    joined = Sandbox.objects.filter(fence, pk=pk, state=RUNNING).update(
-        open_runs=F("open_runs") + 1, last_used_at=now, warm_hits=hits
-    )
-    return RUNNING if joined else None
+    A run that finds it in use before is a warm hit; the first one after a start is none. Call it inside the transaction
+    that inserts the Run: an eviction sees both or neither."""
+    with transaction.atomic():
+        for was, hit in ((WAITING, 1), (WARM, 0)):
+            if rows.update(Sandbox, BEGIN_RUNNING, now, now, hit, pk, holder, was.value):
+                rows.execute(RECORD + "WHERE id = %s", was.value, "run", actor[:255], pk)
+                return was
+        return RUNNING if rows.update(Sandbox, JOIN_RUNNING, now, pk, holder) else None
 
 
 def finish_run(pk: UUID, incarnation: int, *, idle_after: timedelta, now: datetime, actor: str = "") -> None:
@@ -98,15 +109,7 @@ def finish_run(pk: UUID, incarnation: int, *, idle_after: timedelta, now: dateti
 
     Call it inside the transaction that closed the Run, and only if that closed it."""
     with transaction.atomic():
-        counted = rows.update(
-            Sandbox,
-            "open_runs = open_runs - 1, last_used_at = %s, "
-            "state = CASE WHEN open_runs > 1 THEN state ELSE 'waiting' END, "
-            "state_since = CASE WHEN open_runs > 1 THEN state_since ELSE %s END, "
-            "idle_at = CASE WHEN open_runs > 1 THEN idle_at ELSE %s END "
-            "WHERE id = %s AND state = 'running' AND incarnation = %s",
-            now, now, now + idle_after, pk, incarnation,
-        )  # fmt: skip
+        counted = rows.update(Sandbox, END_RUNNING, now, now, now + idle_after, pk, incarnation)
         if counted:
             rows.execute(RECORD + "WHERE id = %s AND state = 'waiting'", RUNNING.value, "run ended", actor[:255], pk)
 

@@ -250,8 +250,9 @@ class Page(ModelAdmin):
         if not form.is_valid():
             context = {
                 **self.admin_site.each_context(request),
-                "title": f"{act.title}?", "act": act, "form": form, "opts": self.opts, "rows": rows, "chosen": chosen,
-                "legal": sum(map(act.legal, rows)), "action": request.POST["action"],
+                "title": f"{act.title}?", "act": act, "form": form, "opts": self.opts, "chosen": chosen,
+                "rows": [(row, act.legal(row)) for row in rows], "legal": sum(map(act.legal, rows)),
+                "action": request.POST["action"],
             }  # fmt: skip
             return TemplateResponse(request, "admin/confirm.html", context)
         changed = self._carry_out(request, act, rows, form.cleaned_data["reason"])

@@ -89,6 +89,7 @@ def ready(want: Want, *, now: datetime, actor: str = "") -> Sandbox:
         elif sandbox.lost_at:
             raise Lost()
         elif sandbox.state in ALIVE:
+            sandbox.pool = want.pool
             return sandbox
         elif sandbox.state == COLD and (woken := wake(sandbox, now=later(), actor=actor)):
             return woken

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from django.db import connection
-from django.db.models import Model
+from django.db.models import Field, Model
 from django.db.models.expressions import Col
 
 M = TypeVar("M", bound=Model)
@@ -26,6 +26,14 @@ def first(model: type[M], where: str, *values: Any) -> M | None:
     for at, column, cast in casts:
         found[at] = cast(found[at], column, connection)
     return model.from_db(connection.alias, names, found)
+
+
+def insert(row: Model) -> None:
+    """Insert one row whose key is set. Nothing is read back."""
+    statement, fields = _insertion(type(row))
+    with connection.cursor() as cursor:
+        cursor.execute(statement, [field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields])
+    row._state.adding, row._state.db = False, connection.alias
 
 
 def execute(statement: str, *values: Any) -> int:
@@ -52,6 +60,13 @@ def _shape(model: type[Model]) -> tuple[str, list[str], list[tuple[int, Col, Cal
     ]
     select = f"SELECT {', '.join(str(field.column) for field in fields)} FROM {table}"  # noqa: S608 - no user's words
     return select, [field.attname for field in fields], casts
+
+
+@cache
+def _insertion(model: type[Model]) -> tuple[str, list["Field[Any, Any]"]]:
+    fields = [field for field in model._meta.concrete_fields if not field.generated]
+    names, marks = ", ".join(f'"{field.column}"' for field in fields), ", ".join(["%s"] * len(fields))
+    return f"INSERT INTO {model._meta.db_table} ({names}) VALUES ({marks})", fields  # noqa: S608 - no user's words
 
 
 def _adapted(value: Any) -> Any:

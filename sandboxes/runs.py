@@ -14,7 +14,7 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import QuerySet
 
-from sandboxes import lifecycle, pool, providers
+from sandboxes import lifecycle, pool, providers, rows
 from sandboxes.errors import Lost, ProviderFailed, SandboxError, WorkspaceFull
 from sandboxes.lifecycle import step
 from sandboxes.models import GONE, Outcome, Run, Sandbox
@@ -76,11 +76,12 @@ def act_in(
 
 def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "") -> Run | None:
     """Open a Run and count it in the sandbox, together. None if the sandbox is not this holder's and alive any more."""
+    assert sandbox.holder is not None  # what pool.ready gives has one
     with transaction.atomic(durable=True):
         before = lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=now, actor=actor)
         if before is None:
             return None
-        run = Run.objects.create(
+        run = Run(
             id=command.run_id,
             sandbox=sandbox,
             holder=sandbox.holder,
@@ -96,6 +97,7 @@ def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = 
             started_at=now,
             deadline_at=now + command.timeout + GRACE,
         )
+        rows.insert(run)
     step("run opened", run)
     return run
 
@@ -136,7 +138,7 @@ def close(
 ) -> bool:
     """Close an open Run, once, and count it out of its sandbox. False if somebody else has closed it."""
     kept = settings.RUN_OUTPUT_KEPT
-    values: dict[str, object] = {"ended_at": now, "outcome": outcome, "note": note[:500]}
+    values: dict[str, object] = {"ended_at": now, "outcome": outcome.value, "note": note[:500]}
     if result:
         values |= {
             "exit_code": result.exit_code,
@@ -149,7 +151,8 @@ def close(
             "stderr_bytes": len(result.stderr),
         }
     with transaction.atomic():
-        closed = Run.objects.filter(pk=run.pk, ended_at__isnull=True).update(**values)
+        changes = ", ".join(f"{name} = %s" for name in values)
+        closed = rows.update(Run, f"{changes} WHERE id = %s AND ended_at IS NULL", *values.values(), run.pk)
         if closed:
             lifecycle.finish_run(run.sandbox_id, run.incarnation, idle_after=run.sandbox.idle_after, now=now, actor=actor)
     if closed:

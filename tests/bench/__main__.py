@@ -46,7 +46,7 @@ def control_plane(database_url: str, here: Path) -> Iterator[tuple["subprocess.P
     manage = [sys.executable, str(REPO / "manage.py")]
     subprocess.run([*manage, "migrate", "--verbosity", "0"], check=True)
     port = free_port()
-    up = subprocess.Popen([*manage, "up", "--no-worker", "--port", str(port)], stdout=open("/tmp/lhb-up.log","ab"))
+    up = subprocess.Popen([*manage, "up", "--no-worker", "--port", str(port)], stdout=subprocess.DEVNULL)
     try:
         _wait_for(port, up)
         yield up, port

@@ -362,12 +362,11 @@ def used_of(quota: Quota) -> SafeString | str:
     return two(meter(quota.used, quota.most), f"{quota.used:,} of {quota.most:,}")
 
 
-def quota_line(quota: Quota, of: Any) -> tuple[SafeString, SafeString | str, str, str]:
+def quota_line(quota: Quota, of: Any) -> tuple[SafeString, SafeString | str, str]:
     """A row of the tables of quotas on the pages of pools and agents."""
     return (
         link("sandboxes_quota", quota.pk, of),
-        used_of(quota),
-        "no limit" if quota.most is None else f"{quota.most:,}",
+        used_of(quota) if quota.most is not None else f"{quota.used:,}, no limit",
         f"{quota.guaranteed:,}" if quota.guaranteed else "–",
     )
 

@@ -135,6 +135,9 @@ def local_leftovers() -> QuerySet[Snapshot]:
 def warm(*, now: datetime) -> Swept:
     """Start what pools want to have ready ahead of demand. Three failures in a row and a pool warms nothing for a while."""
     swept, later = Swept(), ticking(now)
+    for pk in surplus():
+        free = Q(state=WARM, holder__isnull=True)
+        swept.note("not wanted any more", pool.give_up(pk, now=now, reason="not wanted any more", actor="sweep", guard=free))
     for one in Pool.objects.filter(warm_target__gt=0, draining=False):
         while later() <= now + BUDGET:
             if one.warm_paused_until and one.warm_paused_until > later():
@@ -150,6 +153,17 @@ def warm(*, now: datetime) -> Swept:
                 swept.failures.append(f'pool "{one}": {failed}')
             one.refresh_from_db()
     return swept
+
+
+def surplus() -> list[uuid.UUID]:
+    """Sandboxes that nobody holds and their pool does not want: more than its target, or started as it wants none now."""
+    unwanted: list[uuid.UUID] = []
+    for one in Pool.objects.filter(sandboxes__holder__isnull=True, sandboxes__state=WARM).distinct():
+        wanted = pool.unclaimed(one).filter(state=WARM).order_by("-created_at").values_list("pk", flat=True)
+        kept = [] if one.draining else list(wanted[: one.warm_target])
+        free = Sandbox.objects.filter(pool=one, state=WARM, holder__isnull=True)
+        unwanted += free.exclude(pk__in=kept).values_list("pk", flat=True)
+    return unwanted
 
 
 def short_of_warm(*, now: datetime) -> list[Pool]:

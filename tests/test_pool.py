@@ -350,6 +350,24 @@ def test_after_three_failures_the_circuit_opens_and_warms_nothing_for_a_while(po
     assert (one.warm_failures, one.warm_paused_until, one.used) == (0, None, 1)
 
 
+def test_what_a_pool_does_not_want_any_more_is_given_up(pool) -> None:
+    warmed(pool, 3)
+    below.warm(now=NOW)
+    warmed(pool, 1)
+    assert below.warm(now=NOW).counts == {"not wanted any more": 2}
+    Pool.objects.filter(pk=pool.pk).update(image="newer:1")
+    assert below.warm(now=NOW).counts == {"not wanted any more": 1, "warmed up": 1}
+
+
+def test_a_draining_pool_hands_out_no_warm_sandbox_and_gives_them_up(grant, pool) -> None:
+    warmed(pool, 1)
+    below.warm(now=NOW)
+    pools.drain(pool, draining=True)
+    with pytest.raises(PoolDraining):
+        use(grant())
+    assert below.warm(now=NOW).counts == {"not wanted any more": 1}
+
+
 def test_warm_sandboxes_give_way_to_demand(grant, pool) -> None:
     size(pool, 1)
     warmed(pool, 1)

@@ -1,161 +1,137 @@
-"""The benchmarks themselves, on one database: leases through HTTP against raw SQL, execs against the raw engine."""
+"""Leases through HTTP against the one SQL statement each verb is about, on the same database; at one caller and eight.
 
-import http.client
-import json
-import socket
+The raw side is the driver alone: one connection, the statement prepared, each execution a transaction of the same
+durability."""
+
+import os
+import sqlite3
 import sys
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.bench.__main__ import CALLS, EXECS, Api, control_plane
-from tests.bench.measure import Case, interleave, report, tree
+from tests.bench.measure import Case, Crowd, crowds, interleave, report, tree
+from tests.bench.server import Api, configure, control_plane
+
+CALLS = int(os.environ.get("BENCH_CALLS", "2000"))
+SECONDS = float(os.environ.get("BENCH_SECONDS", "2"))
+CLIENTS = 8
+DID = "did:web:bench.invalid"
+Execute = Callable[[str, Sequence[Any]], Any]
 
 
 def main(name: str, database: str, here: Path) -> None:
-    with control_plane(database, here) as (up, port):
-        import django
-
-        django.setup()
-        print(f"\n===== {name} =====")
+    configure(database, here)
+    with control_plane() as (up, port):
+        print(f"\n===== leases, {name} =====")
         leases(port, up.pid)
-        execs(port, up.pid)
 
 
-def database_pids() -> Iterable[int]:
-    """PostgreSQL's processes; none for SQLite, which works inside ours."""
+def driver() -> Execute:
+    """Execute a statement on a new connection of the database's own driver, as %s marks its parameters; its rows."""
+    from django.conf import settings
+    from django.db import connection
+
+    if connection.vendor == "postgresql":
+        import psycopg
+
+        there = psycopg.connect(os.environ["DATABASE_URL"], autocommit=True, prepare_threshold=0)
+        cursor = there.cursor()
+
+        def on_postgres(statement: str, values: Sequence[Any]) -> Any:
+            cursor.execute(statement, values)  # type: ignore[call-overload]
+            return cursor.fetchall() if cursor.description else None
+
+        return on_postgres
+    local = sqlite3.connect(settings.DATABASES["default"]["NAME"], isolation_level=None, timeout=20)
+    local.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL")
+    return lambda statement, values: local.execute(statement.replace("%s", "?"), values).fetchall()
+
+
+def adapted(value: Any) -> Any:
+    from django.db import connection
+
+    return value if connection.vendor == "postgresql" else connection.ops.adapt_datetimefield_value(value)
+
+
+def database_pids() -> list[int]:
+    """PostgreSQL's processes that work for this database or for all; none for SQLite, which works inside ours."""
     from django.db import connection
 
     if connection.vendor != "postgresql":
-        return ()
+        return []
     with connection.cursor() as cursor:
-        cursor.execute("SELECT pid FROM pg_stat_activity")
+        cursor.execute("SELECT pid FROM pg_stat_activity WHERE datname = current_database() OR datname IS NULL")
         return [row[0] for row in cursor.fetchall()]
 
 
 def leases(port: int, up: int) -> None:
-    """acquire (held, new) and renew through HTTP against the one statement each of them is about."""
-    from django.db import connection
+    from django.db import connection, connections
     from django.utils import timezone
 
     from leases import keys, leasing
+    from leases.models import Lease
 
-    now = timezone.now()
-    did = "did:web:bench.invalid"
-    api = Api(port, keys.issue([did], now=now)[1])
-    ask = {"agent_did": did, "environment_type": "catan"}
-    held = api.post("/leases", {**ask, "environment_id": "held"})
-    lease = uuid.UUID(held["id"])
-    postgres = connection.vendor == "postgresql"
-    pk: Any = lease if postgres else lease.hex
-    cursor = connection.cursor()
-    run = uuid.uuid4().hex[:8]
-    row = leasing.Lease.objects.filter(pk=lease).values_list().get()
-    columns = [field.column for field in leasing.Lease._meta.concrete_fields]
-    quoted = ", ".join(f'"{column}"' for column in columns)
-    values = [
-        field.get_db_prep_save(value, connection) for field, value in zip(leasing.Lease._meta.concrete_fields, row, strict=True)
-    ]
-    insert = f"INSERT INTO leases_lease ({quoted}) VALUES ({', '.join(['%s'] * len(columns))})"
+    now, run = timezone.now(), uuid.uuid4().hex[:8]
+    key = keys.issue([DID], now=now)[1]
+    api = Api(port, key)
+    ask = {"agent_did": DID, "environment_type": "catan"}
+    lease = uuid.UUID(api.post("/leases", {**ask, "environment_id": "held"})["id"])
+    others = [api.post("/leases", {**ask, "environment_id": f"held-{number}"})["id"] for number in range(CLIENTS)]
+    native = connection.features.has_native_uuid_field
+    fields = Lease._meta.concrete_fields
+    row = dict(zip([field.column for field in fields], Lease.objects.filter(pk=lease).values_list().get(), strict=True))
+    values = {field.column: field.get_db_prep_save(row[field.column], connection) for field in fields}
+    insert = f"INSERT INTO leases_lease ({', '.join(values)}) VALUES ({', '.join(['%s'] * len(values))})"
 
-    def raw_renew(number: int) -> None:
-        moment = timezone.now()
-        until = min(moment + leasing.timedelta(hours=4), now + leasing.timedelta(hours=24))
-        cursor.execute(
-            "UPDATE leases_lease SET expires_at = %s, expires_minute = %s, last_activity_at = %s "
-            "WHERE id = %s AND status = 'active' AND expires_at > %s",
-            [until, leasing.minute_of(until), moment, pk, moment],
-        )
+    def renews(pk: uuid.UUID) -> Callable[[int], Any]:
+        execute, fence = driver(), pk if native else pk.hex
 
-    def raw_held(number: int) -> None:
-        cursor.execute(
-            "SELECT id, expires_at FROM leases_lease WHERE agent_did = %s AND environment_id = %s AND status = 'active'",
-            [did, "held"],
-        )
-        cursor.fetchall()
+        def renew(number: int) -> Any:
+            moment = timezone.now()
+            until = leasing.ends_at(renewed_at=moment, ttl=timedelta(hours=4), max_expires_at=now + timedelta(hours=24))
+            at, end = adapted(moment), adapted(until)
+            changed = [end, leasing.minute_of(until), at, fence, at, at, end]
+            return execute(f"UPDATE leases_lease SET {leasing.RENEW}", changed)
 
-    def raw_new(number: int) -> None:
-        fresh = list(values)
+        return renew
+
+    plain = driver()
+    held = "SELECT id, expires_at FROM leases_lease WHERE agent_did = %s AND environment_id = %s AND status = 'active'"
+
+    def insert_one(number: int) -> Any:
         new = uuid.uuid4()
-        fresh[columns.index("id")] = new if postgres else new.hex
-        fresh[columns.index("environment_id")] = f"raw-{run}-{number}"
-        cursor.execute(insert, fresh)
+        changed = {"id": new if native else new.hex, "environment_id": f"raw-{run}-{number}"}
+        return plain(insert, list((values | changed).values()))
 
     def server() -> Iterable[int]:
         return [*tree(up), *database_pids()]
 
     def ourselves() -> Iterable[int]:
-        import os
-
         return [os.getpid(), *database_pids()]
 
+    renew, again = api.calls(f"/leases/{lease}/renew"), api.calls("/leases", {**ask, "environment_id": "held"})
     for title, raw, through in (
-        ("renew", raw_renew, lambda number: api.post(f"/leases/{lease}/renew")),
-        ("acquire, held", raw_held, lambda number: api.post("/leases", {**ask, "environment_id": "held"})),
-        ("acquire, new", raw_new, lambda number: api.post("/leases", {**ask, "environment_id": f"{run}-{number}"})),
+        ("renew", renews(lease), lambda number: renew()),
+        ("acquire, held", lambda number: plain(held, [DID, "held"]), lambda number: again()),
+        ("acquire, new", insert_one, lambda number: api.post("/leases", {**ask, "environment_id": f"{run}-{number}"})),
     ):
         bare = Case("raw SQL, this process", raw, ourselves)
         ours = Case("through HTTP", through, server)
-        interleave([bare, ours], rounds=max(CALLS // 100, 1), block=100, warmup=20)
+        interleave([bare, ours], rounds=max(CALLS // 100, 1), block=min(CALLS, 100), warmup=20)
         report(title, [bare, ours], raw=bare)
 
+    def posts(client: int) -> Callable[[int], Any]:
+        call = Api(port, key).calls(f"/leases/{others[client]}/renew")
+        return lambda number: call()
 
-def execs(port: int, up: int) -> None:
-    """exec of `true` on a live sandbox: through HTTP and through the provider alone, against the engine's own socket."""
-    from datetime import timedelta
-
-    from django.utils import timezone
-
-    from leases import keys
-    from sandboxes import providers
-    from sandboxes.models import Sandbox
-
-    if providers.default_name() != "docker":
-        print("\nexec: no Docker daemon answers; left out")
-        return
-    did = "did:web:bench-exec.invalid"
-    api = Api(port, keys.issue([did], now=timezone.now())[1])
-    joined = api.post("/environments/bench/join", {"agent_did": did, "environment_type": "coding"})
-    sandbox = Sandbox.objects.get(holder=joined["id"])
-    provider = providers.get("docker")
-    minute = timedelta(minutes=1)
-    bare = Case("raw: create, start, inspect", lambda number: raw_exec(sandbox.ref, ["true"]))
-    alone = Case(
-        "provider.exec",
-        lambda number: provider.exec(sandbox.ref, ["true"], env={}, timeout=minute, mark=str(uuid.uuid4())),
-    )
-    ours = Case("through HTTP", lambda number: api.post(f"/leases/{joined['id']}/exec", {"argv": ["true"]}), lambda: tree(up))
-    try:
-        interleave([bare, alone, ours], rounds=EXECS)
-        report("exec of `true`", [bare, alone, ours], raw=bare)
-    finally:
-        provider.destroy(sandbox.ref)
-
-
-class _Unix(http.client.HTTPConnection):
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.connect("/var/run/docker.sock")
-
-
-def _engine(method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-    connection = _Unix("localhost")
-    connection.request(method, path, json.dumps(body) if body is not None else None, {"Content-Type": "application/json"})
-    try:
-        return connection.getresponse().read()
-    finally:
-        connection.close()
-
-
-def raw_exec(container: str, argv: list[str]) -> int:
-    """What any client of the engine has to do: create an exec, start it and read to the end, ask how it ended."""
-    made = json.loads(
-        _engine("POST", f"/containers/{container}/exec",
-                {"Cmd": argv, "AttachStdout": True, "AttachStderr": True, "User": "10001:10001"})
-    )["Id"]  # fmt: skip
-    _engine("POST", f"/exec/{made}/start", {"Detach": False, "Tty": False})
-    return int(json.loads(_engine("GET", f"/exec/{made}/json"))["ExitCode"])
+    bare = Crowd("raw SQL, a process each", lambda client: renews(uuid.UUID(others[client])))
+    ours = Crowd("through HTTP", posts)
+    connections.close_all()  # the clients are forks of this process
+    crowds([bare, ours], clients=CLIENTS, seconds=SECONDS)
+    report(f"renew, {CLIENTS} callers at once, a lease each", [bare, ours], raw=bare)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """What a benchmark is made of: interleaved rounds, medians, and the CPU that a process tree has used."""
 
+import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 TICK = os.sysconf("SC_CLK_TCK")
+_fork = multiprocessing.get_context("fork")
 
 
 def tree(*roots: int) -> set[int]:
@@ -42,14 +45,12 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 @dataclass
-class Case:
-    """One operation, timed call by call; `pids` are the processes that work for it."""
+class Timed:
+    """How long each call of one operation took. `rate` is calls a second, by default of one caller at a time."""
 
     name: str
-    act: Callable[[int], object]
-    pids: Callable[[], Iterable[int]] = lambda: ()
-    seconds: list[float] = field(default_factory=list)
-    cpu: float = 0.0
+    seconds: list[float] = field(default_factory=list, init=False)
+    cpu: float = field(default=0.0, init=False)
 
     @property
     def p50(self) -> float:
@@ -60,36 +61,99 @@ class Case:
         return sorted(self.seconds)[min(len(self.seconds) - 1, int(len(self.seconds) * 0.99))]
 
     @property
+    def rate(self) -> float:
+        return 1 / self.p50
+
+    @property
     def cpu_us(self) -> float:
         return 1e6 * self.cpu / len(self.seconds)
 
 
-def interleave(cases: list[Case], *, rounds: int, block: int = 1, warmup: int = 3) -> None:
+@dataclass
+class Case(Timed):
+    """One operation, timed call by call. `pids` are the processes that work for it; `before` and `after` each call is
+    done what is not timed."""
+
+    act: Callable[[int], object]
+    pids: Callable[[], Iterable[int]] = lambda: ()
+    before: Callable[[int], object] = lambda number: None
+    after: Callable[[int], object] = lambda number: None
+
+    def time(self, number: int) -> float:
+        self.before(number)
+        began = time.perf_counter()
+        self.act(number)
+        took = time.perf_counter() - began
+        self.after(number)
+        return took
+
+
+@dataclass
+class Crowd(Timed):
+    """One operation by several clients at once: `make` gives each client its own way to do it."""
+
+    make: Callable[[int], Callable[[int], object]]
+    elapsed: float = field(default=0.0, init=False)
+
+    @property
+    def rate(self) -> float:
+        return len(self.seconds) / self.elapsed
+
+
+def interleave(cases: Sequence[Case], *, rounds: int, block: int = 1, warmup: int = 3) -> None:
     """Time all cases in turn, `block` calls of each a round, so that a machine that slows down slows all of them."""
     number = 0
     for case in cases:
         for _ in range(warmup):
             number += 1
-            case.act(number)
+            case.time(number)
     for _ in range(rounds):
         for case in cases:
             pids = list(case.pids())
             before = cpu_seconds(pids)
             for _ in range(block):
                 number += 1
-                began = time.perf_counter()
-                case.act(number)
-                case.seconds.append(time.perf_counter() - began)
+                case.seconds.append(case.time(number))
             case.cpu += cpu_seconds(pids) - before
 
 
-def report(title: str, cases: list[Case], *, raw: Case) -> None:
-    """One line a case: p50, p99, calls a second at one caller, CPU, and the ratio of p50 to the raw operation's."""
-    print(f"\n{title}  ({len(raw.seconds)} calls each, interleaved)")
+def crowds(cases: Sequence[Crowd], *, clients: int, seconds: float, rounds: int = 3) -> None:
+    """Time all cases in turn, by `clients` processes at once, for this long in each round."""
+    for _ in range(rounds):
+        for case in cases:
+            start, results = _fork.Barrier(clients + 1), _fork.SimpleQueue()
+            workers = [_fork.Process(target=_work, args=(case.make, one, seconds, start, results)) for one in range(clients)]
+            for worker in workers:
+                worker.start()
+            start.wait(60)
+            began = time.perf_counter()
+            took = [results.get() for _ in workers]
+            case.elapsed += time.perf_counter() - began
+            case.seconds += [one for each in took for one in each]
+            for worker in workers:
+                worker.join()
+
+
+def _work(make: Callable[[int], Callable[[int], object]], client: int, seconds: float, start: Any, results: Any) -> None:
+    act, took = make(client), []
+    for number in range(20):
+        act(number)
+    start.wait(60)
+    until = time.perf_counter() + seconds
+    while (began := time.perf_counter()) < until:
+        act(len(took))
+        took.append(time.perf_counter() - began)
+    results.put(took)
+
+
+def report(title: str, cases: Sequence[Timed], *, raw: Timed, aim: str = "") -> None:
+    """One line a case: p50, p99, calls a second, CPU, and how p50 and the rate compare to the raw operation's."""
+    print(f"\n{title}  ({len(raw.seconds)} calls, interleaved{'; aim: ' + aim if aim else ''})")
     print(f"  {'':<34}{'p50 ms':>9}{'p99 ms':>9}{'per s':>9}{'CPU us':>9}{'p50 : raw':>11}{'rate : raw':>12}")
     for case in cases:
         cpu = f"{case.cpu_us:9.0f}" if case.cpu else f"{'-':>9}"
         print(
-            f"  {case.name:<34}{1e3 * case.p50:9.2f}{1e3 * case.p99:9.2f}{1 / case.p50:9.0f}{cpu}"
-            f"{case.p50 / raw.p50:10.2f}x{100 * raw.p50 / case.p50:11.0f}%"
+            f"  {case.name:<34}{1e3 * case.p50:9.2f}{1e3 * case.p99:9.2f}{case.rate:9.0f}{cpu}"
+            f"{case.p50 / raw.p50:10.2f}x{100 * case.rate / raw.rate:11.0f}%",
+            flush=True,
         )

@@ -18,7 +18,7 @@ from leases import turns
 from leases.management.verbs import duration, first_line, one_line
 from sandboxes import runs
 from sandboxes import sweeps as sandboxes
-from sandboxes.models import Pool
+from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import Found
 
 TICK = 0.2  # seconds until a signal is noticed
@@ -50,7 +50,10 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "remove local copy": lambda now: sandboxes.local_leftovers()[:SHOWN],
         "remove stored copy": lambda now: leases.outlived(now=now)[:SHOWN],
     },
-    "warm": {"warm up in pool": lambda now: sandboxes.short_of_warm(now=now)},
+    "warm": {
+        "give up": lambda now: Sandbox.objects.filter(pk__in=sandboxes.surplus()),
+        "warm up in pool": lambda now: sandboxes.short_of_warm(now=now),
+    },
     "reconcile": {"destroy": _orphans, "end lease as lost": lambda now: leases.lost()},
     "recount": {"count pool": lambda now: Pool.objects.order_by("pk")},
     "measure": {"measure": lambda now: sandboxes.unmeasured()[:SHOWN]},

@@ -1,0 +1,140 @@
+"""What the benchmarks talk to: a control plane of their own, and clients that cost next to nothing."""
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def configure(database_url: str, here: Path) -> None:
+    """Settings for this process and those it starts, a migrated database, and Django set up."""
+    os.environ |= {
+        "LEASEHOLD_ENV_FILE": "",
+        "SECRET_KEY": uuid.uuid4().hex,
+        "DEBUG": "0",
+        "DATABASE_URL": database_url,
+        "LEASEHOLD_STATE_DIR": str(here / "state"),
+        "LEASEHOLD_RUNTIME_DIR": str(here / "run"),
+        "LEASEHOLD_CREATES_PER_MINUTE": "0",
+        "LEASEHOLD_LOG_LEVEL": "WARNING",
+        "LEASEHOLD_ALLOW_UNISOLATED": "1",
+        "DJANGO_SETTINGS_MODULE": "controlplane.settings",
+    }
+    subprocess.run([sys.executable, str(REPO / "manage.py"), "migrate", "--verbosity", "0"], check=True)
+    import django
+
+    django.setup()
+
+
+@contextmanager
+def control_plane() -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+    """`up` on a free port, web processes only; its process and the port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    argv = [sys.executable, str(REPO / "manage.py"), "up", "--no-worker", "--port", str(port)]
+    up = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
+    try:
+        _wait_for(port, up)
+        yield up, port
+    finally:
+        up.terminate()
+        up.wait(60)
+
+
+def _wait_for(port: int, up: "subprocess.Popen[bytes]") -> None:
+    for _ in range(300):
+        if up.poll() is not None:
+            raise SystemExit("The control plane did not start.")
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", "/healthz")
+            if connection.getresponse().status == 200:
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise SystemExit("The control plane did not answer.")
+
+
+class Api:
+    """One kept-alive connection with one key. A request is one send: what a client costs is not what is measured."""
+
+    def __init__(self, port: int, key: str) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=300)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.key = key
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return dict(json.loads(self.calls(path, body)()))
+
+    def calls(self, path: str, body: dict[str, Any] | None = None) -> Callable[[], bytes]:
+        """The same POST whenever it is called; what it answers."""
+        content = json.dumps(body).encode() if body else b""
+        head = (
+            f"POST /api/v1{path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self.key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        )
+        request = head.encode() + content
+
+        def call() -> bytes:
+            self.socket.sendall(request)
+            response = http.client.HTTPResponse(self.socket)
+            response.begin()
+            said = response.read()
+            if response.status >= 400:
+                raise SystemExit(f"{path}: {response.status} {said[:300]!r}")
+            return said
+
+        return call
+
+
+class _Unix(http.client.HTTPConnection):
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect("/var/run/docker.sock")
+
+
+def engine(method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    """One raw call to the Docker Engine."""
+    connection = _Unix("localhost")
+    connection.request(method, path, json.dumps(body) if body is not None else None, {"Content-Type": "application/json"})
+    try:
+        answer = connection.getresponse()
+        said = answer.read()
+        if answer.status >= 400:
+            raise SystemExit(f"{method} {path}: {answer.status} {said[:300]!r}")
+        return said
+    finally:
+        connection.close()
+
+
+def raw_start(name: str, image: str) -> None:
+    """A container like ours, with as little as any client of the engine has to do: create it, start it."""
+    limits = {"Memory": 512 << 20, "MemorySwap": 512 << 20, "NanoCpus": 10**9, "PidsLimit": 256}
+    hardened = {"NetworkMode": "none", "CapDrop": ["ALL"], "SecurityOpt": ["no-new-privileges:true"], "Init": True}
+    config = {"Image": image, "Entrypoint": ["sleep", "infinity"], "User": "10002:10002", "WorkingDir": "/workspace"}
+    logs = {"LogConfig": {"Type": "none"}, "IpcMode": "private", "CgroupnsMode": "private"}
+    engine("POST", f"/containers/create?name={name}", {**config, "HostConfig": {**limits, **hardened, **logs}})
+    engine("POST", f"/containers/{name}/start")
+
+
+def raw_exec(name: str, argv: list[str]) -> int:
+    """As little as any client of the engine has to do: create an exec, start it and read to the end, ask how it ended."""
+    asked = {"Cmd": argv, "AttachStdout": True, "AttachStderr": True, "User": "10001:10001"}
+    made = json.loads(engine("POST", f"/containers/{name}/exec", asked))["Id"]
+    engine("POST", f"/exec/{made}/start", {"Detach": False, "Tty": False})
+    return int(json.loads(engine("GET", f"/exec/{made}/json"))["ExitCode"])
+
+
+def raw_destroy(name: str) -> None:
+    engine("DELETE", f"/containers/{name}?force=1&v=1")

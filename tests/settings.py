@@ -1,9 +1,12 @@
 """The settings under test: ours, with a state directory of this run's own and no .env file."""
 
+import atexit
 import os
+import shutil
 import tempfile
 
 HERE = tempfile.mkdtemp(prefix="lh-test-")
+atexit.register(shutil.rmtree, HERE, ignore_errors=True)
 os.environ["LEASEHOLD_ENV_FILE"] = ""
 os.environ.setdefault("SECRET_KEY", "for-tests-only-0123456789abcdef0123456789abcdef")
 os.environ.setdefault("LEASEHOLD_ALLOW_UNISOLATED", "1")

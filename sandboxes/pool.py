@@ -105,7 +105,8 @@ def claim(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
     try:
         with transaction.atomic(durable=True):
             want.fence()
-            ready_made = unclaimed(want.pool).filter(state=WARM, pool__draining=False).order_by("last_used_at")
+            # tier 1 is warm: so an index has them in this order, however many there are
+            ready_made = unclaimed(want.pool).filter(tier=1, pool__draining=False).order_by("last_used_at")
             free = ready_made.select_for_update(skip_locked=True, of=("self",))
             pk = free.values_list("pk", flat=True).first()
             if pk is None:

@@ -1,7 +1,9 @@
 """`make bench`: ours against the raw operation that it wraps, side by side in one run.
 
 Ratios are what counts: the machine, its neighbours and its disk are in both sides. CPU is user and system time of the
-server's processes and of PostgreSQL's, per call. Each part is a process of its own with a database of its own."""
+server's processes and of PostgreSQL's, per call. Each part is a process of its own with a database of its own; arguments
+name the parts to run. BENCH_CALLS, BENCH_SECONDS, BENCH_EXECS, BENCH_STARTS, BENCH_ROUNDS, BENCH_ROWS and BENCH_SWEPT
+make it shorter."""
 
 import os
 import shutil
@@ -42,7 +44,7 @@ def main() -> None:
 
 def _execute(server: str, statement: str) -> None:
     with psycopg.connect(server, autocommit=True) as connection:
-        connection.execute(statement)  # type: ignore[call-overload]
+        connection.execute(statement)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def driver() -> Execute:
         cursor = there.cursor()
 
         def on_postgres(statement: str, values: Sequence[Any]) -> Any:
-            cursor.execute(statement, values)  # type: ignore[call-overload]
+            cursor.execute(statement, values)
             return cursor.fetchall() if cursor.description else None
 
         return on_postgres

@@ -17,6 +17,8 @@ DID = "did:web:bench.invalid"
 
 
 def main(name: str, database: str, here: Path) -> None:
+    # Few threads, since each has a connection of its own, on which every statement is planned once.
+    os.environ |= {"LEASEHOLD_WEB_WORKERS": "1", "LEASEHOLD_WEB_THREADS": "2"}
     configure(database, here)
     from sandboxes import providers
     from sandboxes.models import Pool
@@ -56,7 +58,7 @@ def execs(port: int, up: int) -> None:
     bare = Case("raw: create, start, inspect", lambda number: raw_exec(ref, ["true"]))
     alone = Case("provider.exec", lambda number: provider.exec(ref, ["true"], env={}, timeout=minute, mark=str(uuid.uuid4())))
     ours = Case("exec on waiting through HTTP", lambda number: post(), lambda: tree(up))
-    interleave([bare, alone, ours], rounds=EXECS)
+    interleave([bare, alone, ours], rounds=EXECS, warmup=10)
     report("exec of `true` in a live sandbox", [bare, alone, ours], raw=bare, aim="1.15x")
 
 
@@ -82,7 +84,7 @@ def wakes(port: int) -> None:
 
     bare = Case("raw: create, start, exec", raw, after=lambda number: raw_destroy(name))
     ours = Case("exec on cold through HTTP", lambda number: post(), before=asleep)
-    interleave([bare, ours], rounds=STARTS, warmup=1)
+    interleave([bare, ours], rounds=STARTS, warmup=3)
     report("wake from cold", [bare, ours], raw=bare, aim="1.15x")
 
 
@@ -112,7 +114,7 @@ def claims(port: int) -> None:
     raw = Case("raw: create, start", lambda number: raw_start(name, "leasehold-sandbox:latest"))
     raw.after = lambda number: raw_destroy(name)
     ours = Case("join of a pre-warmed one through HTTP", join, before=one_ready, after=gone)
-    interleave([raw, ours], rounds=STARTS, warmup=1)
+    interleave([raw, ours], rounds=STARTS, warmup=3)
     report("join when one is ready", [raw, ours], raw=raw, aim="0.1x")
     print("\n  the seed, with processes: resume from warm 1.7 ms, from cold 32 ms", flush=True)
 

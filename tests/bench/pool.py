@@ -84,10 +84,14 @@ def decisions(size: int) -> dict[str, float]:
             state="waiting", claim=None, deadline_at=None, idle_at=now + timedelta(hours=1)
         )
 
+    def yardstick(number: int) -> None:
+        assert Pool.objects.filter(pk=one.pk).update(warm_target=1)
+
     chosen = Case("choose one to evict", lambda number: pool.next_victim(one, agent_did="did:plc:bench", now=now))
     few = Case("idle sweep", sweep, before=lambda number: due(IDLE), after=again)
     many = Case("idle sweep of ten times as many", sweep, before=lambda number: due(10 * IDLE), after=again)
     cases = [
+        Case("yardstick: update one row by its key", yardstick),
         Case("pick and claim a pre-warmed one", claim),
         Case("mark running, mark waiting", mark),
         chosen,

@@ -153,12 +153,17 @@ class Renew(Door):
         operation_id="leases_renew",
         parameters=[schema.IDEMPOTENCY_KEY],
         request=None,
-        responses=schema.answers(show.Renewed, 404, 409, 410),
+        responses=schema.answers(show.Renewed, 404, 409, 410, 413),
     )
     def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """Push the end of the lease to its ttl from now, and never past its max_expires_at."""
         lease = self.caller.lease(pk)
-        return self.once(request, lambda run_id: (200, {"expires_at": show.stamp(leasing.renew(lease, now=self.now))}))
+        body = documents.read(request, SMALL)  # it says nothing; left unread, it would cost the caller its connection
+
+        def act(run_id: UUID) -> Answer:
+            return 200, {"expires_at": show.stamp(leasing.renew(lease, now=self.now))}
+
+        return self.once(request, act, body=body)
 
 
 class Release(Door):
@@ -166,11 +171,12 @@ class Release(Door):
         operation_id="leases_release",
         parameters=[schema.IDEMPOTENCY_KEY],
         request=None,
-        responses=schema.answers(show.LeaseShown, 404, 409),
+        responses=schema.answers(show.LeaseShown, 404, 409, 413),
     )
     def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """The agent is done. Releasing an ended lease changes nothing and is no error."""
         self.caller.lease(pk)
+        body = documents.read(request, SMALL)
 
         def act(run_id: UUID) -> Answer:
             lease = leasing.release(pk, now=self.now, actor=self.actor)
@@ -178,7 +184,7 @@ class Release(Door):
                 wake_reclaim()
             return 200, self.shown(lease)
 
-        return self.once(request, act)
+        return self.once(request, act, body=body)
 
 
 # --- environments -------------------------------------------------------------------------------------------------

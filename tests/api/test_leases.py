@@ -174,3 +174,10 @@ def test_the_ttl_of_a_type_is_the_most_that_can_be_asked_for(ada: Api, ask) -> N
     day = int(timedelta(days=1).total_seconds())
     assert ada.post("leases", ask(max_ttl_seconds=day + 1)).json()["field"] == "max_ttl_seconds"
     assert ada.post("leases", ask(ttl_seconds=day + 1)).json()["field"] == "ttl_seconds"
+
+
+@pytest.mark.parametrize("verb", ["renew", "release"])
+def test_a_body_that_says_nothing_is_read_all_the_same(ada: Api, lease, verb: str) -> None:
+    """Left unread, it stays on the connection, which the server then closes under its caller's next request."""
+    assert ada.post(f"leases/{lease['id']}/{verb}", b" " * (2 << 20)).status_code == 413
+    assert ada.post(f"leases/{lease['id']}/{verb}", {}).status_code == 200

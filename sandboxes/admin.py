@@ -37,7 +37,8 @@ from sandboxes.cells import (
 )
 from sandboxes.models import ALIVE, GONE, Outcome, Run, Sandbox, Snapshot, State, Sweep
 from sandboxes.pages import Act, Done, Fact, Facts, Reason, Slice, all_fields, done_to
-from sandboxes.slices import LATE, SANDBOXES
+from sandboxes.slices import SANDBOXES
+from sandboxes.stats import LATE
 
 __all__ = ["PoolAdmin", "QuotaAdmin", "RunAdmin", "SandboxAdmin", "SweepAdmin"]
 

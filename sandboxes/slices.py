@@ -1,22 +1,10 @@
 """Parts of the list of sandboxes that have a name: each is a tab, and every number elsewhere that links to it."""
 
-from datetime import datetime, timedelta
-
 from django.db.models import Q
 
-from sandboxes import runs
-from sandboxes.models import GONE, IN_FLIGHT, State
+from sandboxes.models import GONE, State
 from sandboxes.pages import Slice
-
-LATE = timedelta(minutes=2)  # past its deadline by two sweeps: nobody is taking the next step
-
-
-def stalled(now: datetime) -> Q:
-    """In flight, or running something, past its deadline, and no sweep has seen to it."""
-    over = now - LATE
-    in_flight = Q(state__in=IN_FLIGHT, deadline_at__lt=over, quarantined_at__isnull=True)
-    return in_flight | Q(state=State.RUNNING, pk__in=runs.overdue(now=over).order_by().values("sandbox"))
-
+from sandboxes.stats import stalled
 
 LIVE = Slice("Live", "No sandbox exists now.", lambda now: ~Q(state=State.DESTROYED))
 RUNNING = Slice("Running", "Nothing runs now.", lambda now: Q(state=State.RUNNING))

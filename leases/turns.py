@@ -127,7 +127,8 @@ def _settle(turn: Turn, run: Run | None, action: Action, *, now: datetime) -> bo
 
 def _settle_overdue(turn: Turn, *, now: datetime) -> bool:
     """Answer a turn whose player died: from its Run if that has an end, else it counts as skipped."""
-    run = Run.objects.filter(holder=turn.lease_id, kind="turn", turn_number=turn.number).order_by("-started_at").first()
+    tries = Run.objects.filter(holder=turn.lease_id, kind="turn", turn_number=turn.number)
+    run = tries.filter(started_at__gte=turn.started_at).order_by("-started_at").first()
     if run and run.ended_at and run.outcome != Outcome.LOST:
         return _settle(turn, run, judge(run), now=now)
     return _settle(turn, run, skip("The control plane was interrupted while this turn was played."), now=now)
@@ -141,7 +142,11 @@ def skip_overdue(*, now: datetime, limit: int = 200) -> int:
 def overdue(*, now: datetime) -> QuerySet[Turn]:
     """Turns that should have been answered by now: past their deadline, or with a Run that has long ended."""
     ended = Run.objects.filter(
-        holder=OuterRef("lease"), kind="turn", turn_number=OuterRef("number"), ended_at__lt=now - PROMPTLY
+        holder=OuterRef("lease"),
+        kind="turn",
+        turn_number=OuterRef("number"),
+        ended_at__lt=now - PROMPTLY,
+        started_at__gte=OuterRef("started_at"),  # not of an earlier try that was refused and left the number free
     )
     return Turn.objects.filter(Q(deadline_at__lt=now) | Exists(ended), ended_at__isnull=True).order_by("deadline_at")
 

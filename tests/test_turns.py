@@ -152,6 +152,16 @@ def test_a_turn_whose_run_was_lost_is_settled_without_waiting_for_its_own_deadli
     assert turns.take_turn(lease.pk, 1, STATE, now=NOW + timedelta(seconds=6)).skipped
 
 
+def test_a_refused_try_does_not_settle_the_turn_that_is_played_after_it(lease: Lease, at_step) -> None:
+    plays("echo", '{"action": "roll"}')
+    turns.take_turn(lease.pk, 1, STATE, now=NOW)
+    Turn.objects.all().delete()  # as when a full workspace refused it: the Run has ended, the number is free
+    Run.objects.update(outcome="failed", exit_code=None)
+    later = NOW + timedelta(minutes=1)
+    at_step("turn claimed", lambda: sweeps.stalled(now=later + timedelta(seconds=10)))
+    assert turns.take_turn(lease.pk, 1, STATE, now=later).action == {"action": "roll"}
+
+
 def test_a_played_turn_is_answered_also_after_the_lease_has_ended(lease: Lease) -> None:
     plays("echo", '{"action": "roll"}')
     turns.take_turn(lease.pk, 1, STATE, now=NOW)

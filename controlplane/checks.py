@@ -8,6 +8,8 @@ from django.apps import AppConfig
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, register
 
+from sandboxes.storage import mounts
+
 LONGEST_SOCKET = 107  # bytes of a unix socket's path, without the NUL
 LONGEST_NAME = len("/") + 16 + len("/") + len("0123456789ab.sock")  # below RUNTIME_DIR: sandbox, then run
 
@@ -48,3 +50,11 @@ def sockets(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[Chec
     if len(str(settings.RUNTIME_DIR.absolute()).encode()) <= most:
         return []
     return [Error(f"LEASEHOLD_RUNTIME_DIR is longer than {most} bytes: no socket fits in it.", id="leasehold.E004")]
+
+
+@register()
+def mounting(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Of new agents alone: one that is mounted already is refused its commands, and told why."""
+    if settings.DATA_KEEPING != "mount" or not (why := mounts.lacking()):
+        return []
+    return [Error(f"LEASEHOLD_DATA=mount cannot be had: {why}.", hint="Or use LEASEHOLD_DATA=sync.", id="leasehold.E005")]

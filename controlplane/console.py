@@ -39,6 +39,11 @@ MENU: Mapping[str, list[tuple[str, str, str]]] = {
         ("Pools", "database", "sandboxes.pool"),
         ("Quotas", "pie_chart", "sandboxes.quota"),
     ],
+    "State": [
+        ("Agent data", "folder_shared", "sandboxes.agentdata"),
+        ("Snapshots", "history", "sandboxes.snapshot"),
+        ("Data events", "rule", "sandboxes.dataevent"),
+    ],
     "Health": [
         ("Sweeps", "cleaning_services", "sandboxes.sweep"),
         ("Schedules", "schedule", "django_q.schedule"),
@@ -173,6 +178,7 @@ def look(now: datetime | None = None) -> Fleet:
         _tile("Circuits open", PoolAdmin, "paused", now, note="pools that warm nothing up", bad=True),
         _tile("In quarantine", SandboxAdmin, "quarantine", now, note="destroy never confirmed", bad=True),
         _tile("State not stored", SandboxAdmin, "unstored", now, note="waiting, sleep failed", bad=True),
+        _tile("Data not stored", SandboxAdmin, "unsaved", now, note="changes in /data, only there", bad=True),
         _tile("Lost", SandboxAdmin, "lost", now, note="gone at the provider", bad=True),
         _tile("Stalled", SandboxAdmin, "stalled", now, note="past their deadline", bad=True),
         _tile("Leases overdue", LeaseAdmin, "overdue", now, note="past their end, still active", bad=True),

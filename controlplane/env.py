@@ -114,7 +114,7 @@ def unknown() -> list[str]:
     return found
 
 
-ALSO_KNOWN = {"LEASEHOLD_ENV_FILE", "LEASEHOLD_REQUIRE_SERVICES"}
+ALSO_KNOWN = {"LEASEHOLD_CACHE", "LEASEHOLD_ENV_FILE", "LEASEHOLD_REQUIRE_SERVICES"}
 
 
 def _read(name: str, cast: Callable[[str], T], default: str, accepts: str, help: str, secret: bool = False) -> T:

@@ -16,6 +16,7 @@ from leases import errors as leases
 from leases.serializers import stamp
 from sandboxes import errors as sandboxes
 from sandboxes.providers import base as provider
+from sandboxes.storage import base as store
 
 log = structlog.get_logger(__name__)
 CONTENT_TYPE = "application/problem+json"
@@ -28,6 +29,7 @@ STATUS: dict[type[Exception], int] = {
     leases.TooMany: 429,
     leases.TooLarge: 413,
     leases.LengthRequired: 411,
+    leases.RangeNotSatisfiable: 416,
     sandboxes.Busy: 409,
     sandboxes.NotHeld: 409,
     sandboxes.IllegalTransition: 409,
@@ -35,6 +37,9 @@ STATUS: dict[type[Exception], int] = {
     sandboxes.QuotaExceeded: 429,
     sandboxes.PoolDraining: 503,
     sandboxes.WorkspaceFull: 409,
+    sandboxes.DataFull: 409,
+    sandboxes.StoreFailed: 503,
+    sandboxes.NoSnapshot: 404,
     sandboxes.NotReady: 503,
     sandboxes.ProviderFailed: 503,
     sandboxes.Lost: 410,
@@ -44,6 +49,8 @@ STATUS: dict[type[Exception], int] = {
     provider.Rejected: 400,
     provider.Unavailable: 503,
     provider.Missing: 410,
+    store.StoreRefused: 400,
+    store.StoreError: 503,
     Http404: 404,
     PermissionDenied: 403,
     RequestDataTooBig: 413,
@@ -58,6 +65,7 @@ SAID = {  # where the exception's own words are for us, not for a client
     UnreadablePostError: "The body could not be read to its end.",
     OperationalError: "The database did not answer.",
     InterfaceError: "The database did not answer.",
+    store.StoreError: "The store of files and logs did not do what it was asked. Try again.",
 }
 RETRY_AFTER = 5  # seconds, with a 503 that does not know better
 CODES = {
@@ -80,16 +88,21 @@ def respond(exception: Exception, path: str) -> HttpResponse:
         return plain(500, detail="This is a bug in the control plane. It was logged.")
     if isinstance(exception, OperationalError | InterfaceError):
         log.error("database", path=path, error=str(exception))
+    if kind is store.StoreError:
+        log.error("store", path=path, error=str(exception))
     extra = dict(getattr(exception, "extra", {}))
     if isinstance(exception, provider.NoFile | provider.BadPath | provider.TooLarge):
         extra["field"] = "path"
-    return plain(
+    response = plain(
         STATUS[kind],
         detail=SAID.get(kind) or str(exception),
         code=getattr(exception, "code", ""),
         retry_after=getattr(exception, "retry_after", None),
         **extra,
     )
+    for name, value in getattr(exception, "headers", {}).items():
+        response[name] = value
+    return response
 
 
 def plain(status: int, *, detail: str = "", code: str = "", retry_after: int | None = None, **extra: Any) -> HttpResponse:

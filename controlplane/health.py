@@ -24,7 +24,7 @@ from django_q.models import OrmQ
 
 from controlplane import schedules
 from leases.serializers import stamp
-from sandboxes import providers, stats
+from sandboxes import providers, slices, stats
 from sandboxes.models import Sweep
 from sandboxes.stats import PoolStats, Stats
 from sandboxes.sweeps import SET_RIGHT
@@ -63,6 +63,7 @@ def look(*, now: datetime) -> dict[str, Any]:
         passes = _sweeps()
         waiting = OrmQ.objects.count()
         pools = stats.of_pools(now=now)
+        unsaved = slices.unsaved().count()
     except DatabaseError:
         return _said(database=False, missing=["The database does not answer."])
     sweeps = {name: _lateness(name, row, now) for name, row in passes.items()}
@@ -76,17 +77,19 @@ def look(*, now: datetime) -> dict[str, Any]:
         missing.append("The queue gives no heartbeat, so no sweep runs.")
     return _said(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": waiting},
-        warnings=list(_warnings(pools, every, drift)), quarantined=every.quarantined, stalled=every.stalled, lost=every.lost,
-        drift=drift, warming={one.name: _warming(one) for one in pools if one.warm_target},
+        warnings=list(_warnings(pools, every, unsaved, drift)), quarantined=every.quarantined, stalled=every.stalled,
+        lost=every.lost, unsaved=unsaved, drift=drift, warming={one.name: _warming(one) for one in pools if one.warm_target},
     )  # fmt: skip
 
 
-def _warnings(pools: Sequence[PoolStats], every: Stats, drift: int) -> Iterator[str]:
+def _warnings(pools: Sequence[PoolStats], every: Stats, unsaved: int, drift: int) -> Iterator[str]:
     for one in pools:
         if one.warm_target and one.warm_paused_until:
             yield f'The pool "{one.name}" warms nothing until {one.warm_paused_until:%H:%M:%S} UTC: its starts failed.'
     if every.quarantined:
         yield f"In quarantine, since destroying failed too often: {every.quarantined}."
+    if unsaved:
+        yield f"With changes in /data that are stored nowhere else: {unsaved}."
     if every.lost:
         yield f"Lost by their provider while a lease held them: {every.lost}."
     if every.stalled:

@@ -10,24 +10,27 @@ from django_q.models import Schedule
 from django_q.tasks import async_task
 
 from leases import sweeps as leases
+from sandboxes import pruning
 from sandboxes import sweeps as sandboxes
 from sandboxes.sweeps import Swept
 
 PATH = f"{__name__}."  # of the functions below; whatever else is scheduled is not ours
 EVERY = {  # minutes
     "heartbeat": 1, "expire": 1, "stalled": 1, "reclaim": 1, "idle": 1, "cold": 5, "warm": 1, "reconcile": 5, "recount": 5,
-    "measure": 10,
+    "measure": 10, "persist": 1, "prune": 60,
 }  # fmt: skip
 SWEEPS: dict[str, Callable[[datetime], Swept]] = {  # in this order each finds what the one before it has left
     "expire": lambda now: leases.expire_due(now=now),
     "stalled": lambda now: leases.stalled(now=now),
     "reclaim": lambda now: leases.reclaim(now=now),
+    "persist": lambda now: pruning.persist(now=now),
     "idle": lambda now: sandboxes.idle(now=now),
     "cold": lambda now: leases.cold(now=now),
     "warm": lambda now: sandboxes.warm(now=now),
     "reconcile": lambda now: leases.reconcile(now=now, grace=settings.ORPHAN_GRACE),
     "recount": lambda now: sandboxes.recount(now=now),
     "measure": lambda now: leases.measure(now=now),
+    "prune": lambda now: pruning.prune(now=now),
 }
 
 
@@ -71,6 +74,14 @@ def recount() -> str:
 
 def measure() -> str:
     return str(sweep("measure", now=timezone.now()))
+
+
+def persist() -> str:
+    return str(sweep("persist", now=timezone.now()))
+
+
+def prune() -> str:
+    return str(sweep("prune", now=timezone.now()))
 
 
 def sweep(name: str, *, now: datetime) -> Swept:

@@ -1,6 +1,7 @@
 """Settings, all of them from the environment (env.py says how); `manage.py config` prints what is in force."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,76 @@ DESTROY_TRIES = env.integer("LEASEHOLD_DESTROY_TRIES", 8, least=1, help="failed 
 ORPHAN_GRACE = env.duration("LEASEHOLD_ORPHAN_GRACE", "2m", help="age at which a listed sandbox without a row is destroyed")
 
 # --- stored state -------------------------------------------------------------------------------------------------
+KEEP_SNAPSHOTS = env.integer(
+    "LEASEHOLD_KEEP_SNAPSHOTS", 2, least=1, help="copies of a workspace that are kept while its lease lives, the newest first"
+)
+DATA_KEEPING = env.choice(
+    "LEASEHOLD_DATA", "sync", ["sync", "mount"],
+    help="how /data of a new agent gets into sandboxes: sync copies what changed, around every use; mount has s3fs mount it",
+)  # fmt: skip
+DATA_MOST_FILES = env.integer(
+    "LEASEHOLD_DATA_MOST_FILES", 20_000, least=1, help="files and directories an agent may keep in /data"
+)
+DATA_MOST_BYTES = env.integer("LEASEHOLD_DATA_MOST_MIB", 1024, least=1, help="what an agent may keep in /data, in MiB") << 20
 KEEP_STATE = env.duration("LEASEHOLD_KEEP_STATE", "7d", help="how long what was stored outlives the end of its lease")
-STORAGE_BACKEND = env.choice("STORAGE_BACKEND", "filesystem", ["filesystem"], help="where stored state is kept")
+_backend = env.choice(
+    "STORAGE_BACKEND", "filesystem", ["filesystem", "s3", "r2", "cloudflare_kv", "kv"],
+    help="where stored state is kept; r2 is another name of s3, and kv of cloudflare_kv",
+)  # fmt: skip
+STORAGE_BACKEND = {"r2": "s3", "kv": "cloudflare_kv"}.get(_backend, _backend)
+STORAGE_MODE = env.choice(
+    "STORAGE_MODE", "standard", ["standard", "journaled"], help="how chat history, artifacts and the audit log are kept"
+)
+STORAGE_SYNC = env.boolean(
+    "STORAGE_SYNC", False, help="their files are appended to in place, on a file system that several machines share"
+)
 STORAGE_DIR = Path(
     env.text("LEASEHOLD_STORAGE_DIR", str(STATE_DIR / "store"), help="of the filesystem backend; share it between machines")
 )
+STORAGE_PREFIX = env.text(
+    "LEASEHOLD_STORAGE_PREFIX",
+    accepts="up to 64 letters, digits and . _ - /, with / at the end",
+    help="before every key in the bucket or namespace, where several installations share it",
+)
+S3_BUCKET = env.text("R2_BUCKET_BINDING", help="name of the bucket, on R2 or on any other S3")
+S3_ENDPOINT = env.text(
+    "LEASEHOLD_S3_ENDPOINT", accepts="an http:// or https:// URL", help="of R2: https://ACCOUNT.r2.cloudflarestorage.com"
+)
+S3_REGION = env.text("LEASEHOLD_S3_REGION", "auto", help="auto for R2; with a real region and no endpoint it is AWS")
+S3_ACCESS_KEY_ID = env.text("LEASEHOLD_S3_ACCESS_KEY_ID", help="of a key that may read, write, list and delete in the bucket")
+S3_SECRET_ACCESS_KEY = env.text("LEASEHOLD_S3_SECRET_ACCESS_KEY", help="of that key", secret=True)
+KV_NAMESPACE = env.text("KV_NAMESPACE_BINDING", help="id of the KV namespace: 32 hexadecimal digits")
+KV_ACCOUNT_ID = env.text("LEASEHOLD_KV_ACCOUNT_ID", help="of the Cloudflare account that has the namespace")
+KV_API_TOKEN = env.text("LEASEHOLD_KV_API_TOKEN", help="of Cloudflare, with the right to edit Workers KV", secret=True)
+KV_API_URL = env.text(
+    "LEASEHOLD_KV_API_URL", "https://api.cloudflare.com/client/v4", accepts="an http:// or https:// URL", help="of Cloudflare"
+)
+_needed = {
+    "filesystem": [],
+    "s3": ["R2_BUCKET_BINDING", "LEASEHOLD_S3_ACCESS_KEY_ID", "LEASEHOLD_S3_SECRET_ACCESS_KEY"]
+    + ["LEASEHOLD_S3_ENDPOINT"] * (S3_REGION == "auto"),
+    "cloudflare_kv": ["KV_NAMESPACE_BINDING", "LEASEHOLD_KV_ACCOUNT_ID", "LEASEHOLD_KV_API_TOKEN", "LEASEHOLD_KV_API_URL"],
+}
+for _knob in (env.KNOBS[_name] for _name in _needed[STORAGE_BACKEND]):
+    if not _knob.value:
+        raise ImproperlyConfigured(f"{_knob.name} is not set, and STORAGE_BACKEND={_backend} needs it. ({_knob.help})")
+for _name, _pattern in {
+    "LEASEHOLD_S3_ENDPOINT": r"(https?://[^/\s]+\S*)?",
+    "LEASEHOLD_KV_API_URL": r"https?://[^/\s]+\S*",
+    "LEASEHOLD_STORAGE_PREFIX": r"(?=.{0,64}$)([A-Za-z0-9_-][A-Za-z0-9_.-]*/)*",
+}.items():
+    if not re.fullmatch(_pattern, (_knob := env.KNOBS[_name]).value):
+        raise ImproperlyConfigured(f"{_name}={_knob.value!r} is not accepted. It takes {_knob.accepts}. ({_knob.help})")
+if STORAGE_BACKEND == "cloudflare_kv" and STORAGE_MODE == "journaled":
+    raise ImproperlyConfigured(
+        f"STORAGE_MODE=journaled does not go with STORAGE_BACKEND={_backend}: KV takes one write a second of a key, and a "
+        "journal writes more often. Use filesystem or s3, or STORAGE_MODE=standard."
+    )
+if STORAGE_BACKEND != "filesystem" and STORAGE_SYNC:
+    raise ImproperlyConfigured(
+        f"STORAGE_SYNC=1 does not go with STORAGE_BACKEND={_backend}: a value there is replaced as a whole, never appended "
+        "to. Use STORAGE_BACKEND=filesystem on a file system that the machines share."
+    )
 
 # --- runs ---------------------------------------------------------------------------------------------------------
 EXEC_TIMEOUT = env.duration("LEASEHOLD_EXEC_TIMEOUT", "60s", help="of an exec that names none")
@@ -225,6 +291,7 @@ SPECTACULAR_SETTINGS = {
     "SCHEMA_PATH_PREFIX": "/api/v1",
     "COMPONENT_SPLIT_REQUEST": True,
     "SORT_OPERATIONS": False,
+    "ENUM_NAME_OVERRIDES": {"RunKindEnum": ["exec", "turn", "file"]},  # other things have kinds, too
     "SWAGGER_UI_DIST": "SIDECAR",  # from this server, not from a CDN
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
     "SWAGGER_UI_SETTINGS": {"deepLinking": True, "validatorUrl": None},  # null: else it asks validator.swagger.io

@@ -40,6 +40,8 @@ def want_for(lease: Lease, *, now: datetime) -> Want:
         pool=pool,
         idle_after=lease.sleep_after,
         files={f"{WORKSPACE}/config.json": json.dumps(config, indent=2).encode()},
+        skill=lease.environment_type_id,
+        excludes=lambda: lease.environment_type.snapshot_excludes,
         fence=partial(_fence, lease.pk, now),
     )
 
@@ -58,7 +60,7 @@ def exec_in(pk: UUID, command: Command, *, now: datetime, actor: str = "") -> tu
     def act(want: Want, at: datetime) -> tuple[Run, ExecResult]:
         return runs.exec_in(want, command, now=at, actor=actor)
 
-    return _for_lease(pk, act, now=now, actor=actor)
+    return for_lease(pk, act, now=now, actor=actor)
 
 
 def act_in(
@@ -69,15 +71,16 @@ def act_in(
     def within(want: Want, at: datetime) -> tuple[Run, T]:
         return runs.act_in(want, command, act, now=at, actor=actor)
 
-    return _for_lease(pk, within, now=now, actor=actor)
+    return for_lease(pk, within, now=now, actor=actor)
 
 
 def sandbox_for(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox:
     """The lease's sandbox, ready to run in."""
-    return _for_lease(pk, lambda want, at: pools.ready(want, now=at, actor=actor), now=now, actor=actor)
+    return for_lease(pk, lambda want, at: pools.ready(want, now=at, actor=actor), now=now, actor=actor)
 
 
-def _for_lease(pk: UUID, act: Callable[[Want, datetime], T], *, now: datetime, actor: str) -> T:
+def for_lease(pk: UUID, act: Callable[[Want, datetime], T], *, now: datetime, actor: str) -> T:
+    """What `act` answers for an active lease, which is renewed after. LeaseEnded, also if it ended meanwhile."""
     later = ticking(now)
     lease = leasing.require(pk, now=now)
     try:

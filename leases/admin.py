@@ -16,16 +16,19 @@ from django.utils.safestring import SafeString
 from unfold.decorators import action, display
 from unfold.enums import ActionVariant
 
-from leases import keys, leasing
-from leases.admin_sandboxes import agent_fact
+from leases import admin_sandboxes, admin_state, keys, leasing
+from leases.cells import agent_fact
 from leases.models import DID_ACCEPTS, Agent, AgentKey, EnvironmentType, Lease, Status, Turn, is_did
 from leases.tasks import wake_reclaim
 from leases.timeline import SOURCES, played, timeline
 from sandboxes.admin_pools import new_quota, quota_line
-from sandboxes.cells import age, ago, badge, link, rows, shortened, span, stamp, two
-from sandboxes.models import Outcome, Quota, Run, Sandbox, State
+from sandboxes.cells import age, ago, badge, counted, link, rows, shortened, size, span, stamp, two
+from sandboxes.models import AgentData, Outcome, Quota, Run, Sandbox, State
 from sandboxes.pages import Act, Fact, Facts, Page, Reason, Slice, all_fields
 
+__all__ = [
+    "AgentAdmin", "EnvironmentTypeAdmin", "KeyAdmin", "LeaseAdmin", "TurnAdmin", "admin_sandboxes", "admin_state",
+]  # fmt: skip
 SOON = timedelta(minutes=5)
 
 
@@ -280,6 +283,7 @@ class AgentAdmin(Page):
                 Fact("Every lease", mine.count(), href=rows("leases_lease", slice="history", agent_did=row.did)),
                 Fact("Sandboxes", living, href=rows("sandboxes_sandbox", slice="live", agent_did=row.did)),
                 Fact("Runs", "newest first", href=rows("sandboxes_run", slice="all", agent_did=row.did)),
+                self.data(row),
                 Fact("Last used", ago(latest.last_activity_at) if latest else "never"),
                 Fact("Known since", ago(row.created_at)),
             ],
@@ -287,6 +291,14 @@ class AgentAdmin(Page):
             "may_view_keys": request.user.has_perm("leases.view_agentkey"),
             **self.quotas(request, row),
         }
+
+    def data(self, row: Agent) -> Fact:
+        """What it keeps from sandbox to sandbox."""
+        kept = AgentData.objects.filter(agent_did=row.did).first()
+        if kept is None:
+            return Fact("Data", "nothing yet", note="what it writes to /data is kept")
+        note = format_html("{}, changed {}", counted(kept.files, "file", "files"), ago(kept.changed_at))
+        return Fact("Data", link("sandboxes_agentdata", kept.pk, size(kept.size_bytes)), note=note)
 
     def quotas(self, request: HttpRequest, row: Agent) -> dict[str, Any]:
         may_view = request.user.has_perm("sandboxes.view_quota")
@@ -410,13 +422,14 @@ class EnvironmentTypeAdmin(Page):
     fieldsets = [
         (None, {"fields": ["name", "pool"]}),
         ("When its leases end", {"fields": ["ttl", "max_ttl", "expiry_conditions"]}),
-        ("Turns and sleep", {"fields": ["turn_argv", "turn_timeout", "sleep_after"]}),
+        ("Turns and sleep", {"fields": ["turn_argv", "turn_timeout", "sleep_after", "snapshot_excludes"]}),
     ]
     labels = {
         "ttl": "Unused for",
         "max_ttl": "At the latest after",
         "expiry_conditions": "Conditions",
         "turn_argv": "Command",
+        "snapshot_excludes": "Not stored when it sleeps",
     }
 
     def get_readonly_fields(self, request: HttpRequest, obj: EnvironmentType | None = None) -> list[str]:

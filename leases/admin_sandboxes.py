@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from datetime import datetime
-from uuid import UUID
 
 from django.contrib import admin
 from django.core.exceptions import ValidationError
@@ -12,12 +11,13 @@ from unfold.decorators import action
 from unfold.enums import ActionVariant
 
 from leases import leasing
-from leases.models import DID_ACCEPTS, Agent, Lease, is_did
+from leases.admin_state import TAKE
+from leases.cells import HeldByLease, agent_fact
+from leases.models import DID_ACCEPTS, is_did
 from leases.tasks import sleep_soon, wake_idle, wake_reclaim, wake_soon
 from sandboxes import pool
 from sandboxes.admin import RunAdmin, SandboxAdmin
 from sandboxes.admin_pools import QuotaAdmin, QuotaForm
-from sandboxes.cells import badge, link
 from sandboxes.models import GONE, Quota, Run, Sandbox, State
 from sandboxes.pages import Act, Fact, Reason
 
@@ -79,34 +79,16 @@ DESTROY = Act(
 )
 
 
-def agent_fact(did: str) -> Fact:
-    """An agent, with a link to its page if it has one."""
-    agent = Agent.objects.filter(did=did).first() if did else None
-    return Fact("Agent", link("leases_agent", agent.pk, did) if agent else did or "–")
-
-
-class HeldByLease:
-    """A holder is named by the lease it is, and its agent has a page."""
-
-    def agent(self, did: str) -> Fact:
-        return agent_fact(did)
-
-    def holder(self, pk: UUID) -> Fact:
-        lease = Lease.objects.filter(pk=pk).first()
-        if lease is None:
-            return Fact("Holder", str(pk), note="no such lease")
-        return Fact("Lease", link("leases_lease", pk, lease.environment_id), note=badge(lease.status))
-
-
 for model in (Sandbox, Run, Quota):
     admin.site.unregister(model)
 
 
 @admin.register(Sandbox)
 class LeasedSandboxAdmin(HeldByLease, SandboxAdmin):
-    acts = {"evict": EVICT, "wake": WAKE, "destroy_now": DESTROY, **SandboxAdmin.acts}
-    actions_detail = ["evict", "wake", *SandboxAdmin.actions_detail, "destroy_now"]
+    acts = {"evict": EVICT, "wake": WAKE, "take_snapshot": TAKE, "destroy_now": DESTROY, **SandboxAdmin.acts}
+    actions_detail = ["evict", "wake", "take_snapshot", *SandboxAdmin.actions_detail, "destroy_now"]
     actions = ["evict_all", *SandboxAdmin.actions, "destroy_all"]
+    copy_acts = {"restore": "Restore…", "fork": "Fork…"}
 
     @action(description="Evict…", permissions=["act"], icon="bedtime", dialog=EVICT.dialog)
     def evict(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
@@ -115,6 +97,10 @@ class LeasedSandboxAdmin(HeldByLease, SandboxAdmin):
     @action(description="Wake…", permissions=["act"], icon="wb_sunny", dialog=WAKE.dialog)
     def wake(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
         return self.answer(request, object_id, WAKE, form)
+
+    @action(description="Snapshot…", permissions=["act"], icon="photo_camera", dialog=TAKE.dialog)
+    def take_snapshot(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
+        return self.answer(request, object_id, TAKE, form)
 
     @action(description="Evict… (waiting only)", permissions=["act"])
     def evict_all(self, request: HttpRequest, queryset: QuerySet[Sandbox]) -> HttpResponse | None:

@@ -2,10 +2,9 @@
 
 Errors are raised; controlplane.errors turns them into problem documents."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timedelta
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 
 from django.conf import settings
@@ -27,23 +26,18 @@ from leases.idempotency import Answer
 from leases.models import Agent, EnvironmentType, Lease, Status, Turn
 from leases.paging import page
 from leases.tasks import wake_reclaim
-from sandboxes import rows, runs, stats
+from sandboxes import rows, stats
 from sandboxes.errors import ProviderFailed
 from sandboxes.models import GONE, Pool, Run, Sandbox
-from sandboxes.providers.base import DATA, WORKSPACE, Provider, under_roots
 from sandboxes.runs import GRACE, Command
 
 SMALL = 64 << 10  # bytes, like all of these: a body without a document of the agent's own in it
 LARGEST_STATE = (1 << 20) + 1024  # a turn's state and what is around it
 LARGEST_EXEC = 16 << 20  # stdin, mostly
-LARGEST_FILE = 64 << 20
 HELD_FOR = "holder = %s AND state NOT IN ('destroying', 'destroyed')"
-ROOTS = {"workspace": WORKSPACE, "data": DATA}
 
 ACQUIRE, JOIN, CONDITION = show.Acquire(), show.Join(), show.Condition()
 EXEC, TURN, AGENT = show.Exec(), show.PlayTurn(), show.NewAgent()
-
-T = TypeVar("T")
 
 
 class Door(APIView):
@@ -320,67 +314,6 @@ class OneRun(Door):
         if run is None:
             raise NotFound("There is no such run of this lease.")
         return JsonResponse(show.run_output_shown(run, encoding_of(request)))
-
-
-class Files(Door):
-    """Files of the lease's sandbox. Each act is a Run of kind "file", so nothing takes the sandbox away meanwhile."""
-
-    @extend_schema(
-        operation_id="leases_files_get",
-        parameters=[schema.ROOT],
-        responses=schema.answers(schema.BYTES, 404, 409, 410, 413, 429),
-    )
-    def get(self, request: HttpRequest, pk: UUID, path: str) -> HttpResponse:
-        """The content of one file."""
-
-        def read(provider: Provider, sandbox: Sandbox, place: str) -> bytes:
-            return provider.read_file(sandbox.ref, place, limit=LARGEST_FILE)
-
-        headers = {"X-Content-Type-Options": "nosniff", "Content-Disposition": "attachment"}
-        return HttpResponse(self._act(request, pk, path, "read", read), content_type=schema.OCTETS, headers=headers)
-
-    @extend_schema(
-        operation_id="leases_files_put",
-        parameters=[schema.ROOT],
-        request=schema.BYTES,
-        responses=schema.answers(None, 404, 409, 410, 411, 413, 429, ok=(204,)),
-    )
-    def put(self, request: HttpRequest, pk: UUID, path: str) -> HttpResponse:
-        """Replace or make one file, with the directories above it. At most 64 MiB."""
-
-        def write(provider: Provider, sandbox: Sandbox, place: str) -> None:
-            runs.require_room(provider, sandbox, now=self.now)
-            provider.write_file(sandbox.ref, place, content)
-
-        self.caller.lease(pk)
-        content = documents.read(request, LARGEST_FILE)
-        self._act(request, pk, path, "write", write)
-        return HttpResponse(status=204)
-
-    @extend_schema(
-        operation_id="leases_files_delete",
-        parameters=[schema.ROOT],
-        responses=schema.answers(None, 404, 409, 410, 429, ok=(204,)),
-    )
-    def delete(self, request: HttpRequest, pk: UUID, path: str) -> HttpResponse:
-        """Remove one file."""
-
-        def remove(provider: Provider, sandbox: Sandbox, place: str) -> None:
-            provider.remove_file(sandbox.ref, place)
-
-        self._act(request, pk, path, "remove", remove)
-        return HttpResponse(status=204)
-
-    def _act(self, request: HttpRequest, pk: UUID, path: str, verb: str, act: Callable[..., T]) -> T:
-        self.caller.lease(pk)
-        root = ROOTS.get(request.GET.get("root", "workspace"))
-        if root is None:
-            raise Invalid("root", f"One of {', '.join(ROOTS)}.")
-        place = f"{root}/{path}"
-        under_roots(place)  # before anything is started for it
-        command = Command(argv=[verb, place], kind="file", timeout=settings.EXEC_TIMEOUT)
-        _, answer = acting.act_in(pk, command, partial(act, place=place), now=self.now, actor=self.actor)
-        return answer
 
 
 # --- pools --------------------------------------------------------------------------------------------------------

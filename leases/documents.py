@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from django.http import HttpRequest
@@ -16,7 +17,13 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read(request: HttpRequest, limit: int) -> bytes:
-    """The whole body. TooLarge past `limit` bytes: before any is read if the length was announced, else on the way."""
+    """The whole body; see `chunks`."""
+    return b"".join(chunks(request, limit))
+
+
+def chunks(request: HttpRequest, limit: int) -> Iterator[bytes]:
+    """The body, piece by piece. TooLarge past `limit` bytes: before any is read if the length was announced, else on the
+    way."""
     too_large = TooLarge(f"The body is larger than {limit} bytes.")
     chunked = "HTTP_TRANSFER_ENCODING" in request.META
     announced = 0 if chunked else _announced(request)
@@ -25,15 +32,14 @@ def read(request: HttpRequest, limit: int) -> bytes:
     if chunked and not request.META.get("wsgi.input_terminated"):
         raise LengthRequired()
     # Django takes a body without a Content-Length for an empty one: a chunked one is read from the server itself.
-    source = request.META["wsgi.input"] if chunked else request
-    body = bytearray()
+    source, size = request.META["wsgi.input"] if chunked else request, 0
     while chunk := source.read(CHUNK):
-        body += chunk
-        if len(body) > limit:
+        size += len(chunk)
+        if size > limit:
             raise too_large
-    if len(body) < announced:
+        yield chunk
+    if size < announced:
         raise Invalid("", "The body ended before its Content-Length.")
-    return bytes(body)
 
 
 def _announced(request: HttpRequest) -> int:

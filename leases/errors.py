@@ -53,3 +53,13 @@ class LengthRequired(LeaseError):
     """Send a Content-Length: this server does not read bodies without one."""
 
     code = "length_required"
+
+
+class RangeNotSatisfiable(LeaseError):
+    """No byte of the file is in the range that was asked for."""
+
+    code = "range_not_satisfiable"
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"The file has {size} bytes, and none of them is in that range.", field="Range")
+        self.headers = {"Content-Range": f"bytes */{size}"}

@@ -40,6 +40,12 @@ def check_argv(value: Any) -> None:
         raise ValidationError("A list of strings, the first being the program.")
 
 
+def check_excludes(value: Any) -> None:
+    fits = isinstance(value, list) and len(value) <= 64
+    if not fits or not all(isinstance(name, str) and 0 < len(name) <= 200 for name in value):
+        raise ValidationError("A list of at most 64 names or patterns, each of at most 200 characters.")
+
+
 def check_sleep_after(value: str) -> None:
     try:
         durations.parse(value)
@@ -101,6 +107,10 @@ class EnvironmentType(models.Model):
     sleep_after = models.CharField(
         max_length=16, default="5m", validators=[check_sleep_after], help_text='Its sandbox sleeps when unused: "5m", "30s".'
     )
+    snapshot_excludes = models.JSONField(
+        default=list, blank=True, validators=[check_excludes],
+        help_text='What snapshots of /workspace leave out: names or patterns such as "node_modules", ".venv", "*.pyc".',
+    )  # fmt: skip
     turn_argv = models.JSONField(
         default=default_turn_argv, validators=[check_argv], help_text="What a turn executes, with the state on stdin."
     )
@@ -202,7 +212,8 @@ class LeaseEvent(models.Model):
 
     lease = models.ForeignKey(Lease, on_delete=models.PROTECT, related_name="events")
     at = models.DateTimeField()
-    kind = models.CharField(max_length=32)  # granted, ended, destroyed, failed, workspace_over_limit
+    # granted, ended, destroyed, failed, workspace_over_limit, snapshot, restored, forked
+    kind = models.CharField(max_length=32)
     actor = models.CharField(max_length=255, blank=True)
     reason = models.CharField(max_length=500, blank=True)
 

@@ -1,5 +1,6 @@
 """What the OpenAPI document says about every operation: the key, parameters that many take, and errors."""
 
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -14,12 +15,18 @@ from leases.models import Status
 from leases.serializers import ENCODINGS, Problem
 
 OCTETS, PROBLEM = "application/octet-stream", "application/problem+json"
-BYTES = {OCTETS: OpenApiTypes.BINARY}
+TARS = "application/x-tar"
+BYTES, TAR = {OCTETS: OpenApiTypes.BINARY}, {TARS: OpenApiTypes.BINARY}
 EVERYWHERE = (400, 401, 403, 405, 500, 503)
 
 
 def _query(name: str, description: str, **options: Any) -> OpenApiParameter:
     return OpenApiParameter(name, options.pop("type", str), OpenApiParameter.QUERY, description=description, **options)
+
+
+def _header(name: str, description: str, *, statuses: Sequence[int] = (200, 206), **options: Any) -> OpenApiParameter:
+    """A header of answers."""
+    return OpenApiParameter(name, str, OpenApiParameter.HEADER, description=description, response=[*statuses], **options)
 
 
 IDEMPOTENCY_KEY = OpenApiParameter(
@@ -41,12 +48,20 @@ LEASE_FILTERS = [
 ENCODING = _query("encoding", "Of input and output: utf-8 replaces what is none, base64 is exact.", enum=ENCODINGS)
 QUOTA_OF = _query("agent_did", "Whose quotas are shown; if it is not given, those of all agents the key names.")
 ROOT = _query("root", "What the path is relative to; workspace if it is not given.", enum=["workspace", "data"])
+DIRECTORY = _query("path", "Of a directory, relative to the root. Not given: the root itself.")
+DEEP = _query("deep", "1: also what is in the directories below; 0, also if it is not given: only its own.", enum=["0", "1"])
+SOURCE_HEADER = _header("Leasehold-Source", "Where the answer comes from.", enum=["sandbox", "snapshot"])
+FILE_HEADERS = [
+    SOURCE_HEADER,
+    _header("Accept-Ranges", "Always bytes."),
+    _header("Content-Range", "Which bytes of how many these are.", statuses=[206]),
+]
 
 
 def answers(body: Any, *errors: int, ok: tuple[int, ...] = (200,)) -> dict[Any, Any]:
     """The responses of one operation: its body when it succeeds, and a problem document for each error it may have."""
-    bytes_ = body is BYTES
-    good = {(status, OCTETS) if bytes_ else status: OpenApiTypes.BINARY if bytes_ else body for status in ok}
+    kind = next(iter(body)) if isinstance(body, dict) else None  # BYTES or TAR
+    good = {(status, kind) if kind else status: OpenApiTypes.BINARY if kind else body for status in ok}
     bad = {
         (status, PROBLEM): OpenApiResponse(Problem, description=HTTPStatus(status).phrase)
         for status in sorted({*EVERYWHERE, *errors})

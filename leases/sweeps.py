@@ -1,6 +1,8 @@
 """Many leases at once: end what is over, and see to it that nothing is left of what has ended."""
 
+from collections.abc import Sequence
 from datetime import datetime, timedelta
+from uuid import UUID
 
 from django.conf import settings
 from django.db import transaction
@@ -11,7 +13,7 @@ from leases import leasing, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, Status
 from sandboxes import sweeps as below
 from sandboxes.models import GONE, Sandbox, Snapshot, State
-from sandboxes.storage import workspace
+from sandboxes.storage import stores, workspace
 from sandboxes.sweeps import Swept
 
 OVER_LIMIT = "workspace_over_limit"  # the kind of an event
@@ -154,3 +156,17 @@ def end_all(*, now: datetime, why: str, actor: str = "") -> int:
     """End every active lease, for an operator; how many."""
     active = Lease.objects.filter(status=Status.ACTIVE).values_list("pk", flat=True)
     return sum(leasing.end(pk, reason="operator", now=now, actor=actor, why=why) for pk in list(active))
+
+
+def prune_stores(*, now: datetime) -> Swept:
+    """Chat histories, artifacts, audit logs and sessions go with the leases that ended long enough ago; of the others the
+    oldest goes where there is more than is kept."""
+
+    def over(some: Sequence[UUID]) -> set[UUID]:
+        return set(Lease.objects.filter(pk__in=some, ended_at__lte=now - settings.KEEP_STATE).values_list("pk", flat=True))
+
+    pruned = stores.prune(now=now, over=over)
+    swept = Swept(failures=pruned.failures)
+    swept.note("stored entries removed", pruned.count)
+    swept.note("bytes with them", pruned.size)
+    return swept

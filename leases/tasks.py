@@ -1,6 +1,8 @@
 """What the queue runs for this app, and how it is asked to."""
 
+from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from uuid import UUID
 
 from django.db import transaction
@@ -9,12 +11,13 @@ from django.utils import timezone
 from django_q.models import OrmQ
 from django_q.tasks import async_task
 
-from leases import acting, sweeps
+from leases import acting, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseEvent, Status
 from sandboxes import pool
 from sandboxes import sweeps as below
-from sandboxes.models import Sandbox, State
+from sandboxes.errors import SandboxError
+from sandboxes.models import Sandbox, Snapshot, State
 
 DEEPEST = 100  # tasks waiting: beyond this the next scheduled sweep is soon enough
 
@@ -68,3 +71,43 @@ def wake(lease_id: str, actor: str) -> str:
         return str(acting.sandbox_for(UUID(lease_id), now=timezone.now(), actor=actor).state)
     except LeaseEnded as ended:
         return str(ended)
+
+
+def take_soon(sandbox: Sandbox, name: str, *, now: datetime, actor: str, reason: str) -> bool:
+    """Have the queue store a lease's workspace as it is then; its timeline says who asked. False if the lease has ended."""
+    return _ask(sandbox.holder, "snapshot_asked_for", "take", name, now=now, actor=actor, reason=reason)
+
+
+def restore_soon(snapshot: Snapshot, *, now: datetime, actor: str, reason: str) -> bool:
+    """Have the queue make an earlier copy what a lease's workspace holds. False if the lease has ended."""
+    return _ask(snapshot.holder, "restore_asked_for", "restore", str(snapshot.pk), now=now, actor=actor, reason=reason)
+
+
+def _ask(holder: UUID | None, kind: str, task: str, what: str, *, now: datetime, actor: str, reason: str) -> bool:
+    if holder is None or not Lease.objects.filter(pk=holder, status=Status.ACTIVE).exists():
+        return False
+    with transaction.atomic():  # as for wake_soon
+        LeaseEvent.objects.create(lease_id=holder, at=now, kind=kind, actor=actor, reason=reason)
+        async_task(f"leases.tasks.{task}", str(holder), what, actor, group=task)
+    return True
+
+
+def take(lease_id: str, name: str, actor: str) -> str:
+    """Store a lease's workspace. Delivered twice, it is two copies."""
+    verb = partial(snapshots.take, UUID(lease_id), name=name, now=timezone.now(), actor=actor)
+    return _carry_out(verb, lease_id, "snapshot_failed", actor)
+
+
+def restore(lease_id: str, snapshot_id: str, actor: str) -> str:
+    """Go back to an earlier copy."""
+    verb = partial(snapshots.restore, UUID(lease_id), UUID(snapshot_id), now=timezone.now(), actor=actor)
+    return _carry_out(verb, lease_id, "restore_failed", actor)
+
+
+def _carry_out(verb: Callable[[], Snapshot], lease_id: str, failed: str, actor: str) -> str:
+    """What the verb made, or why it did not, which whoever asked finds in the lease's timeline."""
+    try:
+        return str(verb().pk)
+    except SandboxError as why:
+        LeaseEvent.objects.create(lease_id=lease_id, at=timezone.now(), kind=failed, actor=actor, reason=str(why)[:500])
+        return str(why)

@@ -1,4 +1,5 @@
-"""What happened to one lease: its events, its sandbox's transitions, its turns and runs, as one list."""
+"""What happened to one lease: its events, its sandbox's transitions, its turns and runs, and what was worth telling of
+its stored state, as one list."""
 
 import heapq
 from collections.abc import Iterable, Iterator
@@ -12,10 +13,11 @@ from django.urls import reverse
 
 from leases.models import Lease, LeaseEvent, Turn
 from sandboxes.admin import AROUND_RUNS, outcome, took
-from sandboxes.cells import badge, command, shortened, span
-from sandboxes.models import Run, Transition
+from sandboxes.admin_state import told
+from sandboxes.cells import badge, command, path, shortened, span
+from sandboxes.models import DataEvent, Run, Transition
 
-SOURCES = {"lease": "Lease", "sandbox": "Sandbox", "turn": "Turns", "run": "Runs"}
+SOURCES = {"lease": "Lease", "sandbox": "Sandbox", "turn": "Turns", "run": "Runs", "state": "State"}
 LENGTH = 60
 
 
@@ -36,12 +38,13 @@ class Entry:
 def timeline(lease: Lease, *, before: datetime | None = None, only: str = "") -> tuple[list[Entry], datetime | None]:
     """The newest entries before a moment, newest first, and the moment to ask for the ones before them.
 
-    Four queries however long the lease lived: each source gives its newest by its own index, and they are merged."""
+    Five queries however long the lease lived: each source gives its newest by its own index, and they are merged."""
     sources = {
         "lease": _events(_newest(LeaseEvent.objects.filter(lease=lease), "at", before)),
         "sandbox": _transitions(_newest(Transition.objects.filter(holder=lease.pk).exclude(AROUND_RUNS), "at", before)),
         "turn": _turns(_newest(Turn.objects.filter(lease=lease).select_related("run"), "started_at", before)),
         "run": _runs(_newest(Run.objects.filter(holder=lease.pk, turn__isnull=True), "started_at", before)),
+        "state": _told(_newest(DataEvent.objects.filter(holder=lease.pk), "at", before)),
     }
     chosen = [sources[only]] if only in sources else sources.values()
     merged = heapq.nlargest(LENGTH + 1, (entry for source in chosen for entry in source), key=attrgetter("at"))
@@ -87,6 +90,13 @@ def _runs(runs: Iterable[Run]) -> Iterator[Entry]:
     for run in runs:
         href = reverse("admin:sandboxes_run_change", args=[run.pk])
         yield Entry(run.started_at, "run", "Run", href, outcome(run), shortened(command(run.argv), 160), took=took(run))
+
+
+def _told(events: Iterable[DataEvent]) -> Iterator[Entry]:
+    for row in events:
+        href = reverse("admin:sandboxes_dataevent_change", args=[row.pk])
+        said = ": ".join(filter(None, [path(row.path), path(row.detail)]))
+        yield Entry(row.at, "state", "State", href, told(row), shortened(said, 300))
 
 
 def played(turn: Turn) -> Any:

@@ -2,7 +2,7 @@
 
 from django.urls import path, register_converter
 
-from leases import api
+from leases import api, api_files, api_snapshots, api_stores
 
 
 class Anything:
@@ -27,7 +27,20 @@ urlpatterns = [
     path("leases/<uuid:pk>/turns", api.Turns.as_view()),
     path("leases/<uuid:pk>/runs", api.Runs.as_view()),
     path("leases/<uuid:pk>/runs/<uuid:run_id>", api.OneRun.as_view()),
-    path("leases/<uuid:pk>/files/<anything:path>", api.Files.as_view()),
+    path("leases/<uuid:pk>/files", api_files.Listing.as_view()),
+    path("leases/<uuid:pk>/files/<anything:path>", api_files.OneFile.as_view()),
+    path("leases/<uuid:pk>/archive", api_files.Archive.as_view()),
+    path("leases/<uuid:pk>/snapshots", api_snapshots.Snapshots.as_view()),
+    path("leases/<uuid:pk>/restore", api_snapshots.Restore.as_view()),
+    path("leases/<uuid:pk>/fork", api_snapshots.Fork.as_view()),
+    path("leases/<uuid:pk>/chat", api_stores.Chat.as_view()),
+    path("leases/<uuid:pk>/chat/<str:event_id>", api_stores.OneMessage.as_view()),
+    path("leases/<uuid:pk>/artifacts", api_stores.ArtifactList.as_view()),
+    path("leases/<uuid:pk>/artifacts/<str:name>", api_stores.OneArtifact.as_view()),
+    path("leases/<uuid:pk>/audit", api_stores.Audit.as_view()),
+    path("leases/<uuid:pk>/audit/<str:event_id>", api_stores.OneEntry.as_view()),
+    path("leases/<uuid:pk>/sessions", api_stores.SessionList.as_view()),
+    path("leases/<uuid:pk>/sessions/<str:session_id>", api_stores.OneSession.as_view()),
     path("environments/<str:environment_id>/join", api.Join.as_view()),
     path("environments/<str:environment_id>/conditions", api.Conditions.as_view()),
     path("pool", api.Pools.as_view()),

@@ -1,8 +1,9 @@
 """Operators' pages on what exists and what ran in it. `leases.admin` tells some of them what a holder is."""
 
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 from uuid import UUID
 
 from django.contrib import admin
@@ -16,8 +17,18 @@ from django.utils.safestring import SafeString
 from unfold.contrib.filters.admin import RadioFilter
 from unfold.decorators import action, display
 
-from sandboxes import pool
+from sandboxes import cells, pool
 from sandboxes.admin_pools import PoolAdmin, QuotaAdmin
+from sandboxes.admin_state import (
+    KINDS,
+    AgentDataAdmin,
+    DataEventAdmin,
+    SnapshotAdmin,
+    attached,
+    of_agent,
+    places,
+    stored_of,
+)
 from sandboxes.cells import (
     ago,
     badge,
@@ -36,11 +47,14 @@ from sandboxes.cells import (
     until,
 )
 from sandboxes.models import ALIVE, GONE, Outcome, Run, Sandbox, Snapshot, State, Sweep
-from sandboxes.pages import Act, Done, Fact, Facts, Reason, Slice, all_fields, done_to
+from sandboxes.pages import Act, Done, Fact, Facts, Held, Reason, Slice, all_fields, done_to
 from sandboxes.slices import SANDBOXES
 from sandboxes.stats import LATE
+from sandboxes.stored import SnapshotKind
 
-__all__ = ["PoolAdmin", "QuotaAdmin", "RunAdmin", "SandboxAdmin", "SweepAdmin"]
+__all__ = [
+    "AgentDataAdmin", "DataEventAdmin", "PoolAdmin", "QuotaAdmin", "RunAdmin", "SandboxAdmin", "SnapshotAdmin", "SweepAdmin",
+]  # fmt: skip
 
 SHOWN = 25  # newest entries of each list on a sandbox's page
 AROUND_RUNS = Q(to=State.RUNNING) | Q(was=State.RUNNING, to=State.WAITING)  # the run's own line says as much
@@ -68,16 +82,6 @@ RETRY = Act(
     verb=lambda sandbox, actor, reason, now: pool.retry_destroy(sandbox.pk, now=now, actor=actor),
 )
 SOURCES = {"local": "this machine's copy", "cloud": "the store"}
-
-
-class Held:
-    """What pages here say of a holder. `leases.admin` overrides it: for this app a holder is only an id."""
-
-    def holder(self, pk: UUID) -> Fact:
-        return Fact("Holder", str(pk))
-
-    def agent(self, did: str) -> Fact:
-        return Fact("Agent", did or "–")
 
 
 class Lasting(RadioFilter):
@@ -114,6 +118,7 @@ class SandboxAdmin(Held, Facts):
     acts = {"retry_destroy": RETRY}
     actions_detail = ["retry_destroy"]
     actions = ["retry_all"]
+    copy_acts: ClassVar[Mapping[str, str]] = {}  # what may be done with a snapshot: dialogs of its own page. `leases` has some
 
     # --- the list -----------------------------------------------------------------------------------------------------
 
@@ -156,6 +161,7 @@ class SandboxAdmin(Held, Facts):
         ref = format_html('<span class="lh-command">{}</span>', row.ref or "–")
         entries = self.entries(row)
         stored = list(stored_of(row)[: SHOWN + 1])
+        here = attached(row)
         ran = list(row.runs.defer("stdout", "stderr")[: SHOWN + 1])
         return {
             "facts": [
@@ -166,6 +172,7 @@ class SandboxAdmin(Held, Facts):
                 Fact("Pool", link("sandboxes_pool", row.pool_id, row.pool), note=row.provider + isolation),
                 Fact("Last used", ago(row.last_used_at), note=sleeps(row)),
                 workspace(row),
+                *([of_agent(here)] if here else []),
                 *([on_wake(row, stored)] if stored or row.state not in GONE else []),
                 Fact("Process", ref, note=f"number {row.incarnation}, {came_from(row)}"),
                 Fact(
@@ -181,7 +188,11 @@ class SandboxAdmin(Held, Facts):
             "last_error": text(row.last_error.encode()),
             "entries": entries[:SHOWN],
             "more_entries": len(entries) > SHOWN,
-            "snapshots": [(each, size(each.size_bytes), each.sandbox_id != row.pk) for each in stored[:SHOWN]],
+            "unsaved": here if here and here.unsaved_since and row.state not in (State.COLD, State.DESTROYED) else None,
+            "unsaved_error": text(here.last_error.encode()) if here else "",
+            "snapshots": [self.copy(row, each) for each in stored[:SHOWN]],
+            "may_act_on_copies": bool(self.copy_acts) and self.has_act_permission(request),
+            "more_snapshots": rows("sandboxes_snapshot", slice="history", holder=row.holder) if len(stored) > SHOWN else "",
             "runs": [(run, command(run.argv), outcome(run), took(run)) for run in ran[:SHOWN]],
             "more_runs": rows("sandboxes_run", slice="all", sandbox=row.pk) if len(ran) > SHOWN else "",
         }
@@ -192,6 +203,22 @@ class SandboxAdmin(Held, Facts):
             Done(each.at, badge(each.to), each.reason, each.actor) for each in row.transitions.exclude(AROUND_RUNS)[: SHOWN + 1]
         ]
         return sorted([*moved, *done_to(row, SHOWN)], key=attrgetter("at"), reverse=True)
+
+    def copy(self, row: Sandbox, each: Snapshot) -> dict[str, Any]:
+        """A row of the table of snapshots."""
+        return {
+            "snapshot": each,
+            "size": size(each.size_bytes),
+            "why": KINDS[SnapshotKind(each.kind)],
+            "where": places(each),
+            "of_another": each.sandbox_id != row.pk,
+            "name": cells.path(each.name),
+            "acts": [
+                (title, f"{title} {each.at:%Y-%m-%d %H:%M:%S}", reverse(f"admin:sandboxes_snapshot_{act}", args=[each.pk]))
+                for act, title in self.copy_acts.items()
+                if each.forgotten_at is None
+            ],
+        }
 
     # --- acts ---------------------------------------------------------------------------------------------------------
 
@@ -228,11 +255,6 @@ def workspace(row: Sandbox) -> Fact:
         note=format_html("{}measured {}", "too large to run anything, " if over else "", ago(row.measured_at)),
         alarm=over,
     )
-
-
-def stored_of(row: Sandbox) -> QuerySet[Snapshot]:
-    """The stored copies of its holder's state: a wake reads the newest, whichever sandbox it was made from."""
-    return Snapshot.objects.filter(holder=row.holder) if row.holder else Snapshot.objects.none()
 
 
 def came_from(row: Sandbox) -> str:

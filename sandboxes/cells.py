@@ -99,6 +99,11 @@ def text(output: bytes) -> str:
     return output.decode("utf-8", "replace").replace("\r\n", "\n").translate(CONTROLS)
 
 
+def path(name: str) -> str:
+    """A path as one line that shows every character in it."""
+    return name.translate({**CONTROLS, ord("\n"): "\\n", ord("\t"): "\\t"})
+
+
 def shortened(said: str, most: int = 90) -> str:
     return said if len(said) <= most else said[: most - 1] + "…"
 

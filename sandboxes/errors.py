@@ -79,3 +79,22 @@ class WorkspaceFull(SandboxError):
     """The workspace is larger than its pool allows. Delete files through the files API, then try again."""
 
     code = "workspace_full"
+
+
+class DataFull(SandboxError):
+    """/data holds more than is kept for one agent. Remove some of it, then try again."""
+
+    code = "data_full"
+
+
+class StoreFailed(SandboxError):
+    """The store did not answer, so nothing was run: the state that belongs there could not be brought."""
+
+    code = "store_unavailable"
+    retry_after = 5
+
+
+class NoSnapshot(SandboxError):
+    """There is no such snapshot, or what it stored is gone."""
+
+    code = "no_snapshot"

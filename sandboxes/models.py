@@ -10,6 +10,13 @@ from django.db import models
 from django.db.models import Case, F, Q, Value, When
 from django.utils import timezone
 
+from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject, Snapshot
+
+__all__ = [
+    "ALIVE", "GONE", "IN_FLIGHT", "AgentData", "Attachment", "DataEvent", "DataFile", "DataObject", "Outcome", "Pool", "Quota",
+    "Run", "Sandbox", "Snapshot", "State", "Sweep", "Transition",
+]  # fmt: skip
+
 
 class State(models.TextChoices):
     """lifecycle.EDGES says which follows which."""
@@ -148,6 +155,7 @@ class Sandbox(models.Model):
     last_used_at = models.DateTimeField()
     idle_at = models.DateTimeField(null=True, blank=True, help_text="When it goes to sleep, if nothing uses it before.")
     prepared = models.BooleanField(default=False, help_text="The files of its holder are in it.")
+    excludes = models.JSONField(default=list, blank=True, help_text="What its snapshots leave out.")
     source = models.CharField(
         max_length=8, blank=True, choices=[("local", "local"), ("cloud", "cloud"), ("fresh", "fresh")],
         help_text="Where the state of the present incarnation came from.",
@@ -234,35 +242,6 @@ class Sandbox(models.Model):
     def name(self) -> str:
         """The provider's name for this incarnation: two incarnations are never confused."""
         return f"leasehold-{self.pk.hex}-{self.incarnation}"
-
-
-class Snapshot(models.Model):
-    """One stored copy of a sandbox's files: an object for /workspace and one for /data, under `key`.
-
-    The newest of a holder is the one that a wake reads; the row is written after the objects, so it always has them."""
-
-    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
-    sandbox = models.ForeignKey(Sandbox, on_delete=models.PROTECT, related_name="snapshots")
-    incarnation = models.PositiveIntegerField()
-    holder = models.UUIDField()
-    at = models.DateTimeField()
-    size_bytes = models.PositiveBigIntegerField()
-    digests = models.JSONField(default=dict, help_text="SHA-256 of each object.")
-    local = models.BooleanField(default=True, help_text="There is a copy in this installation's state directory, too.")
-    forgotten_at = models.DateTimeField(null=True, blank=True, help_text="Its objects were removed.")
-
-    class Meta:
-        default_permissions = ("view",)
-        ordering = ["-at", "-pk"]
-        constraints = [models.UniqueConstraint(fields=["sandbox", "incarnation"], name="snapshot_once")]
-        indexes = [models.Index(fields=["holder", "-at"], name="snapshot_holder")]
-
-    def __str__(self) -> str:
-        return self.key
-
-    @property
-    def key(self) -> str:
-        return f"snapshots/{self.holder}/{self.pk}"
 
 
 class Transition(models.Model):

@@ -2,7 +2,7 @@
 first. Billing and leases build theirs from the same parts."""
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar, cast
@@ -29,6 +29,7 @@ from unfold.views import ChangeList
 from unfold.widgets import UnfoldAdminTextInputWidget
 
 from sandboxes.cells import counted
+from sandboxes.errors import SandboxError
 from sandboxes.fields import Lines, Span
 
 NARROWED_BY = ("agent_did", "environment_id", "holder", "sandbox", "lease")  # columns that pages link by
@@ -135,16 +136,17 @@ class Act:
     done: str  # "1 lease <done>."
     illegal: str  # "1 skipped: <illegal>."
     legal: Callable[[Any], bool]
-    verb: Callable[[Any, str, str, datetime], bool]  # row, actor, reason, now -> did this call change it?
+    verb: Callable[..., bool]  # row, actor, reason, now, and by name what else its form asks -> did this call change it?
     after: Callable[[], object] = bool
     because: Callable[[Any], str] | None = None  # row as it is now -> "Nothing changed: <because>."; else `illegal`
+    form: type[forms.Form] | None = None  # a Reason that asks something else, too
 
     @property
     def dialog(self) -> dict[str, Any]:
         return {
             "title": f"{self.title}?",
             "description": self.warning,
-            "form_class": Reason,
+            "form_class": self.form or Reason,
             "form_submit_text": self.title,
         }
 
@@ -223,15 +225,23 @@ class Page(ModelAdmin):
         row = self.get_object(request, unquote(object_id))
         if row is None:
             raise Http404
-        if self._carry_out(request, act, [row], form.cleaned_data["reason"]):
+        try:
+            changed = self._carry_out(request, act, [row], **form.cleaned_data)
+        except SandboxError as refused:  # the dialog stays open and says so
+            form.add_error(None, str(refused))
+            asked = {"dialog": act.dialog, "form": form, "form_submit_text": act.title}
+            return TemplateResponse(request, "unfold/helpers/dialog.html", asked)
+        if changed:
             messages.success(request, f"{counted(1, *self._nouns)} {act.done}.")
         else:
             row.refresh_from_db()
             messages.warning(request, f"Nothing changed: {act.because(row) if act.because else act.illegal}.")
         # htmx would follow a redirect and put the whole page into the dialog.
-        return HttpResponse(
-            headers={"HX-Redirect": reverse(f"admin:{self.opts.label_lower.replace('.', '_')}_change", args=[row.pk])}
-        )
+        return HttpResponse(headers={"HX-Redirect": self.after(act, row, form)})
+
+    def after(self, act: Act, row: Any, form: Reason) -> str:
+        """The page to look at once an act was done."""
+        return reverse(f"admin:{self.opts.label_lower.replace('.', '_')}_change", args=[row.pk])
 
     def response_action(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
         for chosen in request.POST.getlist(ACTION_CHECKBOX_NAME):
@@ -262,9 +272,9 @@ class Page(ModelAdmin):
         messages.add_message(request, messages.WARNING if skipped else messages.SUCCESS, " ".join(said))
         return None
 
-    def _carry_out(self, request: HttpRequest, act: Act, rows: list[Any], reason: str) -> int:
+    def _carry_out(self, request: HttpRequest, act: Act, rows: list[Any], reason: str, **more: Any) -> int:
         actor = request.user.get_username()
-        changed = [row for row in rows if act.verb(row, actor, reason, timezone.now())]
+        changed = [row for row in rows if act.verb(row, actor, reason, timezone.now(), **more)]
         if changed:
             LogEntry.objects.log_actions(request.user.pk, changed, CHANGE, f"{act.title}: {reason}")  # type: ignore[arg-type]
             act.after()
@@ -312,3 +322,17 @@ class Facts(Page):
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         return False
+
+
+class Held:
+    """What pages here say of a holder. `leases` overrides it: for this app a holder is only an id."""
+
+    def holder(self, pk: uuid.UUID) -> Fact:
+        return Fact("Holder", str(pk))
+
+    def holders(self, pks: Collection[uuid.UUID]) -> Mapping[uuid.UUID, Any]:
+        """Each of these in the words of a table."""
+        return {pk: str(pk) for pk in pks}
+
+    def agent(self, did: str) -> Fact:
+        return Fact("Agent", did or "–")

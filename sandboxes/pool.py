@@ -5,7 +5,7 @@ half done has a deadline, after which sweeps.py takes the next step."""
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -33,9 +33,10 @@ from sandboxes.lifecycle import (
 from sandboxes.models import ALIVE, GONE, Outcome, Pool, Quota, Run, Sandbox, Snapshot, State
 from sandboxes.moments import Later, backoff, ticking
 from sandboxes.providers.base import WORKSPACE, Missing, Provider, ProviderError, Spec
-from sandboxes.storage import workspace
+from sandboxes.storage import data, mounts, workspace
 from sandboxes.storage.base import StoreError
 from sandboxes.storage.workspace import StateLost
+from sandboxes.stored import SnapshotKind
 
 log = structlog.get_logger(__name__)
 POLL = 0.05  # seconds between two looks at a row that somebody else is moving
@@ -55,6 +56,8 @@ class Want:
     pool: Pool
     idle_after: timedelta
     files: Mapping[str, bytes] = field(default_factory=dict)  # absolute path in the sandbox -> content
+    skill: str = ""  # what /data/skills has to have for it, if the image has it
+    excludes: Callable[[], Sequence[str]] = tuple  # what snapshots of its workspace leave out
     fence: Callable[[], object] = bool  # called in the transaction that takes a place; raises if the holder may not
 
 
@@ -109,13 +112,14 @@ def claim(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
             ready_made = unclaimed(want.pool).filter(tier=1, pool__draining=False).order_by("last_used_at")
             free = ready_made.select_for_update(skip_locked=True, of=("self",))
             pk = free.values_list("pk", flat=True).first()
-            if pk is None:
+            if pk is None or (mounts.wanted_by(want.agent_did) and not mounts.is_placed(pk)):
                 return None
             _take_quota(want)
             claimed = advance(
                 pk, WARM, WARM, now=now, reason="claimed", actor=actor, guard=Q(holder__isnull=True),
                 holder=want.holder, agent_did=want.agent_did, environment_id=want.environment_id,
                 idle_after=want.idle_after, last_used_at=now, idle_at=now + want.idle_after, prepared=False,
+                excludes=[*want.excludes()],
             )  # fmt: skip
             if not claimed:
                 transaction.set_rollback(True)  # the quota was taken
@@ -147,7 +151,7 @@ def reserve(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
 def _reserve(want: Want, *, now: datetime, actor: str) -> Sandbox:
     sandbox = _new(want.pool, now=now)
     sandbox.holder, sandbox.agent_did, sandbox.environment_id = want.holder, want.agent_did, want.environment_id
-    sandbox.idle_after = want.idle_after
+    sandbox.idle_after, sandbox.excludes = want.idle_after, [*want.excludes()]
     with transaction.atomic(durable=True):
         want.fence()
         begin(sandbox, now=now, reason="needed", actor=actor)
@@ -241,7 +245,7 @@ def start(sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[st
         provider.create(spec_of(sandbox))
         step("created", sandbox)
         provider.wait_ready(sandbox.ref, timeout=settings.SANDBOX_START_TIMEOUT)
-        source = _fill(sandbox, provider, files)
+        source, prepared = _fill(sandbox, provider, files, now=later())
         step("prepared", sandbox)
     except StateLost as lost:
         give_up(sandbox.pk, now=later(), reason=f"its stored state is lost: {lost}", actor=actor)
@@ -256,7 +260,7 @@ def start(sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[st
     counted = {f"woken_{source}": F(f"woken_{source}") + 1} if woken else {}
     if not advance(
         sandbox.pk, WARMING, WARM, now=moment, reason=f"ready, state: {source}" if woken else "ready", actor=actor, guard=mine,
-        claim=None, deadline_at=None, tries=0, last_error="", source=source, prepared=bool(files) or source != "fresh",
+        claim=None, deadline_at=None, tries=0, last_error="", source=source, prepared=prepared,
         idle_at=moment + sandbox.idle_after if sandbox.holder else None, **counted,
     ):  # fmt: skip
         # Given up while it was being created: a destroy may have come and gone before there was anything to destroy.
@@ -267,13 +271,15 @@ def start(sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[st
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
 
 
-def _fill(sandbox: Sandbox, provider: Provider, files: Mapping[str, bytes]) -> str:
-    """Unpack the holder's newest snapshot, or put `files` where there is none; "local", "cloud" or "fresh"."""
+def _fill(sandbox: Sandbox, provider: Provider, files: Mapping[str, bytes], *, now: datetime) -> tuple[str, bool]:
+    """Unpack the holder's newest snapshot, or put `files` where there is none: "local", "cloud" or "fresh", and whether
+    the holder's first files are in it."""
     snapshot = workspace.latest(sandbox.holder) if sandbox.holder else None
     if snapshot:
-        return workspace.hydrate(snapshot, sandbox.ref, provider)
+        source, used = workspace.hydrate(snapshot, sandbox.ref, provider, now=now)
+        return source, workspace.is_own(used)
     put_files(sandbox, provider, files)
-    return "fresh"
+    return "fresh", bool(files)
 
 
 def put_files(sandbox: Sandbox, provider: Provider, files: Mapping[str, bytes]) -> None:
@@ -300,6 +306,7 @@ def spec_of(sandbox: Sandbox) -> Spec:
         millicpus=sandbox.millicpus,
         pids=sandbox.pids,
         sockets=sockets_of(sandbox),
+        data=mounts.place_for(sandbox),
     )
 
 
@@ -390,6 +397,7 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
             tries=F("tries") + 1, last_error=str(failed)[:2000], deadline_at=later() + backoff(sandbox.tries + 1)
         )
         return False
+    mounts.detach(pk)
     step("process gone", sandbox)
     slept = advance(
         pk, EVICTING, COLD, now=later(), reason="stored", actor=actor, guard=mine,
@@ -403,9 +411,10 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
 def _store(sandbox: Sandbox, provider: Provider, mine: Q, later: Later) -> bool:
     """Have the state of this incarnation in a Snapshot, unless it is, or there is none. False if the claim was lost."""
     used = Run.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation).exists()
-    stored = Snapshot.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation).exists()
-    if not used or stored:
+    slept = Snapshot.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation, kind=SnapshotKind.SLEEP)
+    if not used or slept.exists():
         return True
+    data.finish(sandbox, provider, now=later())
     size = provider.size(sandbox.ref, WORKSPACE)
     snapshot = workspace.persist(sandbox, provider, now=later())
     step("objects stored", sandbox)
@@ -417,7 +426,7 @@ def _store(sandbox: Sandbox, provider: Provider, mine: Q, later: Later) -> bool:
         if moved:
             snapshot.save(force_insert=True)
     if moved:
-        workspace.forget_older(snapshot, now=later())
+        workspace.forget_older(snapshot.holder, now=later())
     return bool(moved)
 
 
@@ -551,13 +560,16 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
         return False
     sandbox = Sandbox.objects.get(pk=pk)
     step("destroy claimed", sandbox)
+    provider = providers.get(sandbox.provider)
     try:
-        providers.get(sandbox.provider).destroy(sandbox.ref)
+        data.finish(sandbox, provider, now=now)
+        provider.destroy(sandbox.ref)
     except Missing:
         pass  # gone already
-    except ProviderError as failed:
+    except (ProviderError, StoreError) as failed:
         _postpone(sandbox, failed, now=now)
         return False
+    mounts.detach(pk)
     step("destroy answered", sandbox)
     with transaction.atomic():
         gone = advance(

@@ -15,11 +15,13 @@ from django.db import transaction
 from django.db.models import QuerySet
 
 from sandboxes import lifecycle, pool, providers, rows
-from sandboxes.errors import Lost, ProviderFailed, SandboxError, WorkspaceFull
+from sandboxes.errors import DataFull, Lost, ProviderFailed, SandboxError, StoreFailed, WorkspaceFull
 from sandboxes.lifecycle import step
-from sandboxes.models import GONE, Outcome, Run, Sandbox
+from sandboxes.models import GONE, Attachment, Outcome, Run, Sandbox
 from sandboxes.moments import ticking
 from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoFile, Provider, ProviderError, Rejected
+from sandboxes.storage import data
+from sandboxes.storage.base import StoreError
 
 T = TypeVar("T")
 GRACE = timedelta(seconds=30)  # past its timeout, the time a provider has to kill the command and say so
@@ -36,6 +38,7 @@ class Command:
     stdin: bytes = b""
     kind: str = "exec"
     turn_number: int | None = None
+    needs_data: bool = True  # it may read or change /data
     run_id: uuid.UUID = field(default_factory=uuid.uuid4)
 
 
@@ -70,7 +73,7 @@ def act_in(
         sandbox = pool.ready(want, now=later(), actor=actor)
         run = open_run(sandbox, command, now=later(), actor=actor)
         if run:
-            return run, _carry_out(run, sandbox, act, want.files, now=later(), actor=actor)
+            return run, _carry_out(run, sandbox, act, want, command, now=later(), actor=actor)
         # It fell asleep or was given up between the two lines above: make it ready again.
 
 
@@ -103,15 +106,25 @@ def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = 
 
 
 def _carry_out(
-    run: Run, sandbox: Sandbox, act: Callable[[Provider, Sandbox], T], files: Mapping[str, bytes], *, now: datetime, actor: str
+    run: Run,
+    sandbox: Sandbox,
+    act: Callable[[Provider, Sandbox], T],
+    want: pool.Want,
+    command: Command,
+    *,
+    now: datetime,
+    actor: str,
 ) -> T:
     """Call the provider for an open Run and close it with what came back, or with why nothing did."""
     later = ticking(now)
     provider = providers.get(sandbox.provider)
     try:
         if not sandbox.prepared:
-            pool.put_files(sandbox, provider, files)
+            pool.put_files(sandbox, provider, want.files)
             Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation).update(prepared=True)
+        attached = data.attach(sandbox, provider, skill=want.skill, now=later()) if command.needs_data else None
+        if attached and command.kind != "file":  # files can still be removed
+            data.require_room(attached, sandbox, provider, now=later())
         answer = act(provider, sandbox)
     except Missing as gone:
         close(run, now=later(), outcome=Outcome.LOST, note=f"The provider has no such sandbox: {gone}", actor=actor)
@@ -124,13 +137,27 @@ def _carry_out(
         close(run, now=later(), outcome=Outcome.ERROR, note=f"{type(failed).__name__}: {failed}", actor=actor)
         if isinstance(failed, ProviderError):
             raise ProviderFailed(f"The provider failed: {failed}") from failed
+        if isinstance(failed, StoreError):
+            raise StoreFailed(f"The store did not answer, so nothing was run: {failed}") from failed
         raise
     step("run answered", run)
+    note = _keep(attached, sandbox, provider, now=later()) if attached else ""
     if isinstance(answer, ExecResult):
-        close(run, now=later(), outcome=_outcome(answer), result=answer, actor=actor)
+        close(run, now=later(), outcome=_outcome(answer), result=answer, note=note, actor=actor)
     else:
-        close(run, now=later(), outcome=Outcome.OK, actor=actor)
+        close(run, now=later(), outcome=Outcome.OK, note=note, actor=actor)
     return answer
+
+
+def _keep(attached: Attachment, sandbox: Sandbox, provider: Provider, *, now: datetime) -> str:
+    """Store what was changed in /data; "" or why that did not work. What was run has been run: its answer stands, the
+    sandbox keeps what it has, and a sweep tries again."""
+    try:
+        data.persist(attached, sandbox, provider, now=now)
+    except (StoreError, ProviderError, DataFull) as failed:
+        data.mark_unsaved(attached, failed, now=now)
+        return f"What it changed in /data is not stored yet: {failed}"
+    return ""
 
 
 def close(

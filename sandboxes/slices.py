@@ -1,10 +1,17 @@
 """Parts of the list of sandboxes that have a name: each is a tab, and every number elsewhere that links to it."""
 
-from django.db.models import Q
+from django.db.models import F, Q, QuerySet
 
-from sandboxes.models import GONE, State
+from sandboxes.models import ALIVE, GONE, Attachment, State
 from sandboxes.pages import Slice
 from sandboxes.stats import stalled
+
+
+def unsaved() -> QuerySet[Attachment]:
+    """Sandboxes with changes in /data that are stored nowhere else, whatever the reason."""
+    here = Attachment.objects.filter(unsaved_since__isnull=False, incarnation=F("sandbox__incarnation"))
+    return here.filter(sandbox__state__in=[*ALIVE, State.EVICTING, State.DESTROYING], sandbox__lost_at__isnull=True)
+
 
 LIVE = Slice("Live", "No sandbox exists now.", lambda now: ~Q(state=State.DESTROYED))
 RUNNING = Slice("Running", "Nothing runs now.", lambda now: Q(state=State.RUNNING))
@@ -21,6 +28,11 @@ UNSTORED = Slice(
     "The state of every sandbox that went to sleep was stored.",
     lambda now: Q(state=State.WAITING, lost_at__isnull=True) & ~Q(last_error=""),
 )
+UNSAVED = Slice(
+    "Data not stored",
+    "Every change in /data is stored.",
+    lambda now: Q(pk__in=unsaved().values("sandbox")),
+)
 LOST = Slice(
     "Lost",
     "No provider has lost a sandbox that a lease still holds.",
@@ -35,6 +47,6 @@ STALLED = Slice("Stalled", "Nothing is past its deadline.", stalled)
 
 SANDBOXES = {
     "live": LIVE, "running": RUNNING, "waiting": WAITING, "unclaimed": UNCLAIMED, "evicting": EVICTING, "cold": COLD,
-    "unstored": UNSTORED, "lost": LOST, "quarantine": QUARANTINE, "stalled": STALLED,
+    "unstored": UNSTORED, "unsaved": UNSAVED, "lost": LOST, "quarantine": QUARANTINE, "stalled": STALLED,
     "history": Slice("History", "There was never a sandbox."),
 }  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from leases.models import Lease
 from sandboxes import lifecycle, providers
 from sandboxes.models import Pool
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.storage import store
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
@@ -41,6 +43,15 @@ def missing_service(why: str) -> None:
     if SERVICES_REQUIRED:
         pytest.fail(why)
     pytest.skip(why)
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, settings: Any) -> Iterator[None]:
+    """A store and a state directory of this test's own: what others have left would be pruned, or counted."""
+    settings.STATE_DIR, settings.STORAGE_DIR = tmp_path / "state", tmp_path / "store"
+    store.cache_clear()
+    yield
+    store.cache_clear()
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def test_an_agent_cannot_end_its_sandbox(box: Box) -> None:
 
 
 def test_our_own_files_in_the_sandbox_are_not_the_agents(box: Box) -> None:
-    done = box.run("sh", "-c", "echo > /opt/leasehold/reap.py; rm /opt/leasehold/files.py; mv /workspace /away")
+    done = box.run("sh", "-c", "echo > /opt/leasehold/reap.py; rm -r /opt/leasehold/skills/rpg; mv /workspace /away")
     assert done.stderr.count(b"denied") == 3
 
 
@@ -364,7 +364,7 @@ def test_what_agents_work_with_is_there(box: Box) -> None:
     assert box.run("sh", "-ec", "echo 'console.log((1 as number) + 1)' > a.ts; tsx a.ts").stdout == b"2\n"
     git = "git init -q r && cd r && touch f && git add f && git commit -qm m && git log --format='%an <%ae>'"
     assert box.run("sh", "-ec", git).stdout == b"Agent <agent@leasehold.invalid>\n"
-    assert b"JSON" in box.provider.read_file(box.ref, "/data/skills/catan/prompt.md", limit=10_000)
+    assert b"JSON" in box.run("cat", "/opt/leasehold/skills/catan/prompt.md").stdout
 
 
 def test_home_is_in_the_workspace_and_git_does_not_see_it(box: Box) -> None:

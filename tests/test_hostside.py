@@ -5,12 +5,16 @@ import os
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
 from sandboxes.image import files
 from sandboxes.providers import hostside
+from sandboxes.providers.base import Spec
+from sandboxes.providers.docker import DockerProvider
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
@@ -49,9 +53,34 @@ def test_what_pack_writes_is_plain_and_stays_where_it_was(tmp_path: Path) -> Non
     assert tar.tell() == 6
 
 
+def extended(*records: bytes, padding: bytes = b"") -> bytes:
+    """A tar with these pax headers before its one file."""
+    out = b""
+    for record in records:
+        header = tarfile.TarInfo("././@PaxHeader")
+        header.type, header.size = tarfile.XHDTYPE, len(record)
+        out += header.tobuf(tarfile.USTAR_FORMAT) + (record + padding).ljust(512, b"\0")
+    return out + made()
+
+
+def test_names_may_have_line_ends(tmp_path: Path) -> None:
+    (tmp_path / ("two\nlines" * 20)).write_text("")
+    out = io.BytesIO()
+    files.pack(str(tmp_path), out)
+    out.seek(0)
+    assert hostside.is_plain(out)
+    assert hostside.is_plain(io.BytesIO(extended(b"11 path=ab\n")))
+
+
 @pytest.mark.parametrize(
     "tar",
     [
+        extended(b"9 path=ab\n19 GNU.sparse.size=1\n"),
+        extended(b"11 path=ab\n", padding=b"23 GNU.sparse.map=0,99\n"),
+        extended(b"11 path=a\n23 GNU.sparse.map=0,99\n"),
+        extended(*[b"11 path=ab\n"] * 2),
+        extended(b"99 path=ab\n"),
+        extended(b"0 path=ab\n"),
         made(tarfile.GNUTYPE_SPARSE),
         made(tarfile.GNUTYPE_LONGNAME, content=b"x" * 600),
         made(tarfile.LNKTYPE),
@@ -62,7 +91,23 @@ def test_what_pack_writes_is_plain_and_stays_where_it_was(tmp_path: Path) -> Non
         made()[:300],
         b"no tar at all",
     ],
-    ids=["sparse", "long name", "second name", "pipe", "pax sparse", "pax size", "endless name", "cut", "no tar"],
+    ids=[
+        "short",
+        "padding",
+        "inside",
+        "chain",
+        "long",
+        "none",
+        "sparse",
+        "long name",
+        "second name",
+        "pipe",
+        "pax sparse",
+        "pax size",
+        "endless name",
+        "cut",
+        "no tar",
+    ],
 )
 def test_anything_else_is_left_to_an_unpacker_inside(tar: bytes) -> None:
     assert not hostside.is_plain(io.BytesIO(tar))
@@ -84,6 +129,46 @@ def test_files_are_reached_with_that_users_rights_alone(open_path: Path) -> None
     assert ours.read_text() == "secret"  # and afterwards we are ourselves again
 
 
+@as_root
+def test_no_group_of_ours_opens_anything(open_path: Path) -> None:
+    groups, ours = os.getgroups(), open_path / "ours"
+    ours.write_text("secret")
+    os.chown(ours, 0, 4242)
+    ours.chmod(0o640)
+    os.setgroups([4242])
+    try:
+        with hostside.acting_as(NOBODY), pytest.raises(PermissionError):
+            ours.read_text()
+        assert os.getgroups() == [4242]
+    finally:
+        os.setgroups(groups)
+
+
 def test_a_process_that_is_not_the_containers_opens_nothing() -> None:
     with pytest.raises(ProcessLookupError), hostside.place(os.getpid(), "f" * 64, "/tmp"):
         pass
+
+
+@as_root
+@pytest.mark.docker
+@pytest.mark.usefixtures("docker_ready")
+def test_only_the_first_process_of_a_container_leads_into_it() -> None:
+    provider, name = DockerProvider(), f"lhd-{uuid4().hex[:16]}"
+    try:
+        provider.create(Spec(name, owner=name))
+        provider.wait_ready(name, timeout=timedelta(seconds=30))
+        found = provider._engine.call("GET", f"/containers/{name}/json")
+        first, container = found["State"]["Pid"], found["Id"]
+        with hostside.place(first, container, "/data") as place:
+            assert os.listdir(place) == []
+        with pytest.raises(OSError), hostside.place(first, container, "/etc/passwd"):
+            pass
+        with pytest.raises(OSError), hostside.place(first, container, "/bin"):  # a link
+            pass
+        cgroup = provider._engine.cgroup(name)
+        assert cgroup
+        [other] = {int(pid) for pid in cgroup.processes.read_text().split()} - {first}
+        with pytest.raises(ProcessLookupError), hostside.place(other, container, "/data"):
+            pass
+    finally:
+        provider.destroy(name)

@@ -66,7 +66,8 @@ def test_it_is_text_for_prometheus_with_help_and_type_for_every_name(client, poo
 
 
 def test_sandboxes_places_and_leases(scrape, grant) -> None:
-    use(grant(), timezone.now() - HOUR)
+    used = timezone.now() - HOUR
+    use(grant(now=used), used)
     use(grant(environment="e2"))
     leasing.release(grant(environment="e2").pk, now=NOW)
     assert (scrape("sandboxes", state="waiting"), scrape("sandboxes", state="destroying")) == (1, 1)

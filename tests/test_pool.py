@@ -10,7 +10,7 @@ from leases.models import Lease
 from sandboxes import pool as pools
 from sandboxes import sweeps as below
 from sandboxes.errors import CapacityExhausted, NotReady, PoolDraining, QuotaExceeded, WorkspaceFull
-from sandboxes.models import Pool, Quota, Run, Sandbox, Snapshot
+from sandboxes.models import DataEvent, Pool, Quota, Run, Sandbox, Snapshot
 from sandboxes.providers.base import Rejected, Spec, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
@@ -89,7 +89,7 @@ def test_if_the_store_fails_nothing_is_destroyed(grant, memory: MemoryProvider, 
     use(lease)
 
     def broken(*args: object) -> None:
-        raise StoreError("bucket away")
+        raise StoreError("filesystem", "upload", "bucket away")
 
     monkeypatch.setattr(store(), "upload", broken)
     below.idle(now=NOW + HOUR)
@@ -120,15 +120,15 @@ def test_a_wake_that_fails_gives_the_place_up_and_loses_nothing(grant, pool, mem
     assert Pool.objects.get(pk=pool.pk).used == 1
 
 
-def test_only_the_newest_copy_of_a_holder_is_kept(grant) -> None:
+def test_the_newest_copies_of_a_holder_are_kept(grant) -> None:
     lease = grant()
     for hour in (0, 1, 2):
         use(lease, NOW + hour * HOUR, f"echo {hour} >f")
         below.idle(now=NOW + hour * HOUR + 30 * MINUTE)
-    assert Snapshot.objects.filter(forgotten_at=None).count() == 1
     assert read(lease, NOW + 3 * HOUR) == b"2\n"
-    newest = workspace.latest(lease.pk)
-    assert newest and set(store().list(f"snapshots/{lease.pk}/")) == {f"{newest.key}/data", f"{newest.key}/workspace"}
+    kept = list(workspace.of(lease.pk))
+    assert len(kept) == 2 and kept[0] == workspace.latest(lease.pk)
+    assert set(store().list(f"snapshots/{lease.pk}/")) == {f"{each.key}/workspace" for each in kept}
 
 
 def test_wakes_are_counted_by_where_the_state_came_from(grant, pool) -> None:
@@ -160,8 +160,33 @@ def test_a_stored_copy_that_was_tampered_with_is_not_used(grant) -> None:
     snapshot = Snapshot.objects.get()
     workspace.forget_local(snapshot)
     store().set(f"{snapshot.key}/workspace", b"something else")
-    with pytest.raises(NotReady, match="not what was stored"):
+    with pytest.raises(NotReady, match="not what was stored"):  # an operator may mend it: the lease goes on
         use(lease, NOW + HOUR)
+    assert DataEvent.objects.get(kind="corrupt").holder == lease.pk
+
+
+def test_a_local_copy_that_was_tampered_with_is_reported_and_the_stores_is_used(grant) -> None:
+    lease = grant()
+    use(lease)
+    below.idle(now=NOW + HOUR)
+    (workspace.local_of(Snapshot.objects.get()) / "workspace").write_bytes(b"something else")
+    assert read(lease, NOW + HOUR) == b"kept\n"
+    assert Sandbox.objects.get().source == "cloud"
+    assert DataEvent.objects.get(kind="corrupt").holder == lease.pk
+
+
+@pytest.mark.parametrize("bad", [None, b"something else"])
+def test_when_the_newest_copy_cannot_be_read_the_one_before_it_is_used_and_says_so(grant, bad: bytes | None) -> None:
+    lease = grant()
+    for hour in (0, 1):
+        use(lease, NOW + hour * HOUR, f"echo {hour} >f")
+        below.idle(now=NOW + hour * HOUR + 30 * MINUTE)
+    newest = workspace.latest(lease.pk)
+    assert newest
+    workspace.forget_local(newest)
+    store().clear(newest.key) if bad is None else store().set(f"{newest.key}/workspace", bad)
+    assert read(lease, NOW + 2 * HOUR) == b"0\n"
+    assert set(DataEvent.objects.values_list("kind", flat=True)) == {"corrupt", "older_copy"}
 
 
 # --- cold cleanup -----------------------------------------------------------------------------------------------------

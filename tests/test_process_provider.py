@@ -106,8 +106,15 @@ def test_an_exec_that_starts_while_its_sandbox_is_destroyed_leaves_no_process(pr
     assert living(ref) == []
 
 
-def test_create_brings_the_skills(provider, ref) -> None:
-    assert provider.read_file(ref, "/data/skills/catan/prompt.md", limit=1 << 20)
+def test_a_skill_is_the_one_of_the_image(provider, ref) -> None:
+    provider.seed(ref, "catan")
+    said = (Path(files.__file__).parent / "catan" / "prompt.md").read_bytes()
+    assert provider.read_file(ref, "/data/skills/catan/prompt.md", limit=1 << 20) == said
+
+
+def test_what_is_beside_the_skills_in_the_image_is_none(provider, ref) -> None:
+    provider.seed(ref, "__pycache__")
+    assert provider.manifest(ref, "/data") == {}
 
 
 def test_create_remembers_its_creation_and_repeats_do_not_change_it(provider, ref) -> None:

@@ -1,24 +1,42 @@
 """Files of a sandbox, read and written without following a symbolic link. Standard library only: this runs inside
-sandboxes (`python3 files.py read /workspace LIMIT PART...`) and is imported where there is no inside.
+sandboxes (`python3 files.py read /workspace LIMIT`, with the path on stdin) and is imported where there is no inside.
 
 Directories are opened one component at a time, each relative to the one above and with O_NOFOLLOW: what a program does
-to the tree meanwhile can make a call fail, and cannot lead it elsewhere.
-A directory or file whose owner took away its own rights is opened all the same: state is saved whatever its mode."""
+to the tree meanwhile can make a call fail, and cannot lead it elsewhere. For the same reason nothing changes the mode
+or the times of a file by its name.
+A directory or file whose owner took away its own rights is opened all the same: state is saved whatever its mode. It is
+lent the rights, and afterwards has its mode back."""
 
 import contextlib
 import errno
+import fnmatch
+import itertools
+import math
 import os
+import re
+import shutil
 import stat
 import sys
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import BinaryIO, Self
 
 NO_FILE, BAD_PATH, TOO_LARGE = 3, 4, 5  # exit codes
 CHUNK = 1 << 18
 KEPT_OPEN = 200  # directories
-_NOT_THAT = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.ENAMETOOLONG)  # a link, no directory, a socket, no name
+DEEP = 50  # directories below which `clear` brings up what it finds, instead of going there
 LONGEST = 4000  # bytes of a relative path; no system call takes more than 4096, so such files are made only on purpose
+LATEST = 8**11 - 1  # seconds since 1970 that a tar's plain header can hold
+BOUNDLESS = 1 << 60
+SKILLS = "/opt/leasehold/skills"
+_NOT_THAT = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.ENAMETOOLONG)  # a link, no directory, a socket, no name
+_NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_REGULAR = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: opening a pipe must not wait for its writer
+_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
+
+Fields = tuple[str, int, int, int, str, str]  # of a Stat in sandboxes/providers/base.py: kind, mode, size, mtime, stamp, target
 
 
 class BadPath(Exception):
@@ -26,7 +44,7 @@ class BadPath(Exception):
 
 
 class TooLarge(Exception):
-    """The file is larger than the limit."""
+    """There is more than the limit."""
 
 
 def read(root: str, parts: Sequence[str], limit: int) -> bytes:
@@ -38,14 +56,21 @@ def read(root: str, parts: Sequence[str], limit: int) -> bytes:
     return content
 
 
+def read_range(root: str, parts: Sequence[str], start: int, length: int) -> tuple[bytes, int]:
+    """At most `length` bytes of a regular file from `start`, and its size. FileNotFoundError, BadPath."""
+    with _Tree(root) as tree, _regular(tree.open(parts[:-1]), parts[-1]) as file:
+        size = os.fstat(file.fileno()).st_size
+        return os.pread(file.fileno(), min(length, size - start), start) if start < size else b"", size
+
+
 def write(root: str, parts: Sequence[str], content: bytes) -> None:
     """Replace or make one file, with the directories above it; whoever reads meanwhile sees the old one or the new."""
-    with _Tree(root) as tree:
+    with _Tree(root, writing=True) as tree:
         above = tree.open(parts[:-1], make=True)
         found = _kind(above, parts[-1])
         if found is not None and not stat.S_ISREG(found.st_mode):
             raise BadPath(f"{'/'.join(parts)} is no regular file")
-        new = f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
+        new = _temporary()
         try:
             with _create(above, new) as file:
                 file.write(content)
@@ -58,36 +83,88 @@ def write(root: str, parts: Sequence[str], content: bytes) -> None:
 
 def remove(root: str, parts: Sequence[str]) -> None:
     """Remove one regular file. FileNotFoundError, BadPath."""
-    with _Tree(root) as tree:
+    with _Tree(root, writing=True) as tree:
         above = tree.open(parts[:-1])
         if not stat.S_ISREG(os.lstat(parts[-1], dir_fd=above).st_mode):
             raise BadPath(f"{'/'.join(parts)} is no regular file")
         os.unlink(parts[-1], dir_fd=above)
 
 
-def size(root: str) -> int:
+def remove_files(root: str, paths: Iterable[str], *, seconds: float = math.inf) -> None:
+    """Remove files, links, and directories that are empty by then: the deepest first. What is not there, and what lies
+    behind a link, is no error."""
+    with _Tree(root, writing=True, until=time.monotonic() + seconds) as tree:
+        for parts in sorted((_parts(path) for path in paths), reverse=True):
+            with contextlib.suppress(FileNotFoundError, BadPath):
+                _drop(tree.open(parts[:-1]), parts[-1])
+
+
+def clear(root: str, again: Sequence[str] = (), *, seconds: float = math.inf) -> None:
+    """Remove everything below `root`, however deep and whatever its mode, and make the directories `again`. TimeoutError
+    after that many seconds, with some of it done."""
+    with _Tree(root, writing=True) as tree:
+        top = tree.open(())
+        _empty(top, top, 0, time.monotonic() + seconds)
+        for name in again:
+            tree.open((name,), make=True)
+
+
+def size(root: str, *, most: int = BOUNDLESS, seconds: float = math.inf) -> int:
     """Sum of the sizes of all regular files, in bytes; a file with two names counts twice."""
-    return sum(found.st_size for _, _, found in _walk(root) if stat.S_ISREG(found.st_mode))
+    below = _walk(root, most=most, until=time.monotonic() + seconds)
+    return sum(found.st_size for _, _, _, found in below if stat.S_ISREG(found.st_mode))
 
 
-def pack(root: str, out: BinaryIO) -> None:
+def look(
+    root: str, under: str = "", *, deep: bool = True, most: int, seconds: float = math.inf
+) -> Iterator[tuple[str, Fields]]:
+    """What is below a directory, each after the directory it is in. FileNotFoundError or BadPath for `under`; TooLarge
+    past `most` entries, or past 160 bytes on average, and a MiB, of paths and targets; TimeoutError past `seconds`.
+    Paths longer than LONGEST are left out."""
+    room = max(160 * most, 1 << 20)
+    for above, name, path, found in _walk(root, under, deep=deep, most=most, until=time.monotonic() + seconds):
+        mode, target, size, changed = found.st_mode & 0o777, "", 0, found.st_ctime_ns
+        kind = _KINDS.get(found.st_mode & 0o170000, "other")
+        if kind == "file":
+            size = found.st_size
+        elif kind == "directory":
+            changed = mode  # what is in it is listed: only the mode is its own
+        elif kind == "link":
+            try:
+                target = os.readlink(name, dir_fd=above)
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.EINVAL):  # it went away, or became something else
+                    continue
+                raise
+            room -= _length(target)
+        room -= _length(path)
+        if room < 0:
+            raise TooLarge("the names of what is here are too long together")
+        yield path, (kind, mode, size, _seconds(found), "%x.%x.%x" % (found.st_ino, changed, size), target)  # noqa: UP031 - half the time
+
+
+def pack(
+    root: str, out: BinaryIO, *, only: Collection[str] | None = None, exclude: Sequence[str] = (), seconds: float = math.inf
+) -> None:
     """Write everything under `root` as a tar, sorted by name: directories, regular files and symbolic links (as links).
     Sockets, pipes and paths longer than LONGEST are left out. A file that changes size meanwhile is cut or filled up
-    with zeros to the size it had."""
+    with zeros to the size it had. `only` and `exclude` as in the port's get_files."""
+    skip, until = leaving_out(exclude), time.monotonic() + seconds
+    entries = _walk(root, skip=skip, until=until) if only is None else _named(root, only, skip, until)
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, bufsize=CHUNK) as tar:
-        for above, parts, found in _walk(root):
-            member = tarfile.TarInfo("/".join(parts))
-            member.mode, member.mtime = stat.S_IMODE(found.st_mode), int(found.st_mtime)
+        for above, name, path, found in entries:
+            member = tarfile.TarInfo(path)
+            member.mode, member.mtime = stat.S_IMODE(found.st_mode), _seconds(found)
             try:
                 if stat.S_ISREG(found.st_mode):
-                    with _regular(above, parts[-1]) as file:
+                    with _regular(above, name) as file:
                         member.size = os.fstat(file.fileno()).st_size
                         tar.addfile(member, _Exactly(file, member.size))
                 elif stat.S_ISDIR(found.st_mode):
                     member.type = tarfile.DIRTYPE
                     tar.addfile(member)
                 elif stat.S_ISLNK(found.st_mode):
-                    member.type, member.linkname = tarfile.SYMTYPE, os.readlink(parts[-1], dir_fd=above)
+                    member.type, member.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=above)
                     tar.addfile(member)
             except (FileNotFoundError, BadPath):
                 pass  # it went away, or became something else, since it was listed
@@ -99,7 +176,7 @@ def unpack(root: str, source: BinaryIO) -> None:
     through a symbolic link, or is a device or pipe, and for a tar that ends too early. A symbolic link itself may point
     anywhere: a virtual environment is full of such, and nothing here follows them."""
     directories: list[tuple[tuple[str, ...], int, float]] = []
-    with _Tree(root) as tree, tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK, tarinfo=_Member) as tar:
+    with _Tree(root, writing=True) as tree, tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK, tarinfo=_Member) as tar:
         for member in tar:
             parts = _inside(member.name)
             if member.isdir():
@@ -112,9 +189,54 @@ def unpack(root: str, source: BinaryIO) -> None:
             raise BadPath("the tar ends too early")
         for parts, mode, mtime in reversed(directories):  # last, as a directory may forbid writing; the deepest first
             if parts:
-                above = tree.open(parts[:-1])
-                os.utime(parts[-1], (mtime, mtime), dir_fd=above, follow_symlinks=False)
-                os.chmod(parts[-1], mode, dir_fd=above)
+                here = tree.open(parts)
+                os.utime(here, (mtime, mtime))
+                tree.modes[here] = mode
+
+
+def seed(source: str, under: str, root: str, kind: str) -> None:
+    """Copy the directory `under` of one root to skills/`kind` of another, unless there is something there already, or in
+    its way. Without such a directory nothing happens."""
+    with contextlib.suppress(FileNotFoundError, BadPath), _Tree(source) as there, _Tree(root, writing=True) as tree:
+        there.open(_parts(under))
+        above, new = tree.open(("skills",), make=True), _temporary()
+        if _kind(above, kind) is not None:
+            return
+        try:
+            tree.open(("skills", new), make=True)
+            for parent, name, path, found in _walk(source, under):
+                parts = ("skills", new, *_parts(path[len(under) + 1 :]))
+                if stat.S_ISDIR(found.st_mode):
+                    tree.open(parts, make=True)
+                elif stat.S_ISREG(found.st_mode):
+                    with _regular(parent, name) as file, _create(tree.open(parts[:-1]), name) as copy:
+                        shutil.copyfileobj(file, copy)
+                        os.fchmod(copy.fileno(), found.st_mode & 0o755 | 0o644)
+            above = tree.open(("skills",))
+            os.rename(new, kind, src_dir_fd=above, dst_dir_fd=above)
+        except OSError as error:
+            here = tree.open(("skills", new))
+            _empty(here, here, 0, math.inf)
+            _drop(tree.open(("skills",)), new)
+            if error.errno not in (*_NOT_EMPTY, errno.ENOTDIR):  # else: somebody else was first
+                raise
+
+
+def leaving_out(exclude: Sequence[str]) -> Callable[[str], bool]:
+    """Does a relative path match one of these patterns? Those with a slash match all of it, the others its last element;
+    nothing is said about what is below."""
+    names = _any(pattern for pattern in exclude if "/" not in pattern)
+    paths = _any(pattern for pattern in exclude if "/" in pattern)
+    return lambda path: bool(exclude) and bool(names.match(path.rpartition("/")[2]) or paths.match(path))
+
+
+def with_those_above(path: str) -> Iterator[str]:
+    """a, a/b, a/b/c."""
+    return itertools.accumulate(path.split("/"), "{}/{}".format)
+
+
+def _any(patterns: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
 
 
 def _put(tree: "_Tree", parts: tuple[str, ...], member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
@@ -175,35 +297,68 @@ def _inside(name: str) -> tuple[str, ...]:
     return parts
 
 
-def _walk(root: str) -> Iterator[tuple[int, tuple[str, ...], os.stat_result]]:
-    """(open directory, path relative to root, lstat) of everything below."""
-    with _Tree(root) as tree:
-        waiting: list[tuple[str, ...]] = [()]
+def _walk(
+    root: str,
+    under: str = "",
+    *,
+    deep: bool = True,
+    skip: Callable[[str], bool] | None = None,
+    most: int = BOUNDLESS,
+    until: float = math.inf,
+) -> Iterator[tuple[int, str, str, os.stat_result]]:
+    """(open directory, name in it, path relative to root, lstat) of everything below a directory."""
+    with _Tree(root, until=until) as tree:
+        tree.open(_parts(under))
+        waiting = [under]
         while waiting:
             here = waiting.pop()
             try:
-                above = tree.open(here)
-                names = sorted(os.listdir(above))
+                above = tree.open(_parts(here))
             except (FileNotFoundError, BadPath):
                 continue  # it went away since it was listed
-            below = []
+            with os.scandir(above) as entries:
+                names = sorted(entry.name for entry in itertools.islice(entries, most + 1))
+            most -= len(names)
+            if most < 0:
+                raise TooLarge("there are too many files here")
+            prefix, below = here and here + "/", []
             for name in names:
-                parts, found = (*here, name), _kind(above, name)
-                if found is None or len(os.fsencode("/".join(parts))) > LONGEST:
+                path = prefix + name
+                if _length(path) > LONGEST or (skip and skip(path)):
+                    continue
+                try:
+                    found = os.lstat(name, dir_fd=above)
+                except FileNotFoundError:
                     continue
                 if stat.S_ISDIR(found.st_mode):
-                    below.append(parts)
-                yield above, parts, found
-            waiting.extend(reversed(below))
+                    below.append(path)
+                yield above, name, path, found
+            if deep:
+                waiting.extend(reversed(below))
+
+
+def _named(
+    root: str, only: Iterable[str], skip: Callable[[str], bool], until: float
+) -> Iterator[tuple[int, str, str, os.stat_result]]:
+    """As _walk, of those paths that are there."""
+    with _Tree(root, until=until) as tree:
+        for parts in sorted({_parts(path) for path in only}):
+            path = "/".join(parts)
+            if not any(map(skip, with_those_above(path))) and _length(path) <= LONGEST:
+                with contextlib.suppress(FileNotFoundError, BadPath):
+                    above = tree.open(parts[:-1])
+                    yield above, parts[-1], path, os.lstat(parts[-1], dir_fd=above)
 
 
 class _Tree:
     """The directories under a root. The way to the last one opened stays open, as the next is seldom far; but not all
     of a very long way, as descriptors are few."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, *, writing: bool = False, until: float = math.inf) -> None:
+        self._need, self._until = 0o700 if writing else 0o500, until
+        self.modes: dict[int, int] = {}  # of open directories: the mode that one gets when it is closed
         self._way: list[str] = []
-        self._open = [os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)]
+        self._open = [self._enter(None, root)]
         self._far: int | None = None
 
     def __enter__(self) -> Self:
@@ -213,73 +368,127 @@ class _Tree:
         self._back_to(-1)
 
     def open(self, parts: Sequence[str], make: bool = False) -> int:
-        """A descriptor of one directory, good until the next call. FileNotFoundError, BadPath."""
+        """A descriptor of one directory, good until the next call. FileNotFoundError, BadPath; TimeoutError if it is
+        too late."""
+        if time.monotonic() > self._until:
+            raise TimeoutError(errno.ETIMEDOUT, "this takes too long", "/".join(parts[:3]))
         pairs = enumerate(zip(self._way, parts, strict=False))
         self._back_to(next((at for at, (old, new) in pairs if old != new), min(len(self._way), len(parts))))
         for part in parts[len(self._way) : KEPT_OPEN]:
-            self._open.append(_enter(self._open[-1], part, make))
+            self._open.append(self._enter(self._open[-1], part, make))
             self._way.append(part)
         for part in parts[KEPT_OPEN:]:
-            below = _enter(self._open[-1] if self._far is None else self._far, part, make)
+            below = self._enter(self._open[-1] if self._far is None else self._far, part, make)
             if self._far is not None:
-                os.close(self._far)
+                self._close(self._far)
             self._far = below
         return self._open[-1] if self._far is None else self._far
 
+    def _enter(self, above: int | None, name: str, make: bool = False) -> int:
+        if make:
+            with contextlib.suppress(FileExistsError), _meaning(name, "on the way is a link or no directory"):
+                os.mkdir(name, 0o755, dir_fd=above)
+        below, mode = _open(above, name, _DIRECTORY, "on the way is a link or no directory")
+        found = stat.S_IMODE(os.fstat(below).st_mode)
+        if found & self._need != self._need:
+            with contextlib.suppress(PermissionError):  # another's: then what is done in it may still be allowed
+                os.fchmod(below, found | 0o700)
+                mode = found
+        if mode is not None:
+            self.modes[below] = mode
+        return below
+
     def _back_to(self, depth: int) -> None:
         if self._far is not None:
-            os.close(self._far)
+            self._close(self._far)
             self._far = None
         while len(self._open) > depth + 1:
-            os.close(self._open.pop())
+            self._close(self._open.pop())
         del self._way[max(depth, 0) :]
 
+    def _close(self, directory: int) -> None:
+        with contextlib.suppress(PermissionError):
+            if directory in self.modes:
+                os.fchmod(directory, self.modes.pop(directory))
+        os.close(directory)
 
-def _enter(above: int, name: str, make: bool = False) -> int:
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+def _empty(top: int, here: int, depth: int, until: float) -> None:
+    """Remove whatever is in `here`, until a look finds nothing: programs may be making more."""
+    found = True
+    while found:
+        found = False
+        with os.scandir(here) as entries:
+            for entry in entries:
+                if time.monotonic() > until:
+                    raise TimeoutError(errno.ETIMEDOUT, "this takes too long", entry.name)
+                found = True
+                if entry.is_dir(follow_symlinks=False):
+                    _empty_directory(top, here, entry.name, depth, until)
+                _drop(here, entry.name)
+
+
+def _empty_directory(top: int, above: int, name: str, depth: int, until: float) -> None:
     try:
-        if make:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o755, dir_fd=above)
-        below = _despite_mode(lambda: os.open(name, flags, dir_fd=above), above, name)
+        here, _ = _open(above, name, _DIRECTORY, "is no directory any more")
+    except (FileNotFoundError, BadPath):
+        return
+    try:
+        os.fchmod(here, 0o700)
+        if depth < DEEP:
+            _empty(top, here, depth + 1, until)
+        else:
+            os.rename(name, _temporary(), src_dir_fd=above, dst_dir_fd=top)
+    finally:
+        os.close(here)
+
+
+def _drop(above: int, name: str) -> None:
+    """Remove what has this name, unless it is a directory with something in it. Not there is success."""
+    try:
+        _unlink(above, name)
+    except IsADirectoryError:
+        try:
+            os.rmdir(name, dir_fd=above)
+        except OSError as error:
+            if error.errno not in (*_NOT_EMPTY, errno.ENOENT, errno.ENOTDIR):
+                raise
+
+
+def _open(above: int | None, name: str, flags: int, not_that: str) -> tuple[int, int | None]:
+    """A descriptor, and the mode it had if it had to be lent rights. BadPath if `name` is `not_that`."""
+    with _meaning(name, not_that):
+        try:
+            return os.open(name, flags, dir_fd=above), None
+        except PermissionError:
+            there = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=above)  # which needs no rights over it
+        try:
+            mode = os.fstat(there).st_mode
+            if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
+                os.chmod(f"/proc/self/fd/{there}", stat.S_IMODE(mode) | 0o700)
+        finally:
+            os.close(there)
+        return os.open(name, flags, dir_fd=above), stat.S_IMODE(mode)
+
+
+@contextlib.contextmanager
+def _meaning(name: str, not_that: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         if error.errno in _NOT_THAT:
-            raise BadPath(f"{name!r} on the way is a link or no directory") from error
+            raise BadPath(f"{name!r} {not_that}") from error
         raise
-    found = os.fstat(below)
-    if make and found.st_mode & 0o700 != 0o700 and found.st_uid == os.geteuid():
-        os.fchmod(below, stat.S_IMODE(found.st_mode) | 0o700)
-    return below
 
 
 def _regular(above: int, name: str) -> BinaryIO:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: opening a pipe must not wait for its writer
-    try:
-        fd = _despite_mode(lambda: os.open(name, flags, dir_fd=above), above, name)
-    except OSError as error:
-        if error.errno in _NOT_THAT:
-            raise BadPath(f"{name!r} is no regular file") from error
-        raise
+    fd, mode = _open(above, name, _REGULAR, "is no regular file")
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise BadPath(f"{name!r} is no regular file")
+    if mode is not None:
+        os.fchmod(fd, mode)
     return os.fdopen(fd, "rb")
-
-
-def _despite_mode(act: Callable[[], int], above: int, name: str) -> int:
-    try:
-        return act()
-    except PermissionError:
-        found = os.lstat(name, dir_fd=above)
-        if found.st_uid != os.geteuid() or stat.S_ISLNK(found.st_mode):
-            raise
-    mode = stat.S_IMODE(found.st_mode)
-    os.chmod(name, mode | 0o700, dir_fd=above)
-    try:
-        return act()
-    finally:
-        if stat.S_ISREG(found.st_mode):  # a directory stays open to us: its rights count at each step into it
-            os.chmod(name, mode, dir_fd=above)
 
 
 def _kind(above: int, name: str) -> os.stat_result | None:
@@ -299,6 +508,23 @@ def _unlink(above: int, name: str) -> None:
         os.unlink(name, dir_fd=above)
 
 
+def _temporary() -> str:
+    return f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
+
+
+def _parts(path: str) -> tuple[str, ...]:
+    return tuple(path.split("/")) if path else ()
+
+
+def _length(path: str) -> int:
+    return len(path) if path.isascii() else len(os.fsencode(path))
+
+
+def _seconds(found: os.stat_result) -> int:
+    mtime = found[stat.ST_MTIME]  # as a whole number
+    return mtime if 0 <= mtime <= LATEST else min(max(mtime, 0), LATEST)
+
+
 class _Exactly:
     """A reader that ends after exactly `size` bytes, because a tar has already promised that many."""
 
@@ -313,22 +539,39 @@ class _Exactly:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Paths come on stdin, each with a NUL after it: there may be more than fit on a command line."""
+    out, given = sys.stdout.buffer, sys.stdin.buffer
     try:
         match list(argv):
-            case ["read", root, limit, *parts]:
-                sys.stdout.buffer.write(read(root, parts, int(limit)))
-            case ["write", root, *parts]:
-                write(root, parts, sys.stdin.buffer.read())
-            case ["remove", root, *parts]:
-                remove(root, parts)
+            case ["read", root, limit]:
+                out.write(read(root, _given(given.read()), int(limit)))
+            case ["read_range", root, start, length]:
+                content, whole = read_range(root, _given(given.read()), int(start), int(length))
+                out.write(b"%d\n" % whole + content)
+            case ["write", root]:
+                path, _, content = given.read().partition(b"\0")
+                write(root, _given(path), content)
+            case ["remove", root]:
+                remove(root, _given(given.read()))
+            case ["remove_files", root]:
+                remove_files(root, _paths(given.read()))
+            case ["clear", root, *again]:
+                clear(root, again)
             case ["size", root]:
                 print(size(root))
-            case ["pack", root]:
-                pack(root, sys.stdout.buffer)
+            case ["look", root, depth, most]:
+                [under] = _paths(given.read())
+                for path, fields in look(root, under, deep=depth == "deep", most=int(most)):
+                    out.write(said(path, *fields))
+            case ["pack", root, which, excluded]:
+                words, many = _paths(given.read()), int(excluded)
+                pack(root, out, only=words[many:] if which == "only" else None, exclude=words[:many])
             case ["unpack", root]:
-                unpack(root, sys.stdin.buffer)
+                unpack(root, given)
+            case ["seed", root, kind]:
+                seed(SKILLS, kind, root, kind)
             case _:
-                print("usage: files.py read|write|remove|size|pack|unpack ROOT ...", file=sys.stderr)
+                print("usage: files.py VERB ROOT ...", file=sys.stderr)
                 return 2
         sys.stdout.flush()
     except FileNotFoundError as error:
@@ -344,6 +587,19 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def said(path: str, kind: str, mode: int, size: int, mtime: int, stamp: str, target: str) -> bytes:
+    """One entry as `look` says it: each field with a NUL after it."""
+    return os.fsencode(f"{path}\0{kind}\0{mode:o}\0{size}\0{mtime}\0{stamp}\0{target}\0")
+
+
+def _paths(words: bytes) -> list[str]:
+    return [os.fsdecode(word) for word in words.split(b"\0")[:-1]]
+
+
+def _given(path: bytes) -> tuple[str, ...]:
+    return _parts(os.fsdecode(path.rstrip(b"\0")))
 
 
 if __name__ == "__main__":

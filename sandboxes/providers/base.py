@@ -7,8 +7,10 @@ Three things can go wrong, and only three: Unavailable (the same step again late
 will stay wrong), Missing (it is not there; for destroy that is success). A command that fails, is killed or times out
 is none of these: it is a result."""
 
+import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -72,6 +74,7 @@ class Spec:
     millicpus: int = 1000
     pids: int = 256
     sockets: Path | None = None  # host directory that appears read-only at /run/leasehold
+    data: Path | None = None  # host directory that appears at /data, with what is mounted on it later; docker alone
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,21 @@ class ExecResult:
     oom: bool = False  # the kernel killed a process for memory while this ran; told apart from a plain exit 137
     truncated: bool = False  # either stream was longer than the cap; what came after the cap was read and dropped
     duration: timedelta = timedelta(0)
+
+
+@dataclass(frozen=True)
+class Stat:
+    """One entry below /workspace or /data."""
+
+    kind: str  # "file", "directory", "link", or "other" (a socket, a pipe, a device: never stored)
+    mode: int  # permission bits
+    size: int  # bytes of a regular file, else 0
+    mtime: int  # whole seconds since 1970
+    # Another whenever the content of a file, the mode, or the target of a link may have changed. Two writes of equally
+    # many bytes share it if nothing but one tick of the kernel's clock lies between them: 4 ms, and none from Linux 6.13.
+    # Reading a file that its owner may not read changes it, and nothing else that reads does.
+    stamp: str
+    target: str = ""  # of a link
 
 
 class Provider(ABC):
@@ -149,7 +167,13 @@ class Provider(ABC):
     @abstractmethod
     def read_file(self, ref: str, path: str, *, limit: int) -> bytes:
         """One regular file under /workspace or /data, given as an absolute path in the sandbox. NoFile, BadPath, or
-        TooLarge past `limit` bytes. No part of the path may be a symbolic link."""
+        TooLarge past `limit` bytes. No part of the path may be a symbolic link.
+
+        Here and below, a name that is no UTF-8 is written as os.fsdecode gives it."""
+
+    @abstractmethod
+    def read_range(self, ref: str, path: str, *, start: int, length: int) -> tuple[bytes, int]:
+        """At most `length` bytes of one regular file from `start`, and the size of all of it. NoFile, BadPath."""
 
     @abstractmethod
     def write_file(self, ref: str, path: str, content: bytes) -> None:
@@ -161,8 +185,21 @@ class Provider(ABC):
         """Remove one regular file; NoFile, BadPath."""
 
     @abstractmethod
-    def get_files(self, ref: str, root: str) -> Iterator[bytes]:
-        """The whole of /workspace or /data as an uncompressed tar stream; member names are relative to `root`."""
+    def manifest(self, ref: str, root: str, *, under: str = "", deep: bool = True, most: int = 100_000) -> dict[str, Stat]:
+        """What is below /workspace or /data, or below a directory in it that `under` names relative to root: path
+        relative to root -> Stat. Not that directory itself; with deep=False only its own entries. NoFile or BadPath for
+        `under`, TooLarge past `most` entries, or past 160 bytes of paths and targets for each of `most` and a MiB in
+        all. No link is followed. What is longer than 4000 bytes is left out, and so is what changes meanwhile, or not."""
+
+    @abstractmethod
+    def get_files(
+        self, ref: str, root: str, *, only: Collection[str] | None = None, exclude: Sequence[str] = ()
+    ) -> Iterator[bytes]:
+        """The whole of /workspace or /data as an uncompressed tar stream; member names are relative to `root`.
+
+        With `only`, just what has these relative paths and is still there: nothing below it, nothing above it. `exclude`
+        are names or patterns (fnmatch's) of path elements, or with a slash in them of relative paths: such an entry is
+        left out with all below it."""
 
     @abstractmethod
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
@@ -170,8 +207,23 @@ class Provider(ABC):
         nothing is promised about the others. Owners in the tar are ignored."""
 
     @abstractmethod
+    def remove_files(self, ref: str, root: str, paths: Collection[str]) -> None:
+        """Remove files, links and directories by their paths relative to root, the deepest first. Not there is success,
+        and so is behind a link or below a file; a directory that is not empty stays. BadPath for what is no path."""
+
+    @abstractmethod
+    def clear(self, ref: str, root: str) -> None:
+        """Remove everything below /workspace or /data, whatever modes it has, but not that directory itself. The home
+        directory that a new sandbox has in /workspace is there afterwards, and empty."""
+
+    @abstractmethod
     def size(self, ref: str, root: str) -> int:
         """Bytes that /workspace or /data takes: the sum of the sizes of the regular files in it."""
+
+    @abstractmethod
+    def seed(self, ref: str, kind: str) -> None:
+        """Have the image's skill for that kind of environment in /data/skills/<kind>/, unless something is there
+        already, or in its way. Nothing happens if the image has none. Rejected if `kind` is no slug."""
 
     def inside(self, ref: str, path: str) -> str:
         """How a program in the sandbox reaches one of the promised places. Only providers without a file system of
@@ -186,9 +238,55 @@ def under_roots(path: str) -> tuple[str, tuple[str, ...]]:
         raise BadPath(f"a path lies under {WORKSPACE} or {DATA}")
     if any(part in ("", ".", "..") for part in parts[2:]) or "\0" in path:
         raise BadPath("a path has no empty part, no '.', no '..' and no NUL")
-    if len(path.encode("utf-8", "surrogatepass")) > 4000 or any(len(p.encode("utf-8", "surrogatepass")) > 255 for p in parts):
+    try:
+        long = len(os.fsencode(path)) > 4000 or any(len(os.fsencode(part)) > 255 for part in parts)
+    except UnicodeEncodeError:
+        raise BadPath("a path is text, or what os.fsdecode makes of bytes") from None
+    if long:
         raise BadPath("a path has at most 4000 bytes, and 255 between two slashes")
     return "/" + parts[1], tuple(parts[2:])
+
+
+def root_of(path: str) -> str:
+    """One of the promised places, or BadPath."""
+    if path not in (WORKSPACE, DATA):
+        raise BadPath(f"a root is {WORKSPACE} or {DATA}")
+    return path
+
+
+def below(root: str, path: str) -> str:
+    """A path relative to a root that names something below it, or BadPath."""
+    under_roots(f"{root_of(root)}/{path}")
+    return path
+
+
+def directory_in(root: str, under: str) -> str:
+    """A path relative to a root, "" for the root itself; or BadPath."""
+    return below(root, under) if under else root_of(root) and under
+
+
+def whole_range(start: int, length: int) -> None:
+    """Rejected unless it is a range of bytes."""
+    if start < 0 or length < 0:
+        raise Rejected("a range of bytes starts at 0 or later and has no negative length")
+
+
+def plain_patterns(exclude: Sequence[str]) -> Sequence[str]:
+    """Patterns that every backend takes, or Rejected."""
+    for pattern in exclude:
+        try:
+            if b"\0" in os.fsencode(pattern):
+                raise Rejected("a pattern has no NUL")
+        except UnicodeEncodeError:
+            raise Rejected("a pattern is text") from None
+    return exclude
+
+
+def slug(kind: str) -> str:
+    """The name of a kind of environment, or Rejected."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", kind):
+        raise Rejected("the kind of an environment is 1 to 100 of a-z, A-Z, 0-9, - and _")
+    return kind
 
 
 def label_safe(labels: Iterable[tuple[str, str]]) -> dict[str, str]:

@@ -7,10 +7,9 @@ of the kernel doing so for memory. /tmp is in the layer too: as a tmpfs it would
 import contextlib
 import io
 import os
-import tarfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,37 +20,27 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.types import LogConfig, Mount
 from docker.utils import kwargs_from_env
 
-from sandboxes.image import files, reap
-from sandboxes.providers import base, hostside
+from sandboxes.image import reap
+from sandboxes.providers import base
 from sandboxes.providers.base import (
     DATA,
     MARK,
     SOCKETS,
     WORKSPACE,
-    BadPath,
     ExecResult,
     Found,
     Missing,
-    NoFile,
-    Provider,
     ProviderError,
     Rejected,
     Spec,
-    TooLarge,
     Unavailable,
 )
+from sandboxes.providers.docker_files import AGENT, PYTHON, FilesOfContainers
 from sandboxes.providers.engine import PATIENCE, Conflict, Engine, Kept, Run, asking
 
-AGENT, KEEPER = 10001, 10002  # user ids, as in image/Dockerfile
-PYTHON = ("python3", "-I", "-S")
-IDLE = 60.0  # seconds in which a transfer of files makes some progress
+KEEPER = 10002  # user id of process 1, as in image/Dockerfile
 KILL_PATIENCE = 15.0  # seconds until killing one exec gives way to killing the container
 GONE_WITHIN = 30.0  # seconds in which a removal that others began has to end
-_FILE_ERRORS: dict[int, type[ProviderError]] = {
-    files.NO_FILE: NoFile,
-    files.BAD_PATH: BadPath,
-    files.TOO_LARGE: TooLarge,
-}
 
 
 def answers() -> bool:
@@ -63,7 +52,7 @@ def answers() -> bool:
     return True
 
 
-class DockerProvider(Provider):
+class DockerProvider(FilesOfContainers):
     """The provider for one machine; the daemon is the one that DOCKER_HOST names, over a unix socket or plain TCP."""
 
     name = "docker"
@@ -96,7 +85,9 @@ class DockerProvider(Provider):
     def _make(self, spec: Spec) -> bool:
         """Make the container; False if its name is taken."""
         client, memory, image = self._engine.client, spec.memory_mib << 20, spec.image or settings.SANDBOX_IMAGE
-        sockets = [Mount(SOCKETS, str(spec.sockets), type="bind", read_only=True)] if spec.sockets else []
+        mounts = [Mount(SOCKETS, str(spec.sockets), type="bind", read_only=True)] if spec.sockets else []
+        if spec.data:  # rslave: what is mounted on it out here appears inside, and nothing the other way
+            mounts.append(Mount(DATA, str(spec.data), type="bind", propagation="rslave"))
         labels = base.label_safe((f"leasehold.{key}", value) for key, value in spec.labels.items())
         host_config = client.create_host_config(
             network_mode="none",
@@ -109,7 +100,7 @@ class DockerProvider(Provider):
             memswap_limit=memory,
             nano_cpus=spec.millicpus * 1_000_000,
             pids_limit=spec.pids,
-            mounts=sockets,
+            mounts=mounts,
             log_config=LogConfig(type="none"),
         )
         try:
@@ -176,6 +167,7 @@ class DockerProvider(Provider):
                     client.remove_container(ref, force=True, v=True)
             except Missing:  # asked until it says so: 204 may come while another removal is at work
                 self._engine.cgroups.pop(ref, None)
+                self._engine.firsts.pop(ref, None)
                 return
             except Conflict:  # somebody else's removal is in progress
                 time.sleep(0.05)
@@ -356,77 +348,6 @@ class DockerProvider(Provider):
             return False
         return True
 
-    # --- files --------------------------------------------------------------------------------------------------
-
-    def read_file(self, ref: str, path: str, *, limit: int) -> bytes:
-        root, parts = base.under_roots(path)
-        return self._files(ref, "read", root, str(limit), *parts, cap=limit)
-
-    def write_file(self, ref: str, path: str, content: bytes) -> None:
-        root, parts = base.under_roots(path)
-        if not self._from_host(ref, root, lambda place: files.write(place, parts, content)):
-            self._files(ref, "write", root, *parts, stdin=io.BytesIO(content))
-
-    def remove_file(self, ref: str, path: str) -> None:
-        root, parts = base.under_roots(path)
-        self._files(ref, "remove", root, *parts)
-
-    def get_files(self, ref: str, root: str) -> Iterator[bytes]:
-        yield from self._files_stream(ref, ("pack", _root(root)))
-
-    def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
-        root = _root(root)
-        if tar.seekable() and hostside.is_plain(tar):
-            start = tar.tell()
-            if self._from_host(ref, root, lambda place: files.unpack(place, tar)):
-                return
-            tar.seek(start)
-        self._files(ref, "unpack", root, stdin=tar)
-
-    def size(self, ref: str, root: str) -> int:
-        said = self._files(ref, "size", _root(root), cap=20)
-        if not said.strip().isdigit():
-            raise Unavailable(f"{ref} did not say how much is in {root}")
-        return int(said)
-
-    def _from_host(self, ref: str, root: str, act: Callable[[str], None]) -> bool:
-        """Do something to a place in the sandbox from here. False if that did not work, for whatever reason: an exec of
-        the same then does it, or says in its own words why not."""
-        if os.geteuid() != 0 or self._engine.remapped:
-            return False
-        found = self._engine.call("GET", f"/containers/{ref}/json")
-        try:
-            with hostside.place(found["State"]["Pid"], found["Id"], root) as place, hostside.acting_as(AGENT):
-                act(place)
-        except (OSError, files.BadPath, tarfile.TarError, ValueError):
-            return False
-        return True
-
-    def _files(self, ref: str, *words: str, stdin: BinaryIO | None = None, cap: int = 0) -> bytes:
-        """What image/files.py answers; at most `cap` bytes, whatever the sandbox says."""
-        out = Kept(cap)
-        for chunk in self._files_stream(ref, words, stdin):
-            out.add(chunk)
-        return bytes(out)
-
-    def _files_stream(self, ref: str, words: Sequence[str], stdin: BinaryIO | None = None) -> Iterator[bytes]:
-        err = Kept(4096)
-        argv = (*PYTHON, "/opt/leasehold/files.py", *words)
-        with self._running(ref, argv, {}, "/", stdin, uuid.uuid4().hex) as run:
-            run.idle = IDLE
-            try:
-                for stream, chunk in run.frames():
-                    if stream == 2:
-                        err.add(chunk)
-                    else:
-                        yield chunk
-                exit_code, _ = run.ended()
-            except TimeoutError as error:
-                raise Unavailable(f"{ref} spent {IDLE:.0f} s without progress over {words[0]} in {words[1]}") from error
-        if exit_code:
-            said = bytes(err).decode(errors="replace").strip() or f"exit code {exit_code}"
-            raise _FILE_ERRORS.get(exit_code, Unavailable)(said)
-
 
 def _never_began(said: bytes, cap: int) -> tuple[int, Kept, Kept]:
     """A shell's exit code, and stderr, for what the engine reports on stdout when a program could not be started.
@@ -458,9 +379,3 @@ def _is_text(word: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _root(path: str) -> str:
-    if path not in (WORKSPACE, DATA):
-        raise BadPath(f"only {WORKSPACE} and {DATA} are kept")
-    return path

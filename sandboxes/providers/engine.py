@@ -70,6 +70,7 @@ class Engine:
     def __init__(self) -> None:
         self.client = APIClient(**kwargs_from_env(), version="auto", timeout=PATIENCE, max_pool_size=64)
         self.cgroups: dict[str, _Cgroup | None] = {}
+        self.firsts: dict[str, tuple[int, str]] = {}  # container -> its first process and its id, as they were once
         self._host = urlsplit(parse_host(os.environ.get("DOCKER_HOST"), tls="tls" in kwargs_from_env()))
         self._idle: deque[_Plain] = deque(maxlen=64)
         options = " ".join(self.client.info().get("SecurityOptions") or [])

@@ -10,22 +10,28 @@ import re
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import BinaryIO
 
 BLOCK = tarfile.BLOCKSIZE
 LONGEST_NAMES = 1 << 16  # bytes of a pax header: a path of files.LONGEST and a link's target fit
-_NAMES = re.compile(rb"(?:\d+ (?:path|linkpath)=[^\n]*\n)+")
+_NAME = re.compile(rb"(\d{1,5}) (?:path|linkpath)=")
+_SETGROUPS = {"x86_64": 116, "aarch64": 159}.get(os.uname().machine)  # the system call: libc's changes all threads
 _libc = ctypes.CDLL(None)
 
 
 @contextmanager
 def place(pid: int, container: str, root: str) -> Iterator[str]:
-    """A path by which this process reaches a directory of the container with this process in it. OSError if it does not."""
-    descriptor = os.open(f"/proc/{pid}/root{root}", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    """A path by which this process reaches a directory of the container whose first process this is. OSError if it is
+    not. `root` is one name below /: only that it is no link can be seen."""
+    process = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY)  # it stays this process's, whoever gets its number
     try:
-        if container not in Path(f"/proc/{pid}/cgroup").read_text():  # asked after opening: by then it is no other's
-            raise ProcessLookupError(f"process {pid} is not in {container}")
+        names = [line.split()[-1] for line in _read(process, "status").splitlines() if line.startswith("NSpid:")]
+        if container not in _read(process, "cgroup") or names != ["1"]:  # one on its way in still has our root
+            raise ProcessLookupError(f"process {pid} is not the first one in {container}")
+        descriptor = os.open(f"root{root}", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=process)
+    finally:
+        os.close(process)
+    try:
         yield f"/proc/self/fd/{descriptor}/."
     finally:
         os.close(descriptor)
@@ -34,6 +40,8 @@ def place(pid: int, container: str, root: str) -> Iterator[str]:
 @contextmanager
 def acting_as(uid: int) -> Iterator[None]:
     """This thread reaches files as that user and group. PermissionError if it may not change that."""
+    groups = os.getgroups()
+    _set_groups([])
     try:
         _libc.setfsgid(uid)
         _libc.setfsuid(uid)  # from root's, it also takes root's capabilities over files away
@@ -43,24 +51,49 @@ def acting_as(uid: int) -> Iterator[None]:
     finally:
         _libc.setfsuid(os.geteuid())
         _libc.setfsgid(os.getegid())
+        _set_groups(groups)
+
+
+def _set_groups(groups: list[int]) -> None:
+    """This thread's supplementary groups."""
+    if _SETGROUPS is None or _libc.syscall(_SETGROUPS, len(groups), (ctypes.c_uint * len(groups))(*groups)):
+        raise PermissionError("this process may not change its groups")
+
+
+def _read(directory: int, name: str) -> str:
+    with open(os.open(name, os.O_RDONLY, dir_fd=directory)) as file:
+        return file.read()
 
 
 def is_plain(tar: BinaryIO) -> bool:
     """Is it made only of what files.pack writes? Whatever else a sandbox may have put into a tar of its own, an unpacker
     out here could take far too much memory over. Leaves the tar where it was."""
-    start = tar.tell()
+    start, named = tar.tell(), False
     try:
         while any(head := tar.read(BLOCK)):
             kind, size = head[156:157], tarfile.nti(head[124:136]) if len(head) == BLOCK else -1  # type: ignore[attr-defined]
-            if kind == tarfile.XHDTYPE and 0 < size <= LONGEST_NAMES:
-                if not _NAMES.fullmatch(tar.read(-size % BLOCK + size)[:size]):
+            if kind == tarfile.XHDTYPE and 0 < size <= LONGEST_NAMES and not named:  # a chain of them would be recursion
+                records = tar.read(-size % BLOCK + size)
+                if not _only_names(records[:size]) or any(records[size:]):  # an unpacker reads what comes after, too
                     return False
             elif kind == tarfile.REGTYPE and size >= 0:
                 tar.seek(-size % BLOCK + size, os.SEEK_CUR)
             elif kind not in (tarfile.DIRTYPE, tarfile.SYMTYPE) or size:
                 return False
+            named = kind == tarfile.XHDTYPE
     except tarfile.TarError:
         return False
     finally:
         tar.seek(start)
+    return True
+
+
+def _only_names(records: bytes) -> bool:
+    """Are these a pax header's records, taken apart as an unpacker would, of paths alone?"""
+    while records:
+        found = _NAME.match(records)
+        end = int(found[1]) if found else 0
+        if found is None or end <= found.end() or records[end - 1 : end] != b"\n":
+            return False
+        records = records[end:]
     return True

@@ -10,7 +10,8 @@ and a command whose time is up is told so at once. What it offers beyond the por
     memory.vanish(ref)  stop(ref)   it is gone, or stopped, behind our back
     memory.calls                    [(verb, ref), ...], for list (verb, owner)
     memory.files(ref)               {"/workspace/a b": File(b"..."), ...}, to look into and to plant things
-    memory.programs["python3"] = fn a program is Callable[[Call], Outcome]"""
+    memory.programs["python3"] = fn a program is Callable[[Call], Outcome]
+    memory.skills["catan"]          what seed copies: {"prompt.md": b"..."}"""
 
 import io
 import itertools
@@ -19,13 +20,15 @@ import re
 import shlex
 import tarfile
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import BinaryIO
 
+from sandboxes.image.files import leaving_out, with_those_above
 from sandboxes.providers.base import (
     DATA,
     MARK,
@@ -38,26 +41,41 @@ from sandboxes.providers.base import (
     Provider,
     Rejected,
     Spec,
+    Stat,
     TooLarge,
     Unavailable,
+    below,
+    directory_in,
+    plain_patterns,
+    root_of,
+    slug,
     under_roots,
+    whole_range,
 )
 
 
 @dataclass(frozen=True)
-class File:
-    content: bytes
-    executable: bool = False
+class _Dated:
+    """When it was made, and a number that only it has: what changes is made anew."""
+
+    mtime: int = field(default_factory=lambda: int(time.time()), kw_only=True, compare=False)
+    stamp: int = field(default_factory=itertools.count(1).__next__, kw_only=True, compare=False, init=False)
 
 
 @dataclass(frozen=True)
-class Link:
+class File(_Dated):
+    content: bytes
+    mode: int = 0o644
+
+
+@dataclass(frozen=True)
+class Link(_Dated):
     target: str
 
 
 @dataclass(frozen=True)
-class Folder:
-    pass
+class Folder(_Dated):
+    mode: int = 0o755
 
 
 Entry = File | Link | Folder
@@ -117,6 +135,7 @@ class MemoryProvider(Provider):
             self._hooks: defaultdict[tuple[str, str], list[Callable[[str], None]]] = defaultdict(list)
             self.calls: list[tuple[str, str]] = []
             self.programs: dict[str, Program] = {**PROGRAMS, "sh": self._sh}
+            self.skills: dict[str, dict[str, bytes]] = {kind: {"prompt.md": said} for kind, said in SKILLS.items()}
 
     # --- how things go wrong ------------------------------------------------------------------------------------------
 
@@ -241,12 +260,18 @@ class MemoryProvider(Provider):
                 raise TooLarge(f"the file has {len(entry.content)} bytes, and the limit is {limit}")
             return entry.content
 
+    def read_range(self, ref: str, path: str, *, start: int, length: int) -> tuple[bytes, int]:
+        with self._verb("read_range", ref), self._lock:
+            whole_range(start, length)
+            content = _regular(self._running(ref).files, path).content
+            return content[start : start + length], len(content)
+
     def write_file(self, ref: str, path: str, content: bytes) -> None:
         with self._verb("write_file", ref), self._lock:
-            files = self._running(ref).files
+            files, mode = self._running(ref).files, 0o644
             with suppress(NoFile):
-                _regular(files, path)
-            _put(files, path, File(content))
+                mode = _regular(files, path).mode
+            _put(files, path, File(content, mode))
 
     def remove_file(self, ref: str, path: str) -> None:
         with self._verb("remove_file", ref), self._lock:
@@ -254,12 +279,33 @@ class MemoryProvider(Provider):
             _regular(files, path)
             del files[path]
 
-    def get_files(self, ref: str, root: str) -> Iterator[bytes]:
+    def manifest(self, ref: str, root: str, *, under: str = "", deep: bool = True, most: int = 100_000) -> dict[str, Stat]:
+        with self._verb("manifest", ref), self._lock:
+            files = self._running(ref).files
+            top = f"{root}/{under}".removesuffix("/")
+            if directory_in(root, under):
+                _check_above(files, top)
+                if top not in files:
+                    raise NoFile(f"there is no directory {top}")
+                if not isinstance(files[top], Folder):
+                    raise BadPath(f"{top} is no directory")
+            entries = [pair for pair in _below(files, top) if deep or "/" not in pair[0][len(top) + 1 :]]
+            if len(entries) > most:
+                raise TooLarge(f"there are more than {most} files")
+            return {path.removeprefix(root + "/"): _stat(entry) for path, entry in entries}
+
+    def get_files(
+        self, ref: str, root: str, *, only: Collection[str] | None = None, exclude: Sequence[str] = ()
+    ) -> Iterator[bytes]:
+        skip = leaving_out(plain_patterns(exclude))
+        wanted = None if only is None else {below(root, path) for path in only}
         with self._verb("get_files", ref), self._lock:
             packed = io.BytesIO()
             with tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-                for path, entry in _below(self._running(ref).files, root):
-                    tar.addfile(*_member(path.removeprefix(root + "/"), entry))
+                for path, entry in _below(self._running(ref).files, root_of(root)):
+                    name = path.removeprefix(root + "/")
+                    if (wanted is None or name in wanted) and not any(map(skip, with_those_above(name))):
+                        tar.addfile(*_member(name, entry))
         packed.seek(0)
         return iter(lambda: packed.read(1 << 16), b"")
 
@@ -267,7 +313,7 @@ class MemoryProvider(Provider):
         sent = io.BytesIO(tar.read())  # before the lock: the sender may be slow
         with self._verb("put_files", ref), self._lock:
             files = self._running(ref).files
-            _below(files, root)
+            root_of(root)
             try:
                 with tarfile.open(fileobj=sent, mode="r|") as members:
                     for member in members:
@@ -275,10 +321,30 @@ class MemoryProvider(Provider):
             except tarfile.TarError as error:
                 raise Rejected(f"this is no tar: {error}") from None
 
+    def remove_files(self, ref: str, root: str, paths: Collection[str]) -> None:
+        with self._verb("remove_files", ref), self._lock:
+            files = self._running(ref).files
+            for path in sorted((below(root, path) for path in paths), reverse=True):
+                if not _below(files, f"{root}/{path}"):
+                    files.pop(f"{root}/{path}", None)
+
+    def clear(self, ref: str, root: str) -> None:
+        with self._verb("clear", ref), self._lock:
+            files = self._running(ref).files
+            for path, _ in _below(files, root_of(root)):
+                del files[path]
+
     def size(self, ref: str, root: str) -> int:
         with self._verb("size", ref), self._lock:
-            entries = _below(self._running(ref).files, root)
+            entries = _below(self._running(ref).files, root_of(root))
             return sum(len(entry.content) for _, entry in entries if isinstance(entry, File))
+
+    def seed(self, ref: str, kind: str) -> None:
+        with self._verb("seed", ref), self._lock:
+            files, there = self._running(ref).files, f"{DATA}/skills/{slug(kind)}"
+            if kind in self.skills and there not in files and isinstance(files.get(f"{DATA}/skills", Folder()), Folder):
+                for name, content in self.skills[kind].items():
+                    _put(files, f"{there}/{name}", File(content))
 
     def _box(self, ref: str) -> Box:
         try:
@@ -351,35 +417,39 @@ def _put(files: Files, path: str, entry: Entry) -> None:
         files[path] = Folder()
 
 
-def _below(files: Files, root: str) -> list[tuple[str, Entry]]:
-    """Everything under a root, directories before what is in them."""
-    if root not in (WORKSPACE, DATA):
-        raise BadPath(f"a root is {WORKSPACE} or {DATA}")
-    return sorted((path, entry) for path, entry in [*files.items()] if path.startswith(root + "/"))
+def _below(files: Files, top: str) -> list[tuple[str, Entry]]:
+    """Everything under a directory, directories before what is in them."""
+    return sorted(((path, entry) for path, entry in [*files.items()] if path.startswith(top + "/")), key=lambda pair: pair[0])
+
+
+def _stat(entry: Entry) -> Stat:
+    stamp = f"{entry.stamp}"
+    if isinstance(entry, File):
+        return Stat("file", entry.mode, len(entry.content), entry.mtime, stamp)
+    if isinstance(entry, Link):
+        return Stat("link", 0o777, 0, entry.mtime, stamp, entry.target)
+    return Stat("directory", entry.mode, 0, entry.mtime, stamp)
 
 
 def _member(name: str, entry: Entry) -> tuple[tarfile.TarInfo, BinaryIO | None]:
-    member = tarfile.TarInfo(name)
+    member, stat = tarfile.TarInfo(name), _stat(entry)
+    member.mode, member.mtime, member.size, member.linkname = stat.mode, stat.mtime, stat.size, stat.target
     if isinstance(entry, File):
-        member.size, member.mode = len(entry.content), 0o755 if entry.executable else 0o644
         return member, io.BytesIO(entry.content)
-    if isinstance(entry, Link):
-        member.type, member.linkname = tarfile.SYMTYPE, entry.target
-    else:
-        member.type, member.mode = tarfile.DIRTYPE, 0o755
+    member.type = tarfile.SYMTYPE if isinstance(entry, Link) else tarfile.DIRTYPE
     return member, None
 
 
 def _unpack(files: Files, root: str, member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
-    path = _inside(root, member.name)
+    path, mode, mtime = _inside(root, member.name), member.mode & 0o777, int(member.mtime)
     if path == root:
         return
     if member.isdir():
         if not isinstance(files.get(path, Folder()), Folder):
             raise BadPath(f"{member.name} is no directory here")
-        _put(files, path, Folder())
+        _put(files, path, Folder(mode, mtime=mtime))
     elif member.issym():
-        _put(files, path, Link(member.linkname))
+        _put(files, path, Link(member.linkname, mtime=mtime))
     elif member.islnk():
         target = files.get(_inside(root, member.linkname))
         if not isinstance(target, File):
@@ -388,7 +458,7 @@ def _unpack(files: Files, root: str, member: tarfile.TarInfo, tar: tarfile.TarFi
     elif member.isreg():
         content = tar.extractfile(member)
         assert content is not None
-        _put(files, path, File(content.read(), executable=bool(member.mode & 0o100)))
+        _put(files, path, File(content.read(), mode, mtime=mtime))
     else:
         raise BadPath(f"{member.name} is a device or a pipe")
 
@@ -453,6 +523,7 @@ def _link(call: Call) -> Outcome:
     return Outcome()
 
 
+SKILLS = {kind: f"Play {kind}. Answer with JSON.\n".encode() for kind in ("rpg", "catan", "coding")}
 PROGRAMS: dict[str, Program] = {
     "true": lambda call: Outcome(),
     "false": lambda call: Outcome(1),

@@ -25,7 +25,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -50,9 +50,16 @@ from sandboxes.providers.base import (
     Provider,
     Rejected,
     Spec,
+    Stat,
     TooLarge,
     Unavailable,
+    below,
+    directory_in,
+    plain_patterns,
+    root_of,
+    slug,
     under_roots,
+    whole_range,
 )
 
 IMAGE = Path(files.__file__).resolve().parent  # what the Docker image has in /opt/leasehold
@@ -60,6 +67,7 @@ NAME = re.compile(r"[a-z0-9-]{1,63}")
 NOTE = "sandbox.json"
 BELONGS = "LEASEHOLD_SANDBOX"  # environment variable by which destroy finds what still runs
 PATH = "/usr/local/bin:/usr/bin:/bin"
+LONG = 60.0  # seconds that a look at files, or clearing them, takes at most
 GRACE = 0.2  # seconds that a command's pipes are still read after it ended, if a process it left behind holds them open
 EXHAUSTED = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
@@ -119,8 +127,7 @@ class ProcessProvider(Provider):
             if (path / NOTE).exists():
                 return spec.name
             (path / "workspace" / ".home").mkdir(parents=True, exist_ok=True)
-            for prompt in IMAGE.glob("*/prompt.md"):
-                shutil.copytree(prompt.parent, path / "data" / "skills" / prompt.parent.name, dirs_exist_ok=True)
+            (path / "data").mkdir(exist_ok=True)
             files.write(str(path), (NOTE,), note.encode())
         return spec.name
 
@@ -205,6 +212,12 @@ class ProcessProvider(Provider):
         with self._files(ref, root) as host:
             return files.read(host, parts, limit)
 
+    def read_range(self, ref: str, path: str, *, start: int, length: int) -> tuple[bytes, int]:
+        root, parts = under_roots(path)
+        whole_range(start, length)
+        with self._files(ref, root) as host:
+            return files.read_range(host, parts, start, length)
+
     def write_file(self, ref: str, path: str, content: bytes) -> None:
         root, parts = under_roots(path)
         with self._files(ref, root) as host:
@@ -215,19 +228,43 @@ class ProcessProvider(Provider):
         with self._files(ref, root) as host:
             files.remove(host, parts)
 
-    def get_files(self, ref: str, root: str) -> Iterator[bytes]:
+    def manifest(self, ref: str, root: str, *, under: str = "", deep: bool = True, most: int = 100_000) -> dict[str, Stat]:
+        directory_in(root, under)
+        with self._files(ref, root) as host:
+            seen = files.look(host, under, deep=deep, most=most, seconds=LONG)
+            return {path: Stat(*fields) for path, fields in seen}
+
+    def get_files(
+        self, ref: str, root: str, *, only: Collection[str] | None = None, exclude: Sequence[str] = ()
+    ) -> Iterator[bytes]:
+        wanted, patterns = only and [below(root, path) for path in only], plain_patterns(exclude)
         with self._files(ref, root) as host:
             packed = tempfile.TemporaryFile(dir=Path(host).parent)  # noqa: SIM115 - closed by _chunks
-            files.pack(host, packed)
+            files.pack(host, packed, only=wanted, exclude=patterns)
         return _chunks(packed)
 
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
         with self._files(ref, root) as host:
             files.unpack(host, tar)
 
+    def remove_files(self, ref: str, root: str, paths: Collection[str]) -> None:
+        gone = [below(root, path) for path in paths]
+        with self._files(ref, root) as host:
+            files.remove_files(host, gone)
+
+    def clear(self, ref: str, root: str) -> None:
+        with self._files(ref, root) as host:
+            files.clear(host, (".home",) if root == WORKSPACE else (), seconds=LONG)
+
     def size(self, ref: str, root: str) -> int:
         with self._files(ref, root) as host:
             return files.size(host)
+
+    def seed(self, ref: str, kind: str) -> None:
+        slug(kind)
+        with self._files(ref, DATA) as host:
+            if (IMAGE / kind / "prompt.md").is_file():
+                files.seed(str(IMAGE), kind, host, kind)
 
     def inside(self, ref: str, path: str) -> str:
         return self._box(ref).inside(path)
@@ -252,8 +289,7 @@ class ProcessProvider(Provider):
     @contextmanager
     def _files(self, ref: str, root: str) -> Iterator[str]:
         """The host directory of /workspace or /data, with the errors of `files` made the port's."""
-        if root not in (WORKSPACE, DATA):
-            raise BadPath(f"a root is {WORKSPACE} or {DATA}")
+        root_of(root)
         box = self._box(ref)
         with _disk():
             try:

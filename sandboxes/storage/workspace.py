@@ -1,113 +1,197 @@
-"""A sandbox's files, into the store and back: persist, hydrate, forget.
+"""A sandbox's own files, into the store and back: persist, hydrate, forget.
 
-Objects first, the Snapshot row after them, older objects last: a crash leaves at worst something that can be listed.
-Each snapshot also stays as plain files in the state directory of this machine, from which a wake is quicker."""
+Objects first, the Snapshot row after them; the other way round when they go. A crash leaves at worst something that can
+be listed. Each snapshot also stays as a plain file in the state directory of this machine, from which a wake is quicker."""
 
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
-from datetime import datetime
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
+from typing import BinaryIO
 from uuid import UUID
 
 import structlog
 from django.conf import settings
+from django.db import transaction
+from django.db.models import QuerySet
 
-from sandboxes.models import Sandbox, Snapshot
+from sandboxes.errors import NoSnapshot
+from sandboxes.models import Sandbox
 from sandboxes.providers.base import DATA, WORKSPACE, Provider
 from sandboxes.storage import store
 from sandboxes.storage.base import StoreError
+from sandboxes.stored import DataEvent, Snapshot, SnapshotKind, stamped
 
 log = structlog.get_logger(__name__)
-PLACES = {"workspace": WORKSPACE, "data": DATA}
+RESTORE_WITHIN = timedelta(minutes=10)  # whoever takes longer has died
+PLACES = {"workspace": WORKSPACE, "data": DATA}  # what a snapshot may have; new ones have the first
 
 
 class StateLost(Exception):
-    """The snapshot's objects are in no place where they should be."""
+    """No copy of what was stored is in any place where it should be."""
 
 
-def persist(sandbox: Sandbox, provider: Provider, *, now: datetime) -> Snapshot:
+class Corrupt(Exception):
+    """A copy is there and is not what was stored, or (`absent`) is not there at all."""
+
+    def __init__(self, why: str, *, absent: bool) -> None:
+        self.absent = absent
+        super().__init__(why)
+
+
+def persist(
+    sandbox: Sandbox, provider: Provider, *, kind: SnapshotKind = SnapshotKind.SLEEP, name: str = "", now: datetime
+) -> Snapshot:
     """Store the sandbox's files and say so in a Snapshot that is not saved yet: the caller saves it under its claim.
 
     ProviderError or StoreError when it did not work; then nothing points at what was stored."""
     assert sandbox.holder is not None
-    snapshot = Snapshot(sandbox=sandbox, incarnation=sandbox.incarnation, holder=sandbox.holder, at=now, size_bytes=0)
-    directory = local_of(snapshot)
-    directory.mkdir(parents=True, exist_ok=True)
-    for place, root in PLACES.items():
-        path = directory / place
-        size, digest = _write(path, provider.get_files(sandbox.ref, root))
-        snapshot.size_bytes += size
-        snapshot.digests[place] = digest
-        with path.open("rb") as source:
-            store().upload(f"{snapshot.key}/{place}", source)
+    snapshot = Snapshot(
+        sandbox=sandbox, incarnation=sandbox.incarnation, holder=sandbox.holder, kind=kind, name=name, at=now, size_bytes=0
+    )
+    snapshot.key = f"snapshots/{sandbox.holder}/{stamped(now)}-{snapshot.pk.hex}"
+    path = local_of(snapshot) / "workspace"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as failed:
+        raise StoreError("local copy", "persist", str(failed)) from failed
+    files = provider.get_files(sandbox.ref, WORKSPACE, exclude=sandbox.excludes)
+    snapshot.size_bytes, snapshot.digests["workspace"] = _write(path, files)
+    with path.open("rb") as source:
+        store().upload(f"{snapshot.key}/workspace", source)
     return snapshot
+
+
+def of(holder: UUID) -> QuerySet[Snapshot]:
+    """The copies of a holder that are kept, the newest first."""
+    return Snapshot.objects.filter(holder=holder, forgotten_at__isnull=True).order_by("-at", "-pk")
 
 
 def latest(holder: UUID) -> Snapshot | None:
     """The copy that a wake would read."""
-    return Snapshot.objects.filter(holder=holder, forgotten_at__isnull=True).order_by("-at").first()
+    return of(holder).first()
 
 
-def hydrate(snapshot: Snapshot, ref: str, provider: Provider) -> str:
-    """Unpack a snapshot into a sandbox, and say where it came from: "local" or "cloud".
+def hydrate(snapshot: Snapshot, ref: str, provider: Provider, *, now: datetime) -> tuple[str, Snapshot]:
+    """Unpack a snapshot into a sandbox, and say where it came from, "local" or "cloud", and which it was.
 
-    StateLost when neither has it; StoreError and ProviderError may pass, and the sandbox then holds anything."""
+    A copy that is not what was stored is reported, and the next one is tried: this machine's, the store's, then those
+    of the snapshots before it. StateLost when none is there any more; StoreError when one is and cannot be used, which
+    an operator may mend. StoreError and ProviderError may pass, and the sandbox then holds anything."""
+    bad: list[Corrupt] = []
+    for candidate in [snapshot, *of(snapshot.holder).exclude(pk=snapshot.pk).filter(at__lte=snapshot.at)]:
+        try:
+            source = _unpack(candidate, ref, provider, now=now)
+        except Corrupt as found:
+            bad.append(found)
+            continue
+        if candidate.pk != snapshot.pk:
+            said = f"The newest copy cannot be read ({bad[0]}). This is the one of {candidate.at:%Y-%m-%d %H:%M:%S} UTC."
+            _tell(candidate, DataEvent.Kind.OLDER, said, now=now)
+        return source, candidate
+    if all(found.absent for found in bad):
+        raise StateLost(str(bad[0]))
+    raise StoreError(store().name, "hydrate", str(next(found for found in bad if not found.absent)))
+
+
+def _unpack(snapshot: Snapshot, ref: str, provider: Provider, *, now: datetime) -> str:
     sources = set()
-    for place, root in PLACES.items():
-        path, source = _fetched(snapshot, place)
-        sources.add(source)
-        with path.open("rb") as tar:
-            provider.put_files(ref, root, tar)
-    if "cloud" not in sources:
-        return "local"
-    Snapshot.objects.filter(pk=snapshot.pk).update(local=True)  # there is a copy here again
-    return "cloud"
+    for place in snapshot.digests:
+        with opened(snapshot, place, now=now) as (tar, source):
+            sources.add(source)
+            provider.put_files(ref, PLACES[place], tar)
+    return "cloud" if "cloud" in sources else "local"
+
+
+@contextmanager
+def opened(snapshot: Snapshot, place: str = "workspace", *, now: datetime) -> Iterator[tuple[BinaryIO, str]]:
+    """A snapshot's tar, checked, and whether it is "local" or from the "cloud". Corrupt if no copy is what was stored."""
+    path, source = _fetched(snapshot, place, now=now)
+    with path.open("rb") as tar:
+        yield tar, source
 
 
 def forget_local(snapshot: Snapshot) -> None:
     """Remove this machine's copy; the store keeps its own."""
     shutil.rmtree(local_of(snapshot), ignore_errors=True)
-    Snapshot.objects.filter(pk=snapshot.pk).update(local=False)
+    Snapshot.objects.filter(key=snapshot.key).update(local=False)
 
 
-def forget_older(snapshot: Snapshot, *, now: datetime) -> int:
-    """Remove every older copy of the same holder, from the store too; how many."""
-    older = Snapshot.objects.filter(holder=snapshot.holder, forgotten_at__isnull=True, at__lt=snapshot.at)
-    return sum(forget(old, now=now) for old in older)
+def is_own(snapshot: Snapshot) -> bool:
+    """Was it stored from a sandbox of its holder's? Else it is a fork's beginning, with the files of another lease."""
+    return snapshot.key.startswith(f"snapshots/{snapshot.holder}/")
+
+
+def forget_older(holder: UUID, *, now: datetime) -> int:
+    """Keep the newest copies of a holder, as many as LEASEHOLD_KEEP_SNAPSHOTS says, and forget the others; how many."""
+    older = of(holder)[settings.KEEP_SNAPSHOTS :]
+    return sum(forget(old, now=now) for old in older if not _being_restored(old, now))
+
+
+def _being_restored(snapshot: Snapshot, now: datetime) -> bool:
+    """It was noted for this a moment ago, and becomes the newest once what is there now sleeps."""
+    return snapshot.kind == SnapshotKind.RESTORED and snapshot.at > now - RESTORE_WITHIN
 
 
 def forget(snapshot: Snapshot, *, now: datetime) -> bool:
-    """Remove a copy from everywhere. The row stays, as history."""
-    for place in PLACES:
-        store().remove(f"{snapshot.key}/{place}")
+    """Let go of a copy. The row stays, as history; its objects are removed once no other row points to them."""
+    with transaction.atomic():  # in the order of their keys: a fork locks the row that it copies
+        same = [*Snapshot.objects.select_for_update(no_key=True).filter(key=snapshot.key).order_by("pk")]
+        forgotten = Snapshot.objects.filter(pk=snapshot.pk, forgotten_at__isnull=True).update(forgotten_at=now)
+        if any(row.pk != snapshot.pk and row.forgotten_at is None for row in same):
+            return bool(forgotten)
+    store().remove_many([f"{snapshot.key}/{place}" for place in snapshot.digests])
     forget_local(snapshot)
-    return bool(Snapshot.objects.filter(pk=snapshot.pk, forgotten_at__isnull=True).update(forgotten_at=now))
+    return bool(forgotten)
+
+
+def again(source: Snapshot, *, holder: UUID, kind: SnapshotKind, now: datetime) -> Snapshot:
+    """Have a kept copy as the newest one of a holder: a second row for the same objects. NoSnapshot if it was forgotten.
+
+    Call it inside a transaction; the copy cannot be forgotten before that ends."""
+    kept = Snapshot.objects.select_for_update(no_key=True).filter(pk=source.pk, forgotten_at__isnull=True).first()
+    if kept is None:
+        raise NoSnapshot()
+    kept.pk, kept.holder, kept.kind, kept.at = uuid.uuid4(), holder, kind, now
+    kept._state.adding = True
+    kept.save(force_insert=True)
+    return kept
 
 
 def local_of(snapshot: Snapshot) -> Path:
-    return Path(settings.STATE_DIR) / "snapshots" / snapshot.holder.hex / snapshot.pk.hex
+    return settings.STATE_DIR / snapshot.key
 
 
-def _fetched(snapshot: Snapshot, place: str) -> tuple[Path, str]:
-    """A local file with this object, and where it had to come from."""
-    path = local_of(snapshot) / place
+def _fetched(snapshot: Snapshot, place: str, *, now: datetime) -> tuple[Path, str]:
+    """A local file with this object, checked, and where it had to come from."""
+    path, wanted = local_of(snapshot) / place, snapshot.digests[place]
     if path.is_file():
-        return path, "local"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+        if _digest(path) == wanted:
+            return path, "local"
+        path.unlink(missing_ok=True)
+        _tell(snapshot, DataEvent.Kind.CORRUPT, "This machine's copy is not what was stored.", now=now)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    except OSError as failed:
+        raise StoreError("local copy", "hydrate", str(failed)) from failed
     fetched = Path(name)
-    with open(descriptor, "wb") as target:
-        there = store().download(f"{snapshot.key}/{place}", target)
-    if not there:
-        fetched.unlink()
-        raise StateLost(f"{snapshot.key}/{place} is in no store")
-    if _digest(fetched) != snapshot.digests[place]:
-        fetched.unlink()
-        raise StoreError(f"{snapshot.key}/{place} is not what was stored")
-    os.replace(fetched, path)
+    try:
+        with open(descriptor, "wb") as target:
+            there = store().download(f"{snapshot.key}/{place}", target)
+        if not there or _digest(fetched) != wanted:
+            said = f"{snapshot.key}/{place} " + ("is not what was stored" if there else "is not in the store")
+            _tell(snapshot, DataEvent.Kind.CORRUPT, said, now=now)
+            raise Corrupt(said, absent=not there)
+        os.replace(fetched, path)
+    finally:
+        fetched.unlink(missing_ok=True)
+    Snapshot.objects.filter(key=snapshot.key).update(local=True)  # there is a copy here again
     return path, "cloud"
 
 
@@ -124,10 +208,16 @@ def _write(path: Path, chunks: Iterable[bytes]) -> tuple[int, str]:
             os.fsync(out.fileno())
         os.replace(temporary, path)
     except OSError as failed:
-        raise StoreError(str(failed)) from failed
+        temporary.unlink(missing_ok=True)
+        raise StoreError("local copy", "persist", str(failed)) from failed
     return size, digest.hexdigest()
 
 
 def _digest(path: Path) -> str:
     with path.open("rb") as source:
         return hashlib.file_digest(source, "sha256").hexdigest()
+
+
+def _tell(snapshot: Snapshot, kind: DataEvent.Kind, said: str, *, now: datetime) -> None:
+    DataEvent.objects.create(holder=snapshot.holder, agent_did=snapshot.sandbox.agent_did, at=now, kind=kind, detail=said[:500])
+    log.error("snapshot", what=kind.value, snapshot=str(snapshot.pk), detail=said)

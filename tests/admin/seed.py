@@ -3,6 +3,7 @@
 A lease of forty turns, runs that ended in every way, sandboxes in every state, a destroy that never worked, pools that
 are full, draining or unable to start anything."""
 
+import io
 import os
 import uuid
 from datetime import datetime, timedelta
@@ -17,15 +18,15 @@ from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.auth.models import Group, User
 from django.utils import timezone
 
-from leases import acting, keys, leasing, sweeps, turns
+from leases import acting, forking, keys, leasing, snapshots, sweeps, turns
 from leases.models import EnvironmentType, Lease
 from sandboxes import pool, providers, runs
 from sandboxes import sweeps as below
 from sandboxes.models import Pool, Quota, Sandbox, State, Sweep
-from sandboxes.providers.base import Unavailable
-from sandboxes.providers.memory import Call, MemoryProvider, Outcome
+from sandboxes.providers.base import DATA, Unavailable
+from sandboxes.providers.memory import Call, File, Link, MemoryProvider, Outcome
 from sandboxes.runs import Command
-from sandboxes.storage import workspace
+from sandboxes.storage import editing, workspace
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
 PLAYERS = [
@@ -54,6 +55,7 @@ def seed(now: datetime) -> None:
     _sleepers(memory, now)
     _trouble(memory, now)
     _quarantine(memory, now)
+    _state(memory, now)
     _pools(memory, now)
     _sweeps(now)
 
@@ -223,6 +225,42 @@ def _quarantine(memory: MemoryProvider, now: datetime) -> None:
     with memory.fail("destroy", Unavailable(trouble), times=100):
         sweeps.reclaim(now=now - 3 * MINUTE)
     Sandbox.objects.filter(agent_did="did:plc:retry").update(deadline_at=now + MINUTE)
+
+
+def _state(memory: MemoryProvider, now: datetime) -> None:
+    """An agent that keeps much, in two sandboxes that disagree; copies of a workspace; data that cannot be stored."""
+    agent = "did:plc:archivist"
+    tree = {
+        "character.json": b'{"name": "Ada", "class": "scribe"}\n',
+        "memory/2026-11-20.md": b"# Monday\n" + b"The harbour master lies. " * 400,
+        "memory/2026-11-21.md": b"# Tuesday\n" + b"He does not. " * 90,
+        "skills/catan/prompt.md": b"Trade early.\n",
+        "campaign/maps/coast.png": os.urandom(3 << 20),
+        "campaign/a name that is a good deal longer than a line of a telephone is wide, and has (brackets).txt": b"x\n",
+        "campaign/odd\nname \u202etxt.exe": b"x\n",
+    }
+    for path, content in tree.items():
+        editing.put(agent, path, io.BytesIO(content), mode=0o755 if "exe" in path else 0o644, now=now - 30 * HOUR)
+    one, two = (_used(agent, name, now - 5 * HOUR) for name in ("library", "reading-room"))
+    for number in range(230):
+        memory.files(_box(one).ref)[f"{DATA}/memory/sessions/{number:04}.json"] = File(b"{}" * number)
+    memory.files(_box(one).ref)[f"{DATA}/memory/latest"] = Link("2026-11-21.md")
+    memory.files(_box(one).ref)[f"{DATA}/campaign/" + "long/" * 220 + "way"] = File(b"x")
+    _sh(one, "echo one >/data/plan.md", now - 4 * HOUR)
+    memory.files(_box(two).ref)[f"{DATA}/plan.md"] = File(b"two\n")
+    _sh(two, "true", now - 2 * HOUR)
+    for name, minutes in (("before the exam", 90), ("", 60)):
+        snapshots.take(one.pk, name=name, now=now - minutes * MINUTE, actor="operator")
+    oldest = workspace.of(one.pk).last()
+    assert oldest
+    forking.fork(one, leasing.Ask(agent, "library-2", "catan", pool="demo"), snapshot=oldest.pk, now=now - 30 * MINUTE)
+    stuck = _used("did:plc:stubborn", "annex", now - 40 * MINUTE)
+    with memory.fail("get_files", Unavailable('engine answered 500: "input/output error"'), times=1):
+        _sh(stuck, "echo x >/data/note.md", now - 25 * MINUTE)
+
+
+def _sh(lease: Lease, line: str, at: datetime) -> None:
+    acting.exec_in(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=at, actor="key 3f9a1c20")
 
 
 def _sweeps(now: datetime) -> None:

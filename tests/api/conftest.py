@@ -56,7 +56,7 @@ def check(method: str, url: str, response: Any) -> None:
         assert response.content == b""
         return
     (kind, body), *_ = content.items()
-    assert response.headers["Content-Type"] == kind
+    assert kind in (response.headers["Content-Type"], "*/*")
     if kind.endswith("json"):
         shown = response.json()
         schema = {**body["schema"], "components": document()["components"]}

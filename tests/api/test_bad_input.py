@@ -224,7 +224,7 @@ def test_paths_of_files(ada: Api, lease, method: str, path: str) -> None:
 
 def test_files_elsewhere_or_too_large(ada: Api, lease, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(ada, "GET", f"leases/{lease['id']}/files/a?root=etc", None, 400, "root")
-    monkeypatch.setattr("leases.api.LARGEST_FILE", 1000)
+    monkeypatch.setattr("leases.api_files.LARGEST_FILE", 1000)
     refused(ada, "PUT", f"leases/{lease['id']}/files/a", b"x" * 1001, 413)
     ada.post(f"leases/{lease['id']}/exec", {"argv": ["sh", "-c", "head -c 2000 /dev/zero >a"]})
     assert ada.get(f"leases/{lease['id']}/files/a").status_code == 413

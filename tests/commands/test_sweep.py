@@ -20,7 +20,7 @@ from sandboxes.runs import Command
 from tests.conftest import MINUTE
 
 pytestmark = pytest.mark.django_db
-NAMES = ["expire", "stalled", "reclaim", "idle", "cold", "warm", "reconcile", "recount", "measure"]
+NAMES = ["expire", "stalled", "reclaim", "persist", "idle", "cold", "warm", "reconcile", "recount", "measure", "prune"]
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_only_those_named_run_in_the_right_order_however_they_are_named() -> Non
 
 
 def test_a_name_that_is_no_sweep_is_refused() -> None:
-    with pytest.raises(CommandError, match=r"There is no sweep nap\. Known: expire, stalled, reclaim, idle"):
+    with pytest.raises(CommandError, match=r"There is no sweep nap\. Known: expire, stalled, reclaim, persist, idle"):
         sweep("nap")
 
 
@@ -76,7 +76,7 @@ def test_what_failed_is_said_and_makes_the_command_fail_but_not_the_others(used:
     out = StringIO()
     with pytest.raises(CommandError, match="failed: reclaim"):
         call_command("sweep", stdout=out, stderr=StringIO())
-    assert out.getvalue().splitlines()[2:4] == ["reclaim: 1 failed", "idle: nothing to do"]
+    assert out.getvalue().splitlines()[2:4] == ["reclaim: 1 failed", "persist: nothing to do"]
 
 
 def test_a_listing_that_fails_is_a_failure_of_reconcile(memory: MemoryProvider) -> None:
@@ -103,12 +103,14 @@ def test_dry_run_lists_what_the_sweeps_then_do_and_changes_nothing(
         f"expire: would end lease {used.pk}",
         f"stalled: would close run {run.pk}",
         f"reclaim: would destroy sandbox {given_up.pk}",
+        "persist: nothing to do",
         "idle: nothing to do",
         "cold: nothing to do",
         "warm: nothing to do",
         "reconcile: would destroy leasehold-orphan-1",
         *[f"recount: would count pool {pk}" for pk in Pool.objects.order_by("pk").values_list("pk", flat=True)],
         f"measure: would measure {Sandbox.objects.get(holder=used.pk).pk}",
+        "prune: nothing to do",
     ]
     assert sweep("--dry-run") == expected
     assert sweep("--dry-run") == expected
@@ -116,9 +118,9 @@ def test_dry_run_lists_what_the_sweeps_then_do_and_changes_nothing(
         "expire: 1 expired",
         "stalled: 1 runs closed",
         "reclaim: 2 destroyed, 2 leases closed",
-        *[f"{name}: nothing to do" for name in ("idle", "cold", "warm")],
+        *[f"{name}: nothing to do" for name in ("persist", "idle", "cold", "warm")],
         "reconcile: 1 orphans destroyed",
-        *[f"{name}: nothing to do" for name in ("recount", "measure")],
+        *[f"{name}: nothing to do" for name in ("recount", "measure", "prune")],
     ]
 
 

@@ -1,48 +1,202 @@
-"""One suite for every store."""
+"""One suite for every store. Those that need a server share it with every other test: each works behind a prefix of its
+own, and .ci/services says in the environment where they are."""
 
 import io
-from collections.abc import Iterator
+import os
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
 
 import pytest
+import requests
+from requests.adapters import HTTPAdapter
 
-from sandboxes.storage.base import KeyValueStore
+from sandboxes.storage.base import Entry, KeyValueStore, StoreError, StoreRefused
+from sandboxes.storage.cloudflare_kv import API, CloudflareKVStore
 from sandboxes.storage.filesystem import FilesystemStore
+from sandboxes.storage.memory import MemoryStore
+from sandboxes.storage.s3 import S3Store
+from tests.conftest import missing_service, threads
 
-HARD_KEYS = ["a", "a/b", "a/b/c", "a/..", "../x", ".hidden", "did:plc:ä/ü", "sp ace", "x" * 500, "a//b", "%2F", "=", "a.value"]
+MIB = 1 << 20
+PLAIN_KEYS = [
+    "a/b",
+    "a/b.c/d",
+    "a0",
+    ".hidden",
+    "did:plc:ä/ü",
+    "sp ace",
+    "p+q",
+    "%2F",
+    "=",
+    "'\"<>&",
+    "q?x=1&y#z",
+    "é",
+    "\uffff",
+    "😀",
+]
+DIRECTORY_KEYS = ["a", "a+b", "a/b/c", "a/", "a//b", "/lead", "//", "a.value", "x" * 400, "x" * 64, "x" * 64 + "/y", "x" * 65]
+DOT_KEYS = ["a/..", "../x", "a/./b"]
+CLIENTS: dict[str, Any] = {}
+CONTROL_KEYS = ["tab\there", "line\nbreak", "return\rhere", "\x01", "\x7f"]
 
 
-@pytest.fixture(params=["filesystem"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KeyValueStore]:
-    yield FilesystemStore(tmp_path / "store")
-    assert {path.name for path in tmp_path.iterdir()} <= {"store"}  # no key has led out of it
+@dataclass
+class Shelf:
+    """A store, and what is particular about it."""
+
+    kind: str
+    store: KeyValueStore
+    keys: list[str]
+    refused: list[str]
 
 
-def test_what_is_set_is_got(store: KeyValueStore) -> None:
-    store.set("k", b"\x00\xff")
-    assert store.get("k") == b"\x00\xff"
-    store.set("k", b"")
-    assert store.get("k") == b"" and store.has("k")
+def of_environment(*names: str) -> list[str]:
+    values = [os.environ.get(name, "") for name in names]
+    if not all(values):
+        missing_service(f"{names[0]} is not set: .ci/services starts what it names")
+    return values
+
+
+def s3(kind: str) -> S3Store:
+    name = {"r2": "TEST_R2_URL", "seaweedfs": "TEST_S3_URL"}[kind]
+    url, bucket, key_id, secret = of_environment(name, "TEST_BUCKET", "TEST_S3_ACCESS_KEY_ID", "TEST_S3_SECRET_ACCESS_KEY")
+    store = S3Store(bucket, endpoint=url, access_key_id=key_id, secret_access_key=secret, prefix=f"t-{uuid4().hex}/")
+    store.client = CLIENTS.setdefault(kind, store.client)  # to make one takes longer than most tests here
+    return store
+
+
+def kv() -> CloudflareKVStore:
+    url, namespace = of_environment("TEST_KV_URL", "TEST_KV_NAMESPACE")
+
+    class Local(HTTPAdapter):
+        """The same API on this machine, where its paths have no account."""
+
+        def send(self, request: requests.PreparedRequest, *args: Any, **more: Any) -> requests.Response:
+            assert request.url
+            request.url = request.url.replace(f"{API}/accounts/local", url)
+            return super().send(request, *args, **more)
+
+    def session() -> requests.Session:
+        session = requests.Session()
+        session.mount(f"https://{urlsplit(API).hostname}/", Local(pool_maxsize=32))
+        return session
+
+    return CloudflareKVStore(namespace, account_id="local", api_token="any", prefix=f"t-{uuid4().hex}/", session=session)
+
+
+def shelf_of(*kinds: str) -> Any:
+    @pytest.fixture(params=kinds)
+    def fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shelf]:
+        kind, everything = request.param, PLAIN_KEYS + DIRECTORY_KEYS
+        if kind == "filesystem":
+            yield Shelf(kind, FilesystemStore(tmp_path / "store"), everything + DOT_KEYS + CONTROL_KEYS, [])
+            assert {path.name for path in tmp_path.iterdir()} <= {"store"}  # no key has led out of it
+        elif kind == "memory":
+            yield Shelf(kind, MemoryStore(), everything + DOT_KEYS + CONTROL_KEYS, [])
+        else:
+            shelf = {
+                "r2": lambda: Shelf(kind, s3(kind), everything, DOT_KEYS + CONTROL_KEYS),
+                # It keeps objects as files: of a and a/b it loses one, and a+b comes after a/b.
+                "seaweedfs": lambda: Shelf(kind, s3(kind), PLAIN_KEYS, DOT_KEYS + CONTROL_KEYS),
+                "kv": lambda: Shelf(kind, kv(), everything + DOT_KEYS + CONTROL_KEYS, []),
+            }[kind]()
+            yield shelf
+            shelf.store.clear()
+
+    return fixture
+
+
+shelf = shelf_of("filesystem", "memory", "r2", "kv", "seaweedfs")
+streaming_shelf = shelf_of("filesystem", "r2", "seaweedfs")
+kv_shelf = shelf_of("kv")
+s3_shelf = shelf_of("r2", "seaweedfs")
+multipart_shelf = shelf_of("seaweedfs")  # wrangler's R2 cannot list unfinished uploads
+quick_shelf = shelf_of("filesystem", "memory", "seaweedfs")
+
+
+@pytest.fixture
+def store(shelf: Shelf) -> KeyValueStore:
+    return shelf.store
+
+
+class Made(io.RawIOBase):
+    """A file that is made while it is read, in blocks of which no two are alike. Its reads are short now and then."""
+
+    BLOCK = 4096
+
+    def __init__(self, size: int) -> None:
+        self.size, self.at = size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
+        return self.at
+
+    def read(self, size: int = -1) -> bytes:
+        size = min(self.size - self.at, size if size >= 0 else self.size, 3 * MIB)
+        first, skipped = divmod(self.at, self.BLOCK)
+        numbers = range(first, first + size // self.BLOCK + 2)
+        self.at += size
+        return b"".join(number.to_bytes(8, "big") * (self.BLOCK // 8) for number in numbers)[skipped : skipped + size]
+
+
+class Compared(io.RawIOBase):
+    """A file that keeps nothing: what is written must be what another one reads."""
+
+    def __init__(self, expected: Made) -> None:
+        self.expected = expected
+
+    def write(self, content: Any) -> int:
+        seen = b""
+        while len(seen) < len(content):
+            seen += self.expected.read(len(content) - len(seen))
+        assert seen == content
+        return len(content)
+
+
+@contextmanager
+def memory_below(limit: int) -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [b"", b"\x00\xff\r\n", bytes(range(256)) * 999], ids=["empty", "binary", "256 KB"])
+def test_what_is_set_is_got_to_the_byte(store: KeyValueStore, value: bytes) -> None:
+    store.set("k", b"something else")
+    store.set("k", value)
+    assert store.get("k") == value
+    assert store.has("k")
 
 
 def test_what_was_never_set_is_none(store: KeyValueStore) -> None:
-    assert store.get("k") is None and not store.has("k")
-    assert store.is_empty() and store.size() == 0
-
-
-def test_keys_of_every_shape_are_kept_apart(store: KeyValueStore) -> None:
-    for key in HARD_KEYS:
-        store.set(key, key.encode())
-    assert {key: store.get(key) for key in HARD_KEYS} == {key: key.encode() for key in HARD_KEYS}
-    assert list(store.list()) == sorted(HARD_KEYS)
-    assert store.size() == len(HARD_KEYS)
-
-
-def test_list_takes_a_prefix(store: KeyValueStore) -> None:
-    for key in ("agents/a/1", "agents/a/2", "agents/ab/1", "other"):
-        store.set(key, b"x")
-    assert list(store.list("agents/a/")) == ["agents/a/1", "agents/a/2"]
-    assert list(store.list("agents/a")) == ["agents/a/1", "agents/a/2", "agents/ab/1"]
+    assert store.get("k") is None
+    assert not store.has("k")
+    assert not store.download("k", io.BytesIO())
+    assert not store.download("k", io.BytesIO(), start=1, length=0)
+    assert store.is_empty()
+    assert store.size() == 0
 
 
 def test_removing_twice_is_no_error(store: KeyValueStore) -> None:
@@ -52,33 +206,301 @@ def test_removing_twice_is_no_error(store: KeyValueStore) -> None:
     assert store.is_empty()
 
 
-def test_clear_removes_what_has_the_prefix(store: KeyValueStore) -> None:
-    store.set("a/1", b"x")
-    store.set("b/1", b"x")
-    store.clear("a/")
-    assert list(store.list()) == ["b/1"]
+def test_has_does_not_fetch_the_value(store: KeyValueStore) -> None:
+    store.set("big", b"x" * 8 * MIB)
+    assert store.has("big")  # connects
+    with memory_below(MIB):
+        assert store.has("big")
 
 
-def test_files_go_in_and_out(store: KeyValueStore) -> None:
-    content = bytes(range(256)) * 20_000
-    store.upload("big", io.BytesIO(content))
+def test_has_wants_the_whole_key(store: KeyValueStore) -> None:
+    store.set("key-and-more", b"x")
+    assert not store.has("key")
+
+
+def test_a_file_goes_in_from_where_it_stands_and_stays_open(store: KeyValueStore, tmp_path_factory: Any) -> None:
+    path = tmp_path_factory.mktemp("source") / "file"
+    path.write_bytes(b"head|rest of it")
+    with path.open("rb") as source:
+        source.seek(5)
+        store.upload("k", source)
+        assert not source.closed
+    store.upload("none left", io.BytesIO())
+    assert store.get("k") == b"rest of it"
+    assert store.get("none left") == b""
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "found"),
+    [
+        (0, None, "0123456789"),
+        (0, 3, "012"),
+        (4, None, "456789"),
+        (4, 2, "45"),
+        (9, 5, "9"),
+        (10, None, ""),
+        (11, 7, ""),
+        (3, 0, ""),
+    ],
+)
+def test_a_range_is_these_bytes_and_no_others(store: KeyValueStore, start: int, length: int | None, found: str) -> None:
+    store.set("k", b"0123456789")
     target = io.BytesIO()
-    assert store.download("big", target) and target.getvalue() == content
-    assert not store.download("none", io.BytesIO())
+    assert store.download("k", target, start=start, length=length)
+    assert target.getvalue() == found.encode()
 
 
-@pytest.mark.parametrize("key", ["", "a\0b", "x" * 513])
-def test_what_is_no_key_is_refused(store: KeyValueStore, key: str) -> None:
-    with pytest.raises(ValueError, match="not a key"):
-        store.set(key, b"x")
+def test_a_range_of_an_empty_value_is_empty(store: KeyValueStore) -> None:
+    store.set("k", b"")
+    target = io.BytesIO()
+    assert store.download("k", target, start=0, length=5)
+    assert store.download("k", target, start=5)
+    assert target.getvalue() == b""
 
 
-def test_a_write_that_fails_leaves_the_old_value(store: KeyValueStore) -> None:
-    class Broken(io.RawIOBase):
+def test_a_range_before_the_beginning_is_refused(store: KeyValueStore) -> None:
+    with pytest.raises(StoreRefused):
+        store.download("k", io.BytesIO(), start=-1)
+    with pytest.raises(StoreRefused):
+        store.download("k", io.BytesIO(), length=-1)
+
+
+def test_a_large_value_passes_through_little_memory(streaming_shelf: Shelf) -> None:
+    store, size = streaming_shelf.store, 50 * MIB + 12345
+    limit = 4 * MIB if streaming_shelf.kind == "filesystem" else 40 * MIB  # two parts are under way, and one is being read
+    store.set("k", b"small")
+    with memory_below(limit + 4 * MIB):  # what the source needs to make itself
+        store.upload("k", Made(size))  # type: ignore[arg-type]
+    assert next(store.entries()).size == size
+    with memory_below(limit):
+        assert store.download("k", Compared(Made(size)))  # type: ignore[arg-type]
+    part = Made(size)
+    part.seek(30 * MIB)
+    assert store.download("k", Compared(part), start=30 * MIB, length=9 * MIB)  # type: ignore[arg-type]
+    assert part.tell() == 39 * MIB
+
+
+def test_a_source_that_fails_leaves_the_old_value(store: KeyValueStore) -> None:
+    class Broken(Made):
         def read(self, size: int = -1) -> bytes:
-            raise OSError("the disk is gone")
+            if self.at > 9 * MIB:
+                raise OSError("the disk is gone")
+            return super().read(size)
 
     store.set("k", b"old")
-    with pytest.raises(Exception, match="the disk is gone"):
-        store.upload("k", Broken())  # type: ignore[arg-type]
-    assert store.get("k") == b"old" and list(store.list()) == ["k"]
+    with pytest.raises(StoreError, match=r"upload of 'k': .*the disk is gone"):
+        store.upload("k", Broken(20 * MIB))  # type: ignore[arg-type]
+    assert store.get("k") == b"old"
+    assert list(store.list()) == ["k"]
+
+
+def test_a_target_that_fails_is_a_store_error(store: KeyValueStore) -> None:
+    store.set("k", b"value")
+    with Path("/dev/full").open("wb", buffering=0) as target, pytest.raises(StoreError, match="No space left"):
+        store.download("k", target)
+
+
+def test_a_value_of_the_largest_size_is_taken(kv_shelf: Shelf) -> None:
+    assert kv_shelf.store.largest_value == 25 * MIB
+    kv_shelf.store.set("k", bytes(25 * MIB))
+    target = io.BytesIO()
+    assert kv_shelf.store.download("k", target, start=25 * MIB - 2)
+    assert target.getvalue() == bytes(2)
+
+
+def test_an_upload_that_a_crash_left_unfinished_is_given_up_once_it_is_old(multipart_shelf: Shelf) -> None:
+    store, now = multipart_shelf.store, datetime.now(UTC)
+    assert isinstance(store, S3Store)
+    store.client().create_multipart_upload(Bucket=store.bucket, Key=f"{store.prefix}unfinished")
+    assert store.is_empty()
+    assert store.sweep_leftovers(now - timedelta(hours=1)) == 0
+    assert store.sweep_leftovers(now + timedelta(hours=1)) == 1
+    assert store.sweep_leftovers(now + timedelta(hours=1)) == 0
+
+
+def test_a_bucket_that_is_not_there_and_a_key_that_is_wrong_are_said_so(s3_shelf: Shelf) -> None:
+    good = s3_shelf.store
+    assert isinstance(good, S3Store)
+    elsewhere = S3Store("no-such-bucket", endpoint=good.endpoint, access_key_id="-", secret_access_key="-")
+    elsewhere.client = good.client
+    wrong = S3Store(good.bucket, endpoint=good.endpoint, access_key_id="test-key", secret_access_key="wrong")
+    for act in (
+        lambda store: store.get("k"),
+        lambda store: store.has("k"),
+        lambda store: store.set("k", b""),
+        KeyValueStore.page,
+    ):
+        with pytest.raises(StoreError, match="there is no bucket 'no-such-bucket'"):
+            act(elsewhere)
+        with pytest.raises(StoreError, match="refuses these credentials"):
+            act(wrong)
+
+
+def test_of_sets_at_once_one_stays_whole(store: KeyValueStore) -> None:
+    values = [bytes([65 + at]) * 300_000 for at in range(4)]
+    with threads(4) as run:
+        assert run(lambda at: store.set("k", values[at])) == [None] * 4
+    assert store.get("k") in values
+    assert store.size() == 1
+
+
+def test_keys_side_by_side_do_not_disturb_each_other(store: KeyValueStore) -> None:
+    def work(at: int) -> bytes | None:
+        for turn in range(5):  # in one directory, which its removals take away and its sets make again
+            store.set(f"deep/er/{at}", f"{at}.{turn}".encode())
+            found = store.get(f"deep/er/{at}")
+            store.remove(f"deep/er/{at}")
+        return found
+
+    with threads(4) as run:
+        assert run(work) == [f"{at}.4".encode() for at in range(4)]
+    assert store.is_empty()
+
+
+def test_a_child_of_a_fork_has_its_own_connection(store: KeyValueStore) -> None:
+    store.set("k", b"parent's")
+    child = os.fork()
+    if not child:
+        good = False
+        try:
+            good = all(store.get("k") == b"parent's" for _ in range(20))
+        finally:
+            os._exit(0 if good else 1)
+    assert all(store.get("k") == b"parent's" for _ in range(20))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# --- keys ---------------------------------------------------------------------------------------------------------
+
+
+def test_keys_of_every_shape_are_kept_apart_and_in_order(shelf: Shelf) -> None:
+    store, keys = shelf.store, shelf.keys
+    for key in keys:
+        store.set(key, key.encode())
+    assert {key: store.get(key) for key in keys} == {key: key.encode() for key in keys}
+    assert all(store.has(key) for key in keys)
+    assert list(store.list()) == sorted(keys, key=str.encode)
+    for key in keys:
+        assert list(store.list(key)) == sorted((other for other in keys if other.startswith(key)), key=str.encode)
+    for key in keys[::2]:
+        store.remove(key)
+    assert list(store.list()) == sorted(keys[1::2], key=str.encode)
+    store.remove_many(keys)
+    assert store.is_empty()
+
+
+def test_the_longest_key_is_taken_and_a_longer_one_refused(shelf: Shelf) -> None:
+    store = shelf.store
+    longest = "é" * (store.longest_key // 2) + "x" * (store.longest_key % 2)
+    if shelf.kind == "seaweedfs":  # an element of its paths has at most 255 bytes, and the prefix counts
+        longest = "/".join(["é" * 100] * 9)[: store.longest_key // 2]
+    store.set(longest, b"x")
+    assert store.get(longest) == b"x"
+    assert list(store.list(longest[:-1])) == [longest]
+    with pytest.raises(StoreRefused):
+        store.set("x" * (store.longest_key + 1), b"x")
+
+
+METHODS: dict[str, Callable[[KeyValueStore, str], object]] = {
+    "get": lambda store, key: store.get(key),
+    "set": lambda store, key: store.set(key, b"x"),
+    "has": lambda store, key: store.has(key),
+    "remove": lambda store, key: store.remove(key),
+    "remove_many": lambda store, key: store.remove_many([key]),
+    "upload": lambda store, key: store.upload(key, io.BytesIO(b"x")),
+    "download": lambda store, key: store.download(key, io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_no_key_is_refused_by_every_method_in_words(shelf: Shelf, method: str) -> None:
+    for key in ["", "a\0b", "x" * 1025, "\ud800", *shelf.refused]:
+        with pytest.raises(StoreRefused) as refused:
+            METHODS[method](shelf.store, key)
+        assert refused.value.backend == shelf.store.name
+        assert refused.value.method in (method, "remove")
+        assert str(refused.value).startswith(f"{shelf.store.name}: {refused.value.method}")
+    assert shelf.store.is_empty()
+
+
+# --- listings -----------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_need_not_end_at_a_slash(store: KeyValueStore) -> None:
+    for key in ("agents/a/1", "agents/a/2", "agents/ab/1", "other"):
+        store.set(key, b"x")
+    assert list(store.list("agents/a/")) == ["agents/a/1", "agents/a/2"]
+    assert list(store.list("agents/a")) == ["agents/a/1", "agents/a/2", "agents/ab/1"]
+    assert list(store.list("agents/a/2/")) == []
+    assert store.size("agents/") == 3
+    assert not store.is_empty("o")
+    assert store.is_empty("p")
+
+
+@pytest.mark.parametrize("limit", [1, 4, 10, 11, 22])
+def test_pages_together_are_every_key_once_and_in_order(store: KeyValueStore, limit: int) -> None:
+    keys = [
+        f"p/{name}" for name in (*"defghijklmn", "ö", "😀", "a.b", "ab/c", "ab/d", "abc", "b", "b0", "c/d/e", "c/d/f", "p.q")
+    ]
+    for key in [*keys, "o/before", "q/after"]:
+        store.set(key, b"x")
+    found, following = [], ""
+    while True:
+        page = store.page("p/", following=following, limit=limit)
+        assert 0 < len(page.entries) <= limit
+        found += [entry.key for entry in page.entries]
+        if not (following := page.following):
+            break
+    assert found == sorted(keys, key=str.encode)
+
+
+def test_what_is_removed_between_two_pages_makes_none_of_the_others_miss(store: KeyValueStore) -> None:
+    keys = [f"{at:02}" for at in range(15)]
+    for key in keys:
+        store.set(key, b"x")
+    first = store.page(limit=4)
+    for key in ("00", "01", "03", "05"):
+        store.remove(key)
+    assert [entry.key for entry in store.page(following=first.following, limit=4).entries] == ["04", "06", "07", "08"]
+
+
+def test_a_page_of_no_key_or_of_too_many_is_refused(store: KeyValueStore) -> None:
+    for limit in (0, 1001):
+        with pytest.raises(StoreRefused, match="page"):
+            store.page(limit=limit)
+
+
+def test_entries_say_what_the_backend_knows(shelf: Shelf) -> None:
+    before = datetime.now(UTC) - timedelta(seconds=2)
+    shelf.store.set("k", b"12345")
+    (entry,) = shelf.store.entries()
+    if shelf.kind == "kv":
+        assert entry == Entry("k", None, None)
+    else:
+        assert entry.size == 5
+        assert entry.modified_at is not None
+        assert before < entry.modified_at < datetime.now(UTC) + timedelta(seconds=2)
+
+
+def test_clear_removes_what_has_the_prefix(store: KeyValueStore) -> None:
+    for key in ("a/1", "a/2", "ab", "b/1"):
+        store.set(key, b"x")
+    store.clear("a/")
+    assert list(store.list()) == ["ab", "b/1"]
+    store.clear("nothing")
+    store.clear()
+    assert store.is_empty()
+
+
+def test_thousands_of_keys_are_listed_and_removed(quick_shelf: Shelf) -> None:
+    store = quick_shelf.store
+    keys = [f"many/{at % 7}/{at:05}" for at in range(1010 if quick_shelf.kind == "seaweedfs" else 2500)]
+    with threads(10) as run:
+        run(lambda at: [store.set(key, b"x") for key in keys[at::10]])
+    store.set("other", b"x")
+    assert list(store.list("many/")) == sorted(keys)
+    page = store.page()
+    assert len(page.entries) == 1000
+    assert page.following
+    store.clear("many/")
+    assert list(store.list()) == ["other"]

@@ -4,7 +4,9 @@ import signal
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
 from typing import Any
 
 from django.conf import settings
@@ -16,13 +18,24 @@ from controlplane import schedules
 from leases import sweeps as leases
 from leases import turns
 from leases.management.verbs import duration, first_line, one_line
-from sandboxes import runs
+from sandboxes import pruning, runs
 from sandboxes import sweeps as sandboxes
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import Found
+from sandboxes.storage import data
 
 TICK = 0.2  # seconds until a signal is noticed
 SHOWN = 200  # of what each sweep would do
+
+
+@dataclass(frozen=True)
+class Named:
+    name: str
+
+
+def _unwanted(now: datetime) -> Iterable[Named]:
+    keys = (key for shelf in pruning.SHELVES for key in pruning.orphans(shelf, now - pruning.GRACE))
+    return (Named(key) for key in islice(keys, SHOWN))
 
 
 def _orphans(now: datetime) -> Iterable[Found]:
@@ -40,6 +53,7 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "skip turn": lambda now: turns.overdue(now=now)[:SHOWN],
         "forget answer": lambda now: leases.forgettable(now=now)[:SHOWN],
     },
+    "persist": {"store data of sandbox": lambda now: data.unsaved()[:SHOWN]},
     "reclaim": {
         "destroy sandbox": lambda now: sandboxes.given_up(now=now)[:SHOWN],
         "close lease": lambda now: leases.cleared()[:SHOWN],
@@ -57,6 +71,10 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "reconcile": {"destroy": _orphans, "end lease as lost": lambda now: leases.lost()},
     "recount": {"count pool": lambda now: Pool.objects.order_by("pk")},
     "measure": {"measure": lambda now: sandboxes.unmeasured()[:SHOWN]},
+    "prune": {
+        "remove outdated": lambda now: data.outdated()[:SHOWN],
+        "remove": _unwanted,
+    },
 }
 
 

@@ -1,0 +1,128 @@
+"""How an agent's data is kept, changed from one way to the other while no sandbox of it has a process.
+
+What it has is stored the new way first, then one transaction turns it over, then what was stored the old way goes."""
+
+import stat
+import tarfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from shutil import copyfileobj
+
+from django.db import transaction
+
+from sandboxes.errors import Busy
+from sandboxes.image import files
+from sandboxes.lifecycle import step
+from sandboxes.models import Sandbox, State
+from sandboxes.providers.base import Rejected
+from sandboxes.storage import data, mounts, pulls, store, tree
+from sandboxes.storage.base import CHUNK, StoreError
+from sandboxes.storage.editing import Bundle
+from sandboxes.storage.s3 import S3Store
+from sandboxes.storage.spools import Slice, side_by_side, spool
+from sandboxes.storage.verdict import WRITTEN
+from sandboxes.stored import AgentData, DataFile, DataObject, Keeping
+
+KINDS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "link": stat.S_IFLNK}
+GONE = {"removed": True, "stored_in": None, "size_bytes": 0, "digest": ""}
+
+
+def to_mount(mine: AgentData, *, now: datetime) -> int:
+    """Have an agent's files in the bucket as an object each, to be mounted from now on; how many paths. Safe to repeat.
+
+    Busy while it has a sandbox with a process, or if its data was changed meanwhile; Rejected where nothing can be
+    mounted. A name with a control character, which only some stores take, is a StoreError."""
+    if why := mounts.lacking():
+        raise Rejected(f"Its data cannot be mounted: {why}.")
+    with _asleep(mine, Keeping.SYNC):
+        rows = list(tree.live(mine).select_related("stored_in", "data"))
+    store().clear(mounts.prefix_of(mine.agent_did))  # of an earlier try
+    with ExitStack() as stack:
+        content = pulls.fetch([row for row in rows if row.kind == "file"], stack, now=now)
+        side_by_side(lambda row: _put(row, content.get(row.path)), rows)
+    step("data copied", mine)
+    with _asleep(mine, Keeping.SYNC) as changed:
+        DataFile.objects.filter(data=mine).update(**GONE)  # that there was a skill is still known
+        AgentData.objects.filter(pk=mine.pk).update(keeping=Keeping.MOUNT, revision=changed, changed_at=now)
+    data.drop_outdated(DataObject.objects.filter(data=mine))
+    return len(rows)
+
+
+def to_sync(mine: AgentData, *, now: datetime) -> int:
+    """Have an agent's mounted files copied into its sandboxes from now on; how many paths. Safe to repeat.
+
+    Busy as for to_mount, DataFull if that is more than is kept so, StoreError if they cannot be read. Whatever is
+    neither file nor directory nor link is left out."""
+    with _asleep(mine, Keeping.MOUNT):
+        pass
+    with ExitStack() as stack:
+        bundle, tar = Bundle(stack), stack.enter_context(spool())
+        with mounts.opened(mine.agent_did) as directory:
+            try:
+                files.pack(str(directory), tar)
+            except OSError as failed:
+                raise StoreError("mount", "read", str(failed)) from failed
+        tar.seek(0)
+        with tarfile.open(fileobj=tar, mode="r:") as members:
+            for member in members:
+                row = DataFile(path=member.name, kind="file", mode=member.mode, mtime=int(member.mtime))
+                if not member.isreg():
+                    row.kind, row.target = ("link", member.linkname) if member.issym() else ("directory", "")
+                row.size_bytes = member.size
+                bundle.add(row, members.extractfile(member) if member.isreg() else None)
+        bundle.upload(mine, now)
+        step("data copied", mine)
+        with _asleep(mine, Keeping.MOUNT) as changed:
+            _record(mine, bundle, changed, now)
+    store().clear(mounts.prefix_of(mine.agent_did))
+    return len(bundle.rows)
+
+
+@contextmanager
+def _asleep(mine: AgentData, kept: Keeping) -> Iterator[int]:
+    """With the agent's data locked, and its next revision. Busy if it was changed since `mine` was read, or may be now."""
+    with transaction.atomic():
+        same = AgentData.objects.select_for_update(no_key=True).filter(pk=mine.pk, keeping=kept, revision=mine.revision)
+        if not same.exists():
+            raise Busy("Its data was changed, or is kept otherwise by now.")
+        if Sandbox.objects.filter(agent_did=mine.agent_did).exclude(state__in=(State.COLD, State.DESTROYED)).exists():
+            raise Busy("It has a sandbox that is not asleep. Its data can be kept otherwise once all are, or are gone.")
+        yield mine.revision + 1
+
+
+def _put(row: DataFile, content: Slice | None) -> None:
+    """Store one path as s3fs does: what it is stands in the object's metadata."""
+    bucket = store()
+    assert isinstance(bucket, S3Store)
+    key = mounts.prefix_of(row.data.agent_did) + row.path + "/" * (row.kind == "directory")
+    known = {
+        "mode": str(KINDS[row.kind] | row.mode),
+        "uid": str(mounts.AGENT),
+        "gid": str(mounts.AGENT),
+        "mtime": str(row.mtime),
+    }
+    with spool() as whole:
+        if content:
+            copyfileobj(content, whole, CHUNK)
+        whole.write(row.target.encode())
+        whole.seek(0)
+        bucket.upload(key, whole, known)
+
+
+def _record(mine: AgentData, bundle: Bundle, revision: int, now: datetime) -> None:
+    objects: dict[str, DataObject] = {}
+    for path, row in bundle.rows.items():
+        row.data, row.revision, row.at = mine, revision, now
+        if piece := bundle.pieces.get(path):
+            assert piece.object is not None  # it was uploaded
+            row.stored_in, row.offset = objects.setdefault(piece.object.key, piece.object), piece.offset
+    DataObject.objects.bulk_create(objects.values())
+    DataFile.objects.filter(data=mine).update(**GONE, revision=revision, at=now)
+    DataFile.objects.bulk_create(
+        bundle.rows.values(), update_conflicts=True, unique_fields=["data", "path"], update_fields=WRITTEN
+    )
+    sizes = [row.size_bytes for row in bundle.rows.values() if row.kind == "file"]
+    AgentData.objects.filter(pk=mine.pk).update(
+        keeping=Keeping.SYNC, revision=revision, files=len(sizes), size_bytes=sum(sizes), changed_at=now
+    )

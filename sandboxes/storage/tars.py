@@ -1,0 +1,70 @@
+"""Tars that come from outside, looked at before anything is done with them: what reads them next may have little memory."""
+
+import os
+import tarfile
+from typing import BinaryIO
+
+from sandboxes.providers.base import WORKSPACE, Rejected, TooLarge, under_roots
+
+MOST = 100_000  # members
+BLOCK = tarfile.BLOCKSIZE
+LONGEST_HEADER = 1 << 16  # bytes of a header that has names for the next member
+HEADERS = {tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
+MOST_HEADERS = 8  # in a row: an unpacker takes them apart by recursion
+WITH_CONTENT = {tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE}
+WITHOUT = {tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE}
+
+
+def check(tar: BinaryIO) -> None:
+    """Rejected unless this is a whole uncompressed tar of files, directories and links that lie below where it is
+    unpacked; TooLarge past 100000 of them. Leaves the tar at its beginning."""
+    _check_blocks(tar)
+    try:
+        tar.seek(0)
+        with tarfile.open(fileobj=tar, mode="r:") as members:
+            for member in members:
+                _check_name(member.name)
+                if member.islnk():
+                    _check_name(member.linkname)
+                members.members = []  # type: ignore[attr-defined]  # else it remembers every one
+    except (tarfile.TarError, ValueError) as error:
+        raise Rejected(f"This is no tar: {error}.") from None
+    tar.seek(0)
+
+
+def _check_blocks(tar: BinaryIO) -> None:
+    """Go from header to header, without taking anything apart whose size a stranger says."""
+    end = tar.seek(0, os.SEEK_END)
+    tar.seek(0)
+    members = headers = 0
+    while any(head := tar.read(BLOCK)):
+        try:
+            member = tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
+        except tarfile.HeaderError:
+            raise Rejected("This is no uncompressed tar, or not from its beginning on.") from None
+        size = member.size if member.type in HEADERS | WITH_CONTENT else 0
+        if member.type in HEADERS:
+            headers += 1
+            said = tar.read(size) if 0 < size <= LONGEST_HEADER else b""
+            if not said or headers > MOST_HEADERS or b" size=" in said or b" GNU.sparse" in said:
+                raise Rejected(f"The tar has a header before {member.name!r} that is not taken.")
+            tar.seek(-size % BLOCK, os.SEEK_CUR)
+        elif member.type in WITH_CONTENT | WITHOUT:
+            members, headers = members + 1, 0
+            tar.seek(size + -size % BLOCK, os.SEEK_CUR)
+        else:
+            raise Rejected(f"{member.name!r} is neither a file nor a directory nor a link.")
+        if size < 0 or tar.tell() > end:
+            raise Rejected(f"The tar ends within {member.name!r}.")
+        if members > MOST:
+            raise TooLarge(f"The tar has more than {MOST} members.")
+    if not head:
+        raise Rejected("The tar ends too early." if members else "There is no tar.")
+
+
+def _check_name(name: str) -> None:
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if name.startswith("/"):
+        raise Rejected(f"{name!r} is no path relative to where the tar is unpacked.")
+    if parts:
+        under_roots("/".join([WORKSPACE, *parts]))

@@ -1,0 +1,440 @@
+"""Files of a lease: read whole and in ranges, listed, packed and unpacked; the same while its sandbox sleeps."""
+
+import io
+import tarfile
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.utils import timezone
+
+from leases.models import Lease
+from sandboxes import pool as pools
+from sandboxes.models import DataObject, Run, Sandbox
+from sandboxes.providers.memory import File, MemoryProvider
+from sandboxes.storage import store, workspace
+from tests.api.conftest import Api, check, run_out
+from tests.api.test_bad_input import refused
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def at(lease) -> str:
+    return f"leases/{lease['id']}"
+
+
+@pytest.fixture
+def filled(ada: Api, at: str) -> str:
+    """A lease with some files."""
+    assert ada.put(f"{at}/files/src/main.py", b"print('hi')\n").status_code == 204
+    assert ada.put(f"{at}/files/src/deep/er/x.bin", bytes(range(256))).status_code == 204
+    assert ada.put(f"{at}/files/empty", b"").status_code == 204
+    assert ada.put(f"{at}/files/memory/notes.md?root=data", b"remember\n").status_code == 204
+    ada.post(f"{at}/exec", {"argv": ["ln", "-s", "src/main.py", "/workspace/link"]})
+    return at
+
+
+@pytest.fixture
+def sleep(lease) -> Callable[[], None]:
+    def put() -> None:
+        sandbox = pools.of(uuid.UUID(lease["id"]))
+        assert sandbox
+        assert pools.sleep(sandbox.pk, now=timezone.now(), reason="test")
+
+    return put
+
+
+def got(answer: Any) -> bytes:
+    return b"".join(answer.streaming_content) if answer.streaming else answer.content
+
+
+def members(tar: bytes) -> dict[str, bytes | str | None]:
+    """What is in a tar: the content of files, the target of links, None for directories."""
+    found: dict[str, bytes | str | None] = {}
+    with tarfile.open(fileobj=io.BytesIO(tar), mode="r:") as opened:
+        for member in opened:
+            content = opened.extractfile(member) if member.isreg() else None
+            found[member.name] = content.read() if content else member.linkname if member.issym() else None
+    return found
+
+
+def packed(**files: bytes) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+# --- one file -----------------------------------------------------------------------------------------------------
+
+
+RANGES = [
+    ("bytes=0-3", 206, b"\x00\x01\x02\x03", "bytes 0-3/256"),
+    ("bytes=250-", 206, bytes(range(250, 256)), "bytes 250-255/256"),
+    ("bytes=250-9999", 206, bytes(range(250, 256)), "bytes 250-255/256"),
+    ("bytes=-2", 206, b"\xfe\xff", "bytes 254-255/256"),
+    ("bytes=-9999", 206, bytes(range(256)), "bytes 0-255/256"),
+    ("Bytes = 255-255", 206, b"\xff", "bytes 255-255/256"),
+    ("bytes=256-", 416, None, "bytes */256"),
+    ("bytes=999999999999999999-", 416, None, "bytes */256"),
+    ("bytes=-0", 416, None, "bytes */256"),
+    *[
+        (said, 200, bytes(range(256)), None)
+        for said in (
+            "bytes=0-1,5-6",
+            "bytes=5-3",
+            "bytes=-",
+            "bytes=a-b",
+            "lines=1-2",
+            "",
+            "bytes=²-",
+            "bytes=" + "9" * 40 + "-",
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_ranges(asleep: bool, ada: Api, filled: str, sleep) -> None:
+    if asleep:
+        sleep()
+    for said, status, content, which in RANGES:
+        answer = ada.get(f"{filled}/files/src/deep/er/x.bin", range=said)
+        assert (answer.status_code, answer.headers.get("Content-Range")) == (status, which), said
+        if content is None:
+            assert (answer.json()["code"], answer.json()["field"]) == ("range_not_satisfiable", "Range")
+        else:
+            assert (answer.content, answer["Accept-Ranges"]) == (content, "bytes")
+            assert answer["Leasehold-Source"] == ("snapshot" if asleep else "sandbox")
+    assert ada.get(f"{filled}/files/empty", range="bytes=0-").status_code == 416
+    assert Sandbox.objects.get().state == ("cold" if asleep else "waiting")
+
+
+def test_a_range_of_another_version_is_the_whole_file(ada: Api, filled: str) -> None:
+    answer = ada.get(f"{filled}/files/src/main.py", range="bytes=0-1", if_range='"x"')
+    assert (answer.status_code, answer.content) == (200, b"print('hi')\n")
+
+
+def test_head_says_the_size(ada: Api, filled: str, sleep) -> None:
+    url, key = f"/api/v1/{filled}/files/src/deep/er/x.bin", {"Authorization": f"Bearer {ada.key}"}
+    for source in ("sandbox", "snapshot"):
+        answer = ada.client.head(url, headers=key)
+        assert (answer.status_code, answer["Content-Length"], answer["Accept-Ranges"]) == (200, "256", "bytes")
+        assert (answer["Leasehold-Source"], answer["Content-Type"]) == (source, "application/octet-stream")
+        assert answer.content == b""
+        if source == "sandbox":
+            sleep()
+    assert ada.client.head(f"{url}x", headers=key).status_code == 404
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_large_file_is_read_in_ranges(asleep: bool, ada: Api, filled: str, sleep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leases.api_files.LARGEST_FILE", 100)
+    if asleep:
+        sleep()
+    whole = ada.get(f"{filled}/files/src/deep/er/x.bin")
+    assert (whole.status_code, whole.json()["field"]) == (413, "path")
+    assert "256 bytes" in whole.json()["detail"]
+    content, start = b"", 0
+    while start < 256:
+        part = ada.get(f"{filled}/files/src/deep/er/x.bin", range=f"bytes={start}-")
+        assert part.status_code == 206
+        content += part.content
+        start = len(content)
+    assert content == bytes(range(256))
+    assert len(ada.get(f"{filled}/files/src/deep/er/x.bin", range="bytes=-200").content) == 100
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+@pytest.mark.parametrize(
+    ("path", "status", "code"),
+    [("none", 404, "file_not_found"), ("src/none/x", 404, "file_not_found"), ("src", 400, "bad_path"),
+     ("link", 400, "bad_path"), ("src/main.py/x", 400, "bad_path"), ("link/x", 400, "bad_path")],
+)  # fmt: skip
+def test_what_is_no_file(path: str, status: int, code: str, asleep: bool, ada: Api, filled: str, sleep) -> None:
+    if asleep:
+        sleep()
+    answer = ada.get(f"{filled}/files/{path}")
+    assert (answer.status_code, answer.json()["code"], answer.json()["field"]) == (status, code, "path")
+
+
+def test_an_act_on_the_workspace_does_not_wait_for_the_agents_data(ada: Api, at: str, memory: MemoryProvider) -> None:
+    ada.put(f"{at}/files/a", b"x")
+    ada.get(f"{at}/files/a")
+    assert [verb for verb, _ in memory.calls] == ["create", "wait_ready", "write_file", "write_file", "read_range"]
+    ada.get(f"{at}/files/a?root=data")
+    assert "seed" in [verb for verb, _ in memory.calls]
+
+
+# --- asleep -------------------------------------------------------------------------------------------------------
+
+
+QUESTIONS = [
+    "files/src/main.py", "files/link", "files/memory/notes.md?root=data", "files/none?root=data", "files", "files?deep=1",
+    "files?path=src", "files?path=src&deep=1", "files?path=src/deep/er", "files?path=none", "files?path=link",
+    "files?path=src/main.py", "archive", "archive?path=src", "archive?path=none", "archive?path=empty",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", QUESTIONS)
+def test_what_sleeps_answers_as_what_is_awake_and_is_not_woken(
+    asked: str, ada: Api, filled: str, sleep, memory: MemoryProvider
+) -> None:
+    awake = ada.get(f"{filled}/{asked}")
+    before = got(awake)
+    sleep()
+    calls, runs = len(memory.calls), Run.objects.count()
+    asleep = ada.get(f"{filled}/{asked}")
+    assert asleep.status_code == awake.status_code
+    if asked.startswith("archive") and awake.status_code == 200:
+        assert members(got(asleep)) == members(before)
+    elif awake.status_code == 200:
+        assert got(asleep) == before
+    else:
+        assert asleep.json()["code"] == awake.json()["code"]
+    assert (Sandbox.objects.get().state, len(memory.calls), Run.objects.count()) == ("cold", calls, runs)
+    if awake.status_code == 200:
+        assert (awake["Leasehold-Source"], asleep["Leasehold-Source"]) == ("sandbox", "snapshot")
+
+
+def test_the_agents_data_is_listed_and_packed_while_the_sandbox_sleeps(ada: Api, filled: str, sleep) -> None:
+    sleep()
+    listed = ada.get(f"{filled}/files?root=data&path=memory").json()
+    assert [(entry["name"], entry["size"]) for entry in listed["entries"]] == [("notes.md", 9)]
+    tar = members(got(ada.get(f"{filled}/archive?root=data&path=memory")))
+    assert tar["memory/notes.md"] == b"remember\n"
+    assert set(tar) <= {"memory", "memory/notes.md"}
+
+
+def test_what_has_lost_its_place_is_read_from_what_is_stored(ada: Api, filled: str, sleep) -> None:
+    sleep()
+    pools.drop_cold(Sandbox.objects.get().pk, now=timezone.now(), reason="test")
+    answer = ada.get(f"{filled}/files/src/main.py")
+    assert (answer.content, answer["Leasehold-Source"]) == (b"print('hi')\n", "snapshot")
+    assert Sandbox.objects.count() == 1
+
+
+def test_reading_renews_the_lease(ada: Api, filled: str, sleep) -> None:
+    sleep()
+    before = ada.get(filled).json()["expires_at"]
+    ada.get(f"{filled}/files/src/main.py")
+    assert ada.get(filled).json()["expires_at"] > before
+
+
+def test_a_lease_without_a_sandbox_shows_what_its_first_one_begins_with(ada: Api, at: str, memory: MemoryProvider) -> None:
+    listed, content = ada.get(f"{at}/files?deep=1"), ada.get(f"{at}/files/config.json")
+    assert [(entry["name"], entry["kind"]) for entry in listed.json()["entries"]] == [("config.json", "file")]
+    assert (content["Leasehold-Source"], ada.get(f"{at}/files?root=data").json()["entries"]) == ("snapshot", [])
+    assert set(members(got(ada.get(f"{at}/archive")))) == {"config.json"}
+    assert memory.calls == []
+    ada.post(f"{at}/exec", {"argv": ["true"]})
+    assert ada.get(f"{at}/files/config.json").content == content.content
+
+
+def test_a_fork_shows_its_own_config_before_it_was_ever_awake(ada: Api, filled: str) -> None:
+    fork = ada.post(f"{filled}/fork", {"environment_id": "fork-1"}).json()
+    there = ada.get(f"leases/{fork['id']}/files/config.json")
+    assert (there["Leasehold-Source"], fork["id"] in there.content.decode()) == ("snapshot", True)
+    tar = members(got(ada.get(f"leases/{fork['id']}/archive")))
+    assert (tar["config.json"], tar["src/main.py"]) == (there.content, b"print('hi')\n")
+
+
+def spoil(snapshot: Any) -> None:
+    store().set(f"{snapshot.key}/workspace", b"spoilt")
+    (workspace.local_of(snapshot) / "workspace").write_bytes(b"spoilt")
+
+
+def test_a_copy_that_is_not_what_was_stored_wakes_the_sandbox(ada: Api, filled: str, lease, sleep) -> None:
+    sleep()
+    ada.put(f"{filled}/files/src/main.py", b"newer")
+    sleep()
+    spoil(workspace.latest(uuid.UUID(lease["id"])))
+    answer = ada.get(f"{filled}/files/src/main.py")
+    assert (answer.content, answer["Leasehold-Source"]) == (b"print('hi')\n", "sandbox")
+    assert Sandbox.objects.get().source == "local"
+
+
+def test_a_copy_that_is_no_tar_of_ours_wakes_the_sandbox(ada: Api, at: str, memory: MemoryProvider, sleep) -> None:
+    ada.put(f"{at}/files/a", b"x")
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        member = tarfile.TarInfo("n" * 150)
+        tar.addfile(member)
+    memory.get_files = lambda *args, **options: iter([out.getvalue()])  # type: ignore[method-assign]
+    try:
+        sleep()
+    finally:
+        del memory.get_files  # type: ignore[method-assign]
+    answer = ada.get(f"{at}/files/{'n' * 150}")
+    assert (answer.status_code, answer["Leasehold-Source"]) == (200, "sandbox")
+
+
+def test_data_that_the_store_has_lost_is_no_answer(ada: Api, filled: str, sleep) -> None:
+    sleep()
+    for stored in DataObject.objects.all():
+        store().remove(stored.key)
+    answer = ada.get(f"{filled}/files/memory/notes.md?root=data")
+    assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
+
+
+# --- listings -----------------------------------------------------------------------------------------------------
+
+
+def test_a_listing(ada: Api, filled: str) -> None:
+    said = ada.get(f"{filled}/files").json()
+    assert (said["root"], said["path"]) == ("workspace", "")
+    shown = {entry["name"]: (entry["kind"], entry["size"], entry["mode"], entry["target"]) for entry in said["entries"]}
+    assert shown == {
+        "config.json": ("file", shown["config.json"][1], "0644", ""),
+        "empty": ("file", 0, "0644", ""),
+        "link": ("link", 0, "0777", "src/main.py"),
+        "src": ("directory", 0, "0755", ""),
+    }
+    deep = [entry["name"] for entry in ada.get(f"{filled}/files?path=src&deep=1").json()["entries"]]
+    assert deep == ["deep", "deep/er", "deep/er/x.bin", "main.py"]
+
+
+def test_names_that_are_no_text_are_listed(ada: Api, filled: str, memory: MemoryProvider) -> None:
+    files = memory.files(Sandbox.objects.get().ref)
+    files["/workspace/caf\udce9"] = File(b"", mtime=10**12)
+    (entry,) = [entry for entry in ada.get(f"{filled}/files").json()["entries"] if entry["name"].startswith("caf")]
+    assert (entry["name"], entry["mtime"]) == ("caf\N{REPLACEMENT CHARACTER}", "9999-12-31T00:00:00Z")
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_long_listing_is_refused(asleep: bool, ada: Api, filled: str, sleep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leases.api_files.MOST_ENTRIES", 4)
+    if asleep:
+        sleep()
+    assert ada.get(f"{filled}/files").status_code == 200
+    answer = ada.get(f"{filled}/files?deep=1")
+    assert (answer.status_code, answer.json()["field"]) == (413, "path")
+
+
+# --- archives -----------------------------------------------------------------------------------------------------
+
+
+def test_an_archive_is_a_tar_that_can_be_unpacked_again(ada: Api, filled: str, lease) -> None:
+    answer = ada.get(f"{filled}/archive?path=src")
+    tar = got(answer)
+    assert (answer["Content-Type"], answer["Content-Length"]) == ("application/x-tar", str(len(tar)))
+    assert answer["Content-Disposition"] == 'attachment; filename="src.tar"'
+    assert members(tar) == {
+        "src": None, "src/deep": None, "src/deep/er": None, "src/deep/er/x.bin": bytes(range(256)),
+        "src/main.py": b"print('hi')\n",
+    }  # fmt: skip
+    ada.put(f"{filled}/files/src/main.py", b"changed")
+    ada.put(f"{filled}/files/src/other.py", b"stays")
+    assert ada.put(f"{filled}/archive", tar).status_code == 204
+    assert ada.get(f"{filled}/files/src/main.py").content == b"print('hi')\n"
+    assert ada.get(f"{filled}/files/src/other.py").content == b"stays"
+    run = Run.objects.get(argv__0="unpack")
+    assert (run.kind, run.argv, run.outcome) == ("file", ["unpack", "/workspace"], "ok")
+
+
+def test_an_archive_is_unpacked_into_the_agents_data_and_wakes_for_it(ada: Api, filled: str, sleep) -> None:
+    sleep()
+    assert ada.put(f"{filled}/archive?root=data", packed(a=b"1", **{"memory/b": b"2"})).status_code == 204
+    assert Sandbox.objects.get().state == "waiting"
+    sleep()
+    assert ada.get(f"{filled}/files/memory/b?root=data").content == b"2"
+
+
+def test_tars_of_other_programs_are_taken(ada: Api, at: str) -> None:
+    for form in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w", format=form) as tar:
+            member = tarfile.TarInfo("./" + "/".join(["n" * 60] * 2))
+            member.size, member.mtime = 4, 1700000000.5 if form == tarfile.PAX_FORMAT else 1700000000
+            tar.addfile(member, io.BytesIO(b"text"))
+        assert ada.put(f"{at}/archive", out.getvalue()).status_code == 204
+        assert ada.get(f"{at}/files/{'/'.join(['n' * 60] * 2)}").content == b"text"
+
+
+def made(name: str, kind: bytes = tarfile.REGTYPE, target: str = "", **headers: str) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname, member.pax_headers = kind, target, headers
+        tar.addfile(member)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"no tar",
+        b"x" * 2000,
+        b"\x1f\x8b" + bytes(600),
+        packed(a=b"x" * 2000)[:1000],
+        packed(a=b"x" * 2000)[:2560],
+        made("/etc/passwd"),
+        made("../x"),
+        made("a/../../x"),
+        made("a/" + "b" * 256),
+        made("a", tarfile.LNKTYPE, "../../etc/passwd"),
+        made("a", tarfile.LNKTYPE, "/etc/passwd"),
+        made("a", tarfile.CHRTYPE),
+        made("a", tarfile.FIFOTYPE),
+        made("a", comment="x" * (1 << 17)),
+        made("a", size="5"),
+    ],
+    ids=lambda body: repr(body)[:20] + str(len(body)),
+)
+def test_what_is_no_tar_changes_nothing(ada: Api, at: str, body: bytes) -> None:
+    refused(ada, "PUT", f"{at}/archive", body, 400)
+
+
+def test_a_tar_that_is_too_large_is_refused(ada: Api, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leases.api_files.LARGEST_ARCHIVE", 10_000)
+    refused(ada, "PUT", f"{at}/archive", packed(a=b"x" * 10_000), 413)
+    monkeypatch.setattr("sandboxes.storage.tars.MOST", 2)
+    refused(ada, "PUT", f"{at}/archive", packed(a=b"", b=b"", c=b""), 413)
+
+
+def test_a_tar_that_is_announced_as_too_large_is_not_read(ada: Api, at: str) -> None:
+    url = f"/api/v1/{at}/archive"
+    sent = {"CONTENT_LENGTH": str((1 << 30) + 1), "HTTP_AUTHORIZATION": f"Bearer {ada.key}"}
+    answer = ada.client.generic("PUT", url, b"", **sent)
+    check("PUT", url, answer)
+    assert answer.status_code == 413
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("root=etc", "root"), ("root=", "root"), ("deep=2", "deep"), ("deep=yes", "deep"),
+        *[(f"path={path}", "path") for path in ("/etc", "..", "a/../..", "a//b", "a/", ".", "%00", "a%00", "x" * 256)],
+    ],
+)  # fmt: skip
+def test_directories(ada: Api, lease, query: str, field: str) -> None:
+    refused(ada, "GET", f"leases/{lease['id']}/files?{query}", None, 400, field)
+    if field != "deep":
+        refused(ada, "GET", f"leases/{lease['id']}/archive?{query}", None, 400, field)
+        refused(ada, "PUT", f"leases/{lease['id']}/archive?{query}", packed(a=b"x"), 400, field)
+
+
+ACTS = [("GET", "files"), ("GET", "files/a"), ("PUT", "files/a"), ("DELETE", "files/a"), ("GET", "archive"), ("PUT", "archive")]
+
+
+@pytest.mark.parametrize(("method", "act"), ACTS)
+def test_another_agents_files_are_not_there(bob: Api, lease, method: str, act: str) -> None:
+    assert bob(method, f"leases/{lease['id']}/{act}", packed(a=b"x")).status_code == 404
+    assert not Run.objects.exists()
+
+
+@pytest.mark.parametrize(("method", "act"), ACTS)
+def test_files_of_an_ended_lease_are_gone(ada: Api, lease, method: str, act: str) -> None:
+    run_out(lease["id"])
+    answer = ada(method, f"leases/{lease['id']}/{act}", packed(a=b"x"))
+    assert (answer.status_code, answer.json()["end_reason"]) == (410, "ttl")
+    assert Lease.objects.get().status == "active"  # no sweep has come by

@@ -1,0 +1,103 @@
+"""A store that cannot be used, or not like this, stops every command with one line that says why."""
+
+from pathlib import Path
+
+import pytest
+
+from controlplane import env
+from sandboxes import storage
+from sandboxes.storage.cloudflare_kv import CloudflareKVStore
+from sandboxes.storage.filesystem import FilesystemStore
+from sandboxes.storage.s3 import S3Store
+from tests.commands.manage import manage
+
+S3 = {
+    "STORAGE_BACKEND": "s3",
+    "R2_BUCKET_BINDING": "shelf",
+    "LEASEHOLD_S3_ENDPOINT": "https://account.invalid",
+    "LEASEHOLD_S3_ACCESS_KEY_ID": "a-key-id",
+    "LEASEHOLD_S3_SECRET_ACCESS_KEY": "a-secret-key",
+}
+KV = {
+    "STORAGE_BACKEND": "cloudflare_kv",
+    "KV_NAMESPACE_BINDING": "0123456789abcdef0123456789abcdef",
+    "LEASEHOLD_KV_ACCOUNT_ID": "an-account",
+    "LEASEHOLD_KV_API_TOKEN": "a-secret-token",
+}
+
+
+def refusal(home: Path, **variables: str) -> str:
+    done = manage(home, "check", **variables)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize("backend", [{**S3, "STORAGE_BACKEND": "r2"}, KV, {"STORAGE_SYNC": "1"}], ids=["r2", "kv", "files"])
+def test_a_backend_with_all_it_needs_starts_and_shows_no_secret(tmp_path: Path, backend: dict[str, str]) -> None:
+    done = manage(tmp_path, "config", **backend)
+    assert done.returncode == 0, done.stderr
+    assert "a-secret" not in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("backend", [S3, KV], ids=["s3", "cloudflare_kv"])
+def test_a_backend_without_one_of_its_variables_is_refused_by_that_name(tmp_path: Path, backend: dict[str, str]) -> None:
+    for name in [*backend][1:]:
+        said = refusal(tmp_path, **{**backend, name: ""})
+        assert said.startswith(f"{name} is not set, and STORAGE_BACKEND={backend['STORAGE_BACKEND']} needs it.")
+
+
+def test_aws_itself_needs_a_region_and_no_endpoint_and_may_be_journaled(tmp_path: Path) -> None:
+    aws = {**S3, "LEASEHOLD_S3_ENDPOINT": "", "LEASEHOLD_S3_REGION": "eu-central-1"}
+    assert manage(tmp_path, "config", **aws, STORAGE_MODE="journaled").returncode == 0
+
+
+def test_a_journal_in_kv_is_refused_with_the_reason(tmp_path: Path) -> None:
+    said = refusal(tmp_path, **KV, STORAGE_MODE="journaled")
+    assert said.startswith("STORAGE_MODE=journaled does not go with STORAGE_BACKEND=cloudflare_kv: KV takes one write a second")
+
+
+@pytest.mark.parametrize("backend", [S3, KV], ids=["s3", "cloudflare_kv"])
+def test_files_appended_in_place_are_refused_where_there_are_none(tmp_path: Path, backend: dict[str, str]) -> None:
+    said = refusal(tmp_path, **backend, STORAGE_SYNC="1")
+    assert said.startswith(f"STORAGE_SYNC=1 does not go with STORAGE_BACKEND={backend['STORAGE_BACKEND']}: a value there is")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("STORAGE_BACKEND", "s4"),
+        ("STORAGE_MODE", "fast"),
+        ("LEASEHOLD_S3_ENDPOINT", "account.invalid"),
+        ("LEASEHOLD_KV_API_URL", "ftp://x"),
+        ("LEASEHOLD_STORAGE_PREFIX", "no-slash"),
+        ("LEASEHOLD_STORAGE_PREFIX", "../"),
+        ("LEASEHOLD_STORAGE_PREFIX", "x" * 64 + "/"),
+    ],
+)
+def test_a_wrong_value_is_refused_in_words(tmp_path: Path, name: str, value: str) -> None:
+    assert refusal(tmp_path, **{**S3, name: value}).startswith(f"{name}={value!r} is not accepted. It takes ")
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"), [("s3", S3Store), ("cloudflare_kv", CloudflareKVStore), ("filesystem", FilesystemStore)]
+)
+def test_the_store_is_the_one_that_the_settings_name(settings, backend: str, kind: type) -> None:
+    settings.STORAGE_BACKEND, settings.STORAGE_PREFIX = backend, "ours/"
+    settings.S3_BUCKET, settings.S3_ENDPOINT, settings.S3_ACCESS_KEY_ID, settings.S3_SECRET_ACCESS_KEY = (
+        "b",
+        "https://x",
+        "i",
+        "s",
+    )
+    settings.KV_NAMESPACE, settings.KV_ACCOUNT_ID, settings.KV_API_TOKEN = "n", "a", "t"
+    made = storage.store.__wrapped__()
+    assert type(made) is kind
+    assert backend == "filesystem" or made.prefix == "ours/"
+    assert made.name == backend
+
+
+def test_only_what_is_secret_is_hidden() -> None:
+    secret = {name for name, knob in env.KNOBS.items() if knob.secret and ("S3" in name or "KV" in name)}
+    assert secret == {"LEASEHOLD_S3_SECRET_ACCESS_KEY", "LEASEHOLD_KV_API_TOKEN"}

@@ -1,0 +1,114 @@
+"""An HTTP server on this machine that answers as a test tells it to, also wrongly, late or not at all."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+Answer = Callable[["Handler"], None]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One request that came."""
+
+    verb: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass
+class Loopback:
+    """`script` is how the coming requests are answered, in turn; the last one answers all that follow."""
+
+    url: str
+    script: list[Answer] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def calls(self) -> list[str]:
+        return [f"{seen.verb} {seen.path}" for seen in self.seen]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    loopback: Loopback
+
+    def handle_one_request(self) -> None:
+        with suppress(ConnectionError):
+            super().handle_one_request()
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.loopback.seen.append(Seen(self.command, self.path, dict(self.headers), body))
+        script = self.loopback.script
+        (script.pop(0) if len(script) > 1 else script[0])(self)
+
+    do_PUT = do_POST = do_DELETE = do_HEAD = do_GET
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def hang_up(self) -> None:
+        self.close_connection = True
+        self.wfile.flush()
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
+def say(status: int, body: bytes = b"", *, length: int | None = None, **headers: str) -> Answer:
+    """With a `length` that is not the body's, the connection is closed after the body."""
+
+    def answer(handler: Handler) -> None:
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(body) if length is None else length))
+        for name, value in headers.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        if handler.command != "HEAD":
+            handler.wfile.write(body)
+        if length is not None:
+            handler.hang_up()
+
+    return answer
+
+
+def hang_up(handler: Handler) -> None:
+    handler.hang_up()
+
+
+def stall(handler: Handler) -> None:
+    """Say nothing until the test is over."""
+    handler.loopback.closing.wait(60)
+    handler.hang_up()
+
+
+def stall_after(body: bytes, *, length: int) -> Answer:
+    def answer(handler: Handler) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(length))
+        handler.end_headers()
+        handler.wfile.write(body)
+        handler.wfile.flush()
+        stall(handler)
+
+    return answer
+
+
+@contextmanager
+def loopback(*script: Answer) -> Iterator[Loopback]:
+    handler = type("Scripted", (Handler,), {})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    handler.loopback = Loopback(f"http://127.0.0.1:{server.server_port}", [*script])
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield handler.loopback
+    finally:
+        handler.loopback.closing.set()
+        server.shutdown()
+        server.server_close()

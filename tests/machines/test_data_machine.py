@@ -1,0 +1,418 @@
+"""A hypothesis state machine over an agent's /data in several sandboxes at once: programs change files, sandboxes sleep,
+wake, vanish and are replaced, the store fails, the process dies. Whatever happens, nothing that was stored is lost without
+a word, and once all is quiet every sandbox has the same.
+
+DATA_MACHINE_EXAMPLES=3000 makes a longer search of it (some ten minutes)."""
+
+import hashlib
+import os
+import uuid
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from datetime import datetime, timedelta
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+from django.db import transaction
+from django.db.models import Sum
+from hypothesis import HealthCheck, Phase
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from pytest_django import Settings
+
+from leases import acting, leasing, sweeps
+from leases.errors import LeaseError
+from leases.models import EnvironmentType
+from sandboxes import lifecycle, providers, pruning
+from sandboxes import pool as pools
+from sandboxes import sweeps as below
+from sandboxes.errors import SandboxError
+from sandboxes.models import ALIVE, Pool, Sandbox
+from sandboxes.providers.base import DATA
+from sandboxes.providers.memory import Call, Entry, File, Files, Folder, Link, MemoryProvider, Outcome
+from sandboxes.runs import Command
+from sandboxes.storage import data, store
+from sandboxes.storage.base import StoreError
+from sandboxes.storage.memory import MemoryStore
+from sandboxes.storage.verdict import CONFLICTS
+from sandboxes.stored import AgentData, Attachment, DataFile, DataObject
+from tests.conftest import MINUTE, NOW, Died
+
+pytestmark = pytest.mark.django_db
+EXAMPLES = int(os.environ.get("DATA_MACHINE_EXAMPLES", "60"))
+ENVIRONMENTS = ["game-1", "game-2", "game-3"]
+PATHS = st.sampled_from(["a", "b", "d", "d/a", "d/e", "d/e/a"])  # few: sandboxes are to get in each other's way
+EDIT = st.tuples(st.sampled_from(["write", "write", "write", "copy", "mkdir", "link", "chmod", "remove", "rename"]), PATHS, PATHS)
+STEPS = [
+    "created", "prepared", "run opened", "pull decided", "pulled", "run answered", "data stored", "data recorded",
+    "eviction claimed", "objects stored", "persisted", "process gone", "wake claimed", "destroy claimed", "destroy answered",
+]  # fmt: skip
+EDITS = st.lists(EDIT, min_size=1, max_size=3)
+Edit = tuple[str, str, str]
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+class DataMachine(RuleBasedStateMachine):
+    @initialize()
+    def begin(self) -> None:
+        self.rollback = transaction.atomic()
+        self.rollback._from_testcase = True  # as the one of a test: the verbs may ask for a durable one inside
+        self.rollback.__enter__()
+        provider, shelf = providers.get("memory"), store()
+        assert isinstance(provider, MemoryProvider) and isinstance(shelf, MemoryStore)
+        self.memory, self.store = provider, shelf
+        self.memory.reset()
+        self.store.reset()
+        self.now: datetime = NOW
+        self.pool = Pool.objects.create(name=f"machine-{uuid.uuid4().hex[:10]}", provider="memory", capacity=20)
+        self.did = f"did:plc:{uuid.uuid4().hex[:10]}"
+        EnvironmentType.objects.get_or_create(name="catan", defaults={"expiry_conditions": ["game.finished"]})
+        self.contents = 0
+        self.had: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)  # ref -> what was there at some moment
+        self.unsaved: defaultdict[str, dict[str, str]] = defaultdict(dict)  # ref -> path -> what a program left there
+        self.rows: dict[str, str] = {}  # path -> digest of every stored file
+        self.edits: list[Edit] = []  # of the next command
+        self.armed = ExitStack()
+        self.memory.after("put_files", lambda ref: self.look(ref))
+        lifecycle.STEP_HOOKS.append(self.recorded)
+        for environment in ENVIRONMENTS:
+            self.run(environment)
+
+    def teardown(self) -> None:
+        if hasattr(self, "armed"):
+            self.calm()
+            try:
+                self.settle()
+            finally:
+                lifecycle.STEP_HOOKS.clear()
+                transaction.set_rollback(True)
+                self.rollback.__exit__(None, None, None)
+                self.memory.reset()
+                self.store.reset()
+
+    # --- what happens -------------------------------------------------------------------------------------------------
+
+    @rule(environment=st.sampled_from(ENVIRONMENTS), edits=EDITS)
+    def exec(self, environment: str, edits: list[Edit]) -> None:
+        self.edits = edits
+        self.attempt(lambda: self.run(environment))
+
+    @rule(environment=st.sampled_from(ENVIRONMENTS), edits=EDITS)
+    def a_program_changes(self, environment: str, edits: list[Edit]) -> None:
+        """One that its last command left running."""
+        if ref := self.used(environment):
+            self.edit(ref, edits)
+
+    @rule(edits=EDITS, step=st.sampled_from(["put_files", "get_files", "data stored"]))
+    def a_program_changes_in_the_middle(self, edits: list[Edit], step: str) -> None:
+        """While its data is being written into it, read or stored."""
+        done = []
+
+        def once(ref: str) -> None:
+            if not done and Sandbox.objects.filter(ref=ref, state="running").exists():
+                done.append(ref)
+                self.edit(ref, edits)
+
+        def hook(reached: str, subject: object) -> None:
+            if reached == step and isinstance(subject, Attachment):
+                once(Sandbox.objects.get(pk=subject.pk).ref)
+
+        if step == "data stored":
+            lifecycle.STEP_HOOKS.append(hook)
+        else:
+            self.armed.push(self.memory.after(step, once))
+
+    @rule(minutes=st.sampled_from([1, 11, 61]))
+    def time_passes(self, minutes: int) -> None:
+        self.now += timedelta(minutes=minutes)
+
+    @rule()
+    def the_idle_fall_asleep(self) -> None:
+        self.now += timedelta(minutes=6)
+        self.attempt(lambda: below.idle(now=self.now))
+
+    @rule(environment=st.sampled_from(ENVIRONMENTS))
+    def one_falls_asleep(self, environment: str) -> None:
+        if sandbox := self.sandbox(environment):
+            self.attempt(lambda: pools.sleep(sandbox.pk, now=self.now, reason="machine"))
+
+    @rule(environment=st.sampled_from(ENVIRONMENTS))
+    def one_vanishes(self, environment: str) -> None:
+        if ref := self.used(environment):
+            self.memory.vanish(ref)
+            self.unsaved.pop(ref, None)
+
+    @rule(environment=st.sampled_from(ENVIRONMENTS))
+    def release(self, environment: str) -> None:
+        self.attempt(lambda: leasing.release(self.lease(environment), now=self.now))
+
+    @rule(
+        method=st.sampled_from(["upload", "download", "remove"]),
+        nth=st.integers(1, 3),
+        times=st.integers(1, 2),
+        acted=st.booleans(),
+    )
+    def the_store_fails(self, method: str, nth: int, times: int, acted: bool) -> None:
+        """At the nth call from now; having done what it was asked, or not."""
+        calls = []
+
+        def fail(key: str) -> None:
+            calls.append(key)
+            if nth <= len(calls) < nth + times:
+                raise StoreError("memory", method, "out of order", key=key)
+
+        self.armed.push((self.store.after if acted else self.store.before)(method, fail))
+
+    @rule(step=st.sampled_from(STEPS))
+    def the_process_dies_at(self, step: str) -> None:
+        def die(reached: str, subject: object) -> None:
+            if reached == step:
+                lifecycle.STEP_HOOKS.remove(die)
+                self.died.append(subject)
+                raise Died
+
+        self.died: list[object] = []
+        lifecycle.STEP_HOOKS.append(die)
+
+    @rule(sweep=st.sampled_from([sweeps.stalled, pruning.persist, sweeps.reclaim, sweeps.cold, sweeps.expire_due]))
+    def sweep(self, sweep: Callable[..., object]) -> None:
+        self.attempt(lambda: sweep(now=self.now))
+
+    @rule()
+    def reconcile(self) -> None:
+        self.attempt(lambda: sweeps.reconcile(now=self.now, grace=timedelta(0)))
+
+    @rule()
+    def prune(self) -> None:
+        """Nothing is in flight between two rules, except what a process that died has left: so no grace is needed."""
+        self.now += MINUTE
+        self.attempt(lambda: pruning.prune(now=self.now, grace=timedelta(0)))
+
+    # --- what always holds --------------------------------------------------------------------------------------------
+
+    @invariant()
+    def rows_change_only_by_what_is_recorded(self) -> None:
+        if hasattr(self, "rows"):
+            assert self.stored() == self.rows
+
+    @invariant()
+    def totals_are_the_sums(self) -> None:
+        if hasattr(self, "rows") and (found := AgentData.objects.filter(agent_did=self.did).first()):
+            live = DataFile.objects.filter(data=found, removed=False)
+            assert found.files == live.filter(kind="file").count()
+            assert found.size_bytes == (live.aggregate(sum=Sum("size_bytes"))["sum"] or 0)
+
+    @invariant()
+    def rows_are_a_tree(self) -> None:
+        if hasattr(self, "rows"):
+            kinds = dict(DataFile.objects.filter(data__agent_did=self.did, removed=False).values_list("path", "kind"))
+            for path in kinds:
+                for above in above_of(path):
+                    assert kinds.get(above, "directory") == "directory", f"{path} below a {kinds[above]}"
+
+    @invariant()
+    def what_rows_point_to_is_there(self) -> None:
+        if hasattr(self, "rows"):
+            pointed = DataObject.objects.filter(data__agent_did=self.did, entries__isnull=False)
+            assert set(pointed.values_list("key", flat=True)) <= self.store.values.keys()
+
+    @invariant()
+    def what_a_program_wrote_is_there_until_it_is_stored(self) -> None:
+        if hasattr(self, "rows"):
+            for ref, left in self.unsaved.items():
+                for path, content in left.items():
+                    entry = self.memory.files(ref).get(f"{DATA}/{path}")
+                    assert isinstance(entry, File) and digest(entry.content) == content, f"{path} of {ref} is gone"
+
+    def recorded(self, step: str, subject: object) -> None:
+        """A sandbox's changes were just stored: it may have replaced and removed only what it had been given."""
+        if step != "data recorded" or not isinstance(subject, Attachment):
+            return
+        ref = Sandbox.objects.get(pk=subject.pk).ref
+        self.look(ref)
+        rows = self.stored()
+        kept = {content for path, content in rows.items() if path.startswith(f"{CONFLICTS}/")}
+        for path, content in self.rows.items():
+            if rows.get(path) != content and content not in kept:
+                assert (path, content) in self.had[ref], f"{path} was lost to {ref}, which never had it"
+        self.rows = rows
+        for path, content in [*self.unsaved[ref].items()]:
+            if rows.get(path) == content:
+                del self.unsaved[ref][path]
+
+    # --- how ----------------------------------------------------------------------------------------------------------
+
+    def lease(self, environment: str) -> uuid.UUID:
+        ask = leasing.Ask(self.did, environment, "catan", pool=self.pool.name, ttl=timedelta(hours=12))
+        return leasing.acquire(ask, now=self.now)[0].pk
+
+    def run(self, environment: str) -> None:
+        self.memory.programs["edit"] = self.program
+        acting.exec_in(self.lease(environment), Command(argv=["edit", environment], timeout=MINUTE), now=self.now)
+
+    def program(self, call: Call) -> Outcome:
+        [ref] = [box.spec.name for box in self.boxes() if box.files is call.files]
+        self.look(ref)
+        self.edit(ref, self.edits)
+        self.edits = []
+        return Outcome()
+
+    def sandbox(self, environment: str) -> Sandbox | None:
+        return Sandbox.objects.filter(pool=self.pool, environment_id=environment, state__in=ALIVE, lost_at=None).first()
+
+    def used(self, environment: str) -> str:
+        """The environment's sandbox, if something may be running in it."""
+        sandbox = self.sandbox(environment)
+        there = sandbox and Attachment.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, pulling=[]).exists()
+        return sandbox.ref if sandbox and there and any(box.spec.name == sandbox.ref for box in self.boxes()) else ""
+
+    def boxes(self) -> list:  # type: ignore[type-arg]
+        return [*self.memory._boxes.values()]
+
+    def look(self, ref: str) -> None:
+        """Note what is in a sandbox now."""
+        for path, entry in self.memory.files(ref).items():
+            if path.startswith(f"{DATA}/") and isinstance(entry, File):
+                self.had[ref].add((path.removeprefix(f"{DATA}/"), digest(entry.content)))
+
+    def stored(self) -> dict[str, str]:
+        live = DataFile.objects.filter(data__agent_did=self.did, removed=False, kind="file")
+        return dict(live.values_list("path", "digest"))
+
+    def edit(self, ref: str, edits: list[Edit]) -> None:
+        """What a program does to the files of a sandbox; what is in its way goes."""
+        files, left = self.memory.files(ref), self.unsaved[ref]
+        for edit in edits:
+            self.change(files, left, *edit)
+        for name in [*left]:
+            entry = files.get(f"{DATA}/{name}")
+            if not isinstance(entry, File) or digest(entry.content) != left[name]:
+                del left[name]  # the program itself has removed or replaced it
+        self.look(ref)
+
+    def change(self, files: Files, left: dict[str, str], verb: str, path: str, other: str) -> None:
+        if verb == "remove":
+            take(files, path)
+        elif verb == "rename" and not f"{other}/".startswith(f"{path}/") and not f"{path}/".startswith(f"{other}/"):
+            for name, entry in take(files, path).items():
+                place(files, other + name, entry)
+        elif verb == "chmod" and isinstance(entry := files.get(f"{DATA}/{path}"), File):
+            files[f"{DATA}/{path}"] = File(entry.content, mode=0o600 if entry.mode == 0o644 else 0o644)
+        elif verb == "mkdir":
+            place(files, path, Folder())
+        elif verb == "link":
+            place(files, path, Link(f"../{other}"))
+        elif verb == "copy":  # the same in whatever sandbox it is written
+            place(files, path, File(b"the same everywhere\n"))
+        elif verb == "write":
+            self.contents += 1
+            place(files, path, File(f"content {self.contents}\n".encode()))
+            left[path] = digest(f"content {self.contents}\n".encode())
+
+    def attempt(self, act: Callable[[], object]) -> None:
+        """Do it, unless it is refused or the process dies in it."""
+        try:
+            with suppress(SandboxError, LeaseError):
+                act()
+        except Died:
+            # Nobody has cleared up after this one: what it was writing into a sandbox is claimed until that runs out.
+            if isinstance(here := self.died[-1], Attachment):
+                until = self.now + timedelta(minutes=5)
+                Attachment.objects.filter(pk=here.pk).exclude(pulling=[]).update(pull_until=until)
+
+    def calm(self) -> None:
+        """From here on nothing fails."""
+        self.armed.close()
+        self.memory._hooks.clear()
+        self.store._hooks.clear()
+        self.memory.after("put_files", lambda ref: self.look(ref))
+        lifecycle.STEP_HOOKS[:] = [self.recorded]
+
+    def settle(self) -> None:
+        """Whatever happened: the sweeps run, each sandbox is used twice, and all of them have what the rows say."""
+        for _ in range(2):
+            self.now += timedelta(hours=1)
+            for sweep in (sweeps.expire_due, sweeps.stalled, sweeps.reclaim):
+                sweep(now=self.now)
+            sweeps.reconcile(now=self.now, grace=timedelta(0))
+            sweeps.reclaim(now=self.now)
+            assert pruning.persist(now=self.now).failures == []
+        environments = [*Sandbox.objects.filter(pool=self.pool).values_list("environment_id", flat=True).distinct()]
+        for environment in environments * 2:
+            try:
+                self.run(environment)
+            except LeaseError:  # its sandbox had vanished, and nobody knew
+                self.run(environment)
+        self.rows_are_a_tree()
+        self.totals_are_the_sums()
+        for environment in environments:
+            assert self.inside(environment) == self.recorded_tree(), environment
+        assert not any(self.unsaved.values())
+        self.now += MINUTE
+        assert pruning.prune(now=self.now, grace=timedelta(0)).failures == []
+        pointed = DataFile.objects.filter(data__agent_did=self.did, removed=False, kind="file")
+        assert set(self.store.list("agents/")) == set(pointed.values_list("stored_in__key", flat=True))
+        assert set(self.store.list("agents/")) == set(DataObject.objects.values_list("key", flat=True))
+
+    def inside(self, environment: str) -> dict[str, tuple[str, int, str]]:
+        """Path -> kind, mode, digest or target."""
+        sandbox = self.sandbox(environment)
+        assert sandbox
+        return {
+            path.removeprefix(f"{DATA}/"): described(entry)
+            for path, entry in self.memory.files(sandbox.ref).items()
+            if path.startswith(f"{DATA}/")
+        }
+
+    def recorded_tree(self) -> dict[str, tuple[str, int, str]]:
+        live = DataFile.objects.filter(data__agent_did=self.did, removed=False)
+        return {row.path: (row.kind, row.mode, row.digest or row.target) for row in live}
+
+
+def described(entry: Entry) -> tuple[str, int, str]:
+    if isinstance(entry, File):
+        return "file", entry.mode, digest(entry.content)
+    return ("link", 0o777, entry.target) if isinstance(entry, Link) else ("directory", entry.mode, "")
+
+
+def above_of(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
+
+
+def take(files: Files, path: str) -> dict[str, Entry]:
+    """Remove a path with all below it; what it was, by the rest of each path."""
+    top = f"{DATA}/{path}"
+    return {name.removeprefix(top): files.pop(name) for name in sorted(files) if f"{name}/".startswith(f"{top}/")}
+
+
+def place(files: Files, path: str, entry: Entry) -> None:
+    """Put an entry, with directories above it, in the place of whatever is there."""
+    for above in above_of(path):
+        if not isinstance(files.get(f"{DATA}/{above}"), Folder):
+            files[f"{DATA}/{above}"] = Folder()
+    if not (isinstance(entry, Folder) and isinstance(files.get(f"{DATA}/{path}"), Folder)):
+        take(files, path)
+        files[f"{DATA}/{path}"] = entry
+
+
+def test_nothing_stored_is_lost_whatever_happens(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Who finds a sandbox in the hands of somebody dead waits this long in real time, and is refused.
+    settings.SANDBOX_START_TIMEOUT = timedelta(milliseconds=20)
+    monkeypatch.setattr(data, "PATIENCE", timedelta(0))
+    shelf = MemoryStore()
+    monkeypatch.setattr("sandboxes.storage.FilesystemStore", lambda root: shelf)
+    run_state_machine_as_test(
+        DataMachine,
+        settings=hypothesis.settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=20,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes longer than reading twenty such steps
+        ),
+    )

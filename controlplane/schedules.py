@@ -30,7 +30,7 @@ SWEEPS: dict[str, Callable[[datetime], Swept]] = {  # in this order each finds w
     "reconcile": lambda now: leases.reconcile(now=now, grace=settings.ORPHAN_GRACE),
     "recount": lambda now: sandboxes.recount(now=now),
     "measure": lambda now: leases.measure(now=now),
-    "prune": lambda now: pruning.prune(now=now),
+    "prune": lambda now: leases.prune(now=now),
 }
 
 

@@ -122,8 +122,10 @@ STORAGE_MODE = env.choice(
     "STORAGE_MODE", "standard", ["standard", "journaled"], help="how chat history, artifacts and the audit log are kept"
 )
 STORAGE_SYNC = env.boolean(
-    "STORAGE_SYNC", False, help="their files are appended to in place, on a file system that several machines share"
-)
+    "STORAGE_SYNC", STORAGE_BACKEND == "filesystem",
+    help="journaled on the filesystem: a record is on the disk before it is acknowledged; off: it outlives our processes, "
+    "not a crash of the machine",
+)  # fmt: skip
 STORAGE_DIR = Path(
     env.text("LEASEHOLD_STORAGE_DIR", str(STATE_DIR / "store"), help="of the filesystem backend; share it between machines")
 )
@@ -168,8 +170,8 @@ if STORAGE_BACKEND == "cloudflare_kv" and STORAGE_MODE == "journaled":
     )
 if STORAGE_BACKEND != "filesystem" and STORAGE_SYNC:
     raise ImproperlyConfigured(
-        f"STORAGE_SYNC=1 does not go with STORAGE_BACKEND={_backend}: a value there is replaced as a whole, never appended "
-        "to. Use STORAGE_BACKEND=filesystem on a file system that the machines share."
+        f"STORAGE_SYNC=1 does not go with STORAGE_BACKEND={_backend}: nothing is appended to there, so there is "
+        "nothing to bring to the disk; the service answers when it has the value. Leave it unset."
     )
 
 # --- runs ---------------------------------------------------------------------------------------------------------

@@ -5,14 +5,14 @@ Leasehold-Source says which it was."""
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
 from uuid import UUID
 
 from django.conf import settings
-from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
+from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse, UnreadablePostError
 from django.http.response import HttpResponseBase
 from drf_spectacular.utils import extend_schema
 
@@ -20,11 +20,13 @@ from leases import acting, documents, schema
 from leases import serializers_state as state
 from leases.api import Door
 from leases.errors import Invalid, RangeNotSatisfiable
+from leases.errors import TooLarge as BodyTooLarge
 from sandboxes import files, runs
 from sandboxes.models import Sandbox
 from sandboxes.providers.base import DATA, WORKSPACE, Provider, Rejected, TooLarge, directory_in, under_roots
 from sandboxes.runs import Command
 from sandboxes.storage import tars
+from sandboxes.storage.base import StoreError
 from sandboxes.storage.reading import Files as Tree
 from sandboxes.storage.spools import spool
 
@@ -189,12 +191,13 @@ class Archive(FileDoor):
         if "path" in request.GET:
             raise Invalid("path", "The names in the tar are relative to the root.")
         with spool() as tar:
-            for chunk in documents.chunks(request, LARGEST_ARCHIVE):
-                tar.write(chunk)
+            with _on_disk():
+                for chunk in documents.chunks(request, LARGEST_ARCHIVE):
+                    tar.write(chunk)
             try:
                 tars.check(tar)
-            except TooLarge:
-                raise
+            except TooLarge as wrong:
+                raise BodyTooLarge(str(wrong), field="body") from None
             except Rejected as wrong:
                 raise Invalid("body", str(wrong)) from None
 
@@ -269,7 +272,19 @@ def _entries(tree: Tree, *, under: str, deep: bool) -> dict[str, Any]:
 
 
 def _pack(tree: Tree, *, under: str, out: BinaryIO) -> None:
-    tree.pack(under, out)
+    with _on_disk():
+        tree.pack(under, out)
+
+
+@contextmanager
+def _on_disk() -> Iterator[None]:
+    """A disk that is full is none of our bugs."""
+    try:
+        yield
+    except UnreadablePostError:
+        raise
+    except OSError as failed:
+        raise StoreError("spool", "write", str(failed)) from failed
 
 
 def _sent(packed: BinaryIO) -> Iterator[bytes]:

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from datetime import datetime
-from functools import partial
 from uuid import UUID
 
 from leases import acting, leasing
 from leases.errors import Conflict
 from leases.leasing import Ask
 from leases.models import Lease, LeaseEvent, Status
-from leases.snapshots import tell_taken
 from sandboxes import rows, snapshots
 from sandboxes.errors import NoSnapshot
 from sandboxes.models import Snapshot
@@ -37,11 +35,13 @@ def fork(
     there is nothing to copy. `admit` is called as in acquire: a new lease and its first copy are there both, or neither."""
     later = ticking(now)
     held = rows.first(Lease, leasing.HELD, ask.agent_did, ask.environment_id)
-    source: Snapshot | None = None
+    source, borrowed = None, False
     if held and not leasing.why_elapsed(held, now):
         _require_fork(held, lease, snapshot)
+    elif snapshot:
+        source = snapshots.kept(lease.pk, snapshot)
     else:
-        source = snapshots.kept(lease.pk, snapshot) if snapshot else _present(lease, now=later(), actor=actor)
+        source, borrowed = _present(lease, now=later(), actor=actor)
 
     def begin() -> None:
         if source is None:
@@ -53,22 +53,26 @@ def fork(
         _tell(granted, f"{_origin(lease)} snapshot {source.pk}", now=now, actor=actor)
         admit()
 
-    granted, is_new = leasing.acquire(ask, now=now, actor=actor, admit=begin)
+    try:
+        granted, is_new = leasing.acquire(ask, now=now, actor=actor, admit=begin)
+    finally:
+        if source and borrowed:  # from here on it is the fork's, or nobody's
+            workspace.forget(source, now=later())
     if not is_new:
         _require_fork(granted, lease, snapshot)
     return granted, is_new
 
 
-def _present(lease: Lease, *, now: datetime, actor: str) -> Snapshot:
-    """What is in the workspace of a lease now, or was when it was last stored."""
+def _present(lease: Lease, *, now: datetime, actor: str) -> tuple[Snapshot, bool]:
+    """What is in the workspace of a lease now, or was when it was last stored; and whether it was stored for this."""
     if lease.status != Status.ACTIVE or leasing.why_elapsed(lease, now):
         newest = workspace.latest(lease.pk)
         if newest is None:
             raise NoSnapshot("The lease has ended, and no copy of its workspace is kept.")
-        return newest
+        return newest, False
 
-    def act(want: Want, at: datetime) -> Snapshot:
-        return snapshots.present(want, now=at, actor=actor, record=partial(tell_taken, lease.pk, at, actor))
+    def act(want: Want, at: datetime) -> tuple[Snapshot, bool]:
+        return snapshots.present(want, now=at, actor=actor)
 
     return acting.for_lease(lease.pk, act, now=now, actor=actor)
 

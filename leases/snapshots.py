@@ -1,7 +1,6 @@
 """Copies of a lease's workspace: taken, listed, gone back to. Each is in the lease's timeline."""
 
 from datetime import datetime
-from functools import partial
 from uuid import UUID
 
 from leases import acting
@@ -15,7 +14,10 @@ def take(pk: UUID, *, name: str = "", now: datetime, actor: str = "") -> Snapsho
     """Store the lease's workspace as it is now, also while it sleeps. LeaseEnded, NoSnapshot, Busy."""
 
     def act(want: Want, at: datetime) -> Snapshot:
-        return snapshots.take(want, name=name, now=at, actor=actor, record=partial(tell_taken, pk, at, actor))
+        def tell(taken: Snapshot) -> None:
+            _tell(pk, at, "snapshot", actor, f"{taken.pk} {taken.name}")
+
+        return snapshots.take(want, name=name, now=at, actor=actor, record=tell)
 
     return acting.for_lease(pk, act, now=now, actor=actor)
 
@@ -30,10 +32,6 @@ def restore(pk: UUID, snapshot: UUID, *, now: datetime, actor: str = "") -> Snap
         return snapshots.restore(want, snapshot, now=at, actor=actor, record=tell)
 
     return acting.for_lease(pk, act, now=now, actor=actor)
-
-
-def tell_taken(pk: UUID, at: datetime, actor: str, snapshot: Snapshot) -> None:
-    _tell(pk, at, "snapshot", actor, f"{snapshot.pk} {snapshot.name}")
 
 
 def _tell(pk: UUID, at: datetime, kind: str, actor: str, reason: str) -> None:

@@ -11,6 +11,7 @@ from django.db.models.functions import Cast
 
 from leases import leasing, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, Status
+from sandboxes import pruning
 from sandboxes import sweeps as below
 from sandboxes.models import GONE, Sandbox, Snapshot, State
 from sandboxes.storage import stores, workspace
@@ -156,6 +157,15 @@ def end_all(*, now: datetime, why: str, actor: str = "") -> int:
     """End every active lease, for an operator; how many."""
     active = Lease.objects.filter(status=Status.ACTIVE).values_list("pk", flat=True)
     return sum(leasing.end(pk, reason="operator", now=now, actor=actor, why=why) for pk in list(active))
+
+
+def prune(*, now: datetime) -> Swept:
+    """Remove from the store what nothing points to, and what is kept no longer."""
+    swept, kept = pruning.prune(now=now), prune_stores(now=now)
+    for what, times in kept.counts.items():
+        swept.note(what, times)
+    swept.failures += kept.failures
+    return swept
 
 
 def prune_stores(*, now: datetime) -> Swept:

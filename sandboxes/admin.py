@@ -50,7 +50,7 @@ from sandboxes.models import ALIVE, GONE, Outcome, Run, Sandbox, Snapshot, State
 from sandboxes.pages import Act, Done, Fact, Facts, Held, Reason, Slice, all_fields, done_to
 from sandboxes.slices import SANDBOXES
 from sandboxes.stats import LATE
-from sandboxes.stored import SnapshotKind
+from sandboxes.stored import Attachment, SnapshotKind
 
 __all__ = [
     "AgentDataAdmin", "DataEventAdmin", "PoolAdmin", "QuotaAdmin", "RunAdmin", "SandboxAdmin", "SnapshotAdmin", "SweepAdmin",
@@ -103,7 +103,8 @@ class Lasting(RadioFilter):
 class SandboxAdmin(Held, Facts):
     list_display = ["who", "status", "lasted", "place", "used", "trouble"]
     list_filter = ["state", Lasting, "pool", "provider"]
-    list_select_related = ["pool"]
+    list_select_related = ["pool", "attachment"]
+    list_defer = ["attachment__base", "attachment__pulling"]
     search_fields = ["agent_did__startswith", "environment_id__startswith"]
     search_help_text = "Agent or environment, or a whole id"
     ordering = ["-created_at", "-pk"]
@@ -146,12 +147,17 @@ class SandboxAdmin(Held, Facts):
 
     @display(description="Trouble")
     def trouble(self, row: Sandbox) -> SafeString | str:
-        if not row.last_error:
+        here = unsaved_of(row, getattr(row, "attachment", None))
+        if not row.last_error and here is None:
             return "–"
         what = "sleep" if row.state == State.WAITING else "destroy"
         tried = counted(row.tries, f"failed {what}", f"failed {what}s") if row.tries else "Last error"
+        if here and not row.tries:
+            tried = "Data not stored"
         return format_html(
-            '<span class="lh-two lh-trouble"><span>{}</span><span>{}</span></span>', tried, shortened(row.last_error)
+            '<span class="lh-two lh-trouble"><span>{}</span><span>{}</span></span>',
+            tried,
+            shortened(row.last_error or (here.last_error if here else "")),
         )
 
     # --- the page -----------------------------------------------------------------------------------------------------
@@ -162,6 +168,7 @@ class SandboxAdmin(Held, Facts):
         entries = self.entries(row)
         stored = list(stored_of(row)[: SHOWN + 1])
         here = attached(row)
+        unsaved = unsaved_of(row, here)
         ran = list(row.runs.defer("stdout", "stderr")[: SHOWN + 1])
         return {
             "facts": [
@@ -188,8 +195,8 @@ class SandboxAdmin(Held, Facts):
             "last_error": text(row.last_error.encode()),
             "entries": entries[:SHOWN],
             "more_entries": len(entries) > SHOWN,
-            "unsaved": here if here and here.unsaved_since and row.state not in (State.COLD, State.DESTROYED) else None,
-            "unsaved_error": text(here.last_error.encode()) if here else "",
+            "unsaved": unsaved,
+            "unsaved_error": text(unsaved.last_error.encode()) if unsaved else "",
             "snapshots": [self.copy(row, each) for each in stored[:SHOWN]],
             "may_act_on_copies": bool(self.copy_acts) and self.has_act_permission(request),
             "more_snapshots": rows("sandboxes_snapshot", slice="history", holder=row.holder) if len(stored) > SHOWN else "",
@@ -236,6 +243,12 @@ class SandboxAdmin(Held, Facts):
 
 def is_lost(row: Sandbox) -> bool:
     return row.lost_at is not None and row.state not in GONE
+
+
+def unsaved_of(row: Sandbox, here: Attachment | None) -> Attachment | None:
+    """What it has of its agent's data, if there are changes in it that are stored nowhere else."""
+    stale = here is None or here.unsaved_since is None or here.incarnation != row.incarnation
+    return None if stale or row.lost_at or row.state in (State.COLD, State.DESTROYED) else here
 
 
 def sleeps(row: Sandbox) -> str:

@@ -27,14 +27,15 @@ def look(
 ) -> tuple[T, str]:
     """What `act` finds below /workspace or /data, and where: in the sandbox, which is a Run, or in what is stored.
 
-    Nothing is woken, or started, but for a stored copy that cannot be read. Whatever a run raises; StoreFailed."""
+    Nothing is woken, or started, but for a stored copy that cannot be read, and for data that is not in the store but
+    mounted. Whatever a run raises; StoreFailed."""
     sandbox = snapshots.settled(want.holder, now=now)
     if not (sandbox and sandbox.state in ALIVE):
         try:
             with _stored(want, root, now=now) as files:
                 return act(files), SNAPSHOT
         except Unreadable as why:
-            log.warning("woken to be read", agent=want.agent_did, holder=str(want.holder), reason=str(why))
+            log.info("woken to be read", agent=want.agent_did, holder=str(want.holder), reason=str(why))
         except StoreError as failed:
             raise StoreFailed(f"What is stored cannot be read now: {failed}") from failed
 

@@ -2,7 +2,7 @@
 
 from django.db.models import F, Q, QuerySet
 
-from sandboxes.models import ALIVE, GONE, Attachment, State
+from sandboxes.models import GONE, Attachment, State
 from sandboxes.pages import Slice
 from sandboxes.stats import stalled
 
@@ -10,7 +10,7 @@ from sandboxes.stats import stalled
 def unsaved() -> QuerySet[Attachment]:
     """Sandboxes with changes in /data that are stored nowhere else, whatever the reason."""
     here = Attachment.objects.filter(unsaved_since__isnull=False, incarnation=F("sandbox__incarnation"))
-    return here.filter(sandbox__state__in=[*ALIVE, State.EVICTING, State.DESTROYING], sandbox__lost_at__isnull=True)
+    return here.filter(sandbox__lost_at__isnull=True).exclude(sandbox__state__in=[State.COLD, State.DESTROYED])
 
 
 LIVE = Slice("Live", "No sandbox exists now.", lambda now: ~Q(state=State.DESTROYED))

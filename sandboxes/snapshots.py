@@ -23,6 +23,7 @@ from sandboxes.storage import workspace
 from sandboxes.stored import Snapshot, SnapshotKind
 
 TRIES = 5  # with others who wake it, or put it to sleep, in between
+NOTHING = "There is nothing in this workspace yet: nothing was run in it, and nothing written to it."
 TICK = timedelta(microseconds=1)
 Record = Callable[[Snapshot], object]  # called in the transaction that saves the row
 
@@ -44,12 +45,18 @@ def take(want: Want, *, name: str = "", now: datetime, actor: str = "", record: 
     raise Busy("Its sandbox wakes and falls asleep over and over.")
 
 
-def present(want: Want, *, now: datetime, actor: str = "", record: Record = bool) -> Snapshot:
-    """Like take, for whoever only needs it stored: of what sleeps it is the copy that is there."""
-    sandbox, newest = settled(want.holder, now=now), workspace.latest(want.holder)
-    if newest and not (sandbox and sandbox.state in ALIVE):
-        return newest
-    return take(want, now=now, actor=actor, record=record)
+def present(want: Want, *, now: datetime, actor: str = "") -> tuple[Snapshot, bool]:
+    """A copy of what is in the workspace now, and whether it was taken for this. That of what sleeps is there already.
+
+    No other copy goes for it: whoever asked forgets one that was taken, once another row points to the same objects."""
+    later = ticking(now)
+    sandbox = settled(want.holder, now=now)
+    if sandbox and sandbox.state in ALIVE:
+        return _store(want, "", now=later(), actor=actor, record=bool), True
+    newest = workspace.latest(want.holder)
+    if newest is None:
+        raise NoSnapshot(NOTHING)
+    return newest, False
 
 
 def kept(holder: UUID, pk: UUID) -> Snapshot:
@@ -142,7 +149,7 @@ def _name_newest(want: Want, name: str, *, now: datetime, record: Record) -> Sna
             return None
         newest = workspace.latest(want.holder)
         if newest is None:
-            raise NoSnapshot("There is nothing in this workspace yet: nothing was run in it, and nothing written to it.")
+            raise NoSnapshot(NOTHING)
         snapshot = _again(newest, want.holder, SnapshotKind.ASKED, now=now)
         snapshot.name = name
         snapshot.save(update_fields=["name"])

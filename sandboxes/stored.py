@@ -52,7 +52,7 @@ class Snapshot(models.Model):
         ]
 
     def __str__(self) -> str:
-        return self.key
+        return f"{self.at:%Y-%m-%d %H:%M:%S} {self.name}".rstrip()
 
 
 class Keeping(models.TextChoices):

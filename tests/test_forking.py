@@ -1,10 +1,12 @@
 """A lease that starts from the workspace of another one."""
 
 import json
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
+from django.db import connections, transaction
 
 from leases import acting, forking, leasing, snapshots
 from leases.errors import Conflict, TooMany
@@ -15,7 +17,8 @@ from sandboxes.errors import NoSnapshot
 from sandboxes.models import Pool, Sandbox, Snapshot
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
-from sandboxes.storage import workspace
+from sandboxes.storage import store, workspace
+from sandboxes.stored import SnapshotKind
 from tests.conftest import MINUTE, NOW, Died, threads
 
 pytestmark = pytest.mark.django_db
@@ -127,6 +130,45 @@ def test_the_copies_of_a_fork_outlive_those_of_its_origin(lease: Lease, ask) -> 
     for row in workspace.of(lease.pk):
         workspace.forget(row, now=NOW + 5 * MINUTE)
     assert run(fork, "cat", "f", now=NOW + 6 * MINUTE) == "one"
+
+
+def test_no_copy_of_the_origin_goes_for_a_fork_and_none_is_left(lease: Lease, ask) -> None:
+    taken = [snapshots.take(lease.pk, now=NOW + n * MINUTE) for n in range(2)]
+    for n in range(3):
+        forking.fork(lease, ask(f"fork-{n}"), now=NOW + 3 * MINUTE)
+    assert {*workspace.of(lease.pk)} == {*taken}
+
+
+def test_a_fork_that_is_refused_leaves_no_object(lease: Lease, ask) -> None:
+    def refuse() -> None:
+        raise TooMany()
+
+    with pytest.raises(TooMany):
+        forking.fork(lease, ask(), now=NOW, admit=refuse)
+    assert not workspace.of(lease.pk).exists()
+    assert store().is_empty(f"snapshots/{lease.pk}/")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_copy_that_is_forgotten_while_it_is_forked_stays_the_forks(pool: Pool, memory: MemoryProvider, grant) -> None:
+    lease, other = grant(), grant(environment="game-2")
+    write(lease, "one")
+    taken, waits = snapshots.take(lease.pk, now=NOW), threading.Event()
+
+    def forget() -> None:
+        waits.set()
+        workspace.forget(taken, now=NOW)
+        connections.close_all()
+
+    rival = threading.Thread(target=forget)
+    with transaction.atomic():
+        workspace.again(taken, holder=other.pk, kind=SnapshotKind.FORKED, now=NOW)
+        rival.start()
+        waits.wait()
+        rival.join(0.5)  # it waits for our lock; if it is not that far yet, it finds what we have committed
+    rival.join()
+    taken.refresh_from_db()
+    assert (bool(taken.forgotten_at), store().has(f"{taken.key}/workspace")) == (True, True)
 
 
 def test_another_agent_may_get_the_fork(lease: Lease, ask) -> None:

@@ -98,15 +98,14 @@ def wire(settings: Any, tmp_path: Path) -> Iterator[Wire]:
     settings.S3_BUCKET, settings.S3_ACCESS_KEY_ID, settings.S3_SECRET_ACCESS_KEY = bucket, key_id, secret
     settings.S3_ENDPOINT, settings.S3_REGION = f"http://127.0.0.1:{wire.port}", "us-east-1"
     settings.STORAGE_PREFIX = f"t-{uuid4().hex}/"
-    settings.STATE_DIR = tmp_path / "state"
+    settings.STATE_DIR = tmp_path / "state, ours"
     store.cache_clear()
     yield wire
     wire.restore()
     settings.STORAGE_BACKEND, settings.S3_SECRET_ACCESS_KEY = "s3", secret
     for place in Place.everyone():
         place.clear()
-    home = tmp_path / "state" / "mounts"
-    mounts._unmount(home)
+    mounts._unmount(mounts._home())
     store().clear()
     store.cache_clear()
     wire.refuse()
@@ -426,7 +425,9 @@ def test_mounting_is_refused_at_the_start_where_it_cannot_be_had(wire: Wire, set
 
 # Modes of files alone: this server keeps no metadata of an object that is a directory to it.
 LINES = "mkdir -p deep/er && echo 1 >deep/er/a && echo run >tool && chmod 755 tool && ln -s tool link && : >empty"
-SHOWN = "cd /data && find . -path ./skills -prune -o -type d -printf '%P\\n' -o -printf '%P %y %m %l\\n' | sort; cat deep/er/a tool"
+SHOWN = (
+    "cd /data && find . -path ./skills -prune -o -type d -printf '%P\\n' -o -printf '%P %y %m %l\\n' | sort; cat deep/er/a tool"
+)
 
 
 def test_copied_data_can_be_mounted_and_copied_again(one: Lease) -> None:
@@ -435,6 +436,7 @@ def test_copied_data_can_be_mounted_and_copied_again(one: Lease) -> None:
     was = sh(one, SHOWN)
     with pytest.raises(Busy):
         keeping.to_mount(reread(mine), now=NOW)
+    assert in_bucket(one) == set()
     pools.sleep(sandbox_of(one).pk, now=NOW, reason="test")
     keeping.to_mount(reread(mine), now=NOW)
     assert reread(mine).keeping == Keeping.MOUNT
@@ -442,7 +444,7 @@ def test_copied_data_can_be_mounted_and_copied_again(one: Lease) -> None:
     assert in_bucket(one) == {"deep/er/a", "tool", "link", "empty"}
     assert sh(one, SHOWN) == was
     sh(one, f"echo more >{DATA}/more; rm {DATA}/empty")
-    with pytest.raises(Busy):
+    with pytest.raises(Busy, match="not asleep"):
         keeping.to_sync(reread(mine), now=NOW)
     changed = sh(one, SHOWN)
     pools.sleep(sandbox_of(one).pk, now=NOW, reason="test")
@@ -450,6 +452,21 @@ def test_copied_data_can_be_mounted_and_copied_again(one: Lease) -> None:
     assert in_bucket(one) == set()
     assert sh(one, SHOWN) == changed
     assert sh(one, f"ls {DATA}/skills") == "catan"
+
+
+def test_what_is_written_while_data_is_being_copied_is_not_lost(one: Lease, at_step: Callable[..., None]) -> None:
+    sh(one, f"echo hello >{DATA}/note")
+    mine = AgentData.objects.get(agent_did=one.agent_did)
+    pools.sleep(sandbox_of(one).pk, now=NOW, reason="test")
+
+    def use() -> None:
+        sh(one, f"echo late >{DATA}/late")
+        pools.sleep(sandbox_of(one).pk, now=NOW, reason="test")
+
+    at_step("data copied", use)
+    with pytest.raises(Busy, match="meanwhile"):
+        keeping.to_sync(mine, now=NOW)
+    assert sh(one, f"cat {DATA}/note {DATA}/late") == "hello\nlate"
 
 
 def reread(mine: AgentData) -> AgentData:

@@ -131,16 +131,15 @@ def look(
             changed = mode  # what is in it is listed: only the mode is its own
         elif kind == "link":
             try:
-                target = os.readlink(name, dir_fd=above)
-            except OSError as error:
-                if error.errno in (errno.ENOENT, errno.EINVAL):  # it went away, or became something else
-                    continue
-                raise
+                target = _target(above, name)
+            except (FileNotFoundError, BadPath):
+                continue  # it went away, or became something else, since it was listed
             room -= _length(target)
         room -= _length(path)
         if room < 0:
             raise TooLarge("the names of what is here are too long together")
-        yield path, (kind, mode, size, _seconds(found), "%x.%x.%x" % (found.st_ino, changed, size), target)  # noqa: UP031 - half the time
+        stamp = "%x.%x.%x" % (found.st_ino, changed, size)  # noqa: UP031 - it takes half the time
+        yield path, (kind, mode, size, _seconds(found), stamp, target)
 
 
 def pack(
@@ -164,7 +163,7 @@ def pack(
                     member.type = tarfile.DIRTYPE
                     tar.addfile(member)
                 elif stat.S_ISLNK(found.st_mode):
-                    member.type, member.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=above)
+                    member.type, member.linkname = tarfile.SYMTYPE, _target(above, name)
                     tar.addfile(member)
             except (FileNotFoundError, BadPath):
                 pass  # it went away, or became something else, since it was listed
@@ -197,11 +196,14 @@ def unpack(root: str, source: BinaryIO) -> None:
 def seed(source: str, under: str, root: str, kind: str) -> None:
     """Copy the directory `under` of one root to skills/`kind` of another, unless there is something there already, or in
     its way. Without such a directory nothing happens."""
-    with contextlib.suppress(FileNotFoundError, BadPath), _Tree(source) as there, _Tree(root, writing=True) as tree:
-        there.open(_parts(under))
-        above, new = tree.open(("skills",), make=True), _temporary()
-        if _kind(above, kind) is not None:
+    with _Tree(source) as there, _Tree(root, writing=True) as tree:
+        try:
+            there.open(_parts(under))
+            if _kind(tree.open(("skills",), make=True), kind) is not None:
+                return
+        except (FileNotFoundError, BadPath):
             return
+        new = _temporary()
         try:
             tree.open(("skills", new), make=True)
             for parent, name, path, found in _walk(source, under):
@@ -214,11 +216,11 @@ def seed(source: str, under: str, root: str, kind: str) -> None:
                         os.fchmod(copy.fileno(), found.st_mode & 0o755 | 0o644)
             above = tree.open(("skills",))
             os.rename(new, kind, src_dir_fd=above, dst_dir_fd=above)
-        except OSError as error:
-            here = tree.open(("skills", new))
-            _empty(here, here, 0, math.inf)
-            _drop(tree.open(("skills",)), new)
-            if error.errno not in (*_NOT_EMPTY, errno.ENOTDIR):  # else: somebody else was first
+        except BaseException as error:
+            above = tree.open(("skills",))
+            _empty_directory(above, above, new, 0, math.inf)
+            _drop(above, new)
+            if not isinstance(error, OSError) or error.errno not in (*_NOT_EMPTY, errno.ENOTDIR):  # else: it is there now
                 raise
 
 
@@ -324,7 +326,7 @@ def _walk(
             prefix, below = here and here + "/", []
             for name in names:
                 path = prefix + name
-                if _length(path) > LONGEST or (skip and skip(path)):
+                if (len(path) > LONGEST // 4 and _length(path) > LONGEST) or (skip and skip(path)):
                     continue
                 try:
                     found = os.lstat(name, dir_fd=above)
@@ -434,7 +436,8 @@ def _empty_directory(top: int, above: int, name: str, depth: int, until: float) 
     except (FileNotFoundError, BadPath):
         return
     try:
-        os.fchmod(here, 0o700)
+        with contextlib.suppress(PermissionError):  # another's: if there is nothing in it, it can be removed all the same
+            os.fchmod(here, 0o700)
         if depth < DEEP:
             _empty(top, here, depth + 1, until)
         else:
@@ -498,6 +501,15 @@ def _kind(above: int, name: str) -> os.stat_result | None:
         return None
 
 
+def _target(above: int, name: str) -> str:
+    try:
+        return os.readlink(name, dir_fd=above)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise BadPath(f"{name!r} is no link") from error
+        raise
+
+
 def _create(above: int, name: str) -> BinaryIO:
     fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=above)
     return os.fdopen(fd, "wb")
@@ -521,7 +533,7 @@ def _length(path: str) -> int:
 
 
 def _seconds(found: os.stat_result) -> int:
-    mtime = found[stat.ST_MTIME]  # as a whole number
+    mtime = int(found[stat.ST_MTIME])  # which the attribute is not
     return mtime if 0 <= mtime <= LATEST else min(max(mtime, 0), LATEST)
 
 

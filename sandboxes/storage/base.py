@@ -176,6 +176,8 @@ class OncePerProcess(Generic[T]):
     """Something made when it is first asked for, and made anew in a child of a fork: two processes on one connection
     would read each other's answers."""
 
+    _made: T | None
+
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._forget()
@@ -195,7 +197,7 @@ class OncePerProcess(Generic[T]):
 
     def _forget(self) -> None:
         self._lock = Lock()  # also this: another thread may have held it in the parent
-        self._made: T | None = None
+        self._made = None
 
 
 class Rest:

@@ -3,7 +3,7 @@
 import hashlib
 import tarfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import BinaryIO
@@ -23,6 +23,7 @@ from sandboxes.storage.base import CHUNK
 from sandboxes.storage.spools import Slice, side_by_side, spool
 from sandboxes.stored import AgentData, Attachment, DataFile, DataObject, stamped
 
+CONFLICTS = ".conflicts"  # the directory in which versions are kept that lost against another sandbox's
 LONGEST_PATH = 1000  # bytes: with what a key has before it, any S3 takes that
 MOST_OBJECTS = 32  # of one agent, before they are packed into one
 MARGIN = 16 << 10  # bytes of headers and filling of one member of a tar at most, its path being limited; and its end
@@ -65,6 +66,12 @@ def look_of(there: Mapping[str, Stat]) -> str:
     return digest.hexdigest()
 
 
+def above(path: str) -> Iterator[str]:
+    """The directories that it lies in: a, a/b of a/b/c."""
+    parts = path.split("/")
+    return ("/".join(parts[:depth]) for depth in range(1, len(parts)))
+
+
 def as_given(path: str, stat: Stat, here: Attachment) -> bool:
     given = here.base.get(path)
     return given is not None and (given[2] == stat.stamp or stat.kind == "directory")
@@ -93,6 +100,8 @@ def _refusal(path: str, stat: Stat) -> str:
     """Why this is not stored; "" if it is."""
     if stat.kind == "other":
         return "neither a regular file nor a directory nor a link"
+    if path == CONFLICTS and stat.kind != "directory":
+        return "versions of files that were lost are kept in a directory of this name"
     try:
         length, _ = len(path.encode()), stat.target.encode()
     except UnicodeEncodeError:

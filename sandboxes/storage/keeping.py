@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from shutil import copyfileobj
+from typing import Any
 
 from django.db import transaction
+from django.db.models import Count, F, Sum
 
 from sandboxes.errors import Busy
 from sandboxes.image import files
@@ -24,6 +26,7 @@ from sandboxes.storage.spools import Slice, side_by_side, spool
 from sandboxes.storage.verdict import WRITTEN
 from sandboxes.stored import AgentData, DataFile, DataObject, Keeping
 
+Wakes = dict[str, Any]
 KINDS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "link": stat.S_IFLNK}
 GONE = {"removed": True, "stored_in": None, "size_bytes": 0, "digest": ""}
 
@@ -35,16 +38,16 @@ def to_mount(mine: AgentData, *, now: datetime) -> int:
     mounted. A name with a control character, which only some stores take, is a StoreError."""
     if why := mounts.lacking():
         raise Rejected(f"Its data cannot be mounted: {why}.")
-    with _asleep(mine, Keeping.SYNC):
+    with _asleep(mine, Keeping.SYNC) as since:
         rows = list(tree.live(mine).select_related("stored_in", "data"))
     store().clear(mounts.prefix_of(mine.agent_did))  # of an earlier try
     with ExitStack() as stack:
         content = pulls.fetch([row for row in rows if row.kind == "file"], stack, now=now)
         side_by_side(lambda row: _put(row, content.get(row.path)), rows)
     step("data copied", mine)
-    with _asleep(mine, Keeping.SYNC) as changed:
+    with _asleep(mine, Keeping.SYNC, since):
         DataFile.objects.filter(data=mine).update(**GONE)  # that there was a skill is still known
-        AgentData.objects.filter(pk=mine.pk).update(keeping=Keeping.MOUNT, revision=changed, changed_at=now)
+        AgentData.objects.filter(pk=mine.pk).update(keeping=Keeping.MOUNT, revision=F("revision") + 1, changed_at=now)
     data.drop_outdated(DataObject.objects.filter(data=mine))
     return len(rows)
 
@@ -54,7 +57,7 @@ def to_sync(mine: AgentData, *, now: datetime) -> int:
 
     Busy as for to_mount, DataFull if that is more than is kept so, StoreError if they cannot be read. Whatever is
     neither file nor directory nor link is left out."""
-    with _asleep(mine, Keeping.MOUNT):
+    with _asleep(mine, Keeping.MOUNT) as since:
         pass
     with ExitStack() as stack:
         bundle, tar = Bundle(stack), stack.enter_context(spool())
@@ -73,22 +76,25 @@ def to_sync(mine: AgentData, *, now: datetime) -> int:
                 bundle.add(row, members.extractfile(member) if member.isreg() else None)
         bundle.upload(mine, now)
         step("data copied", mine)
-        with _asleep(mine, Keeping.MOUNT) as changed:
-            _record(mine, bundle, changed, now)
+        with _asleep(mine, Keeping.MOUNT, since):
+            _record(mine, bundle, mine.revision + 1, now)
     store().clear(mounts.prefix_of(mine.agent_did))
     return len(bundle.rows)
 
 
 @contextmanager
-def _asleep(mine: AgentData, kept: Keeping) -> Iterator[int]:
-    """With the agent's data locked, and its next revision. Busy if it was changed since `mine` was read, or may be now."""
+def _asleep(mine: AgentData, kept: Keeping, since: Wakes | None = None) -> Iterator[Wakes]:
+    """With the agent's data locked, and how often its sandboxes had been started. Busy if one has a process, if one had
+    since then, or if the data is not as `mine` was read any more."""
     with transaction.atomic():
         same = AgentData.objects.select_for_update(no_key=True).filter(pk=mine.pk, keeping=kept, revision=mine.revision)
-        if not same.exists():
-            raise Busy("Its data was changed, or is kept otherwise by now.")
-        if Sandbox.objects.filter(agent_did=mine.agent_did).exclude(state__in=(State.COLD, State.DESTROYED)).exists():
+        its = Sandbox.objects.filter(agent_did=mine.agent_did)
+        wakes = its.aggregate(sandboxes=Count("pk"), incarnations=Sum("incarnation"))
+        if same.first() is None or (since is not None and wakes != since):
+            raise Busy("Its data was used or changed meanwhile, or is kept otherwise by now.")
+        if its.exclude(state__in=(State.COLD, State.DESTROYED)).exists():
             raise Busy("It has a sandbox that is not asleep. Its data can be kept otherwise once all are, or are gone.")
-        yield mine.revision + 1
+        yield wakes
 
 
 def _put(row: DataFile, content: Slice | None) -> None:

@@ -352,6 +352,7 @@ def _command(agent_did: str, point: Path, keys: Path) -> list[str]:
         "connect_timeout": "3",
         "readwrite_timeout": "5",
         "retries": "2",
+        "max_stat_cache_size": "10000",
         "stat_cache_expire": "1",  # what another sandbox of the agent writes is seen a second later
         "tmpdir": str(settings.STATE_DIR),
         "ensure_diskfree": "256",  # MB: beyond that it uploads parts of what is being written

@@ -16,7 +16,7 @@ from sandboxes.moments import Later
 from sandboxes.providers.base import DATA, Provider, Stat
 from sandboxes.storage import store
 from sandboxes.storage.base import CHUNK, StoreError
-from sandboxes.storage.changes import as_given, look_of
+from sandboxes.storage.changes import above, as_given, look_of
 from sandboxes.storage.spools import Slice, side_by_side, spool
 from sandboxes.storage.verdict import tell
 from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject
@@ -46,6 +46,9 @@ def pull(here: Attachment, sandbox: Sandbox, provider: Provider, later: Later) -
         there = provider.manifest(sandbox.ref, DATA)
         unseen = {row.path: row for row in wanted if row.path not in forced and _changed_there(row, here, there)}
         wanted = [row for row in wanted if row.path not in unseen]
+        blocked = _blocked(wanted, there)
+        unseen |= {row.path: row for row in wanted if row.path in blocked}
+        wanted = [row for row in wanted if row.path not in unseen]
         revision = min([revision, *(row.revision - 1 for row in unseen.values())])
         _note(here, pulling=sorted(row.path for row in wanted))
         step("pull decided", here)
@@ -59,9 +62,15 @@ def pull(here: Attachment, sandbox: Sandbox, provider: Provider, later: Later) -
         if row.removed or row.path not in there:
             here.base.pop(row.path, None)
         else:
-            here.base[row.path] = [row.revision, row.digest, there[row.path].stamp]
+            here.base[row.path] = [row.revision, row.digest, _stamp(row, there[row.path])]
     clean = all(as_given(path, stat, here) for path, stat in there.items()) and here.base.keys() <= there.keys()
     _note(here, pulling=[], pull_until=None, base=here.base, revision=revision, look=look_of(there) if clean else "")
+
+
+def _stamp(row: DataFile, stat: Stat) -> str:
+    """What this version looks like in the sandbox; "" if a program was quicker than our look and has changed it again."""
+    as_written = (row.kind, row.size_bytes, row.target) == (stat.kind, stat.size, stat.target)
+    return stat.stamp if as_written and (row.kind != "file" or row.mtime == stat.mtime) else ""
 
 
 def _changed_there(row: DataFile, here: Attachment, there: Mapping[str, Stat]) -> bool:
@@ -71,6 +80,23 @@ def _changed_there(row: DataFile, here: Attachment, there: Mapping[str, Stat]) -
     if stat.kind == row.kind == "directory":
         return False
     return not as_given(row.path, stat, here)
+
+
+def _blocked(wanted: list[DataFile], there: Mapping[str, Stat]) -> set[str]:
+    """Which of these cannot be written now: a directory there holds something that stays, or a file there stays that is
+    on the way. Then the sandbox has changes of its own around it."""
+    going = {row.path for row in wanted if row.path in there and (row.removed or there[row.path].kind != row.kind)}
+    held = {path for each in there if each not in going for path in above(each)}
+    for path in sorted(going, reverse=True):  # the deepest first
+        if path in held:
+            going.discard(path)
+            held.update(above(path))
+    files = {path for path, stat in there.items() if stat.kind != "directory"} - going
+    return {
+        row.path
+        for row in wanted
+        if not row.removed and ((row.path in held and row.kind != "directory") or not files.isdisjoint(above(row.path)))
+    }
 
 
 def _write_into(

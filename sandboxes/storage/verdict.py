@@ -4,7 +4,7 @@ import hashlib
 import uuid
 from collections.abc import Mapping
 from datetime import datetime
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import structlog
@@ -15,11 +15,11 @@ from django.db.models.functions import Coalesce
 from sandboxes.lifecycle import step
 from sandboxes.models import GONE, Sandbox, State
 from sandboxes.providers.base import Stat
-from sandboxes.storage.changes import LONGEST_PATH, Change, Piece
+from sandboxes.storage import tree
+from sandboxes.storage.changes import CONFLICTS, LONGEST_PATH, Change, Piece, above
 from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject
 
 log = structlog.get_logger(__name__)
-CONFLICTS = ".conflicts"
 MOST_EVENTS = 20  # of one look: a thousand sockets are told of as twenty
 WRITTEN = (
     "kind", "mode", "size_bytes", "mtime", "digest", "target", "stored_in", "offset", "revision", "holder", "at", "removed",
@@ -77,11 +77,12 @@ class Verdict:
         self.base = dict(here.base)
         self.written: dict[str, DataFile] = {}
         self.objects: dict[uuid.UUID, DataObject] = {}
-        self.conflicts: list[DataFile] = []
+        self.conflicts: list[tuple[str, str]] = []  # path, and where the version that lost is kept
         self.news = False  # something is different for other sandboxes
         self.changed = False  # some row is written
 
     def judge(self, change: Change, pieces: Mapping[str, Piece]) -> None:
+        self.there = change.there
         self.stored = self._stored([*change.files, *change.others, *change.gone])
         for path in change.others:
             self._other(path, change.there[path])
@@ -92,6 +93,10 @@ class Verdict:
                 change.look = ""
         for path in change.gone:
             self._gone(path)
+        for row in [*self.written.values()]:
+            if not row.removed:
+                self._make_way(row)
+        self._keep_directories()
         self.changed = bool(self.written)
 
     def _stored(self, paths: list[str]) -> dict[str, DataFile]:
@@ -114,7 +119,7 @@ class Verdict:
         if unseen and given and given[1] == piece.digest:
             self.base[path] = [given[0], given[1], stat.stamp]  # touched here, changed elsewhere: the next attach brings it
             return
-        if unseen and not unseen.removed and unseen.digest != piece.digest:
+        if unseen and unseen.digest != piece.digest:
             self._keep_loser(unseen)
         kept = (row.stored_in_id, row.offset) if row and not row.removed and row.digest == piece.digest else None
         new = self._row(path, "file", stat, size_bytes=piece.size, digest=piece.digest)
@@ -135,7 +140,7 @@ class Verdict:
         unseen = self._unseen(path)
         if unseen and given and given[2] == stat.stamp:
             return  # unchanged here, changed elsewhere: the next attach brings it
-        if unseen and unseen.kind == "file" and not unseen.removed:
+        if unseen:
             self._keep_loser(unseen)
         self._put(self._row(path, stat.kind, stat), stat)
 
@@ -146,30 +151,77 @@ class Verdict:
             return
         self.base.pop(path)
         if row and not row.removed:
-            row.removed, row.stored_in, row.size_bytes, row.digest = True, None, 0, ""
-            row.revision, row.holder, row.at = self.revision, self.here.holder, self.now
-            self.written[path] = row
-            self.news = True
+            self._remove(row)
+
+    def _make_way(self, row: DataFile) -> None:
+        """Nothing is below a file or a link. What others have stored below it, or above it, since this sandbox was given
+        its files, loses as a file with the same name would."""
+        for path in above(row.path):
+            top = self.written.get(path) or self.stored.get(path)
+            if path in self.there and (top is None or top.removed or top.kind != "directory"):
+                if top:
+                    self._keep_loser(top)
+                self._put(self._row(path, "directory", self.there[path]), self.there[path])
+        before = self.stored.get(row.path)
+        if row.kind != "directory" and before and not before.removed and before.kind == "directory":
+            for lost in tree.below(self.here.data, row.path):
+                if lost.path not in self.written:
+                    self._keep_loser(lost)
+                    self._remove(lost)
+
+    def _keep_directories(self) -> None:
+        """A directory that was removed here, and in which others have stored something since, comes back with that."""
+        gone = [row for row in self.written.values() if row.removed and row.kind == "directory"]
+        if not gone:
+            return
+        live = {*tree.live(self.here.data).values_list("path", flat=True)}
+        live = {path for path in live | {*self.written} if not (path in self.written and self.written[path].removed)}
+        holding = {path for each in live for path in above(each)}
+        for row in gone:
+            if row.path in holding:
+                row.removed = False
+
+    def _remove(self, row: DataFile) -> None:
+        row.removed, row.stored_in, row.size_bytes, row.digest = True, None, 0, ""
+        row.revision, row.holder, row.at = self.revision, self.here.holder, self.now
+        self.written[row.path] = row
+        self.news = True
 
     def _keep_loser(self, row: DataFile) -> None:
-        path = f"{CONFLICTS}/{row.holder}/{row.path}"
-        if row.path.startswith(f"{CONFLICTS}/") or len(path.encode()) > LONGEST_PATH:
-            path = f"{CONFLICTS}/{row.holder}/{hashlib.sha256(row.path.encode()).hexdigest()}"
-        loser = DataFile(
-            data_id=row.data_id, path=path, kind=row.kind, mode=row.mode, size_bytes=row.size_bytes, mtime=row.mtime,
-            digest=row.digest, stored_in_id=row.stored_in_id, offset=row.offset, revision=self.revision,
-            holder=row.holder, at=self.now,
+        """Keep a version that another sandbox has stored and this one replaces without having seen it."""
+        if row.removed or row.kind == "directory":
+            return
+        place, directories = self._place_for(row)
+        for path in directories:
+            self.written[path] = self._kept(row, path=path, kind="directory", mode=0o755)
+        self.written[place] = self._kept(
+            row, path=place, kind=row.kind, mode=row.mode, size_bytes=row.size_bytes, mtime=row.mtime, digest=row.digest,
+            target=row.target, stored_in_id=row.stored_in_id, offset=row.offset,
         )  # fmt: skip
-        self.written[path] = loser
-        self.conflicts.append(row)
-        parts = path.split("/")
-        for depth in range(1, len(parts)):
-            above = "/".join(parts[:depth])
-            if above not in self.written and not DataFile.objects.filter(data=row.data_id, path=above, removed=False).exists():
-                self.written[above] = DataFile(
-                    data_id=row.data_id, path=above, kind="directory", mode=0o755, revision=self.revision,
-                    holder=row.holder, at=self.now,
-                )  # fmt: skip
+        self.conflicts.append((row.path, place))
+
+    def _kept(self, row: DataFile, **columns: Any) -> DataFile:
+        return DataFile(data_id=row.data_id, revision=self.revision, holder=row.holder, at=self.now, **columns)
+
+    def _place_for(self, row: DataFile) -> tuple[str, list[str]]:
+        """Where it is kept, and which directories have to be made for that: where nothing else is or was kept."""
+        name = row.path
+        if name.startswith(f"{CONFLICTS}/") or len(name.encode()) > LONGEST_PATH - 100:
+            name = hashlib.sha256(name.encode()).hexdigest()
+        for number in count(1):
+            place = f"{CONFLICTS}/{row.holder or 'operator'}{f'.{number}' * (number > 1)}/{name}"
+            way = [*above(place), place]
+            taken = {each.path: each for each in tree.live(self.here.data).filter(path__in=way)} | {
+                path: self.written[path] for path in way if path in self.written
+            }
+            kinds = [taken[path].kind if path in taken else self._kind_here(path) for path in way]
+            if kinds[-1] == "" and {*kinds[:-1]} <= {"", "directory"}:
+                return place, [path for path in way[:-1] if path not in taken]
+        raise AssertionError("unreachable")
+
+    def _kind_here(self, path: str) -> str:
+        """What this sandbox has there that no row knows."""
+        return self.there[path].kind if path in self.there else ""
 
     def _row(self, path: str, kind: str, stat: Stat, **more: Any) -> DataFile:
         return DataFile(
@@ -188,9 +240,9 @@ class Verdict:
 
     def tell(self, change: Change) -> None:
         did = self.here.data.agent_did
-        for row in self.conflicts[:MOST_EVENTS]:
-            said = f"Another sandbox of this agent had changed it; that version is kept under {CONFLICTS}/{row.holder}/."
-            tell(did, self.here.holder, DataEvent.Kind.CONFLICT, path=row.path, detail=said, now=self.now)
+        for path, place in self.conflicts[:MOST_EVENTS]:
+            said = f"Another sandbox of this agent had changed it; that version is kept as {place}."[:500]
+            tell(did, self.here.holder, DataEvent.Kind.CONFLICT, path=path, detail=said, now=self.now)
         for path, why in islice(change.left_out.items(), MOST_EVENTS):
             shown = path.encode(errors="surrogateescape").decode(errors="replace")[:1000]
             known = DataEvent.objects.filter(holder=self.here.holder, kind=DataEvent.Kind.LEFT_OUT, path=shown)

@@ -141,9 +141,11 @@ def _being_restored(snapshot: Snapshot, now: datetime) -> bool:
 def forget(snapshot: Snapshot, *, now: datetime) -> bool:
     """Let go of a copy. The row stays, as history; its objects are removed once no other row points to them."""
     with transaction.atomic():  # in the order of their keys: a fork locks the row that it copies
-        same = [*Snapshot.objects.select_for_update(no_key=True).filter(key=snapshot.key).order_by("pk")]
-        forgotten = Snapshot.objects.filter(pk=snapshot.pk, forgotten_at__isnull=True).update(forgotten_at=now)
-        if any(row.pk != snapshot.pk and row.forgotten_at is None for row in same):
+        same = Snapshot.objects.filter(key=snapshot.key)
+        list(same.select_for_update(no_key=True).order_by("pk").values_list("pk"))
+        forgotten = same.filter(pk=snapshot.pk, forgotten_at__isnull=True).update(forgotten_at=now)
+        # Asked after the locks are held: a copy that we waited for is not in what we locked.
+        if same.filter(forgotten_at__isnull=True).exists():
             return bool(forgotten)
     store().remove_many([f"{snapshot.key}/{place}" for place in snapshot.digests])
     forget_local(snapshot)

@@ -13,10 +13,14 @@ pytestmark = pytest.mark.django_db
 
 VIEWS = {
     "leases": {"agent", "agentkey", "environmenttype", "lease", "leaseevent", "turn"},
-    "sandboxes": {"pool", "quota", "sandbox", "snapshot", "transition", "run", "sweep"},
-}
+    "sandboxes": {
+        "agentdata", "dataevent", "datafile", "pool", "quota", "sandbox", "snapshot", "transition", "run", "sweep",
+    },
+}  # fmt: skip
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
-OPERATOR = VIEWER | {"leases.end_lease", "sandboxes.act_on_sandbox", "sandboxes.drain_pool"}
+OPERATOR = VIEWER | {
+    "leases.end_lease", "sandboxes.act_on_sandbox", "sandboxes.drain_pool", "sandboxes.read_agent_data",
+}  # fmt: skip
 ADMINISTRATOR = OPERATOR | {
     "leases.add_agent", "leases.change_agent", "leases.add_agentkey", "leases.revoke_key",
     "leases.add_environmenttype", "leases.change_environmenttype", "sandboxes.add_pool", "sandboxes.change_pool",
@@ -31,7 +35,10 @@ def test_a_role_has_exactly_these_permissions(role: str, may: set[str]) -> None:
 
 
 def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client, lease: Lease) -> None:
-    pages = ("leases/lease", "leases/agentkey", "sandboxes/sandbox", "sandboxes/pool", "sandboxes/quota", "sandboxes/sweep")
+    pages = (
+        "leases/lease", "leases/agentkey", "sandboxes/sandbox", "sandboxes/pool", "sandboxes/quota", "sandboxes/sweep",
+        "sandboxes/agentdata", "sandboxes/snapshot", "sandboxes/dataevent",
+    )  # fmt: skip
     for page in pages:
         shown = viewer.get(f"/admin/{page}/")
         assert shown.status_code == 200
@@ -63,7 +70,9 @@ def test_a_user_without_a_role_sees_no_number(as_role, lease: Lease) -> None:
 def test_facts_are_read_only_even_for_a_superuser(superuser: Client, lease: Lease) -> None:
     request = RequestFactory().get("/")
     facts = [page for page in admin.site._registry.values() if isinstance(page, Facts)]
-    assert {page.model.__name__ for page in facts} == {"Lease", "Turn", "Sandbox", "Run", "Sweep"}
+    assert {page.model.__name__ for page in facts} == {
+        "Lease", "Turn", "Sandbox", "Run", "Sweep", "AgentData", "DataEvent", "Snapshot",
+    }  # fmt: skip
     for page in facts:
         assert not page.has_add_permission(request)
         assert not page.has_change_permission(request)

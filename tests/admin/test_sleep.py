@@ -197,7 +197,10 @@ def test_snapshots_are_listed_with_what_became_of_them(viewer: Client, lease: Le
     acting.exec_in(lease.pk, TRUE, now=timezone.now())
     pools.sleep(cold.pk, now=timezone.now(), reason="idle")
     answer = viewer.get(page(cold, "change"))
-    listed = [(each.incarnation, each.local, bool(each.forgotten_at)) for each, _, _ in answer.context["snapshots"]]
+    listed = [
+        (each["snapshot"].incarnation, each["snapshot"].local, bool(each["snapshot"].forgotten_at))
+        for each in answer.context["snapshots"]
+    ]
     assert listed == [(2, True, False), (1, False, True)]
     pools.drop_cold(cold.pk, now=timezone.now(), reason="room")
     fresh = acting.sandbox_for(lease.pk, now=timezone.now())

@@ -356,6 +356,11 @@ def test_tars_of_other_programs_are_taken(ada: Api, at: str) -> None:
         assert ada.get(f"{at}/files/{'/'.join(['n' * 60] * 2)}").content == b"text"
 
 
+def test_an_empty_tar_changes_nothing(ada: Api, at: str) -> None:
+    assert ada.put(f"{at}/archive", bytes(1024)).status_code == 204
+    assert [entry["name"] for entry in ada.get(f"{at}/files").json()["entries"]] == ["config.json"]
+
+
 def made(name: str, kind: bytes = tarfile.REGTYPE, target: str = "", **headers: str) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:

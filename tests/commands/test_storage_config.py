@@ -61,7 +61,9 @@ def test_a_journal_in_kv_is_refused_with_the_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", [S3, KV], ids=["s3", "cloudflare_kv"])
 def test_files_appended_in_place_are_refused_where_there_are_none(tmp_path: Path, backend: dict[str, str]) -> None:
     said = refusal(tmp_path, **backend, STORAGE_SYNC="1")
-    assert said.startswith(f"STORAGE_SYNC=1 does not go with STORAGE_BACKEND={backend['STORAGE_BACKEND']}: a value there is")
+    assert said.startswith(
+        f"STORAGE_SYNC=1 does not go with STORAGE_BACKEND={backend['STORAGE_BACKEND']}: nothing is appended to there"
+    )
 
 
 @pytest.mark.parametrize(

@@ -550,14 +550,12 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root reaches a cont
 def test_from_outside_nothing_takes_an_exec(container, monkeypatch):
     monkeypatch.setattr(container.provider, "_exec_create", lambda *args, **options: pytest.fail("an exec"))
     container.write("a/f", b"x")
-    container.put(file("b/g", b"y"))
+    container.put(file("b/g", b"y"), file("b/locked", b"z", mode=0), other("b", tarfile.DIRTYPE, mode=0))
     assert container.look(under="a").keys() == {"a/f"}
-    assert container.get(only=["a/f"]) == {"a/f": b"x"}
-    assert (container.read("a/f"), container.range("b/g", 0, 9), container.provider.size(container.ref, DATA)) == (
-        b"x",
-        (b"y", 1),
-        2,
-    )
+    assert container.get(only=["a/f", "b/locked"]) == {"a/f": b"x", "b/locked": b"z"}
+    assert (container.read("a/f"), container.range("b/g", 0, 9)) == (b"x", (b"y", 1))
+    assert container.provider.size(container.ref, DATA) == 3
+    assert (container.look()["b"].mode, container.look()["b/locked"].mode) == (0, 0)
     with pytest.raises(NoFile):
         container.read("nothing")
     container.provider.remove_file(container.ref, f"{DATA}/b/g")

@@ -79,7 +79,7 @@ class OneFile(FileDoor):
         asked = _range(request)
         act = partial(_part, path=path, asked=asked)
         (content, start, size), headers = self.look(pk, root, _command("read", place, root), act)
-        headers |= {"Accept-Ranges": "bytes", "Content-Disposition": "attachment"}
+        headers |= {"Accept-Ranges": "bytes", "Content-Length": str(len(content)), "Content-Disposition": "attachment"}
         if asked:
             headers["Content-Range"] = f"bytes {start}-{start + len(content) - 1}/{size}"
         return HttpResponse(content, status=206 if asked else 200, content_type=schema.OCTETS, headers=headers)

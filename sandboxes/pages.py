@@ -225,8 +225,9 @@ class Page(ModelAdmin):
         row = self.get_object(request, unquote(object_id))
         if row is None:
             raise Http404
+        said = {name: value for name, value in form.cleaned_data.items() if not name.startswith("_")}
         try:
-            changed = self._carry_out(request, act, [row], **form.cleaned_data)
+            changed = self._carry_out(request, act, [row], **said)
         except SandboxError as refused:  # the dialog stays open and says so
             form.add_error(None, str(refused))
             asked = {"dialog": act.dialog, "form": form, "form_submit_text": act.title}

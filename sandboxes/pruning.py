@@ -17,7 +17,7 @@ from sandboxes.errors import DataFull
 from sandboxes.models import DataObject, Snapshot
 from sandboxes.moments import ticking
 from sandboxes.providers.base import Missing, ProviderError
-from sandboxes.storage import data, store
+from sandboxes.storage import data, mounts, store
 from sandboxes.storage.base import StoreError
 from sandboxes.stored import moment_of
 from sandboxes.sweeps import BUDGET, Swept
@@ -57,6 +57,7 @@ def prune(*, now: datetime, grace: timedelta = GRACE) -> Swept:
         ("orphaned snapshots", lambda: _remove(orphans(SNAPSHOTS, before))),
         ("local leftovers", lambda: _remove_local(before)),
         ("unfinished writes", lambda: store().sweep_leftovers(before)),
+        ("mounts left behind", lambda: len(mounts.leftovers())),
     ):
         try:
             swept.note(name, act())

@@ -119,27 +119,25 @@ def look(
     root: str, under: str = "", *, deep: bool = True, most: int, seconds: float = math.inf
 ) -> Iterator[tuple[str, Fields]]:
     """What is below a directory, each after the directory it is in. FileNotFoundError or BadPath for `under`; TooLarge
-    past `most` entries, or past 160 bytes on average, and a MiB, of paths and targets; TimeoutError past `seconds`.
-    Paths longer than LONGEST are left out."""
-    room = max(160 * most, 1 << 20)
+    past `most` entries, past as many times 160 bytes, and a MiB, of paths, and past as much of targets; TimeoutError
+    past `seconds`. Paths longer than LONGEST are left out."""
+    room = _room(most)
     for above, name, path, found in _walk(root, under, deep=deep, most=most, until=time.monotonic() + seconds):
-        mode, target, size, changed = found.st_mode & 0o777, "", 0, found.st_ctime_ns
-        kind = _KINDS.get(found.st_mode & 0o170000, "other")
-        if kind == "file":
+        kind, target, size, changed = found.st_mode & 0o170000, "", 0, found.st_ctime_ns
+        if kind == stat.S_IFREG:
             size = found.st_size
-        elif kind == "directory":
-            changed = mode  # what is in it is listed: only the mode is its own
-        elif kind == "link":
+        elif kind == stat.S_IFDIR:
+            changed = found.st_mode & 0o777  # what is in it is listed: only the mode is its own
+        elif kind == stat.S_IFLNK:
             try:
                 target = _target(above, name)
             except (FileNotFoundError, BadPath):
                 continue  # it went away, or became something else, since it was listed
-            room -= _length(target)
-        room -= _length(path)
-        if room < 0:
-            raise TooLarge("the names of what is here are too long together")
+            room -= len(os.fsencode(target))
+            if room < 0:
+                raise TooLarge("what the links here point to is too long together")
         stamp = "%x.%x.%x" % (found.st_ino, changed, size)  # noqa: UP031 - it takes half the time
-        yield path, (kind, mode, size, _seconds(found), stamp, target)
+        yield path, (_KINDS.get(kind, "other"), found.st_mode & 0o777, size, _seconds(found), stamp, target)
 
 
 def pack(
@@ -309,6 +307,7 @@ def _walk(
     until: float = math.inf,
 ) -> Iterator[tuple[int, str, str, os.stat_result]]:
     """(open directory, name in it, path relative to root, lstat) of everything below a directory."""
+    room = _room(most)
     with _Tree(root, until=until) as tree:
         tree.open(_parts(under))
         waiting = [under]
@@ -320,19 +319,20 @@ def _walk(
                 continue  # it went away since it was listed
             with os.scandir(above) as entries:
                 names = sorted(entry.name for entry in itertools.islice(entries, most + 1))
+            prefix, below = here and here + "/", list[str]()
             most -= len(names)
-            if most < 0:
+            room -= len(names) * len(os.fsencode(prefix)) + len(os.fsencode("".join(names)))
+            if most < 0 or room < 0:
                 raise TooLarge("there are too many files here")
-            prefix, below = here and here + "/", []
             for name in names:
                 path = prefix + name
-                if (len(path) > LONGEST // 4 and _length(path) > LONGEST) or (skip and skip(path)):
+                if _too_long(path) or (skip and skip(path)):
                     continue
                 try:
                     found = os.lstat(name, dir_fd=above)
                 except FileNotFoundError:
                     continue
-                if stat.S_ISDIR(found.st_mode):
+                if found.st_mode & 0o170000 == stat.S_IFDIR:
                     below.append(path)
                 yield above, name, path, found
             if deep:
@@ -346,7 +346,7 @@ def _named(
     with _Tree(root, until=until) as tree:
         for parts in sorted({_parts(path) for path in only}):
             path = "/".join(parts)
-            if not any(map(skip, with_those_above(path))) and _length(path) <= LONGEST:
+            if not any(map(skip, with_those_above(path))) and not _too_long(path):
                 with contextlib.suppress(FileNotFoundError, BadPath):
                     above = tree.open(parts[:-1])
                     yield above, parts[-1], path, os.lstat(parts[-1], dir_fd=above)
@@ -528,8 +528,13 @@ def _parts(path: str) -> tuple[str, ...]:
     return tuple(path.split("/")) if path else ()
 
 
-def _length(path: str) -> int:
-    return len(path) if path.isascii() else len(os.fsencode(path))
+def _too_long(path: str) -> bool:
+    return len(path) > LONGEST // 4 and len(os.fsencode(path)) > LONGEST  # a character has four bytes at most
+
+
+def _room(most: int) -> int:
+    """Bytes that the names of `most` entries may take together: 16 MB for 100,000."""
+    return max(160 * most, 1 << 20)
 
 
 def _seconds(found: os.stat_result) -> int:

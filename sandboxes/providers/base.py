@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 WORKSPACE, DATA, SOCKETS = "/workspace", "/data", "/run/leasehold"
 MARK = "LEASEHOLD_RUN"  # environment variable by which the processes of one exec are found again
@@ -100,9 +100,8 @@ class ExecResult:
     duration: timedelta = timedelta(0)
 
 
-@dataclass(frozen=True, init=False)
-class Stat:
-    """One entry below /workspace or /data."""
+class Stat(NamedTuple):
+    """One entry below /workspace or /data. A tuple, because a look makes thousands."""
 
     kind: str  # "file", "directory", "link", or "other" (a socket, a pipe, a device: never stored)
     mode: int  # permission bits
@@ -113,11 +112,6 @@ class Stat:
     # Reading a file that its owner may not read changes it, and nothing else that reads does.
     stamp: str
     target: str = ""  # of a link
-
-    def __init__(self, kind: str, mode: int, size: int, mtime: int, stamp: str, target: str = "") -> None:
-        made = self.__dict__  # a look makes thousands, and a frozen dataclass's own way takes three times as long
-        made["kind"], made["mode"], made["size"] = kind, mode, size
-        made["mtime"], made["stamp"], made["target"] = mtime, stamp, target
 
 
 class Provider(ABC):
@@ -193,8 +187,8 @@ class Provider(ABC):
     def manifest(self, ref: str, root: str, *, under: str = "", deep: bool = True, most: int = 100_000) -> dict[str, Stat]:
         """What is below /workspace or /data, or below a directory in it that `under` names relative to root: path
         relative to root -> Stat. Not that directory itself; with deep=False only its own entries. NoFile or BadPath for
-        `under`, TooLarge past `most` entries, or past 160 bytes of paths and targets for each of `most` and a MiB in
-        all. No link is followed. What is longer than 4000 bytes is left out, and so is what changes meanwhile, or not."""
+        `under`; TooLarge past `most` entries, or if their paths, or targets, take more than 160 bytes for each of `most`
+        and more than a MiB. No link is followed; paths longer than 4000 bytes are left out."""
 
     @abstractmethod
     def get_files(

@@ -100,12 +100,12 @@ class FilesOfContainers(Provider):
 
         def look(place: str) -> dict[str, Stat]:
             seen = files.look(place, under, deep=deep, most=most, seconds=SOON)
-            return {path: Stat(*fields) for path, fields in seen}
+            return {path: Stat._make(fields) for path, fields in seen}
 
         found = self._from_outside(ref, _known(look), root)
         if found is not None:
             return found
-        words, said = ("look", root, "deep" if deep else "here", str(most)), Kept(260 * most + (2 << 20))
+        words, said = ("look", root, "deep" if deep else "here", str(most)), Kept(420 * most + (4 << 20))
         for chunk in self._saying(ref, words, _words(under)):
             said.add(chunk)
         told = None if said.truncated else _told(bytes(said), under, most)

@@ -232,7 +232,7 @@ class ProcessProvider(Provider):
         directory_in(root, under)
         with self._files(ref, root) as host:
             seen = files.look(host, under, deep=deep, most=most, seconds=LONG)
-            return {path: Stat(*fields) for path, fields in seen}
+            return {path: Stat._make(fields) for path, fields in seen}
 
     def get_files(
         self, ref: str, root: str, *, only: Collection[str] | None = None, exclude: Sequence[str] = ()

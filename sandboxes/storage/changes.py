@@ -5,7 +5,7 @@ import tarfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
 from django.conf import settings
@@ -25,6 +25,7 @@ from sandboxes.stored import AgentData, Attachment, DataFile, DataObject, stampe
 
 CONFLICTS = ".conflicts"  # the directory in which versions are kept that lost against another sandbox's
 LONGEST_PATH = 1000  # bytes: with what a key has before it, any S3 takes that
+OWNER_READS = 0o400
 MOST_OBJECTS = 32  # of one agent, before they are packed into one
 MARGIN = 16 << 10  # bytes of headers and filling of one member of a tar at most, its path being limited; and its end
 MEMBER = 2048  # bytes that a tar may add to a file
@@ -128,12 +129,28 @@ def read(
         if size > most:
             raise DataFull("/data grew while it was being stored.")
         tar.write(chunk)
+    _see_what_reading_changed(sandbox, provider, change)
     pieces = _pieces(tar, set(change.files))
     fresh = [piece for piece in pieces.values() if change.packing or piece.digest != here.base.get(piece.path, [0, ""])[1]]
     if fresh:
         upload(here.data, tar, size, fresh, later, stack)
         step("data stored", here)
     return pieces
+
+
+def _see_what_reading_changed(sandbox: Sandbox, provider: Provider, change: Change) -> None:
+    """A file that its owner may not read has another stamp once it was read: without it the file would look changed for
+    ever, and never be given what is newer."""
+    locked = [path for path in change.files if not change.there[path].mode & OWNER_READS]
+    if locked:
+        again = provider.manifest(sandbox.ref, DATA)
+        same = {path: again[path] for path in locked if path in again and _alike(change.there[path], again[path])}
+        change.there = {**change.there, **same}
+        change.look = change.look and look_of(change.there)
+
+
+def _alike(was: Stat, is_now: Stat) -> bool:
+    return replace(was, stamp="") == replace(is_now, stamp="")
 
 
 def _pieces(tar: BinaryIO, wanted: set[str]) -> dict[str, Piece]:

@@ -88,11 +88,13 @@ def _wants_pull(here: Attachment, sandbox: Sandbox) -> bool:
 
 def _seed(here: Attachment, sandbox: Sandbox, provider: Provider, skill: str, *, now: datetime) -> None:
     """First use of a type: its skill comes from the image. One that the agent has removed since does not come back."""
-    if not DataFile.objects.filter(data=here.data_id, path__startswith=f"skills/{skill}").exists():
+    place = f"skills/{skill}"
+    there = Q(path=place) | Q(path__startswith=f"{place}/")
+    if not DataFile.objects.filter(there, data=here.data_id).exists():
         provider.seed(sandbox.ref, skill)
         if here.data.keeping == Keeping.MOUNT:  # nothing else notes what was there
             seeded = {"kind": "directory", "mode": 0o755, "revision": 0, "at": now, "removed": True}
-            DataFile.objects.get_or_create(data=here.data, path=f"skills/{skill}", defaults=seeded)
+            DataFile.objects.get_or_create(data=here.data, path=place, defaults=seeded)
     Attachment.objects.filter(pk=here.pk, incarnation=here.incarnation).update(skill=skill)
     here.skill = skill
 

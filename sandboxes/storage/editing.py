@@ -26,7 +26,7 @@ from sandboxes.lifecycle import step
 from sandboxes.moments import ticking
 from sandboxes.storage import changes, data, tree
 from sandboxes.storage.base import CHUNK, StoreError
-from sandboxes.storage.changes import Piece
+from sandboxes.storage.changes import Piece, above
 from sandboxes.storage.spools import spool
 from sandboxes.storage.verdict import WRITTEN
 from sandboxes.stored import AgentData, DataFile, DataObject, Keeping
@@ -193,10 +193,9 @@ def _write(agent_did: str, bundle: Bundle, now: datetime) -> int:
         there = _there(mine)
         _require_place(bundle.rows, there)
         rows = _changed(bundle.rows, there)
-        for above in (above for path in rows for above in _above(path)):
-            if above not in there and above not in bundle.rows:
-                bundle.rows[above] = DataFile(path=above, kind="directory", mode=0o755, mtime=int(now.timestamp()))
-        rows = _changed(bundle.rows, there)
+        moment = int(now.timestamp())
+        for parent in {parent for path in rows for parent in above(path)} - there.keys() - bundle.rows.keys():
+            rows[parent] = DataFile(path=parent, kind="directory", mode=0o755, mtime=moment)
         if rows:
             _move(mine, rows, bundle.pieces, now)
     _let_go(mine)
@@ -247,11 +246,6 @@ def _there(mine: AgentData) -> dict[str, DataFile]:
     return {row.path: row for row in tree.live(mine)}
 
 
-def _above(path: str) -> Iterator[str]:
-    parts = path.split("/")
-    return ("/".join(parts[:depth]) for depth in range(1, len(parts)))
-
-
 def _changed(rows: Mapping[str, DataFile], there: Mapping[str, DataFile]) -> dict[str, DataFile]:
     """Those that are not there as they are."""
     columns = ("kind", "mode", "target", "digest")
@@ -264,12 +258,12 @@ def _changed(rows: Mapping[str, DataFile], there: Mapping[str, DataFile]) -> dic
 
 def _require_place(rows: Mapping[str, DataFile], there: Mapping[str, DataFile]) -> None:
     """Unfit where a file would lie below a file, or take the place of a directory, or the other way round."""
-    holding = {above for path in there for above in _above(path)}  # also where a directory's own row was removed
+    holding = {parent for path in there for parent in above(path)}  # also where a directory's own row was removed
     for path, row in rows.items():
-        for above in _above(path):
-            found = rows.get(above) or there.get(above)
+        for parent in above(path):
+            found = rows.get(parent) or there.get(parent)
             if found and found.kind != "directory":
-                raise Unfit(f"{path!r} cannot be stored: {above!r} is a {found.kind}. Remove that first.")
+                raise Unfit(f"{path!r} cannot be stored: {parent!r} is a {found.kind}. Remove that first.")
         now = "directory" if path in holding else there[path].kind if path in there else row.kind
         if (now == "directory") != (row.kind == "directory"):
             raise Unfit(f"{path!r} cannot be stored: it is a {now} now. Remove that first.")

@@ -59,18 +59,19 @@ def pull(here: Attachment, sandbox: Sandbox, provider: Provider, later: Later) -
         Attachment.objects.filter(pk=here.pk, version=here.version).update(pull_until=None)
         raise
     for row in wanted:
-        if row.removed or row.path not in there:
+        if row.removed:
             here.base.pop(row.path, None)
         else:
-            here.base[row.path] = [row.revision, row.digest, _stamp(row, there[row.path])]
+            here.base[row.path] = [row.revision, row.digest, _stamp(row, there.get(row.path))]
     clean = all(as_given(path, stat, here) for path, stat in there.items()) and here.base.keys() <= there.keys()
     _note(here, pulling=[], pull_until=None, base=here.base, revision=revision, look=look_of(there) if clean else "")
 
 
-def _stamp(row: DataFile, stat: Stat) -> str:
+def _stamp(row: DataFile, stat: Stat | None) -> str:
     """What this version looks like in the sandbox; "" if a program was quicker than our look and has changed it again."""
-    as_written = (row.kind, row.size_bytes, row.target) == (stat.kind, stat.size, stat.target)
-    return stat.stamp if as_written and (row.kind != "file" or row.mtime == stat.mtime) else ""
+    if stat is None or (row.kind, row.size_bytes, row.target) != (stat.kind, stat.size, stat.target):
+        return ""
+    return stat.stamp if row.kind != "file" or row.mtime == stat.mtime else ""
 
 
 def _changed_there(row: DataFile, here: Attachment, there: Mapping[str, Stat]) -> bool:

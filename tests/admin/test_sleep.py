@@ -193,7 +193,8 @@ def test_a_page_says_where_its_state_would_come_from(viewer: Client, lease: Leas
     assert facts["Woken"] == "1 | 1 cloud"
 
 
-def test_snapshots_are_listed_with_what_became_of_them(viewer: Client, lease: Lease, cold: Sandbox) -> None:
+def test_snapshots_are_listed_with_what_became_of_them(viewer: Client, lease: Lease, cold: Sandbox, settings) -> None:
+    settings.KEEP_SNAPSHOTS = 1
     acting.exec_in(lease.pk, TRUE, now=timezone.now())
     pools.sleep(cold.pk, now=timezone.now(), reason="idle")
     answer = viewer.get(page(cold, "change"))

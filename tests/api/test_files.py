@@ -109,7 +109,8 @@ def test_ranges(asleep: bool, ada: Api, filled: str, sleep) -> None:
         if content is None:
             assert (answer.json()["code"], answer.json()["field"]) == ("range_not_satisfiable", "Range")
         else:
-            assert (answer.content, answer["Accept-Ranges"]) == (content, "bytes")
+            assert (answer.content, answer["Content-Length"]) == (content, str(len(content)))
+            assert answer["Accept-Ranges"] == "bytes"
             assert answer["Leasehold-Source"] == ("snapshot" if asleep else "sandbox")
     assert ada.get(f"{filled}/files/empty", range="bytes=0-").status_code == 416
     assert Sandbox.objects.get().state == ("cold" if asleep else "waiting")

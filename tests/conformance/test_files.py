@@ -747,6 +747,20 @@ def test_a_directory_swapped_for_a_link_while_unpacking_changes_nothing_behind_i
     assert outside.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("what", ["paths", "targets"])
+def test_names_that_take_too_much_memory_are_too_large(tmp_path, monkeypatch, what):
+    way = tmp_path / ("d" * 200)
+    way.mkdir()
+    for number in range(5):
+        (way / f"{number}").symlink_to("t" * 300)
+    room = {"paths": 200 + 5 * 202 - 1, "targets": 5 * 300 - 1}[what]
+    monkeypatch.setattr(files, "_room", lambda most: room)
+    with pytest.raises(files.TooLarge):
+        list(files.look(str(tmp_path), most=99))
+    room += 1 if what == "targets" else 1000
+    assert len(list(files.look(str(tmp_path), most=99))) == 6
+
+
 def test_clearing_while_others_make_files_ends_in_time(tmp_path, monkeypatch):
     drop = files._drop
 

@@ -160,7 +160,7 @@ def _in_full(line: Line) -> str:
     """As ls -l has it, with the lease in the place of the owner."""
     mode = stat.filemode(TYPES[line.kind] | line.row.mode) if line.row else "d?????????"
     target = f" -> {cells.path(line.row.target)}" if line.row and line.kind == "link" else ""
-    return f"{mode} {line.holder or '-':<36} {line.size_bytes:>12} {line.changed_at:%Y-%m-%dT%H:%M:%SZ} {_name(line)}{target}"
+    return f"{mode} {line.holder or '-'!s:<36} {line.size_bytes:>12} {line.changed_at:%Y-%m-%dT%H:%M:%SZ} {_name(line)}{target}"
 
 
 def _copies(holder: str) -> QuerySet[Snapshot]:

@@ -1,0 +1,364 @@
+"""manage.py state: what an agent keeps, listed, read and changed without a sandbox; live ones get what is new."""
+
+import io
+import os
+import tarfile
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+from leases import acting, snapshots
+from leases.models import Lease
+from sandboxes.models import Run
+from sandboxes.pool import of
+from sandboxes.providers.memory import File
+from sandboxes.runs import Command
+from sandboxes.storage import editing, store, tree
+from sandboxes.stored import AgentData, DataEvent, DataFile, DataObject
+from tests.commands.manage import manage
+from tests.conftest import MINUTE, NOW, Died
+
+pytestmark = pytest.mark.django_db
+ADA = "did:plc:ada"
+
+
+def state(*args: object) -> str:
+    out = StringIO()
+    call_command("state", *map(str, args), stdout=out)
+    return out.getvalue()
+
+
+def put(path: str, text: str, agent: str = ADA) -> None:
+    editing.put(agent, path, io.BytesIO(text.encode()), now=NOW)
+
+
+def sh(lease: Lease, line: str) -> str:
+    _, result = acting.exec_in(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=NOW)
+    return result.stdout.decode()
+
+
+def live(agent: str = ADA) -> dict[str, str]:
+    return dict(DataFile.objects.filter(data__agent_did=agent, removed=False).values_list("path", "kind"))
+
+
+def refused(match: str, *args: object) -> None:
+    before = live(), AgentData.objects.values_list("revision", "size_bytes").first()
+    with pytest.raises(CommandError, match=match):
+        state(*args)
+    assert (live(), AgentData.objects.values_list("revision", "size_bytes").first()) == before
+
+
+def packed(**members: bytes) -> io.BytesIO:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name.replace("__", "/"))
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    out.seek(0)
+    return out
+
+
+# --- ls, get ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_is_listed_with_what_is_below_each_name() -> None:
+    for path, text in {"a/b/c": "x" * 2000, "a/d": "12", "A": "1", "a.txt": "1", "a/b.txt": "1"}.items():
+        put(path, text)
+    assert state("ls", ADA).split("\n")[:-1] == ["       1 B  A", "   2.0 KiB  a/", "       1 B  a.txt"]
+    assert state("ls", ADA, "a/").split("\n")[:-1] == ["   2.0 KiB  b/", "       1 B  b.txt", "       2 B  d"]
+    assert state("ls", ADA, "a/d") == "       2 B  d\n"
+
+
+def test_a_long_listing_says_mode_lease_and_moment(grant) -> None:
+    lease = grant()
+    sh(lease, "echo hello >/data/note")
+    line = state("ls", "-l", ADA, "note")
+    assert line.startswith(f"-rw-r--r-- {lease.pk}")
+    assert line.endswith("6 2026-11-21T12:00:00Z note\n")
+    assert state("ls", "-l", ADA).startswith("-rw-r--r--")
+
+
+def test_what_a_name_holds_does_not_act_on_a_terminal() -> None:
+    put("odd\n\x1b[31mname", "1")
+    assert state("ls", ADA) == "       1 B  odd\\n\\x1b[31mname\n"
+
+
+def test_listing_twenty_thousand_files_takes_two_queries() -> None:
+    put("z", "1")
+    mine = AgentData.objects.get()
+    DataFile.objects.bulk_create(
+        DataFile(data=mine, path=f"d{number % 7}/{number}", kind="directory", mode=0o755, revision=1, at=NOW)
+        for number in range(20_000)
+    )
+    with CaptureQueriesContext(connection) as asked:
+        assert [line.name for line in tree.listing(mine, "", most=5)] == ["d0", "d1", "d2", "d3", "d4"]
+        assert [line.name for line in tree.listing(mine, "d1", after="99", most=3)] == ["9906", "9913", "9920"]
+    assert len(asked) == 3  # names without a row of their own take none for that
+
+
+def test_a_file_is_read_byte_for_byte(tmp_path: Path, capfdbinary) -> None:
+    editing.put(ADA, "bin", io.BytesIO(b"\xff\x00\n"), now=NOW)
+    assert state("get", ADA, "bin") == ""
+    assert capfdbinary.readouterr().out == b"\xff\x00\n"
+    target = tmp_path / "out"
+    assert state("get", ADA, "/bin", target) == f"3 bytes in {target}\n"
+    assert target.read_bytes() == b"\xff\x00\n"
+
+
+def test_a_file_that_is_not_what_was_stored_is_not_handed_out(tmp_path: Path) -> None:
+    put("note", "hello")
+    key = DataObject.objects.get().key
+    store().set(key, b"\0" * len(store().get(key) or b""))
+    with pytest.raises(CommandError, match="not what was stored"):
+        state("get", ADA, "note", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert DataEvent.objects.get().kind == "corrupt"
+
+
+@pytest.mark.parametrize("args", [["get", ADA, "nothing"], ["ls", ADA, "nothing"], ["rm", ADA, "nothing"], ["get", ADA, "a"]])
+def test_what_is_not_there_is_an_error_in_one_line(args: list[str]) -> None:
+    put("a/b", "1")
+    with pytest.raises(CommandError, match=r"There is no|is a directory"):
+        state(*args)
+
+
+@pytest.mark.parametrize("act", ["ls", "get", "rm", "export"])
+def test_an_agent_that_keeps_nothing_is_an_error(act: str, tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="Nothing is kept of did:plc:bob"):
+        state(act, "did:plc:bob", *([] if act == "ls" else [tmp_path / "out"]))
+    assert not AgentData.objects.exists()
+
+
+# --- put, rm ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_live_sandbox_has_at_its_next_use_what_was_put(grant, tmp_path: Path) -> None:
+    lease, source = grant(), tmp_path / "note"
+    sh(lease, "true")
+    source.write_text("hello")
+    source.chmod(0o750)
+    assert state("put", ADA, source, "memory/deep/note") == "memory/deep/note stored: revision 2\n"
+    assert sh(lease, "cat /data/memory/deep/note") == "hello"
+    row = DataFile.objects.get(path="memory/deep/note")
+    assert (row.mode, row.holder, live()["memory/deep"]) == (0o750, None, "directory")
+    assert state("put", ADA, source, "memory/deep/note") == "memory/deep/note is that already: revision 2\n"
+
+
+def test_stdin_is_put_and_replaces_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    put("note", "old")
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"new")))
+    assert state("put", ADA, "-", "note") == "note stored: revision 2\n"
+    assert DataObject.objects.count() == len(list(store().list("agents/"))) == 1  # the old one is let go
+    assert AgentData.objects.get().size_bytes == 3
+
+
+def test_what_is_removed_goes_from_a_live_sandbox(grant) -> None:
+    lease = grant()
+    sh(lease, "echo 1 >/data/one; echo 2 >/data/two")
+    assert state("rm", ADA, "one") == "1 removed: revision 2\n"
+    assert sh(lease, "cat /data/two; cat /data/one") == "2\n"
+
+
+def test_a_directory_is_removed_only_when_that_is_said() -> None:
+    put("a/b/c", "1")
+    put("a1", "1")
+    refused("not empty", "rm", ADA, "a")
+    assert state("rm", "-r", ADA, "a").startswith("3 removed")
+    assert live() == {"a1": "file"}
+    assert AgentData.objects.get().files == 1
+
+
+def test_of_what_was_put_while_a_sandbox_changed_it_both_are_kept(grant, memory) -> None:
+    lease = grant()
+    sh(lease, "echo first >/data/note")
+    put("note", "an operator's")
+    sandbox = of(lease.pk)
+    assert sandbox
+    memory.files(sandbox.ref)["/data/note"] = File(b"the agent's")
+    assert sh(lease, "cat /data/note") == "the agent's"
+    assert DataEvent.objects.get().kind == "conflict"
+    assert live()[".conflicts/operator/note"] == "file"
+
+
+@pytest.mark.parametrize("path", ["../x", "a/../../x", "a//b", ".", "a/./b", "x\0y", "x" * 1001, ""])
+def test_a_path_that_can_not_be_is_refused(path: str, tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("1")
+    refused("cannot be stored", "put", ADA, tmp_path / "f", path)
+    assert not DataFile.objects.exists()
+
+
+def test_no_file_takes_the_place_of_a_directory_or_lies_below_a_file(tmp_path: Path) -> None:
+    put("a/b", "1")
+    (tmp_path / "f").write_text("2")
+    refused("'a' cannot be stored: it is a directory now", "put", ADA, tmp_path / "f", "a")
+    refused("'a/b' is a file", "put", ADA, tmp_path / "f", "a/b/c")
+
+
+def test_no_more_is_put_than_is_kept(settings, tmp_path: Path) -> None:
+    put("a", "12345")
+    settings.DATA_MOST_BYTES = 8
+    (tmp_path / "f").write_text("12345")
+    refused("Then /data would have 2 files and directories of 10 bytes", "put", ADA, tmp_path / "f", "b")
+    (tmp_path / "f").write_text("123456789")
+    refused("more than the 8 bytes", "put", ADA, tmp_path / "f", "b")
+    settings.DATA_MOST_BYTES, settings.DATA_MOST_FILES = 100, 2
+    refused("4 files and directories", "put", ADA, tmp_path / "f", "c/d/e")
+
+
+def test_an_agent_is_a_did(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("1")
+    refused("'ada' is not a DID", "put", "ada", tmp_path / "f", "x")
+    refused("No such file", "put", ADA, tmp_path / "nothing", "x")
+
+
+def test_mounted_data_is_left_alone(tmp_path: Path) -> None:
+    put("a", "1")
+    AgentData.objects.update(keeping="mount")
+    (tmp_path / "f").write_text("1")
+    for args in (["ls", ADA], ["put", ADA, tmp_path / "f", "b"], ["rm", ADA, "a"], ["export", ADA, tmp_path / "out"]):
+        refused("is mounted", *args)
+
+
+def test_who_dies_between_the_object_and_the_rows_changes_nothing(at_step, tmp_path: Path) -> None:
+    put("note", "old")
+
+    def die() -> None:
+        raise Died
+
+    at_step("edit stored", die)
+    with pytest.raises(Died):
+        put("note", "new")
+    assert editing.kept(ADA).revision == 1
+    put("note", "new")
+    assert (editing.kept(ADA).revision, DataObject.objects.count()) == (2, 1)
+
+
+# --- export, import ---------------------------------------------------------------------------------------------------
+
+
+def trees(root: Path) -> dict[str, object]:
+    return {
+        str(path.relative_to(root)): os.readlink(path)
+        if path.is_symlink()
+        else oct(path.stat().st_mode)
+        if path.is_dir()
+        else (oct(path.stat().st_mode), path.read_bytes(), int(path.stat().st_mtime))
+        for path in sorted(root.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize("middle", ["out", "out.tar"])
+def test_what_is_exported_and_imported_is_the_same(tmp_path: Path, middle: str) -> None:
+    root = tmp_path / "in"
+    (root / "memory/empty").mkdir(parents=True)
+    (root / "memory/run.sh").write_text("#!/bin/sh\n")
+    (root / "memory/run.sh").chmod(0o755)
+    (root / "big").write_bytes(os.urandom(3 << 20))
+    (root / "latest").symlink_to("memory/run.sh")
+    (root / "away").symlink_to("/etc/passwd")
+    (root / "memory").chmod(0o555)
+    assert state("import", ADA, root) == "6 paths new or changed: revision 1\n"
+    assert state("import", ADA, root) == "0 paths new or changed: revision 1\n"
+    assert state("export", ADA, tmp_path / middle) == f"6 paths in {tmp_path / middle}: revision 1\n"
+    state("import", "did:plc:bob", tmp_path / middle)
+    state("export", "did:plc:bob", tmp_path / "again")
+    assert trees(tmp_path / "again") == trees(root)
+
+
+def test_nothing_is_exported_over_something(tmp_path: Path) -> None:
+    put("a", "1")
+    (tmp_path / "there.tar").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/x").write_text("mine")
+    refused("File exists", "export", ADA, tmp_path / "there.tar")
+    refused("is not empty", "export", ADA, tmp_path / "full")
+    assert (tmp_path / "there.tar").read_text() == "mine"
+
+
+def test_a_row_that_leads_out_of_the_directory_is_not_exported(tmp_path: Path) -> None:
+    put("a", "1")
+    DataFile.objects.update(path="../evil")
+    refused("would lead out", "export", ADA, tmp_path / "out")
+    assert not (tmp_path / "evil").exists()
+
+
+def test_an_import_adds_and_replaces_and_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put("kept", "1")
+    put("note", "old")
+    tar = packed(note=b"new", memory__x=b"1")
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=tar))
+    assert state("import", ADA, "-") == "3 paths new or changed: revision 3\n"
+    assert live() == {"kept": "file", "note": "file", "memory": "directory", "memory/x": "file"}
+
+
+def test_a_second_name_of_a_file_in_a_tar_becomes_a_file(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a").write_text("same")
+    os.link(tmp_path / "in/a", tmp_path / "in/b")
+    with tarfile.open(tmp_path / "x.tgz", "w:gz") as tar:
+        tar.add(tmp_path / "in", arcname=".")
+    state("import", ADA, tmp_path / "x.tgz")
+    state("get", ADA, "b", tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "same"
+
+
+@pytest.mark.parametrize("name", ["../evil", "/etc/passwd", "a/../../b"])
+def test_of_a_tar_with_one_bad_name_nothing_is_stored(tmp_path: Path, name: str) -> None:
+    put("a", "1")
+    (tmp_path / "x.tar").write_bytes(packed(good=b"1", **{name.replace("/", "__"): b"2"}).getvalue())
+    refused("cannot be stored", "import", ADA, tmp_path / "x.tar")
+
+
+def test_of_a_tar_with_a_device_or_cut_short_nothing_is_stored(tmp_path: Path) -> None:
+    put("a", "1")
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        member = tarfile.TarInfo("null")
+        member.type = tarfile.CHRTYPE
+        tar.addfile(member)
+    refused("no regular file", "import", ADA, tmp_path / "x.tar")
+    (tmp_path / "cut.tar").write_bytes(packed(good=os.urandom(9999)).getvalue()[:5000])
+    refused("no whole tar", "import", ADA, tmp_path / "cut.tar")
+    (tmp_path / "text.tar").write_text("this is no tar")
+    refused("no whole tar", "import", ADA, tmp_path / "text.tar")
+
+
+def test_a_directory_with_a_socket_in_it_is_refused_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a").write_text("1")
+    os.mkfifo(tmp_path / "in/pipe")
+    refused("'pipe' cannot be stored", "import", ADA, tmp_path / "in")
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+def test_the_copies_of_a_lease_are_listed_by_whatever_names_it(grant) -> None:
+    lease = grant()
+    sh(lease, "echo 1 >/workspace/x")
+    taken = snapshots.take(lease.pk, name="before the exam", now=NOW)
+    for name in (lease.pk, taken.sandbox_id, f"{ADA}::game-1"):
+        line = state("snapshots", name)
+        assert line.startswith(f"{taken.pk} 2026-11-21T12:00:00Z ")
+        assert line.endswith(" asked    local,store before the exam\n")
+    with pytest.raises(CommandError, match="neither an id"):
+        state("snapshots", "nonsense")
+    with pytest.raises(CommandError, match="no such lease"):
+        state("snapshots", "00000000-0000-0000-0000-000000000000")
+    assert Run.objects.exists()
+
+
+def test_the_exit_code_tells_scripts_apart(tmp_path: Path) -> None:
+    manage(tmp_path, "migrate", "--verbosity", "0")
+    (tmp_path / "f").write_text("1")
+    done = manage(tmp_path, "state", "put", ADA, str(tmp_path / "f"), "note")
+    assert (done.returncode, done.stdout) == (0, "note stored: revision 1\n")
+    assert manage(tmp_path, "state", "get", ADA, "note").stdout == "1"
+    failed = manage(tmp_path, "state", "get", ADA, "other")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr == "CommandError: There is no file 'other' in its data.\n"

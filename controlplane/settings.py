@@ -104,6 +104,9 @@ ORPHAN_GRACE = env.duration("LEASEHOLD_ORPHAN_GRACE", "2m", help="age at which a
 KEEP_SNAPSHOTS = env.integer(
     "LEASEHOLD_KEEP_SNAPSHOTS", 2, least=1, help="copies of a workspace that are kept while its lease lives, the newest first"
 )
+KEEP_ASKED_SNAPSHOTS = env.integer(
+    "LEASEHOLD_KEEP_ASKED_SNAPSHOTS", 10, least=1, help="of a lease that somebody asked for, kept beside those"
+)
 DATA_KEEPING = env.choice(
     "LEASEHOLD_DATA", "sync", ["sync", "mount"],
     help="how /data of a new agent gets into sandboxes: sync copies what changed, around every use; mount has s3fs mount it",

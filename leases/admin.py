@@ -429,7 +429,7 @@ class EnvironmentTypeAdmin(Page):
         "max_ttl": "At the latest after",
         "expiry_conditions": "Conditions",
         "turn_argv": "Command",
-        "snapshot_excludes": "Not stored when it sleeps",
+        "snapshot_excludes": "Left out of snapshots",
     }
 
     def get_readonly_fields(self, request: HttpRequest, obj: EnvironmentType | None = None) -> list[str]:

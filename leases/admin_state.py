@@ -31,7 +31,7 @@ class Named(Reason):
     name = forms.CharField(
         required=False,
         max_length=100,
-        widget=UnfoldAdminTextInputWidget({"autocomplete": "off"}),
+        widget=UnfoldAdminTextInputWidget({"autocomplete": "off", "autofocus": True}),
         help_text="As you will look for it later; may be empty.",
     )
 

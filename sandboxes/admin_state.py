@@ -143,11 +143,12 @@ class AgentDataAdmin(Held, Guarded):
         lines = tree.listing(row, where, after=after, most=SHOWN + 1)
         itself = tree.live(row).filter(path=where).first()
         may_read = self.has_read_permission(request)
+        mounted = row.keeping == Keeping.MOUNT
         attached = list(attachments(row)[: FEW + 1])
         events = list(DataEvent.objects.filter(agent_did=row.agent_did)[: FEW + 1])
         return {
             "facts": self.facts(row),
-            "mounted": row.keeping == Keeping.MOUNT,
+            "mounted": mounted,
             "where": cells.path(where),
             "crumbs": crumbs(where),
             "there": not where or bool(lines) or itself is not None,
@@ -156,7 +157,7 @@ class AgentDataAdmin(Held, Guarded):
             "earlier": looking_at(where) if after else "",
             "later": looking_at(where, after=lines[SHOWN - 1].name) if len(lines) > SHOWN else "",
             "may_read": may_read,
-            "tar": self.href("tar", row, where) if may_read and (lines or not where) else "",
+            "tar": self.href("tar", row, where) if may_read and not mounted and (lines or not where) else "",
             "attached": [(each, self.condition(row, each)) for each in attached[:FEW]],
             "more_attached": rows("sandboxes_sandbox", slice="live", agent_did=row.agent_did) if len(attached) > FEW else "",
             "events": [

@@ -37,7 +37,7 @@ def attachment(source: Readable, size: int, name: str, stack: ExitStack) -> Stre
     answer = StreamingHttpResponse(
         Download(source, stack),
         content_type="application/octet-stream",
-        headers={"Content-Length": str(size), "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"},
+        headers={"Content-Length": str(size), "X-Content-Type-Options": "nosniff"},
     )
     answer.headers["Content-Disposition"] = content_disposition_header(as_attachment=True, filename=fit(name)) or "attachment"
     return answer

@@ -5,7 +5,7 @@ nothing takes the sandbox away meanwhile; programs in it are not stopped, and ea
 
 import time
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import datetime
 from uuid import UUID
 
 from django.conf import settings
@@ -24,7 +24,6 @@ from sandboxes.stored import Snapshot, SnapshotKind
 
 TRIES = 5  # with others who wake it, or put it to sleep, in between
 NOTHING = "There is nothing in this workspace yet: nothing was run in it, and nothing written to it."
-TICK = timedelta(microseconds=1)
 Record = Callable[[Snapshot], object]  # called in the transaction that saves the row
 
 
@@ -163,7 +162,7 @@ def _make_newest(want: Want, source: Snapshot, noted: Snapshot | None, *, now: d
         if not _asleep(want):
             return None
         restored = noted or _again(source, want.holder, SnapshotKind.RESTORED, now=now)
-        restored.at = _newest_moment(want.holder, now)
+        restored.at = workspace.moment(want.holder, now)
         if not workspace.of(want.holder).filter(pk=restored.pk).update(at=restored.at):
             raise NoSnapshot(field="snapshot_id")
         record(restored)
@@ -179,13 +178,7 @@ def _asleep(want: Want) -> bool:
 
 def _again(source: Snapshot, holder: UUID, kind: SnapshotKind, *, now: datetime) -> Snapshot:
     with transaction.atomic():
-        return workspace.again(source, holder=holder, kind=kind, now=_newest_moment(holder, now))
-
-
-def _newest_moment(holder: UUID, now: datetime) -> datetime:
-    """Now, or a moment after the newest copy: what is newest must not depend on whose clock is right."""
-    newest = workspace.latest(holder)
-    return max(now, newest.at + TICK) if newest else now
+        return workspace.again(source, holder=holder, kind=kind, now=workspace.moment(holder, now))
 
 
 def _refuse_running(sandbox: Sandbox) -> None:

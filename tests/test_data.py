@@ -13,7 +13,7 @@ from sandboxes.errors import DataFull, StoreFailed
 from sandboxes.models import Attachment, Run, Sandbox
 from sandboxes.pool import of
 from sandboxes.providers.base import DATA, Unavailable
-from sandboxes.providers.memory import File, Link, MemoryProvider
+from sandboxes.providers.memory import File, Folder, Link, MemoryProvider
 from sandboxes.runs import Command
 from sandboxes.storage import store
 from sandboxes.storage.base import StoreError
@@ -169,6 +169,108 @@ def test_a_removal_loses_against_an_edit_that_comes_after(one: Lease, two: Lease
     assert read(one, "plan") == "second"
 
 
+def test_each_version_that_loses_is_kept_beside_those_before(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+    for number in (1, 2):
+        write(one, "plan", f"one-{number}")
+        sh(two, "true")
+        inside(two, memory)[f"{DATA}/plan"] = File(f"two-{number}\n".encode())
+        write(one, "plan", f"lost-{number}")
+        sh(two, "true")
+        sh(one, "true")
+    assert read(one, "plan") == "two-2"
+    assert read(one, f".conflicts/{one.pk}/plan") == "lost-1"
+    assert read(one, f".conflicts/{one.pk}.2/plan") == "lost-2"
+
+
+def test_a_file_beats_the_directory_that_it_has_not_seen_and_what_was_in_it_is_kept(one: Lease, two: Lease, memory) -> None:
+    sh(two, "true")
+    inside(two, memory)[f"{DATA}/plan"] = File(b"two\n")
+    write(one, "plan/deep", "one")
+    sh(two, "true")
+    assert read(one, "plan") == read(two, "plan") == "two"
+    assert read(two, f".conflicts/{one.pk}/plan/deep") == "one"
+    assert live() == {"plan", f".conflicts/{one.pk}/plan/deep"}
+
+
+def test_a_directory_beats_the_file_that_it_has_not_seen_and_the_file_is_kept(one: Lease, two: Lease, memory) -> None:
+    sh(two, "true")
+    files = inside(two, memory)
+    files[f"{DATA}/plan"], files[f"{DATA}/plan/deep"] = Folder(), File(b"two\n")
+    write(one, "plan", "one")
+    sh(two, "true")
+    assert read(one, "plan/deep") == read(two, "plan/deep") == "two"
+    assert read(two, f".conflicts/{one.pk}/plan") == "one"
+
+
+def test_what_is_new_in_a_directory_counts_more_than_what_has_taken_its_place(one: Lease, two: Lease, memory) -> None:
+    write(one, "d/old", "old")
+    sh(two, "true")
+    files = inside(one, memory)
+    del files[f"{DATA}/d/old"]
+    files[f"{DATA}/d"] = Link("elsewhere")
+    inside(two, memory)[f"{DATA}/d/new"] = File(b"new\n")
+    sh(one, "true")
+    sh(two, "true")
+    sh(two, "true")
+    assert read(one, "d/new") == read(two, "d/new") == "new"
+    assert inside(one, memory)[f"{DATA}/.conflicts/{one.pk}/d"] == Link("elsewhere")
+
+
+def test_a_directory_that_was_removed_comes_back_with_what_is_new_in_it(one: Lease, two: Lease, memory) -> None:
+    write(one, "d/old", "old")
+    sh(two, "true")
+    files = inside(one, memory)
+    del files[f"{DATA}/d/old"], files[f"{DATA}/d"]
+    inside(two, memory)[f"{DATA}/d/new"] = File(b"new\n")
+    sh(two, "true")
+    for lease in (one, two):
+        sh(lease, "true")
+    assert read(one, "d/new") == "new"
+    assert f"{DATA}/d/old" not in inside(one, memory) and f"{DATA}/d/old" not in inside(two, memory)
+
+
+def test_a_file_in_the_place_of_lost_versions_does_not_lose_them(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+    sh(two, "true")
+    files = inside(two, memory)
+    files[f"{DATA}/.conflicts"], files[f"{DATA}/plan"] = File(b"mine\n"), File(b"two\n")
+    write(one, "plan", "one")
+    sh(two, "true")
+    for lease in (one, two):
+        assert read(lease, ".conflicts") == "mine"
+        assert read(lease, "plan") == "two"
+        assert read(lease, f".conflicts.2/{one.pk}/plan") == "one"
+
+
+@pytest.mark.parametrize("left", [b"two\n", None], ids=["changed", "removed"])
+def test_what_a_program_does_to_a_file_that_was_just_brought_is_seen(one: Lease, two: Lease, memory, left) -> None:
+    sh(two, "true")
+    write(one, "plan", "one")
+
+    def change(ref: str) -> None:
+        if left:
+            memory.files(ref)[f"{DATA}/plan"] = File(left, mtime=1)
+        else:
+            del memory.files(ref)[f"{DATA}/plan"]
+
+    with memory.after("put_files", change):
+        sh(two, "true")
+    assert read(one, "plan") == ("two" if left else f"cat: {DATA}/plan: No such file or directory")
+
+
+def test_what_is_newer_by_the_time_it_is_fetched_is_brought_as_it_is_then(one: Lease, two: Lease, memory) -> None:
+    write(one, "plan", "first")
+    sh(two, "true")
+    write(one, "plan", "second")
+    newer = ["third"]  # which lets the object of the second go
+
+    def store_newer(ref: str) -> None:
+        if newer:
+            write(one, "plan", newer.pop())
+
+    with memory.after("manifest", store_newer):
+        assert read(two, "plan") == "third"
+
+
 # --- when the store fails ---------------------------------------------------------------------------------------------
 
 
@@ -241,6 +343,30 @@ def test_an_object_that_is_not_what_was_stored_is_reported_and_nothing_runs(one:
     with pytest.raises(StoreFailed, match="not what was stored"):
         sh(two, "true")
     assert DataEvent.objects.get(kind="corrupt").path == "note"
+
+
+def test_two_objects_that_are_not_what_was_stored_are_reported(one: Lease, two: Lease) -> None:
+    for name in ("note", "more"):
+        write(one, name, f"hello {name}")
+        stored = kept(name).stored_in
+        assert stored
+        store().set(stored.key, store().get(stored.key).replace(b"hello", b"HELLO"))
+    with pytest.raises(StoreFailed, match="not what was stored"):
+        sh(two, "true")
+    assert DataEvent.objects.get(kind="corrupt").path in ("note", "more")
+
+
+def test_a_store_that_fails_leaves_a_sandbox_with_what_it_has(one: Lease, two: Lease, broken, memory: MemoryProvider) -> None:
+    write(one, "note", "old")
+    sh(two, "true")
+    write(one, "note", "new")
+    broken("download")
+    with pytest.raises(StoreFailed):
+        sh(two, "true")
+    inside(two, memory)[f"{DATA}/note"] = File(b"two\n")  # a program does not stop because the store has failed
+    broken()
+    assert read(two, "note") == read(one, "note") == "two"
+    assert read(one, f".conflicts/{one.pk}/note") == "new"
 
 
 def test_what_is_destroyed_is_looked_at_once_more(one: Lease, two: Lease, memory: MemoryProvider) -> None:

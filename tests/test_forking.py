@@ -197,7 +197,8 @@ def test_a_repeat_is_the_same_lease_and_takes_no_copy(lease: Lease, ask) -> None
     assert (again, is_new, Snapshot.objects.count()) == (fork, False, copies)
 
 
-def test_a_repeat_of_a_named_copy_is_the_same_lease_also_when_the_copy_has_gone(lease: Lease, ask) -> None:
+def test_a_repeat_of_a_named_copy_is_the_same_lease_also_when_the_copy_has_gone(lease: Lease, ask, settings) -> None:
+    settings.KEEP_ASKED_SNAPSHOTS = 2
     taken = snapshots.take(lease.pk, now=NOW)
     fork, _ = forking.fork(lease, ask(), snapshot=taken.pk, now=NOW)
     for n in range(1, 4):

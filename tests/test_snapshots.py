@@ -105,10 +105,20 @@ def test_a_lease_that_ends_while_its_copy_is_stored_has_none(lease: Lease, at_st
     assert not Snapshot.objects.exists()
 
 
-def test_the_oldest_copies_go(lease: Lease) -> None:
+def test_the_oldest_copies_go(lease: Lease, settings) -> None:
+    settings.KEEP_ASKED_SNAPSHOTS = 2
     first, *_ = [snapshots.take(lease.pk, name=name, now=NOW + n * MINUTE) for n, name in enumerate("abc")]
     assert names(lease) == [("asked", "c"), ("asked", "b")]
     assert not store().has(f"{first.key}/workspace")
+
+
+def test_sleeping_pushes_no_copy_out_that_somebody_asked_for(lease: Lease) -> None:
+    taken = snapshots.take(lease.pk, name="before the raid", now=NOW)
+    for hour in range(1, 5):
+        write(lease, str(hour), now=NOW + hour * timedelta(minutes=20))
+        pool_sweeps.idle(now=NOW + hour * timedelta(minutes=20) + 10 * MINUTE)
+    assert [each.kind for each in workspace.of(lease.pk)] == ["sleep", "sleep", "asked"]
+    assert workspace.of(lease.pk).last() == taken
 
 
 def test_the_store_failing_leaves_no_row(lease: Lease, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +264,8 @@ def test_a_process_that_does_not_go_makes_a_restore_busy_at_once(lease: Lease, m
     assert snapshots.restore(lease.pk, taken.pk, now=LATER).key == taken.key
 
 
-def test_only_copies_of_the_same_lease_that_are_kept_are_restored(lease: Lease, grant) -> None:
+def test_only_copies_of_the_same_lease_that_are_kept_are_restored(lease: Lease, grant, settings) -> None:
+    settings.KEEP_ASKED_SNAPSHOTS = 2
     other = grant(environment="game-2")
     write(other, "other")
     taken = snapshots.take(other.pk, now=NOW)

@@ -5,7 +5,7 @@ import tarfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from django.conf import settings
@@ -23,7 +23,6 @@ from sandboxes.storage.base import CHUNK
 from sandboxes.storage.spools import Slice, side_by_side, spool
 from sandboxes.stored import AgentData, Attachment, DataFile, DataObject, stamped
 
-CONFLICTS = ".conflicts"  # the directory in which versions are kept that lost against another sandbox's
 LONGEST_PATH = 1000  # bytes: with what a key has before it, any S3 takes that
 OWNER_READS = 0o400
 MOST_OBJECTS = 32  # of one agent, before they are packed into one
@@ -101,8 +100,6 @@ def _refusal(path: str, stat: Stat) -> str:
     """Why this is not stored; "" if it is."""
     if stat.kind == "other":
         return "neither a regular file nor a directory nor a link"
-    if path == CONFLICTS and stat.kind != "directory":
-        return "versions of files that were lost are kept in a directory of this name"
     try:
         length, _ = len(path.encode()), stat.target.encode()
     except UnicodeEncodeError:
@@ -150,7 +147,7 @@ def _see_what_reading_changed(sandbox: Sandbox, provider: Provider, change: Chan
 
 
 def _alike(was: Stat, is_now: Stat) -> bool:
-    return replace(was, stamp="") == replace(is_now, stamp="")
+    return was._replace(stamp="") == is_now._replace(stamp="")
 
 
 def _pieces(tar: BinaryIO, wanted: set[str]) -> dict[str, Piece]:
@@ -158,8 +155,9 @@ def _pieces(tar: BinaryIO, wanted: set[str]) -> dict[str, Piece]:
     if not is_plain(tar):
         raise Rejected("what the sandbox sent is no plain tar")
     pieces = {}
-    with tarfile.open(fileobj=tar, mode="r:") as members:
+    with tarfile.open(fileobj=tar, mode="r|", bufsize=CHUNK) as members:
         for member in members:
+            members.members = []  # type: ignore[attr-defined]  # else it remembers each of any number of bare headers
             if member.isreg() and member.name in wanted:
                 digest, content = hashlib.sha256(), Slice(tar, member.offset_data, member.size)
                 while chunk := content.read(CHUNK):

@@ -38,14 +38,20 @@ def attach(sandbox: Sandbox, provider: Provider, *, skill: str = "", now: dateti
 
     What was changed in the sandbox and is not stored yet stays as it is: `persist` decides about it. StoreError,
     ProviderError; then nothing may be run, and a repeat mends what was half done."""
-    later = ticking(now)
+    later, tries = ticking(now), 0
     while _wants_pull(here := _attachment(sandbox, now=later()), sandbox):
         if pulls.claim(here, now=later()):
-            pulls.pull(here, sandbox, provider, later)
-            break
-        if later() > now + PATIENCE:
+            try:
+                pulls.pull(here, sandbox, provider, later)
+                break
+            except pulls.Outdated:
+                tries += 1
+                if tries == TRIES:
+                    raise
+        elif later() > now + PATIENCE:
             raise Busy("Its data is still being written into its sandbox by somebody else.")
-        time.sleep(POLL)
+        else:
+            time.sleep(POLL)
     if here.data.keeping == Keeping.MOUNT:
         mounts.attach(sandbox, provider)
     if skill and here.skill != skill:
@@ -215,7 +221,7 @@ def outdated() -> QuerySet[DataObject]:
 def drop_outdated(objects: QuerySet[DataObject]) -> int:
     """Remove objects that no row points to any more, from the store and then their rows; how many."""
     dropped = 0
-    for stored in objects:
+    for stored in objects.filter(entries__isnull=True):
         store().remove(stored.key)
         dropped += DataObject.objects.filter(pk=stored.pk, entries__isnull=True).delete()[0]
     return dropped

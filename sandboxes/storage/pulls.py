@@ -21,7 +21,12 @@ from sandboxes.storage.spools import Slice, side_by_side, spool
 from sandboxes.storage.verdict import tell
 from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject
 
+FEW = 8  # parts of one object that are fetched by themselves: each takes a request, and a file that is open
 PULL_WITHIN = timedelta(minutes=5)  # whoever takes longer has died
+
+
+class Outdated(StoreError):
+    """An object is not there: another sandbox may have stored something newer since the rows were read."""
 
 
 def claim(here: Attachment, *, now: datetime) -> bool:
@@ -50,9 +55,11 @@ def pull(here: Attachment, sandbox: Sandbox, provider: Provider, later: Later) -
         unseen |= {row.path: row for row in wanted if row.path in blocked}
         wanted = [row for row in wanted if row.path not in unseen]
         revision = min([revision, *(row.revision - 1 for row in unseen.values())])
-        _note(here, pulling=sorted(row.path for row in wanted))
-        step("pull decided", here)
-        _write_into(sandbox, provider, wanted, there, now=later())
+        with spool() as tar:
+            assemble([row for row in wanted if not row.removed], tar, now=later())
+            _note(here, pulling=sorted(row.path for row in wanted))  # not before all of it is here: a store may fail for long
+            step("pull decided", here)
+            _write_into(sandbox, provider, wanted, there, tar)
         step("pulled", here)
         there = provider.manifest(sandbox.ref, DATA) if wanted else there
     except BaseException:
@@ -100,19 +107,14 @@ def _blocked(wanted: list[DataFile], there: Mapping[str, Stat]) -> set[str]:
     }
 
 
-def _write_into(
-    sandbox: Sandbox, provider: Provider, wanted: list[DataFile], there: Mapping[str, Stat], *, now: datetime
-) -> None:
+def _write_into(sandbox: Sandbox, provider: Provider, wanted: list[DataFile], there: Mapping[str, Stat], tar: BinaryIO) -> None:
     kept = [row for row in wanted if not row.removed]
     gone = [row.path for row in wanted if row.removed and row.path in there]
     gone += [row.path for row in kept if row.path in there and there[row.path].kind != row.kind]
-    with ExitStack() as stack:
-        tar = stack.enter_context(spool())
-        assemble(kept, tar, now=now)
-        if gone:
-            provider.remove_files(sandbox.ref, DATA, gone)
-        if kept:
-            provider.put_files(sandbox.ref, DATA, tar)
+    if gone:
+        provider.remove_files(sandbox.ref, DATA, gone)
+    if kept:
+        provider.put_files(sandbox.ref, DATA, tar)
 
 
 def assemble(kept: list[DataFile], out: BinaryIO, *, now: datetime) -> None:
@@ -146,20 +148,25 @@ def fetch(files: Collection[DataFile], stack: ExitStack, *, now: datetime) -> di
     for group in by_object.values():
         stored = group[0].stored_in
         assert stored is not None
-        if sum(row.size_bytes for row in group) * 2 >= stored.size_bytes or stored.size_bytes <= CHUNK:
+        most_of_it = sum(row.size_bytes for row in group) * 2 >= stored.size_bytes
+        if most_of_it or stored.size_bytes <= CHUNK or len(group) > FEW:
             jobs.append((stored, 0, None, group))
         else:
             jobs += [(stored, row.offset, row.size_bytes, [row]) for row in group]
 
     spools = [stack.enter_context(spool()) for _ in jobs]
 
-    def one(at: int) -> list[tuple[str, Slice]]:
-        stored, start, length, group = jobs[at]
+    def one(at: int) -> None:
+        stored, start, length, _ = jobs[at]
         if length != 0 and not store().download(stored.key, spools[at], start=start, length=length):
-            raise StoreError(store().name, "download", "an object of an agent's data is not there", key=stored.key)
-        return [(row.path, _checked(row, spools[at], row.offset - start, stored.key, now=now)) for row in group]
+            raise Outdated(store().name, "download", "an object of an agent's data is not there", key=stored.key)
 
-    return dict(pair for found in side_by_side(one, range(len(jobs))) for pair in found)
+    side_by_side(one, range(len(jobs)))
+    return {
+        row.path: _checked(row, spools[at], row.offset - start, stored.key, now=now)
+        for at, (stored, start, _, group) in enumerate(jobs)
+        for row in group
+    }
 
 
 def _checked(row: DataFile, source: BinaryIO, start: int, key: str, *, now: datetime) -> Slice:

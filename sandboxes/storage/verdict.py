@@ -4,7 +4,7 @@ import hashlib
 import uuid
 from collections.abc import Mapping
 from datetime import datetime
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import structlog
@@ -16,10 +16,11 @@ from sandboxes.lifecycle import step
 from sandboxes.models import GONE, Sandbox, State
 from sandboxes.providers.base import Stat
 from sandboxes.storage import tree
-from sandboxes.storage.changes import CONFLICTS, LONGEST_PATH, Change, Piece, above
+from sandboxes.storage.changes import LONGEST_PATH, Change, Piece, above
 from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject
 
 log = structlog.get_logger(__name__)
+CONFLICTS = ".conflicts"
 MOST_EVENTS = 20  # of one look: a thousand sockets are told of as twenty
 WRITTEN = (
     "kind", "mode", "size_bytes", "mtime", "digest", "target", "stored_in", "offset", "revision", "holder", "at", "removed",
@@ -204,24 +205,26 @@ class Verdict:
         return DataFile(data_id=row.data_id, revision=self.revision, holder=row.holder, at=self.now, **columns)
 
     def _place_for(self, row: DataFile) -> tuple[str, list[str]]:
-        """Where it is kept, and which directories have to be made for that: where nothing else is or was kept."""
-        name = row.path
+        """Where it is kept, and which directories have to be made for that: where nothing else is."""
+        name, holder = row.path, row.holder or "operator"
         if name.startswith(f"{CONFLICTS}/") or len(name.encode()) > LONGEST_PATH - 100:
             name = hashlib.sha256(name.encode()).hexdigest()
-        for number in count(1):
-            place = f"{CONFLICTS}/{row.holder or 'operator'}{f'.{number}' * (number > 1)}/{name}"
-            way = [*above(place), place]
-            taken = {each.path: each for each in tree.live(self.here.data).filter(path__in=way)} | {
-                path: self.written[path] for path in way if path in self.written
-            }
-            kinds = [taken[path].kind if path in taken else self._kind_here(path) for path in way]
-            if kinds[-1] == "" and {*kinds[:-1]} <= {"", "directory"}:
-                return place, [path for path in way[:-1] if path not in taken]
-        raise AssertionError("unreachable")
+        places = (
+            place
+            for again in chain([""], (f".{number}" for number in count(2)))
+            for place in (f"{CONFLICTS}/{holder}{again}/{name}", f"{CONFLICTS}{again}/{holder}/{name}")
+        )
+        return next((place, made) for place in places if (made := self._to_make(place)) is not None)
 
-    def _kind_here(self, path: str) -> str:
-        """What this sandbox has there that no row knows."""
-        return self.there[path].kind if path in self.there else ""
+    def _to_make(self, place: str) -> list[str] | None:
+        """Which directories are lacking above a place; None if it is taken, or a file is in the way."""
+        way = [*above(place), place]
+        kinds = {path: stat.kind for path in way if (stat := self.there.get(path))}
+        kinds |= tree.live(self.here.data).filter(path__in=way).values_list("path", "kind")
+        kinds |= {path: row.kind for path, row in self.written.items() if path in way}
+        if place in kinds or any(kinds.get(path, "directory") != "directory" for path in way):
+            return None
+        return [path for path in way[:-1] if path not in kinds]
 
     def _row(self, path: str, kind: str, stat: Stat, **more: Any) -> DataFile:
         return DataFile(

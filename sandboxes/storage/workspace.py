@@ -18,7 +18,7 @@ from uuid import UUID
 import structlog
 from django.conf import settings
 from django.db import transaction
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 
 from sandboxes.errors import NoSnapshot
 from sandboxes.models import Sandbox
@@ -29,6 +29,7 @@ from sandboxes.stored import DataEvent, Snapshot, SnapshotKind, stamped
 
 log = structlog.get_logger(__name__)
 RESTORE_WITHIN = timedelta(minutes=10)  # whoever takes longer has died
+TICK = timedelta(microseconds=1)
 PLACES = {"workspace": WORKSPACE, "data": DATA}  # what a snapshot may have; new ones have the first
 
 
@@ -52,8 +53,9 @@ def persist(
     ProviderError or StoreError when it did not work; then nothing points at what was stored."""
     assert sandbox.holder is not None
     snapshot = Snapshot(
-        sandbox=sandbox, incarnation=sandbox.incarnation, holder=sandbox.holder, kind=kind, name=name, at=now, size_bytes=0
-    )
+        sandbox=sandbox, incarnation=sandbox.incarnation, holder=sandbox.holder, kind=kind, name=name, size_bytes=0,
+        at=moment(sandbox.holder, now),
+    )  # fmt: skip
     snapshot.key = f"snapshots/{sandbox.holder}/{stamped(now)}-{snapshot.pk.hex}"
     path = local_of(snapshot) / "workspace"
     try:
@@ -127,10 +129,19 @@ def is_own(snapshot: Snapshot) -> bool:
     return snapshot.key.startswith(f"snapshots/{snapshot.holder}/")
 
 
+def moment(holder: UUID, now: datetime) -> datetime:
+    """Now, or a moment after the newest copy: which is the newest must not depend on whose clock is right."""
+    newest = latest(holder)
+    return max(now, newest.at + TICK) if newest else now
+
+
 def forget_older(holder: UUID, *, now: datetime) -> int:
-    """Keep the newest copies of a holder, as many as LEASEHOLD_KEEP_SNAPSHOTS says, and forget the others; how many."""
-    older = of(holder)[settings.KEEP_SNAPSHOTS :]
-    return sum(forget(old, now=now) for old in older if not _being_restored(old, now))
+    """Keep the newest copies of a holder and forget the others; how many. Those that somebody asked for are counted by
+    themselves (LEASEHOLD_KEEP_ASKED_SNAPSHOTS): sleeping must not push them out, nor they what a wake falls back to."""
+    asked = Q(kind=SnapshotKind.ASKED)
+    older = [*of(holder).exclude(asked)[settings.KEEP_SNAPSHOTS :], *of(holder).filter(asked)[settings.KEEP_ASKED_SNAPSHOTS :]]
+    newest = latest(holder)
+    return sum(forget(old, now=now) for old in older if old != newest and not _being_restored(old, now))
 
 
 def _being_restored(snapshot: Snapshot, now: datetime) -> bool:
@@ -221,5 +232,7 @@ def _digest(path: Path) -> str:
 
 
 def _tell(snapshot: Snapshot, kind: DataEvent.Kind, said: str, *, now: datetime) -> None:
-    DataEvent.objects.create(holder=snapshot.holder, agent_did=snapshot.sandbox.agent_did, at=now, kind=kind, detail=said[:500])
+    holds = Sandbox.objects.filter(holder=snapshot.holder).exclude(agent_did="").values_list("agent_did", flat=True)
+    did = holds.first() or snapshot.sandbox.agent_did  # of a fork's first copy it is the first agent's sandbox
+    DataEvent.objects.create(holder=snapshot.holder, agent_did=did, at=now, kind=kind, detail=said[:500])
     log.error("snapshot", what=kind.value, snapshot=str(snapshot.pk), detail=said)

@@ -206,7 +206,8 @@ def test_snapshots_are_listed_with_what_became_of_them(viewer: Client, lease: Le
     pools.drop_cold(cold.pk, now=timezone.now(), reason="room")
     fresh = acting.sandbox_for(lease.pk, now=timezone.now())
     assert fresh.pk != cold.pk
-    assert "2 of an earlier one" in shown(viewer, fresh)[1]  # a wake reads the newest of its holder
+    of_the_cold_one = f'process 2 of <a class="lh-link" href="{page(cold, "change")}">another one'
+    assert of_the_cold_one in shown(viewer, fresh)[1]  # a wake reads the newest of its holder
 
 
 def test_a_workspace_over_its_limit_is_red(viewer: Client, waiting: Sandbox) -> None:

@@ -200,7 +200,7 @@ class DataMachine(RuleBasedStateMachine):
         ref = Sandbox.objects.get(pk=subject.pk).ref
         self.look(ref)
         before, self.rows = self.rows, self.stored()
-        kept = {content for path, content in self.rows.items() if path.startswith(f"{CONFLICTS}/")}
+        kept = {content for path, content in self.rows.items() if path.startswith(CONFLICTS)}
         for path, content in before.items():
             if self.rows.get(path) != content and content not in kept:
                 assert (path, content) in self.had[ref], f"{path} was lost to {ref}, which never had it"

@@ -10,11 +10,12 @@ from django.db import models
 from django.db.models import Case, F, Q, Value, When
 from django.utils import timezone
 
+from sandboxes.calls import LlmCall
 from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject, Snapshot
 
 __all__ = [
-    "ALIVE", "GONE", "IN_FLIGHT", "AgentData", "Attachment", "DataEvent", "DataFile", "DataObject", "Outcome", "Pool", "Quota",
-    "Run", "Sandbox", "Snapshot", "State", "Sweep", "Transition",
+    "ALIVE", "GONE", "IN_FLIGHT", "AgentData", "Attachment", "DataEvent", "DataFile", "DataObject", "LlmCall", "Outcome",
+    "Pool", "Quota", "Run", "Sandbox", "Snapshot", "State", "Sweep", "Transition",
 ]  # fmt: skip
 
 

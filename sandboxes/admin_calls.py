@@ -74,6 +74,7 @@ class LlmCallAdmin(Held, Facts):
         return {
             "facts": [
                 Fact("Outcome", self.result(row), note=f"{row.status or ''} {row.code}".strip()),
+                Fact("Model", row.model or "–"),
                 Fact("Tokens in / out", tokens(row), note=f"{row.cached_tokens:,} cached" if row.cached_tokens else ""),
                 Fact("USD", price(row), note=row.get_priced_display()),
                 Fact("Took", self.lasted(row)),

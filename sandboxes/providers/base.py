@@ -85,6 +85,7 @@ class Found:
     name: str
     running: bool  # False: it is paused, stopped or half made; what cannot wake by itself answers an exec Unavailable
     created_at: datetime  # by the provider's clock
+    remains: bool = False  # inspect says Missing: nothing can run in it any more, and destroy removes what is left of it
 
 
 @dataclass(frozen=True)

@@ -275,11 +275,12 @@ def test_what_is_newer_by_the_time_it_is_fetched_is_brought_as_it_is_then(one: L
     write(one, "plan", "first")
     sh(two, "true")
     write(one, "plan", "second")
-    newer = ["third"]  # which lets the object of the second go
+    newer = ["third"]
 
     def store_newer(ref: str) -> None:
         if newer:
             write(one, "plan", newer.pop())
+            assert pruning.prune(now=LATER).counts["outdated data"]  # the object of the second among them
 
     with memory.after("manifest", store_newer):
         assert read(two, "plan") == "third"
@@ -337,6 +338,16 @@ def test_a_sandbox_whose_data_cannot_be_stored_does_not_sleep(one: Lease, broken
     write(one, "note", "hello")
     assert sweeps.idle(now=NOW + 10 * MINUTE).failures
     assert Sandbox.objects.get(holder=one.pk).state == "waiting"
+
+
+def test_a_sandbox_whose_data_cannot_be_looked_at_does_not_sleep(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+    sh(one, "true")
+    inside(one, memory)[f"{DATA}/late"] = File(b"late\n")  # by a program that went on after its command had ended
+    with memory.fail("manifest", Unavailable("busy")):
+        assert sweeps.idle(now=NOW + 10 * MINUTE).failures
+    assert Sandbox.objects.get(holder=one.pk).state == "waiting"
+    assert sweeps.idle(now=NOW + 20 * MINUTE).counts == {"put to sleep": 1}
+    assert read(two, "late", now=NOW + 21 * MINUTE) == "late"
 
 
 def test_a_command_is_not_run_without_its_data(one: Lease, two: Lease, broken, memory: MemoryProvider) -> None:
@@ -465,12 +476,16 @@ def test_objects_are_packed_before_they_are_too_many(one: Lease, two: Lease) -> 
     assert [read(two, f"note-{number}") for number in range(40)] == [str(number) for number in range(40)]
 
 
-def test_what_is_outdated_goes(one: Lease) -> None:
-    for text in ("1", "2", "3"):
-        write(one, "note", text)
+@pytest.mark.parametrize(("size", "left"), [(1, 8), (1 << 20, 1)], ids=["small", "large"])
+def test_what_is_outdated_goes(size: int, left: int, one: Lease, memory: MemoryProvider) -> None:
     sh(one, "true")
-    pointed = DataFile.objects.filter(removed=False, kind="file").values_list("stored_in", flat=True).distinct()
-    assert store().size("agents/") == pointed.count()
+    for number in range(20):
+        inside(one, memory)[f"{DATA}/note"] = File(bytes([number]) * size)
+        sh(one, "true")
+    pointed = {*DataFile.objects.filter(removed=False, kind="file").values_list("stored_in__key", flat=True)}
+    assert pointed <= {*store().list("agents/")}
+    assert len({*store().list("agents/")} - pointed) < left
+    assert_nothing_left()
 
 
 # --- crashes ----------------------------------------------------------------------------------------------------------

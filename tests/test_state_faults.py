@@ -106,6 +106,7 @@ def truncated(handler: Handler, answer: Answer) -> None:
     say(200, b"half of", length=1000)(handler)
 
 
+FULL = "full"
 FAULTS: dict[str, Fault] = {
     "500": server_error, "timeout": timeout, "half-closed": half_closed, "truncated": truncated,
 }  # fmt: skip
@@ -137,35 +138,31 @@ def in_bucket(settings: Settings, monkeypatch: pytest.MonkeyPatch, url: str, **m
     store.cache_clear()
 
 
-@pytest.fixture(params=[*FAULTS, "full"])
-def broken(
-    request: pytest.FixtureRequest, settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Broken]:
-    if request.param == "full":
-        yield from full(settings, tmp_path)
-        return
-    server, bucket = request.getfixturevalue("served")
-    in_bucket(settings, monkeypatch, server.url, connect_timeout=1, read_timeout=0.3, attempts=1)
-
-    def down(*verbs: str) -> None:
-        bucket.fault, bucket.failing = FAULTS[request.param], {*verbs}
-
-    yield Broken(down, lambda: bucket.failing.clear())
-    store.cache_clear()
-
-
-def full(settings: Settings, tmp_path: Path) -> Iterator[Broken]:
-    """A directory as the store, on a file system that is filled to the last byte."""
-    with small_disk(tmp_path / "full") as disk:
-        settings.STORAGE_DIR = tmp_path / "full" / "store"
-        store.cache_clear()
+def failing(*kinds: str) -> Any:
+    @pytest.fixture(params=kinds)
+    def fixture(
+        request: pytest.FixtureRequest, settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> Iterator[Broken]:
+        if request.param == FULL:
+            with small_disk(tmp_path / "full") as disk:
+                settings.STORAGE_DIR = tmp_path / "full" / "store"
+                store.cache_clear()
+                yield disk
+            return
+        server, bucket = request.getfixturevalue("served")
+        in_bucket(settings, monkeypatch, server.url, connect_timeout=1, read_timeout=0.3, attempts=1)
 
         def down(*verbs: str) -> None:
-            if "PUT" not in verbs:
-                pytest.skip("a full file system can still be read")
-            disk.down()
+            bucket.fault, bucket.failing = FAULTS[request.param], {*verbs}
 
-        yield Broken(down, disk.up)
+        yield Broken(down, lambda: bucket.failing.clear())
+        store.cache_clear()
+
+    return fixture
+
+
+broken = failing(*FAULTS, FULL)
+unread = failing(*FAULTS)  # what is full can be read
 
 
 @contextmanager
@@ -178,7 +175,7 @@ def small_disk(at: Path) -> Iterator[Broken]:
     if mounted.returncode:
         missing_service(f"no file system can be mounted here: {mounted.stderr.strip()}")
 
-    def fill() -> None:
+    def fill(*verbs: str) -> None:
         filled = subprocess.run(["dd", "if=/dev/zero", f"of={at}/filler", "bs=4096"], capture_output=True, text=True)
         assert "No space left" in filled.stderr
 
@@ -235,19 +232,19 @@ def test_an_exec_keeps_its_answer_and_its_changes_are_stored_later(one: Lease, t
     nothing_is_left_over()
 
 
-def test_an_exec_that_cannot_have_its_data_is_refused_and_runs_nothing(one: Lease, two: Lease, broken: Broken, memory) -> None:
+def test_an_exec_that_cannot_have_its_data_is_refused_and_runs_nothing(one: Lease, two: Lease, unread: Broken, memory) -> None:
     sh(one, f"echo hello >{DATA}/note")
-    broken.down("GET")
+    unread.down("GET")
     with pytest.raises(StoreFailed, match="nothing was run"):
         sh(two, "echo ran >/workspace/ran")
     assert "/workspace/ran" not in memory.files(row(two).ref)
     assert (row(two).state, Run.objects.get(sandbox=row(two)).outcome) == ("waiting", "error")
-    broken.up()
+    unread.up()
     assert sh(two, f"cat {DATA}/note")[1] == "hello"
     nothing_is_left_over()
 
 
-def test_a_client_is_told_to_come_again(pool: Pool, broken: Broken) -> None:
+def test_a_client_is_told_to_come_again(pool: Pool, unread: Broken) -> None:
     key = keys.issue(["did:plc:ada"], now=timezone.now())[1]
 
     def post(path: str, body: dict[str, Any]) -> Any:
@@ -258,24 +255,24 @@ def test_a_client_is_told_to_come_again(pool: Pool, broken: Broken) -> None:
     ask = {"agent_did": "did:plc:ada", "environment_type": "catan", "pool": pool.name}
     one, two = (post("/leases", {**ask, "environment_id": name}).json()["id"] for name in ("game-1", "game-2"))
     assert post(f"/leases/{one}/exec", {"argv": ["sh", "-c", f"echo hello >{DATA}/note"]}).status_code == 200
-    broken.down("GET")
+    unread.down("GET")
     refused = post(f"/leases/{two}/exec", {"argv": ["true"]})
     assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
     assert refused.headers["Content-Type"] == "application/problem+json" and refused.headers["Retry-After"] == "5"
-    broken.up()
+    unread.up()
     assert post(f"/leases/{two}/exec", {"argv": ["cat", f"{DATA}/note"]}).json()["stdout"] == "hello\n"
 
 
 def test_a_turn_that_cannot_have_its_data_is_not_played_and_its_number_stays_free(
-    one: Lease, two: Lease, broken: Broken
+    one: Lease, two: Lease, unread: Broken
 ) -> None:
     EnvironmentType.objects.filter(name="catan").update(turn_argv=["echo", '{"action": "roll"}'])
     sh(one, f"echo hello >{DATA}/note")
-    broken.down("GET")
+    unread.down("GET")
     with pytest.raises(StoreFailed):
         turns.take_turn(two.pk, 1, {}, now=NOW)
     assert not Turn.objects.exists()
-    broken.up()
+    unread.up()
     turn = turns.take_turn(two.pk, 1, {}, now=NOW + MINUTE)
     assert (turn.action, turn.skipped) == ({"action": "roll"}, False)
 
@@ -306,18 +303,18 @@ def test_a_sandbox_that_cannot_be_stored_stays_awake_and_sleeps_later(one: Lease
     nothing_is_left_over()
 
 
-def test_a_wake_that_finds_no_store_fails_and_the_next_one_has_everything(one: Lease, broken: Broken) -> None:
+def test_a_wake_that_finds_no_store_fails_and_the_next_one_has_everything(one: Lease, unread: Broken) -> None:
     sh(one, "echo hello >note")
     below.idle(now=NOW + 10 * MINUTE)
     asleep = workspace.latest(one.pk)
     assert asleep
     workspace.forget_local(asleep)
-    broken.down("GET")
+    unread.down("GET")
     with pytest.raises(NotReady):
         sh(one, "cat note", now=NOW + 11 * MINUTE)
     below.reclaim(now=NOW + 12 * MINUTE)
     assert workspace.latest(one.pk) == asleep
-    broken.up()
+    unread.up()
     assert sh(one, "cat note", now=NOW + 13 * MINUTE)[1] == "hello"
     assert row(one).source == "cloud"
     nothing_is_left_over()

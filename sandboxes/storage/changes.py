@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from django.conf import settings
-from django.db.models import Count, Sum
-from django.db.models.functions import Coalesce
+from django.db.models import Count, Exists, OuterRef, Sum
 
 from sandboxes.errors import DataFull
 from sandboxes.lifecycle import step
@@ -108,11 +107,11 @@ def _refusal(path: str, stat: Stat) -> str:
 
 
 def _worth_packing(here: Attachment) -> bool:
-    kept = DataObject.objects.filter(data=here.data_id).aggregate(count=Count("pk"), size=Coalesce(Sum("size_bytes"), 0))
-    live = DataFile.objects.filter(data=here.data_id, removed=False, kind="file").aggregate(
-        count=Count("pk"), size=Coalesce(Sum("size_bytes"), 0)
-    )
-    return bool(kept["count"] >= MOST_OBJECTS or kept["size"] > 2 * (live["size"] + live["count"] * MEMBER) + SLACK)
+    live = DataFile.objects.filter(stored_in=OuterRef("pk"))
+    kept = DataObject.objects.filter(Exists(live), data=here.data_id).aggregate(count=Count("pk"), size=Sum("size_bytes"))
+    # Of the data it may have been read some time ago, and then is a little wrong.
+    needed = here.data.size_bytes + here.data.files * MEMBER
+    return bool(kept["count"] >= MOST_OBJECTS or (kept["size"] or 0) > 2 * needed + SLACK)
 
 
 def read(

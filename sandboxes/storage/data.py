@@ -15,15 +15,16 @@ from typing import Any
 
 import structlog
 from django.conf import settings
-from django.db.models import F, Q, QuerySet
+from django.db.models import Count, F, Q, QuerySet, Sum
 from django.db.models.functions import Coalesce
 
 from sandboxes.errors import Busy, DataFull
-from sandboxes.models import ALIVE, Sandbox
+from sandboxes.models import ALIVE, Sandbox, State
 from sandboxes.moments import Later, ticking
 from sandboxes.providers.base import DATA, Missing, Provider, ProviderError, Rejected, TooLarge
 from sandboxes.storage import changes, mounts, pulls, store
 from sandboxes.storage.base import StoreError
+from sandboxes.storage.changes import SLACK
 from sandboxes.storage.verdict import Raced, record, tell
 from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject, Keeping
 
@@ -31,6 +32,7 @@ log = structlog.get_logger(__name__)
 PATIENCE = timedelta(seconds=30)  # with somebody else who is at it
 POLL = 0.05  # seconds
 TRIES = 5
+FEW = 8  # outdated objects of an agent that are not worth a call to the store
 
 
 def attach(sandbox: Sandbox, provider: Provider, *, skill: str = "", now: datetime) -> Attachment:
@@ -158,11 +160,20 @@ def _persist(here: Attachment, sandbox: Sandbox, provider: Provider, later: Late
         pieces = changes.read(here, sandbox, provider, change, stack, later) if change.files else {}
         recorded = record(here, sandbox, change, pieces, later(), last=last)
     if recorded:
-        try:
-            drop_outdated(outdated().filter(data=here.data_id))
-        except StoreError as failed:  # what is stored is stored: the prune sweep removes the rest
-            log.warning("outdated objects left", agent=here.data.agent_did, error=str(failed))
+        _let_go(here)
     return recorded
+
+
+def _let_go(here: Attachment) -> None:
+    """Remove what is outdated now, if it is much: to remove a single small object takes a turn longer than to store one."""
+    stale = outdated().filter(data=here.data_id)
+    found = stale.aggregate(count=Count("pk"), size=Sum("size_bytes"))
+    if found["count"] < FEW and (found["size"] or 0) < SLACK:
+        return
+    try:
+        drop_outdated(stale)
+    except StoreError as failed:  # what is stored is stored: the prune sweep removes the rest
+        log.warning("outdated objects left", agent=here.data.agent_did, error=str(failed))
 
 
 def require_room(here: Attachment, sandbox: Sandbox, provider: Provider, *, now: datetime) -> None:
@@ -193,7 +204,8 @@ def mark_unsaved(here: Attachment, why: Exception, *, now: datetime) -> None:
 
 def finish(sandbox: Sandbox, provider: Provider, *, now: datetime) -> None:
     """Store what is left to store in a sandbox that is about to go. StoreError keeps it, and so does a ProviderError if
-    something in it is known to be unsaved. More than may be kept does not keep it: that was said when it was written."""
+    it only falls asleep, or something in it is known to be unsaved. More than may be kept does not keep it: that was said
+    when it was written."""
     here = Attachment.objects.select_related("data").filter(pk=sandbox.pk, incarnation=sandbox.incarnation).first()
     if here is None:
         return
@@ -210,6 +222,8 @@ def finish(sandbox: Sandbox, provider: Provider, *, now: datetime) -> None:
         if isinstance(failed, StoreError) or here.unsaved_since:
             mark_unsaved(here, failed, now=now)
             raise
+        if sandbox.state == State.EVICTING:
+            raise
         log.warning("data not looked at", sandbox=str(sandbox.pk), error=str(failed))
 
 
@@ -220,8 +234,6 @@ def outdated() -> QuerySet[DataObject]:
 
 def drop_outdated(objects: QuerySet[DataObject]) -> int:
     """Remove objects that no row points to any more, from the store and then their rows; how many."""
-    dropped = 0
-    for stored in objects.filter(entries__isnull=True):
-        store().remove(stored.key)
-        dropped += DataObject.objects.filter(pk=stored.pk, entries__isnull=True).delete()[0]
-    return dropped
+    stale = dict(objects.filter(entries__isnull=True).values_list("pk", "key"))
+    store().remove_many(stale.values())
+    return DataObject.objects.filter(pk__in=stale, entries__isnull=True).delete()[0]

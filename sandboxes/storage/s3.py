@@ -123,10 +123,12 @@ class S3Store(KeyValueStore):
         return Page(found, found[-1].key if answer.get("IsTruncated") else "")
 
     def upload(self, key: str, source: BinaryIO, metadata: dict[str, str] | None = None) -> None:
-        name = self._name(key, "upload")
+        name, rest, extra = self._name(key, "upload"), Rest(source), {"Metadata": metadata or {}}
         with self._asking("upload", key) as client:
-            extra = {"Metadata": metadata or {}}
-            client.upload_fileobj(Rest(source), self.bucket, name, ExtraArgs=extra, Config=self._transfer)
+            if rest.size < PART:  # else threads are started, for longer than a small value takes
+                client.put_object(Bucket=self.bucket, Key=name, Body=rest.read(), **extra)
+            else:
+                client.upload_fileobj(rest, self.bucket, name, ExtraArgs=extra, Config=self._transfer)
 
     def download(self, key: str, target: BinaryIO, *, start: int = 0, length: int | None = None) -> bool:
         self.check_range(key, start, length)

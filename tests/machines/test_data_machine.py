@@ -39,7 +39,7 @@ from sandboxes.stored import AgentData, Attachment, DataFile, DataObject
 from tests.conftest import MINUTE, NOW, Died
 
 pytestmark = pytest.mark.django_db
-EXAMPLES = int(os.environ.get("DATA_MACHINE_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("DATA_MACHINE_EXAMPLES", "30"))
 ENVIRONMENTS = ["game-1", "game-2", "game-3"]
 STEPS = [
     "created", "prepared", "run opened", "pull decided", "pulled", "run answered", "data stored", "data recorded",

@@ -296,7 +296,11 @@ SPECTACULAR_SETTINGS = {
     "SCHEMA_PATH_PREFIX": "/api/v1",
     "COMPONENT_SPLIT_REQUEST": True,
     "SORT_OPERATIONS": False,
-    "ENUM_NAME_OVERRIDES": {"RunKindEnum": ["exec", "turn", "file"]},  # other things have kinds, too
+    "ENUM_NAME_OVERRIDES": {  # other things have kinds and states, too
+        "RunKindEnum": ["exec", "turn", "file", "process"],
+        "StateEnum": "sandboxes.models.State",
+        "ProcessStateEnum": "sandboxes.models.Ending",
+    },
     "SWAGGER_UI_DIST": "SIDECAR",  # from this server, not from a CDN
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
     "SWAGGER_UI_SETTINGS": {"deepLinking": True, "validatorUrl": None},  # null: else it asks validator.swagger.io

@@ -58,9 +58,7 @@ def start(want: Want, launch: Launch, *, now: datetime, actor: str = "") -> Proc
             _close(process, Ending.FAILED, now=later(), note=str(refused)[:500])
             raise
         step("process started", process)
-        if not Process.objects.filter(pk=process.pk, ended_at__isnull=True).exists():
-            provider.kill(sandbox.ref, str(process.pk))  # whoever ended it came before there was anything to kill
-        elif not state.running:
+        if not state.running:
             _close(process, Ending.EXITED, now=later(), exit_code=state.exit_code)
         return process
 
@@ -109,8 +107,8 @@ def look(holder: uuid.UUID, *, now: datetime) -> None:
 
 def kill(process: Process, *, now: datetime) -> Process:
     """Have no process of this program there any more, whatever it had started; its row. What had exited before stays
-    exited, and what it has left behind is killed. Safe to repeat; ProviderFailed if it could not be done, Busy while its
-    sandbox falls asleep: it ends with that, unless that fails."""
+    exited, and what it has left behind is killed. Safe to repeat; ProviderFailed if it could not be done, Busy before
+    it has begun, and while its sandbox falls asleep: it ends with that, unless that fails."""
     if _is_there(process):
         try:
             provider = providers.get(process.sandbox.provider)
@@ -121,6 +119,8 @@ def kill(process: Process, *, now: datetime) -> Process:
         except ProviderError as failed:
             raise ProviderFailed(f"It could not be killed: {failed}") from failed
         else:
+            if state is None and _may_begin(process, now=now):
+                raise Busy("It is still being started.")
             if state is None or state.running or state.exit_code == 137:
                 _close(process, Ending.KILLED, now=now, exit_code=137)
             else:
@@ -210,10 +210,15 @@ def _look(opened: Iterable[Process], *, now: datetime) -> int:
 def _judge(process: Process, state: ProcessState | None, provider: Provider, *, now: datetime) -> bool:
     if state and not state.running:
         return _close(process, Ending.EXITED, now=now, exit_code=state.exit_code)
-    if state is None and process.starts_by < now and not Run.objects.filter(pk=process.pk, ended_at__isnull=True).exists():
-        provider.kill(process.sandbox.ref, str(process.pk))  # the call that starts it may still be on its way in there
+    if state is None and not _may_begin(process, now=now):
+        provider.kill(process.sandbox.ref, str(process.pk))
         return _close(process, Ending.FAILED, now=now, note="Whoever was to start it died, or its provider did not answer.")
     return False
+
+
+def _may_begin(process: Process, *, now: datetime) -> bool:
+    """May a program that is not there yet still come? Also a call whose answer was lost may be on its way in there."""
+    return now <= process.starts_by or Run.objects.filter(pk=process.pk, ended_at__isnull=True).exists()
 
 
 def _close(process: Process, state: Ending, *, now: datetime, exit_code: int | None = None, note: str = "") -> bool:

@@ -112,10 +112,22 @@ def test_a_kill_that_fails_leaves_it_running(grant, memory) -> None:
     assert again(process).state == "running"
 
 
-@pytest.mark.parametrize("step", ["process noted", "process started"])
-def test_a_kill_while_it_is_being_started_counts(step: str, grant, memory, at_step) -> None:
+def test_a_kill_before_it_has_begun_is_told_to_come_again(grant, memory, at_step) -> None:
     launch = Launch(["sleep", "300"])
-    at_step(step, lambda: processes.kill(Process.objects.get(pk=launch.process_id), now=NOW))
+
+    def too_early() -> None:
+        with pytest.raises(Busy):
+            processes.kill(Process.objects.get(pk=launch.process_id), now=NOW)
+
+    at_step("process noted", too_early)
+    process = start(grant(), launch)
+    assert processes.kill(process, now=NOW).state == "killed"
+    assert not runs_in(memory, process)
+
+
+def test_a_kill_just_after_it_has_begun_counts(grant, memory, at_step) -> None:
+    launch = Launch(["sleep", "300"])
+    at_step("process started", lambda: processes.kill(Process.objects.get(pk=launch.process_id), now=NOW))
     process = start(grant(), launch)
     assert process.state == "killed"
     assert not runs_in(memory, process)

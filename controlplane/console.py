@@ -37,6 +37,7 @@ MENU: Mapping[str, list[tuple[str, str, str]]] = {
         ("Sandboxes", "deployed_code", "sandboxes.sandbox"),
         ("Runs", "terminal", "sandboxes.run"),
         ("Processes", "memory", "sandboxes.process"),
+        ("Model calls", "forum", "sandboxes.llmcall"),
         ("Pools", "database", "sandboxes.pool"),
         ("Quotas", "pie_chart", "sandboxes.quota"),
     ],

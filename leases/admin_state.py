@@ -18,9 +18,10 @@ from leases.cells import HeldByLease
 from leases.leasing import Ask
 from leases.models import NAME, NAME_ACCEPTS, Lease, LeaseEvent, Status
 from leases.tasks import restore_soon, take_soon
+from sandboxes.admin_calls import LlmCallAdmin
 from sandboxes.admin_state import AgentDataAdmin, DataEventAdmin, SnapshotAdmin
 from sandboxes.cells import path, size
-from sandboxes.models import ALIVE, AgentData, DataEvent, Sandbox, Snapshot, State
+from sandboxes.models import ALIVE, AgentData, DataEvent, LlmCall, Sandbox, Snapshot, State
 from sandboxes.pages import Act, Reason
 
 
@@ -115,7 +116,7 @@ FORK = Act(
     form=Into,
 )
 
-for model in (AgentData, DataEvent, Snapshot):
+for model in (AgentData, DataEvent, LlmCall, Snapshot):
     admin.site.unregister(model)
 
 
@@ -126,6 +127,11 @@ class LeasedAgentDataAdmin(HeldByLease, AgentDataAdmin):
 
 @admin.register(DataEvent)
 class LeasedDataEventAdmin(HeldByLease, DataEventAdmin):
+    pass
+
+
+@admin.register(LlmCall)
+class LeasedLlmCallAdmin(HeldByLease, LlmCallAdmin):
     pass
 
 

@@ -38,7 +38,7 @@ class Snapshots(Door):
     )
     def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """Store the workspace as it is now. A sandbox that sleeps is not woken for it. Only the newest copies are kept,
-        these and those taken when it fell asleep, as many as the operator says (2 if not said)."""
+        these and those taken when it fell asleep, as many of each as the operator says (10 and 2 if not said)."""
         self.caller.lease(pk)
         body, said = self.read(request, NEW)
 

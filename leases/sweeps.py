@@ -11,7 +11,7 @@ from django.db.models.functions import Cast
 
 from leases import leasing, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, Status
-from sandboxes import processes, pruning
+from sandboxes import egress, processes, pruning
 from sandboxes import sweeps as below
 from sandboxes.models import GONE, Sandbox, Snapshot, State
 from sandboxes.storage import stores, workspace
@@ -123,6 +123,7 @@ def stalled(*, now: datetime, limit: int = 200) -> Swept:
         swept.note(what, times)
     swept.failures += settled.failures
     swept.note("turns skipped", turns.skip_overdue(now=now, limit=limit))
+    swept.note("model calls closed", egress.close_abandoned(now=now, limit=limit))
     swept.note("answers forgotten", forgettable(now=now).delete()[0])
     return swept
 

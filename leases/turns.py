@@ -72,7 +72,8 @@ def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime,
     def play(provider: Provider, sandbox: Sandbox) -> ExecResult:
         require_room(provider, sandbox, now=now)
         name = f"{command.run_id.hex[:12]}.sock"
-        with egress.door(pool.sockets_of(sandbox) / name, patience=timeout):
+        caller = egress.Caller(sandbox, command.run_id, later)
+        with egress.door(pool.sockets_of(sandbox) / name, caller, patience=timeout):
             return provider.exec(
                 sandbox.ref,
                 list(command.argv),

@@ -11,11 +11,12 @@ from django.db.models import Case, F, Q, Value, When
 from django.utils import timezone
 
 from sandboxes.background import Ending, Process
+from sandboxes.calls import LlmCall
 from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject, Snapshot
 
 __all__ = [
     "ALIVE", "GONE", "IN_FLIGHT", "RUN_KINDS", "AgentData", "Attachment", "DataEvent", "DataFile", "DataObject", "Ending",
-    "Outcome", "Pool", "Process", "Quota", "Run", "Sandbox", "Snapshot", "State", "Sweep", "Transition",
+    "LlmCall", "Outcome", "Pool", "Process", "Quota", "Run", "Sandbox", "Snapshot", "State", "Sweep", "Transition",
 ]  # fmt: skip
 
 

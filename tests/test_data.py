@@ -241,6 +241,20 @@ def test_a_file_in_the_place_of_lost_versions_does_not_lose_them(one: Lease, two
         assert read(lease, f".conflicts.2/{one.pk}/plan") == "one"
 
 
+@pytest.mark.parametrize("entry", [Folder(), Folder(mode=0o700)], ids=["for a file", "with another mode"])
+def test_a_directory_that_is_new_is_stored_also_when_something_else_is_brought(
+    entry: Folder, one: Lease, two: Lease, memory: MemoryProvider
+) -> None:
+    write(one, "a", "hello") if entry.mode == 0o755 else write(one, "a/b", "hello")
+    sh(two, "true")
+    inside(two, memory)[f"{DATA}/a"] = entry
+    write(one, "more", "of it")
+    sh(two, "true")
+    sh(one, "true")
+    there = inside(one, memory)[f"{DATA}/a"]
+    assert isinstance(there, Folder) and there.mode == entry.mode
+
+
 @pytest.mark.parametrize("left", [b"two\n", None], ids=["changed", "removed"])
 def test_what_a_program_does_to_a_file_that_was_just_brought_is_seen(one: Lease, two: Lease, memory, left) -> None:
     sh(two, "true")

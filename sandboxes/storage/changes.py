@@ -74,7 +74,7 @@ def above(path: str) -> Iterator[str]:
 
 def as_given(path: str, stat: Stat, here: Attachment) -> bool:
     given = here.base.get(path)
-    return given is not None and (given[2] == stat.stamp or stat.kind == "directory")
+    return given is not None and given[2] == stat.stamp
 
 
 def compare(here: Attachment, there: Mapping[str, Stat], look: str) -> Change:

@@ -1,5 +1,6 @@
 """Temporary files on the disk that state lies on, and transfers side by side."""
 
+import io
 import os
 import tempfile
 from collections.abc import Callable, Iterable
@@ -13,12 +14,21 @@ from sandboxes.storage.base import StoreError
 AT_ONCE = 8  # transfers side by side
 
 
+class _File(io.FileIO):
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as failed:
+            raise StoreError("spool", "write", failed.strerror or str(failed)) from failed
+
+
 def spool() -> BinaryIO:
-    """A temporary file on the disk that state lies on, gone when it is closed."""
+    """A temporary file on the disk that state lies on, gone when it is closed. A disk that is full is a StoreError."""
     directory = settings.STATE_DIR / "spool"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        return cast(BinaryIO, tempfile.TemporaryFile(dir=directory))
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as made:
+            return cast(BinaryIO, io.BufferedRandom(_File(os.dup(made.fileno()), "r+")))
     except OSError as failed:
         raise StoreError("spool", "open", str(failed)) from failed
 

@@ -111,7 +111,6 @@ def test_over_its_quota_an_agent_is_told_its_limit_and_when_to_come_back(ada: Ap
     for answer in (
         ada.post(f"leases/{second['id']}/exec", TRUE),
         ada.post(f"leases/{second['id']}/turns", {"turn_number": 1, "state": {}}),
-        ada.get(f"leases/{second['id']}/files/f"),
         ada.put(f"leases/{second['id']}/files/f", b"x"),
         ada.delete(f"leases/{second['id']}/files/f"),
         ada.post("environments/game-3/join", {k: v for k, v in ask().items() if k != "environment_id"}),

@@ -31,7 +31,7 @@ def test_a_snapshot_is_taken_listed_and_restored(ada: Api, at: str) -> None:
     assert ada.get(f"{at}/files/f").content == b"one"
     assert ada.post(f"{at}/exec", {"argv": ["cat", "f"]}).json()["stdout"] == "one"
     listed = ada.get(f"{at}/snapshots").json()["results"]
-    assert [each["kind"] for each in listed] == ["restored", "sleep"]
+    assert [each["kind"] for each in listed] == ["restored", "sleep", "asked"]
     assert listed[0] == restored.json()
 
 

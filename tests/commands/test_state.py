@@ -225,6 +225,14 @@ def test_mounted_data_is_left_alone(tmp_path: Path) -> None:
         refused("is mounted", *args)
 
 
+def test_how_it_is_kept_is_turned_over_only_where_that_can_be() -> None:
+    put("note", "hello")
+    assert state("keep", ADA, "sync") == f"{ADA} is kept by sync already\n"
+    refused("cannot be mounted", "keep", ADA, "mount")  # the store under test is a directory
+    refused("Nothing is kept", "keep", "did:plc:nobody", "mount")
+    assert live() == {"note": "file"}
+
+
 def test_who_dies_between_the_object_and_the_rows_changes_nothing(at_step, tmp_path: Path) -> None:
     put("note", "old")
 

@@ -22,9 +22,10 @@ from sandboxes.models import Sandbox
 from sandboxes.storage import editing, exports, pulls, tree
 from sandboxes.storage.base import CHUNK, StoreError
 from sandboxes.storage.editing import NotThere
+from sandboxes.storage.keeping import to_mount, to_sync
 from sandboxes.storage.spools import spool
 from sandboxes.storage.tree import DIRECTORY, Line
-from sandboxes.stored import Snapshot
+from sandboxes.stored import AgentData, Keeping, Snapshot
 
 STREAM = "-"  # in the place of a file: stdin or stdout
 TYPES = {"file": stat.S_IFREG, "link": stat.S_IFLNK, DIRECTORY: stat.S_IFDIR}
@@ -57,6 +58,9 @@ class Command(BaseCommand):
         load = acts.add_parser("import", help="store what a directory or a tar (- is stdin) has, beside what is there")
         load.add_argument("agent", metavar="AGENT")
         load.add_argument("source", metavar="DIRECTORY|TAR")
+        keep = acts.add_parser("keep", help="how it gets into sandboxes from now on: copied around each use, or mounted")
+        keep.add_argument("agent", metavar="AGENT")
+        keep.add_argument("keeping", choices=Keeping.values)
         copies = acts.add_parser("snapshots", help="the stored copies of a sandbox's own files, the newest first")
         copies.add_argument("holder", metavar="LEASE|SANDBOX", help="an id, or AGENT::ENVIRONMENT")
 
@@ -130,6 +134,17 @@ class Command(BaseCommand):
                         stored = editing.load_tar(_did(agent), tar, now=now)
         self._said(agent, f"{cells.counted(stored, 'path', 'paths')} new or changed")
 
+    def _keep(self, agent: str, keeping: str) -> None:
+        mine = AgentData.objects.filter(agent_did=agent).first()
+        if mine is None:
+            raise NotThere(f"Nothing is kept of {agent}.")
+        if mine.keeping == keeping:
+            self.stdout.write(f"{agent} is kept by {keeping} already")
+            return
+        turn = to_mount if keeping == Keeping.MOUNT else to_sync
+        number = turn(mine, now=timezone.now())
+        self.stdout.write(f"{agent} is kept by {keeping}: {cells.counted(number, 'path', 'paths')}")
+
     def _snapshots(self, holder: str) -> None:
         for each in _copies(holder):
             where = "forgotten" if each.forgotten_at else "local,store" if each.local else "store"
@@ -140,7 +155,7 @@ class Command(BaseCommand):
         self.stdout.write(f"{what}: revision {editing.kept(agent).revision}")
 
 
-NAMES = {"agent", "path", "long", "file", "recursive", "target", "source", "holder"}
+NAMES = {"agent", "path", "long", "file", "recursive", "target", "source", "holder", "keeping"}
 
 
 def _did(text: str) -> str:

@@ -1,7 +1,6 @@
 from django.contrib.auth.management import create_permissions
 from django.db import migrations
 
-# What each role may do beyond what 0006_state_roles gave it.
 ROLES = ("Viewer", "Operator", "Administrator")
 
 
@@ -11,9 +10,7 @@ def extend(apps, schema_editor):
     config.models_module = True
     create_permissions(config, apps=apps, verbosity=0)
     config.models_module = None
-    view = apps.get_model("auth", "Permission").objects.get(
-        content_type__app_label="sandboxes", codename="view_process"
-    )
+    view = apps.get_model("auth", "Permission").objects.get(content_type__app_label="sandboxes", codename="view_llmcall")
     for name in ROLES:
         group, _ = apps.get_model("auth", "Group").objects.get_or_create(name=name)
         group.permissions.add(view)
@@ -22,6 +19,6 @@ def extend(apps, schema_editor):
 class Migration(migrations.Migration):
     dependencies = [
         ("leases", "0006_state_roles"),
-        ("sandboxes", "0008_processes"),
+        ("sandboxes", "0008_model_calls"),
     ]
     operations = [migrations.RunPython(extend, migrations.RunPython.noop)]

@@ -8,7 +8,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sandboxes', '0007_read_agent_data'),
+        ('sandboxes', '0008_model_calls'),
     ]
 
     operations = [

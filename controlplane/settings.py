@@ -82,6 +82,10 @@ if SANDBOX_PROVIDER in ("process", "memory") and not (DEBUG or ALLOW_UNISOLATED)
         "LEASEHOLD_ALLOW_UNISOLATED=1 overrides this."
     )
 SANDBOX_IMAGE = env.text("LEASEHOLD_SANDBOX_IMAGE", "leasehold-sandbox:latest", help="image of new sandboxes")
+DOCKER_RUNTIME = env.text(
+    "LEASEHOLD_DOCKER_RUNTIME",
+    help="of new Docker sandboxes, such as runsc or kata-runtime; the daemon has to have it; unset: the daemon's default",
+)
 SANDBOX_START_TIMEOUT = env.duration(
     "LEASEHOLD_SANDBOX_TIMEOUT_SECONDS", "180", help="a sandbox that is not ready by then is given up"
 )

@@ -109,8 +109,8 @@ class Logs(ProcessDoor):
         responses=schema.answers(show.LogShown, 404, 409, 410),
     )
     def get(self, request: HttpRequest, pk: UUID, process_id: UUID) -> HttpResponse:
-        """Some of what one has printed, as long as its sandbox stays awake; the last MiB at least is kept. With `wait_for`,
-        once that was printed."""
+        """Some of what one has printed, as long as its sandbox stays awake; the last 256 KiB at least are kept. With
+        `wait_for`, once that was printed."""
         process, encoding = self.process(pk, process_id), encoding_of(request)
         start = _number(request, "start", 0, least=0, most=LAST_OFFSET)
         length = _number(request, "length", USUAL_LENGTH, least=1, most=LONGEST_LENGTH)

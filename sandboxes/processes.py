@@ -16,7 +16,7 @@ from sandboxes import providers, runs
 from sandboxes.background import Ending, Process
 from sandboxes.errors import Busy, NotHeld, OutputGone, ProviderFailed, TooManyProcesses
 from sandboxes.lifecycle import step
-from sandboxes.models import ALIVE, Run, Sandbox, State
+from sandboxes.models import ALIVE, Outcome, Run, Sandbox, State
 from sandboxes.moments import ticking
 from sandboxes.pool import Want
 from sandboxes.providers.base import WORKSPACE, Log, Missing, ProcessState, Provider, ProviderError, Rejected
@@ -212,6 +212,8 @@ def _judge(process: Process, state: ProcessState | None, provider: Provider, *, 
         return _close(process, Ending.EXITED, now=now, exit_code=state.exit_code)
     if state is None and not _may_begin(process, now=now):
         provider.kill(process.sandbox.ref, str(process.pk))
+        if Run.objects.filter(pk=process.pk, outcome=Outcome.OK).exists():
+            return _close(process, Ending.GONE, now=now, note="Its sandbox was started again without it.")
         return _close(process, Ending.FAILED, now=now, note="Whoever was to start it died, or its provider did not answer.")
     return False
 

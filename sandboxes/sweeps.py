@@ -283,7 +283,7 @@ def _destroy_orphans(one: Pool, name: str, listed: list[Found], swept: Swept, *,
 
 
 def _find_missing(alive: list[Sandbox], listed: list[Found], swept: Swept, *, now: datetime) -> None:
-    names = {found.name for found in listed}
+    names = {found.name for found in listed if not found.remains}
     for sandbox in alive:
         if sandbox.name in names:
             swept.note("kept")

@@ -74,7 +74,7 @@ def pool(db: None, memory: MemoryProvider) -> Pool:
     return Pool.objects.create(name=f"pool-{uuid.uuid4().hex[:12]}", provider="memory", capacity=100)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def docker_ready() -> None:
     """A Docker Engine with the sandbox image, or the test is skipped (or fails, where it was promised)."""
     import docker as sdk

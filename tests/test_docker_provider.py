@@ -10,15 +10,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 from django.core.management import CommandError, call_command
 from docker import APIClient
 
+from leases import acting, leasing
+from sandboxes import sweeps
+from sandboxes.models import Pool, Sandbox
+from sandboxes.providers import engine
 from sandboxes.providers.base import ExecResult, Missing, Rejected, Spec, Unavailable
 from sandboxes.providers.docker import DockerProvider, answers
 from sandboxes.providers.engine import Engine
+from sandboxes.runs import Command
+from tests.conftest import MINUTE, NOW
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("docker_ready")]
 BOMB = """
@@ -103,7 +110,7 @@ def test_an_agent_cannot_end_its_sandbox(box: Box) -> None:
 
 def test_our_own_files_in_the_sandbox_are_not_the_agents(box: Box) -> None:
     done = box.run("sh", "-c", "echo > /opt/leasehold/reap.py; rm -r /opt/leasehold/skills/rpg; mv /workspace /away")
-    assert done.stderr.count(b"denied") == 3
+    assert done.stderr.count(b"Read-only file system") == 3
 
 
 def test_the_sockets_can_be_used_but_not_replaced(box: Box) -> None:
@@ -148,14 +155,113 @@ def test_a_crash_between_create_and_start_is_made_good(box: Box, monkeypatch: py
     assert box.provider.inspect(spec.name).running
 
 
+def volumes_of(box: Box) -> list[str]:
+    return docker("volume", "ls", "-q", "--filter", f"label=leasehold.owner={box.owner}").split()
+
+
+def test_its_volumes_go_with_a_sandbox(box: Box) -> None:
+    assert volumes_of(box) == [f"{box.ref}-data", f"{box.ref}-workspace"]
+    box.provider.destroy(box.ref)
+    assert volumes_of(box) == []
+
+
+def test_what_is_left_of_a_sandbox_is_listed_and_can_be_destroyed(box: Box) -> None:
+    box.run("touch", "-d", "2090-01-01", "/workspace", "/data")
+    made_at = box.provider.inspect(box.ref).created_at
+    docker("rm", "-f", box.ref)
+    docker("volume", "rm", f"{box.ref}-data")
+    [found] = box.provider.list(box.owner)
+    assert (found.ref, found.name, found.running, found.remains) == (box.ref, box.ref, False, True)
+    assert abs(found.created_at - made_at) < timedelta(seconds=5)
+    with pytest.raises(Missing):
+        box.provider.inspect(found.ref)
+    box.provider.destroy(found.ref)
+    assert box.provider.list(box.owner) == []
+    assert volumes_of(box) == []
+
+
+def test_of_a_sandbox_that_is_there_nothing_is_left(box: Box) -> None:
+    assert [(found.ref, found.remains) for found in box.provider.list(box.owner)] == [(box.ref, False)]
+
+
+def test_a_volume_of_somebody_else_is_neither_used_nor_removed(box: Box) -> None:
+    name = f"{box.ref}-x"
+    docker("volume", "create", f"{name}-data")
+    try:
+        with pytest.raises(Rejected, match="somebody else"):
+            box.provider.create(Spec(name, owner=box.owner))
+        box.provider.destroy(name)
+        assert docker("volume", "ls", "-q", "--filter", f"name={name}") == f"{name}-data\n"
+    finally:
+        docker("volume", "rm", f"{name}-data")
+
+
+def test_home_is_there_and_memory_is_empty_after_a_restart(box: Box) -> None:
+    box.run("sh", "-c", "for d in ~ /data /tmp /var/tmp; do echo kept > $d/f; done")
+    docker("restart", "-t", "0", box.ref)
+    assert box.run("sh", "-c", "ls ~/f /data/f /tmp/f /var/tmp/f").stdout == b"/data/f\n/workspace/.home/f\n"
+
+
+@pytest.mark.django_db
+def test_a_container_that_was_removed_is_lost_though_its_volumes_are_there(docker_pool: Pool) -> None:
+    leases = [leasing.acquire(leasing.Ask(f"did:plc:{n}", n, "catan", pool=docker_pool.name), now=NOW)[0] for n in "ab"]
+    for lease in leases:
+        acting.exec_in(lease.pk, Command(argv=["touch", "f"], timeout=MINUTE), now=NOW)
+    gone = Sandbox.objects.get(holder=leases[0].pk)
+    docker("rm", "-f", gone.ref)
+    assert sweeps.reconcile(now=NOW, grace=timedelta(days=1)).counts == {"lost": 1, "kept": 1}
+
+
+@pytest.mark.django_db
+def test_what_is_left_of_a_sandbox_is_an_orphan(docker_pool: Pool) -> None:
+    provider, owner = DockerProvider(), str(docker_pool.owner)
+    ref = provider.create(Spec(f"lhd-{uuid4().hex[:16]}", owner=owner))
+    docker("rm", "-f", ref)
+    late = provider.list(owner)[0].created_at + 2 * MINUTE
+    assert sweeps.reconcile(now=late - MINUTE, grace=2 * MINUTE).counts == {}
+    assert sweeps.reconcile(now=late, grace=2 * MINUTE).counts == {"orphans destroyed": 1}
+    assert provider.list(owner) == []
+
+
+def test_a_runtime_is_passed_on(box: Box, settings: Any) -> None:
+    settings.DOCKER_RUNTIME = "io.containerd.runc.v2"
+    box.provider.create(Spec(f"{box.ref}-b", owner=box.owner))
+    assert docker("inspect", "-f", "{{.HostConfig.Runtime}}", f"{box.ref}-b") == "io.containerd.runc.v2\n"
+    assert Box(box.provider, f"{box.ref}-b", box.owner).run("true").exit_code == 0
+
+
+def test_a_runtime_that_the_engine_has_not_is_rejected_and_leaves_nothing(box: Box, settings: Any) -> None:
+    settings.DOCKER_RUNTIME = "runsc-of-nowhere"
+    with pytest.raises(Rejected, match="LEASEHOLD_DOCKER_RUNTIME=runsc-of-nowhere"):
+        box.provider.create(Spec(f"{box.ref}-b", owner=box.owner))
+    assert [found.ref for found in box.provider.list(box.owner)] == [box.ref]
+
+
+def test_a_runtime_with_a_kernel_of_its_own_is_not_looked_into_from_outside(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "SHARING", set())
+    asked: list[list[str]] = []
+    create = box.provider._exec_create
+    monkeypatch.setattr(
+        box.provider, "_exec_create", lambda ref, argv, *a, **o: asked.append(argv) or create(ref, argv, *a, **o)
+    )
+    box.provider.write_file(box.ref, "/workspace/f", b"x")
+    assert box.provider.read_file(box.ref, "/workspace/f", limit=9) == b"x"
+    assert len(asked) == 2
+    assert box.run("sh", "-c", "setsid sleep 300 & sleep 300", seconds=0.7).timed_out
+    assert box.run("python3", "-c", HOG).oom
+    assert box.processes() == []
+
+
 def test_a_missing_image_says_how_to_make_it() -> None:
     with pytest.raises(Rejected, match="build_image"):
         DockerProvider().create(Spec("lhd-none", "lhd-none", image="lhd-no-such-image:none"))
+    assert DockerProvider().list("lhd-none") == []
 
 
 def test_a_limit_the_machine_cannot_give_is_rejected() -> None:
     with pytest.raises(Rejected, match="CPUs"):
         DockerProvider().create(Spec("lhd-none", "lhd-none", millicpus=1_000_000))
+    assert DockerProvider().list("lhd-none") == []
 
 
 @pytest.mark.parametrize("seen", ["its counter", "the engine's events"])

@@ -143,7 +143,8 @@ def in_bucket(lease: Lease) -> set[str]:
 
 
 def mounted_in(place: Place) -> list[str]:
-    return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(place.directory) in line]
+    written = str(place.directory).replace(" ", "\\040")
+    return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if written in line]
 
 
 def nothing_left(place: Place) -> bool:
@@ -243,6 +244,12 @@ def test_so_it_has_in_a_container_that_was_started_while_it_was_mounted(one: Lea
     place_of(one).end(patience=0)
     assert sh(one, f"cat {DATA}/note; echo again >{DATA}/more") == "hello"
     assert store().get(f"{prefix(one)}more") == b"again\n"
+
+
+def test_there_is_no_volume_for_what_is_mounted(one: Lease) -> None:
+    sh(one, "true")
+    ref = sandbox_of(one).ref
+    assert docker("volume", "ls", "-q", "--filter", f"label=leasehold.name={ref}") == f"{ref}-workspace\n"
 
 
 def test_what_was_unmounted_by_somebody_else_is_mounted_again(one: Lease) -> None:

@@ -183,6 +183,14 @@ def test_it_ends_with_a_sandbox_that_is_lost(grant, memory) -> None:
     assert Process.objects.get(holder=other.pk).state == "running"
 
 
+def test_it_is_gone_after_its_sandbox_was_started_again(grant, memory) -> None:
+    process = start(grant())
+    memory.stop(process.sandbox.ref)
+    memory.create(pools.spec_of(process.sandbox))
+    sweeps.stalled(now=NOW + 2 * START_WITHIN)
+    assert again(process).state == "gone"
+
+
 def test_a_place_that_somebody_needs_is_taken_from_one_with_only_processes(grant, pool: Pool, memory) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=1)
     process = start(grant())

@@ -19,8 +19,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-PIECE = 1 << 20  # bytes of one piece of a log: two of them stay
-ENDED = 32  # programs that have exited whose logs stay
+PIECE = 1 << 18  # bytes of one piece of a log: two of them stay, perhaps in memory
+ENDED = 16  # programs that have exited whose logs stay
 CHUNK = 1 << 16
 KILLED = 137
 RUNNING = "running"

@@ -85,6 +85,7 @@ class Found:
     name: str
     running: bool  # False: it is paused, stopped or half made; what cannot wake by itself answers an exec Unavailable
     created_at: datetime  # by the provider's clock
+    remains: bool = False  # inspect says Missing: nothing can run in it any more, and destroy removes what is left of it
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class Provider(ABC):
 
     @abstractmethod
     def log(self, ref: str, mark: str, *, start: int, length: int) -> Log:
-        """At most `length` bytes of what it printed, stdout and stderr together, from offset `start`. The last MiB at
+        """At most `length` bytes of what it printed, stdout and stderr together, from offset `start`. The last 256 KiB at
         least is kept; where the oldest was dropped they begin later: at next - len(content)."""
 
     @abstractmethod

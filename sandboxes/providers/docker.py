@@ -1,15 +1,16 @@
-"""Containers of a local Docker Engine. The container's name is the sandbox's name and its ref. What it writes stays in
-its own layer, so a container that stopped is started again and has lost only its processes.
+"""Containers of a local Docker Engine. The container's name is the sandbox's name and its ref. Two volumes belong to it,
+one for /workspace and one for /data, so a container that stopped is started again and has lost its processes and what
+was in its tmpfs, no more.
 
-Process 1 runs as another user than commands do, without capabilities: nothing an agent runs can end the sandbox, short
-of the kernel doing so for memory. /tmp is in the layer too: as a tmpfs it would count against the memory limit."""
+Everything else in it is read-only. Process 1 runs as another user than commands do, without capabilities: nothing an
+agent runs can end the sandbox, short of the kernel doing so for memory."""
 
 import contextlib
 import io
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,7 +18,7 @@ from typing import Any, BinaryIO
 from django.conf import settings
 from docker import APIClient
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
-from docker.types import LogConfig, Mount
+from docker.types import LogConfig, Mount, Ulimit
 from docker.utils import kwargs_from_env
 
 from sandboxes.image import reap
@@ -39,9 +40,15 @@ from sandboxes.providers.docker_files import AGENT, PYTHON, FilesOfContainers
 from sandboxes.providers.engine import PATIENCE, Conflict, Engine, Kept, Run, asking
 from sandboxes.providers.launching import Launching
 
+MADE_AT = "leasehold.made_at"  # label of volumes: the engine's own time of one is its directory's, which agents can set
 KEEPER = 10002  # user id of process 1, as in image/Dockerfile
 KILL_PATIENCE = 15.0  # seconds until killing one exec gives way to killing the container
 GONE_WITHIN = 30.0  # seconds in which a removal that others began has to end
+# Directories in memory, each by its size as a part of the sandbox's memory, against which what they hold counts. Full to
+# the brim, with all the files they can have, they leave more than half of it: so commands still start, and can clean up.
+TMPFS = {"/tmp": 1 / 4, "/var/tmp": 1 / 16, "/dev/shm": 1 / 16, "/run": 1 / 64}  # noqa: S108 - these are the sandbox's
+SYSTEM_V = 1 / 16  # the same for its shared memory, which no process's end gives back either
+BYTES_PER_INODE = 16 << 10  # a file in memory takes the kernel about a KiB, which counts too
 
 
 def answers() -> bool:
@@ -78,6 +85,7 @@ class DockerProvider(FilesOfContainers, Launching):
         while time.monotonic() < until:
             with asking():
                 if self._make(spec) or self._is_ours(spec):
+                    self._require_own_volumes(spec)
                     client.start(spec.name)  # of one that runs: nothing happens
                     return spec.name
             time.sleep(0.05)
@@ -89,6 +97,10 @@ class DockerProvider(FilesOfContainers, Launching):
         mounts = [Mount(SOCKETS, str(spec.sockets), type="bind", read_only=True)] if spec.sockets else []
         if spec.data:  # rslave: what is mounted on it out here appears inside, and nothing the other way
             mounts.append(Mount(DATA, str(spec.data), type="bind", propagation="rslave"))
+        ours = {"leasehold.owner": spec.owner, "leasehold.name": spec.name}
+        made = {**ours, MADE_AT: datetime.now(UTC).isoformat()}
+        for name, place in _volumes(spec):  # made together with the container, from what the image has there
+            mounts.append(Mount(place, name, type="volume", labels=made))
         labels = base.label_safe((f"leasehold.{key}", value) for key, value in spec.labels.items())
         host_config = client.create_host_config(
             network_mode="none",
@@ -97,6 +109,11 @@ class DockerProvider(FilesOfContainers, Launching):
             ipc_mode="private",
             cgroupns="private",
             init=True,
+            read_only=True,
+            tmpfs={path: _tmpfs(path, int(memory * part)) for path, part in TMPFS.items()},
+            sysctls=_system_v(memory),
+            ulimits=[Ulimit(name="core", soft=0, hard=0)],
+            runtime=settings.DOCKER_RUNTIME or None,
             mem_limit=memory,
             memswap_limit=memory,
             nano_cpus=spec.millicpus * 1_000_000,
@@ -112,7 +129,7 @@ class DockerProvider(FilesOfContainers, Launching):
                 hostname="sandbox",
                 user=f"{KEEPER}:{KEEPER}",
                 working_dir=WORKSPACE,
-                labels={**labels, "leasehold.owner": spec.owner, "leasehold.name": spec.name},
+                labels={**labels, **ours},
                 host_config=host_config,
                 use_config_proxy=False,  # proxies of whoever runs this may carry passwords
             )
@@ -121,6 +138,11 @@ class DockerProvider(FilesOfContainers, Launching):
         except APIError as error:
             if error.status_code == 409:
                 return False
+            if error.status_code in (400, 404) and "runtime" in str(error.explanation).lower():
+                raise Rejected(
+                    f"LEASEHOLD_DOCKER_RUNTIME={settings.DOCKER_RUNTIME}: the Docker daemon has no such runtime. Its own "
+                    f"configuration names them. ({error.explanation})"
+                ) from error
             raise
         return True
 
@@ -134,6 +156,14 @@ class DockerProvider(FilesOfContainers, Launching):
         if (found["Config"]["Labels"] or {}).get("leasehold.owner") != spec.owner:
             raise Rejected(f"The name {spec.name} is taken by a container of somebody else.")
         return found["State"]["Status"] != "removing"
+
+    def _require_own_volumes(self, spec: Spec) -> None:
+        """Rejected, and no container, if a volume that was there before took the place of one of its own."""
+        for name, _ in _volumes(spec):
+            labels = self._engine.call("GET", f"/volumes/{name}")["Labels"] or {}
+            if (labels.get("leasehold.owner"), labels.get("leasehold.name")) != (spec.owner, spec.name):
+                self._engine.client.remove_container(spec.name, force=True)
+                raise Rejected(f"The name {name} is taken by a volume of somebody else.")
 
     def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
         until = time.monotonic() + timeout.total_seconds()
@@ -166,13 +196,29 @@ class DockerProvider(FilesOfContainers, Launching):
             try:
                 with asking():
                     client.remove_container(ref, force=True, v=True)
+                continue
             except Missing:  # asked until it says so: 204 may come while another removal is at work
                 self._engine.cgroups.pop(ref, None)
                 self._engine.firsts.pop(ref, None)
-                return
+                if self._remove_volumes(ref):
+                    return
             except Conflict:  # somebody else's removal is in progress
-                time.sleep(0.05)
+                pass
+            time.sleep(0.05)
         raise Unavailable(f"{ref} is still being removed")
+
+    def _remove_volumes(self, ref: str) -> bool:
+        """Remove the volumes that this sandbox's container left; False if one is in use still, or again."""
+        for name, _ in _volumes(Spec(ref, owner="")):
+            try:
+                found = self._engine.call("GET", f"/volumes/{name}")
+                if (found["Labels"] or {}).get("leasehold.name") == ref:
+                    self._engine.call("DELETE", f"/volumes/{name}")
+            except Missing:
+                continue
+            except Conflict:
+                return False
+        return True
 
     def inspect(self, ref: str) -> Found:
         with asking():
@@ -185,18 +231,21 @@ class DockerProvider(FilesOfContainers, Launching):
         )
 
     def list(self, owner: str) -> list[Found]:
+        label = {"label": f"leasehold.owner={owner}"}
         with asking():
-            found = self._engine.client.containers(all=True, filters={"label": f"leasehold.owner={owner}"})
-        return [
+            volumes = self._engine.client.volumes(filters=label)["Volumes"] or []  # first: a container has its own till later
+            containers = self._engine.client.containers(all=True, filters=label)
+        found = [
             Found(
                 ref=name,
                 name=name,
                 running=each["State"] == "running",
                 created_at=datetime.fromtimestamp(each["Created"], UTC),
             )
-            for each in found
+            for each in containers
             if (name := each["Labels"].get("leasehold.name"))  # ours always have one
         ]
+        return found + _remains(volumes, {each.name for each in found})
 
     # --- commands -----------------------------------------------------------------------------------------------
 
@@ -351,6 +400,34 @@ class DockerProvider(FilesOfContainers, Launching):
         except (OSError, Unavailable):  # with TimeoutError
             return False
         return True
+
+
+def _volumes(spec: Spec) -> list[tuple[str, str]]:
+    """(name of a volume, where it is mounted) for each that belongs to the sandbox."""
+    workspace, data = (f"{spec.name}-workspace", WORKSPACE), (f"{spec.name}-data", DATA)
+    return [workspace] if spec.data else [workspace, data]
+
+
+def _tmpfs(path: str, size: int) -> str:
+    """Mount options. Programs may run in it: agents' tools build there, and could run what they like anywhere."""
+    rights = f"mode=0755,uid={AGENT},gid={AGENT}" if path == "/run" else "mode=1777"
+    return f"rw,nosuid,nodev,exec,size={size},nr_inodes={max(size // BYTES_PER_INODE, 16)},{rights}"
+
+
+def _system_v(memory: int) -> dict[str, str]:
+    """Limits on what is kept without any process. By default it could be all of the sandbox's memory."""
+    pages = int(memory * SYSTEM_V) // os.sysconf("SC_PAGE_SIZE")
+    return {"kernel.shmall": str(pages), "kernel.msgmni": "16", "kernel.sem": "250 8000 32 32"}
+
+
+def _remains(volumes: Sequence[Mapping[str, Any]], there: Collection[str]) -> list[Found]:
+    """The sandboxes of which only volumes are left."""
+    made = {each["Labels"]["leasehold.name"]: each["Labels"][MADE_AT] for each in volumes}
+    return [
+        Found(ref=name, name=name, running=False, created_at=datetime.fromisoformat(at), remains=True)
+        for name, at in made.items()
+        if name not in there
+    ]
 
 
 def _never_began(said: bytes, cap: int) -> tuple[int, Kept, Kept]:

@@ -35,7 +35,7 @@ from sandboxes.providers.base import (
     under_roots,
     whole_range,
 )
-from sandboxes.providers.engine import Engine, Kept, Run
+from sandboxes.providers.engine import Engine, Kept, Run, shares_kernel
 
 AGENT = 10001  # user id of whatever an agent runs, as in image/Dockerfile
 PYTHON = ("python3", "-I", "-S")
@@ -192,6 +192,8 @@ class FilesOfContainers(Provider):
         with suppress(KeyError, OSError):  # not the first one of that container any more, whoever has its number now
             return [stack.enter_context(hostside.place(*firsts[ref], root)) for root in roots]
         found = self._engine.call("GET", f"/containers/{ref}/json")
+        if not shares_kernel(found):
+            raise ProcessLookupError(f"the processes of {ref} are not this machine's")
         if len(firsts) > 10_000:
             firsts.clear()
         firsts[ref] = found["State"]["Pid"], found["Id"]

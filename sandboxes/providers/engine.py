@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlsplit
@@ -28,6 +28,7 @@ from sandboxes.providers.base import Missing, ProviderError, Rejected, Unavailab
 PATIENCE = 60  # seconds in which the engine answers one call
 OWN_GIDS = range(1 << 20, (1 << 31) - 1)
 CHUNK = 1 << 18
+SHARING = {"runc", "crun", "io.containerd.runc.v2"}  # runtimes whose processes are this kernel's, and seen from out here
 
 
 class Conflict(Unavailable):
@@ -125,6 +126,9 @@ class Engine:
                 found = self.client.inspect_container(ref)
             if not found["State"]["Pid"]:
                 return None
+            if not shares_kernel(found):
+                self.cgroups[ref] = None
+                return None
             if len(self.cgroups) > 10_000:
                 self.cgroups.clear()
             self.cgroups[ref] = _cgroup_of(found["State"]["Pid"], found["Id"])
@@ -148,6 +152,11 @@ class Engine:
         span: dict[str, Any] = {"since": f"{since:.6f}", "until": f"{until:.6f}"}  # finer than the SDK's own conversion
         with asking():
             return any(self.client.events(**span, filters={"container": ref, "event": "oom"}, decode=True))
+
+
+def shares_kernel(inspected: Mapping[str, Any]) -> bool:
+    """Are the container's processes this machine's? Under gVisor or Kata they are not: what is seen is the runtime."""
+    return inspected["HostConfig"]["Runtime"] in SHARING
 
 
 def _decoded(status: int, content: bytes) -> Any:

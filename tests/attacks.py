@@ -1,0 +1,509 @@
+"""What an agent might try against its sandbox. It runs inside one, where only the standard library is:
+
+    python3 -I - ADDRESS... < attacks.py      ADDRESS: host:port that must not be reached, beside the usual ones
+
+An attack returns what it got, or raises OSError. One line of JSON comes out: name -> [outcome, what it said], where the
+outcome is "refused" or "succeeded"; or "hung" or "broken", from which nothing follows."""
+
+import ctypes
+import errno
+import json
+import os
+import resource
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+OURS = ("/workspace", "/data", "/tmp", "/var/tmp", "/run", "/dev/shm", "/dev/mqueue")
+DEVICES = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/ptmx")}
+ATTACKS: dict[str, Callable[[], object]] = {}
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def attack(act: Callable[[], object]) -> Callable[[], object]:
+    ATTACKS[act.__name__] = act
+    return act
+
+
+def call(name: str, *args: object) -> int:
+    """One of libc's functions; OSError if it says -1."""
+    done = int(getattr(libc, name)(*args))
+    if done == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return done
+
+
+def syscall(name: str, *args: object) -> int:
+    return call("syscall", NUMBERS[name][os.uname().machine == "aarch64"], *args)
+
+
+NUMBERS = {  # x86_64, aarch64
+    "bpf": (321, 280), "finit_module": (313, 273), "init_module": (175, 105), "keyctl": (250, 219),
+    "perf_event_open": (298, 241), "pivot_root": (155, 41), "process_vm_readv": (310, 270), "kexec_load": (246, 104),
+    "open_by_handle_at": (304, 265), "syslog": (103, 116), "userfaultfd": (323, 282), "io_setup": (206, 0),
+}  # fmt: skip
+
+
+def let_in(act: Callable[[], object]) -> object:
+    """For calls given nonsense, so that they do no harm where they are allowed: any complaint but that they are not is a
+    success."""
+    try:
+        return act() or "allowed"
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+            raise
+        return f"allowed: {error}"
+
+
+def program(*argv: str) -> str:
+    """What a program said that succeeded. One that is not there, or fails, is a refusal."""
+    done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=4)
+    if done.returncode:
+        raise OSError(f"exit code {done.returncode}: {done.stderr.strip()}")
+    return done.stdout or "it worked"
+
+
+# --- getting out ------------------------------------------------------------------------------------------------------
+
+
+def reach(host: str, port: int) -> object:
+    with socket.create_connection((host, port), timeout=2):
+        return "connected"
+
+
+@attack
+def send_a_datagram() -> object:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
+        return out.sendto(b"x", ("1.1.1.1", 53))
+
+
+@attack
+def resolve_a_name() -> object:
+    return socket.getaddrinfo("example.com", 443)
+
+
+@attack
+def open_a_raw_socket() -> object:
+    return socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
+
+
+@attack
+def open_a_packet_socket() -> object:
+    return socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+
+
+@attack
+def open_a_socket_to_the_hypervisor() -> object:
+    """One that belongs to no network namespace."""
+    return socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
+
+
+@attack
+def find_another_interface() -> object:
+    return [name for _, name in socket.if_nameindex() if name != "lo"] or refused("lo alone")
+
+
+@attack
+def find_a_route() -> object:
+    return Path("/proc/net/route").read_text().splitlines()[1:] or refused("none")
+
+
+@attack
+def find_a_socket_of_the_host() -> object:
+    """Among the files that can be seen, beside those in /run/leasehold."""
+    found = [
+        os.path.join(above, name)
+        for above, directories, names in os.walk("/")
+        if prune(above, directories, "/proc", "/sys", "/run/leasehold")
+        for name in names
+        if stat.S_ISSOCK(os.lstat(os.path.join(above, name)).st_mode)
+    ]
+    return found or refused("none")
+
+
+@attack
+def reach_the_engine() -> object:
+    for path in ("/var/run/docker.sock", "/run/docker.sock", "/run/containerd/containerd.sock"):
+        with socket.socket(socket.AF_UNIX) as out:
+            if out.connect_ex(path) == 0:
+                return path
+    raise OSError("no such socket")
+
+
+# --- becoming somebody else -------------------------------------------------------------------------------------------
+
+
+@attack
+def become_root() -> object:
+    return os.setuid(0)
+
+
+@attack
+def become_the_keeper() -> object:
+    return os.setresuid(10002, 10002, 10002)
+
+
+@attack
+def join_a_group() -> object:
+    return os.setgroups([0])
+
+
+@attack
+def run_a_program_that_is_setuid() -> object:
+    """Any of the image's: does the process get another effective user id?"""
+    found = [
+        path
+        for above, directories, names in os.walk("/")
+        if prune(above, directories, "/proc", "/sys", *OURS)
+        for name in names
+        if os.path.isfile(path := os.path.join(above, name)) and os.stat(path).st_mode & (stat.S_ISUID | stat.S_ISGID)
+    ]
+    for path in found:
+        child = subprocess.Popen([path], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()
+            ids = next(line.split()[1:] for line in lines if line.startswith("Uid:"))
+            if set(ids) != {str(os.getuid())}:
+                return path, ids
+        except (FileNotFoundError, PermissionError) as error:  # not its own any more: then it became somebody else
+            if isinstance(error, PermissionError):
+                return path
+        finally:
+            child.kill()
+            child.wait()
+    raise OSError(f"none of {len(found)} gave anything")
+
+
+@attack
+def su() -> object:
+    return program("su", "root", "-c", "id")
+
+
+@attack
+def sudo() -> object:
+    return program("sudo", "-n", "id")
+
+
+@attack
+def give_a_file_to_root() -> object:
+    Path("/workspace/mine").touch()
+    return os.chown("/workspace/mine", 0, 0)
+
+
+@attack
+def give_a_file_capabilities() -> object:
+    Path("/workspace/mine").touch()
+    return os.setxattr("/workspace/mine", "security.capability", bytes.fromhex("0100000200200000002000000000000000000000"))
+
+
+@attack
+def have_capabilities() -> object:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sets = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Cap")}
+    return [name for name, bits in sets.items() if int(bits, 16)] or refused("none in any of five sets")
+
+
+@attack
+def gain_privileges_by_exec() -> object:
+    return "NoNewPrivs:\t1" not in Path("/proc/self/status").read_text() or refused("no_new_privs")
+
+
+@attack
+def run_without_a_seccomp_filter() -> object:
+    return "Seccomp:\t2" not in Path("/proc/self/status").read_text() or refused("filtered")
+
+
+for _name, _flag in {"user": 1 << 28, "mount": 1 << 17, "net": 1 << 30, "pid": 1 << 29, "uts": 1 << 26}.items():
+    ATTACKS[f"make_a_{_name}_namespace"] = partial(call, "unshare", _flag)
+
+
+@attack
+def clone_into_a_user_namespace() -> object:
+    return program("unshare", "-Ur", "id")
+
+
+@attack
+def enter_the_namespaces_of_process_1() -> object:
+    return os.open("/proc/1/ns/mnt", os.O_RDONLY)
+
+
+@attack
+def change_root() -> object:
+    return os.chroot("/workspace")
+
+
+@attack
+def pivot_root() -> object:
+    return let_in(partial(syscall, "pivot_root", b"/workspace", b"/workspace"))
+
+
+@attack
+def mount_a_file_system() -> object:
+    return call("mount", b"none", b"/workspace", b"tmpfs", 0, None)
+
+
+@attack
+def mount_by_program() -> object:
+    return program("mount", "-t", "proc", "proc", "/workspace")
+
+
+@attack
+def remount_writable() -> object:
+    return call("mount", None, b"/", None, 32, None)
+
+
+@attack
+def unmount_what_masks() -> object:
+    return let_in(partial(call, "umount2", b"/proc/acpi", 2))
+
+
+# --- the process that keeps it running --------------------------------------------------------------------------------
+
+
+def on_any(act: Callable[[int], object]) -> object:
+    """Done to process 1 or to the keeper, which are another user's."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and os.stat(f"/proc/{name}").st_uid == 10002]
+    assert len(pids) == 2, pids
+    got, why = [], ""
+    for pid in pids:
+        try:
+            got.append((pid, act(pid)))
+        except OSError as error:
+            why = str(error)
+    return got or refused(why)
+
+
+for _file in ("environ", "mem", "maps", "auxv", "stack", "syscall"):
+    ATTACKS[f"read_its_{_file}"] = partial(on_any, lambda pid, file=_file: Path(f"/proc/{pid}/{file}").read_bytes())
+for _link in ("root", "cwd", "exe", "ns/net"):
+    ATTACKS[f"see_its_{_link.replace('/', '_')}"] = partial(on_any, lambda pid, link=_link: os.readlink(f"/proc/{pid}/{link}"))
+ATTACKS["see_its_files"] = partial(on_any, lambda pid: os.listdir(f"/proc/{pid}/fd"))
+ATTACKS["kill_it"] = partial(on_any, lambda pid: os.kill(pid, signal.SIGKILL))
+ATTACKS["stop_it"] = partial(on_any, lambda pid: os.kill(pid, signal.SIGSTOP))
+ATTACKS["trace_it"] = partial(on_any, lambda pid: call("ptrace", 16, pid, None, None))
+ATTACKS["read_its_memory"] = partial(on_any, lambda pid: let_in(partial(syscall, "process_vm_readv", pid, None, 0, None, 0, 0)))
+ATTACKS["limit_it"] = partial(on_any, lambda pid: resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, 1)))
+
+
+# --- the kernel and its devices ---------------------------------------------------------------------------------------
+
+for _device in ("kmsg", "mem", "kmem", "port", "vda", "sda", "fuse", "kvm", "net/tun", "vsock", "vhost-vsock"):
+    ATTACKS[f"open_dev_{_device.replace('/', '_')}"] = partial(os.open, f"/dev/{_device}", os.O_RDWR)
+for _major, _minor in ((1, 1), (8, 0), (254, 0), (10, 229)):
+    ATTACKS[f"make_device_{_major}_{_minor}"] = partial(
+        os.mknod, f"/workspace/device-{_major}-{_minor}", 0o666 | stat.S_IFBLK, os.makedev(_major, _minor)
+    )
+for _masked in ("/proc/kcore", "/proc/keys", "/proc/timer_list"):
+    ATTACKS[f"read{_masked.replace('/', '_')}"] = lambda path=_masked: Path(path).read_bytes()[:64] or refused("empty")
+for _masked in ("/proc/acpi", "/sys/firmware"):
+    ATTACKS[f"list{_masked.replace('/', '_')}"] = lambda path=_masked: os.listdir(path) or refused("empty")
+for _word, _arguments in {
+    "init_module": (b"", 0, b""),
+    "finit_module": (0, b"", 0),
+    "bpf": (0, None, 0),
+    "perf_event_open": (None, 0, -1, -1, 0),
+    "kexec_load": (0, 0, None, 0),
+    "open_by_handle_at": (-100, None, 0),
+    "syslog": (3, ctypes.create_string_buffer(64), 64),
+    "userfaultfd": (0,),
+    "keyctl": (0, -3, 1),
+}.items():
+    ATTACKS[f"call_{_word}"] = partial(let_in, partial(syscall, _word, *_arguments))
+
+
+@attack
+def load_a_module() -> object:
+    return program("modprobe", "dummy")
+
+
+@attack
+def rename_the_host() -> object:
+    return call("sethostname", b"x", 1)
+
+
+@attack
+def reboot() -> object:
+    return let_in(partial(call, "reboot", 0))  # 0 is no command
+
+
+@attack
+def swap() -> object:
+    return let_in(partial(call, "swapon", b"/workspace/mine", 0))
+
+
+# --- more than its share ----------------------------------------------------------------------------------------------
+
+
+@attack
+def raise_a_limit() -> object:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    try:
+        return resource.setrlimit(resource.RLIMIT_NOFILE, (hard + 1, hard + 1))
+    except ValueError as error:  # what Python makes of EPERM
+        raise OSError(str(error)) from error
+
+
+@attack
+def leave_a_core() -> object:
+    return resource.getrlimit(resource.RLIMIT_CORE)[1] or refused("limited to nothing")
+
+
+@attack
+def come_first() -> object:
+    return os.setpriority(os.PRIO_PROCESS, 0, -5)
+
+
+@attack
+def run_in_real_time() -> object:
+    return os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+
+
+@attack
+def be_spared_by_the_oom_killer() -> object:
+    return Path("/proc/self/oom_score_adj").write_text("-1000")
+
+
+@attack
+def move_to_another_cgroup() -> object:
+    return [path for path in Path("/sys/fs/cgroup").rglob("cgroup.procs") if opens(path)] or refused("all read-only")
+
+
+@attack
+def change_a_limit_of_the_cgroup() -> object:
+    files = [path for path in Path("/sys/fs/cgroup").rglob("*") if path.is_file() and path.stat().st_mode & 0o200]
+    assert files, "nothing to try it on"
+    return [path for path in files if opens(path)] or refused(f"none of {len(files)}")
+
+
+@attack
+def take_system_v_memory() -> object:
+    """More of it than a sixteenth of 128 MiB, in whatever pieces: no process's end gives it back."""
+    pieces = 0
+    try:
+        while pieces < 9:
+            call("shmget", 0, 1 << 20, 0o1600)
+            pieces += 1
+    finally:
+        subprocess.run("ipcs -m | awk '/^0x/ {print $2}' | xargs -rn1 ipcrm -m", shell=True, check=True)
+    return f"{pieces} MiB"
+
+
+@attack
+def leave_messages_behind() -> object:
+    """17 queues, of which each may hold 16 KiB."""
+    try:
+        return [call("msgget", 0, 0o1600) for _ in range(17)]
+    finally:
+        subprocess.run("ipcs -q | awk '/^0x/ {print $2}' | xargs -rn1 ipcrm -q", shell=True, check=True)
+
+
+@attack
+def leave_semaphores_behind() -> object:
+    try:
+        return [call("semget", 0, 250, 0o1600) for _ in range(33)]
+    finally:
+        subprocess.run("ipcs -s | awk '/^0x/ {print $2}' | xargs -rn1 ipcrm -s", shell=True, check=True)
+
+
+# --- places that are not its own --------------------------------------------------------------------------------------
+
+for _path in (
+    "/x", "/etc/x", "/etc/passwd", "/etc/hosts", "/etc/resolv.conf", "/etc/ld.so.preload", "/opt/x", "/opt/leasehold/x",
+    "/opt/leasehold/files.py", "/opt/leasehold/reap.py", "/opt/leasehold/take_turn.py",
+    "/opt/leasehold/skills/catan/prompt.md", "/opt/leasehold/skills/x", "/usr/x", "/usr/bin/python3", "/usr/local/bin/x",
+    "/usr/sbin/docker-init", "/var/x", "/var/lib/x", "/root/x", "/home/x", "/boot/x", "/dev/x", "/run/leasehold/x",
+    "/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/sys/vm/drop_caches", "/proc/sysrq-trigger",
+    "/proc/sys/kernel/shmall", "/sys/kernel/uevent_helper", "/sys/power/state", "/sys/x",
+):  # fmt: skip
+    ATTACKS[f"write{_path.replace('/', '_')}"] = lambda path=_path: os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+for _path in ("/opt/leasehold/reap.py", "/opt/leasehold", "/run/leasehold", "/workspace", "/data"):
+    ATTACKS[f"move{_path.replace('/', '_')}"] = partial(os.rename, _path, f"{_path}-away")
+
+
+@attack
+def unlock_our_programs() -> object:
+    return os.chmod("/opt/leasehold/files.py", 0o777)
+
+
+@attack
+def unlink_our_socket() -> object:
+    return os.unlink("/run/leasehold/llm.sock")
+
+
+@attack
+def write_anywhere_else() -> object:
+    """Every file and directory there is, but /proc and its own places."""
+    found = [
+        path
+        for above, directories, names in os.walk("/")
+        if prune(above, directories, "/proc", *OURS)
+        for path in (above, *(os.path.join(above, name) for name in names))
+        if not os.path.islink(path) and path not in DEVICES and os.access(path, os.W_OK)
+    ]
+    return found or refused("nowhere")
+
+
+@attack
+def see_the_hosts_files() -> object:
+    """Any mount whose root is a directory of the host other than what belongs to this sandbox."""
+    lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    own = ("/workspace", "/data", "/run/leasehold", "/etc/resolv.conf", "/etc/hostname", "/etc/hosts", "/usr/sbin/docker-init")
+    kinds = {words[4]: words[words.index("-") + 1] for words in lines}
+    virtual = {"overlay", "proc", "tmpfs", "devpts", "sysfs", "cgroup", "cgroup2", "mqueue"}
+    return [at for at, kind in kinds.items() if kind not in virtual and at not in own] or refused("none")
+
+
+def prune(above: str, directories: list[str], *skipped: str) -> bool:
+    """Have os.walk leave these out; always true."""
+    directories[:] = [name for name in directories if os.path.join(above, name) not in skipped]
+    return True
+
+
+def opens(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_WRONLY))
+    except OSError:
+        return False
+    return True
+
+
+def refused(why: str) -> object:
+    raise OSError(why)
+
+
+def tried(act: Callable[[], object]) -> list[str]:
+    """Its outcome, in a process of its own."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(8)
+        try:
+            said = ["succeeded", repr(act())[:300]]
+        except (OSError, subprocess.SubprocessError) as error:
+            said = ["refused", str(error)[:300]]
+        except BaseException as error:
+            said = ["broken", repr(error)[:300]]
+        os.write(writer, json.dumps(said).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as answer:
+        words = answer.read()
+    os.waitpid(child, 0)
+    return list(json.loads(words)) if words else ["hung", ""]
+
+
+def main(addresses: list[str]) -> None:
+    for address in ["1.1.1.1:443", "8.8.8.8:53", "169.254.169.254:80", "172.17.0.1:80", *addresses]:
+        host, _, port = address.rpartition(":")
+        ATTACKS[f"reach {address}"] = partial(reach, host, int(port))
+    print(json.dumps({name: tried(act) for name, act in ATTACKS.items()}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

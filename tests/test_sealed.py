@@ -1,0 +1,251 @@
+"""A Docker sandbox against an agent that wants out of it, or more than its share. tests/attacks.py is what it tries."""
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from django.utils import timezone
+
+from leases import acting, leasing
+from sandboxes import providers
+from sandboxes.models import Pool, Sandbox
+from sandboxes.providers.base import ExecResult, Spec
+from sandboxes.providers.docker import DockerProvider
+from sandboxes.runs import Command
+from tests import attacks
+
+pytestmark = pytest.mark.docker
+MINUTE = timedelta(minutes=1)
+MEMORY_MIB, PIDS = 128, 64
+NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "uts")
+BOMB = """
+import os, time
+count = 0
+try:
+    while os.fork():
+        count += 1
+    time.sleep(300)
+except OSError:
+    print(count, flush=True)
+while True:
+    try: os.fork()
+    except OSError: pass
+"""
+HOG = "x = b'x' * (1 << 30)"
+# Everything that memory can be filled with and that no process's end gives back; prints how much that was, and in how many
+# files.
+FILL = """
+import ctypes
+libc, taken, files = ctypes.CDLL(None), 0, 0
+libc.shmat.restype = ctypes.c_void_p
+for place in ("/tmp", "/var/tmp", "/run", "/dev/shm"):
+    try:
+        while files < 100_000:
+            open(f"{place}/{files}", "x").close()
+            files += 1
+    except OSError as error:
+        assert error.errno == 28, error
+    try:
+        with open(f"{place}/{files - 1}", "wb", buffering=0) as big:
+            while True:
+                taken += big.write(bytes(1 << 12))
+    except OSError as error:
+        assert error.errno == 28, error
+while (segment := libc.shmget(0, 1 << 20, 0o1600)) >= 0:
+    ctypes.memset(libc.shmat(segment, None, 0), 1, 1 << 20)
+    taken += 1 << 20
+print(taken >> 20, files)
+"""
+
+
+@dataclass
+class Cell:
+    provider: DockerProvider
+    ref: str
+
+    def run(self, *argv: str, seconds: float = 60, stdin: bytes = b"", cap: int = 1 << 20) -> ExecResult:
+        limit = timedelta(seconds=seconds)
+        return self.provider.exec(self.ref, argv, env={}, timeout=limit, stdin=stdin, cap=cap, mark=uuid4().hex)
+
+    def lives(self) -> bool:
+        return self.run("echo", "well").stdout == b"well\n" and not self.processes()
+
+    def processes(self) -> list[str]:
+        """Command lines of what runs inside besides the keeper and this listing."""
+        lines = self.run("ps", "-eo", "args=").stdout.decode().splitlines()
+        return [line for line in lines if not line.startswith(("ps ", "/sbin/docker-init", "sleep infinity"))]
+
+
+def docker(*argv: str) -> str:
+    done = subprocess.run(["docker", *argv], check=False, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def inspected(*argv: str) -> Any:
+    return json.loads(docker(*argv))[0]
+
+
+def engine_version() -> int:
+    return int(docker("version", "-f", "{{.Server.Version}}").split(".")[0])
+
+
+@pytest.fixture(scope="module")
+def cells(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Cell]]:
+    """Two sandboxes of one owner, each with a socket of its own."""
+    provider, owner, made = DockerProvider(), f"lhs-{uuid4().hex[:16]}", list[Cell]()
+    try:
+        for letter in "ab":
+            sockets = tmp_path_factory.mktemp(letter)
+            sockets.chmod(0o755)
+            (sockets / "llm.sock").write_text(letter)
+            spec = Spec(f"{owner}-{letter}", owner, memory_mib=MEMORY_MIB, pids=PIDS, sockets=sockets)
+            made.append(Cell(provider, provider.create(spec)))
+            provider.wait_ready(made[-1].ref, timeout=MINUTE)
+        yield made
+    finally:
+        for found in provider.list(owner):
+            provider.destroy(found.ref)
+
+
+@pytest.fixture(scope="module")
+def cell(cells: list[Cell]) -> Cell:
+    return cells[0]
+
+
+@pytest.fixture(scope="module")
+def tried(cell: Cell) -> dict[str, list[str]]:
+    """All attacks, in one exec; two of them on a listener of this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port), timeout=2):  # out here it is reached
+            pass
+        out.connect(("192.0.2.1", 9))  # sends nothing: says which address of ours would
+        addresses = [f"127.0.0.1:{port}", f"{out.getsockname()[0]}:{port}"]
+        done = cell.run("python3", "-I", "-", *addresses, stdin=Path(attacks.__file__).read_bytes())
+    assert done.exit_code == 0, done.stderr.decode()
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    assert found.keys() >= attacks.ATTACKS.keys() and len(found) == len(attacks.ATTACKS) + 6
+    return found
+
+
+@pytest.mark.parametrize("name", attacks.ATTACKS)
+def test_an_attack_is_refused(tried: dict[str, list[str]], name: str) -> None:
+    if name == "open_a_socket_to_the_hypervisor" and engine_version() < 23:
+        pytest.skip("The seccomp profile of a Docker Engine before 23 lets vsock through.")
+    outcome, said = tried[name]
+    assert outcome == "refused", said
+
+
+def test_no_address_is_reached(tried: dict[str, list[str]]) -> None:
+    outcomes = {name: outcome for name, (outcome, _) in tried.items() if name.startswith("reach ")}
+    assert set(outcomes.values()) == {"refused"}, outcomes
+
+
+def test_a_sandbox_shares_no_namespace_with_us_nor_with_its_neighbour(cells: list[Cell]) -> None:
+    one, two = (
+        set(each.run("sh", "-c", f"for n in {' '.join(NAMESPACES)}; do readlink /proc/self/ns/$n; done").stdout.split())
+        for each in cells
+    )
+    ours = {os.readlink(f"/proc/self/ns/{name}").encode() for name in NAMESPACES}
+    assert len(one) == len(two) == len(NAMESPACES)
+    assert not one & two and not (one | two) & ours
+
+
+def test_files_sockets_and_processes_of_a_neighbour_are_not_there(cells: list[Cell]) -> None:
+    one, two = cells
+    two.run("sh", "-c", "for d in /workspace /data /tmp /var/tmp /run /dev/shm; do echo of-two > $d/theirs; done")
+    script = "find / -name theirs 2>/dev/null; cat /run/leasehold/llm.sock; ps -eo args="
+    found = one.run("sh", "-c", f"sleep 0.1; {script}").stdout.decode().splitlines()
+    assert found[0].startswith("a")  # its own socket, and nothing before it
+    assert not [line for line in found if "theirs" in line and "find" not in line]
+
+
+def test_the_engine_was_asked_for_nothing_but_what_is_needed(cell: Cell) -> None:
+    found = inspected("inspect", cell.ref)
+    host = found["HostConfig"]
+    assert (host["ReadonlyRootfs"], host["Privileged"], host["NetworkMode"]) == (True, False, "none")
+    assert (host["CapAdd"], host["CapDrop"]) == (None, ["ALL"])
+    assert host["SecurityOpt"] == ["no-new-privileges:true"]  # no profile of our own, so the engine's default
+    assert {"/proc/kcore", "/proc/keys", "/sys/firmware"} <= set(host["MaskedPaths"])
+    assert {"/proc/sys", "/proc/sysrq-trigger"} <= set(host["ReadonlyPaths"])
+    assert (host["PidMode"], host["IpcMode"], host["UTSMode"], host["CgroupnsMode"]) == ("", "private", "", "private")
+    assert not host["Devices"] and not host["Binds"] and not host["VolumesFrom"]
+    mounts = {(each["Type"], each["Destination"], each["RW"]) for each in found["Mounts"]}
+    assert mounts == {
+        ("volume", "/workspace", True),
+        ("volume", "/data", True),
+        ("bind", "/run/leasehold", False),
+    }
+
+
+def test_a_fork_bomb_is_bounded_and_ends_with_its_exec(cell: Cell) -> None:
+    done = cell.run("python3", "-c", BOMB, seconds=2)
+    assert done.timed_out
+    assert 1 <= int(done.stdout.split()[0]) < PIDS
+    assert cell.lives()
+
+
+def test_a_program_that_takes_too_much_memory_dies_alone(cell: Cell) -> None:
+    done = cell.run("sh", "-c", f'python3 -c "{HOG}"; echo and on')
+    assert (done.stdout, done.oom) == (b"and on\n", True)
+    assert cell.lives()
+
+
+def test_what_is_filled_in_memory_leaves_room_to_clean_up(cells: list[Cell]) -> None:
+    cell = cells[1]
+    filled = cell.run("python3", "-c", FILL)
+    assert (filled.exit_code, filled.oom) == (0, False), filled.stderr
+    mib, files = map(int, filled.stdout.split())
+    assert MEMORY_MIB / 4 < mib < MEMORY_MIB / 2
+    assert files < 100_000
+    work = cell.run("sh", "-ec", "echo fine > /workspace/x; git init -q g; python3 -c 'import json, asyncio'; cat x")
+    assert (work.stdout, work.oom) == (b"fine\n", False), work.stderr
+    cell.provider.write_file(cell.ref, "/data/y", b"y")
+    assert cell.run("find", "/tmp", "/var/tmp", "/run", "/dev/shm", "-xdev", "-type", "f", "-delete").exit_code == 0
+    assert cell.run("sh", "-c", "head -c 1M /dev/zero > /tmp/x && echo room").stdout == b"room\n"
+
+
+def test_a_flood_on_both_streams_is_read_dropped_and_ended(cell: Cell) -> None:
+    done = cell.run("sh", "-c", "yes >&2 & yes", seconds=1.5, cap=1000)
+    assert (len(done.stdout), len(done.stderr), done.truncated, done.timed_out) == (1000, 1000, True, True)
+    assert cell.lives()
+
+
+def test_a_daemon_does_not_outlive_the_exec_that_timed_out(cell: Cell) -> None:
+    daemon = "import os, time\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n  os.environ.clear(); time.sleep(300)"
+    done = cell.run("sh", "-c", f'env -i /usr/bin/python3 -c "{daemon}"; setsid sleep 300 & sleep 300', seconds=1.5)
+    assert done.timed_out
+    assert cell.lives()
+
+
+def test_no_secret_of_ours_is_anywhere_in_or_on_a_sandbox(
+    docker_pool: Pool, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("SECRET_KEY", "LLM_API_KEY", "S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY", "KV_API_TOKEN")
+    secrets = {name: f"planted-{uuid4().hex}" for name in names}
+    for name, value in secrets.items():
+        setattr(settings, name, value)
+        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(f"LEASEHOLD_{name}", value)
+    ask = leasing.Ask("did:plc:ada", "sealed", "catan", pool=docker_pool.name)
+    lease, _ = leasing.acquire(ask, now=timezone.now())
+    script = "echo here; env; cat /proc/*/environ /proc/*/cmdline /proc/self/mountinfo; find /workspace /data /tmp /run -type f"
+    script += " -exec cat {} +"
+    _, done = acting.exec_in(lease.pk, Command(argv=["sh", "-c", script], timeout=MINUTE), now=timezone.now())
+    ref = Sandbox.objects.get(pool=docker_pool).ref
+    volumes = [f"{ref}-workspace", f"{ref}-data"]
+    seen = [done.stdout.decode(), docker("inspect", ref), docker("volume", "inspect", *volumes), docker("logs", ref)]
+    seen.append(docker("exec", ref, "env"))  # as the keeper has it
+    tar = b"".join(providers.get("docker").get_files(ref, "/workspace"))
+    assert "here" in seen[0] and ref in seen[1] and volumes[0] in seen[2] and "PATH=" in seen[4]
+    assert "leaseId" in tar.decode(errors="replace")
+    for name, value in secrets.items():
+        assert not [text for text in (*seen, tar.decode(errors="replace")) if value in text], name

@@ -36,6 +36,7 @@ MENU: Mapping[str, list[tuple[str, str, str]]] = {
     "Sandboxes": [
         ("Sandboxes", "deployed_code", "sandboxes.sandbox"),
         ("Runs", "terminal", "sandboxes.run"),
+        ("Processes", "memory", "sandboxes.process"),
         ("Model calls", "forum", "sandboxes.llmcall"),
         ("Pools", "database", "sandboxes.pool"),
         ("Quotas", "pie_chart", "sandboxes.quota"),

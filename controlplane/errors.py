@@ -38,6 +38,8 @@ STATUS: dict[type[Exception], int] = {
     sandboxes.PoolDraining: 503,
     sandboxes.WorkspaceFull: 409,
     sandboxes.DataFull: 409,
+    sandboxes.TooManyProcesses: 409,
+    sandboxes.OutputGone: 404,
     sandboxes.StoreFailed: 503,
     sandboxes.NoSnapshot: 404,
     sandboxes.NotReady: 503,

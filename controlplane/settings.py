@@ -300,8 +300,10 @@ SPECTACULAR_SETTINGS = {
     "SCHEMA_PATH_PREFIX": "/api/v1",
     "COMPONENT_SPLIT_REQUEST": True,
     "SORT_OPERATIONS": False,
-    "ENUM_NAME_OVERRIDES": {  # other things have kinds and outcomes, too
-        "RunKindEnum": ["exec", "turn", "file"],
+    "ENUM_NAME_OVERRIDES": {  # other things have kinds, states and outcomes, too
+        "RunKindEnum": ["exec", "turn", "file", "process"],
+        "StateEnum": "sandboxes.models.State",
+        "ProcessStateEnum": "sandboxes.models.Ending",
         "OutcomeEnum": "sandboxes.models.Outcome",
         "CallOutcomeEnum": ["open", "ok", "failed", "refused", "lost"],
     },

@@ -18,7 +18,8 @@ from leases.tasks import sleep_soon, wake_idle, wake_reclaim, wake_soon
 from sandboxes import pool
 from sandboxes.admin import RunAdmin, SandboxAdmin
 from sandboxes.admin_pools import QuotaAdmin, QuotaForm
-from sandboxes.models import GONE, Quota, Run, Sandbox, State
+from sandboxes.admin_processes import ProcessAdmin
+from sandboxes.models import GONE, Process, Quota, Run, Sandbox, State
 from sandboxes.pages import Act, Fact, Reason
 
 
@@ -79,7 +80,7 @@ DESTROY = Act(
 )
 
 
-for model in (Sandbox, Run, Quota):
+for model in (Sandbox, Run, Process, Quota):
     admin.site.unregister(model)
 
 
@@ -127,6 +128,11 @@ class LeasedSandboxAdmin(HeldByLease, SandboxAdmin):
 
 @admin.register(Run)
 class LeasedRunAdmin(HeldByLease, RunAdmin):
+    pass
+
+
+@admin.register(Process)
+class LeasedProcessAdmin(HeldByLease, ProcessAdmin):
     pass
 
 

@@ -47,6 +47,12 @@ LEASE_FILTERS = [
 ]
 ENCODING = _query("encoding", "Of input and output: utf-8 replaces what is none, base64 is exact.", enum=ENCODINGS)
 QUOTA_OF = _query("agent_did", "Whose quotas are shown; if it is not given, those of all agents the key names.")
+LOG = [
+    _query("start", "Offset of the first byte that is asked for; 0 if it is not given.", type=int),
+    _query("length", "1 to 1048576 bytes; 65536 if it is not given.", type=int),
+    _query("wait_for", "Text: answer once it was printed at or after `start`, or when the time is up. No pattern."),
+    _query("wait_seconds", "How long to wait for that text: 1 to 300; 30 if it is not given.", type=int),
+]
 ROOT = _query("root", "What the path is relative to; workspace if it is not given.", enum=["workspace", "data"])
 DIRECTORY = _query("path", "Of a directory, relative to the root. Not given: the root itself.")
 DEEP = _query("deep", "1: also what is in the directories below; 0, also if it is not given: only its own.", enum=["0", "1"])

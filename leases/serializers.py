@@ -14,7 +14,7 @@ from rest_framework import serializers
 from leases.errors import Invalid, TooLarge
 from leases.models import CONDITION, CONDITION_ACCEPTS, DID, DID_ACCEPTS, NAME, NAME_ACCEPTS, Agent, Lease, Status, Turn
 from sandboxes import durations
-from sandboxes.models import Outcome, Pool, Quota, Run, Sandbox, State
+from sandboxes.models import RUN_KINDS, Outcome, Pool, Quota, Run, Sandbox, State
 from sandboxes.providers.base import WORKSPACE, ExecResult
 from sandboxes.stats import PoolStats, Stats
 
@@ -152,17 +152,20 @@ class Condition(serializers.Serializer):
     condition = Matching(CONDITION, CONDITION_ACCEPTS)
 
 
-class Exec(serializers.Serializer):
+class Program(serializers.Serializer):
     argv = Words(help_text="The program and its arguments; no shell.")
     env = Variables(default=dict, help_text="Values are neither stored nor logged.")
     cwd = Text(default=WORKSPACE, max_length=4000)
-    stdin = Input(default="")
-    timeout_seconds = Whole(min_value=1, required=False, allow_null=True, help_text="Default: LEASEHOLD_EXEC_TIMEOUT.")
 
     def validate_cwd(self, value: str) -> str:
         if not value.startswith("/"):
             raise serializers.ValidationError("An absolute path.")
         return value
+
+
+class Exec(Program):
+    stdin = Input(default="")
+    timeout_seconds = Whole(min_value=1, required=False, allow_null=True, help_text="Default: LEASEHOLD_EXEC_TIMEOUT.")
 
     def validate_timeout_seconds(self, value: int | None) -> int | None:
         most = int(settings.EXEC_TIMEOUT_MOST.total_seconds())
@@ -246,7 +249,7 @@ class TurnShown(serializers.Serializer):
 
 class RunShown(serializers.Serializer):
     run_id = serializers.UUIDField()
-    kind = serializers.ChoiceField(["exec", "turn", "file"])
+    kind = serializers.ChoiceField(RUN_KINDS)
     argv = serializers.ListField(child=serializers.CharField())
     cwd = serializers.CharField()
     env_names = serializers.ListField(child=serializers.CharField())

@@ -11,7 +11,7 @@ from django.db.models.functions import Cast
 
 from leases import leasing, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, Status
-from sandboxes import egress, pruning
+from sandboxes import egress, processes, pruning
 from sandboxes import sweeps as below
 from sandboxes.models import GONE, Sandbox, Snapshot, State
 from sandboxes.storage import stores, workspace
@@ -115,8 +115,13 @@ def outlived(*, now: datetime) -> QuerySet[Snapshot]:
 
 
 def stalled(*, now: datetime, limit: int = 200) -> Swept:
-    """What was left half done: in-flight sandboxes, open Runs and turns past their deadline, old stored answers."""
+    """What was left half done: in-flight sandboxes, open Runs and turns past their deadline, rows of processes that
+    have ended, old stored answers."""
     swept = below.stalled(now=now, limit=limit)
+    settled = processes.settle(now=now)
+    for what, times in settled.counts.items():
+        swept.note(what, times)
+    swept.failures += settled.failures
     swept.note("turns skipped", turns.skip_overdue(now=now, limit=limit))
     swept.note("model calls closed", egress.close_abandoned(now=now, limit=limit))
     swept.note("answers forgotten", forgettable(now=now).delete()[0])

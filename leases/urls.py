@@ -2,7 +2,7 @@
 
 from django.urls import path, register_converter
 
-from leases import api, api_calls, api_files, api_snapshots, api_stores
+from leases import api, api_calls, api_files, api_processes, api_snapshots, api_stores
 
 
 class Anything:
@@ -27,6 +27,9 @@ urlpatterns = [
     path("leases/<uuid:pk>/turns", api.Turns.as_view()),
     path("leases/<uuid:pk>/runs", api.Runs.as_view()),
     path("leases/<uuid:pk>/runs/<uuid:run_id>", api.OneRun.as_view()),
+    path("leases/<uuid:pk>/processes", api_processes.Processes.as_view()),
+    path("leases/<uuid:pk>/processes/<uuid:process_id>", api_processes.OneProcess.as_view()),
+    path("leases/<uuid:pk>/processes/<uuid:process_id>/logs", api_processes.Logs.as_view()),
     path("leases/<uuid:pk>/files", api_files.Listing.as_view()),
     path("leases/<uuid:pk>/files/<anything:path>", api_files.OneFile.as_view()),
     path("leases/<uuid:pk>/archive", api_files.Archive.as_view()),

@@ -19,6 +19,7 @@ from unfold.decorators import action, display
 
 from sandboxes import cells, pool
 from sandboxes.admin_pools import PoolAdmin, QuotaAdmin
+from sandboxes.admin_processes import ProcessAdmin
 from sandboxes.admin_state import (
     KINDS,
     AgentDataAdmin,
@@ -53,7 +54,8 @@ from sandboxes.stats import LATE
 from sandboxes.stored import Attachment, SnapshotKind
 
 __all__ = [
-    "AgentDataAdmin", "DataEventAdmin", "PoolAdmin", "QuotaAdmin", "RunAdmin", "SandboxAdmin", "SnapshotAdmin", "SweepAdmin",
+    "AgentDataAdmin", "DataEventAdmin", "PoolAdmin", "ProcessAdmin", "QuotaAdmin", "RunAdmin", "SandboxAdmin", "SnapshotAdmin",
+    "SweepAdmin",
 ]  # fmt: skip
 
 SHOWN = 25  # newest entries of each list on a sandbox's page
@@ -181,6 +183,7 @@ class SandboxAdmin(Held, Facts):
                 workspace(row),
                 *([of_agent(here)] if here else []),
                 *([on_wake(row, stored)] if stored or row.state not in GONE else []),
+                *([in_background(row)] if row.state in ALIVE else []),
                 Fact("Process", ref, note=f"number {row.incarnation}, {came_from(row)}"),
                 Fact(
                     "Woken",
@@ -249,6 +252,17 @@ def unsaved_of(row: Sandbox, here: Attachment | None) -> Attachment | None:
     """What it has of its agent's data, if there are changes in it that are stored nowhere else."""
     stale = here is None or here.unsaved_since is None or here.incarnation != row.incarnation
     return None if stale or row.lost_at or row.state in (State.COLD, State.DESTROYED) else here
+
+
+def in_background(row: Sandbox) -> Fact:
+    """What runs in it without keeping it awake."""
+    running = row.processes.filter(ended_at__isnull=True).count()
+    return Fact(
+        "In the background",
+        counted(running, "process", "processes"),
+        note="they do not keep it awake" if running else "",
+        href=rows("sandboxes_process", slice="all", sandbox=row.pk) if running else "",
+    )
 
 
 def sleeps(row: Sandbox) -> str:

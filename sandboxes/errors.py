@@ -98,3 +98,15 @@ class NoSnapshot(SandboxError):
     """There is no such snapshot, or what it stored is gone."""
 
     code = "no_snapshot"
+
+
+class TooManyProcesses(SandboxError):
+    """As many processes run in this sandbox as may."""
+
+    code = "too_many_processes"
+
+
+class OutputGone(SandboxError):
+    """What it printed is gone: its sandbox sleeps, or is gone."""
+
+    code = "output_gone"

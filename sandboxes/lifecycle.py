@@ -8,7 +8,7 @@ from uuid import UUID
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
-from sandboxes import rows
+from sandboxes import background, rows
 from sandboxes.errors import IllegalTransition
 from sandboxes.models import GONE, Sandbox, State
 
@@ -88,6 +88,8 @@ def advance(
         moved = Sandbox.objects.filter(guard or Q(), pk=pk, state=was).update(state=to, state_since=now, **changes)
         if moved:  # our UPDATE still locks the row: what is recorded is what we wrote
             rows.execute(RECORD + "WHERE id = %s", was.value, reason[:200], actor[:255], pk)
+            if to in (COLD, DESTROYING):
+                background.end_all(pk, now=now, note=f"Its sandbox {'sleeps' if to == COLD else 'was given up'}: {reason}")
     return bool(moved)
 
 

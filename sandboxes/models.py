@@ -10,12 +10,13 @@ from django.db import models
 from django.db.models import Case, F, Q, Value, When
 from django.utils import timezone
 
+from sandboxes.background import Ending, Process
 from sandboxes.calls import LlmCall
 from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject, Snapshot
 
 __all__ = [
-    "ALIVE", "GONE", "IN_FLIGHT", "AgentData", "Attachment", "DataEvent", "DataFile", "DataObject", "LlmCall", "Outcome",
-    "Pool", "Quota", "Run", "Sandbox", "Snapshot", "State", "Sweep", "Transition",
+    "ALIVE", "GONE", "IN_FLIGHT", "RUN_KINDS", "AgentData", "Attachment", "DataEvent", "DataFile", "DataObject", "Ending",
+    "LlmCall", "Outcome", "Pool", "Process", "Quota", "Run", "Sandbox", "Snapshot", "State", "Sweep", "Transition",
 ]  # fmt: skip
 
 
@@ -278,6 +279,9 @@ class Outcome(models.TextChoices):
     ERROR = "error", "provider error"  # it may never have started
 
 
+RUN_KINDS = ("exec", "turn", "file", "process")
+
+
 class Run(models.Model):
     """One command in one sandbox and how it ended. Open until ended_at; never open past its deadline for long."""
 
@@ -286,7 +290,7 @@ class Run(models.Model):
     holder = models.UUIDField(null=True, blank=True)
     agent_did = models.CharField(max_length=255, blank=True)
     incarnation = models.PositiveIntegerField(default=1)
-    kind = models.CharField(max_length=16, choices=[("exec", "exec"), ("turn", "turn"), ("file", "file")], default="exec")
+    kind = models.CharField(max_length=16, choices=[(kind, kind) for kind in RUN_KINDS], default="exec")
     turn_number = models.BigIntegerField(null=True, blank=True)
     argv = models.JSONField()
     cwd = models.CharField(max_length=4096, default="/workspace")

@@ -16,7 +16,7 @@ from django.db import IntegrityError, transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet
 from django.db.models.functions import Greatest
 
-from sandboxes import providers, rows
+from sandboxes import background, providers, rows
 from sandboxes.errors import Busy, CapacityExhausted, Lost, NotHeld, NotReady, PoolDraining, QuotaExceeded
 from sandboxes.lifecycle import (
     COLD,
@@ -434,7 +434,10 @@ def mark_lost(sandbox: Sandbox, why: str, *, now: datetime) -> bool:
     """Say that the provider has lost this incarnation. Its holder's lease is ended by whoever told us, or by a sweep.
     False if it was known, or is not this incarnation's any more."""
     same = Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, lost_at__isnull=True)
-    lost = same.exclude(state__in=(COLD, *GONE)).update(lost_at=now, last_error=f"Lost: {why}"[:2000])
+    with transaction.atomic():
+        lost = same.exclude(state__in=(COLD, *GONE)).update(lost_at=now, last_error=f"Lost: {why}"[:2000])
+        if lost:
+            background.end_all(sandbox.pk, now=now, note=f"Its sandbox was lost: {why}")
     if lost:
         log.error("sandbox lost", sandbox=str(sandbox.pk), error=why)
     return bool(lost)

@@ -115,6 +115,20 @@ class Stat(NamedTuple):
     target: str = ""  # of a link
 
 
+class ProcessState(NamedTuple):
+    """Of a program in the background."""
+
+    running: bool
+    exit_code: int | None = None  # once it has exited: as of an exec
+
+
+class Log(NamedTuple):
+    """Some of what a program in the background has printed."""
+
+    content: bytes
+    next: int  # offset after it; counted from the first byte that the program ever printed
+
+
 class Provider(ABC):
     """See the module's docstring for the contract that holds for every method."""
 
@@ -148,9 +162,25 @@ class Provider(ABC):
         `cap` bytes. Several execs may run at once. A program that does not exist is a result with exit code 127."""
 
     @abstractmethod
+    def start(self, ref: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = WORKSPACE, mark: str) -> ProcessState:
+        """Start argv (no shell) in the background and return at once, with what it is doing. It ends by itself, by `kill`
+        or with the sandbox, and has no stdin. A program that does not exist has exited with 127. The same mark again
+        starts nothing."""
+
+    @abstractmethod
+    def processes(self, ref: str, marks: Sequence[str]) -> dict[str, ProcessState]:
+        """What those of these are doing that were started in the background. One has exited when its first process has,
+        whatever that left behind; 137 is also the code of one whose end nobody saw."""
+
+    @abstractmethod
+    def log(self, ref: str, mark: str, *, start: int, length: int) -> Log:
+        """At most `length` bytes of what it printed, stdout and stderr together, from offset `start`. The last 256 KiB at
+        least is kept; where the oldest was dropped they begin later: at next - len(content)."""
+
+    @abstractmethod
     def kill(self, ref: str, mark: str) -> None:
-        """Return once no process of the exec with this mark is there, whoever had started it. Nothing to kill, and a
-        sandbox that is not running, is success; no sandbox at all is Missing."""
+        """Return once no process of the exec, or of the program in the background, with this mark is there, whoever had
+        started it. Nothing to kill, and a sandbox that is not running, is success; no sandbox at all is Missing."""
 
     @abstractmethod
     def destroy(self, ref: str) -> None:

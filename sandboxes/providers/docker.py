@@ -38,6 +38,7 @@ from sandboxes.providers.base import (
 )
 from sandboxes.providers.docker_files import AGENT, PYTHON, FilesOfContainers
 from sandboxes.providers.engine import PATIENCE, Conflict, Engine, Kept, Run, asking
+from sandboxes.providers.launching import Launching
 
 MADE_AT = "leasehold.made_at"  # label of volumes: the engine's own time of one is its directory's, which agents can set
 KEEPER = 10002  # user id of process 1, as in image/Dockerfile
@@ -59,7 +60,7 @@ def answers() -> bool:
     return True
 
 
-class DockerProvider(FilesOfContainers):
+class DockerProvider(FilesOfContainers, Launching):
     """The provider for one machine; the daemon is the one that DOCKER_HOST names, over a unix socket or plain TCP."""
 
     name = "docker"
@@ -365,6 +366,9 @@ class DockerProvider(FilesOfContainers):
             time.sleep(0.02)
         with contextlib.suppress(Missing, Conflict), asking():  # not there, or not running: then it is done
             self._engine.client.kill(run.ref)
+
+    def _kept_in(self, ref: str) -> str:
+        return "/tmp/.leasehold"  # noqa: S108 - in the container
 
     def kill(self, ref: str, mark: str) -> None:
         if self.inspect(ref).running and not self._reap(ref, mark, self._engine.own_gid(mark)):

@@ -1,7 +1,8 @@
 """Sandboxes in a dict, for tests and the demo: the whole port, a few programs, and hooks by which things go wrong.
 
 It executes nothing real, so it isolates. Time is simulated: `sleep 60` takes no time and says that it took a minute,
-and a command whose time is up is told so at once. What it offers beyond the port:
+and a command whose time is up is told so at once. Only in the background does it take its minute, having printed all that
+it prints at the start. What it offers beyond the port:
 
     memory.before("create", fn)     fn(ref) runs before the verb does anything, outside every lock: it may raise a
     memory.after("exec", fn)        ProviderError or play the death of this process, block at a barrier, run a rival
@@ -36,8 +37,10 @@ from sandboxes.providers.base import (
     BadPath,
     ExecResult,
     Found,
+    Log,
     Missing,
     NoFile,
+    ProcessState,
     Provider,
     Rejected,
     Spec,
@@ -109,6 +112,22 @@ class Outcome:
 
 
 Program = Callable[[Call], Outcome]
+LOG_KEPT = 1 << 20  # bytes of what a program in the background has printed
+
+
+@dataclass
+class Background:
+    """A program in the background."""
+
+    outcome: Outcome
+    started: float = field(default_factory=time.monotonic)
+    killed: bool = False
+
+    def state(self) -> ProcessState:
+        if self.killed:
+            return ProcessState(False, 137)
+        running = time.monotonic() < self.started + self.outcome.took.total_seconds()
+        return ProcessState(True) if running else ProcessState(False, self.outcome.exit_code)
 
 
 @dataclass
@@ -117,6 +136,7 @@ class Box:
     created_at: datetime
     running: bool = True
     files: Files = field(default_factory=lambda: Files({WORKSPACE: Folder(), DATA: Folder()}))
+    background: dict[str, Background] = field(default_factory=dict)  # by mark
 
 
 class MemoryProvider(Provider):
@@ -199,7 +219,8 @@ class MemoryProvider(Provider):
             box = self._boxes.setdefault(spec.name, Box(spec, datetime.now(UTC)))
             if box.spec.owner != spec.owner:
                 raise Rejected(f"the name {spec.name} is taken by another owner's sandbox")
-            box.running = True  # one that had stopped is started again
+            if not box.running:  # one that had stopped is started again, without what ran in it
+                box.running, box.background = True, {}
         return spec.name
 
     def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
@@ -220,11 +241,7 @@ class MemoryProvider(Provider):
     ) -> ExecResult:
         with self._verb("exec", ref):  # not under the lock: execs run side by side, and a hook or a program may block
             box = self._running(ref)
-            if not argv or not cwd.startswith("/") or any("\0" in word for word in argv):
-                raise Rejected("argv has at least one element and no NUL, and cwd is an absolute path")
-            base = {"PATH": "/usr/bin:/bin", "HOME": f"{WORKSPACE}/.home", "LANG": "C.UTF-8"}
-            ours = {"LEASEHOLD_WORKSPACE": WORKSPACE, "LEASEHOLD_DATA": DATA, MARK: mark}
-            done = self._execute(Call([*argv], stdin, {**base, **env, **ours}, cwd, box.files, timeout))
+            done = self._execute(_call(box, argv, env, cwd, mark, stdin, timeout))
             timed_out = done.took >= timeout
             destroyed = self._boxes.get(ref) is not box or not box.running
             return ExecResult(
@@ -237,9 +254,31 @@ class MemoryProvider(Provider):
                 duration=min(done.took, timeout),
             )
 
+    def start(self, ref: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = WORKSPACE, mark: str) -> ProcessState:
+        with self._verb("start", ref), self._lock:
+            box = self._running(ref)
+            if mark not in box.background:
+                box.background[mark] = Background(self._execute(_call(box, argv, env, cwd, mark, b"", timedelta.max)))
+            return box.background[mark].state()
+
+    def processes(self, ref: str, marks: Sequence[str]) -> dict[str, ProcessState]:
+        with self._verb("processes", ref), self._lock:
+            background = self._running(ref).background
+            return {mark: background[mark].state() for mark in marks if mark in background}
+
+    def log(self, ref: str, mark: str, *, start: int, length: int) -> Log:
+        with self._verb("log", ref), self._lock:
+            whole_range(start, length)
+            printed = self._running(ref).background.get(mark, Background(Outcome())).outcome
+            whole = printed.stdout + printed.stderr
+            at = max(start, len(whole) - LOG_KEPT)
+            return Log(whole[at : at + length], at + len(whole[at : at + length]))
+
     def kill(self, ref: str, mark: str) -> None:
-        with self._verb("kill", ref):
-            self._box(ref)  # what it runs ends with the call that runs it
+        with self._verb("kill", ref), self._lock:
+            background = self._box(ref).background  # what an exec runs ends with the call that runs it
+            if mark in background and background[mark].state().running:
+                background[mark].killed = True
 
     def destroy(self, ref: str) -> None:
         with self._verb("destroy", ref), self._lock:
@@ -384,6 +423,14 @@ class MemoryProvider(Provider):
             if took >= call.timeout:
                 break
         return said
+
+
+def _call(box: Box, argv: Sequence[str], env: Mapping[str, str], cwd: str, mark: str, stdin: bytes, timeout: timedelta) -> Call:
+    if not argv or not cwd.startswith("/") or any("\0" in word for word in argv):
+        raise Rejected("argv has at least one element and no NUL, and cwd is an absolute path")
+    base = {"PATH": "/usr/bin:/bin", "HOME": f"{WORKSPACE}/.home", "LANG": "C.UTF-8"}
+    ours = {"LEASEHOLD_WORKSPACE": WORKSPACE, "LEASEHOLD_DATA": DATA, MARK: mark}
+    return Call([*argv], stdin, {**base, **env, **ours}, cwd, box.files, timeout)
 
 
 # --- files --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ A sandbox is a directory, STATE_DIR/process/<owner>/<name>/, so any number of we
     sandbox.json             when it was made, and its sockets directory. create writes it last and destroy removes it
                              first: a sandbox runs while it is there, and what a crash leaves behind is still listed
     workspace/ data/         the promised places; HOME is workspace/.home
+    processes/               what programs in the background have printed
 
 Sandbox paths are not host paths here. Elements of argv, and cwd, that are one of the promised places or lie under one
 are translated; inside a longer string (`sh -c "cat /data/x"`) they are not: a program finds its places in
@@ -47,7 +48,6 @@ from sandboxes.providers.base import (
     Found,
     Missing,
     NoFile,
-    Provider,
     Rejected,
     Spec,
     Stat,
@@ -61,6 +61,7 @@ from sandboxes.providers.base import (
     under_roots,
     whole_range,
 )
+from sandboxes.providers.launching import Launching
 
 IMAGE = Path(files.__file__).resolve().parent  # what the Docker image has in /opt/leasehold
 NAME = re.compile(r"[a-z0-9-]{1,63}")
@@ -106,7 +107,7 @@ class Box:
         }
 
 
-class ProcessProvider(Provider):
+class ProcessProvider(Launching):
     name = "process"
     isolated = False
     enforces_limits = False
@@ -268,6 +269,9 @@ class ProcessProvider(Provider):
 
     def inside(self, ref: str, path: str) -> str:
         return self._box(ref).inside(path)
+
+    def _kept_in(self, ref: str) -> str:
+        return str(self._box(ref).path / "processes")
 
     def _find(self, ref: str) -> Path | None:
         """The directory of this name, whoever owns it and whatever is left of it."""

@@ -20,9 +20,10 @@ from django.utils import timezone
 
 from leases import acting, forking, keys, leasing, snapshots, sweeps, turns
 from leases.models import EnvironmentType, Lease
-from sandboxes import pool, providers, runs
+from sandboxes import pool, processes, providers, runs
 from sandboxes import sweeps as below
 from sandboxes.models import Pool, Quota, Sandbox, State, Sweep
+from sandboxes.processes import Launch
 from sandboxes.providers.base import DATA, Unavailable
 from sandboxes.providers.memory import Call, File, Link, MemoryProvider, Outcome
 from sandboxes.runs import Command
@@ -126,6 +127,12 @@ def _runs(now: datetime) -> None:
     ):
         command = Command(argv=argv, timeout=timedelta(seconds=30), env={"TOKEN": "x"} if minutes == 5 else {})
         acting.exec_in(lease.pk, command, now=now - 3 * HOUR + minutes * MINUTE, actor="key 3f9a1c20")
+    for launch in (
+        Launch(["node", "relay-watcher.js"], {"TOKEN": "x"}, name="relay <watcher>"),
+        Launch(["sleep", "100000"], name="dev server"),
+    ):
+        want = acting.want_for(lease, now=now - 2 * HOUR)
+        processes.start(want, launch, now=now - 2 * HOUR, actor="key 3f9a1c20")
 
 
 def _states(now: datetime) -> None:

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.django_db
 VIEWS = {
     "leases": {"agent", "agentkey", "environmenttype", "lease", "leaseevent", "turn"},
     "sandboxes": {
-        "agentdata", "dataevent", "datafile", "llmcall", "pool", "quota", "sandbox", "snapshot", "transition", "run", "sweep",
+        "agentdata", "dataevent", "datafile", "llmcall", "pool", "process", "quota", "sandbox", "snapshot", "transition",
+        "run", "sweep",
     },
 }  # fmt: skip
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
@@ -37,7 +38,7 @@ def test_a_role_has_exactly_these_permissions(role: str, may: set[str]) -> None:
 def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client, lease: Lease) -> None:
     pages = (
         "leases/lease", "leases/agentkey", "sandboxes/sandbox", "sandboxes/pool", "sandboxes/quota", "sandboxes/sweep",
-        "sandboxes/agentdata", "sandboxes/snapshot", "sandboxes/dataevent",
+        "sandboxes/agentdata", "sandboxes/snapshot", "sandboxes/dataevent", "sandboxes/process",
     )  # fmt: skip
     for page in pages:
         shown = viewer.get(f"/admin/{page}/")
@@ -71,7 +72,7 @@ def test_facts_are_read_only_even_for_a_superuser(superuser: Client, lease: Leas
     request = RequestFactory().get("/")
     facts = [page for page in admin.site._registry.values() if isinstance(page, Facts)]
     assert {page.model.__name__ for page in facts} == {
-        "Lease", "Turn", "Sandbox", "Run", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
+        "Lease", "Turn", "Sandbox", "Run", "Process", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
     }  # fmt: skip
     for page in facts:
         assert not page.has_add_permission(request)

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import pairwise
 
 import hypothesis
@@ -17,10 +18,11 @@ from pytest_django import Settings
 
 from leases import acting, leasing, sweeps
 from leases.models import EnvironmentType, Lease
-from sandboxes import lifecycle, providers
+from sandboxes import lifecycle, processes, providers
 from sandboxes import sweeps as below
 from sandboxes.errors import SandboxError
-from sandboxes.models import ALIVE, GONE, Pool, Quota, Run, Sandbox, Snapshot, Transition
+from sandboxes.models import ALIVE, GONE, Pool, Process, Quota, Run, Sandbox, Snapshot, Transition
+from sandboxes.processes import Launch
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
@@ -31,9 +33,9 @@ CAPACITY = 4
 AGENTS = [f"did:plc:{name}" for name in "abc"]
 STEPS = [
     "reserved", "created", "prepared", "run opened", "run answered", "wake claimed", "eviction claimed", "objects stored",
-    "persisted", "process gone", "destroy claimed", "destroy answered",
+    "persisted", "process gone", "destroy claimed", "destroy answered", "process noted", "process started",
 ]  # fmt: skip
-VERBS = ["create", "wait_ready", "exec", "destroy", "get_files", "put_files", "list"]
+VERBS = ["create", "wait_ready", "exec", "destroy", "get_files", "put_files", "list", "start", "processes", "kill"]
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -79,6 +81,20 @@ class PoolMachine(RuleBasedStateMachine):
         if before is not None:
             assert answer[1].stdout == before, "state was lost without a word"
         self.written[lease.pk] = f"{number}\n".encode()
+
+    @rule(agent=st.sampled_from(AGENTS))
+    def start_process(self, agent: str) -> None:
+        ask = leasing.Ask(agent, "e1", "catan", pool=self.pool.name, ttl=timedelta(hours=6))
+        lease, launch = leasing.acquire(ask, now=self.now)[0], Launch(["sleep", "100000"])
+        act = partial(processes.start, launch=launch, now=self.now)
+        self.attempt(lambda: acting.for_lease(lease.pk, lambda want, at: act(want), now=self.now, actor=""))
+
+    @rule(data=st.data())
+    def kill_process(self, data: st.DataObject) -> None:
+        if some := list(Process.objects.filter(sandbox__pool=self.pool).order_by("started_at", "agent_did", "pk")):
+            chosen = data.draw(st.sampled_from(range(len(some))))
+            killed = self.attempt(lambda: processes.kill(some[chosen], now=self.now))
+            assert killed is None or killed.ended_at
 
     @rule(minutes=st.sampled_from([1, 6, 31, 125, 400]))
     def time_passes(self, minutes: int) -> None:
@@ -168,6 +184,14 @@ class PoolMachine(RuleBasedStateMachine):
                 assert sandbox.open_runs == open_runs and (sandbox.state == "running") == bool(open_runs)
 
     @invariant()
+    def what_runs_in_the_background_ends_with_its_sandbox(self) -> None:
+        if hasattr(self, "pool"):
+            for process in self.open_processes().select_related("sandbox"):
+                box = process.sandbox
+                assert box.state in (*ALIVE, "evicting") and box.lost_at is None
+                assert (box.incarnation, box.holder) == (process.incarnation, process.holder)
+
+    @invariant()
     def state_is_what_the_last_transition_says(self) -> None:
         if hasattr(self, "pool"):
             for sandbox in Sandbox.objects.filter(pool=self.pool):
@@ -218,6 +242,12 @@ class PoolMachine(RuleBasedStateMachine):
         assert listed == rows or not listed  # an empty listing proves nothing about the rows
         assert below.recount(now=self.now).failures == []
         assert not Run.objects.filter(sandbox__pool=self.pool, ended_at__isnull=True).exists()
+        if listed == rows:
+            on = {mark for box in self.peek() for mark, program in box.background.items() if program.state().running}
+            assert on == {str(pk) for pk in self.open_processes().values_list("pk", flat=True)}
+
+    def open_processes(self):  # type: ignore[no-untyped-def]
+        return Process.objects.filter(sandbox__pool=self.pool, ended_at=None)
 
 
 def test_the_pool_keeps_its_promises_whatever_happens(settings: Settings) -> None:

@@ -1,0 +1,235 @@
+"""Programs in the background of a holder's sandbox: started, listened to, killed.
+
+A row is there before the provider is asked. From then on it is the provider that knows: a row is closed by whoever looks
+after its program has ended, at the latest by a sweep, and with its sandbox in the transaction that gives that up."""
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from django.db import transaction
+from django.db.models import QuerySet
+
+from sandboxes import providers, runs
+from sandboxes.background import Ending, Process
+from sandboxes.errors import Busy, NotHeld, OutputGone, ProviderFailed, TooManyProcesses
+from sandboxes.lifecycle import step
+from sandboxes.models import ALIVE, Outcome, Run, Sandbox, State
+from sandboxes.moments import ticking
+from sandboxes.pool import Want
+from sandboxes.providers.base import WORKSPACE, Log, Missing, ProcessState, Provider, ProviderError, Rejected
+from sandboxes.providers.launching import SOON
+from sandboxes.runs import Command
+from sandboxes.sweeps import BUDGET, Swept
+
+MOST = 16  # in one sandbox at once
+START_WITHIN = SOON + runs.GRACE
+LOOK = 1 << 18  # bytes of a log that are searched at once
+PAUSES = (0.05, 0.1, 0.2, 0.4)  # seconds between looks at a log, and then the last of them
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start. Values of env may be secret and are never stored or logged."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str = WORKSPACE
+    name: str = ""
+    process_id: uuid.UUID = field(default_factory=uuid.uuid4)
+
+
+def start(want: Want, launch: Launch, *, now: datetime, actor: str = "") -> Process:
+    """Start a program in the background of the holder's sandbox, which is made ready first; its row.
+
+    It is a Run of kind "process" that ends once the program has begun, so nothing takes the sandbox away meanwhile, and
+    if whoever starts it dies, the program is killed with that Run. TooManyProcesses, and whatever an exec raises."""
+    later = ticking(now)
+
+    def act(provider: Provider, sandbox: Sandbox) -> Process:
+        runs.require_room(provider, sandbox, now=later())
+        process = _note(sandbox, launch, now=later())
+        step("process noted", process)
+        try:
+            state = provider.start(sandbox.ref, list(launch.argv), env=launch.env, cwd=launch.cwd, mark=str(process.pk))
+        except Rejected as refused:
+            _close(process, Ending.FAILED, now=later(), note=str(refused)[:500])
+            raise
+        step("process started", process)
+        if not state.running:
+            _close(process, Ending.EXITED, now=later(), exit_code=state.exit_code)
+        return process
+
+    command = Command(launch.argv, START_WITHIN, launch.env, launch.cwd, kind="process", run_id=launch.process_id)
+    _, process = runs.act_in(want, command, act, now=now, actor=actor)
+    return Process.objects.get(pk=process.pk)
+
+
+def _note(sandbox: Sandbox, launch: Launch, *, now: datetime) -> Process:
+    """Insert the row, unless the sandbox has enough of them, or was given up."""
+    same = Sandbox.objects.filter(pk=sandbox.pk, holder=sandbox.holder, incarnation=sandbox.incarnation)
+    assert sandbox.holder is not None  # what pool.ready gives has one
+    with transaction.atomic():
+        # This locks the sandbox's row: whoever gives it up finds the process, or else we find it given up.
+        if not same.filter(state=State.RUNNING).update(last_used_at=now):
+            raise NotHeld()
+        if Process.objects.filter(sandbox=sandbox, ended_at__isnull=True).count() >= MOST:
+            raise TooManyProcesses(f"{MOST} processes run in this sandbox, which are as many as may. Kill one first.")
+        return Process.objects.create(
+            pk=launch.process_id,
+            sandbox=sandbox,
+            holder=sandbox.holder,
+            agent_did=sandbox.agent_did,
+            incarnation=sandbox.incarnation,
+            name=launch.name,
+            argv=list(launch.argv),
+            cwd=launch.cwd,
+            env_names=sorted(launch.env),
+            started_at=now,
+            starts_by=now + START_WITHIN,
+        )
+
+
+def of(holder: uuid.UUID) -> QuerySet[Process]:
+    """What was ever started for a holder."""
+    return Process.objects.filter(holder=holder)
+
+
+def look(holder: uuid.UUID, *, now: datetime) -> None:
+    """Have the holder's rows say what runs now. ProviderFailed if that cannot be known."""
+    try:
+        _look(of(holder).filter(ended_at__isnull=True).select_related("sandbox"), now=now)
+    except ProviderError as failed:
+        raise ProviderFailed(f"It cannot be seen what runs now: {failed}") from failed
+
+
+def kill(process: Process, *, now: datetime) -> Process:
+    """Have no process of this program there any more, whatever it had started; its row. What had exited before stays
+    exited, and what it has left behind is killed. Safe to repeat; ProviderFailed if it could not be done, Busy before
+    it has begun, and while its sandbox falls asleep: it ends with that, unless that fails."""
+    if _is_there(process):
+        try:
+            provider = providers.get(process.sandbox.provider)
+            provider.kill(process.sandbox.ref, str(process.pk))
+            state = provider.processes(process.sandbox.ref, [str(process.pk)]).get(str(process.pk))
+        except Missing as gone:  # reconcile decides what that means for the sandbox
+            _close(process, Ending.GONE, now=now, note=f"Its sandbox is not there: {gone}"[:500])
+        except ProviderError as failed:
+            raise ProviderFailed(f"It could not be killed: {failed}") from failed
+        else:
+            if state is None and _may_begin(process, now=now):
+                raise Busy("It is still being started.")
+            if state is None or state.running or state.exit_code == 137:
+                _close(process, Ending.KILLED, now=now, exit_code=137)
+            else:
+                _close(process, Ending.EXITED, now=now, exit_code=state.exit_code)
+    process.refresh_from_db()
+    if process.ended_at is None:
+        raise Busy("Its sandbox is falling asleep.")
+    return process
+
+
+def log(process: Process, *, start: int, length: int) -> Log:
+    """Some of what it has printed. OutputGone once its sandbox sleeps or is gone; ProviderFailed."""
+    if not _is_there(process):
+        raise OutputGone()
+    try:
+        return providers.get(process.sandbox.provider).log(process.sandbox.ref, str(process.pk), start=start, length=length)
+    except Missing as gone:
+        raise OutputGone() from gone
+    except ProviderError as failed:
+        raise ProviderFailed(f"What it printed cannot be read now: {failed}") from failed
+
+
+def wait_for_log(process: Process, text: str, *, start: int = 0, within: timedelta, now: datetime) -> bool:
+    """Wait until it has printed `text` at or after offset `start`. False when the time is up, or once it has ended without.
+
+    Plain text: an expression could take for ever. What is dropped from a long log before we look is not found."""
+    wanted, tail, later = text.encode(), b"", ticking(now)
+    pauses, pause = iter(PAUSES), 0.0
+    while True:
+        over = later() >= now + within  # and asked before the last look
+        _refresh(process, now=later())
+        ended = process.ended_at is not None
+        while True:
+            try:
+                content, after = log(process, start=start, length=LOOK)
+            except OutputGone:
+                return False
+            fresh = content if after - len(content) > start else tail + content
+            if wanted in fresh:
+                return True
+            tail, start = fresh[-(len(wanted) - 1) :] if len(wanted) > 1 else b"", after
+            if len(content) < LOOK:
+                break
+        if over or ended:
+            return False
+        pause = next(pauses, pause)
+        time.sleep(pause)
+
+
+def settle(*, now: datetime, limit: int = 500) -> Swept:
+    """Close the rows of what has ended by itself, sandbox by sandbox."""
+    swept, later = Swept(), ticking(now)
+    running = Process.objects.filter(ended_at__isnull=True).select_related("sandbox").order_by("sandbox", "started_at")
+    grouped: dict[uuid.UUID, list[Process]] = {}
+    for process in running[:limit]:
+        grouped.setdefault(process.sandbox_id, []).append(process)
+    for theirs in grouped.values():
+        if later() > now + BUDGET:
+            break
+        try:
+            swept.note("processes ended", _look(theirs, now=later()))
+        except ProviderError as failed:
+            swept.failures.append(f"processes in {theirs[0].sandbox_id}: {failed}")
+    return swept
+
+
+def _refresh(process: Process, *, now: datetime) -> None:
+    if process.ended_at is None:
+        look(process.holder, now=now)
+        process.refresh_from_db()
+
+
+def _look(opened: Iterable[Process], *, now: datetime) -> int:
+    """Close those of one sandbox's open rows whose program has ended; how many. ProviderError."""
+    running = [process for process in opened if _is_there(process)]
+    if not running:
+        return 0
+    sandbox = running[0].sandbox
+    provider = providers.get(sandbox.provider)
+    try:
+        seen = provider.processes(sandbox.ref, [str(process.pk) for process in running])
+    except Missing:
+        return 0  # reconcile decides what that means
+    return sum(_judge(process, seen.get(str(process.pk)), provider, now=now) for process in running)
+
+
+def _judge(process: Process, state: ProcessState | None, provider: Provider, *, now: datetime) -> bool:
+    if state and not state.running:
+        return _close(process, Ending.EXITED, now=now, exit_code=state.exit_code)
+    if state is None and not _may_begin(process, now=now):
+        provider.kill(process.sandbox.ref, str(process.pk))
+        if Run.objects.filter(pk=process.pk, outcome=Outcome.OK).exists():
+            return _close(process, Ending.GONE, now=now, note="Its sandbox was started again without it.")
+        return _close(process, Ending.FAILED, now=now, note="Whoever was to start it died, or its provider did not answer.")
+    return False
+
+
+def _may_begin(process: Process, *, now: datetime) -> bool:
+    """May a program that is not there yet still come? Also a call whose answer was lost may be on its way in there."""
+    return now <= process.starts_by or Run.objects.filter(pk=process.pk, ended_at__isnull=True).exists()
+
+
+def _close(process: Process, state: Ending, *, now: datetime, exit_code: int | None = None, note: str = "") -> bool:
+    """Close a row, once. False if somebody else has closed it."""
+    same = Process.objects.filter(pk=process.pk, ended_at__isnull=True)
+    return bool(same.update(state=state, ended_at=now, exit_code=exit_code, note=note))
+
+
+def _is_there(process: Process) -> bool:
+    """Is the sandbox it was started in still alive?"""
+    here = Sandbox.objects.filter(pk=process.sandbox_id, incarnation=process.incarnation, state__in=ALIVE)
+    return here.filter(lost_at__isnull=True).exists()

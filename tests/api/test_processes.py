@@ -1,0 +1,186 @@
+"""Programs in the background of a lease's sandbox, from outside."""
+
+import base64
+import uuid
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from leases import leasing
+from leases.models import IdempotentRequest, Lease
+from sandboxes import sweeps
+from sandboxes.models import Pool, Process, Run, Sandbox
+from sandboxes.processes import MOST
+from sandboxes.providers.base import Unavailable
+from sandboxes.providers.memory import MemoryProvider, Outcome
+from tests.api.conftest import Api
+from tests.conftest import MINUTE, Died
+
+pytestmark = pytest.mark.django_db
+WATCH = {"argv": ["sh", "-c", "echo Connected to relay; sleep 300"], "env": {"TOKEN": "s3cret"}, "name": "watcher"}
+
+
+@pytest.fixture
+def at(lease: dict[str, Any]) -> str:
+    return f"leases/{lease['id']}/processes"
+
+
+def test_a_process_is_started_listed_and_shown(ada: Api, at: str) -> None:
+    started = ada.post(at, WATCH)
+    said = started.json()
+    assert (started.status_code, said["state"], said["exit_code"], said["found"]) == (201, "running", None, None)
+    assert (said["name"], said["argv"], said["env_names"]) == ("watcher", WATCH["argv"], ["TOKEN"])
+    shown = ada.get(f"{at}/{said['process_id']}").json()
+    assert shown == {name: value for name, value in said.items() if name != "found"}
+    assert ada.get(at).json() == {"results": [shown], "next": None}
+    assert "s3cret" not in str(ada.get(at).json())
+
+
+def test_a_start_answers_once_the_text_is_there(ada: Api, at: str) -> None:
+    said = ada.post(at, WATCH | {"wait_for": "Connected to", "wait_seconds": 5}).json()
+    assert (said["found"], said["state"]) == (True, "running")
+    said = ada.post(at, {"argv": ["echo", "bye"], "wait_for": "Connected"}).json()
+    assert (said["found"], said["state"], said["exit_code"]) == (False, "exited", 0)
+
+
+def test_a_log_is_read_from_an_offset_and_waited_for(ada: Api, at: str) -> None:
+    logs = f"{at}/{ada.post(at, WATCH).json()['process_id']}/logs"
+    assert ada.get(logs).json() == {"content": "Connected to relay\n", "start": 0, "next": 19, "found": None}
+    assert ada.get(f"{logs}?start=10&length=2").json() == {"content": "to", "start": 10, "next": 12, "found": None}
+    assert ada.get(f"{logs}?wait_for={quote('to relay')}").json()["found"] is True
+    assert ada.get(f"{logs}?start=19&wait_for=relay&wait_seconds=1").json()["found"] is False
+
+
+def test_bytes_survive_in_base64(ada: Api, at: str) -> None:
+    started = ada.post(at, {"argv": ["printf", r"a\377b"]}).json()
+    logs = f"{at}/{started['process_id']}/logs"
+    assert base64.b64decode(ada.get(f"{logs}?encoding=base64").json()["content"]) == b"a\xffb"
+    assert ada.get(logs).json()["content"] == "a\N{REPLACEMENT CHARACTER}b"
+
+
+def test_what_was_dropped_from_a_log_is_told(ada: Api, at: str, memory: MemoryProvider) -> None:
+    memory.programs["babble"] = lambda call: Outcome(stdout=b"x" * (3 << 20))
+    logs = f"{at}/{ada.post(at, {'argv': ['babble']}).json()['process_id']}/logs"
+    said = ada.get(f"{logs}?length=10").json()
+    assert (said["start"], said["next"], len(said["content"])) == (2 << 20, (2 << 20) + 10, 10)
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("start=-1", "start"), ("start=x", "start"), ("start=9999999999999999999", "start"), ("length=0", "length"),
+        ("length=2000000", "length"), ("wait_seconds=301&wait_for=a", "wait_seconds"), ("encoding=utf-16", "encoding"),
+        (f"wait_for={'x' * 1001}", "wait_for"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_question_is_said(ada: Api, at: str, query: str, field: str) -> None:
+    answer = ada.get(f"{at}/{ada.post(at, WATCH).json()['process_id']}/logs?{query}")
+    assert (answer.status_code, answer.json()["field"]) == (400, field)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"argv": []}, "argv"), ({"cwd": "relative"}, "cwd"), ({"env": {"LEASEHOLD_RUN": "x"}}, "env"),
+        ({"name": "x" * 101}, "name"), ({"wait_seconds": 0}, "wait_seconds"), ({"wait_seconds": 301}, "wait_seconds"),
+        ({"wait_for": "x" * 1001}, "wait_for"), ({"wait_for": ["x"]}, "wait_for"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_start_is_said_and_nothing_is_started(ada: Api, at: str, wrong: dict, field: str) -> None:
+    answer = ada.post(at, WATCH | wrong)
+    assert (answer.status_code, answer.json()["field"]) == (400, field)
+    assert not Sandbox.objects.exists()
+
+
+def test_killing_answers_what_became_of_it_and_again(ada: Api, at: str) -> None:
+    one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
+    for _ in range(2):
+        killed = ada.delete(one)
+        assert (killed.status_code, killed.json()["state"], killed.json()["exit_code"]) == (200, "killed", 137)
+    assert ada.get(f"{one}/logs").json()["content"] == "Connected to relay\n"
+
+
+def test_another_agents_processes_do_not_exist(ada: Api, bob: Api, at: str) -> None:
+    one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
+    answers = [bob.get(at), bob.post(at, WATCH), bob.get(one), bob.get(f"{one}/logs"), bob.delete(one)]
+    assert {answer.status_code for answer in answers} == {404}
+    assert ada.get(one).json()["state"] == "running"
+    assert Process.objects.count() == 1
+
+
+def test_another_leases_process_is_not_found_in_this_one(ada: Api, at: str, ask) -> None:
+    other = ada.post("leases", ask(environment_id="game-2")).json()["id"]
+    theirs = ada.post(f"leases/{other}/processes", WATCH).json()["process_id"]
+    for answer in (ada.get(f"{at}/{theirs}"), ada.get(f"{at}/{theirs}/logs"), ada.delete(f"{at}/{theirs}")):
+        assert answer.status_code == 404
+    assert ada.get(f"{at}/{uuid.uuid4()}").status_code == 404
+
+
+def test_so_many_and_no_more(ada: Api, at: str) -> None:
+    for _ in range(MOST):
+        assert ada.post(at, WATCH).status_code == 201
+    refused = ada.post(at, WATCH, idempotency_key="one-more")
+    assert (refused.status_code, refused.json()["code"]) == (409, "too_many_processes")
+    assert not IdempotentRequest.objects.exists()
+    ada.delete(f"{at}/{ada.get(at).json()['results'][0]['process_id']}")
+    assert ada.post(at, WATCH, idempotency_key="one-more").status_code == 201
+
+
+def test_the_same_key_starts_once(ada: Api, at: str) -> None:
+    first, second = (ada.post(at, WATCH, idempotency_key="k1") for _ in range(2))
+    assert first.json() == second.json()
+    assert second["Idempotent-Replayed"] == "true"
+    assert Process.objects.count() == 1
+
+
+def test_an_interrupted_start_is_not_repeated_and_names_the_process(ada: Api, at: str, at_step) -> None:
+    def die() -> None:
+        raise Died
+
+    at_step("process started", die)
+    with pytest.raises(Died):
+        ada.post(at, WATCH, idempotency_key="k1")
+    IdempotentRequest.objects.update(deadline_at=Lease.objects.get().leased_at)
+    answer = ada.post(at, WATCH, idempotency_key="k1")
+    assert (answer.status_code, answer.json()["code"]) == (409, "outcome_unknown")
+    assert ada.get(f"{at}/{answer.json()['run_id']}").json()["argv"] == WATCH["argv"]
+
+
+def test_a_provider_that_does_not_answer_is_unavailable(ada: Api, at: str, memory: MemoryProvider) -> None:
+    one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
+    for verb in ("start", "processes", "log", "kill"):
+        memory.fail(verb, Unavailable("engine down"))
+    asked = [ada.get(at), ada.get(one), ada.get(f"{one}/logs"), ada.delete(one), ada.post(at, WATCH)]
+    assert {(answer.status_code, answer.json()["code"]) for answer in asked} == {(503, "provider_unavailable")}
+    assert Run.objects.get(pk=asked[-1].json()["run_id"]).outcome == "error"
+
+
+def test_when_its_sandbox_sleeps_it_is_gone_and_its_output(ada: Api, at: str) -> None:
+    one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
+    sweeps.idle(now=Sandbox.objects.get().idle_at + MINUTE)
+    assert ada.get(one).json()["state"] == "gone"
+    answer = ada.get(f"{one}/logs")
+    assert (answer.status_code, answer.json()["code"]) == (404, "output_gone")
+    assert ada.delete(one).json()["state"] == "gone"
+    assert Sandbox.objects.get().state == "cold"
+
+
+def test_after_the_lease_they_are_still_listed(ada: Api, at: str, lease, now) -> None:
+    one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
+    leasing.release(uuid.UUID(lease["id"]), now=now)
+    assert ada.get(one).json()["state"] == "gone"
+    assert [each["state"] for each in ada.get(at).json()["results"]] == ["gone"]
+    for answer in (ada.get(f"{one}/logs"), ada.delete(one), ada.post(at, WATCH)):
+        assert (answer.status_code, answer.json()["code"]) == (410, "lease_ended")
+
+
+def test_a_real_process_is_started_heard_and_killed(ada: Api, ask, pool: Pool) -> None:
+    Pool.objects.filter(pk=pool.pk).update(provider="process")
+    at = f"leases/{ada.post('environments/real/join', ask()).json()['id']}/processes"
+    script = 'echo "$WORD"; pwd; exec sleep 300'
+    said = ada.post(at, {"argv": ["sh", "-c", script], "env": {"WORD": "ready"}, "wait_for": "ready"}).json()
+    assert (said["found"], said["state"]) == (True, "running")
+    one = f"{at}/{said['process_id']}"
+    assert ada.get(f"{one}/logs?wait_for=workspace").json()["found"] is True
+    assert ada.delete(one).json()["state"] == "killed"

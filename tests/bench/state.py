@@ -55,6 +55,8 @@ def main(name: str, database: str, here: Path) -> None:
                 print(f"\n===== stored state, {name}, store: {shelf}, provider: {kind} =====")
                 for count in (0, 10, 1000):
                     turns(kind, count)
+            if name == "SQLite" and os.environ.get("TEST_POSTGRES_URL"):
+                continue  # it has no part in that, and the S3 server of tests no room for twice as much
             for kind in ["process", *kinds[1:]]:
                 print(f"\n===== a workspace of {WORKSPACE_MB} MB, {name}, store: {shelf}, provider: {kind} =====")
                 sleeps(kind, here)
@@ -215,14 +217,14 @@ def sleeps(kind: str, here: Path) -> None:
             assert pool.sleep(sandbox.pk, now=timezone.now(), reason="bench")
 
         def used(number: int) -> None:
-            """In what nothing was run since it woke, there is nothing to store."""
+            """Else there is nothing to store."""
             run(lease, "")
 
         def wake(number: int) -> None:
             acting.sandbox_for(lease.pk, now=timezone.now())
 
         def asleep(number: int, *, local: bool) -> None:
-            used(number)
+            wake(number)
             sleep(number)
             snapshot = workspace.latest(lease.pk)
             assert snapshot

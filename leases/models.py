@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from django.core.exceptions import ValidationError
-from django.core.validators import RegexValidator
+from django.core.validators import MinValueValidator, RegexValidator
 from django.db import models
 from django.db.models import F, Q
 from django.utils import timezone
@@ -118,6 +118,10 @@ class EnvironmentType(models.Model):
     pool = models.ForeignKey(
         Pool, on_delete=models.PROTECT, null=True, blank=True, related_name="+", help_text='Empty: the pool "default".'
     )
+    llm_limit = models.DecimalField(
+        max_digits=18, decimal_places=9, null=True, blank=True, validators=[MinValueValidator(0)],
+        verbose_name="spend limit", help_text="USD that the model calls of one lease may cost. Empty: no limit.",
+    )  # fmt: skip
 
     class Meta:
         ordering = ["name"]
@@ -162,6 +166,10 @@ class Lease(models.Model):
     max_expires_at = models.DateTimeField()
     sleep_after = models.DurationField()
     expiry_conditions = models.JSONField(default=list)
+    llm_limit = models.DecimalField(
+        max_digits=18, decimal_places=9, null=True, blank=True, verbose_name="spend limit",
+        help_text="USD that its model calls may cost.",
+    )  # fmt: skip
     ended_at = models.DateTimeField(null=True, blank=True)
     end_reason = models.CharField(max_length=80, blank=True)
     destroyed_at = models.DateTimeField(null=True, blank=True)

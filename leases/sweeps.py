@@ -11,8 +11,9 @@ from django.db.models.functions import Cast
 
 from leases import leasing, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, Status
-from sandboxes import egress, processes, pruning
+from sandboxes import processes, pruning
 from sandboxes import sweeps as below
+from sandboxes.egress import gate
 from sandboxes.models import GONE, Sandbox, Snapshot, State
 from sandboxes.storage import stores, workspace
 from sandboxes.sweeps import Swept
@@ -123,7 +124,7 @@ def stalled(*, now: datetime, limit: int = 200) -> Swept:
         swept.note(what, times)
     swept.failures += settled.failures
     swept.note("turns skipped", turns.skip_overdue(now=now, limit=limit))
-    swept.note("model calls closed", egress.close_abandoned(now=now, limit=limit))
+    swept.note("model calls closed", gate.close_abandoned(now=now, limit=limit))
     swept.note("answers forgotten", forgettable(now=now).delete()[0])
     return swept
 

@@ -14,7 +14,8 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 from leases import acting, leasing
 from leases.errors import TurnOpen
 from leases.models import Lease, Turn
-from sandboxes import egress, pool
+from sandboxes import pool
+from sandboxes.egress import door as egress
 from sandboxes.errors import ProviderFailed, SandboxError
 from sandboxes.lifecycle import step
 from sandboxes.models import Outcome, Run, Sandbox

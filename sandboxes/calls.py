@@ -1,4 +1,4 @@
-"""Calls that left a sandbox for a model: what usage and cost are derived from. The verbs are in egress.py."""
+"""Calls that left a sandbox for a model: what usage and cost are derived from. The verbs are in egress/."""
 
 from decimal import Decimal
 
@@ -14,12 +14,19 @@ class LlmCall(models.Model):
         OPEN = "open", "running"
         OK = "ok", "ok"
         FAILED = "failed", "failed"  # the upstream answered with an error, or not at all
+        CUT = "cut", "cut off"  # its answer was not taken to the end: what is known of its cost is a lower bound
         REFUSED = "refused", "refused"  # it never left
         LOST = "lost", "lost"  # whoever forwarded it died
 
     class Priced(models.TextChoices):
         NO = "", "unpriced"
-        UPSTREAM = "upstream", "by the upstream"  # its own accounting
+        UPSTREAM = "upstream", "by the upstream"  # a header of its answer
+        RECORD = "record", "by the upstream's records"  # its own accounting, joined by the call's id
+        RATE = "rate", "by rate"
+
+    class Kind(models.TextChoices):
+        LLM = "llm", "model"
+        RELAY = "relay", "relay"
 
     call_id = models.CharField(max_length=64, unique=True)
     sandbox = models.ForeignKey("sandboxes.Sandbox", on_delete=models.PROTECT, null=True, blank=True, related_name="calls")
@@ -27,13 +34,21 @@ class LlmCall(models.Model):
     agent_did = models.CharField(max_length=255, blank=True)
     environment_id = models.CharField(max_length=200, blank=True)
     run = models.ForeignKey("sandboxes.Run", on_delete=models.PROTECT, null=True, blank=True, related_name="calls")
+    kind = models.CharField(max_length=8, choices=Kind.choices, default=Kind.LLM)
+    path = models.CharField(max_length=200, blank=True)
     model = models.CharField(max_length=200, blank=True, help_text="As the upstream names it; else as it was asked for.")
+    streamed = models.BooleanField(default=False)
     started_at = models.DateTimeField()
     deadline_at = models.DateTimeField()
+    first_byte_at = models.DateTimeField(null=True, blank=True, help_text="When the upstream's answer began.")
     ended_at = models.DateTimeField(null=True, blank=True)
     outcome = models.CharField(max_length=8, choices=Outcome.choices, default=Outcome.OPEN)
     status = models.PositiveSmallIntegerField(null=True, blank=True, help_text="What the sandbox was answered.")
     code = models.CharField(max_length=64, blank=True, help_text="Why it was refused or failed.")
+    sent_bytes = models.PositiveBigIntegerField(default=0)
+    received_bytes = models.PositiveBigIntegerField(default=0)
+    logged_at = models.DateTimeField(null=True, blank=True, help_text="When the proxy's own log was found to have it.")
+    recorded_at = models.DateTimeField(null=True, blank=True, help_text="When the upstream's record of it was found.")
     input_tokens = models.PositiveBigIntegerField(null=True, blank=True)
     cached_tokens = models.PositiveBigIntegerField(null=True, blank=True)
     output_tokens = models.PositiveBigIntegerField(null=True, blank=True)

@@ -152,6 +152,12 @@ class Sandbox(models.Model):
     memory_mib = models.PositiveIntegerField()
     millicpus = models.PositiveIntegerField()
     pids = models.PositiveIntegerField()
+    slot = models.PositiveIntegerField(
+        null=True, blank=True, editable=False, help_text="Its place at the egress proxy: which socket is its way out."
+    )
+    llm_limit = models.DecimalField(
+        max_digits=18, decimal_places=9, null=True, blank=True, help_text="USD that its holder's model calls may cost."
+    )
     open_runs = models.PositiveIntegerField(default=0)
     idle_after = models.DurationField(default=timedelta(minutes=30), help_text="It sleeps when unused for this long.")
     last_used_at = models.DateTimeField()
@@ -216,6 +222,9 @@ class Sandbox(models.Model):
                 fields=["holder"],
                 condition=Q(holder__isnull=False) & ~Q(state__in=["destroying", "destroyed"]),
                 name="sandbox_one_live_per_holder",
+            ),
+            models.UniqueConstraint(
+                fields=["slot"], condition=Q(slot__isnull=False) & ~Q(state="destroyed"), name="sandbox_one_live_per_slot"
             ),
         ]
         indexes = [

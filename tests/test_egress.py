@@ -14,11 +14,11 @@ import pytest
 
 from leases import acting, sweeps
 from leases.models import Lease
-from sandboxes.egress import Caller, door
+from sandboxes.egress.door import Caller, door
+from sandboxes.egress.usage import Usage
 from sandboxes.models import LlmCall, Run, Sandbox
 from sandboxes.moments import ticking
 from sandboxes.runs import Command
-from sandboxes.usage import Usage
 from tests.conftest import MINUTE, NOW
 
 SAID = {"model": "gpt-4o-mini-2024-07-18", "choices": [{"message": {"content": "{}"}}],

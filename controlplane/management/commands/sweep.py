@@ -18,8 +18,9 @@ from controlplane import schedules
 from leases import sweeps as leases
 from leases import turns
 from leases.management.verbs import duration, first_line, one_line
-from sandboxes import egress, pruning, runs
+from sandboxes import pruning, runs
 from sandboxes import sweeps as sandboxes
+from sandboxes.egress import gate
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import Found
 from sandboxes.storage import data
@@ -51,7 +52,7 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "give up sandbox": lambda now: sandboxes.overdue_starts(now=now)[:SHOWN],
         "finish putting to sleep": lambda now: sandboxes.overdue_evictions(now=now)[:SHOWN],
         "skip turn": lambda now: turns.overdue(now=now)[:SHOWN],
-        "close model call": lambda now: egress.overdue(now=now)[:SHOWN],
+        "close model call": lambda now: gate.overdue(now=now)[:SHOWN],
         "forget answer": lambda now: leases.forgettable(now=now)[:SHOWN],
     },
     "persist": {"store data of sandbox": lambda now: data.unsaved()[:SHOWN]},

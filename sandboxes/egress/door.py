@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from decimal import Decimal, InvalidOperation
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -23,12 +23,11 @@ import structlog
 from django.conf import settings
 from django.db import Error as DatabaseError
 from django.db import connections
-from django.db.models import QuerySet
 
-from sandboxes import offline
+from sandboxes.egress import offline
+from sandboxes.egress.usage import Usage
 from sandboxes.models import LlmCall, Sandbox
 from sandboxes.moments import Later
-from sandboxes.usage import Usage
 
 log = structlog.get_logger(__name__)
 PATH = "/v1/chat/completions"
@@ -150,17 +149,6 @@ def _cost(said: str | None) -> Decimal | None:
     except InvalidOperation:
         return None
     return cost if cost.is_finite() and 0 <= cost < MOST_COST else None
-
-
-def overdue(*, now: datetime) -> QuerySet[LlmCall]:
-    """Calls that should have been closed by now: whoever forwarded them has died."""
-    return LlmCall.objects.filter(ended_at__isnull=True, deadline_at__lt=now).order_by("deadline_at")
-
-
-def close_abandoned(*, now: datetime, limit: int = 200) -> int:
-    """Close calls past their deadline; how many. What they cost is not known, and so they show as unpriced."""
-    some = overdue(now=now).values_list("pk", flat=True)[:limit]
-    return LlmCall.objects.filter(pk__in=list(some), ended_at__isnull=True).update(ended_at=now, outcome=LlmCall.Outcome.LOST)
 
 
 class _Door(ThreadingUnixStreamServer):

@@ -1,7 +1,12 @@
-"""What a model's answer says about the tokens it took, in OpenAI's shapes and Anthropic's. Nothing of the answer is kept."""
+"""What a model's answer says about the tokens it took, read while it passes by: whole or streamed, OpenAI's shapes and
+Anthropic's. Nothing of the answer is kept."""
 
+import codecs
+import json
 from dataclasses import dataclass
 from typing import Any
+
+LARGEST = 8 << 20  # bytes of an answer, or of one event, that are looked at; the usage of a larger one is not known
 
 
 @dataclass
@@ -34,6 +39,49 @@ class Usage:
         self.input_tokens = _count(usage, "prompt_tokens", "input_tokens", known=self.input_tokens)
         self.output_tokens = _count(usage, "completion_tokens", "output_tokens", known=self.output_tokens)
         self.cached_tokens = _number(cached, self.cached_tokens)
+
+
+class Reader:
+    """Fed the bytes of an answer as they pass. `usage` is what has been seen so far."""
+
+    def __init__(self, content_type: str) -> None:
+        self.usage = Usage()
+        self._streamed = content_type.partition(";")[0].strip() == "text/event-stream"
+        self._whole = bytearray()
+        self._line = ""
+        self._text = codecs.getincrementaldecoder("utf-8")("replace")
+        self._lost = False
+
+    def feed(self, chunk: bytes) -> None:
+        if self._streamed:
+            self._events(self._text.decode(chunk))
+        elif len(self._whole) + len(chunk) <= LARGEST:
+            self._whole += chunk
+        else:
+            self._lost = True
+
+    def end(self) -> Usage:
+        """The answer is complete."""
+        if self._streamed:
+            self._events("\n")
+        elif not self._lost:
+            self.usage.take(_json(bytes(self._whole)))
+        return self.usage
+
+    def _events(self, text: str) -> None:
+        *lines, self._line = (self._line + text).replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        for line in lines:
+            if line.startswith("data:"):
+                self.usage.take(_json(line[5:].strip()))
+        if len(self._line) > LARGEST:
+            self._line = ""
+
+
+def _json(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _count(usage: dict[str, Any], *names: str, known: int | None) -> int | None:

@@ -22,7 +22,7 @@ from docker.types import LogConfig, Mount, Ulimit
 from docker.utils import kwargs_from_env
 
 from sandboxes.image import reap
-from sandboxes.providers import base
+from sandboxes.providers import base, seccomp
 from sandboxes.providers.base import (
     DATA,
     MARK,
@@ -105,7 +105,7 @@ class DockerProvider(FilesOfContainers, Launching):
         host_config = client.create_host_config(
             network_mode="none",
             cap_drop=["ALL"],
-            security_opt=["no-new-privileges:true"],
+            security_opt=["no-new-privileges:true", f"seccomp={seccomp.profile()}"],
             ipc_mode="private",
             cgroupns="private",
             init=True,

@@ -109,7 +109,7 @@ class DockerProvider(FilesOfContainers, Launching):
             ipc_mode="private",
             cgroupns="private",
             init=True,
-            read_only=True,
+            read_only=not spec.writable_root,
             tmpfs={path: _tmpfs(path, int(memory * part)) for path, part in TMPFS.items()},
             sysctls=_system_v(memory),
             ulimits=[Ulimit(name="core", soft=0, hard=0)],

@@ -23,6 +23,7 @@ from sandboxes.providers.base import ExecResult, Spec
 from sandboxes.providers.docker import DockerProvider
 from sandboxes.runs import Command
 from tests import attacks
+from tests.conftest import DOCKER_IMAGE
 
 pytestmark = pytest.mark.docker
 MINUTE = timedelta(minutes=1)
@@ -223,8 +224,33 @@ def workshop(docker_ready: None) -> Iterator[Cell]:
 
 
 @pytest.fixture(scope="module")
+def loosened(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
+    """A sandbox with a writable root file system, of an image in which /opt/tools belongs to the commands' user."""
+    provider, name, context = DockerProvider(), f"lhs-{uuid4().hex[:16]}", tmp_path_factory.mktemp("context")
+    (context / "tools").mkdir()
+    (context / "Dockerfile").write_text(f"FROM {DOCKER_IMAGE}\nCOPY --chown=10001:10001 tools /opt/tools\n")
+    sockets = tmp_path_factory.mktemp("c")
+    sockets.chmod(0o755)
+    (sockets / "llm.sock").write_text("c")
+    docker("build", "-q", "-t", name, str(context))
+    try:
+        spec = Spec(name, name, image=name, memory_mib=MEMORY_MIB, pids=PIDS, sockets=sockets, writable_root=True)
+        cell = Cell(provider, provider.create(spec))
+        provider.wait_ready(cell.ref, timeout=MINUTE)
+        yield cell
+    finally:
+        provider.destroy(name)
+        docker("image", "rm", name)
+
+
+@pytest.fixture(scope="module")
 def tried(cell: Cell) -> dict[str, list[str]]:
-    """All attacks, in one exec; two of them on a listener of this machine."""
+    """All attacks, in one exec."""
+    return outcomes(cell)
+
+
+def outcomes(cell: Cell) -> dict[str, list[str]]:
+    """Of all attacks; two of them on a listener of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port), timeout=2):  # out here it is reached
@@ -247,6 +273,17 @@ def test_an_attack_is_refused(tried: dict[str, list[str]], name: str) -> None:
 def test_no_address_is_reached(tried: dict[str, list[str]]) -> None:
     outcomes = {name: outcome for name, (outcome, _) in tried.items() if name.startswith("reach ")}
     assert set(outcomes.values()) == {"refused"}, outcomes
+
+
+def test_a_writable_root_loosens_that_and_nothing_else(cell: Cell, loosened: Cell) -> None:
+    sealed, loose = (inspected("inspect", each.ref)["HostConfig"] for each in (cell, loosened))
+    assert {key for key in sealed if sealed[key] != loose[key]} == {"ReadonlyRootfs", "Mounts"}
+    theirs = [[(each["Type"], each["Target"], each.get("ReadOnly")) for each in host["Mounts"]] for host in (sealed, loose)]
+    assert theirs[0] == theirs[1]
+    assert loosened.run("sh", "-c", "echo '#!/bin/sh\necho mine' > /opt/tools/x; chmod +x /opt/tools/x").exit_code == 0
+    assert loosened.run("/opt/tools/x").stdout == b"mine\n"
+    found = {name: said for name, (outcome, said) in outcomes(loosened).items() if outcome != "refused"}
+    assert found == {"write_anywhere_else": "['/opt/tools', '/opt/tools/x']"}
 
 
 @pytest.mark.parametrize("number", [attacks.NUMBERS["clone3"][0], 4000])

@@ -5,11 +5,11 @@ from typing import Any
 from django.contrib import admin
 from django.db.models import Count, Q
 from django.http import HttpRequest
-from django.utils.html import format_html
+from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.cells import badge, counted, link, rows, two
+from sandboxes.cells import badge, counted, link, rows, size, two
 from sandboxes.models import Policy, Sandbox, State
 from sandboxes.pages import Fact, Page
 from sandboxes.policies import SEALED
@@ -19,11 +19,11 @@ LIVE = ~Q(state=State.DESTROYED)
 
 @admin.register(Policy)
 class PolicyAdmin(Page):
-    list_display = ["what", "root", "callable", "pace", "publishes", "live"]
+    list_display = ["what", "root", "may_be_called", "pace", "publishes", "live"]
     search_fields = ["name__startswith"]
     search_help_text = "Name"
     ordering = ["name"]
-    fieldsets = [
+    fieldsets: list[tuple[str | None, dict[str, Any]]] = [
         (None, {"fields": ["name", "description"]}),
         ("Its container", {"fields": ["writable_root"]}),
         (
@@ -49,6 +49,22 @@ class PolicyAdmin(Page):
         """The built-in one says what holds for all that name none: it is the same everywhere."""
         return not (obj and obj.built_in) and bool(super().has_change_permission(request, obj))
 
+    def get_fieldsets(self, request: HttpRequest, obj: Policy | None = None) -> Any:
+        """Whoever only reads sees the models one a line, as the form has them."""
+        if obj is None or self.has_change_permission(request, obj):
+            return self.fieldsets
+        return [
+            (title, {**said, "fields": ["all_models" if name == "models" else name for name in said["fields"]]})
+            for title, said in self.fieldsets
+        ]
+
+    @display(description="Models that may be called")
+    def all_models(self, row: Policy) -> SafeString | str:
+        return (
+            format_html_join(format_html("<br>"), '<span class="lh-command">{}</span>', ((each,) for each in row.models))
+            or "any"
+        )
+
     def complete(self, rows: list[Policy]) -> None:
         found = Sandbox.objects.filter(LIVE).order_by().values_list("policy").annotate(Count("pk"))
         live = dict(found)
@@ -64,13 +80,14 @@ class PolicyAdmin(Page):
         return root(row)
 
     @display(description="Models")
-    def callable(self, row: Policy) -> SafeString | str:
+    def may_be_called(self, row: Policy) -> SafeString | str:
         return allowed(row)
 
     @display(description="Calls")
     def pace(self, row: Policy) -> SafeString:
-        rate = f"{row.calls_per_minute:,} a minute, {row.most_calls_at_once:,} at once"
-        return two(rate, f"{row.largest_body_kib:,} KiB each")
+        return two(
+            f"{row.calls_per_minute:,} a minute", f"{row.most_calls_at_once:,} at once, {size(row.largest_body_kib << 10)} each"
+        )
 
     @display(description="Relay")
     def publishes(self, row: Policy) -> str:
@@ -90,8 +107,7 @@ class PolicyAdmin(Page):
         return {
             "facts": [
                 Fact("Root file system", root(row)),
-                Fact("Models", allowed(row)),
-                Fact("Relay", self.publishes(row)),
+                Fact("Way out", "to any model" if not row.models else allowed(row), note="and the relay" if row.relay else ""),
                 *self.wanted_by(row),
                 Fact(
                     "Live sandboxes",
@@ -108,11 +124,11 @@ def root(row: Policy) -> SafeString:
 
 
 def allowed(row: Policy) -> SafeString | str:
-    """The models that may be called, in the words of a list: the first few by name."""
+    """The models that may be called, in the words of a list: the first by name."""
     if not row.models:
         return "any"
-    more = len(row.models) - 2
-    first = format_html('<span class="lh-command">{}</span>', ", ".join(row.models[:2]))
+    more = len(row.models) - 1
+    first = format_html('<span class="lh-command">{}</span>', row.models[0])
     return two(first, f"and {counted(more, 'more', 'more')}") if more > 0 else first
 
 

@@ -9,7 +9,7 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.cells import badge, counted, link, rows, size, two
+from sandboxes.cells import badge, counted, link, rows, two
 from sandboxes.models import Policy, Sandbox, State
 from sandboxes.pages import Fact, Page
 from sandboxes.policies import SEALED
@@ -85,9 +85,7 @@ class PolicyAdmin(Page):
 
     @display(description="Calls")
     def pace(self, row: Policy) -> SafeString:
-        return two(
-            f"{row.calls_per_minute:,} a minute", f"{row.most_calls_at_once:,} at once, {size(row.largest_body_kib << 10)} each"
-        )
+        return two(f"{row.calls_per_minute:,} a minute", f"{row.most_calls_at_once:,} at once")
 
     @display(description="Relay")
     def publishes(self, row: Policy) -> str:

@@ -436,6 +436,9 @@ def _never_began(said: bytes, cap: int) -> tuple[int, Kept, Kept]:
     text = said.decode(errors="replace").strip().removesuffix(": unknown")
     for prefix in ("OCI runtime exec failed: ", "exec failed: ", "unable to start container process: "):
         text = text.removeprefix(prefix)
+    _, _, of_gvisor = text.removeprefix("executing processes for container: executing command ").partition('" in sandbox: ')
+    if of_gvisor.startswith(("error finding executable", "failed to load")):
+        text = f"exec: {of_gvisor}"
     if not text.startswith(("exec: ", "exec ", "executable ", "chdir ")):  # not about the program: "cannot exec in a ..."
         raise Conflict(text)
     absent = text.startswith("exec") and ("not found" in text or "no such file" in text)

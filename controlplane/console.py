@@ -39,6 +39,7 @@ MENU: Mapping[str, list[tuple[str, str, str]]] = {
         ("Processes", "memory", "sandboxes.process"),
         ("Model calls", "forum", "sandboxes.llmcall"),
         ("Pools", "database", "sandboxes.pool"),
+        ("Policies", "policy", "sandboxes.policy"),
         ("Quotas", "pie_chart", "sandboxes.quota"),
     ],
     "State": [

@@ -41,6 +41,7 @@ def want_for(lease: Lease, *, now: datetime) -> Want:
         idle_after=lease.sleep_after,
         files={f"{WORKSPACE}/config.json": json.dumps(config, indent=2).encode()},
         skill=lease.environment_type_id,
+        policy=lambda: lease.environment_type.policy,
         excludes=lambda: lease.environment_type.snapshot_excludes,
         llm_limit=lease.llm_limit,
         fence=partial(_fence, lease.pk, now),

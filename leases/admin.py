@@ -25,6 +25,7 @@ from sandboxes.admin_pools import new_quota, quota_line
 from sandboxes.cells import age, ago, badge, counted, link, rows, shortened, size, span, stamp, two
 from sandboxes.models import AgentData, Outcome, Quota, Run, Sandbox, State
 from sandboxes.pages import Act, Fact, Facts, Page, Reason, Slice, all_fields
+from sandboxes.policies import SEALED
 
 __all__ = [
     "AgentAdmin", "EnvironmentTypeAdmin", "KeyAdmin", "LeaseAdmin", "TurnAdmin", "admin_sandboxes", "admin_state",
@@ -416,11 +417,11 @@ class KeyAdmin(Page):
 @admin.register(EnvironmentType)
 class EnvironmentTypeAdmin(Page):
     list_display = ["name", "clocks", "sleeps", "conditions", "where"]
-    list_select_related = ["pool"]
+    list_select_related = ["pool", "policy"]
     search_fields = ["name__startswith"]
     ordering = ["name"]
     fieldsets = [
-        (None, {"fields": ["name", "pool"]}),
+        (None, {"fields": ["name", "pool", "policy"]}),
         ("When its leases end", {"fields": ["ttl", "max_ttl", "expiry_conditions"]}),
         ("Turns and sleep", {"fields": ["turn_argv", "turn_timeout", "sleep_after", "snapshot_excludes"]}),
     ]
@@ -447,9 +448,9 @@ class EnvironmentTypeAdmin(Page):
     def conditions(self, row: EnvironmentType) -> str:
         return ", ".join(row.expiry_conditions) or "–"
 
-    @display(description="Pool")
-    def where(self, row: EnvironmentType) -> str:
-        return str(row.pool or "default")
+    @display(description="Pool and policy")
+    def where(self, row: EnvironmentType) -> SafeString:
+        return two(row.pool or "default", row.policy or SEALED)
 
     def page(self, request: HttpRequest, row: EnvironmentType) -> dict[str, Any]:
         active = row.leases.filter(status=Status.ACTIVE).count()

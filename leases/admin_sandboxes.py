@@ -7,20 +7,25 @@ from django.contrib import admin
 from django.core.exceptions import ValidationError
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse
+from django.utils.html import format_html_join
 from unfold.decorators import action
 from unfold.enums import ActionVariant
 
 from leases import leasing
 from leases.admin_state import TAKE
 from leases.cells import HeldByLease, agent_fact
-from leases.models import DID_ACCEPTS, is_did
+from leases.models import DID_ACCEPTS, EnvironmentType, is_did
 from leases.tasks import sleep_soon, wake_idle, wake_reclaim, wake_soon
 from sandboxes import pool
 from sandboxes.admin import RunAdmin, SandboxAdmin
+from sandboxes.admin_policies import PolicyAdmin
 from sandboxes.admin_pools import QuotaAdmin, QuotaForm
 from sandboxes.admin_processes import ProcessAdmin
-from sandboxes.models import GONE, Process, Quota, Run, Sandbox, State
+from sandboxes.cells import link
+from sandboxes.models import GONE, Policy, Process, Quota, Run, Sandbox, State
 from sandboxes.pages import Act, Fact, Reason
+
+MOST_TYPES = 8  # on a policy's page
 
 
 def _destroy(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
@@ -80,7 +85,7 @@ DESTROY = Act(
 )
 
 
-for model in (Sandbox, Run, Process, Quota):
+for model in (Sandbox, Run, Process, Quota, Policy):
     admin.site.unregister(model)
 
 
@@ -152,3 +157,15 @@ class AgentsQuotaAdmin(QuotaAdmin):
 
     def agent(self, did: str) -> Fact:
         return agent_fact(did)
+
+
+@admin.register(Policy)
+class WantedPolicyAdmin(PolicyAdmin):
+    def wanted_by(self, row: Policy) -> list[Fact]:
+        """The environment types whose next sandboxes get it; of the built-in one also those that name none."""
+        theirs = Q(policy=row) | Q(policy__isnull=True) if row.built_in else Q(policy=row)
+        found = EnvironmentType.objects.filter(theirs).order_by("name")
+        shown = [link("leases_environmenttype", each.pk, each.name) for each in found[:MOST_TYPES]]
+        more = len(found) - len(shown)
+        named = format_html_join(", ", "{}", ((each,) for each in shown))
+        return [Fact("Environment types", named or "none", note=f"and {more} more" if more else "")]

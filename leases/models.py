@@ -12,7 +12,7 @@ from django.db.models import F, Q
 from django.utils import timezone
 
 from sandboxes import durations
-from sandboxes.models import Pool, Run
+from sandboxes.models import Policy, Pool, Run
 
 DID = r"did:[a-z0-9]+:[A-Za-z0-9._:%-]*[A-Za-z0-9._-]"
 DID_ACCEPTS = "a DID such as did:plc:abc123: letters, digits and . _ : % - after did:<method>:, at most 255 characters"
@@ -118,6 +118,10 @@ class EnvironmentType(models.Model):
     pool = models.ForeignKey(
         Pool, on_delete=models.PROTECT, null=True, blank=True, related_name="+", help_text='Empty: the pool "default".'
     )
+    policy = models.ForeignKey(
+        Policy, on_delete=models.PROTECT, null=True, blank=True, related_name="environment_types",
+        help_text="What its sandboxes may do beyond the rest, from their start. Empty: nothing, they are sealed.",
+    )  # fmt: skip
     llm_limit = models.DecimalField(
         max_digits=18, decimal_places=9, null=True, blank=True, validators=[MinValueValidator(0)],
         verbose_name="spend limit", help_text="USD that the model calls of one lease may cost. Empty: no limit.",

@@ -18,6 +18,7 @@ from unfold.contrib.filters.admin import RadioFilter
 from unfold.decorators import action, display
 
 from sandboxes import cells, pool
+from sandboxes.admin_policies import PolicyAdmin, policy_fact
 from sandboxes.admin_pools import PoolAdmin, QuotaAdmin
 from sandboxes.admin_processes import ProcessAdmin
 from sandboxes.admin_state import (
@@ -54,8 +55,8 @@ from sandboxes.stats import LATE
 from sandboxes.stored import Attachment, SnapshotKind
 
 __all__ = [
-    "AgentDataAdmin", "DataEventAdmin", "PoolAdmin", "ProcessAdmin", "QuotaAdmin", "RunAdmin", "SandboxAdmin", "SnapshotAdmin",
-    "SweepAdmin",
+    "AgentDataAdmin", "DataEventAdmin", "PolicyAdmin", "PoolAdmin", "ProcessAdmin", "QuotaAdmin", "RunAdmin", "SandboxAdmin",
+    "SnapshotAdmin", "SweepAdmin",
 ]  # fmt: skip
 
 SHOWN = 25  # newest entries of each list on a sandbox's page
@@ -104,7 +105,7 @@ class Lasting(RadioFilter):
 @admin.register(Sandbox)
 class SandboxAdmin(Held, Facts):
     list_display = ["who", "status", "lasted", "place", "used", "trouble"]
-    list_filter = ["state", Lasting, "pool", "provider"]
+    list_filter = ["state", Lasting, "pool", "policy", "provider"]
     list_select_related = ["pool", "attachment"]
     list_defer = ["attachment__base", "attachment__pulling"]
     search_fields = ["agent_did__startswith", "environment_id__startswith"]
@@ -112,8 +113,8 @@ class SandboxAdmin(Held, Facts):
     ordering = ["-created_at", "-pk"]
     slices = SANDBOXES
     fieldsets = all_fields(
-        "id", "pool", "agent_did", "environment_id", "holder", "state", "state_since", "incarnation",
-        "provider", "isolated", "ref", "image", "memory_mib", "millicpus", "pids", "open_runs", "idle_after", "idle_at",
+        "id", "pool", "agent_did", "environment_id", "holder", "state", "state_since", "incarnation", "provider",
+        "isolated", "ref", "image", "memory_mib", "millicpus", "pids", "policy", "open_runs", "idle_after", "idle_at",
         "last_used_at", "prepared", "source", "workspace_bytes", "measured_at", "warm_hits", "woken_local", "woken_cloud",
         "woken_fresh", "lost_at", "claimed_by", "deadline_at", "tries", "quarantined_at", "created_at", "destroyed_at",
     )  # fmt: skip
@@ -179,6 +180,7 @@ class SandboxAdmin(Held, Facts):
                 self.holder(row.holder) if row.holder else Fact("Holder", "nobody"),
                 self.agent(row.agent_did),
                 Fact("Pool", link("sandboxes_pool", row.pool_id, row.pool), note=row.provider + isolation),
+                policy_fact(row.policy),
                 Fact("Last used", ago(row.last_used_at), note=sleeps(row)),
                 workspace(row),
                 *([of_agent(here)] if here else []),

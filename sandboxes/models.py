@@ -12,11 +12,12 @@ from django.utils import timezone
 
 from sandboxes.background import Ending, Process
 from sandboxes.calls import LlmCall
+from sandboxes.policies import SEALED, Policy
 from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject, Snapshot
 
 __all__ = [
     "ALIVE", "GONE", "IN_FLIGHT", "RUN_KINDS", "AgentData", "Attachment", "DataEvent", "DataFile", "DataObject", "Ending",
-    "LlmCall", "Outcome", "Pool", "Process", "Quota", "Run", "Sandbox", "Snapshot", "State", "Sweep", "Transition",
+    "LlmCall", "Outcome", "Policy", "Pool", "Process", "Quota", "Run", "Sandbox", "Snapshot", "State", "Sweep", "Transition",
 ]  # fmt: skip
 
 
@@ -158,6 +159,9 @@ class Sandbox(models.Model):
     llm_limit = models.DecimalField(
         max_digits=18, decimal_places=9, null=True, blank=True, help_text="USD that its holder's model calls may cost."
     )
+    policy = models.ForeignKey(
+        Policy, on_delete=models.PROTECT, null=True, blank=True, related_name="sandboxes", help_text="Empty: sealed."
+    )
     open_runs = models.PositiveIntegerField(default=0)
     idle_after = models.DurationField(default=timedelta(minutes=30), help_text="It sleeps when unused for this long.")
     last_used_at = models.DateTimeField()
@@ -248,6 +252,11 @@ class Sandbox(models.Model):
     def sandbox_id(self) -> str:
         """The name people use: agent and environment. Before anyone holds it, the row's id."""
         return f"{self.agent_did}::{self.environment_id}" if self.agent_did else str(self.pk)
+
+    @property
+    def rules(self) -> Policy:
+        """What it may do: its policy, and the seal if it has none."""
+        return self.policy or Policy(name=SEALED)
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from decimal import Decimal
+from types import NoneType
 
 import structlog
 from django.conf import settings
@@ -31,7 +32,7 @@ from sandboxes.lifecycle import (
     begin,
     step,
 )
-from sandboxes.models import ALIVE, GONE, Outcome, Pool, Quota, Run, Sandbox, Snapshot, State
+from sandboxes.models import ALIVE, GONE, Outcome, Policy, Pool, Quota, Run, Sandbox, Snapshot, State
 from sandboxes.moments import Later, backoff, ticking
 from sandboxes.providers.base import WORKSPACE, Missing, Provider, ProviderError, Spec
 from sandboxes.storage import data, mounts, workspace
@@ -60,6 +61,7 @@ class Want:
     skill: str = ""  # what /data/skills has to have for it, if the image has it
     excludes: Callable[[], Sequence[str]] = tuple  # what snapshots of its workspace leave out
     llm_limit: Decimal | None = None  # USD that its model calls may cost
+    policy: Callable[[], Policy | None] = NoneType  # what its sandbox may do beyond the rest
     fence: Callable[[], object] = bool  # called in the transaction that takes a place; raises if the holder may not
 
 
@@ -107,6 +109,9 @@ def claim(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Give the holder a pre-warmed sandbox of its pool. None if there is none, or if the holder has one already."""
     if not want.pool.warm_target or workspace.latest(want.holder):
         return None  # whoever has something stored gets a sandbox with that in it
+    policy = _policy_of(want)
+    if policy and policy.writable_root:
+        return None  # those that were started ahead of demand are sealed
     try:
         with transaction.atomic(durable=True):
             want.fence()
@@ -121,7 +126,7 @@ def claim(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
                 pk, WARM, WARM, now=now, reason="claimed", actor=actor, guard=Q(holder__isnull=True),
                 holder=want.holder, agent_did=want.agent_did, environment_id=want.environment_id,
                 idle_after=want.idle_after, last_used_at=now, idle_at=now + want.idle_after, prepared=False,
-                excludes=[*want.excludes()], llm_limit=want.llm_limit,
+                excludes=[*want.excludes()], llm_limit=want.llm_limit, policy=policy,
             )  # fmt: skip
             if not claimed:
                 transaction.set_rollback(True)  # the quota was taken
@@ -153,7 +158,8 @@ def reserve(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
 def _reserve(want: Want, *, now: datetime, actor: str) -> Sandbox:
     sandbox = _new(want.pool, now=now)
     sandbox.holder, sandbox.agent_did, sandbox.environment_id = want.holder, want.agent_did, want.environment_id
-    sandbox.idle_after, sandbox.excludes, sandbox.llm_limit = want.idle_after, [*want.excludes()], want.llm_limit
+    sandbox.idle_after, sandbox.excludes = want.idle_after, [*want.excludes()]
+    sandbox.llm_limit, sandbox.policy = want.llm_limit, _policy_of(want)
     with transaction.atomic(durable=True):
         want.fence()
         begin(sandbox, now=now, reason="needed", actor=actor)
@@ -163,6 +169,12 @@ def _reserve(want: Want, *, now: datetime, actor: str) -> Sandbox:
             raise _Full
     step("reserved", sandbox)
     return sandbox
+
+
+def _policy_of(want: Want) -> Policy | None:
+    """The one that loosens nothing is none: so each sandbox has one way to say that it is sealed."""
+    policy = want.policy()
+    return None if policy is None or policy.built_in else policy
 
 
 def warm_up(pool: Pool, *, now: datetime) -> Sandbox | None:
@@ -313,6 +325,7 @@ def spec_of(sandbox: Sandbox) -> Spec:
         pids=sandbox.pids,
         sockets=slots.directory(sandbox.slot) if sandbox.slot is not None else None,
         data=mounts.place_for(sandbox),
+        writable_root=sandbox.rules.writable_root,
     )
 
 
@@ -321,7 +334,7 @@ def spec_of(sandbox: Sandbox) -> Spec:
 
 def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Start the next incarnation of a cold sandbox with its stored state. None if somebody else moved it first."""
-    sandbox = Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
+    sandbox = Sandbox.objects.select_related("pool", "policy").get(pk=sandbox.pk)
     same = Q(incarnation=sandbox.incarnation, holder=sandbox.holder)
     sandbox.incarnation += 1
     sandbox.ref, sandbox.claim = sandbox.name, uuid.uuid4()

@@ -5,9 +5,11 @@
 An attack returns what it got, or raises OSError. One line of JSON comes out: name -> [outcome, what it said], where the
 outcome is "refused" or "succeeded"; or "hung" or "broken", from which nothing follows."""
 
+import contextlib
 import ctypes
 import errno
 import json
+import mmap
 import os
 import resource
 import signal
@@ -15,7 +17,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -44,9 +46,18 @@ def syscall(name: str, *args: object) -> int:
 
 
 NUMBERS = {  # x86_64, aarch64
-    "bpf": (321, 280), "finit_module": (313, 273), "init_module": (175, 105), "keyctl": (250, 219),
-    "perf_event_open": (298, 241), "pivot_root": (155, 41), "process_vm_readv": (310, 270), "kexec_load": (246, 104),
-    "open_by_handle_at": (304, 265), "syslog": (103, 116), "userfaultfd": (323, 282), "io_setup": (206, 0),
+    "acct": (163, 89), "add_key": (248, 217), "bpf": (321, 280), "clock_settime": (227, 112), "clone": (56, 220),
+    "clone3": (435, 435), "delete_module": (176, 106), "fanotify_init": (300, 262), "finit_module": (313, 273),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fsopen": (430, 430), "fspick": (433, 433), "get_mempolicy": (239, 236),
+    "init_module": (175, 105), "io_setup": (206, 0), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "io_uring_setup": (425, 425), "kcmp": (312, 272), "kexec_file_load": (320, 294), "kexec_load": (246, 104),
+    "keyctl": (250, 219), "lookup_dcookie": (212, 18), "mbind": (237, 235), "memfd_secret": (447, 447),
+    "migrate_pages": (256, 238), "mount_setattr": (442, 442), "move_mount": (429, 429), "move_pages": (279, 239),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "open_tree": (428, 428),
+    "perf_event_open": (298, 241), "personality": (135, 92), "pidfd_getfd": (438, 438), "pivot_root": (155, 41),
+    "process_madvise": (440, 440), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "quotactl": (179, 60),
+    "request_key": (249, 218), "set_mempolicy": (238, 237), "setns": (308, 268), "socket": (41, 198),
+    "syslog": (103, 116), "unshare": (272, 97), "userfaultfd": (323, 282), "vmsplice": (278, 75),
 }  # fmt: skip
 
 
@@ -102,6 +113,30 @@ def open_a_packet_socket() -> object:
 def open_a_socket_to_the_hypervisor() -> object:
     """One that belongs to no network namespace."""
     return socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
+
+
+@attack
+def hide_a_family_in_half_a_register() -> object:
+    """The kernel reads the lower half of it."""
+    return syscall("socket", ctypes.c_uint64(1 << 32 | socket.AF_VSOCK), socket.SOCK_STREAM, 0)
+
+
+@attack
+def open_a_socket_of_any_other_family() -> object:
+    """Than unix, the two of the internet and netlink: 46 is beyond the last."""
+    return opened((family, kind, 0) for family in range(47) if family not in (1, 2, 10, 16) for kind in range(1, 7))
+
+
+@attack
+def speak_another_protocol() -> object:
+    """Than TCP and UDP; ping, SCTP, UDP-Lite and MPTCP among them, and all of netlink but routing."""
+    internet = [(family, kind, number) for family in (2, 10) for kind in (1, 2, 5) for number in (1, 33, 58, 132, 136, 262)]
+    return opened([*internet, *((16, 3, number) for number in range(1, 32))])
+
+
+@attack
+def open_a_pair_of_another_family() -> object:
+    return socket.socketpair(socket.AF_VSOCK, socket.SOCK_STREAM)
 
 
 @attack
@@ -221,10 +256,18 @@ def run_without_a_seccomp_filter() -> object:
 
 for _name, _flag in {"user": 1 << 28, "mount": 1 << 17, "net": 1 << 30, "pid": 1 << 29, "uts": 1 << 26}.items():
     ATTACKS[f"make_a_{_name}_namespace"] = partial(call, "unshare", _flag)
+    ATTACKS[f"clone_into_a_{_name}_namespace"] = lambda flag=_flag: born(syscall("clone", flag | signal.SIGCHLD, 0, 0, 0, 0))
 
 
 @attack
-def clone_into_a_user_namespace() -> object:
+def clone_by_flags_in_memory() -> object:
+    """Which a filter cannot see: so it has to say that there is no such call, for libraries to use the other one."""
+    arguments = (ctypes.c_uint64 * 11)(1 << 28, 0, 0, 0, signal.SIGCHLD)
+    return born(syscall("clone3", arguments, ctypes.sizeof(arguments)))
+
+
+@attack
+def make_a_user_namespace_by_program() -> object:
     return program("unshare", "-Ur", "id")
 
 
@@ -286,6 +329,7 @@ for _link in ("root", "cwd", "exe", "ns/net"):
 ATTACKS["see_its_files"] = partial(on_any, lambda pid: os.listdir(f"/proc/{pid}/fd"))
 ATTACKS["kill_it"] = partial(on_any, lambda pid: os.kill(pid, signal.SIGKILL))
 ATTACKS["stop_it"] = partial(on_any, lambda pid: os.kill(pid, signal.SIGSTOP))
+ATTACKS["trace_a_child"] = lambda: call("ptrace", 0, 0, None, None) or "traced"
 ATTACKS["trace_it"] = partial(on_any, lambda pid: call("ptrace", 16, pid, None, None))
 ATTACKS["read_its_memory"] = partial(on_any, lambda pid: let_in(partial(syscall, "process_vm_readv", pid, None, 0, None, 0, 0)))
 ATTACKS["limit_it"] = partial(on_any, lambda pid: resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, 1)))
@@ -313,8 +357,58 @@ for _word, _arguments in {
     "syslog": (3, ctypes.create_string_buffer(64), 64),
     "userfaultfd": (0,),
     "keyctl": (0, -3, 1),
+    "add_key": (None, None, None, 0, 0),
+    "request_key": (None, None, None, 0),
+    "io_uring_setup": (1, None),
+    "io_uring_enter": (-1, 0, 0, 0, None, 0),
+    "io_uring_register": (-1, 0, None, 0),
+    "io_setup": (1, None),
+    "process_vm_writev": (1, None, 0, None, 0, 0),
+    "process_madvise": (-1, None, 0, 0, 0),
+    "pidfd_getfd": (-1, 0, 0),
+    "kcmp": (1, 1, 9, 0, 0),
+    "unshare": (0,),
+    "setns": (-1, 0),
+    "open_tree": (-100, None, 0),
+    "move_mount": (-1, None, -1, None, 0),
+    "fsopen": (None, 0),
+    "fsconfig": (-1, 0, None, None, 0),
+    "fsmount": (-1, 0, 0),
+    "fspick": (-1, None, 0),
+    "mount_setattr": (-1, None, 0, None, 0),
+    "fanotify_init": (-1, 0),
+    "name_to_handle_at": (-100, None, None, None, 0),
+    "quotactl": (0, None, 0, None),
+    "kexec_file_load": (-1, -1, 0, None, 0),
+    "delete_module": (None, 0),
+    "memfd_secret": (-1,),
+    "vmsplice": (-1, None, 0, 0),
+    "acct": (ctypes.c_char_p(1),),
+    "clock_settime": (-1, None),
+    "lookup_dcookie": (0, None, 0),
+    "mbind": (None, 0, 0, None, 0, 0),
+    "get_mempolicy": (None, None, 0, None, 0),
+    "set_mempolicy": (-1, None, 0),
+    "move_pages": (0, 0, None, None, None, -1),
+    "migrate_pages": (0, 0, None, None),
 }.items():
     ATTACKS[f"call_{_word}"] = partial(let_in, partial(syscall, _word, *_arguments))
+
+
+@attack
+def turn_off_randomized_addresses() -> object:
+    return let_in(partial(syscall, "personality", 0x40000))
+
+
+@attack
+def call_by_the_numbers_of_32_bits() -> object:
+    """What is let in is known by number, and here others mean it."""
+    return code("b814000000cd80c3")  # mov eax, 20 (getpid); int 0x80; ret
+
+
+@attack
+def call_by_the_numbers_of_x32() -> object:
+    return code("b8270000400f05c3")  # mov eax, 0x40000027 (getpid); syscall; ret
 
 
 @attack
@@ -463,6 +557,42 @@ def prune(above: str, directories: list[str], *skipped: str) -> bool:
     """Have os.walk leave these out; always true."""
     directories[:] = [name for name in directories if os.path.join(above, name) not in skipped]
     return True
+
+
+def opened(sockets: Iterable[tuple[int, int, int]]) -> object:
+    """Those of (family, type, protocol) that can be opened."""
+    found = []
+    for asked in sockets:
+        with contextlib.suppress(OSError):
+            socket.socket(*asked).close()
+            found.append(asked)
+    return found or refused("none of them")
+
+
+def born(pid: int) -> object:
+    """In the child of a clone that succeeded: no more of it."""
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return f"a child, {pid}"
+
+
+def code(instructions: str) -> object:
+    """What a child of ours says that executes this function, in x86_64 machine code. It dies: a refusal."""
+    if os.uname().machine != "x86_64":
+        raise OSError("not on this machine")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC) as page:
+            page.write(bytes.fromhex(instructions))
+            got = ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
+            os.write(writer, str(got).encode())
+            os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    os.close(writer)
+    got = int(os.read(reader, 32) or 0)
+    return got if os.WIFEXITED(status) and got > 0 else refused(f"status {status}, answer {got}")
 
 
 def opens(path: Path) -> bool:

@@ -16,7 +16,7 @@ from leases import acting, leasing, sweeps
 from leases.models import Lease
 from sandboxes.egress import gate
 from sandboxes.egress.server import Server
-from sandboxes.models import LlmCall, Run, Sandbox
+from sandboxes.models import LlmCall, Policy, Run, Sandbox
 from sandboxes.runs import Command
 from tests import way_out
 from tests.conftest import MINUTE, NOW
@@ -312,9 +312,11 @@ def test_calls_are_limited_by_the_minute_and_at_once(upstream: Upstream, box: Sa
                 started_at=NOW, deadline_at=NOW + MINUTE,
             )  # fmt: skip
 
-    rows(gate.AT_ONCE, "open", None)
+    box.policy = Policy.objects.create(name="slow", calls_per_minute=7, most_calls_at_once=3)
+    box.save(update_fields=["policy"])
+    rows(3, "open", None)
     assert post(way, ASK)[1]["error"]["code"] == "too_many_at_once"
-    rows(gate.CALLS_PER_MINUTE, "ok", NOW)
+    rows(4, "ok", NOW)
     assert post(way, ASK)[1]["error"]["code"] == "too_many_calls"
     LlmCall.objects.update(started_at=NOW - timedelta(minutes=2), deadline_at=NOW - MINUTE)
     assert post(way, ASK)[0] == 200
@@ -360,9 +362,24 @@ def test_no_other_path_leaves(url: str, upstream: Upstream, way: Path) -> None:
     assert not upstream.asked
 
 
-def test_a_request_that_is_too_large_is_refused(upstream: Upstream, way: Path) -> None:
-    status, said = post(way, b" " * (4 << 20) + b"{}x")
-    assert (status, said["error"]["code"]) == (413, "too_large")
+@pytest.mark.parametrize("kib", [None, 1, 8192])
+def test_a_request_that_is_larger_than_its_policy_lets_it_be_is_refused(
+    kib: int | None, upstream: Upstream, box: Sandbox, way: Path
+) -> None:
+    if kib:
+        box.policy = Policy.objects.create(name="other", largest_body_kib=kib)
+        box.save(update_fields=["policy"])
+    most = (kib or 4096) << 10
+    spaces = b" " * (most - len(json.dumps(ASK)))
+    assert post(way, json.dumps(ASK).encode() + spaces)[0] == 200
+    status, said = post(way, json.dumps(ASK).encode() + spaces + b" ")
+    assert (status, said["error"]["code"]) == (413, "too_large") and len(upstream.asked) == 1
+
+
+def test_a_policy_names_the_models_instead(settings, upstream: Upstream, box: Sandbox, way: Path) -> None:
+    box.policy = Policy.objects.create(name="cheap", models=["tiny-*"])
+    box.save(update_fields=["policy"])
+    assert [post(way, {**ASK, "model": model})[0] for model in ("tiny-1", "default")] == [200, 403]
 
 
 # --- what is left behind ----------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A Docker sandbox against an agent that wants out of it, or more than its share. tests/attacks.py is what it tries."""
 
+import errno
 import json
 import os
 import socket
@@ -17,10 +18,12 @@ from django.utils import timezone
 from leases import acting, leasing
 from sandboxes import providers
 from sandboxes.models import Pool, Sandbox
+from sandboxes.providers import seccomp
 from sandboxes.providers.base import ExecResult, Spec
 from sandboxes.providers.docker import DockerProvider
 from sandboxes.runs import Command
 from tests import attacks
+from tests.conftest import DOCKER_IMAGE
 
 pytestmark = pytest.mark.docker
 MINUTE = timedelta(minutes=1)
@@ -65,6 +68,98 @@ while (segment := libc.shmget(0, 1 << 20, 0o1600)) >= 0:
 print(taken >> 20, files)
 """
 
+# What each has to be able to do, as bash: it succeeds, and its last word is "fine".
+TOOLS = {
+    "bash": """
+sleep 30 & kill $! ; wait $! || true
+diff <(printf '%s\\n' a b | sort -r | cat) <(printf 'b\\na\\n')
+mkfifo pipe; (echo fine > pipe) & cat pipe; wait
+""",
+    "coreutils": """
+printf 'one\\ntwo\\n' > a; cp -a a b; ln -s a c; ln a d; install -m 700 a e; touch -d yesterday b; chmod 600 b; mv b f
+tar cf x.tar a c d e f; tar tf x.tar | wc -l | grep -qx 5; find . -type l | xargs readlink | grep -qx a
+flock a timeout 5 nice -n 5 nohup setsid env true; df . > /dev/null; ps aux > /dev/null; id | grep -q agent
+dd if=/dev/zero of=z bs=4k count=4 conv=fsync status=none; truncate -s 1M z; split -n 4 z; sha256sum z | cut -c1-4; echo fine
+""",
+    "git": """
+git init -q one; cd one; echo a > a; git add a; git commit -qm one; git checkout -qb two; echo b >> a; git commit -qam two
+git checkout -q main; git merge -q two; git gc -q; cd ..; git clone -q file://$PWD/one three; git -C three fsck --strict
+git -C three log --format=%s | grep -qx two; git -C three worktree add -q ../four; echo fine
+""",
+    "python": """
+python3 - <<'END'
+import asyncio, concurrent.futures, ctypes, fcntl, mmap, multiprocessing, os, pty, resource, select, selectors, shutil, signal
+import socket, sqlite3, ssl, subprocess, tempfile, threading
+with concurrent.futures.ThreadPoolExecutor(4) as many:
+    assert list(many.map(str, range(9)))[-1] == "8"
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    assert sum(pool.map(abs, range(5))) == 10
+assert subprocess.run(["cat"], input=b"x", capture_output=True, preexec_fn=os.setsid).stdout == b"x"
+assert socket.if_nameindex()[0][1] == "lo"
+async def talk():
+    async def answer(reader, writer):
+        writer.write(await reader.readline()); writer.close()
+    tcp, unix = await asyncio.start_server(answer, "127.0.0.1", 0), await asyncio.start_unix_server(answer, "sock")
+    port = tcp.sockets[0].getsockname()[1]
+    for dialled in (asyncio.open_connection("127.0.0.1", port), asyncio.open_unix_connection("sock")):
+        reader, writer = await dialled
+        writer.write(b"hi\\n")
+        assert await reader.readline() == b"hi\\n"
+        writer.close()
+    assert await (await asyncio.create_subprocess_exec("true")).wait() == 0
+asyncio.run(talk())
+one, two = socket.socketpair()
+socket.send_fds(one, [b"x"], [0]); assert socket.recv_fds(two, 1, 1)[1]
+os.close(os.memfd_create("x")); os.close(os.pidfd_open(os.getpid())); os.posix_fallocate(os.open("y", 66), 0, 4096)
+assert pty.spawn(["true"]) == 0
+END
+python3 -m venv --without-pip env && env/bin/python -c 'print("fine")'
+""",
+    "sqlite": """
+python3 - <<'END'
+import sqlite3, threading
+for mode in ("delete", "wal"):
+    first = sqlite3.connect(f"{mode}.db", timeout=20)
+    first.execute(f"pragma journal_mode={mode}"); first.execute("create table t (n)")
+    def write():
+        mine = sqlite3.connect(f"{mode}.db", timeout=20)
+        for n in range(20):
+            with mine: mine.execute("insert into t values (?)", (n,))
+    threads = [threading.Thread(target=write) for _ in range(3)]
+    [each.start() for each in threads]; [each.join() for each in threads]
+    assert first.execute("select count(*) from t").fetchone() == (60,)
+    first.execute("vacuum")
+print("fine")
+END
+""",
+    "node": """
+cat > a.js <<'END'
+const { Worker } = require("worker_threads"), { execFileSync, fork } = require("child_process"), http = require("http")
+const fs = require("fs"), os = require("os")
+if (process.argv[2] === "child") process.exit(0)
+os.networkInterfaces(); os.cpus(); os.userInfo()
+const watched = new Promise(done => fs.watch(".", done))
+fs.promises.writeFile("b", "c").then(() => watched).then(() => {
+  execFileSync("true")
+  const work = "require('worker_threads').parentPort.postMessage(7)"
+  fork(__filename, ["child"]).on("exit", code => new Worker(work, { eval: true })
+    .on("message", () => { const s = http.createServer((q, a) => a.end("fine")).listen(0, "127.0.0.1", () =>
+      http.get(s.address(), a => a.on("data", d => { console.log(String(d)); process.exit(code) }))) }))
+})
+END
+node a.js
+""",
+    "npm": """
+mkdir lib app; cd lib; npm init -y > /dev/null; echo 'module.exports = "fine"' > index.js; npm pack --silent > /dev/null
+cd ../app; npm init -y > /dev/null; npm pkg set scripts.say='node -p "require(\\"lib\\")"'
+npm install --offline --no-audit --no-fund --silent ../lib/lib-1.0.0.tgz; npm run --silent say
+""",
+    "typescript": """
+echo 'const words: string[] = ["fine"]; console.log(words[0])' > a.ts
+tsc --strict --target es2022 a.ts; node a.js; tsx a.ts
+""",
+}
+
 
 @dataclass
 class Cell:
@@ -93,10 +188,6 @@ def inspected(*argv: str) -> Any:
     return json.loads(docker(*argv))[0]
 
 
-def engine_version() -> int:
-    return int(docker("version", "-f", "{{.Server.Version}}").split(".")[0])
-
-
 @pytest.fixture(scope="module")
 def cells(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Cell]]:
     """Two sandboxes of one owner, each with a socket of its own."""
@@ -121,8 +212,45 @@ def cell(cells: list[Cell]) -> Cell:
 
 
 @pytest.fixture(scope="module")
+def workshop(docker_ready: None) -> Iterator[Cell]:
+    """A sandbox of the usual size, for tools."""
+    provider, name = DockerProvider(), f"lhs-{uuid4().hex[:16]}"
+    try:
+        cell = Cell(provider, provider.create(Spec(name, name)))
+        provider.wait_ready(cell.ref, timeout=MINUTE)
+        yield cell
+    finally:
+        provider.destroy(name)
+
+
+@pytest.fixture(scope="module")
+def loosened(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
+    """A sandbox with a writable root file system, of an image in which /opt/tools belongs to the commands' user."""
+    provider, name, context = DockerProvider(), f"lhs-{uuid4().hex[:16]}", tmp_path_factory.mktemp("context")
+    (context / "tools").mkdir()
+    (context / "Dockerfile").write_text(f"FROM {DOCKER_IMAGE}\nCOPY --chown=10001:10001 tools /opt/tools\n")
+    sockets = tmp_path_factory.mktemp("c")
+    sockets.chmod(0o755)
+    (sockets / "llm.sock").write_text("c")
+    docker("build", "-q", "-t", name, str(context))
+    try:
+        spec = Spec(name, name, image=name, memory_mib=MEMORY_MIB, pids=PIDS, sockets=sockets, writable_root=True)
+        cell = Cell(provider, provider.create(spec))
+        provider.wait_ready(cell.ref, timeout=MINUTE)
+        yield cell
+    finally:
+        provider.destroy(name)
+        docker("image", "rm", name)
+
+
+@pytest.fixture(scope="module")
 def tried(cell: Cell) -> dict[str, list[str]]:
-    """All attacks, in one exec; two of them on a listener of this machine."""
+    """All attacks, in one exec."""
+    return outcomes(cell)
+
+
+def outcomes(cell: Cell) -> dict[str, list[str]]:
+    """Of all attacks; two of them on a listener of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port), timeout=2):  # out here it is reached
@@ -138,8 +266,6 @@ def tried(cell: Cell) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", attacks.ATTACKS)
 def test_an_attack_is_refused(tried: dict[str, list[str]], name: str) -> None:
-    if name == "open_a_socket_to_the_hypervisor" and engine_version() < 23:
-        pytest.skip("The seccomp profile of a Docker Engine before 23 lets vsock through.")
     outcome, said = tried[name]
     assert outcome == "refused", said
 
@@ -147,6 +273,30 @@ def test_an_attack_is_refused(tried: dict[str, list[str]], name: str) -> None:
 def test_no_address_is_reached(tried: dict[str, list[str]]) -> None:
     outcomes = {name: outcome for name, (outcome, _) in tried.items() if name.startswith("reach ")}
     assert set(outcomes.values()) == {"refused"}, outcomes
+
+
+def test_a_writable_root_loosens_that_and_nothing_else(cell: Cell, loosened: Cell) -> None:
+    sealed, loose = (inspected("inspect", each.ref)["HostConfig"] for each in (cell, loosened))
+    assert {key for key in sealed if sealed[key] != loose[key]} == {"ReadonlyRootfs", "Mounts"}
+    theirs = [[(each["Type"], each["Target"], each.get("ReadOnly")) for each in host["Mounts"]] for host in (sealed, loose)]
+    assert theirs[0] == theirs[1]
+    assert loosened.run("sh", "-c", "echo '#!/bin/sh\necho mine' > /opt/tools/x; chmod +x /opt/tools/x").exit_code == 0
+    assert loosened.run("/opt/tools/x").stdout == b"mine\n"
+    found = {name: said for name, (outcome, said) in outcomes(loosened).items() if outcome != "refused"}
+    assert found == {"write_anywhere_else": "['/opt/tools', '/opt/tools/x']"}
+
+
+@pytest.mark.parametrize("number", [attacks.NUMBERS["clone3"][0], 4000])
+def test_a_call_that_libraries_can_do_without_says_that_there_is_none(cell: Cell, number: int) -> None:
+    ask = f"import ctypes; libc = ctypes.CDLL(None, use_errno=True); print(libc.syscall({number}, 0, 0), ctypes.get_errno())"
+    assert cell.run("python3", "-c", ask).stdout.split() == [b"-1", b"%d" % errno.ENOSYS]
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_the_tools_of_the_trade_work(workshop: Cell, name: str) -> None:
+    place = f"/workspace/{name}"
+    done = workshop.run("bash", "-euo", "pipefail", "-c", f"mkdir {place}; cd {place}\n{TOOLS[name]}", seconds=120)
+    assert (done.exit_code, done.stdout.split()[-1:]) == (0, [b"fine"]), done.stdout + done.stderr
 
 
 def test_a_sandbox_shares_no_namespace_with_us_nor_with_its_neighbour(cells: list[Cell]) -> None:
@@ -173,7 +323,7 @@ def test_the_engine_was_asked_for_nothing_but_what_is_needed(cell: Cell) -> None
     host = found["HostConfig"]
     assert (host["ReadonlyRootfs"], host["Privileged"], host["NetworkMode"]) == (True, False, "none")
     assert (host["CapAdd"], host["CapDrop"]) == (None, ["ALL"])
-    assert host["SecurityOpt"] == ["no-new-privileges:true"]  # no profile of our own, so the engine's default
+    assert host["SecurityOpt"] == ["no-new-privileges:true", f"seccomp={seccomp.profile()}"]
     assert {"/proc/kcore", "/proc/keys", "/sys/firmware"} <= set(host["MaskedPaths"])
     assert {"/proc/sys", "/proc/sysrq-trigger"} <= set(host["ReadonlyPaths"])
     assert (host["PidMode"], host["IpcMode"], host["UTSMode"], host["CgroupnsMode"]) == ("", "private", "", "private")

@@ -21,6 +21,7 @@ from docker.types import LogConfig, Mount, Ulimit
 
 from sandboxes.egress import slots
 from sandboxes.egress.requests import FIELDS, error
+from sandboxes.policies import LARGEST_BODY_KIB
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.engine import Engine, asking
 
@@ -123,7 +124,7 @@ location / {{ deny all; }}
 SAID = {
     400: ("malformed", "This is no HTTP that is understood here."),
     403: ("path_forbidden", "Only model calls, and the relay, leave this sandbox."),
-    413: ("too_large", "A request has at most 4 MiB."),
+    413: ("too_large", f"A request has at most {LARGEST_BODY_KIB} KiB."),
     429: ("too_many", "Too many requests, or connections, at once."),
     502: ("way_out_closed", "The control plane does not answer now. Try again."),
     504: ("way_out_slow", "The control plane did not answer in time."),
@@ -283,7 +284,7 @@ def main(count: int) -> str:
     each = (EACH.format(slots=SLOTS_INSIDE, slot=slot, socket=slots.SOCKET) for slot in range(count))
     return CONFIG.format(
         workers=2, files=count + 4096, connections=2048, logs=LOGS_INSIDE, log=LOG, rate=REQUESTS_PER_SECOND, burst=BURST,
-        open=CONNECTIONS, body=4 << 20, server=f"{SERVER_INSIDE}/{SERVER_SOCKET}", servers="\n".join(each),
+        open=CONNECTIONS, body=LARGEST_BODY_KIB << 10, server=f"{SERVER_INSIDE}/{SERVER_SOCKET}", servers="\n".join(each),
     )  # fmt: skip
 
 

@@ -17,12 +17,11 @@ from django.db.models import QuerySet, Sum
 from sandboxes import rows
 from sandboxes.egress.requests import allowed
 from sandboxes.egress.usage import Usage
-from sandboxes.models import ALIVE, LlmCall, Run, Sandbox
+from sandboxes.models import ALIVE, LlmCall, Policy, Run, Sandbox
 
 GRACE = timedelta(seconds=30)  # past its longest time, to write down how a call ended
 MINUTE = timedelta(minutes=1)
 NANO, MOST_COST = Decimal("1e-9"), Decimal(10**9)  # USD
-CALLS_PER_MINUTE, AT_ONCE = 60, 4
 REFUSALS_KEPT = 30  # of one lease in one minute
 HELD = timedelta(minutes=3)  # an open relay connection is somebody's for so long after it was last seen
 
@@ -69,15 +68,27 @@ def model_call(
     who = caller(slot)
     row = _row(who, call_id, path, now=now, kind=LlmCall.Kind.LLM, model=model, streamed=streamed, sent_bytes=size)
     row.deadline_at = now + settings.LLM_TIMEOUT + GRACE
+    rules = who.sandbox.rules
     try:
-        _require_model(model)
-        _require_pace(who, now=now)
+        if size > rules.largest_body_kib << 10:
+            raise too_large(rules)
+        _require_model(model, rules)
+        _require_pace(who, rules, now=now)
         _require_money(who)
     except Refused as refused:
         _refuse(row, refused)
         raise
     row.save(force_insert=True)
     return row, who
+
+
+def largest_body(slot: int) -> int:
+    """Bytes that a request through this slot may have, or Refused."""
+    return caller(slot).sandbox.rules.largest_body_kib << 10
+
+
+def too_large(rules: Policy) -> Refused:
+    return Refused(413, "too_large", f"A request has at most {rules.largest_body_kib} KiB.")
 
 
 def relay_call(slot: int, call_id: str, path: str, *, now: datetime) -> tuple[LlmCall, Caller]:
@@ -88,7 +99,9 @@ def relay_call(slot: int, call_id: str, path: str, *, now: datetime) -> tuple[Ll
     try:
         if not settings.RELAY_URL:
             raise Refused(404, "no_relay", "There is no relay here.")
-        _require_pace(who, now=now)
+        if not who.sandbox.rules.relay:
+            raise Refused(403, "relay_not_allowed", "The policy of this sandbox does not let it connect to the relay.")
+        _require_pace(who, who.sandbox.rules, now=now)
     except Refused as refused:
         _refuse(row, refused)
         raise
@@ -112,24 +125,24 @@ def _refuse(row: LlmCall, why: Refused) -> None:
         row.save(force_insert=True)
 
 
-def _require_model(model: str) -> None:
-    may = [settings.LLM_MODEL, *settings.LLM_MODELS]
+def _require_model(model: str, rules: Policy) -> None:
+    may = rules.models or [settings.LLM_MODEL, *settings.LLM_MODELS]
     if not allowed(model, may):
         raise Refused(403, "model_not_allowed", f"This model may not be called here. These may: {', '.join(may)}.")
 
 
-def _require_pace(who: Caller, *, now: datetime) -> None:
+def _require_pace(who: Caller, rules: Policy, *, now: datetime) -> None:
     """Counted over rows: so it holds for several processes, and after a restart."""
     mine = LlmCall.objects.filter(holder=who.holder)
     started = mine.filter(started_at__gt=now - MINUTE).exclude(outcome=LlmCall.Outcome.REFUSED).count()
-    if started >= CALLS_PER_MINUTE:
-        raise Refused(429, "too_many_calls", f"At most {CALLS_PER_MINUTE} calls a minute.")
-    if started and mine.filter(outcome=LlmCall.Outcome.OPEN, deadline_at__gt=now).count() >= AT_ONCE:
-        raise Refused(429, "too_many_at_once", f"At most {AT_ONCE} calls at once.")
+    if started >= rules.calls_per_minute:
+        raise Refused(429, "too_many_calls", f"At most {rules.calls_per_minute} calls a minute.")
+    if mine.filter(outcome=LlmCall.Outcome.OPEN, deadline_at__gt=now).count() >= rules.most_calls_at_once:
+        raise Refused(429, "too_many_at_once", f"At most {rules.most_calls_at_once} calls at once.")
 
 
 def _require_money(who: Caller) -> None:
-    """The limit may be passed by what the calls cost that are under way: at most AT_ONCE of them."""
+    """The limit may be passed by what the calls cost that are under way: at most as many as may be made at once."""
     limit = who.sandbox.llm_limit
     if limit is None:
         return

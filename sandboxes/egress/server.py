@@ -34,7 +34,8 @@ from sandboxes.models import LlmCall
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 SLOT, CALL, CODE = "X-Leasehold-Slot", "X-Request-Id", "X-Leasehold-Code"  # headers between nginx and here
-LARGEST_BODY = 4 << 20  # bytes
+MODEST_BODY = 4 << 20  # bytes that are read before anybody is asked whether they may be sent
+LARGEST_MESSAGE = 4 << 20  # bytes, to and from the relay
 LARGEST_ERROR = 16 << 10  # bytes of an upstream's error that are passed on
 LOOK_EVERY = 1.0  # seconds between two looks at whether those who are being served still hold their sandboxes
 KEEP_EVERY = 60.0
@@ -96,7 +97,7 @@ class Server:
                 await asyncio.to_thread(self.threads.shutdown)
 
     async def _listen(self, path: Path, slot: int | None) -> web.AppRunner:
-        app = web.Application(client_max_size=LARGEST_BODY)
+        app = web.Application()
         app[THROUGH] = slot
         app.router.add_get("/healthz", self._health)
         app.router.add_get(MODELS, self._shown(self._models))
@@ -126,8 +127,6 @@ class Server:
             except Gone:
                 request.protocol.force_close()
                 return web.Response(status=499)  # nobody reads it
-            except web.HTTPRequestEntityTooLarge:
-                return problem(413, "too_large", f"A request has at most {LARGEST_BODY} bytes.")
             except DatabaseError as failed:
                 log.error("call not recorded", error=str(failed))
                 return problem(503, "not_recorded", "This call could not be recorded, so it was not made. Try again.")
@@ -156,7 +155,7 @@ class Server:
 
     async def _model(self, request: web.Request, slot: int, call_id: str) -> web.StreamResponse:
         path = request.path
-        content = await request.read()
+        content = await self._content(request, slot)
         try:
             asked = fit(path, json.loads(content), default_model=settings.LLM_MODEL)
         except Unfit as unfit:
@@ -174,6 +173,20 @@ class Server:
             if not settings.LLM_URL:
                 return await self._offline(request, asked, end)
             return await self._forward(request, asked, row, caller, end, hidden=hidden)
+
+    async def _content(self, request: web.Request, slot: int) -> bytes:
+        """A request's body; Refused if it is larger than the sandbox's policy lets it be."""
+        most, content = MODEST_BODY, bytearray()
+        if request.content_length is None or request.content_length > most:
+            most = await self._in_thread(gate.largest_body, slot)
+        if (request.content_length or 0) <= most:
+            async for chunk in request.content.iter_chunked(1 << 16):
+                content += chunk
+                if len(content) > most:
+                    break
+            else:
+                return bytes(content)
+        raise Refused(413, "too_large", f"A request has at most {most >> 10} KiB.")
 
     @asynccontextmanager
     async def _serving(self, row: LlmCall, caller: Caller) -> AsyncIterator[Ending]:
@@ -290,12 +303,12 @@ class Server:
                 headers = await self._in_thread(relay_headers, row, caller, now=self.now())
                 url = settings.RELAY_URL.rstrip("/") + "/" + request.match_info["path"]
                 upstream = self.session.ws_connect(
-                    url, params=request.query, headers=headers, heartbeat=30.0, max_msg_size=LARGEST_BODY,
+                    url, params=request.query, headers=headers, heartbeat=30.0, max_msg_size=LARGEST_MESSAGE,
                     timeout=aiohttp.ClientWSTimeout(ws_close=5.0),
                 )  # fmt: skip
                 async with upstream as theirs:
                     end.status, end.first_byte_at = 101, self.now()
-                    ours = web.WebSocketResponse(max_msg_size=LARGEST_BODY, autoping=True, heartbeat=30.0)
+                    ours = web.WebSocketResponse(max_msg_size=LARGEST_MESSAGE, autoping=True, heartbeat=30.0)
                     await _write(ours.prepare(request))
                     await _both_ways(ours, theirs, end)
                     end.outcome = OUTCOME.OK

@@ -20,6 +20,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cache
 from typing import BinaryIO, Self
 
 NO_FILE, BAD_PATH, TOO_LARGE = 3, 4, 5  # exit codes
@@ -390,7 +391,7 @@ class _Tree:
         if make:
             with contextlib.suppress(FileExistsError), _meaning(name, "on the way is a link or no directory"):
                 os.mkdir(name, 0o755, dir_fd=above)
-        below, mode = _open(above, name, _DIRECTORY, "on the way is a link or no directory")
+        below, mode = _directory(above, name, "on the way is a link or no directory")
         found = stat.S_IMODE(os.fstat(below).st_mode)
         if found & self._need != self._need:
             with contextlib.suppress(PermissionError):  # another's: then what is done in it may still be allowed
@@ -432,7 +433,7 @@ def _empty(top: int, here: int, depth: int, until: float) -> None:
 
 def _empty_directory(top: int, above: int, name: str, depth: int, until: float) -> None:
     try:
-        here, _ = _open(above, name, _DIRECTORY, "is no directory any more")
+        here, _ = _directory(above, name, "is no directory any more")
     except (FileNotFoundError, BadPath):
         return
     try:
@@ -472,6 +473,24 @@ def _open(above: int | None, name: str, flags: int, not_that: str) -> tuple[int,
         finally:
             os.close(there)
         return os.open(name, flags, dir_fd=above), stat.S_IMODE(mode)
+
+
+def _directory(above: int | None, name: str, not_that: str) -> tuple[int, int | None]:
+    below, mode = _open(above, name, _DIRECTORY, not_that)
+    if _follows_links() and not os.path.samestat(os.fstat(below), os.lstat(name, dir_fd=above)):
+        os.close(below)
+        raise BadPath(f"{name!r} {not_that}")
+    return below, mode
+
+
+@cache
+def _follows_links() -> bool:
+    """Does this kernel follow a link although it was told not to, when it is to open a directory? gVisor's once did."""
+    try:
+        os.close(os.open("/proc/self", _DIRECTORY))  # a link to a directory, on Linux
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

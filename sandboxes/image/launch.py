@@ -10,6 +10,7 @@ MARK.exit with the exit code, once the program has exited; and the output in pie
 last two stay. Offsets count from the first byte that was ever printed."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -17,6 +18,7 @@ import select
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 
 PIECE = 1 << 18  # bytes of one piece of a log: two of them stay, perhaps in memory
@@ -139,7 +141,7 @@ def _keep(place: str, argv: Sequence[str], env: Mapping[str, str], cwd: str, tel
 
 
 def _follow(place: str, child: "subprocess.Popen[bytes]", pipe: int, kept: "_Log") -> None:
-    exited = os.pidfd_open(child.pid)
+    exited = _end_of(child.pid)
     os.set_blocking(pipe, False)
     poll = select.poll()
     poll.register(exited, select.POLLIN)
@@ -156,6 +158,23 @@ def _follow(place: str, child: "subprocess.Popen[bytes]", pipe: int, kept: "_Log
             _note_exit(place, child.returncode if child.returncode >= 0 else 128 - child.returncode)
             poll.unregister(exited)
             alive = False
+
+
+def _end_of(pid: int) -> int:
+    """A descriptor on which poll wakes once this child has exited."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:  # gVisor's kernel has no such call
+            raise
+    hear, tell = os.pipe()
+
+    def wait() -> None:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        os.close(tell)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return hear
 
 
 def _note_exit(place: str, code: int) -> None:

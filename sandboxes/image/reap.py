@@ -6,6 +6,7 @@ CAP_SETGID can leave; where there is no such id, if it carries the mark in its e
 it descends from one that belongs. All are stopped before any is killed: what is stopped cannot fork, and its children
 have not lost their parent yet."""
 
+import errno
 import os
 import signal
 import sys
@@ -37,18 +38,19 @@ def kill_tree(mark: str, gid: int | None = None, pids: Callable[[], Iterable[int
     until = time.monotonic() + PATIENCE
     killed: set[int] = set()
     while True:
-        stopped: dict[int, int] = {}  # process id -> pidfd: a number may be given to a new process, a pidfd may not
+        # Process id -> pidfd: a number may be given to a new process, a pidfd may not. -1: the kernel (gVisor's) has none
+        stopped: dict[int, int] = {}
         try:
             while _stop_more(mark, gid, pids(), stopped):
                 pass
             if not stopped:
                 return len(killed)
-            for fd in stopped.values():
-                _send(fd, signal.SIGKILL)
+            for pid, fd in stopped.items():
+                _send(pid, fd, signal.SIGKILL)
             killed.update(stopped)
         finally:
             for fd in stopped.values():
-                os.close(fd)
+                _close(fd)
         if time.monotonic() > until:
             raise TimeoutError(f"{len(stopped)} processes are still there")
         time.sleep(0.005)  # a killed process takes a moment to go
@@ -65,14 +67,14 @@ def _stop_more(mark: str, gid: int | None, pids: Iterable[int], stopped: dict[in
         if seen[pid].gone:
             continue
         try:
-            fd = os.pidfd_open(pid)
+            fd = _open(pid)
         except ProcessLookupError:
             continue
         now = _look(pid, mark, gid)
-        if now is not None and now.born == seen[pid].born and _send(fd, signal.SIGSTOP):
+        if now is not None and now.born == seen[pid].born and _send(pid, fd, signal.SIGSTOP):
             stopped[pid] = fd
         else:
-            os.close(fd)
+            _close(fd)
     return len(stopped) > before
 
 
@@ -104,9 +106,26 @@ def _mark(pid: int) -> str | None:
     return found[len(prefix) :].decode(errors="replace")
 
 
-def _send(fd: int, number: signal.Signals) -> bool:
+def _open(pid: int) -> int:
     try:
-        signal.pidfd_send_signal(fd, number)
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        return -1
+
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
+
+
+def _send(pid: int, fd: int, number: signal.Signals) -> bool:
+    try:
+        if fd >= 0:
+            signal.pidfd_send_signal(fd, number)
+        else:
+            os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
         return False
     return True

@@ -85,6 +85,7 @@ class Spec:
     pids: int = 256
     sockets: Path | None = None  # host directory that appears read-only at /run/leasehold
     data: Path | None = None  # host directory that appears at /data, with what is mounted on it later; docker alone
+    writable_root: bool = False  # wherever the image lets commands' user; nothing to loosen where the root is never sealed
 
 
 @dataclass(frozen=True)

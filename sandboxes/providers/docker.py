@@ -22,7 +22,7 @@ from docker.types import LogConfig, Mount, Ulimit
 from docker.utils import kwargs_from_env
 
 from sandboxes.image import reap
-from sandboxes.providers import base
+from sandboxes.providers import base, seccomp
 from sandboxes.providers.base import (
     DATA,
     MARK,
@@ -106,11 +106,11 @@ class DockerProvider(FilesOfContainers, Launching):
         host_config = client.create_host_config(
             network_mode="none",
             cap_drop=["ALL"],
-            security_opt=["no-new-privileges:true"],
+            security_opt=["no-new-privileges:true", f"seccomp={seccomp.profile()}"],
             ipc_mode="private",
             cgroupns="private",
             init=True,
-            read_only=True,
+            read_only=not spec.writable_root,
             tmpfs={path: _tmpfs(path, int(memory * part)) for path, part in TMPFS.items()},
             sysctls=_system_v(memory),
             ulimits=[Ulimit(name="core", soft=0, hard=0)],
@@ -438,6 +438,9 @@ def _never_began(said: bytes, cap: int) -> tuple[int, Kept, Kept]:
     text = said.decode(errors="replace").strip().removesuffix(": unknown")
     for prefix in ("OCI runtime exec failed: ", "exec failed: ", "unable to start container process: "):
         text = text.removeprefix(prefix)
+    _, _, of_gvisor = text.removeprefix("executing processes for container: executing command ").partition('" in sandbox: ')
+    if of_gvisor.startswith(("error finding executable", "failed to load")):
+        text = f"exec: {of_gvisor}"
     if not text.startswith(("exec: ", "exec ", "executable ", "chdir ")):  # not about the program: "cannot exec in a ..."
         raise Conflict(text)
     absent = text.startswith("exec") and ("not found" in text or "no such file" in text)

@@ -22,7 +22,7 @@ from leases import acting, forking, keys, leasing, snapshots, sweeps, turns
 from leases.models import EnvironmentType, Lease
 from sandboxes import pool, processes, providers, runs
 from sandboxes import sweeps as below
-from sandboxes.models import Pool, Quota, Sandbox, State, Sweep
+from sandboxes.models import Policy, Pool, Quota, Sandbox, State, Sweep
 from sandboxes.processes import Launch
 from sandboxes.providers.base import DATA, Unavailable
 from sandboxes.providers.memory import Call, File, Link, MemoryProvider, Outcome
@@ -47,6 +47,7 @@ def seed(now: datetime) -> None:
         User.objects.create_user(name.lower(), password=name.lower(), is_staff=True).groups.add(Group.objects.get(name=name))
     User.objects.create_superuser("admin", password="admin")
     EnvironmentType.objects.filter(name="catan").update(turn_argv=["play"])
+    _policies()
     _program(memory)
     _keys(now)
     _game(now)
@@ -59,6 +60,18 @@ def seed(now: datetime) -> None:
     _state(memory, now)
     _pools(memory, now)
     _sweeps(now)
+
+
+def _policies() -> None:
+    builders = Policy.objects.create(
+        name="builders", writable_root=True, calls_per_minute=240, most_calls_at_once=16, largest_body_kib=16384,
+        description="Coding tasks whose image has its compilers' caches outside /workspace.",
+    )  # fmt: skip
+    players = Policy.objects.create(
+        name="players", relay=True, models=["gpt-4o-mini", "claude-3-5-haiku-*", "mistral-small-*"], calls_per_minute=30
+    )
+    EnvironmentType.objects.filter(name="coding").update(policy=builders)
+    EnvironmentType.objects.filter(name="rpg").update(policy=players)
 
 
 def _lease(agent: str, environment: str, at: datetime, pool: str = "demo", **ask: object) -> Lease:

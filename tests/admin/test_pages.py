@@ -17,7 +17,7 @@ from leases.models import EnvironmentType, Lease, LeaseEvent, Turn
 from leases.timeline import LENGTH, timeline
 from sandboxes import runs
 from sandboxes.admin import SandboxAdmin, seconds_alive
-from sandboxes.models import Pool, Quota, Run, Sandbox, Sweep
+from sandboxes.models import Policy, Pool, Quota, Run, Sandbox, Sweep
 from sandboxes.pages import CappedPaginator
 from sandboxes.providers.memory import Call, MemoryProvider, Outcome
 from sandboxes.runs import Command
@@ -44,12 +44,14 @@ def fill(grant: Callable[..., Lease], first: int, last: int) -> None:
         turns.take_turn(lease.pk, 1, {}, now=timezone.now())
         Sweep.objects.create(name=f"sweep {number}")
         Pool.objects.create(name=f"pool-{number}", warm_target=1)
+        Policy.objects.create(name=f"policy-{number}")
 
 
 PAGES = [
     "", "fleet/", "leases/lease/", "leases/lease/?slice=history", "leases/turn/", "leases/agent/", "leases/agentkey/",
     "leases/environmenttype/", "sandboxes/sandbox/", "sandboxes/sandbox/?slice=stalled", "sandboxes/run/", "sandboxes/llmcall/",
-    "sandboxes/sandbox/?slice=unstored&lasting=5m", "sandboxes/pool/", "sandboxes/quota/", "sandboxes/sweep/",
+    "sandboxes/sandbox/?slice=unstored&lasting=5m", "sandboxes/pool/", "sandboxes/policy/", "sandboxes/quota/",
+    "sandboxes/sweep/",
 ]  # fmt: skip
 
 

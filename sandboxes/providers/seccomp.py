@@ -1,0 +1,99 @@
+"""Which system calls a program in a Docker sandbox may make. What is not named here fails with EPERM; but clone3, and
+calls newer than any that is named, say ENOSYS, on which libraries fall back to what came before them.
+
+The list holds what shells, compilers, interpreters and tools of unprivileged users need. It is closed on purpose: what
+gives nothing but another way into the kernel (io_uring, bpf, ptrace, keyrings, namespaces, mounts) is left out, also
+where the engine's default lets it in. Names that a machine's kernel or libseccomp does not know do nothing there."""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+FILES = """
+    access chdir chmod chown close close_range copy_file_range creat dup dup2 dup3 faccessat faccessat2 fadvise64 fallocate
+    fchdir fchmod fchmodat fchmodat2 fchown fchownat fcntl fdatasync fgetxattr file_getattr file_setattr flistxattr flock
+    fremovexattr fsetxattr fstat fstatfs fsync ftruncate futimesat getcwd getdents getdents64 getxattr getxattrat lchown
+    lgetxattr link linkat listxattr listxattrat llistxattr lremovexattr lseek lsetxattr lstat mkdir mkdirat mknod mknodat
+    newfstatat open openat openat2 pread64 preadv preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv
+    removexattr removexattrat rename renameat renameat2 rmdir sendfile setxattr setxattrat splice stat statfs statx symlink
+    symlinkat sync sync_file_range sync_file_range2 syncfs tee truncate umask unlink unlinkat utime utimensat utimes write
+    writev inotify_add_watch inotify_init inotify_init1 inotify_rm_watch ioctl cachestat
+"""
+WAITING = """
+    epoll_create epoll_create1 epoll_ctl epoll_ctl_old epoll_pwait epoll_pwait2 epoll_wait epoll_wait_old eventfd eventfd2
+    pipe pipe2 poll ppoll pselect6 select signalfd signalfd4 timerfd_create timerfd_gettime timerfd_settime futex
+    futex_requeue futex_wait futex_waitv futex_wake get_robust_list set_robust_list membarrier rseq
+"""
+MEMORY = """
+    brk madvise memfd_create mincore mlock mlock2 mlockall mmap mprotect mremap mseal msync munlock munlockall munmap
+    pkey_alloc pkey_free pkey_mprotect map_shadow_stack arch_prctl set_thread_area get_thread_area
+"""
+PROCESSES = """
+    execve execveat exit exit_group fork vfork wait4 waitid kill tkill tgkill pidfd_open pidfd_send_signal pause getpid
+    getppid gettid getpgid getpgrp setpgid getsid setsid set_tid_address getcpu getrusage times prctl getpriority
+    setpriority ioprio_get ioprio_set getrlimit setrlimit prlimit64 sched_yield sched_getaffinity sched_setaffinity
+    sched_getattr sched_setattr sched_getparam sched_setparam sched_getscheduler sched_setscheduler sched_get_priority_max
+    sched_get_priority_min sched_rr_get_interval rt_sigaction rt_sigpending rt_sigprocmask rt_sigqueueinfo rt_sigreturn
+    rt_sigsuspend rt_sigtimedwait rt_tgsigqueueinfo sigaltstack restart_syscall alarm getitimer setitimer nanosleep
+    clock_getres clock_gettime clock_nanosleep gettimeofday time timer_create timer_delete timer_getoverrun timer_gettime
+    timer_settime getrandom sysinfo uname
+"""
+# The engine itself drops what it was with some of these, under the filter. Without capabilities they give nothing.
+WHO = """
+    capget capset getuid geteuid getgid getegid getresuid getresgid getgroups setuid setgid setreuid setregid setresuid
+    setresgid setfsuid setfsgid setgroups seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self
+"""
+TALKING = """
+    bind connect listen accept accept4 getsockname getpeername getsockopt setsockopt sendto sendmsg sendmmsg recvfrom
+    recvmsg recvmmsg shutdown mq_getsetattr mq_notify mq_open mq_timedreceive mq_timedsend mq_unlink msgctl msgget msgrcv
+    msgsnd semctl semget semop semtimedop shmat shmctl shmdt shmget
+"""
+ALLOWED = frozenset(f"{FILES}{WAITING}{MEMORY}{PROCESSES}{WHO}{TALKING}".split())
+# Numbers of Linux, whatever this machine's are: AF_INET and AF_INET6; the default protocol, TCP and UDP, so that no module
+# of the kernel is loaded for another one. A family that is not here, such as vsock, may belong to no network namespace.
+UNIX, NETWORKS, PROTOCOLS = 1, (2, 10), (0, 6, 17)
+NETLINK, ROUTING = 16, 0  # how libraries list the interfaces there are
+NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
+INT = 0xFFFFFFFF  # what the kernel reads of an int: the upper half of its register may hold anything
+PERSONALITIES = (0, INT)  # as usual, and asking which it is
+ENOSYS = 38
+
+
+@cache
+def profile() -> str:
+    """The profile as Docker's API takes it, in `security_opt` after "seccomp=".
+
+    It names no second architecture: a call by another machine's numbers, such as those of 32-bit x86, where one call
+    stands for all of a socket's, kills the program that makes it."""
+    return json.dumps(
+        {
+            "defaultAction": "SCMP_ACT_ERRNO",
+            "archMap": [{"architecture": name, "subArchitectures": []} for name in ("SCMP_ARCH_X86_64", "SCMP_ARCH_AARCH64")],
+            "syscalls": [*_rules()],
+        },
+        separators=(",", ":"),
+    )
+
+
+def _rules() -> Iterator[dict[str, Any]]:
+    yield _allow(*sorted(ALLOWED))
+    yield _allow("socket", (0, INT, UNIX))
+    yield _allow("socketpair", (0, INT, UNIX))
+    for family in NETWORKS:
+        for protocol in PROTOCOLS:
+            yield _allow("socket", (0, INT, family), (2, INT, protocol))
+    yield _allow("socket", (0, INT, NETLINK), (2, INT, ROUTING))
+    yield _allow("clone", (0, NEW_NAMESPACES, 0))
+    for kind in PERSONALITIES:
+        yield _allow("personality", (0, INT, kind))
+    yield {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": ENOSYS}  # its flags are in memory, unseen
+
+
+def _allow(*said: Any) -> dict[str, Any]:
+    """Calls that are let in where, of each of these arguments, the masked bits are these: (index, mask, value)."""
+    args = [
+        {"index": index, "value": mask, "valueTwo": value, "op": "SCMP_CMP_MASKED_EQ"}
+        for index, mask, value in (each for each in said if not isinstance(each, str))
+    ]
+    return {"names": [each for each in said if isinstance(each, str)], "action": "SCMP_ACT_ALLOW", "args": args}

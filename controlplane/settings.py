@@ -203,6 +203,12 @@ LLM_URL = env.text(
 LLM_API_KEY = env.text("LEASEHOLD_LLM_API_KEY", secret=True, help="added to calls on their way out; never enters a sandbox")
 LLM_MODEL = env.text("LEASEHOLD_LLM_MODEL", "gpt-4o-mini", help="model named in every call")
 
+# --- who agents are to others -------------------------------------------------------------------------------------
+IDENTITY_KEYS = env.keys(
+    "LEASEHOLD_IDENTITY_KEYS",
+    help="encrypt the agents' signing keys: the first encrypts, every one decrypts; unset: one derived from SECRET_KEY",
+)
+
 # --- the API ------------------------------------------------------------------------------------------------------
 CREATES_PER_MINUTE = env.integer(
     "LEASEHOLD_CREATES_PER_MINUTE", 600, help="new leases a key may ask for in a minute, as a token bucket; 0: no limit"

@@ -311,7 +311,7 @@ SPECTACULAR_SETTINGS = {
         "StateEnum": "sandboxes.models.State",
         "ProcessStateEnum": "sandboxes.models.Ending",
         "OutcomeEnum": "sandboxes.models.Outcome",
-        "CallOutcomeEnum": ["open", "ok", "failed", "refused", "lost"],
+        "CallOutcomeEnum": ["open", "ok", "failed", "cut", "refused", "lost"],
     },
     "SWAGGER_UI_DIST": "SIDECAR",  # from this server, not from a CDN
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",

@@ -11,8 +11,8 @@ from django.db import transaction
 
 from leases import leasing
 from leases.models import Lease
-from sandboxes import pool as pools
 from sandboxes import identity, rows, runs
+from sandboxes import pool as pools
 from sandboxes.errors import Lost, SandboxError
 from sandboxes.lifecycle import step
 from sandboxes.models import MintedToken, Pool, Run, Sandbox

@@ -51,7 +51,9 @@ def create(agent_did: str, *, now: datetime, actor: str = "", private: Private |
             key.save(force_insert=True)
     except IntegrityError:
         if SigningKey.objects.filter(public_key=key.public_key).exists():
-            raise SigningKeyExists("This key was here before. One key signs for one agent, and not again after its end.") from None
+            raise SigningKeyExists(
+                "This key was here before. A key signs for one agent, and never again after its end."
+            ) from None
         raise SigningKeyExists from None
     log.info("signing key created", agent=agent_did, key=key.did_key, actor=actor)
     return key

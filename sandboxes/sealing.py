@@ -30,7 +30,7 @@ def unseal(sealed: bytes, *, row: str) -> tuple[bytes, bool]:
     for index, key in enumerate(_keys()):
         try:
             return AESGCM(key).decrypt(sealed[:NONCE], sealed[NONCE:], row.encode()), index == 0
-        except InvalidTag:
+        except (InvalidTag, ValueError):  # ValueError: too short for a nonce
             continue
     raise Unopened
 

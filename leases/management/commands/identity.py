@@ -77,7 +77,8 @@ class Command(BaseCommand):
 
     def _reencrypt(self) -> None:
         done = identity.reencrypt()
-        self.stdout.write(f"{counted(done.changed, 'private key', 'private keys')} encrypted anew, {done.already} were so before")
+        changed = counted(done.changed, "private key", "private keys")
+        self.stdout.write(f"{changed} encrypted anew, {done.already} were so before")
         if done.unopened:
             agents = ", ".join(key.agent_did for key in done.unopened)
             raise CommandError(f"Not one of LEASEHOLD_IDENTITY_KEYS decrypts the private key of {agents}.")

@@ -84,8 +84,9 @@ BAD = {
         f"did:web:{'x' * 330}",
     ],
     "lxm": [
-        None, "", 5, "com.example", "com.example.foo.*", "com.example-.foo", "1.0.0.127.record", "a-0.b-1.c-3", "one.two.three\n",
-        "com.atproto.feed.p@st", "com.example.fooBar.2", ".one.two.three", "one.two..three", f"com.{'o' * 64}.foo",
+        None, "", 5, "com.example", "com.example.foo.*", "com.example-.foo", "1.0.0.127.record", "a-0.b-1.c-3",
+        "one.two.three\n", "com.atproto.feed.p@st", "com.example.fooBar.2", ".one.two.three", "one.two..three",
+        f"com.{'o' * 64}.foo",
     ],
     "lifetime_seconds": [0, -1, 301, 1.5, "60", True],
 }  # fmt: skip

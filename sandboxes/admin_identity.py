@@ -223,7 +223,7 @@ def state(key: SigningKey) -> SafeString:
 
 @admin.register(MintedToken)
 class MintedTokenAdmin(Held, Facts):
-    list_display = ["what", "agent_did", "lease", "by", "minted", "ends"]
+    list_display = ["what", "who", "by", "minted", "ends"]
     search_fields = ["agent_did__startswith", "aud__startswith", "lxm__startswith", "key__public_key__exact"]
     search_help_text = "Agent, audience, method, or a whole id or key"
     ordering = ["-at", "-pk"]
@@ -250,9 +250,9 @@ class MintedTokenAdmin(Held, Facts):
     def what(self, row: MintedToken) -> SafeString:
         return two(row.aud, row.lxm)
 
-    @display(description="Lease")
-    def lease(self, row: MintedToken) -> SafeString | str:
-        return row.held  # type: ignore[attr-defined]
+    @display(description="Agent and lease")
+    def who(self, row: MintedToken) -> SafeString:
+        return two(row.agent_did, row.held)  # type: ignore[attr-defined]
 
     @display(description="Asked for by")
     def by(self, row: MintedToken) -> str:

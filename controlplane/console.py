@@ -42,6 +42,10 @@ MENU: Mapping[str, list[tuple[str, str, str]]] = {
         ("Policies", "policy", "sandboxes.policy"),
         ("Quotas", "pie_chart", "sandboxes.quota"),
     ],
+    "Identity": [
+        ("Signing keys", "fingerprint", "sandboxes.signingkey"),
+        ("Service tokens", "confirmation_number", "sandboxes.mintedtoken"),
+    ],
     "State": [
         ("Agent data", "folder_shared", "sandboxes.agentdata"),
         ("Snapshots", "history", "sandboxes.snapshot"),

@@ -4,6 +4,7 @@ A wrong value stops the start with the variable's name and what it accepts; noth
 A `.env` file beside manage.py is read as part of the environment, and what the environment says wins over it.
 Each helper leaves a Knob in KNOBS, from which `manage.py config` prints what is in force and where it came from."""
 
+import base64
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -89,6 +90,20 @@ def listing(name: str, default: str, *, help: str) -> list[str]:
     return _read(
         name, lambda raw: [part.strip() for part in raw.split(",") if part.strip()], default, "a comma-separated list", help
     )
+
+
+def keys(name: str, *, help: str) -> list[bytes]:
+    """Keys of 32 bytes, each in base64 of either alphabet."""
+
+    def cast(raw: str) -> list[bytes]:
+        parts = raw.translate(str.maketrans("-_", "+/")).split(",") if raw else []
+        found = [base64.b64decode(part.strip(), validate=True) for part in parts]
+        if any(len(key) != 32 for key in found):
+            raise ValueError
+        return found
+
+    accepts = "keys of 32 bytes in base64, separated by commas (openssl rand -base64 32)"
+    return _read(name, cast, "", accepts, help, secret=True)
 
 
 def database(name: str, default: str, *, help: str) -> dict[str, Any]:

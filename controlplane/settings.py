@@ -231,6 +231,12 @@ EGRESS_SLOTS = env.integer(
     help="sandboxes that can have a way out at once, those of all pools together; more are not started",
 )  # fmt: skip
 
+# --- who agents are to others -------------------------------------------------------------------------------------
+IDENTITY_KEYS = env.keys(
+    "LEASEHOLD_IDENTITY_KEYS",
+    help="encrypt the agents' signing keys: the first encrypts, every one decrypts; unset: one derived from SECRET_KEY",
+)
+
 # --- the API ------------------------------------------------------------------------------------------------------
 CREATES_PER_MINUTE = env.integer(
     "LEASEHOLD_CREATES_PER_MINUTE", 600, help="new leases a key may ask for in a minute, as a token bucket; 0: no limit"
@@ -333,7 +339,7 @@ SPECTACULAR_SETTINGS = {
         "StateEnum": "sandboxes.models.State",
         "ProcessStateEnum": "sandboxes.models.Ending",
         "OutcomeEnum": "sandboxes.models.Outcome",
-        "CallOutcomeEnum": ["open", "ok", "failed", "refused", "lost"],
+        "CallOutcomeEnum": ["open", "ok", "failed", "cut", "refused", "lost"],
     },
     "SWAGGER_UI_DIST": "SIDECAR",  # from this server, not from a CDN
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from typing import TypeVar
 from uuid import UUID
@@ -11,10 +11,11 @@ from django.db import transaction
 
 from leases import leasing
 from leases.models import Lease
+from sandboxes import identity, rows, runs
 from sandboxes import pool as pools
-from sandboxes import rows, runs
 from sandboxes.errors import Lost, SandboxError
-from sandboxes.models import Pool, Run, Sandbox
+from sandboxes.lifecycle import step
+from sandboxes.models import MintedToken, Pool, Run, Sandbox
 from sandboxes.moments import ticking
 from sandboxes.pool import Want
 from sandboxes.providers.base import WORKSPACE, ExecResult, Provider
@@ -79,6 +80,17 @@ def act_in(
 def sandbox_for(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox:
     """The lease's sandbox, ready to run in."""
     return for_lease(pk, lambda want, at: pools.ready(want, now=at, actor=actor), now=now, actor=actor)
+
+
+def service_token(
+    pk: UUID, *, aud: str, lxm: str, lifetime: timedelta = identity.LIFETIME, now: datetime, actor: str = ""
+) -> tuple[str, MintedToken]:
+    """A token by which the lease's agent calls one method of one service. LeaseEnded, also if it ended before the token
+    was written down. The sandbox is not touched, and so the lease is not renewed."""
+    lease = leasing.require(pk, now=now)
+    step("may mint", lease)
+    fence = partial(_fence, pk, now)
+    return identity.mint(lease.agent_did, aud=aud, lxm=lxm, lifetime=lifetime, now=now, holder=pk, actor=actor, fence=fence)
 
 
 def for_lease(pk: UUID, act: Callable[[Want, datetime], T], *, now: datetime, actor: str) -> T:

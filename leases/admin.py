@@ -16,7 +16,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import action, display
 from unfold.enums import ActionVariant
 
-from leases import admin_sandboxes, admin_state, keys, leasing
+from leases import admin_identity, admin_sandboxes, admin_state, keys, leasing
 from leases.cells import agent_fact
 from leases.models import DID_ACCEPTS, Agent, AgentKey, EnvironmentType, Lease, Status, Turn, is_did
 from leases.tasks import wake_reclaim
@@ -28,7 +28,8 @@ from sandboxes.pages import Act, Fact, Facts, Page, Reason, Slice, all_fields
 from sandboxes.policies import SEALED
 
 __all__ = [
-    "AgentAdmin", "EnvironmentTypeAdmin", "KeyAdmin", "LeaseAdmin", "TurnAdmin", "admin_sandboxes", "admin_state",
+    "AgentAdmin", "EnvironmentTypeAdmin", "KeyAdmin", "LeaseAdmin", "TurnAdmin", "admin_identity", "admin_sandboxes",
+    "admin_state",
 ]  # fmt: skip
 SOON = timedelta(minutes=5)
 
@@ -285,6 +286,7 @@ class AgentAdmin(Page):
                 Fact("Sandboxes", living, href=rows("sandboxes_sandbox", slice="live", agent_did=row.did)),
                 Fact("Runs", "newest first", href=rows("sandboxes_run", slice="all", agent_did=row.did)),
                 self.data(row),
+                admin_identity.signs(request, row.did),
                 Fact("Last used", ago(latest.last_activity_at) if latest else "never"),
                 Fact("Known since", ago(row.created_at)),
             ],

@@ -2,7 +2,7 @@
 
 from django.urls import path, register_converter
 
-from leases import api, api_calls, api_files, api_processes, api_snapshots, api_stores
+from leases import api, api_calls, api_files, api_identity, api_processes, api_snapshots, api_stores
 
 
 class Anything:
@@ -45,6 +45,7 @@ urlpatterns = [
     path("leases/<uuid:pk>/sessions", api_stores.SessionList.as_view()),
     path("leases/<uuid:pk>/sessions/<str:session_id>", api_stores.OneSession.as_view()),
     path("leases/<uuid:pk>/calls", api_calls.Calls.as_view()),
+    path("leases/<uuid:pk>/service-token", api_identity.ServiceToken.as_view()),
     path("environments/<str:environment_id>/join", api.Join.as_view()),
     path("environments/<str:environment_id>/conditions", api.Conditions.as_view()),
     path("pool", api.Pools.as_view()),

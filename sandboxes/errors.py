@@ -110,3 +110,27 @@ class OutputGone(SandboxError):
     """What it printed is gone: its sandbox sleeps, or is gone."""
 
     code = "output_gone"
+
+
+class NoSigningKey(SandboxError):
+    """The agent has no signing key. An operator can create one."""
+
+    code = "no_signing_key"
+
+
+class KeyRevoked(SandboxError):
+    """The agent's signing key was revoked. An operator can create another one."""
+
+    code = "signing_key_revoked"
+
+
+class SigningKeyExists(SandboxError):
+    """The agent has a signing key. Rotate it to have another."""
+
+    code = "signing_key_exists"
+
+
+class KeyUnopened(SandboxError):
+    """The agent's signing key cannot be decrypted: LEASEHOLD_IDENTITY_KEYS lacks the key that it was encrypted under."""
+
+    code = "signing_key_unopened"

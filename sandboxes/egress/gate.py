@@ -61,6 +61,13 @@ def caller(slot: int) -> Caller:
     return Caller(sandbox, sandbox.holder, found[0] if len(found) == 1 else None)
 
 
+def require_held(who: Caller) -> None:
+    """Refused unless the sandbox is still held by this lease. Locked until the transaction ends."""
+    held = Sandbox.objects.select_for_update(no_key=True).filter(pk=who.sandbox.pk, holder=who.holder, state__in=ALIVE)
+    if not held.exists():
+        raise Refused(403, "no_lease", "No lease holds this sandbox now.")
+
+
 def model_call(
     slot: int, call_id: str, path: str, model: str, *, streamed: bool, size: int, now: datetime
 ) -> tuple[LlmCall, Caller]:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,10 +26,12 @@ from django.db import Error as DatabaseError
 from django.db import close_old_connections
 from django.utils import timezone
 
+from sandboxes import identity
 from sandboxes.egress import gate, offline
 from sandboxes.egress.gate import Caller, Ending, Refused
 from sandboxes.egress.requests import FIELDS, Unfit, error, fit
 from sandboxes.egress.usage import Reader
+from sandboxes.errors import KeyRevoked, NoSigningKey, SandboxError
 from sandboxes.models import LlmCall
 
 log = structlog.get_logger(__name__)
@@ -127,6 +130,8 @@ class Server:
             except Gone:
                 request.protocol.force_close()
                 return web.Response(status=499)  # nobody reads it
+            except SandboxError as failed:
+                return problem(403 if isinstance(failed, KeyRevoked) else 503, failed.code, str(failed))
             except DatabaseError as failed:
                 log.error("call not recorded", error=str(failed))
                 return problem(503, "not_recorded", "This call could not be recorded, so it was not made. Try again.")
@@ -364,8 +369,16 @@ def problem(status: int, code: str, message: str) -> web.Response:
 
 
 def relay_headers(row: LlmCall, caller: Caller, *, now: datetime) -> dict[str, str]:
-    """What the relay is told of who connects."""
-    return {"x-leasehold-agent": row.agent_did, "x-leasehold-call-id": row.call_id}
+    """What the relay is told of who connects: an agent that has a signing key speaks with a token of its own."""
+    headers = {"x-leasehold-agent": row.agent_did, "x-leasehold-call-id": row.call_id}
+    if settings.RELAY_AUD:
+        with suppress(NoSigningKey):  # then it connects as anybody might
+            token = identity.service_token(
+                row.agent_did, aud=settings.RELAY_AUD, lxm=settings.RELAY_LXM, now=now, holder=caller.holder, actor="relay",
+                fence=partial(gate.require_held, caller),
+            )  # fmt: skip
+            headers["Authorization"] = f"Bearer {token}"
+    return headers
 
 
 def _headers(request: web.Request, row: LlmCall, caller: Caller) -> dict[str, str]:

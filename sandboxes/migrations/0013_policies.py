@@ -15,7 +15,7 @@ def seal(apps, schema_editor):
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sandboxes', '0010_egress'),
+        ('sandboxes', '0011_signing_keys'),
     ]
 
     operations = [

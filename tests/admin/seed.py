@@ -20,7 +20,7 @@ from django.utils import timezone
 
 from leases import acting, forking, keys, leasing, snapshots, sweeps, turns
 from leases.models import EnvironmentType, Lease
-from sandboxes import pool, processes, providers, runs
+from sandboxes import curves, identity, pool, processes, providers, runs
 from sandboxes import sweeps as below
 from sandboxes.models import Policy, Pool, Quota, Sandbox, State, Sweep
 from sandboxes.processes import Launch
@@ -59,6 +59,7 @@ def seed(now: datetime) -> None:
     _quarantine(memory, now)
     _state(memory, now)
     _pools(memory, now)
+    _identities(now)
     _sweeps(now)
 
 
@@ -204,6 +205,20 @@ def _trouble(memory: MemoryProvider, now: datetime) -> None:
     pool.mark_lost(_box(gone), "no such container: leasehold-4be1", now=now - MINUTE)
     large = _used("did:plc:large", "data-set", now - 30 * MINUTE)
     Sandbox.objects.filter(pk=_box(large).pk).update(workspace_bytes=3 << 30, measured_at=now - 5 * MINUTE)
+
+
+def _identities(now: datetime) -> None:
+    """An agent whose key was rotated, one whose key was revoked, and what was minted with theirs."""
+    for index, agent in enumerate(PLAYERS[:3]):
+        identity.create(agent, now=now - 50 * HOUR, actor="admin", private=curves.generate(["ES256K", "ES256"][index % 2]))
+    for minutes, fragment in ((300, ""), (40, "#relay"), (0, "#relay")):
+        at = now - minutes * MINUTE
+        lease = _lease(PLAYERS[0], "relay-watch", at)
+        audience = "did:web:relay.example.com" + fragment
+        acting.service_token(lease.pk, aud=audience, lxm="com.atproto.sync.subscribeRepos", now=at, actor="key 3f9a1c20")
+        if minutes == 300:
+            identity.rotate(PLAYERS[0], now=now - 200 * MINUTE, actor="admin")
+    identity.revoke(PLAYERS[1], now=now - HOUR, actor="command line")
 
 
 def _pools(memory: MemoryProvider, now: datetime) -> None:

@@ -15,7 +15,7 @@ from leases import acting, leasing, sweeps, turns
 from leases.admin import LeaseAdmin
 from leases.models import EnvironmentType, Lease, LeaseEvent, Turn
 from leases.timeline import LENGTH, timeline
-from sandboxes import runs
+from sandboxes import identity, runs
 from sandboxes.admin import SandboxAdmin, seconds_alive
 from sandboxes.models import Policy, Pool, Quota, Run, Sandbox, Sweep
 from sandboxes.pages import CappedPaginator
@@ -42,6 +42,8 @@ def fill(grant: Callable[..., Lease], first: int, last: int) -> None:
         lease = grant(agent=f"did:plc:a{number}", environment="e", now=timezone.now())
         run(lease, "true", now=timezone.now())
         turns.take_turn(lease.pk, 1, {}, now=timezone.now())
+        identity.create(lease.agent_did, now=timezone.now())
+        acting.service_token(lease.pk, aud="did:web:relay.example", lxm="a.b.c", now=timezone.now())
         Sweep.objects.create(name=f"sweep {number}")
         Pool.objects.create(name=f"pool-{number}", warm_target=1)
         Policy.objects.create(name=f"policy-{number}")
@@ -51,7 +53,7 @@ PAGES = [
     "", "fleet/", "leases/lease/", "leases/lease/?slice=history", "leases/turn/", "leases/agent/", "leases/agentkey/",
     "leases/environmenttype/", "sandboxes/sandbox/", "sandboxes/sandbox/?slice=stalled", "sandboxes/run/", "sandboxes/llmcall/",
     "sandboxes/sandbox/?slice=unstored&lasting=5m", "sandboxes/pool/", "sandboxes/policy/", "sandboxes/quota/",
-    "sandboxes/sweep/",
+    "sandboxes/sweep/", "sandboxes/signingkey/", "sandboxes/mintedtoken/",
 ]  # fmt: skip
 
 

@@ -1,0 +1,106 @@
+"""manage.py identity: the keys that agents sign with. A private key goes in on stdin and never comes out."""
+
+import json
+import sys
+from argparse import ArgumentParser
+from getpass import getpass
+from typing import Any
+
+from django.core.exceptions import ValidationError
+from django.core.management.base import BaseCommand, CommandError
+from django.utils import timezone
+
+from leases.errors import Invalid
+from leases.management.verbs import one_line
+from leases.models import DID_ACCEPTS, Agent, is_did
+from sandboxes import curves, identity
+from sandboxes.cells import counted
+from sandboxes.curves import Private
+from sandboxes.models import SigningKey
+
+ACTOR = "command line"
+LINE = 1000  # characters of stdin: no private key is longer
+
+
+class Command(BaseCommand):
+    help = "The keys that agents sign with: each has one at most. Private keys are stored encrypted and never shown."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        acts = parser.add_subparsers(dest="act", required=True, metavar="ACT")
+        acts.add_parser("list", help="every key, the newest first")
+        create = acts.add_parser("create", help="the agent's first key, or its next one after a revoked one")
+        bring = acts.add_parser("import", help="the same with a private key from stdin: 64 hexadecimal digits, or multibase")
+        rotate = acts.add_parser("rotate", help="another key from now on; nothing is signed with the old one any more")
+        rotate.add_argument("--import", action="store_true", dest="given", help="a private key from stdin, not a new one")
+        revoke = acts.add_parser("revoke", help="no key: nothing is signed for the agent until it has another one")
+        show = acts.add_parser("show", help="its did:key, and what its DID document has to say of it")
+        for each in (create, bring, rotate, revoke, show):
+            each.add_argument("agent", metavar="AGENT")
+        for each in (create, bring, rotate):
+            default = "that of the old one" if each is rotate else "ES256K, or what the imported text says"
+            each.add_argument("--algorithm", choices=list(curves.CURVES), default="", help=f"default: {default}")
+        acts.add_parser("reencrypt", help="encrypt every private key under the first of LEASEHOLD_IDENTITY_KEYS")
+
+    def handle(self, *args: Any, act: str, verbosity: int, **given: Any) -> None:
+        with one_line(verbosity):
+            getattr(self, f"_{act}")(**{name: value for name, value in given.items() if name in NAMES})
+
+    def _list(self) -> None:
+        for key in SigningKey.objects.all():
+            ended = key.retired_at or key.revoked_at
+            state = "active" if not ended else f"{'retired' if key.retired_at else 'revoked'} {ended:%Y-%m-%dT%H:%M:%SZ}"
+            self.stdout.write(f"{key.agent_did} {key.did_key} {key.algorithm} {key.created_at:%Y-%m-%dT%H:%M:%SZ} {state}")
+
+    def _create(self, agent: str, algorithm: str) -> None:
+        self._begin(agent, curves.generate(algorithm or SigningKey.Algorithm.ES256K))
+
+    def _import(self, agent: str, algorithm: str) -> None:
+        self._begin(agent, _from_stdin(algorithm))
+
+    def _begin(self, agent: str, private: Private) -> None:
+        key = identity.create(_did(agent), now=timezone.now(), actor=ACTOR, private=private)
+        Agent.objects.get_or_create(did=agent)
+        self._said(key, "signs as")
+
+    def _rotate(self, agent: str, algorithm: str, given: bool) -> None:
+        private = _from_stdin(algorithm) if given else curves.generate(algorithm) if algorithm else None
+        self._said(identity.rotate(agent, now=timezone.now(), actor=ACTOR, private=private), "signs from now on as")
+
+    def _revoke(self, agent: str) -> None:
+        key = identity.revoke(agent, now=timezone.now(), actor=ACTOR)
+        self.stdout.write(f"{agent} signs nothing any more: {key.did_key} is revoked")
+
+    def _show(self, agent: str) -> None:
+        key = identity.active(agent)
+        self.stdout.write(key.did_key)
+        self.stdout.write(json.dumps(identity.verification_method(key), indent=2))
+
+    def _reencrypt(self) -> None:
+        done = identity.reencrypt()
+        changed = counted(done.changed, "private key", "private keys")
+        self.stdout.write(f"{changed} encrypted anew, {done.already} were so before")
+        if done.unopened:
+            agents = ", ".join(key.agent_did for key in done.unopened)
+            raise CommandError(f"Not one of LEASEHOLD_IDENTITY_KEYS decrypts the private key of {agents}.")
+
+    def _said(self, key: SigningKey, what: str) -> None:
+        self.stdout.write(f"{key.agent_did} {what} {key.did_key} ({key.algorithm}): publish what `identity show` prints")
+
+
+NAMES = {"agent", "algorithm", "given"}
+
+
+def _from_stdin(algorithm: str) -> Private:
+    text = getpass("Private key: ") if sys.stdin.isatty() else sys.stdin.read(LINE)
+    try:
+        return curves.read(text.strip(), algorithm)
+    except ValueError as wrong:
+        raise CommandError(str(wrong)) from None
+
+
+def _did(text: str) -> str:
+    try:
+        is_did(text)
+    except ValidationError:
+        raise Invalid("agent", f"{text[:80]!r} is not {DID_ACCEPTS}.") from None
+    return text

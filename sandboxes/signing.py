@@ -1,0 +1,85 @@
+"""What agents sign with, and what was signed: columns, constraints and indexes. The verbs are in identity."""
+
+import uuid
+
+from django.db import models
+from django.db.models import Q
+
+ACTIVE = Q(retired_at__isnull=True, revoked_at__isnull=True)
+
+
+class SigningKey(models.Model):
+    """One key of an agent. At most one of them signs; one that does not any more has lost its private half for good."""
+
+    class Algorithm(models.TextChoices):
+        ES256K = "ES256K", "ES256K (secp256k1)"
+        ES256 = "ES256", "ES256 (P-256)"
+
+    agent_did = models.CharField(max_length=255, verbose_name="agent")
+    algorithm = models.CharField(max_length=8, choices=Algorithm.choices, default=Algorithm.ES256K)
+    public_key = models.CharField(max_length=64, unique=True, help_text="Multibase, as in did:key.")
+    sealed = models.BinaryField(null=True, editable=False, help_text="The private key, encrypted; see sealing.")
+    created_at = models.DateTimeField()
+    created_by = models.CharField(max_length=255, blank=True)
+    retired_at = models.DateTimeField(null=True, blank=True, help_text="When another took its place.")
+    revoked_at = models.DateTimeField(null=True, blank=True)
+    ended_by = models.CharField(max_length=255, blank=True, help_text="Who retired or revoked it.")
+
+    class Meta:
+        default_permissions = ("view",)
+        permissions = [("manage_identity", "Can create, rotate and revoke signing keys")]
+        ordering = ["-created_at", "-pk"]
+        constraints = [
+            models.UniqueConstraint(fields=["agent_did"], condition=ACTIVE, name="signingkey_one_active"),
+            models.CheckConstraint(
+                condition=Q(retired_at__isnull=True) | Q(revoked_at__isnull=True), name="signingkey_ended_once"
+            ),
+            models.CheckConstraint(
+                condition=(ACTIVE & Q(sealed__isnull=False)) | (~ACTIVE & Q(sealed__isnull=True)),
+                name="signingkey_private_iff_active",
+            ),
+        ]
+        indexes = [
+            models.Index(fields=["-created_at", "-id"], name="signingkey_newest"),
+            models.Index(fields=["agent_did", "-id"], name="signingkey_agent"),
+        ]
+
+    def __str__(self) -> str:
+        return self.did_key
+
+    @property
+    def did_key(self) -> str:
+        return f"did:key:{self.public_key}"
+
+    @property
+    def is_active(self) -> bool:
+        return self.retired_at is None and self.revoked_at is None
+
+
+class MintedToken(models.Model):
+    """One service token: who had it made, for whom and for what. Not the token itself."""
+
+    jti = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
+    holder = models.UUIDField(null=True, blank=True)
+    agent_did = models.CharField(max_length=255, verbose_name="agent")
+    key = models.ForeignKey(SigningKey, on_delete=models.PROTECT, related_name="tokens", db_index=False)
+    aud = models.CharField(max_length=320, verbose_name="audience")
+    lxm = models.CharField(max_length=317, verbose_name="method")
+    at = models.DateTimeField()
+    expires_at = models.DateTimeField()
+    actor = models.CharField(max_length=255, blank=True)
+
+    class Meta:
+        verbose_name = "service token"
+        default_permissions = ("view",)
+        ordering = ["-at", "-pk"]
+        constraints = [models.CheckConstraint(condition=Q(expires_at__gt=models.F("at")), name="mintedtoken_ends_later")]
+        indexes = [
+            models.Index(fields=["-at", "-jti"], name="mintedtoken_newest"),
+            models.Index(fields=["key", "-at"], name="mintedtoken_key"),
+            models.Index(fields=["holder", "-at"], name="mintedtoken_holder"),
+            models.Index(fields=["agent_did", "-at"], name="mintedtoken_agent"),
+        ]
+
+    def __str__(self) -> str:
+        return self.jti.hex

@@ -1,0 +1,121 @@
+"""manage.py identity: private keys go in and never come out."""
+
+import base64
+import io
+import json
+import sys
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from leases.models import Agent
+from sandboxes import curves, identity
+from sandboxes.models import SigningKey
+from tests import tokens
+from tests.commands.manage import manage
+from tests.conftest import NOW
+from tests.secrets import texts
+
+ADA, BOB = "did:plc:ada", "did:plc:bob"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: str, stdin: str = "") -> str:
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    call_command("identity", *args, stdout=said)
+    return said.getvalue()
+
+
+def signed(did: str) -> str:
+    """The did:key that verifies what the agent signs now."""
+    key = identity.active(did)
+    tokens.verify(identity.service_token(did, aud="did:web:relay.example", lxm="a.b.c", now=NOW), key.did_key)
+    return key.did_key
+
+
+@pytest.mark.django_db
+def test_a_key_is_created_shown_rotated_and_revoked(monkeypatch) -> None:
+    assert "signs as did:key:zQ3s" in run(monkeypatch, "create", ADA)
+    assert Agent.objects.filter(did=ADA).exists()
+    did_key, _, document = run(monkeypatch, "show", ADA).partition("\n")
+    assert did_key == signed(ADA)
+    assert json.loads(document) == {
+        "id": "did:plc:ada#atproto",
+        "type": "Multikey",
+        "controller": ADA,
+        "publicKeyMultibase": did_key.removeprefix("did:key:"),
+    }
+    assert "did:key:zDna" in run(monkeypatch, "rotate", ADA, "--algorithm", "ES256")
+    assert signed(ADA).startswith("did:key:zDna")
+    assert f"{signed(ADA)} is revoked" in run(monkeypatch, "revoke", ADA)
+    assert [line.split()[4] for line in run(monkeypatch, "list").splitlines()] == ["revoked", "retired"]
+    assert set(SigningKey.objects.values_list("created_by", "ended_by")) == {("command line", "command line")}
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("algorithm", curves.CURVES)
+def test_a_private_key_is_imported_from_stdin_as_hex_or_multibase(monkeypatch, algorithm: str) -> None:
+    first, second = curves.generate(algorithm), curves.generate(algorithm)
+    multibase = "z" + curves.base58(curves.CURVES[algorithm].private + second.secret)
+    run(monkeypatch, "import", ADA, "--algorithm", algorithm, stdin=first.secret.hex() + "\n")
+    assert signed(ADA) == f"did:key:{first.public}"
+    said = run(monkeypatch, "rotate", ADA, "--import", stdin=multibase)
+    assert signed(ADA) == f"did:key:{second.public}"
+    said += run(monkeypatch, "list") + run(monkeypatch, "show", ADA) + run(monkeypatch, "reencrypt")
+    assert not any(form in said for form in texts(first) | texts(second))
+
+
+@pytest.mark.django_db
+def test_what_is_no_private_key_is_refused_and_not_repeated(monkeypatch) -> None:
+    nearly = curves.generate().secret.hex()[:-1] + "g"
+    with pytest.raises(CommandError, match="64 hexadecimal digits") as refused:
+        run(monkeypatch, "import", ADA, stdin=nearly)
+    assert nearly not in str(refused.value)
+    assert not SigningKey.objects.exists()
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["create", "ada"], "is not a DID"),
+        (["rotate", BOB], "no signing key"),
+        (["revoke", BOB], "no signing key"),
+        (["show", BOB], "no signing key"),
+        (["create", ADA], "Rotate it"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(monkeypatch, args: list[str], said: str) -> None:
+    identity.create(ADA, now=NOW)
+    with pytest.raises(CommandError, match=said):
+        run(monkeypatch, *args)
+
+
+@pytest.mark.django_db
+def test_reencrypt_says_whose_key_it_could_not_open(monkeypatch, settings) -> None:
+    identity.create(ADA, now=NOW)
+    settings.IDENTITY_KEYS = [b"1" * 32]
+    identity.create(BOB, now=NOW)
+    settings.IDENTITY_KEYS = [b"2" * 32]
+    with pytest.raises(CommandError, match=f"of {BOB}"):
+        run(monkeypatch, "reencrypt")
+    settings.IDENTITY_KEYS = [b"2" * 32, b"1" * 32]
+    assert run(monkeypatch, "reencrypt") == "1 private key encrypted anew, 1 were so before\n"
+
+
+@pytest.mark.parametrize("wrong", ["secret", "A" * 43, "A" * 44, "=" * 44, f"{'A' * 43}=,", f"{'A' * 43}=,x"])
+def test_malformed_encryption_keys_stop_the_start_without_being_shown(tmp_path, wrong: str) -> None:
+    done = manage(tmp_path, "check", LEASEHOLD_IDENTITY_KEYS=wrong)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("LEASEHOLD_IDENTITY_KEYS=(hidden) is not accepted. It takes keys of 32 bytes in base64")
+    assert wrong not in done.stderr
+
+
+def test_encryption_keys_in_either_alphabet_of_base64_are_taken_and_not_shown(tmp_path) -> None:
+    given = [base64.b64encode(b"\xfb" * 32).decode(), base64.urlsafe_b64encode(b"\xff" * 32).decode()]
+    assert "+" in given[0] and "_" in given[1]
+    done = manage(tmp_path, "config", LEASEHOLD_IDENTITY_KEYS=", ".join(given))
+    assert done.returncode == 0
+    assert not any(each in done.stdout for each in given)
+    line = next(line for line in done.stdout.splitlines() if line.startswith("LEASEHOLD_IDENTITY_KEYS"))
+    assert line.split()[1:3] == ["********", "environment"]

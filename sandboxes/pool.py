@@ -58,6 +58,7 @@ class Want:
     files: Mapping[str, bytes] = field(default_factory=dict)  # absolute path in the sandbox -> content
     skill: str = ""  # what /data/skills has to have for it, if the image has it
     excludes: Callable[[], Sequence[str]] = tuple  # what snapshots of its workspace leave out
+    memory_mib: int | None = None  # None: what its pool gives
     fence: Callable[[], object] = bool  # called in the transaction that takes a place; raises if the holder may not
 
 
@@ -103,6 +104,8 @@ def ready(want: Want, *, now: datetime, actor: str = "") -> Sandbox:
 
 def claim(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Give the holder a pre-warmed sandbox of its pool. None if there is none, or if the holder has one already."""
+    if want.memory_mib not in (None, want.pool.memory_mib):
+        return None  # what is ready was started with the pool's
     if not want.pool.warm_target or workspace.latest(want.holder):
         return None  # whoever has something stored gets a sandbox with that in it
     try:
@@ -152,6 +155,7 @@ def _reserve(want: Want, *, now: datetime, actor: str) -> Sandbox:
     sandbox = _new(want.pool, now=now)
     sandbox.holder, sandbox.agent_did, sandbox.environment_id = want.holder, want.agent_did, want.environment_id
     sandbox.idle_after, sandbox.excludes = want.idle_after, [*want.excludes()]
+    sandbox.memory_mib = want.memory_mib or want.pool.memory_mib
     with transaction.atomic(durable=True):
         want.fence()
         begin(sandbox, now=now, reason="needed", actor=actor)

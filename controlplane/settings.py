@@ -309,6 +309,7 @@ SPECTACULAR_SETTINGS = {
         "ProcessStateEnum": "sandboxes.models.Ending",
         "OutcomeEnum": "sandboxes.models.Outcome",
         "CallOutcomeEnum": ["open", "ok", "failed", "refused", "lost"],
+        "OnceOutcomeEnum": ["ok", "failed", "timeout", "oom_killed", "container_failed", "internal"],
     },
     "SWAGGER_UI_DIST": "SIDECAR",  # from this server, not from a CDN
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",

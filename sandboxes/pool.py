@@ -6,6 +6,7 @@ half done has a deadline, after which sweeps.py takes the next step."""
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -569,7 +570,8 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     step("destroy claimed", sandbox)
     provider = providers.get(sandbox.provider)
     try:
-        data.finish(sandbox, provider, now=now)
+        with suppress(Missing):  # its process is gone; volumes of it may still be there
+            data.finish(sandbox, provider, now=now)
         provider.destroy(sandbox.ref)
     except Missing:
         pass  # gone already

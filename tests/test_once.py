@@ -124,6 +124,7 @@ def test_a_sandbox_that_vanishes_under_its_command_is_a_failed_container(wish, p
     result = run_once(wish(), now=NOW)
     assert (result.outcome, result.exit_code, result.cleaned_up) == (How.CONTAINER_FAILED, None, True)
     assert Lease.objects.get().end_reason == "lost"
+    assert memory.calls[-1] == ("destroy", Sandbox.objects.get().ref)  # what a container leaves, its volumes, go with it
     assert_nothing_is_left(pool, memory)
 
 

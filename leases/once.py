@@ -24,13 +24,13 @@ from sandboxes.moments import ticking
 from sandboxes.pool import Want
 from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, ProviderError, Rejected, TooLarge, Unavailable
 from sandboxes.runs import GRACE, Command
+from sandboxes.storage import folders
 from sandboxes.storage.base import StoreError
 
 log = structlog.get_logger(__name__)
 TYPE = "run"  # the environment type of a run that names none
 COPY_WITHIN = timedelta(minutes=2)  # for the workspace's way in, and for its way out
 GONE_WITHIN = timedelta(seconds=30)  # then the sweeps go on without us
-HOME = ".home"  # the home directory that every sandbox has in its workspace: it is never brought back
 LEAST_MEMORY = 16  # MiB
 
 
@@ -256,7 +256,7 @@ class _Carried:
         if out is None:
             return
         try:
-            for chunk in provider.get_files(sandbox.ref, WORKSPACE, exclude=[HOME]):
+            for chunk in provider.get_files(sandbox.ref, WORKSPACE, exclude=folders.LEFT_OUT):
                 size += len(chunk)
                 if size > self.wish.most_back:
                     raise TooLarge(f"as a tar it has more than {self.wish.most_back} bytes.")

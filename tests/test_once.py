@@ -107,6 +107,7 @@ def test_output_past_the_cap_is_dropped_and_that_is_said(wish, memory, settings)
         ("wait_ready", Unavailable("not ready"), How.CONTAINER_FAILED),
         ("put_files", Unavailable("engine down"), How.CONTAINER_FAILED),
         ("exec", Unavailable("engine down"), How.CONTAINER_FAILED),
+        ("create", ZeroDivisionError("a bug of ours"), How.INTERNAL),
         ("put_files", OSError("a bug of ours"), How.INTERNAL),
         ("exec", ZeroDivisionError("a bug of ours"), How.INTERNAL),
     ],
@@ -135,13 +136,14 @@ def test_an_operator_who_ends_it_meanwhile_has_ended_it(wish, pool, memory) -> N
     assert_nothing_is_left(pool, memory)
 
 
-def test_a_destroy_that_cannot_be_confirmed_is_said_and_the_sweep_goes_on(wish, pool, memory) -> None:
-    memory.fail("destroy", Unavailable("engine down"))
+@pytest.mark.parametrize("error", [Unavailable("engine down"), ZeroDivisionError("a bug of ours")])
+def test_a_destroy_that_cannot_be_confirmed_is_said_and_the_sweep_goes_on(wish, pool, memory, error) -> None:
+    memory.fail("destroy", error)
     result = run_once(wish("echo", "kept"), now=NOW)
     assert (result.outcome, result.stdout, result.cleaned_up) == (How.OK, b"kept\n", False)
     assert Pool.objects.get(pk=pool.pk).used == 1
     memory.reset()
-    sweeps.reclaim(now=NOW + MINUTE)
+    sweeps.reclaim(now=NOW + 3 * MINUTE)
     assert_nothing_is_left(pool, memory)
 
 
@@ -212,6 +214,18 @@ def test_an_id_is_run_once(wish, pool, memory) -> None:
     with pytest.raises(Conflict):
         run_once(asked, now=NOW + MINUTE)
     assert [verb for verb, _ in memory.calls].count("exec") == 1
+
+
+def test_a_rival_with_the_same_id_is_refused_and_takes_nothing_away(wish, pool, memory, at_step) -> None:
+    asked = wish("echo", "mine")
+
+    def rival() -> None:
+        with pytest.raises(Conflict):
+            run_once(asked, now=NOW)
+
+    at_step("workspace in", rival)
+    assert run_once(asked, now=NOW).stdout == b"mine\n"
+    assert Lease.objects.count() == Run.objects.count() == 1
 
 
 # --- the workspace ------------------------------------------------------------------------------------------------

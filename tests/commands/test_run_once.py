@@ -1,6 +1,7 @@
 """run_once: output and exit code of a command in a sandbox of its own, and a directory that travels with it."""
 
 import io
+import signal
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,17 @@ def test_a_sandbox_that_does_not_start_and_a_bug_of_ours_have_codes_of_their_own
     with memory.fail("exec", ZeroDivisionError("ours")):
         assert code("--", "true") == 122
     assert "run_once: internal: ZeroDivisionError: ours\n" in capsys.readouterr().err
+
+
+def test_whoever_ends_it_leaves_nothing(memory) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    memory.before("exec", lambda ref: signal.raise_signal(signal.SIGTERM))
+    assert code("--", "true") == 143
+    assert Sandbox.objects.get().state == "destroyed"
+    assert signal.getsignal(signal.SIGTERM) is before
+    memory.reset()
+    memory.fail("exec", KeyboardInterrupt())
+    assert code("--", "true") == 130
 
 
 def test_a_sandbox_that_is_not_confirmed_gone_is_told(memory, capsys) -> None:

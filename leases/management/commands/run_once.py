@@ -1,9 +1,11 @@
 """manage.py run_once: a command in a sandbox of its own, from nothing to a result."""
 
 import re
+import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -66,7 +68,7 @@ All of these are said on stderr, too: a command may end with the same codes by i
 
     def handle(self, *args: Any, verbosity: int, **given: Any) -> None:
         try:
-            with one_line(verbosity), ExitStack() as stack:
+            with one_line(verbosity), _ending_politely(), ExitStack() as stack:
                 wish = _wish(stack, **given)
                 result = run_once(wish, now=timezone.now(), actor="command line")
                 self._print(result, wish)
@@ -114,6 +116,16 @@ All of these are said on stderr, too: a command may end with the same codes by i
 
     def _say(self, what: str) -> None:
         self.stderr.write(f"run_once: {what}")
+
+
+@contextmanager
+def _ending_politely() -> Iterator[None]:
+    """SIGTERM is an exit like any other in this block: what was begun is cleaned up before."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wish(stack: ExitStack, *, agent: str, workspace: Path | None, stdin: str | None, **given: Any) -> Wish:

@@ -194,6 +194,9 @@ EXEC_OUTPUT_CAP = env.integer(
 RUN_OUTPUT_KEPT = env.integer(
     "LEASEHOLD_RUN_OUTPUT_KEPT_BYTES", 64 << 10, least=64 << 10, most=16 << 20, help="of each stream stored with the Run row"
 )
+RUN_MEMORY_MOST_MIB = env.integer(
+    "LEASEHOLD_RUN_MEMORY_MOST_MIB", 4096, least=16, help="the most memory that a one-shot run may ask for"
+)
 TURN_TIMEOUT = env.duration("LEASEHOLD_TURN_TIMEOUT", "60s", help="a turn that takes longer is skipped")
 
 # --- the model that agents think with -----------------------------------------------------------------------------
@@ -340,6 +343,7 @@ SPECTACULAR_SETTINGS = {
         "ProcessStateEnum": "sandboxes.models.Ending",
         "OutcomeEnum": "sandboxes.models.Outcome",
         "CallOutcomeEnum": ["open", "ok", "failed", "cut", "refused", "lost"],
+        "OnceOutcomeEnum": ["ok", "failed", "timeout", "oom_killed", "container_failed", "internal"],
     },
     "SWAGGER_UI_DIST": "SIDECAR",  # from this server, not from a CDN
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import structlog
 from django.conf import settings
@@ -36,6 +36,7 @@ class Ask:
     sleep_after: timedelta | None = None
     expiry_conditions: Sequence[str] | None = None
     pool: str = ""
+    id: UUID | None = None  # of the lease, if it is new; used for one before, no other gets it
 
 
 def ends_at(*, renewed_at: datetime, ttl: timedelta, max_expires_at: datetime) -> datetime:
@@ -97,6 +98,7 @@ def _grant(ask: Ask, *, now: datetime, actor: str) -> Lease:
     if rows.first(Agent, "did = %s", ask.agent_did) is None:
         Agent.objects.get_or_create(did=ask.agent_did)
     lease = Lease.objects.create(
+        id=ask.id or uuid4(),
         agent_did=ask.agent_did,
         environment_id=ask.environment_id,
         environment_type=kind,

@@ -6,6 +6,7 @@ half done has a deadline, after which sweeps.py takes the next step."""
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -62,6 +63,7 @@ class Want:
     excludes: Callable[[], Sequence[str]] = tuple  # what snapshots of its workspace leave out
     llm_limit: Decimal | None = None  # USD that its model calls may cost
     policy: Callable[[], Policy | None] = NoneType  # what its sandbox may do beyond the rest
+    memory_mib: int | None = None  # None: what its pool gives
     fence: Callable[[], object] = bool  # called in the transaction that takes a place; raises if the holder may not
 
 
@@ -107,6 +109,8 @@ def ready(want: Want, *, now: datetime, actor: str = "") -> Sandbox:
 
 def claim(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Give the holder a pre-warmed sandbox of its pool. None if there is none, or if the holder has one already."""
+    if want.memory_mib not in (None, want.pool.memory_mib):
+        return None  # what is ready was started with the pool's
     if not want.pool.warm_target or workspace.latest(want.holder):
         return None  # whoever has something stored gets a sandbox with that in it
     policy = _policy_of(want)
@@ -160,6 +164,7 @@ def _reserve(want: Want, *, now: datetime, actor: str) -> Sandbox:
     sandbox.holder, sandbox.agent_did, sandbox.environment_id = want.holder, want.agent_did, want.environment_id
     sandbox.idle_after, sandbox.excludes = want.idle_after, [*want.excludes()]
     sandbox.llm_limit, sandbox.policy = want.llm_limit, _policy_of(want)
+    sandbox.memory_mib = want.memory_mib or want.pool.memory_mib
     with transaction.atomic(durable=True):
         want.fence()
         begin(sandbox, now=now, reason="needed", actor=actor)
@@ -579,7 +584,8 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     step("destroy claimed", sandbox)
     provider = providers.get(sandbox.provider)
     try:
-        data.finish(sandbox, provider, now=now)
+        with suppress(Missing):  # its process is gone; volumes of it may still be there
+            data.finish(sandbox, provider, now=now)
         provider.destroy(sandbox.ref)
     except Missing:
         pass  # gone already

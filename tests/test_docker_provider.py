@@ -53,7 +53,11 @@ class Box:
     def processes(self) -> list[str]:
         """Command lines of whatever runs inside besides the keeper and this listing."""
         lines = self.run("ps", "-eo", "args=").stdout.decode().splitlines()
-        return [line for line in lines if not line.startswith(("ps ", "/sbin/docker-init", "sleep infinity"))]
+        return [
+            line
+            for line in lines
+            if not line.startswith(("ps ", "/sbin/docker-init", "python3 -I -S /opt/leasehold/bridge.py"))
+        ]
 
 
 def docker(*argv: str) -> str:

@@ -27,7 +27,7 @@ def extend(apps, schema_editor):
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('leases', '0009_spend_limit'),
+        ('leases', '0010_run_type'),
         ('sandboxes', '0013_policies'),
     ]
 

@@ -61,7 +61,7 @@ class PolicyAdmin(Page):
     @display(description="Models that may be called")
     def all_models(self, row: Policy) -> SafeString | str:
         return (
-            format_html_join(format_html("<br>"), '<span class="lh-command">{}</span>', ((each,) for each in row.models))
+            format_html_join(SafeString("<br>"), '<span class="lh-command">{}</span>', ((each,) for each in row.models))
             or "any"
         )
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
+import docker
 import pytest
 from django.core.exceptions import ValidationError
 from django.db import IntegrityError, transaction
@@ -165,3 +166,14 @@ def test_editing_a_policy_changes_the_container_from_the_next_wake_on(
     second = acting.sandbox_for(lease.pk, now=now + MINUTE)
     assert (second.pk, second.incarnation) == (first.pk, 2)
     assert not pools.spec_of(second).writable_root
+
+
+@pytest.mark.docker
+def test_the_engine_is_asked_for_a_writable_root_by_policy_alone(
+    loosened: Policy, docker_pool: Pool, grant_with: Callable[..., Lease], now: datetime
+) -> None:
+    engine = docker.from_env()
+    for policy, sealed in ((loosened, False), (None, True)):
+        lease = grant_with(policy, environment=f"sealed-{sealed}", pool=docker_pool.name)
+        sandbox = acting.sandbox_for(lease.pk, now=now)
+        assert engine.containers.get(sandbox.ref).attrs["HostConfig"]["ReadonlyRootfs"] is sealed

@@ -202,6 +202,10 @@ LLM_URL = env.text(
 )
 LLM_API_KEY = env.text("LEASEHOLD_LLM_API_KEY", secret=True, help="added to calls on their way out; never enters a sandbox")
 LLM_MODEL = env.text("LEASEHOLD_LLM_MODEL", "gpt-4o-mini", help="model named in every call")
+LLM_RECORDS = env.text(
+    "LEASEHOLD_LLM_RECORDS", help="file to which LiteLLM's callback appends its records; unset: there are none"
+)
+EGRESS_DIR = RUNTIME_DIR / "egress"
 
 # --- the API ------------------------------------------------------------------------------------------------------
 CREATES_PER_MINUTE = env.integer(

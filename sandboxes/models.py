@@ -11,12 +11,13 @@ from django.db.models import Case, F, Q, Value, When
 from django.utils import timezone
 
 from sandboxes.background import Ending, Process
-from sandboxes.calls import LlmCall
+from sandboxes.calls import LlmCall, LogPosition, ModelRate
 from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject, Snapshot
 
 __all__ = [
     "ALIVE", "GONE", "IN_FLIGHT", "RUN_KINDS", "AgentData", "Attachment", "DataEvent", "DataFile", "DataObject", "Ending",
-    "LlmCall", "Outcome", "Pool", "Process", "Quota", "Run", "Sandbox", "Snapshot", "State", "Sweep", "Transition",
+    "LlmCall", "LogPosition", "ModelRate", "Outcome", "Pool", "Process", "Quota", "Run", "Sandbox", "Snapshot", "State",
+    "Sweep", "Transition",
 ]  # fmt: skip
 
 

@@ -139,7 +139,7 @@ def parse(line: bytes) -> Line | None:
     try:
         said = json.loads(line.decode(errors="replace"), parse_float=Decimal)
         ended_at = datetime.fromtimestamp(_number(said["at"], 1 << 33), UTC)
-        if not re.fullmatch(r"[0-9a-f]{32}", said["id"]):
+        if not re.fullmatch(r"[0-9a-f]{32}", said["id"]) or not isinstance(said["uri"], str):
             return None
         return Line(
             call_id=said["id"],

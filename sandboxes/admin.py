@@ -20,6 +20,7 @@ from unfold.decorators import action, display
 from sandboxes import cells, pool
 from sandboxes.admin_pools import PoolAdmin, QuotaAdmin
 from sandboxes.admin_processes import ProcessAdmin
+from sandboxes.admin_rates import ModelRateAdmin
 from sandboxes.admin_state import (
     KINDS,
     AgentDataAdmin,
@@ -54,8 +55,8 @@ from sandboxes.stats import LATE
 from sandboxes.stored import Attachment, SnapshotKind
 
 __all__ = [
-    "AgentDataAdmin", "DataEventAdmin", "PoolAdmin", "ProcessAdmin", "QuotaAdmin", "RunAdmin", "SandboxAdmin", "SnapshotAdmin",
-    "SweepAdmin",
+    "AgentDataAdmin", "DataEventAdmin", "ModelRateAdmin", "PoolAdmin", "ProcessAdmin", "QuotaAdmin", "RunAdmin", "SandboxAdmin",
+    "SnapshotAdmin", "SweepAdmin",
 ]  # fmt: skip
 
 SHOWN = 25  # newest entries of each list on a sandbox's page

@@ -98,8 +98,8 @@ class LogPosition(models.Model):
 
 
 class ModelRate(models.Model):
-    """What a model's tokens cost from a moment on, for calls that nobody else puts a price on. Rates are added, not changed:
-    a call keeps the price it was given."""
+    """What a model's tokens cost from a moment on, for calls that nobody else puts a price on. A call keeps the price that it
+    was given, whatever becomes of the rate."""
 
     pattern = models.CharField(
         max_length=200, help_text='Name of the model as calls show it, or of several: "gpt-4o-mini", "claude-*", "*".'

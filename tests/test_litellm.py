@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import time
 import uuid
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import requests
 
-from sandboxes.egress import rates, records
+from sandboxes.egress import rates, records, usd
 from sandboxes.egress.usd import amount
 from sandboxes.models import LlmCall, ModelRate
 from tests.conftest import MINUTE, NOW, missing_service
@@ -50,10 +51,10 @@ class LiteLLM:
 
 @pytest.fixture(scope="session")
 def litellm() -> LiteLLM:
-    names = ("TEST_LITELLM_URL", "TEST_LITELLM_KEY", "TEST_LITELLM_RECORDS")
+    names = ("TEST_LITELLM_URL", "TEST_LITELLM_KEY", "TEST_LITELLM_RECORDS", "TEST_LITELLM_PYTHON")
     if not all(os.environ.get(name) for name in names):
         missing_service("No LiteLLM: TEST_LITELLM_URL is not set; .ci/services starts one.")
-    url, key, file = (os.environ[name] for name in names)
+    url, key, file, _python = (os.environ[name] for name in names)
     return LiteLLM(url, key, Path(file))
 
 
@@ -151,3 +152,57 @@ def test_collecting_prices_the_rows(litellm: LiteLLM) -> None:
         "gpt-unpriced": (Decimal("0.00105"), "rate", 1000, 50),
         "gpt-failing": (0, "record", None, None),
     }
+
+
+# --- the callback alone, in LiteLLM's Python --------------------------------------------------------------------------
+
+WRITE = """
+import os, sys
+from datetime import datetime
+import litellm_callback as callback
+known = {"litellm_call_id": "c1", "total_tokens": 0, "prompt_tokens": 0, "completion_tokens": 0}
+kwargs = {"litellm_call_id": "c1", "response_cost": 0.0, "standard_logging_object": known}
+now = datetime.now()
+"""
+
+
+def run(script: str, file: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in LiteLLM's Python beside the callback."""
+    beside = str(Path(usd.__file__).parent)
+    env = {"PYTHONPATH": beside, "LEASEHOLD_RECORDS": file, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    argv = [os.environ["TEST_LITELLM_PYTHON"], "-c", WRITE + script]
+    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.usefixtures("litellm")
+def test_a_record_that_cannot_be_written_is_said_on_stderr_and_raised() -> None:
+    ended = run("callback.records.write(kwargs, 'success', now, now)", "/dev/full")
+    assert ended.returncode == 1
+    assert "LEASEHOLD: the record of call c1 is LOST" in ended.stderr and "No space left on device" in ended.stderr
+
+
+@pytest.mark.usefixtures("litellm")
+@pytest.mark.parametrize(
+    ("file", "said"), [("", "LEASEHOLD_RECORDS is not set"), ("/no/such/directory/records", "No such file")]
+)
+def test_a_callback_without_a_file_does_not_start(file: str, said: str) -> None:
+    ended = run("", file)
+    assert ended.returncode == 1 and said in ended.stderr
+
+
+@pytest.mark.usefixtures("litellm")
+def test_workers_that_share_a_file_write_whole_lines(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    script = """
+known["model"] = "m" * 20_000
+def work():
+    for _ in range(100):
+        callback.records.write(kwargs, "success", now, now)
+    os._exit(0)
+workers = [os.fork() or work() for _ in range(4)]
+sys.exit(any(os.waitpid(pid, 0)[1] for pid in workers))
+"""
+    ended = run(script, str(file))
+    assert ended.returncode == 0, ended.stderr
+    lines = [json.loads(line) for line in file.read_bytes().splitlines() if line]
+    assert {line["call"] for line in lines} == {"c1"} and len(lines) == 400

@@ -229,6 +229,20 @@ def copied_and_emptied(file: Path) -> None:
     os.truncate(file, 0)
 
 
+def test_what_else_lies_beside_the_file_is_passed_over(file: Path) -> None:
+    call(1)
+    call(2)
+    append(file, record(1))
+    collect(file)
+    file.with_name("records.jsonl.0.d").mkdir()
+    file.with_name("records.jsonl.0.gz").write_bytes(b"x" * 10_000)
+    file.with_name("records.jsonl.0.link").symlink_to("nowhere")
+    renamed(file)
+    settle(file.with_name("records.jsonl.1"))
+    append(file, record(2))
+    assert collect(file) == {"recorded": 1}
+
+
 @pytest.mark.parametrize("rotate", [renamed, copied_and_emptied])
 @pytest.mark.parametrize("read", [True, False])
 def test_a_rotated_file_is_read_to_its_end_before_the_new_one(file: Path, rotate: Callable[[Path], None], read: bool) -> None:

@@ -22,7 +22,7 @@ class Records(CustomLogger):
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
-        append(path, b"")  # a file that cannot be written is found when LiteLLM starts, not with the first call
+        os.close(opened(path))  # that it cannot be is found when LiteLLM starts, and not with the first call
 
     async def async_log_success_event(self, kwargs: Any, response_obj: Any, start_time: Any, end_time: Any) -> None:
         self.write(kwargs, "success", start_time, end_time)
@@ -80,13 +80,16 @@ def moment(at: Any) -> float:
 def append(path: str, line: bytes) -> None:
     """Append one line by one write: several workers share the file, which may be renamed at any time. The newline before it
     ends what a writer that was stopped in the middle has left there."""
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640)
+    file = opened(path)
     try:
-        line = b"\n" + line + b"\n" if line else b""
-        if os.write(file, line) != len(line):
+        if os.write(file, b"\n" + line + b"\n") != len(line) + 2:
             raise OSError(f"{path}: only a part could be written of {line!r}")
     finally:
         os.close(file)
+
+
+def opened(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640)
 
 
 if not os.environ.get("LEASEHOLD_RECORDS"):

@@ -119,7 +119,7 @@ def _move(position: LogPosition, *, now: datetime, **to: object) -> bool:
 def _find(path: Path, position: LogPosition) -> BinaryIO | None:
     """The file that a position is in, open: the one at the path, or one beside it that was there before."""
     for one in _candidates(path):
-        with suppress(FileNotFoundError, IsADirectoryError):
+        with suppress(FileNotFoundError if one == path else OSError):  # beside it there may be anything
             file = one.open("rb")
             if _is_in(file, position):
                 return file

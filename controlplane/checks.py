@@ -11,7 +11,7 @@ from django.core.checks import CheckMessage, Error, register
 from sandboxes.storage import mounts
 
 LONGEST_SOCKET = 107  # bytes of a unix socket's path, without the NUL
-LONGEST_NAME = len("/") + 16 + len("/") + len("0123456789ab.sock")  # below RUNTIME_DIR: sandbox, then run
+LONGEST_NAME = len("/egress/s/16383/llm.sock")  # below RUNTIME_DIR
 
 
 @register()

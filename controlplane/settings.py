@@ -198,14 +198,39 @@ TURN_TIMEOUT = env.duration("LEASEHOLD_TURN_TIMEOUT", "60s", help="a turn that t
 
 # --- the model that agents think with -----------------------------------------------------------------------------
 LLM_URL = env.text(
-    "LEASEHOLD_LLM_URL", help="base of an OpenAI-compatible API, ending in /v1; unset: the built-in offline policy answers"
+    "LEASEHOLD_LLM_URL",
+    accepts="an http:// or https:// URL",
+    help="base of an OpenAI-compatible API such as LiteLLM's, ending in /v1; unset: the built-in offline policy answers",
 )
 LLM_API_KEY = env.text("LEASEHOLD_LLM_API_KEY", secret=True, help="added to calls on their way out; never enters a sandbox")
-LLM_MODEL = env.text("LEASEHOLD_LLM_MODEL", "gpt-4o-mini", help="model named in every call")
-LLM_RECORDS = env.text(
-    "LEASEHOLD_LLM_RECORDS", help="file to which LiteLLM's callback appends its records; unset: there are none"
+LLM_MODEL = env.text("LEASEHOLD_LLM_MODEL", "gpt-4o-mini", help="what turns ask for, and what a call means that says `default`")
+LLM_MODELS = env.listing(
+    "LEASEHOLD_LLM_MODELS", "", help="models that may be called, * matching any part; LLM_MODEL always may"
 )
+LLM_TIMEOUT = env.duration("LEASEHOLD_LLM_TIMEOUT", "10m", help="the longest that one model call may take, streams included")
+LLM_RECORDS = env.text("LEASEHOLD_LLM_RECORDS", help="file to which LiteLLM's callback appends what calls cost; unset: none")
+RELAY_URL = env.text(
+    "LEASEHOLD_RELAY_URL",
+    accepts="a ws:// or wss:// URL",
+    help="what /relay/ leads to, as a WebSocket; unset: sandboxes have no relay",
+)
+RELAY_AUD = env.text("LEASEHOLD_RELAY_AUD", help="DID of the relay: for it agents' service tokens are made; unset: none are")
+RELAY_LXM = env.text("LEASEHOLD_RELAY_LXM", "com.atproto.sync.subscribeRepos", help="method that these tokens are good for")
+for _name, _pattern in {"LEASEHOLD_LLM_URL": r"(https?://[^/\s]+\S*)?", "LEASEHOLD_RELAY_URL": r"(wss?://[^/\s]+\S*)?"}.items():
+    if not re.fullmatch(_pattern, (_knob := env.KNOBS[_name]).value):
+        raise ImproperlyConfigured(f"{_name}={_knob.value!r} is not accepted. It takes {_knob.accepts}. ({_knob.help})")
+
+# --- the way out of sandboxes -------------------------------------------------------------------------------------
 EGRESS_DIR = RUNTIME_DIR / "egress"
+EGRESS_PROXY = env.choice(
+    "LEASEHOLD_EGRESS_PROXY", "auto", ["auto", "nginx", "none"],
+    help="what sandboxes talk to: nginx in a container of its own; none: ourselves; auto: nginx where the provider is docker",
+)  # fmt: skip
+EGRESS_IMAGE = env.text("LEASEHOLD_EGRESS_IMAGE", "leasehold-egress:latest", help="image of that container")
+EGRESS_SLOTS = env.integer(
+    "LEASEHOLD_EGRESS_SLOTS", 1024, least=1, most=16384,
+    help="sandboxes that can have a way out at once, those of all pools together; more are not started",
+)  # fmt: skip
 
 # --- the API ------------------------------------------------------------------------------------------------------
 CREATES_PER_MINUTE = env.integer(

@@ -42,6 +42,7 @@ def want_for(lease: Lease, *, now: datetime) -> Want:
         files={f"{WORKSPACE}/config.json": json.dumps(config, indent=2).encode()},
         skill=lease.environment_type_id,
         excludes=lambda: lease.environment_type.snapshot_excludes,
+        llm_limit=lease.llm_limit,
         fence=partial(_fence, lease.pk, now),
     )
 

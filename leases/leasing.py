@@ -100,6 +100,7 @@ def _grant(ask: Ask, *, now: datetime, actor: str) -> Lease:
         agent_did=ask.agent_did,
         environment_id=ask.environment_id,
         environment_type=kind,
+        llm_limit=kind.llm_limit,
         pool=_pool(ask, kind),
         leased_at=now,
         last_activity_at=now,

@@ -14,14 +14,11 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 from leases import acting, leasing
 from leases.errors import TurnOpen
 from leases.models import Lease, Turn
-from sandboxes import pool
-from sandboxes.egress import door as egress
 from sandboxes.errors import ProviderFailed, SandboxError
 from sandboxes.lifecycle import step
-from sandboxes.models import Outcome, Run, Sandbox
+from sandboxes.models import Outcome, Run
 from sandboxes.moments import ticking
-from sandboxes.providers.base import SOCKETS, ExecResult, Provider
-from sandboxes.runs import GRACE, Command, require_room
+from sandboxes.runs import GRACE, Command
 
 log = structlog.get_logger(__name__)
 LONGEST_REASON = 500  # characters
@@ -70,24 +67,8 @@ def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime,
         },
     )  # fmt: skip
 
-    def play(provider: Provider, sandbox: Sandbox) -> ExecResult:
-        require_room(provider, sandbox, now=now)
-        name = f"{command.run_id.hex[:12]}.sock"
-        caller = egress.Caller(sandbox, command.run_id, later)
-        with egress.door(pool.sockets_of(sandbox) / name, caller, patience=timeout):
-            return provider.exec(
-                sandbox.ref,
-                list(command.argv),
-                env={**command.env, "LLM_SOCKET": provider.inside(sandbox.ref, f"{SOCKETS}/{name}")},
-                cwd=command.cwd,
-                stdin=command.stdin,
-                timeout=timeout,
-                cap=settings.EXEC_OUTPUT_CAP,
-                mark=str(command.run_id),
-            )
-
     try:
-        run, _ = acting.act_in(pk, command, play, now=later(), actor=actor)
+        run, _ = acting.exec_in(pk, command, now=later(), actor=actor)
     except ProviderFailed as failed:
         _settle(turn, Run.objects.filter(pk=command.run_id).first(), skip(str(failed)), now=later())
         leasing.renew(lease, now=later())

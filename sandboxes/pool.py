@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from pathlib import Path
+from decimal import Decimal
 
 import structlog
 from django.conf import settings
@@ -17,6 +17,7 @@ from django.db.models import Exists, F, OuterRef, Q, QuerySet
 from django.db.models.functions import Greatest
 
 from sandboxes import background, providers, rows
+from sandboxes.egress import slots
 from sandboxes.errors import Busy, CapacityExhausted, Lost, NotHeld, NotReady, PoolDraining, QuotaExceeded
 from sandboxes.lifecycle import (
     COLD,
@@ -58,6 +59,7 @@ class Want:
     files: Mapping[str, bytes] = field(default_factory=dict)  # absolute path in the sandbox -> content
     skill: str = ""  # what /data/skills has to have for it, if the image has it
     excludes: Callable[[], Sequence[str]] = tuple  # what snapshots of its workspace leave out
+    llm_limit: Decimal | None = None  # USD that its model calls may cost
     fence: Callable[[], object] = bool  # called in the transaction that takes a place; raises if the holder may not
 
 
@@ -119,7 +121,7 @@ def claim(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
                 pk, WARM, WARM, now=now, reason="claimed", actor=actor, guard=Q(holder__isnull=True),
                 holder=want.holder, agent_did=want.agent_did, environment_id=want.environment_id,
                 idle_after=want.idle_after, last_used_at=now, idle_at=now + want.idle_after, prepared=False,
-                excludes=[*want.excludes()],
+                excludes=[*want.excludes()], llm_limit=want.llm_limit,
             )  # fmt: skip
             if not claimed:
                 transaction.set_rollback(True)  # the quota was taken
@@ -151,7 +153,7 @@ def reserve(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
 def _reserve(want: Want, *, now: datetime, actor: str) -> Sandbox:
     sandbox = _new(want.pool, now=now)
     sandbox.holder, sandbox.agent_did, sandbox.environment_id = want.holder, want.agent_did, want.environment_id
-    sandbox.idle_after, sandbox.excludes = want.idle_after, [*want.excludes()]
+    sandbox.idle_after, sandbox.excludes, sandbox.llm_limit = want.idle_after, [*want.excludes()], want.llm_limit
     with transaction.atomic(durable=True):
         want.fence()
         begin(sandbox, now=now, reason="needed", actor=actor)
@@ -168,11 +170,14 @@ def warm_up(pool: Pool, *, now: datetime) -> Sandbox | None:
 
     The pool's row is locked while the pending ones are counted, so that any number of sweeps start no more than that."""
     sandbox = _new(pool, now=now)
-    with transaction.atomic(durable=True):
-        locked = Pool.objects.select_for_update(no_key=True).get(pk=pool.pk)
-        if unclaimed(locked).filter(state__in=(WARMING, WARM)).count() >= locked.warm_target or not take_place(locked):
-            return None
-        begin(sandbox, now=now, reason="warmed up ahead of demand", actor="sweep")
+    try:
+        with transaction.atomic(durable=True):
+            locked = Pool.objects.select_for_update(no_key=True).get(pk=pool.pk)
+            if unclaimed(locked).filter(state__in=(WARMING, WARM)).count() >= locked.warm_target or not take_place(locked):
+                return None
+            begin(sandbox, now=now, reason="warmed up ahead of demand", actor="sweep")
+    except IntegrityError:
+        return None  # somebody else took its slot: the next sweep tries again
     step("reserved", sandbox)
     return start(sandbox, now=now, actor="sweep", files={})
 
@@ -191,6 +196,7 @@ def _new(pool: Pool, *, now: datetime) -> Sandbox:
         idle_after=settings.IDLE_TIMEOUT,
         last_used_at=now,
         created_at=now,
+        slot=slots.free(),
         claim=uuid.uuid4(),
         claimed_by=settings.INSTANCE,
         deadline_at=now + settings.SANDBOX_START_TIMEOUT,
@@ -296,7 +302,7 @@ def _discard(provider: Provider, sandbox: Sandbox) -> None:
 
 
 def spec_of(sandbox: Sandbox) -> Spec:
-    """What to ask the provider for. The directory for its sockets is made here, since it must exist to be mounted."""
+    """What to ask the provider for. The directory of its socket is made here, since it must exist to be mounted."""
     return Spec(
         name=sandbox.name,
         owner=str(sandbox.pool.owner),
@@ -305,17 +311,9 @@ def spec_of(sandbox: Sandbox) -> Spec:
         memory_mib=sandbox.memory_mib,
         millicpus=sandbox.millicpus,
         pids=sandbox.pids,
-        sockets=sockets_of(sandbox),
+        sockets=slots.directory(sandbox.slot) if sandbox.slot is not None else None,
         data=mounts.place_for(sandbox),
     )
-
-
-def sockets_of(sandbox: Sandbox) -> Path:
-    """The host directory that the sandbox sees as /run/leasehold. Its name is short: a socket's path has 108 bytes."""
-    settings.RUNTIME_DIR.mkdir(mode=0o700, parents=True, exist_ok=True)  # no other user of this host comes near them
-    directory: Path = settings.RUNTIME_DIR / sandbox.pk.hex[:16]
-    directory.mkdir(mode=0o755, exist_ok=True)
-    return directory
 
 
 # --- sleeping and waking ----------------------------------------------------------------------------------------------
@@ -327,6 +325,9 @@ def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
     same = Q(incarnation=sandbox.incarnation, holder=sandbox.holder)
     sandbox.incarnation += 1
     sandbox.ref, sandbox.claim = sandbox.name, uuid.uuid4()
+    if sandbox.slot is None:  # it is older than slots are
+        Sandbox.objects.filter(pk=sandbox.pk, slot=None).update(slot=(slot := slots.free()))
+        sandbox.slot = slot
     if not advance(
         sandbox.pk, COLD, WARMING, now=now, reason="woken", actor=actor, guard=same,
         incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,

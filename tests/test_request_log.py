@@ -160,6 +160,19 @@ def test_a_call_without_a_row_that_went_on_is_shown_and_unpriced(file, status, o
     assert (row.outcome, row.status, row.code, row.cost, row.priced) == (outcome, status, code, None, "")
 
 
+def test_a_refusal_of_the_forwarder_keeps_its_reason(file: Path) -> None:
+    append(file, line(status=403, upstream="403", code="no_lease"))
+    assert collect(file) == {"refused": 1}
+    assert (LlmCall.objects.get().outcome, LlmCall.objects.get().code) == ("refused", "no_lease")
+
+
+@pytest.mark.parametrize("status", [b"000", b"009"])
+def test_a_request_that_ended_before_it_had_a_status_is_no_garbage(file: Path, status: bytes) -> None:
+    append(file, refused().replace(b"403", status))
+    assert collect(file) == {"refused": 1}
+    assert LlmCall.objects.get().outcome == "refused"
+
+
 def test_a_row_that_its_forwarder_writes_meanwhile_is_the_one_that_stays(file: Path, at_step) -> None:
     append(file, refused(status=499, upstream="-"))
     at_step("lines read", call)

@@ -1,10 +1,206 @@
-"""Who may call a model, and the rows that say who did."""
+"""Who may call out, and the rows that say who did. The proxy's server runs these in threads.
 
-from datetime import datetime
+A caller is known by its slot alone. The sandbox's row says whom that is held for at this moment, so a lease that has
+ended, or another that has begun, needs no telling anybody, and a pre-warmed sandbox has its identity once it is claimed."""
 
-from django.db.models import QuerySet
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from decimal import Decimal, InvalidOperation
+from uuid import UUID
 
-from sandboxes.models import LlmCall
+from django.conf import settings
+from django.db import transaction
+from django.db.models import QuerySet, Sum
+
+from sandboxes import rows
+from sandboxes.egress.requests import allowed
+from sandboxes.egress.usage import Usage
+from sandboxes.models import ALIVE, LlmCall, Run, Sandbox
+
+GRACE = timedelta(seconds=30)  # past its longest time, to write down how a call ended
+MINUTE = timedelta(minutes=1)
+NANO, MOST_COST = Decimal("1e-9"), Decimal(10**9)  # USD
+CALLS_PER_MINUTE, AT_ONCE = 60, 4
+REFUSALS_KEPT = 30  # of one lease in one minute
+HELD = timedelta(minutes=3)  # an open relay connection is somebody's for so long after it was last seen
+
+
+class Refused(Exception):
+    """This call does not leave. `status` and `code` are what the sandbox is answered."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        self.status, self.code, self.message = status, code, message
+        super().__init__(message)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """On whose behalf something leaves."""
+
+    sandbox: Sandbox
+    holder: UUID
+    run: UUID | None
+
+    def metadata(self, call_id: str) -> str:
+        """What the upstream's own log says about a call, as JSON. The attempt is the sandbox's incarnation."""
+        said = {
+            "call": call_id, "run": str(self.run or ""), "attempt": self.sandbox.incarnation, "lease": str(self.holder),
+            "agent": self.sandbox.agent_did, "environment": self.sandbox.environment_id,
+        }  # fmt: skip
+        return json.dumps(said)
+
+
+def caller(slot: int) -> Caller:
+    """Who speaks through this slot now, or Refused."""
+    sandbox = rows.first(Sandbox, "slot = %s AND state <> 'destroyed'", slot)
+    if sandbox is None or sandbox.holder is None or sandbox.state not in ALIVE:
+        raise Refused(403, "no_lease", "No lease holds this sandbox now.")
+    open_runs = Run.objects.filter(sandbox=sandbox, ended_at__isnull=True).values_list("pk", flat=True)[:2]
+    found = [*open_runs] if sandbox.open_runs else []
+    return Caller(sandbox, sandbox.holder, found[0] if len(found) == 1 else None)
+
+
+def model_call(
+    slot: int, call_id: str, path: str, model: str, *, streamed: bool, size: int, now: datetime
+) -> tuple[LlmCall, Caller]:
+    """A model call is about to be sent: its row, which is there before anything is. Or Refused, and that is a row too."""
+    who = caller(slot)
+    row = _row(who, call_id, path, now=now, kind=LlmCall.Kind.LLM, model=model, streamed=streamed, sent_bytes=size)
+    row.deadline_at = now + settings.LLM_TIMEOUT + GRACE
+    try:
+        _require_model(model)
+        _require_pace(who, now=now)
+        _require_money(who)
+    except Refused as refused:
+        _refuse(row, refused)
+        raise
+    row.save(force_insert=True)
+    return row, who
+
+
+def relay_call(slot: int, call_id: str, path: str, *, now: datetime) -> tuple[LlmCall, Caller]:
+    """A connection to the relay is about to be made: its row, or Refused."""
+    who = caller(slot)
+    row = _row(who, call_id, path, now=now, kind=LlmCall.Kind.RELAY, streamed=True)
+    row.deadline_at = now + HELD
+    try:
+        if not settings.RELAY_URL:
+            raise Refused(404, "no_relay", "There is no relay here.")
+        _require_pace(who, now=now)
+    except Refused as refused:
+        _refuse(row, refused)
+        raise
+    row.save(force_insert=True)
+    return row, who
+
+
+def _row(who: Caller, call_id: str, path: str, *, now: datetime, **more: object) -> LlmCall:
+    box = who.sandbox
+    return LlmCall(
+        call_id=call_id, sandbox=box, holder=who.holder, agent_did=box.agent_did, environment_id=box.environment_id,
+        run_id=who.run, path=path[:200], started_at=now, deadline_at=now, **more,
+    )  # fmt: skip
+
+
+def _refuse(row: LlmCall, why: Refused) -> None:
+    """Note a refusal. Of a program that does not stop asking, a few a minute say enough."""
+    row.outcome, row.status, row.code, row.ended_at = LlmCall.Outcome.REFUSED, why.status, why.code, row.started_at
+    same = LlmCall.objects.filter(holder=row.holder, outcome=row.outcome, started_at__gt=row.started_at - MINUTE)
+    if same.count() < REFUSALS_KEPT:
+        row.save(force_insert=True)
+
+
+def _require_model(model: str) -> None:
+    may = [settings.LLM_MODEL, *settings.LLM_MODELS]
+    if not allowed(model, may):
+        raise Refused(403, "model_not_allowed", f"This model may not be called here. These may: {', '.join(may)}.")
+
+
+def _require_pace(who: Caller, *, now: datetime) -> None:
+    """Counted over rows: so it holds for several processes, and after a restart."""
+    mine = LlmCall.objects.filter(holder=who.holder)
+    started = mine.filter(started_at__gt=now - MINUTE).exclude(outcome=LlmCall.Outcome.REFUSED).count()
+    if started >= CALLS_PER_MINUTE:
+        raise Refused(429, "too_many_calls", f"At most {CALLS_PER_MINUTE} calls a minute.")
+    if started and mine.filter(outcome=LlmCall.Outcome.OPEN, deadline_at__gt=now).count() >= AT_ONCE:
+        raise Refused(429, "too_many_at_once", f"At most {AT_ONCE} calls at once.")
+
+
+def _require_money(who: Caller) -> None:
+    """The limit may be passed by what the calls cost that are under way: at most AT_ONCE of them."""
+    limit = who.sandbox.llm_limit
+    if limit is None:
+        return
+    if spent(who.holder) >= limit:
+        said = f"This lease may spend {limit.normalize():f} USD on model calls, and has."
+        raise Refused(402, "spend_limit_reached", said)
+
+
+def spent(holder: UUID) -> Decimal:
+    """What the model calls of a lease have cost so far, in USD. What has no price yet counts nothing."""
+    total = LlmCall.objects.filter(holder=holder, cost__isnull=False).aggregate(total=Sum("cost"))["total"]
+    return Decimal(total or 0)
+
+
+# --- how it went ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ending:
+    """What is known of a call when it is over."""
+
+    outcome: LlmCall.Outcome
+    status: int | None = None
+    code: str = ""
+    usage: Usage | None = None
+    cost: Decimal | None = None
+    first_byte_at: datetime | None = None
+    received_bytes: int = 0
+    sent_bytes: int | None = None
+
+
+def settle(row: LlmCall, end: Ending, *, now: datetime) -> bool:
+    """Close an open call, once. A price that its record has brought meanwhile stays."""
+    changes: dict[str, object] = {
+        "ended_at": now, "outcome": end.outcome, "status": end.status, "code": end.code[:64],
+        "first_byte_at": end.first_byte_at, "received_bytes": end.received_bytes,
+    }  # fmt: skip
+    if end.sent_bytes is not None:
+        changes["sent_bytes"] = end.sent_bytes
+    known: dict[str, object] = {}
+    if end.usage:
+        known = {name: getattr(end.usage, name) for name in ("input_tokens", "cached_tokens", "output_tokens")}
+        known |= {"model": end.usage.model} if end.usage.model else {}
+    if end.cost is not None:
+        known |= {"cost": end.cost, "priced": LlmCall.Priced.UPSTREAM}
+    with transaction.atomic():
+        closed = LlmCall.objects.filter(pk=row.pk, ended_at__isnull=True).update(**changes)
+        if closed and known:
+            LlmCall.objects.filter(pk=row.pk, recorded_at__isnull=True).update(**known)
+    return bool(closed)
+
+
+def still(pairs: Iterable[tuple[UUID, UUID]]) -> set[tuple[UUID, UUID]]:
+    """Which of these sandboxes are alive, and held by these leases."""
+    wanted = {*pairs}
+    alive = Sandbox.objects.filter(pk__in={sandbox for sandbox, _ in wanted}, state__in=ALIVE, holder__isnull=False)
+    return wanted & {*alive.values_list("pk", "holder")}
+
+
+def keep(pks: Iterable[int], *, now: datetime) -> int:
+    """These relay connections are still held."""
+    return LlmCall.objects.filter(pk__in=[*pks], ended_at__isnull=True).update(deadline_at=now + HELD)
+
+
+def cost_said(said: str | None) -> Decimal | None:
+    """What an upstream says that a call cost, in USD; None if it says nothing that is an amount."""
+    try:
+        cost = Decimal(said or "").quantize(NANO)
+    except InvalidOperation:
+        return None
+    return cost if cost.is_finite() and 0 <= cost < MOST_COST else None
 
 
 def overdue(*, now: datetime) -> QuerySet[LlmCall]:
@@ -13,6 +209,7 @@ def overdue(*, now: datetime) -> QuerySet[LlmCall]:
 
 
 def close_abandoned(*, now: datetime, limit: int = 200) -> int:
-    """Close calls past their deadline; how many. What they cost is not known, and so they show as unpriced."""
+    """Close calls past their deadline; how many. What they cost may still be found in the upstream's records; until then
+    they show as unpriced."""
     some = overdue(now=now).values_list("pk", flat=True)[:limit]
     return LlmCall.objects.filter(pk__in=list(some), ended_at__isnull=True).update(ended_at=now, outcome=LlmCall.Outcome.LOST)

@@ -22,10 +22,11 @@ from sandboxes.models import LlmCall, Sandbox
 log = structlog.get_logger(__name__)
 Outcome = LlmCall.Outcome
 REFUSALS = {
-    400: "malformed", 403: "path_forbidden", 404: "path_forbidden", 405: "path_forbidden", 413: "too_large", 414: "too_large",
-    429: "too_many", 431: "too_large", 494: "too_large", 499: "caller_gone",
+    400: "malformed", 403: "path_forbidden", 404: "path_forbidden", 405: "path_forbidden", 408: "too_slow", 413: "too_large",
+    414: "too_large", 429: "too_many", 431: "too_large", 494: "too_large", 499: "caller_gone",
 }  # fmt: skip
 MOST_REFUSED = 100  # rows of refused requests a sandbox and hour
+PADDED = re.compile(r'(?<="status":)0+(\d)')  # nginx writes a status below 100 with three digits, which is no JSON
 CLOSED_WITHIN = timedelta(seconds=60)  # of the end of a request its row is closed, or its forwarder is dead
 LARGEST = 32 << 20  # bytes of nginx's log, past which it is rotated
 HOUR = timedelta(hours=1)
@@ -44,6 +45,7 @@ class Line:
     sent: int
     received: int
     left: bool  # it went on to the process that forwards calls
+    code: str  # why that one refused it
 
 
 def collect(path: Path, now: datetime) -> Counter[str]:
@@ -119,8 +121,8 @@ def _boxes(lines: list[Line]) -> Callable[[Line], Sandbox | None]:
 
 def _row(line: Line, box: Sandbox | None) -> LlmCall:
     """A request that has no row was not sent to any upstream: its row would have been written before."""
-    code = REFUSALS.get(line.status, f"status_{line.status}")
-    if line.status < 400:
+    code = line.code or REFUSALS.get(line.status, f"status_{line.status}")
+    if 100 <= line.status < 400:
         outcome, code = Outcome.OK, ""
     elif line.left and line.status >= 500:
         outcome = Outcome.FAILED
@@ -137,7 +139,7 @@ def _row(line: Line, box: Sandbox | None) -> LlmCall:
 def parse(line: bytes) -> Line | None:
     """The request on a line; None if there is none. Much of it was written by a sandbox."""
     try:
-        said = json.loads(line.decode(errors="replace"), parse_float=Decimal)
+        said = json.loads(PADDED.sub(r"\1", line.decode(errors="replace")), parse_float=Decimal)
         ended_at = datetime.fromtimestamp(_number(said["at"], 1 << 33), UTC)
         if not re.fullmatch(r"[0-9a-f]{32}", said["id"]) or not isinstance(said["uri"], str):
             return None
@@ -151,6 +153,7 @@ def parse(line: bytes) -> Line | None:
             sent=int(_number(said["sent"], 1 << 62)),
             received=int(_number(said["received"], 1 << 62)),
             left=said["upstream"] not in ("", "-"),
+            code=_plain(str(said.get("code") or "").strip("-"))[:64],
         )
     except (ValueError, TypeError, KeyError, OverflowError, InvalidOperation, RecursionError):
         return None

@@ -34,6 +34,17 @@ def complete(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def events(answer: dict[str, Any]) -> list[dict[str, Any] | str]:
+    """The same answer as the events of a stream."""
+    common = {**{name: answer[name] for name in ("id", "created", "model")}, "object": "chat.completion.chunk"}
+    delta = answer["choices"][0]["message"]
+    return [
+        {**common, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {**common, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+        "[DONE]",
+    ]
+
+
 def decide(state: Any) -> dict[str, Any]:
     """One of the state's legal actions, the same one for the same state; skip_turn if it names none."""
     legal = state.get("legal_actions") if isinstance(state, dict) else None

@@ -31,7 +31,8 @@ class Rate(Protocol):
 def price(rates: Iterable[Rate], model: str, input: int, cached: int, output: int, at: datetime) -> Decimal | None:
     """USD for one call at a moment, to nine places; None if no rate was valid for its model then.
 
-    `input` counts all tokens that went in, and `cached` those of them that were read from the provider's cache. Of the rates
+    `input` counts all tokens that went in, and `cached` those of them that were read from the provider's cache; writing to that
+    is counted as input, which is up to a fifth too little for such tokens at a provider that charges more for them. Of the rates
     that name the model the exact name counts before a pattern, a longer pattern before a shorter one, of one name the newest.
 
     At 2.50 for input, 1.25 cached and 10.00 for output, 1000 tokens in, 400 of them cached, and 50 out are

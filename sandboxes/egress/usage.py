@@ -1,11 +1,12 @@
 """What a model's answer says about the tokens it took, read while it passes by: whole or streamed, OpenAI's shapes and
 Anthropic's. Nothing of the answer is kept."""
 
-import codecs
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
+END = re.compile(rb"(\r\n\r\n|\n\n|\r\r)")  # of an event
 LARGEST = 8 << 20  # bytes of an answer, or of one event, that are looked at; the usage of a larger one is not known
 
 
@@ -14,7 +15,7 @@ class Usage:
     """Tokens of one call, as the upstream counted them. None: it did not say."""
 
     model: str = ""
-    input_tokens: int | None = None
+    input_tokens: int | None = None  # all that went in, also where the provider counts what its cache had apart
     output_tokens: int | None = None
     cached_tokens: int | None = None  # of the input, read from the provider's cache
 
@@ -36,45 +37,57 @@ class Usage:
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
         if cached is None and isinstance(details, dict):
             cached = details.get("cached_tokens")
-        self.input_tokens = _count(usage, "prompt_tokens", "input_tokens", known=self.input_tokens)
+        self.input_tokens = _input(usage, known=self.input_tokens)
         self.output_tokens = _count(usage, "completion_tokens", "output_tokens", known=self.output_tokens)
         self.cached_tokens = _number(cached, self.cached_tokens)
 
 
 class Reader:
-    """Fed the bytes of an answer as they pass. `usage` is what has been seen so far."""
+    """Fed the bytes of an answer as they pass; says which of them to pass on. `usage` is what has been seen so far.
 
-    def __init__(self, content_type: str) -> None:
+    A stream's last event, which says the tokens, is kept back where `hidden`: whoever did not ask for it may choke on it."""
+
+    def __init__(self, content_type: str, *, hidden: bool = False) -> None:
         self.usage = Usage()
-        self._streamed = content_type.partition(";")[0].strip() == "text/event-stream"
-        self._whole = bytearray()
-        self._line = ""
-        self._text = codecs.getincrementaldecoder("utf-8")("replace")
+        self.streamed = content_type.partition(";")[0].strip().lower() == "text/event-stream"
+        self._hidden = hidden
+        self._kept = bytearray()  # of an answer in one piece, all of it; of a stream, the event that is not complete
         self._lost = False
 
-    def feed(self, chunk: bytes) -> None:
-        if self._streamed:
-            self._events(self._text.decode(chunk))
-        elif len(self._whole) + len(chunk) <= LARGEST:
-            self._whole += chunk
-        else:
+    def feed(self, chunk: bytes) -> bytes:
+        if not self.streamed:
+            if len(self._kept) + len(chunk) > LARGEST:
+                self._lost = True
+            if not self._lost:
+                self._kept += chunk
+            return chunk
+        if self._lost:
+            return chunk
+        self._kept += chunk
+        *events, rest = END.split(bytes(self._kept))
+        self._kept = bytearray(rest)
+        passed = b"".join(event + end for event, end in zip(events[::2], events[1::2], strict=True) if self._look(event))
+        if len(self._kept) > LARGEST:
             self._lost = True
+            passed += bytes(self._kept)
+            self._kept.clear()
+        return passed
 
-    def end(self) -> Usage:
-        """The answer is complete."""
-        if self._streamed:
-            self._events("\n")
-        elif not self._lost:
-            self.usage.take(_json(bytes(self._whole)))
-        return self.usage
+    def end(self) -> bytes:
+        """The answer is complete; what of it has not been passed on yet."""
+        if not self.streamed:
+            if not self._lost:
+                self.usage.take(_json(bytes(self._kept)))
+            return b""
+        return bytes(self._kept) if self._kept and self._look(bytes(self._kept)) else b""
 
-    def _events(self, text: str) -> None:
-        *lines, self._line = (self._line + text).replace("\r\n", "\n").replace("\r", "\n").split("\n")
-        for line in lines:
-            if line.startswith("data:"):
-                self.usage.take(_json(line[5:].strip()))
-        if len(self._line) > LARGEST:
-            self._line = ""
+    def _look(self, event: bytes) -> bool:
+        """Note what an event says of usage. Is it to be passed on?"""
+        lines = event.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        said = _json(b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:")))
+        self.usage.take(said)
+        tokens_alone = isinstance(said, dict) and said.get("choices") == [] and bool(said.get("usage"))
+        return not (self._hidden and tokens_alone)
 
 
 def _json(text: str | bytes) -> Any:
@@ -82,6 +95,15 @@ def _json(text: str | bytes) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def _input(usage: dict[str, Any], *, known: int | None) -> int | None:
+    """Tokens that went in. Anthropic's `input_tokens` has neither those in it that its cache had nor those it wrote there."""
+    counted = _count(usage, "prompt_tokens", "input_tokens", known=None)
+    if counted is None or "prompt_tokens" in usage:
+        return known if counted is None else counted
+    apart = (_number(usage.get(f"cache_{way}_input_tokens"), 0) or 0 for way in ("read", "creation"))
+    return _number(counted + sum(apart), known)
 
 
 def _count(usage: dict[str, Any], *names: str, known: int | None) -> int | None:

@@ -17,6 +17,16 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 WORKSPACE, DATA, SOCKETS = "/workspace", "/data", "/run/leasehold"
+LLM_SOCKET = f"{SOCKETS}/llm.sock"  # the way out: to models, and to the relay
+LOOPBACK = "127.0.0.1:4010"  # the same, for what speaks to addresses; where the sandbox has a network stack of its own
+# What SDKs look for. The keys say nothing: whoever passes a call on adds the real one.
+WAY_OUT = {
+    "OPENAI_BASE_URL": f"http://{LOOPBACK}/v1",
+    "OPENAI_API_KEY": "added-on-the-way-out",
+    "ANTHROPIC_BASE_URL": f"http://{LOOPBACK}",
+    "ANTHROPIC_API_KEY": "added-on-the-way-out",
+    "RELAY_URL": f"ws://{LOOPBACK}/relay/",
+}
 MARK = "LEASEHOLD_RUN"  # environment variable by which the processes of one exec are found again
 
 

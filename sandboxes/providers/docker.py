@@ -42,6 +42,7 @@ from sandboxes.providers.launching import Launching
 
 MADE_AT = "leasehold.made_at"  # label of volumes: the engine's own time of one is its directory's, which agents can set
 KEEPER = 10002  # user id of process 1, as in image/Dockerfile
+KEEPS_RUNNING = ("python3", "-I", "-S", "/opt/leasehold/bridge.py", base.LOOPBACK.rpartition(":")[2], base.LLM_SOCKET)
 KILL_PATIENCE = 15.0  # seconds until killing one exec gives way to killing the container
 GONE_WITHIN = 30.0  # seconds in which a removal that others began has to end
 # Directories in memory, each by its size as a part of the sandbox's memory, against which what they hold counts. Full to
@@ -125,7 +126,8 @@ class DockerProvider(FilesOfContainers, Launching):
             client.create_container(
                 image,
                 name=spec.name,
-                entrypoint=["sleep", "infinity"],
+                entrypoint=[*KEEPS_RUNNING],
+                environment=base.WAY_OUT | {"LLM_SOCKET": base.LLM_SOCKET},
                 hostname="sandbox",
                 user=f"{KEEPER}:{KEEPER}",
                 working_dir=WORKSPACE,
@@ -186,7 +188,7 @@ class DockerProvider(FilesOfContainers, Launching):
         try:
             cgroup = self._engine.cgroup(ref)
             pids = cgroup.processes.read_text().split() if cgroup else []
-            return any(Path(f"/proc/{pid}/comm").read_text() == "sleep\n" for pid in pids)
+            return any(b"bridge.py" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)
         except OSError:
             return False
 

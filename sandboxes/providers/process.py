@@ -40,6 +40,7 @@ from django.conf import settings
 from sandboxes.image import files, reap
 from sandboxes.providers.base import (
     DATA,
+    LLM_SOCKET,
     MARK,
     SOCKETS,
     WORKSPACE,
@@ -99,6 +100,7 @@ class Box:
             "PATH": PATH,
             "HOME": self.inside(f"{WORKSPACE}/.home"),
             "LANG": "C.UTF-8",
+            **({"LLM_SOCKET": self.inside(LLM_SOCKET)} if self.sockets else {}),
             **given,
             "LEASEHOLD_WORKSPACE": self.inside(WORKSPACE),
             "LEASEHOLD_DATA": self.inside(DATA),

@@ -98,11 +98,12 @@ class Command(BaseCommand):
     def _run(
         self, family: str, host: str, port: int, provider: Provider, *, no_worker: bool, patience: timedelta
     ) -> Supervisor:
-        """Web server and queue, until a signal comes; none of their processes is left."""
+        """The way out, web server and queue, until a signal comes; none of their processes is left."""
         env = {"SANDBOX_PROVIDER": provider.name}  # `auto` is decided once, for all processes alike
         web = Child("web", granian(host, port), settings.BASE_DIR, env)
+        egress = Child("egress", [sys.executable, str(settings.BASE_DIR / "manage.py"), "egress"], settings.BASE_DIR, env)
         queue = Child("queue", qcluster(), settings.BASE_DIR, env, hung=Heartbeat(patience))
-        children = Supervisor(family, [web] if no_worker else [web, queue], say=self.say, forget=self._forget)
+        children = Supervisor(family, [egress, web] if no_worker else [egress, web, queue], say=self.say, forget=self._forget)
         children.obey_signals()
         settings.STATIC_ROOT.mkdir(parents=True, exist_ok=True)  # empty will do; without it the server warns
         schedules.sync(now=timezone.now())

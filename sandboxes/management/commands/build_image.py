@@ -20,6 +20,8 @@ from docker.errors import APIError, DockerException, ImageNotFound
 from docker.utils import kwargs_from_env
 from requests.exceptions import RequestException
 
+from sandboxes.egress import front
+
 IMAGE = Path(__file__).resolve().parents[2] / "image"
 AUTHORITIES = Path("/usr/local/share/ca-certificates")  # this machine's own, beside those that its system brings
 PULLED, MADE = "python:3.12-slim-bookworm", "leasehold-base:bookworm"
@@ -29,7 +31,7 @@ SILENCE = 900  # seconds in which a step of the build may print nothing
 
 
 class Command(BaseCommand):
-    help = "Build the image of sandboxes, unless it is up to date."
+    help = "Build the image of sandboxes, and the one of the egress proxy, unless they are up to date."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("--base", help=f"image to build on; default: {PULLED}, else a Debian made here")
@@ -42,12 +44,14 @@ class Command(BaseCommand):
         except (DockerException, RequestException) as error:
             raise CommandError(f"No Docker daemon answers: {error}") from error
         try:
-            self.stdout.write(self._build(self._base(base), tag, no_cache, verbosity))
+            found = self._base(base)
+            self.stdout.write(self._build(found, tag, _context(), no_cache, verbosity))
+            self.stdout.write(self._build(found, settings.EGRESS_IMAGE, front.context(found), no_cache, verbosity))
         except (DockerException, RequestException) as error:
             raise CommandError(f"{tag} could not be built: {error}") from error
 
-    def _build(self, base: str, tag: str, no_cache: bool, verbosity: int) -> str:
-        started, context = time.monotonic(), _context()
+    def _build(self, base: str, tag: str, context: bytes, no_cache: bool, verbosity: int) -> str:
+        started = time.monotonic()
         stamp = hashlib.sha256(context + self.client.inspect_image(base)["Id"].encode()).hexdigest()
         if not no_cache and self._stamp(tag) == stamp:
             return f"{tag}: up to date"

@@ -1,0 +1,429 @@
+"""The end of the way out: who it is, what may leave, with whose key, and what is written down of it.
+
+In front of it stands nginx, which speaks with sandboxes, lets only a few paths through, drops every header they sent and
+says through which slot a request came. Keys are here alone. Where there is no container to put nginx in, this listens on
+the slots itself."""
+
+import asyncio
+import json
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import structlog
+from aiohttp import WSMsgType, web
+from django.conf import settings
+from django.db import Error as DatabaseError
+from django.db import close_old_connections
+from django.utils import timezone
+
+from sandboxes.egress import gate, offline
+from sandboxes.egress.gate import Caller, Ending, Refused
+from sandboxes.egress.requests import FIELDS, Unfit, error, fit
+from sandboxes.egress.usage import Reader
+from sandboxes.models import LlmCall
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+SLOT, CALL, CODE = "X-Leasehold-Slot", "X-Request-Id", "X-Leasehold-Code"  # headers between nginx and here
+LARGEST_BODY = 4 << 20  # bytes
+LARGEST_ERROR = 16 << 10  # bytes of an upstream's error that are passed on
+LOOK_EVERY = 1.0  # seconds between two looks at whether those who are being served still hold their sandboxes
+KEEP_EVERY = 60.0
+CONNECT_WITHIN, SILENCE = 10.0, 300.0  # seconds until an upstream is there, and between two bytes of its answer
+THREADS = 8
+MODELS = "/v1/models"
+OUTCOME = LlmCall.Outcome
+THROUGH: web.AppKey[int | None] = web.AppKey("slot")
+
+
+class Gone(Exception):
+    """The sandbox does not take the rest of its answer."""
+
+
+@dataclass
+class Served:
+    """A call that is under way."""
+
+    row: LlmCall
+    caller: Caller
+    task: asyncio.Task[Any] | None
+    ended_lease: bool = False
+
+
+@dataclass
+class Server:
+    """One process's server. `now` is the clock of what is written down."""
+
+    now: Callable[[], datetime] = timezone.now
+    served: dict[int, Served] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="egress")
+
+    # --- being there --------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def listening(self, sockets: dict[Path, int | None]) -> AsyncIterator[None]:
+        """Serve on these unix sockets while the block runs: one whose slot is None is nginx's, which says the slot."""
+        timeout = aiohttp.ClientTimeout(
+            total=settings.LLM_TIMEOUT.total_seconds(), sock_connect=CONNECT_WITHIN, sock_read=SILENCE
+        )
+        runners: list[web.AppRunner] = []
+        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=True, trust_env=False) as self.session:
+            watch = asyncio.create_task(self._watch())
+            try:
+                for path, slot in sockets.items():
+                    runners.append(await self._listen(path, slot))
+                yield
+            finally:
+                watch.cancel()
+                for each in [*self.served.values()]:
+                    if each.task:
+                        each.task.cancel()
+                for runner in runners:
+                    await runner.cleanup()
+                for path in sockets:
+                    path.unlink(missing_ok=True)
+                await asyncio.to_thread(self.threads.shutdown)
+
+    async def _listen(self, path: Path, slot: int | None) -> web.AppRunner:
+        app = web.Application(client_max_size=LARGEST_BODY)
+        app[THROUGH] = slot
+        app.router.add_get("/healthz", self._health)
+        app.router.add_get(MODELS, self._shown(self._models))
+        app.router.add_get("/relay/{path:.*}", self._shown(self._relay))
+        for name in FIELDS:
+            app.router.add_post(name, self._shown(self._model))
+        app.router.add_route("*", "/{path:.*}", self._shown(self._nothing))
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0, keepalive_timeout=75.0)
+        await runner.setup()
+        await web.SockSite(runner, listening_socket(path), backlog=512).start()
+        return runner
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    def _shown(self, act: Callable[[web.Request, int, str], Awaitable[web.StreamResponse]]) -> Any:
+        """A handler that knows slot and call id, and answers whatever is refused in words that SDKs show."""
+
+        async def handler(request: web.Request) -> web.StreamResponse:
+            given = request.app[THROUGH]
+            slot = int(request.headers[SLOT]) if given is None else given
+            call_id = request.headers[CALL] if given is None else uuid.uuid4().hex
+            try:
+                return await act(request, slot, call_id)
+            except Refused as refused:
+                return problem(refused.status, refused.code, refused.message)
+            except Gone:
+                request.protocol.force_close()
+                return web.Response(status=499)  # nobody reads it
+            except web.HTTPRequestEntityTooLarge:
+                return problem(413, "too_large", f"A request has at most {LARGEST_BODY} bytes.")
+            except DatabaseError as failed:
+                log.error("call not recorded", error=str(failed))
+                return problem(503, "not_recorded", "This call could not be recorded, so it was not made. Try again.")
+
+        return handler
+
+    async def _nothing(self, request: web.Request, slot: int, call_id: str) -> web.Response:
+        return problem(403, "path_forbidden", "Only model calls, and the relay, leave this sandbox.")
+
+    async def _models(self, request: web.Request, slot: int, call_id: str) -> web.Response:
+        await self._in_thread(gate.caller, slot)
+        names = [name for name in (settings.LLM_MODEL, *settings.LLM_MODELS) if "*" not in name]
+        listed = [{"id": name, "object": "model", "created": 0, "owned_by": "leasehold"} for name in dict.fromkeys(names)]
+        return web.json_response({"object": "list", "data": listed})
+
+    async def _in_thread(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
+        """Something that asks the database. It is finished also if whoever waits for it goes away."""
+
+        def run() -> T:
+            close_old_connections()
+            return act(*args, **named)
+
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self.threads, run))
+
+    # --- a model call ---------------------------------------------------------------------------------------------------
+
+    async def _model(self, request: web.Request, slot: int, call_id: str) -> web.StreamResponse:
+        path = request.path
+        content = await request.read()
+        try:
+            asked = fit(path, json.loads(content), default_model=settings.LLM_MODEL)
+        except Unfit as unfit:
+            raise Refused(400, unfit.code, unfit.message) from None
+        except (ValueError, RecursionError):
+            raise Refused(400, "invalid_request", "The body is no JSON.") from None
+        streamed = asked.get("stream") is True
+        hidden = streamed and path in ("/v1/chat/completions", "/v1/completions") and not _wants_usage(asked)
+        if hidden:
+            asked["stream_options"] = {"include_usage": True}
+        row, caller = await self._in_thread(
+            gate.model_call, slot, call_id, path, asked["model"], streamed=streamed, size=len(content), now=self.now()
+        )
+        async with self._serving(row, caller) as end:
+            if not settings.LLM_URL:
+                return await self._offline(request, asked, end)
+            return await self._forward(request, asked, row, caller, end, hidden=hidden)
+
+    @asynccontextmanager
+    async def _serving(self, row: LlmCall, caller: Caller) -> AsyncIterator[Ending]:
+        """While a call is under way. However that ends, its row is closed with what is known then."""
+        end, entry = Ending(OUTCOME.CUT), Served(row, caller, asyncio.current_task())
+        self.served[row.pk] = entry
+        try:
+            yield end
+        except (Gone, asyncio.CancelledError):
+            end.outcome = OUTCOME.CUT
+            end.code = "lease_ended" if entry.ended_lease else end.code or "not_read_to_its_end"
+            raise
+        except Exception as failed:
+            end.outcome, end.code = OUTCOME.FAILED, end.code or type(failed).__name__[:64]
+            raise
+        finally:
+            del self.served[row.pk]
+            try:
+                await self._in_thread(gate.settle, row, end, now=self.now())
+            except DatabaseError as failed:  # the row stays open: past its deadline a sweep closes it, by what the logs say
+                log.error("end of a call not recorded", call=row.call_id, error=str(failed))
+
+    async def _offline(self, request: web.Request, asked: dict[str, Any], end: Ending) -> web.StreamResponse:
+        if request.path != "/v1/chat/completions":
+            end.outcome, end.status, end.code = OUTCOME.FAILED, 501, "offline"
+            return problem(501, "offline", "The offline policy answers chat completions alone. LEASEHOLD_LLM_URL is not set.")
+        answer = offline.complete(asked)
+        reader = Reader("application/json")
+        reader.usage.take(answer)
+        end.outcome, end.status, end.usage, end.cost = OUTCOME.OK, 200, reader.usage, gate.cost_said("0")
+        end.first_byte_at = self.now()
+        if asked.get("stream"):
+            return await _events(request, offline.events(answer))
+        return web.json_response(answer)
+
+    async def _forward(
+        self, request: web.Request, asked: dict[str, Any], row: LlmCall, caller: Caller, end: Ending, *, hidden: bool
+    ) -> web.StreamResponse:
+        url = settings.LLM_URL.rstrip("/") + request.path.removeprefix("/v1")
+        try:
+            async with self.session.post(
+                url, json=asked, headers=_headers(request, row, caller), allow_redirects=False
+            ) as answer:
+                end.status, end.first_byte_at = answer.status, self.now()
+                end.cost = gate.cost_said(answer.headers.get("x-litellm-response-cost"))
+                if answer.status >= 300:
+                    return await self._failed(answer, end)
+                entry = self.served[row.pk]
+                return await self._pass(request, answer, end, entry, Reader(answer.content_type, hidden=hidden))
+        except TimeoutError:
+            end.outcome, end.status, end.code = OUTCOME.FAILED, 504, "upstream_timeout"
+            return self._too_late(request, end, 504, "The model did not answer in time.")
+        except (aiohttp.ClientError, OSError) as failed:
+            log.warning("model did not answer", error=type(failed).__name__, call=row.call_id)
+            end.outcome, end.status, end.code = OUTCOME.FAILED, 502, "upstream_failed"
+            return self._too_late(request, end, 502, "The model cannot be reached, or broke off.")
+
+    def _too_late(self, request: web.Request, end: Ending, status: int, said: str) -> web.Response:
+        """The answer, unless one has begun: that is broken off, so that nobody takes a part for the whole."""
+        if end.received_bytes:
+            request.protocol.force_close()
+            raise Gone
+        return problem(status, end.code, said)
+
+    async def _failed(self, answer: aiohttp.ClientResponse, end: Ending) -> web.Response:
+        """What a sandbox is told of an upstream's error: nothing that is about our credentials, or from its inside."""
+        end.outcome = OUTCOME.FAILED
+        said = await answer.content.read(LARGEST_ERROR)
+        if answer.status in (400, 404, 413, 422, 429) and not _has_secret(said):
+            end.code = f"upstream_{answer.status}"
+            kept = {name: answer.headers[name] for name in ("Retry-After",) if name in answer.headers}
+            return web.Response(status=answer.status, body=said, content_type=answer.content_type, headers=kept)
+        log.warning("upstream refused a call", status=answer.status, said=_redacted(said[:500]))
+        end.code = f"upstream_{answer.status}"
+        if answer.status in (401, 403, 407):
+            return problem(502, end.code, "The model's provider does not accept the control plane's credentials.")
+        return problem(502, end.code, f"The model's provider answered {answer.status}.")
+
+    async def _pass(
+        self, request: web.Request, answer: aiohttp.ClientResponse, end: Ending, entry: Served, reader: Reader
+    ) -> web.StreamResponse:
+        """Pass an answer on as it comes, and read what it says of tokens. Where money is limited, an answer in one piece
+        waits until its price is written down, and the end of a stream: so the next call finds it."""
+        response = web.StreamResponse(headers={"Content-Type": answer.headers.get("Content-Type", "application/json")})
+        if not reader.streamed and answer.content_length is not None and "Content-Encoding" not in answer.headers:
+            response.content_length = answer.content_length
+        end.usage = reader.usage
+        await _write(response.prepare(request))
+        held = b""
+        async for chunk in answer.content.iter_any():
+            passed = reader.feed(chunk)
+            end.received_bytes += len(passed)
+            if not reader.streamed:
+                held, passed = passed, held  # one behind
+            if passed:
+                await _write(response.write(passed))
+        rest = reader.end()
+        end.received_bytes += len(rest)
+        end.outcome = OUTCOME.OK  # all of it is here; what the sandbox makes of it is its own affair
+        if entry.caller.sandbox.llm_limit is not None:
+            await self._in_thread(gate.settle, entry.row, end, now=self.now())
+        await _write(response.write(held + rest))
+        await _write(response.write_eof())
+        return response
+
+    # --- the relay ------------------------------------------------------------------------------------------------------
+
+    async def _relay(self, request: web.Request, slot: int, call_id: str) -> web.StreamResponse:
+        if request.headers.get("Upgrade", "").lower() != "websocket":
+            raise Refused(426, "websocket_expected", "The relay is a WebSocket.")
+        row, caller = await self._in_thread(gate.relay_call, slot, call_id, request.path, now=self.now())
+        async with self._serving(row, caller) as end:
+            try:
+                headers = await self._in_thread(relay_headers, row, caller, now=self.now())
+                url = settings.RELAY_URL.rstrip("/") + "/" + request.match_info["path"]
+                upstream = self.session.ws_connect(
+                    url, params=request.query, headers=headers, heartbeat=30.0, max_msg_size=LARGEST_BODY,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=5.0),
+                )  # fmt: skip
+                async with upstream as theirs:
+                    end.status, end.first_byte_at = 101, self.now()
+                    ours = web.WebSocketResponse(max_msg_size=LARGEST_BODY, autoping=True, heartbeat=30.0)
+                    await _write(ours.prepare(request))
+                    await _both_ways(ours, theirs, end)
+                    end.outcome = OUTCOME.OK
+                    return ours
+            except (aiohttp.ClientError, OSError, TimeoutError) as failed:
+                log.warning("relay did not answer", error=type(failed).__name__)
+                end.outcome, end.status, end.code = OUTCOME.FAILED, 502, "relay_failed"
+                return problem(502, "relay_failed", "The relay cannot be reached.")
+
+    # --- whose lease ends -----------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Cut off those whose lease has ended, or whose sandbox was given to somebody else; keep the others' rows open."""
+        kept_at = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_EVERY)
+            with suppress(DatabaseError):  # asked again in a second; what is under way goes on meanwhile
+                await self._look()
+                if time.monotonic() - kept_at > KEEP_EVERY:
+                    kept_at = time.monotonic()
+                    relays = [pk for pk, each in self.served.items() if each.row.kind == LlmCall.Kind.RELAY]
+                    await self._in_thread(gate.keep, relays, now=self.now())
+
+    async def _look(self) -> None:
+        under_way = [*self.served.values()]
+        if not under_way:
+            return
+        still = await self._in_thread(gate.still, {(each.caller.sandbox.pk, each.caller.holder) for each in under_way})
+        for each in under_way:
+            if (each.caller.sandbox.pk, each.caller.holder) not in still and each.task:
+                each.ended_lease = True
+                each.task.cancel()
+
+
+def listening_socket(path: Path) -> socket.socket:
+    """A unix socket that listens at this path, in the place of whatever was there, for every user that comes near it."""
+    path.unlink(missing_ok=True)
+    bound = socket.socket(socket.AF_UNIX)
+    bound.bind(str(path))
+    path.chmod(0o666)
+    return bound
+
+
+async def _write(writing: Awaitable[Any]) -> None:
+    try:
+        await writing
+    except ConnectionResetError:
+        raise Gone from None
+
+
+def problem(status: int, code: str, message: str) -> web.Response:
+    return web.json_response(error(code, message), status=status, headers={CODE: code})
+
+
+def relay_headers(row: LlmCall, caller: Caller, *, now: datetime) -> dict[str, str]:
+    """What the relay is told of who connects."""
+    return {"x-leasehold-agent": row.agent_did, "x-leasehold-call-id": row.call_id}
+
+
+def _headers(request: web.Request, row: LlmCall, caller: Caller) -> dict[str, str]:
+    """What the upstream is told: our key, and who it is for, in LiteLLM's headers. Of the sandbox's own, its dialect."""
+    headers = {
+        "x-litellm-call-id": row.call_id,
+        "x-litellm-end-user-id": row.agent_did,
+        "x-litellm-spend-logs-metadata": caller.metadata(row.call_id),
+        "Accept-Encoding": "identity",
+    }
+    if settings.LLM_API_KEY:
+        headers["Authorization"] = f"Bearer {settings.LLM_API_KEY}"
+    if request.path.startswith("/v1/messages"):
+        headers["anthropic-version"] = request.headers.get("anthropic-version", "2023-06-01")[:32]
+        if settings.LLM_API_KEY:
+            headers["x-api-key"] = settings.LLM_API_KEY
+    return headers
+
+
+def _wants_usage(asked: dict[str, Any]) -> bool:
+    options = asked.get("stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
+def _has_secret(said: bytes) -> bool:
+    return bool(settings.LLM_API_KEY) and settings.LLM_API_KEY.encode() in said
+
+
+def _redacted(said: bytes) -> str:
+    text = said.decode("utf-8", "replace")
+    return text.replace(settings.LLM_API_KEY, "********") if settings.LLM_API_KEY else text
+
+
+async def _events(request: web.Request, events: list[Any]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for event in events:
+        await response.write(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode())
+    await response.write_eof()
+    return response
+
+
+async def _both_ways(ours: web.WebSocketResponse, theirs: aiohttp.ClientWebSocketResponse, end: Ending) -> None:
+    """Pass messages on until one of the two is done; then both are closed."""
+
+    async def pump(source: Any, sink: Any, count: Callable[[int], None]) -> None:
+        async for message in source:
+            if message.type == WSMsgType.TEXT:
+                await sink.send_str(message.data)
+            elif message.type == WSMsgType.BINARY:
+                await sink.send_bytes(message.data)
+            else:
+                break
+            count(len(message.data))
+
+    def received(size: int) -> None:
+        end.received_bytes += size
+
+    def sent(size: int) -> None:
+        end.sent_bytes = (end.sent_bytes or 0) + size
+
+    ways: list[Coroutine[Any, Any, None]] = [pump(theirs, ours, received), pump(ours, theirs, sent)]
+    tasks = [asyncio.create_task(way) for way in ways]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if (failed := task.exception()) and not isinstance(failed, ConnectionResetError):
+                raise failed
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(ConnectionResetError, RuntimeError):
+            await ours.close(code=theirs.close_code or 1000)

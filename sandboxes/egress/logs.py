@@ -26,7 +26,7 @@ REFUSALS = {
     414: "too_large", 429: "too_many", 431: "too_large", 494: "too_large", 499: "caller_gone",
 }  # fmt: skip
 MOST_REFUSED = 100  # rows of refused requests a sandbox and hour
-PADDED = re.compile(r'(?<="status":)0+(\d)')  # nginx writes a status below 100 with three digits, which is no JSON
+PADDED = re.compile(r'("status": ?)0+(?=\d)')  # nginx writes a status below 100 with three digits, which is no JSON
 CLOSED_WITHIN = timedelta(seconds=60)  # of the end of a request its row is closed, or its forwarder is dead
 LARGEST = 32 << 20  # bytes of nginx's log, past which it is rotated
 HOUR = timedelta(hours=1)

@@ -32,7 +32,7 @@ def price(rates: Iterable[Rate], model: str, input: int, cached: int, output: in
     """USD for one call at a moment, to nine places; None if no rate was valid for its model then.
 
     `input` counts all tokens that went in, and `cached` those of them that were read from the provider's cache; writing to that
-    is counted as input, which is up to a fifth too little for such tokens at a provider that charges more for them. Of the rates
+    counts as input, which is a fifth too little where a provider charges a quarter more for it. Of the rates
     that name the model the exact name counts before a pattern, a longer pattern before a shorter one, of one name the newest.
 
     At 2.50 for input, 1.25 cached and 10.00 for output, 1000 tokens in, 400 of them cached, and 50 out are

@@ -38,6 +38,7 @@ MENU: Mapping[str, list[tuple[str, str, str]]] = {
         ("Runs", "terminal", "sandboxes.run"),
         ("Processes", "memory", "sandboxes.process"),
         ("Model calls", "forum", "sandboxes.llmcall"),
+        ("Model rates", "sell", "sandboxes.modelrate"),
         ("Pools", "database", "sandboxes.pool"),
         ("Policies", "policy", "sandboxes.policy"),
         ("Quotas", "pie_chart", "sandboxes.quota"),

@@ -211,6 +211,7 @@ LLM_MODELS = env.listing(
     "LEASEHOLD_LLM_MODELS", "", help="models that may be called, * matching any part; LLM_MODEL always may"
 )
 LLM_TIMEOUT = env.duration("LEASEHOLD_LLM_TIMEOUT", "10m", help="the longest that one model call may take, streams included")
+LLM_RECORDS = env.text("LEASEHOLD_LLM_RECORDS", help="file to which LiteLLM's callback appends what calls cost; unset: none")
 RELAY_URL = env.text(
     "LEASEHOLD_RELAY_URL",
     accepts="a ws:// or wss:// URL",

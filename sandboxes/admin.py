@@ -21,6 +21,7 @@ from sandboxes import cells, pool
 from sandboxes.admin_policies import PolicyAdmin, policy_fact
 from sandboxes.admin_pools import PoolAdmin, QuotaAdmin
 from sandboxes.admin_processes import ProcessAdmin
+from sandboxes.admin_rates import ModelRateAdmin
 from sandboxes.admin_state import (
     KINDS,
     AgentDataAdmin,
@@ -55,7 +56,8 @@ from sandboxes.stats import LATE
 from sandboxes.stored import Attachment, SnapshotKind
 
 __all__ = [
-    "AgentDataAdmin", "DataEventAdmin", "PolicyAdmin", "PoolAdmin", "ProcessAdmin", "QuotaAdmin", "RunAdmin", "SandboxAdmin",
+    "AgentDataAdmin", "DataEventAdmin", "ModelRateAdmin", "PolicyAdmin", "PoolAdmin", "ProcessAdmin", "QuotaAdmin", "RunAdmin",
+    "SandboxAdmin",
     "SnapshotAdmin", "SweepAdmin",
 ]  # fmt: skip
 

@@ -9,6 +9,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from sandboxes.cells import ago, badge, link, span, stamp, two
+from sandboxes.egress import records
 from sandboxes.models import LlmCall
 from sandboxes.pages import Fact, Facts, Held, Slice, all_fields
 
@@ -35,6 +36,11 @@ class LlmCallAdmin(Held, Facts):
         "failed": Slice("Not ok", "Every call was answered.", lambda now: ~Q(outcome__in=["ok", "open"])),
         "unpriced": Slice(
             "Unpriced", "What each call cost is known.", lambda now: Q(cost__isnull=True, ended_at__isnull=False)
+        ),
+        "unmetered": Slice(
+            "Unmetered",
+            "No answered call is missing in the upstream's records.",
+            lambda now: Q(pk__in=records.unmetered(now).values("pk")),
         ),
     }
     fieldsets = all_fields(

@@ -70,7 +70,58 @@ class LlmCall(models.Model):
             models.Index(fields=["holder", "-started_at", "-id"], name="llmcall_holder"),
             models.Index(fields=["agent_did", "-started_at"], name="llmcall_agent"),
             models.Index(fields=["deadline_at"], condition=Q(ended_at__isnull=True), name="llmcall_open"),
+            models.Index(fields=["model"], condition=Q(cost__isnull=True, ended_at__isnull=False), name="llmcall_unpriced"),
+            models.Index(fields=["ended_at"], condition=Q(recorded_at__isnull=True, outcome="ok"), name="llmcall_unrecorded"),
         ]
 
     def __str__(self) -> str:
         return self.call_id
+
+
+class LogPosition(models.Model):
+    """How far a log of others has been read. It moves in the transaction that applies what was read, so each line counts
+    once, whoever reads it and wherever that one is stopped."""
+
+    name = models.CharField(max_length=500, unique=True, help_text="Host and path: each host has logs of its own.")
+    inode = models.CharField(max_length=48, help_text="Device and inode of the file that is being read.")
+    head = models.CharField(
+        max_length=64, blank=True, help_text="Digest of its first bytes: a file's name may come to mean another."
+    )
+    offset = models.PositiveBigIntegerField(default=0, help_text="Bytes of it that have been applied.")
+    moved_at = models.DateTimeField()
+
+    class Meta:
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.offset}"
+
+
+class ModelRate(models.Model):
+    """What a model's tokens cost from a moment on, for calls that nobody else puts a price on. A call keeps the price that it
+    was given, whatever becomes of the rate."""
+
+    pattern = models.CharField(
+        max_length=200, help_text='Name of the model as calls show it, or of several: "gpt-4o-mini", "claude-*", "*".'
+    )
+    input_usd = models.DecimalField("input", max_digits=12, decimal_places=6, help_text="USD per million tokens.")
+    cached_usd = models.DecimalField(
+        "cached input", max_digits=12, decimal_places=6, null=True, blank=True,
+        help_text="USD per million tokens read from the provider's cache. Empty: the same as input.",
+    )  # fmt: skip
+    output_usd = models.DecimalField("output", max_digits=12, decimal_places=6, help_text="USD per million tokens.")
+    valid_from = models.DateTimeField(help_text="Calls that started before are not priced by it.")
+
+    class Meta:
+        ordering = ["pattern", "-valid_from"]
+        constraints = [
+            models.UniqueConstraint(fields=["pattern", "valid_from"], name="modelrate_once"),
+            models.CheckConstraint(
+                condition=Q(input_usd__gte=0, output_usd__gte=0) & (Q(cached_usd__isnull=True) | Q(cached_usd__gte=0)),
+                name="modelrate_positive",
+                violation_error_message="A rate is not below 0.",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return self.pattern

@@ -11,15 +11,15 @@ from django.db.models import Case, F, Q, Value, When
 from django.utils import timezone
 
 from sandboxes.background import Ending, Process
-from sandboxes.calls import LlmCall
+from sandboxes.calls import LlmCall, LogPosition, ModelRate
 from sandboxes.policies import SEALED, Policy
 from sandboxes.signing import MintedToken, SigningKey
 from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject, Snapshot
 
 __all__ = [
     "ALIVE", "GONE", "IN_FLIGHT", "RUN_KINDS", "AgentData", "Attachment", "DataEvent", "DataFile", "DataObject", "Ending",
-    "LlmCall", "MintedToken", "Outcome", "Policy", "Pool", "Process", "Quota", "Run", "Sandbox", "SigningKey", "Snapshot",
-    "State", "Sweep", "Transition",
+    "LlmCall", "LogPosition", "MintedToken", "ModelRate", "Outcome", "Policy", "Pool", "Process", "Quota", "Run", "Sandbox",
+    "SigningKey", "Snapshot", "State", "Sweep", "Transition",
 ]  # fmt: skip
 
 

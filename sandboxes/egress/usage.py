@@ -15,7 +15,7 @@ class Usage:
     """Tokens of one call, as the upstream counted them. None: it did not say."""
 
     model: str = ""
-    input_tokens: int | None = None
+    input_tokens: int | None = None  # all that went in, also where the provider counts what its cache had apart
     output_tokens: int | None = None
     cached_tokens: int | None = None  # of the input, read from the provider's cache
 
@@ -37,7 +37,7 @@ class Usage:
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
         if cached is None and isinstance(details, dict):
             cached = details.get("cached_tokens")
-        self.input_tokens = _count(usage, "prompt_tokens", "input_tokens", known=self.input_tokens)
+        self.input_tokens = _input(usage, known=self.input_tokens)
         self.output_tokens = _count(usage, "completion_tokens", "output_tokens", known=self.output_tokens)
         self.cached_tokens = _number(cached, self.cached_tokens)
 
@@ -95,6 +95,15 @@ def _json(text: str | bytes) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def _input(usage: dict[str, Any], *, known: int | None) -> int | None:
+    """Tokens that went in. Anthropic's `input_tokens` has neither those in it that its cache had nor those it wrote there."""
+    counted = _count(usage, "prompt_tokens", "input_tokens", known=None)
+    if counted is None or "prompt_tokens" in usage:
+        return known if counted is None else counted
+    apart = (_number(usage.get(f"cache_{way}_input_tokens"), 0) or 0 for way in ("read", "creation"))
+    return _number(counted + sum(apart), known)
 
 
 def _count(usage: dict[str, Any], *names: str, known: int | None) -> int | None:

@@ -15,7 +15,7 @@ def seal(apps, schema_editor):
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sandboxes', '0011_signing_keys'),
+        ('sandboxes', '0012_records'),
     ]
 
     operations = [

@@ -20,7 +20,20 @@ from sandboxes.runs import Command
 from tests.conftest import MINUTE
 
 pytestmark = pytest.mark.django_db
-NAMES = ["expire", "stalled", "reclaim", "persist", "idle", "cold", "warm", "reconcile", "recount", "measure", "prune"]
+NAMES = [
+    "expire",
+    "stalled",
+    "reclaim",
+    "persist",
+    "idle",
+    "cold",
+    "warm",
+    "reconcile",
+    "recount",
+    "measure",
+    "prune",
+    "collect",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +124,7 @@ def test_dry_run_lists_what_the_sweeps_then_do_and_changes_nothing(
         *[f"recount: would count pool {pk}" for pk in Pool.objects.order_by("pk").values_list("pk", flat=True)],
         f"measure: would measure {Sandbox.objects.get(holder=used.pk).pk}",
         "prune: nothing to do",
+        "collect: nothing to do",
     ]
     assert sweep("--dry-run") == expected
     assert sweep("--dry-run") == expected
@@ -120,7 +134,7 @@ def test_dry_run_lists_what_the_sweeps_then_do_and_changes_nothing(
         "reclaim: 2 destroyed, 2 leases closed",
         *[f"{name}: nothing to do" for name in ("persist", "idle", "cold", "warm")],
         "reconcile: 1 orphans destroyed",
-        *[f"{name}: nothing to do" for name in ("recount", "measure", "prune")],
+        *[f"{name}: nothing to do" for name in ("recount", "measure", "prune", "collect")],
     ]
 
 

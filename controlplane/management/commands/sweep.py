@@ -20,8 +20,8 @@ from leases import turns
 from leases.management.verbs import duration, first_line, one_line
 from sandboxes import pruning, runs
 from sandboxes import sweeps as sandboxes
-from sandboxes.egress import gate
-from sandboxes.models import Pool, Sandbox
+from sandboxes.egress import gate, logs, rates
+from sandboxes.models import ModelRate, Pool, Sandbox
 from sandboxes.providers.base import Found
 from sandboxes.storage import data
 
@@ -76,6 +76,10 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "prune": {
         "remove outdated": lambda now: data.outdated()[:SHOWN],
         "remove": _unwanted,
+    },
+    "collect": {
+        "close model call": lambda now: logs.forsaken(now=now)[:SHOWN],
+        "price model call": lambda now: rates.priceable([*ModelRate.objects.filter(valid_from__lte=now)], now=now)[:SHOWN],
     },
 }
 

@@ -1,0 +1,67 @@
+"""nginx for each test module here, and for each test a server, an upstream and sandboxes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from django.conf import settings
+from django.test import override_settings
+
+from leases import acting, leasing
+from sandboxes.egress.front import Front
+from sandboxes.models import Pool
+from sandboxes.providers.engine import Engine
+from tests.conftest import NOW
+from tests.egress.whole import KEY, Inside, WholeWay
+from tests.way_out import Loop, Upstream
+
+SLOTS = 8
+
+
+@pytest.fixture(scope="module")
+def nginx(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    """The proxy, and settings that are this module's: a directory of sockets and a few slots."""
+    runtime = tmp_path_factory.mktemp("r")
+    with override_settings(
+        RUNTIME_DIR=runtime, EGRESS_DIR=runtime / "egress", EGRESS_SLOTS=SLOTS, LLM_API_KEY=KEY, EGRESS_IMAGE=settings.EGRESS_IMAGE
+    ):
+        nginx = Front(Engine())
+        nginx.start()
+        try:
+            yield nginx
+        finally:
+            nginx.stop()
+
+
+@pytest.fixture
+def way(nginx: Front, settings: Any, transactional_db: None) -> Iterator[WholeWay]:
+    """The way out with a server and an upstream of this test's own."""
+    loop = Loop()
+    with ExitStack() as stack:
+        stack.callback(loop.close)
+        upstream = stack.enter_context(loop.during(Upstream().listening()))
+        settings.LLM_URL = upstream.url
+        way = WholeWay(nginx, loop, upstream)
+        stack.enter_context(way.serving)
+        way.serve()
+        yield way
+
+
+@pytest.fixture
+def enter(way: WholeWay, docker_pool: Pool) -> Callable[..., Inside]:
+    """Make a lease, and its sandbox ready: enter("did:plc:ada")."""
+
+    def make(agent: str = "did:plc:ada") -> Inside:
+        ask = leasing.Ask(agent, f"way-{uuid4().hex[:8]}", "coding", pool=docker_pool.name)
+        inside = Inside(leasing.acquire(ask, now=NOW)[0])
+        acting.sandbox_for(inside.lease.pk, now=NOW)
+        return inside
+
+    return make
+
+
+@pytest.fixture
+def inside(enter: Callable[..., Inside]) -> Inside:
+    return enter()

@@ -1,0 +1,121 @@
+"""The whole way out, for real: sandboxes in containers, nginx in one, the server in a thread, an upstream on loopback."""
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from leases import acting
+from leases.models import Lease
+from sandboxes import providers
+from sandboxes.egress import front
+from sandboxes.egress.front import Front
+from sandboxes.egress.server import Server
+from sandboxes.models import LlmCall, Sandbox
+from sandboxes.providers.base import ExecResult
+from sandboxes.runs import Command
+from tests.conftest import NOW
+from tests.waiting import until
+from tests.way_out import Loop, Upstream
+
+KEY = "sk-only-out-here"
+# What programs in sandboxes are given to speak HTTP with: ask(body, path) -> (status, bytes), over the loopback address.
+CLIENT = """\
+import json, os, socket, sys, time, urllib.error, urllib.request
+BODY = {"model": "default", "messages": [{"role": "user", "content": "{}"}]}
+def ask(body=BODY, path="/v1/chat/completions", **headers):
+    content = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request("http://127.0.0.1:4010" + path, content, {"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as refused:
+        return refused.code, refused.read()
+    except OSError as failed:
+        return 0, str(failed).encode()
+"""
+
+
+@dataclass
+class Clock:
+    """What time it is for the server."""
+
+    at: datetime = NOW
+
+    def __call__(self) -> datetime:
+        return self.at
+
+
+@dataclass
+class Inside:
+    """A lease, and what runs in its sandbox."""
+
+    lease: Lease
+
+    @property
+    def box(self) -> Sandbox:
+        return Sandbox.objects.get(holder=self.lease.pk)
+
+    def run(self, *argv: str, stdin: bytes = b"", seconds: float = 60) -> ExecResult:
+        command = Command(argv=argv, timeout=timedelta(seconds=seconds), stdin=stdin)
+        return acting.exec_in(self.lease.pk, command, now=NOW)[1]
+
+    def python(self, script: str, *args: str, seconds: float = 60) -> Any:
+        """The JSON that a script prints, which has CLIENT's names."""
+        return said(self.run("python3", "-I", "-", *args, stdin=(CLIENT + script).encode(), seconds=seconds))
+
+    def asks(self, count: int = 1) -> list[int]:
+        """The statuses of some model calls."""
+        statuses: list[int] = self.python(f"print(json.dumps([ask()[0] for _ in range({count})]))")
+        return statuses
+
+
+def behind(box: Sandbox, script: str) -> Any:
+    """The same as `Inside.python`, whether or not a lease has this sandbox: by the provider itself."""
+    argv, stdin = ["python3", "-I", "-"], (CLIENT + script).encode()
+    docker = providers.get("docker")
+    return said(docker.exec(box.ref, argv, env={}, stdin=stdin, timeout=timedelta(seconds=60), mark=uuid4().hex))
+
+
+def said(done: ExecResult) -> Any:
+    assert done.exit_code == 0, done.stderr.decode()[-2000:]
+    return json.loads(done.stdout)
+
+
+@dataclass
+class WholeWay:
+    """nginx of this test module, and what is behind it in this test."""
+
+    front: Front
+    loop: Loop
+    upstream: Upstream
+    clock: Clock = field(default_factory=Clock)
+    serving: ExitStack = field(default_factory=ExitStack)
+
+    def serve(self) -> Server:
+        server = Server(now=self.clock)
+        self.serving.enter_context(self.loop.during(server.listening({front.server_socket(): None})))
+        return server
+
+    def logged(self) -> list[dict[str, Any]]:
+        """What nginx has written of requests so far."""
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+    @property
+    def log(self) -> Path:
+        return front.logs() / front.LOG
+
+    def settled(self, count: int) -> list[LlmCall]:
+        """The rows of so many calls, once all are closed."""
+
+        def closed() -> bool:
+            rows = LlmCall.objects
+            return rows.count() >= count and not rows.filter(ended_at__isnull=True).exists()
+
+        until(closed, f"{count} calls are closed")
+        rows = [*LlmCall.objects.order_by("pk")]
+        assert len(rows) == count
+        return rows

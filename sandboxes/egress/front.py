@@ -7,9 +7,12 @@ says through which slot a request came. What it refuses is in its log alone."""
 import hashlib
 import io
 import json
+import socket
 import tarfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from docker import APIClient
 from docker.errors import APIError, NotFound
 from docker.types import LogConfig, Mount, Ulimit
 
+from sandboxes import providers
 from sandboxes.egress import slots
 from sandboxes.egress.requests import FIELDS, error
 from sandboxes.policies import LARGEST_BODY_KIB
@@ -29,6 +33,7 @@ log = structlog.get_logger(__name__)
 SERVER_SOCKET = "server.sock"
 LOG = "access.log"
 LABEL = "leasehold.egress"  # its value says of which installation on this engine
+LABEL_PLACE = "leasehold.egress.directory"  # on this host, with its sockets
 WITHIN = 20.0  # seconds in which it has to listen
 REQUESTS_PER_SECOND, BURST, CONNECTIONS = 20, 40, 32  # of one slot
 MEMORY = 128 << 20
@@ -165,7 +170,8 @@ class Front:
             try:
                 client.create_container(
                     settings.EGRESS_IMAGE, name=self.name, command=COMMAND,
-                    user=f"{slots.proxy_user()}:{slots.proxy_user()}", hostname="egress", labels={LABEL: identity()},
+                    user=f"{slots.proxy_user()}:{slots.proxy_user()}", hostname="egress",
+                    labels={LABEL: identity(), LABEL_PLACE: str(settings.EGRESS_DIR.absolute())},
                     host_config=self._limits(), use_config_proxy=False,
                 )  # fmt: skip
             except NotFound as gone:
@@ -195,7 +201,7 @@ class Front:
             pids_limit=32,
             ulimits=[Ulimit(name="nofile", soft=files, hard=files), Ulimit(name="core", soft=0, hard=0)],
             mounts=mounts,
-            restart_policy={"Name": "always"},
+            restart_policy={"Name": "on-failure"},  # and not with the engine: there may be no server any more
             log_config=LogConfig(type="json-file", config={"max-size": "1m", "max-file": "1"}),
         )
         return limits
@@ -246,10 +252,51 @@ def identity() -> str:
     return hashlib.sha256(str(settings.EGRESS_DIR.absolute()).encode()).hexdigest()
 
 
-def orphans(client: APIClient) -> list[str]:
-    """Proxies of this installation under another name than it has now."""
-    found = client.containers(all=True, filters={"label": f"{LABEL}={identity()}"})
-    return [each["Id"] for each in found]
+def orphans(client: APIClient, *, now: datetime, grace: timedelta) -> list[str]:
+    """Proxies that serve nobody: older than `grace`, and of this installation without a server behind them, or of one
+    whose directory is gone. Whoever should have removed them has died. A server that comes back starts its own anew."""
+    with asking():
+        found = client.containers(all=True, filters={"label": LABEL})
+    old = [each for each in found if datetime.fromtimestamp(each["Created"], UTC) <= now - grace]
+    ours = {LABEL: identity()}.items()
+    return [
+        each["Id"]
+        for each in old
+        if (ours <= each["Labels"].items() and not accepts(server_socket()))
+        or not Path(each["Labels"].get(LABEL_PLACE, "/")).exists()
+    ]
+
+
+def remove_orphans(*, now: datetime, grace: timedelta) -> int:
+    """How many were removed; or one of the port's errors."""
+    with asking():
+        engine = Engine()
+    gone = orphans(engine.client, now=now, grace=grace)
+    for one in gone:
+        log.warning("egress proxy without a server removed", container=one[:12])
+        with asking(), suppress(NotFound):
+            engine.client.remove_container(one, force=True, v=True)
+    return len(gone)
+
+
+def accepts(path: Path) -> bool:
+    """Whether somebody listens on this unix socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(str(path)) == 0
+
+
+def is_open() -> bool:
+    """Whether the whole way out is there, on this host: the server, and sockets for sandboxes."""
+    last = slots.root() / str(settings.EGRESS_SLOTS - 1) / slots.SOCKET
+    return accepts(server_socket()) and accepts(last)
+
+
+def which() -> str:
+    """What stands between sandboxes and the server: nginx where they are containers, unless the environment says otherwise."""
+    if settings.EGRESS_PROXY != "auto":
+        return str(settings.EGRESS_PROXY)
+    return "nginx" if providers.default_name() == "docker" else "none"
 
 
 def server_socket() -> Path:

@@ -26,7 +26,7 @@ from sandboxes import providers
 from sandboxes.egress import slots
 from sandboxes.egress.requests import FIELDS, error
 from sandboxes.policies import LARGEST_BODY_KIB
-from sandboxes.providers.base import Rejected, Unavailable
+from sandboxes.providers.base import ProviderError, Rejected, Unavailable
 from sandboxes.providers.engine import Engine, asking
 
 log = structlog.get_logger(__name__)
@@ -36,6 +36,7 @@ LABEL = "leasehold.egress"  # its value says of which installation on this engin
 LABEL_PLACE = "leasehold.egress.directory"  # on this host, with its sockets
 WITHIN = 20.0  # seconds in which it has to listen
 REQUESTS_PER_SECOND, BURST, CONNECTIONS = 20, 40, 32  # of one slot
+CONNECTIONS_IN_ALL = 4096  # of one worker
 MEMORY = 128 << 20
 SLOTS_INSIDE, SERVER_INSIDE, LOGS_INSIDE = "/s", "/server", "/logs"
 
@@ -57,15 +58,18 @@ http {{
   uwsgi_temp_path /tmp/uwsgi;
   scgi_temp_path /tmp/scgi;
 
+  # One server for all: a block for each slot would take 200 KiB each. Who speaks is known by the socket alone.
+  map $server_addr $slot {{ "~^unix:{slots}/(?<number>[0-9]+)/" $number; }}
+
   # Of refusals that cost nothing to bring about, one in sixteen is logged.
   map "$status $request_id" $logged {{ default 1; "~^(400|408|429) [^0]" 0; }}
-  log_format calls escape=json '{{"id":"$request_id","slot":$server_name,"at":$msec,"took":$request_time,'
+  log_format calls escape=json '{{"id":"$request_id","slot":$slot,"at":$msec,"took":$request_time,'
     '"method":"$request_method","uri":"$uri","status":$status,"sent":$request_length,"received":$bytes_sent,"upstream":"$upstream_status",'
     '"limit":"$limit_req_status","code":"$upstream_http_x_leasehold_code"}}';
   access_log {logs}/{log} calls if=$logged;
 
-  limit_req_zone $server_name zone=pace:2m rate={rate}r/s;
-  limit_conn_zone $server_name zone=open:2m;
+  limit_req_zone $slot zone=pace:2m rate={rate}r/s;
+  limit_conn_zone $slot zone=open:2m;
   limit_req_status 429;
   limit_conn_status 429;
   limit_req zone=pace burst={burst} nodelay;
@@ -87,12 +91,13 @@ http {{
   map $http_upgrade $connection_upgrade {{ default ""; "~*^websocket$" upgrade; }}
   upstream server {{ server unix:{server}; keepalive 32; }}
 
-{servers}
+  server {{
+    include /etc/nginx/leasehold-way.conf;
+{listens}
+  }}
 }}
 """
-EACH = (
-    "  server {{ listen unix:{slots}/{slot}/{socket} backlog=64; server_name {slot}; include /etc/nginx/leasehold-way.conf; }}"
-)
+LISTEN = "    listen unix:{slots}/{slot}/{socket} backlog=64;"
 WAY = """\
 proxy_http_version 1.1;
 proxy_pass_request_headers off;
@@ -107,7 +112,7 @@ proxy_intercept_errors off;
 {paths}
 location = /v1/models {{
   limit_except GET {{ deny all; }}
-  proxy_set_header X-Leasehold-Slot $server_name;
+  proxy_set_header X-Leasehold-Slot $slot;
   proxy_set_header X-Request-Id $request_id;
   proxy_set_header Host leasehold;
   proxy_set_header Connection "";
@@ -115,7 +120,7 @@ location = /v1/models {{
 }}
 location ^~ /relay/ {{
   limit_except GET {{ deny all; }}
-  proxy_set_header X-Leasehold-Slot $server_name;
+  proxy_set_header X-Leasehold-Slot $slot;
   proxy_set_header X-Request-Id $request_id;
   proxy_set_header Host leasehold;
   proxy_set_header Upgrade $http_upgrade;
@@ -140,7 +145,7 @@ location = /leasehold-error-{status} {{ internal; default_type application/json;
 PATH = """\
 location = {path} {{
   limit_except POST {{ deny all; }}
-  proxy_set_header X-Leasehold-Slot $server_name;
+  proxy_set_header X-Leasehold-Slot $slot;
   proxy_set_header X-Request-Id $request_id;
   proxy_set_header Host leasehold;
   proxy_set_header Connection "";
@@ -176,8 +181,13 @@ class Front:
                 )  # fmt: skip
             except NotFound as gone:
                 raise Rejected(f"There is no image {settings.EGRESS_IMAGE} here. `manage.py build_image` makes it.") from gone
-            client.start(self.name)
-        self._await()
+        try:
+            with asking():
+                client.start(self.name)
+            self._await()
+        except ProviderError:
+            self.stop()
+            raise
 
     def _limits(self) -> dict[str, Any]:
         mounts = [
@@ -186,7 +196,6 @@ class Front:
             Mount(LOGS_INSIDE, str(logs().resolve()), type="bind"),
             *(Mount(f"/etc/nginx/{name}", str(path), type="bind", read_only=True) for name, path in configuration().items()),
         ]
-        files = 2 * settings.EGRESS_SLOTS + 8192
         limits: dict[str, Any] = self.engine.client.create_host_config(
             network_mode="none",
             cap_drop=["ALL"],
@@ -199,7 +208,7 @@ class Front:
             memswap_limit=MEMORY,
             nano_cpus=1_000_000_000,
             pids_limit=32,
-            ulimits=[Ulimit(name="nofile", soft=files, hard=files), Ulimit(name="core", soft=0, hard=0)],
+            ulimits=[Ulimit(name="nofile", soft=files(), hard=files()), Ulimit(name="core", soft=0, hard=0)],
             mounts=mounts,
             restart_policy={"Name": "on-failure"},  # and not with the engine: there may be no server any more
             log_config=LogConfig(type="json-file", config={"max-size": "1m", "max-file": "1"}),
@@ -213,7 +222,6 @@ class Front:
             if time.monotonic() > until or found in ("", "exited", "restarting"):
                 with asking():
                     said = self.engine.client.logs(self.name, tail=5).decode(errors="replace") if found else ""
-                self.stop()
                 raise Unavailable(f"The egress proxy does not come up ({found or 'gone'}): {said.strip()}")
             time.sleep(0.05)
 
@@ -319,19 +327,27 @@ def configuration() -> dict[str, Path]:
     place: Path = settings.EGRESS_DIR / "nginx"
     slots.root()
     place.mkdir(mode=0o755, parents=True, exist_ok=True)
-    written = {"leasehold.conf": main(settings.EGRESS_SLOTS), "leasehold-way.conf": way()}
+    written = {"leasehold.conf": main(), "leasehold-way.conf": way()}
     for name, content in written.items():
         (place / name).write_text(content)
         (place / name).chmod(0o644)
     return {name: (place / name).resolve() for name in written}
 
 
-def main(count: int) -> str:
-    """nginx's configuration for this many slots."""
-    each = (EACH.format(slots=SLOTS_INSIDE, slot=slot, socket=slots.SOCKET) for slot in range(count))
+def files() -> int:
+    """Files that each of nginx's processes may have open. Each listening socket is a connection to it."""
+    return int(settings.EGRESS_SLOTS) + CONNECTIONS_IN_ALL + 512
+
+
+def main() -> str:
+    """nginx's configuration for as many slots as there are."""
+    listens = "\n".join(
+        LISTEN.format(slots=SLOTS_INSIDE, slot=slot, socket=slots.SOCKET) for slot in range(settings.EGRESS_SLOTS)
+    )
     return CONFIG.format(
-        workers=2, files=count + 4096, connections=2048, logs=LOGS_INSIDE, log=LOG, rate=REQUESTS_PER_SECOND, burst=BURST,
-        open=CONNECTIONS, body=LARGEST_BODY_KIB << 10, server=f"{SERVER_INSIDE}/{SERVER_SOCKET}", servers="\n".join(each),
+        workers=2, files=files(), connections=files() - 512, slots=SLOTS_INSIDE, logs=LOGS_INSIDE, log=LOG,
+        rate=REQUESTS_PER_SECOND, burst=BURST, open=CONNECTIONS, body=LARGEST_BODY_KIB << 10,
+        server=f"{SERVER_INSIDE}/{SERVER_SOCKET}", listens=listens,
     )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class Command(BaseCommand):
         while not stop.is_set():
             if time.monotonic() - beaten_at >= BEAT_EVERY.total_seconds():
                 beaten_at = time.monotonic()
-                await asyncio.to_thread(lambda: (close_old_connections(), beat(nginx)))
+                await asyncio.to_thread(self._beat, nginx)
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), LOOK_EVERY)
                 return
@@ -74,6 +74,10 @@ class Command(BaseCommand):
                     await asyncio.to_thread(nginx.start)
             except ProviderError as failed:  # the engine does not answer: the next look tells
                 log.warning("egress proxy cannot be looked after", error=str(failed))
+
+    def _beat(self, nginx: Front | None) -> None:
+        close_old_connections()
+        beat(nginx)
 
 
 def beat(nginx: Front | None) -> None:

@@ -141,7 +141,7 @@ SAID = {
 }  # what nginx itself answers, in the words of both kinds of SDK
 ERROR = """\
 error_page {status} /leasehold-error-{status};
-location = /leasehold-error-{status} {{ internal; default_type application/json; return {status} '{body}'; }}"""
+location = /leasehold-error-{status} {{ internal; default_type application/json;{more} return {status} '{body}'; }}"""
 PATH = """\
 location = {path} {{
   limit_except POST {{ deny all; }}
@@ -355,7 +355,10 @@ def way() -> str:
     """What holds for every slot."""
     paths = "\n".join(PATH.format(path=path) for path in FIELDS)
     bodies = {status: json.dumps(error(*said)) for status, said in SAID.items()}
-    errors = "\n".join(ERROR.format(status=status, body=body) for status, body in bodies.items())
+    errors = "\n".join(
+        ERROR.format(status=status, body=body, more=" add_header Retry-After 1 always;" * (status == 429))
+        for status, body in bodies.items()
+    )
     return WAY.format(paths=paths, errors=errors, patience=int(settings.LLM_TIMEOUT.total_seconds()) + 30)
 
 

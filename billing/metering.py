@@ -1,13 +1,28 @@
-"""How long things lasted, read off the facts: Transitions say when a sandbox had a process and when it had none."""
+"""How long things lasted, and what was called, read off the facts: Transitions, Snapshots and LlmCalls.
 
-from collections import defaultdict
-from collections.abc import Iterable
-from datetime import datetime, timedelta
+Usage records are what the facts amount to by day. Nobody pushes a charge: whatever was not derived yet will be, and all of
+it can be derived again."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time, timedelta
+from typing import Any
 from uuid import UUID
 
-from sandboxes.models import State, Transition
+from django.db import transaction
+from django.db.models import Count, F, Max, Min, Q, Sum
+
+from billing.models import Item, Meter, UsageRecord, Watermark
+from sandboxes.lifecycle import step
+from sandboxes.models import LlmCall, Sandbox, Snapshot, State, Transition
+from sandboxes.stored import SnapshotKind
 
 WITHOUT_PROCESS = (State.COLD, State.DESTROYED)
+SANDBOXES, CALLS, ROWS = 400, 500, 500  # in one batch: SQLite takes so many values in a statement
+Batch = Callable[[Any, datetime], tuple[Any, int]]  # after which key, up to when -> the last key or None, records written
+WHOSE = ("id", "agent_did", "environment_id", "provider", "memory_mib", "millicpus")
+OF_OTHERS = (SnapshotKind.RESTORED, SnapshotKind.FORKED)  # they point to objects of another snapshot
 
 
 def alive(holder: UUID, *, now: datetime) -> timedelta:
@@ -33,3 +48,217 @@ def alive_each(holders: Iterable[UUID], *, now: datetime) -> dict[UUID, timedelt
     for owner, began in since.values():
         total[owner] += max(now - began, timedelta(0))
     return total
+
+
+# --- usage records ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One sandbox's time in one state. `transition` is the one that began it; open: it is not over yet."""
+
+    transition: int
+    state: str
+    holder: UUID | None
+    began_at: datetime
+    ended_at: datetime
+    open: bool = False
+
+
+def intervals(transitions: Iterable[tuple[int, str, UUID | None, datetime]], *, until: datetime) -> Iterator[Interval]:
+    """The life of one sandbox from its transitions (id, to, holder, at), in the order of their ids, up to `until`.
+
+    A clock may have jumped back between two of them. Then the earlier one's moment counts for both: so the intervals never
+    overlap, and their sum is what the clock has shown at most."""
+    last: tuple[int, str, UUID | None, datetime] | None = None
+    for pk, to, holder, at in transitions:
+        if last is not None:
+            at = max(at, last[3])
+            yield Interval(last[0], last[1], last[2], last[3], at)
+        last = (pk, to, holder, at)
+    if last is not None and last[1] != State.DESTROYED:
+        yield Interval(*last, max(until, last[3]), open=True)
+
+
+def by_day(began: datetime, ended: datetime) -> Iterator[tuple[date, datetime, datetime]]:
+    """The parts of a time, one for each day of UTC; none of no time at all."""
+    began, ended = began.astimezone(UTC), ended.astimezone(UTC)
+    while began < ended:
+        midnight = datetime.combine(began.date() + timedelta(days=1), time(), UTC)
+        yield began.date(), began, min(midnight, ended)
+        began = midnight
+
+
+def meter(*, now: datetime) -> Counter[str]:
+    """Bring the usage records up to now: what was done, by what it was.
+
+    It may stop at any step, run twice, or beside itself: each batch is one transaction, under the lock of its watermark,
+    and writes what the facts say, whatever was there before."""
+    counts: Counter[str] = Counter()
+    batches: list[tuple[str, Batch]] = [("time", _time), ("storage", _storage), ("tokens", _tokens)]
+    for name, batch in batches:
+        after: Any = None
+        while True:
+            with transaction.atomic(durable=True):
+                until = _watermark(name, now)
+                after, written = batch(after, until)
+                step("metered", name)
+            counts[name] += written
+            if after is None:
+                break
+    return +counts
+
+
+def _watermark(name: str, now: datetime) -> datetime:
+    """Locks it, and moves it to now, but never back."""
+    Watermark.objects.get_or_create(name=name, defaults={"at": now})
+    mark = Watermark.objects.select_for_update().get(name=name)
+    if mark.at < now:
+        mark.at = now
+        mark.save(update_fields=["at"])
+    return mark.at
+
+
+def start_over() -> None:
+    """Throw the usage records away. The next `meter` derives them all again."""
+    with transaction.atomic(durable=True):
+        for name in ("time", "storage", "tokens"):
+            _watermark(name, datetime(1970, 1, 1, tzinfo=UTC))
+        UsageRecord.objects.all().delete()
+        Meter.objects.all().delete()
+        Sandbox.objects.filter(metered=True).update(metered=False)
+        Snapshot.objects.filter(metered=True).update(metered=False)
+        LlmCall.objects.filter(counted=True).update(counted=False)
+
+
+def _time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
+    """Sandboxes whose time is not all in yet, some of them, after this id; the last id, None once there are no more."""
+    some = Sandbox.objects.filter(metered=False, **({"pk__gt": after} if after else {})).order_by("pk")[:SANDBOXES]
+    boxes = {box.pk: box for box in some.only(*WHOSE)}
+    if not boxes:
+        return None, 0
+    meters = {each.pk: each for each in Meter.objects.filter(pk__in=boxes)}
+    unread = Q(sandbox__meter__isnull=True) | Q(pk__gte=F("sandbox__meter__transition"))
+    found: dict[UUID, list[tuple[int, str, UUID | None, datetime]]] = {pk: [] for pk in boxes}
+    rows = Transition.objects.filter(unread, sandbox__in=boxes).order_by("sandbox", "pk")
+    for number, sandbox, to, holder, at in rows.values_list("pk", "sandbox", "to", "holder", "at"):
+        known = meters.get(sandbox)
+        found[sandbox].append((number, to, holder, known.began_at if known and known.transition == number else at))
+    records: list[UsageRecord] = []
+    cursors, over, outdated = [], [], Q(pk__in=[])
+    for pk, read in found.items():
+        if not read:
+            continue  # its row is there, its first transition not yet
+        life, known = [*intervals(read, until=until)], meters.get(pk)
+        same = known is not None and known.transition == read[-1][0]
+        since = _midnight(known.read_at) if known and same else None  # days before are written
+        if known:
+            written = Q(source=_of_transition(known.transition))
+            outdated |= written & Q(day__gte=since.date()) if since else written
+        for each in life:
+            records += _pieces(boxes[pk], each, since)
+        end = life[-1] if life else None
+        if end is None or not end.open:
+            over.append(pk)
+        elif not same or known is None or until > known.read_at:
+            cursors.append(Meter(sandbox_id=pk, transition=end.transition, began_at=end.began_at, read_at=until))
+    UsageRecord.objects.filter(outdated, item=Item.TIME).delete()
+    UsageRecord.objects.bulk_create(records, batch_size=ROWS)
+    Meter.objects.bulk_create(
+        cursors, update_conflicts=True, unique_fields=["sandbox"], update_fields=["transition", "began_at", "read_at"]
+    )
+    Meter.objects.filter(pk__in=over).delete()
+    Sandbox.objects.filter(pk__in=over).update(metered=True)
+    return max(boxes), len(records)
+
+
+def _pieces(box: Sandbox, each: Interval, since: datetime | None) -> Iterator[UsageRecord]:
+    for day, began, ended in by_day(max(each.began_at, since) if since else each.began_at, each.ended_at):
+        yield UsageRecord(
+            item=Item.TIME, source=_of_transition(each.transition), day=day, began_at=began, ended_at=ended, sandbox=box,
+            holder=each.holder, agent_did=box.agent_did if each.holder else "",
+            environment_id=box.environment_id if each.holder else "", provider=box.provider, state=each.state,
+            memory_mib=box.memory_mib, millicpus=box.millicpus,
+        )  # fmt: skip
+
+
+def _of_transition(pk: int) -> str:
+    return f"transition {pk}"
+
+
+def _midnight(at: datetime) -> datetime:
+    return datetime.combine(at.astimezone(UTC).date(), time(), UTC)
+
+
+def _storage(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
+    """Snapshots whose time is not all in yet. One that points to another's objects (restored, forked) takes no room."""
+    unmetered = Snapshot.objects.filter(metered=False, **({"pk__gt": after} if after else {}))
+    some = [*unmetered.select_related("sandbox").order_by("pk")[:SANDBOXES]]
+    if not some:
+        return None, 0
+    sources = {each.pk: f"snapshot {each.pk}" for each in some}
+    written = UsageRecord.objects.filter(item=Item.STORAGE, source__in=sources.values())
+    latest = dict(written.values_list("source").annotate(Max("day")))
+    records, outdated = [], Q(pk__in=[])
+    for each in some:
+        source, over = sources[each.pk], each.forgotten_at is not None
+        since = None if over or source not in latest else datetime.combine(latest[source], time(), UTC)
+        outdated |= Q(source=source, day__gte=since.date()) if since else Q(source=source)
+        if each.kind in OF_OTHERS:
+            continue
+        began = max(each.at, since) if since else each.at
+        for day, start, end in by_day(began, each.forgotten_at or until):
+            records.append(
+                UsageRecord(
+                    item=Item.STORAGE, source=source, day=day, began_at=start, ended_at=end, sandbox=each.sandbox,
+                    holder=each.holder, agent_did=each.sandbox.agent_did, environment_id=each.sandbox.environment_id,
+                    provider=each.sandbox.provider, size_bytes=each.size_bytes,
+                )
+            )  # fmt: skip
+    UsageRecord.objects.filter(outdated, item=Item.STORAGE).delete()
+    UsageRecord.objects.bulk_create(records, batch_size=ROWS)
+    gone = Q(forgotten_at__isnull=False) | Q(kind__in=OF_OTHERS)
+    Snapshot.objects.filter(gone, pk__in=sources).update(metered=True)
+    return max(sources), len(records)
+
+
+def _tokens(after: int | None, until: datetime) -> tuple[int | None, int]:
+    """Calls that are over and were not counted, or were changed since. The day, model and lease of each are summed up anew."""
+    some = LlmCall.objects.select_for_update(no_key=True).filter(counted=False, ended_at__isnull=False)
+    calls = [*some.filter(**({"pk__gt": after} if after else {})).order_by("pk")[:CALLS]]
+    if not calls:
+        return None, 0
+    groups = {(each.holder, each.model, each.started_at.astimezone(UTC).date()) for each in calls if _counts(each)}
+    records = [_sum_of(*group) for group in groups]
+    for each in records:
+        UsageRecord.objects.filter(item=Item.TOKENS, source=each.source, day=each.day).delete()
+    UsageRecord.objects.bulk_create(records, batch_size=ROWS)
+    LlmCall.objects.filter(pk__in=[each.pk for each in calls]).update(counted=True)
+    return calls[-1].pk, len(records)
+
+
+def _counts(call: LlmCall) -> bool:
+    return call.kind == LlmCall.Kind.LLM and call.outcome != LlmCall.Outcome.REFUSED
+
+
+def _sum_of(holder: UUID | None, model: str, day: date) -> UsageRecord:
+    begin = datetime.combine(day, time(), UTC)
+    its = LlmCall.objects.filter(
+        holder=holder, model=model, kind=LlmCall.Kind.LLM, started_at__gte=begin, started_at__lt=begin + timedelta(days=1),
+        ended_at__isnull=False,
+    ).exclude(outcome=LlmCall.Outcome.REFUSED)  # fmt: skip
+    found = its.aggregate(
+        began=Min("started_at"), ended=Max("ended_at"), calls=Count("pk"), usd=Sum("cost"),
+        unpriced=Count("pk", filter=Q(cost__isnull=True)), input=Sum("input_tokens"), cached=Sum("cached_tokens"),
+        output=Sum("output_tokens"),
+    )  # fmt: skip
+    first = its.order_by("pk").select_related("sandbox").first()
+    box = first.sandbox if first else None
+    return UsageRecord(
+        item=Item.TOKENS, source=f"calls of {model or 'no model'} for {holder or 'nobody'}", day=day, began_at=found["began"],
+        ended_at=max(found["began"], found["ended"]), sandbox=box, holder=holder,
+        agent_did=first.agent_did if first else "", environment_id=first.environment_id if first else "",
+        provider=box.provider if box else "", model=model, calls=found["calls"], unpriced=found["unpriced"],
+        input_tokens=found["input"] or 0, cached_tokens=found["cached"] or 0, output_tokens=found["output"] or 0,
+        usd=found["usd"] or 0,
+    )  # fmt: skip

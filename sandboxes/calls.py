@@ -53,6 +53,7 @@ class LlmCall(models.Model):
     cached_tokens = models.PositiveBigIntegerField(null=True, blank=True)
     output_tokens = models.PositiveBigIntegerField(null=True, blank=True)
     cost = models.DecimalField(max_digits=18, decimal_places=9, null=True, blank=True, help_text="USD.")
+    counted = models.BooleanField(default=False, editable=False, help_text="Its usage record is up to date with it.")
     priced = models.CharField(max_length=8, choices=Priced.choices, default=Priced.NO, blank=True)
 
     class Meta:
@@ -72,6 +73,7 @@ class LlmCall(models.Model):
             models.Index(fields=["deadline_at"], condition=Q(ended_at__isnull=True), name="llmcall_open"),
             models.Index(fields=["model"], condition=Q(cost__isnull=True, ended_at__isnull=False), name="llmcall_unpriced"),
             models.Index(fields=["ended_at"], condition=Q(recorded_at__isnull=True, outcome="ok"), name="llmcall_unrecorded"),
+            models.Index(fields=["id"], condition=Q(counted=False), name="llmcall_uncounted"),
         ]
 
     def __str__(self) -> str:

@@ -192,6 +192,7 @@ class Sandbox(models.Model):
     quarantined_at = models.DateTimeField(null=True, blank=True, help_text="Destroying failed too often; ask an operator.")
     created_at = models.DateTimeField()
     destroyed_at = models.DateTimeField(null=True, blank=True)
+    metered = models.BooleanField(default=False, editable=False, help_text="All of its time is in usage records.")
     tier = models.GeneratedField(
         expression=Case(
             When(state="cold", then=Value(0)),
@@ -245,6 +246,7 @@ class Sandbox(models.Model):
             models.Index(fields=["lost_at"], condition=Q(lost_at__isnull=False), name="sandbox_lost"),
             models.Index(fields=["claim"], condition=Q(claim__isnull=False), name="sandbox_claim"),
             models.Index(fields=["pool", "state"], condition=~Q(state="destroyed"), name="sandbox_live"),
+            models.Index(fields=["id"], condition=Q(metered=False), name="sandbox_unmetered"),
         ]
 
     def __str__(self) -> str:
@@ -283,6 +285,7 @@ class Transition(models.Model):
         indexes = [
             models.Index(fields=["sandbox", "-at", "-id"], name="transition_sandbox"),
             models.Index(fields=["holder", "-at", "-id"], name="transition_holder"),
+            models.Index(fields=["sandbox", "id"], name="transition_in_order"),
         ]
 
     def __str__(self) -> str:

@@ -37,6 +37,7 @@ class Snapshot(models.Model):
     digests = models.JSONField(default=dict, help_text="SHA-256 of each object.")
     local = models.BooleanField(default=True, help_text="There is a copy in this installation's state directory, too.")
     forgotten_at = models.DateTimeField(null=True, blank=True, help_text="Its objects were removed.")
+    metered = models.BooleanField(default=False, editable=False, help_text="All of its time is in usage records.")
 
     class Meta:
         default_permissions = ("view",)
@@ -49,6 +50,7 @@ class Snapshot(models.Model):
         indexes = [
             models.Index(fields=["holder", "-at"], name="snapshot_holder"),
             models.Index(fields=["key"], name="snapshot_key"),
+            models.Index(fields=["id"], condition=Q(metered=False), name="snapshot_unmetered"),
         ]
 
     def __str__(self) -> str:

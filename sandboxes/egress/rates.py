@@ -63,7 +63,7 @@ def price_unpriced(now: datetime, limit: int = 1000) -> int:
     for row in priceable(rates, now=now)[:limit]:
         cost = price(rates, row.model, row.input_tokens or 0, row.cached_tokens or 0, row.output_tokens or 0, row.started_at)
         if cost is not None:
-            priced += unpriced().filter(pk=row.pk).update(cost=cost, priced=LlmCall.Priced.RATE)
+            priced += unpriced().filter(pk=row.pk).update(cost=cost, priced=LlmCall.Priced.RATE, counted=False)
     return priced
 
 

@@ -70,7 +70,7 @@ def apply(lines: Iterable[bytes], *, now: datetime) -> Counter[str]:
         counts["recorded"] += bool(counted and row.recorded_at is None)
         for record in counted:
             _take(record, row, now=now)
-    LlmCall.objects.bulk_update(rows.values(), [*COUNTS, "cost", "priced", "recorded_at"], batch_size=200)
+    LlmCall.objects.bulk_update(rows.values(), [*COUNTS, "cost", "priced", "recorded_at", "counted"], batch_size=200)
     _missing([call_id for call_id in found if call_id not in rows], counts)
     if counts["garbage"]:
         log.error("lines of the upstream's records are no records", lines=counts["garbage"])
@@ -103,6 +103,7 @@ def _take(record: Record, row: LlmCall, *, now: datetime) -> None:
     better = row.priced != LlmCall.Priced.RECORD or row.cost is None or (record.cost or 0) > row.cost
     if record.cost is not None and better:
         row.cost, row.priced = record.cost, LlmCall.Priced.RECORD
+    row.counted = False
 
 
 def parse(line: bytes) -> Record | None:

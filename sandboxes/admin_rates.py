@@ -1,6 +1,5 @@
 """Operators' page on what models' tokens cost, for calls that nobody else prices."""
 
-from decimal import Decimal
 from typing import Any
 
 from django.contrib import admin
@@ -10,7 +9,7 @@ from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.cells import ago, badge, rows, stamp
+from sandboxes.cells import ago, badge, rows, stamp, usd
 from sandboxes.egress import rates
 from sandboxes.models import ModelRate
 from sandboxes.pages import Fact, Page, Slice
@@ -63,7 +62,3 @@ class ModelRateAdmin(Page):
                 ),
             ]
         }
-
-
-def usd(rate: Decimal) -> str:
-    return f"{rate.normalize():f}"

@@ -480,6 +480,6 @@ class EnvironmentTypeAdmin(Page):
         return {
             "facts": [
                 Fact("Active leases", active, href=href),
-                Fact("Spend limit", admin_spending.shown(row.llm_limit), note="of the model calls of each lease from now on"),
+                Fact("Spend limit", admin_spending.shown(row.llm_limit), note="for the model calls of each new lease"),
             ]
         }

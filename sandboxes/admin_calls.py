@@ -8,7 +8,7 @@ from django.db.models import F, Q, QuerySet
 from django.http import HttpRequest
 from django.utils import timezone
 from django.utils.dateparse import parse_date, parse_time
-from django.utils.html import format_html
+from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from unfold.contrib.filters.admin import (
     BooleanRadioFilter,
@@ -73,7 +73,7 @@ class Price(RadioFilter):
     parameter_name = "price"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        known = [(value, f"Known {label}") for value, label in LlmCall.Priced.choices if value]
+        known = [(value, label.capitalize()) for value, label in LlmCall.Priced.choices if value]
         return [*known, ("none", "Unpriced")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[LlmCall]) -> QuerySet[LlmCall]:
@@ -119,7 +119,7 @@ class LlmCallAdmin(Held, Facts):
     ]  # fmt: skip
     list_select_related = ["sandbox"]
     search_fields = ["agent_did__startswith", "environment_id__startswith", "model__startswith"]
-    search_help_text = "Agent, environment, model, or the whole id of a call, a lease or a sandbox"
+    search_help_text = "Agent, environment, model, or a whole id"
     ordering = ["-started_at", "-pk"]
     slices = {
         "all": Slice("All", "No sandbox has asked a model yet."),
@@ -140,7 +140,7 @@ class LlmCallAdmin(Held, Facts):
     )  # fmt: skip
 
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:
-        """A call's id may be written like a UUID's, so whatever is one is looked for as each."""
+        """The id of a call, of a lease or of a sandbox: a call's looks like the others, so each is looked for."""
         whole = search_term.strip()
         if pk := uuid_of(whole):
             return queryset.filter(Q(call_id__in=[whole, pk.hex]) | Q(holder=pk) | Q(sandbox=pk)), False
@@ -175,22 +175,23 @@ class LlmCallAdmin(Held, Facts):
         return span(row.ended_at - row.started_at) if row.ended_at else "–"
 
     def page(self, request: HttpRequest, row: LlmCall) -> dict[str, Any]:
+        cached = f"{row.cached_tokens:,} of those in cached" if row.cached_tokens else ""
         model = [
-            Fact("Tokens in / out", tokens(row), note=f"{row.cached_tokens:,} of those in cached" if row.cached_tokens else ""),
+            Fact("Tokens in / out", tokens(row), note=cached),
             Fact("USD", price(row), note=priced_by(row)),
+            Fact("Seen in the upstream's records", seen(row.recorded_at)),
         ]
         return {
             "facts": [
                 Fact("Outcome", outcome(row), note=path(row.code)),
-                Fact("Answered", row.status or "–", note="HTTP status" if row.status else "nothing yet"),
+                Fact("Answered", row.status or "–", note="HTTP status" if row.status else ""),
                 Fact("Model" if row.kind == LlmCall.Kind.LLM else "Kind", named(row), note="streamed" if row.streamed else ""),
                 Fact("Path", format_html('<span class="lh-command">{}</span>', path(row.path) or "–")),
                 *(model if row.kind == LlmCall.Kind.LLM else []),
                 Fact("Started", ago(row.started_at), note=stamp(row.started_at)),
                 Fact("Took", self.lasted(row), note=first_byte(row)),
-                Fact("Sent / received", f"{size(row.sent_bytes)} / {size(row.received_bytes)}", note="as the sandbox sees it"),
-                Fact("In the proxy's log", seen(row.logged_at), note="found then" if row.logged_at else ""),
-                Fact("In the upstream's records", seen(row.recorded_at), note="found then" if row.recorded_at else ""),
+                Fact("Sent / received", f"{size(row.sent_bytes)} / {size(row.received_bytes)}", note="by the sandbox"),
+                Fact("Seen in the proxy's log", seen(row.logged_at)),
                 *([Fact("Sandbox", link("sandboxes_sandbox", row.sandbox_id, row.sandbox))] if row.sandbox_id else []),
                 *([Fact("Run", link("sandboxes_run", row.run_id, "run"))] if row.run_id else []),
                 self.agent(row.agent_did),
@@ -249,22 +250,22 @@ def called(total: Totals, **narrowed: Any) -> Fact:
     """How many of some calls there were, and of those how many did not go well. `narrowed` cuts the list down to them."""
     parts = [("failed", total.failed, "lh-link lh-alarm"), ("refused", total.refused, "lh-link")]
     links = [
-        format_html(
-            '<a class="{}" href="{}">{} {}</a>', css, rows("sandboxes_llmcall", slice=name, kind__exact="llm", **narrowed),
-            f"{number:,}", name,
-        )
+        (css, rows("sandboxes_llmcall", slice=name, kind__exact="llm", **narrowed), f"{number:,}", name)
         for name, number, css in parts
         if number
-    ]  # fmt: skip
-    note = SafeString(", ").join(links)
+    ]
+    note = format_html_join(", ", '<a class="{}" href="{}">{} {}</a>', links)
     href = rows("sandboxes_llmcall", slice="all", kind__exact="llm", **narrowed)
     return Fact("Model calls", f"{total.calls:,}", note=note, href=href)
 
 
-def without_price(total: Totals, **narrowed: Any) -> SafeString | str:
-    """How much of them is in no sum, with a link to exactly those."""
-    if not total.unpriced:
-        return ""
-    href = rows("sandboxes_llmcall", slice="unpriced", **narrowed)
-    said = counted(total.unpriced, "call", "calls")
-    return format_html('and <a class="lh-link" href="{}">{} unpriced</a>', href, said)
+def cost(total: Totals, of: Any, *, alarm: bool = False, **narrowed: Any) -> Fact:
+    """What they cost, and how many of them are not in that sum. `of` says what it is to be measured by."""
+    href, number = rows("sandboxes_llmcall", slice="unpriced", **narrowed), counted(total.unpriced, "call", "calls")
+    unpriced = format_html(', <a class="lh-link" href="{}">{} unpriced</a>', href, number) if total.unpriced else ""
+    return Fact("Spent on models", f"{usd(total.spent)} USD", note=format_html("{}{}", of, unpriced), alarm=alarm)
+
+
+def tokens_of(total: Totals) -> Fact:
+    note = f"{total.cached_tokens:,} of those in cached" if total.cached_tokens else ""
+    return Fact("Tokens in / out", f"{total.input_tokens:,} / {total.output_tokens:,}", note=note)

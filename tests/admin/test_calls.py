@@ -1,5 +1,6 @@
 """Model calls in the console: every outcome, what a lease spent and may spend, and finding the one that is asked for."""
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from decimal import Decimal
@@ -12,6 +13,7 @@ from django.contrib.messages import get_messages
 from django.http import HttpResponse
 from django.test import Client
 from django.utils import timezone
+from django.utils.html import conditional_escape
 
 from leases import acting, leasing
 from leases.models import Agent, EnvironmentType, Lease
@@ -49,9 +51,9 @@ def facts(client: Client, url: str) -> dict[str, Fact]:
 
 
 def links(fact: Fact) -> dict[str, str]:
-    """What the note of a fact links to, by its words."""
-    parts = str(fact.note).split('href="')[1:]
-    return {unescape(part).split(">")[1].split("<")[0]: unescape(part).split('"')[0] for part in parts}
+    """What the note of a fact links to, by its words, as a page shows it."""
+    found = re.findall(r'<a [^>]*href="([^"]+)">([^<]+)</a>', conditional_escape(fact.note))
+    return {words: unescape(href) for href, words in found}
 
 
 # --- the list and a call's page -----------------------------------------------------------------------------------
@@ -149,8 +151,8 @@ def test_a_calls_page_says_what_its_price_is_made_of(viewer: Client, lease: Leas
     assert "in 2.5, cached 1.25, out 10 USD a million" in str(said["USD"].note)
     assert "/v1/messages" in str(said["Path"].value)
     assert said["Took"].note == "first byte after 2.0 s"
-    assert said["In the proxy's log"].value == "no"
-    assert f"{NOW:%Y-%m-%d %H:%M:%S}" in str(said["In the upstream's records"].value)
+    assert said["Seen in the proxy's log"].value == "no"
+    assert f"{NOW:%Y-%m-%d %H:%M:%S}" in str(said["Seen in the upstream's records"].value)
     ModelRate.objects.update(output_usd=11)
     assert facts(viewer, f"{LIST}{row.pk}/change/")["USD"].note == "by a rate that has changed since"
 
@@ -261,7 +263,7 @@ def test_a_limit_holds_from_the_next_call_on(operator: Client, asked: Lease, set
 def test_the_dialog_says_what_is_spent(operator: Client, asked: Lease) -> None:
     Lease.objects.filter(pk=asked.pk).update(llm_limit=3)
     shown = operator.get(f"/admin/leases/lease/{asked.pk}/limit_spending/").content.decode()
-    assert "1.75 USD" in shown and "3 USD" in shown
+    assert "1.75 USD" in shown and "3 USD" in shown and 'value="3"' in shown
     assert limits(asked)[0] == 3
 
 

@@ -83,5 +83,5 @@ def of_lease(lease: Lease) -> list[Fact]:
 def of_agent(did: str) -> list[Fact]:
     """What it asked models lately, under any lease. One query."""
     total = totals(LlmCall.objects.filter(agent_did=did, started_at__gte=timezone.now() - Since.lengths[RECENT]))
-    spending = cost(total, "in 30 days", agent_did=did, since=RECENT)
-    return [called(total, agent_did=did, since=RECENT), tokens_of(total), spending]
+    asked = called(total, "Model calls in 30 days", agent_did=did, since=RECENT)
+    return [asked, tokens_of(total), cost(total, "in 30 days", agent_did=did, since=RECENT)]

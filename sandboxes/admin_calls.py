@@ -53,6 +53,10 @@ class Since(RadioFilter):
 class Between(RangeDateTimeFilter):
     """From a moment in UTC to another. A day alone means from its beginning, and to its end."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.title = "start, in UTC"
+
     def queryset(self, request: HttpRequest, queryset: QuerySet[LlmCall]) -> QuerySet[LlmCall]:
         began, ended = self._moment("from", time.min), self._moment("to", time.max)
         queryset = queryset.filter(started_at__gte=began) if began else queryset
@@ -172,7 +176,7 @@ class LlmCallAdmin(Held, Facts):
 
     @display(description="Took")
     def lasted(self, row: LlmCall) -> str:
-        return span(row.ended_at - row.started_at) if row.ended_at else "–"
+        return span(row.ended_at - row.started_at) if row.ended_at and row.outcome != LlmCall.Outcome.REFUSED else "–"
 
     def page(self, request: HttpRequest, row: LlmCall) -> dict[str, Any]:
         cached = f"{row.cached_tokens:,} of those in cached" if row.cached_tokens else ""
@@ -246,7 +250,7 @@ def priced_by(row: LlmCall) -> SafeString | str:
     return format_html("by rate {}: {}", link("sandboxes_modelrate", rate.pk, rate), said)
 
 
-def called(total: Totals, **narrowed: Any) -> Fact:
+def called(total: Totals, label: str = "Model calls", **narrowed: Any) -> Fact:
     """How many of some calls there were, and of those how many did not go well. `narrowed` cuts the list down to them."""
     parts = [("failed", total.failed, "lh-link lh-alarm"), ("refused", total.refused, "lh-link")]
     links = [
@@ -256,7 +260,7 @@ def called(total: Totals, **narrowed: Any) -> Fact:
     ]
     note = format_html_join(", ", '<a class="{}" href="{}">{} {}</a>', links)
     href = rows("sandboxes_llmcall", slice="all", kind__exact="llm", **narrowed)
-    return Fact("Model calls", f"{total.calls:,}", note=note, href=href)
+    return Fact(label, f"{total.calls:,}", note=note, href=href)
 
 
 def cost(total: Totals, of: Any, *, alarm: bool = False, **narrowed: Any) -> Fact:

@@ -252,7 +252,7 @@ def _call(lease: Lease, number: int, at: datetime) -> None:
         call_id=uuid.uuid4().hex, sandbox=box, holder=lease.pk, agent_did=lease.agent_did, kind=kind, model=model, code=code,
         environment_id=lease.environment_id, path="/v1/messages" if model else "/xrpc/com.atproto.sync.subscribeRepos",
         streamed=number % 2 == 0, started_at=at, deadline_at=at + HOUR, outcome=outcome, status=status, priced=priced,
-        sent_bytes=2300 * (number + 1),
+        sent_bytes=2300 * (number + 1) if model else 0,
     )  # fmt: skip
     if left and status:
         row.first_byte_at, row.received_bytes = at + took / 3, 911 * (number + 2)

@@ -205,8 +205,8 @@ def test_a_limit_is_a_bar_that_turns_red_when_it_is_reached(
 def test_an_agents_page_sums_up_its_last_thirty_days(viewer: Client, asked: Lease) -> None:
     call(asked, cost=7, started_at=NOW - 31 * DAY)
     said = facts(viewer, f"/admin/leases/agent/{Agent.objects.get(did=asked.agent_did).pk}/change/")
-    assert (said["Model calls"].value, said["Spent on models"].value) == ("6", "1.75 USD")
-    assert len(listed(viewer, said["Model calls"].href)) == 6
+    assert (said["Model calls in 30 days"].value, said["Spent on models"].value) == ("6", "1.75 USD")
+    assert len(listed(viewer, said["Model calls in 30 days"].href)) == 6
     assert len(listed(viewer, links(said["Spent on models"])["2 calls unpriced"])) == 2
 
 

@@ -17,7 +17,7 @@ from leases.models import EnvironmentType, Lease, LeaseEvent, Turn
 from leases.timeline import LENGTH, timeline
 from sandboxes import identity, runs
 from sandboxes.admin import SandboxAdmin, seconds_alive
-from sandboxes.models import Policy, Pool, Quota, Run, Sandbox, Sweep
+from sandboxes.models import LlmCall, Policy, Pool, Quota, Run, Sandbox, Sweep
 from sandboxes.pages import CappedPaginator
 from sandboxes.providers.memory import Call, MemoryProvider, Outcome
 from sandboxes.runs import Command
@@ -47,11 +47,17 @@ def fill(grant: Callable[..., Lease], first: int, last: int) -> None:
         Sweep.objects.create(name=f"sweep {number}")
         Pool.objects.create(name=f"pool-{number}", warm_target=1)
         Policy.objects.create(name=f"policy-{number}")
+        known = {"sandbox": box_of(lease), "holder": lease.pk, "agent_did": lease.agent_did, "ended_at": timezone.now()}
+        for outcome in ("ok", "refused"):
+            LlmCall.objects.create(
+                call_id=f"{outcome}-{number}", started_at=NOW, deadline_at=NOW, outcome=outcome, code="no", **known
+            )
 
 
 PAGES = [
     "", "fleet/", "leases/lease/", "leases/lease/?slice=history", "leases/turn/", "leases/agent/", "leases/agentkey/",
     "leases/environmenttype/", "sandboxes/sandbox/", "sandboxes/sandbox/?slice=stalled", "sandboxes/run/", "sandboxes/llmcall/",
+    "sandboxes/llmcall/?slice=refused&code=no&since=1d&streamed__exact=0", "sandboxes/llmcall/?slice=unpriced",
     "sandboxes/sandbox/?slice=unstored&lasting=5m", "sandboxes/pool/", "sandboxes/policy/", "sandboxes/quota/",
     "sandboxes/sweep/", "sandboxes/signingkey/", "sandboxes/mintedtoken/",
 ]  # fmt: skip

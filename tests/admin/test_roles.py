@@ -14,8 +14,8 @@ pytestmark = pytest.mark.django_db
 VIEWS = {
     "leases": {"agent", "agentkey", "environmenttype", "lease", "leaseevent", "turn"},
     "sandboxes": {
-        "agentdata", "dataevent", "datafile", "llmcall", "mintedtoken", "modelrate", "policy", "pool", "process", "quota", "sandbox",
-        "signingkey", "snapshot", "transition", "run", "sweep",
+        "agentdata", "dataevent", "datafile", "llmcall", "mintedtoken", "modelrate", "policy", "pool", "process", "quota",
+        "sandbox", "signingkey", "snapshot", "transition", "run", "sweep",
     },
 }  # fmt: skip
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}

@@ -29,7 +29,7 @@ from django.utils import timezone
 from sandboxes import identity
 from sandboxes.egress import gate, offline
 from sandboxes.egress.gate import Caller, Ending, Refused
-from sandboxes.egress.requests import FIELDS, Unfit, error, fit
+from sandboxes.egress.requests import FIELDS, MODELS, Unfit, error, fit
 from sandboxes.egress.usage import Reader
 from sandboxes.errors import KeyRevoked, NoSigningKey, SandboxError
 from sandboxes.models import LlmCall
@@ -44,7 +44,6 @@ LOOK_EVERY = 1.0  # seconds between two looks at whether those who are being ser
 KEEP_EVERY = 60.0
 CONNECT_WITHIN, SILENCE = 10.0, 300.0  # seconds until an upstream is there, and between two bytes of its answer
 THREADS = 8
-MODELS = "/v1/models"
 OUTCOME = LlmCall.Outcome
 THROUGH: web.AppKey[int | None] = web.AppKey("slot")
 

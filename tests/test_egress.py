@@ -253,6 +253,22 @@ def test_a_stream_that_is_not_read_to_its_end_is_cut_and_so_is_the_upstream(upst
     assert (row.outcome, row.code) == ("cut", "not_read_to_its_end")
 
 
+@pytest.mark.parametrize("last", [b"[DONE]", {"type": "message_stop"}, {"type": "response.completed"}])
+def test_a_stream_whose_reader_leaves_after_its_last_event_is_whole(last: Any, upstream: Upstream, way: Path) -> None:
+    """SDKs do: they do not wait for the connection's end."""
+    whole = events(PIECE, TOKENS, last)
+    upstream.answer = streaming(whole, hang=True)
+    connection = connect(way)
+    body = {**ASK, "stream": True, "stream_options": {"include_usage": True}}
+    connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
+    assert connection.getresponse().read(len(whole)) == whole
+    connection.sock.close()
+    connection.close()
+    wait_until_closed()
+    row = LlmCall.objects.get()
+    assert (row.outcome, row.code, row.output_tokens, row.received_bytes) == ("ok", "", 4, len(whole))
+
+
 def test_a_call_under_way_is_cut_off_when_its_lease_ends(upstream: Upstream, lease: Lease, way: Path) -> None:
     upstream.answer = streaming(events(PIECE), hang=True)
     connection = connect(way)

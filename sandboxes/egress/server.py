@@ -200,8 +200,9 @@ class Server:
         try:
             yield end
         except (Gone, asyncio.CancelledError):
-            end.outcome = OUTCOME.CUT
-            end.code = "lease_ended" if entry.ended_lease else end.code or "not_read_to_its_end"
+            if end.outcome != OUTCOME.OK:
+                end.outcome = OUTCOME.CUT
+                end.code = "lease_ended" if entry.ended_lease else end.code or "not_read_to_its_end"
             raise
         except Exception as failed:
             end.outcome, end.code = OUTCOME.FAILED, end.code or type(failed).__name__[:64]
@@ -283,6 +284,8 @@ class Server:
         async for chunk in answer.content.iter_any():
             passed = reader.feed(chunk)
             end.received_bytes += len(passed)
+            if reader.complete:
+                end.outcome = OUTCOME.OK
             if not reader.streamed:
                 held, passed = passed, held  # one behind
             if passed:

@@ -52,15 +52,18 @@ http {{
   uwsgi_temp_path /tmp/uwsgi;
   scgi_temp_path /tmp/scgi;
 
+  # Its socket says which one it is. A server for each would take a hundred KiB and more for each.
+  map $server_addr $slot {{ "~^unix:{slots}/(?<number>[0-9]+)/" $number; }}
+
   # Of refusals that cost nothing to bring about, one in sixteen is logged.
   map "$status $request_id" $logged {{ default 1; "~^(400|408|429) [^0]" 0; }}
-  log_format calls escape=json '{{"id":"$request_id","slot":$server_name,"at":$msec,"took":$request_time,'
+  log_format calls escape=json '{{"id":"$request_id","slot":$slot,"at":$msec,"took":$request_time,'
     '"method":"$request_method","uri":"$uri","status":$status,"sent":$request_length,"received":$bytes_sent,"upstream":"$upstream_status",'
     '"limit":"$limit_req_status","code":"$upstream_http_x_leasehold_code"}}';
   access_log {logs}/{log} calls if=$logged;
 
-  limit_req_zone $server_name zone=pace:2m rate={rate}r/s;
-  limit_conn_zone $server_name zone=open:2m;
+  limit_req_zone $slot zone=pace:2m rate={rate}r/s;
+  limit_conn_zone $slot zone=open:2m;
   limit_req_status 429;
   limit_conn_status 429;
   limit_req zone=pace burst={burst} nodelay;
@@ -82,12 +85,13 @@ http {{
   map $http_upgrade $connection_upgrade {{ default ""; "~*^websocket$" upgrade; }}
   upstream server {{ server unix:{server}; keepalive 32; }}
 
-{servers}
+  server {{
+{listens}
+    include /etc/nginx/leasehold-way.conf;
+  }}
 }}
 """
-EACH = (
-    "  server {{ listen unix:{slots}/{slot}/{socket} backlog=64; server_name {slot}; include /etc/nginx/leasehold-way.conf; }}"
-)
+LISTEN = "    listen unix:{slots}/{slot}/{socket} backlog=64;"
 WAY = """\
 proxy_http_version 1.1;
 proxy_pass_request_headers off;
@@ -102,7 +106,7 @@ proxy_intercept_errors off;
 {paths}
 location = /v1/models {{
   limit_except GET {{ deny all; }}
-  proxy_set_header X-Leasehold-Slot $server_name;
+  proxy_set_header X-Leasehold-Slot $slot;
   proxy_set_header X-Request-Id $request_id;
   proxy_set_header Host leasehold;
   proxy_set_header Connection "";
@@ -110,7 +114,7 @@ location = /v1/models {{
 }}
 location ^~ /relay/ {{
   limit_except GET {{ deny all; }}
-  proxy_set_header X-Leasehold-Slot $server_name;
+  proxy_set_header X-Leasehold-Slot $slot;
   proxy_set_header X-Request-Id $request_id;
   proxy_set_header Host leasehold;
   proxy_set_header Upgrade $http_upgrade;
@@ -135,7 +139,7 @@ location = /leasehold-error-{status} {{ internal; default_type application/json;
 PATH = """\
 location = {path} {{
   limit_except POST {{ deny all; }}
-  proxy_set_header X-Leasehold-Slot $server_name;
+  proxy_set_header X-Leasehold-Slot $slot;
   proxy_set_header X-Request-Id $request_id;
   proxy_set_header Host leasehold;
   proxy_set_header Connection "";
@@ -281,10 +285,11 @@ def configuration() -> dict[str, Path]:
 
 def main(count: int) -> str:
     """nginx's configuration for this many slots."""
-    each = (EACH.format(slots=SLOTS_INSIDE, slot=slot, socket=slots.SOCKET) for slot in range(count))
+    each = (LISTEN.format(slots=SLOTS_INSIDE, slot=slot, socket=slots.SOCKET) for slot in range(count))
     return CONFIG.format(
-        workers=2, files=count + 4096, connections=2048, logs=LOGS_INSIDE, log=LOG, rate=REQUESTS_PER_SECOND, burst=BURST,
-        open=CONNECTIONS, body=LARGEST_BODY_KIB << 10, server=f"{SERVER_INSIDE}/{SERVER_SOCKET}", servers="\n".join(each),
+        workers=2, files=2 * count + 4096, connections=count + 2048, logs=LOGS_INSIDE, log=LOG, rate=REQUESTS_PER_SECOND, burst=BURST,
+        open=CONNECTIONS, body=LARGEST_BODY_KIB << 10, server=f"{SERVER_INSIDE}/{SERVER_SOCKET}", slots=SLOTS_INSIDE,
+        listens="\n".join(each),
     )  # fmt: skip
 
 

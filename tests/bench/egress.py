@@ -32,11 +32,13 @@ INSIDE = 4010
 LISTENS = f"{INSIDE:04X} 00000000:0000 0A"  # as /proc/net/tcp shows a port on which somebody listens
 # Reads what to do from stdin, a line each, and says what each call took: to its first byte, and whole.
 CLIENT = """
-import http.client, json, socket, sys, time
+import http.client, json, select, socket, sys, time
 kept = {}
 for line in sys.stdin:
     ask, took = json.loads(line), []
     request, port = ask["request"].encode(), ask["port"]
+    if port in kept and select.select([kept[port]], [], [], 0)[0]:
+        kept.pop(port).close()  # closed at the other end since
     for _ in range(ask["calls"]):
         began = time.perf_counter()
         there = kept.pop(port, None) if ask["keep"] else None

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from leases import acting, leasing, sweeps
 from leases.models import Lease
+from sandboxes import rows
 from sandboxes.egress import gate
 from sandboxes.egress.server import Server
 from sandboxes.models import LlmCall, Policy, Run, Sandbox
@@ -132,7 +133,7 @@ def test_nothing_is_sent_that_could_not_be_recorded(upstream: Upstream, way: Pat
     def fail(*args: Any, **named: Any) -> None:
         raise OperationalError("disk full")
 
-    monkeypatch.setattr(LlmCall, "save", fail)
+    monkeypatch.setattr(rows, "insert", fail)
     status, said = post(way, ASK)
     assert (status, said["error"]["code"]) == (503, "not_recorded")
     assert not upstream.asked

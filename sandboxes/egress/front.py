@@ -288,8 +288,8 @@ def main(count: int) -> str:
     each = (LISTEN.format(slots=SLOTS_INSIDE, slot=slot, socket=slots.SOCKET) for slot in range(count))
     return CONFIG.format(
         workers=2, files=2 * count + 4096, connections=count + 2048, logs=LOGS_INSIDE, log=LOG,
-        rate=REQUESTS_PER_SECOND, burst=BURST, open=CONNECTIONS, body=LARGEST_BODY_KIB << 10, server=f"{SERVER_INSIDE}/{SERVER_SOCKET}", slots=SLOTS_INSIDE,
-        listens="\n".join(each),
+        rate=REQUESTS_PER_SECOND, burst=BURST, open=CONNECTIONS, body=LARGEST_BODY_KIB << 10,
+        server=f"{SERVER_INSIDE}/{SERVER_SOCKET}", slots=SLOTS_INSIDE, listens="\n".join(each),
     )  # fmt: skip
 
 

@@ -11,18 +11,21 @@ from decimal import Decimal, InvalidOperation
 from uuid import UUID
 
 from django.conf import settings
-from django.db import transaction
 from django.db.models import QuerySet, Sum
 
 from sandboxes import rows
 from sandboxes.egress.requests import allowed
 from sandboxes.egress.usage import Usage
-from sandboxes.models import ALIVE, LlmCall, Policy, Run, Sandbox
+from sandboxes.models import ALIVE, LlmCall, Policy, Sandbox
 
 GRACE = timedelta(seconds=30)  # past its longest time, to write down how a call ended
 MINUTE = timedelta(minutes=1)
 NANO, MOST_COST = Decimal("1e-9"), Decimal(10**9)  # USD
 REFUSALS_KEPT = 30  # of one lease in one minute
+OPEN_RUNS = "SELECT id FROM sandboxes_run WHERE sandbox_id = %s AND ended_at IS NULL LIMIT 2"
+STARTED = "SELECT count(*) FROM sandboxes_llmcall WHERE holder = %s AND started_at > %s AND outcome <> 'refused'"
+# That it has not ended says the same as its outcome, and those have an index: a lease may have made thousands of calls.
+UNDER_WAY = "SELECT count(*) FROM sandboxes_llmcall WHERE holder = %s AND ended_at IS NULL AND deadline_at > %s"
 HELD = timedelta(minutes=3)  # an open relay connection is somebody's for so long after it was last seen
 
 
@@ -53,12 +56,11 @@ class Caller:
 
 def caller(slot: int) -> Caller:
     """Who speaks through this slot now, or Refused."""
-    sandbox = rows.first(Sandbox, "slot = %s AND state <> 'destroyed'", slot)
+    sandbox = rows.first_with(Sandbox, "policy", "slot = %s AND state <> 'destroyed'", slot)
     if sandbox is None or sandbox.holder is None or sandbox.state not in ALIVE:
         raise Refused(403, "no_lease", "No lease holds this sandbox now.")
-    open_runs = Run.objects.filter(sandbox=sandbox, ended_at__isnull=True).values_list("pk", flat=True)[:2]
-    found = [*open_runs] if sandbox.open_runs else []
-    return Caller(sandbox, sandbox.holder, found[0] if len(found) == 1 else None)
+    found = rows.selected(OPEN_RUNS, sandbox.pk) if sandbox.open_runs else []
+    return Caller(sandbox, sandbox.holder, UUID(str(found[0][0])) if len(found) == 1 else None)
 
 
 def require_held(who: Caller) -> None:
@@ -85,7 +87,7 @@ def model_call(
     except Refused as refused:
         _refuse(row, refused)
         raise
-    row.save(force_insert=True)
+    rows.insert(row)
     return row, who
 
 
@@ -112,7 +114,7 @@ def relay_call(slot: int, call_id: str, path: str, *, now: datetime) -> tuple[Ll
     except Refused as refused:
         _refuse(row, refused)
         raise
-    row.save(force_insert=True)
+    rows.insert(row)
     return row, who
 
 
@@ -140,11 +142,10 @@ def _require_model(model: str, rules: Policy) -> None:
 
 def _require_pace(who: Caller, rules: Policy, *, now: datetime) -> None:
     """Counted over rows: so it holds for several processes, and after a restart."""
-    mine = LlmCall.objects.filter(holder=who.holder)
-    started = mine.filter(started_at__gt=now - MINUTE).exclude(outcome=LlmCall.Outcome.REFUSED).count()
+    [[started, under_way]] = rows.selected(f"SELECT ({STARTED}), ({UNDER_WAY})", who.holder, now - MINUTE, who.holder, now)
     if started >= rules.calls_per_minute:
         raise Refused(429, "too_many_calls", f"At most {rules.calls_per_minute} calls a minute.")
-    if mine.filter(outcome=LlmCall.Outcome.OPEN, deadline_at__gt=now).count() >= rules.most_calls_at_once:
+    if under_way >= rules.most_calls_at_once:
         raise Refused(429, "too_many_at_once", f"At most {rules.most_calls_at_once} calls at once.")
 
 
@@ -184,7 +185,7 @@ class Ending:
 def settle(row: LlmCall, end: Ending, *, now: datetime) -> bool:
     """Close an open call, once. A price that its record has brought meanwhile stays."""
     changes: dict[str, object] = {
-        "ended_at": now, "outcome": end.outcome, "status": end.status, "code": end.code[:64],
+        "ended_at": now, "outcome": str(end.outcome), "status": end.status, "code": end.code[:64],
         "first_byte_at": end.first_byte_at, "received_bytes": end.received_bytes,
     }  # fmt: skip
     if end.sent_bytes is not None:
@@ -194,12 +195,11 @@ def settle(row: LlmCall, end: Ending, *, now: datetime) -> bool:
         known = {name: getattr(end.usage, name) for name in ("input_tokens", "cached_tokens", "output_tokens")}
         known |= {"model": end.usage.model} if end.usage.model else {}
     if end.cost is not None:
-        known |= {"cost": end.cost, "priced": LlmCall.Priced.UPSTREAM}
-    with transaction.atomic():
-        closed = LlmCall.objects.filter(pk=row.pk, ended_at__isnull=True).update(**changes)
-        if closed and known:
-            LlmCall.objects.filter(pk=row.pk, recorded_at__isnull=True).update(**known)
-    return bool(closed)
+        known |= {"cost": end.cost, "priced": str(LlmCall.Priced.UPSTREAM)}
+    assignments = [f"{name} = %s" for name in changes]
+    assignments += [f"{name} = CASE WHEN recorded_at IS NULL THEN %s ELSE {name} END" for name in known]
+    change = f"{', '.join(assignments)} WHERE id = %s AND ended_at IS NULL"
+    return bool(rows.update(LlmCall, change, *changes.values(), *known.values(), row.pk))
 
 
 def still(pairs: Iterable[tuple[UUID, UUID]]) -> set[tuple[UUID, UUID]]:

@@ -7,6 +7,7 @@ the slots itself."""
 import asyncio
 import json
 import socket
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -43,6 +44,7 @@ LARGEST_ERROR = 16 << 10  # bytes of an upstream's error that are passed on
 LOOK_EVERY = 1.0  # seconds between two looks at whether those who are being served still hold their sandboxes
 KEEP_EVERY = 60.0
 CONNECT_WITHIN, SILENCE = 10.0, 300.0  # seconds until an upstream is there, and between two bytes of its answer
+CHECK_EVERY = 1.0  # seconds for which a connection to the database that worked is taken to work
 THREADS = 8
 OUTCOME = LlmCall.Outcome
 THROUGH: web.AppKey[int | None] = web.AppKey("slot")
@@ -70,6 +72,7 @@ class Server:
     served: dict[int, Served] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.checked = threading.local()  # when each thread last made sure of its connection
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="egress")
 
     # --- being there --------------------------------------------------------------------------------------------------
@@ -81,7 +84,10 @@ class Server:
             total=settings.LLM_TIMEOUT.total_seconds(), sock_connect=CONNECT_WITHIN, sock_read=SILENCE
         )
         runners: list[web.AppRunner] = []
-        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=True, trust_env=False) as self.session:
+        connector = aiohttp.TCPConnector(limit=0)  # how many calls there are at once is for the gate to say
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=True, trust_env=False
+        ) as self.session:
             watch = asyncio.create_task(self._watch())
             try:
                 for path, slot in sockets.items():
@@ -150,8 +156,14 @@ class Server:
         """Something that asks the database. It is finished also if whoever waits for it goes away."""
 
         def run() -> T:
-            close_old_connections()
-            return act(*args, **named)
+            if time.monotonic() - getattr(self.checked, "at", 0.0) > CHECK_EVERY:
+                close_old_connections()
+                self.checked.at = time.monotonic()
+            try:
+                return act(*args, **named)
+            except DatabaseError:
+                close_old_connections()  # one that is lost is not used again
+                raise
 
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self.threads, run))
 
@@ -210,9 +222,15 @@ class Server:
         finally:
             del self.served[row.pk]
             try:
-                await self._in_thread(gate.settle, row, end, now=self.now())
+                await self._settle(row, end)
             except DatabaseError as failed:  # the row stays open: past its deadline a sweep closes it, by what the logs say
                 log.error("end of a call not recorded", call=row.call_id, error=str(failed))
+
+    async def _settle(self, row: LlmCall, end: Ending) -> None:
+        try:
+            await self._in_thread(gate.settle, row, end, now=self.now())
+        except DatabaseError:  # perhaps its connection was lost while the model thought; then there is another one now
+            await self._in_thread(gate.settle, row, end, now=self.now())
 
     async def _offline(self, request: web.Request, asked: dict[str, Any], end: Ending) -> web.StreamResponse:
         if request.path != "/v1/chat/completions":
@@ -294,7 +312,7 @@ class Server:
         end.received_bytes += len(rest)
         end.outcome = OUTCOME.OK  # all of it is here; what the sandbox makes of it is its own affair
         if entry.caller.sandbox.llm_limit is not None:
-            await self._in_thread(gate.settle, entry.row, end, now=self.now())
+            await self._settle(entry.row, end)
         await _write(response.write(held + rest))
         await _write(response.write_eof())
         return response

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -27,7 +28,7 @@ CALLS = int(os.environ.get("BENCH_MODEL_CALLS", "300"))
 STARTS = int(os.environ.get("BENCH_STARTS", "12"))
 BOXES = int(os.environ.get("BENCH_BOXES", "8"))
 DID = "did:web:bench.invalid"
-BLOCK = 10  # calls in a row; nginx lets 40 of one sandbox come at once
+BLOCK, PACE = 10, 18  # calls in a row, and in a second, of one sandbox: nginx lets 40 and 20 through
 INSIDE = 4010
 LISTENS = f"{INSIDE:04X} 00000000:0000 0A"  # as /proc/net/tcp shows a port on which somebody listens
 # Reads what to do from stdin, a line each, and says what each call took: to its first byte, and whole.
@@ -125,6 +126,7 @@ class Client:
 
     def __init__(self, *argv: str) -> None:
         self.process = subprocess.Popen([*argv, "-I", "-c", CLIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.rested_at = 0.0
 
     def ask(self, port: int, key: str, *, stream: bool, keep: bool, calls: int = BLOCK) -> list[list[float]]:
         body = json.dumps({"model": "gpt", "stream": stream, "messages": [{"role": "user", "content": "Hello. " * 100}]})
@@ -137,6 +139,11 @@ class Client:
         if len(took) != calls:
             raise SystemExit(f"The client has ended ({self.process.wait(20)}).")
         return took
+
+    def rest(self) -> None:
+        """Until nginx lets another block through without taking it for too many."""
+        time.sleep(max(0.0, self.rested_at - time.monotonic()))
+        self.rested_at = time.monotonic() + BLOCK / PACE
 
     def close(self) -> None:
         assert self.process.stdin
@@ -167,7 +174,10 @@ def calls(upstream: str, port: int, key: str, *, memory_too: bool = False) -> No
                 return here.ask(port, key, stream=stream, keep=keep)
 
             def through(stream: bool = stream, keep: bool = keep, turns: Any = turns) -> list[list[float]]:
-                return next(turns).ask(INSIDE, "", stream=stream, keep=keep)
+                client = next(turns)
+                client.rest()
+                took: list[list[float]] = client.ask(INSIDE, "", stream=stream, keep=keep)
+                return took
 
             ways = [Way("direct, from this host", direct), Way("through the way out", through, parts)]
             for way in ways:
@@ -201,18 +211,21 @@ def egress(port: int, key: str) -> Iterator[tuple[int, int]]:
 
 
 def made() -> Any:
-    """A sandbox of its own, whose lease may make as many calls as it likes."""
+    """A sandbox of its own, in which something runs, whose lease may make as many calls as it likes."""
     from django.utils import timezone
 
     from leases import acting, leasing
     from leases.models import EnvironmentType
-    from sandboxes.models import Policy, Pool
+    from sandboxes.models import Policy, Pool, Run, Sandbox
 
     pool, _ = Pool.objects.get_or_create(name="bench", defaults={"provider": "docker", "capacity": 1000})
     policy, _ = Policy.objects.get_or_create(name="bench", defaults={"calls_per_minute": 10**6, "models": ["gpt"]})
     EnvironmentType.objects.filter(name="coding").update(policy=policy)
     ask = leasing.Ask(DID, f"way-{uuid.uuid4().hex[:8]}", "coding", pool=pool.name)
-    return acting.sandbox_for(leasing.acquire(ask, now=timezone.now())[0].pk, now=timezone.now())
+    box = acting.sandbox_for(leasing.acquire(ask, now=timezone.now())[0].pk, now=timezone.now())
+    Run.objects.create(sandbox=box, argv=["bench"], started_at=timezone.now(), deadline_at=timezone.now() + timedelta(hours=1))
+    Sandbox.objects.filter(pk=box.pk).update(open_runs=1, state="running")
+    return box
 
 
 def report(title: str, direct: Way, through: Way) -> None:

@@ -339,6 +339,29 @@ def test_calls_are_limited_by_the_minute_and_at_once(upstream: Upstream, box: Sa
     assert post(way, ASK)[0] == 200
 
 
+def test_calls_do_not_wait_for_those_of_other_sandboxes(upstream: Upstream, box: Sandbox, way: Path) -> None:
+    """None is answered before all have come: more than the hundred that aiohttp has under way at once by itself."""
+    calls, come = 120, asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        if len(upstream.asked) == calls:
+            come.set()
+        await asyncio.wait_for(come.wait(), 20)
+        return web.json_response(SAID)
+
+    upstream.answer = answer
+    box.policy = Policy.objects.create(name="wide", calls_per_minute=calls, most_calls_at_once=calls)
+    box.save(update_fields=["policy"])
+    content = json.dumps(ASK)
+    connections = [connect(way) for _ in range(calls)]
+    for connection in connections:
+        connection.request("POST", CHAT, content, {"Content-Type": "application/json"})
+    assert [connection.getresponse().status for connection in connections] == [200] * calls
+    for connection in connections:
+        connection.close()
+    wait_until_closed()
+
+
 def test_who_keeps_asking_for_what_is_refused_does_not_fill_the_database(upstream: Upstream, way: Path) -> None:
     for _ in range(gate.REFUSALS_KEPT + 5):
         assert post(way, {**ASK, "model": "other"})[0] == 403

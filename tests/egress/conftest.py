@@ -25,7 +25,11 @@ def nginx(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """The proxy, and settings that are this module's: a directory of sockets and a few slots."""
     runtime = tmp_path_factory.mktemp("r")
     with override_settings(
-        RUNTIME_DIR=runtime, EGRESS_DIR=runtime / "egress", EGRESS_SLOTS=SLOTS, LLM_API_KEY=KEY, EGRESS_IMAGE=settings.EGRESS_IMAGE
+        RUNTIME_DIR=runtime,
+        EGRESS_DIR=runtime / "egress",
+        EGRESS_SLOTS=SLOTS,
+        LLM_API_KEY=KEY,
+        EGRESS_IMAGE=settings.EGRESS_IMAGE,
     ):
         nginx = Front(Engine())
         nginx.start()

@@ -158,7 +158,9 @@ def cut_and_once(way: WholeWay, code: str) -> None:
     first, *rest = [row for row in way.settled(LlmCall.objects.count()) if row.outcome != "ok"]
     assert (first.outcome, first.code, rest) == ("cut", code, [])
     assert len({sent["x-litellm-call-id"] for _, sent, _ in way.upstream.asked}) == len(way.upstream.asked)
-    assert {sent["x-litellm-call-id"] for _, sent, _ in way.upstream.asked} == {*LlmCall.objects.values_list("call_id", flat=True)}
+    assert {sent["x-litellm-call-id"] for _, sent, _ in way.upstream.asked} == {
+        *LlmCall.objects.values_list("call_id", flat=True)
+    }
 
 
 @pytest.mark.parametrize("after", ["start", "reopened log"])

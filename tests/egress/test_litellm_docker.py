@@ -246,8 +246,8 @@ def test_our_server_that_is_killed_in_a_call(inside: Inside, did: str, way: Whol
     each_recorded(did, 2)
     collecting.collect(now=NOW)  # nginx saw it end, and nobody has closed it: a minute later nobody will
     [row] = LlmCall.objects.filter(outcome="open")
-    assert row.logged_at == NOW
-    assert collected()["requests closed as lost"] == 1
+    assert row.logged_at is not None
+    assert collected(at=row.logged_at + 2 * MINUTE)["requests closed as lost"] == 1
     one_row_a_call(way, did, outcome="lost")
     way.serve()
     assert inside.asks() == [200]
@@ -270,7 +270,7 @@ def one_row_a_call(way: WholeWay, did: str, *, outcome: str = "cut", code: str =
     [broken] = [row for row in rows.values() if row.outcome != "ok"]
     assert (broken.outcome, broken.code, sent[broken.call_id]["error"]) == (outcome, code, "ClientDisconnected")
     assert broken.cost < WHOLE  # what had passed by then, as LiteLLM counts it
-    assert LlmCall.objects.filter(logged_at=LATER).count() + LlmCall.objects.filter(logged_at=NOW).count() == logged
+    assert LlmCall.objects.filter(logged_at__isnull=False).count() == logged
     assert len({line["id"] for line in way.logged()}) == len(way.logged()) == logged
 
 

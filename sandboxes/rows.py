@@ -21,20 +21,24 @@ def first(model: type[M], where: str, *values: Any) -> M | None:
     return _made(model, found[0]) if found else None
 
 
-def first_with(model: type[M], key: str, where: str, *values: Any) -> M | None:
-    """The same, and by the same query the row to which a foreign key of it points."""
+def first_with(
+    model: type[M], key: str, also: Sequence[str], where: str, *values: Any
+) -> tuple[M, Sequence[Any]] | tuple[None, Sequence[Any]]:
+    """The same, and by the same query the row to which a foreign key of it points, and what scalar subqueries give for it,
+    whose values come before the condition's."""
     field = cast("ForeignKey[Any, Any]", model._meta.get_field(key))
     table, other = model._meta.db_table, field.related_model
     join = f"LEFT JOIN {other._meta.db_table} ON {other._meta.db_table}.{other._meta.pk.column} = {table}.{field.column}"
-    (mine, names, _), (theirs, _, _) = _shape(model), _shape(other)
-    rows = selected(f"SELECT {mine}, {theirs} FROM {table} {join} WHERE {where} LIMIT 1", *values)  # noqa: S608 - no user's words
+    (mine, names, _), (theirs, other_names, _) = _shape(model), _shape(other)
+    columns = ", ".join([mine, theirs, *(f"({each})" for each in also)])
+    rows = selected(f"SELECT {columns} FROM {table} {join} WHERE {where} LIMIT 1", *values)  # noqa: S608 - no user's words
     if not rows:
-        return None
+        return None, ()
     [row] = rows
-    found = _made(model, row[: len(names)])
+    found, its, given = _made(model, row[: len(names)]), len(names), len(names) + len(other_names)
     if getattr(found, field.attname) is not None:
-        setattr(found, key, _made(other, row[len(names) :]))
-    return found
+        setattr(found, key, _made(other, row[its:given]))
+    return found, row[given:]
 
 
 def _made(model: type[M], row: Sequence[Any]) -> M:

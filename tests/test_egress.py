@@ -446,4 +446,4 @@ def test_two_runs_at_once_are_not_told_apart(lease: Lease, box: Sandbox) -> None
     for _ in range(2):
         Run.objects.create(sandbox=box, argv=["x"], started_at=NOW, deadline_at=NOW + MINUTE)
     Sandbox.objects.filter(pk=box.pk).update(open_runs=2, state="running")
-    assert gate.caller(box.slot).run is None
+    assert gate.caller(box.slot, now=NOW).run is None

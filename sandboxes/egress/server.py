@@ -147,7 +147,7 @@ class Server:
         return problem(403, "path_forbidden", "Only model calls, and the relay, leave this sandbox.")
 
     async def _models(self, request: web.Request, slot: int, call_id: str) -> web.Response:
-        await self._in_thread(gate.caller, slot)
+        await self._in_thread(gate.caller, slot, now=self.now())
         names = [name for name in (settings.LLM_MODEL, *settings.LLM_MODELS) if "*" not in name]
         listed = [{"id": name, "object": "model", "created": 0, "owned_by": "leasehold"} for name in dict.fromkeys(names)]
         return web.json_response({"object": "list", "data": listed})
@@ -194,7 +194,7 @@ class Server:
         """A request's body; Refused if it is larger than the sandbox's policy lets it be."""
         most, content = MODEST_BODY, bytearray()
         if request.content_length is None or request.content_length > most:
-            most = await self._in_thread(gate.largest_body, slot)
+            most = await self._in_thread(gate.largest_body, slot, now=self.now())
         if (request.content_length or 0) <= most:
             async for chunk in request.content.iter_chunked(1 << 16):
                 content += chunk

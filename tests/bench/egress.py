@@ -2,7 +2,8 @@
 
 The same program makes the same calls to the same upstream: on this host directly, and in a sandbox through its bridge,
 nginx and our server, in turn. It is a bare server that answers at once, and LiteLLM where TEST_LITELLM_URL names one. nginx
-lets 20 requests a second of one sandbox through, so several of them take turns."""
+lets 20 requests a second of one sandbox through, so several of them take turns. A call that follows at once waits until the one
+before is written down; programs that do something with an answer first do not wait for that."""
 
 import json
 import os
@@ -20,7 +21,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from tests.bench.cases import database_pids
+from tests.bench.cases import adapted, database_pids, driver
 from tests.bench.measure import cpu_seconds, tree
 from tests.bench.server import REPO, configure, engine, free_port
 
@@ -30,6 +31,12 @@ BOXES = int(os.environ.get("BENCH_BOXES", "8"))
 DID = "did:web:bench.invalid"
 BLOCK, PACE = 10, 18  # calls in a row, and in a second, of one sandbox: nginx lets 40 and 20 through
 INSIDE = 4010
+KINDS: dict[str, dict[str, Any]] = {
+    "kept connection, back to back": {"stream": False, "keep": True},
+    "kept connection, 20 ms between calls": {"stream": False, "keep": True, "pause": 0.02},
+    "new connection each": {"stream": False, "keep": False},
+    "stream, kept connection": {"stream": True, "keep": True},
+}
 LISTENS = f"{INSIDE:04X} 00000000:0000 0A"  # as /proc/net/tcp shows a port on which somebody listens
 # Reads what to do from stdin, a line each, and says what each call took: to its first byte, and whole.
 CLIENT = """
@@ -59,6 +66,7 @@ for line in sys.stdin:
             kept[port] = there
         else:
             there.close()
+        time.sleep(ask["pause"])
     print(json.dumps(took), flush=True)
 """
 
@@ -128,15 +136,17 @@ class Client:
         self.process = subprocess.Popen([*argv, "-I", "-c", CLIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.rested_at = 0.0
 
-    def ask(self, port: int, key: str, *, stream: bool, keep: bool, calls: int = BLOCK) -> list[list[float]]:
+    def ask(self, port: int, key: str, *, stream: bool, keep: bool, pause: float = 0.0) -> list[list[float]]:
         body = json.dumps({"model": "gpt", "stream": stream, "messages": [{"role": "user", "content": "Hello. " * 100}]})
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key or 'none'}\r\n"
         request = f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(json.dumps({"request": request, "port": port, "keep": keep, "calls": calls}) + "\n")
+        self.process.stdin.write(
+            json.dumps({"request": request, "port": port, "keep": keep, "calls": BLOCK, "pause": pause}) + "\n"
+        )
         self.process.stdin.flush()
         took: list[list[float]] = json.loads(self.process.stdout.readline() or "0") or []
-        if len(took) != calls:
+        if len(took) != BLOCK:
             raise SystemExit(f"The client has ended ({self.process.wait(20)}).")
         return took
 
@@ -165,21 +175,21 @@ def calls(upstream: str, port: int, key: str, *, memory_too: bool = False) -> No
             "nginx": lambda: tree(nginx), "our server": lambda: {server}, "database": lambda: {*database_pids()},
             "bridge": lambda: {keeper(box.ref) for box in boxes},
         }  # fmt: skip
-        for title, stream, keep in (
-            ("kept connection", False, True), ("new connection each", False, False), ("stream, kept connection", True, True),
-        ):  # fmt: skip
+        for title, kind in KINDS.items():
             turns = cycle(inside)
 
-            def direct(stream: bool = stream, keep: bool = keep) -> list[list[float]]:
-                return here.ask(port, key, stream=stream, keep=keep)
+            def direct(kind: dict[str, Any] = kind) -> list[list[float]]:
+                return here.ask(port, key, **kind)
 
-            def through(stream: bool = stream, keep: bool = keep, turns: Any = turns) -> list[list[float]]:
+            def through(kind: dict[str, Any] = kind, turns: Any = turns) -> list[list[float]]:
                 client = next(turns)
                 client.rest()
-                took: list[list[float]] = client.ask(INSIDE, "", stream=stream, keep=keep)
+                took: list[list[float]] = client.ask(INSIDE, "", **kind)
                 return took
 
             ways = [Way("direct, from this host", direct), Way("through the way out", through, parts)]
+            if memory_too:
+                ways.append(Way("its row alone, by the driver", row_alone()))
             for way in ways:
                 for _ in range(BOXES):  # each sandbox, and each of the server's threads, has its connection then
                     way.ask()
@@ -228,16 +238,43 @@ def made() -> Any:
     return box
 
 
-def report(title: str, direct: Way, through: Way) -> None:
+def row_alone() -> Callable[[], list[list[float]]]:
+    """Each call's row, which is there before anything is sent, and its end: two durable writes that nothing can leave out."""
+    from django.db import connection
+    from django.utils import timezone
+
+    from sandboxes.models import LlmCall
+
+    execute, table = driver(), LlmCall._meta.db_table
+    row = LlmCall(started_at=timezone.now(), deadline_at=timezone.now(), path="/v1/chat/completions", model="gpt")
+    fields = [field for field in LlmCall._meta.concrete_fields if not field.primary_key]
+    values = {field.column: field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields}
+    insert = f"INSERT INTO {table} ({', '.join(values)}) VALUES ({', '.join(['%s'] * len(values))})"
+    update = f"UPDATE {table} SET ended_at = %s, outcome = 'ok', output_tokens = 7 WHERE call_id = %s"
+
+    def block() -> list[list[float]]:
+        took = []
+        for _ in range(BLOCK):
+            call_id, began = uuid.uuid4().hex, time.perf_counter()
+            execute(insert, [*(values | {"call_id": call_id}).values()])
+            first = time.perf_counter() - began
+            execute(update, [adapted(timezone.now()), call_id])
+            took.append([first, time.perf_counter() - began])
+        return took
+
+    return block
+
+
+def report(title: str, direct: Way, through: Way, *others: Way) -> None:
     print(f"\n{title}  ({len(direct.whole)} calls, interleaved; aim: 3 ms more at p50; load {os.getloadavg()[0]:.1f})")
-    print(f"  {'':<26}{'p50 ms':>8}{'p95 ms':>8}{'first byte p50':>16}{'p95':>8}{'p50 : direct':>14}")
-    for way in (direct, through):
+    print(f"  {'':<30}{'p50 ms':>8}{'p95 ms':>8}{'first byte p50':>16}{'p95':>8}{'p50 : direct':>14}")
+    for way in (direct, through, *others):
         whole, first = (quantiles(took) for took in (way.whole, way.first))
         ratio = whole[0] / quantiles(direct.whole)[0]
-        print(f"  {way.name:<26}{whole[0]:8.2f}{whole[1]:8.2f}{first[0]:16.2f}{first[1]:8.2f}{ratio:13.2f}x")
+        print(f"  {way.name:<30}{whole[0]:8.2f}{whole[1]:8.2f}{first[0]:16.2f}{first[1]:8.2f}{ratio:13.2f}x")
     more = [after - before for after, before in zip(quantiles(through.whole), quantiles(direct.whole), strict=True)]
     first = [after - before for after, before in zip(quantiles(through.first), quantiles(direct.first), strict=True)]
-    print(f"  {'added':<26}{more[0]:8.2f}{more[1]:8.2f}{first[0]:16.2f}{first[1]:8.2f}")
+    print(f"  {'added':<30}{more[0]:8.2f}{more[1]:8.2f}{first[0]:16.2f}{first[1]:8.2f}")
     spent = {part: 1e3 * seconds / len(through.whole) for part, seconds in through.cpu.items()}
     said = ", ".join(f"{part} {each:.2f}" for part, each in spent.items())
     print(f"  CPU ms a call: {sum(spent.values()):.2f} ({said})", flush=True)

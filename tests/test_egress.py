@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from django.db import connection
 
 from leases import acting, leasing, sweeps
 from leases.models import Lease
@@ -137,6 +138,31 @@ def test_nothing_is_sent_that_could_not_be_recorded(upstream: Upstream, way: Pat
     status, said = post(way, ASK)
     assert (status, said["error"]["code"]) == (503, "not_recorded")
     assert not upstream.asked
+
+
+def test_a_connection_that_the_database_dropped_is_replaced(upstream: Upstream, way: Path) -> None:
+    if connection.vendor != "postgresql":
+        pytest.skip("SQLite has no connections to drop.")
+
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        [ours] = cursor.fetchone()
+
+    async def answer(request: web.Request) -> web.Response:
+        await asyncio.to_thread(drop_others, ours)
+        return web.json_response(SAID)
+
+    assert post(way, ASK)[0] == 200
+    upstream.answer = answer  # before the call's end is written down, and the next call is
+    assert [post(way, ASK)[0] for _ in range(10)] == [200] * 10
+    assert [*LlmCall.objects.values_list("outcome", flat=True)] == ["ok"] * 11
+
+
+def drop_others(ours: int) -> None:
+    with connection.cursor() as cursor:
+        others = "datname = current_database() AND state = 'idle' AND pid NOT IN (pg_backend_pid(), %s)"
+        cursor.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}", [ours])
+    connection.close()
 
 
 @pytest.mark.parametrize("said", [{}, {"x-litellm-response-cost": "NaN"}, {"x-litellm-response-cost": "-1"},
@@ -353,12 +379,12 @@ def test_calls_do_not_wait_for_those_of_other_sandboxes(upstream: Upstream, box:
     box.policy = Policy.objects.create(name="wide", calls_per_minute=calls, most_calls_at_once=calls)
     box.save(update_fields=["policy"])
     content = json.dumps(ASK)
-    connections = [connect(way) for _ in range(calls)]
-    for connection in connections:
-        connection.request("POST", CHAT, content, {"Content-Type": "application/json"})
-    assert [connection.getresponse().status for connection in connections] == [200] * calls
-    for connection in connections:
-        connection.close()
+    callers = [connect(way) for _ in range(calls)]
+    for each in callers:
+        each.request("POST", CHAT, content, {"Content-Type": "application/json"})
+    assert [each.getresponse().status for each in callers] == [200] * calls
+    for each in callers:
+        each.close()
     wait_until_closed()
 
 

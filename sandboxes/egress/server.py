@@ -24,7 +24,7 @@ import structlog
 from aiohttp import WSMsgType, web
 from django.conf import settings
 from django.db import Error as DatabaseError
-from django.db import close_old_connections
+from django.db import InterfaceError, OperationalError, close_old_connections, connection
 from django.utils import timezone
 
 from sandboxes import identity
@@ -161,9 +161,11 @@ class Server:
                 self.checked.at = time.monotonic()
             try:
                 return act(*args, **named)
-            except DatabaseError:
-                close_old_connections()  # one that is lost is not used again
-                raise
+            except (OperationalError, InterfaceError):
+                close_old_connections()
+                if connection.connection is not None:  # it lives: something else is wrong
+                    raise
+                return act(*args, **named)  # it was lost; what was done before that is there once, by the call's id
 
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self.threads, run))
 
@@ -222,15 +224,9 @@ class Server:
         finally:
             del self.served[row.pk]
             try:
-                await self._settle(row, end)
+                await self._in_thread(gate.settle, row, end, now=self.now())
             except DatabaseError as failed:  # the row stays open: past its deadline a sweep closes it, by what the logs say
                 log.error("end of a call not recorded", call=row.call_id, error=str(failed))
-
-    async def _settle(self, row: LlmCall, end: Ending) -> None:
-        try:
-            await self._in_thread(gate.settle, row, end, now=self.now())
-        except DatabaseError:  # perhaps its connection was lost while the model thought; then there is another one now
-            await self._in_thread(gate.settle, row, end, now=self.now())
 
     async def _offline(self, request: web.Request, asked: dict[str, Any], end: Ending) -> web.StreamResponse:
         if request.path != "/v1/chat/completions":
@@ -312,7 +308,7 @@ class Server:
         end.received_bytes += len(rest)
         end.outcome = OUTCOME.OK  # all of it is here; what the sandbox makes of it is its own affair
         if entry.caller.sandbox.llm_limit is not None:
-            await self._settle(entry.row, end)
+            await self._in_thread(gate.settle, entry.row, end, now=self.now())
         await _write(response.write(held + rest))
         await _write(response.write_eof())
         return response

@@ -167,6 +167,9 @@ class Front:
                     settings.EGRESS_IMAGE, name=self.name, command=COMMAND,
                     user=f"{slots.proxy_user()}:{slots.proxy_user()}", hostname="egress", labels={LABEL: identity()},
                     host_config=self._limits(), use_config_proxy=False,
+                    # Without one of its own the engine takes any signal for a stop, also the one that reopens the log, and
+                    # does not start again what dies later.
+                    stop_signal="SIGTERM",
                 )  # fmt: skip
             except NotFound as gone:
                 raise Rejected(f"There is no image {settings.EGRESS_IMAGE} here. `manage.py build_image` makes it.") from gone

@@ -26,7 +26,7 @@ from sandboxes.egress.front import LABEL, Front
 from sandboxes.errors import CapacityExhausted
 from sandboxes.models import LlmCall, Pool, Sandbox
 from tests.conftest import MINUTE, NOW
-from tests.egress.whole import KEY, Inside, WholeWay, behind
+from tests.egress.whole import CLIENT, KEY, Inside, WholeWay, behind
 from tests.test_egress import PIECE, TOKENS, events, streaming
 from tests.waiting import until
 from tests.way_out import CHAT, SAID
@@ -337,8 +337,6 @@ time.sleep(60)
 
 
 def test_a_daemon_is_killed_with_the_exec_that_timed_out_and_calls_no_more(inside: Inside, way: WholeWay) -> None:
-    from tests.egress.whole import CLIENT
-
     done = inside.run("python3", "-I", "-c", CLIENT + DAEMON, seconds=2)
     assert done.timed_out and len(way.upstream.asked) > 1
     before = len(way.settled(LlmCall.objects.count()))
@@ -380,8 +378,6 @@ time.sleep(60)""",
 
 
 def test_what_a_sandbox_does_to_itself_stops_neither_its_bridge_for_long_nor_others(enter: Enter, way: WholeWay) -> None:
-    from tests.egress.whole import CLIENT
-
     one, other = enter("did:plc:eve"), enter("did:plc:ada")
     for name, attack in ATTACKS.items():
         with meanwhile(lambda script=CLIENT + attack: one.run("python3", "-I", "-c", script, seconds=2)) as attacking:

@@ -31,6 +31,7 @@ LOG = "access.log"
 LABEL = "leasehold.egress"  # its value says of which installation on this engine
 WITHIN = 20.0  # seconds in which it has to listen
 REQUESTS_PER_SECOND, BURST, CONNECTIONS = 20, 40, 32  # of one slot
+OPEN = 8192  # connections of each of its two processes, to sandboxes and to the server
 MEMORY = 128 << 20
 SLOTS_INSIDE, SERVER_INSIDE, LOGS_INSIDE = "/s", "/server", "/logs"
 
@@ -54,13 +55,13 @@ http {{
 
   # Of refusals that cost nothing to bring about, one in sixteen is logged.
   map "$status $request_id" $logged {{ default 1; "~^(400|408|429) [^0]" 0; }}
-  log_format calls escape=json '{{"id":"$request_id","slot":$server_name,"at":$msec,"took":$request_time,'
+  log_format calls escape=json '{{"id":"$request_id","slot":$slot,"at":$msec,"took":$request_time,'
     '"method":"$request_method","uri":"$uri","status":$status,"sent":$request_length,"received":$bytes_sent,"upstream":"$upstream_status",'
     '"limit":"$limit_req_status","code":"$upstream_http_x_leasehold_code"}}';
   access_log {logs}/{log} calls if=$logged;
 
-  limit_req_zone $server_name zone=pace:2m rate={rate}r/s;
-  limit_conn_zone $server_name zone=open:2m;
+  limit_req_zone $slot zone=pace:2m rate={rate}r/s;
+  limit_conn_zone $slot zone=open:2m;
   limit_req_status 429;
   limit_conn_status 429;
   limit_req zone=pace burst={burst} nodelay;
@@ -82,12 +83,15 @@ http {{
   map $http_upgrade $connection_upgrade {{ default ""; "~*^websocket$" upgrade; }}
   upstream server {{ server unix:{server}; keepalive 32; }}
 
-{servers}
+  # One server on all of them: one for each would take a quarter of a MiB in every process of nginx.
+  map $server_addr $slot {{ default -1; "~^unix:{slots}/([0-9]+)/{socket}$" $1; }}
+  server {{
+{listens}
+    include /etc/nginx/leasehold-way.conf;
+  }}
 }}
 """
-EACH = (
-    "  server {{ listen unix:{slots}/{slot}/{socket} backlog=64; server_name {slot}; include /etc/nginx/leasehold-way.conf; }}"
-)
+LISTEN = "    listen unix:{slots}/{slot}/{socket} backlog=64;"
 WAY = """\
 proxy_http_version 1.1;
 proxy_pass_request_headers off;
@@ -102,7 +106,7 @@ proxy_intercept_errors off;
 {paths}
 location = /v1/models {{
   limit_except GET {{ deny all; }}
-  proxy_set_header X-Leasehold-Slot $server_name;
+  proxy_set_header X-Leasehold-Slot $slot;
   proxy_set_header X-Request-Id $request_id;
   proxy_set_header Host leasehold;
   proxy_set_header Connection "";
@@ -110,7 +114,7 @@ location = /v1/models {{
 }}
 location ^~ /relay/ {{
   limit_except GET {{ deny all; }}
-  proxy_set_header X-Leasehold-Slot $server_name;
+  proxy_set_header X-Leasehold-Slot $slot;
   proxy_set_header X-Request-Id $request_id;
   proxy_set_header Host leasehold;
   proxy_set_header Upgrade $http_upgrade;
@@ -124,10 +128,15 @@ location / {{ deny all; }}
 SAID = {
     400: ("malformed", "This is no HTTP that is understood here."),
     403: ("path_forbidden", "Only model calls, and the relay, leave this sandbox."),
+    404: ("path_forbidden", "Only model calls, and the relay, leave this sandbox."),
+    405: ("path_forbidden", "Only model calls, and the relay, leave this sandbox."),
     413: ("too_large", f"A request has at most {LARGEST_BODY_KIB} KiB."),
+    414: ("too_large", "This path is too long."),
     429: ("too_many", "Too many requests, or connections, at once."),
+    501: ("malformed", "This is no HTTP that is understood here."),
     502: ("way_out_closed", "The control plane does not answer now. Try again."),
     504: ("way_out_slow", "The control plane did not answer in time."),
+    505: ("malformed", "This is no HTTP that is understood here."),
 }  # what nginx itself answers, in the words of both kinds of SDK
 ERROR = """\
 error_page {status} /leasehold-error-{status};
@@ -135,7 +144,7 @@ location = /leasehold-error-{status} {{ internal; default_type application/json;
 PATH = """\
 location = {path} {{
   limit_except POST {{ deny all; }}
-  proxy_set_header X-Leasehold-Slot $server_name;
+  proxy_set_header X-Leasehold-Slot $slot;
   proxy_set_header X-Request-Id $request_id;
   proxy_set_header Host leasehold;
   proxy_set_header Connection "";
@@ -183,7 +192,7 @@ class Front:
             Mount(LOGS_INSIDE, str(logs().resolve()), type="bind"),
             *(Mount(f"/etc/nginx/{name}", str(path), type="bind", read_only=True) for name, path in configuration().items()),
         ]
-        files = 2 * settings.EGRESS_SLOTS + 8192
+        most = files(settings.EGRESS_SLOTS)
         limits: dict[str, Any] = self.engine.client.create_host_config(
             network_mode="none",
             cap_drop=["ALL"],
@@ -196,7 +205,7 @@ class Front:
             memswap_limit=MEMORY,
             nano_cpus=1_000_000_000,
             pids_limit=32,
-            ulimits=[Ulimit(name="nofile", soft=files, hard=files), Ulimit(name="core", soft=0, hard=0)],
+            ulimits=[Ulimit(name="nofile", soft=most, hard=most), Ulimit(name="core", soft=0, hard=0)],
             mounts=mounts,
             restart_policy={"Name": "always"},
             log_config=LogConfig(type="json-file", config={"max-size": "1m", "max-file": "1"}),
@@ -284,11 +293,17 @@ def configuration() -> dict[str, Path]:
 
 def main(count: int) -> str:
     """nginx's configuration for this many slots."""
-    each = (EACH.format(slots=SLOTS_INSIDE, slot=slot, socket=slots.SOCKET) for slot in range(count))
+    listens = (LISTEN.format(slots=SLOTS_INSIDE, slot=slot, socket=slots.SOCKET) for slot in range(count))
     return CONFIG.format(
-        workers=2, files=count + 4096, connections=2048, logs=LOGS_INSIDE, log=LOG, rate=REQUESTS_PER_SECOND, burst=BURST,
-        open=CONNECTIONS, body=LARGEST_BODY_KIB << 10, server=f"{SERVER_INSIDE}/{SERVER_SOCKET}", servers="\n".join(each),
+        workers=2, files=files(count), connections=count + OPEN, logs=LOGS_INSIDE, log=LOG, rate=REQUESTS_PER_SECOND,
+        burst=BURST, open=CONNECTIONS, body=LARGEST_BODY_KIB << 10, server=f"{SERVER_INSIDE}/{SERVER_SOCKET}",
+        slots=SLOTS_INSIDE, socket=slots.SOCKET.replace(".", r"\."), listens="\n".join(listens),
     )  # fmt: skip
+
+
+def files(count: int) -> int:
+    """That a process of nginx may have open: where it listens, its connections, and a few."""
+    return count + OPEN + 64
 
 
 def way() -> str:

@@ -6,6 +6,7 @@ the slots itself."""
 
 import asyncio
 import json
+import re
 import socket
 import time
 import uuid
@@ -28,6 +29,7 @@ from django.utils import timezone
 
 from sandboxes import identity
 from sandboxes.egress import gate, offline
+from sandboxes.egress.censor import Censor
 from sandboxes.egress.gate import Caller, Ending, Refused
 from sandboxes.egress.requests import FIELDS, Unfit, error, fit
 from sandboxes.egress.usage import Reader
@@ -45,6 +47,7 @@ KEEP_EVERY = 60.0
 CONNECT_WITHIN, SILENCE = 10.0, 300.0  # seconds until an upstream is there, and between two bytes of its answer
 THREADS = 8
 MODELS = "/v1/models"
+RELAY_PATH = re.compile(r"[A-Za-z0-9._~:/-]*")  # decoded: what is left of an escape would be decoded again on its way
 OUTCOME = LlmCall.Outcome
 THROUGH: web.AppKey[int | None] = web.AppKey("slot")
 
@@ -259,12 +262,13 @@ class Server:
     async def _failed(self, answer: aiohttp.ClientResponse, end: Ending) -> web.Response:
         """What a sandbox is told of an upstream's error: nothing that is about our credentials, or from its inside."""
         end.outcome = OUTCOME.FAILED
-        said = await answer.content.read(LARGEST_ERROR)
-        if answer.status in (400, 404, 413, 422, 429) and not _has_secret(said):
+        said = await _beginning(answer, LARGEST_ERROR + len(settings.LLM_API_KEY))
+        passed = {name: answer.headers[name] for name in ("Content-Type", "Retry-After") if name in answer.headers}
+        quoted = _has_secret(said) or _has_secret(" ".join(passed.values()).encode())
+        if answer.status in (400, 404, 413, 422, 429) and not quoted:
             end.code = f"upstream_{answer.status}"
-            kept = {name: answer.headers[name] for name in ("Retry-After",) if name in answer.headers}
-            return web.Response(status=answer.status, body=said, content_type=answer.content_type, headers=kept)
-        log.warning("upstream refused a call", status=answer.status, said=_redacted(said[:500]))
+            return web.Response(status=answer.status, body=said[:LARGEST_ERROR], headers=passed)
+        log.warning("upstream refused a call", status=answer.status, said=_redacted(said)[:500])
         end.code = f"upstream_{answer.status}"
         if answer.status in (401, 403, 407):
             return problem(502, end.code, "The model's provider does not accept the control plane's credentials.")
@@ -275,20 +279,22 @@ class Server:
     ) -> web.StreamResponse:
         """Pass an answer on as it comes, and read what it says of tokens. Where money is limited, an answer in one piece
         waits until its price is written down, and the end of a stream: so the next call finds it."""
-        response = web.StreamResponse(headers={"Content-Type": answer.headers.get("Content-Type", "application/json")})
+        censor = Censor(settings.LLM_API_KEY)
+        kind = answer.headers.get("Content-Type", "application/json")
+        response = web.StreamResponse(headers={"Content-Type": "application/json" if _has_secret(kind.encode()) else kind})
         if not reader.streamed and answer.content_length is not None and "Content-Encoding" not in answer.headers:
             response.content_length = answer.content_length
         end.usage = reader.usage
         await _write(response.prepare(request))
         held = b""
         async for chunk in answer.content.iter_any():
-            passed = reader.feed(chunk)
+            passed = reader.feed(censor.feed(chunk))
             end.received_bytes += len(passed)
             if not reader.streamed:
                 held, passed = passed, held  # one behind
             if passed:
                 await _write(response.write(passed))
-        rest = reader.end()
+        rest = reader.feed(censor.end()) + reader.end()
         end.received_bytes += len(rest)
         end.outcome = OUTCOME.OK  # all of it is here; what the sandbox makes of it is its own affair
         if entry.caller.sandbox.llm_limit is not None:
@@ -302,11 +308,16 @@ class Server:
     async def _relay(self, request: web.Request, slot: int, call_id: str) -> web.StreamResponse:
         if request.headers.get("Upgrade", "").lower() != "websocket":
             raise Refused(426, "websocket_expected", "The relay is a WebSocket.")
+        path = request.match_info["path"]
+        if not RELAY_PATH.fullmatch(path) or not {".", ".."}.isdisjoint(path.split("/")):
+            raise Refused(403, "path_forbidden", "No such path leads to the relay.")
+        if not web.WebSocketResponse().can_prepare(request):
+            raise Refused(400, "malformed", "This is no WebSocket handshake that is understood here.")
         row, caller = await self._in_thread(gate.relay_call, slot, call_id, request.path, now=self.now())
         async with self._serving(row, caller) as end:
             try:
                 headers = await self._in_thread(relay_headers, row, caller, now=self.now())
-                url = settings.RELAY_URL.rstrip("/") + "/" + request.match_info["path"]
+                url = f"{settings.RELAY_URL.rstrip('/')}/{path}"
                 upstream = self.session.ws_connect(
                     url, params=request.query, headers=headers, heartbeat=30.0, max_msg_size=LARGEST_MESSAGE,
                     timeout=aiohttp.ClientWSTimeout(ws_close=5.0),
@@ -396,6 +407,14 @@ def _headers(request: web.Request, row: LlmCall, caller: Caller) -> dict[str, st
         if settings.LLM_API_KEY:
             headers["x-api-key"] = settings.LLM_API_KEY
     return headers
+
+
+async def _beginning(answer: aiohttp.ClientResponse, most: int) -> bytes:
+    """The first bytes of an answer, in whatever pieces it comes."""
+    said = b""
+    while len(said) < most and (piece := await answer.content.read(most - len(said))):
+        said += piece
+    return said
 
 
 def _wants_usage(asked: dict[str, Any]) -> bool:

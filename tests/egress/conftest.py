@@ -25,7 +25,11 @@ def nginx(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """The proxy, and settings that are this module's: a directory of sockets and a few slots."""
     runtime = tmp_path_factory.mktemp("r")
     with override_settings(
-        RUNTIME_DIR=runtime, EGRESS_DIR=runtime / "egress", EGRESS_SLOTS=SLOTS, LLM_API_KEY=KEY, EGRESS_IMAGE=settings.EGRESS_IMAGE
+        RUNTIME_DIR=runtime,
+        EGRESS_DIR=runtime / "egress",
+        EGRESS_SLOTS=SLOTS,
+        LLM_API_KEY=KEY,
+        EGRESS_IMAGE=settings.EGRESS_IMAGE,
     ):
         nginx = Front(Engine())
         nginx.start()
@@ -43,6 +47,8 @@ def way(nginx: Front, settings: Any, transactional_db: None) -> Iterator[WholeWa
         stack.callback(loop.close)
         upstream = stack.enter_context(loop.during(Upstream().listening()))
         settings.LLM_URL = upstream.url
+        if nginx.look() != "running":  # a test that failed has left it so
+            nginx.start()
         way = WholeWay(nginx, loop, upstream)
         stack.enter_context(way.serving)
         way.serve()

@@ -19,17 +19,19 @@ from aiohttp import web
 from django.conf import settings as django_settings
 from django.db import connection, connections
 
+from controlplane.env import KNOBS
 from leases import leasing, sweeps
 from sandboxes import pool as pools
-from sandboxes.egress import front, gate
+from sandboxes.egress import front, gate, slots
 from sandboxes.egress.front import LABEL, Front
 from sandboxes.errors import CapacityExhausted
 from sandboxes.models import LlmCall, Pool, Sandbox
+from sandboxes.providers.engine import Engine
 from tests.conftest import MINUTE, NOW
 from tests.egress.whole import CLIENT, KEY, Inside, WholeWay, behind
 from tests.test_egress import PIECE, TOKENS, events, streaming
 from tests.waiting import until
-from tests.way_out import CHAT, SAID
+from tests.way_out import CHAT, SAID, post
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 Enter = Callable[..., Inside]
@@ -158,7 +160,9 @@ def cut_and_once(way: WholeWay, code: str) -> None:
     first, *rest = [row for row in way.settled(LlmCall.objects.count()) if row.outcome != "ok"]
     assert (first.outcome, first.code, rest) == ("cut", code, [])
     assert len({sent["x-litellm-call-id"] for _, sent, _ in way.upstream.asked}) == len(way.upstream.asked)
-    assert {sent["x-litellm-call-id"] for _, sent, _ in way.upstream.asked} == {*LlmCall.objects.values_list("call_id", flat=True)}
+    assert {sent["x-litellm-call-id"] for _, sent, _ in way.upstream.asked} == {
+        *LlmCall.objects.values_list("call_id", flat=True)
+    }
 
 
 @pytest.mark.parametrize("after", ["start", "reopened log"])
@@ -281,6 +285,25 @@ def test_starting_twice_leaves_one_and_stopping_twice_none(inside: Inside, way: 
     assert inside.asks() == [0]
     way.front.start()
     assert inside.asks() == [200]
+
+
+def test_as_many_slots_as_there_are_by_default_are_listened_on_and_told_apart(
+    docker_ready: None, settings: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    settings.EGRESS_SLOTS = int(KNOBS["LEASEHOLD_EGRESS_SLOTS"].default)
+    settings.RUNTIME_DIR = tmp_path_factory.mktemp("many")
+    settings.EGRESS_DIR = settings.RUNTIME_DIR / "egress"
+    many = Front(Engine())
+    many.start()
+    try:
+        last = settings.EGRESS_SLOTS - 1
+        for slot in (0, 17, last):
+            assert post(slots.directory(slot) / slots.SOCKET, {}, "/x")[0] == 403
+        lines = [json.loads(line) for line in (front.logs() / front.LOG).read_text().splitlines()]
+        assert [line["slot"] for line in lines] == [0, 17, last]
+        assert many.engine.client.inspect_container(many.name)["RestartCount"] == 0
+    finally:
+        many.stop()
 
 
 # --- whose a call is --------------------------------------------------------------------------------------------------

@@ -94,6 +94,11 @@ class WholeWay:
     upstream: Upstream
     clock: Clock = field(default_factory=Clock)
     serving: ExitStack = field(default_factory=ExitStack)
+    seen: int = 0  # the last row that settled_since has shown
+    lines: int = 0  # that nginx had logged before this test
+
+    def __post_init__(self) -> None:
+        self.lines = len(self.log.read_bytes().splitlines()) if self.log.exists() else 0
 
     def serve(self) -> Server:
         server = Server(now=self.clock)
@@ -118,4 +123,11 @@ class WholeWay:
         until(closed, f"{count} calls are closed")
         rows = [*LlmCall.objects.order_by("pk")]
         assert len(rows) == count
+        return rows
+
+    def settled_since(self) -> list[LlmCall]:
+        """The rows of all calls since the last time, once they are closed."""
+        until(lambda: not LlmCall.objects.filter(ended_at__isnull=True).exists(), "all calls are closed")
+        rows = [*LlmCall.objects.filter(pk__gt=self.seen).order_by("pk")]
+        self.seen = max([self.seen, *(row.pk for row in rows)])
         return rows

@@ -1,0 +1,305 @@
+"""What a program in a sandbox might send to speak as somebody else, to reach something else or to learn our key.
+
+Each attack is looked at from both sides: what it was answered, and what the upstream, the rows and nginx's log saw. Beside it
+the ordinary calls of its sandbox and of another one go on, so that nothing here is refused only because nothing works."""
+
+import base64
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from sandboxes.egress import logs
+from sandboxes.egress.requests import FIELDS
+from sandboxes.models import LlmCall, Policy
+from tests.conftest import MINUTE
+from tests.egress.whole import KEY, Inside, WholeWay
+from tests.test_egress import PIECE, TOKENS, events, streaming
+from tests.waiting import until
+from tests.way_out import CHAT, SAID
+
+pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
+Enter = Callable[..., Inside]
+EVE, ADA, VICTIM = "did:plc:eve", "did:plc:ada", "did:plc:victim"
+
+# exchange(content, count) -> all that is answered to some bytes. For as many answers as are expected it waits long, for more
+# a moment.
+EXCHANGE = """
+import base64, select
+def exchange(content, count, address=("127.0.0.1", 4010)):
+    with socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET) as out:
+        out.connect(address)
+        try: out.sendall(content)
+        except OSError: pass
+        said = b""
+        while select.select([out], [], [], 0.1 if count and said.count(b"HTTP/1.1 ") >= count else 10)[0]:
+            try: chunk = out.recv(1 << 16)
+            except OSError: break
+            if not chunk: break
+            said += chunk
+        return said.decode("latin-1")
+"""
+# Fields of a body that would have somebody else billed, or nobody.
+BODY = json.dumps({
+    "model": "default", "messages": [{"role": "user", "content": "{}"}], "user": VICTIM, "metadata": {"user_id": VICTIM},
+    "litellm_metadata": {"user_api_key_user_id": VICTIM}, "spend_logs_metadata": {"agent": VICTIM}, "api_base": f"http://{VICTIM}",
+    "api_key": VICTIM, "extra_headers": {"x-litellm-end-user-id": VICTIM}, "mock_response": VICTIM, "custom_llm_provider": VICTIM,
+    "safety_identifier": VICTIM, "service_tier": "priority", "store": True,
+}).encode()  # fmt: skip
+
+
+def request(
+    *lines: str | bytes, first: str | bytes = f"POST {CHAT} HTTP/1.1", body: bytes = BODY, length: bool = True
+) -> bytes:
+    """An HTTP request with these header lines, which is a model call unless they spoil it."""
+    said = [first, "Host: x", "Content-Type: application/json", *lines]
+    said += [f"Content-Length: {len(body)}"] if length else []
+    return b"\r\n".join(one if isinstance(one, bytes) else one.encode("latin-1") for one in said) + b"\r\n\r\n" + body
+
+
+def get(*lines: str | bytes, path: str = "/v1/models", method: str = "GET") -> bytes:
+    return request(*lines, first=f"{method} {path} HTTP/1.1", body=b"", length=False)
+
+
+def chunked(*lines: str | bytes, body: bytes) -> bytes:
+    return request("Transfer-Encoding: chunked", *lines, body=body, length=False)
+
+
+def chunk(content: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(content), content)
+
+
+@dataclass(frozen=True)
+class Attack:
+    """Some bytes, the statuses they are answered, and how many calls then leave in the name of who sent them."""
+
+    sent: bytes
+    answered: tuple[int, ...]
+    leave: int = 0
+
+
+FORGED = {
+    "Authorization": f"Bearer {VICTIM}", "x-api-key": VICTIM, "api-key": VICTIM, "Cookie": f"token={VICTIM}",
+    "Proxy-Authorization": f"Basic {VICTIM}", "x-litellm-api-key": f"Bearer {VICTIM}", "x-litellm-end-user-id": VICTIM,
+    "x-litellm-customer-id": VICTIM, "x-litellm-call-id": "f" * 32, "x-litellm-tags": VICTIM, "x-litellm-trace-id": VICTIM,
+    "x-litellm-spend-logs-metadata": json.dumps({"agent": VICTIM}), "x-litellm-timeout": "0", "X-Leasehold-Slot": "0",
+    "X-Leasehold-Agent": VICTIM, "X-Leasehold-Code": VICTIM, "X-Request-Id": "f" * 32, "OpenAI-Organization": VICTIM,
+    "OpenAI-Project": VICTIM, "anthropic-beta": VICTIM, "X-Forwarded-For": "1.1.1.1", "X-Real-IP": "1.1.1.1",
+    "Forwarded": f"for={VICTIM}", "X-Original-URL": "/key/generate", "X-HTTP-Method-Override": "GET", "X-Accel-Redirect": "/x",
+    "Connection": "close, X-Leasehold-Slot, X-Request-Id, Content-Length", "Expect": "nothing", "Upgrade-Insecure-Requests": "1",
+    "Content-Encoding": "identity", "Accept-Encoding": "gzip", "Referer": VICTIM, "User-Agent": VICTIM,
+}  # fmt: skip
+INNER = request("X-Leasehold-Slot: 0", "X-Request-Id: " + "e" * 32, f"Authorization: Bearer {VICTIM}", "Connection: close")
+COVERED = b"0\r\n\r\n" + INNER  # to whoever reads chunks, another request begins here
+LENGTH = f"Content-Length: {len(BODY)}"
+
+ATTACKS: dict[str, dict[str, Attack]] = {
+    "headers that say who it is": {
+        **{name: Attack(request(f"{name}: {value}"), (200,), 1) for name, value in FORGED.items()},
+        "all at once": Attack(request(*(f"{name}: {value}" for name, value in FORGED.items())), (200,), 1),
+        "with underscores": Attack(request("X_Leasehold_Slot: 0", "x_litellm_end_user_id: " + VICTIM), (200,), 1),
+        "twice": Attack(request("X-Leasehold-Slot: 0", "X-Leasehold-Slot: 1"), (200,), 1),
+        "in a value": Attack(request("Content-Type: a/b\tX-Leasehold-Slot: 0"), (200,), 1),
+        "a dialect": Attack(request("anthropic-version: 1\x01", first="POST /v1/messages HTTP/1.1"), (400,)),
+        "folded": Attack(request("X: a\r\n X-Leasehold-Slot: 0"), (400,)),
+        "a space before the colon": Attack(request("X-Leasehold-Slot : 0"), (400,)),
+        "a space in a name": Attack(request("X Leasehold-Slot: 0"), (400,)),
+        "a NUL in a name": Attack(request(b"X-Leasehold\x00-Slot: 0"), (400,)),
+        "a NUL in a value": Attack(request(b"X-Leasehold-Slot: 0\x00"), (400,)),
+        "no name": Attack(request(": 0"), (400,)),
+        "a bare CR": Attack(request(b"X: a\rX-Leasehold-Slot: 0"), (400,)),
+        "bare LFs": Attack(request("X-Leasehold-Slot: 0").replace(b"\r\n", b"\n"), (200,), 1),
+    },
+    "requests within requests": {
+        "two, one after the other": Attack(request() + INNER, (200, 200), 2),
+        "after one without a body": Attack(get() + INNER, (200, 200), 1),
+        "after one that is refused": Attack(get(path="/x") + INNER, (403, 200), 1),
+        "a length and chunks": Attack(request("Transfer-Encoding: chunked", LENGTH, body=COVERED, length=False), (400,)),
+        "chunks and a length": Attack(request(LENGTH, "Transfer-Encoding: chunked", body=COVERED, length=False), (400,)),
+        "two lengths": Attack(request("Content-Length: 0", LENGTH, length=False), (400,)),
+        "the same length twice": Attack(request(LENGTH, LENGTH, length=False), (400,)),
+        "two lengths in one": Attack(request(f"Content-Length: {len(BODY)}, 0", length=False), (400,)),
+        "a length with a sign": Attack(request(f"Content-Length: +{len(BODY)}", length=False), (400,)),
+        "a length below zero": Attack(request("Content-Length: -1", length=False), (400,)),
+        "a length in hexadecimal": Attack(request("Content-Length: 0x10", length=False), (400,)),
+        "a length beyond all bounds": Attack(request(f"Content-Length: {1 << 64}", length=False), (400,)),
+        "two hosts": Attack(request("Host: y"), (400,)),
+        "no host": Attack(request().replace(b"Host: x\r\n", b""), (400,)),
+        "two encodings": Attack(chunked("Transfer-Encoding: identity", body=COVERED), (400,)),
+        "chunked twice": Attack(chunked("Transfer-Encoding: chunked", body=COVERED), (400,)),
+        "an encoding nobody knows": Attack(request("Transfer-Encoding: xchunked", length=False), (501,)),
+        "a list of encodings": Attack(request("Transfer-Encoding: gzip, chunked", body=COVERED, length=False), (501,)),
+        "an encoding of old": Attack(request("Transfer-Encoding: identity", length=False), (501,)),
+        "an encoding with a tab": Attack(request("Transfer-Encoding:\tchunked", LENGTH, length=False), (501,)),
+        "an encoding with a form feed": Attack(request("Transfer-Encoding: \x0bchunked", LENGTH, length=False), (501,)),
+        "an encoding after a space": Attack(request("Transfer-Encoding : chunked", body=COVERED, length=False), (400,)),
+        "an encoding that is folded": Attack(request("Transfer-Encoding:\r\n chunked", body=COVERED, length=False), (400,)),
+        "an encoding with an underscore": Attack(request("Transfer_Encoding: chunked", LENGTH, length=False), (200,), 1),
+        "chunks of HTTP 1.0": Attack(
+            request("Transfer-Encoding: chunked", first=f"POST {CHAT} HTTP/1.0", body=COVERED, length=False), (400,)
+        ),
+    },
+    "chunks": {
+        "as they should be": Attack(chunked(body=chunk(BODY[:9]) + chunk(BODY[9:]) + b"0\r\n\r\n"), (200,), 1),
+        "with headers at the end": Attack(
+            chunked("Trailer: X-Leasehold-Slot", body=chunk(BODY) + b"0\r\nX-Leasehold-Slot: 0\r\nAuthorization: x\r\n\r\n"),
+            (200,), 1,
+        ),
+        "with a request at the end": Attack(chunked(body=chunk(BODY) + COVERED), (200, 200), 2),
+        "with an extension": Attack(chunked(body=b"%x;a=b\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)), (200,), 1),
+        "of a size with a sign": Attack(chunked(body=b"-1\r\n" + BODY), (400,)),
+        "of a size with 0x": Attack(chunked(body=b"0x%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)), (400,)),
+        "of no size": Attack(chunked(body=b"\r\n" + BODY), (400,)),
+        "of a size beyond all bounds": Attack(chunked(body=b"f" * 17 + b"\r\n" + BODY), (400,)),
+        "that are larger than they say": Attack(chunked(body=b"5\r\n" + BODY + b"\r\n0\r\n\r\n"), (400,)),
+    },
+    "other paths": {
+        path: Attack(request("Connection: close", first=f"POST {path} HTTP/1.1"), answered)
+        for path, answered in {
+            "/": (403,), "/key/generate": (403,), "/v1/files": (403,), "/v1": (403,), "/healthz": (403,),
+            f"{CHAT}/": (403,), f"{CHAT}/x": (403,), f"{CHAT}/../../key/generate": (403,), f"{CHAT}/%2e%2e/%2e%2e/key": (403,),
+            f"{CHAT}/..%2f..%2f..%2fkey": (403,), f"{CHAT};x": (403,), f"{CHAT}%3bx": (403,), f"{CHAT}%00": (400,),
+            f"{CHAT}\\..\\key": (403,), f"/{CHAT}": (403,), f"{CHAT.replace('chat/', 'chat//')}": (403,),
+            "/v1/CHAT/completions": (403,), "/../v1/chat/completions": (400,), "/%2e%2e/key": (400,), "key": (400,), "*": (400,),
+            "/leasehold-error-403": (404,), "/v1/models": (403,), "/relay/x": (403,), "/relay/../key": (403,), "/relay/../..": (400,),
+            "/nginx_status": (403,), "/v1%2Fmodels/x": (403,), "/v1/engines/gpt-4/chat/completions": (403,),
+            "http://1.1.1.1/key/generate": (403,), "http://169.254.169.254/latest/api/token": (403,),
+            "https://api.example.com:443/v1/files": (403,), "ftp://1.1.1.1/": (403,), "//1.1.1.1/v1/files": (403,),
+        }.items()
+    } | {
+        "the address of another machine": Attack(request(first=f"POST http://1.1.1.1{CHAT} HTTP/1.1"), (200,), 1),
+        "by a query": Attack(request(first=f"POST {CHAT}?user={VICTIM}&api_base=http://1.1.1.1/&api-version=1 HTTP/1.1"), (200,), 1),
+        "in another spelling": Attack(request(first="POST /v1/./chat/x/../%63ompletions HTTP/1.1"), (200,), 1),
+        "of a fragment": Attack(request(first=f"POST {CHAT}#/../key HTTP/1.1"), (200,), 1),
+        "metadata of a cloud": Attack(get("Metadata: true", path="http://169.254.169.254/latest/meta-data/"), (403,)),
+    },
+    "other methods and protocols": {
+        **{
+            method: Attack(get("Connection: close", path=CHAT, method=method), answered)
+            for method, answered in {
+                "GET": (403,), "HEAD": (403,), "PUT": (403,), "DELETE": (403,), "PATCH": (403,), "OPTIONS": (403,), "TRACE": (405,),
+                "PROPFIND": (403,), "POST\tX": (400,), "post": (400,), "PRI": (403,), "X-Y": (403,),
+            }.items()
+        },
+        "CONNECT": Attack(request(first="CONNECT 1.1.1.1:443 HTTP/1.1", body=b"", length=False), (400,)),
+        "CONNECT to the cloud": Attack(request(first="CONNECT 169.254.169.254:80 HTTP/1.1", body=b"", length=False), (400,)),
+        "OPTIONS *": Attack(get(path="*", method="OPTIONS"), (400,)),
+        "HTTP 0.9": Attack(b"GET /key/generate\r\n", ()),
+        "HTTP 1.0": Attack(request(first=f"POST {CHAT} HTTP/1.0"), (200,), 1),
+        "HTTP 1.9": Attack(request(first=f"POST {CHAT} HTTP/1.9"), (200,), 1),
+        "HTTP 2": Attack(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9), (400,)),
+        "HTTP 3.0": Attack(request(first=f"POST {CHAT} HTTP/3.0"), (505,)),
+        "HTTP 2 by an upgrade": Attack(
+            request("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__"), (200,), 1
+        ),
+        "a WebSocket to a model": Attack(
+            get("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: " + "A" * 22 + "=="),
+            (200,),
+        ),
+        "a WebSocket to a call": Attack(
+            request("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: x") + INNER,
+            (200, 200), 2,
+        ),
+        "TLS": Attack(bytes.fromhex("1603010200010001fc0303") + bytes(500), (400,)),
+        "SOCKS": Attack(b"\x05\x01\x00\x05\x01\x00\x01\x01\x01\x01\x01\x01\xbb", (400,)),
+        "no words at all": Attack(b"\r\n\r\n\x00\xff\n\n", (400,)),
+        "a proxy's own greeting": Attack(b"PROXY TCP4 1.1.1.1 2.2.2.2 1 2\r\n" + request(), (400,)),
+        "a header without end": Attack(request("X: " + "a" * 70_000), (400,)),
+        "headers without end": Attack(request(*(f"X-{number}: {'a' * 500}" for number in range(200))), (400,)),
+        "a path without end": Attack(get(path="/" + "a" * 70_000), (414,)),
+        "a body that is said to be large": Attack(request(f"Content-Length: {1 << 30}", length=False), (413,)),
+    },
+}  # fmt: skip
+MAY_LEAVE = {
+    "host", "authorization", "x-api-key", "anthropic-version", "x-litellm-call-id", "x-litellm-end-user-id",
+    "x-litellm-spend-logs-metadata", "accept-encoding", "accept", "user-agent", "content-length", "content-type",
+}  # fmt: skip
+
+
+class Both:
+    """Two sandboxes, of which one attacks."""
+
+    def __init__(self, way: WholeWay, enter: Enter) -> None:
+        self.way, self.eve, self.ada = way, enter(EVE), enter(ADA)
+        self.of = {each.lease.pk: each for each in (self.eve, self.ada)}
+
+    def after(self, leave: int, *, refused: int = 0) -> None:
+        """So many calls have left in the attacker's name since the last time, and no other."""
+        rows = self.way.settled_since()
+        self._require_own(rows)
+        assert [row.agent_did for row in rows if row.outcome == "ok"] == [EVE] * leave
+        assert len([row for row in rows if row.outcome == "refused"]) == refused and len(rows) == leave + refused
+        sent, self.way.upstream.asked = self.way.upstream.asked, []
+        assert [headers["x-litellm-call-id"] for _, headers, _ in sent] == [row.call_id for row in rows if row.outcome == "ok"]
+
+    def _require_own(self, rows: list[LlmCall]) -> None:
+        """What left is all of its own sandbox, with our key and nothing that it said itself."""
+        of = {row.call_id: row for row in rows}
+        for row in rows:
+            inside = self.of[row.holder]
+            assert (row.agent_did, row.sandbox_id) == (inside.lease.agent_did, inside.box.pk)
+        for path, headers, body in self.way.upstream.asked:
+            row = of[headers["x-litellm-call-id"]]
+            said = json.loads(headers["x-litellm-spend-logs-metadata"])
+            assert (headers["x-litellm-end-user-id"], said["agent"], said["lease"]) == (
+                row.agent_did,
+                row.agent_did,
+                str(row.holder),
+            )
+            assert headers["authorization"] == f"Bearer {KEY}" and path in FIELDS
+            assert headers.keys() <= MAY_LEAVE and body.keys() <= {"messages", "model"}
+            assert VICTIM not in json.dumps([path, headers, body]) and "ffffffff" not in row.call_id
+
+    def logged(self) -> None:
+        """nginx's log has no line that is not one request through one of the two slots."""
+        lines = self.way.log.read_bytes().splitlines()
+        found = [logs.parse(line) for line in lines]
+        assert None not in found, [line for line in lines if logs.parse(line) is None]
+        assert {line.slot for line in found[self.way.lines :] if line} <= {self.eve.box.slot, self.ada.box.slot}
+
+
+@pytest.fixture
+def both(way: WholeWay, enter: Enter) -> Both:
+    return Both(way, enter)
+
+
+def tried(content: bytes, count: int) -> str:
+    """A script that prints what some bytes were answered, and the status of an ordinary call after them."""
+    exchanged = f"exchange(base64.b64decode({base64.b64encode(content).decode()!r}), {count})"
+    return f"{EXCHANGE}print(json.dumps([{exchanged}, ask()[0]]))"
+
+
+def statuses(said: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"HTTP/1\.1 (\d{3}) ", said)))
+
+
+def attempt(both: Both, name: str, attack: Attack) -> str:
+    """What was wrong with how an attack went, "" if it failed as it should."""
+    said, own = both.eve.python(tried(attack.sent, len(attack.answered)))
+    try:
+        assert (statuses(said), own) == (attack.answered, 200)
+        assert KEY not in said and "leasehold-egress" not in said
+        both.after(attack.leave + 1)
+        assert both.ada.asks() == [200]
+        [row] = both.way.settled_since()
+        assert row.agent_did == ADA
+        both._require_own([row])
+        both.way.upstream.asked.clear()
+    except AssertionError as wrong:
+        both.way.settled_since()
+        both.way.upstream.asked.clear()
+        return f"{name}: {wrong}\n{said[:300]}"
+    finally:
+        both.way.clock.at += 2 * MINUTE  # so that no limit of calls a minute is what stops the next one
+    return ""
+
+
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_what_is_not_a_plain_call_of_its_own_gets_nowhere(kind: str, both: Both) -> None:
+    wrong = [attempt(both, name, attack) for name, attack in ATTACKS[kind].items()]
+    assert not [one for one in wrong if one], "\n".join(one for one in wrong if one)
+    both.logged()

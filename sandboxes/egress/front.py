@@ -71,7 +71,7 @@ http {{
   client_body_buffer_size 64k;
   client_header_buffer_size 2k;
   large_client_header_buffers 4 8k;
-  client_header_timeout 30s;
+  client_header_timeout 10s;
   client_body_timeout 30s;
   send_timeout 60s;
   keepalive_timeout 75s;
@@ -80,7 +80,12 @@ http {{
   merge_slashes off;
   absolute_redirect off;
 
+  # Of what a sandbox says in headers this goes on, where it is what it should be.
+  map $http_upgrade $upgrade {{ default ""; "~*^websocket$" websocket; }}
   map $http_upgrade $connection_upgrade {{ default ""; "~*^websocket$" upgrade; }}
+  map $http_sec_websocket_key $websocket_key {{ default ""; "~^[A-Za-z0-9+/=]{{24}}$" $http_sec_websocket_key; }}
+  map $http_sec_websocket_version $websocket_version {{ default ""; "~^[0-9]{{1,3}}$" $http_sec_websocket_version; }}
+  map $http_anthropic_version $dialect {{ default ""; "~^[A-Za-z0-9.-]{{1,32}}$" $http_anthropic_version; }}
   upstream server {{ server unix:{server}; keepalive 32; }}
 
   # One server on all of them: one for each would take a quarter of a MiB in every process of nginx.
@@ -117,10 +122,10 @@ location ^~ /relay/ {{
   proxy_set_header X-Leasehold-Slot $slot;
   proxy_set_header X-Request-Id $request_id;
   proxy_set_header Host leasehold;
-  proxy_set_header Upgrade $http_upgrade;
+  proxy_set_header Upgrade $upgrade;
   proxy_set_header Connection $connection_upgrade;
-  proxy_set_header Sec-WebSocket-Key $http_sec_websocket_key;
-  proxy_set_header Sec-WebSocket-Version $http_sec_websocket_version;
+  proxy_set_header Sec-WebSocket-Key $websocket_key;
+  proxy_set_header Sec-WebSocket-Version $websocket_version;
   proxy_pass http://server;
 }}
 location / {{ deny all; }}
@@ -148,8 +153,8 @@ location = {path} {{
   proxy_set_header X-Request-Id $request_id;
   proxy_set_header Host leasehold;
   proxy_set_header Connection "";
-  proxy_set_header Content-Type $content_type;
-  proxy_set_header anthropic-version $http_anthropic_version;
+  proxy_set_header Content-Type application/json;
+  proxy_set_header anthropic-version $dialect;
   proxy_pass http://server{path};
 }}"""
 

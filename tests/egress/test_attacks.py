@@ -3,24 +3,24 @@
 Each attack is looked at from both sides: what it was answered, and what the upstream, the rows and nginx's log saw. Beside it
 the ordinary calls of its sandbox and of another one go on, so that nothing here is refused only because nothing works."""
 
+import asyncio
 import base64
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from aiohttp import web
+from django.conf import settings
 
 from sandboxes.egress import logs
 from sandboxes.egress.requests import FIELDS
-from sandboxes.models import LlmCall, Policy
+from sandboxes.models import LlmCall
 from tests.conftest import MINUTE
-from tests.egress.whole import KEY, Inside, WholeWay
-from tests.test_egress import PIECE, TOKENS, events, streaming
+from tests.egress.whole import KEY, Inside, WholeWay, meanwhile
 from tests.waiting import until
-from tests.way_out import CHAT, SAID
+from tests.way_out import CHAT
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 Enter = Callable[..., Inside]
@@ -46,8 +46,8 @@ def exchange(content, count, address=("127.0.0.1", 4010)):
 # Fields of a body that would have somebody else billed, or nobody.
 BODY = json.dumps({
     "model": "default", "messages": [{"role": "user", "content": "{}"}], "user": VICTIM, "metadata": {"user_id": VICTIM},
-    "litellm_metadata": {"user_api_key_user_id": VICTIM}, "spend_logs_metadata": {"agent": VICTIM}, "api_base": f"http://{VICTIM}",
-    "api_key": VICTIM, "extra_headers": {"x-litellm-end-user-id": VICTIM}, "mock_response": VICTIM, "custom_llm_provider": VICTIM,
+    "litellm_metadata": {"user_api_key_user_id": VICTIM}, "spend_logs_metadata": {"agent": VICTIM}, "api_base": "http://1.1.1.1",
+    "api_key": VICTIM, "extra_headers": {"x-litellm-end-user-id": VICTIM}, "mock_response": VICTIM, "custom_llm_provider": "x",
     "safety_identifier": VICTIM, "service_tier": "priority", "store": True,
 }).encode()  # fmt: skip
 
@@ -90,11 +90,12 @@ FORGED = {
     "X-Leasehold-Agent": VICTIM, "X-Leasehold-Code": VICTIM, "X-Request-Id": "f" * 32, "OpenAI-Organization": VICTIM,
     "OpenAI-Project": VICTIM, "anthropic-beta": VICTIM, "X-Forwarded-For": "1.1.1.1", "X-Real-IP": "1.1.1.1",
     "Forwarded": f"for={VICTIM}", "X-Original-URL": "/key/generate", "X-HTTP-Method-Override": "GET", "X-Accel-Redirect": "/x",
-    "Connection": "close, X-Leasehold-Slot, X-Request-Id, Content-Length", "Expect": "nothing", "Upgrade-Insecure-Requests": "1",
+    "Connection": "close, X-Leasehold-Slot, X-Request-Id, Content-Length", "Expect": "nothing", "Via": "1.1 x",
     "Content-Encoding": "identity", "Accept-Encoding": "gzip", "Referer": VICTIM, "User-Agent": VICTIM,
 }  # fmt: skip
 INNER = request("X-Leasehold-Slot: 0", "X-Request-Id: " + "e" * 32, f"Authorization: Bearer {VICTIM}", "Connection: close")
 COVERED = b"0\r\n\r\n" + INNER  # to whoever reads chunks, another request begins here
+UPGRADE = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: " + "A" * 22 + "==")
 LENGTH = f"Content-Length: {len(BODY)}"
 
 ATTACKS: dict[str, dict[str, Attack]] = {
@@ -103,8 +104,11 @@ ATTACKS: dict[str, dict[str, Attack]] = {
         "all at once": Attack(request(*(f"{name}: {value}" for name, value in FORGED.items())), (200,), 1),
         "with underscores": Attack(request("X_Leasehold_Slot: 0", "x_litellm_end_user_id: " + VICTIM), (200,), 1),
         "twice": Attack(request("X-Leasehold-Slot: 0", "X-Leasehold-Slot: 1"), (200,), 1),
-        "in a value": Attack(request("Content-Type: a/b\tX-Leasehold-Slot: 0"), (200,), 1),
-        "a dialect": Attack(request("anthropic-version: 1\x01", first="POST /v1/messages HTTP/1.1"), (400,)),
+        "in a value": Attack(request("Content-Type: a/b\tX-Leasehold-Slot: 0", "Content-Type: \x01"), (200,), 1),
+        "a control character": Attack(request("X: \x01", "User-Agent: \x7f\x1b"), (200,), 1),
+        "a dialect": Attack(
+            request("anthropic-version: 1\x01", f"anthropic-version: {VICTIM}", first="POST /v1/messages HTTP/1.1"), (200,), 1
+        ),
         "folded": Attack(request("X: a\r\n X-Leasehold-Slot: 0"), (400,)),
         "a space before the colon": Attack(request("X-Leasehold-Slot : 0"), (400,)),
         "a space in a name": Attack(request("X Leasehold-Slot: 0"), (400,)),
@@ -164,15 +168,16 @@ ATTACKS: dict[str, dict[str, Attack]] = {
             f"{CHAT}/": (403,), f"{CHAT}/x": (403,), f"{CHAT}/../../key/generate": (403,), f"{CHAT}/%2e%2e/%2e%2e/key": (403,),
             f"{CHAT}/..%2f..%2f..%2fkey": (403,), f"{CHAT};x": (403,), f"{CHAT}%3bx": (403,), f"{CHAT}%00": (400,),
             f"{CHAT}\\..\\key": (403,), f"/{CHAT}": (403,), f"{CHAT.replace('chat/', 'chat//')}": (403,),
-            "/v1/CHAT/completions": (403,), "/../v1/chat/completions": (400,), "/%2e%2e/key": (400,), "key": (400,), "*": (400,),
-            "/leasehold-error-403": (404,), "/v1/models": (403,), "/relay/x": (403,), "/relay/../key": (403,), "/relay/../..": (400,),
+            "/v1/CHAT/completions": (403,), "/../v1/chat/completions": (400,), "/%2e%2e/key": (400,), "key": (400,),
+            "*": (400,), "/leasehold-error-403": (404,), "/v1/models": (403,), "/relay/x": (403,), "/relay/../key": (403,),
+            "/relay/../..": (400,),
             "/nginx_status": (403,), "/v1%2Fmodels/x": (403,), "/v1/engines/gpt-4/chat/completions": (403,),
             "http://1.1.1.1/key/generate": (403,), "http://169.254.169.254/latest/api/token": (403,),
             "https://api.example.com:443/v1/files": (403,), "ftp://1.1.1.1/": (403,), "//1.1.1.1/v1/files": (403,),
         }.items()
     } | {
         "the address of another machine": Attack(request(first=f"POST http://1.1.1.1{CHAT} HTTP/1.1"), (200,), 1),
-        "by a query": Attack(request(first=f"POST {CHAT}?user={VICTIM}&api_base=http://1.1.1.1/&api-version=1 HTTP/1.1"), (200,), 1),
+        "by a query": Attack(request(first=f"POST {CHAT}?user={VICTIM}&api_base=http://1.1.1.1/ HTTP/1.1"), (200,), 1),
         "in another spelling": Attack(request(first="POST /v1/./chat/x/../%63ompletions HTTP/1.1"), (200,), 1),
         "of a fragment": Attack(request(first=f"POST {CHAT}#/../key HTTP/1.1"), (200,), 1),
         "metadata of a cloud": Attack(get("Metadata: true", path="http://169.254.169.254/latest/meta-data/"), (403,)),
@@ -181,8 +186,8 @@ ATTACKS: dict[str, dict[str, Attack]] = {
         **{
             method: Attack(get("Connection: close", path=CHAT, method=method), answered)
             for method, answered in {
-                "GET": (403,), "HEAD": (403,), "PUT": (403,), "DELETE": (403,), "PATCH": (403,), "OPTIONS": (403,), "TRACE": (405,),
-                "PROPFIND": (403,), "POST\tX": (400,), "post": (400,), "PRI": (403,), "X-Y": (403,),
+                "GET": (403,), "HEAD": (403,), "PUT": (403,), "DELETE": (403,), "PATCH": (403,), "OPTIONS": (403,),
+                "TRACE": (405,), "PROPFIND": (403,), "POST\tX": (400,), "post": (400,), "PRI": (403,), "X-Y": (403,),
             }.items()
         },
         "CONNECT": Attack(request(first="CONNECT 1.1.1.1:443 HTTP/1.1", body=b"", length=False), (400,)),
@@ -197,12 +202,10 @@ ATTACKS: dict[str, dict[str, Attack]] = {
             request("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__"), (200,), 1
         ),
         "a WebSocket to a model": Attack(
-            get("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: " + "A" * 22 + "=="),
-            (200,),
+            get(*UPGRADE), (200,)
         ),
         "a WebSocket to a call": Attack(
-            request("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: x") + INNER,
-            (200, 200), 2,
+            request(*UPGRADE) + INNER, (200, 200), 2
         ),
         "TLS": Attack(bytes.fromhex("1603010200010001fc0303") + bytes(500), (400,)),
         "SOCKS": Attack(b"\x05\x01\x00\x05\x01\x00\x01\x01\x01\x01\x01\x01\xbb", (400,)),
@@ -227,14 +230,17 @@ class Both:
         self.way, self.eve, self.ada = way, enter(EVE), enter(ADA)
         self.of = {each.lease.pk: each for each in (self.eve, self.ada)}
 
-    def after(self, leave: int, *, refused: int = 0) -> None:
-        """So many calls have left in the attacker's name since the last time, and no other."""
+    def left(self, *agents: str) -> None:
+        """Since the last time these have called, each in its own name, and nobody else."""
         rows = self.way.settled_since()
         self._require_own(rows)
-        assert [row.agent_did for row in rows if row.outcome == "ok"] == [EVE] * leave
-        assert len([row for row in rows if row.outcome == "refused"]) == refused and len(rows) == leave + refused
-        sent, self.way.upstream.asked = self.way.upstream.asked, []
-        assert [headers["x-litellm-call-id"] for _, headers, _ in sent] == [row.call_id for row in rows if row.outcome == "ok"]
+        assert [(row.agent_did, row.outcome) for row in rows] == [(agent, "ok") for agent in agents]
+        assert [headers["x-litellm-call-id"] for _, headers, _ in self.way.upstream.asked] == [row.call_id for row in rows]
+        self.forget()
+
+    def forget(self) -> None:
+        self.way.settled_since()
+        self.way.upstream.asked.clear()
 
     def _require_own(self, rows: list[LlmCall]) -> None:
         """What left is all of its own sandbox, with our key and nothing that it said itself."""
@@ -283,15 +289,10 @@ def attempt(both: Both, name: str, attack: Attack) -> str:
     try:
         assert (statuses(said), own) == (attack.answered, 200)
         assert KEY not in said and "leasehold-egress" not in said
-        both.after(attack.leave + 1)
         assert both.ada.asks() == [200]
-        [row] = both.way.settled_since()
-        assert row.agent_did == ADA
-        both._require_own([row])
-        both.way.upstream.asked.clear()
+        both.left(*[EVE] * (attack.leave + 1), ADA)
     except AssertionError as wrong:
-        both.way.settled_since()
-        both.way.upstream.asked.clear()
+        both.forget()
         return f"{name}: {wrong}\n{said[:300]}"
     finally:
         both.way.clock.at += 2 * MINUTE  # so that no limit of calls a minute is what stops the next one
@@ -303,3 +304,133 @@ def test_what_is_not_a_plain_call_of_its_own_gets_nowhere(kind: str, both: Both)
     wrong = [attempt(both, name, attack) for name, attack in ATTACKS[kind].items()]
     assert not [one for one in wrong if one], "\n".join(one for one in wrong if one)
     both.logged()
+
+
+# --- too much, and too slow -------------------------------------------------------------------------------------------
+
+LARGE = r"""
+head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+body = json.dumps({**BODY, "pad": "a" * (5 << 20)}).encode()
+said = [exchange(head + b"Content-Length: %d\r\n\r\n" % len(body) + body, 1)]
+said += [exchange(head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"10000\r\n" + bytes(1 << 16) + b"\r\n") * 80, 1)]
+said += [exchange(head + b"Content-Length: %d\r\n\r\n" % (1 << 62), 1)]
+print(json.dumps([*said, ask()[0]]))
+"""
+
+
+def test_a_request_that_is_too_large_is_refused_however_it_says_its_size(both: Both) -> None:
+    *said, own = both.eve.python(EXCHANGE + LARGE)
+    assert ([*map(statuses, said)], own) == ([(413,)] * 3, 200)
+    assert all("too_large" in each for each in said)
+    assert both.ada.asks() == [200]
+    both.left(EVE, ADA)
+
+
+HELD = r"""
+def held(content):
+    out = socket.socket(socket.AF_UNIX)
+    out.connect("/run/leasehold/llm.sock")
+    out.send(content)
+    return out
+begun = [held(b"POST /v1/chat/completions HTTP/1.1\r\nX: ") for _ in range(400)]
+begun += [held(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{") for _ in range(32)]
+while (status := ask()[0]) == 200: time.sleep(0.05)
+open("/workspace/held", "w").close()
+while os.path.exists("/workspace/held"): time.sleep(0.05)
+print(status)
+"""
+
+
+def test_requests_that_are_never_finished_keep_only_their_own_sandbox_waiting(both: Both) -> None:
+    with meanwhile(lambda: both.eve.python(HELD)) as holding:
+        until(lambda: both.eve.run("test", "-e", "held").exit_code == 0, "they are all there")
+        both.forget()
+        assert both.ada.asks(3) == [200] * 3
+        both.left(ADA, ADA, ADA)
+        both.eve.run("rm", "held")
+        assert holding.result(30) == 429
+    until(lambda: both.eve.asks() == [200], "its own calls leave again")
+    both.left(EVE)
+
+
+# --- our key ----------------------------------------------------------------------------------------------------------
+
+
+QUOTED = {200: 200, 302: 502, 400: 502, 401: 502, 429: 502, 500: 502}  # status of the upstream -> what it is shown as
+
+
+def quoting(status: int, kind: str, heard: list[str]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """An upstream that says what it was sent wherever it can."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        heard.append(request.headers["Authorization"])
+        headers = {f"X-{name}": value for name, value in request.headers.items()}
+        headers |= {"Location": f"http://{KEY}/", "Set-Cookie": KEY, "Retry-After": KEY, "Content-Type": kind}
+        headers |= {"x-litellm-response-cost": KEY, "WWW-Authenticate": f"Bearer {KEY}"}
+        response = web.StreamResponse(status=status, reason=f"No {KEY}", headers=headers)
+        await response.prepare(request)
+        whole = json.dumps({"model": KEY, "error": f"before {dict(request.headers)} after", "pad": "x" * 70_000 + KEY}).encode()
+        for at in range(0, len(whole), 4999):
+            await response.write((b"data: " if not at else b"") + whole[at : at + 4999])
+            await asyncio.sleep(0)
+        await response.write(KEY[:9].encode())
+        await response.write(KEY[9:].encode() + b"\n\n")
+        return response
+
+    return answer
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream", f"text/plain; key={KEY}"])
+def test_an_upstream_that_quotes_our_key_does_not_tell_it(kind: str, both: Both, capfd: pytest.CaptureFixture[str]) -> None:
+    heard: list[str] = []
+    for status, shown in QUOTED.items():
+        both.way.upstream.answer = quoting(status, kind, heard)
+        said, _ = both.eve.python(tried(request("Connection: close"), 1))
+        assert statuses(said) == (shown,)
+        assert KEY not in said and KEY[4:] not in said and KEY[:-4] not in said
+        assert ("before" in said and "after" in said) == (status == 200)
+        both.way.clock.at += MINUTE
+    rows = both.way.settled(2 * len(QUOTED))
+    assert heard == [f"Bearer {KEY}"] * len(rows)
+    assert [(row.agent_did, row.outcome, row.cost) for row in rows] == [(EVE, "ok", None)] * 2 + [(EVE, "failed", None)] * 10
+    assert KEY not in json.dumps([*LlmCall.objects.values()], default=str) + both.way.log.read_text()
+    assert KEY not in "".join(capfd.readouterr())
+
+
+# --- what is not there ------------------------------------------------------------------------------------------------
+
+LOOK = """
+places, files = json.loads(sys.argv[1])
+def connects(path):
+    with socket.socket(socket.AF_UNIX) as out:
+        return not out.connect_ex(path)
+def reads(path):
+    try: return bool(open(path, "rb").read(1)) or True
+    except OSError: return False
+def named(name):
+    try: return bool(socket.getaddrinfo(name, 80))
+    except OSError: return False
+print(json.dumps({
+    "own": [connects("/run/leasehold/llm.sock"), reads("/etc/passwd"), named("localhost")],
+    "listed": os.listdir("/run/leasehold"),
+    "reached": [path for path in places if connects(path)],
+    "read": [path for path in files if reads(path)],
+    "named": [name for name in ("egress", "leasehold-egress", "host.docker.internal") if named(name)],
+    "bound": [line.split()[7] for line in open("/proc/net/unix").readlines()[1:] if len(line.split()) > 7],
+}))
+"""
+
+
+def test_other_slots_and_what_is_behind_ones_own_are_not_there(both: Both) -> None:
+    where = settings.EGRESS_DIR.resolve()
+    other = f"{both.ada.box.slot}/llm.sock"
+    places = [str(where / "s" / other), f"/s/{other}", f"/run/leasehold/../{other}", f"/run/leasehold/../s/{other}",
+              str(where / "server/server.sock"), "/server/server.sock", "/run/leasehold/../server/server.sock"]  # fmt: skip
+    files = [str(where / "nginx/leasehold.conf"), "/etc/nginx/leasehold.conf", "/etc/nginx/leasehold-way.conf",
+             str(where / "logs/access.log"), "/logs/access.log", "/proc/1/environ", "/proc/1/root/etc/passwd"]  # fmt: skip
+    found = both.eve.python(LOOK, json.dumps([places, files]))
+    assert {*found.pop("bound")} <= {f"/s/{both.eve.box.slot}/llm.sock"}  # the other end of its own
+    assert found == {"own": [True, True, True], "listed": ["llm.sock"], "reached": [], "read": [], "named": []}
+    assert (where / "s" / other).is_socket() and (where / "logs/access.log").exists()
+    assert both.eve.asks() + both.ada.asks() == [200, 200]
+    both.left(EVE, ADA)

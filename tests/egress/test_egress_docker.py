@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from django.conf import settings as django_settings
-from django.db import connection, connections
+from django.db import connection
 
 from controlplane.env import KNOBS
 from leases import leasing, sweeps
@@ -28,7 +27,7 @@ from sandboxes.errors import CapacityExhausted
 from sandboxes.models import LlmCall, Pool, Sandbox
 from sandboxes.providers.engine import Engine
 from tests.conftest import MINUTE, NOW
-from tests.egress.whole import CLIENT, KEY, Inside, WholeWay, behind
+from tests.egress.whole import CLIENT, KEY, Inside, WholeWay, behind, meanwhile
 from tests.test_egress import PIECE, TOKENS, events, streaming
 from tests.waiting import until
 from tests.way_out import CHAT, SAID, post
@@ -46,20 +45,6 @@ def curl(inside: Inside, url: str, body: Any, *more: str) -> tuple[int, str]:
     assert done.exit_code == 0, done.stderr
     said, _, status = done.stdout.decode().rpartition("\n")
     return int(status), said
-
-
-@contextmanager
-def meanwhile(act: Callable[[], Any]) -> Iterator[Future[Any]]:
-    """Have something done in a thread while the block runs."""
-
-    def run() -> Any:
-        try:
-            return act()
-        finally:
-            connections.close_all()
-
-    with ThreadPoolExecutor(1) as thread:
-        yield thread.submit(run)
 
 
 class Held:
@@ -258,7 +243,8 @@ def command(way: WholeWay) -> Iterator["subprocess.Popen[bytes]"]:
     env = {
         **os.environ, "DJANGO_SETTINGS_MODULE": "controlplane.settings", "DATABASE_URL": url, "SANDBOX_PROVIDER": "docker",
         "LEASEHOLD_RUNTIME_DIR": str(django_settings.RUNTIME_DIR), "LEASEHOLD_EGRESS_SLOTS": str(django_settings.EGRESS_SLOTS),
-        "LEASEHOLD_LLM_URL": way.upstream.url, "LEASEHOLD_LLM_API_KEY": KEY, "LEASEHOLD_EGRESS_IMAGE": django_settings.EGRESS_IMAGE,
+        "LEASEHOLD_LLM_URL": way.upstream.url, "LEASEHOLD_LLM_API_KEY": KEY,
+        "LEASEHOLD_EGRESS_IMAGE": django_settings.EGRESS_IMAGE,
     }  # fmt: skip
     process = subprocess.Popen([sys.executable, "manage.py", "egress"], cwd=ROOT, env=env, stdout=subprocess.PIPE)
     try:

@@ -1,12 +1,16 @@
 """The whole way out, for real: sandboxes in containers, nginx in one, the server in a thread, an upstream on loopback."""
 
 import json
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+
+from django.db import connections
 
 from leases import acting
 from leases.models import Lease
@@ -131,3 +135,17 @@ class WholeWay:
         rows = [*LlmCall.objects.filter(pk__gt=self.seen).order_by("pk")]
         self.seen = max([self.seen, *(row.pk for row in rows)])
         return rows
+
+
+@contextmanager
+def meanwhile(act: Callable[[], Any]) -> Iterator[Future[Any]]:
+    """Have something done in a thread while the block runs."""
+
+    def run() -> Any:
+        try:
+            return act()
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(1) as thread:
+        yield thread.submit(run)

@@ -6,7 +6,7 @@ from typing import Any
 
 from django.apps import AppConfig
 from django.conf import settings
-from django.core.checks import CheckMessage, Error, register
+from django.core.checks import CheckMessage, Error, Warning, register
 
 from sandboxes.storage import mounts
 
@@ -58,3 +58,11 @@ def mounting(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[Che
     if settings.DATA_KEEPING != "mount" or not (why := mounts.lacking()):
         return []
     return [Error(f"LEASEHOLD_DATA=mount cannot be had: {why}.", hint="Or use LEASEHOLD_DATA=sync.", id="leasehold.E005")]
+
+
+@register(deploy=True)
+def identity_keys(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    if settings.IDENTITY_KEYS:
+        return []
+    said = "LEASEHOLD_IDENTITY_KEYS is unset: agents' signing keys are encrypted under a key made from SECRET_KEY."
+    return [Warning(said, hint="Who changes SECRET_KEY then loses them. See the README.", id="leasehold.W001")]

@@ -32,6 +32,7 @@ from sandboxes.sweeps import SET_RIGHT
 log = structlog.get_logger(__name__)
 FRESH = 5.0  # seconds for which a provider's answer counts
 PATIENCE = 1.0  # seconds that a probe waits for a provider
+EGRESS, EGRESS_EVERY = "egress", timedelta(minutes=1)  # the heartbeat of `manage.py egress`
 
 
 @require_safe
@@ -66,7 +67,8 @@ def look(*, now: datetime) -> dict[str, Any]:
         unsaved = slices.unsaved().count()
     except DatabaseError:
         return _said(database=False, missing=["The database does not answer."])
-    sweeps = {name: _lateness(name, row, now) for name, row in passes.items()}
+    egress = _lateness(passes.pop(EGRESS), now, EGRESS_EVERY)
+    sweeps = {name: _lateness(row, now, schedules.every(name)) for name, row in passes.items()}
     every = stats.together(pools)
     drift = passes["recount"].counts.get(SET_RIGHT, 0) if passes["recount"] else 0
     provider = probe.answer()
@@ -77,12 +79,15 @@ def look(*, now: datetime) -> dict[str, Any]:
         missing.append("The queue gives no heartbeat, so no sweep runs.")
     return _said(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": waiting},
-        warnings=list(_warnings(pools, every, unsaved, drift)), quarantined=every.quarantined, stalled=every.stalled,
-        lost=every.lost, unsaved=unsaved, drift=drift, warming={one.name: _warming(one) for one in pools if one.warm_target},
+        egress=egress, warnings=list(_warnings(pools, every, unsaved, drift, egress)), quarantined=every.quarantined,
+        stalled=every.stalled, lost=every.lost, unsaved=unsaved, drift=drift,
+        warming={one.name: _warming(one) for one in pools if one.warm_target},
     )  # fmt: skip
 
 
-def _warnings(pools: Sequence[PoolStats], every: Stats, unsaved: int, drift: int) -> Iterator[str]:
+def _warnings(pools: Sequence[PoolStats], every: Stats, unsaved: int, drift: int, egress: dict[str, Any]) -> Iterator[str]:
+    if egress["late"]:
+        yield "The way out gives no heartbeat, so no sandbox reaches a model: is manage.py egress running?"
     for one in pools:
         if one.warm_target and one.warm_paused_until:
             yield f'The pool "{one.name}" warms nothing until {one.warm_paused_until:%H:%M:%S} UTC: its starts failed.'
@@ -122,12 +127,11 @@ _applied: list[bool] = []
 
 
 def _sweeps() -> dict[str, Sweep | None]:
-    found: dict[str, Sweep | None] = dict.fromkeys(schedules.EVERY)
-    return found | {row.name: row for row in Sweep.objects.filter(name__in=schedules.EVERY)}
+    found: dict[str, Sweep | None] = dict.fromkeys([*schedules.EVERY, EGRESS])
+    return found | {row.name: row for row in Sweep.objects.filter(name__in=[*schedules.EVERY, EGRESS])}
 
 
-def _lateness(name: str, row: Sweep | None, now: datetime) -> dict[str, Any]:
-    every = schedules.every(name)
+def _lateness(row: Sweep | None, now: datetime, every: timedelta) -> dict[str, Any]:
     age = now - row.succeeded_at if row and row.succeeded_at else None
     return {
         "age_seconds": round(age.total_seconds(), 1) if age is not None else None,

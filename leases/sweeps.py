@@ -11,7 +11,7 @@ from django.db.models.functions import Cast
 
 from leases import leasing, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, Status
-from sandboxes import processes, pruning
+from sandboxes import identity, processes, pruning
 from sandboxes import sweeps as below
 from sandboxes.egress import gate
 from sandboxes.models import GONE, Sandbox, Snapshot, State
@@ -178,6 +178,7 @@ def prune(*, now: datetime) -> Swept:
     for what, times in kept.counts.items():
         swept.note(what, times)
     swept.failures += kept.failures
+    swept.note("rows of old service tokens removed", identity.forget_tokens(now=now))
     return swept
 
 

@@ -17,6 +17,7 @@ from sandboxes.signing import ACTIVE, MintedToken, SigningKey
 
 log = structlog.get_logger(__name__)
 LIFETIME, SHORTEST, LONGEST = timedelta(seconds=60), timedelta(seconds=1), timedelta(minutes=5)
+TOKENS_KEPT = timedelta(days=90)  # rows that say who had which token
 
 
 # --- keys ---------------------------------------------------------------------------------------------------------
@@ -186,3 +187,9 @@ def mint(
         )  # fmt: skip
         step("token minted", minted)
     return token, minted
+
+
+def forget_tokens(*, now: datetime, limit: int = 10_000) -> int:
+    """Remove rows of service tokens minted more than TOKENS_KEPT ago, the oldest first; how many. None is good any more."""
+    old = MintedToken.objects.filter(at__lt=now - TOKENS_KEPT).order_by("at", "jti").values_list("pk", flat=True)[:limit]
+    return MintedToken.objects.filter(pk__in=list(old)).delete()[0]

@@ -32,10 +32,10 @@ class Policy(Model):
         help_text='The models that may be called: names, or patterns such as "gpt-4o*". Empty: what LEASEHOLD_LLM_MODELS says.',
     )  # fmt: skip
     calls_per_minute = PositiveIntegerField(
-        default=60, validators=[MinValueValidator(1)], help_text="Calls of one sandbox that may begin within a minute."
+        default=600, validators=[MinValueValidator(1)], help_text="Calls of one sandbox that may begin within a minute."
     )
     most_calls_at_once = PositiveIntegerField(
-        default=4, validators=[MinValueValidator(1)], help_text="Calls of one sandbox that may be under way."
+        default=8, validators=[MinValueValidator(1)], help_text="Calls of one sandbox that may be under way."
     )
     largest_body_kib = PositiveIntegerField(
         default=4096, validators=[MinValueValidator(1), MaxValueValidator(LARGEST_BODY_KIB)],
@@ -51,7 +51,7 @@ class Policy(Model):
             CheckConstraint(
                 condition=~Q(name=SEALED)
                 | Q(
-                    writable_root=False, relay=False, calls_per_minute=60, most_calls_at_once=4, largest_body_kib=4096
+                    writable_root=False, relay=False, calls_per_minute=600, most_calls_at_once=8, largest_body_kib=4096
                 ),
                 name="policy_sealed_loosens_nothing",
                 violation_error_message=f"{SEALED} loosens nothing: give another policy another name.",

@@ -12,6 +12,7 @@ from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
 from sandboxes import pool, providers, runs
+from sandboxes.egress import front
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, WARMING, advance, advance_many
 from sandboxes.models import ALIVE, IN_FLIGHT, Pool, Quota, Run, Sandbox, Snapshot, State, Sweep
@@ -232,7 +233,7 @@ def reconcile(*, now: datetime, grace: timedelta) -> Swept:
     Listed and wanted by a row: kept as it is. Listed, and no row wants it (an earlier incarnation is not wanted):
     destroyed once it is older than `grace`; younger, its row may be on its way. A row that should be alive and is not
     there, neither listed nor when asked for by name: cold if nothing unsaved was in it, else lost. A listing that fails
-    or is empty kills nothing."""
+    or is empty kills nothing. A proxy that no server stands behind any more goes too."""
     swept = Swept()
     for one, name in listings():
         try:
@@ -245,6 +246,12 @@ def reconcile(*, now: datetime, grace: timedelta) -> Swept:
                 swept.failures.append(f'pool "{one}", {name}: lists nothing, but {len(alive)} rows are alive; left alone')
         except (ProviderError, ImproperlyConfigured) as failed:
             swept.failures.append(f'pool "{one}", {name}: {failed}')
+    if front.which() == "nginx":
+        try:
+            if gone := front.remove_orphans(now=now, grace=grace):
+                swept.note("egress proxies removed", gone)
+        except ProviderError as failed:
+            swept.failures.append(f"egress proxies: {failed}")
     return swept
 
 

@@ -6,7 +6,7 @@ from django.utils import timezone
 from controlplane import health, schedules
 from leases import acting
 from sandboxes import sweeps as below
-from sandboxes.models import Pool, Sandbox
+from sandboxes.models import Pool, Sandbox, Sweep
 from sandboxes.providers.base import Rejected
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW
@@ -15,7 +15,8 @@ pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture(autouse=True)
-def provider_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_is_well(monkeypatch: pytest.MonkeyPatch, db: None) -> None:
+    Sweep.objects.create(name="egress", every=MINUTE, succeeded_at=timezone.now())
     monkeypatch.setattr(health.probe, "answer", lambda: {"name": "memory", "isolated": True, "answers": True})
 
 
@@ -71,3 +72,12 @@ def test_what_asks_for_an_operator_is_said(client, sandbox, said: str, fields: d
     Sandbox.objects.filter(pk=sandbox.pk).update(**fields)
     assert warnings(client) == [said]
     assert client.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize(("minutes", "late"), [(3.9, False), (4.1, True), (None, True)])
+def test_a_way_out_that_gives_no_heartbeat_is_said(client, minutes: float | None, late: bool) -> None:
+    rows = Sweep.objects.filter(name="egress")
+    rows.update(succeeded_at=timezone.now() - minutes * MINUTE) if minutes else rows.delete()
+    said = "The way out gives no heartbeat, so no sandbox reaches a model: is manage.py egress running?"
+    assert warnings(client) == [said] * late
+    assert client.get("/healthz").json()["egress"]["late"] is late

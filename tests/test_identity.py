@@ -11,7 +11,7 @@ import pytest
 from django.core.management import call_command
 from django.db import IntegrityError, transaction
 
-from leases import acting, leasing
+from leases import acting, leasing, sweeps
 from leases.errors import LeaseEnded
 from sandboxes import curves, identity
 from sandboxes.errors import KeyRevoked, KeyUnopened, NoSigningKey, SigningKeyExists
@@ -52,6 +52,15 @@ def test_each_token_is_a_row_without_the_token(grant) -> None:
     assert UUID(tokens.verify(minted, key.did_key)["jti"]) == MintedToken.objects.get().pk
     stored = json.dumps(list(MintedToken.objects.values()), default=str)
     assert not any(part in stored for part in minted.split("."))
+
+
+def test_rows_of_tokens_minted_long_ago_go() -> None:
+    identity.create(ADA, now=NOW)
+    for days in (0, 1, 91):
+        token(now=NOW + timedelta(days=days))
+    swept = sweeps.prune(now=NOW + timedelta(days=91, hours=1))
+    assert swept.counts["rows of old service tokens removed"] == 2
+    assert [row.at for row in MintedToken.objects.all()] == [NOW + timedelta(days=91)]
 
 
 def test_tokens_of_the_same_moment_differ(grant) -> None:

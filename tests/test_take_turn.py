@@ -24,6 +24,7 @@ class Model:
     env: dict[str, str]
     text: str = '{"action": "wait"}'
     status: int = 200
+    later: list[str] = field(default_factory=list)  # what it says in Retry-After, with 429, before it answers
     asked: list[tuple[str, Any]] = field(default_factory=list)
 
 
@@ -33,7 +34,10 @@ def serve(model: Model, server: socketserver.BaseServer) -> Callable[[], None]:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             model.asked.append((self.path, request))
             body = json.dumps({"choices": [{"message": {"content": model.text}}]}).encode()
-            self.send_response(model.status)
+            later = model.later.pop(0) if model.later else None
+            self.send_response(model.status if later is None else 429)
+            if later is not None:
+                self.send_header("Retry-After", later)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -138,3 +142,16 @@ def test_what_cannot_be_asked_is_one_line_of_error(state: str, env: dict[str, st
     assert (done.returncode, done.stdout) == (1, "")
     assert why in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_who_is_told_to_come_again_does(model: Model) -> None:
+    model.later = ["0", "0"]
+    assert json.loads(turn({}, model.env).stdout) == {"action": "wait"}
+    assert len(model.asked) == 3
+
+
+@pytest.mark.parametrize("later", ["999", "Fri, 31 Dec 1999 23:59:59 GMT", "-1"])
+def test_but_not_after_the_turn_is_over(model: Model, later: str) -> None:
+    model.later = [later]
+    done = turn({}, model.env)
+    assert (done.returncode, len(model.asked)) == (1, 1) and "the model answered 429" in done.stderr

@@ -7,9 +7,12 @@ says through which slot a request came. What it refuses is in its log alone."""
 import hashlib
 import io
 import json
+import socket
 import tarfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +22,21 @@ from docker import APIClient
 from docker.errors import APIError, NotFound
 from docker.types import LogConfig, Mount, Ulimit
 
+from sandboxes import providers
 from sandboxes.egress import slots
 from sandboxes.egress.requests import FIELDS, error
 from sandboxes.policies import LARGEST_BODY_KIB
-from sandboxes.providers.base import Rejected, Unavailable
+from sandboxes.providers.base import ProviderError, Rejected, Unavailable
 from sandboxes.providers.engine import Engine, asking
 
 log = structlog.get_logger(__name__)
 SERVER_SOCKET = "server.sock"
 LOG = "access.log"
 LABEL = "leasehold.egress"  # its value says of which installation on this engine
+LABEL_PLACE = "leasehold.egress.directory"  # on this host, with its sockets
 WITHIN = 20.0  # seconds in which it has to listen
 REQUESTS_PER_SECOND, BURST, CONNECTIONS = 20, 40, 32  # of one slot
-OPEN = 8192  # connections of each of its two processes, to sandboxes and to the server
+CONNECTIONS_IN_ALL = 8192  # of one worker: half-open ones, which no limit of a slot counts, leave room for others'
 MEMORY = 128 << 20
 SLOTS_INSIDE, SERVER_INSIDE, LOGS_INSIDE = "/s", "/server", "/logs"
 
@@ -52,6 +57,9 @@ http {{
   fastcgi_temp_path /tmp/fastcgi;
   uwsgi_temp_path /tmp/uwsgi;
   scgi_temp_path /tmp/scgi;
+
+  # One server for all: a block for each slot would take 200 KiB each. Who speaks is known by the socket alone.
+  map $server_addr $slot {{ "~^unix:{slots}/(?<number>[0-9]+)/" $number; }}
 
   # Of refusals that cost nothing to bring about, one in sixteen is logged.
   map "$status $request_id" $logged {{ default 1; "~^(400|408|429) [^0]" 0; }}
@@ -88,11 +96,9 @@ http {{
   map $http_anthropic_version $dialect {{ default ""; "~^[A-Za-z0-9.-]{{1,32}}$" $http_anthropic_version; }}
   upstream server {{ server unix:{server}; keepalive 32; }}
 
-  # One server on all of them: one for each would take a quarter of a MiB in every process of nginx.
-  map $server_addr $slot {{ default -1; "~^unix:{slots}/([0-9]+)/{socket}$" $1; }}
   server {{
-{listens}
     include /etc/nginx/leasehold-way.conf;
+{listens}
   }}
 }}
 """
@@ -145,7 +151,7 @@ SAID = {
 }  # what nginx itself answers, in the words of both kinds of SDK
 ERROR = """\
 error_page {status} /leasehold-error-{status};
-location = /leasehold-error-{status} {{ internal; default_type application/json; return {status} '{body}'; }}"""
+location = /leasehold-error-{status} {{ internal; default_type application/json;{more} return {status} '{body}'; }}"""
 PATH = """\
 location = {path} {{
   limit_except POST {{ deny all; }}
@@ -179,7 +185,8 @@ class Front:
             try:
                 client.create_container(
                     settings.EGRESS_IMAGE, name=self.name, command=COMMAND,
-                    user=f"{slots.proxy_user()}:{slots.proxy_user()}", hostname="egress", labels={LABEL: identity()},
+                    user=f"{slots.proxy_user()}:{slots.proxy_user()}", hostname="egress",
+                    labels={LABEL: identity(), LABEL_PLACE: str(settings.EGRESS_DIR.absolute())},
                     host_config=self._limits(), use_config_proxy=False,
                     # Without one of its own the engine takes any signal for a stop, also the one that reopens the log, and
                     # does not start again what dies later.
@@ -187,8 +194,13 @@ class Front:
                 )  # fmt: skip
             except NotFound as gone:
                 raise Rejected(f"There is no image {settings.EGRESS_IMAGE} here. `manage.py build_image` makes it.") from gone
-            client.start(self.name)
-        self._await()
+        try:
+            with asking():
+                client.start(self.name)
+            self._await()
+        except ProviderError:
+            self.stop()
+            raise
 
     def _limits(self) -> dict[str, Any]:
         mounts = [
@@ -197,7 +209,6 @@ class Front:
             Mount(LOGS_INSIDE, str(logs().resolve()), type="bind"),
             *(Mount(f"/etc/nginx/{name}", str(path), type="bind", read_only=True) for name, path in configuration().items()),
         ]
-        most = files(settings.EGRESS_SLOTS)
         limits: dict[str, Any] = self.engine.client.create_host_config(
             network_mode="none",
             cap_drop=["ALL"],
@@ -210,9 +221,9 @@ class Front:
             memswap_limit=MEMORY,
             nano_cpus=1_000_000_000,
             pids_limit=32,
-            ulimits=[Ulimit(name="nofile", soft=most, hard=most), Ulimit(name="core", soft=0, hard=0)],
+            ulimits=[Ulimit(name="nofile", soft=files(), hard=files()), Ulimit(name="core", soft=0, hard=0)],
             mounts=mounts,
-            restart_policy={"Name": "always"},
+            restart_policy={"Name": "on-failure"},  # and not with the engine: there may be no server any more
             log_config=LogConfig(type="json-file", config={"max-size": "1m", "max-file": "1"}),
         )
         return limits
@@ -224,7 +235,6 @@ class Front:
             if time.monotonic() > until or found in ("", "exited", "restarting"):
                 with asking():
                     said = self.engine.client.logs(self.name, tail=5).decode(errors="replace") if found else ""
-                self.stop()
                 raise Unavailable(f"The egress proxy does not come up ({found or 'gone'}): {said.strip()}")
             time.sleep(0.05)
 
@@ -263,10 +273,51 @@ def identity() -> str:
     return hashlib.sha256(str(settings.EGRESS_DIR.absolute()).encode()).hexdigest()
 
 
-def orphans(client: APIClient) -> list[str]:
-    """Proxies of this installation under another name than it has now."""
-    found = client.containers(all=True, filters={"label": f"{LABEL}={identity()}"})
-    return [each["Id"] for each in found]
+def orphans(client: APIClient, *, now: datetime, grace: timedelta) -> list[str]:
+    """Proxies that serve nobody: older than `grace`, and of this installation without a server behind them, or of one
+    whose directory is gone. Whoever should have removed them has died. A server that comes back starts its own anew."""
+    with asking():
+        found = client.containers(all=True, filters={"label": LABEL})
+    old = [each for each in found if datetime.fromtimestamp(each["Created"], UTC) <= now - grace]
+    ours = {LABEL: identity()}.items()
+    return [
+        each["Id"]
+        for each in old
+        if (ours <= each["Labels"].items() and not accepts(server_socket()))
+        or not Path(each["Labels"].get(LABEL_PLACE, "/")).exists()
+    ]
+
+
+def remove_orphans(*, now: datetime, grace: timedelta) -> int:
+    """How many were removed; or one of the port's errors."""
+    with asking():
+        engine = Engine()
+    gone = orphans(engine.client, now=now, grace=grace)
+    for one in gone:
+        log.warning("egress proxy without a server removed", container=one[:12])
+        with asking(), suppress(NotFound):
+            engine.client.remove_container(one, force=True, v=True)
+    return len(gone)
+
+
+def accepts(path: Path) -> bool:
+    """Whether somebody listens on this unix socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(str(path)) == 0
+
+
+def is_open() -> bool:
+    """Whether the whole way out is there, on this host: the server, and sockets for sandboxes."""
+    last = slots.root() / str(settings.EGRESS_SLOTS - 1) / slots.SOCKET
+    return accepts(server_socket()) and accepts(last)
+
+
+def which() -> str:
+    """What stands between sandboxes and the server: nginx where they are containers, unless the environment says otherwise."""
+    if settings.EGRESS_PROXY != "auto":
+        return str(settings.EGRESS_PROXY)
+    return "nginx" if providers.default_name() == "docker" else "none"
 
 
 def server_socket() -> Path:
@@ -289,33 +340,38 @@ def configuration() -> dict[str, Path]:
     place: Path = settings.EGRESS_DIR / "nginx"
     slots.root()
     place.mkdir(mode=0o755, parents=True, exist_ok=True)
-    written = {"leasehold.conf": main(settings.EGRESS_SLOTS), "leasehold-way.conf": way()}
+    written = {"leasehold.conf": main(), "leasehold-way.conf": way()}
     for name, content in written.items():
         (place / name).write_text(content)
         (place / name).chmod(0o644)
     return {name: (place / name).resolve() for name in written}
 
 
-def main(count: int) -> str:
-    """nginx's configuration for this many slots."""
-    listens = (LISTEN.format(slots=SLOTS_INSIDE, slot=slot, socket=slots.SOCKET) for slot in range(count))
+def files() -> int:
+    """Files that each of nginx's processes may have open. Each listening socket is a connection to it."""
+    return int(settings.EGRESS_SLOTS) + CONNECTIONS_IN_ALL + 512
+
+
+def main() -> str:
+    """nginx's configuration for as many slots as there are."""
+    listens = "\n".join(
+        LISTEN.format(slots=SLOTS_INSIDE, slot=slot, socket=slots.SOCKET) for slot in range(settings.EGRESS_SLOTS)
+    )
     return CONFIG.format(
-        workers=2, files=files(count), connections=count + OPEN, logs=LOGS_INSIDE, log=LOG, rate=REQUESTS_PER_SECOND,
-        burst=BURST, open=CONNECTIONS, body=LARGEST_BODY_KIB << 10, server=f"{SERVER_INSIDE}/{SERVER_SOCKET}",
-        slots=SLOTS_INSIDE, socket=slots.SOCKET.replace(".", r"\."), listens="\n".join(listens),
+        workers=2, files=files(), connections=files() - 512, slots=SLOTS_INSIDE, logs=LOGS_INSIDE, log=LOG,
+        rate=REQUESTS_PER_SECOND, burst=BURST, open=CONNECTIONS, body=LARGEST_BODY_KIB << 10,
+        server=f"{SERVER_INSIDE}/{SERVER_SOCKET}", listens=listens,
     )  # fmt: skip
-
-
-def files(count: int) -> int:
-    """That a process of nginx may have open: where it listens, its connections, and a few."""
-    return count + OPEN + 64
 
 
 def way() -> str:
     """What holds for every slot."""
     paths = "\n".join(PATH.format(path=path) for path in FIELDS)
     bodies = {status: json.dumps(error(*said)) for status, said in SAID.items()}
-    errors = "\n".join(ERROR.format(status=status, body=body) for status, body in bodies.items())
+    errors = "\n".join(
+        ERROR.format(status=status, body=body, more=" add_header Retry-After 1 always;" * (status == 429))
+        for status, body in bodies.items()
+    )
     return WAY.format(paths=paths, errors=errors, patience=int(settings.LLM_TIMEOUT.total_seconds()) + 30)
 
 

@@ -376,7 +376,8 @@ async def _write(writing: Awaitable[Any]) -> None:
 
 
 def problem(status: int, code: str, message: str) -> web.Response:
-    return web.json_response(error(code, message), status=status, headers={CODE: code})
+    headers = {CODE: code} | ({"Retry-After": "1"} if status in (429, 503) else {})
+    return web.json_response(error(code, message), status=status, headers=headers)
 
 
 def relay_headers(row: LlmCall, caller: Caller, *, now: datetime) -> dict[str, str]:

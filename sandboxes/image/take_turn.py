@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -53,7 +54,26 @@ def prompt(kind: str, data: Path) -> str:
 
 
 def ask(request: dict[str, Any], env: dict[str, str]) -> str:
-    """The model's text. NoTurn with the reason if there is none."""
+    """The model's text; who is told to come again later does. NoTurn with the reason if there is none."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        status, content, after = _post(request, env)
+        if after is None or time.monotonic() + after > until:
+            break
+        time.sleep(after)
+    if status != 200:
+        raise NoTurn(f"the model answered {status}: {_line(content.decode(errors='replace'))}")
+    try:
+        text = json.loads(content)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise NoTurn(f"the model's answer is no chat completion: {_line(content.decode(errors='replace'))}") from error
+    if not isinstance(text, str):
+        raise NoTurn("the model answered without text")
+    return text
+
+
+def _post(request: dict[str, Any], env: dict[str, str]) -> tuple[int, bytes, float | None]:
+    """Status and body of an answer, and in how many seconds to ask again, if it says so."""
     connection, path = _way(env)
     try:
         connection.request("POST", path, json.dumps(request).encode(), {"Content-Type": "application/json"})
@@ -63,15 +83,8 @@ def ask(request: dict[str, Any], env: dict[str, str]) -> str:
         raise NoTurn(f"the model cannot be reached: {error or type(error).__name__}") from error
     finally:
         connection.close()
-    if response.status != 200:
-        raise NoTurn(f"the model answered {response.status}: {_line(content.decode(errors='replace'))}")
-    try:
-        text = json.loads(content)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise NoTurn(f"the model's answer is no chat completion: {_line(content.decode(errors='replace'))}") from error
-    if not isinstance(text, str):
-        raise NoTurn("the model answered without text")
-    return text
+    after = response.getheader("Retry-After", "") if response.status in (429, 503) else ""
+    return response.status, content, max(0.1, float(after)) if re.fullmatch("[0-9]{1,3}", after) else None
 
 
 def first_object(text: str) -> dict[str, Any]:

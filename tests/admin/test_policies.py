@@ -90,7 +90,7 @@ def test_a_policys_page_says_who_has_it_and_links_to_exactly_those(viewer: Clien
 
 def test_the_list_says_what_each_loosens(viewer: Client, builders: Policy) -> None:
     shown = viewer.get(LIST).content.decode()
-    for word in ("builders", "writable", "and 2 more", SEALED, "read-only", "60 a minute"):
+    for word in ("builders", "writable", "and 2 more", SEALED, "read-only", "600 a minute"):
         assert word in shown
     assert [row.live for row in viewer.get(LIST).context["cl"].result_list] == [1, 1]
 

@@ -16,8 +16,11 @@ from typing import Any
 import psycopg
 import pytest
 from django.conf import settings
+from django.test import override_settings
 
 from sandboxes import providers
+from sandboxes.egress.front import LABEL_PLACE, Front
+from sandboxes.providers.engine import Engine
 from tests.commands.manage import manage, runtime
 from tests.e2e.test_up import Home
 from tests.waiting import until
@@ -74,6 +77,11 @@ class Fleet(Home):
         (owner,) = self.ids("SELECT owner FROM sandboxes_pool WHERE name = 'default'")
         return {found.name: found.running for found in providers.get("docker").list(owner)}
 
+    def proxies(self) -> list[str]:
+        """The containers in front of its way out, and their states."""
+        label = f"{LABEL_PLACE}={runtime(self.path) / 'egress'}"
+        return [each["State"] for each in Engine().client.containers(all=True, filters={"label": label})]
+
     def kill(self) -> None:
         """SIGKILL to `up`, group and all; what it had started goes with it."""
         assert self.process is not None
@@ -102,6 +110,8 @@ def fleet(tmp_path: Path, docker_ready: None) -> Iterator[Fleet]:
         fleet.process.wait(timeout=10)
     for name in fleet.listed():
         providers.get("docker").destroy(name)
+    with override_settings(EGRESS_DIR=runtime(tmp_path) / "egress"):
+        Front(Engine()).stop()
     shutil.rmtree(runtime(tmp_path), ignore_errors=True)
     if settings.ON_POSTGRES:
         with psycopg.connect(os.environ["DATABASE_URL"], autocommit=True) as database:
@@ -117,9 +127,11 @@ def test_killed_among_fifty_joins_it_leaks_no_container_and_loses_no_lease(fleet
     answered = {lease for join in joins if (lease := join.result())}
     at_kill, in_flight = len(fleet.listed()), list(fleet.wanted().values()).count("warming")
 
+    assert fleet.proxies() == ["running"]  # it outlives whoever was to stop it, and is replaced
     fleet.up()
     fleet.sweep()
     fleet.sweep()
+    assert fleet.proxies() == ["running"]
     wanted, listed = fleet.wanted(), fleet.listed()
     orphans, lost = set(listed) - set(wanted), set(wanted) - set(listed)
     print(
@@ -144,6 +156,8 @@ def test_killed_among_fifty_joins_it_leaks_no_container_and_loses_no_lease(fleet
     until(lambda: fleet.sweep() or not fleet.listed(), "every container is gone", within=120)
     assert fleet.rows("SELECT count(*) FROM sandboxes_sandbox WHERE state <> 'destroyed'") == [(0,)]
     assert fleet.rows("SELECT used FROM sandboxes_pool WHERE name = 'default'") == [(0,)]
+    assert fleet.end(signal.SIGTERM) == 0
+    assert fleet.proxies() == []
 
 
 def test_killed_during_an_exec_the_run_is_lost_and_the_sandbox_usable(fleet: Fleet) -> None:

@@ -42,7 +42,7 @@ class Home:
                 [sys.executable, str(MANAGE), "up", "--port", str(self.port), *args],
                 env=environment(self.path, **self.env), stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
-        self.says("up: ready", times=said.count("up: ready") + 1)
+        self.says("up: ready\n", times=said.count("up: ready\n") + 1)
         return self.process
 
     def said(self) -> str:

@@ -23,12 +23,14 @@ from leases import sweeps as leases
 from leases.management.verbs import duration, first_line
 from sandboxes import providers
 from sandboxes import sweeps as sandboxes
+from sandboxes.egress import front
 from sandboxes.models import Sandbox, State, Sweep
 from sandboxes.providers.base import Provider
 
 LOOK_EVERY = 2.0  # seconds between two looks at the heartbeat
 LEAVING = 60.0  # seconds in which --leave-nothing has to destroy everything
 RETRY = 1.0  # seconds between its rounds
+WAY_OUT_WITHIN = 45.0  # seconds that "ready" waits for it
 
 
 class Command(BaseCommand):
@@ -157,16 +159,20 @@ class Heartbeat:
 
 
 class Readiness:
-    """Says "ready" once for each start of the web server, when /healthz answers."""
+    """Says "ready" once for each start of the web server, when /healthz answers and sandboxes have their way out; or after
+    some time without the latter, which is said then."""
 
     def __init__(self, web: Child, host: str, port: int, say: Callable[[str], None]) -> None:
         self.web, self.host, self.port, self.say = web, host, port, say
         self.announced = ""
 
     def __call__(self) -> None:
-        if self.web.process and self.announced != self.web.instance and self._healthy():
+        if not self.web.process or self.announced == self.web.instance or not self._healthy():
+            return
+        is_open = front.is_open()
+        if is_open or self.web.age > WAY_OUT_WITHIN:
             self.announced = self.web.instance
-            self.say("ready")
+            self.say("ready" if is_open else "ready, but SANDBOXES REACH NO MODEL: their way out does not open")
 
     def _healthy(self) -> bool:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=3)

@@ -2,22 +2,28 @@
 
 import asyncio
 import signal
+import time
 from argparse import ArgumentParser
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import structlog
 from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError
+from django.db import DatabaseError, close_old_connections
+from django.utils import timezone
 
-from sandboxes import providers
-from sandboxes.egress import front, slots
+from sandboxes.egress import collecting, front, logs, slots
 from sandboxes.egress.front import Front
 from sandboxes.egress.server import Server
 from sandboxes.providers.base import ProviderError
 from sandboxes.providers.engine import Engine
+from sandboxes.sweeps import Swept, recorded
 
 log = structlog.get_logger(__name__)
 LOOK_EVERY = 5.0  # seconds between two looks at nginx's container
+BEAT_EVERY = timedelta(minutes=1)
 
 
 class Command(BaseCommand):
@@ -27,7 +33,7 @@ class Command(BaseCommand):
         parser.add_argument("--proxy", choices=["nginx", "none"], help="what LEASEHOLD_EGRESS_PROXY says otherwise")
 
     def handle(self, *args: Any, proxy: str | None, **options: Any) -> None:
-        asyncio.run(self._serve(proxy or which()))
+        asyncio.run(self._serve(proxy or front.which()))
 
     async def _serve(self, proxy: str) -> None:
         stop = asyncio.Event()
@@ -37,7 +43,7 @@ class Command(BaseCommand):
             sockets = {slots.directory(slot) / slots.SOCKET: slot for slot in range(settings.EGRESS_SLOTS)}
             async with Server().listening({front.server_socket(): None, **sockets}):
                 self.stdout.write(f"egress: {len(sockets)} ways out, without a proxy in front")
-                await stop.wait()
+                await self._mind(None, stop)
             return
         try:
             nginx = await asyncio.to_thread(lambda: Front(Engine()))
@@ -51,26 +57,40 @@ class Command(BaseCommand):
         except ProviderError as failed:
             raise CommandError(str(failed)) from failed
 
-    async def _mind(self, nginx: Front, stop: asyncio.Event) -> None:
-        """Until the end: the engine starts it again when it dies, and this when somebody has removed or stopped it."""
+    async def _mind(self, nginx: Front | None, stop: asyncio.Event) -> None:
+        """Until the end, say once a minute that this is there, and look after nginx: the engine starts it again when it dies,
+        and this when somebody has removed or stopped it."""
+        beaten_at = -BEAT_EVERY.total_seconds()
         while not stop.is_set():
-            try:
+            if time.monotonic() - beaten_at >= BEAT_EVERY.total_seconds():
+                beaten_at = time.monotonic()
+                await asyncio.to_thread(self._beat, nginx)
+            with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), LOOK_EVERY)
-            except TimeoutError:
-                pass
-            else:
                 return
             try:
-                state = await asyncio.to_thread(nginx.look)
-                if state not in ("running", "restarting"):
+                if nginx and (state := await asyncio.to_thread(nginx.look)) not in ("running", "restarting"):
                     log.warning("egress proxy is gone: starting it again", state=state or "removed")
                     await asyncio.to_thread(nginx.start)
             except ProviderError as failed:  # the engine does not answer: the next look tells
                 log.warning("egress proxy cannot be looked after", error=str(failed))
 
+    def _beat(self, nginx: Front | None) -> None:
+        close_old_connections()
+        beat(nginx)
 
-def which() -> str:
-    """nginx where sandboxes are containers, unless the environment says otherwise."""
-    if settings.EGRESS_PROXY != "auto":
-        return str(settings.EGRESS_PROXY)
-    return "nginx" if providers.default_name() == "docker" else "none"
+
+def beat(nginx: Front | None) -> None:
+    """Leave a row that says when, for health; and keep nginx's log small, once it is collected."""
+    now = timezone.now()
+
+    def rotate() -> Swept:
+        swept = Swept()
+        if nginx and logs.rotate(collecting.access_log(), nginx.reopen_log, now=now):
+            swept.note("logs rotated")
+        return swept
+
+    try:
+        recorded("egress", rotate, now=now, every=BEAT_EVERY)
+    except (DatabaseError, ProviderError, OSError) as failed:
+        log.error("no heartbeat of the way out", error=f"{type(failed).__name__}: {failed}")

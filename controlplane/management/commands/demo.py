@@ -15,6 +15,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from leases import keys
+from sandboxes.egress import front
 
 MANAGE = Path(__file__).resolve().parents[3] / "manage.py"
 STARTS_WITHIN = 60.0  # seconds
@@ -105,12 +106,14 @@ class Command(BaseCommand):
             if up.poll() is not None:
                 raise CommandError("The control plane did not start; what it said is above.")
             try:
-                if requests.get(f"{base}/healthz", timeout=2).status_code == 200:
+                if requests.get(f"{base}/healthz", timeout=2).status_code == 200 and front.is_open():
                     return
             except requests.RequestException:
                 pass
             time.sleep(0.1)
-        raise CommandError(f"The control plane did not answer within {STARTS_WITHIN:.0f} seconds.")
+        raise CommandError(
+            f"The control plane, or the way out of its sandboxes, was not there within {STARTS_WITHIN:.0f} seconds."
+        )
 
     def shut(self, up: "subprocess.Popen[bytes]") -> None:
         for number in (signal.SIGINT, signal.SIGTERM):

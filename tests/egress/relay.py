@@ -1,9 +1,14 @@
 """A relay on this machine: WebSockets, who called for them and what they were told."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 
 from aiohttp import WSMsgType, web
+
+from tests.way_out import Loop
+
+AUD, LXM = "did:web:relay.example", "com.atproto.sync.subscribeRepos"
 
 
 class Relay:
@@ -50,3 +55,24 @@ class Relay:
         for socket in self.open:
             for event in events:
                 await (socket.send_str(event) if isinstance(event, str) else socket.send_bytes(event))
+
+
+@dataclass
+class Relayed:
+    """A relay that can be switched off."""
+
+    loop: Loop
+    relay: Relay = field(default_factory=Relay)
+    being: ExitStack = field(default_factory=ExitStack)
+
+    def on(self) -> None:
+        self.being.enter_context(self.loop.during(self.relay.listening()))
+
+    def off(self) -> None:
+        self.being.close()
+
+    def tell(self, *events: str | bytes) -> None:
+        self.loop.act(self.relay.tell(*events))
+
+    def is_open(self) -> bool:
+        return bool(self.relay.open)

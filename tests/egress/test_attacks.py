@@ -14,13 +14,16 @@ import pytest
 from aiohttp import web
 from django.conf import settings
 
-from sandboxes.egress import logs
+from sandboxes import identity
+from sandboxes.egress import logs, slots
 from sandboxes.egress.requests import FIELDS
 from sandboxes.models import LlmCall
+from tests import tokens
 from tests.conftest import MINUTE
+from tests.egress.relay import AUD, Relayed
 from tests.egress.whole import KEY, Inside, WholeWay, meanwhile
 from tests.waiting import until
-from tests.way_out import CHAT
+from tests.way_out import CHAT, post
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 Enter = Callable[..., Inside]
@@ -95,7 +98,7 @@ FORGED = {
 }  # fmt: skip
 INNER = request("X-Leasehold-Slot: 0", "X-Request-Id: " + "e" * 32, f"Authorization: Bearer {VICTIM}", "Connection: close")
 COVERED = b"0\r\n\r\n" + INNER  # to whoever reads chunks, another request begins here
-UPGRADE = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: " + "A" * 22 + "==")
+HANDSHAKE = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: " + "A" * 22 + "==")
 LENGTH = f"Content-Length: {len(BODY)}"
 
 ATTACKS: dict[str, dict[str, Attack]] = {
@@ -202,10 +205,10 @@ ATTACKS: dict[str, dict[str, Attack]] = {
             request("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__"), (200,), 1
         ),
         "a WebSocket to a model": Attack(
-            get(*UPGRADE), (200,)
+            get(*HANDSHAKE), (200,)
         ),
         "a WebSocket to a call": Attack(
-            request(*UPGRADE) + INNER, (200, 200), 2
+            request(*HANDSHAKE) + INNER, (200, 200), 2
         ),
         "TLS": Attack(bytes.fromhex("1603010200010001fc0303") + bytes(500), (400,)),
         "SOCKS": Attack(b"\x05\x01\x00\x05\x01\x00\x01\x01\x01\x01\x01\x01\xbb", (400,)),
@@ -228,7 +231,8 @@ class Both:
 
     def __init__(self, way: WholeWay, enter: Enter) -> None:
         self.way, self.eve, self.ada = way, enter(EVE), enter(ADA)
-        self.of = {each.lease.pk: each for each in (self.eve, self.ada)}
+        self.boxes = {each.lease.pk: each.box for each in (self.eve, self.ada)}
+        self.adas = slots.directory(self.boxes[self.ada.lease.pk].slot or 0) / slots.SOCKET  # as its sandbox has it
 
     def left(self, *agents: str) -> None:
         """Since the last time these have called, each in its own name, and nobody else."""
@@ -246,8 +250,7 @@ class Both:
         """What left is all of its own sandbox, with our key and nothing that it said itself."""
         of = {row.call_id: row for row in rows}
         for row in rows:
-            inside = self.of[row.holder]
-            assert (row.agent_did, row.sandbox_id) == (inside.lease.agent_did, inside.box.pk)
+            assert row.holder and (row.sandbox, row.agent_did) == (box := self.boxes[row.holder], box.agent_did)
         for path, headers, body in self.way.upstream.asked:
             row = of[headers["x-litellm-call-id"]]
             said = json.loads(headers["x-litellm-spend-logs-metadata"])
@@ -265,7 +268,7 @@ class Both:
         lines = self.way.log.read_bytes().splitlines()
         found = [logs.parse(line) for line in lines]
         assert None not in found, [line for line in lines if logs.parse(line) is None]
-        assert {line.slot for line in found[self.way.lines :] if line} <= {self.eve.box.slot, self.ada.box.slot}
+        assert {line.slot for line in found[self.way.lines :] if line} <= {box.slot for box in self.boxes.values()}
 
 
 @pytest.fixture
@@ -289,7 +292,7 @@ def attempt(both: Both, name: str, attack: Attack) -> str:
     try:
         assert (statuses(said), own) == (attack.answered, 200)
         assert KEY not in said and "leasehold-egress" not in said
-        assert both.ada.asks() == [200]
+        assert post(both.adas, BODY)[0] == 200
         both.left(*[EVE] * (attack.leave + 1), ADA)
     except AssertionError as wrong:
         both.forget()
@@ -333,7 +336,8 @@ def held(content):
     out.send(content)
     return out
 begun = [held(b"POST /v1/chat/completions HTTP/1.1\r\nX: ") for _ in range(400)]
-begun += [held(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{") for _ in range(32)]
+body = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+begun += [held(body) for _ in range(36)]  # as many as may be, and some
 while (status := ask()[0]) == 200: time.sleep(0.05)
 open("/workspace/held", "w").close()
 while os.path.exists("/workspace/held"): time.sleep(0.05)
@@ -369,7 +373,8 @@ def quoting(status: int, kind: str, heard: list[str]) -> Callable[[web.Request],
         headers |= {"x-litellm-response-cost": KEY, "WWW-Authenticate": f"Bearer {KEY}"}
         response = web.StreamResponse(status=status, reason=f"No {KEY}", headers=headers)
         await response.prepare(request)
-        whole = json.dumps({"model": KEY, "error": f"before {dict(request.headers)} after", "pad": "x" * 70_000 + KEY}).encode()
+        said = {"model": KEY, "error": f"before {dict(request.headers)} after", "pad": "x" * 70_000 + KEY}
+        whole = json.dumps(said).encode()
         for at in range(0, len(whole), 4999):
             await response.write((b"data: " if not at else b"") + whole[at : at + 4999])
             await asyncio.sleep(0)
@@ -395,6 +400,110 @@ def test_an_upstream_that_quotes_our_key_does_not_tell_it(kind: str, both: Both,
     assert [(row.agent_did, row.outcome, row.cost) for row in rows] == [(EVE, "ok", None)] * 2 + [(EVE, "failed", None)] * 10
     assert KEY not in json.dumps([*LlmCall.objects.values()], default=str) + both.way.log.read_text()
     assert KEY not in "".join(capfd.readouterr())
+
+
+# --- the relay --------------------------------------------------------------------------------------------------------
+
+PUBLIC = {
+    "host", "upgrade", "connection", "sec-websocket-version", "sec-websocket-key", "accept", "accept-encoding", "user-agent",
+    "authorization", "x-leasehold-agent", "x-leasehold-call-id",
+}  # fmt: skip
+
+
+def upgrade(*lines: str | bytes, path: str = "/relay/x.y", method: str = "GET") -> bytes:
+    return get(*HANDSHAKE, *lines, path=path, method=method)
+
+
+def frame(content: bytes, first: int = 0x81) -> bytes:
+    """As a client sends it, masked with nothing."""
+    length = bytes([0x80 | len(content)]) if len(content) < 126 else b"\xfe" + len(content).to_bytes(2)
+    return bytes([first]) + length + bytes(4) + content
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """Some bytes, the statuses they are answered, and what the relay was asked and told of it."""
+
+    sent: bytes
+    answered: tuple[int, ...]
+    asked: str = ""
+    heard: tuple[str | bytes, ...] = ()
+
+
+THERE = "/xrpc/x.y"
+CLOSE = frame(b"\x03\xe8", 0x88)
+UPGRADES = {
+    "as it should be": Upgrade(upgrade() + frame(b"hello") + CLOSE, (101,), THERE, ("hello",)),
+    "in pieces": Upgrade(upgrade() + frame(b"he", 0x01) + frame(b"llo", 0x80) + CLOSE, (101,), THERE, ("hello",)),
+    "forged headers": Upgrade(
+        upgrade(*(f"{name}: {value}" for name, value in FORGED.items() if name not in ("Connection", "Expect"))) + CLOSE,
+        (101,), THERE,
+    ),
+    "the relay's own headers": Upgrade(
+        upgrade(f"x-leasehold-agent: {VICTIM}", "x-leasehold-call-id: 1", f"Authorization: {VICTIM}") + CLOSE, (101,), THERE
+    ),
+    "a subprotocol": Upgrade(upgrade(f"Sec-WebSocket-Protocol: {VICTIM}", f"Origin: http://{VICTIM}") + CLOSE, (101,), THERE),
+    "an extension": Upgrade(upgrade("Sec-WebSocket-Extensions: permessage-deflate") + CLOSE, (101,), THERE),
+    "a query": Upgrade(upgrade(path="/relay/x.y?cursor=7&cursor=8") + CLOSE, (101,), f"{THERE}?cursor=7&cursor=8"),
+    "a query that would be more": Upgrade(
+        upgrade(path="/relay/x.y?a=%0d%0aX:%20y%23") + CLOSE, (101,), f"{THERE}?a=%0D%0AX:+y%23"
+    ),
+    "a request instead of frames": Upgrade(upgrade() + INNER, (101,), THERE),
+    "a request in a frame": Upgrade(upgrade() + frame(INNER[:125]) + CLOSE, (101,), THERE, (INNER[:125].decode(),)),
+    "a frame without a mask": Upgrade(upgrade() + b"\x81\x05hello" + CLOSE, (101,), THERE, ("hello",)),
+    "a frame of no kind": Upgrade(upgrade() + frame(b"x", 0x83), (101,), THERE),
+    "a frame with bits of an extension": Upgrade(upgrade() + frame(b"x", 0xC1), (101,), THERE),
+    "a frame that is too large": Upgrade(upgrade() + b"\x82\xff" + (1 << 40).to_bytes(8) + bytes(4) + b"x", (101,), THERE),
+    "a rest without a beginning": Upgrade(upgrade() + frame(b"x", 0x80), (101,), THERE),
+    "text that is none": Upgrade(upgrade() + frame(b"\xff\xfe"), (101,), THERE),
+    "no upgrade": Upgrade(get(path="/relay/x.y"), (426,)),
+    "another upgrade": Upgrade(get("Connection: Upgrade", "Upgrade: h2c", path="/relay/x.y"), (426,)),
+    "an upgrade to several": Upgrade(get("Connection: Upgrade", "Upgrade: websocket, h2c", path="/relay/x.y"), (426,)),
+    "an old version": Upgrade(
+        get(*HANDSHAKE[:2], "Sec-WebSocket-Version: 8", HANDSHAKE[3], path="/relay/x.y") + CLOSE, (101,), THERE
+    ),
+    "no version": Upgrade(get(*HANDSHAKE[:2], HANDSHAKE[3], path="/relay/x.y"), (400,)),
+    "no key": Upgrade(get(*HANDSHAKE[:3], path="/relay/x.y") + INNER, (400, 200)),
+    "a key that is none": Upgrade(get(*HANDSHAKE[:3], "Sec-WebSocket-Key: \x01\x02", path="/relay/x.y"), (400,)),
+    "by POST": Upgrade(upgrade(method="POST"), (403,)),
+    "by HEAD": Upgrade(upgrade(method="HEAD") + CLOSE, (101,), THERE),
+    "a body": Upgrade(upgrade("Content-Length: 5") + b"hello", (101,), THERE),
+    **{
+        path: Upgrade(upgrade("Connection: close", path=path), answered)
+        for path, answered in {
+            "/relay": (301,), "/relay/%252e%252e/admin": (403,), "/relay/x/%252E./admin": (403,), "/relay/%2e%2e/key": (403,),
+            "/relay/..%2fkey": (403,), "/relay/..%252fkey": (403,), "/relay/x%3fy": (403,), "/relay/x%23y": (403,),
+            "/relay/x%0d%0aX:%20y": (404,), "/relay/%00": (400,), "/relay/..;/key": (403,), "/relay/x%5c..%5cy": (403,),
+            "/relay/@1.1.1.1/": (403,), "/relay/x%20y": (403,), "ws://1.1.1.1/xrpc": (403,), "//1.1.1.1/relay/x": (403,),
+        }.items()
+    },
+}  # fmt: skip
+
+
+def test_what_is_not_a_plain_connection_to_the_relay_gets_nowhere(enter: Enter, relayed: Relayed, way: WholeWay) -> None:
+    """Nothing there is in another name, and nothing of what is tried leads to a model in one."""
+    eve, ada = enter(EVE), enter(ADA)
+    key = identity.create(EVE, now=way.clock())
+    wrong = []
+    for name, tried_ in UPGRADES.items():
+        said, own = eve.python(tried(tried_.sent, len(tried_.answered)))
+        until(lambda: not relayed.relay.open, f"{name} is over")
+        rows = way.settled_since()
+        paths = [path for path, _ in relayed.relay.asked]
+        got = (statuses(said), own, paths, tuple(relayed.relay.heard), {row.agent_did for row in rows})
+        if got != (tried_.answered, 200, [tried_.asked] if tried_.asked else [], tried_.heard, {EVE}):
+            wrong.append(f"{name}: {got}\n{said[:300]}")
+        for _, headers in relayed.relay.asked:
+            claims = tokens.verify(headers["authorization"].removeprefix("Bearer "), key.did_key)
+            assert (headers["x-leasehold-agent"], claims["iss"], claims["aud"]) == (EVE, EVE, AUD), name
+            assert headers.keys() <= PUBLIC and VICTIM not in json.dumps(headers), name
+            assert headers["x-leasehold-call-id"] in {row.call_id for row in rows if row.kind == "relay"}, name
+            assert headers["authorization"].removeprefix("Bearer ") not in said, name
+        assert {sent["x-litellm-end-user-id"] for _, sent, _ in way.upstream.asked} == {EVE}, name
+        relayed.relay.asked.clear(), relayed.relay.heard.clear(), way.upstream.asked.clear()
+        way.clock.at += 2 * MINUTE
+    assert not wrong, "\n".join(wrong)
+    assert ada.asks() == [200] and [row.agent_did for row in way.settled_since()] == [ADA]
 
 
 # --- what is not there ------------------------------------------------------------------------------------------------

@@ -211,8 +211,8 @@ def test_a_server_killed_in_a_call_leaves_a_row_that_is_closed_as_lost(inside: I
             assert asking.result(30)[0] in (0, 502)
         process.wait(20)
     held.let_go()
-    row = LlmCall.objects.get()
-    assert (row.outcome, row.ended_at) == ("open", None)
+    row = LlmCall.objects.get(outcome="open")
+    assert row.ended_at is None
     way.serve()
     assert inside.asks() == [200]
     late = row.deadline_at + timedelta(seconds=1)
@@ -267,7 +267,7 @@ def test_starting_twice_leaves_one_and_stopping_twice_none(inside: Inside, way: 
     assert len(of_this_installation(way)) == 1 and inside.asks() == [200]
     way.front.stop()
     way.front.stop()
-    assert of_this_installation(way) == [] == front.orphans(way.front.engine.client)
+    assert of_this_installation(way) == []
     assert inside.asks() == [0]
     way.front.start()
     assert inside.asks() == [200]
@@ -285,8 +285,9 @@ def test_as_many_slots_as_there_are_by_default_are_listened_on_and_told_apart(
         last = settings.EGRESS_SLOTS - 1
         for slot in (0, 17, last):
             assert post(slots.directory(slot) / slots.SOCKET, {}, "/x")[0] == 403
-        lines = [json.loads(line) for line in (front.logs() / front.LOG).read_text().splitlines()]
-        assert [line["slot"] for line in lines] == [0, 17, last]
+        log = front.logs() / front.LOG
+        until(lambda: len(log.read_text().splitlines()) == 3, "nginx has written of them")
+        assert {json.loads(line)["slot"] for line in log.read_text().splitlines()} == {0, 17, last}
         assert many.engine.client.inspect_container(many.name)["RestartCount"] == 0
     finally:
         many.stop()

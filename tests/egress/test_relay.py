@@ -1,62 +1,26 @@
 """The relay watcher of real sandboxes and a real relay: in whose name it connects, what it hears, and how long it lives."""
 
 import base64
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 
 from leases import acting, leasing, sweeps
 from leases.models import EnvironmentType
 from sandboxes import identity, processes
-from sandboxes.models import LlmCall, MintedToken, Policy, Process, Sandbox
+from sandboxes.models import LlmCall, MintedToken, Process, Sandbox
 from sandboxes.processes import Launch
 from tests import tokens
 from tests.conftest import NOW
-from tests.egress.relay import Relay
+from tests.egress.relay import AUD, LXM, Relayed
 from tests.egress.whole import Inside, WholeWay
 from tests.waiting import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 Enter = Callable[..., Inside]
 WITHIN = timedelta(seconds=30)
-AUD, LXM = "did:web:relay.example", "com.atproto.sync.subscribeRepos"
 WATCHER = ["python3", "/opt/leasehold/relay_watcher.py"]
-
-
-@dataclass
-class Relayed:
-    """A relay that can be switched off."""
-
-    way: WholeWay
-    relay: Relay = field(default_factory=Relay)
-    being: ExitStack = field(default_factory=ExitStack)
-
-    def on(self) -> None:
-        self.being.enter_context(self.way.loop.during(self.relay.listening()))
-
-    def off(self) -> None:
-        self.being.close()
-
-    def tell(self, *events: str | bytes) -> None:
-        self.way.loop.act(self.relay.tell(*events))
-
-    def is_open(self) -> bool:
-        return bool(self.relay.open)
-
-
-@pytest.fixture
-def relayed(way: WholeWay, settings: Any) -> Iterator[Relayed]:
-    """What /relay/ leads to, for sandboxes of a policy that lets them."""
-    relayed = Relayed(way)
-    relayed.on()
-    settings.RELAY_URL, settings.RELAY_AUD, settings.RELAY_LXM = relayed.relay.url, AUD, LXM
-    EnvironmentType.objects.filter(name="coding").update(policy=Policy.objects.create(name="relayed", relay=True))
-    yield relayed
-    relayed.off()
 
 
 def start(inside: Inside, *argv: str, **env: str) -> Process:
@@ -72,7 +36,7 @@ def printed(process: Process) -> bytes:
     return processes.log(process, start=0, length=1 << 16)[0]
 
 
-def test_a_watcher_connects_in_its_agents_name_and_prints_what_it_hears(enter: Enter, relayed: Relayed) -> None:
+def test_a_watcher_connects_in_its_agents_name_and_prints_what_it_hears(enter: Enter, relayed: Relayed, way: WholeWay) -> None:
     key = identity.create("did:plc:ada", now=NOW)
     inside = enter("did:plc:ada")
     process = start(inside)
@@ -103,7 +67,7 @@ def test_a_watcher_connects_in_its_agents_name_and_prints_what_it_hears(enter: E
 
     assert processes.kill(process, now=NOW).state == "killed"
     until(lambda: not relayed.is_open(), "the relay sees that it is gone")
-    [row] = relayed.way.settled(1)
+    [row] = way.settled(1)
     assert (row.kind, row.outcome, row.agent_did, row.holder) == ("relay", "cut", "did:plc:ada", inside.lease.pk)
     assert row.received_bytes == len("first\nevent") + 2 + 4_000 + len("last") and relayed.relay.heard == []
 
@@ -115,21 +79,21 @@ def test_a_watcher_of_an_agent_without_a_key_connects_as_nobody_in_particular(re
     assert not MintedToken.objects.exists()
 
 
-def test_a_watcher_ends_with_its_lease_and_the_relay_sees_that_at_once(relayed: Relayed, inside: Inside) -> None:
+def test_a_watcher_ends_with_its_lease_and_the_relay_sees_that_at_once(relayed: Relayed, inside: Inside, way: WholeWay) -> None:
     process = start(inside)
     assert says(process, "Connected to relay") and relayed.is_open()
     leasing.release(inside.lease.pk, now=NOW)
     until(lambda: not relayed.is_open(), "its connection is cut")  # although its sandbox still runs
     process.refresh_from_db()
     assert process.state == "gone"
-    first, *more = relayed.way.settled(LlmCall.objects.count())
+    first, *more = way.settled(LlmCall.objects.count())
     assert (first.outcome, first.code) == ("cut", "lease_ended")
     sweeps.reclaim(now=NOW)
     assert Sandbox.objects.get(holder=inside.lease.pk).state == "destroyed"
     assert len(relayed.relay.asked) == 1 and not [row for row in more if row.outcome != "refused"]
 
 
-def test_a_watcher_whose_policy_does_not_let_it_is_told_so_and_ends(enter: Enter, relayed: Relayed) -> None:
+def test_a_watcher_whose_policy_does_not_let_it_is_told_so_and_ends(enter: Enter, relayed: Relayed, way: WholeWay) -> None:
     EnvironmentType.objects.filter(name="coding").update(policy=None)
     identity.create("did:plc:ada", now=NOW)
     inside = enter("did:plc:ada")
@@ -144,7 +108,7 @@ def test_a_watcher_whose_policy_does_not_let_it_is_told_so_and_ends(enter: Enter
     until(exited, "it has ended")
     assert (process.state, process.exit_code) == ("exited", 1)
     assert b"Connected" not in printed(process) and relayed.relay.asked == []
-    [row] = relayed.way.settled(1)
+    [row] = way.settled(1)
     assert (row.outcome, row.code, row.agent_did) == ("refused", "relay_not_allowed", "did:plc:ada")
     assert not MintedToken.objects.exists()
 

@@ -5,18 +5,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from django.conf import settings as django_settings
-from django.db import connection
 
 from controlplane.env import KNOBS
 from leases import leasing, sweeps
@@ -27,14 +23,13 @@ from sandboxes.errors import CapacityExhausted
 from sandboxes.models import LlmCall, Pool, Sandbox
 from sandboxes.providers.engine import Engine
 from tests.conftest import MINUTE, NOW
-from tests.egress.whole import CLIENT, KEY, Inside, WholeWay, behind, meanwhile
+from tests.egress.whole import CLIENT, KEY, Inside, WholeWay, behind, command, meanwhile
 from tests.test_egress import PIECE, TOKENS, events, streaming
 from tests.waiting import until
 from tests.way_out import CHAT, SAID, post
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 Enter = Callable[..., Inside]
-ROOT = Path(__file__).resolve().parents[2]
 CURL = "curl -sS -N -d @- -H 'Content-Type: application/json' -w '\\n%{http_code}' \"$@\""
 CHAT_BODY = {"model": "default", "messages": [{"role": "user", "content": "{}"}]}
 ASK_ONCE = "print(json.dumps([*map(str, ask())]))"
@@ -232,28 +227,6 @@ def test_the_command_looks_after_nginx_and_leaves_nothing(inside: Inside, way: W
     assert of_this_installation(way) == []
     assert not front.server_socket().exists()
     way.front.start()
-
-
-@contextmanager
-def command(way: WholeWay) -> Iterator["subprocess.Popen[bytes]"]:
-    """`manage.py egress` on this test's database."""
-    database = connection.settings_dict
-    where = f"{database['USER']}@{database['HOST']}:{database['PORT']}" if connection.vendor == "postgresql" else ""
-    url = f"postgres://{where}/{database['NAME']}" if where else f"sqlite:///{database['NAME']}"
-    env = {
-        **os.environ, "DJANGO_SETTINGS_MODULE": "controlplane.settings", "DATABASE_URL": url, "SANDBOX_PROVIDER": "docker",
-        "LEASEHOLD_RUNTIME_DIR": str(django_settings.RUNTIME_DIR), "LEASEHOLD_EGRESS_SLOTS": str(django_settings.EGRESS_SLOTS),
-        "LEASEHOLD_LLM_URL": way.upstream.url, "LEASEHOLD_LLM_API_KEY": KEY,
-        "LEASEHOLD_EGRESS_IMAGE": django_settings.EGRESS_IMAGE,
-    }  # fmt: skip
-    process = subprocess.Popen([sys.executable, "manage.py", "egress"], cwd=ROOT, env=env, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith(b"egress: 8 ways out through")
-        yield process
-    finally:
-        process.kill()
-        process.wait(20)
 
 
 def of_this_installation(way: WholeWay) -> list[str]:

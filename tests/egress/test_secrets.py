@@ -135,12 +135,13 @@ def test_no_secret_is_anywhere_that_it_should_not_be(
 
 def inside(ref: str, proxy: str) -> dict[str, str]:
     """All that there is of a sandbox and of the proxy: what the engine says, what runs, and the files they can see."""
-    read = "find {} -xdev -path /proc -prune -o -path /sys -prune -o -path /usr -prune -o -type f -print -exec cat {{}} +"
-    files = read.format("/ /workspace /data /tmp /run /dev/shm /run/leasehold")
+    read = "find {} -xdev -type f -print -exec cat {{}} + 2>/dev/null"
+    files = read.format("/workspace /data /tmp /var/tmp /run /run/leasehold /dev/shm /etc /opt/leasehold")
     proxys = read.format("/s /server /logs /etc/nginx /tmp")
     volumes = [each["Name"] for each in json.loads(ran("docker", "inspect", ref))[0]["Mounts"] if each["Type"] == "volume"]
     return {
         "inspect": ran("docker", "inspect", ref) + ran("docker", "volume", "inspect", *volumes),
+        "changes": ran("docker", "diff", ref),
         "inspect of the proxy": ran("docker", "inspect", proxy),
         "output": ran("docker", "logs", ref), "output of the proxy": ran("docker", "logs", proxy),
         "processes": processes_of(ref), "processes of the proxy": processes_of(proxy),

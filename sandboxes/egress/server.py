@@ -85,7 +85,11 @@ class Server:
             total=settings.LLM_TIMEOUT.total_seconds(), sock_connect=CONNECT_WITHIN, sock_read=SILENCE
         )
         runners: list[web.AppRunner] = []
-        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=True, trust_env=False) as self.session:
+        tracing = aiohttp.TraceConfig()
+        tracing.on_request_redirect.append(_stay)
+        async with aiohttp.ClientSession(
+            timeout=timeout, auto_decompress=True, trust_env=False, trace_configs=[tracing]
+        ) as self.session:
             watch = asyncio.create_task(self._watch())
             try:
                 for path, slot in sockets.items():
@@ -366,6 +370,12 @@ def listening_socket(path: Path) -> socket.socket:
     bound.bind(str(path))
     path.chmod(0o666)
     return bound
+
+
+async def _stay(session: aiohttp.ClientSession, context: Any, redirect: aiohttp.TraceRequestRedirectParams) -> None:
+    """Follow nobody: a sandbox says where on the relay it wants to go, and we go there for it."""
+    redirect.response.close()
+    raise aiohttp.ClientError("sent elsewhere")
 
 
 async def _write(writing: Awaitable[Any]) -> None:

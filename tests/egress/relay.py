@@ -18,6 +18,7 @@ class Relay:
         self.asked: list[tuple[str, dict[str, str]]] = []
         self.heard: list[str | bytes] = []
         self.open: list[web.WebSocketResponse] = []
+        self.redirect = ""  # where to who calls is sent instead
         self.port = 0
 
     @property
@@ -40,6 +41,8 @@ class Relay:
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
         self.asked.append((request.path_qs, {name.lower(): value for name, value in request.headers.items()}))
+        if self.redirect:
+            raise web.HTTPFound(self.redirect)
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         self.open.append(socket)

@@ -129,6 +129,15 @@ def test_a_watcher_connects_again_when_the_relay_was_away(relayed: Relayed, insi
     assert len(relayed.relay.asked) == 2 and process.state == "running"
 
 
+def test_a_relay_that_sends_it_elsewhere_is_not_followed(relayed: Relayed, inside: Inside, way: WholeWay) -> None:
+    relayed.relay.redirect = f"{way.upstream.url}/elsewhere"
+    process = start(inside)
+    assert says(process, "Not connected to relay: 502: The relay cannot be reached.")
+    relayed.relay.redirect = ""
+    assert says(process, "Connected to relay\n")
+    assert way.upstream.asked == [] and len(relayed.relay.asked) == 2
+
+
 @pytest.mark.parametrize(
     ("url", "why"),
     [("https://127.0.0.1:4010/relay", "no ws:// address"), ("ws://127.0.0.1:4010/elsewhere", "not for this sandbox (403)")],

@@ -36,18 +36,21 @@ LABEL = "leasehold.egress"  # its value says of which installation on this engin
 LABEL_PLACE = "leasehold.egress.directory"  # on this host, with its sockets
 WITHIN = 20.0  # seconds in which it has to listen
 REQUESTS_PER_SECOND, BURST, CONNECTIONS = 20, 40, 32  # of one slot
-CONNECTIONS_IN_ALL = 8192  # of one worker: half-open ones, which no limit of a slot counts, leave room for others'
+SOCKETS = 128  # connections of one slot, whatever is said through them
+CONNECTIONS_IN_ALL = 8192  # of one worker
 MEMORY = 128 << 20
-SLOTS_INSIDE, SERVER_INSIDE, LOGS_INSIDE = "/s", "/server", "/logs"
+SLOTS_INSIDE, SERVER_INSIDE, LOGS_INSIDE, BEHIND = "/s", "/server", "/logs", "/tmp/b"  # noqa: S108 - the container's own
 
 # A proxy that was killed has left its sockets, and cannot bind them again.
-COMMAND = ["sh", "-c", f"find {SLOTS_INSIDE} -name {slots.SOCKET} -delete; exec nginx -c /etc/nginx/leasehold.conf"]
+CLEAN = f"find {SLOTS_INSIDE} -name {slots.SOCKET} -delete; rm -rf {BEHIND}; mkdir {BEHIND}"
+COMMAND = f"{CLEAN}; exec nginx -c /etc/nginx/leasehold.conf"
 CONFIG = """\
 daemon off;
 worker_processes {workers};
 worker_rlimit_nofile {files};
 pid /tmp/nginx.pid;
 error_log stderr crit;
+load_module /usr/lib/nginx/modules/ngx_stream_module.so;
 events {{ worker_connections {connections}; }}
 http {{
   server_tokens off;
@@ -59,7 +62,7 @@ http {{
   scgi_temp_path /tmp/scgi;
 
   # One server for all: a block for each slot would take 200 KiB each. Who speaks is known by the socket alone.
-  map $server_addr $slot {{ "~^unix:{slots}/(?<number>[0-9]+)/" $number; }}
+  map $server_addr $slot {{ "~^unix:{behind}/(?<number>[0-9]+)$" $number; }}
 
   # Of refusals that cost nothing to bring about, one in sixteen is logged.
   map "$status $request_id" $logged {{ default 1; "~^(400|408|429) [^0]" 0; }}
@@ -98,11 +101,23 @@ http {{
 
   server {{
     include /etc/nginx/leasehold-way.conf;
+{behinds}
+  }}
+}}
+# In front of that, where a connection counts before it has said anything: no sandbox takes those that there are from others.
+stream {{
+  map $server_addr $slot {{ "~^unix:{slots}/(?<number>[0-9]+)/" $number; }}
+  limit_conn_zone $slot zone=sockets:2m;
+  limit_conn sockets {sockets};
+  server {{
+    proxy_pass unix:{behind}/$slot;
+    proxy_connect_timeout 5s;
+    proxy_timeout {patience}s;
 {listens}
   }}
 }}
 """
-LISTEN = "    listen unix:{slots}/{slot}/{socket} backlog=64;"
+LISTEN, LISTEN_BEHIND = "    listen unix:{slots}/{slot}/{socket} backlog=64;", "    listen unix:{behind}/{slot};"
 WAY = """\
 proxy_http_version 1.1;
 proxy_pass_request_headers off;
@@ -184,7 +199,7 @@ class Front:
         with asking():
             try:
                 client.create_container(
-                    settings.EGRESS_IMAGE, name=self.name, command=COMMAND,
+                    settings.EGRESS_IMAGE, name=self.name, command=["sh", "-c", COMMAND],
                     user=f"{slots.proxy_user()}:{slots.proxy_user()}", hostname="egress",
                     labels={LABEL: identity(), LABEL_PLACE: str(settings.EGRESS_DIR.absolute())},
                     host_config=self._limits(), use_config_proxy=False,
@@ -349,19 +364,24 @@ def configuration() -> dict[str, Path]:
 
 def files() -> int:
     """Files that each of nginx's processes may have open. Each listening socket is a connection to it."""
-    return int(settings.EGRESS_SLOTS) + CONNECTIONS_IN_ALL + 512
+    return 2 * int(settings.EGRESS_SLOTS) + CONNECTIONS_IN_ALL + 512
 
 
 def main() -> str:
     """nginx's configuration for as many slots as there are."""
-    listens = "\n".join(
-        LISTEN.format(slots=SLOTS_INSIDE, slot=slot, socket=slots.SOCKET) for slot in range(settings.EGRESS_SLOTS)
-    )
+    each = range(settings.EGRESS_SLOTS)
+    listens = "\n".join(LISTEN.format(slots=SLOTS_INSIDE, slot=slot, socket=slots.SOCKET) for slot in each)
+    behinds = "\n".join(LISTEN_BEHIND.format(behind=BEHIND, slot=slot) for slot in each)
     return CONFIG.format(
         workers=2, files=files(), connections=files() - 512, slots=SLOTS_INSIDE, logs=LOGS_INSIDE, log=LOG,
-        rate=REQUESTS_PER_SECOND, burst=BURST, open=CONNECTIONS, body=LARGEST_BODY_KIB << 10,
-        server=f"{SERVER_INSIDE}/{SERVER_SOCKET}", listens=listens,
+        rate=REQUESTS_PER_SECOND, burst=BURST, open=CONNECTIONS, body=LARGEST_BODY_KIB << 10, sockets=SOCKETS,
+        server=f"{SERVER_INSIDE}/{SERVER_SOCKET}", behind=BEHIND, listens=listens, behinds=behinds, patience=patience(),
     )  # fmt: skip
+
+
+def patience() -> int:
+    """Seconds in which something is said through a connection."""
+    return int(settings.LLM_TIMEOUT.total_seconds()) + 30
 
 
 def way() -> str:
@@ -372,14 +392,15 @@ def way() -> str:
         ERROR.format(status=status, body=body, more=" add_header Retry-After 1 always;" * (status == 429))
         for status, body in bodies.items()
     )
-    return WAY.format(paths=paths, errors=errors, patience=int(settings.LLM_TIMEOUT.total_seconds()) + 30)
+    return WAY.format(paths=paths, errors=errors, patience=patience())
 
 
 def context(base: str) -> bytes:
     """The build context of the proxy's image, byte for byte the same for the same base."""
     dockerfile = (
         f"FROM {base}\n"
-        "RUN apt-get update && apt-get install -y --no-install-recommends nginx-light && rm -rf /var/lib/apt/lists/*\n"
+        "RUN apt-get update && apt-get install -y --no-install-recommends nginx-light libnginx-mod-stream"
+        " && rm -rf /var/lib/apt/lists/*\n"
     ).encode()
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w") as tar:

@@ -15,7 +15,7 @@ from aiohttp import web
 from django.conf import settings
 
 from sandboxes import identity
-from sandboxes.egress import logs, slots
+from sandboxes.egress import front, logs, slots
 from sandboxes.egress.requests import FIELDS
 from sandboxes.models import LlmCall
 from tests import tokens
@@ -340,7 +340,7 @@ def held(content):
     out.connect("/run/leasehold/llm.sock")
     out.send(content)
     return out
-begun = [held(b"POST /v1/chat/completions HTTP/1.1\r\nX: ") for _ in range(400)]
+begun = [held(b"POST /v1/chat/completions HTTP/1.1\r\nX: ") for _ in range(60)]
 body = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
 begun += [held(body) for _ in range(36)]  # as many as may be, and some
 while (status := ask()[0]) == 200: time.sleep(0.05)
@@ -360,6 +360,36 @@ def test_requests_that_are_never_finished_keep_only_their_own_sandbox_waiting(bo
         assert holding.result(30) == 429
     until(lambda: both.eve.asks() == [200], "its own calls leave again")
     both.left(EVE)
+
+
+HOARDED = r"""
+import select
+kept = []
+for _ in range(1000):
+    out = socket.socket(socket.AF_UNIX)
+    out.connect("/run/leasehold/llm.sock")
+    try: out.send(b"POST /v1/chat/completions HTTP/1.1\r\nX: ")
+    except OSError: continue
+    kept.append(out)
+def closed(out):
+    try: return bool(select.select([out], [], [], 0)[0]) and not out.recv(1)
+    except OSError: return True
+until = time.monotonic() + 5
+while len(kept) > MOST and time.monotonic() < until:
+    kept = [out for out in kept if not closed(out)]
+count = len(kept)
+for out in kept: out.close()
+print(count)
+"""
+
+
+def test_a_sandbox_has_so_many_connections_and_no_more_whatever_it_says(both: Both) -> None:
+    """Else one would have all that there are, which no limit of requests counts before they are complete."""
+    assert both.eve.python(f"MOST = {front.SOCKETS}\n{HOARDED}") == front.SOCKETS
+    until(lambda: both.eve.asks() == [200], "its own calls leave again")
+    both.forget()
+    assert both.ada.asks() == [200]
+    both.left(ADA)
 
 
 # --- our key ----------------------------------------------------------------------------------------------------------

@@ -113,6 +113,7 @@ stream {{
     proxy_pass unix:{behind}/$slot;
     proxy_connect_timeout 5s;
     proxy_timeout {patience}s;
+    proxy_half_close on;  # so a refusal arrives that is answered before all was sent
 {listens}
   }}
 }}

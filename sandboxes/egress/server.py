@@ -8,6 +8,7 @@ import asyncio
 import json
 import re
 import socket
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -31,7 +32,7 @@ from sandboxes import identity
 from sandboxes.egress import gate, offline
 from sandboxes.egress.censor import Censor
 from sandboxes.egress.gate import Caller, Ending, Refused
-from sandboxes.egress.requests import FIELDS, Unfit, error, fit
+from sandboxes.egress.requests import FIELDS, MODELS, Unfit, error, fit
 from sandboxes.egress.usage import Reader
 from sandboxes.errors import KeyRevoked, NoSigningKey, SandboxError
 from sandboxes.models import LlmCall
@@ -45,8 +46,8 @@ LARGEST_ERROR = 16 << 10  # bytes of an upstream's error that are passed on
 LOOK_EVERY = 1.0  # seconds between two looks at whether those who are being served still hold their sandboxes
 KEEP_EVERY = 60.0
 CONNECT_WITHIN, SILENCE = 10.0, 300.0  # seconds until an upstream is there, and between two bytes of its answer
+CHECK_EVERY = 1.0  # seconds for which a connection to the database that worked is taken to work
 THREADS = 8
-MODELS = "/v1/models"
 RELAY_PATH = re.compile(r"[A-Za-z0-9._~:/-]*")  # decoded: what is left of an escape would be decoded again on its way
 OUTCOME = LlmCall.Outcome
 THROUGH: web.AppKey[int | None] = web.AppKey("slot")
@@ -74,6 +75,7 @@ class Server:
     served: dict[int, Served] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.checked = threading.local()  # when each thread last made sure of its connection
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="egress")
 
     # --- being there --------------------------------------------------------------------------------------------------
@@ -87,8 +89,9 @@ class Server:
         runners: list[web.AppRunner] = []
         tracing = aiohttp.TraceConfig()
         tracing.on_request_redirect.append(_stay)
+        connector = aiohttp.TCPConnector(limit=0)  # how many calls there are at once is for the gate to say
         async with aiohttp.ClientSession(
-            timeout=timeout, auto_decompress=True, trust_env=False, trace_configs=[tracing]
+            connector=connector, timeout=timeout, auto_decompress=True, trust_env=False, trace_configs=[tracing]
         ) as self.session:
             watch = asyncio.create_task(self._watch())
             try:
@@ -149,7 +152,7 @@ class Server:
         return problem(403, "path_forbidden", "Only model calls, and the relay, leave this sandbox.")
 
     async def _models(self, request: web.Request, slot: int, call_id: str) -> web.Response:
-        await self._in_thread(gate.caller, slot)
+        await self._in_thread(gate.caller, slot, now=self.now())
         names = [name for name in (settings.LLM_MODEL, *settings.LLM_MODELS) if "*" not in name]
         listed = [{"id": name, "object": "model", "created": 0, "owned_by": "leasehold"} for name in dict.fromkeys(names)]
         return web.json_response({"object": "list", "data": listed})
@@ -158,8 +161,14 @@ class Server:
         """Something that asks the database. It is finished also if whoever waits for it goes away."""
 
         def run() -> T:
-            close_old_connections()
-            return act(*args, **named)
+            if time.monotonic() - getattr(self.checked, "at", 0.0) > CHECK_EVERY:
+                close_old_connections()
+                self.checked.at = time.monotonic()
+            try:
+                return act(*args, **named)
+            except DatabaseError:
+                close_old_connections()  # one that is lost is not used again
+                raise
 
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self.threads, run))
 
@@ -190,7 +199,7 @@ class Server:
         """A request's body; Refused if it is larger than the sandbox's policy lets it be."""
         most, content = MODEST_BODY, bytearray()
         if request.content_length is None or request.content_length > most:
-            most = await self._in_thread(gate.largest_body, slot)
+            most = await self._in_thread(gate.largest_body, slot, now=self.now())
         if (request.content_length or 0) <= most:
             async for chunk in request.content.iter_chunked(1 << 16):
                 content += chunk
@@ -208,8 +217,9 @@ class Server:
         try:
             yield end
         except (Gone, asyncio.CancelledError):
-            end.outcome = OUTCOME.CUT
-            end.code = "lease_ended" if entry.ended_lease else end.code or "not_read_to_its_end"
+            if end.outcome != OUTCOME.OK:
+                end.outcome = OUTCOME.CUT
+                end.code = "lease_ended" if entry.ended_lease else end.code or "not_read_to_its_end"
             raise
         except Exception as failed:
             end.outcome, end.code = OUTCOME.FAILED, end.code or type(failed).__name__[:64]
@@ -217,9 +227,15 @@ class Server:
         finally:
             del self.served[row.pk]
             try:
-                await self._in_thread(gate.settle, row, end, now=self.now())
+                await self._settle(row, end)
             except DatabaseError as failed:  # the row stays open: past its deadline a sweep closes it, by what the logs say
                 log.error("end of a call not recorded", call=row.call_id, error=str(failed))
+
+    async def _settle(self, row: LlmCall, end: Ending) -> None:
+        try:
+            await self._in_thread(gate.settle, row, end, now=self.now())
+        except DatabaseError:  # perhaps its connection was lost while the model thought; then there is another one now
+            await self._in_thread(gate.settle, row, end, now=self.now())
 
     async def _offline(self, request: web.Request, asked: dict[str, Any], end: Ending) -> web.StreamResponse:
         if request.path != "/v1/chat/completions":
@@ -294,6 +310,8 @@ class Server:
         async for chunk in answer.content.iter_any():
             passed = reader.feed(censor.feed(chunk))
             end.received_bytes += len(passed)
+            if reader.complete:
+                end.outcome = OUTCOME.OK
             if not reader.streamed:
                 held, passed = passed, held  # one behind
             if passed:
@@ -302,7 +320,7 @@ class Server:
         end.received_bytes += len(rest)
         end.outcome = OUTCOME.OK  # all of it is here; what the sandbox makes of it is its own affair
         if entry.caller.sandbox.llm_limit is not None:
-            await self._in_thread(gate.settle, entry.row, end, now=self.now())
+            await self._settle(entry.row, end)
         await _write(response.write(held + rest))
         await _write(response.write_eof())
         return response

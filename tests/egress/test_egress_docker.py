@@ -16,6 +16,7 @@ from django.conf import settings as django_settings
 
 from controlplane.env import KNOBS
 from leases import leasing, sweeps
+from leases.once import How, Wish, run_once
 from sandboxes import pool as pools
 from sandboxes.egress import front, gate, slots
 from sandboxes.egress.front import LABEL, Front
@@ -122,6 +123,14 @@ with urllib.request.urlopen(request, timeout=20) as answer:
     status, first, rest = inside.python(script)
     assert (status, first + rest) == (200, events(PIECE, b"[DONE]").decode())
     assert [row.outcome for row in way.settled(2)] == ["ok", "ok"]
+
+
+def test_a_one_shot_run_has_the_same_way_out_and_is_billed_for_it(docker_pool: Pool, way: WholeWay) -> None:
+    wish = Wish("did:plc:ada", ("python3", "-I", "-"), MINUTE, pool=docker_pool.name, stdin=(CLIENT + ASK_ONCE).encode())
+    result = run_once(wish, now=NOW)
+    assert (result.outcome, json.loads(result.stdout)[0], result.cleaned_up) == (How.OK, "200", True)
+    [row] = way.settled(1)
+    assert (row.holder, row.run_id, row.agent_did, row.outcome) == (result.lease_id, result.run_id, "did:plc:ada", "ok")
 
 
 # --- who dies on the way ----------------------------------------------------------------------------------------------

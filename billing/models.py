@@ -56,14 +56,16 @@ class Unpriced(models.Model):
     def note(cls, days: Iterable[date]) -> None:
         """Call it in the transaction that changes what these days cost. A row that is there is written again, not passed
         over: whoever is pricing that day holds its lock, and removes it."""
-        rows = [cls(day=day) for day in sorted({*days})]
-        cls.objects.bulk_create(rows, update_conflicts=True, unique_fields=["day"], update_fields=["noted_at"], batch_size=200)
+        rows = [Unpriced(day=day) for day in sorted({*days})]
+        Unpriced.objects.bulk_create(
+            rows, update_conflicts=True, unique_fields=["day"], update_fields=["noted_at"], batch_size=200
+        )
 
 
 class UsageRecords(QuerySet["UsageRecord"]):
     """Whatever is written or removed leaves its day unpriced, in the same transaction."""
 
-    def bulk_create(self, objs: Iterable["UsageRecord"], *args: Any, **options: Any) -> list["UsageRecord"]:
+    def bulk_create(self, objs: Iterable[Any], *args: Any, **options: Any) -> list[Any]:
         records = [*objs]
         with transaction.atomic():
             Unpriced.note(record.day for record in records)
@@ -290,7 +292,7 @@ class CostRecord(models.Model):
         ordering = ["-day", "account", "provider", "item", "-pk"]
         constraints = [
             models.UniqueConstraint(
-                "account", "day", "provider", "item", "agent_did", "environment_id",
+                "day", "account", "provider", "item", "agent_did", "environment_id",
                 Coalesce("holder", Value(UUID(int=0), models.UUIDField())),
                 Coalesce("rate", Value(0), output_field=models.BigIntegerField()),
                 name="cost_once",
@@ -298,7 +300,9 @@ class CostRecord(models.Model):
             models.CheckConstraint(
                 condition=Q(quantity__gte=0, usd__gte=0, free__gte=0, free__lte=F("quantity")), name="cost_positive"
             ),
-            models.CheckConstraint(condition=Q(item="llm", rate__isnull=True) | (~Q(item="llm") & Q(rate__isnull=False)), name="cost_has_its_rate"),
+            models.CheckConstraint(
+                condition=Q(item="llm", rate__isnull=True) | (~Q(item="llm") & Q(rate__isnull=False)), name="cost_has_its_rate"
+            ),
         ]  # fmt: skip
         indexes = [
             models.Index(fields=["account", "day"], name="cost_account"),

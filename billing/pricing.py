@@ -41,7 +41,8 @@ def rate_for(rates: Iterable[R], provider: str, instance_type: str, item: str, a
     newest that has begun."""
     valid = [
         rate for rate in rates
-        if (rate.provider, rate.item) == (provider, item) and rate.instance_type in ("", instance_type) and rate.valid_from <= at
+        if (rate.provider, rate.item) == (provider, item)
+        and rate.instance_type in ("", instance_type) and rate.valid_from <= at
     ]  # fmt: skip
     return max(valid, key=lambda rate: (rate.instance_type, rate.valid_from), default=None)
 
@@ -80,10 +81,9 @@ def cost(item: str, whole: int, usd: Decimal) -> Fraction:
 
 
 def rounded(amount: Fraction, places: int = PLACES) -> Decimal:
-    """To so many decimal places, a half away from zero."""
-    sign, amount = (-1, -amount) if amount < 0 else (1, amount)
+    """An amount that is not below 0 to so many decimal places, a half up."""
     scaled = (2 * amount.numerator * 10**places + amount.denominator) // (2 * amount.denominator)
-    return Decimal((int(sign < 0 < scaled), tuple(map(int, str(scaled))), -places))
+    return Decimal((0, tuple(map(int, str(scaled))), -places))
 
 
 def plain(amount: Decimal) -> str:

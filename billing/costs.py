@@ -52,16 +52,16 @@ class Amount(NamedTuple):
 def price(*, now: datetime) -> Counter[str]:
     """Bring the cost records up to the usage records: how many were written and removed.
 
-    It may stop at any step, run twice, or beside itself: each month is one transaction, under the lock of the watermark and
-    of the days that are derived. A day that is being metered meanwhile is left for the next pass."""
+    It may stop at any step, run twice, or beside itself: each month is one transaction, under the lock of the watermark. What
+    is metered meanwhile has noted its day again, which the next pass derives."""
     counts: Counter[str] = Counter()
-    for begin in sorted({day.replace(day=1) for day in Unpriced.objects.values_list("day", flat=True)}):
+    for begin in sorted({day.replace(day=1) for day in Unpriced.objects.values_list("day", flat=True).distinct()}):
         with transaction.atomic(durable=True):
             _watermark(now)
-            noted = Unpriced.objects.select_for_update(skip_locked=True).filter(day__gte=begin, day__lt=following(begin))
-            days = [row.day for row in noted.order_by("day")]
-            written, removed = _derive(begin, days) if days else (0, 0)
-            Unpriced.objects.filter(day__in=days).delete()
+            noted = [*Unpriced.objects.filter(day__gte=begin, day__lt=following(begin))]  # before any usage is read
+            written, removed = _derive(begin, sorted({row.day for row in noted})) if noted else (0, 0)
+            for at in range(0, len(noted), ROWS):
+                Unpriced.objects.filter(pk__in=[row.pk for row in noted[at : at + ROWS]]).delete()
             step("priced", begin)
         counts.update(written=written, removed=removed)
     return +counts

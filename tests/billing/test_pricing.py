@@ -303,6 +303,19 @@ def test_usage_of_a_day_before_moves_the_allowance_there() -> None:
 
 
 @pytest.mark.usefixtures("ten_free")
+def test_an_allowance_that_is_used_up_stays_so_until_something_earlier_changes() -> None:
+    early = [time_used(f"2026-11-{each:02}T00:00", 6 * HOUR, provider="acme") for each in range(1, 20)]
+    price()
+    time_used("2026-11-15T00:00", 6 * HOUR, BOB, provider="acme")
+    price()
+    assert (total(), lines("free", agent_did=BOB)) == (20 * 6 - 10, [(0,)])
+    UsageRecord.objects.filter(pk=early[1][0].pk).delete()
+    price()
+    assert lines("day", "free")[:2] == [(day("2026-11-01"), 6), (day("2026-11-03"), 4)]
+    assert total() == 19 * 6 - 10
+
+
+@pytest.mark.usefixtures("ten_free")
 def test_usage_that_is_taken_back_gives_its_allowance_back() -> None:
     early = time_used("2026-11-02T00:00", 6 * HOUR, BOB, provider="acme")
     time_used("2026-11-05T00:00", 8 * HOUR, provider="acme")
@@ -477,31 +490,31 @@ SPANS = st.lists(
     min_size=1, max_size=8,
 )  # fmt: skip
 PRICES = st.decimals(0, 99, places=12).filter(lambda usd: len(usd.normalize().as_tuple().digits) <= 14)
+FREE = st.sampled_from([Decimal(0), Decimal(10)]) | st.decimals(0, 60, places=6)
 
 
 @hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    spans=SPANS, changes=st.lists(st.tuples(st.integers(0, 70 * MICROS), PRICES), max_size=3), memory_usd=PRICES,
-    allowance=st.decimals(0, 100, places=6),
+    spans=SPANS, changes=st.lists(st.tuples(st.integers(0, 70 * MICROS), st.tuples(PRICES, FREE)), max_size=3),
+    first=st.tuples(PRICES, FREE),
 )  # fmt: skip
 def test_the_sum_of_lines_is_what_a_plain_computation_says(
-    spans: list[Any], changes: list[tuple[int, Decimal]], memory_usd: Decimal, allowance: Decimal
+    spans: list[Any], changes: list[tuple[int, tuple[Decimal, Decimal]]], first: tuple[Decimal, Decimal]
 ) -> None:
     CostRecord.objects.all().delete()
     UsageRecord.objects.all().delete()
     Rate.objects.filter(provider="acme").delete()
     begin = at("2026-10-10")
-    rate("memory", str(memory_usd), allowance=allowance)
-    moments = {begin + timedelta(microseconds=when): usd for when, usd in changes}
-    for when, usd in moments.items():
+    known = {at("2020-01-01"): first} | {begin + timedelta(microseconds=when): change for when, change in changes}
+    for when, (usd, allowance) in known.items():
         rate("memory", str(usd), valid_from=when, allowance=allowance)
     for start, lasts, agent, (millicpus, memory) in spans:
         time_used(
             begin + timedelta(microseconds=start), timedelta(microseconds=lasts), agent, provider="acme", millicpus=millicpus,
             memory_mib=memory,
         )  # fmt: skip
-    price()
-    expected = plainly(begin, spans, {at("2020-01-01"): memory_usd, **moments}, Fraction(allowance))
+        price()  # each time, as it comes
+    expected = plainly(begin, spans, known)
     found: dict[str, Fraction] = defaultdict(Fraction)
     for when, usd in lines("day", "usd"):
         found[f"{when:%Y-%m}"] += Fraction(usd)
@@ -510,7 +523,7 @@ def test_the_sum_of_lines_is_what_a_plain_computation_says(
         assert abs(expected[month] - found[month]) <= Fraction(lines_in, 2 * 10**9)  # each line is rounded once
 
 
-def plainly(begin: datetime, spans: list[Any], prices: dict[datetime, Decimal], allowance: Fraction) -> dict[str, Fraction]:
+def plainly(begin: datetime, spans: list[Any], prices: dict[datetime, tuple[Decimal, Decimal]]) -> dict[str, Fraction]:
     """GiB-hours in pieces that no midnight and no change of price is in, each at its price, in the order of days, rates and
     leases, until the allowance is used up. By month."""
     cuts = sorted({*prices, *(datetime.combine(begin.date(), time(), UTC) + timedelta(days=n) for n in range(80))})
@@ -523,11 +536,11 @@ def plainly(begin: datetime, spans: list[Any], prices: dict[datetime, Decimal], 
             since = max(when for when in prices if when <= a)
             hours = Fraction((b - a) // timedelta(microseconds=1), 3600 * 10**6)
             pieces[a.date(), since, str(lease(agent)) if agent else ""] += hours * memory / 1024
-    left: dict[str, Fraction] = defaultdict(lambda: allowance)
+    taken: dict[str, Fraction] = defaultdict(Fraction)
     paid: dict[str, Fraction] = defaultdict(Fraction)
     for (when, since, _), used in sorted(pieces.items()):
-        month = f"{when:%Y-%m}"
-        free = min(left[month], used)
-        left[month] -= free
-        paid[month] += (used - free) * Fraction(prices[since])
+        month, (usd, allowance) = f"{when:%Y-%m}", prices[since]
+        free = min(max(Fraction(allowance) - taken[month], Fraction(0)), used)
+        taken[month] += free
+        paid[month] += (used - free) * Fraction(usd)
     return paid

@@ -11,6 +11,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from django.db import connection
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
@@ -465,6 +466,23 @@ def test_two_passes_and_a_meter_at_once_leave_what_one_leaves() -> None:
     costs.start_over()
     price()
     assert records() == together
+
+
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="has one writer at a time")
+@pytest.mark.django_db(transaction=True)
+def test_what_is_metered_while_its_day_is_priced_is_left_for_the_next_pass(at_step: Callable[..., None]) -> None:
+    rate("time", "1")
+    time_used("2026-11-02T10:00", provider="acme")
+
+    def rival() -> None:
+        with threads(1) as run:
+            assert run(lambda _: len(time_used("2026-11-02T12:00", provider="acme"))) == [1]
+
+    at_step("repriced", rival)
+    price()
+    assert (total(), [*Unpriced.objects.values_list("day", flat=True)]) == (1, [day("2026-11-02")])
+    price()
+    assert (total(), Unpriced.objects.count()) == (2, 0)
 
 
 def test_what_is_metered_is_priced(grant: Callable[..., Any]) -> None:

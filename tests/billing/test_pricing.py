@@ -129,8 +129,8 @@ def test_fargate_disk_past_what_each_task_has_free() -> None:
 
 
 def test_a_gigabyte_stored_for_thirty_days_is_a_month() -> None:
-    """R2: 10 GB-months free, then 0.015 USD each (https://developers.cloudflare.com/r2/pricing/). 25 GB for 30 days are 25
-    GB-months: 15 x 0.015 = 0.225."""
+    """R2: 10 GB-months free, then 0.015 USD each (as told by https://github.com/halideworks/onelight/wiki/Pricing).
+    25 GB for 30 days are 25 GB-months: 15 x 0.015 = 0.225."""
     rate("storage", "0.015", allowance=USD(10))
     stored("2026-04-01", 30 * DAY, 25 * 10**9, provider="acme")
     price()

@@ -11,6 +11,8 @@ from django.core.exceptions import ValidationError
 from django.db import models
 from django.db.models import Q
 
+from sandboxes.addresses import why_refused
+
 
 class Kind(models.TextChoices):
     """What can happen that others want to know."""
@@ -108,6 +110,16 @@ class Webhook(models.Model):
 
     def __str__(self) -> str:
         return self.url
+
+    def clean(self) -> None:
+        """What is wrong with an address that needs no look-up; the others are judged at each delivery."""
+        try:
+            host = urlsplit(self.url).hostname or ""
+            address = ip_address("127.0.0.1" if host == "localhost" else host)
+        except ValueError:
+            return
+        if why := why_refused(address, internal=self.internal):
+            raise ValidationError({"url": f"{host}: {why}"})
 
 
 class Event(models.Model):

@@ -176,10 +176,13 @@ def record(delivery: Delivery, answer: Answer, *, now: datetime) -> str:
 def send_test(webhook: Webhook, *, now: datetime, actor: str = "") -> Delivery:
     """Send it an event that says only that, once, also if it is paused. NotDelivered says what came back."""
     later = ticking(now)
+    fresh = Webhook.objects.filter(CURRENT, pk=webhook.pk).first()  # its secret may have been rotated since it was read
+    if fresh is None:
+        raise NotDelivered("It was removed.")
     with transaction.atomic(durable=True):
         event = Event.objects.create(kind=Kind.TEST, key=uuid.uuid4().hex, payload={"webhook_id": str(webhook.pk)}, at=now)
         delivery = Delivery.objects.create(
-            event=event, webhook=webhook, asked_at=now, due_at=now + CLAIM, claim=uuid.uuid4(), tries=1
+            event=event, webhook=fresh, asked_at=now, due_at=now + CLAIM, claim=uuid.uuid4(), tries=1
         )
     log.info("webhook tested", webhook=str(webhook.pk), actor=actor)
     answer = attempt(delivery, now=now)

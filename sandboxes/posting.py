@@ -4,6 +4,7 @@ The name is resolved once and what was found is what is connected to: a name tha
 nothing. No redirect is followed, no proxy of the environment is used, and of the answer only its status is read."""
 
 import asyncio
+import os
 import socket
 import ssl
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import yarl
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from sandboxes.addresses import Address, why_refused
@@ -55,8 +57,11 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, internal: bool = 
         return Answer(error=f"No answer within {timeout:g} s.")
     except aiohttp.ClientConnectorCertificateError as wrong:
         return Answer(error=f"Its certificate is not good: {getattr(wrong.certificate_error, 'verify_message', 'unknown')}.")
+    except aiohttp.ServerDisconnectedError:
+        return Answer(error="It closed the connection without an answer.")
     except OSError as failed:  # aiohttp's errors of connections are some, too
-        return Answer(error=f"It could not be reached: {failed.strerror or 'the connection broke'}.")
+        why = os.strerror(failed.errno) if failed.errno else "the connection broke"
+        return Answer(error=f"It could not be reached: {why}.")
     except (aiohttp.ClientError, ValueError) as failed:  # their texts quote the address and the answer
         return Answer(error=f"No answer in HTTP: {type(failed).__name__}.")
 
@@ -109,7 +114,7 @@ async def _post(url: str, body: bytes, headers: Mapping[str, str], addresses: Se
             connector=connector, trust_env=False, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),
         ) as session,
-        session.post(url, data=body, headers=headers, allow_redirects=False) as answer,
+        session.post(yarl.URL(url, encoded=True), data=body, headers=headers, allow_redirects=False) as answer,
     ):  # fmt: skip
         return _read(answer)
 

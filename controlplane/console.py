@@ -54,6 +54,11 @@ MENU: Mapping[str, list[tuple[str, str, str]]] = {
         ("Snapshots", "history", "sandboxes.snapshot"),
         ("Data events", "rule", "sandboxes.dataevent"),
     ],
+    "Webhooks": [
+        ("Webhooks", "webhook", "sandboxes.webhook"),
+        ("Events", "campaign", "sandboxes.event"),
+        ("Deliveries", "outgoing_mail", "sandboxes.delivery"),
+    ],
     "Health": [
         ("Sweeps", "cleaning_services", "sandboxes.sweep"),
         ("Schedules", "schedule", "django_q.schedule"),

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from django import forms
 from django.contrib import admin, messages
 from django.db.models import Count, Q, QuerySet
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 from django.utils import timezone
 from django.utils.safestring import SafeString
@@ -231,7 +231,8 @@ class WebhookAdmin(Page):
         return answer
 
     def response_add(self, request: HttpRequest, obj: Webhook, post_url_continue: str | None = None) -> HttpResponse:
-        return super().response_add(request, obj, reverse("admin:sandboxes_webhook_change", args=[obj.pk]))
+        messages.success(request, "The webhook is told of what happens from now on.")
+        return HttpResponseRedirect(reverse("admin:sandboxes_webhook_change", args=[obj.pk]))
 
     def after(self, act: Act, row: Webhook, form: Reason) -> str:
         if secret := getattr(row, "new_secret", None):

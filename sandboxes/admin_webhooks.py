@@ -1,7 +1,7 @@
 """Operators' pages on what happened and who was told: webhooks, events, deliveries."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar
@@ -49,8 +49,8 @@ PAUSE = Act(
     title="Pause webhook",
     warning="What happens while it is paused is never sent there. What it was to be told before waits until it is resumed.",
     done="paused",
-    illegal="it is paused, or was removed",
-    legal=lambda row: row.removed_at is None and row.active,
+    illegal="it is not told of anything",
+    legal=lambda row: row.state == "active",
     verb=lambda row, actor, why, now: subscribing.pause(row.pk, actor=actor),
 )
 RESUME = Act(
@@ -58,7 +58,7 @@ RESUME = Act(
     warning="It is told again what happens, first of what has waited. What was given up is sent by hand, from its own page.",
     done="resumed",
     illegal="it is neither paused nor given up",
-    legal=lambda row: row.removed_at is None and (row.disabled_at is not None or not row.active),
+    legal=lambda row: row.state in ("paused", "disabled"),
     verb=lambda row, actor, why, now: subscribing.resume(row.pk, now=now, actor=actor),
     after=outbox.wake,
 )
@@ -93,6 +93,7 @@ class Listen(forms.ModelForm):
     """What a webhook is for."""
 
     kinds = forms.MultipleChoiceField(
+        label="Events",
         choices=[(kind, kind) for kind in TOLD],
         required=False,
         widget=UnfoldAdminCheckboxSelectMultipleWidget,
@@ -129,7 +130,7 @@ class WebhookAdmin(Page):
         "paused": Slice("Paused", "No webhook is paused.", lambda now: CURRENT & Q(active=False)),
         "all": Slice("All", "There never was a webhook."),
     }  # fmt: skip
-    labels = {"internal": "Its address is not public", "kinds": "Events"}
+    labels = {"internal": "Its address is not public"}
     change_form_outer_before_template = "admin/sandboxes/webhook/told.html"
     acts = {"send_test": TEST, "pause": PAUSE, "resume": RESUME, "rotate": ROTATE, "remove": REMOVE}
     actions_detail = ["send_test", "pause", "resume", "rotate", "remove"]
@@ -182,13 +183,15 @@ class WebhookAdmin(Page):
         return f"{row.due:,}"  # type: ignore[attr-defined]
 
     def page(self, request: HttpRequest, row: Webhook) -> dict[str, Any]:
-        now, everything = timezone.now(), rows("sandboxes_delivery", slice="all", webhook__id__exact=row.pk)
+        everything = rows("sandboxes_delivery", slice="all", webhook__id__exact=row.pk)
         due = Delivery.objects.filter(DUE, webhook=row).count()
         signs = until(row.before_until, "the one before signs for", "") if row.sealed_before else ""
-        latest = row.deliveries.select_related("event").order_by("-pk")[:SHOWN]
+        latest = [*row.deliveries.select_related("event").order_by("-pk")[: SHOWN + 1]]
         return {
             "facts": [
+                Fact("URL", shortened(row.url, 60), note=row.description),
                 Fact("State", state(row), note=ago(row.removed_at or row.disabled_at, "")),
+                Fact("Events", self.wants(row)),
                 Fact("Last arrived", ago(row.last_delivered_at)),
                 Fact(
                     "Last try",
@@ -205,8 +208,8 @@ class WebhookAdmin(Page):
                 Fact("Secret", "destroyed" if row.removed_at else "kept encrypted", note=signs or "it cannot be shown again"),
                 Fact("Added", ago(row.created_at), note=f"by {row.created_by}" if row.created_by else ""),
             ],
-            "deliveries": lines(latest, now, name=lambda one: one.event.kind),
-            "more": everything,
+            "deliveries": lines(latest[:SHOWN], name=lambda one: one.event.kind),
+            "more": everything if len(latest) > SHOWN else "",
             "nothing": "It was told of nothing yet.",
             "done": done_to(row, SHOWN),
         }
@@ -225,9 +228,11 @@ class WebhookAdmin(Page):
         messages.warning(request, once(secret))
         return None
 
-    def add_view(self, request: HttpRequest, form_url: str = "", extra_context: Any = None) -> HttpResponse:
+    def changeform_view(
+        self, request: HttpRequest, object_id: str | None = None, form_url: str = "", extra_context: Any = None
+    ) -> HttpResponse:
         buttons = {"show_save_and_add_another": False, "show_save_and_continue": False}
-        answer: HttpResponse = super().add_view(request, form_url, {**(extra_context or {}), **buttons})
+        answer: HttpResponse = super().changeform_view(request, object_id, form_url, {**(extra_context or {}), **buttons})
         return answer
 
     def response_add(self, request: HttpRequest, obj: Webhook, post_url_continue: str | None = None) -> HttpResponse:
@@ -276,7 +281,7 @@ class EventAdmin(Facts):
     list_display = ["what", "happened", "told"]
     list_filter = ["kind"]
     search_fields = ["key__startswith"]
-    search_help_text = "What happened to whom: the id of a lease or a sandbox, or the event's own"
+    search_help_text = "Lease, sandbox, or a whole id"
     ordering = ["-at", "-pk"]
     slices = {"all": Slice("All", "Nothing happened yet that others want to know.")}
     fieldsets = all_fields("id", "kind", "key", "at")
@@ -310,7 +315,8 @@ class EventAdmin(Facts):
         return two(said, badge("failed", f"{given_up:,} given up")) if given_up else said
 
     def page(self, request: HttpRequest, row: Event) -> dict[str, Any]:
-        deliveries = row.deliveries.select_related("webhook").order_by("pk")[:SHOWN]
+        found = [*row.deliveries.select_related("webhook").order_by("pk")[: SHOWN + 1]]
+        everything = rows("sandboxes_delivery", slice="all", event__id__exact=row.pk)
         return {
             "facts": [
                 Fact("Kind", row.kind),
@@ -319,8 +325,8 @@ class EventAdmin(Facts):
                 Fact("Id", row.pk, note="the webhook-id of every try"),
             ],
             "body": json.dumps(json.loads(delivering.body_of(row)), indent=2, ensure_ascii=False),
-            "deliveries": lines(deliveries, timezone.now(), name=lambda one: shortened(one.webhook.url)),
-            "more": rows("sandboxes_delivery", slice="all", event__id__exact=row.pk),
+            "deliveries": lines(found[:SHOWN], name=lambda one: shortened(one.webhook.url)),
+            "more": everything if len(found) > SHOWN else "",
             "nothing": "No webhook wanted it when it happened.",
         }
 
@@ -331,7 +337,7 @@ class DeliveryAdmin(Facts):
     list_filter = ["event__kind"]
     list_select_related = ["event", "webhook"]
     search_fields = ["event__key__startswith", "webhook__url__contains"]
-    search_help_text = "What happened to whom, or a part of the URL"
+    search_help_text = "Lease, sandbox, or a part of the URL"
     ordering = ["-pk"]
     slices = {
         "due": Slice("To be sent", "Everybody was told of everything.", lambda now: DUE),
@@ -373,7 +379,11 @@ class DeliveryAdmin(Facts):
         return {
             "facts": [
                 Fact("Event", link("sandboxes_event", row.event_id, row.event.kind), note=row.event.key),
-                Fact("Webhook", link("sandboxes_webhook", row.webhook_id, shortened(row.webhook.url)), note=state(row.webhook)),
+                Fact(
+                    "Webhook",
+                    link("sandboxes_webhook", row.webhook_id, shortened(row.webhook.url, 60)),
+                    note=state(row.webhook),
+                ),
                 Fact("State", progress(row), note=when(row, timezone.now())),
                 Fact("Tries", f"{row.tries:,}", note="since it was asked for last"),
                 Fact("Last answer", row.last_status or "–", note=row.last_error, alarm=bool(row.last_error)),
@@ -416,7 +426,7 @@ class Line:
     why: str
 
 
-def lines(found: Iterable[Delivery], now: datetime, *, name: Any) -> list[Line]:
+def lines(found: Iterable[Delivery], *, name: Callable[[Delivery], str]) -> list[Line]:
     return [
         Line(reverse("admin:sandboxes_delivery_change", args=[one.pk]), name(one), progress(one), one.last_error)
         for one in found

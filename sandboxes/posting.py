@@ -16,7 +16,6 @@ from http import HTTPStatus
 from ipaddress import ip_address
 from queue import Empty, SimpleQueue
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import yarl
@@ -44,13 +43,13 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, internal: bool = 
     """Send it there, and say what came back; whatever goes wrong is an answer. `internal`: the address need not be public."""
     until = time.monotonic() + timeout
     try:
-        parts = urlsplit(url)
-        host = parts.hostname or ""
+        to = yarl.URL(url, encoded=True)  # by whose parts we judge is by whose parts we connect
+        host = to.host or ""
         addresses = _resolve(host, timeout)
         for address in addresses:
             if why := why_refused(address, internal=internal):
                 raise _Refused(f"{host} is {address}: {why}")
-        return asyncio.run(_post(url, body, headers, addresses, until - time.monotonic()))
+        return asyncio.run(_post(to, body, headers, addresses, until - time.monotonic()))
     except _Refused as refused:
         return Answer(error=str(refused))
     except TimeoutError:
@@ -105,7 +104,7 @@ class _Fixed(AbstractResolver):
         pass
 
 
-async def _post(url: str, body: bytes, headers: Mapping[str, str], addresses: Sequence[Address], timeout: float) -> Answer:
+async def _post(to: yarl.URL, body: bytes, headers: Mapping[str, str], addresses: Sequence[Address], timeout: float) -> Answer:
     # A context of its own each time: SSL_CERT_FILE and SSL_CERT_DIR count as they are now.
     connector = aiohttp.TCPConnector(resolver=_Fixed(addresses), ssl=ssl.create_default_context(), force_close=True)
     async with (
@@ -114,7 +113,7 @@ async def _post(url: str, body: bytes, headers: Mapping[str, str], addresses: Se
             connector=connector, trust_env=False, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),
         ) as session,
-        session.post(yarl.URL(url, encoded=True), data=body, headers=headers, allow_redirects=False) as answer,
+        session.post(to, data=body, headers=headers, allow_redirects=False) as answer,
     ):  # fmt: skip
         return _read(answer)
 

@@ -10,7 +10,7 @@ from django_q.models import Schedule
 from django_q.tasks import async_task
 
 from leases import sweeps as leases
-from sandboxes import pruning
+from sandboxes import delivering, pruning
 from sandboxes import sweeps as sandboxes
 from sandboxes.egress import collecting
 from sandboxes.sweeps import Swept
@@ -18,7 +18,7 @@ from sandboxes.sweeps import Swept
 PATH = f"{__name__}."  # of the functions below; whatever else is scheduled is not ours
 EVERY = {  # minutes
     "heartbeat": 1, "expire": 1, "stalled": 1, "reclaim": 1, "idle": 1, "cold": 5, "warm": 1, "reconcile": 5, "recount": 5,
-    "measure": 10, "persist": 1, "prune": 60, "collect": 1,
+    "measure": 10, "persist": 1, "prune": 60, "collect": 1, "webhooks": 1,
 }  # fmt: skip
 SWEEPS: dict[str, Callable[[datetime], Swept]] = {  # in this order each finds what the one before it has left
     "expire": lambda now: leases.expire_due(now=now),
@@ -33,6 +33,7 @@ SWEEPS: dict[str, Callable[[datetime], Swept]] = {  # in this order each finds w
     "measure": lambda now: leases.measure(now=now),
     "prune": lambda now: leases.prune(now=now),
     "collect": lambda now: collecting.collect(now=now),
+    "webhooks": lambda now: delivering.deliver_due(now=now),
 }
 
 
@@ -88,6 +89,10 @@ def prune() -> str:
 
 def collect() -> str:
     return str(sweep("collect", now=timezone.now()))
+
+
+def webhooks() -> str:
+    return str(sweep("webhooks", now=timezone.now()))
 
 
 def sweep(name: str, *, now: datetime) -> Swept:

@@ -238,7 +238,7 @@ EGRESS_SLOTS = env.integer(
 # --- who agents are to others -------------------------------------------------------------------------------------
 IDENTITY_KEYS = env.keys(
     "LEASEHOLD_IDENTITY_KEYS",
-    help="encrypt the agents' signing keys: the first encrypts, every one decrypts; unset: one derived from SECRET_KEY",
+    help="encrypt agents' signing keys, and webhooks': the first encrypts, all decrypt; unset: one derived from SECRET_KEY",
 )
 
 # --- the API ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from controlplane import schedules
 from leases import sweeps as leases
 from leases import turns
 from leases.management.verbs import duration, first_line, one_line
-from sandboxes import pruning, runs
+from sandboxes import delivering, outbox, pruning, runs
 from sandboxes import sweeps as sandboxes
 from sandboxes.egress import gate, logs, rates
 from sandboxes.models import ModelRate, Pool, Sandbox
@@ -76,11 +76,13 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "prune": {
         "remove outdated": lambda now: data.outdated()[:SHOWN],
         "remove": _unwanted,
+        "remove event": lambda now: outbox.old(now=now)[:SHOWN],
     },
     "collect": {
         "close model call": lambda now: logs.forsaken(now=now)[:SHOWN],
         "price model call": lambda now: rates.priceable([*ModelRate.objects.filter(valid_from__lte=now)], now=now)[:SHOWN],
     },
+    "webhooks": {"try delivery": lambda now: delivering.deliverable(now=now)[:SHOWN]},
 }
 
 

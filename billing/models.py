@@ -1,12 +1,24 @@
 """What the facts amount to: time and tokens by day, what they cost, and what may be spent. Facts are elsewhere; all that is
 in usage and cost records can be thrown away and derived again."""
 
+from collections.abc import Iterable
+from datetime import UTC, date, datetime
 from decimal import Decimal
+from typing import Any
+from uuid import UUID
 
-from django.db import models
-from django.db.models import F, Q
+from django.core.exceptions import ValidationError
+from django.core.validators import MinValueValidator
+from django.db import models, transaction
+from django.db.models import F, Q, QuerySet, Value
+from django.db.models.functions import Coalesce
+from django.utils import timezone
 
-__all__ = ["Item", "Meter", "UsageRecord", "Watermark"]
+__all__ = [
+    "HOUSE", "Account", "CostRecord", "Item", "Membership", "Meter", "Priced", "Rate", "Unpriced", "UsageRecord", "Watermark",
+]  # fmt: skip
+HOUSE = "house"  # the account of whoever has no other
+DIGITS = 15  # of a number: SQLite keeps no more
 
 
 class Watermark(models.Model):
@@ -26,6 +38,45 @@ class Item(models.TextChoices):
     TIME = "time", "sandbox time"
     STORAGE = "storage", "storage"
     TOKENS = "tokens", "model calls"
+
+
+class Unpriced(models.Model):
+    """A day whose costs do not follow from its usage yet: something was written or removed since they were derived."""
+
+    day = models.DateField(primary_key=True)
+    noted_at = models.DateTimeField(default=timezone.now)
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return str(self.day)
+
+    @classmethod
+    def note(cls, days: Iterable[date]) -> None:
+        """Call it in the transaction that changes what these days cost. A row that is there is written again, not passed
+        over: whoever is pricing that day holds its lock, and removes it."""
+        rows = [Unpriced(day=day) for day in sorted({*days})]
+        Unpriced.objects.bulk_create(
+            rows, update_conflicts=True, unique_fields=["day"], update_fields=["noted_at"], batch_size=200
+        )
+
+
+class UsageRecords(QuerySet["UsageRecord"]):
+    """Whatever is written or removed leaves its day unpriced, in the same transaction."""
+
+    def bulk_create(self, objs: Iterable[Any], *args: Any, **options: Any) -> list[Any]:
+        records = [*objs]
+        with transaction.atomic():
+            Unpriced.note(record.day for record in records)
+            return super().bulk_create(records, *args, **options)
+
+    def delete(self) -> tuple[int, dict[str, int]]:
+        with transaction.atomic():
+            Unpriced.note(self.order_by().values_list("day", flat=True).distinct())
+            return super().delete()
+
+    delete.alters_data = delete.queryset_only = True  # type: ignore[attr-defined]
 
 
 class UsageRecord(models.Model):
@@ -59,6 +110,8 @@ class UsageRecord(models.Model):
     output_tokens = models.PositiveBigIntegerField(default=0)
     usd = models.DecimalField(max_digits=18, decimal_places=9, default=Decimal(0), help_text="Of model calls.")
 
+    objects = UsageRecords.as_manager()
+
     class Meta:
         default_permissions = ("view",)
         ordering = ["-day", "-pk"]
@@ -91,3 +144,171 @@ class Meter(models.Model):
 
     def __str__(self) -> str:
         return f"{self.sandbox_id} at {self.transition}"
+
+
+# --- money ------------------------------------------------------------------------------------------------------------
+
+
+class Account(models.Model):
+    """Who pays. Allowances are used up once for each account and month."""
+
+    name = models.SlugField(max_length=63, unique=True)
+    title = models.CharField(max_length=200, blank=True)
+
+    class Meta:
+        ordering = ["name"]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Membership(models.Model):
+    """The account that an agent's usage is billed to, all of it: what it used before moves with it. Without one it is the
+    house, as it is for sandboxes that nobody held yet."""
+
+    agent_did = models.CharField(max_length=255, unique=True, verbose_name="agent")
+    account = models.ForeignKey(Account, on_delete=models.PROTECT, related_name="memberships")
+
+    class Meta:
+        ordering = ["agent_did"]
+
+    def __str__(self) -> str:
+        return f"{self.agent_did} in {self.account}"
+
+    def save(self, *args: Any, **options: Any) -> None:
+        with transaction.atomic():
+            was = Membership.objects.filter(pk=self.pk).values_list("agent_did", flat=True).first()
+            super().save(*args, **options)
+            self._note(was, self.agent_did)
+
+    def delete(self, *args: Any, **options: Any) -> tuple[int, dict[str, int]]:
+        with transaction.atomic():
+            self._note(self.agent_did)
+            return super().delete(*args, **options)
+
+    @staticmethod
+    def _note(*agents: str | None) -> None:
+        Unpriced.note(
+            UsageRecord.objects.filter(agent_did__in=[*filter(None, agents)]).values_list("day", flat=True).distinct()
+        )
+
+
+class Priced(models.TextChoices):
+    """What rates and costs are for, and in which unit."""
+
+    TIME = "time", "sandbox-hours"
+    MEMORY = "memory", "GiB-hours of memory"
+    CPU = "cpu", "vCPU-minutes"
+    DISK = "disk", "GB-hours of disk"
+    STORAGE = "storage", "GB-months of storage"
+    PLAN = "plan", "months of a plan"
+    LLM = "llm", "model calls"
+
+
+class Rate(models.Model):
+    """What one unit costs at a provider from a moment on. One that has begun never changes: a new price is a new row, which
+    begins later, and nothing before it costs something else."""
+
+    provider = models.SlugField(max_length=32)
+    instance_type = models.CharField(max_length=32, blank=True, help_text="Such as basic. Empty: of any.")
+    item = models.CharField(max_length=8, choices=[choice for choice in Priced.choices if choice[0] != Priced.LLM])
+    usd = models.DecimalField(
+        "USD", max_digits=18, decimal_places=12, validators=[MinValueValidator(Decimal(0))], help_text="For one unit."
+    )
+    allowance = models.DecimalField(
+        max_digits=15, decimal_places=6, default=Decimal(0), validators=[MinValueValidator(Decimal(0))],
+        help_text="Units that each account has free in each calendar month, UTC.",
+    )  # fmt: skip
+    valid_from = models.DateTimeField(help_text="What was used before is not priced by it.")
+    source = models.CharField(max_length=300, blank=True, help_text="Where the figure is from.")
+    own = models.BooleanField("set your own", default=False, help_text="A zero in the place of a price that only you know.")
+
+    class Meta:
+        ordering = ["provider", "item", "instance_type", "-valid_from"]
+        constraints = [
+            models.UniqueConstraint(fields=["provider", "instance_type", "item", "valid_from"], name="rate_once"),
+            models.CheckConstraint(
+                condition=Q(usd__gte=0, allowance__gte=0),
+                name="rate_positive",
+                violation_error_message="A rate is not below 0.",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.provider} {self.instance_type} {self.item}".replace("  ", " ")
+
+    def clean(self) -> None:
+        """That it has not begun, before and after, as of now: what is priced by it cannot change."""
+        stored = Rate.objects.filter(pk=self.pk).first() if self.pk else None
+        if stored and stored.valid_from <= timezone.now():
+            raise ValidationError("This rate has begun, and what it priced stays. Add another one that begins later.")
+        if self.valid_from and self.valid_from < earliest_start(timezone.now()):
+            raise ValidationError({"valid_from": "A rate does not begin in the past: what was used then has its price."})
+        if isinstance(self.usd, Decimal) and len(self.usd.normalize().as_tuple().digits) > DIGITS:
+            raise ValidationError({"usd": f"At most {DIGITS} digits."})
+
+    def save(self, *args: Any, **options: Any) -> None:
+        """ValidationError for one that has begun. Whatever was used since it begins is priced again."""
+        self.full_clean()
+        with transaction.atomic():
+            super().save(*args, **options)
+            since = self.valid_from.astimezone(UTC).date()
+            Unpriced.note(UsageRecord.objects.filter(day__gte=since).values_list("day", flat=True).distinct())
+
+    def delete(self, *args: Any, **options: Any) -> tuple[int, dict[str, int]]:
+        if self.valid_from <= timezone.now():
+            raise ValidationError("This rate has begun, and what it priced stays.")
+        return super().delete(*args, **options)
+
+
+def earliest_start(now: datetime) -> datetime:
+    """When a new rate may begin at the earliest. What is used up to now has a price already, or is about to get it."""
+    return now
+
+
+class CostRecord(models.Model):
+    """What one lease used of one item on one day, and what that cost by one rate. Derived from usage, rates and memberships
+    alone: thrown away and derived again it is the same to the last digit."""
+
+    account = models.ForeignKey(Account, on_delete=models.PROTECT, related_name="costs", db_index=False)
+    day = models.DateField()
+    provider = models.CharField(max_length=32, blank=True)
+    item = models.CharField(max_length=8, choices=Priced.choices)
+    agent_did = models.CharField(max_length=255, blank=True, verbose_name="agent")
+    holder = models.UUIDField(null=True, blank=True, help_text="The lease. Empty: a sandbox that nobody held yet, or a plan.")
+    environment_id = models.CharField(max_length=200, blank=True)
+    rate = models.ForeignKey(
+        Rate, on_delete=models.PROTECT, null=True, blank=True, related_name="costs", help_text="Empty: model calls."
+    )
+    whole = models.CharField(
+        max_length=40, help_text="The quantity in the smallest units there are, such as microseconds x MiB: a whole number."
+    )
+    quantity = models.DecimalField(max_digits=18, decimal_places=9, help_text="In the unit of the item.")
+    free = models.DecimalField(max_digits=18, decimal_places=9, default=Decimal(0), help_text="Within the allowance.")
+    usd = models.DecimalField("USD", max_digits=18, decimal_places=9)
+
+    class Meta:
+        default_permissions = ("view",)
+        ordering = ["-day", "account", "provider", "item", "-pk"]
+        constraints = [
+            models.UniqueConstraint(
+                "day", "account", "provider", "item", "agent_did", "environment_id",
+                Coalesce("holder", Value(UUID(int=0), models.UUIDField())),
+                Coalesce("rate", Value(0), output_field=models.BigIntegerField()),
+                name="cost_once",
+            ),
+            models.CheckConstraint(
+                condition=Q(quantity__gte=0, usd__gte=0, free__gte=0, free__lte=F("quantity")), name="cost_positive"
+            ),
+            models.CheckConstraint(
+                condition=Q(item="llm", rate__isnull=True) | (~Q(item="llm") & Q(rate__isnull=False)), name="cost_has_its_rate"
+            ),
+        ]  # fmt: skip
+        indexes = [
+            models.Index(fields=["account", "day"], name="cost_account"),
+            models.Index(fields=["agent_did", "day"], name="cost_agent"),
+            models.Index(fields=["holder", "day"], name="cost_holder"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.item} on {self.day}"

@@ -1,0 +1,328 @@
+"""What usage costs: UsageRecord x Rate -> CostRecord, a day at a time, and the sums of that.
+
+Costs follow from usage, rates and memberships alone. Whatever changes one of them notes the days whose costs it changes
+(models.Unpriced), and `price` derives those days anew."""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+from itertools import pairwise
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from django.db import transaction
+from django.db.models import BigIntegerField, DecimalField, DurationField, ExpressionWrapper, F, Q, QuerySet, Sum, Value
+from django.db.models.functions import Cast, Greatest, Least, Round
+
+from billing import pricing
+from billing.instances import disk_mb, instance_type
+from billing.models import HOUSE, Account, CostRecord, Item, Membership, Priced, Rate, Unpriced, UsageRecord, Watermark
+from sandboxes.lifecycle import step
+from sandboxes.models import ALIVE
+
+PAID = ALIVE  # ready for somebody; what starts, is put to sleep, sleeps or is destroyed costs nothing as time
+ROWS = 500  # in one statement: SQLite takes so many values
+MICROSECOND = timedelta(microseconds=1)
+WHO = ("agent_did", "environment_id", "holder", "provider")
+NANO = 10**9
+
+
+class Key(NamedTuple):
+    """What one cost record is about: there is one of each."""
+
+    day: date
+    account: int
+    provider: str
+    item: str
+    agent_did: str
+    environment_id: str
+    holder: UUID | None
+    rate: int | None
+
+
+class Amount(NamedTuple):
+    whole: str
+    quantity: Decimal
+    free: Decimal
+    usd: Decimal
+
+
+def price(*, now: datetime) -> Counter[str]:
+    """Bring the cost records up to the usage records: how many were written and removed.
+
+    It may stop at any step, run twice, or beside itself: each month is one transaction, under the lock of the watermark and
+    of the days that are derived. A day that is being metered meanwhile is left for the next pass."""
+    counts: Counter[str] = Counter()
+    for begin in sorted({day.replace(day=1) for day in Unpriced.objects.values_list("day", flat=True)}):
+        with transaction.atomic(durable=True):
+            _watermark(now)
+            noted = Unpriced.objects.select_for_update(skip_locked=True).filter(day__gte=begin, day__lt=following(begin))
+            days = [row.day for row in noted.order_by("day")]
+            written, removed = _derive(begin, days) if days else (0, 0)
+            Unpriced.objects.filter(day__in=days).delete()
+            step("priced", begin)
+        counts.update(written=written, removed=removed)
+    return +counts
+
+
+def start_over() -> None:
+    """Throw the cost records away. The next `price` derives them all again."""
+    with transaction.atomic(durable=True):
+        _watermark(datetime(1970, 1, 1, tzinfo=UTC))
+        CostRecord.objects.all().delete()
+        Unpriced.note(UsageRecord.objects.order_by().values_list("day", flat=True).distinct())
+
+
+def _watermark(now: datetime) -> None:
+    """Locks it, and moves it to now, but never back."""
+    Watermark.objects.get_or_create(name="costs", defaults={"at": now})
+    mark = Watermark.objects.select_for_update().get(name="costs")
+    if mark.at < now:
+        mark.at = now
+        mark.save(update_fields=["at"])
+
+
+def following(month: date) -> date:
+    """The first day of the month after this one."""
+    return (month.replace(day=1) + timedelta(days=32)).replace(day=1)
+
+
+# --- one month --------------------------------------------------------------------------------------------------------
+
+
+def _derive(begin: date, days: list[date]) -> tuple[int, int]:
+    """Write what some days of a month cost, and what changes by that on its other days: allowances are used up in order."""
+    rates = {rate.pk: rate for rate in Rate.objects.all()}
+    members, house = _members()
+    lines: dict[Key, int] = defaultdict(int)
+    called: dict[Key, Amount] = {}
+    for day in days:
+        for (agent, environment, holder, provider), quantities in _of_day(day, rates.values()):
+            account = members.get(agent, house)
+            for (item, rate), whole in quantities:
+                lines[Key(day, account, provider, item, agent, environment, holder, rate)] += whole
+        for (agent, environment, holder, provider), calls, usd in _calls(day):
+            key = Key(day, members.get(agent, house), provider, Priced.LLM, agent, environment, holder, None)
+            called[key] = Amount(str(calls), Decimal(calls), Decimal(0), usd)
+    lines = {key: whole for key, whole in lines.items() if whole}
+    there = _records(day__in=days)
+    touched = {key.account for each in (lines, called, there) for key in each}
+    month = Q(day__gte=begin, day__lt=following(begin), account__in=touched) & ~Q(day__in=days)
+    kept = _records(month & ~Q(item=Priced.PLAN) & Q(rate__allowance__gt=0))
+    lines.update({key: int(amount.whole) for key, (_, amount) in kept.items()})
+    plans = {rate.provider for rate in rates.values() if rate.item == Priced.PLAN}
+    if plans:
+        there |= _records(month & Q(item=Priced.PLAN))
+        used = CostRecord.objects.filter(month, provider__in=plans).exclude(item__in=[Priced.PLAN, Priced.LLM])
+        in_use = {*used.order_by().values_list("account", "provider", "day").distinct()}
+        in_use |= {(key.account, key.provider, key.day) for key in lines if key.provider in plans}
+        lines.update(dict.fromkeys(_plans(in_use, rates.values()), 1))
+    return _write(_priced(lines, rates) | called, there | kept)
+
+
+def _members() -> tuple[dict[str, int], int]:
+    """agent -> account, and the account of all others."""
+    house = Account.objects.get_or_create(name=HOUSE)[0]
+    return dict(Membership.objects.values_list("agent_did", "account")), house.pk
+
+
+def _of_day(day: date, rates: Collection[Rate]) -> Iterator[tuple[tuple[Any, ...], list[tuple[tuple[str, int], int]]]]:
+    """Who used what on a day: ((agent, environment, lease, provider), [((item, rate), quantity in the smallest units)]).
+
+    A rate that begins in the middle of the day cuts all time in two there."""
+    first = datetime.combine(day, time(), UTC)
+    last = first + timedelta(days=1)
+    cuts = sorted({first, last, *(rate.valid_from for rate in rates if first < rate.valid_from < last)})
+    for begin, end in pairwise(cuts):
+        for *who, memory_mib, millicpus, lasted in _lasted(day, begin, end, "memory_mib", "millicpus", item=Item.TIME):
+            size = instance_type(who[-1], memory_mib, millicpus)
+            quantities = pricing.used(
+                lasted // MICROSECOND, memory_mib=memory_mib, millicpus=millicpus, disk_mb=disk_mb(who[-1], size)
+            )
+            yield tuple(who), [*_rated(quantities, rates, who[-1], size, begin)]
+        for *who, size_bytes, lasted in _lasted(day, begin, end, "size_bytes", item=Item.STORAGE):
+            quantities = {Priced.STORAGE: lasted // MICROSECOND * size_bytes}
+            yield tuple(who), [*_rated(quantities, rates, who[-1], "", begin)]
+
+
+def _rated(
+    quantities: Mapping[str, int], rates: Collection[Rate], provider: str, size: str, at: datetime
+) -> Iterator[tuple[tuple[str, int], int]]:
+    for item, whole in quantities.items():
+        if rate := pricing.rate_for(rates, provider, size, item, at):
+            yield (str(item), rate.pk), whole
+
+
+def _lasted(day: date, begin: datetime, end: datetime, *sizes: str, item: str) -> QuerySet[UsageRecord, tuple[Any, ...]]:
+    """How long each lease had what it is paid for, between two moments of a day, by these sizes."""
+    paid = Q(state__in=PAID) if item == Item.TIME else Q()
+    rows = UsageRecord.objects.filter(paid, day=day, item=item, began_at__lt=end, ended_at__gt=begin)
+    lasted = Least(F("ended_at"), Value(end)) - Greatest(F("began_at"), Value(begin))
+    total = Sum(ExpressionWrapper(lasted, DurationField()))
+    return rows.order_by().values_list(*WHO, *sizes).annotate(lasted=total)
+
+
+def _calls(day: date) -> Iterator[tuple[tuple[Any, ...], int, Decimal]]:
+    rows = UsageRecord.objects.filter(day=day, item=Item.TOKENS).order_by().values_list(*WHO)
+    for *who, calls, nano in rows.annotate(number=Sum("calls"), nano=exactly("usd")):
+        yield tuple(who), calls, nano_usd(nano)
+
+
+def exactly(field: str) -> Sum:
+    """The sum of a column with nine decimal places, in billionths. SQLite adds decimals as floating point numbers."""
+    billionths = ExpressionWrapper(F(field) * NANO, DecimalField(max_digits=30, decimal_places=9))
+    return Sum(Cast(Round(billionths), BigIntegerField()), default=0)
+
+
+def nano_usd(billionths: int) -> Decimal:
+    return Decimal(billionths).scaleb(-9)
+
+
+def _plans(in_use: Iterable[tuple[int, str, date]], rates: Collection[Rate]) -> Iterator[Key]:
+    """One for each account and provider: on the first day of the month on which it is used and has a plan."""
+    found: set[tuple[int, str]] = set()
+    for account, provider, day in sorted(in_use, key=lambda each: each[2]):
+        rate = pricing.rate_for(rates, provider, "", Priced.PLAN, datetime.combine(day, time(), UTC))
+        if rate and (account, provider) not in found:
+            found.add((account, provider))
+            yield Key(day, account, provider, Priced.PLAN, "", "", None, rate.pk)
+
+
+def _priced(lines: Mapping[Key, int], rates: Mapping[int, Rate]) -> dict[Key, Amount]:
+    """What each line costs, once the allowances of its account are used up in the order of time."""
+
+    def order(key: Key) -> tuple[Any, ...]:
+        rate = rates[key.rate or 0]
+        return key.day, rate.valid_from, str(key.holder or ""), key.agent_did, key.environment_id, rate.instance_type
+
+    groups: dict[tuple[int, str, str], list[Key]] = defaultdict(list)
+    for key in sorted(lines, key=order):
+        groups[key.account, key.provider, key.item].append(key)
+    priced = {}
+    for (_, _, item), keys in groups.items():
+        used = [rates[key.rate or 0] for key in keys]
+        limits = [pricing.whole_of(item, rate.allowance) for rate in used]
+        frees = pricing.allot(zip((lines[key] for key in keys), limits, strict=True))
+        for key, rate, free in zip(keys, used, frees, strict=True):
+            whole = lines[key]
+            priced[key] = Amount(
+                str(whole),
+                pricing.rounded(pricing.units(item, whole)),
+                pricing.rounded(pricing.units(item, free)),
+                pricing.rounded(pricing.cost(item, whole - free, rate.usd)),
+            )
+    return priced
+
+
+def _records(*conditions: Q, **fields: Any) -> dict[Key, tuple[int, Amount]]:
+    """Cost records that are there: what each is about -> its id and its amounts."""
+    rows = CostRecord.objects.filter(*conditions, **fields).order_by()
+    names = [*Key._fields, "pk", *Amount._fields]
+    found = {}
+    for row in rows.values_list(*names):
+        found[Key(*row[:8])] = (row[8], Amount(*row[9:]))
+    return found
+
+
+def _write(wanted: Mapping[Key, Amount], there: Mapping[Key, tuple[int, Amount]]) -> tuple[int, int]:
+    """Make the records these, and leave those alone that are so already: how many were written and removed."""
+    outdated = [pk for key, (pk, amount) in there.items() if wanted.get(key) != amount]
+    fresh = [
+        CostRecord(account_id=key.account, rate_id=key.rate, **_without(key), **amount._asdict())
+        for key, amount in wanted.items()
+        if key not in there or there[key][1] != amount
+    ]
+    for at in range(0, len(outdated), ROWS):
+        CostRecord.objects.filter(pk__in=outdated[at : at + ROWS]).delete()
+    step("repriced", len(outdated))
+    CostRecord.objects.bulk_create(fresh, batch_size=ROWS)
+    return len(fresh), len(outdated)
+
+
+def _without(key: Key) -> dict[str, Any]:
+    return {name: value for name, value in key._asdict().items() if name not in ("account", "rate")}
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+
+
+BY = {
+    "agent": "agent_did", "lease": "holder", "environment": "environment_id", "provider": "provider", "day": "day",
+    "account": "account__name", "item": "item",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Total:
+    """What was used under one key, by item, how much of that was free, and what it cost. `lasted` is the time for which
+    sandboxes were there; of an item it is None."""
+
+    key: str
+    quantities: dict[str, Decimal]
+    free: dict[str, Decimal]
+    usd: Decimal
+    lasted: timedelta | None
+
+
+def costs(
+    by: str, *, since: date | None = None, until: date | None = None, agents: Collection[str] | None = None, **only: Any
+) -> list[Total]:
+    """Costs from one day up to, not including, another: the dearest first, days in their order.
+
+    `by` and the names in `only` are those of BY; `agents` limits it to some."""
+    rows = CostRecord.objects.filter(_within(since, until, agents), **{BY[name]: value for name, value in only.items()})
+    sums = rows.order_by().values_list(BY[by], "item").annotate(exactly("quantity"), exactly("free"), exactly("usd"))
+    quantities: dict[str, dict[str, Decimal]] = defaultdict(dict)
+    free: dict[str, dict[str, Decimal]] = defaultdict(dict)
+    usd: Counter[str] = Counter()
+    for key, item, quantity, unpaid, nano in sums:
+        name = _name(key)
+        quantities[name][item] = nano_usd(quantity)
+        if unpaid:
+            free[name][item] = nano_usd(unpaid)
+        usd[name] += nano
+    lasted = None if by == "item" or "item" in only else hours(by, since=since, until=until, agents=agents, **only)
+    names = sorted({*quantities, *(lasted or {})}, key=lambda name: (0 if by == "day" else -usd[name], name))
+    return [
+        Total(
+            name,
+            quantities.get(name, {}),
+            free.get(name, {}),
+            nano_usd(usd[name]),
+            None if lasted is None else lasted.get(name, timedelta(0)),
+        )
+        for name in names
+    ]
+
+
+def hours(
+    by: str, *, since: date | None = None, until: date | None = None, agents: Collection[str] | None = None, **only: Any
+) -> dict[str, timedelta]:
+    """How long sandboxes were there and ready, those of one key together, in the same days."""
+    mine = dict(Membership.objects.values_list("agent_did", "account__name"))
+    account = only.pop("account", None)
+    rows = UsageRecord.objects.filter(_within(since, until, agents), item=Item.TIME, state__in=PAID)
+    rows = rows.filter(**{BY[name]: value for name, value in only.items()})
+    total: dict[str, timedelta] = defaultdict(timedelta)
+    lasted = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
+    field = "agent_did" if by == "account" else BY[by]
+    for key, agent, time_ in rows.order_by().values_list(field, "agent_did").annotate(lasted):
+        whose = mine.get(agent, HOUSE)
+        if account in (None, whose):
+            total[whose if by == "account" else _name(key)] += time_
+    return dict(total)
+
+
+def _within(since: date | None, until: date | None, agents: Collection[str] | None) -> Q:
+    within = Q() if agents is None else Q(agent_did__in=[*agents])
+    if since:
+        within &= Q(day__gte=since)
+    if until:
+        within &= Q(day__lt=until)
+    return within
+
+
+def _name(key: object) -> str:
+    return "" if key is None else str(key)

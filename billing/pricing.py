@@ -1,0 +1,91 @@
+"""Quantity x rate - allowance, exactly: quantities are whole numbers of the smallest units there are, sums are fractions,
+and each amount is rounded once, at its end. No database here."""
+
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from decimal import Decimal
+from fractions import Fraction
+from typing import Protocol, TypeVar
+
+MINUTE, HOUR = 60 * 10**6, 3600 * 10**6  # microseconds
+MONTH = 720  # hours, for storage: 30 days
+PLACES, CENTS = 9, 2
+# How many of the smallest units one unit of an item has.
+SMALLEST = {
+    "time": HOUR,  # microseconds in a sandbox-hour
+    "memory": 1024 * HOUR,  # microseconds x MiB in a GiB-hour
+    "cpu": 1000 * MINUTE,  # microseconds x thousandths of a CPU in a vCPU-minute
+    "disk": 1000 * HOUR,  # microseconds x MB in a GB-hour
+    "storage": 10**9 * MONTH * HOUR,  # microseconds x bytes in a GB-month
+    "plan": 1,
+    "llm": 1,
+}
+
+
+class Rate(Protocol):
+    """What one unit of an item costs at a provider from a moment on. instance_type is empty if it is for any."""
+
+    provider: str
+    instance_type: str
+    item: str
+    usd: Decimal
+    allowance: Decimal
+    valid_from: datetime
+
+
+R = TypeVar("R", bound=Rate)
+
+
+def rate_for(rates: Iterable[R], provider: str, instance_type: str, item: str, at: datetime) -> R | None:
+    """The rate that counts at a moment, None if there was none: one for this instance type before one for any, then the
+    newest that has begun."""
+    valid = [
+        rate for rate in rates
+        if (rate.provider, rate.item) == (provider, item)
+        and rate.instance_type in ("", instance_type) and rate.valid_from <= at
+    ]  # fmt: skip
+    return max(valid, key=lambda rate: (rate.instance_type, rate.valid_from), default=None)
+
+
+def used(micros: int, *, memory_mib: int, millicpus: int, disk_mb: int) -> dict[str, int]:
+    """What a sandbox of this size uses in so many microseconds, in the smallest units. CPU is what it was given: what it has
+    used of that is not measured, so a provider that charges for use alone charges less."""
+    return {"time": micros, "memory": micros * memory_mib, "cpu": micros * millicpus, "disk": micros * disk_mb}
+
+
+def units(item: str, whole: int) -> Fraction:
+    return Fraction(whole, SMALLEST[item])
+
+
+def whole_of(item: str, amount: Decimal) -> int:
+    """An allowance in the smallest units; it has six decimal places at most, or is a whole number."""
+    return int(Fraction(amount) * SMALLEST[item])
+
+
+def allot(lines: Iterable[tuple[int, int]]) -> Iterator[int]:
+    """How much of each line is free. Lines are (whole, allowance), in the order of time: whoever comes first uses it up.
+
+    The allowance is that of the line's own rate: one that is raised in the middle of a month adds to what is left."""
+    taken = 0
+    for whole, allowance in lines:
+        free = min(whole, max(allowance - taken, 0))
+        taken += free
+        yield free
+
+
+def cost(item: str, whole: int, usd: Decimal) -> Fraction:
+    """Money, not rounded, for what is not free of it.
+
+    935 GiB-hours of memory at 0.009 USD are 8.415 USD."""
+    return units(item, whole) * Fraction(usd)
+
+
+def rounded(amount: Fraction, places: int = PLACES) -> Decimal:
+    """An amount that is not below 0 to so many decimal places, a half up."""
+    scaled = (2 * amount.numerator * 10**places + amount.denominator) // (2 * amount.denominator)
+    return Decimal((0, tuple(map(int, str(scaled))), -places))
+
+
+def plain(amount: Decimal) -> str:
+    """A decimal number without exponent and without the zeros that a column fills up with."""
+    return f"{amount.normalize():f}" if amount else "0"

@@ -78,7 +78,7 @@ SAID = {  # where the exception's own words are for us, not for a client
 NULLABLE = ("resets_at",)  # what it says by being null
 RETRY_AFTER = 5  # seconds, with a 503 that does not know better
 CODES = {
-    400: "invalid", 401: "unauthenticated", 402: "budget_exhausted", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
+    400: "invalid", 401: "unauthenticated", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
     406: "not_acceptable", 409: "conflict", 413: "too_large", 415: "unsupported_media_type", 429: "rate_limited",
     500: "internal", 503: "unavailable",
 }  # fmt: skip

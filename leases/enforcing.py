@@ -28,13 +28,13 @@ def enforce(*, now: datetime) -> Swept:
     has until the end of the grace, then it is killed, and the sandbox put to sleep. What cannot be stored stays and is
     tried again, later each time. Each step is safe to repeat: the next pass goes on where this one stopped."""
     swept, later = Swept(), ticking(now)
-    for pk in Budget.objects.filter(active=True).order_by("pk").values_list("pk", flat=True):
+    for number in Budget.objects.filter(active=True).order_by("pk").values_list("pk", flat=True):
         try:
-            for said in budgets.settle(pk, now=now):
+            for said in budgets.settle(number, now=now):
                 swept.note(f"budgets {said}")
         except Exception as failed:  # one budget must not keep the others from being enforced
-            log.exception("budget not settled", budget=pk)
-            swept.failures.append(f"budget {pk}: {failed}")
+            log.exception("budget not settled", budget=number)
+            swept.failures.append(f"budget {number}: {failed}")
     for pk, budget in due(now=now).items():
         if later() > now + BUDGET:
             break

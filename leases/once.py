@@ -101,7 +101,7 @@ def run_once(wish: Wish, *, now: datetime, actor: str = "", admit: Callable[[], 
     """Run one command in a sandbox of its own, which is gone afterwards.
 
     How the command ended is a result, and so is a sandbox that could not be had; what keeps the run from beginning at all
-    is raised: Invalid, Conflict for an id that was used, no place, no quota, no budget, whatever `admit` raises. Nothing is left
+    is raised: Invalid, Conflict for an id that was used, no place, quota or budget, whatever `admit` raises. Nothing is left
     either way, or `cleaned_up` is False and the sweeps go on; also if this process dies, once the run's time is over."""
     later = ticking(now)
     lease = _grant(wish, now=now, actor=actor, admit=admit)

@@ -360,7 +360,7 @@ class Problem(serializers.Serializer):
     run_id = serializers.UUIDField(required=False, help_text="The Run that says what is known.")
     limit = Limit(
         required=False,
-        help_text="With 429 quota_exceeded: sandboxes the agent may have. With 402 budget_exhausted: a decimal number, of `unit`.",
+        help_text="With 429 quota_exceeded: sandboxes the agent may have. With 402 budget_exhausted: a decimal number.",
     )
     spent = serializers.CharField(required=False, help_text="With 402 budget_exhausted: a decimal number, in this period.")
     unit = serializers.ChoiceField(Unit.values, required=False, help_text="With 402 budget_exhausted.")

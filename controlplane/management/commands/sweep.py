@@ -16,9 +16,8 @@ from django.utils import timezone
 
 from billing.models import Budget, Unpriced
 from controlplane import schedules
-from leases import enforcing
+from leases import enforcing, turns
 from leases import sweeps as leases
-from leases import turns
 from leases.management.verbs import duration, first_line, one_line
 from leases.models import Lease
 from sandboxes import pruning, runs

@@ -13,8 +13,10 @@ from django.db import IntegrityError, transaction
 from billing import budgets
 from leases.errors import Conflict, Invalid, LeaseEnded
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, Status
-from sandboxes import durations, pool, rows
+from sandboxes import durations, outbox, pool, rows
 from sandboxes.models import Pool
+from sandboxes.moments import iso
+from sandboxes.webhooks import Kind
 
 log = structlog.get_logger(__name__)
 EPOCH_MINUTE = 60
@@ -189,8 +191,24 @@ def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", why: str = "")
         LeaseEvent.objects.create(lease_id=pk, at=now, kind="ended", actor=actor, reason=f"{reason}: {why}" if why else reason)
         budgets.close_tab(pk, now=now)
         pool.give_up_held(pk, now=now, reason=f"lease ended: {reason}", actor=actor)
+        _tell_end(pk, now)
     log.info("lease ended", lease=str(pk), reason=reason)
     return True
+
+
+def _tell_end(pk: UUID, now: datetime) -> None:
+    lease = rows.first(Lease, "id = %s", pk)
+    assert lease  # our UPDATE locks it
+    said = {
+        "lease_id": str(pk),
+        "agent_did": lease.agent_did,
+        "environment_id": lease.environment_id,
+        "environment_type": lease.environment_type_id,
+        "end_reason": lease.end_reason,
+        "leased_at": iso(lease.leased_at),
+        "ended_at": iso(now),
+    }
+    outbox.put(Kind.LEASE_ENDED, key=str(pk), payload=said, now=now)
 
 
 def limit_spending(pk: UUID, limit: Decimal | None, *, now: datetime, actor: str = "", why: str = "") -> bool:

@@ -36,6 +36,13 @@ def insert(row: Model) -> None:
     row._state.adding, row._state.db = False, connection.alias
 
 
+def insert_new(row: Model) -> bool:
+    """The same unless a row that has what is unique of it is there; whether it was not. Waits for a rival's transaction."""
+    statement, fields = _insertion(type(row))
+    values = [field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields]
+    return execute(f"{statement} ON CONFLICT DO NOTHING", *values) == 1
+
+
 def execute(statement: str, *values: Any) -> int:
     """Execute a statement and say how many rows it touched."""
     with connection.cursor() as cursor:

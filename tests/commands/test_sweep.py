@@ -33,6 +33,7 @@ NAMES = [
     "measure",
     "prune",
     "collect",
+    "webhooks",
 ]
 
 
@@ -125,6 +126,7 @@ def test_dry_run_lists_what_the_sweeps_then_do_and_changes_nothing(
         f"measure: would measure {Sandbox.objects.get(holder=used.pk).pk}",
         "prune: nothing to do",
         "collect: nothing to do",
+        "webhooks: nothing to do",
     ]
     assert sweep("--dry-run") == expected
     assert sweep("--dry-run") == expected
@@ -134,7 +136,7 @@ def test_dry_run_lists_what_the_sweeps_then_do_and_changes_nothing(
         "reclaim: 2 destroyed, 2 leases closed",
         *[f"{name}: nothing to do" for name in ("persist", "idle", "cold", "warm")],
         "reconcile: 1 orphans destroyed",
-        *[f"{name}: nothing to do" for name in ("recount", "measure", "prune", "collect")],
+        *[f"{name}: nothing to do" for name in ("recount", "measure", "prune", "collect", "webhooks")],
     ]
 
 

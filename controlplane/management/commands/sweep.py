@@ -20,7 +20,7 @@ from leases import enforcing, turns
 from leases import sweeps as leases
 from leases.management.verbs import duration, first_line, one_line
 from leases.models import Lease
-from sandboxes import pruning, runs
+from sandboxes import delivering, outbox, pruning, runs
 from sandboxes import sweeps as sandboxes
 from sandboxes.egress import gate, logs, rates
 from sandboxes.models import ModelRate, Pool, Sandbox
@@ -78,6 +78,7 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "prune": {
         "remove outdated": lambda now: data.outdated()[:SHOWN],
         "remove": _unwanted,
+        "remove event": lambda now: outbox.old(now=now)[:SHOWN],
     },
     "collect": {
         "close model call": lambda now: logs.forsaken(now=now)[:SHOWN],
@@ -91,6 +92,7 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "settle budget": lambda now: Budget.objects.filter(active=True)[:SHOWN],
         "end lease": lambda now: Lease.objects.filter(pk__in=[*enforcing.due(now=now)][:SHOWN]),
     },
+    "webhooks": {"try delivery": lambda now: delivering.deliverable(now=now)[:SHOWN]},
 }
 
 

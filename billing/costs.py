@@ -273,7 +273,8 @@ def costs(
 
     `by` and the names in `only` are those of BY; `agents` limits it to some."""
     rows = CostRecord.objects.filter(_within(since, until, agents), **{BY[name]: value for name, value in only.items()})
-    sums = rows.order_by().values_list(BY[by], "item").annotate(exactly("quantity"), exactly("free"), exactly("usd"))
+    sums = rows.order_by().values_list(BY[by], "item")
+    sums = sums.annotate(a=exactly("quantity"), b=exactly("free"), c=exactly("usd"))
     quantities: dict[str, dict[str, Decimal]] = defaultdict(dict)
     free: dict[str, dict[str, Decimal]] = defaultdict(dict)
     usd: Counter[str] = Counter()
@@ -308,7 +309,7 @@ def hours(
     total: dict[str, timedelta] = defaultdict(timedelta)
     lasted = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
     field = "agent_did" if by == "account" else BY[by]
-    for key, agent, time_ in rows.order_by().values_list(field, "agent_did").annotate(lasted):
+    for key, agent, time_ in rows.order_by().values_list(field, "agent_did").annotate(lasted=lasted):
         whose = mine.get(agent, HOUSE)
         if account in (None, whose):
             total[whose if by == "account" else _name(key)] += time_

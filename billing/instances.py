@@ -39,3 +39,15 @@ def disk_mb(provider: str, name: str) -> int:
     """0 where it is not known."""
     size = INSTANCES.get(provider, {}).get(name)
     return size.disk_mb if size else 0
+
+
+def size_of(provider: str, name: str) -> Instance | None:
+    """A size by its name: the provider's own, else whichever provider has one of that name."""
+    for sizes in (INSTANCES.get(provider, {}), *INSTANCES.values()):
+        if name in sizes:
+            return sizes[name]
+    return None
+
+
+def names() -> list[str]:
+    return [name for sizes in INSTANCES.values() for name in sizes]

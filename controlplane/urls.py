@@ -12,6 +12,7 @@ urlpatterns = [
     path("admin/fleet/", console.fragment, name="fleet"),
     path("admin/", admin.site.urls),
     path("api/v1/", include("leases.urls")),
+    path("api/v1/", include("billing.urls")),
     path("api/schema", SpectacularAPIView.as_view(), name="schema"),
     path("api/docs", SpectacularSwaggerSplitView.as_view(url_name="schema")),
     path("livez", health.livez),

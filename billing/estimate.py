@@ -1,0 +1,144 @@
+"""What a month would cost: of a scenario by the rates there are, and of this month by what the last days have cost."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
+
+from billing import pricing
+from billing.costs import costs, following
+from billing.instances import Instance, size_of
+from billing.models import Priced
+
+LAST = 7  # days, from which a forecast is made
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """So many agents, each with a sandbox for some hours on some days of one month. cpu_utilisation: the part of its CPU
+    that each uses while it is there."""
+
+    provider: str
+    instance: str
+    agents: int
+    hours_per_day: Decimal
+    days: int
+    cpu_utilisation: Decimal
+
+
+@dataclass(frozen=True)
+class Line:
+    item: str
+    quantity: Decimal
+    free: Decimal
+    rate: Decimal
+    usd: Decimal
+
+
+@dataclass(frozen=True)
+class Estimate:
+    lines: list[Line]
+    total: Decimal
+    per_agent: Decimal
+
+
+class Unpriceable(ValueError):
+    """There is no such instance type, or no rate of that provider. `field` says which of them."""
+
+    def __init__(self, field: str, detail: str) -> None:
+        super().__init__(detail)
+        self.field = field
+
+
+def estimate(asked: Scenario, rates: Iterable[pricing.Rate], *, now: datetime) -> Estimate:
+    """Each line is rounded to cents, a half up, and the total is the sum of that. Unpriceable.
+
+    8 agents for 4 hours a day on 30 days on Cloudflare's `basic` are 8 x 1 GiB x 120 h = 960 GiB-hours, of which 25 are
+    free: 935 x 0.009 = 8.415, which is 8.42 USD."""
+    size = size_of(asked.provider, asked.instance)
+    if size is None:
+        raise Unpriceable("instance", "There is no such instance type.")
+    known, lines = [*rates], []
+    for item, quantity in _quantities(asked, size).items():
+        rate = pricing.rate_for(known, asked.provider, asked.instance, item, now)
+        if rate:
+            free = min(quantity, Fraction(rate.allowance))
+            usd = pricing.rounded((quantity - free) * Fraction(rate.usd), pricing.CENTS)
+            lines.append(Line(str(item), pricing.rounded(quantity), pricing.rounded(free), rate.usd, usd))
+    if not lines:
+        raise Unpriceable("provider", "This provider has no rates.")
+    total = sum((line.usd for line in lines), Decimal("0.00"))
+    return Estimate(lines, total, pricing.rounded(Fraction(total) / asked.agents, pricing.CENTS))
+
+
+def _quantities(asked: Scenario, size: Instance) -> dict[str, Fraction]:
+    """In the units of the items."""
+    hours = asked.agents * Fraction(asked.hours_per_day) * asked.days
+    return {
+        Priced.TIME: hours,
+        Priced.MEMORY: hours * Fraction(size.memory_mib, 1024),
+        Priced.CPU: hours * size.vcpus * Fraction(asked.cpu_utilisation) * 60,
+        Priced.DISK: hours * Fraction(size.disk_mb, 1000),
+        Priced.PLAN: Fraction(1),
+    }
+
+
+# --- from what was used -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """spent: this month up to now. a_day: what one of the last days has cost on average, plans apart, over so many of them;
+    None if none is over yet. month: what all of this month will cost. runs_out: the day on which the budget is spent, counted
+    from the 1st; None: never, or no budget."""
+
+    spent: Decimal
+    a_day: Decimal | None
+    days: int
+    month: Decimal
+    budget: Decimal | None
+    runs_out: date | None
+
+
+def forecast(*, now: datetime, last: int = LAST, budget: Decimal | None = None) -> Forecast:
+    """If each day to come costs what the last ones have cost on average, which are over and of which something was used.
+
+    Allowances make it too low early in a month: what was free in those days will not be free once they are used up."""
+    today = now.astimezone(UTC).date()
+    begin = today.replace(day=1)
+    spent = {total.key: total.usd for total in costs("day", since=begin, until=following(begin))}
+    recent = costs("day", since=today - timedelta(days=last), until=today)
+    days = (today - date.fromisoformat(recent[0].key)).days if recent else 0
+    paid = sum((total.usd for total in recent), Decimal(0))
+    plans = costs("item", since=today - timedelta(days=last), until=today, item=Priced.PLAN)
+    paid -= sum((total.usd for total in plans), Decimal(0))
+    a_day = Fraction(paid) / days if days else Fraction(0)
+    before = sum((usd for key, usd in spent.items() if key < str(today)), Decimal(0))
+    here = max(Fraction(spent.get(str(today), Decimal(0))), a_day)
+    left = (following(begin) - today).days - 1
+    return Forecast(
+        spent=sum(spent.values(), Decimal(0)),
+        a_day=pricing.rounded(a_day) if days else None,
+        days=days,
+        month=pricing.rounded(Fraction(before) + here + a_day * left),
+        budget=budget,
+        runs_out=None if budget is None else _runs_out(Fraction(budget), spent, today, here, a_day),
+    )
+
+
+def _runs_out(budget: Fraction, spent: dict[str, Decimal], today: date, here: Fraction, a_day: Fraction) -> date | None:
+    """The first day at whose end as much as the budget is spent."""
+    sum_ = Fraction(0)
+    for key in sorted(key for key in spent if key <= str(today)):
+        sum_ += Fraction(spent[key])
+        if sum_ >= budget:
+            return date.fromisoformat(key)
+    sum_ += here - Fraction(spent.get(str(today), Decimal(0)))
+    if sum_ >= budget:
+        return today
+    if not a_day:
+        return None
+    days = math.ceil((budget - sum_) / a_day)
+    return today + timedelta(days=days) if days <= (date.max - today).days else None

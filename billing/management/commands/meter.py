@@ -1,0 +1,28 @@
+"""manage.py meter: usage and costs, up to now."""
+
+from argparse import ArgumentParser
+from typing import Any
+
+from django.core.management.base import BaseCommand
+from django.utils import timezone
+
+from billing import costs, metering
+
+
+class Command(BaseCommand):
+    help = "Derive usage from what happened, and costs from usage and rates, up to now. Safe to repeat, and beside the sweeps."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("--again", action="store_true", help="throw all of both away first; they become what they were")
+
+    def handle(self, *args: Any, again: bool, **options: Any) -> None:
+        if again:
+            metering.start_over()
+            costs.start_over()
+        now = timezone.now()
+        self.stdout.write(f"usage: {said(metering.meter(now=now))}")
+        self.stdout.write(f"costs: {said(costs.price(now=now))}")
+
+
+def said(counts: dict[str, int]) -> str:
+    return ", ".join(f"{times} {what}" for what, times in sorted(counts.items())) or "nothing to do"

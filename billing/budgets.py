@@ -38,15 +38,16 @@ from billing.errors import BudgetExhausted
 from billing.models import HOUSE, Budget, CostRecord, Item, Membership, Tab, UsageRecord
 from billing.models_budgets import Period, Scope, Unit
 from billing.pricing import plain
-from sandboxes import rows
+from sandboxes import outbox, rows
 from sandboxes.lifecycle import step
+from sandboxes.moments import iso
+from sandboxes.webhooks import Kind
 
 log = structlog.get_logger(__name__)
 EVER = datetime(1970, 1, 1, tzinfo=UTC)
 HOUR = timedelta(hours=1)
 NANO = Decimal("1e-9")
 EXHAUSTED = "exhausted_at IS NOT NULL AND active AND hard"  # as the condition of its index
-WARNING, SPENT = "budget.warning", "budget.exhausted"  # events
 STATED = ["scope", "subject", "unit", "amount", "period", "hard", "warn_percent", "grace", "active"]  # by operators
 
 
@@ -231,7 +232,7 @@ def _mark(budget: Budget, spent: Decimal, began: datetime, *, now: datetime) -> 
         budget.warned_for = None
     elif budget.warned_for != began:
         budget.warned_for = began
-        _tell(budget, WARNING, now=now)
+        _tell(budget, Kind.BUDGET_WARNING, now=now)
         said.append("warned of")
     if spent < budget.amount:
         if budget.exhausted_at is not None:
@@ -239,14 +240,22 @@ def _mark(budget: Budget, spent: Decimal, began: datetime, *, now: datetime) -> 
         budget.exhausted_for = budget.exhausted_at = None
     elif budget.exhausted_for != began:
         budget.exhausted_for, budget.exhausted_at = began, now
-        _tell(budget, SPENT, now=now)
+        _tell(budget, Kind.BUDGET_EXHAUSTED, now=now)
         said.append("spent")
     budget.save(update_fields=["spent", "spent_at", "period_began", "warned_for", "exhausted_for", "exhausted_at"])
     return said
 
 
-def _tell(budget: Budget, event: str, *, now: datetime) -> None:
-    log.info(event, budget=budget.pk, what=str(budget), spent=plain(budget.spent), hard=budget.hard)
+def _tell(budget: Budget, event: Kind, *, now: datetime) -> None:
+    """Once for each period and amount, whatever becomes of what is spent in between."""
+    began, ends = period_of(budget.period, now)
+    payload = {
+        "budget": budget.pk, "scope": budget.scope, "subject": budget.subject, "unit": budget.unit, "period": budget.period,
+        "amount": plain(budget.amount), "spent": plain(budget.spent), "warn_percent": budget.warn_percent,
+        "hard": budget.hard, "period_began": iso(began), "resets_at": iso(ends) if ends else None,
+    }  # fmt: skip
+    outbox.put(event, key=f"{budget.pk} {began:%Y-%m-%d} {plain(budget.amount)}", payload=payload, now=now)
+    log.info(event.value, budget=budget.pk, what=str(budget), spent=plain(budget.spent), hard=budget.hard)
 
 
 def spent_between(budget: Budget, began: datetime, ends: datetime | None) -> Decimal:

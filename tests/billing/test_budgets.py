@@ -419,6 +419,7 @@ def test_warned_and_spent_once_in_a_period(grant: Act, memory: Any) -> None:
 def readable(lease: Lease) -> bytes:
     """What a fork of an ended lease finds, once there is room again."""
     Budget.objects.update(amount=100)
+    lease.refresh_from_db()
     ask = leasing.Ask(ADA, "fork", "catan", pool=lease.pool.name)
     fork, _ = forking.fork(lease, ask, now=NOW)
     return used(fork, "cat", "f")

@@ -69,7 +69,7 @@ class Costs(APIView):
     def get(self, request: Request) -> HttpResponse:
         """What this key's agents have used and what that cost; with an operator's key that of all. `Accept: text/csv`, or
         `format=csv`, is answered with a table of everything."""
-        form = show.CostsAsked(data=request.query_params)
+        form = show.CostsAsked(data=request.query_params.dict())
         form.is_valid(raise_exception=True)
         said = form.validated_data
         caller = cast(Caller, request.user)
@@ -99,7 +99,7 @@ class Estimates(APIView):
     @extend_schema(operation_id="estimate_get", parameters=[show.EstimateAsked], responses=answers(show.EstimateShown))
     def get(self, request: Request) -> HttpResponse:
         """What so many agents would cost in a month, by the rates that are valid now."""
-        form = show.EstimateAsked(data=request.query_params)
+        form = show.EstimateAsked(data=request.query_params.dict())
         form.is_valid(raise_exception=True)
         try:
             found = estimate(Scenario(**form.validated_data), Rate.objects.all(), now=timezone.now())

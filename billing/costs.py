@@ -27,6 +27,7 @@ ROWS = 500  # in one statement: SQLite takes so many values
 MICROSECOND = timedelta(microseconds=1)
 WHO = ("agent_did", "environment_id", "holder", "provider")
 NANO = 10**9
+Group = tuple[int, str, str]  # account, provider, item: who shares an allowance
 
 
 class Key(NamedTuple):
@@ -52,16 +53,16 @@ class Amount(NamedTuple):
 def price(*, now: datetime) -> Counter[str]:
     """Bring the cost records up to the usage records: how many were written and removed.
 
-    It may stop at any step, run twice, or beside itself: each month is one transaction, under the lock of the watermark and
-    of the days that are derived. A day that is being metered meanwhile is left for the next pass."""
+    It may stop at any step, run twice, or beside itself: each month is one transaction, under the lock of the watermark. What
+    is metered meanwhile has noted its day again, which the next pass derives."""
     counts: Counter[str] = Counter()
-    for begin in sorted({day.replace(day=1) for day in Unpriced.objects.values_list("day", flat=True)}):
+    for begin in sorted({day.replace(day=1) for day in Unpriced.objects.values_list("day", flat=True).distinct()}):
         with transaction.atomic(durable=True):
             _watermark(now)
-            noted = Unpriced.objects.select_for_update(skip_locked=True).filter(day__gte=begin, day__lt=following(begin))
-            days = [row.day for row in noted.order_by("day")]
-            written, removed = _derive(begin, days) if days else (0, 0)
-            Unpriced.objects.filter(day__in=days).delete()
+            noted = [*Unpriced.objects.filter(day__gte=begin, day__lt=following(begin))]  # before any usage is read
+            written, removed = _derive(begin, sorted({row.day for row in noted})) if noted else (0, 0)
+            for at in range(0, len(noted), ROWS):
+                Unpriced.objects.filter(pk__in=[row.pk for row in noted[at : at + ROWS]]).delete()
             step("priced", begin)
         counts.update(written=written, removed=removed)
     return +counts
@@ -110,7 +111,8 @@ def _derive(begin: date, days: list[date]) -> tuple[int, int]:
     there = _records(day__in=days)
     touched = {key.account for each in (lines, called, there) for key in each}
     month = Q(day__gte=begin, day__lt=following(begin), account__in=touched) & ~Q(day__in=days)
-    kept = _records(month & ~Q(item=Priced.PLAN) & Q(rate__allowance__gt=0))
+    spent = _exhausted(month & Q(day__lt=days[0]), rates)
+    kept = _records(month & ~Q(item=Priced.PLAN) & ~_groups(spent) & Q(rate__allowance__gt=0))
     lines.update({key: int(amount.whole) for key, (_, amount) in kept.items()})
     plans = {rate.provider for rate in rates.values() if rate.item == Priced.PLAN}
     if plans:
@@ -119,7 +121,25 @@ def _derive(begin: date, days: list[date]) -> tuple[int, int]:
         in_use = {*used.order_by().values_list("account", "provider", "day").distinct()}
         in_use |= {(key.account, key.provider, key.day) for key in lines if key.provider in plans}
         lines.update(dict.fromkeys(_plans(in_use, rates.values()), 1))
-    return _write(_priced(lines, rates) | called, there | kept)
+    return _write(_priced(lines, rates, spent) | called, there | kept)
+
+
+def _exhausted(before: Q, rates: Mapping[int, Rate]) -> set[Group]:
+    """Whose allowances were used up before: not all of some line was free, so of later ones nothing is, whatever changes
+    there. This spares a pass in the middle of a month from reading what came before."""
+    most: dict[tuple[str, str], Decimal] = defaultdict(Decimal)
+    for rate in rates.values():
+        most[rate.provider, rate.item] = max(most[rate.provider, rate.item], rate.allowance)
+    paid = CostRecord.objects.filter(before, free__lt=F("quantity"), rate__allowance__gt=0).order_by()
+    found = paid.values_list("account", "provider", "item", "rate").distinct()
+    return {(account, provider, item) for account, provider, item, pk in found if rates[pk].allowance == most[provider, item]}
+
+
+def _groups(groups: Iterable[Group]) -> Q:
+    some = Q(pk__in=[])
+    for account, provider, item in groups:
+        some |= Q(account=account, provider=provider, item=item)
+    return some
 
 
 def _members() -> tuple[dict[str, int], int]:
@@ -190,20 +210,20 @@ def _plans(in_use: Iterable[tuple[int, str, date]], rates: Collection[Rate]) -> 
             yield Key(day, account, provider, Priced.PLAN, "", "", None, rate.pk)
 
 
-def _priced(lines: Mapping[Key, int], rates: Mapping[int, Rate]) -> dict[Key, Amount]:
-    """What each line costs, once the allowances of its account are used up in the order of time."""
+def _priced(lines: Mapping[Key, int], rates: Mapping[int, Rate], spent: Collection[Group]) -> dict[Key, Amount]:
+    """What each line costs, once the allowances of its account are used up in the order of time; those of `spent` are."""
 
     def order(key: Key) -> tuple[Any, ...]:
         rate = rates[key.rate or 0]
         return key.day, rate.valid_from, str(key.holder or ""), key.agent_did, key.environment_id, rate.instance_type
 
-    groups: dict[tuple[int, str, str], list[Key]] = defaultdict(list)
+    groups: dict[Group, list[Key]] = defaultdict(list)
     for key in sorted(lines, key=order):
         groups[key.account, key.provider, key.item].append(key)
     priced = {}
-    for (_, _, item), keys in groups.items():
-        used = [rates[key.rate or 0] for key in keys]
-        limits = [pricing.whole_of(item, rate.allowance) for rate in used]
+    for group, keys in groups.items():
+        item, used = group[2], [rates[key.rate or 0] for key in keys]
+        limits = [0 if group in spent else pricing.whole_of(item, rate.allowance) for rate in used]
         frees = pricing.allot(zip((lines[key] for key in keys), limits, strict=True))
         for key, rate, free in zip(keys, used, frees, strict=True):
             whole = lines[key]

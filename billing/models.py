@@ -44,10 +44,11 @@ class Item(models.TextChoices):
 
 
 class Unpriced(models.Model):
-    """A day whose costs do not follow from its usage yet: something was written or removed since they were derived."""
+    """A day whose costs do not follow from its usage yet: something was written or removed since they were derived.
 
-    day = models.DateField(primary_key=True)
-    noted_at = models.DateTimeField(default=timezone.now)
+    One row for each change, so nobody waits for anybody: whoever prices removes the rows it saw before it read the usage."""
+
+    day = models.DateField()
 
     class Meta:
         default_permissions = ()
@@ -57,12 +58,8 @@ class Unpriced(models.Model):
 
     @classmethod
     def note(cls, days: Iterable[date]) -> None:
-        """Call it in the transaction that changes what these days cost. A row that is there is written again, not passed
-        over: whoever is pricing that day holds its lock, and removes it."""
-        rows = [Unpriced(day=day) for day in sorted({*days})]
-        Unpriced.objects.bulk_create(
-            rows, update_conflicts=True, unique_fields=["day"], update_fields=["noted_at"], batch_size=200
-        )
+        """Call it in the transaction that changes what these days cost."""
+        Unpriced.objects.bulk_create([Unpriced(day=day) for day in sorted({*days})], batch_size=200)
 
 
 class UsageRecords(QuerySet["UsageRecord"]):

@@ -3,7 +3,6 @@
 import django.core.validators
 import django.db.models.deletion
 import django.db.models.functions.comparison
-import django.utils.timezone
 import uuid
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -58,8 +57,8 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name='Unpriced',
             fields=[
-                ('day', models.DateField(primary_key=True, serialize=False)),
-                ('noted_at', models.DateTimeField(default=django.utils.timezone.now)),
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('day', models.DateField()),
             ],
             options={
                 'default_permissions': (),

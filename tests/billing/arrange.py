@@ -1,0 +1,72 @@
+"""Usage and rates as rows: what they say is the test's, how they came to be is not."""
+
+import itertools
+import uuid
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+from billing import metering
+from billing.models import CostRecord, Item, Rate, UsageRecord
+
+ADA, BOB = "did:plc:ada", "did:plc:bob"
+HOUR = timedelta(hours=1)
+BASIC = {"provider": "cloudflare", "memory_mib": 1024, "millicpus": 250}
+FACTS = [
+    "account__name", "day", "provider", "item", "agent_did", "holder", "environment_id", "rate", "whole", "quantity", "free",
+    "usd",
+]  # fmt: skip
+_numbers = itertools.count(1)
+
+
+def at(text: str) -> datetime:
+    return datetime.fromisoformat(text).replace(tzinfo=UTC)
+
+
+def day(text: str) -> date:
+    return date.fromisoformat(text)
+
+
+def lease(did: str) -> uuid.UUID:
+    """The one lease of an agent."""
+    return uuid.uuid5(uuid.NAMESPACE_URL, did)
+
+
+def time_used(began: str | datetime, lasts: timedelta = HOUR, agent: str = ADA, **fields: Any) -> list[UsageRecord]:
+    """A sandbox that was there from then on, as metering has it: a record for each day."""
+    begin = at(began) if isinstance(began, str) else began
+    known = {
+        "item": Item.TIME, "source": f"transition {next(_numbers)}", "agent_did": agent, "state": "waiting",
+        "holder": lease(agent) if agent else None, "environment_id": "game-1" if agent else "",
+        "provider": "docker", "memory_mib": 512, "millicpus": 1000,
+    }  # fmt: skip
+    return UsageRecord.objects.bulk_create(
+        UsageRecord(day=each, began_at=start, ended_at=end, **{**known, **fields})
+        for each, start, end in metering.by_day(begin, begin + lasts)
+    )
+
+
+def stored(began: str, lasts: timedelta, size_bytes: int, **fields: Any) -> list[UsageRecord]:
+    return time_used(began, lasts, item=Item.STORAGE, state="", memory_mib=0, millicpus=0, size_bytes=size_bytes, **fields)
+
+
+def calls(began: str, usd: str, number: int = 1, **fields: Any) -> list[UsageRecord]:
+    return time_used(
+        began, timedelta(seconds=1), item=Item.TOKENS, state="", memory_mib=0, millicpus=0, calls=number, usd=Decimal(usd),
+        model="m", **fields,
+    )  # fmt: skip
+
+
+def rate(item: str, usd: str, since: str = "2020-01-01", provider: str = "acme", **fields: Any) -> Rate:
+    """One that may have begun already, as one does once time has passed."""
+    known = {"provider": provider, "item": item, "usd": Decimal(usd), "valid_from": at(since)}
+    return Rate.objects.bulk_create([Rate(**{**known, **fields})])[0]
+
+
+def records() -> list[tuple[Any, ...]]:
+    return sorted(CostRecord.objects.values_list(*FACTS), key=str)
+
+
+def lines(*names: str, **only: Any) -> list[tuple[Any, ...]]:
+    """Some columns of the cost records, in the order of days and leases."""
+    return [*CostRecord.objects.filter(**only).order_by("day", "holder", "item", "rate_id").values_list(*names)]

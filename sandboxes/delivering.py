@@ -145,29 +145,34 @@ def headers(pk: uuid.UUID, body: bytes, secrets: Sequence[bytes], *, now: dateti
 
 def record(delivery: Delivery, answer: Answer, *, now: datetime) -> str:
     """Write down what came back, if the claim still holds."""
+    over = delivery.event.kind == Kind.TEST or now >= delivery.asked_at + PATIENCE
+    said = {"last_status": answer.status, "last_error": answer.error[:300]}
+    if not answer.error:
+        after: dict[str, datetime | None] = {"due_at": None, "delivered_at": now}
+    elif over:
+        after = {"due_at": None, "given_up_at": now}
+    else:
+        wait = max(backoff(delivery.tries, first=FIRST, most=MOST), min(answer.retry_after, MOST))
+        after = {"due_at": now + wait}
     with transaction.atomic(durable=True):
-        mine = Delivery.objects.filter(pk=delivery.pk, claim=delivery.claim)
+        # The webhook's row first, as whoever resumes or removes it locks them in this order.
         webhook = Webhook.objects.filter(pk=delivery.webhook_id)
-        said = {"last_status": answer.status, "last_error": answer.error[:300]}
-        if not answer.error:
-            if not mine.update(due_at=None, claim=None, delivered_at=now, **said):
-                return "lost race"
-            webhook.update(last_at=now, last_delivered_at=now, **said)
-            return "delivered"
-        over = delivery.event.kind == Kind.TEST or now >= delivery.asked_at + PATIENCE
-        again = now + max(backoff(delivery.tries, first=FIRST, most=MOST), min(answer.retry_after, MOST))
-        after = {"due_at": None, "given_up_at": now} if over else {"due_at": again}
-        if not mine.update(claim=None, **after, **said):
+        webhook.update(last_at=now, **said, **({} if answer.error else {"last_delivered_at": now}))
+        if not Delivery.objects.filter(pk=delivery.pk, claim=delivery.claim).update(claim=None, **after, **said):
+            transaction.set_rollback(True)
             return "lost race"
-        webhook.update(last_at=now, **said)
+        if not answer.error:
+            return "delivered"
         dead = Q(last_delivered_at__isnull=True) | Q(last_delivered_at__lte=now - PATIENCE)
-        tested = delivery.event.kind == Kind.TEST
-        lost = answer.status == GONE or (over and not tested and webhook.filter(dead).exists())
-        if lost and webhook.filter(CURRENT, disabled_at__isnull=True).update(disabled_at=now):
+        silent = over and delivery.event.kind != Kind.TEST and webhook.filter(dead).exists()
+        disabled = (silent or answer.status == GONE) and webhook.filter(CURRENT, disabled_at__isnull=True).update(
+            disabled_at=now
+        )
+        if disabled:
             subscribing.give_up(delivery.webhook_id, now=now)
             log.error("webhook disabled", webhook=str(delivery.webhook_id), error=answer.error)
     log.warning("event not delivered", webhook=str(delivery.webhook_id), event_id=str(delivery.event_id), error=answer.error)
-    return "given up" if over or lost else "to be tried again"
+    return "given up" if over or disabled else "to be tried again"
 
 
 # --- what operators ask for -----------------------------------------------------------------------------------------
@@ -176,10 +181,13 @@ def record(delivery: Delivery, answer: Answer, *, now: datetime) -> str:
 def send_test(webhook: Webhook, *, now: datetime, actor: str = "") -> Delivery:
     """Send it an event that says only that, once, also if it is paused. NotDelivered says what came back."""
     later = ticking(now)
+    fresh = Webhook.objects.filter(CURRENT, pk=webhook.pk).first()  # its secret may have been rotated since it was read
+    if fresh is None:
+        raise NotDelivered("It was removed.")
     with transaction.atomic(durable=True):
         event = Event.objects.create(kind=Kind.TEST, key=uuid.uuid4().hex, payload={"webhook_id": str(webhook.pk)}, at=now)
         delivery = Delivery.objects.create(
-            event=event, webhook=webhook, asked_at=now, due_at=now + CLAIM, claim=uuid.uuid4(), tries=1
+            event=event, webhook=fresh, asked_at=now, due_at=now + CLAIM, claim=uuid.uuid4(), tries=1
         )
     log.info("webhook tested", webhook=str(webhook.pk), actor=actor)
     answer = attempt(delivery, now=now)

@@ -4,6 +4,7 @@ The name is resolved once and what was found is what is connected to: a name tha
 nothing. No redirect is followed, no proxy of the environment is used, and of the answer only its status is read."""
 
 import asyncio
+import os
 import socket
 import ssl
 import threading
@@ -15,9 +16,9 @@ from http import HTTPStatus
 from ipaddress import ip_address
 from queue import Empty, SimpleQueue
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
+import yarl
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from sandboxes.addresses import Address, why_refused
@@ -42,21 +43,24 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, internal: bool = 
     """Send it there, and say what came back; whatever goes wrong is an answer. `internal`: the address need not be public."""
     until = time.monotonic() + timeout
     try:
-        parts = urlsplit(url)
-        host = parts.hostname or ""
+        to = yarl.URL(url, encoded=True)  # by whose parts we judge is by whose parts we connect
+        host = to.host or ""
         addresses = _resolve(host, timeout)
         for address in addresses:
             if why := why_refused(address, internal=internal):
                 raise _Refused(f"{host} is {address}: {why}")
-        return asyncio.run(_post(url, body, headers, addresses, until - time.monotonic()))
+        return asyncio.run(_post(to, body, headers, addresses, until - time.monotonic()))
     except _Refused as refused:
         return Answer(error=str(refused))
     except TimeoutError:
         return Answer(error=f"No answer within {timeout:g} s.")
     except aiohttp.ClientConnectorCertificateError as wrong:
         return Answer(error=f"Its certificate is not good: {getattr(wrong.certificate_error, 'verify_message', 'unknown')}.")
+    except aiohttp.ServerDisconnectedError:
+        return Answer(error="It closed the connection without an answer.")
     except OSError as failed:  # aiohttp's errors of connections are some, too
-        return Answer(error=f"It could not be reached: {failed.strerror or 'the connection broke'}.")
+        why = os.strerror(failed.errno) if failed.errno else "the connection broke"
+        return Answer(error=f"It could not be reached: {why}.")
     except (aiohttp.ClientError, ValueError) as failed:  # their texts quote the address and the answer
         return Answer(error=f"No answer in HTTP: {type(failed).__name__}.")
 
@@ -100,7 +104,7 @@ class _Fixed(AbstractResolver):
         pass
 
 
-async def _post(url: str, body: bytes, headers: Mapping[str, str], addresses: Sequence[Address], timeout: float) -> Answer:
+async def _post(to: yarl.URL, body: bytes, headers: Mapping[str, str], addresses: Sequence[Address], timeout: float) -> Answer:
     # A context of its own each time: SSL_CERT_FILE and SSL_CERT_DIR count as they are now.
     connector = aiohttp.TCPConnector(resolver=_Fixed(addresses), ssl=ssl.create_default_context(), force_close=True)
     async with (
@@ -109,7 +113,7 @@ async def _post(url: str, body: bytes, headers: Mapping[str, str], addresses: Se
             connector=connector, trust_env=False, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),
         ) as session,
-        session.post(url, data=body, headers=headers, allow_redirects=False) as answer,
+        session.post(to, data=body, headers=headers, allow_redirects=False) as answer,
     ):  # fmt: skip
         return _read(answer)
 

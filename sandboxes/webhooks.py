@@ -111,6 +111,14 @@ class Webhook(models.Model):
     def __str__(self) -> str:
         return self.url
 
+    @property
+    def state(self) -> str:
+        if self.removed_at:
+            return "removed"
+        if self.disabled_at:
+            return "disabled"
+        return "active" if self.active else "paused"
+
     def clean(self) -> None:
         """What is wrong with an address that needs no look-up; the others are judged at each delivery."""
         try:
@@ -118,8 +126,9 @@ class Webhook(models.Model):
             address = ip_address("127.0.0.1" if host == "localhost" else host)
         except ValueError:
             return
-        if why := why_refused(address, internal=self.internal):
-            raise ValidationError({"url": f"{host}: {why}"})
+        for internal, field in ((True, "url"), (self.internal, "internal")):
+            if why := why_refused(address, internal=internal):
+                raise ValidationError({field: f"{host}: {why}"})
 
 
 class Event(models.Model):

@@ -14,19 +14,21 @@ pytestmark = pytest.mark.django_db
 VIEWS = {
     "leases": {"agent", "agentkey", "environmenttype", "lease", "leaseevent", "turn"},
     "sandboxes": {
-        "agentdata", "dataevent", "datafile", "llmcall", "mintedtoken", "modelrate", "policy", "pool", "process", "quota",
-        "sandbox", "signingkey", "snapshot", "transition", "run", "sweep",
+        "agentdata", "dataevent", "datafile", "delivery", "event", "llmcall", "mintedtoken", "modelrate", "policy", "pool",
+        "process", "quota", "sandbox", "signingkey", "snapshot", "transition", "run", "sweep", "webhook",
     },
 }  # fmt: skip
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
 OPERATOR = VIEWER | {
     "leases.end_lease", "sandboxes.act_on_sandbox", "sandboxes.drain_pool", "sandboxes.read_agent_data",
+    "sandboxes.send_webhook",
 }  # fmt: skip
 ADMINISTRATOR = OPERATOR | {
     "leases.add_agent", "leases.change_agent", "leases.add_agentkey", "leases.revoke_key",
     "leases.add_environmenttype", "leases.change_environmenttype", "sandboxes.add_pool", "sandboxes.change_pool",
     "sandboxes.add_quota", "sandboxes.change_quota", "sandboxes.add_policy", "sandboxes.change_policy",
     "sandboxes.manage_identity", "sandboxes.add_modelrate", "sandboxes.change_modelrate", "sandboxes.delete_modelrate",
+    "sandboxes.manage_webhook",
 }  # fmt: skip
 
 
@@ -41,6 +43,7 @@ def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client,
         "leases/lease", "leases/agentkey", "sandboxes/sandbox", "sandboxes/pool", "sandboxes/quota", "sandboxes/sweep",
         "sandboxes/agentdata", "sandboxes/snapshot", "sandboxes/dataevent", "sandboxes/process", "sandboxes/policy",
         "sandboxes/signingkey", "sandboxes/mintedtoken", "sandboxes/modelrate", "sandboxes/llmcall",
+        "sandboxes/webhook", "sandboxes/event", "sandboxes/delivery",
     )  # fmt: skip
     for page in pages:
         shown = viewer.get(f"/admin/{page}/")
@@ -75,7 +78,7 @@ def test_facts_are_read_only_even_for_a_superuser(superuser: Client, lease: Leas
     facts = [page for page in admin.site._registry.values() if isinstance(page, Facts)]
     assert {page.model.__name__ for page in facts} == {
         "Lease", "Turn", "Sandbox", "Run", "Process", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
-        "MintedToken",
+        "MintedToken", "Event", "Delivery",
     }  # fmt: skip
     for page in facts:
         assert not page.has_add_permission(request)

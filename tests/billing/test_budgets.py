@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from django.apps import apps
 from django.core.exceptions import ValidationError
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
@@ -602,3 +604,14 @@ def test_one_that_is_not_active_counts_for_nothing(spend: Act, grant: Act) -> No
     used(grant(environment="e2"))
     assert swept(NOW + HOUR) == {}
     assert ended(lease)[0] == "expired"
+
+
+def test_leases_that_were_there_before_get_their_tabs(grant: Act) -> None:
+    lease, gone = grant(), grant(environment="e2")
+    leasing.release(gone.pk, now=NOW + MINUTE)
+    before = sorted(Tab.objects.values_list())
+    Tab.objects.all().delete()
+    for _ in range(2):
+        import_module("leases.migrations.0013_tabs").open_tabs(apps, None)
+        assert sorted(Tab.objects.values_list()) == before
+    assert Tab.objects.get(closed_at=None).holder == lease.pk

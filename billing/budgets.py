@@ -19,8 +19,9 @@ So a hard budget is overshot by what is used from the moment at which it was spe
     calls       what model calls cost that were under way: a call's cost is known when it has ended. And what is collected
                 of them late
 
-While the state of a sandbox cannot be stored it stays, and its lease with it, past any grace: a budget loses no files. It
-is refused all that while, so nothing new runs in it."""
+Sandboxes that nobody holds yet count for everything, and for the house; no lease ends with them, so a pool that warms some
+up goes on. While the state of a sandbox cannot be stored it stays, and its lease with it, past any grace: a budget loses no
+files. Meanwhile all is refused, so nothing new runs in it."""
 
 from collections.abc import Collection
 from datetime import UTC, datetime, time, timedelta
@@ -148,7 +149,8 @@ def open_tab(holder: UUID, *, agent_did: str, environment_type: str, key_id: str
 
 def _has_room(budget: Budget, others: int, *, now: datetime) -> bool:
     """For one lease more than those."""
-    return spent_as_of(budget, now) + (others + 1) * minimum(budget.unit) <= budget.amount
+    spent = spent_as_of(budget, now)
+    return spent < budget.amount and spent + (others + 1) * minimum(budget.unit) <= budget.amount
 
 
 def open_tabs(budget: Budget) -> QuerySet[Tab]:

@@ -15,7 +15,8 @@ from sandboxes.lifecycle import COLD, EVICTING, RUNNING, WARMING, step
 from sandboxes.models import GONE, Run, Sandbox
 from sandboxes.moments import ticking
 from sandboxes.providers.base import ProviderError
-from sandboxes.sweeps import BUDGET, Swept
+from sandboxes.sweeps import BUDGET as LONGEST
+from sandboxes.sweeps import Swept
 
 log = structlog.get_logger(__name__)
 REASON = "budget"
@@ -36,7 +37,7 @@ def enforce(*, now: datetime) -> Swept:
             log.exception("budget not settled", budget=number)
             swept.failures.append(f"budget {number}: {failed}")
     for pk, budget in due(now=now).items():
-        if later() > now + BUDGET:
+        if later() > now + LONGEST:
             break
         try:
             swept.note(_enforce(pk, budget, now=later()))
@@ -64,6 +65,8 @@ def _enforce(pk: UUID, budget: Budget, *, now: datetime) -> str:
     """Take one lease as far as it goes now; what came of it."""
     later, sandbox = ticking(now), pool.of(pk)
     if sandbox and sandbox.state != COLD:
+        if sandbox.lost_at:
+            return "sandboxes lost"  # its lease ends by that: `reconcile`
         if sandbox.state in (WARMING, EVICTING):
             return "sandboxes on their way"  # somebody is at it, or `stalled` will be
         if sandbox.tries and sandbox.idle_at and sandbox.idle_at > now:
@@ -92,11 +95,13 @@ def _end(pk: UUID, budget: Budget, *, now: datetime) -> bool:
     """End a lease whose sandbox sleeps. False if that woke, or if no budget is spent that is for it any more."""
     with transaction.atomic(durable=True):
         # Whoever gives it a sandbox locks this row, too; one that is there is locked against being woken.
-        if not Lease.objects.select_for_update(of=("self",)).filter(pk=pk, status=Status.ACTIVE).exists():
+        lease = Lease.objects.select_for_update(of=("self",)).filter(pk=pk, status=Status.ACTIVE).first()
+        if lease is None:
             return False
         held = Sandbox.objects.select_for_update(of=("self",)).filter(holder=pk).exclude(state__in=GONE)
         if any(sandbox.state != COLD for sandbox in held) or not budgets.exhausted_for(pk, now=now):
             return False
-        ended = leasing.end(pk, reason=REASON, now=now, actor="sweep", why=str(budget))
+        over = leasing.why_elapsed(lease, now)  # then it ended by that, whatever came after
+        ended = leasing.end(pk, reason=over or REASON, now=now, actor="sweep", why="" if over else str(budget))
         step("budget ended", pk)
     return ended

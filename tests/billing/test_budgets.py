@@ -508,6 +508,23 @@ def test_what_cannot_be_stored_stays_and_is_tried_again(spend: Act, memory: Any)
     assert readable(lease) == b"kept\n"
 
 
+def test_what_its_clock_has_ended_says_so(spend: Act) -> None:
+    lease = spend()
+    budget(1)
+    assert swept(lease.expires_at)["leases ended"] == 1
+    assert ended(lease)[1] == "ttl"
+
+
+def test_what_the_provider_has_lost_is_left_to_reconcile(spend: Act, memory: Any) -> None:
+    lease = spend()
+    budget(1)
+    memory.vanish(Sandbox.objects.get().ref)
+    assert swept(NOW)["sandboxes not stored yet"] == 1
+    assert swept(NOW + MINUTE) == {"sandboxes lost": 1}
+    leases.reconcile(now=NOW + MINUTE, grace=MINUTE)
+    assert ended(lease)[1] == "lost"
+
+
 def test_raised_while_it_is_stored_the_lease_goes_on(spend: Act, at_step: Act) -> None:
     lease = spend()
     budget(1)

@@ -31,7 +31,7 @@ def test_one_is_added_changed_listed_and_removed() -> None:
     assert run("set", str(made.pk), "--amount", "20", "--soft", "--active", "no") == (
         f"changed: {made.pk} 20 USD a month for agent {ADA}: 0 spent (soft, warns at 60 %, not active)"
     )
-    assert run("set", str(made.pk), "--hard", "--active", "yes").endswith("(hard, warns at 60 %, grace 30s)")
+    assert run("set", str(made.pk), "--hard", "--active", "yes", "--grace", "0").endswith("grace 0s)")
     assert run("remove", str(made.pk)).startswith(f"removed: {made.pk} 20 USD")
     assert run("list") == "" and not Budget.objects.exists()
 

@@ -1,6 +1,7 @@
 """manage.py budget: what may be spent, listed, stated and taken back."""
 
 from argparse import ArgumentParser
+from datetime import timedelta
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -42,7 +43,7 @@ class Command(BaseCommand):
         for one in (add, change):
             one.add_argument("--soft", action="store_const", const="soft", dest="kind", help="only warn")
             one.add_argument("--warn", type=int, metavar="PERCENT", help="warn from here on; default: 80")
-            one.add_argument("--grace", help='how long what runs may go on once it is spent: "5m"; default: 5m')
+            one.add_argument("--grace", help='how long what runs may go on once it is spent: "5m", or 0; default: 5m')
         remove = acts.add_parser("remove", help="remove a budget")
         remove.add_argument("id", type=int)
 
@@ -111,7 +112,7 @@ def _state(
     if warn is not None:
         budget.warn_percent = warn
     if grace is not None:
-        budget.grace = duration("--grace", grace)
+        budget.grace = timedelta(0) if grace == "0" else duration("--grace", grace)
     if active:
         budget.active = active == "yes"
 

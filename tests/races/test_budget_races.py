@@ -175,3 +175,30 @@ def test_a_pass_waits_for_a_grant_and_counts_its_lease(pool: Pool, for_ten: None
     leasing.acquire(ask, now=NOW, admit=admit)
     thread.join(30)
     assert isinstance(answers[0], BudgetExhausted) and made.pk
+
+
+def test_grants_ends_changes_and_passes_at_once_do_not_stand_in_each_others_way(
+    for_ten: None, grant: Callable[..., Lease], memory: Any
+) -> None:
+    made = [budget(5, scope=scope, subject=subject) for scope, subject in [("all", ""), ("account", "house")]]
+    made += [budget(5, scope="agent", subject=f"did:plc:a{i}") for i in range(3)] + [budget("0.7", "usd")]
+
+    def act(number: int) -> None:
+        for turn in range(5):
+            if number == 0:
+                assert not enforcing.enforce(now=NOW + turn * MINUTE).failures
+            elif number == 1:
+                metering.meter(now=NOW + turn * MINUTE), costs.price(now=NOW + turn * MINUTE)
+                made[turn].amount = Decimal(6 + turn)
+                budgets.save(made[turn], now=NOW)
+            else:
+                try:
+                    lease = grant(f"did:plc:a{number % 3}", f"e{number}")
+                    acting.exec_in(lease.pk, true(), now=NOW)
+                    leasing.release(lease.pk, now=NOW)
+                except BudgetExhausted:
+                    continue
+
+    with threads(7 if connection.vendor == "postgresql" else 4) as run:
+        assert [answer for answer in run(act) if answer] == []
+    assert not Tab.objects.filter(closed_at=None).exists()

@@ -34,11 +34,12 @@ from django.db import transaction
 from django.db.models import DurationField, ExpressionWrapper, F, Q, QuerySet, Sum, Value
 from django.db.models.functions import Coalesce
 
-from billing.costs import PAID, exactly, nano_usd
+from billing.costs import PAID
 from billing.errors import BudgetExhausted
 from billing.models import HOUSE, Budget, CostRecord, Item, Membership, Tab, UsageRecord
 from billing.models_budgets import Period, Scope, Unit
 from billing.pricing import plain
+from billing.sums import exactly, nano_usd
 from sandboxes import outbox, rows
 from sandboxes.lifecycle import step
 from sandboxes.moments import iso

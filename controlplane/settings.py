@@ -243,7 +243,7 @@ MINIMUM_USD = env.amount("LEASEHOLD_MINIMUM_USD", "0.01", help="what a budget in
 # --- who agents are to others -------------------------------------------------------------------------------------
 IDENTITY_KEYS = env.keys(
     "LEASEHOLD_IDENTITY_KEYS",
-    help="encrypt signing keys and webhooks' secrets: the first encrypts, all decrypt; unset: one derived from SECRET_KEY",
+    help="encrypt agents' signing keys, and webhooks': the first encrypts, all decrypt; unset: one derived from SECRET_KEY",
 )
 
 # --- the API ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def put(kind: str, *, key: str, payload: Mapping[str, Any], now: datetime) -> Ev
     Call it in the transaction in which it happens: both are seen, or neither. `key` is what happened, within its kind,
     and decides whether it is the same; `payload` is what receivers are sent, so it has no secrets in it."""
     event = Event(kind=Kind(kind).value, key=key, payload=dict(payload), at=now)
-    with transaction.atomic():
+    with transaction.atomic(savepoint=False):
         if not rows.insert_new(event):
             return None
         listening = Webhook.objects.filter(LISTENING).order_by().values_list("pk", "kinds")

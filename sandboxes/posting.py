@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from http import HTTPStatus
 from ipaddress import ip_address
 from queue import Empty, SimpleQueue
@@ -105,8 +106,8 @@ class _Fixed(AbstractResolver):
 
 
 async def _post(to: yarl.URL, body: bytes, headers: Mapping[str, str], addresses: Sequence[Address], timeout: float) -> Answer:
-    # A context of its own each time: SSL_CERT_FILE and SSL_CERT_DIR count as they are now.
-    connector = aiohttp.TCPConnector(resolver=_Fixed(addresses), ssl=ssl.create_default_context(), force_close=True)
+    trust = _trusted(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")) if to.scheme == "https" else False
+    connector = aiohttp.TCPConnector(resolver=_Fixed(addresses), ssl=trust, force_close=True)
     async with (
         asyncio.timeout(timeout),
         aiohttp.ClientSession(
@@ -116,6 +117,12 @@ async def _post(to: yarl.URL, body: bytes, headers: Mapping[str, str], addresses
         session.post(to, data=body, headers=headers, allow_redirects=False) as answer,
     ):  # fmt: skip
         return _read(answer)
+
+
+@cache
+def _trusted(*places: str | None) -> ssl.SSLContext:
+    """Whom OpenSSL trusts, by default or by its variables. Reading all of them takes longer than a request."""
+    return ssl.create_default_context()
 
 
 def _read(answer: aiohttp.ClientResponse) -> Answer:

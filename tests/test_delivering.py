@@ -3,8 +3,10 @@
 import base64
 import io
 import logging
+import time
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from django.db import IntegrityError, transaction
 from django_q.models import OrmQ
 
 from leases import leasing, sweeps
-from sandboxes import delivering, outbox, sealing, subscribing
+from sandboxes import delivering, lifecycle, moments, outbox, sealing, subscribing
 from sandboxes.errors import NotDelivered
 from sandboxes.models import Delivery, Event, Webhook
 from tests.conftest import MINUTE, NOW, Died, threads
@@ -228,6 +230,27 @@ def test_one_that_fails_does_not_hold_up_another(receiver: Receiver) -> None:
             happen(number)
         assert sweep() == {"delivered": 3, "to be tried again": 1}
         assert (len(broken.received), len(receiver.received)) == (1, 3)
+
+
+@pytest.mark.parametrize(("seconds", "slow_ones"), [(5, 3), (20, 2)])
+def test_one_that_is_slow_comes_after_the_others_and_a_pass_ends(
+    receiver: Receiver, monkeypatch, seconds: int, slow_ones: int
+) -> None:
+    slow, _ = listen(receiver, path="/slow")
+    listen(receiver, path="/fast")
+    for number in range(3):
+        happen(number)
+    spent = [0.0]
+
+    def hook(step: str, subject: Any) -> None:
+        if step == "delivery claimed" and subject.webhook == slow:
+            spent[0] += seconds
+
+    monkeypatch.setattr(moments, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + spent[0]))
+    monkeypatch.setattr(lifecycle, "STEP_HOOKS", [hook])
+    assert sweep() == {"delivered": 3 + slow_ones}
+    said = [one.path.removeprefix("/events/") for one in receiver.received]
+    assert said == ["slow", "fast", "fast", "fast"] + ["slow"] * (slow_ones - 1)
 
 
 def test_a_test_is_sent_once_also_to_one_that_is_paused(receiver: Receiver) -> None:

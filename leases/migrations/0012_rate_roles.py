@@ -1,5 +1,6 @@
-from django.contrib.auth.management import create_permissions
 from django.db import migrations
+
+from sandboxes.roles import gives
 
 # What each role may do beyond what 0011_policy gave it.
 ROLES = {
@@ -9,18 +10,6 @@ ROLES = {
 }
 
 
-def extend(apps, schema_editor):
-    # Permissions are otherwise made after all migrations have run, which is too late for us.
-    config = apps.get_app_config("sandboxes")
-    config.models_module = True
-    create_permissions(config, apps=apps, verbosity=0)
-    config.models_module = None
-    permissions = apps.get_model("auth", "Permission").objects.filter(content_type__app_label="sandboxes")
-    for name, held in ROLES.items():
-        group, _ = apps.get_model("auth", "Group").objects.get_or_create(name=name)
-        group.permissions.add(*permissions.filter(codename__in=held))
-
-
 class Migration(migrations.Migration):
 
     dependencies = [
@@ -28,4 +17,4 @@ class Migration(migrations.Migration):
         ("sandboxes", "0012_records"),
     ]
 
-    operations = [migrations.RunPython(extend, migrations.RunPython.noop)]
+    operations = [gives("sandboxes", ROLES)]

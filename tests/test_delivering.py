@@ -238,6 +238,7 @@ def test_one_that_is_slow_comes_after_the_others_and_a_pass_ends(
 ) -> None:
     slow, _ = listen(receiver, path="/slow")
     listen(receiver, path="/fast")
+    Webhook.objects.filter(pk=slow.pk).update(created_at=NOW - DAY)  # so it is the first, since it is the older one
     for number in range(3):
         happen(number)
     spent = [0.0]

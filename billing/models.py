@@ -14,8 +14,11 @@ from django.db.models import F, Q, QuerySet, Value
 from django.db.models.functions import Coalesce
 from django.utils import timezone
 
+from billing.models_budgets import Budget, Tab
+
 __all__ = [
-    "HOUSE", "Account", "CostRecord", "Item", "Membership", "Meter", "Priced", "Rate", "Unpriced", "UsageRecord", "Watermark",
+    "HOUSE", "Account", "Budget", "CostRecord", "Item", "Membership", "Meter", "Priced", "Rate", "Tab", "Unpriced",
+    "UsageRecord", "Watermark",
 ]  # fmt: skip
 HOUSE = "house"  # the account of whoever has no other
 DIGITS = 15  # of a number: SQLite keeps no more

@@ -66,6 +66,7 @@ class Want:
     policy: Callable[[], Policy | None] = NoneType  # what its sandbox may do beyond the rest
     memory_mib: int | None = None  # None: what its pool gives
     fence: Callable[[], object] = bool  # called in the transaction that takes a place; raises if the holder may not
+    afford: Callable[[], object] = bool  # called before a sandbox is started or woken; raises if it may not be now
 
 
 class _Full(Exception):
@@ -91,6 +92,8 @@ def ready(want: Want, *, now: datetime, actor: str = "") -> Sandbox:
     patience = now + settings.SANDBOX_START_TIMEOUT
     while True:
         sandbox = of(want.holder)
+        if sandbox is None or sandbox.state == COLD:
+            want.afford()
         if sandbox is None:
             if claimed := claim(want, now=later(), actor=actor):
                 return claimed

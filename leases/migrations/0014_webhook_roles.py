@@ -25,7 +25,7 @@ def extend(apps, schema_editor):
 class Migration(migrations.Migration):
 
     dependencies = [
-        ("leases", "0012_rate_roles"),
+        ("leases", "0013_tabs"),
         ("sandboxes", "0016_outbox"),
     ]
 

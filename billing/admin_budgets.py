@@ -7,6 +7,7 @@ from decimal import ROUND_DOWN, Decimal
 from typing import Any
 from uuid import UUID
 
+from django.conf import settings
 from django.contrib import admin
 from django.db.models import F, Q
 from django.http import HttpRequest, HttpResponse
@@ -14,13 +15,14 @@ from django.urls import reverse
 from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.text import capfirst
 from unfold.contrib.filters.admin import ChoicesRadioFilter
 from unfold.decorators import action, display
 
 from billing import budgets
 from billing.models import HOUSE, Account, Budget
 from billing.models_budgets import Period, Scope, Unit
-from sandboxes.cells import age, ago, badge, counted, link, rows, span, stamp, two, usd
+from sandboxes.cells import age, ago, badge, counted, link, rows, since, span, stamp, two, usd
 from sandboxes.models import Event
 from sandboxes.pages import Act, Fact, Page, Reason, Slice, done_to
 from sandboxes.webhooks import Kind
@@ -71,7 +73,7 @@ def state(budget: Budget, now: datetime) -> SafeString:
 
 def figure(amount: Decimal, budget: Budget) -> str:
     """Of what is spent: never more than it is, so what looks spent is. In full where the budget is a small one."""
-    return usd(amount.quantize(CENT if budget.amount >= 1 else SMALL, ROUND_DOWN)) if amount else "0"
+    return usd(amount.quantize(CENT if budget.amount >= CENT * 10 else SMALL, ROUND_DOWN)) if amount else "0"
 
 
 def unit(budget: Budget) -> str:
@@ -140,8 +142,8 @@ def _means(budget: Budget, now: datetime) -> str:
 
 def everywhere(now: datetime) -> list[Notice]:
     """Of all budgets as many as fit, and where the others are. One query."""
-    worst = [F("exhausted_for").asc(nulls_last=True), "-hard", "pk"]
-    found = [*Budget.objects.filter(budgets.marked("warned_for", now)).order_by(*worst)[: LINES + 1]]
+    loud = Budget.objects.filter(budgets.marked("warned_for", now))
+    found = [*loud.order_by(F("exhausted_for").asc(nulls_last=True), "-hard", "pk")[: LINES + 1]]
     said = notices(found[:LINES], now)
     if len(found) > LINES:
         where = rows("billing_budget", slice="exhausted" if found[-1].exhausted_for else "warned")
@@ -209,7 +211,7 @@ class BudgetAdmin(Page):
 
     @display(description="For")
     def whom(self, row: Budget) -> SafeString | str:
-        return two(Scope(row.scope).label, row.shown) if row.subject else "everything"  # type: ignore[attr-defined]
+        return two(capfirst(Scope(row.scope).label), row.shown) if row.subject else "Everything"  # type: ignore[attr-defined]
 
     @display(description="Spent")
     def spending(self, row: Budget) -> SafeString:
@@ -235,7 +237,7 @@ class BudgetAdmin(Page):
         names = self.holders([tab.holder for tab, _ in found])
         return {
             "facts": self.facts(row, count, now),
-            "within": [(names[tab.holder], tab, figure(amount, row)) for tab, amount in found],
+            "within": [(names[tab.holder], tab, since(tab.opened_at), figure(amount, row)) for tab, amount in found],
             "unit": unit(row),
             "open_tabs": count,
             "overshoot": overshoot(row, count, now),
@@ -249,10 +251,11 @@ class BudgetAdmin(Page):
         left = max(row.amount - spent, Decimal(0))
         known = format_html("worked out {}", ago(row.spent_at)) if row.spent_at else "not worked out yet"
         whom = self.subjects([row]).get(row.pk, row.subject)
-        since = ago(row.exhausted_at) if level(row, now) == "exhausted" else ""
+        whose = capfirst(Scope(row.scope).label) if row.subject else "every lease, and what nobody holds yet"
+        kept = f"{usd(settings.MINIMUM_USD)} USD" if row.unit == Unit.USD else span(settings.MINIMUM_TIME)
         return [
-            Fact("State", state(row, now), note=since),
-            Fact("For", whom or "everything", note=Scope(row.scope).label if row.subject else "every lease, and the house"),
+            Fact("State", state(row, now), note=ago(row.exhausted_at) if level(row, now) == "exhausted" else ""),
+            Fact("For", whom or "everything", note=whose),
             Fact(
                 "Spent",
                 used(row, now),
@@ -271,7 +274,7 @@ class BudgetAdmin(Page):
                 "leases are refused and ended" if row.hard else "it only warns",
                 note=f"what runs may go on for {span(row.grace)}" if row.hard else "nothing is refused, no lease ends",
             ),
-            Fact("Leases in it now", f"{count:,}", note=f"stated {age(now - row.created_at)} ago"),
+            Fact("Leases in it now", f"{count:,}", note=f"each has {kept} reserved" if row.hard else ""),
         ]  # fmt: skip
 
     def has_switch_permission(self, request: HttpRequest, object_id: str | None = None) -> bool:
@@ -307,7 +310,7 @@ def told(budget: Budget) -> list[Told]:
             event.kind,
             kinds[Kind(event.kind)],
             event.at,
-            f"{event.payload['spent']} of {event.payload['amount']} {unit(budget)}",
+            f"{figure(Decimal(event.payload['spent']), budget)} of {event.payload['amount']} {unit(budget)}",
         )
         for event in events
     ]

@@ -11,7 +11,9 @@ from django.contrib import admin
 from django.core.exceptions import ValidationError
 from django.db.models import Q
 from django.http import HttpRequest
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.text import capfirst
 
 from billing import budgets
 from billing.admin_budgets import BudgetAdmin, Notice, figure, notices, unit
@@ -26,6 +28,17 @@ from sandboxes.pages import Fact
 
 class Stated(forms.ModelForm):
     """A budget whose subject is there; only an agent may come later."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if "scope" in self.fields:  # it is not where somebody only reads
+            scope: Any = self.fields["scope"]
+            scope.choices = [(value, capfirst(label)) for value, label in scope.choices]
+            self.fields[
+                "subject"
+            ].help_text = (
+                "A DID, an API key's number or prefix, the name of an environment type or of an account. Of everything: none."
+            )
 
     def clean_subject(self) -> str:
         said, scope = self.cleaned_data["subject"].strip(), self.cleaned_data.get("scope")
@@ -109,7 +122,7 @@ def _tightest(hard: list[Budget], now: datetime) -> Fact:
     return Fact(
         counted(len(hard), "hard budget", "hard budgets").capitalize(),
         f"{figure(left, first)} {unit(first)} left",
-        note=link("billing_budget", first.pk, first),
+        note=format_html("of {}", link("billing_budget", first.pk, first)),
         alarm=left == 0,
     )
 

@@ -12,6 +12,7 @@ from tests.admin.conftest import box_of
 pytestmark = pytest.mark.django_db
 
 VIEWS = {
+    "billing": {"budget"},
     "leases": {"agent", "agentkey", "environmenttype", "lease", "leaseevent", "turn"},
     "sandboxes": {
         "agentdata", "dataevent", "datafile", "delivery", "event", "llmcall", "mintedtoken", "modelrate", "policy", "pool",
@@ -28,7 +29,7 @@ ADMINISTRATOR = OPERATOR | {
     "leases.add_environmenttype", "leases.change_environmenttype", "sandboxes.add_pool", "sandboxes.change_pool",
     "sandboxes.add_quota", "sandboxes.change_quota", "sandboxes.add_policy", "sandboxes.change_policy",
     "sandboxes.manage_identity", "sandboxes.add_modelrate", "sandboxes.change_modelrate", "sandboxes.delete_modelrate",
-    "sandboxes.manage_webhook",
+    "sandboxes.manage_webhook", "billing.add_budget", "billing.change_budget",
 }  # fmt: skip
 
 
@@ -43,7 +44,7 @@ def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client,
         "leases/lease", "leases/agentkey", "sandboxes/sandbox", "sandboxes/pool", "sandboxes/quota", "sandboxes/sweep",
         "sandboxes/agentdata", "sandboxes/snapshot", "sandboxes/dataevent", "sandboxes/process", "sandboxes/policy",
         "sandboxes/signingkey", "sandboxes/mintedtoken", "sandboxes/modelrate", "sandboxes/llmcall",
-        "sandboxes/webhook", "sandboxes/event", "sandboxes/delivery",
+        "sandboxes/webhook", "sandboxes/event", "sandboxes/delivery", "billing/budget",
     )  # fmt: skip
     for page in pages:
         shown = viewer.get(f"/admin/{page}/")

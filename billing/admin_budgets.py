@@ -303,7 +303,7 @@ class Told:
 def told(budget: Budget) -> list[Told]:
     """What was said of it, newest first."""
     kinds = {Kind.BUDGET_WARNING: badge("late", "warning"), Kind.BUDGET_EXHAUSTED: badge("failed", "exhausted")}
-    events = Event.objects.filter(kind__in=[*kinds], key__startswith=f"{budget.pk} ").order_by("-at", "-pk")[:MOST]
+    events = Event.objects.filter(kind__in=[*kinds], key__startswith=f"{budget.pk} ").order_by("-at", "kind")[:MOST]
     return [
         Told(
             reverse("admin:sandboxes_event_change", args=[event.pk]),
@@ -344,4 +344,5 @@ def overshoot(budget: Budget, count: int, now: datetime) -> list[str]:
 def _room(budget: Budget, now: datetime) -> int:
     """So many leases may be open at once: each has the least that one costs reserved."""
     least = budgets.minimum(budget.unit)
-    return int(max(budget.amount - budgets.spent_as_of(budget, now), Decimal(0)) / least) if least else 0
+    left = max(budget.amount - budgets.spent_as_of(budget, now), Decimal(0))
+    return int(round(left / least, 6)) if least else 0  # a minute is no decimal number of hours

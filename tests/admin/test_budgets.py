@@ -3,19 +3,22 @@
 from collections.abc import Callable
 from datetime import timedelta
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import Group, Permission
 from django.core.cache import cache
 from django.test import Client
 from django.utils import timezone
 
 from billing import budgets, metering
-from billing.admin_budgets import LINES, MOST, PASS, BudgetAdmin, overshoot
+from billing.admin_budgets import LINES, MOST, PASS, BudgetAdmin, everywhere, overshoot
 from billing.models import Account, Budget
 from controlplane import console, schedules
 from leases import acting, enforcing, keys, leasing
 from leases.models import Agent, Lease
+from sandboxes import moments
 from sandboxes.models import Event
 from sandboxes.runs import Command
 from tests.admin.conftest import queries
@@ -24,6 +27,7 @@ from tests.conftest import MINUTE
 pytestmark = pytest.mark.django_db
 HOUR = timedelta(hours=1)
 ADA = "did:plc:ada"
+WHY = {"_form_submitted": "on", "reason": "said so in the meeting"}
 LIST = "/admin/billing/budget/"
 ASKED = {
     "scope": "agent", "subject": ADA, "amount": "2.5", "unit": "usd", "period": "month", "hard": "on", "warn_percent": "80",
@@ -40,6 +44,12 @@ def budget(amount: Any = 10, **fields: Any) -> Budget:
 
 def page(made: Budget) -> str:
     return f"{LIST}{made.pk}/change/"
+
+
+@pytest.fixture(autouse=True)
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a verb does takes no time: so hours are exact."""
+    monkeypatch.setattr(moments, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 @pytest.fixture
@@ -62,7 +72,7 @@ def spend(grant: Callable[..., Lease]) -> Callable[..., Lease]:
 
 def test_a_budget_is_added_and_what_was_spent_counts_at_once(administrator: Client, spend: Callable[..., Lease]) -> None:
     spend(2)
-    said = administrator.post(f"{LIST}add/", {**ASKED, "unit": "hours", "period": "ever"})
+    said = administrator.post(f"{LIST}add/", {**ASKED, "unit": "hours", "period": "ever", "warn_percent": "60"})
     assert said.status_code == 302
     made = Budget.objects.get()
     assert (made.scope, made.subject, made.amount, made.hard, made.grace) == ("agent", ADA, Decimal("2.5"), True, 5 * MINUTE)
@@ -116,11 +126,10 @@ def test_a_budget_is_turned_off_and_on_again(administrator: Client, spend: Calla
     made = budget(1)
     for act, active in (("turn_off", False), ("turn_off", False), ("turn_on", True)):
         Budget.objects.filter(pk=made.pk, active=False).update(spent=0)
-        said = administrator.post(f"{LIST}{made.pk}/{act.replace('_', '-')}/", {"reason": "said so in the meeting"})
-        assert said.status_code in (200, 302)
+        assert administrator.post(f"{LIST}{made.pk}/{act}/", WHY).status_code == 200
         made.refresh_from_db()
         assert made.active is active
-    assert round(made.spent) == 2
+    assert made.spent >= 2
     assert len(administrator.get(page(made)).context["done"]) == 2
 
 
@@ -132,7 +141,7 @@ def test_others_than_administrators_only_look(as_role: Callable[..., Client], ro
     assert b'name="_save"' not in shown.content and "Deactivate…" not in shown.content.decode()
     assert browser.post(page(made), {**ASKED, "amount": "99"}).status_code == 403
     assert browser.post(f"{LIST}add/", ASKED).status_code == 403
-    assert browser.post(f"{LIST}{made.pk}/turn-off/", {"reason": "I say so"}).status_code in (302, 403)
+    assert browser.post(f"{LIST}{made.pk}/turn_off/", WHY).status_code == 403
     made.refresh_from_db()
     assert (made.amount, made.active, Budget.objects.count()) == (10, True, 1)
 
@@ -194,7 +203,7 @@ def test_the_page_says_who_is_in_it_and_costs_the_same_for_many(viewer: Client, 
     made = budget(100)
     shown = viewer.get(page(made))
     assert [(tab.agent_did, amount) for _, tab, _, amount in shown.context["within"]] == [
-        ("did:plc:most", "1.99"), (ADA, "0.99"),
+        ("did:plc:most", "2"), (ADA, "1"),
     ]  # fmt: skip
     assert f'href="/admin/leases/lease/{shown.context["within"][0][1].holder}/change/"' in shown.content.decode()
     few = queries(viewer, page(made))
@@ -203,7 +212,7 @@ def test_the_page_says_who_is_in_it_and_costs_the_same_for_many(viewer: Client, 
     budgets.settle(made.pk, now=timezone.now())
     shown = viewer.get(page(made))
     assert len(shown.context["within"]) == MOST and f"of {MOST + 4}" in shown.content.decode()
-    assert queries(viewer, page(made)) == few <= 20
+    assert queries(viewer, page(made)) < few <= 12  # there is nobody else to look for
 
 
 def test_a_budget_in_usd_lists_leases_that_cost_nothing_yet(viewer: Client, spend: Callable[..., Lease]) -> None:
@@ -218,7 +227,7 @@ def test_the_page_shows_what_was_said_of_this_budget_alone(viewer: Client, spend
     for each in (made, *others):
         budgets.settle(each.pk, now=timezone.now())
     said = viewer.get(page(made)).context["said"]
-    assert {each.kind for each in said} == {"budget.warning", "budget.exhausted"} and len(said) == 2
+    assert [each.kind for each in said] == ["budget.exhausted", "budget.warning"]
     assert Event.objects.filter(kind__startswith="budget.").count() == 22
     assert said[0].spent.endswith(" of 1 hours")
     assert viewer.get(said[0].href).status_code == 200
@@ -256,8 +265,6 @@ def test_the_first_page_names_each_budget_past_its_warning_level(viewer: Client,
 
 
 def test_notices_cost_one_query_whatever_their_number(spend: Callable[..., Lease], django_assert_num_queries: Any) -> None:
-    from billing.admin_budgets import everywhere
-
     spend(2)
     for count in (0, 3):
         for _ in range(count):
@@ -280,15 +287,15 @@ def test_an_agents_page_names_the_budgets_that_its_leases_are_in(viewer: Client,
 
 def test_a_leases_page_says_what_is_left_of_its_tightest_budget(viewer: Client, spend: Callable[..., Lease]) -> None:
     key, _ = keys.issue([ADA], now=timezone.now())
-    lease = spend(2, key=str(key.pk)) if "key" in leasing.Ask.__dataclass_fields__ else spend(2)
+    lease = spend(2, key_id=str(key.pk))
     url = f"/admin/leases/lease/{lease.pk}/change/"
     assert "nothing ends it for what it costs" in viewer.get(url).content.decode()
     none = queries(viewer, url)
     budget(100), budget(1, hard=False)
-    tight = budget("2.5", scope="agent", subject=ADA)
+    tight = budget("2.5", scope="key", subject=str(key.pk))
     shown = viewer.get(url)
     fact = next(fact for fact in shown.context["facts"] if fact.label == "2 hard budgets")
-    assert fact.value == "0.49 hours left" and page(tight) in fact.note
+    assert fact.value == "0.5 hours left" and page(tight) in fact.note
     assert shown.content.decode().count('class="lh-notice lh-over') == 2  # the soft one, and this
     assert queries(viewer, url) == none
 
@@ -306,8 +313,6 @@ def test_a_lease_that_a_budget_has_ended_says_which(viewer: Client, spend: Calla
 
 
 def test_who_may_not_see_budgets_is_told_nothing_of_them(as_role: Callable[..., Client], spend: Callable[..., Lease]) -> None:
-    from django.contrib.auth.models import Group, Permission
-
     lease = spend(2)
     budget(1)
     few = Group.objects.create(name="Few")

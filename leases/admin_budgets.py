@@ -82,7 +82,7 @@ class LeasedBudgetAdmin(HeldByLease, BudgetAdmin):
             for agent in Agent.objects.filter(did__in=dids):
                 found[Scope.AGENT, agent.did] = link("leases_agent", agent.pk, agent.did)
         if keys := of[Scope.KEY]:
-            for key in AgentKey.objects.filter(pk__in=[int(each) for each in keys]):
+            for key in AgentKey.objects.filter(pk__in=[int(each) for each in keys if len(each) < 19]):
                 found[Scope.KEY, str(key.pk)] = link("leases_agentkey", key.pk, key.name or f"lh_{key.prefix}_…")
         if types := of[Scope.ENVIRONMENT_TYPE]:
             for kind in EnvironmentType.objects.filter(name__in=types):

@@ -318,6 +318,8 @@ def told(budget: Budget) -> list[Told]:
 
 def overshoot(budget: Budget, count: int, now: datetime) -> list[str]:
     """In words and in this budget's numbers, how far it may be overspent: the bound that billing.budgets derives."""
+    if not budget.active:
+        return ["It is off. Nothing is refused and no lease is ended, so there is no bound."]
     if not budget.hard:
         return ["It only warns. Nothing is refused and no lease is ended, so there is no bound."]
     lasts, open_ = HELD_UP + budget.grace, counted(count, "lease is", "leases are")

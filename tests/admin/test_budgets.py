@@ -240,6 +240,7 @@ def test_the_bound_is_said_in_this_budgets_numbers() -> None:
     usd = " ".join(overshoot(budget(10, unit="usd", grace=HOUR), 1, now))
     assert "what 1 sandbox costs in 1 h 3 m" in usd
     assert "no bound" in " ".join(overshoot(budget(10, hard=False), 12, now))
+    assert "It is off" in " ".join(overshoot(budget(10, active=False), 12, now))
     assert schedules.every("meter") == schedules.every("budgets") == PASS
 
 

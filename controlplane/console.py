@@ -19,9 +19,11 @@ from leases.admin import LeaseAdmin
 from leases.models import Lease
 from sandboxes import slices, stats
 from sandboxes.admin import PoolAdmin, SandboxAdmin, SweepAdmin
+from sandboxes.admin_calls import Since
 from sandboxes.admin_pools import Filling, fillings
 from sandboxes.cells import ago, rows, shortened
-from sandboxes.models import Pool, Sandbox, Sweep
+from sandboxes.egress.totals import totals
+from sandboxes.models import LlmCall, Pool, Sandbox, Sweep
 from sandboxes.pages import Page, Slice
 
 # title -> [(what, icon, "app.model")]
@@ -182,6 +184,7 @@ def look(now: datetime | None = None) -> Fleet:
         ),
         _tile("Running now", SandboxAdmin, "running", now),
         Tile("Cold", f"{cold:,}", rows("sandboxes_sandbox", slice="cold"), note="asleep, their state stored"),
+        _asked(now),
         _tile("Pools draining", PoolAdmin, "draining", now, note="take nothing new"),
         _tile("Circuits open", PoolAdmin, "paused", now, note="pools that warm nothing up", bad=True),
         _tile("In quarantine", SandboxAdmin, "quarantine", now, note="destroy never confirmed", bad=True),
@@ -214,6 +217,14 @@ def _tile(title: str, page: type[Page], name: str, now: datetime, *, note: str =
     model = MODELS[page]
     number = model._default_manager.filter(page.slices[name].where(now)).count()
     return Tile(title, f"{number:,}", rows(_name(model), slice=name), note=note, alarm=bad and number > 0)
+
+
+def _asked(now: datetime) -> Tile:
+    """What models were asked in a day, and what that cost."""
+    total = totals(LlmCall.objects.filter(started_at__gte=now - Since.lengths["1d"]))
+    refused = f"{total.refused:,} refused, " if total.refused else ""
+    href = rows("sandboxes_llmcall", slice="all", kind__exact="llm", since="1d")
+    return Tile("Model calls in 24 h", f"{total.calls:,}", href, note=f"{refused}{total.spent:,.2f} USD")
 
 
 def _line(sandbox: Sandbox, at: datetime | None, alarm: bool) -> Line:

@@ -44,7 +44,7 @@ def want_for(lease: Lease, *, now: datetime) -> Want:
         skill=lease.environment_type_id,
         policy=lambda: lease.environment_type.policy,
         excludes=lambda: lease.environment_type.snapshot_excludes,
-        llm_limit=lease.llm_limit,
+        llm_limit=lambda: Lease.objects.values_list("llm_limit", flat=True).get(pk=lease.pk),
         fence=partial(_fence, lease.pk, now),
     )
 

@@ -16,7 +16,8 @@ from django.utils.safestring import SafeString
 from unfold.decorators import action, display
 from unfold.enums import ActionVariant
 
-from leases import admin_identity, admin_sandboxes, admin_state, keys, leasing
+from leases import admin_identity, admin_sandboxes, admin_spending, admin_state, keys, leasing
+from leases.admin_spending import SPENDING, Limit
 from leases.cells import agent_fact
 from leases.models import DID_ACCEPTS, Agent, AgentKey, EnvironmentType, Lease, Status, Turn, is_did
 from leases.tasks import wake_reclaim
@@ -99,12 +100,12 @@ class LeaseAdmin(Facts):
     }
     fieldsets = all_fields(
         "id", "agent_did", "environment_id", "environment_type", "pool", "status", "leased_at", "last_activity_at",
-        "ttl", "expires_at", "max_expires_at", "sleep_after", "expiry_conditions", "ended_at", "end_reason",
+        "ttl", "expires_at", "max_expires_at", "sleep_after", "expiry_conditions", "llm_limit", "ended_at", "end_reason",
         "destroyed_at",
     )  # fmt: skip
     change_form_outer_before_template = "admin/leases/lease/timeline.html"
-    acts = {"end_lease": END}
-    actions_detail = ["end_lease"]
+    acts = {"limit_spending": SPENDING, "end_lease": END}
+    actions_detail = ["limit_spending", "end_lease"]
     actions = ["end_leases"]
 
     @display(description="Agent and environment")
@@ -173,10 +174,15 @@ class LeaseAdmin(Facts):
                 if ran["bad"]
                 else "",
             ),
+            *admin_spending.of_lease(row),
         ]
 
     def has_end_permission(self, request: HttpRequest, object_id: str | None = None) -> bool:
         return request.user.has_perm("leases.end_lease")
+
+    @action(description="Spend limit…", permissions=["end"], icon="savings", dialog=SPENDING.dialog)
+    def limit_spending(self, request: HttpRequest, form: Limit, object_id: str) -> HttpResponse:
+        return self.answer(request, object_id, SPENDING, form)
 
     @action(description="End lease…", permissions=["end"], icon="block", variant=ActionVariant.DANGER, dialog=END.dialog)
     def end_lease(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
@@ -285,6 +291,7 @@ class AgentAdmin(Page):
                 Fact("Every lease", mine.count(), href=rows("leases_lease", slice="history", agent_did=row.did)),
                 Fact("Sandboxes", living, href=rows("sandboxes_sandbox", slice="live", agent_did=row.did)),
                 Fact("Runs", "newest first", href=rows("sandboxes_run", slice="all", agent_did=row.did)),
+                *admin_spending.of_agent(row.did),
                 self.data(row),
                 admin_identity.signs(request, row.did),
                 Fact("Last used", ago(latest.last_activity_at) if latest else "never"),
@@ -418,7 +425,7 @@ class KeyAdmin(Page):
 
 @admin.register(EnvironmentType)
 class EnvironmentTypeAdmin(Page):
-    list_display = ["name", "clocks", "sleeps", "conditions", "where"]
+    list_display = ["name", "clocks", "sleeps", "conditions", "where", "spends"]
     list_select_related = ["pool", "policy"]
     search_fields = ["name__startswith"]
     ordering = ["name"]
@@ -426,6 +433,14 @@ class EnvironmentTypeAdmin(Page):
         (None, {"fields": ["name", "pool", "policy"]}),
         ("When its leases end", {"fields": ["ttl", "max_ttl", "expiry_conditions"]}),
         ("Turns and sleep", {"fields": ["turn_argv", "turn_timeout", "sleep_after", "snapshot_excludes"]}),
+        (
+            "Calls to models",
+            {
+                "fields": ["llm_limit"],
+                "description": "What a lease of this type may spend on them. Leases that exist keep theirs; it can be changed "
+                "on the page of each.",
+            },
+        ),
     ]
     labels = {
         "ttl": "Unused for",
@@ -433,6 +448,7 @@ class EnvironmentTypeAdmin(Page):
         "expiry_conditions": "Conditions",
         "turn_argv": "Command",
         "snapshot_excludes": "Left out of snapshots",
+        "llm_limit": "Spend limit in USD",
     }
 
     def get_readonly_fields(self, request: HttpRequest, obj: EnvironmentType | None = None) -> list[str]:
@@ -454,7 +470,16 @@ class EnvironmentTypeAdmin(Page):
     def where(self, row: EnvironmentType) -> SafeString:
         return two(row.pool or "default", row.policy or SEALED)
 
+    @display(description="A lease may spend")
+    def spends(self, row: EnvironmentType) -> str:
+        return admin_spending.shown(row.llm_limit)
+
     def page(self, request: HttpRequest, row: EnvironmentType) -> dict[str, Any]:
         active = row.leases.filter(status=Status.ACTIVE).count()
         href = rows("leases_lease", slice="active", environment_type__name__exact=row.name)
-        return {"facts": [Fact("Active leases", active, href=href)]}
+        return {
+            "facts": [
+                Fact("Active leases", active, href=href),
+                Fact("Spend limit", admin_spending.shown(row.llm_limit), note="for the model calls of each new lease"),
+            ]
+        }

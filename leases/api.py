@@ -25,10 +25,12 @@ from leases.errors import Invalid
 from leases.idempotency import Answer
 from leases.models import Agent, EnvironmentType, Lease, Status, Turn
 from leases.paging import page
+from leases.serializers_calls import LeaseDetail, lease_calls_shown
 from leases.tasks import wake_reclaim
 from sandboxes import rows, stats
+from sandboxes.egress.totals import totals
 from sandboxes.errors import ProviderFailed
-from sandboxes.models import GONE, Pool, Run, Sandbox
+from sandboxes.models import GONE, LlmCall, Pool, Run, Sandbox
 from sandboxes.runs import GRACE, Command
 
 SMALL = 64 << 10  # bytes, like all of these: a body without a document of the agent's own in it
@@ -135,11 +137,12 @@ class Leases(Door):
 
 
 class OneLease(Door):
-    @extend_schema(operation_id="leases_get", responses=schema.answers(show.LeaseDetail, 404))
+    @extend_schema(operation_id="leases_get", responses=schema.answers(LeaseDetail, 404))
     def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         lease = self.caller.lease(pk)
         alive = metering.alive(pk, now=self.now).total_seconds()
-        return JsonResponse(self.shown(lease) | {"seconds_alive": alive})
+        asked = lease_calls_shown(lease, totals(LlmCall.objects.filter(holder=pk)))
+        return JsonResponse(self.shown(lease) | {"seconds_alive": alive, "llm": asked})
 
 
 class Renew(Door):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from decimal import Decimal
 from uuid import UUID, uuid4
 
 import structlog
@@ -185,3 +186,24 @@ def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", why: str = "")
         pool.give_up_held(pk, now=now, reason=f"lease ended: {reason}", actor=actor)
     log.info("lease ended", lease=str(pk), reason=reason)
     return True
+
+
+def limit_spending(pk: UUID, limit: Decimal | None, *, now: datetime, actor: str = "", why: str = "") -> bool:
+    """From its next model call on, an active lease may spend so many USD on them; None: any. False if it has ended, or had
+    that limit. The sandbox that it has now follows at once, and one that it gets later is given the lease's."""
+    with transaction.atomic():
+        # Whoever gives it a sandbox locks this row, too, and reads the limit after that.
+        lease = Lease.objects.select_for_update(of=("self",)).filter(pk=pk, status=Status.ACTIVE).first()
+        if lease is None or lease.llm_limit == limit:
+            return False
+        Lease.objects.filter(pk=pk).update(llm_limit=limit)
+        said = f"{_usd(limit)} instead of {_usd(lease.llm_limit)}"
+        LeaseEvent.objects.create(
+            lease=lease, at=now, kind="spend_limit", actor=actor, reason=f"{said}: {why}" if why else said
+        )
+        pool.limit_spending(pk, limit)
+    return True
+
+
+def _usd(limit: Decimal | None) -> str:
+    return "no limit" if limit is None else f"{limit.normalize():f} USD"

@@ -216,10 +216,6 @@ class LeaseShown(serializers.Serializer):
     sandbox = SandboxShown(allow_null=True, help_text="It comes with the first use.")
 
 
-class LeaseDetail(LeaseShown):
-    seconds_alive = serializers.FloatField(help_text="How long its sandboxes have had a process, all together.")
-
-
 class Renewed(serializers.Serializer):
     expires_at = serializers.DateTimeField()
 

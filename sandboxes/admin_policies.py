@@ -15,6 +15,7 @@ from sandboxes.pages import Fact, Page
 from sandboxes.policies import SEALED
 
 LIVE = ~Q(state=State.DESTROYED)
+CONFIGURED = "the configured ones"  # LEASEHOLD_LLM_MODEL and LEASEHOLD_LLM_MODELS
 
 
 @admin.register(Policy)
@@ -62,7 +63,7 @@ class PolicyAdmin(Page):
     def all_models(self, row: Policy) -> SafeString | str:
         return (
             format_html_join(SafeString("<br>"), '<span class="lh-command">{}</span>', ((each,) for each in row.models))
-            or "any"
+            or CONFIGURED
         )
 
     def complete(self, rows: list[Policy]) -> None:
@@ -105,7 +106,7 @@ class PolicyAdmin(Page):
         return {
             "facts": [
                 Fact("Root file system", root(row)),
-                Fact("Way out", "to any model" if not row.models else allowed(row), note="and the relay" if row.relay else ""),
+                Fact("Models", allowed(row), note="and the relay" if row.relay else ""),
                 *self.wanted_by(row),
                 Fact(
                     "Live sandboxes",
@@ -124,7 +125,7 @@ def root(row: Policy) -> SafeString:
 def allowed(row: Policy) -> SafeString | str:
     """The models that may be called, in the words of a list: the first by name."""
     if not row.models:
-        return "any"
+        return CONFIGURED
     more = len(row.models) - 1
     first = format_html('<span class="lh-command">{}</span>', row.models[0])
     return two(first, f"and {counted(more, 'more', 'more')}") if more > 0 else first

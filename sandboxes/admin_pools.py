@@ -16,7 +16,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import action, display
 
 from sandboxes import pool, slices, stats
-from sandboxes.cells import age, badge, counted, link, listed, rows, shortened, stamp, text, two
+from sandboxes.cells import age, badge, counted, link, listed, meter, rows, shortened, stamp, text, two
 from sandboxes.models import Pool, Quota, State
 from sandboxes.pages import Act, Fact, Page, Reason, Slice, done_to
 from sandboxes.stats import PoolStats
@@ -216,10 +216,6 @@ class PoolAdmin(Page):
     @action(description="Warm up again…", permissions=["drain"], icon="replay", dialog=WARM_AGAIN.dialog)
     def warm_again(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
         return self.answer(request, object_id, WARM_AGAIN, form)
-
-
-def meter(used: int, most: int) -> SafeString:
-    return format_html('<meter class="lh-meter" min="0" max="{}" value="{}"></meter>', max(most, 1), used)
 
 
 def facts(row: Pool, one: PoolStats, now: datetime) -> list[Fact]:

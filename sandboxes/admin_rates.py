@@ -1,6 +1,6 @@
 """Operators' page on what models' tokens cost, for calls that nobody else prices."""
 
-from decimal import Decimal
+from datetime import timedelta
 from typing import Any
 
 from django.contrib import admin
@@ -10,7 +10,7 @@ from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.cells import ago, badge, rows, stamp
+from sandboxes.cells import age, ago, badge, rows, stamp, usd
 from sandboxes.egress import rates
 from sandboxes.models import ModelRate
 from sandboxes.pages import Fact, Page, Slice
@@ -44,7 +44,8 @@ class ModelRateAdmin(Page):
 
     @display(description="Valid from")
     def since(self, row: ModelRate) -> SafeString | str:
-        return ago(row.valid_from)
+        left = row.valid_from - timezone.now()
+        return stamp(row.valid_from, f"in {age(left)}") if left > timedelta(0) else ago(row.valid_from)
 
     @display(description="State")
     def condition(self, row: ModelRate) -> SafeString:
@@ -63,7 +64,3 @@ class ModelRateAdmin(Page):
                 ),
             ]
         }
-
-
-def usd(rate: Decimal) -> str:
-    return f"{rate.normalize():f}"

@@ -22,8 +22,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from sandboxes import cells, slices
-from sandboxes.admin_pools import meter
-from sandboxes.cells import ago, badge, counted, link, rows, shortened, size, stamp, two
+from sandboxes.cells import ago, badge, counted, link, meter, rows, shortened, size, stamp, two
 from sandboxes.downloads import attachment
 from sandboxes.models import GONE, Sandbox
 from sandboxes.pages import Fact, Facts, Held, Slice, all_fields, done_to

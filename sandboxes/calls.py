@@ -68,6 +68,18 @@ class LlmCall(models.Model):
             models.CheckConstraint(condition=Q(cost__isnull=True) | Q(cost__gte=Decimal(0)), name="llmcall_cost_positive"),
         ]
         indexes = [
+            models.Index(fields=["-started_at", "-id"], name="llmcall_newest"),
+            models.Index(
+                fields=["-started_at", "-id"],
+                name="llmcall_not_ok",
+                condition=Q(outcome__in=["failed", "cut", "refused", "lost"]),
+            ),
+            models.Index(fields=["code", "-started_at", "-id"], condition=~Q(code=""), name="llmcall_code"),
+            models.Index(
+                fields=["-started_at", "-id"],
+                name="llmcall_to_price",
+                condition=Q(kind="llm", cost__isnull=True, outcome__in=["ok", "failed", "cut", "lost"]),
+            ),
             models.Index(fields=["holder", "-started_at", "-id"], name="llmcall_holder"),
             models.Index(fields=["agent_did", "-started_at"], name="llmcall_agent"),
             models.Index(fields=["deadline_at"], condition=Q(ended_at__isnull=True), name="llmcall_open"),

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
+from decimal import Decimal
 from typing import Any
 
 from django.urls import reverse
@@ -55,6 +56,11 @@ def size(count: int) -> str:
     return f"{amount:.1f} {units[0]}" if units[0] != "B" else f"{count} B"
 
 
+def usd(amount: Decimal) -> str:
+    """Money in full, without the zeros that a column fills up with. Whoever shows it says that these are USD."""
+    return f"{amount.normalize():,f}"
+
+
 def stamp(moment: datetime, text: str = "") -> SafeString:
     """A moment, as `text` or in full; the full one in UTC is always at hand."""
     full = f"{moment:%Y-%m-%d %H:%M:%S}"
@@ -77,6 +83,13 @@ def badge(kind: str, text: str = "") -> SafeString:
 def two(first: Any, second: Any) -> SafeString:
     """Two lines of one cell."""
     return format_html('<span class="lh-two"><span>{}</span><span>{}</span></span>', first, second)
+
+
+def meter(used: int | Decimal, most: int | Decimal) -> SafeString:
+    """How much is used of what there may be, as a bar. The numbers stand beside it."""
+    share = min(used / most, 1) if most else 1
+    kind = "is-full" if share == 1 else ""
+    return format_html('<meter class="lh-meter {}" min="0" max="1" value="{}"></meter>', kind, f"{share:.4f}")
 
 
 def link(model: str, pk: Any, text: Any) -> SafeString:

@@ -1,6 +1,7 @@
 """Form fields for what operators configure, in the words they use elsewhere: "5m", and one item a line."""
 
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
 from django import forms
@@ -34,6 +35,13 @@ class Span(forms.Field):
             if seconds and seconds % durations.UNITS[unit] == 0:
                 return f"{seconds // durations.UNITS[unit]}{unit}"
         return f"{seconds}s"
+
+
+class Amount(forms.DecimalField):
+    """A decimal number without the zeros that a column fills up with."""
+
+    def prepare_value(self, value: Any) -> Any:
+        return f"{value.normalize():f}" if isinstance(value, Decimal) else value
 
 
 class Lines(forms.Field):

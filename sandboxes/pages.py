@@ -30,9 +30,17 @@ from unfold.widgets import UnfoldAdminTextInputWidget
 
 from sandboxes.cells import counted
 from sandboxes.errors import SandboxError
-from sandboxes.fields import Lines, Span
+from sandboxes.fields import Amount, Lines, Span
 
 NARROWED_BY = ("agent_did", "environment_id", "holder", "sandbox", "lease")  # columns that pages link by
+
+
+def uuid_of(said: str) -> uuid.UUID | None:
+    """The id that somebody typed in, if it is a whole one."""
+    try:
+        return uuid.UUID(said.strip())
+    except ValueError:
+        return None
 
 
 class CappedPaginator(Paginator):
@@ -178,7 +186,11 @@ class Page(ModelAdmin):
     acts: ClassVar[Mapping[str, Act]] = {}  # by the method in actions_detail that offers it
     labels: ClassVar[Mapping[str, str]] = {}  # of form fields whose column name is no word
     list_defer: ClassVar[Sequence[str]] = ()
-    formfield_overrides = {models.DurationField: {"form_class": Span}, models.JSONField: {"form_class": Lines}}
+    formfield_overrides = {
+        models.DurationField: {"form_class": Span},
+        models.JSONField: {"form_class": Lines},
+        models.DecimalField: {"form_class": Amount},
+    }
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[SlicedList]:
         return SlicedList
@@ -203,11 +215,8 @@ class Page(ModelAdmin):
             super().save_model(request, obj, form, change)
 
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:
-        if isinstance(self.opts.pk, models.UUIDField):
-            try:
-                return queryset.filter(pk=uuid.UUID(search_term.strip())), False
-            except ValueError:
-                pass
+        if isinstance(self.opts.pk, models.UUIDField) and (pk := uuid_of(search_term)):
+            return queryset.filter(pk=pk), False
         found: tuple[Any, bool] = super().get_search_results(request, queryset, search_term)
         return found
 

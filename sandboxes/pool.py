@@ -61,7 +61,7 @@ class Want:
     files: Mapping[str, bytes] = field(default_factory=dict)  # absolute path in the sandbox -> content
     skill: str = ""  # what /data/skills has to have for it, if the image has it
     excludes: Callable[[], Sequence[str]] = tuple  # what snapshots of its workspace leave out
-    llm_limit: Decimal | None = None  # USD that its model calls may cost
+    llm_limit: Callable[[], Decimal | None] = NoneType  # USD that its model calls may cost; asked once the fence has held
     policy: Callable[[], Policy | None] = NoneType  # what its sandbox may do beyond the rest
     memory_mib: int | None = None  # None: what its pool gives
     fence: Callable[[], object] = bool  # called in the transaction that takes a place; raises if the holder may not
@@ -130,7 +130,7 @@ def claim(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
                 pk, WARM, WARM, now=now, reason="claimed", actor=actor, guard=Q(holder__isnull=True),
                 holder=want.holder, agent_did=want.agent_did, environment_id=want.environment_id,
                 idle_after=want.idle_after, last_used_at=now, idle_at=now + want.idle_after, prepared=False,
-                excludes=[*want.excludes()], llm_limit=want.llm_limit, policy=policy,
+                excludes=[*want.excludes()], llm_limit=want.llm_limit(), policy=policy,
             )  # fmt: skip
             if not claimed:
                 transaction.set_rollback(True)  # the quota was taken
@@ -163,10 +163,11 @@ def _reserve(want: Want, *, now: datetime, actor: str) -> Sandbox:
     sandbox = _new(want.pool, now=now)
     sandbox.holder, sandbox.agent_did, sandbox.environment_id = want.holder, want.agent_did, want.environment_id
     sandbox.idle_after, sandbox.excludes = want.idle_after, [*want.excludes()]
-    sandbox.llm_limit, sandbox.policy = want.llm_limit, _policy_of(want)
+    sandbox.policy = _policy_of(want)
     sandbox.memory_mib = want.memory_mib or want.pool.memory_mib
     with transaction.atomic(durable=True):
         want.fence()
+        sandbox.llm_limit = want.llm_limit()
         begin(sandbox, now=now, reason="needed", actor=actor)
         _take_quota(want)
         if not take_place(want.pool):
@@ -567,6 +568,11 @@ def give_up_held(holder: uuid.UUID, *, now: datetime, reason: str, actor: str = 
     """Give up whatever this holder has. Called in the transaction that ends the lease: both happen, or neither."""
     pks = Sandbox.objects.filter(holder=holder).exclude(state__in=GONE).values_list("pk", flat=True)
     return sum(give_up(pk, now=now, reason=reason, actor=actor) for pk in list(pks)) > 0
+
+
+def limit_spending(holder: uuid.UUID, limit: Decimal | None) -> None:
+    """From its next model call on, whatever this holder has may spend so much. Called in the transaction that says so."""
+    Sandbox.objects.filter(holder=holder).exclude(state__in=GONE).update(llm_limit=limit)
 
 
 def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:

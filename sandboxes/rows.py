@@ -1,14 +1,14 @@
 """Rows by hand-written SQL, for what every request does: for the ORM, building the query again each time costs several
 times what executing it does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from uuid import UUID
 
 from django.db import connection
-from django.db.models import Field, Model
+from django.db.models import Field, ForeignKey, Model
 from django.db.models.expressions import Col
 
 M = TypeVar("M", bound=Model)
@@ -16,24 +16,55 @@ M = TypeVar("M", bound=Model)
 
 def first(model: type[M], where: str, *values: Any) -> M | None:
     """The first row of a model for which a condition in SQL holds, None if there is none."""
-    select, names, casts = _shape(model)
-    with connection.cursor() as cursor:
-        cursor.execute(f"{select} WHERE {where} LIMIT 1", [_adapted(value) for value in values])
-        row = cursor.fetchone()
-    if row is None:
-        return None
+    columns, _, _ = _shape(model)
+    found = selected(f"SELECT {columns} FROM {model._meta.db_table} WHERE {where} LIMIT 1", *values)  # noqa: S608 - no user's words
+    return _made(model, found[0]) if found else None
+
+
+def first_with(
+    model: type[M], key: str, also: Sequence[str], where: str, *values: Any
+) -> tuple[M, Sequence[Any]] | tuple[None, Sequence[Any]]:
+    """The same, and by the same query the row to which a foreign key of it points, and what scalar subqueries give for it,
+    whose values come before the condition's."""
+    field = cast("ForeignKey[Any, Any]", model._meta.get_field(key))
+    table, other = model._meta.db_table, field.related_model
+    join = f"LEFT JOIN {other._meta.db_table} ON {other._meta.db_table}.{other._meta.pk.column} = {table}.{field.column}"
+    (mine, names, _), (theirs, other_names, _) = _shape(model), _shape(other)
+    columns = ", ".join([mine, theirs, *(f"({each})" for each in also)])
+    rows = selected(f"SELECT {columns} FROM {table} {join} WHERE {where} LIMIT 1", *values)  # noqa: S608 - no user's words
+    if not rows:
+        return None, ()
+    [row] = rows
+    found, its, given = _made(model, row[: len(names)]), len(names), len(names) + len(other_names)
+    if getattr(found, field.attname) is not None:
+        setattr(found, key, _made(other, row[its:given]))
+    return found, row[given:]
+
+
+def _made(model: type[M], row: Sequence[Any]) -> M:
+    _, names, casts = _shape(model)
     found = [*row]
-    for at, column, cast in casts:
-        found[at] = cast(found[at], column, connection)
+    for at, column, convert in casts:
+        found[at] = convert(found[at], column, connection)
     return model.from_db(connection.alias, names, found)
 
 
 def insert(row: Model) -> None:
-    """Insert one row whose key is set. Nothing is read back."""
-    statement, fields = _insertion(type(row))
+    """Insert one row. A key that it does not have yet the database chooses; nothing else is read back."""
+    statement, fields = _insertion(type(row), keyed=row.pk is not None)
     with connection.cursor() as cursor:
         cursor.execute(statement, [field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields])
+        if row.pk is None:
+            [[row.pk]] = cursor.fetchall()
     row._state.adding, row._state.db = False, connection.alias
+
+
+def selected(statement: str, *given: Any) -> list[Sequence[Any]]:
+    """The rows that a statement gives, as the driver has them."""
+    with connection.cursor() as cursor:
+        cursor.execute(statement, [_adapted(value) for value in given])
+        found: list[Sequence[Any]] = cursor.fetchall()
+    return found
 
 
 def execute(statement: str, *values: Any) -> int:
@@ -50,23 +81,23 @@ def update(model: type[Model], change: str, *values: Any) -> int:
 
 @cache
 def _shape(model: type[Model]) -> tuple[str, list[str], list[tuple[int, Col, Callable[..., Any]]]]:
-    """How this database reads a model: the SELECT, the names of its fields, and what makes Python values of theirs."""
+    """How this database reads a model: its columns, the names of its fields, and what makes Python values of theirs."""
     table, fields = model._meta.db_table, model._meta.concrete_fields
     columns: list[Col] = [field.get_col(table) for field in fields]
     casts = [
-        (at, column, cast)
+        (at, column, convert)
         for at, column in enumerate(columns)
-        for cast in connection.ops.get_db_converters(column) + column.get_db_converters(connection)
+        for convert in connection.ops.get_db_converters(column) + column.get_db_converters(connection)
     ]
-    select = f"SELECT {', '.join(str(field.column) for field in fields)} FROM {table}"  # noqa: S608 - no user's words
-    return select, [field.attname for field in fields], casts
+    return ", ".join(f"{table}.{field.column}" for field in fields), [field.attname for field in fields], casts
 
 
 @cache
-def _insertion(model: type[Model]) -> tuple[str, list["Field[Any, Any]"]]:
-    fields = [field for field in model._meta.concrete_fields if not field.generated]
+def _insertion(model: type[Model], *, keyed: bool) -> tuple[str, list["Field[Any, Any]"]]:
+    fields = [field for field in model._meta.concrete_fields if not field.generated and (keyed or not field.primary_key)]
     names, marks = ", ".join(f'"{field.column}"' for field in fields), ", ".join(["%s"] * len(fields))
-    return f"INSERT INTO {model._meta.db_table} ({names}) VALUES ({marks})", fields  # noqa: S608 - no user's words
+    chosen = "" if keyed else f" RETURNING {model._meta.pk.column}"
+    return f"INSERT INTO {model._meta.db_table} ({names}) VALUES ({marks}){chosen}", fields  # noqa: S608 - no user's words
 
 
 def _adapted(value: Any) -> Any:

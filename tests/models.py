@@ -1,7 +1,8 @@
-"""A server that answers like model providers do, without thinking: OpenAI's chat completions and Anthropic's messages, whole
-and streamed. `python -m tests.models PORT`. LiteLLM stands before it in the tests.
+"""A server that answers like model providers do, without thinking: OpenAI's chat completions, responses and embeddings, and
+Anthropic's messages, whole and streamed. `python -m tests.models PORT`. LiteLLM stands before it in the tests.
 
-What the model's name has in it decides: `slow` pauses before each piece of its answer, `failing` answers 500."""
+What the model's name has in it decides: `slow` pauses after each piece of its answer, `slowest` for as long as anybody who
+dies meanwhile needs, `failing` answers 500."""
 
 import json
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 PIECES = ("An ", "answer ", "in ", "pieces.")
 TOKENS = {"in": 1000, "cached": 400, "out": 50}  # what every whole answer says that it took; `in` has `cached` in it
-PAUSE = 0.3  # seconds
+PAUSES = {"slowest": 4.0, "slow": 0.3}  # seconds
 
 
 class Models(ThreadingHTTPServer):
@@ -31,11 +32,12 @@ class _Answers(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        shape = OpenAI if self.path.endswith("/chat/completions") else Anthropic
+        pause = next((pause for name, pause in PAUSES.items() if name in body["model"]), 0)
+        shape = SHAPES[self.path.rpartition("/")[2]]
         if "failing" in body["model"]:
             return self._whole(500, {"type": "error", "error": {"type": "api_error", "message": "no"}})
         if not body.get("stream"):
-            time.sleep(10 * PAUSE if "slow" in body["model"] else 0)
+            time.sleep(10 * pause)
             return self._whole(200, shape.whole(body["model"]))
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -43,7 +45,7 @@ class _Answers(BaseHTTPRequestHandler):
         for event in shape.events(body["model"]):
             named = f"event: {event['type']}\n" if "type" in event else ""
             self.wfile.write(f"{named}data: {json.dumps(event)}\n\n".encode())
-            time.sleep(PAUSE if "slow" in body["model"] else 0)
+            time.sleep(pause)
         if shape is OpenAI:
             self.wfile.write(b"data: [DONE]\n\n")
         return None
@@ -105,6 +107,44 @@ class Anthropic:
                "usage": {"output_tokens": TOKENS["out"]}}  # fmt: skip
         yield {"type": "message_stop"}
 
+
+class Responses:
+    """OpenAI's other shape."""
+
+    usage = {
+        "input_tokens": TOKENS["in"], "output_tokens": TOKENS["out"], "total_tokens": TOKENS["in"] + TOKENS["out"],
+        "input_tokens_details": {"cached_tokens": TOKENS["cached"]}, "output_tokens_details": {"reasoning_tokens": 0},
+    }  # fmt: skip
+
+    @classmethod
+    def whole(cls, model: str) -> dict[str, Any]:
+        text = {"type": "output_text", "text": "".join(PIECES), "annotations": []}
+        message = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": [text]}
+        return cls._response(model, "completed") | {"output": [message], "usage": cls.usage}
+
+    @classmethod
+    def events(cls, model: str) -> Iterator[dict[str, Any]]:
+        yield {"type": "response.created", "sequence_number": 0, "response": cls._response(model, "in_progress")}
+        for number, piece in enumerate(PIECES):
+            yield {"type": "response.output_text.delta", "sequence_number": number + 1, "item_id": "msg_1", "output_index": 0,
+                   "content_index": 0, "delta": piece, "logprobs": []}  # fmt: skip
+        yield {"type": "response.completed", "sequence_number": len(PIECES) + 1, "response": cls.whole(model)}
+
+    @staticmethod
+    def _response(model: str, status: str) -> dict[str, Any]:
+        return {"id": "resp_1", "object": "response", "created_at": 1, "status": status, "model": model, "output": [],
+                "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}  # fmt: skip
+
+
+class Embeddings:
+    @staticmethod
+    def whole(model: str) -> dict[str, Any]:
+        vector = {"object": "embedding", "index": 0, "embedding": [0.25, 0.5]}
+        usage = {"prompt_tokens": TOKENS["in"], "total_tokens": TOKENS["in"]}
+        return {"object": "list", "model": model, "data": [vector], "usage": usage}
+
+
+SHAPES: dict[str, Any] = {"completions": OpenAI, "responses": Responses, "embeddings": Embeddings, "messages": Anthropic}
 
 if __name__ == "__main__":
     Models(int(sys.argv[1])).serve_forever()

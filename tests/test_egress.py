@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from django.db import connection
 
 from leases import acting, leasing, sweeps
 from leases.models import Lease
+from sandboxes import rows
 from sandboxes.egress import gate
 from sandboxes.egress.server import Server
 from sandboxes.models import LlmCall, Policy, Run, Sandbox
@@ -132,10 +134,35 @@ def test_nothing_is_sent_that_could_not_be_recorded(upstream: Upstream, way: Pat
     def fail(*args: Any, **named: Any) -> None:
         raise OperationalError("disk full")
 
-    monkeypatch.setattr(LlmCall, "save", fail)
+    monkeypatch.setattr(rows, "insert", fail)
     status, said = post(way, ASK)
     assert (status, said["error"]["code"]) == (503, "not_recorded")
     assert not upstream.asked
+
+
+def test_a_connection_that_the_database_dropped_is_replaced(upstream: Upstream, way: Path) -> None:
+    if connection.vendor != "postgresql":
+        pytest.skip("SQLite has no connections to drop.")
+
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        [ours] = cursor.fetchone()
+
+    async def answer(request: web.Request) -> web.Response:
+        await asyncio.to_thread(drop_others, ours)
+        return web.json_response(SAID)
+
+    assert post(way, ASK)[0] == 200
+    upstream.answer = answer  # before the call's end is written down, and the next call is
+    assert [post(way, ASK)[0] for _ in range(10)] == [200] * 10
+    assert [*LlmCall.objects.values_list("outcome", flat=True)] == ["ok"] * 11
+
+
+def drop_others(ours: int) -> None:
+    with connection.cursor() as cursor:
+        others = "datname = current_database() AND state = 'idle' AND pid NOT IN (pg_backend_pid(), %s)"
+        cursor.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}", [ours])
+    connection.close()
 
 
 @pytest.mark.parametrize("said", [{}, {"x-litellm-response-cost": "NaN"}, {"x-litellm-response-cost": "-1"},
@@ -253,6 +280,22 @@ def test_a_stream_that_is_not_read_to_its_end_is_cut_and_so_is_the_upstream(upst
     assert (row.outcome, row.code) == ("cut", "not_read_to_its_end")
 
 
+@pytest.mark.parametrize("last", [b"[DONE]", {"type": "message_stop"}, {"type": "response.completed"}])
+def test_a_stream_whose_reader_leaves_after_its_last_event_is_whole(last: Any, upstream: Upstream, way: Path) -> None:
+    """SDKs do: they do not wait for the connection's end."""
+    whole = events(PIECE, TOKENS, last)
+    upstream.answer = streaming(whole, hang=True)
+    connection = connect(way)
+    body = {**ASK, "stream": True, "stream_options": {"include_usage": True}}
+    connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
+    assert connection.getresponse().read(len(whole)) == whole
+    connection.sock.close()
+    connection.close()
+    wait_until_closed()
+    row = LlmCall.objects.get()
+    assert (row.outcome, row.code, row.output_tokens, row.received_bytes) == ("ok", "", 4, len(whole))
+
+
 def test_a_call_under_way_is_cut_off_when_its_lease_ends(upstream: Upstream, lease: Lease, way: Path) -> None:
     upstream.answer = streaming(events(PIECE), hang=True)
     connection = connect(way)
@@ -320,6 +363,29 @@ def test_calls_are_limited_by_the_minute_and_at_once(upstream: Upstream, box: Sa
     assert post(way, ASK)[1]["error"]["code"] == "too_many_calls"
     LlmCall.objects.update(started_at=NOW - timedelta(minutes=2), deadline_at=NOW - MINUTE)
     assert post(way, ASK)[0] == 200
+
+
+def test_calls_do_not_wait_for_those_of_other_sandboxes(upstream: Upstream, box: Sandbox, way: Path) -> None:
+    """None is answered before all have come: more than the hundred that aiohttp has under way at once by itself."""
+    calls, come = 120, asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        if len(upstream.asked) == calls:
+            come.set()
+        await asyncio.wait_for(come.wait(), 20)
+        return web.json_response(SAID)
+
+    upstream.answer = answer
+    box.policy = Policy.objects.create(name="wide", calls_per_minute=calls, most_calls_at_once=calls)
+    box.save(update_fields=["policy"])
+    content = json.dumps(ASK)
+    callers = [connect(way) for _ in range(calls)]
+    for each in callers:
+        each.request("POST", CHAT, content, {"Content-Type": "application/json"})
+    assert [each.getresponse().status for each in callers] == [200] * calls
+    for each in callers:
+        each.close()
+    wait_until_closed()
 
 
 def test_who_keeps_asking_for_what_is_refused_does_not_fill_the_database(upstream: Upstream, way: Path) -> None:
@@ -406,4 +472,4 @@ def test_two_runs_at_once_are_not_told_apart(lease: Lease, box: Sandbox) -> None
     for _ in range(2):
         Run.objects.create(sandbox=box, argv=["x"], started_at=NOW, deadline_at=NOW + MINUTE)
     Sandbox.objects.filter(pk=box.pk).update(open_runs=2, state="running")
-    assert gate.caller(box.slot).run is None
+    assert gate.caller(box.slot, now=NOW).run is None

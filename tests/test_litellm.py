@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -34,7 +36,7 @@ class LiteLLM:
         call_id = uuid.uuid4().hex
         headers = {
             "Authorization": f"Bearer {self.key}", "x-litellm-call-id": call_id, "x-litellm-end-user-id": "did:plc:ada",
-            "x-litellm-spend-logs-metadata": json.dumps({"call": call_id}),
+            "x-litellm-spend-logs-metadata": json.dumps({"call": call_id, "attempt": 2, "unasked": []}),
         }  # fmt: skip
         body = {"model": model, "messages": [{"role": "user", "content": "Hello."}], "stream": stream, "max_tokens": 100}
         self.last = call_id
@@ -70,6 +72,7 @@ def test_a_call_is_recorded_under_our_id_with_its_tokens_and_its_cost(litellm: L
     assert (said["input"], said["cached"], said["output"]) == (TOKENS["in"], TOKENS["cached"], TOKENS["out"])
     assert amount(said["cost"]) == WHOLE
     assert said["model"].endswith(model)
+    assert said["for"] == {"call": call_id, "attempt": 2}
     assert 0 <= said["ended"] - said["started"] < 30 and abs(said["ended"] - time.time()) < 60
     assert len([*litellm.records(call_id)]) == 1
 
@@ -167,11 +170,12 @@ now = datetime.now()
 
 
 def run(script: str, file: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in LiteLLM's Python beside the callback."""
-    beside = str(Path(usd.__file__).parent)
-    env = {"PYTHONPATH": beside, "LEASEHOLD_RECORDS": file, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    argv = [os.environ["TEST_LITELLM_PYTHON"], "-c", WRITE + script]
-    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+    """Run a script in LiteLLM's Python beside a copy of the callback: where it comes from are modules with names of others."""
+    with tempfile.TemporaryDirectory() as beside:
+        shutil.copy(Path(usd.__file__).with_name("litellm_callback.py"), beside)
+        env = {"PYTHONPATH": beside, "LEASEHOLD_RECORDS": file, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        argv = [os.environ["TEST_LITELLM_PYTHON"], "-c", WRITE + script]
+        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.usefixtures("litellm")

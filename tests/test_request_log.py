@@ -160,6 +160,12 @@ def test_a_call_without_a_row_that_went_on_is_shown_and_unpriced(file, status, o
     assert (row.outcome, row.status, row.code, row.cost, row.priced) == (outcome, status, code, None, "")
 
 
+def test_who_asks_which_models_there_are_has_made_no_call(file: Path) -> None:
+    append(file, line(1, method="GET", uri="/v1/models"), refused(2, uri="/v1/models"))
+    assert collect(file) == {"refused": 1}
+    assert [row.status for row in LlmCall.objects.all()] == [403]
+
+
 def test_a_refusal_of_the_forwarder_keeps_its_reason(file: Path) -> None:
     append(file, line(status=403, upstream="403", code="no_lease"))
     assert collect(file) == {"refused": 1}

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ from sandboxes.providers.docker import DockerProvider
 from sandboxes.runs import Command
 from tests import attacks
 from tests.conftest import DOCKER_IMAGE
+from tests.waiting import until
 
 pytestmark = pytest.mark.docker
 MINUTE = timedelta(minutes=1)
@@ -320,6 +322,36 @@ def test_files_sockets_and_processes_of_a_neighbour_are_not_there(cells: list[Ce
     found = one.run("sh", "-c", f"sleep 0.1; {script}").stdout.decode().splitlines()
     assert found[0].startswith("a")  # its own socket, and nothing before it
     assert not [line for line in found if "theirs" in line and "find" not in line]
+
+
+LISTEN = """
+import os, socket, time
+tcp, abstract = socket.create_server(("0.0.0.0", 7777)), socket.socket(socket.AF_UNIX)
+abstract.bind("\\0theirs"); abstract.listen()
+open("/tmp/listening", "w").close()
+while os.path.exists("/tmp/listening"): time.sleep(0.05)
+"""
+DIAL = """
+import json, os, socket
+def dials(family, address):
+    with socket.socket(family) as out:
+        out.settimeout(2)
+        return not out.connect_ex(address)
+hosts = ["127.0.0.1", "0.0.0.0", "127.0.1.1", *(f"172.17.0.{last}" for last in range(1, 9))]
+found = [host for host in hosts if dials(socket.AF_INET, (host, 7777))]
+print(json.dumps([dials(socket.AF_UNIX, "\\0theirs"), found]))
+"""
+
+
+def test_a_neighbour_that_listens_is_not_reached(cells: list[Cell]) -> None:
+    one, two = cells
+    with ThreadPoolExecutor(1) as thread:
+        listening = thread.submit(two.run, "python3", "-c", LISTEN)
+        until(lambda: two.run("test", "-e", "/tmp/listening").exit_code == 0, "it listens")
+        reached = [json.loads(cell.run("python3", "-c", DIAL).stdout) for cell in (two, one)]
+        two.run("rm", "/tmp/listening")
+    assert listening.result().exit_code == 0
+    assert reached == [[True, ["127.0.0.1", "0.0.0.0", "127.0.1.1"]], [False, []]]
 
 
 def test_the_engine_was_asked_for_nothing_but_what_is_needed(cell: Cell) -> None:

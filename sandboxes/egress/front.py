@@ -36,18 +36,21 @@ LABEL = "leasehold.egress"  # its value says of which installation on this engin
 LABEL_PLACE = "leasehold.egress.directory"  # on this host, with its sockets
 WITHIN = 20.0  # seconds in which it has to listen
 REQUESTS_PER_SECOND, BURST, CONNECTIONS = 20, 40, 32  # of one slot
-CONNECTIONS_IN_ALL = 4096  # of one worker
+SOCKETS = 128  # connections of one slot, whatever is said through them
+CONNECTIONS_IN_ALL = 8192  # of one worker
 MEMORY = 128 << 20
-SLOTS_INSIDE, SERVER_INSIDE, LOGS_INSIDE = "/s", "/server", "/logs"
+SLOTS_INSIDE, SERVER_INSIDE, LOGS_INSIDE, BEHIND = "/s", "/server", "/logs", "/tmp/b"  # noqa: S108 - the container's own
 
 # A proxy that was killed has left its sockets, and cannot bind them again.
-COMMAND = ["sh", "-c", f"find {SLOTS_INSIDE} -name {slots.SOCKET} -delete; exec nginx -c /etc/nginx/leasehold.conf"]
+CLEAN = f"find {SLOTS_INSIDE} -name {slots.SOCKET} -delete; rm -rf {BEHIND}; mkdir {BEHIND}"
+COMMAND = f"{CLEAN}; exec nginx -c /etc/nginx/leasehold.conf"
 CONFIG = """\
 daemon off;
 worker_processes {workers};
 worker_rlimit_nofile {files};
 pid /tmp/nginx.pid;
 error_log stderr crit;
+load_module /usr/lib/nginx/modules/ngx_stream_module.so;
 events {{ worker_connections {connections}; }}
 http {{
   server_tokens off;
@@ -59,7 +62,7 @@ http {{
   scgi_temp_path /tmp/scgi;
 
   # One server for all: a block for each slot would take 200 KiB each. Who speaks is known by the socket alone.
-  map $server_addr $slot {{ "~^unix:{slots}/(?<number>[0-9]+)/" $number; }}
+  map $server_addr $slot {{ "~^unix:{behind}/(?<number>[0-9]+)$" $number; }}
 
   # Of refusals that cost nothing to bring about, one in sixteen is logged.
   map "$status $request_id" $logged {{ default 1; "~^(400|408|429) [^0]" 0; }}
@@ -79,7 +82,7 @@ http {{
   client_body_buffer_size 64k;
   client_header_buffer_size 2k;
   large_client_header_buffers 4 8k;
-  client_header_timeout 30s;
+  client_header_timeout 10s;
   client_body_timeout 30s;
   send_timeout 60s;
   keepalive_timeout 75s;
@@ -88,16 +91,34 @@ http {{
   merge_slashes off;
   absolute_redirect off;
 
+  # Of what a sandbox says in headers this goes on, where it is what it should be.
+  map $http_upgrade $upgrade {{ default ""; "~*^websocket$" websocket; }}
   map $http_upgrade $connection_upgrade {{ default ""; "~*^websocket$" upgrade; }}
+  map $http_sec_websocket_key $websocket_key {{ default ""; "~^[A-Za-z0-9+/=]{{24}}$" $http_sec_websocket_key; }}
+  map $http_sec_websocket_version $websocket_version {{ default ""; "~^[0-9]{{1,3}}$" $http_sec_websocket_version; }}
+  map $http_anthropic_version $dialect {{ default ""; "~^[A-Za-z0-9.-]{{1,32}}$" $http_anthropic_version; }}
   upstream server {{ server unix:{server}; keepalive 32; }}
 
   server {{
     include /etc/nginx/leasehold-way.conf;
+{behinds}
+  }}
+}}
+# In front of that, where a connection counts before it has said anything: no sandbox takes those that there are from others.
+stream {{
+  map $server_addr $slot {{ "~^unix:{slots}/(?<number>[0-9]+)/" $number; }}
+  limit_conn_zone $slot zone=sockets:2m;
+  limit_conn sockets {sockets};
+  server {{
+    proxy_pass unix:{behind}/$slot;
+    proxy_connect_timeout 5s;
+    proxy_timeout {patience}s;
+    proxy_half_close on;  # so a refusal arrives that is answered before all was sent
 {listens}
   }}
 }}
 """
-LISTEN = "    listen unix:{slots}/{slot}/{socket} backlog=64;"
+LISTEN, LISTEN_BEHIND = "    listen unix:{slots}/{slot}/{socket} backlog=64;", "    listen unix:{behind}/{slot};"
 WAY = """\
 proxy_http_version 1.1;
 proxy_pass_request_headers off;
@@ -123,10 +144,10 @@ location ^~ /relay/ {{
   proxy_set_header X-Leasehold-Slot $slot;
   proxy_set_header X-Request-Id $request_id;
   proxy_set_header Host leasehold;
-  proxy_set_header Upgrade $http_upgrade;
+  proxy_set_header Upgrade $upgrade;
   proxy_set_header Connection $connection_upgrade;
-  proxy_set_header Sec-WebSocket-Key $http_sec_websocket_key;
-  proxy_set_header Sec-WebSocket-Version $http_sec_websocket_version;
+  proxy_set_header Sec-WebSocket-Key $websocket_key;
+  proxy_set_header Sec-WebSocket-Version $websocket_version;
   proxy_pass http://server;
 }}
 location / {{ deny all; }}
@@ -134,10 +155,15 @@ location / {{ deny all; }}
 SAID = {
     400: ("malformed", "This is no HTTP that is understood here."),
     403: ("path_forbidden", "Only model calls, and the relay, leave this sandbox."),
+    404: ("path_forbidden", "Only model calls, and the relay, leave this sandbox."),
+    405: ("path_forbidden", "Only model calls, and the relay, leave this sandbox."),
     413: ("too_large", f"A request has at most {LARGEST_BODY_KIB} KiB."),
+    414: ("too_large", "This path is too long."),
     429: ("too_many", "Too many requests, or connections, at once."),
+    501: ("malformed", "This is no HTTP that is understood here."),
     502: ("way_out_closed", "The control plane does not answer now. Try again."),
     504: ("way_out_slow", "The control plane did not answer in time."),
+    505: ("malformed", "This is no HTTP that is understood here."),
 }  # what nginx itself answers, in the words of both kinds of SDK
 ERROR = """\
 error_page {status} /leasehold-error-{status};
@@ -149,8 +175,8 @@ location = {path} {{
   proxy_set_header X-Request-Id $request_id;
   proxy_set_header Host leasehold;
   proxy_set_header Connection "";
-  proxy_set_header Content-Type $content_type;
-  proxy_set_header anthropic-version $http_anthropic_version;
+  proxy_set_header Content-Type application/json;
+  proxy_set_header anthropic-version $dialect;
   proxy_pass http://server{path};
 }}"""
 
@@ -174,10 +200,13 @@ class Front:
         with asking():
             try:
                 client.create_container(
-                    settings.EGRESS_IMAGE, name=self.name, command=COMMAND,
+                    settings.EGRESS_IMAGE, name=self.name, command=["sh", "-c", COMMAND],
                     user=f"{slots.proxy_user()}:{slots.proxy_user()}", hostname="egress",
                     labels={LABEL: identity(), LABEL_PLACE: str(settings.EGRESS_DIR.absolute())},
                     host_config=self._limits(), use_config_proxy=False,
+                    # Without one of its own the engine takes any signal for a stop, also the one that reopens the log, and
+                    # does not start again what dies later.
+                    stop_signal="SIGTERM",
                 )  # fmt: skip
             except NotFound as gone:
                 raise Rejected(f"There is no image {settings.EGRESS_IMAGE} here. `manage.py build_image` makes it.") from gone
@@ -336,19 +365,24 @@ def configuration() -> dict[str, Path]:
 
 def files() -> int:
     """Files that each of nginx's processes may have open. Each listening socket is a connection to it."""
-    return int(settings.EGRESS_SLOTS) + CONNECTIONS_IN_ALL + 512
+    return 2 * int(settings.EGRESS_SLOTS) + CONNECTIONS_IN_ALL + 512
 
 
 def main() -> str:
     """nginx's configuration for as many slots as there are."""
-    listens = "\n".join(
-        LISTEN.format(slots=SLOTS_INSIDE, slot=slot, socket=slots.SOCKET) for slot in range(settings.EGRESS_SLOTS)
-    )
+    each = range(settings.EGRESS_SLOTS)
+    listens = "\n".join(LISTEN.format(slots=SLOTS_INSIDE, slot=slot, socket=slots.SOCKET) for slot in each)
+    behinds = "\n".join(LISTEN_BEHIND.format(behind=BEHIND, slot=slot) for slot in each)
     return CONFIG.format(
         workers=2, files=files(), connections=files() - 512, slots=SLOTS_INSIDE, logs=LOGS_INSIDE, log=LOG,
-        rate=REQUESTS_PER_SECOND, burst=BURST, open=CONNECTIONS, body=LARGEST_BODY_KIB << 10,
-        server=f"{SERVER_INSIDE}/{SERVER_SOCKET}", listens=listens,
+        rate=REQUESTS_PER_SECOND, burst=BURST, open=CONNECTIONS, body=LARGEST_BODY_KIB << 10, sockets=SOCKETS,
+        server=f"{SERVER_INSIDE}/{SERVER_SOCKET}", behind=BEHIND, listens=listens, behinds=behinds, patience=patience(),
     )  # fmt: skip
+
+
+def patience() -> int:
+    """Seconds in which something is said through a connection."""
+    return int(settings.LLM_TIMEOUT.total_seconds()) + 30
 
 
 def way() -> str:
@@ -359,14 +393,15 @@ def way() -> str:
         ERROR.format(status=status, body=body, more=" add_header Retry-After 1 always;" * (status == 429))
         for status, body in bodies.items()
     )
-    return WAY.format(paths=paths, errors=errors, patience=int(settings.LLM_TIMEOUT.total_seconds()) + 30)
+    return WAY.format(paths=paths, errors=errors, patience=patience())
 
 
 def context(base: str) -> bytes:
     """The build context of the proxy's image, byte for byte the same for the same base."""
     dockerfile = (
         f"FROM {base}\n"
-        "RUN apt-get update && apt-get install -y --no-install-recommends nginx-light && rm -rf /var/lib/apt/lists/*\n"
+        "RUN apt-get update && apt-get install -y --no-install-recommends nginx-light libnginx-mod-stream"
+        " && rm -rf /var/lib/apt/lists/*\n"
     ).encode()
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w") as tar:

@@ -11,18 +11,25 @@ from decimal import Decimal, InvalidOperation
 from uuid import UUID
 
 from django.conf import settings
-from django.db import transaction
 from django.db.models import QuerySet, Sum
 
 from sandboxes import rows
 from sandboxes.egress.requests import allowed
 from sandboxes.egress.usage import Usage
-from sandboxes.models import ALIVE, LlmCall, Policy, Run, Sandbox
+from sandboxes.models import ALIVE, LlmCall, Policy, Sandbox
 
 GRACE = timedelta(seconds=30)  # past its longest time, to write down how a call ended
 MINUTE = timedelta(minutes=1)
 NANO, MOST_COST = Decimal("1e-9"), Decimal(10**9)  # USD
 REFUSALS_KEPT = 30  # of one lease in one minute
+# Of a sandbox: the run that is open in it if there is one, and the calls of its lease that began lately and that are under
+# way. That a call has not ended says the same as its outcome, and has an index: a lease may have made thousands.
+THE_RUN = """SELECT CASE count(*) WHEN 1 THEN max(CAST(id AS text)) END FROM sandboxes_run
+    WHERE sandbox_id = sandboxes_sandbox.id AND ended_at IS NULL AND sandboxes_sandbox.open_runs > 0"""
+STARTED = """SELECT count(*) FROM sandboxes_llmcall
+    WHERE holder = sandboxes_sandbox.holder AND started_at > %s AND outcome <> 'refused'"""
+UNDER_WAY = """SELECT count(*) FROM sandboxes_llmcall
+    WHERE holder = sandboxes_sandbox.holder AND ended_at IS NULL AND deadline_at > %s"""
 HELD = timedelta(minutes=3)  # an open relay connection is somebody's for so long after it was last seen
 
 
@@ -41,6 +48,8 @@ class Caller:
     sandbox: Sandbox
     holder: UUID
     run: UUID | None
+    started: int  # calls of this lease within the last minute
+    under_way: int  # calls of this lease
 
     def metadata(self, call_id: str) -> str:
         """What the upstream's own log says about a call, as JSON. The attempt is the sandbox's incarnation."""
@@ -51,14 +60,15 @@ class Caller:
         return json.dumps(said)
 
 
-def caller(slot: int) -> Caller:
-    """Who speaks through this slot now, or Refused."""
-    sandbox = rows.first(Sandbox, "slot = %s AND state <> 'destroyed'", slot)
+def caller(slot: int, *, now: datetime) -> Caller:
+    """Who speaks through this slot now, or Refused. All that each call needs to know, by one query."""
+    asked = (THE_RUN, STARTED, UNDER_WAY)
+    where = "slot = %s AND state <> 'destroyed'"
+    sandbox, known = rows.first_with(Sandbox, "policy", asked, where, now - MINUTE, now, slot)
     if sandbox is None or sandbox.holder is None or sandbox.state not in ALIVE:
         raise Refused(403, "no_lease", "No lease holds this sandbox now.")
-    open_runs = Run.objects.filter(sandbox=sandbox, ended_at__isnull=True).values_list("pk", flat=True)[:2]
-    found = [*open_runs] if sandbox.open_runs else []
-    return Caller(sandbox, sandbox.holder, found[0] if len(found) == 1 else None)
+    run, started, under_way = known
+    return Caller(sandbox, sandbox.holder, UUID(run) if run else None, started, under_way)
 
 
 def require_held(who: Caller) -> None:
@@ -72,7 +82,7 @@ def model_call(
     slot: int, call_id: str, path: str, model: str, *, streamed: bool, size: int, now: datetime
 ) -> tuple[LlmCall, Caller]:
     """A model call is about to be sent: its row, which is there before anything is. Or Refused, and that is a row too."""
-    who = caller(slot)
+    who = caller(slot, now=now)
     row = _row(who, call_id, path, now=now, kind=LlmCall.Kind.LLM, model=model, streamed=streamed, sent_bytes=size)
     row.deadline_at = now + settings.LLM_TIMEOUT + GRACE
     rules = who.sandbox.rules
@@ -80,18 +90,18 @@ def model_call(
         if size > rules.largest_body_kib << 10:
             raise too_large(rules)
         _require_model(model, rules)
-        _require_pace(who, rules, now=now)
+        _require_pace(who, rules)
         _require_money(who)
     except Refused as refused:
         _refuse(row, refused)
         raise
-    row.save(force_insert=True)
+    rows.insert(row)
     return row, who
 
 
-def largest_body(slot: int) -> int:
+def largest_body(slot: int, *, now: datetime) -> int:
     """Bytes that a request through this slot may have, or Refused."""
-    return caller(slot).sandbox.rules.largest_body_kib << 10
+    return caller(slot, now=now).sandbox.rules.largest_body_kib << 10
 
 
 def too_large(rules: Policy) -> Refused:
@@ -100,7 +110,7 @@ def too_large(rules: Policy) -> Refused:
 
 def relay_call(slot: int, call_id: str, path: str, *, now: datetime) -> tuple[LlmCall, Caller]:
     """A connection to the relay is about to be made: its row, or Refused."""
-    who = caller(slot)
+    who = caller(slot, now=now)
     row = _row(who, call_id, path, now=now, kind=LlmCall.Kind.RELAY, streamed=True)
     row.deadline_at = now + HELD
     try:
@@ -108,11 +118,11 @@ def relay_call(slot: int, call_id: str, path: str, *, now: datetime) -> tuple[Ll
             raise Refused(404, "no_relay", "There is no relay here.")
         if not who.sandbox.rules.relay:
             raise Refused(403, "relay_not_allowed", "The policy of this sandbox does not let it connect to the relay.")
-        _require_pace(who, who.sandbox.rules, now=now)
+        _require_pace(who, who.sandbox.rules)
     except Refused as refused:
         _refuse(row, refused)
         raise
-    row.save(force_insert=True)
+    rows.insert(row)
     return row, who
 
 
@@ -138,13 +148,11 @@ def _require_model(model: str, rules: Policy) -> None:
         raise Refused(403, "model_not_allowed", f"This model may not be called here. These may: {', '.join(may)}.")
 
 
-def _require_pace(who: Caller, rules: Policy, *, now: datetime) -> None:
+def _require_pace(who: Caller, rules: Policy) -> None:
     """Counted over rows: so it holds for several processes, and after a restart."""
-    mine = LlmCall.objects.filter(holder=who.holder)
-    started = mine.filter(started_at__gt=now - MINUTE).exclude(outcome=LlmCall.Outcome.REFUSED).count()
-    if started >= rules.calls_per_minute:
+    if who.started >= rules.calls_per_minute:
         raise Refused(429, "too_many_calls", f"At most {rules.calls_per_minute} calls a minute.")
-    if mine.filter(outcome=LlmCall.Outcome.OPEN, deadline_at__gt=now).count() >= rules.most_calls_at_once:
+    if who.under_way >= rules.most_calls_at_once:
         raise Refused(429, "too_many_at_once", f"At most {rules.most_calls_at_once} calls at once.")
 
 
@@ -184,7 +192,7 @@ class Ending:
 def settle(row: LlmCall, end: Ending, *, now: datetime) -> bool:
     """Close an open call, once. A price that its record has brought meanwhile stays."""
     changes: dict[str, object] = {
-        "ended_at": now, "outcome": end.outcome, "status": end.status, "code": end.code[:64],
+        "ended_at": now, "outcome": str(end.outcome), "status": end.status, "code": end.code[:64],
         "first_byte_at": end.first_byte_at, "received_bytes": end.received_bytes,
     }  # fmt: skip
     if end.sent_bytes is not None:
@@ -194,12 +202,11 @@ def settle(row: LlmCall, end: Ending, *, now: datetime) -> bool:
         known = {name: getattr(end.usage, name) for name in ("input_tokens", "cached_tokens", "output_tokens")}
         known |= {"model": end.usage.model} if end.usage.model else {}
     if end.cost is not None:
-        known |= {"cost": end.cost, "priced": LlmCall.Priced.UPSTREAM}
-    with transaction.atomic():
-        closed = LlmCall.objects.filter(pk=row.pk, ended_at__isnull=True).update(**changes)
-        if closed and known:
-            LlmCall.objects.filter(pk=row.pk, recorded_at__isnull=True).update(**known)
-    return bool(closed)
+        known |= {"cost": end.cost, "priced": str(LlmCall.Priced.UPSTREAM)}
+    assignments = [f"{name} = %s" for name in changes]
+    assignments += [f"{name} = CASE WHEN recorded_at IS NULL THEN %s ELSE {name} END" for name in known]
+    change = f"{', '.join(assignments)} WHERE id = %s AND ended_at IS NULL"
+    return bool(rows.update(LlmCall, change, *changes.values(), *known.values(), row.pk))
 
 
 def still(pairs: Iterable[tuple[UUID, UUID]]) -> set[tuple[UUID, UUID]]:

@@ -17,6 +17,8 @@ from typing import Any
 
 from litellm.integrations.custom_logger import CustomLogger
 
+TOLD = ("call", "lease", "run", "attempt", "agent", "environment")
+
 
 class Records(CustomLogger):
     def __init__(self, path: str) -> None:
@@ -50,6 +52,7 @@ def record(kwargs: dict[str, Any], status: str, start_time: Any, end_time: Any) 
     return {
         "call": known.get("litellm_call_id") or kwargs["litellm_call_id"],
         "end_user": known.get("end_user") or "",
+        "for": told(known),
         "model": known.get("model") or kwargs.get("model") or "",
         "stream": bool(known.get("stream")),
         "status": status,
@@ -61,6 +64,12 @@ def record(kwargs: dict[str, Any], status: str, start_time: Any, end_time: Any) 
         "started": moment(start_time),
         "ended": moment(end_time),
     }
+
+
+def told(known: dict[str, Any]) -> dict[str, Any]:
+    """What our side said of a call when it sent it: so a record whose row is lost still says whose it was."""
+    said = (known.get("metadata") or {}).get("spend_logs_metadata")
+    return {name: said[name] for name in TOLD if isinstance(said.get(name), str | int)} if isinstance(said, dict) else {}
 
 
 def price(kwargs: dict[str, Any], known: dict[str, Any], status: str) -> float | None:

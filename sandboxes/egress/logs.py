@@ -16,6 +16,7 @@ import structlog
 from django.db.models import QuerySet
 
 from sandboxes.egress import tail
+from sandboxes.egress.requests import MODELS
 from sandboxes.lifecycle import step
 from sandboxes.models import LlmCall, Sandbox
 
@@ -66,7 +67,7 @@ def apply(lines: Iterable[bytes], *, now: datetime) -> Counter[str]:
     A request without a row gets one at once. Its forwarder may be about to write that row, if its caller went away early; but
     it does so before it sends, and an id is there once: who comes second has the call refused, or adds nothing."""
     parsed = [parse(line) for line in lines]
-    found = {line.call_id: line for line in parsed if line}
+    found = {line.call_id: line for line in parsed if line and not (line.uri == MODELS and line.status == 200)}
     counts = Counter(garbage=parsed.count(None))
     known = {*LlmCall.objects.filter(call_id__in=found).values_list("call_id", flat=True)}
     new = [line for line in found.values() if line.call_id not in known]

@@ -36,6 +36,7 @@ FIELDS = {
     "/v1/messages/count_tokens": MESSAGES,
     "/v1/responses": RESPONSES,
 }
+MODELS = "/v1/models"  # which there are: answered here, and nobody pays for it
 NEEDED = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/v1/responses": "input"}  # else messages
 # Tools that the program itself carries out. What else there is, searches of the web for one, the provider carries out.
 OWN_TOOLS = ("function", "custom", "bash_*", "text_editor_*", "computer_*", "memory_*", "local_shell", "apply_patch")

@@ -6,7 +6,9 @@ the slots itself."""
 
 import asyncio
 import json
+import re
 import socket
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -23,13 +25,14 @@ import structlog
 from aiohttp import WSMsgType, web
 from django.conf import settings
 from django.db import Error as DatabaseError
-from django.db import close_old_connections
+from django.db import InterfaceError, OperationalError, close_old_connections, connection
 from django.utils import timezone
 
 from sandboxes import identity
 from sandboxes.egress import gate, offline
+from sandboxes.egress.censor import Censor
 from sandboxes.egress.gate import Caller, Ending, Refused
-from sandboxes.egress.requests import FIELDS, Unfit, error, fit
+from sandboxes.egress.requests import FIELDS, MODELS, Unfit, error, fit
 from sandboxes.egress.usage import Reader
 from sandboxes.errors import KeyRevoked, NoSigningKey, SandboxError
 from sandboxes.models import LlmCall
@@ -43,8 +46,9 @@ LARGEST_ERROR = 16 << 10  # bytes of an upstream's error that are passed on
 LOOK_EVERY = 1.0  # seconds between two looks at whether those who are being served still hold their sandboxes
 KEEP_EVERY = 60.0
 CONNECT_WITHIN, SILENCE = 10.0, 300.0  # seconds until an upstream is there, and between two bytes of its answer
+CHECK_EVERY = 1.0  # seconds for which a connection to the database that worked is taken to work
 THREADS = 8
-MODELS = "/v1/models"
+RELAY_PATH = re.compile(r"[A-Za-z0-9._~:/-]*")  # decoded: what is left of an escape would be decoded again on its way
 OUTCOME = LlmCall.Outcome
 THROUGH: web.AppKey[int | None] = web.AppKey("slot")
 
@@ -71,6 +75,7 @@ class Server:
     served: dict[int, Served] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.checked = threading.local()  # when each thread last made sure of its connection
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="egress")
 
     # --- being there --------------------------------------------------------------------------------------------------
@@ -82,7 +87,12 @@ class Server:
             total=settings.LLM_TIMEOUT.total_seconds(), sock_connect=CONNECT_WITHIN, sock_read=SILENCE
         )
         runners: list[web.AppRunner] = []
-        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=True, trust_env=False) as self.session:
+        tracing = aiohttp.TraceConfig()
+        tracing.on_request_redirect.append(_stay)
+        connector = aiohttp.TCPConnector(limit=0)  # how many calls there are at once is for the gate to say
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=True, trust_env=False, trace_configs=[tracing]
+        ) as self.session:
             watch = asyncio.create_task(self._watch())
             try:
                 for path, slot in sockets.items():
@@ -142,7 +152,7 @@ class Server:
         return problem(403, "path_forbidden", "Only model calls, and the relay, leave this sandbox.")
 
     async def _models(self, request: web.Request, slot: int, call_id: str) -> web.Response:
-        await self._in_thread(gate.caller, slot)
+        await self._in_thread(gate.caller, slot, now=self.now())
         names = [name for name in (settings.LLM_MODEL, *settings.LLM_MODELS) if "*" not in name]
         listed = [{"id": name, "object": "model", "created": 0, "owned_by": "leasehold"} for name in dict.fromkeys(names)]
         return web.json_response({"object": "list", "data": listed})
@@ -151,8 +161,16 @@ class Server:
         """Something that asks the database. It is finished also if whoever waits for it goes away."""
 
         def run() -> T:
-            close_old_connections()
-            return act(*args, **named)
+            if time.monotonic() - getattr(self.checked, "at", 0.0) > CHECK_EVERY:
+                close_old_connections()
+                self.checked.at = time.monotonic()
+            try:
+                return act(*args, **named)
+            except (OperationalError, InterfaceError):
+                close_old_connections()
+                if connection.connection is not None:  # it lives: something else is wrong
+                    raise
+                return act(*args, **named)  # it was lost; what was done before that is there once, by the call's id
 
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self.threads, run))
 
@@ -183,7 +201,7 @@ class Server:
         """A request's body; Refused if it is larger than the sandbox's policy lets it be."""
         most, content = MODEST_BODY, bytearray()
         if request.content_length is None or request.content_length > most:
-            most = await self._in_thread(gate.largest_body, slot)
+            most = await self._in_thread(gate.largest_body, slot, now=self.now())
         if (request.content_length or 0) <= most:
             async for chunk in request.content.iter_chunked(1 << 16):
                 content += chunk
@@ -201,8 +219,9 @@ class Server:
         try:
             yield end
         except (Gone, asyncio.CancelledError):
-            end.outcome = OUTCOME.CUT
-            end.code = "lease_ended" if entry.ended_lease else end.code or "not_read_to_its_end"
+            if end.outcome != OUTCOME.OK:
+                end.outcome = OUTCOME.CUT
+                end.code = "lease_ended" if entry.ended_lease else end.code or "not_read_to_its_end"
             raise
         except Exception as failed:
             end.outcome, end.code = OUTCOME.FAILED, end.code or type(failed).__name__[:64]
@@ -259,12 +278,13 @@ class Server:
     async def _failed(self, answer: aiohttp.ClientResponse, end: Ending) -> web.Response:
         """What a sandbox is told of an upstream's error: nothing that is about our credentials, or from its inside."""
         end.outcome = OUTCOME.FAILED
-        said = await answer.content.read(LARGEST_ERROR)
-        if answer.status in (400, 404, 413, 422, 429) and not _has_secret(said):
+        said = await _beginning(answer, LARGEST_ERROR + len(settings.LLM_API_KEY))
+        passed = {name: answer.headers[name] for name in ("Content-Type", "Retry-After") if name in answer.headers}
+        quoted = _has_secret(said) or _has_secret(" ".join(passed.values()).encode())
+        if answer.status in (400, 404, 413, 422, 429) and not quoted:
             end.code = f"upstream_{answer.status}"
-            kept = {name: answer.headers[name] for name in ("Retry-After",) if name in answer.headers}
-            return web.Response(status=answer.status, body=said, content_type=answer.content_type, headers=kept)
-        log.warning("upstream refused a call", status=answer.status, said=_redacted(said[:500]))
+            return web.Response(status=answer.status, body=said[:LARGEST_ERROR], headers=passed)
+        log.warning("upstream refused a call", status=answer.status, said=_redacted(said)[:500])
         end.code = f"upstream_{answer.status}"
         if answer.status in (401, 403, 407):
             return problem(502, end.code, "The model's provider does not accept the control plane's credentials.")
@@ -275,20 +295,24 @@ class Server:
     ) -> web.StreamResponse:
         """Pass an answer on as it comes, and read what it says of tokens. Where money is limited, an answer in one piece
         waits until its price is written down, and the end of a stream: so the next call finds it."""
-        response = web.StreamResponse(headers={"Content-Type": answer.headers.get("Content-Type", "application/json")})
+        censor = Censor(settings.LLM_API_KEY)
+        kind = answer.headers.get("Content-Type", "application/json")
+        response = web.StreamResponse(headers={"Content-Type": "application/json" if _has_secret(kind.encode()) else kind})
         if not reader.streamed and answer.content_length is not None and "Content-Encoding" not in answer.headers:
             response.content_length = answer.content_length
         end.usage = reader.usage
         await _write(response.prepare(request))
         held = b""
         async for chunk in answer.content.iter_any():
-            passed = reader.feed(chunk)
+            passed = reader.feed(censor.feed(chunk))
             end.received_bytes += len(passed)
+            if reader.complete:
+                end.outcome = OUTCOME.OK
             if not reader.streamed:
                 held, passed = passed, held  # one behind
             if passed:
                 await _write(response.write(passed))
-        rest = reader.end()
+        rest = reader.feed(censor.end()) + reader.end()
         end.received_bytes += len(rest)
         end.outcome = OUTCOME.OK  # all of it is here; what the sandbox makes of it is its own affair
         if entry.caller.sandbox.llm_limit is not None:
@@ -302,11 +326,16 @@ class Server:
     async def _relay(self, request: web.Request, slot: int, call_id: str) -> web.StreamResponse:
         if request.headers.get("Upgrade", "").lower() != "websocket":
             raise Refused(426, "websocket_expected", "The relay is a WebSocket.")
+        path = request.match_info["path"]
+        if not RELAY_PATH.fullmatch(path) or not {".", ".."}.isdisjoint(path.split("/")):
+            raise Refused(403, "path_forbidden", "No such path leads to the relay.")
+        if not web.WebSocketResponse().can_prepare(request):
+            raise Refused(400, "malformed", "This is no WebSocket handshake that is understood here.")
         row, caller = await self._in_thread(gate.relay_call, slot, call_id, request.path, now=self.now())
         async with self._serving(row, caller) as end:
             try:
                 headers = await self._in_thread(relay_headers, row, caller, now=self.now())
-                url = settings.RELAY_URL.rstrip("/") + "/" + request.match_info["path"]
+                url = f"{settings.RELAY_URL.rstrip('/')}/{path}"
                 upstream = self.session.ws_connect(
                     url, params=request.query, headers=headers, heartbeat=30.0, max_msg_size=LARGEST_MESSAGE,
                     timeout=aiohttp.ClientWSTimeout(ws_close=5.0),
@@ -357,6 +386,12 @@ def listening_socket(path: Path) -> socket.socket:
     return bound
 
 
+async def _stay(session: aiohttp.ClientSession, context: Any, redirect: aiohttp.TraceRequestRedirectParams) -> None:
+    """Follow nobody: a sandbox says where on the relay it wants to go, and we go there for it."""
+    redirect.response.close()
+    raise aiohttp.ClientError("sent elsewhere")
+
+
 async def _write(writing: Awaitable[Any]) -> None:
     try:
         await writing
@@ -397,6 +432,14 @@ def _headers(request: web.Request, row: LlmCall, caller: Caller) -> dict[str, st
         if settings.LLM_API_KEY:
             headers["x-api-key"] = settings.LLM_API_KEY
     return headers
+
+
+async def _beginning(answer: aiohttp.ClientResponse, most: int) -> bytes:
+    """The first bytes of an answer, in whatever pieces it comes."""
+    said = b""
+    while len(said) < most and (piece := await answer.content.read(most - len(said))):
+        said += piece
+    return said
 
 
 def _wants_usage(asked: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 END = re.compile(rb"(\r\n\r\n|\n\n|\r\r)")  # of an event
+LAST = ("message_stop", "response.completed", "response.incomplete", "response.failed")  # types of last events
 LARGEST = 8 << 20  # bytes of an answer, or of one event, that are looked at; the usage of a larger one is not known
 
 
@@ -43,13 +44,15 @@ class Usage:
 
 
 class Reader:
-    """Fed the bytes of an answer as they pass; says which of them to pass on. `usage` is what has been seen so far.
+    """Fed the bytes of an answer as they pass; says which of them to pass on. `usage` is what has been seen so far, `complete`
+    whether a stream has said that it is over: SDKs do not read on.
 
     A stream's last event, which says the tokens, is kept back where `hidden`: whoever did not ask for it may choke on it."""
 
     def __init__(self, content_type: str, *, hidden: bool = False) -> None:
         self.usage = Usage()
         self.streamed = content_type.partition(";")[0].strip().lower() == "text/event-stream"
+        self.complete = False
         self._hidden = hidden
         self._kept = bytearray()  # of an answer in one piece, all of it; of a stream, the event that is not complete
         self._lost = False
@@ -84,7 +87,9 @@ class Reader:
     def _look(self, event: bytes) -> bool:
         """Note what an event says of usage. Is it to be passed on?"""
         lines = event.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        said = _json(b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:")))
+        data = b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:"))
+        said = _json(data)
+        self.complete |= data == b"[DONE]" or (isinstance(said, dict) and said.get("type") in LAST)
         self.usage.take(said)
         tokens_alone = isinstance(said, dict) and said.get("choices") == [] and bool(said.get("usage"))
         return not (self._hidden and tokens_alone)

@@ -48,6 +48,7 @@ class Bridge:
             near.close()
             far.close()
             return
+        near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or a stream's events wait for each other, 40 ms each
         for one, other in ((near, far), (far, near)):
             one.setblocking(False)
             self.pairs[one], self.pending[one] = other, b""

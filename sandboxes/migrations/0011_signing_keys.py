@@ -2,24 +2,13 @@
 
 import django.db.models.deletion
 import uuid
-from django.contrib.auth.management import create_permissions
 from django.db import migrations, models
+
+from sandboxes.roles import gives
 
 # What each role may do beyond what it may already. Roles may not be there yet: those that make them take them as they are.
 VIEWER = ["view_signingkey", "view_mintedtoken"]
 ROLES = {"Viewer": VIEWER, "Operator": VIEWER, "Administrator": [*VIEWER, "manage_identity"]}
-
-
-def extend(apps, schema_editor):
-    # Permissions are otherwise made after all migrations have run, which is too late for us.
-    config = apps.get_app_config("sandboxes")
-    config.models_module = True
-    create_permissions(config, apps=apps, verbosity=0)
-    config.models_module = None
-    permissions = apps.get_model("auth", "Permission").objects.filter(content_type__app_label="sandboxes")
-    for name, held in ROLES.items():
-        group, _ = apps.get_model("auth", "Group").objects.get_or_create(name=name)
-        group.permissions.add(*permissions.filter(codename__in=held))
 
 
 class Migration(migrations.Migration):
@@ -74,5 +63,5 @@ class Migration(migrations.Migration):
                 'constraints': [models.CheckConstraint(condition=models.Q(('expires_at__gt', models.F('at'))), name='mintedtoken_ends_later')],
             },
         ),
-        migrations.RunPython(extend, migrations.RunPython.noop),
+        gives("sandboxes", ROLES),
     ]

@@ -1,12 +1,13 @@
 """Rows to look at, made by the verbs with `now` in the past: `python -m tests.admin.seed` on an empty database.
 
 A lease of forty turns, runs that ended in every way, sandboxes in every state, a destroy that never worked, pools that
-are full, draining or unable to start anything."""
+are full, draining or unable to start anything, model calls that ended in every way."""
 
 import io
 import os
 import uuid
 from datetime import datetime, timedelta
+from decimal import Decimal
 
 import django
 
@@ -22,7 +23,8 @@ from leases import acting, forking, keys, leasing, snapshots, sweeps, turns
 from leases.models import EnvironmentType, Lease
 from sandboxes import curves, identity, pool, processes, providers, runs
 from sandboxes import sweeps as below
-from sandboxes.models import Policy, Pool, Quota, Sandbox, State, Sweep
+from sandboxes.egress import rates
+from sandboxes.models import LlmCall, ModelRate, Policy, Pool, Quota, Sandbox, State, Sweep
 from sandboxes.processes import Launch
 from sandboxes.providers.base import DATA, Unavailable
 from sandboxes.providers.memory import Call, File, Link, MemoryProvider, Outcome
@@ -60,6 +62,7 @@ def seed(now: datetime) -> None:
     _state(memory, now)
     _pools(memory, now)
     _identities(now)
+    _calls(now)
     _sweeps(now)
 
 
@@ -219,6 +222,58 @@ def _identities(now: datetime) -> None:
         if minutes == 300:
             identity.rotate(PLAYERS[0], now=now - 200 * MINUTE, actor="admin")
     identity.revoke(PLAYERS[1], now=now - HOUR, actor="command line")
+
+
+def _calls(now: datetime) -> None:
+    """What models were asked: by a lease without a limit, by one within its limit, and by one that has used it up."""
+    ModelRate.objects.create(pattern="*", input_usd="3", output_usd="15", valid_from=now - 90 * 24 * HOUR)
+    for pattern, prices in (("gpt-4o-mini*", ("0.15", "0.075", "0.6")), ("claude-3-5-haiku-*", ("0.8", "0.08", "4"))):
+        known = dict(zip(("input_usd", "cached_usd", "output_usd"), prices, strict=True))
+        ModelRate.objects.create(pattern=pattern, valid_from=now - 30 * 24 * HOUR, **known)
+    ModelRate.objects.create(pattern="gpt-4o-mini*", input_usd="0.12", output_usd="0.5", valid_from=now + 5 * 24 * HOUR)
+    EnvironmentType.objects.filter(name="coding").update(llm_limit="2.5")
+    for environment, limit, count in (("catan-finals-2026", None, 60), ("essay", "5", 24), ("essay-2", "0.05", 40)):
+        lease = Lease.objects.filter(agent_did=PLAYERS[0], environment_id=environment, status="active").first()
+        lease = lease or _used(PLAYERS[0], environment, now - 2 * HOUR)
+        if limit:
+            leasing.limit_spending(lease.pk, Decimal(limit), now=now - HOUR, actor="operator", why="it writes long essays")
+        for number in range(count):
+            _call(lease, number, now - count * 2 * MINUTE + number * 2 * MINUTE)
+
+
+def _call(lease: Lease, number: int, at: datetime) -> None:
+    """One of the ways in which a call goes, in turn; the first of them are the common ones."""
+    outcome, kind, status, code, priced = CALLS[max(number % 24 - 12, 0)]
+    model = "" if kind == "relay" else ["gpt-4o-mini-2024-07-18", "claude-3-5-haiku-20241022"][number % 2]
+    took = timedelta(seconds=0.4 + number % 7 * 2.3)
+    left, known = outcome != "refused", outcome in ("ok", "cut") and kind == "llm"
+    box, tokens = _box(lease), (1800 + 410 * number, 1024 * (number % 3), 90 + 13 * number)
+    row = LlmCall(
+        call_id=uuid.uuid4().hex, sandbox=box, holder=lease.pk, agent_did=lease.agent_did, kind=kind, model=model, code=code,
+        environment_id=lease.environment_id, path="/v1/messages" if model else "/xrpc/com.atproto.sync.subscribeRepos",
+        streamed=number % 2 == 0, started_at=at, deadline_at=at + HOUR, outcome=outcome, status=status, priced=priced,
+        sent_bytes=2300 * (number + 1) if model else 0,
+    )  # fmt: skip
+    if left and status:
+        row.first_byte_at, row.received_bytes = at + took / 3, 911 * (number + 2)
+    if outcome != "open":
+        row.ended_at = at + took if left else at
+        row.logged_at = at + MINUTE
+    if known:
+        row.input_tokens, row.cached_tokens, row.output_tokens = tokens
+    if priced:
+        row.cost = rates.price(ModelRate.objects.all(), model, *tokens, at)
+        row.recorded_at = at + MINUTE if priced == "record" else None
+    row.save()
+
+
+CALLS = [
+    ("ok", "llm", 200, "", "record"), ("ok", "llm", 200, "", "upstream"), ("ok", "llm", 200, "", "rate"),
+    ("ok", "llm", 200, "", ""), ("cut", "llm", 200, "caller_gone", "rate"), ("failed", "llm", 502, "upstream_failed", ""),
+    ("lost", "llm", None, "", ""), ("refused", "llm", 402, "spend_limit_reached", ""),
+    ("refused", "llm", 403, "model_not_allowed", ""), ("refused", "relay", 403, "relay_not_allowed", ""),
+    ("ok", "relay", 101, "", ""), ("open", "llm", None, "", ""),
+]  # fmt: skip
 
 
 def _pools(memory: MemoryProvider, now: datetime) -> None:

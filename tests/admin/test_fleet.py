@@ -9,7 +9,7 @@ from django.utils import timezone
 
 from controlplane import console
 from leases.models import Lease
-from sandboxes.models import AgentData, Attachment, Pool, Sandbox, Sweep
+from sandboxes.models import AgentData, Attachment, LlmCall, Pool, Sandbox, Sweep
 from tests.admin.conftest import box_of, queries
 from tests.conftest import MINUTE
 
@@ -36,6 +36,13 @@ def troubled(grant: Callable[..., Lease]) -> None:
     Sweep.objects.create(name="never")
     Sweep.objects.create(name="in time", succeeded_at=now)
     Sweep.objects.create(name="late", succeeded_at=now - 4 * MINUTE)
+    for number, (hours, kind, outcome) in enumerate(
+        [(1, "llm", "ok"), (2, "llm", "refused"), (3, "relay", "ok"), (25, "llm", "ok")]
+    ):
+        at = now - hours * 60 * MINUTE
+        LlmCall.objects.create(
+            call_id=f"{number}", started_at=at, deadline_at=at, ended_at=at, kind=kind, outcome=outcome, cost="0.126"
+        )
 
 
 def test_every_tile_links_to_exactly_what_it_counts(viewer: Client, troubled: None) -> None:
@@ -44,8 +51,9 @@ def test_every_tile_links_to_exactly_what_it_counts(viewer: Client, troubled: No
     assert numbers == {
         "Active leases": "9", "Running now": "1", "In quarantine": "2", "Stalled": "1", "Leases overdue": "1",
         "Sweeps late": "2", "Cold": "1", "Lost": "1", "State not stored": "1", "Pools draining": "1", "Circuits open": "1",
-        "Data not stored": "1",
+        "Data not stored": "1", "Model calls in 24 h": "2",
     }  # fmt: skip
+    assert tiles["Model calls in 24 h"].note == "1 refused, 0.25 USD"
     for title, number in numbers.items():
         assert str(viewer.get(tiles[title].href).context["cl"].result_count) == number, title
 

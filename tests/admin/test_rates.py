@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from django.test import Client
+from django.utils import timezone
 
 from sandboxes.models import LlmCall, ModelRate
 from tests.admin.conftest import NOW
@@ -40,6 +41,12 @@ def test_a_rate_is_added_shown_and_listed(superuser: Client) -> None:
 def test_a_rate_that_is_none_is_refused(superuser: Client, wrong: dict[str, str]) -> None:
     assert superuser.post("/admin/sandboxes/modelrate/add/", {**RATE, **wrong}).status_code == 200
     assert not ModelRate.objects.exists()
+
+
+def test_a_rate_that_comes_later_says_when(superuser: Client) -> None:
+    ModelRate.objects.create(pattern="m", input_usd=1, output_usd=1, valid_from=timezone.now() + 5 * HOUR)
+    listed = superuser.get("/admin/sandboxes/modelrate/").content.decode()
+    assert ">in 4 h 59 m</time>" in listed and "ago</time>" not in listed
 
 
 def test_nobody_deletes_a_rate(superuser: Client) -> None:

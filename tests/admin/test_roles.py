@@ -14,8 +14,8 @@ pytestmark = pytest.mark.django_db
 VIEWS = {
     "leases": {"agent", "agentkey", "environmenttype", "lease", "leaseevent", "turn"},
     "sandboxes": {
-        "agentdata", "dataevent", "datafile", "llmcall", "mintedtoken", "policy", "pool", "process", "quota", "sandbox",
-        "signingkey", "snapshot", "transition", "run", "sweep",
+        "agentdata", "dataevent", "datafile", "llmcall", "mintedtoken", "modelrate", "policy", "pool", "process", "quota",
+        "sandbox", "signingkey", "snapshot", "transition", "run", "sweep",
     },
 }  # fmt: skip
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
@@ -26,7 +26,7 @@ ADMINISTRATOR = OPERATOR | {
     "leases.add_agent", "leases.change_agent", "leases.add_agentkey", "leases.revoke_key",
     "leases.add_environmenttype", "leases.change_environmenttype", "sandboxes.add_pool", "sandboxes.change_pool",
     "sandboxes.add_quota", "sandboxes.change_quota", "sandboxes.add_policy", "sandboxes.change_policy",
-    "sandboxes.manage_identity",
+    "sandboxes.manage_identity", "sandboxes.add_modelrate", "sandboxes.change_modelrate", "sandboxes.delete_modelrate",
 }  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client,
     pages = (
         "leases/lease", "leases/agentkey", "sandboxes/sandbox", "sandboxes/pool", "sandboxes/quota", "sandboxes/sweep",
         "sandboxes/agentdata", "sandboxes/snapshot", "sandboxes/dataevent", "sandboxes/process", "sandboxes/policy",
-        "sandboxes/signingkey", "sandboxes/mintedtoken",
+        "sandboxes/signingkey", "sandboxes/mintedtoken", "sandboxes/modelrate", "sandboxes/llmcall",
     )  # fmt: skip
     for page in pages:
         shown = viewer.get(f"/admin/{page}/")

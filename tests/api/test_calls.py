@@ -4,6 +4,7 @@ from decimal import Decimal
 
 import pytest
 
+from leases.models import EnvironmentType
 from sandboxes.models import LlmCall
 from tests.api.conftest import Api
 from tests.conftest import MINUTE, NOW
@@ -21,10 +22,15 @@ def test_calls_are_listed_newest_first_with_their_totals(ada: Api, lease) -> Non
     called(lease, 1, cost=Decimal("0.100000001"), input_tokens=10, output_tokens=1)
     called(lease, 2, input_tokens=5)
     called(lease, 3, outcome="open", ended_at=None)
+    called(lease, 4, outcome="refused", status=402, code="spend_limit_reached")
+    called(lease, 5, kind="relay")
     said = ada.get(f"leases/{lease['id']}/calls").json()
-    assert [each["call_id"] for each in said["results"]] == ["call-3", "call-2", "call-1"]
-    assert [each["cost_usd"] for each in said["results"]] == [None, None, "0.100000001"]
-    assert said["total"] == {"calls": 3, "unpriced": 1, "input_tokens": 15, "output_tokens": 1, "cost_usd": "0.100000001"}
+    assert [each["call_id"] for each in said["results"]] == ["call-5", "call-4", "call-3", "call-2", "call-1"]
+    assert [each["cost_usd"] for each in said["results"]] == [None, None, None, None, "0.100000001"]
+    assert [each["kind"] for each in said["results"]] == ["relay", "llm", "llm", "llm", "llm"]
+    assert [each["code"] for each in said["results"] if each["code"]] == ["spend_limit_reached"]
+    total = {"calls": 4, "refused": 1, "unpriced": 1, "input_tokens": 15, "output_tokens": 1, "cost_usd": "0.100000001"}
+    assert said["total"] == total
 
 
 def test_pages_have_the_totals_of_all(ada: Api, lease) -> None:
@@ -38,10 +44,33 @@ def test_pages_have_the_totals_of_all(ada: Api, lease) -> None:
 
 def test_a_lease_that_asked_nothing_has_totals_of_zero(ada: Api, lease) -> None:
     said = ada.get(f"leases/{lease['id']}/calls").json()
-    zero = {"calls": 0, "unpriced": 0, "input_tokens": 0, "output_tokens": 0, "cost_usd": "0"}
+    zero = {"calls": 0, "refused": 0, "unpriced": 0, "input_tokens": 0, "output_tokens": 0, "cost_usd": "0"}
     assert said == {"total": zero, "results": [], "next": None}
 
 
 def test_another_keys_calls_do_not_exist(bob: Api, lease) -> None:
     called(lease, 1)
     assert bob.get(f"leases/{lease['id']}/calls").status_code == 404
+
+
+def test_a_lease_says_what_it_spent_and_may_spend(ada: Api, ask) -> None:
+    EnvironmentType.objects.filter(name="catan").update(llm_limit=Decimal("5.5"))
+    lease = ada.post("leases", ask()).json()
+    nothing = dict.fromkeys(("unpriced_calls", "calls", "refused", "input_tokens", "output_tokens"), 0)
+    assert ada.get(f"leases/{lease['id']}").json()["llm"] == {"limit": "5.5", "spent": "0", **nothing}
+    called(lease, 1, cost=Decimal("0.0123"), input_tokens=10, output_tokens=1)
+    called(lease, 2, cost=Decimal("0.1"), outcome="cut", input_tokens=4)
+    for number, outcome in enumerate(("ok", "failed", "lost", "refused"), start=3):
+        called(lease, number, outcome=outcome)
+    called(lease, 7, outcome="open", ended_at=None)
+    called(lease, 8, kind="relay")
+    assert ada.get(f"leases/{lease['id']}").json()["llm"] == {
+        "limit": "5.5", "spent": "0.1123", "unpriced_calls": 3, "calls": 7, "refused": 1,
+        "input_tokens": 14, "output_tokens": 1,
+    }  # fmt: skip
+
+
+def test_no_limit_is_null_and_only_the_lease_itself_says_what_it_spent(ada: Api, bob: Api, lease) -> None:
+    assert ada.get(f"leases/{lease['id']}").json()["llm"]["limit"] is None
+    assert "llm" not in lease and "llm" not in ada.get("leases").json()["results"][0]
+    assert bob.get(f"leases/{lease['id']}").status_code == 404

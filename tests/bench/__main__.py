@@ -3,7 +3,7 @@
 Ratios are what counts: the machine, its neighbours and its disk are in both sides. CPU is user and system time of the
 server's processes and of PostgreSQL's, per call. Each part is a process of its own with a database of its own; arguments
 name the parts to run. BENCH_CALLS, BENCH_SECONDS, BENCH_EXECS, BENCH_STARTS, BENCH_ROUNDS, BENCH_ROWS, BENCH_SWEPT,
-BENCH_TURNS, BENCH_SLEEPS and BENCH_WORKSPACE_MB make it shorter."""
+BENCH_TURNS, BENCH_SLEEPS, BENCH_WORKSPACE_MB, BENCH_MODEL_CALLS and BENCH_BOXES make it shorter."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from pathlib import Path
 import psycopg
 
 REPO = Path(__file__).resolve().parents[2]
-PARTS = ("tests.bench.cases", "tests.bench.pool", "tests.bench.places", "tests.bench.state")
+PARTS = ("tests.bench.cases", "tests.bench.pool", "tests.bench.places", "tests.bench.egress", "tests.bench.state")
 
 
 def main() -> None:

@@ -39,9 +39,7 @@ def configure(database_url: str, here: Path) -> None:
 @contextmanager
 def control_plane() -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
     """`up` on a free port, web processes only; its process and the port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     argv = [sys.executable, str(REPO / "manage.py"), "up", "--no-worker", "--port", str(port)]
     up = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
     try:
@@ -50,6 +48,12 @@ def control_plane() -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
     finally:
         up.terminate()
         up.wait(60)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _wait_for(port: int, up: "subprocess.Popen[bytes]") -> None:

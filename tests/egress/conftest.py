@@ -10,10 +10,12 @@ from django.conf import settings
 from django.test import override_settings
 
 from leases import acting, leasing
+from leases.models import EnvironmentType
 from sandboxes.egress.front import Front
-from sandboxes.models import Pool
+from sandboxes.models import Policy, Pool
 from sandboxes.providers.engine import Engine
 from tests.conftest import NOW
+from tests.egress.relay import AUD, LXM, Relayed
 from tests.egress.whole import KEY, Inside, WholeWay
 from tests.way_out import Loop, Upstream
 
@@ -47,6 +49,8 @@ def way(nginx: Front, settings: Any, transactional_db: None) -> Iterator[WholeWa
         stack.callback(loop.close)
         upstream = stack.enter_context(loop.during(Upstream().listening()))
         settings.LLM_URL = upstream.url
+        if nginx.look() != "running":  # a test that failed has left it so
+            nginx.start()
         way = WholeWay(nginx, loop, upstream)
         stack.enter_context(way.serving)
         way.serve()
@@ -69,3 +73,14 @@ def enter(way: WholeWay, docker_pool: Pool) -> Callable[..., Inside]:
 @pytest.fixture
 def inside(enter: Callable[..., Inside]) -> Inside:
     return enter()
+
+
+@pytest.fixture
+def relayed(way: WholeWay, settings: Any) -> Iterator[Relayed]:
+    """What /relay/ leads to, for sandboxes of a policy that lets them."""
+    relayed = Relayed(way.loop)
+    relayed.on()
+    settings.RELAY_URL, settings.RELAY_AUD, settings.RELAY_LXM = relayed.relay.url, AUD, LXM
+    EnvironmentType.objects.filter(name="coding").update(policy=Policy.objects.create(name="relayed", relay=True))
+    yield relayed
+    relayed.off()

@@ -5,35 +5,32 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from django.conf import settings as django_settings
-from django.db import connection, connections
 
+from controlplane.env import KNOBS
 from leases import leasing, sweeps
+from leases.once import How, Wish, run_once
 from sandboxes import pool as pools
-from sandboxes.egress import front, gate
+from sandboxes.egress import front, gate, slots
 from sandboxes.egress.front import LABEL, Front
 from sandboxes.errors import CapacityExhausted
 from sandboxes.models import LlmCall, Pool, Sandbox
+from sandboxes.providers.engine import Engine
 from tests.conftest import MINUTE, NOW
-from tests.egress.whole import KEY, Inside, WholeWay, behind
+from tests.egress.whole import CLIENT, KEY, Inside, WholeWay, behind, command, meanwhile
 from tests.test_egress import PIECE, TOKENS, events, streaming
 from tests.waiting import until
-from tests.way_out import CHAT, SAID
+from tests.way_out import CHAT, SAID, post
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 Enter = Callable[..., Inside]
-ROOT = Path(__file__).resolve().parents[2]
 CURL = "curl -sS -N -d @- -H 'Content-Type: application/json' -w '\\n%{http_code}' \"$@\""
 CHAT_BODY = {"model": "default", "messages": [{"role": "user", "content": "{}"}]}
 ASK_ONCE = "print(json.dumps([*map(str, ask())]))"
@@ -44,20 +41,6 @@ def curl(inside: Inside, url: str, body: Any, *more: str) -> tuple[int, str]:
     assert done.exit_code == 0, done.stderr
     said, _, status = done.stdout.decode().rpartition("\n")
     return int(status), said
-
-
-@contextmanager
-def meanwhile(act: Callable[[], Any]) -> Iterator[Future[Any]]:
-    """Have something done in a thread while the block runs."""
-
-    def run() -> Any:
-        try:
-            return act()
-        finally:
-            connections.close_all()
-
-    with ThreadPoolExecutor(1) as thread:
-        yield thread.submit(run)
 
 
 class Held:
@@ -142,6 +125,14 @@ with urllib.request.urlopen(request, timeout=20) as answer:
     assert [row.outcome for row in way.settled(2)] == ["ok", "ok"]
 
 
+def test_a_one_shot_run_has_the_same_way_out_and_is_billed_for_it(docker_pool: Pool, way: WholeWay) -> None:
+    wish = Wish("did:plc:ada", ("python3", "-I", "-"), MINUTE, pool=docker_pool.name, stdin=(CLIENT + ASK_ONCE).encode())
+    result = run_once(wish, now=NOW)
+    assert (result.outcome, json.loads(result.stdout)[0], result.cleaned_up) == (How.OK, "200", True)
+    [row] = way.settled(1)
+    assert (row.holder, row.run_id, row.agent_did, row.outcome) == (result.lease_id, result.run_id, "did:plc:ada", "ok")
+
+
 # --- who dies on the way ----------------------------------------------------------------------------------------------
 
 
@@ -224,8 +215,8 @@ def test_a_server_killed_in_a_call_leaves_a_row_that_is_closed_as_lost(inside: I
             assert asking.result(30)[0] in (0, 502)
         process.wait(20)
     held.let_go()
-    row = LlmCall.objects.get()
-    assert (row.outcome, row.ended_at) == ("open", None)
+    row = LlmCall.objects.get(outcome="open")
+    assert row.ended_at is None
     way.serve()
     assert inside.asks() == [200]
     late = row.deadline_at + timedelta(seconds=1)
@@ -247,27 +238,6 @@ def test_the_command_looks_after_nginx_and_leaves_nothing(inside: Inside, way: W
     way.front.start()
 
 
-@contextmanager
-def command(way: WholeWay) -> Iterator["subprocess.Popen[bytes]"]:
-    """`manage.py egress` on this test's database."""
-    database = connection.settings_dict
-    where = f"{database['USER']}@{database['HOST']}:{database['PORT']}" if connection.vendor == "postgresql" else ""
-    url = f"postgres://{where}/{database['NAME']}" if where else f"sqlite:///{database['NAME']}"
-    env = {
-        **os.environ, "DJANGO_SETTINGS_MODULE": "controlplane.settings", "DATABASE_URL": url, "SANDBOX_PROVIDER": "docker",
-        "LEASEHOLD_RUNTIME_DIR": str(django_settings.RUNTIME_DIR), "LEASEHOLD_EGRESS_SLOTS": str(django_settings.EGRESS_SLOTS),
-        "LEASEHOLD_LLM_URL": way.upstream.url, "LEASEHOLD_LLM_API_KEY": KEY, "LEASEHOLD_EGRESS_IMAGE": django_settings.EGRESS_IMAGE,
-    }  # fmt: skip
-    process = subprocess.Popen([sys.executable, "manage.py", "egress"], cwd=ROOT, env=env, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith(b"egress: 8 ways out through")
-        yield process
-    finally:
-        process.kill()
-        process.wait(20)
-
-
 def of_this_installation(way: WholeWay) -> list[str]:
     label = {"label": f"{LABEL}={front.identity()}"}
     return [each["Id"] for each in way.front.engine.client.containers(all=True, filters=label)]
@@ -279,10 +249,30 @@ def test_starting_twice_leaves_one_and_stopping_twice_none(inside: Inside, way: 
     assert len(of_this_installation(way)) == 1 and inside.asks() == [200]
     way.front.stop()
     way.front.stop()
-    assert of_this_installation(way) == [] == front.orphans(way.front.engine.client)
+    assert of_this_installation(way) == []
     assert inside.asks() == [0]
     way.front.start()
     assert inside.asks() == [200]
+
+
+def test_as_many_slots_as_there_are_by_default_are_listened_on_and_told_apart(
+    docker_ready: None, settings: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    settings.EGRESS_SLOTS = int(KNOBS["LEASEHOLD_EGRESS_SLOTS"].default)
+    settings.RUNTIME_DIR = tmp_path_factory.mktemp("many")
+    settings.EGRESS_DIR = settings.RUNTIME_DIR / "egress"
+    many = Front(Engine())
+    many.start()
+    try:
+        last = settings.EGRESS_SLOTS - 1
+        for slot in (0, 17, last):
+            assert post(slots.directory(slot) / slots.SOCKET, {}, "/x")[0] == 403
+        log = front.logs() / front.LOG
+        until(lambda: len(log.read_text().splitlines()) == 3, "nginx has written of them")
+        assert {json.loads(line)["slot"] for line in log.read_text().splitlines()} == {0, 17, last}
+        assert many.engine.client.inspect_container(many.name)["RestartCount"] == 0
+    finally:
+        many.stop()
 
 
 # --- whose a call is --------------------------------------------------------------------------------------------------
@@ -339,8 +329,6 @@ time.sleep(60)
 
 
 def test_a_daemon_is_killed_with_the_exec_that_timed_out_and_calls_no_more(inside: Inside, way: WholeWay) -> None:
-    from tests.egress.whole import CLIENT
-
     done = inside.run("python3", "-I", "-c", CLIENT + DAEMON, seconds=2)
     assert done.timed_out and len(way.upstream.asked) > 1
     before = len(way.settled(LlmCall.objects.count()))
@@ -382,8 +370,6 @@ time.sleep(60)""",
 
 
 def test_what_a_sandbox_does_to_itself_stops_neither_its_bridge_for_long_nor_others(enter: Enter, way: WholeWay) -> None:
-    from tests.egress.whole import CLIENT
-
     one, other = enter("did:plc:eve"), enter("did:plc:ada")
     for name, attack in ATTACKS.items():
         with meanwhile(lambda script=CLIENT + attack: one.run("python3", "-I", "-c", script, seconds=2)) as attacking:

@@ -1,12 +1,20 @@
 """The whole way out, for real: sandboxes in containers, nginx in one, the server in a thread, an upstream on loopback."""
 
 import json
-from contextlib import ExitStack
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+
+from django.conf import settings
+from django.db import connection, connections
 
 from leases import acting
 from leases.models import Lease
@@ -22,6 +30,7 @@ from tests.waiting import until
 from tests.way_out import Loop, Upstream
 
 KEY = "sk-only-out-here"
+ROOT = Path(__file__).resolve().parents[2]
 # What programs in sandboxes are given to speak HTTP with: ask(body, path) -> (status, bytes), over the loopback address.
 CLIENT = """\
 import json, os, socket, sys, time, urllib.error, urllib.request
@@ -94,6 +103,11 @@ class WholeWay:
     upstream: Upstream
     clock: Clock = field(default_factory=Clock)
     serving: ExitStack = field(default_factory=ExitStack)
+    seen: int = 0  # the last row that settled_since has shown
+    lines: int = 0  # that nginx had logged before this test
+
+    def __post_init__(self) -> None:
+        self.lines = len(self.log.read_bytes().splitlines()) if self.log.exists() else 0
 
     def serve(self) -> Server:
         server = Server(now=self.clock)
@@ -119,3 +133,50 @@ class WholeWay:
         rows = [*LlmCall.objects.order_by("pk")]
         assert len(rows) == count
         return rows
+
+    def settled_since(self) -> list[LlmCall]:
+        """The rows of all calls since the last time, once they are closed."""
+        until(lambda: not LlmCall.objects.filter(ended_at__isnull=True).exists(), "all calls are closed")
+        rows = [*LlmCall.objects.filter(pk__gt=self.seen).order_by("pk")]
+        self.seen = max([self.seen, *(row.pk for row in rows)])
+        return rows
+
+
+@contextmanager
+def meanwhile(act: Callable[[], Any]) -> Iterator[Future[Any]]:
+    """Have something done in a thread while the block runs."""
+
+    def run() -> Any:
+        try:
+            return act()
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(1) as thread:
+        yield thread.submit(run)
+
+
+@contextmanager
+def command(way: WholeWay, said: Path | None = None, **more: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """`manage.py egress` on this test's database; what it logs is in `said`."""
+    database = connection.settings_dict
+    where = f"{database['USER']}@{database['HOST']}:{database['PORT']}" if connection.vendor == "postgresql" else ""
+    url = f"postgres://{where}/{database['NAME']}" if where else f"sqlite:///{database['NAME']}"
+    env = {
+        **os.environ, "DJANGO_SETTINGS_MODULE": "controlplane.settings", "DATABASE_URL": url, "SANDBOX_PROVIDER": "docker",
+        "LEASEHOLD_RUNTIME_DIR": str(settings.RUNTIME_DIR), "LEASEHOLD_EGRESS_SLOTS": str(settings.EGRESS_SLOTS),
+        "LEASEHOLD_LLM_URL": way.upstream.url, "LEASEHOLD_LLM_API_KEY": KEY,
+        "LEASEHOLD_EGRESS_IMAGE": settings.EGRESS_IMAGE,
+        **more,
+    }  # fmt: skip
+    with ExitStack() as stack:
+        stderr = stack.enter_context(said.open("wb")) if said else None
+        argv = [sys.executable, "manage.py", "egress"]
+        process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"egress: 8 ways out through")
+        yield process
+    finally:
+        process.kill()
+        process.wait(20)

@@ -1,6 +1,7 @@
 """manage.py egress: the way out of sandboxes, for as long as this runs."""
 
 import asyncio
+import resource
 import signal
 import time
 from argparse import ArgumentParser
@@ -36,6 +37,8 @@ class Command(BaseCommand):
         asyncio.run(self._serve(proxy or front.which()))
 
     async def _serve(self, proxy: str) -> None:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each call takes two
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)

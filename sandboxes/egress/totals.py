@@ -1,0 +1,44 @@
+"""What calls come to, wherever that is shown: a number here and the list that it links to are the same rows."""
+
+from dataclasses import dataclass
+from decimal import Decimal
+
+from django.db.models import Count, Q, QuerySet, Sum
+
+from sandboxes.models import LlmCall
+
+Outcome = LlmCall.Outcome
+MODEL = Q(kind=LlmCall.Kind.LLM)
+REFUSED = Q(outcome=Outcome.REFUSED)
+FAILED = Q(outcome__in=[Outcome.FAILED, Outcome.CUT, Outcome.LOST])
+# What was refused never left, and nobody asks money for a connection to the relay.
+UNPRICED = MODEL & Q(cost__isnull=True, outcome__in=[Outcome.OK, Outcome.FAILED, Outcome.CUT, Outcome.LOST])
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of some calls to models; tokens as far as upstreams have said."""
+
+    calls: int
+    failed: int
+    refused: int
+    unpriced: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    spent: Decimal  # USD, of what has a price
+
+
+def totals(calls: QuerySet[LlmCall]) -> Totals:
+    """One query."""
+    found = calls.filter(MODEL).aggregate(
+        calls=Count("pk"),
+        failed=Count("pk", filter=FAILED),
+        refused=Count("pk", filter=REFUSED),
+        unpriced=Count("pk", filter=UNPRICED),
+        input_tokens=Sum("input_tokens", default=0),
+        cached_tokens=Sum("cached_tokens", default=0),
+        output_tokens=Sum("output_tokens", default=0),
+        spent=Sum("cost", default=Decimal(0)),
+    )
+    return Totals(**found)

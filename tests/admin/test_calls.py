@@ -1,0 +1,340 @@
+"""Model calls in the console: every outcome, what a lease spent and may spend, and finding the one that is asked for."""
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from decimal import Decimal
+from html import unescape
+from typing import Any
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.contrib.messages import get_messages
+from django.http import HttpResponse
+from django.test import Client
+from django.utils import timezone
+from django.utils.html import conditional_escape
+
+from leases import acting, leasing
+from leases.models import Agent, EnvironmentType, Lease
+from sandboxes import pool
+from sandboxes.egress import gate
+from sandboxes.models import LlmCall, ModelRate, Sandbox
+from sandboxes.pages import Fact
+from tests.admin.conftest import NOW, box_of
+from tests.admin.test_pages import MARKUP
+from tests.conftest import MINUTE
+
+pytestmark = pytest.mark.django_db
+LIST, DAY = "/admin/sandboxes/llmcall/", timedelta(days=1)
+WHY = {"_form_submitted": "on", "reason": "a longer game"}
+
+
+def call(lease: Lease | None = None, **fields: Any) -> LlmCall:
+    ended = {"started_at": NOW, "deadline_at": NOW, "ended_at": NOW, "outcome": "ok", "model": "gpt-4o-mini", "status": 200}
+    theirs = {"holder": lease.pk, "agent_did": lease.agent_did, "environment_id": lease.environment_id} if lease else {}
+    return LlmCall.objects.create(**{"call_id": f"{LlmCall.objects.count():032x}", **ended, **theirs, **fields})
+
+
+def listed(client: Client, query: str) -> list[int]:
+    answer = client.get(query if query.startswith("/") else LIST + query)
+    assert answer.status_code == 200, query
+    return sorted(row.pk for row in answer.context["cl"].result_list)
+
+
+def page(lease: Lease) -> str:
+    return f"/admin/leases/lease/{lease.pk}/change/"
+
+
+def facts(client: Client, url: str) -> dict[str, Fact]:
+    return {fact.label: fact for fact in client.get(url).context["facts"]}
+
+
+def links(fact: Fact) -> dict[str, str]:
+    """What the note of a fact links to, by its words, as a page shows it."""
+    found = re.findall(r'<a [^>]*href="([^"]+)">([^<]+)</a>', conditional_escape(fact.note))
+    return {words: unescape(href) for href, words in found}
+
+
+# --- the list and a call's page -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", LlmCall.Outcome.values)
+@pytest.mark.parametrize("kind", LlmCall.Kind.values)
+def test_a_call_of_every_outcome_is_shown(viewer: Client, lease: Lease, outcome: str, kind: str) -> None:
+    row = call(lease, outcome=outcome, kind=kind, ended_at=None if outcome == "open" else NOW)
+    word = LlmCall.Outcome(outcome).label
+    for url in (LIST, f"{LIST}{row.pk}/change/"):
+        shown = viewer.get(url)
+        assert shown.status_code == 200
+        assert f">{word}</span>" in shown.content.decode()
+
+
+def test_each_slice_has_its_own(viewer: Client) -> None:
+    rows = {
+        outcome: call(outcome=outcome, ended_at=None if outcome == "open" else NOW).pk for outcome in LlmCall.Outcome.values
+    }
+    relay, priced = call(kind="relay").pk, call(cost=1).pk
+    assert listed(viewer, "?slice=open") == [rows["open"]]
+    assert listed(viewer, "?slice=failed") == [rows["failed"], rows["cut"], rows["lost"]]
+    assert listed(viewer, "?slice=refused") == [rows["refused"]]
+    assert listed(viewer, "?slice=unpriced") == [rows["ok"], rows["failed"], rows["cut"], rows["lost"]]
+    assert listed(viewer, "?slice=all") == sorted([*rows.values(), relay, priced])
+
+
+def test_what_never_left_has_no_price_to_miss(viewer: Client) -> None:
+    for fields in (
+        {"outcome": "refused", "status": 402, "code": "spend_limit_reached"},
+        {"kind": "relay", "path": "/xrpc/sub"},
+    ):
+        row = call(**fields)
+        shown = viewer.get(LIST).content.decode()
+        assert "unpriced" not in shown.split("result_list")[1]
+        assert str(fields.get("code") or fields["path"]) in shown
+        row.delete()
+
+
+def test_calls_are_narrowed_by_each_filter(viewer: Client, lease: Lease) -> None:
+    plain = call(started_at=timezone.now(), cost=1, priced="rate")
+    record = call(cost=2, priced="record", streamed=True, model="claude-3", started_at=NOW - 2 * DAY)
+    refused = call(outcome="refused", status=403, code="model_not_allowed", started_at=NOW - 3 * DAY)
+    relay = call(kind="relay", status=101, started_at=NOW - 40 * DAY)
+    free = call(started_at=NOW - 50 * DAY)
+    everything = sorted(row.pk for row in (plain, record, refused, relay, free))
+    for query, found in {
+        "kind__exact=relay": [relay],
+        "outcome__exact=refused": [refused],
+        "code=model_not_allowed": [refused],
+        "code=model": [],
+        "status=403": [refused],
+        "status=4": [],
+        "called=claude": [record],
+        "streamed__exact=1": [record],
+        "price=record": [record],
+        "price=rate": [plain],
+        "price=none": [free],
+        "since=1h": [plain],
+        "since=7d": [plain, record, refused],
+        f"started_at_from_0={NOW - 2 * DAY:%Y-%m-%d}": [plain, record],
+        f"started_at_to_0={NOW - 40 * DAY:%Y-%m-%d}": [relay, free],
+        f"started_at_from_0={NOW - 3 * DAY:%Y-%m-%d}&started_at_from_1={NOW:%H:%M}"
+        f"&started_at_to_0={NOW - 2 * DAY:%Y-%m-%d}&started_at_to_1={NOW + MINUTE:%H:%M}": [record, refused],
+    }.items():
+        assert listed(viewer, f"?{query}") == sorted(row.pk for row in found), query
+    for nonsense in (
+        "since=x",
+        "price=x",
+        "started_at_from_0=x",
+        "started_at_from_0=2026-13-45&started_at_from_1=25:00",
+        "code=",
+    ):
+        assert listed(viewer, f"?{nonsense}") == everything, nonsense
+
+
+def test_a_call_is_found_by_whose_it_was_and_by_any_whole_id(viewer: Client, lease: Lease) -> None:
+    row = call(lease, sandbox=box_of(lease), call_id="0123456789abcdef0123456789abcdef")
+    call(agent_did="did:plc:other", environment_id="elsewhere", model="o3")
+    for said in (row.call_id, lease.pk, row.sandbox_id, lease.pk.hex, row.agent_did, row.environment_id, "gpt-4o"):
+        assert listed(viewer, f"?q={said}") == [row.pk], said
+    assert not listed(viewer, "?q=00000000-0000-0000-0000-000000000000")
+
+
+def test_a_calls_page_says_what_its_price_is_made_of(viewer: Client, lease: Lease) -> None:
+    rate = ModelRate.objects.create(pattern="gpt-*", input_usd="2.5", cached_usd="1.25", output_usd=10, valid_from=NOW - DAY)
+    row = call(
+        lease, cost="0.0025", priced="rate", input_tokens=1000, cached_tokens=400, output_tokens=50, path="/v1/messages",
+        sent_bytes=2048, received_bytes=812, first_byte_at=NOW + timedelta(seconds=2), recorded_at=NOW, streamed=True,
+    )  # fmt: skip
+    said = facts(viewer, f"{LIST}{row.pk}/change/")
+    assert (said["USD"].value, said["Sent / received"].value) == ("0.0025", "2.0 KiB / 812 B")
+    assert f"/admin/sandboxes/modelrate/{rate.pk}/" in str(said["USD"].note)
+    assert "in 2.5, cached 1.25, out 10 USD a million" in str(said["USD"].note)
+    assert "/v1/messages" in str(said["Path"].value)
+    assert said["Took"].note == "first byte after 2.0 s"
+    assert said["Seen in the proxy's log"].value == "no"
+    assert f"{NOW:%Y-%m-%d %H:%M:%S}" in str(said["Seen in the upstream's records"].value)
+    ModelRate.objects.update(output_usd=11)
+    assert facts(viewer, f"{LIST}{row.pk}/change/")["USD"].note == "by a rate that has changed since"
+
+
+def test_what_a_sandbox_wrote_into_a_call_stays_text(superuser: Client, lease: Lease) -> None:
+    row = call(lease, model=MARKUP, path=MARKUP, code=MARKUP[:64], outcome="failed", environment_id=MARKUP)
+    for url in (LIST, f"{LIST}{row.pk}/change/", f"{LIST}?code={MARKUP}", f"{LIST}?q={MARKUP}"):
+        assert "<img src=x" not in superuser.get(url).content.decode(), url
+
+
+# --- what a lease spent -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(lease: Lease, grant: Callable[..., Lease]) -> Lease:
+    """Its calls: three priced, two of them not whole, two unpriced, one refused, and one to the relay; another's is no part."""
+    call(lease, cost="1.5", input_tokens=1000, cached_tokens=300, output_tokens=20)
+    call(lease, cost="0.25", outcome="cut", input_tokens=500)
+    call(lease, cost="0", outcome="failed")
+    call(lease)
+    call(lease, outcome="lost", status=None)
+    call(lease, outcome="refused", status=402, code="spend_limit_reached")
+    call(lease, kind="relay")
+    call(grant(agent="did:plc:other"), cost=100)
+    return lease
+
+
+def test_a_lease_says_what_it_asked_models_and_links_to_exactly_that(viewer: Client, asked: Lease) -> None:
+    said = facts(viewer, page(asked))
+    assert (said["Model calls"].value, said["Tokens in / out"].value) == ("6", "1,500 / 20")
+    assert said["Tokens in / out"].note == "300 of those in cached"
+    assert (said["Spent on models"].value, said["Spent on models"].alarm) == ("1.75 USD", False)
+    assert "no limit" in str(said["Spent on models"].note)
+    assert len(listed(viewer, said["Model calls"].href)) == 6
+    narrower = links(said["Model calls"]) | links(said["Spent on models"])
+    assert {words: len(listed(viewer, href)) for words, href in narrower.items()} == {
+        "3 failed": 3, "1 refused": 1, "2 calls unpriced": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("limit", "share", "over"), [("7", "0.2500", False), ("1.75", "1.0000", True), ("0", "1.0000", True)])
+def test_a_limit_is_a_bar_that_turns_red_when_it_is_reached(
+    viewer: Client, asked: Lease, limit: str, share: str, over: bool
+) -> None:
+    Lease.objects.filter(pk=asked.pk).update(llm_limit=limit)
+    said = facts(viewer, page(asked))["Spent on models"]
+    assert (f'value="{share}"' in said.note, said.alarm, f"of {limit} USD" in said.note) == (True, over, True)
+
+
+def test_an_agents_page_sums_up_its_last_thirty_days(viewer: Client, asked: Lease) -> None:
+    call(asked, cost=7, started_at=NOW - 31 * DAY)
+    said = facts(viewer, f"/admin/leases/agent/{Agent.objects.get(did=asked.agent_did).pk}/change/")
+    assert (said["Model calls in 30 days"].value, said["Spent on models"].value) == ("6", "1.75 USD")
+    assert len(listed(viewer, said["Model calls in 30 days"].href)) == 6
+    assert len(listed(viewer, links(said["Spent on models"])["2 calls unpriced"])) == 2
+
+
+# --- what it may spend --------------------------------------------------------------------------------------------
+
+
+def set_to(client: Client, lease: Lease, limit: str, **more: str) -> HttpResponse:
+    return client.post(f"/admin/leases/lease/{lease.pk}/limit_spending/", {**WHY, "limit": limit, **more})  # type: ignore[return-value]
+
+
+def said(answer: HttpResponse) -> list[str]:
+    return [str(message) for message in get_messages(answer.wsgi_request)]  # type: ignore[attr-defined]
+
+
+def limits(lease: Lease) -> tuple[Decimal | None, Decimal | None]:
+    sandbox = pool.of(lease.pk)
+    assert sandbox
+    return Lease.objects.get(pk=lease.pk).llm_limit, sandbox.llm_limit
+
+
+def test_an_operator_raises_lowers_and_lifts_the_limit_of_a_lease(operator: Client, asked: Lease) -> None:
+    assert b"Spend limit" in operator.get(page(asked)).content
+    for limit, now, event in (
+        ("1.5", Decimal("1.5"), "1.5 USD instead of no limit"),
+        ("0.000000001", Decimal("1e-9"), "0.000000001 USD instead of 1.5 USD"),
+        ("20", Decimal(20), "20 USD instead of 0.000000001 USD"),
+        ("", None, "no limit instead of 20 USD"),
+    ):
+        assert said(set_to(operator, asked, limit))[-1] == "1 lease given another spend limit."
+        assert limits(asked) == (now, now)
+        last = asked.events.first()
+        assert last
+        assert (last.kind, last.actor, last.reason) == ("spend_limit", "operator", f"{event}: a longer game")
+        assert LogEntry.objects.first().get_change_message() == "Set spend limit: a longer game"  # type: ignore[union-attr]
+    assert event in operator.get(page(asked)).content.decode()
+
+
+def test_a_limit_holds_from_the_next_call_on(operator: Client, asked: Lease, settings: Any) -> None:
+    settings.LLM_MODELS = ["m"]
+    Sandbox.objects.filter(pk=box_of(asked).pk).update(slot=7)
+
+    def ask(number: int) -> None:
+        gate.model_call(7, f"call-{number}", "/v1/messages", "m", streamed=False, size=1, now=timezone.now())
+
+    set_to(operator, asked, "1.75")
+    with pytest.raises(gate.Refused) as refused:
+        ask(1)
+    assert (refused.value.status, refused.value.code) == (402, "spend_limit_reached")
+    set_to(operator, asked, "1.76")
+    ask(2)
+    assert LlmCall.objects.get(call_id="call-2").outcome == "open"
+
+
+def test_the_dialog_says_what_is_spent(operator: Client, asked: Lease) -> None:
+    Lease.objects.filter(pk=asked.pk).update(llm_limit=3)
+    shown = operator.get(f"/admin/leases/lease/{asked.pk}/limit_spending/").content.decode()
+    assert "1.75 USD" in shown and "3 USD" in shown and 'value="3"' in shown
+    assert limits(asked)[0] == 3
+
+
+@pytest.mark.parametrize("limit", ["-1", "0.0000000001", "NaN", "Infinity", "much", "1e20"])
+def test_what_is_no_amount_is_explained(operator: Client, lease: Lease, limit: str) -> None:
+    again = set_to(operator, lease, limit)
+    assert again.status_code == 200 and "HX-Redirect" not in again.headers
+    assert limits(lease) == (None, None)
+
+
+def test_the_same_limit_and_an_ended_lease_change_nothing(operator: Client, lease: Lease) -> None:
+    assert said(set_to(operator, lease, "")) == ["Nothing changed: it has that limit."]
+    leasing.end(lease.pk, reason="released", now=NOW)
+    assert said(set_to(operator, lease, "5"))[-1] == "Nothing changed: not active any more."
+    assert Lease.objects.get(pk=lease.pk).llm_limit is None
+    assert not lease.events.filter(kind="spend_limit").exists() and not LogEntry.objects.exists()
+    assert "Spend limit…" not in operator.get(page(lease)).content.decode()
+
+
+def test_a_viewer_sets_no_limit(viewer: Client, lease: Lease) -> None:
+    assert "Spend limit…" not in viewer.get(page(lease)).content.decode()
+    assert set_to(viewer, lease, "5").status_code == 403
+    assert limits(lease) == (None, None)
+
+
+@pytest.mark.parametrize("warm_target", [0, 1])
+def test_a_sandbox_that_comes_later_has_the_limit_of_its_lease_as_it_is_then(
+    operator: Client, grant: Callable[..., Lease], warm_target: int
+) -> None:
+    lease = grant()
+    lease.pool.warm_target = warm_target
+    lease.pool.save(update_fields=["warm_target"])
+    if warm_target:
+        pool.warm_up(lease.pool, now=NOW)
+    want = acting.want_for(lease, now=NOW)  # a request that began before the limit was set
+    set_to(operator, lease, "5")
+    assert pool.ready(want, now=NOW).llm_limit == 5
+    assert limits(lease) == (5, 5)
+
+
+# --- environment types --------------------------------------------------------------------------------------------
+
+
+def form(**fields: str) -> dict[str, str]:
+    known = {
+        "ttl": "4h", "max_ttl": "1d", "expiry_conditions": "", "turn_argv": "play", "sleep_after": "5m", "turn_timeout": "",
+        "snapshot_excludes": "", "pool": "", "policy": "",
+    }  # fmt: skip
+    return known | fields
+
+
+def test_an_environment_type_says_what_its_new_leases_may_spend(
+    administrator: Client, lease: Lease, grant: Callable[..., Lease]
+) -> None:
+    kind = EnvironmentType.objects.get(name="catan")
+    url = f"/admin/leases/environmenttype/{kind.pk}/change/"
+    assert facts(administrator, url)["Spend limit"].value == "no limit"
+    assert administrator.post(url, form(llm_limit="2.50")).status_code == 302
+    assert facts(administrator, url)["Spend limit"].value == "2.5 USD"
+    shown = administrator.get(url).content.decode()
+    assert 'value="2.5"' in shown and "Leases that exist keep theirs" in shown
+    assert "2.5 USD" in administrator.get("/admin/leases/environmenttype/").content.decode()
+    assert limits(lease) == (None, None)
+    assert grant(environment="next").llm_limit == Decimal("2.5")
+    assert administrator.post(url, form(llm_limit="")).status_code == 302
+    assert grant(environment="third").llm_limit is None
+
+
+@pytest.mark.parametrize("limit", ["-0.01", "1e-10", "NaN", "five"])
+def test_a_limit_that_is_none_is_not_saved(administrator: Client, limit: str) -> None:
+    kind = EnvironmentType.objects.get(name="catan")
+    again = administrator.post(f"/admin/leases/environmenttype/{kind.pk}/change/", form(llm_limit=limit))
+    assert again.status_code == 200 and again.context["adminform"].form.errors.keys() == {"llm_limit"}
+    assert EnvironmentType.objects.get(pk=kind.pk).llm_limit is None

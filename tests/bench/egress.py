@@ -1,0 +1,405 @@
+"""What the way out adds to a model call, in time, CPU and memory, and to the start of a sandbox.
+
+The same program makes the same calls to the same upstream: on this host directly, and in a sandbox through its bridge,
+nginx and our server, in turn. It is a bare server that answers at once, and LiteLLM where TEST_LITELLM_URL names one. nginx
+lets 20 requests a second of one sandbox through, so several of them take turns. A call that follows at once waits until the one
+before is written down; programs that do something with an answer first do not wait for that."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from tests.bench.cases import adapted, database_pids, driver
+from tests.bench.measure import cpu_seconds, tree
+from tests.bench.server import REPO, configure, engine, free_port
+
+CALLS = int(os.environ.get("BENCH_MODEL_CALLS", "300"))
+STARTS = int(os.environ.get("BENCH_STARTS", "12"))
+BOXES = int(os.environ.get("BENCH_BOXES", "8"))
+DID = "did:web:bench.invalid"
+BLOCK, PACE = 10, 18  # calls in a row, and in a second, of one sandbox: nginx lets 40 and 20 through
+INSIDE = 4010
+KINDS: dict[str, dict[str, Any]] = {
+    "kept connection, back to back": {"stream": False, "keep": True},
+    "kept connection, 20 ms between calls": {"stream": False, "keep": True, "pause": 0.02},
+    "new connection each": {"stream": False, "keep": False},
+    "stream, kept connection": {"stream": True, "keep": True},
+}
+LISTENS = f"{INSIDE:04X} 00000000:0000 0A"  # as /proc/net/tcp shows a port on which somebody listens
+# Reads what to do from stdin, a line each, and says what each call took: to its first byte, and whole.
+CLIENT = """
+import http.client, json, select, socket, sys, time
+kept = {}
+for line in sys.stdin:
+    ask, took = json.loads(line), []
+    request, port = ask["request"].encode(), ask["port"]
+    if port in kept and select.select([kept[port]], [], [], 0)[0]:
+        kept.pop(port).close()  # closed at the other end since
+    for _ in range(ask["calls"]):
+        began = time.perf_counter()
+        there = kept.pop(port, None) if ask["keep"] else None
+        if there is None:
+            there = socket.create_connection(("127.0.0.1", port), timeout=60)
+            there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        there.sendall(request)
+        answer = http.client.HTTPResponse(there)
+        answer.begin()
+        said = answer.read(1)
+        first = time.perf_counter()
+        said += answer.read()
+        took.append((first - began, time.perf_counter() - began))
+        if answer.status != 200:
+            raise SystemExit(f"{answer.status} {said[:300]!r}")
+        if ask["keep"] and not answer.will_close:
+            kept[port] = there
+        else:
+            there.close()
+        time.sleep(ask["pause"])
+    print(json.dumps(took), flush=True)
+"""
+
+
+def main(name: str, database: str, here: Path) -> None:
+    os.environ |= {"LEASEHOLD_LLM_MODEL": "gpt", "LEASEHOLD_LLM_RECORDS": "", "LEASEHOLD_RELAY_URL": ""}
+    configure(database, here)
+    from sandboxes import providers
+    from sandboxes.models import Pool
+
+    if providers.default_name() != "docker":
+        print("\nthe way out: no Docker daemon answers; left out")
+        return
+    print(f"\n===== the way out, {name}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores =====")
+    try:
+        with bare() as port:
+            calls("a server that answers at once", port, "", memory_too=True)
+        if url := os.environ.get("TEST_LITELLM_URL"):
+            calls("LiteLLM", int(url.rpartition(":")[2]), os.environ["TEST_LITELLM_KEY"])
+        starts()
+    finally:
+        for pool in Pool.objects.all():
+            for found in providers.get("docker").list(str(pool.owner)):
+                providers.get("docker").destroy(found.ref)
+
+
+@contextmanager
+def bare() -> Iterator[int]:
+    port = free_port()
+    process = subprocess.Popen([sys.executable, "-m", "tests.bench.upstream", str(port)], cwd=REPO)
+    try:
+        time.sleep(1)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Way:
+    """One way to make calls, and what they took. `parts` are the processes that work for it, by what they are."""
+
+    name: str
+    ask: Callable[[], list[list[float]]]
+    parts: dict[str, Callable[[], set[int]]] = field(default_factory=dict)
+    first: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+    cpu: dict[str, float] = field(default_factory=dict)
+
+    def block(self) -> None:
+        pids = {part: find() for part, find in self.parts.items()}
+        before = {part: cpu_seconds(found) for part, found in pids.items()}
+        for first, whole in self.ask():
+            self.first.append(first)
+            self.whole.append(whole)
+        for part, found in pids.items():
+            self.cpu[part] = self.cpu.get(part, 0.0) + cpu_seconds(found) - before[part]
+
+
+class Client:
+    """The program that makes calls, wherever it runs."""
+
+    def __init__(self, *argv: str) -> None:
+        self.process = subprocess.Popen([*argv, "-I", "-c", CLIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.rested_at = 0.0
+
+    def ask(self, port: int, key: str, *, stream: bool, keep: bool, pause: float = 0.0) -> list[list[float]]:
+        body = json.dumps({"model": "gpt", "stream": stream, "messages": [{"role": "user", "content": "Hello. " * 100}]})
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key or 'none'}\r\n"
+        request = f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(
+            json.dumps({"request": request, "port": port, "keep": keep, "calls": BLOCK, "pause": pause}) + "\n"
+        )
+        self.process.stdin.flush()
+        took: list[list[float]] = json.loads(self.process.stdout.readline() or "0") or []
+        if len(took) != BLOCK:
+            raise SystemExit(f"The client has ended ({self.process.wait(20)}).")
+        return took
+
+    def rest(self) -> None:
+        """Until nginx lets another block through without taking it for too many."""
+        time.sleep(max(0.0, self.rested_at - time.monotonic()))
+        self.rested_at = time.monotonic() + BLOCK / PACE
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait(20)
+
+
+def calls(upstream: str, port: int, key: str, *, memory_too: bool = False) -> None:
+    """Calls of each kind, both ways in turn."""
+    with ExitStack() as stack:
+        server, nginx = stack.enter_context(egress(port, key))
+        boxes = [made() for _ in range(BOXES)]
+        here = Client(sys.executable)
+        stack.callback(here.close)
+        inside = [Client("docker", "exec", "-i", box.ref, "python3") for box in boxes]
+        for client in inside:
+            stack.callback(client.close)
+        parts: dict[str, Callable[[], set[int]]] = {
+            "nginx": lambda: tree(nginx), "our server": lambda: {server}, "database": lambda: {*database_pids()},
+            "bridge": lambda: {keeper(box.ref) for box in boxes},
+        }  # fmt: skip
+        for title, kind in KINDS.items():
+            turns = cycle(inside)
+
+            def direct(kind: dict[str, Any] = kind) -> list[list[float]]:
+                return here.ask(port, key, **kind)
+
+            def through(kind: dict[str, Any] = kind, turns: Any = turns) -> list[list[float]]:
+                client = next(turns)
+                client.rest()
+                took: list[list[float]] = client.ask(INSIDE, "", **kind)
+                return took
+
+            ways = [Way("direct, from this host", direct), Way("through the way out", through, parts)]
+            if memory_too:
+                ways.append(Way("its row alone, by the driver", row_alone()))
+            for way in ways:
+                for _ in range(BOXES):  # each sandbox, and each of the server's threads, has its connection then
+                    way.ask()
+            for _ in range(max(CALLS // BLOCK, 1)):
+                for way in ways:
+                    way.block()
+            report(f"{title}; {upstream}", *ways)
+        if memory_too:
+            memory(boxes, nginx, server)
+
+
+@contextmanager
+def egress(port: int, key: str) -> Iterator[tuple[int, int]]:
+    """`manage.py egress`: its process id, and that of nginx's container."""
+    from sandboxes.egress.front import Front
+    from sandboxes.providers.engine import Engine
+
+    env = {**os.environ, "LEASEHOLD_LLM_URL": f"http://127.0.0.1:{port}/v1", "LEASEHOLD_LLM_API_KEY": key}
+    process = subprocess.Popen([sys.executable, "manage.py", "egress"], cwd=REPO, env=env, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout
+        if not process.stdout.readline().startswith(b"egress: "):
+            raise SystemExit("The way out did not open.")
+        front = Front(Engine())
+        yield process.pid, first_pid(front.name)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def made() -> Any:
+    """A sandbox of its own, in which something runs, whose lease may make as many calls as it likes."""
+    from django.utils import timezone
+
+    from leases import acting, leasing
+    from leases.models import EnvironmentType
+    from sandboxes.models import Policy, Pool, Run, Sandbox
+
+    pool, _ = Pool.objects.get_or_create(name="bench", defaults={"provider": "docker", "capacity": 1000})
+    policy, _ = Policy.objects.get_or_create(name="bench", defaults={"calls_per_minute": 10**6, "models": ["gpt"]})
+    EnvironmentType.objects.filter(name="coding").update(policy=policy)
+    ask = leasing.Ask(DID, f"way-{uuid.uuid4().hex[:8]}", "coding", pool=pool.name)
+    box = acting.sandbox_for(leasing.acquire(ask, now=timezone.now())[0].pk, now=timezone.now())
+    Run.objects.create(sandbox=box, argv=["bench"], started_at=timezone.now(), deadline_at=timezone.now() + timedelta(hours=1))
+    Sandbox.objects.filter(pk=box.pk).update(open_runs=1, state="running")
+    return box
+
+
+def row_alone() -> Callable[[], list[list[float]]]:
+    """Each call's row, which is there before anything is sent, and its end: two durable writes that nothing can leave out."""
+    from django.db import connection
+    from django.utils import timezone
+
+    from sandboxes.models import LlmCall
+
+    execute, table = driver(), LlmCall._meta.db_table
+    row = LlmCall(started_at=timezone.now(), deadline_at=timezone.now(), path="/v1/chat/completions", model="gpt")
+    fields = [field for field in LlmCall._meta.concrete_fields if not field.primary_key]
+    values = {field.column: field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields}
+    insert = f"INSERT INTO {table} ({', '.join(values)}) VALUES ({', '.join(['%s'] * len(values))})"
+    update = f"UPDATE {table} SET ended_at = %s, outcome = 'ok', output_tokens = 7 WHERE call_id = %s"
+
+    def block() -> list[list[float]]:
+        took = []
+        for _ in range(BLOCK):
+            call_id, began = uuid.uuid4().hex, time.perf_counter()
+            execute(insert, [*(values | {"call_id": call_id}).values()])
+            first = time.perf_counter() - began
+            execute(update, [adapted(timezone.now()), call_id])
+            took.append([first, time.perf_counter() - began])
+        return took
+
+    return block
+
+
+def report(title: str, direct: Way, through: Way, *others: Way) -> None:
+    print(f"\n{title}  ({len(direct.whole)} calls, interleaved; aim: 3 ms more at p50; load {os.getloadavg()[0]:.1f})")
+    print(f"  {'':<30}{'p50 ms':>8}{'p95 ms':>8}{'first byte p50':>16}{'p95':>8}{'p50 : direct':>14}")
+    for way in (direct, through, *others):
+        whole, first = (quantiles(took) for took in (way.whole, way.first))
+        ratio = whole[0] / quantiles(direct.whole)[0]
+        print(f"  {way.name:<30}{whole[0]:8.2f}{whole[1]:8.2f}{first[0]:16.2f}{first[1]:8.2f}{ratio:13.2f}x")
+    more = [after - before for after, before in zip(quantiles(through.whole), quantiles(direct.whole), strict=True)]
+    first = [after - before for after, before in zip(quantiles(through.first), quantiles(direct.first), strict=True)]
+    print(f"  {'added':<30}{more[0]:8.2f}{more[1]:8.2f}{first[0]:16.2f}{first[1]:8.2f}")
+    spent = {part: 1e3 * seconds / len(through.whole) for part, seconds in through.cpu.items()}
+    said = ", ".join(f"{part} {each:.2f}" for part, each in spent.items())
+    print(f"  CPU ms a call: {sum(spent.values()):.2f} ({said})", flush=True)
+
+
+def quantiles(seconds: list[float]) -> tuple[float, float]:
+    """p50 and p95, in ms."""
+    ordered = sorted(seconds)
+    return 1e3 * statistics.median(ordered), 1e3 * ordered[min(len(ordered) - 1, int(len(ordered) * 0.95))]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory(boxes: list[Any], nginx: int, server: int) -> None:
+    """What the way out holds, after the calls that it has served."""
+    from django.conf import settings
+
+    bridges = [rollup({keeper(box.ref)}) for box in boxes]
+    rss, pss = (statistics.median(each[kind] for each in bridges) for kind in ("Rss", "Pss"))
+    shared = {"nginx": rollup(tree(nginx)), "our server": rollup({server})}
+    own = {name: each["Pss"] for name, each in shared.items()}
+    print(f"\nmemory, {len(boxes)} sandboxes and {settings.EGRESS_SLOTS} ways out  (MB; aim: 15 a sandbox)")
+    print(f"  bridge, of each sandbox: RSS {rss:.1f}, PSS {pss:.1f}; its container's cgroup {held(boxes):.1f} with the client")
+    print(f"  shared: nginx PSS {own['nginx']:.1f}, our server PSS {own['our server']:.1f}")
+    total = pss + sum(own.values()) / len(boxes)
+    print(f"  a sandbox's part: {total:.1f} among {len(boxes)}, {pss + sum(own.values()) / 100:.1f} among 100", flush=True)
+
+
+def rollup(pids: set[int]) -> dict[str, float]:
+    """Memory of these processes together, in MB."""
+    found = {"Rss": 0.0, "Pss": 0.0}
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            name, _, said = line.partition(":")
+            if name in found:
+                found[name] += int(said.split()[0]) / 1024
+    return found
+
+
+def held(boxes: list[Any]) -> float:
+    return statistics.median(cgroup_bytes(keeper(box.ref)) for box in boxes) / (1 << 20)
+
+
+def cgroup_bytes(pid: int) -> int:
+    """What a process's memory cgroup is charged with."""
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return int(Path(f"/sys/fs/cgroup/memory{path}/memory.usage_in_bytes").read_text())
+        if not controllers and (one := Path(f"/sys/fs/cgroup{path}/memory.current")).exists():
+            return int(one.read_text())
+    raise SystemExit(f"Process {pid} has no memory cgroup.")
+
+
+@cache
+def keeper(ref: str) -> int:
+    """The process that keeps a sandbox running, beside the engine's own process 1."""
+    first = first_pid(ref)
+    return next(pid for pid in tree(first) - {first} if b"bridge.py" in command_line(pid))
+
+
+# --- start ------------------------------------------------------------------------------------------------------------
+
+
+def starts() -> None:
+    """A container until what keeps it running does: with a way out, and with nothing but `sleep`."""
+    from sandboxes.egress import slots
+    from sandboxes.providers import docker as ours
+    from sandboxes.providers.base import Spec
+
+    provider, bridge = ours.DockerProvider(), ours.KEEPS_RUNNING
+    name, idle = f"lh-bench-{uuid.uuid4().hex[:12]}", ("sleep", "infinity")
+
+    def start(keeps_running: tuple[str, ...], sockets: Callable[[], Path] | None, ready: Callable[[int], bool]) -> float:
+        ours.KEEPS_RUNNING = keeps_running
+        began = time.perf_counter()
+        provider.create(Spec(name, owner="bench", sockets=sockets() if sockets else None))
+        pid = first_pid(name)
+        while not ready(pid):
+            time.sleep(0.001)
+        took = time.perf_counter() - began
+        sizes.setdefault(keeps_running[0], []).append(cgroup_bytes(pid) / (1 << 20))
+        provider.destroy(name)
+        return took
+
+    def sleeps(pid: int) -> bool:
+        return any(command_line(each).startswith(b"sleep") for each in tree(pid))
+
+    def listens(pid: int) -> bool:
+        return LISTENS in Path(f"/proc/{pid}/net/tcp").read_text()
+
+    sizes: dict[str, list[float]] = {}
+    with_sleep, with_bridge = [], []
+    try:
+        for number in range(STARTS + 1):
+            plain = start(idle, None, sleeps)
+            whole = start(bridge, lambda: slots.directory(0), listens)
+            if number:  # the first of each warms caches
+                with_sleep.append(plain)
+                with_bridge.append(whole)
+    finally:
+        ours.KEEPS_RUNNING = bridge
+        provider.destroy(name)
+    print(f"\nstart of a sandbox  ({STARTS} each, interleaved; load {os.getloadavg()[0]:.1f})")
+    for title, took, size in (
+        ("create, start, `sleep` runs", with_sleep, "sleep"),
+        ("create, start, bridge listens", with_bridge, "python3"),
+    ):
+        p50, p95 = quantiles(took)
+        print(f"  {title:<32}p50 {p50:7.1f} ms  p95 {p95:7.1f} ms  cgroup {statistics.median(sizes[size]):5.1f} MB")
+    more = quantiles(with_bridge)[0] - quantiles(with_sleep)[0]
+    print(f"  added by the way out: {more:.1f} ms, {quantiles(with_bridge)[0] / quantiles(with_sleep)[0]:.2f}x", flush=True)
+
+
+def first_pid(ref: str) -> int:
+    return int(json.loads(engine("GET", f"/containers/{ref}/json"))["State"]["Pid"])
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

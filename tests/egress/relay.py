@@ -1,0 +1,81 @@
+"""A relay on this machine: WebSockets, who called for them and what they were told."""
+
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from aiohttp import WSMsgType, web
+
+from tests.way_out import Loop
+
+AUD, LXM = "did:web:relay.example", "com.atproto.sync.subscribeRepos"
+
+
+class Relay:
+    """`asked` is path and headers of each connection, `heard` what came through them, `open` those that are still there."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, str]]] = []
+        self.heard: list[str | bytes] = []
+        self.open: list[web.WebSocketResponse] = []
+        self.redirect = ""  # where to who calls is sent instead
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"ws://127.0.0.1:{self.port}/xrpc"
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator["Relay"]:
+        """While the block runs; each time at the same port."""
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._any)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True).start()
+        self.port = runner.addresses[0][1]
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    async def _any(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append((request.path_qs, {name.lower(): value for name, value in request.headers.items()}))
+        if self.redirect:
+            raise web.HTTPFound(self.redirect)
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        self.open.append(socket)
+        try:
+            async for message in socket:
+                if message.type in (WSMsgType.TEXT, WSMsgType.BINARY):
+                    self.heard.append(message.data)
+        finally:
+            self.open.remove(socket)
+        return socket
+
+    async def tell(self, *events: str | bytes) -> None:
+        for socket in self.open:
+            for event in events:
+                await (socket.send_str(event) if isinstance(event, str) else socket.send_bytes(event))
+
+
+@dataclass
+class Relayed:
+    """A relay that can be switched off."""
+
+    loop: Loop
+    relay: Relay = field(default_factory=Relay)
+    being: ExitStack = field(default_factory=ExitStack)
+
+    def on(self) -> None:
+        self.being.enter_context(self.loop.during(self.relay.listening()))
+
+    def off(self) -> None:
+        self.being.close()
+
+    def tell(self, *events: str | bytes) -> None:
+        self.loop.act(self.relay.tell(*events))
+
+    def is_open(self) -> bool:
+        return bool(self.relay.open)

@@ -1,0 +1,580 @@
+"""What a program in a sandbox might send to speak as somebody else, to reach something else or to learn our key.
+
+Each attack is looked at from both sides: what it was answered, and what the upstream, the rows and nginx's log saw. Beside it
+the ordinary calls of its sandbox and of another one go on, so that nothing here is refused only because nothing works."""
+
+import asyncio
+import base64
+import json
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import pytest
+from aiohttp import web
+from django.conf import settings
+
+from sandboxes import identity
+from sandboxes.egress import front, logs, slots
+from sandboxes.egress.requests import FIELDS
+from sandboxes.models import LlmCall
+from tests import tokens
+from tests.conftest import MINUTE
+from tests.egress.relay import AUD, Relayed
+from tests.egress.whole import KEY, Inside, WholeWay, meanwhile
+from tests.waiting import until
+from tests.way_out import CHAT, post
+
+pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
+Enter = Callable[..., Inside]
+EVE, ADA, VICTIM = "did:plc:eve", "did:plc:ada", "did:plc:victim"
+
+# exchange(content, count) -> all that is answered to some bytes. For as many answers as are expected it waits long, for more
+# a moment.
+EXCHANGE = """
+import base64, select
+def exchange(content, count, address=("127.0.0.1", 4010)):
+    with socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET) as out:
+        out.connect(address)
+        try: out.sendall(content)
+        except OSError: pass
+        said = b""
+        while select.select([out], [], [], 0.1 if count and said.count(b"HTTP/1.1 ") >= count else 10)[0]:
+            try: chunk = out.recv(1 << 16)
+            except OSError: break
+            if not chunk: break
+            said += chunk
+        return said.decode("latin-1")
+"""
+# Fields of a body that would have somebody else billed, or nobody.
+BODY = json.dumps({
+    "model": "default", "messages": [{"role": "user", "content": "{}"}], "user": VICTIM, "metadata": {"user_id": VICTIM},
+    "litellm_metadata": {"user_api_key_user_id": VICTIM}, "spend_logs_metadata": {"agent": VICTIM}, "api_base": "http://1.1.1.1",
+    "api_key": VICTIM, "extra_headers": {"x-litellm-end-user-id": VICTIM}, "mock_response": VICTIM, "custom_llm_provider": "x",
+    "safety_identifier": VICTIM, "service_tier": "priority", "store": True,
+}).encode()  # fmt: skip
+
+
+def request(
+    *lines: str | bytes, first: str | bytes = f"POST {CHAT} HTTP/1.1", body: bytes = BODY, length: bool = True
+) -> bytes:
+    """An HTTP request with these header lines, which is a model call unless they spoil it."""
+    said = [first, "Host: x", "Content-Type: application/json", *lines]
+    said += [f"Content-Length: {len(body)}"] if length else []
+    return b"\r\n".join(one if isinstance(one, bytes) else one.encode("latin-1") for one in said) + b"\r\n\r\n" + body
+
+
+def get(*lines: str | bytes, path: str = "/v1/models", method: str = "GET") -> bytes:
+    return request(*lines, first=f"{method} {path} HTTP/1.1", body=b"", length=False)
+
+
+def chunked(*lines: str | bytes, body: bytes) -> bytes:
+    return request("Transfer-Encoding: chunked", *lines, body=body, length=False)
+
+
+def chunk(content: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(content), content)
+
+
+@dataclass(frozen=True)
+class Attack:
+    """Some bytes, the statuses they are answered, and how many calls then leave in the name of who sent them."""
+
+    sent: bytes
+    answered: tuple[int, ...]
+    leave: int = 0
+
+
+FORGED = {
+    "Authorization": f"Bearer {VICTIM}", "x-api-key": VICTIM, "api-key": VICTIM, "Cookie": f"token={VICTIM}",
+    "Proxy-Authorization": f"Basic {VICTIM}", "x-litellm-api-key": f"Bearer {VICTIM}", "x-litellm-end-user-id": VICTIM,
+    "x-litellm-customer-id": VICTIM, "x-litellm-call-id": "f" * 32, "x-litellm-tags": VICTIM, "x-litellm-trace-id": VICTIM,
+    "x-litellm-spend-logs-metadata": json.dumps({"agent": VICTIM}), "x-litellm-timeout": "0", "X-Leasehold-Slot": "0",
+    "X-Leasehold-Agent": VICTIM, "X-Leasehold-Code": VICTIM, "X-Request-Id": "f" * 32, "OpenAI-Organization": VICTIM,
+    "OpenAI-Project": VICTIM, "anthropic-beta": VICTIM, "X-Forwarded-For": "1.1.1.1", "X-Real-IP": "1.1.1.1",
+    "Forwarded": f"for={VICTIM}", "X-Original-URL": "/key/generate", "X-HTTP-Method-Override": "GET", "X-Accel-Redirect": "/x",
+    "Connection": "close, X-Leasehold-Slot, X-Request-Id, Content-Length", "Expect": "nothing", "Via": "1.1 x",
+    "Content-Encoding": "identity", "Accept-Encoding": "gzip", "Referer": VICTIM, "User-Agent": VICTIM,
+}  # fmt: skip
+INNER = request("X-Leasehold-Slot: 0", "X-Request-Id: " + "e" * 32, f"Authorization: Bearer {VICTIM}", "Connection: close")
+COVERED = b"0\r\n\r\n" + INNER  # to whoever reads chunks, another request begins here
+HANDSHAKE = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: " + "A" * 22 + "==")
+LENGTH = f"Content-Length: {len(BODY)}"
+
+ATTACKS: dict[str, dict[str, Attack]] = {
+    "headers that say who it is": {
+        **{name: Attack(request(f"{name}: {value}"), (200,), 1) for name, value in FORGED.items()},
+        "all at once": Attack(request(*(f"{name}: {value}" for name, value in FORGED.items())), (200,), 1),
+        "with underscores": Attack(request("X_Leasehold_Slot: 0", "x_litellm_end_user_id: " + VICTIM), (200,), 1),
+        "twice": Attack(request("X-Leasehold-Slot: 0", "X-Leasehold-Slot: 1"), (200,), 1),
+        "in a value": Attack(request("Content-Type: a/b\tX-Leasehold-Slot: 0", "Content-Type: \x01"), (200,), 1),
+        "a control character": Attack(request("X: \x01", "User-Agent: \x7f\x1b"), (200,), 1),
+        "a dialect": Attack(
+            request("anthropic-version: 1\x01", f"anthropic-version: {VICTIM}", first="POST /v1/messages HTTP/1.1"), (200,), 1
+        ),
+        "folded": Attack(request("X: a\r\n X-Leasehold-Slot: 0"), (400,)),
+        "a space before the colon": Attack(request("X-Leasehold-Slot : 0"), (400,)),
+        "a space in a name": Attack(request("X Leasehold-Slot: 0"), (400,)),
+        "a NUL in a name": Attack(request(b"X-Leasehold\x00-Slot: 0"), (400,)),
+        "a NUL in a value": Attack(request(b"X-Leasehold-Slot: 0\x00"), (400,)),
+        "no name": Attack(request(": 0"), (400,)),
+        "a bare CR": Attack(request(b"X: a\rX-Leasehold-Slot: 0"), (400,)),
+        "bare LFs": Attack(request("X-Leasehold-Slot: 0").replace(b"\r\n", b"\n"), (200,), 1),
+    },
+    "requests within requests": {
+        "two, one after the other": Attack(request() + INNER, (200, 200), 2),
+        "after one without a body": Attack(get() + INNER, (200, 200), 1),
+        "after one that is refused": Attack(get(path="/x") + INNER, (403, 200), 1),
+        "a length and chunks": Attack(request("Transfer-Encoding: chunked", LENGTH, body=COVERED, length=False), (400,)),
+        "chunks and a length": Attack(request(LENGTH, "Transfer-Encoding: chunked", body=COVERED, length=False), (400,)),
+        "two lengths": Attack(request("Content-Length: 0", LENGTH, length=False), (400,)),
+        "the same length twice": Attack(request(LENGTH, LENGTH, length=False), (400,)),
+        "two lengths in one": Attack(request(f"Content-Length: {len(BODY)}, 0", length=False), (400,)),
+        "a length with a sign": Attack(request(f"Content-Length: +{len(BODY)}", length=False), (400,)),
+        "a length below zero": Attack(request("Content-Length: -1", length=False), (400,)),
+        "a length in hexadecimal": Attack(request("Content-Length: 0x10", length=False), (400,)),
+        "a length beyond all bounds": Attack(request(f"Content-Length: {1 << 64}", length=False), (400,)),
+        "two hosts": Attack(request("Host: y"), (400,)),
+        "no host": Attack(request().replace(b"Host: x\r\n", b""), (400,)),
+        "two encodings": Attack(chunked("Transfer-Encoding: identity", body=COVERED), (400,)),
+        "chunked twice": Attack(chunked("Transfer-Encoding: chunked", body=COVERED), (400,)),
+        "an encoding nobody knows": Attack(request("Transfer-Encoding: xchunked", length=False), (501,)),
+        "a list of encodings": Attack(request("Transfer-Encoding: gzip, chunked", body=COVERED, length=False), (501,)),
+        "an encoding of old": Attack(request("Transfer-Encoding: identity", length=False), (501,)),
+        "an encoding with a tab": Attack(request("Transfer-Encoding:\tchunked", LENGTH, length=False), (501,)),
+        "an encoding with a form feed": Attack(request("Transfer-Encoding: \x0bchunked", LENGTH, length=False), (501,)),
+        "an encoding after a space": Attack(request("Transfer-Encoding : chunked", body=COVERED, length=False), (400,)),
+        "an encoding that is folded": Attack(request("Transfer-Encoding:\r\n chunked", body=COVERED, length=False), (400,)),
+        "an encoding with an underscore": Attack(request("Transfer_Encoding: chunked", LENGTH, length=False), (200,), 1),
+        "chunks of HTTP 1.0": Attack(
+            request("Transfer-Encoding: chunked", first=f"POST {CHAT} HTTP/1.0", body=COVERED, length=False), (400,)
+        ),
+    },
+    "chunks": {
+        "as they should be": Attack(chunked(body=chunk(BODY[:9]) + chunk(BODY[9:]) + b"0\r\n\r\n"), (200,), 1),
+        "with headers at the end": Attack(
+            chunked("Trailer: X-Leasehold-Slot", body=chunk(BODY) + b"0\r\nX-Leasehold-Slot: 0\r\nAuthorization: x\r\n\r\n"),
+            (200,), 1,
+        ),
+        "with a request at the end": Attack(chunked(body=chunk(BODY) + COVERED), (200, 200), 2),
+        "with an extension": Attack(chunked(body=b"%x;a=b\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)), (200,), 1),
+        "of a size with a sign": Attack(chunked(body=b"-1\r\n" + BODY), (400,)),
+        "of a size with 0x": Attack(chunked(body=b"0x%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)), (400,)),
+        "of no size": Attack(chunked(body=b"\r\n" + BODY), (400,)),
+        "of a size beyond all bounds": Attack(chunked(body=b"f" * 17 + b"\r\n" + BODY), (400,)),
+        "that are larger than they say": Attack(chunked(body=b"5\r\n" + BODY + b"\r\n0\r\n\r\n"), (400,)),
+    },
+    "other paths": {
+        path: Attack(request("Connection: close", first=f"POST {path} HTTP/1.1"), answered)
+        for path, answered in {
+            "/": (403,), "/key/generate": (403,), "/v1/files": (403,), "/v1": (403,), "/healthz": (403,),
+            f"{CHAT}/": (403,), f"{CHAT}/x": (403,), f"{CHAT}/../../key/generate": (403,), f"{CHAT}/%2e%2e/%2e%2e/key": (403,),
+            f"{CHAT}/..%2f..%2f..%2fkey": (403,), f"{CHAT};x": (403,), f"{CHAT}%3bx": (403,), f"{CHAT}%00": (400,),
+            f"{CHAT}\\..\\key": (403,), f"/{CHAT}": (403,), f"{CHAT.replace('chat/', 'chat//')}": (403,),
+            "/v1/CHAT/completions": (403,), "/../v1/chat/completions": (400,), "/%2e%2e/key": (400,), "key": (400,),
+            "*": (400,), "/leasehold-error-403": (404,), "/v1/models": (403,), "/relay/x": (403,), "/relay/../key": (403,),
+            "/relay/../..": (400,),
+            "/nginx_status": (403,), "/v1%2Fmodels/x": (403,), "/v1/engines/gpt-4/chat/completions": (403,),
+            "http://1.1.1.1/key/generate": (403,), "http://169.254.169.254/latest/api/token": (403,),
+            "https://api.example.com:443/v1/files": (403,), "ftp://1.1.1.1/": (403,), "//1.1.1.1/v1/files": (403,),
+        }.items()
+    } | {
+        "the address of another machine": Attack(request(first=f"POST http://1.1.1.1{CHAT} HTTP/1.1"), (200,), 1),
+        "by a query": Attack(request(first=f"POST {CHAT}?user={VICTIM}&api_base=http://1.1.1.1/ HTTP/1.1"), (200,), 1),
+        "in another spelling": Attack(request(first="POST /v1/./chat/x/../%63ompletions HTTP/1.1"), (200,), 1),
+        "of a fragment": Attack(request(first=f"POST {CHAT}#/../key HTTP/1.1"), (200,), 1),
+        "metadata of a cloud": Attack(get("Metadata: true", path="http://169.254.169.254/latest/meta-data/"), (403,)),
+    },
+    "other methods and protocols": {
+        **{
+            method: Attack(get("Connection: close", path=CHAT, method=method), answered)
+            for method, answered in {
+                "GET": (403,), "HEAD": (403,), "PUT": (403,), "DELETE": (403,), "PATCH": (403,), "OPTIONS": (403,),
+                "TRACE": (405,), "PROPFIND": (403,), "POST\tX": (400,), "post": (400,), "PRI": (403,), "X-Y": (403,),
+            }.items()
+        },
+        "CONNECT": Attack(request(first="CONNECT 1.1.1.1:443 HTTP/1.1", body=b"", length=False), (400,)),
+        "CONNECT to the cloud": Attack(request(first="CONNECT 169.254.169.254:80 HTTP/1.1", body=b"", length=False), (400,)),
+        "OPTIONS *": Attack(get(path="*", method="OPTIONS"), (400,)),
+        "HTTP 0.9": Attack(b"GET /key/generate\r\n", ()),
+        "HTTP 1.0": Attack(request(first=f"POST {CHAT} HTTP/1.0"), (200,), 1),
+        "HTTP 1.9": Attack(request(first=f"POST {CHAT} HTTP/1.9"), (200,), 1),
+        "HTTP 2": Attack(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9), (400,)),
+        "HTTP 3.0": Attack(request(first=f"POST {CHAT} HTTP/3.0"), (505,)),
+        "HTTP 2 by an upgrade": Attack(
+            request("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__"), (200,), 1
+        ),
+        "a WebSocket to a model": Attack(
+            get(*HANDSHAKE), (200,)
+        ),
+        "a WebSocket to a call": Attack(
+            request(*HANDSHAKE) + INNER, (200, 200), 2
+        ),
+        "TLS": Attack(bytes.fromhex("1603010200010001fc0303") + bytes(500), (400,)),
+        "SOCKS": Attack(b"\x05\x01\x00\x05\x01\x00\x01\x01\x01\x01\x01\x01\xbb", (400,)),
+        "no words at all": Attack(b"\r\n\r\n\x00\xff\n\n", (400,)),
+        "a proxy's own greeting": Attack(b"PROXY TCP4 1.1.1.1 2.2.2.2 1 2\r\n" + request(), (400,)),
+        "a header without end": Attack(request("X: " + "a" * 70_000), (400,)),
+        "headers without end": Attack(request(*(f"X-{number}: {'a' * 500}" for number in range(200))), (400,)),
+        "a path without end": Attack(get(path="/" + "a" * 70_000), (414,)),
+        "a body that is said to be large": Attack(request(f"Content-Length: {1 << 30}", length=False), (413,)),
+    },
+}  # fmt: skip
+MAY_LEAVE = {
+    "host", "authorization", "x-api-key", "anthropic-version", "x-litellm-call-id", "x-litellm-end-user-id",
+    "x-litellm-spend-logs-metadata", "accept-encoding", "accept", "user-agent", "content-length", "content-type",
+}  # fmt: skip
+
+
+class Both:
+    """Two sandboxes, of which one attacks."""
+
+    def __init__(self, way: WholeWay, enter: Enter) -> None:
+        self.way, self.eve, self.ada = way, enter(EVE), enter(ADA)
+        self.boxes = {each.lease.pk: each.box for each in (self.eve, self.ada)}
+        self.adas = slots.directory(self.boxes[self.ada.lease.pk].slot or 0) / slots.SOCKET  # as its sandbox has it
+
+    def left(self, *agents: str) -> None:
+        """Since the last time these have called, each in its own name, and nobody else."""
+        rows = self.way.settled_since()
+        self._require_own(rows)
+        assert [(row.agent_did, row.outcome) for row in rows] == [(agent, "ok") for agent in agents]
+        assert [headers["x-litellm-call-id"] for _, headers, _ in self.way.upstream.asked] == [row.call_id for row in rows]
+        self.forget()
+
+    def forget(self) -> None:
+        self.way.settled_since()
+        self.way.upstream.asked.clear()
+
+    def _require_own(self, rows: list[LlmCall]) -> None:
+        """What left is all of its own sandbox, with our key and nothing that it said itself."""
+        of = {row.call_id: row for row in rows}
+        for row in rows:
+            assert row.holder and (row.sandbox, row.agent_did) == (box := self.boxes[row.holder], box.agent_did)
+        for path, headers, body in self.way.upstream.asked:
+            row = of[headers["x-litellm-call-id"]]
+            said = json.loads(headers["x-litellm-spend-logs-metadata"])
+            assert (headers["x-litellm-end-user-id"], said["agent"], said["lease"]) == (
+                row.agent_did,
+                row.agent_did,
+                str(row.holder),
+            )
+            assert headers["authorization"] == f"Bearer {KEY}" and path in FIELDS
+            assert headers.keys() <= MAY_LEAVE and body.keys() <= {"messages", "model"}
+            assert VICTIM not in json.dumps([path, headers, body]) and "ffffffff" not in row.call_id
+
+    def logged(self) -> None:
+        """nginx's log has no line that is not one request through one of the two slots."""
+        lines = self.way.log.read_bytes().splitlines()
+        found = [logs.parse(line) for line in lines]
+        assert None not in found, [line for line in lines if logs.parse(line) is None]
+        assert {line.slot for line in found[self.way.lines :] if line} <= {box.slot for box in self.boxes.values()}
+
+
+@pytest.fixture
+def both(way: WholeWay, enter: Enter) -> Both:
+    return Both(way, enter)
+
+
+def tried(content: bytes, count: int) -> str:
+    """A script that prints what some bytes were answered, and the status of an ordinary call after them."""
+    exchanged = f"exchange(base64.b64decode({base64.b64encode(content).decode()!r}), {count})"
+    return f"{EXCHANGE}print(json.dumps([{exchanged}, ask()[0]]))"
+
+
+def meant(content: bytes, other: Inside) -> bytes:
+    """What says that it comes through slot 0 says that it comes through another sandbox's."""
+    return re.sub(rb"([-_ \0]Slot ?: )0", rb"\g<1>%d" % (other.box.slot or 0), content)
+
+
+def statuses(said: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"HTTP/1\.1 (\d{3}) ", said)))
+
+
+def attempt(both: Both, name: str, attack: Attack) -> str:
+    """What was wrong with how an attack went, "" if it failed as it should."""
+    said, own = both.eve.python(tried(meant(attack.sent, both.ada), len(attack.answered)))
+    try:
+        assert (statuses(said), own) == (attack.answered, 200)
+        assert KEY not in said and "leasehold-egress" not in said
+        assert post(both.adas, BODY)[0] == 200
+        both.left(*[EVE] * (attack.leave + 1), ADA)
+    except AssertionError as wrong:
+        both.forget()
+        return f"{name}: {wrong}\n{said[:300]}"
+    finally:
+        both.way.clock.at += 2 * MINUTE  # so that no limit of calls a minute is what stops the next one
+    return ""
+
+
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_what_is_not_a_plain_call_of_its_own_gets_nowhere(kind: str, both: Both) -> None:
+    wrong = [attempt(both, name, attack) for name, attack in ATTACKS[kind].items()]
+    assert not [one for one in wrong if one], "\n".join(one for one in wrong if one)
+    both.logged()
+
+
+# --- too much, and too slow -------------------------------------------------------------------------------------------
+
+LARGE = r"""
+head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+body = json.dumps({**BODY, "pad": "a" * (5 << 20)}).encode()
+said = [exchange(head + b"Content-Length: %d\r\n\r\n" % len(body) + body, 1)]
+said += [exchange(head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"10000\r\n" + bytes(1 << 16) + b"\r\n") * 80, 1)]
+said += [exchange(head + b"Content-Length: %d\r\n\r\n" % (1 << 62), 1)]
+print(json.dumps([*said, ask()[0]]))
+"""
+
+
+def test_a_request_that_is_too_large_is_refused_however_it_says_its_size(both: Both) -> None:
+    *said, own = both.eve.python(EXCHANGE + LARGE)
+    assert ([*map(statuses, said)], own) == ([(413,)] * 3, 200)
+    assert all("too_large" in each for each in said)
+    assert both.ada.asks() == [200]
+    both.left(EVE, ADA)
+
+
+HELD = r"""
+def held(content):
+    out = socket.socket(socket.AF_UNIX)
+    out.connect("/run/leasehold/llm.sock")
+    out.send(content)
+    return out
+begun = [held(b"POST /v1/chat/completions HTTP/1.1\r\nX: ") for _ in range(60)]
+body = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+begun += [held(body) for _ in range(36)]  # as many as may be, and some
+while (status := ask()[0]) == 200: time.sleep(0.05)
+open("/workspace/held", "w").close()
+while os.path.exists("/workspace/held"): time.sleep(0.05)
+print(status)
+"""
+
+
+def test_requests_that_are_never_finished_keep_only_their_own_sandbox_waiting(both: Both) -> None:
+    with meanwhile(lambda: both.eve.python(HELD)) as holding:
+        until(lambda: both.eve.run("test", "-e", "held").exit_code == 0, "they are all there")
+        both.forget()
+        assert both.ada.asks(3) == [200] * 3
+        both.left(ADA, ADA, ADA)
+        both.eve.run("rm", "held")
+        assert holding.result(30) == 429
+    until(lambda: both.eve.asks() == [200], "its own calls leave again")
+    both.left(EVE)
+
+
+HOARDED = r"""
+import select
+kept = []
+for _ in range(1000):
+    out = socket.socket(socket.AF_UNIX)
+    out.connect("/run/leasehold/llm.sock")
+    try: out.send(b"POST /v1/chat/completions HTTP/1.1\r\nX: ")
+    except OSError: continue
+    kept.append(out)
+def closed(out):
+    try: return bool(select.select([out], [], [], 0)[0]) and not out.recv(1)
+    except OSError: return True
+until = time.monotonic() + 5
+while len(kept) > MOST and time.monotonic() < until:
+    kept = [out for out in kept if not closed(out)]
+count = len(kept)
+for out in kept: out.close()
+print(count)
+"""
+
+
+def test_a_sandbox_has_so_many_connections_and_no_more_whatever_it_says(both: Both) -> None:
+    """Else one would have all that there are, which no limit of requests counts before they are complete."""
+    assert both.eve.python(f"MOST = {front.SOCKETS}\n{HOARDED}") == front.SOCKETS
+    until(lambda: both.eve.asks() == [200], "its own calls leave again")
+    both.forget()
+    assert both.ada.asks() == [200]
+    both.left(ADA)
+
+
+# --- our key ----------------------------------------------------------------------------------------------------------
+
+
+QUOTED = {200: 200, 302: 502, 400: 502, 401: 502, 429: 502, 500: 502}  # status of the upstream -> what it is shown as
+
+
+def quoting(status: int, kind: str, heard: list[str]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """An upstream that says what it was sent wherever it can."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        heard.append(request.headers["Authorization"])
+        headers = {f"X-{name}": value for name, value in request.headers.items()}
+        headers |= {"Location": f"http://{KEY}/", "Set-Cookie": KEY, "Retry-After": KEY, "Content-Type": kind}
+        headers |= {"x-litellm-response-cost": KEY, "WWW-Authenticate": f"Bearer {KEY}"}
+        response = web.StreamResponse(status=status, reason=f"No {KEY}", headers=headers)
+        await response.prepare(request)
+        said = {"model": KEY, "error": f"before {dict(request.headers)} after", "pad": "x" * 70_000 + KEY}
+        whole = json.dumps(said).encode()
+        for at in range(0, len(whole), 4999):
+            await response.write((b"data: " if not at else b"") + whole[at : at + 4999])
+            await asyncio.sleep(0)
+        await response.write(KEY[:9].encode())
+        await response.write(KEY[9:].encode() + b"\n\n")
+        return response
+
+    return answer
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream", f"text/plain; key={KEY}"])
+def test_an_upstream_that_quotes_our_key_does_not_tell_it(kind: str, both: Both, capfd: pytest.CaptureFixture[str]) -> None:
+    heard: list[str] = []
+    for status, shown in QUOTED.items():
+        both.way.upstream.answer = quoting(status, kind, heard)
+        said, _ = both.eve.python(tried(request("Connection: close"), 1))
+        assert statuses(said) == (shown,)
+        assert KEY not in said and KEY[4:] not in said and KEY[:-4] not in said
+        assert ("before" in said and "after" in said) == (status == 200)
+        both.way.clock.at += MINUTE
+    rows = both.way.settled(2 * len(QUOTED))
+    assert heard == [f"Bearer {KEY}"] * len(rows)
+    assert [(row.agent_did, row.outcome, row.cost) for row in rows] == [(EVE, "ok", None)] * 2 + [(EVE, "failed", None)] * 10
+    assert KEY not in json.dumps([*LlmCall.objects.values()], default=str) + both.way.log.read_text()
+    assert KEY not in "".join(capfd.readouterr())
+
+
+# --- the relay --------------------------------------------------------------------------------------------------------
+
+PUBLIC = {
+    "host", "upgrade", "connection", "sec-websocket-version", "sec-websocket-key", "accept", "accept-encoding", "user-agent",
+    "authorization", "x-leasehold-agent", "x-leasehold-call-id",
+}  # fmt: skip
+
+
+def upgrade(*lines: str | bytes, path: str = "/relay/x.y", method: str = "GET") -> bytes:
+    return get(*HANDSHAKE, *lines, path=path, method=method)
+
+
+def frame(content: bytes, first: int = 0x81) -> bytes:
+    """As a client sends it, masked with nothing."""
+    length = bytes([0x80 | len(content)]) if len(content) < 126 else b"\xfe" + len(content).to_bytes(2)
+    return bytes([first]) + length + bytes(4) + content
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """Some bytes, the statuses they are answered, and what the relay was asked and told of it."""
+
+    sent: bytes
+    answered: tuple[int, ...]
+    asked: str = ""
+    heard: tuple[str | bytes, ...] = ()
+
+
+THERE = "/xrpc/x.y"
+CLOSE = frame(b"\x03\xe8", 0x88)
+UPGRADES = {
+    "as it should be": Upgrade(upgrade() + frame(b"hello") + CLOSE, (101,), THERE, ("hello",)),
+    "in pieces": Upgrade(upgrade() + frame(b"he", 0x01) + frame(b"llo", 0x80) + CLOSE, (101,), THERE, ("hello",)),
+    "forged headers": Upgrade(
+        upgrade(*(f"{name}: {value}" for name, value in FORGED.items() if name not in ("Connection", "Expect"))) + CLOSE,
+        (101,), THERE,
+    ),
+    "the relay's own headers": Upgrade(
+        upgrade(f"x-leasehold-agent: {VICTIM}", "x-leasehold-call-id: 1", f"Authorization: {VICTIM}") + CLOSE, (101,), THERE
+    ),
+    "a subprotocol": Upgrade(upgrade(f"Sec-WebSocket-Protocol: {VICTIM}", f"Origin: http://{VICTIM}") + CLOSE, (101,), THERE),
+    "an extension": Upgrade(upgrade("Sec-WebSocket-Extensions: permessage-deflate") + CLOSE, (101,), THERE),
+    "a query": Upgrade(upgrade(path="/relay/x.y?cursor=7&cursor=8") + CLOSE, (101,), f"{THERE}?cursor=7&cursor=8"),
+    "a query that would be more": Upgrade(
+        upgrade(path="/relay/x.y?a=%0d%0aX:%20y%23") + CLOSE, (101,), f"{THERE}?a=%0D%0AX:+y%23"
+    ),
+    "a request instead of frames": Upgrade(upgrade() + INNER, (101,), THERE),
+    "a request in a frame": Upgrade(upgrade() + frame(INNER[:77]) + CLOSE, (101,), THERE, (INNER[:77].decode(),)),
+    "a frame without a mask": Upgrade(upgrade() + b"\x81\x05hello" + CLOSE, (101,), THERE, ("hello",)),
+    "a frame of no kind": Upgrade(upgrade() + frame(b"x", 0x83), (101,), THERE),
+    "a frame with bits of an extension": Upgrade(upgrade() + frame(b"x", 0xC1), (101,), THERE),
+    "a frame that is too large": Upgrade(upgrade() + b"\x82\xff" + (1 << 40).to_bytes(8) + bytes(4) + b"x", (101,), THERE),
+    "a rest without a beginning": Upgrade(upgrade() + frame(b"x", 0x80), (101,), THERE),
+    "text that is none": Upgrade(upgrade() + frame(b"\xff\xfe"), (101,), THERE),
+    "no upgrade": Upgrade(get(path="/relay/x.y"), (426,)),
+    "another upgrade": Upgrade(get("Connection: Upgrade", "Upgrade: h2c", path="/relay/x.y"), (426,)),
+    "an upgrade to several": Upgrade(get("Connection: Upgrade", "Upgrade: websocket, h2c", path="/relay/x.y"), (426,)),
+    "an old version": Upgrade(
+        get(*HANDSHAKE[:2], "Sec-WebSocket-Version: 8", HANDSHAKE[3], path="/relay/x.y") + CLOSE, (101,), THERE
+    ),
+    "no version": Upgrade(get(*HANDSHAKE[:2], HANDSHAKE[3], path="/relay/x.y"), (400,)),
+    "no key": Upgrade(get(*HANDSHAKE[:3], path="/relay/x.y") + INNER, (400, 200)),
+    "a key that is none": Upgrade(get(*HANDSHAKE[:3], "Sec-WebSocket-Key: \x01\x02", path="/relay/x.y"), (400,)),
+    "by POST": Upgrade(upgrade(method="POST"), (403,)),
+    "by HEAD": Upgrade(upgrade(method="HEAD") + CLOSE, (101,), THERE),
+    "a body": Upgrade(upgrade("Content-Length: 5") + b"hello", (101,), THERE),
+    **{
+        path: Upgrade(upgrade("Connection: close", path=path), answered)
+        for path, answered in {
+            "/relay": (301,), "/relay/%252e%252e/admin": (403,), "/relay/x/%252E./admin": (403,), "/relay/%2e%2e/key": (403,),
+            "/relay/..%2fkey": (403,), "/relay/..%252fkey": (403,), "/relay/x%3fy": (403,), "/relay/x%23y": (403,),
+            "/relay/x%0d%0aX:%20y": (404,), "/relay/%00": (400,), "/relay/..;/key": (403,), "/relay/x%5c..%5cy": (403,),
+            "/relay/@1.1.1.1/": (403,), "/relay/x%20y": (403,), "ws://1.1.1.1/xrpc": (403,), "//1.1.1.1/relay/x": (403,),
+        }.items()
+    },
+}  # fmt: skip
+
+
+def test_what_is_not_a_plain_connection_to_the_relay_gets_nowhere(enter: Enter, relayed: Relayed, way: WholeWay) -> None:
+    """Nothing there is in another name, and nothing of what is tried leads to a model in one."""
+    eve, ada = enter(EVE), enter(ADA)
+    key = identity.create(EVE, now=way.clock())
+    wrong = []
+    for name, tried_ in UPGRADES.items():
+        said, own = eve.python(tried(meant(tried_.sent, ada), len(tried_.answered)))
+        until(lambda: not relayed.relay.open, f"{name} is over")
+        rows = way.settled_since()
+        paths = [path for path, _ in relayed.relay.asked]
+        got = (statuses(said), own, paths, tuple(relayed.relay.heard), {row.agent_did for row in rows})
+        if got != (tried_.answered, 200, [tried_.asked] if tried_.asked else [], tried_.heard, {EVE}):
+            wrong.append(f"{name}: {got}\n{said[:300]}")
+        for _, headers in relayed.relay.asked:
+            claims = tokens.verify(headers["authorization"].removeprefix("Bearer "), key.did_key)
+            assert (headers["x-leasehold-agent"], claims["iss"], claims["aud"]) == (EVE, EVE, AUD), name
+            assert headers.keys() <= PUBLIC and VICTIM not in json.dumps(headers), name
+            assert headers["x-leasehold-call-id"] in {row.call_id for row in rows if row.kind == "relay"}, name
+            assert headers["authorization"].removeprefix("Bearer ") not in said, name
+        assert {sent["x-litellm-end-user-id"] for _, sent, _ in way.upstream.asked} == {EVE}, name
+        relayed.relay.asked.clear(), relayed.relay.heard.clear(), way.upstream.asked.clear()
+        way.clock.at += 2 * MINUTE
+    assert not wrong, "\n".join(wrong)
+    assert ada.asks() == [200] and [row.agent_did for row in way.settled_since()] == [ADA]
+
+
+# --- what is not there ------------------------------------------------------------------------------------------------
+
+LOOK = """
+places, files = json.loads(sys.argv[1])
+def connects(path):
+    with socket.socket(socket.AF_UNIX) as out:
+        return not out.connect_ex(path)
+def reads(path):
+    try: return bool(open(path, "rb").read(1)) or True
+    except OSError: return False
+def named(name):
+    try: return bool(socket.getaddrinfo(name, 80))
+    except OSError: return False
+print(json.dumps({
+    "own": [connects("/run/leasehold/llm.sock"), reads("/etc/passwd"), named("localhost")],
+    "listed": os.listdir("/run/leasehold"),
+    "reached": [path for path in places if connects(path)],
+    "read": [path for path in files if reads(path)],
+    "named": [name for name in ("egress", "leasehold-egress", "host.docker.internal") if named(name)],
+    "bound": [line.split()[7] for line in open("/proc/net/unix").readlines()[1:] if len(line.split()) > 7],
+}))
+"""
+
+
+def test_other_slots_and_what_is_behind_ones_own_are_not_there(both: Both) -> None:
+    where = settings.EGRESS_DIR.resolve()
+    other = f"{both.ada.box.slot}/llm.sock"
+    places = [str(where / "s" / other), f"/s/{other}", f"/run/leasehold/../{other}", f"/run/leasehold/../s/{other}",
+              str(where / "server/server.sock"), "/server/server.sock", "/run/leasehold/../server/server.sock"]  # fmt: skip
+    files = [str(where / "nginx/leasehold.conf"), "/etc/nginx/leasehold.conf", "/etc/nginx/leasehold-way.conf",
+             str(where / "logs/access.log"), "/logs/access.log", "/proc/1/environ", "/proc/1/root/etc/passwd"]  # fmt: skip
+    found = both.eve.python(LOOK, json.dumps([places, files]))
+    assert {*found.pop("bound")} <= {f"/s/{both.eve.box.slot}/llm.sock"}  # the other end of its own
+    assert found == {"own": [True, True, True], "listed": ["llm.sock"], "reached": [], "read": [], "named": []}
+    assert (where / "s" / other).is_socket() and (where / "logs/access.log").exists()
+    assert both.eve.asks() + both.ada.asks() == [200, 200]
+    both.left(EVE, ADA)

@@ -1,0 +1,363 @@
+"""The whole way out with LiteLLM at its end. Each call is one row, one line of nginx's log and one record, under one id, and
+costs what LiteLLM says, once; whoever dies on the way."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import connection
+
+from sandboxes.egress import collecting, records, slots
+from sandboxes.egress.front import Front
+from sandboxes.egress.usd import amount
+from sandboxes.models import LlmCall, Run, Sandbox
+from tests.conftest import MINUTE, NOW
+from tests.egress.test_egress_docker import meanwhile, pid_of
+from tests.egress.whole import Inside, WholeWay
+from tests.models import PIECES, TOKENS
+from tests.test_litellm import CHAT, MESSAGES, WHOLE, LiteLLM, litellm
+from tests.waiting import until
+from tests.way_out import Loop, Upstream
+
+__all__ = ["litellm"]
+pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
+ROOT = Path(__file__).resolve().parents[2]
+BRIDGE = ROOT / "sandboxes" / "image" / "bridge.py"
+RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
+MESSAGE = {"messages": [{"role": "user", "content": "Hello."}]}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "gpt", **MESSAGE}, MESSAGES: {"model": "claude", "max_tokens": 100, **MESSAGE},
+    RESPONSES: {"model": "gpt", "input": "Hello."}, EMBEDDINGS: {"model": "gpt", "input": "Hello."},
+}  # fmt: skip
+LATER = NOW + 5 * MINUTE
+Enter = Callable[..., Inside]
+
+
+@pytest.fixture
+def way(nginx: Front, litellm: LiteLLM, settings: Any, transactional_db: None) -> Iterator[WholeWay]:
+    """The way out with LiteLLM as its upstream. What others have logged and recorded before is read, or gone."""
+    settings.LLM_URL, settings.LLM_API_KEY = f"{litellm.url}/v1", litellm.key
+    settings.LLM_MODEL, settings.LLM_MODELS, settings.LLM_RECORDS = "gpt", ["gpt-*", "claude"], str(litellm.file)
+    loop, beside = Loop(), Upstream()
+    beside.url = settings.LLM_URL
+    with ExitStack() as stack:
+        stack.callback(loop.close)
+        way = WholeWay(nginx, loop, beside)
+        stack.enter_context(way.serving)
+        way.serve()
+        if way.log.exists():
+            os.truncate(way.log, 0)
+        if litellm.file.exists():
+            records.collect(litellm.file, NOW)
+        yield way
+
+
+@pytest.fixture
+def did() -> str:
+    """An agent that no other test has: records of it are this test's."""
+    return f"did:plc:{uuid.uuid4().hex[:24]}"
+
+
+@pytest.fixture
+def inside(enter: Enter, did: str) -> Inside:
+    return enter(did)
+
+
+def recorded(did: str) -> list[dict[str, Any]]:
+    """The records of an agent's calls, as LiteLLM has written them so far."""
+    lines = Path(os.environ["TEST_LITELLM_RECORDS"]).read_bytes().splitlines()
+    said = (json.loads(line) for line in lines if line.endswith(b"}"))
+    return [record for record in said if record["end_user"] == did]
+
+
+def each_recorded(did: str, calls: int) -> dict[str, dict[str, Any]]:
+    """The one record of each of so many calls, by its id."""
+    until(lambda: len(recorded(did)) >= calls, f"{calls} calls are recorded")
+    found = recorded(did)
+    assert len({record["call"] for record in found}) == len(found) == calls
+    return {record["call"]: record for record in found}
+
+
+def collected(*, at: Any = LATER) -> dict[str, int]:
+    """What collecting did; doing it again changes no row."""
+    swept = collecting.collect(now=at)
+    before = [*LlmCall.objects.order_by("pk").values()]
+    collecting.collect(now=at)
+    assert [*LlmCall.objects.order_by("pk").values()] == before
+    return dict(swept.counts)
+
+
+# --- ordinary use -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    [
+        (CHAT, False),
+        (CHAT, True),
+        (MESSAGES, False),
+        (MESSAGES, True),
+        (RESPONSES, False),
+        (RESPONSES, True),
+        (EMBEDDINGS, False),
+    ],
+)
+def test_row_log_and_record_are_of_one_call_and_it_costs_what_litellm_says(
+    path: str, stream: bool, inside: Inside, did: str, way: WholeWay
+) -> None:
+    body = BODIES[path] | ({"stream": True} if stream else {})
+    asking = f"print(json.dumps([*(str(each) for each in ask({body!r}, {path!r}))]))"
+    status, said = inside.python(asking)
+    assert status == "200", said
+    assert all(piece.strip() in said for piece in PIECES) or path == EMBEDDINGS
+    [row], [line], records = way.settled(1), way.logged(), each_recorded(did, 1)
+    [(call_id, record)] = records.items()
+    assert row.call_id == line["id"] == call_id
+    assert (row.outcome, row.streamed, line["status"], line["upstream"], line["uri"]) == ("ok", stream, 200, "200", path)
+    assert record["for"] == {
+        "call": call_id, "lease": str(inside.lease.pk), "run": str(Run.objects.get().pk), "attempt": inside.box.incarnation,
+        "agent": did, "environment": inside.lease.environment_id,
+    }  # fmt: skip
+    done = collected()
+    assert (done["calls recorded"], done["requests logged"]) == (1, 1)
+    row.refresh_from_db()
+    cost = Decimal("0.001") if path == EMBEDDINGS else WHOLE
+    assert (row.cost, row.priced, amount(record["cost"])) == (cost, "record", cost)
+    assert (row.input_tokens, row.output_tokens) == (TOKENS["in"], 0 if path == EMBEDDINGS else TOKENS["out"])
+    assert row.logged_at == row.recorded_at == LATER
+
+
+def test_a_call_that_litellm_does_not_record_is_unmetered(inside: Inside, way: WholeWay, settings: Any) -> None:
+    with way.loop.during(way.upstream.listening()):
+        settings.LLM_URL = way.upstream.url
+        assert inside.asks() == [200]
+    [row] = way.settled(1)
+    assert "calls recorded" not in collected(at=NOW) and not records.unmetered(NOW).exists()
+    assert [*records.unmetered(LATER)] == [row]
+
+
+def test_a_call_that_fails_costs_nothing_and_litellm_says_so(inside: Inside, did: str, way: WholeWay) -> None:
+    body = {**BODIES[CHAT], "model": "gpt-failing"}
+    assert inside.python(f"print(json.dumps(ask({body!r})[0]))") == 502
+    each_recorded(did, 1)
+    assert collected()["calls recorded"] == 1
+    [row] = way.settled(1)
+    assert (row.outcome, row.code, row.cost, row.priced) == ("failed", "upstream_500", 0, "record")
+
+
+# --- money ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_has_spent_the_limit_is_told_and_litellm_is_not(stream: bool, inside: Inside, did: str, way: WholeWay) -> None:
+    Sandbox.objects.filter(pk=inside.box.pk).update(llm_limit=WHOLE)
+    asking = f"print(json.dumps([*(str(each) for each in ask({BODIES[CHAT] | {'stream': stream}!r}))]))"
+    assert inside.python(asking)[0] == "200"
+    way.settled(1)
+    if stream:  # a stream says no price: it is known when its record is
+        each_recorded(did, 1)
+        collected()
+    status, said = inside.python(asking.replace("str(each)", "each if isinstance(each, int) else json.loads(each)"))
+    assert (status, said["error"]["code"], said["error"]["type"]) == (402, "spend_limit_reached", "spend_limit_reached")
+    assert {"message", "param"} < {*said["error"]} and "0.00074 USD" in said["error"]["message"]
+    Sandbox.objects.filter(pk=inside.box.pk).update(llm_limit=None)
+    assert inside.python(asking)[0] == "200"
+    sent = each_recorded(did, 2)  # so whatever else had come before would be there, too
+    collected()
+    rows = {row.call_id: (row.outcome, row.cost) for row in way.settled(3)}
+    [refused] = rows.keys() - sent.keys()
+    assert rows[refused] == ("refused", None)
+    assert {rows[call_id] for call_id in sent} == {("ok", WHOLE)}
+
+
+# --- who dies on the way ----------------------------------------------------------------------------------------------
+
+# Reads the first of a long answer, makes another call, by which those outside know, and does what it is told then.
+STREAM = """
+body = {**BODY, "model": "gpt-slowest", "stream": True}
+request = urllib.request.Request("http://127.0.0.1:4010/v1/chat/completions", json.dumps(body).encode())
+answer = urllib.request.urlopen(request, timeout=60)
+assert b"An" in answer.readline()
+assert ask({**BODY, "model": "gpt"})[0] == 200
+"""
+READ = "answer.read()"
+EAT = "held = []\nwhile True: held.append(bytearray(b'x') * (1 << 20))"
+
+
+def half_way() -> None:
+    until(lambda: LlmCall.objects.filter(outcome="ok").exists(), "the second call is over while the first goes on")
+    assert LlmCall.objects.filter(outcome="open").count() == 1
+
+
+def test_a_caller_that_leaves_is_cut_off_and_still_pays(inside: Inside, did: str, way: WholeWay) -> None:
+    assert inside.python(STREAM + "answer.close(); print(1)") == 1
+    one_row_a_call(way, did, code="not_read_to_its_end")
+
+
+def test_an_exec_that_runs_out_of_time_in_a_call(inside: Inside, did: str, way: WholeWay) -> None:
+    assert run(inside, STREAM + READ, seconds=6).timed_out
+    one_row_a_call(way, did, code="not_read_to_its_end")
+    assert inside.asks() == [200]
+
+
+def test_a_program_that_runs_out_of_memory_in_a_call(inside: Inside, did: str, way: WholeWay) -> None:
+    done = run(inside, STREAM + EAT)
+    assert done.oom and done.exit_code == 137
+    one_row_a_call(way, did, code="not_read_to_its_end")
+    assert inside.asks() == [200]
+
+
+def test_a_sandbox_that_is_killed_in_a_call(inside: Inside, did: str, way: WholeWay) -> None:
+    with meanwhile(lambda: run(inside, STREAM + READ)) as running:
+        half_way()
+        subprocess.run(["docker", "kill", inside.box.ref], check=True, capture_output=True)
+        assert running.result(60).exit_code == 137
+    one_row_a_call(way, did, code="not_read_to_its_end")
+    until(lambda: inside.asks() == [200], "it starts again, with its way out")
+
+
+def test_nginx_that_is_killed_in_a_call(inside: Inside, did: str, way: WholeWay) -> None:
+    with meanwhile(lambda: run(inside, STREAM + READ)) as running:
+        half_way()
+        os.kill(pid_of(way.front), signal.SIGKILL)
+        assert running.result(60).exit_code == 1
+    one_row_a_call(way, did, code="not_read_to_its_end", logged=1)
+    until(lambda: inside.asks() == [200], "nginx is there again")
+
+
+def test_our_server_that_is_killed_in_a_call(inside: Inside, did: str, way: WholeWay) -> None:
+    way.serving.close()
+    with command(way) as process:
+        with meanwhile(lambda: run(inside, STREAM + READ)) as running:
+            half_way()
+            process.kill()
+            assert running.result(60).exit_code in (0, 1)  # nginx ends a stream whose length nobody knows
+        process.wait(20)
+    each_recorded(did, 2)
+    collecting.collect(now=NOW)  # nginx saw it end, and nobody has closed it: a minute later nobody will
+    [row] = LlmCall.objects.filter(outcome="open")
+    assert row.logged_at is not None
+    assert collected(at=row.logged_at + 2 * MINUTE)["requests closed as lost"] == 1
+    one_row_a_call(way, did, outcome="lost")
+    way.serve()
+    assert inside.asks() == [200]
+
+
+def run(inside: Inside, script: str, *, seconds: float = 60) -> Any:
+    from tests.egress.whole import CLIENT
+
+    return inside.run("python3", "-I", "-c", CLIENT + script, seconds=seconds)
+
+
+def one_row_a_call(way: WholeWay, did: str, *, outcome: str = "cut", code: str = "", logged: int = 2) -> None:
+    """One call was broken off, one was not: both are there once, and cost what their records say."""
+    rows, sent = {row.call_id: row for row in way.settled(2)}, each_recorded(did, 2)
+    assert rows.keys() == sent.keys()
+    collected()
+    for call_id, row in rows.items():
+        row.refresh_from_db()
+        assert (row.cost, row.priced) == (amount(sent[call_id]["cost"]), "record") and row.cost > 0
+    [broken] = [row for row in rows.values() if row.outcome != "ok"]
+    assert (broken.outcome, broken.code, sent[broken.call_id]["error"]) == (outcome, code, "ClientDisconnected")
+    assert broken.cost < WHOLE  # what had passed by then, as LiteLLM counts it
+    assert LlmCall.objects.filter(logged_at__isnull=False).count() == logged
+    assert len({line["id"] for line in way.logged()}) == len(way.logged()) == logged
+
+
+@contextmanager
+def command(way: WholeWay) -> Iterator["subprocess.Popen[bytes]"]:
+    """`manage.py egress` on this test's database, with this test's LiteLLM."""
+    from django.conf import settings
+
+    database = connection.settings_dict
+    where = f"{database['USER']}@{database['HOST']}:{database['PORT']}" if connection.vendor == "postgresql" else ""
+    url = f"postgres://{where}/{database['NAME']}" if where else f"sqlite:///{database['NAME']}"
+    env = {
+        **os.environ, "DJANGO_SETTINGS_MODULE": "controlplane.settings", "DATABASE_URL": url, "SANDBOX_PROVIDER": "docker",
+        "LEASEHOLD_RUNTIME_DIR": str(settings.RUNTIME_DIR), "LEASEHOLD_EGRESS_SLOTS": str(settings.EGRESS_SLOTS),
+        "LEASEHOLD_EGRESS_IMAGE": settings.EGRESS_IMAGE, "LEASEHOLD_LLM_URL": settings.LLM_URL,
+        "LEASEHOLD_LLM_API_KEY": settings.LLM_API_KEY, "LEASEHOLD_LLM_MODEL": settings.LLM_MODEL,
+        "LEASEHOLD_LLM_MODELS": ",".join(settings.LLM_MODELS),
+    }  # fmt: skip
+    process = subprocess.Popen([sys.executable, "manage.py", "egress"], cwd=ROOT, env=env, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline().startswith(b"egress: ")
+        yield process
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+# --- an SDK that people use -------------------------------------------------------------------------------------------
+
+OPENAI = """
+import json, sys
+import openai
+client = openai.OpenAI(base_url=sys.argv[1], api_key="anything", max_retries=0)
+hello = [{"role": "user", "content": "Hello."}]
+said = [client.chat.completions.create(model="gpt", messages=hello).choices[0].message.content]
+chunks = [*client.chat.completions.create(model="gpt", messages=hello, stream=True)]
+said.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+chunks = [*client.chat.completions.create(model="gpt", messages=hello, stream=True, stream_options={"include_usage": True})]
+said.append([each.usage.completion_tokens for each in chunks if each.usage])
+said.append(client.responses.create(model="gpt", input="Hello.").output_text)
+events = [*client.responses.create(model="gpt", input="Hello.", stream=True)]
+said.append("".join(event.delta for event in events if event.type == "response.output_text.delta"))
+said.append(client.embeddings.create(model="gpt", input="Hello.", encoding_format="float").data[0].embedding)
+said.append([model.id for model in client.models.list()])
+try:
+    client.chat.completions.create(model="other", messages=hello)
+except openai.PermissionDeniedError as refused:
+    said.append(refused.code)
+print(json.dumps(said))
+"""
+
+
+def test_openais_client_works_unchanged(inside: Inside, did: str, way: WholeWay) -> None:
+    """The SDK that LiteLLM brings along, out here behind the same bridge, since no sandbox has it."""
+    with bridge(inside) as port:
+        argv = [os.environ["TEST_LITELLM_PYTHON"], "-c", OPENAI, f"http://127.0.0.1:{port}/v1"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env={"PATH": os.environ["PATH"]})
+    assert done.returncode == 0, done.stderr[-2000:]
+    whole = "".join(PIECES)
+    assert json.loads(done.stdout) == [
+        whole, whole, [TOKENS["out"]], whole, whole, [0.25, 0.5], ["gpt", "claude"], "model_not_allowed",
+    ]  # fmt: skip
+    sent = each_recorded(did, 6)
+    collected()
+    rows = way.settled(7)
+    assert [row.outcome for row in rows] == ["ok"] * 6 + ["refused"]
+    assert {row.call_id: row.cost for row in rows[:6]} == {call_id: amount(each["cost"]) for call_id, each in sent.items()}
+
+
+@contextmanager
+def bridge(inside: Inside) -> Iterator[int]:
+    """A sandbox's own bridge, out here, to that sandbox's socket; its port."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    assert inside.box.slot is not None
+    process = subprocess.Popen([sys.executable, str(BRIDGE), str(port), str(slots.directory(inside.box.slot) / slots.SOCKET)])
+    try:
+        until(lambda: answers(port), "the bridge listens")
+        yield port
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError:
+        return False
+    return True

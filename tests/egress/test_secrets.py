@@ -1,0 +1,201 @@
+"""One way through all of it with secrets that are easily found, and then a search of everything that it left."""
+
+import io
+import json
+import logging
+import os
+import subprocess
+from base64 import b64encode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import structlog
+from aiohttp import web
+from django.conf import settings as django_settings
+from django.db import connection
+from django.utils import timezone
+
+from leases import api, keys
+from sandboxes import curves, identity
+from sandboxes.models import LlmCall, MintedToken, Pool, Sandbox
+from tests.api.conftest import Api
+from tests.egress.relay import Relayed
+from tests.egress.test_attacks import EXCHANGE, INNER, upgrade
+from tests.egress.whole import CLIENT, WholeWay, command
+from tests.secrets import forms, texts
+from tests.waiting import until
+from tests.way_out import SAID
+
+pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
+ADA = "did:plc:ada"
+OUTSIDE = ("LLM_API_KEY", "SECRET_KEY", "S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY", "KV_API_TOKEN")
+# Four calls, whose messages say how the upstream answers them, one that never leaves, and a connection to the relay.
+SCRIPT = f"""{CLIENT}{EXCHANGE}
+said = [ask({{**BODY, "messages": [{{"role": "user", "content": content}}]}})[0] for content in ("ok", "quote", "400", "500")]
+said.append(ask({{**BODY, "model": "none-of-ours"}})[0])
+said.append(exchange({upgrade() + INNER!r}, 1)[:12])
+print(json.dumps([said, sorted(os.listdir("/run/leasehold"))]))
+"""
+
+
+@pytest.fixture
+def planted(settings: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """Secrets of ours, as a deployment has them: in its environment and its settings."""
+    planted = {name: f"planted-{name}-{uuid4().hex}" for name in OUTSIDE}
+    for name, value in planted.items():
+        setattr(settings, name, value)
+        monkeypatch.setenv(name if name == "SECRET_KEY" else f"LEASEHOLD_{name}", value)
+    sealing = os.urandom(32)
+    settings.IDENTITY_KEYS = [sealing]
+    monkeypatch.setenv("LEASEHOLD_IDENTITY_KEYS", b64encode(sealing).decode())
+    password = f'pl%nted/"{uuid4().hex}'
+    monkeypatch.setenv("PGPASSWORD", password)
+    return {name: value.encode() for name, value in planted.items()} | {
+        "IDENTITY_KEYS": sealing,
+        "PGPASSWORD": password.encode(),
+    }
+
+
+@pytest.fixture
+def our_log() -> Iterator[io.StringIO]:
+    """All that this process logs, as it logs it."""
+    root, written = logging.getLogger(), io.StringIO()
+    formatter = next(
+        each.formatter for each in root.handlers if isinstance(each.formatter, structlog.stdlib.ProcessorFormatter)
+    )
+    handler, level = logging.StreamHandler(written), root.level
+    handler.setFormatter(formatter)
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG)
+    yield written
+    root.removeHandler(handler)
+    root.setLevel(level)
+
+
+async def quoting(request: web.Request) -> web.StreamResponse:
+    """An upstream that says our key wherever it can."""
+    sent, wanted = request.headers["Authorization"], (await request.json())["messages"][0]["content"]
+    said = SAID if wanted == "ok" else {**SAID, "model": sent, "error": f"Incorrect API key provided: {sent}"}
+    status = int(wanted) if wanted.isdigit() else 200
+    return web.json_response(said, status=status, headers={"X-Key": sent})
+
+
+def test_no_secret_is_anywhere_that_it_should_not_be(
+    planted: dict[str, bytes], our_log: io.StringIO, docker_pool: Pool, way: WholeWay, relayed: Relayed, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    way.upstream.answer = quoting
+    way.serving.close()
+    private = curves.generate()
+    identity.create(ADA, now=timezone.now(), private=private)
+    issued, api_key = keys.issue([ADA], name="planted", now=timezone.now())
+    ada, egress_log = Api(api_key), tmp_path / "egress.log"
+    more = {name: value.decode() for name, value in planted.items() if name == "SECRET_KEY"}
+    more |= {"LEASEHOLD_LLM_API_KEY": planted["LLM_API_KEY"].decode(), "LEASEHOLD_LOG_LEVEL": "DEBUG"}
+    more |= {f"LEASEHOLD_{name}": getattr(django_settings, name) for name in ("RELAY_URL", "RELAY_AUD", "RELAY_LXM")}
+    with command(way, egress_log, **more):
+        asked = {"agent_did": ADA, "environment_id": f"way-{uuid4().hex[:8]}", "environment_type": "coding"}
+        lease = ada.post("leases", {**asked, "pool": docker_pool.name}).json()
+        in_env = f"planted-env-{uuid4().hex}"
+        ran = {"argv": ["python3", "-I", "-"], "stdin": SCRIPT, "env": {"TOKEN": in_env}}
+        done = ada.post(f"leases/{lease['id']}/exec", ran, idempotency_key="once").json()
+        assert done["exit_code"] == 0, done["stderr"]
+        said, listed = json.loads(done["stdout"])
+        assert (said, listed) == ([200, 200, 502, 502, 403, "HTTP/1.1 101"], ["llm.sock"])
+        until(lambda: not LlmCall.objects.filter(ended_at__isnull=True).exists(), "all calls are closed")
+        box = Sandbox.objects.get(holder=lease["id"])
+        seen = {**inside(box.ref, way.front.name), **answers(ada, lease["id"], monkeypatch)}
+
+    [(_, headers)] = relayed.relay.asked
+    token = headers["authorization"].removeprefix("Bearer ")
+    assert MintedToken.objects.get().agent_did == ADA and token.count(".") == 2
+    assert way.upstream.asked[0][1]["authorization"].removeprefix("Bearer ").encode() == planted["LLM_API_KEY"]
+    rows, logged = dump(), our_log.getvalue()
+    seen |= {"rows": rows, "our log": logged, "log of the egress server": egress_log.read_text()}
+
+    # Each place was looked at: it has what it should have.
+    shown = {
+        "inspect": box.ref, "inspect of the proxy": way.front.name, "processes": "PATH=", "processes of the proxy": "nginx",
+        "files": lease["id"], "files of the proxy": "leasehold-way.conf", "rows": issued.digest,
+        "our log": "Traceback", "log of the egress server": "upstream refused a call", "API": "/leases/{",
+        "errors": "not_found", "calls": "none-of-ours",
+    }  # fmt: skip
+    assert {place for place, known in shown.items() if known not in seen[place]} == set()
+    assert len(LlmCall.objects.filter(kind="llm")) == 5 and "gpt-4o-mini" in seen["rows"]
+
+    found = {name: forms(secret) for name, secret in planted.items()}
+    found |= {"the API key": forms(api_key.encode()), "its secret part": forms(api_key[12:].encode())}
+    found |= {"the private key": texts(private), "the service token": forms(token.encode())}
+    found |= {"its signature": forms(token.rpartition(".")[2].encode()), "a value of an exec's env": forms(in_env.encode())}
+    assert [(name, place) for place, text in seen.items() for name in found if any(form in text for form in found[name])] == []
+
+
+def inside(ref: str, proxy: str) -> dict[str, str]:
+    """All that there is of a sandbox and of the proxy: what the engine says, what runs, and the files they can see."""
+    read = "find {} -xdev -type f -print -exec cat {{}} + 2>/dev/null"
+    files = read.format("/workspace /data /tmp /var/tmp /run /run/leasehold /dev/shm /etc /opt/leasehold")
+    proxys = read.format("/s /server /logs /etc/nginx /tmp")
+    volumes = [each["Name"] for each in json.loads(ran("docker", "inspect", ref))[0]["Mounts"] if each["Type"] == "volume"]
+    return {
+        "inspect": ran("docker", "inspect", ref) + ran("docker", "volume", "inspect", *volumes),
+        "changes": ran("docker", "diff", ref),
+        "inspect of the proxy": ran("docker", "inspect", proxy),
+        "output": ran("docker", "logs", ref), "output of the proxy": ran("docker", "logs", proxy),
+        "processes": processes_of(ref), "processes of the proxy": processes_of(proxy),
+        "files": "".join(ran("docker", "exec", "-u", user, ref, "sh", "-c", files) for user in ("10001:10001", "10002:10002")),
+        "files of the proxy": ran("docker", "exec", proxy, "sh", "-c", proxys),
+    }  # fmt: skip
+
+
+def processes_of(container: str) -> str:
+    """Environment and command line of each, from out here: inside it may not read the others'."""
+    pids = [line.split()[0] for line in ran("docker", "top", container, "-eo", "pid").splitlines()[1:]]
+    return "".join(Path(f"/proc/{pid}/{name}").read_text() for pid in pids for name in ("environ", "cmdline"))
+
+
+def ran(*argv: str) -> str:
+    done = subprocess.run(argv, check=False, capture_output=True)
+    return (done.stdout + done.stderr).decode(errors="replace")
+
+
+def answers(ada: Api, lease: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What the API says of itself, of calls, and when something is wrong with a request or with us."""
+
+    def fails(*args: Any, **named: Any) -> None:
+        secret = django_settings.LLM_API_KEY
+        raise RuntimeError(f"a failure of ours, {len(secret)}")
+
+    wrong = [
+        Api().get(f"leases/{lease}"), Api("lh_00000000_" + "x" * 43).get("pool"), ada.get(f"leases/{uuid4()}"),
+        ada.post("leases", {"agent_did": "did:plc:eve"}), ada.post("leases", b"{"),
+        ada.post(f"leases/{lease}/exec", {"argv": 7}),
+    ]  # fmt: skip
+    assert [answer.status_code for answer in wrong] == [401, 401, 404, 400, 400, 400]
+    calls = ada.get(f"leases/{lease}/calls")
+    with monkeypatch.context() as broken:
+        broken.setattr(api.OneLease, "get", fails)
+        failed = ada.client.get(f"/api/v1/leases/{lease}", headers={"Authorization": f"Bearer {ada.key}"})
+    assert failed.status_code == 500
+    schema = ada.client.get("/api/schema")
+    assert (calls.status_code, schema.status_code) == (200, 200)
+    errors = [*wrong, failed]
+    return {
+        "calls": calls.content.decode(), "API": schema.content.decode() + str(schema.headers),
+        "errors": "\n".join(f"{answer.headers} {answer.content.decode()}" for answer in errors),
+    }  # fmt: skip
+
+
+def dump() -> str:
+    """The whole database as text."""
+    connection.ensure_connection()
+    if connection.vendor == "sqlite":
+        return "\n".join(connection.connection.iterdump())
+    with connection.cursor() as cursor:
+        lines: list[str] = []
+        for table in connection.introspection.table_names():
+            cursor.execute(f'SELECT row::text FROM "{table}" AS row')
+            lines += [line for (line,) in cursor.fetchall()]
+    return "\n".join(lines)

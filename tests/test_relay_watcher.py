@@ -1,0 +1,146 @@
+"""image/relay_watcher.py against a relay that says just what a test wants, byte by byte."""
+
+import base64
+import hashlib
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from sandboxes.image.relay_watcher import GUID, PAUSES, Refused, watch
+
+PING, CLOSE = 0x89, 0x88
+FORBIDDEN = b'HTTP/1.1 403 Forbidden\r\nContent-Length: 39\r\n\r\n{"error": {"message": "Not for\\nyou."}}\n'
+BUSY = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 4\r\n\r\nbusy"
+STRANGER = b"HTTP/1.1 101 Switching Protocols\r\nSec-WebSocket-Accept: x\r\n\r\n"
+
+
+class Enough(Exception):
+    """The test has seen what it wants."""
+
+
+def frame(first: int, content: bytes) -> bytes:
+    size = len(content)
+    length = bytes([size]) if size < 126 else b"\x7e" + size.to_bytes(2) if size < 1 << 16 else b"\x7f" + size.to_bytes(8)
+    return bytes([first]) + length + content
+
+
+class Scripted:
+    """Each connection is answered the next words; those that begin no HTTP come after a handshake. What it said after
+    its own is in `replied`."""
+
+    def __init__(self, *script: bytes) -> None:
+        self.script, self.asked, self.replied = script, list[bytes](), list[bytes]()
+        self.door = socket.create_server(("127.0.0.1", 0))
+        self.url = f"ws://127.0.0.1:{self.door.getsockname()[1]}/x?y=1"
+
+    def serve(self) -> None:
+        for words in self.script:
+            near, _ = self.door.accept()
+            with near:
+                head = b""
+                while not head.endswith(b"\r\n\r\n"):
+                    head += near.recv(4096)
+                self.asked.append(head)
+                near.sendall(words if words.startswith(b"HTTP/") else self.accepted(head) + words)
+                near.shutdown(socket.SHUT_WR)
+                self.replied.append(near.makefile("rb").read())
+
+    def accepted(self, head: bytes) -> bytes:
+        key = re.search(rb"Sec-WebSocket-Key: (\S+)", head)
+        assert key
+        accept = base64.b64encode(hashlib.sha1(key[1] + GUID.encode()).digest())
+        return b"HTTP/1.1 101 Switching Protocols\r\nSec-WebSocket-Accept: " + accept + b"\r\n\r\n"
+
+
+@contextmanager
+def relay(*script: bytes) -> Iterator[Scripted]:
+    scripted = Scripted(*script)
+    thread = threading.Thread(target=scripted.serve, daemon=True)
+    thread.start()
+    try:
+        yield scripted
+    finally:
+        thread.join(10)
+        scripted.door.close()
+
+
+def watched(scripted: Scripted) -> tuple[list[str], list[float]]:
+    """What is said, and how long it waited after each connection of the script."""
+    said: list[str] = []
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == len(scripted.script):
+            raise Enough
+
+    with pytest.raises(Enough):
+        watch(scripted.url, said.append, sleep)
+    return said, pauses
+
+
+def test_events_come_whole_whatever_they_are_cut_into() -> None:
+    script = frame(0x01, b"one\n") + frame(PING, b"there?") + frame(0x00, b"and") + frame(0x80, b"\r\ntwo")
+    with relay(script + frame(0x82, b"\0\xff") + frame(0x81, b"x" * 70_000) + frame(CLOSE, b"\x03\xe9bye")) as scripted:
+        said, _ = watched(scripted)
+    assert said[:4] == ["Connected to relay", "one and two", "AP8=", "x" * 70_000]
+    assert said[4].startswith("Not connected to relay: closed by the relay, 1001 bye. Next try in ")
+    assert scripted.asked[0].startswith(b"GET /x?y=1 HTTP/1.1\r\nHost: 127.0.0.1:")
+    pong = scripted.replied[0]
+    assert pong[:2] == bytes([0x8A, 0x80 | 6])
+    assert bytes(byte ^ pong[2 + at % 4] for at, byte in enumerate(pong[6:])) == b"there?"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (b"", "the connection is gone"),
+        (b"\x81\x85abcdhello", "no frame of a server"),
+        (b"\x82\x7f" + (1 << 40).to_bytes(8), "too large"),
+        (frame(0x01, b"x" * (5 << 20)) + frame(0x80, b"x" * (4 << 20)), "too large"),
+        (STRANGER, "does not speak WebSocket"),
+        (BUSY, "429: busy"),
+        (b"HTTP/1.1\r\n\r\n", "broke off before it answered"),
+        (b"HTTP/1.1 502 Bad Gateway\r\n\r\n", "502: "),
+    ],
+)
+def test_a_connection_that_is_over_is_made_again(words: bytes, why: str) -> None:
+    with relay(words, frame(0x81, b"news")) as scripted:
+        said, _ = watched(scripted)
+    assert [line for line in said if why in line] and said[-3:-1] == ["Connected to relay", "news"]
+
+
+def test_it_waits_longer_each_time_until_an_event_has_come() -> None:
+    with relay(*[BUSY] * 8, frame(0x81, b"news"), BUSY) as scripted:
+        _, pauses = watched(scripted)
+    steps = [*PAUSES, PAUSES[-1], PAUSES[0], PAUSES[1]]
+    assert all(0.8 * step <= pause <= 1.2 * step for pause, step in zip(pauses, steps, strict=True))
+
+
+def test_where_nobody_listens_it_tries_again() -> None:
+    closed = socket.create_server(("127.0.0.1", 0))
+    url = f"ws://127.0.0.1:{closed.getsockname()[1]}/"
+    closed.close()
+    said: list[str] = []
+
+    def sleep(seconds: float) -> None:
+        raise Enough
+
+    with pytest.raises(Enough):
+        watch(url, said.append, sleep)
+    assert "nobody answers" in said[0]
+
+
+def test_a_refusal_is_the_end_and_says_why() -> None:
+    with relay(FORBIDDEN) as scripted, pytest.raises(Refused, match=r"\(403\): Not for you\."):
+        watch(scripted.url, print)
+
+
+@pytest.mark.parametrize("url", ["", "/x", "http://127.0.0.1/", "wss://127.0.0.1/", "ws:///x"])
+def test_an_address_that_is_none_is_the_end(url: str) -> None:
+    with pytest.raises(Refused, match="no ws:// address"):
+        watch(url, print)

@@ -10,7 +10,7 @@ class Migration(migrations.Migration):
     initial = True
 
     dependencies = [
-        ('sandboxes', '0014_metered'),
+        ('sandboxes', '0015_metered'),
     ]
 
     operations = [

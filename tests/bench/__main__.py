@@ -16,7 +16,10 @@ from pathlib import Path
 import psycopg
 
 REPO = Path(__file__).resolve().parents[2]
-PARTS = ("tests.bench.cases", "tests.bench.pool", "tests.bench.places", "tests.bench.egress", "tests.bench.state")
+PARTS = (
+    "tests.bench.cases", "tests.bench.pool", "tests.bench.places", "tests.bench.egress", "tests.bench.state",
+    "tests.bench.metering",
+)  # fmt: skip
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sandboxes', '0013_policies'),
+        ('sandboxes', '0014_calls'),
     ]
 
     operations = [

@@ -1,0 +1,79 @@
+"""Metering: how long, and in how much memory, the usage of all that ever happened is derived, beside a plain read of the
+same transitions; and what a pass costs for a day's worth of new ones, and one in which nothing is new."""
+
+import os
+import resource
+import sys
+import time
+import uuid
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from tests.bench.server import configure
+
+SIZES = [int(size) for size in os.environ.get("BENCH_TRANSITIONS", "100000,300000,1000000").split(",")]
+DAY = int(os.environ.get("BENCH_DAY", "20000"))  # transitions of a day
+TURNS = 9  # of one sandbox: two transitions each, beside its first two and last two
+BEGAN = datetime(2026, 11, 1, tzinfo=UTC)
+
+
+def main(name: str, database: str, here: Path) -> None:
+    configure(database, here)
+    from billing import metering
+    from billing.models import UsageRecord
+    from sandboxes.models import Pool, Transition
+
+    print(f"\n===== metering, {name} =====")
+    print(f"  {'transitions':>12}{'derived in s':>14}{'us each':>10}{'read alone':>12}{'ratio':>8}{'peak MiB':>10}")
+    pool = Pool.objects.create(name="bench", provider="memory", capacity=10**9)
+    there = 0
+    for size in SIZES:
+        there += fill(pool, size - there, now=BEGAN)
+        metering.start_over()
+        began = time.perf_counter()
+        sum(1 for _ in Transition.objects.order_by("sandbox", "pk").values_list("pk", "to", "holder", "at").iterator())
+        read = time.perf_counter() - began
+        began = time.perf_counter()
+        metering.meter(now=BEGAN + timedelta(days=1))
+        took = time.perf_counter() - began
+        assert UsageRecord.objects.exists()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(f"  {there:>12,}{took:14.1f}{1e6 * took / there:10.1f}{read:12.2f}{took / read:7.1f}x{peak:10.0f}", flush=True)
+    for what, count in (("nothing new", 0), (f"{DAY:,} new", DAY)):
+        fill(pool, count, now=BEGAN + timedelta(days=1))
+        began = time.perf_counter()
+        metering.meter(now=BEGAN + timedelta(days=2))
+        print(f"  a pass with {what}: {time.perf_counter() - began:.2f} s", flush=True)
+
+
+def fill(pool: object, count: int, *, now: datetime) -> int:
+    """Sandboxes that have lived, with this many transitions in all or a few more; how many."""
+    from sandboxes.models import Sandbox, Transition
+
+    life = ["warming", "warm", *["running", "waiting"] * TURNS, "destroying", "destroyed"]
+    made = 0
+    while made < count:
+        boxes = [
+            Sandbox(
+                pool=pool, agent_did=f"did:plc:{number % 100}", environment_id="e", holder=uuid.uuid4(), state="destroyed",
+                state_since=now, provider="memory", memory_mib=512, millicpus=1000, pids=64, last_used_at=now, created_at=now,
+                destroyed_at=now,
+            )
+            for number in range(min(500, -(-(count - made) // len(life))))
+        ]  # fmt: skip
+        Sandbox.objects.bulk_create(boxes)
+        moments = [now + timedelta(minutes=number) for number in range(len(life))]
+        Transition.objects.bulk_create(
+            [
+                Transition(sandbox=box, was=was, to=to, at=at, holder=box.holder, reason="bench")
+                for box in boxes
+                for was, to, at in zip(["", *life], life, moments, strict=False)
+            ],
+            batch_size=2000,
+        )
+        made += len(boxes) * len(life)
+    return made
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -4,7 +4,7 @@ A statement is never derived again. What its month costs may be: a price that ca
 account. The difference is on the next statement of each account, so all statements together are always what was used."""
 
 from collections.abc import Iterator, Mapping
-from datetime import UTC, date, datetime, time
+from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -136,16 +136,23 @@ def due(month: date) -> QuerySet[Account]:
 
 
 def open_months(account: Account, *, now: datetime) -> list[date]:
-    """The months that are over, have costs and no statement, and may be closed: the first of them first."""
+    """The months to close, in their order: from the first that has costs and no statement to the last that is over. If none has
+    costs, the last alone: what was corrected since the last statement is on it."""
     last = Statement.objects.filter(account=account).order_by("-month").first()
     this = now.astimezone(UTC).date().replace(day=1)
     days = CostRecord.objects.filter(account=account, day__lt=this, **({"day__gte": following(last.month)} if last else {}))
     first = days.order_by("day").values_list("day", flat=True).first()
-    months, month = [], first.replace(day=1) if first else this
-    while month < this:
-        months.append(month)
-        month = following(month)
+    if first is None:
+        before = (this - timedelta(days=1)).replace(day=1)
+        return [before] if last and last.month < before else []
+    months = [first.replace(day=1)]
+    while following(months[-1]) < this:
+        months.append(following(months[-1]))
     return months
+
+
+def last_of(month: date) -> date:
+    return following(month) - timedelta(days=1)
 
 
 def named(month: date) -> str:

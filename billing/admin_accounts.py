@@ -176,7 +176,7 @@ class AccountAdmin(Page):
                     "Months to close", ", ".join(f"{month:%Y-%m}" for month in months[:3]) or "none",
                     note=f"and {len(months) - 3} more" if len(months) > 3 else "",
                 ),
-                Fact("Spending", "by day", href=reverse("admin:billing_overview", query={"account": row.name})),
+                Fact("Spending", "by day", href=reverse("spending", query={"account": row.name})),
             ],
             "members": [*members.order_by("agent_did")[: MOST + 1]],
             "new_member": reverse("admin:billing_membership_add", query={"account": row.pk}),
@@ -209,7 +209,9 @@ def _its(model: str, account: Account) -> str:
 
 
 def _rest(credit: Credit, rest: dict[int, Decimal]) -> str:
-    return cents(rest[credit.pk]) if credit.pk in rest else ""
+    if credit.kind == Credit.Kind.REVERSAL:
+        return "taken back"
+    return f"{cents(rest[credit.pk])} left" if rest[credit.pk] else "nothing left"
 
 
 class MembershipForm(forms.ModelForm):
@@ -365,7 +367,7 @@ def _line(line: StatementLine) -> dict[str, Any]:
         "provider": line.provider or "–",
         "item": Priced(line.item).label,
         "month": f"{line.for_month:%Y-%m}",
-        "quantity": plain(line.quantity.quantize(Decimal("0.001"))),
+        "quantity": f"{Decimal(plain(line.quantity.quantize(Decimal('0.001')))):,f}",
         "usd": cents(line.usd),
     }
 

@@ -176,12 +176,8 @@ class CostRecordAdmin(Held, Facts):
         return super().get_search_results(request, queryset, search_term)
 
     def get_urls(self) -> list[URLPattern]:
-        wrap = self.admin_site.admin_view
-        mine = [
-            path("overview/", wrap(self.overview), name="billing_overview"),
-            path("export/<str:shape>/", wrap(self.export), name="billing_costrecord_export"),
-        ]
-        return [*mine, *super().get_urls()]
+        export = self.admin_site.admin_view(self.export)
+        return [path("export/<str:shape>/", export, name="billing_costrecord_export"), *super().get_urls()]
 
     @display(description="What")
     def what(self, row: CostRecord) -> SafeString:
@@ -197,11 +193,11 @@ class CostRecordAdmin(Held, Facts):
 
     @display(description="Quantity")
     def quantity_shown(self, row: CostRecord) -> str:
-        return plain(row.quantity)
+        return short(row.quantity)
 
     @display(description="Free of it")
     def free_shown(self, row: CostRecord) -> str:
-        return plain(row.free) if row.free else "–"
+        return short(row.free) if row.free else "–"
 
     @display(description="USD")
     def cost(self, row: CostRecord) -> str:
@@ -246,47 +242,17 @@ class CostRecordAdmin(Held, Facts):
             lines, content_type=kind, headers={"Content-Disposition": f'attachment; filename="costs.{shape}"'}
         )
 
-    # --- the overview -------------------------------------------------------------------------------------------------
-
-    def overview(self, request: HttpRequest) -> HttpResponse:
-        if not self.has_view_permission(request):
-            raise PermissionDenied
-        now = timezone.now()
-        account, agent = request.GET.get("account", "")[:63].strip("\0"), request.GET.get("agent", "").strip(" \0")[:255]
-        known = Account.objects.filter(name=account).first() if account else None
-        account = known.name if known else ""
-        narrowed = ({"account__id__exact": known.pk} if known else {}) | ({"agent_did": agent} if agent else {})
-        found = overview.look(now=now, account=account, agent=agent)
-        metered = Watermark.objects.filter(name="time").first()
-        context = {
-            **self.admin_site.each_context(request),
-            "title": "Spending",
-            "opts": self.opts,
-            "found": found,
-            "facts": _facts_of(found, metered, narrowed, now),
-            "bars": [_bar(day, found, narrowed) for day in found.days],
-            "series": [(name, kind(name), money(amount)) for name, amount in found.series.items()],
-            "table": [(day.day, [_part(day, name) for name in found.series], money(day.usd)) for day in found.days[::-1]],
-            "spenders": [
-                (each.agent_did, money(each.usd), _share(each.usd, found.usd),
-                 rows("billing_costrecord", slice="all", **{**narrowed, "agent_did": each.agent_did, **_range(found)}))
-                for each in found.spenders
-            ],
-            "items": [(Priced(item).label, money(amount), _share(amount, found.usd)) for item, amount in found.items.items()],
-            "said": _said(found),
-            "accounts": Account.objects.values_list("name", flat=True).order_by("name")[:500],
-            "account": account,
-            "agent": agent,
-            "top": money(found.top),
-            "middle": money(found.top / 2),
-        }  # fmt: skip
-        return TemplateResponse(request, "admin/billing/overview.html", context)
-
 
 def money(amount: Decimal) -> str:
     """In cents; what is less than one, but something, in full."""
     cents = pricing.rounded(Fraction(amount), pricing.CENTS)
     return f"{cents:,.2f}" if cents or not amount else usd(amount)
+
+
+def short(quantity: Decimal) -> str:
+    """A quantity as far as a list needs it; its page has all of it."""
+    shown = plain(quantity.quantize(Decimal("0.001")))
+    return f"{Decimal(shown):,f}" if shown != "0" or not quantity else "< 0.001"
 
 
 def _share(part: Decimal, whole: Decimal) -> str:
@@ -315,7 +281,9 @@ def _bar(day: overview.Day, found: overview.Overview, narrowed: dict[str, Any]) 
     """One column of the chart, from the bottom up."""
     return {
         "day": day.day,
-        "parts": [(kind(name), f"{100 * amount / found.top:.3f}") for name, amount in day.parts.items()],
+        "parts": [
+            (kind(name), f"{100 * amount / found.top:.3f}") for name, amount in day.parts.items() if name != overview.PLANS
+        ],
         "title": f"{day.day}: {money(day.usd)} USD"
         + "".join(f"\n{name} {money(amount)}" for name, amount in day.parts.items()),
     }
@@ -323,10 +291,11 @@ def _bar(day: overview.Day, found: overview.Overview, narrowed: dict[str, Any]) 
 
 def _said(found: overview.Overview) -> str:
     """The chart in a sentence."""
-    dearest = max(found.days, key=lambda day: day.usd)
+    dearest = max(found.days, key=lambda day: day.bar)
+    together = found.usd - found.series.get(overview.PLANS, Decimal(0))
     return (
-        f"Cost per day from {found.days[0].day} to {found.days[-1].day}: {money(found.usd)} USD together, "
-        f"{money(dearest.usd)} USD on {dearest.day}, the dearest day. The table below has the numbers."
+        f"Cost per day without plans, {found.days[0].day} to {found.days[-1].day}: {money(together)} USD together, "
+        f"{money(dearest.bar)} USD on {dearest.day}, the dearest day. The table below has the numbers."
     )
 
 
@@ -382,6 +351,46 @@ def _exported(value: Any) -> str:
     return plain(value) if isinstance(value, Decimal) else str(value)
 
 
+# --- where it goes -----------------------------------------------------------------------------------------------------
+
+
+def spending(request: HttpRequest) -> HttpResponse:
+    """The page that says where the money goes."""
+    if not request.user.has_perm("billing.view_costrecord"):
+        raise PermissionDenied
+    now = timezone.now()
+    account, agent = request.GET.get("account", "")[:63].strip("\0"), request.GET.get("agent", "").strip(" \0")[:255]
+    known = Account.objects.filter(name=account).first() if account else None
+    account = known.name if known else ""
+    narrowed = ({"account__id__exact": known.pk} if known else {}) | ({"agent_did": agent} if agent else {})
+    found = overview.look(now=now, account=account, agent=agent)
+    metered = Watermark.objects.filter(name="time").first()
+    context = {
+        **admin.site.each_context(request),
+        "title": "Spending",
+        "found": found,
+        "facts": _facts_of(found, metered, narrowed, now),
+        "bars": [_bar(day, found, narrowed) for day in found.days],
+        "series": [(name, kind(name), money(amount)) for name, amount in found.series.items() if name != overview.PLANS],
+        "plans": money(found.series[overview.PLANS]) if overview.PLANS in found.series else "",
+        "columns": [*found.series],
+        "table": [(day.day, [_part(day, name) for name in found.series], money(day.usd)) for day in found.days[::-1]],
+        "spenders": [
+            (each.agent_did, money(each.usd), _share(each.usd, found.usd),
+             rows("billing_costrecord", slice="all", **{**narrowed, "agent_did": each.agent_did, **_range(found)}))
+            for each in found.spenders
+        ],
+        "items": [(Priced(item).label, money(amount), _share(amount, found.usd)) for item, amount in found.items.items()],
+        "said": _said(found),
+        "accounts": Account.objects.values_list("name", flat=True).order_by("name")[:500],
+        "account": account,
+        "agent": agent,
+        "top": money(found.top),
+        "middle": money(found.top / 2),
+    }  # fmt: skip
+    return TemplateResponse(request, "admin/billing/overview.html", context)
+
+
 # --- why an amount ----------------------------------------------------------------------------------------------------
 
 
@@ -409,9 +418,7 @@ def why(row: CostRecord) -> list[Step]:
         Step(f"Used, {label}", plain(pricing.rounded(whole)), "" if row.item != Priced.PLAN else "on the first day of use"),
         Step("− free", plain(row.free), free),
         Step("= paid for", plain(pricing.rounded(whole) - row.free)),
-        Step(
-            "× rate, USD", usd(row.rate.usd), format_html("{}, since {}", link("billing_rate", row.rate_id, row.rate), begins)
-        ),
+        Step("× rate, USD", usd(row.rate.usd), its),
         Step("= USD", usd(row.usd), "worked out exactly and rounded once, to nine places"),
     ]
 

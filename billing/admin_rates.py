@@ -14,7 +14,7 @@ from unfold.decorators import display
 
 from billing.models import Priced, Rate
 from billing.pricing import plain
-from sandboxes.cells import age, ago, badge, rows, stamp, two, usd
+from sandboxes.cells import age, badge, rows, stamp, two, usd
 from sandboxes.pages import Fact, Page, Slice
 
 
@@ -69,9 +69,9 @@ class RateAdmin(Page):
         return plain(row.allowance) if row.allowance else "–"
 
     @display(description="Valid from")
-    def since(self, row: Rate) -> SafeString | str:
+    def since(self, row: Rate) -> SafeString:
         left = row.valid_from - timezone.now()
-        return stamp(row.valid_from, f"in {age(left)}") if left > timedelta(0) else ago(row.valid_from)
+        return stamp(row.valid_from, f"in {age(left)}" if left > timedelta(0) else f"{row.valid_from:%Y-%m-%d}")
 
     @display(description="State")
     def condition(self, row: Rate) -> SafeString:
@@ -88,7 +88,7 @@ class RateAdmin(Page):
         return {
             "facts": [
                 Fact("State", self.condition(row), note=another if begun and self.has_add_permission(request) else ""),
-                Fact("USD for one of", f"{usd(row.usd)} – {Priced(row.item).label}"),
+                Fact("USD for one unit", usd(row.usd), note=f"unit: {Priced(row.item).label}"),
                 Fact("Valid from", self.since(row), note=stamp(row.valid_from)),
                 Fact("Priced by it", "cost records", href=rows("billing_costrecord", slice="all", rate__id__exact=row.pk)),
             ]

@@ -14,16 +14,22 @@ from billing.estimate import Forecast, forecast
 from billing.models import CostRecord, Priced
 
 DAYS, MOST = 30, 10
-MODELS = "model calls"  # a series of its own, whatever provider the sandboxes had
+MODELS, PLANS = "model calls", "plans"  # series of their own, whatever the provider
+APART = {str(Priced.LLM): MODELS, str(Priced.PLAN): PLANS}
 
 
 @dataclass(frozen=True)
 class Day:
-    """What one day cost, by the series that have something on it, in the series' order."""
+    """What one day cost, by the series that have something on it, in the series' order. bar: without plans, of which each is
+    charged on one day of its month and would dwarf the others."""
 
     day: date
     parts: dict[str, Decimal]
     usd: Decimal
+
+    @property
+    def bar(self) -> Decimal:
+        return self.usd - self.parts.get(PLANS, Decimal(0))
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ def look(*, now: datetime, account: str = "", agent: str = "") -> Overview:
     series: dict[str, int] = defaultdict(int)
     items: dict[str, int] = defaultdict(int)
     for day, provider, item, nano in mine.values_list("day", "provider", "item").annotate(nano=exactly("usd")):
-        name = MODELS if item == Priced.LLM else provider or "no provider"
+        name = APART.get(item) or provider or "no provider"
         parts[day][name] += nano
         series[name] += nano
         items[item] += nano
@@ -68,7 +74,7 @@ def look(*, now: datetime, account: str = "", agent: str = "") -> Overview:
         days=days,
         series=named,
         usd=sum(named.values(), Decimal(0)),
-        top=nice(max(day.usd for day in days)),
+        top=nice(max(day.bar for day in days)),
         spenders=[Spender(did, nano_usd(nano)) for did, nano in spenders if nano],
         items={item: nano_usd(nano) for item, nano in _dearest(items.items()) if nano},
         forecast=forecast(now=now, **only),

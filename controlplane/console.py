@@ -46,7 +46,7 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
         ("Quotas", "pie_chart", "sandboxes.quota"),
     ],
     "Money": [
-        ("Spending", "bar_chart", "billing.costrecord", "billing_overview"),
+        ("Spending", "bar_chart", "billing.costrecord", "spending"),
         ("Cost records", "receipt_long", "billing.costrecord"),
         ("Usage", "timer", "billing.usagerecord"),
         ("Rates", "price_change", "billing.rate"),
@@ -90,7 +90,7 @@ def navigation(request: HttpRequest) -> list[dict[str, Any]]:
 
 def _item(title: str, icon: str, model: str, page: str = "") -> dict[str, Any]:
     badge = str(snapshot().quarantine or "") if model == "sandboxes.sandbox" else ""
-    link = reverse(f"admin:{page}") if page else rows(model.replace(".", "_"))
+    link = reverse(page) if page else rows(model.replace(".", "_"))
     return {"title": title, "icon": icon, "link": link, "badge": badge}
 
 

@@ -1,4 +1,4 @@
-"""A quarter of usage and what it cost, for pages to show: records as metering leaves them, prices and statements by the verbs."""
+"""Ten weeks of usage and what it cost, for pages to show: usage as metering leaves it, the rest by the verbs."""
 
 import itertools
 import random
@@ -11,7 +11,7 @@ from billing.costs import following
 from billing.models import Account, Item, Membership, Rate, UsageRecord
 from leases.models import Agent
 
-HOUR = timedelta(hours=1)
+DAY, HOUR = timedelta(days=1), timedelta(hours=1)
 CLOUD = {"provider": "cloudflare", "memory_mib": 1024, "millicpus": 250}
 OWN = {"provider": "docker", "memory_mib": 2048, "millicpus": 1000}
 MODAL = {"provider": "modal", "memory_mib": 4096, "millicpus": 2000}
@@ -29,9 +29,9 @@ def seed_money(now: datetime) -> None:
             Membership.objects.create(agent_did=agent, account=account)
     began = now - timedelta(days=70)
     Rate.objects.bulk_create([
-        Rate(provider="docker", item="time", usd=Decimal("0.031"), valid_from=began, source="The rack's invoice, per machine"),
+        Rate(provider="docker", item="time", usd=Decimal("0.031"), valid_from=began, source="The rack's invoice"),
         Rate(provider="modal", item="cpu", usd=Decimal("0.0023574"), valid_from=began, source="The provider's page of prices"),
-        Rate(provider="docker", item="time", usd=Decimal("0.035"), valid_from=now + timedelta(days=20), source="Next year's contract"),
+        Rate(provider="docker", item="time", usd=Decimal("0.035"), valid_from=now + 20 * DAY, source="Next year's contract"),
     ])  # fmt: skip
     chance = random.Random(7)
     for agent in [*(did for _, agents in TEAMS.values() for did in agents), "did:plc:worker0", "did:plc:worker1"]:
@@ -46,9 +46,7 @@ def seed_money(now: datetime) -> None:
     last = now.astimezone(UTC).date().replace(day=1)
     for account in Account.objects.order_by("name"):
         if account.name == "research":
-            statements.grant(
-                account, Decimal("25"), now=now - timedelta(days=60), actor="admin", reason="A start for the group"
-            )
+            statements.grant(account, Decimal("25"), now=now - timedelta(days=60), actor="admin", reason="For a start")
         for first in statements.open_months(account, now=now):
             if following(first) < last or account.name != "tournament":
                 statements.close(account, first, now=now - timedelta(days=1), actor="admin")
@@ -56,9 +54,7 @@ def seed_money(now: datetime) -> None:
     moved.account = Account.objects.get(name="research")
     moved.save()
     costs.price(now=now)
-    mistake = statements.grant(
-        moved.account, Decimal("400"), now=now - 5 * HOUR, actor="admin", reason="Meant for somebody else"
-    )
+    mistake = statements.grant(moved.account, Decimal("400"), now=now - 5 * HOUR, actor="admin", reason="For the workshop")
     statements.reverse(mistake.pk, now=now - 4 * HOUR, actor="admin", reason="It was the other group's")
     statements.grant(moved.account, Decimal("12.50"), now=now - 3 * HOUR, actor="admin", reason="Lost state on Tuesday")
 
@@ -76,10 +72,9 @@ def _used(agent: str, begin: datetime, chance: random.Random, size: dict[str, ob
     )  # fmt: skip
     if chance.random() < 0.5:
         calls = chance.randrange(1, 90)
-        UsageRecord.objects.bulk_create([
-            UsageRecord(
-                item=Item.TOKENS, source=f"calls of gpt-4o-mini for {holder} {next(_numbers)}", day=begin.date(), began_at=begin,
-                ended_at=begin + HOUR, model="gpt-4o-mini", calls=calls, input_tokens=900 * calls, output_tokens=70 * calls,
-                usd=Decimal(calls) * Decimal("0.0041237"), provider=size["provider"], **whose,
-            )
-        ])  # fmt: skip
+        asked = UsageRecord(
+            item=Item.TOKENS, source=f"calls of gpt-4o-mini for {holder} {next(_numbers)}", day=begin.date(), began_at=begin,
+            ended_at=begin + HOUR, model="gpt-4o-mini", calls=calls, input_tokens=900 * calls, output_tokens=70 * calls,
+            usd=Decimal(calls) * Decimal("0.0041237"), provider=size["provider"], **whose,
+        )  # fmt: skip
+        UsageRecord.objects.bulk_create([asked])

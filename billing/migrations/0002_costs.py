@@ -14,7 +14,7 @@ CLOUDFLARE = {  # USD, free in a month, source
     "memory": ("0.009", "25", PAGE),
     "cpu": ("0.0012", "375", PAGE),
     "disk": ("0.00025", "200", PAGE),
-    "plan": ("5", "0", "https://developers.cloudflare.com/workers/platform/pricing/ (Workers Paid)"),
+    "plan": ("5", "0", f"{PAGE} (Workers Paid)"),
 }
 FREE = "Your own machines. Add what an hour costs you."
 OWN = "Set your own: see the provider's page of prices."

@@ -59,7 +59,7 @@ def test_what_is_within_the_allowances_costs_the_plan() -> None:
 
 def test_a_fargate_task_for_a_month() -> None:
     """1 vCPU and 4 GB for 720 h: 29.15 + 12.80 = 41.95 (https://www.wring.co/blog/aws-fargate-pricing-guide). `standard-1` has
-    4 GiB and half a CPU, so a CPU is two thirds of a minute dearer here: 0.04048 / 60 x 2 = 0.001349333333."""
+    4 GiB and half a CPU, so that a minute of one is taken twice as dear here: 2 x 0.04048 / 60 = 0.001349333333."""
     rate("cpu", "0.001349333333")
     rate("memory", "0.004445")
     found = amounts(provider="acme", instance="standard-1", agents=1, hours_per_day=Decimal(24), cpu_utilisation=Decimal(1))

@@ -11,6 +11,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from django.db import connection
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
@@ -128,8 +129,8 @@ def test_fargate_disk_past_what_each_task_has_free() -> None:
 
 
 def test_a_gigabyte_stored_for_thirty_days_is_a_month() -> None:
-    """R2: 10 GB-months free, then 0.015 USD each (https://developers.cloudflare.com/r2/pricing/). 25 GB for 30 days are 25
-    GB-months: 15 x 0.015 = 0.225."""
+    """R2: 10 GB-months free, then 0.015 USD each (as told by https://github.com/halideworks/onelight/wiki/Pricing).
+    25 GB for 30 days are 25 GB-months: 15 x 0.015 = 0.225."""
     rate("storage", "0.015", allowance=USD(10))
     stored("2026-04-01", 30 * DAY, 25 * 10**9, provider="acme")
     price()
@@ -238,6 +239,24 @@ def test_an_allowance_lasts_over_a_change_of_rate() -> None:
     time_used("2026-11-02T00:00", 16 * HOUR, provider="acme")
     price()
     assert lines("quantity", "free", "usd") == [(8, 8, 0), (8, 2, 30)]
+
+
+def test_an_allowance_that_is_raised_has_some_left_though_it_was_used_up_before() -> None:
+    rate("time", "1", allowance=USD(10))
+    rate("time", "1", since="2026-11-05", allowance=USD(20))
+    for when, free in (("2026-11-01", 10), ("2026-11-06", 10), ("2026-11-07", 0)):
+        time_used(when, 12 * HOUR, provider="acme")
+        price()
+        assert lines("free", "usd", day=day(when)) == [(free, 12 - free)]
+
+
+def test_days_come_before_rates_in_what_uses_an_allowance_up() -> None:
+    rate("time", "1", provider="cloudflare", since="2026-06-01", allowance=USD(10))
+    rate("time", "1", provider="cloudflare", instance_type="basic", allowance=USD(10))
+    time_used("2026-11-03T00:00", 8 * HOUR, **BASIC)
+    time_used("2026-11-02T00:00", 8 * HOUR, provider="cloudflare")
+    price()
+    assert lines("day", "free", item="time") == [(day("2026-11-02"), 8), (day("2026-11-03"), 2)]
 
 
 # --- months and allowances --------------------------------------------------------------------------------------------
@@ -465,6 +484,23 @@ def test_two_passes_and_a_meter_at_once_leave_what_one_leaves() -> None:
     costs.start_over()
     price()
     assert records() == together
+
+
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="has one writer at a time")
+@pytest.mark.django_db(transaction=True)
+def test_what_is_metered_while_its_day_is_priced_is_left_for_the_next_pass(at_step: Callable[..., None]) -> None:
+    rate("time", "1")
+    time_used("2026-11-02T10:00", provider="acme")
+
+    def rival() -> None:
+        with threads(1) as run:
+            assert run(lambda _: len(time_used("2026-11-02T12:00", provider="acme"))) == [1]
+
+    at_step("repriced", rival)
+    price()
+    assert (total(), [*Unpriced.objects.values_list("day", flat=True)]) == (1, [day("2026-11-02")])
+    price()
+    assert (total(), Unpriced.objects.count()) == (2, 0)
 
 
 def test_what_is_metered_is_priced(grant: Callable[..., Any]) -> None:

@@ -71,7 +71,7 @@ class Exactly(TextFilter):
     """A column's whole value, typed in. The address is the same as that of pages that link here."""
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        said = (self.value() or "").strip()
+        said = (self.value() or "").replace("\0", "").strip()
         return queryset.filter(**{str(self.parameter_name): said}) if said else queryset
 
 
@@ -243,6 +243,10 @@ class CostRecordAdmin(Held, Facts):
         )
 
 
+def _asked(request: HttpRequest, name: str) -> str:
+    return request.GET.get(name, "").replace("\0", "").strip()
+
+
 def money(amount: Decimal) -> str:
     """In cents; what is less than one, but something, in full."""
     cents = pricing.rounded(Fraction(amount), pricing.CENTS)
@@ -359,7 +363,7 @@ def spending(request: HttpRequest) -> HttpResponse:
     if not request.user.has_perm("billing.view_costrecord"):
         raise PermissionDenied
     now = timezone.now()
-    account, agent = request.GET.get("account", "")[:63].strip("\0"), request.GET.get("agent", "").strip(" \0")[:255]
+    account, agent = _asked(request, "account")[:63], _asked(request, "agent")[:255]
     known = Account.objects.filter(name=account).first() if account else None
     account = known.name if known else ""
     narrowed = ({"account__id__exact": known.pk} if known else {}) | ({"agent_did": agent} if agent else {})

@@ -61,10 +61,8 @@ class Month(Reason):
         account = Account.objects.filter(pk=raw).first() if raw.isascii() and raw.isdigit() and len(raw) < 19 else None
         months = statements.open_months(account, now=timezone.now()) if account else []
         field: Any = self.fields["month"]
-        field.choices = [(month.isoformat(), f"{month:%Y-%m}") for month in months]
-        field.help_text = (
-            "The first one that is over and open; the next can be closed after it." if months else "No month is open."
-        )
+        field.choices = [(month.isoformat(), f"{month:%Y-%m}") for month in months[:1]]
+        field.help_text = "Months are closed in their order." if months else "No month is open."
 
 
 def _grant(account: Account, actor: str, why: str, now: datetime, usd: Decimal) -> bool:
@@ -92,7 +90,7 @@ GRANT = Act(
 CLOSE = Act(
     title="Close month",
     warning="Its statement is made and never changes. What is priced otherwise later is a correction on the next one.",
-    done="closed for that month",
+    done="given the statement of that month",
     illegal="that month was closed before",
     legal=lambda account: bool(statements.open_months(account, now=timezone.now())),
     verb=_close,

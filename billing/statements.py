@@ -10,14 +10,26 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from django.db import transaction
-from django.db.models import Q, QuerySet
+from django.db.models import Exists, OuterRef, Q, QuerySet
 from django.db.models.functions import TruncMonth
 
 from billing import pricing
 from billing.costs import exactly, following, nano_usd
-from billing.models import Account, CostRecord, Credit, Statement, StatementLine, Unpriced, Watermark
+from billing.metering import OF_OTHERS
+from billing.models import (
+    Account,
+    CostRecord,
+    Credit,
+    Item,
+    Statement,
+    StatementLine,
+    Unpriced,
+    UsageRecord,
+    Watermark,
+)
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import step
+from sandboxes.models import LlmCall, Sandbox, Snapshot, Transition
 
 METERED = ("time", "storage", "tokens")
 ROWS = 500  # in one statement of SQL: SQLite takes so many values
@@ -79,10 +91,25 @@ def _check_over(begin: date, end: date, now: datetime) -> None:
     if now < over:
         raise NotClosable(f"{named(begin)} is not over.")
     metered = dict(Watermark.objects.filter(name__in=METERED).values_list("name", "at"))
-    if any(name not in metered or metered[name] < over for name in METERED):
+    if any(name not in metered or metered[name] < over for name in METERED) or _unread(over):
         raise NotClosable(f"{named(begin)} is not metered up to its end yet. Run `manage.py meter`, or wait for its sweep.")
     if Unpriced.objects.filter(day__lt=end).exists():
         raise NotClosable(f"What was used up to the end of {named(begin)} is not priced yet. Wait for the next sweep.")
+
+
+def _unread(over: datetime) -> bool:
+    """Is there a fact from before that is not metered up to then? The watermark is there already when a pass stops in the
+    middle, and stays when one starts over."""
+    began = Exists(Transition.objects.filter(sandbox=OuterRef("pk"), at__lt=over))
+    boxes = Sandbox.objects.filter(began, metered=False).exclude(meter__read_at__gte=over)
+    calls = LlmCall.objects.filter(counted=False, ended_at__lt=over)
+    copies = Snapshot.objects.filter(metered=False, at__lt=over)
+    if boxes.exists() or calls.exists() or copies.filter(forgotten_at__isnull=False).exists():
+        return True
+    sources = {f"snapshot {pk}" for pk in copies.exclude(kind__in=OF_OTHERS).values_list("pk", flat=True)}
+    last = over - timedelta(days=1)
+    there = UsageRecord.objects.filter(item=Item.STORAGE, day=last.date(), ended_at__gte=over).values_list("source", flat=True)
+    return bool(sources - {*there})
 
 
 def _check_order(account: Account, begin: date) -> None:

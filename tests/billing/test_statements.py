@@ -1,7 +1,8 @@
 """Closed months: what is frozen stays, what changes comes as corrections, and all of it together is always what was used."""
 
+import itertools
 from collections.abc import Callable
-from datetime import date, datetime
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
@@ -13,9 +14,12 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from billing import costs, statements
+from billing import costs, metering, statements
 from billing.models import Account, CostRecord, Credit, Membership, Rate, Statement, StatementLine, UsageRecord, Watermark
 from billing.statements import NotClosable
+from leases import acting, snapshots
+from sandboxes.models import LlmCall
+from sandboxes.runs import Command
 from tests.billing.arrange import ADA, BOB, HOUR, at, calls, day, rate, time_used
 from tests.conftest import Died, threads
 
@@ -120,6 +124,33 @@ def test_a_month_is_not_closed_while_something_before_its_end_is_unpriced() -> N
         close(house(), day("2026-12-01"), JANUARY)
     price(JANUARY)
     assert close(house(), day("2026-12-01"), JANUARY)
+
+
+@pytest.mark.parametrize("metered", [*itertools.permutations([metering._time, metering._storage, metering._tokens])])
+def test_a_month_is_not_closed_while_facts_of_it_are_not_metered(grant: Callable[..., Any], metered: Any) -> None:
+    """A pass that stopped, or started over, has moved its watermark; what it has not read would be missing."""
+    now, following = at("2026-11-21T12:00"), at("2026-12-02T00:00")
+    rate("time", "1", provider="memory", since="2026-01-01")
+    held = grant(now=now)
+    acting.exec_in(held.pk, Command(["true"], timedelta(seconds=5)), now=now)
+    snapshots.take(held.pk, name="", now=now, actor="eve")
+    LlmCall.objects.create(
+        call_id="1" * 32, holder=held.pk, agent_did=held.agent_did, model="m", started_at=now, deadline_at=now, ended_at=now,
+        outcome="ok", cost=USD("0.5"),
+    )  # fmt: skip
+    metering.meter(now=following)
+    price(following)
+    whole = statements.rounded(house(), until=day("2026-12-01"))
+    metering.start_over()
+    costs.price(now=following)
+    assert not CostRecord.objects.exists()
+    for each in metered:  # one after the other, as passes that stop in between leave them
+        with pytest.raises(NotClosable, match="not metered up to its end"):
+            close(house(), now=following)
+        each(None, following)
+        costs.price(now=following)
+    made = close(house(), now=following)
+    assert (made.subtotal > 200, statements.billed(house())) == (True, whole)
 
 
 @pytest.mark.usefixtures("used")

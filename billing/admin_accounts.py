@@ -18,9 +18,9 @@ from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
 
 from billing import statements
 from billing.admin_costs import cost_so_far, month_of, of_month
-from billing.costs import exactly, nano_usd
 from billing.models import Account, CostRecord, Credit, Membership, Priced, Statement, StatementLine
 from billing.pricing import plain
+from billing.sums import exactly, nano_usd
 from sandboxes.cells import ago, badge, link, rows, stamp, two
 from sandboxes.fields import Amount
 from sandboxes.pages import Act, Fact, Facts, Page, Reason, Slice, all_fields

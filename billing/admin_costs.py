@@ -31,9 +31,10 @@ from unfold.contrib.filters.admin import (
 from unfold.decorators import display
 
 from billing import overview, pricing
-from billing.costs import PAID, exactly, following, nano_usd
+from billing.costs import PAID, following
 from billing.models import Account, CostRecord, Item, Priced, UsageRecord, Watermark
 from billing.pricing import plain
+from billing.sums import exactly, nano_usd
 from sandboxes.cells import ago, counted, link, rows, shortened, size, span, stamp, two, usd
 from sandboxes.pages import Fact, Facts, Held, Slice, SlicedList, all_fields, uuid_of
 

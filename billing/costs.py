@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import BigIntegerField, DecimalField, DurationField, ExpressionWrapper, F, Q, QuerySet, Sum, Value
-from django.db.models.functions import Cast, Greatest, Least, Round
+from django.db.models import DurationField, ExpressionWrapper, F, Q, QuerySet, Sum, Value
+from django.db.models.functions import Greatest, Least
 
 from billing import pricing
 from billing.instances import disk_mb, instance_type
 from billing.models import HOUSE, Account, CostRecord, Item, Membership, Priced, Rate, Unpriced, UsageRecord, Watermark
+from billing.sums import exactly, nano_usd
 from sandboxes.lifecycle import step
 from sandboxes.models import ALIVE
 
@@ -26,7 +27,6 @@ PAID = ALIVE  # ready for somebody; what starts, is put to sleep, sleeps or is d
 ROWS = 500  # in one statement: SQLite takes so many values
 MICROSECOND = timedelta(microseconds=1)
 WHO = ("agent_did", "environment_id", "holder", "provider")
-NANO = 10**9
 Group = tuple[int, str, str]  # account, provider, item: who shares an allowance
 
 
@@ -188,16 +188,6 @@ def _calls(day: date) -> Iterator[tuple[tuple[Any, ...], int, Decimal]]:
     rows = UsageRecord.objects.filter(day=day, item=Item.TOKENS).order_by().values_list(*WHO)
     for *who, calls, nano in rows.annotate(number=Sum("calls"), nano=exactly("usd")):
         yield tuple(who), calls, nano_usd(nano)
-
-
-def exactly(field: str) -> Sum:
-    """The sum of a column with nine decimal places, in billionths. SQLite adds decimals as floating point numbers."""
-    billionths = ExpressionWrapper(F(field) * NANO, DecimalField(max_digits=30, decimal_places=9))
-    return Sum(Cast(Round(billionths), BigIntegerField()), default=0)
-
-
-def nano_usd(billionths: int) -> Decimal:
-    return Decimal(billionths).scaleb(-9)
 
 
 def _plans(in_use: Iterable[tuple[int, str, date]], rates: Collection[Rate]) -> Iterator[Key]:

@@ -14,6 +14,7 @@ from django.db import transaction
 from django.db.models import Count, F, Max, Min, Q, Sum
 
 from billing.models import Item, Meter, UsageRecord, Watermark
+from billing.sums import exactly, nano_usd
 from sandboxes.lifecycle import step
 from sandboxes.models import LlmCall, Sandbox, Snapshot, State, Transition
 from sandboxes.stored import SnapshotKind
@@ -248,7 +249,7 @@ def _sum_of(holder: UUID | None, model: str, day: date) -> UsageRecord:
         ended_at__isnull=False,
     ).exclude(outcome=LlmCall.Outcome.REFUSED)  # fmt: skip
     found = its.aggregate(
-        began=Min("started_at"), ended=Max("ended_at"), calls=Count("pk"), usd=Sum("cost"),
+        began=Min("started_at"), ended=Max("ended_at"), calls=Count("pk"), usd=exactly("cost"),
         unpriced=Count("pk", filter=Q(cost__isnull=True)), input=Sum("input_tokens"), cached=Sum("cached_tokens"),
         output=Sum("output_tokens"),
     )  # fmt: skip
@@ -260,5 +261,5 @@ def _sum_of(holder: UUID | None, model: str, day: date) -> UsageRecord:
         agent_did=first.agent_did if first else "", environment_id=first.environment_id if first else "",
         provider=box.provider if box else "", model=model, calls=found["calls"], unpriced=found["unpriced"],
         input_tokens=found["input"] or 0, cached_tokens=found["cached"] or 0, output_tokens=found["output"] or 0,
-        usd=found["usd"] or 0,
+        usd=nano_usd(found["usd"]),
     )  # fmt: skip

@@ -14,11 +14,12 @@ from django.db.models import F, Q, QuerySet, Value
 from django.db.models.functions import Coalesce
 from django.utils import timezone
 
+from billing.models_budgets import Budget, Tab
 from billing.models_statements import Credit, Statement, StatementLine
 
 __all__ = [
-    "HOUSE", "Account", "CostRecord", "Credit", "Item", "Membership", "Meter", "Priced", "Rate", "Statement", "StatementLine",
-    "Unpriced", "UsageRecord", "Watermark",
+    "HOUSE", "Account", "Budget", "CostRecord", "Credit", "Item", "Membership", "Meter", "Priced", "Rate", "Statement",
+    "StatementLine", "Tab", "Unpriced", "UsageRecord", "Watermark",
 ]  # fmt: skip
 HOUSE = "house"  # the account of whoever has no other
 DIGITS = 15  # of a number: SQLite keeps no more

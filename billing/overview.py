@@ -9,9 +9,9 @@ from typing import Any
 
 from django.db.models import Q
 
-from billing.costs import exactly, nano_usd
 from billing.estimate import Forecast, forecast
 from billing.models import CostRecord, Priced
+from billing.sums import exactly, nano_usd
 
 DAYS, MOST = 30, 10
 MODELS, PLANS = "model calls", "plans"  # series of their own, whatever the provider

@@ -14,7 +14,7 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 from django.db.models.functions import TruncMonth
 
 from billing import pricing
-from billing.costs import exactly, following, nano_usd
+from billing.costs import following
 from billing.metering import OF_OTHERS
 from billing.models import (
     Account,
@@ -27,6 +27,7 @@ from billing.models import (
     UsageRecord,
     Watermark,
 )
+from billing.sums import exactly, nano_usd
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import step
 from sandboxes.models import LlmCall, Sandbox, Snapshot, Transition

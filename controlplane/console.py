@@ -18,12 +18,12 @@ from django.views.decorators.cache import never_cache
 from leases.admin import LeaseAdmin
 from leases.models import Lease
 from sandboxes import slices, stats
-from sandboxes.admin import PoolAdmin, SandboxAdmin, SweepAdmin
+from sandboxes.admin import PoolAdmin, SandboxAdmin, SweepAdmin, WebhookAdmin
 from sandboxes.admin_calls import Since
 from sandboxes.admin_pools import Filling, fillings
 from sandboxes.cells import ago, rows, shortened
 from sandboxes.egress.totals import totals
-from sandboxes.models import LlmCall, Pool, Sandbox, Sweep
+from sandboxes.models import LlmCall, Pool, Sandbox, Sweep, Webhook
 from sandboxes.pages import Page, Slice
 
 # title -> [(what, icon, "app.model", the name of a page if it is not the model's list)]
@@ -64,6 +64,11 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
         ("Snapshots", "history", "sandboxes.snapshot"),
         ("Data events", "rule", "sandboxes.dataevent"),
     ],
+    "Webhooks": [
+        ("Webhooks", "webhook", "sandboxes.webhook"),
+        ("Events", "campaign", "sandboxes.event"),
+        ("Deliveries", "outgoing_mail", "sandboxes.delivery"),
+    ],
     "Health": [
         ("Sweeps", "cleaning_services", "sandboxes.sweep"),
         ("Schedules", "schedule", "django_q.schedule"),
@@ -73,7 +78,7 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
     "Access": [("Users", "person", "auth.user"), ("Groups", "group", "auth.group")],
 }
 MODELS: Mapping[type[Page], type[Model]] = {
-    LeaseAdmin: Lease, PoolAdmin: Pool, SandboxAdmin: Sandbox, SweepAdmin: Sweep,
+    LeaseAdmin: Lease, PoolAdmin: Pool, SandboxAdmin: Sandbox, SweepAdmin: Sweep, WebhookAdmin: Webhook,
 }  # fmt: skip
 OLDEST = 6  # rows of a panel
 FRESH = 5  # seconds for which a snapshot is shown to everybody
@@ -203,6 +208,7 @@ def look(now: datetime | None = None) -> Fleet:
         _tile("Data not stored", SandboxAdmin, "unsaved", now, note="changes in /data, only there", bad=True),
         _tile("Lost", SandboxAdmin, "lost", now, note="gone at the provider", bad=True),
         _tile("Stalled", SandboxAdmin, "stalled", now, note="past their deadline", bad=True),
+        _tile("Webhooks given up", WebhookAdmin, "disabled", now, note="told of nothing", bad=True),
         _tile("Leases overdue", LeaseAdmin, "overdue", now, note="past their end, still active", bad=True),
         _tile("Sweeps late", SweepAdmin, "late", now, note="no success for 3 times their period", bad=True),
     ]

@@ -6,9 +6,11 @@ Each helper leaves a Knob in KNOBS, from which `manage.py config` prints what is
 
 import base64
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,6 +75,16 @@ def integer(name: str, default: int, *, help: str, least: int = 0, most: int = 1
 
 def duration(name: str, default: str, *, help: str) -> timedelta:
     return _read(name, durations.parse, default, durations.ACCEPTS, help)
+
+
+def amount(name: str, default: str, *, help: str) -> Decimal:
+    def cast(raw: str) -> Decimal:
+        value = Decimal(raw) if re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", raw, re.ASCII) else Decimal(0)
+        if not value:
+            raise ValueError
+        return value
+
+    return _read(name, cast, default, "a decimal number above 0, with six places at most", help)
 
 
 def choice(name: str, default: str, options: Iterable[str], *, help: str) -> str:

@@ -12,6 +12,7 @@ from django.db import InterfaceError, OperationalError
 from django.http import Http404, HttpResponse, UnreadablePostError
 from rest_framework import exceptions as drf
 
+from billing import errors as billing
 from leases import errors as leases
 from leases.serializers import stamp
 from sandboxes import errors as sandboxes
@@ -26,6 +27,7 @@ STATUS: dict[type[Exception], int] = {
     leases.LeaseEnded: 410,
     leases.Conflict: 409,
     leases.TurnOpen: 409,
+    billing.BudgetExhausted: 402,
     leases.TooMany: 429,
     leases.TooLarge: 413,
     leases.LengthRequired: 411,
@@ -73,6 +75,7 @@ SAID = {  # where the exception's own words are for us, not for a client
     InterfaceError: "The database did not answer.",
     store.StoreError: "The store of files and logs did not do what it was asked. Try again.",
 }
+NULLABLE = ("resets_at",)  # what it says by being null
 RETRY_AFTER = 5  # seconds, with a 503 that does not know better
 CODES = {
     400: "invalid", 401: "unauthenticated", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
@@ -120,7 +123,7 @@ def plain(status: int, *, detail: str = "", code: str = "", retry_after: int | N
         "status": status,
         "detail": detail or f"{HTTPStatus(status).phrase}.",
         "code": code,
-        **{name: value for name, value in extra.items() if value not in (None, "", [])},
+        **{name: value for name, value in extra.items() if value not in (None, "", []) or name in NULLABLE},
     }
     response = HttpResponse(json.dumps(body, default=stamp), status=status, content_type=CONTENT_TYPE)
     if status == HTTPStatus.UNAUTHORIZED:

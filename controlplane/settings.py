@@ -235,10 +235,15 @@ EGRESS_SLOTS = env.integer(
     help="sandboxes that can have a way out at once, those of all pools together; more are not started",
 )  # fmt: skip
 
+# --- money --------------------------------------------------------------------------------------------------------
+# Also what a grant reserves of each budget it counts against: so many leases at once cannot go further than it reaches.
+MINIMUM_TIME = env.duration("LEASEHOLD_MINIMUM_TIME", "1m", help="what a budget in hours must have left for each active lease")
+MINIMUM_USD = env.amount("LEASEHOLD_MINIMUM_USD", "0.01", help="what a budget in USD must have left for each active lease")
+
 # --- who agents are to others -------------------------------------------------------------------------------------
 IDENTITY_KEYS = env.keys(
     "LEASEHOLD_IDENTITY_KEYS",
-    help="encrypt the agents' signing keys: the first encrypts, every one decrypts; unset: one derived from SECRET_KEY",
+    help="encrypt agents' signing keys, and webhooks': the first encrypts, all decrypt; unset: one derived from SECRET_KEY",
 )
 
 # --- the API ------------------------------------------------------------------------------------------------------

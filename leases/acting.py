@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from typing import TypeVar
@@ -9,6 +10,7 @@ from uuid import UUID
 
 from django.db import transaction
 
+from billing import budgets
 from leases import leasing
 from leases.models import Lease
 from sandboxes import identity, rows, runs
@@ -63,7 +65,7 @@ def exec_in(pk: UUID, command: Command, *, now: datetime, actor: str = "") -> tu
     def act(want: Want, at: datetime) -> tuple[Run, ExecResult]:
         return runs.exec_in(want, command, now=at, actor=actor)
 
-    return for_lease(pk, act, now=now, actor=actor)
+    return for_lease(pk, act, now=now, actor=actor, spends=True)
 
 
 def act_in(
@@ -74,12 +76,12 @@ def act_in(
     def within(want: Want, at: datetime) -> tuple[Run, T]:
         return runs.act_in(want, command, act, now=at, actor=actor)
 
-    return for_lease(pk, within, now=now, actor=actor)
+    return for_lease(pk, within, now=now, actor=actor, spends=command.kind != "file")
 
 
 def sandbox_for(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox:
     """The lease's sandbox, ready to run in."""
-    return for_lease(pk, lambda want, at: pools.ready(want, now=at, actor=actor), now=now, actor=actor)
+    return for_lease(pk, lambda want, at: pools.ready(want, now=at, actor=actor), now=now, actor=actor, spends=True)
 
 
 def service_token(
@@ -93,12 +95,20 @@ def service_token(
     return identity.mint(lease.agent_did, aud=aud, lxm=lxm, lifetime=lifetime, now=now, holder=pk, actor=actor, fence=fence)
 
 
-def for_lease(pk: UUID, act: Callable[[Want, datetime], T], *, now: datetime, actor: str) -> T:
-    """What `act` answers for an active lease, which is renewed after. LeaseEnded, also if it ended meanwhile."""
+def for_lease(pk: UUID, act: Callable[[Want, datetime], T], *, now: datetime, actor: str, spends: bool = False) -> T:
+    """What `act` answers for an active lease, which is renewed after. LeaseEnded, also if it ended meanwhile.
+
+    BudgetExhausted for what would start a sandbox while a budget of the lease is spent; where it `spends`, also for what
+    would run in the one that it has."""
     later = ticking(now)
     lease = leasing.require(pk, now=now)
+    want, afford = want_for(lease, now=now), partial(budgets.require, pk, now=now)
+    if spends:
+        afford()
+    else:
+        want = replace(want, afford=afford)
     try:
-        answer = act(want_for(lease, now=now), now)
+        answer = act(want, now)
     except Lost:
         leasing.require(pk, now=later())  # it may be gone because the lease ended: then that is the answer
         with transaction.atomic():

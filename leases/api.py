@@ -66,6 +66,10 @@ class Door(APIView):
     def actor(self) -> str:
         return self.caller.name
 
+    @property
+    def key_id(self) -> str:
+        return str(self.caller.pk)
+
     def read(self, request: HttpRequest, form: Serializer, limit: int = SMALL) -> tuple[bytes, dict[str, Any]]:
         """The body, and what it says after validation."""
         body = documents.read(request, limit)
@@ -122,7 +126,7 @@ class Leases(Door):
         operation_id="leases_acquire",
         parameters=[schema.IDEMPOTENCY_KEY],
         request=show.Acquire,
-        responses=schema.answers(show.LeaseShown, 409, 413, 415, 429, ok=(200, 201)),
+        responses=schema.answers(show.LeaseShown, 402, 409, 413, 415, 429, ok=(200, 201)),
     )
     def post(self, request: HttpRequest) -> HttpResponse:
         """The agent's active lease in an environment: a new one (201), or the one it holds (200)."""
@@ -130,7 +134,7 @@ class Leases(Door):
         self.caller.require(said["agent_did"])
 
         def act(run_id: UUID) -> Answer:
-            lease, is_new = leasing.acquire(asked(said), now=self.now, actor=self.actor, admit=self.admit)
+            lease, is_new = leasing.acquire(asked(said, self.key_id), now=self.now, actor=self.actor, admit=self.admit)
             return 201 if is_new else 200, self.shown(lease, is_new=is_new)
 
         return self.once(request, act, body=body)
@@ -192,7 +196,7 @@ class Join(Door):
         operation_id="environments_join",
         parameters=[schema.IDEMPOTENCY_KEY],
         request=show.Join,
-        responses=schema.answers(show.LeaseShown, 409, 410, 413, 415, 429, ok=(200, 201)),
+        responses=schema.answers(show.LeaseShown, 402, 409, 410, 413, 415, 429, ok=(200, 201)),
     )
     def post(self, request: HttpRequest, environment_id: str) -> HttpResponse:
         """Like acquiring a lease, and then its sandbox is ready, with /workspace/config.json in it."""
@@ -201,7 +205,7 @@ class Join(Door):
         self.caller.require(said["agent_did"])
 
         def act(run_id: UUID) -> Answer:
-            lease, is_new = turns.join(asked(said), now=self.now, actor=self.actor, admit=self.admit)
+            lease, is_new = turns.join(asked(said, self.key_id), now=self.now, actor=self.actor, admit=self.admit)
             return 201 if is_new else 200, self.shown(lease) | {"is_new": is_new}
 
         return self.once(request, act, body=body, patience=settings.SANDBOX_START_TIMEOUT + 2 * GRACE)
@@ -238,7 +242,7 @@ class Exec(Door):
         operation_id="leases_exec",
         parameters=[schema.IDEMPOTENCY_KEY, schema.ENCODING],
         request=show.Exec,
-        responses=schema.answers(show.ExecShown, 404, 409, 410, 413, 415, 429),
+        responses=schema.answers(show.ExecShown, 402, 404, 409, 410, 413, 415, 429),
     )
     def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """Run a command in the lease's sandbox and wait for it. Failing and timing out are results, too."""
@@ -276,7 +280,7 @@ class Turns(Door):
         operation_id="leases_take_turn",
         parameters=[schema.IDEMPOTENCY_KEY],
         request=show.PlayTurn,
-        responses=schema.answers(show.TurnShown, 404, 409, 410, 413, 415, 429),
+        responses=schema.answers(show.TurnShown, 402, 404, 409, 410, 413, 415, 429),
     )
     def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """Play one turn, once: a turn_number that was played answers what it answered then."""
@@ -386,7 +390,7 @@ class OneAgent(Door):
 # --- what requests say --------------------------------------------------------------------------------------------
 
 
-def asked(said: Mapping[str, Any]) -> leasing.Ask:
+def asked(said: Mapping[str, Any], key_id: str) -> leasing.Ask:
     return leasing.Ask(
         agent_did=said["agent_did"],
         environment_id=said["environment_id"],
@@ -396,6 +400,7 @@ def asked(said: Mapping[str, Any]) -> leasing.Ask:
         sleep_after=said.get("sleep_after"),
         expiry_conditions=said.get("expiry_conditions"),
         pool=said.get("pool") or "",
+        key_id=key_id,
     )
 
 

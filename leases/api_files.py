@@ -69,7 +69,7 @@ class OneFile(FileDoor):
     @extend_schema(
         operation_id="leases_files_get",
         parameters=[schema.ROOT, *schema.FILE_HEADERS],
-        responses=schema.answers(schema.BYTES, 404, 409, 410, 413, 416, 429, ok=(200, 206)),
+        responses=schema.answers(schema.BYTES, 402, 404, 409, 410, 413, 416, 429, ok=(200, 206)),
     )
     def get(self, request: HttpRequest, pk: UUID, path: str) -> HttpResponse:
         """The content of one file, or of one range of its bytes (`Range: bytes=0-999`, `bytes=1000-` or `bytes=-1000`).
@@ -96,7 +96,7 @@ class OneFile(FileDoor):
         operation_id="leases_files_put",
         parameters=[schema.ROOT],
         request=schema.BYTES,
-        responses=schema.answers(None, 404, 409, 410, 411, 413, 429, ok=(204,)),
+        responses=schema.answers(None, 402, 404, 409, 410, 411, 413, 429, ok=(204,)),
     )
     def put(self, request: HttpRequest, pk: UUID, path: str) -> HttpResponse:
         """Replace or make one file, with the directories above it. At most 64 MiB."""
@@ -111,7 +111,7 @@ class OneFile(FileDoor):
     @extend_schema(
         operation_id="leases_files_delete",
         parameters=[schema.ROOT],
-        responses=schema.answers(None, 404, 409, 410, 429, ok=(204,)),
+        responses=schema.answers(None, 402, 404, 409, 410, 429, ok=(204,)),
     )
     def delete(self, request: HttpRequest, pk: UUID, path: str) -> HttpResponse:
         """Remove one file."""
@@ -133,7 +133,7 @@ class Listing(FileDoor):
     @extend_schema(
         operation_id="leases_files_list",
         parameters=[schema.ROOT, schema.DIRECTORY, schema.DEEP, schema.SOURCE_HEADER],
-        responses=schema.answers(state.ListingShown, 404, 409, 410, 413, 429),
+        responses=schema.answers(state.ListingShown, 402, 404, 409, 410, 413, 429),
     )
     def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """What is in a directory, by name; at most 10000 entries, and 413 if there are more. A sandbox that sleeps is not
@@ -153,7 +153,7 @@ class Archive(FileDoor):
     @extend_schema(
         operation_id="leases_archive_get",
         parameters=[schema.ROOT, schema.DIRECTORY, schema.SOURCE_HEADER],
-        responses=schema.answers(schema.TAR, 404, 409, 410, 413, 429),
+        responses=schema.answers(schema.TAR, 402, 404, 409, 410, 413, 429),
     )
     def get(self, request: HttpRequest, pk: UUID) -> HttpResponseBase:
         """A directory with all that is below it, as an uncompressed tar. The names in it are relative to the root, also
@@ -181,7 +181,7 @@ class Archive(FileDoor):
         operation_id="leases_archive_put",
         parameters=[schema.ROOT],
         request=schema.TAR,
-        responses=schema.answers(None, 404, 409, 410, 411, 413, 429, ok=(204,)),
+        responses=schema.answers(None, 402, 404, 409, 410, 411, 413, 429, ok=(204,)),
     )
     def put(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """Unpack an uncompressed tar over /workspace or /data; what is there under other names stays. At most 1 GiB, and

@@ -32,7 +32,7 @@ class Runs(Door):
         operation_id="runs_create",
         parameters=[schema.IDEMPOTENCY_KEY, schema.ENCODING],
         request=show.NewRun,
-        responses=schema.answers(show.OnceEnded, 409, 413, 415, 429),
+        responses=schema.answers(show.OnceEnded, 402, 409, 413, 415, 429),
     )
     def post(self, request: HttpRequest) -> HttpResponse:
         """Run one command in a sandbox of its own, made for it and destroyed before this answers. However it ended is an
@@ -41,7 +41,7 @@ class Runs(Door):
         body, said = self.read(request, NEW, LARGEST_NEW)
         self.caller.require(said["agent_did"])
         back = io.BytesIO()
-        wish = wished(said, encoding, back)
+        wish = replace(wished(said, encoding, back), key_id=self.key_id)
 
         def act(run_id: UUID) -> Answer:
             result = once.run_once(replace(wish, run_id=run_id), now=self.now, actor=self.actor, admit=self.admit)

@@ -54,7 +54,7 @@ class Processes(ProcessDoor):
         operation_id="leases_processes_start",
         parameters=[schema.IDEMPOTENCY_KEY],
         request=show.NewProcess,
-        responses=schema.answers(show.ProcessStarted, 404, 409, 410, 413, 415, 429, ok=(201,)),
+        responses=schema.answers(show.ProcessStarted, 402, 404, 409, 410, 413, 415, 429, ok=(201,)),
     )
     def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """Start a program in the background of the lease's sandbox. It has no stdin, and ends by itself, by a DELETE, or
@@ -73,6 +73,7 @@ class Processes(ProcessDoor):
                     lambda want, at: processes.start(want, launch, now=at, actor=self.actor),
                     now=self.now,
                     actor=self.actor,
+                    spends=True,
                 )
                 found = processes.wait_for_log(process, text, within=within, now=later()) if text else None
             except ProviderFailed as failed:

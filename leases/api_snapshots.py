@@ -34,7 +34,7 @@ class Snapshots(Door):
         operation_id="leases_snapshots_create",
         parameters=[schema.IDEMPOTENCY_KEY],
         request=state.NewSnapshot,
-        responses=schema.answers(state.SnapshotShown, 404, 409, 410, 413, 415, 429, ok=(201,)),
+        responses=schema.answers(state.SnapshotShown, 402, 404, 409, 410, 413, 415, 429, ok=(201,)),
     )
     def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """Store the workspace as it is now. A sandbox that sleeps is not woken for it. Only the newest copies are kept,
@@ -72,7 +72,7 @@ class Fork(Door):
         operation_id="leases_fork",
         parameters=[schema.IDEMPOTENCY_KEY],
         request=state.Fork,
-        responses=schema.answers(show.LeaseShown, 404, 409, 410, 413, 415, 429, ok=(200, 201)),
+        responses=schema.answers(show.LeaseShown, 402, 404, 409, 410, 413, 415, 429, ok=(200, 201)),
     )
     def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """A lease in another environment that starts with a copy of this one's workspace (201). Asked again, it is the
@@ -85,8 +85,9 @@ class Fork(Door):
 
         def act(run_id: UUID) -> Answer:
             granted, is_new = forking.fork(
-                lease, asked(said), snapshot=said.get("snapshot_id"), now=self.now, actor=self.actor, admit=self.admit
-            )
+                lease, asked(said, self.key_id), snapshot=said.get("snapshot_id"), now=self.now, actor=self.actor,
+                admit=self.admit,
+            )  # fmt: skip
             return 201 if is_new else 200, self.shown(granted, is_new=is_new)
 
         return self.once(request, act, body=body, patience=settings.SANDBOX_START_TIMEOUT + EVICT_WITHIN + 2 * GRACE)

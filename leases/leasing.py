@@ -10,10 +10,13 @@ import structlog
 from django.conf import settings
 from django.db import IntegrityError, transaction
 
+from billing import budgets
 from leases.errors import Conflict, Invalid, LeaseEnded
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, Status
-from sandboxes import durations, pool, rows
+from sandboxes import durations, outbox, pool, rows
 from sandboxes.models import Pool
+from sandboxes.moments import iso
+from sandboxes.webhooks import Kind
 
 log = structlog.get_logger(__name__)
 EPOCH_MINUTE = 60
@@ -37,6 +40,7 @@ class Ask:
     sleep_after: timedelta | None = None
     expiry_conditions: Sequence[str] | None = None
     pool: str = ""
+    key_id: str = ""  # of the API key that asks, if one does: it may have budgets
     id: UUID | None = None  # of the lease, if it is new; used for one before, no other gets it
 
 
@@ -59,7 +63,8 @@ def minute_of(moment: datetime) -> int:
 def acquire(ask: Ask, *, now: datetime, actor: str = "", admit: Callable[[], object] = bool) -> tuple[Lease, bool]:
     """The active lease of this agent in this environment, and whether this call granted it.
 
-    Held already: the same lease, unchanged. Invalid names the field; Conflict when it is held for another type.
+    Held already: the same lease, unchanged. Invalid names the field; Conflict when it is held for another type;
+    BudgetExhausted when there is no room for a new one.
     `admit` is called in the transaction that grants a new lease, as its last act; it may raise."""
     for _ in range(5):
         held = rows.first(Lease, HELD, ask.agent_did, ask.environment_id)
@@ -115,6 +120,7 @@ def _grant(ask: Ask, *, now: datetime, actor: str) -> Lease:
         expiry_conditions=list(conditions),
     )
     LeaseEvent.objects.create(lease=lease, at=now, kind="granted", actor=actor)
+    budgets.open_tab(lease.pk, agent_did=ask.agent_did, environment_type=ask.environment_type, key_id=ask.key_id, now=now)
     return lease
 
 
@@ -183,9 +189,26 @@ def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", why: str = "")
         if not ended_now:
             return False
         LeaseEvent.objects.create(lease_id=pk, at=now, kind="ended", actor=actor, reason=f"{reason}: {why}" if why else reason)
+        budgets.close_tab(pk, now=now)
         pool.give_up_held(pk, now=now, reason=f"lease ended: {reason}", actor=actor)
+        _tell_end(pk, now)
     log.info("lease ended", lease=str(pk), reason=reason)
     return True
+
+
+def _tell_end(pk: UUID, now: datetime) -> None:
+    lease = rows.first(Lease, "id = %s", pk)
+    assert lease  # our UPDATE locks it
+    said = {
+        "lease_id": str(pk),
+        "agent_did": lease.agent_did,
+        "environment_id": lease.environment_id,
+        "environment_type": lease.environment_type_id,
+        "end_reason": lease.end_reason,
+        "leased_at": iso(lease.leased_at),
+        "ended_at": iso(now),
+    }
+    outbox.put(Kind.LEASE_ENDED, key=str(pk), payload=said, now=now)
 
 
 def limit_spending(pk: UUID, limit: Decimal | None, *, now: datetime, actor: str = "", why: str = "") -> bool:

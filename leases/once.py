@@ -66,6 +66,7 @@ class Wish:
     memory_mib: int | None = None  # None: what the pool gives
     environment_type: str = TYPE
     pool: str = ""
+    key_id: str = ""  # of the API key that asks
     run_id: UUID = field(default_factory=uuid4)
 
     @property
@@ -100,7 +101,7 @@ def run_once(wish: Wish, *, now: datetime, actor: str = "", admit: Callable[[], 
     """Run one command in a sandbox of its own, which is gone afterwards.
 
     How the command ended is a result, and so is a sandbox that could not be had; what keeps the run from beginning at all
-    is raised: Invalid, Conflict for an id that was used, no place, no quota, whatever `admit` raises. Nothing is left
+    is raised: Invalid, Conflict for an id that was used, no place, quota or budget, whatever `admit` raises. Nothing is left
     either way, or `cleaned_up` is False and the sweeps go on; also if this process dies, once the run's time is over."""
     later = ticking(now)
     lease = _grant(wish, now=now, actor=actor, admit=admit)
@@ -204,7 +205,7 @@ def _grant(wish: Wish, *, now: datetime, actor: str, admit: Callable[[], object]
         raise Conflict("There is a run with this id already.")
     ask = leasing.Ask(
         wish.agent_did, f"run-{wish.run_id}", wish.environment_type,
-        ttl=wish.longest, max_ttl=wish.longest, pool=wish.pool, id=wish.run_id,
+        ttl=wish.longest, max_ttl=wish.longest, pool=wish.pool, key_id=wish.key_id, id=wish.run_id,
     )  # fmt: skip
     lease, is_new = leasing.acquire(ask, now=now, actor=actor, admit=admit)
     if not is_new:
@@ -233,7 +234,7 @@ def _play(lease: Lease, wish: Wish, carried: "_Carried", *, now: datetime, actor
         bare = replace(want, files={}, skill="", memory_mib=wish.memory_mib)
         return runs.act_in(bare, command, act, now=at, actor=actor)[1]
 
-    return acting.for_lease(lease.pk, within, now=now, actor=actor)
+    return acting.for_lease(lease.pk, within, now=now, actor=actor, spends=True)
 
 
 class _Carried:

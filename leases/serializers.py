@@ -11,6 +11,7 @@ from django.core.validators import RegexValidator
 from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
 
+from billing.models_budgets import Unit
 from leases.errors import Invalid, TooLarge
 from leases.models import CONDITION, CONDITION_ACCEPTS, DID, DID_ACCEPTS, NAME, NAME_ACCEPTS, Agent, Lease, Status, Turn
 from sandboxes import durations
@@ -339,6 +340,11 @@ class FieldProblem(serializers.Serializer):
     detail = serializers.CharField()
 
 
+@extend_schema_field({"oneOf": [{"type": "integer"}, {"type": "string"}]})
+class Limit(serializers.Field):
+    """A whole number of things, or a decimal number as text."""
+
+
 class Problem(serializers.Serializer):
     """RFC 9457."""
 
@@ -352,7 +358,15 @@ class Problem(serializers.Serializer):
     end_reason = serializers.CharField(required=False, help_text="With 410 lease_ended.")
     ended_at = serializers.DateTimeField(required=False, help_text="With 410 lease_ended.")
     run_id = serializers.UUIDField(required=False, help_text="The Run that says what is known.")
-    limit = serializers.IntegerField(required=False, help_text="With 429 quota_exceeded: sandboxes the agent may have.")
+    limit = Limit(
+        required=False,
+        help_text="With 429 quota_exceeded: sandboxes the agent may have. With 402 budget_exhausted: a decimal number.",
+    )
+    spent = serializers.CharField(required=False, help_text="With 402 budget_exhausted: a decimal number, in this period.")
+    unit = serializers.ChoiceField(Unit.values, required=False, help_text="With 402 budget_exhausted.")
+    resets_at = serializers.DateTimeField(
+        required=False, allow_null=True, help_text="With 402 budget_exhausted: when it begins anew; null: not by itself."
+    )
     workspace_bytes = serializers.IntegerField(required=False, help_text="With 409 workspace_full.")
     limit_bytes = serializers.IntegerField(required=False, help_text="With 409 workspace_full.")
 

@@ -11,7 +11,7 @@ from django.db.models.functions import Cast
 
 from leases import leasing, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, Status
-from sandboxes import identity, processes, pruning
+from sandboxes import identity, outbox, processes, pruning
 from sandboxes import sweeps as below
 from sandboxes.egress import gate
 from sandboxes.models import GONE, Sandbox, Snapshot, State
@@ -179,6 +179,7 @@ def prune(*, now: datetime) -> Swept:
         swept.note(what, times)
     swept.failures += kept.failures
     swept.note("rows of old service tokens removed", identity.forget_tokens(now=now))
+    swept.note("old events removed", outbox.forget(now=now))
     return swept
 
 

@@ -2,7 +2,7 @@
 
 from django.urls import path, register_converter
 
-from leases import api, api_calls, api_files, api_identity, api_once, api_processes, api_snapshots, api_stores
+from leases import api, api_budgets, api_calls, api_files, api_identity, api_once, api_processes, api_snapshots, api_stores
 
 
 class Anything:
@@ -50,6 +50,7 @@ urlpatterns = [
     path("environments/<str:environment_id>/conditions", api.Conditions.as_view()),
     path("runs", api_once.Runs.as_view()),
     path("runs/<uuid:run_id>", api_once.OneRun.as_view()),
+    path("budgets", api_budgets.Budgets.as_view()),
     path("pool", api.Pools.as_view()),
     path("agents", api.Agents.as_view()),
     path("agents/<str:did>", api.OneAgent.as_view()),

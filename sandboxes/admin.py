@@ -32,6 +32,7 @@ from sandboxes.admin_state import (
     places,
     stored_of,
 )
+from sandboxes.admin_webhooks import DeliveryAdmin, EventAdmin, WebhookAdmin
 from sandboxes.cells import (
     ago,
     badge,
@@ -56,9 +57,8 @@ from sandboxes.stats import LATE
 from sandboxes.stored import Attachment, SnapshotKind
 
 __all__ = [
-    "AgentDataAdmin", "DataEventAdmin", "ModelRateAdmin", "PolicyAdmin", "PoolAdmin", "ProcessAdmin", "QuotaAdmin", "RunAdmin",
-    "SandboxAdmin",
-    "SnapshotAdmin", "SweepAdmin",
+    "AgentDataAdmin", "DataEventAdmin", "DeliveryAdmin", "EventAdmin", "ModelRateAdmin", "PolicyAdmin", "PoolAdmin",
+    "ProcessAdmin", "QuotaAdmin", "RunAdmin", "SandboxAdmin", "SnapshotAdmin", "SweepAdmin", "WebhookAdmin",
 ]  # fmt: skip
 
 SHOWN = 25  # newest entries of each list on a sandbox's page

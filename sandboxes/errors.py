@@ -134,3 +134,9 @@ class KeyUnopened(SandboxError):
     """The agent's signing key cannot be decrypted: LEASEHOLD_IDENTITY_KEYS lacks the key that it was encrypted under."""
 
     code = "signing_key_unopened"
+
+
+class NotDelivered(SandboxError):
+    """The receiver did not take it."""
+
+    code = "not_delivered"

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 Later = Callable[[], datetime]
 
@@ -11,6 +11,11 @@ def ticking(now: datetime) -> Later:
     """A clock that showed `now` when this was called and has run since."""
     began = time.monotonic()
     return lambda: now + timedelta(seconds=time.monotonic() - began)
+
+
+def iso(moment: datetime) -> str:
+    """A moment as JSON has it: "2026-11-21T12:00:00Z", with microseconds if it has any."""
+    return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 
 def backoff(tries: int, *, first: timedelta = timedelta(seconds=5), most: timedelta = timedelta(minutes=10)) -> timedelta:

@@ -18,7 +18,7 @@ from django.db import IntegrityError, transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet
 from django.db.models.functions import Greatest
 
-from sandboxes import background, providers, rows
+from sandboxes import background, outbox, providers, rows
 from sandboxes.egress import slots
 from sandboxes.errors import Busy, CapacityExhausted, Lost, NotHeld, NotReady, PoolDraining, QuotaExceeded
 from sandboxes.lifecycle import (
@@ -34,12 +34,13 @@ from sandboxes.lifecycle import (
     step,
 )
 from sandboxes.models import ALIVE, GONE, Outcome, Policy, Pool, Quota, Run, Sandbox, Snapshot, State
-from sandboxes.moments import Later, backoff, ticking
+from sandboxes.moments import Later, backoff, iso, ticking
 from sandboxes.providers.base import WORKSPACE, Missing, Provider, ProviderError, Spec
 from sandboxes.storage import data, mounts, workspace
 from sandboxes.storage.base import StoreError
 from sandboxes.storage.workspace import StateLost
 from sandboxes.stored import SnapshotKind
+from sandboxes.webhooks import Kind
 
 log = structlog.get_logger(__name__)
 POLL = 0.05  # seconds between two looks at a row that somebody else is moving
@@ -65,6 +66,7 @@ class Want:
     policy: Callable[[], Policy | None] = NoneType  # what its sandbox may do beyond the rest
     memory_mib: int | None = None  # None: what its pool gives
     fence: Callable[[], object] = bool  # called in the transaction that takes a place; raises if the holder may not
+    afford: Callable[[], object] = bool  # called before a sandbox is started or woken; raises if it may not be now
 
 
 class _Full(Exception):
@@ -90,6 +92,8 @@ def ready(want: Want, *, now: datetime, actor: str = "") -> Sandbox:
     patience = now + settings.SANDBOX_START_TIMEOUT
     while True:
         sandbox = of(want.holder)
+        if sandbox is None or sandbox.state == COLD:
+            want.afford()
         if sandbox is None:
             if claimed := claim(want, now=later(), actor=actor):
                 return claimed
@@ -641,13 +645,31 @@ def warm_again(pool: Pool, *, now: datetime, actor: str = "") -> bool:
 def _postpone(sandbox: Sandbox, failed: Exception, *, now: datetime) -> None:
     tries = sandbox.tries + 1
     given_up = tries >= settings.DESTROY_TRIES
-    Sandbox.objects.filter(pk=sandbox.pk, state=DESTROYING).update(
-        tries=tries,
-        deadline_at=now + backoff(tries),
-        last_error=str(failed)[:2000],
-        quarantined_at=now if given_up else None,
-    )
+    with transaction.atomic():
+        noted = Sandbox.objects.filter(pk=sandbox.pk, state=DESTROYING, quarantined_at__isnull=True).update(
+            tries=tries,
+            deadline_at=now + backoff(tries),
+            last_error=str(failed)[:2000],
+            quarantined_at=now if given_up else None,
+        )
+        if noted and given_up:
+            _tell_quarantine(sandbox, tries, now)
     log.error("destroy failed", sandbox=str(sandbox.pk), tries=tries, quarantined=given_up, error=str(failed))
+
+
+def _tell_quarantine(sandbox: Sandbox, tries: int, now: datetime) -> None:
+    said = {
+        "sandbox": str(sandbox.pk),
+        "pool": Pool.objects.values_list("name", flat=True).get(pk=sandbox.pool_id),
+        "provider": sandbox.provider,
+        "ref": sandbox.ref,
+        "lease_id": str(sandbox.holder) if sandbox.holder else None,
+        "agent_did": sandbox.agent_did,
+        "environment_id": sandbox.environment_id,
+        "tries": tries,
+        "quarantined_at": iso(now),
+    }
+    outbox.put(Kind.SANDBOX_QUARANTINED, key=f"{sandbox.pk} {said['quarantined_at']}", payload=said, now=now)
 
 
 def _tell(event: str, pk: uuid.UUID, **fields: object) -> None:

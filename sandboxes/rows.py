@@ -59,6 +59,14 @@ def insert(row: Model) -> None:
     row._state.adding, row._state.db = False, connection.alias
 
 
+def insert_new(row: Model) -> bool:
+    """The same of a row whose key is set, unless one that has what is unique of it is there; whether it was not. Waits for a
+    rival's transaction."""
+    statement, fields = _insertion(type(row), keyed=True)
+    values = [field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields]
+    return execute(f"{statement} ON CONFLICT DO NOTHING", *values) == 1
+
+
 def selected(statement: str, *given: Any) -> list[Sequence[Any]]:
     """The rows that a statement gives, as the driver has them."""
     with connection.cursor() as cursor:

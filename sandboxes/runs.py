@@ -213,12 +213,17 @@ def close_abandoned(run: Run, *, now: datetime) -> bool:
 
     What it may still be running is killed first: else a command that nobody waits for goes on in a sandbox that says
     it waits. ProviderError if that could not be done; then the Run stays open for the next try."""
+    why = "Past its deadline: the process that waited for it is gone, so how it ended is not known."
+    return interrupt(run, why=why, now=now, actor="sweep")
+
+
+def interrupt(run: Run, *, why: str, now: datetime, actor: str = "") -> bool:
+    """Kill what an open Run runs, and close it. False if it was closed before; ProviderError if it could not be killed."""
     sandbox = run.sandbox
     if sandbox.state not in GONE and sandbox.incarnation == run.incarnation:
         with suppress(Missing):  # gone with whatever ran in it: reconcile finds that it is lost
             providers.get(sandbox.provider).kill(sandbox.ref, str(run.pk))
-    why = "Past its deadline: the process that waited for it is gone, so how it ended is not known."
-    return close(run, now=now, outcome=Outcome.LOST, note=why, actor="sweep")
+    return close(run, now=now, outcome=Outcome.LOST, note=why, actor=actor)
 
 
 def overdue(*, now: datetime) -> QuerySet[Run]:

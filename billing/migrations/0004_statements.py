@@ -7,7 +7,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('billing', '0002_costs'),
+        ('billing', '0003_budgets'),
     ]
 
     operations = [

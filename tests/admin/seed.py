@@ -21,10 +21,11 @@ from django.utils import timezone
 
 from leases import acting, forking, keys, leasing, snapshots, sweeps, turns
 from leases.models import EnvironmentType, Lease
-from sandboxes import curves, identity, pool, processes, providers, runs
+from sandboxes import curves, delivering, identity, outbox, pool, processes, providers, runs, subscribing
 from sandboxes import sweeps as below
 from sandboxes.egress import rates
-from sandboxes.models import LlmCall, ModelRate, Policy, Pool, Quota, Sandbox, State, Sweep
+from sandboxes.models import LlmCall, ModelRate, Policy, Pool, Quota, Sandbox, State, Sweep, Webhook
+from sandboxes.posting import Answer
 from sandboxes.processes import Launch
 from sandboxes.providers.base import DATA, Unavailable
 from sandboxes.providers.memory import Call, File, Link, MemoryProvider, Outcome
@@ -53,6 +54,7 @@ def seed(now: datetime) -> None:
     _policies()
     _program(memory)
     _keys(now)
+    _listeners(now)
     _game(now)
     _runs(now)
     _states(now)
@@ -64,6 +66,7 @@ def seed(now: datetime) -> None:
     _pools(memory, now)
     _identities(now)
     _calls(now)
+    _told(now)
     _sweeps(now)
     seed_money(now)
 
@@ -125,6 +128,33 @@ def _keys(now: datetime) -> None:
     keys.issue([], operator=True, name="ci", now=now - 9 * HOUR)
     old, _ = keys.issue(PLAYERS[1:2], name="lost laptop", now=now - 90 * HOUR)
     keys.revoke(old.pk, now=now - 80 * HOUR)
+
+
+def _listeners(now: datetime) -> None:
+    for url, kinds, description in (
+        ("https://pager.example.com/leasehold", [], "The people on call."),
+        ("https://ledger.example.net/hooks/" + "leasehold-" * 9, ["budget.warning", "budget.exhausted"], "Accounting."),
+        ("https://old.example.org/events", ["lease.ended"], ""),
+        ("http://127.0.0.1:9000/", ["sandbox.quarantined"], "A script on this machine."),
+    ):
+        subscribing.add(url, kinds, description=description, internal="127" in url, now=now - 20 * HOUR, actor="admin")
+
+
+def _told(now: datetime) -> None:
+    """What arrived, what is tried again, and a receiver that has wanted no more."""
+    for number, kind in enumerate(("budget.warning", "budget.exhausted")):
+        outbox.put(kind, key=f"catan {number}", payload={"budget": "catan", "spent": "8.41"}, now=now - HOUR)
+    answers = {
+        "pager": Answer(204),
+        "ledger": Answer(503, "It answered 503 Service Unavailable."),
+        "old": Answer(410, "It answered 410 Gone."),
+    }
+    for name, answer in answers.items():
+        webhook = Webhook.objects.get(url__contains=f"//{name}")
+        for _ in range(5):
+            if taken := delivering.claim(webhook.pk, now=now - 9 * MINUTE):
+                delivering.record(taken, answer, now=now - 9 * MINUTE)
+            webhook.refresh_from_db()
 
 
 def _game(now: datetime) -> None:

@@ -9,7 +9,7 @@ from django.utils import timezone
 
 from controlplane import console
 from leases.models import Lease
-from sandboxes.models import AgentData, Attachment, LlmCall, Pool, Sandbox, Sweep
+from sandboxes.models import AgentData, Attachment, LlmCall, Pool, Sandbox, Sweep, Webhook
 from tests.admin.conftest import box_of, queries
 from tests.conftest import MINUTE
 
@@ -33,6 +33,7 @@ def troubled(grant: Callable[..., Lease]) -> None:
     Attachment.objects.create(sandbox=boxes[7], incarnation=1, holder=boxes[7].holder, data=data, unsaved_since=now)
     Pool.objects.create(name="drains", draining=True)
     Pool.objects.create(name="broken", warm_target=1, warm_paused_until=now + MINUTE, warm_error="no image")
+    Webhook.objects.create(url="https://example.com", sealed=b"x", created_at=now, disabled_at=now)
     Sweep.objects.create(name="never")
     Sweep.objects.create(name="in time", succeeded_at=now)
     Sweep.objects.create(name="late", succeeded_at=now - 4 * MINUTE)
@@ -51,7 +52,7 @@ def test_every_tile_links_to_exactly_what_it_counts(viewer: Client, troubled: No
     assert numbers == {
         "Active leases": "9", "Running now": "1", "In quarantine": "2", "Stalled": "1", "Leases overdue": "1",
         "Sweeps late": "2", "Cold": "1", "Lost": "1", "State not stored": "1", "Pools draining": "1", "Circuits open": "1",
-        "Data not stored": "1", "Model calls in 24 h": "2",
+        "Data not stored": "1", "Webhooks given up": "1", "Model calls in 24 h": "2",
     }  # fmt: skip
     assert tiles["Model calls in 24 h"].note == "1 refused, 0.25 USD"
     for title, number in numbers.items():
@@ -70,7 +71,7 @@ def test_what_needs_an_operator_stands_on_the_first_page(viewer: Client, trouble
     page = viewer.get("/admin/").content.decode()
     for said in ("engine down", "store down", "Lost: no container", "draining", "circuit open for"):
         assert said in page, said
-    assert page.count("lh-tile lh-alarmed") == 8
+    assert page.count("lh-tile lh-alarmed") == 9
     assert re.search(r"Sandboxes</span>\s*<span[^>]*>\s*2\s*<", page)
 
 

@@ -15,13 +15,14 @@ VIEWS = {
     "billing": {"account", "costrecord", "credit", "membership", "rate", "statement", "statementline", "usagerecord"},
     "leases": {"agent", "agentkey", "environmenttype", "lease", "leaseevent", "turn"},
     "sandboxes": {
-        "agentdata", "dataevent", "datafile", "llmcall", "mintedtoken", "modelrate", "policy", "pool", "process", "quota",
-        "sandbox", "signingkey", "snapshot", "transition", "run", "sweep",
+        "agentdata", "dataevent", "datafile", "delivery", "event", "llmcall", "mintedtoken", "modelrate", "policy", "pool",
+        "process", "quota", "sandbox", "signingkey", "snapshot", "transition", "run", "sweep", "webhook",
     },
 }  # fmt: skip
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
 OPERATOR = VIEWER | {
     "leases.end_lease", "sandboxes.act_on_sandbox", "sandboxes.drain_pool", "sandboxes.read_agent_data",
+    "sandboxes.send_webhook",
 }  # fmt: skip
 ADMINISTRATOR = OPERATOR | {
     "leases.add_agent", "leases.change_agent", "leases.add_agentkey", "leases.revoke_key",
@@ -30,6 +31,7 @@ ADMINISTRATOR = OPERATOR | {
     "sandboxes.manage_identity", "sandboxes.add_modelrate", "sandboxes.change_modelrate", "sandboxes.delete_modelrate",
     "billing.add_rate", "billing.change_rate", "billing.add_account", "billing.change_account", "billing.add_membership",
     "billing.change_membership", "billing.add_credit", "billing.close_statement",
+    "sandboxes.manage_webhook",
 }  # fmt: skip
 
 
@@ -46,6 +48,7 @@ def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client,
         "sandboxes/signingkey", "sandboxes/mintedtoken", "sandboxes/modelrate", "sandboxes/llmcall",
         "billing/costrecord", "billing/usagerecord", "billing/rate", "billing/account", "billing/membership", "billing/credit",
         "billing/statement", "spending",
+        "sandboxes/webhook", "sandboxes/event", "sandboxes/delivery",
     )  # fmt: skip
     for page in pages:
         shown = viewer.get(f"/admin/{page}/")
@@ -80,7 +83,7 @@ def test_facts_are_read_only_even_for_a_superuser(superuser: Client, lease: Leas
     facts = [page for page in admin.site._registry.values() if isinstance(page, Facts)]
     assert {page.model.__name__ for page in facts} == {
         "Lease", "Turn", "Sandbox", "Run", "Process", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
-        "MintedToken", "CostRecord", "UsageRecord", "Credit", "Statement",
+        "MintedToken", "Event", "Delivery", "CostRecord", "UsageRecord", "Credit", "Statement",
     }  # fmt: skip
     for page in facts:
         assert not page.has_add_permission(request)

@@ -16,10 +16,7 @@ from pathlib import Path
 import psycopg
 
 REPO = Path(__file__).resolve().parents[2]
-PARTS = (
-    "tests.bench.cases", "tests.bench.pool", "tests.bench.places", "tests.bench.egress", "tests.bench.state",
-    "tests.bench.metering",
-)  # fmt: skip
+PARTS = tuple(f"tests.bench.{name}" for name in ("cases", "pool", "places", "egress", "state", "metering"))
 
 
 def main() -> None:

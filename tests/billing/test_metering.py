@@ -269,6 +269,14 @@ def test_a_leases_calls_of_a_model_are_one_row_a_day(grant: Act) -> None:
     assert meter(now=NOON + 2 * HOUR) == {}
 
 
+def test_prices_are_added_to_the_last_digit(grant: Act) -> None:
+    lease = grant()
+    for cost in ("12345.100000001", "0.100000001", "0.000000001"):
+        call(lease, cost=Decimal(cost))
+    meter(now=NOON + HOUR)
+    assert [each[-1] for each in tokens()] == [Decimal("12345.200000003")]
+
+
 def test_a_price_that_comes_later_counts_and_once(grant: Act) -> None:
     row = call(grant(), cost=None, priced="")
     meter(now=NOON + HOUR)

@@ -1,6 +1,7 @@
 """manage.py sweep: one line for each sweep, and an exit code."""
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -33,6 +34,9 @@ NAMES = [
     "measure",
     "prune",
     "collect",
+    "meter",
+    "budgets",
+    "webhooks",
 ]
 
 
@@ -50,10 +54,13 @@ def used(grant: Callable[..., Lease]) -> Lease:
     return lease
 
 
+METERED = "some records of time, some costs written"  # how many depends on the time of day
+
+
 def sweep(*args: str) -> list[str]:
     out = StringIO()
     call_command("sweep", *args, stdout=out)
-    return out.getvalue().splitlines()
+    return re.sub(r"[0-9]+ records of time, [0-9]+ costs written", METERED, out.getvalue()).splitlines()
 
 
 def age(lease: Lease) -> None:
@@ -68,7 +75,7 @@ def test_every_sweep_runs_once_in_order_and_says_what_it_did_in_one_line(used: L
         "expire: 1 expired",
         "stalled: nothing to do",
         "reclaim: 1 destroyed, 1 leases closed",
-        *[f"{name}: nothing to do" for name in NAMES[3:]],
+        *[f"{name}: {METERED if name == 'meter' else 'nothing to do'}" for name in NAMES[3:]],
     ]
     assert sweep() == [f"{name}: nothing to do" for name in NAMES]
     assert set(Sweep.objects.values_list("name", flat=True)) == set(NAMES)
@@ -125,6 +132,9 @@ def test_dry_run_lists_what_the_sweeps_then_do_and_changes_nothing(
         f"measure: would measure {Sandbox.objects.get(holder=used.pk).pk}",
         "prune: nothing to do",
         "collect: nothing to do",
+        *[f"meter: would meter sandbox {pk}" for pk in Sandbox.objects.order_by("pk").values_list("pk", flat=True)],
+        "budgets: nothing to do",
+        "webhooks: nothing to do",
     ]
     assert sweep("--dry-run") == expected
     assert sweep("--dry-run") == expected
@@ -135,6 +145,8 @@ def test_dry_run_lists_what_the_sweeps_then_do_and_changes_nothing(
         *[f"{name}: nothing to do" for name in ("persist", "idle", "cold", "warm")],
         "reconcile: 1 orphans destroyed",
         *[f"{name}: nothing to do" for name in ("recount", "measure", "prune", "collect")],
+        f"meter: {METERED}",
+        *[f"{name}: nothing to do" for name in ("budgets", "webhooks")],
     ]
 
 

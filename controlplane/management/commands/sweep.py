@@ -14,11 +14,13 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import connections
 from django.utils import timezone
 
+from billing.models import Budget, Unpriced
 from controlplane import schedules
+from leases import enforcing, turns
 from leases import sweeps as leases
-from leases import turns
 from leases.management.verbs import duration, first_line, one_line
-from sandboxes import pruning, runs
+from leases.models import Lease
+from sandboxes import delivering, outbox, pruning, runs
 from sandboxes import sweeps as sandboxes
 from sandboxes.egress import gate, logs, rates
 from sandboxes.models import ModelRate, Pool, Sandbox
@@ -76,11 +78,21 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "prune": {
         "remove outdated": lambda now: data.outdated()[:SHOWN],
         "remove": _unwanted,
+        "remove event": lambda now: outbox.old(now=now)[:SHOWN],
     },
     "collect": {
         "close model call": lambda now: logs.forsaken(now=now)[:SHOWN],
         "price model call": lambda now: rates.priceable([*ModelRate.objects.filter(valid_from__lte=now)], now=now)[:SHOWN],
     },
+    "meter": {
+        "meter sandbox": lambda now: Sandbox.objects.filter(metered=False).order_by("pk")[:SHOWN],
+        "price day": lambda now: Unpriced.objects.order_by("pk")[:SHOWN],
+    },
+    "budgets": {
+        "settle budget": lambda now: Budget.objects.filter(active=True)[:SHOWN],
+        "end lease": lambda now: Lease.objects.filter(pk__in=[*enforcing.due(now=now)][:SHOWN]),
+    },
+    "webhooks": {"try delivery": lambda now: delivering.deliverable(now=now)[:SHOWN]},
 }
 
 

@@ -13,7 +13,7 @@ from django.utils import timezone
 from leases.errors import Invalid
 from leases.management.verbs import one_line
 from leases.models import DID_ACCEPTS, Agent, is_did
-from sandboxes import curves, identity
+from sandboxes import curves, identity, subscribing
 from sandboxes.cells import counted
 from sandboxes.curves import Private
 from sandboxes.models import SigningKey
@@ -39,7 +39,7 @@ class Command(BaseCommand):
         for each in (create, bring, rotate):
             default = "that of the old one" if each is rotate else "ES256K, or what the imported text says"
             each.add_argument("--algorithm", choices=list(curves.CURVES), default="", help=f"default: {default}")
-        acts.add_parser("reencrypt", help="encrypt every private key under the first of LEASEHOLD_IDENTITY_KEYS")
+        acts.add_parser("reencrypt", help="encrypt every stored secret under the first of LEASEHOLD_IDENTITY_KEYS")
 
     def handle(self, *args: Any, act: str, verbosity: int, **given: Any) -> None:
         with one_line(verbosity):
@@ -77,11 +77,19 @@ class Command(BaseCommand):
 
     def _reencrypt(self) -> None:
         done = identity.reencrypt()
-        changed = counted(done.changed, "private key", "private keys")
-        self.stdout.write(f"{changed} encrypted anew, {done.already} were so before")
+        self._reencrypted(counted(done.changed, "private key", "private keys"), done.already)
+        webhooks = subscribing.reencrypt(now=timezone.now())
+        if webhooks.changed or webhooks.already:
+            self._reencrypted(counted(webhooks.changed, "webhook's secret", "webhooks' secrets"), webhooks.already)
         if done.unopened:
             agents = ", ".join(key.agent_did for key in done.unopened)
             raise CommandError(f"Not one of LEASEHOLD_IDENTITY_KEYS decrypts the private key of {agents}.")
+        if webhooks.unopened:
+            urls = ", ".join(row.url for row in webhooks.unopened)
+            raise CommandError(f"Not one of LEASEHOLD_IDENTITY_KEYS decrypts the secret of {urls}.")
+
+    def _reencrypted(self, changed: str, already: int) -> None:
+        self.stdout.write(f"{changed} encrypted anew, {already} were so before")
 
     def _said(self, key: SigningKey, what: str) -> None:
         self.stdout.write(f"{key.agent_did} {what} {key.did_key} ({key.algorithm}): publish what `identity show` prints")

@@ -1,0 +1,293 @@
+"""Who may still spend: what a budget has left, who is refused by it, and who is over it.
+
+Spending is worked out by `settle`, a sweep, from usage and costs. In between a budget is kept in two ways. A grant reserves
+the least that a lease costs (LEASEHOLD_MINIMUM_TIME, LEASEHOLD_MINIMUM_USD) for itself and for every active lease in scope,
+under the budget's lock, so that so many acquires at once get no more than there is. And what is marked as spent refuses
+whatever would go on: one look at an index, which is empty most often.
+
+So a hard budget is overshot by what is used from the moment at which it was spent in truth until its leases have ended:
+
+    overshoot <= leases x rate x (metering + settling + grace + settling + storing) + calls
+
+    leases      active at once in its scope, at most (amount - spent) / minimum when the last of them was granted
+    rate        of one lease: 1 hour an hour; or the USD of its sandbox, and of its model calls, in that time
+    metering    how old usage is when it is summed up: one pass of `meter` and its price, 1 minute between two
+    settling    between two passes of `budgets`: 1 minute until it is marked as spent, and again 1 minute from the end of
+                the grace until that is seen. What waits is put to sleep at the first pass, without grace
+    grace       of the budget: what runs then may go on for as long
+    storing     until the state of one lease's sandbox is stored, for as many as are stored one after another
+    calls       what model calls cost that were under way: a call's cost is known when it has ended. And what is collected
+                of them late
+
+Sandboxes that nobody holds yet count for everything, and for the house; no lease ends with them, so a pool that warms some
+up goes on. While the state of a sandbox cannot be stored it stays, and its lease with it, past any grace: a budget loses no
+files. Meanwhile all is refused, so nothing new runs in it."""
+
+from collections.abc import Collection
+from datetime import UTC, datetime, time, timedelta
+from decimal import Decimal
+from uuid import UUID
+
+import structlog
+from django.conf import settings
+from django.db import transaction
+from django.db.models import DurationField, ExpressionWrapper, F, Q, QuerySet, Sum, Value
+from django.db.models.functions import Coalesce
+
+from billing.costs import PAID
+from billing.errors import BudgetExhausted
+from billing.models import HOUSE, Budget, CostRecord, Item, Membership, Tab, UsageRecord
+from billing.models_budgets import Period, Scope, Unit
+from billing.pricing import plain
+from billing.sums import exactly, nano_usd
+from sandboxes import outbox, rows
+from sandboxes.lifecycle import step
+from sandboxes.moments import iso
+from sandboxes.webhooks import Kind
+
+log = structlog.get_logger(__name__)
+EVER = datetime(1970, 1, 1, tzinfo=UTC)
+HOUR = timedelta(hours=1)
+NANO = Decimal("1e-9")
+EXHAUSTED = "exhausted_at IS NOT NULL AND active AND hard"  # as the condition of its index
+STATED = ["scope", "subject", "unit", "amount", "period", "hard", "warn_percent", "grace", "active"]  # by operators
+
+
+def period_of(period: str, now: datetime) -> tuple[datetime, datetime | None]:
+    """When the present one began, and when the next one will: None for ever."""
+    day = datetime.combine(now.astimezone(UTC).date(), time(), UTC)
+    if period == Period.DAY:
+        return day, day + timedelta(days=1)
+    if period == Period.MONTH:
+        return day.replace(day=1), (day.replace(day=1) + timedelta(days=32)).replace(day=1)
+    return EVER, None
+
+
+def spent_as_of(budget: Budget, now: datetime) -> Decimal:
+    """What is known to be spent in the present period: nothing yet in one that has just begun."""
+    return budget.spent if budget.period_began == period_of(budget.period, now)[0] else Decimal(0)
+
+
+# --- scopes -----------------------------------------------------------------------------------------------------------
+
+
+def in_scope(budget: Budget) -> Q:
+    """The tabs that a budget is for."""
+    if budget.scope == Scope.AGENT:
+        return Q(agent_did=budget.subject)
+    if budget.scope == Scope.KEY:
+        return Q(key_id=budget.subject)
+    if budget.scope == Scope.ENVIRONMENT_TYPE:
+        return Q(environment_type=budget.subject)
+    if budget.scope == Scope.ACCOUNT:
+        return _billed_to(budget.subject)
+    return Q()
+
+
+def _billed_to(account: str) -> Q:
+    if account == HOUSE:
+        return ~Q(agent_did__in=Membership.objects.exclude(account__name=HOUSE).values("agent_did"))
+    return Q(agent_did__in=Membership.objects.filter(account__name=account).values("agent_did"))
+
+
+def _used_under(budget: Budget) -> Q:
+    """The same of usage and cost records."""
+    if budget.scope in (Scope.KEY, Scope.ENVIRONMENT_TYPE):
+        return Q(holder__in=Tab.objects.filter(in_scope(budget)).values("holder"))
+    return in_scope(budget)
+
+
+def holding(*, agent_did: str, environment_type: str, key_id: str) -> Q:
+    """The budgets that are for such a lease."""
+    account = Membership.objects.filter(agent_did=agent_did).values("account__name")[:1]
+    found = (
+        Q(scope=Scope.ALL)
+        | Q(scope=Scope.AGENT, subject=agent_did)
+        | Q(scope=Scope.ENVIRONMENT_TYPE, subject=environment_type)
+        | Q(scope=Scope.ACCOUNT, subject=Coalesce(account, Value(HOUSE)))
+    )
+    return found | Q(scope=Scope.KEY, subject=key_id) if key_id else found
+
+
+def visible_to(key_id: str, dids: Collection[str]) -> QuerySet[Budget]:
+    """The active budgets that are for leases of these agents, or of this key."""
+    accounts = {*Membership.objects.filter(agent_did__in=dids).values_list("account__name", flat=True)}
+    if Membership.objects.filter(agent_did__in=dids).count() < len({*dids}):
+        accounts.add(HOUSE)
+    types = Tab.objects.filter(agent_did__in=dids).values("environment_type")
+    return Budget.objects.filter(
+        Q(scope=Scope.ALL)
+        | Q(scope=Scope.AGENT, subject__in=dids)
+        | Q(scope=Scope.KEY, subject=key_id)
+        | Q(scope=Scope.ENVIRONMENT_TYPE, subject__in=types)
+        | Q(scope=Scope.ACCOUNT, subject__in=accounts),
+        active=True,
+    )
+
+
+# --- who is refused ---------------------------------------------------------------------------------------------------
+
+
+def minimum(unit: str) -> Decimal:
+    """What each active lease has reserved: the least that one costs."""
+    return _hours(settings.MINIMUM_TIME) if unit == Unit.HOURS else settings.MINIMUM_USD
+
+
+def open_tab(holder: UUID, *, agent_did: str, environment_type: str, key_id: str, now: datetime) -> None:
+    """Count a new lease against its budgets, or BudgetExhausted. Call it in the transaction that grants the lease.
+
+    Its hard budgets stay locked until that ends, so whoever is granted another one counts this one. Without any there is
+    no lock."""
+    for_it = holding(agent_did=agent_did, environment_type=environment_type, key_id=key_id)
+    hard = Budget.objects.select_for_update(no_key=True, of=("self",)).filter(for_it, active=True, hard=True).order_by("pk")
+    full = {budget: others for budget in hard if not _has_room(budget, others := open_tabs(budget).count(), now=now)}
+    if full:
+        raise _refusal(full, now=now)
+    rows.insert(
+        Tab(holder=holder, agent_did=agent_did, environment_type=environment_type, key_id=key_id, opened_at=now)
+    )  # fmt: skip
+
+
+def _has_room(budget: Budget, others: int, *, now: datetime) -> bool:
+    """For one lease more than those."""
+    spent = spent_as_of(budget, now)
+    return spent < budget.amount and spent + (others + 1) * minimum(budget.unit) <= budget.amount
+
+
+def open_tabs(budget: Budget) -> QuerySet[Tab]:
+    """Those of active leases in its scope."""
+    return Tab.objects.filter(in_scope(budget), closed_at__isnull=True)
+
+
+def close_tab(holder: UUID, *, now: datetime) -> None:
+    """A lease's reservation ends. Call it in the transaction that ends the lease."""
+    rows.update(Tab, "closed_at = %s WHERE holder = %s AND closed_at IS NULL", now, holder)
+
+
+def require(holder: UUID, *, now: datetime) -> None:
+    """BudgetExhausted while a hard budget is spent that is for this lease. One look at an index where there is none."""
+    if over := exhausted_for(holder, now=now):
+        raise _refusal(dict.fromkeys(over, 0), now=now)
+
+
+def exhausted_for(holder: UUID, *, now: datetime) -> list[Budget]:
+    """The hard budgets that are spent and for this lease."""
+    if rows.first(Budget, EXHAUSTED) is None:
+        return []
+    tab = Tab.objects.filter(holder=holder).first()
+    if tab is None:
+        return []
+    for_it = holding(agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id)
+    return exhausted(now=now, of=for_it)
+
+
+def exhausted(*, now: datetime, of: Q | None = None) -> list[Budget]:
+    """The hard budgets that are spent. One whose period is over, or whose amount was raised since, is not: that counts from
+    the moment it happens, not from when a sweep has written so."""
+    marked = Budget.objects.filter(of or Q(), exhausted_at__isnull=False, active=True, hard=True).order_by("pk")
+    return [each for each in marked if each.exhausted_for == period_of(each.period, now)[0] and each.spent >= each.amount]
+
+
+def _refusal(full: dict[Budget, int], *, now: datetime) -> BudgetExhausted:
+    """The error for these budgets, each with how many active leases have something reserved in it. It names the strictest:
+    that which refuses for the longest time, and of those the one that is spent the furthest."""
+
+    def strictness(budget: Budget) -> tuple[bool, datetime, Decimal]:
+        ends = period_of(budget.period, now)[1]
+        return ends is None, ends or EVER, spent_as_of(budget, now) / budget.amount
+
+    budget = max(full, key=strictness)
+    spent, kept, ends = spent_as_of(budget, now), full[budget] * minimum(budget.unit), period_of(budget.period, now)[1]
+    said = [f"There is a budget of {budget}: {plain(spent)} are spent"]
+    said.append(f", and active leases keep {plain(round(kept, 6))} more." if spent < budget.amount and kept else ".")
+    said.append(f" It begins anew at {ends:%Y-%m-%d %H:%M} UTC." if ends else " It does not begin anew by itself.")
+    return BudgetExhausted(
+        "".join(said), spent=plain(spent), limit=plain(budget.amount), unit=budget.unit, resets_at=ends
+    )  # fmt: skip
+
+
+# --- what is spent ----------------------------------------------------------------------------------------------------
+
+
+def settle(pk: int, *, now: datetime) -> list[str]:
+    """Work out what an active budget has spent in its present period, and what follows from that: "warned of", "spent",
+    "open again". It may stop anywhere, and run twice, or beside itself: an event is said once."""
+    budget = Budget.objects.filter(pk=pk, active=True).first()
+    if budget is None:
+        return []
+    began, ends = period_of(budget.period, now)
+    spent = spent_between(budget, began, ends)  # before its lock: a grant waits for that
+    step("budget summed", budget)
+    same = {field: getattr(budget, field) for field in ("scope", "subject", "unit", "period")}
+    with transaction.atomic():
+        locked = Budget.objects.select_for_update(no_key=True).filter(pk=pk, active=True, **same).first()
+        said = _mark(locked, spent, began, now=now) if locked else []  # changed meanwhile: the next pass has it
+        step("budget marked", budget)
+    step("budget settled", budget)
+    return said
+
+
+def _mark(budget: Budget, spent: Decimal, began: datetime, *, now: datetime) -> list[str]:
+    """Write what is spent, and an event where that has come to a mark: once in a period, unless the amount is changed."""
+    said = []
+    budget.spent, budget.spent_at, budget.period_began = spent, now, began
+    if spent * 100 < budget.amount * budget.warn_percent:
+        budget.warned_for = None
+    elif budget.warned_for != began:
+        budget.warned_for = began
+        _tell(budget, Kind.BUDGET_WARNING, now=now)
+        said.append("warned of")
+    if spent < budget.amount:
+        if budget.exhausted_at is not None:
+            said.append("open again")
+        budget.exhausted_for = budget.exhausted_at = None
+    elif budget.exhausted_for != began:
+        budget.exhausted_for, budget.exhausted_at = began, now
+        _tell(budget, Kind.BUDGET_EXHAUSTED, now=now)
+        said.append("spent")
+    budget.save(update_fields=["spent", "spent_at", "period_began", "warned_for", "exhausted_for", "exhausted_at"])
+    return said
+
+
+def _tell(budget: Budget, event: Kind, *, now: datetime) -> None:
+    """Once for each period and amount, whatever becomes of what is spent in between."""
+    began, ends = period_of(budget.period, now)
+    payload = {
+        "budget": budget.pk, "scope": budget.scope, "subject": budget.subject, "unit": budget.unit, "period": budget.period,
+        "amount": plain(budget.amount), "spent": plain(budget.spent), "warn_percent": budget.warn_percent,
+        "hard": budget.hard, "period_began": iso(began), "resets_at": iso(ends) if ends else None,
+    }  # fmt: skip
+    outbox.put(event, key=f"{budget.pk} {began:%Y-%m-%d} {plain(budget.amount)}", payload=payload, now=now)
+    log.info(event.value, budget=budget.pk, what=str(budget), spent=plain(budget.spent), hard=budget.hard)
+
+
+def spent_between(budget: Budget, began: datetime, ends: datetime | None) -> Decimal:
+    """What is derived so far of what was used in its scope in one period: usage up to the watermark, and its costs."""
+    days = Q(day__gte=began.date()) & (Q(day__lt=ends.date()) if ends else Q())
+    if budget.unit == Unit.USD:
+        of_account = Q(account__name=budget.subject)  # its plans, too
+        whose = of_account if budget.scope == Scope.ACCOUNT else _used_under(budget)
+        return nano_usd(CostRecord.objects.filter(whose, days).aggregate(nano=exactly("usd"))["nano"])
+    time_used = UsageRecord.objects.filter(_used_under(budget), days, item=Item.TIME, state__in=PAID)
+    lasted = time_used.aggregate(sum=Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField())))["sum"]
+    return _hours(lasted or timedelta(0)).quantize(NANO)
+
+
+def _hours(lasted: timedelta) -> Decimal:
+    return Decimal(lasted // timedelta(microseconds=1)) / (HOUR // timedelta(microseconds=1))
+
+
+# --- for operators ----------------------------------------------------------------------------------------------------
+
+
+def save(budget: Budget, *, now: datetime) -> None:
+    """State a budget, or state it anew, and work out at once what that means. ValidationError names the field."""
+    budget.full_clean()
+    with transaction.atomic():
+        if budget.pk is None:
+            budget.created_at = now
+            budget.save()
+        else:
+            budget.save(update_fields=STATED)
+    settle(budget.pk, now=now)
+    budget.refresh_from_db()

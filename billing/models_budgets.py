@@ -1,0 +1,130 @@
+"""What may be spent, and what is known here of leases: who opened one, for what, by which key."""
+
+from datetime import timedelta
+from decimal import Decimal
+
+from django.core.exceptions import ValidationError
+from django.core.validators import MaxValueValidator, MinValueValidator
+from django.db import models
+from django.db.models import Q
+from django.utils import timezone
+
+SMALLEST = Decimal("0.000001")
+
+
+class Scope(models.TextChoices):
+    """Whose leases a budget is for."""
+
+    ALL = "all", "everything"
+    AGENT = "agent"
+    KEY = "key", "API key"
+    ENVIRONMENT_TYPE = "environment_type", "environment type"
+    ACCOUNT = "account"
+
+
+class Unit(models.TextChoices):
+    USD = "usd", "USD"
+    HOURS = "hours", "sandbox-hours"
+
+
+class Period(models.TextChoices):
+    """Calendar days and months of UTC; ever has no end."""
+
+    DAY = "day"
+    MONTH = "month"
+    EVER = "ever"
+
+
+class Budget(models.Model):
+    """What may be spent in each period. A hard one refuses and ends what it is for once it is spent; a soft one says so.
+
+    What has been spent, and what was said about it, is written by budgets.settle alone, and can be derived again."""
+
+    scope = models.CharField(max_length=16, choices=Scope.choices)
+    subject = models.CharField(
+        max_length=255, blank=True,
+        help_text="A DID, the id of an API key, the name of an environment type or of an account. Empty: everything.",
+    )  # fmt: skip
+    unit = models.CharField(max_length=5, choices=Unit.choices)
+    amount = models.DecimalField(max_digits=15, decimal_places=6, validators=[MinValueValidator(SMALLEST)])
+    period = models.CharField(max_length=5, choices=Period.choices)
+    hard = models.BooleanField(
+        default=True, help_text="Once it is spent, leases are refused and ended. Otherwise it only warns."
+    )
+    warn_percent = models.PositiveSmallIntegerField(
+        default=80, validators=[MinValueValidator(1), MaxValueValidator(100)], help_text="From here on a warning is given."
+    )
+    grace = models.DurationField(
+        default=timedelta(minutes=5), help_text="How long what runs may go on once it is spent, before its lease is ended."
+    )
+    created_at = models.DateTimeField(default=timezone.now, editable=False)
+    active = models.BooleanField(default=True)
+    spent = models.DecimalField(max_digits=18, decimal_places=9, default=Decimal(0), editable=False)
+    spent_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="When that was worked out.")
+    period_began = models.DateTimeField(null=True, blank=True, editable=False, help_text="The period that was spent in.")
+    warned_for = models.DateTimeField(null=True, blank=True, editable=False, help_text="The period that was warned of.")
+    exhausted_for = models.DateTimeField(null=True, blank=True, editable=False, help_text="The period that it is spent for.")
+    exhausted_at = models.DateTimeField(null=True, blank=True, editable=False)
+
+    class Meta:
+        ordering = ["pk"]
+        constraints = [
+            models.CheckConstraint(condition=Q(amount__gt=0), name="budget_positive"),
+            models.CheckConstraint(
+                condition=Q(scope__in=Scope.values, unit__in=Unit.values, period__in=Period.values), name="budget_known"
+            ),
+            models.CheckConstraint(
+                condition=Q(scope="all", subject="") | (~Q(scope="all") & ~Q(subject="")),
+                name="budget_has_its_subject",
+                violation_error_message="A budget for everything has no subject, and every other one has.",
+            ),
+            models.CheckConstraint(condition=Q(warn_percent__gte=1, warn_percent__lte=100), name="budget_warns_in_time"),
+            models.CheckConstraint(
+                condition=Q(grace__gte=timedelta(0)), name="budget_grace", violation_error_message="A grace is not below 0."
+            ),
+        ]
+        indexes = [
+            models.Index(fields=["scope", "subject"], condition=Q(active=True, hard=True), name="budget_admission"),
+            models.Index(
+                fields=["exhausted_at"],
+                condition=Q(exhausted_at__isnull=False, active=True, hard=True),
+                name="budget_exhausted",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        often = {Period.DAY: " a day", Period.MONTH: " a month", Period.EVER: " in all"}[Period(self.period)]
+        amount = f"{self.amount.normalize():f}"
+        return f"{amount} {'USD' if self.unit == Unit.USD else 'hours'}{often} for {self.whom}"
+
+    @property
+    def whom(self) -> str:
+        return "everything" if self.scope == Scope.ALL else f"{Scope(self.scope).label.lower()} {self.subject}"
+
+    def clean(self) -> None:
+        if self.scope == Scope.KEY and not self.subject.isdecimal():
+            raise ValidationError({"subject": "The id of an API key, a number."})
+
+
+class Tab(models.Model):
+    """What is known here of a lease. Opened in the transaction that grants it, closed in the one that ends it."""
+
+    holder = models.UUIDField(primary_key=True)
+    agent_did = models.CharField(max_length=255, verbose_name="agent")
+    environment_type = models.CharField(max_length=63)
+    key_id = models.CharField(max_length=20, blank=True, help_text="Of the API key that acquired it. Empty: none.")
+    opened_at = models.DateTimeField()
+    closed_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        default_permissions = ()
+        indexes = [
+            models.Index(fields=["agent_did"], condition=Q(closed_at__isnull=True), name="tab_agent_open"),
+            models.Index(fields=["key_id"], condition=Q(closed_at__isnull=True), name="tab_key_open"),
+            models.Index(fields=["environment_type"], condition=Q(closed_at__isnull=True), name="tab_type_open"),
+            models.Index(fields=["key_id"], name="tab_key"),
+            models.Index(fields=["environment_type"], name="tab_type"),
+        ]
+
+    def __str__(self) -> str:
+        return str(self.holder)

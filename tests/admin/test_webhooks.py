@@ -1,0 +1,218 @@
+"""What an operator sees of webhooks, events and deliveries, and does about them."""
+
+import base64
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.contrib.messages import get_messages
+from django.test import Client
+
+from leases import leasing
+from leases.models import Lease
+from sandboxes import delivering, outbox, subscribing
+from sandboxes.models import Delivery, Event, Webhook
+from tests.admin.conftest import NOW, queries
+from tests.conftest import MINUTE
+from tests.receiver import Receiver, receiving, verify
+
+pytestmark = pytest.mark.django_db
+HOOKS, EVENTS, DELIVERIES = "/admin/sandboxes/webhook/", "/admin/sandboxes/event/", "/admin/sandboxes/delivery/"
+NEW = {"kinds": ["lease.ended", "budget.warning"], "internal": "on", "description": "the pager", "reason": "on call wants it"}
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as server:
+        yield server
+
+
+@pytest.fixture
+def webhook(receiver: Receiver) -> Webhook:
+    return subscribing.add(receiver.url, now=NOW, internal=True)[0]
+
+
+def page_of(row: Webhook | Event | Delivery) -> str:
+    return f"/admin/sandboxes/{row._meta.model_name}/{row.pk}/change/"
+
+
+def do(client: Client, act: str, row: Webhook | Delivery, reason: str = "as was asked"):
+    """Send the dialog of an act on a row's page."""
+    url = f"/admin/sandboxes/{row._meta.model_name}/{row.pk}/{act}/"
+    return client.post(url, {"reason": reason, "_form_submitted": "1"})
+
+
+def said(client: Client, row: Webhook | Delivery) -> list[str]:
+    return [str(message) for message in get_messages(client.get(page_of(row)).wsgi_request)]
+
+
+def happen(key: str = "1") -> Delivery:
+    event = outbox.put("lease.ended", key=key, payload={"lease_id": key}, now=NOW)
+    assert event
+    return event.deliveries.get()
+
+
+def listed(client: Client, url: str) -> list:
+    return list(client.get(url).context["cl"].result_list)
+
+
+def secret_in(text: str) -> str:
+    [found] = set(re.findall(r"whsec_[A-Za-z0-9+/]{43}=", text))
+    return found
+
+
+def test_a_webhook_is_added_and_its_secret_shown_once(administrator: Client, receiver: Receiver) -> None:
+    answer = administrator.post(f"{HOOKS}add/", NEW | {"url": receiver.url}, follow=True)
+    row = Webhook.objects.get()
+    assert answer.redirect_chain == [(page_of(row), 302)]
+    secret = secret_in(answer.content.decode())
+    assert (row.url, row.kinds, row.internal, row.created_by) == (receiver.url, NEW["kinds"], True, "administrator")
+    assert LogEntry.objects.get().get_change_message() == "Add webhook: on call wants it"
+    delivering.send_test(row, now=NOW)
+    assert verify(receiver.received[0], secret)
+    hidden = {secret.removeprefix("whsec_"), base64.b64decode(secret.removeprefix("whsec_")).hex()}
+    event, delivery = Event.objects.get(), Delivery.objects.get()
+    for page in (page_of(row), page_of(event), page_of(delivery), HOOKS, EVENTS, DELIVERIES, "/admin/"):
+        shown = administrator.get(page).content.decode()
+        assert not any(text in shown for text in hidden) and "v1," not in shown
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("url", "http://example.com"), ("url", "https://169.254.169.254/"), ("internal", ""), ("reason", "x"),
+        ("kinds", ["webhook.test"]), ("url", "https://me:pw@example.com"),
+    ],
+)  # fmt: skip
+def test_a_webhook_that_cannot_be_is_refused_at_its_field(administrator: Client, field: str, value: str) -> None:
+    given = NEW | {"url": "https://10.0.0.1/", field: value}
+    answer = administrator.post(f"{HOOKS}add/", {name: one for name, one in given.items() if one})
+    assert answer.status_code == 200 and field in answer.context["adminform"].form.errors
+    assert not Webhook.objects.exists()
+
+
+def test_what_a_webhook_is_for_is_changed_and_its_address_is_not(administrator: Client, webhook: Webhook) -> None:
+    sealed, url = bytes(webhook.sealed or b""), webhook.url
+    change = {"url": "https://evil.example/", "kinds": ["budget.exhausted"], "internal": "on", "description": "for Ada"}
+    assert administrator.post(page_of(webhook), change).status_code == 302
+    webhook.refresh_from_db()
+    assert (webhook.url, webhook.kinds, webhook.description) == (url, ["budget.exhausted"], "for Ada")
+    assert bytes(webhook.sealed or b"") == sealed
+    assert b"not public" in administrator.post(page_of(webhook), {"kinds": []}).content  # it has to stay internal
+
+
+def test_a_test_is_sent_and_its_answer_said(operator: Client, webhook: Webhook, receiver: Receiver) -> None:
+    assert do(operator, "send_test", webhook)["HX-Redirect"] == page_of(webhook)
+    assert said(operator, webhook) == ["1 webhook took the test."]
+    assert receiver.received[0].said["type"] == "webhook.test"
+    receiver.status = 500
+    assert b"It answered 500 Internal Server Error." in do(operator, "send_test", webhook).content
+    shown = operator.get(page_of(webhook)).content.decode()
+    assert "It answered 500 Internal Server Error." in shown and "lh-alarmed" in shown
+
+
+def test_a_webhook_is_paused_and_resumed(operator: Client, webhook: Webhook, receiver: Receiver) -> None:
+    do(operator, "pause", webhook)
+    shown = operator.get(page_of(webhook)).content.decode()
+    assert "Resume…" in shown and "Pause…" not in shown
+    assert listed(operator, f"{HOOKS}?slice=paused") == [webhook]
+    assert "nothing changed" in said(operator, webhook)[0].lower() if do(operator, "pause", webhook) else False
+    do(operator, "resume", webhook)
+    shown = operator.get(page_of(webhook)).content.decode()
+    assert "Pause…" in shown and "Resume…" not in shown
+
+
+def test_a_rotated_secret_is_shown_once(administrator: Client, webhook: Webhook, receiver: Receiver) -> None:
+    do(administrator, "rotate", webhook)
+    secret = secret_in(administrator.get(page_of(webhook)).content.decode())
+    again = administrator.get(page_of(webhook)).content.decode()
+    assert secret not in again and "the one before signs for" in again
+    webhook.refresh_from_db()
+    delivering.send_test(webhook, now=NOW)
+    assert verify(receiver.received[0], secret)
+    assert not any(secret in entry.change_message for entry in LogEntry.objects.all())
+
+
+def test_a_removed_webhook_is_a_record(administrator: Client, webhook: Webhook) -> None:
+    happen()
+    do(administrator, "remove", webhook)
+    shown = administrator.get(page_of(webhook)).content.decode()
+    assert "destroyed" in shown and "Remove…" not in shown and 'name="_save"' not in shown
+    assert listed(administrator, HOOKS) == [] and listed(administrator, f"{HOOKS}?slice=all") == [webhook]
+
+
+def test_only_an_administrator_adds_changes_rotates_and_removes(viewer: Client, operator: Client, webhook: Webhook) -> None:
+    delivery = happen()
+    for client in (viewer, operator):
+        assert client.get(page_of(webhook)).status_code == 200
+        assert client.post(f"{HOOKS}add/", NEW | {"url": "https://10.0.0.1/"}).status_code == 403
+        assert client.post(page_of(webhook), {"kinds": []}).status_code == 403
+        for act in ("rotate", "remove"):
+            assert do(client, act, webhook).status_code == 403
+    for act in ("send_test", "pause", "resume"):
+        assert do(viewer, act, webhook).status_code == 403
+    assert do(viewer, "again", delivery).status_code == 403
+    assert "Send a test…" in operator.get(page_of(webhook)).content.decode()
+    assert "Send a test…" not in viewer.get(page_of(webhook)).content.decode()
+    webhook.refresh_from_db()
+    assert webhook.state == "active" and Webhook.objects.count() == 1
+
+
+def test_what_was_given_up_is_sent_again(operator: Client, webhook: Webhook, receiver: Receiver) -> None:
+    delivery = happen()
+    receiver.status = 503
+    for minutes in (0, 3 * 24 * 60):
+        Delivery.objects.update(due_at=NOW)
+        delivering.deliver_due(now=NOW + minutes * MINUTE)
+    assert listed(operator, f"{DELIVERIES}?slice=given_up") == [delivery]
+    assert listed(operator, f"{HOOKS}?slice=disabled") == [webhook]
+    receiver.status = 204
+    do(operator, "resume", webhook)
+    do(operator, "again", delivery)
+    assert listed(operator, DELIVERIES) == [delivery]
+    assert delivering.deliver_due(now=NOW + timedelta(days=30)).counts == {"delivered": 1}
+    assert listed(operator, f"{DELIVERIES}?slice=delivered") == [delivery]
+    act = {
+        "action": "again_all",
+        "_selected_action": [delivery.pk],
+        "confirm": "1",
+        "reason": "once more",
+        "_form_submitted": "1",
+    }
+    assert operator.post(f"{DELIVERIES}?slice=delivered", act).status_code == 302
+    assert listed(operator, DELIVERIES) == [delivery]
+
+
+def test_an_event_says_what_was_sent_and_to_whom(viewer: Client, lease: Lease, webhook: Webhook, receiver: Receiver) -> None:
+    leasing.end(lease.pk, reason="released", now=NOW)
+    delivering.deliver_due(now=NOW)
+    event = Event.objects.get()
+    shown = viewer.get(page_of(event)).content.decode()
+    assert "&quot;type&quot;: &quot;lease.ended&quot;" in shown and "delivered" in shown and receiver.url in shown
+    assert listed(viewer, f"{EVENTS}?q={event.pk}") == [event]
+    assert listed(viewer, f"{EVENTS}?q={lease.pk}") == [event]
+    assert listed(viewer, f"{EVENTS}?q=nobody") == []
+    assert listed(viewer, f"{DELIVERIES}?slice=all&webhook__id__exact={webhook.pk}") == list(event.deliveries.all())
+    assert listed(viewer, f"{DELIVERIES}?slice=all&event__id__exact={event.pk}") == list(event.deliveries.all())
+
+
+def test_what_somebody_wrote_is_text(viewer: Client, webhook: Webhook) -> None:
+    Webhook.objects.update(description="<img src=x onerror=alert(1)>")
+    delivery = happen("</pre><script>alert(1)</script>")
+    for page in (HOOKS, EVENTS, DELIVERIES, page_of(webhook), page_of(delivery), page_of(delivery.event)):
+        shown = viewer.get(page).content.decode()
+        assert "<img src=x" not in shown and "<script>alert" not in shown
+
+
+def test_a_list_costs_as_many_queries_for_many_rows_as_for_few(viewer: Client, webhook: Webhook) -> None:
+    pages = [HOOKS, EVENTS, DELIVERIES, f"{DELIVERIES}?slice=all"]
+    happen()
+    viewer.get(HOOKS)
+    few = [queries(viewer, page) for page in pages]
+    for number in range(2, 20):
+        subscribing.add(f"https://example.com/{number}", now=NOW)
+    for number in range(2, 20):
+        outbox.put("lease.ended", key=str(number), payload={}, now=NOW)
+    assert [queries(viewer, page) for page in pages] == few and max(few) <= 9

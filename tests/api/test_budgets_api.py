@@ -1,0 +1,164 @@
+"""Budgets, from outside: who is refused and how, and who sees which."""
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from django.db import connection
+from django.test import Client
+from django.utils import timezone
+
+from billing import budgets
+from billing.models import Account, Budget, Membership, Tab
+from leases import keys
+from leases.models import AgentKey, Lease
+from sandboxes import pool as pools
+from sandboxes.models import Run, Sandbox
+from tests.api.conftest import ADA, BOB, Api
+from tests.conftest import threads
+
+pytestmark = pytest.mark.django_db
+
+
+def budget(amount: Any = 1, unit: str = "hours", period: str = "day", **fields: Any) -> Budget:
+    made = Budget(**{"scope": "all", "amount": Decimal(amount), "unit": unit, "period": period} | fields)
+    budgets.save(made, now=timezone.now())
+    return made
+
+
+def spent(made: Budget) -> None:
+    """Its sweep has found that it is."""
+    now = timezone.now()
+    began, _ = budgets.period_of(made.period, now)
+    Budget.objects.filter(pk=made.pk).update(
+        spent=made.amount, spent_at=now, period_began=began, exhausted_at=now, exhausted_for=began
+    )
+
+
+def told(answer: Any) -> dict[str, Any]:
+    assert answer.status_code == 402, answer.content
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    said: dict[str, Any] = answer.json()
+    assert (said["type"], said["code"]) == ("urn:leasehold:problem:budget_exhausted", "budget_exhausted")
+    assert said["title"] == "Budget exhausted" and "field" not in said and "Retry-After" not in answer.headers
+    return {name: said[name] for name in ("spent", "limit", "unit", "resets_at")}
+
+
+def test_what_has_no_room_is_refused_with_what_there_is(ada: Api, ask, pool) -> None:
+    budget("0.001", period="ever", scope="agent", subject=ADA)
+    nothing = {"spent": "0", "limit": "0.001", "unit": "hours", "resets_at": None}
+    assert told(ada.post("leases", ask())) == nothing
+    body = {name: value for name, value in ask().items() if name != "environment_id"}
+    assert told(ada.post("environments/game-1/join", body)) == nothing
+    assert told(ada.post("runs", {"agent_did": ADA, "argv": ["true"], "pool": pool.name})) == nothing
+    assert not (Lease.objects.exists() or Tab.objects.exists() or Sandbox.objects.exists() or Run.objects.exists())
+    assert pool.__class__.objects.get(pk=pool.pk).used == 0
+
+
+def test_a_refused_request_may_be_sent_again_with_its_key(ada: Api, ask) -> None:
+    made = budget("0.001")
+    told(ada.post("leases", ask(), idempotency_key="k1"))
+    made.amount = Decimal(1)
+    budgets.save(made, now=timezone.now())
+    assert ada.post("leases", ask(), idempotency_key="k1").status_code == 201
+
+
+def test_what_would_run_is_refused_while_it_is_spent(ada: Api, bob: Api, ask, lease, memory) -> None:
+    at = f"leases/{lease['id']}"
+    assert ada.post(f"{at}/exec", {"argv": ["sh", "-c", "echo kept >f"]}).status_code == 200
+    spent(made := budget(2, "usd", "month", scope="agent", subject=ADA))
+    said = told(ada.post(f"{at}/exec", {"argv": ["true"]}))
+    assert (said["spent"], said["limit"], said["unit"]) == ("2", "2", "usd")
+    assert datetime.fromisoformat(said["resets_at"]) == budgets.period_of("month", timezone.now())[1]
+    told(ada.post(f"{at}/turns", {"turn_number": 1, "state": {}}))
+    told(ada.post(f"{at}/processes", {"argv": ["sleep", "9"]}))
+    told(ada.post("environments/game-1/join", {k: v for k, v in ask().items() if k != "environment_id"}))
+    told(ada.post("leases", ask(environment_id="game-2")))
+    told(ada.post(f"{at}/fork", {"environment_id": "game-3"}))
+    assert ada.get(f"{at}/files/f").content == b"kept\n"
+    assert ada.put(f"{at}/files/g", b"1", content_type="application/octet-stream").status_code == 204
+    assert [ada.post(f"{at}/renew").status_code, ada.get(at).status_code] == [200, 200]
+    assert ada.post("leases", ask()).json()["is_new"] is False
+    assert bob.post("leases", ask(agent_did=BOB)).status_code == 201
+    Budget.objects.filter(pk=made.pk).update(amount=3)
+    assert ada.post(f"{at}/exec", {"argv": ["true"]}).status_code == 200
+
+
+def test_files_of_what_sleeps_are_read_and_not_written(ada: Api, lease) -> None:
+    at = f"leases/{lease['id']}"
+    ada.post(f"{at}/exec", {"argv": ["sh", "-c", "echo kept >f"]})
+    pools.sleep(Sandbox.objects.get().pk, now=timezone.now(), reason="idle")
+    spent(budget())
+    assert ada.get(f"{at}/files/f").content == b"kept\n"
+    told(ada.put(f"{at}/files/g", b"1", content_type="application/octet-stream"))
+    assert Sandbox.objects.get().state == "cold"
+
+
+def test_a_budget_of_a_key_counts_what_that_key_acquires(ask, pool) -> None:
+    first, second = (keys.issue([ADA], now=timezone.now()) for _ in range(2))
+    budget("0.02", scope="key", subject=str(first[0].pk))
+    one, other = Api(first[1]), Api(second[1])
+    assert one.post("leases", ask()).status_code == 201
+    said = one.post("leases", ask(environment_id="game-2"))
+    assert told(said)["limit"] == "0.02"
+    assert one.post("runs", {"agent_did": ADA, "argv": ["true"], "pool": pool.name}).status_code == 402
+    assert other.post("leases", ask(environment_id="game-2")).status_code == 201
+    assert [*Tab.objects.order_by("opened_at").values_list("key_id", flat=True)] == [str(first[0].pk), str(second[0].pk)]
+
+
+# --- who sees which ---------------------------------------------------------------------------------------------------
+
+
+def listed(api: Api) -> list[tuple[str, str]]:
+    return sorted((each["scope"], each["subject"]) for each in api.get("budgets").json()["results"])
+
+
+def test_agents_see_what_their_leases_count_against_and_operators_all(ada: Api, bob: Api, operator: Api, ask) -> None:
+    Membership.objects.create(agent_did=BOB, account=Account.objects.create(name="crew"))
+    mine = AgentKey.objects.get(dids=[ADA])
+    for scope, subject in [
+        ("all", ""), ("agent", ADA), ("agent", BOB), ("key", str(mine.pk)), ("key", "999999"), ("environment_type", "catan"),
+        ("environment_type", "rpg"), ("account", "house"), ("account", "crew"),
+    ]:  # fmt: skip
+        budget(9, scope=scope, subject=subject)
+    budget(9, scope="agent", subject=ADA, active=False)
+    assert ada.post("leases", ask()).status_code == 201
+    assert listed(ada) == [
+        ("account", "house"), ("agent", ADA), ("all", ""), ("environment_type", "catan"), ("key", str(mine.pk)),
+    ]  # fmt: skip
+    assert listed(bob) == [("account", "crew"), ("agent", BOB), ("all", "")]
+    assert len(listed(operator)) == 10
+    assert Client().get("/api/v1/budgets").status_code == 401
+
+
+def test_a_budget_is_shown_whole_and_nothing_can_be_written(ada: Api) -> None:
+    made = budget("1.50", "usd", warn_percent=50, grace=timedelta(seconds=90))
+    spent(made)
+    (shown,) = ada.get("budgets").json()["results"]
+    ends = budgets.period_of("day", timezone.now())[1]
+    assert ends is not None
+    assert datetime.fromisoformat(shown.pop("resets_at")) == ends
+    assert shown.pop("spent_at") and shown.pop("created_at")
+    assert shown == {
+        "id": made.pk, "scope": "all", "subject": "", "unit": "usd", "amount": "1.5", "period": "day", "hard": True,
+        "warn_percent": 50, "grace_seconds": 90, "active": True, "spent": "1.5", "exhausted": True,
+    }  # fmt: skip
+    for method in ("POST", "PUT", "DELETE"):
+        assert ada(method, "budgets", {}).status_code == 405
+
+
+# --- at once ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.django_db(transaction=True)
+def test_acquires_and_runs_at_once_get_no_more_than_there_is(issue: Callable[..., Api], ask, settings) -> None:
+    settings.MINIMUM_TIME = timedelta(minutes=6)
+    many = 50 if connection.vendor == "postgresql" else 16
+    budget(1)
+    apis = [issue(f"did:plc:a{number}") for number in range(many)]
+    with threads(many) as run:
+        answers = run(lambda i: apis[i].post("leases", ask(agent_did=f"did:plc:a{i}")))
+    assert sorted(answer.status_code for answer in answers) == [201] * 10 + [402] * (many - 10)
+    assert Lease.objects.count() == 10

@@ -1,0 +1,634 @@
+"""What a budget counts, whom it refuses and what it ends; by the verbs, with time given."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from django.apps import apps
+from django.core.exceptions import ValidationError
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+from billing import budgets, costs, metering
+from billing.errors import BudgetExhausted
+from billing.models import Account, Budget, Membership, Tab, UsageRecord
+from leases import acting, enforcing, forking, leasing, turns
+from leases import sweeps as leases
+from leases.errors import LeaseEnded
+from leases.models import Lease
+from sandboxes import moments, runs
+from sandboxes import pool as pools
+from sandboxes import sweeps as below
+from sandboxes.lifecycle import STEP_HOOKS
+from sandboxes.models import Event, Run, Sandbox, Snapshot
+from sandboxes.providers.base import Unavailable
+from sandboxes.runs import Command
+from tests.billing.test_metering import call
+from tests.conftest import MINUTE, NOW, Died
+
+pytestmark = pytest.mark.django_db
+Act = Callable[..., Any]
+HOUR, DAY = timedelta(hours=1), timedelta(days=1)
+MIDNIGHT = datetime(2026, 11, 22, tzinfo=UTC)
+ADA, BOB = "did:plc:ada", "did:plc:bob"
+
+
+def budget(amount: Any = 1, unit: str = "hours", period: str = "day", now: datetime = NOW, **fields: Any) -> Budget:
+    made = Budget(scope="all", amount=Decimal(amount), unit=unit, period=period)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    budgets.save(made, now=now)
+    return made
+
+
+def used(lease: Lease, *argv: str, now: datetime = NOW) -> bytes:
+    return acting.exec_in(lease.pk, Command(argv=argv or ["true"], timeout=MINUTE), now=now)[1].stdout
+
+
+def under_way(lease: Lease, *, now: datetime = NOW, timeout: timedelta = 10 * HOUR) -> Run:
+    """A command that somebody else waits for."""
+    box = acting.sandbox_for(lease.pk, now=now)
+    run = runs.open_run(box, Command(argv=["sleep"], timeout=timeout), now=now)
+    assert run
+    return run
+
+
+def swept(now: datetime) -> dict[str, int]:
+    """What a minute does about money."""
+    metering.meter(now=now)
+    costs.price(now=now)
+    done = enforcing.enforce(now=now)
+    assert not done.failures
+    return done.counts
+
+
+def spent(made: Budget) -> Decimal:
+    made.refresh_from_db()
+    return round(made.spent, 3)
+
+
+def said(kind: str = "") -> list[str]:
+    events = Event.objects.filter(kind__startswith="budget.").order_by("at", "kind")
+    return [event.kind.removeprefix("budget.") for event in events if kind in event.kind]
+
+
+def ended(lease: Lease) -> tuple[str, str]:
+    lease.refresh_from_db()
+    return lease.status, lease.end_reason
+
+
+@contextmanager
+def refused(**says: Any) -> Iterator[Any]:
+    with pytest.raises(BudgetExhausted) as caught:
+        yield caught
+    assert {name: caught.value.extra[name] for name in says} == says
+
+
+@pytest.fixture(autouse=True)
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a verb does takes no time: so hours are exact."""
+    monkeypatch.setattr(moments, "time", SimpleNamespace(monotonic=lambda: 0.0))
+
+
+@pytest.fixture
+def spend(grant: Act, memory: Any) -> Act:
+    """A lease that has used an hour by NOW, and waits."""
+
+    def make(agent: str = ADA, environment: str = "game-1", hours: float = 1, **ask: Any) -> Lease:
+        began = NOW - hours * HOUR
+        lease = grant(agent, environment, now=began, ttl=20 * HOUR, sleep_after=20 * HOUR, **ask)
+        used(lease, "sh", "-c", "echo kept >f", now=began)
+        return lease
+
+    return make
+
+
+# --- periods ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("period", "now", "began", "ends"),
+    [
+        ("day", "2026-11-21T12:00Z", "2026-11-21", "2026-11-22"),
+        ("day", "2026-11-21T23:59:59.999999Z", "2026-11-21", "2026-11-22"),
+        ("day", "2026-11-22T00:00Z", "2026-11-22", "2026-11-23"),
+        ("day", "2026-11-22T00:30+01:00", "2026-11-21", "2026-11-22"),
+        ("day", "2028-02-28T12:00Z", "2028-02-28", "2028-02-29"),
+        ("day", "2027-02-28T12:00Z", "2027-02-28", "2027-03-01"),
+        ("month", "2028-02-29T23:59Z", "2028-02-01", "2028-03-01"),
+        ("month", "2026-12-31T23:59Z", "2026-12-01", "2027-01-01"),
+        ("month", "2027-01-01T00:30+02:00", "2026-12-01", "2027-01-01"),
+        ("month", "2027-01-31T00:00Z", "2027-01-01", "2027-02-01"),
+        ("ever", "2026-11-21T12:00Z", "1970-01-01", None),
+    ],
+)
+def test_periods_are_days_and_months_of_utc(period: str, now: str, began: str, ends: str | None) -> None:
+    def at(text: str) -> datetime:
+        return datetime.fromisoformat(text).replace(tzinfo=UTC)
+
+    assert budgets.period_of(period, datetime.fromisoformat(now)) == (at(began), at(ends) if ends else None)
+
+
+def test_a_day_is_over_at_midnight_also_before_a_sweep_has_seen_it(spend: Act, grant: Act) -> None:
+    lease, made = spend(), budget(1)
+    swept(NOW)
+    assert ended(lease) == ("expired", "budget")
+    with refused(resets_at=MIDNIGHT, spent="1", limit="1", unit="hours"):
+        grant(now=MIDNIGHT - timedelta(seconds=1))
+    again = grant(now=MIDNIGHT)
+    used(again, now=MIDNIGHT)
+    assert swept(MIDNIGHT + MINUTE) == {"budgets open again": 1}
+    assert spent(made) == Decimal("0.017")
+
+
+def test_a_month_and_a_leap_day(grant: Act, memory: Any) -> None:
+    began = datetime(2028, 2, 28, 22, tzinfo=UTC)
+    lease = grant(now=began, sleep_after=DAY)
+    used(lease, now=began)
+    month, day = budget(100, period="month", now=began), budget(100, now=began)
+    leap = datetime(2028, 2, 29, 1, tzinfo=UTC)
+    swept(leap)
+    assert (spent(month), spent(day)) == (3, 1)
+    march = datetime(2028, 3, 1, 1, tzinfo=UTC)
+    used(grant(environment="e2", now=march - 2 * HOUR, sleep_after=DAY), now=march - 2 * HOUR)
+    leasing.release(lease.pk, now=leap)
+    swept(march)
+    assert (spent(month), spent(day)) == (1, 1)
+
+
+def test_what_is_spent_for_ever_stays_so(spend: Act, grant: Act) -> None:
+    spend(), budget(1, period="ever")
+    swept(NOW)
+    with refused(resets_at=None):
+        grant(environment="e2", now=NOW + 400 * DAY)
+
+
+# --- scopes -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_scope_counts_its_own_time(spend: Act, pool: Any) -> None:
+    crew = Account.objects.create(name="crew")
+    Membership.objects.create(agent_did=BOB, account=crew)
+    for number, (agent, kind, key) in enumerate([(ADA, "catan", "7"), (ADA, "rpg", ""), (BOB, "rpg", "8"), (BOB, "catan", "")]):
+        spend(agent, f"e{number}", hours=2**number, environment_type=kind, key_id=key)
+    whose = {
+        ("all", ""): 15, ("agent", ADA): 3, ("agent", BOB): 12, ("agent", "did:plc:eve"): 0, ("environment_type", "catan"): 9,
+        ("environment_type", "rpg"): 6, ("key", "7"): 1, ("key", "8"): 4, ("key", "9"): 0, ("account", "crew"): 12,
+        ("account", "house"): 3,
+    }  # fmt: skip
+    made = {key: budget(100, scope=key[0], subject=key[1]) for key in whose}
+    swept(NOW)
+    assert {key: round(spent(one)) for key, one in made.items()} == whose
+
+
+def test_what_moves_to_another_account_counts_there(spend: Act) -> None:
+    spend()
+    house, crew = budget(9, scope="account", subject="house"), budget(9, scope="account", subject="crew")
+    swept(NOW)
+    assert (spent(house), spent(crew)) == (1, 0)
+    Membership.objects.create(agent_did=ADA, account=Account.objects.create(name="crew"))
+    swept(NOW)
+    assert (spent(house), spent(crew)) == (0, 1)
+
+
+def test_usd_are_those_of_the_costs(grant: Act) -> None:
+    lease = grant()
+    call(lease, cost=Decimal("1.250000001"))
+    call(grant("did:plc:bob", "e2"), cost=Decimal("0.5"))
+    every, ada = budget("1.76", "usd", "month"), budget("1.25", "usd", "ever", scope="agent", subject=ADA)
+    swept(NOW)
+    assert (spent(every), ada.spent) == (Decimal("1.750"), 0)
+    ada.refresh_from_db()
+    assert (ada.spent, ada.exhausted_at) == (Decimal("1.250000001"), NOW)
+    with refused(spent="1.250000001", limit="1.25", unit="usd"):
+        grant(environment="e3")
+    assert ended(lease)[0] == "expired"
+    with refused(limit="1.76"):  # bob's lease and this one keep a cent each
+        grant("did:plc:bob", "e3")
+
+
+def test_what_lasts_costs_no_hours_while_it_sleeps_or_starts(grant: Act, memory: Any) -> None:
+    lease = grant(now=NOW - 3 * HOUR, ttl=20 * HOUR, sleep_after=HOUR)
+    used(lease, now=NOW - 3 * HOUR)
+    below.idle(now=NOW - 2 * HOUR)
+    made = budget(9)
+    swept(NOW)
+    assert spent(made) == 1
+
+
+# --- admission --------------------------------------------------------------------------------------------------------
+
+
+def test_a_grant_keeps_its_minimum_until_its_lease_ends(grant: Act, settings: Any) -> None:
+    settings.MINIMUM_TIME = 6 * MINUTE
+    budget(1)
+    held = [grant(environment=f"e{number}") for number in range(10)]
+    with refused(spent="0", limit="1") as caught:
+        grant(environment="e10")
+    assert "active leases keep 1 more" in str(caught.value)
+    assert not Lease.objects.filter(environment_id="e10").exists()
+    leasing.release(held[0].pk, now=NOW)
+    grant(environment="e10")
+    assert Tab.objects.filter(closed_at=NOW).get().holder == held[0].pk
+    assert Tab.objects.filter(closed_at__isnull=True).count() == 10
+
+
+def test_what_is_held_is_never_refused(spend: Act, grant: Act) -> None:
+    lease = spend()
+    budget("0.5", grace=HOUR)
+    under_way(lease)
+    swept(NOW)
+    assert grant() == lease
+
+
+def test_one_whose_time_is_over_does_not_stand_in_the_way_of_the_next(grant: Act, settings: Any) -> None:
+    settings.MINIMUM_TIME = HOUR
+    budget(1)
+    old = grant(ttl=MINUTE)
+    with refused():
+        grant(environment="e2", now=NOW + HOUR)
+    new = grant(now=NOW + HOUR)
+    assert (new != old, Tab.objects.get(holder=old.pk).closed_at) == (True, NOW + HOUR)
+
+
+def test_a_refusal_leaves_nothing(grant: Act) -> None:
+    budget("0.001")
+    with refused():
+        grant()
+    assert not Lease.objects.exists() and not Tab.objects.exists() and not Sandbox.objects.exists()
+
+
+def test_the_strictest_budget_is_named_and_nobody_else(spend: Act, grant: Act) -> None:
+    spend(BOB)
+    budget(1), budget(1, period="month"), budget(1, period="ever", scope="agent", subject=BOB), budget(1, hard=False)
+    swept(NOW)
+    with refused(resets_at=datetime(2026, 12, 1, tzinfo=UTC)) as caught:
+        grant(ADA, "e2")
+    assert str(caught.value) == (
+        "There is a budget of 1 hours a month for everything: 1 are spent. It begins anew at 2026-12-01 00:00 UTC."
+    )
+
+
+def test_a_budget_of_others_refuses_nobody(spend: Act, grant: Act) -> None:
+    spend(BOB)
+    for scope, subject in [("agent", BOB), ("key", "3"), ("environment_type", "rpg"), ("account", "crew")]:
+        budget("0.001", scope=scope, subject=subject)
+    swept(NOW)
+    grant(ADA, key_id="4")
+    for field in ({"key_id": "3"}, {"environment_type": "rpg"}, {"agent": BOB}):
+        with refused():
+            grant(**{"agent": ADA, "environment": "e2"} | field)
+
+
+def test_a_soft_budget_only_warns(spend: Act, grant: Act) -> None:
+    lease, made = spend(), budget("0.5", hard=False)
+    assert swept(NOW) == {"budgets warned of": 1, "budgets spent": 1}
+    assert (ended(lease)[0], said()) == ("active", ["exhausted", "warning"])
+    used(lease), grant(environment="e2")
+    swept(NOW + HOUR)
+    assert (ended(lease)[0], spent(made)) == ("active", 2)
+
+
+@contextmanager
+def statements() -> Iterator[list[str]]:
+    told: list[str] = []
+    with CaptureQueriesContext(
+        connection,
+    ) as caught:
+        yield told
+    told += [query["sql"] for query in caught if "billing_" in query["sql"]]
+
+
+def test_without_budgets_a_grant_asks_once_and_writes_its_tab_and_a_renewal_does_neither(spend: Act, grant: Act) -> None:
+    lease = spend()
+    with statements() as asked:
+        grant(environment="e2")
+    assert [("billing_budget" in one, one[:6]) for one in asked] == [(True, "SELECT"), (False, "INSERT")]
+    with statements() as asked:
+        used(lease)
+    assert len(asked) == 1 and "LIMIT 1" in asked[0]
+    with statements() as asked:
+        leasing.renew(lease, now=NOW)
+        grant()
+    assert asked == []
+    with statements() as asked:
+        leasing.release(lease.pk, now=NOW)
+    assert [one[:6] for one in asked] == ["UPDATE"]
+
+
+# --- what is refused while it is spent --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def over(spend: Act) -> Lease:
+    """A lease whose budget is spent, within its grace: something runs."""
+    lease: Lease = spend()
+    budget(1, grace=HOUR, scope="agent", subject=ADA)
+    under_way(lease)
+    assert swept(NOW)["sandboxes running on"] == 1
+    return lease
+
+
+def test_what_would_run_is_refused_and_a_number_stays_free(over: Lease, grant: Act) -> None:
+    with refused(spent="1", limit="1", unit="hours", resets_at=MIDNIGHT) as caught:
+        used(over)
+    assert str(caught.value).startswith(f"There is a budget of 1 hours a day for agent {ADA}: 1 are spent. It begins anew at ")
+    with refused():
+        turns.take_turn(over.pk, 1, {}, now=NOW)
+    with refused():
+        acting.sandbox_for(over.pk, now=NOW)
+    assert over.turns.count() == 0
+    leasing.renew(over, now=NOW)
+    used(grant(BOB, "e2"))
+
+
+def test_files_are_written_where_something_runs_and_start_nothing(over: Lease, at_step: Act) -> None:
+    file = Command(argv=["write"], timeout=MINUTE, kind="file")
+    acting.act_in(over.pk, file, lambda provider, box: provider.write_file(box.ref, "/workspace/g", b"1"), now=NOW)
+    box = Sandbox.objects.get()
+    runs.close(Run.objects.get(ended_at=None), now=NOW, outcome=runs.Outcome.OK)
+    pools.sleep(box.pk, now=NOW, reason="idle")
+    with refused():
+        acting.act_in(over.pk, file, lambda provider, box: None, now=NOW)
+    box.refresh_from_db()
+    assert box.state == "cold"
+
+
+def test_raised_it_is_open_again_at_once(over: Lease) -> None:
+    made = Budget.objects.get()
+    made.amount = Decimal(2)
+    budgets.save(made, now=NOW)
+    assert (made.exhausted_at, made.exhausted_for, made.spent) == (None, None, 1)
+    used(over)
+    assert said() == ["exhausted", "warning"]
+    assert swept(NOW + HOUR)["budgets spent"] == 1  # of the new amount: that is another fact
+    assert said() == ["exhausted", "warning"] * 2
+
+
+def test_raised_by_other_means_it_refuses_nothing_either(over: Lease) -> None:
+    Budget.objects.update(amount=2)
+    used(over)
+    assert swept(NOW) == {"budgets open again": 1}
+
+
+def test_what_was_counted_too_much_opens_it_again(over: Lease) -> None:
+    UsageRecord.objects.all().delete()
+    made = Budget.objects.get()
+    assert budgets.settle(made.pk, now=NOW) == ["open again"]
+    used(over)
+    metering.start_over()
+    assert swept(NOW)["budgets spent"] == 1
+    assert said() == ["exhausted", "warning"]  # once in a period
+
+
+def test_lowered_below_what_is_spent_it_refuses_and_ends(spend: Act, grant: Act) -> None:
+    lease, made = spend(), budget(9)
+    swept(NOW)
+    Budget.objects.update(amount=Decimal("0.5"))
+    with refused(spent="1", limit="0.5"):
+        grant(environment="e2")
+    assert swept(NOW)["leases ended"] == 1
+    assert (ended(lease), spent(made)) == (("expired", "budget"), 1)
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+def test_warned_and_spent_once_in_a_period(grant: Act, memory: Any) -> None:
+    lease = grant(now=NOW, ttl=23 * HOUR, sleep_after=DAY)
+    used(lease)
+    made = budget(1, grace=5 * DAY)
+    under_way(lease, timeout=9 * DAY)
+    marks = {}
+    for minute in range(0, 70, 6):
+        swept(NOW + minute * MINUTE)
+        marks[minute] = len(said())
+    assert [minute for minute in marks if marks[minute] > marks.get(minute - 6, 0)] == [48, 60]
+    first = Event.objects.get(kind="budget.exhausted").payload
+    assert (first["budget"], first["spent"], first["amount"], first["resets_at"]) == (made.pk, "1", "1", "2026-11-22T00:00:00Z")
+    swept(MIDNIGHT + 50 * MINUTE), swept(MIDNIGHT + HOUR)
+    assert said() == ["warning", "exhausted", "warning", "exhausted"]
+
+
+# --- leases that are ended --------------------------------------------------------------------------------------------
+
+
+def readable(lease: Lease) -> bytes:
+    """What a fork of an ended lease finds, once there is room again."""
+    Budget.objects.update(amount=100)
+    lease.refresh_from_db()
+    ask = leasing.Ask(ADA, "fork", "catan", pool=lease.pool.name)
+    fork, _ = forking.fork(lease, ask, now=NOW)
+    return used(fork, "cat", "f")
+
+
+def test_what_waits_is_stored_and_then_its_lease_ends(spend: Act, memory: Any) -> None:
+    lease, asleep, other = spend(), spend(environment="e2"), spend(BOB, "e3")
+    pools.sleep(Sandbox.objects.get(holder=asleep.pk).pk, now=NOW, reason="idle")
+    empty = leasing.acquire(leasing.Ask(ADA, "e4", "catan", pool=lease.pool.name), now=NOW)[0]
+    budget(1, scope="agent", subject=ADA)
+    assert swept(NOW) == {"budgets warned of": 1, "budgets spent": 1, "leases ended": 3}
+    assert [ended(one) for one in (lease, asleep, empty)] == [("expired", "budget")] * 3
+    assert (ended(other)[0], Snapshot.objects.filter(holder=lease.pk, forgotten_at=None).count()) == ("active", 1)
+    event = lease.events.get(kind="ended")
+    assert (event.actor, event.reason) == ("sweep", f"budget: 1 hours a day for agent {ADA}")
+    assert enforcing.enforce(now=NOW).counts == {}
+    leases.reclaim(now=NOW + MINUTE)
+    assert ended(lease)[0] == "destroyed"
+    with pytest.raises(LeaseEnded, match=r"\(budget\)"):
+        used(lease)
+    assert readable(lease) == b"kept\n"
+
+
+def test_what_runs_has_until_the_end_of_the_grace(spend: Act) -> None:
+    lease = spend()
+    budget(1, grace=5 * MINUTE)
+    run = under_way(lease)
+    for minute in (0, 1, 4):
+        assert swept(NOW + minute * MINUTE)["sandboxes running on"] == 1
+        assert (ended(lease)[0], Run.objects.get(pk=run.pk).ended_at) == ("active", None)
+    assert swept(NOW + 5 * MINUTE) == {"leases ended": 1}
+    run.refresh_from_db()
+    assert (ended(lease)[1], run.outcome, run.note) == (
+        "budget", "lost", "Killed: a budget of its lease is spent, and so is the grace.",
+    )  # fmt: skip
+    assert readable(lease) == b"kept\n"
+
+
+def test_what_has_ended_by_itself_within_the_grace_has_ended_well(spend: Act) -> None:
+    lease = spend()
+    budget(1)
+    run = under_way(lease)
+    swept(NOW)
+    runs.close(run, now=NOW + MINUTE, outcome=runs.Outcome.OK)
+    assert swept(NOW + MINUTE) == {"leases ended": 1}
+    assert (ended(lease)[1], Run.objects.get(pk=run.pk).outcome) == ("budget", "ok")
+
+
+def test_a_command_that_is_killed_says_that_its_lease_has_ended(spend: Act, memory: Any) -> None:
+    lease = spend()
+    budget(1, grace=timedelta(0))
+
+    def rival(ref: str) -> None:
+        unhook.close()
+        swept(NOW)
+
+    unhook = memory.before("exec", rival)
+    with pytest.raises(LeaseEnded) as caught:
+        used(lease)
+    assert caught.value.extra["end_reason"] == "budget"
+
+
+def test_what_cannot_be_killed_is_tried_again(spend: Act, memory: Any) -> None:
+    lease = spend()
+    budget(1, grace=timedelta(0))
+    under_way(lease)
+    with memory.fail("kill", Unavailable("no answer")):
+        assert swept(NOW)["sandboxes not stored yet"] == 1
+    assert (ended(lease)[0], Sandbox.objects.get().state) == ("active", "running")
+    assert swept(NOW + MINUTE) == {"leases ended": 1}
+
+
+def test_what_cannot_be_stored_stays_and_is_tried_again(spend: Act, memory: Any) -> None:
+    lease = spend()
+    budget(1, grace=timedelta(0))
+    with memory.fail("get_files", Unavailable("no answer")):
+        for minute in range(3):
+            assert swept(NOW + minute * MINUTE)["sandboxes not stored yet"] == 1
+            assert (ended(lease)[0], Sandbox.objects.get().state) == ("active", "waiting")
+            with refused():
+                used(lease)
+    assert Sandbox.objects.get().tries == 2  # it waits longer each time
+    assert swept(NOW + 20 * MINUTE) == {"leases ended": 1}
+    assert readable(lease) == b"kept\n"
+
+
+def test_what_its_clock_has_ended_says_so(spend: Act) -> None:
+    lease = spend()
+    budget(1)
+    assert swept(lease.expires_at)["leases ended"] == 1
+    assert ended(lease)[1] == "ttl"
+
+
+def test_what_the_provider_has_lost_is_left_to_reconcile(spend: Act, memory: Any) -> None:
+    lease = spend()
+    budget(1)
+    memory.vanish(Sandbox.objects.get().ref)
+    assert swept(NOW)["sandboxes not stored yet"] == 1
+    assert swept(NOW + MINUTE) == {"sandboxes lost": 1}
+    leases.reconcile(now=NOW + MINUTE, grace=MINUTE)
+    assert ended(lease)[1] == "lost"
+
+
+def test_raised_while_it_is_stored_the_lease_goes_on(spend: Act, at_step: Act) -> None:
+    lease = spend()
+    budget(1)
+    at_step("budget stored", lambda: Budget.objects.update(amount=2))
+    assert swept(NOW)["lost race"] == 1
+    assert ended(lease)[0] == "active"
+    assert used(lease, "cat", "f") == b"kept\n"
+
+
+def test_one_that_fails_does_not_keep_the_others(spend: Act, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = spend(), spend(environment="e2")
+    budget(1), budget(1, scope="agent", subject=ADA)
+    settle, end = budgets.settle, leasing.end
+
+    def sometimes(pk: Any, **options: Any) -> Any:
+        if pk in (first.pk, Budget.objects.order_by("pk").values_list("pk", flat=True)[0]):
+            raise RuntimeError("a bug")
+        return settle(pk, **options) if isinstance(pk, int) else end(pk, **options)
+
+    monkeypatch.setattr(budgets, "settle", sometimes)
+    monkeypatch.setattr(leasing, "end", sometimes)
+    metering.meter(now=NOW)
+    done = enforcing.enforce(now=NOW)
+    assert (done.counts["leases ended"], len(done.failures)) == (1, 2)
+    assert (ended(first)[0], ended(second)[0]) == ("active", "expired")
+
+
+STEPS = [
+    "budget summed", "budget marked", "budget settled", "budget stopped", "eviction claimed", "objects stored", "persisted",
+    "process gone", "budget stored", "budget ended",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", STEPS)
+def test_dying_anywhere_and_going_on_comes_to_the_same_end(where: str, spend: Act, at_step: Act, memory: Any) -> None:
+    lease = spend()
+    budget(1, grace=timedelta(0), now=NOW - 2 * HOUR)
+    run = under_way(lease)
+
+    def die() -> None:
+        raise Died
+
+    at_step(where, die)
+    with pytest.raises(Died):
+        swept(NOW)
+    assert where == "budget ended" or ended(lease)[0] == "active"
+    for later in (NOW + MINUTE, NOW + HOUR, NOW + 2 * HOUR):  # by then a claim that nobody carries out is stalled
+        leases.stalled(now=later)
+        swept(later)
+        leases.reclaim(now=later)
+    assert (ended(lease), said()) == (("destroyed", "budget"), ["exhausted", "warning"])
+    assert lease.events.filter(kind="ended").count() == 1
+    assert (Run.objects.get(pk=run.pk).outcome, Run.objects.filter(ended_at=None).count()) == ("lost", 0)
+    assert memory.list(str(lease.pool.owner)) == []
+    assert readable(lease) == b"kept\n"
+
+
+def test_every_step_that_is_died_at_is_there(spend: Act) -> None:
+    reached: set[str] = set()
+    STEP_HOOKS.append(hook := lambda name, subject: reached.add(name))
+    try:
+        under_way(spend()), budget(1, grace=timedelta(0)), swept(NOW)
+    finally:
+        STEP_HOOKS.remove(hook)
+    assert {*STEPS} <= reached
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"amount": 0}, "amount"), ({"amount": -1}, "amount"), ({"scope": "agent"}, "__all__"), ({"subject": ADA}, "__all__"),
+        ({"scope": "key", "subject": "ab"}, "subject"), ({"warn_percent": 0}, "warn_percent"),
+        ({"warn_percent": 101}, "warn_percent"), ({"unit": "eur"}, "unit"), ({"period": "week"}, "period"),
+        ({"scope": "team"}, "scope"), ({"grace": timedelta(seconds=-1)}, "__all__"),
+    ],
+)  # fmt: skip
+def test_a_budget_that_means_nothing_is_refused(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        budget(**fields)
+    assert field in caught.value.message_dict
+    assert not Budget.objects.exists()
+
+
+def test_one_that_is_not_active_counts_for_nothing(spend: Act, grant: Act) -> None:
+    lease, made = spend(), budget(1)
+    swept_first = swept(NOW)
+    assert swept_first["leases ended"] == 1
+    made.refresh_from_db()
+    made.active = False
+    budgets.save(made, now=NOW)
+    used(grant(environment="e2"))
+    assert swept(NOW + HOUR) == {}
+    assert ended(lease)[0] == "expired"
+
+
+def test_leases_that_were_there_before_get_their_tabs(grant: Act) -> None:
+    lease, gone = grant(), grant(environment="e2")
+    leasing.release(gone.pk, now=NOW + MINUTE)
+    before = sorted(Tab.objects.values_list())
+    Tab.objects.all().delete()
+    for _ in range(2):
+        import_module("leases.migrations.0013_tabs").open_tabs(apps, None)
+        assert sorted(Tab.objects.values_list()) == before
+    assert Tab.objects.get(closed_at=None).holder == lease.pk

@@ -1,0 +1,75 @@
+"""manage.py budget: one line for each."""
+
+from datetime import timedelta
+from io import StringIO
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.utils import timezone
+
+from billing import budgets
+from billing.models import Account, Budget
+from leases import keys
+
+pytestmark = pytest.mark.django_db
+ADA = "did:plc:ada"
+
+
+def run(*args: str) -> str:
+    out = StringIO()
+    call_command("budget", *args, stdout=out)
+    return out.getvalue().removesuffix("\n")
+
+
+def test_one_is_added_changed_listed_and_removed() -> None:
+    said = run("add", "12.50", "usd", "month", "--agent", ADA, "--grace", "30s", "--warn", "60")
+    made = Budget.objects.get()
+    line = f"{made.pk} 12.5 USD a month for agent {ADA}: 0 spent (hard, warns at 60 %, grace 30s)"
+    assert said == f"added: {line}" and run("list") == line
+    assert (made.scope, made.subject, made.amount, made.grace) == ("agent", ADA, 12.5, timedelta(seconds=30))
+    assert made.spent_at is not None
+    assert run("set", str(made.pk), "--amount", "20", "--soft", "--active", "no") == (
+        f"changed: {made.pk} 20 USD a month for agent {ADA}: 0 spent (soft, warns at 60 %, not active)"
+    )
+    assert run("set", str(made.pk), "--hard", "--active", "yes", "--grace", "0").endswith("grace 0s)")
+    assert run("remove", str(made.pk)).startswith(f"removed: {made.pk} 20 USD")
+    assert run("list") == "" and not Budget.objects.exists()
+
+
+def test_each_scope_can_be_named() -> None:
+    Account.objects.create(name="crew")
+    key, _ = keys.issue([ADA], now=timezone.now())
+    for words in (["--all"], ["--key", key.prefix], ["--type", "catan"], ["--account", "crew"]):
+        run("add", "1", "hours", "day", *words)
+    found = [*Budget.objects.order_by("pk").values_list("scope", "subject")]
+    assert found == [("all", ""), ("key", str(key.pk)), ("environment_type", "catan"), ("account", "crew")]
+
+
+def test_one_that_is_spent_says_so() -> None:
+    run("add", "1", "hours", "ever", "--all")
+    Budget.objects.update(spent=2, period_began=budgets.EVER)
+    assert run("list").endswith("1 hours in all for everything: 2 spent (hard, warns at 80 %, grace 300s, SPENT)")
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["add", "1", "hours", "day", "--agent", "ada"], "is not a DID"),
+        (["add", "1", "hours", "day", "--key", "ab"], "there is no API key"),
+        (["add", "1", "hours", "day", "--type", "chess"], "there is no environment type"),
+        (["add", "1", "hours", "day", "--account", "none"], "there is no account"),
+        (["add", "much", "hours", "day", "--all"], "is not a decimal number"),
+        (["add", "0", "hours", "day", "--all"], "greater than or equal"),
+        (["add", "nan", "hours", "day", "--all"], "decimal number|a number"),
+        (["add", "1", "hours", "day", "--all", "--warn", "101"], "less than or equal"),
+        (["add", "1", "hours", "day", "--all", "--grace", "soon"], "--grace"),
+        (["add", "1", "hours", "day"], "required"),
+        (["add", "1", "hours", "week", "--all"], "invalid choice"),
+        (["set", "77", "--amount", "1"], "There is no budget 77"),
+        (["remove", "77"], "There is no budget 77"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_changes_nothing(args: list[str], why: str) -> None:
+    with pytest.raises(CommandError, match=why):
+        run(*args)
+    assert not Budget.objects.exists()

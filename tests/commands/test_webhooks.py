@@ -1,0 +1,68 @@
+"""manage.py webhooks: a secret comes out once."""
+
+import io
+from collections.abc import Iterator
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from sandboxes.models import Webhook
+from tests.receiver import Receiver, receiving, verify
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as server:
+        yield server
+
+
+def run(*args: str) -> list[str]:
+    said = io.StringIO()
+    call_command("webhooks", *args, stdout=said)
+    return said.getvalue().splitlines()
+
+
+def test_a_webhook_is_added_listed_tested_rotated_and_removed(receiver: Receiver) -> None:
+    pk, secret = run(
+        "add", receiver.url, "--internal", "--kind", "lease.ended", "--kind", "budget.warning", "--description", "me"
+    )
+    row = Webhook.objects.get()
+    assert (str(row.pk), row.kinds, row.description, row.internal) == (pk, ["lease.ended", "budget.warning"], "me", True)
+    assert run("list") == [f"{pk} {receiver.url} lease.ended,budget.warning active never tried"]
+    assert run("test", pk) == [f"{receiver.url} answered 204"]
+    [after] = run("rotate", pk)
+    run("test", pk)
+    assert [verify(one, secret) for one in receiver.received] == [True, True]
+    assert [verify(one, after) for one in receiver.received] == [False, True]
+    assert run("pause", pk) == [f"{receiver.url} is paused"] and run("pause", pk) == [f"{receiver.url} was paused"]
+    assert " paused " in run("list")[0]
+    assert run("resume", pk) == [f"{receiver.url} is told again"]
+    assert run("resume", pk) == [f"{receiver.url} was neither paused nor given up"]
+    assert run("remove", pk) == [f"{receiver.url} is told nothing any more"]
+    assert run("list") == []
+    with pytest.raises(CommandError, match="There is no such webhook"):
+        run("remove", pk)
+
+
+def test_a_test_that_does_not_arrive_fails(receiver: Receiver) -> None:
+    pk, _ = run("add", receiver.url, "--internal")
+    receiver.status = 500
+    with pytest.raises(CommandError, match="The test did not arrive"):
+        run("test", pk)
+    assert "It answered 500" in run("list")[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["add", "http://example.com"], "https; http is for this machine's own addresses"),
+        (["add", "https://10.0.0.1/"], "10.0.0.1: it is not public"),
+        (["test", "nonsense"], "'nonsense' is not the id of a webhook"),
+    ],
+)
+def test_what_is_wrong_is_one_line(args: list[str], why: str) -> None:
+    with pytest.raises(CommandError, match=why):
+        run(*args)
+    assert not Webhook.objects.exists()

@@ -1,0 +1,109 @@
+"""A server on loopback that receives webhooks, notes them and answers as it is told; and what a receiver does with one."""
+
+import base64
+import hashlib
+import hmac
+import json
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Received:
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def said(self) -> Any:
+        return json.loads(self.body)
+
+
+class Receiver(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.received: list[Received] = []
+        self.status, self.headers = 204, {}
+        self.answer: Callable[[BaseHTTPRequestHandler], None] | None = None  # in the place of status and headers
+        self.stopping = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/events"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever hangs up on it does so on purpose."""
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.server.received.append(Received(self.path, headers, body))
+        if self.server.answer:
+            return self.server.answer(self)
+        self.send_response(self.server.status)
+        for name, value in self.server.headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+        return None
+
+    do_GET = do_POST
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def receiving(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
+    with Receiver() as server:
+        if tls:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.stopping.set()
+            server.shutdown()
+            thread.join(10)
+
+
+def silent(request: BaseHTTPRequestHandler) -> None:
+    """Never answers."""
+    request.server.stopping.wait(30)  # type: ignore[attr-defined]
+
+
+def trickling(request: BaseHTTPRequestHandler) -> None:
+    """Sends a header for ever, a byte at a time."""
+    request.wfile.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
+    while not request.server.stopping.wait(0.02):  # type: ignore[attr-defined]
+        request.wfile.write(b"a")
+
+
+def endless(request: BaseHTTPRequestHandler) -> None:
+    """Answers, and never stops to."""
+    request.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n")
+    until = time.monotonic() + 30
+    while time.monotonic() < until and not request.server.stopping.is_set():  # type: ignore[attr-defined]
+        request.wfile.write(b"a" * 65536)
+
+
+def verify(one: Received, secret: str) -> bool:
+    """As Standard Webhooks tells receivers to, by nothing of ours."""
+    key = base64.b64decode(secret.split("_", 1)[1])
+    signed = f"{one.headers['webhook-id']}.{one.headers['webhook-timestamp']}.".encode() + one.body
+    digest = hmac.new(key, signed, hashlib.sha256).digest()
+    expected = "v1," + base64.b64encode(digest).decode()
+    return any(hmac.compare_digest(each, expected) for each in one.headers["webhook-signature"].split(" "))

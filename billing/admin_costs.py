@@ -265,7 +265,12 @@ def _share(part: Decimal, whole: Decimal) -> str:
 
 
 def _part(day: overview.Day, name: str) -> str:
-    return money(day.parts[name]) if name in day.parts else "–"
+    return brief(day.parts[name]) if name in day.parts else "–"
+
+
+def brief(amount: Decimal) -> str:
+    """Money for a column: whole cents."""
+    return "< 0.01" if 0 < amount < Decimal("0.005") else money(amount)
 
 
 def _range(found: overview.Overview) -> dict[str, Any]:
@@ -273,7 +278,7 @@ def _range(found: overview.Overview) -> dict[str, Any]:
 
 
 KINDS = {
-    "docker", "process", "memory", "cloudflare", "daytona", "modal", "runloop", "langsmith", "kubernetes",
+    "docker", "process", "memory", "cloudflare", "daytona", "modal", "runloop", "langsmith", "kubernetes", "store",
 }  # fmt: skip
 
 
@@ -379,7 +384,7 @@ def spending(request: HttpRequest) -> HttpResponse:
         "series": [(name, kind(name), money(amount)) for name, amount in found.series.items() if name != overview.PLANS],
         "plans": money(found.series[overview.PLANS]) if overview.PLANS in found.series else "",
         "columns": [*found.series],
-        "table": [(day.day, [_part(day, name) for name in found.series], money(day.usd)) for day in found.days[::-1]],
+        "table": [(day.day, [_part(day, name) for name in found.series], brief(day.usd)) for day in found.days[::-1]],
         "spenders": [
             (each.agent_did, money(each.usd), _share(each.usd, found.usd),
              rows("billing_costrecord", slice="all", **{**narrowed, "agent_did": each.agent_did, **_range(found)}))
@@ -452,6 +457,8 @@ def fact_of(row: UsageRecord) -> SafeString:
     kind, _, rest = row.source.partition(" ")
     if kind == "snapshot" and uuid_of(rest):
         return link("sandboxes_snapshot", rest, "snapshot")
+    if kind == "data":
+        return format_html('<a class="lh-link" href="{}">data</a>', rows("sandboxes_agentdata", q=row.agent_did))
     if row.item == Item.TOKENS:
         asked = {"holder": row.holder} if row.holder else {}
         when = {"started_at_from_0": row.day, "started_at_to_0": row.day}

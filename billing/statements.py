@@ -15,7 +15,7 @@ from django.db.models.functions import TruncMonth
 
 from billing import pricing
 from billing.costs import following
-from billing.metering import OF_OTHERS
+from billing.metering import NAMES, OF_OTHERS
 from billing.models import (
     Account,
     CostRecord,
@@ -30,9 +30,8 @@ from billing.models import (
 from billing.sums import exactly, nano_usd
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import step
-from sandboxes.models import LlmCall, Sandbox, Snapshot, Transition
+from sandboxes.models import DataSize, LlmCall, Sandbox, Snapshot, Transition
 
-METERED = ("time", "storage", "tokens")
 ROWS = 500  # in one statement of SQL: SQLite takes so many values
 NOTHING = Decimal("0.00")
 
@@ -91,8 +90,8 @@ def _check_over(begin: date, end: date, now: datetime) -> None:
     over = datetime.combine(end, time(), UTC)
     if now < over:
         raise NotClosable(f"{named(begin)} is not over.")
-    metered = dict(Watermark.objects.filter(name__in=METERED).values_list("name", "at"))
-    if any(name not in metered or metered[name] < over for name in METERED) or _unread(over):
+    metered = dict(Watermark.objects.filter(name__in=NAMES).values_list("name", "at"))
+    if any(name not in metered or metered[name] < over for name in NAMES) or _unread(over):
         raise NotClosable(f"{named(begin)} is not metered up to its end yet. Run `manage.py meter`, or wait for its sweep.")
     if Unpriced.objects.filter(day__lt=end).exists():
         raise NotClosable(f"What was used up to the end of {named(begin)} is not priced yet. Wait for the next sweep.")
@@ -104,10 +103,12 @@ def _unread(over: datetime) -> bool:
     began = Exists(Transition.objects.filter(sandbox=OuterRef("pk"), at__lt=over))
     boxes = Sandbox.objects.filter(began, metered=False).exclude(meter__read_at__gte=over)
     calls = LlmCall.objects.filter(counted=False, ended_at__lt=over)
-    copies = Snapshot.objects.filter(metered=False, at__lt=over)
+    copies = Snapshot.objects.filter(metered=False, at__lt=over).exclude(kind__in=OF_OTHERS)
+    data = DataSize.objects.filter(metered=False, at__lt=over)
     if boxes.exists() or calls.exists() or copies.filter(forgotten_at__isnull=False).exists():
         return True
-    sources = {f"snapshot {pk}" for pk in copies.exclude(kind__in=OF_OTHERS).values_list("pk", flat=True)}
+    sources = {f"snapshot {pk}" for pk in copies.filter(size_bytes__gt=0).values_list("pk", flat=True)}
+    sources |= {f"data {pk}" for pk in data.filter(size_bytes__gt=0).values_list("pk", flat=True)}
     last = over - timedelta(days=1)
     there = UsageRecord.objects.filter(item=Item.STORAGE, day=last.date(), ended_at__gte=over).values_list("source", flat=True)
     return bool(sources - {*there})

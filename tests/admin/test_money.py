@@ -15,7 +15,7 @@ from django.core.cache import cache
 from django.test import Client
 from django.utils import timezone
 
-from billing import costs, overview, statements
+from billing import costs, metering, overview, statements
 from billing.admin_costs import month_before, month_of, short, why
 from billing.models import Account, CostRecord, Credit, Membership, Rate, Statement, UsageRecord, Watermark
 from controlplane import console
@@ -37,7 +37,7 @@ def on(day: Any, hour: int = 0) -> datetime:
 
 
 def price() -> None:
-    for name in statements.METERED:
+    for name in metering.NAMES:
         Watermark.objects.update_or_create(name=name, defaults={"at": NOW})
     costs.price(now=NOW)
 

@@ -23,7 +23,7 @@ from billing.pricing import plain
 from billing.sums import exactly, nano_usd
 from sandboxes.cells import ago, badge, link, rows, stamp, two
 from sandboxes.fields import Amount
-from sandboxes.pages import Act, Fact, Facts, Page, Reason, Slice, all_fields
+from sandboxes.pages import Act, Fact, Facts, Held, Page, Reason, Slice, all_fields
 
 MOST = 12  # rows of a panel
 
@@ -212,15 +212,8 @@ def _rest(credit: Credit, rest: dict[int, Decimal]) -> str:
     return f"{cents(rest[credit.pk])} left" if rest[credit.pk] else "nothing left"
 
 
-class MembershipForm(forms.ModelForm):
-    def clean_agent_did(self) -> str:
-        did: str = self.cleaned_data["agent_did"].strip()
-        return did
-
-
 @admin.register(Membership)
-class MembershipAdmin(Page):
-    form = MembershipForm
+class MembershipAdmin(Held, Page):
     list_display = ["agent_did", "of"]
     list_filter = [("account", RelatedDropdownFilter)]
     list_select_related = ["account"]
@@ -240,6 +233,7 @@ class MembershipAdmin(Page):
     def page(self, request: HttpRequest, row: Membership) -> dict[str, Any]:
         return {
             "facts": [
+                self.agent(row.agent_did),
                 Fact("Account", link("billing_account", row.account_id, row.account), note="pays for all that it uses"),
                 cost_so_far(agent_did=row.agent_did),
                 Fact("If it moves", "what it used moves, too", note="of closed months as corrections of both accounts"),

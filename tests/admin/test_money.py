@@ -334,6 +334,14 @@ def test_an_administrator_adds_an_account_and_moves_an_agent(administrator: Clie
     assert (lab.name, lab.title) == ("lab", "Lab")
 
 
+@pytest.mark.parametrize(("did", "added"), [(f" {BOB} ", True), ("bob", False), (ADA, False)])
+def test_a_member_is_an_agent_of_one_account(administrator: Client, team: Account, did: str, added: bool) -> None:
+    answer = administrator.post("/admin/billing/membership/add/", {"agent_did": did, "account": team.pk})
+    assert answer.status_code == (302 if added else 200)
+    assert Membership.objects.filter(agent_did=BOB).exists() == added
+    assert Membership.objects.count() == 1 + added
+
+
 def test_credit_is_granted_and_taken_back_with_a_reason(administrator: Client, team: Account) -> None:
     path = f"/admin/billing/account/{team.pk}/grant_credit/"
     assert administrator.get(path).status_code == 200

@@ -50,6 +50,7 @@ EVER = datetime(1970, 1, 1, tzinfo=UTC)
 HOUR = timedelta(hours=1)
 NANO = Decimal("1e-9")
 EXHAUSTED = "exhausted_at IS NOT NULL AND active AND hard"  # as the condition of its index
+LASTED = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
 STATED = ["scope", "subject", "unit", "amount", "period", "hard", "warn_percent", "grace", "active"]  # by operators
 
 
@@ -123,6 +124,14 @@ def visible_to(key_id: str, dids: Collection[str]) -> QuerySet[Budget]:
         | Q(scope=Scope.ACCOUNT, subject__in=accounts),
         active=True,
     )
+
+
+def marked(mark: str, now: datetime) -> Q:
+    """The active budgets whose mark, `warned_for` or `exhausted_for`, is of their present period."""
+    present = Q()
+    for period in Period:
+        present |= Q(period=period, **{mark: period_of(period, now)[0]})
+    return present & Q(active=True)
 
 
 # --- who is refused ---------------------------------------------------------------------------------------------------
@@ -263,14 +272,40 @@ def _tell(budget: Budget, event: Kind, *, now: datetime) -> None:
 
 def spent_between(budget: Budget, began: datetime, ends: datetime | None) -> Decimal:
     """What is derived so far of what was used in its scope in one period: usage up to the watermark, and its costs."""
-    days = Q(day__gte=began.date()) & (Q(day__lt=ends.date()) if ends else Q())
     if budget.unit == Unit.USD:
         of_account = Q(account__name=budget.subject)  # its plans, too
         whose = of_account if budget.scope == Scope.ACCOUNT else _used_under(budget)
-        return nano_usd(CostRecord.objects.filter(whose, days).aggregate(nano=exactly("usd"))["nano"])
-    time_used = UsageRecord.objects.filter(_used_under(budget), days, item=Item.TIME, state__in=PAID)
-    lasted = time_used.aggregate(sum=Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField())))["sum"]
+        return nano_usd(CostRecord.objects.filter(whose, _days(began, ends)).aggregate(nano=exactly("usd"))["nano"])
+    lasted = _time_used(budget, began, ends).aggregate(sum=LASTED)["sum"]
     return _hours(lasted or timedelta(0)).quantize(NANO)
+
+
+def spenders(budget: Budget, *, now: datetime, most: int) -> list[tuple[Tab, Decimal]]:
+    """Its open tabs that have spent the most in its present period, and what each has; the newest of those with nothing."""
+    began, ends = period_of(budget.period, now)
+    open_ = open_tabs(budget)
+    if budget.unit == Unit.USD:
+        costs = CostRecord.objects.filter(_days(began, ends), holder__in=open_.values("holder")).order_by()
+        nano = costs.values_list("holder").annotate(sum=exactly("usd")).order_by("-sum", "holder")[:most]
+        spent = {holder: nano_usd(sum_) for holder, sum_ in nano}
+    else:
+        used = _time_used(budget, began, ends).filter(holder__in=open_.values("holder")).order_by()
+        lasted = used.values_list("holder").annotate(sum=LASTED).order_by("-sum", "holder")[:most]
+        spent = {holder: _hours(sum_) for holder, sum_ in lasted}
+    tabs = {tab.holder: tab for tab in Tab.objects.filter(holder__in=spent)}
+    found = [(tabs[holder], amount) for holder, amount in spent.items()]
+    if len(found) < most:
+        rest = open_.exclude(holder__in=spent).order_by("-opened_at", "holder")[: most - len(found)]
+        found += [(tab, Decimal(0)) for tab in rest]
+    return found
+
+
+def _days(began: datetime, ends: datetime | None) -> Q:
+    return Q(day__gte=began.date()) & (Q(day__lt=ends.date()) if ends else Q())
+
+
+def _time_used(budget: Budget, began: datetime, ends: datetime | None) -> QuerySet[UsageRecord]:
+    return UsageRecord.objects.filter(_used_under(budget), _days(began, ends), item=Item.TIME, state__in=PAID)
 
 
 def _hours(lasted: timedelta) -> Decimal:
@@ -291,3 +326,11 @@ def save(budget: Budget, *, now: datetime) -> None:
             budget.save(update_fields=STATED)
     settle(budget.pk, now=now)
     budget.refresh_from_db()
+
+
+def switch(pk: int, *, active: bool, now: datetime) -> bool:
+    """Turn a budget on or off; whether this call did. What it has spent is worked out as soon as it is on."""
+    if not Budget.objects.filter(pk=pk, active=not active).update(active=active):
+        return False
+    settle(pk, now=now)
+    return True

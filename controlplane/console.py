@@ -15,6 +15,7 @@ from django.urls import reverse
 from django.utils import timezone
 from django.views.decorators.cache import never_cache
 
+from billing.admin_budgets import Notice, everywhere
 from leases.admin import LeaseAdmin
 from leases.models import Lease
 from sandboxes import slices, stats
@@ -54,6 +55,7 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
         ("Members", "group_add", "billing.membership"),
         ("Credits", "redeem", "billing.credit"),
         ("Statements", "request_quote", "billing.statement"),
+        ("Budgets", "savings", "billing.budget"),
     ],
     "Identity": [
         ("Signing keys", "fingerprint", "sandboxes.signingkey"),
@@ -173,6 +175,7 @@ class Fleet:
     tiles: list[Tile] = field(default_factory=list)
     pools: list[Filling] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
 
 
 def snapshot() -> Fleet:
@@ -218,7 +221,8 @@ def look(now: datetime | None = None) -> Fleet:
         _panel("lost", "lost_at", now, alarm=True),
         _panel("waiting", "last_used_at", now, title="Waiting longest"),
     ]
-    return Fleet(at=now, quarantine=panels[0].number, tiles=tiles, pools=fillings(pools, now), panels=panels)
+    filled = fillings(pools, now)
+    return Fleet(at=now, quarantine=panels[0].number, tiles=tiles, pools=filled, panels=panels, notices=everywhere(now))
 
 
 def _panel(name: str, since: str, now: datetime, *, title: str = "", alarm: bool = False) -> Panel:
@@ -258,7 +262,12 @@ def may_see_fleet(request: HttpRequest) -> bool:
 
 def fleet(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
     """The context of the first page."""
-    return context | {"title": "Fleet", "fleet": snapshot() if may_see_fleet(request) else None}
+    return context | {"title": "Fleet", **_shown(request)}
+
+
+def _shown(request: HttpRequest) -> dict[str, Any]:
+    found = snapshot() if may_see_fleet(request) else None
+    return {"fleet": found, "notices": found.notices if found and may_view(request, "billing.budget") else []}
 
 
 @never_cache
@@ -266,4 +275,4 @@ def fragment(request: HttpRequest) -> HttpResponse:
     """What the first page replaces itself with every ten seconds. 286 is htmx's word for: show this and stop asking."""
     if not admin.site.has_permission(request):
         return render(request, "admin/signed_out.html", status=286)
-    return render(request, "admin/fleet.html", {"fleet": snapshot() if may_see_fleet(request) else None})
+    return render(request, "admin/fleet.html", _shown(request))

@@ -22,6 +22,7 @@ from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 from django_q.models import OrmQ
 
+from billing import budgets
 from controlplane import schedules
 from leases.serializers import stamp
 from sandboxes import providers, slices, stats
@@ -65,6 +66,7 @@ def look(*, now: datetime) -> dict[str, Any]:
         waiting = OrmQ.objects.count()
         pools = stats.of_pools(now=now)
         unsaved = slices.unsaved().count()
+        spent = len(budgets.exhausted(now=now))
     except DatabaseError:
         return _said(database=False, missing=["The database does not answer."])
     egress = _lateness(passes.pop(EGRESS), now, EGRESS_EVERY)
@@ -79,8 +81,8 @@ def look(*, now: datetime) -> dict[str, Any]:
         missing.append("The queue gives no heartbeat, so no sweep runs.")
     return _said(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": waiting},
-        egress=egress, warnings=list(_warnings(pools, every, unsaved, drift, egress)), quarantined=every.quarantined,
-        stalled=every.stalled, lost=every.lost, unsaved=unsaved, drift=drift,
+        egress=egress, warnings=[*_warnings(pools, every, unsaved, drift, egress), *_spent(spent)],
+        quarantined=every.quarantined, stalled=every.stalled, lost=every.lost, unsaved=unsaved, drift=drift,
         warming={one.name: _warming(one) for one in pools if one.warm_target},
     )  # fmt: skip
 
@@ -101,6 +103,11 @@ def _warnings(pools: Sequence[PoolStats], every: Stats, unsaved: int, drift: int
         yield f"Stalled, since nobody takes the next step: {every.stalled}."
     if drift:
         yield f"Counters of pools or quotas that the last recount found wrong and set right: {drift}."
+
+
+def _spent(budgets_: int) -> Iterator[str]:
+    if budgets_:
+        yield f"Hard budgets that are spent, so leases are refused and ended: {budgets_}."
 
 
 def _warming(pool: PoolStats) -> dict[str, Any]:

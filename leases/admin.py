@@ -17,7 +17,16 @@ from unfold.decorators import action, display
 from unfold.enums import ActionVariant
 
 from billing.admin_costs import cost_so_far
-from leases import admin_costs, admin_identity, admin_sandboxes, admin_spending, admin_state, keys, leasing
+from leases import (
+    admin_budgets,
+    admin_costs,
+    admin_identity,
+    admin_sandboxes,
+    admin_spending,
+    admin_state,
+    keys,
+    leasing,
+)
 from leases.admin_spending import SPENDING, Limit
 from leases.cells import agent_fact
 from leases.models import DID_ACCEPTS, Agent, AgentKey, EnvironmentType, Lease, Status, Turn, is_did
@@ -30,7 +39,8 @@ from sandboxes.pages import Act, Fact, Facts, Page, Reason, Slice, all_fields
 from sandboxes.policies import SEALED
 
 __all__ = [
-    "AgentAdmin", "EnvironmentTypeAdmin", "KeyAdmin", "LeaseAdmin", "TurnAdmin", "admin_costs", "admin_identity",
+    "AgentAdmin", "EnvironmentTypeAdmin", "KeyAdmin", "LeaseAdmin", "TurnAdmin", "admin_budgets", "admin_costs",
+    "admin_identity",
     "admin_sandboxes", "admin_state",
 ]  # fmt: skip
 SOON = timedelta(minutes=5)
@@ -137,8 +147,10 @@ class LeaseAdmin(Facts):
         now = timezone.now()
         before, only = _moment(request.GET.get("before", "")), request.GET.get("only", "")
         entries, older = timeline(row, before=before, only=only)
+        notices, within = admin_budgets.of_lease(request, row, now)
         return {
-            "facts": self.facts(row, now),
+            "notices": notices,
+            "facts": [*self.facts(row, now), *within],
             "entries": entries,
             "newer": before,
             "older": "?" + urlencode({"only": only, "before": older.isoformat()}) if older else "",
@@ -288,6 +300,7 @@ class AgentAdmin(Page):
         active, latest = mine.filter(status=Status.ACTIVE).count(), mine.order_by("-leased_at").first()
         living = Sandbox.objects.filter(agent_did=row.did).exclude(state=State.DESTROYED).count()
         return {
+            "notices": admin_budgets.of_agent(request, row.did, timezone.now()),
             "facts": [
                 Fact("Active leases", active, href=rows("leases_lease", slice="active", agent_did=row.did)),
                 Fact("Every lease", mine.count(), href=rows("leases_lease", slice="history", agent_did=row.did)),

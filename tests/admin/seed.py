@@ -19,8 +19,10 @@ from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.auth.models import Group, User
 from django.utils import timezone
 
-from leases import acting, forking, keys, leasing, snapshots, sweeps, turns
-from leases.models import EnvironmentType, Lease
+from billing import budgets, costs, metering
+from billing.models import Budget
+from leases import acting, enforcing, forking, keys, leasing, snapshots, sweeps, turns
+from leases.models import AgentKey, EnvironmentType, Lease
 from sandboxes import curves, delivering, identity, outbox, pool, processes, providers, runs, subscribing
 from sandboxes import sweeps as below
 from sandboxes.egress import rates
@@ -67,6 +69,7 @@ def seed(now: datetime) -> None:
     _identities(now)
     _calls(now)
     _told(now)
+    _budgets(now)
     _sweeps(now)
     seed_money(now)
 
@@ -383,6 +386,28 @@ def _state(memory: MemoryProvider, now: datetime) -> None:
 
 def _sh(lease: Lease, line: str, at: datetime) -> None:
     acting.exec_in(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=at, actor="key 3f9a1c20")
+
+
+def _budgets(now: datetime) -> None:
+    """What may be spent: within, past the warning level, exhausted, and off."""
+    _used("did:plc:thrifty", "essay-3", now - 2 * HOUR)
+    metering.meter(now=now - HOUR)
+    one = Budget(scope="agent", subject="did:plc:thrifty", amount=Decimal("0.9"), unit="hours", period="ever")
+    budgets.save(one, now=now - HOUR)
+    enforcing.enforce(now=now - HOUR)  # ends its lease
+    metering.meter(now=now)
+    costs.price(now=now)
+    for scope, subject, amount, unit, period, more in (
+        ("all", "", "400", "hours", "month", {}),
+        ("agent", PLAYERS[0], "0.05", "usd", "ever", {"hard": False}),
+        ("agent", PLAYERS[1], "3.3", "hours", "ever", {}),
+        ("environment_type", "catan", "50", "hours", "ever", {"grace": 4 * HOUR}),
+        ("key", str(AgentKey.objects.get(name="tournament server").pk), "25", "usd", "day", {"warn_percent": 60}),
+        ("agent", PLAYERS[2], "12.5", "usd", "month", {"active": False}),
+        ("account", "house", "1200", "usd", "month", {"warn_percent": 90}),
+    ):
+        known = {"scope": scope, "subject": subject, "unit": unit, "period": period, **more}
+        budgets.save(Budget(amount=Decimal(amount), **known), now=now - MINUTE)
 
 
 def _sweeps(now: datetime) -> None:

@@ -12,7 +12,9 @@ from tests.admin.conftest import box_of
 pytestmark = pytest.mark.django_db
 
 VIEWS = {
-    "billing": {"account", "costrecord", "credit", "membership", "rate", "statement", "statementline", "usagerecord"},
+    "billing": {
+        "account", "budget", "costrecord", "credit", "membership", "rate", "statement", "statementline", "usagerecord",
+    },
     "leases": {"agent", "agentkey", "environmenttype", "lease", "leaseevent", "turn"},
     "sandboxes": {
         "agentdata", "dataevent", "datafile", "delivery", "event", "llmcall", "mintedtoken", "modelrate", "policy", "pool",
@@ -30,7 +32,7 @@ ADMINISTRATOR = OPERATOR | {
     "sandboxes.add_quota", "sandboxes.change_quota", "sandboxes.add_policy", "sandboxes.change_policy",
     "sandboxes.manage_identity", "sandboxes.add_modelrate", "sandboxes.change_modelrate", "sandboxes.delete_modelrate",
     "billing.add_rate", "billing.change_rate", "billing.add_account", "billing.change_account", "billing.add_membership",
-    "billing.change_membership", "billing.add_credit", "billing.close_statement",
+    "billing.change_membership", "billing.add_credit", "billing.close_statement", "billing.add_budget", "billing.change_budget",
     "sandboxes.manage_webhook",
 }  # fmt: skip
 
@@ -47,8 +49,7 @@ def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client,
         "sandboxes/agentdata", "sandboxes/snapshot", "sandboxes/dataevent", "sandboxes/process", "sandboxes/policy",
         "sandboxes/signingkey", "sandboxes/mintedtoken", "sandboxes/modelrate", "sandboxes/llmcall",
         "billing/costrecord", "billing/usagerecord", "billing/rate", "billing/account", "billing/membership", "billing/credit",
-        "billing/statement", "spending",
-        "sandboxes/webhook", "sandboxes/event", "sandboxes/delivery",
+        "billing/statement", "spending", "billing/budget", "sandboxes/webhook", "sandboxes/event", "sandboxes/delivery",
     )  # fmt: skip
     for page in pages:
         shown = viewer.get(f"/admin/{page}/")

@@ -116,5 +116,5 @@ def test_probes_are_read_only_and_need_no_host(client, path: str, beating) -> No
 
 def test_a_probe_costs_few_queries(client, beating, django_assert_max_num_queries) -> None:
     client.get("/readyz")
-    with django_assert_max_num_queries(5):
+    with django_assert_max_num_queries(6):
         client.get("/readyz")

@@ -1,0 +1,335 @@
+"""Budgets on operators' pages: what may be spent and what is, who is in it, and who is told."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from decimal import Decimal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from django.contrib.auth.models import Group, Permission
+from django.core.cache import cache
+from django.test import Client
+from django.utils import timezone
+
+from billing import budgets, metering
+from billing.admin_budgets import LINES, MOST, PASS, BudgetAdmin, everywhere, overshoot
+from billing.models import Account, Budget
+from controlplane import console, schedules
+from leases import acting, enforcing, keys, leasing
+from leases.models import Agent, Lease
+from sandboxes import moments
+from sandboxes.models import Event
+from sandboxes.runs import Command
+from tests.admin.conftest import queries
+from tests.conftest import MINUTE
+
+pytestmark = pytest.mark.django_db
+HOUR = timedelta(hours=1)
+ADA = "did:plc:ada"
+WHY = {"_form_submitted": "on", "reason": "said so in the meeting"}
+LIST = "/admin/billing/budget/"
+ASKED = {
+    "scope": "agent", "subject": ADA, "amount": "2.5", "unit": "usd", "period": "month", "hard": "on", "warn_percent": "80",
+    "grace": "5m",
+}  # fmt: skip
+
+
+def budget(amount: Any = 10, **fields: Any) -> Budget:
+    known = {"scope": "all", "unit": "hours", "period": "ever", **fields}
+    made = Budget(amount=Decimal(amount), **known)
+    budgets.save(made, now=timezone.now())
+    return made
+
+
+def page(made: Budget) -> str:
+    return f"{LIST}{made.pk}/change/"
+
+
+@pytest.fixture(autouse=True)
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a verb does takes no time: so hours are exact."""
+    monkeypatch.setattr(moments, "time", SimpleNamespace(monotonic=lambda: 0.0))
+
+
+@pytest.fixture
+def spend(grant: Callable[..., Lease]) -> Callable[..., Lease]:
+    """A lease that has used so many hours by now, and waits."""
+
+    def make(hours: float = 1, agent: str = ADA, environment: str = "game-1", **ask: Any) -> Lease:
+        now = timezone.now()
+        began = now - hours * HOUR
+        lease = grant(agent, environment, now=began, ttl=20 * HOUR, sleep_after=20 * HOUR, **ask)
+        acting.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=began)
+        metering.meter(now=now)
+        return lease
+
+    return make
+
+
+# --- a budget is stated -----------------------------------------------------------------------------------------------
+
+
+def test_a_budget_is_added_and_what_was_spent_counts_at_once(administrator: Client, spend: Callable[..., Lease]) -> None:
+    spend(2)
+    said = administrator.post(f"{LIST}add/", {**ASKED, "unit": "hours", "period": "ever", "warn_percent": "60"})
+    assert said.status_code == 302
+    made = Budget.objects.get()
+    assert (made.scope, made.subject, made.amount, made.hard, made.grace) == ("agent", ADA, Decimal("2.5"), True, 5 * MINUTE)
+    assert made.active and made.warned_for and round(made.spent, 1) == 2
+
+
+def test_a_change_is_worked_out_at_once_and_leaves_the_rest(administrator: Client, spend: Callable[..., Lease]) -> None:
+    spend(2)
+    made = budget(1)
+    assert made.exhausted_at
+    asked = {**ASKED, "scope": "all", "subject": "", "unit": "hours", "period": "ever", "amount": "40"}
+    assert administrator.post(page(made), asked).status_code == 302
+    created = made.created_at
+    made.refresh_from_db()
+    assert (made.amount, made.exhausted_at, made.warned_for, made.created_at) == (40, None, None, created)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"amount": "0"},
+        {"amount": "-1"},
+        {"amount": ""},
+        {"warn_percent": "101"},
+        {"scope": "all"},
+        {"subject": ""},
+        {"subject": "ada"},
+        {"scope": "environment_type", "subject": "no-such"},
+        {"scope": "key", "subject": "17"},
+        {"scope": "key", "subject": "9" * 30},
+        {"scope": "account", "subject": "nobody"},
+        {"grace": "soon"},
+    ],
+)
+def test_a_budget_that_is_none_is_refused(administrator: Client, wrong: dict[str, str]) -> None:
+    said = administrator.post(f"{LIST}add/", {**ASKED, **wrong})
+    assert said.status_code == 200 and said.context["adminform"].form.errors
+    assert not Budget.objects.exists()
+
+
+def test_a_key_is_named_as_lists_show_it(administrator: Client) -> None:
+    key, _ = keys.issue([ADA], name="ci", now=timezone.now())
+    for said in (f"lh_{key.prefix}_…", key.prefix, str(key.pk)):
+        assert administrator.post(f"{LIST}add/", {**ASKED, "scope": "key", "subject": said}).status_code == 302
+    assert {each.subject for each in Budget.objects.all()} == {str(key.pk)}
+    assert f'href="/admin/leases/agentkey/{key.pk}/change/">ci</a>' in administrator.get(LIST).content.decode()
+
+
+def test_a_budget_is_turned_off_and_on_again(administrator: Client, spend: Callable[..., Lease]) -> None:
+    spend(2)
+    made = budget(1)
+    for act, active in (("turn_off", False), ("turn_off", False), ("turn_on", True)):
+        Budget.objects.filter(pk=made.pk, active=False).update(spent=0)
+        assert administrator.post(f"{LIST}{made.pk}/{act}/", WHY).status_code == 200
+        made.refresh_from_db()
+        assert made.active is active
+    assert made.spent >= 2
+    assert len(administrator.get(page(made)).context["done"]) == 2
+
+
+@pytest.mark.parametrize("role", ["Viewer", "Operator"])
+def test_others_than_administrators_only_look(as_role: Callable[..., Client], role: str) -> None:
+    made, browser = budget(), as_role(role)
+    shown = browser.get(page(made))
+    assert shown.status_code == 200
+    assert b'name="_save"' not in shown.content and "Deactivate…" not in shown.content.decode()
+    assert browser.post(page(made), {**ASKED, "amount": "99"}).status_code == 403
+    assert browser.post(f"{LIST}add/", ASKED).status_code == 403
+    assert browser.post(f"{LIST}{made.pk}/turn_off/", WHY).status_code == 403
+    made.refresh_from_db()
+    assert (made.amount, made.active, Budget.objects.count()) == (10, True, 1)
+
+
+# --- the list and the page --------------------------------------------------------------------------------------------
+
+
+def test_each_slice_shows_its_own(viewer: Client, spend: Callable[..., Lease]) -> None:
+    spend(2)
+    made = {"within": budget(10), "warned": budget("2.1"), "exhausted": budget(1), "soft": budget(1, hard=False)}
+    made["off"] = budget(1, active=False)
+    names = {each.pk: name for name, each in made.items()}
+    found = {
+        name: {names[row.pk] for row in viewer.get(f"{LIST}?slice={name}").context["cl"].result_list}
+        for name in BudgetAdmin.slices
+    }
+    assert found == {"all": {*made}, "warned": {"warned"}, "exhausted": {"exhausted", "soft"}, "off": {"off"}}
+    shown = viewer.get(LIST).content.decode()
+    for level in ("within", "warned", "exhausted", "off"):
+        assert f'<meter class="lh-meter is-{level}"' in shown
+    assert 'style="--warn: 80%"' in shown
+
+
+def test_what_was_spent_in_a_period_that_is_over_is_not_shown(viewer: Client) -> None:
+    made = budget(1, period="day")
+    long_ago = timezone.now() - timedelta(days=2)
+    began = budgets.period_of("day", long_ago)[0]
+    Budget.objects.filter(pk=made.pk).update(
+        spent=1, period_began=began, warned_for=began, exhausted_for=began, exhausted_at=long_ago
+    )  # fmt: skip
+    assert "0 of 1 hours, 0 %" in viewer.get(LIST).content.decode()
+    assert not viewer.get(f"{LIST}?slice=exhausted").context["cl"].result_count
+    assert not viewer.get("/admin/").context["notices"]
+
+
+def test_a_list_costs_as_many_queries_for_40_budgets_as_for_4(viewer: Client) -> None:
+    def fill(first: int, last: int) -> None:
+        Account.objects.create(name=f"team-{first}")
+        for number in range(first, last):
+            key, _ = keys.issue([ADA], now=timezone.now())
+            Agent.objects.create(did=f"did:plc:a{number}")
+            subjects = {"key": str(key.pk), "agent": f"did:plc:a{number}", "environment_type": "catan", "all": ""}
+            for scope, subject in subjects.items():
+                budget(scope=scope, subject=subject)
+
+    fill(0, 1)
+    cache.set("fleet", console.look(), 600)
+    viewer.get(LIST)
+    few = queries(viewer, LIST)
+    fill(1, 10)
+    assert queries(viewer, LIST) == few <= 10
+
+
+def test_the_page_says_who_is_in_it_and_costs_the_same_for_many(viewer: Client, spend: Callable[..., Lease]) -> None:
+    spend(2, "did:plc:most")
+    spend(1, ADA)
+    gone = spend(3, "did:plc:gone")
+    leasing.release(gone.pk, now=timezone.now())
+    made = budget(100)
+    shown = viewer.get(page(made))
+    assert [(tab.agent_did, amount) for _, tab, _, amount in shown.context["within"]] == [
+        ("did:plc:most", "2"), (ADA, "1"),
+    ]  # fmt: skip
+    assert f'href="/admin/leases/lease/{shown.context["within"][0][1].holder}/change/"' in shown.content.decode()
+    few = queries(viewer, page(made))
+    for number in range(MOST + 2):
+        spend(number / 100, f"did:plc:a{number}")
+    budgets.settle(made.pk, now=timezone.now())
+    shown = viewer.get(page(made))
+    assert len(shown.context["within"]) == MOST and f"of {MOST + 4}" in shown.content.decode()
+    assert queries(viewer, page(made)) < few <= 12  # there is nobody else to look for
+
+
+def test_a_budget_in_usd_lists_leases_that_cost_nothing_yet(viewer: Client, spend: Callable[..., Lease]) -> None:
+    spend()
+    shown = viewer.get(page(budget(5, unit="usd")))
+    assert [(tab.agent_did, amount) for _, tab, _, amount in shown.context["within"]] == [(ADA, "0")]
+
+
+def test_the_page_shows_what_was_said_of_this_budget_alone(viewer: Client, spend: Callable[..., Lease]) -> None:
+    made, others = budget(1), [budget(1) for _ in range(10)]
+    spend(2)
+    for each in (made, *others):
+        budgets.settle(each.pk, now=timezone.now())
+    said = viewer.get(page(made)).context["said"]
+    assert [each.kind for each in said] == ["budget.exhausted", "budget.warning"]
+    assert Event.objects.filter(kind__startswith="budget.").count() == 22
+    assert said[0].spent.endswith(" of 1 hours")
+    assert viewer.get(said[0].href).status_code == 200
+
+
+def test_the_bound_is_said_in_this_budgets_numbers() -> None:
+    now = timezone.now()
+    hours = " ".join(overshoot(budget(10), 12, now))
+    assert "12 leases are open" in hours and "12 x 8 m = 1.6 hours" in hours and "up to 600 leases" in hours
+    usd = " ".join(overshoot(budget(10, unit="usd", grace=HOUR), 1, now))
+    assert "what 1 sandbox costs in 1 h 3 m" in usd
+    assert "no bound" in " ".join(overshoot(budget(10, hard=False), 12, now))
+    assert schedules.every("meter") == schedules.every("budgets") == PASS
+
+
+# --- elsewhere --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_page_names_each_budget_past_its_warning_level(viewer: Client, spend: Callable[..., Lease]) -> None:
+    spend(2)
+    budget(10)
+    assert "lh-over" not in viewer.get("/admin/").content.decode()
+    cache.clear()
+    warned, hard = budget("2.1"), budget(1)
+    for url in ("/admin/", "/admin/fleet/"):
+        shown = viewer.get(url).content.decode()
+        assert shown.count('class="lh-notice lh-over') == 2
+        assert shown.index(page(hard)) < shown.index(page(warned))
+        assert "leases are refused and ended" in shown
+    for _ in range(LINES):
+        budget(1)
+    cache.clear()
+    shown = viewer.get("/admin/").content.decode()
+    assert shown.count('class="lh-notice lh-over') == LINES + 1 and f"{LIST}?slice=exhausted" in shown
+
+
+def test_notices_cost_one_query_whatever_their_number(spend: Callable[..., Lease], django_assert_num_queries: Any) -> None:
+    spend(2)
+    for count in (0, 3):
+        for _ in range(count):
+            budget(1)
+        with django_assert_num_queries(1):
+            assert len(everywhere(timezone.now())) == count
+
+
+def test_an_agents_page_names_the_budgets_that_its_leases_are_in(viewer: Client, spend: Callable[..., Lease]) -> None:
+    spend(2)
+    spend(1, "did:plc:bob")
+    mine, theirs = budget(1, scope="agent", subject=ADA), budget("0.5", scope="agent", subject="did:plc:bob")
+    kind, other = budget(1, scope="environment_type", subject="catan"), budget(1, scope="environment_type", subject="rpg")
+    house = budget(1, scope="account", subject="house")
+    agent = Agent.objects.get(did=ADA)
+    shown = viewer.get(f"/admin/leases/agent/{agent.pk}/change/").content.decode()
+    assert all(page(each) in shown for each in (mine, kind, house))
+    assert not any(page(each) in shown for each in (theirs, other))
+
+
+def test_a_leases_page_says_what_is_left_of_its_tightest_budget(viewer: Client, spend: Callable[..., Lease]) -> None:
+    key, _ = keys.issue([ADA], now=timezone.now())
+    lease = spend(2, key_id=str(key.pk))
+    url = f"/admin/leases/lease/{lease.pk}/change/"
+    assert "nothing ends it for what it costs" in viewer.get(url).content.decode()
+    none = queries(viewer, url)
+    budget(100), budget(1, hard=False)
+    tight = budget("2.5", scope="key", subject=str(key.pk))
+    shown = viewer.get(url)
+    fact = next(fact for fact in shown.context["facts"] if fact.label == "2 hard budgets")
+    assert fact.value == "0.5 hours left" and page(tight) in fact.note
+    assert shown.content.decode().count('class="lh-notice lh-over') == 2  # the soft one, and this
+    assert queries(viewer, url) == none
+
+
+def test_a_lease_that_a_budget_has_ended_says_which(viewer: Client, spend: Callable[..., Lease]) -> None:
+    lease, made = spend(2), budget(1, scope="agent", subject=ADA)
+    enforcing.enforce(now=timezone.now())
+    url = f"/admin/leases/lease/{lease.pk}/change/"
+    fact = next(fact for fact in viewer.get(url).context["facts"] if fact.label == "Ended by the budget")
+    assert str(made) in fact.value and page(made) in fact.value
+    said = str(made)
+    Budget.objects.filter(pk=made.pk).update(amount=7)  # it says what held then
+    fact = next(fact for fact in viewer.get(url).context["facts"] if fact.label == "Ended by the budget")
+    assert fact.value == said
+
+
+def test_who_may_not_see_budgets_is_told_nothing_of_them(as_role: Callable[..., Client], spend: Callable[..., Lease]) -> None:
+    lease = spend(2)
+    budget(1)
+    few = Group.objects.create(name="Few")
+    few.permissions.set(
+        Permission.objects.filter(codename__in=["view_lease", "view_sandbox", "view_pool", "view_sweep"])
+    )  # fmt: skip
+    browser = as_role("Few")
+    for url in ("/admin/", f"/admin/leases/lease/{lease.pk}/change/"):
+        shown = browser.get(url)
+        assert shown.status_code == 200
+        assert "lh-over" not in shown.content.decode() and "hard budget" not in shown.content.decode()
+
+
+def test_health_counts_hard_budgets_that_are_spent(client: Client, spend: Callable[..., Lease]) -> None:
+    spend(2)
+    budget(1, hard=False)
+    assert not any("budget" in each for each in client.get("/healthz").json()["warnings"])
+    budget(1, scope="agent", subject=ADA)
+    said = [each for each in client.get("/healthz").json()["warnings"] if "budget" in each]
+    assert said == ["Hard budgets that are spent, so leases are refused and ended: 1."]

@@ -20,7 +20,7 @@ from unfold.contrib.filters.admin import ChoicesRadioFilter
 from unfold.decorators import action, display
 
 from billing import budgets
-from billing.models import HOUSE, Account, Budget
+from billing.models import Account, Budget
 from billing.models_budgets import Period, Scope, Unit
 from sandboxes.cells import age, ago, badge, counted, link, rows, since, span, stamp, two, usd
 from sandboxes.models import Event
@@ -193,12 +193,10 @@ class BudgetAdmin(Page):
 
     def subjects(self, rows: Collection[Budget]) -> Mapping[int, Any]:
         """Whom each of them is for; `leases` overrides it, which has pages for most."""
-        return {row.pk: self._account(row.subject) for row in rows if row.scope == Scope.ACCOUNT}
-
-    def _account(self, name: str) -> Any:
-        pages = self.admin_site.is_registered(Account)
-        account = Account.objects.filter(name=name).first() if pages and name != HOUSE else None
-        return link("billing_account", account.pk, name) if account else name
+        names = {row.subject for row in rows if row.scope == Scope.ACCOUNT}
+        found = Account.objects.filter(name__in=names) if names else []
+        known = {each.name: link("billing_account", each.pk, each) for each in found}
+        return {row.pk: known.get(row.subject, row.subject) for row in rows if row.scope == Scope.ACCOUNT}
 
     def holders(self, pks: Collection[UUID]) -> Mapping[UUID, Any]:
         """Each of these in the words of a table; `leases` overrides it."""

@@ -102,17 +102,18 @@ class Forecast:
     runs_out: date | None
 
 
-def forecast(*, now: datetime, last: int = LAST, budget: Decimal | None = None) -> Forecast:
+def forecast(*, now: datetime, last: int = LAST, budget: Decimal | None = None, **only: str) -> Forecast:
     """If each day to come costs what the last ones have cost on average, which are over and of which something was used.
+    The names in `only` are those of costs.BY.
 
     Allowances make it too low early in a month: what was free in those days will not be free once they are used up."""
     today = now.astimezone(UTC).date()
     begin = today.replace(day=1)
-    spent = {total.key: total.usd for total in costs("day", since=begin, until=following(begin))}
-    recent = costs("day", since=today - timedelta(days=last), until=today)
+    spent = {total.key: total.usd for total in costs("day", since=begin, until=following(begin), **only)}
+    recent = costs("day", since=today - timedelta(days=last), until=today, **only)
     days = (today - date.fromisoformat(recent[0].key)).days if recent else 0
     paid = sum((total.usd for total in recent), Decimal(0))
-    plans = costs("item", since=today - timedelta(days=last), until=today, item=Priced.PLAN)
+    plans = costs("item", since=today - timedelta(days=last), until=today, item=Priced.PLAN, **only)
     paid -= sum((total.usd for total in plans), Decimal(0))
     a_day = Fraction(paid) / days if days else Fraction(0)
     before = sum((usd for key, usd in spent.items() if key < str(today)), Decimal(0))

@@ -4,25 +4,28 @@ Usage records are what the facts amount to by day. Nobody pushes a charge: whate
 it can be derived again."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
 from typing import Any
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import Count, F, Max, Min, Q, Sum
+from django.db.models import Count, F, Max, Min, Q, Sum, Window
+from django.db.models.functions import Lead
 
 from billing.models import Item, Meter, UsageRecord, Watermark
 from billing.sums import exactly, nano_usd
 from sandboxes.lifecycle import step
-from sandboxes.models import LlmCall, Sandbox, Snapshot, State, Transition
+from sandboxes.models import DataSize, LlmCall, Sandbox, Snapshot, State, Transition
 from sandboxes.stored import SnapshotKind
 
 WITHOUT_PROCESS = (State.COLD, State.DESTROYED)
 SANDBOXES, CALLS, ROWS = 400, 500, 500  # in one batch: SQLite takes so many values in a statement
 Batch = Callable[[Any, datetime], tuple[Any, int]]  # after which key, up to when -> the last key or None, records written
 WHOSE = ("id", "agent_did", "environment_id", "provider", "memory_mib", "millicpus")
+NAMES = ("time", "snapshots", "data", "tokens")  # of watermarks
+STORE = "store"  # what stores agents' data, in the place of a provider
 OF_OTHERS = (SnapshotKind.RESTORED, SnapshotKind.FORKED)  # they point to objects of another snapshot
 
 
@@ -96,7 +99,7 @@ def meter(*, now: datetime) -> Counter[str]:
     It may stop at any step, run twice, or beside itself: each batch is one transaction, under the lock of its watermark,
     and writes what the facts say, whatever was there before."""
     counts: Counter[str] = Counter()
-    batches: list[tuple[str, Batch]] = [("time", _time), ("storage", _storage), ("tokens", _tokens)]
+    batches: list[tuple[str, Batch]] = [("time", _time), ("snapshots", _snapshots), ("data", _data), ("tokens", _tokens)]
     for name, batch in batches:
         after: Any = None
         while True:
@@ -123,12 +126,13 @@ def _watermark(name: str, now: datetime) -> datetime:
 def start_over() -> None:
     """Throw the usage records away. The next `meter` derives them all again."""
     with transaction.atomic(durable=True):
-        for name in ("time", "storage", "tokens"):
+        for name in NAMES:
             _watermark(name, datetime(1970, 1, 1, tzinfo=UTC))
         UsageRecord.objects.all().delete()
         Meter.objects.all().delete()
         Sandbox.objects.filter(metered=True).update(metered=False)
         Snapshot.objects.filter(metered=True).update(metered=False)
+        DataSize.objects.filter(metered=True).update(metered=False)
         LlmCall.objects.filter(counted=True).update(counted=False)
 
 
@@ -191,36 +195,81 @@ def _midnight(at: datetime) -> datetime:
     return datetime.combine(at.astimezone(UTC).date(), time(), UTC)
 
 
-def _storage(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
+@dataclass(frozen=True)
+class Stored:
+    """Something that takes room. Without an end it does still."""
+
+    source: str
+    size_bytes: int
+    began_at: datetime
+    ended_at: datetime | None
+    whose: Mapping[str, Any]  # fields of its usage records
+
+
+def _snapshots(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
     """Snapshots whose time is not all in yet. One that points to another's objects (restored, forked) takes no room."""
     unmetered = Snapshot.objects.filter(metered=False, **({"pk__gt": after} if after else {}))
     some = [*unmetered.select_related("sandbox").order_by("pk")[:SANDBOXES]]
     if not some:
         return None, 0
-    sources = {each.pk: f"snapshot {each.pk}" for each in some}
-    written = UsageRecord.objects.filter(item=Item.STORAGE, source__in=sources.values())
-    latest = dict(written.values_list("source").annotate(Max("day")))
-    records, outdated = [], Q(pk__in=[])
-    for each in some:
-        source, over = sources[each.pk], each.forgotten_at is not None
-        since = None if over or source not in latest else datetime.combine(latest[source], time(), UTC)
-        outdated |= Q(source=source, day__gte=since.date()) if since else Q(source=source)
-        if each.kind in OF_OTHERS:
+    written = _take_room(
+        [
+            Stored(
+                f"snapshot {each.pk}", each.size_bytes, each.at, each.forgotten_at,
+                {"sandbox": each.sandbox, "holder": each.holder, "agent_did": each.sandbox.agent_did,
+                 "environment_id": each.sandbox.environment_id, "provider": each.sandbox.provider},
+            )
+            for each in some
+            if each.kind not in OF_OTHERS
+        ],
+        until,
+    )  # fmt: skip
+    gone = Q(forgotten_at__isnull=False) | Q(kind__in=OF_OTHERS)
+    Snapshot.objects.filter(gone, pk__in=[each.pk for each in some]).update(metered=True)
+    return some[-1].pk, written
+
+
+def _data(after: int | None, until: datetime) -> tuple[int | None, int]:
+    """Agents' data: each size it had, until the next."""
+    unmetered = DataSize.objects.filter(metered=False, **({"pk__gt": after} if after else {}))
+    following = Window(Lead("at"), partition_by="agent_did", order_by="pk")
+    some = [*unmetered.annotate(until=following).order_by("pk")[:SANDBOXES]]
+    if not some:
+        return None, 0
+    stored = [
+        Stored(f"data {each.pk}", each.size_bytes, each.at, each.until, {"agent_did": each.agent_did, "provider": STORE})
+        for each in some
+    ]
+    written = _take_room(stored, until)
+    DataSize.objects.filter(pk__in=[each.pk for each in some if each.until]).update(metered=True)
+    return some[-1].pk, written
+
+
+def _take_room(stored: Sequence[Stored], until: datetime) -> int:
+    """Write the usage records of what takes room; how many. Of what does still, once an hour, up to its beginning."""
+    until = until.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+    last = UsageRecord.objects.filter(item=Item.STORAGE, source__in=[each.source for each in stored])
+    latest = {source: (day, end) for source, day, end in last.order_by("day").values_list("source", "day", "ended_at")}
+    records: list[UsageRecord] = []
+    outdated = Q(pk__in=[])
+    for each in stored:
+        day, end = latest.get(each.source, (None, None))
+        since = datetime.combine(day, time(), UTC) if day and each.ended_at is None else None  # days before are written
+        if since and end == until:
             continue
-        began = max(each.at, since) if since else each.at
-        for day, start, end in by_day(began, each.forgotten_at or until):
-            records.append(
-                UsageRecord(
-                    item=Item.STORAGE, source=source, day=day, began_at=start, ended_at=end, sandbox=each.sandbox,
-                    holder=each.holder, agent_did=each.sandbox.agent_did, environment_id=each.sandbox.environment_id,
-                    provider=each.sandbox.provider, size_bytes=each.size_bytes,
-                )
-            )  # fmt: skip
+        outdated |= Q(source=each.source, day__gte=since.date()) if since else Q(source=each.source)
+        began = max(each.began_at, since) if since else each.began_at
+        records += [
+            UsageRecord(
+                item=Item.STORAGE, source=each.source, day=day, began_at=start, ended_at=end, size_bytes=each.size_bytes,
+                **each.whose,
+            )
+            for day, start, end in by_day(began, each.ended_at or until)
+            if each.size_bytes
+        ]  # fmt: skip
     UsageRecord.objects.filter(outdated, item=Item.STORAGE).delete()
     UsageRecord.objects.bulk_create(records, batch_size=ROWS)
-    gone = Q(forgotten_at__isnull=False) | Q(kind__in=OF_OTHERS)
-    Snapshot.objects.filter(gone, pk__in=sources).update(metered=True)
-    return max(sources), len(records)
+    return len(records)
 
 
 def _tokens(after: int | None, until: datetime) -> tuple[int | None, int]:

@@ -15,10 +15,11 @@ from django.db.models.functions import Coalesce
 from django.utils import timezone
 
 from billing.models_budgets import Budget, Tab
+from billing.models_statements import Credit, Statement, StatementLine
 
 __all__ = [
-    "HOUSE", "Account", "Budget", "CostRecord", "Item", "Membership", "Meter", "Priced", "Rate", "Tab", "Unpriced",
-    "UsageRecord", "Watermark",
+    "HOUSE", "Account", "Budget", "CostRecord", "Credit", "Item", "Membership", "Meter", "Priced", "Rate", "Statement",
+    "StatementLine", "Tab", "Unpriced", "UsageRecord", "Watermark",
 ]  # fmt: skip
 HOUSE = "house"  # the account of whoever has no other
 DIGITS = 15  # of a number: SQLite keeps no more
@@ -163,8 +164,9 @@ class Account(models.Model):
 
 
 class Membership(models.Model):
-    """The account that an agent's usage is billed to, all of it: what it used before moves with it. Without one it is the
-    house, as it is for sandboxes that nobody held yet."""
+    """The account that an agent's usage is billed to, all of it: what it used before moves with it. Of months that are closed
+    it moves as corrections, on the next statements of both accounts. Without one it is the house, as it is for sandboxes that
+    nobody held yet."""
 
     agent_did = models.CharField(max_length=255, unique=True, verbose_name="agent")
     account = models.ForeignKey(Account, on_delete=models.PROTECT, related_name="memberships")

@@ -27,8 +27,8 @@ from sandboxes.egress.totals import totals
 from sandboxes.models import LlmCall, Pool, Sandbox, Sweep, Webhook
 from sandboxes.pages import Page, Slice
 
-# title -> [(what, icon, "app.model")]
-MENU: Mapping[str, list[tuple[str, str, str]]] = {
+# title -> [(what, icon, "app.model", the name of a page if it is not the model's list)]
+MENU: Mapping[str, list[tuple[str, ...]]] = {
     "Leases": [
         ("Leases", "contract", "leases.lease"),
         ("Turns", "casino", "leases.turn"),
@@ -46,7 +46,17 @@ MENU: Mapping[str, list[tuple[str, str, str]]] = {
         ("Policies", "policy", "sandboxes.policy"),
         ("Quotas", "pie_chart", "sandboxes.quota"),
     ],
-    "Money": [("Budgets", "savings", "billing.budget")],
+    "Money": [
+        ("Spending", "bar_chart", "billing.costrecord", "spending"),
+        ("Cost records", "receipt_long", "billing.costrecord"),
+        ("Usage", "timer", "billing.usagerecord"),
+        ("Rates", "price_change", "billing.rate"),
+        ("Accounts", "account_balance_wallet", "billing.account"),
+        ("Members", "group_add", "billing.membership"),
+        ("Credits", "redeem", "billing.credit"),
+        ("Statements", "request_quote", "billing.statement"),
+        ("Budgets", "savings", "billing.budget"),
+    ],
     "Identity": [
         ("Signing keys", "fingerprint", "sandboxes.signingkey"),
         ("Service tokens", "confirmation_number", "sandboxes.mintedtoken"),
@@ -85,9 +95,10 @@ def navigation(request: HttpRequest) -> list[dict[str, Any]]:
     return groups
 
 
-def _item(title: str, icon: str, model: str) -> dict[str, Any]:
+def _item(title: str, icon: str, model: str, page: str = "") -> dict[str, Any]:
     badge = str(snapshot().quarantine or "") if model == "sandboxes.sandbox" else ""
-    return {"title": title, "icon": icon, "link": rows(model.replace(".", "_")), "badge": badge}
+    link = reverse(page) if page else rows(model.replace(".", "_"))
+    return {"title": title, "icon": icon, "link": link, "badge": badge}
 
 
 def may_view(request: HttpRequest, model: str) -> bool:

@@ -5,11 +5,13 @@ from django.urls import include, path
 from django.views.generic import RedirectView
 from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitView
 
+from billing.admin_costs import spending
 from controlplane import console, health, metrics
 
 urlpatterns = [
     path("", RedirectView.as_view(url="/admin/")),
     path("admin/fleet/", console.fragment, name="fleet"),
+    path("admin/spending/", admin.site.admin_view(spending), name="spending"),
     path("admin/", admin.site.urls),
     path("api/v1/", include("leases.urls")),
     path("api/v1/", include("billing.urls")),

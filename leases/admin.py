@@ -16,7 +16,17 @@ from django.utils.safestring import SafeString
 from unfold.decorators import action, display
 from unfold.enums import ActionVariant
 
-from leases import admin_budgets, admin_identity, admin_sandboxes, admin_spending, admin_state, keys, leasing
+from billing.admin_costs import cost_so_far
+from leases import (
+    admin_budgets,
+    admin_costs,
+    admin_identity,
+    admin_sandboxes,
+    admin_spending,
+    admin_state,
+    keys,
+    leasing,
+)
 from leases.admin_spending import SPENDING, Limit
 from leases.cells import agent_fact
 from leases.models import DID_ACCEPTS, Agent, AgentKey, EnvironmentType, Lease, Status, Turn, is_did
@@ -29,7 +39,8 @@ from sandboxes.pages import Act, Fact, Facts, Page, Reason, Slice, all_fields
 from sandboxes.policies import SEALED
 
 __all__ = [
-    "AgentAdmin", "EnvironmentTypeAdmin", "KeyAdmin", "LeaseAdmin", "TurnAdmin", "admin_budgets", "admin_identity",
+    "AgentAdmin", "EnvironmentTypeAdmin", "KeyAdmin", "LeaseAdmin", "TurnAdmin", "admin_budgets", "admin_costs",
+    "admin_identity",
     "admin_sandboxes", "admin_state",
 ]  # fmt: skip
 SOON = timedelta(minutes=5)
@@ -177,6 +188,7 @@ class LeaseAdmin(Facts):
                 else "",
             ),
             *admin_spending.of_lease(row),
+            cost_so_far(holder=row.pk),
         ]
 
     def has_end_permission(self, request: HttpRequest, object_id: str | None = None) -> bool:
@@ -295,6 +307,7 @@ class AgentAdmin(Page):
                 Fact("Sandboxes", living, href=rows("sandboxes_sandbox", slice="live", agent_did=row.did)),
                 Fact("Runs", "newest first", href=rows("sandboxes_run", slice="all", agent_did=row.did)),
                 *admin_spending.of_agent(row.did),
+                cost_so_far(agent_did=row.did),
                 self.data(row),
                 admin_identity.signs(request, row.did),
                 Fact("Last used", ago(latest.last_activity_at) if latest else "never"),

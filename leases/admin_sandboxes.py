@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from datetime import datetime
+from typing import Any
 
 from django.contrib import admin
 from django.core.exceptions import ValidationError
@@ -141,7 +142,11 @@ class LeasedProcessAdmin(HeldByLease, ProcessAdmin):
     pass
 
 
-class AgentsQuotaForm(QuotaForm):
+class NamesAgent:
+    """A form in which an operator names an agent."""
+
+    cleaned_data: dict[str, Any]
+
     def clean_agent_did(self) -> str:
         did: str = self.cleaned_data["agent_did"].strip()
         try:
@@ -149,6 +154,10 @@ class AgentsQuotaForm(QuotaForm):
         except ValidationError:
             raise ValidationError(f"{did[:80]!r} is not {DID_ACCEPTS}.") from None
         return did
+
+
+class AgentsQuotaForm(NamesAgent, QuotaForm):
+    pass
 
 
 @admin.register(Quota)

@@ -92,7 +92,7 @@ class Typed(TextFilter):
     lookup = ""
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[LlmCall]) -> QuerySet[LlmCall]:
-        said = (self.value() or "").strip()
+        said = (self.value() or "").replace("\0", "").strip()  # which PostgreSQL does not take
         return queryset.filter(**{self.lookup: said}) if said else queryset
 
 

@@ -14,13 +14,13 @@ from sandboxes.background import Ending, Process
 from sandboxes.calls import LlmCall, LogPosition, ModelRate
 from sandboxes.policies import SEALED, Policy
 from sandboxes.signing import MintedToken, SigningKey
-from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject, Snapshot
+from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject, DataSize, Snapshot
 from sandboxes.webhooks import Delivery, Event, Webhook
 
 __all__ = [
-    "ALIVE", "GONE", "IN_FLIGHT", "RUN_KINDS", "AgentData", "Attachment", "DataEvent", "DataFile", "DataObject", "Delivery",
-    "Ending", "Event", "LlmCall", "LogPosition", "MintedToken", "ModelRate", "Outcome", "Policy", "Pool", "Process", "Quota",
-    "Run", "Sandbox", "SigningKey", "Snapshot", "State", "Sweep", "Transition", "Webhook",
+    "ALIVE", "GONE", "IN_FLIGHT", "RUN_KINDS", "AgentData", "Attachment", "DataEvent", "DataFile", "DataObject",
+    "DataSize", "Delivery", "Ending", "Event", "LlmCall", "LogPosition", "MintedToken", "ModelRate", "Outcome", "Policy",
+    "Pool", "Process", "Quota", "Run", "Sandbox", "SigningKey", "Snapshot", "State", "Sweep", "Transition", "Webhook",
 ]  # fmt: skip
 
 

@@ -83,6 +83,33 @@ class AgentData(models.Model):
         return self.agent_did
 
 
+class DataSize(models.Model):
+    """How large an agent's data was from a moment on, until the next such row: what its storage is metered by. Written under
+    the lock of the data's row, and never earlier than the one before."""
+
+    agent_did = models.CharField(max_length=255, verbose_name="agent")
+    size_bytes = models.PositiveBigIntegerField()
+    at = models.DateTimeField()
+    metered = models.BooleanField(default=False, editable=False, help_text="It is over, and all of it is in usage records.")
+
+    class Meta:
+        default_permissions = ()
+        indexes = [
+            models.Index(fields=["agent_did", "-id"], name="datasize_newest"),
+            models.Index(fields=["id"], condition=Q(metered=False), name="datasize_unmetered"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.agent_did}: {self.size_bytes} bytes"
+
+    @classmethod
+    def note(cls, agent_did: str, size_bytes: int, *, now: datetime) -> None:
+        """Call it where the size is written, in the same transaction."""
+        last = cls.objects.filter(agent_did=agent_did).order_by("-pk").first()
+        if size_bytes != (last.size_bytes if last else 0):
+            cls.objects.create(agent_did=agent_did, size_bytes=size_bytes, at=max(now, last.at) if last else now)
+
+
 class DataObject(models.Model):
     """One object in the store with what one persist found changed: a tar, of which some members may be outdated since."""
 

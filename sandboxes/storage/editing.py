@@ -29,7 +29,7 @@ from sandboxes.storage.base import CHUNK, StoreError
 from sandboxes.storage.changes import Piece, above
 from sandboxes.storage.spools import spool
 from sandboxes.storage.verdict import WRITTEN
-from sandboxes.stored import AgentData, DataFile, DataObject, Keeping
+from sandboxes.stored import AgentData, DataFile, DataObject, DataSize, Keeping
 
 log = structlog.get_logger(__name__)
 BROKEN = (tarfile.TarError, EOFError, KeyError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
@@ -295,6 +295,7 @@ def _count(mine: AgentData, now: datetime) -> tuple[int, int]:
     AgentData.objects.filter(pk=mine.pk).update(
         revision=mine.revision + 1, files=live["files"], size_bytes=live["size"], changed_at=now
     )
+    DataSize.note(mine.agent_did, live["size"], now=now)
     return live["all"], live["size"]
 
 

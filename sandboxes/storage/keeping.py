@@ -24,7 +24,7 @@ from sandboxes.storage.editing import Bundle
 from sandboxes.storage.s3 import S3Store
 from sandboxes.storage.spools import Slice, side_by_side, spool
 from sandboxes.storage.verdict import WRITTEN
-from sandboxes.stored import AgentData, DataFile, DataObject, Keeping
+from sandboxes.stored import AgentData, DataFile, DataObject, DataSize, Keeping
 
 Wakes = dict[str, Any]
 KINDS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "link": stat.S_IFLNK}
@@ -132,3 +132,4 @@ def _record(mine: AgentData, bundle: Bundle, revision: int, now: datetime) -> No
     AgentData.objects.filter(pk=mine.pk).update(
         keeping=Keeping.SYNC, revision=revision, files=len(sizes), size_bytes=sum(sizes), changed_at=now
     )
+    DataSize.note(mine.agent_did, sum(sizes), now=now)

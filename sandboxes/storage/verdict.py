@@ -17,7 +17,7 @@ from sandboxes.models import GONE, Sandbox, State
 from sandboxes.providers.base import Stat
 from sandboxes.storage import tree
 from sandboxes.storage.changes import LONGEST_PATH, Change, Piece, above
-from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject
+from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject, DataSize
 
 log = structlog.get_logger(__name__)
 CONFLICTS = ".conflicts"
@@ -57,6 +57,7 @@ def record(
             AgentData.objects.filter(pk=data.pk).update(
                 revision=verdict.revision, files=live["files"], size_bytes=live["size"], changed_at=now
             )
+            DataSize.note(data.agent_did, live["size"], now=now)
         seen = verdict.revision if verdict.news and data.revision == here.revision else here.revision
         base = verdict.base
         if not Attachment.objects.filter(pk=here.pk, version=here.version).update(

@@ -33,6 +33,7 @@ from sandboxes.providers.base import DATA, Unavailable
 from sandboxes.providers.memory import Call, File, Link, MemoryProvider, Outcome
 from sandboxes.runs import Command
 from sandboxes.storage import editing, workspace
+from tests.admin.seed_money import seed_money
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
 PLAYERS = [
@@ -70,6 +71,7 @@ def seed(now: datetime) -> None:
     _told(now)
     _budgets(now)
     _sweeps(now)
+    seed_money(now)
 
 
 def _policies() -> None:

@@ -179,11 +179,16 @@ def test_what_was_spent_in_a_period_that_is_over_is_not_shown(viewer: Client) ->
 
 def test_a_list_costs_as_many_queries_for_40_budgets_as_for_4(viewer: Client) -> None:
     def fill(first: int, last: int) -> None:
-        Account.objects.create(name=f"team-{first}")
         for number in range(first, last):
             key, _ = keys.issue([ADA], now=timezone.now())
             Agent.objects.create(did=f"did:plc:a{number}")
-            subjects = {"key": str(key.pk), "agent": f"did:plc:a{number}", "environment_type": "catan", "all": ""}
+            Account.objects.create(name=f"team-{number}")
+            subjects = {
+                "key": str(key.pk),
+                "agent": f"did:plc:a{number}",
+                "environment_type": "catan",
+                "account": f"team-{number}",
+            }
             for scope, subject in subjects.items():
                 budget(scope=scope, subject=subject)
 
@@ -193,6 +198,7 @@ def test_a_list_costs_as_many_queries_for_40_budgets_as_for_4(viewer: Client) ->
     few = queries(viewer, LIST)
     fill(1, 10)
     assert queries(viewer, LIST) == few <= 10
+    assert "/admin/billing/account/" in viewer.get(LIST).content.decode()
 
 
 def test_the_page_says_who_is_in_it_and_costs_the_same_for_many(viewer: Client, spend: Callable[..., Lease]) -> None:

@@ -127,6 +127,8 @@ def test_calls_are_narrowed_by_each_filter(viewer: Client, lease: Lease) -> None
         "started_at_from_0=x",
         "started_at_from_0=2026-13-45&started_at_from_1=25:00",
         "code=",
+        "code=%00",
+        "called=%00",
     ):
         assert listed(viewer, f"?{nonsense}") == everything, nonsense
 

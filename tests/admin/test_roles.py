@@ -12,7 +12,9 @@ from tests.admin.conftest import box_of
 pytestmark = pytest.mark.django_db
 
 VIEWS = {
-    "billing": {"budget"},
+    "billing": {
+        "account", "budget", "costrecord", "credit", "membership", "rate", "statement", "statementline", "usagerecord",
+    },
     "leases": {"agent", "agentkey", "environmenttype", "lease", "leaseevent", "turn"},
     "sandboxes": {
         "agentdata", "dataevent", "datafile", "delivery", "event", "llmcall", "mintedtoken", "modelrate", "policy", "pool",
@@ -29,7 +31,9 @@ ADMINISTRATOR = OPERATOR | {
     "leases.add_environmenttype", "leases.change_environmenttype", "sandboxes.add_pool", "sandboxes.change_pool",
     "sandboxes.add_quota", "sandboxes.change_quota", "sandboxes.add_policy", "sandboxes.change_policy",
     "sandboxes.manage_identity", "sandboxes.add_modelrate", "sandboxes.change_modelrate", "sandboxes.delete_modelrate",
-    "sandboxes.manage_webhook", "billing.add_budget", "billing.change_budget",
+    "billing.add_rate", "billing.change_rate", "billing.add_account", "billing.change_account", "billing.add_membership",
+    "billing.change_membership", "billing.add_credit", "billing.close_statement", "billing.add_budget", "billing.change_budget",
+    "sandboxes.manage_webhook",
 }  # fmt: skip
 
 
@@ -44,7 +48,8 @@ def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client,
         "leases/lease", "leases/agentkey", "sandboxes/sandbox", "sandboxes/pool", "sandboxes/quota", "sandboxes/sweep",
         "sandboxes/agentdata", "sandboxes/snapshot", "sandboxes/dataevent", "sandboxes/process", "sandboxes/policy",
         "sandboxes/signingkey", "sandboxes/mintedtoken", "sandboxes/modelrate", "sandboxes/llmcall",
-        "sandboxes/webhook", "sandboxes/event", "sandboxes/delivery", "billing/budget",
+        "billing/costrecord", "billing/usagerecord", "billing/rate", "billing/account", "billing/membership", "billing/credit",
+        "billing/statement", "spending", "billing/budget", "sandboxes/webhook", "sandboxes/event", "sandboxes/delivery",
     )  # fmt: skip
     for page in pages:
         shown = viewer.get(f"/admin/{page}/")
@@ -79,7 +84,7 @@ def test_facts_are_read_only_even_for_a_superuser(superuser: Client, lease: Leas
     facts = [page for page in admin.site._registry.values() if isinstance(page, Facts)]
     assert {page.model.__name__ for page in facts} == {
         "Lease", "Turn", "Sandbox", "Run", "Process", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
-        "MintedToken", "Event", "Delivery",
+        "MintedToken", "Event", "Delivery", "CostRecord", "UsageRecord", "Credit", "Statement",
     }  # fmt: skip
     for page in facts:
         assert not page.has_add_permission(request)

@@ -21,7 +21,7 @@ from leases.models import Lease
 from sandboxes import lifecycle
 from sandboxes import sweeps as below
 from sandboxes.egress import rates, records
-from sandboxes.models import LlmCall, ModelRate, Sandbox, Snapshot, Transition
+from sandboxes.models import AgentData, DataSize, LlmCall, ModelRate, Sandbox, Snapshot, Transition
 from sandboxes.providers.base import Unavailable
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW, Died
@@ -152,12 +152,17 @@ def test_a_clock_that_was_ahead_is_set_right_by_what_happens_then(grant: Act, me
     assert seconds() == {"waiting": 3600}
 
 
-@pytest.mark.parametrize("subject", ["time", "storage", "tokens"])
-def test_dying_in_a_batch_writes_nothing_of_it_and_the_next_pass_all(subject: str, grant: Act, memory: Any) -> None:
+@pytest.mark.parametrize(
+    ("subject", "source"), [("time", "transition"), ("snapshots", "snapshot"), ("data", "data"), ("tokens", "calls")]
+)
+def test_dying_in_a_batch_writes_nothing_of_it_and_the_next_pass_all(
+    subject: str, source: str, grant: Act, memory: Any
+) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=9 * HOUR)
     used(lease, now=NOON)
     below.idle(now=NOON + HOUR)
     call(lease)
+    DataSize.note("did:plc:ada", 1000, now=NOON)
 
     def die(reached: str, at: object) -> None:
         if (reached, at) == ("metered", subject):
@@ -169,9 +174,10 @@ def test_dying_in_a_batch_writes_nothing_of_it_and_the_next_pass_all(subject: st
             meter(now=NOON + 2 * HOUR)
     finally:
         lifecycle.STEP_HOOKS.remove(die)
-    assert not UsageRecord.objects.filter(item=subject).exists()
+    assert not UsageRecord.objects.filter(source__startswith=source).exists()
     meter(now=NOON + 2 * HOUR)
-    assert {*UsageRecord.objects.values_list("item", flat=True)} == {"time", "storage", "tokens"}
+    sources = {each.split()[0] for each in UsageRecord.objects.values_list("source", flat=True)}
+    assert sources == {"transition", "snapshot", "data", "calls"}
     before = metering_rows()
     metering.start_over()
     meter(now=NOON + 2 * HOUR)
@@ -218,7 +224,7 @@ def test_a_snapshot_takes_room_until_it_is_forgotten(grant: Act, memory: Any) ->
     kept = Snapshot.objects.get()
     meter(now=NOON + 2 * HOUR)
     meter(now=MIDNIGHT + HOUR)
-    rows = UsageRecord.objects.filter(item=Item.STORAGE).order_by("day")
+    rows = UsageRecord.objects.filter(source__startswith="snapshot").order_by("day")
     assert [(round((row.ended_at - row.began_at) / HOUR), row.size_bytes) for row in rows] == [
         (11, kept.size_bytes), (1, kept.size_bytes),
     ]  # fmt: skip
@@ -244,7 +250,47 @@ def test_a_copy_that_points_to_the_same_objects_takes_none(grant: Act, memory: A
         size_bytes=kept.size_bytes,
     )
     meter(now=NOON + 2 * HOUR)
-    assert UsageRecord.objects.filter(item=Item.STORAGE).count() == 1
+    assert UsageRecord.objects.filter(source__startswith="snapshot").count() == 1
+
+
+def test_an_agents_data_takes_room_as_large_as_it_was(grant: Act) -> None:
+    for size, hours in ((1000, 0), (1000, 1), (3000, 2), (0, 5), (7, 6)):
+        DataSize.note("did:plc:ada", size, now=NOON + hours * HOUR)
+    DataSize.note("did:plc:bob", 50, now=NOON + 5 * HOUR)
+    meter(now=MIDNIGHT + 2 * HOUR)
+    assert room() == [
+        ("did:plc:ada", 7, 2), ("did:plc:ada", 7, 6), ("did:plc:ada", 1000, 2), ("did:plc:ada", 3000, 3),
+        ("did:plc:bob", 50, 2), ("did:plc:bob", 50, 7),
+    ]  # fmt: skip
+    assert DataSize.objects.filter(metered=False).count() == 2
+    before = metering_rows()
+    meter(now=MIDNIGHT + 2.9 * HOUR)
+    assert metering_rows() == before  # what still takes room is written once an hour
+    metering.start_over()
+    meter(now=MIDNIGHT + 2.9 * HOUR)
+    assert metering_rows() == before
+
+
+def test_the_size_of_data_is_noted_whenever_it_changes(grant: Act, memory: Any) -> None:
+    lease = grant()
+    sizes = []
+    for script in ("echo 12345 >/data/a", "true", "echo 1 >/data/a"):
+        acting.exec_in(lease.pk, Command(argv=["sh", "-c", script], timeout=MINUTE), now=NOON)
+        sizes.append(AgentData.objects.get(agent_did="did:plc:ada").size_bytes)
+    noted = [row.size_bytes for row in DataSize.objects.filter(agent_did="did:plc:ada").order_by("pk")]
+    assert (noted, sizes) == ([sizes[0], sizes[0] - 4], [sizes[0], sizes[0], sizes[0] - 4])
+
+
+def test_a_size_is_never_noted_before_the_one_it_follows() -> None:
+    DataSize.note("did:plc:ada", 1, now=NOON)
+    DataSize.note("did:plc:ada", 2, now=NOON - HOUR)
+    assert [row.at for row in DataSize.objects.order_by("pk")] == [NOON, NOON]
+
+
+def room() -> list[tuple[str, int, float]]:
+    """What took room for how many hours."""
+    rows = UsageRecord.objects.filter(item=Item.STORAGE)
+    return sorted((row.agent_did, row.size_bytes, (row.ended_at - row.began_at) / HOUR) for row in rows)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class MeteredMachine(PoolMachine):
         """In its second batch, before or after that is committed."""
 
         def die(reached: str, subject: object) -> None:
-            if (reached, subject) == ("metered", "storage"):
+            if (reached, subject) == ("metered", "snapshots"):
                 raise Died
 
         lifecycle.STEP_HOOKS.append(die)

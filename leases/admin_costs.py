@@ -1,0 +1,32 @@
+"""Operators' pages on costs as seen from here: a holder is a lease, and an agent has a page."""
+
+from django import forms
+from django.contrib import admin
+
+from billing.admin_accounts import MembershipAdmin
+from billing.admin_costs import CostRecordAdmin, UsageRecordAdmin
+from billing.models import CostRecord, Membership, UsageRecord
+from leases.admin_sandboxes import NamesAgent
+from leases.cells import HeldByLease
+
+for model in (CostRecord, Membership, UsageRecord):
+    admin.site.unregister(model)
+
+
+@admin.register(CostRecord)
+class LeasedCostRecordAdmin(HeldByLease, CostRecordAdmin):
+    pass
+
+
+@admin.register(UsageRecord)
+class LeasedUsageRecordAdmin(HeldByLease, UsageRecordAdmin):
+    pass
+
+
+class AgentsMembershipForm(NamesAgent, forms.ModelForm):
+    pass
+
+
+@admin.register(Membership)
+class AgentsMembershipAdmin(HeldByLease, MembershipAdmin):
+    form = AgentsMembershipForm

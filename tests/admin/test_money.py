@@ -1,0 +1,445 @@
+"""Pages on money: what they add up, that numbers link to what they count, and acts that book something for good."""
+
+import csv
+import json
+import uuid
+from datetime import UTC, datetime, time, timedelta
+from decimal import Decimal
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.contrib.messages import get_messages
+from django.core.cache import cache
+from django.test import Client
+from django.utils import timezone
+
+from billing import costs, metering, overview, statements
+from billing.admin_costs import month_before, month_of, short, why
+from billing.models import Account, CostRecord, Credit, Membership, Rate, Statement, UsageRecord, Watermark
+from controlplane import console
+from leases.models import Agent, Lease
+from tests.admin.conftest import queries
+from tests.billing.arrange import ADA, BOB, HOUR, calls, lease, rate, time_used
+
+pytestmark = pytest.mark.django_db
+NOW = timezone.now()
+TODAY = NOW.astimezone(UTC).date()
+MONTH, LAST = month_of(NOW), month_before(NOW)
+LATER = TODAY + timedelta(days=3)
+MARKUP = "<img src=x onerror=alert(1)>"
+WHY = {"_form_submitted": "on", "reason": "it was agreed"}
+
+
+def on(day: Any, hour: int = 0) -> datetime:
+    return datetime.combine(day, time(hour), UTC)
+
+
+def price() -> None:
+    for name in metering.NAMES:
+        Watermark.objects.update_or_create(name=name, defaults={"at": NOW})
+    costs.price(now=NOW)
+
+
+def page(client: Client, path: str) -> str:
+    answer = client.get(f"/admin/{path}")
+    assert answer.status_code == 200, path
+    found: str = b"".join(answer).decode() if answer.streaming else answer.content.decode()  # type: ignore[arg-type]
+    return found
+
+
+def said(answer: Any) -> list[str]:
+    return [str(message) for message in get_messages(answer.wsgi_request)]
+
+
+@pytest.fixture
+def team(db: None) -> Account:
+    """Ada's account. At acme an hour is 0.25 USD, of which 2 a month are free."""
+    rate("time", "0.25", allowance=Decimal(2))
+    account = Account.objects.create(name="team", title="The team")
+    Membership.objects.create(agent_did=ADA, account=account)
+    return account
+
+
+@pytest.fixture
+def used(team: Account) -> Account:
+    """Last month 10 h of Ada's; this month 4 h of hers, a call of 0.125, and an hour of Bob's in the house, which is free."""
+    time_used(on(LAST), 10 * HOUR, provider="acme")
+    time_used(on(MONTH), 4 * HOUR, provider="acme")
+    calls(on(MONTH, 1).strftime("%Y-%m-%dT%H:%M"), "0.125", provider="acme")
+    time_used(on(MONTH), HOUR, BOB, provider="acme", environment_id="game-2")
+    price()
+    return team
+
+
+# --- lists ------------------------------------------------------------------------------------------------------------
+
+
+def fill(first: int, last: int) -> None:
+    for number in range(first, last):
+        did = f"did:plc:a{number}"
+        account = Account.objects.create(name=f"account-{number}")
+        Membership.objects.create(agent_did=did, account=account)
+        statements.grant(account, Decimal(1), now=NOW, actor="eve", reason="for a start")
+        for month in (LAST, MONTH):
+            time_used(on(month), HOUR, did, provider="acme")
+            calls(on(month).strftime("%Y-%m-%dT%H:%M"), "0.5", agent=did, provider="acme")
+        rate("disk", "1", instance_type=f"size-{number}")
+    price()
+    for account in Account.objects.exclude(name="house"):
+        statements.close(account, LAST, now=NOW, actor="eve")
+
+
+PAGES = [
+    "spending/", "billing/costrecord/", "billing/costrecord/?slice=all&q=did:plc:a1", "billing/usagerecord/?slice=all",
+    "billing/rate/", "billing/rate/?slice=own", "billing/account/", "billing/membership/", "billing/credit/",
+    "billing/statement/",
+]  # fmt: skip
+
+
+def test_a_list_costs_as_many_queries_for_40_rows_as_for_3(viewer: Client) -> None:
+    rate("time", "0.25")
+    fill(0, 3)
+    cache.set("fleet", console.look(), 600)
+    for each in PAGES:
+        page(viewer, each)
+    few = {each: queries(viewer, f"/admin/{each}") for each in PAGES}
+    fill(3, 40)
+    assert {each: queries(viewer, f"/admin/{each}") for each in PAGES} == few
+    assert max(few.values()) <= 15
+
+
+def test_pages_of_one_row_cost_few_queries(viewer: Client, used: Account) -> None:
+    cache.set("fleet", console.look(), 600)
+    statements.close(used, LAST, now=NOW, actor="eve")
+    credit = statements.grant(used, Decimal(1), now=NOW, actor="eve", reason="for a start")
+    for row in (
+        CostRecord.objects.first(), UsageRecord.objects.first(), Rate.objects.first(), used, Membership.objects.first(), credit,
+        Statement.objects.first(),
+    ):  # fmt: skip
+        assert row
+        assert queries(viewer, f"/admin/billing/{row._meta.model_name}/{row.pk}/change/") <= 15
+
+
+def test_sums_and_exports_are_of_exactly_what_is_filtered(viewer: Client, used: Account) -> None:
+    """4 h less 2 free are 0.50, and the call 0.125; last month 8 h are 2.00."""
+    for query, usd, number in (
+        ("slice=month", "0.63", 3), ("slice=before", "2.00", 1), ("slice=all", "2.63", 4),
+        (f"slice=all&agent_did={BOB}", "0.00", 1),
+        (f"slice=all&holder={lease(ADA)}", "2.63", 3), ("slice=all&environment_id=game-2", "0.00", 1),
+        ("slice=all&provider=acme&item__exact=llm", "0.13", 1), (f"slice=all&account__id__exact={used.pk}", "2.63", 3),
+        (f"slice=all&day_from={LAST}&day_to={LAST}", "2.00", 1), ("slice=all&provider=nowhere", "0.00", 0),
+        (f"slice=all&q={BOB}", "0.00", 1), (f"slice=all&q={lease(ADA)}", "2.63", 3), ("slice=all&holder=nonsense", "0.00", 0),
+        ("slice=all&agent_did=%00", "2.63", 4),
+    ):  # fmt: skip
+        shown = page(viewer, f"billing/costrecord/?{query}")
+        assert f"{usd} USD</strong>" in shown, query
+        assert f"in {number} record" in shown, query
+        table = [*csv.reader(StringIO(page(viewer, f"billing/costrecord/export/csv/?{query}")))]
+        listed = json.loads(page(viewer, f"billing/costrecord/export/json/?{query}"))
+        assert (len(table) - 1, len(listed)) == (number, number), query
+        assert [each["usd"] for each in listed] == [line[9] for line in table[1:]], query
+
+
+def test_an_export_has_every_amount_in_full(viewer: Client, used: Account) -> None:
+    (line,) = json.loads(page(viewer, "billing/costrecord/export/json/?slice=before"))
+    assert line == {
+        "day": str(LAST), "account": "team", "agent": ADA, "environment": "game-1", "lease": str(lease(ADA)),
+        "provider": "acme", "item": "time", "quantity": "10", "free": "2", "usd": "2", "rate_usd": "0.25",
+        "rate": str(Rate.objects.get(provider="acme").pk),
+    }  # fmt: skip
+
+
+def test_an_export_is_for_whoever_may_look(as_role: Any, viewer: Client) -> None:
+    for path in ("billing/costrecord/export/csv/", "spending/"):
+        assert as_role("None").get(f"/admin/{path}").status_code == 403
+        assert Client().get(f"/admin/{path}").status_code == 302
+    assert viewer.get("/admin/billing/costrecord/export/xml/").status_code == 404
+    assert viewer.get("/admin/billing/costrecord/export/csv/?nonsense=1").status_code == 302
+
+
+@pytest.mark.parametrize(("quantity", "shown"), [("0", "0"), ("0.0004", "< 0.001"), ("1234.5678", "1,234.568"), ("5", "5")])
+def test_a_list_shows_as_much_of_a_quantity_as_it_needs(quantity: str, shown: str) -> None:
+    assert short(Decimal(quantity)) == shown
+
+
+# --- a cost record ----------------------------------------------------------------------------------------------------
+
+
+def test_a_cost_says_why_it_is_that_much_and_of_which_usage(viewer: Client, used: Account) -> None:
+    row = CostRecord.objects.get(day=LAST)
+    assert [(step.what, step.amount) for step in why(row)] == [
+        ("Used, sandbox-hours", "10"), ("− free", "2"), ("= paid for", "8"), ("× rate, USD", "0.25"), ("= USD", "2"),
+    ]  # fmt: skip
+    usage = UsageRecord.objects.get(day=LAST)
+    shown = page(viewer, f"billing/costrecord/{row.pk}/change/")
+    assert f"/admin/billing/usagerecord/{usage.pk}/change/" in shown
+    assert "512 MiB, 1 CPU for 10 h" in shown
+
+
+def test_a_call_costs_what_it_cost(viewer: Client, used: Account) -> None:
+    row = CostRecord.objects.get(item="llm")
+    assert [(step.what, step.amount) for step in why(row)] == [("Model calls", "1"), ("USD", "0.125")]
+    assert "/admin/sandboxes/llmcall/?" in page(viewer, f"billing/costrecord/{row.pk}/change/")
+
+
+def test_what_is_not_paid_for_is_not_shown_as_its_usage(viewer: Client, team: Account) -> None:
+    time_used(on(MONTH), HOUR, provider="acme")
+    time_used(on(MONTH, 5), HOUR, provider="acme", state="cold")
+    price()
+    shown = viewer.get(f"/admin/billing/costrecord/{CostRecord.objects.get().pk}/change/").context["sources"]
+    assert [each.state for each, *_ in shown] == ["waiting"]
+
+
+def test_a_plan_has_no_usage_of_its_own(viewer: Client, team: Account) -> None:
+    rate("plan", "5")
+    time_used(on(MONTH), HOUR, provider="acme")
+    price()
+    assert "a plan is charged once" in page(viewer, f"billing/costrecord/{CostRecord.objects.get(item='plan').pk}/change/")
+
+
+def test_a_lease_and_an_agent_say_what_they_cost_and_link_to_it(viewer: Client, lease: Lease) -> None:
+    rate("time", "0.25")
+    agent, _ = Agent.objects.get_or_create(did=lease.agent_did)
+    time_used(on(MONTH), 3 * HOUR, lease.agent_did, provider="acme", holder=lease.pk)
+    time_used(on(MONTH), HOUR, lease.agent_did, provider="acme", holder=uuid.uuid4())
+    price()
+    for path, usd, query in (
+        (f"leases/lease/{lease.pk}/change/", "0.75 USD", f"slice=all&holder={lease.pk}"),
+        (f"leases/agent/{agent.pk}/change/", "1.00 USD", f"slice=all&agent_did={agent.did.replace(':', '%3A')}"),
+    ):
+        shown = page(viewer, path)
+        assert usd in shown
+        assert f"/admin/billing/costrecord/?{query.replace('&', '&amp;')}" in shown
+        assert f"{usd}</strong>" in page(viewer, f"billing/costrecord/?{query}")
+
+
+# --- spending ---------------------------------------------------------------------------------------------------------
+
+
+def test_spending_adds_up_by_day_and_provider_with_model_calls_apart(team: Account) -> None:
+    rate("plan", "5")
+    for days, hours in ((0, 1), (1, 10), (29, 6), (30, 50)):
+        time_used(on(TODAY - timedelta(days=days)), hours * HOUR, "did:plc:x", provider="acme", state="waiting")
+    calls((on(TODAY) - timedelta(hours=20)).strftime("%Y-%m-%dT%H:%M"), "3", agent="did:plc:y", provider="acme")
+    price()
+    found = overview.look(now=NOW)
+    assert [day.day for day in found.days] == [TODAY - timedelta(days=number) for number in range(29, -1, -1)]
+    recent = CostRecord.objects.filter(day__gt=TODAY - timedelta(days=30))
+    assert found.usd == sum((row.usd for row in recent), Decimal(0))
+    assert found.days[-2].parts[overview.MODELS] == 3
+    assert found.days[-2].parts["acme"] == sum(row.usd for row in recent.filter(day=TODAY - timedelta(days=1), item="time"))
+    assert sum(found.series.values()) == sum(day.usd for day in found.days) == sum(found.items.values()) == found.usd
+    assert found.series[overview.PLANS] == sum(row.usd for row in recent.filter(item="plan"))
+    assert max(day.bar for day in found.days) <= found.top
+    only = overview.look(now=NOW, agent="did:plc:y")
+    assert (only.usd, [each.agent_did for each in only.spenders]) == (3, ["did:plc:y"])
+    assert overview.look(now=NOW, account="team").usd == 0
+
+
+@pytest.mark.parametrize(
+    ("most", "top"), [("0", "1"), ("1", "1"), ("1.01", "2"), ("4", "5"), ("5.5", "10"), ("0.03", "0.05"), ("70", "100")]
+)
+def test_an_axis_ends_at_a_round_number(most: str, top: str) -> None:
+    assert overview.nice(Decimal(most)) == Decimal(top)
+
+
+def test_the_page_of_spending_narrows_and_bears_any_address(viewer: Client, used: Account) -> None:
+    shown = page(viewer, f"spending/?account=team&agent={ADA}")
+    assert "<option selected>team</option>" in shown
+    assert f"account__id__exact={used.pk}&amp;agent_did=did%3Aplc%3Aada" in shown
+    for query in ("account=nobody", "agent=%00", "agent=a%00b", "account=" + "a" * 999, "agent=" + "b" * 999):
+        page(viewer, f"spending/?{query}")
+
+
+def test_a_fresh_installation_says_what_to_expect(viewer: Client) -> None:
+    assert "Nothing has cost anything" in page(viewer, "spending/")
+    assert "metered and priced by sweeps" in page(viewer, "billing/costrecord/?slice=all")
+    assert "No month is closed yet" in page(viewer, "billing/statement/")
+
+
+def test_what_agents_wrote_is_no_markup(superuser: Client, team: Account) -> None:
+    time_used(on(MONTH), 9 * HOUR, MARKUP, provider="acme", environment_id=MARKUP)
+    calls(on(MONTH).strftime("%Y-%m-%dT%H:%M"), "1", agent=MARKUP, environment_id=MARKUP, provider=MARKUP[:32])
+    Membership.objects.create(agent_did=MARKUP, account=team)
+    price()
+    time_used(on(LAST), 9 * HOUR, MARKUP, provider="acme")
+    price()
+    statement, _ = statements.close(team, LAST, now=NOW, actor=MARKUP)
+    credit = statements.grant(team, Decimal(1), now=NOW, actor=MARKUP, reason=MARKUP)
+    member = Membership.objects.get(agent_did=MARKUP)
+    rows = [("costrecord", each.pk) for each in CostRecord.objects.all()]
+    rows += [("usagerecord", each.pk) for each in UsageRecord.objects.all()]
+    rows += [("account", team.pk), ("statement", statement.pk), ("credit", credit.pk), ("membership", member.pk)]
+    for path in [*PAGES, f"spending/?agent={MARKUP}", *(f"billing/{model}/{pk}/change/" for model, pk in rows)]:
+        assert "<img src=x" not in page(superuser, path), path
+
+
+# --- rates ------------------------------------------------------------------------------------------------------------
+
+
+def sent(**more: str) -> dict[str, str]:
+    known = {"provider": "acme", "item": "time", "instance_type": "", "usd": "0.30", "allowance": "0", "source": ""}
+    return {**known, "valid_from_0": str(LATER), "valid_from_1": "00:00:00", **more}
+
+
+def test_an_administrator_adds_a_rate_that_begins_later(administrator: Client) -> None:
+    assert 'value="acme"' in page(administrator, "billing/rate/add/?provider=acme&item=time")
+    assert administrator.post("/admin/billing/rate/add/", sent()).status_code == 302
+    added = Rate.objects.get(provider="acme")
+    assert (added.usd, added.valid_from) == (Decimal("0.30"), on(LATER))
+    assert administrator.post(f"/admin/billing/rate/{added.pk}/change/", sent(usd="0.31")).status_code == 302
+    added.refresh_from_db()
+    assert added.usd == Decimal("0.31")
+
+
+def test_a_rate_does_not_begin_in_the_past(administrator: Client) -> None:
+    again = administrator.post("/admin/billing/rate/add/", sent(valid_from_0=str(TODAY - timedelta(days=1))))
+    assert "does not begin in the past" in again.content.decode()
+    assert not Rate.objects.filter(provider="acme").exists()
+
+
+def test_a_rate_that_has_begun_is_only_read(superuser: Client) -> None:
+    begun = rate("time", "0.25")
+    assert 'name="usd"' not in page(superuser, f"billing/rate/{begun.pk}/change/")
+    assert superuser.post(f"/admin/billing/rate/{begun.pk}/change/", sent(usd="9")).status_code == 403
+    assert superuser.post(f"/admin/billing/rate/{begun.pk}/delete/", {"post": "yes"}).status_code == 403
+    begun.refresh_from_db()
+    assert begun.usd == Decimal("0.25")
+
+
+def test_prices_that_only_you_know_are_asked_for_until_they_are_set(viewer: Client) -> None:
+    def asked() -> set[str]:
+        return {row.provider for row in viewer.get("/admin/billing/rate/?slice=own").context["cl"].result_list}
+
+    assert "daytona" in asked()
+    rate("time", "0.1", provider="daytona", since="2026-01-01")
+    assert "daytona" not in asked()
+    in_force = viewer.get("/admin/billing/rate/").context["cl"].result_list
+    assert [row.usd for row in in_force if row.provider == "daytona"] == [Decimal("0.1")]
+
+
+# --- accounts ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_administrator_adds_an_account_and_moves_an_agent(administrator: Client, used: Account) -> None:
+    assert administrator.post("/admin/billing/account/add/", {"name": "lab", "title": ""}).status_code == 302
+    lab, member = Account.objects.get(name="lab"), Membership.objects.get(agent_did=ADA)
+    assert administrator.post(f"/admin/billing/membership/{member.pk}/change/", {"account": lab.pk}).status_code == 302
+    price()
+    assert {*CostRecord.objects.filter(agent_did=ADA).values_list("account__name", flat=True)} == {"lab"}
+    assert administrator.post(f"/admin/billing/account/{lab.pk}/change/", {"name": "x", "title": "Lab"}).status_code == 302
+    lab.refresh_from_db()
+    assert (lab.name, lab.title) == ("lab", "Lab")
+
+
+@pytest.mark.parametrize(("did", "added"), [(f" {BOB} ", True), ("bob", False), (ADA, False)])
+def test_a_member_is_an_agent_of_one_account(administrator: Client, team: Account, did: str, added: bool) -> None:
+    answer = administrator.post("/admin/billing/membership/add/", {"agent_did": did, "account": team.pk})
+    assert answer.status_code == (302 if added else 200)
+    assert Membership.objects.filter(agent_did=BOB).exists() == added
+    assert Membership.objects.count() == 1 + added
+
+
+def test_credit_is_granted_and_taken_back_with_a_reason(administrator: Client, team: Account) -> None:
+    path = f"/admin/billing/account/{team.pk}/grant_credit/"
+    assert administrator.get(path).status_code == 200
+    assert "HX-Redirect" not in administrator.post(path, {**WHY, "usd": "0"}).headers
+    assert "HX-Redirect" not in administrator.post(path, {**WHY, "usd": "5", "reason": ""}).headers
+    assert not Credit.objects.exists()
+    assert said(administrator.post(path, {**WHY, "usd": "5.50"})) == ["1 account given credit."]
+    credit = Credit.objects.get()
+    assert (credit.usd, credit.actor, credit.reason) == (Decimal("5.50"), "administrator", "it was agreed")
+    assert "5.50 USD" in page(administrator, f"billing/account/{team.pk}/change/")
+    back = f"/admin/billing/credit/{credit.pk}/take_back/"
+    assert said(administrator.post(back, WHY)) == ["1 credit taken back."]
+    assert said(administrator.post(back, WHY)) == ["1 credit taken back.", "Nothing changed: nothing is left of it."]
+    assert (statements.balance(team), Credit.objects.count()) == (0, 2)
+    assert "Take back" not in page(administrator, f"billing/credit/{credit.pk}/change/")
+
+
+def test_a_month_is_closed_on_its_accounts_page(administrator: Client, used: Account) -> None:
+    path = f"/admin/billing/account/{used.pk}/close_month/"
+    asked = page(administrator, f"billing/account/{used.pk}/close_month/")
+    assert f'<option value="{LAST}">' in asked
+    assert f"{MONTH:%Y-%m}" not in asked
+    assert "HX-Redirect" not in administrator.post(path, {**WHY, "month": str(MONTH)}).headers
+    assert not Statement.objects.exists()
+    assert said(administrator.post(path, {**WHY, "month": str(LAST)})) == ["1 account given the statement of that month."]
+    made = Statement.objects.get()
+    assert (made.month, made.closed_by, made.total) == (LAST, "administrator", 2)
+    assert LogEntry.objects.get(object_id=str(used.pk)).get_change_message() == "Close month: it was agreed"
+    shown = page(administrator, f"billing/statement/{made.pk}/change/")
+    assert "To pay, USD" in shown
+    assert "Close month" not in page(administrator, f"billing/account/{used.pk}/change/")
+
+
+def test_months_are_offered_one_after_the_other(administrator: Client, used: Account) -> None:
+    before = (LAST - timedelta(days=1)).replace(day=1)
+    time_used(on(before), 3 * HOUR, provider="acme")
+    price()
+    asked = page(administrator, f"billing/account/{used.pk}/close_month/")
+    assert f'<option value="{before}">' in asked
+    assert str(LAST) not in asked
+    assert "HX-Redirect" not in administrator.post(
+        f"/admin/billing/account/{used.pk}/close_month/", {**WHY, "month": str(LAST)}
+    )
+    assert not Statement.objects.exists()
+
+
+def test_a_month_that_cannot_be_closed_yet_says_why(administrator: Client, used: Account) -> None:
+    time_used(on(LAST, 5), HOUR, BOB, provider="acme")
+    again = administrator.post(f"/admin/billing/account/{used.pk}/close_month/", {**WHY, "month": str(LAST)})
+    assert "is not priced yet" in again.content.decode()
+    assert not Statement.objects.exists()
+
+
+def test_a_statement_shows_what_it_corrects(viewer: Client, used: Account) -> None:
+    before = (LAST - timedelta(days=1)).replace(day=1)
+    time_used(on(before), 3 * HOUR, provider="acme")
+    price()
+    statements.close(used, before, now=NOW, actor="eve")
+    time_used(on(before, 9), 3 * HOUR, provider="acme")
+    price()
+    made, _ = statements.close(used, LAST, now=NOW, actor="eve")
+    shown = viewer.get(f"/admin/billing/statement/{made.pk}/change/").context
+    assert [(line["month"], line["usd"]) for line in shown["corrections"]] == [(f"{before:%Y-%m}", "0.75")]
+    assert [(line["quantity"], line["usd"]) for line in shown["usage"]] == [("10", "2.00")]
+
+
+@pytest.mark.parametrize("role", ["Viewer", "Operator"])
+def test_only_administrators_book_anything(as_role: Any, used: Account, role: str) -> None:
+    client, credit = as_role(role), statements.grant(used, Decimal(1), now=NOW, actor="eve", reason="for a start")
+    member = Membership.objects.get()
+    for path, body in (
+        (f"account/{used.pk}/grant_credit/", {**WHY, "usd": "5"}),
+        (f"account/{used.pk}/close_month/", {**WHY, "month": str(LAST)}),
+        (f"credit/{credit.pk}/take_back/", WHY), ("rate/add/", sent()), ("account/add/", {"name": "x"}),
+        ("membership/add/", {"agent_did": BOB, "account": used.pk}), (f"membership/{member.pk}/change/", {"account": 1}),
+    ):  # fmt: skip
+        assert client.post(f"/admin/billing/{path}", body).status_code == 403, path
+    shown = page(client, f"billing/account/{used.pk}/change/")
+    assert "Grant credit" not in shown
+    assert "Close month" not in shown
+    assert (Credit.objects.count(), Statement.objects.count()) == (1, 0)
+
+
+@pytest.mark.parametrize("raw", ["0", "x", "9" * 40, "-1", "%00"])
+def test_an_act_on_no_account_is_not_found(administrator: Client, raw: str) -> None:
+    for act in ("grant_credit", "close_month"):
+        assert administrator.get(f"/admin/billing/account/{raw}/{act}/").status_code in (200, 400, 404)
+        answer = administrator.post(f"/admin/billing/account/{raw}/{act}/", {**WHY, "usd": "1", "month": str(LAST)})
+        assert answer.status_code in (200, 400, 404)
+        assert "HX-Redirect" not in answer.headers
+    assert not Credit.objects.exists()
+
+
+def test_nothing_that_was_booked_is_edited_or_deleted_here(superuser: Client, used: Account) -> None:
+    statement, _ = statements.close(used, LAST, now=NOW, actor="eve")
+    credit = statements.grant(used, Decimal(1), now=NOW, actor="eve", reason="for a start")
+    for row in (statement, credit):
+        path = f"/admin/billing/{row._meta.model_name}/{row.pk}"
+        assert superuser.post(f"{path}/change/", {"usd": "9"}).status_code == 403
+        assert superuser.post(f"{path}/delete/", {"post": "yes"}).status_code == 403
+    assert superuser.post(f"/admin/billing/account/{used.pk}/delete/", {"post": "yes"}).status_code == 403

@@ -226,7 +226,8 @@ def _make_directory(directory: Path) -> None:
         return
     except FileNotFoundError:
         _make_directory(directory.parent)
-        directory.mkdir(exist_ok=True)
+        with suppress(FileExistsError):  # a rival's; not exist_ok, which looks again, when it may be gone
+            directory.mkdir()
     _sync(directory.parent)
 
 

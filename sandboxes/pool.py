@@ -197,6 +197,7 @@ def warm_up(pool: Pool, *, now: datetime) -> Sandbox | None:
             locked = Pool.objects.select_for_update(no_key=True).get(pk=pool.pk)
             if unclaimed(locked).filter(state__in=(WARMING, WARM)).count() >= locked.warm_target or not take_place(locked):
                 return None
+            sandbox.slot = slots.free()  # chosen anew: under the lock no other sweep of this pool chooses the same
             begin(sandbox, now=now, reason="warmed up ahead of demand", actor="sweep")
     except IntegrityError:
         return None  # somebody else took its slot: the next sweep tries again

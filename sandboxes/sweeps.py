@@ -160,10 +160,11 @@ def surplus() -> list[uuid.UUID]:
     """Sandboxes that nobody holds and their pool does not want: more than its target, or started as it wants none now."""
     unwanted: list[uuid.UUID] = []
     for one in Pool.objects.filter(sandboxes__holder__isnull=True, sandboxes__state=WARM).distinct():
+        # Read first, so one that becomes ready between the two is not taken for one too many.
+        free = [*Sandbox.objects.filter(pool=one, state=WARM, holder__isnull=True).values_list("pk", flat=True)]
         wanted = pool.unclaimed(one).filter(state=WARM).order_by("-created_at").values_list("pk", flat=True)
-        kept = [] if one.draining else list(wanted[: one.warm_target])
-        free = Sandbox.objects.filter(pool=one, state=WARM, holder__isnull=True)
-        unwanted += free.exclude(pk__in=kept).values_list("pk", flat=True)
+        kept = set() if one.draining else {*wanted[: one.warm_target]}
+        unwanted += [pk for pk in free if pk not in kept]
     return unwanted
 
 

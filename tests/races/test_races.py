@@ -138,6 +138,24 @@ def test_eight_warming_sweeps_at_once_start_as_many_as_the_target(pool: Pool, me
     assert len(memory.list(str(pool.owner))) == 3
 
 
+def test_one_that_becomes_ready_while_a_sweep_looks_is_not_one_too_many(
+    pool: Pool, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Pool.objects.filter(pk=pool.pk).update(warm_target=2)
+    pool.refresh_from_db()
+    assert pools.warm_up(pool, now=NOW)
+    unclaimed = pools.unclaimed
+
+    def then(one: Pool) -> object:
+        found = unclaimed(one).filter(pk__in=[*unclaimed(one).values_list("pk", flat=True)])
+        monkeypatch.setattr(pools, "unclaimed", unclaimed)
+        assert pools.warm_up(pool, now=NOW)  # a rival
+        return found
+
+    monkeypatch.setattr(pools, "unclaimed", then)
+    assert below.surplus() == []
+
+
 def test_a_release_while_it_wakes_leaves_nothing(pool: Pool, grant, memory: MemoryProvider, at_step) -> None:
     lease: Lease = grant()
     acting.exec_in(lease.pk, true(), now=NOW)

@@ -5,7 +5,7 @@ import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from io import StringIO
@@ -31,7 +31,8 @@ from unfold.contrib.filters.admin import (
 from unfold.decorators import display
 
 from billing import overview, pricing
-from billing.costs import PAID, following
+from billing.costs import PAID
+from billing.days import day_of, following
 from billing.models import Account, CostRecord, Item, Priced, UsageRecord, Watermark
 from billing.pricing import plain
 from billing.sums import exactly, nano_usd
@@ -50,7 +51,7 @@ ITEM_OF = {Priced.STORAGE: Item.STORAGE, Priced.LLM: Item.TOKENS}  # what usage 
 
 
 def month_of(now: datetime) -> date:
-    return now.astimezone(UTC).date().replace(day=1)
+    return day_of(now).replace(day=1)
 
 
 def month_before(now: datetime) -> date:

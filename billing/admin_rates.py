@@ -1,6 +1,6 @@
 """Operators' page on what a unit costs at each provider."""
 
-from datetime import UTC, datetime, time, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.contrib import admin
@@ -12,6 +12,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
+from billing.days import midnight
 from billing.models import Priced, Rate
 from billing.pricing import plain
 from sandboxes.cells import age, badge, rows, stamp, two, usd
@@ -54,7 +55,7 @@ class RateAdmin(Page):
 
     def get_changeform_initial_data(self, request: HttpRequest) -> dict[str, Any]:
         tomorrow = timezone.now().astimezone(UTC).date() + timedelta(days=1)
-        return {"valid_from": datetime.combine(tomorrow, time(), UTC), **super().get_changeform_initial_data(request)}
+        return {"valid_from": midnight(tomorrow), **super().get_changeform_initial_data(request)}
 
     @display(description="What")
     def what(self, row: Rate) -> SafeString:

@@ -24,7 +24,7 @@ up goes on. While the state of a sandbox cannot be stored it stays, and its leas
 files. Meanwhile all is refused, so nothing new runs in it."""
 
 from collections.abc import Collection
-from datetime import UTC, datetime, time, timedelta
+from datetime import datetime, timedelta
 from decimal import Decimal
 from uuid import UUID
 
@@ -35,6 +35,7 @@ from django.db.models import DurationField, ExpressionWrapper, F, Q, QuerySet, S
 from django.db.models.functions import Coalesce
 
 from billing.costs import PAID
+from billing.days import LONG_AGO, day_of, following, midnight
 from billing.errors import BudgetExhausted
 from billing.models import HOUSE, Budget, CostRecord, Item, Membership, Tab, UsageRecord
 from billing.models_budgets import Period, Scope, Unit
@@ -46,7 +47,6 @@ from sandboxes.moments import iso
 from sandboxes.webhooks import Kind
 
 log = structlog.get_logger(__name__)
-EVER = datetime(1970, 1, 1, tzinfo=UTC)
 HOUR = timedelta(hours=1)
 NANO = Decimal("1e-9")
 EXHAUSTED = "exhausted_at IS NOT NULL AND active AND hard"  # as the condition of its index
@@ -56,12 +56,12 @@ STATED = ["scope", "subject", "unit", "amount", "period", "hard", "warn_percent"
 
 def period_of(period: str, now: datetime) -> tuple[datetime, datetime | None]:
     """When the present one began, and when the next one will: None for ever."""
-    day = datetime.combine(now.astimezone(UTC).date(), time(), UTC)
+    day = day_of(now)
     if period == Period.DAY:
-        return day, day + timedelta(days=1)
+        return midnight(day), midnight(day + timedelta(days=1))
     if period == Period.MONTH:
-        return day.replace(day=1), (day.replace(day=1) + timedelta(days=32)).replace(day=1)
-    return EVER, None
+        return midnight(day.replace(day=1)), midnight(following(day))
+    return LONG_AGO, None
 
 
 def spent_as_of(budget: Budget, now: datetime) -> Decimal:
@@ -203,7 +203,7 @@ def _refusal(full: dict[Budget, int], *, now: datetime) -> BudgetExhausted:
 
     def strictness(budget: Budget) -> tuple[bool, datetime, Decimal]:
         ends = period_of(budget.period, now)[1]
-        return ends is None, ends or EVER, spent_as_of(budget, now) / budget.amount
+        return ends is None, ends or LONG_AGO, spent_as_of(budget, now) / budget.amount
 
     budget = max(full, key=strictness)
     spent, kept, ends = spent_as_of(budget, now), full[budget] * minimum(budget.unit), period_of(budget.period, now)[1]

@@ -6,7 +6,7 @@ Costs follow from usage, rates and memberships alone. Whatever changes one of th
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, time, timedelta
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from django.db.models import DurationField, ExpressionWrapper, F, Q, QuerySet, S
 from django.db.models.functions import Greatest, Least
 
 from billing import pricing
+from billing.days import LONG_AGO, following, midnight
 from billing.instances import disk_mb, instance_type
 from billing.models import HOUSE, Account, CostRecord, Item, Membership, Priced, Rate, Unpriced, UsageRecord, Watermark
 from billing.sums import exactly, nano_usd
@@ -58,7 +59,7 @@ def price(*, now: datetime) -> Counter[str]:
     counts: Counter[str] = Counter()
     for begin in sorted({day.replace(day=1) for day in Unpriced.objects.values_list("day", flat=True).distinct()}):
         with transaction.atomic(durable=True):
-            _watermark(now)
+            Watermark.hold("costs", now)
             noted = [*Unpriced.objects.filter(day__gte=begin, day__lt=following(begin))]  # before any usage is read
             written, removed = _derive(begin, sorted({row.day for row in noted})) if noted else (0, 0)
             for at in range(0, len(noted), ROWS):
@@ -71,23 +72,9 @@ def price(*, now: datetime) -> Counter[str]:
 def start_over() -> None:
     """Throw the cost records away. The next `price` derives them all again."""
     with transaction.atomic(durable=True):
-        _watermark(datetime(1970, 1, 1, tzinfo=UTC))
+        Watermark.hold("costs", LONG_AGO)
         CostRecord.objects.all().delete()
         Unpriced.note(UsageRecord.objects.order_by().values_list("day", flat=True).distinct())
-
-
-def _watermark(now: datetime) -> None:
-    """Locks it, and moves it to now, but never back."""
-    Watermark.objects.get_or_create(name="costs", defaults={"at": now})
-    mark = Watermark.objects.select_for_update().get(name="costs")
-    if mark.at < now:
-        mark.at = now
-        mark.save(update_fields=["at"])
-
-
-def following(month: date) -> date:
-    """The first day of the month after this one."""
-    return (month.replace(day=1) + timedelta(days=32)).replace(day=1)
 
 
 # --- one month --------------------------------------------------------------------------------------------------------
@@ -152,7 +139,7 @@ def _of_day(day: date, rates: Collection[Rate]) -> Iterator[tuple[tuple[Any, ...
     """Who used what on a day: ((agent, environment, lease, provider), [((item, rate), quantity in the smallest units)]).
 
     A rate that begins in the middle of the day cuts all time in two there."""
-    first = datetime.combine(day, time(), UTC)
+    first = midnight(day)
     last = first + timedelta(days=1)
     cuts = sorted({first, last, *(rate.valid_from for rate in rates if first < rate.valid_from < last)})
     for begin, end in pairwise(cuts):
@@ -194,7 +181,7 @@ def _plans(in_use: Iterable[tuple[int, str, date]], rates: Collection[Rate]) -> 
     """One for each account and provider: on the first day of the month on which it is used and has a plan."""
     found: set[tuple[int, str]] = set()
     for account, provider, day in sorted(in_use, key=lambda each: each[2]):
-        rate = pricing.rate_for(rates, provider, "", Priced.PLAN, datetime.combine(day, time(), UTC))
+        rate = pricing.rate_for(rates, provider, "", Priced.PLAN, midnight(day))
         if rate and (account, provider) not in found:
             found.add((account, provider))
             yield Key(day, account, provider, Priced.PLAN, "", "", None, rate.pk)

@@ -8,7 +8,8 @@ from decimal import Decimal
 from fractions import Fraction
 
 from billing import pricing
-from billing.costs import costs, following
+from billing.costs import costs
+from billing.days import following
 from billing.instances import Instance, size_of
 from billing.models import Priced
 

@@ -6,7 +6,7 @@ it can be derived again."""
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, time, timedelta
+from datetime import UTC, date, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -14,6 +14,7 @@ from django.db import transaction
 from django.db.models import Count, F, Max, Min, Q, Sum, Window
 from django.db.models.functions import Lead
 
+from billing.days import LONG_AGO, day_of, midnight
 from billing.models import Item, Meter, UsageRecord, Watermark
 from billing.sums import exactly, nano_usd
 from sandboxes.lifecycle import step
@@ -88,9 +89,9 @@ def by_day(began: datetime, ended: datetime) -> Iterator[tuple[date, datetime, d
     """The parts of a time, one for each day of UTC; none of no time at all."""
     began, ended = began.astimezone(UTC), ended.astimezone(UTC)
     while began < ended:
-        midnight = datetime.combine(began.date() + timedelta(days=1), time(), UTC)
-        yield began.date(), began, min(midnight, ended)
-        began = midnight
+        end = midnight(began.date() + timedelta(days=1))
+        yield began.date(), began, min(end, ended)
+        began = end
 
 
 def meter(*, now: datetime) -> Counter[str]:
@@ -104,7 +105,7 @@ def meter(*, now: datetime) -> Counter[str]:
         after: Any = None
         while True:
             with transaction.atomic(durable=True):
-                until = _watermark(name, now)
+                until = Watermark.hold(name, now)
                 after, written = batch(after, until)
                 step("metered", name)
             counts[name] += written
@@ -113,21 +114,11 @@ def meter(*, now: datetime) -> Counter[str]:
     return +counts
 
 
-def _watermark(name: str, now: datetime) -> datetime:
-    """Locks it, and moves it to now, but never back."""
-    Watermark.objects.get_or_create(name=name, defaults={"at": now})
-    mark = Watermark.objects.select_for_update().get(name=name)
-    if mark.at < now:
-        mark.at = now
-        mark.save(update_fields=["at"])
-    return mark.at
-
-
 def start_over() -> None:
     """Throw the usage records away. The next `meter` derives them all again."""
     with transaction.atomic(durable=True):
         for name in NAMES:
-            _watermark(name, datetime(1970, 1, 1, tzinfo=UTC))
+            Watermark.hold(name, LONG_AGO)
         UsageRecord.objects.all().delete()
         Meter.objects.all().delete()
         Sandbox.objects.filter(metered=True).update(metered=False)
@@ -156,7 +147,7 @@ def _time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
             continue  # its row is there, its first transition not yet
         life, known = [*intervals(read, until=until)], meters.get(pk)
         same = known is not None and known.transition == read[-1][0]
-        since = _midnight(known.read_at) if known and same else None  # days before are written
+        since = midnight(day_of(known.read_at)) if known and same else None  # days before are written
         if known:
             written = Q(source=_of_transition(known.transition))
             outdated |= written & Q(day__gte=since.date()) if since else written
@@ -189,10 +180,6 @@ def _pieces(box: Sandbox, each: Interval, since: datetime | None) -> Iterator[Us
 
 def _of_transition(pk: int) -> str:
     return f"transition {pk}"
-
-
-def _midnight(at: datetime) -> datetime:
-    return datetime.combine(at.astimezone(UTC).date(), time(), UTC)
 
 
 @dataclass(frozen=True)
@@ -254,7 +241,7 @@ def _take_room(stored: Sequence[Stored], until: datetime) -> int:
     outdated = Q(pk__in=[])
     for each in stored:
         day, end = latest.get(each.source, (None, None))
-        since = datetime.combine(day, time(), UTC) if day and each.ended_at is None else None  # days before are written
+        since = midnight(day) if day and each.ended_at is None else None  # days before are written
         if since and end == until:
             continue
         outdated |= Q(source=each.source, day__gte=since.date()) if since else Q(source=each.source)
@@ -278,7 +265,7 @@ def _tokens(after: int | None, until: datetime) -> tuple[int | None, int]:
     calls = [*some.filter(**({"pk__gt": after} if after else {})).order_by("pk")[:CALLS]]
     if not calls:
         return None, 0
-    groups = {(each.holder, each.model, each.started_at.astimezone(UTC).date()) for each in calls if _counts(each)}
+    groups = {(each.holder, each.model, day_of(each.started_at)) for each in calls if _counts(each)}
     records = [_sum_of(*group) for group in groups]
     for each in records:
         UsageRecord.objects.filter(item=Item.TOKENS, source=each.source, day=each.day).delete()
@@ -292,7 +279,7 @@ def _counts(call: LlmCall) -> bool:
 
 
 def _sum_of(holder: UUID | None, model: str, day: date) -> UsageRecord:
-    begin = datetime.combine(day, time(), UTC)
+    begin = midnight(day)
     its = LlmCall.objects.filter(
         holder=holder, model=model, kind=LlmCall.Kind.LLM, started_at__gte=begin, started_at__lt=begin + timedelta(days=1),
         ended_at__isnull=False,

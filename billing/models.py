@@ -37,6 +37,16 @@ class Watermark(models.Model):
     def __str__(self) -> str:
         return f"{self.name} {self.at:%Y-%m-%d %H:%M:%S}"
 
+    @classmethod
+    def hold(cls, name: str, now: datetime) -> datetime:
+        """Lock it until the transaction ends, and move it to now, but never back; where it is then."""
+        cls.objects.get_or_create(name=name, defaults={"at": now})
+        mark = cls.objects.select_for_update().get(name=name)
+        if mark.at < now:
+            mark.at = now
+            mark.save(update_fields=["at"])
+        return mark.at
+
 
 class Item(models.TextChoices):
     TIME = "time", "sandbox time"

@@ -4,7 +4,7 @@ A statement is never derived again. What its month costs may be: a price that ca
 account. The difference is on the next statement of each account, so all statements together are always what was used."""
 
 from collections.abc import Iterator, Mapping
-from datetime import UTC, date, datetime, time, timedelta
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 from django.db.models.functions import TruncMonth
 
 from billing import pricing
-from billing.costs import following
+from billing.days import day_of, following, midnight
 from billing.metering import NAMES, OF_OTHERS
 from billing.models import (
     Account,
@@ -87,7 +87,7 @@ def close(account: Account, month: date, *, now: datetime, actor: str) -> tuple[
 
 
 def _check_over(begin: date, end: date, now: datetime) -> None:
-    over = datetime.combine(end, time(), UTC)
+    over = midnight(end)
     if now < over:
         raise NotClosable(f"{named(begin)} is not over.")
     metered = dict(Watermark.objects.filter(name__in=NAMES).values_list("name", "at"))
@@ -168,7 +168,7 @@ def open_months(account: Account, *, now: datetime) -> list[date]:
     """The months to close, in their order: from the first that has costs and no statement to the last that is over. If none has
     costs, the last alone: what was corrected since the last statement is on it."""
     last = Statement.objects.filter(account=account).order_by("-month").first()
-    this = now.astimezone(UTC).date().replace(day=1)
+    this = day_of(now).replace(day=1)
     days = CostRecord.objects.filter(account=account, day__lt=this, **({"day__gte": following(last.month)} if last else {}))
     first = days.order_by("day").values_list("day", flat=True).first()
     if first is None:

@@ -10,7 +10,7 @@ import json
 import socket
 import tarfile
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -308,11 +308,12 @@ def remove_orphans(*, now: datetime, grace: timedelta) -> int:
     """How many were removed; or one of the port's errors."""
     with asking():
         engine = Engine()
-    gone = orphans(engine.client, now=now, grace=grace)
-    for one in gone:
-        log.warning("egress proxy without a server removed", container=one[:12])
-        with asking(), suppress(NotFound):
-            engine.client.remove_container(one, force=True, v=True)
+    with closing(engine.client):
+        gone = orphans(engine.client, now=now, grace=grace)
+        for one in gone:
+            log.warning("egress proxy without a server removed", container=one[:12])
+            with asking(), suppress(NotFound):
+                engine.client.remove_container(one, force=True, v=True)
     return len(gone)
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from uuid import UUID
 
 from django.conf import settings
@@ -20,7 +20,6 @@ from sandboxes.models import ALIVE, LlmCall, Policy, Sandbox
 
 GRACE = timedelta(seconds=30)  # past its longest time, to write down how a call ended
 MINUTE = timedelta(minutes=1)
-NANO, MOST_COST = Decimal("1e-9"), Decimal(10**9)  # USD
 REFUSALS_KEPT = 30  # of one lease in one minute
 # Of a sandbox: the run that is open in it if there is one, and the calls of its lease that began lately and that are under
 # way. That a call has not ended says the same as its outcome, and has an index: a lease may have made thousands.
@@ -219,15 +218,6 @@ def still(pairs: Iterable[tuple[UUID, UUID]]) -> set[tuple[UUID, UUID]]:
 def keep(pks: Iterable[int], *, now: datetime) -> int:
     """These relay connections are still held."""
     return LlmCall.objects.filter(pk__in=[*pks], ended_at__isnull=True).update(deadline_at=now + HELD)
-
-
-def cost_said(said: str | None) -> Decimal | None:
-    """What an upstream says that a call cost, in USD; None if it says nothing that is an amount."""
-    try:
-        cost = Decimal(said or "").quantize(NANO)
-    except InvalidOperation:
-        return None
-    return cost if cost.is_finite() and 0 <= cost < MOST_COST else None
 
 
 def overdue(*, now: datetime) -> QuerySet[LlmCall]:

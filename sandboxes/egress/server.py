@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ from sandboxes.egress.censor import Censor
 from sandboxes.egress.gate import Caller, Ending, Refused
 from sandboxes.egress.requests import FIELDS, MODELS, Unfit, error, fit
 from sandboxes.egress.usage import Reader
+from sandboxes.egress.usd import amount
 from sandboxes.errors import KeyRevoked, NoSigningKey, SandboxError
 from sandboxes.models import LlmCall
 
@@ -240,7 +242,7 @@ class Server:
         answer = offline.complete(asked)
         reader = Reader("application/json")
         reader.usage.take(answer)
-        end.outcome, end.status, end.usage, end.cost = OUTCOME.OK, 200, reader.usage, gate.cost_said("0")
+        end.outcome, end.status, end.usage, end.cost = OUTCOME.OK, 200, reader.usage, Decimal(0)
         end.first_byte_at = self.now()
         if asked.get("stream"):
             return await _events(request, offline.events(answer))
@@ -255,7 +257,7 @@ class Server:
                 url, json=asked, headers=_headers(request, row, caller), allow_redirects=False
             ) as answer:
                 end.status, end.first_byte_at = answer.status, self.now()
-                end.cost = gate.cost_said(answer.headers.get("x-litellm-response-cost"))
+                end.cost = amount(answer.headers.get("x-litellm-response-cost"))
                 if answer.status >= 300:
                     return await self._failed(answer, end)
                 entry = self.served[row.pk]

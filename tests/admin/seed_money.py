@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
 from billing import costs, metering, statements
-from billing.costs import following
+from billing.days import following
 from billing.models import Account, Item, Membership, Rate, UsageRecord
 from leases.models import Agent
 

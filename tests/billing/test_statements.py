@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from billing import costs, metering, statements
+from billing import costs, days, metering, statements
 from billing.models import Account, CostRecord, Credit, Membership, Rate, Statement, StatementLine, UsageRecord, Watermark
 from billing.statements import NotClosable
 from leases import acting, snapshots
@@ -53,7 +53,7 @@ def even(account: Account) -> bool:
     last = Statement.objects.filter(account=account).order_by("month").last()
     if last is None:
         return not statements.billed(account)
-    derived = statements.rounded(account, until=costs.following(last.month))
+    derived = statements.rounded(account, until=days.following(last.month))
     billed = {key: amount.usd for key, amount in statements.billed(account).items() if amount.usd}
     return billed == {key: amount.usd for key, amount in derived.items() if amount.usd}
 

@@ -7,7 +7,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.utils import timezone
 
-from billing import budgets
+from billing import days
 from billing.models import Account, Budget
 from leases import keys
 
@@ -47,7 +47,7 @@ def test_each_scope_can_be_named() -> None:
 
 def test_one_that_is_spent_says_so() -> None:
     run("add", "1", "hours", "ever", "--all")
-    Budget.objects.update(spent=2, period_began=budgets.EVER)
+    Budget.objects.update(spent=2, period_began=days.LONG_AGO)
     assert run("list").endswith("1 hours in all for everything: 2 spent (hard, warns at 80 %, grace 300s, SPENT)")
 
 

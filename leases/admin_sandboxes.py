@@ -17,7 +17,7 @@ from leases.admin_state import TAKE
 from leases.cells import HeldByLease, agent_fact
 from leases.models import DID_ACCEPTS, EnvironmentType, is_did
 from leases.tasks import sleep_soon, wake_idle, wake_reclaim, wake_soon
-from sandboxes import pool
+from sandboxes import retiring
 from sandboxes.admin import RunAdmin, SandboxAdmin
 from sandboxes.admin_policies import PolicyAdmin
 from sandboxes.admin_pools import QuotaAdmin, QuotaForm
@@ -35,7 +35,7 @@ def _destroy(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
         return False  # its holder may have the next one by now
     if sandbox.holder and leasing.end(sandbox.holder, reason="operator", now=now, actor=actor, why=why):
         return True
-    return pool.give_up(sandbox.pk, now=now, reason=f"operator: {why}", actor=actor)
+    return retiring.give_up(sandbox.pk, now=now, reason=f"operator: {why}", actor=actor)
 
 
 def _sleeps(sandbox: Sandbox) -> bool:

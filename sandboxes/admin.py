@@ -17,7 +17,7 @@ from django.utils.safestring import SafeString
 from unfold.contrib.filters.admin import RadioFilter
 from unfold.decorators import action, display
 
-from sandboxes import cells, pool
+from sandboxes import cells, retiring
 from sandboxes.admin_policies import PolicyAdmin, policy_fact
 from sandboxes.admin_pools import PoolAdmin, QuotaAdmin
 from sandboxes.admin_processes import ProcessAdmin
@@ -84,7 +84,7 @@ RETRY = Act(
     done="out of quarantine: the next sweep tries again",
     illegal="not in quarantine",
     legal=lambda sandbox: sandbox.state == State.DESTROYING and sandbox.quarantined_at is not None,
-    verb=lambda sandbox, actor, reason, now: pool.retry_destroy(sandbox.pk, now=now, actor=actor),
+    verb=lambda sandbox, actor, reason, now: retiring.retry_destroy(sandbox.pk, now=now, actor=actor),
 )
 SOURCES = {"local": "this machine's copy", "cloud": "the store"}
 

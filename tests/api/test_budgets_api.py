@@ -14,7 +14,7 @@ from billing import budgets
 from billing.models import Account, Budget, Membership, Tab
 from leases import keys
 from leases.models import AgentKey, Lease
-from sandboxes import pool as pools
+from sandboxes import retiring
 from sandboxes.models import Run, Sandbox
 from tests.api.conftest import ADA, BOB, Api
 from tests.conftest import threads
@@ -89,7 +89,7 @@ def test_what_would_run_is_refused_while_it_is_spent(ada: Api, bob: Api, ask, le
 def test_files_of_what_sleeps_are_read_and_not_written(ada: Api, lease) -> None:
     at = f"leases/{lease['id']}"
     ada.post(f"{at}/exec", {"argv": ["sh", "-c", "echo kept >f"]})
-    pools.sleep(Sandbox.objects.get().pk, now=timezone.now(), reason="idle")
+    retiring.sleep(Sandbox.objects.get().pk, now=timezone.now(), reason="idle")
     spent(budget())
     assert ada.get(f"{at}/files/f").content == b"kept\n"
     told(ada.put(f"{at}/files/g", b"1", content_type="application/octet-stream"))

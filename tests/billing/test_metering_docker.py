@@ -10,7 +10,7 @@ from django.utils import timezone
 from billing.metering import WITHOUT_PROCESS, meter
 from billing.models import Item, UsageRecord
 from leases import acting, leasing, sweeps
-from sandboxes import pool as pools
+from sandboxes import retiring
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.engine import Engine
 from sandboxes.runs import Command
@@ -28,7 +28,7 @@ def test_each_time_a_container_ran_is_metered_within_a_second(docker_pool: Pool)
     for _ in range(2):
         acting.exec_in(lease.pk, Command(argv=["sleep", "1.5"], timeout=MINUTE), now=timezone.now())
         box = Sandbox.objects.get(holder=lease.pk)
-        assert pools.sleep(box.pk, now=timezone.now(), reason="test")
+        assert retiring.sleep(box.pk, now=timezone.now(), reason="test")
     acting.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
     leasing.release(lease.pk, now=timezone.now())
     sweeps.reclaim(now=timezone.now())

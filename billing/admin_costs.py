@@ -36,6 +36,7 @@ from billing.days import day_of, following
 from billing.models import Account, CostRecord, Item, Priced, UsageRecord, Watermark
 from billing.pricing import plain
 from billing.sums import exactly, nano_usd
+from sandboxes.admin_readings import cpu_time
 from sandboxes.cells import ago, counted, link, rows, shortened, size, span, stamp, two, usd
 from sandboxes.pages import Fact, Facts, Held, Slice, SlicedList, all_fields, uuid_of
 
@@ -47,7 +48,8 @@ EXPORTED = [
 HEAD = [
     "day", "account", "agent", "environment", "lease", "provider", "item", "quantity", "free", "usd", "rate_usd", "rate",
 ]  # fmt: skip
-ITEM_OF = {Priced.STORAGE: Item.STORAGE, Priced.LLM: Item.TOKENS}  # what usage a cost is of; of the others, time
+# What usage a cost is of; of the others, time, unless it is by use.
+ITEM_OF = {Priced.STORAGE: Item.STORAGE, Priced.LLM: Item.TOKENS, Priced.REQUEST: Item.RUNS}
 
 
 def month_of(now: datetime) -> date:
@@ -435,16 +437,22 @@ def why(row: CostRecord) -> list[Step]:
 
 
 def _usage_of(row: CostRecord) -> QuerySet[UsageRecord]:
-    item = ITEM_OF.get(Priced(row.item), Item.TIME)
-    paid = Q(state__in=PAID) if item == Item.TIME else Q()
+    item = _item_of(row)
+    kind = Q(item=item, state__in=PAID) if item == Item.TIME else Q(item=item)
+    if item == Item.USE:  # where nobody measures, what was given
+        kind |= Q(item=Item.TIME, state__in=PAID, measured=False)
     return UsageRecord.objects.filter(
-        paid, item=item, day=row.day, agent_did=row.agent_did, environment_id=row.environment_id, holder=row.holder,
+        kind, day=row.day, agent_did=row.agent_did, environment_id=row.environment_id, holder=row.holder,
         provider=row.provider,
     ).order_by("began_at", "pk")  # fmt: skip
 
 
+def _item_of(row: CostRecord) -> Item:
+    return Item.USE if row.rate and row.rate.by_use else ITEM_OF.get(Priced(row.item), Item.TIME)
+
+
 def _narrowed(row: CostRecord) -> str:
-    item = ITEM_OF.get(Priced(row.item), Item.TIME)
+    item = _item_of(row)
     known = {"agent_did": row.agent_did, "environment_id": row.environment_id, "holder": row.holder, "provider": row.provider}
     given = {name: value for name, value in known.items() if value}
     return rows("billing_usagerecord", slice="all", item__exact=item, day_from=row.day, day_to=row.day, **given)
@@ -465,12 +473,20 @@ def fact_of(row: UsageRecord) -> SafeString:
         when = {"started_at_from_0": row.day, "started_at_to_0": row.day}
         href = rows("sandboxes_llmcall", slice="all", called=row.model, **asked, **when)
         return format_html('<a class="lh-link" href="{}">calls of {}</a>', href, shortened(row.model or "no model", 60))
+    if kind == "reading":
+        return link("sandboxes_reading", rest, row.source)
+    if row.item == Item.RUNS:
+        return format_html('<a class="lh-link" href="{}">runs</a>', rows("sandboxes_run", slice="all", sandbox=row.sandbox_id))
     return link("sandboxes_sandbox", row.sandbox_id, row.source) if row.sandbox_id else format_html("{}", row.source)
 
 
 def amount_of(row: UsageRecord) -> str:
     if row.item == Item.TOKENS:
         return f"{counted(row.calls, 'call', 'calls')}, {usd(row.usd)} USD"
+    if row.item == Item.RUNS:
+        return counted(row.calls, "run", "runs")
+    if row.item == Item.USE:
+        return f"{cpu_time(row.cpu_micros)} of CPU, {row.memory_mib:,} MiB for {span(row.ended_at - row.began_at)}"
     if row.item == Item.STORAGE:
         return f"{size(row.size_bytes)} for {span(row.ended_at - row.began_at)}"
     return f"{row.memory_mib:,} MiB, {row.millicpus / 1000:g} CPU for {span(row.ended_at - row.began_at)}"
@@ -492,7 +508,8 @@ class UsageRecordAdmin(Held, Facts):
     }
     fieldsets = all_fields(
         "item", "source", "day", "began_at", "ended_at", "sandbox", "holder", "agent_did", "environment_id", "provider",
-        "state", "memory_mib", "millicpus", "size_bytes", "model", "calls", "unpriced", "input_tokens", "cached_tokens",
+        "state", "memory_mib", "millicpus", "measured", "cpu_micros", "mib_micros",
+        "size_bytes", "model", "calls", "unpriced", "input_tokens", "cached_tokens",
         "output_tokens", "usd",
     )  # fmt: skip
 

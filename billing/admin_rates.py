@@ -45,7 +45,7 @@ class RateAdmin(Page):
         "later": Slice("Later", "Every rate has begun.", lambda now: Q(valid_from__gt=now)),
         "all": Slice("All", "No rate yet."),
     }
-    fields = ["provider", "item", "instance_type", "usd", "allowance", "valid_from", "source"]
+    fields = ["provider", "item", "instance_type", "usd", "allowance", "by_use", "valid_from", "source"]
     labels = {"usd": "USD for one unit", "allowance": "Free in a month"}
 
     def has_change_permission(self, request: HttpRequest, obj: Rate | None = None) -> bool:
@@ -89,8 +89,13 @@ class RateAdmin(Page):
         return {
             "facts": [
                 Fact("State", self.condition(row), note=another if begun and self.has_add_permission(request) else ""),
-                Fact("USD for one unit", usd(row.usd), note=f"unit: {Priced(row.item).label}"),
+                Fact("USD for one unit", usd(row.usd), note=_unit(row)),
                 Fact("Valid from", self.since(row), note=stamp(row.valid_from)),
                 Fact("Priced by it", "cost records", href=rows("billing_costrecord", slice="all", rate__id__exact=row.pk)),
             ]
         }
+
+
+def _unit(row: Rate) -> str:
+    by_use = ", as used where that is measured" if row.by_use else ""
+    return f"unit: {Priced(row.item).label}{by_use}"

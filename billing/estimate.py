@@ -19,7 +19,7 @@ LAST = 7  # days, from which a forecast is made
 @dataclass(frozen=True)
 class Scenario:
     """So many agents, each with a sandbox for some hours on some days of one month. cpu_utilisation: the part of its CPU
-    that each uses while it is there."""
+    that each uses while it is there, which counts where CPU is priced by use."""
 
     provider: str
     instance: str
@@ -65,6 +65,7 @@ def estimate(asked: Scenario, rates: Iterable[pricing.Rate], *, now: datetime) -
     for item, quantity in _quantities(asked, size).items():
         rate = pricing.rate_for(known, asked.provider, asked.instance, item, now)
         if rate:
+            quantity *= Fraction(asked.cpu_utilisation) if item == Priced.CPU and rate.by_use else 1
             free = min(quantity, Fraction(rate.allowance))
             usd = pricing.rounded((quantity - free) * Fraction(rate.usd), pricing.CENTS)
             lines.append(Line(str(item), pricing.rounded(quantity), pricing.rounded(free), rate.usd, usd))
@@ -80,7 +81,7 @@ def _quantities(asked: Scenario, size: Instance) -> dict[str, Fraction]:
     return {
         Priced.TIME: hours,
         Priced.MEMORY: hours * Fraction(size.memory_mib, 1024),
-        Priced.CPU: hours * size.vcpus * Fraction(asked.cpu_utilisation) * 60,
+        Priced.CPU: hours * size.vcpus * 60,
         Priced.DISK: hours * Fraction(size.disk_mb, 1000),
         Priced.PLAN: Fraction(1),
     }

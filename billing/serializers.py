@@ -63,7 +63,12 @@ class EstimateAsked(serializers.Serializer):
     days = serializers.IntegerField(min_value=1, max_value=31, default=30, help_text="Of one month.")
     instance = serializers.ChoiceField(names(), default="basic")
     cpu_utilisation = serializers.DecimalField(
-        8, 6, min_value=0, max_value=1, default=Decimal(1), help_text="The part of its CPU that a sandbox uses, 0 to 1."
+        8,
+        6,
+        min_value=0,
+        max_value=1,
+        default=Decimal(1),
+        help_text="The part of its CPU that a sandbox uses, 0 to 1, where CPU is priced by use.",
     )
     provider = serializers.RegexField(r"\A[-a-z0-9_]{1,32}\Z", default="cloudflare")
 

@@ -40,6 +40,7 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
         ("Sandboxes", "deployed_code", "sandboxes.sandbox"),
         ("Runs", "terminal", "sandboxes.run"),
         ("Processes", "memory", "sandboxes.process"),
+        ("Readings", "speed", "sandboxes.reading"),
         ("Model calls", "forum", "sandboxes.llmcall"),
         ("Model rates", "sell", "sandboxes.modelrate"),
         ("Pools", "database", "sandboxes.pool"),

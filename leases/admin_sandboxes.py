@@ -22,8 +22,9 @@ from sandboxes.admin import RunAdmin, SandboxAdmin
 from sandboxes.admin_policies import PolicyAdmin
 from sandboxes.admin_pools import QuotaAdmin, QuotaForm
 from sandboxes.admin_processes import ProcessAdmin
+from sandboxes.admin_readings import ReadingAdmin
 from sandboxes.cells import link
-from sandboxes.models import GONE, Policy, Process, Quota, Run, Sandbox, State
+from sandboxes.models import GONE, Policy, Process, Quota, Reading, Run, Sandbox, State
 from sandboxes.pages import Act, Fact, Reason
 
 MOST_TYPES = 8  # on a policy's page
@@ -86,7 +87,7 @@ DESTROY = Act(
 )
 
 
-for model in (Sandbox, Run, Process, Quota, Policy):
+for model in (Sandbox, Run, Process, Reading, Quota, Policy):
     admin.site.unregister(model)
 
 
@@ -134,6 +135,11 @@ class LeasedSandboxAdmin(HeldByLease, SandboxAdmin):
 
 @admin.register(Run)
 class LeasedRunAdmin(HeldByLease, RunAdmin):
+    pass
+
+
+@admin.register(Reading)
+class LeasedReadingAdmin(HeldByLease, ReadingAdmin):
     pass
 
 

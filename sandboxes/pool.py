@@ -191,6 +191,7 @@ def _new(pool: Pool, *, now: datetime) -> Sandbox:
         pool=pool,
         provider=provider,
         isolated=providers.get(provider).isolated,
+        measured=providers.get(provider).measures,
         image=pool.image or settings.SANDBOX_IMAGE,
         memory_mib=pool.memory_mib,
         millicpus=pool.millicpus,

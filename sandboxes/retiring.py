@@ -11,7 +11,7 @@ from django.db import transaction
 from django.db.models import Exists, F, OuterRef, Q
 from django.db.models.functions import Greatest
 
-from sandboxes import background, outbox, providers
+from sandboxes import background, measuring, outbox, providers
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, advance, step
 from sandboxes.models import GONE, Outcome, Pool, Quota, Run, Sandbox, Snapshot, State
 from sandboxes.moments import Later, backoff, iso, ticking
@@ -83,6 +83,7 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
             idle_at=later() + backoff(tries, first=timedelta(minutes=1)),
         )  # fmt: skip
         return False
+    measuring.read_last(sandbox, provider, now=later())
     try:
         provider.destroy(sandbox.ref)
     except ProviderError as failed:  # its state is safe; the sweep repeats this step
@@ -248,7 +249,7 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
 
     True if it is destroyed now. A failed or unknown answer keeps the place, and the row's next try waits longer each
     time; after LEASEHOLD_DESTROY_TRIES the row goes to quarantine for an operator to look at. Safe to repeat."""
-    due = Q(deadline_at__lte=now, quarantined_at__isnull=True)
+    due, later = Q(deadline_at__lte=now, quarantined_at__isnull=True), ticking(now)
     claimed = Sandbox.objects.filter(due, pk=pk, state=DESTROYING).update(
         deadline_at=now + DESTROY_CLAIM, claimed_by=settings.INSTANCE
     )
@@ -260,6 +261,7 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     try:
         with suppress(Missing):  # its process is gone; volumes of it may still be there
             data.finish(sandbox, provider, now=now)
+        measuring.read_last(sandbox, provider, now=later())
         provider.destroy(sandbox.ref)
     except Missing:
         pass  # gone already
@@ -268,10 +270,11 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
         return False
     mounts.detach(pk)
     step("destroy answered", sandbox)
+    moment = later()
     with transaction.atomic():
         gone = advance(
-            pk, DESTROYING, DESTROYED, now=now, reason="confirmed gone", actor=actor,
-            destroyed_at=now, deadline_at=None, last_error="",
+            pk, DESTROYING, DESTROYED, now=moment, reason="confirmed gone", actor=actor,
+            destroyed_at=moment, deadline_at=None, last_error="",
         )  # fmt: skip
         if gone:
             _free(sandbox)

@@ -11,7 +11,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
-from sandboxes import pool, providers, retiring, runs
+from sandboxes import measuring, pool, providers, retiring, runs
 from sandboxes.egress import front
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, WARMING, advance, advance_many
@@ -51,7 +51,7 @@ def reclaim(*, now: datetime, limit: int = 200) -> Swept:
         if later() > now + BUDGET:
             break
         try:
-            if retiring.destroy(pk, now=now, actor="sweep"):
+            if retiring.destroy(pk, now=later(), actor="sweep"):
                 swept.note("destroyed")
             elif Sandbox.objects.filter(pk=pk, state=DESTROYING).exclude(last_error="").exists():
                 swept.failures.append(str(pk))
@@ -361,6 +361,21 @@ def measure(*, now: datetime, limit: int = 50) -> Swept:
             swept.failures.append(f"{sandbox.pk}: {failed}")
         else:
             swept.note("over the limit" if size > sandbox.pool.workspace_limit_mib << 20 else "measured")
+    return swept
+
+
+def read(*, now: datetime) -> Swept:
+    """Read what sandboxes have used of CPU and memory."""
+    swept, later = Swept(), ticking(now)
+    for sandbox in measuring.readable().iterator(chunk_size=200):
+        if later() > now + BUDGET:
+            break
+        try:
+            swept.note("read", measuring.read(sandbox, providers.get(sandbox.provider), now=later()) is not None)
+        except Missing:
+            swept.note("gone")  # reconcile decides what that means
+        except ProviderError as failed:
+            swept.failures.append(f"{sandbox.pk}: {failed}")
     return swept
 
 

@@ -108,9 +108,9 @@ def test_costs_are_csv_if_asked(how: str) -> None:
     answer = client.get("/api/v1/costs?by=day" + ("&format=csv" if how == "parameter" else ""), headers=headers)
     assert answer["Content-Type"] == "text/csv; charset=utf-8"
     assert [*csv.reader(StringIO(answer.content.decode()))] == [
-        ["day", "usd", "hours", "time", "memory", "cpu", "disk", "storage", "plan", "llm"],
-        ["2026-11-02", "1", "2", "2", "", "", "", "", "", ""],
-        ["2026-11-03", "0.500000003", "1", "1", "", "", "", "", "", "1"],
+        ["day", "usd", "hours", "time", "memory", "cpu", "disk", "storage", "request", "plan", "llm"],
+        ["2026-11-02", "1", "2", "2", "", "", "", "", "", "", ""],
+        ["2026-11-03", "0.500000003", "1", "1", "", "", "", "", "", "", "1"],
     ]
 
 

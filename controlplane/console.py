@@ -252,7 +252,7 @@ def money_tiles(now: datetime) -> list[Tile]:
     where, of = reverse("spending"), "billing.costrecord"
     return [
         Tile("Spent today", brief(today), where, note="USD", of=of),
-        Tile("This month", brief(month), where, note="USD spent, today included", of=of),
+        Tile("This month", brief(month), where, note="USD spent", of=of),
     ]
 
 

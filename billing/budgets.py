@@ -24,8 +24,9 @@ up goes on. While the state of a sandbox cannot be stored it stays, and its leas
 files. Meanwhile all is refused, so nothing new runs in it."""
 
 from collections.abc import Collection
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from decimal import Decimal
+from fractions import Fraction
 from uuid import UUID
 
 import structlog
@@ -34,10 +35,10 @@ from django.db import transaction
 from django.db.models import DurationField, ExpressionWrapper, F, Q, QuerySet, Sum, Value
 from django.db.models.functions import Coalesce
 
-from billing.costs import PAID
+from billing.costs import MICROSECOND, PAID
 from billing.days import LONG_AGO, day_of, following, midnight
 from billing.errors import BudgetExhausted
-from billing.models import HOUSE, Budget, CostRecord, Item, Membership, Tab, UsageRecord
+from billing.models import HOUSE, Budget, CostRecord, Item, Membership, Priced, Tab, UsageRecord
 from billing.models_budgets import Period, Scope, Unit
 from billing.pricing import plain
 from billing.sums import exactly, nano_usd
@@ -194,7 +195,12 @@ def exhausted(*, now: datetime, of: Q | None = None) -> list[Budget]:
     """The hard budgets that are spent. One whose period is over, or whose amount was raised since, is not: that counts from
     the moment it happens, not from when a sweep has written so."""
     marked = Budget.objects.filter(of or Q(), exhausted_at__isnull=False, active=True, hard=True).order_by("pk")
-    return [each for each in marked if each.exhausted_for == period_of(each.period, now)[0] and each.spent >= each.amount]
+    return [each for each in marked if is_spent(each, now)]
+
+
+def is_spent(budget: Budget, now: datetime) -> bool:
+    """Whether it was seen to be spent, in its present period and with the amount that it has now."""
+    return budget.exhausted_for == period_of(budget.period, now)[0] and budget.spent >= budget.amount
 
 
 def _refusal(full: dict[Budget, int], *, now: datetime) -> BudgetExhausted:
@@ -273,11 +279,19 @@ def _tell(budget: Budget, event: Kind, *, now: datetime) -> None:
 def spent_between(budget: Budget, began: datetime, ends: datetime | None) -> Decimal:
     """What is derived so far of what was used in its scope in one period: usage up to the watermark, and its costs."""
     if budget.unit == Unit.USD:
-        of_account = Q(account__name=budget.subject)  # its plans, too
-        whose = of_account if budget.scope == Scope.ACCOUNT else _used_under(budget)
-        return nano_usd(CostRecord.objects.filter(whose, _days(began, ends)).aggregate(nano=exactly("usd"))["nano"])
+        return nano_usd(_costs(budget, began, ends).aggregate(nano=exactly("usd"))["nano"])
     lasted = _time_used(budget, began, ends).aggregate(sum=LASTED)["sum"]
     return _hours(lasted or timedelta(0)).quantize(NANO)
+
+
+def spent_by_day(budget: Budget, since: datetime, ends: datetime | None) -> dict[date, tuple[Fraction, Fraction]]:
+    """The same of each day on which something was used, not rounded: all of it, and what is no plan. One query."""
+    if budget.unit == Unit.USD:
+        costs = _costs(budget, since, ends).order_by().values_list("day")
+        sums = costs.annotate(all=exactly("usd"), used=exactly("usd", ~Q(item=Priced.PLAN)))
+        return {day: (Fraction(nano_usd(all_)), Fraction(nano_usd(used))) for day, all_, used in sums}
+    lasted = _time_used(budget, since, ends).order_by().values_list("day").annotate(sum=LASTED)
+    return {day: (Fraction(sum_ // MICROSECOND, HOUR // MICROSECOND),) * 2 for day, sum_ in lasted}
 
 
 def spenders(budget: Budget, *, now: datetime, most: int) -> list[tuple[Tab, Decimal]]:
@@ -304,12 +318,18 @@ def _days(began: datetime, ends: datetime | None) -> Q:
     return Q(day__gte=began.date()) & (Q(day__lt=ends.date()) if ends else Q())
 
 
+def _costs(budget: Budget, began: datetime, ends: datetime | None) -> QuerySet[CostRecord]:
+    of_account = Q(account__name=budget.subject)  # its plans, too
+    whose = of_account if budget.scope == Scope.ACCOUNT else _used_under(budget)
+    return CostRecord.objects.filter(whose, _days(began, ends))
+
+
 def _time_used(budget: Budget, began: datetime, ends: datetime | None) -> QuerySet[UsageRecord]:
     return UsageRecord.objects.filter(_used_under(budget), _days(began, ends), item=Item.TIME, state__in=PAID)
 
 
 def _hours(lasted: timedelta) -> Decimal:
-    return Decimal(lasted // timedelta(microseconds=1)) / (HOUR // timedelta(microseconds=1))
+    return Decimal(lasted // MICROSECOND) / (HOUR // MICROSECOND)
 
 
 # --- for operators ----------------------------------------------------------------------------------------------------

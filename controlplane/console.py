@@ -17,7 +17,7 @@ from django.views.decorators.cache import never_cache
 
 from billing import overview
 from billing.admin_budgets import BudgetAdmin, Notice, everywhere
-from billing.admin_costs import brief
+from billing.cells import brief
 from billing.models import Budget
 from leases.admin import LeaseAdmin
 from leases.models import Lease

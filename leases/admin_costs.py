@@ -4,7 +4,8 @@ from django import forms
 from django.contrib import admin
 
 from billing.admin_accounts import MembershipAdmin
-from billing.admin_costs import CostRecordAdmin, UsageRecordAdmin
+from billing.admin_costs import CostRecordAdmin
+from billing.admin_usage import UsageRecordAdmin
 from billing.models import CostRecord, Membership, UsageRecord
 from leases.admin_sandboxes import NamesAgent
 from leases.cells import HeldByLease

@@ -17,8 +17,10 @@ from django.test import Client
 from django.utils import timezone
 
 from billing import costs, metering, overview, statements
-from billing.admin_costs import month_before, month_of, short, why
+from billing.admin_costs import why
 from billing.admin_rates import DELETE
+from billing.admin_usage import month_before, month_of
+from billing.cells import short
 from billing.models import Account, CostRecord, Credit, Membership, Rate, Statement, UsageRecord, Watermark
 from controlplane import console
 from leases.models import Agent, Lease

@@ -26,7 +26,7 @@ from tests.conftest import Died
 from tests.machines.test_pool_machine import WHICH, PoolMachine
 
 pytestmark = pytest.mark.django_db
-EXAMPLES = int(os.environ.get("METERING_EXAMPLES", "60"))  # each a random history: some 2,000 take half an hour
+EXAMPLES = int(os.environ.get("METERING_MACHINE_EXAMPLES", "60"))  # each a random history: some 2,000 take half an hour
 READY = {"warm", "running", "waiting"}  # what is paid for
 FACTS = [
     "item", "source", "day", "began_at", "ended_at", "sandbox_id", "holder", "agent_did", "environment_id", "provider", "state",

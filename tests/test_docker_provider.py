@@ -21,9 +21,9 @@ from leases import acting, leasing
 from sandboxes import sweeps
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers import engine
-from sandboxes.providers.base import ExecResult, Missing, Rejected, Spec, Unavailable
+from sandboxes.providers.base import ExecResult, Missing, Rejected, Spec, Unavailable, Usage
 from sandboxes.providers.docker import DockerProvider, answers
-from sandboxes.providers.engine import Engine
+from sandboxes.providers.engine import Cgroup, Engine
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW
 
@@ -493,3 +493,42 @@ def test_building_without_a_daemon_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
     with pytest.raises(CommandError, match="No Docker daemon answers"):
         call_command("build_image")
+
+
+# --- what containers use ----------------------------------------------------------------------------------------------
+
+VERSIONS = {  # of control groups: the files of a container, as kernels 5.10 and 6.1 write them
+    1: {
+        "cpuacct.usage": "30333511\n",
+        "memory.usage_in_bytes": "3104768\n",
+        "memory.stat": "cache 2629632\nrss 106496\ninactive_file 1\ntotal_cache 2629632\ntotal_inactive_file 2629632\n",
+    },
+    2: {
+        "cpu.stat": "usage_usec 30333\nuser_usec 20000\nsystem_usec 10333\nnr_periods 0\n",
+        "memory.current": "3104768\n",
+        "memory.stat": "anon 106496\nfile 2629632\ninactive_file 2629632\nactive_file 0\n",
+    },
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_both_versions_of_control_groups_are_read(version: int, tmp_path: Path) -> None:
+    for name, content in VERSIONS[version].items():
+        (tmp_path / name).write_text(content)
+    cpu, memory, _ = (tmp_path / name for name in VERSIONS[version])
+    assert Cgroup(tmp_path, tmp_path, cpu, memory).usage() == Usage(30333, 3104768 - 2629632)
+
+
+def test_the_kernels_counters_are_the_engines(box: Box) -> None:
+    """From out here, and as whoever is not on the engine's host has to ask. What it uses in between is next to nothing."""
+    ours, engine = box.provider.stats(box.ref), box.provider._engine
+    if engine.cgroup(box.ref) is None:
+        pytest.skip("control groups cannot be seen from here")
+    engine.cgroups[box.ref] = None
+    its = box.provider.stats(box.ref)
+    assert ours and its and 0 <= its.cpu_micros - ours.cpu_micros < 10**6
+    assert abs(its.memory_bytes - ours.memory_bytes) < 16 << 20
+    engine.client.stop(box.ref, timeout=0)
+    assert box.provider.stats(box.ref) is None
+    del engine.cgroups[box.ref]
+    assert box.provider.stats(box.ref) is None

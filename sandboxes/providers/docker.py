@@ -235,12 +235,7 @@ class DockerProvider(FilesOfContainers, Launching):
         )
 
     def stats(self, ref: str) -> Usage | None:
-        said = self._engine.call("GET", f"/containers/{ref}/stats?stream=false&one-shot=true")
-        memory = said["memory_stats"]
-        if "usage" not in memory:  # it does not run, or this daemon has no control groups
-            return None
-        kept = memory["stats"].get("total_inactive_file", memory["stats"].get("inactive_file", 0))  # cgroups 1, cgroups 2
-        return Usage(said["cpu_stats"]["cpu_usage"]["total_usage"] // 1000, max(memory["usage"] - kept, 0))
+        return self._engine.usage(ref)
 
     def list(self, owner: str) -> list[Found]:
         label = {"label": f"leasehold.owner={owner}"}

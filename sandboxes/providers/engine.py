@@ -23,7 +23,7 @@ from docker.errors import APIError, DockerException
 from docker.utils import kwargs_from_env, parse_host
 from requests.exceptions import RequestException
 
-from sandboxes.providers.base import Missing, ProviderError, Rejected, Unavailable
+from sandboxes.providers.base import Missing, ProviderError, Rejected, Unavailable, Usage
 
 PATIENCE = 60  # seconds in which the engine answers one call
 OWN_GIDS = range(1 << 20, (1 << 31) - 1)
@@ -60,9 +60,24 @@ class _Plain(http.client.HTTPConnection):
         self.sock = self._engine.dial()
 
 
-class _Cgroup(NamedTuple):
+class Cgroup(NamedTuple):
+    """Where the kernel says what a container is and does: files of control groups 1, or of 2, which have them all together."""
+
     processes: Path
     oom: Path  # has a line "oom_kill N"
+    cpu: Path  # a number of nanoseconds, or a line "usage_usec N"
+    memory: Path  # a number of bytes; beside it, memory.stat
+
+    def usage(self) -> Usage:
+        """OSError if the container does not run any more."""
+        said, lines = self.cpu.read_text(), _numbers(self.memory.with_name("memory.stat").read_text())
+        micros = int(said) // 1000 if said.strip().isdigit() else _numbers(said)["usage_usec"]
+        kept = lines.get("total_inactive_file", lines.get("inactive_file", 0))  # files read lately: the first is of version 1
+        return Usage(micros, max(int(self.memory.read_text()) - kept, 0))
+
+
+def _numbers(text: str) -> dict[str, int]:
+    return {name: int(number) for name, _, number in (line.partition(" ") for line in text.splitlines())}
 
 
 class Engine:
@@ -70,7 +85,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.client = APIClient(**kwargs_from_env(), version="auto", timeout=PATIENCE, max_pool_size=64)
-        self.cgroups: dict[str, _Cgroup | None] = {}
+        self.cgroups: dict[str, Cgroup | None] = {}
         self.firsts: dict[str, tuple[int, str]] = {}  # container -> its first process and its id, as they were once
         self._host = urlsplit(parse_host(os.environ.get("DOCKER_HOST"), tls="tls" in kwargs_from_env()))
         self._idle: deque[_Plain] = deque(maxlen=64)
@@ -118,7 +133,7 @@ class Engine:
             raise Unavailable(f"Docker does not answer: {error}") from error
         raise Rejected("DOCKER_HOST has to be a unix socket or plain TCP: over TLS or ssh no stdin can be ended.")
 
-    def cgroup(self, ref: str) -> _Cgroup | None:
+    def cgroup(self, ref: str) -> Cgroup | None:
         """The container's memory cgroup, or None if it cannot be seen from here: that takes running on the container's
         host. Unlike the id of its first process, it stays the same when the container is started again."""
         if ref not in self.cgroups:
@@ -133,6 +148,19 @@ class Engine:
                 self.cgroups.clear()
             self.cgroups[ref] = _cgroup_of(found["State"]["Pid"], found["Id"])
         return self.cgroups[ref]
+
+    def usage(self, ref: str) -> Usage | None:
+        """What the container uses, or None while it does not run. The engine takes up to a second to say it, so the kernel is
+        asked where that can be done from here."""
+        with contextlib.suppress(OSError):  # it has stopped, or is gone
+            if cgroup := self.cgroup(ref):
+                return cgroup.usage()
+        said = self.call("GET", f"/containers/{ref}/stats?stream=false&one-shot=true")
+        memory = said["memory_stats"]
+        if "usage" not in memory:  # it does not run, or this daemon has no control groups
+            return None
+        kept = memory["stats"].get("total_inactive_file", memory["stats"].get("inactive_file", 0))
+        return Usage(said["cpu_stats"]["cpu_usage"]["total_usage"] // 1000, max(memory["usage"] - kept, 0))
 
     def oom_kills(self, ref: str) -> int | None:
         """Processes that the kernel killed for memory in the container since it started; None: cannot be seen."""
@@ -169,16 +197,21 @@ def _decoded(status: int, content: bytes) -> Any:
     return said
 
 
-def _cgroup_of(pid: int, container: str) -> _Cgroup | None:
+def _cgroup_of(pid: int, container: str) -> Cgroup | None:
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
         return None
     paths = {name: path for _, names, path in (line.split(":", 2) for line in lines) for name in names.split(",")}
-    version1 = "memory" in paths
-    path = paths["memory"] if version1 else paths.get("", "")
-    directory = Path(("/sys/fs/cgroup/memory" if version1 else "/sys/fs/cgroup") + path)
-    found = _Cgroup(directory / "cgroup.procs", directory / ("memory.oom_control" if version1 else "memory.events"))
+    if "memory" in paths:  # version 1
+        path = paths["memory"]
+        directory, cpu = Path(f"/sys/fs/cgroup/memory{path}"), Path(f"/sys/fs/cgroup/cpuacct{paths.get('cpuacct')}")
+        rest = (directory / "memory.oom_control", cpu / "cpuacct.usage", directory / "memory.usage_in_bytes")
+    else:
+        path = paths.get("", "")
+        directory = Path(f"/sys/fs/cgroup{path}")
+        rest = (directory / "memory.events", directory / "cpu.stat", directory / "memory.current")
+    found = Cgroup(directory / "cgroup.procs", *rest)
     # Seen from inside another container that number is some other process: the id in the path tells.
     return found if container in path and os.access(found.oom, os.R_OK) else None
 

@@ -4,7 +4,7 @@ Costs follow from usage, rates and memberships alone. Whatever changes one of th
 (models.Unpriced), and `price` derives those days anew."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from decimal import Decimal
@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import DurationField, ExpressionWrapper, F, Q, QuerySet, Sum, Value
-from django.db.models.functions import Greatest, Least
+from django.db.models import DurationField, ExpressionWrapper, F, OuterRef, Q, QuerySet, Subquery, Sum, Value
+from django.db.models.functions import Coalesce, Greatest, Least
+from django.db.models.lookups import Exact
 
-from billing import pricing
+from billing import members, pricing
 from billing.days import LONG_AGO, following, midnight
 from billing.instances import disk_mb, instance_type
 from billing.models import HOUSE, Account, CostRecord, Item, Membership, Priced, Rate, Unpriced, UsageRecord, Watermark
@@ -83,16 +84,16 @@ def start_over() -> None:
 def _derive(begin: date, days: list[date]) -> tuple[int, int]:
     """Write what some days of a month cost, and what changes by that on its other days: allowances are used up in order."""
     rates = {rate.pk: rate for rate in Rate.objects.all()}
-    members, house = _members()
+    account_on = _accounts()
     lines: dict[Key, int] = defaultdict(int)
     called: dict[Key, Amount] = {}
     for day in days:
         for (agent, environment, holder, provider), quantities in _of_day(day, rates.values()):
-            account = members.get(agent, house)
+            account = account_on(agent, day)
             for (item, rate), whole in quantities:
                 lines[Key(day, account, provider, item, agent, environment, holder, rate)] += whole
         for (agent, environment, holder, provider), calls, usd in _calls(day):
-            key = Key(day, members.get(agent, house), provider, Priced.LLM, agent, environment, holder, None)
+            key = Key(day, account_on(agent, day), provider, Priced.LLM, agent, environment, holder, None)
             called[key] = Amount(str(calls), Decimal(calls), Decimal(0), usd)
     lines = {key: whole for key, whole in lines.items() if whole}
     there = _records(day__in=days)
@@ -129,10 +130,13 @@ def _groups(groups: Iterable[Group]) -> Q:
     return some
 
 
-def _members() -> tuple[dict[str, int], int]:
-    """agent -> account, and the account of all others."""
-    house = Account.objects.get_or_create(name=HOUSE)[0]
-    return dict(Membership.objects.values_list("agent_did", "account")), house.pk
+def _accounts() -> Callable[[str, date], int]:
+    """The account of an agent on a day."""
+    house = Account.objects.get_or_create(name=HOUSE)[0].pk
+    histories: dict[str, list[tuple[date, int]]] = defaultdict(list)
+    for agent, since, account in Membership.objects.order_by("since").values_list("agent_did", "since", "account"):
+        histories[agent].append((since, account))
+    return lambda agent, day: members.account_on(histories.get(agent, ()), day, house)
 
 
 def _of_day(day: date, rates: Collection[Rate]) -> Iterator[tuple[tuple[Any, ...], list[tuple[tuple[str, int], int]]]]:
@@ -299,18 +303,25 @@ def hours(
     by: str, *, since: date | None = None, until: date | None = None, agents: Collection[str] | None = None, **only: Any
 ) -> dict[str, timedelta]:
     """How long sandboxes were there and ready, those of one key together, in the same days."""
-    mine = dict(Membership.objects.values_list("agent_did", "account__name"))
-    account = only.pop("account", None)
-    rows = UsageRecord.objects.filter(_within(since, until, agents), item=Item.TIME, state__in=PAID)
+    whose = Q() if "account" not in only else billed_to(only.pop("account"))
+    rows = UsageRecord.objects.filter(whose, _within(since, until, agents), item=Item.TIME, state__in=PAID)
     rows = rows.filter(**{BY[name]: value for name, value in only.items()})
-    total: dict[str, timedelta] = defaultdict(timedelta)
+    key = F(BY[by]) if by != "account" else _account_of_the_day()
     lasted = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
-    field = "agent_did" if by == "account" else BY[by]
-    for key, agent, time_ in rows.order_by().values_list(field, "agent_did").annotate(lasted=lasted):
-        whose = mine.get(agent, HOUSE)
-        if account in (None, whose):
-            total[whose if by == "account" else _name(key)] += time_
-    return dict(total)
+    return {_name(each): time_ for each, time_ in rows.order_by().values_list(key).annotate(lasted=lasted)}
+
+
+def billed_to(account: str) -> Q:
+    """The usage that is an account's: of each agent that of the days on which it belonged to it."""
+    named, then = Q(account__name=account), Q(Exact(_account_of_the_day(), account))
+    some = Membership.objects.filter(~named if account == HOUSE else named)
+    ever = Q(agent_did__in=some.values("agent_did"))  # spares a look for each record of all others
+    return ~ever | then if account == HOUSE else ever & then
+
+
+def _account_of_the_day() -> Coalesce:
+    begun = Membership.objects.filter(agent_did=OuterRef("agent_did"), since__lte=OuterRef("day")).order_by("-since")
+    return Coalesce(Subquery(begun.values("account__name")[:1]), Value(HOUSE))
 
 
 def _within(since: date | None, until: date | None, agents: Collection[str] | None) -> Q:

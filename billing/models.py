@@ -13,6 +13,7 @@ from django.db import models, transaction
 from django.db.models import Exists, F, Max, OuterRef, Q, QuerySet, Value
 from django.db.models.functions import Coalesce
 from django.utils import timezone
+from django.utils.functional import cached_property
 
 from billing import members
 from billing.days import BEGINNING, LONG_AGO, day_of, following
@@ -216,9 +217,9 @@ class Membership(models.Model):
     def __str__(self) -> str:
         return f"{self.agent_did} in {self.account}"
 
-    @property
+    @cached_property
     def fixed(self) -> bool:
-        """Did it begin in what is closed now?"""
+        """Did it begin in what is closed? As it was when this was asked first."""
         return bool(_closed(self._moves(gone=True)))
 
     def clean(self) -> None:
@@ -253,14 +254,14 @@ class Membership(models.Model):
     def _moves(self, *, gone: bool = False) -> list[tuple[str, date, int, int]]:
         """What saving or deleting it does: (agent, from which day on, the account it was, the one it becomes)."""
         agents = {self.agent_did, *Membership.objects.filter(pk=self.pk).values_list("agent_did", flat=True)}
-        found = []
+        house, found = _house(), []
         for agent in sorted(agents):
             rows = Membership.objects.filter(agent_did=agent).order_by("since").values_list("pk", "since", "account")
             becomes = [(since, account) for pk, since, account in rows if pk != self.pk]
             if agent == self.agent_did and not gone:
                 becomes = sorted([*becomes, (self.since, self.account_id)])
             was = [(since, account) for _, since, account in rows]
-            found += [(agent, *move) for move in members.moves(was, becomes, _house())]
+            found += [(agent, *move) for move in members.moves(was, becomes, house)]
         return found
 
     def _note(self, *, gone: bool = False) -> None:

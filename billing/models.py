@@ -225,6 +225,8 @@ class Membership(models.Model):
     def clean(self) -> None:
         if not self.agent_did or self.account_id is None:
             return  # their fields say so
+        if self.since is None and self.pk:
+            raise ValidationError({"since": "From which day on?"})
         if self.since is None:
             self.since = self._default()
         if said := _closed(self._moves()):
@@ -247,7 +249,7 @@ class Membership(models.Model):
             return super().delete(*args, **options)
 
     def _default(self) -> date:
-        if Membership.objects.filter(agent_did=self.agent_did).exclude(pk=self.pk).exists():
+        if Membership.objects.filter(agent_did=self.agent_did).exists():
             return day_of(timezone.now())
         return max(BEGINNING, first_open(_house(), self.account_id))
 

@@ -127,6 +127,7 @@ class MembershipAdmin(Held, Page):
 
     def page(self, request: HttpRequest, row: Membership) -> dict[str, Any]:
         history = [*spans(Membership.objects.filter(agent_did=row.agent_did)).select_related("account").order_by("-since")]
+        fixed, row = row.fixed, next(each for each in history if each.pk == row.pk)  # a form that is refused has changed it
         last = end(row)
         href = reverse("admin:billing_membership_add", query={"agent_did": row.agent_did})
         move = format_html('<a class="lh-link" href="{}">Move it</a>', href)
@@ -134,7 +135,7 @@ class MembershipAdmin(Held, Page):
             "facts": [
                 self.agent(row.agent_did),
                 Fact("Account", link("billing_account", row.account_id, row.account), note="pays for what it uses then"),
-                Fact("From", began(row), note="its month is closed" if row.fixed else ""),
+                Fact("From", began(row), note="its month is closed" if fixed else ""),
                 Fact("To", last[0] if last else "no end", note=f"then {last[1]}" if last else ""),
                 Fact("State", _state(row), note=move if self.has_add_permission(request) else ""),
                 cost_so_far(agent_did=row.agent_did, account__id__exact=row.account_id),

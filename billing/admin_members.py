@@ -1,5 +1,6 @@
 """Operators' pages on whose account an agent's usage is, and from which day on."""
 
+from dataclasses import replace
 from datetime import date, timedelta
 from typing import Any
 
@@ -19,7 +20,7 @@ from billing.admin_costs import cost_so_far
 from billing.days import BEGINNING, day_of
 from billing.models import HOUSE, Account, Membership
 from sandboxes.cells import badge, link, rows, two
-from sandboxes.pages import Fact, Held, Page, Slice
+from sandboxes.pages import Fact, Held, Page, Slice, all_fields
 
 
 def today() -> date:
@@ -65,6 +66,13 @@ def account_of(did: str) -> Fact:
 
 
 class MembershipForm(forms.ModelForm):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if "account" in self.fields:  # it is not where somebody only reads
+            self.fields["account"].help_text = f"To leave an account is to move to the {HOUSE}."
+        if "since" in self.fields and self.instance.pk:
+            self.fields["since"].required, self.fields["since"].help_text = True, "The first day, UTC, in no closed month."
+
     def clean(self) -> dict[str, Any] | None:
         """A new one says something new. One that is there may be changed to what was so before: then it is taken back."""
         said = super().clean()
@@ -102,6 +110,11 @@ class MembershipAdmin(Held, Page):
     labels = {"since": "From"}
     change_form_outer_after_template = "admin/billing/membership/history.html"
 
+    def get_fieldsets(self, request: HttpRequest, obj: Membership | None = None) -> Any:
+        if obj and not self.has_change_permission(request, obj):
+            return all_fields(*self.fields)
+        return super().get_fieldsets(request, obj)
+
     def get_readonly_fields(self, request: HttpRequest, obj: Membership | None = None) -> list[str]:
         return ["agent_did"] if obj else []
 
@@ -134,11 +147,13 @@ class MembershipAdmin(Held, Page):
         return {
             "facts": [
                 self.agent(row.agent_did),
-                Fact("Account", link("billing_account", row.account_id, row.account), note="pays for what it uses then"),
-                Fact("From", began(row), note="its month is closed" if fixed else ""),
+                Fact(
+                    "Account", link("billing_account", row.account_id, row.account), note="pays for what it uses in that time"
+                ),
+                Fact("From", began(row), note="closed, and stays so" if fixed else ""),
                 Fact("To", last[0] if last else "no end", note=f"then {last[1]}" if last else ""),
                 Fact("State", _state(row), note=move if self.has_add_permission(request) else ""),
-                cost_so_far(agent_did=row.agent_did, account__id__exact=row.account_id),
+                replace(cost_so_far(agent_did=row.agent_did, account__id__exact=row.account_id), note=f"in {row.account}"),
             ],
             "history": [(each, in_words(each), _state(each)) for each in history],
             "first": history[-1].since > BEGINNING,
@@ -150,7 +165,7 @@ def _state(row: Membership) -> SafeString:
     if row.since > today():
         return badge("waiting", "later")
     last = end(row)
-    return badge("skipped", "over") if last and last[0] < today() else badge("ok", "now")
+    return badge("over") if last and last[0] < today() else badge("ok", "now")
 
 
 __all__ = ["MembershipAdmin", "MembershipForm", "account_of", "of_account"]

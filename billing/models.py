@@ -200,7 +200,8 @@ class Membership(models.Model):
     agent_did = models.CharField(max_length=255, verbose_name="agent")
     account = models.ForeignKey(Account, on_delete=models.PROTECT, related_name="memberships")
     since = models.DateField(
-        blank=True, help_text="The first day, UTC. Empty: from the beginning if it is its first account, else from today."
+        blank=True,
+        help_text="The first day, UTC, in no closed month. Empty: of its first account from the beginning, else from today.",
     )
 
     objects = Memberships.as_manager()
@@ -226,7 +227,7 @@ class Membership(models.Model):
         if not self.agent_did or self.account_id is None:
             return  # their fields say so
         if self.since is None and self.pk:
-            raise ValidationError({"since": "From which day on?"})
+            raise ValidationError({"since": "Say from which day on."})
         if self.since is None:
             self.since = self._default()
         if said := _closed(self._moves()):
@@ -283,8 +284,11 @@ def _closed(moves: Iterable[tuple[str, date, int, int]]) -> str:
     """Why these are not possible; nothing if they are."""
     for _, since, *accounts in moves:
         if since < (first := first_open(*accounts)):
-            closed = Statement.objects.filter(account__in=accounts).order_by("month").select_related("account").last()
-            return f"{closed} is closed, and stays as it is. The first day that can change its account is {first}."
+            closed = Statement.objects.filter(account__in=accounts).select_related("account").latest("month")
+            return (
+                f"{closed.account} has closed {closed.month:%Y-%m}, which stays as it is. "
+                f"The agent's account can change from {first} on."
+            )
     return ""
 
 

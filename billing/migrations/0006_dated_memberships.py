@@ -18,7 +18,7 @@ class Migration(migrations.Migration):
         migrations.AddField(
             model_name="membership",
             name="since",
-            field=models.DateField(blank=True, default=date(1970, 1, 1), help_text="The first day, UTC. Empty: from the beginning if it is its first account, else from today."),
+            field=models.DateField(blank=True, default=date(1970, 1, 1), help_text="The first day, UTC, in no closed month. Empty: of its first account from the beginning, else from today."),
             preserve_default=False,
         ),
         migrations.AlterField(

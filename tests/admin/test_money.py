@@ -334,7 +334,7 @@ def test_an_administrator_adds_an_account_and_moves_an_agent(administrator: Clie
     hers = CostRecord.objects.filter(agent_did=ADA).values_list("day", "account__name").distinct()
     assert {*hers} == {(LAST, "team"), (MONTH, "lab")}
     path = f"/admin/billing/membership/{member.pk}/change/"
-    assert "From which day on?" in administrator.post(path, {"account": lab.pk}).content.decode()
+    assert "This field is required" in administrator.post(path, {"account": lab.pk}).content.decode()
     assert administrator.post(path, {"account": lab.pk, "since": "1970-01-01"}).status_code == 302
     price()
     assert {*CostRecord.objects.filter(agent_did=ADA).values_list("account__name", flat=True)} == {"lab"}
@@ -386,7 +386,8 @@ def test_a_membership_that_began_in_what_is_closed_is_only_read(administrator: C
     assert administrator.post(path, {"account": lab.pk, "since": str(MONTH)}).status_code == 403
     early = {"agent_did": ADA, "account": lab.pk, "since": str(LAST)}
     refused = administrator.post("/admin/billing/membership/add/", early)
-    assert f"The first day that can change its account is {MONTH}" in refused.content.decode()
+    assert f"team has closed {LAST:%Y-%m}" in refused.content.decode()
+    assert f"can change from {MONTH} on" in refused.content.decode()
     assert administrator.post("/admin/billing/membership/add/", {**early, "since": ""}).status_code == 302
     moved = Membership.objects.latest("pk")
     assert (moved.account, moved.since) == (lab, TODAY)

@@ -34,10 +34,10 @@ from uuid import UUID
 import structlog
 from django.conf import settings
 from django.db import transaction
-from django.db.models import DurationField, ExpressionWrapper, F, Q, QuerySet, Sum, Value
+from django.db.models import Q, QuerySet, Value
 from django.db.models.functions import Coalesce
 
-from billing.costs import PAID, billed_to
+from billing.costs import LASTED, PAID, billed_to
 from billing.days import LONG_AGO, day_of, following, midnight
 from billing.errors import BudgetExhausted
 from billing.models import HOUSE, Budget, CostRecord, Item, Membership, Tab, UsageRecord
@@ -54,7 +54,6 @@ HOUR = timedelta(hours=1)
 NANO = Decimal("1e-9")
 EXHAUSTED = "exhausted_at IS NOT NULL AND active AND hard"  # as the condition of its index
 NAMED = {Scope.AGENT: "agent_did", Scope.KEY: "key_id", Scope.ENVIRONMENT_TYPE: "environment_type"}  # columns of tabs
-LASTED = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
 STATED = ["scope", "subject", "unit", "amount", "period", "hard", "warn_percent", "grace", "active"]  # by operators
 
 
@@ -90,9 +89,10 @@ def _of_members(account: str, now: datetime) -> Q:
     return Q(agent_did__in=present.filter(account__name=account).values("agent_did"))
 
 
-def _used_under(budget: Budget) -> Q:
-    """The usage records that a budget is for. Of an account's those of the days on which their agents belonged to it."""
-    return billed_to(budget.subject) if budget.scope == Scope.ACCOUNT else _used_by(budget)
+def _used_under(budget: Budget, began: datetime) -> list[Q]:
+    """The usage records since then that a budget is for, in parts. Of an account's those of the days on which their agents
+    belonged to it."""
+    return billed_to(budget.subject, day_of(began)) if budget.scope == Scope.ACCOUNT else [_used_by(budget)]
 
 
 def _paid_under(budget: Budget) -> Q:
@@ -283,8 +283,8 @@ def spent_between(budget: Budget, began: datetime, ends: datetime | None) -> Dec
     if budget.unit == Unit.USD:
         rows = CostRecord.objects.filter(_paid_under(budget), _days(began, ends))
         return nano_usd(rows.aggregate(nano=exactly("usd"))["nano"])
-    lasted = _time_used(budget, began, ends).aggregate(sum=LASTED)["sum"]
-    return _hours(lasted or timedelta(0)).quantize(NANO)
+    lasted = [part.aggregate(sum=LASTED)["sum"] for part in _time_used(budget, began, ends)]
+    return _hours(sum(filter(None, lasted), timedelta(0))).quantize(NANO)
 
 
 def spenders(budget: Budget, *, now: datetime, most: int) -> list[tuple[Tab, Decimal]]:
@@ -297,9 +297,9 @@ def spenders(budget: Budget, *, now: datetime, most: int) -> list[tuple[Tab, Dec
         nano = costs.values_list("holder").annotate(sum=exactly("usd")).order_by("-sum", "holder")[:most]
         spent = {holder: nano_usd(sum_) for holder, sum_ in nano}
     else:
-        used = _time_used(budget, began, ends).filter(holder__in=open_.values("holder")).order_by()
-        lasted = used.values_list("holder").annotate(sum=LASTED).order_by("-sum", "holder")[:most]
-        spent = {holder: _hours(sum_) for holder, sum_ in lasted}
+        used = [part.filter(holder__in=open_.values("holder")).order_by() for part in _time_used(budget, began, ends)]
+        lasted = [each for part in used for each in part.values_list("holder").annotate(sum=LASTED)]
+        spent = {holder: _hours(sum_) for holder, sum_ in sorted(lasted, key=lambda each: (-each[1], each[0]))[:most]}
     tabs = {tab.holder: tab for tab in Tab.objects.filter(holder__in=spent)}
     found = [(tabs[holder], amount) for holder, amount in spent.items()]
     if len(found) < most:
@@ -312,8 +312,9 @@ def _days(began: datetime, ends: datetime | None) -> Q:
     return Q(day__gte=began.date()) & (Q(day__lt=ends.date()) if ends else Q())
 
 
-def _time_used(budget: Budget, began: datetime, ends: datetime | None) -> QuerySet[UsageRecord]:
-    return UsageRecord.objects.filter(_used_under(budget), _days(began, ends), item=Item.TIME, state__in=PAID)
+def _time_used(budget: Budget, began: datetime, ends: datetime | None) -> list[QuerySet[UsageRecord]]:
+    time_ = UsageRecord.objects.filter(_days(began, ends), item=Item.TIME, state__in=PAID)
+    return [time_.filter(part) for part in _used_under(budget, began)]
 
 
 def _hours(lasted: timedelta) -> Decimal:

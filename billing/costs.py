@@ -18,7 +18,7 @@ from django.db.models.functions import Coalesce, Greatest, Least
 from django.db.models.lookups import Exact
 
 from billing import members, pricing
-from billing.days import LONG_AGO, following, midnight
+from billing.days import BEGINNING, LONG_AGO, following, midnight
 from billing.instances import disk_mb, instance_type
 from billing.models import HOUSE, Account, CostRecord, Item, Membership, Priced, Rate, Unpriced, UsageRecord, Watermark
 from billing.sums import exactly, nano_usd
@@ -29,6 +29,7 @@ PAID = ALIVE  # ready for somebody; what starts, is put to sleep, sleeps or is d
 ROWS = 500  # in one statement: SQLite takes so many values
 MICROSECOND = timedelta(microseconds=1)
 WHO = ("agent_did", "environment_id", "holder", "provider")
+LASTED = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
 Group = tuple[int, str, str]  # account, provider, item: who shares an allowance
 
 
@@ -303,20 +304,43 @@ def hours(
     by: str, *, since: date | None = None, until: date | None = None, agents: Collection[str] | None = None, **only: Any
 ) -> dict[str, timedelta]:
     """How long sandboxes were there and ready, those of one key together, in the same days."""
-    whose = Q() if "account" not in only else billed_to(only.pop("account"))
-    rows = UsageRecord.objects.filter(whose, _within(since, until, agents), item=Item.TIME, state__in=PAID)
+    account = only.pop("account", None)
+    rows = UsageRecord.objects.filter(_within(since, until, agents), item=Item.TIME, state__in=PAID).order_by()
     rows = rows.filter(**{BY[name]: value for name, value in only.items()})
-    key = F(BY[by]) if by != "account" else _account_of_the_day()
-    lasted = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
-    return {_name(each): time_ for each, time_ in rows.order_by().values_list(key).annotate(lasted=lasted)}
+    if by == "account":
+        return {name: time_ for name, time_ in _by_account(rows, since).items() if account in (None, name)}
+    total: dict[str, timedelta] = defaultdict(timedelta)
+    for part in [Q()] if account is None else billed_to(account, since):
+        for key, time_ in rows.filter(part).values_list(BY[by]).annotate(lasted=LASTED):
+            total[_name(key)] += time_
+    return dict(total)
 
 
-def billed_to(account: str) -> Q:
-    """The usage that is an account's: of each agent that of the days on which it belonged to it."""
-    named, then = Q(account__name=account), Q(Exact(_account_of_the_day(), account))
-    some = Membership.objects.filter(~named if account == HOUSE else named)
-    ever = Q(agent_did__in=some.values("agent_did"))  # spares a look for each record of all others
-    return ~ever | then if account == HOUSE else ever & then
+def _by_account(rows: QuerySet[UsageRecord], since: date | None) -> dict[str, timedelta]:
+    total: dict[str, timedelta] = defaultdict(timedelta)
+    stays = dict(Membership.objects.on(since or BEGINNING).values_list("agent_did", "account__name"))
+    for agent, time_ in rows.exclude(_moved(since)).values_list("agent_did").annotate(lasted=LASTED):
+        total[stays.get(agent, HOUSE)] += time_
+    for account, time_ in rows.filter(_moved(since)).values_list(_account_of_the_day()).annotate(lasted=LASTED):
+        total[account] += time_
+    return total
+
+
+def billed_to(account: str, since: date | None) -> list[Q]:
+    """The usage from that day on that is an account's, in two parts, which have no agent in common: that of agents which stay
+    where they are, and, looked at record by record, that of the days on which the others belonged to it."""
+    stays, ever = Membership.objects.on(since or BEGINNING), Q()
+    if account == HOUSE:
+        whole = ~Q(agent_did__in=stays.exclude(account__name=HOUSE).values("agent_did"))
+    else:
+        whole = Q(agent_did__in=stays.filter(account__name=account).values("agent_did"))
+        ever = Q(agent_did__in=Membership.objects.filter(account__name=account).values("agent_did"))
+    return [~_moved(since) & whole, _moved(since) & ever & Q(Exact(_account_of_the_day(), account))]
+
+
+def _moved(since: date | None) -> Q:
+    """The usage of agents that came to an account after that day."""
+    return Q(agent_did__in=Membership.objects.filter(since__gt=since or BEGINNING).values("agent_did"))
 
 
 def _account_of_the_day() -> Coalesce:

@@ -693,6 +693,20 @@ def test_the_sum_of_lines_is_what_a_plain_computation_says(
     lines_in = CostRecord.objects.count()
     for month in {*expected, *found}:
         assert abs(expected[month] - found[month]) <= Fraction(lines_in, 2 * 10**9)  # each line is rounded once
+    for first in (None, begin.date(), begin.date() + 30 * DAY):
+        by_hand: dict[str, timedelta] = defaultdict(timedelta)
+        for row in UsageRecord.objects.filter(day__gte=first or date.min):
+            by_hand[whose(moves, row.agent_did, row.day)] += row.ended_at - row.began_at
+        assert costs.hours("account", since=first) == by_hand
+        for account in ("house", "team", "lab"):
+            its = {"account": account, "since": first}
+            assert sum(costs.hours("day", **its).values(), timedelta(0)) == by_hand.get(account, timedelta(0))
+            assert costs.hours("account", **its) == {name: time_ for name, time_ in by_hand.items() if name == account}
+
+
+def whose(moves: dict[tuple[str, date], str], agent: str, day: date) -> str:
+    begun = [since for who, since in moves if who == agent and since <= day]
+    return moves[agent, max(begun)] if begun else "house"
 
 
 def plainly(
@@ -708,9 +722,8 @@ def plainly(
         edges = [began, *(cut for cut in cuts if began < cut < ended), ended]
         for a, b in pairwise(edges):
             since = max(when for when in prices if when <= a)
-            whose = [when for who, when in moves if who == agent and when <= a.date()]
-            account = moves[agent, max(whose)] if whose else "house"
             hours = Fraction((b - a) // timedelta(microseconds=1), 3600 * 10**6)
+            account = whose(moves, agent, a.date())
             pieces[a.date(), since, str(lease(agent)) if agent else "", account] += hours * memory / 1024
     taken: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
     paid: dict[tuple[str, str], Fraction] = defaultdict(Fraction)

@@ -17,7 +17,8 @@ from unfold.decorators import action, display
 from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
 
 from billing import admin_members, statements
-from billing.admin_costs import cost_so_far, month_of, of_month
+from billing.admin_usage import month_of, of_month
+from billing.cells import cost_so_far
 from billing.models import HOUSE, Account, CostRecord, Credit, Membership, Priced, Statement, StatementLine
 from billing.pricing import plain
 from billing.sums import exactly, nano_usd

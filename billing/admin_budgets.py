@@ -20,6 +20,7 @@ from unfold.contrib.filters.admin import ChoicesRadioFilter
 from unfold.decorators import action, display
 
 from billing import budgets
+from billing.estimate import LAST, runs_out
 from billing.models import Account, Budget
 from billing.models_budgets import Period, Scope, Unit
 from sandboxes.cells import age, ago, badge, counted, link, rows, since, span, stamp, two, usd
@@ -30,6 +31,7 @@ from sandboxes.webhooks import Kind
 MOST, LINES = 10, 5  # rows of a panel; notices on the first page
 PASS = timedelta(minutes=1)  # between two of `meter`, and of `budgets`
 HELD_UP = 3 * PASS  # beside its grace: usage is summed up, then it is marked as spent; and the end of its grace is seen
+PACE = f"at the pace of the last {LAST} days"
 CENT, SMALL = Decimal("0.01"), Decimal("0.000001")
 LEVELS = {  # colour and word
     "exhausted": ("failed", "exhausted"), "warned": ("late", "warning"),
@@ -102,6 +104,17 @@ def gauge(budget: Budget, now: datetime) -> SafeString:
 def resets(budget: Budget, now: datetime) -> SafeString | str:
     ends = budgets.period_of(budget.period, now)[1]
     return stamp(ends, f"begins anew in {age(ends - now)}") if ends else "does not begin anew"
+
+
+def running_out(budget: Budget, now: datetime) -> Fact:
+    """On which day it is spent if days go on as the last ones went."""
+    if not budget.active:
+        return Fact("Runs out", "–", note="it is off")
+    day = runs_out(budget, now)
+    if budgets.is_spent(budget, now):
+        return Fact("Ran out", f"on {day}", note="when that was seen")
+    not_soon = "not foreseen" if budget.period == Period.EVER else "not in this period"
+    return Fact("Runs out", f"on {day}" if day else not_soon, note=PACE)
 
 
 # --- notices ----------------------------------------------------------------------------------------------------------
@@ -261,6 +274,7 @@ class BudgetAdmin(Page):
                 alarm=level(row, now) == "exhausted",
             ),
             Fact("Left", f"{figure(left, row)} {unit(row)}", note=f"of {usd(row.amount)}"),
+            running_out(row, now),
             Fact(
                 "Period",
                 f"{row.get_period_display()}, UTC" if ends else "ever",

@@ -16,7 +16,7 @@ from django.utils.safestring import SafeString
 from unfold.contrib.filters.admin import RelatedDropdownFilter
 from unfold.decorators import display
 
-from billing.admin_costs import cost_so_far
+from billing.cells import cost_so_far
 from billing.days import BEGINNING, day_of
 from billing.models import HOUSE, Account, Membership
 from sandboxes.cells import badge, link, rows, two

@@ -4,19 +4,23 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.contrib import admin
+from django.core.exceptions import ValidationError
+from django.db import IntegrityError
 from django.db.models import Exists, OuterRef, Q
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import get_object_or_404
 from django.urls import reverse
 from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from unfold.decorators import display
+from unfold.decorators import action, display
+from unfold.enums import ActionVariant
 
 from billing.days import midnight
 from billing.models import Priced, Rate
 from billing.pricing import plain
 from sandboxes.cells import age, badge, rows, stamp, two, usd
-from sandboxes.pages import Fact, Page, Slice
+from sandboxes.pages import Act, Fact, Page, Reason, Slice
 
 
 def _newer(**more: Any) -> Exists:
@@ -27,6 +31,25 @@ def _newer(**more: Any) -> Exists:
 
 def in_force(now: datetime) -> Q:
     return Q(valid_from__lte=now) & ~Q(_newer(valid_from__lte=now))
+
+
+def _delete(rate: Rate, actor: str, why: str, now: datetime) -> bool:
+    """The row that is asked about keeps its number, for the log."""
+    try:
+        get_object_or_404(Rate, pk=rate.pk).delete()
+    except (ValidationError, IntegrityError):  # it has begun meanwhile, or something was priced by it
+        return False
+    return True
+
+
+DELETE = Act(
+    title="Delete rate",
+    warning="It has not begun, so nothing was priced by it. What it would have replaced stays in force.",
+    done="deleted",
+    illegal="it has begun, and what it priced stays",
+    legal=lambda rate: rate.valid_from > timezone.now(),
+    verb=_delete,
+)
 
 
 @admin.register(Rate)
@@ -45,8 +68,10 @@ class RateAdmin(Page):
         "later": Slice("Later", "Every rate has begun.", lambda now: Q(valid_from__gt=now)),
         "all": Slice("All", "No rate yet."),
     }
-    fields = ["provider", "item", "instance_type", "usd", "allowance", "valid_from", "source"]
+    fields = ["provider", "item", "instance_type", "usd", "allowance", "by_use", "valid_from", "source"]
     labels = {"usd": "USD for one unit", "allowance": "Free in a month"}
+    acts = {"withdraw": DELETE}
+    actions_detail = ["withdraw"]
 
     def has_change_permission(self, request: HttpRequest, obj: Rate | None = None) -> bool:
         """One that has begun is read: what it priced stays. A new price is a new rate."""
@@ -89,8 +114,27 @@ class RateAdmin(Page):
         return {
             "facts": [
                 Fact("State", self.condition(row), note=another if begun and self.has_add_permission(request) else ""),
-                Fact("USD for one unit", usd(row.usd), note=f"unit: {Priced(row.item).label}"),
+                Fact("USD for one unit", usd(row.usd), note=_unit(row)),
                 Fact("Valid from", self.since(row), note=stamp(row.valid_from)),
                 Fact("Priced by it", "cost records", href=rows("billing_costrecord", slice="all", rate__id__exact=row.pk)),
             ]
         }
+
+    def has_withdraw_permission(self, request: HttpRequest, object_id: str | None = None) -> bool:
+        """Whoever may change one that has not begun may as well take it back."""
+        return request.user.has_perm("billing.change_rate")
+
+    def after(self, act: Act, row: Rate, form: Reason) -> str:
+        """The page of one that is gone is not there."""
+        return super().after(act, row, form) if Rate.objects.filter(pk=row.pk).exists() else rows("billing_rate")
+
+    @action(
+        description="Delete…", permissions=["withdraw"], icon="delete", variant=ActionVariant.DANGER, dialog=DELETE.dialog
+    )  # fmt: skip
+    def withdraw(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
+        return self.answer(request, object_id, DELETE, form)
+
+
+def _unit(row: Rate) -> str:
+    by_use = ", as used where that is measured" if row.by_use else ""
+    return f"unit: {Priced(row.item).label}{by_use}"

@@ -26,9 +26,11 @@ Sandboxes that nobody holds yet count for everything, and for the house; no leas
 up goes on. While the state of a sandbox cannot be stored it stays, and its lease with it, past any grace: a budget loses no
 files. Meanwhile all is refused, so nothing new runs in it."""
 
+from collections import defaultdict
 from collections.abc import Collection
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from decimal import Decimal
+from fractions import Fraction
 from uuid import UUID
 
 import structlog
@@ -37,10 +39,10 @@ from django.db import transaction
 from django.db.models import Q, QuerySet, Value
 from django.db.models.functions import Coalesce
 
-from billing.costs import LASTED, PAID, billed_to
+from billing.costs import LASTED, MICROSECOND, PAID, billed_to
 from billing.days import LONG_AGO, day_of, following, midnight
 from billing.errors import BudgetExhausted
-from billing.models import HOUSE, Budget, CostRecord, Item, Membership, Tab, UsageRecord
+from billing.models import HOUSE, Budget, CostRecord, Item, Membership, Priced, Tab, UsageRecord
 from billing.models_budgets import Period, Scope, Unit
 from billing.pricing import plain
 from billing.sums import exactly, nano_usd
@@ -202,7 +204,12 @@ def exhausted(*, now: datetime, of: Q | None = None) -> list[Budget]:
     """The hard budgets that are spent. One whose period is over, or whose amount was raised since, is not: that counts from
     the moment it happens, not from when a sweep has written so."""
     marked = Budget.objects.filter(of or Q(), exhausted_at__isnull=False, active=True, hard=True).order_by("pk")
-    return [each for each in marked if each.exhausted_for == period_of(each.period, now)[0] and each.spent >= each.amount]
+    return [each for each in marked if is_spent(each, now)]
+
+
+def is_spent(budget: Budget, now: datetime) -> bool:
+    """Whether it was seen to be spent, in its present period and with the amount that it has now."""
+    return budget.exhausted_for == period_of(budget.period, now)[0] and budget.spent >= budget.amount
 
 
 def _refusal(full: dict[Budget, int], *, now: datetime) -> BudgetExhausted:
@@ -281,10 +288,23 @@ def _tell(budget: Budget, event: Kind, *, now: datetime) -> None:
 def spent_between(budget: Budget, began: datetime, ends: datetime | None) -> Decimal:
     """What is derived so far of what was used in its scope in one period: usage up to the watermark, and its costs."""
     if budget.unit == Unit.USD:
-        rows = CostRecord.objects.filter(_paid_under(budget), _days(began, ends))
-        return nano_usd(rows.aggregate(nano=exactly("usd"))["nano"])
+        return nano_usd(_costs(budget, began, ends).aggregate(nano=exactly("usd"))["nano"])
     lasted = [part.aggregate(sum=LASTED)["sum"] for part in _time_used(budget, began, ends)]
     return _hours(sum(filter(None, lasted), timedelta(0))).quantize(NANO)
+
+
+def spent_by_day(budget: Budget, since: datetime, ends: datetime | None) -> dict[date, tuple[Fraction, Fraction]]:
+    """The same of each day on which something was used, not rounded: all of it, and what is no plan. One query, or
+    two."""
+    if budget.unit == Unit.USD:
+        costs = _costs(budget, since, ends).order_by().values_list("day")
+        sums = costs.annotate(all=exactly("usd"), used=exactly("usd", ~Q(item=Priced.PLAN)))
+        return {day: (Fraction(nano_usd(all_)), Fraction(nano_usd(used))) for day, all_, used in sums}
+    lasted: dict[date, timedelta] = defaultdict(timedelta)
+    for part in _time_used(budget, since, ends):
+        for day, sum_ in part.order_by().values_list("day").annotate(sum=LASTED):
+            lasted[day] += sum_
+    return {day: (Fraction(sum_ // MICROSECOND, HOUR // MICROSECOND),) * 2 for day, sum_ in lasted.items()}
 
 
 def spenders(budget: Budget, *, now: datetime, most: int) -> list[tuple[Tab, Decimal]]:
@@ -292,8 +312,7 @@ def spenders(budget: Budget, *, now: datetime, most: int) -> list[tuple[Tab, Dec
     began, ends = period_of(budget.period, now)
     open_ = open_tabs(budget, now=now)
     if budget.unit == Unit.USD:
-        held = Q(holder__in=open_.values("holder"))
-        costs = CostRecord.objects.filter(_paid_under(budget), held, _days(began, ends)).order_by()
+        costs = _costs(budget, began, ends).filter(holder__in=open_.values("holder")).order_by()
         nano = costs.values_list("holder").annotate(sum=exactly("usd")).order_by("-sum", "holder")[:most]
         spent = {holder: nano_usd(sum_) for holder, sum_ in nano}
     else:
@@ -312,13 +331,17 @@ def _days(began: datetime, ends: datetime | None) -> Q:
     return Q(day__gte=began.date()) & (Q(day__lt=ends.date()) if ends else Q())
 
 
+def _costs(budget: Budget, began: datetime, ends: datetime | None) -> QuerySet[CostRecord]:
+    return CostRecord.objects.filter(_paid_under(budget), _days(began, ends))
+
+
 def _time_used(budget: Budget, began: datetime, ends: datetime | None) -> list[QuerySet[UsageRecord]]:
     time_ = UsageRecord.objects.filter(_days(began, ends), item=Item.TIME, state__in=PAID)
     return [time_.filter(part) for part in _used_under(budget, began)]
 
 
 def _hours(lasted: timedelta) -> Decimal:
-    return Decimal(lasted // timedelta(microseconds=1)) / (HOUR // timedelta(microseconds=1))
+    return Decimal(lasted // MICROSECOND) / (HOUR // MICROSECOND)
 
 
 # --- for operators ----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from django.db.models.lookups import Exact
 from billing import members, pricing
 from billing.days import BEGINNING, LONG_AGO, following, midnight
 from billing.instances import disk_mb, instance_type
+from billing.metering import MICROSECOND, part
 from billing.models import HOUSE, Account, CostRecord, Item, Membership, Priced, Rate, Unpriced, UsageRecord, Watermark
 from billing.sums import exactly, nano_usd
 from sandboxes.lifecycle import step
@@ -27,7 +28,6 @@ from sandboxes.models import ALIVE
 
 PAID = ALIVE  # ready for somebody; what starts, is put to sleep, sleeps or is destroyed costs nothing as time
 ROWS = 500  # in one statement: SQLite takes so many values
-MICROSECOND = timedelta(microseconds=1)
 WHO = ("agent_did", "environment_id", "holder", "provider")
 LASTED = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
 Group = tuple[int, str, str]  # account, provider, item: who shares an allowance
@@ -143,27 +143,41 @@ def _accounts() -> Callable[[str, date], int]:
 def _of_day(day: date, rates: Collection[Rate]) -> Iterator[tuple[tuple[Any, ...], list[tuple[tuple[str, int], int]]]]:
     """Who used what on a day: ((agent, environment, lease, provider), [((item, rate), quantity in the smallest units)]).
 
-    A rate that begins in the middle of the day cuts all time in two there."""
+    A rate that begins in the middle of the day cuts all time in two there, and use with it. A request costs what one does at
+    the day's beginning."""
     first = midnight(day)
     last = first + timedelta(days=1)
     cuts = sorted({first, last, *(rate.valid_from for rate in rates if first < rate.valid_from < last)})
     for begin, end in pairwise(cuts):
-        for *who, memory_mib, millicpus, lasted in _lasted(day, begin, end, "memory_mib", "millicpus", item=Item.TIME):
+        sizes = ("memory_mib", "millicpus", "measured")
+        for *who, memory_mib, millicpus, measured, lasted in _lasted(day, begin, end, *sizes, item=Item.TIME):
             size = instance_type(who[-1], memory_mib, millicpus)
-            quantities = pricing.used(
+            quantities = pricing.given(
                 lasted // MICROSECOND, memory_mib=memory_mib, millicpus=millicpus, disk_mb=disk_mb(who[-1], size)
             )
-            yield tuple(who), [*_rated(quantities, rates, who[-1], size, begin)]
+            yield tuple(who), [*_rated(quantities, rates, who[-1], size, begin, by_use=False if measured else None)]
+        for *who, memory_mib, millicpus, cpu_micros, mib_micros in _used(day, begin, end):
+            quantities, size = (
+                pricing.used(cpu_micros=cpu_micros, mib_micros=mib_micros),
+                instance_type(who[-1], memory_mib, millicpus),
+            )
+            yield tuple(who), [*_rated(quantities, rates, who[-1], size, begin, by_use=True)]
         for *who, size_bytes, lasted in _lasted(day, begin, end, "size_bytes", item=Item.STORAGE):
             quantities = {Priced.STORAGE: lasted // MICROSECOND * size_bytes}
             yield tuple(who), [*_rated(quantities, rates, who[-1], "", begin)]
+    requests = UsageRecord.objects.filter(day=day, item=Item.RUNS).order_by().values_list(*WHO, "memory_mib", "millicpus")
+    for *who, memory_mib, millicpus, runs in requests.annotate(runs=Sum("calls")):
+        size = instance_type(who[-1], memory_mib, millicpus)
+        yield tuple(who), [*_rated({Priced.REQUEST: runs}, rates, who[-1], size, first)]
 
 
 def _rated(
-    quantities: Mapping[str, int], rates: Collection[Rate], provider: str, size: str, at: datetime
+    quantities: Mapping[str, int], rates: Collection[Rate], provider: str, size: str, at: datetime, by_use: bool | None = None
 ) -> Iterator[tuple[tuple[str, int], int]]:
+    """By the rates that count then; those that say so alone, if `by_use` is not None."""
     for item, whole in quantities.items():
-        if rate := pricing.rate_for(rates, provider, size, item, at):
+        rate = pricing.rate_for(rates, provider, size, item, at)
+        if rate and by_use in (None, rate.by_use):
             yield (str(item), rate.pk), whole
 
 
@@ -174,6 +188,18 @@ def _lasted(day: date, begin: datetime, end: datetime, *sizes: str, item: str) -
     lasted = Least(F("ended_at"), Value(end)) - Greatest(F("began_at"), Value(begin))
     total = Sum(ExpressionWrapper(lasted, DurationField()))
     return rows.order_by().values_list(*WHO, *sizes).annotate(lasted=total)
+
+
+def _used(day: date, begin: datetime, end: datetime) -> Iterator[tuple[Any, ...]]:
+    """What each lease used of CPU and memory between two moments of a day, by the size that its sandbox was given."""
+    sizes = ("sandbox__memory_mib", "sandbox__millicpus")
+    rows = UsageRecord.objects.filter(day=day, item=Item.USE).order_by()
+    whole = rows.filter(began_at__gte=begin, ended_at__lte=end).values_list(*WHO, *sizes)
+    yield from whole.annotate(cpu=Sum("cpu_micros"), memory=Sum("mib_micros"))
+    cut = rows.filter(began_at__lt=end, ended_at__gt=begin).exclude(began_at__gte=begin, ended_at__lte=end)
+    for *who, cpu, memory, since, until in cut.values_list(*WHO, *sizes, "cpu_micros", "mib_micros", "began_at", "ended_at"):
+        within = (since, until, max(since, begin), min(until, end))
+        yield *who, part(cpu, *within), part(memory, *within)
 
 
 def _calls(day: date) -> Iterator[tuple[tuple[Any, ...], int, Decimal]]:
@@ -310,8 +336,8 @@ def hours(
     if by == "account":
         return {name: time_ for name, time_ in _by_account(rows, since).items() if account in (None, name)}
     total: dict[str, timedelta] = defaultdict(timedelta)
-    for part in [Q()] if account is None else billed_to(account, since):
-        for key, time_ in rows.filter(part).values_list(BY[by]).annotate(lasted=LASTED):
+    for some in [Q()] if account is None else billed_to(account, since):
+        for key, time_ in rows.filter(some).values_list(BY[by]).annotate(lasted=LASTED):
             total[_name(key)] += time_
     return dict(total)
 

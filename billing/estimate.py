@@ -1,4 +1,5 @@
-"""What a month would cost: of a scenario by the rates there are, and of this month by what the last days have cost."""
+"""What a month would cost: of a scenario by the rates there are, and of this month by what the last days have cost. And when
+a budget runs out by that."""
 
 import math
 from collections.abc import Iterable
@@ -6,12 +7,13 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
-from billing import pricing
+from billing import budgets, pricing
 from billing.costs import costs
-from billing.days import following
+from billing.days import day_of, following, midnight
 from billing.instances import Instance, size_of
-from billing.models import Priced
+from billing.models import Budget, Priced
 
 LAST = 7  # days, from which a forecast is made
 
@@ -19,7 +21,7 @@ LAST = 7  # days, from which a forecast is made
 @dataclass(frozen=True)
 class Scenario:
     """So many agents, each with a sandbox for some hours on some days of one month. cpu_utilisation: the part of its CPU
-    that each uses while it is there."""
+    that each uses while it is there, which counts where CPU is priced by use."""
 
     provider: str
     instance: str
@@ -65,6 +67,7 @@ def estimate(asked: Scenario, rates: Iterable[pricing.Rate], *, now: datetime) -
     for item, quantity in _quantities(asked, size).items():
         rate = pricing.rate_for(known, asked.provider, asked.instance, item, now)
         if rate:
+            quantity *= Fraction(asked.cpu_utilisation) if item == Priced.CPU and rate.by_use else 1
             free = min(quantity, Fraction(rate.allowance))
             usd = pricing.rounded((quantity - free) * Fraction(rate.usd), pricing.CENTS)
             lines.append(Line(str(item), pricing.rounded(quantity), pricing.rounded(free), rate.usd, usd))
@@ -80,7 +83,7 @@ def _quantities(asked: Scenario, size: Instance) -> dict[str, Fraction]:
     return {
         Priced.TIME: hours,
         Priced.MEMORY: hours * Fraction(size.memory_mib, 1024),
-        Priced.CPU: hours * size.vcpus * Fraction(asked.cpu_utilisation) * 60,
+        Priced.CPU: hours * size.vcpus * 60,
         Priced.DISK: hours * Fraction(size.disk_mb, 1000),
         Priced.PLAN: Fraction(1),
     }
@@ -103,9 +106,9 @@ class Forecast:
     runs_out: date | None
 
 
-def forecast(*, now: datetime, last: int = LAST, budget: Decimal | None = None, **only: str) -> Forecast:
+def forecast(*, now: datetime, last: int = LAST, budget: Decimal | None = None, **only: Any) -> Forecast:
     """If each day to come costs what the last ones have cost on average, which are over and of which something was used.
-    The names in `only` are those of costs.BY.
+    `only` is what else costs.costs takes: the names of BY, and `agents`.
 
     Allowances make it too low early in a month: what was free in those days will not be free once they are used up."""
     today = now.astimezone(UTC).date()
@@ -144,3 +147,27 @@ def _runs_out(budget: Fraction, spent: dict[str, Decimal], today: date, here: Fr
         return None
     days = math.ceil((budget - sum_) / a_day)
     return today + timedelta(days=days) if days <= (date.max - today).days else None
+
+
+def runs_out(budget: Budget, now: datetime) -> date | None:
+    """The day, UTC, at whose end a budget is spent, if each day to come takes what the last LAST ones have taken on average,
+    which are over and from the first of which on something was used. None: not in its present period, never, or it is off.
+    Of one that is spent already, the day on which that was seen.
+
+    A plan counts once it is paid and is no part of that average. One query, of what is derived so far as in budgets.settle."""
+    if not budget.active:
+        return None
+    if budgets.is_spent(budget, now) and budget.exhausted_at:
+        return day_of(budget.exhausted_at)
+    today, (began, ends) = day_of(now), budgets.period_of(budget.period, now)
+    first, until = today - timedelta(days=LAST), ends.date() if ends else date.max
+    days = budgets.spent_by_day(budget, min(began, midnight(first)), ends)
+    spent = sum((paid for day, (paid, _) in days.items() if day >= began.date()), Fraction(0))
+    recent = {day: used for day, (_, used) in days.items() if first <= day < today}
+    a_day = sum(recent.values()) / Fraction((today - min(recent)).days) if recent else Fraction(0)
+    to_come = max(a_day - (days[today][1] if today in days else 0), Fraction(0))  # today
+    left = Fraction(budget.amount) - spent - to_come
+    if left <= 0:
+        return today
+    number = math.ceil(left / a_day) if a_day else math.inf
+    return today + timedelta(days=number) if number < (until - today).days else None

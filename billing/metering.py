@@ -1,4 +1,5 @@
-"""How long things lasted, and what was called, read off the facts: Transitions, Snapshots and LlmCalls.
+"""How long things lasted, what was used and what was called, read off the facts: Transitions, Readings, Runs, Snapshots and
+LlmCalls.
 
 Usage records are what the facts amount to by day. Nobody pushes a charge: whatever was not derived yet will be, and all of
 it can be derived again."""
@@ -18,14 +19,15 @@ from billing.days import LONG_AGO, day_of, midnight
 from billing.models import Item, Meter, UsageRecord, Watermark
 from billing.sums import exactly, nano_usd
 from sandboxes.lifecycle import step
-from sandboxes.models import DataSize, LlmCall, Sandbox, Snapshot, State, Transition
+from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, Snapshot, State, Transition
 from sandboxes.stored import SnapshotKind
 
 WITHOUT_PROCESS = (State.COLD, State.DESTROYED)
 SANDBOXES, CALLS, ROWS = 400, 500, 500  # in one batch: SQLite takes so many values in a statement
 Batch = Callable[[Any, datetime], tuple[Any, int]]  # after which key, up to when -> the last key or None, records written
-WHOSE = ("id", "agent_did", "environment_id", "provider", "memory_mib", "millicpus")
-NAMES = ("time", "snapshots", "data", "tokens")  # of watermarks
+WHOSE = ("id", "agent_did", "environment_id", "provider", "memory_mib", "millicpus", "measured")
+MICROSECOND = timedelta(microseconds=1)
+NAMES = ("time", "use", "runs", "snapshots", "data", "tokens")  # of watermarks
 STORE = "store"  # what stores agents' data, in the place of a provider
 OF_OTHERS = (SnapshotKind.RESTORED, SnapshotKind.FORKED)  # they point to objects of another snapshot
 
@@ -100,8 +102,8 @@ def meter(*, now: datetime) -> Counter[str]:
     It may stop at any step, run twice, or beside itself: each batch is one transaction, under the lock of its watermark,
     and writes what the facts say, whatever was there before."""
     counts: Counter[str] = Counter()
-    batches: list[tuple[str, Batch]] = [("time", _time), ("snapshots", _snapshots), ("data", _data), ("tokens", _tokens)]
-    for name, batch in batches:
+    batches: tuple[Batch, ...] = (_time, _use, _runs, _snapshots, _data, _tokens)
+    for name, batch in zip(NAMES, batches, strict=True):
         after: Any = None
         while True:
             with transaction.atomic(durable=True):
@@ -122,6 +124,8 @@ def start_over() -> None:
         UsageRecord.objects.all().delete()
         Meter.objects.all().delete()
         Sandbox.objects.filter(metered=True).update(metered=False)
+        Reading.objects.filter(metered=True).update(metered=False)
+        Run.objects.filter(metered=True).update(metered=False)
         Snapshot.objects.filter(metered=True).update(metered=False)
         DataSize.objects.filter(metered=True).update(metered=False)
         LlmCall.objects.filter(counted=True).update(counted=False)
@@ -171,15 +175,77 @@ def _time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
 def _pieces(box: Sandbox, each: Interval, since: datetime | None) -> Iterator[UsageRecord]:
     for day, began, ended in by_day(max(each.began_at, since) if since else each.began_at, each.ended_at):
         yield UsageRecord(
-            item=Item.TIME, source=_of_transition(each.transition), day=day, began_at=began, ended_at=ended, sandbox=box,
-            holder=each.holder, agent_did=box.agent_did if each.holder else "",
-            environment_id=box.environment_id if each.holder else "", provider=box.provider, state=each.state,
-            memory_mib=box.memory_mib, millicpus=box.millicpus,
+            item=Item.TIME, source=_of_transition(each.transition), day=day, began_at=began, ended_at=ended, state=each.state,
+            memory_mib=box.memory_mib, millicpus=box.millicpus, measured=box.measured, **_held(box, each.holder),
         )  # fmt: skip
+
+
+def _held(box: Sandbox, holder: UUID | None) -> dict[str, Any]:
+    """Whose usage it is of a sandbox: nobody's before somebody held it."""
+    held = {"agent_did": box.agent_did, "environment_id": box.environment_id} if holder else {}
+    return {"sandbox": box, "holder": holder, "provider": box.provider, **held}
 
 
 def _of_transition(pk: int) -> str:
     return f"transition {pk}"
+
+
+def _use(after: int | None, until: datetime) -> tuple[int | None, int]:
+    """Readings that are in no usage record yet, some of them."""
+    unmetered = Reading.objects.filter(metered=False, **({"pk__gt": after} if after else {}))
+    some = [*unmetered.select_related("sandbox").order_by("pk")[:SANDBOXES]]
+    if not some:
+        return None, 0
+    records = [record for each in some for record in _used(each)]
+    UsageRecord.objects.filter(item=Item.USE, source__in=[f"reading {each.pk}" for each in some]).delete()
+    UsageRecord.objects.bulk_create(records, batch_size=ROWS)
+    Reading.objects.filter(pk__in=[each.pk for each in some]).update(metered=True)
+    return some[-1].pk, len(records)
+
+
+def _used(each: Reading) -> Iterator[UsageRecord]:
+    """A record for each day that it is about: of its CPU as large a part as of its time. The parts are whole microseconds,
+    and together all of it."""
+    for day, began, ended in by_day(each.since, each.at):
+        yield UsageRecord(
+            item=Item.USE, source=f"reading {each.pk}", day=day, began_at=began, ended_at=ended, memory_mib=each.memory_mib,
+            cpu_micros=part(each.cpu_micros, each.since, each.at, began, ended),
+            mib_micros=(ended - began) // MICROSECOND * each.memory_mib, **_held(each.sandbox, each.holder),
+        )  # fmt: skip
+
+
+def part(whole: int, since: datetime, until: datetime, began: datetime, ended: datetime) -> int:
+    """How much of what was used evenly from `since` to `until` was used in a time within: parts that follow one another add
+    up to the whole."""
+    lasted = (until - since) // MICROSECOND
+    first, last = ((moment - since) // MICROSECOND for moment in (began, ended))
+    return whole * last // lasted - whole * first // lasted
+
+
+def _runs(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
+    """Runs that were not counted yet: those of each sandbox and day are counted anew."""
+    some = Run.objects.filter(metered=False, **({"pk__gt": after} if after else {})).order_by("pk")[:CALLS]
+    runs = [*some.values_list("pk", "sandbox", "holder", "started_at")]
+    if not runs:
+        return None, 0
+    groups = {(sandbox, holder, day_of(started_at)) for _, sandbox, holder, started_at in runs}
+    boxes = {box.pk: box for box in Sandbox.objects.filter(pk__in={sandbox for sandbox, _, _ in groups}).only(*WHOSE)}
+    Run.objects.filter(pk__in=[pk for pk, *_ in runs]).update(metered=True)
+    records = [_runs_of(boxes[sandbox], holder, day) for sandbox, holder, day in groups]
+    for each in records:
+        UsageRecord.objects.filter(item=Item.RUNS, source=each.source, day=each.day).delete()
+    UsageRecord.objects.bulk_create(records, batch_size=ROWS)
+    return runs[-1][0], len(records)
+
+
+def _runs_of(box: Sandbox, holder: UUID | None, day: date) -> UsageRecord:
+    begin = midnight(day)
+    its = Run.objects.filter(sandbox=box, holder=holder, started_at__gte=begin, started_at__lt=begin + timedelta(days=1))
+    found = its.aggregate(began=Min("started_at"), ended=Max("started_at"), runs=Count("pk"))
+    return UsageRecord(
+        item=Item.RUNS, source=f"runs in {box.pk} for {holder or 'nobody'}", day=day, began_at=found["began"],
+        ended_at=found["ended"], calls=found["runs"], memory_mib=box.memory_mib, millicpus=box.millicpus, **_held(box, holder),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""What the facts amount to: time and tokens by day, what they cost, and what may be spent. Facts are elsewhere; all that is
-in usage and cost records can be thrown away and derived again."""
+"""What the facts amount to: time, use and tokens by day, what they cost, and what may be spent. Facts are elsewhere; all
+that is in usage and cost records can be thrown away and derived again."""
 
 from collections.abc import Iterable
 from datetime import UTC, date, datetime
@@ -53,6 +53,8 @@ class Watermark(models.Model):
 
 class Item(models.TextChoices):
     TIME = "time", "sandbox time"
+    USE = "use", "CPU and memory used"
+    RUNS = "runs", "runs"
     STORAGE = "storage", "storage"
     TOKENS = "tokens", "model calls"
 
@@ -115,9 +117,12 @@ class UsageRecord(models.Model):
     state = models.CharField(max_length=16, blank=True)
     memory_mib = models.PositiveIntegerField(default=0)
     millicpus = models.PositiveIntegerField(default=0)
+    measured = models.BooleanField(default=False, help_text="What it used of CPU and memory is in records of its own.")
+    cpu_micros = models.PositiveBigIntegerField("CPU", default=0, help_text="Used, in microseconds.")
+    mib_micros = models.PositiveBigIntegerField("memory", default=0, help_text="Used, in microseconds x MiB.")
     size_bytes = models.PositiveBigIntegerField(default=0)
     model = models.CharField(max_length=200, blank=True)
-    calls = models.PositiveBigIntegerField(default=0)
+    calls = models.PositiveBigIntegerField(default=0, help_text="Of a model; or runs.")
     unpriced = models.PositiveBigIntegerField(default=0, help_text="Calls of which nobody knows what they cost.")
     input_tokens = models.PositiveBigIntegerField(default=0)
     cached_tokens = models.PositiveBigIntegerField(default=0)
@@ -306,6 +311,7 @@ class Priced(models.TextChoices):
     CPU = "cpu", "vCPU-minutes"
     DISK = "disk", "GB-hours of disk"
     STORAGE = "storage", "GB-months of storage"
+    REQUEST = "request", "requests (runs)"
     PLAN = "plan", "months of a plan"
     LLM = "llm", "model calls"
 
@@ -327,6 +333,9 @@ class Rate(models.Model):
     valid_from = models.DateTimeField(help_text="What was used before is not priced by it.")
     source = models.CharField(max_length=300, blank=True, help_text="Where the figure is from.")
     own = models.BooleanField("set your own", default=False, help_text="A zero in the place of a price that only you know.")
+    by_use = models.BooleanField(
+        default=False, help_text="CPU and memory: for what was used, where that is measured. Else for what a sandbox was given."
+    )  # fmt: skip
 
     class Meta:
         ordering = ["provider", "item", "instance_type", "-valid_from"]
@@ -336,6 +345,11 @@ class Rate(models.Model):
                 condition=Q(usd__gte=0, allowance__gte=0),
                 name="rate_positive",
                 violation_error_message="A rate is not below 0.",
+            ),
+            models.CheckConstraint(
+                condition=Q(by_use=False) | Q(item__in=["cpu", "memory"]),
+                name="rate_by_use",
+                violation_error_message="Only CPU and memory are measured by use.",
             ),
         ]
 

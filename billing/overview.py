@@ -9,6 +9,7 @@ from typing import Any
 
 from django.db.models import Q
 
+from billing.days import day_of
 from billing.estimate import Forecast, forecast
 from billing.models import CostRecord, Priced
 from billing.sums import exactly, nano_usd
@@ -79,6 +80,14 @@ def look(*, now: datetime, account: str = "", agent: str = "") -> Overview:
         items={item: nano_usd(nano) for item, nano in _dearest(items.items()) if nano},
         forecast=forecast(now=now, **only),
     )
+
+
+def so_far(now: datetime) -> tuple[Decimal, Decimal]:
+    """What today has cost so far, and this month. One query, of this month's days alone."""
+    today = day_of(now)
+    month = CostRecord.objects.filter(day__range=(today.replace(day=1), today))
+    found = month.aggregate(today=exactly("usd", Q(day=today)), month=exactly("usd"))
+    return nano_usd(found["today"]), nano_usd(found["month"])
 
 
 def _dearest(sums: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:

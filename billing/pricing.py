@@ -17,13 +17,15 @@ SMALLEST = {
     "cpu": 1000 * MINUTE,  # microseconds x thousandths of a CPU in a vCPU-minute
     "disk": 1000 * HOUR,  # microseconds x MB in a GB-hour
     "storage": 10**9 * MONTH * HOUR,  # microseconds x bytes in a GB-month
+    "request": 1,
     "plan": 1,
     "llm": 1,
 }
 
 
 class Rate(Protocol):
-    """What one unit of an item costs at a provider from a moment on. instance_type is empty if it is for any."""
+    """What one unit of an item costs at a provider from a moment on. instance_type is empty if it is for any; by_use: one of
+    what was used, not of what was given."""
 
     provider: str
     instance_type: str
@@ -31,6 +33,7 @@ class Rate(Protocol):
     usd: Decimal
     allowance: Decimal
     valid_from: datetime
+    by_use: bool
 
 
 R = TypeVar("R", bound=Rate)
@@ -47,10 +50,14 @@ def rate_for(rates: Iterable[R], provider: str, instance_type: str, item: str, a
     return max(valid, key=lambda rate: (rate.instance_type, rate.valid_from), default=None)
 
 
-def used(micros: int, *, memory_mib: int, millicpus: int, disk_mb: int) -> dict[str, int]:
-    """What a sandbox of this size uses in so many microseconds, in the smallest units. CPU is what it was given: what it has
-    used of that is not measured, so a provider that charges for use alone charges less."""
+def given(micros: int, *, memory_mib: int, millicpus: int, disk_mb: int) -> dict[str, int]:
+    """What a sandbox of this size has in so many microseconds, whether it uses it or not, in the smallest units."""
     return {"time": micros, "memory": micros * memory_mib, "cpu": micros * millicpus, "disk": micros * disk_mb}
+
+
+def used(*, cpu_micros: int, mib_micros: int) -> dict[str, int]:
+    """What was measured of a sandbox, in the smallest units."""
+    return {"memory": mib_micros, "cpu": 1000 * cpu_micros}
 
 
 def units(item: str, whole: int) -> Fraction:

@@ -63,14 +63,27 @@ class EstimateAsked(serializers.Serializer):
     days = serializers.IntegerField(min_value=1, max_value=31, default=30, help_text="Of one month.")
     instance = serializers.ChoiceField(names(), default="basic")
     cpu_utilisation = serializers.DecimalField(
-        8, 6, min_value=0, max_value=1, default=Decimal(1), help_text="The part of its CPU that a sandbox uses, 0 to 1."
+        8,
+        6,
+        min_value=0,
+        max_value=1,
+        default=Decimal(1),
+        help_text="The part of its CPU that a sandbox uses, 0 to 1, where CPU is priced by use.",
     )
     provider = serializers.RegexField(r"\A[-a-z0-9_]{1,32}\Z", default="cloudflare")
 
 
 class ForecastAsked(serializers.Serializer):
-    last = serializers.IntegerField(min_value=1, max_value=366, default=LAST)
-    budget = serializers.DecimalField(18, 9, min_value=Decimal("1e-9"), required=False)
+    last = serializers.IntegerField(
+        min_value=1, max_value=366, default=LAST, help_text="From how many days, those that are over, it is made."
+    )
+    budget = serializers.DecimalField(
+        18, 9, min_value=Decimal("1e-9"), required=False, help_text="USD, from the 1st on: when are they spent?"
+    )
+    agent = serializers.CharField(required=False, max_length=255, help_text="Of this agent only: its DID.")
+    account = serializers.CharField(required=False, max_length=63, help_text="Of this account only.")
+    environment = serializers.CharField(required=False, max_length=200, help_text="In this environment only.")
+    provider = serializers.CharField(required=False, max_length=32, help_text="At this provider only.")
 
 
 class EstimateLine(serializers.Serializer):
@@ -86,6 +99,20 @@ class EstimateShown(serializers.Serializer):
     lines = EstimateLine(many=True)
     total_usd = serializers.CharField(help_text="The sum of the lines.")
     per_agent_usd = serializers.CharField()
+
+
+class ForecastShown(serializers.Serializer):
+    metered_at = serializers.DateTimeField(allow_null=True, help_text="What was used until then is in it.")
+    spent_usd = serializers.CharField(help_text="This month (UTC) so far.")
+    a_day_usd = serializers.CharField(
+        allow_null=True, help_text="What one of the last days has cost on average, plans apart; null: none is over yet."
+    )
+    days = serializers.IntegerField(help_text="Over how many days that is the average: from the first with any usage on.")
+    month_usd = serializers.CharField(help_text="What all of this month will cost if the days to come cost that.")
+    budget_usd = serializers.CharField(allow_null=True, help_text="As it was asked.")
+    runs_out = serializers.DateField(
+        allow_null=True, help_text="The day (UTC) at whose end that is spent; null: never at this pace, or none was asked."
+    )
 
 
 def cost_shown(total: Total) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from billing.models import (
 from billing.sums import exactly, nano_usd
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import step
-from sandboxes.models import DataSize, LlmCall, Sandbox, Snapshot, Transition
+from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, Snapshot, Transition
 
 ROWS = 500  # in one statement of SQL: SQLite takes so many values
 NOTHING = Decimal("0.00")
@@ -105,9 +105,11 @@ def _unread(over: datetime) -> bool:
     began = Exists(Transition.objects.filter(sandbox=OuterRef("pk"), at__lt=over))
     boxes = Sandbox.objects.filter(began, metered=False).exclude(meter__read_at__gte=over)
     calls = LlmCall.objects.filter(counted=False, ended_at__lt=over)
+    runs = Run.objects.filter(metered=False, started_at__lt=over)
+    used = Reading.objects.filter(metered=False, since__lt=over)
     copies = Snapshot.objects.filter(metered=False, at__lt=over).exclude(kind__in=OF_OTHERS)
     data = DataSize.objects.filter(metered=False, at__lt=over)
-    if boxes.exists() or calls.exists() or copies.filter(forgotten_at__isnull=False).exists():
+    if any(each.exists() for each in (boxes, calls, runs, used, copies.filter(forgotten_at__isnull=False))):
         return True
     sources = {f"snapshot {pk}" for pk in copies.filter(size_bytes__gt=0).values_list("pk", flat=True)}
     sources |= {f"data {pk}" for pk in data.filter(size_bytes__gt=0).values_list("pk", flat=True)}

@@ -15,7 +15,10 @@ from django.urls import reverse
 from django.utils import timezone
 from django.views.decorators.cache import never_cache
 
-from billing.admin_budgets import Notice, everywhere
+from billing import overview
+from billing.admin_budgets import BudgetAdmin, Notice, everywhere
+from billing.cells import brief
+from billing.models import Budget
 from leases.admin import LeaseAdmin
 from leases.models import Lease
 from sandboxes import slices, stats
@@ -40,6 +43,7 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
         ("Sandboxes", "deployed_code", "sandboxes.sandbox"),
         ("Runs", "terminal", "sandboxes.run"),
         ("Processes", "memory", "sandboxes.process"),
+        ("Readings", "speed", "sandboxes.reading"),
         ("Model calls", "forum", "sandboxes.llmcall"),
         ("Model rates", "sell", "sandboxes.modelrate"),
         ("Pools", "database", "sandboxes.pool"),
@@ -80,7 +84,7 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
     "Access": [("Users", "person", "auth.user"), ("Groups", "group", "auth.group")],
 }
 MODELS: Mapping[type[Page], type[Model]] = {
-    LeaseAdmin: Lease, PoolAdmin: Pool, SandboxAdmin: Sandbox, SweepAdmin: Sweep, WebhookAdmin: Webhook,
+    BudgetAdmin: Budget, LeaseAdmin: Lease, PoolAdmin: Pool, SandboxAdmin: Sandbox, SweepAdmin: Sweep, WebhookAdmin: Webhook,
 }  # fmt: skip
 OLDEST = 6  # rows of a panel
 FRESH = 5  # seconds for which a snapshot is shown to everybody
@@ -142,6 +146,7 @@ class Tile:
     href: str
     note: str = ""
     alarm: bool = False
+    of: str = ""  # "app.model": whoever may view that is shown it; empty: whoever sees the fleet
 
 
 @dataclass(frozen=True)
@@ -204,6 +209,7 @@ def look(now: datetime | None = None) -> Fleet:
         _tile("Running now", SandboxAdmin, "running", now),
         Tile("Cold", f"{cold:,}", rows("sandboxes_sandbox", slice="cold"), note="asleep, their state stored"),
         _asked(now),
+        *money_tiles(now),
         _tile("Pools draining", PoolAdmin, "draining", now, note="take nothing new"),
         _tile("Circuits open", PoolAdmin, "paused", now, note="pools that warm nothing up", bad=True),
         _tile("In quarantine", SandboxAdmin, "quarantine", now, note="destroy never confirmed", bad=True),
@@ -214,6 +220,7 @@ def look(now: datetime | None = None) -> Fleet:
         _tile("Webhooks given up", WebhookAdmin, "disabled", now, note="told of nothing", bad=True),
         _tile("Leases overdue", LeaseAdmin, "overdue", now, note="past their end, still active", bad=True),
         _tile("Sweeps late", SweepAdmin, "late", now, note="no success for 3 times their period", bad=True),
+        *budget_tiles(now),
     ]
     panels = [
         _panel("quarantine", "quarantined_at", now, alarm=True),
@@ -234,10 +241,29 @@ def _panel(name: str, since: str, now: datetime, *, title: str = "", alarm: bool
     return Panel(title or part.title, part.empty, rows("sandboxes_sandbox", slice=name), number, lines, alarm and number > 0)
 
 
-def _tile(title: str, page: type[Page], name: str, now: datetime, *, note: str = "", bad: bool = False) -> Tile:
+def _tile(title: str, page: type[Page], name: str, now: datetime, *, note: str = "", bad: bool = False, of: str = "") -> Tile:
     model = MODELS[page]
     number = model._default_manager.filter(page.slices[name].where(now)).count()
-    return Tile(title, f"{number:,}", rows(_name(model), slice=name), note=note, alarm=bad and number > 0)
+    return Tile(title, f"{number:,}", rows(_name(model), slice=name), note=note, alarm=bad and number > 0, of=of)
+
+
+def money_tiles(now: datetime) -> list[Tile]:
+    """What all that is used costs. One query."""
+    today, month = overview.so_far(now)
+    where, of = reverse("spending"), "billing.costrecord"
+    return [
+        Tile("Spent today", brief(today), where, note="USD", of=of),
+        Tile("This month", brief(month), where, note="USD spent", of=of),
+    ]
+
+
+def budget_tiles(now: datetime) -> list[Tile]:
+    """How many are past a mark in their present period. Two queries."""
+    of = "billing.budget"
+    return [
+        _tile("Budgets warned of", BudgetAdmin, "warned", now, note="not exhausted yet", of=of),
+        _tile("Budgets exhausted", BudgetAdmin, "exhausted", now, note="in their present period", bad=True, of=of),
+    ]
 
 
 def _asked(now: datetime) -> Tile:
@@ -267,7 +293,11 @@ def fleet(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
 
 def _shown(request: HttpRequest) -> dict[str, Any]:
     found = snapshot() if may_see_fleet(request) else None
-    return {"fleet": found, "notices": found.notices if found and may_view(request, "billing.budget") else []}
+    return {
+        "fleet": found,
+        "tiles": [tile for tile in found.tiles if not tile.of or may_view(request, tile.of)] if found else [],
+        "notices": found.notices if found and may_view(request, "billing.budget") else [],
+    }
 
 
 @never_cache

@@ -5,7 +5,7 @@ from django.urls import include, path
 from django.views.generic import RedirectView
 from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitView
 
-from billing.admin_costs import spending
+from billing.admin_spending import spending
 from controlplane import console, health, metrics
 
 urlpatterns = [

@@ -16,8 +16,8 @@ from django.utils.safestring import SafeString
 from unfold.decorators import action, display
 from unfold.enums import ActionVariant
 
-from billing.admin_costs import cost_so_far
 from billing.admin_members import account_of
+from billing.cells import cost_so_far
 from leases import (
     admin_budgets,
     admin_costs,

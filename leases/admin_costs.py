@@ -2,8 +2,9 @@
 
 from django.contrib import admin
 
-from billing.admin_costs import CostRecordAdmin, UsageRecordAdmin
+from billing.admin_costs import CostRecordAdmin
 from billing.admin_members import MembershipAdmin, MembershipForm
+from billing.admin_usage import UsageRecordAdmin
 from billing.models import CostRecord, Membership, UsageRecord
 from leases.admin_sandboxes import NamesAgent
 from leases.cells import HeldByLease

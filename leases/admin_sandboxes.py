@@ -17,13 +17,14 @@ from leases.admin_state import TAKE
 from leases.cells import HeldByLease, agent_fact
 from leases.models import DID_ACCEPTS, EnvironmentType, is_did
 from leases.tasks import sleep_soon, wake_idle, wake_reclaim, wake_soon
-from sandboxes import pool
+from sandboxes import retiring
 from sandboxes.admin import RunAdmin, SandboxAdmin
 from sandboxes.admin_policies import PolicyAdmin
 from sandboxes.admin_pools import QuotaAdmin, QuotaForm
 from sandboxes.admin_processes import ProcessAdmin
+from sandboxes.admin_readings import ReadingAdmin
 from sandboxes.cells import link
-from sandboxes.models import GONE, Policy, Process, Quota, Run, Sandbox, State
+from sandboxes.models import GONE, Policy, Process, Quota, Reading, Run, Sandbox, State
 from sandboxes.pages import Act, Fact, Reason
 
 MOST_TYPES = 8  # on a policy's page
@@ -35,7 +36,7 @@ def _destroy(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
         return False  # its holder may have the next one by now
     if sandbox.holder and leasing.end(sandbox.holder, reason="operator", now=now, actor=actor, why=why):
         return True
-    return pool.give_up(sandbox.pk, now=now, reason=f"operator: {why}", actor=actor)
+    return retiring.give_up(sandbox.pk, now=now, reason=f"operator: {why}", actor=actor)
 
 
 def _sleeps(sandbox: Sandbox) -> bool:
@@ -86,7 +87,7 @@ DESTROY = Act(
 )
 
 
-for model in (Sandbox, Run, Process, Quota, Policy):
+for model in (Sandbox, Run, Process, Reading, Quota, Policy):
     admin.site.unregister(model)
 
 
@@ -134,6 +135,11 @@ class LeasedSandboxAdmin(HeldByLease, SandboxAdmin):
 
 @admin.register(Run)
 class LeasedRunAdmin(HeldByLease, RunAdmin):
+    pass
+
+
+@admin.register(Reading)
+class LeasedReadingAdmin(HeldByLease, ReadingAdmin):
     pass
 
 

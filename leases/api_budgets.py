@@ -7,8 +7,10 @@ from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 
 from billing import budgets
+from billing.estimate import runs_out
 from billing.models_budgets import Budget, Period, Scope, Unit
 from billing.pricing import plain
+from billing.serializers import day_shown
 from leases import schema
 from leases.api import Door
 from leases.paging import page
@@ -29,6 +31,11 @@ class BudgetShown(serializers.Serializer):
     spent = serializers.CharField(help_text="A decimal number: what is known to be spent in this period.")
     spent_at = serializers.DateTimeField(allow_null=True, help_text="When that was worked out; null: not yet.")
     exhausted = serializers.BooleanField()
+    runs_out = serializers.DateField(
+        allow_null=True,
+        help_text="The day (UTC) at whose end it is spent if each day to come takes what the last ones have taken on average, "
+        "or on which it was; null: not in this period, never, or it is not active.",
+    )
     resets_at = serializers.DateTimeField(allow_null=True, help_text="When it begins anew; null: not by itself.")
     created_at = serializers.DateTimeField()
 
@@ -60,6 +67,7 @@ class Budgets(Door):
             "spent": plain(spent),
             "spent_at": stamp(budget.spent_at) if budget.spent_at else None,
             "exhausted": spent >= budget.amount,
+            "runs_out": day_shown(runs_out(budget, self.now)),
             "resets_at": stamp(ends) if ends else None,
             "created_at": stamp(budget.created_at),
         }

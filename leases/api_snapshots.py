@@ -12,7 +12,7 @@ from leases import serializers_state as state
 from leases.api import Door, asked
 from leases.idempotency import Answer
 from leases.paging import page
-from sandboxes.pool import EVICT_WITHIN
+from sandboxes.retiring import EVICT_WITHIN
 from sandboxes.runs import GRACE
 from sandboxes.storage import workspace
 

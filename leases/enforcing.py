@@ -10,7 +10,7 @@ from billing import budgets
 from billing.models import Budget
 from leases import leasing
 from leases.models import Lease, Status
-from sandboxes import pool, runs
+from sandboxes import pool, retiring, runs
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, WARMING, step
 from sandboxes.models import GONE, Run, Sandbox
 from sandboxes.moments import ticking
@@ -76,7 +76,7 @@ def _enforce(pk: UUID, budget: Budget, *, now: datetime) -> str:
                 return "sandboxes running on"
             _stop(sandbox, now=now)
             step("budget stopped", sandbox)
-        if not pool.sleep(sandbox.pk, now=later(), reason="its budget is spent", actor="sweep"):
+        if not retiring.sleep(sandbox.pk, now=later(), reason="its budget is spent", actor="sweep"):
             return "sandboxes not stored yet"
         step("budget stored", sandbox)
     return "leases ended" if _end(pk, budget, now=later()) else "lost race"

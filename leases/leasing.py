@@ -13,7 +13,7 @@ from django.db import IntegrityError, transaction
 from billing import budgets
 from leases.errors import Conflict, Invalid, LeaseEnded
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, Status
-from sandboxes import durations, outbox, pool, rows
+from sandboxes import durations, outbox, pool, retiring, rows
 from sandboxes.models import Pool
 from sandboxes.moments import iso
 from sandboxes.webhooks import Kind
@@ -190,7 +190,7 @@ def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", why: str = "")
             return False
         LeaseEvent.objects.create(lease_id=pk, at=now, kind="ended", actor=actor, reason=f"{reason}: {why}" if why else reason)
         budgets.close_tab(pk, now=now)
-        pool.give_up_held(pk, now=now, reason=f"lease ended: {reason}", actor=actor)
+        retiring.give_up_held(pk, now=now, reason=f"lease ended: {reason}", actor=actor)
         _tell_end(pk, now)
     log.info("lease ended", lease=str(pk), reason=reason)
     return True

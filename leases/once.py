@@ -16,7 +16,7 @@ from django.db import transaction
 from leases import acting, leasing, sweeps
 from leases.errors import Conflict, Invalid, LeaseEnded
 from leases.models import EnvironmentType, Lease, Status
-from sandboxes import pool, runs
+from sandboxes import pool, retiring, runs
 from sandboxes.errors import Busy, Lost, NotHeld, NotReady, ProviderFailed, SandboxError, StoreFailed
 from sandboxes.lifecycle import step
 from sandboxes.models import Outcome, Run, Sandbox, State
@@ -181,7 +181,7 @@ def clean_up(pk: UUID, *, reason: str, why: str, now: datetime, actor: str = "")
         step("run released", pk)
         left = Sandbox.objects.filter(holder=pk).exclude(state=State.DESTROYED)
         while sandbox := left.first():
-            if pool.destroy(sandbox.pk, now=later(), actor=actor):
+            if retiring.destroy(sandbox.pk, now=later(), actor=actor):
                 continue
             sandbox.refresh_from_db()
             if sandbox.state != State.DESTROYED and (sandbox.tries or later() > now + GONE_WITHIN):

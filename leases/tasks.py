@@ -14,7 +14,7 @@ from django_q.tasks import async_task
 from leases import acting, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseEvent, Status
-from sandboxes import pool
+from sandboxes import retiring
 from sandboxes import sweeps as below
 from sandboxes.errors import SandboxError
 from sandboxes.models import Sandbox, Snapshot, State
@@ -36,7 +36,7 @@ def sleep_soon(sandbox: Sandbox, *, now: datetime, actor: str, reason: str, guar
     """Have the next idle sweep put a lease's sandbox to sleep; its timeline says who asked. False if it may not sleep."""
     holder = sandbox.holder
     with transaction.atomic():
-        if holder is None or not pool.sleep_soon(sandbox.pk, now=now, actor=actor, reason=reason, guard=guard):
+        if holder is None or not retiring.sleep_soon(sandbox.pk, now=now, actor=actor, reason=reason, guard=guard):
             return False
         LeaseEvent.objects.create(lease_id=holder, at=now, kind="sleep_asked_for", actor=actor, reason=reason)
     return True

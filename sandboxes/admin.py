@@ -17,11 +17,12 @@ from django.utils.safestring import SafeString
 from unfold.contrib.filters.admin import RadioFilter
 from unfold.decorators import action, display
 
-from sandboxes import cells, pool
+from sandboxes import cells, retiring
 from sandboxes.admin_policies import PolicyAdmin, policy_fact
 from sandboxes.admin_pools import PoolAdmin, QuotaAdmin
 from sandboxes.admin_processes import ProcessAdmin
 from sandboxes.admin_rates import ModelRateAdmin
+from sandboxes.admin_readings import ReadingAdmin, used
 from sandboxes.admin_state import (
     KINDS,
     AgentDataAdmin,
@@ -58,7 +59,7 @@ from sandboxes.stored import Attachment, SnapshotKind
 
 __all__ = [
     "AgentDataAdmin", "DataEventAdmin", "DeliveryAdmin", "EventAdmin", "ModelRateAdmin", "PolicyAdmin", "PoolAdmin",
-    "ProcessAdmin", "QuotaAdmin", "RunAdmin", "SandboxAdmin", "SnapshotAdmin", "SweepAdmin", "WebhookAdmin",
+    "ProcessAdmin", "QuotaAdmin", "ReadingAdmin", "RunAdmin", "SandboxAdmin", "SnapshotAdmin", "SweepAdmin", "WebhookAdmin",
 ]  # fmt: skip
 
 SHOWN = 25  # newest entries of each list on a sandbox's page
@@ -84,7 +85,7 @@ RETRY = Act(
     done="out of quarantine: the next sweep tries again",
     illegal="not in quarantine",
     legal=lambda sandbox: sandbox.state == State.DESTROYING and sandbox.quarantined_at is not None,
-    verb=lambda sandbox, actor, reason, now: pool.retry_destroy(sandbox.pk, now=now, actor=actor),
+    verb=lambda sandbox, actor, reason, now: retiring.retry_destroy(sandbox.pk, now=now, actor=actor),
 )
 SOURCES = {"local": "this machine's copy", "cloud": "the store"}
 
@@ -196,6 +197,7 @@ class SandboxAdmin(Held, Facts):
                 ),
                 Fact("Found it alive", counted(row.warm_hits, "run", "runs"), note="that had to wait for nothing"),
                 Fact("Seconds alive", f"{seconds_alive(row, now).total_seconds():,.0f}", note="while it had a process"),
+                used(row),
                 *([destroys(row, now)] if row.deadline_at or row.destroyed_at else []),
             ],
             "sandbox": row,

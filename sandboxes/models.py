@@ -13,6 +13,7 @@ from django.utils import timezone
 from sandboxes.background import Ending, Process
 from sandboxes.calls import LlmCall, LogPosition, ModelRate
 from sandboxes.policies import SEALED, Policy
+from sandboxes.readings import Reading
 from sandboxes.signing import MintedToken, SigningKey
 from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject, DataSize, Snapshot
 from sandboxes.webhooks import Delivery, Event, Webhook
@@ -20,7 +21,8 @@ from sandboxes.webhooks import Delivery, Event, Webhook
 __all__ = [
     "ALIVE", "GONE", "IN_FLIGHT", "RUN_KINDS", "AgentData", "Attachment", "DataEvent", "DataFile", "DataObject",
     "DataSize", "Delivery", "Ending", "Event", "LlmCall", "LogPosition", "MintedToken", "ModelRate", "Outcome", "Policy",
-    "Pool", "Process", "Quota", "Run", "Sandbox", "SigningKey", "Snapshot", "State", "Sweep", "Transition", "Webhook",
+    "Pool", "Process", "Quota", "Reading", "Run", "Sandbox", "SigningKey", "Snapshot", "State", "Sweep", "Transition",
+    "Webhook",
 ]  # fmt: skip
 
 
@@ -151,6 +153,7 @@ class Sandbox(models.Model):
     incarnation = models.PositiveIntegerField(default=1, help_text="Counts the processes this row has had.")
     provider = models.CharField(max_length=32)
     isolated = models.BooleanField(default=False)
+    measured = models.BooleanField(default=False, help_text="Its provider counts what CPU and memory it uses.")
     ref = models.CharField(max_length=255, blank=True, help_text="The provider's own name for the present incarnation.")
     image = models.CharField(max_length=255, blank=True)
     memory_mib = models.PositiveIntegerField()
@@ -334,6 +337,7 @@ class Run(models.Model):
     stdout_bytes = models.PositiveBigIntegerField(default=0, help_text="Bytes received, of which the first are kept.")
     stderr_bytes = models.PositiveBigIntegerField(default=0)
     note = models.CharField(max_length=500, blank=True, help_text="Why it was closed, when the command itself cannot say.")
+    metered = models.BooleanField(default=False, editable=False, help_text="It is in usage records.")
 
     class Meta:
         default_permissions = ("view",)
@@ -351,6 +355,7 @@ class Run(models.Model):
             models.Index(fields=["sandbox", "-started_at", "-id"], name="run_sandbox"),
             models.Index(fields=["holder", "-started_at", "-id"], name="run_holder"),
             models.Index(fields=["deadline_at"], condition=Q(ended_at__isnull=True), name="run_open"),
+            models.Index(fields=["id"], condition=Q(metered=False), name="run_unmetered"),
         ]
 
     def __str__(self) -> str:

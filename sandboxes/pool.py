@@ -1,4 +1,4 @@
-"""Who gets a sandbox, who sleeps, who goes. Callers name a holder (a lease's key) and never see a provider.
+"""Who gets a sandbox. Callers name a holder (a lease's key) and never see a provider. Who sleeps and who goes is in retiring.
 
 Every verb claims with a guarded UPDATE, acts on the provider outside any transaction, and records. Whatever it leaves
 half done has a deadline, after which sweeps.py takes the next step."""
@@ -6,7 +6,6 @@ half done has a deadline, after which sweeps.py takes the next step."""
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -15,38 +14,21 @@ from types import NoneType
 import structlog
 from django.conf import settings
 from django.db import IntegrityError, transaction
-from django.db.models import Exists, F, OuterRef, Q, QuerySet
-from django.db.models.functions import Greatest
+from django.db.models import F, Q, QuerySet
 
-from sandboxes import background, outbox, providers, rows
+from sandboxes import providers, retiring, rows
 from sandboxes.egress import slots
 from sandboxes.errors import Busy, CapacityExhausted, Lost, NotHeld, NotReady, PoolDraining, QuotaExceeded
-from sandboxes.lifecycle import (
-    COLD,
-    DESTROYED,
-    DESTROYING,
-    EVICTING,
-    WAITING,
-    WARM,
-    WARMING,
-    advance,
-    begin,
-    step,
-)
-from sandboxes.models import ALIVE, GONE, Outcome, Policy, Pool, Quota, Run, Sandbox, Snapshot, State
-from sandboxes.moments import Later, backoff, iso, ticking
-from sandboxes.providers.base import WORKSPACE, Missing, Provider, ProviderError, Spec
-from sandboxes.storage import data, mounts, workspace
+from sandboxes.lifecycle import COLD, WARM, WARMING, advance, begin, step
+from sandboxes.models import ALIVE, GONE, Policy, Pool, Quota, Sandbox
+from sandboxes.moments import ticking
+from sandboxes.providers.base import Provider, ProviderError, Spec
+from sandboxes.storage import mounts, workspace
 from sandboxes.storage.base import StoreError
 from sandboxes.storage.workspace import StateLost
-from sandboxes.stored import SnapshotKind
-from sandboxes.webhooks import Kind
 
 log = structlog.get_logger(__name__)
 POLL = 0.05  # seconds between two looks at a row that somebody else is moving
-DESTROY_CLAIM = timedelta(minutes=2)  # a destroy that takes longer is tried by the next sweep as well
-EVICT_WITHIN = timedelta(minutes=10)  # storing a large workspace takes a while
-COUNTED = ("warm_hits", "woken_local", "woken_cloud", "woken_fresh", "slept")  # by a sandbox while it lives, then by its pool
 MOST_VICTIMS = 8  # places that one request tries to free before it is told that the pool is full
 
 
@@ -76,9 +58,6 @@ class _Full(Exception):
 def of(holder: uuid.UUID) -> Sandbox | None:
     """The holder's sandbox, unless it was given up."""
     return rows.first(Sandbox, "holder = %s AND state NOT IN ('destroying', 'destroyed')", holder)
-
-
-# --- getting one ------------------------------------------------------------------------------------------------------
 
 
 def ready(want: Want, *, now: datetime, actor: str = "") -> Sandbox:
@@ -142,7 +121,7 @@ def claim(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
             Pool.objects.filter(pk=want.pool.pk).update(claimed_warm=F("claimed_warm") + 1)
     except IntegrityError:
         return None  # one live sandbox per holder: another request was first
-    _tell("wake", pk, source="prewarmed", agent=want.agent_did)
+    log.info("wake", sandbox=str(pk), source="prewarmed", agent=want.agent_did)
     return Sandbox.objects.select_related("pool").get(pk=pk)
 
 
@@ -155,7 +134,7 @@ def reserve(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
         except IntegrityError:
             return None  # one live sandbox per holder: another request was first
         except _Full:
-            if not make_room(want.pool, agent_did=want.agent_did, now=later(), actor=actor):
+            if not retiring.make_room(want.pool, agent_did=want.agent_did, now=later(), actor=actor):
                 break
     raise CapacityExhausted(
         f'All {want.pool.capacity} places of the pool "{want.pool}" are taken and none can be freed now: '
@@ -212,6 +191,7 @@ def _new(pool: Pool, *, now: datetime) -> Sandbox:
         pool=pool,
         provider=provider,
         isolated=providers.get(provider).isolated,
+        measured=providers.get(provider).measures,
         image=pool.image or settings.SANDBOX_IMAGE,
         memory_mib=pool.memory_mib,
         millicpus=pool.millicpus,
@@ -277,10 +257,10 @@ def start(sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[st
         source, prepared = _fill(sandbox, provider, files, now=later())
         step("prepared", sandbox)
     except StateLost as lost:
-        give_up(sandbox.pk, now=later(), reason=f"its stored state is lost: {lost}", actor=actor)
+        retiring.give_up(sandbox.pk, now=later(), reason=f"its stored state is lost: {lost}", actor=actor)
         raise Lost(f"What was stored of this sandbox is gone: {lost}") from lost
     except (ProviderError, StoreError) as failed:
-        give_up(sandbox.pk, now=later(), reason=f"start failed: {failed}", actor=actor)
+        retiring.give_up(sandbox.pk, now=later(), reason=f"start failed: {failed}", actor=actor)
         log.warning("sandbox start failed", sandbox=str(sandbox.pk), error=str(failed))
         raise NotReady(f"The sandbox could not be started: {failed}") from failed
     mine = Q(claim=sandbox.claim, incarnation=sandbox.incarnation)
@@ -296,7 +276,13 @@ def start(sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[st
         _discard(provider, sandbox)
         raise NotHeld("The lease ended while its sandbox was being started.")
     if woken:
-        _tell("wake", sandbox.pk, source=source, agent=sandbox.agent_did, seconds=round((moment - now).total_seconds(), 3))
+        log.info(
+            "wake",
+            sandbox=str(sandbox.pk),
+            source=source,
+            agent=sandbox.agent_did,
+            seconds=round((moment - now).total_seconds(), 3),
+        )
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
 
 
@@ -340,9 +326,6 @@ def spec_of(sandbox: Sandbox) -> Spec:
     )
 
 
-# --- sleeping and waking ----------------------------------------------------------------------------------------------
-
-
 def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Start the next incarnation of a cold sandbox with its stored state. None if somebody else moved it first."""
     sandbox = Sandbox.objects.select_related("pool", "policy").get(pk=sandbox.pk)
@@ -362,267 +345,9 @@ def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
     return start(sandbox, now=now, actor=actor, files={})
 
 
-def sleep(pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", guard: Q | None = None) -> bool:
-    """Put one sandbox to sleep: store its state, then destroy its process. True if it is cold now.
-
-    Only `warm` and `waiting` sleep: one with an open Run is `running`, and the UPDATE that claims says so. `guard` is
-    why it is eligible, said again in that UPDATE. If its state cannot be stored it stays, and last_error says why."""
-    sandbox = Sandbox.objects.get(pk=pk)
-    token = uuid.uuid4()
-    held = Q(holder__isnull=False, incarnation=sandbox.incarnation, lost_at__isnull=True)
-    for was in (WAITING, WARM):
-        if advance(
-            pk, was, EVICTING, now=now, reason=reason, actor=actor, guard=held & (guard or Q()),
-            claim=token, claimed_by=settings.INSTANCE, deadline_at=now + EVICT_WITHIN, idle_at=None,
-        ):  # fmt: skip
-            return finish_eviction(pk, token, now=now, actor=actor)
-    return False
-
-
-def sleep_soon(pk: uuid.UUID, *, now: datetime, actor: str, reason: str, guard: Q | None = None) -> bool:
-    """Make one sandbox due for the next idle sweep, as if its idle time were over. A use before that keeps it awake.
-
-    False if it is not one that sleeps: it runs, sleeps, is lost, or nobody holds it. Safe to repeat."""
-    may = Q(state__in=(WAITING, WARM), holder__isnull=False, lost_at__isnull=True)
-    due = Sandbox.objects.filter(may, guard or Q(), pk=pk).update(idle_at=now)
-    if due:
-        log.info("sleep asked for", sandbox=str(pk), actor=actor, reason=reason)
-    return bool(due)
-
-
-def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
-    """The rest of `sleep` for whoever holds the claim: persist, destroy, cold. Safe to repeat after a crash anywhere."""
-    later = ticking(now)
-    mine = Q(claim=token)
-    sandbox = Sandbox.objects.select_related("pool").filter(mine, pk=pk, state=EVICTING).first()
-    if sandbox is None:
-        return False
-    provider = providers.get(sandbox.provider)
-    step("eviction claimed", sandbox)
-    try:
-        if not _store(sandbox, provider, mine, later):
-            return False
-        step("persisted", sandbox)
-    except Missing as gone:
-        mark_lost(sandbox, str(gone), now=later())
-        return False
-    except (ProviderError, StoreError) as failed:
-        tries = sandbox.tries + 1
-        log.error("state not stored", sandbox=str(pk), tries=tries, error=str(failed))
-        advance(
-            pk, EVICTING, WAITING, now=later(), reason=f"its state could not be stored: {failed}", actor=actor, guard=mine,
-            claim=None, deadline_at=None, tries=tries, last_error=f"Its state could not be stored: {failed}"[:2000],
-            idle_at=later() + backoff(tries, first=timedelta(minutes=1)),
-        )  # fmt: skip
-        return False
-    try:
-        provider.destroy(sandbox.ref)
-    except ProviderError as failed:  # its state is safe; the sweep repeats this step
-        Sandbox.objects.filter(mine, pk=pk, state=EVICTING).update(
-            tries=F("tries") + 1, last_error=str(failed)[:2000], deadline_at=later() + backoff(sandbox.tries + 1)
-        )
-        return False
-    mounts.detach(pk)
-    step("process gone", sandbox)
-    slept = advance(
-        pk, EVICTING, COLD, now=later(), reason="stored", actor=actor, guard=mine,
-        claim=None, deadline_at=None, tries=0, last_error="", slept=F("slept") + 1,
-    )  # fmt: skip
-    if slept:
-        _tell("sleep", pk, agent=sandbox.agent_did, bytes=sandbox.workspace_bytes)
-    return slept
-
-
-def _store(sandbox: Sandbox, provider: Provider, mine: Q, later: Later) -> bool:
-    """Have the state of this incarnation in a Snapshot, unless it is, or there is none. False if the claim was lost."""
-    used = Run.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation).exists()
-    slept = Snapshot.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation, kind=SnapshotKind.SLEEP)
-    if not used or slept.exists():
-        return True
-    data.finish(sandbox, provider, now=later())
-    size = provider.size(sandbox.ref, WORKSPACE)
-    snapshot = workspace.persist(sandbox, provider, now=later())
-    step("objects stored", sandbox)
-    sandbox.workspace_bytes = size
-    with transaction.atomic():  # the pointer moves only for whoever still holds the claim
-        moved = Sandbox.objects.filter(mine, pk=sandbox.pk, state=EVICTING).update(
-            workspace_bytes=size, measured_at=later(), deadline_at=later() + EVICT_WITHIN
-        )
-        if moved:
-            snapshot.save(force_insert=True)
-    if moved:
-        workspace.forget_older(snapshot.holder, now=later())
-    return bool(moved)
-
-
-def mark_lost(sandbox: Sandbox, why: str, *, now: datetime) -> bool:
-    """Say that the provider has lost this incarnation. Its holder's lease is ended by whoever told us, or by a sweep.
-    False if it was known, or is not this incarnation's any more."""
-    same = Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, lost_at__isnull=True)
-    with transaction.atomic():
-        lost = same.exclude(state__in=(COLD, *GONE)).update(lost_at=now, last_error=f"Lost: {why}"[:2000])
-        if lost:
-            background.end_all(sandbox.pk, now=now, note=f"Its sandbox was lost: {why}")
-    if lost:
-        log.error("sandbox lost", sandbox=str(sandbox.pk), error=why)
-    return bool(lost)
-
-
-# --- making room ------------------------------------------------------------------------------------------------------
-
-
-def make_room(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") -> bool:
-    """Free a place for this agent: cold goes before warm, warm before waiting, the least recently used of each first.
-
-    False if nothing can be taken: what is running never is, nor what a guarantee protects. True means that something
-    moved, not that the place is still free: a rival may have been quicker."""
-    later = ticking(now)
-    victim = next_victim(pool, agent_did=agent_did, now=now)
-    if victim is None:
-        return False
-    why = f"its place was needed by {agent_did}"
-    if victim.holder is None:
-        unused = Q(state=WARM, holder__isnull=True)
-        with transaction.atomic():
-            taken = give_up(victim.pk, now=later(), reason=why, actor=actor, guard=unused)
-            if taken:
-                Pool.objects.filter(pk=pool.pk).update(evicted_warm=F("evicted_warm") + 1)
-        if taken:
-            _tell("evict", victim.pk, tier="warm", agent="")
-            destroy(victim.pk, now=later(), actor=actor)
-        return True
-    if victim.state != COLD and not sleep(victim.pk, now=later(), reason=why, actor=actor, guard=Q(state=victim.state)):
-        return True  # it runs again, or could not be stored and is no candidate for a while: look for another
-    drop_cold(victim.pk, now=later(), reason=why, actor=actor, for_agent=agent_did, tier=victim.state)
-    return True
-
-
-def next_victim(pool: Pool, *, agent_did: str, now: datetime) -> Sandbox | None:
-    """Whose place goes next when this agent needs one; one index-served query, however many rows there are.
-
-    What could not be stored lately is left out until its next try: it must not stand in the way of the others."""
-    guaranteed = Quota.objects.filter(
-        pool=OuterRef("pool"), agent_did=OuterRef("agent_did"), guaranteed__gt=0, used__lte=F("guaranteed")
-    ).exclude(agent_did=agent_did)
-    postponed = Q(tries__gt=0, idle_at__gt=now)
-    candidates = Sandbox.objects.filter(~Exists(guaranteed), ~postponed, pool=pool, tier__isnull=False, lost_at__isnull=True)
-    return candidates.order_by("tier", "last_used_at").first()
-
-
-def drop_cold(
-    pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", for_agent: str = "", tier: str = "", guard: Q | None = None
-) -> bool:
-    """Give up the place of a sandbox that sleeps: its row ends, its stored copy stays for the next use by its holder.
-
-    `tier` is what it was when its place was wanted, which is how the pool counts the eviction. False if it woke
-    meanwhile, or if that would take a guaranteed place for somebody else's sake."""
-    sandbox = Sandbox.objects.get(pk=pk)
-    with transaction.atomic():
-        gone = advance(
-            pk, COLD, DESTROYING, now=now, reason=reason, actor=actor, guard=guard, deadline_at=now, claim=None
-        ) and advance(
-            pk, DESTROYING, DESTROYED, now=now, reason="it had no process", actor=actor, destroyed_at=now, deadline_at=None
-        )
-        if gone and not _free(sandbox, spare_guarantee=bool(for_agent) and for_agent != sandbox.agent_did, tier=tier):
-            transaction.set_rollback(True)
-            return False
-    if gone:
-        _tell("evict", pk, tier=tier or "cold", agent=sandbox.agent_did)
-    return gone
-
-
-def _free(sandbox: Sandbox, *, spare_guarantee: bool = False, tier: str = "") -> bool:
-    """Count a sandbox out of its agent's quota and its pool, with what it had counted. In the transaction that ends it."""
-    if sandbox.agent_did:
-        quota = Quota.objects.filter(pool=sandbox.pool_id, agent_did=sandbox.agent_did, used__gt=0)
-        if spare_guarantee:
-            quota = quota.filter(used__gt=F("guaranteed"))
-        if not quota.update(used=F("used") - 1) and spare_guarantee:
-            return False
-    final = Sandbox.objects.values(*COUNTED).get(pk=sandbox.pk)
-    counted = {name: F(name) + final[name] for name in COUNTED if final[name]}
-    if tier:
-        counted[f"evicted_{tier}"] = F(f"evicted_{tier}") + 1
-    # A counter that has drifted to 0 stays there until it is counted anew; what the sandbox had counted is kept.
-    Pool.objects.filter(pk=sandbox.pool_id).update(used=Greatest(F("used"), 1) - 1, **counted)
-    return True
-
-
-# --- giving one back --------------------------------------------------------------------------------------------------
-
-
-def give_up(pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", guard: Q | None = None, note: str = "") -> bool:
-    """From any state to `destroying`, with its open Runs closed as lost. False if it was given up before, or the guard
-    does not hold. The provider is not called: `destroy` or the next sweep does that."""
-    while (state := Sandbox.objects.values_list("state", flat=True).get(pk=pk)) not in GONE:
-        if guard is not None and not Sandbox.objects.filter(guard, pk=pk).exists():
-            return False
-        with transaction.atomic():
-            if advance(
-                pk, State(state), DESTROYING, now=now, reason=reason, actor=actor, guard=guard,
-                claim=None, deadline_at=now, tries=0, idle_at=None,
-            ):  # fmt: skip
-                Run.objects.filter(sandbox=pk, ended_at__isnull=True).update(
-                    ended_at=now, outcome=Outcome.LOST, note=(note or f"Its sandbox was given up: {reason}")[:500]
-                )
-                return True
-    return False
-
-
-def give_up_held(holder: uuid.UUID, *, now: datetime, reason: str, actor: str = "") -> bool:
-    """Give up whatever this holder has. Called in the transaction that ends the lease: both happen, or neither."""
-    pks = Sandbox.objects.filter(holder=holder).exclude(state__in=GONE).values_list("pk", flat=True)
-    return sum(give_up(pk, now=now, reason=reason, actor=actor) for pk in list(pks)) > 0
-
-
 def limit_spending(holder: uuid.UUID, limit: Decimal | None) -> None:
     """From its next model call on, whatever this holder has may spend so much. Called in the transaction that says so."""
     Sandbox.objects.filter(holder=holder).exclude(state__in=GONE).update(llm_limit=limit)
-
-
-def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
-    """Ask the provider to destroy one sandbox in `destroying`, and free its place when it says that it is gone.
-
-    True if it is destroyed now. A failed or unknown answer keeps the place, and the row's next try waits longer each
-    time; after LEASEHOLD_DESTROY_TRIES the row goes to quarantine for an operator to look at. Safe to repeat."""
-    due = Q(deadline_at__lte=now, quarantined_at__isnull=True)
-    claimed = Sandbox.objects.filter(due, pk=pk, state=DESTROYING).update(
-        deadline_at=now + DESTROY_CLAIM, claimed_by=settings.INSTANCE
-    )
-    if not claimed:
-        return False
-    sandbox = Sandbox.objects.get(pk=pk)
-    step("destroy claimed", sandbox)
-    provider = providers.get(sandbox.provider)
-    try:
-        with suppress(Missing):  # its process is gone; volumes of it may still be there
-            data.finish(sandbox, provider, now=now)
-        provider.destroy(sandbox.ref)
-    except Missing:
-        pass  # gone already
-    except (ProviderError, StoreError) as failed:
-        _postpone(sandbox, failed, now=now)
-        return False
-    mounts.detach(pk)
-    step("destroy answered", sandbox)
-    with transaction.atomic():
-        gone = advance(
-            pk, DESTROYING, DESTROYED, now=now, reason="confirmed gone", actor=actor,
-            destroyed_at=now, deadline_at=None, last_error="",
-        )  # fmt: skip
-        if gone:
-            _free(sandbox)
-    return gone
-
-
-def retry_destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
-    """Out of quarantine: try again at the next sweep, with fresh tries. False if it is not in quarantine."""
-    out = Sandbox.objects.filter(pk=pk, state=DESTROYING, quarantined_at__isnull=False).update(
-        quarantined_at=None, tries=0, deadline_at=now
-    )
-    if out:
-        log.info("destroy retried", sandbox=str(pk), actor=actor)
-    return bool(out)
 
 
 def drain(pool: Pool, *, draining: bool, actor: str = "") -> bool:
@@ -641,38 +366,3 @@ def warm_again(pool: Pool, *, now: datetime, actor: str = "") -> bool:
     if closed:
         log.info("warming resumed", pool=pool.name, actor=actor)
     return bool(closed)
-
-
-def _postpone(sandbox: Sandbox, failed: Exception, *, now: datetime) -> None:
-    tries = sandbox.tries + 1
-    given_up = tries >= settings.DESTROY_TRIES
-    with transaction.atomic():
-        noted = Sandbox.objects.filter(pk=sandbox.pk, state=DESTROYING, quarantined_at__isnull=True).update(
-            tries=tries,
-            deadline_at=now + backoff(tries),
-            last_error=str(failed)[:2000],
-            quarantined_at=now if given_up else None,
-        )
-        if noted and given_up:
-            _tell_quarantine(sandbox, tries, now)
-    log.error("destroy failed", sandbox=str(sandbox.pk), tries=tries, quarantined=given_up, error=str(failed))
-
-
-def _tell_quarantine(sandbox: Sandbox, tries: int, now: datetime) -> None:
-    said = {
-        "sandbox": str(sandbox.pk),
-        "pool": Pool.objects.values_list("name", flat=True).get(pk=sandbox.pool_id),
-        "provider": sandbox.provider,
-        "ref": sandbox.ref,
-        "lease_id": str(sandbox.holder) if sandbox.holder else None,
-        "agent_did": sandbox.agent_did,
-        "environment_id": sandbox.environment_id,
-        "tries": tries,
-        "quarantined_at": iso(now),
-    }
-    outbox.put(Kind.SANDBOX_QUARANTINED, key=f"{sandbox.pk} {said['quarantined_at']}", payload=said, now=now)
-
-
-def _tell(event: str, pk: uuid.UUID, **fields: object) -> None:
-    """One line for each wake and each eviction."""
-    log.info(event, sandbox=str(pk), **fields)

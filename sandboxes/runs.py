@@ -14,7 +14,7 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import QuerySet
 
-from sandboxes import lifecycle, pool, providers, rows
+from sandboxes import lifecycle, pool, providers, retiring, rows
 from sandboxes.errors import DataFull, Lost, ProviderFailed, SandboxError, StoreFailed, WorkspaceFull
 from sandboxes.lifecycle import step
 from sandboxes.models import GONE, Attachment, Outcome, Run, Sandbox
@@ -128,7 +128,7 @@ def _carry_out(
         answer = act(provider, sandbox)
     except Missing as gone:
         close(run, now=later(), outcome=Outcome.LOST, note=f"The provider has no such sandbox: {gone}", actor=actor)
-        pool.mark_lost(sandbox, str(gone), now=later())
+        retiring.mark_lost(sandbox, str(gone), now=later())
         raise Lost() from gone
     except (NoFile, Rejected, SandboxError) as refused:
         close(run, now=later(), outcome=Outcome.FAILED, note=str(refused), actor=actor)

@@ -11,7 +11,7 @@ from uuid import UUID
 from django.conf import settings
 from django.db import transaction
 
-from sandboxes import pool, runs
+from sandboxes import pool, retiring, runs
 from sandboxes.errors import Busy, Lost, NoSnapshot, NotHeld, StoreFailed
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, step
 from sandboxes.models import ALIVE, GONE, Sandbox, State
@@ -136,7 +136,7 @@ def _store(want: Want, name: str, *, now: datetime, actor: str, record: Record) 
 
     # As long as an eviction may take: it does the same.
     argv = ["snapshot", name] if name else ["snapshot"]
-    command = Command(argv=argv, timeout=pool.EVICT_WITHIN, kind="file", needs_data=False)
+    command = Command(argv=argv, timeout=retiring.EVICT_WITHIN, kind="file", needs_data=False)
     _, snapshot = runs.act_in(want, command, store, now=now, actor=actor)
     return snapshot
 
@@ -188,7 +188,7 @@ def _refuse_running(sandbox: Sandbox) -> None:
 
 def _put_to_sleep(sandbox: Sandbox, *, now: datetime, actor: str) -> None:
     """Busy or StoreFailed if it does not sleep, and not because somebody else has put it to sleep."""
-    if pool.sleep(sandbox.pk, now=now, reason="an earlier copy is restored", actor=actor):
+    if retiring.sleep(sandbox.pk, now=now, reason="an earlier copy is restored", actor=actor):
         return
     there = Sandbox.objects.get(pk=sandbox.pk)
     _refuse_running(there)

@@ -10,7 +10,7 @@ from django.db.models import Case, Count, F, Min, Q, Sum, Value, When
 
 from sandboxes import runs
 from sandboxes.models import GONE, IN_FLIGHT, Pool, Quota, Sandbox, State
-from sandboxes.pool import COUNTED
+from sandboxes.retiring import COUNTED
 
 LIVE = [state for state in State if state != State.DESTROYED]
 LATE = timedelta(minutes=2)  # past its deadline by two sweeps: nobody is taking the next step

@@ -11,7 +11,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
-from sandboxes import pool, providers, runs
+from sandboxes import measuring, pool, providers, retiring, runs
 from sandboxes.egress import front
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, WARMING, advance, advance_many
@@ -51,7 +51,7 @@ def reclaim(*, now: datetime, limit: int = 200) -> Swept:
         if later() > now + BUDGET:
             break
         try:
-            if pool.destroy(pk, now=now, actor="sweep"):
+            if retiring.destroy(pk, now=later(), actor="sweep"):
                 swept.note("destroyed")
             elif Sandbox.objects.filter(pk=pk, state=DESTROYING).exclude(last_error="").exists():
                 swept.failures.append(str(pk))
@@ -87,13 +87,13 @@ def claim_idle(was: State, token: uuid.UUID, *, now: datetime, limit: int) -> in
     return advance_many(
         due_for_sleep(now=now).filter(state=was).order_by("idle_at")[:limit],
         was, EVICTING, now=now, reason="idle", actor="sweep", claim=token,
-        claimed_by=settings.INSTANCE, deadline_at=now + pool.EVICT_WITHIN, idle_at=None,
+        claimed_by=settings.INSTANCE, deadline_at=now + retiring.EVICT_WITHIN, idle_at=None,
     )  # fmt: skip
 
 
 def _put_to_sleep(pk: uuid.UUID, token: uuid.UUID, swept: Swept, *, now: datetime) -> None:
     try:
-        if pool.finish_eviction(pk, token, now=now, actor="sweep"):
+        if retiring.finish_eviction(pk, token, now=now, actor="sweep"):
             swept.note("put to sleep")
         else:
             swept.failures.append(f"{pk}: {Sandbox.objects.values_list('last_error', flat=True).get(pk=pk)}")
@@ -113,7 +113,7 @@ def cold(*, now: datetime, limit: int = 500) -> Swept:
     swept = Swept()
     for sandbox in forgotten(now=now)[:limit]:
         same = Q(state_since=sandbox.state_since)
-        if pool.drop_cold(sandbox.pk, now=now, reason="cold for too long", actor="sweep", guard=same):
+        if retiring.drop_cold(sandbox.pk, now=now, reason="cold for too long", actor="sweep", guard=same):
             swept.note("cold dropped")
         else:
             swept.note("lost race")
@@ -138,7 +138,9 @@ def warm(*, now: datetime) -> Swept:
     swept, later = Swept(), ticking(now)
     for pk in surplus():
         free = Q(state=WARM, holder__isnull=True)
-        swept.note("not wanted any more", pool.give_up(pk, now=now, reason="not wanted any more", actor="sweep", guard=free))
+        swept.note(
+            "not wanted any more", retiring.give_up(pk, now=now, reason="not wanted any more", actor="sweep", guard=free)
+        )
     for one in Pool.objects.filter(warm_target__gt=0, draining=False):
         while later() <= now + BUDGET:
             if one.warm_paused_until and one.warm_paused_until > later():
@@ -196,7 +198,7 @@ def stalled(*, now: datetime, limit: int = 200) -> Swept:
             swept.failures.append(f"run {run.pk}: {failed}")
     for sandbox in overdue_starts(now=now)[:limit]:
         same = {"claim": sandbox.claim, "deadline_at": sandbox.deadline_at}
-        gone = pool.give_up(sandbox.pk, now=now, reason="stalled while starting", actor="sweep", guard=Q(**same))
+        gone = retiring.give_up(sandbox.pk, now=now, reason="stalled while starting", actor="sweep", guard=Q(**same))
         swept.note("starts given up" if gone else "lost race")
     for sandbox in overdue_evictions(now=now)[:limit]:
         _resume_eviction(sandbox, swept, now=now)
@@ -206,14 +208,14 @@ def stalled(*, now: datetime, limit: int = 200) -> Swept:
 def _resume_eviction(sandbox: Sandbox, swept: Swept, *, now: datetime) -> None:
     same = Q(claim=sandbox.claim, deadline_at=sandbox.deadline_at)
     if sandbox.tries >= settings.DESTROY_TRIES:  # its state is stored; what does not go is a matter for the quarantine
-        pool.give_up(sandbox.pk, now=now, reason=f"it does not go: {sandbox.last_error}", actor="sweep", guard=same)
+        retiring.give_up(sandbox.pk, now=now, reason=f"it does not go: {sandbox.last_error}", actor="sweep", guard=same)
         swept.note("evictions given up")
         return
     token = uuid.uuid4()
     taken = Sandbox.objects.filter(same, pk=sandbox.pk, state=EVICTING).update(
-        claim=token, claimed_by=settings.INSTANCE, deadline_at=now + pool.EVICT_WITHIN
+        claim=token, claimed_by=settings.INSTANCE, deadline_at=now + retiring.EVICT_WITHIN
     )
-    done = taken and pool.finish_eviction(sandbox.pk, token, now=now, actor="sweep")
+    done = taken and retiring.finish_eviction(sandbox.pk, token, now=now, actor="sweep")
     swept.note("evictions finished" if done else "evictions postponed" if taken else "lost race")
 
 
@@ -306,7 +308,7 @@ def _missing(sandbox: Sandbox, why: str, *, now: datetime) -> str:
     """A row whose sandbox is not there: what became of it."""
     same = Q(incarnation=sandbox.incarnation)
     if sandbox.holder is None:
-        gone = pool.give_up(sandbox.pk, now=now, reason="the provider has lost it", actor="sweep", guard=same)
+        gone = retiring.give_up(sandbox.pk, now=now, reason="the provider has lost it", actor="sweep", guard=same)
         return "unclaimed dropped" if gone else "lost race"
     if sandbox.state == WARM:  # nothing unsaved was in it: the next use wakes it from what is stored, if anything is
         cold_now = advance(
@@ -316,7 +318,7 @@ def _missing(sandbox: Sandbox, why: str, *, now: datetime) -> str:
             sandbox.pk, EVICTING, COLD, now=now, reason="nothing unsaved was in it", actor="sweep", claim=None, deadline_at=None
         )  # fmt: skip
         return "found cold" if cold_now else "lost race"
-    return "lost" if pool.mark_lost(sandbox, why, now=now) else "lost race"
+    return "lost" if retiring.mark_lost(sandbox, why, now=now) else "lost race"
 
 
 def recount(*, now: datetime) -> Swept:
@@ -359,6 +361,21 @@ def measure(*, now: datetime, limit: int = 50) -> Swept:
             swept.failures.append(f"{sandbox.pk}: {failed}")
         else:
             swept.note("over the limit" if size > sandbox.pool.workspace_limit_mib << 20 else "measured")
+    return swept
+
+
+def read(*, now: datetime) -> Swept:
+    """Read what sandboxes have used of CPU and memory."""
+    swept, later = Swept(), ticking(now)
+    for sandbox in measuring.readable().iterator(chunk_size=200):
+        if later() > now + BUDGET:
+            break
+        try:
+            swept.note("read", measuring.read(sandbox, providers.get(sandbox.provider), now=later()) is not None)
+        except Missing:
+            swept.note("gone")  # reconcile decides what that means
+        except ProviderError as failed:
+            swept.failures.append(f"{sandbox.pk}: {failed}")
     return swept
 
 

@@ -13,6 +13,7 @@ from leases.errors import Conflict, TooMany
 from leases.leasing import Ask
 from leases.models import Lease, LeaseEvent
 from sandboxes import pool as pools
+from sandboxes import retiring
 from sandboxes.errors import NoSnapshot
 from sandboxes.models import Pool, Sandbox, Snapshot
 from sandboxes.providers.memory import MemoryProvider
@@ -38,7 +39,7 @@ def write(lease: Lease, text: str, *, now=NOW) -> None:
 def sleep(lease: Lease, *, now=NOW) -> None:
     sandbox = pools.of(lease.pk)
     assert sandbox
-    assert pools.sleep(sandbox.pk, now=now, reason="test")
+    assert retiring.sleep(sandbox.pk, now=now, reason="test")
 
 
 def config(lease: Lease, *, now=NOW) -> str:

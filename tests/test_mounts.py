@@ -19,7 +19,7 @@ from django.core.checks import run_checks
 from leases import acting, leasing
 from leases.models import Lease
 from sandboxes import pool as pools
-from sandboxes import providers, sweeps
+from sandboxes import providers, retiring, sweeps
 from sandboxes.errors import Busy, StoreFailed
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import DATA, Rejected
@@ -327,7 +327,7 @@ def test_a_sandbox_that_sleeps_leaves_nothing_and_has_its_files_when_it_wakes(on
     sh(one, f"echo hello >{DATA}/note; sleep 300 & cd {DATA}")
     place = place_of(one)
     assert len(mounted_in(place)) == 2
-    assert pools.sleep(place.pk, now=NOW, reason="test")
+    assert retiring.sleep(place.pk, now=NOW, reason="test")
     assert nothing_left(place)
     assert sh(one, f"cat {DATA}/note") == "hello"
 
@@ -384,7 +384,7 @@ def test_an_agent_whose_data_is_copied_works_in_a_sandbox_that_could_have_a_moun
     assert DataFile.objects.filter(data__agent_did=one.agent_did, path="note", removed=False).exists()
     place = place_of(one)
     assert place.exists() and not mounted_in(place)
-    pools.sleep(place.pk, now=NOW, reason="test")
+    retiring.sleep(place.pk, now=NOW, reason="test")
     assert nothing_left(place)
     assert sh(one, f"cat {DATA}/note") == "hello"
 
@@ -397,7 +397,7 @@ def test_a_mounted_agent_takes_a_ready_made_sandbox_that_has_a_place_for_it(pool
     first = grant(environment="game-1")
     assert sh(first, f"echo hello >{DATA}/note") == ""
     assert without and sandbox_of(first).pk != without.pk
-    pools.give_up(without.pk, now=NOW, reason="test")
+    retiring.give_up(without.pk, now=NOW, reason="test")
     ready = pools.warm_up(Pool.objects.get(pk=pool.pk), now=NOW)
     second = grant(environment="game-2")
     assert sh(second, f"cat {DATA}/note") == "hello"
@@ -444,7 +444,7 @@ def test_copied_data_can_be_mounted_and_copied_again(one: Lease) -> None:
     with pytest.raises(Busy):
         keeping.to_mount(reread(mine), now=NOW)
     assert in_bucket(one) == set()
-    pools.sleep(sandbox_of(one).pk, now=NOW, reason="test")
+    retiring.sleep(sandbox_of(one).pk, now=NOW, reason="test")
     keeping.to_mount(reread(mine), now=NOW)
     assert reread(mine).keeping == Keeping.MOUNT
     assert not DataObject.objects.exists()
@@ -454,7 +454,7 @@ def test_copied_data_can_be_mounted_and_copied_again(one: Lease) -> None:
     with pytest.raises(Busy, match="not asleep"):
         keeping.to_sync(reread(mine), now=NOW)
     changed = sh(one, SHOWN)
-    pools.sleep(sandbox_of(one).pk, now=NOW, reason="test")
+    retiring.sleep(sandbox_of(one).pk, now=NOW, reason="test")
     keeping.to_sync(reread(mine), now=NOW)
     assert in_bucket(one) == set()
     assert sh(one, SHOWN) == changed
@@ -464,11 +464,11 @@ def test_copied_data_can_be_mounted_and_copied_again(one: Lease) -> None:
 def test_what_is_written_while_data_is_being_copied_is_not_lost(one: Lease, at_step: Callable[..., None]) -> None:
     sh(one, f"echo hello >{DATA}/note")
     mine = AgentData.objects.get(agent_did=one.agent_did)
-    pools.sleep(sandbox_of(one).pk, now=NOW, reason="test")
+    retiring.sleep(sandbox_of(one).pk, now=NOW, reason="test")
 
     def use() -> None:
         sh(one, f"echo late >{DATA}/late")
-        pools.sleep(sandbox_of(one).pk, now=NOW, reason="test")
+        retiring.sleep(sandbox_of(one).pk, now=NOW, reason="test")
 
     at_step("data copied", use)
     with pytest.raises(Busy, match="meanwhile"):

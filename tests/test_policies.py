@@ -13,6 +13,7 @@ from django.db.models import ProtectedError
 from leases import acting
 from leases.models import EnvironmentType, Lease
 from sandboxes import pool as pools
+from sandboxes import retiring
 from sandboxes.egress.requests import allowed
 from sandboxes.models import Policy, Pool, Sandbox
 from sandboxes.policies import LARGEST_BODY_KIB, SEALED
@@ -162,7 +163,7 @@ def test_editing_a_policy_changes_the_container_from_the_next_wake_on(
     first = acting.sandbox_for(lease.pk, now=now)
     assert pools.spec_of(first).writable_root
     Policy.objects.filter(pk=loosened.pk).update(writable_root=False)
-    assert pools.sleep(first.pk, now=now, reason="test")
+    assert retiring.sleep(first.pk, now=now, reason="test")
     second = acting.sandbox_for(lease.pk, now=now + MINUTE)
     assert (second.pk, second.incarnation) == (first.pk, 2)
     assert not pools.spec_of(second).writable_root

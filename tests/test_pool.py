@@ -8,6 +8,7 @@ from leases import acting, leasing, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import pool as pools
+from sandboxes import retiring
 from sandboxes import sweeps as below
 from sandboxes.errors import CapacityExhausted, NotReady, PoolDraining, QuotaExceeded, WorkspaceFull
 from sandboxes.models import DataEvent, Pool, Quota, Run, Sandbox, Snapshot
@@ -222,7 +223,7 @@ def test_a_sandbox_that_wakes_while_the_cleanup_looks_is_left_alone(grant, pool)
     below.idle(now=NOW + HOUR)
     sandbox = Sandbox.objects.get()
     use(lease, NOW + 4 * HOUR)
-    assert not pools.drop_cold(sandbox.pk, now=NOW + 4 * HOUR, reason="late")
+    assert not retiring.drop_cold(sandbox.pk, now=NOW + 4 * HOUR, reason="late")
     assert Sandbox.objects.get().state == "waiting"
 
 
@@ -234,7 +235,7 @@ def test_when_full_cold_goes_first_then_warm_then_waiting(grant, pool, memory) -
     waiting, warm, cold = (grant(agent=f"did:plc:{name}", ttl=24 * HOUR) for name in ("waiting", "warm", "cold"))
     use(waiting, NOW)
     use(cold, NOW)
-    assert pools.sleep(pools.of(cold.pk).pk, now=NOW, reason="test")
+    assert retiring.sleep(pools.of(cold.pk).pk, now=NOW, reason="test")
     acting.sandbox_for(warm.pk, now=NOW + 2 * MINUTE)
     gone = []
     for number, minute in enumerate((3, 4, 5)):

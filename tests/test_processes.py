@@ -9,7 +9,7 @@ from leases import acting, leasing, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import pool as pools
-from sandboxes import processes
+from sandboxes import processes, retiring
 from sandboxes import sweeps as below
 from sandboxes.errors import Busy, OutputGone, ProviderFailed, TooManyProcesses
 from sandboxes.models import Pool, Process, Run, Sandbox
@@ -201,7 +201,7 @@ def test_a_place_that_somebody_needs_is_taken_from_one_with_only_processes(grant
 def test_nothing_takes_the_sandbox_while_one_is_started(grant, memory) -> None:
     lease = grant()
     slept: list[bool] = []
-    memory.before("start", lambda ref: slept.append(pools.sleep(Sandbox.objects.get().pk, now=LATER, reason="idle")))
+    memory.before("start", lambda ref: slept.append(retiring.sleep(Sandbox.objects.get().pk, now=LATER, reason="idle")))
     assert start(lease).state == "running"
     assert slept == [False]
 
@@ -253,7 +253,7 @@ def test_waiting_finds_what_lies_across_two_looks(grant, memory) -> None:
 
 def test_waiting_ends_when_the_sandbox_sleeps(grant, memory) -> None:
     process = start(grant())
-    with memory.before("log", lambda ref: pools.sleep(process.sandbox_id, now=NOW, reason="idle")):
+    with memory.before("log", lambda ref: retiring.sleep(process.sandbox_id, now=NOW, reason="idle")):
         assert not processes.wait_for_log(process, "never", within=SOON, now=NOW)
     assert again(process).state == "gone"
 

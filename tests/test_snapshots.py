@@ -10,7 +10,7 @@ from leases import acting, leasing, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseEvent
 from sandboxes import pool as pools
-from sandboxes import runs
+from sandboxes import retiring, runs
 from sandboxes import snapshots as below
 from sandboxes import sweeps as pool_sweeps
 from sandboxes.errors import Busy, NoSnapshot, StoreFailed
@@ -41,7 +41,7 @@ def read(lease: Lease, *, now=NOW) -> str:
 def sleep(lease: Lease, *, now=NOW) -> None:
     sandbox = pools.of(lease.pk)
     assert sandbox
-    assert pools.sleep(sandbox.pk, now=now, reason="test")
+    assert retiring.sleep(sandbox.pk, now=now, reason="test")
 
 
 def names(lease: Lease) -> list[tuple[str, str]]:
@@ -82,7 +82,7 @@ def test_a_copy_of_what_sleeps_wakes_nothing_and_stores_nothing_anew(lease: Leas
 
 def test_a_copy_is_taken_of_what_has_lost_its_place(lease: Lease, memory: MemoryProvider) -> None:
     sleep(lease)
-    assert pools.drop_cold(Sandbox.objects.get().pk, now=NOW, reason="test")
+    assert retiring.drop_cold(Sandbox.objects.get().pk, now=NOW, reason="test")
     assert snapshots.take(lease.pk, now=NOW).kind == "asked"
 
 
@@ -187,7 +187,7 @@ def test_a_restore_after_the_place_was_lost_is_found_by_the_next_sandbox(lease: 
     taken = snapshots.take(lease.pk, now=NOW)
     write(lease, "two", now=NOW + MINUTE)
     sleep(lease, now=NOW + MINUTE)
-    pools.drop_cold(Sandbox.objects.get().pk, now=NOW + MINUTE, reason="test")
+    retiring.drop_cold(Sandbox.objects.get().pk, now=NOW + MINUTE, reason="test")
     snapshots.restore(lease.pk, taken.pk, now=NOW + 2 * MINUTE)
     assert read(lease, now=NOW + 3 * MINUTE) == "one"
 

@@ -8,7 +8,7 @@ from django.db import connection
 from leases import acting, leasing, sweeps
 from leases.models import Lease
 from sandboxes import pool as pools
-from sandboxes import stats
+from sandboxes import retiring, stats
 from sandboxes import sweeps as below
 from sandboxes.models import Pool, Quota, Sandbox
 from sandboxes.providers.base import Rejected, Unavailable
@@ -48,7 +48,7 @@ def test_sandboxes_are_counted_by_state(grant, pool, memory) -> None:
     for lease in (cold, waiting, gone, stuck):
         use(lease)
     acting.sandbox_for(warm.pk, now=NOW)
-    pools.sleep(pools.of(cold.pk).pk, now=NOW, reason="test")
+    retiring.sleep(pools.of(cold.pk).pk, now=NOW, reason="test")
     leasing.release(gone.pk, now=NOW)
     sweeps.reclaim(now=NOW)
     leasing.release(stuck.pk, now=NOW)
@@ -127,7 +127,7 @@ def test_what_sleeps_for_somebody_else_but_keeps_its_place_is_not_evicted(grant,
         Quota.objects.filter(agent_did="did:plc:ada").update(guaranteed=1)
 
     at_step("process gone", guaranteed)
-    assert pools.make_room(pool, agent_did="did:plc:b", now=NOW + MINUTE)
+    assert retiring.make_room(pool, agent_did="did:plc:b", now=NOW + MINUTE)
     assert pools.of(lease.pk).state == "cold"
     assert kept(pool) == {"slept": 1}
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from leases import acting, leasing
 from leases.models import EnvironmentType, Lease
 from sandboxes import pool as pools
-from sandboxes import providers
+from sandboxes import providers, retiring
 from sandboxes.models import Pool
 from sandboxes.providers.base import DATA, WORKSPACE
 from sandboxes.runs import Command
@@ -171,7 +171,7 @@ class World:
         sandbox = pools.of(self.lease(environment).pk)
         assert sandbox
         self.minutes += 1
-        assert pools.sleep(sandbox.pk, now=NOW + self.minutes * MINUTE / 100, reason="test")
+        assert retiring.sleep(sandbox.pk, now=NOW + self.minutes * MINUTE / 100, reason="test")
 
 
 def world_of(kind: str) -> Any:

@@ -7,7 +7,7 @@ class Migration(migrations.Migration):
     """What there is counts from the beginning, as it did."""
 
     dependencies = [
-        ("billing", "0005_money_roles"),
+        ("billing", "0006_use_and_runs"),
     ]
 
     operations = [

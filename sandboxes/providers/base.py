@@ -126,6 +126,13 @@ class Stat(NamedTuple):
     target: str = ""  # of a link
 
 
+class Usage(NamedTuple):
+    """What all processes of a sandbox together take, those that have ended included."""
+
+    cpu_micros: int  # microseconds of CPU since it was started; from 0 again where it stopped and was started anew
+    memory_bytes: int  # now, without what the kernel only keeps of files as long as nobody needs the room
+
+
 class ProcessState(NamedTuple):
     """Of a program in the background."""
 
@@ -146,6 +153,7 @@ class Provider(ABC):
     name: str
     isolated: bool  # commands cannot reach the host, other sandboxes or the network
     enforces_limits: bool  # memory, CPU and process limits hold, and `oom` can be seen
+    measures: bool  # `stats` says what sandboxes use
 
     @abstractmethod
     def create(self, spec: Spec) -> str:
@@ -200,6 +208,10 @@ class Provider(ABC):
     @abstractmethod
     def inspect(self, ref: str) -> Found:
         """The sandbox as it is now, or Missing."""
+
+    @abstractmethod
+    def stats(self, ref: str) -> Usage | None:
+        """What the sandbox uses, or Missing. None while it does not run, and where nobody counts."""
 
     @abstractmethod
     def list(self, owner: str) -> list[Found]:

@@ -35,6 +35,7 @@ from sandboxes.providers.base import (
     Rejected,
     Spec,
     Unavailable,
+    Usage,
 )
 from sandboxes.providers.docker_files import AGENT, PYTHON, FilesOfContainers
 from sandboxes.providers.engine import PATIENCE, Conflict, Engine, Kept, Run, asking
@@ -67,6 +68,7 @@ class DockerProvider(FilesOfContainers, Launching):
     name = "docker"
     isolated = True
     enforces_limits = True
+    measures = True
 
     def __init__(self) -> None:
         self._engines: dict[int, Engine] = {}
@@ -231,6 +233,14 @@ class DockerProvider(FilesOfContainers, Launching):
             running=found["State"]["Status"] == "running",
             created_at=datetime.fromisoformat(found["Created"]),
         )
+
+    def stats(self, ref: str) -> Usage | None:
+        said = self._engine.call("GET", f"/containers/{ref}/stats?stream=false&one-shot=true")
+        memory = said["memory_stats"]
+        if "usage" not in memory:  # it does not run, or this daemon has no control groups
+            return None
+        kept = memory["stats"].get("total_inactive_file", memory["stats"].get("inactive_file", 0))  # cgroups 1, cgroups 2
+        return Usage(said["cpu_stats"]["cpu_usage"]["total_usage"] // 1000, max(memory["usage"] - kept, 0))
 
     def list(self, owner: str) -> list[Found]:
         label = {"label": f"leasehold.owner={owner}"}

@@ -47,6 +47,7 @@ from sandboxes.providers.base import (
     Stat,
     TooLarge,
     Unavailable,
+    Usage,
     below,
     directory_in,
     plain_patterns,
@@ -135,6 +136,7 @@ class Box:
     spec: Spec
     created_at: datetime
     running: bool = True
+    used: Usage = field(default_factory=lambda: Usage(0, 0))
     files: Files = field(default_factory=lambda: Files({WORKSPACE: Folder(), DATA: Folder()}))
     background: dict[str, Background] = field(default_factory=dict)  # by mark
 
@@ -143,6 +145,7 @@ class MemoryProvider(Provider):
     name = "memory"
     isolated = True
     enforces_limits = True
+    measures = True
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -186,6 +189,13 @@ class MemoryProvider(Provider):
         """The sandbox exists and can execute nothing, as after a restart of its host. What runs in it is killed."""
         self._box(ref).running = False
 
+    def use(self, ref: str, *, cpu_micros: int = 0, memory_bytes: int | None = None) -> None:
+        """The sandbox uses so much more CPU, and has so much memory from now on."""
+        with self._lock:
+            box = self._box(ref)
+            memory = box.used.memory_bytes if memory_bytes is None else memory_bytes
+            box.used = Usage(box.used.cpu_micros + cpu_micros, memory)
+
     def files(self, ref: str) -> Files:
         """The sandbox's own files, also of a stopped one."""
         return self._box(ref).files
@@ -220,7 +230,7 @@ class MemoryProvider(Provider):
             if box.spec.owner != spec.owner:
                 raise Rejected(f"the name {spec.name} is taken by another owner's sandbox")
             if not box.running:  # one that had stopped is started again, without what ran in it
-                box.running, box.background = True, {}
+                box.running, box.background, box.used = True, {}, Usage(0, 0)
         return spec.name
 
     def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
@@ -287,6 +297,11 @@ class MemoryProvider(Provider):
     def inspect(self, ref: str) -> Found:
         with self._verb("inspect", ref), self._lock:
             return _found(self._box(ref))
+
+    def stats(self, ref: str) -> Usage | None:
+        with self._verb("stats", ref), self._lock:
+            box = self._box(ref)
+            return box.used if box.running else None
 
     def list(self, owner: str) -> list[Found]:
         with self._verb("list", owner), self._lock:

@@ -54,6 +54,7 @@ from sandboxes.providers.base import (
     Stat,
     TooLarge,
     Unavailable,
+    Usage,
     below,
     directory_in,
     plain_patterns,
@@ -113,6 +114,7 @@ class ProcessProvider(Launching):
     name = "process"
     isolated = False
     enforces_limits = False
+    measures = False
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = (root or Path(settings.STATE_DIR) / "process").resolve()
@@ -205,6 +207,10 @@ class ProcessProvider(Launching):
         if found is None:
             raise Missing(f"there is no sandbox {ref}")
         return found
+
+    def stats(self, ref: str) -> Usage | None:
+        self._box(ref)
+        return None
 
     def list(self, owner: str) -> list[Found]:
         with _disk():

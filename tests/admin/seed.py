@@ -23,7 +23,7 @@ from billing import budgets, costs, metering
 from billing.models import Budget
 from leases import acting, enforcing, forking, keys, leasing, snapshots, sweeps, turns
 from leases.models import AgentKey, EnvironmentType, Lease
-from sandboxes import curves, delivering, identity, outbox, pool, processes, providers, runs, subscribing
+from sandboxes import curves, delivering, identity, outbox, pool, processes, providers, retiring, runs, subscribing
 from sandboxes import sweeps as below
 from sandboxes.egress import rates
 from sandboxes.models import LlmCall, ModelRate, Policy, Pool, Quota, Sandbox, State, Sweep, Webhook
@@ -106,7 +106,7 @@ def _box(lease: Lease) -> Sandbox:
 
 
 def _sleep(lease: Lease, at: datetime) -> None:
-    pool.sleep(_box(lease).pk, now=at, reason="idle", actor="sweep")
+    retiring.sleep(_box(lease).pk, now=at, reason="idle", actor="sweep")
 
 
 def _program(memory: MemoryProvider) -> None:
@@ -240,7 +240,7 @@ def _trouble(memory: MemoryProvider, now: datetime) -> None:
         for minutes in (20, 12):
             _sleep(full, now - minutes * MINUTE)
     gone = _used("did:plc:gone", "vanished", now - 30 * MINUTE)
-    pool.mark_lost(_box(gone), "no such container: leasehold-4be1", now=now - MINUTE)
+    retiring.mark_lost(_box(gone), "no such container: leasehold-4be1", now=now - MINUTE)
     large = _used("did:plc:large", "data-set", now - 30 * MINUTE)
     Sandbox.objects.filter(pk=_box(large).pk).update(workspace_bytes=3 << 30, measured_at=now - 5 * MINUTE)
 

@@ -12,7 +12,7 @@ from django.core.cache import cache
 from django.test import Client
 from django.utils import timezone
 
-from billing import budgets, metering
+from billing import budgets, days, metering
 from billing.admin_budgets import LINES, MOST, PASS, BudgetAdmin, everywhere, overshoot
 from billing.models import Account, Budget
 from controlplane import console, schedules
@@ -22,10 +22,11 @@ from sandboxes import moments
 from sandboxes.models import Event
 from sandboxes.runs import Command
 from tests.admin.conftest import queries
+from tests.billing.arrange import time_used
 from tests.conftest import MINUTE
 
 pytestmark = pytest.mark.django_db
-HOUR = timedelta(hours=1)
+DAY, HOUR = timedelta(days=1), timedelta(hours=1)
 ADA = "did:plc:ada"
 WHY = {"_form_submitted": "on", "reason": "said so in the meeting"}
 LIST = "/admin/billing/budget/"
@@ -218,7 +219,7 @@ def test_the_page_says_who_is_in_it_and_costs_the_same_for_many(viewer: Client, 
     budgets.settle(made.pk, now=timezone.now())
     shown = viewer.get(page(made))
     assert len(shown.context["within"]) == MOST and f"of {MOST + 4}" in shown.content.decode()
-    assert queries(viewer, page(made)) < few <= 12  # there is nobody else to look for
+    assert queries(viewer, page(made)) < few <= 13  # there is nobody else to look for
 
 
 def test_a_budget_in_usd_lists_leases_that_cost_nothing_yet(viewer: Client, spend: Callable[..., Lease]) -> None:
@@ -248,6 +249,24 @@ def test_the_bound_is_said_in_this_budgets_numbers() -> None:
     assert "no bound" in " ".join(overshoot(budget(10, hard=False), 12, now))
     assert "It is off" in " ".join(overshoot(budget(10, active=False), 12, now))
     assert schedules.every("meter") == schedules.every("budgets") == PASS
+
+
+def test_the_page_says_when_it_runs_out(viewer: Client) -> None:
+    today = days.day_of(timezone.now())
+    time_used(days.midnight(today - DAY), 10 * HOUR)
+
+    def said(amount: Any, **fields: Any) -> tuple[str, str, str]:
+        facts = viewer.get(page(budget(amount, **fields))).context["facts"]
+        fact = next(fact for fact in facts if fact.label in ("Runs out", "Ran out"))
+        return fact.label, fact.value, fact.note
+
+    pace = "at the pace of the last 7 days"
+    assert said(100) == ("Runs out", f"on {today + 8 * DAY}", pace)
+    assert said(5, period="day") == ("Runs out", f"on {today}", pace)
+    assert said(100, period="day") == said(9999, period="month") == ("Runs out", "not in this period", pace)
+    assert said(100, scope="agent", subject="did:plc:idle") == ("Runs out", "not foreseen", pace)
+    assert said(5) == ("Ran out", f"on {today}", "when that was seen")
+    assert said(100, active=False) == ("Runs out", "–", "it is off")
 
 
 # --- elsewhere --------------------------------------------------------------------------------------------------------

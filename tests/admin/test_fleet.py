@@ -2,18 +2,27 @@
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
+from decimal import Decimal
+from typing import Any
 
 import pytest
+from django.contrib.auth.models import Group, Permission
 from django.test import Client
 from django.utils import timezone
 
+from billing import budgets, costs
+from billing.days import day_of, midnight
+from billing.models import Budget
 from controlplane import console
 from leases.models import Lease
 from sandboxes.models import AgentData, Attachment, LlmCall, Pool, Sandbox, Sweep, Webhook
 from tests.admin.conftest import box_of, queries
+from tests.billing.arrange import rate, time_used
 from tests.conftest import MINUTE
 
 pytestmark = pytest.mark.django_db
+NO_COUNTS = ("Capacity used", "Spent today", "This month")
 
 
 @pytest.fixture
@@ -37,6 +46,10 @@ def troubled(grant: Callable[..., Lease]) -> None:
     Sweep.objects.create(name="never")
     Sweep.objects.create(name="in time", succeeded_at=now)
     Sweep.objects.create(name="late", succeeded_at=now - 4 * MINUTE)
+    time_used(now.replace(hour=0), agent="did:plc:a8")
+    for amount, fields in (("1", {}), ("0.9", {"hard": False}), ("1.1", {}), ("2", {}), ("1", {"active": False})):
+        stated = Budget(scope="agent", subject="did:plc:a8", amount=Decimal(amount), unit="hours", period="day", **fields)
+        budgets.save(stated, now=now)
     for number, (hours, kind, outcome) in enumerate(
         [(1, "llm", "ok"), (2, "llm", "refused"), (3, "relay", "ok"), (25, "llm", "ok")]
     ):
@@ -48,11 +61,12 @@ def troubled(grant: Callable[..., Lease]) -> None:
 
 def test_every_tile_links_to_exactly_what_it_counts(viewer: Client, troubled: None) -> None:
     tiles = {tile.title: tile for tile in console.look().tiles}
-    numbers = {title: tile.value for title, tile in tiles.items() if title != "Capacity used"}
+    numbers = {title: tile.value for title, tile in tiles.items() if title not in NO_COUNTS}
     assert numbers == {
         "Active leases": "9", "Running now": "1", "In quarantine": "2", "Stalled": "1", "Leases overdue": "1",
         "Sweeps late": "2", "Cold": "1", "Lost": "1", "State not stored": "1", "Pools draining": "1", "Circuits open": "1",
         "Data not stored": "1", "Webhooks given up": "1", "Model calls in 24 h": "2",
+        "Budgets warned of": "1", "Budgets exhausted": "2",
     }  # fmt: skip
     assert tiles["Model calls in 24 h"].note == "1 refused, 0.25 USD"
     for title, number in numbers.items():
@@ -71,7 +85,7 @@ def test_what_needs_an_operator_stands_on_the_first_page(viewer: Client, trouble
     page = viewer.get("/admin/").content.decode()
     for said in ("engine down", "store down", "Lost: no container", "draining", "circuit open for"):
         assert said in page, said
-    assert page.count("lh-tile lh-alarmed") == 9
+    assert page.count("lh-tile lh-alarmed") == 10
     assert re.search(r"Sandboxes</span>\s*<span[^>]*>\s*2\s*<", page)
 
 
@@ -81,6 +95,54 @@ def test_an_empty_fleet_says_so(viewer: Client) -> None:
     assert "No sandbox waits" in page
     assert "No sandbox exists now." in page
     assert "lh-tile lh-alarmed" not in page
+
+
+def test_what_is_spent_stands_on_the_first_page(viewer: Client) -> None:
+    assert [(tile.title, tile.value) for tile in console.look().tiles if tile.of == "billing.costrecord"] == [
+        ("Spent today", "0.00"), ("This month", "0.00"),
+    ]  # fmt: skip
+    now = timezone.now()
+    today = day_of(now)
+    rate("time", "1")
+    for day, hours in ((today, 2), (today.replace(day=1), 3), (today.replace(day=1) - timedelta(days=1), 5)):
+        time_used(midnight(day), hours * 60 * MINUTE, provider="acme")
+    costs.price(now=now)
+    first = {"2.00", "5.00"} if today.day > 1 else {"5.00"}
+    shown = [tile for tile in console.look().tiles if tile.of == "billing.costrecord"]
+    assert {tile.value for tile in shown} == first and shown[1].value == "5.00"
+    page = viewer.get("/admin/").content.decode()
+    for tile in shown:
+        assert f'<a href="/admin/spending/" class="lh-tile">\n        <span class="lh-title">{tile.title}</span>' in page
+        assert f"<strong>{tile.value}</strong>" in page
+        assert viewer.get(tile.href).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("more", "seen"),
+    [
+        ([], set()),
+        (["view_costrecord"], {"Spent today", "This month"}),
+        (["view_budget"], {"Budgets warned of", "Budgets exhausted"}),
+    ],
+)
+def test_who_may_not_see_money_is_shown_no_number_of_it(
+    as_role: Callable[..., Client], troubled: None, more: list[str], seen: set[str]
+) -> None:
+    few = Group.objects.create(name="Few")
+    codenames = ["view_lease", "view_sandbox", "view_pool", "view_sweep", *more]
+    few.permissions.set(Permission.objects.filter(codename__in=codenames))
+    browser = as_role("Few")
+    for url in ("/admin/", "/admin/fleet/"):
+        titles = {*re.findall('<span class="lh-title">(.*?)</span>', browser.get(url).content.decode())}
+        assert titles & {"Spent today", "This month", "Budgets warned of", "Budgets exhausted"} == seen
+        assert "Active leases" in titles
+
+
+def test_money_takes_three_queries_of_the_first_page(django_assert_num_queries: Any) -> None:
+    now = timezone.now()
+    with django_assert_num_queries(3):
+        console.money_tiles(now)
+        console.budget_tiles(now)
 
 
 def test_a_poll_is_answered_from_the_snapshot(viewer: Client, troubled: None) -> None:

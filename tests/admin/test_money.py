@@ -3,6 +3,7 @@
 import csv
 import json
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime, time, timedelta
 from decimal import Decimal
 from io import StringIO
@@ -16,7 +17,10 @@ from django.test import Client
 from django.utils import timezone
 
 from billing import costs, metering, overview, statements
-from billing.admin_costs import month_before, month_of, short, why
+from billing.admin_costs import why
+from billing.admin_rates import DELETE
+from billing.admin_usage import month_before, month_of
+from billing.cells import short
 from billing.models import Account, CostRecord, Credit, Membership, Rate, Statement, UsageRecord, Watermark
 from controlplane import console
 from leases.models import Agent, Lease
@@ -307,6 +311,56 @@ def test_a_rate_that_has_begun_is_only_read(superuser: Client) -> None:
     assert superuser.post(f"/admin/billing/rate/{begun.pk}/delete/", {"post": "yes"}).status_code == 403
     begun.refresh_from_db()
     assert begun.usd == Decimal("0.25")
+
+
+def test_an_administrator_deletes_a_rate_that_has_not_begun(administrator: Client) -> None:
+    later, other = (rate("time", "0.25", since=f"{LATER}", provider=name) for name in ("acme", "other"))
+    at = f"billing/rate/{later.pk}"
+    assert "Delete…" in page(administrator, f"{at}/change/")
+    assert administrator.post(f"/admin/{at}/withdraw/").status_code == 200 and Rate.objects.filter(pk=later.pk).exists()
+    answer = administrator.post(f"/admin/{at}/withdraw/", WHY)
+    assert (said(answer), answer["HX-Redirect"]) == (["1 rate deleted."], "/admin/billing/rate/")
+    assert not Rate.objects.filter(pk=later.pk).exists() and Rate.objects.filter(pk=other.pk).exists()
+    entry = LogEntry.objects.get()
+    assert (entry.object_id, entry.get_change_message()) == (str(later.pk), "Delete rate: it was agreed")
+    assert administrator.post(f"/admin/{at}/withdraw/", WHY).status_code == 404
+
+
+def test_a_rate_that_has_begun_is_not_deleted(administrator: Client, team: Account) -> None:
+    begun = Rate.objects.get(provider="acme")
+    at = f"billing/rate/{begun.pk}"
+    assert "Delete…" not in page(administrator, f"{at}/change/")
+    answer = administrator.post(f"/admin/{at}/withdraw/", WHY)
+    assert said(answer) == ["Nothing changed: it has begun, and what it priced stays."]
+    assert answer["HX-Redirect"] == f"/admin/{at}/change/"
+    assert Rate.objects.filter(pk=begun.pk).exists() and not LogEntry.objects.exists()
+
+
+def test_a_rate_that_begins_while_it_is_asked_about_stays() -> None:
+    seen = rate("time", "0.25", since=f"{LATER}")
+    Rate.objects.filter(pk=seen.pk).update(valid_from=NOW)
+    assert not DELETE.verb(seen, "eve", "it was agreed", NOW)
+    Rate.objects.filter(pk=seen.pk).update(valid_from=on(LATER))
+    time_used(on(LATER), HOUR, provider="acme")  # a clock that went wrong: something is priced by it
+    costs.price(now=on(LATER, 2))
+    assert not DELETE.verb(seen, "eve", "it was agreed", NOW) and Rate.objects.filter(pk=seen.pk).exists()
+
+
+@pytest.mark.parametrize("role", ["Viewer", "Operator"])
+def test_others_than_administrators_delete_no_rate(as_role: Callable[..., Client], role: str) -> None:
+    later, browser = rate("time", "0.25", since=f"{LATER}"), as_role(role)
+    assert "Delete…" not in page(browser, f"billing/rate/{later.pk}/change/")
+    assert browser.post(f"/admin/billing/rate/{later.pk}/withdraw/", WHY).status_code == 403
+    assert Rate.objects.filter(pk=later.pk).exists()
+
+
+def test_rates_are_not_deleted_in_bulk_or_past_what_asks_first(superuser: Client) -> None:
+    later = rate("time", "0.25", since=f"{LATER}")
+    assert superuser.post(f"/admin/billing/rate/{later.pk}/delete/", {"post": "yes"}).status_code == 403
+    many = {"action": "delete_selected", "_selected_action": [str(later.pk)], "post": "yes"}
+    superuser.post("/admin/billing/rate/?slice=later", many)
+    assert b"delete_selected" not in superuser.get("/admin/billing/rate/?slice=later").content
+    assert Rate.objects.filter(pk=later.pk).exists()
 
 
 def test_prices_that_only_you_know_are_asked_for_until_they_are_set(viewer: Client) -> None:

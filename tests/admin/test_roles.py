@@ -83,7 +83,7 @@ def test_facts_are_read_only_even_for_a_superuser(superuser: Client, lease: Leas
     request = RequestFactory().get("/")
     facts = [page for page in admin.site._registry.values() if isinstance(page, Facts)]
     assert {page.model.__name__ for page in facts} == {
-        "Lease", "Turn", "Sandbox", "Run", "Process", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
+        "Lease", "Turn", "Sandbox", "Run", "Process", "Reading", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
         "MintedToken", "Event", "Delivery", "CostRecord", "UsageRecord", "Credit", "Statement",
     }  # fmt: skip
     for page in facts:

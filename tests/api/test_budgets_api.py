@@ -1,7 +1,7 @@
 """Budgets, from outside: who is refused and how, and who sees which."""
 
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
@@ -11,13 +11,14 @@ from django.test import Client
 from django.utils import timezone
 
 from billing import budgets
-from billing.days import day_of
+from billing.days import day_of, midnight
 from billing.models import Account, Budget, Membership, Tab
 from leases import keys
 from leases.models import AgentKey, Lease
-from sandboxes import pool as pools
+from sandboxes import retiring
 from sandboxes.models import Run, Sandbox
 from tests.api.conftest import ADA, BOB, Api
+from tests.billing.arrange import time_used
 from tests.conftest import threads
 
 pytestmark = pytest.mark.django_db
@@ -90,7 +91,7 @@ def test_what_would_run_is_refused_while_it_is_spent(ada: Api, bob: Api, ask, le
 def test_files_of_what_sleeps_are_read_and_not_written(ada: Api, lease) -> None:
     at = f"leases/{lease['id']}"
     ada.post(f"{at}/exec", {"argv": ["sh", "-c", "echo kept >f"]})
-    pools.sleep(Sandbox.objects.get().pk, now=timezone.now(), reason="idle")
+    retiring.sleep(Sandbox.objects.get().pk, now=timezone.now(), reason="idle")
     spent(budget())
     assert ada.get(f"{at}/files/f").content == b"kept\n"
     told(ada.put(f"{at}/files/g", b"1", content_type="application/octet-stream"))
@@ -147,9 +148,34 @@ def test_a_budget_is_shown_whole_and_nothing_can_be_written(ada: Api) -> None:
     assert shown == {
         "id": made.pk, "scope": "all", "subject": "", "unit": "usd", "amount": "1.5", "period": "day", "hard": True,
         "warn_percent": 50, "grace_seconds": 90, "active": True, "spent": "1.5", "exhausted": True,
+        "runs_out": f"{ends - timedelta(days=1):%Y-%m-%d}",
     }  # fmt: skip
     for method in ("POST", "PUT", "DELETE"):
         assert ada(method, "budgets", {}).status_code == 405
+
+
+def test_a_budget_says_when_it_runs_out(ada: Api, bob: Api, operator: Api) -> None:
+    today = timezone.now().astimezone(UTC).date()
+    time_used(midnight(today - timedelta(days=1)), timedelta(hours=10), ADA)
+    for amount, scope in ((100, {"scope": "agent", "subject": ADA}), (1000, {}), (7, {"scope": "agent", "subject": BOB})):
+        budget(amount, period="ever", **scope)
+    budget(100, period="ever", scope="agent", subject=ADA, active=False)
+
+    def shown(api: Api) -> dict[tuple[str, bool], int | None]:
+        rows = api.get("budgets").json()["results"]
+        days = {(row["amount"], row["active"]): row["runs_out"] for row in rows}
+        return {name: (date.fromisoformat(day) - today).days if day else None for name, day in days.items()}
+
+    assert shown(ada) == {("100", True): 8, ("1000", True): 98}
+    assert shown(bob) == {("1000", True): 98, ("7", True): None}
+    assert shown(operator) == {("100", True): 8, ("100", False): None, ("1000", True): 98, ("7", True): None}
+
+
+def test_a_page_takes_one_query_for_each_budget_on_it(operator: Api, django_assert_max_num_queries: Any) -> None:
+    for _ in range(12):
+        budget(9, "usd", "ever", scope="agent", subject=ADA)
+    with django_assert_max_num_queries(10 + 4):
+        assert len(operator.get("budgets?limit=10").json()["results"]) == 10
 
 
 # --- at once ----------------------------------------------------------------------------------------------------------

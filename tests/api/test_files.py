@@ -11,6 +11,7 @@ from django.utils import timezone
 
 from leases.models import Lease
 from sandboxes import pool as pools
+from sandboxes import retiring
 from sandboxes.models import DataObject, Run, Sandbox
 from sandboxes.providers.memory import File, MemoryProvider
 from sandboxes.storage import store, workspace
@@ -41,7 +42,7 @@ def sleep(lease) -> Callable[[], None]:
     def put() -> None:
         sandbox = pools.of(uuid.UUID(lease["id"]))
         assert sandbox
-        assert pools.sleep(sandbox.pk, now=timezone.now(), reason="test")
+        assert retiring.sleep(sandbox.pk, now=timezone.now(), reason="test")
 
     return put
 
@@ -214,7 +215,7 @@ def test_the_agents_data_is_listed_and_packed_while_the_sandbox_sleeps(ada: Api,
 
 def test_what_has_lost_its_place_is_read_from_what_is_stored(ada: Api, filled: str, sleep) -> None:
     sleep()
-    pools.drop_cold(Sandbox.objects.get().pk, now=timezone.now(), reason="test")
+    retiring.drop_cold(Sandbox.objects.get().pk, now=timezone.now(), reason="test")
     answer = ada.get(f"{filled}/files/src/main.py")
     assert (answer.content, answer["Leasehold-Source"]) == (b"print('hi')\n", "snapshot")
     assert Sandbox.objects.count() == 1

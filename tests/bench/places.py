@@ -66,7 +66,7 @@ def wakes(port: int) -> None:
     """exec of `true` in a sandbox that sleeps: a container is made and gets its files back before."""
     from django.utils import timezone
 
-    from sandboxes import pool
+    from sandboxes import retiring
     from sandboxes.models import Sandbox
 
     api = caller(port)
@@ -76,7 +76,7 @@ def wakes(port: int) -> None:
     post()
 
     def asleep(number: int) -> None:
-        assert pool.sleep(sandbox.pk, now=timezone.now(), reason="bench")
+        assert retiring.sleep(sandbox.pk, now=timezone.now(), reason="bench")
 
     def raw(number: int) -> None:
         raw_start(name, sandbox.image)
@@ -92,7 +92,7 @@ def claims(port: int) -> None:
     """Joining an environment when a sandbox was warmed up ahead of it."""
     from django.utils import timezone
 
-    from sandboxes import pool
+    from sandboxes import pool, retiring
     from sandboxes.models import Pool, Sandbox
 
     api, run = caller(port), uuid.uuid4().hex[:8]
@@ -108,8 +108,8 @@ def claims(port: int) -> None:
 
     def gone(number: int) -> None:
         held = Sandbox.objects.get(pool=warmed, environment_id=f"{run}-{number}")
-        assert pool.give_up(held.pk, now=timezone.now(), reason="bench")
-        assert pool.destroy(held.pk, now=timezone.now())
+        assert retiring.give_up(held.pk, now=timezone.now(), reason="bench")
+        assert retiring.destroy(held.pk, now=timezone.now())
 
     raw = Case("raw: create, start", lambda number: raw_start(name, "leasehold-sandbox:latest"))
     raw.after = lambda number: raw_destroy(name)

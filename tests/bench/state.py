@@ -179,7 +179,7 @@ def sleeps(kind: str, here: Path) -> None:
     from django.utils import timezone
 
     from leases import acting
-    from sandboxes import pool, providers
+    from sandboxes import pool, providers, retiring
     from sandboxes.providers.base import WORKSPACE
     from sandboxes.storage import store, workspace
 
@@ -214,7 +214,7 @@ def sleeps(kind: str, here: Path) -> None:
                 shell(f"rm -r {spare}-{number}")
 
         def sleep(number: int) -> None:
-            assert pool.sleep(sandbox.pk, now=timezone.now(), reason="bench")
+            assert retiring.sleep(sandbox.pk, now=timezone.now(), reason="bench")
 
         def used(number: int) -> None:
             """Else there is nothing to store."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from billing import metering
 from billing.models import CostRecord, Item, Rate, UsageRecord
+from sandboxes.models import Pool, Reading, Sandbox
 
 ADA, BOB = "did:plc:ada", "did:plc:bob"
 HOUR = timedelta(hours=1)
@@ -54,6 +55,27 @@ def calls(began: str, usd: str, number: int = 1, **fields: Any) -> list[UsageRec
     return time_used(
         began, timedelta(seconds=1), item=Item.TOKENS, state="", memory_mib=0, millicpus=0, calls=number, usd=Decimal(usd),
         model="m", **fields,
+    )  # fmt: skip
+
+
+def box(agent: str = ADA, provider: str = "cloudflare", memory_mib: int = 1024, millicpus: int = 250) -> Sandbox:
+    """The row of a sandbox of this size."""
+    pool = Pool.objects.get_or_create(name="box", defaults={"provider": "memory"})[0]
+    moment = at("2026-01-01")
+    return Sandbox.objects.create(
+        pool=pool, agent_did=agent, environment_id="game-1", holder=lease(agent), provider=provider, memory_mib=memory_mib,
+        millicpus=millicpus, pids=64, state="destroyed", state_since=moment, last_used_at=moment, created_at=moment,
+        destroyed_at=moment, measured=True,
+    )  # fmt: skip
+
+
+def read(began: str | datetime, lasts: timedelta, of: Sandbox, cpu: timedelta, memory_mib: int = 0) -> Reading:
+    """What that sandbox used then, not metered yet."""
+    begin = at(began) if isinstance(began, str) else began
+    micros = cpu // timedelta(microseconds=1)
+    return Reading.objects.create(
+        sandbox=of, incarnation=1, number=next(_numbers), holder=of.holder, since=begin, at=begin + lasts, counted=micros,
+        cpu_micros=micros, memory_mib=memory_mib,
     )  # fmt: skip
 
 

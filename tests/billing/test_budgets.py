@@ -21,14 +21,13 @@ from leases import acting, enforcing, forking, leasing, turns
 from leases import sweeps as leases
 from leases.errors import LeaseEnded
 from leases.models import Lease
-from sandboxes import moments, runs
-from sandboxes import pool as pools
+from sandboxes import moments, retiring, runs
 from sandboxes import sweeps as below
 from sandboxes.lifecycle import STEP_HOOKS
 from sandboxes.models import Event, Run, Sandbox, Snapshot
 from sandboxes.providers.base import Unavailable
 from sandboxes.runs import Command
-from tests.billing.arrange import day, rate, time_used
+from tests.billing.arrange import at, day, rate, time_used
 from tests.billing.test_metering import call
 from tests.conftest import MINUTE, NOW, Died
 
@@ -207,6 +206,8 @@ def test_what_an_agent_used_before_it_moved_stays_in_the_budget_of_its_account_t
         ("house", "month"): 9, ("crew", "month"): 4, ("lab", "month"): 1,
         ("house", "ever"): 10, ("crew", "ever"): 4, ("lab", "ever"): 1,
     }  # fmt: skip
+    crew = {when.day: all_ for when, (all_, _) in budgets.spent_by_day(made["crew", "month"], at("2026-11-01"), None).items()}
+    assert crew == {1: 1, 10: 1, 14: 1, 20: 1}
 
 
 def test_the_first_account_of_an_agent_has_all_that_it_used(spend: Act) -> None:
@@ -431,7 +432,7 @@ def test_files_are_written_where_something_runs_and_start_nothing(over: Lease, a
     acting.act_in(over.pk, file, lambda provider, box: provider.write_file(box.ref, "/workspace/g", b"1"), now=NOW)
     box = Sandbox.objects.get()
     runs.close(Run.objects.get(ended_at=None), now=NOW, outcome=runs.Outcome.OK)
-    pools.sleep(box.pk, now=NOW, reason="idle")
+    retiring.sleep(box.pk, now=NOW, reason="idle")
     with refused():
         acting.act_in(over.pk, file, lambda provider, box: None, now=NOW)
     box.refresh_from_db()
@@ -508,7 +509,7 @@ def readable(lease: Lease) -> bytes:
 
 def test_what_waits_is_stored_and_then_its_lease_ends(spend: Act, memory: Any) -> None:
     lease, asleep, other = spend(), spend(environment="e2"), spend(BOB, "e3")
-    pools.sleep(Sandbox.objects.get(holder=asleep.pk).pk, now=NOW, reason="idle")
+    retiring.sleep(Sandbox.objects.get(holder=asleep.pk).pk, now=NOW, reason="idle")
     empty = leasing.acquire(leasing.Ask(ADA, "e4", "catan", pool=lease.pool.name), now=NOW)[0]
     budget(1, scope="agent", subject=ADA)
     assert swept(NOW) == {"budgets warned of": 1, "budgets spent": 1, "leases ended": 3}

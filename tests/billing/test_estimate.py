@@ -13,7 +13,7 @@ from billing import costs
 from billing.estimate import Scenario, estimate, forecast
 from billing.instances import INSTANCES, size_of
 from billing.models import CostRecord, Rate, UsageRecord
-from tests.billing.arrange import BASIC, HOUR, at, day, rate, records, time_used
+from tests.billing.arrange import ADA, BASIC, BOB, HOUR, at, day, rate, records, time_used
 from tests.conftest import NOW
 
 pytestmark = pytest.mark.django_db
@@ -156,6 +156,14 @@ def test_a_budget_runs_out_on_a_day(budget: str, runs_out: str | None) -> None:
 
 
 @pytest.mark.usefixtures("ten_a_day")
+def test_a_forecast_is_of_some_agents_alone() -> None:
+    time_used("2026-11-20T06:00", HOUR, BOB, provider="acme")
+    costs.price(now=NOW)
+    assert [forecast(now=NOW, agents=agents).a_day for agents in (None, [ADA], [BOB], [])] == [Decimal("10.2"), 10, 1, None]
+    assert forecast(now=NOW, agents=[ADA], agent=BOB).a_day is None
+
+
+@pytest.mark.usefixtures("ten_a_day")
 def test_a_day_that_is_dearer_than_usual_counts_as_it_is() -> None:
     time_used("2026-11-21T06:00", 5 * HOUR, "did:plc:bob", provider="acme")
     costs.price(now=NOW)
@@ -204,6 +212,9 @@ def test_the_command_forecasts() -> None:
     said = run("estimate", "--forecast", "--budget", "100000")
     assert f"100000 USD are spent on {found['runs_out']}" in said
     assert "24 USD a day, by the last 1" in said
+    for only in (["--agent", ADA], ["--account", "house"], ["--environment", "game-1"], ["--provider", "acme"]):
+        assert json.loads(run("estimate", "--forecast", "--json", *only))["a_day_usd"] == "24"
+        assert json.loads(run("estimate", "--forecast", "--json", only[0], "other"))["a_day_usd"] is None
 
 
 # --- costs and meter --------------------------------------------------------------------------------------------------
@@ -221,9 +232,9 @@ def test_costs_are_a_table_or_csv_or_json() -> None:
         "total               2.00",
     ]
     assert run("costs", "--csv").splitlines() == [
-        "agent,usd,hours,time,memory,cpu,disk,storage,plan,llm",
-        "did:plc:ada,1.5,3,3,,,,,,",
-        ",0.5,1,1,,,,,,",
+        "agent,usd,hours,time,memory,cpu,disk,storage,request,plan,llm",
+        "did:plc:ada,1.5,3,3,,,,,,,",
+        ",0.5,1,1,,,,,,,",
     ]
     found = json.loads(run("costs", "--by", "day", "--until", "2026-11-03", "--json"))
     assert (found["total_usd"], [each["key"] for each in found["results"]]) == ("2", ["2026-11-02"])

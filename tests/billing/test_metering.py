@@ -153,8 +153,12 @@ def test_a_clock_that_was_ahead_is_set_right_by_what_happens_then(grant: Act, me
 
 
 @pytest.mark.parametrize(
-    ("subject", "source"), [("time", "transition"), ("snapshots", "snapshot"), ("data", "data"), ("tokens", "calls")]
-)
+    ("subject", "source"),
+    [
+        ("time", "transition"), ("use", "reading"), ("runs", "runs"), ("snapshots", "snapshot"), ("data", "data"),
+        ("tokens", "calls"),
+    ],
+)  # fmt: skip
 def test_dying_in_a_batch_writes_nothing_of_it_and_the_next_pass_all(
     subject: str, source: str, grant: Act, memory: Any
 ) -> None:
@@ -177,7 +181,7 @@ def test_dying_in_a_batch_writes_nothing_of_it_and_the_next_pass_all(
     assert not UsageRecord.objects.filter(source__startswith=source).exists()
     meter(now=NOON + 2 * HOUR)
     sources = {each.split()[0] for each in UsageRecord.objects.values_list("source", flat=True)}
-    assert sources == {"transition", "snapshot", "data", "calls"}
+    assert sources == {"transition", "reading", "runs", "snapshot", "data", "calls"}
     before = metering_rows()
     metering.start_over()
     meter(now=NOON + 2 * HOUR)

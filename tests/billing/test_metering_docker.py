@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from django.utils import timezone
@@ -10,7 +11,7 @@ from django.utils import timezone
 from billing.metering import WITHOUT_PROCESS, meter
 from billing.models import Item, UsageRecord
 from leases import acting, leasing, sweeps
-from sandboxes import pool as pools
+from sandboxes import retiring
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.engine import Engine
 from sandboxes.runs import Command
@@ -22,32 +23,43 @@ Span = tuple[datetime, datetime]
 
 
 def test_each_time_a_container_ran_is_metered_within_a_second(docker_pool: Pool) -> None:
-    began = int(time.time())
-    ask = leasing.Ask("did:plc:ada", "metered", "coding", pool=docker_pool.name)
-    lease = leasing.acquire(ask, now=timezone.now())[0]
+    """Metered is from the moment at which a start was asked for to that at which its end was confirmed: never less than it
+    ran. How much more is the engine's time for both, which on a busy machine may be long: so one try of three has to do."""
+    for attempt in range(3):
+        by_engine, by_us = live(docker_pool, f"metered-{attempt}")
+        assert len(by_engine) == len(by_us) == 3
+        for (started, ended), (since, until) in zip(by_engine, by_us, strict=True):
+            assert since <= started < ended <= until
+        pairs = zip(by_engine, by_us, strict=True)
+        longest = max((until - since) - (ended - started) for (started, ended), (since, until) in pairs)
+        if longest <= WITHIN:
+            return
+    pytest.fail(f"{longest} more than it ran")
+
+
+def live(pool: Pool, environment: str) -> tuple[list[Span], list[Span]]:
+    """One lease whose sandbox sleeps twice: when its containers ran by the engine, and by us."""
+    began = time.time()
+    lease = leasing.acquire(leasing.Ask("did:plc:ada", environment, "coding", pool=pool.name), now=timezone.now())[0]
     for _ in range(2):
         acting.exec_in(lease.pk, Command(argv=["sleep", "1.5"], timeout=MINUTE), now=timezone.now())
         box = Sandbox.objects.get(holder=lease.pk)
-        assert pools.sleep(box.pk, now=timezone.now(), reason="test")
+        assert retiring.sleep(box.pk, now=timezone.now(), reason="test")
     acting.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
     leasing.release(lease.pk, now=timezone.now())
     sweeps.reclaim(now=timezone.now())
     assert Sandbox.objects.get(holder=lease.pk).state == "destroyed"
     meter(now=timezone.now())
-    by_engine, by_us = ran(docker_pool, since=began), metered(box)
-    assert len(by_engine) == len(by_us) == 3
-    for (started, ended), (since, until) in zip(by_engine, by_us, strict=True):
-        assert since - WITHIN <= started <= since + WITHIN, "from the start"
-        assert until - WITHIN <= ended <= until + WITHIN, "to the end"
-        assert abs((until - since) - (ended - started)) <= WITHIN
+    return ran(pool, since=began), metered(box)
 
 
-def ran(pool: Pool, *, since: int) -> list[Span]:
+def ran(pool: Pool, *, since: float) -> list[Span]:
     """When each container of a pool ran, as the engine tells it."""
     engine = Engine().client
     label = {"label": f"leasehold.owner={pool.owner}", "type": "container", "event": ["start", "die"]}
+    span: dict[str, Any] = {"since": f"{since:.6f}", "until": f"{time.time():.6f}"}  # finer than the SDK's own conversion
     seen: dict[str, dict[str, datetime]] = defaultdict(dict)
-    for event in engine.events(since=since, until=int(time.time()) + 1, filters=label, decode=True):
+    for event in engine.events(**span, filters=label, decode=True):
         seen[event["Actor"]["ID"]][event["Action"]] = datetime.fromtimestamp(event["timeNano"] / 1e9, UTC)
     return sorted((each["start"], each["die"]) for each in seen.values())
 

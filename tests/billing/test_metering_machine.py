@@ -1,5 +1,5 @@
 """The machine of the pool again, with a meter beside it: whatever happens, what is metered is what the provider's own clock
-says, to the microsecond, and deriving it all again gives the same records."""
+says, and its counter of CPU, to the microsecond, and deriving it all again gives the same records."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -9,6 +9,7 @@ from typing import Any
 from uuid import UUID
 
 import hypothesis
+import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
@@ -16,16 +17,18 @@ from pytest_django import Settings
 
 from billing import metering
 from billing.models import Item, Meter, UsageRecord
-from sandboxes import lifecycle, moments, pool
+from sandboxes import lifecycle, measuring, moments, pool
+from sandboxes import sweeps as below
 from sandboxes.models import Sandbox, Transition
+from sandboxes.providers.base import Unavailable
 from tests.conftest import Died
-from tests.machines.test_pool_machine import PoolMachine
+from tests.machines.test_pool_machine import WHICH, PoolMachine
 
 pytestmark = pytest.mark.django_db
 READY = {"warm", "running", "waiting"}  # what is paid for
 FACTS = [
     "item", "source", "day", "began_at", "ended_at", "sandbox_id", "holder", "agent_did", "environment_id", "provider", "state",
-    "memory_mib", "millicpus", "size_bytes", "model", "calls", "input_tokens", "usd",
+    "memory_mib", "millicpus", "measured", "cpu_micros", "mib_micros", "size_bytes", "model", "calls", "input_tokens", "usd",
 ]  # fmt: skip
 Span = tuple[datetime, datetime]
 
@@ -51,6 +54,7 @@ class Boxes(dict[str, Any]):
         self.clock, self.since = clock, {}
         self.spans: dict[str, list[Span]] = defaultdict(list)
         self.vanished: set[str] = set()
+        self.used: dict[str, int] = {}  # microseconds of CPU of those that are gone
 
     def setdefault(self, name: str, box: Any = None) -> Any:
         if name not in self:
@@ -69,6 +73,7 @@ class Boxes(dict[str, Any]):
     def _end(self, name: str) -> None:
         if name in self:
             self.spans[name].append((self.since.pop(name), self.clock()))
+            self.used[name] = self[name].used.cpu_micros
 
 
 class MeteredMachine(PoolMachine):
@@ -80,6 +85,7 @@ class MeteredMachine(PoolMachine):
         super().begin()
         self.began = self.slow.at
         self.memory._boxes = self.boxes = Boxes(self.clock)
+        self.counted = True
 
     def clock(self) -> datetime:
         return self.now + timedelta(seconds=self.slow.at - self.began)
@@ -90,6 +96,21 @@ class MeteredMachine(PoolMachine):
             return super().attempt(act)
         finally:
             self.now, self.began = self.clock(), self.slow.at
+
+    @rule(which=WHICH, micros=st.integers(0, 10**9), mib=st.integers(0, 512))
+    def it_uses(self, which: int, micros: int, mib: int) -> None:
+        ready = Sandbox.objects.filter(pool=self.pool, state__in=READY).order_by("created_at", "pk")
+        if there := [box.name for box in ready if box.name in self.boxes]:
+            self.memory.use(there[which % len(there)], cpu_micros=micros, memory_bytes=mib << 20)
+
+    @rule()
+    def read(self) -> None:
+        self.attempt(lambda: below.read(now=self.now))
+
+    @rule()
+    def the_provider_does_not_count(self) -> None:
+        self.counted = False
+        self.armed.push(self.memory.fail("stats", Unavailable("stats failed"), times=1))
 
     @rule()
     def meter(self) -> None:
@@ -111,10 +132,25 @@ class MeteredMachine(PoolMachine):
         self.began = self.slow.at
         super().settle()
         self.now += timedelta(hours=1)
+        for box in measuring.readable().filter(pool=self.pool):
+            if box.name in self.boxes:
+                measuring.read(box, self.memory, now=self.now, least=1)
         metering.meter(now=self.now)
+        self.all_cpu_is_metered_and_none_twice()
         self.every_paid_second_was_there()
         self.nothing_overlaps_and_nothing_is_left_out()
         self.derived_again_it_is_the_same()
+
+    def all_cpu_is_metered_and_none_twice(self) -> None:
+        for box in Sandbox.objects.filter(pool=self.pool):
+            names = [f"leasehold-{box.pk.hex}-{number}" for number in range(1, box.incarnation + 1)]
+            counted = sum(
+                self.boxes[name].used.cpu_micros if name in self.boxes else self.boxes.used.get(name, 0) for name in names
+            )
+            metered = sum(UsageRecord.objects.filter(sandbox=box, item=Item.USE).values_list("cpu_micros", flat=True))
+            assert metered <= counted
+            if self.counted and not self.boxes.vanished & {*names}:
+                assert metered == counted
 
     def every_paid_second_was_there(self) -> None:
         for name, since in self.boxes.since.items():

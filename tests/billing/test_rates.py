@@ -144,7 +144,7 @@ def test_a_rate_by_which_something_was_priced_cannot_go() -> None:
         ({"allowance": Decimal(-1)}, "allowance"),
         ({"allowance": Decimal("0.0000001")}, "allowance"),
         ({"item": "llm"}, "item"),
-        ({"item": "request"}, "item"),
+        ({"item": "egress"}, "item"),
         ({"provider": ""}, "provider"),
         ({"provider": "a b"}, "provider"),
         ({"valid_from": None}, "valid_from"),

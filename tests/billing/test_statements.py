@@ -17,6 +17,7 @@ from billing import costs, days, metering, statements
 from billing.models import Account, CostRecord, Credit, Membership, Rate, Statement, StatementLine, UsageRecord, Watermark
 from billing.statements import NotClosable
 from leases import acting, snapshots
+from sandboxes import sweeps
 from sandboxes.models import DataSize, LlmCall
 from sandboxes.runs import Command
 from tests.billing.arrange import ADA, BOB, HOUR, at, calls, day, rate, records, time_used
@@ -26,7 +27,9 @@ pytestmark = pytest.mark.django_db
 DECEMBER, JANUARY, FEBRUARY = at("2026-12-01T00:00"), at("2027-01-01T00:00"), at("2027-02-01T00:00")
 OCTOBER, NOVEMBER = day("2026-10-01"), day("2026-11-01")
 USD = Decimal
-BATCHES = [metering._time, metering._snapshots, metering._data, metering._tokens]
+BATCHES = [
+    metering._time, metering._use, metering._runs, metering._snapshots, metering._data, metering._tokens,
+]  # fmt: skip
 
 
 def price(now: datetime = DECEMBER) -> None:
@@ -126,13 +129,14 @@ def test_a_month_is_not_closed_while_something_before_its_end_is_unpriced() -> N
     assert close(house(), day("2026-12-01"), JANUARY)
 
 
-@pytest.mark.parametrize("metered", [BATCHES[number:] + BATCHES[:number] for number in range(4)])  # each is the last once
+@pytest.mark.parametrize("metered", [BATCHES[number:] + BATCHES[:number] for number in range(6)])  # each is the last once
 def test_a_month_is_not_closed_while_facts_of_it_are_not_metered(grant: Callable[..., Any], metered: Any) -> None:
     """A pass that stopped, or started over, has moved its watermark; what it has not read would be missing."""
     now, following = at("2026-11-21T12:00"), at("2026-12-02T00:00")
     rate("time", "1", provider="memory", since="2026-01-01")
     held = grant(now=now)
     acting.exec_in(held.pk, Command(["true"], timedelta(seconds=5)), now=now)
+    sweeps.read(now=now + timedelta(minutes=5))
     snapshots.take(held.pk, name="", now=now, actor="eve")
     DataSize.objects.create(agent_did=held.agent_did, size_bytes=10**9, at=now)
     LlmCall.objects.create(

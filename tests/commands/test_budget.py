@@ -1,6 +1,6 @@
 """manage.py budget: one line for each."""
 
-from datetime import timedelta
+from datetime import UTC, timedelta
 from io import StringIO
 
 import pytest
@@ -10,9 +10,11 @@ from django.utils import timezone
 from billing import days
 from billing.models import Account, Budget
 from leases import keys
+from tests.billing.arrange import time_used
 
 pytestmark = pytest.mark.django_db
 ADA = "did:plc:ada"
+DAY, HOUR = timedelta(days=1), timedelta(hours=1)
 
 
 def run(*args: str) -> str:
@@ -49,6 +51,15 @@ def test_one_that_is_spent_says_so() -> None:
     run("add", "1", "hours", "ever", "--all")
     Budget.objects.update(spent=2, period_began=days.LONG_AGO)
     assert run("list").endswith("1 hours in all for everything: 2 spent (hard, warns at 80 %, grace 300s, SPENT)")
+
+
+def test_one_that_runs_out_says_when() -> None:
+    today = timezone.now().astimezone(UTC).date()
+    time_used(days.midnight(today - DAY), 10 * HOUR, ADA)
+    run("add", "100", "hours", "ever", "--agent", ADA)
+    assert run("list").endswith(f": 10 spent (hard, warns at 80 %, grace 300s, runs out on {today + 8 * DAY} at this pace)")
+    run("set", str(Budget.objects.get().pk), "--active", "no")
+    assert run("list").endswith("grace 300s, not active)")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ NAMES = [
     "reconcile",
     "recount",
     "measure",
+    "read",
     "prune",
     "collect",
     "meter",
@@ -60,7 +61,9 @@ METERED = "some records of time, some costs written"  # how many depends on the 
 def sweep(*args: str) -> list[str]:
     out = StringIO()
     call_command("sweep", *args, stdout=out)
-    return re.sub(r"[0-9]+ records of time, [0-9]+ costs written", METERED, out.getvalue()).splitlines()
+    return re.sub(
+        r"[0-9]+ records of time(, [0-9]+ records of [a-z]+)*, [0-9]+ costs written", METERED, out.getvalue()
+    ).splitlines()
 
 
 def age(lease: Lease) -> None:
@@ -130,6 +133,7 @@ def test_dry_run_lists_what_the_sweeps_then_do_and_changes_nothing(
         "reconcile: would destroy leasehold-orphan-1",
         *[f"recount: would count pool {pk}" for pk in Pool.objects.order_by("pk").values_list("pk", flat=True)],
         f"measure: would measure {Sandbox.objects.get(holder=used.pk).pk}",
+        f"read: would read sandbox {Sandbox.objects.get(holder=used.pk).pk}",
         "prune: nothing to do",
         "collect: nothing to do",
         *[f"meter: would meter sandbox {pk}" for pk in Sandbox.objects.order_by("pk").values_list("pk", flat=True)],
@@ -144,7 +148,7 @@ def test_dry_run_lists_what_the_sweeps_then_do_and_changes_nothing(
         "reclaim: 2 destroyed, 2 leases closed",
         *[f"{name}: nothing to do" for name in ("persist", "idle", "cold", "warm")],
         "reconcile: 1 orphans destroyed",
-        *[f"{name}: nothing to do" for name in ("recount", "measure", "prune", "collect")],
+        *[f"{name}: nothing to do" for name in ("recount", "measure", "read", "prune", "collect")],
         f"meter: {METERED}",
         *[f"{name}: nothing to do" for name in ("budgets", "webhooks")],
     ]

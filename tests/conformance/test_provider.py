@@ -9,6 +9,7 @@ from uuid import uuid4
 import pytest
 
 from sandboxes.providers.base import BadPath, Missing, NoFile, Rejected, Spec, TooLarge
+from sandboxes.providers.memory import MemoryProvider
 from tests.conformance.conftest import long_nap, unique
 
 MIB = 1 << 20
@@ -632,3 +633,31 @@ def test_the_two_places_are_apart_and_sandboxes_are_too(bench, box, workspace):
     workspace.write("a", b"1")
     assert "a" not in get(bench, box, "/data")
     assert names(get(bench, bench.box())) == set()
+
+
+# --- what it uses -----------------------------------------------------------------------------------------------------
+
+
+def test_what_a_sandbox_uses_grows_if_its_provider_counts(box):
+    before = box.provider.stats(box.ref)
+    if not box.provider.measures:
+        assert before is None
+        return
+    burn(box, 0.3)
+    after = box.provider.stats(box.ref)
+    assert before and after and after.memory_bytes >= 0
+    assert 0.3 <= (after.cpu_micros - before.cpu_micros) / 10**6 <= 5, "by the clock of the loop itself, and what starts it"
+
+
+def test_nobody_says_what_a_sandbox_uses_that_is_not_there(bench):
+    with pytest.raises(Missing):
+        bench.provider.stats(unique())
+
+
+def burn(box, seconds):
+    """Use so much CPU."""
+    if isinstance(box.provider, MemoryProvider):  # it runs nothing
+        box.provider.use(box.ref, cpu_micros=int(seconds * 10**6))
+        return
+    loop = f"import time\nwhile time.process_time() < {seconds}: pass"
+    assert box.run("python3", "-c", loop).exit_code == 0

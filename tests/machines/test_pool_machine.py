@@ -35,7 +35,7 @@ WHICH = st.integers(0, 99)
 AGENTS = [f"did:plc:{name}" for name in "abc"]
 STEPS = [
     "reserved", "created", "prepared", "run opened", "run answered", "wake claimed", "eviction claimed", "objects stored",
-    "persisted", "process gone", "destroy claimed", "destroy answered", "process noted", "process started",
+    "persisted", "use asked", "process gone", "destroy claimed", "destroy answered", "process noted", "process started",
 ]  # fmt: skip
 VERBS = ["create", "wait_ready", "exec", "destroy", "get_files", "put_files", "list", "start", "processes", "kill"]
 

@@ -10,6 +10,7 @@ from leases import acting, leasing, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import pool as pools
+from sandboxes import retiring
 from sandboxes import sweeps as below
 from sandboxes.errors import CapacityExhausted
 from sandboxes.models import Pool, Run, Sandbox
@@ -93,7 +94,7 @@ def test_an_eviction_and_a_run_that_starts_never_both_win(pool: Pool, grant, at_
     lease: Lease = grant()
     acting.exec_in(lease.pk, true(), now=NOW)
     sandbox = Sandbox.objects.get()
-    at_step("run opened", lambda: evicted.append(pools.sleep(sandbox.pk, now=NOW, reason="idle")))
+    at_step("run opened", lambda: evicted.append(retiring.sleep(sandbox.pk, now=NOW, reason="idle")))
     evicted: list[bool] = []
     assert acting.exec_in(lease.pk, true(), now=NOW)[1].exit_code == 0
     assert evicted == [False]
@@ -113,7 +114,7 @@ def test_a_run_that_comes_while_it_falls_asleep_waits_and_wakes_it(pool: Pool, g
 
     thread = threading.Thread(target=rival)
     at_step("persisted", thread.start)
-    assert pools.sleep(sandbox.pk, now=NOW, reason="idle")
+    assert retiring.sleep(sandbox.pk, now=NOW, reason="idle")
     thread.join(30)
     assert answers == [b"kept\n"]
     sandbox.refresh_from_db()
@@ -159,7 +160,7 @@ def test_one_that_becomes_ready_while_a_sweep_looks_is_not_one_too_many(
 def test_a_release_while_it_wakes_leaves_nothing(pool: Pool, grant, memory: MemoryProvider, at_step) -> None:
     lease: Lease = grant()
     acting.exec_in(lease.pk, true(), now=NOW)
-    assert pools.sleep(Sandbox.objects.get().pk, now=NOW, reason="idle")
+    assert retiring.sleep(Sandbox.objects.get().pk, now=NOW, reason="idle")
     at_step("wake claimed", lambda: (leasing.release(lease.pk, now=NOW), sweeps.reclaim(now=NOW)))
     with pytest.raises(LeaseEnded):
         acting.exec_in(lease.pk, true(), now=NOW)

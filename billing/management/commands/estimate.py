@@ -23,10 +23,12 @@ class Command(BaseCommand):
         parser.add_argument("--days", help="on which it is, 1 to 31 of one month; 30 if not given")
         parser.add_argument("--instance", metavar="TYPE", help="lite, basic or standard-1 to standard-4; basic if not given")
         parser.add_argument("--cpu-utilisation", metavar="PART", help="of its CPU that a sandbox uses, 0 to 1; 1 if not given")
-        parser.add_argument("--provider", help="cloudflare if not given")
+        parser.add_argument("--provider", help="cloudflare if not given; with --forecast: at this provider only")
         parser.add_argument("--forecast", action="store_true", help="this month, if the days to come are like the last ones")
         parser.add_argument("--last", metavar="DAYS", help=f"with --forecast: how many those are; {LAST} if not given")
         parser.add_argument("--budget", metavar="USD", help="with --forecast: on which day so much is spent, from the 1st on")
+        for name in ("agent", "account", "environment"):
+            parser.add_argument(f"--{name}", metavar=name.upper(), help=f"with --forecast: of this {name} only")
         parser.add_argument("--json", action="store_true", help="one line of JSON")
 
     def handle(self, *args: Any, always_on: bool, json: bool, **given: Any) -> None:

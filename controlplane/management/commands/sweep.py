@@ -20,7 +20,7 @@ from leases import enforcing, turns
 from leases import sweeps as leases
 from leases.management.verbs import duration, first_line, one_line
 from leases.models import Lease
-from sandboxes import delivering, outbox, pruning, runs
+from sandboxes import delivering, measuring, outbox, pruning, runs
 from sandboxes import sweeps as sandboxes
 from sandboxes.egress import gate, logs, rates
 from sandboxes.models import ModelRate, Pool, Sandbox
@@ -75,6 +75,7 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "reconcile": {"destroy": _orphans, "end lease as lost": lambda now: leases.lost()},
     "recount": {"count pool": lambda now: Pool.objects.order_by("pk")},
     "measure": {"measure": lambda now: sandboxes.unmeasured()[:SHOWN]},
+    "read": {"read sandbox": lambda now: measuring.readable()[:SHOWN]},
     "prune": {
         "remove outdated": lambda now: data.outdated()[:SHOWN],
         "remove": _unwanted,

@@ -10,6 +10,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from billing import budgets
+from billing.estimate import runs_out
 from billing.models import Account, Budget
 from billing.models_budgets import Period, Scope, Unit
 from billing.pricing import plain
@@ -118,7 +119,8 @@ def _state(
 
 
 def _line(budget: Budget) -> str:
-    spent = budgets.spent_as_of(budget, timezone.now())
+    now = timezone.now()
+    spent = budgets.spent_as_of(budget, now)
     notes = ["hard" if budget.hard else "soft", f"warns at {budget.warn_percent} %"]
     if budget.hard:
         notes.append(f"grace {budget.grace.total_seconds():g}s")
@@ -126,4 +128,6 @@ def _line(budget: Budget) -> str:
         notes.append("not active")
     elif spent >= budget.amount:
         notes.append("SPENT")
+    elif day := runs_out(budget, now):
+        notes.append(f"runs out on {day} at this pace")
     return f"{budget.pk} {budget}: {plain(spent)} spent ({', '.join(notes)})"

@@ -112,16 +112,18 @@ def forecast(*, now: datetime, last: int = LAST, budget: Decimal | None = None, 
 
     Allowances make it too low early in a month: what was free in those days will not be free once they are used up."""
     today = now.astimezone(UTC).date()
-    begin = today.replace(day=1)
+    begin, first = today.replace(day=1), today - timedelta(days=last)
     spent = {total.key: total.usd for total in costs("day", since=begin, until=following(begin), **only)}
-    recent = costs("day", since=today - timedelta(days=last), until=today, **only)
+    recent = costs("day", since=first, until=today, **only)
     days = (today - date.fromisoformat(recent[0].key)).days if recent else 0
     paid = sum((total.usd for total in recent), Decimal(0))
-    plans = costs("item", since=today - timedelta(days=last), until=today, item=Priced.PLAN, **only)
-    paid -= sum((total.usd for total in plans), Decimal(0))
+    charged = costs("day", since=first, until=following(begin), item=Priced.PLAN, **only)
+    plans = {total.key: total.usd for total in charged}
+    paid -= sum((usd for key, usd in plans.items() if key < str(today)), Decimal(0))
     a_day = Fraction(paid) / days if days else Fraction(0)
     before = sum((usd for key, usd in spent.items() if key < str(today)), Decimal(0))
-    here = max(Fraction(spent.get(str(today), Decimal(0))), a_day)
+    plan = Fraction(plans.get(str(today), 0))
+    here = plan + max(Fraction(spent.get(str(today), 0)) - plan, a_day)
     left = (following(begin) - today).days - 1
     return Forecast(
         spent=sum(spent.values(), Decimal(0)),

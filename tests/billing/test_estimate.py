@@ -180,6 +180,18 @@ def test_a_plan_is_not_paid_again_each_day() -> None:
 
 
 @pytest.mark.usefixtures("ten_a_day")
+def test_on_the_day_of_a_plan_the_rest_of_that_day_is_still_to_come() -> None:
+    """6 of today's 10 are used, and the plan of a provider that was used today for the first time is 30: 50 before today, 10
+    and 30 today, 10 on each of the 9 days that are left."""
+    rate("plan", "30", provider="other")
+    rate("time", "0", provider="other")
+    time_used("2026-11-21T06:00", HOUR, provider="other")
+    costs.price(now=NOW)
+    found = forecast(now=NOW, budget=Decimal(85))
+    assert (found.spent, found.month, str(found.runs_out)) == (86, 50 + 40 + 90, "2026-11-21")
+
+
+@pytest.mark.usefixtures("ten_a_day")
 def test_only_the_last_days_count() -> None:
     time_used("2026-11-20T17:00", 6 * HOUR, "did:plc:bob", provider="acme")
     costs.price(now=NOW)

@@ -1,6 +1,7 @@
 """The machine of the pool again, with a meter beside it: whatever happens, what is metered is what the provider's own clock
 says, and its counter of CPU, to the microsecond, and deriving it all again gives the same records."""
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
@@ -25,6 +26,7 @@ from tests.conftest import Died
 from tests.machines.test_pool_machine import WHICH, PoolMachine
 
 pytestmark = pytest.mark.django_db
+EXAMPLES = int(os.environ.get("METERING_MACHINE_EXAMPLES", "60"))  # each a random history: some 2,000 take half an hour
 READY = {"warm", "running", "waiting"}  # what is paid for
 FACTS = [
     "item", "source", "day", "began_at", "ended_at", "sandbox_id", "holder", "agent_did", "environment_id", "provider", "state",
@@ -215,7 +217,7 @@ def test_what_is_metered_is_what_the_provider_had_running(slow: Slow, settings: 
     run_state_machine_as_test(
         MeteredMachine,
         settings=hypothesis.settings(
-            max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck),
+            max_examples=EXAMPLES, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck),
             phases=[Phase.explicit, Phase.reuse, Phase.generate],
         ),
     )  # fmt: skip

@@ -165,6 +165,7 @@ def test_a_bill_by_use_is_derived_again_from_the_facts(grant: Callable[..., Leas
     sweeps.reclaim(now=NOW + HOUR)
     price("2026-11-21T14:00")
     assert lines("usd", item="cpu") == [(3,)]
+    assert not Reading.objects.filter(metered=False).exists() and not Run.objects.filter(metered=False).exists()
     before = records(), [*UsageRecord.objects.order_by("source", "day").values_list("source", *USED)]
     metering.start_over()
     costs.start_over()

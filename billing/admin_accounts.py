@@ -1,4 +1,4 @@
-"""Operators' pages on who pays: accounts, their members, their credits, and the months that were closed."""
+"""Operators' pages on who pays: accounts, their credits, and the months that were closed."""
 
 from datetime import date, datetime
 from decimal import Decimal
@@ -16,15 +16,15 @@ from unfold.contrib.filters.admin import ChoicesRadioFilter, RelatedDropdownFilt
 from unfold.decorators import action, display
 from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
 
-from billing import statements
+from billing import admin_members, statements
 from billing.admin_usage import month_of, of_month
 from billing.cells import cost_so_far
-from billing.models import Account, CostRecord, Credit, Membership, Priced, Statement, StatementLine
+from billing.models import HOUSE, Account, CostRecord, Credit, Membership, Priced, Statement, StatementLine
 from billing.pricing import plain
 from billing.sums import exactly, nano_usd
 from sandboxes.cells import ago, badge, link, rows, stamp, two
 from sandboxes.fields import Amount
-from sandboxes.pages import Act, Fact, Facts, Held, Page, Reason, Slice, all_fields
+from sandboxes.pages import Act, Fact, Facts, Page, Reason, Slice, all_fields
 
 MOST = 12  # rows of a panel
 
@@ -126,7 +126,8 @@ class AccountAdmin(Page):
 
     def complete(self, rows: list[Account]) -> None:
         pks = [row.pk for row in rows]
-        members = dict(Membership.objects.filter(account__in=pks).order_by().values_list("account").annotate(Count("pk")))
+        present = Membership.objects.on(admin_members.today()).filter(account__in=pks)
+        members = dict(present.order_by().values_list("account").annotate(Count("pk")))
         spent = CostRecord.objects.filter(of_month(month_of(timezone.now())), account__in=pks).order_by()
         costs = {account: nano_usd(nano) for account, nano in spent.values_list("account").annotate(nano=exactly("usd"))}
         closed = Statement.objects.filter(account__in=pks).order_by("account", "month").values_list("account", "month")
@@ -143,7 +144,7 @@ class AccountAdmin(Page):
 
     @display(description="Members")
     def members(self, row: Account) -> str:
-        return f"{row.counted:,}"  # type: ignore[attr-defined]
+        return "all others" if row.name == HOUSE else f"{row.counted:,}"  # type: ignore[attr-defined]
 
     @display(description="USD this month")
     def month(self, row: Account) -> str:
@@ -160,7 +161,8 @@ class AccountAdmin(Page):
     def page(self, request: HttpRequest, row: Account) -> dict[str, Any]:
         now = timezone.now()
         rest, months = statements.left(row), statements.open_months(row, now=now)
-        members, closed = Membership.objects.filter(account=row), Statement.objects.filter(account=row).order_by("-month")
+        members = Membership.objects.on(admin_members.today()).filter(account=row).count()
+        closed = Statement.objects.filter(account=row).order_by("-month")
         credits_ = Credit.objects.filter(account=row).order_by("-pk")[: MOST + 1]
         this = cost_so_far(account__id__exact=row.pk, day__gte=month_of(now))
         return {
@@ -169,7 +171,11 @@ class AccountAdmin(Page):
                     "This month so far", this.value,
                     href=rows("billing_costrecord", slice="month", account__id__exact=row.pk),
                 ),
-                Fact("Members", f"{members.count():,}", href=rows("billing_membership", account__id__exact=row.pk)),
+                Fact(
+                    "Members", "all others" if row.name == HOUSE else f"{members:,}",
+                    href=rows("billing_membership", slice="now", account__id__exact=row.pk),
+                    note="who is in no other account" if row.name == HOUSE else "today",
+                ),
                 Fact("Credit left", f"{cents(sum(rest.values(), Decimal(0)))} USD", href=_its("billing_credit", row)),
                 Fact(
                     "Months to close", ", ".join(f"{month:%Y-%m}" for month in months[:3]) or "none",
@@ -177,10 +183,10 @@ class AccountAdmin(Page):
                 ),
                 Fact("Spending", "by day", href=reverse("spending", query={"account": row.name})),
             ],
-            "members": [*members.order_by("agent_did")[: MOST + 1]],
+            "members": [*admin_members.of_account(row, MOST + 1)],
             "new_member": reverse("admin:billing_membership_add", query={"account": row.pk}),
             "may_add_members": request.user.has_perm("billing.add_membership"),
-            "all_members": rows("billing_membership", account__id__exact=row.pk),
+            "all_members": rows("billing_membership", slice="all", account__id__exact=row.pk),
             "credits": [(each, cents(each.usd), _rest(each, rest)) for each in credits_],
             "all_credits": _its("billing_credit", row),
             "statements": [(each, cents(each.total)) for each in closed[: MOST + 1]],
@@ -211,35 +217,6 @@ def _rest(credit: Credit, rest: dict[int, Decimal]) -> str:
     if credit.kind == Credit.Kind.REVERSAL:
         return "taken back"
     return f"{cents(rest[credit.pk])} left" if rest[credit.pk] else "nothing left"
-
-
-@admin.register(Membership)
-class MembershipAdmin(Held, Page):
-    list_display = ["agent_did", "of"]
-    list_filter = [("account", RelatedDropdownFilter)]
-    list_select_related = ["account"]
-    search_fields = ["agent_did__startswith", "account__name__startswith"]
-    search_help_text = "Agent or account, or its beginning"
-    ordering = ["agent_did"]
-    slices = {"all": Slice("All", "Every agent's usage is the house's: none is a member of another account.")}
-    fields = ["agent_did", "account"]
-
-    def get_readonly_fields(self, request: HttpRequest, obj: Membership | None = None) -> list[str]:
-        return ["agent_did"] if obj else []
-
-    @display(description="Account")
-    def of(self, row: Membership) -> SafeString:
-        return link("billing_account", row.account_id, row.account)
-
-    def page(self, request: HttpRequest, row: Membership) -> dict[str, Any]:
-        return {
-            "facts": [
-                self.agent(row.agent_did),
-                Fact("Account", link("billing_account", row.account_id, row.account), note="pays for all that it uses"),
-                cost_so_far(agent_did=row.agent_did),
-                Fact("If it moves", "what it used moves, too", note="of closed months as corrections of both accounts"),
-            ]
-        }
 
 
 # --- what is booked ---------------------------------------------------------------------------------------------------
@@ -365,4 +342,4 @@ def _line(line: StatementLine) -> dict[str, Any]:
     }
 
 
-__all__ = ["AccountAdmin", "CreditAdmin", "MembershipAdmin", "StatementAdmin"]
+__all__ = ["AccountAdmin", "CreditAdmin", "StatementAdmin"]

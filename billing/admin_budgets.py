@@ -244,7 +244,7 @@ class BudgetAdmin(Page):
     def page(self, request: HttpRequest, row: Budget) -> dict[str, Any]:
         now = timezone.now()
         found = budgets.spenders(row, now=now, most=MOST)
-        count = budgets.open_tabs(row).count()
+        count = budgets.open_tabs(row, now=now).count()
         names = self.holders([tab.holder for tab, _ in found])
         return {
             "facts": self.facts(row, count, now),

@@ -19,10 +19,14 @@ So a hard budget is overshot by what is used from the moment at which it was spe
     calls       what model calls cost that were under way: a call's cost is known when it has ended. And what is collected
                 of them late
 
+An account's budget counts what is billed to the account: of an agent that moves what it uses before in one, what it uses
+from then on in the other. Who is refused is decided by where it belongs today (UTC).
+
 Sandboxes that nobody holds yet count for everything, and for the house; no lease ends with them, so a pool that warms some
 up goes on. While the state of a sandbox cannot be stored it stays, and its lease with it, past any grace: a budget loses no
 files. Meanwhile all is refused, so nothing new runs in it."""
 
+from collections import defaultdict
 from collections.abc import Collection
 from datetime import date, datetime, timedelta
 from decimal import Decimal
@@ -32,10 +36,10 @@ from uuid import UUID
 import structlog
 from django.conf import settings
 from django.db import transaction
-from django.db.models import DurationField, ExpressionWrapper, F, Q, QuerySet, Sum, Value
+from django.db.models import Q, QuerySet, Value
 from django.db.models.functions import Coalesce
 
-from billing.costs import MICROSECOND, PAID
+from billing.costs import LASTED, MICROSECOND, PAID, billed_to
 from billing.days import LONG_AGO, day_of, following, midnight
 from billing.errors import BudgetExhausted
 from billing.models import HOUSE, Budget, CostRecord, Item, Membership, Priced, Tab, UsageRecord
@@ -51,7 +55,7 @@ log = structlog.get_logger(__name__)
 HOUR = timedelta(hours=1)
 NANO = Decimal("1e-9")
 EXHAUSTED = "exhausted_at IS NOT NULL AND active AND hard"  # as the condition of its index
-LASTED = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
+NAMED = {Scope.AGENT: "agent_did", Scope.KEY: "key_id", Scope.ENVIRONMENT_TYPE: "environment_type"}  # columns of tabs
 STATED = ["scope", "subject", "unit", "amount", "period", "hard", "warn_percent", "grace", "active"]  # by operators
 
 
@@ -73,35 +77,40 @@ def spent_as_of(budget: Budget, now: datetime) -> Decimal:
 # --- scopes -----------------------------------------------------------------------------------------------------------
 
 
-def in_scope(budget: Budget) -> Q:
-    """The tabs that a budget is for."""
-    if budget.scope == Scope.AGENT:
-        return Q(agent_did=budget.subject)
-    if budget.scope == Scope.KEY:
-        return Q(key_id=budget.subject)
-    if budget.scope == Scope.ENVIRONMENT_TYPE:
-        return Q(environment_type=budget.subject)
+def in_scope(budget: Budget, *, now: datetime) -> Q:
+    """The tabs that a budget is for. Of an account's those of the agents that belong to it now."""
     if budget.scope == Scope.ACCOUNT:
-        return _billed_to(budget.subject)
-    return Q()
+        return _of_members(budget.subject, now)
+    return Q() if budget.scope == Scope.ALL else Q(**{NAMED[Scope(budget.scope)]: budget.subject})
 
 
-def _billed_to(account: str) -> Q:
+def _of_members(account: str, now: datetime) -> Q:
+    present = Membership.objects.on(day_of(now))
     if account == HOUSE:
-        return ~Q(agent_did__in=Membership.objects.exclude(account__name=HOUSE).values("agent_did"))
-    return Q(agent_did__in=Membership.objects.filter(account__name=account).values("agent_did"))
+        return ~Q(agent_did__in=present.exclude(account__name=HOUSE).values("agent_did"))
+    return Q(agent_did__in=present.filter(account__name=account).values("agent_did"))
 
 
-def _used_under(budget: Budget) -> Q:
-    """The same of usage and cost records."""
+def _used_under(budget: Budget, began: datetime) -> list[Q]:
+    """The usage records since then that a budget is for, in parts. Of an account's those of the days on which their agents
+    belonged to it."""
+    return billed_to(budget.subject, day_of(began)) if budget.scope == Scope.ACCOUNT else [_used_by(budget)]
+
+
+def _paid_under(budget: Budget) -> Q:
+    """The same of cost records: an account's plans, too."""
+    return Q(account__name=budget.subject) if budget.scope == Scope.ACCOUNT else _used_by(budget)
+
+
+def _used_by(budget: Budget) -> Q:
     if budget.scope in (Scope.KEY, Scope.ENVIRONMENT_TYPE):
-        return Q(holder__in=Tab.objects.filter(in_scope(budget)).values("holder"))
-    return in_scope(budget)
+        return Q(holder__in=Tab.objects.filter(**{NAMED[Scope(budget.scope)]: budget.subject}).values("holder"))
+    return Q(agent_did=budget.subject) if budget.scope == Scope.AGENT else Q()
 
 
-def holding(*, agent_did: str, environment_type: str, key_id: str) -> Q:
+def holding(*, agent_did: str, environment_type: str, key_id: str, now: datetime) -> Q:
     """The budgets that are for such a lease."""
-    account = Membership.objects.filter(agent_did=agent_did).values("account__name")[:1]
+    account = Membership.objects.on(day_of(now)).filter(agent_did=agent_did).values("account__name")
     found = (
         Q(scope=Scope.ALL)
         | Q(scope=Scope.AGENT, subject=agent_did)
@@ -111,18 +120,17 @@ def holding(*, agent_did: str, environment_type: str, key_id: str) -> Q:
     return found | Q(scope=Scope.KEY, subject=key_id) if key_id else found
 
 
-def visible_to(key_id: str, dids: Collection[str]) -> QuerySet[Budget]:
+def visible_to(key_id: str, dids: Collection[str], *, now: datetime) -> QuerySet[Budget]:
     """The active budgets that are for leases of these agents, or of this key."""
-    accounts = {*Membership.objects.filter(agent_did__in=dids).values_list("account__name", flat=True)}
-    if Membership.objects.filter(agent_did__in=dids).count() < len({*dids}):
-        accounts.add(HOUSE)
+    present = Membership.objects.on(day_of(now)).filter(agent_did__in=dids)
+    accounts = dict(present.values_list("agent_did", "account__name"))
     types = Tab.objects.filter(agent_did__in=dids).values("environment_type")
     return Budget.objects.filter(
         Q(scope=Scope.ALL)
         | Q(scope=Scope.AGENT, subject__in=dids)
         | Q(scope=Scope.KEY, subject=key_id)
         | Q(scope=Scope.ENVIRONMENT_TYPE, subject__in=types)
-        | Q(scope=Scope.ACCOUNT, subject__in=accounts),
+        | Q(scope=Scope.ACCOUNT, subject__in={accounts.get(did, HOUSE) for did in dids}),
         active=True,
     )
 
@@ -148,9 +156,10 @@ def open_tab(holder: UUID, *, agent_did: str, environment_type: str, key_id: str
 
     Its hard budgets stay locked until that ends, so whoever is granted another one counts this one. Without any there is
     no lock."""
-    for_it = holding(agent_did=agent_did, environment_type=environment_type, key_id=key_id)
+    for_it = holding(agent_did=agent_did, environment_type=environment_type, key_id=key_id, now=now)
     hard = Budget.objects.select_for_update(no_key=True, of=("self",)).filter(for_it, active=True, hard=True).order_by("pk")
-    full = {budget: others for budget in hard if not _has_room(budget, others := open_tabs(budget).count(), now=now)}
+    others = {budget: open_tabs(budget, now=now).count() for budget in hard}
+    full = {budget: number for budget, number in others.items() if not _has_room(budget, number, now=now)}
     if full:
         raise _refusal(full, now=now)
     rows.insert(
@@ -164,9 +173,9 @@ def _has_room(budget: Budget, others: int, *, now: datetime) -> bool:
     return spent < budget.amount and spent + (others + 1) * minimum(budget.unit) <= budget.amount
 
 
-def open_tabs(budget: Budget) -> QuerySet[Tab]:
+def open_tabs(budget: Budget, *, now: datetime) -> QuerySet[Tab]:
     """Those of active leases in its scope."""
-    return Tab.objects.filter(in_scope(budget), closed_at__isnull=True)
+    return Tab.objects.filter(in_scope(budget, now=now), closed_at__isnull=True)
 
 
 def close_tab(holder: UUID, *, now: datetime) -> None:
@@ -187,7 +196,7 @@ def exhausted_for(holder: UUID, *, now: datetime) -> list[Budget]:
     tab = Tab.objects.filter(holder=holder).first()
     if tab is None:
         return []
-    for_it = holding(agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id)
+    for_it = holding(agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id, now=now)
     return exhausted(now=now, of=for_it)
 
 
@@ -280,32 +289,36 @@ def spent_between(budget: Budget, began: datetime, ends: datetime | None) -> Dec
     """What is derived so far of what was used in its scope in one period: usage up to the watermark, and its costs."""
     if budget.unit == Unit.USD:
         return nano_usd(_costs(budget, began, ends).aggregate(nano=exactly("usd"))["nano"])
-    lasted = _time_used(budget, began, ends).aggregate(sum=LASTED)["sum"]
-    return _hours(lasted or timedelta(0)).quantize(NANO)
+    lasted = [part.aggregate(sum=LASTED)["sum"] for part in _time_used(budget, began, ends)]
+    return _hours(sum(filter(None, lasted), timedelta(0))).quantize(NANO)
 
 
 def spent_by_day(budget: Budget, since: datetime, ends: datetime | None) -> dict[date, tuple[Fraction, Fraction]]:
-    """The same of each day on which something was used, not rounded: all of it, and what is no plan. One query."""
+    """The same of each day on which something was used, not rounded: all of it, and what is no plan. One query, or
+    two."""
     if budget.unit == Unit.USD:
         costs = _costs(budget, since, ends).order_by().values_list("day")
         sums = costs.annotate(all=exactly("usd"), used=exactly("usd", ~Q(item=Priced.PLAN)))
         return {day: (Fraction(nano_usd(all_)), Fraction(nano_usd(used))) for day, all_, used in sums}
-    lasted = _time_used(budget, since, ends).order_by().values_list("day").annotate(sum=LASTED)
-    return {day: (Fraction(sum_ // MICROSECOND, HOUR // MICROSECOND),) * 2 for day, sum_ in lasted}
+    lasted: dict[date, timedelta] = defaultdict(timedelta)
+    for part in _time_used(budget, since, ends):
+        for day, sum_ in part.order_by().values_list("day").annotate(sum=LASTED):
+            lasted[day] += sum_
+    return {day: (Fraction(sum_ // MICROSECOND, HOUR // MICROSECOND),) * 2 for day, sum_ in lasted.items()}
 
 
 def spenders(budget: Budget, *, now: datetime, most: int) -> list[tuple[Tab, Decimal]]:
     """Its open tabs that have spent the most in its present period, and what each has; the newest of those with nothing."""
     began, ends = period_of(budget.period, now)
-    open_ = open_tabs(budget)
+    open_ = open_tabs(budget, now=now)
     if budget.unit == Unit.USD:
-        costs = CostRecord.objects.filter(_days(began, ends), holder__in=open_.values("holder")).order_by()
+        costs = _costs(budget, began, ends).filter(holder__in=open_.values("holder")).order_by()
         nano = costs.values_list("holder").annotate(sum=exactly("usd")).order_by("-sum", "holder")[:most]
         spent = {holder: nano_usd(sum_) for holder, sum_ in nano}
     else:
-        used = _time_used(budget, began, ends).filter(holder__in=open_.values("holder")).order_by()
-        lasted = used.values_list("holder").annotate(sum=LASTED).order_by("-sum", "holder")[:most]
-        spent = {holder: _hours(sum_) for holder, sum_ in lasted}
+        used = [part.filter(holder__in=open_.values("holder")).order_by() for part in _time_used(budget, began, ends)]
+        lasted = [each for part in used for each in part.values_list("holder").annotate(sum=LASTED)]
+        spent = {holder: _hours(sum_) for holder, sum_ in sorted(lasted, key=lambda each: (-each[1], each[0]))[:most]}
     tabs = {tab.holder: tab for tab in Tab.objects.filter(holder__in=spent)}
     found = [(tabs[holder], amount) for holder, amount in spent.items()]
     if len(found) < most:
@@ -319,13 +332,12 @@ def _days(began: datetime, ends: datetime | None) -> Q:
 
 
 def _costs(budget: Budget, began: datetime, ends: datetime | None) -> QuerySet[CostRecord]:
-    of_account = Q(account__name=budget.subject)  # its plans, too
-    whose = of_account if budget.scope == Scope.ACCOUNT else _used_under(budget)
-    return CostRecord.objects.filter(whose, _days(began, ends))
+    return CostRecord.objects.filter(_paid_under(budget), _days(began, ends))
 
 
-def _time_used(budget: Budget, began: datetime, ends: datetime | None) -> QuerySet[UsageRecord]:
-    return UsageRecord.objects.filter(_used_under(budget), _days(began, ends), item=Item.TIME, state__in=PAID)
+def _time_used(budget: Budget, began: datetime, ends: datetime | None) -> list[QuerySet[UsageRecord]]:
+    time_ = UsageRecord.objects.filter(_days(began, ends), item=Item.TIME, state__in=PAID)
+    return [time_.filter(part) for part in _used_under(budget, began)]
 
 
 def _hours(lasted: timedelta) -> Decimal:

@@ -4,7 +4,7 @@ Costs follow from usage, rates and memberships alone. Whatever changes one of th
 (models.Unpriced), and `price` derives those days anew."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from decimal import Decimal
@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import DurationField, ExpressionWrapper, F, Q, QuerySet, Sum, Value
-from django.db.models.functions import Greatest, Least
+from django.db.models import DurationField, ExpressionWrapper, F, OuterRef, Q, QuerySet, Subquery, Sum, Value
+from django.db.models.functions import Coalesce, Greatest, Least
+from django.db.models.lookups import Exact
 
-from billing import pricing
-from billing.days import LONG_AGO, following, midnight
+from billing import members, pricing
+from billing.days import BEGINNING, LONG_AGO, following, midnight
 from billing.instances import disk_mb, instance_type
 from billing.metering import MICROSECOND, part
 from billing.models import HOUSE, Account, CostRecord, Item, Membership, Priced, Rate, Unpriced, UsageRecord, Watermark
@@ -28,6 +29,7 @@ from sandboxes.models import ALIVE
 PAID = ALIVE  # ready for somebody; what starts, is put to sleep, sleeps or is destroyed costs nothing as time
 ROWS = 500  # in one statement: SQLite takes so many values
 WHO = ("agent_did", "environment_id", "holder", "provider")
+LASTED = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
 Group = tuple[int, str, str]  # account, provider, item: who shares an allowance
 
 
@@ -83,16 +85,16 @@ def start_over() -> None:
 def _derive(begin: date, days: list[date]) -> tuple[int, int]:
     """Write what some days of a month cost, and what changes by that on its other days: allowances are used up in order."""
     rates = {rate.pk: rate for rate in Rate.objects.all()}
-    members, house = _members()
+    account_on = _accounts()
     lines: dict[Key, int] = defaultdict(int)
     called: dict[Key, Amount] = {}
     for day in days:
         for (agent, environment, holder, provider), quantities in _of_day(day, rates.values()):
-            account = members.get(agent, house)
+            account = account_on(agent, day)
             for (item, rate), whole in quantities:
                 lines[Key(day, account, provider, item, agent, environment, holder, rate)] += whole
         for (agent, environment, holder, provider), calls, usd in _calls(day):
-            key = Key(day, members.get(agent, house), provider, Priced.LLM, agent, environment, holder, None)
+            key = Key(day, account_on(agent, day), provider, Priced.LLM, agent, environment, holder, None)
             called[key] = Amount(str(calls), Decimal(calls), Decimal(0), usd)
     lines = {key: whole for key, whole in lines.items() if whole}
     there = _records(day__in=days)
@@ -129,10 +131,13 @@ def _groups(groups: Iterable[Group]) -> Q:
     return some
 
 
-def _members() -> tuple[dict[str, int], int]:
-    """agent -> account, and the account of all others."""
-    house = Account.objects.get_or_create(name=HOUSE)[0]
-    return dict(Membership.objects.values_list("agent_did", "account")), house.pk
+def _accounts() -> Callable[[str, date], int]:
+    """The account of an agent on a day."""
+    house = Account.objects.get_or_create(name=HOUSE)[0].pk
+    histories: dict[str, list[tuple[date, int]]] = defaultdict(list)
+    for agent, since, account in Membership.objects.order_by("since").values_list("agent_did", "since", "account"):
+        histories[agent].append((since, account))
+    return lambda agent, day: members.account_on(histories.get(agent, ()), day, house)
 
 
 def _of_day(day: date, rates: Collection[Rate]) -> Iterator[tuple[tuple[Any, ...], list[tuple[tuple[str, int], int]]]]:
@@ -325,18 +330,48 @@ def hours(
     by: str, *, since: date | None = None, until: date | None = None, agents: Collection[str] | None = None, **only: Any
 ) -> dict[str, timedelta]:
     """How long sandboxes were there and ready, those of one key together, in the same days."""
-    mine = dict(Membership.objects.values_list("agent_did", "account__name"))
     account = only.pop("account", None)
-    rows = UsageRecord.objects.filter(_within(since, until, agents), item=Item.TIME, state__in=PAID)
+    rows = UsageRecord.objects.filter(_within(since, until, agents), item=Item.TIME, state__in=PAID).order_by()
     rows = rows.filter(**{BY[name]: value for name, value in only.items()})
+    if by == "account":
+        return {name: time_ for name, time_ in _by_account(rows, since).items() if account in (None, name)}
     total: dict[str, timedelta] = defaultdict(timedelta)
-    lasted = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
-    field = "agent_did" if by == "account" else BY[by]
-    for key, agent, time_ in rows.order_by().values_list(field, "agent_did").annotate(lasted=lasted):
-        whose = mine.get(agent, HOUSE)
-        if account in (None, whose):
-            total[whose if by == "account" else _name(key)] += time_
+    for some in [Q()] if account is None else billed_to(account, since):
+        for key, time_ in rows.filter(some).values_list(BY[by]).annotate(lasted=LASTED):
+            total[_name(key)] += time_
     return dict(total)
+
+
+def _by_account(rows: QuerySet[UsageRecord], since: date | None) -> dict[str, timedelta]:
+    total: dict[str, timedelta] = defaultdict(timedelta)
+    stays = dict(Membership.objects.on(since or BEGINNING).values_list("agent_did", "account__name"))
+    for agent, time_ in rows.exclude(_moved(since)).values_list("agent_did").annotate(lasted=LASTED):
+        total[stays.get(agent, HOUSE)] += time_
+    for account, time_ in rows.filter(_moved(since)).values_list(_account_of_the_day()).annotate(lasted=LASTED):
+        total[account] += time_
+    return total
+
+
+def billed_to(account: str, since: date | None) -> list[Q]:
+    """The usage from that day on that is an account's, in two parts, which have no agent in common: that of agents which stay
+    where they are, and, looked at record by record, that of the days on which the others belonged to it."""
+    stays, ever = Membership.objects.on(since or BEGINNING), Q()
+    if account == HOUSE:
+        whole = ~Q(agent_did__in=stays.exclude(account__name=HOUSE).values("agent_did"))
+    else:
+        whole = Q(agent_did__in=stays.filter(account__name=account).values("agent_did"))
+        ever = Q(agent_did__in=Membership.objects.filter(account__name=account).values("agent_did"))
+    return [~_moved(since) & whole, _moved(since) & ever & Q(Exact(_account_of_the_day(), account))]
+
+
+def _moved(since: date | None) -> Q:
+    """The usage of agents that came to an account after that day."""
+    return Q(agent_did__in=Membership.objects.filter(since__gt=since or BEGINNING).values("agent_did"))
+
+
+def _account_of_the_day() -> Coalesce:
+    begun = Membership.objects.filter(agent_did=OuterRef("agent_did"), since__lte=OuterRef("day")).order_by("-since")
+    return Coalesce(Subquery(begun.values("account__name")[:1]), Value(HOUSE))
 
 
 def _within(since: date | None, until: date | None, agents: Collection[str] | None) -> Q:

@@ -3,6 +3,7 @@
 from datetime import UTC, date, datetime, time, timedelta
 
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)  # before all there is
+BEGINNING = LONG_AGO.date()
 
 
 def day_of(at: datetime) -> date:

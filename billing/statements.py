@@ -1,7 +1,8 @@
 """Months of accounts, closed: what was used then, in cents, as it will stay.
 
-A statement is never derived again. What its month costs may be: a price that came later, an agent that moved to another
-account. The difference is on the next statement of each account, so all statements together are always what was used."""
+A statement is never derived again. What its month costs may be: usage that is told late, a price that came later. The
+difference is on the account's next statement, so all its statements together are always what was used. Agents that move
+change nothing that is closed (models.Membership)."""
 
 from collections.abc import Iterator, Mapping
 from datetime import date, datetime, timedelta
@@ -14,7 +15,7 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 from django.db.models.functions import TruncMonth
 
 from billing import pricing
-from billing.days import day_of, following, midnight
+from billing.days import LONG_AGO, day_of, following, midnight
 from billing.metering import NAMES, OF_OTHERS
 from billing.models import (
     Account,
@@ -62,10 +63,11 @@ NONE = Amount(Decimal(0), NOTHING)
 def close(account: Account, month: date, *, now: datetime, actor: str) -> tuple[Statement, bool]:
     """The statement of a month, and whether this call made it. NotClosable: it is not over, not all priced, or out of turn.
 
-    Whoever closes holds the account's lock, and that of the costs: nobody prices between the check and the sums."""
+    Whoever closes holds the account's lock, and that of the costs: nobody prices, or moves an agent, between the check and
+    the sums."""
     begin, end = month.replace(day=1), following(month)
     with transaction.atomic(durable=True):
-        Watermark.objects.select_for_update().filter(name="costs").first()  # there is none before anything was priced
+        Watermark.hold("costs", LONG_AGO)
         Account.objects.select_for_update(no_key=True).get(pk=account.pk)
         if there := Statement.objects.filter(account=account, month=begin).first():
             return there, False

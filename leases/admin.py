@@ -16,6 +16,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import action, display
 from unfold.enums import ActionVariant
 
+from billing.admin_members import account_of
 from billing.cells import cost_so_far
 from leases import (
     admin_budgets,
@@ -307,6 +308,7 @@ class AgentAdmin(Page):
                 Fact("Sandboxes", living, href=rows("sandboxes_sandbox", slice="live", agent_did=row.did)),
                 Fact("Runs", "newest first", href=rows("sandboxes_run", slice="all", agent_did=row.did)),
                 *admin_spending.of_agent(row.did),
+                account_of(row.did),
                 cost_so_far(agent_did=row.did),
                 self.data(row),
                 admin_identity.signs(request, row.did),

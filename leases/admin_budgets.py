@@ -98,9 +98,9 @@ def may_view(request: HttpRequest) -> bool:
     return request.user.has_perm("billing.view_budget")
 
 
-def _of_lease(lease: Lease) -> Q:
+def _of_lease(lease: Lease, at: datetime) -> Q:
     by_key = Tab.objects.filter(holder=lease.pk).exclude(key_id="").values("key_id")
-    whole = budgets.holding(agent_did=lease.agent_did, environment_type=lease.environment_type_id, key_id="")
+    whole = budgets.holding(agent_did=lease.agent_did, environment_type=lease.environment_type_id, key_id="", now=at)
     return whole | Q(scope=Scope.KEY, subject__in=by_key)
 
 
@@ -110,7 +110,7 @@ def of_lease(request: HttpRequest, lease: Lease, now: datetime) -> tuple[list[No
         return [], []
     if lease.status != Status.ACTIVE:
         return [], [_ended_by(lease)] if lease.end_reason == REASON else []
-    within = [*Budget.objects.filter(_of_lease(lease), active=True).order_by("pk")]
+    within = [*Budget.objects.filter(_of_lease(lease, now), active=True).order_by("pk")]
     return notices(within, now), [_tightest([each for each in within if each.hard], now)]
 
 
@@ -131,7 +131,9 @@ def _ended_by(lease: Lease) -> Fact:
     """As its end says it: it may have been changed since."""
     event = LeaseEvent.objects.filter(lease=lease, kind="ended").first()
     said = event.reason.removeprefix(f"{REASON}: ") if event else "unknown"
-    budget = next((each for each in Budget.objects.filter(_of_lease(lease)).order_by("pk") if str(each) == said), None)
+    assert lease.ended_at
+    within = Budget.objects.filter(_of_lease(lease, lease.ended_at)).order_by("pk")
+    budget = next((each for each in within if str(each) == said), None)
     return Fact("Ended by the budget", link("billing_budget", budget.pk, said) if budget else said)
 
 
@@ -141,7 +143,7 @@ def of_agent(request: HttpRequest, did: str, now: datetime) -> list[Notice]:
         return []
     mine = Tab.objects.filter(agent_did=did, closed_at__isnull=True)
     within = (
-        budgets.holding(agent_did=did, environment_type="", key_id="")
+        budgets.holding(agent_did=did, environment_type="", key_id="", now=now)
         | Q(scope=Scope.ENVIRONMENT_TYPE, subject__in=mine.values("environment_type"))
         | Q(scope=Scope.KEY, subject__in=mine.exclude(key_id="").values("key_id"))
     )

@@ -1,10 +1,9 @@
 """Operators' pages on costs as seen from here: a holder is a lease, and an agent has a page."""
 
-from django import forms
 from django.contrib import admin
 
-from billing.admin_accounts import MembershipAdmin
 from billing.admin_costs import CostRecordAdmin
+from billing.admin_members import MembershipAdmin, MembershipForm
 from billing.admin_usage import UsageRecordAdmin
 from billing.models import CostRecord, Membership, UsageRecord
 from leases.admin_sandboxes import NamesAgent
@@ -24,7 +23,7 @@ class LeasedUsageRecordAdmin(HeldByLease, UsageRecordAdmin):
     pass
 
 
-class AgentsMembershipForm(NamesAgent, forms.ModelForm):
+class AgentsMembershipForm(NamesAgent, MembershipForm):
     pass
 
 

@@ -47,7 +47,7 @@ class Budgets(Door):
     def get(self, request: HttpRequest) -> HttpResponse:
         """The budgets that leases of this key's agents count against, or all for an operator's, newest first."""
         key = self.caller.key
-        mine = Budget.objects.all() if key.operator else budgets.visible_to(self.key_id, key.dids)
+        mine = Budget.objects.all() if key.operator else budgets.visible_to(self.key_id, key.dids, now=self.now)
         found, following = page(mine, "created_at", request)
         return JsonResponse({"results": [self._shown(budget) for budget in found], "next": following})
 

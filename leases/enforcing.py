@@ -51,7 +51,7 @@ def due(*, now: datetime) -> dict[UUID, Budget]:
     """The active leases in scope of a hard budget that is spent, each with that whose grace ends first."""
     found: dict[UUID, Budget] = {}
     for budget in sorted(budgets.exhausted(now=now), key=_grace_ends):
-        for pk in budgets.open_tabs(budget).order_by("opened_at", "pk").values_list("pk", flat=True):
+        for pk in budgets.open_tabs(budget, now=now).order_by("opened_at", "pk").values_list("pk", flat=True):
             found.setdefault(pk, budget)
     return found
 

@@ -50,13 +50,13 @@ def seed_money(now: datetime) -> None:
         for first in statements.open_months(account, now=now):
             if following(first) < last or account.name != "tournament":
                 statements.close(account, first, now=now - timedelta(days=1), actor="admin")
-    moved = Membership.objects.get(agent_did="did:plc:hurry")
-    moved.account = Account.objects.get(name="research")
-    moved.save()
+    research, house = Account.objects.get(name="research"), Account.objects.get(name="house")
+    Membership.objects.create(agent_did="did:plc:hurry", account=research, since=last)
+    Membership.objects.create(agent_did="did:plc:grace", account=house, since=now.date() + timedelta(days=5))
     costs.price(now=now)
-    mistake = statements.grant(moved.account, Decimal("400"), now=now - 5 * HOUR, actor="admin", reason="For the workshop")
+    mistake = statements.grant(research, Decimal("400"), now=now - 5 * HOUR, actor="admin", reason="For the workshop")
     statements.reverse(mistake.pk, now=now - 4 * HOUR, actor="admin", reason="It was the other group's")
-    statements.grant(moved.account, Decimal("12.50"), now=now - 3 * HOUR, actor="admin", reason="Lost state on Tuesday")
+    statements.grant(research, Decimal("12.50"), now=now - 3 * HOUR, actor="admin", reason="Lost state on Tuesday")
 
 
 def _used(agent: str, begin: datetime, chance: random.Random, size: dict[str, object]) -> None:

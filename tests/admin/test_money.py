@@ -380,7 +380,16 @@ def test_prices_that_only_you_know_are_asked_for_until_they_are_set(viewer: Clie
 def test_an_administrator_adds_an_account_and_moves_an_agent(administrator: Client, used: Account) -> None:
     assert administrator.post("/admin/billing/account/add/", {"name": "lab", "title": ""}).status_code == 302
     lab, member = Account.objects.get(name="lab"), Membership.objects.get(agent_did=ADA)
-    assert administrator.post(f"/admin/billing/membership/{member.pk}/change/", {"account": lab.pk}).status_code == 302
+    shown = administrator.get(f"/admin/billing/membership/add/?agent_did={ADA}").context["adminform"].form
+    assert shown.initial["agent_did"] == ADA
+    move = {"agent_did": ADA, "account": lab.pk, "since": str(MONTH)}
+    assert administrator.post("/admin/billing/membership/add/", move).status_code == 302
+    price()
+    hers = CostRecord.objects.filter(agent_did=ADA).values_list("day", "account__name").distinct()
+    assert {*hers} == {(LAST, "team"), (MONTH, "lab")}
+    path = f"/admin/billing/membership/{member.pk}/change/"
+    assert "This field is required" in administrator.post(path, {"account": lab.pk}).content.decode()
+    assert administrator.post(path, {"account": lab.pk, "since": "1970-01-01"}).status_code == 302
     price()
     assert {*CostRecord.objects.filter(agent_did=ADA).values_list("account__name", flat=True)} == {"lab"}
     assert administrator.post(f"/admin/billing/account/{lab.pk}/change/", {"name": "x", "title": "Lab"}).status_code == 302
@@ -394,6 +403,52 @@ def test_a_member_is_an_agent_of_one_account(administrator: Client, team: Accoun
     assert answer.status_code == (302 if added else 200)
     assert Membership.objects.filter(agent_did=BOB).exists() == added
     assert Membership.objects.count() == 1 + added
+
+
+def test_a_membership_is_shown_with_when_it_ends_and_all_that_there_were(viewer: Client, team: Account) -> None:
+    house = Account.objects.get_or_create(name="house")[0]
+    first = Membership.objects.get()
+    left = Membership.objects.create(agent_did=ADA, account=house, since=MONTH)
+    back = Membership.objects.create(agent_did=ADA, account=team, since=LATER)
+    until = MONTH - timedelta(days=1)
+    listed = {
+        part: [row.pk for row in viewer.get(f"/admin/billing/membership/?slice={part}").context["cl"].result_list]
+        for part in ("now", "later", "before", "all")
+    }
+    assert listed == {"now": [left.pk], "later": [back.pk], "before": [first.pk], "all": [back.pk, left.pk, first.pk]}
+    shown = viewer.get(f"/admin/billing/membership/{first.pk}/change/").context
+    facts = {fact.label: (fact.value, fact.note) for fact in shown["facts"]}
+    assert (facts["From"], facts["To"]) == (("the beginning", ""), (until, "then house"))
+    assert [(row.pk, words) for row, words, _ in shown["history"]] == [
+        (back.pk, f"from {LATER} on"), (left.pk, f"from {MONTH} to {LATER - timedelta(days=1)}, then team"),
+        (first.pk, f"from the beginning to {until}, then house"),
+    ]  # fmt: skip
+    members = viewer.get(f"/admin/billing/account/{team.pk}/change/").context["members"]
+    assert [(row.pk, words) for row, words in members] == [(back.pk, f"from {LATER} on")]
+    agent = Agent.objects.create(did=ADA)
+    account = next(
+        fact for fact in viewer.get(f"/admin/leases/agent/{agent.pk}/change/").context["facts"] if fact.label == "Account"
+    )
+    assert f"/admin/billing/membership/{left.pk}/" in account.value
+
+
+def test_a_membership_that_began_in_what_is_closed_is_only_read(administrator: Client, used: Account) -> None:
+    statements.close(used, LAST, now=NOW, actor="eve")
+    member, lab = Membership.objects.get(), Account.objects.create(name="lab")
+    path = f"/admin/billing/membership/{member.pk}/change/"
+    assert 'name="since"' not in page(administrator, path.removeprefix("/admin/"))
+    assert administrator.post(path, {"account": lab.pk, "since": str(MONTH)}).status_code == 403
+    early = {"agent_did": ADA, "account": lab.pk, "since": str(LAST)}
+    refused = administrator.post("/admin/billing/membership/add/", early)
+    assert f"team has closed {LAST:%Y-%m}" in refused.content.decode()
+    assert f"can change from {MONTH} on" in refused.content.decode()
+    assert administrator.post("/admin/billing/membership/add/", {**early, "since": ""}).status_code == 302
+    moved = Membership.objects.latest("pk")
+    assert (moved.account, moved.since) == (lab, TODAY)
+    again = administrator.post(f"/admin/billing/membership/{moved.pk}/change/", {"account": lab.pk, "since": str(LATER)})
+    assert again.status_code == 302
+    moved.refresh_from_db()
+    assert moved.since == LATER
 
 
 def test_credit_is_granted_and_taken_back_with_a_reason(administrator: Client, team: Account) -> None:

@@ -11,7 +11,7 @@ from django.test import Client
 from django.utils import timezone
 
 from billing import budgets
-from billing.days import midnight
+from billing.days import day_of, midnight
 from billing.models import Account, Budget, Membership, Tab
 from leases import keys
 from leases.models import AgentKey, Lease
@@ -118,7 +118,9 @@ def listed(api: Api) -> list[tuple[str, str]]:
 
 
 def test_agents_see_what_their_leases_count_against_and_operators_all(ada: Api, bob: Api, operator: Api, ask) -> None:
-    Membership.objects.create(agent_did=BOB, account=Account.objects.create(name="crew"))
+    crew, soon = Account.objects.create(name="crew"), day_of(timezone.now()) + timedelta(days=2)
+    for agent, since in ((BOB, None), (ADA, soon)):
+        Membership.objects.create(agent_did=agent, account=crew, since=since)
     mine = AgentKey.objects.get(dids=[ADA])
     for scope, subject in [
         ("all", ""), ("agent", ADA), ("agent", BOB), ("key", str(mine.pk)), ("key", "999999"), ("environment_type", "catan"),

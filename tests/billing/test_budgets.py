@@ -27,6 +27,7 @@ from sandboxes.lifecycle import STEP_HOOKS
 from sandboxes.models import Event, Run, Sandbox, Snapshot
 from sandboxes.providers.base import Unavailable
 from sandboxes.runs import Command
+from tests.billing.arrange import at, day, rate, time_used
 from tests.billing.test_metering import call
 from tests.conftest import MINUTE, NOW, Died
 
@@ -185,14 +186,94 @@ def test_each_scope_counts_its_own_time(spend: Act, pool: Any) -> None:
     assert {key: round(spent(one)) for key, one in made.items()} == whose
 
 
-def test_what_moves_to_another_account_counts_there(spend: Act) -> None:
+def member(account: str, since: str = "", agent: str = ADA) -> Membership:
+    found = Account.objects.get_or_create(name=account)[0]
+    return Membership.objects.create(agent_did=agent, account=found, since=day(since) if since else None)
+
+
+@pytest.mark.parametrize("unit", ["hours", "usd"])
+def test_what_an_agent_used_before_it_moved_stays_in_the_budget_of_its_account_then(unit: str) -> None:
+    rate("time", "1")
+    for when in ("2026-10-31", "2026-11-01", "2026-11-10", "2026-11-14", "2026-11-15", "2026-11-20"):
+        time_used(f"{when}T10:00", provider="acme")
+    time_used("2026-11-14T10:00", agent="", provider="acme")
+    time_used("2026-11-15T00:00", 8 * HOUR, BOB, provider="acme")
+    member("crew", "2026-11-01"), member("lab", "2026-11-15"), member("crew", "2026-11-20")
+    kinds = [(name, period) for name in ("house", "crew", "lab") for period in ("month", "ever")]
+    made = {kind: budget(100, unit, kind[1], scope="account", subject=kind[0]) for kind in kinds}
+    swept(NOW)
+    assert {kind: spent(each) for kind, each in made.items()} == {
+        ("house", "month"): 9, ("crew", "month"): 4, ("lab", "month"): 1,
+        ("house", "ever"): 10, ("crew", "ever"): 4, ("lab", "ever"): 1,
+    }  # fmt: skip
+    crew = {when.day: all_ for when, (all_, _) in budgets.spent_by_day(made["crew", "month"], at("2026-11-01"), None).items()}
+    assert crew == {1: 1, 10: 1, 14: 1, 20: 1}
+
+
+def test_the_first_account_of_an_agent_has_all_that_it_used(spend: Act) -> None:
     spend()
     house, crew = budget(9, scope="account", subject="house"), budget(9, scope="account", subject="crew")
     swept(NOW)
     assert (spent(house), spent(crew)) == (1, 0)
-    Membership.objects.create(agent_did=ADA, account=Account.objects.create(name="crew"))
+    member("crew")
     swept(NOW)
     assert (spent(house), spent(crew)) == (0, 1)
+
+
+def test_a_budget_refuses_and_ends_the_leases_of_who_belongs_to_its_account_today(spend: Act, grant: Act) -> None:
+    """Ada moves to the lab tomorrow. Until then the crew's budget is hers, though it is spent by Bob alone."""
+    lease, other = spend(), spend(BOB, "e2")
+    member("crew", agent=BOB), member("crew"), member("lab", "2026-11-22")
+    crew = budget(2, scope="account", subject="crew", period="ever")
+    lab = budget(3, scope="account", subject="lab", period="ever", grace=HOUR)
+    late = MIDNIGHT - timedelta(microseconds=1)
+
+    def held() -> list[list[Any]]:
+        each = [lease, other]
+        return [[one for one in each if one.pk in enforcing.due(now=when)] for when in (late, MIDNIGHT)]
+
+    metering.meter(now=NOW)
+    assert budgets.settle(crew.pk, now=NOW) == ["warned of", "spent"]
+    assert held() == [[lease, other], [other]]
+    with refused(limit="2"):
+        grant(environment="e3", now=late)
+    with refused(limit="2"):
+        budgets.require(lease.pk, now=late)
+    budgets.require(lease.pk, now=MIDNIGHT)
+    grant(environment="e3", now=MIDNIGHT)
+    with refused(limit="2"):
+        grant(BOB, "e4", now=MIDNIGHT)
+    assert [tab.holder for tab, _ in budgets.spenders(crew, now=MIDNIGHT, most=9)] == [other.pk]
+    assert {tab.holder for tab, _ in budgets.spenders(lab, now=MIDNIGHT, most=9)} >= {lease.pk}
+
+
+def test_what_a_lease_spent_in_a_budget_is_what_its_account_paid(spend: Act) -> None:
+    lease = spend(hours=3)
+    call(lease, cost=Decimal("0.25"))
+    member("crew"), member("lab", "2026-11-22")
+    metering.meter(now=MIDNIGHT + 2 * HOUR)
+    costs.price(now=MIDNIGHT + 2 * HOUR)
+    found = {}
+    for account in ("crew", "lab"):
+        for unit in ("hours", "usd"):
+            made = budget(100, unit, "ever", scope="account", subject=account, now=MIDNIGHT + 2 * HOUR)
+            spenders = budgets.spenders(made, now=MIDNIGHT + 2 * HOUR, most=9)
+            found[account, unit] = made.spent, [(tab.holder, amount) for tab, amount in spenders]
+    assert found == {
+        ("crew", "hours"): (15, []), ("crew", "usd"): (Decimal("0.25"), []),
+        ("lab", "hours"): (2, [(lease.pk, 2)]), ("lab", "usd"): (0, [(lease.pk, 0)]),
+    }  # fmt: skip
+
+
+def test_whoever_left_counts_for_the_house(spend: Act) -> None:
+    lease = spend()
+    member("crew"), member("house", "2026-11-21")
+    house, crew = budget(9, scope="account", subject="house"), budget(9, scope="account", subject="crew")
+    swept(NOW)
+    assert (spent(house), spent(crew)) == (1, 0)
+    assert [budgets.open_tabs(each, now=NOW).count() for each in (house, crew)] == [1, 0]
+    assert [budgets.open_tabs(each, now=NOW - DAY).count() for each in (house, crew)] == [0, 1]
+    assert budgets.open_tabs(house, now=NOW).get().holder == lease.pk
 
 
 def test_usd_are_those_of_the_costs(grant: Act) -> None:

@@ -83,7 +83,7 @@ class History:
         self.count()
 
     def count(self) -> None:
-        self.most = max(self.most, budgets.open_tabs(self.budget).count())
+        self.most = max(self.most, budgets.open_tabs(self.budget, now=self.now).count())
 
     def used(self) -> timedelta:
         """Anew, from the facts."""

@@ -3,7 +3,7 @@
 import random
 from collections import defaultdict
 from collections.abc import Callable
-from datetime import UTC, datetime, time, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from itertools import pairwise
@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 from django.db import connection
+from django.utils import timezone
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
@@ -370,17 +371,141 @@ def test_a_plan_that_begins_later_is_paid_from_then_on() -> None:
     assert lines("day", "usd", item="plan") == [(day("2026-11-12"), 30)]
 
 
-def test_an_agent_that_changes_its_account_takes_what_it_used_with_it() -> None:
-    rate("time", "1", allowance=USD(10))
-    time_used("2026-10-02T00:00", 12 * HOUR, provider="acme")
-    time_used("2026-10-03T00:00", 12 * HOUR, BOB, provider="acme")
+# --- agents that move -------------------------------------------------------------------------------------------------
+
+
+def member(account: str, since: str = "", agent: str = ADA) -> Membership:
+    found = Account.objects.get_or_create(name=account)[0]
+    return Membership.objects.create(agent_did=agent, account=found, since=day(since) if since else None)
+
+
+def by_account() -> dict[str, tuple[Decimal, timedelta]]:
+    """USD and time, by costs and by usage: each names its accounts by itself."""
+    found = {each.key: (each.usd, each.lasted or timedelta(0)) for each in costs.costs("account")}
+    assert {name: lasted for name, (_, lasted) in found.items() if lasted} == costs.hours("account")
+    for name, (_, lasted) in found.items():
+        assert sum(costs.hours("day", account=name).values(), timedelta(0)) == lasted
+    return found
+
+
+@pytest.mark.usefixtures("ten_free")
+def test_the_first_account_of_an_agent_is_that_of_all_that_it_used() -> None:
+    time_used("2025-01-31T12:00", 12 * HOUR, provider="acme")
     price()
-    member = Membership.objects.create(agent_did=ADA, account=Account.objects.create(name="team"))
+    member("team")
     price()
-    assert lines("account__name", "free", "usd") == [("team", 10, 2), ("house", 10, 2)]
-    member.delete()
+    assert lines("account__name", "free", "usd") == [("team", 10, 2)]
+
+
+@pytest.mark.usefixtures("ten_free")
+def test_a_move_in_the_middle_of_a_month_splits_its_costs_and_each_account_has_its_allowance_once() -> None:
+    for number in range(1, 7):
+        time_used(f"2026-10-{number:02}T00:00", 4 * HOUR, provider="acme")
+    time_used("2026-10-02T00:00", 7 * HOUR, BOB, provider="acme")
+    member("team")
     price()
-    assert lines("account__name", "free", "usd") == [("house", 10, 2), ("house", 0, 12)]
+    member("lab", "2026-10-04")
+    price()
+    assert lines("day", "account__name", "free", "usd", agent_did=ADA) == [
+        *((day(f"2026-10-0{number}"), "team", free, 4 - free) for number, free in ((1, 4), (2, 4), (3, 2))),
+        *((day(f"2026-10-0{number}"), "lab", free, 4 - free) for number, free in ((4, 4), (5, 4), (6, 2))),
+    ]
+    assert by_account() == {"team": (2, 12 * HOUR), "lab": (2, 12 * HOUR), "house": (0, 7 * HOUR)}
+
+
+@pytest.mark.usefixtures("ten_free")
+def test_a_move_is_at_midnight_utc_between_months_and_within_one() -> None:
+    member("team", "2026-11-01")
+    member("lab", "2026-11-15")
+    time_used("2026-10-31T12:00", 24 * HOUR, provider="acme")
+    time_used("2026-11-14T22:00", 4 * HOUR, provider="acme")
+    stored("2026-11-14T23:00", 2 * HOUR, 10**9, provider="acme")
+    calls("2026-11-14T23:59:58", "0.5", provider="acme")
+    calls("2026-11-15T00:00", "0.25", provider="acme")
+    price()
+    assert by_account() == {
+        "house": (2, 12 * HOUR), "team": (USD("4.5"), 14 * HOUR), "lab": (USD("0.25"), 2 * HOUR),
+    }  # fmt: skip
+
+
+def test_a_plan_is_paid_in_the_month_of_a_move_by_both_accounts() -> None:
+    time_used("2026-11-02T10:00", **BASIC)
+    time_used("2026-11-20T10:00", **BASIC)
+    member("team")
+    price()
+    assert lines("account__name", "day", item="plan") == [("team", day("2026-11-02"))]
+    move = member("lab", "2026-11-10")
+    price()
+    assert lines("account__name", "day", item="plan") == [("team", day("2026-11-02")), ("lab", day("2026-11-20"))]
+    move.delete()
+    price()
+    assert lines("account__name", "day", item="plan") == [("team", day("2026-11-02"))]
+
+
+@pytest.mark.usefixtures("ten_free")
+def test_a_move_that_is_changed_or_deleted_is_as_if_it_had_been_so_always() -> None:
+    for number in range(1, 7):
+        time_used(f"2026-10-{number:02}T00:00", 4 * HOUR, provider="acme")
+    member("team")
+    move = member("lab", "2026-10-04")
+    price()
+    move.since = day("2026-10-06")
+    move.save()
+    price()
+    assert by_account() == {"team": (10, 20 * HOUR), "lab": (0, 4 * HOUR)}
+    move.delete()
+    price()
+    assert by_account() == {"team": (14, 24 * HOUR)}
+
+
+@pytest.mark.usefixtures("ten_free")
+def test_whoever_leaves_an_account_is_in_the_house_from_that_day_on() -> None:
+    time_used("2026-10-31T00:00", 48 * HOUR, provider="acme")
+    member("team"), member("house", "2026-11-01")
+    price()
+    assert by_account() == {"team": (14, 24 * HOUR), "house": (14, 24 * HOUR)}
+
+
+def test_a_membership_to_come_changes_nothing_until_its_day() -> None:
+    rate("time", "1")
+    today = timezone.now().date()
+    member("team"), member("lab", str(today + DAY))
+    time_used(datetime.combine(today, time(), UTC), provider="acme")
+    price()
+    assert [*by_account()] == ["team"]
+    time_used(datetime.combine(today + DAY, time(), UTC), provider="acme")
+    price()
+    assert {*by_account()} == {"team", "lab"}
+
+
+def test_a_later_membership_begins_today_if_no_day_is_given() -> None:
+    assert member("team").since == day("1970-01-01")
+    before = timezone.now().astimezone(UTC).date()
+    assert before <= member("lab").since <= timezone.now().astimezone(UTC).date()
+
+
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="has one writer at a time")
+@pytest.mark.django_db(transaction=True)
+def test_an_agent_moves_before_or_after_a_month_is_priced_but_not_meanwhile(at_step: Callable[..., None]) -> None:
+    rate("time", "1")
+    time_used("2026-11-02T10:00", provider="acme")
+    found: list[Any] = []
+
+    def act(_: int) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SET lock_timeout = '50ms'")
+        member("team")
+
+    def rival() -> None:
+        with threads(1) as run:
+            found.extend(run(act))
+
+    at_step("repriced", rival)
+    price()
+    assert "lock timeout" in str(found)
+    member("team")
+    price()
+    assert lines("account__name", "usd") == [("team", 1)]
 
 
 # --- again, and beside itself -----------------------------------------------------------------------------------------
@@ -392,7 +517,8 @@ def a_quarter(db: None) -> None:
     chance = random.Random(7)
     rate("time", "0.05", provider="docker", since="2026-11-03T11:11")
     rate("storage", "0.015", provider="docker", allowance=USD("0.5"))
-    Membership.objects.create(agent_did="did:plc:a1", account=Account.objects.create(name="team"))
+    member("team", agent="did:plc:a1"), member("lab", "2026-11-20", "did:plc:a2")
+    member("lab", "2026-10-20", "did:plc:a1"), member("house", "2026-11-05", "did:plc:a1")
     for number in range(60):
         began = at("2026-09-15") + timedelta(microseconds=chance.randrange(80 * 86_400 * 10**6))
         agent = f"did:plc:a{number % 5}" if number % 7 else ""
@@ -525,6 +651,10 @@ SPANS = st.lists(
     ),
     min_size=1, max_size=8,
 )  # fmt: skip
+MOVES = st.lists(
+    st.tuples(st.integers(0, 75), st.sampled_from([ADA, BOB]), st.sampled_from(["house", "team", "lab"])),
+    max_size=3, unique_by=lambda each: each[:2],
+)  # fmt: skip
 PRICES = st.decimals(0, 99, places=12).filter(lambda usd: len(usd.normalize().as_tuple().digits) <= 14)
 FREE = st.sampled_from([Decimal(0), Decimal(10)]) | st.decimals(0, 60, places=6)
 
@@ -532,11 +662,13 @@ FREE = st.sampled_from([Decimal(0), Decimal(10)]) | st.decimals(0, 60, places=6)
 @hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     spans=SPANS, changes=st.lists(st.tuples(st.integers(0, 70 * MICROS), st.tuples(PRICES, FREE)), max_size=3),
-    first=st.tuples(PRICES, FREE),
+    first=st.tuples(PRICES, FREE), moved=MOVES,
 )  # fmt: skip
 def test_the_sum_of_lines_is_what_a_plain_computation_says(
-    spans: list[Any], changes: list[tuple[int, tuple[Decimal, Decimal]]], first: tuple[Decimal, Decimal]
-) -> None:
+    spans: list[Any], changes: list[tuple[int, tuple[Decimal, Decimal]]], first: tuple[Decimal, Decimal],
+    moved: list[tuple[int, str, str]],
+) -> None:  # fmt: skip
+    Membership.objects.all().delete()
     CostRecord.objects.all().delete()
     UsageRecord.objects.all().delete()
     Rate.objects.filter(provider="acme").delete()
@@ -550,18 +682,38 @@ def test_the_sum_of_lines_is_what_a_plain_computation_says(
             memory_mib=memory,
         )  # fmt: skip
         price()  # each time, as it comes
-    expected = plainly(begin, spans, known)
-    found: dict[str, Fraction] = defaultdict(Fraction)
-    for when, usd in lines("day", "usd"):
-        found[f"{when:%Y-%m}"] += Fraction(usd)
+    moves = {(agent, begin.date() + number * DAY): account for number, agent, account in moved}
+    for (agent, since), account in moves.items():
+        member(account, str(since), agent)
+        price()
+    expected = plainly(begin, spans, known, moves)
+    found: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
+    for when, account, usd in lines("day", "account__name", "usd"):
+        found[f"{when:%Y-%m}", account] += Fraction(usd)
     lines_in = CostRecord.objects.count()
     for month in {*expected, *found}:
         assert abs(expected[month] - found[month]) <= Fraction(lines_in, 2 * 10**9)  # each line is rounded once
+    for first in (None, begin.date(), begin.date() + 30 * DAY):
+        by_hand: dict[str, timedelta] = defaultdict(timedelta)
+        for row in UsageRecord.objects.filter(day__gte=first or date.min):
+            by_hand[whose(moves, row.agent_did, row.day)] += row.ended_at - row.began_at
+        assert costs.hours("account", since=first) == by_hand
+        for account in ("house", "team", "lab"):
+            its = {"account": account, "since": first}
+            assert sum(costs.hours("day", **its).values(), timedelta(0)) == by_hand.get(account, timedelta(0))
+            assert costs.hours("account", **its) == {name: time_ for name, time_ in by_hand.items() if name == account}
 
 
-def plainly(begin: datetime, spans: list[Any], prices: dict[datetime, tuple[Decimal, Decimal]]) -> dict[str, Fraction]:
+def whose(moves: dict[tuple[str, date], str], agent: str, day: date) -> str:
+    begun = [since for who, since in moves if who == agent and since <= day]
+    return moves[agent, max(begun)] if begun else "house"
+
+
+def plainly(
+    begin: datetime, spans: list[Any], prices: dict[datetime, tuple[Decimal, Decimal]], moves: dict[tuple[str, date], str]
+) -> dict[tuple[str, str], Fraction]:
     """GiB-hours in pieces that no midnight and no change of price is in, each at its price, in the order of days, rates and
-    leases, until the allowance is used up. By month."""
+    leases, until the allowance of its account is used up. By month and account."""
     cuts = sorted({*prices, *(datetime.combine(begin.date(), time(), UTC) + timedelta(days=n) for n in range(80))})
     pieces: dict[tuple[Any, ...], Fraction] = defaultdict(Fraction)
     for start, lasts, agent, (_, memory) in spans:
@@ -571,12 +723,13 @@ def plainly(begin: datetime, spans: list[Any], prices: dict[datetime, tuple[Deci
         for a, b in pairwise(edges):
             since = max(when for when in prices if when <= a)
             hours = Fraction((b - a) // timedelta(microseconds=1), 3600 * 10**6)
-            pieces[a.date(), since, str(lease(agent)) if agent else ""] += hours * memory / 1024
-    taken: dict[str, Fraction] = defaultdict(Fraction)
-    paid: dict[str, Fraction] = defaultdict(Fraction)
-    for (when, since, _), used in sorted(pieces.items()):
-        month, (usd, allowance) = f"{when:%Y-%m}", prices[since]
-        free = min(max(Fraction(allowance) - taken[month], Fraction(0)), used)
-        taken[month] += free
-        paid[month] += (used - free) * Fraction(usd)
+            account = whose(moves, agent, a.date())
+            pieces[a.date(), since, str(lease(agent)) if agent else "", account] += hours * memory / 1024
+    taken: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
+    paid: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
+    for (when, since, _, account), used in sorted(pieces.items()):
+        group, (usd, allowance) = (f"{when:%Y-%m}", account), prices[since]
+        free = min(max(Fraction(allowance) - taken[group], Fraction(0)), used)
+        taken[group] += free
+        paid[group] += (used - free) * Fraction(usd)
     return paid

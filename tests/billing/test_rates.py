@@ -186,17 +186,34 @@ def test_a_rate_that_begins_has_the_days_since_then_priced_again() -> None:
     assert lines("day", "usd") == [(after, 1)]
 
 
-def test_only_the_days_of_an_agent_that_changes_its_account_are_priced_again() -> None:
-    time_used("2026-11-02T10:00", agent="did:plc:other")
-    time_used("2026-11-03T10:00")
-    costs.price(now=NOW)
-    member = Membership.objects.create(agent_did=ADA, account=Account.objects.create(name="team"))
-    assert {*Unpriced.objects.values_list("day", flat=True)} == {day("2026-11-03")}
-    costs.price(now=NOW)
-    member.agent_did = "did:plc:other"
-    member.save()
-    costs.price(now=NOW)
-    assert lines("account__name", "agent_did") == [("team", "did:plc:other"), ("house", ADA)]
+def test_only_the_days_of_an_agent_that_moves_are_priced_again_from_the_first_that_changes() -> None:
+    for agent in (ADA, "did:plc:other"):
+        for when in ("2026-11-02T10:00", "2026-11-03T10:00", "2026-11-04T10:00"):
+            time_used(when, agent=agent)
+    team, lab = (Account.objects.create(name=name) for name in ("team", "lab"))
+
+    def noted() -> list[int]:
+        days = sorted({*Unpriced.objects.values_list("day", flat=True)})
+        costs.price(now=NOW)
+        return [each.day for each in days]
+
+    assert noted() == [2, 3, 4]
+    move = Membership.objects.create(agent_did=ADA, account=team, since=day("2026-11-03"))
+    assert noted() == [3, 4]
+    Membership.objects.create(agent_did=ADA, account=lab, since=day("2026-11-04"))
+    assert noted() == [4]
+    move.save()
+    assert noted() == []
+    move.since = day("2026-11-02")
+    move.save()
+    assert noted() == [2, 3, 4]  # the 3rd and 4th did not change: they are priced as they were
+    move.agent_did = "did:plc:other"
+    move.save()
+    assert noted() == [2, 3, 4]
+    assert lines("account__name", agent_did=ADA) == [("house",), ("house",), ("lab",)]
+    assert lines("account__name", agent_did="did:plc:other") == [("team",)] * 3
+    move.delete()
+    assert noted() == [2, 3, 4]
 
 
 def test_a_cost_is_never_below_zero_and_there_is_one_of_each() -> None:

@@ -20,7 +20,7 @@ from leases import acting, snapshots
 from sandboxes import sweeps
 from sandboxes.models import DataSize, LlmCall
 from sandboxes.runs import Command
-from tests.billing.arrange import ADA, BOB, HOUR, at, calls, day, rate, time_used
+from tests.billing.arrange import ADA, BOB, HOUR, at, calls, day, rate, records, time_used
 from tests.conftest import Died, threads
 
 pytestmark = pytest.mark.django_db
@@ -232,36 +232,119 @@ def test_what_is_used_late_is_a_correction_on_the_next_statement() -> None:
     assert even(house())
 
 
+# --- agents that move -------------------------------------------------------------------------------------------------
+
+
+def member(account: Account, since: str = "", agent: str = ADA) -> Membership:
+    return Membership.objects.create(agent_did=agent, account=account, since=day(since) if since else None)
+
+
+@pytest.fixture
+def team(db: None) -> Account:
+    return Account.objects.create(name="team")
+
+
 @pytest.mark.usefixtures("used")
-def test_an_agent_that_moves_is_corrected_in_both_accounts() -> None:
-    team = Account.objects.create(name="team")
+def test_an_agent_that_moves_leaves_what_is_closed_and_corrects_nothing(team: Account) -> None:
+    member(team, agent="did:plc:old")
     time_used("2026-11-05T10:00", agent="did:plc:old", provider="acme")
-    Membership.objects.create(agent_did="did:plc:old", account=team)
     price()
-    close(house())
-    close(team)
-    Membership.objects.create(agent_did=ADA, account=team)
-    price(JANUARY)
-    given, taken = close(house(), day("2026-12-01"), JANUARY), close(team, day("2026-12-01"), JANUARY)
-    assert shown(given) == [
-        ("correction", NOVEMBER, ADA, "llm", -1, USD("-0.01")),
-        ("correction", NOVEMBER, ADA, "time", -3, USD("-1.01")),
-    ]
-    assert shown(taken) == [
-        ("correction", NOVEMBER, ADA, "llm", 1, USD("0.01")),
-        ("correction", NOVEMBER, ADA, "time", 3, USD("1.01")),
-    ]
-    assert (given.total, given.credit_used, taken.total) == (USD("-1.02"), 0, USD("1.02"))
+    before = shown(close(house())), shown(close(team))
+    moved = member(team)
+    assert moved.since == day("2026-12-01")
+    time_used("2026-12-31T23:00", 2 * HOUR, provider="acme")
+    price(FEBRUARY)
+    given, taken = close(house(), day("2026-12-01"), FEBRUARY), close(team, day("2026-12-01"), FEBRUARY)
+    assert (shown(given), shown(taken)) == ([], [("usage", day("2026-12-01"), ADA, "time", 1, USD("0.34"))])
+    assert before == tuple(shown(each) for each in Statement.objects.filter(month=NOVEMBER).order_by("account__name"))
 
 
 @pytest.mark.usefixtures("used")
-def test_an_account_that_gets_what_was_closed_elsewhere_closes_that_month_itself() -> None:
-    team = Account.objects.create(name="team")
-    close(house())
-    Membership.objects.create(agent_did=BOB, account=team)
+def test_a_move_in_the_middle_of_a_month_is_on_the_statements_of_both_accounts(team: Account) -> None:
+    member(team, "2026-11-03")
+    price()
+    bills = {each.name: [line[2:] for line in shown(close(each))] for each in (house(), team)}
+    assert bills == {
+        "house": [(ADA, "time", 2, USD("0.67")), (BOB, "time", 1, USD("0.34"))],
+        "team": [(ADA, "llm", 1, USD("0.01")), (ADA, "time", 1, USD("0.34"))],
+    }
+
+
+@pytest.mark.usefixtures("used")
+@pytest.mark.parametrize("closed", ["", "house", "team"])
+@pytest.mark.parametrize("since", ["2026-11-30", "2026-12-01", ""])
+def test_a_membership_begins_after_the_last_closed_month_of_both_accounts(team: Account, closed: str, since: str) -> None:
+    if closed:
+        close(Account.objects.get(name=closed))
+    if closed and since == "2026-11-30":
+        with pytest.raises(ValidationError, match=f"{closed} has closed 2026-11.*from 2026-12-01 on"):
+            member(team, since)
+        assert not Membership.objects.exists()
+    else:
+        assert str(member(team, since).since) == since or ("2026-12-01" if closed else "1970-01-01")
+
+
+@pytest.mark.usefixtures("used")
+def test_a_membership_that_began_in_a_closed_month_is_neither_changed_nor_deleted(team: Account) -> None:
+    early, late = member(team, "2026-11-30"), member(house(), "2026-12-10")
+    price()
+    close(team)
+    for change in ({"account": house()}, {"since": day("2026-11-29")}, {"since": day("2026-12-01")}, {"agent_did": BOB}):
+        row = Membership.objects.get(pk=early.pk)
+        for name, value in change.items():
+            setattr(row, name, value)
+        with pytest.raises(ValidationError, match="has closed 2026-11"):
+            row.save()
+    with pytest.raises(ValidationError, match="has closed 2026-11"):
+        early.delete()
+    assert (early.fixed, late.fixed) == (True, False)
+    late.since = day("2026-12-01")
+    late.save()
+    late.delete()
+    assert [*Membership.objects.values_list("since", flat=True)] == [day("2026-11-30")]
+
+
+@pytest.mark.usefixtures("used")
+def test_only_accounts_whose_days_change_have_a_say(team: Account) -> None:
+    """The team has closed November; a move in October between two others, which ends when the team's time begins, may be."""
+    lab = Account.objects.create(name="lab")
+    member(team, "2026-11-01")
+    price()
+    close(team)
+    member(lab, "2026-10-10")
+    with pytest.raises(ValidationError, match="team has closed 2026-11"):
+        member(lab, "2026-11-02")
+
+
+@pytest.mark.usefixtures("used")
+def test_a_membership_is_one_of_its_agent_and_day(team: Account) -> None:
+    member(team, "2026-11-05")
+    with pytest.raises(ValidationError, match="begins on this day"):
+        member(house(), "2026-11-05")
+    member(house(), "2026-11-05", BOB)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_of_a_move_and_a_closing_at_once_one_is_refused(team: Account) -> None:
+    rate("time", "1")
+    time_used("2026-11-20T10:00", provider="acme")
+    price()
+    account = house()
+
+    def act(number: int) -> bool:
+        try:
+            return bool(close(account) if number else member(team, "2026-11-15"))
+        except (NotClosable, ValidationError):
+            return False
+
+    with threads(2) as run:
+        assert sorted(run(act)) == [False, True]
     price(JANUARY)
-    assert statements.open_months(team, now=JANUARY)[0] == NOVEMBER
-    assert shown(close(team, now=JANUARY)) == [("usage", NOVEMBER, BOB, "time", 1, USD("0.34"))]
+    close(account, now=JANUARY)
+    assert shown(close(account, day("2026-12-01"), JANUARY)) == []
+
+
+# --- what does not change ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("used")
@@ -359,11 +442,13 @@ def test_a_credit_is_taken_back_once_or_used_but_not_both() -> None:
 
 MONTHS = [date(2026, number, 1) for number in (8, 9, 10, 11)]
 AGENTS = st.sampled_from(["did:plc:a", "did:plc:b", "did:plc:c"])
+DAYS = st.dates(date(2026, 8, 1), date(2026, 12, 2))
 FIRST_ACCOUNTS = ("house", "one", "two")
 
 
 class Ledger(RuleBasedStateMachine):
-    """Usage that comes and goes in any month, agents that move, months that are closed, credits given and taken back."""
+    """Usage that comes and goes in any month, agents that move on any day, months that are closed, credits given and taken
+    back."""
 
     @initialize()
     def begin(self) -> None:
@@ -393,11 +478,47 @@ class Ledger(RuleBasedStateMachine):
         first = UsageRecord.objects.filter(agent_did=agent).order_by("pk").first()
         UsageRecord.objects.filter(pk=first.pk if first else 0).delete()
 
-    @rule(agent=AGENTS, number=st.integers(0, 2))
-    def an_agent_moves(self, agent: str, number: int) -> None:
-        member = Membership.objects.filter(agent_did=agent).first() or Membership(agent_did=agent)
-        member.account = self.accounts[number]
-        member.save()
+    @rule(agent=AGENTS, number=st.integers(0, 2), since=st.none() | DAYS)
+    def an_agent_moves(self, agent: str, number: int, since: date | None) -> None:
+        known = Membership.objects.filter(agent_did=agent)
+        if not (known.filter(since=since) if since else known).exists():  # none is told apart by the clock
+            self.changes(Membership(agent_did=agent, account=self.accounts[number], since=since).save)
+
+    @rule(agent=AGENTS, number=st.integers(0, 2), since=DAYS)
+    def a_move_is_put_right(self, agent: str, number: int, since: date) -> None:
+        last = Membership.objects.filter(agent_did=agent).order_by("-pk").first()
+        if last and not Membership.objects.filter(agent_did=agent, since=since).exclude(pk=last.pk).exists():
+            last.account, last.since = self.accounts[number], since
+            self.changes(last.save)
+
+    @rule(agent=AGENTS)
+    def a_move_is_taken_back(self, agent: str) -> None:
+        if first := Membership.objects.filter(agent_did=agent).order_by("since").first():
+            self.changes(first.delete)
+
+    def changes(self, act: Callable[[], Any]) -> None:
+        """It may be refused. What is closed never costs another account, or something else, because of it."""
+        price(DECEMBER)
+        before, why = self.closed(), ""
+        try:
+            act()
+        except ValidationError as refused:
+            why = str(refused)
+        price(DECEMBER)
+        assert self.closed() == before
+        assert not why or (before and "which stays as it is" in why)
+
+    def closed(self) -> dict[str, Any]:
+        last = {each: Statement.objects.filter(account=each).order_by("month").last() for each in self.accounts}
+        return {each.name: statements.rounded(each, until=days.following(one.month)) for each, one in last.items() if one}
+
+    @rule()
+    def all_is_derived_again(self) -> None:
+        price(DECEMBER)
+        before = records()
+        costs.start_over()
+        price(DECEMBER)
+        assert records() == before
 
     @rule(usd=st.integers(1, 300), number=st.integers(0, 2))
     def credit_is_given(self, usd: int, number: int) -> None:

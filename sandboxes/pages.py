@@ -18,7 +18,7 @@ from django.core.exceptions import BadRequest, ValidationError
 from django.core.paginator import Paginator
 from django.db import models
 from django.db.models import Model, Q, QuerySet
-from django.http import Http404, HttpRequest, HttpResponse
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils import timezone
@@ -213,6 +213,16 @@ class Page(ModelAdmin):
             obj.save(update_fields=form.changed_data)
         else:
             super().save_model(request, obj, form, change)
+
+    def changeform_view(
+        self, request: HttpRequest, object_id: str | None = None, form_url: str = "", extra_context: Any = None
+    ) -> HttpResponse:
+        try:
+            answer: HttpResponse = super().changeform_view(request, object_id, form_url, extra_context)
+        except ValidationError as late:  # it was right when its form was checked
+            messages.error(request, f"Nothing was saved: {' '.join(late.messages)}")
+            return HttpResponseRedirect(request.get_full_path())
+        return answer
 
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:
         if isinstance(self.opts.pk, models.UUIDField) and (pk := uuid_of(search_term)):

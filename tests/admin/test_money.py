@@ -432,6 +432,25 @@ def test_a_membership_is_shown_with_when_it_ends_and_all_that_there_were(viewer:
     assert f"/admin/billing/membership/{left.pk}/" in account.value
 
 
+def test_a_month_that_is_closed_while_a_form_is_saved_refuses_what_it_says(
+    administrator: Client, used: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Membership.save
+
+    def late(self: Membership, **options: Any) -> None:
+        Statement.objects.create(
+            account=used, month=MONTH, closed_at=NOW, closed_by="eve", subtotal=0, credit_used=0, total=0
+        )  # fmt: skip
+        save(self, **options)
+
+    monkeypatch.setattr(Membership, "save", late)
+    lab, path = Account.objects.create(name="lab"), "/admin/billing/membership/add/"
+    answer = administrator.post(path, {"agent_did": ADA, "account": lab.pk, "since": str(TODAY)})
+    assert (answer.status_code, answer["Location"]) == (302, path)
+    assert said(answer)[0].startswith(f"Nothing was saved: {used} has closed {MONTH:%Y-%m}")
+    assert Membership.objects.count() == 1
+
+
 def test_a_membership_that_began_in_what_is_closed_is_only_read(administrator: Client, used: Account) -> None:
     statements.close(used, LAST, now=NOW, actor="eve")
     member, lab = Membership.objects.get(), Account.objects.create(name="lab")

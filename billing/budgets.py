@@ -11,7 +11,8 @@ So a hard budget is overshot by what is used from the moment at which it was spe
 
     leases      active at once in its scope, at most (amount - spent) / minimum when the last of them was granted
     rate        of one lease: 1 hour an hour; or the USD of its sandbox, and of its model calls, in that time
-    metering    how old usage is when it is summed up: one pass of `meter` and its price, 1 minute between two
+    metering    how old usage is when it is summed up: one pass of `meter` and its price, 1 minute between two. What is priced
+                by use is read every 5 minutes
     settling    between two passes of `budgets`: 1 minute until it is marked as spent, and again 1 minute from the end of
                 the grace until that is seen. What waits is put to sleep at the first pass, without grace
     grace       of the budget: what runs then may go on for as long

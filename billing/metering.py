@@ -13,7 +13,7 @@ from uuid import UUID
 
 from django.db import transaction
 from django.db.models import Count, F, Max, Min, Q, Sum, Window
-from django.db.models.functions import Lead
+from django.db.models.functions import Lead, TruncDate
 
 from billing.days import LONG_AGO, day_of, midnight
 from billing.models import Item, Meter, UsageRecord, Watermark
@@ -222,29 +222,36 @@ def part(whole: int, since: datetime, until: datetime, began: datetime, ended: d
     return whole * last // lasted - whole * first // lasted
 
 
-def _runs(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
-    """Runs that were not counted yet: those of each sandbox and day are counted anew."""
-    some = Run.objects.filter(metered=False, **({"pk__gt": after} if after else {})).order_by("pk")[:CALLS]
+def _runs(after: tuple[UUID, UUID] | None, until: datetime) -> tuple[tuple[UUID, UUID] | None, int]:
+    """Runs that were not counted yet, sandbox by sandbox: those of each one's days that are touched are counted anew."""
+    further = Q(sandbox__gt=after[0]) | Q(sandbox=after[0], pk__gt=after[1]) if after else Q()
+    some = Run.objects.filter(further, metered=False).order_by("sandbox", "pk")[:CALLS]
     runs = [*some.values_list("pk", "sandbox", "holder", "started_at")]
     if not runs:
         return None, 0
-    groups = {(sandbox, holder, day_of(started_at)) for _, sandbox, holder, started_at in runs}
-    boxes = {box.pk: box for box in Sandbox.objects.filter(pk__in={sandbox for sandbox, _, _ in groups}).only(*WHOSE)}
+    touched = {(sandbox, holder, day_of(started_at)) for _, sandbox, holder, started_at in runs}
+    boxes = {box.pk: box for box in Sandbox.objects.filter(pk__in={sandbox for sandbox, *_ in touched}).only(*WHOSE)}
     Run.objects.filter(pk__in=[pk for pk, *_ in runs]).update(metered=True)
-    records = [_runs_of(boxes[sandbox], holder, day) for sandbox, holder, day in groups]
-    for each in records:
-        UsageRecord.objects.filter(item=Item.RUNS, source=each.source, day=each.day).delete()
+    begin, end = (midnight(edge(day for *_, day in touched)) for edge in (min, max))
+    its = Run.objects.filter(sandbox__in=boxes, started_at__gte=begin, started_at__lt=end + timedelta(days=1)).order_by()
+    days = its.values_list("sandbox", "holder", TruncDate("started_at", tzinfo=UTC))
+    records = [
+        _runs_of(boxes[sandbox], holder, day, *found)
+        for sandbox, holder, day, *found in days.annotate(began=Min("started_at"), ended=Max("started_at"), runs=Count("pk"))
+        if (sandbox, holder, day) in touched
+    ]
+    outdated = UsageRecord.objects.filter(item=Item.RUNS, day__gte=begin.date(), day__lte=end.date())
+    there = outdated.filter(source__in=[each.source for each in records]).values_list("pk", "source", "day")
+    same = {(each.source, each.day) for each in records}
+    UsageRecord.objects.filter(pk__in=[pk for pk, *about in there if tuple(about) in same]).delete()
     UsageRecord.objects.bulk_create(records, batch_size=ROWS)
-    return runs[-1][0], len(records)
+    return (runs[-1][1], runs[-1][0]), len(records)
 
 
-def _runs_of(box: Sandbox, holder: UUID | None, day: date) -> UsageRecord:
-    begin = midnight(day)
-    its = Run.objects.filter(sandbox=box, holder=holder, started_at__gte=begin, started_at__lt=begin + timedelta(days=1))
-    found = its.aggregate(began=Min("started_at"), ended=Max("started_at"), runs=Count("pk"))
+def _runs_of(box: Sandbox, holder: UUID | None, day: date, began: datetime, ended: datetime, runs: int) -> UsageRecord:
     return UsageRecord(
-        item=Item.RUNS, source=f"runs in {box.pk} for {holder or 'nobody'}", day=day, began_at=found["began"],
-        ended_at=found["ended"], calls=found["runs"], memory_mib=box.memory_mib, millicpus=box.millicpus, **_held(box, holder),
+        item=Item.RUNS, source=f"runs in {box.pk} for {holder or 'nobody'}", day=day, began_at=began, ended_at=ended,
+        calls=runs, memory_mib=box.memory_mib, millicpus=box.millicpus, **_held(box, holder),
     )  # fmt: skip
 
 

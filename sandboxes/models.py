@@ -355,7 +355,7 @@ class Run(models.Model):
             models.Index(fields=["sandbox", "-started_at", "-id"], name="run_sandbox"),
             models.Index(fields=["holder", "-started_at", "-id"], name="run_holder"),
             models.Index(fields=["deadline_at"], condition=Q(ended_at__isnull=True), name="run_open"),
-            models.Index(fields=["id"], condition=Q(metered=False), name="run_unmetered"),
+            models.Index(fields=["sandbox", "id"], condition=Q(metered=False), name="run_unmetered"),
         ]
 
     def __str__(self) -> str:

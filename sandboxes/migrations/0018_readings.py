@@ -42,7 +42,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='run',
-            index=models.Index(condition=models.Q(('metered', False)), fields=['id'], name='run_unmetered'),
+            index=models.Index(condition=models.Q(('metered', False)), fields=['sandbox', 'id'], name='run_unmetered'),
         ),
         migrations.AddField(
             model_name='reading',

@@ -1,5 +1,5 @@
-"""Metering: how long, and in how much memory, the usage of all that ever happened is derived, beside a plain read of the
-same transitions; and what a pass costs for a day's worth of new ones, and one in which nothing is new."""
+"""Metering: how long, and in how much memory, the usage of all that ever happened is derived, runs and readings with it,
+beside a plain read of the transitions; and what a pass costs for a day's worth of new ones, and one in which nothing is new."""
 
 import os
 import resource
@@ -13,7 +13,7 @@ from tests.bench.server import configure
 
 SIZES = [int(size) for size in os.environ.get("BENCH_TRANSITIONS", "100000,300000,1000000").split(",")]
 DAY = int(os.environ.get("BENCH_DAY", "20000"))  # transitions of a day
-TURNS = 9  # of one sandbox: two transitions each, beside its first two and last two
+TURNS = 9  # of one sandbox: a run and two transitions each, beside its first two and last two; and two readings
 BEGAN = datetime(2026, 11, 1, tzinfo=UTC)
 
 
@@ -48,7 +48,7 @@ def main(name: str, database: str, here: Path) -> None:
 
 def fill(pool: object, count: int, *, now: datetime) -> int:
     """Sandboxes that have lived, with this many transitions in all or a few more; how many."""
-    from sandboxes.models import Sandbox, Transition
+    from sandboxes.models import Reading, Run, Sandbox, Transition
 
     life = ["warming", "warm", *["running", "waiting"] * TURNS, "destroying", "destroyed"]
     made = 0
@@ -71,6 +71,22 @@ def fill(pool: object, count: int, *, now: datetime) -> int:
             ],
             batch_size=2000,
         )
+        Run.objects.bulk_create(
+            [
+                Run(sandbox=box, holder=box.holder, argv=["true"], started_at=at, deadline_at=at + timedelta(minutes=1))
+                for box in boxes
+                for at in moments[2:-2:2]
+            ],
+            batch_size=2000,
+        )
+        Reading.objects.bulk_create(
+            Reading(
+                sandbox=box, incarnation=1, number=number, holder=box.holder, since=now + timedelta(minutes=9 * number),
+                at=now + timedelta(minutes=9 * number + 9), counted=10**6 * number, cpu_micros=10**6, memory_mib=40,
+            )
+            for box in boxes
+            for number in (1, 2)
+        )  # fmt: skip
         made += len(boxes) * len(life)
     return made
 

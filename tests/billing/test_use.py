@@ -1,9 +1,11 @@
 """CPU and memory as they were used, and runs as requests: read off the facts, and priced."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from decimal import Decimal
+from random import Random
 from typing import Any
 
 import hypothesis
@@ -206,6 +208,24 @@ def test_each_run_is_counted_once_on_the_day_it_began() -> None:
     metering.start_over()
     meter(now=at("2026-12-01T00:20"))
     assert counted() == before
+
+
+def test_batches_that_end_anywhere_count_each_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metering, "CALLS", 7)
+    expected: Counter[tuple[Any, ...]] = Counter()
+    random = Random(6)
+    for number in range(4):
+        its = box(f"did:plc:a{number}")
+        for passes in range(3):
+            for each in range(random.randrange(20)):
+                day = random.randrange(1, 4)
+                runs(f"2026-11-0{day}T{each:02}:00", 1, its)
+                expected[its.pk, f"2026-11-0{day}"] += 1
+            if passes:
+                meter(now=at("2026-11-05"))
+    meter(now=at("2026-11-05"))
+    rows = UsageRecord.objects.filter(item=Item.RUNS).values_list("sandbox", "day", "calls")
+    assert {(sandbox, str(day)): number for sandbox, day, number in rows} == expected
 
 
 def test_a_request_costs_what_one_does_when_its_day_begins() -> None:

@@ -70,10 +70,15 @@ class Cgroup(NamedTuple):
 
     def usage(self) -> Usage:
         """OSError if the container does not run any more."""
-        said, lines = self.cpu.read_text(), _numbers(self.memory.with_name("memory.stat").read_text())
+        said, stat = self.cpu.read_text(), _numbers(self.memory.with_name("memory.stat").read_text())
         micros = int(said) // 1000 if said.strip().isdigit() else _numbers(said)["usage_usec"]
-        kept = lines.get("total_inactive_file", lines.get("inactive_file", 0))  # files read lately: the first is of version 1
-        return Usage(micros, max(int(self.memory.read_text()) - kept, 0))
+        return Usage(micros, _held(int(self.memory.read_text()), stat))
+
+
+def _held(taken: int, stat: Mapping[str, int]) -> int:
+    """Bytes of memory without files that were read once and are kept while there is room, as `docker stats` has it. The first
+    of the names is of version 1."""
+    return max(taken - stat.get("total_inactive_file", stat.get("inactive_file", 0)), 0)
 
 
 def _numbers(text: str) -> dict[str, int]:
@@ -159,8 +164,7 @@ class Engine:
         memory = said["memory_stats"]
         if "usage" not in memory:  # it does not run, or this daemon has no control groups
             return None
-        kept = memory["stats"].get("total_inactive_file", memory["stats"].get("inactive_file", 0))
-        return Usage(said["cpu_stats"]["cpu_usage"]["total_usage"] // 1000, max(memory["usage"] - kept, 0))
+        return Usage(said["cpu_stats"]["cpu_usage"]["total_usage"] // 1000, _held(memory["usage"], memory["stats"]))
 
     def oom_kills(self, ref: str) -> int | None:
         """Processes that the kernel killed for memory in the container since it started; None: cannot be seen."""

@@ -20,7 +20,7 @@ from unfold.contrib.filters.admin import ChoicesRadioFilter
 from unfold.decorators import action, display
 
 from billing import budgets
-from billing.estimate import LAST, runs_out
+from billing.estimate import LAST, outlook
 from billing.models import Account, Budget
 from billing.models_budgets import Period, Scope, Unit
 from sandboxes.cells import age, ago, badge, counted, link, rows, since, span, stamp, two, usd
@@ -30,6 +30,7 @@ from sandboxes.webhooks import Kind
 
 MOST, LINES = 10, 5  # rows of a panel; notices on the first page
 PASS = timedelta(minutes=1)  # between two of `meter`, and of `budgets`
+READ = timedelta(minutes=5)  # between two of `read`
 HELD_UP = 3 * PASS  # beside its grace: usage is summed up, then it is marked as spent; and the end of its grace is seen
 PACE = f"at the pace of the last {LAST} days"
 CENT, SMALL = Decimal("0.01"), Decimal("0.000001")
@@ -110,9 +111,11 @@ def running_out(budget: Budget, now: datetime) -> Fact:
     """On which day it is spent if days go on as the last ones went."""
     if not budget.active:
         return Fact("Runs out", "–", note="it is off")
-    day = runs_out(budget, now)
+    day, pace = outlook(budget, now)
     if budgets.is_spent(budget, now):
         return Fact("Ran out", f"on {day}", note="when that was seen")
+    if pace is None and day is None:
+        return Fact("Runs out", "not known yet", note="nothing was used on a day that is over")
     not_soon = "not foreseen" if budget.period == Period.EVER else "not in this period"
     return Fact("Runs out", f"on {day}" if day else not_soon, note=PACE)
 
@@ -349,6 +352,8 @@ def overshoot(budget: Budget, count: int, now: datetime) -> list[str]:
         "Added to that is the time in which the states of sandboxes are stored, one after another, and what model calls "
         "cost that are under way then. What waits is put to sleep without grace."
     )
+    if budget.unit == Unit.USD:
+        said.append(f"CPU and memory that are priced by use are known up to {span(READ)} later: so much more of them, too.")
     room = _room(budget, now)
     if room > count:
         said.append(f"Of what is left, up to {room:,} leases may be open at once; the bound grows with each.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from billing import budgets, pricing
 from billing.costs import costs
@@ -151,16 +151,23 @@ def _runs_out(budget: Fraction, spent: dict[str, Decimal], today: date, here: Fr
     return today + timedelta(days=days) if days <= (date.max - today).days else None
 
 
-def runs_out(budget: Budget, now: datetime) -> date | None:
-    """The day, UTC, at whose end a budget is spent, if each day to come takes what the last LAST ones have taken on average,
-    which are over and from the first of which on something was used. None: not in its present period, never, or it is off.
-    Of one that is spent already, the day on which that was seen.
+class Outlook(NamedTuple):
+    """runs_out: the day, UTC, at whose end a budget is spent; None: not in its present period, never, or it is off. Of one that
+    is spent already, the day on which that was seen. a_day: what it took of late on average; None: nothing to tell it by."""
+
+    runs_out: date | None
+    a_day: Fraction | None
+
+
+def outlook(budget: Budget, now: datetime) -> Outlook:
+    """If each day to come takes what the last LAST ones have taken on average, which are over and from the first of which on
+    something was used.
 
     A plan counts once it is paid and is no part of that average. One query, of what is derived so far as in budgets.settle."""
     if not budget.active:
-        return None
+        return Outlook(None, None)
     if budgets.is_spent(budget, now) and budget.exhausted_at:
-        return day_of(budget.exhausted_at)
+        return Outlook(day_of(budget.exhausted_at), None)
     today, (began, ends) = day_of(now), budgets.period_of(budget.period, now)
     first, until = today - timedelta(days=LAST), ends.date() if ends else date.max
     days = budgets.spent_by_day(budget, min(began, midnight(first)), ends)
@@ -169,7 +176,12 @@ def runs_out(budget: Budget, now: datetime) -> date | None:
     a_day = sum(recent.values()) / Fraction((today - min(recent)).days) if recent else Fraction(0)
     to_come = max(a_day - (days[today][1] if today in days else 0), Fraction(0))  # today
     left = Fraction(budget.amount) - spent - to_come
+    pace = a_day if recent else None
     if left <= 0:
-        return today
+        return Outlook(today, pace)
     number = math.ceil(left / a_day) if a_day else math.inf
-    return today + timedelta(days=number) if number < (until - today).days else None
+    return Outlook(today + timedelta(days=number) if number < (until - today).days else None, pace)
+
+
+def runs_out(budget: Budget, now: datetime) -> date | None:
+    return outlook(budget, now).runs_out

@@ -7,6 +7,7 @@ import pytest
 from django.core.management import call_command
 from django_q.models import OrmQ, Schedule
 
+from billing import admin_budgets
 from controlplane import schedules
 from sandboxes.models import Sweep
 from tests.conftest import NOW
@@ -75,3 +76,9 @@ def test_the_command_says_what_it_changed(capsys) -> None:
         f"schedules: {count} in place, {count} created",
         f"schedules: {count} in place, nothing to change",
     ]
+
+
+def test_the_bound_that_operators_are_told_is_of_these_periods() -> None:
+    """How far a budget may be overspent follows from how often its sweeps run."""
+    periods = {name: timedelta(minutes=schedules.EVERY[name]) for name in ("meter", "budgets", "read")}
+    assert periods == {"meter": admin_budgets.PASS, "budgets": admin_budgets.PASS, "read": admin_budgets.READ}

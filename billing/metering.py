@@ -13,7 +13,7 @@ from uuid import UUID
 
 from django.db import transaction
 from django.db.models import Count, F, Max, Min, Q, Sum, Window
-from django.db.models.functions import Lead, TruncDate
+from django.db.models.functions import Lead
 
 from billing.days import LONG_AGO, day_of, midnight
 from billing.models import Item, Meter, UsageRecord, Watermark
@@ -223,35 +223,34 @@ def part(whole: int, since: datetime, until: datetime, began: datetime, ended: d
 
 
 def _runs(after: tuple[UUID, UUID] | None, until: datetime) -> tuple[tuple[UUID, UUID] | None, int]:
-    """Runs that were not counted yet, sandbox by sandbox: those of each one's days that are touched are counted anew."""
+    """Runs that were not counted yet, sandbox by sandbox, are added to those of their days that were."""
     further = Q(sandbox__gt=after[0]) | Q(sandbox=after[0], pk__gt=after[1]) if after else Q()
     some = Run.objects.filter(further, metered=False).order_by("sandbox", "pk")[:CALLS]
     runs = [*some.values_list("pk", "sandbox", "holder", "started_at")]
     if not runs:
         return None, 0
-    touched = {(sandbox, holder, day_of(started_at)) for _, sandbox, holder, started_at in runs}
-    boxes = {box.pk: box for box in Sandbox.objects.filter(pk__in={sandbox for sandbox, *_ in touched}).only(*WHOSE)}
-    Run.objects.filter(pk__in=[pk for pk, *_ in runs]).update(metered=True)
-    begin, end = (midnight(edge(day for *_, day in touched)) for edge in (min, max))
-    its = Run.objects.filter(sandbox__in=boxes, started_at__gte=begin, started_at__lt=end + timedelta(days=1)).order_by()
-    days = its.values_list("sandbox", "holder", TruncDate("started_at", tzinfo=UTC))
-    records = [
-        _runs_of(boxes[sandbox], holder, day, *found)
-        for sandbox, holder, day, *found in days.annotate(began=Min("started_at"), ended=Max("started_at"), runs=Count("pk"))
-        if (sandbox, holder, day) in touched
-    ]
-    outdated = UsageRecord.objects.filter(item=Item.RUNS, day__gte=begin.date(), day__lte=end.date())
-    there = outdated.filter(source__in=[each.source for each in records]).values_list("pk", "source", "day")
-    same = {(each.source, each.day) for each in records}
-    UsageRecord.objects.filter(pk__in=[pk for pk, *about in there if tuple(about) in same]).delete()
+    began: dict[tuple[UUID, UUID | None, date], list[datetime]] = defaultdict(list)
+    for _, sandbox, holder, started_at in runs:
+        began[sandbox, holder, day_of(started_at)].append(started_at)
+    boxes = {box.pk: box for box in Sandbox.objects.filter(pk__in={sandbox for sandbox, *_ in began}).only(*WHOSE)}
+    records = [_runs_of(boxes[sandbox], holder, day, moments) for (sandbox, holder, day), moments in began.items()]
+    known = UsageRecord.objects.filter(item=Item.RUNS, source__in={each.source for each in records})
+    there = {(each.source, each.day): each for each in known.filter(day__in={each.day for each in records})}
+    for each in records:
+        if before := there.get((each.source, each.day)):
+            each.calls += before.calls
+            each.began_at, each.ended_at = min(each.began_at, before.began_at), max(each.ended_at, before.ended_at)
+    outdated = [there[each.source, each.day].pk for each in records if (each.source, each.day) in there]
+    UsageRecord.objects.filter(pk__in=outdated).delete()
     UsageRecord.objects.bulk_create(records, batch_size=ROWS)
+    Run.objects.filter(pk__in=[pk for pk, *_ in runs]).update(metered=True)
     return (runs[-1][1], runs[-1][0]), len(records)
 
 
-def _runs_of(box: Sandbox, holder: UUID | None, day: date, began: datetime, ended: datetime, runs: int) -> UsageRecord:
+def _runs_of(box: Sandbox, holder: UUID | None, day: date, began: Sequence[datetime]) -> UsageRecord:
     return UsageRecord(
-        item=Item.RUNS, source=f"runs in {box.pk} for {holder or 'nobody'}", day=day, began_at=began, ended_at=ended,
-        calls=runs, memory_mib=box.memory_mib, millicpus=box.millicpus, **_held(box, holder),
+        item=Item.RUNS, source=f"runs in {box.pk} for {holder or 'nobody'}", day=day, began_at=min(began), ended_at=max(began),
+        calls=len(began), memory_mib=box.memory_mib, millicpus=box.millicpus, **_held(box, holder),
     )  # fmt: skip
 
 

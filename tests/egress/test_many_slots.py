@@ -34,5 +34,6 @@ def test_two_thousand_sockets_are_listened_on_and_known_apart(many: Front) -> No
         assert post(path, {}, "/v1/embeddings")[0] == 502  # nobody is behind it
     log = front.logs() / front.LOG
     until(lambda: log.read_bytes().count(b"\n") == 2 * len(asked), "all are logged")
-    said = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [(each["slot"], each["status"]) for each in said] == [(slot, status) for slot in asked for status in (403, 502)]
+    said = [json.loads(line) for line in log.read_text().splitlines()]  # in any order: each of its processes writes its own
+    found = sorted((each["slot"], each["status"]) for each in said)
+    assert found == [(slot, status) for slot in asked for status in (403, 502)]

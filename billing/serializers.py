@@ -20,15 +20,20 @@ NOTHING = Decimal(0)
 ITEMS = [str(item) for item in Priced.values]
 
 
-class CostsAsked(serializers.Serializer):
+class Narrowed(serializers.Serializer):
+    """Whose costs, of those that the caller may see."""
+
+    agent = serializers.CharField(required=False, max_length=255, help_text="Of this agent only: its DID.")
+    account = serializers.CharField(required=False, max_length=63, help_text="Of this account only.")
+    environment = serializers.CharField(required=False, max_length=200, help_text="In this environment only.")
+    provider = serializers.CharField(required=False, max_length=32, help_text="At this provider only.")
+
+
+class CostsAsked(Narrowed):
     by = serializers.ChoiceField([*BY], default="agent", help_text="What costs are added up by.")
     since = serializers.DateField(required=False, help_text="The first day, UTC.")
     until = serializers.DateField(required=False, help_text="The day after the last one.")
-    agent = serializers.CharField(required=False, max_length=255, help_text="Of this agent only: its DID.")
     lease = serializers.UUIDField(required=False, help_text="Of this lease only.")
-    environment = serializers.CharField(required=False, max_length=200, help_text="In this environment only.")
-    provider = serializers.CharField(required=False, max_length=32, help_text="At this provider only.")
-    account = serializers.CharField(required=False, max_length=63, help_text="Of this account only.")
     limit = serializers.IntegerField(default=1000, min_value=1, max_value=LONGEST, help_text="Results that are shown.")
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -73,17 +78,13 @@ class EstimateAsked(serializers.Serializer):
     provider = serializers.RegexField(r"\A[-a-z0-9_]{1,32}\Z", default="cloudflare")
 
 
-class ForecastAsked(serializers.Serializer):
+class ForecastAsked(Narrowed):
     last = serializers.IntegerField(
         min_value=1, max_value=366, default=LAST, help_text="From how many days, those that are over, it is made."
     )
     budget = serializers.DecimalField(
         18, 9, min_value=Decimal("1e-9"), required=False, help_text="USD, from the 1st on: when are they spent?"
     )
-    agent = serializers.CharField(required=False, max_length=255, help_text="Of this agent only: its DID.")
-    account = serializers.CharField(required=False, max_length=63, help_text="Of this account only.")
-    environment = serializers.CharField(required=False, max_length=200, help_text="In this environment only.")
-    provider = serializers.CharField(required=False, max_length=32, help_text="At this provider only.")
 
 
 class EstimateLine(serializers.Serializer):

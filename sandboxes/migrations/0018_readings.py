@@ -3,11 +3,18 @@
 import django.db.models.deletion
 from django.db import migrations, models
 
+from sandboxes.roles import gives
+
+VIEWER = ["view_reading"]
+ROLES = {"Viewer": VIEWER, "Operator": VIEWER, "Administrator": VIEWER}
+
 
 class Migration(migrations.Migration):
 
     dependencies = [
         ('sandboxes', '0017_data_sizes'),
+        ('auth', '0012_alter_user_first_name_max_length'),
+        ('contenttypes', '0002_remove_content_type_name'),
     ]
 
     operations = [
@@ -65,4 +72,5 @@ class Migration(migrations.Migration):
             model_name='reading',
             constraint=models.CheckConstraint(condition=models.Q(('at__gt', models.F('since'))), name='reading_takes_time'),
         ),
+        gives("sandboxes", ROLES),
     ]

@@ -18,7 +18,7 @@ VIEWS = {
     "leases": {"agent", "agentkey", "environmenttype", "lease", "leaseevent", "turn"},
     "sandboxes": {
         "agentdata", "dataevent", "datafile", "delivery", "event", "llmcall", "mintedtoken", "modelrate", "policy", "pool",
-        "process", "quota", "sandbox", "signingkey", "snapshot", "transition", "run", "sweep", "webhook",
+        "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run", "sweep", "webhook",
     },
 }  # fmt: skip
 VIEWER = {f"{app}.view_{model}" for app, models in VIEWS.items() for model in models}
@@ -47,7 +47,7 @@ def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client,
     pages = (
         "leases/lease", "leases/agentkey", "sandboxes/sandbox", "sandboxes/pool", "sandboxes/quota", "sandboxes/sweep",
         "sandboxes/agentdata", "sandboxes/snapshot", "sandboxes/dataevent", "sandboxes/process", "sandboxes/policy",
-        "sandboxes/signingkey", "sandboxes/mintedtoken", "sandboxes/modelrate", "sandboxes/llmcall",
+        "sandboxes/reading", "sandboxes/signingkey", "sandboxes/mintedtoken", "sandboxes/modelrate", "sandboxes/llmcall",
         "billing/costrecord", "billing/usagerecord", "billing/rate", "billing/account", "billing/membership", "billing/credit",
         "billing/statement", "spending", "billing/budget", "sandboxes/webhook", "sandboxes/event", "sandboxes/delivery",
     )  # fmt: skip

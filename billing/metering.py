@@ -224,7 +224,8 @@ def part(whole: int, since: datetime, until: datetime, began: datetime, ended: d
 
 def _runs(after: tuple[UUID, UUID] | None, until: datetime) -> tuple[tuple[UUID, UUID] | None, int]:
     """Runs that were not counted yet, sandbox by sandbox, are added to those of their days that were."""
-    further = Q(sandbox__gt=after[0]) | Q(sandbox=after[0], pk__gt=after[1]) if after else Q()
+    # The first of these conditions follows from the second, and is one that an index can begin at.
+    further = Q(sandbox__gte=after[0]) & (Q(sandbox__gt=after[0]) | Q(pk__gt=after[1])) if after else Q()
     some = Run.objects.filter(further, metered=False).order_by("sandbox", "pk")[:CALLS]
     runs = [*some.values_list("pk", "sandbox", "holder", "started_at")]
     if not runs:

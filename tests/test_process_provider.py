@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from sandboxes.image import files
+from sandboxes.image import files, reap
 from sandboxes.providers.base import ExecResult, Missing, Rejected, Spec, Unavailable
 from sandboxes.providers.process import NOTE, ProcessProvider
 
@@ -39,9 +39,9 @@ def run(provider: ProcessProvider, ref: str):
 def living(ref: str) -> list[Path]:
     """Processes of this sandbox, seen from outside."""
     found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
+    for each in Path("/proc").glob("[0-9]*"):
         try:
-            found += [environ] * (f"LEASEHOLD_SANDBOX={ref}".encode() in environ.read_bytes().split(b"\0"))
+            found += [each] * (f"LEASEHOLD_SANDBOX={ref}".encode() in reap.environment(int(each.name)).split(b"\0"))
         except OSError:  # ended meanwhile
             continue
     return found
@@ -237,6 +237,41 @@ def test_a_process_left_behind_lives_until_destroy(provider, ref, run) -> None:
     assert len(living(ref)) == 1
     provider.destroy(ref)
     assert living(ref) == []
+
+
+def stat(place: int, memory: int = 4096) -> str:
+    """/proc/77/stat of a program whose environment ends there in its memory."""
+    fields = [0] * 52
+    fields[23 - 3], fields[51 - 3] = memory, place
+    return f"77 (a ) name) S {' '.join(map(str, fields[1:]))}"
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_a_process_between_two_programs_is_waited_for(late: int, tmp_path, monkeypatch) -> None:
+    """It shows no environment before the next one is in its place, and is nobody's until then."""
+    monkeypatch.setattr(reap, "PROC", tmp_path)
+    (tmp_path / "77").mkdir()
+    shown = [(stat(0), b"")] * late + [(stat(4711), b"A=1\0")]
+
+    def next_one(seconds: float = 0) -> None:
+        says, has = shown.pop(0)
+        (tmp_path / "77" / "stat").write_text(says)
+        (tmp_path / "77" / "environ").write_bytes(has)
+
+    next_one()
+    monkeypatch.setattr(reap.time, "sleep", next_one)
+    assert (reap.environment(77), shown) == (b"A=1\0", [])
+
+
+@pytest.mark.parametrize("says", [stat(4711), stat(0, memory=0), "77 (short) S 1"])
+def test_what_has_no_environment_is_not_waited_for(says: str, tmp_path, monkeypatch) -> None:
+    """One that cleared it, a zombie or the kernel's, and whoever's kernel does not tell."""
+    monkeypatch.setattr(reap, "PROC", tmp_path)
+    (tmp_path / "77").mkdir()
+    (tmp_path / "77" / "stat").write_text(says)
+    (tmp_path / "77" / "environ").write_bytes(b"")
+    monkeypatch.setattr(reap.time, "sleep", lambda seconds: pytest.fail("waited"))
+    assert reap.environment(77) == b""
 
 
 def test_an_exec_that_is_interrupted_leaves_no_process(ref, run, monkeypatch) -> None:

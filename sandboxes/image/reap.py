@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 MARK = "LEASEHOLD_RUN"  # as in providers/base.py, which is not there inside a sandbox
 PATIENCE = 10.0  # seconds until kill_tree gives up
+BETWEEN = 1.0  # seconds for which a process is waited for that is about to run another program
+PROC = "/proc"
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,35 @@ def _gid(pid: int) -> int | None:
 def _mark(pid: int) -> str | None:
     prefix = f"{MARK}=".encode()
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            found = next((entry for entry in file.read().split(b"\0") if entry.startswith(prefix)), prefix)
+        found = next((entry for entry in environment(pid).split(b"\0") if entry.startswith(prefix)), prefix)
     except OSError:  # another user's, or one that may not be looked into
         return None
     return found[len(prefix) :].decode(errors="replace")
+
+
+def environment(pid: int) -> bytes:
+    """What a process was started with, or OSError. While another program takes its place it has nothing to show, and would
+    pass for somebody else's: then it is waited for."""
+    until = time.monotonic() + BETWEEN
+    while True:
+        before = _place(pid)
+        with open(f"{PROC}/{pid}/environ", "rb") as file:
+            content = file.read()
+        settled = before < 0 or (before > 0 and before == _place(pid))
+        if content or settled or time.monotonic() > until:
+            return content
+        time.sleep(0.001)
+
+
+def _place(pid: int) -> int:
+    """Where its environment ends in its memory: elsewhere in each program that it runs, and 0 between two. -1 if it has no
+    memory, being a zombie or the kernel's, or if that cannot be told."""
+    try:
+        with open(f"{PROC}/{pid}/stat", "rb") as file:
+            rest = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return -1
+    return int(rest[48]) if len(rest) > 48 and rest[20] != b"0" else -1  # fields 51 and 23 of proc(5)
 
 
 def _open(pid: int) -> int:

@@ -455,7 +455,7 @@ def _kill_all(assignment: str) -> None:
 
 def _started_with(pid: str) -> list[bytes]:
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return reap.environment(int(pid)).split(b"\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or another user's
         return []
 

@@ -188,5 +188,6 @@ def test_a_containers_cpu_is_read_over_its_whole_life(docker_pool: Pool) -> None
     found = [*Reading.objects.filter(sandbox=box).order_by("number")]
     assert all(later.since == earlier.at for earlier, later in pairwise(found))
     first, rest = found[0].cpu_micros / SECOND, sum(each.cpu_micros for each in found[1:]) / SECOND
-    assert 0.7 <= first <= 0.7 + 1 and 1.3 <= rest <= 1.3 + 1, "and what it takes to start commands and store files"
+    # Its own clock ticks apart from the kernel's counter, and starting commands and storing files take something, too.
+    assert 0.65 <= first <= 0.7 + 1 and 1.25 <= rest <= 1.3 + 1
     assert 1 <= found[0].memory_mib <= box.memory_mib

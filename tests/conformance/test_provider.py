@@ -643,10 +643,11 @@ def test_what_a_sandbox_uses_grows_if_its_provider_counts(box):
     if not box.provider.measures:
         assert before is None
         return
-    burn(box, 0.3)
+    burn(box, 0.5)
     after = box.provider.stats(box.ref)
     assert before and after and after.memory_bytes >= 0
-    assert 0.3 <= (after.cpu_micros - before.cpu_micros) / 10**6 <= 5, "by the clock of the loop itself, and what starts it"
+    used = (after.cpu_micros - before.cpu_micros) / 10**6
+    assert 0.45 <= used <= 5, "what the loop's own clock says, which ticks apart from the kernel's, and what starts it"
 
 
 def test_nobody_says_what_a_sandbox_uses_that_is_not_there(bench):

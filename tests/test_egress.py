@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -22,6 +23,7 @@ from sandboxes.models import LlmCall, Policy, Run, Sandbox
 from sandboxes.runs import Command
 from tests import way_out
 from tests.conftest import MINUTE, NOW
+from tests.waiting import until
 from tests.way_out import ASK, CHAT, SAID, Loop, Upstream, connect, serving
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -278,6 +280,33 @@ def test_a_stream_that_is_not_read_to_its_end_is_cut_and_so_is_the_upstream(upst
     wait_until_closed()
     row = LlmCall.objects.get()
     assert (row.outcome, row.code) == ("cut", "not_read_to_its_end")
+
+
+def test_a_caller_that_leaves_while_its_row_is_written_leaves_none_open(
+    upstream: Upstream, way: Path, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, written, noticed = gate.model_call, threading.Event(), threading.Event()
+
+    def slow(*args: Any, **named: Any) -> Any:
+        found = record(*args, **named)
+        written.set()
+        assert noticed.wait(20)
+        return found
+
+    async def leaving() -> bool:
+        return any(task.cancelling() for task in asyncio.all_tasks())
+
+    monkeypatch.setattr(gate, "model_call", slow)
+    connection = connect(way)
+    connection.request("POST", CHAT, json.dumps(ASK), {"Content-Type": "application/json"})
+    assert written.wait(20)
+    connection.sock.close()
+    connection.close()
+    until(lambda: loop.act(leaving()), "the server has noticed")
+    noticed.set()
+    wait_until_closed()
+    row = LlmCall.objects.get()
+    assert (row.outcome, row.code, upstream.asked) == ("cut", "not_read_to_its_end", [])
 
 
 @pytest.mark.parametrize("last", [b"[DONE]", {"type": "message_stop"}, {"type": "response.completed"}])

@@ -191,9 +191,14 @@ class Server:
         hidden = streamed and path in ("/v1/chat/completions", "/v1/completions") and not _wants_usage(asked)
         if hidden:
             asked["stream_options"] = {"include_usage": True}
-        row, caller = await self._in_thread(
+        opening = asyncio.create_task(self._in_thread(
             gate.model_call, slot, call_id, path, asked["model"], streamed=streamed, size=len(content), now=self.now()
-        )
+        ))  # fmt: skip
+        try:
+            row, caller = await asyncio.shield(opening)
+        except asyncio.CancelledError:  # whoever called is gone while its row is being written: that is closed at once
+            async with self._serving(*await opening):
+                raise
         async with self._serving(row, caller) as end:
             if not settings.LLM_URL:
                 return await self._offline(request, asked, end)

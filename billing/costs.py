@@ -157,10 +157,8 @@ def _of_day(day: date, rates: Collection[Rate]) -> Iterator[tuple[tuple[Any, ...
             )
             yield tuple(who), [*_rated(quantities, rates, who[-1], size, begin, by_use=False if measured else None)]
         for *who, memory_mib, millicpus, cpu_micros, mib_micros in _used(day, begin, end):
-            quantities, size = (
-                pricing.used(cpu_micros=cpu_micros, mib_micros=mib_micros),
-                instance_type(who[-1], memory_mib, millicpus),
-            )
+            quantities = pricing.used(cpu_micros=cpu_micros, mib_micros=mib_micros)
+            size = instance_type(who[-1], memory_mib, millicpus)
             yield tuple(who), [*_rated(quantities, rates, who[-1], size, begin, by_use=True)]
         for *who, size_bytes, lasted in _lasted(day, begin, end, "size_bytes", item=Item.STORAGE):
             quantities = {Priced.STORAGE: lasted // MICROSECOND * size_bytes}

@@ -220,6 +220,8 @@ class Page(ModelAdmin):
         try:
             answer: HttpResponse = super().changeform_view(request, object_id, form_url, extra_context)
         except ValidationError as late:  # it was right when its form was checked
+            if request.method != "POST":
+                raise
             messages.error(request, f"Nothing was saved: {' '.join(late.messages)}")
             return HttpResponseRedirect(request.get_full_path())
         return answer

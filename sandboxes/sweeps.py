@@ -367,7 +367,7 @@ def measure(*, now: datetime, limit: int = 50) -> Swept:
 def read(*, now: datetime) -> Swept:
     """Read what sandboxes have used of CPU and memory."""
     swept, later = Swept(), ticking(now)
-    for sandbox in measuring.readable().iterator(chunk_size=200):
+    for sandbox in measuring.readable():
         if later() > now + BUDGET:
             break
         try:

@@ -52,7 +52,7 @@ from sandboxes.cells import (
     until,
 )
 from sandboxes.models import ALIVE, GONE, Outcome, Run, Sandbox, Snapshot, State, Sweep
-from sandboxes.pages import Act, Done, Fact, Facts, Held, Reason, Slice, all_fields, done_to
+from sandboxes.pages import Act, Done, Fact, Facts, Held, Reason, Slice, all_fields, done_to, place_of
 from sandboxes.slices import SANDBOXES
 from sandboxes.stats import LATE
 from sandboxes.stored import Attachment, SnapshotKind
@@ -385,11 +385,7 @@ class RunAdmin(Held, Facts):
                 Fact("Took" if row.ended_at else "Running for", took(row), note=row.kind if row.kind == turn else turn),
                 Fact("Started", ago(row.started_at), note=stamp(row.started_at)),
                 Fact("Deadline", stamp(row.deadline_at)),
-                Fact(
-                    "Sandbox",
-                    link("sandboxes_sandbox", row.sandbox_id, row.sandbox),
-                    note=f"process {row.incarnation} of it",
-                ),
+                place_of(row),
                 *([self.holder(row.holder)] if row.holder else []),
                 Fact("Directory", row.cwd),
                 Fact("Given", f"{row.stdin_bytes:,} bytes on stdin", note=", ".join(row.env_names) or "no variables"),

@@ -9,9 +9,9 @@ from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.cells import ago, badge, command, link, path, shortened, span, stamp, two
+from sandboxes.cells import ago, badge, command, path, shortened, span, stamp, two
 from sandboxes.models import Ending, Process
-from sandboxes.pages import Fact, Facts, Held, Slice, all_fields
+from sandboxes.pages import Fact, Facts, Held, Slice, all_fields, place_of
 
 COLOURS = {Ending.EXITED: "ok", Ending.KILLED: "cold", Ending.GONE: "cold", Ending.FAILED: "error"}
 
@@ -59,11 +59,7 @@ class ProcessAdmin(Held, Facts):
                 Fact("State", condition(row), note=row.note),
                 Fact("Ran for" if row.ended_at else "Running for", lasted(row), note="as far as was noticed"),
                 Fact("Started", ago(row.started_at), note=stamp(row.started_at)),
-                Fact(
-                    "Sandbox",
-                    link("sandboxes_sandbox", row.sandbox_id, row.sandbox),
-                    note=f"process {row.incarnation} of it",
-                ),
+                place_of(row),
                 self.holder(row.holder),
                 self.agent(row.agent_did),
                 Fact("Command", shortened(command(row.argv)), note=path(row.name)),

@@ -8,9 +8,9 @@ from django.http import HttpRequest
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.cells import ago, link, rows, span, stamp, two
+from sandboxes.cells import ago, rows, span, stamp, two
 from sandboxes.models import Reading, Sandbox
-from sandboxes.pages import Fact, Facts, Held, Slice, all_fields
+from sandboxes.pages import Fact, Facts, Held, Slice, all_fields, place_of
 
 
 @admin.register(Reading)
@@ -52,11 +52,7 @@ class ReadingAdmin(Held, Facts):
                 Fact("Memory", f"{row.memory_mib:,} MiB", note="as found, rounded up"),
                 Fact("From", stamp(row.since)),
                 Fact("Until", stamp(row.at)),
-                Fact(
-                    "Sandbox",
-                    link("sandboxes_sandbox", row.sandbox_id, row.sandbox),
-                    note=f"process {row.incarnation} of it",
-                ),
+                place_of(row),
                 *([self.holder(row.holder)] if row.holder else []),
                 self.agent(row.sandbox.agent_did if row.holder else ""),
             ]

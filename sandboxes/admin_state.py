@@ -25,7 +25,7 @@ from sandboxes import cells, slices
 from sandboxes.cells import ago, badge, counted, link, meter, rows, shortened, size, stamp, two
 from sandboxes.downloads import attachment
 from sandboxes.models import GONE, Sandbox
-from sandboxes.pages import Fact, Facts, Held, Slice, all_fields, done_to
+from sandboxes.pages import Fact, Facts, Held, Slice, all_fields, done_to, place_of
 from sandboxes.storage import pulls, tree, workspace
 from sandboxes.storage.base import StoreError
 from sandboxes.storage.spools import spool
@@ -343,11 +343,7 @@ class SnapshotAdmin(Held, Guarded):
                     places(row),
                     note=format_html("forgotten {}", ago(row.forgotten_at)) if row.forgotten_at else "",
                 ),
-                Fact(
-                    "Sandbox",
-                    link("sandboxes_sandbox", row.sandbox_id, row.sandbox),
-                    note=f"process {row.incarnation} of it",
-                ),
+                place_of(row),
                 self.holder(row.holder),
                 self.agent(row.sandbox.agent_did),
             ],

@@ -28,7 +28,7 @@ from unfold.forms import BaseDialogForm
 from unfold.views import ChangeList
 from unfold.widgets import UnfoldAdminTextInputWidget
 
-from sandboxes.cells import counted
+from sandboxes.cells import counted, link
 from sandboxes.errors import SandboxError
 from sandboxes.fields import Amount, Lines, Span
 
@@ -133,6 +133,12 @@ class Fact:
     note: Any = ""
     href: str = ""
     alarm: bool = False
+
+
+def place_of(row: Any) -> Fact:
+    """The sandbox in which something was, and which of its processes that was."""
+    place = link("sandboxes_sandbox", row.sandbox_id, row.sandbox)
+    return Fact("Sandbox", place, note=f"process {row.incarnation} of it")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 Ratios are what counts: the machine, its neighbours and its disk are in both sides. CPU is user and system time of the
 server's processes and of PostgreSQL's, per call. Each part is a process of its own with a database of its own; arguments
 name the parts to run. BENCH_CALLS, BENCH_SECONDS, BENCH_EXECS, BENCH_STARTS, BENCH_ROUNDS, BENCH_ROWS, BENCH_SWEPT,
-BENCH_TURNS, BENCH_SLEEPS, BENCH_WORKSPACE_MB, BENCH_MODEL_CALLS and BENCH_BOXES make it shorter."""
+BENCH_TURNS, BENCH_SLEEPS, BENCH_WORKSPACE_MB, BENCH_MODEL_CALLS, BENCH_BOXES, BENCH_READINGS, BENCH_TRANSITIONS, BENCH_USAGE
+and BENCH_GRANTS make it shorter."""
 
 import os
 import shutil
@@ -16,7 +17,7 @@ from pathlib import Path
 import psycopg
 
 REPO = Path(__file__).resolve().parents[2]
-PARTS = tuple(f"tests.bench.{name}" for name in ("cases", "pool", "places", "egress", "state", "metering"))
+PARTS = tuple(f"tests.bench.{name}" for name in ("cases", "pool", "places", "egress", "state", "metering", "spending"))
 
 
 def main() -> None:

@@ -9,10 +9,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from tests.bench.measure import Case, interleave, report, tree
-from tests.bench.server import Api, configure, control_plane, raw_destroy, raw_exec, raw_start
+from tests.bench.server import Api, configure, control_plane, engine, raw_destroy, raw_exec, raw_start
 
 EXECS = int(os.environ.get("BENCH_EXECS", "100"))
 STARTS = int(os.environ.get("BENCH_STARTS", "12"))
+READINGS = int(os.environ.get("BENCH_READINGS", "20"))
 DID = "did:web:bench.invalid"
 
 
@@ -30,6 +31,7 @@ def main(name: str, database: str, here: Path) -> None:
         print(f"\n===== sandboxes on the real engine, {name} =====")
         try:
             execs(port, up.pid)
+            readings(port)
             wakes(port)
             claims(port)
         finally:
@@ -60,6 +62,29 @@ def execs(port: int, up: int) -> None:
     ours = Case("exec on waiting through HTTP", lambda number: post(), lambda: tree(up))
     interleave([bare, alone, ours], rounds=EXECS, warmup=10)
     report("exec of `true` in a live sandbox", [bare, alone, ours], raw=bare, aim="1.15x")
+
+
+def readings(port: int) -> None:
+    """What a sandbox has used so far: of the engine, of the kernel where that can be seen from here, and written down."""
+    from django.utils import timezone
+
+    from sandboxes import measuring, providers
+    from sandboxes.models import Sandbox
+
+    api, provider = caller(port), providers.get("docker")
+    lease = api.post("/environments/reading/join", {"agent_did": DID, "environment_type": "coding"})["id"]
+    sandbox = Sandbox.objects.get(holder=lease)
+
+    def write(number: int) -> None:
+        assert measuring.read(sandbox, provider, now=timezone.now(), least=0)
+
+    bare = Case(
+        "raw: the engine's stats", lambda number: engine("GET", f"/containers/{sandbox.ref}/stats?stream=false&one-shot=1")
+    )
+    alone = Case("provider.stats", lambda number: provider.stats(sandbox.ref))
+    ours = Case("a reading, with its row", write)
+    interleave([bare, alone, ours], rounds=READINGS)
+    report("what a sandbox has used", [bare, alone, ours], raw=bare)
 
 
 def wakes(port: int) -> None:

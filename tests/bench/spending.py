@@ -1,0 +1,171 @@
+"""Money: what pricing a month of usage takes beside a plain read of it, and a day of it that came later; what a budget's sum
+takes beside the one SELECT it is about; and what budgets add to a grant and to an exec."""
+
+import os
+import sys
+import time
+import uuid
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+
+from tests.bench.measure import Case, interleave, report
+from tests.bench.server import configure
+
+SIZES = [int(size) for size in os.environ.get("BENCH_USAGE", "30000,100000,300000").split(",")]
+GRANTS = int(os.environ.get("BENCH_GRANTS", "200"))
+BEGAN = date(2026, 11, 1)
+NOW = datetime(2026, 11, 29, 12, tzinfo=UTC)
+DAYS, AGENTS = 28, 100
+
+
+def main(name: str, database: str, here: Path) -> None:
+    configure(database, here)
+    from django.db import connection
+
+    from billing.models import Rate
+
+    print(f"\n===== spending, {name} =====")
+    prices = [("memory", "0.009", 25), ("cpu", "0.0012", 375), ("disk", "0.00025", 200)]
+    since = datetime(2026, 1, 1, tzinfo=UTC)
+    Rate.objects.bulk_create(
+        Rate(provider="bench", item=item, usd=Decimal(usd), allowance=allowance, valid_from=since)
+        for item, usd, allowance in prices
+    )
+    print(f"  {'usage records':>14}{'priced in s':>13}{'us each':>9}{'read alone':>12}{'ratio':>8}{'one more day':>14}")
+    there = 0
+    for size in SIZES:
+        fill(size - there)
+        there = size
+        with connection.cursor() as cursor:
+            cursor.execute("VACUUM ANALYZE" if connection.vendor == "postgresql" else "ANALYZE")
+        pricing(size)
+    budgets(there)
+    gates()
+
+
+def pricing(size: int) -> None:
+    """All of a month, then again what changes when one of its days in the middle is metered anew."""
+    from billing import costs
+    from billing.models import CostRecord, Unpriced, UsageRecord
+
+    costs.start_over()
+    began = time.perf_counter()
+    sum(1 for _ in UsageRecord.objects.order_by().values_list("day", "holder", "began_at", "ended_at").iterator())
+    read = time.perf_counter() - began
+    began = time.perf_counter()
+    costs.price(now=NOW)
+    took = time.perf_counter() - began
+    assert CostRecord.objects.count() >= size
+    Unpriced.note([BEGAN + timedelta(days=DAYS - 1)])
+    began = time.perf_counter()
+    costs.price(now=NOW)
+    again = time.perf_counter() - began
+    print(f"  {size:>14,}{took:13.1f}{1e6 * took / size:9.1f}{read:12.2f}{took / read:7.1f}x{again:12.2f} s", flush=True)
+
+
+def budgets(size: int) -> None:
+    """Summing up a month for a budget on everything and for one of an agent."""
+    from django.db import connection
+
+    from billing import budgets
+    from billing.models import Budget, CostRecord
+
+    where = "FROM billing_costrecord WHERE day >= %s AND day < %s"
+
+    def raw(number: int) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(f"SELECT SUM(usd) {where}", [BEGAN, date(2026, 12, 1)])
+            assert cursor.fetchone()[0]
+
+    stated = {"unit": "usd", "period": "month", "amount": Decimal(10**6), "created_at": NOW}
+    everything = Budget.objects.create(scope="all", **stated)
+    of_one = Budget.objects.create(scope="agent", subject="did:plc:7", **stated)
+    cases = [
+        Case("raw: SELECT SUM of a month", raw),
+        Case("settle a budget on everything", lambda number: budgets.settle(everything.pk, now=NOW)),
+        Case("settle one of an agent in a hundred", lambda number: budgets.settle(of_one.pk, now=NOW)),
+    ]
+    interleave(cases, rounds=20, warmup=2)
+    report(f"a budget's sum over {CostRecord.objects.count():,} cost records", cases, raw=cases[0])
+    Budget.objects.all().delete()
+
+
+def gates() -> None:
+    """A grant, and what an exec asks before it runs, with ever more hard budgets that are for them."""
+    from django.utils import timezone
+
+    from billing import budgets
+    from billing.models import Budget
+    from leases import leasing
+    from leases.models import EnvironmentType
+
+    kind = EnvironmentType.objects.get(name="coding").name
+    now = timezone.now()
+    stated = {"unit": "hours", "amount": Decimal(10**6), "hard": True, "created_at": now}
+    three = [
+        Budget.objects.create(scope="all", period="ever", active=False, **stated),
+        Budget.objects.create(scope="agent", subject="did:plc:gate", period="month", active=False, **stated),
+        Budget.objects.create(scope="environment_type", subject=kind, period="day", active=False, **stated),
+    ]
+    spent = Budget.objects.create(scope="agent", subject="did:plc:other", period="ever", active=False, **stated)
+
+    def stands(*rows: Budget) -> None:
+        Budget.objects.update(active=False, exhausted_at=None, exhausted_for=None)
+        Budget.objects.filter(pk__in=[row.pk for row in rows]).update(active=True)
+
+    def grant(number: int) -> None:
+        ask = leasing.Ask("did:plc:gate", f"gate-{uuid.uuid4().hex}", kind)
+        assert leasing.acquire(ask, now=now)[1]
+
+    cases = [
+        Case("a grant, no budget", grant, before=lambda number: stands()),
+        Case("with one that is for it", grant, before=lambda number: stands(three[0])),
+        Case("with three that are for it", grant, before=lambda number: stands(*three)),
+    ]
+    interleave(cases, rounds=GRANTS, warmup=5)
+    report("a grant behind budgets", cases, raw=cases[0])
+    lease = leasing.acquire(leasing.Ask("did:plc:gate", "gate", kind), now=now)[0].pk
+
+    def ask(number: int) -> None:
+        budgets.require(lease, now=now)
+
+    def other_is_spent(number: int) -> None:
+        stands(spent, *three)
+        begun = budgets.period_of("ever", now)[0]
+        Budget.objects.filter(pk=spent.pk).update(exhausted_at=now, exhausted_for=begun, period_began=begun, spent=10**6)
+
+    cases = [
+        Case("raw: the lease's row", lambda number: leasing.require(lease, now=now)),
+        Case("no budget is spent", ask, before=lambda number: stands(*three)),
+        Case("somebody else's is spent", ask, before=other_is_spent),
+    ]
+    interleave(cases, rounds=GRANTS, warmup=5)
+    report("may this lease go on? asked before each exec", cases, raw=cases[0])
+
+
+def fill(count: int) -> None:
+    """Insert usage records of this month, a lease a day each."""
+    from billing.models import UsageRecord
+
+    last = UsageRecord.objects.count()
+    for first in range(last, last + count, 5000):
+        UsageRecord.objects.bulk_create(
+            (one(number) for number in range(first, min(first + 5000, last + count))), batch_size=500
+        )
+
+
+def one(number: int) -> object:
+    from billing.models import UsageRecord
+
+    day = BEGAN + timedelta(days=number % DAYS)
+    began = datetime(day.year, day.month, day.day, 9, tzinfo=UTC) + timedelta(seconds=number % 3000)
+    return UsageRecord(
+        item="time", source=f"transition {number}", day=day, began_at=began, ended_at=began + timedelta(minutes=7),
+        holder=uuid.uuid4(), agent_did=f"did:plc:{number % AGENTS}", environment_id="e", provider="bench", state="running",
+        memory_mib=1024, millicpus=250,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

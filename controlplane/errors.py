@@ -14,8 +14,8 @@ from rest_framework import exceptions as drf
 
 from billing import errors as billing
 from leases import errors as leases
-from leases.serializers import stamp
 from sandboxes import errors as sandboxes
+from sandboxes.moments import iso
 from sandboxes.providers import base as provider
 from sandboxes.storage import base as store
 
@@ -125,7 +125,7 @@ def plain(status: int, *, detail: str = "", code: str = "", retry_after: int | N
         "code": code,
         **{name: value for name, value in extra.items() if value not in (None, "", []) or name in NULLABLE},
     }
-    response = HttpResponse(json.dumps(body, default=stamp), status=status, content_type=CONTENT_TYPE)
+    response = HttpResponse(json.dumps(body, default=iso), status=status, content_type=CONTENT_TYPE)
     if status == HTTPStatus.UNAUTHORIZED:
         response["WWW-Authenticate"] = 'Bearer realm="leasehold"'
     if retry_after or status == HTTPStatus.SERVICE_UNAVAILABLE:

@@ -24,9 +24,9 @@ from django_q.models import OrmQ
 
 from billing import budgets
 from controlplane import schedules
-from leases.serializers import stamp
 from sandboxes import providers, slices, stats
 from sandboxes.models import Sweep
+from sandboxes.moments import iso
 from sandboxes.stats import PoolStats, Stats
 from sandboxes.sweeps import SET_RIGHT
 
@@ -112,7 +112,7 @@ def _spent(budgets_: int) -> Iterator[str]:
 
 def _warming(pool: PoolStats) -> dict[str, Any]:
     until = pool.warm_paused_until
-    return {"target": pool.warm_target, "ready": pool.warm_ready, "paused_until": stamp(until) if until else None}
+    return {"target": pool.warm_target, "ready": pool.warm_ready, "paused_until": iso(until) if until else None}
 
 
 def _said(*, missing: list[str], **found: Any) -> dict[str, Any]:

@@ -20,8 +20,10 @@ from rest_framework.views import APIView
 from billing import metering
 from leases import acting, auth, documents, idempotency, keys, leasing, schema, sweeps, turns
 from leases import serializers as show
+from leases import serializers_pools as pools
 from leases.auth import Caller
 from leases.errors import Invalid
+from leases.fields import ENCODINGS, decoded, span
 from leases.idempotency import Answer
 from leases.models import Agent, EnvironmentType, Lease, Status, Turn
 from leases.paging import page
@@ -31,6 +33,7 @@ from sandboxes import rows, stats
 from sandboxes.egress.totals import totals
 from sandboxes.errors import ProviderFailed
 from sandboxes.models import GONE, LlmCall, Pool, Run, Sandbox
+from sandboxes.moments import iso
 from sandboxes.runs import GRACE, Command
 
 SMALL = 64 << 10  # bytes, like all of these: a body without a document of the agent's own in it
@@ -162,7 +165,7 @@ class Renew(Door):
         body = documents.read(request, SMALL)  # it says nothing; left unread, it would cost the caller its connection
 
         def act(run_id: UUID) -> Answer:
-            return 200, {"expires_at": show.stamp(leasing.renew(lease, now=self.now))}
+            return 200, {"expires_at": iso(leasing.renew(lease, now=self.now))}
 
         return self.once(request, act, body=body)
 
@@ -249,8 +252,8 @@ class Exec(Door):
         self.caller.lease(pk)
         encoding = encoding_of(request)
         body, said = self.read(request, EXEC, LARGEST_EXEC)
-        timeout = show.span(said, "timeout_seconds") or settings.EXEC_TIMEOUT
-        stdin = show.decoded(said["stdin"], encoding, "stdin")
+        timeout = span(said, "timeout_seconds") or settings.EXEC_TIMEOUT
+        stdin = decoded(said["stdin"], encoding, "stdin")
 
         def act(run_id: UUID) -> Answer:
             command = Command(said["argv"], timeout, said["env"], said["cwd"], stdin, run_id=run_id)
@@ -327,7 +330,7 @@ class OneRun(Door):
 
 
 class Pools(Door):
-    @extend_schema(operation_id="pool_get", parameters=[schema.QUOTA_OF], responses=schema.answers(show.PoolsShown))
+    @extend_schema(operation_id="pool_get", parameters=[schema.QUOTA_OF], responses=schema.answers(pools.PoolsShown))
     def get(self, request: HttpRequest) -> HttpResponse:
         """The pools, how full they are, and what this key's agents may have in them. With an operator's key also what
         there is in each state, and what has become of it: for each pool, and for all together."""
@@ -337,10 +340,10 @@ class Pools(Door):
             self.caller.require(did)
         if not self.caller.key.operator:
             every = Pool.objects.order_by("name")
-            return JsonResponse({"pools": [show.pool_shown(one, stats.quotas(one.pk, dids)) for one in every]})
+            return JsonResponse({"pools": [pools.pool_shown(one, stats.quotas(one.pk, dids)) for one in every]})
         counted = stats.of_pools(now=self.now)
-        pools = [show.pool_shown(one, stats.quotas(one.pk, dids)) for one in counted]
-        return JsonResponse({"pools": pools} | show.pool_numbers(stats.together(counted)))
+        shown = [pools.pool_shown(one, stats.quotas(one.pk, dids)) for one in counted]
+        return JsonResponse({"pools": shown} | pools.pool_numbers(stats.together(counted)))
 
 
 # --- agents -------------------------------------------------------------------------------------------------------
@@ -395,8 +398,8 @@ def asked(said: Mapping[str, Any], key_id: str) -> leasing.Ask:
         agent_did=said["agent_did"],
         environment_id=said["environment_id"],
         environment_type=said["environment_type"],
-        ttl=show.span(said, "ttl_seconds"),
-        max_ttl=show.span(said, "max_ttl_seconds"),
+        ttl=span(said, "ttl_seconds"),
+        max_ttl=span(said, "max_ttl_seconds"),
         sleep_after=said.get("sleep_after"),
         expiry_conditions=said.get("expiry_conditions"),
         pool=said.get("pool") or "",
@@ -406,8 +409,8 @@ def asked(said: Mapping[str, Any], key_id: str) -> leasing.Ask:
 
 def encoding_of(request: HttpRequest) -> str:
     encoding = request.GET.get("encoding", "utf-8")
-    if encoding not in show.ENCODINGS:
-        raise Invalid("encoding", f"One of {', '.join(show.ENCODINGS)}.")
+    if encoding not in ENCODINGS:
+        raise Invalid("encoding", f"One of {', '.join(ENCODINGS)}.")
     return encoding
 
 

@@ -14,7 +14,7 @@ from billing.serializers import day_shown
 from leases import schema
 from leases.api import Door
 from leases.paging import page
-from leases.serializers import stamp
+from sandboxes.moments import iso
 
 
 class BudgetShown(serializers.Serializer):
@@ -65,9 +65,9 @@ class Budgets(Door):
             "grace_seconds": budget.grace.total_seconds(),
             "active": budget.active,
             "spent": plain(spent),
-            "spent_at": stamp(budget.spent_at) if budget.spent_at else None,
+            "spent_at": iso(budget.spent_at) if budget.spent_at else None,
             "exhausted": spent >= budget.amount,
             "runs_out": day_shown(runs_out(budget, self.now)),
-            "resets_at": stamp(ends) if ends else None,
-            "created_at": stamp(budget.created_at),
+            "resets_at": iso(ends) if ends else None,
+            "created_at": iso(budget.created_at),
         }

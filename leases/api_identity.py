@@ -6,9 +6,9 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from drf_spectacular.utils import extend_schema
 
 from leases import acting, schema
-from leases import serializers as show
 from leases import serializers_identity as identity
 from leases.api import Door
+from leases.fields import span
 from sandboxes.identity import LIFETIME
 
 ASK = identity.AskToken()
@@ -26,7 +26,7 @@ class ServiceToken(Door):
         no token is stored. The lease is not renewed."""
         self.caller.lease(pk)
         _, said = self.read(request, ASK)
-        lifetime = show.span(said, "lifetime_seconds") or LIFETIME
+        lifetime = span(said, "lifetime_seconds") or LIFETIME
         token, minted = acting.service_token(
             pk, aud=said["aud"], lxm=said["lxm"], lifetime=lifetime, now=self.now, actor=self.actor
         )

@@ -12,11 +12,11 @@ from drf_spectacular.utils import extend_schema
 from rest_framework.exceptions import NotFound
 
 from leases import leasing, once, schema
-from leases import serializers as words
 from leases import serializers_once as show
 from leases.api import Door, encoding_of
 from leases.errors import Invalid
 from leases.errors import TooLarge as BodyTooLarge
+from leases.fields import decoded, span
 from leases.idempotency import Answer
 from leases.once import Wish
 from sandboxes.providers.base import Rejected, TooLarge
@@ -71,8 +71,8 @@ def wished(said: Mapping[str, Any], encoding: str, back: BinaryIO) -> Wish:
     return Wish(
         agent_did=said["agent_did"],
         argv=said["argv"],
-        timeout=words.span(limits, "timeout_seconds") or settings.EXEC_TIMEOUT,
-        stdin=words.decoded(said["stdin"], encoding, "stdin"),
+        timeout=span(limits, "timeout_seconds") or settings.EXEC_TIMEOUT,
+        stdin=decoded(said["stdin"], encoding, "stdin"),
         env=said["env"],
         cwd=said["cwd"],
         workspace=None if workspace is None else _tar(workspace),
@@ -86,7 +86,7 @@ def wished(said: Mapping[str, Any], encoding: str, back: BinaryIO) -> Wish:
 
 def _tar(text: str) -> BinaryIO:
     """The workspace of a request, checked."""
-    tar = io.BytesIO(words.decoded(text, "base64", "workspace"))
+    tar = io.BytesIO(decoded(text, "base64", "workspace"))
     try:
         tars.check(tar)
     except TooLarge as wrong:

@@ -11,8 +11,9 @@ from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, inline_serializer
 from rest_framework import serializers
 
+from leases.fields import ENCODINGS
 from leases.models import Status
-from leases.serializers import ENCODINGS, Problem
+from leases.serializers import Problem
 
 OCTETS, PROBLEM = "application/octet-stream", "application/problem+json"
 TARS = "application/x-tar"

@@ -6,9 +6,10 @@ from typing import Any
 from rest_framework import serializers
 
 from leases.models import Lease
-from leases.serializers import LeaseShown, stamp
+from leases.serializers import LeaseShown
 from sandboxes.egress.totals import Totals
 from sandboxes.models import LlmCall
+from sandboxes.moments import iso
 
 
 class CallShown(serializers.Serializer):
@@ -65,8 +66,8 @@ def call_shown(call: LlmCall) -> dict[str, Any]:
         "run_id": str(call.run_id) if call.run_id else None,
         "kind": call.kind,
         "model": call.model,
-        "started_at": stamp(call.started_at),
-        "ended_at": stamp(call.ended_at) if call.ended_at else None,
+        "started_at": iso(call.started_at),
+        "ended_at": iso(call.ended_at) if call.ended_at else None,
         "outcome": call.outcome,
         "status": call.status,
         "code": call.code,

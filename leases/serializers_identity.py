@@ -5,10 +5,11 @@ from typing import Any
 
 from rest_framework import serializers
 
+from leases.fields import Matching, Whole
 from leases.models import DID
-from leases.serializers import Matching, Whole, stamp
 from sandboxes.identity import LIFETIME, LONGEST, SHORTEST
 from sandboxes.models import MintedToken
+from sandboxes.moments import iso
 
 AUDIENCE = rf"{DID}(#[A-Za-z][A-Za-z0-9._~-]{{0,63}})?"
 AUDIENCE_ACCEPTS = "a DID of at most 255 characters, or one with the fragment of a service: did:web:relay.example#relay"
@@ -36,4 +37,4 @@ class TokenShown(serializers.Serializer):
 
 
 def token_shown(token: str, minted: MintedToken) -> dict[str, Any]:
-    return {"token": token, "expires_at": stamp(minted.expires_at)}
+    return {"token": token, "expires_at": iso(minted.expires_at)}

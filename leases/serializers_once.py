@@ -6,8 +6,9 @@ from typing import Any
 from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
 
+from leases.fields import Input, Matching, Whole, did, encoded
 from leases.once import How, Result
-from leases.serializers import Exec, Input, Matching, Program, Whole, did, encoded
+from leases.serializers import Exec, Program
 from sandboxes.providers.base import WORKSPACE
 
 LARGEST_BACK = 16 << 20  # bytes of a workspace, as a tar, that an answer brings back

@@ -4,8 +4,10 @@ from typing import Any
 
 from rest_framework import serializers
 
-from leases.serializers import Program, Text, Whole, encoded, stamp
+from leases.fields import Text, Whole, encoded
+from leases.serializers import Program
 from sandboxes.models import Ending, Process
+from sandboxes.moments import iso
 from sandboxes.providers.base import Log
 
 USUAL_WAIT, LONGEST_WAIT = 30, 300  # seconds
@@ -55,8 +57,8 @@ def process_shown(process: Process) -> dict[str, Any]:
         "cwd": process.cwd,
         "env_names": process.env_names,
         "state": process.state,
-        "started_at": stamp(process.started_at),
-        "ended_at": stamp(process.ended_at) if process.ended_at else None,
+        "started_at": iso(process.started_at),
+        "ended_at": iso(process.ended_at) if process.ended_at else None,
         "exit_code": process.exit_code,
         "note": process.note,
     }

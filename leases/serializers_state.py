@@ -7,9 +7,11 @@ from typing import Any
 
 from rest_framework import serializers
 
+from leases.fields import Matching, Text
 from leases.models import DID, DID_ACCEPTS, Lease
-from leases.serializers import Acquire, Matching, Text, stamp
+from leases.serializers import Acquire
 from sandboxes.models import Snapshot
+from sandboxes.moments import iso
 from sandboxes.providers.base import Stat
 from sandboxes.stored import SnapshotKind
 
@@ -85,7 +87,7 @@ def snapshot_shown(snapshot: Snapshot) -> dict[str, Any]:
         "id": str(snapshot.pk),
         "name": snapshot.name,
         "kind": snapshot.kind,
-        "at": stamp(snapshot.at),
+        "at": iso(snapshot.at),
         "size_bytes": snapshot.size_bytes,
     }
 
@@ -102,7 +104,7 @@ def _entry_shown(name: str, stat: Stat) -> dict[str, Any]:
         "kind": stat.kind,
         "size": stat.size,
         "mode": f"{stat.mode:04o}",
-        "mtime": stamp(datetime.fromtimestamp(min(max(stat.mtime, 0), LAST_SECOND), UTC)),
+        "mtime": iso(datetime.fromtimestamp(min(max(stat.mtime, 0), LAST_SECOND), UTC)),
         "target": _text(stat.target),
     }
 

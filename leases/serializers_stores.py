@@ -5,7 +5,8 @@ from typing import Any
 from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
 
-from leases.serializers import Document, Text, stamp
+from leases.fields import Document, Text
+from sandboxes.moments import iso
 from sandboxes.storage.artifacts import Artifact
 from sandboxes.storage.events import Event
 from sandboxes.storage.stores import Session
@@ -74,11 +75,11 @@ class SessionShown(serializers.Serializer):
 
 
 def chat_shown(event: Event) -> dict[str, Any]:
-    return {"id": event.id, "at": stamp(event.at), "actor": event.actor, "message": event.said}
+    return {"id": event.id, "at": iso(event.at), "actor": event.actor, "message": event.said}
 
 
 def audit_shown(event: Event) -> dict[str, Any]:
-    return {"id": event.id, "at": stamp(event.at), "actor": event.actor, "entry": event.said}
+    return {"id": event.id, "at": iso(event.at), "actor": event.actor, "entry": event.said}
 
 
 def artifact_shown(artifact: Artifact) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def artifact_shown(artifact: Artifact) -> dict[str, Any]:
         "media_type": artifact.media_type,
         "size_bytes": artifact.size,
         "sha256": artifact.sha256,
-        "stored_at": stamp(artifact.at),
+        "stored_at": iso(artifact.at),
         "actor": artifact.actor,
     }
 
@@ -95,7 +96,7 @@ def artifact_shown(artifact: Artifact) -> dict[str, Any]:
 def session_shown(session: Session) -> dict[str, Any]:
     return {
         "session_id": session.id,
-        "updated_at": stamp(session.at),
+        "updated_at": iso(session.at),
         "actor": session.actor,
         "session": session.said,
     }

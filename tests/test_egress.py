@@ -22,7 +22,7 @@ from sandboxes.egress.server import Server
 from sandboxes.models import LlmCall, Policy, Run, Sandbox
 from sandboxes.runs import Command
 from tests import way_out
-from tests.conftest import MINUTE, NOW
+from tests.conftest import MINUTE, NOW, threads
 from tests.waiting import until
 from tests.way_out import ASK, CHAT, SAID, Loop, Upstream, connect, serving
 
@@ -392,6 +392,20 @@ def test_calls_are_limited_by_the_minute_and_at_once(upstream: Upstream, box: Sa
     assert post(way, ASK)[1]["error"]["code"] == "too_many_calls"
     LlmCall.objects.update(started_at=NOW - timedelta(minutes=2), deadline_at=NOW - MINUTE)
     assert post(way, ASK)[0] == 200
+
+
+def test_no_more_calls_than_may_are_under_way_however_many_are_asked_for_at_once(box: Sandbox) -> None:
+    box.policy = Policy.objects.create(name="slow", most_calls_at_once=2)
+    box.save(update_fields=["policy"])
+
+    def call(number: int) -> Any:
+        return gate.model_call(box.slot or 0, f"call-{number}", CHAT, "gpt-4o-mini", streamed=False, size=9, now=NOW)
+
+    with threads(16) as run:
+        answers = run(call)
+    assert sorted(answer.code for answer in answers if isinstance(answer, gate.Refused)) == ["too_many_at_once"] * 14
+    assert LlmCall.objects.filter(outcome="open").count() == 2
+    assert LlmCall.objects.filter(outcome="refused").count() == 14
 
 
 def test_calls_do_not_wait_for_those_of_other_sandboxes(upstream: Upstream, box: Sandbox, way: Path) -> None:

@@ -4,19 +4,20 @@ A caller is known by its slot alone. The sandbox's row says whom that is held fo
 ended, or another that has begun, needs no telling anybody, and a pre-warmed sandbox has its identity once it is claimed."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from decimal import Decimal
 from uuid import UUID
 
 from django.conf import settings
+from django.db import transaction
 from django.db.models import QuerySet, Sum
 
 from sandboxes import rows
 from sandboxes.egress.requests import allowed
 from sandboxes.egress.usage import Usage
-from sandboxes.models import ALIVE, LlmCall, Policy, Sandbox
+from sandboxes.models import ALIVE, LlmCall, Policy, Sandbox, State
 
 GRACE = timedelta(seconds=30)  # past its longest time, to write down how a call ended
 MINUTE = timedelta(minutes=1)
@@ -81,21 +82,20 @@ def model_call(
     slot: int, call_id: str, path: str, model: str, *, streamed: bool, size: int, now: datetime
 ) -> tuple[LlmCall, Caller]:
     """A model call is about to be sent: its row, which is there before anything is. Or Refused, and that is a row too."""
-    who = caller(slot, now=now)
-    row = _row(who, call_id, path, now=now, kind=LlmCall.Kind.LLM, model=model, streamed=streamed, sent_bytes=size)
-    row.deadline_at = now + settings.LLM_TIMEOUT + GRACE
-    rules = who.sandbox.rules
-    try:
+
+    def made(who: Caller) -> LlmCall:
+        row = _row(who, call_id, path, now=now, kind=LlmCall.Kind.LLM, model=model, streamed=streamed, sent_bytes=size)
+        row.deadline_at = now + settings.LLM_TIMEOUT + GRACE
+        return row
+
+    def check(who: Caller, rules: Policy) -> None:
         if size > rules.largest_body_kib << 10:
             raise too_large(rules)
         _require_model(model, rules)
         _require_pace(who, rules)
         _require_money(who)
-    except Refused as refused:
-        _refuse(row, refused)
-        raise
-    rows.insert(row)
-    return row, who
+
+    return _let_out(slot, made, check, now=now)
 
 
 def largest_body(slot: int, *, now: datetime) -> int:
@@ -109,20 +109,40 @@ def too_large(rules: Policy) -> Refused:
 
 def relay_call(slot: int, call_id: str, path: str, *, now: datetime) -> tuple[LlmCall, Caller]:
     """A connection to the relay is about to be made: its row, or Refused."""
-    who = caller(slot, now=now)
-    row = _row(who, call_id, path, now=now, kind=LlmCall.Kind.RELAY, streamed=True)
-    row.deadline_at = now + HELD
-    try:
+
+    def made(who: Caller) -> LlmCall:
+        row = _row(who, call_id, path, now=now, kind=LlmCall.Kind.RELAY, streamed=True)
+        row.deadline_at = now + HELD
+        return row
+
+    def check(who: Caller, rules: Policy) -> None:
         if not settings.RELAY_URL:
             raise Refused(404, "no_relay", "There is no relay here.")
-        if not who.sandbox.rules.relay:
+        if not rules.relay:
             raise Refused(403, "relay_not_allowed", "The policy of this sandbox does not let it connect to the relay.")
-        _require_pace(who, who.sandbox.rules)
-    except Refused as refused:
-        _refuse(row, refused)
-        raise
-    rows.insert(row)
-    return row, who
+        _require_pace(who, rules)
+
+    return _let_out(slot, made, check, now=now)
+
+
+def _let_out(
+    slot: int, made: Callable[[Caller], LlmCall], check: Callable[[Caller, Policy], None], *, now: datetime
+) -> tuple[LlmCall, Caller]:
+    """Write the row of a call that may leave, or that of its refusal. One call of a sandbox at a time: so no more than may be
+    under way are, however many are asked for at once."""
+    with transaction.atomic():
+        Sandbox.objects.select_for_update(no_key=True).filter(slot=slot).exclude(state=State.DESTROYED).exists()  # its lock
+        who = caller(slot, now=now)
+        row = made(who)
+        try:
+            check(who, who.sandbox.rules)
+        except Refused as why:
+            _refuse(row, why)
+            refused = why
+        else:
+            rows.insert(row)
+            return row, who
+    raise refused
 
 
 def _row(who: Caller, call_id: str, path: str, *, now: datetime, **more: object) -> LlmCall:

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandboxes import storage
-from sandboxes.storage import stores
+from sandboxes.storage import filesystem, stores
 from sandboxes.storage.artifacts import Artifact
 from sandboxes.storage.base import KeyValueStore, StoreError, StoreRefused
 from sandboxes.storage.bounds import STALE, Bounds, Limits, Pruned, dated
@@ -360,6 +361,33 @@ def test_an_artifact_that_is_replaced_while_it_is_read_is_read_anew(mode: str, n
     once: Iterator[int] = iter([1])
     with store.before("download", lambda key: [put(of, "a", b"new", now=now + SECOND) for _ in once] and None):
         assert content(of, "a") == b"new"
+
+
+def test_an_artifact_that_is_replaced_while_its_directory_is_read_is_there(tmp_path: Path, now: datetime, monkeypatch) -> None:
+    of = Stores(FilesystemStore(tmp_path), DID, LEASE, journaled=False)
+    put(of, "a", b"old")
+    scanned, once = filesystem._scanned, iter([1])
+
+    def replaced_meanwhile(directory: Path) -> list[os.DirEntry[str]]:
+        """What comes in front of where the reader is it does not see, nor what goes behind that."""
+        found = scanned(directory)
+        if directory.name == "a":
+            for _ in once:
+                put(of, "a", b"new", now=now + SECOND)
+        return [entry for entry in found if os.path.exists(entry.path)]
+
+    monkeypatch.setattr(filesystem, "_scanned", replaced_meanwhile)
+    assert content(of, "a") == b"new"
+
+
+def test_an_artifact_that_is_replaced_while_all_are_listed_is_listed(mode: str, now: datetime) -> None:
+    store = MemoryStore()
+    of = Stores(store, DID, LEASE, journaled=mode == "journaled")
+    put(of, "a", b"old"), put(of, "b")
+    once: Iterator[int] = iter([1])
+    with store.before("get", lambda key: [put(of, "a", b"newer", now=now + SECOND) for _ in once] and None):
+        listed = of.artifacts.page()[0]
+    assert [artifact.name for artifact in listed] == ["a", "b"]
 
 
 def test_content_that_is_lost_is_an_error(of: Stores, store: KeyValueStore) -> None:

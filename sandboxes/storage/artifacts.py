@@ -31,6 +31,10 @@ from sandboxes.storage.bounds import (
 )
 from sandboxes.storage.journal import WRITER, Journal, Record, Stamp
 
+# An artifact may be replaced while we look. Then what we found is gone, or we found nothing: a directory that is read while
+# one name comes and another goes may show neither.
+LOOKS = 3
+
 
 @dataclass(frozen=True)
 class Version:
@@ -169,7 +173,7 @@ class Artifacts:
 
     def read(self, name: str) -> Artifact | None:
         """What is known of it, without its content."""
-        for _ in range(3):  # it may be replaced between our looks
+        for _ in range(LOOKS):
             versions = self._versions(name)
             found = (self.index.load(version) for version in reversed(versions))
             if not versions or (artifact := next(filter(None, found), None)):
@@ -178,7 +182,7 @@ class Artifacts:
 
     def fetch(self, name: str, target: BinaryIO) -> Artifact | None:
         """Its content is in an empty file, from the start, and what is known of it is the answer."""
-        for _ in range(3):
+        for _ in range(LOOKS):
             artifact = self.read(name)
             if artifact is None:
                 return None
@@ -195,7 +199,7 @@ class Artifacts:
         """Some artifacts in the order of their names, those behind this one, and whether there are more."""
         current = {version.name: version for version in self.index.versions()}
         names = sorted(name for name in current if name > behind)
-        found = (self.index.load(current[name]) for name in names[:limit])
+        found = (self.index.load(current[name]) or self.read(name) for name in names[:limit])
         return [artifact for artifact in found if artifact], len(names) > limit
 
     def remove(self, name: str, *, now: datetime) -> bool:
@@ -221,7 +225,9 @@ class Artifacts:
         return Pruned.of(chain((version.size for version in doomed), (dated(key)[1] for key in nameless)))
 
     def _versions(self, name: str) -> Sequence[Version]:
-        return self.index.versions(name) if re.fullmatch(NAME, name, re.ASCII) else []
+        if not re.fullmatch(NAME, name, re.ASCII):
+            return []
+        return next(filter(None, (self.index.versions(name) for _ in range(LOOKS))), [])
 
     def _forget(self, versions: Sequence[Version], *, now: datetime) -> None:
         self.index.remove(versions, now=now)

@@ -47,6 +47,13 @@ def test_each_scope_can_be_named() -> None:
     assert found == [("all", ""), ("key", str(key.pk)), ("environment_type", "catan"), ("account", "crew")]
 
 
+@pytest.mark.parametrize("shown", ["{}", "lh_{}", "lh_{}_…"])
+def test_a_key_is_named_as_the_console_shows_it(shown: str) -> None:
+    key, _ = keys.issue([ADA], now=timezone.now())
+    run("add", "1", "hours", "day", "--key", shown.format(key.prefix))
+    assert Budget.objects.get().subject == str(key.pk)
+
+
 def test_one_that_is_spent_says_so() -> None:
     run("add", "1", "hours", "ever", "--all")
     Budget.objects.update(spent=2, period_began=days.LONG_AGO)

@@ -85,7 +85,7 @@ def _new(*, unit: str, period: str, agent: str | None, key: str | None, account:
             raise CommandError(f"--agent: {agent[:80]!r} is not {DID_ACCEPTS}.") from None
         budget.scope, budget.subject = Scope.AGENT, agent
     elif key is not None:
-        row = AgentKey.objects.filter(prefix=key).first()
+        row = AgentKey.objects.filter(prefix=key.removeprefix("lh_").split("_")[0]).first()
         if row is None:
             raise CommandError(f"--key: there is no API key {key[:80]}.")
         budget.scope, budget.subject = Scope.KEY, str(row.pk)

@@ -243,10 +243,11 @@ def settle(pk: int, *, now: datetime) -> list[str]:
     began, ends = period_of(budget.period, now)
     spent = spent_between(budget, began, ends)  # before its lock: a grant waits for that
     step("budget summed", budget)
-    same = {field: getattr(budget, field) for field in ("scope", "subject", "unit", "period")}
+    same = {field: getattr(budget, field) for field in ("scope", "subject", "unit", "period", "spent_at")}
     with transaction.atomic():
         locked = Budget.objects.select_for_update(no_key=True).filter(pk=pk, active=True, **same).first()
-        said = _mark(locked, spent, began, now=now) if locked else []  # changed meanwhile: the next pass has it
+        # Changed meanwhile, or worked out by somebody else, who may know of more: the next pass has it.
+        said = _mark(locked, spent, began, now=now) if locked else []
         step("budget marked", budget)
     step("budget settled", budget)
     return said

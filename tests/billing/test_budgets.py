@@ -495,6 +495,20 @@ def test_warned_and_spent_once_in_a_period(grant: Act, memory: Any) -> None:
     assert said() == ["warning", "exhausted", "warning", "exhausted"]
 
 
+def test_a_sum_that_comes_late_does_not_open_what_is_spent(spend: Act, at_step: Act) -> None:
+    spend()
+    made = budget(1, period="ever")
+
+    def rival() -> None:
+        metering.meter(now=NOW)
+        assert budgets.settle(made.pk, now=NOW + MINUTE) == ["warned of", "spent"]
+
+    at_step("budget summed", rival)
+    assert budgets.settle(made.pk, now=NOW) == []
+    made.refresh_from_db()
+    assert (made.spent, made.exhausted_at) == (1, NOW + MINUTE)
+
+
 # --- leases that are ended --------------------------------------------------------------------------------------------
 
 

@@ -57,6 +57,7 @@ HOUR = timedelta(hours=1)
 NANO = Decimal("1e-9")
 EXHAUSTED = "exhausted_at IS NOT NULL AND active AND hard"  # as the condition of its index
 NAMED = {Scope.AGENT: "agent_did", Scope.KEY: "key_id", Scope.ENVIRONMENT_TYPE: "environment_type"}  # columns of tabs
+WHAT_FOR = ["scope", "subject", "unit", "period", "hard", "active"]  # of these, what decides when its grace began
 STATED = ["scope", "subject", "unit", "amount", "period", "hard", "warn_percent", "grace", "active"]  # by operators
 
 
@@ -357,14 +358,19 @@ def save(budget: Budget, *, now: datetime) -> None:
             budget.created_at = now
             budget.save()
         else:
+            same = {field: getattr(budget, field) for field in WHAT_FOR}
+            # It was spent for others, or ended nothing yet: whom it is for from now on has all of its grace.
+            Budget.objects.filter(pk=budget.pk).exclude(**same).update(exhausted_for=None, exhausted_at=None)
             budget.save(update_fields=STATED)
     settle(budget.pk, now=now)
     budget.refresh_from_db()
 
 
 def switch(pk: int, *, active: bool, now: datetime) -> bool:
-    """Turn a budget on or off; whether this call did. What it has spent is worked out as soon as it is on."""
-    if not Budget.objects.filter(pk=pk, active=not active).update(active=active):
+    """Turn a budget on or off; whether this call did. What it has spent is worked out as soon as it is on, and its grace
+    begins then."""
+    anew = {"exhausted_for": None, "exhausted_at": None}
+    if not Budget.objects.filter(pk=pk, active=not active).update(active=active, **anew):
         return False
     settle(pk, now=now)
     return True

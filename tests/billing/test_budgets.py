@@ -554,6 +554,39 @@ def test_what_runs_has_until_the_end_of_the_grace(spend: Act) -> None:
     assert readable(lease) == b"kept\n"
 
 
+@pytest.mark.parametrize(
+    ("was", "becomes"), [({"hard": False}, {"hard": True}), ({"subject": BOB}, {"subject": ADA}), ({}, {"active": True})]
+)
+def test_what_runs_has_all_of_the_grace_of_a_budget_that_becomes_one_for_it(
+    spend: Act, was: dict[str, Any], becomes: dict[str, Any]
+) -> None:
+    lease, _ = spend(), spend(BOB, "e2")
+    made = budget(**{"period": "ever", "scope": "agent", "subject": ADA, "grace": 5 * MINUTE} | was)
+    run = under_way(lease)
+    swept(NOW)
+    if not was:
+        budgets.switch(made.pk, active=False, now=NOW)
+    for name, value in becomes.items():
+        setattr(made, name, value)
+    budgets.save(made, now=NOW + HOUR)
+    assert swept(NOW + HOUR) == {"sandboxes running on": 1}
+    assert swept(NOW + HOUR + 4 * MINUTE) == {"sandboxes running on": 1}
+    assert swept(NOW + HOUR + 5 * MINUTE) == {"leases ended": 1}
+    run.refresh_from_db()
+    assert run.outcome == "lost"
+
+
+def test_what_runs_has_all_of_the_grace_of_a_budget_that_is_on_again(spend: Act) -> None:
+    lease = spend()
+    made = budget(1, period="ever", grace=5 * MINUTE)
+    under_way(lease)
+    swept(NOW), budgets.switch(made.pk, active=False, now=NOW)
+    assert budgets.switch(made.pk, active=True, now=NOW + HOUR)
+    assert swept(NOW + HOUR) == {"sandboxes running on": 1}
+    assert swept(NOW + HOUR + 5 * MINUTE) == {"leases ended": 1}
+    assert said() == ["exhausted", "warning"]
+
+
 def test_what_has_ended_by_itself_within_the_grace_has_ended_well(spend: Act) -> None:
     lease = spend()
     budget(1)

@@ -277,14 +277,14 @@ def _mark(budget: Budget, spent: Decimal, began: datetime, *, now: datetime) -> 
 
 
 def _tell(budget: Budget, event: Kind, *, now: datetime) -> None:
-    """Once for each period and amount, whatever becomes of what is spent in between."""
+    """Once for each period, amount and whom it is for, whatever becomes of what is spent in between."""
     began, ends = period_of(budget.period, now)
     payload = {
         "budget": budget.pk, "scope": budget.scope, "subject": budget.subject, "unit": budget.unit, "period": budget.period,
         "amount": plain(budget.amount), "spent": plain(budget.spent), "warn_percent": budget.warn_percent,
         "hard": budget.hard, "period_began": iso(began), "resets_at": iso(ends) if ends else None,
     }  # fmt: skip
-    outbox.put(event, key=f"{budget.pk} {began:%Y-%m-%d} {plain(budget.amount)}", payload=payload, now=now)
+    outbox.put(event, key=f"{budget.pk} {began:%Y-%m-%d} {budget}"[:255], payload=payload, now=now)
     log.info(event.value, budget=budget.pk, what=str(budget), spent=plain(budget.spent), hard=budget.hard)
 
 

@@ -495,6 +495,20 @@ def test_warned_and_spent_once_in_a_period(grant: Act, memory: Any) -> None:
     assert said() == ["warning", "exhausted", "warning", "exhausted"]
 
 
+@pytest.mark.parametrize("becomes", [{"subject": BOB}, {"scope": "all", "subject": ""}, {"period": "month"}])
+def test_a_budget_that_becomes_one_for_others_says_so_of_them(becomes: dict[str, str]) -> None:
+    now = datetime(2026, 11, 1, 12, tzinfo=UTC)  # the first day of a month
+    time_used(now - HOUR, agent=ADA), time_used(now - HOUR, agent=BOB)
+    made = budget(1, scope="agent", subject=ADA, now=now)
+    for name, value in becomes.items():
+        setattr(made, name, value)
+    budgets.save(made, now=now + MINUTE), budgets.save(made, now=now + 2 * MINUTE)
+    of = Event.objects.filter(kind="budget.exhausted").order_by("at")
+    names = ["subject", "period", "scope"]
+    was = {"subject": ADA, "period": "day", "scope": "agent"}
+    assert [{name: each.payload[name] for name in names} for each in of] == [was, was | becomes]
+
+
 def test_a_sum_that_comes_late_does_not_open_what_is_spent(spend: Act, at_step: Act) -> None:
     spend()
     made = budget(1, period="ever")

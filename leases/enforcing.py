@@ -40,7 +40,7 @@ def enforce(*, now: datetime) -> Swept:
         if later() > now + LONGEST:
             break
         try:
-            swept.note(_enforce(pk, budget, now=later()))
+            swept.note(_enforce(pk, now=later()))
         except Exception as failed:
             log.exception("budget not enforced", lease=str(pk), budget=budget.pk)
             swept.failures.append(f"lease {pk}: {failed}")
@@ -61,8 +61,12 @@ def _grace_ends(budget: Budget) -> datetime:
     return budget.exhausted_at + budget.grace
 
 
-def _enforce(pk: UUID, budget: Budget, *, now: datetime) -> str:
+def _enforce(pk: UUID, *, now: datetime) -> str:
     """Take one lease as far as it goes now; what came of it."""
+    over = budgets.exhausted_for(pk, now=now)  # storing others took its time: it may have been raised, or have begun anew
+    if not over:
+        return "lost race"
+    budget = min(over, key=_grace_ends)
     later, sandbox = ticking(now), pool.of(pk)
     if sandbox and sandbox.state != COLD:
         if sandbox.lost_at:

@@ -675,6 +675,18 @@ def test_raised_while_it_is_stored_the_lease_goes_on(spend: Act, at_step: Act) -
     assert used(lease, "cat", "f") == b"kept\n"
 
 
+@pytest.mark.parametrize("change", [{"amount": 9}, {"grace": HOUR}])
+def test_raised_while_others_are_stored_what_runs_is_not_killed(spend: Act, at_step: Act, change: dict[str, Any]) -> None:
+    spend(hours=2)  # so its turn comes first
+    other = spend(BOB, "e2")
+    budget(1, grace=timedelta(0))
+    run = under_way(other)
+    at_step("budget stored", lambda: Budget.objects.update(**change))
+    swept(NOW)
+    run.refresh_from_db()
+    assert (ended(other)[0], run.ended_at) == ("active", None)
+
+
 def test_one_that_fails_does_not_keep_the_others(spend: Act, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = spend(), spend(environment="e2")
     budget(1), budget(1, scope="agent", subject=ADA)

@@ -73,7 +73,8 @@ def _enforce(pk: UUID, *, now: datetime) -> str:
             return "sandboxes lost"  # its lease ends by that: `reconcile`
         if sandbox.state in (WARMING, EVICTING):
             return "sandboxes on their way"  # somebody is at it, or `stalled` will be
-        if sandbox.tries and sandbox.idle_at and sandbox.idle_at > now:
+        unused = sandbox.last_used_at < sandbox.state_since  # since then; else its next try is when it is idle
+        if sandbox.tries and unused and sandbox.idle_at and sandbox.idle_at > now:
             return "sandboxes not stored yet"
         if sandbox.state == RUNNING:
             if now < _grace_ends(budget):

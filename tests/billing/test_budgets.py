@@ -649,6 +649,18 @@ def test_what_cannot_be_stored_stays_and_is_tried_again(spend: Act, memory: Any)
     assert readable(lease) == b"kept\n"
 
 
+def test_what_is_looked_at_while_it_cannot_be_stored_gains_no_time(spend: Act, memory: Any) -> None:
+    lease = spend()
+    budget(1)
+    with memory.fail("get_files", Unavailable("no answer")):
+        swept(NOW)
+    file = Command(argv=["read"], timeout=MINUTE, kind="file")
+    acting.act_in(lease.pk, file, lambda provider, box: None, now=NOW + MINUTE)
+    assert Sandbox.objects.get().tries == 1
+    assert swept(NOW + 2 * MINUTE) == {"leases ended": 1}
+    assert readable(lease) == b"kept\n"
+
+
 def test_what_its_clock_has_ended_says_so(spend: Act) -> None:
     lease = spend()
     budget(1)

@@ -185,9 +185,13 @@ def close_tab(holder: UUID, *, now: datetime) -> None:
     rows.update(Tab, "closed_at = %s WHERE holder = %s AND closed_at IS NULL", now, holder)
 
 
-def require(holder: UUID, *, now: datetime) -> None:
-    """BudgetExhausted while a hard budget is spent that is for this lease. One look at an index where there is none."""
-    if over := exhausted_for(holder, now=now):
+def require(holder: UUID, *, now: datetime, graceful: bool = False) -> None:
+    """BudgetExhausted while a hard budget is spent that is for this lease; `graceful`: only once the grace of one is over.
+    One look at an index where there is none."""
+    over = exhausted_for(holder, now=now)
+    if graceful:
+        over = [each for each in over if now >= grace_ends(each)]
+    if over:
         raise _refusal(dict.fromkeys(over, 0), now=now)
 
 
@@ -212,6 +216,12 @@ def exhausted(*, now: datetime, of: Q | None = None) -> list[Budget]:
 def is_spent(budget: Budget, now: datetime) -> bool:
     """Whether it was seen to be spent, in its present period and with the amount that it has now."""
     return budget.exhausted_for == period_of(budget.period, now)[0] and budget.spent >= budget.amount
+
+
+def grace_ends(budget: Budget) -> datetime:
+    """Of one that is spent: until when what runs may go on."""
+    assert budget.exhausted_at
+    return budget.exhausted_at + budget.grace
 
 
 def _refusal(full: dict[Budget, int], *, now: datetime) -> BudgetExhausted:

@@ -99,14 +99,15 @@ def for_lease(pk: UUID, act: Callable[[Want, datetime], T], *, now: datetime, ac
     """What `act` answers for an active lease, which is renewed after. LeaseEnded, also if it ended meanwhile.
 
     BudgetExhausted for what would start a sandbox while a budget of the lease is spent; where it `spends`, also for what
-    would run in the one that it has."""
+    would run in the one that it has. What does not spend and runs in it, as whatever touches its files does, may until the
+    end of the grace: else it would never sleep while somebody looks at them over and over."""
     later = ticking(now)
     lease = leasing.require(pk, now=now)
     want, afford = want_for(lease, now=now), partial(budgets.require, pk, now=now)
     if spends:
         afford()
     else:
-        want = replace(want, afford=afford)
+        want = replace(want, afford=afford, proceed=partial(afford, graceful=True))
     try:
         answer = act(want, now)
     except Lost:

@@ -50,15 +50,10 @@ def enforce(*, now: datetime) -> Swept:
 def due(*, now: datetime) -> dict[UUID, Budget]:
     """The active leases in scope of a hard budget that is spent, each with that whose grace ends first."""
     found: dict[UUID, Budget] = {}
-    for budget in sorted(budgets.exhausted(now=now), key=_grace_ends):
+    for budget in sorted(budgets.exhausted(now=now), key=budgets.grace_ends):
         for pk in budgets.open_tabs(budget, now=now).order_by("opened_at", "pk").values_list("pk", flat=True):
             found.setdefault(pk, budget)
     return found
-
-
-def _grace_ends(budget: Budget) -> datetime:
-    assert budget.exhausted_at
-    return budget.exhausted_at + budget.grace
 
 
 def _enforce(pk: UUID, *, now: datetime) -> str:
@@ -66,7 +61,7 @@ def _enforce(pk: UUID, *, now: datetime) -> str:
     over = budgets.exhausted_for(pk, now=now)  # storing others took its time: it may have been raised, or have begun anew
     if not over:
         return "lost race"
-    budget = min(over, key=_grace_ends)
+    budget = min(over, key=budgets.grace_ends)
     later, sandbox = ticking(now), pool.of(pk)
     if sandbox and sandbox.state != COLD:
         if sandbox.lost_at:
@@ -77,7 +72,7 @@ def _enforce(pk: UUID, *, now: datetime) -> str:
         if sandbox.tries and unused and sandbox.idle_at and sandbox.idle_at > now:
             return "sandboxes not stored yet"
         if sandbox.state == RUNNING:
-            if now < _grace_ends(budget):
+            if now < budgets.grace_ends(budget):
                 return "sandboxes running on"
             _stop(sandbox, now=now)
             step("budget stopped", sandbox)

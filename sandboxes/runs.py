@@ -70,6 +70,7 @@ def act_in(
     """Like exec_in for any one act, a file operation say: it has a Run, so nothing evicts the sandbox under it."""
     later = ticking(now)
     while True:
+        want.proceed()
         sandbox = pool.ready(want, now=later(), actor=actor)
         run = open_run(sandbox, command, now=later(), actor=actor)
         if run:

@@ -439,6 +439,23 @@ def test_files_are_written_where_something_runs_and_start_nothing(over: Lease, a
     assert box.state == "cold"
 
 
+def test_files_are_not_touched_where_something_runs_once_the_grace_is_over(over: Lease, at_step: Act) -> None:
+    touched: list[datetime] = []
+
+    def look(now: datetime) -> None:
+        file = Command(argv=["read"], timeout=MINUTE, kind="file")
+        acting.act_in(over.pk, file, lambda provider, box: touched.append(now), now=now)
+
+    def rival() -> None:
+        with refused():
+            look(NOW + HOUR)
+
+    look(NOW + HOUR - MINUTE)
+    at_step("budget stopped", rival)
+    assert swept(NOW + HOUR) == {"leases ended": 1}
+    assert touched == [NOW + HOUR - MINUTE]
+
+
 def test_raised_it_is_open_again_at_once(over: Lease) -> None:
     made = Budget.objects.get()
     made.amount = Decimal(2)

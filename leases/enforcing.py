@@ -36,8 +36,9 @@ def enforce(*, now: datetime) -> Swept:
         except Exception as failed:  # one budget must not keep the others from being enforced
             log.exception("budget not settled", budget=number)
             swept.failures.append(f"budget {number}: {failed}")
+    until = later() + LONGEST  # from here on: many budgets take long, and must not keep leases from being ended
     for pk, budget in due(now=now).items():
-        if later() > now + LONGEST:
+        if later() > until:
             break
         try:
             swept.note(_enforce(pk, now=later()))

@@ -716,6 +716,15 @@ def test_raised_while_others_are_stored_what_runs_is_not_killed(spend: Act, at_s
     assert (ended(other)[0], run.ended_at) == ("active", None)
 
 
+def test_leases_end_however_long_summing_takes(spend: Act, monkeypatch: pytest.MonkeyPatch, at_step: Act) -> None:
+    lease, clock = spend(), [0.0]
+    budget(1)
+    monkeypatch.setattr(moments, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    at_step("budget settled", lambda: clock.append(clock.pop() + enforcing.LONGEST.total_seconds() + 1))
+    assert swept(NOW)["leases ended"] == 1
+    assert ended(lease) == ("expired", "budget")
+
+
 def test_one_that_fails_does_not_keep_the_others(spend: Act, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = spend(), spend(environment="e2")
     budget(1), budget(1, scope="agent", subject=ADA)

@@ -52,8 +52,9 @@ def want_for(lease: Lease, *, now: datetime) -> Want:
 
 
 def _fence(pk: UUID, now: datetime) -> None:
-    # Locked until the sandbox's row is there: whoever ends the lease then finds it, or else we find the lease ended.
-    Lease.objects.select_for_update(of=("self",)).get(pk=pk)
+    # Locked until the sandbox's row is there: whoever ends the lease then finds it, or else we find the lease ended. A lease is
+    # locked without its key: whoever writes an event of it, with its sandbox locked, must not wait for whoever wants both.
+    Lease.objects.select_for_update(no_key=True, of=("self",)).get(pk=pk)
     leasing.require(pk, now=now)
 
 

@@ -9,6 +9,7 @@ from uuid import UUID
 
 from django.conf import settings
 from django.contrib import admin
+from django.db import models
 from django.db.models import F, Q
 from django.http import HttpRequest, HttpResponse
 from django.urls import reverse
@@ -24,6 +25,7 @@ from billing.estimate import LAST, outlook
 from billing.models import Account, Budget
 from billing.models_budgets import Period, Scope, Unit
 from sandboxes.cells import age, ago, badge, counted, link, rows, since, span, stamp, two, usd
+from sandboxes.fields import SpanOrNone
 from sandboxes.models import Event
 from sandboxes.pages import Act, Fact, Page, Reason, Slice, done_to
 from sandboxes.webhooks import Kind
@@ -194,6 +196,7 @@ class BudgetAdmin(Page):
         ("How much", {"fields": ["amount", "unit", "period"]}),
         ("What then", {"fields": ["hard", "warn_percent", "grace"]}),
     ]
+    formfield_overrides = {**Page.formfield_overrides, models.DurationField: {"form_class": SpanOrNone}}
     labels = {"hard": "Hard", "warn_percent": "Warn at percent"}
     change_form_outer_before_template = "admin/billing/budget/page.html"
     acts = {"turn_off": TURN_OFF, "turn_on": TURN_ON}

@@ -57,6 +57,7 @@ HOUR = timedelta(hours=1)
 NANO = Decimal("1e-9")
 EXHAUSTED = "exhausted_at IS NOT NULL AND active AND hard"  # as the condition of its index
 NAMED = {Scope.AGENT: "agent_did", Scope.KEY: "key_id", Scope.ENVIRONMENT_TYPE: "environment_type"}  # columns of tabs
+WHAT_FOR = ["scope", "subject", "unit", "period", "hard", "active"]  # of these, what decides when its grace began
 STATED = ["scope", "subject", "unit", "amount", "period", "hard", "warn_percent", "grace", "active"]  # by operators
 
 
@@ -184,9 +185,13 @@ def close_tab(holder: UUID, *, now: datetime) -> None:
     rows.update(Tab, "closed_at = %s WHERE holder = %s AND closed_at IS NULL", now, holder)
 
 
-def require(holder: UUID, *, now: datetime) -> None:
-    """BudgetExhausted while a hard budget is spent that is for this lease. One look at an index where there is none."""
-    if over := exhausted_for(holder, now=now):
+def require(holder: UUID, *, now: datetime, graceful: bool = False) -> None:
+    """BudgetExhausted while a hard budget is spent that is for this lease; `graceful`: only once the grace of one is over.
+    One look at an index where there is none."""
+    over = exhausted_for(holder, now=now)
+    if graceful:
+        over = [each for each in over if now >= grace_ends(each)]
+    if over:
         raise _refusal(dict.fromkeys(over, 0), now=now)
 
 
@@ -211,6 +216,12 @@ def exhausted(*, now: datetime, of: Q | None = None) -> list[Budget]:
 def is_spent(budget: Budget, now: datetime) -> bool:
     """Whether it was seen to be spent, in its present period and with the amount that it has now."""
     return budget.exhausted_for == period_of(budget.period, now)[0] and budget.spent >= budget.amount
+
+
+def grace_ends(budget: Budget) -> datetime:
+    """Of one that is spent: until when what runs may go on."""
+    assert budget.exhausted_at
+    return budget.exhausted_at + budget.grace
 
 
 def _refusal(full: dict[Budget, int], *, now: datetime) -> BudgetExhausted:
@@ -243,10 +254,11 @@ def settle(pk: int, *, now: datetime) -> list[str]:
     began, ends = period_of(budget.period, now)
     spent = spent_between(budget, began, ends)  # before its lock: a grant waits for that
     step("budget summed", budget)
-    same = {field: getattr(budget, field) for field in ("scope", "subject", "unit", "period")}
+    same = {field: getattr(budget, field) for field in ("scope", "subject", "unit", "period", "spent_at")}
     with transaction.atomic():
         locked = Budget.objects.select_for_update(no_key=True).filter(pk=pk, active=True, **same).first()
-        said = _mark(locked, spent, began, now=now) if locked else []  # changed meanwhile: the next pass has it
+        # Changed meanwhile, or worked out by somebody else, who may know of more: the next pass has it.
+        said = _mark(locked, spent, began, now=now) if locked else []
         step("budget marked", budget)
     step("budget settled", budget)
     return said
@@ -275,14 +287,14 @@ def _mark(budget: Budget, spent: Decimal, began: datetime, *, now: datetime) -> 
 
 
 def _tell(budget: Budget, event: Kind, *, now: datetime) -> None:
-    """Once for each period and amount, whatever becomes of what is spent in between."""
+    """Once for each period, amount and whom it is for, whatever becomes of what is spent in between."""
     began, ends = period_of(budget.period, now)
     payload = {
         "budget": budget.pk, "scope": budget.scope, "subject": budget.subject, "unit": budget.unit, "period": budget.period,
         "amount": plain(budget.amount), "spent": plain(budget.spent), "warn_percent": budget.warn_percent,
         "hard": budget.hard, "period_began": iso(began), "resets_at": iso(ends) if ends else None,
     }  # fmt: skip
-    outbox.put(event, key=f"{budget.pk} {began:%Y-%m-%d} {plain(budget.amount)}", payload=payload, now=now)
+    outbox.put(event, key=f"{budget.pk} {began:%Y-%m-%d} {budget}"[:255], payload=payload, now=now)
     log.info(event.value, budget=budget.pk, what=str(budget), spent=plain(budget.spent), hard=budget.hard)
 
 
@@ -356,14 +368,19 @@ def save(budget: Budget, *, now: datetime) -> None:
             budget.created_at = now
             budget.save()
         else:
+            same = {field: getattr(budget, field) for field in WHAT_FOR}
+            # It was spent for others, or ended nothing yet: whom it is for from now on has all of its grace.
+            Budget.objects.filter(pk=budget.pk).exclude(**same).update(exhausted_for=None, exhausted_at=None)
             budget.save(update_fields=STATED)
     settle(budget.pk, now=now)
     budget.refresh_from_db()
 
 
 def switch(pk: int, *, active: bool, now: datetime) -> bool:
-    """Turn a budget on or off; whether this call did. What it has spent is worked out as soon as it is on."""
-    if not Budget.objects.filter(pk=pk, active=not active).update(active=active):
+    """Turn a budget on or off; whether this call did. What it has spent is worked out as soon as it is on, and its grace
+    begins then."""
+    anew = {"exhausted_for": None, "exhausted_at": None}
+    if not Budget.objects.filter(pk=pk, active=not active).update(active=active, **anew):
         return False
     settle(pk, now=now)
     return True

@@ -52,8 +52,9 @@ def want_for(lease: Lease, *, now: datetime) -> Want:
 
 
 def _fence(pk: UUID, now: datetime) -> None:
-    # Locked until the sandbox's row is there: whoever ends the lease then finds it, or else we find the lease ended.
-    Lease.objects.select_for_update(of=("self",)).get(pk=pk)
+    # Locked until the sandbox's row is there: whoever ends the lease then finds it, or else we find the lease ended. A lease is
+    # locked without its key: whoever writes an event of it, with its sandbox locked, must not wait for whoever wants both.
+    Lease.objects.select_for_update(no_key=True, of=("self",)).get(pk=pk)
     leasing.require(pk, now=now)
 
 
@@ -99,14 +100,15 @@ def for_lease(pk: UUID, act: Callable[[Want, datetime], T], *, now: datetime, ac
     """What `act` answers for an active lease, which is renewed after. LeaseEnded, also if it ended meanwhile.
 
     BudgetExhausted for what would start a sandbox while a budget of the lease is spent; where it `spends`, also for what
-    would run in the one that it has."""
+    would run in the one that it has. What does not spend and runs in it, as whatever touches its files does, may until the
+    end of the grace: else it would never sleep while somebody looks at them over and over."""
     later = ticking(now)
     lease = leasing.require(pk, now=now)
     want, afford = want_for(lease, now=now), partial(budgets.require, pk, now=now)
     if spends:
         afford()
     else:
-        want = replace(want, afford=afford)
+        want = replace(want, afford=afford, proceed=partial(afford, graceful=True))
     try:
         answer = act(want, now)
     except Lost:

@@ -36,11 +36,12 @@ def enforce(*, now: datetime) -> Swept:
         except Exception as failed:  # one budget must not keep the others from being enforced
             log.exception("budget not settled", budget=number)
             swept.failures.append(f"budget {number}: {failed}")
+    until = later() + LONGEST  # from here on: many budgets take long, and must not keep leases from being ended
     for pk, budget in due(now=now).items():
-        if later() > now + LONGEST:
+        if later() > until:
             break
         try:
-            swept.note(_enforce(pk, budget, now=later()))
+            swept.note(_enforce(pk, now=later()))
         except Exception as failed:
             log.exception("budget not enforced", lease=str(pk), budget=budget.pk)
             swept.failures.append(f"lease {pk}: {failed}")
@@ -50,29 +51,29 @@ def enforce(*, now: datetime) -> Swept:
 def due(*, now: datetime) -> dict[UUID, Budget]:
     """The active leases in scope of a hard budget that is spent, each with that whose grace ends first."""
     found: dict[UUID, Budget] = {}
-    for budget in sorted(budgets.exhausted(now=now), key=_grace_ends):
+    for budget in sorted(budgets.exhausted(now=now), key=budgets.grace_ends):
         for pk in budgets.open_tabs(budget, now=now).order_by("opened_at", "pk").values_list("pk", flat=True):
             found.setdefault(pk, budget)
     return found
 
 
-def _grace_ends(budget: Budget) -> datetime:
-    assert budget.exhausted_at
-    return budget.exhausted_at + budget.grace
-
-
-def _enforce(pk: UUID, budget: Budget, *, now: datetime) -> str:
+def _enforce(pk: UUID, *, now: datetime) -> str:
     """Take one lease as far as it goes now; what came of it."""
+    over = budgets.exhausted_for(pk, now=now)  # storing others took its time: it may have been raised, or have begun anew
+    if not over:
+        return "lost race"
+    budget = min(over, key=budgets.grace_ends)
     later, sandbox = ticking(now), pool.of(pk)
     if sandbox and sandbox.state != COLD:
         if sandbox.lost_at:
             return "sandboxes lost"  # its lease ends by that: `reconcile`
         if sandbox.state in (WARMING, EVICTING):
             return "sandboxes on their way"  # somebody is at it, or `stalled` will be
-        if sandbox.tries and sandbox.idle_at and sandbox.idle_at > now:
+        unused = sandbox.last_used_at < sandbox.state_since  # since then; else its next try is when it is idle
+        if sandbox.tries and unused and sandbox.idle_at and sandbox.idle_at > now:
             return "sandboxes not stored yet"
         if sandbox.state == RUNNING:
-            if now < _grace_ends(budget):
+            if now < budgets.grace_ends(budget):
                 return "sandboxes running on"
             _stop(sandbox, now=now)
             step("budget stopped", sandbox)
@@ -95,7 +96,7 @@ def _end(pk: UUID, budget: Budget, *, now: datetime) -> bool:
     """End a lease whose sandbox sleeps. False if that woke, or if no budget is spent that is for it any more."""
     with transaction.atomic(durable=True):
         # Whoever gives it a sandbox locks this row, too; one that is there is locked against being woken.
-        lease = Lease.objects.select_for_update(of=("self",)).filter(pk=pk, status=Status.ACTIVE).first()
+        lease = Lease.objects.select_for_update(no_key=True, of=("self",)).filter(pk=pk, status=Status.ACTIVE).first()
         if lease is None:
             return False
         held = Sandbox.objects.select_for_update(of=("self",)).filter(holder=pk).exclude(state__in=GONE)

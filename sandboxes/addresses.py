@@ -6,6 +6,7 @@ Address = IPv4Address | IPv6Address
 # What answers there gives credentials to whoever asks from this machine: clouds' metadata outside of link-local addresses.
 METADATA = [ip_network(net) for net in ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254", "fd20:ce::254")]
 NAT64 = ip_network("64:ff9b::/96")
+SITE_LOCAL = ip_network("fec0::/10")  # as private as fc00::/7, which took its place
 
 
 def why_refused(address: Address, *, internal: bool) -> str:
@@ -13,7 +14,7 @@ def why_refused(address: Address, *, internal: bool) -> str:
     address = _plain(address)
     if address.is_link_local or address.is_multicast or address.is_unspecified or any(address in net for net in METADATA):
         return "nothing is ever sent there."
-    if not internal and not address.is_global:
+    if not internal and (not address.is_global or address.is_reserved or address in SITE_LOCAL):
         return "it is not public, and the webhook is not marked as internal."
     return ""
 

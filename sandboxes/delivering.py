@@ -28,7 +28,8 @@ from sandboxes.webhooks import CURRENT, LISTENING, Delivery, Event, Kind, Webhoo
 log = structlog.get_logger(__name__)
 CLAIM = timedelta(minutes=2)  # a try takes posting.TIMEOUT and two short transactions; later, whoever made it is dead
 FIRST, MOST = timedelta(seconds=5), timedelta(hours=6)  # between two tries
-PATIENCE = timedelta(days=3)  # from when on a failed try is the last one
+PATIENCE = timedelta(days=3)  # from when on a failed try is the last one,
+FEWEST = 10  # if there were so many: nobody may have tried in all that time
 BUDGET = timedelta(seconds=30)  # of one pass
 GONE = 410  # says that its receiver wants no more
 
@@ -145,7 +146,8 @@ def headers(pk: uuid.UUID, body: bytes, secrets: Sequence[bytes], *, now: dateti
 
 def record(delivery: Delivery, answer: Answer, *, now: datetime) -> str:
     """Write down what came back, if the claim still holds."""
-    over = delivery.event.kind == Kind.TEST or now >= delivery.asked_at + PATIENCE
+    tried = delivery.tries >= FEWEST and now >= delivery.asked_at + PATIENCE
+    over = delivery.event.kind == Kind.TEST or tried
     said = {"last_status": answer.status, "last_error": answer.error[:300]}
     if not answer.error:
         after: dict[str, datetime | None] = {"due_at": None, "delivered_at": now}

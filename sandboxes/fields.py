@@ -37,6 +37,13 @@ class Span(forms.Field):
         return f"{seconds}s"
 
 
+class SpanOrNone(Span):
+    """A duration that may be 0."""
+
+    def to_python(self, value: Any) -> timedelta | None:
+        return timedelta(0) if str(value).strip() in ("0", "0s") else super().to_python(value)
+
+
 class Amount(forms.DecimalField):
     """A decimal number without the zeros that a column fills up with."""
 

@@ -109,7 +109,7 @@ def start_run(pk: UUID, *, holder: UUID, now: datetime, actor: str = "") -> Stat
 def finish_run(pk: UUID, incarnation: int, *, idle_after: timedelta, now: datetime, actor: str = "") -> None:
     """Count one open Run less; the last one lets the sandbox wait. Nothing happens if it left `running` meanwhile.
 
-    Call it inside the transaction that closed the Run, and only if that closed it."""
+    Call it inside the transaction that closes the Run, which is rolled back if it was closed before."""
     with transaction.atomic():
         counted = rows.update(Sandbox, END_RUNNING, now, now, now + idle_after, pk, incarnation)
         if counted:

@@ -49,6 +49,7 @@ class Want:
     memory_mib: int | None = None  # None: what its pool gives
     fence: Callable[[], object] = bool  # called in the transaction that takes a place; raises if the holder may not
     afford: Callable[[], object] = bool  # called before a sandbox is started or woken; raises if it may not be now
+    proceed: Callable[[], object] = bool  # called before anything runs in it; raises if nothing may any more
 
 
 class _Full(Exception):

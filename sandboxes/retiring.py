@@ -169,11 +169,12 @@ def make_room(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") -> 
 def next_victim(pool: Pool, *, agent_did: str, now: datetime) -> Sandbox | None:
     """Whose place goes next when this agent needs one; one index-served query, however many rows there are.
 
-    What could not be stored lately is left out until its next try: it must not stand in the way of the others."""
+    What could not be stored lately is left out until its next try: it must not stand in the way of the others. Once it was
+    used again there is no other next try than this one."""
     guaranteed = Quota.objects.filter(
         pool=OuterRef("pool"), agent_did=OuterRef("agent_did"), guaranteed__gt=0, used__lte=F("guaranteed")
     ).exclude(agent_did=agent_did)
-    postponed = Q(tries__gt=0, idle_at__gt=now)
+    postponed = Q(tries__gt=0, idle_at__gt=now, last_used_at__lt=F("state_since"))
     candidates = Sandbox.objects.filter(~Exists(guaranteed), ~postponed, pool=pool, tier__isnull=False, lost_at__isnull=True)
     return candidates.order_by("tier", "last_used_at").first()
 

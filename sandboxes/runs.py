@@ -70,6 +70,7 @@ def act_in(
     """Like exec_in for any one act, a file operation say: it has a Run, so nothing evicts the sandbox under it."""
     later = ticking(now)
     while True:
+        want.proceed()
         sandbox = pool.ready(want, now=later(), actor=actor)
         run = open_run(sandbox, command, now=later(), actor=actor)
         if run:
@@ -178,10 +179,12 @@ def close(
             "stderr_bytes": len(result.stderr),
         }
     with transaction.atomic():
+        # Its sandbox before the Run, as whoever gives that up locks them.
+        lifecycle.finish_run(run.sandbox_id, run.incarnation, idle_after=run.sandbox.idle_after, now=now, actor=actor)
         changes = ", ".join(f"{name} = %s" for name in values)
         closed = rows.update(Run, f"{changes} WHERE id = %s AND ended_at IS NULL", *values.values(), run.pk)
-        if closed:
-            lifecycle.finish_run(run.sandbox_id, run.incarnation, idle_after=run.sandbox.idle_after, now=now, actor=actor)
+        if not closed:
+            transaction.set_rollback(True)  # whoever closed it has counted it out
     if closed:
         for name, value in values.items():
             setattr(run, name, value)

@@ -156,6 +156,17 @@ def test_a_receiver_that_fails_for_three_days_is_given_up(receiver: Receiver) ->
     assert sweep(when) == {"delivered": 2}
 
 
+def test_what_nobody_has_tried_for_days_is_not_given_up_at_its_first_failure(receiver: Receiver) -> None:
+    webhook, _ = listen(receiver)
+    happen()
+    receiver.status = 503  # it comes back as we do, and later
+    assert sweep(NOW + 4 * DAY) == {"to be tried again": 1}
+    receiver.status = 200
+    assert sweep(NOW + 4 * DAY + MINUTE) == {"delivered": 1}
+    webhook.refresh_from_db()
+    assert webhook.disabled_at is None
+
+
 def test_an_event_that_is_never_taken_is_given_up_while_others_arrive(receiver: Receiver) -> None:
     webhook, _ = listen(receiver)
     happen(1)

@@ -258,6 +258,16 @@ def test_of_one_tier_the_least_recently_used_goes(grant, pool) -> None:
     assert pools.of(old.pk) is None and pools.of(new.pk)
 
 
+def test_what_was_used_since_it_could_not_be_stored_makes_room_again(grant, pool, memory) -> None:
+    lease = grant()
+    box = use(lease)
+    with memory.fail("get_files", Unavailable("no answer")):
+        assert not retiring.sleep(box.pk, now=NOW + MINUTE, reason="idle")
+    assert retiring.next_victim(pool, agent_did="did:plc:b", now=NOW + MINUTE) is None
+    use(lease, NOW + 5 * MINUTE)
+    assert retiring.next_victim(pool, agent_did="did:plc:b", now=NOW + 6 * MINUTE) == box
+
+
 def test_a_sandbox_that_cannot_be_stored_does_not_stand_in_the_way(grant, pool, memory) -> None:
     size(pool, 2)
     stuck, other = grant(agent="did:plc:stuck"), grant(agent="did:plc:other")

@@ -115,7 +115,7 @@ def test_nothing_is_ever_sent_there(address: str) -> None:
 @pytest.mark.parametrize(
     "address",
     ["127.0.0.1", "10.1.2.3", "192.168.0.1", "172.16.0.1", "100.64.0.1", "::1", "fd12::1", "::ffff:10.0.0.1", "64:ff9b::a00:1",
-     "255.255.255.255"],
+     "255.255.255.255", "fec0::1", "64:ff9b:1::a00:1", "::10.0.0.1", "::ffff:0:a00:1"],
 )  # fmt: skip
 def test_what_is_not_public_is_for_internal_webhooks(address: str) -> None:
     assert "not public" in why_refused(ip_address(address), internal=False)

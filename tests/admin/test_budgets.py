@@ -91,6 +91,15 @@ def test_a_change_is_worked_out_at_once_and_leaves_the_rest(administrator: Clien
     assert (made.amount, made.exhausted_at, made.warned_for, made.created_at) == (40, None, None, created)
 
 
+def test_a_budget_without_grace_is_added_and_changed(administrator: Client) -> None:
+    assert administrator.post(f"{LIST}add/", {**ASKED, "grace": "0"}).status_code == 302
+    made = Budget.objects.get()
+    shown = administrator.get(page(made)).context["adminform"].form["grace"].value()
+    assert administrator.post(page(made), {**ASKED, "amount": "3", "grace": shown}).status_code == 302
+    made.refresh_from_db()
+    assert (made.grace, made.amount) == (timedelta(0), 3)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -439,6 +439,23 @@ def test_files_are_written_where_something_runs_and_start_nothing(over: Lease, a
     assert box.state == "cold"
 
 
+def test_files_are_not_touched_where_something_runs_once_the_grace_is_over(over: Lease, at_step: Act) -> None:
+    touched: list[datetime] = []
+
+    def look(now: datetime) -> None:
+        file = Command(argv=["read"], timeout=MINUTE, kind="file")
+        acting.act_in(over.pk, file, lambda provider, box: touched.append(now), now=now)
+
+    def rival() -> None:
+        with refused():
+            look(NOW + HOUR)
+
+    look(NOW + HOUR - MINUTE)
+    at_step("budget stopped", rival)
+    assert swept(NOW + HOUR) == {"leases ended": 1}
+    assert touched == [NOW + HOUR - MINUTE]
+
+
 def test_raised_it_is_open_again_at_once(over: Lease) -> None:
     made = Budget.objects.get()
     made.amount = Decimal(2)
@@ -495,6 +512,34 @@ def test_warned_and_spent_once_in_a_period(grant: Act, memory: Any) -> None:
     assert said() == ["warning", "exhausted", "warning", "exhausted"]
 
 
+@pytest.mark.parametrize("becomes", [{"subject": BOB}, {"scope": "all", "subject": ""}, {"period": "month"}])
+def test_a_budget_that_becomes_one_for_others_says_so_of_them(becomes: dict[str, str]) -> None:
+    now = datetime(2026, 11, 1, 12, tzinfo=UTC)  # the first day of a month
+    time_used(now - HOUR, agent=ADA), time_used(now - HOUR, agent=BOB)
+    made = budget(1, scope="agent", subject=ADA, now=now)
+    for name, value in becomes.items():
+        setattr(made, name, value)
+    budgets.save(made, now=now + MINUTE), budgets.save(made, now=now + 2 * MINUTE)
+    of = Event.objects.filter(kind="budget.exhausted").order_by("at")
+    names = ["subject", "period", "scope"]
+    was = {"subject": ADA, "period": "day", "scope": "agent"}
+    assert [{name: each.payload[name] for name in names} for each in of] == [was, was | becomes]
+
+
+def test_a_sum_that_comes_late_does_not_open_what_is_spent(spend: Act, at_step: Act) -> None:
+    spend()
+    made = budget(1, period="ever")
+
+    def rival() -> None:
+        metering.meter(now=NOW)
+        assert budgets.settle(made.pk, now=NOW + MINUTE) == ["warned of", "spent"]
+
+    at_step("budget summed", rival)
+    assert budgets.settle(made.pk, now=NOW) == []
+    made.refresh_from_db()
+    assert (made.spent, made.exhausted_at) == (1, NOW + MINUTE)
+
+
 # --- leases that are ended --------------------------------------------------------------------------------------------
 
 
@@ -538,6 +583,39 @@ def test_what_runs_has_until_the_end_of_the_grace(spend: Act) -> None:
         "budget", "lost", "Killed: a budget of its lease is spent, and so is the grace.",
     )  # fmt: skip
     assert readable(lease) == b"kept\n"
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes"), [({"hard": False}, {"hard": True}), ({"subject": BOB}, {"subject": ADA}), ({}, {"active": True})]
+)
+def test_what_runs_has_all_of_the_grace_of_a_budget_that_becomes_one_for_it(
+    spend: Act, was: dict[str, Any], becomes: dict[str, Any]
+) -> None:
+    lease, _ = spend(), spend(BOB, "e2")
+    made = budget(**{"period": "ever", "scope": "agent", "subject": ADA, "grace": 5 * MINUTE} | was)
+    run = under_way(lease)
+    swept(NOW)
+    if not was:
+        budgets.switch(made.pk, active=False, now=NOW)
+    for name, value in becomes.items():
+        setattr(made, name, value)
+    budgets.save(made, now=NOW + HOUR)
+    assert swept(NOW + HOUR) == {"sandboxes running on": 1}
+    assert swept(NOW + HOUR + 4 * MINUTE) == {"sandboxes running on": 1}
+    assert swept(NOW + HOUR + 5 * MINUTE) == {"leases ended": 1}
+    run.refresh_from_db()
+    assert run.outcome == "lost"
+
+
+def test_what_runs_has_all_of_the_grace_of_a_budget_that_is_on_again(spend: Act) -> None:
+    lease = spend()
+    made = budget(1, period="ever", grace=5 * MINUTE)
+    under_way(lease)
+    swept(NOW), budgets.switch(made.pk, active=False, now=NOW)
+    assert budgets.switch(made.pk, active=True, now=NOW + HOUR)
+    assert swept(NOW + HOUR) == {"sandboxes running on": 1}
+    assert swept(NOW + HOUR + 5 * MINUTE) == {"leases ended": 1}
+    assert said() == ["exhausted", "warning"]
 
 
 def test_what_has_ended_by_itself_within_the_grace_has_ended_well(spend: Act) -> None:
@@ -588,6 +666,18 @@ def test_what_cannot_be_stored_stays_and_is_tried_again(spend: Act, memory: Any)
     assert readable(lease) == b"kept\n"
 
 
+def test_what_is_looked_at_while_it_cannot_be_stored_gains_no_time(spend: Act, memory: Any) -> None:
+    lease = spend()
+    budget(1)
+    with memory.fail("get_files", Unavailable("no answer")):
+        swept(NOW)
+    file = Command(argv=["read"], timeout=MINUTE, kind="file")
+    acting.act_in(lease.pk, file, lambda provider, box: None, now=NOW + MINUTE)
+    assert Sandbox.objects.get().tries == 1
+    assert swept(NOW + 2 * MINUTE) == {"leases ended": 1}
+    assert readable(lease) == b"kept\n"
+
+
 def test_what_its_clock_has_ended_says_so(spend: Act) -> None:
     lease = spend()
     budget(1)
@@ -612,6 +702,27 @@ def test_raised_while_it_is_stored_the_lease_goes_on(spend: Act, at_step: Act) -
     assert swept(NOW)["lost race"] == 1
     assert ended(lease)[0] == "active"
     assert used(lease, "cat", "f") == b"kept\n"
+
+
+@pytest.mark.parametrize("change", [{"amount": 9}, {"grace": HOUR}])
+def test_raised_while_others_are_stored_what_runs_is_not_killed(spend: Act, at_step: Act, change: dict[str, Any]) -> None:
+    spend(hours=2)  # so its turn comes first
+    other = spend(BOB, "e2")
+    budget(1, grace=timedelta(0))
+    run = under_way(other)
+    at_step("budget stored", lambda: Budget.objects.update(**change))
+    swept(NOW)
+    run.refresh_from_db()
+    assert (ended(other)[0], run.ended_at) == ("active", None)
+
+
+def test_leases_end_however_long_summing_takes(spend: Act, monkeypatch: pytest.MonkeyPatch, at_step: Act) -> None:
+    lease, clock = spend(), [0.0]
+    budget(1)
+    monkeypatch.setattr(moments, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    at_step("budget settled", lambda: clock.append(clock.pop() + enforcing.LONGEST.total_seconds() + 1))
+    assert swept(NOW)["leases ended"] == 1
+    assert ended(lease) == ("expired", "budget")
 
 
 def test_one_that_fails_does_not_keep_the_others(spend: Act, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,13 @@ def test_each_scope_can_be_named() -> None:
     assert found == [("all", ""), ("key", str(key.pk)), ("environment_type", "catan"), ("account", "crew")]
 
 
+@pytest.mark.parametrize("shown", ["{}", "lh_{}", "lh_{}_…"])
+def test_a_key_is_named_as_the_console_shows_it(shown: str) -> None:
+    key, _ = keys.issue([ADA], now=timezone.now())
+    run("add", "1", "hours", "day", "--key", shown.format(key.prefix))
+    assert Budget.objects.get().subject == str(key.pk)
+
+
 def test_one_that_is_spent_says_so() -> None:
     run("add", "1", "hours", "ever", "--all")
     Budget.objects.update(spent=2, period_began=days.LONG_AGO)
@@ -69,6 +76,10 @@ def test_one_that_runs_out_says_when() -> None:
         (["add", "1", "hours", "day", "--key", "ab"], "there is no API key"),
         (["add", "1", "hours", "day", "--type", "chess"], "there is no environment type"),
         (["add", "1", "hours", "day", "--account", "none"], "there is no account"),
+        (["add", "1", "hours", "day", "--agent", ""], "is not a DID"),
+        (["add", "1", "hours", "day", "--key", ""], "there is no API key"),
+        (["add", "1", "hours", "day", "--type", ""], "there is no environment type"),
+        (["add", "1", "hours", "day", "--account", ""], "there is no account"),
         (["add", "much", "hours", "day", "--all"], "is not a decimal number"),
         (["add", "0", "hours", "day", "--all"], "greater than or equal"),
         (["add", "nan", "hours", "day", "--all"], "decimal number|a number"),

@@ -1,24 +1,26 @@
 """Races by construction: a rival runs in the middle of a step, or threads start together."""
 
 import threading
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
-from django.db import connections, transaction
+from django.db import OperationalError, connection, connections, transaction
 
-from leases import acting, leasing, sweeps
+from leases import acting, leasing, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import pool as pools
-from sandboxes import retiring
+from sandboxes import retiring, runs
 from sandboxes import sweeps as below
 from sandboxes.errors import CapacityExhausted
-from sandboxes.models import Pool, Run, Sandbox
+from sandboxes.models import Outcome, Pool, Run, Sandbox
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW, threads
 
 pytestmark = pytest.mark.django_db(transaction=True)
+DAY = timedelta(days=1)
 
 
 def true() -> Command:
@@ -194,6 +196,66 @@ def test_a_release_during_a_run_ends_it_and_the_late_answer_is_refused(grant, at
         acting.exec_in(lease.pk, true(), now=NOW)
     run = Run.objects.get()
     assert (run.outcome, Sandbox.objects.get().state) == ("lost", "destroying")
+
+
+def test_a_run_that_ends_as_its_sandbox_is_given_up_and_that_do_not_wait_for_each_other(grant) -> None:
+    lease = grant()
+    box = acting.sandbox_for(lease.pk, now=NOW)
+    run = runs.open_run(box, Command(argv=["true"], timeout=MINUTE), now=NOW)
+    closed: list[object] = []
+
+    def end() -> None:
+        try:
+            closed.append(runs.close(run, now=NOW, outcome=Outcome.OK))
+        except OperationalError as failed:
+            closed.append(failed)
+        connections.close_all()
+
+    rival = threading.Thread(target=end)
+
+    def slowly(execute, sql, *rest):
+        if sql.startswith('UPDATE "sandboxes_run"') and not rival.ident:
+            rival.start()
+            rival.join(0.5)  # it waits for us
+        return execute(sql, *rest)
+
+    with connection.execute_wrapper(slowly):
+        leasing.release(lease.pk, now=NOW)
+    rival.join(30)
+    assert closed == [False]
+    run.refresh_from_db()
+    assert (run.outcome, Sandbox.objects.get().state) == ("lost", "destroying")
+
+
+@pytest.mark.parametrize("way", ["its clock", "a condition"])
+def test_a_lease_that_ends_as_a_copy_of_it_is_saved_and_that_do_not_wait_for_each_other(grant, way: str) -> None:
+    lease = grant(expiry_conditions=["game-over"])
+    acting.exec_in(lease.pk, true(), now=NOW)
+    done: list[object] = []
+
+    def end() -> None:
+        try:
+            if way == "its clock":
+                done.append(sweeps.expire_due(now=NOW + DAY).counts)
+            else:
+                done.append(len(sweeps.end_matching("game-1", "game-over", now=NOW, agents=None)))
+        except OperationalError as failed:
+            done.append(failed)
+        connections.close_all()
+
+    rival = threading.Thread(target=end)
+
+    def slowly(execute, sql, *rest):
+        if sql.startswith('INSERT INTO "leases_leaseevent"') and not rival.ident:
+            rival.start()
+            rival.join(0.5)  # it waits for us
+        return execute(sql, *rest)
+
+    with connection.execute_wrapper(slowly), suppress(LeaseEnded):
+        snapshots.take(lease.pk, now=NOW)
+    rival.join(30)
+    assert done in ([{"expired": 1}], [1])
+    assert sorted(lease.events.values_list("kind", flat=True)) == ["ended", "granted", "snapshot"]
 
 
 def test_a_renewal_between_look_and_act_keeps_the_lease(grant, monkeypatch) -> None:

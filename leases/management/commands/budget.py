@@ -78,22 +78,22 @@ def _find(pk: int) -> Budget:
 
 def _new(*, unit: str, period: str, agent: str | None, key: str | None, account: str | None, **given: Any) -> Budget:
     budget = Budget(scope=Scope.ALL, unit=unit, period=period)
-    if agent:
+    if agent is not None:  # a name that is empty, an unset variable say, is no budget for everything
         try:
             is_did(agent)
         except ValidationError:
             raise CommandError(f"--agent: {agent[:80]!r} is not {DID_ACCEPTS}.") from None
         budget.scope, budget.subject = Scope.AGENT, agent
-    elif key:
-        row = AgentKey.objects.filter(prefix=key).first()
+    elif key is not None:
+        row = AgentKey.objects.filter(prefix=key.removeprefix("lh_").split("_")[0]).first()
         if row is None:
             raise CommandError(f"--key: there is no API key {key[:80]}.")
         budget.scope, budget.subject = Scope.KEY, str(row.pk)
-    elif name := given["type"]:
+    elif (name := given["type"]) is not None:
         if not EnvironmentType.objects.filter(name=name).exists():
             raise CommandError(f"--type: there is no environment type {name[:80]}.")
         budget.scope, budget.subject = Scope.ENVIRONMENT_TYPE, name
-    elif account:
+    elif account is not None:
         if not Account.objects.filter(name=account).exists():
             raise CommandError(f"--account: there is no account {account[:80]}.")
         budget.scope, budget.subject = Scope.ACCOUNT, account

@@ -43,10 +43,12 @@ def alive_each(holders: Iterable[UUID], *, now: datetime) -> dict[UUID, timedelt
     """`alive` for many holders, in one query; zero for those that never had a sandbox."""
     total: dict[UUID, timedelta] = defaultdict(timedelta)
     since: dict[UUID, tuple[UUID, datetime]] = {}  # sandbox -> its holder, and when its present process began
-    rows = Transition.objects.filter(holder__in=list(holders)).order_by("at", "pk").values_list("sandbox", "holder", "to", "at")
+    latest: dict[UUID, datetime] = {}
+    rows = Transition.objects.filter(holder__in=list(holders)).order_by("pk").values_list("sandbox", "holder", "to", "at")
     for sandbox, holder, to, at in rows:
         if holder is None:
             continue
+        at = latest[sandbox] = max(at, latest.get(sandbox, at))  # a clock may have jumped back, as in `intervals`
         if to not in WITHOUT_PROCESS:
             since.setdefault(sandbox, (holder, at))
         elif sandbox in since:

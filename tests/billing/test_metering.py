@@ -20,6 +20,7 @@ from leases import acting, leasing, sweeps
 from leases.models import Lease
 from sandboxes import lifecycle
 from sandboxes import sweeps as below
+from sandboxes.admin import seconds_alive
 from sandboxes.egress import rates, records
 from sandboxes.models import AgentData, DataSize, LlmCall, ModelRate, Sandbox, Snapshot, Transition
 from sandboxes.providers.base import Unavailable
@@ -150,6 +151,15 @@ def test_a_clock_that_was_ahead_is_set_right_by_what_happens_then(grant: Act, me
     sweeps.reclaim(now=NOON + HOUR)
     meter(now=NOON + 2 * HOUR)
     assert seconds() == {"waiting": 3600}
+
+
+def test_what_ended_by_a_clock_that_jumped_back_is_alive_no_more(grant: Act, memory: Any) -> None:
+    lease = grant(ttl=9 * HOUR)
+    used(lease, now=NOON + HOUR)
+    leasing.release(lease.pk, now=NOON)
+    sweeps.reclaim(now=NOON)
+    assert metering.alive(lease.pk, now=NOON + 9 * HOUR) < MINUTE
+    assert seconds_alive(Sandbox.objects.get(), NOON + 9 * HOUR) < MINUTE
 
 
 @pytest.mark.parametrize(

@@ -343,7 +343,7 @@ def _tokens(after: int | None, until: datetime) -> tuple[int | None, int]:
     groups = {(each.holder, each.model, day_of(each.started_at)) for each in calls if _counts(each)}
     records = [_sum_of(*group) for group in groups]
     for each in records:
-        UsageRecord.objects.filter(item=Item.TOKENS, source=each.source, day=each.day).delete()
+        UsageRecord.objects.filter(item=Item.TOKENS, holder=each.holder, model=each.model, day=each.day).delete()
     UsageRecord.objects.bulk_create(records, batch_size=ROWS)
     LlmCall.objects.filter(pk__in=[each.pk for each in calls]).update(counted=True)
     return calls[-1].pk, len(records)
@@ -366,8 +366,9 @@ def _sum_of(holder: UUID | None, model: str, day: date) -> UsageRecord:
     )  # fmt: skip
     first = its.order_by("pk").select_related("sandbox").first()
     box = first.sandbox if first else None
+    called = f"calls of {model}" if model else "calls without a model"  # a program may call one by whatever name
     return UsageRecord(
-        item=Item.TOKENS, source=f"calls of {model or 'no model'} for {holder or 'nobody'}", day=day, began_at=found["began"],
+        item=Item.TOKENS, source=f"{called} for {holder or 'nobody'}", day=day, began_at=found["began"],
         ended_at=max(found["began"], found["ended"]), sandbox=box, holder=holder,
         agent_did=first.agent_did if first else "", environment_id=first.environment_id if first else "",
         provider=box.provider if box else "", model=model, calls=found["calls"], unpriced=found["unpriced"],

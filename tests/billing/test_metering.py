@@ -339,6 +339,17 @@ def test_a_leases_calls_of_a_model_are_one_row_a_day(grant: Act) -> None:
     assert meter(now=NOON + 2 * HOUR) == {}
 
 
+def test_a_model_may_have_any_name_and_none(grant: Act) -> None:
+    lease, names = grant(), ["", "gpt for nobody", "no model", "without a model"]
+    for name in names:
+        call(lease, model=name)
+        call(lease, model=name, holder=None, agent_did="")
+    for _ in range(2):
+        meter(now=NOON + HOUR)
+        assert [each[0] for each in tokens()] == [name for name in names for _ in range(2)]
+        LlmCall.objects.update(counted=False)
+
+
 def test_prices_are_added_to_the_last_digit(grant: Act) -> None:
     lease = grant()
     for cost in ("12345.100000001", "0.100000001", "0.000000001"):

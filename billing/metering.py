@@ -286,8 +286,8 @@ def _snapshots(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
         ],
         until,
     )  # fmt: skip
-    gone = Q(forgotten_at__isnull=False) | Q(kind__in=OF_OTHERS)
-    Snapshot.objects.filter(gone, pk__in=[each.pk for each in some]).update(metered=True)
+    gone = [each.pk for each in some if each.forgotten_at or each.kind in OF_OTHERS]  # as it was read: one may go meanwhile
+    Snapshot.objects.filter(pk__in=gone).update(metered=True)
     return some[-1].pk, written
 
 

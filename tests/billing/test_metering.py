@@ -25,6 +25,7 @@ from sandboxes.egress import rates, records
 from sandboxes.models import AgentData, DataSize, LlmCall, ModelRate, Sandbox, Snapshot, Transition
 from sandboxes.providers.base import Unavailable
 from sandboxes.runs import Command
+from sandboxes.storage import workspace
 from tests.conftest import MINUTE, NOW, Died
 
 pytestmark = pytest.mark.django_db
@@ -247,6 +248,25 @@ def test_a_snapshot_takes_room_until_it_is_forgotten(grant: Act, memory: Any) ->
     meter(now=MIDNIGHT + 2 * HOUR)
     assert [round((row.ended_at - row.began_at) / HOUR) for row in rows.all()] == [2]
     assert Snapshot.objects.get().metered
+
+
+def test_a_snapshot_that_is_forgotten_while_it_is_metered_has_its_end_from_the_next_pass(grant: Act, memory: Any) -> None:
+    lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
+    used(lease, now=NOON)
+    below.idle(now=NOON + HOUR)
+    kept = Snapshot.objects.get()
+    rivals = [lambda: workspace.forget(kept, now=NOON + 2.5 * HOUR)]
+
+    def rival(execute: Act, sql: str, params: Any, *more: Any) -> Any:
+        if rivals and sql.startswith("INSERT") and f"snapshot {kept.pk}" in params:
+            rivals.pop()()
+        return execute(sql, params, *more)
+
+    with connection.execute_wrapper(rival):
+        meter(now=NOON + 3 * HOUR)
+    assert not rivals
+    meter(now=NOON + 4 * HOUR)
+    assert [row.ended_at for row in UsageRecord.objects.filter(source=f"snapshot {kept.pk}")] == [NOON + 2.5 * HOUR]
 
 
 def test_a_copy_that_points_to_the_same_objects_takes_none(grant: Act, memory: Any) -> None:

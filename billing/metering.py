@@ -12,7 +12,7 @@ from typing import Any
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import Count, F, Max, Min, Q, Sum, Window
+from django.db.models import Count, Exists, F, Max, Min, OuterRef, Q, Subquery, Sum, Window
 from django.db.models.functions import Lead
 
 from billing.days import LONG_AGO, day_of, midnight
@@ -20,7 +20,6 @@ from billing.models import Item, Meter, UsageRecord, Watermark
 from billing.sums import exactly, nano_usd
 from sandboxes.lifecycle import step
 from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, Snapshot, State, Transition
-from sandboxes.stored import SnapshotKind
 
 WITHOUT_PROCESS = (State.COLD, State.DESTROYED)
 SANDBOXES, CALLS, ROWS = 400, 500, 500  # in one batch: SQLite takes so many values in a statement
@@ -29,7 +28,6 @@ WHOSE = ("id", "agent_did", "environment_id", "provider", "memory_mib", "millicp
 MICROSECOND = timedelta(microseconds=1)
 NAMES = ("time", "use", "runs", "snapshots", "data", "tokens")  # of watermarks
 STORE = "store"  # what stores agents' data, in the place of a provider
-OF_OTHERS = (SnapshotKind.RESTORED, SnapshotKind.FORKED)  # they point to objects of another snapshot
 
 
 def alive(holder: UUID, *, now: datetime) -> timedelta:
@@ -269,26 +267,34 @@ class Stored:
 
 
 def _snapshots(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
-    """Snapshots whose time is not all in yet. One that points to another's objects (restored, forked) takes no room."""
+    """Snapshots whose time is not all in yet. Objects take room until the last that points to them is forgotten, and are of
+    the one that they were stored for; the others (restored, forked, named while it slept) take none."""
     unmetered = Snapshot.objects.filter(metered=False, **({"pk__gt": after} if after else {}))
-    some = [*unmetered.select_related("sandbox").order_by("pk")[:SANDBOXES]]
+    same = Snapshot.objects.filter(key=OuterRef("key")).order_by("-forgotten_at")
+    last = Subquery(same.values("forgotten_at")[:1])
+    some = [*unmetered.annotate(kept=pointed_to(), last=last).select_related("sandbox").order_by("pk")[:SANDBOXES]]
     if not some:
         return None, 0
+    ends = {each.pk: each.at if not each.own else None if each.kept else each.last for each in some}
     written = _take_room(
         [
             Stored(
-                f"snapshot {each.pk}", each.size_bytes, each.at, each.forgotten_at,
+                f"snapshot {each.pk}", each.size_bytes, each.at, ends[each.pk],
                 {"sandbox": each.sandbox, "holder": each.holder, "agent_did": each.sandbox.agent_did,
                  "environment_id": each.sandbox.environment_id, "provider": each.sandbox.provider},
             )
             for each in some
-            if each.kind not in OF_OTHERS
         ],
         until,
     )  # fmt: skip
-    gone = [each.pk for each in some if each.forgotten_at or each.kind in OF_OTHERS]  # as it was read: one may go meanwhile
-    Snapshot.objects.filter(pk__in=gone).update(metered=True)
+    over = [pk for pk, end in ends.items() if end]  # as it was read: one may go meanwhile
+    Snapshot.objects.filter(pk__in=over).update(metered=True)
     return some[-1].pk, written
+
+
+def pointed_to() -> Exists:
+    """Is a snapshot, or another that points to the same objects, not forgotten?"""
+    return Exists(Snapshot.objects.filter(key=OuterRef("key"), forgotten_at__isnull=True))
 
 
 def _data(after: int | None, until: datetime) -> tuple[int | None, int]:

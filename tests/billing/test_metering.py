@@ -16,7 +16,8 @@ from billing import metering
 from billing.costs import PAID
 from billing.metering import Interval, by_day, intervals, meter
 from billing.models import Item, UsageRecord
-from leases import acting, leasing, sweeps
+from leases import acting, forking, leasing, snapshots, sweeps
+from leases.leasing import Ask
 from leases.models import Lease
 from sandboxes import lifecycle
 from sandboxes import sweeps as below
@@ -269,22 +270,29 @@ def test_a_snapshot_that_is_forgotten_while_it_is_metered_has_its_end_from_the_n
     assert [row.ended_at for row in UsageRecord.objects.filter(source=f"snapshot {kept.pk}")] == [NOON + 2.5 * HOUR]
 
 
-def test_a_copy_that_points_to_the_same_objects_takes_none(grant: Act, memory: Any) -> None:
+def test_objects_take_room_once_until_the_last_copy_that_points_to_them_is_forgotten(grant: Act, memory: Any) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
     used(lease, now=NOON)
     below.idle(now=NOON + HOUR)
     kept = Snapshot.objects.get()
-    Snapshot.objects.create(
-        sandbox=kept.sandbox,
-        incarnation=1,
-        holder=lease.pk,
-        kind="forked",
-        at=kept.at,
-        key=kept.key,
-        size_bytes=kept.size_bytes,
-    )
+    restored = snapshots.restore(lease.pk, kept.pk, now=NOON + HOUR)
     meter(now=NOON + 2 * HOUR)
-    assert UsageRecord.objects.filter(source__startswith="snapshot").count() == 1
+    named = snapshots.take(lease.pk, name="asleep", now=NOON + 2 * HOUR)
+    pool = kept.sandbox.pool.name
+    ask = Ask(agent_did="did:plc:bob", environment_id="fork", environment_type="catan", pool=pool)
+    forked, _ = forking.fork(lease, ask, now=NOON + 2 * HOUR)
+    ends = {kept: 3, restored: 4, workspace.latest(forked.pk): 5, named: 6}
+    for copy, hours in ends.items():
+        assert copy and workspace.forget(copy, now=NOON + hours * HOUR)
+        meter(now=NOON + (hours + 1) * HOUR)
+        row = UsageRecord.objects.get(source__startswith="snapshot")
+        assert (row.source, row.agent_did, row.holder) == (f"snapshot {kept.pk}", "did:plc:ada", lease.pk)
+        assert row.ended_at == NOON + (hours if copy == named else hours + 1) * HOUR
+    assert not Snapshot.objects.filter(metered=False).exists()
+    before = metering_rows()
+    metering.start_over()
+    meter(now=NOON + 7 * HOUR)
+    assert metering_rows() == before
 
 
 def test_an_agents_data_takes_room_as_large_as_it_was(grant: Act) -> None:

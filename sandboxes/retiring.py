@@ -227,13 +227,13 @@ def give_up(pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", guard
         if guard is not None and not Sandbox.objects.filter(guard, pk=pk).exists():
             return False
         with transaction.atomic():
+            still = Run.objects.filter(sandbox=pk, ended_at__isnull=True)
+            list(still.select_for_update(no_key=True).order_by("pk").values_list("pk"))  # first, as whoever closes one does
             if advance(
                 pk, State(state), DESTROYING, now=now, reason=reason, actor=actor, guard=guard,
                 claim=None, deadline_at=now, tries=0, idle_at=None,
             ):  # fmt: skip
-                Run.objects.filter(sandbox=pk, ended_at__isnull=True).update(
-                    ended_at=now, outcome=Outcome.LOST, note=(note or f"Its sandbox was given up: {reason}")[:500]
-                )
+                still.update(ended_at=now, outcome=Outcome.LOST, note=(note or f"Its sandbox was given up: {reason}")[:500])
                 return True
     return False
 

@@ -1,10 +1,12 @@
 """Races by construction: a rival runs in the middle of a step, or threads start together."""
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-from django.db import connections, transaction
+from django.db import connection, connections, transaction
 
 from leases import acting, leasing, sweeps
 from leases.errors import LeaseEnded
@@ -17,6 +19,7 @@ from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW, threads
+from tests.waiting import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -222,3 +225,47 @@ def test_two_sweeps_at_once_destroy_each_sandbox_once(grant, pool: Pool) -> None
         answers = run(lambda i: sweeps.reclaim(now=NOW).counts.get("destroyed", 0))
     assert sum(answers) == 8
     assert Pool.objects.get(pk=pool.pk).used == 0
+
+
+@contextmanager
+def beside(statement: str, act: Callable[[], object]) -> Iterator[None]:
+    """Have a rival act once this statement was executed, and go on when that waits for a lock."""
+    rivals: list[threading.Thread] = []
+    failed: list[Exception] = []
+    its: list[int] = []
+
+    def run() -> None:
+        try:
+            connection.ensure_connection()
+            its.append(connection.connection.info.backend_pid)
+            act()
+        except Exception as exception:
+            failed.append(exception)
+        finally:
+            connections.close_all()
+
+    def waits() -> bool:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT cardinality(pg_blocking_pids(%s))", its or [0])
+            return bool(cursor.fetchone()[0])
+
+    def rival(execute, sql: str, *given):
+        done = execute(sql, *given)
+        if sql.startswith(statement) and not rivals:
+            rivals.append(threading.Thread(target=run))
+            rivals[0].start()
+            until(waits, "the rival waits for a lock")
+        return done
+
+    with connection.execute_wrapper(rival):
+        yield
+    rivals[0].join()
+    assert not failed
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite has one writer")
+def test_a_lease_ends_while_its_run_does(grant, memory: MemoryProvider) -> None:
+    lease: Lease = grant()
+    with beside("UPDATE sandboxes_run", lambda: leasing.release(lease.pk, now=NOW)), pytest.raises(LeaseEnded):
+        acting.exec_in(lease.pk, true(), now=NOW)
+    assert (Run.objects.get().outcome, Sandbox.objects.get().state) == ("ok", "destroying")

@@ -53,7 +53,7 @@ def want_for(lease: Lease, *, now: datetime) -> Want:
 
 def _fence(pk: UUID, now: datetime) -> None:
     # Locked until the sandbox's row is there: whoever ends the lease then finds it, or else we find the lease ended.
-    Lease.objects.select_for_update(of=("self",)).get(pk=pk)
+    Lease.objects.select_for_update(no_key=True, of=("self",)).get(pk=pk)
     leasing.require(pk, now=now)
 
 

@@ -216,7 +216,7 @@ def limit_spending(pk: UUID, limit: Decimal | None, *, now: datetime, actor: str
     that limit. The sandbox that it has now follows at once, and one that it gets later is given the lease's."""
     with transaction.atomic():
         # Whoever gives it a sandbox locks this row, too, and reads the limit after that.
-        lease = Lease.objects.select_for_update(of=("self",)).filter(pk=pk, status=Status.ACTIVE).first()
+        lease = Lease.objects.select_for_update(no_key=True, of=("self",)).filter(pk=pk, status=Status.ACTIVE).first()
         if lease is None or lease.llm_limit == limit:
             return False
         Lease.objects.filter(pk=pk).update(llm_limit=limit)

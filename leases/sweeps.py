@@ -40,7 +40,9 @@ def elapsed(*, now: datetime) -> QuerySet[Lease]:
 def _end_if_elapsed(lease: Lease, reason: str, now: datetime) -> bool:
     with transaction.atomic():
         # Renewed since we looked? The guard repeats why it was due, under the row's lock.
-        still = Lease.objects.select_for_update().filter(pk=lease.pk, status=Status.ACTIVE, expires_at__lte=now).exists()
+        still = (
+            Lease.objects.select_for_update(no_key=True).filter(pk=lease.pk, status=Status.ACTIVE, expires_at__lte=now).exists()
+        )
         return still and leasing.end(lease.pk, reason=reason, now=now, actor="sweep")
 
 
@@ -51,7 +53,7 @@ def end_matching(
     or of all (None). What was ended; a repeat ends nothing."""
     with transaction.atomic(durable=True):
         active = (
-            Lease.objects.select_for_update()
+            Lease.objects.select_for_update(no_key=True)
             .filter(environment_id=environment_id, status=Status.ACTIVE, expires_at__gt=now)  # else its clock ended it
             .order_by("pk")
         )
@@ -143,7 +145,11 @@ def measure(*, now: datetime) -> Swept:
     for sandbox in over_limit():
         assert sandbox.holder
         with transaction.atomic():
-            lease = Lease.objects.select_for_update(of=("self",)).filter(pk=sandbox.holder, status=Status.ACTIVE).first()
+            lease = (
+                Lease.objects.select_for_update(no_key=True, of=("self",))
+                .filter(pk=sandbox.holder, status=Status.ACTIVE)
+                .first()
+            )
             if lease and not lease.events.filter(kind=OVER_LIMIT, at__gt=now - WARN_EVERY).exists():
                 LeaseEvent.objects.create(lease=lease, at=now, kind=OVER_LIMIT, actor="sweep", reason=_too_large(sandbox))
                 swept.note("leases warned")

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from django.db import connection, connections, transaction
 
-from leases import acting, leasing, sweeps
+from leases import acting, leasing, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import pool as pools
@@ -269,3 +269,16 @@ def test_a_lease_ends_while_its_run_does(grant, memory: MemoryProvider) -> None:
     with beside("UPDATE sandboxes_run", lambda: leasing.release(lease.pk, now=NOW)), pytest.raises(LeaseEnded):
         acting.exec_in(lease.pk, true(), now=NOW)
     assert (Run.objects.get().outcome, Sandbox.objects.get().state) == ("ok", "destroying")
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite has one writer")
+def test_a_lease_ends_while_something_is_told_of_it(grant, memory: MemoryProvider) -> None:
+    """What is told points to its row, which PostgreSQL looks at when that is committed."""
+    lease: Lease = grant(expiry_conditions=["over"])
+    acting.exec_in(lease.pk, true(), now=NOW)
+    with (
+        beside('INSERT INTO "leases_leaseevent"', lambda: sweeps.end_matching("game-1", "over", now=NOW, agents=None)),
+        pytest.raises(LeaseEnded),
+    ):
+        snapshots.take(lease.pk, now=NOW)
+    assert [*lease.events.order_by("pk").values_list("kind", flat=True)] == ["granted", "snapshot", "ended"]

@@ -316,8 +316,9 @@ def _data(after: int | None, until: datetime) -> tuple[int | None, int]:
 def _take_room(stored: Sequence[Stored], until: datetime) -> int:
     """Write the usage records of what takes room; how many. Of what does still, once an hour, up to its beginning."""
     until = until.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
-    last = UsageRecord.objects.filter(item=Item.STORAGE, source__in=[each.source for each in stored])
-    latest = {source: (day, end) for source, day, end in last.order_by("day").values_list("source", "day", "ended_at")}
+    there = UsageRecord.objects.filter(item=Item.STORAGE, source__in=[each.source for each in stored]).order_by()
+    last = there.values_list("source").annotate(last=Max("day"), end=Max("ended_at"))  # there is a record for each day
+    latest = {source: (day, end) for source, day, end in last}
     records: list[UsageRecord] = []
     outdated = Q(pk__in=[])
     for each in stored:

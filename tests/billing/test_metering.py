@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from django.db import connection, connections
+from django.test.utils import CaptureQueriesContext
 
 from billing import metering
 from billing.costs import PAID
@@ -311,6 +312,16 @@ def test_an_agents_data_takes_room_as_large_as_it_was(grant: Act) -> None:
     metering.start_over()
     meter(now=MIDNIGHT + 2.9 * HOUR)
     assert metering_rows() == before
+
+
+def test_a_pass_reads_a_row_for_what_takes_room_and_not_one_for_each_of_its_days() -> None:
+    DataSize.note("did:plc:ada", 1000, now=NOON - timedelta(days=9))
+    meter(now=NOON)
+    with CaptureQueriesContext(connection) as asked:
+        assert meter(now=NOON + MINUTE) == {}
+    about = [each["sql"] for each in asked if "storage" in each["sql"] and each["sql"].startswith("SELECT")]
+    with connection.cursor() as cursor:
+        assert [len(cursor.execute(sql).fetchall()) for sql in about] == [1]
 
 
 def test_the_size_of_data_is_noted_whenever_it_changes(grant: Act, memory: Any) -> None:

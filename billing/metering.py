@@ -12,7 +12,7 @@ from typing import Any
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import Count, F, Max, Min, Q, Sum, Window
+from django.db.models import Count, Exists, F, Max, Min, OuterRef, Q, Subquery, Sum, Window
 from django.db.models.functions import Lead
 
 from billing.days import LONG_AGO, day_of, midnight
@@ -20,7 +20,6 @@ from billing.models import Item, Meter, UsageRecord, Watermark
 from billing.sums import exactly, nano_usd
 from sandboxes.lifecycle import step
 from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, Snapshot, State, Transition
-from sandboxes.stored import SnapshotKind
 
 WITHOUT_PROCESS = (State.COLD, State.DESTROYED)
 SANDBOXES, CALLS, ROWS = 400, 500, 500  # in one batch: SQLite takes so many values in a statement
@@ -29,7 +28,6 @@ WHOSE = ("id", "agent_did", "environment_id", "provider", "memory_mib", "millicp
 MICROSECOND = timedelta(microseconds=1)
 NAMES = ("time", "use", "runs", "snapshots", "data", "tokens")  # of watermarks
 STORE = "store"  # what stores agents' data, in the place of a provider
-OF_OTHERS = (SnapshotKind.RESTORED, SnapshotKind.FORKED)  # they point to objects of another snapshot
 
 
 def alive(holder: UUID, *, now: datetime) -> timedelta:
@@ -43,10 +41,12 @@ def alive_each(holders: Iterable[UUID], *, now: datetime) -> dict[UUID, timedelt
     """`alive` for many holders, in one query; zero for those that never had a sandbox."""
     total: dict[UUID, timedelta] = defaultdict(timedelta)
     since: dict[UUID, tuple[UUID, datetime]] = {}  # sandbox -> its holder, and when its present process began
-    rows = Transition.objects.filter(holder__in=list(holders)).order_by("at", "pk").values_list("sandbox", "holder", "to", "at")
+    latest: dict[UUID, datetime] = {}
+    rows = Transition.objects.filter(holder__in=list(holders)).order_by("pk").values_list("sandbox", "holder", "to", "at")
     for sandbox, holder, to, at in rows:
         if holder is None:
             continue
+        at = latest[sandbox] = max(at, latest.get(sandbox, at))  # a clock may have jumped back, as in `intervals`
         if to not in WITHOUT_PROCESS:
             since.setdefault(sandbox, (holder, at))
         elif sandbox in since:
@@ -267,26 +267,34 @@ class Stored:
 
 
 def _snapshots(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
-    """Snapshots whose time is not all in yet. One that points to another's objects (restored, forked) takes no room."""
+    """Snapshots whose time is not all in yet. Objects take room until the last that points to them is forgotten, and are of
+    the one that they were stored for; the others (restored, forked, named while it slept) take none."""
     unmetered = Snapshot.objects.filter(metered=False, **({"pk__gt": after} if after else {}))
-    some = [*unmetered.select_related("sandbox").order_by("pk")[:SANDBOXES]]
+    same = Snapshot.objects.filter(key=OuterRef("key")).order_by("-forgotten_at")
+    last = Subquery(same.values("forgotten_at")[:1])
+    some = [*unmetered.annotate(kept=pointed_to(), last=last).select_related("sandbox").order_by("pk")[:SANDBOXES]]
     if not some:
         return None, 0
+    ends = {each.pk: each.at if not each.own else None if each.kept else each.last for each in some}
     written = _take_room(
         [
             Stored(
-                f"snapshot {each.pk}", each.size_bytes, each.at, each.forgotten_at,
+                f"snapshot {each.pk}", each.size_bytes, each.at, ends[each.pk],
                 {"sandbox": each.sandbox, "holder": each.holder, "agent_did": each.sandbox.agent_did,
                  "environment_id": each.sandbox.environment_id, "provider": each.sandbox.provider},
             )
             for each in some
-            if each.kind not in OF_OTHERS
         ],
         until,
     )  # fmt: skip
-    gone = Q(forgotten_at__isnull=False) | Q(kind__in=OF_OTHERS)
-    Snapshot.objects.filter(gone, pk__in=[each.pk for each in some]).update(metered=True)
+    over = [pk for pk, end in ends.items() if end]  # as it was read: one may go meanwhile
+    Snapshot.objects.filter(pk__in=over).update(metered=True)
     return some[-1].pk, written
+
+
+def pointed_to() -> Exists:
+    """Is a snapshot, or another that points to the same objects, not forgotten?"""
+    return Exists(Snapshot.objects.filter(key=OuterRef("key"), forgotten_at__isnull=True))
 
 
 def _data(after: int | None, until: datetime) -> tuple[int | None, int]:
@@ -308,8 +316,9 @@ def _data(after: int | None, until: datetime) -> tuple[int | None, int]:
 def _take_room(stored: Sequence[Stored], until: datetime) -> int:
     """Write the usage records of what takes room; how many. Of what does still, once an hour, up to its beginning."""
     until = until.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
-    last = UsageRecord.objects.filter(item=Item.STORAGE, source__in=[each.source for each in stored])
-    latest = {source: (day, end) for source, day, end in last.order_by("day").values_list("source", "day", "ended_at")}
+    there = UsageRecord.objects.filter(item=Item.STORAGE, source__in=[each.source for each in stored]).order_by()
+    last = there.values_list("source").annotate(last=Max("day"), end=Max("ended_at"))  # there is a record for each day
+    latest = {source: (day, end) for source, day, end in last}
     records: list[UsageRecord] = []
     outdated = Q(pk__in=[])
     for each in stored:
@@ -341,7 +350,7 @@ def _tokens(after: int | None, until: datetime) -> tuple[int | None, int]:
     groups = {(each.holder, each.model, day_of(each.started_at)) for each in calls if _counts(each)}
     records = [_sum_of(*group) for group in groups]
     for each in records:
-        UsageRecord.objects.filter(item=Item.TOKENS, source=each.source, day=each.day).delete()
+        UsageRecord.objects.filter(item=Item.TOKENS, holder=each.holder, model=each.model, day=each.day).delete()
     UsageRecord.objects.bulk_create(records, batch_size=ROWS)
     LlmCall.objects.filter(pk__in=[each.pk for each in calls]).update(counted=True)
     return calls[-1].pk, len(records)
@@ -364,8 +373,9 @@ def _sum_of(holder: UUID | None, model: str, day: date) -> UsageRecord:
     )  # fmt: skip
     first = its.order_by("pk").select_related("sandbox").first()
     box = first.sandbox if first else None
+    called = f"calls of {model}" if model else "calls without a model"  # a program may call one by whatever name
     return UsageRecord(
-        item=Item.TOKENS, source=f"calls of {model or 'no model'} for {holder or 'nobody'}", day=day, began_at=found["began"],
+        item=Item.TOKENS, source=f"{called} for {holder or 'nobody'}", day=day, began_at=found["began"],
         ended_at=max(found["began"], found["ended"]), sandbox=box, holder=holder,
         agent_did=first.agent_did if first else "", environment_id=first.environment_id if first else "",
         provider=box.provider if box else "", model=model, calls=found["calls"], unpriced=found["unpriced"],

@@ -372,7 +372,7 @@ class Rate(models.Model):
         with transaction.atomic():
             super().save(*args, **options)
             since = self.valid_from.astimezone(UTC).date()
-            Unpriced.note(UsageRecord.objects.filter(day__gte=since).values_list("day", flat=True).distinct())
+            Unpriced.note(UsageRecord.objects.filter(day__gte=since).order_by().values_list("day", flat=True).distinct())
 
     def delete(self, *args: Any, **options: Any) -> tuple[int, dict[str, int]]:
         if self.valid_from <= timezone.now():

@@ -16,7 +16,7 @@ from django.db.models.functions import TruncMonth
 
 from billing import pricing
 from billing.days import LONG_AGO, day_of, following, midnight
-from billing.metering import NAMES, OF_OTHERS
+from billing.metering import NAMES, pointed_to
 from billing.models import (
     Account,
     CostRecord,
@@ -107,11 +107,14 @@ def _unread(over: datetime) -> bool:
     calls = LlmCall.objects.filter(counted=False, ended_at__lt=over)
     runs = Run.objects.filter(metered=False, started_at__lt=over)
     used = Reading.objects.filter(metered=False, since__lt=over)
-    copies = Snapshot.objects.filter(metered=False, at__lt=over).exclude(kind__in=OF_OTHERS)
     data = DataSize.objects.filter(metered=False, at__lt=over)
-    if any(each.exists() for each in (boxes, calls, runs, used, copies.filter(forgotten_at__isnull=False))):
+    if any(each.exists() for each in (boxes, calls, runs, used)):
         return True
-    sources = {f"snapshot {pk}" for pk in copies.filter(size_bytes__gt=0).values_list("pk", flat=True)}
+    unmetered = Snapshot.objects.filter(metered=False, at__lt=over).annotate(kept=pointed_to())
+    copies = [each for each in unmetered.only("key", "size_bytes") if each.own]
+    if not all(each.kept for each in copies):
+        return True
+    sources = {f"snapshot {each.pk}" for each in copies if each.size_bytes}
     sources |= {f"data {pk}" for pk in data.filter(size_bytes__gt=0).values_list("pk", flat=True)}
     last = over - timedelta(days=1)
     there = UsageRecord.objects.filter(item=Item.STORAGE, day=last.date(), ended_at__gte=over).values_list("source", flat=True)

@@ -99,7 +99,7 @@ def _end(pk: UUID, budget: Budget, *, now: datetime) -> bool:
         lease = Lease.objects.select_for_update(no_key=True, of=("self",)).filter(pk=pk, status=Status.ACTIVE).first()
         if lease is None:
             return False
-        held = Sandbox.objects.select_for_update(of=("self",)).filter(holder=pk).exclude(state__in=GONE)
+        held = Sandbox.objects.select_for_update(no_key=True, of=("self",)).filter(holder=pk).exclude(state__in=GONE)
         if any(sandbox.state != COLD for sandbox in held) or not budgets.exhausted_for(pk, now=now):
             return False
         over = leasing.why_elapsed(lease, now)  # then it ended by that, whatever came after

@@ -69,14 +69,14 @@ AROUND_RUNS = Q(to=State.RUNNING) | Q(was=State.RUNNING, to=State.WAITING)  # th
 def seconds_alive(sandbox: Sandbox, now: datetime) -> timedelta:
     """How long it had a process, from the start that was asked for to the end that was confirmed."""
     without = ("", State.COLD, State.DESTROYED)
-    edges = sandbox.transitions.filter(Q(was__in=without) | Q(to__in=without)).order_by("at", "pk")
+    edges = sandbox.transitions.filter(Q(was__in=without) | Q(to__in=without)).order_by("pk")
     total, began = timedelta(0), None
     for to, at in edges.values_list("to", "at"):
         if to not in without:
             began = at
-        elif began:
-            total, began = total + (at - began), None
-    return total + (now - began) if began else total
+        elif began:  # a clock may have jumped back in between
+            total, began = total + max(at - began, timedelta(0)), None
+    return total + max(now - began, timedelta(0)) if began else total
 
 
 RETRY = Act(

@@ -38,9 +38,12 @@ def read(sandbox: Sandbox, provider: Provider, *, now: datetime, least: int = LE
         reading = _next(sandbox, last, used, asked=now, later=later)
         if reading is None or (last and reading.cpu_micros < least):
             return None
+        before = _before_its_claim(reading, last)
         step("reading made", sandbox)
         try:
             with transaction.atomic():
+                if before:
+                    before.save(force_insert=True)
                 reading.save(force_insert=True)
         except IntegrityError:  # somebody else has read it meanwhile: what is new since then is less
             continue
@@ -66,6 +69,23 @@ def _next(sandbox: Sandbox, last: Reading | None, used: Usage, *, asked: datetim
         since=since, at=max(later(), since + MICROSECOND), counted=counted, cpu_micros=new,
         memory_mib=-(-used.memory_bytes // MIB),
     )  # fmt: skip
+
+
+def _before_its_claim(reading: Reading, last: Reading | None) -> Reading | None:
+    """Cut a reading where its sandbox was claimed, and give what was before, which is nobody's: memory as it was read last.
+    CPU that was used before and is in no reading yet stays its holder's, since nobody knows how much that is."""
+    if reading.holder is None or (last and last.holder):
+        return None
+    held = Transition.objects.filter(sandbox=reading.sandbox, holder=reading.holder).order_by("pk")
+    claimed = held.values_list("at", flat=True).first()
+    if claimed is None or not reading.since < claimed < reading.at:
+        return None
+    before = Reading(
+        sandbox=reading.sandbox, incarnation=reading.incarnation, number=reading.number, since=reading.since, at=claimed,
+        counted=last.counted if last else 0, cpu_micros=0, memory_mib=last.memory_mib if last else 0,
+    )  # fmt: skip
+    reading.number, reading.since = reading.number + 1, claimed
+    return before
 
 
 def _ready_since(sandbox: Sandbox) -> datetime | None:

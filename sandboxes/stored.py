@@ -56,6 +56,11 @@ class Snapshot(models.Model):
     def __str__(self) -> str:
         return f"{self.at:%Y-%m-%d %H:%M:%S} {self.name}".rstrip()
 
+    @property
+    def own(self) -> bool:
+        """Were its objects stored for it? Else it points to those of another."""
+        return self.key.endswith((self.pk.hex, str(self.pk)))
+
 
 class Keeping(models.TextChoices):
     SYNC = "sync"  # copied into each sandbox before it is used, and what changed back after

@@ -95,6 +95,32 @@ def test_a_counter_that_began_again_is_counted_from_nothing(box: Sandbox, memory
     assert cpu(box) == [5 * SECOND, 2 * SECOND]
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_what_it_had_before_it_was_claimed_is_nobodys(
+    is_read: bool, pool: Pool, grant: Callable[..., Lease], memory: MemoryProvider
+) -> None:
+    Pool.objects.filter(pk=pool.pk).update(warm_target=1)
+    sweeps.warm(now=NOW)
+    box, hour = Sandbox.objects.get(), timedelta(hours=1)
+    memory.use(box.ref, cpu_micros=SECOND, memory_bytes=10 * MIB)
+    if is_read:
+        read(box, memory, after=MINUTE)
+    lease = grant(now=NOW + 5 * hour)
+    acting.sandbox_for(lease.pk, now=NOW + 5 * hour)
+    memory.use(box.ref, cpu_micros=2 * SECOND, memory_bytes=20 * MIB)
+    read(box, memory, after=5 * hour + MINUTE)
+    claimed = box.transitions.get(reason="claimed").at
+    found = [*Reading.objects.order_by("number")]
+    assert [each.number for each in found] == [*range(1, len(found) + 1)]
+    assert [(each.since == claimed, each.holder, each.memory_mib) for each in found[-1:]] == [(True, lease.pk, 20)]
+    assert [(each.holder, each.memory_mib) for each in found[:-1]] == ([(None, 10)] * 2 if is_read else [(None, 0)])
+    assert all(before.at == after.since for before, after in pairwise(found))
+    assert sum(cpu(box)) == 3 * SECOND
+    memory.use(box.ref, cpu_micros=SECOND)
+    later = read(box, memory, after=6 * hour)
+    assert later and (later.since, later.cpu_micros) == (found[-1].at, SECOND)
+
+
 def test_a_start_that_fails_is_not_read(grant: Callable[..., Lease], memory: MemoryProvider) -> None:
     lease = grant()
     memory.fail("wait_ready", Unavailable("not ready"))

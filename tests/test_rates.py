@@ -142,3 +142,14 @@ def test_a_pass_is_limited_and_calls_that_have_no_rate_do_not_hold_it_up(django_
     with django_assert_max_num_queries(10):
         assert rates.price_unpriced(NOW, limit=3) == 3
     assert rates.price_unpriced(NOW, limit=3) == 2
+
+
+@pytest.mark.django_db
+def test_names_that_programs_think_up_keep_no_other_call_from_its_price() -> None:
+    call(model="the one")
+    for number in range(rates.MODELS):
+        call(model=f"refused {number}", outcome="refused", input_tokens=None, output_tokens=None)
+        call(model=f"failed {number}", outcome="failed", input_tokens=None, output_tokens=None)
+        call(model=f"older {number}", started_at=NOW - 2 * DAY)
+    ModelRate.objects.create(pattern="*", input_usd=1, output_usd=1, valid_from=NOW - DAY)
+    assert rates.price_unpriced(NOW) == 1

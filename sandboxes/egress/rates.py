@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Protocol
 
 from django.conf import settings
-from django.db.models import Q, QuerySet
+from django.db.models import Max, Q, QuerySet
 
 from sandboxes.egress.usd import amount
 from sandboxes.models import LlmCall, ModelRate
@@ -73,14 +73,20 @@ def unpriced() -> QuerySet[LlmCall]:
 
 def priceable(rates: list[ModelRate], *, now: datetime) -> QuerySet[LlmCall]:
     """Calls without a price that these rates give one."""
-    models = unpriced().order_by().values_list("model", flat=True).distinct()
-    since = {model: min(valid) for model in models if (valid := [rate.valid_from for rate in rates if names(rate, model)])}
-    named = Q(pk__in=[])
-    for model, valid_from in islice(since.items(), MODELS):
-        named |= Q(model=model, started_at__gte=valid_from)
     whole = Q(outcome=LlmCall.Outcome.OK, input_tokens__isnull=False, output_tokens__isnull=False)
     partly = Q(outcome__in=[LlmCall.Outcome.CUT, LlmCall.Outcome.FAILED, LlmCall.Outcome.LOST]) & (
         Q(input_tokens__isnull=False) | Q(output_tokens__isnull=False)
     )
     wait = WAIT if settings.LLM_RECORDS else timedelta(0)
-    return unpriced().filter(named, whole | partly, kind=LlmCall.Kind.LLM, ended_at__lte=now - wait).order_by("pk")
+    ready = unpriced().filter(whole | partly, kind=LlmCall.Kind.LLM, ended_at__lte=now - wait)
+    # Only models of which some call gets a price: a program can ask for any number of others, and they stay.
+    models = ready.order_by().values_list("model").annotate(newest=Max("started_at"))
+    since = {
+        model: min(valid)
+        for model, newest in models
+        if (valid := [rate.valid_from for rate in rates if names(rate, model) and rate.valid_from <= newest])
+    }
+    named = Q(pk__in=[])
+    for model, valid_from in islice(since.items(), MODELS):
+        named |= Q(model=model, started_at__gte=valid_from)
+    return ready.filter(named).order_by("pk")

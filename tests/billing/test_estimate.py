@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
+from django.utils import timezone
 
 from billing import costs
 from billing.estimate import Scenario, estimate, forecast
@@ -215,7 +216,7 @@ def test_a_month_that_ends_today_has_nothing_to_come() -> None:
 
 def test_the_command_forecasts() -> None:
     rate("time", "1")
-    yesterday = date.today() - timedelta(days=1)
+    yesterday = timezone.now().date() - timedelta(days=1)
     time_used(f"{yesterday}", 24 * HOUR, provider="acme")
     costs.price(now=NOW)
     found = json.loads(run("estimate", "--forecast", "--budget", "100000", "--json"))

@@ -11,19 +11,23 @@ from typing import Any
 
 import pytest
 from django.db import connection, connections
+from django.test.utils import CaptureQueriesContext
 
 from billing import metering
 from billing.costs import PAID
 from billing.metering import Interval, by_day, intervals, meter
 from billing.models import Item, UsageRecord
-from leases import acting, leasing, sweeps
+from leases import acting, forking, leasing, snapshots, sweeps
+from leases.leasing import Ask
 from leases.models import Lease
 from sandboxes import lifecycle
 from sandboxes import sweeps as below
+from sandboxes.admin import seconds_alive
 from sandboxes.egress import rates, records
 from sandboxes.models import AgentData, DataSize, LlmCall, ModelRate, Sandbox, Snapshot, Transition
 from sandboxes.providers.base import Unavailable
 from sandboxes.runs import Command
+from sandboxes.storage import workspace
 from tests.conftest import MINUTE, NOW, Died
 
 pytestmark = pytest.mark.django_db
@@ -37,8 +41,8 @@ def used(lease: Lease, *, now: datetime) -> None:
 
 
 def seconds(**which: Any) -> dict[str, float]:
-    """Whole seconds by state: the verbs themselves take some of the present one."""
-    return {state: round(total) for state, total in exact_seconds(**which).items() if round(total)}
+    """Seconds by state, to the minute: the verbs themselves take some."""
+    return {state: 60 * round(total / 60) for state, total in exact_seconds(**which).items() if round(total / 60)}
 
 
 def exact_seconds(**which: Any) -> Counter[str]:
@@ -129,7 +133,7 @@ def test_a_start_that_fails_is_never_ready(grant: Act, memory: Any) -> None:
         used(lease, now=NOON)
     sweeps.reclaim(now=NOON + HOUR)
     meter(now=NOON + 2 * HOUR)
-    assert set(seconds()) <= {"warming", "destroying"}
+    assert set(exact_seconds()) <= {"warming", "destroying"}
     assert Transition.objects.filter(to="destroying").exists()
 
 
@@ -150,6 +154,15 @@ def test_a_clock_that_was_ahead_is_set_right_by_what_happens_then(grant: Act, me
     sweeps.reclaim(now=NOON + HOUR)
     meter(now=NOON + 2 * HOUR)
     assert seconds() == {"waiting": 3600}
+
+
+def test_what_ended_by_a_clock_that_jumped_back_is_alive_no_more(grant: Act, memory: Any) -> None:
+    lease = grant(ttl=9 * HOUR)
+    used(lease, now=NOON + HOUR)
+    leasing.release(lease.pk, now=NOON)
+    sweeps.reclaim(now=NOON)
+    assert metering.alive(lease.pk, now=NOON + 9 * HOUR) < MINUTE
+    assert seconds_alive(Sandbox.objects.get(), NOON + 9 * HOUR) < MINUTE
 
 
 @pytest.mark.parametrize(
@@ -239,22 +252,48 @@ def test_a_snapshot_takes_room_until_it_is_forgotten(grant: Act, memory: Any) ->
     assert Snapshot.objects.get().metered
 
 
-def test_a_copy_that_points_to_the_same_objects_takes_none(grant: Act, memory: Any) -> None:
+def test_a_snapshot_that_is_forgotten_while_it_is_metered_has_its_end_from_the_next_pass(grant: Act, memory: Any) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
     used(lease, now=NOON)
     below.idle(now=NOON + HOUR)
     kept = Snapshot.objects.get()
-    Snapshot.objects.create(
-        sandbox=kept.sandbox,
-        incarnation=1,
-        holder=lease.pk,
-        kind="forked",
-        at=kept.at,
-        key=kept.key,
-        size_bytes=kept.size_bytes,
-    )
+    rivals = [lambda: workspace.forget(kept, now=NOON + 2.5 * HOUR)]
+
+    def rival(execute: Act, sql: str, params: Any, *more: Any) -> Any:
+        if rivals and sql.startswith("INSERT") and f"snapshot {kept.pk}" in params:
+            rivals.pop()()
+        return execute(sql, params, *more)
+
+    with connection.execute_wrapper(rival):
+        meter(now=NOON + 3 * HOUR)
+    assert not rivals
+    meter(now=NOON + 4 * HOUR)
+    assert [row.ended_at for row in UsageRecord.objects.filter(source=f"snapshot {kept.pk}")] == [NOON + 2.5 * HOUR]
+
+
+def test_objects_take_room_once_until_the_last_copy_that_points_to_them_is_forgotten(grant: Act, memory: Any) -> None:
+    lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
+    used(lease, now=NOON)
+    below.idle(now=NOON + HOUR)
+    kept = Snapshot.objects.get()
+    restored = snapshots.restore(lease.pk, kept.pk, now=NOON + HOUR)
     meter(now=NOON + 2 * HOUR)
-    assert UsageRecord.objects.filter(source__startswith="snapshot").count() == 1
+    named = snapshots.take(lease.pk, name="asleep", now=NOON + 2 * HOUR)
+    pool = kept.sandbox.pool.name
+    ask = Ask(agent_did="did:plc:bob", environment_id="fork", environment_type="catan", pool=pool)
+    forked, _ = forking.fork(lease, ask, now=NOON + 2 * HOUR)
+    ends = {kept: 3, restored: 4, workspace.latest(forked.pk): 5, named: 6}
+    for copy, hours in ends.items():
+        assert copy and workspace.forget(copy, now=NOON + hours * HOUR)
+        meter(now=NOON + (hours + 1) * HOUR)
+        row = UsageRecord.objects.get(source__startswith="snapshot")
+        assert (row.source, row.agent_did, row.holder) == (f"snapshot {kept.pk}", "did:plc:ada", lease.pk)
+        assert row.ended_at == NOON + (hours if copy == named else hours + 1) * HOUR
+    assert not Snapshot.objects.filter(metered=False).exists()
+    before = metering_rows()
+    metering.start_over()
+    meter(now=NOON + 7 * HOUR)
+    assert metering_rows() == before
 
 
 def test_an_agents_data_takes_room_as_large_as_it_was(grant: Act) -> None:
@@ -273,6 +312,16 @@ def test_an_agents_data_takes_room_as_large_as_it_was(grant: Act) -> None:
     metering.start_over()
     meter(now=MIDNIGHT + 2.9 * HOUR)
     assert metering_rows() == before
+
+
+def test_a_pass_reads_a_row_for_what_takes_room_and_not_one_for_each_of_its_days() -> None:
+    DataSize.note("did:plc:ada", 1000, now=NOON - timedelta(days=9))
+    meter(now=NOON)
+    with CaptureQueriesContext(connection) as asked:
+        assert meter(now=NOON + MINUTE) == {}
+    about = [each["sql"] for each in asked if "storage" in each["sql"] and each["sql"].startswith("SELECT")]
+    with connection.cursor() as cursor:
+        assert [len(cursor.execute(sql).fetchall()) for sql in about] == [1]
 
 
 def test_the_size_of_data_is_noted_whenever_it_changes(grant: Act, memory: Any) -> None:
@@ -327,6 +376,17 @@ def test_a_leases_calls_of_a_model_are_one_row_a_day(grant: Act) -> None:
     usd = Decimal("0.001")
     assert tokens() == [("gpt", 2, 1, 200, 7, usd), ("gpt", 1, 0, 100, 7, usd), ("other", 1, 0, 100, 7, usd)]
     assert meter(now=NOON + 2 * HOUR) == {}
+
+
+def test_a_model_may_have_any_name_and_none(grant: Act) -> None:
+    lease, names = grant(), ["", "gpt for nobody", "no model", "without a model"]
+    for name in names:
+        call(lease, model=name)
+        call(lease, model=name, holder=None, agent_did="")
+    for _ in range(2):
+        meter(now=NOON + HOUR)
+        assert [each[0] for each in tokens()] == [name for name in names for _ in range(2)]
+        LlmCall.objects.update(counted=False)
 
 
 def test_prices_are_added_to_the_last_digit(grant: Act) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from django.core.exceptions import ValidationError
-from django.db import IntegrityError, transaction
+from django.db import IntegrityError, connection, transaction
 from django.db.models import ProtectedError
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from billing import costs, pricing
@@ -176,11 +177,13 @@ def test_the_database_keeps_rates_above_zero_itself(field: str) -> None:
 
 def test_a_rate_that_begins_has_the_days_since_then_priced_again() -> None:
     today = timezone.now().date()
-    before, after = today - timedelta(days=1), today + timedelta(days=1)
+    before, after = today - timedelta(days=1), today + timedelta(days=2)  # a rate that begins soon may do so tomorrow
     for each in (before, after):
         time_used(datetime.combine(each, datetime.min.time(), UTC), provider="acme")
     costs.price(now=NOW)
-    new().save()
+    with CaptureQueriesContext(connection) as asked:
+        new().save()
+    assert not any('"billing_usagerecord"."id"' in each["sql"] for each in asked), "each record is read, not each day"
     assert [*Unpriced.objects.values_list("day", flat=True)] == [after]
     costs.price(now=NOW)
     assert lines("day", "usd") == [(after, 1)]

@@ -1,7 +1,8 @@
 """Races by construction: a rival runs in the middle of a step, or threads start together."""
 
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import pytest
@@ -18,6 +19,7 @@ from sandboxes.models import Outcome, Pool, Run, Sandbox
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW, threads
+from tests.waiting import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 DAY = timedelta(days=1)
@@ -284,3 +286,60 @@ def test_two_sweeps_at_once_destroy_each_sandbox_once(grant, pool: Pool) -> None
         answers = run(lambda i: sweeps.reclaim(now=NOW).counts.get("destroyed", 0))
     assert sum(answers) == 8
     assert Pool.objects.get(pk=pool.pk).used == 0
+
+
+@contextmanager
+def beside(statement: str, act: Callable[[], object]) -> Iterator[None]:
+    """Have a rival act once this statement was executed, and go on when that waits for a lock."""
+    rivals: list[threading.Thread] = []
+    failed: list[Exception] = []
+    its: list[int] = []
+
+    def run() -> None:
+        try:
+            connection.ensure_connection()
+            its.append(connection.connection.info.backend_pid)
+            act()
+        except Exception as exception:
+            failed.append(exception)
+        finally:
+            connections.close_all()
+
+    def waits() -> bool:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT cardinality(pg_blocking_pids(%s))", its or [0])
+            return bool(cursor.fetchone()[0])
+
+    def rival(execute, sql: str, *given):
+        done = execute(sql, *given)
+        if sql.startswith(statement) and not rivals:
+            rivals.append(threading.Thread(target=run))
+            rivals[0].start()
+            until(waits, "the rival waits for a lock")
+        return done
+
+    with connection.execute_wrapper(rival):
+        yield
+    rivals[0].join()
+    assert not failed
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite has one writer")
+def test_a_lease_ends_while_its_run_does(grant, memory: MemoryProvider) -> None:
+    lease: Lease = grant()
+    with beside("UPDATE sandboxes_run", lambda: leasing.release(lease.pk, now=NOW)), pytest.raises(LeaseEnded):
+        acting.exec_in(lease.pk, true(), now=NOW)
+    assert (Run.objects.get().outcome, Sandbox.objects.get().state) == ("ok", "destroying")
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite has one writer")
+def test_a_lease_ends_while_something_is_told_of_it(grant, memory: MemoryProvider) -> None:
+    """What is told points to its row, which PostgreSQL looks at when that is committed."""
+    lease: Lease = grant(expiry_conditions=["over"])
+    acting.exec_in(lease.pk, true(), now=NOW)
+    with (
+        beside('INSERT INTO "leases_leaseevent"', lambda: sweeps.end_matching("game-1", "over", now=NOW, agents=None)),
+        pytest.raises(LeaseEnded),
+    ):
+        snapshots.take(lease.pk, now=NOW)
+    assert [*lease.events.order_by("pk").values_list("kind", flat=True)] == ["granted", "snapshot", "ended"]

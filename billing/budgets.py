@@ -40,6 +40,7 @@ from django.db import transaction
 from django.db.models import Q, QuerySet, Value
 from django.db.models.functions import Coalesce
 
+from billing import deriving
 from billing.costs import LASTED, MICROSECOND, PAID, billed_to
 from billing.days import LONG_AGO, day_of, following, midnight
 from billing.errors import BudgetExhausted
@@ -247,9 +248,11 @@ def _refusal(full: dict[Budget, int], *, now: datetime) -> BudgetExhausted:
 
 def settle(pk: int, *, now: datetime) -> list[str]:
     """Work out what an active budget has spent in its present period, and what follows from that: "warned of", "spent",
-    "open again". It may stop anywhere, and run twice, or beside itself: an event is said once."""
+    "open again". It may stop anywhere, and run twice, or beside itself: an event is said once.
+
+    While usage and costs are derived anew their sums say too little: what is known to be spent stays until they are there."""
     budget = Budget.objects.filter(pk=pk, active=True).first()
-    if budget is None:
+    if budget is None or deriving.unfinished():
         return []
     began, ends = period_of(budget.period, now)
     spent = spent_between(budget, began, ends)  # before its lock: a grant waits for that
@@ -258,7 +261,7 @@ def settle(pk: int, *, now: datetime) -> list[str]:
     with transaction.atomic():
         locked = Budget.objects.select_for_update(no_key=True).filter(pk=pk, active=True, **same).first()
         # Changed meanwhile, or worked out by somebody else, who may know of more: the next pass has it.
-        said = _mark(locked, spent, began, now=now) if locked else []
+        said = _mark(locked, spent, began, now=now) if locked and not deriving.unfinished() else []
         step("budget marked", budget)
     step("budget settled", budget)
     return said

@@ -9,7 +9,7 @@ from django.utils import timezone
 from django_q.models import Schedule
 from django_q.tasks import async_task
 
-from billing import costs, metering
+from billing import deriving
 from leases import enforcing
 from leases import sweeps as leases
 from sandboxes import delivering, pruning
@@ -115,9 +115,10 @@ def webhooks() -> str:
 def _metered(now: datetime) -> Swept:
     """What was used, and what that costs."""
     swept = Swept()
-    for item, records in metering.meter(now=now).items():
+    usage, money = deriving.derive(now=now)
+    for item, records in usage.items():
         swept.note(f"records of {item}", records)
-    for done, records in costs.price(now=now).items():
+    for done, records in money.items():
         swept.note(f"costs {done}", records)
     return swept
 

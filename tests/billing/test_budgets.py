@@ -14,7 +14,7 @@ from django.core.exceptions import ValidationError
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from billing import budgets, costs, metering
+from billing import budgets, costs, deriving, metering
 from billing.errors import BudgetExhausted
 from billing.models import Account, Budget, Membership, Tab, UsageRecord
 from leases import acting, enforcing, forking, leasing, turns
@@ -481,6 +481,41 @@ def test_what_was_counted_too_much_opens_it_again(over: Lease) -> None:
     metering.start_over()
     assert swept(NOW)["budgets spent"] == 1
     assert said() == ["exhausted", "warning"]  # once in a period
+
+
+def test_what_is_derived_anew_opens_nothing_before_all_of_it_is_there(over: Lease) -> None:
+    made = Budget.objects.get()
+    deriving.start_over()
+    assert budgets.settle(made.pk, now=NOW) == []
+    with refused(spent="1", limit="1"):
+        used(over)
+    metering.meter(now=NOW)
+    assert budgets.settle(made.pk, now=NOW) == []
+    deriving.derive(now=NOW)
+    assert (budgets.settle(made.pk, now=NOW), spent(made)) == ([], 1)
+    assert not deriving.unfinished()
+
+
+def test_what_is_thrown_away_while_it_is_summed_counts_when_it_is_there_again(over: Lease, at_step: Act) -> None:
+    made = Budget.objects.get()
+    UsageRecord.objects.all().delete()  # it would be open again by that
+    at_step("budget summed", deriving.start_over)
+    assert (budgets.settle(made.pk, now=NOW), spent(made)) == ([], 1)
+
+
+def test_what_is_thrown_away_while_it_is_derived_is_not_all_there(over: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
+    def price(*, now: datetime, price: Act = costs.price) -> Any:
+        done = price(now=now)
+        deriving.start_over()
+        return done
+
+    deriving.start_over()
+    with monkeypatch.context() as patched:
+        patched.setattr(costs, "price", price)
+        deriving.derive(now=NOW)
+    assert deriving.unfinished()
+    deriving.derive(now=NOW)
+    assert not deriving.unfinished()
 
 
 def test_lowered_below_what_is_spent_it_refuses_and_ends(spend: Act, grant: Act) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from django.core.management.base import BaseCommand
 from django.utils import timezone
 
-from billing import costs, metering
+from billing import deriving
 
 
 class Command(BaseCommand):
@@ -17,11 +17,10 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, again: bool, **options: Any) -> None:
         if again:
-            metering.start_over()
-            costs.start_over()
-        now = timezone.now()
-        self.stdout.write(f"usage: {said(metering.meter(now=now))}")
-        self.stdout.write(f"costs: {said(costs.price(now=now))}")
+            deriving.start_over()
+        usage, money = deriving.derive(now=timezone.now())
+        self.stdout.write(f"usage: {said(usage)}")
+        self.stdout.write(f"costs: {said(money)}")
 
 
 def said(counts: dict[str, int]) -> str:

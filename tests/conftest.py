@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from django.db import connections
 
@@ -24,6 +25,10 @@ NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
 SERVICES_REQUIRED = os.environ.get("LEASEHOLD_REQUIRE_SERVICES") == "1"
 DOCKER_IMAGE = os.environ.get("LEASEHOLD_SANDBOX_IMAGE", "leasehold-sandbox:latest")
+
+# A busy machine may hold up any example for longer than the fifth of a second that one has by default.
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 
 class Died(BaseException):

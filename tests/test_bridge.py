@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import ports
 from tests.waiting import until
 
 BRIDGE = Path(__file__).resolve().parents[1] / "sandboxes" / "image" / "bridge.py"
@@ -39,8 +40,7 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def near(far: Path) -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
+    [port] = ports.free()
     process = subprocess.Popen([sys.executable, str(BRIDGE), str(port), str(far)])
 
     def connected() -> socket.socket | None:

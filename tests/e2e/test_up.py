@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests import ports
 from tests.commands.manage import MANAGE, environment, manage, runtime
 from tests.waiting import until
 
@@ -29,9 +29,7 @@ class Home:
     def __init__(self, path: Path, **env: str) -> None:
         self.path, self.env = path, env
         self.log = path / "up.log"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        [self.port] = ports.free()
         self.process: subprocess.Popen[bytes] | None = None
 
     def up(self, *args: str) -> "subprocess.Popen[bytes]":

@@ -21,6 +21,7 @@ from sandboxes.egress import collecting, records, slots
 from sandboxes.egress.front import Front
 from sandboxes.egress.usd import amount
 from sandboxes.models import LlmCall, Run, Sandbox
+from tests import ports
 from tests.conftest import MINUTE, NOW
 from tests.egress.test_egress_docker import meanwhile, pid_of
 from tests.egress.whole import Inside, WholeWay
@@ -343,8 +344,7 @@ def test_openais_client_works_unchanged(inside: Inside, did: str, way: WholeWay)
 @contextmanager
 def bridge(inside: Inside) -> Iterator[int]:
     """A sandbox's own bridge, out here, to that sandbox's socket; its port."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
+    [port] = ports.free()
     assert inside.box.slot is not None
     process = subprocess.Popen([sys.executable, str(BRIDGE), str(port), str(slots.directory(inside.box.slot) / slots.SOCKET)])
     try:

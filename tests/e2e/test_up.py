@@ -53,7 +53,7 @@ class Home:
             raise AssertionError(f"it never said {text!r}:\n{self.said()}") from None
 
     def get(self, path: str) -> tuple[int, Any]:
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)) as connection:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=HEALTHY)) as connection:
             connection.request("GET", path)
             response = connection.getresponse()
             return response.status, json.loads(response.read())
@@ -94,7 +94,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     if home.process:
-        home.process.wait(timeout=10)
+        home.process.wait(timeout=HEALTHY)
     shutil.rmtree(runtime(tmp_path), ignore_errors=True)
 
 
@@ -146,11 +146,11 @@ def test_after_sigkill_nothing_of_it_lives_and_the_next_start_takes_over_what_it
     until(lambda: home.ask("SELECT outcome FROM sandboxes_run") == "open", "the run is open")
     dead.kill()
     dead.wait()
-    until(lambda: home.processes() <= {leftover.pid}, "web server and queue die with it", within=10)
+    until(lambda: home.processes() <= {leftover.pid}, "web server and queue die with it")
     home.up()
-    assert leftover.wait(timeout=10) == -signal.SIGKILL
+    assert leftover.wait(timeout=HEALTHY) == -signal.SIGKILL
     assert "the last start ended badly: 1 processes killed, 1 acts taken over" in home.said()
-    until(lambda: home.ask("SELECT outcome FROM sandboxes_run") == "lost", "the run is closed", within=20)
+    until(lambda: home.ask("SELECT outcome FROM sandboxes_run") == "lost", "the run is closed")
     assert home.ask("SELECT state FROM sandboxes_sandbox") == "waiting"
     assert manage(home.path, "exec", lease, "--", "true").returncode == 0
 

@@ -85,7 +85,7 @@ def docker_ready() -> None:
     import docker as sdk
 
     try:
-        client = sdk.from_env(timeout=5)
+        client = sdk.from_env(timeout=60)
         client.images.get(DOCKER_IMAGE)
     except sdk.errors.DockerException as why:
         missing_service(f"No Docker Engine with the image {DOCKER_IMAGE}: {why}")

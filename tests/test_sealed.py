@@ -264,7 +264,7 @@ def outcomes(cell: Cell) -> dict[str, list[str]]:
             pass
         out.connect(("192.0.2.1", 9))  # sends nothing: says which address of ours would
         addresses = [f"127.0.0.1:{port}", f"{out.getsockname()[0]}:{port}"]
-        done = cell.run("python3", "-I", "-", *addresses, stdin=Path(attacks.__file__).read_bytes())
+        done = cell.run("python3", "-I", "-", *addresses, stdin=Path(attacks.__file__).read_bytes(), seconds=300)
     assert done.exit_code == 0, done.stderr.decode()
     found: dict[str, list[str]] = json.loads(done.stdout)
     assert found.keys() >= attacks.ATTACKS.keys() and len(found) == len(attacks.ATTACKS) + 6

@@ -20,7 +20,8 @@ from tests.commands.manage import MANAGE, environment, manage, runtime
 from tests.waiting import until
 
 pytestmark = pytest.mark.e2e
-HEALTHY = 60.0  # seconds that a start may take on a machine that has other things to do
+HEALTHY = 120.0  # seconds that a start may take on a machine that has other things to do
+MANY = {"granian": 2, "qcluster": 5}  # processes of each of its children, with one worker
 
 
 class Home:
@@ -68,6 +69,10 @@ class Home:
                 if f"LEASEHOLD_STATE_DIR={self.path / 'state'}".encode() in environ and set(words) <= set(argv):
                     found.add(int(name))
         return found
+
+    def whole(self, word: str) -> set[int]:
+        """The processes of one of its children, once all are there."""
+        return until(lambda: len(found := self.processes(word)) == MANY[word] and found, f"all of {word} is there")
 
     def ask(self, query: str) -> Any:
         """The first value of the first row."""
@@ -155,29 +160,27 @@ def test_after_sigkill_nothing_of_it_lives_and_the_next_start_takes_over_what_it
     assert manage(home.path, "exec", lease, "--", "true").returncode == 0
 
 
-@pytest.mark.parametrize("words", [["granian"], ["qcluster"]])
-def test_what_is_killed_is_started_again_and_of_the_dead_nothing_is_left(home: Home, words: list[str]) -> None:
+@pytest.mark.parametrize("word", MANY)
+def test_what_is_killed_is_started_again_and_of_the_dead_nothing_is_left(home: Home, word: str) -> None:
     up = home.up()
-    before = home.processes(*words)
+    before = home.whole(word)
     leaders = {pid for pid in before if os.getpgid(pid) == pid}
     assert len(leaders) == 1
     os.kill(leaders.pop(), signal.SIGKILL)
     home.says("it was killed by SIGKILL; starting it again in 1 s")
-    until(lambda: len(home.processes(*words)) == len(before), "as many as before")
-    assert not home.processes(*words) & before
-    home.says("up: ready", times=2 if words == ["granian"] else 1)
+    assert not home.whole(word) & before
+    home.says("up: ready", times=2 if word == "granian" else 1)
     assert home.get("/healthz")[0] == 200
     assert up.poll() is None
 
 
 def test_a_queue_that_hangs_is_killed_and_started_again(home: Home) -> None:
-    home.up("--hung-after", "8s")
-    before = until(lambda: len(found := home.processes("qcluster")) >= 5 and found, "all of the queue is there")
+    home.up("--hung-after", "20s")  # in which it has to be there, also on a busy machine
+    before = home.whole("qcluster")
     for pid in before:
         os.kill(pid, signal.SIGSTOP)
-    home.says("it has given no heartbeat for 8 s, so it hangs; starting it again in 1 s")
-    until(lambda: len(home.processes("qcluster")) == len(before), "as many as before")
-    assert not home.processes("qcluster") & before
+    home.says("it has given no heartbeat for 20 s, so it hangs; starting it again in 1 s")
+    assert not home.whole("qcluster") & before
     assert home.end(signal.SIGTERM) == 0
     assert home.processes() == set()
 

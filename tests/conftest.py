@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import hypothesis
 import pytest
 from django.db import connections
 
+from billing.days import day_of, midnight
 from leases import leasing
 from leases.models import Lease
 from sandboxes import lifecycle, providers
@@ -48,6 +50,15 @@ def missing_service(why: str) -> None:
     if SERVICES_REQUIRED:
         pytest.fail(why)
     pytest.skip(why)
+
+
+@pytest.fixture(autouse=True)
+def one_day() -> None:
+    """What reads the clock, as pages and commands do, counts days: so no test begins on one that may be over before it ends."""
+    now = datetime.now(UTC)
+    left = midnight(day_of(now) + timedelta(days=1)) - now
+    if left < MINUTE / 2:
+        time.sleep(left.total_seconds())
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime, time, timedelta
@@ -21,6 +22,7 @@ from billing.admin_costs import why
 from billing.admin_rates import DELETE
 from billing.admin_usage import month_before, month_of
 from billing.cells import short
+from billing.days import day_of
 from billing.models import Account, CostRecord, Credit, Membership, Rate, Statement, UsageRecord, Watermark
 from controlplane import console
 from leases.models import Agent, Lease
@@ -34,6 +36,17 @@ MONTH, LAST = month_of(NOW), month_before(NOW)
 LATER = TODAY + timedelta(days=3)
 MARKUP = "<img src=x onerror=alert(1)>"
 WHY = {"_form_submitted": "on", "reason": "it was agreed"}
+
+
+@pytest.fixture(autouse=True)
+def today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NOW says may have been said on the day before, or in the month."""
+    now = timezone.now()
+    day = day_of(now)
+    for name, value in [
+        ("NOW", now), ("TODAY", day), ("MONTH", month_of(now)), ("LAST", month_before(now)), ("LATER", day + timedelta(days=3)),
+    ]:  # fmt: skip
+        monkeypatch.setattr(sys.modules[__name__], name, value)
 
 
 def on(day: Any, hour: int = 0) -> datetime:

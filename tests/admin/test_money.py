@@ -248,7 +248,8 @@ def test_spending_adds_up_by_day_and_provider_with_model_calls_apart(team: Accou
     assert found.days[-2].parts[overview.MODELS] == 3
     assert found.days[-2].parts["acme"] == sum(row.usd for row in recent.filter(day=TODAY - timedelta(days=1), item="time"))
     assert sum(found.series.values()) == sum(day.usd for day in found.days) == sum(found.items.values()) == found.usd
-    assert found.series[overview.PLANS] == sum(row.usd for row in recent.filter(item="plan"))
+    plans = sum(row.usd for row in recent.filter(item="plan"))  # on a 31st its month began before these days did
+    assert found.series.get(overview.PLANS, 0) == plans and (plans > 0 or TODAY.day == 31)
     assert max(day.bar for day in found.days) <= found.top
     only = overview.look(now=NOW, agent="did:plc:y")
     assert (only.usd, [each.agent_did for each in only.spenders]) == (3, ["did:plc:y"])
@@ -381,7 +382,7 @@ def test_prices_that_only_you_know_are_asked_for_until_they_are_set(viewer: Clie
         return {row.provider for row in viewer.get("/admin/billing/rate/?slice=own").context["cl"].result_list}
 
     assert "daytona" in asked()
-    rate("time", "0.1", provider="daytona", since="2026-01-01")
+    rate("time", "0.1", provider="daytona", since="2021-01-01")
     assert "daytona" not in asked()
     in_force = viewer.get("/admin/billing/rate/").context["cl"].result_list
     assert [row.usd for row in in_force if row.provider == "daytona"] == [Decimal("0.1")]

@@ -13,6 +13,7 @@ import pytest
 from django.core.exceptions import ValidationError
 from django.core.management import call_command
 from django.db import IntegrityError, transaction
+from django.utils import timezone
 from django_q.models import OrmQ
 
 from leases import leasing, sweeps
@@ -102,7 +103,7 @@ def test_the_queue_is_woken_with_the_fact(receiver: Receiver) -> None:
         happen(2)
         transaction.set_rollback(True)
     assert not OrmQ.objects.exists()
-    happen(3)
+    happen(3, timezone.now())
     assert [task.func() for task in OrmQ.objects.all()] == ["sandboxes.delivering.deliver_soon"]
     assert delivering.deliver_soon() == "1 delivered"
 

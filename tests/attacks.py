@@ -74,7 +74,7 @@ def let_in(act: Callable[[], object]) -> object:
 
 def program(*argv: str) -> str:
     """What a program said that succeeded. One that is not there, or fails, is a refusal."""
-    done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=4)
+    done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20)
     if done.returncode:
         raise OSError(f"exit code {done.returncode}: {done.stderr.strip()}")
     return done.stdout or "it worked"
@@ -612,7 +612,7 @@ def tried(act: Callable[[], object]) -> list[str]:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(8)
+        signal.alarm(60)  # some look at every file there is
         try:
             said = ["succeeded", repr(act())[:300]]
         except (OSError, subprocess.SubprocessError) as error:

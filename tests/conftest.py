@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +11,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from django.db import connections
 
+from billing.days import day_of, midnight
 from leases import leasing
 from leases.models import Lease
 from sandboxes import lifecycle, providers
@@ -24,6 +27,10 @@ NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
 SERVICES_REQUIRED = os.environ.get("LEASEHOLD_REQUIRE_SERVICES") == "1"
 DOCKER_IMAGE = os.environ.get("LEASEHOLD_SANDBOX_IMAGE", "leasehold-sandbox:latest")
+
+# A busy machine may hold up any example for longer than the fifth of a second that one has by default.
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 
 class Died(BaseException):
@@ -43,6 +50,15 @@ def missing_service(why: str) -> None:
     if SERVICES_REQUIRED:
         pytest.fail(why)
     pytest.skip(why)
+
+
+@pytest.fixture(autouse=True)
+def one_day() -> None:
+    """What reads the clock, as pages and commands do, counts days: so no test begins on one that may be over before it ends."""
+    now = datetime.now(UTC)
+    left = midnight(day_of(now) + timedelta(days=1)) - now
+    if left < MINUTE / 2:
+        time.sleep(left.total_seconds())
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +96,7 @@ def docker_ready() -> None:
     import docker as sdk
 
     try:
-        client = sdk.from_env(timeout=5)
+        client = sdk.from_env(timeout=60)
         client.images.get(DOCKER_IMAGE)
     except sdk.errors.DockerException as why:
         missing_service(f"No Docker Engine with the image {DOCKER_IMAGE}: {why}")

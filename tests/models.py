@@ -13,7 +13,7 @@ from typing import Any
 
 PIECES = ("An ", "answer ", "in ", "pieces.")
 TOKENS = {"in": 1000, "cached": 400, "out": 50}  # what every whole answer says that it took; `in` has `cached` in it
-PAUSES = {"slowest": 4.0, "slow": 0.3}  # seconds
+PAUSES = {"slowest": 4.0, "slow": 0.6}  # seconds
 
 
 class Models(ThreadingHTTPServer):

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import ports
 from tests.waiting import until
 
 BRIDGE = Path(__file__).resolve().parents[1] / "sandboxes" / "image" / "bridge.py"
 TURNS = 60
+QUICK = 0.035  # seconds, which a busy machine may miss now and then
 
 
 @pytest.fixture
@@ -39,13 +41,12 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def near(far: Path) -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
+    [port] = ports.free()
     process = subprocess.Popen([sys.executable, str(BRIDGE), str(port), str(far)])
 
     def connected() -> socket.socket | None:
         try:
-            return socket.create_connection(("127.0.0.1", port), timeout=10)
+            return socket.create_connection(("127.0.0.1", port), timeout=20)
         except OSError:
             return None
 
@@ -60,10 +61,12 @@ def near(far: Path) -> Iterator[socket.socket]:
 
 
 def test_the_second_of_two_small_writes_does_not_wait_for_the_first_to_be_acknowledged(near: socket.socket) -> None:
-    """That is 40 ms on Linux once a connection is a few answers old: for most events of a stream."""
-    began = time.monotonic()
+    """That is 40 ms on Linux once a connection is an answer old: for each event of a stream."""
+    took: list[float] = []
     with near.makefile("rb") as lines:
         for _ in range(TURNS):
+            began = time.monotonic()
             near.sendall(b"go\n")
             assert lines.readline() == b"first second\n"
-    assert time.monotonic() - began < TURNS * 0.020
+            took.append(time.monotonic() - began)
+    assert len([each for each in took if each < QUICK]) > TURNS / 4

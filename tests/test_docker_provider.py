@@ -7,6 +7,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ from sandboxes.providers.docker import DockerProvider, answers
 from sandboxes.providers.engine import Cgroup, Engine
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW
+from tests.waiting import cut_off, until
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("docker_ready")]
 BOMB = """
@@ -45,18 +47,19 @@ class Box:
     ref: str
     owner: str
 
-    def run(self, *argv: str, seconds: float = 30, stdin: bytes = b"", cap: int = 1 << 20) -> ExecResult:
+    def run(self, *argv: str, seconds: float = 60, stdin: bytes = b"", cap: int = 1 << 20) -> ExecResult:
         return self.provider.exec(
             self.ref, argv, env={}, timeout=timedelta(seconds=seconds), stdin=stdin, cap=cap, mark=uuid4().hex
         )
 
     def processes(self) -> list[str]:
-        """Command lines of whatever runs inside besides the keeper and this listing."""
+        """Command lines of whatever runs inside besides the keeper and this listing, and is not dead already."""
         lines = self.run("ps", "-eo", "args=").stdout.decode().splitlines()
         return [
             line
             for line in lines
             if not line.startswith(("ps ", "/sbin/docker-init", "python3 -I -S /opt/leasehold/bridge.py"))
+            and not line.endswith(" <defunct>")
         ]
 
 
@@ -71,16 +74,18 @@ def box(tmp_path: Path) -> Iterator[Box]:
     tmp_path.chmod(0o755)
     spec = Spec(name, owner=name, memory_mib=128, pids=64, labels={"agent": "did:plc:ada"}, sockets=tmp_path)
     box = Box(provider, provider.create(spec), owner=name)
-    provider.wait_ready(box.ref, timeout=timedelta(seconds=30))
+    provider.wait_ready(box.ref, timeout=MINUTE)
     yield box
     for found in provider.list(box.owner):
         provider.destroy(found.ref)
 
 
 def test_a_daemon_answers_within_two_seconds() -> None:
-    started = time.monotonic()
-    assert answers()
-    assert time.monotonic() - started < 2
+    def quickly() -> bool:
+        started = time.monotonic()
+        return answers() and time.monotonic() - started < 2
+
+    until(quickly, "it answers in time, as one does whose machine has nothing else to do")
 
 
 @pytest.mark.parametrize("host", ["unix:///nowhere.sock", "tcp://127.0.0.1:9"])
@@ -176,7 +181,7 @@ def test_what_is_left_of_a_sandbox_is_listed_and_can_be_destroyed(box: Box) -> N
     docker("volume", "rm", f"{box.ref}-data")
     [found] = box.provider.list(box.owner)
     assert (found.ref, found.name, found.running, found.remains) == (box.ref, box.ref, False, True)
-    assert abs(found.created_at - made_at) < timedelta(seconds=5)
+    assert abs(found.created_at - made_at) < MINUTE
     with pytest.raises(Missing):
         box.provider.inspect(found.ref)
     box.provider.destroy(found.ref)
@@ -313,9 +318,9 @@ def test_a_timeout_leaves_nothing_behind(
     box: Box, monkeypatch: pytest.MonkeyPatch, way: Callable[[pytest.MonkeyPatch], None], hidden: str
 ) -> None:
     way(monkeypatch)
-    done = box.run("sh", "-c", f"echo began; {hidden}", seconds=0.7)
+    done = cut_off(lambda seconds: box.run("sh", "-c", f"echo began; {hidden}", seconds=seconds), lambda done: done.stdout)
     assert (done.exit_code, done.timed_out, done.stdout) == (137, True, b"began\n")
-    assert done.duration < timedelta(seconds=5)
+    assert done.duration < MINUTE  # far below the 300 s that they would sleep
     assert box.processes() == []
 
 
@@ -325,9 +330,10 @@ def test_a_timeout_ends_a_fork_bomb_and_no_other_exec(
 ) -> None:
     way(monkeypatch)
     other: list[ExecResult] = []
-    beside = threading.Thread(target=lambda: other.append(box.run("sh", "-c", "sleep 4; echo unharmed", seconds=60)))
+    script = "sleep 4 & touch begun; wait; echo unharmed"  # and needs no other process once it has begun
+    beside = threading.Thread(target=lambda: other.append(box.run("sh", "-c", script, seconds=60)))
     beside.start()
-    time.sleep(0.5)
+    until(lambda: box.run("test", "-e", "begun").exit_code == 0, "the other one has begun")
     assert box.run("env", "-i", "/usr/bin/setsid", "/usr/bin/python3", "-c", BOMB, seconds=1.5).timed_out
     beside.join()
     assert box.processes() == []
@@ -358,8 +364,11 @@ def test_a_container_that_does_not_run_is_woken_by_the_next_exec(box: Box, how: 
 
 
 def test_a_container_that_dies_under_a_command_is_a_result(box: Box) -> None:
-    threading.Timer(0.7, docker, ("kill", box.ref)).start()
-    done = box.run("sleep", "300")
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(box.run, "sleep", "300", seconds=250)
+        until(lambda: "sleep 300" in box.processes(), "it sleeps")
+        docker("kill", box.ref)
+        done = running.result()
     assert (done.exit_code, done.timed_out) == (137, False)
     assert box.run("true").exit_code == 0
 
@@ -370,7 +379,8 @@ def test_large_input_and_output_at_once_do_not_deadlock(box: Box) -> None:
 
 
 def test_input_that_nobody_reads_does_not_hold_the_result_back(box: Box) -> None:
-    assert box.run("true", stdin=b"x" * (5 << 20)).duration < timedelta(seconds=5)
+    done = box.run("true", stdin=b"x" * (5 << 20), seconds=250)
+    assert (done.exit_code, done.timed_out) == (0, False) and done.duration < MINUTE
 
 
 def test_streams_closed_early_are_not_the_end(box: Box) -> None:

@@ -46,7 +46,7 @@ def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def cell(docker_ready: None, sockets: Path) -> Iterator[Cell]:
-    if "runsc" not in sdk.from_env(timeout=5).info()["Runtimes"]:
+    if "runsc" not in sdk.from_env(timeout=60).info()["Runtimes"]:
         pytest.skip("The Docker Engine at hand has no runtime runsc.")
     provider, name = DockerProvider(), f"lhs-{uuid4().hex[:16]}"
     with override_settings(DOCKER_RUNTIME="runsc"):

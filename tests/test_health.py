@@ -1,5 +1,7 @@
 """What health says of pools: an open circuit, drift, quarantine, lost and stalled sandboxes; never why, nor whose."""
 
+from datetime import timedelta
+
 import pytest
 from django.utils import timezone
 
@@ -62,7 +64,7 @@ TROUBLES = {
     "In quarantine, since destroying failed too often: 1.": {
         "state": "destroying", "deadline_at": NOW, "quarantined_at": NOW,
     },
-    "Stalled, since nobody takes the next step: 1.": {"state": "destroying", "deadline_at": NOW - 99999 * MINUTE},
+    "Stalled, since nobody takes the next step: 1.": {"state": "destroying", "deadline_at": NOW - timedelta(days=5000)},
     "Lost by their provider while a lease held them: 1.": {"lost_at": NOW},
 }  # fmt: skip
 

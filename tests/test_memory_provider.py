@@ -123,7 +123,7 @@ def test_reset_forgets_everything(memory, ref) -> None:
 
 def test_two_execs_meet_in_a_hook(memory, ref) -> None:
     barrier = threading.Barrier(2)
-    memory.before("exec", lambda ref: barrier.wait(timeout=10))
+    memory.before("exec", lambda ref: barrier.wait(timeout=30))
     other = threading.Thread(target=run, args=(memory, ref, "true"))
     other.start()
     assert run(memory, ref, "echo", "both are here").stdout == b"both are here\n"

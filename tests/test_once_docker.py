@@ -16,6 +16,7 @@ from leases.models import Lease
 from leases.once import How, Result, Wish, run_once
 from sandboxes.models import Pool, Run, Sandbox
 from tests.test_folders import seen
+from tests.waiting import cut_off
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 
@@ -24,7 +25,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 def play(docker_pool: Pool) -> Callable[..., Result]:
     """Run something once in this test's pool, and see that nothing is left of it."""
 
-    def run(*argv: str, timeout: timedelta = timedelta(seconds=30), **fields: Any) -> Result:
+    def run(*argv: str, timeout: timedelta = timedelta(seconds=60), **fields: Any) -> Result:
         result = run_once(Wish("did:plc:ada", argv, timeout, pool=docker_pool.name, **fields), now=timezone.now())
         assert result.cleaned_up
         assert left_of(docker_pool) == []
@@ -52,7 +53,9 @@ def test_a_command_that_ends_by_itself(play) -> None:
 def test_one_that_takes_too_long_leaves_no_process(play) -> None:
     word = f"once-{uuid.uuid4().hex}"
     script = f"(exec -a {word} setsid sleep 300) & echo begun; exec -a {word} sleep 300"
-    result = play("bash", "-c", script, timeout=timedelta(seconds=2))
+    result = cut_off(
+        lambda seconds: play("bash", "-c", script, timeout=timedelta(seconds=seconds)), lambda result: result.stdout
+    )
     assert (result.outcome, result.exit_code, result.stdout) == (How.TIMEOUT, 137, b"begun\n")
     assert word not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
 

@@ -25,7 +25,7 @@ from sandboxes.providers.docker import DockerProvider
 from sandboxes.runs import Command
 from tests import attacks
 from tests.conftest import DOCKER_IMAGE
-from tests.waiting import until
+from tests.waiting import cut_off, until
 
 pytestmark = pytest.mark.docker
 MINUTE = timedelta(minutes=1)
@@ -80,7 +80,7 @@ mkfifo pipe; (echo fine > pipe) & cat pipe; wait
     "coreutils": """
 printf 'one\\ntwo\\n' > a; cp -a a b; ln -s a c; ln a d; install -m 700 a e; touch -d yesterday b; chmod 600 b; mv b f
 tar cf x.tar a c d e f; test $(tar tf x.tar | wc -l) = 5; test $(find . -type l | xargs readlink) = a
-flock a timeout 5 nice -n 5 nohup setsid env true; df . > /dev/null; ps aux > /dev/null; test $(id -un) = agent
+flock a timeout 60 nice -n 5 nohup setsid env true; df . > /dev/null; ps aux > /dev/null; test $(id -un) = agent
 dd if=/dev/zero of=z bs=4k count=4 conv=fsync status=none; truncate -s 1M z; split -n 4 z; sha256sum z | cut -c1-4; echo fine
 """,
     "git": """
@@ -176,12 +176,13 @@ class Cell:
         return self.run("echo", "well").stdout == b"well\n" and not self.processes()
 
     def processes(self) -> list[str]:
-        """Command lines of what runs inside besides the keeper and this listing."""
+        """Command lines of what runs inside besides the keeper and this listing, and is not dead already."""
         lines = self.run("ps", "-eo", "args=").stdout.decode().splitlines()
         return [
             line
             for line in lines
             if not line.startswith(("ps ", "/sbin/docker-init", "python3 -I -S /opt/leasehold/bridge.py"))
+            and not line.endswith(" <defunct>")
         ]
 
 
@@ -259,11 +260,11 @@ def outcomes(cell: Cell) -> dict[str, list[str]]:
     """Of all attacks; two of them on a listener of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
         port = listener.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port), timeout=2):  # out here it is reached
+        with socket.create_connection(("127.0.0.1", port), timeout=20):  # out here it is reached
             pass
         out.connect(("192.0.2.1", 9))  # sends nothing: says which address of ours would
         addresses = [f"127.0.0.1:{port}", f"{out.getsockname()[0]}:{port}"]
-        done = cell.run("python3", "-I", "-", *addresses, stdin=Path(attacks.__file__).read_bytes())
+        done = cell.run("python3", "-I", "-", *addresses, stdin=Path(attacks.__file__).read_bytes(), seconds=300)
     assert done.exit_code == 0, done.stderr.decode()
     found: dict[str, list[str]] = json.loads(done.stdout)
     assert found.keys() >= attacks.ATTACKS.keys() and len(found) == len(attacks.ATTACKS) + 6
@@ -373,7 +374,7 @@ def test_the_engine_was_asked_for_nothing_but_what_is_needed(cell: Cell) -> None
 
 
 def test_a_fork_bomb_is_bounded_and_ends_with_its_exec(cell: Cell) -> None:
-    done = cell.run("python3", "-c", BOMB, seconds=2)
+    done = cut_off(lambda seconds: cell.run("python3", "-c", BOMB, seconds=seconds), lambda done: done.stdout)
     assert done.timed_out
     assert 1 <= int(done.stdout.split()[0]) < PIDS
     assert cell.lives()
@@ -400,7 +401,10 @@ def test_what_is_filled_in_memory_leaves_room_to_clean_up(cells: list[Cell]) -> 
 
 
 def test_a_flood_on_both_streams_is_read_dropped_and_ended(cell: Cell) -> None:
-    done = cell.run("sh", "-c", "yes >&2 & yes", seconds=1.5, cap=1000)
+    flood = "yes >&2 & yes"
+    done = cut_off(
+        lambda seconds: cell.run("sh", "-c", flood, seconds=seconds, cap=1000), lambda done: done.stdout and done.stderr
+    )
     assert (len(done.stdout), len(done.stderr), done.truncated, done.timed_out) == (1000, 1000, True, True)
     assert cell.lives()
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+LIMITS = (0.7, 3.0, 15.0)  # seconds
 
 
 def until(look: Callable[[], T], what: str, *, within: float = 30.0) -> T:
@@ -13,4 +14,14 @@ def until(look: Callable[[], T], what: str, *, within: float = 30.0) -> T:
     while not (found := look()):
         assert time.monotonic() < deadline, f"not within {within:g} s: {what}"
         time.sleep(0.05)
+    return found
+
+
+def cut_off(run: Callable[[float], T], had_begun: Callable[[T], object]) -> T:
+    """What became of something that does not end by itself and was given so many seconds: few, so that it is over soon, and
+    more if they were too few on a busy machine for it to begin."""
+    for seconds in LIMITS:
+        found = run(seconds)
+        if had_begun(found):
+            break
     return found

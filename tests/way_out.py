@@ -116,9 +116,9 @@ async def _close_connections(server: Server) -> None:
 
 
 def connect(path: Path) -> HTTPConnection:
-    connection = HTTPConnection("sandbox", timeout=20)
+    connection = HTTPConnection("sandbox", timeout=60)
     connection.sock = socket.socket(socket.AF_UNIX)
-    connection.sock.settimeout(20)
+    connection.sock.settimeout(60)
     connection.sock.connect(str(path))
     return connection
 

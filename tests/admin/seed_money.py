@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
 from billing import costs, metering, statements
-from billing.days import following
+from billing.days import following, midnight
 from billing.models import Account, Item, Membership, Rate, UsageRecord
 from leases.models import Agent
 
@@ -49,7 +49,7 @@ def seed_money(now: datetime) -> None:
             statements.grant(account, Decimal("25"), now=now - timedelta(days=60), actor="admin", reason="For a start")
         for first in statements.open_months(account, now=now):
             if following(first) < last or account.name != "tournament":
-                statements.close(account, first, now=now - timedelta(days=1), actor="admin")
+                statements.close(account, first, now=max(now - timedelta(days=1), midnight(last)), actor="admin")
     research, house = Account.objects.get(name="research"), Account.objects.get(name="house")
     Membership.objects.create(agent_did="did:plc:hurry", account=research, since=last)
     Membership.objects.create(agent_did="did:plc:grace", account=house, since=now.date() + timedelta(days=5))

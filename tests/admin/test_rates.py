@@ -14,7 +14,7 @@ from tests.admin.conftest import NOW
 pytestmark = pytest.mark.django_db
 HOUR = timedelta(hours=1)
 RATE = {
-    "pattern": "gpt-*", "input_usd": "2.5", "cached_usd": "", "output_usd": "10", "valid_from_0": "2026-01-01",
+    "pattern": "gpt-*", "input_usd": "2.5", "cached_usd": "", "output_usd": "10", "valid_from_0": "2021-01-01",
     "valid_from_1": "00:00:00",
 }  # fmt: skip
 

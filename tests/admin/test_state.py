@@ -229,7 +229,7 @@ def test_who_goes_away_in_the_middle_leaves_no_file_open(operator: Client, lease
             answer.close()
         finally:
             request_finished.connect(close_old_connections)
-        assert set(os.listdir("/proc/self/fd")) == before
+        assert set(os.listdir("/proc/self/fd")) <= before  # what another thread has closed meanwhile is not ours
 
 
 def test_what_is_not_what_was_stored_is_a_message_and_no_file(operator: Client) -> None:

@@ -4,6 +4,7 @@ import base64
 import uuid
 
 import pytest
+from django.utils import timezone
 
 from leases import leasing
 from leases.models import EnvironmentType, Lease
@@ -62,14 +63,14 @@ def test_an_exec_renews_the_lease(ada: Api, at: str, lease) -> None:
     assert ada.get(at).json()["expires_at"] > lease["expires_at"]
 
 
-def test_a_lease_that_ends_during_a_command_answers_gone(ada: Api, at: str, lease, memory: MemoryProvider, now) -> None:
-    memory.before("exec", lambda ref: leasing.release(uuid.UUID(lease["id"]), now=now))
+def test_a_lease_that_ends_during_a_command_answers_gone(ada: Api, at: str, lease, memory: MemoryProvider) -> None:
+    memory.before("exec", lambda ref: leasing.release(uuid.UUID(lease["id"]), now=timezone.now()))
     answer = ada.post(f"{at}/exec", {"argv": ["true"]})
     assert (answer.status_code, answer.json()["end_reason"]) == (410, "released")
 
 
-def test_a_lease_that_ends_while_its_sandbox_starts_answers_gone(ada: Api, at: str, lease, memory, now) -> None:
-    memory.before("create", lambda ref: leasing.release(uuid.UUID(lease["id"]), now=now))
+def test_a_lease_that_ends_while_its_sandbox_starts_answers_gone(ada: Api, at: str, lease, memory) -> None:
+    memory.before("create", lambda ref: leasing.release(uuid.UUID(lease["id"]), now=timezone.now()))
     answer = ada.post(f"{at}/exec", {"argv": ["true"]})
     assert (answer.status_code, answer.json()["end_reason"]) == (410, "released")
 

@@ -176,13 +176,14 @@ def test_the_database_keeps_rates_above_zero_itself(field: str) -> None:
 
 
 def test_a_rate_that_begins_has_the_days_since_then_priced_again() -> None:
-    today = timezone.now().date()
-    before, after = today - timedelta(days=1), today + timedelta(days=2)  # a rate that begins soon may do so tomorrow
+    one = new()
+    that_day = one.valid_from.date()  # tomorrow, if today is as good as over
+    before, after = that_day - timedelta(days=1), that_day + timedelta(days=1)
     for each in (before, after):
         time_used(datetime.combine(each, datetime.min.time(), UTC), provider="acme")
     costs.price(now=NOW)
     with CaptureQueriesContext(connection) as asked:
-        new().save()
+        one.save()
     assert not any('"billing_usagerecord"."id"' in each["sql"] for each in asked), "each record is read, not each day"
     assert [*Unpriced.objects.values_list("day", flat=True)] == [after]
     costs.price(now=NOW)

@@ -22,7 +22,7 @@ from sandboxes import providers
 from sandboxes.egress.front import LABEL_PLACE, Front
 from sandboxes.providers.engine import Engine
 from tests.commands.manage import manage, runtime
-from tests.e2e.test_up import Home
+from tests.e2e.test_up import HEALTHY, Home
 from tests.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
@@ -86,8 +86,8 @@ class Fleet(Home):
         """SIGKILL to `up`, group and all; what it had started goes with it."""
         assert self.process is not None
         os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(timeout=10)
-        until(lambda: not self.processes(), "nothing of it lives", within=20)
+        self.process.wait(timeout=HEALTHY)
+        until(lambda: not self.processes(), "nothing of it lives")
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def fleet(tmp_path: Path, docker_ready: None) -> Iterator[Fleet]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     if fleet.process:
-        fleet.process.wait(timeout=10)
+        fleet.process.wait(timeout=HEALTHY)
     for name in fleet.listed():
         providers.get("docker").destroy(name)
     with override_settings(EGRESS_DIR=runtime(tmp_path) / "egress"):
@@ -168,7 +168,7 @@ def test_killed_during_an_exec_the_run_is_lost_and_the_sandbox_usable(fleet: Fle
         long: Future[Any] = crowd.submit(fleet.post, f"/leases/{lease}/exec", {"argv": ["sleep", nap], "timeout_seconds": 900})
         until(lambda: fleet.rows("SELECT count(*) FROM sandboxes_run WHERE outcome = 'open'") == [(1,)], "the run is open")
         fleet.kill()
-        assert isinstance(long.exception(timeout=30), OSError | http.client.HTTPException)
+        assert isinstance(long.exception(timeout=HEALTHY), OSError | http.client.HTTPException)
     assert list(fleet.wanted().values()) == ["running"]
 
     fleet.up()

@@ -114,8 +114,9 @@ class WholeWay:
         self.serving.enter_context(self.loop.during(server.listening({front.server_socket(): None})))
         return server
 
-    def logged(self) -> list[dict[str, Any]]:
-        """What nginx has written of requests so far."""
+    def logged(self, count: int) -> list[dict[str, Any]]:
+        """What nginx has written of requests, once it is so much: it does so after the last byte was sent."""
+        until(lambda: self.log.read_bytes().count(b"\n") >= count, f"{count} requests are logged")
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
     @property

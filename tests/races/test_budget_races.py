@@ -168,7 +168,7 @@ def test_a_pass_waits_for_a_grant_and_counts_its_lease(pool: Pool, for_ten: None
 
     def admit() -> None:
         thread.start()
-        assert began.wait(10)
+        assert began.wait(30)
         thread.join(0.5)  # it waits for us
         assert answers == []
 

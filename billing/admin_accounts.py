@@ -7,9 +7,11 @@ from typing import Any
 from django import forms
 from django.contrib import admin
 from django.contrib.admin.utils import unquote
+from django.core.exceptions import PermissionDenied
 from django.db.models import Count
 from django.http import HttpRequest, HttpResponse
-from django.urls import reverse
+from django.shortcuts import get_object_or_404
+from django.urls import URLPattern, path, reverse
 from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.contrib.filters.admin import ChoicesRadioFilter, RelatedDropdownFilter
@@ -18,15 +20,16 @@ from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
 
 from billing import admin_members, statements
 from billing.admin_usage import month_of, of_month
-from billing.cells import cost_so_far
+from billing.cells import brief, cost_so_far, short
 from billing.models import HOUSE, Account, CostRecord, Credit, Membership, Priced, Statement, StatementLine
-from billing.pricing import plain
+from billing.serializers_statements import lines_to_csv
 from billing.sums import exactly, nano_usd
 from sandboxes.cells import ago, badge, link, rows, stamp, two
 from sandboxes.fields import Amount
 from sandboxes.pages import Act, Fact, Facts, Page, Reason, Slice, all_fields
 
 MOST = 12  # rows of a panel
+LINES = 1000  # of a statement on its page; its file has all
 
 
 def cents(amount: Decimal) -> str:
@@ -148,7 +151,7 @@ class AccountAdmin(Page):
 
     @display(description="USD this month")
     def month(self, row: Account) -> str:
-        return cents(row.spent)  # type: ignore[attr-defined]
+        return brief(row.spent)  # type: ignore[attr-defined]
 
     @display(description="Credit left, USD")
     def balance(self, row: Account) -> str:
@@ -289,6 +292,22 @@ class StatementAdmin(Facts):
         for row in rows:
             row.number = counts.get(row.pk, 0)  # type: ignore[attr-defined]
 
+    def get_urls(self) -> list[URLPattern]:
+        lines = self.admin_site.admin_view(self.lines)
+        return [path("<int:pk>/lines.csv", lines, name="billing_statement_lines"), *super().get_urls()]
+
+    def lines(self, request: HttpRequest, pk: int) -> HttpResponse:
+        """All lines of a statement, as a file."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        row = get_object_or_404(Statement.objects.select_related("account"), pk=pk)
+        name = f"{row.account.name}-{row.month:%Y-%m}.csv"
+        return HttpResponse(
+            lines_to_csv(row.lines.all()),
+            content_type="text/csv; charset=utf-8",
+            headers={"Content-Disposition": f'attachment; filename="{name}"'},
+        )
+
     @display(description="Account and month")
     def of(self, row: Statement) -> SafeString:
         return two(row.account, f"{row.month:%Y-%m}")
@@ -314,8 +333,11 @@ class StatementAdmin(Facts):
         return two(ago(row.closed_at), f"by {row.closed_by}")
 
     def page(self, request: HttpRequest, row: Statement) -> dict[str, Any]:
-        lines = [*row.lines.all()]
+        lines, number = [*row.lines.all()[:LINES]], row.lines.count()
         return {
+            "lines": f"{number:,} lines" if number > len(lines) else "",
+            "shown": f"{len(lines):,}",
+            "file": reverse("admin:billing_statement_lines", args=[row.pk]),
             "usage": [_line(line) for line in lines if line.kind == StatementLine.Kind.USAGE],
             "corrections": [_line(line) for line in lines if line.kind == StatementLine.Kind.CORRECTION],
             "account": row.account,
@@ -337,7 +359,7 @@ def _line(line: StatementLine) -> dict[str, Any]:
         "provider": line.provider or "–",
         "item": Priced(line.item).label,
         "month": f"{line.for_month:%Y-%m}",
-        "quantity": f"{Decimal(plain(line.quantity.quantize(Decimal('0.001')))):,f}",
+        "quantity": short(line.quantity),
         "usd": cents(line.usd),
     }
 

@@ -26,7 +26,7 @@ from unfold.decorators import display
 
 from billing import pricing
 from billing.admin_usage import MONTHS, Agent, Environment, Lease, Provider, amount_of, fact_of
-from billing.cells import money, short
+from billing.cells import fixed, money, short, whole
 from billing.costs import PAID
 from billing.models import CostRecord, Item, Priced, UsageRecord
 from billing.pricing import plain
@@ -151,7 +151,7 @@ class CostRecordAdmin(Held, Facts):
 
     @display(description="USD")
     def cost(self, row: CostRecord) -> str:
-        return usd(row.usd)
+        return fixed(row.usd)
 
     def page(self, request: HttpRequest, row: CostRecord) -> dict[str, Any]:
         used = _usage_of(row)
@@ -235,16 +235,16 @@ def why(row: CostRecord) -> list[Step]:
     label = Priced(row.item).label
     if row.rate is None:
         return [
-            Step(label.capitalize(), plain(row.quantity), "priced one by one when they were made"),
+            Step(label.capitalize(), whole(row.quantity), "priced one by one when they were made"),
             Step("USD", usd(row.usd), "the sum of what each call cost"),
         ]
-    whole = pricing.units(row.item, int(row.whole))
-    free = f"within {plain(row.rate.allowance)} a month, shared by all of the account" if row.rate.allowance else "no allowance"
+    used = pricing.rounded(pricing.units(row.item, int(row.whole)))
+    free = f"within {whole(row.rate.allowance)} a month, shared by all of the account" if row.rate.allowance else "no allowance"
     its = format_html("{}, since {}", link("billing_rate", row.rate_id, row.rate), stamp(row.rate.valid_from))
     return [
-        Step(f"Used, {label}", plain(pricing.rounded(whole)), "" if row.item != Priced.PLAN else "on the first day of use"),
-        Step("− free", plain(row.free), free),
-        Step("= paid for", plain(pricing.rounded(whole) - row.free)),
+        Step(f"Used, {label}", whole(used), "" if row.item != Priced.PLAN else "on the first day of use"),
+        Step("− free", whole(row.free), free),
+        Step("= paid for", whole(used - row.free)),
         Step("× rate, USD", usd(row.rate.usd), its),
         Step("= USD", usd(row.usd), "worked out exactly and rounded once, to nine places"),
     ]

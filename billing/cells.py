@@ -23,10 +23,20 @@ def brief(amount: Decimal) -> str:
     return "< 0.01" if 0 < amount < Decimal("0.005") else money(amount)
 
 
+def fixed(amount: Decimal) -> str:
+    """Money for a column of small amounts: they stand under one another."""
+    return "< 0.0001" if 0 < amount < Decimal("0.00005") else f"{pricing.rounded(Fraction(amount), 4):,.4f}"
+
+
+def whole(quantity: Decimal) -> str:
+    """All of a quantity."""
+    return f"{Decimal(plain(quantity)):,f}"
+
+
 def short(quantity: Decimal) -> str:
     """A quantity as far as a list needs it; its page has all of it."""
-    shown = plain(quantity.quantize(Decimal("0.001")))
-    return f"{Decimal(shown):,f}" if shown != "0" or not quantity else "< 0.001"
+    shown = whole(quantity.quantize(Decimal("0.001")))
+    return shown if shown != "0" or not quantity else "< 0.001"
 
 
 def cost_so_far(**only: Any) -> Fact:

@@ -1,6 +1,7 @@
 """Pages on money: what they add up, that numbers link to what they count, and acts that book something for good."""
 
 import csv
+import io
 import json
 import sys
 import uuid
@@ -14,16 +15,17 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.messages import get_messages
 from django.core.cache import cache
+from django.db.models import Sum
 from django.test import Client
 from django.utils import timezone
 
-from billing import costs, metering, overview, statements
+from billing import admin_accounts, costs, metering, overview, statements
 from billing.admin_costs import why
 from billing.admin_rates import DELETE
 from billing.admin_usage import month_before, month_of
-from billing.cells import short
+from billing.cells import fixed, short
 from billing.days import day_of
-from billing.models import Account, CostRecord, Credit, Membership, Rate, Statement, UsageRecord, Watermark
+from billing.models import Account, CostRecord, Credit, Membership, Rate, Statement, StatementLine, UsageRecord, Watermark
 from controlplane import console
 from leases.models import Agent, Lease
 from tests.admin.conftest import queries
@@ -548,6 +550,50 @@ def test_a_statement_shows_what_it_corrects(viewer: Client, used: Account) -> No
     shown = viewer.get(f"/admin/billing/statement/{made.pk}/change/").context
     assert [(line["month"], line["usd"]) for line in shown["corrections"]] == [(f"{before:%Y-%m}", "0.75")]
     assert [(line["quantity"], line["usd"]) for line in shown["usage"]] == [("10", "2.00")]
+
+
+def test_half_a_cent_is_rounded_up_on_every_page(viewer: Client, used: Account) -> None:
+    spent = CostRecord.objects.filter(account=used, day__gte=MONTH).aggregate(usd=Sum("usd"))["usd"]
+    assert spent % Decimal("0.01") == Decimal("0.005")
+    shown = f"{spent + Decimal('0.005'):.2f}"
+    for path in ("billing/account/", f"billing/account/{used.pk}/change/", f"spending/?account={used.name}"):
+        assert shown in page(viewer, path), path
+
+
+@pytest.mark.parametrize(
+    ("usd", "shown"), [("0", "0.0000"), ("0.00004", "< 0.0001"), ("0.00005", "0.0001"), ("1234567.123456789", "1,234,567.1235")]
+)
+def test_amounts_of_a_column_have_as_many_digits(usd: str, shown: str) -> None:
+    assert fixed(Decimal(usd)) == shown
+
+
+def test_a_long_statement_is_shown_in_part_and_is_a_file_as_a_whole(
+    viewer: Client, used: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin_accounts, "LINES", 2)
+    for number in range(3):
+        time_used(on(LAST, number), HOUR, f"did:plc:a{number}", provider="acme")
+    price()
+    made, _ = statements.close(used, LAST, now=NOW, actor="eve")
+    StatementLine.objects.bulk_create(
+        StatementLine(
+            statement=made, kind="usage", for_month=LAST, agent_did=f"did:plc:b{number}", provider="acme", item="time",
+            quantity=Decimal("1234567.5"), usd=Decimal("0.25"),
+        )
+        for number in range(3)
+    )  # fmt: skip
+    number = made.lines.count()
+    shown = viewer.get(f"/admin/billing/statement/{made.pk}/change/")
+    assert f"The first 2 of {number} lines" in shown.content.decode()
+    assert len(shown.context["usage"]) == 2
+    file = viewer.get(shown.context["file"])
+    assert file["Content-Disposition"] == f'attachment; filename="{used.name}-{LAST:%Y-%m}.csv"'
+    found = [*csv.DictReader(io.StringIO(file.content.decode()))]
+    assert len(found) == number
+    assert sum(Decimal(line["usd"]) for line in found) == made.subtotal + Decimal("0.75")
+    assert found[-1]["quantity"] == "1234567.5"
+    assert viewer.get(f"/admin/billing/statement/{made.pk + 1}/lines.csv").status_code == 404
+    assert Client().get(shown.context["file"]).status_code == 302
 
 
 @pytest.mark.parametrize("role", ["Viewer", "Operator"])

@@ -57,6 +57,7 @@ log = structlog.get_logger(__name__)
 HOUR = timedelta(hours=1)
 NANO = Decimal("1e-9")
 EXHAUSTED = "exhausted_at IS NOT NULL AND active AND hard"  # as the condition of its index
+PERHAPS = f"{EXHAUSTED} AND (scope IN ('all', 'account') OR subject IN (%s, %s, %s))"  # for a lease, by whatever scope
 NAMED = {Scope.AGENT: "agent_did", Scope.KEY: "key_id", Scope.ENVIRONMENT_TYPE: "environment_type"}  # columns of tabs
 WHAT_FOR = ["scope", "subject", "unit", "period", "hard", "active"]  # of these, what decides when its grace began
 STATED = ["scope", "subject", "unit", "amount", "period", "hard", "warn_percent", "grace", "active"]  # by operators
@@ -200,8 +201,8 @@ def exhausted_for(holder: UUID, *, now: datetime) -> list[Budget]:
     """The hard budgets that are spent and for this lease."""
     if rows.first(Budget, EXHAUSTED) is None:
         return []
-    tab = Tab.objects.filter(holder=holder).first()
-    if tab is None:
+    tab = rows.first(Tab, "holder = %s", holder)
+    if tab is None or rows.first(Budget, PERHAPS, tab.agent_did, tab.environment_type, tab.key_id) is None:
         return []
     for_it = holding(agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id, now=now)
     return exhausted(now=now, of=for_it)

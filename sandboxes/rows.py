@@ -67,6 +67,13 @@ def insert_new(row: Model) -> bool:
     return execute(f"{statement} ON CONFLICT DO NOTHING", *values) == 1
 
 
+def lock(model: type[Model], where: str, *values: Any) -> None:
+    """Lock the rows for which a condition in SQL holds until the transaction ends, but for their keys: who refers to one
+    does not wait. On SQLite that transaction is the only one that writes."""
+    if connection.features.has_select_for_no_key_update:
+        selected(f"SELECT 1 FROM {model._meta.db_table} WHERE {where} FOR NO KEY UPDATE", *values)  # noqa: S608 - no user's words
+
+
 def selected(statement: str, *given: Any) -> list[Sequence[Any]]:
     """The rows that a statement gives, as the driver has them."""
     with connection.cursor() as cursor:

@@ -17,7 +17,7 @@ from django.db.models import QuerySet, Sum
 from sandboxes import rows
 from sandboxes.egress.requests import allowed
 from sandboxes.egress.usage import Usage
-from sandboxes.models import ALIVE, LlmCall, Policy, Sandbox, State
+from sandboxes.models import ALIVE, LlmCall, Policy, Sandbox
 
 GRACE = timedelta(seconds=30)  # past its longest time, to write down how a call ended
 MINUTE = timedelta(minutes=1)
@@ -30,6 +30,7 @@ STARTED = """SELECT count(*) FROM sandboxes_llmcall
     WHERE holder = sandboxes_sandbox.holder AND started_at > %s AND outcome <> 'refused'"""
 UNDER_WAY = """SELECT count(*) FROM sandboxes_llmcall
     WHERE holder = sandboxes_sandbox.holder AND ended_at IS NULL AND deadline_at > %s"""
+IN_SLOT = "slot = %s AND state <> 'destroyed'"  # as the condition of its index
 HELD = timedelta(minutes=3)  # an open relay connection is somebody's for so long after it was last seen
 
 
@@ -63,8 +64,7 @@ class Caller:
 def caller(slot: int, *, now: datetime) -> Caller:
     """Who speaks through this slot now, or Refused. All that each call needs to know, by one query."""
     asked = (THE_RUN, STARTED, UNDER_WAY)
-    where = "slot = %s AND state <> 'destroyed'"
-    sandbox, known = rows.first_with(Sandbox, "policy", asked, where, now - MINUTE, now, slot)
+    sandbox, known = rows.first_with(Sandbox, "policy", asked, IN_SLOT, now - MINUTE, now, slot)
     if sandbox is None or sandbox.holder is None or sandbox.state not in ALIVE:
         raise Refused(403, "no_lease", "No lease holds this sandbox now.")
     run, started, under_way = known
@@ -131,7 +131,7 @@ def _let_out(
     """Write the row of a call that may leave, or that of its refusal. One call of a sandbox at a time: so no more than may be
     under way are, however many are asked for at once."""
     with transaction.atomic():
-        Sandbox.objects.select_for_update(no_key=True).filter(slot=slot).exclude(state=State.DESTROYED).exists()  # its lock
+        rows.lock(Sandbox, IN_SLOT, slot)
         who = caller(slot, now=now)
         row = made(who)
         try:

@@ -20,7 +20,7 @@ from sandboxes.sweeps import Swept
 PATH = f"{__name__}."  # of the functions below; whatever else is scheduled is not ours
 EVERY = {  # minutes
     "heartbeat": 1, "expire": 1, "stalled": 1, "reclaim": 1, "idle": 1, "cold": 5, "warm": 1, "reconcile": 5, "recount": 5,
-    "measure": 10, "read": 5, "persist": 1, "prune": 60, "collect": 1, "meter": 1, "budgets": 1, "webhooks": 1,
+    "measure": 10, "weigh": 60, "read": 5, "persist": 1, "prune": 60, "collect": 1, "meter": 1, "budgets": 1, "webhooks": 1,
 }  # fmt: skip
 SWEEPS: dict[str, Callable[[datetime], Swept]] = {  # in this order each finds what the one before it has left
     "expire": lambda now: leases.expire_due(now=now),
@@ -33,6 +33,7 @@ SWEEPS: dict[str, Callable[[datetime], Swept]] = {  # in this order each finds w
     "reconcile": lambda now: leases.reconcile(now=now, grace=settings.ORPHAN_GRACE),
     "recount": lambda now: sandboxes.recount(now=now),
     "measure": lambda now: leases.measure(now=now),
+    "weigh": lambda now: pruning.weigh(now=now),
     "read": lambda now: sandboxes.read(now=now),
     "prune": lambda now: leases.prune(now=now),
     "collect": lambda now: collecting.collect(now=now),
@@ -82,6 +83,10 @@ def recount() -> str:
 
 def measure() -> str:
     return str(sweep("measure", now=timezone.now()))
+
+
+def weigh() -> str:
+    return str(sweep("weigh", now=timezone.now()))
 
 
 def read() -> str:

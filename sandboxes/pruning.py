@@ -1,4 +1,5 @@
-"""Sweeps over what is stored: what could not be stored is tried again, and what nothing points to is removed."""
+"""Sweeps over what is stored: what could not be stored is tried again, what is mounted is weighed, and what nothing points to
+is removed."""
 
 import re
 import shutil
@@ -11,15 +12,16 @@ from pathlib import Path
 
 import structlog
 from django.conf import settings
+from django.db.models import QuerySet
 
 from sandboxes import providers
 from sandboxes.errors import DataFull
 from sandboxes.models import DataObject, Snapshot
 from sandboxes.moments import ticking
 from sandboxes.providers.base import Missing, ProviderError
-from sandboxes.storage import data, mounts, store
+from sandboxes.storage import data, keeping, mounts, store
 from sandboxes.storage.base import StoreError
-from sandboxes.stored import moment_of
+from sandboxes.stored import AgentData, Keeping, moment_of
 from sandboxes.sweeps import BUDGET, Swept
 
 log = structlog.get_logger(__name__)
@@ -43,6 +45,23 @@ def persist(*, now: datetime, limit: int = 100) -> Swept:
         else:
             swept.note("stored")
     return swept
+
+
+def weigh(*, now: datetime) -> Swept:
+    """Look how large mounted data is, in no order: where there is more than one pass gets to, each has its turn."""
+    swept, later = Swept(), ticking(now)
+    for mine in mounted().order_by("?"):
+        if later() > now + BUDGET:
+            break
+        try:
+            swept.note("weighed", keeping.weigh(mine, now=later()))
+        except StoreError as failed:
+            swept.failures.append(f"{mine}: {failed}")
+    return swept
+
+
+def mounted() -> QuerySet[AgentData]:
+    return AgentData.objects.filter(keeping=Keeping.MOUNT)
 
 
 def prune(*, now: datetime, grace: timedelta = GRACE) -> Swept:

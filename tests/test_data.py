@@ -17,7 +17,7 @@ from sandboxes.providers.memory import File, Folder, Link, MemoryProvider
 from sandboxes.runs import Command
 from sandboxes.storage import store
 from sandboxes.storage.base import StoreError
-from sandboxes.stored import AgentData, DataEvent, DataFile, DataObject
+from sandboxes.stored import AgentData, DataEvent, DataFile, DataObject, DataSize
 from tests.conftest import MINUTE, NOW, Died
 
 pytestmark = pytest.mark.django_db
@@ -572,6 +572,46 @@ def test_prune_leaves_young_objects_alone(db: None) -> None:
     assert pruning.prune(now=NOW + timedelta(minutes=59)).counts == {}
     assert pruning.prune(now=NOW + timedelta(minutes=61)).counts == {"orphaned data": 1}
     assert set(store().list("agents/did:plc:x/")) == {"agents/did:plc:x/files/note"}
+
+
+@pytest.fixture
+def mounted(db: None) -> AgentData:
+    """An agent's data as it lies in a bucket that is mounted."""
+    mine = AgentData.objects.create(agent_did="did:plc:x", keeping="mount", created_at=NOW, changed_at=NOW)
+    for name, content in {"": b"", "a": b"12345", "deep/": b"", "deep/b": b"123"}.items():
+        store().set(f"agents/did:plc:x/files/{name}", content)
+    store().set("agents/did:plc:xy/files/c", b"of another")
+    return mine
+
+
+def sizes() -> list[tuple[str, int]]:
+    return [*DataSize.objects.order_by("pk").values_list("agent_did", "size_bytes")]
+
+
+def test_what_is_mounted_is_weighed_and_paid_for(mounted: AgentData) -> None:
+    assert pruning.weigh(now=NOW).counts == pruning.weigh(now=LATER).counts == {"weighed": 1}
+    mounted.refresh_from_db()
+    assert (mounted.files, mounted.size_bytes, sizes()) == (2, 8, [("did:plc:x", 8)])
+    store().remove("agents/did:plc:x/files/a")
+    pruning.weigh(now=LATER)
+    assert sizes() == [("did:plc:x", 8), ("did:plc:x", 3)]
+
+
+def test_what_is_copied_into_sandboxes_is_not_weighed(mounted: AgentData, at_step) -> None:
+    at_step("data listed", lambda: AgentData.objects.update(keeping="sync"))
+    assert pruning.weigh(now=NOW).counts == pruning.weigh(now=NOW).counts == {}
+    assert sizes() == []
+
+
+def test_what_cannot_be_weighed_keeps_the_weight_that_it_had(mounted: AgentData, monkeypatch: pytest.MonkeyPatch) -> None:
+    pruning.weigh(now=NOW)
+
+    def fail(prefix: str = "") -> None:
+        raise StoreError("store", "page", "down", key=prefix)
+
+    monkeypatch.setattr(store(), "entries", fail)
+    swept = pruning.weigh(now=LATER)
+    assert (swept.counts, len(swept.failures), sizes()) == ({}, 1, [("did:plc:x", 8)])
 
 
 def test_the_totals_of_an_agent_are_those_of_its_files(one: Lease, memory: MemoryProvider) -> None:

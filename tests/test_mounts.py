@@ -19,7 +19,7 @@ from django.core.checks import run_checks
 from leases import acting, leasing
 from leases.models import Lease
 from sandboxes import pool as pools
-from sandboxes import providers, retiring, sweeps
+from sandboxes import providers, pruning, retiring, sweeps
 from sandboxes.errors import Busy, StoreFailed
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import DATA, Rejected
@@ -27,7 +27,7 @@ from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from sandboxes.storage import keeping, mounts, store
 from sandboxes.storage.mounts import Place
-from sandboxes.stored import AgentData, DataFile, DataObject, Keeping
+from sandboxes.stored import AgentData, DataFile, DataObject, DataSize, Keeping
 from tests.conftest import MINUTE, NOW, missing_service, threads
 from tests.waiting import until
 
@@ -192,6 +192,19 @@ def test_what_a_sandbox_writes_is_in_the_bucket_and_the_other_way(one: Lease) ->
     assert sh(one, f"cat {DATA}/from/outside.txt") == "good day"
     assert sh(one, f"rm {DATA}/memory/note; ls {DATA}/memory") == ""
     assert in_bucket(one) == {"from/outside.txt"}
+
+
+def test_what_is_written_is_weighed_with_the_rest(one: Lease) -> None:
+    def weight() -> int:
+        assert pruning.weigh(now=NOW).counts == {"weighed": 1}
+        data = AgentData.objects.get()
+        assert DataSize.objects.latest("pk").size_bytes == data.size_bytes
+        return data.size_bytes
+
+    sh(one, f"echo hello >{DATA}/note")
+    before = weight()
+    sh(one, f"mkdir {DATA}/more && head -c 5000 /dev/zero >{DATA}/more/zeros && rm {DATA}/note")
+    assert weight() == before + 5000 - len("hello\n")
 
 
 def test_files_behave_as_programs_expect(one: Lease) -> None:

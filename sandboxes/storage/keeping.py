@@ -82,6 +82,21 @@ def to_sync(mine: AgentData, *, now: datetime) -> int:
     return len(bundle.rows)
 
 
+def weigh(mine: AgentData, *, now: datetime) -> bool:
+    """Write down how large an agent's mounted data is: nobody tells, so its objects are listed. Whether it is mounted still.
+    StoreError."""
+    prefix = mounts.prefix_of(mine.agent_did)
+    sizes = [entry.size or 0 for entry in store().entries(prefix) if not entry.key.endswith("/")]  # no directories
+    step("data listed", mine)
+    with transaction.atomic():
+        same = AgentData.objects.select_for_update(no_key=True).filter(pk=mine.pk, keeping=Keeping.MOUNT)
+        if same.first() is None:
+            return False
+        same.update(files=len(sizes), size_bytes=sum(sizes))
+        DataSize.note(mine.agent_did, sum(sizes), now=now)
+    return True
+
+
 @contextmanager
 def _asleep(mine: AgentData, kept: Keeping, since: Wakes | None = None) -> Iterator[Wakes]:
     """With the agent's data locked, and how often its sandboxes had been started. Busy if one has a process, if one had

@@ -75,6 +75,7 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "reconcile": {"destroy": _orphans, "end lease as lost": lambda now: leases.lost()},
     "recount": {"count pool": lambda now: Pool.objects.order_by("pk")},
     "measure": {"measure": lambda now: sandboxes.unmeasured()[:SHOWN]},
+    "weigh": {"weigh data": lambda now: pruning.mounted().order_by("pk")[:SHOWN]},
     "read": {"read sandbox": lambda now: measuring.readable()[:SHOWN]},
     "prune": {
         "remove outdated": lambda now: data.outdated()[:SHOWN],

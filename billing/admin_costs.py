@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from io import StringIO
@@ -28,7 +28,7 @@ from billing import pricing
 from billing.admin_usage import MONTHS, Agent, Environment, Lease, Provider, amount_of, fact_of
 from billing.cells import fixed, money, short, whole
 from billing.costs import PAID
-from billing.models import CostRecord, Item, Priced, UsageRecord
+from billing.models import CostRecord, Item, Priced, Rate, UsageRecord
 from billing.pricing import plain
 from billing.sums import exactly, nano_usd
 from sandboxes.cells import counted, link, rows, stamp, two, usd
@@ -169,7 +169,8 @@ class CostRecordAdmin(Held, Facts):
             "why": why(row),
             "sources": [(each, fact_of(each), amount_of(each)) for each in found[:SOURCES]],
             "more_sources": len(found) > SOURCES,
-            "all_sources": _narrowed(row),
+            "all_sources": _narrowed(row, found),
+            "cut": _is_cut(row, found),
             "rate": row.rate,
         }
 
@@ -255,18 +256,33 @@ def _usage_of(row: CostRecord) -> QuerySet[UsageRecord]:
     kind = Q(item=item, state__in=PAID) if item == Item.TIME else Q(item=item)
     if item == Item.USE:  # where nobody measures, what was given
         kind |= Q(item=Item.TIME, state__in=PAID, measured=False)
+    if row.rate and row.item != Priced.REQUEST:  # which is priced as at the beginning of the day
+        kind &= Q(ended_at__gt=row.rate.valid_from)
+        same = Rate.objects.filter(provider=row.rate.provider, item=row.rate.item, instance_type=row.rate.instance_type)
+        if following := same.filter(valid_from__gt=row.rate.valid_from).order_by("valid_from").first():
+            kind &= Q(began_at__lt=following.valid_from)
     return UsageRecord.objects.filter(
         kind, day=row.day, agent_did=row.agent_did, environment_id=row.environment_id, holder=row.holder,
         provider=row.provider,
     ).order_by("began_at", "pk")  # fmt: skip
 
 
+def _is_cut(row: CostRecord, found: Sequence[UsageRecord]) -> bool:
+    """Did another rate begin while some of this was used?"""
+    began = Rate.objects.filter(provider=row.provider, item=row.item, valid_from__date=row.day)
+    moments = [*began.values_list("valid_from", flat=True)] if found and row.rate and row.item != Priced.REQUEST else []
+    return any(each.began_at < moment < each.ended_at for each in found for moment in moments)
+
+
 def _item_of(row: CostRecord) -> Item:
     return Item.USE if row.rate and row.rate.by_use else ITEM_OF.get(Priced(row.item), Item.TIME)
 
 
-def _narrowed(row: CostRecord) -> str:
-    item = _item_of(row)
+def _narrowed(row: CostRecord, found: Sequence[UsageRecord]) -> str:
+    """A list of what was found: where one kind of usage is all of it, of that."""
+    items = {each.item for each in found}
     known = {"agent_did": row.agent_did, "environment_id": row.environment_id, "holder": row.holder, "provider": row.provider}
     given = {name: value for name, value in known.items() if value}
-    return rows("billing_usagerecord", slice="all", item__exact=item, day_from=row.day, day_to=row.day, **given)
+    if len(items) == 1:
+        given["item__exact"] = items.pop()
+    return rows("billing_usagerecord", slice="all", day_from=row.day, day_to=row.day, **given)

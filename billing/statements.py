@@ -28,7 +28,7 @@ from billing.models import (
     UsageRecord,
     Watermark,
 )
-from billing.sums import exactly, nano_usd
+from billing.sums import CENT, exactly, nano_usd
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import step
 from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, Snapshot, Transition
@@ -243,9 +243,9 @@ def _used(account: Account) -> Decimal:
 
 def balances() -> Mapping[int, Decimal]:
     """Of every account that was ever given credit."""
-    nano: dict[int, int] = {}
+    cents: dict[int, int] = {}
     for model, field, sign in ((Credit, "usd", 1), (Statement, "credit_used", -1)):
-        rows: Any = model.objects.order_by().values_list("account").annotate(nano=exactly(field))
+        rows: Any = model.objects.order_by().values_list("account").annotate(cents=exactly(field, parts=CENT))
         for account, amount in rows:
-            nano[account] = nano.get(account, 0) + sign * amount
-    return {account: nano_usd(amount).quantize(NOTHING) for account, amount in nano.items()}
+            cents[account] = cents.get(account, 0) + sign * int(amount)
+    return {account: Decimal(amount).scaleb(-2) for account, amount in cents.items()}

@@ -5,13 +5,14 @@ from decimal import Decimal
 from django.db.models import BigIntegerField, DecimalField, ExpressionWrapper, F, Q, Sum
 from django.db.models.functions import Cast, Round
 
-NANO = 10**9
+NANO, CENT = 10**9, 100
 
 
-def exactly(field: str, of: Q | None = None) -> Sum:
-    """The sum of a column with nine decimal places, in billionths; of some rows, if they are named."""
-    billionths = ExpressionWrapper(F(field) * NANO, DecimalField(max_digits=30, decimal_places=9))
-    return Sum(Cast(Round(billionths), BigIntegerField()), filter=of, default=0)
+def exactly(field: str, of: Q | None = None, *, parts: int = NANO) -> Sum:
+    """The sum of a column with nine decimal places, in billionths; of some rows, if they are named. Of one with fewer places,
+    and perhaps larger numbers (some 9e18 parts fit), in that many parts of one."""
+    whole = ExpressionWrapper(F(field) * parts, DecimalField(max_digits=30, decimal_places=9))
+    return Sum(Cast(Round(whole), BigIntegerField()), filter=of, default=0)
 
 
 def nano_usd(billionths: int) -> Decimal:

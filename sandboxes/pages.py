@@ -109,8 +109,10 @@ class SlicedList(ChangeList):
         return self.get_query_string({"slice": next(name for name, each in self.model_admin.slices.items() if not each.cut)})
 
     def get_filters_params(self, params: Any = None) -> dict[str, Any]:
+        """Without NUL, of which PostgreSQL would say that no text has it."""
         given: dict[str, Any] = super().get_filters_params(params)
-        return {name: value for name, value in given.items() if name != "slice"}
+        cleaned = {name: [value.replace("\0", "") for value in values] for name, values in given.items()}
+        return {name: values for name, values in cleaned.items() if name != "slice"}
 
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
         if self.part:

@@ -567,6 +567,57 @@ def test_amounts_of_a_column_have_as_many_digits(usd: str, shown: str) -> None:
     assert fixed(Decimal(usd)) == shown
 
 
+def test_a_credit_may_be_as_large_as_the_form_takes(administrator: Client, team: Account) -> None:
+    for _ in range(2):
+        administrator.post(f"/admin/billing/account/{team.pk}/grant_credit/", {**WHY, "usd": "9999999999999.99"})
+    assert statements.balances() == {team.pk: Decimal("19999999999999.98")}
+    assert "19,999,999,999,999.98" in page(administrator, "billing/account/")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "costrecord/?item__exact=%00", "costrecord/?provider__exact=%00", "costrecord/?item=%00", "membership/?agent_did=%00",
+        "budget/?scope__exact=%00", "costrecord/export/csv/?item__exact=%00", "costrecord/?slice=%00", "costrecord/?q=%00",
+    ],
+)  # fmt: skip
+def test_a_nul_in_an_address_is_no_fault(viewer: Client, used: Account, path: str) -> None:
+    answer = viewer.get(f"/admin/billing/{path}")
+    if answer.streaming:
+        b"".join(answer.streaming_content)
+    assert answer.status_code in (200, 302)
+
+
+def test_what_was_given_in_the_place_of_use_is_listed(viewer: Client, team: Account) -> None:
+    rate("cpu", "0.0012", by_use=True)
+    time_used(on(TODAY), HOUR, provider="acme")
+    price()
+    row = CostRecord.objects.get(item="cpu")
+    shown = viewer.get(f"/admin/billing/costrecord/{row.pk}/change/").context
+    listed = viewer.get(shown["all_sources"]).context["cl"].result_list
+    assert [each.pk for each, *_ in shown["sources"]] == [each.pk for each in listed] != []
+
+
+def test_each_rate_of_a_day_shows_what_was_used_while_it_counted(viewer: Client, team: Account) -> None:
+    first = Rate(provider="cut", item="time", usd=Decimal(1), valid_from=on(LAST - timedelta(days=60)))
+    Rate.objects.bulk_create([first, Rate(provider="cut", item="time", usd=Decimal(2), valid_from=on(LAST, 12))])
+    (before,) = time_used(on(LAST, 1), HOUR, provider="cut")
+    (after,) = time_used(on(LAST, 20), 2 * HOUR, provider="cut")
+    price()
+
+    def shown() -> list[tuple[int, list[int], bool]]:
+        rows = CostRecord.objects.filter(provider="cut").order_by("rate__valid_from")
+        found = [viewer.get(f"/admin/billing/costrecord/{row.pk}/change/").context for row in rows]
+        return [
+            (row.quantity, [each.pk for each, *_ in one["sources"]], one["cut"]) for row, one in zip(rows, found, strict=True)
+        ]
+
+    assert shown() == [(1, [before.pk], False), (2, [after.pk], False)]
+    (over,) = time_used(on(LAST, 11), 2 * HOUR, provider="cut")
+    price()
+    assert shown() == [(2, [before.pk, over.pk], True), (3, [over.pk, after.pk], True)]
+
+
 def test_a_long_statement_is_shown_in_part_and_is_a_file_as_a_whole(
     viewer: Client, used: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,7 @@ class Exactly(TextFilter):
     """A column's whole value, typed in. The address is the same as that of pages that link here."""
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        said = (self.value() or "").replace("\0", "").strip()
+        said = (self.value() or "").strip()
         return queryset.filter(**{str(self.parameter_name): said}) if said else queryset
 
 

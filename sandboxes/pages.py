@@ -111,8 +111,7 @@ class SlicedList(ChangeList):
     def get_filters_params(self, params: Any = None) -> dict[str, Any]:
         """Without NUL, of which PostgreSQL would say that no text has it."""
         given: dict[str, Any] = super().get_filters_params(params)
-        cleaned = {name: [value.replace("\0", "") for value in values] for name, values in given.items()}
-        return {name: values for name, values in cleaned.items() if name != "slice"}
+        return {name: [each.replace("\0", "") for each in values] for name, values in given.items() if name != "slice"}
 
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
         if self.part:

@@ -578,7 +578,8 @@ def test_a_credit_may_be_as_large_as_the_form_takes(administrator: Client, team:
     "path",
     [
         "costrecord/?item__exact=%00", "costrecord/?provider__exact=%00", "costrecord/?item=%00", "membership/?agent_did=%00",
-        "budget/?scope__exact=%00", "costrecord/export/csv/?item__exact=%00", "costrecord/?slice=%00", "costrecord/?q=%00",
+        "budget/?scope__exact=%00", "costrecord/?agent_did=%00", "costrecord/export/csv/?item__exact=%00",
+        "costrecord/?slice=%00", "costrecord/?q=%00",
     ],
 )  # fmt: skip
 def test_a_nul_in_an_address_is_no_fault(viewer: Client, used: Account, path: str) -> None:

@@ -29,6 +29,21 @@ def true() -> Command:
     return Command(argv=["true"], timeout=MINUTE)
 
 
+@contextmanager
+def starting(statement: str, rival: threading.Thread) -> Iterator[None]:
+    """Have a rival start where this statement is about to be executed, and end in the end."""
+
+    def slowly(execute, sql, *rest):
+        if sql.startswith(statement) and not rival.ident:
+            rival.start()
+            rival.join(0.5)  # it waits for us
+        return execute(sql, *rest)
+
+    with connection.execute_wrapper(slowly):
+        yield
+    rival.join(30)
+
+
 def test_sixteen_acquires_at_once_grant_one_lease(pool: Pool) -> None:
     ask = leasing.Ask("did:plc:ada", "game-1", "catan", pool=pool.name)
     with threads(16) as run:
@@ -215,15 +230,8 @@ def test_a_run_that_ends_as_its_sandbox_is_given_up_and_that_do_not_wait_for_eac
 
     rival = threading.Thread(target=end)
 
-    def slowly(execute, sql, *rest):
-        if sql.startswith('UPDATE "sandboxes_run"') and not rival.ident:
-            rival.start()
-            rival.join(0.5)  # it waits for us
-        return execute(sql, *rest)
-
-    with connection.execute_wrapper(slowly):
+    with starting('UPDATE "sandboxes_run"', rival):
         leasing.release(lease.pk, now=NOW)
-    rival.join(30)
     assert closed == [False]
     run.refresh_from_db()
     assert (run.outcome, Sandbox.objects.get().state) == ("lost", "destroying")
@@ -247,15 +255,8 @@ def test_a_lease_that_ends_as_a_copy_of_it_is_saved_and_that_do_not_wait_for_eac
 
     rival = threading.Thread(target=end)
 
-    def slowly(execute, sql, *rest):
-        if sql.startswith('INSERT INTO "leases_leaseevent"') and not rival.ident:
-            rival.start()
-            rival.join(0.5)  # it waits for us
-        return execute(sql, *rest)
-
-    with connection.execute_wrapper(slowly), suppress(LeaseEnded):
+    with starting('INSERT INTO "leases_leaseevent"', rival), suppress(LeaseEnded):
         snapshots.take(lease.pk, now=NOW)
-    rival.join(30)
     assert done in ([{"expired": 1}], [1])
     assert sorted(lease.events.values_list("kind", flat=True)) == ["ended", "granted", "snapshot"]
 

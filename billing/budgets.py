@@ -40,18 +40,19 @@ from django.db import transaction
 from django.db.models import Q, QuerySet, Value
 from django.db.models.functions import Coalesce
 
-from billing import deriving
+from billing import derivation
 from billing.costs import LASTED, MICROSECOND, PAID, billed_to
-from billing.days import LONG_AGO, day_of, following, midnight
+from billing.dates import LONG_AGO, day_of, following, midnight
 from billing.errors import BudgetExhausted
 from billing.models import HOUSE, Budget, CostRecord, Item, Membership, Priced, Tab, UsageRecord
-from billing.models_budgets import Period, Scope, Unit
+from billing.models.budgets import Period, Scope, Unit
+from billing.money_sums import exactly, nano_usd
 from billing.pricing import plain
-from billing.sums import exactly, nano_usd
-from sandboxes import outbox, rows
+from sandboxes.db import sql
+from sandboxes.db.clock import iso
 from sandboxes.lifecycle import step
-from sandboxes.moments import iso
-from sandboxes.webhooks import Kind
+from sandboxes.models.webhooks import Kind
+from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
 HOUR = timedelta(hours=1)
@@ -166,7 +167,7 @@ def open_tab(holder: UUID, *, agent_did: str, environment_type: str, key_id: str
     full = {budget: number for budget, number in others.items() if not _has_room(budget, number, now=now)}
     if full:
         raise _refusal(full, now=now)
-    rows.insert(
+    sql.insert(
         Tab(holder=holder, agent_did=agent_did, environment_type=environment_type, key_id=key_id, opened_at=now)
     )  # fmt: skip
 
@@ -184,7 +185,7 @@ def open_tabs(budget: Budget, *, now: datetime) -> QuerySet[Tab]:
 
 def close_tab(holder: UUID, *, now: datetime) -> None:
     """A lease's reservation ends. Call it in the transaction that ends the lease."""
-    rows.update(Tab, "closed_at = %s WHERE holder = %s AND closed_at IS NULL", now, holder)
+    sql.update(Tab, "closed_at = %s WHERE holder = %s AND closed_at IS NULL", now, holder)
 
 
 def require(holder: UUID, *, now: datetime, graceful: bool = False) -> None:
@@ -199,10 +200,10 @@ def require(holder: UUID, *, now: datetime, graceful: bool = False) -> None:
 
 def exhausted_for(holder: UUID, *, now: datetime) -> list[Budget]:
     """The hard budgets that are spent and for this lease."""
-    if rows.first(Budget, EXHAUSTED) is None:
+    if sql.first(Budget, EXHAUSTED) is None:
         return []
-    tab = rows.first(Tab, "holder = %s", holder)
-    if tab is None or rows.first(Budget, PERHAPS, tab.agent_did, tab.environment_type, tab.key_id) is None:
+    tab = sql.first(Tab, "holder = %s", holder)
+    if tab is None or sql.first(Budget, PERHAPS, tab.agent_did, tab.environment_type, tab.key_id) is None:
         return []
     for_it = holding(agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id, now=now)
     return exhausted(now=now, of=for_it)
@@ -253,7 +254,7 @@ def settle(pk: int, *, now: datetime) -> list[str]:
 
     While usage and costs are derived anew their sums say too little: what is known to be spent stays until they are there."""
     budget = Budget.objects.filter(pk=pk, active=True).first()
-    if budget is None or deriving.unfinished():
+    if budget is None or derivation.unfinished():
         return []
     began, ends = period_of(budget.period, now)
     spent = spent_between(budget, began, ends)  # before its lock: a grant waits for that
@@ -262,7 +263,7 @@ def settle(pk: int, *, now: datetime) -> list[str]:
     with transaction.atomic():
         locked = Budget.objects.select_for_update(no_key=True).filter(pk=pk, active=True, **same).first()
         # Changed meanwhile, or worked out by somebody else, who may know of more: the next pass has it.
-        said = _mark(locked, spent, began, now=now) if locked and not deriving.unfinished() else []
+        said = _mark(locked, spent, began, now=now) if locked and not derivation.unfinished() else []
         step("budget marked", budget)
     step("budget settled", budget)
     return said

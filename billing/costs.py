@@ -17,12 +17,12 @@ from django.db.models import DurationField, ExpressionWrapper, F, OuterRef, Q, Q
 from django.db.models.functions import Coalesce, Greatest, Least
 from django.db.models.lookups import Exact
 
-from billing import members, pricing
-from billing.days import BEGINNING, LONG_AGO, following, midnight
-from billing.instances import disk_mb, instance_type
+from billing import membership, pricing
+from billing.dates import BEGINNING, LONG_AGO, following, midnight
+from billing.instance_types import disk_mb, instance_type
 from billing.metering import MICROSECOND, part
 from billing.models import HOUSE, Account, CostRecord, Item, Membership, Priced, Rate, Unpriced, UsageRecord, Watermark
-from billing.sums import exactly, nano_usd
+from billing.money_sums import exactly, nano_usd
 from sandboxes.lifecycle import step
 from sandboxes.models import ALIVE
 
@@ -137,7 +137,7 @@ def _accounts() -> Callable[[str, date], int]:
     histories: dict[str, list[tuple[date, int]]] = defaultdict(list)
     for agent, since, account in Membership.objects.order_by("since").values_list("agent_did", "since", "account"):
         histories[agent].append((since, account))
-    return lambda agent, day: members.account_on(histories.get(agent, ()), day, house)
+    return lambda agent, day: membership.account_on(histories.get(agent, ()), day, house)
 
 
 def _of_day(day: date, rates: Collection[Rate]) -> Iterator[tuple[tuple[Any, ...], list[tuple[tuple[str, int], int]]]]:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from billing import budgets, pricing
 from billing.costs import costs
-from billing.days import day_of, following, midnight
-from billing.instances import Instance, size_of
+from billing.dates import day_of, following, midnight
+from billing.instance_types import Instance, size_of
 from billing.models import Budget, Priced
 
 LAST = 7  # days, from which a forecast is made

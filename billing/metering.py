@@ -15,9 +15,9 @@ from django.db import transaction
 from django.db.models import Count, Exists, F, Max, Min, OuterRef, Q, Subquery, Sum, Window
 from django.db.models.functions import Lead
 
-from billing.days import LONG_AGO, day_of, midnight
+from billing.dates import LONG_AGO, day_of, midnight
 from billing.models import Item, Meter, UsageRecord, Watermark
-from billing.sums import exactly, nano_usd
+from billing.money_sums import exactly, nano_usd
 from sandboxes.lifecycle import step
 from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, Snapshot, State, Transition
 

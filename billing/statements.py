@@ -15,7 +15,7 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 from django.db.models.functions import TruncMonth
 
 from billing import pricing
-from billing.days import LONG_AGO, day_of, following, midnight
+from billing.dates import LONG_AGO, day_of, following, midnight
 from billing.metering import NAMES, pointed_to
 from billing.models import (
     Account,
@@ -28,7 +28,7 @@ from billing.models import (
     UsageRecord,
     Watermark,
 )
-from billing.sums import CENT, exactly, nano_usd
+from billing.money_sums import CENT, exactly, nano_usd
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import step
 from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, Snapshot, Transition

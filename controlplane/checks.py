@@ -8,7 +8,7 @@ from django.apps import AppConfig
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Warning, register
 
-from sandboxes.storage import mounts
+from sandboxes.state import mounts
 
 LONGEST_SOCKET = 107  # bytes of a unix socket's path, without the NUL
 LONGEST_NAME = len("/egress/s/16383/llm.sock")  # below RUNTIME_DIR

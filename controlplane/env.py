@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from django.core.exceptions import ImproperlyConfigured
 from environ import Env
 
-from sandboxes import durations
+from sandboxes.db import durations
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 OURS = ("LEASEHOLD_", "SANDBOX_", "STORAGE_")

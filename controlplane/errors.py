@@ -15,7 +15,7 @@ from rest_framework import exceptions as drf
 from billing import errors as billing
 from leases import errors as leases
 from sandboxes import errors as sandboxes
-from sandboxes.moments import iso
+from sandboxes.db.clock import iso
 from sandboxes.providers import base as provider
 from sandboxes.storage import base as store
 

@@ -24,10 +24,11 @@ from django_q.models import OrmQ
 
 from billing import budgets
 from controlplane import schedules
-from sandboxes import providers, slices, stats
+from sandboxes import pool_stats, providers
+from sandboxes.admin import tabs
+from sandboxes.db.clock import iso
 from sandboxes.models import Sweep
-from sandboxes.moments import iso
-from sandboxes.stats import PoolStats, Stats
+from sandboxes.pool_stats import PoolStats, Stats
 from sandboxes.sweeps import SET_RIGHT
 
 log = structlog.get_logger(__name__)
@@ -64,14 +65,14 @@ def look(*, now: datetime) -> dict[str, Any]:
             return _said(database=True, migrated=False, missing=["Migrations are not applied: run manage.py migrate."])
         passes = _sweeps()
         waiting = OrmQ.objects.count()
-        pools = stats.of_pools(now=now)
-        unsaved = slices.unsaved().count()
+        pools = pool_stats.of_pools(now=now)
+        unsaved = tabs.unsaved().count()
         spent = len(budgets.exhausted(now=now))
     except DatabaseError:
         return _said(database=False, missing=["The database does not answer."])
     egress = _lateness(passes.pop(EGRESS), now, EGRESS_EVERY)
     sweeps = {name: _lateness(row, now, schedules.every(name)) for name, row in passes.items()}
-    every = stats.together(pools)
+    every = pool_stats.together(pools)
     drift = passes["recount"].counts.get(SET_RIGHT, 0) if passes["recount"] else 0
     provider = probe.answer()
     missing = []

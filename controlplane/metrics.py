@@ -23,9 +23,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from leases.models import Lease, Status
-from sandboxes import stats
+from sandboxes import pool_stats
 from sandboxes.models import Sweep
-from sandboxes.stats import LIVE, PoolStats
+from sandboxes.pool_stats import LIVE, PoolStats
 
 # Seconds for which what was read is shown again. Shorter than the time between two scrapes: else another process could
 # show the second one an older number, and a counter that falls looks like one that was reset.
@@ -100,7 +100,7 @@ def look(*, now: datetime) -> Facts:
     """Read everything, or DatabaseError. No statement reads history."""
     with _in_time():
         return Facts(
-            pools=stats.of_pools(now=now),
+            pools=pool_stats.of_pools(now=now),
             # Destroyed leases are history. A statement for each of the others: no index serves both.
             leases={each.value: Lease.objects.filter(status=each).count() for each in (Status.ACTIVE, Status.EXPIRED)},
             sweeps={

@@ -9,13 +9,14 @@ from django.utils import timezone
 from django_q.models import Schedule
 from django_q.tasks import async_task
 
-from billing import deriving
-from leases import enforcing
+from billing import derivation
+from leases import budget_enforcement
 from leases import sweeps as leases
-from sandboxes import delivering, pruning
 from sandboxes import sweeps as sandboxes
-from sandboxes.egress import collecting
+from sandboxes.egress import reconciliation
+from sandboxes.state import pruning
 from sandboxes.sweeps import Swept
+from sandboxes.webhooks import delivery
 
 PATH = f"{__name__}."  # of the functions below; whatever else is scheduled is not ours
 EVERY = {  # minutes
@@ -36,10 +37,10 @@ SWEEPS: dict[str, Callable[[datetime], Swept]] = {  # in this order each finds w
     "weigh": lambda now: pruning.weigh(now=now),
     "read": lambda now: sandboxes.read(now=now),
     "prune": lambda now: leases.prune(now=now),
-    "collect": lambda now: collecting.collect(now=now),
+    "collect": lambda now: reconciliation.collect(now=now),
     "meter": lambda now: _metered(now),
-    "budgets": lambda now: enforcing.enforce(now=now),
-    "webhooks": lambda now: delivering.deliver_due(now=now),
+    "budgets": lambda now: budget_enforcement.enforce(now=now),
+    "webhooks": lambda now: delivery.deliver_due(now=now),
 }
 
 
@@ -120,7 +121,7 @@ def webhooks() -> str:
 def _metered(now: datetime) -> Swept:
     """What was used, and what that costs."""
     swept = Swept()
-    usage, money = deriving.derive(now=now)
+    usage, money = derivation.derive(now=now)
     for item, records in usage.items():
         swept.note(f"records of {item}", records)
     for done, records in money.items():

@@ -323,11 +323,11 @@ DATA_UPLOAD_MAX_MEMORY_SIZE = 80 << 20  # each view has its own, smaller limit a
 CACHES = {"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}}
 
 REST_FRAMEWORK = {
-    "DEFAULT_AUTHENTICATION_CLASSES": ["leases.auth.KeyAuthentication"],
-    "DEFAULT_PERMISSION_CLASSES": ["leases.auth.HasKey"],
+    "DEFAULT_AUTHENTICATION_CLASSES": ["leases.api.authentication.KeyAuthentication"],
+    "DEFAULT_PERMISSION_CLASSES": ["leases.api.authentication.HasKey"],
     "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
     "DEFAULT_PARSER_CLASSES": ["rest_framework.parsers.JSONParser"],
-    "DEFAULT_SCHEMA_CLASS": "leases.schema.ApiSchema",
+    "DEFAULT_SCHEMA_CLASS": "leases.api.schema.ApiSchema",
     "EXCEPTION_HANDLER": "controlplane.errors.handle",
     "UNAUTHENTICATED_USER": None,
     "DATETIME_FORMAT": "iso-8601",
@@ -384,10 +384,14 @@ UNFOLD = {
     "SHOW_HISTORY": True,
     "STYLES": [lambda request: static("leasehold/console.css")],
     "SITE_FAVICONS": [{"rel": "icon", "type": "image/svg+xml", "href": lambda request: static("leasehold/icon.svg")}],
-    "SIDEBAR": {"show_search": False, "show_all_applications": False, "navigation": "controlplane.console.navigation"},
-    "TABS": "controlplane.console.tabs",
-    "ENVIRONMENT": "controlplane.console.environment",
-    "DASHBOARD_CALLBACK": "controlplane.console.fleet",
+    "SIDEBAR": {
+        "show_search": False,
+        "show_all_applications": False,
+        "navigation": "controlplane.console.dashboard.navigation",
+    },
+    "TABS": "controlplane.console.dashboard.tabs",
+    "ENVIRONMENT": "controlplane.console.dashboard.environment",
+    "DASHBOARD_CALLBACK": "controlplane.console.dashboard.fleet",
 }
 
 # --- logs: one line each, no secrets: values of env, stdin and keys are never passed to a logger --------------------

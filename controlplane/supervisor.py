@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
-from sandboxes.moments import backoff
+from sandboxes.db.clock import backoff
 
 VARIABLE = "LEASEHOLD_INSTANCE"
 PREFIX = "up-"  # of the instances that `up` makes, which are up-<random>.<child>.<start>

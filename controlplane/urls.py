@@ -5,16 +5,17 @@ from django.urls import include, path
 from django.views.generic import RedirectView
 from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitView
 
-from billing.admin_spending import spending
-from controlplane import console, health, metrics
+from billing.admin.spending import spending
+from controlplane import health, metrics
+from controlplane.console import dashboard
 
 urlpatterns = [
     path("", RedirectView.as_view(url="/admin/")),
-    path("admin/fleet/", console.fragment, name="fleet"),
+    path("admin/fleet/", dashboard.fragment, name="fleet"),
     path("admin/spending/", admin.site.admin_view(spending), name="spending"),
     path("admin/", admin.site.urls),
-    path("api/v1/", include("leases.urls")),
-    path("api/v1/", include("billing.urls")),
+    path("api/v1/", include("leases.api.urls")),
+    path("api/v1/", include("billing.api.urls")),
     path("api/schema", SpectacularAPIView.as_view(), name="schema"),
     path("api/docs", SpectacularSwaggerSplitView.as_view(url_name="schema")),
     path("livez", health.livez),

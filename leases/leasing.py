@@ -13,10 +13,12 @@ from django.db import IntegrityError, transaction
 from billing import budgets
 from leases.errors import Conflict, Invalid, LeaseEnded
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, Status
-from sandboxes import durations, outbox, pool, retiring, rows
+from sandboxes import eviction, pool
+from sandboxes.db import durations, sql
+from sandboxes.db.clock import iso
 from sandboxes.models import Pool
-from sandboxes.moments import iso
-from sandboxes.webhooks import Kind
+from sandboxes.models.webhooks import Kind
+from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
 EPOCH_MINUTE = 60
@@ -67,7 +69,7 @@ def acquire(ask: Ask, *, now: datetime, actor: str = "", admit: Callable[[], obj
     BudgetExhausted when there is no room for a new one.
     `admit` is called in the transaction that grants a new lease, as its last act; it may raise."""
     for _ in range(5):
-        held = rows.first(Lease, HELD, ask.agent_did, ask.environment_id)
+        held = sql.first(Lease, HELD, ask.agent_did, ask.environment_id)
         if held and not why_elapsed(held, now):
             if held.environment_type_id != ask.environment_type:
                 raise Conflict(
@@ -88,7 +90,7 @@ def acquire(ask: Ask, *, now: datetime, actor: str = "", admit: Callable[[], obj
 
 
 def _grant(ask: Ask, *, now: datetime, actor: str) -> Lease:
-    kind = rows.first(EnvironmentType, "name = %s", ask.environment_type)
+    kind = sql.first(EnvironmentType, "name = %s", ask.environment_type)
     if kind is None:
         known = ", ".join(EnvironmentType.objects.values_list("name", flat=True))
         raise Invalid("environment_type", f"There is no such environment type. Known: {known}.")
@@ -101,7 +103,7 @@ def _grant(ask: Ask, *, now: datetime, actor: str) -> Lease:
     latest = now + max_ttl
     expires_at = ends_at(renewed_at=now, ttl=ttl, max_expires_at=latest)
     conditions = kind.expiry_conditions if ask.expiry_conditions is None else ask.expiry_conditions
-    if rows.first(Agent, "did = %s", ask.agent_did) is None:
+    if sql.first(Agent, "did = %s", ask.agent_did) is None:
         Agent.objects.get_or_create(did=ask.agent_did)
     lease = Lease.objects.create(
         id=ask.id or uuid4(),
@@ -127,7 +129,7 @@ def _grant(ask: Ask, *, now: datetime, actor: str) -> Lease:
 def _pool(ask: Ask, kind: EnvironmentType) -> Pool:
     if not ask.pool and kind.pool:
         return kind.pool
-    found = rows.first(Pool, "name = %s", ask.pool or "default")
+    found = sql.first(Pool, "name = %s", ask.pool or "default")
     if found is None:
         raise Invalid("pool", "There is no such pool.")
     return found
@@ -139,7 +141,7 @@ def _sleep_after(kind: EnvironmentType) -> timedelta:
 
 def require(pk: UUID, *, now: datetime) -> Lease:
     """The lease, active and within its clocks; LeaseEnded says why it is not, Lease.DoesNotExist that there is none."""
-    lease = rows.first(Lease, "id = %s", pk)
+    lease = sql.first(Lease, "id = %s", pk)
     if lease is None:
         raise Lease.DoesNotExist
     if over := lease.end_reason or why_elapsed(lease, now):
@@ -165,7 +167,7 @@ def renew(lease: Lease, *, now: datetime) -> datetime:
 
     One guarded UPDATE. A renewal that arrives late cannot shorten what a later one has granted."""
     until = ends_at(renewed_at=now, ttl=lease.ttl, max_expires_at=lease.max_expires_at)
-    renewed = rows.update(Lease, RENEW, until, minute_of(until), now, lease.pk, now, now, until)
+    renewed = sql.update(Lease, RENEW, until, minute_of(until), now, lease.pk, now, now, until)
     return until if renewed else require(lease.pk, now=now).expires_at
 
 
@@ -190,14 +192,14 @@ def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", why: str = "")
             return False
         LeaseEvent.objects.create(lease_id=pk, at=now, kind="ended", actor=actor, reason=f"{reason}: {why}" if why else reason)
         budgets.close_tab(pk, now=now)
-        retiring.give_up_held(pk, now=now, reason=f"lease ended: {reason}", actor=actor)
+        eviction.give_up_held(pk, now=now, reason=f"lease ended: {reason}", actor=actor)
         _tell_end(pk, now)
     log.info("lease ended", lease=str(pk), reason=reason)
     return True
 
 
 def _tell_end(pk: UUID, now: datetime) -> None:
-    lease = rows.first(Lease, "id = %s", pk)
+    lease = sql.first(Lease, "id = %s", pk)
     assert lease  # our UPDATE locks it
     said = {
         "lease_id": str(pk),

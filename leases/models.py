@@ -11,7 +11,7 @@ from django.db import models
 from django.db.models import F, Q
 from django.utils import timezone
 
-from sandboxes import durations
+from sandboxes.db import durations
 from sandboxes.models import Policy, Pool, Run
 
 DID = r"did:[a-z0-9]+:[A-Za-z0-9._:%-]*[A-Za-z0-9._-]"

@@ -3,7 +3,7 @@
 from datetime import datetime
 from uuid import UUID
 
-from leases import acting
+from leases import execution
 from leases.models import LeaseEvent
 from sandboxes import snapshots
 from sandboxes.models import Snapshot
@@ -19,7 +19,7 @@ def take(pk: UUID, *, name: str = "", now: datetime, actor: str = "") -> Snapsho
 
         return snapshots.take(want, name=name, now=at, actor=actor, record=tell)
 
-    return acting.for_lease(pk, act, now=now, actor=actor)
+    return execution.for_lease(pk, act, now=now, actor=actor)
 
 
 def restore(pk: UUID, snapshot: UUID, *, now: datetime, actor: str = "") -> Snapshot:
@@ -31,7 +31,7 @@ def restore(pk: UUID, snapshot: UUID, *, now: datetime, actor: str = "") -> Snap
 
         return snapshots.restore(want, snapshot, now=at, actor=actor, record=tell)
 
-    return acting.for_lease(pk, act, now=now, actor=actor)
+    return execution.for_lease(pk, act, now=now, actor=actor)
 
 
 def _tell(pk: UUID, at: datetime, kind: str, actor: str, reason: str) -> None:

@@ -11,12 +11,15 @@ from django.db.models.functions import Cast
 
 from leases import leasing, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, Status
-from sandboxes import identity, outbox, processes, pruning
+from sandboxes import processes
 from sandboxes import sweeps as below
-from sandboxes.egress import gate
+from sandboxes.egress import authorization
+from sandboxes.identity import signing
 from sandboxes.models import GONE, Sandbox, Snapshot, State
-from sandboxes.storage import stores, workspace
+from sandboxes.state import pruning, workspace
+from sandboxes.stores import lease_stores
 from sandboxes.sweeps import Swept
+from sandboxes.webhooks import outbox
 
 OVER_LIMIT = "workspace_over_limit"  # the kind of an event
 WARN_EVERY = timedelta(days=1)
@@ -130,7 +133,7 @@ def stalled(*, now: datetime, limit: int = 200) -> Swept:
         swept.note(what, times)
     swept.failures += settled.failures
     swept.note("turns skipped", turns.skip_overdue(now=now, limit=limit))
-    swept.note("model calls closed", gate.close_abandoned(now=now, limit=limit))
+    swept.note("model calls closed", authorization.close_abandoned(now=now, limit=limit))
     swept.note("answers forgotten", forgettable(now=now).delete()[0])
     return swept
 
@@ -179,7 +182,7 @@ def prune(*, now: datetime) -> Swept:
     for what, times in kept.counts.items():
         swept.note(what, times)
     swept.failures += kept.failures
-    swept.note("rows of old service tokens removed", identity.forget_tokens(now=now))
+    swept.note("rows of old service tokens removed", signing.forget_tokens(now=now))
     swept.note("old events removed", outbox.forget(now=now))
     return swept
 
@@ -191,7 +194,7 @@ def prune_stores(*, now: datetime) -> Swept:
     def over(some: Sequence[UUID]) -> set[UUID]:
         return set(Lease.objects.filter(pk__in=some, ended_at__lte=now - settings.KEEP_STATE).values_list("pk", flat=True))
 
-    pruned = stores.prune(now=now, over=over)
+    pruned = lease_stores.prune(now=now, over=over)
     swept = Swept(failures=pruned.failures)
     swept.note("stored entries removed", pruned.count)
     swept.note("bytes with them", pruned.size)

@@ -11,10 +11,10 @@ from django.utils import timezone
 from django_q.models import OrmQ
 from django_q.tasks import async_task
 
-from leases import acting, snapshots, sweeps
+from leases import execution, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseEvent, Status
-from sandboxes import retiring
+from sandboxes import eviction
 from sandboxes import sweeps as below
 from sandboxes.errors import SandboxError
 from sandboxes.models import Sandbox, Snapshot, State
@@ -36,7 +36,7 @@ def sleep_soon(sandbox: Sandbox, *, now: datetime, actor: str, reason: str, guar
     """Have the next idle sweep put a lease's sandbox to sleep; its timeline says who asked. False if it may not sleep."""
     holder = sandbox.holder
     with transaction.atomic():
-        if holder is None or not retiring.sleep_soon(sandbox.pk, now=now, actor=actor, reason=reason, guard=guard):
+        if holder is None or not eviction.sleep_soon(sandbox.pk, now=now, actor=actor, reason=reason, guard=guard):
             return False
         LeaseEvent.objects.create(lease_id=holder, at=now, kind="sleep_asked_for", actor=actor, reason=reason)
     return True
@@ -68,7 +68,7 @@ def wake_soon(sandbox: Sandbox, *, now: datetime, actor: str, reason: str) -> bo
 def wake(lease_id: str, actor: str) -> str:
     """Have a lease's sandbox awake. Doing it twice is harmless."""
     try:
-        return str(acting.sandbox_for(UUID(lease_id), now=timezone.now(), actor=actor).state)
+        return str(execution.sandbox_for(UUID(lease_id), now=timezone.now(), actor=actor).state)
     except LeaseEnded as ended:
         return str(ended)
 

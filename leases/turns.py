@@ -11,13 +11,13 @@ from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import Exists, OuterRef, Q, QuerySet
 
-from leases import acting, leasing
+from leases import execution, leasing
 from leases.errors import TurnOpen
 from leases.models import Lease, Turn
+from sandboxes.db.clock import ticking
 from sandboxes.errors import ProviderFailed, SandboxError
 from sandboxes.lifecycle import step
 from sandboxes.models import Outcome, Run
-from sandboxes.moments import ticking
 from sandboxes.runs import GRACE, Command
 
 log = structlog.get_logger(__name__)
@@ -32,10 +32,10 @@ def join(ask: leasing.Ask, *, now: datetime, actor: str = "", admit: Callable[[]
     """Enter an environment: a lease, and its sandbox ready with /workspace/config.json in it. Safe to repeat."""
     later = ticking(now)
     lease, is_new = leasing.acquire(ask, now=now, actor=actor, admit=admit)
-    sandbox = acting.sandbox_for(lease.pk, now=later(), actor=actor)
+    sandbox = execution.sandbox_for(lease.pk, now=later(), actor=actor)
     if not sandbox.prepared:  # claimed ready-made: its first act brings its files
         nothing = Command(argv=["join"], timeout=settings.EXEC_TIMEOUT, kind="file")
-        acting.act_in(lease.pk, nothing, lambda provider, sandbox: None, now=later(), actor=actor)
+        execution.act_in(lease.pk, nothing, lambda provider, sandbox: None, now=later(), actor=actor)
     return Lease.objects.select_related("environment_type", "pool").get(pk=lease.pk), is_new
 
 
@@ -68,7 +68,7 @@ def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime,
     )  # fmt: skip
 
     try:
-        run, _ = acting.exec_in(pk, command, now=later(), actor=actor)
+        run, _ = execution.exec_in(pk, command, now=later(), actor=actor)
     except ProviderFailed as failed:
         _settle(turn, Run.objects.filter(pk=command.run_id).first(), skip(str(failed)), now=later())
         leasing.renew(lease, now=later())

@@ -13,9 +13,9 @@ from sandboxes.models import ALIVE, Sandbox
 from sandboxes.pool import Want
 from sandboxes.providers.base import WORKSPACE, Provider
 from sandboxes.runs import Command
-from sandboxes.storage import reading
+from sandboxes.state import file_reader
+from sandboxes.state.file_reader import Alive, Files, Unreadable
 from sandboxes.storage.base import StoreError
-from sandboxes.storage.reading import Alive, Files, Unreadable
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -48,5 +48,5 @@ def look(
 
 def _stored(want: Want, root: str, *, now: datetime) -> AbstractContextManager[Files]:
     if root == WORKSPACE:
-        return reading.workspace_of(want.holder, want.files, now=now)
-    return reading.data_of(want.agent_did, now=now)
+        return file_reader.workspace_of(want.holder, want.files, now=now)
+    return file_reader.data_of(want.agent_did, now=now)

@@ -8,9 +8,9 @@ from uuid import UUID
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
-from sandboxes import background, rows
+from sandboxes.db import sql
 from sandboxes.errors import IllegalTransition
-from sandboxes.models import GONE, Sandbox, State
+from sandboxes.models import GONE, Sandbox, State, processes
 
 WARMING, WARM, RUNNING, WAITING = State.WARMING, State.WARM, State.RUNNING, State.WAITING
 EVICTING, COLD, DESTROYING, DESTROYED = State.EVICTING, State.COLD, State.DESTROYING, State.DESTROYED
@@ -73,7 +73,7 @@ def begin(sandbox: Sandbox, *, now: datetime, reason: str, actor: str = "") -> N
     """Insert a new row in `warming`. Call it inside the transaction that took the place in the pool."""
     sandbox.state, sandbox.state_since = WARMING, now
     sandbox.save(force_insert=True)
-    rows.execute(RECORD + "WHERE id = %s", "", reason[:200], actor[:255], sandbox.pk)
+    sql.execute(RECORD + "WHERE id = %s", "", reason[:200], actor[:255], sandbox.pk)
 
 
 def advance(
@@ -87,9 +87,9 @@ def advance(
     with transaction.atomic():
         moved = Sandbox.objects.filter(guard or Q(), pk=pk, state=was).update(state=to, state_since=now, **changes)
         if moved:  # our UPDATE still locks the row: what is recorded is what we wrote
-            rows.execute(RECORD + "WHERE id = %s", was.value, reason[:200], actor[:255], pk)
+            sql.execute(RECORD + "WHERE id = %s", was.value, reason[:200], actor[:255], pk)
             if to in (COLD, DESTROYING):
-                background.end_all(pk, now=now, note=f"Its sandbox {'sleeps' if to == COLD else 'was given up'}: {reason}")
+                processes.end_all(pk, now=now, note=f"Its sandbox {'sleeps' if to == COLD else 'was given up'}: {reason}")
     return bool(moved)
 
 
@@ -100,10 +100,10 @@ def start_run(pk: UUID, *, holder: UUID, now: datetime, actor: str = "") -> Stat
     that inserts the Run: an eviction sees both or neither."""
     with transaction.atomic():
         for was, hit in ((WAITING, 1), (WARM, 0)):
-            if rows.update(Sandbox, BEGIN_RUNNING, now, now, hit, pk, holder, was.value):
-                rows.execute(RECORD + "WHERE id = %s", was.value, "run", actor[:255], pk)
+            if sql.update(Sandbox, BEGIN_RUNNING, now, now, hit, pk, holder, was.value):
+                sql.execute(RECORD + "WHERE id = %s", was.value, "run", actor[:255], pk)
                 return was
-        return RUNNING if rows.update(Sandbox, JOIN_RUNNING, now, pk, holder) else None
+        return RUNNING if sql.update(Sandbox, JOIN_RUNNING, now, pk, holder) else None
 
 
 def finish_run(pk: UUID, incarnation: int, *, idle_after: timedelta, now: datetime, actor: str = "") -> None:
@@ -111,9 +111,9 @@ def finish_run(pk: UUID, incarnation: int, *, idle_after: timedelta, now: dateti
 
     Call it inside the transaction that closes the Run, which is rolled back if it was closed before."""
     with transaction.atomic():
-        counted = rows.update(Sandbox, END_RUNNING, now, now, now + idle_after, pk, incarnation)
+        counted = sql.update(Sandbox, END_RUNNING, now, now, now + idle_after, pk, incarnation)
         if counted:
-            rows.execute(RECORD + "WHERE id = %s AND state = 'waiting'", RUNNING.value, "run ended", actor[:255], pk)
+            sql.execute(RECORD + "WHERE id = %s AND state = 'waiting'", RUNNING.value, "run ended", actor[:255], pk)
 
 
 def advance_many(
@@ -129,5 +129,5 @@ def advance_many(
         free = which.select_for_update(skip_locked=True).values("pk")
         moved = Sandbox.objects.filter(pk__in=free, state=was).update(state=to, state_since=now, claim=claim, **changes)
         if moved:
-            rows.execute(RECORD + "WHERE claim = %s", was.value, reason[:200], actor[:255], claim)
+            sql.execute(RECORD + "WHERE claim = %s", was.value, reason[:200], actor[:255], claim)
     return moved

@@ -16,16 +16,17 @@ from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import F, Q, QuerySet
 
-from sandboxes import providers, retiring, rows
+from sandboxes import eviction, providers
+from sandboxes.db import sql
+from sandboxes.db.clock import ticking
 from sandboxes.egress import slots
 from sandboxes.errors import Busy, CapacityExhausted, Lost, NotHeld, NotReady, PoolDraining, QuotaExceeded
 from sandboxes.lifecycle import COLD, WARM, WARMING, advance, begin, step
 from sandboxes.models import ALIVE, GONE, Policy, Pool, Quota, Sandbox
-from sandboxes.moments import ticking
 from sandboxes.providers.base import Provider, ProviderError, Spec
-from sandboxes.storage import mounts, workspace
+from sandboxes.state import mounts, workspace
+from sandboxes.state.workspace import StateLost
 from sandboxes.storage.base import StoreError
-from sandboxes.storage.workspace import StateLost
 
 log = structlog.get_logger(__name__)
 POLL = 0.05  # seconds between two looks at a row that somebody else is moving
@@ -58,7 +59,7 @@ class _Full(Exception):
 
 def of(holder: uuid.UUID) -> Sandbox | None:
     """The holder's sandbox, unless it was given up."""
-    return rows.first(Sandbox, "holder = %s AND state NOT IN ('destroying', 'destroyed')", holder)
+    return sql.first(Sandbox, "holder = %s AND state NOT IN ('destroying', 'destroyed')", holder)
 
 
 def ready(want: Want, *, now: datetime, actor: str = "") -> Sandbox:
@@ -135,7 +136,7 @@ def reserve(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
         except IntegrityError:
             return None  # one live sandbox per holder: another request was first
         except _Full:
-            if not retiring.make_room(want.pool, agent_did=want.agent_did, now=later(), actor=actor):
+            if not eviction.make_room(want.pool, agent_did=want.agent_did, now=later(), actor=actor):
                 break
     raise CapacityExhausted(
         f'All {want.pool.capacity} places of the pool "{want.pool}" are taken and none can be freed now: '
@@ -258,10 +259,10 @@ def start(sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[st
         source, prepared = _fill(sandbox, provider, files, now=later())
         step("prepared", sandbox)
     except StateLost as lost:
-        retiring.give_up(sandbox.pk, now=later(), reason=f"its stored state is lost: {lost}", actor=actor)
+        eviction.give_up(sandbox.pk, now=later(), reason=f"its stored state is lost: {lost}", actor=actor)
         raise Lost(f"What was stored of this sandbox is gone: {lost}") from lost
     except (ProviderError, StoreError) as failed:
-        retiring.give_up(sandbox.pk, now=later(), reason=f"start failed: {failed}", actor=actor)
+        eviction.give_up(sandbox.pk, now=later(), reason=f"start failed: {failed}", actor=actor)
         log.warning("sandbox start failed", sandbox=str(sandbox.pk), error=str(failed))
         raise NotReady(f"The sandbox could not be started: {failed}") from failed
     mine = Q(claim=sandbox.claim, incarnation=sandbox.incarnation)

@@ -13,14 +13,14 @@ from django.db import transaction
 from django.db.models import QuerySet
 
 from sandboxes import providers, runs
-from sandboxes.background import Ending, Process
+from sandboxes.db.clock import ticking
 from sandboxes.errors import Busy, NotHeld, OutputGone, ProviderFailed, TooManyProcesses
 from sandboxes.lifecycle import step
 from sandboxes.models import ALIVE, Outcome, Run, Sandbox, State
-from sandboxes.moments import ticking
+from sandboxes.models.processes import Ending, Process
 from sandboxes.pool import Want
 from sandboxes.providers.base import WORKSPACE, Log, Missing, ProcessState, Provider, ProviderError, Rejected
-from sandboxes.providers.launching import SOON
+from sandboxes.providers.launcher import SOON
 from sandboxes.runs import Command
 from sandboxes.sweeps import BUDGET, Swept
 

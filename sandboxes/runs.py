@@ -14,13 +14,14 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import QuerySet
 
-from sandboxes import lifecycle, pool, providers, retiring, rows
+from sandboxes import eviction, lifecycle, pool, providers
+from sandboxes.db import sql
+from sandboxes.db.clock import ticking
 from sandboxes.errors import DataFull, Lost, ProviderFailed, SandboxError, StoreFailed, WorkspaceFull
 from sandboxes.lifecycle import step
 from sandboxes.models import GONE, Attachment, Outcome, Run, Sandbox
-from sandboxes.moments import ticking
 from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoFile, Provider, ProviderError, Rejected
-from sandboxes.storage import data
+from sandboxes.state import data_sync
 from sandboxes.storage.base import StoreError
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = 
             started_at=now,
             deadline_at=now + command.timeout + GRACE,
         )
-        rows.insert(run)
+        sql.insert(run)
     step("run opened", run)
     return run
 
@@ -123,13 +124,13 @@ def _carry_out(
         if not sandbox.prepared:
             pool.put_files(sandbox, provider, want.files)
             Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation).update(prepared=True)
-        attached = data.attach(sandbox, provider, skill=want.skill, now=later()) if command.needs_data else None
+        attached = data_sync.attach(sandbox, provider, skill=want.skill, now=later()) if command.needs_data else None
         if attached and command.kind != "file":  # files can still be removed
-            data.require_room(attached, sandbox, provider, now=later())
+            data_sync.require_room(attached, sandbox, provider, now=later())
         answer = act(provider, sandbox)
     except Missing as gone:
         close(run, now=later(), outcome=Outcome.LOST, note=f"The provider has no such sandbox: {gone}", actor=actor)
-        retiring.mark_lost(sandbox, str(gone), now=later())
+        eviction.mark_lost(sandbox, str(gone), now=later())
         raise Lost() from gone
     except (NoFile, Rejected, SandboxError) as refused:
         close(run, now=later(), outcome=Outcome.FAILED, note=str(refused), actor=actor)
@@ -154,9 +155,9 @@ def _keep(attached: Attachment, sandbox: Sandbox, provider: Provider, *, now: da
     """Store what was changed in /data; "" or why that did not work. What was run has been run: its answer stands, the
     sandbox keeps what it has, and a sweep tries again."""
     try:
-        data.persist(attached, sandbox, provider, now=now)
+        data_sync.persist(attached, sandbox, provider, now=now)
     except (StoreError, ProviderError, DataFull) as failed:
-        data.mark_unsaved(attached, failed, now=now)
+        data_sync.mark_unsaved(attached, failed, now=now)
         return f"What it changed in /data is not stored yet: {failed}"
     return ""
 
@@ -182,7 +183,7 @@ def close(
         # Its sandbox before the Run, as whoever gives that up locks them.
         lifecycle.finish_run(run.sandbox_id, run.incarnation, idle_after=run.sandbox.idle_after, now=now, actor=actor)
         changes = ", ".join(f"{name} = %s" for name in values)
-        closed = rows.update(Run, f"{changes} WHERE id = %s AND ended_at IS NULL", *values.values(), run.pk)
+        closed = sql.update(Run, f"{changes} WHERE id = %s AND ended_at IS NULL", *values.values(), run.pk)
         if not closed:
             transaction.set_rollback(True)  # whoever closed it has counted it out
     if closed:

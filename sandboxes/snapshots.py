@@ -11,16 +11,16 @@ from uuid import UUID
 from django.conf import settings
 from django.db import transaction
 
-from sandboxes import pool, retiring, runs
+from sandboxes import eviction, pool, runs
+from sandboxes.db.clock import ticking
 from sandboxes.errors import Busy, Lost, NoSnapshot, NotHeld, StoreFailed
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, step
 from sandboxes.models import ALIVE, GONE, Sandbox, State
-from sandboxes.moments import ticking
+from sandboxes.models.state import Snapshot, SnapshotKind
 from sandboxes.pool import Want
 from sandboxes.providers.base import Provider
 from sandboxes.runs import Command
-from sandboxes.storage import workspace
-from sandboxes.stored import Snapshot, SnapshotKind
+from sandboxes.state import workspace
 
 TRIES = 5  # with others who wake it, or put it to sleep, in between
 NOTHING = "There is nothing in this workspace yet: nothing was run in it, and nothing written to it."
@@ -136,7 +136,7 @@ def _store(want: Want, name: str, *, now: datetime, actor: str, record: Record) 
 
     # As long as an eviction may take: it does the same.
     argv = ["snapshot", name] if name else ["snapshot"]
-    command = Command(argv=argv, timeout=retiring.EVICT_WITHIN, kind="file", needs_data=False)
+    command = Command(argv=argv, timeout=eviction.EVICT_WITHIN, kind="file", needs_data=False)
     _, snapshot = runs.act_in(want, command, store, now=now, actor=actor)
     return snapshot
 
@@ -188,7 +188,7 @@ def _refuse_running(sandbox: Sandbox) -> None:
 
 def _put_to_sleep(sandbox: Sandbox, *, now: datetime, actor: str) -> None:
     """Busy or StoreFailed if it does not sleep, and not because somebody else has put it to sleep."""
-    if retiring.sleep(sandbox.pk, now=now, reason="an earlier copy is restored", actor=actor):
+    if eviction.sleep(sandbox.pk, now=now, reason="an earlier copy is restored", actor=actor):
         return
     there = Sandbox.objects.get(pk=sandbox.pk)
     _refuse_running(there)

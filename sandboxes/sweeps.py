@@ -11,14 +11,15 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
-from sandboxes import measuring, pool, providers, retiring, runs
-from sandboxes.egress import front
+from sandboxes import eviction, pool, providers, runs
+from sandboxes.db.clock import backoff, ticking
+from sandboxes.egress import nginx
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, WARMING, advance, advance_many
 from sandboxes.models import ALIVE, IN_FLIGHT, Pool, Quota, Run, Sandbox, Snapshot, State, Sweep
-from sandboxes.moments import backoff, ticking
 from sandboxes.providers.base import Found, Missing, ProviderError
-from sandboxes.storage import workspace
+from sandboxes.state import workspace
+from sandboxes.usage import readings
 
 log = structlog.get_logger(__name__)
 SET_RIGHT = "counters set right"  # what a recount notes, and health reads
@@ -51,7 +52,7 @@ def reclaim(*, now: datetime, limit: int = 200) -> Swept:
         if later() > now + BUDGET:
             break
         try:
-            if retiring.destroy(pk, now=later(), actor="sweep"):
+            if eviction.destroy(pk, now=later(), actor="sweep"):
                 swept.note("destroyed")
             elif Sandbox.objects.filter(pk=pk, state=DESTROYING).exclude(last_error="").exists():
                 swept.failures.append(str(pk))
@@ -87,13 +88,13 @@ def claim_idle(was: State, token: uuid.UUID, *, now: datetime, limit: int) -> in
     return advance_many(
         due_for_sleep(now=now).filter(state=was).order_by("idle_at")[:limit],
         was, EVICTING, now=now, reason="idle", actor="sweep", claim=token,
-        claimed_by=settings.INSTANCE, deadline_at=now + retiring.EVICT_WITHIN, idle_at=None,
+        claimed_by=settings.INSTANCE, deadline_at=now + eviction.EVICT_WITHIN, idle_at=None,
     )  # fmt: skip
 
 
 def _put_to_sleep(pk: uuid.UUID, token: uuid.UUID, swept: Swept, *, now: datetime) -> None:
     try:
-        if retiring.finish_eviction(pk, token, now=now, actor="sweep"):
+        if eviction.finish_eviction(pk, token, now=now, actor="sweep"):
             swept.note("put to sleep")
         else:
             swept.failures.append(f"{pk}: {Sandbox.objects.values_list('last_error', flat=True).get(pk=pk)}")
@@ -113,7 +114,7 @@ def cold(*, now: datetime, limit: int = 500) -> Swept:
     swept = Swept()
     for sandbox in forgotten(now=now)[:limit]:
         same = Q(state_since=sandbox.state_since)
-        if retiring.drop_cold(sandbox.pk, now=now, reason="cold for too long", actor="sweep", guard=same):
+        if eviction.drop_cold(sandbox.pk, now=now, reason="cold for too long", actor="sweep", guard=same):
             swept.note("cold dropped")
         else:
             swept.note("lost race")
@@ -139,7 +140,7 @@ def warm(*, now: datetime) -> Swept:
     for pk in surplus():
         free = Q(state=WARM, holder__isnull=True)
         swept.note(
-            "not wanted any more", retiring.give_up(pk, now=now, reason="not wanted any more", actor="sweep", guard=free)
+            "not wanted any more", eviction.give_up(pk, now=now, reason="not wanted any more", actor="sweep", guard=free)
         )
     for one in Pool.objects.filter(warm_target__gt=0, draining=False):
         while later() <= now + BUDGET:
@@ -198,7 +199,7 @@ def stalled(*, now: datetime, limit: int = 200) -> Swept:
             swept.failures.append(f"run {run.pk}: {failed}")
     for sandbox in overdue_starts(now=now)[:limit]:
         same = {"claim": sandbox.claim, "deadline_at": sandbox.deadline_at}
-        gone = retiring.give_up(sandbox.pk, now=now, reason="stalled while starting", actor="sweep", guard=Q(**same))
+        gone = eviction.give_up(sandbox.pk, now=now, reason="stalled while starting", actor="sweep", guard=Q(**same))
         swept.note("starts given up" if gone else "lost race")
     for sandbox in overdue_evictions(now=now)[:limit]:
         _resume_eviction(sandbox, swept, now=now)
@@ -208,14 +209,14 @@ def stalled(*, now: datetime, limit: int = 200) -> Swept:
 def _resume_eviction(sandbox: Sandbox, swept: Swept, *, now: datetime) -> None:
     same = Q(claim=sandbox.claim, deadline_at=sandbox.deadline_at)
     if sandbox.tries >= settings.DESTROY_TRIES:  # its state is stored; what does not go is a matter for the quarantine
-        retiring.give_up(sandbox.pk, now=now, reason=f"it does not go: {sandbox.last_error}", actor="sweep", guard=same)
+        eviction.give_up(sandbox.pk, now=now, reason=f"it does not go: {sandbox.last_error}", actor="sweep", guard=same)
         swept.note("evictions given up")
         return
     token = uuid.uuid4()
     taken = Sandbox.objects.filter(same, pk=sandbox.pk, state=EVICTING).update(
-        claim=token, claimed_by=settings.INSTANCE, deadline_at=now + retiring.EVICT_WITHIN
+        claim=token, claimed_by=settings.INSTANCE, deadline_at=now + eviction.EVICT_WITHIN
     )
-    done = taken and retiring.finish_eviction(sandbox.pk, token, now=now, actor="sweep")
+    done = taken and eviction.finish_eviction(sandbox.pk, token, now=now, actor="sweep")
     swept.note("evictions finished" if done else "evictions postponed" if taken else "lost race")
 
 
@@ -249,9 +250,9 @@ def reconcile(*, now: datetime, grace: timedelta) -> Swept:
                 swept.failures.append(f'pool "{one}", {name}: lists nothing, but {len(alive)} rows are alive; left alone')
         except (ProviderError, ImproperlyConfigured) as failed:
             swept.failures.append(f'pool "{one}", {name}: {failed}')
-    if front.which() == "nginx":
+    if nginx.which() == "nginx":
         try:
-            if gone := front.remove_orphans(now=now, grace=grace):
+            if gone := nginx.remove_orphans(now=now, grace=grace):
                 swept.note("egress proxies removed", gone)
         except ProviderError as failed:
             swept.failures.append(f"egress proxies: {failed}")
@@ -308,7 +309,7 @@ def _missing(sandbox: Sandbox, why: str, *, now: datetime) -> str:
     """A row whose sandbox is not there: what became of it."""
     same = Q(incarnation=sandbox.incarnation)
     if sandbox.holder is None:
-        gone = retiring.give_up(sandbox.pk, now=now, reason="the provider has lost it", actor="sweep", guard=same)
+        gone = eviction.give_up(sandbox.pk, now=now, reason="the provider has lost it", actor="sweep", guard=same)
         return "unclaimed dropped" if gone else "lost race"
     if sandbox.state == WARM:  # nothing unsaved was in it: the next use wakes it from what is stored, if anything is
         cold_now = advance(
@@ -318,7 +319,7 @@ def _missing(sandbox: Sandbox, why: str, *, now: datetime) -> str:
             sandbox.pk, EVICTING, COLD, now=now, reason="nothing unsaved was in it", actor="sweep", claim=None, deadline_at=None
         )  # fmt: skip
         return "found cold" if cold_now else "lost race"
-    return "lost" if retiring.mark_lost(sandbox, why, now=now) else "lost race"
+    return "lost" if eviction.mark_lost(sandbox, why, now=now) else "lost race"
 
 
 def recount(*, now: datetime) -> Swept:
@@ -367,11 +368,11 @@ def measure(*, now: datetime, limit: int = 50) -> Swept:
 def read(*, now: datetime) -> Swept:
     """Read what sandboxes have used of CPU and memory."""
     swept, later = Swept(), ticking(now)
-    for sandbox in measuring.readable():
+    for sandbox in readings.readable():
         if later() > now + BUDGET:
             break
         try:
-            swept.note("read", measuring.read(sandbox, providers.get(sandbox.provider), now=later()) is not None)
+            swept.note("read", readings.read(sandbox, providers.get(sandbox.provider), now=later()) is not None)
         except Missing:
             swept.note("gone")  # reconcile decides what that means
         except ProviderError as failed:

@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 from django.db import connections
 
-from billing.days import day_of, midnight
+from billing.dates import day_of, midnight
 from leases import leasing
 from leases.models import Lease
 from sandboxes import lifecycle, providers

@@ -1,6 +1,6 @@
 from django.db import migrations
 
-from sandboxes.roles import gives
+from sandboxes.db.roles import gives
 
 VIEWER = [
     "view_account", "view_costrecord", "view_credit", "view_membership", "view_rate", "view_statement", "view_statementline",

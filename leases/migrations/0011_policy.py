@@ -3,7 +3,7 @@
 import django.db.models.deletion
 from django.db import migrations, models
 
-from sandboxes.roles import gives
+from sandboxes.db.roles import gives
 
 # What each role may do beyond what 0008_process_roles gave it.
 ROLES = {

@@ -1,6 +1,6 @@
 from django.db import migrations
 
-from sandboxes.roles import gives
+from sandboxes.db.roles import gives
 
 # What each role may do beyond what 0011_policy gave it.
 ROLES = {

@@ -29,14 +29,14 @@ from django.db import Error as DatabaseError
 from django.db import InterfaceError, OperationalError, close_old_connections, connection
 from django.utils import timezone
 
-from sandboxes import identity
-from sandboxes.egress import gate, offline
-from sandboxes.egress.censor import Censor
-from sandboxes.egress.gate import Caller, Ending, Refused
-from sandboxes.egress.requests import FIELDS, MODELS, Unfit, error, fit
-from sandboxes.egress.usage import Reader
-from sandboxes.egress.usd import amount
+from sandboxes.egress import authorization, offline_model
+from sandboxes.egress.amounts import amount
+from sandboxes.egress.authorization import Caller, Ending, Refused
+from sandboxes.egress.redaction import Censor
+from sandboxes.egress.request_filter import FIELDS, MODELS, Unfit, error, fit
+from sandboxes.egress.token_usage import Reader
 from sandboxes.errors import KeyRevoked, NoSigningKey, SandboxError
+from sandboxes.identity import signing
 from sandboxes.models import LlmCall
 
 log = structlog.get_logger(__name__)
@@ -154,7 +154,7 @@ class Server:
         return problem(403, "path_forbidden", "Only model calls, and the relay, leave this sandbox.")
 
     async def _models(self, request: web.Request, slot: int, call_id: str) -> web.Response:
-        await self._in_thread(gate.caller, slot, now=self.now())
+        await self._in_thread(authorization.caller, slot, now=self.now())
         names = [name for name in (settings.LLM_MODEL, *settings.LLM_MODELS) if "*" not in name]
         listed = [{"id": name, "object": "model", "created": 0, "owned_by": "leasehold"} for name in dict.fromkeys(names)]
         return web.json_response({"object": "list", "data": listed})
@@ -192,7 +192,7 @@ class Server:
         if hidden:
             asked["stream_options"] = {"include_usage": True}
         opening = asyncio.create_task(self._in_thread(
-            gate.model_call, slot, call_id, path, asked["model"], streamed=streamed, size=len(content), now=self.now()
+            authorization.model_call, slot, call_id, path, asked["model"], streamed=streamed, size=len(content), now=self.now()
         ))  # fmt: skip
         try:
             row, caller = await asyncio.shield(opening)
@@ -208,7 +208,7 @@ class Server:
         """A request's body; Refused if it is larger than the sandbox's policy lets it be."""
         most, content = MODEST_BODY, bytearray()
         if request.content_length is None or request.content_length > most:
-            most = await self._in_thread(gate.largest_body, slot, now=self.now())
+            most = await self._in_thread(authorization.largest_body, slot, now=self.now())
         if (request.content_length or 0) <= most:
             async for chunk in request.content.iter_chunked(1 << 16):
                 content += chunk
@@ -236,7 +236,7 @@ class Server:
         finally:
             del self.served[row.pk]
             try:
-                await self._in_thread(gate.settle, row, end, now=self.now())
+                await self._in_thread(authorization.settle, row, end, now=self.now())
             except DatabaseError as failed:  # the row stays open: past its deadline a sweep closes it, by what the logs say
                 log.error("end of a call not recorded", call=row.call_id, error=str(failed))
 
@@ -244,13 +244,13 @@ class Server:
         if request.path != "/v1/chat/completions":
             end.outcome, end.status, end.code = OUTCOME.FAILED, 501, "offline"
             return problem(501, "offline", "The offline policy answers chat completions alone. LEASEHOLD_LLM_URL is not set.")
-        answer = offline.complete(asked)
+        answer = offline_model.complete(asked)
         reader = Reader("application/json")
         reader.usage.take(answer)
         end.outcome, end.status, end.usage, end.cost = OUTCOME.OK, 200, reader.usage, Decimal(0)
         end.first_byte_at = self.now()
         if asked.get("stream"):
-            return await _events(request, offline.events(answer))
+            return await _events(request, offline_model.events(answer))
         return web.json_response(answer)
 
     async def _forward(
@@ -323,7 +323,7 @@ class Server:
         end.received_bytes += len(rest)
         end.outcome = OUTCOME.OK  # all of it is here; what the sandbox makes of it is its own affair
         if entry.caller.sandbox.llm_limit is not None:
-            await self._in_thread(gate.settle, entry.row, end, now=self.now())
+            await self._in_thread(authorization.settle, entry.row, end, now=self.now())
         await _write(response.write(held + rest))
         await _write(response.write_eof())
         return response
@@ -338,7 +338,7 @@ class Server:
             raise Refused(403, "path_forbidden", "No such path leads to the relay.")
         if not web.WebSocketResponse().can_prepare(request):
             raise Refused(400, "malformed", "This is no WebSocket handshake that is understood here.")
-        row, caller = await self._in_thread(gate.relay_call, slot, call_id, request.path, now=self.now())
+        row, caller = await self._in_thread(authorization.relay_call, slot, call_id, request.path, now=self.now())
         async with self._serving(row, caller) as end:
             try:
                 headers = await self._in_thread(relay_headers, row, caller, now=self.now())
@@ -371,13 +371,13 @@ class Server:
                 if time.monotonic() - kept_at > KEEP_EVERY:
                     kept_at = time.monotonic()
                     relays = [pk for pk, each in self.served.items() if each.row.kind == LlmCall.Kind.RELAY]
-                    await self._in_thread(gate.keep, relays, now=self.now())
+                    await self._in_thread(authorization.keep, relays, now=self.now())
 
     async def _look(self) -> None:
         under_way = [*self.served.values()]
         if not under_way:
             return
-        still = await self._in_thread(gate.still, {(each.caller.sandbox.pk, each.caller.holder) for each in under_way})
+        still = await self._in_thread(authorization.still, {(each.caller.sandbox.pk, each.caller.holder) for each in under_way})
         for each in under_way:
             if (each.caller.sandbox.pk, each.caller.holder) not in still and each.task:
                 each.ended_lease = True
@@ -416,9 +416,9 @@ def relay_headers(row: LlmCall, caller: Caller, *, now: datetime) -> dict[str, s
     headers = {"x-leasehold-agent": row.agent_did, "x-leasehold-call-id": row.call_id}
     if settings.RELAY_AUD:
         with suppress(NoSigningKey):  # then it connects as anybody might
-            token = identity.service_token(
+            token = signing.service_token(
                 row.agent_did, aud=settings.RELAY_AUD, lxm=settings.RELAY_LXM, now=now, holder=caller.holder, actor="relay",
-                fence=partial(gate.require_held, caller),
+                fence=partial(authorization.require_held, caller),
             )  # fmt: skip
             headers["Authorization"] = f"Bearer {token}"
     return headers

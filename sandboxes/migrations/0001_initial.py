@@ -4,7 +4,7 @@ import datetime
 import django.core.validators
 import django.db.models.deletion
 import django.utils.timezone
-import sandboxes.models
+import sandboxes.models.pools
 import uuid
 from django.db import migrations, models
 
@@ -25,11 +25,11 @@ class Migration(migrations.Migration):
                 ('owner', models.UUIDField(default=uuid.uuid4, editable=False, help_text="Label by which this pool's sandboxes are listed.", unique=True)),
                 ('provider', models.CharField(blank=True, choices=[('docker', 'docker'), ('process', 'process'), ('memory', 'memory')], help_text='Empty: what SANDBOX_PROVIDER says.', max_length=32)),
                 ('image', models.CharField(blank=True, help_text='Empty: what LEASEHOLD_SANDBOX_IMAGE says.', max_length=255)),
-                ('capacity', models.PositiveIntegerField(default=sandboxes.models.default_capacity, help_text='Sandboxes that may exist at once, asleep ones and those being destroyed included.', validators=[django.core.validators.MinValueValidator(1)])),
+                ('capacity', models.PositiveIntegerField(default=sandboxes.models.pools.default_capacity, help_text='Sandboxes that may exist at once, asleep ones and those being destroyed included.', validators=[django.core.validators.MinValueValidator(1)])),
                 ('used', models.PositiveIntegerField(default=0, editable=False)),
-                ('memory_mib', models.PositiveIntegerField(default=sandboxes.models.default_memory_mib, validators=[django.core.validators.MinValueValidator(16)])),
-                ('millicpus', models.PositiveIntegerField(default=sandboxes.models.default_millicpus, validators=[django.core.validators.MinValueValidator(50)])),
-                ('pids', models.PositiveIntegerField(default=sandboxes.models.default_pids, validators=[django.core.validators.MinValueValidator(16)])),
+                ('memory_mib', models.PositiveIntegerField(default=sandboxes.models.pools.default_memory_mib, validators=[django.core.validators.MinValueValidator(16)])),
+                ('millicpus', models.PositiveIntegerField(default=sandboxes.models.pools.default_millicpus, validators=[django.core.validators.MinValueValidator(50)])),
+                ('pids', models.PositiveIntegerField(default=sandboxes.models.pools.default_pids, validators=[django.core.validators.MinValueValidator(16)])),
                 ('created_at', models.DateTimeField(default=django.utils.timezone.now, editable=False)),
             ],
         ),

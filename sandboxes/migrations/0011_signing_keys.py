@@ -4,7 +4,7 @@ import django.db.models.deletion
 import uuid
 from django.db import migrations, models
 
-from sandboxes.roles import gives
+from sandboxes.db.roles import gives
 
 # What each role may do beyond what it may already. Roles may not be there yet: those that make them take them as they are.
 VIEWER = ["view_signingkey", "view_mintedtoken"]

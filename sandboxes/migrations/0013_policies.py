@@ -2,7 +2,7 @@
 
 import django.core.validators
 import django.db.models.deletion
-import sandboxes.policies
+import sandboxes.models.policies
 from django.db import migrations, models
 
 
@@ -26,7 +26,7 @@ class Migration(migrations.Migration):
                 ('name', models.SlugField(max_length=63, unique=True)),
                 ('description', models.CharField(blank=True, help_text='Who needs it, and for what.', max_length=200)),
                 ('writable_root', models.BooleanField(default=False, help_text='Programs may write wherever the image lets their user, not only in /workspace, /data and memory. What they write elsewhere is not stored: it is gone once the sandbox sleeps, and nothing limits its size. A change holds for sandboxes that start or wake afterwards. None that was started ahead of demand fits: each start takes its time.')),
-                ('models', models.JSONField(blank=True, default=list, help_text='The models that may be called: names, or patterns such as "gpt-4o*". Empty: what LEASEHOLD_LLM_MODELS says.', validators=[sandboxes.policies.check_models])),
+                ('models', models.JSONField(blank=True, default=list, help_text='The models that may be called: names, or patterns such as "gpt-4o*". Empty: what LEASEHOLD_LLM_MODELS says.', validators=[sandboxes.models.policies.check_models])),
                 ('calls_per_minute', models.PositiveIntegerField(default=600, help_text='Calls of one sandbox that may begin within a minute.', validators=[django.core.validators.MinValueValidator(1)])),
                 ('most_calls_at_once', models.PositiveIntegerField(default=8, help_text='Calls of one sandbox that may be under way.', validators=[django.core.validators.MinValueValidator(1)])),
                 ('largest_body_kib', models.PositiveIntegerField(default=4096, help_text='Of one request to a model, in KiB; at most 65,536.', validators=[django.core.validators.MinValueValidator(1), django.core.validators.MaxValueValidator(65536)])),

@@ -3,7 +3,7 @@
 import django.db.models.deletion
 from django.db import migrations, models
 
-from sandboxes.roles import gives
+from sandboxes.db.roles import gives
 
 VIEWER = ["view_reading"]
 ROLES = {"Viewer": VIEWER, "Operator": VIEWER, "Administrator": VIEWER}

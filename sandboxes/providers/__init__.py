@@ -6,7 +6,7 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
 from sandboxes.providers.base import Provider
-from sandboxes.providers.docker import DockerProvider, answers
+from sandboxes.providers.docker.provider import DockerProvider, answers
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.providers.process import ProcessProvider
 

@@ -63,7 +63,7 @@ from sandboxes.providers.base import (
     under_roots,
     whole_range,
 )
-from sandboxes.providers.launching import Launching
+from sandboxes.providers.launcher import Launching
 
 IMAGE = Path(files.__file__).resolve().parent  # what the Docker image has in /opt/leasehold
 NAME = re.compile(r"[a-z0-9-]{1,63}")

@@ -12,7 +12,7 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from leases import acting
+from leases import execution
 from leases.models import Lease
 from sandboxes import pool
 from sandboxes.models import Sandbox
@@ -72,13 +72,13 @@ def superuser(db: None) -> Client:
 @pytest.fixture
 def lease(grant: Callable[..., Lease]) -> Lease:
     granted = grant()
-    acting.sandbox_for(granted.pk, now=granted.leased_at)
+    execution.sandbox_for(granted.pk, now=granted.leased_at)
     return granted
 
 
 def box_of(lease: Lease) -> Sandbox:
     """The lease's sandbox, started if it has none."""
-    return pool.of(lease.pk) or acting.sandbox_for(lease.pk, now=lease.leased_at)
+    return pool.of(lease.pk) or execution.sandbox_for(lease.pk, now=lease.leased_at)
 
 
 def queries(client: Client, url: str) -> int:

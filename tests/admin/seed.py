@@ -21,18 +21,20 @@ from django.utils import timezone
 
 from billing import budgets, costs, metering
 from billing.models import Budget
-from leases import acting, enforcing, forking, keys, leasing, snapshots, sweeps, turns
+from leases import api_keys, budget_enforcement, execution, fork, leasing, snapshots, sweeps, turns
 from leases.models import AgentKey, EnvironmentType, Lease
-from sandboxes import curves, delivering, identity, outbox, pool, processes, providers, retiring, runs, subscribing
+from sandboxes import eviction, pool, processes, providers, runs
 from sandboxes import sweeps as below
-from sandboxes.egress import rates
+from sandboxes.egress import model_pricing
+from sandboxes.identity import curves, signing
 from sandboxes.models import LlmCall, ModelRate, Policy, Pool, Quota, Sandbox, State, Sweep, Webhook
-from sandboxes.posting import Answer
 from sandboxes.processes import Launch
 from sandboxes.providers.base import DATA, Unavailable
 from sandboxes.providers.memory import Call, File, Link, MemoryProvider, Outcome
 from sandboxes.runs import Command
-from sandboxes.storage import editing, workspace
+from sandboxes.state import data_editing, workspace
+from sandboxes.webhooks import delivery, outbox, subscriptions
+from sandboxes.webhooks.http_post import Answer
 from tests.admin.seed_money import seed_money
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
@@ -95,7 +97,7 @@ def _lease(agent: str, environment: str, at: datetime, pool: str = "demo", **ask
 def _used(agent: str, environment: str, at: datetime, pool: str = "demo") -> Lease:
     """A lease whose sandbox has something in it."""
     lease = _lease(agent, environment, at, pool)
-    acting.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=at, actor="key 3f9a1c20")
+    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=at, actor="key 3f9a1c20")
     return lease
 
 
@@ -106,7 +108,7 @@ def _box(lease: Lease) -> Sandbox:
 
 
 def _sleep(lease: Lease, at: datetime) -> None:
-    retiring.sleep(_box(lease).pk, now=at, reason="idle", actor="sweep")
+    eviction.sleep(_box(lease).pk, now=at, reason="idle", actor="sweep")
 
 
 def _program(memory: MemoryProvider) -> None:
@@ -126,11 +128,11 @@ def _program(memory: MemoryProvider) -> None:
 
 
 def _keys(now: datetime) -> None:
-    keys.issue(PLAYERS[:1], name="ada's own", now=now - 50 * HOUR)
-    keys.issue(PLAYERS, name="tournament server", now=now - 30 * HOUR)
-    keys.issue([], operator=True, name="ci", now=now - 9 * HOUR)
-    old, _ = keys.issue(PLAYERS[1:2], name="lost laptop", now=now - 90 * HOUR)
-    keys.revoke(old.pk, now=now - 80 * HOUR)
+    api_keys.issue(PLAYERS[:1], name="ada's own", now=now - 50 * HOUR)
+    api_keys.issue(PLAYERS, name="tournament server", now=now - 30 * HOUR)
+    api_keys.issue([], operator=True, name="ci", now=now - 9 * HOUR)
+    old, _ = api_keys.issue(PLAYERS[1:2], name="lost laptop", now=now - 90 * HOUR)
+    api_keys.revoke(old.pk, now=now - 80 * HOUR)
 
 
 def _listeners(now: datetime) -> None:
@@ -140,7 +142,7 @@ def _listeners(now: datetime) -> None:
         ("https://old.example.org/events", ["lease.ended"], ""),
         ("http://127.0.0.1:9000/", ["sandbox.quarantined"], "A script on this machine."),
     ):
-        subscribing.add(url, kinds, description=description, internal="127" in url, now=now - 20 * HOUR, actor="admin")
+        subscriptions.add(url, kinds, description=description, internal="127" in url, now=now - 20 * HOUR, actor="admin")
 
 
 def _told(now: datetime) -> None:
@@ -155,8 +157,8 @@ def _told(now: datetime) -> None:
     for name, answer in answers.items():
         webhook = Webhook.objects.get(url__contains=f"//{name}")
         for _ in range(5):
-            if taken := delivering.claim(webhook.pk, now=now - 9 * MINUTE):
-                delivering.record(taken, answer, now=now - 9 * MINUTE)
+            if taken := delivery.claim(webhook.pk, now=now - 9 * MINUTE):
+                delivery.record(taken, answer, now=now - 9 * MINUTE)
             webhook.refresh_from_db()
 
 
@@ -178,39 +180,39 @@ def _runs(now: datetime) -> None:
         (31, ["no-such-program"]),
     ):
         command = Command(argv=argv, timeout=timedelta(seconds=30), env={"TOKEN": "x"} if minutes == 5 else {})
-        acting.exec_in(lease.pk, command, now=now - 3 * HOUR + minutes * MINUTE, actor="key 3f9a1c20")
+        execution.exec_in(lease.pk, command, now=now - 3 * HOUR + minutes * MINUTE, actor="key 3f9a1c20")
     for launch in (
         Launch(["node", "relay-watcher.js"], {"TOKEN": "x"}, name="relay <watcher>"),
         Launch(["sleep", "100000"], name="dev server"),
     ):
-        want = acting.want_for(lease, now=now - 2 * HOUR)
+        want = execution.want_for(lease, now=now - 2 * HOUR)
         processes.start(want, launch, now=now - 2 * HOUR, actor="key 3f9a1c20")
 
 
 def _states(now: datetime) -> None:
     for index in range(5):
         lease = _lease(f"did:plc:worker{index}", "training-run", now - HOUR - index * MINUTE)
-        acting.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now - 50 * MINUTE + index * MINUTE)
+        execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now - 50 * MINUTE + index * MINUTE)
         if index < 3:  # still at it
             sandbox = pool.of(lease.pk)
             assert sandbox
             runs.open_run(sandbox, Command(argv=["make", "all"], timeout=10 * MINUTE), now=now - index * MINUTE)
     warm = _lease(PLAYERS[2], "warming-up", now - 2 * MINUTE)
-    acting.sandbox_for(warm.pk, now=now - 2 * MINUTE)
+    execution.sandbox_for(warm.pk, now=now - 2 * MINUTE)
     starting = _lease(PLAYERS[3], "starting", now - MINUTE)
-    pool.reserve(acting.want_for(starting, now=now), now=now - MINUTE)
+    pool.reserve(execution.want_for(starting, now=now), now=now - MINUTE)
     stuck = _lease("did:plc:stuck", "stalled-start", now - HOUR)
-    pool.reserve(acting.want_for(stuck, now=now), now=now - HOUR)
+    pool.reserve(execution.want_for(stuck, now=now), now=now - HOUR)
 
 
 def _ends(now: datetime) -> None:
     soon = _lease("did:plc:hurry", "ending-soon", now - 57 * MINUTE, ttl=HOUR)
     overdue = _lease("did:plc:late", "overdue", now - 62 * MINUTE, ttl=HOUR)
     for lease in (soon, overdue):
-        acting.sandbox_for(lease.pk, now=lease.leased_at)
+        execution.sandbox_for(lease.pk, now=lease.leased_at)
     for index, agent in enumerate(PLAYERS):
         gone = _lease(agent, f"catan-round-{index}", now - 20 * HOUR)
-        acting.exec_in(gone.pk, Command(argv=["true"], timeout=MINUTE), now=now - 20 * HOUR)
+        execution.exec_in(gone.pk, Command(argv=["true"], timeout=MINUTE), now=now - 20 * HOUR)
         leasing.end(gone.pk, reason="condition:game.finished", now=now - 19 * HOUR, actor="key 3f9a1c20")
     sweeps.reclaim(now=now - 19 * HOUR)
 
@@ -220,14 +222,14 @@ def _sleepers(memory: MemoryProvider, now: datetime) -> None:
     sleeper, moved, away = (_used(f"did:plc:{name}", "long-study", now - 3 * HOUR) for name in ("sleeper", "moved", "away"))
     for lease in (sleeper, moved):
         _sleep(lease, now - 2 * HOUR)
-        acting.sandbox_for(lease.pk, now=now - 100 * MINUTE, actor="key 3f9a1c20")
-        acting.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now - 99 * MINUTE, actor="key 3f9a1c20")
+        execution.sandbox_for(lease.pk, now=now - 100 * MINUTE, actor="key 3f9a1c20")
+        execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now - 99 * MINUTE, actor="key 3f9a1c20")
     for lease in (sleeper, moved, away):
         _sleep(lease, now - 70 * MINUTE)
     stored = workspace.latest(moved.pk)
     assert stored
     workspace.forget_local(stored)
-    acting.sandbox_for(moved.pk, now=now - 3 * MINUTE, actor="key 3f9a1c20")
+    execution.sandbox_for(moved.pk, now=now - 3 * MINUTE, actor="key 3f9a1c20")
     falling = _box(_used("did:plc:falling", "long-study", now - 40 * MINUTE))
     Sandbox.objects.filter(pk=falling.pk).update(idle_at=now - 9 * HOUR)
     below.claim_idle(State.WAITING, uuid.uuid4(), now=now - MINUTE + timedelta(seconds=40), limit=1)
@@ -240,7 +242,7 @@ def _trouble(memory: MemoryProvider, now: datetime) -> None:
         for minutes in (20, 12):
             _sleep(full, now - minutes * MINUTE)
     gone = _used("did:plc:gone", "vanished", now - 30 * MINUTE)
-    retiring.mark_lost(_box(gone), "no such container: leasehold-4be1", now=now - MINUTE)
+    eviction.mark_lost(_box(gone), "no such container: leasehold-4be1", now=now - MINUTE)
     large = _used("did:plc:large", "data-set", now - 30 * MINUTE)
     Sandbox.objects.filter(pk=_box(large).pk).update(workspace_bytes=3 << 30, measured_at=now - 5 * MINUTE)
 
@@ -248,15 +250,15 @@ def _trouble(memory: MemoryProvider, now: datetime) -> None:
 def _identities(now: datetime) -> None:
     """An agent whose key was rotated, one whose key was revoked, and what was minted with theirs."""
     for index, agent in enumerate(PLAYERS[:3]):
-        identity.create(agent, now=now - 50 * HOUR, actor="admin", private=curves.generate(["ES256K", "ES256"][index % 2]))
+        signing.create(agent, now=now - 50 * HOUR, actor="admin", private=curves.generate(["ES256K", "ES256"][index % 2]))
     for minutes, fragment in ((300, ""), (40, "#relay"), (0, "#relay")):
         at = now - minutes * MINUTE
         lease = _lease(PLAYERS[0], "relay-watch", at)
         audience = "did:web:relay.example.com" + fragment
-        acting.service_token(lease.pk, aud=audience, lxm="com.atproto.sync.subscribeRepos", now=at, actor="key 3f9a1c20")
+        execution.service_token(lease.pk, aud=audience, lxm="com.atproto.sync.subscribeRepos", now=at, actor="key 3f9a1c20")
         if minutes == 300:
-            identity.rotate(PLAYERS[0], now=now - 200 * MINUTE, actor="admin")
-    identity.revoke(PLAYERS[1], now=now - HOUR, actor="command line")
+            signing.rotate(PLAYERS[0], now=now - 200 * MINUTE, actor="admin")
+    signing.revoke(PLAYERS[1], now=now - HOUR, actor="command line")
 
 
 def _calls(now: datetime) -> None:
@@ -297,7 +299,7 @@ def _call(lease: Lease, number: int, at: datetime) -> None:
     if known:
         row.input_tokens, row.cached_tokens, row.output_tokens = tokens
     if priced:
-        row.cost = rates.price(ModelRate.objects.all(), model, *tokens, at)
+        row.cost = model_pricing.price(ModelRate.objects.all(), model, *tokens, at)
         row.recorded_at = at + MINUTE if priced == "record" else None
     row.save()
 
@@ -322,7 +324,7 @@ def _pools(memory: MemoryProvider, now: datetime) -> None:
     demo.save(update_fields=["warm_target"])
     for minutes in (30, 20, 10):
         pool.warm_up(demo, now=now - minutes * MINUTE)
-    acting.sandbox_for(_lease("did:plc:quick", "claimed", now - 2 * MINUTE).pk, now=now - 2 * MINUTE)
+    execution.sandbox_for(_lease("did:plc:quick", "claimed", now - 2 * MINUTE).pk, now=now - 2 * MINUTE)
     for agent, most, guaranteed in ((PLAYERS[0], 8, 2), (PLAYERS[1], None, 1), ("did:plc:large", 1, 0), ("did:plc:new", 5, 3)):
         Quota.objects.update_or_create(pool=demo, agent_did=agent, defaults={"most": most, "guaranteed": guaranteed})
     Pool.objects.create(name="small", provider="memory", capacity=2)
@@ -338,14 +340,14 @@ def _pools(memory: MemoryProvider, now: datetime) -> None:
 def _quarantine(memory: MemoryProvider, now: datetime) -> None:
     for index in range(2):
         lease = _lease(f"did:plc:ghost{index}", "haunted", now - 6 * HOUR)
-        acting.sandbox_for(lease.pk, now=now - 6 * HOUR)
+        execution.sandbox_for(lease.pk, now=now - 6 * HOUR)
         leasing.end(lease.pk, reason="operator", now=now - 5 * HOUR, actor="admin", why="it was mining coins")
     trouble = 'engine answered 500: "device or resource busy: cannot unmount /var/lib/docker/overlay2/merged"'
     with memory.fail("destroy", Unavailable(trouble), times=100):
         for hour in range(9):
             sweeps.reclaim(now=now - 5 * HOUR + hour * 20 * MINUTE)
     lost = _lease("did:plc:retry", "trying-again", now - HOUR)
-    acting.sandbox_for(lost.pk, now=now - HOUR)
+    execution.sandbox_for(lost.pk, now=now - HOUR)
     leasing.release(lost.pk, now=now - 4 * MINUTE, actor="key 3f9a1c20")
     with memory.fail("destroy", Unavailable(trouble), times=100):
         sweeps.reclaim(now=now - 3 * MINUTE)
@@ -365,7 +367,7 @@ def _state(memory: MemoryProvider, now: datetime) -> None:
         "campaign/odd\nname \u202etxt.exe": b"x\n",
     }
     for path, content in tree.items():
-        editing.put(agent, path, io.BytesIO(content), mode=0o755 if "exe" in path else 0o644, now=now - 30 * HOUR)
+        data_editing.put(agent, path, io.BytesIO(content), mode=0o755 if "exe" in path else 0o644, now=now - 30 * HOUR)
     one, two = (_used(agent, name, now - 5 * HOUR) for name in ("library", "reading-room"))
     for number in range(230):
         memory.files(_box(one).ref)[f"{DATA}/memory/sessions/{number:04}.json"] = File(b"{}" * number)
@@ -378,14 +380,14 @@ def _state(memory: MemoryProvider, now: datetime) -> None:
         snapshots.take(one.pk, name=name, now=now - minutes * MINUTE, actor="operator")
     oldest = workspace.of(one.pk).last()
     assert oldest
-    forking.fork(one, leasing.Ask(agent, "library-2", "catan", pool="demo"), snapshot=oldest.pk, now=now - 30 * MINUTE)
+    fork.fork(one, leasing.Ask(agent, "library-2", "catan", pool="demo"), snapshot=oldest.pk, now=now - 30 * MINUTE)
     stuck = _used("did:plc:stubborn", "annex", now - 40 * MINUTE)
     with memory.fail("get_files", Unavailable('engine answered 500: "input/output error"'), times=1):
         _sh(stuck, "echo x >/data/note.md", now - 25 * MINUTE)
 
 
 def _sh(lease: Lease, line: str, at: datetime) -> None:
-    acting.exec_in(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=at, actor="key 3f9a1c20")
+    execution.exec_in(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=at, actor="key 3f9a1c20")
 
 
 def _budgets(now: datetime) -> None:
@@ -394,7 +396,7 @@ def _budgets(now: datetime) -> None:
     metering.meter(now=now - HOUR)
     one = Budget(scope="agent", subject="did:plc:thrifty", amount=Decimal("0.9"), unit="hours", period="ever")
     budgets.save(one, now=now - HOUR)
-    enforcing.enforce(now=now - HOUR)  # ends its lease
+    budget_enforcement.enforce(now=now - HOUR)  # ends its lease
     metering.meter(now=now)
     costs.price(now=now)
     for scope, subject, amount, unit, period, more in (

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
 from billing import costs, metering, statements
-from billing.days import following, midnight
+from billing.dates import following, midnight
 from billing.models import Account, Item, Membership, Rate, UsageRecord
 from leases.models import Agent
 

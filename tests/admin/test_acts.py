@@ -11,9 +11,9 @@ from django.http import HttpResponse
 from django.test import Client
 from django.utils import timezone
 
-from leases import acting, keys, leasing, sweeps
+from leases import api_keys, execution, leasing, sweeps
 from leases.models import AgentKey, EnvironmentType, Lease
-from sandboxes import retiring
+from sandboxes import eviction
 from sandboxes.models import Pool, Sandbox, Transition
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -170,8 +170,8 @@ def test_destroying_one_that_nobody_holds_gives_it_up(operator: Client, lease: L
 
 def test_a_sandbox_that_is_given_up_does_not_end_the_lease_that_has_the_next_one(operator: Client, lease: Lease) -> None:
     old = box_of(lease)
-    retiring.give_up(old.pk, now=NOW, reason="lost")
-    new = acting.sandbox_for(lease.pk, now=NOW)
+    eviction.give_up(old.pk, now=NOW, reason="lost")
+    new = execution.sandbox_for(lease.pk, now=NOW)
     assert said(operator.post(destroy(old), WHY)) == ["Nothing changed: given up before."]
     lease.refresh_from_db()
     assert (lease.status, state_of(new)) == ("active", "warm")
@@ -214,7 +214,7 @@ def test_a_key_is_shown_once(administrator: Client) -> None:
     row = AgentKey.objects.get()
     assert (row.name, row.dids, row.operator) == ("ci", ["did:plc:ada", "did:plc:bob"], False)
     key = next(word for word in done.content.decode().split() if word.startswith("lh_") and len(word) == 55)
-    assert keys.find(key, now=NOW) == row
+    assert api_keys.find(key, now=NOW) == row
     for page in ("", f"{row.pk}/change/", f"{row.pk}/history/"):
         assert key not in administrator.get(f"/admin/leases/agentkey/{page}").content.decode()
     assert key not in str(LogEntry.objects.values_list("object_repr", "change_message"))
@@ -227,12 +227,12 @@ def test_a_key_for_nobody_or_for_nonsense_is_not_issued(administrator: Client, d
 
 
 def test_a_revoked_key_is_refused_and_a_key_is_never_edited(administrator: Client, operator: Client) -> None:
-    row, key = keys.issue(["did:plc:ada"], now=NOW)
+    row, key = api_keys.issue(["did:plc:ada"], now=NOW)
     page = f"/admin/leases/agentkey/{row.pk}"
     assert operator.post(f"{page}/revoke/", WHY).status_code == 403
     assert administrator.post(f"{page}/change/", {"name": "mine", "dids": "did:plc:eve"}).status_code == 403
     assert said(administrator.post(f"{page}/revoke/", WHY)) == ["1 API key revoked."]
-    assert keys.find(key, now=NOW) is None
+    assert api_keys.find(key, now=NOW) is None
 
 
 # --- what may be edited -------------------------------------------------------------------------------------------

@@ -12,18 +12,19 @@ from django.core.cache import cache
 from django.test import Client
 from django.utils import timezone
 
-from billing import budgets, days, metering
-from billing.admin_budgets import LINES, MOST, PASS, BudgetAdmin, everywhere, overshoot
+from billing import budgets, dates, metering
+from billing.admin.budgets import LINES, MOST, PASS, BudgetAdmin, everywhere, overshoot
 from billing.models import Account, Budget
-from controlplane import console, schedules
-from leases import acting, enforcing, keys, leasing
+from controlplane import schedules
+from controlplane.console import dashboard
+from leases import api_keys, budget_enforcement, execution, leasing
 from leases.models import Agent, Lease
-from sandboxes import moments
+from sandboxes.db import clock
 from sandboxes.models import Event
 from sandboxes.runs import Command
 from tests.admin.conftest import queries
-from tests.billing.arrange import time_used
 from tests.conftest import MINUTE
+from tests.support.billing import time_used
 
 pytestmark = pytest.mark.django_db
 DAY, HOUR = timedelta(days=1), timedelta(hours=1)
@@ -50,7 +51,7 @@ def page(made: Budget) -> str:
 @pytest.fixture(autouse=True)
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a verb does takes no time: so hours are exact."""
-    monkeypatch.setattr(moments, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def spend(grant: Callable[..., Lease]) -> Callable[..., Lease]:
         now = timezone.now()
         began = now - hours * HOUR
         lease = grant(agent, environment, now=began, ttl=20 * HOUR, sleep_after=20 * HOUR, **ask)
-        acting.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=began)
+        execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=began)
         metering.meter(now=now)
         return lease
 
@@ -124,7 +125,7 @@ def test_a_budget_that_is_none_is_refused(administrator: Client, wrong: dict[str
 
 
 def test_a_key_is_named_as_lists_show_it(administrator: Client) -> None:
-    key, _ = keys.issue([ADA], name="ci", now=timezone.now())
+    key, _ = api_keys.issue([ADA], name="ci", now=timezone.now())
     for said in (f"lh_{key.prefix}_…", key.prefix, str(key.pk)):
         assert administrator.post(f"{LIST}add/", {**ASKED, "scope": "key", "subject": said}).status_code == 302
     assert {each.subject for each in Budget.objects.all()} == {str(key.pk)}
@@ -190,7 +191,7 @@ def test_what_was_spent_in_a_period_that_is_over_is_not_shown(viewer: Client) ->
 def test_a_list_costs_as_many_queries_for_40_budgets_as_for_4(viewer: Client) -> None:
     def fill(first: int, last: int) -> None:
         for number in range(first, last):
-            key, _ = keys.issue([ADA], now=timezone.now())
+            key, _ = api_keys.issue([ADA], now=timezone.now())
             Agent.objects.create(did=f"did:plc:a{number}")
             Account.objects.create(name=f"team-{number}")
             subjects = {
@@ -203,7 +204,7 @@ def test_a_list_costs_as_many_queries_for_40_budgets_as_for_4(viewer: Client) ->
                 budget(scope=scope, subject=subject)
 
     fill(0, 1)
-    cache.set("fleet", console.look(), 600)
+    cache.set("fleet", dashboard.look(), 600)
     viewer.get(LIST)
     few = queries(viewer, LIST)
     fill(1, 10)
@@ -261,8 +262,8 @@ def test_the_bound_is_said_in_this_budgets_numbers() -> None:
 
 
 def test_the_page_says_when_it_runs_out(viewer: Client) -> None:
-    today = days.day_of(timezone.now())
-    time_used(days.midnight(today - DAY), 10 * HOUR)
+    today = dates.day_of(timezone.now())
+    time_used(dates.midnight(today - DAY), 10 * HOUR)
 
     def said(amount: Any, **fields: Any) -> tuple[str, str, str]:
         facts = viewer.get(page(budget(amount, **fields))).context["facts"]
@@ -322,7 +323,7 @@ def test_an_agents_page_names_the_budgets_that_its_leases_are_in(viewer: Client,
 
 
 def test_a_leases_page_says_what_is_left_of_its_tightest_budget(viewer: Client, spend: Callable[..., Lease]) -> None:
-    key, _ = keys.issue([ADA], now=timezone.now())
+    key, _ = api_keys.issue([ADA], now=timezone.now())
     lease = spend(2, key_id=str(key.pk))
     url = f"/admin/leases/lease/{lease.pk}/change/"
     assert "nothing ends it for what it costs" in viewer.get(url).content.decode()
@@ -338,7 +339,7 @@ def test_a_leases_page_says_what_is_left_of_its_tightest_budget(viewer: Client, 
 
 def test_a_lease_that_a_budget_has_ended_says_which(viewer: Client, spend: Callable[..., Lease]) -> None:
     lease, made = spend(2), budget(1, scope="agent", subject=ADA)
-    enforcing.enforce(now=timezone.now())
+    budget_enforcement.enforce(now=timezone.now())
     url = f"/admin/leases/lease/{lease.pk}/change/"
     fact = next(fact for fact in viewer.get(url).context["facts"] if fact.label == "Ended by the budget")
     assert str(made) in fact.value and page(made) in fact.value

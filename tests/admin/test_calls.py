@@ -15,12 +15,12 @@ from django.test import Client
 from django.utils import timezone
 from django.utils.html import conditional_escape
 
-from leases import acting, leasing
+from leases import execution, leasing
 from leases.models import Agent, EnvironmentType, Lease
 from sandboxes import pool
-from sandboxes.egress import gate
+from sandboxes.admin.base import Fact
+from sandboxes.egress import authorization
 from sandboxes.models import LlmCall, ModelRate, Sandbox
-from sandboxes.pages import Fact
 from tests.admin.conftest import NOW, box_of
 from tests.admin.test_pages import MARKUP
 from tests.conftest import MINUTE
@@ -251,10 +251,10 @@ def test_a_limit_holds_from_the_next_call_on(operator: Client, asked: Lease, set
     Sandbox.objects.filter(pk=box_of(asked).pk).update(slot=7)
 
     def ask(number: int) -> None:
-        gate.model_call(7, f"call-{number}", "/v1/messages", "m", streamed=False, size=1, now=timezone.now())
+        authorization.model_call(7, f"call-{number}", "/v1/messages", "m", streamed=False, size=1, now=timezone.now())
 
     set_to(operator, asked, "1.75")
-    with pytest.raises(gate.Refused) as refused:
+    with pytest.raises(authorization.Refused) as refused:
         ask(1)
     assert (refused.value.status, refused.value.code) == (402, "spend_limit_reached")
     set_to(operator, asked, "1.76")
@@ -300,7 +300,7 @@ def test_a_sandbox_that_comes_later_has_the_limit_of_its_lease_as_it_is_then(
     lease.pool.save(update_fields=["warm_target"])
     if warm_target:
         pool.warm_up(lease.pool, now=NOW)
-    want = acting.want_for(lease, now=NOW)  # a request that began before the limit was set
+    want = execution.want_for(lease, now=NOW)  # a request that began before the limit was set
     set_to(operator, lease, "5")
     assert pool.ready(want, now=NOW).llm_limit == 5
     assert limits(lease) == (5, 5)

@@ -12,14 +12,14 @@ from django.test import Client
 from django.utils import timezone
 
 from billing import budgets, costs
-from billing.days import day_of, midnight
+from billing.dates import day_of, midnight
 from billing.models import Budget
-from controlplane import console
+from controlplane.console import dashboard
 from leases.models import Lease
 from sandboxes.models import AgentData, Attachment, LlmCall, Pool, Sandbox, Sweep, Webhook
 from tests.admin.conftest import box_of, queries
-from tests.billing.arrange import rate, time_used
 from tests.conftest import MINUTE
+from tests.support.billing import rate, time_used
 
 pytestmark = pytest.mark.django_db
 NO_COUNTS = ("Capacity used", "Spent today", "This month")
@@ -60,7 +60,7 @@ def troubled(grant: Callable[..., Lease]) -> None:
 
 
 def test_every_tile_links_to_exactly_what_it_counts(viewer: Client, troubled: None) -> None:
-    tiles = {tile.title: tile for tile in console.look().tiles}
+    tiles = {tile.title: tile for tile in dashboard.look().tiles}
     numbers = {title: tile.value for title, tile in tiles.items() if title not in NO_COUNTS}
     assert numbers == {
         "Active leases": "9", "Running now": "1", "In quarantine": "2", "Stalled": "1", "Leases overdue": "1",
@@ -74,7 +74,7 @@ def test_every_tile_links_to_exactly_what_it_counts(viewer: Client, troubled: No
 
 
 def test_every_state_in_a_pools_legend_links_to_its_sandboxes(viewer: Client, troubled: None, pool: Pool) -> None:
-    filling = next(each for each in console.look().pools if each.stats.pk == pool.pk)
+    filling = next(each for each in dashboard.look().pools if each.stats.pk == pool.pk)
     numbers = {part.state: part.number for part in filling.parts}
     assert numbers == {"warm": 1, "running": 1, "waiting": 2, "destroying": 3, "cold": 1}
     for part in filling.parts:
@@ -98,7 +98,7 @@ def test_an_empty_fleet_says_so(viewer: Client) -> None:
 
 
 def test_what_is_spent_stands_on_the_first_page(viewer: Client) -> None:
-    assert [(tile.title, tile.value) for tile in console.look().tiles if tile.of == "billing.costrecord"] == [
+    assert [(tile.title, tile.value) for tile in dashboard.look().tiles if tile.of == "billing.costrecord"] == [
         ("Spent today", "0.00"), ("This month", "0.00"),
     ]  # fmt: skip
     now = timezone.now()
@@ -108,7 +108,7 @@ def test_what_is_spent_stands_on_the_first_page(viewer: Client) -> None:
         time_used(midnight(day), hours * 60 * MINUTE, provider="acme")
     costs.price(now=now)
     first = {"2.00", "5.00"} if today.day > 1 else {"5.00"}
-    shown = [tile for tile in console.look().tiles if tile.of == "billing.costrecord"]
+    shown = [tile for tile in dashboard.look().tiles if tile.of == "billing.costrecord"]
     assert {tile.value for tile in shown} == first and shown[1].value == "5.00"
     page = viewer.get("/admin/").content.decode()
     for tile in shown:
@@ -141,8 +141,8 @@ def test_who_may_not_see_money_is_shown_no_number_of_it(
 def test_money_takes_three_queries_of_the_first_page(django_assert_num_queries: Any) -> None:
     now = timezone.now()
     with django_assert_num_queries(3):
-        console.money_tiles(now)
-        console.budget_tiles(now)
+        dashboard.money_tiles(now)
+        dashboard.budget_tiles(now)
 
 
 def test_a_poll_is_answered_from_the_snapshot(viewer: Client, troubled: None) -> None:

@@ -19,17 +19,18 @@ from django.db.models import Sum
 from django.test import Client
 from django.utils import timezone
 
-from billing import admin_accounts, costs, metering, overview, statements
-from billing.admin_costs import why
-from billing.admin_rates import DELETE
-from billing.admin_usage import month_before, month_of
-from billing.cells import fixed, short
-from billing.days import day_of
+from billing import costs, metering, spending, statements
+from billing.admin import accounts
+from billing.admin.costs import why
+from billing.admin.formatting import fixed, short
+from billing.admin.rates import DELETE
+from billing.admin.usage import month_before, month_of
+from billing.dates import day_of
 from billing.models import Account, CostRecord, Credit, Membership, Rate, Statement, StatementLine, UsageRecord, Watermark
-from controlplane import console
+from controlplane.console import dashboard
 from leases.models import Agent, Lease
 from tests.admin.conftest import queries
-from tests.billing.arrange import ADA, BOB, HOUR, calls, lease, rate, time_used
+from tests.support.billing import ADA, BOB, HOUR, calls, lease, rate, time_used
 
 pytestmark = pytest.mark.django_db
 NOW = timezone.now()
@@ -120,7 +121,7 @@ PAGES = [
 def test_a_list_costs_as_many_queries_for_40_rows_as_for_3(viewer: Client) -> None:
     rate("time", "0.25")
     fill(0, 3)
-    cache.set("fleet", console.look(), 600)
+    cache.set("fleet", dashboard.look(), 600)
     for each in PAGES:
         page(viewer, each)
     few = {each: queries(viewer, f"/admin/{each}") for each in PAGES}
@@ -130,7 +131,7 @@ def test_a_list_costs_as_many_queries_for_40_rows_as_for_3(viewer: Client) -> No
 
 
 def test_pages_of_one_row_cost_few_queries(viewer: Client, used: Account) -> None:
-    cache.set("fleet", console.look(), 600)
+    cache.set("fleet", dashboard.look(), 600)
     statements.close(used, LAST, now=NOW, actor="eve")
     credit = statements.grant(used, Decimal(1), now=NOW, actor="eve", reason="for a start")
     for row in (
@@ -243,26 +244,26 @@ def test_spending_adds_up_by_day_and_provider_with_model_calls_apart(team: Accou
         time_used(on(TODAY - timedelta(days=days)), hours * HOUR, "did:plc:x", provider="acme", state="waiting")
     calls((on(TODAY) - timedelta(hours=20)).strftime("%Y-%m-%dT%H:%M"), "3", agent="did:plc:y", provider="acme")
     price()
-    found = overview.look(now=NOW)
+    found = spending.look(now=NOW)
     assert [day.day for day in found.days] == [TODAY - timedelta(days=number) for number in range(29, -1, -1)]
     recent = CostRecord.objects.filter(day__gt=TODAY - timedelta(days=30))
     assert found.usd == sum((row.usd for row in recent), Decimal(0))
-    assert found.days[-2].parts[overview.MODELS] == 3
+    assert found.days[-2].parts[spending.MODELS] == 3
     assert found.days[-2].parts["acme"] == sum(row.usd for row in recent.filter(day=TODAY - timedelta(days=1), item="time"))
     assert sum(found.series.values()) == sum(day.usd for day in found.days) == sum(found.items.values()) == found.usd
     plans = sum(row.usd for row in recent.filter(item="plan"))  # on a 31st its month began before these days did
-    assert found.series.get(overview.PLANS, 0) == plans and (plans > 0 or TODAY.day == 31)
+    assert found.series.get(spending.PLANS, 0) == plans and (plans > 0 or TODAY.day == 31)
     assert max(day.bar for day in found.days) <= found.top
-    only = overview.look(now=NOW, agent="did:plc:y")
+    only = spending.look(now=NOW, agent="did:plc:y")
     assert (only.usd, [each.agent_did for each in only.spenders]) == (3, ["did:plc:y"])
-    assert overview.look(now=NOW, account="team").usd == 0
+    assert spending.look(now=NOW, account="team").usd == 0
 
 
 @pytest.mark.parametrize(
     ("most", "top"), [("0", "1"), ("1", "1"), ("1.01", "2"), ("4", "5"), ("5.5", "10"), ("0.03", "0.05"), ("70", "100")]
 )
 def test_an_axis_ends_at_a_round_number(most: str, top: str) -> None:
-    assert overview.nice(Decimal(most)) == Decimal(top)
+    assert spending.nice(Decimal(most)) == Decimal(top)
 
 
 def test_the_page_of_spending_narrows_and_bears_any_address(viewer: Client, used: Account) -> None:
@@ -622,7 +623,7 @@ def test_each_rate_of_a_day_shows_what_was_used_while_it_counted(viewer: Client,
 def test_a_long_statement_is_shown_in_part_and_is_a_file_as_a_whole(
     viewer: Client, used: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admin_accounts, "LINES", 2)
+    monkeypatch.setattr(accounts, "LINES", 2)
     for number in range(3):
         time_used(on(LAST, number), HOUR, f"did:plc:a{number}", provider="acme")
     price()

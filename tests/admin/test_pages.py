@@ -10,15 +10,16 @@ from django.core.cache import cache
 from django.test import Client
 from django.utils import timezone
 
-from controlplane import console
-from leases import acting, leasing, sweeps, turns
-from leases.admin import LeaseAdmin
+from controlplane.console import dashboard
+from leases import execution, leasing, sweeps, turns
+from leases.admin.leases import LeaseAdmin
+from leases.admin.timeline import LENGTH, timeline
 from leases.models import EnvironmentType, Lease, LeaseEvent, Turn
-from leases.timeline import LENGTH, timeline
-from sandboxes import identity, runs
-from sandboxes.admin import SandboxAdmin, seconds_alive
+from sandboxes import runs
+from sandboxes.admin.base import CappedPaginator
+from sandboxes.admin.sandboxes import SandboxAdmin, seconds_alive
+from sandboxes.identity import signing
 from sandboxes.models import LlmCall, Policy, Pool, Quota, Run, Sandbox, Sweep
-from sandboxes.pages import CappedPaginator
 from sandboxes.providers.memory import Call, MemoryProvider, Outcome
 from sandboxes.runs import Command
 from tests.admin.conftest import NOW, box_of, queries
@@ -29,7 +30,7 @@ MARKUP = """<img src=x onerror=alert(1)> x-data="alert(2)" {{ 7 }}"""
 
 
 def run(lease: Lease, *argv: str, now=NOW) -> Run:
-    return acting.exec_in(lease.pk, Command(argv=argv, timeout=MINUTE), now=now)[0]
+    return execution.exec_in(lease.pk, Command(argv=argv, timeout=MINUTE), now=now)[0]
 
 
 # --- what they cost -----------------------------------------------------------------------------------------------
@@ -42,8 +43,8 @@ def fill(grant: Callable[..., Lease], first: int, last: int) -> None:
         lease = grant(agent=f"did:plc:a{number}", environment="e", now=timezone.now())
         run(lease, "true", now=timezone.now())
         turns.take_turn(lease.pk, 1, {}, now=timezone.now())
-        identity.create(lease.agent_did, now=timezone.now())
-        acting.service_token(lease.pk, aud="did:web:relay.example", lxm="a.b.c", now=timezone.now())
+        signing.create(lease.agent_did, now=timezone.now())
+        execution.service_token(lease.pk, aud="did:web:relay.example", lxm="a.b.c", now=timezone.now())
         Sweep.objects.create(name=f"sweep {number}")
         Pool.objects.create(name=f"pool-{number}", warm_target=1)
         Policy.objects.create(name=f"policy-{number}")
@@ -65,7 +66,7 @@ PAGES = [
 
 def costs(client: Client, pages: list[str]) -> dict[str, int]:
     """Queries for each page, with the snapshot behind the menu's badge there, as it nearly always is."""
-    cache.set("fleet", console.look(), 600)
+    cache.set("fleet", dashboard.look(), 600)
     for page in pages:  # what is asked for once in a process: the ids of content types
         client.get(f"/admin/{page}")
     return {page: queries(client, f"/admin/{page}") for page in pages}
@@ -114,7 +115,7 @@ def test_each_slice_of_leases_shows_its_own(viewer: Client, grant: Callable[...,
     grant(environment="soon", now=now, ttl=2 * MINUTE)
     grant(environment="late", now=now - 10 * MINUTE, ttl=5 * MINUTE)
     gone = grant(environment="gone", now=now)
-    acting.sandbox_for(gone.pk, now=now)
+    execution.sandbox_for(gone.pk, now=now)
     leasing.end(gone.pk, reason="released", now=now)
     shown = {name: listed(viewer, f"/admin/leases/lease/?slice={name}") for name in LeaseAdmin.slices}
     assert shown == {

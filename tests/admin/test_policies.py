@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 from django.test import Client
 
-from leases import acting
+from leases import execution
 from leases.models import EnvironmentType, Lease
 from sandboxes.models import Policy, Sandbox
-from sandboxes.policies import SEALED
+from sandboxes.models.policies import SEALED
 from tests.admin.conftest import NOW
 
 pytestmark = pytest.mark.django_db
@@ -26,10 +26,10 @@ def page(policy: Policy) -> str:
 @pytest.fixture
 def builders(grant: Callable[..., Lease]) -> Policy:
     """The policy of catan, and of one sandbox; another sandbox has none."""
-    acting.sandbox_for(grant(environment="sealed-one").pk, now=NOW)
+    execution.sandbox_for(grant(environment="sealed-one").pk, now=NOW)
     policy = Policy.objects.create(name="builders", writable_root=True, models=["a", "b", "c*"])
     EnvironmentType.objects.filter(name="catan").update(policy=policy)
-    acting.sandbox_for(grant(environment="loose-one").pk, now=NOW)
+    execution.sandbox_for(grant(environment="loose-one").pk, now=NOW)
     return policy
 
 

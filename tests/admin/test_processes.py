@@ -4,7 +4,7 @@ import pytest
 from django.test import Client
 from django.utils import timezone
 
-from leases import acting
+from leases import execution
 from leases.models import Lease
 from sandboxes import processes
 from sandboxes.models import Process
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.django_db
 
 def start(lease: Lease, *argv: str, name: str = "") -> Process:
     now = timezone.now()
-    return processes.start(acting.want_for(lease, now=now), Launch(argv, {"TOKEN": "s3cret"}, name=name), now=now)
+    return processes.start(execution.want_for(lease, now=now), Launch(argv, {"TOKEN": "s3cret"}, name=name), now=now)
 
 
 def test_the_list_has_what_runs_and_the_other_one_all(viewer: Client, lease: Lease) -> None:

@@ -6,7 +6,7 @@ from django.contrib.auth.models import Group
 from django.test import Client, RequestFactory
 
 from leases.models import Lease
-from sandboxes.pages import Facts
+from sandboxes.admin.base import Facts
 from tests.admin.conftest import box_of
 
 pytestmark = pytest.mark.django_db

@@ -10,14 +10,14 @@ from django.test import Client
 from django.utils import timezone
 from django_q.models import OrmQ
 
-from leases import acting, leasing, tasks
+from leases import execution, leasing, tasks
 from leases.models import Lease
+from sandboxes import eviction, runs
 from sandboxes import pool as pools
-from sandboxes import retiring, runs
 from sandboxes.models import Pool, Sandbox, Snapshot
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
-from sandboxes.storage import workspace
+from sandboxes.state import workspace
 from tests.admin.conftest import NOW, box_of
 from tests.admin.test_acts import WHY, bulk, said, state_of
 from tests.admin.test_pages import costs, run
@@ -35,7 +35,7 @@ def waiting(lease: Lease) -> Sandbox:
 
 @pytest.fixture
 def cold(waiting: Sandbox) -> Sandbox:
-    assert retiring.sleep(waiting.pk, now=NOW + MINUTE, reason="idle", actor="sweep")
+    assert eviction.sleep(waiting.pk, now=NOW + MINUTE, reason="idle", actor="sweep")
     return Sandbox.objects.get(pk=waiting.pk)
 
 
@@ -133,7 +133,7 @@ def test_a_woken_sandbox_is_started_by_the_queue_and_not_by_the_request(
 
 
 def test_what_woke_by_itself_is_left_alone(operator: Client, lease: Lease, cold: Sandbox) -> None:
-    acting.sandbox_for(lease.pk, now=timezone.now())
+    execution.sandbox_for(lease.pk, now=timezone.now())
     assert said(operator.post(page(cold, "wake"), WHY)) == ["Nothing changed: it is warm now."]
     assert (queued(), events(lease)) == ([], [])
 
@@ -181,13 +181,13 @@ def shown(client: Client, sandbox: Sandbox) -> tuple[dict[str, str], str]:
 
 def test_a_page_says_where_its_state_would_come_from(viewer: Client, lease: Lease, waiting: Sandbox) -> None:
     assert "a fresh start" in shown(viewer, waiting)[0]["Wakes from"]
-    retiring.sleep(waiting.pk, now=timezone.now(), reason="idle")
+    eviction.sleep(waiting.pk, now=timezone.now(), reason="idle")
     assert "this machine" in shown(viewer, waiting)[0]["Wakes from"]
     newest = workspace.latest(lease.pk)
     assert newest
     workspace.forget_local(newest)
     assert "the store" in shown(viewer, waiting)[0]["Wakes from"]
-    acting.sandbox_for(lease.pk, now=timezone.now())
+    execution.sandbox_for(lease.pk, now=timezone.now())
     facts, _ = shown(viewer, waiting)
     assert "number 2, state from the store" in facts["Process"]
     assert facts["Woken"] == "1 | 1 cloud"
@@ -195,16 +195,16 @@ def test_a_page_says_where_its_state_would_come_from(viewer: Client, lease: Leas
 
 def test_snapshots_are_listed_with_what_became_of_them(viewer: Client, lease: Lease, cold: Sandbox, settings) -> None:
     settings.KEEP_SNAPSHOTS = 1
-    acting.exec_in(lease.pk, TRUE, now=timezone.now())
-    retiring.sleep(cold.pk, now=timezone.now(), reason="idle")
+    execution.exec_in(lease.pk, TRUE, now=timezone.now())
+    eviction.sleep(cold.pk, now=timezone.now(), reason="idle")
     answer = viewer.get(page(cold, "change"))
     listed = [
         (each["snapshot"].incarnation, each["snapshot"].local, bool(each["snapshot"].forgotten_at))
         for each in answer.context["snapshots"]
     ]
     assert listed == [(2, True, False), (1, False, True)]
-    retiring.drop_cold(cold.pk, now=timezone.now(), reason="room")
-    fresh = acting.sandbox_for(lease.pk, now=timezone.now())
+    eviction.drop_cold(cold.pk, now=timezone.now(), reason="room")
+    fresh = execution.sandbox_for(lease.pk, now=timezone.now())
     assert fresh.pk != cold.pk
     of_the_cold_one = f'process 2 of <a class="lh-link" href="{page(cold, "change")}">another one'
     assert of_the_cold_one in shown(viewer, fresh)[1]  # a wake reads the newest of its holder
@@ -223,7 +223,7 @@ def test_a_page_says_when_it_sleeps_and_that_it_is_lost(viewer: Client, waiting:
     assert "sleeps in 4 m 5" in viewer.get("/admin/sandboxes/sandbox/").content.decode()
     Sandbox.objects.filter(pk=waiting.pk).update(idle_at=NOW)
     assert "due to sleep" in shown(viewer, waiting)[0]["Last used"]
-    retiring.mark_lost(waiting, "no such container", now=timezone.now())
+    eviction.mark_lost(waiting, "no such container", now=timezone.now())
     facts, whole = shown(viewer, waiting)
     assert "Lost" in facts
     assert "no such container" in whole

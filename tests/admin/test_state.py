@@ -18,17 +18,19 @@ from django.test import Client
 from django.utils import timezone
 from django_q.models import OrmQ
 
-from leases import acting, leasing, snapshots, tasks
+from leases import execution, leasing, snapshots, tasks
+from leases.admin.timeline import timeline
 from leases.models import Agent, EnvironmentType, Lease
-from leases.timeline import timeline
-from sandboxes import admin_state, runs
+from sandboxes import runs
+from sandboxes.admin import state
 from sandboxes.models import Sandbox
+from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataObject, Snapshot
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import File, Link, MemoryProvider
 from sandboxes.runs import Command
-from sandboxes.storage import editing, store, tree, workspace
+from sandboxes.state import data_editing, data_tree, workspace
+from sandboxes.storage import store
 from sandboxes.storage.base import CHUNK
-from sandboxes.stored import AgentData, Attachment, DataEvent, DataFile, DataObject, Snapshot
 from tests.admin.conftest import NOW, box_of
 from tests.admin.test_acts import WHY, said
 from tests.admin.test_pages import MARKUP, costs
@@ -39,12 +41,12 @@ ADA = "did:plc:ada"
 
 
 def put(path: str, content: bytes = b"1", agent: str = ADA) -> AgentData:
-    editing.put(agent, path, io.BytesIO(content), now=NOW)
+    data_editing.put(agent, path, io.BytesIO(content), now=NOW)
     return AgentData.objects.get(agent_did=agent)
 
 
 def sh(lease: Lease, line: str, now=NOW) -> None:
-    acting.exec_in(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=now)
+    execution.exec_in(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=now)
 
 
 def page(row: AgentData, act: str = "change", **query: str) -> tuple[str, dict[str, str]]:
@@ -106,7 +108,7 @@ def test_conflicts_stand_out(viewer: Client, grant: Callable[..., Lease], memory
 
 
 def test_a_large_directory_is_shown_in_parts_without_losing_a_name(viewer: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin_state, "SHOWN", 3)
+    monkeypatch.setattr(state, "SHOWN", 3)
     for number in range(8):
         row = put(f"d/{number}")
     seen, url = [], f"/admin/sandboxes/agentdata/{row.pk}/change/?path=d"
@@ -131,7 +133,7 @@ def test_twenty_thousand_files_cost_as_many_queries_as_three(viewer: Client) -> 
     assert costs(viewer, pages) == few
     assert max(few.values()) <= 16
     shown = viewer.get(*page(row, path="memory"))
-    assert len(shown.context["names"]) == admin_state.SHOWN
+    assert len(shown.context["names"]) == state.SHOWN
     assert len(shown.content) < 400_000
 
 
@@ -275,7 +277,7 @@ def events(lease: Lease) -> list[tuple[str, str, str]]:
 
 
 def in_workspace(lease: Lease) -> str:
-    _, result = acting.exec_in(lease.pk, Command(argv=["cat", "/workspace/x"], timeout=MINUTE), now=timezone.now())
+    _, result = execution.exec_in(lease.pk, Command(argv=["cat", "/workspace/x"], timeout=MINUTE), now=timezone.now())
     return result.stdout.decode().strip()
 
 
@@ -553,4 +555,4 @@ def test_tables_have_named_columns_and_links_without_words_a_label(operator: Cli
     assert 'aria-label="Download note"' in table
     assert re.search(r'<a class="lh-link" href="\?path=dir">dir<span class="lh-unseen"> \(directory\)</span>', table)
     assert shown.count('aria-current="page"') >= 1
-    assert tree.listing(row, "")[0].name == "dir"
+    assert data_tree.listing(row, "")[0].name == "dir"

@@ -12,11 +12,12 @@ from django.test import Client
 
 from leases import leasing
 from leases.models import Lease
-from sandboxes import delivering, outbox, subscribing
 from sandboxes.models import Delivery, Event, Webhook
+from sandboxes.webhooks import delivery as delivering
+from sandboxes.webhooks import outbox, subscriptions
 from tests.admin.conftest import NOW, queries
 from tests.conftest import MINUTE
-from tests.receiver import Receiver, receiving, verify
+from tests.support.receiver import Receiver, receiving, verify
 
 pytestmark = pytest.mark.django_db
 HOOKS, EVENTS, DELIVERIES = "/admin/sandboxes/webhook/", "/admin/sandboxes/event/", "/admin/sandboxes/delivery/"
@@ -31,7 +32,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture
 def webhook(receiver: Receiver) -> Webhook:
-    return subscribing.add(receiver.url, now=NOW, internal=True)[0]
+    return subscriptions.add(receiver.url, now=NOW, internal=True)[0]
 
 
 def page_of(row: Webhook | Event | Delivery) -> str:
@@ -212,7 +213,7 @@ def test_a_list_costs_as_many_queries_for_many_rows_as_for_few(viewer: Client, w
     viewer.get(HOOKS)
     few = [queries(viewer, page) for page in pages]
     for number in range(2, 20):
-        subscribing.add(f"https://example.com/{number}", now=NOW)
+        subscriptions.add(f"https://example.com/{number}", now=NOW)
     for number in range(2, 20):
         outbox.put("lease.ended", key=str(number), payload={}, now=NOW)
     assert [queries(viewer, page) for page in pages] == few and max(few) <= 9

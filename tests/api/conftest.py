@@ -16,7 +16,7 @@ from django.db.models import F
 from django.test import Client
 from django.utils import timezone
 
-from leases import keys
+from leases import api_keys
 from leases.models import Lease
 from sandboxes.models import Pool
 
@@ -99,7 +99,7 @@ class Api:
 @pytest.fixture
 def issue(db: None) -> Callable[..., Api]:
     def make(*dids: str, operator: bool = False) -> Api:
-        return Api(keys.issue(dids, operator=operator, now=timezone.now())[1])
+        return Api(api_keys.issue(dids, operator=operator, now=timezone.now())[1])
 
     return make
 

@@ -8,7 +8,7 @@ import pytest
 from django.test import RequestFactory
 from django_q.models import OrmQ
 
-from leases import documents
+from leases.api import request_body
 from leases.errors import Invalid, LengthRequired, TooLarge
 from leases.models import Agent, AgentKey, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, Turn
 from sandboxes.models import Pool, Run, Sandbox, Transition
@@ -224,7 +224,7 @@ def test_paths_of_files(ada: Api, lease, method: str, path: str) -> None:
 
 def test_files_elsewhere_or_too_large(ada: Api, lease, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(ada, "GET", f"leases/{lease['id']}/files/a?root=etc", None, 400, "root")
-    monkeypatch.setattr("leases.api_files.LARGEST_FILE", 1000)
+    monkeypatch.setattr("leases.api.files.LARGEST_FILE", 1000)
     refused(ada, "PUT", f"leases/{lease['id']}/files/a", b"x" * 1001, 413)
     ada.post(f"leases/{lease['id']}/exec", {"argv": ["sh", "-c", "head -c 2000 /dev/zero >a"]})
     assert ada.get(f"leases/{lease['id']}/files/a").status_code == 413
@@ -298,22 +298,22 @@ def request(stream: Stream, **environ: Any) -> Any:
 def test_a_body_announced_as_too_large_is_not_read() -> None:
     stream = Stream(b"x" * 100)
     with pytest.raises(TooLarge):
-        documents.read(request(stream, CONTENT_LENGTH="101"), 100)
+        request_body.read(request(stream, CONTENT_LENGTH="101"), 100)
     assert stream.taken == 0
 
 
 def test_a_chunked_body_is_read_no_further_than_its_limit() -> None:
     chunked = {"HTTP_TRANSFER_ENCODING": "chunked", "wsgi.input_terminated": True}
-    assert documents.read(request(Stream(b"x" * 100), **chunked), 100) == b"x" * 100
+    assert request_body.read(request(Stream(b"x" * 100), **chunked), 100) == b"x" * 100
     stream = Stream(b"x" * (1 << 20))
     with pytest.raises(TooLarge):
-        documents.read(request(stream, **chunked), 100)
-    assert stream.taken <= documents.CHUNK
+        request_body.read(request(stream, **chunked), 100)
+    assert stream.taken <= request_body.CHUNK
 
 
 def test_a_chunked_body_is_refused_where_the_server_does_not_end_it() -> None:
     with pytest.raises(LengthRequired):
-        documents.read(request(Stream(b"x"), HTTP_TRANSFER_ENCODING="chunked"), 100)
+        request_body.read(request(Stream(b"x"), HTTP_TRANSFER_ENCODING="chunked"), 100)
 
 
 @pytest.mark.parametrize("length", ["5", "-1", "x", "²", "1e3"])
@@ -321,7 +321,7 @@ def test_a_body_that_is_not_as_long_as_announced_is_refused(length: str) -> None
     sent = RequestFactory().generic("POST", "/", b"four")
     sent.META["CONTENT_LENGTH"] = length
     with pytest.raises(Invalid):
-        documents.read(sent, 100)
+        request_body.read(sent, 100)
 
 
 def test_a_large_file_is_refused_before_it_is_read(ada: Api, lease) -> None:

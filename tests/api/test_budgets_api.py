@@ -11,15 +11,15 @@ from django.test import Client
 from django.utils import timezone
 
 from billing import budgets
-from billing.days import day_of, midnight
+from billing.dates import day_of, midnight
 from billing.models import Account, Budget, Membership, Tab
-from leases import keys
+from leases import api_keys
 from leases.models import AgentKey, Lease
-from sandboxes import retiring
+from sandboxes import eviction
 from sandboxes.models import Run, Sandbox
 from tests.api.conftest import ADA, BOB, Api
-from tests.billing.arrange import time_used
 from tests.conftest import threads
+from tests.support.billing import time_used
 
 pytestmark = pytest.mark.django_db
 
@@ -91,7 +91,7 @@ def test_what_would_run_is_refused_while_it_is_spent(ada: Api, bob: Api, ask, le
 def test_files_of_what_sleeps_are_read_and_not_written(ada: Api, lease) -> None:
     at = f"leases/{lease['id']}"
     ada.post(f"{at}/exec", {"argv": ["sh", "-c", "echo kept >f"]})
-    retiring.sleep(Sandbox.objects.get().pk, now=timezone.now(), reason="idle")
+    eviction.sleep(Sandbox.objects.get().pk, now=timezone.now(), reason="idle")
     spent(budget())
     assert ada.get(f"{at}/files/f").content == b"kept\n"
     told(ada.put(f"{at}/files/g", b"1", content_type="application/octet-stream"))
@@ -99,7 +99,7 @@ def test_files_of_what_sleeps_are_read_and_not_written(ada: Api, lease) -> None:
 
 
 def test_a_budget_of_a_key_counts_what_that_key_acquires(ask, pool) -> None:
-    first, second = (keys.issue([ADA], now=timezone.now()) for _ in range(2))
+    first, second = (api_keys.issue([ADA], now=timezone.now()) for _ in range(2))
     budget("0.02", scope="key", subject=str(first[0].pk))
     one, other = Api(first[1]), Api(second[1])
     assert one.post("leases", ask()).status_code == 201

@@ -10,11 +10,12 @@ import pytest
 from django.utils import timezone
 
 from leases.models import Lease
+from sandboxes import eviction
 from sandboxes import pool as pools
-from sandboxes import retiring
 from sandboxes.models import DataObject, Run, Sandbox
 from sandboxes.providers.memory import File, MemoryProvider
-from sandboxes.storage import store, workspace
+from sandboxes.state import workspace
+from sandboxes.storage import store
 from tests.api.conftest import Api, check, run_out
 from tests.api.test_bad_input import refused
 
@@ -42,7 +43,7 @@ def sleep(lease) -> Callable[[], None]:
     def put() -> None:
         sandbox = pools.of(uuid.UUID(lease["id"]))
         assert sandbox
-        assert retiring.sleep(sandbox.pk, now=timezone.now(), reason="test")
+        assert eviction.sleep(sandbox.pk, now=timezone.now(), reason="test")
 
     return put
 
@@ -136,7 +137,7 @@ def test_head_says_the_size(ada: Api, filled: str, sleep) -> None:
 
 @pytest.mark.parametrize("asleep", [False, True])
 def test_a_large_file_is_read_in_ranges(asleep: bool, ada: Api, filled: str, sleep, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leases.api_files.LARGEST_FILE", 100)
+    monkeypatch.setattr("leases.api.files.LARGEST_FILE", 100)
     if asleep:
         sleep()
     whole = ada.get(f"{filled}/files/src/deep/er/x.bin")
@@ -215,7 +216,7 @@ def test_the_agents_data_is_listed_and_packed_while_the_sandbox_sleeps(ada: Api,
 
 def test_what_has_lost_its_place_is_read_from_what_is_stored(ada: Api, filled: str, sleep) -> None:
     sleep()
-    retiring.drop_cold(Sandbox.objects.get().pk, now=timezone.now(), reason="test")
+    eviction.drop_cold(Sandbox.objects.get().pk, now=timezone.now(), reason="test")
     answer = ada.get(f"{filled}/files/src/main.py")
     assert (answer.content, answer["Leasehold-Source"]) == (b"print('hi')\n", "snapshot")
     assert Sandbox.objects.count() == 1
@@ -310,7 +311,7 @@ def test_names_that_are_no_text_are_listed(ada: Api, filled: str, memory: Memory
 
 @pytest.mark.parametrize("asleep", [False, True])
 def test_a_long_listing_is_refused(asleep: bool, ada: Api, filled: str, sleep, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leases.api_files.MOST_ENTRIES", 4)
+    monkeypatch.setattr("leases.api.files.MOST_ENTRIES", 4)
     if asleep:
         sleep()
     assert ada.get(f"{filled}/files").status_code == 200
@@ -399,9 +400,9 @@ def test_what_is_no_tar_changes_nothing(ada: Api, at: str, body: bytes) -> None:
 
 
 def test_a_tar_that_is_too_large_is_refused(ada: Api, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leases.api_files.LARGEST_ARCHIVE", 10_000)
+    monkeypatch.setattr("leases.api.files.LARGEST_ARCHIVE", 10_000)
     refused(ada, "PUT", f"{at}/archive", packed(a=b"x" * 10_000), 413)
-    monkeypatch.setattr("sandboxes.storage.tars.MOST", 2)
+    monkeypatch.setattr("sandboxes.state.archives.MOST", 2)
     refused(ada, "PUT", f"{at}/archive", packed(a=b"", b=b"", c=b""), 413)
 
 

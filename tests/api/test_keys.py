@@ -3,7 +3,7 @@
 import pytest
 from django.utils import timezone
 
-from leases import keys
+from leases import api_keys
 from leases.models import Agent, AgentKey, Lease
 from tests.api.conftest import ADA, BOB, Api
 
@@ -24,7 +24,7 @@ def test_a_key_that_is_no_good_is_refused(ada: Api, header: str) -> None:
 
 
 def test_a_revoked_key_is_refused_at_once(ada: Api, lease) -> None:
-    keys.revoke(AgentKey.objects.get().pk, now=timezone.now())
+    api_keys.revoke(AgentKey.objects.get().pk, now=timezone.now())
     assert ada.get(f"leases/{lease['id']}").status_code == 401
     assert ada.post(f"leases/{lease['id']}/renew").status_code == 401
 

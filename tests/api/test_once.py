@@ -18,7 +18,7 @@ from sandboxes.providers.memory import MemoryProvider
 from tests.api.conftest import ADA, BOB, Api
 from tests.api.test_bad_input import refused
 from tests.conftest import Died
-from tests.test_once import assert_nothing_is_left, packed, unpacked
+from tests.unit.leases.test_one_shot import assert_nothing_is_left, packed, unpacked
 
 pytestmark = pytest.mark.django_db
 

@@ -9,8 +9,8 @@ from django.utils import timezone
 
 from leases import sweeps
 from leases.models import LeaseEvent
+from sandboxes import eviction
 from sandboxes import pool as pools
-from sandboxes import retiring
 from sandboxes import sweeps as below
 from sandboxes.models import Pool, Quota, Sandbox
 from sandboxes.providers.base import Rejected
@@ -60,7 +60,7 @@ def test_an_agent_that_had_nothing_there_sees_what_it_may_have(bob: Api, pool: P
 def test_an_operators_key_sees_everything_by_the_names_that_people_know(operator: Api, ada: Api, used, pool: Pool) -> None:
     url = f"leases/{used['id']}/exec"
     ada.post(url, TRUE)
-    retiring.sleep(pools.of(UUID(used["id"])).pk, now=timezone.now(), reason="test")
+    eviction.sleep(pools.of(UUID(used["id"])).pk, now=timezone.now(), reason="test")
     ada.post(url, TRUE)
     seen = of(operator, pool)
     assert {name: number for name, number in seen.items() if number not in (0, None, "", [], False)} == {
@@ -189,7 +189,7 @@ def test_once_its_files_are_deleted_it_is_not_warned_again(ada: Api, too_large: 
 def test_what_was_measured_on_its_way_to_sleep_is_warned_about_too(ada: Api, used, pool: Pool) -> None:
     change(pool, workspace_limit_mib=1)
     ada.post(f"leases/{used['id']}/exec", WRITE)
-    assert retiring.sleep(Sandbox.objects.get(pool=pool).pk, now=timezone.now(), reason="test")
+    assert eviction.sleep(Sandbox.objects.get(pool=pool).pk, now=timezone.now(), reason="test")
     assert sweeps.measure(now=timezone.now()).counts == {"leases warned": 1}
 
 

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from leases.models import IdempotentRequest
-from sandboxes import curves, identity
+from sandboxes.identity import curves, signing
 from sandboxes.models import MintedToken
-from tests import tokens
 from tests.api.conftest import ADA, BOB, Api, run_out
 from tests.conftest import NOW
-from tests.secrets import texts
+from tests.support import tokens
+from tests.support.secrets import texts
 
 pytestmark = pytest.mark.django_db
 ASK = {"aud": "did:web:relay.example#bsky_relay", "lxm": "com.atproto.sync.subscribeRepos"}
@@ -18,7 +18,7 @@ ASK = {"aud": "did:web:relay.example#bsky_relay", "lxm": "com.atproto.sync.subsc
 
 def test_an_active_lease_has_a_token_for_its_agent(ada: Api, lease) -> None:
     private = curves.generate()
-    key = identity.create(ADA, now=NOW, private=private)
+    key = signing.create(ADA, now=NOW, private=private)
     answer = ada.post(f"leases/{lease['id']}/service-token", ASK | {"lifetime_seconds": 300})
     assert answer.status_code == 200 and answer["Cache-Control"] == "no-store"
     said = answer.json()
@@ -32,7 +32,7 @@ def test_an_active_lease_has_a_token_for_its_agent(ada: Api, lease) -> None:
 
 
 def test_a_token_lives_for_a_minute_if_nothing_else_is_said(ada: Api, lease) -> None:
-    key = identity.create(ADA, now=NOW)
+    key = signing.create(ADA, now=NOW)
     for more in ({}, {"lifetime_seconds": None}):
         claims = tokens.verify(ada.post(f"leases/{lease['id']}/service-token", ASK | more).json()["token"], key.did_key)
         assert claims["exp"] - claims["iat"] == 60
@@ -47,33 +47,33 @@ def refused(api: Api, lease: dict[str, Any], status: int, code: str, body: Any =
 
 
 def test_an_ended_lease_has_none_and_says_why(ada: Api, lease) -> None:
-    identity.create(ADA, now=NOW)
+    signing.create(ADA, now=NOW)
     ada.post(f"leases/{lease['id']}/release")
     assert refused(ada, lease, 410, "lease_ended")["end_reason"] == "released"
 
 
 def test_a_lease_whose_time_ran_out_has_none_before_any_sweep(ada: Api, lease) -> None:
-    identity.create(ADA, now=NOW)
+    signing.create(ADA, now=NOW)
     run_out(lease["id"])
     assert refused(ada, lease, 410, "lease_ended")["end_reason"] == "ttl"
 
 
 def test_another_keys_lease_does_not_exist(bob: Api, lease) -> None:
-    identity.create(ADA, now=NOW)
-    identity.create(BOB, now=NOW)
+    signing.create(ADA, now=NOW)
+    signing.create(BOB, now=NOW)
     refused(bob, lease, 404, "not_found")
 
 
 def test_an_agent_without_a_key_or_with_a_revoked_one_conflicts(ada: Api, lease) -> None:
     refused(ada, lease, 409, "no_signing_key")
-    identity.create(ADA, now=NOW)
-    identity.revoke(ADA, now=NOW)
+    signing.create(ADA, now=NOW)
+    signing.revoke(ADA, now=NOW)
     refused(ada, lease, 409, "signing_key_revoked")
 
 
 def test_a_key_that_cannot_be_decrypted_is_a_503_that_says_what_to_look_at(ada: Api, lease, settings) -> None:
     settings.IDENTITY_KEYS = [b"1" * 32]
-    identity.create(ADA, now=NOW)
+    signing.create(ADA, now=NOW)
     settings.IDENTITY_KEYS = [b"2" * 32]
     assert "LEASEHOLD_IDENTITY_KEYS" in refused(ada, lease, 503, "signing_key_unopened")["detail"]
 
@@ -94,7 +94,7 @@ BAD = {
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD.items() for value in values])
 def test_bad_input_names_the_field(ada: Api, lease, field: str, value: Any) -> None:
-    identity.create(ADA, now=NOW)
+    signing.create(ADA, now=NOW)
     assert refused(ada, lease, 400, "invalid", {**ASK, field: value})["field"] == field
 
 
@@ -111,13 +111,13 @@ METHODS = [
 
 @pytest.mark.parametrize("lxm", METHODS)
 def test_every_nsid_is_a_method(ada: Api, lease, lxm: str) -> None:
-    key = identity.create(ADA, now=NOW)
+    key = signing.create(ADA, now=NOW)
     said = ada.post(f"leases/{lease['id']}/service-token", {"aud": "did:plc:z72i7hdynmk6r22z27h6tvur", "lxm": lxm}).json()
     assert tokens.verify(said["token"], key.did_key)["lxm"] == lxm
 
 
 def test_an_idempotency_key_stores_no_token(ada: Api, lease) -> None:
-    identity.create(ADA, now=NOW)
+    signing.create(ADA, now=NOW)
     said = [ada.post(f"leases/{lease['id']}/service-token", ASK, idempotency_key="k1").json()["token"] for _ in range(2)]
     assert said[0] != said[1]
     assert not IdempotentRequest.objects.exists()

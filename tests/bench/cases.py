@@ -71,11 +71,11 @@ def leases(port: int, up: int) -> None:
     from django.db import connection, connections
     from django.utils import timezone
 
-    from leases import keys, leasing
+    from leases import api_keys, leasing
     from leases.models import Lease
 
     now, run = timezone.now(), uuid.uuid4().hex[:8]
-    key = keys.issue([DID], now=now)[1]
+    key = api_keys.issue([DID], now=now)[1]
     api = Api(port, key)
     ask = {"agent_did": DID, "environment_type": "catan"}
     lease = uuid.UUID(api.post("/leases", {**ask, "environment_id": "held"})["id"])

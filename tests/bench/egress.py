@@ -204,8 +204,8 @@ def calls(upstream: str, port: int, key: str, *, memory_too: bool = False) -> No
 @contextmanager
 def egress(port: int, key: str) -> Iterator[tuple[int, int]]:
     """`manage.py egress`: its process id, and that of nginx's container."""
-    from sandboxes.egress.front import Front
-    from sandboxes.providers.engine import Engine
+    from sandboxes.egress.nginx import Front
+    from sandboxes.providers.docker.engine import Engine
 
     env = {**os.environ, "LEASEHOLD_LLM_URL": f"http://127.0.0.1:{port}/v1", "LEASEHOLD_LLM_API_KEY": key}
     process = subprocess.Popen([sys.executable, "manage.py", "egress"], cwd=REPO, env=env, stdout=subprocess.PIPE)
@@ -224,7 +224,7 @@ def made() -> Any:
     """A sandbox of its own, in which something runs, whose lease may make as many calls as it likes."""
     from django.utils import timezone
 
-    from leases import acting, leasing
+    from leases import execution, leasing
     from leases.models import EnvironmentType
     from sandboxes.models import Policy, Pool, Run, Sandbox
 
@@ -232,7 +232,7 @@ def made() -> Any:
     policy, _ = Policy.objects.get_or_create(name="bench", defaults={"calls_per_minute": 10**6, "models": ["gpt"]})
     EnvironmentType.objects.filter(name="coding").update(policy=policy)
     ask = leasing.Ask(DID, f"way-{uuid.uuid4().hex[:8]}", "coding", pool=pool.name)
-    box = acting.sandbox_for(leasing.acquire(ask, now=timezone.now())[0].pk, now=timezone.now())
+    box = execution.sandbox_for(leasing.acquire(ask, now=timezone.now())[0].pk, now=timezone.now())
     Run.objects.create(sandbox=box, argv=["bench"], started_at=timezone.now(), deadline_at=timezone.now() + timedelta(hours=1))
     Sandbox.objects.filter(pk=box.pk).update(open_runs=1, state="running")
     return box
@@ -343,8 +343,8 @@ def keeper(ref: str) -> int:
 def starts() -> None:
     """A container until what keeps it running does: with a way out, and with nothing but `sleep`."""
     from sandboxes.egress import slots
-    from sandboxes.providers import docker as ours
     from sandboxes.providers.base import Spec
+    from sandboxes.providers.docker import provider as ours
 
     provider, bridge = ours.DockerProvider(), ours.KEEPS_RUNNING
     name, idle = f"lh-bench-{uuid.uuid4().hex[:12]}", ("sleep", "infinity")

@@ -43,9 +43,9 @@ def main(name: str, database: str, here: Path) -> None:
 def caller(port: int) -> Api:
     from django.utils import timezone
 
-    from leases import keys
+    from leases import api_keys
 
-    return Api(port, keys.issue([DID], now=timezone.now())[1])
+    return Api(port, api_keys.issue([DID], now=timezone.now())[1])
 
 
 def execs(port: int, up: int) -> None:
@@ -68,8 +68,9 @@ def readings(port: int) -> None:
     """What a sandbox has used so far: of the engine, of the kernel where that can be seen from here, and written down."""
     from django.utils import timezone
 
-    from sandboxes import measuring, providers
+    from sandboxes import providers
     from sandboxes.models import Sandbox
+    from sandboxes.usage import readings as measuring
 
     api, provider = caller(port), providers.get("docker")
     lease = api.post("/environments/reading/join", {"agent_did": DID, "environment_type": "coding"})["id"]
@@ -91,7 +92,7 @@ def wakes(port: int) -> None:
     """exec of `true` in a sandbox that sleeps: a container is made and gets its files back before."""
     from django.utils import timezone
 
-    from sandboxes import retiring
+    from sandboxes import eviction
     from sandboxes.models import Sandbox
 
     api = caller(port)
@@ -101,7 +102,7 @@ def wakes(port: int) -> None:
     post()
 
     def asleep(number: int) -> None:
-        assert retiring.sleep(sandbox.pk, now=timezone.now(), reason="bench")
+        assert eviction.sleep(sandbox.pk, now=timezone.now(), reason="bench")
 
     def raw(number: int) -> None:
         raw_start(name, sandbox.image)
@@ -117,7 +118,7 @@ def claims(port: int) -> None:
     """Joining an environment when a sandbox was warmed up ahead of it."""
     from django.utils import timezone
 
-    from sandboxes import pool, retiring
+    from sandboxes import eviction, pool
     from sandboxes.models import Pool, Sandbox
 
     api, run = caller(port), uuid.uuid4().hex[:8]
@@ -133,8 +134,8 @@ def claims(port: int) -> None:
 
     def gone(number: int) -> None:
         held = Sandbox.objects.get(pool=warmed, environment_id=f"{run}-{number}")
-        assert retiring.give_up(held.pk, now=timezone.now(), reason="bench")
-        assert retiring.destroy(held.pk, now=timezone.now())
+        assert eviction.give_up(held.pk, now=timezone.now(), reason="bench")
+        assert eviction.destroy(held.pk, now=timezone.now())
 
     raw = Case("raw: create, start", lambda number: raw_start(name, "leasehold-sandbox:latest"))
     raw.after = lambda number: raw_destroy(name)

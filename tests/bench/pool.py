@@ -43,7 +43,7 @@ def decisions(size: int) -> dict[str, float]:
     from django.db import connection, transaction
     from django.utils import timezone
 
-    from sandboxes import lifecycle, pool, retiring, sweeps
+    from sandboxes import eviction, lifecycle, pool, sweeps
     from sandboxes.models import Pool, Quota, Sandbox
 
     now = timezone.now()
@@ -70,7 +70,7 @@ def decisions(size: int) -> dict[str, float]:
         assert pool.claim(want(), now=now)
 
     def drop(number: int) -> None:
-        assert retiring.make_room(one, agent_did="did:plc:bench", now=now)
+        assert eviction.make_room(one, agent_did="did:plc:bench", now=now)
 
     def due(count: int) -> None:
         pks = Sandbox.objects.filter(pool=one, state="waiting").values("pk")[:count]
@@ -87,7 +87,7 @@ def decisions(size: int) -> dict[str, float]:
     def yardstick(number: int) -> None:
         assert Pool.objects.filter(pk=one.pk).update(warm_target=1)
 
-    chosen = Case("choose one to evict", lambda number: retiring.next_victim(one, agent_did="did:plc:bench", now=now))
+    chosen = Case("choose one to evict", lambda number: eviction.next_victim(one, agent_did="did:plc:bench", now=now))
     few = Case("idle sweep", sweep, before=lambda number: due(IDLE), after=again)
     many = Case("idle sweep of ten times as many", sweep, before=lambda number: due(10 * IDLE), after=again)
     cases = [
@@ -169,7 +169,8 @@ def sweep_of_many() -> None:
     from django.db import connection
     from django.utils import timezone
 
-    from sandboxes import lifecycle, retiring, rows, sweeps
+    from sandboxes import eviction, lifecycle, sweeps
+    from sandboxes.db import sql
     from sandboxes.models import Pool, Sandbox
 
     now = timezone.now()
@@ -189,9 +190,9 @@ def sweep_of_many() -> None:
     )
 
     def raw(number: int) -> None:
-        given = [now, uuid.uuid4(), settings.INSTANCE, now + retiring.EVICT_WITHIN, now]
+        given = [now, uuid.uuid4(), settings.INSTANCE, now + eviction.EVICT_WITHIN, now]
         with connection.cursor() as cursor:
-            cursor.execute(statement, [rows._adapted(value) for value in given])
+            cursor.execute(statement, [sql._adapted(value) for value in given])
             assert len(cursor.fetchall()) == SWEPT
 
     def ours(number: int) -> None:

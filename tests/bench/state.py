@@ -103,11 +103,11 @@ def held(kind: str) -> Iterator[Any]:
 def run(lease: Any, script: str, *words: object) -> None:
     from django.utils import timezone
 
-    from leases import acting
+    from leases import execution
     from sandboxes.runs import Command
 
     command = Command(argv=["python3", "-c", script, *map(str, words)], timeout=5 * MINUTE)
-    assert acting.exec_in(lease.pk, command, now=timezone.now())[1].exit_code == 0
+    assert execution.exec_in(lease.pk, command, now=timezone.now())[1].exit_code == 0
 
 
 def uploads() -> Callable[[dict[str, bytes]], None]:
@@ -130,16 +130,16 @@ def turns(kind: str, count: int) -> None:
     """What a turn pays for its data besides the exec itself: bring what is newer, store what it changed."""
     from django.utils import timezone
 
-    from leases import acting
+    from leases import execution
     from sandboxes import providers
     from sandboxes.providers.base import DATA
     from sandboxes.providers.memory import File, MemoryProvider
-    from sandboxes.storage import data
+    from sandboxes.state import data_sync
 
     provider, upload = providers.get(kind), uploads()
     contents = [random.randbytes(FILE) for _ in range(count)]
     with held(kind) as lease:
-        sandbox = acting.sandbox_for(lease.pk, now=timezone.now())
+        sandbox = execution.sandbox_for(lease.pk, now=timezone.now())
 
         def change(number: int) -> None:
             if isinstance(provider, MemoryProvider):
@@ -151,8 +151,8 @@ def turns(kind: str, count: int) -> None:
                 assert done.exit_code == 0, done.stderr
 
         def turn(number: int) -> None:
-            here = data.attach(sandbox, provider, skill="coding", now=timezone.now())
-            data.persist(here, sandbox, provider, now=timezone.now())
+            here = data_sync.attach(sandbox, provider, skill="coding", now=timezone.now())
+            data_sync.persist(here, sandbox, provider, now=timezone.now())
 
         def raw(number: int) -> None:
             upload({f"raw/{number}-{at}": content for at, content in enumerate(contents)})
@@ -178,10 +178,11 @@ def sleeps(kind: str, here: Path) -> None:
     """A sandbox sleeps and wakes from the store, against tar, gzip and one object, and back."""
     from django.utils import timezone
 
-    from leases import acting
-    from sandboxes import pool, providers, retiring
+    from leases import execution
+    from sandboxes import eviction, pool, providers
     from sandboxes.providers.base import WORKSPACE
-    from sandboxes.storage import store, workspace
+    from sandboxes.state import workspace
+    from sandboxes.storage import store
 
     provider, raw_name = providers.get(kind), f"lh-bench-{uuid.uuid4().hex[:12]}"
     with held(kind) as lease:
@@ -214,14 +215,14 @@ def sleeps(kind: str, here: Path) -> None:
                 shell(f"rm -r {spare}-{number}")
 
         def sleep(number: int) -> None:
-            assert retiring.sleep(sandbox.pk, now=timezone.now(), reason="bench")
+            assert eviction.sleep(sandbox.pk, now=timezone.now(), reason="bench")
 
         def used(number: int) -> None:
             """Else there is nothing to store."""
             run(lease, "")
 
         def wake(number: int) -> None:
-            acting.sandbox_for(lease.pk, now=timezone.now())
+            execution.sandbox_for(lease.pk, now=timezone.now())
 
         def asleep(number: int, *, local: bool) -> None:
             wake(number)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from leases import acting, sweeps
+from leases import execution, sweeps
 from leases.models import Lease
 from sandboxes.models import Run, Sandbox
 from sandboxes.runs import Command
@@ -27,7 +27,7 @@ def interrupted(grant, at_step, settings) -> Callable[[str, str], Lease]:
         lease: Lease = grant(environment=f"game-{instance}-{step.replace(' ', '-')}")
         at_step(step, die)
         with pytest.raises(Died):
-            acting.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
+            execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
         return lease
 
     return make

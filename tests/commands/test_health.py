@@ -8,7 +8,7 @@ from django.db import OperationalError, connection
 from django.utils import timezone
 
 from controlplane import health, schedules
-from leases import acting
+from leases import execution
 from sandboxes.models import Sandbox, Sweep
 from sandboxes.providers.base import Unavailable
 from sandboxes.runs import Command
@@ -100,7 +100,7 @@ def test_a_migration_that_is_not_applied_is_missing(client, monkeypatch: pytest.
 
 def test_what_waits_and_what_is_in_quarantine_is_counted(client, beating, grant) -> None:
     lease = grant()
-    acting.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
+    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
     Sandbox.objects.filter(holder=lease.pk).update(state="destroying", deadline_at=NOW, quarantined_at=NOW)
     schedules.run_now()
     found = client.get("/healthz").json()

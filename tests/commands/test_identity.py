@@ -9,12 +9,12 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from leases.models import Agent
-from sandboxes import curves, identity
+from sandboxes.identity import curves, signing
 from sandboxes.models import SigningKey
-from tests import tokens
 from tests.commands.manage import manage
 from tests.conftest import NOW
-from tests.secrets import texts
+from tests.support import tokens
+from tests.support.secrets import texts
 
 ADA, BOB = "did:plc:ada", "did:plc:bob"
 
@@ -28,8 +28,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *args: str, stdin: str = "") -> str:
 
 def signed(did: str) -> str:
     """The did:key that verifies what the agent signs now."""
-    key = identity.active(did)
-    tokens.verify(identity.service_token(did, aud="did:web:relay.example", lxm="a.b.c", now=NOW), key.did_key)
+    key = signing.active(did)
+    tokens.verify(signing.service_token(did, aud="did:web:relay.example", lxm="a.b.c", now=NOW), key.did_key)
     return key.did_key
 
 
@@ -86,16 +86,16 @@ def test_what_is_no_private_key_is_refused_and_not_repeated(monkeypatch) -> None
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(monkeypatch, args: list[str], said: str) -> None:
-    identity.create(ADA, now=NOW)
+    signing.create(ADA, now=NOW)
     with pytest.raises(CommandError, match=said):
         run(monkeypatch, *args)
 
 
 @pytest.mark.django_db
 def test_reencrypt_says_whose_key_it_could_not_open(monkeypatch, settings) -> None:
-    identity.create(ADA, now=NOW)
+    signing.create(ADA, now=NOW)
     settings.IDENTITY_KEYS = [b"1" * 32]
-    identity.create(BOB, now=NOW)
+    signing.create(BOB, now=NOW)
     settings.IDENTITY_KEYS = [b"2" * 32]
     with pytest.raises(CommandError, match=f"of {BOB}"):
         run(monkeypatch, "reencrypt")

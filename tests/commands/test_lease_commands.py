@@ -9,7 +9,7 @@ from django.core.management import CommandError, call_command
 from django.utils import timezone
 
 from controlplane import schedules
-from leases import keys
+from leases import api_keys
 from leases.models import Agent, AgentKey, Lease
 from sandboxes.models import Pool, Run
 from sandboxes.providers.base import Unavailable
@@ -41,7 +41,7 @@ def test_a_key_is_printed_once_and_speaks_for_its_agents() -> None:
     said = run("create_key", "--agent", "did:plc:ada", "--agent", "did:plc:bob", "--name", "game server", "--json")
     assert said.count("\n") == 1
     made = json.loads(said)
-    row = keys.find(made["key"], now=timezone.now())
+    row = api_keys.find(made["key"], now=timezone.now())
     assert row is not None
     assert (row.prefix, row.dids, row.operator, row.name) == (
         made["prefix"], ["did:plc:ada", "did:plc:bob"], False, "game server",
@@ -51,7 +51,7 @@ def test_a_key_is_printed_once_and_speaks_for_its_agents() -> None:
 def test_without_json_the_key_is_the_first_word_of_one_line() -> None:
     said = run("create_key", "--operator")
     assert said.endswith("(for every agent; not shown again)\n")
-    assert keys.find(said.split()[0], now=timezone.now()) is not None
+    assert api_keys.find(said.split()[0], now=timezone.now()) is not None
 
 
 @pytest.mark.parametrize("args", [[], ["--agent", "ada"], ["--agent", "did:plc:" + "a" * 300]])

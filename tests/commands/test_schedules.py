@@ -7,7 +7,7 @@ import pytest
 from django.core.management import call_command
 from django_q.models import OrmQ, Schedule
 
-from billing import admin_budgets
+from billing.admin import budgets
 from controlplane import schedules
 from sandboxes.models import Sweep
 from tests.conftest import NOW
@@ -81,4 +81,4 @@ def test_the_command_says_what_it_changed(capsys) -> None:
 def test_the_bound_that_operators_are_told_is_of_these_periods() -> None:
     """How far a budget may be overspent follows from how often its sweeps run."""
     periods = {name: timedelta(minutes=schedules.EVERY[name]) for name in ("meter", "budgets", "read")}
-    assert periods == {"meter": admin_budgets.PASS, "budgets": admin_budgets.PASS, "read": admin_budgets.READ}
+    assert periods == {"meter": budgets.PASS, "budgets": budgets.PASS, "read": budgets.READ}

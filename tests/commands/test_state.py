@@ -12,14 +12,15 @@ from django.core.management import CommandError, call_command
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from leases import acting, snapshots
+from leases import execution, snapshots
 from leases.models import Lease
 from sandboxes.models import Run
+from sandboxes.models.state import AgentData, DataEvent, DataFile, DataObject
 from sandboxes.pool import of
 from sandboxes.providers.memory import File
 from sandboxes.runs import Command
-from sandboxes.storage import editing, store, tree
-from sandboxes.stored import AgentData, DataEvent, DataFile, DataObject
+from sandboxes.state import data_editing, data_tree
+from sandboxes.storage import store
 from tests.commands.manage import manage
 from tests.conftest import MINUTE, NOW, Died
 
@@ -34,11 +35,11 @@ def state(*args: object) -> str:
 
 
 def put(path: str, text: str, agent: str = ADA) -> None:
-    editing.put(agent, path, io.BytesIO(text.encode()), now=NOW)
+    data_editing.put(agent, path, io.BytesIO(text.encode()), now=NOW)
 
 
 def sh(lease: Lease, line: str) -> str:
-    _, result = acting.exec_in(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=NOW)
+    _, result = execution.exec_in(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=NOW)
     return result.stdout.decode()
 
 
@@ -97,13 +98,13 @@ def test_listing_twenty_thousand_files_takes_two_queries() -> None:
         for number in range(20_000)
     )
     with CaptureQueriesContext(connection) as asked:
-        assert [line.name for line in tree.listing(mine, "", most=5)] == ["d0", "d1", "d2", "d3", "d4"]
-        assert [line.name for line in tree.listing(mine, "d1", after="99", most=3)] == ["9906", "9913", "9920"]
+        assert [line.name for line in data_tree.listing(mine, "", most=5)] == ["d0", "d1", "d2", "d3", "d4"]
+        assert [line.name for line in data_tree.listing(mine, "d1", after="99", most=3)] == ["9906", "9913", "9920"]
     assert len(asked) == 3  # names without a row of their own take none for that
 
 
 def test_a_file_is_read_byte_for_byte(tmp_path: Path, capfdbinary) -> None:
-    editing.put(ADA, "bin", io.BytesIO(b"\xff\x00\n"), now=NOW)
+    data_editing.put(ADA, "bin", io.BytesIO(b"\xff\x00\n"), now=NOW)
     assert state("get", ADA, "bin") == ""
     assert capfdbinary.readouterr().out == b"\xff\x00\n"
     target = tmp_path / "out"
@@ -242,9 +243,9 @@ def test_who_dies_between_the_object_and_the_rows_changes_nothing(at_step, tmp_p
     at_step("edit stored", die)
     with pytest.raises(Died):
         put("note", "new")
-    assert editing.kept(ADA).revision == 1
+    assert data_editing.kept(ADA).revision == 1
     put("note", "new")
-    assert (editing.kept(ADA).revision, DataObject.objects.count()) == (2, 1)
+    assert (data_editing.kept(ADA).revision, DataObject.objects.count()) == (2, 1)
 
 
 # --- export, import ---------------------------------------------------------------------------------------------------

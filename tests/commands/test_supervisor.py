@@ -12,7 +12,7 @@ import pytest
 
 from controlplane import supervisor
 from controlplane.supervisor import Child, Supervisor, Taken, kill_instance, seat
-from tests.waiting import until
+from tests.support.waiting import until
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({!r}, 'w'); time.sleep(600)"
 FORKING = "import os, time; os.fork(); time.sleep(600)"

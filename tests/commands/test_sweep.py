@@ -12,7 +12,7 @@ from django.core.management import CommandError, call_command
 from django.utils import timezone
 
 from controlplane import schedules
-from leases import acting, leasing
+from leases import execution, leasing
 from leases.models import Lease
 from sandboxes.models import Pool, Run, Sandbox, Sweep
 from sandboxes.providers.base import Spec, Unavailable
@@ -52,7 +52,7 @@ def only_memory(pool: Pool) -> None:
 def used(grant: Callable[..., Lease]) -> Lease:
     """A lease granted a moment ago, with a sandbox in which something ran."""
     lease = grant(now=timezone.now())
-    acting.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
+    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
     return lease
 
 
@@ -113,7 +113,7 @@ def test_dry_run_lists_what_the_sweeps_then_do_and_changes_nothing(
     grant: Callable[..., Lease], used: Lease, pool: Pool, memory: MemoryProvider
 ) -> None:
     ended = grant(environment="game-2", now=timezone.now())
-    acting.exec_in(ended.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
+    execution.exec_in(ended.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
     leasing.release(ended.pk, now=timezone.now())
     age(used)
     run = Run.objects.latest("started_at")

@@ -7,7 +7,7 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from sandboxes.models import Webhook
-from tests.receiver import Receiver, receiving, verify
+from tests.support.receiver import Receiver, receiving, verify
 
 pytestmark = pytest.mark.django_db
 

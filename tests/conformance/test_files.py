@@ -13,8 +13,8 @@ import pytest
 from sandboxes.image import files
 from sandboxes.providers import KINDS
 from sandboxes.providers.base import DATA, WORKSPACE, BadPath, Missing, NoFile, Rejected, TooLarge
-from sandboxes.providers.docker import DockerProvider
-from sandboxes.providers.docker_files import _told
+from sandboxes.providers.docker.files import _told
+from sandboxes.providers.docker.provider import DockerProvider
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.providers.process import ProcessProvider
 from tests.conformance.conftest import Bench, Box
@@ -603,8 +603,8 @@ def test_both_ways_give_the_same_answers(container, monkeypatch):
 @as_root
 def test_what_takes_too_long_from_outside_is_left_to_an_exec(container, monkeypatch):
     container.write("a/b", b"x")
-    monkeypatch.setattr("sandboxes.providers.docker_files.SOON", -1.0)
-    monkeypatch.setattr("sandboxes.providers.docker_files.SMALL", 100)
+    monkeypatch.setattr("sandboxes.providers.docker.files.SOON", -1.0)
+    monkeypatch.setattr("sandboxes.providers.docker.files.SMALL", 100)
     assert container.look().keys() == {"a", "a/b"}
     assert container.get(only=["a/b"]) == {"a/b": b"x"}
     assert container.provider.size(container.ref, DATA) == 1

@@ -7,7 +7,7 @@ import pytest
 from sandboxes.image import launch
 from sandboxes.providers.base import Log, Missing, ProcessState, Rejected
 from tests.conformance.conftest import Box, long_nap, unique
-from tests.waiting import until
+from tests.support.waiting import until
 
 ON = ProcessState(True)
 MIB = 1 << 20

@@ -11,7 +11,7 @@ import pytest
 from sandboxes.providers.base import BadPath, Missing, NoFile, Rejected, Spec, TooLarge
 from sandboxes.providers.memory import MemoryProvider
 from tests.conformance.conftest import long_nap, unique
-from tests.waiting import cut_off
+from tests.support.waiting import cut_off
 
 MIB = 1 << 20
 SOON = timedelta(seconds=60)  # far below the 300 s that the programs here would sleep

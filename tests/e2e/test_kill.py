@@ -19,11 +19,11 @@ from django.conf import settings
 from django.test import override_settings
 
 from sandboxes import providers
-from sandboxes.egress.front import LABEL_PLACE, Front
-from sandboxes.providers.engine import Engine
+from sandboxes.egress.nginx import LABEL_PLACE, Front
+from sandboxes.providers.docker.engine import Engine
 from tests.commands.manage import manage, runtime
 from tests.e2e.test_up import HEALTHY, Home
-from tests.waiting import until
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
 JOINS, AT_KILL = 50, 15  # with four threads a web process, some joins are answered by then, and some wait

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests import ports
 from tests.commands.manage import MANAGE, environment, manage, runtime
-from tests.waiting import until
+from tests.support import ports
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 HEALTHY = 120.0  # seconds that a start may take on a machine that has other things to do

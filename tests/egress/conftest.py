@@ -9,15 +9,15 @@ import pytest
 from django.conf import settings
 from django.test import override_settings
 
-from leases import acting, leasing
+from leases import execution, leasing
 from leases.models import EnvironmentType
-from sandboxes.egress.front import Front
+from sandboxes.egress.nginx import Front
 from sandboxes.models import Policy, Pool
-from sandboxes.providers.engine import Engine
+from sandboxes.providers.docker.engine import Engine
 from tests.conftest import NOW
 from tests.egress.relay import AUD, LXM, Relayed
 from tests.egress.whole import KEY, Inside, WholeWay
-from tests.way_out import Loop, Upstream
+from tests.support.egress import Loop, Upstream
 
 SLOTS = 8
 
@@ -64,7 +64,7 @@ def enter(way: WholeWay, docker_pool: Pool) -> Callable[..., Inside]:
     def make(agent: str = "did:plc:ada") -> Inside:
         ask = leasing.Ask(agent, f"way-{uuid4().hex[:8]}", "coding", pool=docker_pool.name)
         inside = Inside(leasing.acquire(ask, now=NOW)[0])
-        acting.sandbox_for(inside.lease.pk, now=NOW)
+        execution.sandbox_for(inside.lease.pk, now=NOW)
         return inside
 
     return make

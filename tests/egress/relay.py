@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import WSMsgType, web
 
-from tests.way_out import Loop
+from tests.support.egress import Loop
 
 AUD, LXM = "did:web:relay.example", "com.atproto.sync.subscribeRepos"
 

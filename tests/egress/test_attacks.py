@@ -14,16 +14,16 @@ import pytest
 from aiohttp import web
 from django.conf import settings
 
-from sandboxes import identity
-from sandboxes.egress import front, logs, slots
-from sandboxes.egress.requests import FIELDS
+from sandboxes.egress import access_log, nginx, slots
+from sandboxes.egress.request_filter import FIELDS
+from sandboxes.identity import signing
 from sandboxes.models import LlmCall
-from tests import tokens
 from tests.conftest import MINUTE
 from tests.egress.relay import AUD, Relayed
 from tests.egress.whole import KEY, Inside, WholeWay, meanwhile
-from tests.waiting import until
-from tests.way_out import CHAT, post
+from tests.support import tokens
+from tests.support.egress import CHAT, post
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 Enter = Callable[..., Inside]
@@ -266,8 +266,8 @@ class Both:
     def logged(self) -> None:
         """nginx's log has no line that is not one request through one of the two slots."""
         lines = self.way.log.read_bytes().splitlines()
-        found = [logs.parse(line) for line in lines]
-        assert None not in found, [line for line in lines if logs.parse(line) is None]
+        found = [access_log.parse(line) for line in lines]
+        assert None not in found, [line for line in lines if access_log.parse(line) is None]
         assert {line.slot for line in found[self.way.lines :] if line} <= {box.slot for box in self.boxes.values()}
 
 
@@ -385,7 +385,7 @@ print(count)
 
 def test_a_sandbox_has_so_many_connections_and_no_more_whatever_it_says(both: Both) -> None:
     """Else one would have all that there are, which no limit of requests counts before they are complete."""
-    assert both.eve.python(f"MOST = {front.SOCKETS}\n{HOARDED}") == front.SOCKETS
+    assert both.eve.python(f"MOST = {nginx.SOCKETS}\n{HOARDED}") == nginx.SOCKETS
     until(lambda: both.eve.asks() == [200], "its own calls leave again")
     both.forget()
     assert both.ada.asks() == [200]
@@ -518,7 +518,7 @@ UPGRADES = {
 def test_what_is_not_a_plain_connection_to_the_relay_gets_nowhere(enter: Enter, relayed: Relayed, way: WholeWay) -> None:
     """Nothing there is in another name, and nothing of what is tried leads to a model in one."""
     eve, ada = enter(EVE), enter(ADA)
-    key = identity.create(EVE, now=way.clock())
+    key = signing.create(EVE, now=way.clock())
     wrong = []
     for name, tried_ in UPGRADES.items():
         said, own = eve.python(tried(meant(tried_.sent, ada), len(tried_.answered)))

@@ -16,18 +16,19 @@ from django.conf import settings as django_settings
 
 from controlplane.env import KNOBS
 from leases import leasing, sweeps
-from leases.once import How, Wish, run_once
+from leases.one_shot import How, Wish, run_once
 from sandboxes import pool as pools
-from sandboxes.egress import front, gate, slots
-from sandboxes.egress.front import LABEL, Front
+from sandboxes.egress import authorization, slots
+from sandboxes.egress import nginx as front
+from sandboxes.egress.nginx import LABEL, Front
 from sandboxes.errors import CapacityExhausted
 from sandboxes.models import LlmCall, Pool, Sandbox
-from sandboxes.providers.engine import Engine
+from sandboxes.providers.docker.engine import Engine
 from tests.conftest import MINUTE, NOW
 from tests.egress.whole import CLIENT, KEY, Inside, WholeWay, behind, command, meanwhile
-from tests.test_egress import PIECE, TOKENS, events, streaming
-from tests.waiting import cut_off, until
-from tests.way_out import CHAT, SAID, post
+from tests.support.egress import CHAT, SAID, post
+from tests.support.waiting import cut_off, until
+from tests.unit.sandboxes.test_egress_server import PIECE, TOKENS, events, streaming
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 Enter = Callable[..., Inside]
@@ -220,7 +221,7 @@ def test_a_server_killed_in_a_call_leaves_a_row_that_is_closed_as_lost(inside: I
     way.serve()
     assert inside.asks() == [200]
     late = row.deadline_at + timedelta(seconds=1)
-    assert gate.close_abandoned(now=late) == 1 == len(way.upstream.asked) - 1
+    assert authorization.close_abandoned(now=late) == 1 == len(way.upstream.asked) - 1
     row.refresh_from_db()
     assert (row.outcome, row.ended_at, row.cost) == ("lost", late, None)
 

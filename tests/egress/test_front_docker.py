@@ -11,14 +11,15 @@ from django.conf import settings
 from django.test import override_settings
 
 from sandboxes import sweeps
-from sandboxes.egress import collecting, front, slots
-from sandboxes.egress.front import Front
+from sandboxes.egress import nginx as front
+from sandboxes.egress import reconciliation, slots
+from sandboxes.egress.nginx import Front
 from sandboxes.egress.server import Server
 from sandboxes.management.commands import egress
 from sandboxes.models import Sweep
-from sandboxes.providers.engine import Engine
-from tests.waiting import until
-from tests.way_out import Loop
+from sandboxes.providers.docker.engine import Engine
+from tests.support.egress import Loop
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 GRACE = timedelta(minutes=2)
@@ -79,13 +80,13 @@ def test_it_does_not_come_back_with_the_engine(nginx: Front) -> None:
 
 
 def test_a_beat_says_that_the_way_out_is_there_and_keeps_the_log_small(nginx: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = collecting.access_log()
+    log = reconciliation.access_log()
     until(log.exists, "nginx has a log")
     egress.beat(nginx)
     row = Sweep.objects.get(name="egress")
     assert row.succeeded_at is not None and row.counts == {}
     first = log.stat().st_ino
-    monkeypatch.setattr("sandboxes.egress.logs.rotate.__kwdefaults__", {"largest": -1})
+    monkeypatch.setattr("sandboxes.egress.access_log.rotate.__kwdefaults__", {"largest": -1})
     egress.beat(nginx)
     until(log.exists, "nginx has a new log")
     assert log.stat().st_ino != first
@@ -94,7 +95,7 @@ def test_a_beat_says_that_the_way_out_is_there_and_keeps_the_log_small(nginx: Fr
 
 def test_a_beat_that_fails_is_no_beat_and_ends_nothing(nginx: Front) -> None:
     nginx.stop()
-    path = collecting.access_log()
+    path = reconciliation.access_log()
     path.with_name(f"{path.name}.1").touch()
     egress.beat(nginx)
     row = Sweep.objects.get(name="egress")

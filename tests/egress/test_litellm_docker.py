@@ -17,18 +17,19 @@ from typing import Any
 import pytest
 from django.db import connection
 
-from sandboxes.egress import collecting, records, slots
-from sandboxes.egress.front import Front
-from sandboxes.egress.usd import amount
+from sandboxes.egress import reconciliation, slots
+from sandboxes.egress import upstream_records as records
+from sandboxes.egress.amounts import amount
+from sandboxes.egress.nginx import Front
 from sandboxes.models import LlmCall, Run, Sandbox
-from tests import ports
 from tests.conftest import MINUTE, NOW
 from tests.egress.test_egress_docker import meanwhile, pid_of
 from tests.egress.whole import Inside, WholeWay
-from tests.models import PIECES, TOKENS
-from tests.test_litellm import CHAT, MESSAGES, WHOLE, LiteLLM, litellm
-from tests.waiting import until
-from tests.way_out import Loop, Upstream
+from tests.support import ports
+from tests.support.egress import Loop, Upstream
+from tests.support.models import PIECES, TOKENS
+from tests.support.waiting import until
+from tests.unit.sandboxes.test_litellm_callback import CHAT, MESSAGES, WHOLE, LiteLLM, litellm
 
 __all__ = ["litellm"]
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
@@ -91,9 +92,9 @@ def each_recorded(did: str, calls: int) -> dict[str, dict[str, Any]]:
 
 def collected(*, at: Any = LATER) -> dict[str, int]:
     """What collecting did; doing it again changes no row."""
-    swept = collecting.collect(now=at)
+    swept = reconciliation.collect(now=at)
     before = [*LlmCall.objects.order_by("pk").values()]
-    collecting.collect(now=at)
+    reconciliation.collect(now=at)
     assert [*LlmCall.objects.order_by("pk").values()] == before
     return dict(swept.counts)
 
@@ -245,7 +246,7 @@ def test_our_server_that_is_killed_in_a_call(inside: Inside, did: str, way: Whol
             assert running.result(60).exit_code in (0, 1)  # nginx ends a stream whose length nobody knows
         process.wait(20)
     each_recorded(did, 2), way.logged(2)
-    collecting.collect(now=NOW)  # nginx saw it end, and nobody has closed it: a minute later nobody will
+    reconciliation.collect(now=NOW)  # nginx saw it end, and nobody has closed it: a minute later nobody will
     [row] = LlmCall.objects.filter(outcome="open")
     assert row.logged_at is not None
     assert collected(at=row.logged_at + 2 * MINUTE)["requests closed as lost"] == 1

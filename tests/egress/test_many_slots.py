@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from django.test import override_settings
 
-from sandboxes.egress import front, slots
-from sandboxes.egress.front import Front
-from sandboxes.providers.engine import Engine
-from tests.waiting import until
-from tests.way_out import post
+from sandboxes.egress import nginx as front
+from sandboxes.egress import slots
+from sandboxes.egress.nginx import Front
+from sandboxes.providers.docker.engine import Engine
+from tests.support.egress import post
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.docker
 

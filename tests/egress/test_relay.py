@@ -6,16 +6,17 @@ from datetime import timedelta
 
 import pytest
 
-from leases import acting, leasing, sweeps
+from leases import execution, leasing, sweeps
 from leases.models import EnvironmentType
-from sandboxes import identity, processes
+from sandboxes import processes
+from sandboxes.identity import signing
 from sandboxes.models import LlmCall, MintedToken, Process, Sandbox
 from sandboxes.processes import Launch
-from tests import tokens
 from tests.conftest import NOW
 from tests.egress.relay import AUD, LXM, Relayed
 from tests.egress.whole import Inside, WholeWay
-from tests.waiting import until
+from tests.support import tokens
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 Enter = Callable[..., Inside]
@@ -25,7 +26,7 @@ WATCHER = ["python3", "/opt/leasehold/relay_watcher.py"]
 
 def start(inside: Inside, *argv: str, **env: str) -> Process:
     launch = Launch([*WATCHER, *argv], env, name="relay")
-    return acting.for_lease(inside.lease.pk, lambda want, at: processes.start(want, launch, now=at), now=NOW, actor="")
+    return execution.for_lease(inside.lease.pk, lambda want, at: processes.start(want, launch, now=at), now=NOW, actor="")
 
 
 def says(process: Process, text: str, *, start: int = 0) -> bool:
@@ -37,7 +38,7 @@ def printed(process: Process) -> bytes:
 
 
 def test_a_watcher_connects_in_its_agents_name_and_prints_what_it_hears(enter: Enter, relayed: Relayed, way: WholeWay) -> None:
-    key = identity.create("did:plc:ada", now=NOW)
+    key = signing.create("did:plc:ada", now=NOW)
     inside = enter("did:plc:ada")
     process = start(inside)
     assert says(process, "Connected to relay\n")
@@ -54,7 +55,7 @@ def test_a_watcher_connects_in_its_agents_name_and_prints_what_it_hears(enter: E
     )
     assert (minted.holder, minted.agent_did, minted.actor) == (inside.lease.pk, "did:plc:ada", "relay")
     with pytest.raises(tokens.Refused):
-        tokens.verify(token, identity.create("did:plc:eve", now=NOW).did_key)
+        tokens.verify(token, signing.create("did:plc:eve", now=NOW).did_key)
 
     relayed.tell("first\nevent", b"\x00\xff", "é" * 4_000, "last")
     assert says(process, "\nlast\n")
@@ -95,7 +96,7 @@ def test_a_watcher_ends_with_its_lease_and_the_relay_sees_that_at_once(relayed: 
 
 def test_a_watcher_whose_policy_does_not_let_it_is_told_so_and_ends(enter: Enter, relayed: Relayed, way: WholeWay) -> None:
     EnvironmentType.objects.filter(name="coding").update(policy=None)
-    identity.create("did:plc:ada", now=NOW)
+    signing.create("did:plc:ada", now=NOW)
     inside = enter("did:plc:ada")
     process = start(inside)
     assert says(process, "The policy of this sandbox does not let it connect to the relay.")

@@ -18,16 +18,17 @@ from django.conf import settings as django_settings
 from django.db import connection
 from django.utils import timezone
 
-from leases import api, keys
-from sandboxes import curves, identity
+from leases import api_keys
+from leases.api import leases
+from sandboxes.identity import curves, signing
 from sandboxes.models import LlmCall, MintedToken, Pool, Sandbox
 from tests.api.conftest import Api
 from tests.egress.relay import Relayed
 from tests.egress.test_attacks import EXCHANGE, INNER, upgrade
 from tests.egress.whole import CLIENT, WholeWay, command
-from tests.secrets import forms, texts
-from tests.waiting import until
-from tests.way_out import SAID
+from tests.support.egress import SAID
+from tests.support.secrets import forms, texts
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 ADA = "did:plc:ada"
@@ -90,8 +91,8 @@ def test_no_secret_is_anywhere_that_it_should_not_be(
     way.upstream.answer = quoting
     way.serving.close()
     private = curves.generate()
-    identity.create(ADA, now=timezone.now(), private=private)
-    issued, api_key = keys.issue([ADA], name="planted", now=timezone.now())
+    signing.create(ADA, now=timezone.now(), private=private)
+    issued, api_key = api_keys.issue([ADA], name="planted", now=timezone.now())
     ada, egress_log = Api(api_key), tmp_path / "egress.log"
     more = {name: value.decode() for name, value in planted.items() if name == "SECRET_KEY"}
     more |= {"LEASEHOLD_LLM_API_KEY": planted["LLM_API_KEY"].decode(), "LEASEHOLD_LOG_LEVEL": "DEBUG"}
@@ -176,7 +177,7 @@ def answers(ada: Api, lease: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     assert [answer.status_code for answer in wrong] == [401, 401, 404, 400, 400, 400]
     calls = ada.get(f"leases/{lease}/calls")
     with monkeypatch.context() as broken:
-        broken.setattr(api.OneLease, "get", fails)
+        broken.setattr(leases.OneLease, "get", fails)
         failed = ada.client.get(f"/api/v1/leases/{lease}", headers={"Authorization": f"Bearer {ada.key}"})
     assert failed.status_code == 500
     schema = ada.client.get("/api/schema")

@@ -16,18 +16,18 @@ from uuid import uuid4
 from django.conf import settings
 from django.db import connection, connections
 
-from leases import acting
+from leases import execution
 from leases.models import Lease
 from sandboxes import providers
-from sandboxes.egress import front
-from sandboxes.egress.front import Front
+from sandboxes.egress import nginx as front
+from sandboxes.egress.nginx import Front
 from sandboxes.egress.server import Server
 from sandboxes.models import LlmCall, Sandbox
 from sandboxes.providers.base import ExecResult
 from sandboxes.runs import Command
 from tests.conftest import NOW
-from tests.waiting import until
-from tests.way_out import Loop, Upstream
+from tests.support.egress import Loop, Upstream
+from tests.support.waiting import until
 
 KEY = "sk-only-out-here"
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +70,7 @@ class Inside:
 
     def run(self, *argv: str, stdin: bytes = b"", seconds: float = 60) -> ExecResult:
         command = Command(argv=argv, timeout=timedelta(seconds=seconds), stdin=stdin)
-        return acting.exec_in(self.lease.pk, command, now=NOW)[1]
+        return execution.exec_in(self.lease.pk, command, now=NOW)[1]
 
     def python(self, script: str, *args: str, seconds: float = 60) -> Any:
         """The JSON that a script prints, which has CLIENT's names."""

@@ -21,21 +21,22 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from pytest_django import Settings
 
-from leases import acting, leasing, sweeps
+from leases import execution, leasing, sweeps
 from leases.errors import LeaseError
 from leases.models import EnvironmentType
-from sandboxes import lifecycle, providers, pruning
+from sandboxes import lifecycle, providers
 from sandboxes import sweeps as below
 from sandboxes.errors import SandboxError
 from sandboxes.models import ALIVE, Pool, Sandbox
+from sandboxes.models.state import AgentData, Attachment, DataFile, DataObject
 from sandboxes.providers.base import DATA
 from sandboxes.providers.memory import Call, Entry, File, Files, Folder, Link, MemoryProvider, Outcome
 from sandboxes.runs import Command
-from sandboxes.storage import data, store
+from sandboxes.state import data_sync, pruning
+from sandboxes.state.merge import CONFLICTS
+from sandboxes.storage import store
 from sandboxes.storage.base import StoreError
 from sandboxes.storage.memory import MemoryStore
-from sandboxes.storage.verdict import CONFLICTS
-from sandboxes.stored import AgentData, Attachment, DataFile, DataObject
 from tests.conftest import MINUTE, NOW, Died
 
 pytestmark = pytest.mark.django_db
@@ -215,7 +216,7 @@ class DataMachine(RuleBasedStateMachine):
         return leasing.acquire(ask, now=self.now)[0].pk
 
     def run(self, environment: str) -> None:
-        acting.exec_in(self.lease(environment), Command(argv=["edit"], timeout=MINUTE), now=self.now)
+        execution.exec_in(self.lease(environment), Command(argv=["edit"], timeout=MINUTE), now=self.now)
 
     def program(self, call: Call) -> Outcome:
         [ref] = [box.spec.name for box in self.memory._boxes.values() if box.files is call.files]
@@ -384,7 +385,7 @@ def place(files: Files, path: str, entry: Entry) -> None:
 def test_nothing_stored_is_lost_whatever_happens(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     # Who finds a sandbox in the hands of somebody dead waits this long in real time, and is refused.
     settings.SANDBOX_START_TIMEOUT = timedelta(milliseconds=20)
-    monkeypatch.setattr(data, "PATIENCE", timedelta(0))
+    monkeypatch.setattr(data_sync, "PATIENCE", timedelta(0))
     shelf = MemoryStore()
     monkeypatch.setattr("sandboxes.storage.FilesystemStore", lambda root: shelf)
     run_state_machine_as_test(

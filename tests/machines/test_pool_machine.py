@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from pytest_django import Settings
 
-from leases import acting, leasing, sweeps
+from leases import execution, leasing, sweeps
 from leases.models import EnvironmentType, Lease
 from sandboxes import lifecycle, processes, providers
 from sandboxes import sweeps as below
@@ -76,7 +76,7 @@ class PoolMachine(RuleBasedStateMachine):
         lease = leasing.acquire(ask, now=self.now)[0]
         command = Command(argv=["sh", "-c", f"cat f; echo {number} >f"], timeout=timedelta(minutes=1))
         before = self.written.get(lease.pk)
-        answer = self.attempt(lambda: acting.exec_in(lease.pk, command, now=self.now))
+        answer = self.attempt(lambda: execution.exec_in(lease.pk, command, now=self.now))
         if answer is None:
             self.written.pop(lease.pk, None)  # it may or may not have run
             return
@@ -89,7 +89,7 @@ class PoolMachine(RuleBasedStateMachine):
         ask = leasing.Ask(agent, "e1", "catan", pool=self.pool.name, ttl=timedelta(hours=6))
         lease, launch = leasing.acquire(ask, now=self.now)[0], Launch(["sleep", "100000"])
         act = partial(processes.start, launch=launch, now=self.now)
-        self.attempt(lambda: acting.for_lease(lease.pk, lambda want, at: act(want), now=self.now, actor=""))
+        self.attempt(lambda: execution.for_lease(lease.pk, lambda want, at: act(want), now=self.now, actor=""))
 
     @rule(which=WHICH)
     def kill_process(self, which: int) -> None:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from sandboxes import lifecycle
-from sandboxes.egress import records, tail
+from sandboxes.egress import log_tail, upstream_records
 from sandboxes.models import LlmCall
 from tests.conftest import MINUTE, NOW, Died
 
@@ -83,19 +83,19 @@ class RecordsMachine(RuleBasedStateMachine):
 
     @rule()
     def they_are_collected(self) -> None:
-        records.collect(self.file, NOW)
+        upstream_records.collect(self.file, NOW)
 
     @rule(step=STEPS)
     def a_reader_dies(self, step: str) -> None:
         self.at(step, self.die)
         with suppress(Died):
-            records.collect(self.file, NOW)
+            upstream_records.collect(self.file, NOW)
         lifecycle.STEP_HOOKS.clear()
 
     @rule()
     def a_rival_reads_meanwhile(self) -> None:
-        self.at("lines read", lambda: records.collect(self.file, NOW))
-        records.collect(self.file, NOW)
+        self.at("lines read", lambda: upstream_records.collect(self.file, NOW))
+        upstream_records.collect(self.file, NOW)
         lifecycle.STEP_HOOKS.clear()
 
     @precondition(lambda self: self.file.exists())
@@ -112,7 +112,7 @@ class RecordsMachine(RuleBasedStateMachine):
             os.truncate(self.file, 0)
         else:
             self.file.rename(old)
-            records.collect(self.file, NOW)
+            upstream_records.collect(self.file, NOW)
             self.append(self.line(self.called(), nanos), old)
 
     # --- what must hold -----------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class RecordsMachine(RuleBasedStateMachine):
             if one != self.file:
                 os.utime(one, ((NOW - 60 * MINUTE).timestamp(),) * 2)
         for _ in range(2):
-            records.collect(self.file, NOW)
+            upstream_records.collect(self.file, NOW)
             found = dict(LlmCall.objects.values_list("call_id", "cost"))
             assert found == {call_id: Decimal(cost) / 10**9 for call_id, cost in self.costs.items()}
             total = LlmCall.objects.aggregate(total=Sum("cost"))["total"] or 0
@@ -171,9 +171,9 @@ class RecordsMachine(RuleBasedStateMachine):
         raise Died
 
 
-@pytest.mark.parametrize("batch", [tail.BATCH, 700])
+@pytest.mark.parametrize("batch", [log_tail.BATCH, 700])
 def test_every_record_counts_once(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
-    monkeypatch.setattr(tail, "BATCH", batch)  # 700: three lines at a time
+    monkeypatch.setattr(log_tail, "BATCH", batch)  # 700: three lines at a time
     examples = int(os.environ.get("RECORDS_MACHINE_EXAMPLES", "20"))
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     run_state_machine_as_test(

@@ -12,7 +12,7 @@ from django.db import connection, connections
 from billing import budgets, costs, metering
 from billing.errors import BudgetExhausted
 from billing.models import Budget, Tab
-from leases import acting, enforcing, leasing
+from leases import budget_enforcement, execution, leasing
 from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import pool as pools
@@ -91,15 +91,15 @@ def test_one_agent_in_one_environment_keeps_one_minimum(for_ten: None, grant: Ca
 def test_two_sweeps_at_once_say_it_once_and_end_each_lease_once(grant: Callable[..., Lease], memory: Any) -> None:
     leases = [grant(environment=f"e{i}", now=NOW - HOUR, ttl=9 * HOUR, sleep_after=9 * HOUR) for i in range(4)]
     for lease in leases:
-        acting.exec_in(lease.pk, true(), now=NOW - HOUR)
+        execution.exec_in(lease.pk, true(), now=NOW - HOUR)
     metering.meter(now=NOW), costs.price(now=NOW)
     budget("0.9")
     Budget.objects.update(spent=0, exhausted_at=None, exhausted_for=None, warned_for=None)
     Event.objects.all().delete()
     with threads(3) as run:
-        swept = run(lambda i: enforcing.enforce(now=NOW))
+        swept = run(lambda i: budget_enforcement.enforce(now=NOW))
     assert not any(each.failures for each in swept)
-    enforcing.enforce(now=NOW)
+    budget_enforcement.enforce(now=NOW)
     assert [*Lease.objects.values_list("end_reason", flat=True)] == ["budget"] * 4
     assert sorted(Event.objects.values_list("kind", flat=True)) == ["budget.exhausted", "budget.warning", *["lease.ended"] * 4]
 
@@ -108,13 +108,13 @@ def test_an_exec_that_comes_as_its_lease_is_ended_runs_whole_or_not_at_all(
     grant: Callable[..., Lease], memory: Any, at_step: Callable[..., None]
 ) -> None:
     lease = grant(now=NOW - HOUR, ttl=9 * HOUR, sleep_after=9 * HOUR)
-    acting.exec_in(lease.pk, true(), now=NOW - HOUR)
+    execution.exec_in(lease.pk, true(), now=NOW - HOUR)
     metering.meter(now=NOW)
     answers: list[Any] = []
 
     def rival() -> None:
         try:
-            answers.append(acting.exec_in(lease.pk, true(), now=NOW)[1].exit_code)
+            answers.append(execution.exec_in(lease.pk, true(), now=NOW)[1].exit_code)
         except (BudgetExhausted, LeaseEnded) as refused:
             answers.append(refused)
         connections.close_all()
@@ -122,7 +122,7 @@ def test_an_exec_that_comes_as_its_lease_is_ended_runs_whole_or_not_at_all(
     thread = threading.Thread(target=rival)
     budget("0.9")
     at_step("persisted", thread.start)
-    enforcing.enforce(now=NOW)
+    budget_enforcement.enforce(now=NOW)
     thread.join(30)
     assert isinstance(answers[0], BudgetExhausted | LeaseEnded)
     lease.refresh_from_db()
@@ -135,18 +135,18 @@ def test_one_that_wakes_before_its_end_is_not_ended_under_what_runs(
 ) -> None:
     """It was let through before its budget was spent, and is late."""
     lease = grant(now=NOW - HOUR, ttl=9 * HOUR, sleep_after=9 * HOUR)
-    acting.exec_in(lease.pk, true(), now=NOW - HOUR)
+    execution.exec_in(lease.pk, true(), now=NOW - HOUR)
     metering.meter(now=NOW)
     budget("0.9")
     at_step("budget stored", lambda: _ready(lease))
-    assert enforcing.enforce(now=NOW).counts["lost race"] == 1
+    assert budget_enforcement.enforce(now=NOW).counts["lost race"] == 1
     lease.refresh_from_db()
     assert (lease.status, Sandbox.objects.get().state) == ("active", "warm")
-    assert enforcing.enforce(now=NOW + MINUTE).counts["leases ended"] == 1
+    assert budget_enforcement.enforce(now=NOW + MINUTE).counts["leases ended"] == 1
 
 
 def _ready(lease: Lease) -> None:
-    pools.ready(acting.want_for(lease, now=NOW), now=NOW)
+    pools.ready(execution.want_for(lease, now=NOW), now=NOW)
 
 
 def test_a_pass_waits_for_a_grant_and_counts_its_lease(pool: Pool, for_ten: None, grant: Callable[..., Lease]) -> None:
@@ -186,7 +186,7 @@ def test_grants_ends_changes_and_passes_at_once_do_not_stand_in_each_others_way(
     def act(number: int) -> None:
         for turn in range(5):
             if number == 0:
-                assert not enforcing.enforce(now=NOW + turn * MINUTE).failures
+                assert not budget_enforcement.enforce(now=NOW + turn * MINUTE).failures
             elif number == 1:
                 metering.meter(now=NOW + turn * MINUTE), costs.price(now=NOW + turn * MINUTE)
                 made[turn].amount = Decimal(6 + turn)
@@ -194,7 +194,7 @@ def test_grants_ends_changes_and_passes_at_once_do_not_stand_in_each_others_way(
             else:
                 try:
                     lease = grant(f"did:plc:a{number % 3}", f"e{number}")
-                    acting.exec_in(lease.pk, true(), now=NOW)
+                    execution.exec_in(lease.pk, true(), now=NOW)
                     leasing.release(lease.pk, now=NOW)
                 except BudgetExhausted:
                     continue

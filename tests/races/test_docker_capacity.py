@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from leases import acting, leasing, sweeps
+from leases import execution, leasing, sweeps
 from leases.models import Lease
 from sandboxes import providers
 from sandboxes import sweeps as below
@@ -17,7 +17,7 @@ from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.providers.base import Found
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW, threads
-from tests.waiting import until
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 CAPACITY, AGENTS = 20, 64
@@ -46,7 +46,7 @@ class Place:
             return together(act)
 
     def exec(self, i: int, *argv: str) -> int:
-        return acting.exec_in(self.leases[i].pk, Command(argv=argv, timeout=5 * MINUTE), now=NOW)[1].exit_code
+        return execution.exec_in(self.leases[i].pk, Command(argv=argv, timeout=5 * MINUTE), now=NOW)[1].exit_code
 
     def names(self) -> set[str]:
         """What the rows say should be there."""

@@ -8,18 +8,18 @@ from datetime import timedelta
 import pytest
 from django.db import OperationalError, connection, connections, transaction
 
-from leases import acting, leasing, snapshots, sweeps
+from leases import execution, leasing, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease
+from sandboxes import eviction, runs
 from sandboxes import pool as pools
-from sandboxes import retiring, runs
 from sandboxes import sweeps as below
 from sandboxes.errors import CapacityExhausted
 from sandboxes.models import Outcome, Pool, Run, Sandbox
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW, threads
-from tests.waiting import until
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 DAY = timedelta(days=1)
@@ -64,7 +64,7 @@ def test_sixteen_acquires_of_an_elapsed_lease_grant_one_new_lease(pool: Pool, gr
 def test_eight_first_execs_at_once_start_one_sandbox(grant, memory: MemoryProvider) -> None:
     lease: Lease = grant()
     with threads(8) as run:
-        answers = run(lambda i: acting.exec_in(lease.pk, true(), now=NOW)[1].exit_code)
+        answers = run(lambda i: execution.exec_in(lease.pk, true(), now=NOW)[1].exit_code)
     assert answers == [0] * 8
     assert Sandbox.objects.count() == 1 and memory.calls.count(("create", Sandbox.objects.get().ref)) == 1
     sandbox = Sandbox.objects.get()
@@ -77,7 +77,7 @@ def test_thirty_two_starts_at_a_capacity_of_ten_never_have_an_eleventh(pool: Poo
     most = []
     memory.after("create", lambda ref: most.append(len(memory.list(str(pool.owner)))))
     with threads(32) as run:
-        answers = run(lambda i: acting.exec_in(leases[i].pk, true(), now=NOW)[1].exit_code)
+        answers = run(lambda i: execution.exec_in(leases[i].pk, true(), now=NOW)[1].exit_code)
     assert max(most) <= 10
     assert all(answer == 0 or isinstance(answer, CapacityExhausted) for answer in answers)
     assert Sandbox.objects.filter(pool=pool).exclude(state="destroyed").count() == Pool.objects.get(pk=pool.pk).used <= 10
@@ -97,7 +97,7 @@ def test_with_ten_running_and_ten_places_everybody_else_is_refused(pool: Pool, g
 
     def act(i: int) -> object:
         try:
-            return acting.exec_in(leases[i].pk, true(), now=NOW)[1].exit_code
+            return execution.exec_in(leases[i].pk, true(), now=NOW)[1].exit_code
         except CapacityExhausted as full:
             refused.append(full)
             if len(refused) == 22:
@@ -111,11 +111,11 @@ def test_with_ten_running_and_ten_places_everybody_else_is_refused(pool: Pool, g
 
 def test_an_eviction_and_a_run_that_starts_never_both_win(pool: Pool, grant, at_step) -> None:
     lease: Lease = grant()
-    acting.exec_in(lease.pk, true(), now=NOW)
+    execution.exec_in(lease.pk, true(), now=NOW)
     sandbox = Sandbox.objects.get()
-    at_step("run opened", lambda: evicted.append(retiring.sleep(sandbox.pk, now=NOW, reason="idle")))
+    at_step("run opened", lambda: evicted.append(eviction.sleep(sandbox.pk, now=NOW, reason="idle")))
     evicted: list[bool] = []
-    assert acting.exec_in(lease.pk, true(), now=NOW)[1].exit_code == 0
+    assert execution.exec_in(lease.pk, true(), now=NOW)[1].exit_code == 0
     assert evicted == [False]
     sandbox.refresh_from_db()
     assert (sandbox.state, sandbox.incarnation) == ("waiting", 1)
@@ -123,17 +123,17 @@ def test_an_eviction_and_a_run_that_starts_never_both_win(pool: Pool, grant, at_
 
 def test_a_run_that_comes_while_it_falls_asleep_waits_and_wakes_it(pool: Pool, grant, at_step) -> None:
     lease: Lease = grant()
-    acting.exec_in(lease.pk, Command(argv=["sh", "-c", "echo kept >f"], timeout=MINUTE), now=NOW)
+    execution.exec_in(lease.pk, Command(argv=["sh", "-c", "echo kept >f"], timeout=MINUTE), now=NOW)
     sandbox, answers = Sandbox.objects.get(), []
 
     def rival() -> None:
         cat = Command(argv=["cat", "f"], timeout=MINUTE)
-        answers.append(acting.exec_in(lease.pk, cat, now=NOW)[1].stdout)
+        answers.append(execution.exec_in(lease.pk, cat, now=NOW)[1].stdout)
         connections.close_all()
 
     thread = threading.Thread(target=rival)
     at_step("persisted", thread.start)
-    assert retiring.sleep(sandbox.pk, now=NOW, reason="idle")
+    assert eviction.sleep(sandbox.pk, now=NOW, reason="idle")
     thread.join(30)
     assert answers == [b"kept\n"]
     sandbox.refresh_from_db()
@@ -145,7 +145,7 @@ def test_sixteen_claims_for_four_warm_sandboxes_get_four_different_ones(pool: Po
     assert below.warm(now=NOW).counts == {"warmed up": 4}
     leases = [grant(agent=f"did:plc:a{i}") for i in range(16)]
     with threads(16) as run:
-        run(lambda i: acting.exec_in(leases[i].pk, true(), now=NOW))
+        run(lambda i: execution.exec_in(leases[i].pk, true(), now=NOW))
     assert Pool.objects.get(pk=pool.pk).claimed_warm == 4
     assert Sandbox.objects.exclude(holder=None).values("holder").distinct().count() == Sandbox.objects.count() == 16
 
@@ -178,11 +178,11 @@ def test_one_that_becomes_ready_while_a_sweep_looks_is_not_one_too_many(
 
 def test_a_release_while_it_wakes_leaves_nothing(pool: Pool, grant, memory: MemoryProvider, at_step) -> None:
     lease: Lease = grant()
-    acting.exec_in(lease.pk, true(), now=NOW)
-    assert retiring.sleep(Sandbox.objects.get().pk, now=NOW, reason="idle")
+    execution.exec_in(lease.pk, true(), now=NOW)
+    assert eviction.sleep(Sandbox.objects.get().pk, now=NOW, reason="idle")
     at_step("wake claimed", lambda: (leasing.release(lease.pk, now=NOW), sweeps.reclaim(now=NOW)))
     with pytest.raises(LeaseEnded):
-        acting.exec_in(lease.pk, true(), now=NOW)
+        execution.exec_in(lease.pk, true(), now=NOW)
     sweeps.reclaim(now=NOW)
     assert memory.list(str(pool.owner)) == []
     assert Pool.objects.get(pk=pool.pk).used == 0
@@ -190,7 +190,7 @@ def test_a_release_while_it_wakes_leaves_nothing(pool: Pool, grant, memory: Memo
 
 def test_a_release_between_the_check_and_the_place_starts_nothing(grant, memory: MemoryProvider) -> None:
     lease: Lease = grant()
-    want = acting.want_for(lease, now=NOW)
+    want = execution.want_for(lease, now=NOW)
     leasing.release(lease.pk, now=NOW)
     with pytest.raises(LeaseEnded), transaction.atomic():
         want.fence()
@@ -201,7 +201,7 @@ def test_a_release_while_the_sandbox_starts_wins(grant, pool: Pool, memory: Memo
     lease: Lease = grant()
     at_step("created", lambda: leasing.release(lease.pk, now=NOW))
     with pytest.raises(LeaseEnded):
-        acting.exec_in(lease.pk, true(), now=NOW)
+        execution.exec_in(lease.pk, true(), now=NOW)
     assert sweeps.reclaim(now=NOW).counts == {"destroyed": 1, "leases closed": 1}
     assert memory.list(str(pool.owner)) == []
 
@@ -210,14 +210,14 @@ def test_a_release_during_a_run_ends_it_and_the_late_answer_is_refused(grant, at
     lease: Lease = grant()
     at_step("run opened", lambda: leasing.release(lease.pk, now=NOW))
     with pytest.raises(LeaseEnded):
-        acting.exec_in(lease.pk, true(), now=NOW)
+        execution.exec_in(lease.pk, true(), now=NOW)
     run = Run.objects.get()
     assert (run.outcome, Sandbox.objects.get().state) == ("lost", "destroying")
 
 
 def test_a_run_that_ends_as_its_sandbox_is_given_up_and_that_do_not_wait_for_each_other(grant) -> None:
     lease = grant()
-    box = acting.sandbox_for(lease.pk, now=NOW)
+    box = execution.sandbox_for(lease.pk, now=NOW)
     run = runs.open_run(box, Command(argv=["true"], timeout=MINUTE), now=NOW)
     closed: list[object] = []
 
@@ -240,7 +240,7 @@ def test_a_run_that_ends_as_its_sandbox_is_given_up_and_that_do_not_wait_for_eac
 @pytest.mark.parametrize("way", ["its clock", "a condition"])
 def test_a_lease_that_ends_as_a_copy_of_it_is_saved_and_that_do_not_wait_for_each_other(grant, way: str) -> None:
     lease = grant(expiry_conditions=["game-over"])
-    acting.exec_in(lease.pk, true(), now=NOW)
+    execution.exec_in(lease.pk, true(), now=NOW)
     done: list[object] = []
 
     def end() -> None:
@@ -281,7 +281,7 @@ def _renewing_first(lease: Lease, why_elapsed):  # type: ignore[no-untyped-def]
 def test_two_sweeps_at_once_destroy_each_sandbox_once(grant, pool: Pool) -> None:
     for i in range(8):
         lease = grant(agent=f"did:plc:a{i}")
-        acting.exec_in(lease.pk, true(), now=NOW)
+        execution.exec_in(lease.pk, true(), now=NOW)
         leasing.release(lease.pk, now=NOW)
     with threads(4) as run:
         answers = run(lambda i: sweeps.reclaim(now=NOW).counts.get("destroyed", 0))
@@ -329,7 +329,7 @@ def beside(statement: str, act: Callable[[], object]) -> Iterator[None]:
 def test_a_lease_ends_while_its_run_does(grant, memory: MemoryProvider) -> None:
     lease: Lease = grant()
     with beside("UPDATE sandboxes_run", lambda: leasing.release(lease.pk, now=NOW)), pytest.raises(LeaseEnded):
-        acting.exec_in(lease.pk, true(), now=NOW)
+        execution.exec_in(lease.pk, true(), now=NOW)
     assert (Run.objects.get().outcome, Sandbox.objects.get().state) == ("ok", "destroying")
 
 
@@ -337,7 +337,7 @@ def test_a_lease_ends_while_its_run_does(grant, memory: MemoryProvider) -> None:
 def test_a_lease_ends_while_something_is_told_of_it(grant, memory: MemoryProvider) -> None:
     """What is told points to its row, which PostgreSQL looks at when that is committed."""
     lease: Lease = grant(expiry_conditions=["over"])
-    acting.exec_in(lease.pk, true(), now=NOW)
+    execution.exec_in(lease.pk, true(), now=NOW)
     with (
         beside('INSERT INTO "leases_leaseevent"', lambda: sweeps.end_matching("game-1", "over", now=NOW, agents=None)),
         pytest.raises(LeaseEnded),

@@ -8,10 +8,10 @@ from typing import Any
 
 from django.core.management.base import BaseCommand
 
+from billing.api.serializers import NOTHING, CostsAsked, cost_shown, day_shown, hours_shown, to_csv
 from billing.costs import BY, Total, costs
-from billing.management.said import checked, table
+from billing.management.options import checked, table
 from billing.pricing import CENTS, plain, rounded
-from billing.serializers import NOTHING, CostsAsked, cost_shown, day_shown, hours_shown, to_csv
 
 
 class Command(BaseCommand):

@@ -7,10 +7,10 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
+from billing.api.serializers import EstimateAsked, ForecastAsked, estimate_shown, forecast_shown
 from billing.estimate import LAST, Estimate, Scenario, Unpriceable, estimate, forecast
-from billing.management.said import checked, table
+from billing.management.options import checked, table
 from billing.models import Rate
-from billing.serializers import EstimateAsked, ForecastAsked, estimate_shown, forecast_shown
 
 
 class Command(BaseCommand):

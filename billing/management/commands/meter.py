@@ -6,7 +6,7 @@ from typing import Any
 from django.core.management.base import BaseCommand
 from django.utils import timezone
 
-from billing import deriving
+from billing import derivation
 
 
 class Command(BaseCommand):
@@ -17,8 +17,8 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, again: bool, **options: Any) -> None:
         if again:
-            deriving.start_over()
-        usage, money = deriving.derive(now=timezone.now())
+            derivation.start_over()
+        usage, money = derivation.derive(now=timezone.now())
         self.stdout.write(f"usage: {said(usage)}")
         self.stdout.write(f"costs: {said(money)}")
 

@@ -8,16 +8,10 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from billing import statements
-from billing.management.said import checked, table
+from billing.api.serializers_statements import StatementsAsked, lines_to_csv, statement_shown, statements_to_csv, with_lines
+from billing.management.options import checked, table
 from billing.models import Account, Priced, Statement
 from billing.pricing import plain
-from billing.serializers_statements import (
-    StatementsAsked,
-    lines_to_csv,
-    statement_shown,
-    statements_to_csv,
-    with_lines,
-)
 
 
 class Command(BaseCommand):

@@ -14,8 +14,8 @@ import requests
 from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
-from leases import keys
-from sandboxes.egress import front
+from leases import api_keys
+from sandboxes.egress import nginx
 
 MANAGE = Path(__file__).resolve().parents[3] / "manage.py"
 STARTS_WITHIN = 60.0  # seconds
@@ -97,7 +97,7 @@ class Command(BaseCommand):
         self.say(f"API docs  {base}/api/docs")
 
     def client(self, base: str, dids: list[str], *, operator: bool, name: str) -> Any:
-        _, key = keys.issue(dids, operator=operator, name=name, now=timezone.now())
+        _, key = api_keys.issue(dids, operator=operator, name=name, now=timezone.now())
         return self.catan.Client(base, key)
 
     def wait_ready(self, up: "subprocess.Popen[bytes]", base: str) -> None:
@@ -106,7 +106,7 @@ class Command(BaseCommand):
             if up.poll() is not None:
                 raise CommandError("The control plane did not start; what it said is above.")
             try:
-                if requests.get(f"{base}/healthz", timeout=2).status_code == 200 and front.is_open():
+                if requests.get(f"{base}/healthz", timeout=2).status_code == 200 and nginx.is_open():
                     return
             except requests.RequestException:
                 pass

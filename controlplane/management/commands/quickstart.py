@@ -8,7 +8,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import IntegrityError, transaction
 
 from controlplane import health
-from leases.management.verbs import one_line
+from leases.management.base import one_line
 
 NAME = "operator"
 

@@ -16,16 +16,18 @@ from django.utils import timezone
 
 from billing.models import Budget, Unpriced
 from controlplane import schedules
-from leases import enforcing, turns
+from leases import budget_enforcement, turns
 from leases import sweeps as leases
-from leases.management.verbs import duration, first_line, one_line
+from leases.management.base import duration, first_line, one_line
 from leases.models import Lease
-from sandboxes import delivering, measuring, outbox, pruning, runs
+from sandboxes import runs
 from sandboxes import sweeps as sandboxes
-from sandboxes.egress import gate, logs, rates
+from sandboxes.egress import access_log, authorization, model_pricing
 from sandboxes.models import ModelRate, Pool, Sandbox
 from sandboxes.providers.base import Found
-from sandboxes.storage import data
+from sandboxes.state import data_sync, pruning
+from sandboxes.usage import readings
+from sandboxes.webhooks import delivery, outbox
 
 TICK = 0.2  # seconds until a signal is noticed
 SHOWN = 200  # of what each sweep would do
@@ -54,10 +56,10 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "give up sandbox": lambda now: sandboxes.overdue_starts(now=now)[:SHOWN],
         "finish putting to sleep": lambda now: sandboxes.overdue_evictions(now=now)[:SHOWN],
         "skip turn": lambda now: turns.overdue(now=now)[:SHOWN],
-        "close model call": lambda now: gate.overdue(now=now)[:SHOWN],
+        "close model call": lambda now: authorization.overdue(now=now)[:SHOWN],
         "forget answer": lambda now: leases.forgettable(now=now)[:SHOWN],
     },
-    "persist": {"store data of sandbox": lambda now: data.unsaved()[:SHOWN]},
+    "persist": {"store data of sandbox": lambda now: data_sync.unsaved()[:SHOWN]},
     "reclaim": {
         "destroy sandbox": lambda now: sandboxes.given_up(now=now)[:SHOWN],
         "close lease": lambda now: leases.cleared()[:SHOWN],
@@ -76,15 +78,17 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "recount": {"count pool": lambda now: Pool.objects.order_by("pk")},
     "measure": {"measure": lambda now: sandboxes.unmeasured()[:SHOWN]},
     "weigh": {"weigh data": lambda now: pruning.mounted().order_by("pk")[:SHOWN]},
-    "read": {"read sandbox": lambda now: measuring.readable()[:SHOWN]},
+    "read": {"read sandbox": lambda now: readings.readable()[:SHOWN]},
     "prune": {
-        "remove outdated": lambda now: data.outdated()[:SHOWN],
+        "remove outdated": lambda now: data_sync.outdated()[:SHOWN],
         "remove": _unwanted,
         "remove event": lambda now: outbox.old(now=now)[:SHOWN],
     },
     "collect": {
-        "close model call": lambda now: logs.forsaken(now=now)[:SHOWN],
-        "price model call": lambda now: rates.priceable([*ModelRate.objects.filter(valid_from__lte=now)], now=now)[:SHOWN],
+        "close model call": lambda now: access_log.forsaken(now=now)[:SHOWN],
+        "price model call": lambda now: model_pricing.priceable([*ModelRate.objects.filter(valid_from__lte=now)], now=now)[
+            :SHOWN
+        ],
     },
     "meter": {
         "meter sandbox": lambda now: Sandbox.objects.filter(metered=False).order_by("pk")[:SHOWN],
@@ -92,9 +96,9 @@ WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     },
     "budgets": {
         "settle budget": lambda now: Budget.objects.filter(active=True)[:SHOWN],
-        "end lease": lambda now: Lease.objects.filter(pk__in=[*enforcing.due(now=now)][:SHOWN]),
+        "end lease": lambda now: Lease.objects.filter(pk__in=[*budget_enforcement.due(now=now)][:SHOWN]),
     },
-    "webhooks": {"try delivery": lambda now: delivering.deliverable(now=now)[:SHOWN]},
+    "webhooks": {"try delivery": lambda now: delivery.deliverable(now=now)[:SHOWN]},
 }
 
 

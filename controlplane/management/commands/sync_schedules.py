@@ -6,7 +6,7 @@ from django.core.management.base import BaseCommand
 from django.utils import timezone
 
 from controlplane import schedules
-from leases.management.verbs import one_line
+from leases.management.base import one_line
 
 
 class Command(BaseCommand):

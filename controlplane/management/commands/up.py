@@ -20,10 +20,10 @@ from django.utils import timezone
 from controlplane import health, schedules, supervisor
 from controlplane.supervisor import Child, Supervisor
 from leases import sweeps as leases
-from leases.management.verbs import duration, first_line
+from leases.management.base import duration, first_line
 from sandboxes import providers
 from sandboxes import sweeps as sandboxes
-from sandboxes.egress import front
+from sandboxes.egress import nginx
 from sandboxes.models import Sandbox, State, Sweep
 from sandboxes.providers.base import Provider
 
@@ -169,7 +169,7 @@ class Readiness:
     def __call__(self) -> None:
         if not self.web.process or self.announced == self.web.instance or not self._healthy():
             return
-        is_open = front.is_open()
+        is_open = nginx.is_open()
         if is_open or self.web.age > WAY_OUT_WITHIN:
             self.announced = self.web.instance
             self.say("ready" if is_open else "ready, but SANDBOXES REACH NO MODEL: their way out does not open")

@@ -10,7 +10,7 @@ from django.utils import timezone
 
 from leases import leasing
 from leases.errors import Invalid
-from leases.management.verbs import duration, one_line
+from leases.management.base import duration, one_line
 from leases.models import DID, DID_ACCEPTS, NAME, NAME_ACCEPTS
 
 

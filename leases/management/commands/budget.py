@@ -12,9 +12,9 @@ from django.utils import timezone
 from billing import budgets
 from billing.estimate import runs_out
 from billing.models import Account, Budget
-from billing.models_budgets import Period, Scope, Unit
+from billing.models.budgets import Period, Scope, Unit
 from billing.pricing import plain
-from leases.management.verbs import duration, one_line
+from leases.management.base import duration, one_line
 from leases.models import DID_ACCEPTS, AgentKey, EnvironmentType, is_did
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from django.core.management.base import BaseCommand
 from django.utils import timezone
 
-from leases import keys
-from leases.management.verbs import one_line
+from leases import api_keys
+from leases.management.base import one_line
 
 
 class Command(BaseCommand):
@@ -22,7 +22,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, agent: list[str], operator: bool, json: bool, **options: Any) -> None:
         with one_line(options["verbosity"]):
-            row, key = keys.issue(agent, operator=operator, name=options["name"], now=timezone.now())
+            row, key = api_keys.issue(agent, operator=operator, name=options["name"], now=timezone.now())
             speaks_for = "every agent" if operator else ", ".join(row.dids)
             as_json = encoding.dumps({"key": key, "prefix": row.prefix})
             self.stdout.write(as_json if json else f"{key} (for {speaks_for}; not shown again)")

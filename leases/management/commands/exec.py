@@ -8,8 +8,8 @@ from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
-from leases import acting
-from leases.management.verbs import duration, lease_id, one_line
+from leases import execution
+from leases.management.base import duration, lease_id, one_line
 from sandboxes.runs import Command as Run
 
 TIMED_OUT = 124  # as timeout(1) has it
@@ -29,7 +29,7 @@ class Command(BaseCommand):
             if longest > settings.EXEC_TIMEOUT_MOST:
                 raise CommandError(f"--timeout: at most {settings.EXEC_TIMEOUT_MOST.total_seconds():g} seconds.")
             run = Run(argv=argv, timeout=longest)
-            _, result = acting.exec_in(lease_id(lease), run, now=timezone.now(), actor="command line")
+            _, result = execution.exec_in(lease_id(lease), run, now=timezone.now(), actor="command line")
             sys.stdout.buffer.write(result.stdout)  # bytes: self.stdout would make text of them
             sys.stdout.flush()
             sys.stderr.buffer.write(result.stderr)

@@ -11,12 +11,13 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from leases.errors import Invalid
-from leases.management.verbs import one_line
+from leases.management.base import one_line
 from leases.models import DID_ACCEPTS, Agent, is_did
-from sandboxes import curves, identity, subscribing
-from sandboxes.cells import counted
-from sandboxes.curves import Private
+from sandboxes.admin.formatting import counted
+from sandboxes.identity import curves, signing
+from sandboxes.identity.curves import Private
 from sandboxes.models import SigningKey
+from sandboxes.webhooks import subscriptions
 
 ACTOR = "command line"
 LINE = 1000  # characters of stdin: no private key is longer
@@ -58,27 +59,27 @@ class Command(BaseCommand):
         self._begin(agent, _from_stdin(algorithm))
 
     def _begin(self, agent: str, private: Private) -> None:
-        key = identity.create(_did(agent), now=timezone.now(), actor=ACTOR, private=private)
+        key = signing.create(_did(agent), now=timezone.now(), actor=ACTOR, private=private)
         Agent.objects.get_or_create(did=agent)
         self._said(key, "signs as")
 
     def _rotate(self, agent: str, algorithm: str, given: bool) -> None:
         private = _from_stdin(algorithm) if given else curves.generate(algorithm) if algorithm else None
-        self._said(identity.rotate(agent, now=timezone.now(), actor=ACTOR, private=private), "signs from now on as")
+        self._said(signing.rotate(agent, now=timezone.now(), actor=ACTOR, private=private), "signs from now on as")
 
     def _revoke(self, agent: str) -> None:
-        key = identity.revoke(agent, now=timezone.now(), actor=ACTOR)
+        key = signing.revoke(agent, now=timezone.now(), actor=ACTOR)
         self.stdout.write(f"{agent} signs nothing any more: {key.did_key} is revoked")
 
     def _show(self, agent: str) -> None:
-        key = identity.active(agent)
+        key = signing.active(agent)
         self.stdout.write(key.did_key)
-        self.stdout.write(json.dumps(identity.verification_method(key), indent=2))
+        self.stdout.write(json.dumps(signing.verification_method(key), indent=2))
 
     def _reencrypt(self) -> None:
-        done = identity.reencrypt()
+        done = signing.reencrypt()
         self._reencrypted(counted(done.changed, "private key", "private keys"), done.already)
-        webhooks = subscribing.reencrypt(now=timezone.now())
+        webhooks = subscriptions.reencrypt(now=timezone.now())
         if webhooks.changed or webhooks.already:
             self._reencrypted(counted(webhooks.changed, "webhook's secret", "webhooks' secrets"), webhooks.already)
         if done.unopened:

@@ -7,7 +7,7 @@ from django.core.management.base import BaseCommand
 from django.utils import timezone
 
 from leases import leasing
-from leases.management.verbs import lease_id, one_line
+from leases.management.base import lease_id, one_line
 
 
 class Command(BaseCommand):

@@ -16,15 +16,15 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import Error as DatabaseError
 from django.utils import timezone
 
-from leases import once
+from leases import one_shot
 from leases.errors import Invalid
-from leases.management.verbs import duration, one_line
+from leases.management.base import duration, one_line
 from leases.models import DID, DID_ACCEPTS
-from leases.once import How, Result, Wish, run_once
+from leases.one_shot import How, Result, Wish, run_once
 from sandboxes.providers.base import ProviderError
-from sandboxes.storage import folders
+from sandboxes.state import directories
+from sandboxes.state.spool import spool
 from sandboxes.storage.base import StoreError
-from sandboxes.storage.spools import spool
 
 NOT_RUN, INTERNAL, OOM_KILLED, TIMED_OUT, CONTAINER_FAILED = 121, 122, 123, 124, 125
 CODES = {
@@ -62,7 +62,7 @@ All of these are said on stderr, too: a command may end with the same codes by i
         parser.add_argument("--timeout", metavar="S", help='seconds, or "5m"; default: LEASEHOLD_EXEC_TIMEOUT')
         parser.add_argument("--memory", type=int, metavar="MIB", help="default: what the pool gives")
         parser.add_argument("--stdin", metavar="FILE", help="what the command reads; - is this command's own")
-        parser.add_argument("--type", default=once.TYPE, help=f"the environment type; default: {once.TYPE}")
+        parser.add_argument("--type", default=one_shot.TYPE, help=f"the environment type; default: {one_shot.TYPE}")
         parser.add_argument("--pool", default="", help="default: that of the environment type")
         parser.add_argument("argv", nargs="+", help="after --, the program and its arguments; no shell")
 
@@ -108,7 +108,7 @@ All of these are said on stderr, too: a command may end with the same codes by i
         assert wish.workspace  # as _wish has it
         assert wish.back
         try:
-            folders.bring_back(workspace, wish.workspace, wish.back)
+            directories.bring_back(workspace, wish.workspace, wish.back)
         except (ProviderError, StoreError, OSError) as failed:
             self._say(f"the workspace could not be brought back: {failed}")
             return False
@@ -141,7 +141,7 @@ def _wish(stack: ExitStack, *, agent: str, workspace: Path | None, stdin: str | 
         if workspace:
             wish = replace(wish, workspace=stack.enter_context(spool()), back=stack.enter_context(spool()))
             assert wish.workspace
-            folders.pack(workspace, wish.workspace)
+            directories.pack(workspace, wish.workspace)
     except (StoreError, OSError) as failed:
         raise CommandError(str(failed)) from failed
     return wish

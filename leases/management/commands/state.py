@@ -15,17 +15,17 @@ from django.db.models import QuerySet
 from django.utils import timezone
 
 from leases.errors import Invalid
-from leases.management.verbs import one_line
+from leases.management.base import one_line
 from leases.models import DID_ACCEPTS, is_did
-from sandboxes import cells
+from sandboxes.admin import formatting
 from sandboxes.models import Sandbox
-from sandboxes.storage import editing, exports, pulls, tree
+from sandboxes.models.state import AgentData, Keeping, Snapshot
+from sandboxes.state import data_editing, data_export, data_tree, pull
+from sandboxes.state.data_editing import NotThere
+from sandboxes.state.data_modes import to_mount, to_sync
+from sandboxes.state.data_tree import DIRECTORY, Line
+from sandboxes.state.spool import spool
 from sandboxes.storage.base import CHUNK, StoreError
-from sandboxes.storage.editing import NotThere
-from sandboxes.storage.keeping import to_mount, to_sync
-from sandboxes.storage.spools import spool
-from sandboxes.storage.tree import DIRECTORY, Line
-from sandboxes.stored import AgentData, Keeping, Snapshot
 
 STREAM = "-"  # in the place of a file: stdin or stdout
 TYPES = {"file": stat.S_IFREG, "link": stat.S_IFLNK, DIRECTORY: stat.S_IFDIR}
@@ -72,20 +72,20 @@ class Command(BaseCommand):
                 raise CommandError(str(failed)) from failed
 
     def _ls(self, agent: str, path: str, long: bool) -> None:
-        mine, where = editing.kept(agent), path.strip("/")
-        lines = tree.listing(mine, where)
-        itself = tree.live(mine).filter(path=where).first()
+        mine, where = data_editing.kept(agent), path.strip("/")
+        lines = data_tree.listing(mine, where)
+        itself = data_tree.live(mine).filter(path=where).first()
         if where and not lines and itself is None:
             raise NotThere(f"There is no {where!r} in its data.")
-        for line in lines or tree.alone(itself):
-            self.stdout.write(_in_full(line) if long else f"{cells.size(line.size_bytes):>10}  {_name(line)}")
+        for line in lines or data_tree.alone(itself):
+            self.stdout.write(_in_full(line) if long else f"{formatting.size(line.size_bytes):>10}  {_name(line)}")
 
     def _get(self, agent: str, path: str, file: str) -> None:
-        row = tree.live(editing.kept(agent)).select_related("stored_in", "data").filter(path=path.strip("/")).first()
+        row = data_tree.live(data_editing.kept(agent)).select_related("stored_in", "data").filter(path=path.strip("/")).first()
         if row is None or row.kind != "file":
             raise NotThere(f"There is no file {path!r} in its data." if row is None else f"{path!r} is a {row.kind}.")
         with ExitStack() as stack:
-            content = pulls.fetch([row], stack, now=timezone.now())[row.path]
+            content = pull.fetch([row], stack, now=timezone.now())[row.path]
             if file == STREAM:
                 copyfileobj(content, sys.stdout.buffer, CHUNK)  # bytes: self.stdout would make text of them
                 sys.stdout.flush()
@@ -98,41 +98,41 @@ class Command(BaseCommand):
         now, mode = timezone.now(), 0o644 if file == STREAM else Path(file).stat().st_mode
         with ExitStack() as stack:
             source = sys.stdin.buffer if file == STREAM else stack.enter_context(open(file, "rb"))
-            stored = editing.put(_did(agent), path.strip("/"), source, mode=mode, now=now)
-        self._said(agent, f"{cells.path(path)} stored" if stored else f"{cells.path(path)} is that already")
+            stored = data_editing.put(_did(agent), path.strip("/"), source, mode=mode, now=now)
+        self._said(agent, f"{formatting.path(path)} stored" if stored else f"{formatting.path(path)} is that already")
 
     def _rm(self, agent: str, path: str, recursive: bool) -> None:
-        removed = editing.remove(agent, path.strip("/"), recursive=recursive, now=timezone.now())
+        removed = data_editing.remove(agent, path.strip("/"), recursive=recursive, now=timezone.now())
         self._said(agent, f"{removed} removed")
 
     def _export(self, agent: str, target: str) -> None:
-        mine, now = editing.kept(agent), timezone.now()
+        mine, now = data_editing.kept(agent), timezone.now()
         if target != STREAM and not target.endswith(".tar"):
-            number = exports.to_directory(mine, Path(target), now=now)
+            number = data_export.to_directory(mine, Path(target), now=now)
         else:
             with ExitStack() as stack:
                 whole = stack.enter_context(spool())
-                number = exports.to_tar(mine, whole, now=now)
+                number = data_export.to_tar(mine, whole, now=now)
                 out = sys.stdout.buffer if target == STREAM else stack.enter_context(open(target, "xb"))
                 copyfileobj(whole, out, CHUNK)
             sys.stdout.flush()
         if target != STREAM:
-            self.stdout.write(f"{cells.counted(number, 'path', 'paths')} in {target}: revision {mine.revision}")
+            self.stdout.write(f"{formatting.counted(number, 'path', 'paths')} in {target}: revision {mine.revision}")
 
     def _import(self, agent: str, source: str) -> None:
         now = timezone.now()
         if source != STREAM and Path(source).is_dir():
-            stored = editing.load_directory(_did(agent), Path(source), now=now)
+            stored = data_editing.load_directory(_did(agent), Path(source), now=now)
         else:
             with spool() as copy:  # of stdin: a tar may be packed in a way that takes going back in it
                 if source == STREAM:
                     copyfileobj(sys.stdin.buffer, copy, CHUNK)
                     copy.seek(0)
-                    stored = editing.load_tar(_did(agent), copy, now=now)
+                    stored = data_editing.load_tar(_did(agent), copy, now=now)
                 else:
                     with open(source, "rb") as tar:
-                        stored = editing.load_tar(_did(agent), tar, now=now)
-        self._said(agent, f"{cells.counted(stored, 'path', 'paths')} new or changed")
+                        stored = data_editing.load_tar(_did(agent), tar, now=now)
+        self._said(agent, f"{formatting.counted(stored, 'path', 'paths')} new or changed")
 
     def _keep(self, agent: str, keeping: str) -> None:
         mine = AgentData.objects.filter(agent_did=agent).first()
@@ -143,16 +143,16 @@ class Command(BaseCommand):
             return
         turn = to_mount if keeping == Keeping.MOUNT else to_sync
         number = turn(mine, now=timezone.now())
-        self.stdout.write(f"{agent} is kept by {keeping}: {cells.counted(number, 'path', 'paths')}")
+        self.stdout.write(f"{agent} is kept by {keeping}: {formatting.counted(number, 'path', 'paths')}")
 
     def _snapshots(self, holder: str) -> None:
         for each in _copies(holder):
             where = "forgotten" if each.forgotten_at else "local,store" if each.local else "store"
             said = f"{each.pk} {each.at:%Y-%m-%dT%H:%M:%SZ} {each.size_bytes:>12} {each.kind:<8} {where:<11} "
-            self.stdout.write((said + cells.path(each.name)).rstrip())
+            self.stdout.write((said + formatting.path(each.name)).rstrip())
 
     def _said(self, agent: str, what: str) -> None:
-        self.stdout.write(f"{what}: revision {editing.kept(agent).revision}")
+        self.stdout.write(f"{what}: revision {data_editing.kept(agent).revision}")
 
 
 NAMES = {"agent", "path", "long", "file", "recursive", "target", "source", "holder", "keeping"}
@@ -168,13 +168,13 @@ def _did(text: str) -> str:
 
 
 def _name(line: Line) -> str:
-    return cells.path(line.name) + ("/" if line.kind == DIRECTORY else "")
+    return formatting.path(line.name) + ("/" if line.kind == DIRECTORY else "")
 
 
 def _in_full(line: Line) -> str:
     """As ls -l has it, with the lease in the place of the owner."""
     mode = stat.filemode(TYPES[line.kind] | line.row.mode) if line.row else "d?????????"
-    target = f" -> {cells.path(line.row.target)}" if line.row and line.kind == "link" else ""
+    target = f" -> {formatting.path(line.row.target)}" if line.row and line.kind == "link" else ""
     return f"{mode} {line.holder or '-'!s:<36} {line.size_bytes:>12} {line.changed_at:%Y-%m-%dT%H:%M:%SZ} {_name(line)}{target}"
 
 

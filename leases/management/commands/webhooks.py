@@ -8,10 +8,10 @@ from django.core.exceptions import ValidationError
 from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
-from leases.management.verbs import one_line
-from sandboxes import delivering, subscribing
+from leases.management.base import one_line
 from sandboxes.models import Webhook
-from sandboxes.webhooks import CURRENT, TOLD
+from sandboxes.models.webhooks import CURRENT, TOLD
+from sandboxes.webhooks import delivery, subscriptions
 
 ACTOR = "command line"
 
@@ -48,7 +48,7 @@ class Command(BaseCommand):
 
     def _add(self, url: str, kinds: list[str], internal: bool, description: str) -> None:
         try:
-            row, secret = subscribing.add(
+            row, secret = subscriptions.add(
                 url, kinds, internal=internal, description=description, now=timezone.now(), actor=ACTOR
             )
         except ValidationError as wrong:
@@ -57,28 +57,28 @@ class Command(BaseCommand):
 
     def _test(self, webhook: str) -> None:
         row = _found(webhook)
-        sent = delivering.send_test(row, now=timezone.now(), actor=ACTOR)
+        sent = delivery.send_test(row, now=timezone.now(), actor=ACTOR)
         sent.refresh_from_db()
         self.stdout.write(f"{row.url} answered {sent.last_status}")
 
     def _pause(self, webhook: str) -> None:
         row = _found(webhook)
-        self.stdout.write(f"{row.url} {'is' if subscribing.pause(row.pk, actor=ACTOR) else 'was'} paused")
+        self.stdout.write(f"{row.url} {'is' if subscriptions.pause(row.pk, actor=ACTOR) else 'was'} paused")
 
     def _resume(self, webhook: str) -> None:
         row = _found(webhook)
-        resumed = subscribing.resume(row.pk, now=timezone.now(), actor=ACTOR)
+        resumed = subscriptions.resume(row.pk, now=timezone.now(), actor=ACTOR)
         self.stdout.write(f"{row.url} {'is told again' if resumed else 'was neither paused nor given up'}")
 
     def _rotate(self, webhook: str) -> None:
-        secret = subscribing.rotate(_found(webhook), now=timezone.now(), actor=ACTOR)
+        secret = subscriptions.rotate(_found(webhook), now=timezone.now(), actor=ACTOR)
         if secret is None:
             raise CommandError("Somebody else has just rotated or removed it.")
         self.stdout.write(secret)
 
     def _remove(self, webhook: str) -> None:
         row = _found(webhook)
-        subscribing.remove(row.pk, now=timezone.now(), actor=ACTOR)
+        subscriptions.remove(row.pk, now=timezone.now(), actor=ACTOR)
         self.stdout.write(f"{row.url} is told nothing any more")
 
 

@@ -20,7 +20,7 @@ from docker.errors import APIError, DockerException, ImageNotFound
 from docker.utils import kwargs_from_env
 from requests.exceptions import RequestException
 
-from sandboxes.egress import front
+from sandboxes.egress import nginx
 
 IMAGE = Path(__file__).resolve().parents[2] / "image"
 AUTHORITIES = Path("/usr/local/share/ca-certificates")  # this machine's own, beside those that its system brings
@@ -46,7 +46,7 @@ class Command(BaseCommand):
         try:
             found = self._base(base)
             self.stdout.write(self._build(found, tag, _context(), no_cache, verbosity))
-            self.stdout.write(self._build(found, settings.EGRESS_IMAGE, front.context(found), no_cache, verbosity))
+            self.stdout.write(self._build(found, settings.EGRESS_IMAGE, nginx.context(found), no_cache, verbosity))
         except (DockerException, RequestException) as error:
             raise CommandError(f"{tag} could not be built: {error}") from error
 

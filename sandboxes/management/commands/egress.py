@@ -15,11 +15,12 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import DatabaseError, close_old_connections
 from django.utils import timezone
 
-from sandboxes.egress import collecting, front, logs, slots
-from sandboxes.egress.front import Front
+from sandboxes.egress import access_log, reconciliation, slots
+from sandboxes.egress import nginx as front
+from sandboxes.egress.nginx import Front
 from sandboxes.egress.server import Server
 from sandboxes.providers.base import ProviderError
-from sandboxes.providers.engine import Engine
+from sandboxes.providers.docker.engine import Engine
 from sandboxes.sweeps import Swept, recorded
 
 log = structlog.get_logger(__name__)
@@ -89,7 +90,7 @@ def beat(nginx: Front | None) -> None:
 
     def rotate() -> Swept:
         swept = Swept()
-        if nginx and logs.rotate(collecting.access_log(), nginx.reopen_log, now=now):
+        if nginx and access_log.rotate(reconciliation.access_log(), nginx.reopen_log, now=now):
             swept.note("logs rotated")
         return swept
 

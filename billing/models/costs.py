@@ -1,0 +1,59 @@
+"""Cost records: usage of one lease, item and day multiplied by one rate."""
+
+from decimal import Decimal
+from uuid import UUID
+
+from django.db import models
+from django.db.models import F, Q, Value
+from django.db.models.functions import Coalesce
+
+from billing.models.accounts import Account
+from billing.models.rates import Priced, Rate
+
+
+class CostRecord(models.Model):
+    """What one lease used of one item on one day, and what that cost by one rate. Derived from usage, rates and memberships
+    alone: thrown away and derived again it is the same to the last digit."""
+
+    account = models.ForeignKey(Account, on_delete=models.PROTECT, related_name="costs", db_index=False)
+    day = models.DateField()
+    provider = models.CharField(max_length=32, blank=True)
+    item = models.CharField(max_length=8, choices=Priced.choices)
+    agent_did = models.CharField(max_length=255, blank=True, verbose_name="agent")
+    holder = models.UUIDField(null=True, blank=True, help_text="The lease. Empty: a sandbox that nobody held yet, or a plan.")
+    environment_id = models.CharField(max_length=200, blank=True)
+    rate = models.ForeignKey(
+        Rate, on_delete=models.PROTECT, null=True, blank=True, related_name="costs", help_text="Empty: model calls."
+    )
+    whole = models.CharField(
+        max_length=40, help_text="The quantity in the smallest units there are, such as microseconds x MiB: a whole number."
+    )
+    quantity = models.DecimalField(max_digits=18, decimal_places=9, help_text="In the unit of the item.")
+    free = models.DecimalField(max_digits=18, decimal_places=9, default=Decimal(0), help_text="Within the allowance.")
+    usd = models.DecimalField("USD", max_digits=18, decimal_places=9)
+
+    class Meta:
+        default_permissions = ("view",)
+        ordering = ["-day", "account", "provider", "item", "-pk"]
+        constraints = [
+            models.UniqueConstraint(
+                "day", "account", "provider", "item", "agent_did", "environment_id",
+                Coalesce("holder", Value(UUID(int=0), models.UUIDField())),
+                Coalesce("rate", Value(0), output_field=models.BigIntegerField()),
+                name="cost_once",
+            ),
+            models.CheckConstraint(
+                condition=Q(quantity__gte=0, usd__gte=0, free__gte=0, free__lte=F("quantity")), name="cost_positive"
+            ),
+            models.CheckConstraint(
+                condition=Q(item="llm", rate__isnull=True) | (~Q(item="llm") & Q(rate__isnull=False)), name="cost_has_its_rate"
+            ),
+        ]  # fmt: skip
+        indexes = [
+            models.Index(fields=["account", "day"], name="cost_account"),
+            models.Index(fields=["agent_did", "day"], name="cost_agent"),
+            models.Index(fields=["holder", "day"], name="cost_holder"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.item} on {self.day}"

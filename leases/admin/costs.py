@@ -1,0 +1,32 @@
+"""Operators' pages on costs as seen from here: a holder is a lease, and an agent has a page."""
+
+from django.contrib import admin
+
+from billing.admin.costs import CostRecordAdmin
+from billing.admin.members import MembershipAdmin, MembershipForm
+from billing.admin.usage import UsageRecordAdmin
+from billing.models import CostRecord, Membership, UsageRecord
+from leases.admin.formatting import HeldByLease
+from leases.admin.sandboxes import NamesAgent
+
+for model in (CostRecord, Membership, UsageRecord):
+    admin.site.unregister(model)
+
+
+@admin.register(CostRecord)
+class LeasedCostRecordAdmin(HeldByLease, CostRecordAdmin):
+    pass
+
+
+@admin.register(UsageRecord)
+class LeasedUsageRecordAdmin(HeldByLease, UsageRecordAdmin):
+    pass
+
+
+class AgentsMembershipForm(NamesAgent, MembershipForm):
+    pass
+
+
+@admin.register(Membership)
+class AgentsMembershipAdmin(HeldByLease, MembershipAdmin):
+    form = AgentsMembershipForm

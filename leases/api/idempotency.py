@@ -1,0 +1,140 @@
+"""A POST with an Idempotency-Key is acted on once: whoever sends it again is answered from the stored row.
+
+Inserting the row is the right to act. Only answers that are a success are stored: an error frees the key, and so does
+the death of whoever acted, once its deadline has passed. For what must not happen twice neither is so: when it may have
+begun, the key stays taken and says which Run to look at."""
+
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.conf import settings
+from django.db import IntegrityError, transaction
+from django.http import HttpRequest, HttpResponse
+
+from leases.errors import Conflict, Invalid
+from leases.models import AgentKey, IdempotentRequest
+from sandboxes.db.clock import ticking
+from sandboxes.lifecycle import step
+from sandboxes.models import Outcome, Run
+
+HEADER = "Idempotency-Key"
+Answer = tuple[int, Mapping[str, Any]]  # status and body
+Act = Callable[[uuid.UUID], Answer]  # given the id for a Run, if it opens one
+
+
+class KeyReused(Conflict):
+    """This Idempotency-Key was sent with another request."""
+
+    code = "idempotency_key_reused"
+
+
+class InProgress(Conflict):
+    """The first request with this Idempotency-Key is still being served."""
+
+    code = "idempotency_in_progress"
+    retry_after = 1
+
+
+class OutcomeUnknown(Conflict):
+    """The first request with this Idempotency-Key was interrupted. It may have had an effect; it is not repeated."""
+
+    code = "outcome_unknown"
+
+
+def once(
+    request: HttpRequest,
+    holder: AgentKey,
+    act: Act,
+    *,
+    now: datetime,
+    body: bytes = b"",
+    patience: timedelta = timedelta(minutes=1),
+    repeatable: bool = True,
+) -> HttpResponse:
+    """Act and answer; with an Idempotency-Key, once for this key holder. `patience` is the longest that acting takes.
+
+    KeyReused, InProgress; OutcomeUnknown if it is not repeatable and was interrupted."""
+    key = request.META.get("HTTP_IDEMPOTENCY_KEY")
+    if key is None:
+        return _response(*act(uuid.uuid4()))
+    if not re.fullmatch(r"[\x21-\x7e]{1,255}", key):
+        raise Invalid(HEADER, f"The header {HEADER} has 1 to 255 visible ASCII characters.")
+    later = ticking(now)
+    asked = hashlib.sha256(f"{request.method} {request.get_full_path()}\n".encode() + body).hexdigest()
+    row, mine = _claim(holder, key, asked, now=now, until=now + patience, repeatable=repeatable)
+    if not mine:
+        return _replay(row, asked, None if repeatable else _run_id(holder, row), now=now)
+    step("key claimed", row)
+    # Whoever takes over after our deadline starts anew: what we would still write is then not ours to write.
+    ours = IdempotentRequest.objects.filter(pk=row.pk, started_at=row.started_at, status_code=None)
+    run_id = _run_id(holder, row)
+    try:
+        status, said = act(run_id)
+    except Exception:
+        if repeatable or not _may_have_begun(run_id):
+            ours.delete()
+        else:
+            ours.update(deadline_at=later())
+        raise
+    step("acted", row)
+    response = _response(status, said)
+    ours.update(status_code=status, body=response.content.decode())
+    return response
+
+
+def _claim(
+    holder: AgentKey, key: str, asked: str, *, now: datetime, until: datetime, repeatable: bool
+) -> tuple[IdempotentRequest, bool]:
+    """The row of this key, and whether it is ours to act on."""
+    terms = {"started_at": now, "deadline_at": until, "expires_at": max(until, now + settings.IDEMPOTENCY_TTL)}
+    for _ in range(5):
+        try:
+            with transaction.atomic():
+                return IdempotentRequest.objects.create(key_holder=holder, key=key, fingerprint=asked, **terms), True
+        except IntegrityError:
+            row = IdempotentRequest.objects.filter(key_holder=holder, key=key).first()
+        if row is None:
+            continue  # freed since
+        same = IdempotentRequest.objects.filter(pk=row.pk, started_at=row.started_at)
+        if row.expires_at <= now:
+            same.delete()
+            continue
+        abandoned = row.status_code is None and row.deadline_at <= now and row.fingerprint == asked
+        if not (abandoned and repeatable):
+            return row, False
+        if same.filter(status_code=None, deadline_at=row.deadline_at).update(**terms):
+            row.started_at = now
+            return row, True
+    raise InProgress()
+
+
+def _replay(row: IdempotentRequest, asked: str, run_id: uuid.UUID | None, *, now: datetime) -> HttpResponse:
+    if row.fingerprint != asked:
+        raise KeyReused()
+    if row.status_code is not None:
+        return HttpResponse(
+            row.body, status=row.status_code, content_type="application/json", headers={"Idempotent-Replayed": "true"}
+        )
+    if run_id is None or row.deadline_at > now:
+        raise InProgress()
+    raise OutcomeUnknown(run_id=str(run_id) if Run.objects.filter(pk=run_id).exists() else None)
+
+
+def _run_id(holder: AgentKey, row: IdempotentRequest) -> uuid.UUID:
+    """The id of the Run that this request opens, if any: known also to those who come after its process died. With the
+    random digest in it, no other installation has the same."""
+    return uuid.uuid5(uuid.NAMESPACE_OID, f"{holder.digest} {row.pk}")
+
+
+def _may_have_begun(run_id: uuid.UUID) -> bool:
+    # A Run that failed without an exit code was refused by the provider: nothing was executed.
+    return Run.objects.filter(pk=run_id).exclude(outcome=Outcome.FAILED, exit_code=None).exists()
+
+
+def _response(status: int, said: Mapping[str, Any]) -> HttpResponse:
+    return HttpResponse(json.dumps(said), status=status, content_type="application/json")

@@ -1,0 +1,139 @@
+"""Operators' pages on what sandboxes may do beyond the rest. `leases.admin.leases` says which environment types ask for it."""
+
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import Count, Q
+from django.http import HttpRequest
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+from unfold.decorators import display
+
+from sandboxes.admin.base import Fact, Page
+from sandboxes.admin.formatting import badge, counted, link, rows, two
+from sandboxes.models import Policy, Sandbox, State
+from sandboxes.models.policies import SEALED
+
+LIVE = ~Q(state=State.DESTROYED)
+CONFIGURED = "the configured ones"  # LEASEHOLD_LLM_MODEL and LEASEHOLD_LLM_MODELS
+
+
+@admin.register(Policy)
+class PolicyAdmin(Page):
+    list_display = ["what", "root", "may_be_called", "pace", "publishes", "live"]
+    search_fields = ["name__startswith"]
+    search_help_text = "Name"
+    ordering = ["name"]
+    fieldsets: list[tuple[str | None, dict[str, Any]]] = [
+        (None, {"fields": ["name", "description"]}),
+        ("Its container", {"fields": ["writable_root"]}),
+        (
+            "Its way out",
+            {
+                "fields": ["models", "calls_per_minute", "most_calls_at_once", "largest_body_kib", "relay"],
+                "description": "Looked up at each call: a change holds from the next one on, also for sandboxes that run.",
+            },
+        ),
+    ]
+    labels = {
+        "writable_root": "Writable root file system",
+        "models": "Models that may be called",
+        "most_calls_at_once": "Calls at once",
+        "largest_body_kib": "Largest request in KiB",
+        "relay": "May use the relay",
+    }
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Policy | None = None) -> list[str]:
+        return ["name"] if obj else []  # settings and scripts call it by its name
+
+    def has_change_permission(self, request: HttpRequest, obj: Policy | None = None) -> bool:
+        """The built-in one says what holds for all that name none: it is the same everywhere."""
+        return not (obj and obj.built_in) and bool(super().has_change_permission(request, obj))
+
+    def get_fieldsets(self, request: HttpRequest, obj: Policy | None = None) -> Any:
+        """Whoever only reads sees the models one a line, as the form has them."""
+        if obj is None or self.has_change_permission(request, obj):
+            return self.fieldsets
+        return [
+            (title, {**said, "fields": ["all_models" if name == "models" else name for name in said["fields"]]})
+            for title, said in self.fieldsets
+        ]
+
+    @display(description="Models that may be called")
+    def all_models(self, row: Policy) -> SafeString | str:
+        return (
+            format_html_join(SafeString("<br>"), '<span class="lh-command">{}</span>', ((each,) for each in row.models))
+            or CONFIGURED
+        )
+
+    def complete(self, rows: list[Policy]) -> None:
+        found = Sandbox.objects.filter(LIVE).order_by().values_list("policy").annotate(Count("pk"))
+        live = dict(found)
+        for row in rows:
+            row.live = live.get(None if row.built_in else row.pk, 0)  # type: ignore[attr-defined]
+
+    @display(description="Policy")
+    def what(self, row: Policy) -> SafeString | str:
+        return two(row.name, row.description) if row.description else row.name
+
+    @display(description="Root file system")
+    def root(self, row: Policy) -> SafeString:
+        return root(row)
+
+    @display(description="Models")
+    def may_be_called(self, row: Policy) -> SafeString | str:
+        return allowed(row)
+
+    @display(description="Calls")
+    def pace(self, row: Policy) -> SafeString:
+        return two(f"{row.calls_per_minute:,} a minute", f"{row.most_calls_at_once:,} at once")
+
+    @display(description="Relay")
+    def publishes(self, row: Policy) -> str:
+        return "yes" if row.relay else "no"
+
+    @display(description="Live sandboxes")
+    def live(self, row: Policy) -> str:
+        return f"{row.live:,}"  # type: ignore[attr-defined]
+
+    def wanted_by(self, row: Policy) -> list[Fact]:
+        """`leases.admin.leases` overrides it: this app knows of nobody who wants sandboxes."""
+        return []
+
+    def page(self, request: HttpRequest, row: Policy) -> dict[str, Any]:
+        theirs: dict[str, Any] = {"policy__isnull": True} if row.built_in else {"policy": row}
+        narrowed = {"policy__isnull": "True"} if row.built_in else {"policy__id__exact": row.pk}
+        return {
+            "facts": [
+                Fact("Root file system", root(row)),
+                Fact("Models", allowed(row), note="and the relay" if row.relay else ""),
+                *self.wanted_by(row),
+                Fact(
+                    "Live sandboxes",
+                    f"{Sandbox.objects.filter(LIVE, **theirs).count():,}",
+                    note="those that no policy loosens" if row.built_in else "",
+                    href=rows("sandboxes_sandbox", slice="live", **narrowed),
+                ),
+            ]
+        }
+
+
+def root(row: Policy) -> SafeString:
+    return badge("waiting", "writable") if row.writable_root else badge("ok", "read-only")
+
+
+def allowed(row: Policy) -> SafeString | str:
+    """The models that may be called, in the words of a list: the first by name."""
+    if not row.models:
+        return CONFIGURED
+    more = len(row.models) - 1
+    first = format_html('<span class="lh-command">{}</span>', row.models[0])
+    return two(first, f"and {counted(more, 'more', 'more')}") if more > 0 else first
+
+
+def policy_fact(policy: Policy | None) -> Fact:
+    """What a sandbox's page says of it."""
+    if policy is None:
+        return Fact("Policy", SEALED, note="nothing beyond the rest")
+    loosened = [word for word, said in (("writable root", policy.writable_root), ("relay", policy.relay)) if said]
+    return Fact("Policy", link("sandboxes_policy", policy.pk, policy), note=", ".join(loosened))

@@ -1,0 +1,412 @@
+"""nginx, which stands between sandboxes and the egress server: in a container of its own, without network, without
+capabilities, with the slots on one side of it and one socket of ours on the other. It holds no key.
+
+It parses what untrusted programs send, lets through the few paths there are, passes on no header but the dialect's, and
+says through which slot a request came. What it refuses is in its log alone."""
+
+import hashlib
+import io
+import json
+import socket
+import tarfile
+import time
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import structlog
+from django.conf import settings
+from docker import APIClient
+from docker.errors import APIError, NotFound
+from docker.types import LogConfig, Mount, Ulimit
+
+from sandboxes import providers
+from sandboxes.egress import slots
+from sandboxes.egress.request_filter import FIELDS, error
+from sandboxes.models.policies import LARGEST_BODY_KIB
+from sandboxes.providers.base import ProviderError, Rejected, Unavailable
+from sandboxes.providers.docker.engine import Engine, asking
+
+log = structlog.get_logger(__name__)
+SERVER_SOCKET = "server.sock"
+LOG = "access.log"
+LABEL = "leasehold.egress"  # its value says of which installation on this engine
+LABEL_PLACE = "leasehold.egress.directory"  # on this host, with its sockets
+WITHIN = 20.0  # seconds in which it has to listen
+REQUESTS_PER_SECOND, BURST, CONNECTIONS = 20, 40, 32  # of one slot
+SOCKETS = 128  # connections of one slot, whatever is said through them
+CONNECTIONS_IN_ALL = 8192  # of one worker
+MEMORY = 128 << 20
+SLOTS_INSIDE, SERVER_INSIDE, LOGS_INSIDE, BEHIND = "/s", "/server", "/logs", "/tmp/b"  # noqa: S108 - the container's own
+
+# A proxy that was killed has left its sockets, and cannot bind them again.
+CLEAN = f"find {SLOTS_INSIDE} -name {slots.SOCKET} -delete; rm -rf {BEHIND}; mkdir {BEHIND}"
+COMMAND = f"{CLEAN}; exec nginx -c /etc/nginx/leasehold.conf"
+CONFIG = """\
+daemon off;
+worker_processes {workers};
+worker_rlimit_nofile {files};
+pid /tmp/nginx.pid;
+error_log stderr crit;
+load_module /usr/lib/nginx/modules/ngx_stream_module.so;
+events {{ worker_connections {connections}; }}
+http {{
+  server_tokens off;
+  default_type application/octet-stream;
+  client_body_temp_path /tmp/body;
+  proxy_temp_path /tmp/proxy;
+  fastcgi_temp_path /tmp/fastcgi;
+  uwsgi_temp_path /tmp/uwsgi;
+  scgi_temp_path /tmp/scgi;
+
+  # One server for all: a block for each slot would take 200 KiB each. Who speaks is known by the socket alone.
+  map $server_addr $slot {{ "~^unix:{behind}/(?<number>[0-9]+)$" $number; }}
+
+  # Of refusals that cost nothing to bring about, one in sixteen is logged.
+  map "$status $request_id" $logged {{ default 1; "~^(400|408|429) [^0]" 0; }}
+  log_format calls escape=json '{{"id":"$request_id","slot":$slot,"at":$msec,"took":$request_time,'
+    '"method":"$request_method","uri":"$uri","status":$status,"sent":$request_length,"received":$bytes_sent,"upstream":"$upstream_status",'
+    '"limit":"$limit_req_status","code":"$upstream_http_x_leasehold_code"}}';
+  access_log {logs}/{log} calls if=$logged;
+
+  limit_req_zone $slot zone=pace:2m rate={rate}r/s;
+  limit_conn_zone $slot zone=open:2m;
+  limit_req_status 429;
+  limit_conn_status 429;
+  limit_req zone=pace burst={burst} nodelay;
+  limit_conn open {open};
+
+  client_max_body_size {body};
+  client_body_buffer_size 64k;
+  client_header_buffer_size 2k;
+  large_client_header_buffers 4 8k;
+  client_header_timeout 10s;
+  client_body_timeout 30s;
+  send_timeout 60s;
+  keepalive_timeout 75s;
+  underscores_in_headers off;
+  ignore_invalid_headers on;
+  merge_slashes off;
+  absolute_redirect off;
+
+  # Of what a sandbox says in headers this goes on, where it is what it should be.
+  map $http_upgrade $upgrade {{ default ""; "~*^websocket$" websocket; }}
+  map $http_upgrade $connection_upgrade {{ default ""; "~*^websocket$" upgrade; }}
+  map $http_sec_websocket_key $websocket_key {{ default ""; "~^[A-Za-z0-9+/=]{{24}}$" $http_sec_websocket_key; }}
+  map $http_sec_websocket_version $websocket_version {{ default ""; "~^[0-9]{{1,3}}$" $http_sec_websocket_version; }}
+  map $http_anthropic_version $dialect {{ default ""; "~^[A-Za-z0-9.-]{{1,32}}$" $http_anthropic_version; }}
+  upstream server {{ server unix:{server}; keepalive 32; }}
+
+  server {{
+    include /etc/nginx/leasehold-way.conf;
+{behinds}
+  }}
+}}
+# In front of that, where a connection counts before it has said anything: no sandbox takes those that there are from others.
+stream {{
+  map $server_addr $slot {{ "~^unix:{slots}/(?<number>[0-9]+)/" $number; }}
+  limit_conn_zone $slot zone=sockets:2m;
+  limit_conn sockets {sockets};
+  server {{
+    proxy_pass unix:{behind}/$slot;
+    proxy_connect_timeout 5s;
+    proxy_timeout {patience}s;
+    proxy_half_close on;  # so a refusal arrives that is answered before all was sent
+{listens}
+  }}
+}}
+"""
+LISTEN, LISTEN_BEHIND = "    listen unix:{slots}/{slot}/{socket} backlog=64;", "    listen unix:{behind}/{slot};"
+WAY = """\
+proxy_http_version 1.1;
+proxy_pass_request_headers off;
+proxy_request_buffering off;
+proxy_buffering off;
+proxy_read_timeout {patience}s;
+proxy_send_timeout 60s;
+proxy_connect_timeout 5s;
+proxy_next_upstream off;
+proxy_intercept_errors off;
+{errors}
+{paths}
+location = /v1/models {{
+  limit_except GET {{ deny all; }}
+  proxy_set_header X-Leasehold-Slot $slot;
+  proxy_set_header X-Request-Id $request_id;
+  proxy_set_header Host leasehold;
+  proxy_set_header Connection "";
+  proxy_pass http://server/v1/models;
+}}
+location ^~ /relay/ {{
+  limit_except GET {{ deny all; }}
+  proxy_set_header X-Leasehold-Slot $slot;
+  proxy_set_header X-Request-Id $request_id;
+  proxy_set_header Host leasehold;
+  proxy_set_header Upgrade $upgrade;
+  proxy_set_header Connection $connection_upgrade;
+  proxy_set_header Sec-WebSocket-Key $websocket_key;
+  proxy_set_header Sec-WebSocket-Version $websocket_version;
+  proxy_pass http://server;
+}}
+location / {{ deny all; }}
+"""
+SAID = {
+    400: ("malformed", "This is no HTTP that is understood here."),
+    403: ("path_forbidden", "Only model calls, and the relay, leave this sandbox."),
+    404: ("path_forbidden", "Only model calls, and the relay, leave this sandbox."),
+    405: ("path_forbidden", "Only model calls, and the relay, leave this sandbox."),
+    413: ("too_large", f"A request has at most {LARGEST_BODY_KIB} KiB."),
+    414: ("too_large", "This path is too long."),
+    429: ("too_many", "Too many requests, or connections, at once."),
+    501: ("malformed", "This is no HTTP that is understood here."),
+    502: ("way_out_closed", "The control plane does not answer now. Try again."),
+    504: ("way_out_slow", "The control plane did not answer in time."),
+    505: ("malformed", "This is no HTTP that is understood here."),
+}  # what nginx itself answers, in the words of both kinds of SDK
+ERROR = """\
+error_page {status} /leasehold-error-{status};
+location = /leasehold-error-{status} {{ internal; default_type application/json;{more} return {status} '{body}'; }}"""
+PATH = """\
+location = {path} {{
+  limit_except POST {{ deny all; }}
+  proxy_set_header X-Leasehold-Slot $slot;
+  proxy_set_header X-Request-Id $request_id;
+  proxy_set_header Host leasehold;
+  proxy_set_header Connection "";
+  proxy_set_header Content-Type application/json;
+  proxy_set_header anthropic-version $dialect;
+  proxy_pass http://server{path};
+}}"""
+
+
+@dataclass(frozen=True)
+class Front:
+    """The container of one installation, which is named by the directory of its sockets."""
+
+    engine: Engine
+
+    @property
+    def name(self) -> str:
+        return f"leasehold-egress-{identity()[:16]}"
+
+    def start(self) -> None:
+        """It runs, with the configuration of now, and listens on every slot. Whatever ran before is gone."""
+        for slot in range(settings.EGRESS_SLOTS):
+            (slots.directory(slot) / slots.SOCKET).unlink(missing_ok=True)
+        self.stop()
+        client = self.engine.client
+        with asking():
+            try:
+                client.create_container(
+                    settings.EGRESS_IMAGE, name=self.name, command=["sh", "-c", COMMAND],
+                    user=f"{slots.proxy_user()}:{slots.proxy_user()}", hostname="egress",
+                    labels={LABEL: identity(), LABEL_PLACE: str(settings.EGRESS_DIR.absolute())},
+                    host_config=self._limits(), use_config_proxy=False,
+                    # Without one of its own the engine takes any signal for a stop, also the one that reopens the log, and
+                    # does not start again what dies later.
+                    stop_signal="SIGTERM",
+                )  # fmt: skip
+            except NotFound as gone:
+                raise Rejected(f"There is no image {settings.EGRESS_IMAGE} here. `manage.py build_image` makes it.") from gone
+        try:
+            with asking():
+                client.start(self.name)
+            self._await()
+        except ProviderError:
+            self.stop()
+            raise
+
+    def _limits(self) -> dict[str, Any]:
+        mounts = [
+            Mount(SLOTS_INSIDE, str(slots.root().resolve()), type="bind"),
+            Mount(SERVER_INSIDE, str(server_socket().parent.resolve()), type="bind", read_only=True),
+            Mount(LOGS_INSIDE, str(logs().resolve()), type="bind"),
+            *(Mount(f"/etc/nginx/{name}", str(path), type="bind", read_only=True) for name, path in configuration().items()),
+        ]
+        limits: dict[str, Any] = self.engine.client.create_host_config(
+            network_mode="none",
+            cap_drop=["ALL"],
+            security_opt=["no-new-privileges:true"],
+            ipc_mode="private",
+            init=True,
+            read_only=True,
+            tmpfs={"/tmp": "size=16m,mode=1777,noexec,nosuid,nodev"},  # noqa: S108 - the container's own
+            mem_limit=MEMORY,
+            memswap_limit=MEMORY,
+            nano_cpus=1_000_000_000,
+            pids_limit=32,
+            ulimits=[Ulimit(name="nofile", soft=files(), hard=files()), Ulimit(name="core", soft=0, hard=0)],
+            mounts=mounts,
+            restart_policy={"Name": "on-failure"},  # and not with the engine: there may be no server any more
+            log_config=LogConfig(type="json-file", config={"max-size": "1m", "max-file": "1"}),
+        )
+        return limits
+
+    def _await(self) -> None:
+        last, until = slots.directory(settings.EGRESS_SLOTS - 1) / slots.SOCKET, time.monotonic() + WITHIN
+        while not last.is_socket():
+            found = self.look()
+            if time.monotonic() > until or found in ("", "exited", "restarting"):
+                with asking():
+                    said = self.engine.client.logs(self.name, tail=5).decode(errors="replace") if found else ""
+                raise Unavailable(f"The egress proxy does not come up ({found or 'gone'}): {said.strip()}")
+            time.sleep(0.05)
+
+    def look(self) -> str:
+        """The state of the container as the engine names it, "" if there is none."""
+        try:
+            with asking():
+                return str(self.engine.client.inspect_container(self.name)["State"]["Status"])
+        except Exception as failed:
+            if isinstance(failed.__cause__, NotFound):
+                return ""
+            raise
+
+    def reopen_log(self) -> None:
+        """It writes to a new file where its log was moved away."""
+        with asking():
+            self.engine.client.kill(self.name, "SIGUSR1")
+
+    def stop(self) -> None:
+        """Nothing is left of it. Not there is success."""
+        until = time.monotonic() + WITHIN
+        while time.monotonic() < until:
+            try:
+                self.engine.client.remove_container(self.name, force=True, v=True)
+            except NotFound:
+                return
+            except APIError as failed:
+                if failed.status_code != 409:  # somebody else's removal is in progress
+                    raise Unavailable(f"The egress proxy cannot be removed: {failed.explanation}") from failed
+            time.sleep(0.05)
+        raise Unavailable(f"The container {self.name} does not go.")
+
+
+def identity() -> str:
+    """What an installation's proxy is labelled with: another for another directory of sockets."""
+    return hashlib.sha256(str(settings.EGRESS_DIR.absolute()).encode()).hexdigest()
+
+
+def orphans(client: APIClient, *, now: datetime, grace: timedelta) -> list[str]:
+    """Proxies that serve nobody: older than `grace`, and of this installation without a server behind them, or of one
+    whose directory is gone. Whoever should have removed them has died. A server that comes back starts its own anew."""
+    with asking():
+        found = client.containers(all=True, filters={"label": LABEL})
+    old = [each for each in found if datetime.fromtimestamp(each["Created"], UTC) <= now - grace]
+    ours = {LABEL: identity()}.items()
+    return [
+        each["Id"]
+        for each in old
+        if (ours <= each["Labels"].items() and not accepts(server_socket()))
+        or not Path(each["Labels"].get(LABEL_PLACE, "/")).exists()
+    ]
+
+
+def remove_orphans(*, now: datetime, grace: timedelta) -> int:
+    """How many were removed; or one of the port's errors."""
+    with asking():
+        engine = Engine()
+    with closing(engine.client):
+        gone = orphans(engine.client, now=now, grace=grace)
+        for one in gone:
+            log.warning("egress proxy without a server removed", container=one[:12])
+            with asking(), suppress(NotFound):
+                engine.client.remove_container(one, force=True, v=True)
+    return len(gone)
+
+
+def accepts(path: Path) -> bool:
+    """Whether somebody listens on this unix socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(str(path)) == 0
+
+
+def is_open() -> bool:
+    """Whether the whole way out is there, on this host: the server, and sockets for sandboxes."""
+    last = slots.root() / str(settings.EGRESS_SLOTS - 1) / slots.SOCKET
+    return accepts(server_socket()) and accepts(last)
+
+
+def which() -> str:
+    """What stands between sandboxes and the server: nginx where they are containers, unless the environment says otherwise."""
+    if settings.EGRESS_PROXY != "auto":
+        return str(settings.EGRESS_PROXY)
+    return "nginx" if providers.default_name() == "docker" else "none"
+
+
+def server_socket() -> Path:
+    place: Path = settings.EGRESS_DIR / "server"
+    slots.root()
+    place.mkdir(mode=0o755, parents=True, exist_ok=True)
+    return place / SERVER_SOCKET
+
+
+def logs() -> Path:
+    place: Path = settings.EGRESS_DIR / "logs"
+    slots.root()
+    place.mkdir(mode=0o755, parents=True, exist_ok=True)
+    slots.give(place)
+    return place
+
+
+def configuration() -> dict[str, Path]:
+    """nginx's files as they are to be now, which are there afterwards: name -> path."""
+    place: Path = settings.EGRESS_DIR / "nginx"
+    slots.root()
+    place.mkdir(mode=0o755, parents=True, exist_ok=True)
+    written = {"leasehold.conf": main(), "leasehold-way.conf": way()}
+    for name, content in written.items():
+        (place / name).write_text(content)
+        (place / name).chmod(0o644)
+    return {name: (place / name).resolve() for name in written}
+
+
+def files() -> int:
+    """Files that each of nginx's processes may have open. Each listening socket is a connection to it."""
+    return 2 * int(settings.EGRESS_SLOTS) + CONNECTIONS_IN_ALL + 512
+
+
+def main() -> str:
+    """nginx's configuration for as many slots as there are."""
+    each = range(settings.EGRESS_SLOTS)
+    listens = "\n".join(LISTEN.format(slots=SLOTS_INSIDE, slot=slot, socket=slots.SOCKET) for slot in each)
+    behinds = "\n".join(LISTEN_BEHIND.format(behind=BEHIND, slot=slot) for slot in each)
+    return CONFIG.format(
+        workers=2, files=files(), connections=files() - 512, slots=SLOTS_INSIDE, logs=LOGS_INSIDE, log=LOG,
+        rate=REQUESTS_PER_SECOND, burst=BURST, open=CONNECTIONS, body=LARGEST_BODY_KIB << 10, sockets=SOCKETS,
+        server=f"{SERVER_INSIDE}/{SERVER_SOCKET}", behind=BEHIND, listens=listens, behinds=behinds, patience=patience(),
+    )  # fmt: skip
+
+
+def patience() -> int:
+    """Seconds in which something is said through a connection."""
+    return int(settings.LLM_TIMEOUT.total_seconds()) + 30
+
+
+def way() -> str:
+    """What holds for every slot."""
+    paths = "\n".join(PATH.format(path=path) for path in FIELDS)
+    bodies = {status: json.dumps(error(*said)) for status, said in SAID.items()}
+    errors = "\n".join(
+        ERROR.format(status=status, body=body, more=" add_header Retry-After 1 always;" * (status == 429))
+        for status, body in bodies.items()
+    )
+    return WAY.format(paths=paths, errors=errors, patience=patience())
+
+
+def context(base: str) -> bytes:
+    """The build context of the proxy's image, byte for byte the same for the same base."""
+    dockerfile = (
+        f"FROM {base}\n"
+        "RUN apt-get update && apt-get install -y --no-install-recommends nginx-light libnginx-mod-stream"
+        " && rm -rf /var/lib/apt/lists/*\n"
+    ).encode()
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w") as tar:
+        member = tarfile.TarInfo("Dockerfile")
+        member.size = len(dockerfile)
+        tar.addfile(member, io.BytesIO(dockerfile))
+    return whole.getvalue()

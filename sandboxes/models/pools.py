@@ -1,0 +1,105 @@
+"""Capacity pools and per-agent quotas: columns, constraints and indexes."""
+
+import uuid
+
+from django.conf import settings
+from django.core.validators import MinValueValidator
+from django.db import models
+from django.db.models import F, Q
+from django.utils import timezone
+
+
+def default_capacity() -> int:
+    return int(settings.MAX_SANDBOXES)
+
+
+def default_memory_mib() -> int:
+    return int(settings.SANDBOX_MEMORY_MIB)
+
+
+def default_millicpus() -> int:
+    return int(settings.SANDBOX_MILLICPUS)
+
+
+def default_pids() -> int:
+    return int(settings.SANDBOX_PIDS)
+
+
+class Pool(models.Model):
+    """Where sandboxes of one kind come from, and how many there may be."""
+
+    name = models.SlugField(max_length=63, unique=True)
+    owner = models.UUIDField(
+        default=uuid.uuid4, unique=True, editable=False, help_text="Label by which this pool's sandboxes are listed."
+    )
+    provider = models.CharField(
+        max_length=32,
+        blank=True,
+        choices=[("docker", "docker"), ("process", "process"), ("memory", "memory")],
+        help_text="Empty: what SANDBOX_PROVIDER says.",
+    )
+    image = models.CharField(max_length=255, blank=True, help_text="Empty: what LEASEHOLD_SANDBOX_IMAGE says.")
+    capacity = models.PositiveIntegerField(
+        default=default_capacity,
+        validators=[MinValueValidator(1)],
+        help_text="Sandboxes that may exist at once, asleep ones and those being destroyed included.",
+    )
+    used = models.PositiveIntegerField(default=0, editable=False)
+    draining = models.BooleanField(default=False, editable=False, help_text="Takes nothing new; what it has may end.")
+    warm_target = models.PositiveIntegerField(
+        default=0, help_text="Sandboxes kept ready that nobody holds yet; those being started count."
+    )
+    warm_failures = models.PositiveIntegerField(default=0, editable=False, help_text="Failed starts in a row.")
+    warm_paused_until = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="After repeated failures nothing is warmed up until then."
+    )
+    warm_error = models.TextField(blank=True, editable=False)
+    workspace_limit_mib = models.PositiveIntegerField(
+        default=2048, validators=[MinValueValidator(1)], help_text="Above this size of /workspace an exec is refused."
+    )
+    memory_mib = models.PositiveIntegerField(default=default_memory_mib, validators=[MinValueValidator(16)])
+    millicpus = models.PositiveIntegerField(default=default_millicpus, validators=[MinValueValidator(50)])
+    pids = models.PositiveIntegerField(default=default_pids, validators=[MinValueValidator(16)])
+    created_at = models.DateTimeField(default=timezone.now, editable=False)
+    # What its sandboxes that are gone have counted, and what was evicted; sandboxes.pool_stats adds those that are not gone.
+    warm_hits = models.PositiveBigIntegerField(default=0, editable=False)
+    woken_local = models.PositiveBigIntegerField(default=0, editable=False)
+    woken_cloud = models.PositiveBigIntegerField(default=0, editable=False)
+    woken_fresh = models.PositiveBigIntegerField(default=0, editable=False)
+    slept = models.PositiveBigIntegerField(default=0, editable=False)
+    claimed_warm = models.PositiveBigIntegerField(default=0, editable=False)
+    evicted_cold = models.PositiveBigIntegerField(default=0, editable=False)
+    evicted_warm = models.PositiveBigIntegerField(default=0, editable=False)
+    evicted_waiting = models.PositiveBigIntegerField(default=0, editable=False)
+
+    class Meta:
+        permissions = [("drain_pool", "Can drain and resume pools")]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Quota(models.Model):
+    """What one agent may hold in one pool, and holds: the counter that makes its limit hard."""
+
+    pool = models.ForeignKey(Pool, on_delete=models.CASCADE, related_name="quotas")
+    agent_did = models.CharField(max_length=255, verbose_name="agent")
+    most = models.PositiveIntegerField(null=True, blank=True, help_text="Sandboxes it may have here at once; empty: no limit.")
+    guaranteed = models.PositiveIntegerField(
+        default=0, help_text="While it has no more than these, no place of its is taken for somebody else."
+    )
+    used = models.PositiveIntegerField(default=0, editable=False)
+
+    class Meta:
+        ordering = ["agent_did"]
+        constraints = [
+            models.UniqueConstraint(fields=["pool", "agent_did"], name="quota_once"),
+            models.CheckConstraint(
+                condition=Q(most__isnull=True) | Q(most__gte=F("guaranteed")),
+                name="quota_guarantee_within_most",
+                violation_error_message="guaranteed is at most most.",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.agent_did} in {self.pool}"

@@ -1,0 +1,254 @@
+"""Artifacts of a lease: files with a name and a media type.
+
+New content first, then the index that names it, the old content last: a crash leaves only what nothing names."""
+
+import hashlib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import chain
+from typing import Any, BinaryIO
+
+from sandboxes.storage.base import CHUNK, KeyValueStore, StoreError, StoreRefused
+from sandboxes.stores.journal import WRITER, Journal, Record, Stamp
+from sandboxes.stores.limits import (
+    LIMITS,
+    MEDIA_TYPE,
+    MERGE,
+    NAME,
+    NAME_ACCEPTS,
+    STALE,
+    Bounds,
+    Limits,
+    Pruned,
+    check_size,
+    compacted,
+    dated,
+    pieces,
+    written,
+)
+
+# An artifact may be replaced while we look. Then what we found is gone, or we found nothing: a directory that is read while
+# one name comes and another goes may show neither.
+LOOKS = 3
+
+
+@dataclass(frozen=True)
+class Version:
+    """An artifact as the index lists it, the current one of its name or one that was replaced a moment ago."""
+
+    name: str
+    stamp: Stamp
+    size: int  # bytes
+
+    @property
+    def at(self) -> datetime:
+        return self.stamp.at
+
+
+@dataclass(frozen=True)
+class Artifact(Version):
+    """A file with a name and a media type. A new one of the same name replaces it."""
+
+    media_type: str
+    sha256: str
+    actor: str = ""
+
+
+class Index(ABC):
+    """Which artifacts there are."""
+
+    @abstractmethod
+    def put(self, artifact: Artifact) -> None: ...
+
+    @abstractmethod
+    def versions(self, name: str = "") -> Sequence[Version]:
+        """Of one name or all, oldest first; the last one of a name is the current one."""
+
+    @abstractmethod
+    def load(self, version: Version) -> Artifact | None:
+        """None if it was removed since."""
+
+    @abstractmethod
+    def remove(self, versions: Sequence[Version], *, now: datetime) -> None: ...
+
+    @abstractmethod
+    def tidy(self, *, now: datetime) -> None:
+        """It takes no more room than it needs."""
+
+
+class KeyIndex(Index):
+    def __init__(self, store: KeyValueStore, prefix: str) -> None:
+        self.store, self.prefix = store, f"{prefix}/named"
+
+    def put(self, artifact: Artifact) -> None:
+        self.store.set(self._key(artifact), _row(artifact))
+
+    def versions(self, name: str = "") -> Sequence[Version]:
+        keys = self.store.list(f"{self.prefix}/{name}/" if name else f"{self.prefix}/")
+        found = [Version(key.split("/")[-2], *dated(key)) for key in keys]
+        return sorted(found, key=lambda version: version.stamp)
+
+    def load(self, version: Version) -> Artifact | None:
+        row = self.store.get(self._key(version))
+        return None if row is None else _artifact(json.loads(row))
+
+    def remove(self, versions: Sequence[Version], *, now: datetime) -> None:
+        self.store.remove_many([self._key(version) for version in versions])
+
+    def tidy(self, *, now: datetime) -> None:
+        pass
+
+    def _key(self, version: Version) -> str:
+        return f"{self.prefix}/{version.name}/{version.stamp}.{version.size}"
+
+
+class JournalIndex(Index):
+    """Records say what came and, by their stamps, what went: the order of the records does not matter."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+
+    def put(self, artifact: Artifact) -> None:
+        self.journal.append(_row(artifact), now=artifact.at)
+
+    def versions(self, name: str = "") -> Sequence[Version]:
+        rows, gone = _rows(self.journal.replay().records)
+        there = [_artifact(row) for row in rows.values() if row["stamp"] not in gone and name in ("", row["name"])]
+        return sorted(there, key=lambda artifact: artifact.stamp)
+
+    def load(self, version: Version) -> Artifact | None:
+        assert isinstance(version, Artifact)  # `versions` gives nothing else
+        return version
+
+    def remove(self, versions: Sequence[Version], *, now: datetime) -> None:
+        if versions:
+            self.journal.append(written({"gone": [str(version.stamp) for version in versions]}), now=now)
+
+    def tidy(self, *, now: datetime) -> None:
+        def keep(records: list[Record]) -> list[Record]:
+            rows, gone = _rows(records)
+            # What went is remembered for a while: a row may come after it, whose writer a compaction has overtaken.
+            fresh = [record for record in records if record not in rows and record.stamp.at > now - STALE]
+            return [record for record, row in rows.items() if row["stamp"] not in gone] + fresh
+
+        if pieces(self.journal) >= MERGE:
+            compacted(self.journal, keep)
+
+
+def _rows(records: Iterable[Record]) -> tuple[dict[Record, dict[str, Any]], set[str]]:
+    """What came, by its record, and the stamps of what went."""
+    said = {record: json.loads(record.payload) for record in records}
+    gone = set(chain.from_iterable(row.get("gone", ()) for row in said.values()))
+    return {record: row for record, row in said.items() if "gone" not in row}, gone
+
+
+class Artifacts:
+    def __init__(self, store: KeyValueStore, prefix: str, index: Index, limits: Limits = LIMITS) -> None:
+        self.store, self.prefix, self.index, self.limits = store, f"{prefix}/content", index, limits
+
+    def put(
+        self, name: str, source: BinaryIO, *, now: datetime, media_type: str = "application/octet-stream", actor: str = ""
+    ) -> tuple[Artifact, bool]:
+        """The rest of a seekable file is the artifact of this name, and whether there was one before.
+
+        Of two at once, the one with the later time stays. StoreRefused: the name, the media type or the size."""
+        if not re.fullmatch(NAME, name, re.ASCII):
+            raise StoreRefused("stores", "put", f"an artifact's name has {NAME_ACCEPTS}", key=name)
+        if not re.fullmatch(MEDIA_TYPE, media_type, re.ASCII):
+            raise StoreRefused("stores", "put", f"{media_type[:80]!r} is not a media type", key=name)
+        start = source.tell()
+        size, digest = _measured(source)
+        check_size("put", "artifact", size, self.limits.artifact_bytes)
+        source.seek(start)
+        artifact = Artifact(name, WRITER.stamp(now), size, media_type, digest, actor)
+        self.store.upload(self._content(artifact), source)
+        self.index.put(artifact)
+        older = [version for version in self.index.versions(name) if version.stamp < artifact.stamp]
+        self._forget(older, now=now)
+        return artifact, bool(older)
+
+    def read(self, name: str) -> Artifact | None:
+        """What is known of it, without its content."""
+        for _ in range(LOOKS):
+            versions = self._versions(name)
+            found = (self.index.load(version) for version in reversed(versions))
+            if not versions or (artifact := next(filter(None, found), None)):
+                return artifact if versions else None
+        return None
+
+    def fetch(self, name: str, target: BinaryIO) -> Artifact | None:
+        """Its content is in an empty file, from the start, and what is known of it is the answer."""
+        for _ in range(LOOKS):
+            artifact = self.read(name)
+            if artifact is None:
+                return None
+            if not self.store.download(self._content(artifact), target):
+                continue  # replaced since
+            target.seek(0)
+            if _measured(target) != (artifact.size, artifact.sha256):
+                raise StoreError(self.store.name, "download", "it is not what was stored", key=self._content(artifact))
+            target.seek(0)
+            return artifact
+        raise StoreError(self.store.name, "download", "its content is not there", key=f"{self.prefix}/{name}")
+
+    def page(self, *, behind: str = "", limit: int = 50) -> tuple[list[Artifact], bool]:
+        """Some artifacts in the order of their names, those behind this one, and whether there are more."""
+        current = {version.name: version for version in self.index.versions()}
+        names = sorted(name for name in current if name > behind)
+        found = (self.index.load(current[name]) or self.read(name) for name in names[:limit])
+        return [artifact for artifact in found if artifact], len(names) > limit
+
+    def remove(self, name: str, *, now: datetime) -> bool:
+        """It is gone; False if there was none."""
+        versions = self._versions(name)
+        self._forget(versions, now=now)
+        return bool(versions)
+
+    def prune(self, bounds: Bounds, *, now: datetime) -> Pruned:
+        """The oldest go until the rest is within bounds, and with them what crashes have left without a name."""
+        versions = self.index.versions()
+        current = {version.name: version for version in versions}
+        kept = sorted(current.values(), key=lambda version: version.stamp)
+        surplus = kept[: bounds.surplus([(version.stamp.at, version.size) for version in kept])]
+        doomed = [version for version in versions if current[version.name] != version] + surplus
+        self._forget(doomed, now=now)
+        named = {version.stamp for version in versions}
+        nameless = [
+            key for key in self.store.list(f"{self.prefix}/") if dated(key)[0] not in named and dated(key)[0].at < now - STALE
+        ]
+        self.store.remove_many(nameless)
+        self.index.tidy(now=now)
+        return Pruned.of(chain((version.size for version in doomed), (dated(key)[1] for key in nameless)))
+
+    def _versions(self, name: str) -> Sequence[Version]:
+        if not re.fullmatch(NAME, name, re.ASCII):
+            return []
+        return next(filter(None, (self.index.versions(name) for _ in range(LOOKS))), [])
+
+    def _forget(self, versions: Sequence[Version], *, now: datetime) -> None:
+        self.index.remove(versions, now=now)
+        self.store.remove_many([self._content(version) for version in versions])
+
+    def _content(self, version: Version) -> str:
+        return f"{self.prefix}/{version.stamp}.{version.size}"
+
+
+def _measured(source: BinaryIO) -> tuple[int, str]:
+    """Size and SHA-256 of the rest of a file."""
+    size, digest = 0, hashlib.sha256()
+    while chunk := source.read(CHUNK):
+        size += len(chunk)
+        digest.update(chunk)
+    return size, digest.hexdigest()
+
+
+def _row(artifact: Artifact) -> bytes:
+    return written({**vars(artifact), "stamp": str(artifact.stamp)})
+
+
+def _artifact(row: Mapping[str, Any]) -> Artifact:
+    return Artifact(**{**row, "stamp": Stamp.parse(row["stamp"])})

@@ -1,0 +1,266 @@
+"""GET /costs, /estimate and /forecast: who sees what, and what is wrong. Answers are checked against the document."""
+
+import csv
+import uuid
+from datetime import UTC, date, timedelta
+from decimal import Decimal
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.test import Client
+from django.utils import timezone
+
+from billing import costs, metering
+from billing.dates import midnight
+from billing.estimate import forecast
+from billing.models import Account, Membership
+from leases import api_keys
+from tests.api.conftest import Api
+from tests.conftest import NOW
+from tests.support.billing import ADA, BOB, HOUR, calls, lease, rate, time_used
+
+pytestmark = pytest.mark.django_db
+
+
+def key(*dids: str, operator: bool = False) -> Api:
+    return Api(api_keys.issue(dids, operator=operator, now=timezone.now())[1])
+
+
+@pytest.fixture
+def used(db: None) -> None:
+    """Ada: 3 h on two days, and a call; Bob: 1 h; nobody: 2 h. An hour costs 0.50, and the first is free."""
+    rate("time", "0.5")
+    time_used("2026-11-02T22:00", 3 * HOUR, provider="acme")
+    calls("2026-11-03T10:00", "0.000000003", provider="acme")
+    time_used("2026-11-03T10:00", HOUR, BOB, provider="acme", environment_id="game-2")
+    time_used("2026-11-04T10:00", 2 * HOUR, "", provider="acme")
+    costs.price(now=NOW)
+
+
+def shown(api: Api, query: str = "") -> dict[str, tuple[str, str]]:
+    answer = api.get(f"costs?{query}")
+    assert answer.status_code == 200, answer.content
+    return {each["key"]: (each["usd"], each["hours"]) for each in answer.json()["results"]}
+
+
+@pytest.mark.usefixtures("used")
+def test_an_operator_sees_all() -> None:
+    assert shown(key(operator=True)) == {ADA: ("1.500000003", "3"), "": ("1", "2"), BOB: ("0.5", "1")}
+
+
+@pytest.mark.usefixtures("used")
+def test_an_agents_key_sees_its_own() -> None:
+    assert shown(key(ADA)) == {ADA: ("1.500000003", "3")}
+    assert shown(key(ADA, BOB)) == {ADA: ("1.500000003", "3"), BOB: ("0.5", "1")}
+    assert shown(key("did:plc:new")) == {}
+    assert key(BOB).get("costs").json()["total_usd"] == "0.5"
+    assert shown(key(BOB), f"lease={lease(ADA)}") == {}
+
+
+@pytest.mark.usefixtures("used")
+@pytest.mark.parametrize(
+    ("by", "found"),
+    [
+        ("lease", {str(lease(ADA)): ("1.500000003", "3"), str(lease(BOB)): ("0.5", "1"), "": ("1", "2")}),
+        ("environment", {"game-1": ("1.500000003", "3"), "game-2": ("0.5", "1"), "": ("1", "2")}),
+        ("provider", {"acme": ("3.000000003", "6")}),
+        ("day", {"2026-11-02": ("1", "2"), "2026-11-03": ("1.000000003", "2"), "2026-11-04": ("1", "2")}),
+        ("account", {"house": ("3.000000003", "6")}),
+        ("item", {"time": ("3", None), "llm": ("0.000000003", None)}),
+    ],
+)  # fmt: skip
+def test_costs_are_added_up_by(by: str, found: dict[str, Any]) -> None:
+    assert shown(key(operator=True), f"by={by}") == found
+
+
+@pytest.mark.usefixtures("used")
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("since=2026-11-03", {ADA: ("0.500000003", "1"), BOB: ("0.5", "1"), "": ("1", "2")}),
+        ("until=2026-11-03", {ADA: ("1", "2")}),
+        ("since=2026-11-03&until=2026-11-04", {ADA: ("0.500000003", "1"), BOB: ("0.5", "1")}),
+        (f"agent={BOB}", {BOB: ("0.5", "1")}),
+        (f"lease={lease(ADA)}", {ADA: ("1.500000003", "3")}),
+        ("environment=game-2", {BOB: ("0.5", "1")}),
+        ("provider=other", {}),
+        ("account=house", {ADA: ("1.500000003", "3"), "": ("1", "2"), BOB: ("0.5", "1")}),
+        ("account=team", {}),
+    ],
+)  # fmt: skip
+def test_costs_are_of_some_alone(query: str, found: dict[str, Any]) -> None:
+    assert shown(key(operator=True), query) == found
+
+
+@pytest.mark.usefixtures("used")
+def test_an_answer_says_what_is_in_it() -> None:
+    metering.meter(now=NOW)
+    said = key(operator=True).get("costs?by=day&since=2026-11-01&until=2026-11-04&limit=1").json()
+    (first,) = said.pop("results")
+    assert first == {"key": "2026-11-02", "usd": "1", "hours": "2", "quantities": {"time": "2"}, "free": {}}
+    assert said == {
+        "by": "day", "since": "2026-11-01", "until": "2026-11-04", "metered_at": "2026-11-21T12:00:00Z",
+        "total_usd": "2.000000003", "left_out": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("used")
+@pytest.mark.parametrize("how", ["header", "parameter"])
+def test_costs_are_csv_if_asked(how: str) -> None:
+    client, secret = Client(), key(ADA).key
+    headers = {"Authorization": f"Bearer {secret}"} | ({"Accept": "text/csv"} if how == "header" else {})
+    answer = client.get("/api/v1/costs?by=day" + ("&format=csv" if how == "parameter" else ""), headers=headers)
+    assert answer["Content-Type"] == "text/csv; charset=utf-8"
+    assert [*csv.reader(StringIO(answer.content.decode()))] == [
+        ["day", "usd", "hours", "time", "memory", "cpu", "disk", "storage", "request", "plan", "llm"],
+        ["2026-11-02", "1", "2", "2", "", "", "", "", "", "", ""],
+        ["2026-11-03", "0.500000003", "1", "1", "", "", "", "", "", "", "1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("by=moon", "by"), ("by=", "by"), ("since=x", "since"), ("since=2026-02-30", "since"), ("until=%00", "until"),
+        ("since=2026-11-02&until=2026-11-02", "until"), ("lease=x", "lease"), ("limit=0", "limit"), ("limit=99999", "limit"),
+        ("limit=" + "9" * 2000, "limit"), ("environment=%00", "environment"), ("provider=" + "a" * 33, "provider"),
+        ("agent=" + "a" * 256, "agent"), ("account=", "account"),
+        ("by=day&by=agent", "by"), (f"agent={ADA}&agent={BOB}", "agent"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_request_is_named(query: str, field: str) -> None:
+    problem = key(operator=True).get(f"costs?{query}").json()
+    assert (problem["status"], problem["field"]) == (400, field)
+
+
+def test_who_may_not_is_told_so() -> None:
+    assert Api().get("costs").status_code == 401
+    assert Api("lh_00000000_" + "a" * 43).get("estimate?agents=1").status_code == 401
+    assert key(BOB).get(f"costs?agent={ADA}").status_code == 403
+    assert key(BOB).post("costs").status_code == 405
+    assert Client().get("/api/v1/costs?format=xml", headers={"Authorization": f"Bearer {key(BOB).key}"}).status_code == 404
+
+
+def test_an_estimate_for_whoever_asks() -> None:
+    said = key(ADA).get("estimate?agents=8&hours_per_day=4&days=30&instance=basic&cpu_utilisation=0.1").json()
+    assert {line["item"]: line["usd"] for line in said["lines"]} == {
+        "memory": "8.42", "cpu": "1.28", "disk": "0.91", "plan": "5.00",
+    }  # fmt: skip
+    assert (said["total_usd"], said["per_agent_usd"]) == ("15.61", "1.95")
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("", "agents"), ("agents=0", "agents"), ("agents=1e3", "agents"), ("agents=" + "9" * 5000, "agents"),
+        ("agents=1&hours_per_day=25", "hours_per_day"), ("agents=1&hours_per_day=NaN", "hours_per_day"),
+        ("agents=1&hours_per_day=1e-9", "hours_per_day"), ("agents=1&days=0", "days"), ("agents=1&instance=huge", "instance"),
+        ("agents=1&cpu_utilisation=-1", "cpu_utilisation"), ("agents=1&cpu_utilisation=Infinity", "cpu_utilisation"),
+        ("agents=1&provider=nowhere", "provider"), ("agents=1&provider=%00", "provider"), ("agents=1&provider=A B", "provider"),
+        ("agents=1&agents=2", "agents"),
+    ],
+)  # fmt: skip
+def test_an_estimate_names_what_is_wrong(query: str, field: str) -> None:
+    problem = key(ADA).get(f"estimate?{query}").json()
+    assert (problem["status"], problem["field"]) == (400, field)
+
+
+# --- forecasts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lately(db: None) -> date:
+    """At 1 USD an hour Ada took 24 yesterday and takes 1 today, Bob of the team 2 and 1 in another game; today."""
+    today = timezone.now().astimezone(UTC).date()
+    rate("time", "1")
+    Membership.objects.create(agent_did=BOB, account=Account.objects.create(name="team"))
+    for agent, game, hours in ((ADA, "game-1", 24), (BOB, "game-2", 2)):
+        time_used(midnight(today - timedelta(days=1)), hours * HOUR, agent, environment_id=game, provider="acme")
+        time_used(midnight(today), HOUR, agent, environment_id=game, provider="acme")
+    costs.price(now=timezone.now())
+    return today
+
+
+def ahead(api: Api, query: str = "") -> dict[str, Any]:
+    answer = api.get(f"forecast?{query}")
+    assert answer.status_code == 200, answer.content
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_a_forecast_says_what_the_month_comes_to_and_when_a_budget_is_spent(lately: date) -> None:
+    found = forecast(now=timezone.now(), budget=Decimal("100000.5"))
+    assert ahead(key(operator=True), "budget=100000.50") == {
+        "metered_at": None, "spent_usd": "28" if lately.day > 1 else "2", "a_day_usd": "26", "days": 1,
+        "month_usd": f"{found.month.normalize():f}", "budget_usd": "100000.5", "runs_out": f"{found.runs_out}",
+    }  # fmt: skip
+    metering.meter(now=NOW)
+    assert ahead(key(operator=True))["metered_at"] == "2026-11-21T12:00:00Z"
+
+
+@pytest.mark.usefixtures("lately")
+@pytest.mark.parametrize(
+    ("query", "a_day"),
+    [
+        ("", "26"), ("last=1", "26"), ("last=366", "26"), (f"agent={ADA}", "24"), ("account=team", "2"),
+        ("account=house", "24"), ("environment=game-2", "2"),
+        ("provider=acme", "26"), ("provider=other", None), (f"agent={ADA}&account=team", None),
+    ],
+)  # fmt: skip
+def test_a_forecast_is_of_some_alone(query: str, a_day: str | None) -> None:
+    assert ahead(key(operator=True), query)["a_day_usd"] == a_day
+
+
+@pytest.mark.usefixtures("lately")
+def test_an_agents_key_is_told_of_its_own() -> None:
+    assert ahead(key(ADA))["a_day_usd"] == "24"
+    assert ahead(key(ADA, BOB))["a_day_usd"] == "26"
+    assert ahead(key(ADA, BOB), f"agent={BOB}")["a_day_usd"] == "2"
+    assert ahead(key("did:plc:new"), "budget=1") == {
+        "metered_at": None, "spent_usd": "0", "a_day_usd": None, "days": 0, "month_usd": "0", "budget_usd": "1",
+        "runs_out": None,
+    }  # fmt: skip
+    assert ahead(key(ADA), "account=team")["a_day_usd"] is None
+    assert key(BOB).get(f"forecast?agent={ADA}").status_code == 403
+    assert Api().get("forecast").status_code == 401
+    assert key(BOB).post("forecast").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("last=0", "last"), ("last=367", "last"), ("last=-1", "last"), ("last=", "last"), ("last=1.5", "last"),
+        ("last=" + "9" * 5000, "last"), ("last=%00", "last"), ("last=1&last=1", "last"), ("budget=0", "budget"),
+        ("budget=-1", "budget"), ("budget=", "budget"), ("budget=NaN", "budget"), ("budget=-Infinity", "budget"),
+        ("budget=1e9", "budget"), ("budget=1e-10", "budget"), ("budget=1e999999999", "budget"),
+        ("budget=1e-999999999", "budget"), ("budget=" + "9" * 5000, "budget"), ("budget=1%00", "budget"),
+        ("budget=1&budget=2", "budget"), ("agent=", "agent"), ("agent=%00", "agent"), ("agent=" + "a" * 256, "agent"),
+        (f"agent={ADA}&agent={BOB}", "agent"), ("account=a%00", "account"), ("account=" + "a" * 64, "account"),
+        ("environment=%00", "environment"), ("environment=" + "a" * 201, "environment"), ("provider=%00", "provider"),
+        ("provider=" + "a" * 33, "provider"), ("provider=a&provider=a", "provider"),
+    ],
+)  # fmt: skip
+def test_a_forecast_names_what_is_wrong(query: str, field: str) -> None:
+    problem = key(operator=True).get(f"forecast?{query}").json()
+    assert (problem["status"], problem["field"]) == (400, field)
+
+
+@pytest.mark.usefixtures("lately")
+def test_the_largest_and_the_smallest_budget_have_an_answer() -> None:
+    operator = key(operator=True)
+    assert ahead(operator, "budget=999999999.999999999&last=366")["runs_out"] is None
+    assert ahead(operator, "budget=0.000000001")["runs_out"]
+
+
+# --- many -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("used")
+def test_costs_take_a_few_queries_however_many_there_are(django_assert_max_num_queries: Any) -> None:
+    operator = key(operator=True)
+    for number in range(20):
+        time_used("2026-11-02T10:00", agent=f"did:plc:{uuid.UUID(int=number).hex}", provider="acme")
+    costs.price(now=NOW)
+    with django_assert_max_num_queries(6):
+        assert len(shown(operator)) == 23

@@ -1,0 +1,178 @@
+"""GET /statements and `manage.py statements`: closed months for operators. Answers are checked against the document."""
+
+import csv
+import json
+from decimal import Decimal
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.test import Client
+
+from billing import statements
+from billing.models import Account, Membership
+from tests.api.conftest import Api
+from tests.api.test_costs import key
+from tests.support.billing import ADA, HOUR, calls, day, rate, time_used
+from tests.unit.billing.test_statements import DECEMBER, close, house, price
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def closed(db: None) -> None:
+    """The house's October and November; the team's November, of which a credit pays half a dollar."""
+    rate("time", "0.5")
+    team = Account.objects.create(name="team")
+    Membership.objects.create(agent_did=ADA, account=team)
+    time_used("2026-10-02T22:00", 3 * HOUR, "", provider="acme")
+    time_used("2026-11-02T22:00", 3 * HOUR, provider="acme")
+    calls("2026-11-03T10:00", "0.125", provider="acme")
+    price()
+    statements.grant(team, Decimal("0.50"), now=DECEMBER, actor="eve", reason="welcome")
+    for account, month in ((house(), "2026-10-01"), (house(), "2026-11-01"), (team, "2026-11-01")):
+        close(account, day(month))
+
+
+NOVEMBER_OF_TEAM = {
+    "account": "team", "month": "2026-11", "closed_at": "2026-12-01T00:00:00Z", "subtotal_usd": "1.63",
+    "credit_used_usd": "0.50", "total_usd": "1.13",
+}  # fmt: skip
+
+
+def said(*words: str) -> str:
+    out = StringIO()
+    call_command("statements", *words, stdout=out)
+    return out.getvalue()
+
+
+@pytest.mark.usefixtures("closed")
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("", [("house", "2026-11"), ("team", "2026-11"), ("house", "2026-10")]),
+        ("account=house", [("house", "2026-11"), ("house", "2026-10")]),
+        ("month=2026-11", [("house", "2026-11"), ("team", "2026-11")]),
+        ("account=team&month=2026-10", []),
+        ("account=nobody", []),
+    ],
+)
+def test_an_operator_lists_statements(query: str, found: list[Any]) -> None:
+    answer = key(operator=True).get(f"statements?{query}").json()
+    assert [(each["account"], each["month"]) for each in answer["results"]] == found
+    assert answer["left_out"] == 0
+
+
+@pytest.mark.usefixtures("closed")
+def test_a_list_says_what_it_leaves_out() -> None:
+    answer = key(operator=True).get("statements?limit=1").json()
+    assert (answer["left_out"], len(answer["results"])) == (2, 1)
+
+
+@pytest.mark.usefixtures("closed")
+def test_a_statement_has_its_lines() -> None:
+    answer = key(operator=True).get("statements/team/2026-11").json()
+    lines = answer.pop("lines")
+    assert answer == NOVEMBER_OF_TEAM
+    time = {
+        "kind": "usage", "for_month": "2026-11", "agent": ADA, "provider": "acme", "item": "time", "unit": "sandbox-hours",
+        "quantity": "3", "usd": "1.50",
+    }  # fmt: skip
+    assert lines == [time | {"item": "llm", "unit": "model calls", "quantity": "1", "usd": "0.13"}, time]
+
+
+@pytest.mark.usefixtures("closed")
+@pytest.mark.parametrize("path", ["team/2026-10", "nobody/2026-11", "team/2026-13", "team/november", "team/2026-11-01"])
+def test_a_month_that_is_not_closed_is_not_found(path: str) -> None:
+    assert key(operator=True).get(f"statements/{path}").status_code == 404
+
+
+@pytest.mark.usefixtures("closed")
+def test_statements_are_for_operators() -> None:
+    for path in ("statements", "statements/team/2026-11"):
+        assert Api().get(path).status_code == 401
+        problem = key(ADA).get(path)
+        assert (problem.status_code, "/api/v1/costs" in problem.json()["detail"]) == (403, True)
+        assert key(operator=True).post(path).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("month=2026", "month"),
+        ("month=%00", "month"),
+        ("month=2026-00", "month"),
+        ("limit=0", "limit"),
+        ("account=", "account"),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_named(query: str, field: str) -> None:
+    problem = key(operator=True).get(f"statements?{query}").json()
+    assert (problem["status"], problem["field"]) == (400, field)
+
+
+@pytest.mark.usefixtures("closed")
+def test_statements_are_csv_if_asked() -> None:
+    headers = {"Authorization": f"Bearer {key(operator=True).key}", "Accept": "text/csv"}
+    listed = Client().get("/api/v1/statements", headers=headers).content.decode()
+    assert [line[:2] for line in csv.reader(StringIO(listed))][1:] == [
+        ["house", "2026-11"],
+        ["team", "2026-11"],
+        ["house", "2026-10"],
+    ]
+    lines = Client().get("/api/v1/statements/team/2026-11", headers=headers).content.decode()
+    assert [*csv.reader(StringIO(lines))][2] == ["usage", "2026-11", ADA, "acme", "time", "sandbox-hours", "3", "1.50"]
+    assert said("show", "--account", "team", "--month", "2026-11", "--csv") == lines
+
+
+# --- manage.py statements ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("closed")
+def test_the_command_lists_and_shows() -> None:
+    assert said("list").splitlines() == [
+        "account    month   USD  credit  to pay",
+        "house    2026-10  1.50    0.00    1.50",
+        "house    2026-11  0.00    0.00    0.00",
+        "team     2026-11  1.63    0.50    1.13",
+    ]
+    shown = said("show", "--account", "team", "--month", "2026-11").splitlines()
+    assert shown[1].split() == [ADA, "acme", "model", "calls", "2026-11", "1", "0.13"]
+    assert [line.split()[-1] for line in shown[3:]] == ["1.63", "-0.50", "1.13"]
+    encoded = json.loads(said("show", "--account", "team", "--month", "2026-11", "--json"))
+    assert (encoded["total_usd"], len(encoded["lines"])) == ("1.13", 2)
+    assert [each["account"] for each in json.loads(said("list", "--month", "2026-10", "--json"))["results"]] == ["house"]
+
+
+def test_the_command_closes_what_can_be_closed_and_says_what_cannot() -> None:
+    rate("time", "0.5")
+    team = Account.objects.create(name="team")
+    Membership.objects.create(agent_did=ADA, account=team)
+    time_used("2021-09-02T22:00", 3 * HOUR, "", provider="acme")
+    for month in ("2021-09", "2021-10"):
+        time_used(f"{month}-02T22:00", 3 * HOUR, provider="acme")
+    time_used("2021-10-02T22:00", 3 * HOUR, "", provider="acme")
+    close_team = ("close", "--account", "team", "--month")
+    price()
+    assert said(*close_team, "2021-09").splitlines()[1].split() == ["team", "2021-09", "1.50", "0.00", "1.50"]
+    with pytest.raises(CommandError, match="house: 2021-09 has costs and is not closed") as refused:
+        said("close", "--month", "2021-10")
+    assert "team" not in str(refused.value)
+    assert "team     2021-10" in said("list", "--month", "2021-10")
+    assert said("close", "--month", "2021-09").splitlines()[1].startswith("house")
+    assert "house" in said("close", "--month", "2021-10")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("close",), "--month"), (("close", "--month", "2026-99"), "--month: Not a month"),
+        (("show",), "--account and --month"),
+        (("list", "--account", "nobody"), "--account: there is no 'nobody'"),
+        (("show", "--account", "house", "--month", "2026-01"), "2026-01 of house is not closed"),
+    ],
+)  # fmt: skip
+def test_the_command_says_what_is_wrong(words: tuple[str, ...], why: str) -> None:
+    with pytest.raises(CommandError, match=why):
+        said(*words)

@@ -1,0 +1,107 @@
+"""Docker sandboxes under gVisor, where the engine at hand has it as the runtime `runsc`. Nobody is promised that, so
+elsewhere this is skipped; tests/conformance does more with LEASEHOLD_DOCKER_RUNTIME=runsc."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import docker as sdk
+import pytest
+from django.test import override_settings
+
+from sandboxes.providers.base import BadPath, Spec
+from sandboxes.providers.docker.provider import DockerProvider
+from tests.conftest import DOCKER_IMAGE, MINUTE
+from tests.docker.test_sealed import Cell
+
+pytestmark = pytest.mark.docker
+
+
+@pytest.fixture(scope="module")
+def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with a socket on which somebody answers what was said."""
+    directory = tmp_path_factory.mktemp("s")
+    directory.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / "llm.sock"))
+        (directory / "llm.sock").chmod(0o666)
+        listener.listen()
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.sendall(b"you said " + connection.recv(100))
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield directory
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture(scope="module")
+def cell(docker_ready: None, sockets: Path) -> Iterator[Cell]:
+    if "runsc" not in sdk.from_env(timeout=60).info()["Runtimes"]:
+        pytest.skip("The Docker Engine at hand has no runtime runsc.")
+    provider, name = DockerProvider(), f"lhs-{uuid4().hex[:16]}"
+    with override_settings(DOCKER_RUNTIME="runsc"):
+        try:
+            made = Cell(provider, provider.create(Spec(name, name, image=DOCKER_IMAGE, sockets=sockets)))
+            provider.wait_ready(made.ref, timeout=MINUTE)
+            yield made
+        finally:
+            provider.destroy(name)
+
+
+def test_it_has_a_kernel_of_its_own_and_the_tools_work_in_it(cell: Cell) -> None:
+    assert cell.run("uname", "-r").stdout.decode().strip() != os.uname().release
+    work = (
+        "git init -q g; cd g; echo a > a; git add a; git commit -qm one; python3 -c 'import sqlite3, ssl'; git log --format=%s"
+    )
+    assert cell.run("sh", "-ec", work).stdout == b"one\n"
+
+
+def test_it_reaches_its_socket_and_nothing_else(cell: Cell) -> None:
+    ask = "s = socket.socket(socket.AF_UNIX); s.connect('/run/leasehold/llm.sock'); s.send(b'hi'); print(s.recv(99))"
+    assert cell.run("python3", "-c", f"import socket; {ask}").stdout == b"b'you said hi'\n"
+    out = cell.run("python3", "-c", "import socket; socket.create_connection(('1.1.1.1', 443), 2)")
+    assert b"OSError" in out.stderr
+    assert cell.run("python3", "-c", "import socket; print(socket.if_nameindex())").stdout in (b"[(1, 'lo')]\n", b"[]\n")
+
+
+def test_its_root_is_read_only_to_everybody(cell: Cell) -> None:
+    assert "ro" in cell.run("cat", "/proc/mounts").stdout.decode().splitlines()[0].split()[3].split(",")
+    assert cell.run("sh", "-c", "echo x > /etc/x").exit_code != 0
+
+
+def test_files_come_and_go_and_no_link_is_followed(cell: Cell) -> None:
+    cell.provider.write_file(cell.ref, "/workspace/kept/a", b"a")
+    assert cell.provider.read_file(cell.ref, "/workspace/kept/a", limit=10) == b"a"
+    assert cell.run("ln", "-s", "kept", "link").exit_code == 0
+    with pytest.raises(BadPath):
+        cell.provider.write_file(cell.ref, "/workspace/link/b", b"b")
+    with pytest.raises(BadPath):
+        cell.provider.remove_file(cell.ref, "/workspace/link/a")
+    assert cell.run("sh", "-c", "echo kept/*").stdout == b"kept/a\n"
+
+
+def test_a_program_that_is_not_there_is_a_result(cell: Cell) -> None:
+    for program in ("no-such-program", "/no/such/program"):
+        done = cell.run(program)
+        assert done.exit_code == 127
+        assert program.encode() in done.stderr
+
+
+def test_a_timeout_kills_what_was_started_and_nothing_else(cell: Cell) -> None:
+    mark = uuid4().hex
+    state = cell.provider.start(cell.ref, ["sleep", "300"], env={}, mark=mark)
+    assert state.running
+    assert cell.run("sh", "-c", "setsid sleep 301 & sleep 301", seconds=2).timed_out
+    assert [line for line in cell.processes() if "sleep 30" in line] == ["sleep 300"]
+    cell.provider.kill(cell.ref, mark)
+    assert not [line for line in cell.processes() if "sleep 30" in line]

@@ -1,0 +1,174 @@
+"""The way into a container's files without an exec: whose rights it has, and what it will not unpack."""
+
+import io
+import os
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from sandboxes.image import files
+from sandboxes.providers.base import Spec
+from sandboxes.providers.docker import host_files
+from sandboxes.providers.docker.provider import DockerProvider
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A directory that every user can reach, which tmp_path is not."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+def packed(tmp_path: Path) -> bytes:
+    long = "a" * 90
+    (tmp_path / long / long).mkdir(parents=True)
+    (tmp_path / long / long / "f\u00e9").write_bytes(b"x" * 1000)
+    (tmp_path / "link").symlink_to("/" + "b" * 200)
+    out = io.BytesIO()
+    files.pack(str(tmp_path), out)
+    return out.getvalue()
+
+
+def made(kind: bytes = tarfile.REGTYPE, *, content: bytes = b"", headers: dict[str, str] | None = None) -> bytes:
+    member, out = tarfile.TarInfo("f"), io.BytesIO()
+    member.type, member.size, member.pax_headers = kind, len(content), headers or {}
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+def test_what_pack_writes_is_plain_and_stays_where_it_was(tmp_path: Path) -> None:
+    tar = io.BytesIO(b"before" + packed(tmp_path))
+    tar.seek(6)
+    assert host_files.is_plain(tar)
+    assert tar.tell() == 6
+
+
+def extended(*records: bytes, padding: bytes = b"") -> bytes:
+    """A tar with these pax headers before its one file."""
+    out = b""
+    for record in records:
+        header = tarfile.TarInfo("././@PaxHeader")
+        header.type, header.size = tarfile.XHDTYPE, len(record)
+        out += header.tobuf(tarfile.USTAR_FORMAT) + (record + padding).ljust(512, b"\0")
+    return out + made()
+
+
+def test_names_may_have_line_ends(tmp_path: Path) -> None:
+    (tmp_path / ("two\nlines" * 20)).write_text("")
+    out = io.BytesIO()
+    files.pack(str(tmp_path), out)
+    out.seek(0)
+    assert host_files.is_plain(out)
+    assert host_files.is_plain(io.BytesIO(extended(b"11 path=ab\n")))
+
+
+@pytest.mark.parametrize(
+    "tar",
+    [
+        extended(b"9 path=ab\n19 GNU.sparse.size=1\n"),
+        extended(b"11 path=ab\n", padding=b"23 GNU.sparse.map=0,99\n"),
+        extended(b"11 path=a\n23 GNU.sparse.map=0,99\n"),
+        extended(*[b"11 path=ab\n"] * 2),
+        extended(b"99 path=ab\n"),
+        extended(b"0 path=ab\n"),
+        made(tarfile.GNUTYPE_SPARSE),
+        made(tarfile.GNUTYPE_LONGNAME, content=b"x" * 600),
+        made(tarfile.LNKTYPE),
+        made(tarfile.FIFOTYPE),
+        made(headers={"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}),
+        made(headers={"size": "99999999"}),
+        made(headers={"path": "x" * (1 << 17)}),
+        made()[:300],
+        b"no tar at all",
+    ],
+    ids=[
+        "short",
+        "padding",
+        "inside",
+        "chain",
+        "long",
+        "none",
+        "sparse",
+        "long name",
+        "second name",
+        "pipe",
+        "pax sparse",
+        "pax size",
+        "endless name",
+        "cut",
+        "no tar",
+    ],
+)
+def test_anything_else_is_left_to_an_unpacker_inside(tar: bytes) -> None:
+    assert not host_files.is_plain(io.BytesIO(tar))
+
+
+@as_root
+def test_files_are_reached_with_that_users_rights_alone(open_path: Path) -> None:
+    theirs, ours = open_path / "theirs", open_path / "ours"
+    theirs.mkdir()
+    os.chown(theirs, NOBODY, NOBODY)
+    ours.write_text("secret")
+    ours.chmod(0o600)
+    with host_files.acting_as(NOBODY):
+        (theirs / "f").write_text("x")
+        for act in (ours.read_text, lambda: ours.chmod(0o666), lambda: (open_path / "g").write_text("x")):
+            with pytest.raises(PermissionError):
+                act()
+    assert (theirs / "f").stat().st_uid == (theirs / "f").stat().st_gid == NOBODY
+    assert ours.read_text() == "secret"  # and afterwards we are ourselves again
+
+
+@as_root
+def test_no_group_of_ours_opens_anything(open_path: Path) -> None:
+    groups, ours = os.getgroups(), open_path / "ours"
+    ours.write_text("secret")
+    os.chown(ours, 0, 4242)
+    ours.chmod(0o640)
+    os.setgroups([4242])
+    try:
+        with host_files.acting_as(NOBODY), pytest.raises(PermissionError):
+            ours.read_text()
+        assert os.getgroups() == [4242]
+    finally:
+        os.setgroups(groups)
+
+
+def test_a_process_that_is_not_the_containers_opens_nothing() -> None:
+    with pytest.raises(ProcessLookupError), host_files.place(os.getpid(), "f" * 64, "/tmp"):
+        pass
+
+
+@as_root
+@pytest.mark.docker
+@pytest.mark.usefixtures("docker_ready")
+def test_only_the_first_process_of_a_container_leads_into_it() -> None:
+    provider, name = DockerProvider(), f"lhd-{uuid4().hex[:16]}"
+    try:
+        provider.create(Spec(name, owner=name))
+        provider.wait_ready(name, timeout=timedelta(seconds=30))
+        found = provider._engine.call("GET", f"/containers/{name}/json")
+        first, container = found["State"]["Pid"], found["Id"]
+        with host_files.place(first, container, "/data") as place:
+            assert os.listdir(place) == []
+        with pytest.raises(OSError), host_files.place(first, container, "/etc/passwd"):
+            pass
+        with pytest.raises(OSError), host_files.place(first, container, "/bin"):  # a link
+            pass
+        cgroup = provider._engine.cgroup(name)
+        assert cgroup
+        [other] = {int(pid) for pid in cgroup.processes.read_text().split()} - {first}
+        with pytest.raises(ProcessLookupError), host_files.place(other, container, "/data"):
+            pass
+    finally:
+        provider.destroy(name)

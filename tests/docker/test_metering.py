@@ -1,0 +1,76 @@
+"""Metered time against the engine's own: when it says that each container started, and that it ended."""
+
+import time
+from collections import defaultdict
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from django.utils import timezone
+
+from billing.metering import WITHOUT_PROCESS, meter
+from billing.models import Item, UsageRecord
+from leases import execution, leasing, sweeps
+from sandboxes import eviction
+from sandboxes.models import Pool, Sandbox
+from sandboxes.providers.docker.engine import Engine
+from sandboxes.runs import Command
+from tests.conftest import MINUTE
+
+pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
+WITHIN = timedelta(seconds=1)
+Span = tuple[datetime, datetime]
+
+
+def test_each_time_a_container_ran_is_metered_within_a_second(docker_pool: Pool) -> None:
+    """Metered is from the moment at which a start was asked for to that at which its end was confirmed: never less than it
+    ran. How much more is the engine's time for both, which on a busy machine may be long: so one try of ten has to do."""
+    for attempt in range(10):
+        by_engine, by_us = live(docker_pool, f"metered-{attempt}")
+        assert len(by_engine) == len(by_us) == 3
+        for (started, ended), (since, until) in zip(by_engine, by_us, strict=True):
+            assert since <= started < ended <= until
+        pairs = zip(by_engine, by_us, strict=True)
+        longest = max((until - since) - (ended - started) for (started, ended), (since, until) in pairs)
+        if longest <= WITHIN:
+            return
+    pytest.fail(f"{longest} more than it ran")
+
+
+def live(pool: Pool, environment: str) -> tuple[list[Span], list[Span]]:
+    """One lease whose sandbox sleeps twice: when its containers ran by the engine, and by us."""
+    began = time.time()
+    lease = leasing.acquire(leasing.Ask("did:plc:ada", environment, "coding", pool=pool.name), now=timezone.now())[0]
+    for _ in range(2):
+        execution.exec_in(lease.pk, Command(argv=["sleep", "1.5"], timeout=MINUTE), now=timezone.now())
+        box = Sandbox.objects.get(holder=lease.pk)
+        assert eviction.sleep(box.pk, now=timezone.now(), reason="test")
+    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
+    leasing.release(lease.pk, now=timezone.now())
+    sweeps.reclaim(now=timezone.now())
+    assert Sandbox.objects.get(holder=lease.pk).state == "destroyed"
+    meter(now=timezone.now())
+    return ran(pool, since=began), metered(box)
+
+
+def ran(pool: Pool, *, since: float) -> list[Span]:
+    """When each container of a pool ran, as the engine tells it."""
+    engine = Engine().client
+    label = {"label": f"leasehold.owner={pool.owner}", "type": "container", "event": ["start", "die"]}
+    span: dict[str, Any] = {"since": f"{since:.6f}", "until": f"{time.time():.6f}"}  # finer than the SDK's own conversion
+    seen: dict[str, dict[str, datetime]] = defaultdict(dict)
+    for event in engine.events(**span, filters=label, decode=True):
+        seen[event["Actor"]["ID"]][event["Action"]] = datetime.fromtimestamp(event["timeNano"] / 1e9, UTC)
+    return sorted((each["start"], each["die"]) for each in seen.values())
+
+
+def metered(box: Sandbox) -> list[Span]:
+    """When a sandbox had a process by its usage records: from one start to the next sleep, or the end."""
+    spans: list[Span] = []
+    rows = UsageRecord.objects.filter(sandbox=box, item=Item.TIME).exclude(state__in=WITHOUT_PROCESS)
+    for row in rows.order_by("began_at", "ended_at"):
+        if spans and spans[-1][1] == row.began_at:
+            spans[-1] = (spans[-1][0], row.ended_at)
+        else:
+            spans.append((row.began_at, row.ended_at))
+    return spans

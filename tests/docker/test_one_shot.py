@@ -1,0 +1,100 @@
+"""One-shot runs in real containers: how each ends, and that no container, volume or process is left."""
+
+import subprocess
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import docker as sdk
+import pytest
+from django.core.management import call_command
+from django.utils import timezone
+
+from leases.models import Lease
+from leases.one_shot import How, Result, Wish, run_once
+from sandboxes.models import Pool, Run, Sandbox
+from tests.support.waiting import cut_off
+from tests.unit.sandboxes.test_directories import seen
+
+pytestmark = [pytest.mark.docker, pytest.mark.django_db]
+
+
+@pytest.fixture
+def play(docker_pool: Pool) -> Callable[..., Result]:
+    """Run something once in this test's pool, and see that nothing is left of it."""
+
+    def run(*argv: str, timeout: timedelta = timedelta(seconds=60), **fields: Any) -> Result:
+        result = run_once(Wish("did:plc:ada", argv, timeout, pool=docker_pool.name, **fields), now=timezone.now())
+        assert result.cleaned_up
+        assert left_of(docker_pool) == []
+        assert (Lease.objects.get(pk=result.lease_id).status, Pool.objects.get(pk=docker_pool.pk).used) == ("destroyed", 0)
+        assert not Run.objects.filter(ended_at__isnull=True).exists()
+        return result
+
+    return run
+
+
+def left_of(pool: Pool) -> list[str]:
+    """Containers and volumes of a pool."""
+    client = sdk.from_env()
+    label = {"label": f"leasehold.owner={pool.owner}"}
+    return [each.name for each in [*client.containers.list(all=True, filters=label), *client.volumes.list(filters=label)]]
+
+
+def test_a_command_that_ends_by_itself(play) -> None:
+    result = play("sh", "-c", "cat; id -u; ls -A; echo oops >&2; exit 3", stdin=b"in\n")
+    assert (result.outcome, result.exit_code) == (How.FAILED, 3)
+    assert (result.stdout, result.stderr) == (b"in\n10001\n.home\n", b"oops\n")
+    assert play("true").outcome == How.OK
+
+
+def test_one_that_takes_too_long_leaves_no_process(play) -> None:
+    word = f"once-{uuid.uuid4().hex}"
+    script = f"(exec -a {word} setsid sleep 300) & echo begun; exec -a {word} sleep 300"
+    result = cut_off(
+        lambda seconds: play("bash", "-c", script, timeout=timedelta(seconds=seconds)), lambda result: result.stdout
+    )
+    assert (result.outcome, result.exit_code, result.stdout) == (How.TIMEOUT, 137, b"begun\n")
+    assert word not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+
+def test_one_that_needs_more_memory_than_it_has(play) -> None:
+    result = play("python3", "-c", "x = bytearray(200 << 20); print(len(x))", memory_mib=64)
+    assert (result.outcome, result.exit_code, Sandbox.objects.get().memory_mib) == (How.OOM_KILLED, 137, 64)
+    assert play("python3", "-c", "x = bytearray(200 << 20); print(len(x))", memory_mib=512).outcome == How.OK
+
+
+def test_a_program_that_is_not_there_has_failed(play) -> None:
+    assert (play("no-such-program").outcome, play("no-such-program").exit_code) == (How.FAILED, 127)
+
+
+def test_an_image_that_is_not_there_is_a_failed_container(play, docker_pool: Pool) -> None:
+    Pool.objects.filter(pk=docker_pool.pk).update(image="lhonce-no-such-image:latest")
+    result = play("true")
+    assert (result.outcome, result.exit_code) == (How.CONTAINER_FAILED, None)
+    assert "There is no image lhonce-no-such-image:latest here." in result.note
+    assert not Run.objects.exists()
+
+
+def test_a_container_that_is_removed_under_its_command_is_a_failed_one(play, at_step, docker_pool: Pool) -> None:
+    at_step("workspace in", lambda: sdk.from_env().containers.get(Sandbox.objects.get().ref).remove(force=True, v=True))
+    assert play("true").outcome == How.CONTAINER_FAILED
+
+
+def test_a_directory_travels_through_a_container(docker_pool: Pool, tmp_path: Path, capfd) -> None:
+    root = tmp_path / "folder"
+    root.mkdir()
+    (root / "numbers").write_text("3\n1\n2\n")
+    (root / "run").write_text("#!/bin/sh\nsort numbers >sorted; rm numbers; ln -s / top; mkdir empty; echo done\n")
+    (root / "run").chmod(0o755)
+    with pytest.raises(SystemExit, match="0"):
+        call_command(
+            "run_once", "--agent", "did:plc:ada", "--pool", docker_pool.name, "--workspace", str(root), "--", "./run"
+        )  # fmt: skip
+    assert capfd.readouterr() == ("done\n", "")
+    after = seen(root)
+    assert sorted(after) == ["empty", "run", "sorted", "top"]
+    assert (after["sorted"][1], after["top"][1], after["run"][0] & 0o777) == (b"1\n2\n3\n", "/", 0o755)
+    assert left_of(docker_pool) == []

@@ -1,0 +1,150 @@
+"""A server that answers like model providers do, without thinking: OpenAI's chat completions, responses and embeddings, and
+Anthropic's messages, whole and streamed. `python -m tests.support.models PORT`. LiteLLM stands before it in the tests.
+
+What the model's name has in it decides: `slow` pauses after each piece of its answer, `slowest` for as long as anybody who
+dies meanwhile needs, `failing` answers 500."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+PIECES = ("An ", "answer ", "in ", "pieces.")
+TOKENS = {"in": 1000, "cached": 400, "out": 50}  # what every whole answer says that it took; `in` has `cached` in it
+PAUSES = {"slowest": 4.0, "slow": 0.6}  # seconds
+
+
+class Models(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Answers)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: Models
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        pause = next((pause for name, pause in PAUSES.items() if name in body["model"]), 0)
+        shape = SHAPES[self.path.rpartition("/")[2]]
+        if "failing" in body["model"]:
+            return self._whole(500, {"type": "error", "error": {"type": "api_error", "message": "no"}})
+        if not body.get("stream"):
+            time.sleep(10 * pause)
+            return self._whole(200, shape.whole(body["model"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for event in shape.events(body["model"]):
+            named = f"event: {event['type']}\n" if "type" in event else ""
+            self.wfile.write(f"{named}data: {json.dumps(event)}\n\n".encode())
+            time.sleep(pause)
+        if shape is OpenAI:
+            self.wfile.write(b"data: [DONE]\n\n")
+        return None
+
+    def _whole(self, status: int, answer: dict[str, Any]) -> None:
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class OpenAI:
+    usage = {
+        "prompt_tokens": TOKENS["in"], "completion_tokens": TOKENS["out"], "total_tokens": TOKENS["in"] + TOKENS["out"],
+        "prompt_tokens_details": {"cached_tokens": TOKENS["cached"]},
+    }  # fmt: skip
+
+    @classmethod
+    def whole(cls, model: str) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "".join(PIECES)}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": model, "choices": [choice],
+                "usage": cls.usage}  # fmt: skip
+
+    @classmethod
+    def events(cls, model: str) -> Iterator[dict[str, Any]]:
+        start = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": model}
+        for piece in PIECES:
+            delta = {"role": "assistant", "content": piece}
+            yield start | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        yield start | {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+        yield start | {"choices": [], "usage": cls.usage}
+
+
+class Anthropic:
+    taken = {"input_tokens": TOKENS["in"] - TOKENS["cached"], "cache_read_input_tokens": TOKENS["cached"],
+             "cache_creation_input_tokens": 0}  # fmt: skip
+
+    @classmethod
+    def whole(cls, model: str) -> dict[str, Any]:
+        return {"id": "msg_1", "type": "message", "role": "assistant", "model": model, "stop_reason": "end_turn",
+                "stop_sequence": None, "content": [{"type": "text", "text": "".join(PIECES)}],
+                "usage": cls.taken | {"output_tokens": TOKENS["out"]}}  # fmt: skip
+
+    @classmethod
+    def events(cls, model: str) -> Iterator[dict[str, Any]]:
+        message = cls.whole(model) | {"content": [], "stop_reason": None, "usage": cls.taken | {"output_tokens": 1}}
+        yield {"type": "message_start", "message": message}
+        yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+        for piece in PIECES:
+            yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": piece}}
+        yield {"type": "content_block_stop", "index": 0}
+        yield {"type": "message_delta", "delta": {"stop_reason": "end_turn", "stop_sequence": None},
+               "usage": {"output_tokens": TOKENS["out"]}}  # fmt: skip
+        yield {"type": "message_stop"}
+
+
+class Responses:
+    """OpenAI's other shape."""
+
+    usage = {
+        "input_tokens": TOKENS["in"], "output_tokens": TOKENS["out"], "total_tokens": TOKENS["in"] + TOKENS["out"],
+        "input_tokens_details": {"cached_tokens": TOKENS["cached"]}, "output_tokens_details": {"reasoning_tokens": 0},
+    }  # fmt: skip
+
+    @classmethod
+    def whole(cls, model: str) -> dict[str, Any]:
+        text = {"type": "output_text", "text": "".join(PIECES), "annotations": []}
+        message = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": [text]}
+        return cls._response(model, "completed") | {"output": [message], "usage": cls.usage}
+
+    @classmethod
+    def events(cls, model: str) -> Iterator[dict[str, Any]]:
+        yield {"type": "response.created", "sequence_number": 0, "response": cls._response(model, "in_progress")}
+        for number, piece in enumerate(PIECES):
+            yield {"type": "response.output_text.delta", "sequence_number": number + 1, "item_id": "msg_1", "output_index": 0,
+                   "content_index": 0, "delta": piece, "logprobs": []}  # fmt: skip
+        yield {"type": "response.completed", "sequence_number": len(PIECES) + 1, "response": cls.whole(model)}
+
+    @staticmethod
+    def _response(model: str, status: str) -> dict[str, Any]:
+        return {"id": "resp_1", "object": "response", "created_at": 1, "status": status, "model": model, "output": [],
+                "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}  # fmt: skip
+
+
+class Embeddings:
+    @staticmethod
+    def whole(model: str) -> dict[str, Any]:
+        vector = {"object": "embedding", "index": 0, "embedding": [0.25, 0.5]}
+        usage = {"prompt_tokens": TOKENS["in"], "total_tokens": TOKENS["in"]}
+        return {"object": "list", "model": model, "data": [vector], "usage": usage}
+
+
+SHAPES: dict[str, Any] = {"completions": OpenAI, "responses": Responses, "embeddings": Embeddings, "messages": Anthropic}
+
+if __name__ == "__main__":
+    Models(int(sys.argv[1])).serve_forever()

@@ -1,0 +1,252 @@
+"""CPU and memory as they were used, and runs as requests: read off the facts, and priced."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from decimal import Decimal
+from random import Random
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from billing import costs, metering
+from billing.metering import meter, part
+from billing.models import CostRecord, Item, Rate, UsageRecord
+from leases import execution, leasing
+from leases.models import Lease
+from sandboxes import sweeps
+from sandboxes.models import Reading, Run, Sandbox
+from sandboxes.providers.memory import MemoryProvider
+from sandboxes.runs import Command
+from tests.conftest import MINUTE, NOW
+from tests.support.billing import ADA, BASIC, HOUR, at, box, lease, lines, rate, read, records, time_used
+
+pytestmark = pytest.mark.django_db
+DAY, SECOND = timedelta(days=1), timedelta(seconds=1)
+USD = Decimal
+USED = ["day", "began_at", "ended_at", "cpu_micros", "mib_micros"]
+
+
+def price(now: str = "2027-01-01") -> None:
+    meter(now=at(now))
+    costs.price(now=at(now))
+
+
+def used(**only: Any) -> list[tuple[Any, ...]]:
+    return [*UsageRecord.objects.filter(item=Item.USE, **only).order_by("day", "pk").values_list("day", *USED[3:])]
+
+
+# --- parts of what was used -------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10**12), st.lists(st.integers(1, 10**10), min_size=1, max_size=6))
+def test_parts_that_follow_one_another_are_the_whole(whole: int, lengths: list[int]) -> None:
+    ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
+    moments = [NOW, *(NOW + timedelta(microseconds=end) for end in ends)]
+    parts = [part(whole, NOW, moments[-1], *pair) for pair in itertools.pairwise(moments)]
+    assert sum(parts) == whole
+    for length, its in zip(lengths, parts, strict=True):
+        assert abs(its - whole * length / ends[-1]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("began", "days"),
+    [
+        ("2026-11-21T23:50", ["2026-11-21", "2026-11-22"]),
+        ("2026-11-30T23:50", ["2026-11-30", "2026-12-01"]),  # the end of a month
+        ("2028-02-28T23:50", ["2028-02-28", "2028-02-29"]),  # a leap year
+        ("2027-02-28T23:50", ["2027-02-28", "2027-03-01"]),  # none
+    ],
+)
+def test_what_was_used_over_midnight_is_on_both_days(began: str, days: list[str]) -> None:
+    read(began, timedelta(minutes=30), box(), timedelta(seconds=10, microseconds=1), memory_mib=3)
+    meter(now=at("2028-12-01"))
+    minute = 60 * 10**6
+    assert [(str(day), *rest) for day, *rest in used()] == [
+        (days[0], 3_333_333, 3 * 10 * minute), (days[1], 6_666_668, 3 * 20 * minute),
+    ]  # fmt: skip
+
+
+# --- prices -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_eight_agents_from_what_was_measured() -> None:
+    """8 agents x 4 h x 30 d on `basic`, of whose 1/4 vCPU each uses a tenth, 90 s of CPU an hour, as the design's table has it:
+    memory 8 x 1 x 120 = 960 GiB-hours, 25 free: 935 x 0.009 = 8.415
+    cpu    8 x 0.025 x 120 x 60 = 1440 vCPU-minutes, 375 free: 1065 x 0.0012 = 1.278
+    disk   8 x 4 x 120 = 3840 GB-hours, 200 free: 3640 x 0.00025 = 0.91
+    plan   5. By the rates that are shipped."""
+    for number in range(8):
+        agent = f"did:plc:a{number}"
+        its = box(agent)
+        for each in range(30):
+            begin = at("2026-11-01T09:30") + each * DAY
+            time_used(begin, 4 * HOUR, agent, **BASIC, measured=True)
+            read(begin, 4 * HOUR, its, timedelta(seconds=360), memory_mib=700)
+    price()
+    sums = {each.key: (each.usd, each.quantities[each.key]) for each in costs.costs("item")}
+    assert sums == {
+        "memory": (USD("8.415"), 960), "cpu": (USD("1.278"), 1440), "disk": (USD("0.91"), 3840), "plan": (USD(5), 1),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("measured", "by_use", "cpu", "memory"),
+    [(True, True, 2, USD("0.5")), (True, False, 60, 1), (False, True, 60, 1), (False, False, 60, 1)],
+)
+def test_who_is_measured_pays_for_use_if_the_rate_says_so(measured: bool, by_use: bool, cpu: int, memory: Decimal) -> None:
+    """An hour of 1 vCPU and 1 GiB, of which 2 minutes and half of it are used."""
+    rate("cpu", "1", by_use=by_use)
+    rate("memory", "1", by_use=by_use)
+    time_used("2026-11-02T10:00", provider="acme", millicpus=1000, memory_mib=1024, measured=measured)
+    if measured:
+        read("2026-11-02T10:00", HOUR, box(provider="acme", millicpus=1000), 2 * MINUTE, memory_mib=512)
+    price()
+    assert dict(lines("item", "usd")) == {"cpu": cpu, "memory": memory}
+
+
+def test_what_was_given_and_what_was_used_add_up_where_a_lease_has_both() -> None:
+    """Its sandbox of before was at a provider's host that does not count."""
+    rate("cpu", "1", by_use=True)
+    time_used("2026-11-02T10:00", provider="acme", millicpus=1000)
+    time_used("2026-11-02T11:00", provider="acme", millicpus=1000, measured=True)
+    read("2026-11-02T11:00", HOUR, box(provider="acme"), 3 * MINUTE)
+    price()
+    assert lines("usd") == [(63,)]
+
+
+def test_a_rate_for_use_that_begins_at_noon_cuts_what_was_used_around_it() -> None:
+    """From 11:00 to 14:00 three minutes of CPU: the one before noon costs as given, 60 x 1, the two after it 2 x 10."""
+    rate("cpu", "1")
+    rate("cpu", "10", since="2026-11-02T12:00", by_use=True)
+    time_used("2026-11-02T11:00", 3 * HOUR, provider="acme", millicpus=1000, measured=True)
+    read("2026-11-02T11:00", 3 * HOUR, box(provider="acme"), 3 * MINUTE)
+    price()
+    assert lines("usd", "quantity") == [(60, 60), (20, 2)]
+
+
+@hypothesis.settings(deadline=None, max_examples=30, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(1, 10**11), st.integers(0, 10**9)), min_size=1, max_size=4),
+    st.lists(st.integers(1, 86_399), max_size=3, unique=True),
+)
+def test_no_microsecond_is_lost_between_rates(readings: list[tuple[int, int]], cuts: list[int]) -> None:
+    """However readings lie, over midnights and changes of the rate: together they cost what all of it costs."""
+    for model in (CostRecord, Rate, UsageRecord, Reading):
+        model.objects.all()._raw_delete(model.objects.db)
+    for number in [-1, *cuts]:
+        rate("cpu", "60", since=str(at("2026-11-02") + number * SECOND)[:19], by_use=True)
+    its, moment = box(provider="acme"), at("2026-11-01T20:00")
+    for lasts, micros in readings:
+        length = timedelta(microseconds=lasts)
+        read(moment, length, its, timedelta(microseconds=micros))
+        moment += length
+    first = Rate.objects.order_by("valid_from").first()
+    assert first
+    Rate.objects.filter(pk=first.pk).update(valid_from=at("2020-01-01"))
+    price()
+    whole = sum(int(each) for (each,) in lines("whole"))
+    assert whole == 1000 * sum(micros for _, micros in readings)
+
+
+def test_a_bill_by_use_is_derived_again_from_the_facts(grant: Callable[..., Lease], memory: MemoryProvider) -> None:
+    rate("cpu", "60", provider="memory", by_use=True)
+    lease = grant(ttl=9 * HOUR)
+    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
+    its = Sandbox.objects.get(holder=lease.pk)
+    memory.use(its.ref, cpu_micros=10**6)
+    sweeps.read(now=NOW + 5 * MINUTE)
+    memory.use(its.ref, cpu_micros=2 * 10**6)
+    price("2026-11-21T13:00")
+    assert lines("usd", item="cpu") == [(1,)], "what was read so far"
+    leasing.release(lease.pk, now=NOW + HOUR)
+    sweeps.reclaim(now=NOW + HOUR)
+    price("2026-11-21T14:00")
+    assert lines("usd", item="cpu") == [(3,)]
+    assert not Reading.objects.filter(metered=False).exists() and not Run.objects.filter(metered=False).exists()
+    before = records(), [*UsageRecord.objects.order_by("source", "day").values_list("source", *USED)]
+    metering.start_over()
+    costs.start_over()
+    assert not UsageRecord.objects.exists()
+    price("2026-11-21T14:00")
+    assert (records(), [*UsageRecord.objects.order_by("source", "day").values_list("source", *USED)]) == before
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def runs(began: str, number: int, of: Sandbox) -> None:
+    moment = at(began)
+    Run.objects.bulk_create(
+        Run(
+            sandbox=of, holder=of.holder, agent_did=of.agent_did, argv=["true"], started_at=moment + each * SECOND,
+            deadline_at=moment + HOUR,
+        )
+        for each in range(number)
+    )  # fmt: skip
+
+
+def counted() -> list[tuple[str, int]]:
+    rows = UsageRecord.objects.filter(item=Item.RUNS).order_by("day").values_list("day", "calls")
+    return [(str(day), number) for day, number in rows]
+
+
+def test_each_run_is_counted_once_on_the_day_it_began() -> None:
+    its = box()
+    runs("2026-11-30T23:59:58", 3, its)
+    meter(now=at("2026-12-01T00:10"))
+    assert counted() == [("2026-11-30", 2), ("2026-12-01", 1)]
+    runs("2026-11-30T12:00", 1200, its)  # more than a batch, and they come late
+    meter(now=at("2026-12-01T00:20"))
+    meter(now=at("2026-12-01T00:20"))
+    assert counted() == [("2026-11-30", 1202), ("2026-12-01", 1)]
+    before = counted()
+    metering.start_over()
+    meter(now=at("2026-12-01T00:20"))
+    assert counted() == before
+
+
+def test_batches_that_end_anywhere_count_each_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metering, "CALLS", 7)
+    expected: Counter[tuple[Any, ...]] = Counter()
+    random = Random(6)
+    for number in range(4):
+        its = box(f"did:plc:a{number}")
+        for passes in range(3):
+            for each in range(random.randrange(20)):
+                day = random.randrange(1, 4)
+                runs(f"2026-11-0{day}T{each:02}:00", 1, its)
+                expected[its.pk, f"2026-11-0{day}"] += 1
+            if passes:
+                meter(now=at("2026-11-05"))
+    meter(now=at("2026-11-05"))
+    rows = UsageRecord.objects.filter(item=Item.RUNS).values_list("sandbox", "day", "calls")
+    assert {(sandbox, str(day)): number for sandbox, day, number in rows} == expected
+
+
+def test_a_request_costs_what_one_does_when_its_day_begins() -> None:
+    """10 of 12 are free: 2 x 0.25 = 0.5. From noon of that day on one is 1 USD, which counts from the next day: 3 x 1 = 3,
+    and 2 of the allowance of 12 by then are left."""
+    rate("request", "0.25", allowance=USD(10))
+    rate("request", "1", since="2026-11-02T12:00", allowance=USD(12))
+    its = box(provider="acme")
+    runs("2026-11-02T09:00", 6, its)
+    runs("2026-11-02T15:00", 6, its)
+    runs("2026-11-03T00:00", 5, its)
+    price()
+    assert lines("quantity", "free", "usd") == [(12, 10, USD("0.5")), (5, 2, 3)]
+    assert CostRecord.objects.filter(agent_did=ADA, holder=lease(ADA)).count() == 2
+
+
+def test_requests_of_one_size_may_cost_something_else() -> None:
+    rate("request", "1")
+    rate("request", "5", provider="cloudflare", instance_type="basic")
+    rate("request", "2", provider="cloudflare")
+    runs("2026-11-02T09:00", 2, box())
+    runs("2026-11-02T09:00", 2, box("did:plc:bob", memory_mib=512))
+    price()
+    assert dict(lines("agent_did", "usd", item="request")) == {ADA: 10, "did:plc:bob": 4}

@@ -1,0 +1,162 @@
+"""What Prometheus reads at /metrics: the database's numbers, no agent's name, and nothing stale."""
+
+from collections.abc import Callable
+
+import pytest
+from django.db import OperationalError, connection
+from django.utils import timezone
+from prometheus_client.parser import text_string_to_metric_families
+
+from controlplane import metrics, schedules
+from leases import execution, leasing
+from leases.models import Lease
+from sandboxes import sweeps as below
+from sandboxes.models import Pool, Sweep
+from sandboxes.providers.base import Rejected
+from sandboxes.runs import Command
+from tests.conftest import MINUTE, NOW
+
+pytestmark = pytest.mark.django_db
+HOUR = 60 * MINUTE
+Labels = frozenset[tuple[str, str]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "facts", metrics.Cached())
+
+
+@pytest.fixture
+def scrape(client, pool) -> Callable[..., float | None]:
+    """scrape("sandboxes", state="cold"): one sample, of this test's pool if it has pools; None if it is not there."""
+
+    def read(name: str, **labels: str) -> float | None:
+        metrics.facts.found = None
+        found = samples(client.get("/metrics").content.decode())
+        of_pool = found.get((f"leasehold_{name}", frozenset({**labels, "pool": pool.name}.items())))
+        return of_pool if of_pool is not None else found.get((f"leasehold_{name}", frozenset(labels.items())))
+
+    return read
+
+
+def samples(text: str) -> dict[tuple[str, Labels], float]:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def use(lease: Lease, now=NOW) -> None:
+    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now)
+
+
+def test_it_is_text_for_prometheus_with_help_and_type_for_every_name(client, pool) -> None:
+    response = client.get("/metrics")
+    assert (response.status_code, response["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    assert "no-store" in response["Cache-Control"]
+    families = list(text_string_to_metric_families(response.content.decode()))
+    assert {family.type for family in families} == {"gauge", "counter"}
+    assert all(family.documentation and family.name.startswith("leasehold_") for family in families)
+    assert {family.name.removeprefix("leasehold_") for family in families} >= {
+        "sandboxes", "pool_capacity", "pool_used", "wakes", "evictions", "prewarmed_claims", "quarantined",
+        "sandboxes_stalled", "warm_target", "warm_circuit_open", "leases", "oldest_waiting_seconds", "sweep_age_seconds",
+        "queue_depth",
+    }  # fmt: skip
+
+
+def test_sandboxes_places_and_leases(scrape, grant) -> None:
+    used = timezone.now() - HOUR
+    use(grant(now=used), used)
+    use(grant(environment="e2"))
+    leasing.release(grant(environment="e2").pk, now=NOW)
+    assert (scrape("sandboxes", state="waiting"), scrape("sandboxes", state="destroying")) == (1, 1)
+    assert scrape("sandboxes", state="cold") == 0
+    assert scrape("sandboxes", state="destroyed") is None
+    assert (scrape("pool_capacity"), scrape("pool_used")) == (100, 2)
+    assert 3600 <= scrape("oldest_waiting_seconds") < 3700
+    assert (scrape("leases", status="active"), scrape("leases", status="expired")) == (1, 1)
+    assert scrape("leases", status="destroyed") is None
+
+
+def test_wakes_sleeps_evictions_and_claims_are_counters(scrape, grant, pool) -> None:
+    Pool.objects.filter(pk=pool.pk).update(capacity=1, warm_target=1)
+    below.warm(now=NOW)
+    lease = grant()
+    use(lease)
+    use(lease)
+    below.idle(now=NOW + HOUR)
+    use(lease, NOW + HOUR)
+    use(grant(agent="did:plc:b"), NOW + HOUR)
+    assert scrape("prewarmed_claims_total") == 1
+    wakes = {source: scrape("wakes_total", source=source) for source in ("warm", "local", "cloud", "fresh")}
+    assert wakes == {"warm": 1, "local": 1, "cloud": 0, "fresh": 0}
+    evictions = {tier: scrape("evictions_total", tier=tier) for tier in ("cold", "warm", "waiting")}
+    assert evictions == {"cold": 0, "warm": 0, "waiting": 1}
+    assert scrape("sleeps_total") == 2
+
+
+def test_the_circuit_the_sweeps_and_the_queue(scrape, pool, memory) -> None:
+    Pool.objects.filter(pk=pool.pk).update(warm_target=3)
+    assert (scrape("warm_target"), scrape("warm_ready"), scrape("warm_circuit_open")) == (3, 0, 0)
+    with memory.fail("create", Rejected("no such image"), times=99):
+        below.warm(now=timezone.now())
+    assert scrape("warm_circuit_open") == 1
+    Sweep.objects.create(name="idle", succeeded_at=timezone.now() - HOUR)
+    Sweep.objects.create(name="cold")
+    assert 3600 <= scrape("sweep_age_seconds", sweep="idle") < 3700
+    assert scrape("sweep_age_seconds", sweep="cold") is None
+    schedules.run_now()
+    assert scrape("queue_depth") == len(schedules.EVERY)
+
+
+def test_no_agent_and_no_error_is_named(client, grant, pool, memory) -> None:
+    use(grant())
+    Pool.objects.filter(pk=pool.pk).update(warm_target=1)
+    with memory.fail("create", Rejected("secret path"), times=99):
+        below.warm(now=NOW)
+    text = client.get("/metrics").content.decode()
+    assert pool.name in text
+    assert "did:" not in text and "secret" not in text
+
+
+def test_for_a_moment_it_answers_from_memory(client, pool, django_assert_num_queries) -> None:
+    client.get("/metrics")
+    with django_assert_num_queries(0):
+        client.get("/metrics")
+    metrics.facts.read_at -= metrics.FRESH
+    Pool.objects.filter(pk=pool.pk).update(capacity=7)
+    assert f'leasehold_pool_capacity{{pool="{pool.name}"}} 7.0' in client.get("/metrics").content.decode()
+
+
+def test_without_a_database_it_is_503_and_shows_nothing_stale(client, pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def down() -> None:
+        raise OperationalError("password=secret")
+
+    assert client.get("/metrics").status_code == 200
+    metrics.facts.read_at -= metrics.FRESH
+    with monkeypatch.context() as patched:
+        patched.setattr(connection, "cursor", down)
+        for _ in range(2):
+            response = client.get("/metrics")
+            assert response.status_code == 503
+            assert b"leasehold_" not in response.content and b"secret" not in response.content
+    assert client.get("/metrics").status_code == 200
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite has no statement timeout")
+def test_a_database_that_takes_too_long_is_503(client, pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*, now: object) -> list[object]:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_sleep(10)")
+        return []
+
+    monkeypatch.setattr(metrics.stats, "of_pools", slow)
+    monkeypatch.setattr(metrics, "STATEMENT_TIMEOUT", 50)
+    assert client.get("/metrics").status_code == 503
+
+
+def test_it_is_read_only_and_needs_neither_key_nor_host(client, pool) -> None:
+    assert client.post("/metrics").status_code == 405
+    assert client.get("/metrics", HTTP_HOST="10.1.2.3").status_code == 200
+    assert client.head("/metrics").status_code == 200

@@ -1,0 +1,215 @@
+"""Promises of a lease: one at a time, ends at the earliest of its clocks, and nothing after its end."""
+
+from datetime import timedelta
+
+import pytest
+from django.db import IntegrityError, transaction
+
+from leases import execution, leasing, sweeps
+from leases.errors import Conflict, Invalid, LeaseEnded
+from leases.models import Lease
+from sandboxes import eviction
+from sandboxes.models import Pool, Sandbox
+from sandboxes.providers.base import Unavailable
+from sandboxes.providers.memory import MemoryProvider
+from sandboxes.runs import Command
+from tests.conftest import MINUTE, NOW
+
+pytestmark = pytest.mark.django_db
+HOUR = 60 * MINUTE
+
+
+def true() -> Command:
+    return Command(argv=["true"], timeout=MINUTE)
+
+
+def test_acquire_twice_is_the_same_lease(grant) -> None:
+    first = grant()
+    again, is_new = leasing.acquire(
+        leasing.Ask(first.agent_did, first.environment_id, "catan", pool=first.pool.name), now=NOW + MINUTE
+    )
+    assert (again.pk, is_new) == (first.pk, False)
+
+
+def test_acquire_for_another_type_is_a_conflict(grant) -> None:
+    grant()
+    with pytest.raises(Conflict):
+        grant(environment_type="rpg")
+
+
+def test_a_new_incarnation_is_a_new_row_and_the_old_one_stays(grant) -> None:
+    first = grant()
+    leasing.release(first.pk, now=NOW + MINUTE)
+    second = grant(now=NOW + 2 * MINUTE)
+    assert second.pk != first.pk
+    first.refresh_from_db()
+    assert (first.status, first.end_reason, first.ended_at) == ("expired", "released", NOW + MINUTE)
+
+
+def test_an_elapsed_lease_no_sweep_has_seen_can_be_acquired_anew(grant) -> None:
+    first = grant(ttl=MINUTE)
+    second = grant(now=NOW + 2 * MINUTE)
+    first.refresh_from_db()
+    assert (first.end_reason, second.pk != first.pk) == ("ttl", True)
+
+
+def test_unknown_type_is_refused_and_names_the_known_ones(grant) -> None:
+    with pytest.raises(Invalid, match="catan"):
+        grant(environment_type="chess")
+    assert not Lease.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("ask", "field"),
+    [
+        ({"max_ttl": 25 * HOUR}, "max_ttl_seconds"),
+        ({"ttl": 2 * HOUR, "max_ttl": HOUR}, "ttl_seconds"),
+        ({"pool": "no"}, "pool"),
+    ],
+    ids=["max_ttl", "ttl", "pool"],
+)
+def test_what_cannot_be_granted_names_its_field(grant, ask, field) -> None:
+    with pytest.raises(Invalid) as refused:
+        grant(**ask)
+    assert refused.value.extra == {"field": field}
+
+
+@pytest.mark.parametrize(
+    ("renewed", "ttl", "latest", "ends"),
+    [
+        (NOW, HOUR, NOW + 24 * HOUR, NOW + HOUR),
+        (NOW + 23.5 * HOUR, HOUR, NOW + 24 * HOUR, NOW + 24 * HOUR),
+        (NOW, 24 * HOUR, NOW + 24 * HOUR, NOW + 24 * HOUR),
+    ],
+    ids=["ttl first", "max_ttl first", "both"],
+)
+def test_a_lease_ends_at_the_earliest_of_its_clocks(renewed, ttl, latest, ends) -> None:
+    assert leasing.ends_at(renewed_at=renewed, ttl=ttl, max_expires_at=latest) == ends
+
+
+def test_renewing_pushes_the_end_but_never_past_the_ceiling(grant) -> None:
+    lease = grant(ttl=HOUR, max_ttl=2 * HOUR)
+    assert leasing.renew(lease, now=NOW + 30 * MINUTE) == NOW + 90 * MINUTE
+    assert leasing.renew(lease, now=NOW + 80 * MINUTE) == NOW + 2 * HOUR
+
+
+def test_a_late_renewal_cannot_shorten_a_newer_one(grant) -> None:
+    lease = grant(ttl=HOUR)
+    newer = leasing.renew(lease, now=NOW + 10 * MINUTE)
+    assert leasing.renew(lease, now=NOW + 5 * MINUTE) == newer
+    lease.refresh_from_db()
+    assert lease.expires_at == newer
+
+
+def test_renew_after_expiry_is_refused_even_before_a_sweep(grant) -> None:
+    lease = grant(ttl=MINUTE)
+    with pytest.raises(LeaseEnded) as refused:
+        leasing.renew(lease, now=NOW + MINUTE)
+    assert refused.value.extra["end_reason"] == "ttl"
+
+
+def test_the_schema_keeps_the_end_within_the_ceiling(grant) -> None:
+    lease = grant()
+    with pytest.raises(IntegrityError), transaction.atomic():
+        Lease.objects.filter(pk=lease.pk).update(expires_at=lease.max_expires_at + MINUTE)
+    with pytest.raises(IntegrityError), transaction.atomic():
+        Lease.objects.filter(pk=lease.pk).update(status="bogus")
+    with pytest.raises(IntegrityError), transaction.atomic():
+        Lease.objects.filter(pk=lease.pk).update(status="expired", ended_at=NOW, end_reason="bogus")
+
+
+def test_release_twice_gives_the_same_answer(grant) -> None:
+    lease = grant()
+    first = leasing.release(lease.pk, now=NOW + MINUTE)
+    again = leasing.release(lease.pk, now=NOW + 2 * MINUTE)
+    assert (first.ended_at, first.end_reason) == (again.ended_at, again.end_reason) == (NOW + MINUTE, "released")
+    assert lease.events.filter(kind="ended").count() == 1
+
+
+def test_a_condition_ends_every_lease_that_waits_for_it_and_no_other(grant) -> None:
+    here, there = grant(agent="did:plc:a"), grant(agent="did:plc:b", environment="game-2")
+    other = grant(agent="did:plc:c", environment_type="coding")
+    ended = sweeps.end_matching("game-1", "game.finished", now=NOW + MINUTE, agents=None)
+    assert [lease.pk for lease in ended] == [here.pk]
+    assert {lease.pk for lease in Lease.objects.filter(status="active")} == {there.pk, other.pk}
+    here.refresh_from_db()
+    assert here.end_reason == "condition:game.finished"
+    assert sweeps.end_matching("game-1", "game.finished", now=NOW + MINUTE, agents=None) == []
+
+
+def test_an_agents_key_ends_only_its_own_leases_by_a_condition(grant) -> None:
+    mine, theirs = grant(agent="did:plc:a"), grant(agent="did:plc:b")
+    ended = sweeps.end_matching("game-1", "game.finished", now=NOW, agents=["did:plc:a"])
+    assert [lease.pk for lease in ended] == [mine.pk]
+    theirs.refresh_from_db()
+    assert theirs.status == "active"
+
+
+def test_expire_due_ends_what_is_over_with_its_reason(grant) -> None:
+    short = grant(agent="did:plc:a", ttl=MINUTE)
+    capped = grant(agent="did:plc:b", max_ttl=MINUTE)
+    grant(agent="did:plc:c")
+    assert sweeps.expire_due(now=NOW + MINUTE).counts == {"expired": 2}
+    assert {lease.pk: lease.end_reason for lease in Lease.objects.exclude(status="active")} == {
+        short.pk: "ttl", capped.pk: "max_ttl",
+    }  # fmt: skip
+
+
+def test_a_lease_is_destroyed_only_when_its_sandbox_is_confirmed_gone(grant, memory: MemoryProvider) -> None:
+    lease = grant()
+    execution.exec_in(lease.pk, true(), now=NOW)
+    leasing.release(lease.pk, now=NOW + MINUTE)
+    with memory.fail("destroy", Unavailable("the daemon is away"), times=1):
+        failed = sweeps.reclaim(now=NOW + MINUTE)
+    lease.refresh_from_db()
+    assert (len(failed.failures), lease.status) == (1, "expired")
+    sweeps.reclaim(now=NOW + 2 * MINUTE)
+    lease.refresh_from_db()
+    assert (lease.status, lease.destroyed_at) == ("destroyed", NOW + 2 * MINUTE)
+    assert memory.list(str(lease.pool.owner)) == []
+
+
+def test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined(grant, memory: MemoryProvider, settings) -> None:
+    settings.DESTROY_TRIES = 3
+    lease = grant()
+    execution.exec_in(lease.pk, true(), now=NOW)
+    leasing.release(lease.pk, now=NOW + 5 * timedelta(seconds=1))
+    moment, tried = NOW + timedelta(seconds=5), 0
+    with memory.fail("destroy", Unavailable("no"), times=99):
+        for _ in range(200):
+            tried += len(sweeps.reclaim(now=moment).failures)
+            moment += timedelta(seconds=1)
+    sandbox = Sandbox.objects.get()
+    assert (tried, sandbox.tries, sandbox.state) == (3, 3, "destroying")
+    assert sandbox.quarantined_at and "no" in sandbox.last_error
+    assert Pool.objects.get(pk=lease.pool_id).used == 1  # what is not confirmed gone keeps its place
+    assert eviction.retry_destroy(sandbox.pk, now=moment)
+    assert sweeps.reclaim(now=moment).counts == {"destroyed": 1, "leases closed": 1}
+    assert Pool.objects.get(pk=lease.pool_id).used == 0
+
+
+def test_acting_renews_the_lease(grant) -> None:
+    lease = grant(ttl=HOUR)
+    execution.exec_in(lease.pk, true(), now=NOW + 30 * MINUTE)
+    lease.refresh_from_db()
+    assert lease.expires_at >= NOW + 90 * MINUTE
+    assert lease.last_activity_at >= NOW + 30 * MINUTE
+
+
+def test_an_ended_lease_can_touch_nothing(grant, memory: MemoryProvider) -> None:
+    lease = grant()
+    leasing.release(lease.pk, now=NOW)
+    with pytest.raises(LeaseEnded) as refused:
+        execution.exec_in(lease.pk, true(), now=NOW)
+    assert refused.value.extra["end_reason"] == "released"
+    assert not Sandbox.objects.exists() and not memory.calls
+
+
+def test_a_sandbox_that_vanished_ends_its_lease_as_lost(grant, memory: MemoryProvider) -> None:
+    lease = grant()
+    execution.exec_in(lease.pk, true(), now=NOW)
+    memory.vanish(Sandbox.objects.get().ref)
+    with pytest.raises(LeaseEnded) as refused:
+        execution.exec_in(lease.pk, true(), now=NOW + MINUTE)
+    lease.refresh_from_db()
+    assert (refused.value.extra["end_reason"], lease.end_reason) == ("lost", "lost")

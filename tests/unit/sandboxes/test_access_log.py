@@ -1,0 +1,278 @@
+"""What nginx logs of sandboxes' requests: calls it saw, calls it refused, calls whose forwarder died."""
+
+import json
+import os
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leases import execution
+from leases.models import Lease
+from sandboxes.egress import access_log, log_tail
+from sandboxes.models import LlmCall, Sandbox
+from sandboxes.runs import Command
+from tests.conftest import MINUTE, NOW, Died
+
+pytestmark = pytest.mark.django_db
+HOUR = timedelta(hours=1)
+
+
+def line(number: int = 1, **fields: Any) -> bytes:
+    said = {
+        "id": f"{number:032x}", "slot": 3, "at": f"{NOW.timestamp():.3f}", "took": "1.500", "method": "POST",
+        "uri": "/v1/chat/completions", "status": 200, "sent": 700, "received": 1200, "upstream": "200", "limit": "PASSED",
+    }  # fmt: skip
+    return json.dumps({**said, **fields}).encode() + b"\n"
+
+
+def refused(number: int = 1, status: int = 403, **fields: Any) -> bytes:
+    return line(number, **{"status": status, "uri": "/v1/files", "upstream": "", "limit": "", **fields})
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "access.log"
+
+
+@pytest.fixture
+def box(grant: Callable[..., Lease]) -> Sandbox:
+    return used(grant(now=NOW - HOUR), now=NOW - HOUR)
+
+
+def used(lease: Lease, now: datetime) -> Sandbox:
+    """Something ran in its sandbox, which has the slot 3 since."""
+    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now)
+    Sandbox.objects.filter(holder=lease.pk).update(slot=3)
+    return Sandbox.objects.get(holder=lease.pk)
+
+
+def call(number: int = 1, **fields: Any) -> LlmCall:
+    asked = {"started_at": NOW - MINUTE, "deadline_at": NOW + HOUR}
+    return LlmCall.objects.create(call_id=f"{number:032x}", **{**asked, **fields})
+
+
+def append(file: Path, *lines: bytes) -> None:
+    with file.open("ab") as there:
+        there.write(b"".join(lines))
+
+
+def collect(file: Path, now=NOW) -> dict[str, int]:
+    return dict(access_log.collect(file, now))
+
+
+def test_a_call_that_nginx_saw_is_marked_and_left_alone(file: Path) -> None:
+    row = call(ended_at=NOW, outcome="ok", status=200)
+    append(file, line())
+    assert collect(file) == {"logged": 1}
+    row.refresh_from_db()
+    assert (row.logged_at, row.outcome, row.sandbox) == (NOW, "ok", None)
+    assert collect(file, NOW + HOUR) == {}
+
+
+def test_a_call_that_nobody_closes_within_a_minute_of_its_end_is_lost(file: Path) -> None:
+    row = call()
+    append(file, line())
+    assert collect(file) == {"logged": 1}
+    assert collect(file, NOW + MINUTE) == {}
+    assert collect(file, NOW + 2 * MINUTE) == {"closed as lost": 1}
+    row.refresh_from_db()
+    assert (row.outcome, row.ended_at, row.cost, row.priced) == ("lost", NOW + 2 * MINUTE, None, "")
+
+
+def test_a_call_that_nginx_has_not_logged_stays_open(file: Path) -> None:
+    call(2)
+    append(file, line())
+    collect(file)
+    collect(file, NOW + HOUR)
+    assert LlmCall.objects.get(call_id=f"{2:032x}").outcome == "open"
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (403, "path_forbidden"),
+        (413, "too_large"),
+        (429, "too_many"),
+        (400, "malformed"),
+        (414, "too_large"),
+        (418, "status_418"),
+    ],
+)
+def test_what_nginx_refused_is_a_row_of_whoever_had_the_slot(file: Path, box: Sandbox, status: int, code: str) -> None:
+    append(file, refused(status=status, uri="/admin/" + "x" * 300))
+    assert collect(file) == {"refused": 1}
+    row = LlmCall.objects.get()
+    assert (row.outcome, row.status, row.code, row.cost, row.priced) == ("refused", status, code, None, "")
+    assert (row.sandbox, row.holder, row.agent_did, row.environment_id) == (box, box.holder, "did:plc:ada", "game-1")
+    assert (row.started_at, row.ended_at, row.logged_at) == (NOW - timedelta(seconds=1.5), NOW, NOW)
+    assert (row.sent_bytes, row.received_bytes, row.path) == (700, 1200, "/admin/" + "x" * 193)
+
+
+@pytest.mark.parametrize(
+    ("fields", "whose"),
+    [
+        ({"state": "destroyed", "slot": 3, "destroyed_at": NOW + MINUTE}, True),
+        ({"state": "destroyed", "slot": 3, "destroyed_at": NOW - MINUTE}, False),
+        ({"slot": 3, "created_at": NOW + MINUTE}, False),
+        ({"slot": 4}, False),
+        ({"slot": None}, False),
+    ],
+)
+def test_a_request_belongs_to_the_sandbox_that_had_the_slot_at_that_time(file, box: Sandbox, fields: Any, whose: bool) -> None:
+    Sandbox.objects.filter(pk=box.pk).update(**fields)
+    append(file, refused())
+    collect(file, NOW + HOUR)
+    row = LlmCall.objects.get()
+    assert (row.sandbox_id, row.agent_did) == ((box.pk, "did:plc:ada") if whose else (None, ""))
+
+
+def test_of_two_sandboxes_that_had_a_slot_in_turn_each_has_its_own_requests(file: Path, box: Sandbox, grant) -> None:
+    Sandbox.objects.filter(pk=box.pk).update(state="destroyed", destroyed_at=NOW)
+    used(grant(environment="game-2", now=NOW + MINUTE), now=NOW + MINUTE)
+    append(file, refused(1), refused(2, at=(NOW + 2 * MINUTE).timestamp()))
+    collect(file, NOW + HOUR)
+    assert [*LlmCall.objects.order_by("call_id").values_list("environment_id", flat=True)] == ["game-1", "game-2"]
+
+
+def test_an_agent_cannot_fill_the_database_by_being_refused(file: Path, box: Sandbox) -> None:
+    append(file, *[refused(number) for number in range(1, 151)])
+    assert collect(file) == {"refused": 100, "refused and not kept": 50}
+    append(file, *[refused(number) for number in range(151, 161)])
+    assert collect(file) == {"refused and not kept": 10}
+    append(file, *[refused(number, slot=9) for number in range(161, 171)])
+    assert collect(file) == {"refused": 10}
+    append(file, *[refused(number, at=(NOW + HOUR).timestamp()) for number in range(171, 181)])
+    assert collect(file) == {"refused": 10}
+    assert LlmCall.objects.count() == 120
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome", "code", "counted"),
+    [(200, "ok", "", "unmetered"), (502, "failed", "status_502", "refused"), (429, "refused", "too_many", "refused")],
+)
+def test_a_call_without_a_row_that_went_on_is_shown_and_unpriced(file, status, outcome, code, counted) -> None:
+    append(file, line(status=status, upstream=str(status)))
+    assert collect(file) == {counted: 1}
+    row = LlmCall.objects.get()
+    assert (row.outcome, row.status, row.code, row.cost, row.priced) == (outcome, status, code, None, "")
+
+
+def test_who_asks_which_models_there_are_has_made_no_call(file: Path) -> None:
+    append(file, line(1, method="GET", uri="/v1/models"), refused(2, uri="/v1/models"))
+    assert collect(file) == {"refused": 1}
+    assert [row.status for row in LlmCall.objects.all()] == [403]
+
+
+def test_a_refusal_of_the_forwarder_keeps_its_reason(file: Path) -> None:
+    append(file, line(status=403, upstream="403", code="no_lease"))
+    assert collect(file) == {"refused": 1}
+    assert (LlmCall.objects.get().outcome, LlmCall.objects.get().code) == ("refused", "no_lease")
+
+
+@pytest.mark.parametrize("status", [b"000", b"009"])
+def test_a_request_that_ended_before_it_had_a_status_is_no_garbage(file: Path, status: bytes) -> None:
+    append(file, refused().replace(b"403", status))
+    assert collect(file) == {"refused": 1}
+    assert LlmCall.objects.get().outcome == "refused"
+
+
+def test_a_row_that_its_forwarder_writes_meanwhile_is_the_one_that_stays(file: Path, at_step) -> None:
+    append(file, refused(status=499, upstream="-"))
+    at_step("lines read", call)
+    assert collect(file) == {"logged": 1}
+    assert LlmCall.objects.get().outcome == "open"
+
+
+def test_a_line_counts_once_however_often_it_is_written(file: Path, box: Sandbox) -> None:
+    append(file, refused(), refused())
+    assert collect(file) == {"refused": 1}
+    append(file, refused())
+    assert collect(file) == {}
+    assert LlmCall.objects.count() == 1
+
+
+GARBAGE = [
+    b"x", b"[]", b"{}", b"\xff", b"[" * 50_000, line(id="x"), line(id="A" * 32), line(id=None), line(slot=-1), line(slot="x"),
+    line(slot=1 << 40), line(at="never"), line(at=1e300), line(at="nan"), line(at="inf"), line(took="-1"), line(took=1e12),
+    line(status=1000), line(status=None), line(sent=1 << 70), line(uri=None), line(uri=7),
+    line().replace(b'"upstream"', b'"up"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", GARBAGE)
+def test_a_line_that_is_no_request_is_counted_and_stops_nothing(file: Path, wrong: bytes) -> None:
+    append(file, wrong.strip() + b"\n", refused(2))
+    assert collect(file) == {"garbage": 1, "refused": 1}
+
+
+@pytest.mark.parametrize("path", [b"/\xff\xfe", rb"/\u0000", rb"/\ud800", "/ü€𝄞".encode(), rb"/\"<script>"])
+def test_whatever_a_sandbox_writes_into_its_path_can_be_stored(file: Path, path: bytes) -> None:
+    append(file, refused().replace(b"/v1/files", path))
+    assert collect(file) == {"refused": 1}
+    assert LlmCall.objects.get().path.startswith("/")
+
+
+# --- rotation ---------------------------------------------------------------------------------------------------------
+
+
+class Nginx:
+    """Writes to the file it has opened, whatever that is called by now, until it is told to open it by name again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.number = path, 0
+        self.path.touch()
+        self.reopen()
+
+    def reopen(self) -> None:
+        self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def log(self) -> None:
+        self.number += 1
+        os.write(self.file, refused(self.number, slot=self.number))
+
+
+def settle(path: Path) -> None:
+    os.utime(path, ((NOW - HOUR).timestamp(),) * 2)
+
+
+def test_a_large_log_is_rotated_and_removed_once_it_is_collected(file: Path) -> None:
+    nginx, old = Nginx(file), file.with_name("access.log.1")
+    nginx.log()
+    assert not access_log.rotate(file, nginx.reopen, now=NOW, largest=10_000)
+    assert access_log.rotate(file, nginx.reopen, now=NOW, largest=100)
+    nginx.log()
+    assert not access_log.rotate(file, nginx.reopen, now=NOW, largest=100)
+    assert old.exists()  # a worker of nginx may still write to it
+    settle(old)
+    assert not access_log.rotate(file, nginx.reopen, now=NOW, largest=100)
+    assert not old.exists()
+    assert LlmCall.objects.count() == 2
+    assert access_log.rotate(file, nginx.reopen, now=NOW, largest=100)
+
+
+@pytest.mark.parametrize("at", ["log renamed", "log reopened", "lines read", "lines applied", "lines committed"])
+@pytest.mark.parametrize("largest", [0, 100_000])
+def test_a_rotation_that_is_stopped_anywhere_loses_no_line(file: Path, at_step, at: str, largest: int) -> None:
+    nginx, old = Nginx(file), file.with_name("access.log.1")
+    access_log.collect(file, NOW)
+
+    def die() -> None:
+        raise Died
+
+    nginx.log()
+    at_step(at, die)
+    for _ in range(6):
+        try:
+            access_log.rotate(file, nginx.reopen, now=NOW, largest=largest)
+        except Died:
+            nginx.log()
+        else:
+            nginx.log()
+        if old.exists():
+            settle(old)
+    access_log.collect(file, NOW)
+    assert LlmCall.objects.count() == nginx.number == 7
+    assert log_tail.position_of(file) is not None

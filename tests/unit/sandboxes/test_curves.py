@@ -1,0 +1,114 @@
+"""Keys, the texts they are written as, and their signatures: by published vectors, and by a verifier of the tests' own."""
+
+import base64
+
+import pytest
+
+from sandboxes.identity import curves
+from sandboxes.identity.curves import CURVES, Private
+from tests.support import tokens
+
+# AT Protocol's interoperability files w3c_didkey_K256.json, w3c_didkey_P256.json and signature-fixtures.json.
+KNOWN = [
+    (
+        "ES256K",
+        "9085d2bef69286a6cbb51623c8fa258629945cd55ca705cc4e66700396894e0c",
+        "zQ3shokFTS3brHcDQrn82RUDfCZESWL1ZdCEJwekUDPQiYBme",
+    ),
+    (
+        "ES256K",
+        "f0f4df55a2b3ff13051ea814a8f24ad00f2e469af73c363ac7e9fb999a9072ed",
+        "zQ3shtxV1FrJfhqE1dvxYRcCknWNjHc3c5X1y3ZSoPDi2aur2",
+    ),
+    (
+        "ES256K",
+        "6b0b91287ae3348f8c2f2552d766f30e3604867e34adc37ccbb74a8e6b893e02",
+        "zQ3shZc2QzApp2oymGvQbzP8eKheVshBHbU4ZYjeXqwSKEn6N",
+    ),
+    (
+        "ES256K",
+        "c0a6a7c560d37d7ba81ecee9543721ff48fea3e0fb827d42c1868226540fac15",
+        "zQ3shadCps5JLAHcZiuX5YUtWHHL8ysBJqFLWvjZDKAWUBGzy",
+    ),
+    (
+        "ES256K",
+        "175a232d440be1e0788f25488a73d9416c04b6f924bea6354bf05dd2f1a75133",
+        "zQ3shptjE6JwdkeKN4fcpnYQY3m9Cet3NiHdAfpvSUZBFoKBj",
+    ),
+    (
+        "ES256",
+        tokens.multibase("z9p4VRzdmhsnq869vQjVCTrRry7u4TtfRxhvBFJTGU2Cp").hex(),
+        "zDnaeTiq1PdzvZXUaMdezchcMJQpBdH2VN4pgrrEhMCCbmwSb",
+    ),
+]
+MESSAGE = "oWVoZWxsb2V3b3JsZA"
+P256, K256 = "zDnaembgSGUhZULN2Caob4HLJPaxBh92N7rtH21TErzqf8HQo", "zQ3shqwJEJyMBsBXCWyCBpUBMqxcon9oHB7mCvx4sSpMdLJwc"
+SIGNED = [
+    (P256, "2vZNsG3UKvvO/CDlrdvyZRISOFylinBh0Jupc6KcWoJWExHptCfduPleDbG3rko3YZnn9Lw0IjpixVmexJDegg", "ES256"),
+    (K256, "5WpdIuEUUfVUYaozsi8G0B3cWO09cgZbIIwg1t2YKdUn/FEznOndsz/qgiYb89zwxYCbB71f7yQK5Lr7NasfoA", "ES256K"),
+    (P256, "2vZNsG3UKvvO/CDlrdvyZRISOFylinBh0Jupc6KcWoKp7O4VS9giSAah8k5IUbXIW00SuOrjfEqQ9HEkN9JGzw", None),
+    (K256, "5WpdIuEUUfVUYaozsi8G0B3cWO09cgZbIIwg1t2YKdXYA67MYxYiTMAVfdnkDCMN9S5B3vHosRe07aORmoshoQ", None),
+]
+
+
+@pytest.mark.parametrize(("key", "signature", "algorithm"), SIGNED)
+def test_our_verifier_takes_and_refuses_what_the_protocol_does(key: str, signature: str, algorithm: str | None) -> None:
+    raw = base64.b64decode(signature + "==")
+    if algorithm:
+        assert tokens.check(key, tokens.unbase64(MESSAGE), raw) == algorithm
+        with pytest.raises(tokens.Refused, match="signature"):
+            tokens.check(key, b"something else", raw)
+    else:
+        with pytest.raises(tokens.Refused, match="high s"):
+            tokens.check(key, tokens.unbase64(MESSAGE), raw)
+
+
+@pytest.mark.parametrize(("algorithm", "private", "public"), KNOWN)
+def test_a_private_key_has_the_published_public_key(algorithm: str, private: str, public: str) -> None:
+    assert curves.read(private, algorithm).public == public
+
+
+@pytest.mark.parametrize("algorithm", CURVES)
+def test_every_signature_is_the_lower_one_and_verifies(algorithm: str) -> None:
+    """Half of what a library signs is the higher one: 400 signatures of either kind would not miss it."""
+    for number in range(100):
+        private = curves.generate(algorithm)
+        for message in (b"", bytes([number]), b"x" * 1000, private.public.encode()):
+            assert tokens.check(private.public, message, private.sign(message)) == algorithm
+
+
+@pytest.mark.parametrize(("algorithm", "prefix"), [("ES256K", "8126"), ("ES256", "8626")])
+def test_a_private_key_as_multibase_says_its_curve(algorithm: str, prefix: str) -> None:
+    private = curves.generate(algorithm)
+    text = "z" + curves.base58(bytes.fromhex(prefix) + private.secret)
+    assert tokens.multibase(text) == bytes.fromhex(prefix) + private.secret
+    assert curves.read(text) == curves.read(text, algorithm) == private
+    with pytest.raises(ValueError, match=f"for {algorithm}"):
+        curves.read(text, next(name for name in CURVES if name != algorithm))
+
+
+def test_base58_keeps_leading_zeros() -> None:
+    for raw in (b"", b"\0", b"\0\0\1", bytes(range(40)), b"\xff" * 34):
+        assert curves.from_base58(curves.base58(raw)) == raw
+    assert curves.base58(b"\0\0hello") == "11" + curves.base58(b"hello")
+
+
+ORDER = "fffffffffffffffffffffffffffffffebaaedce6af48a03bbfd25e8cd0364141"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "z", "z0OIl", "0" * 64, ORDER, "f" * 64, "ab" * 31, "z" + "2" * 47, "z" + "1" * 64, K256, "zDna", "é" * 64]
+)
+def test_what_is_no_private_key_is_refused_without_repeating_it(text: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        curves.read(text)
+    assert len(text) < 5 or text not in str(refused.value)
+
+
+def test_a_private_key_shows_itself_nowhere() -> None:
+    private = curves.generate()
+    said = f"{private!r} {private} {[private]} {vars(private).keys()}"
+    assert private.secret.hex() not in said and repr(private.secret) not in said
+    with pytest.raises(ValueError) as refused:
+        Private("ES256K", private.secret + b"x")
+    assert private.secret.hex() not in str(refused.value)

@@ -1,0 +1,625 @@
+"""An agent's /data follows it into every sandbox, and what changed comes back."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+from django.db.models import F
+
+from leases import execution, leasing
+from leases.models import Lease
+from sandboxes import sweeps
+from sandboxes.errors import DataFull, StoreFailed
+from sandboxes.models import Attachment, Run, Sandbox
+from sandboxes.models.state import AgentData, DataEvent, DataFile, DataObject, DataSize
+from sandboxes.pool import of
+from sandboxes.providers.base import DATA, Unavailable
+from sandboxes.providers.memory import File, Folder, Link, MemoryProvider
+from sandboxes.runs import Command
+from sandboxes.state import pruning
+from sandboxes.storage import store
+from sandboxes.storage.base import StoreError
+from tests.conftest import MINUTE, NOW, Died
+
+pytestmark = pytest.mark.django_db
+LATER = NOW + timedelta(hours=1)  # every deadline has passed, no lease has
+
+
+@pytest.fixture
+def one(grant: Callable[..., Lease]) -> Lease:
+    return grant(environment="game-1")
+
+
+@pytest.fixture
+def two(grant: Callable[..., Lease]) -> Lease:
+    """A second sandbox of the same agent."""
+    return grant(environment="game-2")
+
+
+def sh(lease: Lease, line: str, *, now=NOW) -> str:
+    _, result = execution.exec_in(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=now)
+    return result.stdout.decode() + result.stderr.decode()
+
+
+def write(lease: Lease, path: str, text: str, *, now=NOW) -> None:
+    sh(lease, f"echo {text} >{DATA}/{path}", now=now)
+
+
+def read(lease: Lease, path: str, *, now=NOW) -> str:
+    return sh(lease, f"cat {DATA}/{path}", now=now).strip()
+
+
+def inside(lease: Lease, memory: MemoryProvider):
+    """The files of the lease's sandbox, to look into and to plant things."""
+    sandbox = of(lease.pk)
+    assert sandbox
+    return memory.files(sandbox.ref)
+
+
+def kept(path: str) -> DataFile:
+    return DataFile.objects.get(path=path)
+
+
+def live() -> set[str]:
+    return {row.path for row in DataFile.objects.filter(removed=False) if row.kind != "directory"} - {"skills/catan/prompt.md"}
+
+
+def test_what_one_sandbox_writes_the_agents_next_one_has(one: Lease, two: Lease) -> None:
+    write(one, "memory/note.md", "hello")
+    assert read(two, "memory/note.md") == "hello"
+    leasing.release(one.pk, now=NOW)
+    leasing.release(two.pk, now=NOW)
+    sweeps.reclaim(now=NOW + MINUTE)
+    third = leasing.acquire(
+        leasing.Ask(agent_did=one.agent_did, environment_id="other", environment_type="catan", pool=one.pool.name), now=NOW
+    )[0]
+    assert read(third, "memory/note.md") == "hello"
+
+
+def test_another_agent_has_none_of_it(one: Lease, grant: Callable[..., Lease]) -> None:
+    write(one, "note", "hello")
+    assert "No such file" in read(grant(agent="did:plc:bob", environment="game-9"), "note")
+
+
+def test_a_use_that_changes_nothing_costs_one_look(one: Lease, memory: MemoryProvider) -> None:
+    write(one, "note", "hello")
+    objects, memory.calls = set(store().list()), []
+    assert read(one, "note") == "hello"
+    assert [verb for verb, _ in memory.calls] == ["exec", "manifest"]
+    assert set(store().list()) == objects
+
+
+def test_only_what_changed_crosses(one: Lease, memory: MemoryProvider) -> None:
+    sh(one, "true")
+    inside(one, memory)[f"{DATA}/large"] = File(b"x" * 300_000)
+    write(one, "small", "1")
+    write(one, "small", "2")
+    newest = kept("small").stored_in
+    assert newest and newest.size_bytes < 20_000
+    assert kept("large").stored_in_id != newest.pk
+
+
+def test_removals_are_carried(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+    write(one, "note", "hello")
+    assert read(two, "note") == "hello"
+    del inside(one, memory)[f"{DATA}/note"]
+    sh(one, "true")
+    assert "No such file" in read(two, "note")
+    assert kept("note").removed
+
+
+def test_modes_and_links_are_kept(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+    sh(one, "true")
+    files = inside(one, memory)
+    files[f"{DATA}/run.sh"], files[f"{DATA}/latest"] = File(b"#!/bin/sh\n", mode=0o755), Link("/etc/passwd")
+    sh(one, "true")
+    sh(two, "true")
+    there = inside(two, memory)
+    assert there[f"{DATA}/run.sh"] == files[f"{DATA}/run.sh"]
+    assert there[f"{DATA}/latest"] == Link("/etc/passwd")
+
+
+def test_a_mode_that_changed_stores_no_bytes(one: Lease, memory: MemoryProvider) -> None:
+    write(one, "tool", "x")
+    before = kept("tool")
+    files = inside(one, memory)
+    files[f"{DATA}/tool"] = File(b"x\n", mode=0o755)
+    sh(one, "true")
+    assert kept("tool").mode == 0o755 and kept("tool").stored_in_id == before.stored_in_id
+
+
+# --- two at once ------------------------------------------------------------------------------------------------------
+
+
+def test_of_two_that_changed_a_file_the_last_counts_and_the_other_is_kept(one: Lease, two: Lease, memory) -> None:
+    write(one, "plan", "first")
+    assert read(two, "plan") == "first"
+    inside(two, memory)[f"{DATA}/plan"] = File(b"of two\n")  # a program that two left running
+    write(one, "plan", "of one")
+    sh(two, "true")
+    assert read(one, "plan") == read(two, "plan") == "of two"
+    assert read(one, f".conflicts/{one.pk}/plan") == "of one"
+    event = DataEvent.objects.get(kind="conflict")
+    assert (event.path, event.holder, event.agent_did) == ("plan", two.pk, one.agent_did)
+
+
+def test_the_same_change_twice_is_no_conflict(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+    sh(two, "true")
+    inside(two, memory)[f"{DATA}/plan"] = File(b"same\n")
+    write(one, "plan", "same")
+    sh(two, "true")
+    assert not DataEvent.objects.exists() and read(one, "plan") == "same"
+
+
+def test_an_edit_counts_more_than_a_removal(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+    write(one, "plan", "first")
+    assert read(two, "plan") == "first"
+    del inside(two, memory)[f"{DATA}/plan"]
+    write(one, "plan", "second")
+    sh(two, "true")
+    assert read(two, "plan") == read(one, "plan") == "second"
+
+
+def test_a_removal_loses_against_an_edit_that_comes_after(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+    write(one, "plan", "first")
+    assert read(two, "plan") == "first"
+    del inside(one, memory)[f"{DATA}/plan"]
+    inside(two, memory)[f"{DATA}/plan"] = File(b"second\n")
+    sh(one, "true")
+    sh(two, "true")
+    assert read(one, "plan") == "second"
+
+
+def test_each_version_that_loses_is_kept_beside_those_before(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+    for number in (1, 2):
+        write(one, "plan", f"one-{number}")
+        sh(two, "true")
+        inside(two, memory)[f"{DATA}/plan"] = File(f"two-{number}\n".encode())
+        write(one, "plan", f"lost-{number}")
+        sh(two, "true")
+        sh(one, "true")
+    assert read(one, "plan") == "two-2"
+    assert read(one, f".conflicts/{one.pk}/plan") == "lost-1"
+    assert read(one, f".conflicts/{one.pk}.2/plan") == "lost-2"
+
+
+def test_a_file_beats_the_directory_that_it_has_not_seen_and_what_was_in_it_is_kept(one: Lease, two: Lease, memory) -> None:
+    sh(two, "true")
+    inside(two, memory)[f"{DATA}/plan"] = File(b"two\n")
+    write(one, "plan/deep", "one")
+    sh(two, "true")
+    assert read(one, "plan") == read(two, "plan") == "two"
+    assert read(two, f".conflicts/{one.pk}/plan/deep") == "one"
+    assert live() == {"plan", f".conflicts/{one.pk}/plan/deep"}
+
+
+def test_a_directory_beats_the_file_that_it_has_not_seen_and_the_file_is_kept(one: Lease, two: Lease, memory) -> None:
+    sh(two, "true")
+    files = inside(two, memory)
+    files[f"{DATA}/plan"], files[f"{DATA}/plan/deep"] = Folder(), File(b"two\n")
+    write(one, "plan", "one")
+    sh(two, "true")
+    assert read(one, "plan/deep") == read(two, "plan/deep") == "two"
+    assert read(two, f".conflicts/{one.pk}/plan") == "one"
+
+
+def test_what_is_new_in_a_directory_counts_more_than_what_has_taken_its_place(one: Lease, two: Lease, memory) -> None:
+    write(one, "d/old", "old")
+    sh(two, "true")
+    files = inside(one, memory)
+    del files[f"{DATA}/d/old"]
+    files[f"{DATA}/d"] = Link("elsewhere")
+    inside(two, memory)[f"{DATA}/d/new"] = File(b"new\n")
+    sh(one, "true")
+    sh(two, "true")
+    sh(two, "true")
+    assert read(one, "d/new") == read(two, "d/new") == "new"
+    assert inside(one, memory)[f"{DATA}/.conflicts/{one.pk}/d"] == Link("elsewhere")
+
+
+def test_a_directory_that_was_removed_comes_back_with_what_is_new_in_it(one: Lease, two: Lease, memory) -> None:
+    write(one, "d/old", "old")
+    sh(two, "true")
+    files = inside(one, memory)
+    del files[f"{DATA}/d/old"], files[f"{DATA}/d"]
+    inside(two, memory)[f"{DATA}/d/new"] = File(b"new\n")
+    sh(two, "true")
+    for lease in (one, two):
+        sh(lease, "true")
+    assert read(one, "d/new") == "new"
+    assert f"{DATA}/d/old" not in inside(one, memory) and f"{DATA}/d/old" not in inside(two, memory)
+
+
+def test_a_file_in_the_place_of_lost_versions_does_not_lose_them(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+    sh(two, "true")
+    files = inside(two, memory)
+    files[f"{DATA}/.conflicts"], files[f"{DATA}/plan"] = File(b"mine\n"), File(b"two\n")
+    write(one, "plan", "one")
+    sh(two, "true")
+    for lease in (one, two):
+        assert read(lease, ".conflicts") == "mine"
+        assert read(lease, "plan") == "two"
+        assert read(lease, f".conflicts.2/{one.pk}/plan") == "one"
+
+
+@pytest.mark.parametrize("entry", [Folder(), Folder(mode=0o700)], ids=["for a file", "with another mode"])
+def test_a_directory_that_is_new_is_stored_also_when_something_else_is_brought(
+    entry: Folder, one: Lease, two: Lease, memory: MemoryProvider
+) -> None:
+    write(one, "a", "hello") if entry.mode == 0o755 else write(one, "a/b", "hello")
+    sh(two, "true")
+    inside(two, memory)[f"{DATA}/a"] = entry
+    write(one, "more", "of it")
+    sh(two, "true")
+    sh(one, "true")
+    there = inside(one, memory)[f"{DATA}/a"]
+    assert isinstance(there, Folder) and there.mode == entry.mode
+
+
+@pytest.mark.parametrize("left", [b"two\n", None], ids=["changed", "removed"])
+def test_what_a_program_does_to_a_file_that_was_just_brought_is_seen(one: Lease, two: Lease, memory, left) -> None:
+    sh(two, "true")
+    write(one, "plan", "one")
+
+    def change(ref: str) -> None:
+        if left:
+            memory.files(ref)[f"{DATA}/plan"] = File(left, mtime=1)
+        else:
+            del memory.files(ref)[f"{DATA}/plan"]
+
+    with memory.after("put_files", change):
+        sh(two, "true")
+    assert read(one, "plan") == ("two" if left else f"cat: {DATA}/plan: No such file or directory")
+
+
+def test_what_is_newer_by_the_time_it_is_fetched_is_brought_as_it_is_then(one: Lease, two: Lease, memory) -> None:
+    write(one, "plan", "first")
+    sh(two, "true")
+    write(one, "plan", "second")
+    newer = ["third"]
+
+    def store_newer(ref: str) -> None:
+        if newer:
+            write(one, "plan", newer.pop())
+            assert pruning.prune(now=LATER).counts["outdated data"]  # the object of the second among them
+
+    with memory.after("manifest", store_newer):
+        assert read(two, "plan") == "third"
+
+
+# --- when the store fails ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """broken("upload"): this method of the store fails from now on; broken(): it works again."""
+    whole = {name: getattr(type(store()), name) for name in ("upload", "download", "remove")}
+
+    def break_it(*names: str) -> None:
+        for name, method in whole.items():
+            monkeypatch.setattr(type(store()), name, method)
+        for name in names:
+
+            def fail(*args: object, _name: str = name, **more: object) -> None:
+                raise StoreError("filesystem", _name, "out of order")
+
+            monkeypatch.setattr(type(store()), name, fail)
+
+    return break_it
+
+
+def test_what_cannot_be_stored_stays_and_is_stored_later(one: Lease, two: Lease, broken) -> None:
+    sh(one, "true")
+    broken("upload")
+    write(one, "note", "hello")  # the command has run: its answer stands
+    assert Attachment.objects.get(sandbox__holder=one.pk).unsaved_since
+    assert Run.objects.filter(outcome="ok", note__contains="not stored yet").count() == 1
+    assert pruning.persist(now=NOW + MINUTE).failures
+    broken()
+    assert pruning.persist(now=NOW + 2 * MINUTE).counts == {"stored": 1}
+    assert pruning.persist(now=NOW + 3 * MINUTE).counts == {}
+    assert read(two, "note") == "hello"
+
+
+def test_nothing_is_destroyed_before_its_data_is_stored(one: Lease, two: Lease, broken, memory: MemoryProvider) -> None:
+    sh(one, "true")
+    broken("upload")
+    write(one, "note", "hello")
+    leasing.release(one.pk, now=NOW + MINUTE)
+    assert sweeps.reclaim(now=NOW + 2 * MINUTE).failures
+    sandbox = Sandbox.objects.get(holder=one.pk)
+    assert sandbox.state == "destroying" and "out of order" in sandbox.last_error and memory.files(sandbox.ref)
+    broken()
+    assert sweeps.reclaim(now=LATER).counts == {"destroyed": 1}
+    assert read(two, "note", now=LATER) == "hello"
+
+
+def test_a_sandbox_whose_data_cannot_be_stored_does_not_sleep(one: Lease, broken) -> None:
+    broken("upload")
+    write(one, "note", "hello")
+    assert sweeps.idle(now=NOW + 10 * MINUTE).failures
+    assert Sandbox.objects.get(holder=one.pk).state == "waiting"
+
+
+def test_a_sandbox_whose_data_cannot_be_looked_at_does_not_sleep(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+    sh(one, "true")
+    inside(one, memory)[f"{DATA}/late"] = File(b"late\n")  # by a program that went on after its command had ended
+    with memory.fail("manifest", Unavailable("busy")):
+        assert sweeps.idle(now=NOW + 10 * MINUTE).failures
+    assert Sandbox.objects.get(holder=one.pk).state == "waiting"
+    assert sweeps.idle(now=NOW + 20 * MINUTE).counts == {"put to sleep": 1}
+    assert read(two, "late", now=NOW + 21 * MINUTE) == "late"
+
+
+def test_a_command_is_not_run_without_its_data(one: Lease, two: Lease, broken, memory: MemoryProvider) -> None:
+    write(one, "note", "hello")
+    broken("download")
+    with pytest.raises(StoreFailed):
+        sh(two, "echo ran >/workspace/ran")
+    assert "/workspace/ran" not in inside(two, memory)
+    broken()
+    assert read(two, "note") == "hello"
+
+
+def test_an_object_that_is_not_what_was_stored_is_reported_and_nothing_runs(one: Lease, two: Lease) -> None:
+    write(one, "note", "hello")
+    stored = kept("note").stored_in
+    assert stored
+    store().set(stored.key, store().get(stored.key).replace(b"hello", b"HELLO"))
+    with pytest.raises(StoreFailed, match="not what was stored"):
+        sh(two, "true")
+    assert DataEvent.objects.get(kind="corrupt").path == "note"
+
+
+def test_two_objects_that_are_not_what_was_stored_are_reported(one: Lease, two: Lease) -> None:
+    for name in ("note", "more"):
+        write(one, name, f"hello {name}")
+        stored = kept(name).stored_in
+        assert stored
+        store().set(stored.key, store().get(stored.key).replace(b"hello", b"HELLO"))
+    with pytest.raises(StoreFailed, match="not what was stored"):
+        sh(two, "true")
+    assert DataEvent.objects.get(kind="corrupt").path in ("note", "more")
+
+
+def test_a_store_that_fails_leaves_a_sandbox_with_what_it_has(one: Lease, two: Lease, broken, memory: MemoryProvider) -> None:
+    write(one, "note", "old")
+    sh(two, "true")
+    write(one, "note", "new")
+    broken("download")
+    with pytest.raises(StoreFailed):
+        sh(two, "true")
+    inside(two, memory)[f"{DATA}/note"] = File(b"two\n")  # a program does not stop because the store has failed
+    broken()
+    assert read(two, "note") == read(one, "note") == "two"
+    assert read(one, f".conflicts/{one.pk}/note") == "new"
+
+
+def test_what_is_destroyed_is_looked_at_once_more(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+    sh(one, "true")
+    inside(one, memory)[f"{DATA}/late"] = File(b"late\n")  # by a program that went on after its command had ended
+    leasing.release(one.pk, now=NOW)
+    sweeps.reclaim(now=NOW + MINUTE)
+    assert read(two, "late") == "late"
+
+
+# --- limits and rules -------------------------------------------------------------------------------------------------
+
+
+def test_more_than_is_kept_is_refused_until_something_is_removed(one: Lease, memory: MemoryProvider, settings) -> None:
+    sh(one, "true")
+    settings.DATA_MOST_BYTES = 100_000
+    inside(one, memory)[f"{DATA}/large"] = File(b"x" * 200_000)
+    sh(one, "true")
+    assert DataEvent.objects.get(kind="full") and not DataFile.objects.filter(path="large").exists()
+    with pytest.raises(DataFull, match="Remove some of it"):
+        sh(one, "true")
+    sandbox = of(one.pk)
+    assert sandbox
+
+    def remove(provider, sandbox):
+        provider.remove_file(sandbox.ref, f"{DATA}/large")
+
+    execution.act_in(one.pk, Command(argv=["remove"], kind="file", timeout=MINUTE), remove, now=NOW)
+    sh(one, "true")
+    assert Attachment.objects.get().unsaved_since is None
+
+
+def test_too_many_files_are_refused(one: Lease, memory: MemoryProvider, settings) -> None:
+    sh(one, "true")
+    settings.DATA_MOST_FILES = 10
+    inside(one, memory).update({f"{DATA}/{n}": File(b"") for n in range(20)})
+    sh(one, "true")
+    with pytest.raises(DataFull, match="more than 10"):
+        sh(one, "true")
+
+
+def test_a_full_agent_does_not_keep_its_sandbox_for_ever(one: Lease, memory: MemoryProvider, settings) -> None:
+    sh(one, "true")
+    settings.DATA_MOST_BYTES = 1000
+    inside(one, memory)[f"{DATA}/large"] = File(b"x" * 200_000)
+    sh(one, "true")
+    leasing.release(one.pk, now=NOW)
+    assert sweeps.reclaim(now=NOW + MINUTE).counts == {"destroyed": 1}
+    assert DataEvent.objects.filter(kind="dropped").exists()
+
+
+@pytest.mark.parametrize("path", ["x" * 1001, "not\udcff-text"])
+def test_what_cannot_be_kept_is_left_out_and_told(one: Lease, memory: MemoryProvider, path: str) -> None:
+    sh(one, "true")
+    inside(one, memory).update({f"{DATA}/{path}": File(b"1"), f"{DATA}/good": File(b"2")})
+    sh(one, "true")
+    sh(one, "true")
+    assert live() == {"good"}
+    assert "Not stored" in DataEvent.objects.get(kind="left_out").detail
+
+
+def test_the_first_use_of_a_type_brings_its_skill(one: Lease, memory: MemoryProvider) -> None:
+    sh(one, "true")
+    assert f"{DATA}/skills/catan/prompt.md" in inside(one, memory)
+    assert f"{DATA}/skills/rpg/prompt.md" not in inside(one, memory)
+    assert kept("skills/catan/prompt.md").size_bytes
+
+
+def test_a_skill_that_was_removed_stays_away(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+    sh(one, "true")
+    del inside(one, memory)[f"{DATA}/skills/catan/prompt.md"]
+    sh(one, "true")
+    sh(two, "true")
+    assert f"{DATA}/skills/catan/prompt.md" not in inside(two, memory)
+
+
+def test_objects_are_packed_before_they_are_too_many(one: Lease, two: Lease) -> None:
+    for number in range(40):
+        write(one, f"note-{number}", str(number))
+    assert DataObject.objects.count() < 33
+    assert set(store().list("agents/")) == set(DataObject.objects.values_list("key", flat=True))
+    assert [read(two, f"note-{number}") for number in range(40)] == [str(number) for number in range(40)]
+
+
+@pytest.mark.parametrize(("size", "left"), [(1, 8), (1 << 20, 1)], ids=["small", "large"])
+def test_what_is_outdated_goes(size: int, left: int, one: Lease, memory: MemoryProvider) -> None:
+    sh(one, "true")
+    for number in range(20):
+        inside(one, memory)[f"{DATA}/note"] = File(bytes([number]) * size)
+        sh(one, "true")
+    pointed = {*DataFile.objects.filter(removed=False, kind="file").values_list("stored_in__key", flat=True)}
+    assert pointed <= {*store().list("agents/")}
+    assert len({*store().list("agents/")} - pointed) < left
+    assert_nothing_left()
+
+
+# --- crashes ----------------------------------------------------------------------------------------------------------
+
+
+def die() -> None:
+    raise Died
+
+
+@pytest.mark.parametrize("step", ["data stored", "data recorded", "run answered"])
+def test_dying_anywhere_in_storing_loses_nothing_and_leaves_nothing(step: str, one: Lease, two: Lease, at_step) -> None:
+    write(one, "note", "old")
+    at_step(step, die)
+    with pytest.raises(Died):
+        write(one, "note", "new")
+    sweeps.stalled(now=LATER)
+    assert read(two, "note", now=LATER) == ("new" if step == "data recorded" else "old")
+    assert read(one, "note", now=LATER) == "new"
+    assert read(two, "note", now=LATER) == "new"
+    assert not DataEvent.objects.filter(kind="conflict").exists()
+    assert_nothing_left()
+
+
+@pytest.mark.parametrize("step", ["pull decided", "pulled"])
+def test_dying_anywhere_in_bringing_it_is_mended_by_the_next_use(step: str, one: Lease, two: Lease, at_step, memory) -> None:
+    write(one, "note", "good")
+    sh(one, f"echo more >{DATA}/more")
+    at_step(step, die)
+    with pytest.raises(Died):
+        read(two, "note")
+    inside(two, memory)[f"{DATA}/note"] = File(b"half wri")  # as a crash in the middle of writing leaves it
+    sweeps.stalled(now=LATER)
+    assert read(two, "note", now=LATER) == "good"
+    assert read(one, "note", now=LATER) == "good"
+    assert not DataEvent.objects.exists()
+
+
+@pytest.mark.parametrize("step", ["data stored", "data recorded", "objects stored", "persisted", "process gone"])
+def test_dying_anywhere_on_the_way_to_sleep_keeps_the_data(step: str, one: Lease, two: Lease, at_step, memory) -> None:
+    sh(one, "true")
+    inside(one, memory)[f"{DATA}/late"] = File(b"late\n")
+    at_step(step, die)
+    with pytest.raises(Died):
+        sweeps.idle(now=NOW + 10 * MINUTE)
+    sweeps.stalled(now=LATER)
+    assert Sandbox.objects.get(holder=one.pk).state == "cold"
+    assert read(two, "late", now=LATER) == "late" and read(one, "late", now=LATER) == "late"
+    assert_nothing_left()
+
+
+@pytest.mark.parametrize("step", ["data stored", "data recorded", "destroy answered"])
+def test_dying_anywhere_in_a_destroy_keeps_the_data(step: str, one: Lease, two: Lease, at_step, memory) -> None:
+    sh(one, "true")
+    inside(one, memory)[f"{DATA}/late"] = File(b"late\n")
+    leasing.release(one.pk, now=NOW)
+    at_step(step, die)
+    with pytest.raises(Died):
+        sweeps.reclaim(now=NOW + MINUTE)
+    sweeps.reclaim(now=LATER)
+    assert Sandbox.objects.get(holder=one.pk).state == "destroyed"
+    assert read(two, "late", now=LATER) == "late"
+    assert_nothing_left()
+
+
+def test_an_engine_that_does_not_answer_does_not_keep_what_was_stored_from_being_destroyed(one: Lease, memory) -> None:
+    write(one, "note", "stored")
+    leasing.release(one.pk, now=NOW)
+    with memory.fail("manifest", Unavailable("busy")):
+        assert sweeps.reclaim(now=NOW + MINUTE).counts == {"destroyed": 1}
+
+
+def assert_nothing_left() -> None:
+    """After a prune the store has what rows point to, and nothing else."""
+    pruning.prune(now=LATER + timedelta(days=1), grace=timedelta(0))
+    assert set(store().list("agents/")) == set(DataObject.objects.values_list("key", flat=True))
+    pointed = DataFile.objects.filter(removed=False, kind="file").values_list("stored_in", flat=True)
+    assert set(DataObject.objects.values_list("pk", flat=True)) == set(pointed)
+
+
+def test_prune_leaves_young_objects_alone(db: None) -> None:
+    key = f"agents/did:plc:x/{NOW:%Y%m%dT%H%M%SZ}-{'0' * 32}.tar"
+    store().set(key, b"its row is on its way")
+    store().set("agents/did:plc:x/files/note", b"not of this shape")
+    assert pruning.prune(now=NOW + timedelta(minutes=59)).counts == {}
+    assert pruning.prune(now=NOW + timedelta(minutes=61)).counts == {"orphaned data": 1}
+    assert set(store().list("agents/did:plc:x/")) == {"agents/did:plc:x/files/note"}
+
+
+@pytest.fixture
+def mounted(db: None) -> AgentData:
+    """An agent's data as it lies in a bucket that is mounted."""
+    mine = AgentData.objects.create(agent_did="did:plc:x", keeping="mount", created_at=NOW, changed_at=NOW)
+    for name, content in {"": b"", "a": b"12345", "deep/": b"", "deep/b": b"123"}.items():
+        store().set(f"agents/did:plc:x/files/{name}", content)
+    store().set("agents/did:plc:xy/files/c", b"of another")
+    return mine
+
+
+def sizes() -> list[tuple[str, int]]:
+    return [*DataSize.objects.order_by("pk").values_list("agent_did", "size_bytes")]
+
+
+def test_what_is_mounted_is_weighed_and_paid_for(mounted: AgentData) -> None:
+    assert pruning.weigh(now=NOW).counts == pruning.weigh(now=LATER).counts == {"weighed": 1}
+    mounted.refresh_from_db()
+    assert (mounted.files, mounted.size_bytes, sizes()) == (2, 8, [("did:plc:x", 8)])
+    store().remove("agents/did:plc:x/files/a")
+    pruning.weigh(now=LATER)
+    assert sizes() == [("did:plc:x", 8), ("did:plc:x", 3)]
+
+
+def test_what_is_copied_into_sandboxes_is_not_weighed(mounted: AgentData, at_step) -> None:
+    at_step("data listed", lambda: AgentData.objects.update(keeping="sync"))
+    assert pruning.weigh(now=NOW).counts == pruning.weigh(now=NOW).counts == {}
+    assert sizes() == []
+
+
+def test_what_cannot_be_weighed_keeps_the_weight_that_it_had(mounted: AgentData, monkeypatch: pytest.MonkeyPatch) -> None:
+    pruning.weigh(now=NOW)
+
+    def fail(prefix: str = "") -> None:
+        raise StoreError("store", "page", "down", key=prefix)
+
+    monkeypatch.setattr(store(), "entries", fail)
+    swept = pruning.weigh(now=LATER)
+    assert (swept.counts, len(swept.failures), sizes()) == ({}, 1, [("did:plc:x", 8)])
+
+
+def test_the_totals_of_an_agent_are_those_of_its_files(one: Lease, memory: MemoryProvider) -> None:
+    sh(one, "true")
+    inside(one, memory).update({f"{DATA}/a": File(b"12345"), f"{DATA}/deep/b": File(b"123")})
+    sh(one, "true")
+    data = AgentData.objects.get()
+    skill = kept("skills/catan/prompt.md").size_bytes
+    assert (data.files, data.size_bytes) == (3, 8 + skill)
+    assert Attachment.objects.get(data=data, revision=F("data__revision"))

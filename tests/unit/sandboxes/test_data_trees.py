@@ -1,0 +1,317 @@
+"""Trees of files that only a hostile mind would make, through sleep and wake of /workspace, and through the store into
+another sandbox's /data: each as it was, bit for bit. They are made and looked at by programs inside, not by our own code."""
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, Phase, example, given, settings
+
+from leases import execution, leasing
+from leases.models import EnvironmentType, Lease
+from sandboxes import eviction, providers
+from sandboxes import pool as pools
+from sandboxes.models import Pool
+from sandboxes.providers.base import DATA, WORKSPACE
+from sandboxes.runs import Command
+from tests.conftest import DOCKER_IMAGE, MINUTE, NOW
+
+pytestmark = pytest.mark.django_db
+
+MAKE = """
+import json, os, sys
+root = os.fsencode(sys.argv[1])
+given = json.load(sys.stdin)
+
+def clear(above, spared=()):
+    for entry in list(os.scandir(above)):
+        if entry.is_dir(follow_symlinks=False) and entry.name not in spared:
+            os.chmod(entry.path, 0o700)
+            clear(entry.path)
+            os.rmdir(entry.path)
+        elif entry.name not in spared:
+            os.unlink(entry.path)
+
+clear(root, (b".home", b"config.json", b"skills"))
+directories = []
+for path, kind, mode, value in given:
+    path = os.path.join(root, os.fsencode(path))
+    if kind == "directory":
+        os.mkdir(path, 0o700)
+        directories.append((path, mode))
+    elif kind == "link":
+        os.symlink(os.fsencode(value), path)
+    else:
+        with open(path, "wb") as file:
+            file.write(os.urandom(value) if isinstance(value, int) else bytes.fromhex(value))
+        os.chmod(path, mode)
+for path, mode in reversed(directories):
+    os.chmod(path, mode)
+"""
+LOOK = """
+import hashlib, json, os, stat, sys
+
+def look(above, below):
+    for entry in sorted(os.scandir(above), key=lambda entry: entry.name):
+        path, found = below + entry.name, entry.stat(follow_symlinks=False)
+        mode = stat.S_IMODE(found.st_mode)
+        if entry.is_symlink():
+            yield os.fsdecode(path), "link", 0o777, int(found.st_mtime), os.fsdecode(os.readlink(entry.path))
+            continue
+        if mode & 0o700 != 0o700:
+            os.chmod(entry.path, 0o700)
+        if entry.is_dir():
+            yield os.fsdecode(path), "directory", mode & 0o777, 0, ""
+            yield from look(entry.path, path + b"/")
+        else:
+            with open(entry.path, "rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            yield os.fsdecode(path), "file", mode & 0o777, int(found.st_mtime), content
+        if mode & 0o700 != 0o700:
+            os.chmod(entry.path, mode)
+
+print(json.dumps([*look(os.fsencode(sys.argv[1]), b"")]))
+"""
+Node = tuple[str, int, Any]  # kind; mode; content, how many random bytes, target, or what is in the directory
+Line = list[Any]  # path, kind, mode, seconds of its last change, SHA-256 or target
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+ODD = [
+    " ", "-rf", "--", "a b", "new\nline", "tab\t", "...", ".hidden", "*", "?", "'\"", "$(x)", "\\", "\x01", "\x7f", "~", "%2F",
+    "e\u0301", "\u00e9", "\u200b", "\ufeff", "\U0001f469\u200d\U0001f4bb", "\U0001f600", "\u4e2d\u6587",
+    "x" * 255, "\u00e9" * 127,
+]  # fmt: skip
+LETTERS = st.characters(exclude_categories=["Cs"], exclude_characters="/\0")
+TEXT = st.text(LETTERS, min_size=1, max_size=12).filter(lambda name: name not in (".", ".."))
+NAMES = st.sampled_from(ODD) | TEXT
+RAW = st.binary(min_size=1, max_size=12).filter(lambda raw: b"/" not in raw and b"\0" not in raw and raw not in (b".", b".."))
+SIZES = [0, 1, 511, 512, 513, 70_000]
+CONTENT = st.binary(max_size=40).map(bytes.hex) | st.sampled_from(SIZES)
+FILE_MODES = [0o644, 0o600, 0o755, 0o000, 0o200, 0o111, 0o4755, 0o2711, 0o1644, 0o777]
+DIRECTORY_MODES = [0o755, 0o700, 0o000, 0o500, 0o300, 0o1777, 0o2755, 0o555]
+TARGETS = st.sampled_from([".", "..", "/", "/etc/passwd", "nowhere", "../../../..", "x" * 1000, " ", "\n"]) | TEXT
+LEAVES = st.tuples(st.just("file"), st.sampled_from(FILE_MODES), CONTENT) | st.tuples(st.just("link"), st.just(0), TARGETS)
+
+
+def trees(names: st.SearchStrategy[str]) -> st.SearchStrategy[dict[str, Node]]:
+    def directory(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+        return st.tuples(st.just("directory"), st.sampled_from(DIRECTORY_MODES), st.dictionaries(names, below, max_size=4))
+
+    return st.dictionaries(names, st.recursive(LEAVES, directory, max_leaves=12), max_size=8)
+
+
+def nested(depth: int) -> dict[str, Node]:
+    here: dict[str, Node] = {"file": ("file", 0o400, "00")}
+    for _ in range(depth):
+        here = {"d": ("directory", 0o500, here), "up": ("link", 0, "..")}
+    return here
+
+
+OF_EACH: dict[str, Node] = {
+    **{name: ("file", 0o644, name.encode().hex()) for name in ODD},
+    **{f"mode {mode:o}": ("file", mode, 1) for mode in FILE_MODES},
+    **{f"directory {mode:o}": ("directory", mode, {"in": ("file", mode, "ff")}) for mode in DIRECTORY_MODES},
+    **{f"size {size}": ("file", 0o644, size) for size in SIZES},
+    "self": ("link", 0, "self"), "one": ("link", 0, "other"), "other": ("link", 0, "one"), "long": ("link", 0, "x" * 4000),
+    "empty": ("directory", 0o755, {}),
+}  # fmt: skip
+
+
+def listed(tree: dict[str, Node], below: str = "") -> Iterator[tuple[str, str, int, Any]]:
+    """Each entry after the directory it is in."""
+    for name, (kind, mode, value) in tree.items():
+        yield below + name, kind, mode, None if kind == "directory" else value
+        if kind == "directory":
+            yield from listed(value, f"{below}{name}/")
+
+
+# --- where they live --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """A pool of one provider. Its verbs take a moment each, so that what comes later is later."""
+
+    pool: Pool
+    minutes: int = 0
+    leases: dict[str, Lease] = field(default_factory=dict)
+
+    def lease(self, environment: str) -> Lease:
+        if environment not in self.leases:
+            ask = leasing.Ask("did:plc:ada", environment, "coding", pool=self.pool.name)
+            self.leases[environment] = leasing.acquire(ask, now=NOW)[0]
+        return self.leases[environment]
+
+    def run(self, environment: str, script: str, place: str, stdin: bytes = b"") -> bytes:
+        self.minutes += 1
+        command = Command(argv=["python3", "-c", script, place], stdin=stdin, timeout=5 * MINUTE)
+        run, result = execution.exec_in(self.lease(environment).pk, command, now=NOW + self.minutes * MINUTE / 100)
+        assert result.exit_code == 0, result.stderr.decode(errors="replace")
+        assert run.note == ""
+        return result.stdout
+
+    def make(self, environment: str, place: str, tree: dict[str, Node]) -> list[Line]:
+        """What is there now, as a program inside sees it."""
+        given = json.dumps([*listed(tree)]).encode()
+        made: list[Line] = json.loads(self.run(environment, MAKE + LOOK, place, given))
+        assert {line[0] for line in made} >= {path for path, *_ in listed(tree)}
+        return made
+
+    def look(self, environment: str, place: str) -> list[Line]:
+        found: list[Line] = json.loads(self.run(environment, LOOK, place))
+        return found
+
+    def sleep(self, environment: str) -> None:
+        sandbox = pools.of(self.lease(environment).pk)
+        assert sandbox
+        self.minutes += 1
+        assert eviction.sleep(sandbox.pk, now=NOW + self.minutes * MINUTE / 100, reason="test")
+
+
+def world_of(kind: str) -> Any:
+    @pytest.fixture
+    def fixture(db: None, request: pytest.FixtureRequest) -> Iterator[World]:
+        if kind == "docker":
+            request.getfixturevalue("docker_ready")
+        name = f"trees-{uuid.uuid4().hex[:12]}"
+        pool = Pool.objects.create(name=name, provider=kind, image=DOCKER_IMAGE, capacity=10, memory_mib=256)
+        yield World(pool)
+        provider = providers.get(kind)
+        for found in provider.list(str(pool.owner)):
+            provider.destroy(found.ref)
+
+    return fixture
+
+
+process, docker = world_of("process"), world_of("docker")
+
+
+@pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
+def world(request: pytest.FixtureRequest) -> World:
+    found: World = request.getfixturevalue(request.param)
+    return found
+
+
+def searched(examples: int) -> Callable[[Any], Any]:
+    """Each example goes through sandboxes that the ones before have used."""
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    )
+
+
+def through_sleep(world: World, tree: dict[str, Node]) -> None:
+    before = world.make("game-1", WORKSPACE, tree)
+    world.sleep("game-1")
+    assert differing(before, world.look("game-1", WORKSPACE)) == []
+
+
+def through_the_store(world: World, tree: dict[str, Node]) -> None:
+    before = world.make("game-1", DATA, tree)
+    assert differing(before, world.look("game-2", DATA)) == []
+    assert differing(before, world.look("game-1", DATA)) == []
+
+
+def differing(before: list[Line], after: list[Line]) -> list[Line]:
+    """What is in one of them alone; a whole tree would be unreadable."""
+    return [*map(list, {*map(tuple, before)} ^ {*map(tuple, after)})]
+
+
+# --- what survives ----------------------------------------------------------------------------------------------------
+
+
+@searched(25)
+@example(OF_EACH)
+@example(nested(60))
+@given(trees(NAMES | RAW.map(os.fsdecode)))
+def test_any_workspace_sleeps_and_wakes_as_it_was(process: World, tree: dict[str, Node]) -> None:
+    through_sleep(process, tree)
+
+
+@searched(25)
+@example(OF_EACH)
+@example(nested(60))
+@given(trees(NAMES))
+def test_any_data_is_the_same_in_another_sandbox(process: World, tree: dict[str, Node]) -> None:
+    through_the_store(process, tree)
+
+
+@pytest.mark.docker
+@searched(3)
+@example(OF_EACH)
+@example(nested(60))
+@given(trees(NAMES | RAW.map(os.fsdecode)))
+def test_any_workspace_of_a_container_sleeps_and_wakes_as_it_was(docker: World, tree: dict[str, Node]) -> None:
+    through_sleep(docker, tree)
+
+
+@pytest.mark.docker
+@searched(3)
+@example(OF_EACH)
+@example(nested(60))
+@given(trees(NAMES))
+def test_any_data_is_the_same_in_another_container(docker: World, tree: dict[str, Node]) -> None:
+    through_the_store(docker, tree)
+
+
+LARGE: dict[str, Node] = {"large": ("file", 0o644, 50 << 20)}
+MANY: dict[str, Node] = {
+    f"d{number}": ("directory", 0o755, {f"file {at}": ("file", 0o644, f"{number:04x}{at:04x}") for at in range(100)})
+    for number in range(20)
+}
+
+
+@pytest.mark.parametrize("tree", [LARGE, MANY], ids=["50 MB", "2,000 files"])
+def test_much_sleeps_and_wakes(world: World, tree: dict[str, Node]) -> None:
+    through_sleep(world, tree)
+
+
+@pytest.mark.parametrize("tree", [LARGE, MANY], ids=["50 MB", "2,000 files"])
+def test_much_comes_into_another_sandbox(world: World, tree: dict[str, Node]) -> None:
+    through_the_store(world, tree)
+
+
+# --- what is left out -------------------------------------------------------------------------------------------------
+
+EXCLUDES = ["node_modules", "*.pyc", "build/out*"]
+FEW = st.sampled_from(["node_modules", "node_modules2", "a.pyc", "a.pyc2", "build", "out", "outer", "src"])
+PLAIN = st.tuples(st.just("file"), st.just(0o644), st.just("00")) | st.tuples(st.just("link"), st.just(0), st.just("build"))
+
+
+def branching(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+    return st.tuples(st.just("directory"), st.sampled_from([0o755, 0o000]), st.dictionaries(FEW, below, max_size=5))
+
+
+def left_out(path: str) -> bool:
+    """What EXCLUDES mean, said without them."""
+    parts = path.split("/")
+    inside = any(part == "node_modules" or part.endswith(".pyc") for part in parts)
+    return inside or (parts[0] == "build" and len(parts) > 1 and parts[1].startswith("out"))
+
+
+@searched(25)
+@given(st.dictionaries(FEW, st.recursive(PLAIN, branching, max_leaves=20), max_size=6))
+def test_a_snapshot_leaves_out_what_its_environment_names_and_nothing_else(process: World, tree: dict[str, Node]) -> None:
+    leaves_out(process, tree)
+
+
+@pytest.mark.docker
+def test_a_snapshot_of_a_container_leaves_out_the_same(docker: World) -> None:
+    below: dict[str, Node] = dict.fromkeys(("node_modules", "a.pyc", "a.pyc2", "out", "outer", "src"), ("file", 420, "00"))
+    inner: dict[str, Node] = {**below, "build": ("directory", 0o000, below), "src": ("directory", 0o755, below)}
+    leaves_out(docker, {**inner, "node_modules": ("directory", 0o755, inner), "src": ("directory", 0o755, inner)})
+
+
+def leaves_out(world: World, tree: dict[str, Node]) -> None:
+    EnvironmentType.objects.filter(name="coding").update(snapshot_excludes=EXCLUDES)
+    before = world.make("game-1", WORKSPACE, tree)
+    world.sleep("game-1")
+    assert differing([line for line in before if not left_out(line[0])], world.look("game-1", WORKSPACE)) == []

@@ -1,0 +1,228 @@
+"""What only the filesystem store can show: full disks, crashes in the middle of a write, how much of the tree is read."""
+
+import io
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sandboxes.storage import filesystem
+from sandboxes.storage.base import StoreError
+from sandboxes.storage.filesystem import FilesystemStore
+from tests.conftest import threads
+
+MIB = 1 << 20
+HOUR = timedelta(hours=1)
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FilesystemStore:
+    return FilesystemStore(tmp_path / "store")
+
+
+def files(store: FilesystemStore) -> list[str]:
+    return sorted(str(path.relative_to(store.root)) for path in store.root.rglob("*") if path.is_file())
+
+
+# --- full disks ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def small_disk(at: Path) -> Iterator[None]:
+    """A file system of 1 MiB, which root can have."""
+    at.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "leasehold-test", at], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"No file system can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", at], check=True)
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """No file of this process grows above 256 KiB."""
+    was = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (256 << 10, was[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, was)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_full_disk_is_a_store_error_and_takes_nothing_away(store: FilesystemStore) -> None:
+    with small_disk(store.root):
+        store.set("k", b"old")
+        for _ in range(3):  # what failed frees its space again
+            with pytest.raises(StoreError, match="filesystem: set of 'k': No space left on device"):
+                store.set("k", bytes(2 * MIB))
+            with pytest.raises(StoreError, match="filesystem: upload of 'k': No space left on device"):
+                store.upload("k", io.BytesIO(bytes(2 * MIB)))
+        store.set("other", bytes(MIB // 2))
+        assert store.get("k") == b"old"
+        assert files(store) == ["k.value", "other.value"]
+
+
+def test_a_file_above_its_limit_is_a_store_error_and_takes_nothing_away(store: FilesystemStore) -> None:
+    store.set("k", b"old")
+    with small_files():
+        with pytest.raises(StoreError, match="set of 'k': File too large"):
+            store.set("k", bytes(MIB))
+        with pytest.raises(StoreError, match="upload of 'k': File too large"):
+            store.upload("k", io.BytesIO(bytes(MIB)))
+    assert store.get("k") == b"old"
+    assert files(store) == ["k.value"]
+
+
+def test_a_root_that_is_no_directory_is_a_store_error_in_every_method(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    store = FilesystemStore(tmp_path / "file")
+    for act in (
+        lambda: store.get("k"),
+        lambda: store.set("k", b""),
+        lambda: store.has("k"),
+        lambda: store.remove("k"),
+        lambda: store.page(),
+        lambda: store.download("k", io.BytesIO()),
+        lambda: store.sweep_leftovers(datetime.now(UTC)),
+    ):
+        with pytest.raises(StoreError, match="Not a directory"):
+            act()
+
+
+def test_a_value_that_is_shorter_than_it_was_is_no_value(store: FilesystemStore) -> None:
+    class Cutting(io.BytesIO):
+        def write(self, content: bytes) -> int:  # type: ignore[override]
+            os.truncate(store.root / "k.value", MIB)
+            return len(content)
+
+    store.set("k", bytes(3 * MIB))
+    with pytest.raises(StoreError, match=r"ends \d+ bytes too early"):
+        store.download("k", Cutting())
+
+
+# --- crashes ------------------------------------------------------------------------------------------------------
+
+DIES = """
+import io, os, sys
+from pathlib import Path
+from sandboxes.storage.filesystem import FilesystemStore
+
+class Source(io.RawIOBase):
+    def read(self, size=-1):
+        self.reads = getattr(self, "reads", 0) + 1
+        return bytes(1000) if self.reads < 3 else os.kill(os.getpid(), 9)
+
+FilesystemStore(Path(sys.argv[1])).upload("k", Source())
+"""
+
+
+def test_what_a_killed_write_leaves_is_in_no_listing_and_is_swept_once_it_is_old(store: FilesystemStore) -> None:
+    store.set("k", b"old")
+    done = subprocess.run([sys.executable, "-c", DIES, str(store.root)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert store.get("k") == b"old"
+    assert list(store.list()) == ["k"]
+    assert len(files(store)) == 2
+    now = datetime.now(UTC)
+    assert store.sweep_leftovers(now - HOUR) == 0
+    assert len(files(store)) == 2
+    assert store.sweep_leftovers(now + HOUR) == 1
+    assert files(store) == ["k.value"]
+    assert store.get("k") == b"old"
+
+
+def test_a_sweep_of_a_store_that_never_held_anything_finds_nothing(store: FilesystemStore) -> None:
+    assert store.sweep_leftovers(datetime.now(UTC)) == 0
+
+
+def test_nothing_stays_of_a_key_that_was_removed(store: FilesystemStore) -> None:
+    store.set("a/b/c", b"x")
+    store.set("a/d", b"x")
+    store.remove("a/b/c")
+    assert sorted(path.name for path in store.root.rglob("*")) == [".new", "a", "d.value"]
+
+
+def test_a_removal_that_takes_the_directory_from_under_a_write_costs_it_nothing(store: FilesystemStore) -> None:
+    def rival(at: int) -> object:
+        for turn in range(60):
+            store.set(f"a/b/{at}", b"%d" % turn)
+            assert store.get(f"a/b/{at}") == b"%d" % turn
+            store.remove(f"a/b/{at}")
+        return None
+
+    with threads(4) as run:
+        assert run(rival) == [None] * 4
+
+
+# --- listings -----------------------------------------------------------------------------------------------------
+
+
+def test_a_page_reads_only_what_its_prefix_and_its_cursor_leave(
+    store: FilesystemStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in ("a/1/x", "a/2/x", "a/2/y", "a/3/x", "b/1"):
+        store.set(key, b"x")
+    read: list[str] = []
+    scanned = filesystem._scanned
+    monkeypatch.setattr(filesystem, "_scanned", lambda path: read.append(str(path.relative_to(store.root))) or scanned(path))
+    assert list(store.list("a/2/")) == ["a/2/x", "a/2/y"]
+    assert read == ["a/2"]
+    read.clear()
+    assert list(store.list("a/2/y")) == ["a/2/y"]
+    assert list(store.list("a/2")) == ["a/2/x", "a/2/y"]
+    assert read == ["a/2", "a", "a/2"]
+    read.clear()
+    page = store.page(limit=1)
+    assert [entry.key for entry in page.entries] == ["a/1/x"]
+    assert read == [".", "a", "a/1", "a/2"]  # one further: is there more?
+    read.clear()
+    assert [entry.key for entry in store.page(following="a/2/y").entries] == ["a/3/x", "b/1"]
+    assert "a/1" not in read
+
+
+def test_what_others_have_put_into_the_directory_is_not_shown(store: FilesystemStore) -> None:
+    store.set("k", b"x")
+    for name in ("lost+found", "a b", ".snapshot"):
+        (store.root / name).mkdir()
+        (store.root / name / "x.value").write_bytes(b"x")
+    (store.root / "README").write_bytes(b"x")
+    (store.root / "a b.value").write_bytes(b"x")
+    assert list(store.list()) == ["k"]
+
+
+LETTERS = st.sampled_from(["/", "/", "=", ".", "%", "a", "b", "!", "ä", "\x01", "a" * 64, "a" * 63, "ä" * 32])
+KEYS = st.lists(LETTERS, min_size=1, max_size=6).map("".join).filter(lambda key: len(key.encode()) <= 512)
+
+
+@pytest.fixture
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk has no part in how keys become names."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(keys=st.lists(KEYS, max_size=8, unique=True), prefix=st.just("") | KEYS, following=st.just("") | KEYS)
+def test_a_listing_is_every_key_with_the_prefix_after_the_cursor_in_order(
+    store: FilesystemStore, no_fsync: None, keys: list[str], prefix: str, following: str
+) -> None:
+    store.clear()
+    for key in keys:
+        store.set(key, key.encode())
+    expected = sorted(key for key in keys if key.startswith(prefix) and key > following)
+    assert [entry.key for entry in store.page(prefix, following=following).entries] == expected
+    assert [store.get(key) for key in keys] == [key.encode() for key in keys]
+    assert store.size() == len(keys)

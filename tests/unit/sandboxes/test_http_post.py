@@ -1,0 +1,210 @@
+"""One POST to somebody's address: where it does not go, and that it ends."""
+
+import datetime
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from ipaddress import IPv4Address, ip_address
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from sandboxes.webhooks import http_post
+from sandboxes.webhooks.addresses import why_refused
+from sandboxes.webhooks.http_post import Answer
+from tests.support.receiver import Receiver, endless, receiving, silent, trickling
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as server:
+        yield server
+
+
+def post(url: str, timeout: float = 30.0, internal: bool = True) -> Answer:
+    return http_post.post(url, b"{}", {"webhook-id": "1"}, internal=internal, timeout=timeout)
+
+
+def test_what_is_sent_arrives(receiver: Receiver) -> None:
+    assert post(receiver.url + "/a%20b?c=d%2Fe") == Answer(204)
+    [one] = receiver.received
+    assert (one.path, one.body, one.headers["webhook-id"]) == ("/events/a%20b?c=d%2Fe", b"{}", "1")
+    assert one.headers["host"] == f"127.0.0.1:{receiver.server_address[1]}"
+
+
+@pytest.mark.parametrize("answer", [silent, trickling])
+def test_an_answer_that_does_not_come_is_not_waited_for(receiver: Receiver, answer: Callable) -> None:
+    receiver.answer = answer
+    assert post(receiver.url, timeout=0.4) == Answer(error="No answer within 0.4 s.")
+
+
+def test_an_answer_without_end_is_not_read(receiver: Receiver) -> None:
+    receiver.answer = endless
+    assert post(receiver.url) == Answer(200)
+
+
+def test_an_answer_of_headers_alone_is_refused(receiver: Receiver) -> None:
+    def headers(request: BaseHTTPRequestHandler) -> None:
+        request.wfile.write(b"HTTP/1.1 200 OK\r\n")
+        while not receiver.stopping.is_set():
+            request.wfile.write(b"X-More: " + b"a" * 4000 + b"\r\n")
+
+    receiver.answer = headers
+    assert post(receiver.url).error.startswith("No answer in HTTP")
+
+
+def test_no_http_is_no_answer(receiver: Receiver) -> None:
+    receiver.answer = lambda request: request.wfile.write(b"SSH-2.0-OpenSSH_9.6 it is secret\r\n\r\n")  # type: ignore[assignment]
+    answer = post(receiver.url)
+    assert answer.status is None and "secret" not in answer.error and "No answer in HTTP" in answer.error
+
+
+def test_a_connection_that_breaks_is_no_answer(receiver: Receiver) -> None:
+    receiver.answer = lambda request: request.connection.shutdown(socket.SHUT_RDWR)
+    assert post(receiver.url).error == "It closed the connection without an answer."
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert "refused" in post(f"http://127.0.0.1:{port}/").error
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_is_not_followed(receiver: Receiver, status: int) -> None:
+    with receiving() as other:
+        receiver.status, receiver.headers = status, {"Location": other.url}
+        answer = post(receiver.url)
+        assert answer.status == status and answer.error.startswith(f"It answered {status}")
+        assert len(receiver.received) == 1 and not other.received
+
+
+def test_no_proxy_of_the_environment_is_used(receiver: Receiver, monkeypatch) -> None:
+    with receiving() as proxy:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, proxy.url)
+        assert post(receiver.url) == Answer(204)
+        assert not proxy.received
+
+
+def test_a_cookie_is_not_kept(receiver: Receiver) -> None:
+    receiver.headers = {"Set-Cookie": "a=b"}
+    post(receiver.url), post(receiver.url)
+    assert "cookie" not in receiver.received[1].headers
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "169.254.169.254", "169.254.170.2", "fe80::1", "fe80::1%lo", "fd00:ec2::254", "fd20:ce::254", "100.100.100.200",
+        "168.63.129.16", "192.0.0.192", "224.0.0.1", "ff02::1", "0.0.0.0", "::", "::ffff:169.254.169.254", "64:ff9b::a9fe:a9fe",
+        "2002:a9fe:a9fe::1",
+    ],
+)  # fmt: skip
+def test_nothing_is_ever_sent_there(address: str) -> None:
+    assert why_refused(ip_address(address), internal=True) == "nothing is ever sent there."
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1", "10.1.2.3", "192.168.0.1", "172.16.0.1", "100.64.0.1", "::1", "fd12::1", "::ffff:10.0.0.1", "64:ff9b::a00:1",
+     "255.255.255.255", "fec0::1", "64:ff9b:1::a00:1", "::10.0.0.1", "::ffff:0:a00:1"],
+)  # fmt: skip
+def test_what_is_not_public_is_for_internal_webhooks(address: str) -> None:
+    assert "not public" in why_refused(ip_address(address), internal=False)
+    assert why_refused(ip_address(address), internal=True) == ""
+
+
+@pytest.mark.parametrize("address", ["1.1.1.1", "2606:4700:4700::1111", "::ffff:1.1.1.1"])
+def test_what_is_public_is_for_all(address: str) -> None:
+    assert why_refused(ip_address(address), internal=False) == ""
+
+
+def test_a_name_of_this_machine_is_refused_before_anything_is_sent(receiver: Receiver) -> None:
+    answer = post(f"http://localhost:{receiver.server_address[1]}/", internal=False)
+    assert "localhost is" in answer.error and "not public" in answer.error
+    assert not receiver.received
+
+
+def named(*answers: list[str]) -> Callable[..., list]:
+    """A resolver that says something else each time."""
+    left = iter(answers)
+    return lambda host, port, **more: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in next(left)]
+
+
+def test_a_name_with_one_address_that_is_refused_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", named(["1.1.1.1", "10.0.0.1"]))
+    assert "rebind.example is 10.0.0.1: it is not public" in post("https://rebind.example/", internal=False).error
+
+
+def test_a_name_is_resolved_once(receiver: Receiver, monkeypatch) -> None:
+    """What was judged is what is connected to: the second answer is never asked for."""
+    monkeypatch.setattr(socket, "getaddrinfo", named(["127.0.0.1"], ["169.254.169.254"]))
+    assert post(f"http://rebind.example:{receiver.server_address[1]}/") == Answer(204)
+    assert receiver.received[0].headers["host"].startswith("rebind.example:")
+
+
+def test_a_name_that_is_not_known_or_not_answered_for(monkeypatch) -> None:
+    def unknown(*args, **more):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)  # a real resolver may be slow to say so, or not there
+    assert post("https://nowhere.invalid/").error == "The name nowhere.invalid is not known."
+    forever = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: forever.wait(30) or [])
+    assert post("https://slow.example/", timeout=0.2).error == "No answer within 0.2 s."
+    forever.set()
+
+
+# --- TLS --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def certified(tmp_path: Path) -> tuple[Path, ssl.SSLContext]:
+    """A certificate of localhost that nobody has signed but itself, and a server's context with it."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(IPv4Address("127.0.0.1"))])
+    certificate = (
+        x509.CertificateBuilder()
+        .issuer_name(name)
+        .subject_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(names, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path / "server.pem"
+    path.write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) + certificate.public_bytes(Encoding.PEM)
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(path)
+    return path, context
+
+
+def test_a_certificate_has_to_be_good(certified, monkeypatch) -> None:
+    path, context = certified
+    with receiving(context) as server:
+        url = server.url.replace("http:", "https:")
+        assert post(url).error == "Its certificate is not good: self-signed certificate."
+        assert not server.received
+        monkeypatch.setenv("SSL_CERT_FILE", str(path))
+        assert post(url) == Answer(204)
+        assert post(url.replace("127.0.0.1", "localhost")) == Answer(204)
+        monkeypatch.setattr(socket, "getaddrinfo", named(["127.0.0.1"]))
+        assert "Hostname mismatch" in post(url.replace("127.0.0.1", "other.example")).error
+        assert len(server.received) == 2
+
+
+def test_plain_http_where_tls_was_wanted(receiver: Receiver) -> None:
+    assert post(receiver.url.replace("http:", "https:"), timeout=5).status is None  # it may wait for the end of a line

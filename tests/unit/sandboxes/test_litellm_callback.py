@@ -1,0 +1,213 @@
+"""LiteLLM itself, with our callback in it: every call it was sent is in its records under our id, whatever became of it."""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from sandboxes.egress import amounts, model_pricing
+from sandboxes.egress import upstream_records as records
+from sandboxes.egress.amounts import amount
+from sandboxes.models import LlmCall, ModelRate
+from tests.conftest import MINUTE, NOW, missing_service
+from tests.support.models import PIECES, TOKENS
+from tests.support.waiting import until
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+# 600 tokens in at 1 USD a million, 400 cached at 0.1, 50 out at 2: what .ci/litellm.yaml says
+WHOLE = Decimal("0.00074")
+
+
+class LiteLLM:
+    def __init__(self, url: str, key: str, file: Path) -> None:
+        self.url, self.key, self.file = url, key, file
+
+    def ask(self, model: str, path: str = CHAT, *, stream: bool = False, timeout: float = 30) -> tuple[str, requests.Response]:
+        """What our side sends; the call's id and the answer, which is not read yet."""
+        call_id = uuid.uuid4().hex
+        headers = {
+            "Authorization": f"Bearer {self.key}", "x-litellm-call-id": call_id, "x-litellm-end-user-id": "did:plc:ada",
+            "x-litellm-spend-logs-metadata": json.dumps({"call": call_id, "attempt": 2, "unasked": []}),
+        }  # fmt: skip
+        body = {"model": model, "messages": [{"role": "user", "content": "Hello."}], "stream": stream, "max_tokens": 100}
+        self.last = call_id
+        return call_id, requests.post(self.url + path, json=body, headers=headers, timeout=timeout, stream=True)
+
+    def record(self, call_id: str) -> dict[str, Any]:
+        """The one record of a call, once it is there."""
+        return until(lambda: next(self.records(call_id), None), f"a record of {call_id}")
+
+    def records(self, call_id: str) -> Iterator[dict[str, Any]]:
+        said = (json.loads(line) for line in self.file.read_bytes().splitlines() if line.strip() and line.endswith(b"}"))
+        return (record for record in said if record["call"] == call_id)
+
+
+@pytest.fixture(scope="session")
+def litellm() -> LiteLLM:
+    names = ("TEST_LITELLM_URL", "TEST_LITELLM_KEY", "TEST_LITELLM_RECORDS", "TEST_LITELLM_PYTHON")
+    if not all(os.environ.get(name) for name in names):
+        missing_service("No LiteLLM: TEST_LITELLM_URL is not set; .ci/services starts one.")
+    url, key, file, _python = (os.environ[name] for name in names)
+    return LiteLLM(url, key, Path(file))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("model", "path"), [("gpt", CHAT), ("claude", CHAT), ("claude", MESSAGES)])
+def test_a_call_is_recorded_under_our_id_with_its_tokens_and_its_cost(litellm: LiteLLM, model, path, stream: bool) -> None:
+    call_id, answer = litellm.ask(model, path, stream=stream)
+    assert answer.status_code == 200, answer.text
+    assert all(piece.strip() in answer.text for piece in PIECES)
+    assert ("text/event-stream" in answer.headers["Content-Type"]) == stream
+    said = litellm.record(call_id)
+    assert (said["status"], said["end_user"], said["stream"], said["error"]) == ("success", "did:plc:ada", stream, "")
+    assert (said["input"], said["cached"], said["output"]) == (TOKENS["in"], TOKENS["cached"], TOKENS["out"])
+    assert amount(said["cost"]) == WHOLE
+    assert said["model"].endswith(model)
+    assert said["for"] == {"call": call_id, "attempt": 2}
+    assert 0 <= said["ended"] - said["started"] < 30 and abs(said["ended"] - time.time()) < 60
+    assert len([*litellm.records(call_id)]) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_litellm_mocks_is_recorded_and_priced(litellm: LiteLLM, stream: bool) -> None:
+    call_id, answer = litellm.ask("mock", stream=stream)
+    assert answer.status_code == 200 and answer.content
+    said = litellm.record(call_id)
+    assert (said["status"], said["stream"]) == ("success", stream)
+    assert said["cost"] > 0 and said["output"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("model", "path"), [("gpt-failing", CHAT), ("claude-failing", CHAT), ("claude-failing", MESSAGES)])
+def test_a_call_that_fails_is_recorded_as_failed(litellm: LiteLLM, model: str, path: str, stream: bool) -> None:
+    call_id, answer = litellm.ask(model, path, stream=stream)
+    assert answer.status_code == 500
+    said = litellm.record(call_id)
+    assert (said["status"], said["cost"], said["input"], said["output"]) == ("failure", 0, None, None)
+    assert said["error"]
+
+
+def test_a_model_that_is_not_there_is_recorded_as_failed(litellm: LiteLLM) -> None:
+    call_id, answer = litellm.ask("no-such-model")
+    assert answer.status_code == 400
+    assert litellm.record(call_id)["status"] == "failure"
+
+
+@pytest.mark.parametrize(("model", "path"), [("gpt-slow", CHAT), ("claude-slow", CHAT), ("claude-slow", MESSAGES)])
+def test_a_stream_that_its_caller_leaves_is_recorded_as_an_estimate(litellm: LiteLLM, model: str, path: str) -> None:
+    call_id, answer = litellm.ask(model, path, stream=True)
+    assert next(answer.iter_content(10))
+    answer.close()
+    said = litellm.record(call_id)
+    assert (said["status"], said["error"]) == ("success", "ClientDisconnected")
+    assert 0 < amount(said["cost"]) < WHOLE  # a lower bound: LiteLLM counts what had passed by then
+
+
+@pytest.mark.parametrize(("model", "path"), [("gpt-slow", CHAT), ("claude-slow", MESSAGES)])
+def test_a_call_that_its_caller_leaves_before_the_answer_is_recorded_in_full(litellm: LiteLLM, model: str, path: str) -> None:
+    with pytest.raises(requests.Timeout):
+        litellm.ask(model, path, timeout=3)  # half of what the answer takes
+    said = litellm.record(litellm.last)
+    assert (said["status"], amount(said["cost"])) == ("success", WHOLE)
+
+
+@pytest.mark.parametrize(("model", "path"), [("gpt-unpriced", CHAT), ("claude-unpriced", MESSAGES)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_without_a_price_is_not_recorded_as_free(litellm: LiteLLM, model: str, path: str, stream: bool) -> None:
+    call_id, answer = litellm.ask(model, path, stream=stream)
+    assert answer.content
+    said = litellm.record(call_id)
+    assert (said["cost"], said["output"]) == (None, TOKENS["out"])
+
+
+def test_a_model_that_is_configured_to_be_free_is(litellm: LiteLLM) -> None:
+    call_id, answer = litellm.ask("gpt-free")
+    assert answer.content
+    assert litellm.record(call_id)["cost"] == 0
+
+
+@pytest.mark.django_db
+def test_collecting_prices_the_rows(litellm: LiteLLM) -> None:
+    asked = {model: litellm.ask(model, stream=True) for model in ("gpt", "claude", "gpt-unpriced", "gpt-failing")}
+    for model, (call_id, answer) in asked.items():
+        LlmCall.objects.create(
+            call_id=call_id, started_at=NOW - MINUTE, deadline_at=NOW, ended_at=NOW, model=model,
+            outcome="ok" if answer.ok else "failed",
+        )  # fmt: skip
+        assert answer.content
+        litellm.record(call_id)
+    assert records.collect(litellm.file, NOW)["recorded"] == 4
+    ModelRate.objects.create(pattern="gpt-*", input_usd=1, output_usd=1, valid_from=NOW - MINUTE)
+    assert model_pricing.price_unpriced(NOW) == 1
+    found = {row.model: (row.cost, row.priced, row.input_tokens, row.output_tokens) for row in LlmCall.objects.all()}
+    assert found == {
+        "gpt": (WHOLE, "record", 1000, 50),
+        "claude": (WHOLE, "record", 1000, 50),
+        "gpt-unpriced": (Decimal("0.00105"), "rate", 1000, 50),
+        "gpt-failing": (0, "record", None, None),
+    }
+
+
+# --- the callback alone, in LiteLLM's Python --------------------------------------------------------------------------
+
+WRITE = """
+import os, sys
+from datetime import datetime
+import litellm_callback as callback
+known = {"litellm_call_id": "c1", "total_tokens": 0, "prompt_tokens": 0, "completion_tokens": 0}
+kwargs = {"litellm_call_id": "c1", "response_cost": 0.0, "standard_logging_object": known}
+now = datetime.now()
+"""
+
+
+def run(script: str, file: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in LiteLLM's Python beside a copy of the callback: where it comes from are modules with names of others."""
+    with tempfile.TemporaryDirectory() as beside:
+        shutil.copy(Path(amounts.__file__).with_name("litellm_callback.py"), beside)
+        env = {"PYTHONPATH": beside, "LEASEHOLD_RECORDS": file, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        argv = [os.environ["TEST_LITELLM_PYTHON"], "-c", WRITE + script]
+        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.usefixtures("litellm")
+def test_a_record_that_cannot_be_written_is_said_on_stderr_and_raised() -> None:
+    ended = run("callback.records.write(kwargs, 'success', now, now)", "/dev/full")
+    assert ended.returncode == 1
+    assert "LEASEHOLD: the record of call c1 is LOST" in ended.stderr and "No space left on device" in ended.stderr
+
+
+@pytest.mark.usefixtures("litellm")
+@pytest.mark.parametrize(
+    ("file", "said"), [("", "LEASEHOLD_RECORDS is not set"), ("/no/such/directory/records", "No such file")]
+)
+def test_a_callback_without_a_file_does_not_start(file: str, said: str) -> None:
+    ended = run("", file)
+    assert ended.returncode == 1 and said in ended.stderr
+
+
+@pytest.mark.usefixtures("litellm")
+def test_workers_that_share_a_file_write_whole_lines(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    script = """
+known["model"] = "m" * 20_000
+def work():
+    for _ in range(100):
+        callback.records.write(kwargs, "success", now, now)
+    os._exit(0)
+workers = [os.fork() or work() for _ in range(4)]
+sys.exit(any(os.waitpid(pid, 0)[1] for pid in workers))
+"""
+    ended = run(script, str(file))
+    assert ended.returncode == 0, ended.stderr
+    lines = [json.loads(line) for line in file.read_bytes().splitlines() if line]
+    assert {line["call"] for line in lines} == {"c1"} and len(lines) == 400

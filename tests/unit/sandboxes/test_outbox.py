@@ -1,0 +1,98 @@
+"""What is written down for others: once, with the fact, for whoever wants it."""
+
+from datetime import timedelta
+
+import pytest
+from django.db import transaction
+
+from leases import execution, leasing
+from sandboxes import eviction
+from sandboxes.models import Delivery, Event, Sandbox, Webhook
+from sandboxes.providers.base import Unavailable
+from sandboxes.webhooks import outbox
+from tests.conftest import MINUTE, NOW
+
+pytestmark = pytest.mark.django_db
+
+
+def hook(*kinds: str, **fields) -> Webhook:
+    given = {"url": "https://example.com/events", "kinds": list(kinds), "sealed": b"x", "created_at": NOW} | fields
+    return Webhook.objects.create(**given)
+
+
+def put(kind: str = "budget.warning", key: str = "b1 2026-11", **more):
+    return outbox.put(kind, key=key, payload={"a": 1}, now=NOW, **more)
+
+
+def test_an_event_is_written_once_with_a_delivery_for_each_webhook_that_wants_it() -> None:
+    every, one = hook(), hook("budget.warning", "lease.ended")
+    hook("lease.ended"), hook(active=False), hook(disabled_at=NOW), hook(sealed=None, removed_at=NOW)
+    event = put()
+    assert (event.kind, event.payload, event.at) == ("budget.warning", {"a": 1}, NOW)
+    assert {row.webhook for row in event.deliveries.all()} == {every, one}
+    assert set(Delivery.objects.values_list("due_at", "tries", "delivered_at")) == {(NOW, 0, None)}
+    hook()
+    assert put() is None
+    assert (Event.objects.count(), Delivery.objects.count()) == (1, 2)
+    assert put("budget.exhausted")  # the same words, another fact
+
+
+def test_an_event_that_nobody_wants_is_written_too() -> None:
+    event = put()
+    assert list(Event.objects.all()) == [event]
+
+
+def test_a_kind_that_is_not_known_is_a_mistake_of_the_caller() -> None:
+    with pytest.raises(ValueError, match="is not a valid Kind"):
+        put("lease.began")
+
+
+def test_what_is_rolled_back_was_never_said() -> None:
+    hook()
+    with transaction.atomic():
+        put()
+        transaction.set_rollback(True)
+    assert not Event.objects.exists() and not Delivery.objects.exists()
+
+
+def test_a_lease_that_ends_says_so_once(grant) -> None:
+    hook()
+    lease = grant()
+    assert leasing.end(lease.pk, reason="operator", why="her key is sk-123", now=NOW + MINUTE)
+    assert not leasing.end(lease.pk, reason="ttl", now=NOW + 2 * MINUTE)
+    event = Event.objects.get()
+    assert (event.kind, event.key, event.at) == ("lease.ended", str(lease.pk), NOW + MINUTE)
+    assert event.payload == {
+        "lease_id": str(lease.pk), "agent_did": "did:plc:ada", "environment_id": "game-1", "environment_type": "catan",
+        "end_reason": "operator", "leased_at": "2026-11-21T12:00:00Z", "ended_at": "2026-11-21T12:01:00Z",
+    }  # fmt: skip
+
+
+def test_a_sandbox_that_goes_to_quarantine_says_so_each_time(grant, memory, settings) -> None:
+    settings.DESTROY_TRIES = 2
+    hook("sandbox.quarantined")
+    lease = grant()
+    box = execution.sandbox_for(lease.pk, now=NOW)
+    leasing.end(lease.pk, reason="released", now=NOW)
+    said = []
+    memory.fail("destroy", Unavailable("engine down: its key is sk-123"))
+    for minutes in (0, 10, 20, 30):  # two tries, out again, two more
+        assert not eviction.destroy(box.pk, now=NOW + minutes * MINUTE)
+        said.append(Event.objects.filter(kind="sandbox.quarantined").count())
+        if minutes == 10:
+            assert eviction.retry_destroy(box.pk, now=NOW + 15 * MINUTE)
+    assert said == [0, 1, 1, 2] and Delivery.objects.count() == 2
+    payload = Event.objects.filter(kind="sandbox.quarantined").latest("at").payload
+    assert payload == {
+        "sandbox": str(box.pk), "pool": box.pool.name, "provider": "memory", "ref": box.ref, "lease_id": str(lease.pk),
+        "agent_did": "did:plc:ada", "environment_id": "game-1", "tries": 2, "quarantined_at": "2026-11-21T12:30:00Z",
+    }  # fmt: skip
+    assert Sandbox.objects.get(pk=box.pk).quarantined_at == NOW + 30 * MINUTE
+
+
+def test_old_events_go_with_their_deliveries() -> None:
+    hook()
+    put()
+    assert outbox.forget(now=NOW + timedelta(days=30)) == 0
+    assert outbox.forget(now=NOW + timedelta(days=30, seconds=1)) == 1
+    assert not Delivery.objects.exists()

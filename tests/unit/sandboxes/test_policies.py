@@ -1,0 +1,180 @@
+"""Policies: what an operator may loosen for the sandboxes of an environment type, and which sandbox gets what."""
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Any
+
+import docker
+import pytest
+from django.core.exceptions import ValidationError
+from django.db import IntegrityError, transaction
+from django.db.models import ProtectedError
+
+from leases import execution
+from leases.models import EnvironmentType, Lease
+from sandboxes import eviction
+from sandboxes import pool as pools
+from sandboxes.egress.request_filter import allowed
+from sandboxes.models import Policy, Pool, Sandbox
+from sandboxes.models.policies import LARGEST_BODY_KIB, SEALED
+from tests.conftest import MINUTE
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def loosened() -> Policy:
+    return Policy.objects.create(name="builders", writable_root=True, relay=True, models=["gpt-4o*"])
+
+
+@pytest.fixture
+def grant_with(grant: Callable[..., Lease]) -> Callable[..., Lease]:
+    """Acquire a lease whose environment type names this policy."""
+
+    def make(policy: Policy | None, **ask: Any) -> Lease:
+        EnvironmentType.objects.filter(name="catan").update(policy=policy)
+        return grant(**ask)
+
+    return make
+
+
+def warmed_up(pool: Pool, now: datetime) -> Sandbox:
+    Pool.objects.filter(pk=pool.pk).update(warm_target=1)
+    pool.refresh_from_db()
+    sandbox = pools.warm_up(pool, now=now)
+    assert sandbox
+    return sandbox
+
+
+# --- what a policy is -------------------------------------------------------------------------------------------------
+
+
+def test_the_built_in_policy_is_there_and_loosens_nothing() -> None:
+    sealed, default = Policy.objects.get(name=SEALED), Policy(name=SEALED)
+    columns = [field.name for field in Policy._meta.fields if field.name not in ("id", "description")]
+    assert [getattr(sealed, name) for name in columns] == [getattr(default, name) for name in columns]
+    assert (sealed.built_in, sealed.writable_root, sealed.relay, sealed.models) == (True, False, False, [])
+
+
+@pytest.mark.parametrize(
+    "loose",
+    [
+        {"writable_root": True}, {"relay": True}, {"calls_per_minute": 601}, {"most_calls_at_once": 9}, {"largest_body_kib": 1},
+    ],
+)  # fmt: skip
+def test_the_built_in_policy_cannot_be_loosened(loose: dict[str, Any]) -> None:
+    with pytest.raises(IntegrityError), transaction.atomic():
+        Policy.objects.filter(name=SEALED).update(**loose)
+    assert Policy.objects.create(name="another", **loose)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "model", "may"),
+    [
+        (["gpt-4o"], "gpt-4o", True),
+        (["gpt-4o"], "gpt-4o-mini", False),
+        (["gpt-4o*"], "gpt-4o-mini", True),
+        (["gpt-4o*"], "GPT-4o", False),
+        (["gpt-4o*"], "azure/gpt-4o", False),
+        (["a", "claude-[34]-*"], "claude-4-opus", True),
+        (["a", "b"], "", False),
+    ],
+)
+def test_a_policy_names_the_models_that_may_be_called(patterns: list[str], model: str, may: bool) -> None:
+    assert allowed(model, patterns) is may
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"models": "gpt"}, {"models": [""]}, {"models": [7]}, {"models": ["x" * 201]}, {"models": ["x"] * 65},
+        {"calls_per_minute": 0}, {"most_calls_at_once": 0}, {"largest_body_kib": 0}, {"largest_body_kib": LARGEST_BODY_KIB + 1},
+        {"name": "two words"}, {"name": SEALED},
+    ],
+)  # fmt: skip
+def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        Policy(**{"name": "p"} | wrong).full_clean()
+    assert list(refused.value.error_dict) == list(wrong)
+
+
+@pytest.mark.parametrize("user", ["environment type", "sandbox"])
+def test_a_policy_in_use_cannot_be_deleted(
+    loosened: Policy, grant_with: Callable[..., Lease], user: str, now: datetime
+) -> None:
+    lease = grant_with(loosened)
+    if user == "sandbox":
+        execution.sandbox_for(lease.pk, now=now)
+        EnvironmentType.objects.update(policy=None)
+    with pytest.raises(ProtectedError):
+        loosened.delete()
+
+
+# --- which sandbox gets it --------------------------------------------------------------------------------------------
+
+
+def test_a_new_sandbox_has_the_policy_of_its_environment_type(
+    loosened: Policy, grant_with: Callable[..., Lease], now: datetime
+) -> None:
+    sandbox = execution.sandbox_for(grant_with(loosened).pk, now=now)
+    assert (sandbox.policy, sandbox.rules) == (loosened, loosened)
+    sealed = execution.sandbox_for(grant_with(None, environment="game-2").pk, now=now)
+    assert (sealed.policy, sealed.rules.name, sealed.rules.relay) == (None, SEALED, False)
+
+
+def test_the_built_in_policy_is_the_same_as_none(grant_with: Callable[..., Lease], now: datetime) -> None:
+    sandbox = execution.sandbox_for(grant_with(Policy.objects.get(name=SEALED)).pk, now=now)
+    assert sandbox.policy is None
+
+
+def test_a_sandbox_keeps_its_policy_when_its_environment_type_gets_another(
+    loosened: Policy, grant_with: Callable[..., Lease], now: datetime
+) -> None:
+    lease = grant_with(loosened)
+    execution.sandbox_for(lease.pk, now=now)
+    EnvironmentType.objects.update(policy=None)
+    assert execution.sandbox_for(lease.pk, now=now).policy == loosened
+
+
+def test_one_that_was_started_ahead_of_demand_gets_the_policy_when_it_is_claimed(
+    grant_with: Callable[..., Lease], pool: Pool, now: datetime
+) -> None:
+    ready = warmed_up(pool, now)
+    relaying = Policy.objects.create(name="relaying", relay=True)
+    claimed = execution.sandbox_for(grant_with(relaying).pk, now=now)
+    assert (claimed.pk, claimed.policy) == (ready.pk, relaying)
+
+
+def test_one_that_was_started_ahead_of_demand_is_sealed_and_not_for_whoever_needs_a_writable_root(
+    loosened: Policy, grant_with: Callable[..., Lease], pool: Pool, now: datetime
+) -> None:
+    ready = warmed_up(pool, now)
+    sandbox = execution.sandbox_for(grant_with(loosened).pk, now=now)
+    assert sandbox.pk != ready.pk
+    assert pools.spec_of(sandbox).writable_root
+    ready.refresh_from_db()
+    assert (ready.holder, ready.policy, pools.spec_of(ready).writable_root) == (None, None, False)
+
+
+def test_editing_a_policy_changes_the_container_from_the_next_wake_on(
+    loosened: Policy, grant_with: Callable[..., Lease], now: datetime
+) -> None:
+    lease = grant_with(loosened, ttl=timedelta(hours=4))
+    first = execution.sandbox_for(lease.pk, now=now)
+    assert pools.spec_of(first).writable_root
+    Policy.objects.filter(pk=loosened.pk).update(writable_root=False)
+    assert eviction.sleep(first.pk, now=now, reason="test")
+    second = execution.sandbox_for(lease.pk, now=now + MINUTE)
+    assert (second.pk, second.incarnation) == (first.pk, 2)
+    assert not pools.spec_of(second).writable_root
+
+
+@pytest.mark.docker
+def test_the_engine_is_asked_for_a_writable_root_by_policy_alone(
+    loosened: Policy, docker_pool: Pool, grant_with: Callable[..., Lease], now: datetime
+) -> None:
+    engine = docker.from_env()
+    for policy, sealed in ((loosened, False), (None, True)):
+        lease = grant_with(policy, environment=f"sealed-{sealed}", pool=docker_pool.name)
+        sandbox = execution.sandbox_for(lease.pk, now=now)
+        assert engine.containers.get(sandbox.ref).attrs["HostConfig"]["ReadonlyRootfs"] is sealed

@@ -1,0 +1,517 @@
+"""Who gets a place, who sleeps, who goes: what the pool promises, on the memory provider."""
+
+from datetime import datetime, timedelta
+
+import pytest
+
+from leases import execution, leasing, sweeps
+from leases.errors import LeaseEnded
+from leases.models import Lease
+from sandboxes import eviction
+from sandboxes import pool as pools
+from sandboxes import sweeps as below
+from sandboxes.errors import CapacityExhausted, NotReady, PoolDraining, QuotaExceeded, WorkspaceFull
+from sandboxes.models import DataEvent, Pool, Quota, Run, Sandbox, Snapshot
+from sandboxes.providers.base import Rejected, Spec, Unavailable
+from sandboxes.providers.memory import MemoryProvider
+from sandboxes.runs import Command
+from sandboxes.state import workspace
+from sandboxes.storage import store
+from sandboxes.storage.base import StoreError
+from tests.conftest import MINUTE, NOW
+
+pytestmark = pytest.mark.django_db
+HOUR = 60 * MINUTE
+
+
+def sh(script: str) -> Command:
+    return Command(argv=["sh", "-c", script], timeout=MINUTE)
+
+
+def use(lease: Lease, now: datetime = NOW, script: str = "echo kept >f") -> Sandbox:
+    execution.exec_in(lease.pk, sh(script), now=now)
+    found = pools.of(lease.pk)
+    assert found
+    return found
+
+
+def read(lease: Lease, now: datetime) -> bytes:
+    return execution.exec_in(lease.pk, Command(argv=["cat", "f"], timeout=MINUTE), now=now)[1].stdout
+
+
+def size(pool: Pool, capacity: int) -> None:
+    Pool.objects.filter(pk=pool.pk).update(capacity=capacity)
+
+
+# --- sleep and wake ---------------------------------------------------------------------------------------------------
+
+
+def test_an_idle_sandbox_goes_to_sleep_and_the_next_use_wakes_it_with_its_files(grant, pool, memory) -> None:
+    lease = grant(sleep_after=5 * MINUTE)
+    sandbox = use(lease)
+    assert below.idle(now=NOW + 4 * MINUTE).counts == {}
+    assert below.idle(now=NOW + 6 * MINUTE).counts == {"put to sleep": 1}
+    sandbox.refresh_from_db()
+    assert (sandbox.state, memory.list(str(pool.owner))) == ("cold", [])
+    assert read(lease, NOW + 7 * MINUTE) == b"kept\n"
+    sandbox.refresh_from_db()
+    assert (sandbox.state, sandbox.incarnation, sandbox.source) == ("waiting", 2, "local")
+
+
+def test_without_a_sleep_after_of_its_own_the_setting_counts(grant) -> None:
+    lease = grant()
+    assert lease.sleep_after == 5 * MINUTE  # its environment type says so
+    assert use(lease).idle_at - NOW >= 5 * MINUTE
+
+
+def test_a_sandbox_nothing_ran_in_sleeps_without_a_copy_and_wakes_fresh(grant, memory) -> None:
+    lease = grant()
+    execution.sandbox_for(lease.pk, now=NOW)
+    assert below.idle(now=NOW + HOUR).counts == {"put to sleep": 1}
+    assert not Snapshot.objects.exists()
+    use(lease, NOW + HOUR)
+    assert Sandbox.objects.get().source == "fresh"
+
+
+def test_if_its_state_cannot_be_stored_the_sandbox_stays_and_says_so(grant, memory: MemoryProvider) -> None:
+    lease = grant()
+    use(lease)
+    with memory.fail("get_files", Unavailable("the disk is full")):
+        assert below.idle(now=NOW + HOUR).failures
+    sandbox = Sandbox.objects.get()
+    assert sandbox.state == "waiting" and "the disk is full" in sandbox.last_error
+    assert "could not be stored" in sandbox.transitions.first().reason
+    assert below.idle(now=NOW + HOUR + 30 * timedelta(seconds=1)).counts == {}  # it is left alone for a while
+    assert below.idle(now=NOW + HOUR + 2 * MINUTE).counts == {"put to sleep": 1}
+    assert read(lease, NOW + 2 * HOUR) == b"kept\n"
+
+
+def test_if_the_store_fails_nothing_is_destroyed(grant, memory: MemoryProvider, monkeypatch) -> None:
+    lease = grant()
+    use(lease)
+
+    def broken(*args: object) -> None:
+        raise StoreError("filesystem", "upload", "bucket away")
+
+    monkeypatch.setattr(store(), "upload", broken)
+    below.idle(now=NOW + HOUR)
+    assert [verb for verb, _ in memory.calls].count("destroy") == 0
+    assert Sandbox.objects.get().state == "waiting" and not Snapshot.objects.exists()
+
+
+def test_a_destroy_that_fails_after_storing_is_repeated_and_nothing_is_stored_twice(grant, pool, memory) -> None:
+    lease = grant()
+    use(lease)
+    with memory.fail("destroy", Unavailable("later")):
+        below.idle(now=NOW + HOUR)
+    assert Sandbox.objects.get().state == "evicting"
+    below.stalled(now=NOW + HOUR + MINUTE)
+    assert Sandbox.objects.get().state == "cold"
+    assert Snapshot.objects.count() == 1 and memory.list(str(pool.owner)) == []
+    assert read(lease, NOW + 2 * HOUR) == b"kept\n"
+
+
+def test_a_wake_that_fails_gives_the_place_up_and_loses_nothing(grant, pool, memory) -> None:
+    lease = grant()
+    use(lease)
+    below.idle(now=NOW + HOUR)
+    with memory.fail("create", Unavailable("no memory")), pytest.raises(NotReady):
+        use(lease, NOW + HOUR)
+    sweeps.reclaim(now=NOW + HOUR + MINUTE)
+    assert read(lease, NOW + HOUR) == b"kept\n"
+    assert Pool.objects.get(pk=pool.pk).used == 1
+
+
+def test_the_newest_copies_of_a_holder_are_kept(grant) -> None:
+    lease = grant()
+    for hour in (0, 1, 2):
+        use(lease, NOW + hour * HOUR, f"echo {hour} >f")
+        below.idle(now=NOW + hour * HOUR + 30 * MINUTE)
+    assert read(lease, NOW + 3 * HOUR) == b"2\n"
+    kept = list(workspace.of(lease.pk))
+    assert len(kept) == 2 and kept[0] == workspace.latest(lease.pk)
+    assert set(store().list(f"snapshots/{lease.pk}/")) == {f"{each.key}/workspace" for each in kept}
+
+
+def test_wakes_are_counted_by_where_the_state_came_from(grant, pool) -> None:
+    lease = grant()
+    use(lease)
+    use(lease)
+    below.idle(now=NOW + HOUR)
+    use(lease, NOW + HOUR)
+    sandbox = Sandbox.objects.get()
+    assert (sandbox.warm_hits, sandbox.woken_local, sandbox.woken_cloud, sandbox.woken_fresh) == (1, 1, 0, 0)
+
+
+def test_what_is_stored_nowhere_any_more_ends_the_lease_as_lost(grant) -> None:
+    lease = grant()
+    use(lease)
+    below.idle(now=NOW + HOUR)
+    snapshot = Snapshot.objects.get()
+    workspace.forget_local(snapshot)
+    store().clear(snapshot.key)
+    with pytest.raises(LeaseEnded) as ended:
+        use(lease, NOW + HOUR)
+    assert ended.value.extra["end_reason"] == "lost"
+
+
+def test_a_stored_copy_that_was_tampered_with_is_not_used(grant) -> None:
+    lease = grant()
+    use(lease)
+    below.idle(now=NOW + HOUR)
+    snapshot = Snapshot.objects.get()
+    workspace.forget_local(snapshot)
+    store().set(f"{snapshot.key}/workspace", b"something else")
+    with pytest.raises(NotReady, match="not what was stored"):  # an operator may mend it: the lease goes on
+        use(lease, NOW + HOUR)
+    assert DataEvent.objects.get(kind="corrupt").holder == lease.pk
+
+
+def test_a_local_copy_that_was_tampered_with_is_reported_and_the_stores_is_used(grant) -> None:
+    lease = grant()
+    use(lease)
+    below.idle(now=NOW + HOUR)
+    (workspace.local_of(Snapshot.objects.get()) / "workspace").write_bytes(b"something else")
+    assert read(lease, NOW + HOUR) == b"kept\n"
+    assert Sandbox.objects.get().source == "cloud"
+    assert DataEvent.objects.get(kind="corrupt").holder == lease.pk
+
+
+@pytest.mark.parametrize("bad", [None, b"something else"])
+def test_when_the_newest_copy_cannot_be_read_the_one_before_it_is_used_and_says_so(grant, bad: bytes | None) -> None:
+    lease = grant()
+    for hour in (0, 1):
+        use(lease, NOW + hour * HOUR, f"echo {hour} >f")
+        below.idle(now=NOW + hour * HOUR + 30 * MINUTE)
+    newest = workspace.latest(lease.pk)
+    assert newest
+    workspace.forget_local(newest)
+    store().clear(newest.key) if bad is None else store().set(f"{newest.key}/workspace", bad)
+    assert read(lease, NOW + 2 * HOUR) == b"0\n"
+    assert set(DataEvent.objects.values_list("kind", flat=True)) == {"corrupt", "older_copy"}
+
+
+# --- cold cleanup -----------------------------------------------------------------------------------------------------
+
+
+def test_after_the_cold_ttl_the_place_and_local_files_go_and_the_cloud_copy_wakes_it(grant, pool) -> None:
+    lease = grant(ttl=24 * HOUR)
+    use(lease)
+    below.idle(now=NOW + HOUR)
+    assert below.cold(now=NOW + 2 * HOUR).counts == {}
+    assert below.cold(now=NOW + 4 * HOUR).counts == {"cold dropped": 1, "local copies removed": 1}
+    assert Pool.objects.get(pk=pool.pk).used == 0
+    assert not workspace.local_of(Snapshot.objects.get()).exists()
+    assert read(lease, NOW + 5 * HOUR) == b"kept\n"
+    assert Sandbox.objects.exclude(state="destroyed").get().source == "cloud"
+
+
+def test_what_was_stored_outlives_its_lease_for_a_while_and_then_goes(grant) -> None:
+    lease = grant(ttl=24 * HOUR)
+    use(lease)
+    below.idle(now=NOW + HOUR)
+    leasing.release(lease.pk, now=NOW + 2 * HOUR)
+    sweeps.reclaim(now=NOW + 2 * HOUR)
+    sweeps.cold(now=NOW + 3 * HOUR)
+    assert list(store().list(f"snapshots/{lease.pk}/"))
+    assert sweeps.cold(now=NOW + 8 * 24 * HOUR).counts == {"stored copies removed": 1}
+    assert not list(store().list(f"snapshots/{lease.pk}/"))
+
+
+def test_a_sandbox_that_wakes_while_the_cleanup_looks_is_left_alone(grant, pool) -> None:
+    lease = grant(ttl=24 * HOUR)
+    use(lease)
+    below.idle(now=NOW + HOUR)
+    sandbox = Sandbox.objects.get()
+    use(lease, NOW + 4 * HOUR)
+    assert not eviction.drop_cold(sandbox.pk, now=NOW + 4 * HOUR, reason="late")
+    assert Sandbox.objects.get().state == "waiting"
+
+
+# --- capacity ---------------------------------------------------------------------------------------------------------
+
+
+def test_when_full_cold_goes_first_then_warm_then_waiting(grant, pool, memory) -> None:
+    size(pool, 3)
+    waiting, warm, cold = (grant(agent=f"did:plc:{name}", ttl=24 * HOUR) for name in ("waiting", "warm", "cold"))
+    use(waiting, NOW)
+    use(cold, NOW)
+    assert eviction.sleep(pools.of(cold.pk).pk, now=NOW, reason="test")
+    execution.sandbox_for(warm.pk, now=NOW + 2 * MINUTE)
+    gone = []
+    for number, minute in enumerate((3, 4, 5)):
+        use(grant(agent=f"did:plc:new{number}"), NOW + minute * MINUTE)
+        left = set(Sandbox.objects.exclude(state__in=["destroyed"]).values_list("holder", flat=True))
+        gone.append([lease.agent_did for lease in (waiting, warm, cold) if lease.pk not in left])
+    assert gone == [["did:plc:cold"], ["did:plc:warm", "did:plc:cold"], ["did:plc:waiting", "did:plc:warm", "did:plc:cold"]]
+    one = Pool.objects.get(pk=pool.pk)
+    assert (one.used, one.evicted_cold, one.evicted_warm, one.evicted_waiting) == (3, 1, 1, 1)
+    assert read(waiting, NOW + HOUR) == b"kept\n"
+
+
+def test_of_one_tier_the_least_recently_used_goes(grant, pool) -> None:
+    size(pool, 2)
+    old, new = grant(agent="did:plc:old"), grant(agent="did:plc:new")
+    use(new, NOW)
+    use(old, NOW + MINUTE)
+    use(new, NOW + 2 * MINUTE)
+    use(grant(agent="did:plc:third"), NOW + 3 * MINUTE)
+    assert pools.of(old.pk) is None and pools.of(new.pk)
+
+
+def test_what_was_used_since_it_could_not_be_stored_makes_room_again(grant, pool, memory) -> None:
+    lease = grant()
+    box = use(lease)
+    with memory.fail("get_files", Unavailable("no answer")):
+        assert not eviction.sleep(box.pk, now=NOW + MINUTE, reason="idle")
+    assert eviction.next_victim(pool, agent_did="did:plc:b", now=NOW + MINUTE) is None
+    use(lease, NOW + 5 * MINUTE)
+    assert eviction.next_victim(pool, agent_did="did:plc:b", now=NOW + 6 * MINUTE) == box
+
+
+def test_a_sandbox_that_cannot_be_stored_does_not_stand_in_the_way(grant, pool, memory) -> None:
+    size(pool, 2)
+    stuck, other = grant(agent="did:plc:stuck"), grant(agent="did:plc:other")
+    ref = use(stuck, NOW).ref
+    use(other, NOW + MINUTE)
+
+    def refuse(asked: str) -> None:
+        if asked == ref:
+            raise Unavailable("stuck")
+
+    with memory.before("get_files", refuse):
+        use(grant(agent="did:plc:third"), NOW + 2 * MINUTE)
+    assert pools.of(stuck.pk) and pools.of(other.pk) is None
+
+
+def test_when_nothing_can_be_freed_the_refusal_says_what_would_help(grant, pool, memory) -> None:
+    size(pool, 1)
+    lease, other = grant(), grant(agent="did:plc:other")
+
+    def refused(ref: str) -> None:
+        with pytest.raises(CapacityExhausted, match="A lease that ends frees one"):
+            use(other)
+
+    with memory.after("exec", refused):
+        use(lease)
+    assert Sandbox.objects.count() == 1
+
+
+# --- quotas -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_has_no_more_than_its_most(grant, pool) -> None:
+    Quota.objects.create(pool=pool, agent_did="did:plc:ada", most=2)
+    for number in (1, 2):
+        use(grant(environment=f"e{number}"))
+    with pytest.raises(QuotaExceeded, match="may have 2"):
+        use(grant(environment="e3"))
+    leasing.release(Lease.objects.get(environment_id="e1").pk, now=NOW)
+    sweeps.reclaim(now=NOW)
+    use(Lease.objects.get(environment_id="e3"))
+    assert Quota.objects.get().used == 2
+
+
+def test_a_guarantee_is_not_broken_for_somebody_else(grant, pool) -> None:
+    size(pool, 2)
+    Quota.objects.create(pool=pool, agent_did="did:plc:ada", guaranteed=2)
+    first, second = grant(environment="e1"), grant(environment="e2")
+    use(first)
+    use(second)
+    with pytest.raises(CapacityExhausted):
+        use(grant(agent="did:plc:guest"))
+    assert pools.of(first.pk) and pools.of(second.pk)
+
+
+def test_above_its_guarantee_an_agent_gives_way(grant, pool) -> None:
+    size(pool, 2)
+    Quota.objects.create(pool=pool, agent_did="did:plc:ada", guaranteed=1)
+    first, second = grant(environment="e1"), grant(environment="e2")
+    use(first, NOW)
+    use(second, NOW + MINUTE)
+    use(grant(agent="did:plc:guest"), NOW + 2 * MINUTE)
+    assert pools.of(first.pk) is None and pools.of(second.pk)
+    assert Quota.objects.get(agent_did="did:plc:ada").used == 1
+
+
+def test_an_agent_may_evict_its_own_within_its_guarantee(grant, pool) -> None:
+    size(pool, 1)
+    Quota.objects.create(pool=pool, agent_did="did:plc:ada", guaranteed=1)
+    first = grant(environment="e1")
+    use(first)
+    use(grant(environment="e2"), NOW + MINUTE)
+    assert pools.of(first.pk) is None
+
+
+# --- pre-warming ------------------------------------------------------------------------------------------------------
+
+
+def warmed(pool: Pool, target: int) -> None:
+    Pool.objects.filter(pk=pool.pk).update(warm_target=target)
+    pool.refresh_from_db()
+
+
+def test_a_claim_takes_a_sandbox_that_was_warmed_and_brings_its_own_files(grant, pool, memory) -> None:
+    warmed(pool, 2)
+    assert below.warm(now=NOW).counts == {"warmed up": 2}
+    lease = grant()
+    execution.exec_in(lease.pk, Command(argv=["cat", "config.json"], timeout=MINUTE, env={"SECRET": "s"}), now=NOW)
+    sandbox = pools.of(lease.pk)
+    assert sandbox and sandbox.agent_did == "did:plc:ada" and sandbox.idle_at
+    assert b"did:plc:ada" in bytes(Run.objects.get().stdout)
+    assert [verb for verb, _ in memory.calls].count("create") == 2
+    assert below.warm(now=NOW).counts == {"warmed up": 1}
+
+
+def test_a_holder_with_stored_state_is_not_given_an_empty_warm_one(grant, pool) -> None:
+    lease = grant(ttl=24 * HOUR)
+    use(lease)
+    below.idle(now=NOW + HOUR)
+    below.cold(now=NOW + 4 * HOUR)
+    warmed(pool, 1)
+    below.warm(now=NOW + 4 * HOUR)
+    assert read(Lease.objects.get(pk=lease.pk), NOW + 5 * HOUR) == b"kept\n"
+
+
+def test_after_three_failures_the_circuit_opens_and_warms_nothing_for_a_while(pool, memory) -> None:
+    warmed(pool, 1)
+    with memory.fail("create", Rejected("no such image"), times=99):
+        swept = below.warm(now=NOW)
+        assert len(swept.failures) == 4 and "warms nothing until" in swept.failures[-1]
+        calls = len(memory.calls)
+        below.warm(now=NOW + timedelta(seconds=30))
+        assert len(memory.calls) == calls
+    sweeps.reclaim(now=NOW + HOUR)
+    assert below.warm(now=NOW + HOUR).counts == {"warmed up": 1}
+    one = Pool.objects.get(pk=pool.pk)
+    assert (one.warm_failures, one.warm_paused_until, one.used) == (0, None, 1)
+
+
+def test_what_a_pool_does_not_want_any_more_is_given_up(pool) -> None:
+    warmed(pool, 3)
+    below.warm(now=NOW)
+    warmed(pool, 1)
+    assert below.warm(now=NOW).counts == {"not wanted any more": 2}
+    Pool.objects.filter(pk=pool.pk).update(image="newer:1")
+    assert below.warm(now=NOW).counts == {"not wanted any more": 1, "warmed up": 1}
+
+
+def test_a_draining_pool_hands_out_no_warm_sandbox_and_gives_them_up(grant, pool) -> None:
+    warmed(pool, 1)
+    below.warm(now=NOW)
+    pools.drain(pool, draining=True)
+    with pytest.raises(PoolDraining):
+        use(grant())
+    assert below.warm(now=NOW).counts == {"not wanted any more": 1}
+
+
+def test_warm_sandboxes_give_way_to_demand(grant, pool) -> None:
+    size(pool, 1)
+    warmed(pool, 1)
+    below.warm(now=NOW)
+    warmed(pool, 0)
+    use(grant())
+    assert Pool.objects.get(pk=pool.pk).used == 1
+
+
+# --- reconcile --------------------------------------------------------------------------------------------------------
+
+
+def reconcile(now: datetime) -> dict[str, int]:
+    return sweeps.reconcile(now=now, grace=2 * MINUTE).counts
+
+
+def test_what_is_known_and_alive_is_kept(grant, pool) -> None:
+    lease = grant()
+    use(lease)
+    assert reconcile(NOW) == {"kept": 1}
+    assert read(lease, NOW) == b"kept\n"
+
+
+def test_a_sandbox_that_vanished_with_unsaved_state_ends_its_lease_as_lost(grant, pool, memory) -> None:
+    gone, here = grant(), grant(agent="did:plc:b")
+    memory.vanish(use(gone).ref)
+    use(here)
+    assert reconcile(NOW) == {"kept": 1, "lost": 1, "leases ended as lost": 1}
+    gone.refresh_from_db()
+    assert (gone.status, gone.end_reason) == ("expired", "lost")
+
+
+def test_a_sandbox_that_vanished_with_everything_stored_is_cold(grant, pool, memory) -> None:
+    lease = grant()
+    use(lease)
+    below.idle(now=NOW + HOUR)
+    woken = execution.sandbox_for(lease.pk, now=NOW + HOUR)
+    use(grant(agent="did:plc:b"), NOW + HOUR)
+    memory.vanish(woken.ref)
+    assert reconcile(NOW + HOUR) == {"kept": 1, "found cold": 1}
+    assert read(lease, NOW + HOUR) == b"kept\n"
+
+
+def test_an_empty_listing_kills_nothing(grant, pool, memory) -> None:
+    lease = grant()
+    memory.vanish(use(lease).ref)
+    swept = sweeps.reconcile(now=NOW, grace=2 * MINUTE)
+    assert swept.counts == {} and "lists nothing" in swept.failures[0]
+    lease.refresh_from_db()
+    assert lease.status == "active"
+
+
+def test_a_failed_listing_kills_nothing(grant, pool, memory) -> None:
+    lease = grant()
+    use(lease)
+    with memory.fail("list", Unavailable("timeout")):
+        assert sweeps.reconcile(now=NOW, grace=2 * MINUTE).failures
+    assert pools.of(lease.pk)
+
+
+def test_the_sandbox_of_an_earlier_incarnation_is_never_adopted(grant, pool, memory) -> None:
+    lease = grant()
+    old = use(lease)
+    below.idle(now=NOW + HOUR)
+    use(lease, NOW + HOUR)
+    memory.create(Spec(name=old.name, owner=str(pool.owner)))  # a zombie of the first incarnation
+    made = memory.inspect(old.name).created_at
+    assert reconcile(made + HOUR)["orphans destroyed"] == 1
+    assert [found.name for found in memory.list(str(pool.owner))] == [pools.of(lease.pk).name]
+
+
+# --- counting, measuring, draining ------------------------------------------------------------------------------------
+
+
+def test_a_counter_that_drifted_is_set_right_and_reported(grant, pool) -> None:
+    use(grant())
+    Pool.objects.filter(pk=pool.pk).update(used=7)
+    Quota.objects.filter(pool=pool).update(used=5)
+    swept = below.recount(now=NOW)
+    assert len(swept.failures) == 2 and "said 7, its rows are 1" in swept.failures[0]
+    assert below.recount(now=NOW).failures == []
+    assert Pool.objects.get(pk=pool.pk).used == Quota.objects.get(pool=pool).used == 1
+
+
+def test_over_its_limit_a_workspace_refuses_execs_until_files_are_deleted(grant, pool) -> None:
+    Pool.objects.filter(pk=pool.pk).update(workspace_limit_mib=1)
+    lease = grant()
+    use(lease, script="head -c 3000000 /dev/zero >big")
+    assert below.measure(now=NOW + MINUTE).counts == {"over the limit": 1}
+    with pytest.raises(WorkspaceFull):
+        use(lease, NOW + MINUTE)
+    sandbox = pools.of(lease.pk)
+    remove = Command(argv=["delete", "big"], timeout=MINUTE, kind="file")
+    execution.act_in(lease.pk, remove, lambda p, s: p.remove_file(s.ref, "/workspace/big"), now=NOW + MINUTE)
+    use(lease, NOW + MINUTE)
+    sandbox.refresh_from_db()
+    assert sandbox.workspace_bytes < 1 << 20
+
+
+def test_a_draining_pool_takes_nothing_new_and_lets_leases_go_on(grant, pool) -> None:
+    lease = grant()
+    use(lease)
+    below.idle(now=NOW + HOUR)
+    late = grant(agent="did:plc:late")
+    assert pools.drain(pool, draining=True)
+    with pytest.raises(PoolDraining):
+        use(late, NOW + HOUR)
+    assert read(lease, NOW + HOUR) == b"kept\n"
+    assert pools.drain(pool, draining=False)
+    use(late, NOW + HOUR)

@@ -1,0 +1,367 @@
+"""What LiteLLM has recorded of calls: joined with their rows once, whatever happens to the file or to its reader."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from datetime import timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import connection
+
+from sandboxes.egress import log_tail, model_pricing, upstream_records
+from sandboxes.models import LlmCall, LogPosition, ModelRate
+from tests.conftest import MINUTE, NOW, Died, threads
+
+pytestmark = pytest.mark.django_db
+
+
+def call(number: int = 1, **fields: Any) -> LlmCall:
+    """A call that ended well, unless the fields say otherwise."""
+    ended = {"started_at": NOW - MINUTE, "deadline_at": NOW, "ended_at": NOW - MINUTE / 2, "outcome": "ok"}
+    return LlmCall.objects.create(call_id=f"{number:032x}", **{**ended, **fields})
+
+
+def record(number: int = 1, **fields: Any) -> bytes:
+    said = {
+        "call": f"{number:032x}", "end_user": "did:plc:ada", "model": "openai/gpt", "stream": False, "status": "success",
+        "error": "", "input": 1000, "cached": 400, "output": 50, "cost": 0.00074, "started": 1.0, "ended": 2.0,
+    }  # fmt: skip
+    return b"\n" + json.dumps({**said, **fields}).encode() + b"\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "records.jsonl"
+
+
+def append(file: Path, *lines: bytes) -> None:
+    with file.open("ab") as there:
+        there.write(b"".join(lines))
+
+
+def settle(file: Path) -> None:
+    """Nobody has written to it for a while."""
+    at = (NOW - timedelta(hours=1)).timestamp()
+    os.utime(file, (at, at))
+
+
+def collect(file: Path) -> dict[str, int]:
+    return dict(upstream_records.collect(file, NOW))
+
+
+def shown(number: int = 1) -> tuple[Any, ...]:
+    row = LlmCall.objects.get(call_id=f"{number:032x}")
+    return row.cost, row.priced, row.input_tokens, row.cached_tokens, row.output_tokens
+
+
+def test_a_record_gives_its_call_cost_and_tokens(file: Path) -> None:
+    row = call()
+    append(file, record())
+    assert collect(file) == {"recorded": 1}
+    assert shown() == (Decimal("0.00074"), "record", 1000, 400, 50)
+    row.refresh_from_db()
+    assert (row.recorded_at, row.outcome, row.ended_at) == (NOW, "ok", NOW - MINUTE / 2)
+
+
+def test_without_a_file_there_is_nothing_to_do(file: Path) -> None:
+    assert collect(file) == {}
+    assert not LogPosition.objects.exists()
+
+
+def test_a_line_counts_once_however_often_it_is_collected_or_written(file: Path) -> None:
+    call()
+    append(file, record(), record())
+    assert collect(file) == {"recorded": 1}
+    assert collect(file) == {}
+    append(file, record())
+    assert collect(file) == {}
+    assert shown()[0] == Decimal("0.00074")
+
+
+@pytest.mark.parametrize("outcome", ["open", "lost", "cut"])
+def test_a_call_keeps_its_outcome_and_gets_its_cost(file: Path, outcome: str) -> None:
+    call(outcome=outcome, **({"ended_at": None} if outcome == "open" else {}))
+    append(file, record())
+    collect(file)
+    assert (LlmCall.objects.get().outcome, *shown()) == (outcome, Decimal("0.00074"), "record", 1000, 400, 50)
+
+
+@pytest.mark.parametrize("priced", ["upstream", "rate"])
+def test_a_record_counts_more_than_any_other_price(file: Path, priced: str) -> None:
+    call(cost=Decimal(5), priced=priced)
+    append(file, record(cost=0.001))
+    collect(file)
+    assert shown()[:2] == (Decimal("0.001"), "record")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_several_attempts_the_dearest_counts_in_any_order(file: Path, order: int) -> None:
+    call(outcome="open", ended_at=None)
+    failed = record(status="failure", error="APIError", input=None, cached=None, output=None, cost=0.0)
+    append(file, *[failed, record(cost=0.002), record(cost=0.001)][::order])
+    collect(file)
+    assert shown()[:2] == (Decimal("0.002"), "record")
+
+
+@pytest.mark.parametrize(
+    ("fields", "cost"),
+    [
+        ({"outcome": "failed"}, 0),
+        ({"outcome": "lost"}, 0),
+        ({"outcome": "ok"}, None),  # another attempt was answered, and its record may be on its way
+        ({"outcome": "open", "ended_at": None}, None),
+        ({"outcome": "cut"}, None),
+        ({"outcome": "failed", "output_tokens": 7}, None),
+    ],
+)
+def test_an_attempt_that_failed_for_nothing_prices_only_calls_that_failed(file: Path, fields: Any, cost: Any) -> None:
+    row = call(**fields)
+    append(file, record(status="failure", error="APIError", input=None, cached=None, output=None, cost=0.0))
+    collect(file)
+    row.refresh_from_db()
+    assert (row.cost, row.recorded_at) == (cost, None if cost is None else NOW)
+
+
+def test_an_estimate_fills_in_tokens_and_replaces_none(file: Path) -> None:
+    call(1, output_tokens=70)
+    call(2, output_tokens=70)
+    append(file, record(1, error="ClientDisconnected", output=3), record(2, output=71))
+    collect(file)
+    assert shown(1)[2:] == (1000, 400, 70)
+    assert shown(2)[2:] == (1000, 400, 71)
+
+
+def test_a_record_without_a_price_leaves_the_price_to_others(file: Path) -> None:
+    row = call(model="house-model")
+    append(file, record(cost=None))
+    collect(file)
+    row.refresh_from_db()
+    assert (row.cost, row.priced, row.recorded_at, row.input_tokens) == (None, "", NOW, 1000)
+    ModelRate.objects.create(pattern="house-*", input_usd=1, output_usd=2, valid_from=NOW - MINUTE)
+    assert model_pricing.price_unpriced(NOW) == 1
+    assert shown()[:2] == (Decimal("0.0011"), "rate")
+
+
+GARBAGE = [
+    b"no json", b"[]", b"null", b"7", b'"text"', b"{}", b"\xff\xfe\x00", b"[" * 100_000, b'{"call": 7, "status": "success"}',
+    b'{"call": "\\ud800", "status": "success"}', b'{"call": "a\\u0000b", "status": "success"}', record(status="maybe"),
+    record(cost=-1), record(cost="lots"), record(cost=1e9), record(cost=True), record(cost=[]), record(call="x" * 300),
+    record().replace(b"0.00074", b"NaN"), record().replace(b"0.00074", b"Infinity"), record().replace(b"0.00074", b"1e99999"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", GARBAGE)
+def test_a_line_that_is_no_record_is_counted_and_stops_nothing(file: Path, line: bytes) -> None:
+    call()
+    append(file, line.strip(b"\n") + b"\n", record())
+    assert collect(file) == {"garbage": 1, "recorded": 1}
+    assert shown()[0] == Decimal("0.00074")
+
+
+def test_a_cost_is_rounded_to_nine_places(file: Path) -> None:
+    call()
+    append(file, record(cost=4.9999999999999996e-05))
+    collect(file)
+    assert shown()[0] == Decimal("0.000050000")
+
+
+@pytest.mark.parametrize("value", [-1, True, "many", 1.5, 1 << 53, []])
+def test_a_count_that_is_none_is_not_taken(file: Path, value: Any) -> None:
+    call()
+    append(file, record(output=value))
+    assert collect(file) == {"recorded": 1}
+    assert shown()[2:] == (1000, 400, None)
+
+
+def test_calls_without_a_row_are_counted_apart_from_those_of_other_clients(file: Path) -> None:
+    append(file, record(7), record(8), record(call="0b0f3a5e-8f0c-4d4b-9d53-0123456789ab"))
+    assert collect(file) == {"unknown": 2, "of others": 1}
+
+
+def test_an_unfinished_line_waits_for_its_end(file: Path) -> None:
+    call()
+    line = record()
+    append(file, line[:20])
+    assert collect(file) == {}
+    append(file, line[20:])
+    assert collect(file) == {"recorded": 1}
+
+
+def test_what_a_dead_writer_left_does_not_spoil_the_next_line(file: Path) -> None:
+    call()
+    append(file, record(2)[:20])
+    append(file, record())
+    assert collect(file) == {"recorded": 1, "garbage": 1}
+
+
+def test_lines_are_read_in_batches_and_one_without_end_is_passed_over(file: Path, monkeypatch) -> None:
+    monkeypatch.setattr(log_tail, "BATCH", 1000)
+    for number in range(1, 21):
+        call(number)
+    append(file, *[record(number) for number in range(1, 11)], b"x" * 5000, b"\n", *map(record, range(11, 21)))
+    counts = collect(file)
+    assert counts["recorded"] == 20
+    assert 1 <= counts["garbage"] <= 6
+    assert LlmCall.objects.filter(cost=Decimal("0.00074")).count() == 20
+
+
+def test_a_batch_takes_a_bounded_number_of_queries(file: Path, django_assert_max_num_queries) -> None:
+    for number in range(1, 301):
+        call(number)
+    append(file, *map(record, range(1, 301)))
+    with django_assert_max_num_queries(15):
+        assert collect(file) == {"recorded": 300}
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def renamed(file: Path) -> None:
+    file.rename(file.with_name(f"{file.name}.1"))
+
+
+def copied_and_emptied(file: Path) -> None:
+    shutil.copy(file, file.with_name(f"{file.name}.1"))
+    os.truncate(file, 0)
+
+
+def test_what_else_lies_beside_the_file_is_passed_over(file: Path) -> None:
+    call(1)
+    call(2)
+    append(file, record(1))
+    collect(file)
+    file.with_name("records.jsonl.0.d").mkdir()
+    file.with_name("records.jsonl.0.gz").write_bytes(b"x" * 10_000)
+    file.with_name("records.jsonl.0.link").symlink_to("nowhere")
+    renamed(file)
+    settle(file.with_name("records.jsonl.1"))
+    append(file, record(2))
+    assert collect(file) == {"recorded": 1}
+
+
+@pytest.mark.parametrize("rotate", [renamed, copied_and_emptied])
+@pytest.mark.parametrize("read", [True, False])
+def test_a_rotated_file_is_read_to_its_end_before_the_new_one(file: Path, rotate: Callable[[Path], None], read: bool) -> None:
+    for number in range(1, 5):
+        call(number)
+    append(file, record(1)) if read else append(file)
+    collect(file)
+    append(file, *([] if read else [record(1)]), record(2))
+    if not read and rotate is copied_and_emptied:
+        collect(file)  # nothing tells a copy of what was not begun from another file
+    rotate(file)
+    append(file, record(3))
+    old = file.with_name(f"{file.name}.1")
+    collect(file)
+    assert shown(2)[1] == "record"
+    assert shown(3)[1] == ""  # somebody may still be writing to the old one
+    append(old, record(4))
+    settle(old)
+    assert collect(file) == {"recorded": 2}
+    assert {shown(number)[1] for number in range(1, 5)} == {"record"}
+    assert collect(file) == {}
+
+
+def test_a_rotated_file_that_ends_within_a_line_does_not_hold_up_the_new_one(file: Path) -> None:
+    call(1)
+    call(2)
+    append(file, record(1), b'{"call": "torn')
+    collect(file)
+    renamed(file)
+    settle(file.with_name(f"{file.name}.1"))
+    append(file, record(2))
+    assert collect(file) == {"garbage": 1, "recorded": 1}
+
+
+def test_a_rotated_file_that_is_gone_is_said_to_be_lost_and_the_new_one_is_read(file: Path) -> None:
+    call(1)
+    call(2)
+    append(file, record(1))
+    collect(file)
+    file.unlink()
+    assert collect(file) == {}
+    append(file, record(2), record(2), record(2))
+    assert collect(file) == {"rests lost": 1, "recorded": 1}
+    assert collect(file) == {}
+
+
+def test_a_file_that_was_emptied_and_has_grown_past_the_old_end_is_read_from_its_beginning(file: Path) -> None:
+    for number in range(1, 4):
+        call(number)
+    append(file, record(1))
+    collect(file)
+    os.truncate(file, 0)
+    append(file, record(2), record(3))
+    assert collect(file) == {"rests lost": 1, "recorded": 2}
+
+
+def test_hosts_that_share_a_database_read_each_its_own_file(file: Path, monkeypatch) -> None:
+    call(1)
+    append(file, record(1))
+    collect(file)
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    assert collect(file) == {}  # read again, and nothing changes
+    assert LogPosition.objects.count() == 2
+
+
+# --- readers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", ["lines read", "lines applied", "lines committed"])
+def test_a_reader_that_dies_anywhere_leaves_everything_to_the_next(file: Path, at_step, at: str) -> None:
+    call()
+    append(file, record())
+
+    def die() -> None:
+        raise Died
+
+    at_step(at, die)
+    with pytest.raises(Died):
+        collect(file)
+    committed = at == "lines committed"
+    assert LogPosition.objects.get().offset == (file.stat().st_size if committed else 0)
+    assert shown()[0] == (Decimal("0.00074") if committed else None)
+    assert collect(file) == ({} if committed else {"recorded": 1})
+    assert shown()[0] == Decimal("0.00074")
+
+
+def test_a_rival_that_reads_the_same_lines_meanwhile_leaves_nothing_to_apply(file: Path, at_step) -> None:
+    call()
+    append(file, record())
+    rival: list[dict[str, int]] = []
+    at_step("lines read", lambda: rival.append(collect(file)))
+    assert collect(file) == {}
+    assert rival == [{"recorded": 1}]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_many_readers_at_once_apply_each_line_once(file: Path, monkeypatch) -> None:
+    monkeypatch.setattr(log_tail, "BATCH", 2000)
+    for number in range(1, 101):
+        call(number)
+    append(file, *map(record, range(1, 101)))
+    with threads(4) as together:
+        answers = together(lambda index: upstream_records.collect(file, NOW))
+    assert [type(answer).__name__ for answer in answers] == ["Counter"] * 4, answers
+    assert sum(answer["recorded"] for answer in answers) == 100
+    assert LogPosition.objects.get().offset == file.stat().st_size
+    connection.close()
+
+
+def test_calls_that_were_answered_and_not_recorded_are_unmetered(file: Path, settings) -> None:
+    settings.LLM_RECORDS = str(file)
+    late, _young, _failed, _recorded = (
+        call(1, ended_at=NOW - 2 * MINUTE),
+        call(2, ended_at=NOW - MINUTE / 2),
+        call(3, ended_at=NOW - 2 * MINUTE, outcome="failed"),
+        call(4, ended_at=NOW - 2 * MINUTE),
+    )
+    append(file, record(4))
+    collect(file)
+    assert [*upstream_records.unmetered(NOW)] == [late]
+    settings.LLM_RECORDS = ""
+    assert not upstream_records.unmetered(NOW).exists()

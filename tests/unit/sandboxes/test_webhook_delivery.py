@@ -1,0 +1,491 @@
+"""Webhooks told by a real receiver on loopback: what arrives, and what becomes of what does not."""
+
+import base64
+import io
+import logging
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from django.core.exceptions import ValidationError
+from django.core.management import call_command
+from django.db import IntegrityError, transaction
+from django.utils import timezone
+from django_q.models import OrmQ
+
+from leases import leasing, sweeps
+from sandboxes import lifecycle
+from sandboxes.db import clock, encryption
+from sandboxes.errors import NotDelivered
+from sandboxes.models import Delivery, Event, Webhook
+from sandboxes.webhooks import delivery as delivering
+from sandboxes.webhooks import outbox, subscriptions
+from tests.conftest import MINUTE, NOW, Died, threads
+from tests.support.receiver import Receiver, receiving, verify
+
+pytestmark = pytest.mark.django_db
+DAY = timedelta(days=1)
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as server:
+        yield server
+
+
+def listen(receiver: Receiver, *kinds: str, path: str = "", **fields: Any) -> tuple[Webhook, str]:
+    return subscriptions.add(receiver.url + path, kinds, now=NOW, internal=True, **fields)
+
+
+def happen(number: int = 1, now=NOW) -> Event:
+    event = outbox.put("budget.warning", key=str(number), payload={"number": number}, now=now)
+    assert event
+    return event
+
+
+def sweep(now=NOW) -> dict[str, int]:
+    swept = delivering.deliver_due(now=now)
+    assert not swept.failures
+    return swept.counts
+
+
+# --- what arrives ---------------------------------------------------------------------------------------------------
+
+
+def test_an_event_arrives_once_and_its_signature_verifies(receiver: Receiver, grant) -> None:
+    webhook, secret = listen(receiver)
+    lease = grant()
+    leasing.end(lease.pk, reason="released", now=NOW + MINUTE)
+    assert sweep(NOW + 2 * MINUTE) == {"delivered": 1}
+    assert sweep(NOW + 9 * MINUTE) == {}
+    event, delivery, [one] = Event.objects.get(), Delivery.objects.get(), receiver.received
+    assert one.path == "/events"
+    assert one.said == {
+        "id": str(event.pk), "type": "lease.ended", "timestamp": "2026-11-21T12:01:00Z", "data": event.payload,
+    }  # fmt: skip
+    assert one.headers["webhook-id"] == str(event.pk)
+    assert one.headers["webhook-timestamp"] == str(int((NOW + 2 * MINUTE).timestamp()))
+    assert one.headers["content-type"] == "application/json"
+    assert verify(one, secret)
+    assert not verify(one, listen(receiver)[1])
+    assert (delivery.tries, delivery.last_status, delivery.due_at) == (1, 204, None)
+    assert NOW + 2 * MINUTE <= delivery.delivered_at < NOW + 3 * MINUTE
+    webhook.refresh_from_db()
+    assert (webhook.last_status, webhook.last_error, webhook.last_delivered_at) == (204, "", delivery.delivered_at)
+
+
+def test_each_webhook_is_told_what_it_wants(receiver: Receiver) -> None:
+    listen(receiver, "lease.ended", path="/leases")
+    listen(receiver, "budget.warning", path="/budgets")
+    listen(receiver, path="/all")
+    happen()
+    assert sweep() == {"delivered": 2}
+    assert sorted(one.path for one in receiver.received) == ["/events/all", "/events/budgets"]
+
+
+def test_after_a_rotation_both_secrets_sign_for_a_day(receiver: Receiver) -> None:
+    webhook, before = listen(receiver)
+    after = subscriptions.rotate(webhook, now=NOW)
+    assert after
+    assert subscriptions.rotate(webhook, now=NOW) is None  # somebody who had read the row before
+    for number, when in enumerate((NOW, NOW + DAY - MINUTE, NOW + DAY)):
+        happen(number, when)
+        sweep(when)
+    assert [verify(one, after) for one in receiver.received] == [True, True, True]
+    assert [verify(one, before) for one in receiver.received] == [True, True, False]
+
+
+def test_the_queue_is_woken_with_the_fact(receiver: Receiver) -> None:
+    happen(1)
+    assert not OrmQ.objects.exists()  # nobody listens
+    listen(receiver)
+    with transaction.atomic():
+        happen(2)
+        transaction.set_rollback(True)
+    assert not OrmQ.objects.exists()
+    happen(3, timezone.now())
+    assert [task.func() for task in OrmQ.objects.all()] == ["sandboxes.webhooks.delivery.deliver_soon"]
+    assert delivering.deliver_soon() == "1 delivered"
+
+
+# --- what does not --------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_try_is_repeated_later_and_later_until_it_arrives(receiver: Receiver) -> None:
+    webhook, secret = listen(receiver)
+    event = happen()
+    receiver.status = 500
+    waits, when = [], NOW
+    for _ in range(5):
+        assert sweep(when) == {"to be tried again": 1}
+        delivery = Delivery.objects.get()
+        waits.append((delivery.due_at - when).total_seconds())
+        assert sweep(delivery.due_at - timedelta(seconds=1)) == {}
+        when = delivery.due_at
+    assert all(
+        wait <= found < wait + 5 for found, wait in zip(waits, (5, 10, 20, 40, 80), strict=True)
+    )  # a try takes time, too
+    assert (delivery.tries, delivery.last_status, delivery.last_error) == (5, 500, "It answered 500 Internal Server Error.")
+    webhook.refresh_from_db()
+    assert (webhook.last_status, webhook.last_error) == (500, "It answered 500 Internal Server Error.")
+    receiver.status = 200
+    assert sweep(when) == {"delivered": 1}
+    assert {one.headers["webhook-id"] for one in receiver.received} == {str(event.pk)} and len(receiver.received) == 6
+    assert len({one.headers["webhook-timestamp"] for one in receiver.received}) == 6
+    assert all(verify(one, secret) for one in receiver.received)
+    webhook.refresh_from_db()
+    assert (webhook.last_status, webhook.last_error) == (200, "")
+
+
+def test_a_receiver_that_fails_for_three_days_is_given_up(receiver: Receiver) -> None:
+    webhook, _ = listen(receiver)
+    happen()
+    receiver.status = 503
+    when, tries, longest = NOW, 0, timedelta(0)
+    while (delivery := Delivery.objects.get()).due_at:
+        longest, when, tries = max(longest, delivery.due_at - when), delivery.due_at, tries + 1
+        sweep(when)
+    assert NOW + 3 * DAY <= delivery.given_up_at < NOW + 3 * DAY + timedelta(hours=6, minutes=1)
+    assert longest < timedelta(hours=6, minutes=1) and delivery.tries == tries > 15
+    webhook.refresh_from_db()
+    assert webhook.disabled_at == delivery.given_up_at
+    assert happen(2, when).deliveries.count() == 0
+    receiver.status = 200
+    assert subscriptions.resume(webhook.pk, now=when)
+    assert not subscriptions.resume(webhook.pk, now=when)
+    happen(3, when)
+    assert delivering.send_again(delivery.pk, now=when)
+    assert not delivering.send_again(delivery.pk, now=when)
+    assert sweep(when) == {"delivered": 2}
+
+
+def test_what_nobody_has_tried_for_days_is_not_given_up_at_its_first_failure(receiver: Receiver) -> None:
+    webhook, _ = listen(receiver)
+    happen()
+    receiver.status = 503  # it comes back as we do, and later
+    assert sweep(NOW + 4 * DAY) == {"to be tried again": 1}
+    receiver.status = 200
+    assert sweep(NOW + 4 * DAY + MINUTE) == {"delivered": 1}
+    webhook.refresh_from_db()
+    assert webhook.disabled_at is None
+
+
+def test_an_event_that_is_never_taken_is_given_up_while_others_arrive(receiver: Receiver) -> None:
+    webhook, _ = listen(receiver)
+    happen(1)
+    receiver.status = 422
+    for hours in range(0, 96, 6):
+        sweep(NOW + timedelta(hours=hours))
+        receiver.status = 200
+        happen(hours + 2, NOW + timedelta(hours=hours, minutes=1))
+        Delivery.objects.filter(event__key="1").exclude(due_at=None).update(due_at=NOW + timedelta(hours=hours + 5))
+        assert sweep(NOW + timedelta(hours=hours, minutes=1)) == {"delivered": 1}
+        receiver.status = 422
+    webhook.refresh_from_db()
+    assert Delivery.objects.get(event__key="1").given_up_at and webhook.disabled_at is None
+
+
+def test_whoever_says_gone_is_told_nothing_more(receiver: Receiver) -> None:
+    webhook, _ = listen(receiver)
+    happen(1), happen(2)
+    receiver.status = 410
+    assert sweep() == {"given up": 1}
+    webhook.refresh_from_db()
+    assert webhook.disabled_at and webhook.last_status == 410
+    assert Delivery.objects.filter(given_up_at=webhook.disabled_at).count() == 2
+    assert sweep(NOW + DAY) == {} and len(receiver.received) == 1
+
+
+@pytest.mark.parametrize(("said", "seconds"), [("60", 60), ("2", 5), ("999999", 6 * 3600), ("Mon, 1 Jan 2029", 5), ("-1", 5)])
+def test_a_receiver_says_when_to_come_back(receiver: Receiver, said: str, seconds: int) -> None:
+    listen(receiver)
+    happen()
+    receiver.status, receiver.headers = 429, {"Retry-After": said}
+    sweep()
+    assert 0 <= (Delivery.objects.get().due_at - NOW).total_seconds() - seconds < 3  # which the try has taken
+
+
+def test_who_is_paused_is_told_later_of_what_was_before(receiver: Receiver) -> None:
+    webhook, _ = listen(receiver)
+    happen(1)
+    assert subscriptions.pause(webhook.pk) and not subscriptions.pause(webhook.pk)
+    happen(2)
+    assert sweep() == {}
+    assert subscriptions.resume(webhook.pk, now=NOW + 5 * DAY)
+    receiver.status = 500
+    assert sweep(NOW + 5 * DAY) == {"to be tried again": 1}  # its three days begin now
+    receiver.status = 204
+    assert sweep(NOW + 5 * DAY + MINUTE) == {"delivered": 1}
+    assert [one.said["data"]["number"] for one in receiver.received] == [1, 1]
+
+
+def test_who_is_removed_is_told_nothing_and_has_no_secret(receiver: Receiver) -> None:
+    webhook, _ = listen(receiver)
+    happen(1)
+    assert subscriptions.remove(webhook.pk, now=NOW) and not subscriptions.remove(webhook.pk, now=NOW)
+    happen(2)
+    webhook.refresh_from_db()
+    assert (webhook.sealed, webhook.sealed_before) == (None, None)
+    assert sweep() == {} and not receiver.received
+    assert not subscriptions.resume(webhook.pk, now=NOW) and not subscriptions.pause(webhook.pk)
+    assert not delivering.send_again(Delivery.objects.get().pk, now=NOW)
+    with pytest.raises(NotDelivered):
+        delivering.send_test(webhook, now=NOW)
+    with pytest.raises(IntegrityError), transaction.atomic():
+        Webhook.objects.filter(pk=webhook.pk).update(sealed=b"x")
+
+
+def test_one_that_fails_does_not_hold_up_another(receiver: Receiver) -> None:
+    with receiving() as broken:
+        broken.status = 500
+        listen(broken)
+        listen(receiver)
+        for number in range(3):
+            happen(number)
+        assert sweep() == {"delivered": 3, "to be tried again": 1}
+        assert (len(broken.received), len(receiver.received)) == (1, 3)
+
+
+@pytest.mark.parametrize(("seconds", "slow_ones"), [(5, 3), (20, 2)])
+def test_one_that_is_slow_comes_after_the_others_and_a_pass_ends(
+    receiver: Receiver, monkeypatch, seconds: int, slow_ones: int
+) -> None:
+    slow, _ = listen(receiver, path="/slow")
+    listen(receiver, path="/fast")
+    Webhook.objects.filter(pk=slow.pk).update(created_at=NOW - DAY)  # so it is the first, since it is the older one
+    for number in range(3):
+        happen(number)
+    spent = [0.0]
+
+    def hook(step: str, subject: Any) -> None:
+        if step == "delivery claimed" and subject.webhook == slow:
+            spent[0] += seconds
+
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + spent[0]))
+    monkeypatch.setattr(lifecycle, "STEP_HOOKS", [hook])
+    assert sweep() == {"delivered": 3 + slow_ones}
+    said = [one.path.removeprefix("/events/") for one in receiver.received]
+    assert said == ["slow", "fast", "fast", "fast"] + ["slow"] * (slow_ones - 1)
+
+
+def test_a_test_is_sent_once_also_to_one_that_is_paused(receiver: Receiver) -> None:
+    webhook, secret = listen(receiver, "lease.ended")
+    other, _ = listen(receiver)
+    subscriptions.pause(webhook.pk)
+    delivering.send_test(webhook, now=NOW)
+    [one] = receiver.received
+    assert one.said["type"] == "webhook.test" and one.said["data"] == {"webhook_id": str(webhook.pk)}
+    assert verify(one, secret)
+    receiver.status = 404
+    with pytest.raises(NotDelivered, match="It answered 404 Not Found"):
+        delivering.send_test(other, now=NOW)
+    assert sweep(NOW + 4 * DAY) == {} and len(receiver.received) == 2
+    other.refresh_from_db()
+    assert (other.disabled_at, other.last_status) == (None, 404)
+
+
+def test_a_secret_that_cannot_be_opened_is_said_and_nothing_is_sent(receiver: Receiver, settings) -> None:
+    webhook, _ = listen(receiver)
+    other, _ = listen(receiver, "lease.ended")
+    Webhook.objects.filter(pk=webhook.pk).update(sealed=other.sealed)  # whoever writes the database has no key
+    happen()
+    assert sweep() == {"to be tried again": 1}
+    assert "LEASEHOLD_IDENTITY_KEYS" in Delivery.objects.get().last_error
+    assert not receiver.received
+
+
+# --- crashes and rivals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("step", "arrived"), [("delivery claimed", 0), ("delivery answered", 1)])
+def test_a_sender_that_dies_is_followed_by_another(receiver: Receiver, at_step, step: str, arrived: int) -> None:
+    _, secret = listen(receiver)
+    event = happen()
+
+    def die() -> None:
+        raise Died
+
+    at_step(step, die)
+    with pytest.raises(Died):
+        sweep()
+    assert len(receiver.received) == arrived
+    assert sweep(NOW + delivering.CLAIM - timedelta(seconds=1)) == {}
+    assert sweep(NOW + delivering.CLAIM + timedelta(seconds=10)) == {"delivered": 1}  # as a sweep takes its time, too
+    assert [one.headers["webhook-id"] for one in receiver.received] == [str(event.pk)] * (arrived + 1)
+    assert all(verify(one, secret) for one in receiver.received)
+    delivery = Delivery.objects.get()
+    assert (delivery.tries, delivery.claim) == (2, None) and delivery.delivered_at
+
+
+def test_a_rival_in_the_middle_of_a_try_finds_nothing_to_do(receiver: Receiver, at_step) -> None:
+    listen(receiver)
+    happen()
+    rival: list[dict[str, int]] = []
+    at_step("delivery claimed", lambda: rival.append(sweep()))
+    assert sweep() == {"delivered": 1}
+    assert rival == [{}] and len(receiver.received) == 1
+
+
+def test_a_sender_that_was_taken_for_dead_writes_nothing_down(receiver: Receiver, at_step) -> None:
+    listen(receiver)
+    happen()
+    receiver.status = 500
+
+    def rival() -> None:
+        receiver.status = 204
+        assert sweep(NOW + delivering.CLAIM + timedelta(seconds=10)) == {"delivered": 1}
+
+    at_step("delivery answered", rival)
+    assert sweep() == {"lost race": 1}
+    delivery = Delivery.objects.get()
+    assert delivery.delivered_at and delivery.last_status == 204
+
+
+def test_who_is_removed_during_a_try_stays_removed(receiver: Receiver, at_step) -> None:
+    webhook, _ = listen(receiver)
+    happen()
+    at_step("delivery claimed", lambda: subscriptions.remove(webhook.pk, now=NOW))
+    assert sweep() == {"lost race": 1}
+    assert Delivery.objects.get().given_up_at == NOW
+
+
+# --- what may be listened to ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://example.com/events", "ftp://example.com", "example.com", "https://", "https://me:pw@example.com/",
+        "https://x y/",
+        "https://example.com/#part", "https://169.254.169.254/latest", "https://[fe80::1]/", "https://[::ffff:169.254.169.254]/",
+        "https://0.0.0.0/", "https://10.0.0.1/", "https://127.0.0.1/", "https://[::1]:8443/", "http://localhost/x",
+        "https://example.com:99999/", "https://100.100.100.200/", "https://[64:ff9b::a9fe:a9fe]/", "https://" + "a" * 500,
+    ],
+)  # fmt: skip
+def test_an_address_that_is_none_to_send_to_is_refused(url: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        subscriptions.add(url, now=NOW)
+    assert {*refused.value.message_dict} <= {"url", "internal"} and not Webhook.objects.exists()
+
+
+@pytest.mark.parametrize("url", ["https://example.com/events?of=us", "https://xn--bcher-kva.example:8443/", "https://1.1.1.1/"])
+def test_a_public_address_by_https_is_taken(url: str) -> None:
+    assert subscriptions.add(url, now=NOW)[0].url == url
+
+
+@pytest.mark.parametrize("url", ["https://10.0.0.1/", "https://[::1]:8443/", "http://localhost:8000/x", "http://127.0.0.2/"])
+def test_an_internal_address_is_taken_where_that_is_said(url: str) -> None:
+    assert subscriptions.add(url, now=NOW, internal=True)[0].internal
+
+
+def test_plain_http_to_others_is_for_development(settings) -> None:
+    settings.DEBUG = True
+    assert subscriptions.add("http://example.com/", now=NOW)
+
+
+@pytest.mark.parametrize("kinds", [["lease.began"], ["webhook.test"], ["lease.ended", "lease.ended"], "lease.ended"])
+def test_a_kind_that_there_is_not_is_refused(kinds: Any) -> None:
+    with pytest.raises(ValidationError) as refused:
+        subscriptions.add("https://example.com", kinds, now=NOW)
+    assert "kinds" in refused.value.message_dict
+
+
+# --- secrets and upkeep ---------------------------------------------------------------------------------------------
+
+
+def test_secrets_are_sealed_anew_under_the_first_key(receiver: Receiver, settings) -> None:
+    webhook, first = listen(receiver)
+    second = subscriptions.rotate(webhook, now=NOW)
+    assert second
+    settings.IDENTITY_KEYS = [bytes(range(32))]
+    assert subscriptions.reencrypt(now=NOW).changed == 1
+    again = subscriptions.reencrypt(now=NOW)
+    assert (again.changed, again.already, again.unopened) == (0, 1, [])
+    settings.SECRET_KEY = "another, so that the key derived from it opens nothing"
+    happen()
+    assert sweep() == {"delivered": 1}
+    assert verify(receiver.received[0], first) and verify(receiver.received[0], second)
+    settings.IDENTITY_KEYS = []
+    assert subscriptions.reencrypt(now=NOW).unopened == [webhook]
+
+
+def test_a_secret_is_opened_for_its_own_row_only(receiver: Receiver) -> None:
+    webhook, _ = listen(receiver)
+    webhook.sealed_before, webhook.before_until = webhook.sealed, NOW + DAY
+    assert len(subscriptions.secrets_of(webhook, now=NOW)) == 2
+    webhook.pk = listen(receiver)[0].pk
+    with pytest.raises(encryption.Unopened):
+        subscriptions.secrets_of(webhook, now=NOW)
+
+
+def test_the_prune_sweep_removes_what_happened_long_ago(receiver: Receiver) -> None:
+    listen(receiver)
+    happen()
+    assert sweeps.prune(now=NOW + 31 * DAY).counts["old events removed"] == 1
+    assert not Delivery.objects.exists() and Webhook.objects.count() == 1
+
+
+# --- secrets are nowhere --------------------------------------------------------------------------------------------
+
+
+def test_neither_secret_nor_signature_is_in_the_database_or_the_log(receiver: Receiver, caplog) -> None:
+    caplog.set_level(logging.DEBUG)
+    webhook, first = listen(receiver)
+    second = subscriptions.rotate(webhook, now=NOW)
+    assert second
+    happen(1)
+    sweep()
+    receiver.status = 500
+    happen(2)
+    sweep(NOW + MINUTE)
+    with pytest.raises(NotDelivered):
+        delivering.send_test(webhook, now=NOW + MINUTE)
+    subscriptions.pause(webhook.pk)
+    signatures = {word for one in receiver.received for word in one.headers["webhook-signature"].split(" ")}
+    assert len(signatures) == 6
+    secrets = {secret.removeprefix("whsec_") for secret in (first, second)}
+    raw = {form for secret in secrets for form in (base64.b64decode(secret), base64.b64decode(secret).hex().encode())}
+    hidden = raw | {text.removeprefix("v1,").encode() for text in secrets | signatures}
+    dump = io.StringIO()
+    call_command("dumpdata", stdout=dump)
+    stored = dump.getvalue().encode() + b"".join(
+        bytes(each) for row in Webhook.objects.values_list("sealed", "sealed_before") for each in row if each
+    )
+    logged = caplog.text.encode()
+    assert str(webhook.pk).encode() in stored and b"event not delivered" in logged
+    assert not [text for text in hidden if text in stored or text in logged]
+
+
+# --- beside each other ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.django_db(transaction=True)
+def test_senders_beside_each_other_send_each_event_once(receiver: Receiver) -> None:
+    listen(receiver)
+    events = {str(happen(number).pk) for number in range(20)}
+
+    def send(index: int) -> dict[str, int]:
+        done: dict[str, int] = {}
+        while Delivery.objects.filter(due_at__lte=NOW).exists():
+            for what, times in delivering.deliver_due(now=NOW).counts.items():
+                done[what] = done.get(what, 0) + times
+        return done
+
+    with threads(4) as run:
+        done = run(send)
+    assert sum(each["delivered"] for each in done if each) == 20
+    ids = [one.headers["webhook-id"] for one in receiver.received]
+    assert len(ids) == 20 and set(ids) == events
+    assert set(Delivery.objects.values_list("tries", flat=True)) == {1}
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_fact_that_two_state_at_once_is_one_event(receiver: Receiver) -> None:
+    listen(receiver)
+    with threads(4) as run:
+        found = run(lambda index: outbox.put("budget.exhausted", key="b1", payload={"by": index}, now=NOW))
+    assert [type(each) for each in found].count(Event) == 1 and found.count(None) == 3
+    assert (Event.objects.count(), Delivery.objects.count()) == (1, 1)

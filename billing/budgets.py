@@ -41,93 +41,99 @@ from django.db.models import Q, QuerySet, Value
 from django.db.models.functions import Coalesce
 
 from billing import derivation
-from billing.costs import LASTED, MICROSECOND, PAID, billed_to
-from billing.dates import LONG_AGO, day_of, following, midnight
+from billing.costs import BILLABLE_STATES, MICROSECOND, TOTAL_DURATION, build_account_filters
+from billing.dates import EPOCH, start_of_day, start_of_next_month, to_utc_date
 from billing.errors import BudgetExhausted
-from billing.models import HOUSE, Budget, CostRecord, Item, Membership, Priced, Tab, UsageRecord
+from billing.models import HOUSE_ACCOUNT_NAME, BillableItem, Budget, CostRecord, Membership, Tab, UsageKind, UsageRecord
 from billing.models.budgets import Period, Scope, Unit
-from billing.money_sums import exactly, nano_usd
-from billing.pricing import plain
+from billing.money_sums import nanos_to_decimal, sum_exact
+from billing.pricing import format_decimal
 from sandboxes.db import sql
-from sandboxes.db.clock import iso
-from sandboxes.lifecycle import step
-from sandboxes.models.webhooks import Kind
+from sandboxes.db.clock import format_timestamp
+from sandboxes.lifecycle import checkpoint
+from sandboxes.models.webhooks import EventType
 from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
 HOUR = timedelta(hours=1)
-NANO = Decimal("1e-9")
-EXHAUSTED = "exhausted_at IS NOT NULL AND active AND hard"  # as the condition of its index
-PERHAPS = f"{EXHAUSTED} AND (scope IN ('all', 'account') OR subject IN (%s, %s, %s))"  # for a lease, by whatever scope
-NAMED = {Scope.AGENT: "agent_did", Scope.KEY: "key_id", Scope.ENVIRONMENT_TYPE: "environment_type"}  # columns of tabs
-WHAT_FOR = ["scope", "subject", "unit", "period", "hard", "active"]  # of these, what decides when its grace began
-STATED = ["scope", "subject", "unit", "amount", "period", "hard", "warn_percent", "grace", "active"]  # by operators
+NINE_PLACES = Decimal("1e-9")
+EXHAUSTED_SQL = "exhausted_at IS NOT NULL AND active AND hard"  # as the condition of its index
+EXHAUSTED_FOR_LEASE_SQL = (
+    f"{EXHAUSTED_SQL} AND (scope IN ('all', 'account') OR subject IN (%s, %s, %s))"  # for a lease, by whatever scope
+)
+SCOPE_COLUMNS = {Scope.AGENT: "agent_did", Scope.KEY: "key_id", Scope.ENVIRONMENT_TYPE: "environment_type"}  # columns of tabs
+GRACE_RESET_FIELDS = ["scope", "subject", "unit", "period", "hard", "active"]  # of these, what decides when its grace began
+OPERATOR_FIELDS = ["scope", "subject", "unit", "amount", "period", "hard", "warn_percent", "grace", "active"]  # by operators
 
 
-def period_of(period: str, now: datetime) -> tuple[datetime, datetime | None]:
+def get_period_bounds(period: str, now: datetime) -> tuple[datetime, datetime | None]:
     """When the present one began, and when the next one will: None for ever."""
-    day = day_of(now)
+    day = to_utc_date(now)
     if period == Period.DAY:
-        return midnight(day), midnight(day + timedelta(days=1))
+        return start_of_day(day), start_of_day(day + timedelta(days=1))
     if period == Period.MONTH:
-        return midnight(day.replace(day=1)), midnight(following(day))
-    return LONG_AGO, None
+        return start_of_day(day.replace(day=1)), start_of_day(start_of_next_month(day))
+    return EPOCH, None
 
 
-def spent_as_of(budget: Budget, now: datetime) -> Decimal:
+def get_spent(budget: Budget, now: datetime) -> Decimal:
     """What is known to be spent in the present period: nothing yet in one that has just begun."""
-    return budget.spent if budget.period_began == period_of(budget.period, now)[0] else Decimal(0)
+    return budget.spent if budget.period_began == get_period_bounds(budget.period, now)[0] else Decimal(0)
 
 
 # --- scopes -----------------------------------------------------------------------------------------------------------
 
 
-def in_scope(budget: Budget, *, now: datetime) -> Q:
+def build_scope_filter(budget: Budget, *, now: datetime) -> Q:
     """The tabs that a budget is for. Of an account's those of the agents that belong to it now."""
     if budget.scope == Scope.ACCOUNT:
-        return _of_members(budget.subject, now)
-    return Q() if budget.scope == Scope.ALL else Q(**{NAMED[Scope(budget.scope)]: budget.subject})
+        return _build_member_filter(budget.subject, now)
+    return Q() if budget.scope == Scope.ALL else Q(**{SCOPE_COLUMNS[Scope(budget.scope)]: budget.subject})
 
 
-def _of_members(account: str, now: datetime) -> Q:
-    present = Membership.objects.on(day_of(now))
-    if account == HOUSE:
-        return ~Q(agent_did__in=present.exclude(account__name=HOUSE).values("agent_did"))
+def _build_member_filter(account: str, now: datetime) -> Q:
+    present = Membership.objects.on(to_utc_date(now))
+    if account == HOUSE_ACCOUNT_NAME:
+        return ~Q(agent_did__in=present.exclude(account__name=HOUSE_ACCOUNT_NAME).values("agent_did"))
     return Q(agent_did__in=present.filter(account__name=account).values("agent_did"))
 
 
-def _used_under(budget: Budget, began: datetime) -> list[Q]:
+def _build_usage_filters(budget: Budget, began: datetime) -> list[Q]:
     """The usage records since then that a budget is for, in parts. Of an account's those of the days on which their agents
     belonged to it."""
-    return billed_to(budget.subject, day_of(began)) if budget.scope == Scope.ACCOUNT else [_used_by(budget)]
+    return (
+        build_account_filters(budget.subject, to_utc_date(began))
+        if budget.scope == Scope.ACCOUNT
+        else [_build_usage_filter(budget)]
+    )
 
 
-def _paid_under(budget: Budget) -> Q:
+def _build_cost_filter(budget: Budget) -> Q:
     """The same of cost records: an account's plans, too."""
-    return Q(account__name=budget.subject) if budget.scope == Scope.ACCOUNT else _used_by(budget)
+    return Q(account__name=budget.subject) if budget.scope == Scope.ACCOUNT else _build_usage_filter(budget)
 
 
-def _used_by(budget: Budget) -> Q:
+def _build_usage_filter(budget: Budget) -> Q:
     if budget.scope in (Scope.KEY, Scope.ENVIRONMENT_TYPE):
-        return Q(holder__in=Tab.objects.filter(**{NAMED[Scope(budget.scope)]: budget.subject}).values("holder"))
+        return Q(holder__in=Tab.objects.filter(**{SCOPE_COLUMNS[Scope(budget.scope)]: budget.subject}).values("holder"))
     return Q(agent_did=budget.subject) if budget.scope == Scope.AGENT else Q()
 
 
-def holding(*, agent_did: str, environment_type: str, key_id: str, now: datetime) -> Q:
+def build_lease_filter(*, agent_did: str, environment_type: str, key_id: str, now: datetime) -> Q:
     """The budgets that are for such a lease."""
-    account = Membership.objects.on(day_of(now)).filter(agent_did=agent_did).values("account__name")
+    account = Membership.objects.on(to_utc_date(now)).filter(agent_did=agent_did).values("account__name")
     found = (
         Q(scope=Scope.ALL)
         | Q(scope=Scope.AGENT, subject=agent_did)
         | Q(scope=Scope.ENVIRONMENT_TYPE, subject=environment_type)
-        | Q(scope=Scope.ACCOUNT, subject=Coalesce(account, Value(HOUSE)))
+        | Q(scope=Scope.ACCOUNT, subject=Coalesce(account, Value(HOUSE_ACCOUNT_NAME)))
     )
     return found | Q(scope=Scope.KEY, subject=key_id) if key_id else found
 
 
-def visible_to(key_id: str, dids: Collection[str], *, now: datetime) -> QuerySet[Budget]:
+def find_visible_budgets(key_id: str, dids: Collection[str], *, now: datetime) -> QuerySet[Budget]:
     """The active budgets that are for leases of these agents, or of this key."""
-    present = Membership.objects.on(day_of(now)).filter(agent_did__in=dids)
+    present = Membership.objects.on(to_utc_date(now)).filter(agent_did__in=dids)
     accounts = dict(present.values_list("agent_did", "account__name"))
     types = Tab.objects.filter(agent_did__in=dids).values("environment_type")
     return Budget.objects.filter(
@@ -135,25 +141,25 @@ def visible_to(key_id: str, dids: Collection[str], *, now: datetime) -> QuerySet
         | Q(scope=Scope.AGENT, subject__in=dids)
         | Q(scope=Scope.KEY, subject=key_id)
         | Q(scope=Scope.ENVIRONMENT_TYPE, subject__in=types)
-        | Q(scope=Scope.ACCOUNT, subject__in={accounts.get(did, HOUSE) for did in dids}),
+        | Q(scope=Scope.ACCOUNT, subject__in={accounts.get(did, HOUSE_ACCOUNT_NAME) for did in dids}),
         active=True,
     )
 
 
-def marked(mark: str, now: datetime) -> Q:
+def build_marked_filter(mark: str, now: datetime) -> Q:
     """The active budgets whose mark, `warned_for` or `exhausted_for`, is of their present period."""
     present = Q()
     for period in Period:
-        present |= Q(period=period, **{mark: period_of(period, now)[0]})
+        present |= Q(period=period, **{mark: get_period_bounds(period, now)[0]})
     return present & Q(active=True)
 
 
 # --- who is refused ---------------------------------------------------------------------------------------------------
 
 
-def minimum(unit: str) -> Decimal:
+def get_minimum_reservation(unit: str) -> Decimal:
     """What each active lease has reserved: the least that one costs."""
-    return _hours(settings.MINIMUM_TIME) if unit == Unit.HOURS else settings.MINIMUM_USD
+    return _to_hours(settings.MINIMUM_TIME) if unit == Unit.HOURS else settings.MINIMUM_USD
 
 
 def open_tab(holder: UUID, *, agent_did: str, environment_type: str, key_id: str, now: datetime) -> None:
@@ -161,12 +167,12 @@ def open_tab(holder: UUID, *, agent_did: str, environment_type: str, key_id: str
 
     Its hard budgets stay locked until that ends, so whoever is granted another one counts this one. Without any there is
     no lock."""
-    for_it = holding(agent_did=agent_did, environment_type=environment_type, key_id=key_id, now=now)
+    for_it = build_lease_filter(agent_did=agent_did, environment_type=environment_type, key_id=key_id, now=now)
     hard = Budget.objects.select_for_update(no_key=True, of=("self",)).filter(for_it, active=True, hard=True).order_by("pk")
-    others = {budget: open_tabs(budget, now=now).count() for budget in hard}
+    others = {budget: find_open_tabs(budget, now=now).count() for budget in hard}
     full = {budget: number for budget, number in others.items() if not _has_room(budget, number, now=now)}
     if full:
-        raise _refusal(full, now=now)
+        raise _build_refusal(full, now=now)
     sql.insert(
         Tab(holder=holder, agent_did=agent_did, environment_type=environment_type, key_id=key_id, opened_at=now)
     )  # fmt: skip
@@ -174,13 +180,13 @@ def open_tab(holder: UUID, *, agent_did: str, environment_type: str, key_id: str
 
 def _has_room(budget: Budget, others: int, *, now: datetime) -> bool:
     """For one lease more than those."""
-    spent = spent_as_of(budget, now)
-    return spent < budget.amount and spent + (others + 1) * minimum(budget.unit) <= budget.amount
+    spent = get_spent(budget, now)
+    return spent < budget.amount and spent + (others + 1) * get_minimum_reservation(budget.unit) <= budget.amount
 
 
-def open_tabs(budget: Budget, *, now: datetime) -> QuerySet[Tab]:
+def find_open_tabs(budget: Budget, *, now: datetime) -> QuerySet[Tab]:
     """Those of active leases in its scope."""
-    return Tab.objects.filter(in_scope(budget, now=now), closed_at__isnull=True)
+    return Tab.objects.filter(build_scope_filter(budget, now=now), closed_at__isnull=True)
 
 
 def close_tab(holder: UUID, *, now: datetime) -> None:
@@ -188,88 +194,92 @@ def close_tab(holder: UUID, *, now: datetime) -> None:
     sql.update(Tab, "closed_at = %s WHERE holder = %s AND closed_at IS NULL", now, holder)
 
 
-def require(holder: UUID, *, now: datetime, graceful: bool = False) -> None:
+def require_budget(holder: UUID, *, now: datetime, after_grace: bool = False) -> None:
     """BudgetExhausted while a hard budget is spent that is for this lease; `graceful`: only once the grace of one is over.
     One look at an index where there is none."""
-    over = exhausted_for(holder, now=now)
-    if graceful:
-        over = [each for each in over if now >= grace_ends(each)]
+    over = find_exhausted_for_lease(holder, now=now)
+    if after_grace:
+        over = [each for each in over if now >= get_grace_deadline(each)]
     if over:
-        raise _refusal(dict.fromkeys(over, 0), now=now)
+        raise _build_refusal(dict.fromkeys(over, 0), now=now)
 
 
-def exhausted_for(holder: UUID, *, now: datetime) -> list[Budget]:
+def find_exhausted_for_lease(holder: UUID, *, now: datetime) -> list[Budget]:
     """The hard budgets that are spent and for this lease."""
-    if sql.first(Budget, EXHAUSTED) is None:
+    if sql.find_first(Budget, EXHAUSTED_SQL) is None:
         return []
-    tab = sql.first(Tab, "holder = %s", holder)
-    if tab is None or sql.first(Budget, PERHAPS, tab.agent_did, tab.environment_type, tab.key_id) is None:
+    tab = sql.find_first(Tab, "holder = %s", holder)
+    if tab is None or sql.find_first(Budget, EXHAUSTED_FOR_LEASE_SQL, tab.agent_did, tab.environment_type, tab.key_id) is None:
         return []
-    for_it = holding(agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id, now=now)
-    return exhausted(now=now, of=for_it)
+    for_it = build_lease_filter(agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id, now=now)
+    return find_exhausted(now=now, of=for_it)
 
 
-def exhausted(*, now: datetime, of: Q | None = None) -> list[Budget]:
+def find_exhausted(*, now: datetime, of: Q | None = None) -> list[Budget]:
     """The hard budgets that are spent. One whose period is over, or whose amount was raised since, is not: that counts from
     the moment it happens, not from when a sweep has written so."""
     marked = Budget.objects.filter(of or Q(), exhausted_at__isnull=False, active=True, hard=True).order_by("pk")
-    return [each for each in marked if is_spent(each, now)]
+    return [each for each in marked if is_exhausted(each, now)]
 
 
-def is_spent(budget: Budget, now: datetime) -> bool:
+def is_exhausted(budget: Budget, now: datetime) -> bool:
     """Whether it was seen to be spent, in its present period and with the amount that it has now."""
-    return budget.exhausted_for == period_of(budget.period, now)[0] and budget.spent >= budget.amount
+    return budget.exhausted_for == get_period_bounds(budget.period, now)[0] and budget.spent >= budget.amount
 
 
-def grace_ends(budget: Budget) -> datetime:
+def get_grace_deadline(budget: Budget) -> datetime:
     """Of one that is spent: until when what runs may go on."""
     assert budget.exhausted_at
     return budget.exhausted_at + budget.grace
 
 
-def _refusal(full: dict[Budget, int], *, now: datetime) -> BudgetExhausted:
+def _build_refusal(full: dict[Budget, int], *, now: datetime) -> BudgetExhausted:
     """The error for these budgets, each with how many active leases have something reserved in it. It names the strictest:
     that which refuses for the longest time, and of those the one that is spent the furthest."""
 
     def strictness(budget: Budget) -> tuple[bool, datetime, Decimal]:
-        ends = period_of(budget.period, now)[1]
-        return ends is None, ends or LONG_AGO, spent_as_of(budget, now) / budget.amount
+        ends = get_period_bounds(budget.period, now)[1]
+        return ends is None, ends or EPOCH, get_spent(budget, now) / budget.amount
 
     budget = max(full, key=strictness)
-    spent, kept, ends = spent_as_of(budget, now), full[budget] * minimum(budget.unit), period_of(budget.period, now)[1]
-    said = [f"There is a budget of {budget}: {plain(spent)} are spent"]
-    said.append(f", and active leases keep {plain(round(kept, 6))} more." if spent < budget.amount and kept else ".")
+    spent, kept, ends = (
+        get_spent(budget, now),
+        full[budget] * get_minimum_reservation(budget.unit),
+        get_period_bounds(budget.period, now)[1],
+    )
+    said = [f"There is a budget of {budget}: {format_decimal(spent)} are spent"]
+    said.append(f", and active leases keep {format_decimal(round(kept, 6))} more." if spent < budget.amount and kept else ".")
     said.append(f" It begins anew at {ends:%Y-%m-%d %H:%M} UTC." if ends else " It does not begin anew by itself.")
     return BudgetExhausted(
-        "".join(said), spent=plain(spent), limit=plain(budget.amount), unit=budget.unit, resets_at=ends
+        "".join(said), spent=format_decimal(spent), limit=format_decimal(budget.amount), unit=budget.unit, resets_at=ends
     )  # fmt: skip
 
 
 # --- what is spent ----------------------------------------------------------------------------------------------------
 
 
-def settle(pk: int, *, now: datetime) -> list[str]:
+def update_spending(pk: int, *, now: datetime) -> list[str]:
     """Work out what an active budget has spent in its present period, and what follows from that: "warned of", "spent",
     "open again". It may stop anywhere, and run twice, or beside itself: an event is said once.
 
     While usage and costs are derived anew their sums say too little: what is known to be spent stays until they are there."""
     budget = Budget.objects.filter(pk=pk, active=True).first()
-    if budget is None or derivation.unfinished():
+    if budget is None or derivation.is_rebuilding():
         return []
-    began, ends = period_of(budget.period, now)
-    spent = spent_between(budget, began, ends)  # before its lock: a grant waits for that
-    step("budget summed", budget)
+    began, ends = get_period_bounds(budget.period, now)
+    spent = sum_spending(budget, began, ends)  # before its lock: a grant waits for that
+    checkpoint("budget summed", budget)
     same = {field: getattr(budget, field) for field in ("scope", "subject", "unit", "period", "spent_at")}
     with transaction.atomic():
         locked = Budget.objects.select_for_update(no_key=True).filter(pk=pk, active=True, **same).first()
         # Changed meanwhile, or worked out by somebody else, who may know of more: the next pass has it.
-        said = _mark(locked, spent, began, now=now) if locked and not derivation.unfinished() else []
-        step("budget marked", budget)
-    step("budget settled", budget)
+        said = _apply_thresholds(locked, spent, began, now=now) if locked and not derivation.is_rebuilding() else []
+        checkpoint("budget marked", budget)
+    checkpoint("budget settled", budget)
     return said
 
 
-def _mark(budget: Budget, spent: Decimal, began: datetime, *, now: datetime) -> list[str]:
+def _apply_thresholds(budget: Budget, spent: Decimal, began: datetime, *, now: datetime) -> list[str]:
     """Write what is spent, and an event where that has come to a mark: once in a period, unless the amount is changed."""
     said = []
     budget.spent, budget.spent_at, budget.period_began = spent, now, began
@@ -277,7 +287,7 @@ def _mark(budget: Budget, spent: Decimal, began: datetime, *, now: datetime) -> 
         budget.warned_for = None
     elif budget.warned_for != began:
         budget.warned_for = began
-        _tell(budget, Kind.BUDGET_WARNING, now=now)
+        _emit_event(budget, EventType.BUDGET_WARNING, now=now)
         said.append("warned of")
     if spent < budget.amount:
         if budget.exhausted_at is not None:
@@ -285,58 +295,58 @@ def _mark(budget: Budget, spent: Decimal, began: datetime, *, now: datetime) -> 
         budget.exhausted_for = budget.exhausted_at = None
     elif budget.exhausted_for != began:
         budget.exhausted_for, budget.exhausted_at = began, now
-        _tell(budget, Kind.BUDGET_EXHAUSTED, now=now)
+        _emit_event(budget, EventType.BUDGET_EXHAUSTED, now=now)
         said.append("spent")
     budget.save(update_fields=["spent", "spent_at", "period_began", "warned_for", "exhausted_for", "exhausted_at"])
     return said
 
 
-def _tell(budget: Budget, event: Kind, *, now: datetime) -> None:
+def _emit_event(budget: Budget, event: EventType, *, now: datetime) -> None:
     """Once for each period, amount and whom it is for, whatever becomes of what is spent in between."""
-    began, ends = period_of(budget.period, now)
+    began, ends = get_period_bounds(budget.period, now)
     payload = {
         "budget": budget.pk, "scope": budget.scope, "subject": budget.subject, "unit": budget.unit, "period": budget.period,
-        "amount": plain(budget.amount), "spent": plain(budget.spent), "warn_percent": budget.warn_percent,
-        "hard": budget.hard, "period_began": iso(began), "resets_at": iso(ends) if ends else None,
+        "amount": format_decimal(budget.amount), "spent": format_decimal(budget.spent), "warn_percent": budget.warn_percent,
+        "hard": budget.hard, "period_began": format_timestamp(began), "resets_at": format_timestamp(ends) if ends else None,
     }  # fmt: skip
-    outbox.put(event, key=f"{budget.pk} {began:%Y-%m-%d} {budget}"[:255], payload=payload, now=now)
-    log.info(event.value, budget=budget.pk, what=str(budget), spent=plain(budget.spent), hard=budget.hard)
+    outbox.enqueue_event(event, key=f"{budget.pk} {began:%Y-%m-%d} {budget}"[:255], payload=payload, now=now)
+    log.info(event.value, budget=budget.pk, what=str(budget), spent=format_decimal(budget.spent), hard=budget.hard)
 
 
-def spent_between(budget: Budget, began: datetime, ends: datetime | None) -> Decimal:
+def sum_spending(budget: Budget, began: datetime, ends: datetime | None) -> Decimal:
     """What is derived so far of what was used in its scope in one period: usage up to the watermark, and its costs."""
     if budget.unit == Unit.USD:
-        return nano_usd(_costs(budget, began, ends).aggregate(nano=exactly("usd"))["nano"])
-    lasted = [part.aggregate(sum=LASTED)["sum"] for part in _time_used(budget, began, ends)]
-    return _hours(sum(filter(None, lasted), timedelta(0))).quantize(NANO)
+        return nanos_to_decimal(_find_cost_records(budget, began, ends).aggregate(nano=sum_exact("usd"))["nano"])
+    lasted = [part.aggregate(sum=TOTAL_DURATION)["sum"] for part in _find_time_records(budget, began, ends)]
+    return _to_hours(sum(filter(None, lasted), timedelta(0))).quantize(NINE_PLACES)
 
 
-def spent_by_day(budget: Budget, since: datetime, ends: datetime | None) -> dict[date, tuple[Fraction, Fraction]]:
+def sum_spending_by_day(budget: Budget, since: datetime, ends: datetime | None) -> dict[date, tuple[Fraction, Fraction]]:
     """The same of each day on which something was used, not rounded: all of it, and what is no plan. One query, or
     two."""
     if budget.unit == Unit.USD:
-        costs = _costs(budget, since, ends).order_by().values_list("day")
-        sums = costs.annotate(all=exactly("usd"), used=exactly("usd", ~Q(item=Priced.PLAN)))
-        return {day: (Fraction(nano_usd(all_)), Fraction(nano_usd(used))) for day, all_, used in sums}
+        costs = _find_cost_records(budget, since, ends).order_by().values_list("day")
+        sums = costs.annotate(all=sum_exact("usd"), used=sum_exact("usd", ~Q(item=BillableItem.PLAN)))
+        return {day: (Fraction(nanos_to_decimal(all_)), Fraction(nanos_to_decimal(used))) for day, all_, used in sums}
     lasted: dict[date, timedelta] = defaultdict(timedelta)
-    for part in _time_used(budget, since, ends):
-        for day, sum_ in part.order_by().values_list("day").annotate(sum=LASTED):
+    for part in _find_time_records(budget, since, ends):
+        for day, sum_ in part.order_by().values_list("day").annotate(sum=TOTAL_DURATION):
             lasted[day] += sum_
     return {day: (Fraction(sum_ // MICROSECOND, HOUR // MICROSECOND),) * 2 for day, sum_ in lasted.items()}
 
 
-def spenders(budget: Budget, *, now: datetime, most: int) -> list[tuple[Tab, Decimal]]:
+def find_top_spenders(budget: Budget, *, now: datetime, most: int) -> list[tuple[Tab, Decimal]]:
     """Its open tabs that have spent the most in its present period, and what each has; the newest of those with nothing."""
-    began, ends = period_of(budget.period, now)
-    open_ = open_tabs(budget, now=now)
+    began, ends = get_period_bounds(budget.period, now)
+    open_ = find_open_tabs(budget, now=now)
     if budget.unit == Unit.USD:
-        costs = _costs(budget, began, ends).filter(holder__in=open_.values("holder")).order_by()
-        nano = costs.values_list("holder").annotate(sum=exactly("usd")).order_by("-sum", "holder")[:most]
-        spent = {holder: nano_usd(sum_) for holder, sum_ in nano}
+        costs = _find_cost_records(budget, began, ends).filter(holder__in=open_.values("holder")).order_by()
+        nano = costs.values_list("holder").annotate(sum=sum_exact("usd")).order_by("-sum", "holder")[:most]
+        spent = {holder: nanos_to_decimal(sum_) for holder, sum_ in nano}
     else:
-        used = [part.filter(holder__in=open_.values("holder")).order_by() for part in _time_used(budget, began, ends)]
-        lasted = [each for part in used for each in part.values_list("holder").annotate(sum=LASTED)]
-        spent = {holder: _hours(sum_) for holder, sum_ in sorted(lasted, key=lambda each: (-each[1], each[0]))[:most]}
+        used = [part.filter(holder__in=open_.values("holder")).order_by() for part in _find_time_records(budget, began, ends)]
+        lasted = [each for part in used for each in part.values_list("holder").annotate(sum=TOTAL_DURATION)]
+        spent = {holder: _to_hours(sum_) for holder, sum_ in sorted(lasted, key=lambda each: (-each[1], each[0]))[:most]}
     tabs = {tab.holder: tab for tab in Tab.objects.filter(holder__in=spent)}
     found = [(tabs[holder], amount) for holder, amount in spent.items()]
     if len(found) < most:
@@ -345,27 +355,27 @@ def spenders(budget: Budget, *, now: datetime, most: int) -> list[tuple[Tab, Dec
     return found
 
 
-def _days(began: datetime, ends: datetime | None) -> Q:
+def _build_day_filter(began: datetime, ends: datetime | None) -> Q:
     return Q(day__gte=began.date()) & (Q(day__lt=ends.date()) if ends else Q())
 
 
-def _costs(budget: Budget, began: datetime, ends: datetime | None) -> QuerySet[CostRecord]:
-    return CostRecord.objects.filter(_paid_under(budget), _days(began, ends))
+def _find_cost_records(budget: Budget, began: datetime, ends: datetime | None) -> QuerySet[CostRecord]:
+    return CostRecord.objects.filter(_build_cost_filter(budget), _build_day_filter(began, ends))
 
 
-def _time_used(budget: Budget, began: datetime, ends: datetime | None) -> list[QuerySet[UsageRecord]]:
-    time_ = UsageRecord.objects.filter(_days(began, ends), item=Item.TIME, state__in=PAID)
-    return [time_.filter(part) for part in _used_under(budget, began)]
+def _find_time_records(budget: Budget, began: datetime, ends: datetime | None) -> list[QuerySet[UsageRecord]]:
+    time_ = UsageRecord.objects.filter(_build_day_filter(began, ends), item=UsageKind.TIME, state__in=BILLABLE_STATES)
+    return [time_.filter(part) for part in _build_usage_filters(budget, began)]
 
 
-def _hours(lasted: timedelta) -> Decimal:
+def _to_hours(lasted: timedelta) -> Decimal:
     return Decimal(lasted // MICROSECOND) / (HOUR // MICROSECOND)
 
 
 # --- for operators ----------------------------------------------------------------------------------------------------
 
 
-def save(budget: Budget, *, now: datetime) -> None:
+def save_budget(budget: Budget, *, now: datetime) -> None:
     """State a budget, or state it anew, and work out at once what that means. ValidationError names the field."""
     budget.full_clean()
     with transaction.atomic():
@@ -373,19 +383,19 @@ def save(budget: Budget, *, now: datetime) -> None:
             budget.created_at = now
             budget.save()
         else:
-            same = {field: getattr(budget, field) for field in WHAT_FOR}
+            same = {field: getattr(budget, field) for field in GRACE_RESET_FIELDS}
             # It was spent for others, or ended nothing yet: whom it is for from now on has all of its grace.
             Budget.objects.filter(pk=budget.pk).exclude(**same).update(exhausted_for=None, exhausted_at=None)
-            budget.save(update_fields=STATED)
-    settle(budget.pk, now=now)
+            budget.save(update_fields=OPERATOR_FIELDS)
+    update_spending(budget.pk, now=now)
     budget.refresh_from_db()
 
 
-def switch(pk: int, *, active: bool, now: datetime) -> bool:
+def set_active(pk: int, *, active: bool, now: datetime) -> bool:
     """Turn a budget on or off; whether this call did. What it has spent is worked out as soon as it is on, and its grace
     begins then."""
     anew = {"exhausted_for": None, "exhausted_at": None}
     if not Budget.objects.filter(pk=pk, active=not active).update(active=active, **anew):
         return False
-    settle(pk, now=now)
+    update_spending(pk, now=now)
     return True

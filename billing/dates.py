@@ -2,19 +2,19 @@
 
 from datetime import UTC, date, datetime, time, timedelta
 
-LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)  # before all there is
-BEGINNING = LONG_AGO.date()
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)  # before all there is
+EPOCH_DATE = EPOCH.date()
 
 
-def day_of(at: datetime) -> date:
+def to_utc_date(at: datetime) -> date:
     return at.astimezone(UTC).date()
 
 
-def midnight(day: date) -> datetime:
+def start_of_day(day: date) -> datetime:
     """When a day begins."""
     return datetime.combine(day, time(), UTC)
 
 
-def following(month: date) -> date:
+def start_of_next_month(month: date) -> date:
     """The first day of the month after the one of this day."""
     return (month.replace(day=1) + timedelta(days=32)).replace(day=1)

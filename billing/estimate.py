@@ -10,12 +10,12 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from billing import budgets, pricing
-from billing.costs import costs
-from billing.dates import day_of, following, midnight
-from billing.instance_types import Instance, size_of
-from billing.models import Budget, Priced
+from billing.costs import sum_costs
+from billing.dates import start_of_day, start_of_next_month, to_utc_date
+from billing.instance_types import InstanceSize, find_instance_size
+from billing.models import BillableItem, Budget
 
-LAST = 7  # days, from which a forecast is made
+FORECAST_WINDOW_DAYS = 7  # days, from which a forecast is made
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Line:
+class EstimateLine:
     item: str
     quantity: Decimal
     free: Decimal
@@ -42,12 +42,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Estimate:
-    lines: list[Line]
+    lines: list[EstimateLine]
     total: Decimal
     per_agent: Decimal
 
 
-class Unpriceable(ValueError):
+class EstimateError(ValueError):
     """There is no such instance type, or no rate of that provider. `field` says which of them."""
 
     def __init__(self, field: str, detail: str) -> None:
@@ -55,37 +55,38 @@ class Unpriceable(ValueError):
         self.field = field
 
 
-def estimate(asked: Scenario, rates: Iterable[pricing.Rate], *, now: datetime) -> Estimate:
+def estimate(asked: Scenario, rates: Iterable[pricing.RateLike], *, now: datetime) -> Estimate:
     """Each line is rounded to cents, a half up, and the total is the sum of that. Unpriceable.
 
     8 agents for 4 hours a day on 30 days on Cloudflare's `basic` are 8 x 1 GiB x 120 h = 960 GiB-hours, of which 25 are
     free: 935 x 0.009 = 8.415, which is 8.42 USD."""
-    size = size_of(asked.provider, asked.instance)
+    size = find_instance_size(asked.provider, asked.instance)
     if size is None:
-        raise Unpriceable("instance", "There is no such instance type.")
-    known, lines = [*rates], []
-    for item, quantity in _quantities(asked, size).items():
-        rate = pricing.rate_for(known, asked.provider, asked.instance, item, now)
+        raise EstimateError("instance", "There is no such instance type.")
+    known: list[pricing.RateLike] = [*rates]
+    lines: list[EstimateLine] = []
+    for item, quantity in _compute_quantities(asked, size).items():
+        rate = pricing.find_rate(known, asked.provider, asked.instance, item, now)
         if rate:
-            quantity *= Fraction(asked.cpu_utilisation) if item == Priced.CPU and rate.by_use else 1
+            quantity *= Fraction(asked.cpu_utilisation) if item == BillableItem.CPU and rate.by_use else 1
             free = min(quantity, Fraction(rate.allowance))
-            usd = pricing.rounded((quantity - free) * Fraction(rate.usd), pricing.CENTS)
-            lines.append(Line(str(item), pricing.rounded(quantity), pricing.rounded(free), rate.usd, usd))
+            usd = pricing.round_half_up((quantity - free) * Fraction(rate.usd), pricing.CENT_PLACES)
+            lines.append(EstimateLine(str(item), pricing.round_half_up(quantity), pricing.round_half_up(free), rate.usd, usd))
     if not lines:
-        raise Unpriceable("provider", "This provider has no rates.")
+        raise EstimateError("provider", "This provider has no rates.")
     total = sum((line.usd for line in lines), Decimal("0.00"))
-    return Estimate(lines, total, pricing.rounded(Fraction(total) / asked.agents, pricing.CENTS))
+    return Estimate(lines, total, pricing.round_half_up(Fraction(total) / asked.agents, pricing.CENT_PLACES))
 
 
-def _quantities(asked: Scenario, size: Instance) -> dict[str, Fraction]:
+def _compute_quantities(asked: Scenario, size: InstanceSize) -> dict[str, Fraction]:
     """In the units of the items."""
     hours = asked.agents * Fraction(asked.hours_per_day) * asked.days
     return {
-        Priced.TIME: hours,
-        Priced.MEMORY: hours * Fraction(size.memory_mib, 1024),
-        Priced.CPU: hours * size.vcpus * 60,
-        Priced.DISK: hours * Fraction(size.disk_mb, 1000),
-        Priced.PLAN: Fraction(1),
+        BillableItem.TIME: hours,
+        BillableItem.MEMORY: hours * Fraction(size.memory_mib, 1024),
+        BillableItem.CPU: hours * size.vcpus * 60,
+        BillableItem.DISK: hours * Fraction(size.disk_mb, 1000),
+        BillableItem.PLAN: Fraction(1),
     }
 
 
@@ -106,36 +107,38 @@ class Forecast:
     runs_out: date | None
 
 
-def forecast(*, now: datetime, last: int = LAST, budget: Decimal | None = None, **only: Any) -> Forecast:
+def forecast(*, now: datetime, last: int = FORECAST_WINDOW_DAYS, budget: Decimal | None = None, **only: Any) -> Forecast:
     """If each day to come costs what the last ones have cost on average, which are over and of which something was used.
     `only` is what else costs.costs takes: the names of BY, and `agents`.
 
     Allowances make it too low early in a month: what was free in those days will not be free once they are used up."""
     today = now.astimezone(UTC).date()
     begin, first = today.replace(day=1), today - timedelta(days=last)
-    spent = {total.key: total.usd for total in costs("day", since=begin, until=following(begin), **only)}
-    recent = costs("day", since=first, until=today, **only)
+    spent = {total.key: total.usd for total in sum_costs("day", since=begin, until=start_of_next_month(begin), **only)}
+    recent = sum_costs("day", since=first, until=today, **only)
     days = (today - date.fromisoformat(recent[0].key)).days if recent else 0
     paid = sum((total.usd for total in recent), Decimal(0))
-    charged = costs("day", since=first, until=following(begin), item=Priced.PLAN, **only)
+    charged = sum_costs("day", since=first, until=start_of_next_month(begin), item=BillableItem.PLAN, **only)
     plans = {total.key: total.usd for total in charged}
     paid -= sum((usd for key, usd in plans.items() if key < str(today)), Decimal(0))
     a_day = Fraction(paid) / days if days else Fraction(0)
     before = sum((usd for key, usd in spent.items() if key < str(today)), Decimal(0))
     plan = Fraction(plans.get(str(today), 0))
     here = plan + max(Fraction(spent.get(str(today), 0)) - plan, a_day)
-    left = (following(begin) - today).days - 1
+    left = (start_of_next_month(begin) - today).days - 1
     return Forecast(
         spent=sum(spent.values(), Decimal(0)),
-        a_day=pricing.rounded(a_day) if days else None,
+        a_day=pricing.round_half_up(a_day) if days else None,
         days=days,
-        month=pricing.rounded(Fraction(before) + here + a_day * left),
+        month=pricing.round_half_up(Fraction(before) + here + a_day * left),
         budget=budget,
-        runs_out=None if budget is None else _runs_out(Fraction(budget), spent, today, here, a_day),
+        runs_out=None if budget is None else _find_exhaustion_date(Fraction(budget), spent, today, here, a_day),
     )
 
 
-def _runs_out(budget: Fraction, spent: dict[str, Decimal], today: date, here: Fraction, a_day: Fraction) -> date | None:
+def _find_exhaustion_date(
+    budget: Fraction, spent: dict[str, Decimal], today: date, here: Fraction, a_day: Fraction
+) -> date | None:
     """The first day at whose end as much as the budget is spent."""
     sum_ = Fraction(0)
     for key in sorted(key for key in spent if key <= str(today)):
@@ -151,7 +154,7 @@ def _runs_out(budget: Fraction, spent: dict[str, Decimal], today: date, here: Fr
     return today + timedelta(days=days) if days <= (date.max - today).days else None
 
 
-class Outlook(NamedTuple):
+class BudgetForecast(NamedTuple):
     """runs_out: the day, UTC, at whose end a budget is spent; None: not in its present period, never, or it is off. Of one that
     is spent already, the day on which that was seen. a_day: what it took of late on average; None: nothing to tell it by."""
 
@@ -159,18 +162,18 @@ class Outlook(NamedTuple):
     a_day: Fraction | None
 
 
-def outlook(budget: Budget, now: datetime) -> Outlook:
+def forecast_budget(budget: Budget, now: datetime) -> BudgetForecast:
     """If each day to come takes what the last LAST ones have taken on average, which are over and from the first of which on
     something was used.
 
     A plan counts once it is paid and is no part of that average. One query, of what is derived so far as in budgets.settle."""
     if not budget.active:
-        return Outlook(None, None)
-    if budgets.is_spent(budget, now) and budget.exhausted_at:
-        return Outlook(day_of(budget.exhausted_at), None)
-    today, (began, ends) = day_of(now), budgets.period_of(budget.period, now)
-    first, until = today - timedelta(days=LAST), ends.date() if ends else date.max
-    days = budgets.spent_by_day(budget, min(began, midnight(first)), ends)
+        return BudgetForecast(None, None)
+    if budgets.is_exhausted(budget, now) and budget.exhausted_at:
+        return BudgetForecast(to_utc_date(budget.exhausted_at), None)
+    today, (began, ends) = to_utc_date(now), budgets.get_period_bounds(budget.period, now)
+    first, until = today - timedelta(days=FORECAST_WINDOW_DAYS), ends.date() if ends else date.max
+    days = budgets.sum_spending_by_day(budget, min(began, start_of_day(first)), ends)
     spent = sum((paid for day, (paid, _) in days.items() if day >= began.date()), Fraction(0))
     recent = {day: used for day, (_, used) in days.items() if first <= day < today}
     a_day = sum(recent.values()) / Fraction((today - min(recent)).days) if recent else Fraction(0)
@@ -178,10 +181,10 @@ def outlook(budget: Budget, now: datetime) -> Outlook:
     left = Fraction(budget.amount) - spent - to_come
     pace = a_day if recent else None
     if left <= 0:
-        return Outlook(today, pace)
+        return BudgetForecast(today, pace)
     number = math.ceil(left / a_day) if a_day else math.inf
-    return Outlook(today + timedelta(days=number) if number < (until - today).days else None, pace)
+    return BudgetForecast(today + timedelta(days=number) if number < (until - today).days else None, pace)
 
 
-def runs_out(budget: Budget, now: datetime) -> date | None:
-    return outlook(budget, now).runs_out
+def predict_exhaustion_date(budget: Budget, now: datetime) -> date | None:
+    return forecast_budget(budget, now).runs_out

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 
 @dataclass(frozen=True)
-class Instance:
+class InstanceSize:
     """disk_mb: a thousand of them are a GB, as the providers' pages count."""
 
     vcpus: Fraction
@@ -14,40 +14,40 @@ class Instance:
 
 
 # Source: https://developers.cloudflare.com/containers/platform/limits/, section "Instance types", read in November 2026.
-INSTANCES: dict[str, dict[str, Instance]] = {
+INSTANCE_SIZES: dict[str, dict[str, InstanceSize]] = {
     "cloudflare": {
-        "lite": Instance(Fraction(1, 16), 256, 2000),
-        "basic": Instance(Fraction(1, 4), 1024, 4000),
-        "standard-1": Instance(Fraction(1, 2), 4096, 8000),
-        "standard-2": Instance(Fraction(1), 6144, 12000),
-        "standard-3": Instance(Fraction(2), 8192, 16000),
-        "standard-4": Instance(Fraction(4), 12288, 20000),
+        "lite": InstanceSize(Fraction(1, 16), 256, 2000),
+        "basic": InstanceSize(Fraction(1, 4), 1024, 4000),
+        "standard-1": InstanceSize(Fraction(1, 2), 4096, 8000),
+        "standard-2": InstanceSize(Fraction(1), 6144, 12000),
+        "standard-3": InstanceSize(Fraction(2), 8192, 16000),
+        "standard-4": InstanceSize(Fraction(4), 12288, 20000),
     }
 }
 
 
-def instance_type(provider: str, memory_mib: int, millicpus: int) -> str:
+def find_instance_type(provider: str, memory_mib: int, millicpus: int) -> str:
     """The name under which a provider sells this size, empty if it has none. A thousandth of a CPU does not divide into
     sixteenths: 62 and 63 are both 1/16."""
-    for name, size in INSTANCES.get(provider, {}).items():
+    for name, size in INSTANCE_SIZES.get(provider, {}).items():
         if size.memory_mib == memory_mib and abs(size.vcpus * 1000 - millicpus) < 1:
             return name
     return ""
 
 
-def disk_mb(provider: str, name: str) -> int:
+def get_disk_mb(provider: str, name: str) -> int:
     """0 where it is not known."""
-    size = INSTANCES.get(provider, {}).get(name)
+    size = INSTANCE_SIZES.get(provider, {}).get(name)
     return size.disk_mb if size else 0
 
 
-def size_of(provider: str, name: str) -> Instance | None:
+def find_instance_size(provider: str, name: str) -> InstanceSize | None:
     """A size by its name: the provider's own, else whichever provider has one of that name."""
-    for sizes in (INSTANCES.get(provider, {}), *INSTANCES.values()):
+    for sizes in (INSTANCE_SIZES.get(provider, {}), *INSTANCE_SIZES.values()):
         if name in sizes:
             return sizes[name]
     return None
 
 
-def names() -> list[str]:
-    return [name for sizes in INSTANCES.values() for name in sizes]
+def list_instance_types() -> list[str]:
+    return [name for sizes in INSTANCE_SIZES.values() for name in sizes]

@@ -7,18 +7,18 @@ from collections.abc import Iterator, Sequence
 from datetime import date
 from operator import itemgetter
 
-History = Sequence[tuple[date, int]]
+AccountHistory = Sequence[tuple[date, int]]
 
 
-def account_on(history: History, day: date, house: int) -> int:
+def find_account_on(history: AccountHistory, day: date, house: int) -> int:
     """The account of the latest membership that has begun, or the house."""
     begun = bisect_right(history, day, key=itemgetter(0))
     return history[begun - 1][1] if begun else house
 
 
-def moves(was: History, becomes: History, house: int) -> Iterator[tuple[date, int, int]]:
+def find_account_changes(was: AccountHistory, becomes: AccountHistory, house: int) -> Iterator[tuple[date, int, int]]:
     """From which day on which account is replaced by which, where one history becomes another."""
     for day in sorted({since for since, _ in (*was, *becomes)}):
-        before, after = account_on(was, day, house), account_on(becomes, day, house)
+        before, after = find_account_on(was, day, house), find_account_on(becomes, day, house)
         if before != after:
             yield day, before, after

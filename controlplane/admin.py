@@ -29,7 +29,7 @@ class GroupAdmin(DjangoGroupAdmin, ModelAdmin):
     pass
 
 
-class Shown(ModelAdmin):
+class ReadOnlyQueueAdmin(ModelAdmin):
     """To be read: whoever can write a schedule or resubmit a task can run any function."""
 
     actions = None
@@ -46,20 +46,20 @@ class Shown(ModelAdmin):
 
 
 @admin.register(Schedule)
-class ScheduleAdmin(Shown, QScheduleAdmin):
+class ScheduleAdmin(ReadOnlyQueueAdmin, QScheduleAdmin):
     pass
 
 
 @admin.register(Success)
-class SuccessAdmin(Shown, TaskAdmin):
+class SuccessAdmin(ReadOnlyQueueAdmin, TaskAdmin):
     pass
 
 
 @admin.register(Failure)
-class FailureAdmin(Shown, FailAdmin):
+class FailureAdmin(ReadOnlyQueueAdmin, FailAdmin):
     pass
 
 
 @admin.register(OrmQ)
-class OrmQAdmin(Shown, QueueAdmin):
+class OrmQAdmin(ReadOnlyQueueAdmin, QueueAdmin):
     search_fields = ["key__startswith"]

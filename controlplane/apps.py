@@ -10,5 +10,5 @@ class ControlplaneConfig(AppConfig):
     def ready(self) -> None:
         from controlplane import checks, supervisor  # noqa: F401 - checks register themselves
 
-        if settings.INSTANCE.startswith(supervisor.PREFIX):
+        if settings.INSTANCE.startswith(supervisor.INSTANCE_PREFIX):
             supervisor.tie_descendants()

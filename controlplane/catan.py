@@ -22,7 +22,7 @@ from catanatron.state_functions import (
 )
 
 COLORS = (Color.RED, Color.BLUE, Color.ORANGE, Color.WHITE)
-MOST_MOVES = 4000  # forced ones included; a game that takes longer is a draw
+MAX_MOVES = 4000  # forced ones included; a game that takes longer is a draw
 
 
 class ApiError(Exception):
@@ -73,20 +73,20 @@ def play(seats: list[Seat], environment: str, *, points: int, seed: int | None, 
     """Play one game to the end and return the winner, None for a draw. Every seat has joined before."""
     by_color = {seat.color: seat for seat in seats}
     game = Game([RandomPlayer(seat.color) for seat in seats], seed=seed, vps_to_win=points)
-    for _ in range(MOST_MOVES):
+    for _ in range(MAX_MOVES):
         if game.winning_color() is not None:
             return by_color[game.winning_color()]
         legal: list[Action] = list(game.state.playable_actions)
         seat = by_color[game.state.current_color()]
-        game.execute(legal[0] if len(legal) == 1 else _decide(game, seat, legal, environment, on_move))
+        game.execute(legal[0] if len(legal) == 1 else _choose_action(game, seat, legal, environment, on_move))
     return None
 
 
-def _decide(game: Game, seat: Seat, legal: list[Action], environment: str, on_move: Callable[[Move], None]) -> Action:
+def _choose_action(game: Game, seat: Seat, legal: list[Action], environment: str, on_move: Callable[[Move], None]) -> Action:
     """Ask the agent. An answer that is not one of the legal actions counts as skipped, and the quietest one is played."""
-    offered = [_as_json(action) for action in legal]
+    offered = [_encode_action(action) for action in legal]
     number = seat.turns + 1
-    state = _state(game, seat, environment) | {"turn_number": number, "legal_actions": offered}
+    state = _build_visible_state(game, seat, environment) | {"turn_number": number, "legal_actions": offered}
     turn = seat.client.call("POST", f"/leases/{seat.lease['id']}/turns", {"turn_number": number, "state": state})
     seat.turns, seat.seconds = number, seat.seconds + turn["duration_seconds"]
     answer = {"type": turn["action"].get("type"), "value": turn["action"].get("value")}
@@ -96,16 +96,16 @@ def _decide(game: Game, seat: Seat, legal: list[Action], environment: str, on_mo
     else:
         chosen = legal[offered.index(answer)]
     said = chosen.action_type.value if not turn["skipped"] else f"skipped: {turn['action'].get('reason', '')[:60]}"
-    on_move(Move(seat, number, said, turn["duration_seconds"], _score(game)))
+    on_move(Move(seat, number, said, turn["duration_seconds"], _format_score(game)))
     return chosen
 
 
-def _as_json(action: Action) -> dict[str, Any]:
+def _encode_action(action: Action) -> dict[str, Any]:
     """{"type": "BUILD_ROAD", "value": [3, 4]}: what an agent chooses from and answers with."""
     return {"type": action.action_type.value, "value": json.loads(json.dumps(action.value, cls=GameEncoder))}
 
 
-def _state(game: Game, seat: Seat, environment: str) -> dict[str, Any]:
+def _build_visible_state(game: Game, seat: Seat, environment: str) -> dict[str, Any]:
     """What this player may know: its own hand, and of the others what lies on the table."""
     state = game.state
     return {
@@ -127,7 +127,7 @@ def _state(game: Game, seat: Seat, environment: str) -> dict[str, Any]:
     }
 
 
-def _score(game: Game) -> str:
+def _format_score(game: Game) -> str:
     return " ".join(f"{color.value}:{get_actual_victory_points(game.state, color)}" for color in game.state.colors)
 
 

@@ -10,12 +10,12 @@ from django.core.checks import CheckMessage, Error, Warning, register
 
 from sandboxes.state import mounts
 
-LONGEST_SOCKET = 107  # bytes of a unix socket's path, without the NUL
-LONGEST_NAME = len("/egress/s/16383/llm.sock")  # below RUNTIME_DIR
+MAX_SOCKET_PATH_BYTES = 107  # bytes of a unix socket's path, without the NUL
+MAX_SOCKET_NAME_BYTES = len("/egress/s/16383/llm.sock")  # below RUNTIME_DIR
 
 
 @register()
-def queue(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+def check_queue_retry(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """A task is fetched again `retry` after it was fetched, so by then it must have waited, run and timed out."""
     one: dict[str, Any] = settings.Q_CLUSTER
     longest = one["timeout"] * (ceil(one["queue_limit"] / one["workers"]) + 1)
@@ -25,7 +25,7 @@ def queue(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckM
 
 
 @register()
-def isolation(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+def check_isolation(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     if settings.SANDBOX_PROVIDER not in ("process", "memory") or settings.DEBUG or settings.ALLOW_UNISOLATED:
         return []
     return [
@@ -38,30 +38,30 @@ def isolation(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[Ch
 
 
 @register()
-def timeouts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+def check_exec_timeouts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     most = settings.EXEC_TIMEOUT_MOST
     wrong = [name for name in ("EXEC_TIMEOUT", "TURN_TIMEOUT") if getattr(settings, name) > most]
     return [Error(f"LEASEHOLD_{name} is above LEASEHOLD_EXEC_TIMEOUT_MOST.", id="leasehold.E003") for name in wrong]
 
 
 @register()
-def sockets(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    most = LONGEST_SOCKET - LONGEST_NAME
+def check_socket_paths(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    most = MAX_SOCKET_PATH_BYTES - MAX_SOCKET_NAME_BYTES
     if len(str(settings.RUNTIME_DIR.absolute()).encode()) <= most:
         return []
     return [Error(f"LEASEHOLD_RUNTIME_DIR is longer than {most} bytes: no socket fits in it.", id="leasehold.E004")]
 
 
 @register()
-def mounting(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+def check_data_mount(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """Of new agents alone: one that is mounted already is refused its commands, and told why."""
-    if settings.DATA_KEEPING != "mount" or not (why := mounts.lacking()):
+    if settings.DATA_KEEPING != "mount" or not (why := mounts.find_missing_requirement()):
         return []
     return [Error(f"LEASEHOLD_DATA=mount cannot be had: {why}.", hint="Or use LEASEHOLD_DATA=sync.", id="leasehold.E005")]
 
 
 @register(deploy=True)
-def identity_keys(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+def check_identity_keys(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     if settings.IDENTITY_KEYS:
         return []
     said = "LEASEHOLD_IDENTITY_KEYS is unset: agents' signing keys are encrypted under a key made from SECRET_KEY."

@@ -21,11 +21,11 @@ from environ import Env
 from sandboxes.db import durations
 
 BASE_DIR = Path(__file__).resolve().parent.parent
-OURS = ("LEASEHOLD_", "SANDBOX_", "STORAGE_")
+VARIABLE_PREFIXES = ("LEASEHOLD_", "SANDBOX_", "STORAGE_")
 
 
 @dataclass(frozen=True)
-class Knob:
+class EnvVariable:
     """One variable: what it is, and what it is now."""
 
     name: str
@@ -49,19 +49,21 @@ class Knob:
 
 
 T = TypeVar("T")
-KNOBS: dict[str, Knob] = {}
-given_outside = frozenset(os.environ)
+ENV_VARIABLES: dict[str, EnvVariable] = {}
+PROCESS_VARIABLE_NAMES = frozenset(os.environ)
 if os.environ.get("LEASEHOLD_ENV_FILE", ".env"):
     Env.read_env(BASE_DIR / os.environ.get("LEASEHOLD_ENV_FILE", ".env"), overwrite=False)
 
 
 def text(name: str, default: str = "", *, help: str, secret: bool = False, accepts: str = "text") -> str:
-    return _read(name, str, default, accepts, help, secret)
+    return _read_variable(name, str, default, accepts, help, secret)
 
 
 def boolean(name: str, default: bool, *, help: str) -> bool:
     words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    return _read(name, lambda raw: words[raw.strip().lower()], str(int(default)), "1, 0, true, false, yes, no, on, off", help)
+    return _read_variable(
+        name, lambda raw: words[raw.strip().lower()], str(int(default)), "1, 0, true, false, yes, no, on, off", help
+    )
 
 
 def integer(name: str, default: int, *, help: str, least: int = 0, most: int = 10**9) -> int:
@@ -70,21 +72,21 @@ def integer(name: str, default: int, *, help: str, least: int = 0, most: int = 1
             raise ValueError
         return int(raw)
 
-    return _read(name, cast, str(default), f"a whole number from {least} to {most}", help)
+    return _read_variable(name, cast, str(default), f"a whole number from {least} to {most}", help)
 
 
 def duration(name: str, default: str, *, help: str) -> timedelta:
-    return _read(name, durations.parse, default, durations.ACCEPTS, help)
+    return _read_variable(name, durations.parse_duration, default, durations.ACCEPTED_FORMAT, help)
 
 
-def amount(name: str, default: str, *, help: str) -> Decimal:
+def decimal(name: str, default: str, *, help: str) -> Decimal:
     def cast(raw: str) -> Decimal:
         value = Decimal(raw) if re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", raw, re.ASCII) else Decimal(0)
         if not value:
             raise ValueError
         return value
 
-    return _read(name, cast, default, "a decimal number above 0, with six places at most", help)
+    return _read_variable(name, cast, default, "a decimal number above 0, with six places at most", help)
 
 
 def choice(name: str, default: str, options: Iterable[str], *, help: str) -> str:
@@ -95,11 +97,11 @@ def choice(name: str, default: str, options: Iterable[str], *, help: str) -> str
             raise ValueError
         return raw
 
-    return _read(name, cast, default, "one of " + ", ".join(options), help)
+    return _read_variable(name, cast, default, "one of " + ", ".join(options), help)
 
 
-def listing(name: str, default: str, *, help: str) -> list[str]:
-    return _read(
+def string_list(name: str, default: str, *, help: str) -> list[str]:
+    return _read_variable(
         name, lambda raw: [part.strip() for part in raw.split(",") if part.strip()], default, "a comma-separated list", help
     )
 
@@ -115,7 +117,7 @@ def keys(name: str, *, help: str) -> list[bytes]:
         return found
 
     accepts = "keys of 32 bytes in base64, separated by commas (openssl rand -base64 32)"
-    return _read(name, cast, "", accepts, help, secret=True)
+    return _read_variable(name, cast, "", accepts, help, secret=True)
 
 
 def database(name: str, default: str, *, help: str) -> dict[str, Any]:
@@ -128,29 +130,29 @@ def database(name: str, default: str, *, help: str) -> dict[str, Any]:
         return found
 
     accepts = "sqlite:////absolute/path, or postgres://user:password@host:port/name"
-    return _read(name, cast, default, accepts, help, secret=True)
+    return _read_variable(name, cast, default, accepts, help, secret=True)
 
 
-def unknown() -> list[str]:
+def find_unknown_variables() -> list[str]:
     """One sentence for each variable that looks like ours and is none: most are spelling mistakes."""
     found = []
     for name in sorted(os.environ):
-        if name.startswith(OURS) and name not in KNOBS and name not in ALSO_KNOWN:
-            near = get_close_matches(name, KNOBS, n=1)
+        if name.startswith(VARIABLE_PREFIXES) and name not in ENV_VARIABLES and name not in UNLISTED_VARIABLES:
+            near = get_close_matches(name, ENV_VARIABLES, n=1)
             found.append(f"{name} is not a variable of Leasehold" + (f"; did you mean {near[0]}?" if near else "."))
     return found
 
 
-ALSO_KNOWN = {"LEASEHOLD_CACHE", "LEASEHOLD_ENV_FILE", "LEASEHOLD_REQUIRE_SERVICES"}
+UNLISTED_VARIABLES = {"LEASEHOLD_CACHE", "LEASEHOLD_ENV_FILE", "LEASEHOLD_REQUIRE_SERVICES"}
 
 
-def _read(name: str, cast: Callable[[str], T], default: str, accepts: str, help: str, secret: bool = False) -> T:
+def _read_variable(name: str, cast: Callable[[str], T], default: str, accepts: str, help: str, secret: bool = False) -> T:
     raw = os.environ.get(name)
-    source = "default" if raw is None else "environment" if name in given_outside else ".env"
+    source = "default" if raw is None else "environment" if name in PROCESS_VARIABLE_NAMES else ".env"
     try:
         value = cast(default if raw is None else raw)
     except (ValueError, KeyError, AttributeError, TypeError):
         shown = "(hidden)" if secret else repr(str(raw)[:80])
         raise ImproperlyConfigured(f"{name}={shown} is not accepted. It takes {accepts}. ({help})") from None
-    KNOBS[name] = Knob(name, value, default, source, accepts, help, secret)
+    ENV_VARIABLES[name] = EnvVariable(name, value, default, source, accepts, help, secret)
     return value

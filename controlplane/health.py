@@ -26,15 +26,15 @@ from billing import budgets
 from controlplane import schedules
 from sandboxes import pool_stats, providers
 from sandboxes.admin import tabs
-from sandboxes.db.clock import iso
+from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Sweep
 from sandboxes.pool_stats import PoolStats, Stats
-from sandboxes.sweeps import SET_RIGHT
+from sandboxes.sweeps import COUNTERS_CORRECTED
 
 log = structlog.get_logger(__name__)
-FRESH = 5.0  # seconds for which a provider's answer counts
-PATIENCE = 1.0  # seconds that a probe waits for a provider
-EGRESS, EGRESS_EVERY = "egress", timedelta(minutes=1)  # the heartbeat of `manage.py egress`
+PROBE_CACHE_SECONDS = 5.0  # seconds for which a provider's answer counts
+PROBE_TIMEOUT_SECONDS = 1.0  # seconds that a probe waits for a provider
+EGRESS_HEARTBEAT, EGRESS_HEARTBEAT_INTERVAL = "egress", timedelta(minutes=1)  # the heartbeat of `manage.py egress`
 
 
 @require_safe
@@ -46,49 +46,49 @@ def livez(request: HttpRequest) -> JsonResponse:
 @require_safe
 @never_cache
 def healthz(request: HttpRequest) -> JsonResponse:
-    found = look(now=timezone.now())
+    found = check_health(now=timezone.now())
     return JsonResponse(found, status=200 if found["database"] else 503)
 
 
 @require_safe
 @never_cache
 def readyz(request: HttpRequest) -> JsonResponse:
-    found = look(now=timezone.now())
+    found = check_health(now=timezone.now())
     return JsonResponse(found, status=503 if found["missing"] else 200)
 
 
-def look(*, now: datetime) -> dict[str, Any]:
+def check_health(*, now: datetime) -> dict[str, Any]:
     """What there is to see. `missing` has one sentence for each thing without which leases cannot be served, `warnings`
     for each that an operator should look at."""
     try:
-        if unapplied():
-            return _said(database=True, migrated=False, missing=["Migrations are not applied: run manage.py migrate."])
-        passes = _sweeps()
+        if find_unapplied_migrations():
+            return _build_report(database=True, migrated=False, missing=["Migrations are not applied: run manage.py migrate."])
+        passes = _load_sweeps()
         waiting = OrmQ.objects.count()
-        pools = pool_stats.of_pools(now=now)
-        unsaved = tabs.unsaved().count()
-        spent = len(budgets.exhausted(now=now))
+        pools = pool_stats.collect_pool_stats(now=now)
+        unsaved = tabs.find_unsaved_attachments().count()
+        spent = len(budgets.find_exhausted(now=now))
     except DatabaseError:
-        return _said(database=False, missing=["The database does not answer."])
-    egress = _lateness(passes.pop(EGRESS), now, EGRESS_EVERY)
-    sweeps = {name: _lateness(row, now, schedules.every(name)) for name, row in passes.items()}
-    every = pool_stats.together(pools)
-    drift = passes["recount"].counts.get(SET_RIGHT, 0) if passes["recount"] else 0
-    provider = probe.answer()
+        return _build_report(database=False, missing=["The database does not answer."])
+    egress = _get_sweep_status(passes.pop(EGRESS_HEARTBEAT), now, EGRESS_HEARTBEAT_INTERVAL)
+    sweeps = {name: _get_sweep_status(row, now, schedules.get_interval(name)) for name, row in passes.items()}
+    every = pool_stats.sum_stats(pools)
+    drift = passes["recount"].counts.get(COUNTERS_CORRECTED, 0) if passes["recount"] else 0
+    provider = provider_probe.answer()
     missing = []
     if not provider["answers"]:
         missing.append(f"The provider {provider['name']} does not answer.")
     if sweeps["heartbeat"]["late"]:
         missing.append("The queue gives no heartbeat, so no sweep runs.")
-    return _said(
+    return _build_report(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": waiting},
-        egress=egress, warnings=[*_warnings(pools, every, unsaved, drift, egress), *_spent(spent)],
+        egress=egress, warnings=[*_iter_warnings(pools, every, unsaved, drift, egress), *_iter_budget_warnings(spent)],
         quarantined=every.quarantined, stalled=every.stalled, lost=every.lost, unsaved=unsaved, drift=drift,
-        warming={one.name: _warming(one) for one in pools if one.warm_target},
+        warming={one.name: _get_warm_status(one) for one in pools if one.warm_target},
     )  # fmt: skip
 
 
-def _warnings(pools: Sequence[PoolStats], every: Stats, unsaved: int, drift: int, egress: dict[str, Any]) -> Iterator[str]:
+def _iter_warnings(pools: Sequence[PoolStats], every: Stats, unsaved: int, drift: int, egress: dict[str, Any]) -> Iterator[str]:
     if egress["late"]:
         yield "The way out gives no heartbeat, so no sandbox reaches a model: is manage.py egress running?"
     for one in pools:
@@ -106,40 +106,40 @@ def _warnings(pools: Sequence[PoolStats], every: Stats, unsaved: int, drift: int
         yield f"Counters of pools or quotas that the last recount found wrong and set right: {drift}."
 
 
-def _spent(budgets_: int) -> Iterator[str]:
+def _iter_budget_warnings(budgets_: int) -> Iterator[str]:
     if budgets_:
         yield f"Hard budgets that are spent, so leases are refused and ended: {budgets_}."
 
 
-def _warming(pool: PoolStats) -> dict[str, Any]:
+def _get_warm_status(pool: PoolStats) -> dict[str, Any]:
     until = pool.warm_paused_until
-    return {"target": pool.warm_target, "ready": pool.warm_ready, "paused_until": iso(until) if until else None}
+    return {"target": pool.warm_target, "ready": pool.warm_ready, "paused_until": format_timestamp(until) if until else None}
 
 
-def _said(*, missing: list[str], **found: Any) -> dict[str, Any]:
+def _build_report(*, missing: list[str], **found: Any) -> dict[str, Any]:
     return {"status": "not ready" if missing else "ok", "missing": missing, **found}
 
 
-def unapplied() -> list[str]:
+def find_unapplied_migrations() -> list[str]:
     """Names of migrations that are not applied. Once there are none, this process does not look again."""
-    if not _applied:
+    if not _migrations_applied:
         executor = MigrationExecutor(connection)
         plan = executor.migration_plan(executor.loader.graph.leaf_nodes())
         if plan:
             return [str(migration) for migration, _ in plan]
-        _applied.append(True)
+        _migrations_applied.append(True)
     return []
 
 
-_applied: list[bool] = []
+_migrations_applied: list[bool] = []
 
 
-def _sweeps() -> dict[str, Sweep | None]:
-    found: dict[str, Sweep | None] = dict.fromkeys([*schedules.EVERY, EGRESS])
-    return found | {row.name: row for row in Sweep.objects.filter(name__in=[*schedules.EVERY, EGRESS])}
+def _load_sweeps() -> dict[str, Sweep | None]:
+    found: dict[str, Sweep | None] = dict.fromkeys([*schedules.INTERVAL_MINUTES, EGRESS_HEARTBEAT])
+    return found | {row.name: row for row in Sweep.objects.filter(name__in=[*schedules.INTERVAL_MINUTES, EGRESS_HEARTBEAT])}
 
 
-def _lateness(row: Sweep | None, now: datetime, every: timedelta) -> dict[str, Any]:
+def _get_sweep_status(row: Sweep | None, now: datetime, every: timedelta) -> dict[str, Any]:
     age = now - row.succeeded_at if row and row.succeeded_at else None
     return {
         "age_seconds": round(age.total_seconds(), 1) if age is not None else None,
@@ -149,7 +149,7 @@ def _lateness(row: Sweep | None, now: datetime, every: timedelta) -> dict[str, A
 
 
 @dataclass
-class Probe:
+class ProviderProbe:
     """Asks the provider at most every FRESH seconds, in a thread of its own: one that hangs holds up nobody."""
 
     lock: Lock = field(default_factory=Lock)
@@ -159,20 +159,20 @@ class Probe:
 
     def answer(self) -> dict[str, Any]:
         with self.lock:
-            if self.asked is None or (self.asked.done() and time.monotonic() - self.asked_at > FRESH):
-                self.asked, self.asked_at = self.threads.submit(ask), time.monotonic()
+            if self.asked is None or (self.asked.done() and time.monotonic() - self.asked_at > PROBE_CACHE_SECONDS):
+                self.asked, self.asked_at = self.threads.submit(query_provider), time.monotonic()
             asked = self.asked
         try:
-            return asked.result(timeout=PATIENCE)
+            return asked.result(timeout=PROBE_TIMEOUT_SECONDS)
         except TimeoutError:
             return {"name": settings.SANDBOX_PROVIDER, "isolated": None, "answers": False}
 
 
-def ask() -> dict[str, Any]:
+def query_provider() -> dict[str, Any]:
     """The provider that new sandboxes come from, and whether it answers a question now."""
-    name = providers.default_name()
+    name = providers.get_default_provider_name()
     try:
-        provider = providers.get(name)
+        provider = providers.get_provider(name)
         provider.list("health")
     except Exception as failed:  # whatever it is, it is no answer
         log.warning("provider does not answer", provider=name, error=f"{type(failed).__name__}: {failed}")
@@ -180,4 +180,4 @@ def ask() -> dict[str, Any]:
     return {"name": name, "isolated": provider.isolated, "answers": True}
 
 
-probe = Probe()
+provider_probe = ProviderProbe()

@@ -22,15 +22,15 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from leases.models import Lease, Status
+from leases.models import Lease, LeaseStatus
 from sandboxes import pool_stats
 from sandboxes.models import Sweep
-from sandboxes.pool_stats import LIVE, PoolStats
+from sandboxes.pool_stats import LIVE_STATES, PoolStats
 
 # Seconds for which what was read is shown again. Shorter than the time between two scrapes: else another process could
 # show the second one an older number, and a counter that falls looks like one that was reset.
-FRESH = 2.0
-STATEMENT_TIMEOUT = 800  # milliseconds for each of six statements: together they stay within 5 seconds
+CACHE_SECONDS = 2.0
+STATEMENT_TIMEOUT_MS = 800  # milliseconds for each of six statements: together they stay within 5 seconds
 
 GAUGES: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
     "pool_capacity": ("Sandboxes that may exist at once.", lambda one: one.capacity),
@@ -80,14 +80,14 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...], Mapping[tuple[str, ...], Callabl
 @never_cache
 def metrics(request: HttpRequest) -> HttpResponse:
     try:
-        found = facts.of(timezone.now())
+        found = snapshot_cache.of(timezone.now())
     except DatabaseError:
         return HttpResponse("The database does not answer.\n", status=503, content_type="text/plain; charset=utf-8")
-    return HttpResponse(generate_latest(Shown(found)), content_type=CONTENT_TYPE_PLAIN_0_0_4)
+    return HttpResponse(generate_latest(SnapshotCollector(found)), content_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 @dataclass(frozen=True)
-class Facts:
+class MetricsSnapshot:
     """What there is to count, as of one moment."""
 
     pools: list[PoolStats]
@@ -96,13 +96,15 @@ class Facts:
     queue: int
 
 
-def look(*, now: datetime) -> Facts:
+def read_snapshot(*, now: datetime) -> MetricsSnapshot:
     """Read everything, or DatabaseError. No statement reads history."""
-    with _in_time():
-        return Facts(
-            pools=pool_stats.of_pools(now=now),
+    with _limit_statement_time():
+        return MetricsSnapshot(
+            pools=pool_stats.collect_pool_stats(now=now),
             # Destroyed leases are history. A statement for each of the others: no index serves both.
-            leases={each.value: Lease.objects.filter(status=each).count() for each in (Status.ACTIVE, Status.EXPIRED)},
+            leases={
+                each.value: Lease.objects.filter(status=each).count() for each in (LeaseStatus.ACTIVE, LeaseStatus.EXPIRED)
+            },
             sweeps={
                 name: max((now - at).total_seconds(), 0.0)
                 for name, at in Sweep.objects.values_list("name", "succeeded_at")
@@ -113,67 +115,67 @@ def look(*, now: datetime) -> Facts:
 
 
 @contextmanager
-def _in_time() -> Iterator[None]:
+def _limit_statement_time() -> Iterator[None]:
     """Statements that take too long are errors. Not on SQLite, where a transaction would wait for every writer."""
     if connection.vendor != "postgresql":
         yield
         return
     with transaction.atomic():
         with connection.cursor() as cursor:
-            cursor.execute(f"SET LOCAL statement_timeout = {STATEMENT_TIMEOUT}")
+            cursor.execute(f"SET LOCAL statement_timeout = {STATEMENT_TIMEOUT_MS}")
         yield
 
 
 @dataclass
-class Cached:
+class SnapshotCache:
     """Reads at most every FRESH seconds, however many ask. A failure is not remembered, nor shown over with old numbers."""
 
     lock: Lock = field(default_factory=Lock)
     read_at: float = 0.0
-    found: Facts | None = None
+    found: MetricsSnapshot | None = None
 
-    def of(self, now: datetime) -> Facts:
+    def of(self, now: datetime) -> MetricsSnapshot:
         with self.lock:
-            if self.found is None or time.monotonic() - self.read_at > FRESH:
+            if self.found is None or time.monotonic() - self.read_at > CACHE_SECONDS:
                 self.found = None
-                self.found, self.read_at = look(now=now), time.monotonic()
+                self.found, self.read_at = read_snapshot(now=now), time.monotonic()
             return self.found
 
 
-facts = Cached()
+snapshot_cache = SnapshotCache()
 
 
-class Shown(Collector):
+class SnapshotCollector(Collector):
     """Facts, as Prometheus reads them."""
 
-    def __init__(self, found: Facts) -> None:
+    def __init__(self, found: MetricsSnapshot) -> None:
         self.found = found
 
     def collect(self) -> Iterator[Metric]:
         found = self.found
-        yield _family(
+        yield _build_family(
             GaugeMetricFamily, "sandboxes", "Sandboxes that exist.", ["pool", "state"],
-            {(one.name, state.value): getattr(one, state) for one in found.pools for state in LIVE},
+            {(one.name, state.value): getattr(one, state) for one in found.pools for state in LIVE_STATES},
         )  # fmt: skip
         for name, (what, value) in GAUGES.items():
-            yield _family(GaugeMetricFamily, name, what, ["pool"], {(one.name,): value(one) for one in found.pools})
+            yield _build_family(GaugeMetricFamily, name, what, ["pool"], {(one.name,): value(one) for one in found.pools})
         for name, (what, labels, values) in COUNTERS.items():
-            yield _family(
+            yield _build_family(
                 CounterMetricFamily, name, what, ["pool", *labels],
                 {(one.name, *these): value(one) for one in found.pools for these, value in values.items()},
             )  # fmt: skip
-        yield _family(
+        yield _build_family(
             GaugeMetricFamily, "leases", "Leases that are active, or expired and not yet without a sandbox.", ["status"],
             {(status,): number for status, number in found.leases.items()},
         )  # fmt: skip
-        yield _family(
+        yield _build_family(
             GaugeMetricFamily, "sweep_age_seconds", "Since each sweep last succeeded; one that never did is not here.",
             ["sweep"], {(name,): age for name, age in found.sweeps.items()},
         )  # fmt: skip
-        yield _family(GaugeMetricFamily, "queue_depth", "Tasks that wait in the queue.", [], {(): found.queue})
+        yield _build_family(GaugeMetricFamily, "queue_depth", "Tasks that wait in the queue.", [], {(): found.queue})
 
 
-def _family(
+def _build_family(
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
     name: str,
     what: str,

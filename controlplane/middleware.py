@@ -13,8 +13,8 @@ from django.middleware.csrf import CsrfViewMiddleware
 
 from controlplane import errors
 
-Next = Callable[[HttpRequest], HttpResponseBase]
-BARE = ("/api/", "/healthz", "/readyz", "/livez", "/metrics")
+GetResponse = Callable[[HttpRequest], HttpResponseBase]
+STATELESS_PATH_PREFIXES = ("/api/", "/healthz", "/readyz", "/livez", "/metrics")
 
 ADMIN_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -27,42 +27,42 @@ DOCS_POLICY = (
 )  # unsafe-inline: Swagger UI puts its icons and widths into style attributes
 
 
-class _NotForAgents:
+class _SkipStatelessPaths:
     """Mixed before a middleware of Django's: requests under BARE go round it."""
 
     get_response: Any
 
     def __call__(self, request: HttpRequest) -> Any:
-        if request.path_info.startswith(BARE):
+        if request.path_info.startswith(STATELESS_PATH_PREFIXES):
             return self.get_response(request)
         return super().__call__(request)  # type: ignore[misc]
 
 
-class Sessions(_NotForAgents, SessionMiddleware):
+class AdminSessionMiddleware(_SkipStatelessPaths, SessionMiddleware):
     pass
 
 
-class Common(_NotForAgents, CommonMiddleware):
+class AdminCommonMiddleware(_SkipStatelessPaths, CommonMiddleware):
     pass
 
 
-class Csrf(_NotForAgents, CsrfViewMiddleware):
+class AdminCsrfMiddleware(_SkipStatelessPaths, CsrfViewMiddleware):
     def process_view(self, request: HttpRequest, *args: Any) -> Any:
-        return None if request.path_info.startswith(BARE) else super().process_view(request, *args)
+        return None if request.path_info.startswith(STATELESS_PATH_PREFIXES) else super().process_view(request, *args)
 
 
-class Authentication(_NotForAgents, AuthenticationMiddleware):
+class AdminAuthenticationMiddleware(_SkipStatelessPaths, AuthenticationMiddleware):
     pass
 
 
-class Messages(_NotForAgents, MessageMiddleware):
+class AdminMessageMiddleware(_SkipStatelessPaths, MessageMiddleware):
     pass
 
 
-class Problems:
+class ProblemDocumentMiddleware:
     """Under /api/ every answer from 400 on is a problem document: also a URL that is not there, and a bug of ours."""
 
-    def __init__(self, get_response: Next) -> None:
+    def __init__(self, get_response: GetResponse) -> None:
         self.get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponseBase:
@@ -71,20 +71,20 @@ class Problems:
             return response
         if response.headers.get("Content-Type", "").startswith(errors.CONTENT_TYPE):
             return response
-        problem = errors.plain(response.status_code)
+        problem = errors.build_problem_response(response.status_code)
         for name in response.headers.keys() - {"Content-Length"}:
             problem.headers.setdefault(name, response.headers[name])
         return problem
 
     def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
         """Before Django's debug page can show a stack trace to an agent."""
-        return errors.respond(exception, request.path_info) if request.path_info.startswith("/api/") else None
+        return errors.build_error_response(exception, request.path_info) if request.path_info.startswith("/api/") else None
 
 
-class ContentPolicy:
+class ContentSecurityPolicyMiddleware:
     """What a browser may load: the admin from its own origin only, an API answer nothing at all."""
 
-    def __init__(self, get_response: Next) -> None:
+    def __init__(self, get_response: GetResponse) -> None:
         self.get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponseBase:

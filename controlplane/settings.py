@@ -24,15 +24,15 @@ if not SECRET_KEY:
             "in production give it in the environment."
         )
     SECRET_KEY = "for-development-only-because-DEBUG-is-on"  # noqa: S105
-ALLOWED_HOSTS = env.listing("ALLOWED_HOSTS", "127.0.0.1,localhost,[::1]", help="host names this server answers to")
-CSRF_TRUSTED_ORIGINS = env.listing("CSRF_TRUSTED_ORIGINS", "", help="origins of the admin behind a proxy, with scheme")
+ALLOWED_HOSTS = env.string_list("ALLOWED_HOSTS", "127.0.0.1,localhost,[::1]", help="host names this server answers to")
+CSRF_TRUSTED_ORIGINS = env.string_list("CSRF_TRUSTED_ORIGINS", "", help="origins of the admin behind a proxy, with scheme")
 STATE_DIR = Path(env.text("LEASEHOLD_STATE_DIR", str(BASE_DIR / "var"), help="SQLite file, process sandboxes, stored state"))
 STATE_DIR.mkdir(mode=0o700, parents=True, exist_ok=True)
-_near = str(STATE_DIR / "run")
+_default_runtime_dir = str(STATE_DIR / "run")
 RUNTIME_DIR = Path(
     env.text(
         "LEASEHOLD_RUNTIME_DIR",
-        _near if len(_near) <= 70 else f"/tmp/leasehold-{os.getuid()}",  # noqa: S108 - made with mode 0700
+        _default_runtime_dir if len(_default_runtime_dir) <= 70 else f"/tmp/leasehold-{os.getuid()}",  # noqa: S108 - made with mode 0700
         help="unix sockets; it outlives a restart of the host, and is short, since a socket's path has 108 bytes",
     )
 )
@@ -154,13 +154,13 @@ KV_API_TOKEN = env.text("LEASEHOLD_KV_API_TOKEN", help="of Cloudflare, with the 
 KV_API_URL = env.text(
     "LEASEHOLD_KV_API_URL", "https://api.cloudflare.com/client/v4", accepts="an http:// or https:// URL", help="of Cloudflare"
 )
-_needed = {
+_required_variables = {
     "filesystem": [],
     "s3": ["R2_BUCKET_BINDING", "LEASEHOLD_S3_ACCESS_KEY_ID", "LEASEHOLD_S3_SECRET_ACCESS_KEY"]
     + ["LEASEHOLD_S3_ENDPOINT"] * (S3_REGION == "auto"),
     "cloudflare_kv": ["KV_NAMESPACE_BINDING", "LEASEHOLD_KV_ACCOUNT_ID", "LEASEHOLD_KV_API_TOKEN", "LEASEHOLD_KV_API_URL"],
 }
-for _knob in (env.KNOBS[_name] for _name in _needed[STORAGE_BACKEND]):
+for _knob in (env.ENV_VARIABLES[_name] for _name in _required_variables[STORAGE_BACKEND]):
     if not _knob.value:
         raise ImproperlyConfigured(f"{_knob.name} is not set, and STORAGE_BACKEND={_backend} needs it. ({_knob.help})")
 for _name, _pattern in {
@@ -168,7 +168,7 @@ for _name, _pattern in {
     "LEASEHOLD_KV_API_URL": r"https?://[^/\s]+\S*",
     "LEASEHOLD_STORAGE_PREFIX": r"(?=.{0,64}$)([A-Za-z0-9_-][A-Za-z0-9_.-]*/)*",
 }.items():
-    if not re.fullmatch(_pattern, (_knob := env.KNOBS[_name]).value):
+    if not re.fullmatch(_pattern, (_knob := env.ENV_VARIABLES[_name]).value):
         raise ImproperlyConfigured(f"{_name}={_knob.value!r} is not accepted. It takes {_knob.accepts}. ({_knob.help})")
 if STORAGE_BACKEND == "cloudflare_kv" and STORAGE_MODE == "journaled":
     raise ImproperlyConfigured(
@@ -207,7 +207,7 @@ LLM_URL = env.text(
 )
 LLM_API_KEY = env.text("LEASEHOLD_LLM_API_KEY", secret=True, help="added to calls on their way out; never enters a sandbox")
 LLM_MODEL = env.text("LEASEHOLD_LLM_MODEL", "gpt-4o-mini", help="what turns ask for, and what a call means that says `default`")
-LLM_MODELS = env.listing(
+LLM_MODELS = env.string_list(
     "LEASEHOLD_LLM_MODELS", "", help="models that may be called, * matching any part; LLM_MODEL always may"
 )
 LLM_TIMEOUT = env.duration("LEASEHOLD_LLM_TIMEOUT", "10m", help="the longest that one model call may take, streams included")
@@ -220,7 +220,7 @@ RELAY_URL = env.text(
 RELAY_AUD = env.text("LEASEHOLD_RELAY_AUD", help="DID of the relay: for it agents' service tokens are made; unset: none are")
 RELAY_LXM = env.text("LEASEHOLD_RELAY_LXM", "com.atproto.sync.subscribeRepos", help="method that these tokens are good for")
 for _name, _pattern in {"LEASEHOLD_LLM_URL": r"(https?://[^/\s]+\S*)?", "LEASEHOLD_RELAY_URL": r"(wss?://[^/\s]+\S*)?"}.items():
-    if not re.fullmatch(_pattern, (_knob := env.KNOBS[_name]).value):
+    if not re.fullmatch(_pattern, (_knob := env.ENV_VARIABLES[_name]).value):
         raise ImproperlyConfigured(f"{_name}={_knob.value!r} is not accepted. It takes {_knob.accepts}. ({_knob.help})")
 
 # --- the way out of sandboxes -------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ EGRESS_SLOTS = env.integer(
 # --- money --------------------------------------------------------------------------------------------------------
 # Also what a grant reserves of each budget it counts against: so many leases at once cannot go further than it reaches.
 MINIMUM_TIME = env.duration("LEASEHOLD_MINIMUM_TIME", "1m", help="what a budget in hours must have left for each active lease")
-MINIMUM_USD = env.amount("LEASEHOLD_MINIMUM_USD", "0.01", help="what a budget in USD must have left for each active lease")
+MINIMUM_USD = env.decimal("LEASEHOLD_MINIMUM_USD", "0.01", help="what a budget in USD must have left for each active lease")
 
 # --- who agents are to others -------------------------------------------------------------------------------------
 IDENTITY_KEYS = env.keys(
@@ -279,15 +279,15 @@ INSTALLED_APPS = [
     "controlplane",
 ]
 MIDDLEWARE = [
-    "controlplane.middleware.Problems",  # outermost: whatever happens below, the API answers with a problem document
+    "controlplane.middleware.ProblemDocumentMiddleware",  # outermost: every API error is a problem document
     "django.middleware.security.SecurityMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
-    "controlplane.middleware.Sessions",  # the next five do nothing under /api/: agents carry keys, not cookies
-    "controlplane.middleware.Common",
-    "controlplane.middleware.Csrf",
-    "controlplane.middleware.Authentication",
-    "controlplane.middleware.Messages",
-    "controlplane.middleware.ContentPolicy",
+    "controlplane.middleware.AdminSessionMiddleware",  # the next five do nothing under /api/: agents carry keys, not cookies
+    "controlplane.middleware.AdminCommonMiddleware",
+    "controlplane.middleware.AdminCsrfMiddleware",
+    "controlplane.middleware.AdminAuthenticationMiddleware",
+    "controlplane.middleware.AdminMessageMiddleware",
+    "controlplane.middleware.ContentSecurityPolicyMiddleware",
 ]
 ROOT_URLCONF = "controlplane.urls"
 WSGI_APPLICATION = "controlplane.wsgi.application"
@@ -345,9 +345,9 @@ SPECTACULAR_SETTINGS = {
     "SORT_OPERATIONS": False,
     "ENUM_NAME_OVERRIDES": {  # other things have kinds, states and outcomes, too
         "RunKindEnum": ["exec", "turn", "file", "process"],
-        "StateEnum": "sandboxes.models.State",
-        "ProcessStateEnum": "sandboxes.models.Ending",
-        "OutcomeEnum": "sandboxes.models.Outcome",
+        "StateEnum": "sandboxes.models.SandboxState",
+        "ProcessStateEnum": "sandboxes.models.ProcessStatus",
+        "OutcomeEnum": "sandboxes.models.RunOutcome",
         "CallOutcomeEnum": ["open", "ok", "failed", "cut", "refused", "lost"],
         "OnceOutcomeEnum": ["ok", "failed", "timeout", "oom_killed", "container_failed", "internal"],
     },
@@ -395,7 +395,7 @@ UNFOLD = {
 }
 
 # --- logs: one line each, no secrets: values of env, stdin and keys are never passed to a logger --------------------
-_before: list[Any] = [
+_shared_processors: list[Any] = [
     structlog.contextvars.merge_contextvars,
     structlog.stdlib.add_log_level,
     structlog.stdlib.add_logger_name,
@@ -405,7 +405,7 @@ _renderer: Any = (
     structlog.processors.JSONRenderer() if LOG_FORMAT == "json" else structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0)
 )
 structlog.configure(
-    processors=[*_before, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+    processors=[*_shared_processors, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
     logger_factory=structlog.stdlib.LoggerFactory(),
     wrapper_class=structlog.stdlib.BoundLogger,
     cache_logger_on_first_use=True,
@@ -416,7 +416,7 @@ LOGGING = {
     "formatters": {
         "ours": {
             "()": structlog.stdlib.ProcessorFormatter,
-            "foreign_pre_chain": _before,
+            "foreign_pre_chain": _shared_processors,
             "processors": [
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                 structlog.processors.format_exc_info,

@@ -19,24 +19,24 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
-from sandboxes.db.clock import backoff
+from sandboxes.db.clock import compute_backoff
 
-VARIABLE = "LEASEHOLD_INSTANCE"
-PREFIX = "up-"  # of the instances that `up` makes, which are up-<random>.<child>.<start>
-TICK = 0.2  # seconds between two looks at the children
-STEADY = 60.0  # seconds after which an end is not held against a child that started badly before
-STOP_PATIENCE = 8.0  # seconds until SIGKILL; `docker stop` gives all of us ten
-KILL_PATIENCE = 10.0
+INSTANCE_VARIABLE = "LEASEHOLD_INSTANCE"
+INSTANCE_PREFIX = "up-"  # of the instances that `up` makes, which are up-<random>.<child>.<start>
+TICK_SECONDS = 0.2  # seconds between two looks at the children
+STABLE_AFTER_SECONDS = 60.0  # seconds after which an end is not held against a child that started badly before
+STOP_TIMEOUT_SECONDS = 8.0  # seconds until SIGKILL; `docker stop` gives all of us ten
+KILL_TIMEOUT_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 # --- nobody outlives whoever started it ---------------------------------------------------------------------------
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """This process is killed when its parent, which had this id a moment ago, dies."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the kernel was told
@@ -47,20 +47,20 @@ def tie_descendants() -> None:
     """This process, and each that it forks, dies with its parent. Commands that it executes for others do not.
 
     A web worker and the queue's sentinel live on when their parent is killed; nobody then looks after them."""
-    die_with(os.getppid())
+    die_with_parent(os.getppid())
     os.register_at_fork(after_in_child=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
 
 
 def kill_instance(instance: str) -> int:
     """No process that was started for this instance is left; how many were killed. TimeoutError if some do not go."""
     killed: set[int] = set()
-    until = time.monotonic() + KILL_PATIENCE
-    while pids := [pid for name in os.listdir("/proc") if name.isdigit() and _belongs(pid := int(name), instance)]:
+    until = time.monotonic() + KILL_TIMEOUT_SECONDS
+    while pids := [pid for name in os.listdir("/proc") if name.isdigit() and _belongs_to_instance(pid := int(name), instance)]:
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 fd = os.pidfd_open(pid)
                 try:
-                    if _belongs(pid, instance):  # the number may have gone to another process before we opened it
+                    if _belongs_to_instance(pid, instance):  # the number may have gone to another process before we opened it
                         signal.pidfd_send_signal(fd, signal.SIGKILL)
                         killed.add(pid)
                 finally:
@@ -71,24 +71,24 @@ def kill_instance(instance: str) -> int:
     return len(killed)
 
 
-def _belongs(pid: int, instance: str) -> bool:
+def _belongs_to_instance(pid: int, instance: str) -> bool:
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # it ended, or is another user's
         return False
-    mark = f"{VARIABLE}={instance}".encode()
+    mark = f"{INSTANCE_VARIABLE}={instance}".encode()
     return pid != os.getpid() and any(entry == mark or entry.startswith(mark + b".") for entry in environ)
 
 
 # --- one at a time ------------------------------------------------------------------------------------------------
 
 
-class Taken(Exception):
+class AlreadyRunning(Exception):
     """Somebody else sits here."""
 
 
 @contextmanager
-def seat(path: Path) -> Iterator[tuple[dict[str, Any], Callable[[dict[str, Any]], None]]]:
+def hold_lock_file(path: Path) -> Iterator[tuple[dict[str, Any], Callable[[dict[str, Any]], None]]]:
     """Hold this file's lock. What its last holder wrote into it ({} if nothing), and how to write; Taken if it lives.
 
     The lock goes when the process does, however it ends. The note stays: by it the next holder cleans up."""
@@ -97,18 +97,18 @@ def seat(path: Path) -> Iterator[tuple[dict[str, Any], Callable[[dict[str, Any]]
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            note = _note(file)
-            raise Taken(f"pid {note.get('pid', 'unknown')}, since {note.get('started_at', 'just now')}") from None
+            note = _read_note(file)
+            raise AlreadyRunning(f"pid {note.get('pid', 'unknown')}, since {note.get('started_at', 'just now')}") from None
 
         def write(note: dict[str, Any]) -> None:
             file.truncate(0)
             file.write(json.dumps(note) + "\n")
             file.flush()
 
-        yield _note(file), write
+        yield _read_note(file), write
 
 
-def _note(file: IO[str]) -> dict[str, Any]:
+def _read_note(file: IO[str]) -> dict[str, Any]:
     file.seek(0)
     try:
         found = json.loads(file.read())
@@ -145,10 +145,10 @@ class Child:
         self.process = subprocess.Popen(
             self.argv,
             cwd=self.cwd,
-            env={**os.environ, **self.env, VARIABLE: self.instance},
+            env={**os.environ, **self.env, INSTANCE_VARIABLE: self.instance},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=lambda: die_with(me),
+            preexec_fn=lambda: die_with_parent(me),
         )
 
     @property
@@ -181,14 +181,14 @@ class Child:
 class Supervisor:
     """Starts its children, starts again what dies or hangs, ends them all. `forget` is told of each dead instance."""
 
-    def __init__(self, family: str, children: Sequence[Child], *, say: Say, forget: Callable[[str], object]) -> None:
+    def __init__(self, family: str, children: Sequence[Child], *, say: PrintLine, forget: Callable[[str], object]) -> None:
         self.family = family
         self.children = children
         self.say = say
         self.forget = forget
         self.stopping = self.impatient = False
 
-    def obey_signals(self) -> None:
+    def install_signal_handlers(self) -> None:
         """From here on SIGTERM, SIGINT and SIGHUP end `run`; a second one ends its patience."""
 
         def obey(number: int, frame: object) -> None:
@@ -204,13 +204,13 @@ class Supervisor:
         try:
             while not self.stopping:
                 for child in self.children:
-                    self._look_after(child)
+                    self._restart_if_ended(child)
                 each_tick()
-                time.sleep(TICK)
+                time.sleep(TICK_SECONDS)
         finally:
             self.stop()
 
-    def _look_after(self, child: Child) -> None:
+    def _restart_if_ended(self, child: Child) -> None:
         if child.process is None:
             if time.monotonic() >= child.due:
                 child.start(self.family)
@@ -221,8 +221,8 @@ class Supervisor:
         pid = child.process.pid
         code = child.clean()
         why = why or (f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}")
-        child.failures = 1 if child.age > STEADY else child.failures + 1
-        wait = backoff(child.failures, first=timedelta(seconds=1), most=timedelta(minutes=1)).total_seconds()
+        child.failures = 1 if child.age > STABLE_AFTER_SECONDS else child.failures + 1
+        wait = compute_backoff(child.failures, first=timedelta(seconds=1), most=timedelta(minutes=1)).total_seconds()
         child.due = time.monotonic() + wait
         self.say(f"{child.name} (pid {pid}): {why}; starting it again in {wait:g} s")
         self.forget(child.instance)
@@ -232,7 +232,7 @@ class Supervisor:
         left = [child for child in self.children if child.process]
         for child in left:
             child.terminate()
-        until = time.monotonic() + STOP_PATIENCE
+        until = time.monotonic() + STOP_TIMEOUT_SECONDS
         while left and time.monotonic() < until and not self.impatient:
             for child in [child for child in left if child.ended]:
                 child.clean()

@@ -5,14 +5,14 @@ from django.urls import include, path
 from django.views.generic import RedirectView
 from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitView
 
-from billing.admin.spending import spending
+from billing.admin.spending import show_spending
 from controlplane import health, metrics
 from controlplane.console import dashboard
 
 urlpatterns = [
     path("", RedirectView.as_view(url="/admin/")),
-    path("admin/fleet/", dashboard.fragment, name="fleet"),
-    path("admin/spending/", admin.site.admin_view(spending), name="spending"),
+    path("admin/fleet/", dashboard.fleet_fragment, name="fleet"),
+    path("admin/spending/", admin.site.admin_view(show_spending), name="spending"),
     path("admin/", admin.site.urls),
     path("api/v1/", include("leases.api.urls")),
     path("api/v1/", include("billing.api.urls")),

@@ -9,7 +9,7 @@ class LeaseError(SandboxError):
     code = "lease_error"
 
 
-class Invalid(LeaseError):
+class InvalidRequest(LeaseError):
     """The request is not valid."""
 
     code = "invalid"
@@ -30,20 +30,20 @@ class Conflict(LeaseError):
     code = "conflict"
 
 
-class TurnOpen(LeaseError):
+class TurnInProgress(LeaseError):
     """This turn is being played right now. Ask again in a moment."""
 
     code = "busy"
     retry_after = 2
 
 
-class TooMany(LeaseError):
+class RateLimited(LeaseError):
     """Too many new leases in too short a time."""
 
     code = "rate_limited"
 
 
-class TooLarge(LeaseError):
+class RequestTooLarge(LeaseError):
     """The request is larger than its limit."""
 
     code = "too_large"

@@ -16,21 +16,21 @@ from leases.models import Lease
 from sandboxes import pool as pools
 from sandboxes import runs
 from sandboxes.db import sql
-from sandboxes.db.clock import ticking
-from sandboxes.errors import Lost, SandboxError
+from sandboxes.db.clock import clock_from
+from sandboxes.errors import SandboxError, SandboxLost
 from sandboxes.identity import signing
-from sandboxes.lifecycle import step
+from sandboxes.lifecycle import checkpoint
 from sandboxes.models import MintedToken, Pool, Run, Sandbox
-from sandboxes.pool import Want
+from sandboxes.pool import SandboxRequest
 from sandboxes.providers.base import WORKSPACE, ExecResult, Provider
 from sandboxes.runs import Command
 
 T = TypeVar("T")
 
 
-def want_for(lease: Lease, *, now: datetime) -> Want:
+def build_sandbox_request(lease: Lease, *, now: datetime) -> SandboxRequest:
     """What this lease asks of the pool, the fence included."""
-    pool = sql.first(Pool, "id = %s", lease.pool_id)
+    pool = sql.find_first(Pool, "id = %s", lease.pool_id)
     assert pool is not None  # leases protect their pool
     config = {
         "leaseId": str(lease.pk),
@@ -38,7 +38,7 @@ def want_for(lease: Lease, *, now: datetime) -> Want:
         "environmentId": lease.environment_id,
         "environmentType": lease.environment_type_id,
     }
-    return Want(
+    return SandboxRequest(
         holder=lease.pk,
         agent_did=lease.agent_did,
         environment_id=lease.environment_id,
@@ -49,77 +49,83 @@ def want_for(lease: Lease, *, now: datetime) -> Want:
         policy=lambda: lease.environment_type.policy,
         excludes=lambda: lease.environment_type.snapshot_excludes,
         llm_limit=lambda: Lease.objects.values_list("llm_limit", flat=True).get(pk=lease.pk),
-        fence=partial(_fence, lease.pk, now),
+        fence=partial(_lock_active_lease, lease.pk, now),
     )
 
 
-def _fence(pk: UUID, now: datetime) -> None:
+def _lock_active_lease(pk: UUID, now: datetime) -> None:
     # Locked until the sandbox's row is there: whoever ends the lease then finds it, or else we find the lease ended. A lease is
     # locked without its key: whoever writes an event of it, with its sandbox locked, must not wait for whoever wants both.
     Lease.objects.select_for_update(no_key=True, of=("self",)).get(pk=pk)
-    leasing.require(pk, now=now)
+    leasing.require_active(pk, now=now)
 
 
-def exec_in(pk: UUID, command: Command, *, now: datetime, actor: str = "") -> tuple[Run, ExecResult]:
+def exec_command(pk: UUID, command: Command, *, now: datetime, actor: str = "") -> tuple[Run, ExecResult]:
     """Run a command for a lease: its sandbox is started or woken first, and the lease renewed after.
 
     LeaseEnded when the lease is over, also when it ended while the command ran."""
 
-    def act(want: Want, at: datetime) -> tuple[Run, ExecResult]:
-        return runs.exec_in(want, command, now=at, actor=actor)
+    def act(want: SandboxRequest, at: datetime) -> tuple[Run, ExecResult]:
+        return runs.exec_in_sandbox(want, command, now=at, actor=actor)
 
-    return for_lease(pk, act, now=now, actor=actor, spends=True)
+    return call_with_lease(pk, act, now=now, actor=actor, spends=True)
 
 
-def act_in(
+def call_in_sandbox(
     pk: UUID, command: Command, act: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str = ""
 ) -> tuple[Run, T]:
     """Like exec_in, for an act that is no command: a file is read, a turn is played."""
 
-    def within(want: Want, at: datetime) -> tuple[Run, T]:
-        return runs.act_in(want, command, act, now=at, actor=actor)
+    def within(want: SandboxRequest, at: datetime) -> tuple[Run, T]:
+        return runs.run_operation(want, command, act, now=at, actor=actor)
 
-    return for_lease(pk, within, now=now, actor=actor, spends=command.kind != "file")
+    return call_with_lease(pk, within, now=now, actor=actor, spends=command.kind != "file")
 
 
-def sandbox_for(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox:
+def ensure_sandbox_ready(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox:
     """The lease's sandbox, ready to run in."""
-    return for_lease(pk, lambda want, at: pools.ready(want, now=at, actor=actor), now=now, actor=actor, spends=True)
+    return call_with_lease(
+        pk, lambda want, at: pools.ensure_running(want, now=at, actor=actor), now=now, actor=actor, spends=True
+    )
 
 
-def service_token(
-    pk: UUID, *, aud: str, lxm: str, lifetime: timedelta = signing.LIFETIME, now: datetime, actor: str = ""
+def mint_service_token(
+    pk: UUID, *, aud: str, lxm: str, lifetime: timedelta = signing.DEFAULT_TOKEN_LIFETIME, now: datetime, actor: str = ""
 ) -> tuple[str, MintedToken]:
     """A token by which the lease's agent calls one method of one service. LeaseEnded, also if it ended before the token
     was written down. The sandbox is not touched, and so the lease is not renewed."""
-    lease = leasing.require(pk, now=now)
-    step("may mint", lease)
-    fence = partial(_fence, pk, now)
-    return signing.mint(lease.agent_did, aud=aud, lxm=lxm, lifetime=lifetime, now=now, holder=pk, actor=actor, fence=fence)
+    lease = leasing.require_active(pk, now=now)
+    checkpoint("may mint", lease)
+    fence = partial(_lock_active_lease, pk, now)
+    return signing.mint_service_token(
+        lease.agent_did, aud=aud, lxm=lxm, lifetime=lifetime, now=now, holder=pk, actor=actor, fence=fence
+    )
 
 
-def for_lease(pk: UUID, act: Callable[[Want, datetime], T], *, now: datetime, actor: str, spends: bool = False) -> T:
+def call_with_lease(
+    pk: UUID, act: Callable[[SandboxRequest, datetime], T], *, now: datetime, actor: str, spends: bool = False
+) -> T:
     """What `act` answers for an active lease, which is renewed after. LeaseEnded, also if it ended meanwhile.
 
     BudgetExhausted for what would start a sandbox while a budget of the lease is spent; where it `spends`, also for what
     would run in the one that it has. What does not spend and runs in it, as whatever touches its files does, may until the
     end of the grace: else it would never sleep while somebody looks at them over and over."""
-    later = ticking(now)
-    lease = leasing.require(pk, now=now)
-    want, afford = want_for(lease, now=now), partial(budgets.require, pk, now=now)
+    later = clock_from(now)
+    lease = leasing.require_active(pk, now=now)
+    want, check_budget = build_sandbox_request(lease, now=now), partial(budgets.require_budget, pk, now=now)
     if spends:
-        afford()
+        check_budget()
     else:
-        want = replace(want, afford=afford, proceed=partial(afford, graceful=True))
+        want = replace(want, check_budget=check_budget, check_may_run=partial(check_budget, after_grace=True))
     try:
         answer = act(want, now)
-    except Lost:
-        leasing.require(pk, now=later())  # it may be gone because the lease ended: then that is the answer
+    except SandboxLost:
+        leasing.require_active(pk, now=later())  # it may be gone because the lease ended: then that is the answer
         with transaction.atomic():
             leasing.end(pk, reason="lost", now=later(), actor="provider")
-        raise leasing.ended(Lease.objects.get(pk=pk), "lost") from None
+        raise leasing.build_ended_error(Lease.objects.get(pk=pk), "lost") from None
     except SandboxError:
-        leasing.require(pk, now=later())
+        leasing.require_active(pk, now=later())
         raise
     leasing.renew(lease, now=later())
     return answer

@@ -6,23 +6,23 @@ from uuid import UUID
 
 from leases import execution, leasing
 from leases.errors import Conflict
-from leases.leasing import Ask
-from leases.models import Lease, LeaseEvent, Status
+from leases.leasing import LeaseRequest
+from leases.models import Lease, LeaseEvent, LeaseStatus
 from sandboxes import snapshots
 from sandboxes.db import sql
-from sandboxes.db.clock import ticking
-from sandboxes.errors import NoSnapshot
+from sandboxes.db.clock import clock_from
+from sandboxes.errors import SnapshotNotFound
 from sandboxes.models import Snapshot
 from sandboxes.models.state import SnapshotKind
-from sandboxes.pool import Want
+from sandboxes.pool import SandboxRequest
 from sandboxes.state import workspace
 
-FORKED = "forked"  # the kind of an event, of both leases
+FORKED_EVENT = "forked"  # the kind of an event, of both leases
 
 
 def fork(
     lease: Lease,
-    ask: Ask,
+    ask: LeaseRequest,
     *,
     snapshot: UUID | None = None,
     now: datetime,
@@ -34,24 +34,24 @@ def fork(
     The copy is the named one, or what is in the workspace now; of a lease that has ended, the newest that is kept. A
     repeat is answered with the same lease. Conflict if the agent holds another lease in that environment; NoSnapshot if
     there is nothing to copy. `admit` is called as in acquire: a new lease and its first copy are there both, or neither."""
-    later = ticking(now)
-    held = sql.first(Lease, leasing.HELD, ask.agent_did, ask.environment_id)
+    later = clock_from(now)
+    held = sql.find_first(Lease, leasing.ACTIVE_LEASE_SQL, ask.agent_did, ask.environment_id)
     source, borrowed = None, False
-    if held and not leasing.why_elapsed(held, now):
-        _require_fork(held, lease, snapshot)
+    if held and not leasing.find_elapsed_clock(held, now):
+        _require_forked_from(held, lease, snapshot)
     elif snapshot:
-        source = snapshots.kept(lease.pk, snapshot)
+        source = snapshots.get_snapshot(lease.pk, snapshot)
     else:
-        source, borrowed = _present(lease, now=later(), actor=actor)
+        source, borrowed = _find_or_take_source(lease, now=later(), actor=actor)
 
     def begin() -> None:
         if source is None:
             raise Conflict("The lease that this had granted has just ended. Ask again.", field="environment_id")
-        granted = Lease.objects.get(agent_did=ask.agent_did, environment_id=ask.environment_id, status=Status.ACTIVE)
+        granted = Lease.objects.get(agent_did=ask.agent_did, environment_id=ask.environment_id, status=LeaseStatus.ACTIVE)
         # The lease before its copy: in this order a restore locks them, too.
-        _tell(lease, f"into lease {granted.pk} of {granted}", now=now, actor=actor)
-        workspace.again(source, holder=granted.pk, kind=SnapshotKind.FORKED, now=now)
-        _tell(granted, f"{_origin(lease)} snapshot {source.pk}", now=now, actor=actor)
+        _record_event(lease, f"into lease {granted.pk} of {granted}", now=now, actor=actor)
+        workspace.copy_snapshot(source, holder=granted.pk, kind=SnapshotKind.FORKED, now=now)
+        _record_event(granted, f"{_build_origin_prefix(lease)} snapshot {source.pk}", now=now, actor=actor)
         admit()
 
     try:
@@ -60,27 +60,27 @@ def fork(
         if source and borrowed:  # from here on it is the fork's, or nobody's
             workspace.forget(source, now=later())
     if not is_new:
-        _require_fork(granted, lease, snapshot)
+        _require_forked_from(granted, lease, snapshot)
     return granted, is_new
 
 
-def _present(lease: Lease, *, now: datetime, actor: str) -> tuple[Snapshot, bool]:
+def _find_or_take_source(lease: Lease, *, now: datetime, actor: str) -> tuple[Snapshot, bool]:
     """What is in the workspace of a lease now, or was when it was last stored; and whether it was stored for this."""
-    if lease.status != Status.ACTIVE or leasing.why_elapsed(lease, now):
-        newest = workspace.latest(lease.pk)
+    if lease.status != LeaseStatus.ACTIVE or leasing.find_elapsed_clock(lease, now):
+        newest = workspace.find_latest(lease.pk)
         if newest is None:
-            raise NoSnapshot("The lease has ended, and no copy of its workspace is kept.")
+            raise SnapshotNotFound("The lease has ended, and no copy of its workspace is kept.")
         return newest, False
 
-    def act(want: Want, at: datetime) -> tuple[Snapshot, bool]:
-        return snapshots.present(want, now=at, actor=actor)
+    def act(want: SandboxRequest, at: datetime) -> tuple[Snapshot, bool]:
+        return snapshots.capture_current(want, now=at, actor=actor)
 
-    return execution.for_lease(lease.pk, act, now=now, actor=actor)
+    return execution.call_with_lease(lease.pk, act, now=now, actor=actor)
 
 
-def _require_fork(held: Lease, lease: Lease, snapshot: UUID | None) -> None:
+def _require_forked_from(held: Lease, lease: Lease, snapshot: UUID | None) -> None:
     """Conflict unless the held lease was forked from the other one, and from that snapshot if it is named."""
-    same = LeaseEvent.objects.filter(lease=held, kind=FORKED, reason__startswith=_origin(lease)).exists()
+    same = LeaseEvent.objects.filter(lease=held, kind=FORKED_EVENT, reason__startswith=_build_origin_prefix(lease)).exists()
     if same and snapshot:
         key = Snapshot.objects.filter(pk=snapshot, holder=lease.pk).values("key")
         same = Snapshot.objects.filter(holder=held.pk, kind=SnapshotKind.FORKED, key__in=key).exists()
@@ -91,9 +91,9 @@ def _require_fork(held: Lease, lease: Lease, snapshot: UUID | None) -> None:
         )
 
 
-def _origin(lease: Lease) -> str:
+def _build_origin_prefix(lease: Lease) -> str:
     return f"from lease {lease.pk},"
 
 
-def _tell(lease: Lease, reason: str, *, now: datetime, actor: str) -> None:
-    LeaseEvent.objects.create(lease=lease, at=now, kind=FORKED, actor=actor, reason=reason[:500])
+def _record_event(lease: Lease, reason: str, *, now: datetime, actor: str) -> None:
+    LeaseEvent.objects.create(lease=lease, at=now, kind=FORKED_EVENT, actor=actor, reason=reason[:500])

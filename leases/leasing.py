@@ -11,27 +11,27 @@ from django.conf import settings
 from django.db import IntegrityError, transaction
 
 from billing import budgets
-from leases.errors import Conflict, Invalid, LeaseEnded
-from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, Status
+from leases.errors import Conflict, InvalidRequest, LeaseEnded
+from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, LeaseStatus
 from sandboxes import eviction, pool
 from sandboxes.db import durations, sql
-from sandboxes.db.clock import iso
+from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Pool
-from sandboxes.models.webhooks import Kind
+from sandboxes.models.webhooks import EventType
 from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
-EPOCH_MINUTE = 60
+SECONDS_PER_MINUTE = 60
 # Statuses are literals here: only then does PostgreSQL use the partial indexes on them in a prepared statement.
-HELD = "agent_did = %s AND environment_id = %s AND status = 'active'"
-RENEW = (
+ACTIVE_LEASE_SQL = "agent_did = %s AND environment_id = %s AND status = 'active'"
+RENEW_SQL = (
     "expires_at = %s, expires_minute = %s, last_activity_at = %s WHERE id = %s AND status = 'active' "
     "AND expires_at > %s AND last_activity_at <= %s AND expires_at <= %s"
 )
 
 
 @dataclass(frozen=True)
-class Ask:
+class LeaseRequest:
     """What an agent asks for. None means what its environment type says."""
 
     agent_did: str
@@ -46,31 +46,31 @@ class Ask:
     id: UUID | None = None  # of the lease, if it is new; used for one before, no other gets it
 
 
-def ends_at(*, renewed_at: datetime, ttl: timedelta, max_expires_at: datetime) -> datetime:
+def compute_expires_at(*, renewed_at: datetime, ttl: timedelta, max_expires_at: datetime) -> datetime:
     """When a lease ends by itself: the earliest of its clocks. Everything that writes expires_at asks here."""
     return min(renewed_at + ttl, max_expires_at)
 
 
-def why_elapsed(lease: Lease, now: datetime) -> str:
+def find_elapsed_clock(lease: Lease, now: datetime) -> str:
     """The clock that has run out, "" if none has. A lease is over at its end even before a sweep has seen it."""
     if now < lease.expires_at:
         return ""
     return "max_ttl" if lease.expires_at >= lease.max_expires_at else "ttl"
 
 
-def minute_of(moment: datetime) -> int:
-    return int(moment.timestamp()) // EPOCH_MINUTE
+def to_epoch_minute(moment: datetime) -> int:
+    return int(moment.timestamp()) // SECONDS_PER_MINUTE
 
 
-def acquire(ask: Ask, *, now: datetime, actor: str = "", admit: Callable[[], object] = bool) -> tuple[Lease, bool]:
+def acquire(ask: LeaseRequest, *, now: datetime, actor: str = "", admit: Callable[[], object] = bool) -> tuple[Lease, bool]:
     """The active lease of this agent in this environment, and whether this call granted it.
 
     Held already: the same lease, unchanged. Invalid names the field; Conflict when it is held for another type;
     BudgetExhausted when there is no room for a new one.
     `admit` is called in the transaction that grants a new lease, as its last act; it may raise."""
     for _ in range(5):
-        held = sql.first(Lease, HELD, ask.agent_did, ask.environment_id)
-        if held and not why_elapsed(held, now):
+        held = sql.find_first(Lease, ACTIVE_LEASE_SQL, ask.agent_did, ask.environment_id)
+        if held and not find_elapsed_clock(held, now):
             if held.environment_type_id != ask.environment_type:
                 raise Conflict(
                     f'This agent holds a lease of type "{held.environment_type_id}" in this environment.',
@@ -80,8 +80,8 @@ def acquire(ask: Ask, *, now: datetime, actor: str = "", admit: Callable[[], obj
         try:
             with transaction.atomic(durable=True):
                 if held:  # over, and no sweep has come by yet
-                    end(held.pk, reason=why_elapsed(held, now), now=now, actor="acquire")
-                lease = _grant(ask, now=now, actor=actor)
+                    end(held.pk, reason=find_elapsed_clock(held, now), now=now, actor="acquire")
+                lease = _grant_lease(ask, now=now, actor=actor)
                 admit()
                 return lease, True
         except IntegrityError:
@@ -89,21 +89,21 @@ def acquire(ask: Ask, *, now: datetime, actor: str = "", admit: Callable[[], obj
     raise Conflict("This lease is being acquired and released at the same time, over and over.")
 
 
-def _grant(ask: Ask, *, now: datetime, actor: str) -> Lease:
-    kind = sql.first(EnvironmentType, "name = %s", ask.environment_type)
+def _grant_lease(ask: LeaseRequest, *, now: datetime, actor: str) -> Lease:
+    kind = sql.find_first(EnvironmentType, "name = %s", ask.environment_type)
     if kind is None:
         known = ", ".join(EnvironmentType.objects.values_list("name", flat=True))
-        raise Invalid("environment_type", f"There is no such environment type. Known: {known}.")
+        raise InvalidRequest("environment_type", f"There is no such environment type. Known: {known}.")
     max_ttl = ask.max_ttl or kind.max_ttl
     if max_ttl > kind.max_ttl:
-        raise Invalid("max_ttl_seconds", f"At most {kind.max_ttl.total_seconds():.0f} for this environment type.")
+        raise InvalidRequest("max_ttl_seconds", f"At most {kind.max_ttl.total_seconds():.0f} for this environment type.")
     if ask.ttl and ask.ttl > max_ttl:
-        raise Invalid("ttl_seconds", f"At most {max_ttl.total_seconds():.0f}, which is this lease's max_ttl.")
+        raise InvalidRequest("ttl_seconds", f"At most {max_ttl.total_seconds():.0f}, which is this lease's max_ttl.")
     ttl = ask.ttl or min(kind.ttl, max_ttl)
     latest = now + max_ttl
-    expires_at = ends_at(renewed_at=now, ttl=ttl, max_expires_at=latest)
+    expires_at = compute_expires_at(renewed_at=now, ttl=ttl, max_expires_at=latest)
     conditions = kind.expiry_conditions if ask.expiry_conditions is None else ask.expiry_conditions
-    if sql.first(Agent, "did = %s", ask.agent_did) is None:
+    if sql.find_first(Agent, "did = %s", ask.agent_did) is None:
         Agent.objects.get_or_create(did=ask.agent_did)
     lease = Lease.objects.create(
         id=ask.id or uuid4(),
@@ -111,14 +111,14 @@ def _grant(ask: Ask, *, now: datetime, actor: str) -> Lease:
         environment_id=ask.environment_id,
         environment_type=kind,
         llm_limit=kind.llm_limit,
-        pool=_pool(ask, kind),
+        pool=_find_pool(ask, kind),
         leased_at=now,
         last_activity_at=now,
         ttl=ttl,
         expires_at=expires_at,
-        expires_minute=minute_of(expires_at),
+        expires_minute=to_epoch_minute(expires_at),
         max_expires_at=latest,
-        sleep_after=ask.sleep_after or _sleep_after(kind),
+        sleep_after=ask.sleep_after or _resolve_sleep_after(kind),
         expiry_conditions=list(conditions),
     )
     LeaseEvent.objects.create(lease=lease, at=now, kind="granted", actor=actor)
@@ -126,39 +126,39 @@ def _grant(ask: Ask, *, now: datetime, actor: str) -> Lease:
     return lease
 
 
-def _pool(ask: Ask, kind: EnvironmentType) -> Pool:
+def _find_pool(ask: LeaseRequest, kind: EnvironmentType) -> Pool:
     if not ask.pool and kind.pool:
         return kind.pool
-    found = sql.first(Pool, "name = %s", ask.pool or "default")
+    found = sql.find_first(Pool, "name = %s", ask.pool or "default")
     if found is None:
-        raise Invalid("pool", "There is no such pool.")
+        raise InvalidRequest("pool", "There is no such pool.")
     return found
 
 
-def _sleep_after(kind: EnvironmentType) -> timedelta:
-    return durations.parse(kind.sleep_after) if kind.sleep_after else settings.SANDBOX_SLEEP_AFTER
+def _resolve_sleep_after(kind: EnvironmentType) -> timedelta:
+    return durations.parse_duration(kind.sleep_after) if kind.sleep_after else settings.SANDBOX_SLEEP_AFTER
 
 
-def require(pk: UUID, *, now: datetime) -> Lease:
+def require_active(pk: UUID, *, now: datetime) -> Lease:
     """The lease, active and within its clocks; LeaseEnded says why it is not, Lease.DoesNotExist that there is none."""
-    lease = sql.first(Lease, "id = %s", pk)
+    lease = sql.find_first(Lease, "id = %s", pk)
     if lease is None:
         raise Lease.DoesNotExist
-    if over := lease.end_reason or why_elapsed(lease, now):
-        raise ended(lease, over)
+    if over := lease.end_reason or find_elapsed_clock(lease, now):
+        raise build_ended_error(lease, over)
     return lease
 
 
-def ended(lease: Lease, reason: str) -> LeaseEnded:
+def build_ended_error(lease: Lease, reason: str) -> LeaseEnded:
     """The error that tells a late caller when and why its lease ended."""
     at = lease.ended_at or lease.expires_at
     return LeaseEnded(f"The lease ended ({reason}).", end_reason=reason, ended_at=at)
 
 
-def as_of(lease: Lease, now: datetime) -> Lease:
+def apply_elapsed_clock(lease: Lease, now: datetime) -> Lease:
     """The lease as it stands now, for showing: ended once its clock has run out, also before a sweep has written so."""
-    if lease.status == Status.ACTIVE and (over := why_elapsed(lease, now)):
-        lease.status, lease.end_reason, lease.ended_at = Status.EXPIRED, over, lease.expires_at
+    if lease.status == LeaseStatus.ACTIVE and (over := find_elapsed_clock(lease, now)):
+        lease.status, lease.end_reason, lease.ended_at = LeaseStatus.EXPIRED, over, lease.expires_at
     return lease
 
 
@@ -166,15 +166,15 @@ def renew(lease: Lease, *, now: datetime) -> datetime:
     """Push the end to `ttl` from now, never past max_expires_at and never back. The new end; LeaseEnded if it is over.
 
     One guarded UPDATE. A renewal that arrives late cannot shorten what a later one has granted."""
-    until = ends_at(renewed_at=now, ttl=lease.ttl, max_expires_at=lease.max_expires_at)
-    renewed = sql.update(Lease, RENEW, until, minute_of(until), now, lease.pk, now, now, until)
-    return until if renewed else require(lease.pk, now=now).expires_at
+    until = compute_expires_at(renewed_at=now, ttl=lease.ttl, max_expires_at=lease.max_expires_at)
+    renewed = sql.update(Lease, RENEW_SQL, until, to_epoch_minute(until), now, lease.pk, now, now, until)
+    return until if renewed else require_active(lease.pk, now=now).expires_at
 
 
 def release(pk: UUID, *, now: datetime, actor: str = "") -> Lease:
     """The agent is done. Releasing an ended lease changes nothing and is no error."""
     # What has elapsed ended then, and why: nothing can renew it any more, so reading first is safe.
-    over = why_elapsed(Lease.objects.get(pk=pk), now)
+    over = find_elapsed_clock(Lease.objects.get(pk=pk), now)
     with transaction.atomic(durable=True):
         end(pk, reason=over or "released", now=now, actor=actor)
     return Lease.objects.select_related("environment_type", "pool").get(pk=pk)
@@ -185,21 +185,21 @@ def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", why: str = "")
 
     From here on nothing can be done for this lease; the sandbox is destroyed by the next sweep, which is woken."""
     with transaction.atomic():
-        ended_now = Lease.objects.filter(pk=pk, status=Status.ACTIVE).update(
-            status=Status.EXPIRED, ended_at=now, end_reason=reason
+        ended_now = Lease.objects.filter(pk=pk, status=LeaseStatus.ACTIVE).update(
+            status=LeaseStatus.EXPIRED, ended_at=now, end_reason=reason
         )
         if not ended_now:
             return False
         LeaseEvent.objects.create(lease_id=pk, at=now, kind="ended", actor=actor, reason=f"{reason}: {why}" if why else reason)
         budgets.close_tab(pk, now=now)
-        eviction.give_up_held(pk, now=now, reason=f"lease ended: {reason}", actor=actor)
-        _tell_end(pk, now)
+        eviction.schedule_destroy_by_holder(pk, now=now, reason=f"lease ended: {reason}", actor=actor)
+        _publish_lease_ended(pk, now)
     log.info("lease ended", lease=str(pk), reason=reason)
     return True
 
 
-def _tell_end(pk: UUID, now: datetime) -> None:
-    lease = sql.first(Lease, "id = %s", pk)
+def _publish_lease_ended(pk: UUID, now: datetime) -> None:
+    lease = sql.find_first(Lease, "id = %s", pk)
     assert lease  # our UPDATE locks it
     said = {
         "lease_id": str(pk),
@@ -207,28 +207,28 @@ def _tell_end(pk: UUID, now: datetime) -> None:
         "environment_id": lease.environment_id,
         "environment_type": lease.environment_type_id,
         "end_reason": lease.end_reason,
-        "leased_at": iso(lease.leased_at),
-        "ended_at": iso(now),
+        "leased_at": format_timestamp(lease.leased_at),
+        "ended_at": format_timestamp(now),
     }
-    outbox.put(Kind.LEASE_ENDED, key=str(pk), payload=said, now=now)
+    outbox.enqueue_event(EventType.LEASE_ENDED, key=str(pk), payload=said, now=now)
 
 
-def limit_spending(pk: UUID, limit: Decimal | None, *, now: datetime, actor: str = "", why: str = "") -> bool:
+def set_spend_limit(pk: UUID, limit: Decimal | None, *, now: datetime, actor: str = "", why: str = "") -> bool:
     """From its next model call on, an active lease may spend so many USD on them; None: any. False if it has ended, or had
     that limit. The sandbox that it has now follows at once, and one that it gets later is given the lease's."""
     with transaction.atomic():
         # Whoever gives it a sandbox locks this row, too, and reads the limit after that.
-        lease = Lease.objects.select_for_update(no_key=True, of=("self",)).filter(pk=pk, status=Status.ACTIVE).first()
+        lease = Lease.objects.select_for_update(no_key=True, of=("self",)).filter(pk=pk, status=LeaseStatus.ACTIVE).first()
         if lease is None or lease.llm_limit == limit:
             return False
         Lease.objects.filter(pk=pk).update(llm_limit=limit)
-        said = f"{_usd(limit)} instead of {_usd(lease.llm_limit)}"
+        said = f"{_format_usd(limit)} instead of {_format_usd(lease.llm_limit)}"
         LeaseEvent.objects.create(
             lease=lease, at=now, kind="spend_limit", actor=actor, reason=f"{said}: {why}" if why else said
         )
-        pool.limit_spending(pk, limit)
+        pool.set_llm_limit(pk, limit)
     return True
 
 
-def _usd(limit: Decimal | None) -> str:
+def _format_usd(limit: Decimal | None) -> str:
     return "no limit" if limit is None else f"{limit.normalize():f} USD"

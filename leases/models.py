@@ -14,19 +14,19 @@ from django.utils import timezone
 from sandboxes.db import durations
 from sandboxes.models import Policy, Pool, Run
 
-DID = r"did:[a-z0-9]+:[A-Za-z0-9._:%-]*[A-Za-z0-9._-]"
-DID_ACCEPTS = "a DID such as did:plc:abc123: letters, digits and . _ : % - after did:<method>:, at most 255 characters"
-NAME = r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}"
-NAME_ACCEPTS = "1 to 200 letters, digits and . _ : @ -, the first a letter or digit"
-CONDITION = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-CONDITION_ACCEPTS = "1 to 64 letters, digits and . _ -, the first a letter or digit"
+DID_PATTERN = r"did:[a-z0-9]+:[A-Za-z0-9._:%-]*[A-Za-z0-9._-]"
+DID_DESCRIPTION = "a DID such as did:plc:abc123: letters, digits and . _ : % - after did:<method>:, at most 255 characters"
+ENVIRONMENT_ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}"
+ENVIRONMENT_ID_DESCRIPTION = "1 to 200 letters, digits and . _ : @ -, the first a letter or digit"
+CONDITION_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+CONDITION_DESCRIPTION = "1 to 64 letters, digits and . _ -, the first a letter or digit"
 
-is_did = RegexValidator(rf"\A{DID}\Z", f"Not {DID_ACCEPTS}.".replace("%", "%%"))  # the message is a format
+validate_did = RegexValidator(rf"\A{DID_PATTERN}\Z", f"Not {DID_DESCRIPTION}.".replace("%", "%%"))  # the message is a format
 
 
 def check_conditions(value: Any) -> None:
     """A list of condition names, each once."""
-    condition = RegexValidator(rf"\A{CONDITION}\Z")
+    condition = RegexValidator(rf"\A{CONDITION_PATTERN}\Z")
     if not isinstance(value, list) or len(value) > 32 or not all(isinstance(name, str) for name in value):
         raise ValidationError("A list of at most 32 condition names.")
     if len(set(value)) < len(value):
@@ -48,7 +48,7 @@ def check_excludes(value: Any) -> None:
 
 def check_sleep_after(value: str) -> None:
     try:
-        durations.parse(value)
+        durations.parse_duration(value)
     except ValueError as wrong:
         raise ValidationError(str(wrong)) from None
 
@@ -60,7 +60,7 @@ def default_turn_argv() -> list[str]:
 class Agent(models.Model):
     """An API principal, named everywhere by its DID; this row is its page."""
 
-    did = models.CharField(max_length=255, unique=True, validators=[is_did], verbose_name="DID")
+    did = models.CharField(max_length=255, unique=True, validators=[validate_did], verbose_name="DID")
     name = models.CharField(max_length=100, blank=True)
     created_at = models.DateTimeField(default=timezone.now, editable=False)
 
@@ -141,13 +141,13 @@ class EnvironmentType(models.Model):
         return self.name
 
 
-class Status(models.TextChoices):
+class LeaseStatus(models.TextChoices):
     ACTIVE = "active"
     EXPIRED = "expired"  # authority is gone, the sandbox may not be
     DESTROYED = "destroyed"  # and the provider has confirmed that the sandbox is gone, too
 
 
-REASONS = ("ttl", "max_ttl", "released", "budget", "operator", "lost", "failed")  # and condition:<name>
+END_REASONS = ("ttl", "max_ttl", "released", "budget", "operator", "lost", "failed")  # and condition:<name>
 
 
 class Lease(models.Model):
@@ -158,7 +158,7 @@ class Lease(models.Model):
     environment_id = models.CharField(max_length=200, verbose_name="environment")
     environment_type = models.ForeignKey(EnvironmentType, to_field="name", on_delete=models.PROTECT, related_name="leases")
     pool = models.ForeignKey(Pool, on_delete=models.PROTECT, related_name="leases")
-    status = models.CharField(max_length=16, choices=Status.choices, default=Status.ACTIVE)
+    status = models.CharField(max_length=16, choices=LeaseStatus.choices, default=LeaseStatus.ACTIVE)
     leased_at = models.DateTimeField()
     last_activity_at = models.DateTimeField()
     ttl = models.DurationField()
@@ -183,9 +183,10 @@ class Lease(models.Model):
         permissions = [("end_lease", "Can end leases")]
         ordering = ["-leased_at", "-pk"]
         constraints = [
-            models.CheckConstraint(condition=Q(status__in=Status.values), name="lease_status_known"),
+            models.CheckConstraint(condition=Q(status__in=LeaseStatus.values), name="lease_status_known"),
             models.CheckConstraint(
-                condition=Q(end_reason__in=("", *REASONS)) | Q(end_reason__startswith="condition:"), name="lease_reason_known"
+                condition=Q(end_reason__in=("", *END_REASONS)) | Q(end_reason__startswith="condition:"),
+                name="lease_reason_known",
             ),
             models.CheckConstraint(
                 condition=Q(status="active", ended_at__isnull=True, end_reason="")

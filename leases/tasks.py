@@ -13,18 +13,18 @@ from django_q.tasks import async_task
 
 from leases import execution, snapshots, sweeps
 from leases.errors import LeaseEnded
-from leases.models import Lease, LeaseEvent, Status
+from leases.models import Lease, LeaseEvent, LeaseStatus
 from sandboxes import eviction
 from sandboxes import sweeps as below
 from sandboxes.errors import SandboxError
-from sandboxes.models import Sandbox, Snapshot, State
+from sandboxes.models import Sandbox, SandboxState, Snapshot
 
-DEEPEST = 100  # tasks waiting: beyond this the next scheduled sweep is soon enough
+MAX_QUEUED_TASKS = 100  # tasks waiting: beyond this the next scheduled sweep is soon enough
 
 
-def wake_reclaim() -> None:
+def enqueue_reclaim() -> None:
     """Have the queue destroy what was just given up, rather than wait for the next sweep. Losing this loses only time."""
-    if OrmQ.objects.count() < DEEPEST:
+    if OrmQ.objects.count() < MAX_QUEUED_TASKS:
         async_task("leases.tasks.reclaim", group="reclaim")
 
 
@@ -32,59 +32,63 @@ def reclaim() -> str:
     return str(sweeps.reclaim(now=timezone.now()))
 
 
-def sleep_soon(sandbox: Sandbox, *, now: datetime, actor: str, reason: str, guard: Q | None = None) -> bool:
+def request_sleep(sandbox: Sandbox, *, now: datetime, actor: str, reason: str, guard: Q | None = None) -> bool:
     """Have the next idle sweep put a lease's sandbox to sleep; its timeline says who asked. False if it may not sleep."""
     holder = sandbox.holder
     with transaction.atomic():
-        if holder is None or not eviction.sleep_soon(sandbox.pk, now=now, actor=actor, reason=reason, guard=guard):
+        if holder is None or not eviction.request_eviction(sandbox.pk, now=now, actor=actor, reason=reason, guard=guard):
             return False
         LeaseEvent.objects.create(lease_id=holder, at=now, kind="sleep_asked_for", actor=actor, reason=reason)
     return True
 
 
-def wake_idle() -> None:
+def enqueue_idle_sweep() -> None:
     """Have the queue put to sleep what is due, rather than wait for the next sweep. Losing this loses only time."""
-    if OrmQ.objects.count() < DEEPEST:
-        async_task("leases.tasks.idle", group="idle")
+    if OrmQ.objects.count() < MAX_QUEUED_TASKS:
+        async_task("leases.tasks.sweep_idle", group="idle")
 
 
-def idle() -> str:
-    return str(below.idle(now=timezone.now()))
+def sweep_idle() -> str:
+    return str(below.evict_idle(now=timezone.now()))
 
 
-def wake_soon(sandbox: Sandbox, *, now: datetime, actor: str, reason: str) -> bool:
+def request_wake(sandbox: Sandbox, *, now: datetime, actor: str, reason: str) -> bool:
     """Have the queue wake a lease's sandbox; its timeline says who asked. False if it does not sleep, or its lease ended."""
     holder = sandbox.holder
-    if holder is None or not Sandbox.objects.filter(pk=sandbox.pk, state=State.COLD, lost_at__isnull=True).exists():
+    if holder is None or not Sandbox.objects.filter(pk=sandbox.pk, state=SandboxState.COLD, lost_at__isnull=True).exists():
         return False
-    if not Lease.objects.filter(pk=holder, status=Status.ACTIVE).exists():
+    if not Lease.objects.filter(pk=holder, status=LeaseStatus.ACTIVE).exists():
         return False
     with transaction.atomic():  # the event and the task are rows of one database: both, or neither
         LeaseEvent.objects.create(lease_id=holder, at=now, kind="wake_asked_for", actor=actor, reason=reason)
-        async_task("leases.tasks.wake", str(holder), actor, group="wake")
+        async_task("leases.tasks.wake_sandbox", str(holder), actor, group="wake")
     return True
 
 
-def wake(lease_id: str, actor: str) -> str:
+def wake_sandbox(lease_id: str, actor: str) -> str:
     """Have a lease's sandbox awake. Doing it twice is harmless."""
     try:
-        return str(execution.sandbox_for(UUID(lease_id), now=timezone.now(), actor=actor).state)
+        return str(execution.ensure_sandbox_ready(UUID(lease_id), now=timezone.now(), actor=actor).state)
     except LeaseEnded as ended:
         return str(ended)
 
 
-def take_soon(sandbox: Sandbox, name: str, *, now: datetime, actor: str, reason: str) -> bool:
+def request_snapshot(sandbox: Sandbox, name: str, *, now: datetime, actor: str, reason: str) -> bool:
     """Have the queue store a lease's workspace as it is then; its timeline says who asked. False if the lease has ended."""
-    return _ask(sandbox.holder, "snapshot_asked_for", "take", name, now=now, actor=actor, reason=reason)
+    return _enqueue_with_event(sandbox.holder, "snapshot_asked_for", "take", name, now=now, actor=actor, reason=reason)
 
 
-def restore_soon(snapshot: Snapshot, *, now: datetime, actor: str, reason: str) -> bool:
+def request_restore(snapshot: Snapshot, *, now: datetime, actor: str, reason: str) -> bool:
     """Have the queue make an earlier copy what a lease's workspace holds. False if the lease has ended."""
-    return _ask(snapshot.holder, "restore_asked_for", "restore", str(snapshot.pk), now=now, actor=actor, reason=reason)
+    return _enqueue_with_event(
+        snapshot.holder, "restore_asked_for", "restore", str(snapshot.pk), now=now, actor=actor, reason=reason
+    )
 
 
-def _ask(holder: UUID | None, kind: str, task: str, what: str, *, now: datetime, actor: str, reason: str) -> bool:
-    if holder is None or not Lease.objects.filter(pk=holder, status=Status.ACTIVE).exists():
+def _enqueue_with_event(
+    holder: UUID | None, kind: str, task: str, what: str, *, now: datetime, actor: str, reason: str
+) -> bool:
+    if holder is None or not Lease.objects.filter(pk=holder, status=LeaseStatus.ACTIVE).exists():
         return False
     with transaction.atomic():  # as for wake_soon
         LeaseEvent.objects.create(lease_id=holder, at=now, kind=kind, actor=actor, reason=reason)
@@ -94,17 +98,17 @@ def _ask(holder: UUID | None, kind: str, task: str, what: str, *, now: datetime,
 
 def take(lease_id: str, name: str, actor: str) -> str:
     """Store a lease's workspace. Delivered twice, it is two copies."""
-    verb = partial(snapshots.take, UUID(lease_id), name=name, now=timezone.now(), actor=actor)
-    return _carry_out(verb, lease_id, "snapshot_failed", actor)
+    verb = partial(snapshots.take_snapshot, UUID(lease_id), name=name, now=timezone.now(), actor=actor)
+    return _run_recording_failure(verb, lease_id, "snapshot_failed", actor)
 
 
 def restore(lease_id: str, snapshot_id: str, actor: str) -> str:
     """Go back to an earlier copy."""
-    verb = partial(snapshots.restore, UUID(lease_id), UUID(snapshot_id), now=timezone.now(), actor=actor)
-    return _carry_out(verb, lease_id, "restore_failed", actor)
+    verb = partial(snapshots.restore_snapshot, UUID(lease_id), UUID(snapshot_id), now=timezone.now(), actor=actor)
+    return _run_recording_failure(verb, lease_id, "restore_failed", actor)
 
 
-def _carry_out(verb: Callable[[], Snapshot], lease_id: str, failed: str, actor: str) -> str:
+def _run_recording_failure(verb: Callable[[], Snapshot], lease_id: str, failed: str, actor: str) -> str:
     """What the verb made, or why it did not, which whoever asked finds in the lease's timeline."""
     try:
         return str(verb().pk)

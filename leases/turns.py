@@ -12,30 +12,32 @@ from django.db import IntegrityError, transaction
 from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from leases import execution, leasing
-from leases.errors import TurnOpen
+from leases.errors import TurnInProgress
 from leases.models import Lease, Turn
-from sandboxes.db.clock import ticking
-from sandboxes.errors import ProviderFailed, SandboxError
-from sandboxes.lifecycle import step
-from sandboxes.models import Outcome, Run
-from sandboxes.runs import GRACE, Command
+from sandboxes.db.clock import clock_from
+from sandboxes.errors import ProviderCallFailed, SandboxError
+from sandboxes.lifecycle import checkpoint
+from sandboxes.models import Run, RunOutcome
+from sandboxes.runs import KILL_GRACE, Command
 
 log = structlog.get_logger(__name__)
-LONGEST_REASON = 500  # characters
-PROMPTLY = timedelta(seconds=5)  # whoever played a turn answers it as soon as its Run has ended
-LARGEST_ACTION = 64 << 10  # bytes of JSON
+MAX_SKIP_REASON_CHARS = 500  # characters
+SETTLE_GRACE_PERIOD = timedelta(seconds=5)  # whoever played a turn answers it as soon as its Run has ended
+MAX_ACTION_BYTES = 64 << 10  # bytes of JSON
 
 Action = dict[str, Any]
 
 
-def join(ask: leasing.Ask, *, now: datetime, actor: str = "", admit: Callable[[], object] = bool) -> tuple[Lease, bool]:
+def join_environment(
+    ask: leasing.LeaseRequest, *, now: datetime, actor: str = "", admit: Callable[[], object] = bool
+) -> tuple[Lease, bool]:
     """Enter an environment: a lease, and its sandbox ready with /workspace/config.json in it. Safe to repeat."""
-    later = ticking(now)
+    later = clock_from(now)
     lease, is_new = leasing.acquire(ask, now=now, actor=actor, admit=admit)
-    sandbox = execution.sandbox_for(lease.pk, now=later(), actor=actor)
+    sandbox = execution.ensure_sandbox_ready(lease.pk, now=later(), actor=actor)
     if not sandbox.prepared:  # claimed ready-made: its first act brings its files
         nothing = Command(argv=["join"], timeout=settings.EXEC_TIMEOUT, kind="file")
-        execution.act_in(lease.pk, nothing, lambda provider, sandbox: None, now=later(), actor=actor)
+        execution.call_in_sandbox(lease.pk, nothing, lambda provider, sandbox: None, now=later(), actor=actor)
     return Lease.objects.select_related("environment_type", "pool").get(pk=lease.pk), is_new
 
 
@@ -44,17 +46,17 @@ def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime,
 
     A turn that fails, hangs, runs out of memory or babbles is answered with skip_turn and a reason. What keeps it from
     starting at all (capacity, the lease's end) is raised, and the number stays free."""
-    later = ticking(now)
+    later = clock_from(now)
     played = Turn.objects.filter(lease=pk, number=number, ended_at__isnull=False).first()
     if played:  # also when the lease has ended since: the answer was given
         return played
-    lease = leasing.require(pk, now=now)
+    lease = leasing.require_active(pk, now=now)
     kind = lease.environment_type
     timeout = kind.turn_timeout or settings.TURN_TIMEOUT
-    turn, mine = _claim(lease, number, now=now, longest=settings.SANDBOX_START_TIMEOUT + timeout + 2 * GRACE)
+    turn, mine = _claim_turn(lease, number, now=now, longest=settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE)
     if not mine:
         return turn
-    step("turn claimed", turn)
+    checkpoint("turn claimed", turn)
     command = Command(
         argv=kind.turn_argv, timeout=timeout, stdin=json.dumps(state).encode(), kind="turn", turn_number=number,
         env={
@@ -68,35 +70,35 @@ def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime,
     )  # fmt: skip
 
     try:
-        run, _ = execution.exec_in(pk, command, now=later(), actor=actor)
-    except ProviderFailed as failed:
-        _settle(turn, Run.objects.filter(pk=command.run_id).first(), skip(str(failed)), now=later())
+        run, _ = execution.exec_command(pk, command, now=later(), actor=actor)
+    except ProviderCallFailed as failed:
+        _settle_turn(turn, Run.objects.filter(pk=command.run_id).first(), build_skip_action(str(failed)), now=later())
         leasing.renew(lease, now=later())
     except SandboxError:
         Turn.objects.filter(pk=turn.pk, ended_at__isnull=True).delete()  # it was not played
         raise
     else:
-        step("turn answered", turn)
-        _settle(turn, run, judge(run), now=later())
+        checkpoint("turn answered", turn)
+        _settle_turn(turn, run, parse_action(run), now=later())
     turn.refresh_from_db()
     return turn
 
 
-def _claim(lease: Lease, number: int, *, now: datetime, longest: timedelta) -> tuple[Turn, bool]:
+def _claim_turn(lease: Lease, number: int, *, now: datetime, longest: timedelta) -> tuple[Turn, bool]:
     try:
         with transaction.atomic():
             return Turn.objects.create(lease=lease, number=number, started_at=now, deadline_at=now + longest), True
     except IntegrityError:
         turn = Turn.objects.get(lease=lease, number=number)
-    if turn.ended_at is None and overdue(now=now).filter(pk=turn.pk).exists():
+    if turn.ended_at is None and find_overdue_turns(now=now).filter(pk=turn.pk).exists():
         _settle_overdue(turn, now=now)
         turn.refresh_from_db()
     if turn.ended_at is None:
-        raise TurnOpen()
+        raise TurnInProgress()
     return turn, False
 
 
-def _settle(turn: Turn, run: Run | None, action: Action, *, now: datetime) -> bool:
+def _settle_turn(turn: Turn, run: Run | None, action: Action, *, now: datetime) -> bool:
     """Write the answer of an open turn, once."""
     skipped = action.get("action") == "skip_turn"
     if skipped:
@@ -112,50 +114,52 @@ def _settle_overdue(turn: Turn, *, now: datetime) -> bool:
     """Answer a turn whose player died: from its Run if that has an end, else it counts as skipped."""
     tries = Run.objects.filter(holder=turn.lease_id, kind="turn", turn_number=turn.number)
     run = tries.filter(started_at__gte=turn.started_at).order_by("-started_at").first()
-    if run and run.ended_at and run.outcome != Outcome.LOST:
-        return _settle(turn, run, judge(run), now=now)
-    return _settle(turn, run, skip("The control plane was interrupted while this turn was played."), now=now)
+    if run and run.ended_at and run.outcome != RunOutcome.LOST:
+        return _settle_turn(turn, run, parse_action(run), now=now)
+    return _settle_turn(turn, run, build_skip_action("The control plane was interrupted while this turn was played."), now=now)
 
 
-def skip_overdue(*, now: datetime, limit: int = 200) -> int:
+def settle_overdue_turns(*, now: datetime, limit: int = 200) -> int:
     """Settle turns past their deadline; how many."""
-    return sum(_settle_overdue(turn, now=now) for turn in overdue(now=now)[:limit])
+    return sum(_settle_overdue(turn, now=now) for turn in find_overdue_turns(now=now)[:limit])
 
 
-def overdue(*, now: datetime) -> QuerySet[Turn]:
+def find_overdue_turns(*, now: datetime) -> QuerySet[Turn]:
     """Turns that should have been answered by now: past their deadline, or with a Run that has long ended."""
     ended = Run.objects.filter(
         holder=OuterRef("lease"),
         kind="turn",
         turn_number=OuterRef("number"),
-        ended_at__lt=now - PROMPTLY,
+        ended_at__lt=now - SETTLE_GRACE_PERIOD,
         started_at__gte=OuterRef("started_at"),  # not of an earlier try that was refused and left the number free
     )
     return Turn.objects.filter(Q(deadline_at__lt=now) | Exists(ended), ended_at__isnull=True).order_by("deadline_at")
 
 
-def skip(reason: str) -> Action:
-    return {"action": "skip_turn", "reason": reason[:LONGEST_REASON]}
+def build_skip_action(reason: str) -> Action:
+    return {"action": "skip_turn", "reason": reason[:MAX_SKIP_REASON_CHARS]}
 
 
-def judge(run: Run) -> Action:
+def parse_action(run: Run) -> Action:
     """The action of a finished turn. Whatever is not one JSON object that can be passed on is a skip with the reason."""
-    if run.outcome == Outcome.TIMED_OUT:
-        return skip(f"The turn took longer than {(run.deadline_at - run.started_at - GRACE).total_seconds():g} seconds.")
-    if run.outcome == Outcome.OOM:
-        return skip("The turn ran out of memory.")
-    if run.outcome != Outcome.OK:
+    if run.outcome == RunOutcome.TIMED_OUT:
+        return build_skip_action(
+            f"The turn took longer than {(run.deadline_at - run.started_at - KILL_GRACE).total_seconds():g} seconds."
+        )
+    if run.outcome == RunOutcome.OOM:
+        return build_skip_action("The turn ran out of memory.")
+    if run.outcome != RunOutcome.OK:
         said = bytes(run.stderr).decode("utf-8", "replace").strip() or run.note
-        return skip(f"The turn ended with code {run.exit_code}: {said or 'it said nothing on stderr'}")
+        return build_skip_action(f"The turn ended with code {run.exit_code}: {said or 'it said nothing on stderr'}")
     printed = bytes(run.stdout)
-    if len(printed) > LARGEST_ACTION or run.stdout_bytes > len(printed) or run.truncated:
-        return skip(f"The turn printed more than {LARGEST_ACTION} bytes.")
+    if len(printed) > MAX_ACTION_BYTES or run.stdout_bytes > len(printed) or run.truncated:
+        return build_skip_action(f"The turn printed more than {MAX_ACTION_BYTES} bytes.")
     try:
         action = json.loads(printed)
         # Once through what carries it to the caller: no NaN, no lone surrogates, no nesting that cannot be written.
         json.dumps(action, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
-        return skip(f"The turn printed no JSON: {printed[:200].decode('utf-8', 'replace')}")
+        return build_skip_action(f"The turn printed no JSON: {printed[:200].decode('utf-8', 'replace')}")
     if not isinstance(action, dict):
-        return skip(f"The turn printed {type(action).__name__}, not a JSON object.")
+        return build_skip_action(f"The turn printed {type(action).__name__}, not a JSON object.")
     return action

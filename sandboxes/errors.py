@@ -21,14 +21,14 @@ class IllegalTransition(SandboxError):
     code = "illegal_transition"
 
 
-class Busy(SandboxError):
+class SandboxBusy(SandboxError):
     """Somebody else is working on this sandbox right now. Try again in a moment."""
 
     code = "busy"
     retry_after = 2
 
 
-class NotHeld(SandboxError):
+class SandboxNotHeld(SandboxError):
     """The sandbox is not held by this lease any more."""
 
     code = "not_held"
@@ -41,20 +41,20 @@ class CapacityExhausted(SandboxError):
     retry_after = 10
 
 
-class NotReady(SandboxError):
+class SandboxNotReady(SandboxError):
     """The sandbox could not be made ready. It was given up; the next use starts a new one."""
 
     code = "sandbox_not_ready"
     retry_after = 5
 
 
-class Lost(SandboxError):
+class SandboxLost(SandboxError):
     """The provider does not have this sandbox any more, and what was in it since it was last stored is gone."""
 
     code = "sandbox_lost"
 
 
-class ProviderFailed(SandboxError):
+class ProviderCallFailed(SandboxError):
     """The provider did not answer, so it is not known what happened. The Run has what is known."""
 
     code = "provider_unavailable"
@@ -87,14 +87,14 @@ class DataFull(SandboxError):
     code = "data_full"
 
 
-class StoreFailed(SandboxError):
+class StoreUnavailable(SandboxError):
     """The store did not answer, so nothing was run: the state that belongs there could not be brought."""
 
     code = "store_unavailable"
     retry_after = 5
 
 
-class NoSnapshot(SandboxError):
+class SnapshotNotFound(SandboxError):
     """There is no such snapshot, or what it stored is gone."""
 
     code = "no_snapshot"
@@ -106,19 +106,19 @@ class TooManyProcesses(SandboxError):
     code = "too_many_processes"
 
 
-class OutputGone(SandboxError):
+class ProcessOutputGone(SandboxError):
     """What it printed is gone: its sandbox sleeps, or is gone."""
 
     code = "output_gone"
 
 
-class NoSigningKey(SandboxError):
+class SigningKeyNotFound(SandboxError):
     """The agent has no signing key. An operator can create one."""
 
     code = "no_signing_key"
 
 
-class KeyRevoked(SandboxError):
+class SigningKeyRevoked(SandboxError):
     """The agent's signing key was revoked. An operator can create another one."""
 
     code = "signing_key_revoked"
@@ -130,13 +130,13 @@ class SigningKeyExists(SandboxError):
     code = "signing_key_exists"
 
 
-class KeyUnopened(SandboxError):
+class SigningKeyDecryptionFailed(SandboxError):
     """The agent's signing key cannot be decrypted: LEASEHOLD_IDENTITY_KEYS lacks the key that it was encrypted under."""
 
     code = "signing_key_unopened"
 
 
-class NotDelivered(SandboxError):
+class WebhookTestFailed(SandboxError):
     """The receiver did not take it."""
 
     code = "not_delivered"

@@ -10,13 +10,18 @@ from django.db.models import Q, QuerySet
 
 from sandboxes.db import sql
 from sandboxes.errors import IllegalTransition
-from sandboxes.models import GONE, Sandbox, State, processes
+from sandboxes.models import GONE_STATES, Sandbox, SandboxState, processes
 
-WARMING, WARM, RUNNING, WAITING = State.WARMING, State.WARM, State.RUNNING, State.WAITING
-EVICTING, COLD, DESTROYING, DESTROYED = State.EVICTING, State.COLD, State.DESTROYING, State.DESTROYED
+WARMING, WARM, RUNNING, WAITING = SandboxState.WARMING, SandboxState.WARM, SandboxState.RUNNING, SandboxState.WAITING
+EVICTING, COLD, DESTROYING, DESTROYED = (
+    SandboxState.EVICTING,
+    SandboxState.COLD,
+    SandboxState.DESTROYING,
+    SandboxState.DESTROYED,
+)
 
 # What may follow what, and when it does. The diagram in the README is drawn from this table.
-EDGES: dict[tuple[State, State], str] = {
+EDGES: dict[tuple[SandboxState, SandboxState], str] = {
     (WARMING, WARM): "ready",
     (WARM, WARM): "claimed by a lease",
     (WARM, RUNNING): "first run starts",
@@ -27,32 +32,32 @@ EDGES: dict[tuple[State, State], str] = {
     (EVICTING, WAITING): "its state could not be stored",
     (EVICTING, COLD): "state stored, process gone",
     (COLD, WARMING): "woken by the next use",
-    **{(state, DESTROYING): "given up" for state in State if state not in GONE},
+    **{(state, DESTROYING): "given up" for state in SandboxState if state not in GONE_STATES},
     (DESTROYING, DESTROYED): "the provider says it is gone",
 }
 
 
-def diagram() -> str:
+def render_state_diagram() -> str:
     """EDGES as a Mermaid state diagram, in the order of the table."""
     arrows = [f"    {was} --> {to}: {why}" for (was, to), why in EDGES.items()]
     return "\n".join(["stateDiagram-v2", f"    [*] --> {WARMING}: a place is taken", *arrows, f"    {DESTROYED} --> [*]"])
 
 
 # A Transition of rows as they are now: in the transaction that moved them, and holds their locks. Takes was, reason, actor.
-RECORD = (
+INSERT_TRANSITION_SQL = (
     'INSERT INTO sandboxes_transition (sandbox_id, was, "to", at, holder, reason, actor) '
     "SELECT id, %s, state, state_since, holder, %s, %s FROM sandboxes_sandbox "
 )
 
-BEGIN_RUNNING = (
+BEGIN_FIRST_RUN_SQL = (
     "state = 'running', state_since = %s, last_used_at = %s, open_runs = 1, idle_at = NULL, warm_hits = warm_hits + %s "
     "WHERE id = %s AND holder = %s AND state = %s"
 )
-JOIN_RUNNING = (
+BEGIN_CONCURRENT_RUN_SQL = (
     "open_runs = open_runs + 1, last_used_at = %s, warm_hits = warm_hits + 1 "
     "WHERE id = %s AND holder = %s AND state = 'running'"
 )
-END_RUNNING = (
+END_RUN_SQL = (
     "open_runs = open_runs - 1, last_used_at = %s, "
     "state = CASE WHEN open_runs > 1 THEN state ELSE 'waiting' END, "
     "state_since = CASE WHEN open_runs > 1 THEN state_since ELSE %s END, "
@@ -60,24 +65,32 @@ END_RUNNING = (
     "WHERE id = %s AND state = 'running' AND incarnation = %s"
 )
 
-STEP_HOOKS: list[Callable[[str, Any], None]] = []
+CHECKPOINT_HOOKS: list[Callable[[str, Any], None]] = []
 
 
-def step(name: str, subject: Any) -> None:
+def checkpoint(name: str, subject: Any) -> None:
     """Mark a point between two acts of a verb. Tests hang hooks here to run a rival, or to die, exactly there."""
-    for hook in STEP_HOOKS:
+    for hook in CHECKPOINT_HOOKS:
         hook(name, subject)
 
 
-def begin(sandbox: Sandbox, *, now: datetime, reason: str, actor: str = "") -> None:
+def insert_warming(sandbox: Sandbox, *, now: datetime, reason: str, actor: str = "") -> None:
     """Insert a new row in `warming`. Call it inside the transaction that took the place in the pool."""
     sandbox.state, sandbox.state_since = WARMING, now
     sandbox.save(force_insert=True)
-    sql.execute(RECORD + "WHERE id = %s", "", reason[:200], actor[:255], sandbox.pk)
+    sql.execute(INSERT_TRANSITION_SQL + "WHERE id = %s", "", reason[:200], actor[:255], sandbox.pk)
 
 
 def advance(
-    pk: UUID, was: State, to: State, *, now: datetime, reason: str, actor: str = "", guard: Q | None = None, **changes: Any
+    pk: UUID,
+    was: SandboxState,
+    to: SandboxState,
+    *,
+    now: datetime,
+    reason: str,
+    actor: str = "",
+    guard: Q | None = None,
+    **changes: Any,
 ) -> bool:
     """Move one sandbox along one edge, and say whether this call moved it. False: another process was first."""
     if (was, to) not in EDGES:
@@ -87,23 +100,25 @@ def advance(
     with transaction.atomic():
         moved = Sandbox.objects.filter(guard or Q(), pk=pk, state=was).update(state=to, state_since=now, **changes)
         if moved:  # our UPDATE still locks the row: what is recorded is what we wrote
-            sql.execute(RECORD + "WHERE id = %s", was.value, reason[:200], actor[:255], pk)
+            sql.execute(INSERT_TRANSITION_SQL + "WHERE id = %s", was.value, reason[:200], actor[:255], pk)
             if to in (COLD, DESTROYING):
-                processes.end_all(pk, now=now, note=f"Its sandbox {'sleeps' if to == COLD else 'was given up'}: {reason}")
+                processes.close_all_processes(
+                    pk, now=now, note=f"Its sandbox {'sleeps' if to == COLD else 'was given up'}: {reason}"
+                )
     return bool(moved)
 
 
-def start_run(pk: UUID, *, holder: UUID, now: datetime, actor: str = "") -> State | None:
+def start_run(pk: UUID, *, holder: UUID, now: datetime, actor: str = "") -> SandboxState | None:
     """Count one more open Run, for this holder only. The state it was in before, or None if it cannot run now.
 
     A run that finds it in use before is a warm hit; the first one after a start is none. Call it inside the transaction
     that inserts the Run: an eviction sees both or neither."""
     with transaction.atomic():
         for was, hit in ((WAITING, 1), (WARM, 0)):
-            if sql.update(Sandbox, BEGIN_RUNNING, now, now, hit, pk, holder, was.value):
-                sql.execute(RECORD + "WHERE id = %s", was.value, "run", actor[:255], pk)
+            if sql.update(Sandbox, BEGIN_FIRST_RUN_SQL, now, now, hit, pk, holder, was.value):
+                sql.execute(INSERT_TRANSITION_SQL + "WHERE id = %s", was.value, "run", actor[:255], pk)
                 return was
-        return RUNNING if sql.update(Sandbox, JOIN_RUNNING, now, pk, holder) else None
+        return RUNNING if sql.update(Sandbox, BEGIN_CONCURRENT_RUN_SQL, now, pk, holder) else None
 
 
 def finish_run(pk: UUID, incarnation: int, *, idle_after: timedelta, now: datetime, actor: str = "") -> None:
@@ -111,13 +126,23 @@ def finish_run(pk: UUID, incarnation: int, *, idle_after: timedelta, now: dateti
 
     Call it inside the transaction that closes the Run, which is rolled back if it was closed before."""
     with transaction.atomic():
-        counted = sql.update(Sandbox, END_RUNNING, now, now, now + idle_after, pk, incarnation)
+        counted = sql.update(Sandbox, END_RUN_SQL, now, now, now + idle_after, pk, incarnation)
         if counted:
-            sql.execute(RECORD + "WHERE id = %s AND state = 'waiting'", RUNNING.value, "run ended", actor[:255], pk)
+            sql.execute(
+                INSERT_TRANSITION_SQL + "WHERE id = %s AND state = 'waiting'", RUNNING.value, "run ended", actor[:255], pk
+            )
 
 
 def advance_many(
-    which: QuerySet[Sandbox], was: State, to: State, *, now: datetime, reason: str, claim: UUID, actor: str = "", **changes: Any
+    which: QuerySet[Sandbox],
+    was: SandboxState,
+    to: SandboxState,
+    *,
+    now: datetime,
+    reason: str,
+    claim: UUID,
+    actor: str = "",
+    **changes: Any,
 ) -> int:
     """`advance` for every row of a query at once, each with its Transition: two statements, however many rows; how many.
 
@@ -129,5 +154,5 @@ def advance_many(
         free = which.select_for_update(skip_locked=True).values("pk")
         moved = Sandbox.objects.filter(pk__in=free, state=was).update(state=to, state_since=now, claim=claim, **changes)
         if moved:
-            sql.execute(RECORD + "WHERE claim = %s", was.value, reason[:200], actor[:255], claim)
+            sql.execute(INSERT_TRANSITION_SQL + "WHERE claim = %s", was.value, reason[:200], actor[:255], claim)
     return moved

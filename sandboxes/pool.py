@@ -18,23 +18,31 @@ from django.db.models import F, Q, QuerySet
 
 from sandboxes import eviction, providers
 from sandboxes.db import sql
-from sandboxes.db.clock import ticking
+from sandboxes.db.clock import clock_from
 from sandboxes.egress import slots
-from sandboxes.errors import Busy, CapacityExhausted, Lost, NotHeld, NotReady, PoolDraining, QuotaExceeded
-from sandboxes.lifecycle import COLD, WARM, WARMING, advance, begin, step
-from sandboxes.models import ALIVE, GONE, Policy, Pool, Quota, Sandbox
-from sandboxes.providers.base import Provider, ProviderError, Spec
+from sandboxes.errors import (
+    CapacityExhausted,
+    PoolDraining,
+    QuotaExceeded,
+    SandboxBusy,
+    SandboxLost,
+    SandboxNotHeld,
+    SandboxNotReady,
+)
+from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
+from sandboxes.models import ALIVE_STATES, GONE_STATES, Policy, Pool, Quota, Sandbox
+from sandboxes.providers.base import Provider, ProviderError, SandboxSpec
 from sandboxes.state import mounts, workspace
 from sandboxes.state.workspace import StateLost
 from sandboxes.storage.base import StoreError
 
 log = structlog.get_logger(__name__)
-POLL = 0.05  # seconds between two looks at a row that somebody else is moving
-MOST_VICTIMS = 8  # places that one request tries to free before it is told that the pool is full
+POLL_INTERVAL_SECONDS = 0.05  # seconds between two looks at a row that somebody else is moving
+MAX_EVICTION_ATTEMPTS = 8  # places that one request tries to free before it is told that the pool is full
 
 
 @dataclass(frozen=True)
-class Want:
+class SandboxRequest:
     """What a holder needs a sandbox for, and what must be in it before the first run."""
 
     holder: uuid.UUID
@@ -49,66 +57,66 @@ class Want:
     policy: Callable[[], Policy | None] = NoneType  # what its sandbox may do beyond the rest
     memory_mib: int | None = None  # None: what its pool gives
     fence: Callable[[], object] = bool  # called in the transaction that takes a place; raises if the holder may not
-    afford: Callable[[], object] = bool  # called before a sandbox is started or woken; raises if it may not be now
-    proceed: Callable[[], object] = bool  # called before anything runs in it; raises if nothing may any more
+    check_budget: Callable[[], object] = bool  # called before a sandbox is started or woken; raises if it may not be now
+    check_may_run: Callable[[], object] = bool  # called before anything runs in it; raises if nothing may any more
 
 
-class _Full(Exception):
+class _PoolFull(Exception):
     """No place is free in the pool; rolls the reservation back."""
 
 
-def of(holder: uuid.UUID) -> Sandbox | None:
+def find_by_holder(holder: uuid.UUID) -> Sandbox | None:
     """The holder's sandbox, unless it was given up."""
-    return sql.first(Sandbox, "holder = %s AND state NOT IN ('destroying', 'destroyed')", holder)
+    return sql.find_first(Sandbox, "holder = %s AND state NOT IN ('destroying', 'destroyed')", holder)
 
 
-def ready(want: Want, *, now: datetime, actor: str = "") -> Sandbox:
+def ensure_running(want: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox:
     """The holder's sandbox, alive: the one it has, woken if it sleeps, or else a new one. Safe to repeat and to call
     from many processes.
 
     Blocks while a sandbox starts or falls asleep, also when another caller is the one who does it. CapacityExhausted,
     QuotaExceeded and PoolDraining say that there is no place; NotReady that it could not be started; Lost that its
     stored state is gone; Busy that somebody else is still at it after the start timeout."""
-    later = ticking(now)
+    later = clock_from(now)
     patience = now + settings.SANDBOX_START_TIMEOUT
     while True:
-        sandbox = of(want.holder)
+        sandbox = find_by_holder(want.holder)
         if sandbox is None or sandbox.state == COLD:
-            want.afford()
+            want.check_budget()
         if sandbox is None:
-            if claimed := claim(want, now=later(), actor=actor):
+            if claimed := claim_warm(want, now=later(), actor=actor):
                 return claimed
-            if reserved := reserve(want, now=later(), actor=actor):
-                return start(reserved, now=later(), actor=actor, files=want.files)
+            if reserved := reserve_place(want, now=later(), actor=actor):
+                return start_reserved(reserved, now=later(), actor=actor, files=want.files)
         elif sandbox.lost_at:
-            raise Lost()
-        elif sandbox.state in ALIVE:
+            raise SandboxLost()
+        elif sandbox.state in ALIVE_STATES:
             sandbox.pool = want.pool
             return sandbox
         elif sandbox.state == COLD and (woken := wake(sandbox, now=later(), actor=actor)):
             return woken
         if later() > patience:
-            raise Busy("Its sandbox is still being started or stored by somebody else.")
-        time.sleep(POLL)
+            raise SandboxBusy("Its sandbox is still being started or stored by somebody else.")
+        time.sleep(POLL_INTERVAL_SECONDS)
 
 
-def claim(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
+def claim_warm(want: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Give the holder a pre-warmed sandbox of its pool. None if there is none, or if the holder has one already."""
     if want.memory_mib not in (None, want.pool.memory_mib):
         return None  # what is ready was started with the pool's
-    if not want.pool.warm_target or workspace.latest(want.holder):
+    if not want.pool.warm_target or workspace.find_latest(want.holder):
         return None  # whoever has something stored gets a sandbox with that in it
-    policy = _policy_of(want)
+    policy = _resolve_policy(want)
     if policy and policy.writable_root:
         return None  # those that were started ahead of demand are sealed
     try:
         with transaction.atomic(durable=True):
             want.fence()
             # tier 1 is warm: so an index has them in this order, however many there are
-            ready_made = unclaimed(want.pool).filter(tier=1, pool__draining=False).order_by("last_used_at")
+            ready_made = find_unclaimed(want.pool).filter(tier=1, pool__draining=False).order_by("last_used_at")
             free = ready_made.select_for_update(skip_locked=True, of=("self",))
             pk = free.values_list("pk", flat=True).first()
-            if pk is None or (mounts.wanted_by(want.agent_did) and not mounts.is_placed(pk)):
+            if pk is None or (mounts.is_mount_required(want.agent_did) and not mounts.has_mount_directory(pk)):
                 return None
             _take_quota(want)
             claimed = advance(
@@ -127,16 +135,16 @@ def claim(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
     return Sandbox.objects.select_related("pool").get(pk=pk)
 
 
-def reserve(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
+def reserve_place(want: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Take a place in the pool, freeing one if it must: a row in `warming`. None if this holder has one already."""
-    later = ticking(now)
-    for _ in range(MOST_VICTIMS):
+    later = clock_from(now)
+    for _ in range(MAX_EVICTION_ATTEMPTS):
         try:
-            return _reserve(want, now=later(), actor=actor)
+            return _insert_reservation(want, now=later(), actor=actor)
         except IntegrityError:
             return None  # one live sandbox per holder: another request was first
-        except _Full:
-            if not eviction.make_room(want.pool, agent_did=want.agent_did, now=later(), actor=actor):
+        except _PoolFull:
+            if not eviction.free_place(want.pool, agent_did=want.agent_did, now=later(), actor=actor):
                 break
     raise CapacityExhausted(
         f'All {want.pool.capacity} places of the pool "{want.pool}" are taken and none can be freed now: '
@@ -144,56 +152,56 @@ def reserve(want: Want, *, now: datetime, actor: str = "") -> Sandbox | None:
     )
 
 
-def _reserve(want: Want, *, now: datetime, actor: str) -> Sandbox:
-    sandbox = _new(want.pool, now=now)
+def _insert_reservation(want: SandboxRequest, *, now: datetime, actor: str) -> Sandbox:
+    sandbox = _build_sandbox(want.pool, now=now)
     sandbox.holder, sandbox.agent_did, sandbox.environment_id = want.holder, want.agent_did, want.environment_id
     sandbox.idle_after, sandbox.excludes = want.idle_after, [*want.excludes()]
-    sandbox.policy = _policy_of(want)
+    sandbox.policy = _resolve_policy(want)
     sandbox.memory_mib = want.memory_mib or want.pool.memory_mib
     with transaction.atomic(durable=True):
         want.fence()
         sandbox.llm_limit = want.llm_limit()
-        begin(sandbox, now=now, reason="needed", actor=actor)
+        insert_warming(sandbox, now=now, reason="needed", actor=actor)
         _take_quota(want)
         if not take_place(want.pool):
             _refuse_if_draining(want.pool)
-            raise _Full
-    step("reserved", sandbox)
+            raise _PoolFull
+    checkpoint("reserved", sandbox)
     return sandbox
 
 
-def _policy_of(want: Want) -> Policy | None:
+def _resolve_policy(want: SandboxRequest) -> Policy | None:
     """The one that loosens nothing is none: so each sandbox has one way to say that it is sealed."""
     policy = want.policy()
     return None if policy is None or policy.built_in else policy
 
 
-def warm_up(pool: Pool, *, now: datetime) -> Sandbox | None:
+def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
     """Start one more sandbox that nobody holds yet, unless the pool has its target of them. None if it has, or is full.
 
     The pool's row is locked while the pending ones are counted, so that any number of sweeps start no more than that."""
-    sandbox = _new(pool, now=now)
+    sandbox = _build_sandbox(pool, now=now)
     try:
         with transaction.atomic(durable=True):
             locked = Pool.objects.select_for_update(no_key=True).get(pk=pool.pk)
-            if unclaimed(locked).filter(state__in=(WARMING, WARM)).count() >= locked.warm_target or not take_place(locked):
+            if find_unclaimed(locked).filter(state__in=(WARMING, WARM)).count() >= locked.warm_target or not take_place(locked):
                 return None
-            sandbox.slot = slots.free()  # chosen anew: under the lock no other sweep of this pool chooses the same
-            begin(sandbox, now=now, reason="warmed up ahead of demand", actor="sweep")
+            sandbox.slot = slots.choose_free_slot()  # chosen anew: under the lock no other sweep of this pool chooses the same
+            insert_warming(sandbox, now=now, reason="warmed up ahead of demand", actor="sweep")
     except IntegrityError:
         return None  # somebody else took its slot: the next sweep tries again
-    step("reserved", sandbox)
-    return start(sandbox, now=now, actor="sweep", files={})
+    checkpoint("reserved", sandbox)
+    return start_reserved(sandbox, now=now, actor="sweep", files={})
 
 
-def _new(pool: Pool, *, now: datetime) -> Sandbox:
+def _build_sandbox(pool: Pool, *, now: datetime) -> Sandbox:
     """A row for a sandbox of this pool that is about to be started."""
-    provider = pool.provider or providers.default_name()
+    provider = pool.provider or providers.get_default_provider_name()
     sandbox = Sandbox(
         pool=pool,
         provider=provider,
-        isolated=providers.get(provider).isolated,
-        measured=providers.get(provider).measures,
+        isolated=providers.get_provider(provider).isolated,
+        measured=providers.get_provider(provider).measures_usage,
         image=pool.image or settings.SANDBOX_IMAGE,
         memory_mib=pool.memory_mib,
         millicpus=pool.millicpus,
@@ -201,7 +209,7 @@ def _new(pool: Pool, *, now: datetime) -> Sandbox:
         idle_after=settings.IDLE_TIMEOUT,
         last_used_at=now,
         created_at=now,
-        slot=slots.free(),
+        slot=slots.choose_free_slot(),
         claim=uuid.uuid4(),
         claimed_by=settings.INSTANCE,
         deadline_at=now + settings.SANDBOX_START_TIMEOUT,
@@ -210,11 +218,11 @@ def _new(pool: Pool, *, now: datetime) -> Sandbox:
     return sandbox
 
 
-def unclaimed(pool: Pool) -> QuerySet[Sandbox]:
+def find_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
     """Sandboxes that were started as this pool now wants them, and that nobody holds."""
     return Sandbox.objects.filter(
         pool=pool, holder__isnull=True, image=pool.image or settings.SANDBOX_IMAGE, memory_mib=pool.memory_mib
-    ).exclude(state__in=GONE)
+    ).exclude(state__in=GONE_STATES)
 
 
 def take_place(pool: Pool) -> bool:
@@ -223,7 +231,7 @@ def take_place(pool: Pool) -> bool:
     return bool(Pool.objects.filter(free, pk=pool.pk).update(used=F("used") + 1))
 
 
-def _take_quota(want: Want) -> None:
+def _take_quota(want: SandboxRequest) -> None:
     """Count one more sandbox for this agent, or QuotaExceeded."""
     mine = Quota.objects.filter(pool=want.pool, agent_did=want.agent_did)
     room = Q(most__isnull=True) | Q(used__lt=F("most"))
@@ -245,26 +253,26 @@ def _refuse_if_draining(pool: Pool) -> None:
         raise PoolDraining(f'The pool "{pool}" takes nothing new: an operator is draining it.')
 
 
-def start(sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[str, bytes]) -> Sandbox:
+def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[str, bytes]) -> Sandbox:
     """Fill a reserved place: create, wait until commands run, unpack what is stored for its holder or put `files`.
 
     NotReady if that failed (the place is given up, what is stored stays), Lost if the stored state is nowhere, NotHeld
     if the place was taken away meanwhile."""
-    later = ticking(now)
-    provider = providers.get(sandbox.provider)
+    later = clock_from(now)
+    provider = providers.get_provider(sandbox.provider)
     try:
-        provider.create(spec_of(sandbox))
-        step("created", sandbox)
+        provider.create(build_spec(sandbox))
+        checkpoint("created", sandbox)
         provider.wait_ready(sandbox.ref, timeout=settings.SANDBOX_START_TIMEOUT)
-        source, prepared = _fill(sandbox, provider, files, now=later())
-        step("prepared", sandbox)
+        source, prepared = _restore_state(sandbox, provider, files, now=later())
+        checkpoint("prepared", sandbox)
     except StateLost as lost:
-        eviction.give_up(sandbox.pk, now=later(), reason=f"its stored state is lost: {lost}", actor=actor)
-        raise Lost(f"What was stored of this sandbox is gone: {lost}") from lost
+        eviction.schedule_destroy(sandbox.pk, now=later(), reason=f"its stored state is lost: {lost}", actor=actor)
+        raise SandboxLost(f"What was stored of this sandbox is gone: {lost}") from lost
     except (ProviderError, StoreError) as failed:
-        eviction.give_up(sandbox.pk, now=later(), reason=f"start failed: {failed}", actor=actor)
+        eviction.schedule_destroy(sandbox.pk, now=later(), reason=f"start failed: {failed}", actor=actor)
         log.warning("sandbox start failed", sandbox=str(sandbox.pk), error=str(failed))
-        raise NotReady(f"The sandbox could not be started: {failed}") from failed
+        raise SandboxNotReady(f"The sandbox could not be started: {failed}") from failed
     mine = Q(claim=sandbox.claim, incarnation=sandbox.incarnation)
     moment = later()
     woken = sandbox.incarnation > 1 or source != "fresh"
@@ -276,7 +284,7 @@ def start(sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[st
     ):  # fmt: skip
         # Given up while it was being created: a destroy may have come and gone before there was anything to destroy.
         _discard(provider, sandbox)
-        raise NotHeld("The lease ended while its sandbox was being started.")
+        raise SandboxNotHeld("The lease ended while its sandbox was being started.")
     if woken:
         log.info(
             "wake",
@@ -288,10 +296,10 @@ def start(sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[st
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
 
 
-def _fill(sandbox: Sandbox, provider: Provider, files: Mapping[str, bytes], *, now: datetime) -> tuple[str, bool]:
+def _restore_state(sandbox: Sandbox, provider: Provider, files: Mapping[str, bytes], *, now: datetime) -> tuple[str, bool]:
     """Unpack the holder's newest snapshot, or put `files` where there is none: "local", "cloud" or "fresh", and whether
     the holder's first files are in it."""
-    snapshot = workspace.latest(sandbox.holder) if sandbox.holder else None
+    snapshot = workspace.find_latest(sandbox.holder) if sandbox.holder else None
     if snapshot:
         source, used = workspace.hydrate(snapshot, sandbox.ref, provider, now=now)
         return source, workspace.is_own(used)
@@ -312,9 +320,9 @@ def _discard(provider: Provider, sandbox: Sandbox) -> None:
         log.warning("late sandbox left to the orphan sweep", sandbox=str(sandbox.pk), error=str(failed))
 
 
-def spec_of(sandbox: Sandbox) -> Spec:
+def build_spec(sandbox: Sandbox) -> SandboxSpec:
     """What to ask the provider for. The directory of its socket is made here, since it must exist to be mounted."""
-    return Spec(
+    return SandboxSpec(
         name=sandbox.name,
         owner=str(sandbox.pool.owner),
         image=sandbox.image,
@@ -322,8 +330,8 @@ def spec_of(sandbox: Sandbox) -> Spec:
         memory_mib=sandbox.memory_mib,
         millicpus=sandbox.millicpus,
         pids=sandbox.pids,
-        sockets=slots.directory(sandbox.slot) if sandbox.slot is not None else None,
-        data=mounts.place_for(sandbox),
+        sockets=slots.ensure_slot_directory(sandbox.slot) if sandbox.slot is not None else None,
+        data=mounts.prepare_mount_directory(sandbox),
         writable_root=sandbox.rules.writable_root,
     )
 
@@ -335,7 +343,7 @@ def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
     sandbox.incarnation += 1
     sandbox.ref, sandbox.claim = sandbox.name, uuid.uuid4()
     if sandbox.slot is None:  # it is older than slots are
-        Sandbox.objects.filter(pk=sandbox.pk, slot=None).update(slot=(slot := slots.free()))
+        Sandbox.objects.filter(pk=sandbox.pk, slot=None).update(slot=(slot := slots.choose_free_slot()))
         sandbox.slot = slot
     if not advance(
         sandbox.pk, COLD, WARMING, now=now, reason="woken", actor=actor, guard=same,
@@ -343,16 +351,16 @@ def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
         deadline_at=now + settings.SANDBOX_START_TIMEOUT, last_used_at=now,
     ):  # fmt: skip
         return None
-    step("wake claimed", sandbox)
-    return start(sandbox, now=now, actor=actor, files={})
+    checkpoint("wake claimed", sandbox)
+    return start_reserved(sandbox, now=now, actor=actor, files={})
 
 
-def limit_spending(holder: uuid.UUID, limit: Decimal | None) -> None:
+def set_llm_limit(holder: uuid.UUID, limit: Decimal | None) -> None:
     """From its next model call on, whatever this holder has may spend so much. Called in the transaction that says so."""
-    Sandbox.objects.filter(holder=holder).exclude(state__in=GONE).update(llm_limit=limit)
+    Sandbox.objects.filter(holder=holder).exclude(state__in=GONE_STATES).update(llm_limit=limit)
 
 
-def drain(pool: Pool, *, draining: bool, actor: str = "") -> bool:
+def set_draining(pool: Pool, *, draining: bool, actor: str = "") -> bool:
     """Take nothing new into a pool, or take new ones again. Leases in it go on, and their sandboxes still wake."""
     changed = Pool.objects.filter(pk=pool.pk, draining=not draining).update(draining=draining)
     if changed:
@@ -360,7 +368,7 @@ def drain(pool: Pool, *, draining: bool, actor: str = "") -> bool:
     return bool(changed)
 
 
-def warm_again(pool: Pool, *, now: datetime, actor: str = "") -> bool:
+def resume_warming(pool: Pool, *, now: datetime, actor: str = "") -> bool:
     """Close the circuit: the next sweep warms up again, with fresh failures to make. False if it was not open.
 
     warm_error stays until a start succeeds."""

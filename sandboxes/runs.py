@@ -16,16 +16,16 @@ from django.db.models import QuerySet
 
 from sandboxes import eviction, lifecycle, pool, providers
 from sandboxes.db import sql
-from sandboxes.db.clock import ticking
-from sandboxes.errors import DataFull, Lost, ProviderFailed, SandboxError, StoreFailed, WorkspaceFull
-from sandboxes.lifecycle import step
-from sandboxes.models import GONE, Attachment, Outcome, Run, Sandbox
-from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoFile, Provider, ProviderError, Rejected
+from sandboxes.db.clock import clock_from
+from sandboxes.errors import DataFull, ProviderCallFailed, SandboxError, SandboxLost, StoreUnavailable, WorkspaceFull
+from sandboxes.lifecycle import checkpoint
+from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox
+from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile, Provider, ProviderError, Rejected
 from sandboxes.state import data_sync
 from sandboxes.storage.base import StoreError
 
 T = TypeVar("T")
-GRACE = timedelta(seconds=30)  # past its timeout, the time a provider has to kill the command and say so
+KILL_GRACE = timedelta(seconds=30)  # past its timeout, the time a provider has to kill the command and say so
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Command:
     run_id: uuid.UUID = field(default_factory=uuid.uuid4)
 
 
-def exec_in(want: pool.Want, command: Command, *, now: datetime, actor: str = "") -> tuple[Run, ExecResult]:
+def exec_in_sandbox(want: pool.SandboxRequest, command: Command, *, now: datetime, actor: str = "") -> tuple[Run, ExecResult]:
     """Run a command in the holder's sandbox, which is made ready first. Blocks until it ended.
 
     A command that fails or times out is a result. Lost when the provider has lost the sandbox, ProviderFailed when it
     did not answer: then the Run says whether the command may have run. Also whatever `pool.ready` raises."""
 
     def act(provider: Provider, sandbox: Sandbox) -> ExecResult:
-        require_room(provider, sandbox, now=now)
+        require_workspace_space(provider, sandbox, now=now)
         return provider.exec(
             sandbox.ref,
             list(command.argv),
@@ -62,20 +62,20 @@ def exec_in(want: pool.Want, command: Command, *, now: datetime, actor: str = ""
             mark=str(command.run_id),
         )
 
-    return act_in(want, command, act, now=now, actor=actor)
+    return run_operation(want, command, act, now=now, actor=actor)
 
 
-def act_in(
-    want: pool.Want, command: Command, act: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str = ""
+def run_operation(
+    want: pool.SandboxRequest, command: Command, act: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str = ""
 ) -> tuple[Run, T]:
     """Like exec_in for any one act, a file operation say: it has a Run, so nothing evicts the sandbox under it."""
-    later = ticking(now)
+    later = clock_from(now)
     while True:
-        want.proceed()
-        sandbox = pool.ready(want, now=later(), actor=actor)
+        want.check_may_run()
+        sandbox = pool.ensure_running(want, now=later(), actor=actor)
         run = open_run(sandbox, command, now=later(), actor=actor)
         if run:
-            return run, _carry_out(run, sandbox, act, want, command, now=later(), actor=actor)
+            return run, _execute_run(run, sandbox, act, want, command, now=later(), actor=actor)
         # It fell asleep or was given up between the two lines above: make it ready again.
 
 
@@ -100,58 +100,58 @@ def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = 
             env_names=sorted(command.env),
             stdin_bytes=len(command.stdin),
             started_at=now,
-            deadline_at=now + command.timeout + GRACE,
+            deadline_at=now + command.timeout + KILL_GRACE,
         )
         sql.insert(run)
-    step("run opened", run)
+    checkpoint("run opened", run)
     return run
 
 
-def _carry_out(
+def _execute_run(
     run: Run,
     sandbox: Sandbox,
     act: Callable[[Provider, Sandbox], T],
-    want: pool.Want,
+    want: pool.SandboxRequest,
     command: Command,
     *,
     now: datetime,
     actor: str,
 ) -> T:
     """Call the provider for an open Run and close it with what came back, or with why nothing did."""
-    later = ticking(now)
-    provider = providers.get(sandbox.provider)
+    later = clock_from(now)
+    provider = providers.get_provider(sandbox.provider)
     try:
         if not sandbox.prepared:
             pool.put_files(sandbox, provider, want.files)
             Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation).update(prepared=True)
         attached = data_sync.attach(sandbox, provider, skill=want.skill, now=later()) if command.needs_data else None
         if attached and command.kind != "file":  # files can still be removed
-            data_sync.require_room(attached, sandbox, provider, now=later())
+            data_sync.require_free_space(attached, sandbox, provider, now=later())
         answer = act(provider, sandbox)
     except Missing as gone:
-        close(run, now=later(), outcome=Outcome.LOST, note=f"The provider has no such sandbox: {gone}", actor=actor)
+        close_run(run, now=later(), outcome=RunOutcome.LOST, note=f"The provider has no such sandbox: {gone}", actor=actor)
         eviction.mark_lost(sandbox, str(gone), now=later())
-        raise Lost() from gone
-    except (NoFile, Rejected, SandboxError) as refused:
-        close(run, now=later(), outcome=Outcome.FAILED, note=str(refused), actor=actor)
+        raise SandboxLost() from gone
+    except (NoSuchFile, Rejected, SandboxError) as refused:
+        close_run(run, now=later(), outcome=RunOutcome.FAILED, note=str(refused), actor=actor)
         raise
     except Exception as failed:
-        close(run, now=later(), outcome=Outcome.ERROR, note=f"{type(failed).__name__}: {failed}", actor=actor)
+        close_run(run, now=later(), outcome=RunOutcome.ERROR, note=f"{type(failed).__name__}: {failed}", actor=actor)
         if isinstance(failed, ProviderError):
-            raise ProviderFailed(f"The provider failed: {failed}") from failed
+            raise ProviderCallFailed(f"The provider failed: {failed}") from failed
         if isinstance(failed, StoreError):
-            raise StoreFailed(f"The store did not answer, so nothing was run: {failed}") from failed
+            raise StoreUnavailable(f"The store did not answer, so nothing was run: {failed}") from failed
         raise
-    step("run answered", run)
-    note = _keep(attached, sandbox, provider, now=later()) if attached else ""
+    checkpoint("run answered", run)
+    note = _persist_data(attached, sandbox, provider, now=later()) if attached else ""
     if isinstance(answer, ExecResult):
-        close(run, now=later(), outcome=_outcome(answer), result=answer, note=note, actor=actor)
+        close_run(run, now=later(), outcome=_classify_outcome(answer), result=answer, note=note, actor=actor)
     else:
-        close(run, now=later(), outcome=Outcome.OK, note=note, actor=actor)
+        close_run(run, now=later(), outcome=RunOutcome.OK, note=note, actor=actor)
     return answer
 
 
-def _keep(attached: Attachment, sandbox: Sandbox, provider: Provider, *, now: datetime) -> str:
+def _persist_data(attached: Attachment, sandbox: Sandbox, provider: Provider, *, now: datetime) -> str:
     """Store what was changed in /data; "" or why that did not work. What was run has been run: its answer stands, the
     sandbox keeps what it has, and a sweep tries again."""
     try:
@@ -162,8 +162,8 @@ def _keep(attached: Attachment, sandbox: Sandbox, provider: Provider, *, now: da
     return ""
 
 
-def close(
-    run: Run, *, now: datetime, outcome: Outcome, result: ExecResult | None = None, note: str = "", actor: str = ""
+def close_run(
+    run: Run, *, now: datetime, outcome: RunOutcome, result: ExecResult | None = None, note: str = "", actor: str = ""
 ) -> bool:
     """Close an open Run, once, and count it out of its sandbox. False if somebody else has closed it."""
     kept = settings.RUN_OUTPUT_KEPT
@@ -194,10 +194,10 @@ def close(
     return bool(closed)
 
 
-def require_room(provider: Provider, sandbox: Sandbox, *, now: datetime) -> None:
+def require_workspace_space(provider: Provider, sandbox: Sandbox, *, now: datetime) -> None:
     """WorkspaceFull if the workspace was too large when last measured and, measured now, still is."""
     limit = sandbox.pool.workspace_limit_mib << 20
-    if (sandbox.workspace_bytes or 0) > limit and (size := measure(provider, sandbox, now=now)) > limit:
+    if (sandbox.workspace_bytes or 0) > limit and (size := measure_workspace(provider, sandbox, now=now)) > limit:
         raise WorkspaceFull(
             f"/workspace has {size >> 20} MiB and may have {limit >> 20}. Delete files through the files API, then try again.",
             workspace_bytes=size,
@@ -205,40 +205,40 @@ def require_room(provider: Provider, sandbox: Sandbox, *, now: datetime) -> None
         )
 
 
-def measure(provider: Provider, sandbox: Sandbox, *, now: datetime) -> int:
+def measure_workspace(provider: Provider, sandbox: Sandbox, *, now: datetime) -> int:
     """Bytes in /workspace, which the row then says, too."""
     size = provider.size(sandbox.ref, WORKSPACE)
     Sandbox.objects.filter(pk=sandbox.pk).update(workspace_bytes=size, measured_at=now)
     return size
 
 
-def close_abandoned(run: Run, *, now: datetime) -> bool:
+def close_abandoned_run(run: Run, *, now: datetime) -> bool:
     """Close a Run past its deadline: whoever waited for it is dead, and its exit is unknown. False if it was closed.
 
     What it may still be running is killed first: else a command that nobody waits for goes on in a sandbox that says
     it waits. ProviderError if that could not be done; then the Run stays open for the next try."""
     why = "Past its deadline: the process that waited for it is gone, so how it ended is not known."
-    return interrupt(run, why=why, now=now, actor="sweep")
+    return interrupt_run(run, why=why, now=now, actor="sweep")
 
 
-def interrupt(run: Run, *, why: str, now: datetime, actor: str = "") -> bool:
+def interrupt_run(run: Run, *, why: str, now: datetime, actor: str = "") -> bool:
     """Kill what an open Run runs, and close it. False if it was closed before; ProviderError if it could not be killed."""
     sandbox = run.sandbox
-    if sandbox.state not in GONE and sandbox.incarnation == run.incarnation:
+    if sandbox.state not in GONE_STATES and sandbox.incarnation == run.incarnation:
         with suppress(Missing):  # gone with whatever ran in it: reconcile finds that it is lost
-            providers.get(sandbox.provider).kill(sandbox.ref, str(run.pk))
-    return close(run, now=now, outcome=Outcome.LOST, note=why, actor=actor)
+            providers.get_provider(sandbox.provider).kill(sandbox.ref, str(run.pk))
+    return close_run(run, now=now, outcome=RunOutcome.LOST, note=why, actor=actor)
 
 
-def overdue(*, now: datetime) -> QuerySet[Run]:
+def find_overdue(*, now: datetime) -> QuerySet[Run]:
     """Runs that should have been closed by now."""
     late = Run.objects.filter(ended_at__isnull=True, deadline_at__lt=now)
     return late.select_related("sandbox").order_by("deadline_at")
 
 
-def _outcome(result: ExecResult) -> Outcome:
+def _classify_outcome(result: ExecResult) -> RunOutcome:
     if result.timed_out:
-        return Outcome.TIMED_OUT
+        return RunOutcome.TIMED_OUT
     if result.oom:
-        return Outcome.OOM
-    return Outcome.OK if result.exit_code == 0 else Outcome.FAILED
+        return RunOutcome.OOM
+    return RunOutcome.OK if result.exit_code == 0 else RunOutcome.FAILED

@@ -12,187 +12,197 @@ from django.conf import settings
 from django.db import transaction
 
 from sandboxes import eviction, pool, runs
-from sandboxes.db.clock import ticking
-from sandboxes.errors import Busy, Lost, NoSnapshot, NotHeld, StoreFailed
-from sandboxes.lifecycle import COLD, EVICTING, RUNNING, step
-from sandboxes.models import ALIVE, GONE, Sandbox, State
+from sandboxes.db.clock import clock_from
+from sandboxes.errors import SandboxBusy, SandboxLost, SandboxNotHeld, SnapshotNotFound, StoreUnavailable
+from sandboxes.lifecycle import COLD, EVICTING, RUNNING, checkpoint
+from sandboxes.models import ALIVE_STATES, GONE_STATES, Sandbox, SandboxState
 from sandboxes.models.state import Snapshot, SnapshotKind
-from sandboxes.pool import Want
+from sandboxes.pool import SandboxRequest
 from sandboxes.providers.base import Provider
 from sandboxes.runs import Command
 from sandboxes.state import workspace
 
-TRIES = 5  # with others who wake it, or put it to sleep, in between
-NOTHING = "There is nothing in this workspace yet: nothing was run in it, and nothing written to it."
-Record = Callable[[Snapshot], object]  # called in the transaction that saves the row
+MAX_ATTEMPTS = 5  # with others who wake it, or put it to sleep, in between
+EMPTY_WORKSPACE_MESSAGE = "There is nothing in this workspace yet: nothing was run in it, and nothing written to it."
+SnapshotCallback = Callable[[Snapshot], object]  # called in the transaction that saves the row
 
 
-def take(want: Want, *, name: str = "", now: datetime, actor: str = "", record: Record = bool) -> Snapshot:
+def take_snapshot(
+    want: SandboxRequest, *, name: str = "", now: datetime, actor: str = "", record: SnapshotCallback = bool
+) -> Snapshot:
     """A copy of the holder's workspace as it is now, without waking it. The oldest copies go, as always.
 
     NoSnapshot if it has never had anything in it; Lost, Busy, StoreFailed and ProviderFailed as for a run."""
-    later = ticking(now)
-    for _ in range(TRIES):
-        sandbox = settled(want.holder, now=later())
-        if sandbox and sandbox.state in ALIVE:
-            taken: Snapshot | None = _store(want, name, now=later(), actor=actor, record=record)
+    later = clock_from(now)
+    for _ in range(MAX_ATTEMPTS):
+        sandbox = wait_until_settled(want.holder, now=later())
+        if sandbox and sandbox.state in ALIVE_STATES:
+            taken: Snapshot | None = _snapshot_alive(want, name, now=later(), actor=actor, record=record)
         else:
-            taken = _name_newest(want, name, now=later(), record=record)
+            taken = _copy_newest(want, name, now=later(), record=record)
         if taken:
             workspace.forget_older(want.holder, now=later())
             return taken
-    raise Busy("Its sandbox wakes and falls asleep over and over.")
+    raise SandboxBusy("Its sandbox wakes and falls asleep over and over.")
 
 
-def present(want: Want, *, now: datetime, actor: str = "") -> tuple[Snapshot, bool]:
+def capture_current(want: SandboxRequest, *, now: datetime, actor: str = "") -> tuple[Snapshot, bool]:
     """A copy of what is in the workspace now, and whether it was taken for this. That of what sleeps is there already.
 
     No other copy goes for it: whoever asked forgets one that was taken, once another row points to the same objects."""
-    later = ticking(now)
-    sandbox = settled(want.holder, now=now)
-    if sandbox and sandbox.state in ALIVE:
-        return _store(want, "", now=later(), actor=actor, record=bool), True
-    newest = workspace.latest(want.holder)
+    later = clock_from(now)
+    sandbox = wait_until_settled(want.holder, now=now)
+    if sandbox and sandbox.state in ALIVE_STATES:
+        return _snapshot_alive(want, "", now=later(), actor=actor, record=bool), True
+    newest = workspace.find_latest(want.holder)
     if newest is None:
-        raise NoSnapshot(NOTHING)
+        raise SnapshotNotFound(EMPTY_WORKSPACE_MESSAGE)
     return newest, False
 
 
-def kept(holder: UUID, pk: UUID) -> Snapshot:
+def get_snapshot(holder: UUID, pk: UUID) -> Snapshot:
     """A copy of this holder's, or NoSnapshot. If the row itself was let go and its objects are still there as those of a
     later one, which is so after it was restored, it is that one."""
     named = Snapshot.objects.filter(pk=pk, holder=holder).first()
     if named and named.forgotten_at:
-        named = workspace.of(holder).filter(key=named.key).first()
+        named = workspace.find_by_holder(holder).filter(key=named.key).first()
     if named is None:
-        raise NoSnapshot(field="snapshot_id")
+        raise SnapshotNotFound(field="snapshot_id")
     return named
 
 
-def restore(want: Want, pk: UUID, *, now: datetime, actor: str = "", record: Record = bool) -> Snapshot:
+def restore_snapshot(
+    want: SandboxRequest, pk: UUID, *, now: datetime, actor: str = "", record: SnapshotCallback = bool
+) -> Snapshot:
     """Have an earlier copy as what the next use finds in the workspace. What is there now is put to sleep before, and so
     can be gone back to.
 
     Busy while something runs in it; NoSnapshot if there is no such copy of this holder's; StoreFailed if what is there
     now could not be stored, which is then still there. After a crash anywhere either of the two is what a use finds."""
-    later, source = ticking(now), kept(want.holder, pk)
+    later, source = clock_from(now), get_snapshot(want.holder, pk)
     noted: Snapshot | None = None
     try:
-        for _ in range(TRIES):
-            sandbox = settled(want.holder, now=later())
+        for _ in range(MAX_ATTEMPTS):
+            sandbox = wait_until_settled(want.holder, now=later())
             if sandbox is None or sandbox.state == COLD:
-                if restored := _make_newest(want, source, noted, now=later(), record=record):
-                    step("restored", restored)
+                if restored := _promote_snapshot(want, source, noted, now=later(), record=record):
+                    checkpoint("restored", restored)
                     return restored
                 continue
-            _refuse_running(sandbox)
+            _require_not_running(sandbox)
             if noted is None:  # else the copy of what is there now might push it out of those that are kept
-                noted = _again(source, want.holder, SnapshotKind.RESTORED, now=later())
-                step("restore noted", noted)
-            _put_to_sleep(sandbox, now=later(), actor=actor)
-            step("restore asleep", noted)
-        raise Busy("Its sandbox is used over and over. Restore it when it is not.")
+                noted = _copy_snapshot(source, want.holder, SnapshotKind.RESTORED, now=later())
+                checkpoint("restore noted", noted)
+            _evict(sandbox, now=later(), actor=actor)
+            checkpoint("restore asleep", noted)
+        raise SandboxBusy("Its sandbox is used over and over. Restore it when it is not.")
     except Exception:
-        if noted and workspace.of(want.holder).filter(pk=source.pk).exists():  # else it is all there is of that copy
+        if (
+            noted and workspace.find_by_holder(want.holder).filter(pk=source.pk).exists()
+        ):  # else it is all there is of that copy
             workspace.forget(noted, now=later())
         raise
 
 
-def settled(holder: UUID, *, now: datetime) -> Sandbox | None:
+def wait_until_settled(holder: UUID, *, now: datetime) -> Sandbox | None:
     """The holder's sandbox, alive or cold; None if it has none. Waits while somebody starts it or puts it to sleep.
 
     Lost; Busy if they are still at it after the start timeout."""
-    later = ticking(now)
+    later = clock_from(now)
     patience = now + settings.SANDBOX_START_TIMEOUT
-    while sandbox := pool.of(holder):
+    while sandbox := pool.find_by_holder(holder):
         if sandbox.lost_at:
-            raise Lost()
-        if sandbox.state == COLD or sandbox.state in ALIVE:
+            raise SandboxLost()
+        if sandbox.state == COLD or sandbox.state in ALIVE_STATES:
             break
         if later() > patience:
-            raise Busy("Its sandbox is still being started or stored by somebody else.")
-        time.sleep(pool.POLL)
+            raise SandboxBusy("Its sandbox is still being started or stored by somebody else.")
+        time.sleep(pool.POLL_INTERVAL_SECONDS)
     return sandbox
 
 
-def _store(want: Want, name: str, *, now: datetime, actor: str, record: Record) -> Snapshot:
+def _snapshot_alive(want: SandboxRequest, name: str, *, now: datetime, actor: str, record: SnapshotCallback) -> Snapshot:
     """Store what is alive."""
-    later = ticking(now)
+    later = clock_from(now)
 
     def store(provider: Provider, sandbox: Sandbox) -> Snapshot:
         snapshot = workspace.persist(sandbox, provider, kind=SnapshotKind.ASKED, name=name, now=later())
-        step("snapshot stored", snapshot)
+        checkpoint("snapshot stored", snapshot)
         with transaction.atomic(durable=True):
             # Locked until the row is there: nobody puts it to sleep, or gives it up, in between.
             mine = Sandbox.objects.select_for_update(no_key=True, of=("self",)).filter(
-                pk=sandbox.pk, holder=want.holder, incarnation=sandbox.incarnation, state__in=ALIVE
+                pk=sandbox.pk, holder=want.holder, incarnation=sandbox.incarnation, state__in=ALIVE_STATES
             )
             if mine.values_list("pk", flat=True).first() is None:
-                raise NotHeld()
+                raise SandboxNotHeld()
             snapshot.save(force_insert=True)
             record(snapshot)
-        step("snapshot saved", snapshot)
+        checkpoint("snapshot saved", snapshot)
         return snapshot
 
     # As long as an eviction may take: it does the same.
     argv = ["snapshot", name] if name else ["snapshot"]
-    command = Command(argv=argv, timeout=eviction.EVICT_WITHIN, kind="file", needs_data=False)
-    _, snapshot = runs.act_in(want, command, store, now=now, actor=actor)
+    command = Command(argv=argv, timeout=eviction.EVICTION_TIMEOUT, kind="file", needs_data=False)
+    _, snapshot = runs.run_operation(want, command, store, now=now, actor=actor)
     return snapshot
 
 
-def _name_newest(want: Want, name: str, *, now: datetime, record: Record) -> Snapshot | None:
+def _copy_newest(want: SandboxRequest, name: str, *, now: datetime, record: SnapshotCallback) -> Snapshot | None:
     """A row of its own for what is stored of what sleeps. None if it has woken."""
     with transaction.atomic(durable=True):
-        if not _asleep(want):
+        if not _is_cold(want):
             return None
-        newest = workspace.latest(want.holder)
+        newest = workspace.find_latest(want.holder)
         if newest is None:
-            raise NoSnapshot(NOTHING)
-        snapshot = _again(newest, want.holder, SnapshotKind.ASKED, now=now)
+            raise SnapshotNotFound(EMPTY_WORKSPACE_MESSAGE)
+        snapshot = _copy_snapshot(newest, want.holder, SnapshotKind.ASKED, now=now)
         snapshot.name = name
         snapshot.save(update_fields=["name"])
         record(snapshot)
     return snapshot
 
 
-def _make_newest(want: Want, source: Snapshot, noted: Snapshot | None, *, now: datetime, record: Record) -> Snapshot | None:
+def _promote_snapshot(
+    want: SandboxRequest, source: Snapshot, noted: Snapshot | None, *, now: datetime, record: SnapshotCallback
+) -> Snapshot | None:
     """The copy that the next wake reads. None if somebody has woken it."""
     with transaction.atomic(durable=True):
-        if not _asleep(want):
+        if not _is_cold(want):
             return None
-        restored = noted or _again(source, want.holder, SnapshotKind.RESTORED, now=now)
-        restored.at = workspace.moment(want.holder, now)
-        if not workspace.of(want.holder).filter(pk=restored.pk).update(at=restored.at):
-            raise NoSnapshot(field="snapshot_id")
+        restored = noted or _copy_snapshot(source, want.holder, SnapshotKind.RESTORED, now=now)
+        restored.at = workspace.next_snapshot_time(want.holder, now)
+        if not workspace.find_by_holder(want.holder).filter(pk=restored.pk).update(at=restored.at):
+            raise SnapshotNotFound(field="snapshot_id")
         record(restored)
     return restored
 
 
-def _asleep(want: Want) -> bool:
+def _is_cold(want: SandboxRequest) -> bool:
     """Is nothing alive of this holder? It stays so until the transaction ends: its lease and its sandbox are locked."""
     want.fence()
-    mine = Sandbox.objects.select_for_update(no_key=True, of=("self",)).filter(holder=want.holder).exclude(state__in=GONE)
+    mine = (
+        Sandbox.objects.select_for_update(no_key=True, of=("self",)).filter(holder=want.holder).exclude(state__in=GONE_STATES)
+    )
     return all(state == COLD for state in mine.values_list("state", flat=True))
 
 
-def _again(source: Snapshot, holder: UUID, kind: SnapshotKind, *, now: datetime) -> Snapshot:
+def _copy_snapshot(source: Snapshot, holder: UUID, kind: SnapshotKind, *, now: datetime) -> Snapshot:
     with transaction.atomic():
-        return workspace.again(source, holder=holder, kind=kind, now=workspace.moment(holder, now))
+        return workspace.copy_snapshot(source, holder=holder, kind=kind, now=workspace.next_snapshot_time(holder, now))
 
 
-def _refuse_running(sandbox: Sandbox) -> None:
+def _require_not_running(sandbox: Sandbox) -> None:
     if sandbox.state == RUNNING:
-        raise Busy("Something runs in its sandbox. Restore it when that has ended.")
+        raise SandboxBusy("Something runs in its sandbox. Restore it when that has ended.")
 
 
-def _put_to_sleep(sandbox: Sandbox, *, now: datetime, actor: str) -> None:
+def _evict(sandbox: Sandbox, *, now: datetime, actor: str) -> None:
     """Busy or StoreFailed if it does not sleep, and not because somebody else has put it to sleep."""
-    if eviction.sleep(sandbox.pk, now=now, reason="an earlier copy is restored", actor=actor):
+    if eviction.evict(sandbox.pk, now=now, reason="an earlier copy is restored", actor=actor):
         return
     there = Sandbox.objects.get(pk=sandbox.pk)
-    _refuse_running(there)
-    if there.state == State.WAITING and there.last_error and there.tries > sandbox.tries:
-        raise StoreFailed(f"What is in the workspace now could not be stored, so nothing was restored. {there.last_error}")
+    _require_not_running(there)
+    if there.state == SandboxState.WAITING and there.last_error and there.tries > sandbox.tries:
+        raise StoreUnavailable(f"What is in the workspace now could not be stored, so nothing was restored. {there.last_error}")
     if there.state == EVICTING and there.last_error:
-        raise Busy("What is in the workspace now is stored, but its sandbox does not go yet. A sweep tries again.")
+        raise SandboxBusy("What is in the workspace now is stored, but its sandbox does not go yet. A sweep tries again.")

@@ -15,13 +15,13 @@ import hypothesis
 import pytest
 from django.db import connections
 
-from billing.dates import day_of, midnight
+from billing.dates import start_of_day, to_utc_date
 from leases import leasing
 from leases.models import Lease
 from sandboxes import lifecycle, providers
 from sandboxes.models import Pool
 from sandboxes.providers.memory import MemoryProvider
-from sandboxes.storage import store
+from sandboxes.storage import get_store
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
@@ -36,7 +36,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("unhurried")
 
 
-class Died(BaseException):
+class SimulatedCrash(BaseException):
     """The process stops here: nothing above catches it, so nothing after the step it is raised in happens."""
 
 
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             mark.kwargs["serialized_rollback"] = True
 
 
-def missing_service(why: str) -> None:
+def skip_or_fail(why: str) -> None:
     """Skip, or fail where every service was promised."""
     if SERVICES_REQUIRED:
         pytest.fail(why)
@@ -56,21 +56,21 @@ def missing_service(why: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def one_day() -> None:
+def avoid_midnight() -> None:
     """What reads the clock, as pages and commands do, counts days: so no test begins on one that may be over before it ends."""
     now = datetime.now(UTC)
-    left = midnight(day_of(now) + timedelta(days=1)) - now
+    left = start_of_day(to_utc_date(now) + timedelta(days=1)) - now
     if left < MINUTE / 2:
         time.sleep(left.total_seconds())
 
 
 @pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, settings: Any) -> Iterator[None]:
+def isolate_state_dirs(tmp_path: Path, settings: Any) -> Iterator[None]:
     """A store and a state directory of this test's own: what others have left would be pruned, or counted."""
     settings.STATE_DIR, settings.STORAGE_DIR = tmp_path / "state", tmp_path / "store"
-    store.cache_clear()
+    get_store.cache_clear()
     yield
-    store.cache_clear()
+    get_store.cache_clear()
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def now() -> datetime:
 
 @pytest.fixture
 def memory() -> Iterator[MemoryProvider]:
-    provider = providers.get("memory")
+    provider = providers.get_provider("memory")
     assert isinstance(provider, MemoryProvider)
     provider.reset()
     yield provider
@@ -102,7 +102,7 @@ def docker_ready() -> None:
         client = sdk.from_env(timeout=60)
         client.images.get(DOCKER_IMAGE)
     except sdk.errors.DockerException as why:
-        missing_service(f"No Docker Engine with the image {DOCKER_IMAGE}: {why}")
+        skip_or_fail(f"No Docker Engine with the image {DOCKER_IMAGE}: {why}")
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def docker_pool(db: None, docker_ready: None) -> Iterator[Pool]:
     pool = Pool.objects.create(
         name=f"docker-{uuid.uuid4().hex[:12]}", provider="docker", image=DOCKER_IMAGE, capacity=100, memory_mib=128
     )
-    provider = providers.get("docker")
+    provider = providers.get_provider("docker")
     yield pool
     for found in provider.list(str(pool.owner)):
         provider.destroy(found.ref)
@@ -123,33 +123,33 @@ def grant(pool: Pool) -> Callable[..., Lease]:
 
     def make(agent: str = "did:plc:ada", environment: str = "game-1", now: datetime = NOW, **ask: Any) -> Lease:
         ask = {"environment_type": "catan", "pool": pool.name} | ask
-        return leasing.acquire(leasing.Ask(agent_did=agent, environment_id=environment, **ask), now=now)[0]
+        return leasing.acquire(leasing.LeaseRequest(agent_did=agent, environment_id=environment, **ask), now=now)[0]
 
     return make
 
 
 @pytest.fixture
-def at_step() -> Iterator[Callable[..., None]]:
+def at_checkpoint() -> Iterator[Callable[..., None]]:
     """at_step("created", act): run act() the first time a verb comes to that step. act may raise Died."""
     hung: list[Any] = []
 
     def hang(name: str, act: Callable[[], object]) -> None:
         def hook(reached: str, subject: Any) -> None:
             if reached == name:
-                lifecycle.STEP_HOOKS.remove(hook)
+                lifecycle.CHECKPOINT_HOOKS.remove(hook)
                 act()
 
         hung.append(hook)
-        lifecycle.STEP_HOOKS.append(hook)
+        lifecycle.CHECKPOINT_HOOKS.append(hook)
 
     yield hang
     for hook in hung:
-        if hook in lifecycle.STEP_HOOKS:
-            lifecycle.STEP_HOOKS.remove(hook)
+        if hook in lifecycle.CHECKPOINT_HOOKS:
+            lifecycle.CHECKPOINT_HOOKS.remove(hook)
 
 
 @contextmanager
-def threads(count: int) -> Iterator[Callable[[Callable[[int], Any]], list[Any]]]:
+def run_in_threads(count: int) -> Iterator[Callable[[Callable[[int], Any]], list[Any]]]:
     """Run one function in `count` threads that start together; the answers in order, exceptions included."""
     barrier = threading.Barrier(count)
 

@@ -21,50 +21,64 @@ from unfold.contrib.filters.admin import ChoicesRadioFilter
 from unfold.decorators import action, display
 
 from billing import budgets
-from billing.estimate import LAST, outlook
+from billing.estimate import FORECAST_WINDOW_DAYS, forecast_budget
 from billing.models import Account, Budget
 from billing.models.budgets import Period, Scope, Unit
-from sandboxes.admin.base import Act, Fact, Page, Reason, Slice, done_to
-from sandboxes.admin.fields import SpanOrNone
-from sandboxes.admin.formatting import age, ago, badge, counted, link, rows, since, span, stamp, two, usd
+from sandboxes.admin.base import AdminAction, ConsoleModelAdmin, ListTab, ReasonForm, SummaryField, list_audit_entries
+from sandboxes.admin.fields import DurationOrZeroField
+from sandboxes.admin.formatting import (
+    build_changelist_url,
+    format_age,
+    format_duration,
+    format_usd,
+    pluralize,
+    render_admin_link,
+    render_badge,
+    render_time_ago,
+    render_time_since,
+    render_timestamp,
+    render_two_lines,
+)
 from sandboxes.models import Event
-from sandboxes.models.webhooks import Kind
+from sandboxes.models.webhooks import EventType
 
-MOST, LINES = 10, 5  # rows of a panel; notices on the first page
-PASS = timedelta(minutes=1)  # between two of `meter`, and of `budgets`
-READ = timedelta(minutes=5)  # between two of `read`
-HELD_UP = 3 * PASS  # beside its grace: usage is summed up, then it is marked as spent; and the end of its grace is seen
-PACE = f"at the pace of the last {LAST} days"
-CENT, SMALL = Decimal("0.01"), Decimal("0.000001")
-LEVELS = {  # colour and word
+MAX_PANEL_ROWS, MAX_NOTICES = 10, 5  # rows of a panel; notices on the first page
+SWEEP_INTERVAL = timedelta(minutes=1)  # between two of `meter`, and of `budgets`
+READING_INTERVAL = timedelta(minutes=5)  # between two of `read`
+MAX_DETECTION_DELAY = (
+    3 * SWEEP_INTERVAL
+)  # beside its grace: usage is summed up, then it is marked as spent; and the end of its grace is seen
+PACE_NOTE = f"at the pace of the last {FORECAST_WINDOW_DAYS} days"
+CENT, SMALL_QUANTUM = Decimal("0.01"), Decimal("0.000001")
+LEVEL_BADGES = {  # colour and word
     "exhausted": ("failed", "exhausted"), "warned": ("late", "warning"),
     "within": ("ok", "within"), "off": ("destroyed", "off"),
 }  # fmt: skip
 
-TURN_OFF = Act(
+DEACTIVATE_ACTION = AdminAction(
     title="Deactivate budget",
     warning="It refuses nothing, ends nothing and warns of nothing from now on. It can be activated again.",
     done="deactivated",
-    illegal="it is off already",
+    refusal_reason="it is off already",
     legal=lambda budget: budget.active,
-    verb=lambda budget, actor, why, now: budgets.switch(budget.pk, active=False, now=now),
+    verb=lambda budget, actor, why, now: budgets.set_active(budget.pk, active=False, now=now),
 )
-TURN_ON = Act(
+ACTIVATE_ACTION = AdminAction(
     title="Activate budget",
     warning="What has been spent in its present period counts at once, also what was spent while it was off.",
     done="activated",
-    illegal="it is on already",
+    refusal_reason="it is on already",
     legal=lambda budget: not budget.active,
-    verb=lambda budget, actor, why, now: budgets.switch(budget.pk, active=True, now=now),
+    verb=lambda budget, actor, why, now: budgets.set_active(budget.pk, active=True, now=now),
 )
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
 
 
-def level(budget: Budget, now: datetime) -> str:
+def get_level(budget: Budget, now: datetime) -> str:
     """How far it is: "within", "warned", "exhausted", or "off"."""
-    began = budgets.period_of(budget.period, now)[0]
+    began = budgets.get_period_bounds(budget.period, now)[0]
     if not budget.active:
         return "off"
     if budget.exhausted_for == began:
@@ -72,61 +86,61 @@ def level(budget: Budget, now: datetime) -> str:
     return "warned" if budget.warned_for == began else "within"
 
 
-def state(budget: Budget, now: datetime) -> SafeString:
-    return badge(*LEVELS[level(budget, now)])
+def render_budget_state(budget: Budget, now: datetime) -> SafeString:
+    return render_badge(*LEVEL_BADGES[get_level(budget, now)])
 
 
-def figure(amount: Decimal, budget: Budget) -> str:
+def format_amount(amount: Decimal, budget: Budget) -> str:
     """Of what is spent: never more than it is, so what looks spent is. In full where the budget is a small one."""
-    return usd(amount.quantize(CENT if budget.amount >= CENT * 10 else SMALL, ROUND_DOWN)) if amount else "0"
+    return format_usd(amount.quantize(CENT if budget.amount >= CENT * 10 else SMALL_QUANTUM, ROUND_DOWN)) if amount else "0"
 
 
-def unit(budget: Budget) -> str:
+def get_unit_label(budget: Budget) -> str:
     return "USD" if budget.unit == Unit.USD else "hours"
 
 
-def used(budget: Budget, now: datetime) -> str:
-    return f"{figure(budgets.spent_as_of(budget, now), budget)} of {usd(budget.amount)} {unit(budget)}"
+def format_usage(budget: Budget, now: datetime) -> str:
+    return f"{format_amount(budgets.get_spent(budget, now), budget)} of {format_usd(budget.amount)} {get_unit_label(budget)}"
 
 
-def percent(budget: Budget, now: datetime) -> int:
-    return int(100 * budgets.spent_as_of(budget, now) / budget.amount)
+def compute_percent_spent(budget: Budget, now: datetime) -> int:
+    return int(100 * budgets.get_spent(budget, now) / budget.amount)
 
 
-def gauge(budget: Budget, now: datetime) -> SafeString:
+def render_gauge(budget: Budget, now: datetime) -> SafeString:
     """How much is spent, as a bar with a mark where it warns. The numbers stand beside it."""
-    share = min(budgets.spent_as_of(budget, now) / budget.amount, Decimal(1))
+    share = min(budgets.get_spent(budget, now) / budget.amount, Decimal(1))
     return format_html(
         '<span class="lh-gauge" style="--warn: {}%"><meter class="lh-meter is-{}" min="0" max="1" value="{}"></meter></span>',
         budget.warn_percent,
-        level(budget, now),
+        get_level(budget, now),
         f"{share:.4f}",
     )
 
 
-def resets(budget: Budget, now: datetime) -> SafeString | str:
-    ends = budgets.period_of(budget.period, now)[1]
-    return stamp(ends, f"begins anew in {age(ends - now)}") if ends else "does not begin anew"
+def render_reset_time(budget: Budget, now: datetime) -> SafeString | str:
+    ends = budgets.get_period_bounds(budget.period, now)[1]
+    return render_timestamp(ends, f"begins anew in {format_age(ends - now)}") if ends else "does not begin anew"
 
 
-def running_out(budget: Budget, now: datetime) -> Fact:
+def build_forecast_field(budget: Budget, now: datetime) -> SummaryField:
     """On which day it is spent if days go on as the last ones went."""
     if not budget.active:
-        return Fact("Runs out", "–", note="it is off")
-    day, pace = outlook(budget, now)
-    if budgets.is_spent(budget, now):
-        return Fact("Ran out", f"on {day}", note="when that was seen")
+        return SummaryField("Runs out", "–", note="it is off")
+    day, pace = forecast_budget(budget, now)
+    if budgets.is_exhausted(budget, now):
+        return SummaryField("Ran out", f"on {day}", note="when that was seen")
     if pace is None and day is None:
-        return Fact("Runs out", "not known yet", note="nothing was used on a day that is over")
+        return SummaryField("Runs out", "not known yet", note="nothing was used on a day that is over")
     not_soon = "not foreseen" if budget.period == Period.EVER else "not in this period"
-    return Fact("Runs out", f"on {day}" if day else not_soon, note=PACE)
+    return SummaryField("Runs out", f"on {day}" if day else not_soon, note=PACE_NOTE)
 
 
 # --- notices ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Notice:
+class BudgetNotice:
     """A line on other pages about a budget that is past its warning level."""
 
     level: str
@@ -136,36 +150,46 @@ class Notice:
     said: SafeString
 
 
-def notices(budgets_: Iterable[Budget], now: datetime) -> list[Notice]:
+def build_notices(budgets_: Iterable[Budget], now: datetime) -> list[BudgetNotice]:
     """Those of these budgets that have something to say, what is exhausted first."""
-    loud = [each for each in budgets_ if level(each, now) in ("warned", "exhausted")]
-    loud.sort(key=lambda each: (level(each, now) != "exhausted", not each.hard, each.pk))
+    loud = [each for each in budgets_ if get_level(each, now) in ("warned", "exhausted")]
+    loud.sort(key=lambda each: (get_level(each, now) != "exhausted", not each.hard, each.pk))
     return [
-        Notice(
-            level(each, now),
-            state(each, now),
+        BudgetNotice(
+            get_level(each, now),
+            render_budget_state(each, now),
             reverse("admin:billing_budget_change", args=[each.pk]),
             str(each),
-            format_html("{} spent ({} %){}; {}", used(each, now), percent(each, now), _means(each, now), resets(each, now)),
+            format_html(
+                "{} spent ({} %){}; {}",
+                format_usage(each, now),
+                compute_percent_spent(each, now),
+                _describe_consequence(each, now),
+                render_reset_time(each, now),
+            ),
         )
         for each in loud
     ]
 
 
-def _means(budget: Budget, now: datetime) -> str:
-    if level(budget, now) != "exhausted":
+def _describe_consequence(budget: Budget, now: datetime) -> str:
+    if get_level(budget, now) != "exhausted":
         return ""
     return ", leases are refused and ended" if budget.hard else ", it only warns"
 
 
-def everywhere(now: datetime) -> list[Notice]:
+def build_all_notices(now: datetime) -> list[BudgetNotice]:
     """Of all budgets as many as fit, and where the others are. One query."""
-    loud = Budget.objects.filter(budgets.marked("warned_for", now))
-    found = [*loud.order_by(F("exhausted_for").asc(nulls_last=True), "-hard", "pk")[: LINES + 1]]
-    said = notices(found[:LINES], now)
-    if len(found) > LINES:
-        where = rows("billing_budget", slice="exhausted" if found[-1].exhausted_for else "warned")
-        said.append(Notice("warned", badge("late", "more"), where, "More budgets are past their warning level", SafeString()))
+    loud = Budget.objects.filter(budgets.build_marked_filter("warned_for", now))
+    found = [*loud.order_by(F("exhausted_for").asc(nulls_last=True), "-hard", "pk")[: MAX_NOTICES + 1]]
+    said = build_notices(found[:MAX_NOTICES], now)
+    if len(found) > MAX_NOTICES:
+        where = build_changelist_url("billing_budget", slice="exhausted" if found[-1].exhausted_for else "warned")
+        said.append(
+            BudgetNotice(
+                "warned", render_badge("late", "more"), where, "More budgets are past their warning level", SafeString()
+            )
+        )
     return said
 
 
@@ -173,8 +197,8 @@ def everywhere(now: datetime) -> list[Notice]:
 
 
 @admin.register(Budget)
-class BudgetAdmin(Page):
-    list_display = ["what", "whom", "spending", "period_shown", "strictness", "condition"]
+class BudgetAdmin(ConsoleModelAdmin):
+    list_display = ["what", "whom", "spending", "period_label", "strictness", "condition"]
     list_filter = [
         ("scope", ChoicesRadioFilter), ("unit", ChoicesRadioFilter), ("period", ChoicesRadioFilter), "hard",
     ]  # fmt: skip
@@ -182,28 +206,30 @@ class BudgetAdmin(Page):
     search_help_text = "Agent, key, environment type or account, or its beginning"
     ordering = ["pk"]
     slices = {
-        "all": Slice("All", "There is no budget: nothing limits what is spent."),
-        "warned": Slice(
+        "all": ListTab("All", "There is no budget: nothing limits what is spent."),
+        "warned": ListTab(
             "Warning",
             "No budget is past its warning level, beside those that are exhausted.",
-            lambda now: budgets.marked("warned_for", now) & Q(exhausted_for__isnull=True),
+            lambda now: budgets.build_marked_filter("warned_for", now) & Q(exhausted_for__isnull=True),
         ),
-        "exhausted": Slice("Exhausted", "No budget is exhausted.", lambda now: budgets.marked("exhausted_for", now)),
-        "off": Slice("Off", "Every budget is active.", lambda now: Q(active=False)),
+        "exhausted": ListTab(
+            "Exhausted", "No budget is exhausted.", lambda now: budgets.build_marked_filter("exhausted_for", now)
+        ),
+        "off": ListTab("Off", "Every budget is active.", lambda now: Q(active=False)),
     }
     fieldsets = [
         ("Whose leases", {"fields": ["scope", "subject"]}),
         ("How much", {"fields": ["amount", "unit", "period"]}),
         ("What then", {"fields": ["hard", "warn_percent", "grace"]}),
     ]
-    formfield_overrides = {**Page.formfield_overrides, models.DurationField: {"form_class": SpanOrNone}}
+    formfield_overrides = {**ConsoleModelAdmin.formfield_overrides, models.DurationField: {"form_class": DurationOrZeroField}}
     labels = {"hard": "Hard", "warn_percent": "Warn at percent"}
     change_form_outer_before_template = "admin/billing/budget/page.html"
-    acts = {"turn_off": TURN_OFF, "turn_on": TURN_ON}
+    acts = {"turn_off": DEACTIVATE_ACTION, "turn_on": ACTIVATE_ACTION}
     actions_detail = ["turn_off", "turn_on"]
 
     def save_model(self, request: HttpRequest, obj: Budget, form: Any, change: bool) -> None:
-        budgets.save(obj, now=timezone.now())
+        budgets.save_budget(obj, now=timezone.now())
 
     def complete(self, rows: list[Budget]) -> None:
         subjects = self.subjects(rows)
@@ -214,7 +240,7 @@ class BudgetAdmin(Page):
         """Whom each of them is for; `leases` overrides it, which has pages for most."""
         names = {row.subject for row in rows if row.scope == Scope.ACCOUNT}
         found = Account.objects.filter(name__in=names) if names else []
-        known = {each.name: link("billing_account", each.pk, each) for each in found}
+        known = {each.name: render_admin_link("billing_account", each.pk, each) for each in found}
         return {row.pk: known.get(row.subject, row.subject) for row in rows if row.scope == Scope.ACCOUNT}
 
     def holders(self, pks: Collection[UUID]) -> Mapping[UUID, Any]:
@@ -224,91 +250,105 @@ class BudgetAdmin(Page):
     @display(description="Budget")
     def what(self, row: Budget) -> SafeString:
         often = {Period.DAY: "a day", Period.MONTH: "a month", Period.EVER: "in all"}[Period(row.period)]
-        return two(f"{usd(row.amount)} {unit(row)}", often)
+        return render_two_lines(f"{format_usd(row.amount)} {get_unit_label(row)}", often)
 
     @display(description="For")
     def whom(self, row: Budget) -> SafeString | str:
-        return two(capfirst(Scope(row.scope).label), row.shown) if row.subject else "Everything"  # type: ignore[attr-defined]
+        return render_two_lines(capfirst(Scope(row.scope).label), row.shown) if row.subject else "Everything"  # type: ignore[attr-defined]
 
     @display(description="Spent")
     def spending(self, row: Budget) -> SafeString:
         now = timezone.now()
-        return two(gauge(row, now), f"{used(row, now)}, {percent(row, now)} %")
+        return render_two_lines(render_gauge(row, now), f"{format_usage(row, now)}, {compute_percent_spent(row, now)} %")
 
     @display(description="Period")
-    def period_shown(self, row: Budget) -> SafeString:
-        return two(row.get_period_display(), resets(row, timezone.now()))
+    def period_label(self, row: Budget) -> SafeString:
+        return render_two_lines(row.get_period_display(), render_reset_time(row, timezone.now()))
 
     @display(description="Once it is spent")
     def strictness(self, row: Budget) -> SafeString | str:
-        return two("refuses and ends", f"{span(row.grace)} of grace") if row.hard else "only warns"
+        return render_two_lines("refuses and ends", f"{format_duration(row.grace)} of grace") if row.hard else "only warns"
 
     @display(description="State")
     def condition(self, row: Budget) -> SafeString:
-        return state(row, timezone.now())
+        return render_budget_state(row, timezone.now())
 
     def page(self, request: HttpRequest, row: Budget) -> dict[str, Any]:
         now = timezone.now()
-        found = budgets.spenders(row, now=now, most=MOST)
-        count = budgets.open_tabs(row, now=now).count()
+        found = budgets.find_top_spenders(row, now=now, most=MAX_PANEL_ROWS)
+        count = budgets.find_open_tabs(row, now=now).count()
         names = self.holders([tab.holder for tab, _ in found])
         return {
             "facts": self.facts(row, count, now),
-            "within": [(names[tab.holder], tab, since(tab.opened_at), figure(amount, row)) for tab, amount in found],
-            "unit": unit(row),
+            "within": [
+                (names[tab.holder], tab, render_time_since(tab.opened_at), format_amount(amount, row)) for tab, amount in found
+            ],
+            "unit": get_unit_label(row),
             "open_tabs": count,
-            "overshoot": overshoot(row, count, now),
-            "said": told(row),
-            "done": done_to(row, MOST),
+            "overshoot": describe_overshoot(row, count, now),
+            "said": list_budget_events(row),
+            "done": list_audit_entries(row, MAX_PANEL_ROWS),
         }
 
-    def facts(self, row: Budget, count: int, now: datetime) -> list[Fact]:
-        began, ends = budgets.period_of(row.period, now)
-        spent = budgets.spent_as_of(row, now)
+    def facts(self, row: Budget, count: int, now: datetime) -> list[SummaryField]:
+        began, ends = budgets.get_period_bounds(row.period, now)
+        spent = budgets.get_spent(row, now)
         left = max(row.amount - spent, Decimal(0))
-        known = format_html("worked out {}", ago(row.spent_at)) if row.spent_at else "not worked out yet"
+        known = format_html("worked out {}", render_time_ago(row.spent_at)) if row.spent_at else "not worked out yet"
         whom = self.subjects([row]).get(row.pk, row.subject)
         whose = capfirst(Scope(row.scope).label) if row.subject else "every lease, and what nobody holds yet"
-        kept = f"{usd(settings.MINIMUM_USD)} USD" if row.unit == Unit.USD else span(settings.MINIMUM_TIME)
+        kept = f"{format_usd(settings.MINIMUM_USD)} USD" if row.unit == Unit.USD else format_duration(settings.MINIMUM_TIME)
         return [
-            Fact("State", state(row, now), note=ago(row.exhausted_at) if level(row, now) == "exhausted" else ""),
-            Fact("For", whom or "everything", note=whose),
-            Fact(
-                "Spent",
-                used(row, now),
-                note=format_html("{} {} %, {}", gauge(row, now), percent(row, now), known),
-                alarm=level(row, now) == "exhausted",
+            SummaryField(
+                "State",
+                render_budget_state(row, now),
+                note=render_time_ago(row.exhausted_at) if get_level(row, now) == "exhausted" else "",
             ),
-            Fact("Left", f"{figure(left, row)} {unit(row)}", note=f"of {usd(row.amount)}"),
-            running_out(row, now),
-            Fact(
+            SummaryField("For", whom or "everything", note=whose),
+            SummaryField(
+                "Spent",
+                format_usage(row, now),
+                note=format_html("{} {} %, {}", render_gauge(row, now), compute_percent_spent(row, now), known),
+                alarm=get_level(row, now) == "exhausted",
+            ),
+            SummaryField("Left", f"{format_amount(left, row)} {get_unit_label(row)}", note=f"of {format_usd(row.amount)}"),
+            build_forecast_field(row, now),
+            SummaryField(
                 "Period",
                 f"{row.get_period_display()}, UTC" if ends else "ever",
-                note=format_html("since {}, {}", f"{began:%Y-%m-%d}", resets(row, now)) if ends else resets(row, now),
+                note=format_html("since {}, {}", f"{began:%Y-%m-%d}", render_reset_time(row, now))
+                if ends
+                else render_reset_time(row, now),
             ),
-            Fact("Warns", f"at {row.warn_percent} %", note=f"{usd(row.amount * row.warn_percent / 100)} {unit(row)}"),
-            Fact(
+            SummaryField(
+                "Warns",
+                f"at {row.warn_percent} %",
+                note=f"{format_usd(row.amount * row.warn_percent / 100)} {get_unit_label(row)}",
+            ),
+            SummaryField(
                 "Once it is spent",
                 "leases are refused and ended" if row.hard else "it only warns",
-                note=f"what runs may go on for {span(row.grace)}" if row.hard else "nothing is refused, no lease ends",
+                note=f"what runs may go on for {format_duration(row.grace)}"
+                if row.hard
+                else "nothing is refused, no lease ends",
             ),
-            Fact("Leases in it now", f"{count:,}", note=f"each has {kept} reserved" if row.hard else ""),
-        ]  # fmt: skip
+            SummaryField("Leases in it now", f"{count:,}", note=f"each has {kept} reserved" if row.hard else ""),
+        ]
 
     def has_switch_permission(self, request: HttpRequest, object_id: str | None = None) -> bool:
         return request.user.has_perm("billing.change_budget")
 
-    @action(description="Deactivate…", permissions=["switch"], icon="toggle_off", dialog=TURN_OFF.dialog)
-    def turn_off(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
-        return self.answer(request, object_id, TURN_OFF, form)
+    @action(description="Deactivate…", permissions=["switch"], icon="toggle_off", dialog=DEACTIVATE_ACTION.dialog)
+    def turn_off(self, request: HttpRequest, form: ReasonForm, object_id: str) -> HttpResponse:
+        return self.answer(request, object_id, DEACTIVATE_ACTION, form)
 
-    @action(description="Activate…", permissions=["switch"], icon="toggle_on", dialog=TURN_ON.dialog)
-    def turn_on(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
-        return self.answer(request, object_id, TURN_ON, form)
+    @action(description="Activate…", permissions=["switch"], icon="toggle_on", dialog=ACTIVATE_ACTION.dialog)
+    def turn_on(self, request: HttpRequest, form: ReasonForm, object_id: str) -> HttpResponse:
+        return self.answer(request, object_id, ACTIVATE_ACTION, form)
 
 
 @dataclass(frozen=True)
-class Told:
+class BudgetEventRow:
     """An event that was said of a budget."""
 
     href: str
@@ -318,53 +358,62 @@ class Told:
     spent: str
 
 
-def told(budget: Budget) -> list[Told]:
+def list_budget_events(budget: Budget) -> list[BudgetEventRow]:
     """What was said of it, newest first."""
-    kinds = {Kind.BUDGET_WARNING: badge("late", "warning"), Kind.BUDGET_EXHAUSTED: badge("failed", "exhausted")}
-    events = Event.objects.filter(kind__in=[*kinds], key__startswith=f"{budget.pk} ").order_by("-at", "kind")[:MOST]
+    kinds = {
+        EventType.BUDGET_WARNING: render_badge("late", "warning"),
+        EventType.BUDGET_EXHAUSTED: render_badge("failed", "exhausted"),
+    }
+    events = Event.objects.filter(kind__in=[*kinds], key__startswith=f"{budget.pk} ").order_by("-at", "kind")[:MAX_PANEL_ROWS]
     return [
-        Told(
+        BudgetEventRow(
             reverse("admin:sandboxes_event_change", args=[event.pk]),
             event.kind,
-            kinds[Kind(event.kind)],
+            kinds[EventType(event.kind)],
             event.at,
-            f"{figure(Decimal(event.payload['spent']), budget)} of {event.payload['amount']} {unit(budget)}",
+            f"{format_amount(Decimal(event.payload['spent']), budget)} of {event.payload['amount']} {get_unit_label(budget)}",
         )
         for event in events
     ]
 
 
-def overshoot(budget: Budget, count: int, now: datetime) -> list[str]:
+def describe_overshoot(budget: Budget, count: int, now: datetime) -> list[str]:
     """In words and in this budget's numbers, how far it may be overspent: the bound that billing.budgets derives."""
     if not budget.active:
         return ["It is off. Nothing is refused and no lease is ended, so there is no bound."]
     if not budget.hard:
         return ["It only warns. Nothing is refused and no lease is ended, so there is no bound."]
-    lasts, open_ = HELD_UP + budget.grace, counted(count, "lease is", "leases are")
+    lasts, open_ = MAX_DETECTION_DELAY + budget.grace, pluralize(count, "lease is", "leases are")
     parts = (
-        f"{span(PASS)} until usage is summed up, {span(PASS)} until that is marked as spent, {span(budget.grace)} of grace "
-        f"and {span(PASS)} until its end is seen"
+        f"{format_duration(SWEEP_INTERVAL)} until usage is summed up, "
+        f"{format_duration(SWEEP_INTERVAL)} until that is marked as spent, "
+        f"{format_duration(budget.grace)} of grace "
+        f"and {format_duration(SWEEP_INTERVAL)} until its end is seen"
     )
     if budget.unit == Unit.HOURS:
-        hours = usd((count * Decimal(lasts // PASS) / 60).quantize(CENT)) if count else "0"
-        most = f"so by {count:,} x {span(lasts)} = {hours} hours"
+        hours = format_usd((count * Decimal(lasts // SWEEP_INTERVAL) / 60).quantize(CENT)) if count else "0"
+        most = f"so by {count:,} x {format_duration(lasts)} = {hours} hours"
     else:
-        most = f"so by what {counted(count, 'sandbox costs', 'sandboxes cost')} in {span(lasts)}, and their model calls then"
-    said = [f"{open_} open. Once it is spent, what runs goes on for at most {span(lasts)}: {parts}; {most}."]
+        costs = pluralize(count, "sandbox costs", "sandboxes cost")
+        most = f"so by what {costs} in {format_duration(lasts)}, and their model calls then"
+    said = [f"{open_} open. Once it is spent, what runs goes on for at most {format_duration(lasts)}: {parts}; {most}."]
     said.append(
         "Added to that is the time in which the states of sandboxes are stored, one after another, and what model calls "
         "cost that are under way then. What waits is put to sleep without grace."
     )
     if budget.unit == Unit.USD:
-        said.append(f"CPU and memory that are priced by use are known up to {span(READ)} later: so much more of them, too.")
-    room = _room(budget, now)
+        said.append(
+            f"CPU and memory that are priced by use are known up to {format_duration(READING_INTERVAL)} later: "
+            "so much more of them, too."
+        )
+    room = _count_lease_headroom(budget, now)
     if room > count:
         said.append(f"Of what is left, up to {room:,} leases may be open at once; the bound grows with each.")
     return said
 
 
-def _room(budget: Budget, now: datetime) -> int:
+def _count_lease_headroom(budget: Budget, now: datetime) -> int:
     """So many leases may be open at once: each has the least that one costs reserved."""
-    least = budgets.minimum(budget.unit)
-    left = max(budget.amount - budgets.spent_as_of(budget, now), Decimal(0))
+    least = budgets.get_minimum_reservation(budget.unit)
+    left = max(budget.amount - budgets.get_spent(budget, now), Decimal(0))
     return int(round(left / least, 6)) if least else 0  # a minute is no decimal number of hours

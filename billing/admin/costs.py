@@ -25,29 +25,55 @@ from unfold.contrib.filters.admin import (
 from unfold.decorators import display
 
 from billing import pricing
-from billing.admin.formatting import fixed, money, short, whole
-from billing.admin.usage import MONTHS, Agent, Environment, Lease, Provider, amount_of, fact_of
-from billing.costs import PAID
-from billing.models import CostRecord, Item, Priced, Rate, UsageRecord
-from billing.money_sums import exactly, nano_usd
-from billing.pricing import plain
-from sandboxes.admin.base import Fact, Facts, Held, SlicedList, all_fields, uuid_of
-from sandboxes.admin.formatting import counted, link, rows, stamp, two, usd
+from billing.admin.formatting import format_money, format_money_aligned, format_quantity, format_quantity_brief
+from billing.admin.usage import (
+    MONTH_TABS,
+    AgentFilter,
+    EnvironmentFilter,
+    LeaseFilter,
+    ProviderFilter,
+    format_usage_amount,
+    render_usage_source,
+)
+from billing.costs import BILLABLE_STATES
+from billing.models import BillableItem, CostRecord, Rate, UsageKind, UsageRecord
+from billing.money_sums import nanos_to_decimal, sum_exact
+from billing.pricing import format_decimal
+from sandboxes.admin.base import (
+    HolderDisplayMixin,
+    ReadOnlyModelAdmin,
+    SummaryField,
+    TabbedChangeList,
+    build_all_fields_fieldset,
+    parse_uuid,
+)
+from sandboxes.admin.formatting import (
+    build_changelist_url,
+    format_usd,
+    pluralize,
+    render_admin_link,
+    render_timestamp,
+    render_two_lines,
+)
 
-SOURCES = 50  # usage records on the page of a cost record
-EXPORTED = [
+MAX_USAGE_RECORDS_SHOWN = 50  # usage records on the page of a cost record
+EXPORT_FIELDS = [
     "day", "account__name", "agent_did", "environment_id", "holder", "provider", "item", "quantity", "free", "usd",
     "rate__usd", "rate",
 ]  # fmt: skip
-HEAD = [
+EXPORT_HEADER = [
     "day", "account", "agent", "environment", "lease", "provider", "item", "quantity", "free", "usd", "rate_usd", "rate",
 ]  # fmt: skip
 # What usage a cost is of; of the others, time, unless it is by use.
-ITEM_OF = {Priced.STORAGE: Item.STORAGE, Priced.LLM: Item.TOKENS, Priced.REQUEST: Item.RUNS}
+USAGE_ITEM_BY_PRICED_ITEM = {
+    BillableItem.STORAGE: UsageKind.STORAGE,
+    BillableItem.LLM: UsageKind.TOKENS,
+    BillableItem.REQUEST: UsageKind.RUNS,
+}
 
 
 @dataclass(frozen=True)
-class Sums:
+class CostTotals:
     """What all rows of a list come to, on every page of it."""
 
     usd: Decimal
@@ -56,53 +82,55 @@ class Sums:
 
     @property
     def shown(self) -> str:
-        return money(self.usd)
+        return format_money(self.usd)
 
     @property
     def said(self) -> str:
-        return counted(self.number, "record", "records")
+        return pluralize(self.number, "record", "records")
 
     @property
     def parts(self) -> list[tuple[str, str]]:
-        return [(label, money(amount)) for label, amount in self.items if amount]
+        return [(label, format_money(amount)) for label, amount in self.items if amount]
 
 
-class SummedList(SlicedList):
+class CostChangeList(TabbedChangeList):
     """A list that says what all that it shows comes to."""
 
     @cached_property
-    def sums(self) -> Sums:
-        found = [*self.queryset.order_by().values_list("item").annotate(nano=exactly("usd"), number=Count("pk"))]
-        items = sorted(((Priced(item).label, nano_usd(nano)) for item, nano, _ in found), key=lambda each: -each[1])
-        return Sums(sum((amount for _, amount in items), Decimal(0)), sum(each[2] for each in found), items)
+    def sums(self) -> CostTotals:
+        found = [*self.queryset.order_by().values_list("item").annotate(nano=sum_exact("usd"), number=Count("pk"))]
+        items = sorted(
+            ((BillableItem(item).label, nanos_to_decimal(nano)) for item, nano, _ in found), key=lambda each: -each[1]
+        )
+        return CostTotals(sum((amount for _, amount in items), Decimal(0)), sum(each[2] for each in found), items)
 
-    def exported(self, shape: str) -> str:
+    def build_export_url(self, shape: str) -> str:
         return f"{reverse('admin:billing_costrecord_export', args=[shape])}{self.get_query_string(remove=['p', 'e'])}"
 
     @property
     def as_csv(self) -> str:
-        return self.exported("csv")
+        return self.build_export_url("csv")
 
     @property
     def as_json(self) -> str:
-        return self.exported("json")
+        return self.build_export_url("json")
 
 
 @admin.register(CostRecord)
-class CostRecordAdmin(Held, Facts):
-    list_display = ["what", "who", "when", "quantity_shown", "free_shown", "cost"]
+class CostRecordAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
+    list_display = ["what", "who", "when", "quantity_label", "free_quantity", "cost"]
     list_filter = [
-        ("day", RangeDateFilter), Agent, Lease, Environment, Provider, ("item", ChoicesRadioFilter),
+        ("day", RangeDateFilter), AgentFilter, LeaseFilter, EnvironmentFilter, ProviderFilter, ("item", ChoicesRadioFilter),
         ("account", RelatedDropdownFilter),
     ]  # fmt: skip
     list_select_related = ["account"]
     search_fields = ["agent_did__startswith", "environment_id__startswith"]
     search_help_text = "Agent or environment, or a whole id of a lease"
     ordering = ["-day", "-pk"]
-    slices = MONTHS
+    slices = MONTH_TABS
     list_before_template = "admin/billing/costrecord/sums.html"
     change_form_outer_before_template = "admin/billing/costrecord/why.html"
-    fieldsets = all_fields(
+    fieldsets = build_all_fields_fieldset(
         "account",
         "day",
         "provider",
@@ -117,11 +145,11 @@ class CostRecordAdmin(Held, Facts):
         "usd",
     )
 
-    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[SlicedList]:
-        return SummedList
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[TabbedChangeList]:
+        return CostChangeList
 
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:
-        if pk := uuid_of(search_term):
+        if pk := parse_uuid(search_term):
             return queryset.filter(holder=pk), False
         return super().get_search_results(request, queryset, search_term)
 
@@ -131,46 +159,52 @@ class CostRecordAdmin(Held, Facts):
 
     @display(description="What")
     def what(self, row: CostRecord) -> SafeString:
-        return two(Priced(row.item).label, row.provider or "–")
+        return render_two_lines(BillableItem(row.item).label, row.provider or "–")
 
     @display(description="Agent and environment")
     def who(self, row: CostRecord) -> SafeString:
-        return two(row.agent_did or "–", row.environment_id)
+        return render_two_lines(row.agent_did or "–", row.environment_id)
 
     @display(description="Day and account")
     def when(self, row: CostRecord) -> SafeString:
-        return two(row.day, row.account)
+        return render_two_lines(row.day, row.account)
 
     @display(description="Quantity")
-    def quantity_shown(self, row: CostRecord) -> str:
-        return short(row.quantity)
+    def quantity_label(self, row: CostRecord) -> str:
+        return format_quantity_brief(row.quantity)
 
     @display(description="Free of it")
-    def free_shown(self, row: CostRecord) -> str:
-        return short(row.free) if row.free else "–"
+    def free_quantity(self, row: CostRecord) -> str:
+        return format_quantity_brief(row.free) if row.free else "–"
 
     @display(description="USD")
     def cost(self, row: CostRecord) -> str:
-        return fixed(row.usd)
+        return format_money_aligned(row.usd)
 
     def page(self, request: HttpRequest, row: CostRecord) -> dict[str, Any]:
-        used = _usage_of(row)
-        found = [*used[: SOURCES + 1]] if row.item != Priced.PLAN else []
+        used = _find_usage_records(row)
+        found = [*used[: MAX_USAGE_RECORDS_SHOWN + 1]] if row.item != BillableItem.PLAN else []
         return {
             "facts": [
-                Fact("USD", usd(row.usd)),
-                Fact("Day", row.day, href=rows("billing_costrecord", slice="all", day_from=row.day, day_to=row.day)),
-                Fact("Account", link("billing_account", row.account_id, row.account)),
-                Fact("Provider", row.provider or "–"),
+                SummaryField("USD", format_usd(row.usd)),
+                SummaryField(
+                    "Day",
+                    row.day,
+                    href=build_changelist_url("billing_costrecord", slice="all", day_from=row.day, day_to=row.day),
+                ),
+                SummaryField("Account", render_admin_link("billing_account", row.account_id, row.account)),
+                SummaryField("Provider", row.provider or "–"),
                 self.agent(row.agent_did),
-                *([Fact("Environment", row.environment_id)] if row.environment_id else []),
+                *([SummaryField("Environment", row.environment_id)] if row.environment_id else []),
                 *([self.holder(row.holder)] if row.holder else []),
             ],
-            "why": why(row),
-            "sources": [(each, fact_of(each), amount_of(each)) for each in found[:SOURCES]],
-            "more_sources": len(found) > SOURCES,
-            "all_sources": _narrowed(row, found),
-            "cut": _is_cut(row, found),
+            "why": explain_amount(row),
+            "sources": [
+                (each, render_usage_source(each), format_usage_amount(each)) for each in found[:MAX_USAGE_RECORDS_SHOWN]
+            ],
+            "more_sources": len(found) > MAX_USAGE_RECORDS_SHOWN,
+            "all_sources": _build_usage_url(row, found),
+            "cut": _is_split_by_rate(row, found),
             "rate": row.rate,
         }
 
@@ -185,21 +219,21 @@ class CostRecordAdmin(Held, Facts):
         try:
             found = self.get_changelist_instance(request).queryset
         except IncorrectLookupParameters:
-            return HttpResponseRedirect(rows("billing_costrecord", e=1))
-        values = found.values_list(*EXPORTED).iterator(chunk_size=2000)
-        lines = _csv(values) if shape == "csv" else _json(values)
+            return HttpResponseRedirect(build_changelist_url("billing_costrecord", e=1))
+        values = found.values_list(*EXPORT_FIELDS).iterator(chunk_size=2000)
+        lines = _iter_csv(values) if shape == "csv" else _iter_json(values)
         kind = "text/csv; charset=utf-8" if shape == "csv" else "application/json"
         return StreamingHttpResponse(
             lines, content_type=kind, headers={"Content-Disposition": f'attachment; filename="costs.{shape}"'}
         )
 
 
-def _csv(values: Iterator[Any]) -> Iterator[str]:
+def _iter_csv(values: Iterator[Any]) -> Iterator[str]:
     buffer = StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(HEAD)
+    writer.writerow(EXPORT_HEADER)
     for value in values:
-        writer.writerow([_exported(each) for each in value])
+        writer.writerow([_format_exported_value(each) for each in value])
         if buffer.tell() > 1 << 16:
             yield buffer.getvalue()
             buffer.seek(0)
@@ -207,23 +241,25 @@ def _csv(values: Iterator[Any]) -> Iterator[str]:
     yield buffer.getvalue()
 
 
-def _json(values: Iterator[Any]) -> Iterator[str]:
+def _iter_json(values: Iterator[Any]) -> Iterator[str]:
     """A list of objects, one on each line."""
     between = "[\n"
     for value in values:
-        yield between + json.dumps({name: _exported(each) or None for name, each in zip(HEAD, value, strict=True)})
+        yield between + json.dumps(
+            {name: _format_exported_value(each) or None for name, each in zip(EXPORT_HEADER, value, strict=True)}
+        )
         between = ",\n"
     yield "[]\n" if between == "[\n" else "\n]\n"
 
 
-def _exported(value: Any) -> str:
+def _format_exported_value(value: Any) -> str:
     if value is None:
         return ""
-    return plain(value) if isinstance(value, Decimal) else str(value)
+    return format_decimal(value) if isinstance(value, Decimal) else str(value)
 
 
 @dataclass(frozen=True)
-class Step:
+class CalculationStep:
     """A line of the sum that an amount is."""
 
     what: str
@@ -231,32 +267,40 @@ class Step:
     note: Any = ""
 
 
-def why(row: CostRecord) -> list[Step]:
+def explain_amount(row: CostRecord) -> list[CalculationStep]:
     """Quantity less what was free, times the rate: exactly, then rounded once."""
-    label = Priced(row.item).label
+    label = BillableItem(row.item).label
     if row.rate is None:
         return [
-            Step(label.capitalize(), whole(row.quantity), "priced one by one when they were made"),
-            Step("USD", usd(row.usd), "the sum of what each call cost"),
+            CalculationStep(label.capitalize(), format_quantity(row.quantity), "priced one by one when they were made"),
+            CalculationStep("USD", format_usd(row.usd), "the sum of what each call cost"),
         ]
-    used = pricing.rounded(pricing.units(row.item, int(row.whole)))
-    free = f"within {whole(row.rate.allowance)} a month, shared by all of the account" if row.rate.allowance else "no allowance"
-    its = format_html("{}, since {}", link("billing_rate", row.rate_id, row.rate), stamp(row.rate.valid_from))
+    used = pricing.round_half_up(pricing.to_units(row.item, int(row.whole)))
+    free = (
+        f"within {format_quantity(row.rate.allowance)} a month, shared by all of the account"
+        if row.rate.allowance
+        else "no allowance"
+    )
+    its = format_html(
+        "{}, since {}", render_admin_link("billing_rate", row.rate_id, row.rate), render_timestamp(row.rate.valid_from)
+    )
     return [
-        Step(f"Used, {label}", whole(used), "" if row.item != Priced.PLAN else "on the first day of use"),
-        Step("− free", whole(row.free), free),
-        Step("= paid for", whole(used - row.free)),
-        Step("× rate, USD", usd(row.rate.usd), its),
-        Step("= USD", usd(row.usd), "worked out exactly and rounded once, to nine places"),
+        CalculationStep(
+            f"Used, {label}", format_quantity(used), "" if row.item != BillableItem.PLAN else "on the first day of use"
+        ),
+        CalculationStep("− free", format_quantity(row.free), free),
+        CalculationStep("= paid for", format_quantity(used - row.free)),
+        CalculationStep("× rate, USD", format_usd(row.rate.usd), its),
+        CalculationStep("= USD", format_usd(row.usd), "worked out exactly and rounded once, to nine places"),
     ]
 
 
-def _usage_of(row: CostRecord) -> QuerySet[UsageRecord]:
-    item = _item_of(row)
-    kind = Q(item=item, state__in=PAID) if item == Item.TIME else Q(item=item)
-    if item == Item.USE:  # where nobody measures, what was given
-        kind |= Q(item=Item.TIME, state__in=PAID, measured=False)
-    if row.rate and row.item != Priced.REQUEST:  # which is priced as at the beginning of the day
+def _find_usage_records(row: CostRecord) -> QuerySet[UsageRecord]:
+    item = _get_usage_item(row)
+    kind = Q(item=item, state__in=BILLABLE_STATES) if item == UsageKind.TIME else Q(item=item)
+    if item == UsageKind.USE:  # where nobody measures, what was given
+        kind |= Q(item=UsageKind.TIME, state__in=BILLABLE_STATES, measured=False)
+    if row.rate and row.item != BillableItem.REQUEST:  # which is priced as at the beginning of the day
         kind &= Q(ended_at__gt=row.rate.valid_from)
         same = Rate.objects.filter(provider=row.rate.provider, item=row.rate.item, instance_type=row.rate.instance_type)
         if following := same.filter(valid_from__gt=row.rate.valid_from).order_by("valid_from").first():
@@ -267,22 +311,24 @@ def _usage_of(row: CostRecord) -> QuerySet[UsageRecord]:
     ).order_by("began_at", "pk")  # fmt: skip
 
 
-def _is_cut(row: CostRecord, found: Sequence[UsageRecord]) -> bool:
+def _is_split_by_rate(row: CostRecord, found: Sequence[UsageRecord]) -> bool:
     """Did another rate begin while some of this was used?"""
     began = Rate.objects.filter(provider=row.provider, item=row.item, valid_from__date=row.day)
-    moments = [*began.values_list("valid_from", flat=True)] if found and row.rate and row.item != Priced.REQUEST else []
+    moments = [*began.values_list("valid_from", flat=True)] if found and row.rate and row.item != BillableItem.REQUEST else []
     return any(each.began_at < moment < each.ended_at for each in found for moment in moments)
 
 
-def _item_of(row: CostRecord) -> Item:
-    return Item.USE if row.rate and row.rate.by_use else ITEM_OF.get(Priced(row.item), Item.TIME)
+def _get_usage_item(row: CostRecord) -> UsageKind:
+    return (
+        UsageKind.USE if row.rate and row.rate.by_use else USAGE_ITEM_BY_PRICED_ITEM.get(BillableItem(row.item), UsageKind.TIME)
+    )
 
 
-def _narrowed(row: CostRecord, found: Sequence[UsageRecord]) -> str:
+def _build_usage_url(row: CostRecord, found: Sequence[UsageRecord]) -> str:
     """A list of what was found: where one kind of usage is all of it, of that."""
     items = {each.item for each in found}
     known = {"agent_did": row.agent_did, "environment_id": row.environment_id, "holder": row.holder, "provider": row.provider}
     given = {name: value for name, value in known.items() if value}
     if len(items) == 1:
         given["item__exact"] = items.pop()
-    return rows("billing_usagerecord", slice="all", day_from=row.day, day_to=row.day, **given)
+    return build_changelist_url("billing_usagerecord", slice="all", day_from=row.day, day_to=row.day, **given)

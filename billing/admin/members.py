@@ -16,22 +16,22 @@ from django.utils.safestring import SafeString
 from unfold.contrib.filters.admin import RelatedDropdownFilter
 from unfold.decorators import display
 
-from billing.admin.formatting import cost_so_far
-from billing.dates import BEGINNING, day_of
-from billing.models import HOUSE, Account, Membership
-from sandboxes.admin.base import Fact, Held, Page, Slice, all_fields
-from sandboxes.admin.formatting import badge, link, rows, two
+from billing.admin.formatting import build_total_cost_field
+from billing.dates import EPOCH_DATE, to_utc_date
+from billing.models import HOUSE_ACCOUNT_NAME, Account, Membership
+from sandboxes.admin.base import ConsoleModelAdmin, HolderDisplayMixin, ListTab, SummaryField, build_all_fields_fieldset
+from sandboxes.admin.formatting import build_changelist_url, render_admin_link, render_badge, render_two_lines
 
 
-def today() -> date:
-    return day_of(timezone.now())
+def get_today() -> date:
+    return to_utc_date(timezone.now())
 
 
-def began(row: Membership) -> str:
-    return "the beginning" if row.since <= BEGINNING else str(row.since)
+def format_start(row: Membership) -> str:
+    return "the beginning" if row.since <= EPOCH_DATE else str(row.since)
 
 
-def spans(found: QuerySet[Membership]) -> QuerySet[Membership]:
+def annotate_end(found: QuerySet[Membership]) -> QuerySet[Membership]:
     """With when each ends, and whose the agent is then: what `end` says."""
     then = Membership.objects.filter(agent_did=OuterRef("agent_did"), since__gt=OuterRef("since")).order_by("since")
     return found.annotate(
@@ -39,37 +39,39 @@ def spans(found: QuerySet[Membership]) -> QuerySet[Membership]:
     )  # fmt: skip
 
 
-def end(row: Any) -> tuple[date, str] | None:
+def get_end(row: Any) -> tuple[date, str] | None:
     """Its last day, and the account after it."""
     return (row.then_since - timedelta(days=1), row.then_account) if row.then_since else None
 
 
-def in_words(row: Membership) -> str:
+def describe_period(row: Membership) -> str:
     """From when to when, such as "from 2026-11-01 to 2026-11-14, then lab"."""
-    last = end(row)
-    return f"from {began(row)} to {last[0]}, then {last[1]}" if last else f"from {began(row)} on"
+    last = get_end(row)
+    return f"from {format_start(row)} to {last[0]}, then {last[1]}" if last else f"from {format_start(row)} on"
 
 
-def of_account(account: Account, most: int) -> list[tuple[Membership, str]]:
+def list_members(account: Account, most: int) -> list[tuple[Membership, str]]:
     """Its members, now and to come, in words. Nobody says who is in the house: all others are."""
-    to_come = Q(pk__in=Membership.objects.on(today()).values("pk")) | Q(since__gt=today())
-    found = spans(Membership.objects.filter(to_come, account=account)).order_by("agent_did", "since")[:most]
-    return [(row, in_words(row)) for row in found]
+    to_come = Q(pk__in=Membership.objects.on(get_today()).values("pk")) | Q(since__gt=get_today())
+    found = annotate_end(Membership.objects.filter(to_come, account=account)).order_by("agent_did", "since")[:most]
+    return [(row, describe_period(row)) for row in found]
 
 
-def account_of(did: str) -> Fact:
+def build_account_field(did: str) -> SummaryField:
     """Whose account an agent's usage is today."""
-    row = Membership.objects.on(today()).filter(agent_did=did).select_related("account").first()
+    row = Membership.objects.on(get_today()).filter(agent_did=did).select_related("account").first()
     if row is None:
-        return Fact("Account", HOUSE, note="it is a member of no other")
-    return Fact("Account", link("billing_membership", row.pk, row.account), note=f"from {began(row)} on")
+        return SummaryField("Account", HOUSE_ACCOUNT_NAME, note="it is a member of no other")
+    return SummaryField(
+        "Account", render_admin_link("billing_membership", row.pk, row.account), note=f"from {format_start(row)} on"
+    )
 
 
 class MembershipForm(forms.ModelForm):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if "account" in self.fields:  # it is not where somebody only reads
-            self.fields["account"].help_text = f"To leave an account is to move to the {HOUSE}."
+            self.fields["account"].help_text = f"To leave an account is to move to the {HOUSE_ACCOUNT_NAME}."
         if "since" in self.fields and self.instance.pk:
             self.fields["since"].required, self.fields["since"].help_text = True, "The first day, UTC, in no closed month."
 
@@ -77,14 +79,14 @@ class MembershipForm(forms.ModelForm):
         """A new one says something new. One that is there may be changed to what was so before: then it is taken back."""
         said = super().clean()
         if said and not self.errors and self.instance.pk is None:
-            was = Membership.objects.on(said["since"] or today()).filter(agent_did=said["agent_did"]).first()
-            if said["account"].name == (was.account.name if was else HOUSE):
+            was = Membership.objects.on(said["since"] or get_today()).filter(agent_did=said["agent_did"]).first()
+            if said["account"].name == (was.account.name if was else HOUSE_ACCOUNT_NAME):
                 raise ValidationError({"account": f"It belongs to {said['account']} then already."})
         return said
 
 
 @admin.register(Membership)
-class MembershipAdmin(Held, Page):
+class MembershipAdmin(HolderDisplayMixin, ConsoleModelAdmin):
     form = MembershipForm
     list_display = ["agent_did", "of", "span", "condition"]
     list_filter = [("account", RelatedDropdownFilter)]
@@ -93,18 +95,18 @@ class MembershipAdmin(Held, Page):
     search_help_text = "Agent or account, or its beginning"
     ordering = ["agent_did", "-since"]
     slices = {
-        "now": Slice(
+        "now": ListTab(
             "Now",
             "Every agent's usage is the house's: none is a member of another account.",
-            lambda now: Q(pk__in=Membership.objects.on(day_of(now)).values("pk")),
+            lambda now: Q(pk__in=Membership.objects.on(to_utc_date(now)).values("pk")),
         ),
-        "later": Slice("Later", "No agent is about to move.", lambda now: Q(since__gt=day_of(now))),
-        "before": Slice(
+        "later": ListTab("Later", "No agent is about to move.", lambda now: Q(since__gt=to_utc_date(now))),
+        "before": ListTab(
             "Before",
             "No agent has moved yet.",
-            lambda now: Q(since__lte=day_of(now)) & ~Q(pk__in=Membership.objects.on(day_of(now)).values("pk")),
+            lambda now: Q(since__lte=to_utc_date(now)) & ~Q(pk__in=Membership.objects.on(to_utc_date(now)).values("pk")),
         ),
-        "all": Slice("All", "No agent is, or was, a member of an account."),
+        "all": ListTab("All", "No agent is, or was, a member of an account."),
     }
     fields = ["agent_did", "account", "since"]
     labels = {"since": "From"}
@@ -112,7 +114,7 @@ class MembershipAdmin(Held, Page):
 
     def get_fieldsets(self, request: HttpRequest, obj: Membership | None = None) -> Any:
         if obj and not self.has_change_permission(request, obj):
-            return all_fields(*self.fields)
+            return build_all_fields_fieldset(*self.fields)
         return super().get_fieldsets(request, obj)
 
     def get_readonly_fields(self, request: HttpRequest, obj: Membership | None = None) -> list[str]:
@@ -123,49 +125,55 @@ class MembershipAdmin(Held, Page):
         return bool(super().has_change_permission(request, obj)) and not (obj is not None and obj.fixed)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Membership]:
-        return spans(super().get_queryset(request))
+        return annotate_end(super().get_queryset(request))
 
     @display(description="Account")
     def of(self, row: Membership) -> SafeString:
-        return link("billing_account", row.account_id, row.account)
+        return render_admin_link("billing_account", row.account_id, row.account)
 
     @display(description="From")
     def span(self, row: Membership) -> SafeString | str:
-        last = end(row)
-        return two(began(row), f"to {last[0]}, then {last[1]}") if last else began(row)
+        last = get_end(row)
+        return render_two_lines(format_start(row), f"to {last[0]}, then {last[1]}") if last else format_start(row)
 
     @display(description="State")
     def condition(self, row: Membership) -> SafeString:
-        return _state(row)
+        return _render_membership_state(row)
 
     def page(self, request: HttpRequest, row: Membership) -> dict[str, Any]:
-        history = [*spans(Membership.objects.filter(agent_did=row.agent_did)).select_related("account").order_by("-since")]
+        history = [
+            *annotate_end(Membership.objects.filter(agent_did=row.agent_did)).select_related("account").order_by("-since")
+        ]
         fixed, row = row.fixed, next(each for each in history if each.pk == row.pk)  # a form that is refused has changed it
-        last = end(row)
+        last = get_end(row)
         href = reverse("admin:billing_membership_add", query={"agent_did": row.agent_did})
         move = format_html('<a class="lh-link" href="{}">Move it</a>', href)
         return {
             "facts": [
                 self.agent(row.agent_did),
-                Fact(
-                    "Account", link("billing_account", row.account_id, row.account), note="pays for what it uses in that time"
+                SummaryField(
+                    "Account",
+                    render_admin_link("billing_account", row.account_id, row.account),
+                    note="pays for what it uses in that time",
                 ),
-                Fact("From", began(row), note="closed, and stays so" if fixed else ""),
-                Fact("To", last[0] if last else "no end", note=f"then {last[1]}" if last else ""),
-                Fact("State", _state(row), note=move if self.has_add_permission(request) else ""),
-                replace(cost_so_far(agent_did=row.agent_did, account__id__exact=row.account_id), note=f"in {row.account}"),
+                SummaryField("From", format_start(row), note="closed, and stays so" if fixed else ""),
+                SummaryField("To", last[0] if last else "no end", note=f"then {last[1]}" if last else ""),
+                SummaryField("State", _render_membership_state(row), note=move if self.has_add_permission(request) else ""),
+                replace(
+                    build_total_cost_field(agent_did=row.agent_did, account__id__exact=row.account_id), note=f"in {row.account}"
+                ),
             ],
-            "history": [(each, in_words(each), _state(each)) for each in history],
-            "first": history[-1].since > BEGINNING,
-            "all_of_it": rows("billing_membership", slice="all", agent_did=row.agent_did),
+            "history": [(each, describe_period(each), _render_membership_state(each)) for each in history],
+            "first": history[-1].since > EPOCH_DATE,
+            "all_memberships_url": build_changelist_url("billing_membership", slice="all", agent_did=row.agent_did),
         }
 
 
-def _state(row: Membership) -> SafeString:
-    if row.since > today():
-        return badge("waiting", "later")
-    last = end(row)
-    return badge("over") if last and last[0] < today() else badge("ok", "now")
+def _render_membership_state(row: Membership) -> SafeString:
+    if row.since > get_today():
+        return render_badge("waiting", "later")
+    last = get_end(row)
+    return render_badge("over") if last and last[0] < get_today() else render_badge("ok", "now")
 
 
-__all__ = ["MembershipAdmin", "MembershipForm", "account_of", "of_account"]
+__all__ = ["MembershipAdmin", "MembershipForm", "build_account_field", "list_members"]

@@ -16,33 +16,52 @@ from unfold.contrib.filters.admin import (
 )
 from unfold.decorators import display
 
-from billing.dates import day_of, following
-from billing.models import Item, UsageRecord
-from sandboxes.admin.base import Fact, Facts, Held, Slice, all_fields, uuid_of
-from sandboxes.admin.formatting import counted, link, rows, shortened, size, span, stamp, two, usd
-from sandboxes.admin.readings import cpu_time
+from billing.dates import start_of_next_month, to_utc_date
+from billing.models import UsageKind, UsageRecord
+from sandboxes.admin.base import (
+    HolderDisplayMixin,
+    ListTab,
+    ReadOnlyModelAdmin,
+    SummaryField,
+    build_all_fields_fieldset,
+    parse_uuid,
+)
+from sandboxes.admin.formatting import (
+    build_changelist_url,
+    format_bytes,
+    format_duration,
+    format_usd,
+    pluralize,
+    render_admin_link,
+    render_timestamp,
+    render_two_lines,
+    truncate_text,
+)
+from sandboxes.admin.readings import format_cpu_time
 
 
-def month_of(now: datetime) -> date:
-    return day_of(now).replace(day=1)
+def get_month(now: datetime) -> date:
+    return to_utc_date(now).replace(day=1)
 
 
-def month_before(now: datetime) -> date:
-    return (month_of(now) - timedelta(days=1)).replace(day=1)
+def get_previous_month(now: datetime) -> date:
+    return (get_month(now) - timedelta(days=1)).replace(day=1)
 
 
-def of_month(first: date) -> Q:
-    return Q(day__gte=first, day__lt=following(first))
+def build_month_filter(first: date) -> Q:
+    return Q(day__gte=first, day__lt=start_of_next_month(first))
 
 
-MONTHS = {
-    "month": Slice("This month", "Nothing is recorded for this month.", lambda now: of_month(month_of(now))),
-    "before": Slice("Last month", "Nothing is recorded for last month.", lambda now: of_month(month_before(now))),
-    "all": Slice("All", "Nothing is recorded yet: sandboxes that are used are metered and priced by sweeps."),
+MONTH_TABS = {
+    "month": ListTab("This month", "Nothing is recorded for this month.", lambda now: build_month_filter(get_month(now))),
+    "before": ListTab(
+        "Last month", "Nothing is recorded for last month.", lambda now: build_month_filter(get_previous_month(now))
+    ),
+    "all": ListTab("All", "Nothing is recorded yet: sandboxes that are used are metered and priced by sweeps."),
 }
 
 
-class Exactly(TextFilter):
+class ExactValueFilter(TextFilter):
     """A column's whole value, typed in. The address is the same as that of pages that link here."""
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
@@ -50,73 +69,87 @@ class Exactly(TextFilter):
         return queryset.filter(**{str(self.parameter_name): said}) if said else queryset
 
 
-class Agent(Exactly):
+class AgentFilter(ExactValueFilter):
     title, parameter_name = "agent, its DID", "agent_did"
 
 
-class Environment(Exactly):
+class EnvironmentFilter(ExactValueFilter):
     title, parameter_name = "environment", "environment_id"
 
 
-class Provider(Exactly):
+class ProviderFilter(ExactValueFilter):
     title, parameter_name = "provider", "provider"
 
 
-class Lease(Exactly):
+class LeaseFilter(ExactValueFilter):
     title, parameter_name = "lease, its id", "holder"
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         said = (self.value() or "").strip()
-        pk = uuid_of(said)
+        pk = parse_uuid(said)
         return queryset.filter(holder=pk) if pk else queryset.none() if said else queryset
 
 
-def fact_of(row: UsageRecord) -> SafeString:
+def render_usage_source(row: UsageRecord) -> SafeString:
     """The fact that usage was read off, with a link to the page that shows it."""
     kind, _, rest = row.source.partition(" ")
-    if kind == "snapshot" and uuid_of(rest):
-        return link("sandboxes_snapshot", rest, "snapshot")
+    if kind == "snapshot" and parse_uuid(rest):
+        return render_admin_link("sandboxes_snapshot", rest, "snapshot")
     if kind == "data":
-        return format_html('<a class="lh-link" href="{}">data</a>', rows("sandboxes_agentdata", q=row.agent_did))
-    if row.item == Item.TOKENS:
+        return format_html(
+            '<a class="lh-link" href="{}">data</a>', build_changelist_url("sandboxes_agentdata", q=row.agent_did)
+        )
+    if row.item == UsageKind.TOKENS:
         asked = {"holder": row.holder} if row.holder else {}
         when = {"started_at_from_0": row.day, "started_at_to_0": row.day}
-        href = rows("sandboxes_llmcall", slice="all", called=row.model, **asked, **when)
-        return format_html('<a class="lh-link" href="{}">calls of {}</a>', href, shortened(row.model or "no model", 60))
+        href = build_changelist_url("sandboxes_llmcall", slice="all", called=row.model, **asked, **when)
+        return format_html('<a class="lh-link" href="{}">calls of {}</a>', href, truncate_text(row.model or "no model", 60))
     if kind == "reading":
-        return link("sandboxes_reading", rest, row.source)
-    if row.item == Item.RUNS:
-        return format_html('<a class="lh-link" href="{}">runs</a>', rows("sandboxes_run", slice="all", sandbox=row.sandbox_id))
-    return link("sandboxes_sandbox", row.sandbox_id, row.source) if row.sandbox_id else format_html("{}", row.source)
+        return render_admin_link("sandboxes_reading", rest, row.source)
+    if row.item == UsageKind.RUNS:
+        return format_html(
+            '<a class="lh-link" href="{}">runs</a>', build_changelist_url("sandboxes_run", slice="all", sandbox=row.sandbox_id)
+        )
+    return (
+        render_admin_link("sandboxes_sandbox", row.sandbox_id, row.source) if row.sandbox_id else format_html("{}", row.source)
+    )
 
 
-def amount_of(row: UsageRecord) -> str:
-    if row.item == Item.TOKENS:
-        return f"{counted(row.calls, 'call', 'calls')}, {usd(row.usd)} USD"
-    if row.item == Item.RUNS:
-        return counted(row.calls, "run", "runs")
-    if row.item == Item.USE:
-        return f"{cpu_time(row.cpu_micros)} of CPU, {row.memory_mib:,} MiB for {span(row.ended_at - row.began_at)}"
-    if row.item == Item.STORAGE:
-        return f"{size(row.size_bytes)} for {span(row.ended_at - row.began_at)}"
-    return f"{row.memory_mib:,} MiB, {row.millicpus / 1000:g} CPU for {span(row.ended_at - row.began_at)}"
+def format_usage_amount(row: UsageRecord) -> str:
+    if row.item == UsageKind.TOKENS:
+        return f"{pluralize(row.calls, 'call', 'calls')}, {format_usd(row.usd)} USD"
+    if row.item == UsageKind.RUNS:
+        return pluralize(row.calls, "run", "runs")
+    if row.item == UsageKind.USE:
+        held = format_duration(row.ended_at - row.began_at)
+        return f"{format_cpu_time(row.cpu_micros)} of CPU, {row.memory_mib:,} MiB for {held}"
+    if row.item == UsageKind.STORAGE:
+        return f"{format_bytes(row.size_bytes)} for {format_duration(row.ended_at - row.began_at)}"
+    return f"{row.memory_mib:,} MiB, {row.millicpus / 1000:g} CPU for {format_duration(row.ended_at - row.began_at)}"
 
 
 @admin.register(UsageRecord)
-class UsageRecordAdmin(Held, Facts):
+class UsageRecordAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
     list_display = ["what", "who", "when", "amount", "fact"]
-    list_filter = [("day", RangeDateFilter), Agent, Lease, Environment, Provider, ("item", ChoicesRadioFilter)]
+    list_filter = [
+        ("day", RangeDateFilter),
+        AgentFilter,
+        LeaseFilter,
+        EnvironmentFilter,
+        ProviderFilter,
+        ("item", ChoicesRadioFilter),
+    ]
     list_select_related = ["sandbox"]
     search_fields = ["agent_did__startswith", "environment_id__startswith"]
     search_help_text = "Agent or environment, or a whole id of a lease"
     ordering = ["-day", "-pk"]
     slices = {
-        **MONTHS,
-        "unpriced": Slice(
-            "Calls without a price", "What each model call cost is known.", lambda now: Q(item=Item.TOKENS, unpriced__gt=0)
+        **MONTH_TABS,
+        "unpriced": ListTab(
+            "Calls without a price", "What each model call cost is known.", lambda now: Q(item=UsageKind.TOKENS, unpriced__gt=0)
         ),
     }
-    fieldsets = all_fields(
+    fieldsets = build_all_fields_fieldset(
         "item", "source", "day", "began_at", "ended_at", "sandbox", "holder", "agent_did", "environment_id", "provider",
         "state", "memory_mib", "millicpus", "measured", "cpu_micros", "mib_micros",
         "size_bytes", "model", "calls", "unpriced", "input_tokens", "cached_tokens",
@@ -124,46 +157,46 @@ class UsageRecordAdmin(Held, Facts):
     )  # fmt: skip
 
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:
-        if pk := uuid_of(search_term):
+        if pk := parse_uuid(search_term):
             return queryset.filter(holder=pk), False
         return super().get_search_results(request, queryset, search_term)
 
     @display(description="What")
     def what(self, row: UsageRecord) -> SafeString:
-        return two(row.get_item_display(), row.state or row.model)
+        return render_two_lines(row.get_item_display(), row.state or row.model)
 
     @display(description="Agent and environment")
     def who(self, row: UsageRecord) -> SafeString:
-        return two(row.agent_did or "–", row.environment_id)
+        return render_two_lines(row.agent_did or "–", row.environment_id)
 
     @display(description="Day and provider")
     def when(self, row: UsageRecord) -> SafeString:
-        return two(row.day, row.provider or "–")
+        return render_two_lines(row.day, row.provider or "–")
 
     @display(description="How much")
     def amount(self, row: UsageRecord) -> str:
-        return amount_of(row)
+        return format_usage_amount(row)
 
     @display(description="Read off")
     def fact(self, row: UsageRecord) -> SafeString:
-        return fact_of(row)
+        return render_usage_source(row)
 
     def page(self, request: HttpRequest, row: UsageRecord) -> dict[str, Any]:
         known = {"agent_did": row.agent_did, "environment_id": row.environment_id, "holder": row.holder}
         given = {name: value for name, value in known.items() if value}
         return {
             "facts": [
-                Fact("What", row.get_item_display(), note=row.state or row.model),
-                Fact("How much", amount_of(row)),
-                Fact("From", stamp(row.began_at)),
-                Fact("Until", stamp(row.ended_at)),
-                Fact("Read off", fact_of(row)),
-                Fact("Provider", row.provider or "–"),
+                SummaryField("What", row.get_item_display(), note=row.state or row.model),
+                SummaryField("How much", format_usage_amount(row)),
+                SummaryField("From", render_timestamp(row.began_at)),
+                SummaryField("Until", render_timestamp(row.ended_at)),
+                SummaryField("Read off", render_usage_source(row)),
+                SummaryField("Provider", row.provider or "–"),
                 self.agent(row.agent_did),
                 *([self.holder(row.holder)] if isinstance(row.holder, uuid.UUID) else []),
-                Fact(
+                SummaryField(
                     "What it cost", "cost records of that day",
-                    href=rows("billing_costrecord", slice="all", day_from=row.day, day_to=row.day, **given),
+                    href=build_changelist_url("billing_costrecord", slice="all", day_from=row.day, day_to=row.day, **given),
                 ),
             ]
         }  # fmt: skip

@@ -18,26 +18,26 @@ from rest_framework.serializers import Serializer
 from rest_framework.views import APIView
 
 from billing.api import serializers as show
-from billing.costs import costs
-from billing.estimate import Scenario, Unpriceable, estimate, forecast
+from billing.costs import sum_costs
+from billing.estimate import EstimateError, Scenario, estimate, forecast
 from billing.models import Rate, Watermark
-from billing.pricing import plain
+from billing.pricing import format_decimal
 
-CSV = "text/csv"
-PROBLEM = {"$ref": "#/components/schemas/Problem"}
-ERRORS = (400, 401, 403, 405, 406, 500, 503)
+CSV_MEDIA_TYPE = "text/csv"
+PROBLEM_SCHEMA = {"$ref": "#/components/schemas/Problem"}
+ERROR_STATUSES = (400, 401, 403, 405, 406, 500, 503)
 
 
-def answers(body: Any) -> dict[Any, Any]:
+def build_responses(body: Any) -> dict[Any, Any]:
     """The responses of one operation."""
     bad = {
-        (status, "application/problem+json"): OpenApiResponse(PROBLEM, description=HTTPStatus(status).phrase)
-        for status in ERRORS
+        (status, "application/problem+json"): OpenApiResponse(PROBLEM_SCHEMA, description=HTTPStatus(status).phrase)
+        for status in ERROR_STATUSES
     }
     return {200: body} | bad
 
 
-class Key(Protocol):
+class ApiKey(Protocol):
     operator: bool
     dids: Sequence[str]
 
@@ -45,21 +45,21 @@ class Key(Protocol):
 class Caller(Protocol):
     """Who calls, as far as it matters here. `require` is PermissionDenied for agents that are not the caller's."""
 
-    key: Key
+    key: ApiKey
 
     def require(self, did: str) -> None: ...
 
 
-class Table(BaseRenderer):
+class CsvRenderer(BaseRenderer):
     """What a view has made CSV of already."""
 
-    media_type, format, charset = CSV, "csv", "utf-8"
+    media_type, format, charset = CSV_MEDIA_TYPE, "csv", "utf-8"
 
     def render(self, data: Any, accepted_media_type: str | None = None, renderer_context: Any = None) -> Any:
         return data
 
 
-def asked(form: type[Serializer], request: Request) -> dict[str, Any]:
+def validate_query(form: type[Serializer], request: Request) -> dict[str, Any]:
     """What the address asks, by this form; ValidationError names what is wrong, or said twice."""
     if twice := {name: "Said more than once." for name, said in request.query_params.lists() if len(said) > 1}:
         raise ValidationError(twice)
@@ -69,7 +69,7 @@ def asked(form: type[Serializer], request: Request) -> dict[str, Any]:
     return found
 
 
-def agents_of(request: Request, said: Mapping[str, Any]) -> Sequence[str] | None:
+def authorize_agents(request: Request, said: Mapping[str, Any]) -> Sequence[str] | None:
     """Whose costs the caller may see; None: everybody's. PermissionDenied if it asks for another agent's."""
     caller = cast(Caller, request.user)
     if "agent" in said:
@@ -77,62 +77,70 @@ def agents_of(request: Request, said: Mapping[str, Any]) -> Sequence[str] | None
     return None if caller.key.operator else caller.key.dids
 
 
-def metered_at() -> datetime | None:
+def get_metered_at() -> datetime | None:
     return Watermark.objects.filter(name="time").values_list("at", flat=True).first()
 
 
-class Costs(APIView):
+class CostsView(APIView):
     http_method_names = ["get", "head"]
-    renderer_classes = [JSONRenderer, Table]
+    renderer_classes = [JSONRenderer, CsvRenderer]
 
     @extend_schema(
         operation_id="costs_get",
-        parameters=[show.CostsAsked],
-        responses=answers(show.CostsShown) | {(200, CSV): OpenApiTypes.STR},
+        parameters=[show.CostQuerySerializer],
+        responses=build_responses(show.CostReportSerializer) | {(200, CSV_MEDIA_TYPE): OpenApiTypes.STR},
     )
     def get(self, request: Request) -> HttpResponse:
         """What this key's agents have used and what that cost; with an operator's key that of all. `Accept: text/csv`, or
         `format=csv`, is answered with a table of everything."""
-        said = asked(show.CostsAsked, request)
-        agents = agents_of(request, said)
+        said = validate_query(show.CostQuerySerializer, request)
+        agents = authorize_agents(request, said)
         by, limit, since, until = said.pop("by"), said.pop("limit"), said.pop("since", None), said.pop("until", None)
-        found = costs(by, since=since, until=until, agents=agents, **said)
+        found = sum_costs(by, since=since, until=until, agents=agents, **said)
         if request.accepted_renderer.format == "csv":
-            return Response(show.to_csv(by, found))
+            return Response(show.render_costs_csv(by, found))
         return Response(
             {
                 "by": by,
-                "since": show.day_shown(since),
-                "until": show.day_shown(until),
-                "metered_at": metered_at(),
-                "total_usd": plain(sum((total.usd for total in found), show.NOTHING)),
+                "since": show.format_day(since),
+                "until": show.format_day(until),
+                "metered_at": get_metered_at(),
+                "total_usd": format_decimal(sum((total.usd for total in found), show.ZERO_USD)),
                 "left_out": max(len(found) - limit, 0),
-                "results": [show.cost_shown(total) for total in found[:limit]],
+                "results": [show.render_cost_total(total) for total in found[:limit]],
             }
         )
 
 
-class Estimates(APIView):
+class EstimateView(APIView):
     http_method_names = ["get", "head"]
 
-    @extend_schema(operation_id="estimate_get", parameters=[show.EstimateAsked], responses=answers(show.EstimateShown))
+    @extend_schema(
+        operation_id="estimate_get",
+        parameters=[show.EstimateQuerySerializer],
+        responses=build_responses(show.EstimateSerializer),
+    )
     def get(self, request: Request) -> HttpResponse:
         """What so many agents would cost in a month, by the rates that are valid now."""
-        said = asked(show.EstimateAsked, request)
+        said = validate_query(show.EstimateQuerySerializer, request)
         try:
             found = estimate(Scenario(**said), Rate.objects.all(), now=timezone.now())
-        except Unpriceable as wrong:
+        except EstimateError as wrong:
             raise ValidationError({wrong.field: str(wrong)}) from None
-        return Response(show.estimate_shown(found))
+        return Response(show.render_estimate(found))
 
 
-class Forecasts(APIView):
+class ForecastView(APIView):
     http_method_names = ["get", "head"]
 
-    @extend_schema(operation_id="forecast_get", parameters=[show.ForecastAsked], responses=answers(show.ForecastShown))
+    @extend_schema(
+        operation_id="forecast_get",
+        parameters=[show.ForecastQuerySerializer],
+        responses=build_responses(show.ForecastSerializer),
+    )
     def get(self, request: Request) -> HttpResponse:
         """What this month will cost if the days to come cost what the last ones have, and when a budget is spent: of this
         key's agents, with an operator's key of all."""
-        said = asked(show.ForecastAsked, request)
-        found = forecast(now=timezone.now(), agents=agents_of(request, said), **said)
-        return Response({"metered_at": metered_at(), **show.forecast_shown(found)})
+        said = validate_query(show.ForecastQuerySerializer, request)
+        found = forecast(now=timezone.now(), agents=authorize_agents(request, said), **said)
+        return Response({"metered_at": get_metered_at(), **show.render_forecast(found)})

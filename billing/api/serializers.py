@@ -10,17 +10,17 @@ from typing import Any
 from rest_framework import serializers
 
 from billing import pricing
-from billing.costs import BY, MICROSECOND, Total
-from billing.estimate import LAST, Estimate, Forecast
-from billing.instance_types import names
-from billing.models import Priced
+from billing.costs import GROUP_BY_COLUMNS, MICROSECOND, CostTotal
+from billing.estimate import FORECAST_WINDOW_DAYS, Estimate, Forecast
+from billing.instance_types import list_instance_types
+from billing.models import BillableItem
 
-LONGEST = 10_000
-NOTHING = Decimal(0)
-ITEMS = [str(item) for item in Priced.values]
+MAX_RESULTS = 10_000
+ZERO_USD = Decimal(0)
+ITEM_NAMES = [str(item) for item in BillableItem.values]
 
 
-class Narrowed(serializers.Serializer):
+class CostFilterSerializer(serializers.Serializer):
     """Whose costs, of those that the caller may see."""
 
     agent = serializers.CharField(required=False, max_length=255, help_text="Of this agent only: its DID.")
@@ -29,12 +29,12 @@ class Narrowed(serializers.Serializer):
     provider = serializers.CharField(required=False, max_length=32, help_text="At this provider only.")
 
 
-class CostsAsked(Narrowed):
-    by = serializers.ChoiceField([*BY], default="agent", help_text="What costs are added up by.")
+class CostQuerySerializer(CostFilterSerializer):
+    by = serializers.ChoiceField([*GROUP_BY_COLUMNS], default="agent", help_text="What costs are added up by.")
     since = serializers.DateField(required=False, help_text="The first day, UTC.")
     until = serializers.DateField(required=False, help_text="The day after the last one.")
     lease = serializers.UUIDField(required=False, help_text="Of this lease only.")
-    limit = serializers.IntegerField(default=1000, min_value=1, max_value=LONGEST, help_text="Results that are shown.")
+    limit = serializers.IntegerField(default=1000, min_value=1, max_value=MAX_RESULTS, help_text="Results that are shown.")
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
         if "since" in attrs and "until" in attrs and attrs["until"] <= attrs["since"]:
@@ -42,7 +42,7 @@ class CostsAsked(Narrowed):
         return attrs
 
 
-class CostShown(serializers.Serializer):
+class CostTotalSerializer(serializers.Serializer):
     key = serializers.CharField(help_text="Empty: of no agent or lease, such as a plan, or a sandbox that nobody held yet.")
     usd = serializers.CharField(help_text="A decimal number.")
     hours = serializers.CharField(allow_null=True, help_text="For which sandboxes were there and ready. Null by item.")
@@ -50,23 +50,23 @@ class CostShown(serializers.Serializer):
     free = serializers.DictField(child=serializers.CharField(), help_text="How much of that was within an allowance.")
 
 
-class CostsShown(serializers.Serializer):
+class CostReportSerializer(serializers.Serializer):
     by = serializers.CharField()
     since = serializers.DateField(allow_null=True)
     until = serializers.DateField(allow_null=True)
     metered_at = serializers.DateTimeField(allow_null=True, help_text="What was used until then is in it.")
     total_usd = serializers.CharField(help_text="Of all results, those that are left out as well.")
     left_out = serializers.IntegerField(help_text="Results past the limit.")
-    results = CostShown(many=True)
+    results = CostTotalSerializer(many=True)
 
 
-class EstimateAsked(serializers.Serializer):
+class EstimateQuerySerializer(serializers.Serializer):
     agents = serializers.IntegerField(min_value=1, max_value=1_000_000)
     hours_per_day = serializers.DecimalField(
         8, 4, min_value=0, max_value=24, default=Decimal(24), help_text="That each agent's sandbox is there."
     )
     days = serializers.IntegerField(min_value=1, max_value=31, default=30, help_text="Of one month.")
-    instance = serializers.ChoiceField(names(), default="basic")
+    instance = serializers.ChoiceField(list_instance_types(), default="basic")
     cpu_utilisation = serializers.DecimalField(
         8,
         6,
@@ -78,16 +78,19 @@ class EstimateAsked(serializers.Serializer):
     provider = serializers.RegexField(r"\A[-a-z0-9_]{1,32}\Z", default="cloudflare")
 
 
-class ForecastAsked(Narrowed):
+class ForecastQuerySerializer(CostFilterSerializer):
     last = serializers.IntegerField(
-        min_value=1, max_value=366, default=LAST, help_text="From how many days, those that are over, it is made."
+        min_value=1,
+        max_value=366,
+        default=FORECAST_WINDOW_DAYS,
+        help_text="From how many days, those that are over, it is made.",
     )
     budget = serializers.DecimalField(
         18, 9, min_value=Decimal("1e-9"), required=False, help_text="USD, from the 1st on: when are they spent?"
     )
 
 
-class EstimateLine(serializers.Serializer):
+class EstimateLineSerializer(serializers.Serializer):
     item = serializers.CharField()
     unit = serializers.CharField()
     quantity = serializers.CharField()
@@ -96,13 +99,13 @@ class EstimateLine(serializers.Serializer):
     usd = serializers.CharField(help_text="Rounded to cents.")
 
 
-class EstimateShown(serializers.Serializer):
-    lines = EstimateLine(many=True)
+class EstimateSerializer(serializers.Serializer):
+    lines = EstimateLineSerializer(many=True)
     total_usd = serializers.CharField(help_text="The sum of the lines.")
     per_agent_usd = serializers.CharField()
 
 
-class ForecastShown(serializers.Serializer):
+class ForecastSerializer(serializers.Serializer):
     metered_at = serializers.DateTimeField(allow_null=True, help_text="What was used until then is in it.")
     spent_usd = serializers.CharField(help_text="This month (UTC) so far.")
     a_day_usd = serializers.CharField(
@@ -116,30 +119,30 @@ class ForecastShown(serializers.Serializer):
     )
 
 
-def cost_shown(total: Total) -> dict[str, Any]:
+def render_cost_total(total: CostTotal) -> dict[str, Any]:
     return {
         "key": total.key,
-        "usd": pricing.plain(total.usd),
-        "hours": hours_shown(total),
-        "quantities": {item: pricing.plain(amount) for item, amount in sorted(total.quantities.items())},
-        "free": {item: pricing.plain(amount) for item, amount in sorted(total.free.items())},
+        "usd": pricing.format_decimal(total.usd),
+        "hours": format_hours(total),
+        "quantities": {item: pricing.format_decimal(amount) for item, amount in sorted(total.quantities.items())},
+        "free": {item: pricing.format_decimal(amount) for item, amount in sorted(total.free.items())},
     }
 
 
-def hours_shown(total: Total) -> str | None:
+def format_hours(total: CostTotal) -> str | None:
     if total.lasted is None:
         return None
-    return pricing.plain(pricing.rounded(pricing.units("time", total.lasted // MICROSECOND)))
+    return pricing.format_decimal(pricing.round_half_up(pricing.to_units("time", total.lasted // MICROSECOND)))
 
 
-def estimate_shown(found: Estimate) -> dict[str, Any]:
+def render_estimate(found: Estimate) -> dict[str, Any]:
     lines = [
         {
             "item": line.item,
-            "unit": Priced(line.item).label,
-            "quantity": pricing.plain(line.quantity),
-            "free": pricing.plain(line.free),
-            "rate_usd": pricing.plain(line.rate),
+            "unit": BillableItem(line.item).label,
+            "quantity": pricing.format_decimal(line.quantity),
+            "free": pricing.format_decimal(line.free),
+            "rate_usd": pricing.format_decimal(line.rate),
             "usd": str(line.usd),
         }
         for line in found.lines
@@ -147,27 +150,27 @@ def estimate_shown(found: Estimate) -> dict[str, Any]:
     return {"lines": lines, "total_usd": str(found.total), "per_agent_usd": str(found.per_agent)}
 
 
-def forecast_shown(found: Forecast) -> dict[str, Any]:
+def render_forecast(found: Forecast) -> dict[str, Any]:
     return {
-        "spent_usd": pricing.plain(found.spent),
-        "a_day_usd": None if found.a_day is None else pricing.plain(found.a_day),
+        "spent_usd": pricing.format_decimal(found.spent),
+        "a_day_usd": None if found.a_day is None else pricing.format_decimal(found.a_day),
         "days": found.days,
-        "month_usd": pricing.plain(found.month),
-        "budget_usd": None if found.budget is None else pricing.plain(found.budget),
-        "runs_out": day_shown(found.runs_out),
+        "month_usd": pricing.format_decimal(found.month),
+        "budget_usd": None if found.budget is None else pricing.format_decimal(found.budget),
+        "runs_out": format_day(found.runs_out),
     }
 
 
-def day_shown(day: date | None) -> str | None:
+def format_day(day: date | None) -> str | None:
     return day.isoformat() if day else None
 
 
-def to_csv(by: str, totals: Iterable[Total]) -> str:
+def render_costs_csv(by: str, totals: Iterable[CostTotal]) -> str:
     """A line for each key: what it cost, for how long it had sandboxes, and quantities by item, empty where there are none."""
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([by, "usd", "hours", *ITEMS])
+    writer.writerow([by, "usd", "hours", *ITEM_NAMES])
     for total in totals:
-        quantities = [pricing.plain(total.quantities[item]) if item in total.quantities else "" for item in ITEMS]
-        writer.writerow([total.key, pricing.plain(total.usd), hours_shown(total) or "", *quantities])
+        quantities = [pricing.format_decimal(total.quantities[item]) if item in total.quantities else "" for item in ITEM_NAMES]
+        writer.writerow([total.key, pricing.format_decimal(total.usd), format_hours(total) or "", *quantities])
     return text.getvalue()

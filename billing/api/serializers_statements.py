@@ -9,36 +9,36 @@ from typing import Any
 
 from rest_framework import serializers
 
-from billing.api.serializers import LONGEST
-from billing.models import Priced, Statement, StatementLine
-from billing.pricing import plain
+from billing.api.serializers import MAX_RESULTS
+from billing.models import BillableItem, Statement, StatementLine
+from billing.pricing import format_decimal
 
-MONTH = re.compile(r"(?P<year>20\d\d)-(?P<month>0[1-9]|1[0-2])", re.ASCII)
+MONTH_PATTERN = re.compile(r"(?P<year>20\d\d)-(?P<month>0[1-9]|1[0-2])", re.ASCII)
 
 
-def month_of(said: str) -> date | None:
+def parse_month(said: str) -> date | None:
     """The first day of a month such as 2026-11."""
-    found = MONTH.fullmatch(said)
+    found = MONTH_PATTERN.fullmatch(said)
     return date(int(found["year"]), int(found["month"]), 1) if found else None
 
 
-class Month(serializers.CharField):
+class MonthField(serializers.CharField):
     """Such as 2026-11."""
 
     def to_internal_value(self, data: Any) -> Any:
-        found = month_of(super().to_internal_value(data))
+        found = parse_month(super().to_internal_value(data))
         if found is None:
             raise serializers.ValidationError("Not a month such as 2026-11.")
         return found
 
 
-class StatementsAsked(serializers.Serializer):
+class StatementQuerySerializer(serializers.Serializer):
     account = serializers.CharField(required=False, max_length=63, help_text="Of this account only.")
-    month = Month(required=False, help_text="Of this month only, such as 2026-11.")
-    limit = serializers.IntegerField(default=1000, min_value=1, max_value=LONGEST, help_text="Results that are shown.")
+    month = MonthField(required=False, help_text="Of this month only, such as 2026-11.")
+    limit = serializers.IntegerField(default=1000, min_value=1, max_value=MAX_RESULTS, help_text="Results that are shown.")
 
 
-class LineShown(serializers.Serializer):
+class StatementLineSerializer(serializers.Serializer):
     kind = serializers.ChoiceField(StatementLine.Kind.values, help_text="correction: of a month that was closed before.")
     for_month = serializers.CharField(help_text="In which it was used, such as 2026-11.")
     agent = serializers.CharField(help_text="Empty: of no agent, such as a plan, or a sandbox that nobody held yet.")
@@ -49,7 +49,7 @@ class LineShown(serializers.Serializer):
     usd = serializers.CharField(help_text="Rounded to cents; below 0 where a correction gives money back.")
 
 
-class StatementShown(serializers.Serializer):
+class StatementSerializer(serializers.Serializer):
     account = serializers.CharField()
     month = serializers.CharField()
     closed_at = serializers.DateTimeField()
@@ -58,16 +58,16 @@ class StatementShown(serializers.Serializer):
     total_usd = serializers.CharField(help_text="Below 0: money back.")
 
 
-class StatementWithLines(StatementShown):
-    lines = LineShown(many=True)
+class StatementDetailSerializer(StatementSerializer):
+    lines = StatementLineSerializer(many=True)
 
 
-class StatementsShown(serializers.Serializer):
+class StatementListSerializer(serializers.Serializer):
     left_out = serializers.IntegerField(help_text="Results past the limit.")
-    results = StatementShown(many=True)
+    results = StatementSerializer(many=True)
 
 
-def statement_shown(row: Statement) -> dict[str, Any]:
+def render_statement(row: Statement) -> dict[str, Any]:
     """With select_related("account")."""
     return {
         "account": row.account.name,
@@ -79,37 +79,37 @@ def statement_shown(row: Statement) -> dict[str, Any]:
     }
 
 
-def with_lines(row: Statement) -> dict[str, Any]:
-    return statement_shown(row) | {"lines": [line_shown(line) for line in row.lines.all()]}
+def render_statement_detail(row: Statement) -> dict[str, Any]:
+    return render_statement(row) | {"lines": [render_statement_line(line) for line in row.lines.all()]}
 
 
-def line_shown(line: StatementLine) -> dict[str, Any]:
+def render_statement_line(line: StatementLine) -> dict[str, Any]:
     return {
         "kind": line.kind,
         "for_month": f"{line.for_month:%Y-%m}",
         "agent": line.agent_did,
         "provider": line.provider,
         "item": line.item,
-        "unit": Priced(line.item).label,
-        "quantity": plain(line.quantity),
+        "unit": BillableItem(line.item).label,
+        "quantity": format_decimal(line.quantity),
         "usd": str(line.usd),
     }
 
 
-def lines_to_csv(lines: Iterable[StatementLine]) -> str:
+def render_lines_csv(lines: Iterable[StatementLine]) -> str:
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*LineShown().fields])
+    writer.writerow([*StatementLineSerializer().fields])
     for line in lines:
-        writer.writerow(line_shown(line).values())
+        writer.writerow(render_statement_line(line).values())
     return text.getvalue()
 
 
-def statements_to_csv(rows: Iterable[Statement]) -> str:
+def render_statements_csv(rows: Iterable[Statement]) -> str:
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*StatementShown().fields])
+    writer.writerow([*StatementSerializer().fields])
     for row in rows:
-        shown = statement_shown(row)
+        shown = render_statement(row)
         writer.writerow([*(shown | {"closed_at": row.closed_at.isoformat()}).values()])
     return text.getvalue()

@@ -12,44 +12,44 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from billing.api import serializers_statements as show
-from billing.api.costs import CSV, PROBLEM, Caller, Table, answers
+from billing.api.costs import CSV_MEDIA_TYPE, PROBLEM_SCHEMA, Caller, CsvRenderer, build_responses
 from billing.models import Statement
 
-MISSING = {(404, "application/problem+json"): OpenApiResponse(PROBLEM, description="Not Found")}
+NOT_FOUND_RESPONSE = {(404, "application/problem+json"): OpenApiResponse(PROBLEM_SCHEMA, description="Not Found")}
 
 
-def for_operators(request: Request) -> None:
+def require_operator(request: Request) -> None:
     if not cast(Caller, request.user).key.operator:
         raise PermissionDenied("Statements are for operators' keys. What your agents cost is at /api/v1/costs.")
 
 
-class Statements(APIView):
+class StatementListView(APIView):
     http_method_names = ["get", "head"]
-    renderer_classes = [JSONRenderer, Table]
+    renderer_classes = [JSONRenderer, CsvRenderer]
 
     @extend_schema(
         operation_id="statements_list",
-        parameters=[show.StatementsAsked],
-        responses=answers(show.StatementsShown) | {(200, CSV): OpenApiTypes.STR},
+        parameters=[show.StatementQuerySerializer],
+        responses=build_responses(show.StatementListSerializer) | {(200, CSV_MEDIA_TYPE): OpenApiTypes.STR},
     )
     def get(self, request: Request) -> HttpResponse:
         """Closed months, newest first. Operators' keys only. `Accept: text/csv` is answered with a table of all."""
-        for_operators(request)
-        form = show.StatementsAsked(data=request.query_params.dict())
+        require_operator(request)
+        form = show.StatementQuerySerializer(data=request.query_params.dict())
         form.is_valid(raise_exception=True)
         said = form.validated_data
         only = {field: said[name] for name, field in (("account", "account__name"), ("month", "month")) if name in said}
         found = Statement.objects.filter(**only).select_related("account").order_by("-month", "account__name")
         if request.accepted_renderer.format == "csv":
-            return Response(show.statements_to_csv(found))
+            return Response(show.render_statements_csv(found))
         number = found.count()
-        results = [show.statement_shown(row) for row in found[: said["limit"]]]
+        results = [show.render_statement(row) for row in found[: said["limit"]]]
         return Response({"left_out": number - len(results), "results": results})
 
 
-class OneStatement(APIView):
+class StatementDetailView(APIView):
     http_method_names = ["get", "head"]
-    renderer_classes = [JSONRenderer, Table]
+    renderer_classes = [JSONRenderer, CsvRenderer]
 
     @extend_schema(
         operation_id="statements_get",
@@ -57,17 +57,19 @@ class OneStatement(APIView):
             OpenApiParameter("account", str, OpenApiParameter.PATH, description="Its name."),
             OpenApiParameter("month", str, OpenApiParameter.PATH, description="Such as 2026-11."),
         ],
-        responses=answers(show.StatementWithLines) | {(200, CSV): OpenApiTypes.STR} | MISSING,
+        responses=build_responses(show.StatementDetailSerializer)
+        | {(200, CSV_MEDIA_TYPE): OpenApiTypes.STR}
+        | NOT_FOUND_RESPONSE,
     )
     def get(self, request: Request, account: str, month: str) -> HttpResponse:
         """One closed month with its lines: what was used, then what corrects months that were closed before. Operators' keys
         only. `Accept: text/csv` is answered with the lines as a table."""
-        for_operators(request)
-        when = show.month_of(month)
+        require_operator(request)
+        when = show.parse_month(month)
         rows = Statement.objects.filter(account__name=account).select_related("account")
         found = rows.filter(month=when).first() if when else None
         if found is None:
             raise NotFound("No such month is closed.")
         if request.accepted_renderer.format == "csv":
-            return Response(show.lines_to_csv(found.lines.all()))
-        return Response(show.with_lines(found))
+            return Response(show.render_lines_csv(found.lines.all()))
+        return Response(show.render_statement_detail(found))

@@ -5,9 +5,9 @@ from django.urls import path
 from billing.api import costs, statements
 
 urlpatterns = [
-    path("costs", costs.Costs.as_view()),
-    path("estimate", costs.Estimates.as_view()),
-    path("forecast", costs.Forecasts.as_view()),
-    path("statements", statements.Statements.as_view()),
-    path("statements/<slug:account>/<str:month>", statements.OneStatement.as_view()),
+    path("costs", costs.CostsView.as_view()),
+    path("estimate", costs.EstimateView.as_view()),
+    path("forecast", costs.ForecastView.as_view()),
+    path("statements", statements.StatementListView.as_view()),
+    path("statements/<slug:account>/<str:month>", statements.StatementDetailView.as_view()),
 ]

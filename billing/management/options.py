@@ -7,7 +7,7 @@ from django.core.management.base import CommandError
 from rest_framework import serializers
 
 
-def checked(form: type[serializers.Serializer], given: dict[str, Any]) -> dict[str, Any]:
+def validate_options(form: type[serializers.Serializer], given: dict[str, Any]) -> dict[str, Any]:
     """What options say, those that were not given left out; CommandError naming the one that is wrong."""
     read = form(data={name: value for name, value in given.items() if value is not None and name in form().fields})
     if not read.is_valid():
@@ -17,7 +17,7 @@ def checked(form: type[serializers.Serializer], given: dict[str, Any]) -> dict[s
     return said
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as they have to be; all but the first to the right."""
     lines = [head, *rows]
     widths = [max(len(line[at]) for line in lines) for at in range(len(head))]

@@ -11,11 +11,11 @@ from django.utils import timezone
 from django.utils.functional import cached_property
 
 from billing import membership
-from billing.dates import BEGINNING, LONG_AGO, day_of, following
+from billing.dates import EPOCH, EPOCH_DATE, start_of_next_month, to_utc_date
 from billing.models.statements import Statement
 from billing.models.usage import Unpriced, UsageRecord, Watermark
 
-HOUSE = "house"  # the account of agents without another
+HOUSE_ACCOUNT_NAME = "house"  # the account of agents without another
 
 
 class Account(models.Model):
@@ -31,10 +31,10 @@ class Account(models.Model):
         return self.name
 
 
-class Memberships(QuerySet["Membership"]):
+class MembershipQuerySet(QuerySet["Membership"]):
     """What agents' accounts are, by day."""
 
-    def on(self, day: date) -> "Memberships":
+    def on(self, day: date) -> "MembershipQuerySet":
         """Those that count on a day: the latest of each agent that has begun."""
         later = Membership.objects.filter(agent_did=OuterRef("agent_did"), since__gt=OuterRef("since"), since__lte=day)
         return self.filter(~Exists(later), since__lte=day)
@@ -59,7 +59,7 @@ class Membership(models.Model):
         help_text="The first day, UTC, in no closed month. Empty: of its first account from the beginning, else from today.",
     )
 
-    objects = Memberships.as_manager()
+    objects = MembershipQuerySet.as_manager()
 
     class Meta:
         ordering = ["agent_did", "since"]
@@ -76,7 +76,7 @@ class Membership(models.Model):
     @cached_property
     def fixed(self) -> bool:
         """Did it begin in what is closed? As it was when this was asked first."""
-        return bool(_closed(self._moves(gone=True)))
+        return bool(_explain_closed_months(self._find_account_changes(gone=True)))
 
     def clean(self) -> None:
         if not self.agent_did or self.account_id is None:
@@ -84,61 +84,61 @@ class Membership(models.Model):
         if self.since is None and self.pk:
             raise ValidationError({"since": "Say from which day on."})
         if self.since is None:
-            self.since = self._default()
-        if said := _closed(self._moves()):
+            self.since = self._get_default_since()
+        if said := _explain_closed_months(self._find_account_changes()):
             raise ValidationError({"since": said})
 
     def save(self, *args: Any, **options: Any) -> None:
         """ValidationError where it would change what is closed. Whatever is billed otherwise by it is priced again."""
         with transaction.atomic():
-            Watermark.hold("costs", LONG_AGO)  # nobody closes a month, or prices one, by what this is about to change
+            Watermark.hold("costs", EPOCH)  # nobody closes a month, or prices one, by what this is about to change
             self.full_clean()
             self._note()
             super().save(*args, **options)
 
     def delete(self, *args: Any, **options: Any) -> tuple[int, dict[str, int]]:
         with transaction.atomic():
-            Watermark.hold("costs", LONG_AGO)
-            if said := _closed(self._moves(gone=True)):
+            Watermark.hold("costs", EPOCH)
+            if said := _explain_closed_months(self._find_account_changes(gone=True)):
                 raise ValidationError(said)
             self._note(gone=True)
             return super().delete(*args, **options)
 
-    def _default(self) -> date:
+    def _get_default_since(self) -> date:
         if Membership.objects.filter(agent_did=self.agent_did).exists():
-            return day_of(timezone.now())
-        return max(BEGINNING, first_open(_house(), self.account_id))
+            return to_utc_date(timezone.now())
+        return max(EPOCH_DATE, get_first_open_day(_get_house_account_id(), self.account_id))
 
-    def _moves(self, *, gone: bool = False) -> list[tuple[str, date, int, int]]:
+    def _find_account_changes(self, *, gone: bool = False) -> list[tuple[str, date, int, int]]:
         """What saving or deleting it does: (agent, from which day on, the account it was, the one it becomes)."""
         agents = {self.agent_did, *Membership.objects.filter(pk=self.pk).values_list("agent_did", flat=True)}
-        house, found = _house(), []
+        house, found = _get_house_account_id(), []
         for agent in sorted(agents):
             rows = Membership.objects.filter(agent_did=agent).order_by("since").values_list("pk", "since", "account")
             becomes = [(since, account) for pk, since, account in rows if pk != self.pk]
             if agent == self.agent_did and not gone:
                 becomes = sorted([*becomes, (self.since, self.account_id)])
             was = [(since, account) for _, since, account in rows]
-            found += [(agent, *move) for move in membership.moves(was, becomes, house)]
+            found += [(agent, *move) for move in membership.find_account_changes(was, becomes, house)]
         return found
 
     def _note(self, *, gone: bool = False) -> None:
         first: dict[str, date] = {}
-        for agent, since, *_ in self._moves(gone=gone):
+        for agent, since, *_ in self._find_account_changes(gone=gone):
             first.setdefault(agent, since)
         for agent, since in first.items():
             used = UsageRecord.objects.filter(agent_did=agent, day__gte=since).order_by()
             Unpriced.note(used.values_list("day", flat=True).distinct())
 
 
-def _house() -> int:
-    return Account.objects.get_or_create(name=HOUSE)[0].pk
+def _get_house_account_id() -> int:
+    return Account.objects.get_or_create(name=HOUSE_ACCOUNT_NAME)[0].pk
 
 
-def _closed(moves: Iterable[tuple[str, date, int, int]]) -> str:
+def _explain_closed_months(moves: Iterable[tuple[str, date, int, int]]) -> str:
     """Why these are not possible; nothing if they are."""
     for _, since, *accounts in moves:
-        if since < (first := first_open(*accounts)):
+        if since < (first := get_first_open_day(*accounts)):
             closed = Statement.objects.filter(account__in=accounts).select_related("account").latest("month")
             return (
                 f"{closed.account} has closed {closed.month:%Y-%m}, which stays as it is. "
@@ -147,7 +147,7 @@ def _closed(moves: Iterable[tuple[str, date, int, int]]) -> str:
     return ""
 
 
-def first_open(*accounts: int) -> date:
+def get_first_open_day(*accounts: int) -> date:
     """The first day after the months that any of these accounts has closed."""
     last = Statement.objects.filter(account__in=accounts).aggregate(month=Max("month"))["month"]
-    return following(last) if last else date.min
+    return start_of_next_month(last) if last else date.min

@@ -9,7 +9,7 @@ from django.db import models
 from django.db.models import Q
 from django.utils import timezone
 
-SMALLEST = Decimal("0.000001")
+MIN_BUDGET_AMOUNT = Decimal("0.000001")
 
 
 class Scope(models.TextChoices):
@@ -46,7 +46,7 @@ class Budget(models.Model):
         help_text="A DID, the id of an API key, the name of an environment type or of an account. Empty: everything.",
     )  # fmt: skip
     unit = models.CharField(max_length=5, choices=Unit.choices)
-    amount = models.DecimalField(max_digits=15, decimal_places=6, validators=[MinValueValidator(SMALLEST)])
+    amount = models.DecimalField(max_digits=15, decimal_places=6, validators=[MinValueValidator(MIN_BUDGET_AMOUNT)])
     period = models.CharField(max_length=5, choices=Period.choices)
     hard = models.BooleanField(
         default=True, help_text="Once it is spent, leases are refused and ended. Otherwise it only warns."

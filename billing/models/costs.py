@@ -8,7 +8,7 @@ from django.db.models import F, Q, Value
 from django.db.models.functions import Coalesce
 
 from billing.models.accounts import Account
-from billing.models.rates import Priced, Rate
+from billing.models.rates import BillableItem, Rate
 
 
 class CostRecord(models.Model):
@@ -18,7 +18,7 @@ class CostRecord(models.Model):
     account = models.ForeignKey(Account, on_delete=models.PROTECT, related_name="costs", db_index=False)
     day = models.DateField()
     provider = models.CharField(max_length=32, blank=True)
-    item = models.CharField(max_length=8, choices=Priced.choices)
+    item = models.CharField(max_length=8, choices=BillableItem.choices)
     agent_did = models.CharField(max_length=255, blank=True, verbose_name="agent")
     holder = models.UUIDField(null=True, blank=True, help_text="The lease. Empty: a sandbox that nobody held yet, or a plan.")
     environment_id = models.CharField(max_length=200, blank=True)

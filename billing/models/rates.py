@@ -12,10 +12,10 @@ from django.utils import timezone
 
 from billing.models.usage import Unpriced, UsageRecord
 
-DIGITS = 15  # of a number: SQLite keeps no more
+MAX_RATE_DIGITS = 15  # of a number: SQLite keeps no more
 
 
-class Priced(models.TextChoices):
+class BillableItem(models.TextChoices):
     """What rates and costs are for, and in which unit."""
 
     TIME = "time", "sandbox-hours"
@@ -34,7 +34,7 @@ class Rate(models.Model):
 
     provider = models.SlugField(max_length=32)
     instance_type = models.CharField(max_length=32, blank=True, help_text="Such as basic. Empty: of any.")
-    item = models.CharField(max_length=8, choices=[choice for choice in Priced.choices if choice[0] != Priced.LLM])
+    item = models.CharField(max_length=8, choices=[choice for choice in BillableItem.choices if choice[0] != BillableItem.LLM])
     usd = models.DecimalField(
         "USD", max_digits=18, decimal_places=12, validators=[MinValueValidator(Decimal(0))], help_text="For one unit."
     )
@@ -73,10 +73,10 @@ class Rate(models.Model):
         stored = Rate.objects.filter(pk=self.pk).first() if self.pk else None
         if stored and stored.valid_from <= timezone.now():
             raise ValidationError("This rate has begun, and what it priced stays. Add another one that begins later.")
-        if self.valid_from and self.valid_from < earliest_start(timezone.now()):
+        if self.valid_from and self.valid_from < get_earliest_start(timezone.now()):
             raise ValidationError({"valid_from": "A rate does not begin in the past: what was used then has its price."})
-        if isinstance(self.usd, Decimal) and len(self.usd.normalize().as_tuple().digits) > DIGITS:
-            raise ValidationError({"usd": f"At most {DIGITS} digits."})
+        if isinstance(self.usd, Decimal) and len(self.usd.normalize().as_tuple().digits) > MAX_RATE_DIGITS:
+            raise ValidationError({"usd": f"At most {MAX_RATE_DIGITS} digits."})
 
     def save(self, *args: Any, **options: Any) -> None:
         """ValidationError for one that has begun. Whatever was used since it begins is priced again."""
@@ -92,6 +92,6 @@ class Rate(models.Model):
         return super().delete(*args, **options)
 
 
-def earliest_start(now: datetime) -> datetime:
+def get_earliest_start(now: datetime) -> datetime:
     """When a new rate may begin at the earliest. What is used up to now has a price already, or is about to get it."""
     return now

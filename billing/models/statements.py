@@ -8,10 +8,10 @@ from django.db import models
 from django.db.models import F, Q, QuerySet
 
 __all__ = ["Credit", "Frozen", "Statement", "StatementLine"]
-Row = TypeVar("Row", bound="Frozen")
+RowT = TypeVar("RowT", bound="Frozen")
 
 
-class FrozenRows(QuerySet[Row]):
+class AppendOnlyQuerySet(QuerySet[RowT]):
     """Rows that are read, and added to."""
 
     def update(self, **values: Any) -> NoReturn:
@@ -29,7 +29,7 @@ class FrozenRows(QuerySet[Row]):
 class Frozen(models.Model):
     """A row that is written once."""
 
-    objects = FrozenRows.as_manager()
+    objects = AppendOnlyQuerySet.as_manager()
 
     class Meta:
         abstract = True

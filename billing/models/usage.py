@@ -32,7 +32,7 @@ class Watermark(models.Model):
         return mark.at
 
 
-class Item(models.TextChoices):
+class UsageKind(models.TextChoices):
     TIME = "time", "sandbox time"
     USE = "use", "CPU and memory used"
     RUNS = "runs", "runs"
@@ -59,7 +59,7 @@ class Unpriced(models.Model):
         Unpriced.objects.bulk_create([Unpriced(day=day) for day in sorted({*days})], batch_size=200)
 
 
-class UsageRecords(QuerySet["UsageRecord"]):
+class UsageRecordQuerySet(QuerySet["UsageRecord"]):
     """Whatever is written or removed leaves its day unpriced, in the same transaction."""
 
     def bulk_create(self, objs: Iterable[Any], *args: Any, **options: Any) -> list[Any]:
@@ -81,7 +81,7 @@ class UsageRecord(models.Model):
 
     Of what is not over yet the part up to the watermark is here, and grows with the next pass."""
 
-    item = models.CharField(max_length=8, choices=Item.choices)
+    item = models.CharField(max_length=8, choices=UsageKind.choices)
     source = models.CharField(
         max_length=320, help_text="The fact: the transition that began it, the snapshot, lease and model."
     )
@@ -110,7 +110,7 @@ class UsageRecord(models.Model):
     output_tokens = models.PositiveBigIntegerField(default=0)
     usd = models.DecimalField(max_digits=18, decimal_places=9, default=Decimal(0), help_text="Of model calls.")
 
-    objects = UsageRecords.as_manager()
+    objects = UsageRecordQuerySet.as_manager()
 
     class Meta:
         default_permissions = ("view",)

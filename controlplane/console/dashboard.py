@@ -16,19 +16,19 @@ from django.utils import timezone
 from django.views.decorators.cache import never_cache
 
 from billing import spending
-from billing.admin.budgets import BudgetAdmin, Notice, everywhere
-from billing.admin.formatting import brief
+from billing.admin.budgets import BudgetAdmin, BudgetNotice, build_all_notices
+from billing.admin.formatting import format_money_brief
 from billing.models import Budget
 from leases.admin.leases import LeaseAdmin
 from leases.models import Lease
 from sandboxes import pool_stats
 from sandboxes.admin import tabs as slices
-from sandboxes.admin.base import Page, Slice
-from sandboxes.admin.formatting import ago, rows, shortened
-from sandboxes.admin.llm_calls import Since
-from sandboxes.admin.pools import Filling, fillings
+from sandboxes.admin.base import ConsoleModelAdmin, ListTab
+from sandboxes.admin.formatting import build_changelist_url, render_time_ago, truncate_text
+from sandboxes.admin.llm_calls import StartedWithinFilter
+from sandboxes.admin.pools import PoolUsage, build_pool_usages
 from sandboxes.admin.sandboxes import PoolAdmin, SandboxAdmin, SweepAdmin, WebhookAdmin
-from sandboxes.egress.totals import totals
+from sandboxes.egress.totals import calculate_totals
 from sandboxes.models import LlmCall, Pool, Sandbox, Sweep, Webhook
 
 # title -> [(what, icon, "app.model", the name of a page if it is not the model's list)]
@@ -84,29 +84,29 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
     ],
     "Access": [("Users", "person", "auth.user"), ("Groups", "group", "auth.group")],
 }
-MODELS: Mapping[type[Page], type[Model]] = {
+ADMIN_MODELS: Mapping[type[ConsoleModelAdmin], type[Model]] = {
     BudgetAdmin: Budget, LeaseAdmin: Lease, PoolAdmin: Pool, SandboxAdmin: Sandbox, SweepAdmin: Sweep, WebhookAdmin: Webhook,
 }  # fmt: skip
-OLDEST = 6  # rows of a panel
-FRESH = 5  # seconds for which a snapshot is shown to everybody
+PANEL_ROWS = 6  # rows of a panel
+FLEET_CACHE_SECONDS = 5  # seconds for which a snapshot is shown to everybody
 
 
 def navigation(request: HttpRequest) -> list[dict[str, Any]]:
     """The sidebar: what this user may see, and how many sandboxes ask for an operator."""
     groups: list[dict[str, Any]] = [{"items": [{"title": "Fleet", "icon": "monitoring", "link": reverse("admin:index")}]}]
     for title, items in MENU.items():
-        seen = [_item(*item) for item in items if may_view(request, item[2])]
+        seen = [_build_menu_item(*item) for item in items if can_view(request, item[2])]
         groups += [{"title": title, "items": seen}] if seen else []
     return groups
 
 
-def _item(title: str, icon: str, model: str, page: str = "") -> dict[str, Any]:
-    badge = str(snapshot().quarantine or "") if model == "sandboxes.sandbox" else ""
-    link = reverse(page) if page else rows(model.replace(".", "_"))
+def _build_menu_item(title: str, icon: str, model: str, page: str = "") -> dict[str, Any]:
+    badge = str(get_fleet_summary().quarantine or "") if model == "sandboxes.sandbox" else ""
+    link = reverse(page) if page else build_changelist_url(model.replace(".", "_"))
     return {"title": title, "icon": icon, "link": link, "badge": badge}
 
 
-def may_view(request: HttpRequest, model: str) -> bool:
+def can_view(request: HttpRequest, model: str) -> bool:
     app, name = model.split(".")
     return request.user.has_perm(f"{app}.view_{name}")
 
@@ -114,19 +114,23 @@ def may_view(request: HttpRequest, model: str) -> bool:
 def tabs(request: HttpRequest) -> list[dict[str, Any]]:
     """A tab for each slice of the list that is shown; its search and filters go along."""
     for model, page in admin.site._registry.items():
-        if isinstance(page, Page) and page.slices and request.path == rows(_name(model)):
+        if isinstance(page, ConsoleModelAdmin) and page.slices and request.path == build_changelist_url(_get_url_name(model)):
             chosen = request.GET.get("slice")
             shown = chosen if chosen in page.slices else next(iter(page.slices))
             kept = {name: value for name, value in request.GET.items() if name not in ("slice", "p", "e")}
             items = [
-                {"title": part.title, "link": rows(_name(model), **{**kept, "slice": name}), "active": name == shown}
+                {
+                    "title": part.title,
+                    "link": build_changelist_url(_get_url_name(model), **{**kept, "slice": name}),
+                    "active": name == shown,
+                }
                 for name, part in page.slices.items()
             ]
             return [{"models": [model._meta.label_lower], "items": items}]
     return []
 
 
-def _name(model: type[Model]) -> str:
+def _get_url_name(model: type[Model]) -> str:
     return model._meta.label_lower.replace(".", "_")
 
 
@@ -151,7 +155,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Line:
+class PanelRow:
     """A row of a panel."""
 
     href: str
@@ -168,120 +172,133 @@ class Panel:
     empty: str
     href: str
     number: int
-    lines: list[Line]
+    lines: list[PanelRow]
     alarm: bool = False
 
 
 @dataclass(frozen=True)
-class Fleet:
+class FleetSummary:
     """What the first page shows, for display only: nothing decides by it."""
 
     at: datetime
     quarantine: int
     tiles: list[Tile] = field(default_factory=list)
-    pools: list[Filling] = field(default_factory=list)
+    pools: list[PoolUsage] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
-    notices: list[Notice] = field(default_factory=list)
+    notices: list[BudgetNotice] = field(default_factory=list)
 
 
-def snapshot() -> Fleet:
+def get_fleet_summary() -> FleetSummary:
     """The fleet as it was at most FRESH seconds ago, however many tabs are open."""
-    found: Fleet | None = cache.get("fleet")
+    found: FleetSummary | None = cache.get("fleet")
     if found is None:
-        found = look()
-        cache.set("fleet", found, FRESH)
+        found = build_fleet_summary()
+        cache.set("fleet", found, FLEET_CACHE_SECONDS)
     return found
 
 
-def look(now: datetime | None = None) -> Fleet:
+def build_fleet_summary(now: datetime | None = None) -> FleetSummary:
     """Count everything on the first page."""
     now = now or timezone.now()
-    pools = sorted(pool_stats.of_pools(now=now), key=lambda one: (-one.used, one.name))
+    pools = sorted(pool_stats.collect_pool_stats(now=now), key=lambda one: (-one.used, one.name))
     used, capacity, cold = (sum(getattr(one, name) for one in pools) for name in ("used", "capacity", "cold"))
     tiles = [
-        _tile("Active leases", LeaseAdmin, "active", now),
+        _build_tile("Active leases", LeaseAdmin, "active", now),
         Tile(
             "Capacity used",
             f"{100 * used // capacity} %" if capacity else "–",
-            rows("sandboxes_pool"),
+            build_changelist_url("sandboxes_pool"),
             note=f"{used:,} of {capacity:,} places",
             alarm=bool(capacity) and used >= capacity,
         ),
-        _tile("Running now", SandboxAdmin, "running", now),
-        Tile("Cold", f"{cold:,}", rows("sandboxes_sandbox", slice="cold"), note="asleep, their state stored"),
-        _asked(now),
-        *money_tiles(now),
-        _tile("Pools draining", PoolAdmin, "draining", now, note="take nothing new"),
-        _tile("Circuits open", PoolAdmin, "paused", now, note="pools that warm nothing up", bad=True),
-        _tile("In quarantine", SandboxAdmin, "quarantine", now, note="destroy never confirmed", bad=True),
-        _tile("State not stored", SandboxAdmin, "unstored", now, note="waiting, sleep failed", bad=True),
-        _tile("Data not stored", SandboxAdmin, "unsaved", now, note="changes in /data, only there", bad=True),
-        _tile("Lost", SandboxAdmin, "lost", now, note="gone at the provider", bad=True),
-        _tile("Stalled", SandboxAdmin, "stalled", now, note="past their deadline", bad=True),
-        _tile("Webhooks given up", WebhookAdmin, "disabled", now, note="told of nothing", bad=True),
-        _tile("Leases overdue", LeaseAdmin, "overdue", now, note="past their end, still active", bad=True),
-        _tile("Sweeps late", SweepAdmin, "late", now, note="no success for 3 times their period", bad=True),
-        *budget_tiles(now),
+        _build_tile("Running now", SandboxAdmin, "running", now),
+        Tile("Cold", f"{cold:,}", build_changelist_url("sandboxes_sandbox", slice="cold"), note="asleep, their state stored"),
+        _build_model_calls_tile(now),
+        *build_spending_tiles(now),
+        _build_tile("Pools draining", PoolAdmin, "draining", now, note="take nothing new"),
+        _build_tile("Circuits open", PoolAdmin, "paused", now, note="pools that warm nothing up", bad=True),
+        _build_tile("In quarantine", SandboxAdmin, "quarantine", now, note="destroy never confirmed", bad=True),
+        _build_tile("State not stored", SandboxAdmin, "unstored", now, note="waiting, sleep failed", bad=True),
+        _build_tile("Data not stored", SandboxAdmin, "unsaved", now, note="changes in /data, only there", bad=True),
+        _build_tile("Lost", SandboxAdmin, "lost", now, note="gone at the provider", bad=True),
+        _build_tile("Stalled", SandboxAdmin, "stalled", now, note="past their deadline", bad=True),
+        _build_tile("Webhooks given up", WebhookAdmin, "disabled", now, note="told of nothing", bad=True),
+        _build_tile("Leases overdue", LeaseAdmin, "overdue", now, note="past their end, still active", bad=True),
+        _build_tile("Sweeps late", SweepAdmin, "late", now, note="no success for 3 times their period", bad=True),
+        *build_budget_tiles(now),
     ]
     panels = [
-        _panel("quarantine", "quarantined_at", now, alarm=True),
-        _panel("unstored", "state_since", now, title="State not stored", alarm=True),
-        _panel("lost", "lost_at", now, alarm=True),
-        _panel("waiting", "last_used_at", now, title="Waiting longest"),
+        _build_panel("quarantine", "quarantined_at", now, alarm=True),
+        _build_panel("unstored", "state_since", now, title="State not stored", alarm=True),
+        _build_panel("lost", "lost_at", now, alarm=True),
+        _build_panel("waiting", "last_used_at", now, title="Waiting longest"),
     ]
-    filled = fillings(pools, now)
-    return Fleet(at=now, quarantine=panels[0].number, tiles=tiles, pools=filled, panels=panels, notices=everywhere(now))
+    filled = build_pool_usages(pools, now)
+    return FleetSummary(
+        at=now, quarantine=panels[0].number, tiles=tiles, pools=filled, panels=panels, notices=build_all_notices(now)
+    )
 
 
-def _panel(name: str, since: str, now: datetime, *, title: str = "", alarm: bool = False) -> Panel:
-    part: Slice = slices.SANDBOXES[name]
+def _build_panel(name: str, since: str, now: datetime, *, title: str = "", alarm: bool = False) -> Panel:
+    part: ListTab = slices.SANDBOX_TABS[name]
     found = Sandbox.objects.filter(part.where(now))
-    first = list(found.order_by(since)[: OLDEST + 1])
-    number = found.count() if len(first) > OLDEST else len(first)
-    lines = [_line(each, getattr(each, since), alarm) for each in first[:OLDEST]]
-    return Panel(title or part.title, part.empty, rows("sandboxes_sandbox", slice=name), number, lines, alarm and number > 0)
+    first = list(found.order_by(since)[: PANEL_ROWS + 1])
+    number = found.count() if len(first) > PANEL_ROWS else len(first)
+    lines = [_build_panel_row(each, getattr(each, since), alarm) for each in first[:PANEL_ROWS]]
+    return Panel(
+        title or part.title,
+        part.empty,
+        build_changelist_url("sandboxes_sandbox", slice=name),
+        number,
+        lines,
+        alarm and number > 0,
+    )
 
 
-def _tile(title: str, page: type[Page], name: str, now: datetime, *, note: str = "", bad: bool = False, of: str = "") -> Tile:
-    model = MODELS[page]
+def _build_tile(
+    title: str, page: type[ConsoleModelAdmin], name: str, now: datetime, *, note: str = "", bad: bool = False, of: str = ""
+) -> Tile:
+    model = ADMIN_MODELS[page]
     number = model._default_manager.filter(page.slices[name].where(now)).count()
-    return Tile(title, f"{number:,}", rows(_name(model), slice=name), note=note, alarm=bad and number > 0, of=of)
+    return Tile(
+        title, f"{number:,}", build_changelist_url(_get_url_name(model), slice=name), note=note, alarm=bad and number > 0, of=of
+    )
 
 
-def money_tiles(now: datetime) -> list[Tile]:
+def build_spending_tiles(now: datetime) -> list[Tile]:
     """What all that is used costs. One query."""
-    today, month = spending.so_far(now)
+    today, month = spending.get_spending_to_date(now)
     where, of = reverse("spending"), "billing.costrecord"
     return [
-        Tile("Spent today", brief(today), where, note="USD", of=of),
-        Tile("This month", brief(month), where, note="USD spent", of=of),
+        Tile("Spent today", format_money_brief(today), where, note="USD", of=of),
+        Tile("This month", format_money_brief(month), where, note="USD spent", of=of),
     ]
 
 
-def budget_tiles(now: datetime) -> list[Tile]:
+def build_budget_tiles(now: datetime) -> list[Tile]:
     """How many are past a mark in their present period. Two queries."""
     of = "billing.budget"
     return [
-        _tile("Budgets warned of", BudgetAdmin, "warned", now, note="not exhausted yet", of=of),
-        _tile("Budgets exhausted", BudgetAdmin, "exhausted", now, note="in their present period", bad=True, of=of),
+        _build_tile("Budgets warned of", BudgetAdmin, "warned", now, note="not exhausted yet", of=of),
+        _build_tile("Budgets exhausted", BudgetAdmin, "exhausted", now, note="in their present period", bad=True, of=of),
     ]
 
 
-def _asked(now: datetime) -> Tile:
+def _build_model_calls_tile(now: datetime) -> Tile:
     """What models were asked in a day, and what that cost."""
-    total = totals(LlmCall.objects.filter(started_at__gte=now - Since.lengths["1d"]))
+    total = calculate_totals(LlmCall.objects.filter(started_at__gte=now - StartedWithinFilter.lengths["1d"]))
     refused = f"{total.refused:,} refused, " if total.refused else ""
-    href = rows("sandboxes_llmcall", slice="all", kind__exact="llm", since="1d")
+    href = build_changelist_url("sandboxes_llmcall", slice="all", kind__exact="llm", since="1d")
     return Tile("Model calls in 24 h", f"{total.calls:,}", href, note=f"{refused}{total.spent:,.2f} USD")
 
 
-def _line(sandbox: Sandbox, at: datetime | None, alarm: bool) -> Line:
+def _build_panel_row(sandbox: Sandbox, at: datetime | None, alarm: bool) -> PanelRow:
     href = reverse("admin:sandboxes_sandbox_change", args=[sandbox.pk])
-    why = shortened(sandbox.last_error or "The provider gave no reason.", 200) if alarm else ""
-    return Line(href, str(sandbox), why, ago(at))
+    why = truncate_text(sandbox.last_error or "The provider gave no reason.", 200) if alarm else ""
+    return PanelRow(href, str(sandbox), why, render_time_ago(at))
 
 
-def may_see_fleet(request: HttpRequest) -> bool:
+def can_view_fleet(request: HttpRequest) -> bool:
     return request.user.has_perms(
         ["leases.view_lease", "sandboxes.view_sandbox", "sandboxes.view_pool", "sandboxes.view_sweep"]
     )
@@ -289,21 +306,21 @@ def may_see_fleet(request: HttpRequest) -> bool:
 
 def fleet(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
     """The context of the first page."""
-    return context | {"title": "Fleet", **_shown(request)}
+    return context | {"title": "Fleet", **_build_fleet_context(request)}
 
 
-def _shown(request: HttpRequest) -> dict[str, Any]:
-    found = snapshot() if may_see_fleet(request) else None
+def _build_fleet_context(request: HttpRequest) -> dict[str, Any]:
+    found = get_fleet_summary() if can_view_fleet(request) else None
     return {
         "fleet": found,
-        "tiles": [tile for tile in found.tiles if not tile.of or may_view(request, tile.of)] if found else [],
-        "notices": found.notices if found and may_view(request, "billing.budget") else [],
+        "tiles": [tile for tile in found.tiles if not tile.of or can_view(request, tile.of)] if found else [],
+        "notices": found.notices if found and can_view(request, "billing.budget") else [],
     }
 
 
 @never_cache
-def fragment(request: HttpRequest) -> HttpResponse:
+def fleet_fragment(request: HttpRequest) -> HttpResponse:
     """What the first page replaces itself with every ten seconds. 286 is htmx's word for: show this and stop asking."""
     if not admin.site.has_permission(request):
         return render(request, "admin/signed_out.html", status=286)
-    return render(request, "admin/fleet.html", _shown(request))
+    return render(request, "admin/fleet.html", _build_fleet_context(request))

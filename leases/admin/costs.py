@@ -6,27 +6,27 @@ from billing.admin.costs import CostRecordAdmin
 from billing.admin.members import MembershipAdmin, MembershipForm
 from billing.admin.usage import UsageRecordAdmin
 from billing.models import CostRecord, Membership, UsageRecord
-from leases.admin.formatting import HeldByLease
-from leases.admin.sandboxes import NamesAgent
+from leases.admin.formatting import LeaseHolderMixin
+from leases.admin.sandboxes import AgentDidFormMixin
 
 for model in (CostRecord, Membership, UsageRecord):
     admin.site.unregister(model)
 
 
 @admin.register(CostRecord)
-class LeasedCostRecordAdmin(HeldByLease, CostRecordAdmin):
+class LeasedCostRecordAdmin(LeaseHolderMixin, CostRecordAdmin):
     pass
 
 
 @admin.register(UsageRecord)
-class LeasedUsageRecordAdmin(HeldByLease, UsageRecordAdmin):
+class LeasedUsageRecordAdmin(LeaseHolderMixin, UsageRecordAdmin):
     pass
 
 
-class AgentsMembershipForm(NamesAgent, MembershipForm):
+class LeasedMembershipForm(AgentDidFormMixin, MembershipForm):
     pass
 
 
 @admin.register(Membership)
-class AgentsMembershipAdmin(HeldByLease, MembershipAdmin):
-    form = AgentsMembershipForm
+class LeasedMembershipAdmin(LeaseHolderMixin, MembershipAdmin):
+    form = LeasedMembershipForm

@@ -13,77 +13,79 @@ from unfold.decorators import action
 from unfold.enums import ActionVariant
 
 from leases import leasing
-from leases.admin.formatting import HeldByLease, agent_fact
-from leases.admin.state import TAKE
-from leases.models import DID_ACCEPTS, EnvironmentType, is_did
-from leases.tasks import sleep_soon, wake_idle, wake_reclaim, wake_soon
+from leases.admin.formatting import LeaseHolderMixin, build_agent_field
+from leases.admin.state import TAKE_SNAPSHOT_ACTION
+from leases.models import DID_DESCRIPTION, EnvironmentType, validate_did
+from leases.tasks import enqueue_idle_sweep, enqueue_reclaim, request_sleep, request_wake
 from sandboxes import eviction
-from sandboxes.admin.base import Act, Fact, Reason
-from sandboxes.admin.formatting import link
+from sandboxes.admin.base import AdminAction, ReasonForm, SummaryField
+from sandboxes.admin.formatting import render_admin_link
 from sandboxes.admin.policies import PolicyAdmin
 from sandboxes.admin.pools import QuotaAdmin, QuotaForm
 from sandboxes.admin.processes import ProcessAdmin
 from sandboxes.admin.readings import ReadingAdmin
 from sandboxes.admin.sandboxes import RunAdmin, SandboxAdmin
-from sandboxes.models import GONE, Policy, Process, Quota, Reading, Run, Sandbox, State
+from sandboxes.models import GONE_STATES, Policy, Process, Quota, Reading, Run, Sandbox, SandboxState
 
-MOST_TYPES = 8  # on a policy's page
+MAX_TYPES_SHOWN = 8  # on a policy's page
 
 
-def _destroy(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
+def _destroy_sandbox(sandbox: Sandbox, actor: str, why: str, now: datetime) -> bool:
     """A sandbox goes with the lease it is held for, so that its agent is told; one that nobody holds goes alone."""
-    if sandbox.state in GONE:
+    if sandbox.state in GONE_STATES:
         return False  # its holder may have the next one by now
     if sandbox.holder and leasing.end(sandbox.holder, reason="operator", now=now, actor=actor, why=why):
         return True
-    return eviction.give_up(sandbox.pk, now=now, reason=f"operator: {why}", actor=actor)
+    return eviction.schedule_destroy(sandbox.pk, now=now, reason=f"operator: {why}", actor=actor)
 
 
-def _sleeps(sandbox: Sandbox) -> bool:
-    return sandbox.state in (State.WAITING, State.WARM) and sandbox.holder is not None and sandbox.lost_at is None
+def _can_evict(sandbox: Sandbox) -> bool:
+    return sandbox.state in (SandboxState.WAITING, SandboxState.WARM) and sandbox.holder is not None and sandbox.lost_at is None
 
 
-def _by_now(sandbox: Sandbox) -> str:
+def _describe_current_state(sandbox: Sandbox) -> str:
     """What it is, to whoever wanted something else of it."""
-    if sandbox.state == State.RUNNING:
+    if sandbox.state == SandboxState.RUNNING:
         return "it runs again"
     if sandbox.lost_at:
         return "the provider has lost it"
     return f"it is {sandbox.state} now" if sandbox.holder else "nobody holds it"
 
 
-EVICT = Act(
+EVICT_ACTION = AdminAction(
     title="Evict",
     warning="Its state is stored and its process goes; the next use wakes it. What uses it before that keeps it awake.",
     done="asked to sleep",
-    illegal="not waiting",
-    legal=_sleeps,
-    verb=lambda sandbox, actor, why, now: sleep_soon(sandbox, now=now, actor=actor, reason=why),
-    after=wake_idle,
-    because=_by_now,
+    refusal_reason="not waiting",
+    legal=_can_evict,
+    verb=lambda sandbox, actor, why, now: request_sleep(sandbox, now=now, actor=actor, reason=why),
+    after=enqueue_idle_sweep,
+    explain_refusal=_describe_current_state,
 )
-EVICT_WAITING = replace(
-    EVICT,
-    legal=lambda sandbox: sandbox.state == State.WAITING and _sleeps(sandbox),
-    verb=lambda sandbox, actor, why, now: sleep_soon(sandbox, now=now, actor=actor, reason=why, guard=Q(state=State.WAITING)),
+EVICT_WAITING_ACTION = replace(
+    EVICT_ACTION,
+    legal=lambda sandbox: sandbox.state == SandboxState.WAITING and _can_evict(sandbox),
+    verb=lambda sandbox, actor, why, now: request_sleep(
+        sandbox, now=now, actor=actor, reason=why, guard=Q(state=SandboxState.WAITING)
+    ),
 )
-WAKE = Act(
+WAKE_ACTION = AdminAction(
     title="Wake",
     warning="It is started with its stored state, as by a use of its agent: its lease is renewed, too.",
     done="being woken",
-    illegal="not cold",
-    legal=lambda sandbox: sandbox.state == State.COLD and sandbox.lost_at is None,
-    verb=lambda sandbox, actor, why, now: wake_soon(sandbox, now=now, actor=actor, reason=why),
-    because=_by_now,
+    refusal_reason="not cold",
+    legal=lambda sandbox: sandbox.state == SandboxState.COLD and sandbox.lost_at is None,
+    verb=lambda sandbox, actor, why, now: request_wake(sandbox, now=now, actor=actor, reason=why),
+    explain_refusal=_describe_current_state,
 )
-DESTROY = Act(
+DESTROY_ACTION = AdminAction(
     title="Destroy now",
     warning="An active lease that holds it ends. What runs in it is killed, and whatever is only in there is lost.",
     done="being destroyed",
-    illegal="given up before",
-    legal=lambda sandbox: sandbox.state not in GONE,
-    verb=_destroy,
-    after=wake_reclaim,
+    refusal_reason="given up before",
+    legal=lambda sandbox: sandbox.state not in GONE_STATES,
+    verb=_destroy_sandbox,
+    after=enqueue_reclaim,
 )
 
 
@@ -92,27 +94,33 @@ for model in (Sandbox, Run, Process, Reading, Quota, Policy):
 
 
 @admin.register(Sandbox)
-class LeasedSandboxAdmin(HeldByLease, SandboxAdmin):
-    acts = {"evict": EVICT, "wake": WAKE, "take_snapshot": TAKE, "destroy_now": DESTROY, **SandboxAdmin.acts}
+class LeasedSandboxAdmin(LeaseHolderMixin, SandboxAdmin):
+    acts = {
+        "evict": EVICT_ACTION,
+        "wake": WAKE_ACTION,
+        "take_snapshot": TAKE_SNAPSHOT_ACTION,
+        "destroy_now": DESTROY_ACTION,
+        **SandboxAdmin.acts,
+    }
     actions_detail = ["evict", "wake", "take_snapshot", *SandboxAdmin.actions_detail, "destroy_now"]
     actions = ["evict_all", *SandboxAdmin.actions, "destroy_all"]
-    copy_acts = {"restore": "Restore…", "fork": "Fork…"}
+    snapshot_actions = {"restore": "Restore…", "fork": "Fork…"}
 
-    @action(description="Evict…", permissions=["act"], icon="bedtime", dialog=EVICT.dialog)
-    def evict(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
-        return self.answer(request, object_id, EVICT, form)
+    @action(description="Evict…", permissions=["act"], icon="bedtime", dialog=EVICT_ACTION.dialog)
+    def evict(self, request: HttpRequest, form: ReasonForm, object_id: str) -> HttpResponse:
+        return self.answer(request, object_id, EVICT_ACTION, form)
 
-    @action(description="Wake…", permissions=["act"], icon="wb_sunny", dialog=WAKE.dialog)
-    def wake(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
-        return self.answer(request, object_id, WAKE, form)
+    @action(description="Wake…", permissions=["act"], icon="wb_sunny", dialog=WAKE_ACTION.dialog)
+    def wake(self, request: HttpRequest, form: ReasonForm, object_id: str) -> HttpResponse:
+        return self.answer(request, object_id, WAKE_ACTION, form)
 
-    @action(description="Snapshot…", permissions=["act"], icon="photo_camera", dialog=TAKE.dialog)
-    def take_snapshot(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
-        return self.answer(request, object_id, TAKE, form)
+    @action(description="Snapshot…", permissions=["act"], icon="photo_camera", dialog=TAKE_SNAPSHOT_ACTION.dialog)
+    def take_snapshot(self, request: HttpRequest, form: ReasonForm, object_id: str) -> HttpResponse:
+        return self.answer(request, object_id, TAKE_SNAPSHOT_ACTION, form)
 
     @action(description="Evict… (waiting only)", permissions=["act"])
     def evict_all(self, request: HttpRequest, queryset: QuerySet[Sandbox]) -> HttpResponse | None:
-        return self.ask(request, queryset, EVICT_WAITING)
+        return self.ask(request, queryset, EVICT_WAITING_ACTION)
 
     def has_destroy_permission(self, request: HttpRequest, object_id: str | None = None) -> bool:
         """Destroying a held sandbox ends its lease."""
@@ -123,32 +131,32 @@ class LeasedSandboxAdmin(HeldByLease, SandboxAdmin):
         permissions=["destroy"],
         icon="delete_forever",
         variant=ActionVariant.DANGER,
-        dialog=DESTROY.dialog,
+        dialog=DESTROY_ACTION.dialog,
     )
-    def destroy_now(self, request: HttpRequest, form: Reason, object_id: str) -> HttpResponse:
-        return self.answer(request, object_id, DESTROY, form)
+    def destroy_now(self, request: HttpRequest, form: ReasonForm, object_id: str) -> HttpResponse:
+        return self.answer(request, object_id, DESTROY_ACTION, form)
 
     @action(description="Destroy now…", permissions=["destroy"])
     def destroy_all(self, request: HttpRequest, queryset: QuerySet[Sandbox]) -> HttpResponse | None:
-        return self.ask(request, queryset, DESTROY)
+        return self.ask(request, queryset, DESTROY_ACTION)
 
 
 @admin.register(Run)
-class LeasedRunAdmin(HeldByLease, RunAdmin):
+class LeasedRunAdmin(LeaseHolderMixin, RunAdmin):
     pass
 
 
 @admin.register(Reading)
-class LeasedReadingAdmin(HeldByLease, ReadingAdmin):
+class LeasedReadingAdmin(LeaseHolderMixin, ReadingAdmin):
     pass
 
 
 @admin.register(Process)
-class LeasedProcessAdmin(HeldByLease, ProcessAdmin):
+class LeasedProcessAdmin(LeaseHolderMixin, ProcessAdmin):
     pass
 
 
-class NamesAgent:
+class AgentDidFormMixin:
     """A form in which an operator names an agent."""
 
     cleaned_data: dict[str, Any]
@@ -156,31 +164,31 @@ class NamesAgent:
     def clean_agent_did(self) -> str:
         did: str = self.cleaned_data["agent_did"].strip()
         try:
-            is_did(did)
+            validate_did(did)
         except ValidationError:
-            raise ValidationError(f"{did[:80]!r} is not {DID_ACCEPTS}.") from None
+            raise ValidationError(f"{did[:80]!r} is not {DID_DESCRIPTION}.") from None
         return did
 
 
-class AgentsQuotaForm(NamesAgent, QuotaForm):
+class LeasedQuotaForm(AgentDidFormMixin, QuotaForm):
     pass
 
 
 @admin.register(Quota)
-class AgentsQuotaAdmin(QuotaAdmin):
-    form = AgentsQuotaForm
+class LeasedQuotaAdmin(QuotaAdmin):
+    form = LeasedQuotaForm
 
-    def agent(self, did: str) -> Fact:
-        return agent_fact(did)
+    def agent(self, did: str) -> SummaryField:
+        return build_agent_field(did)
 
 
 @admin.register(Policy)
-class WantedPolicyAdmin(PolicyAdmin):
-    def wanted_by(self, row: Policy) -> list[Fact]:
+class LeasedPolicyAdmin(PolicyAdmin):
+    def wanted_by(self, row: Policy) -> list[SummaryField]:
         """The environment types whose next sandboxes get it; of the built-in one also those that name none."""
         theirs = Q(policy=row) | Q(policy__isnull=True) if row.built_in else Q(policy=row)
         found = EnvironmentType.objects.filter(theirs).order_by("name")
-        shown = [link("leases_environmenttype", each.pk, each.name) for each in found[:MOST_TYPES]]
+        shown = [render_admin_link("leases_environmenttype", each.pk, each.name) for each in found[:MAX_TYPES_SHOWN]]
         more = len(found) - len(shown)
         named = format_html_join(", ", "{}", ((each,) for each in shown))
-        return [Fact("Environment types", named or "none", note=f"and {more} more" if more else "")]
+        return [SummaryField("Environment types", named or "none", note=f"and {more} more" if more else "")]

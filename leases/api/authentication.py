@@ -40,18 +40,18 @@ class Caller:
         return every if self.key.operator else every.filter(agent_did__in=self.key.dids)
 
     def lease(self, pk: UUID) -> Lease:
-        found = sql.first(Lease, "id = %s", pk)
+        found = sql.find_first(Lease, "id = %s", pk)
         if found is None or not self.speaks_for(found.agent_did):
             raise NotFound("There is no such lease.")
         return found
 
 
-def caller_of(request: HttpRequest, *, now: datetime) -> Caller:
+def authenticate_request(request: HttpRequest, *, now: datetime) -> Caller:
     """Whoever holds the key of this request. NotAuthenticated without one, AuthenticationFailed if it is no good."""
     scheme, _, key = request.META.get("HTTP_AUTHORIZATION", "").partition(" ")
     if not scheme:
         raise NotAuthenticated(HasKey.message)
-    row = api_keys.find(key.strip(), now=now) if scheme.lower() == "bearer" else None
+    row = api_keys.find_active_key(key.strip(), now=now) if scheme.lower() == "bearer" else None
     if row is None:
         raise AuthenticationFailed("This key is not known, or was revoked.")
     return Caller(row)
@@ -63,7 +63,7 @@ class KeyAuthentication(BaseAuthentication):
     def authenticate(self, request: Request) -> tuple[Caller, AgentKey] | None:
         if "HTTP_AUTHORIZATION" not in request.META:
             return None
-        caller = caller_of(request._request, now=timezone.now())
+        caller = authenticate_request(request._request, now=timezone.now())
         return caller, caller.key
 
     def authenticate_header(self, request: Request) -> str:

@@ -7,17 +7,17 @@ from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 
 from billing import budgets
-from billing.api.serializers import day_shown
-from billing.estimate import runs_out
+from billing.api.serializers import format_day
+from billing.estimate import predict_exhaustion_date
 from billing.models.budgets import Budget, Period, Scope, Unit
-from billing.pricing import plain
+from billing.pricing import format_decimal
 from leases.api import schema
-from leases.api.leases import Door
-from leases.api.pagination import page
-from sandboxes.db.clock import iso
+from leases.api.leases import AgentApiView
+from leases.api.pagination import paginate
+from sandboxes.db.clock import format_timestamp
 
 
-class BudgetShown(serializers.Serializer):
+class BudgetSerializer(serializers.Serializer):
     id = serializers.IntegerField()
     scope = serializers.ChoiceField(Scope.values)
     subject = serializers.CharField(help_text="A DID, an API key's id, the name of a type or an account; empty: everything.")
@@ -40,34 +40,36 @@ class BudgetShown(serializers.Serializer):
     created_at = serializers.DateTimeField()
 
 
-class Budgets(Door):
+class BudgetListView(AgentApiView):
     @extend_schema(
-        operation_id="budgets_list", parameters=schema.PAGE, responses=schema.answers(schema.page_of(BudgetShown))
-    )  # fmt: skip
+        operation_id="budgets_list",
+        parameters=schema.PAGE_PARAMETERS,
+        responses=schema.build_responses(schema.build_page_serializer(BudgetSerializer)),
+    )
     def get(self, request: HttpRequest) -> HttpResponse:
         """The budgets that leases of this key's agents count against, or all for an operator's, newest first."""
         key = self.caller.key
-        mine = Budget.objects.all() if key.operator else budgets.visible_to(self.key_id, key.dids, now=self.now)
-        found, following = page(mine, "created_at", request)
+        mine = Budget.objects.all() if key.operator else budgets.find_visible_budgets(self.key_id, key.dids, now=self.now)
+        found, following = paginate(mine, "created_at", request)
         return JsonResponse({"results": [self._shown(budget) for budget in found], "next": following})
 
     def _shown(self, budget: Budget) -> dict[str, Any]:
-        spent, ends = budgets.spent_as_of(budget, self.now), budgets.period_of(budget.period, self.now)[1]
+        spent, ends = budgets.get_spent(budget, self.now), budgets.get_period_bounds(budget.period, self.now)[1]
         return {
             "id": budget.pk,
             "scope": budget.scope,
             "subject": budget.subject,
             "unit": budget.unit,
-            "amount": plain(budget.amount),
+            "amount": format_decimal(budget.amount),
             "period": budget.period,
             "hard": budget.hard,
             "warn_percent": budget.warn_percent,
             "grace_seconds": budget.grace.total_seconds(),
             "active": budget.active,
-            "spent": plain(spent),
-            "spent_at": iso(budget.spent_at) if budget.spent_at else None,
+            "spent": format_decimal(spent),
+            "spent_at": format_timestamp(budget.spent_at) if budget.spent_at else None,
             "exhausted": spent >= budget.amount,
-            "runs_out": day_shown(runs_out(budget, self.now)),
-            "resets_at": iso(ends) if ends else None,
-            "created_at": iso(budget.created_at),
+            "runs_out": format_day(predict_exhaustion_date(budget, self.now)),
+            "resets_at": format_timestamp(ends) if ends else None,
+            "created_at": format_timestamp(budget.created_at),
         }

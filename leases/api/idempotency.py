@@ -16,15 +16,15 @@ from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.http import HttpRequest, HttpResponse
 
-from leases.errors import Conflict, Invalid
+from leases.errors import Conflict, InvalidRequest
 from leases.models import AgentKey, IdempotentRequest
-from sandboxes.db.clock import ticking
-from sandboxes.lifecycle import step
-from sandboxes.models import Outcome, Run
+from sandboxes.db.clock import clock_from
+from sandboxes.lifecycle import checkpoint
+from sandboxes.models import Run, RunOutcome
 
-HEADER = "Idempotency-Key"
-Answer = tuple[int, Mapping[str, Any]]  # status and body
-Act = Callable[[uuid.UUID], Answer]  # given the id for a Run, if it opens one
+HEADER_NAME = "Idempotency-Key"
+StatusAndBody = tuple[int, Mapping[str, Any]]  # status and body
+RequestHandler = Callable[[uuid.UUID], StatusAndBody]  # given the id for a Run, if it opens one
 
 
 class KeyReused(Conflict):
@@ -46,10 +46,10 @@ class OutcomeUnknown(Conflict):
     code = "outcome_unknown"
 
 
-def once(
+def execute_once(
     request: HttpRequest,
     holder: AgentKey,
-    act: Act,
+    act: RequestHandler,
     *,
     now: datetime,
     body: bytes = b"",
@@ -61,33 +61,33 @@ def once(
     KeyReused, InProgress; OutcomeUnknown if it is not repeatable and was interrupted."""
     key = request.META.get("HTTP_IDEMPOTENCY_KEY")
     if key is None:
-        return _response(*act(uuid.uuid4()))
+        return _build_response(*act(uuid.uuid4()))
     if not re.fullmatch(r"[\x21-\x7e]{1,255}", key):
-        raise Invalid(HEADER, f"The header {HEADER} has 1 to 255 visible ASCII characters.")
-    later = ticking(now)
+        raise InvalidRequest(HEADER_NAME, f"The header {HEADER_NAME} has 1 to 255 visible ASCII characters.")
+    later = clock_from(now)
     asked = hashlib.sha256(f"{request.method} {request.get_full_path()}\n".encode() + body).hexdigest()
-    row, mine = _claim(holder, key, asked, now=now, until=now + patience, repeatable=repeatable)
+    row, mine = _claim_key(holder, key, asked, now=now, until=now + patience, repeatable=repeatable)
     if not mine:
-        return _replay(row, asked, None if repeatable else _run_id(holder, row), now=now)
-    step("key claimed", row)
+        return _replay_response(row, asked, None if repeatable else _derive_run_id(holder, row), now=now)
+    checkpoint("key claimed", row)
     # Whoever takes over after our deadline starts anew: what we would still write is then not ours to write.
     ours = IdempotentRequest.objects.filter(pk=row.pk, started_at=row.started_at, status_code=None)
-    run_id = _run_id(holder, row)
+    run_id = _derive_run_id(holder, row)
     try:
         status, said = act(run_id)
     except Exception:
-        if repeatable or not _may_have_begun(run_id):
+        if repeatable or not _may_have_started(run_id):
             ours.delete()
         else:
             ours.update(deadline_at=later())
         raise
-    step("acted", row)
-    response = _response(status, said)
+    checkpoint("acted", row)
+    response = _build_response(status, said)
     ours.update(status_code=status, body=response.content.decode())
     return response
 
 
-def _claim(
+def _claim_key(
     holder: AgentKey, key: str, asked: str, *, now: datetime, until: datetime, repeatable: bool
 ) -> tuple[IdempotentRequest, bool]:
     """The row of this key, and whether it is ours to act on."""
@@ -113,7 +113,7 @@ def _claim(
     raise InProgress()
 
 
-def _replay(row: IdempotentRequest, asked: str, run_id: uuid.UUID | None, *, now: datetime) -> HttpResponse:
+def _replay_response(row: IdempotentRequest, asked: str, run_id: uuid.UUID | None, *, now: datetime) -> HttpResponse:
     if row.fingerprint != asked:
         raise KeyReused()
     if row.status_code is not None:
@@ -125,16 +125,16 @@ def _replay(row: IdempotentRequest, asked: str, run_id: uuid.UUID | None, *, now
     raise OutcomeUnknown(run_id=str(run_id) if Run.objects.filter(pk=run_id).exists() else None)
 
 
-def _run_id(holder: AgentKey, row: IdempotentRequest) -> uuid.UUID:
+def _derive_run_id(holder: AgentKey, row: IdempotentRequest) -> uuid.UUID:
     """The id of the Run that this request opens, if any: known also to those who come after its process died. With the
     random digest in it, no other installation has the same."""
     return uuid.uuid5(uuid.NAMESPACE_OID, f"{holder.digest} {row.pk}")
 
 
-def _may_have_begun(run_id: uuid.UUID) -> bool:
+def _may_have_started(run_id: uuid.UUID) -> bool:
     # A Run that failed without an exit code was refused by the provider: nothing was executed.
-    return Run.objects.filter(pk=run_id).exclude(outcome=Outcome.FAILED, exit_code=None).exists()
+    return Run.objects.filter(pk=run_id).exclude(outcome=RunOutcome.FAILED, exit_code=None).exists()
 
 
-def _response(status: int, said: Mapping[str, Any]) -> HttpResponse:
+def _build_response(status: int, said: Mapping[str, Any]) -> HttpResponse:
     return HttpResponse(json.dumps(said), status=status, content_type="application/json")

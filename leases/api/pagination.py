@@ -9,21 +9,21 @@ from urllib.parse import urlencode
 from django.db.models import Model, Q, QuerySet
 from django.http import HttpRequest
 
-from leases.errors import Invalid
+from leases.errors import InvalidRequest
 
-USUAL, LONGEST = 50, 200
+DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 50, 200
 M = TypeVar("M", bound=Model)
 
 
-def page(every: QuerySet[M], at: str, request: HttpRequest) -> tuple[list[M], str | None]:
+def paginate(every: QuerySet[M], at: str, request: HttpRequest) -> tuple[list[M], str | None]:
     """One page, newest first by the moment `at`, and the URL of the next one. A page starts where the last one stopped,
     not at a number: what is added meanwhile shifts nothing."""
-    asked = request.GET.get("limit", str(USUAL))
+    asked = request.GET.get("limit", str(DEFAULT_PAGE_SIZE))
     limit = int(asked) if re.fullmatch("[0-9]{1,3}", asked) else 0
-    if not 1 <= limit <= LONGEST:
-        raise Invalid("limit", f"1 to {LONGEST}.")
+    if not 1 <= limit <= MAX_PAGE_SIZE:
+        raise InvalidRequest("limit", f"1 to {MAX_PAGE_SIZE}.")
     if cursor := request.GET.get("cursor"):
-        moment, pk = _position(cursor, every.model)
+        moment, pk = _decode_cursor(cursor, every.model)
         every = every.filter(Q(**{f"{at}__lt": moment}) | Q(**{at: moment, "pk__lt": pk}))
     found = list(every.order_by(f"-{at}", "-pk")[: limit + 1])
     if len(found) <= limit:
@@ -33,7 +33,7 @@ def page(every: QuerySet[M], at: str, request: HttpRequest) -> tuple[list[M], st
     return found[:limit], f"{request.path}?{urlencode({**request.GET.dict(), 'cursor': cursor})}"
 
 
-def _position(cursor: str, model: type[Model]) -> tuple[datetime, Any]:
+def _decode_cursor(cursor: str, model: type[Model]) -> tuple[datetime, Any]:
     try:
         moment, pk = base64.b64decode(cursor, altchars=b"-_", validate=True).decode().split(" ")
         key = model._meta.pk.to_python(pk)
@@ -41,4 +41,4 @@ def _position(cursor: str, model: type[Model]) -> tuple[datetime, Any]:
             raise ValueError  # no database compares with it
         return datetime.fromisoformat(moment).astimezone(UTC), key
     except Exception:  # whatever is wrong with it, we did not write it
-        raise Invalid("cursor", "Not a cursor that this server gave out.") from None
+        raise InvalidRequest("cursor", "Not a cursor that this server gave out.") from None

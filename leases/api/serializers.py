@@ -7,28 +7,49 @@ from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
 
 from billing.models.budgets import Unit
-from leases.api.fields import Document, Duration, Input, Matching, Text, Variables, Whole, Words, did, encoded, seconds
-from leases.models import CONDITION, CONDITION_ACCEPTS, NAME, NAME_ACCEPTS, Agent, Lease, Status, Turn
-from sandboxes.db.clock import iso
-from sandboxes.models import RUN_KINDS, Outcome, Run, Sandbox, State
+from leases.api.fields import (
+    AnyStringField,
+    ArgvField,
+    DurationField,
+    EnvField,
+    JsonObjectField,
+    PatternField,
+    StrictCharField,
+    StrictIntegerField,
+    build_did_field,
+    build_seconds_field,
+    encode_output,
+)
+from leases.models import (
+    CONDITION_DESCRIPTION,
+    CONDITION_PATTERN,
+    ENVIRONMENT_ID_DESCRIPTION,
+    ENVIRONMENT_ID_PATTERN,
+    Agent,
+    Lease,
+    LeaseStatus,
+    Turn,
+)
+from sandboxes.db.clock import format_timestamp
+from sandboxes.models import RUN_KINDS, Run, RunOutcome, Sandbox, SandboxState
 from sandboxes.providers.base import WORKSPACE, ExecResult
 
-LAST_TURN = 1 << 62
+MAX_TURN_NUMBER = 1 << 62
 
 # --- requests -----------------------------------------------------------------------------------------------------
 
 
-class Join(serializers.Serializer):
-    agent_did = did()
-    environment_type = Matching(r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _")
-    ttl_seconds = seconds(help_text="Ends when unused for this long. Default: what the environment type says.")
-    max_ttl_seconds = seconds(help_text="Ends this long after it was granted, whatever happens.")
-    sleep_after = Duration(required=False, allow_null=True, help_text="The sandbox sleeps when unused for this long.")
+class JoinSerializer(serializers.Serializer):
+    agent_did = build_did_field()
+    environment_type = PatternField(r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _")
+    ttl_seconds = build_seconds_field(help_text="Ends when unused for this long. Default: what the environment type says.")
+    max_ttl_seconds = build_seconds_field(help_text="Ends this long after it was granted, whatever happens.")
+    sleep_after = DurationField(required=False, allow_null=True, help_text="The sandbox sleeps when unused for this long.")
     expiry_conditions = serializers.ListField(
-        child=Matching(CONDITION, CONDITION_ACCEPTS), max_length=32, required=False, allow_null=True,
+        child=PatternField(CONDITION_PATTERN, CONDITION_DESCRIPTION), max_length=32, required=False, allow_null=True,
         help_text="Posted facts that end the lease. Default: what the environment type says.",
     )  # fmt: skip
-    pool = Matching(r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, allow_null=True)
+    pool = PatternField(r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, allow_null=True)
 
     def validate_expiry_conditions(self, value: list[str] | None) -> list[str] | None:
         if value and len(set(value)) < len(value):
@@ -36,18 +57,18 @@ class Join(serializers.Serializer):
         return value
 
 
-class Acquire(Join):
-    environment_id = Matching(NAME, NAME_ACCEPTS)
+class AcquireSerializer(JoinSerializer):
+    environment_id = PatternField(ENVIRONMENT_ID_PATTERN, ENVIRONMENT_ID_DESCRIPTION)
 
 
-class Condition(serializers.Serializer):
-    condition = Matching(CONDITION, CONDITION_ACCEPTS)
+class ConditionSerializer(serializers.Serializer):
+    condition = PatternField(CONDITION_PATTERN, CONDITION_DESCRIPTION)
 
 
-class Program(serializers.Serializer):
-    argv = Words(help_text="The program and its arguments; no shell.")
-    env = Variables(default=dict, help_text="Values are neither stored nor logged.")
-    cwd = Text(default=WORKSPACE, max_length=4000)
+class ProgramSerializer(serializers.Serializer):
+    argv = ArgvField(help_text="The program and its arguments; no shell.")
+    env = EnvField(default=dict, help_text="Values are neither stored nor logged.")
+    cwd = StrictCharField(default=WORKSPACE, max_length=4000)
 
     def validate_cwd(self, value: str) -> str:
         if not value.startswith("/"):
@@ -55,9 +76,11 @@ class Program(serializers.Serializer):
         return value
 
 
-class Exec(Program):
-    stdin = Input(default="")
-    timeout_seconds = Whole(min_value=1, required=False, allow_null=True, help_text="Default: LEASEHOLD_EXEC_TIMEOUT.")
+class ExecSerializer(ProgramSerializer):
+    stdin = AnyStringField(default="")
+    timeout_seconds = StrictIntegerField(
+        min_value=1, required=False, allow_null=True, help_text="Default: LEASEHOLD_EXEC_TIMEOUT."
+    )
 
     def validate_timeout_seconds(self, value: int | None) -> int | None:
         most = int(settings.EXEC_TIMEOUT_MOST.total_seconds())
@@ -66,33 +89,33 @@ class Exec(Program):
         return value
 
 
-class PlayTurn(serializers.Serializer):
-    turn_number = Whole(min_value=0, max_value=LAST_TURN)
-    state = Document(help_text="What the agent is to act on; at most 1 MiB.")
+class PlayTurnSerializer(serializers.Serializer):
+    turn_number = StrictIntegerField(min_value=0, max_value=MAX_TURN_NUMBER)
+    state = JsonObjectField(help_text="What the agent is to act on; at most 1 MiB.")
 
 
-class NewAgent(serializers.Serializer):
-    did = did()
-    name = Text(max_length=100, allow_blank=True, default="")
+class NewAgentSerializer(serializers.Serializer):
+    did = build_did_field()
+    name = StrictCharField(max_length=100, allow_blank=True, default="")
 
 
 # --- answers: the classes are for the schema, the functions write them ----------------------------------------------
 
 
-class SandboxShown(serializers.Serializer):
+class SandboxSerializer(serializers.Serializer):
     id = serializers.UUIDField()
-    state = serializers.ChoiceField(State.choices)
+    state = serializers.ChoiceField(SandboxState.choices)
     provider = serializers.CharField()
     isolated = serializers.BooleanField()
 
 
-class LeaseShown(serializers.Serializer):
+class LeaseSerializer(serializers.Serializer):
     id = serializers.UUIDField()
     sandbox_id = serializers.CharField(help_text="Agent and environment: the same for every incarnation of the lease.")
     agent_did = serializers.CharField()
     environment_id = serializers.CharField()
     environment_type = serializers.CharField()
-    status = serializers.ChoiceField(Status.choices)
+    status = serializers.ChoiceField(LeaseStatus.choices)
     is_new = serializers.BooleanField(help_text="This call granted it.")
     leased_at = serializers.DateTimeField()
     last_activity = serializers.DateTimeField()
@@ -105,18 +128,18 @@ class LeaseShown(serializers.Serializer):
     end_reason = serializers.CharField(
         help_text="Empty while active; ttl, max_ttl, condition:<name>, released, budget, operator, lost or failed."
     )
-    sandbox = SandboxShown(allow_null=True, help_text="It comes with the first use.")
+    sandbox = SandboxSerializer(allow_null=True, help_text="It comes with the first use.")
 
 
-class Renewed(serializers.Serializer):
+class RenewedSerializer(serializers.Serializer):
     expires_at = serializers.DateTimeField()
 
 
-class Ended(serializers.Serializer):
+class EndedLeasesSerializer(serializers.Serializer):
     ended = serializers.ListField(child=serializers.UUIDField())
 
 
-class ExecShown(serializers.Serializer):
+class ExecResultSerializer(serializers.Serializer):
     run_id = serializers.UUIDField()
     exit_code = serializers.IntegerField(help_text="128 + n after signal n.")
     stdout = serializers.CharField()
@@ -127,24 +150,24 @@ class ExecShown(serializers.Serializer):
     duration_seconds = serializers.FloatField()
 
 
-class TurnShown(serializers.Serializer):
-    turn_number = serializers.IntegerField(max_value=LAST_TURN)
-    action = Document(help_text='{"action": "skip_turn", "reason": …} if the sandbox gave none.')
+class TurnSerializer(serializers.Serializer):
+    turn_number = serializers.IntegerField(max_value=MAX_TURN_NUMBER)
+    action = JsonObjectField(help_text='{"action": "skip_turn", "reason": …} if the sandbox gave none.')
     skipped = serializers.BooleanField()
     run_id = serializers.UUIDField(allow_null=True)
     duration_seconds = serializers.FloatField(allow_null=True, help_text="Null while it is being played.")
 
 
-class RunShown(serializers.Serializer):
+class RunSerializer(serializers.Serializer):
     run_id = serializers.UUIDField()
     kind = serializers.ChoiceField(RUN_KINDS)
     argv = serializers.ListField(child=serializers.CharField())
     cwd = serializers.CharField()
     env_names = serializers.ListField(child=serializers.CharField())
-    turn_number = serializers.IntegerField(allow_null=True, max_value=LAST_TURN)
+    turn_number = serializers.IntegerField(allow_null=True, max_value=MAX_TURN_NUMBER)
     started_at = serializers.DateTimeField()
     ended_at = serializers.DateTimeField(allow_null=True)
-    outcome = serializers.ChoiceField(Outcome.choices)
+    outcome = serializers.ChoiceField(RunOutcome.choices)
     exit_code = serializers.IntegerField(allow_null=True)
     timed_out = serializers.BooleanField()
     oom = serializers.BooleanField()
@@ -153,28 +176,28 @@ class RunShown(serializers.Serializer):
     note = serializers.CharField(help_text="Why it was closed, when the command itself cannot say.")
 
 
-class RunOutputShown(RunShown):
+class RunOutputSerializer(RunSerializer):
     stdout = serializers.CharField(help_text="The first bytes, as many as are stored with a Run.")
     stderr = serializers.CharField()
 
 
-class AgentShown(serializers.Serializer):
+class AgentSerializer(serializers.Serializer):
     did = serializers.CharField()
     name = serializers.CharField()
     created_at = serializers.DateTimeField()
 
 
-class FieldProblem(serializers.Serializer):
+class FieldProblemSerializer(serializers.Serializer):
     field = serializers.CharField()
     detail = serializers.CharField()
 
 
 @extend_schema_field({"oneOf": [{"type": "integer"}, {"type": "string"}]})
-class Limit(serializers.Field):
+class LimitField(serializers.Field):
     """A whole number of things, or a decimal number as text."""
 
 
-class Problem(serializers.Serializer):
+class ProblemSerializer(serializers.Serializer):
     """RFC 9457."""
 
     type = serializers.CharField()
@@ -183,11 +206,11 @@ class Problem(serializers.Serializer):
     detail = serializers.CharField(help_text="For people.")
     code = serializers.CharField(help_text="For programs.")
     field = serializers.CharField(required=False, help_text="What is at fault.")
-    errors = FieldProblem(many=True, required=False, help_text="All that is at fault.")  # type: ignore[assignment]
+    errors = FieldProblemSerializer(many=True, required=False, help_text="All that is at fault.")  # type: ignore[assignment]
     end_reason = serializers.CharField(required=False, help_text="With 410 lease_ended.")
     ended_at = serializers.DateTimeField(required=False, help_text="With 410 lease_ended.")
     run_id = serializers.UUIDField(required=False, help_text="The Run that says what is known.")
-    limit = Limit(
+    limit = LimitField(
         required=False,
         help_text="With 429 quota_exceeded: sandboxes the agent may have. With 402 budget_exhausted: a decimal number.",
     )
@@ -200,7 +223,7 @@ class Problem(serializers.Serializer):
     limit_bytes = serializers.IntegerField(required=False, help_text="With 409 workspace_full.")
 
 
-def shown(lease: Lease, sandbox: Sandbox | None, *, is_new: bool = False) -> dict[str, Any]:
+def serialize_lease(lease: Lease, sandbox: Sandbox | None, *, is_new: bool = False) -> dict[str, Any]:
     return {
         "id": str(lease.pk),
         "sandbox_id": lease.sandbox_id,
@@ -209,14 +232,14 @@ def shown(lease: Lease, sandbox: Sandbox | None, *, is_new: bool = False) -> dic
         "environment_type": lease.environment_type_id,
         "status": lease.status,
         "is_new": is_new,
-        "leased_at": iso(lease.leased_at),
-        "last_activity": iso(lease.last_activity_at),
+        "leased_at": format_timestamp(lease.leased_at),
+        "last_activity": format_timestamp(lease.last_activity_at),
         "ttl_seconds": int(lease.ttl.total_seconds()),
-        "expires_at": iso(lease.expires_at),
-        "max_expires_at": iso(lease.max_expires_at),
+        "expires_at": format_timestamp(lease.expires_at),
+        "max_expires_at": format_timestamp(lease.max_expires_at),
         "sleep_after": int(lease.sleep_after.total_seconds()),
         "expiry_conditions": lease.expiry_conditions,
-        "ended_at": iso(lease.ended_at) if lease.ended_at else None,
+        "ended_at": format_timestamp(lease.ended_at) if lease.ended_at else None,
         "end_reason": lease.end_reason,
         "sandbox": {
             "id": str(sandbox.pk),
@@ -227,12 +250,12 @@ def shown(lease: Lease, sandbox: Sandbox | None, *, is_new: bool = False) -> dic
     }  # fmt: skip
 
 
-def exec_shown(run: Run, result: ExecResult, encoding: str) -> dict[str, Any]:
+def serialize_exec_result(run: Run, result: ExecResult, encoding: str) -> dict[str, Any]:
     return {
         "run_id": str(run.pk),
         "exit_code": result.exit_code,
-        "stdout": encoded(result.stdout, encoding),
-        "stderr": encoded(result.stderr, encoding),
+        "stdout": encode_output(result.stdout, encoding),
+        "stderr": encode_output(result.stderr, encoding),
         "timed_out": result.timed_out,
         "oom": result.oom,
         "truncated": result.truncated,
@@ -240,7 +263,7 @@ def exec_shown(run: Run, result: ExecResult, encoding: str) -> dict[str, Any]:
     }
 
 
-def turn_shown(turn: Turn) -> dict[str, Any]:
+def serialize_turn(turn: Turn) -> dict[str, Any]:
     return {
         "turn_number": turn.number,
         "action": turn.action,
@@ -250,7 +273,7 @@ def turn_shown(turn: Turn) -> dict[str, Any]:
     }
 
 
-def run_shown(run: Run) -> dict[str, Any]:
+def serialize_run(run: Run) -> dict[str, Any]:
     return {
         "run_id": str(run.pk),
         "kind": run.kind,
@@ -258,8 +281,8 @@ def run_shown(run: Run) -> dict[str, Any]:
         "cwd": run.cwd,
         "env_names": run.env_names,
         "turn_number": run.turn_number,
-        "started_at": iso(run.started_at),
-        "ended_at": iso(run.ended_at) if run.ended_at else None,
+        "started_at": format_timestamp(run.started_at),
+        "ended_at": format_timestamp(run.ended_at) if run.ended_at else None,
         "outcome": run.outcome,
         "exit_code": run.exit_code,
         "timed_out": run.timed_out,
@@ -270,10 +293,10 @@ def run_shown(run: Run) -> dict[str, Any]:
     }
 
 
-def run_output_shown(run: Run, encoding: str) -> dict[str, Any]:
-    output = {"stdout": encoded(bytes(run.stdout), encoding), "stderr": encoded(bytes(run.stderr), encoding)}
-    return run_shown(run) | output
+def serialize_run_output(run: Run, encoding: str) -> dict[str, Any]:
+    output = {"stdout": encode_output(bytes(run.stdout), encoding), "stderr": encode_output(bytes(run.stderr), encoding)}
+    return serialize_run(run) | output
 
 
-def agent_shown(agent: Agent) -> dict[str, Any]:
-    return {"did": agent.did, "name": agent.name, "created_at": iso(agent.created_at)}
+def serialize_agent(agent: Agent) -> dict[str, Any]:
+    return {"did": agent.did, "name": agent.name, "created_at": format_timestamp(agent.created_at)}

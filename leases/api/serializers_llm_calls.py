@@ -5,14 +5,14 @@ from typing import Any
 
 from rest_framework import serializers
 
-from leases.api.serializers import LeaseShown
+from leases.api.serializers import LeaseSerializer
 from leases.models import Lease
-from sandboxes.db.clock import iso
-from sandboxes.egress.totals import Totals
+from sandboxes.db.clock import format_timestamp
+from sandboxes.egress.totals import CallTotals
 from sandboxes.models import LlmCall
 
 
-class CallShown(serializers.Serializer):
+class CallSerializer(serializers.Serializer):
     call_id = serializers.CharField()
     run_id = serializers.UUIDField(allow_null=True)
     kind = serializers.ChoiceField(LlmCall.Kind.values, help_text="llm: a request to a model; relay: a connection.")
@@ -28,7 +28,7 @@ class CallShown(serializers.Serializer):
     cost_usd = serializers.CharField(allow_null=True, help_text="A decimal number; null: not known.")
 
 
-class CallsTotal(serializers.Serializer):
+class CallTotalsSerializer(serializers.Serializer):
     """Over all calls of the lease to models, not only those of this page. What the relay was used for is not in it."""
 
     calls = serializers.IntegerField()
@@ -39,13 +39,13 @@ class CallsTotal(serializers.Serializer):
     cost_usd = serializers.CharField(help_text="Of those that are priced.")
 
 
-class CallsShown(serializers.Serializer):
-    total = CallsTotal()
-    results = CallShown(many=True)
+class CallPageSerializer(serializers.Serializer):
+    total = CallTotalsSerializer()
+    results = CallSerializer(many=True)
     next = serializers.CharField(allow_null=True)
 
 
-class LeaseCalls(serializers.Serializer):
+class LeaseCallsSerializer(serializers.Serializer):
     limit = serializers.CharField(allow_null=True, help_text="USD that the calls may cost, a decimal number; null: any.")
     spent = serializers.CharField(help_text="USD, of the calls that are priced.")
     unpriced_calls = serializers.IntegerField(help_text="Calls that left and have ended, and whose cost is not known.")
@@ -55,44 +55,44 @@ class LeaseCalls(serializers.Serializer):
     output_tokens = serializers.IntegerField()
 
 
-class LeaseDetail(LeaseShown):
+class LeaseDetailSerializer(LeaseSerializer):
     seconds_alive = serializers.FloatField(help_text="How long its sandboxes have had a process, all together.")
-    llm = LeaseCalls(help_text="What its sandboxes asked their models, and what that cost.")
+    llm = LeaseCallsSerializer(help_text="What its sandboxes asked their models, and what that cost.")
 
 
-def call_shown(call: LlmCall) -> dict[str, Any]:
+def serialize_call(call: LlmCall) -> dict[str, Any]:
     return {
         "call_id": call.call_id,
         "run_id": str(call.run_id) if call.run_id else None,
         "kind": call.kind,
         "model": call.model,
-        "started_at": iso(call.started_at),
-        "ended_at": iso(call.ended_at) if call.ended_at else None,
+        "started_at": format_timestamp(call.started_at),
+        "ended_at": format_timestamp(call.ended_at) if call.ended_at else None,
         "outcome": call.outcome,
         "status": call.status,
         "code": call.code,
         "input_tokens": call.input_tokens,
         "cached_tokens": call.cached_tokens,
         "output_tokens": call.output_tokens,
-        "cost_usd": None if call.cost is None else amount(call.cost),
+        "cost_usd": None if call.cost is None else format_usd(call.cost),
     }
 
 
-def total_shown(total: Totals) -> dict[str, Any]:
+def serialize_call_totals(total: CallTotals) -> dict[str, Any]:
     return {
         "calls": total.calls,
         "refused": total.refused,
         "unpriced": total.unpriced,
         "input_tokens": total.input_tokens,
         "output_tokens": total.output_tokens,
-        "cost_usd": amount(total.spent),
+        "cost_usd": format_usd(total.spent),
     }
 
 
-def lease_calls_shown(lease: Lease, total: Totals) -> dict[str, Any]:
+def serialize_lease_calls(lease: Lease, total: CallTotals) -> dict[str, Any]:
     return {
-        "limit": None if lease.llm_limit is None else amount(lease.llm_limit),
-        "spent": amount(total.spent),
+        "limit": None if lease.llm_limit is None else format_usd(lease.llm_limit),
+        "spent": format_usd(total.spent),
         "unpriced_calls": total.unpriced,
         "calls": total.calls,
         "refused": total.refused,
@@ -101,6 +101,6 @@ def lease_calls_shown(lease: Lease, total: Totals) -> dict[str, Any]:
     }
 
 
-def amount(cost: Decimal) -> str:
+def format_usd(cost: Decimal) -> str:
     """USD without exponent and without the zeros that a column fills up with."""
     return f"{cost.normalize():f}" if cost else "0"

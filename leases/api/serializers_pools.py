@@ -5,74 +5,74 @@ from typing import Any
 
 from rest_framework import serializers
 
-from sandboxes.db.clock import iso
+from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Pool, Quota
 from sandboxes.pool_stats import PoolStats, Stats
 
 
-def number(**options: Any) -> serializers.IntegerField:
+def build_count_field(**options: Any) -> serializers.IntegerField:
     return serializers.IntegerField(required=False, min_value=0, **options)
 
 
-class PoolNumbers(serializers.Serializer):
+class PoolStatsSerializer(serializers.Serializer):
     """What an operator's key sees of a pool, or of all of them together. Hits, `slept` and `evicted_*` only grow."""
 
-    total = number(help_text="Sandboxes that exist, in whatever state.")
-    cold = number(help_text="Asleep: state stored, no process.")
-    warming = number()
-    warm = number()
-    waiting = number()
-    running = number()
-    evicting = number()
-    destroying = number()
-    max_capacity = number()
-    used = number(help_text="Places taken; the same as total.")
-    resume_warm_hits = number(help_text="Uses that found their sandbox alive.")
-    resume_cold_hits = number(help_text="Uses that had to wake it: the sum of the next three.")
-    resume_cold_local_hits = number(help_text="Its state came from this host's copy.")
-    resume_cold_cloud_hits = number(help_text="Its state came from the store.")
-    resume_cold_fresh_hits = number(help_text="There was no state to bring back.")
-    pre_warm_hits = number(help_text="Leases that were given a sandbox which was ready beforehand.")
-    slept = number(help_text="Times a sandbox was put to sleep, when idle or for any other reason.")
-    evicted_cold = number(help_text="Places taken from a sleeping sandbox for another one.")
-    evicted_warm = number(help_text="The same, from one with nothing unsaved in it.")
-    evicted_waiting = number(help_text="The same, from one that was put to sleep for it.")
-    quarantined = number(help_text="Destroying them failed too often.")
-    stalled = number(help_text="Past a deadline, and no sweep has taken care.")
-    lost = number(help_text="Lost by their provider while a lease held them.")
+    total = build_count_field(help_text="Sandboxes that exist, in whatever state.")
+    cold = build_count_field(help_text="Asleep: state stored, no process.")
+    warming = build_count_field()
+    warm = build_count_field()
+    waiting = build_count_field()
+    running = build_count_field()
+    evicting = build_count_field()
+    destroying = build_count_field()
+    max_capacity = build_count_field()
+    used = build_count_field(help_text="Places taken; the same as total.")
+    resume_warm_hits = build_count_field(help_text="Uses that found their sandbox alive.")
+    resume_cold_hits = build_count_field(help_text="Uses that had to wake it: the sum of the next three.")
+    resume_cold_local_hits = build_count_field(help_text="Its state came from this host's copy.")
+    resume_cold_cloud_hits = build_count_field(help_text="Its state came from the store.")
+    resume_cold_fresh_hits = build_count_field(help_text="There was no state to bring back.")
+    pre_warm_hits = build_count_field(help_text="Leases that were given a sandbox which was ready beforehand.")
+    slept = build_count_field(help_text="Times a sandbox was put to sleep, when idle or for any other reason.")
+    evicted_cold = build_count_field(help_text="Places taken from a sleeping sandbox for another one.")
+    evicted_warm = build_count_field(help_text="The same, from one with nothing unsaved in it.")
+    evicted_waiting = build_count_field(help_text="The same, from one that was put to sleep for it.")
+    quarantined = build_count_field(help_text="Destroying them failed too often.")
+    stalled = build_count_field(help_text="Past a deadline, and no sweep has taken care.")
+    lost = build_count_field(help_text="Lost by their provider while a lease held them.")
     oldest_waiting_seconds = serializers.FloatField(required=False, help_text="Since its last use; 0 if none waits.")
-    warm_target = number(help_text="To be kept ready that nobody holds.")
-    warm_ready = number(help_text="Ready, and nobody holds them.")
+    warm_target = build_count_field(help_text="To be kept ready that nobody holds.")
+    warm_ready = build_count_field(help_text="Ready, and nobody holds them.")
 
 
-class QuotaShown(serializers.Serializer):
+class QuotaSerializer(serializers.Serializer):
     agent_did = serializers.CharField()
     most = serializers.IntegerField(allow_null=True, help_text="Sandboxes it may have at once; null: no limit.")
     guaranteed = serializers.IntegerField(help_text="While it has no more than these, nobody else is given a place of its.")
     used = serializers.IntegerField()
 
 
-class PoolShown(PoolNumbers):
+class PoolSerializer(PoolStatsSerializer):
     """Its name, its places and the quotas for everybody, the rest with an operator's key."""
 
     name = serializers.CharField()
     max_capacity = serializers.IntegerField(help_text="Sandboxes that may exist at once.")
     used = serializers.IntegerField(help_text="Of these places; asleep sandboxes count.")
     draining = serializers.BooleanField(help_text="It takes nothing new.")
-    quotas = QuotaShown(many=True, help_text="Of the agents this key speaks for, or of the one that was asked for.")
+    quotas = QuotaSerializer(many=True, help_text="Of the agents this key speaks for, or of the one that was asked for.")
     warm_paused_until = serializers.DateTimeField(
         required=False, allow_null=True, help_text="Starts have failed, so nothing is kept ready until then."
     )
     warm_error = serializers.CharField(required=False, help_text="What the last start said that failed.")
 
 
-class PoolsShown(PoolNumbers):
+class PoolListSerializer(PoolStatsSerializer):
     """Every pool, and with an operator's key their sum."""
 
-    pools = PoolShown(many=True)
+    pools = PoolSerializer(many=True)
 
 
-def pool_numbers(of: Stats) -> dict[str, Any]:
+def serialize_pool_stats(of: Stats) -> dict[str, Any]:
     return {
         "total": of.total,
         "cold": of.cold,
@@ -103,7 +103,7 @@ def pool_numbers(of: Stats) -> dict[str, Any]:
     }
 
 
-def pool_shown(of: Pool | PoolStats, quotas: Sequence[Quota]) -> dict[str, Any]:
+def serialize_pool(of: Pool | PoolStats, quotas: Sequence[Quota]) -> dict[str, Any]:
     """One pool; with its numbers if they were counted."""
     shown = {
         "name": of.name,
@@ -116,5 +116,8 @@ def pool_shown(of: Pool | PoolStats, quotas: Sequence[Quota]) -> dict[str, Any]:
     }
     if isinstance(of, PoolStats):
         until = of.warm_paused_until
-        shown |= pool_numbers(of) | {"warm_paused_until": iso(until) if until else None, "warm_error": of.warm_error}
+        shown |= serialize_pool_stats(of) | {
+            "warm_paused_until": format_timestamp(until) if until else None,
+            "warm_error": of.warm_error,
+        }
     return shown

@@ -7,19 +7,19 @@ from typing import Any
 
 from rest_framework import serializers
 
-from leases.api.fields import Matching, Text
-from leases.api.serializers import Acquire
-from leases.models import DID, DID_ACCEPTS, Lease
-from sandboxes.db.clock import iso
+from leases.api.fields import PatternField, StrictCharField
+from leases.api.serializers import AcquireSerializer
+from leases.models import DID_DESCRIPTION, DID_PATTERN, Lease
+from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Snapshot
 from sandboxes.models.state import SnapshotKind
-from sandboxes.providers.base import Stat
+from sandboxes.providers.base import FileStat
 
-LAST_SECOND = int(datetime(9999, 12, 31, tzinfo=UTC).timestamp())
-KINDS = ("file", "directory", "link", "other")
+MAX_TIMESTAMP = int(datetime(9999, 12, 31, tzinfo=UTC).timestamp())
+FILE_KINDS = ("file", "directory", "link", "other")
 
 
-class Id(serializers.UUIDField):
+class StrictUUIDField(serializers.UUIDField):
     """A UUID as JSON has it: a number is none."""
 
     def to_internal_value(self, data: Any) -> uuid.UUID:
@@ -28,28 +28,35 @@ class Id(serializers.UUIDField):
         return super().to_internal_value(data)
 
 
-class NewSnapshot(serializers.Serializer):
-    name = Text(max_length=100, allow_blank=True, default="", help_text="What you call it.")
+class NewSnapshotSerializer(serializers.Serializer):
+    name = StrictCharField(max_length=100, allow_blank=True, default="", help_text="What you call it.")
 
 
-class Restore(serializers.Serializer):
-    snapshot_id = Id()
+class RestoreSerializer(serializers.Serializer):
+    snapshot_id = StrictUUIDField()
 
 
-class Fork(Acquire):
+class ForkSerializer(AcquireSerializer):
     """The new lease. What is not said is as in the lease that is forked, or as its environment type says."""
 
-    agent_did = Matching(
-        DID, DID_ACCEPTS, max_length=255, required=False, allow_null=True, help_text="Who gets it. Default: the same agent."
+    agent_did = PatternField(
+        DID_PATTERN,
+        DID_DESCRIPTION,
+        max_length=255,
+        required=False,
+        allow_null=True,
+        help_text="Who gets it. Default: the same agent.",
     )
-    environment_type = Matching(
+    environment_type = PatternField(
         r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, allow_null=True,
         help_text="Default: the same.",
     )  # fmt: skip
-    snapshot_id = Id(required=False, allow_null=True, help_text="What it starts with. Default: what is in the workspace now.")
+    snapshot_id = StrictUUIDField(
+        required=False, allow_null=True, help_text="What it starts with. Default: what is in the workspace now."
+    )
 
 
-class SnapshotShown(serializers.Serializer):
+class SnapshotSerializer(serializers.Serializer):
     id = serializers.UUIDField()
     name = serializers.CharField(help_text="As whoever asked for it called it.")
     kind = serializers.ChoiceField(
@@ -60,55 +67,55 @@ class SnapshotShown(serializers.Serializer):
     size_bytes = serializers.IntegerField()
 
 
-class EntryShown(serializers.Serializer):
+class FileEntrySerializer(serializers.Serializer):
     name = serializers.CharField(help_text="Path relative to the directory that was asked for. What is no UTF-8 is replaced.")
-    kind = serializers.ChoiceField(KINDS)
+    kind = serializers.ChoiceField(FILE_KINDS)
     size = serializers.IntegerField(help_text="Bytes of a file, else 0.")
     mode = serializers.CharField(help_text="Permission bits, octal.")
     mtime = serializers.DateTimeField()
     target = serializers.CharField(help_text="Where a link points to, else empty.")
 
 
-class ListingShown(serializers.Serializer):
+class FileListingSerializer(serializers.Serializer):
     root = serializers.CharField()  # type: ignore[assignment]
     path = serializers.CharField(help_text="Empty for the root itself.")
-    entries = EntryShown(many=True)
+    entries = FileEntrySerializer(many=True)
 
 
-def fork_said(said: Mapping[str, Any], lease: Lease) -> dict[str, Any]:
+def apply_fork_defaults(said: Mapping[str, Any], lease: Lease) -> dict[str, Any]:
     """What a fork asks for, with what it leaves out. In the same type it stays in the same pool."""
     kind = said.get("environment_type") or lease.environment_type_id
     pool = said.get("pool") or (lease.pool.name if kind == lease.environment_type_id else "")
     return {**said, "agent_did": said.get("agent_did") or lease.agent_did, "environment_type": kind, "pool": pool}
 
 
-def snapshot_shown(snapshot: Snapshot) -> dict[str, Any]:
+def serialize_snapshot(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "id": str(snapshot.pk),
         "name": snapshot.name,
         "kind": snapshot.kind,
-        "at": iso(snapshot.at),
+        "at": format_timestamp(snapshot.at),
         "size_bytes": snapshot.size_bytes,
     }
 
 
-def listing_shown(root: str, under: str, found: Mapping[str, Stat]) -> dict[str, Any]:
+def serialize_listing(root: str, under: str, found: Mapping[str, FileStat]) -> dict[str, Any]:
     start = len(under) + bool(under)
-    entries = [_entry_shown(path[start:], stat) for path, stat in sorted(found.items())]
+    entries = [_serialize_entry(path[start:], stat) for path, stat in sorted(found.items())]
     return {"root": root, "path": under, "entries": entries}
 
 
-def _entry_shown(name: str, stat: Stat) -> dict[str, Any]:
+def _serialize_entry(name: str, stat: FileStat) -> dict[str, Any]:
     return {
-        "name": _text(name),
+        "name": _decode_name(name),
         "kind": stat.kind,
         "size": stat.size,
         "mode": f"{stat.mode:04o}",
-        "mtime": iso(datetime.fromtimestamp(min(max(stat.mtime, 0), LAST_SECOND), UTC)),
-        "target": _text(stat.target),
+        "mtime": format_timestamp(datetime.fromtimestamp(min(max(stat.mtime, 0), MAX_TIMESTAMP), UTC)),
+        "target": _decode_name(stat.target),
     }
 
 
-def _text(name: str) -> str:
+def _decode_name(name: str) -> str:
     """A file's name as text: any bytes may be one."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

@@ -15,11 +15,11 @@ from sandboxes.db import durations
 from sandboxes.errors import SandboxError
 from sandboxes.providers.base import ProviderError
 
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 
 
 @contextmanager
-def one_line(verbosity: int) -> Iterator[None]:
+def report_errors(verbosity: int) -> Iterator[None]:
     """What goes wrong in this block is one line on stderr and exit code 1. The log is quiet, unless verbosity is above
     1: stderr is for what the command, or its sandbox, has to say."""
     root = logging.getLogger()
@@ -35,7 +35,7 @@ def one_line(verbosity: int) -> Iterator[None]:
     except DatabaseError as error:
         raise CommandError(f"The database does not answer: {first_line(error)}") from error
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
     finally:
         root.setLevel(level)
 
@@ -44,7 +44,7 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def lease_id(text: str) -> UUID:
+def parse_lease_id(text: str) -> UUID:
     """The id of a lease; CommandError."""
     try:
         return UUID(text)
@@ -52,9 +52,9 @@ def lease_id(text: str) -> UUID:
         raise CommandError(f"{text[:80]!r} is not the id of a lease.") from None
 
 
-def duration(option: str, text: str) -> timedelta:
+def parse_duration(option: str, text: str) -> timedelta:
     """A duration; CommandError naming the option."""
     try:
-        return durations.parse(text)
+        return durations.parse_duration(text)
     except ValueError as wrong:
         raise CommandError(f"{option}: {wrong}") from None

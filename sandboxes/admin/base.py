@@ -28,14 +28,14 @@ from unfold.forms import BaseDialogForm
 from unfold.views import ChangeList
 from unfold.widgets import UnfoldAdminTextInputWidget
 
-from sandboxes.admin.fields import Amount, Lines, Span
-from sandboxes.admin.formatting import counted, link
+from sandboxes.admin.fields import DurationTextField, LineListField, NormalizedDecimalField
+from sandboxes.admin.formatting import pluralize, render_admin_link
 from sandboxes.errors import SandboxError
 
-NARROWED_BY = ("agent_did", "environment_id", "holder", "sandbox", "lease")  # columns that pages link by
+LINK_FILTER_FIELDS = ("agent_did", "environment_id", "holder", "sandbox", "lease")  # columns that pages link by
 
 
-def uuid_of(said: str) -> uuid.UUID | None:
+def parse_uuid(said: str) -> uuid.UUID | None:
     """The id that somebody typed in, if it is a whole one."""
     try:
         return uuid.UUID(said.strip())
@@ -61,12 +61,12 @@ class CappedPaginator(Paginator):
     @property
     def said(self) -> str:
         meta = self.rows.model._meta
-        exact = counted(self.count, str(meta.verbose_name), str(meta.verbose_name_plural))
+        exact = pluralize(self.count, str(meta.verbose_name), str(meta.verbose_name_plural))
         return f"More than {exact}" if self.capped else exact
 
 
 @dataclass(frozen=True)
-class Slice:
+class ListTab:
     """A named part of a list. Its tab, and the number on the fleet page that links to it, are the same rows."""
 
     title: str
@@ -77,21 +77,21 @@ class Slice:
         return self.cut(now) if self.cut else Q()
 
 
-class SlicedList(ChangeList):
+class TabbedChangeList(ChangeList):
     """A list of one slice. The slice stands in the address beside search and filters, and is none of them."""
 
     root_queryset: QuerySet[Any]
     result_list: Any
 
     @property
-    def part(self) -> Slice | None:
+    def part(self) -> ListTab | None:
         slices = self.model_admin.slices
         return slices.get(self.params.get("slice"), next(iter(slices.values()), None))
 
     @property
     def narrowed(self) -> list[dict[str, str]]:
         """What else than its slice, search and filters the list is cut down by: pages link here with such columns."""
-        given = [name for name in NARROWED_BY if name in self.params]
+        given = [name for name in LINK_FILTER_FIELDS if name in self.params]
         return [
             {
                 "column": str(self.opts.get_field(name).verbose_name),
@@ -126,7 +126,7 @@ class SlicedList(ChangeList):
 
 
 @dataclass(frozen=True)
-class Fact:
+class SummaryField:
     """One box of the strip on top of a page."""
 
     label: str
@@ -136,24 +136,24 @@ class Fact:
     alarm: bool = False
 
 
-def place_of(row: Any) -> Fact:
+def build_sandbox_field(row: Any) -> SummaryField:
     """The sandbox in which something was, and which of its processes that was."""
-    place = link("sandboxes_sandbox", row.sandbox_id, row.sandbox)
-    return Fact("Sandbox", place, note=f"process {row.incarnation} of it")
+    place = render_admin_link("sandboxes_sandbox", row.sandbox_id, row.sandbox)
+    return SummaryField("Sandbox", place, note=f"process {row.incarnation} of it")
 
 
 @dataclass(frozen=True)
-class Act:
+class AdminAction:
     """What an operator may do to rows of one kind. The verb's guard decides; `legal` only says what to expect."""
 
     title: str
     warning: str
     done: str  # "1 lease <done>."
-    illegal: str  # "1 skipped: <illegal>."
+    refusal_reason: str  # "1 skipped: <illegal>."
     legal: Callable[[Any], bool]
     verb: Callable[..., bool]  # row, actor, reason, now, and by name what else its form asks -> did this call change it?
     after: Callable[[], object] = bool
-    because: Callable[[Any], str] | None = None  # row as it is now -> "Nothing changed: <because>."; else `illegal`
+    explain_refusal: Callable[[Any], str] | None = None  # row as it is now -> "Nothing changed: <because>."; else `illegal`
     form: type[forms.Form] | None = None  # a Reason that asks something else, too
 
     @property
@@ -161,12 +161,12 @@ class Act:
         return {
             "title": f"{self.title}?",
             "description": self.warning,
-            "form_class": self.form or Reason,
+            "form_class": self.form or ReasonForm,
             "form_submit_text": self.title,
         }
 
 
-class Reason(BaseDialogForm):
+class ReasonForm(BaseDialogForm):
     """Why: written into the row's own history beside who."""
 
     reason = forms.CharField(
@@ -177,7 +177,7 @@ class Reason(BaseDialogForm):
     )
 
 
-class Page(ModelAdmin):
+class ConsoleModelAdmin(ModelAdmin):
     """A list and a page for each row. Nothing is ever deleted here."""
 
     paginator = CappedPaginator
@@ -189,18 +189,18 @@ class Page(ModelAdmin):
     list_before_template = "admin/narrowed.html"
     change_form_outer_before_template = "admin/strip.html"
     sortable_by: Sequence[str] = ()  # by anything but the index of `ordering`, a big table is sorted for every page
-    slices: ClassVar[Mapping[str, Slice]] = {}  # the first is shown by default
-    acts: ClassVar[Mapping[str, Act]] = {}  # by the method in actions_detail that offers it
+    slices: ClassVar[Mapping[str, ListTab]] = {}  # the first is shown by default
+    acts: ClassVar[Mapping[str, AdminAction]] = {}  # by the method in actions_detail that offers it
     labels: ClassVar[Mapping[str, str]] = {}  # of form fields whose column name is no word
     list_defer: ClassVar[Sequence[str]] = ()
     formfield_overrides = {
-        models.DurationField: {"form_class": Span},
-        models.JSONField: {"form_class": Lines},
-        models.DecimalField: {"form_class": Amount},
+        models.DurationField: {"form_class": DurationTextField},
+        models.JSONField: {"form_class": LineListField},
+        models.DecimalField: {"form_class": NormalizedDecimalField},
     }
 
-    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[SlicedList]:
-        return SlicedList
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[TabbedChangeList]:
+        return TabbedChangeList
 
     def complete(self, rows: list[Any]) -> None:
         """Add to the rows of one page of the list what takes a query of its own."""
@@ -234,7 +234,7 @@ class Page(ModelAdmin):
         return answer
 
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:
-        if isinstance(self.opts.pk, models.UUIDField) and (pk := uuid_of(search_term)):
+        if isinstance(self.opts.pk, models.UUIDField) and (pk := parse_uuid(search_term)):
             return queryset.filter(pk=pk), False
         found: tuple[Any, bool] = super().get_search_results(request, queryset, search_term)
         return found
@@ -248,7 +248,7 @@ class Page(ModelAdmin):
 
     # --- acts: each asks first, calls one verb, says what changed, and leaves a log entry -----------------------------
 
-    def answer(self, request: HttpRequest, object_id: str, act: Act, form: Reason) -> HttpResponse:
+    def answer(self, request: HttpRequest, object_id: str, act: AdminAction, form: ReasonForm) -> HttpResponse:
         """The dialog on a row's page was sent."""
         row = self.get_object(request, unquote(object_id))
         if row is None:
@@ -261,14 +261,16 @@ class Page(ModelAdmin):
             asked = {"dialog": act.dialog, "form": form, "form_submit_text": act.title}
             return TemplateResponse(request, "unfold/helpers/dialog.html", asked)
         if changed:
-            messages.success(request, f"{counted(1, *self._nouns)} {act.done}.")
+            messages.success(request, f"{pluralize(1, *self._verbose_names)} {act.done}.")
         else:
             row.refresh_from_db()
-            messages.warning(request, f"Nothing changed: {act.because(row) if act.because else act.illegal}.")
+            messages.warning(
+                request, f"Nothing changed: {act.explain_refusal(row) if act.explain_refusal else act.refusal_reason}."
+            )
         # htmx would follow a redirect and put the whole page into the dialog.
         return HttpResponse(headers={"HX-Redirect": self.after(act, row, form)})
 
-    def after(self, act: Act, row: Any, form: Reason) -> str:
+    def after(self, act: AdminAction, row: Any, form: ReasonForm) -> str:
         """The page to look at once an act was done."""
         return reverse(f"admin:{self.opts.label_lower.replace('.', '_')}_change", args=[row.pk])
 
@@ -281,11 +283,11 @@ class Page(ModelAdmin):
         answer: HttpResponse | None = super().response_action(request, queryset)
         return answer
 
-    def ask(self, request: HttpRequest, queryset: QuerySet[Any], act: Act) -> HttpResponse | None:
+    def ask(self, request: HttpRequest, queryset: QuerySet[Any], act: AdminAction) -> HttpResponse | None:
         """An action of the list: a page that asks first. Which rows are meant is fixed when it asks."""
         chosen = request.POST.getlist(ACTION_CHECKBOX_NAME)
         rows = list(queryset.filter(pk__in=chosen))
-        form = Reason(request=request, data=request.POST if "confirm" in request.POST else None)
+        form = ReasonForm(request=request, data=request.POST if "confirm" in request.POST else None)
         if not form.is_valid():
             context = {
                 **self.admin_site.each_context(request),
@@ -296,12 +298,12 @@ class Page(ModelAdmin):
             return TemplateResponse(request, "admin/confirm.html", context)
         changed = self._carry_out(request, act, rows, form.cleaned_data["reason"])
         skipped = len(chosen) - changed
-        said = [f"{counted(changed, *self._nouns)} {act.done}."] if changed else []
-        said += [f"{skipped} skipped: {act.illegal}."] if skipped else []
+        said = [f"{pluralize(changed, *self._verbose_names)} {act.done}."] if changed else []
+        said += [f"{skipped} skipped: {act.refusal_reason}."] if skipped else []
         messages.add_message(request, messages.WARNING if skipped else messages.SUCCESS, " ".join(said))
         return None
 
-    def _carry_out(self, request: HttpRequest, act: Act, rows: list[Any], reason: str, **more: Any) -> int:
+    def _carry_out(self, request: HttpRequest, act: AdminAction, rows: list[Any], reason: str, **more: Any) -> int:
         actor = request.user.get_username()
         changed = [row for row in rows if act.verb(row, actor, reason, timezone.now(), **more)]
         if changed:
@@ -316,12 +318,12 @@ class Page(ModelAdmin):
         return [each for each in offered if row and self.acts[each.method.original_function_name].legal(row)]
 
     @property
-    def _nouns(self) -> tuple[str, str]:
+    def _verbose_names(self) -> tuple[str, str]:
         return str(self.opts.verbose_name), str(self.opts.verbose_name_plural)
 
 
 @dataclass(frozen=True)
-class Done:
+class AuditEntry:
     """What an operator did to a row, from the log."""
 
     at: datetime
@@ -330,20 +332,20 @@ class Done:
     who: str
 
 
-def done_to(row: Model, most: int) -> list[Done]:
+def list_audit_entries(row: Model, most: int) -> list[AuditEntry]:
     """What operators did to a row, newest first."""
     kind = ContentType.objects.get_for_model(row, for_concrete_model=False)
     entries = LogEntry.objects.filter(content_type=kind, object_id=str(row.pk)).select_related("user")[:most]
     parted = [(entry, *entry.get_change_message().partition(": ")) for entry in entries]
-    return [Done(entry.action_time, what, why, entry.user.get_username()) for entry, what, _, why in parted]
+    return [AuditEntry(entry.action_time, what, why, entry.user.get_username()) for entry, what, _, why in parted]
 
 
-def all_fields(*names: str) -> list[tuple[str, dict[str, Any]]]:
+def build_all_fields_fieldset(*names: str) -> list[tuple[str, dict[str, Any]]]:
     """Every column of a row of facts, folded away under what its page makes of them."""
     return [("All fields", {"classes": ["collapse"], "fields": names})]
 
 
-class Facts(Page):
+class ReadOnlyModelAdmin(ConsoleModelAdmin):
     """Rows that verbs wrote: to be read. Not even a superuser edits them."""
 
     def has_add_permission(self, request: HttpRequest) -> bool:
@@ -353,15 +355,15 @@ class Facts(Page):
         return False
 
 
-class Held:
+class HolderDisplayMixin:
     """What pages here say of a holder. `leases` overrides it: for this app a holder is only an id."""
 
-    def holder(self, pk: uuid.UUID) -> Fact:
-        return Fact("Holder", str(pk))
+    def holder(self, pk: uuid.UUID) -> SummaryField:
+        return SummaryField("Holder", str(pk))
 
     def holders(self, pks: Collection[uuid.UUID]) -> Mapping[uuid.UUID, Any]:
         """Each of these in the words of a table."""
         return {pk: str(pk) for pk in pks}
 
-    def agent(self, did: str) -> Fact:
-        return Fact("Agent", did or "–")
+    def agent(self, did: str) -> SummaryField:
+        return SummaryField("Agent", did or "–")

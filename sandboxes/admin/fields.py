@@ -11,7 +11,7 @@ from unfold.widgets import UnfoldAdminTextareaWidget, UnfoldAdminTextInputWidget
 from sandboxes.db import durations
 
 
-class Span(forms.Field):
+class DurationTextField(forms.Field):
     """A duration as the environment variables take it: "90", "30s", "5m", "2h", "1d"."""
 
     widget = UnfoldAdminTextInputWidget
@@ -23,7 +23,7 @@ class Span(forms.Field):
         if not value:
             return None
         try:
-            return durations.parse(str(value))
+            return durations.parse_duration(str(value))
         except ValueError as wrong:
             raise ValidationError(f"{wrong}.".capitalize()) from None
 
@@ -32,26 +32,26 @@ class Span(forms.Field):
             return value
         seconds = int(value.total_seconds())
         for unit in ("d", "h", "m"):
-            if seconds and seconds % durations.UNITS[unit] == 0:
-                return f"{seconds // durations.UNITS[unit]}{unit}"
+            if seconds and seconds % durations.SECONDS_PER_UNIT[unit] == 0:
+                return f"{seconds // durations.SECONDS_PER_UNIT[unit]}{unit}"
         return f"{seconds}s"
 
 
-class SpanOrNone(Span):
+class DurationOrZeroField(DurationTextField):
     """A duration that may be 0."""
 
     def to_python(self, value: Any) -> timedelta | None:
         return timedelta(0) if str(value).strip() in ("0", "0s") else super().to_python(value)
 
 
-class Amount(forms.DecimalField):
+class NormalizedDecimalField(forms.DecimalField):
     """A decimal number without the zeros that a column fills up with."""
 
     def prepare_value(self, value: Any) -> Any:
         return f"{value.normalize():f}" if isinstance(value, Decimal) else value
 
 
-class Lines(forms.Field):
+class LineListField(forms.Field):
     """A list of strings, one a line."""
 
     def __init__(self, *, help_text: str = "", encoder: Any = None, decoder: Any = None, **kwargs: Any) -> None:

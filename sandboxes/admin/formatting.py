@@ -12,14 +12,14 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 # An escape sequence in an output is seen, not lost; and what reverses the direction of writing does not.
-CONTROLS = {
+CONTROL_CHARACTER_ESCAPES = {
     code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
     for code in (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
     if chr(code) not in "\n\t"
 }
 
 
-def span(length: timedelta) -> str:
+def format_duration(length: timedelta) -> str:
     """A duration in at most two units: "350 ms", "1 m 5 s", "11 m", "4 h 57 m", "3 d 2 h"."""
     seconds = max(length.total_seconds(), 0)
     if seconds < 1:
@@ -35,20 +35,20 @@ def span(length: timedelta) -> str:
     return f"{whole} s"
 
 
-def age(length: timedelta) -> str:
+def format_age(length: timedelta) -> str:
     """A duration as long ago as a person cares: whole seconds."""
-    return span(length) if length >= timedelta(seconds=10) else f"{max(int(length.total_seconds()), 0)} s"
+    return format_duration(length) if length >= timedelta(seconds=10) else f"{max(int(length.total_seconds()), 0)} s"
 
 
-def until(moment: datetime | None, then: str, due: str) -> str:
+def format_time_until(moment: datetime | None, then: str, due: str) -> str:
     """What comes, and how soon: "sleeps in 4 m"; `due` once it is past, nothing if it will not come."""
     if moment is None:
         return ""
     left = moment - timezone.now()
-    return f"{then} in {age(left)}" if left > timedelta(0) else due
+    return f"{then} in {format_age(left)}" if left > timedelta(0) else due
 
 
-def size(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Bytes as far as a person cares: "812 B", "3.4 KiB", "1.2 GiB"."""
     amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while amount >= 1023.95 and len(units) > 1:
@@ -56,75 +56,75 @@ def size(count: int) -> str:
     return f"{amount:.1f} {units[0]}" if units[0] != "B" else f"{count} B"
 
 
-def usd(amount: Decimal) -> str:
+def format_usd(amount: Decimal) -> str:
     """Money in full, without the zeros that a column fills up with. Whoever shows it says that these are USD."""
     return f"{amount.normalize():,f}"
 
 
-def stamp(moment: datetime, text: str = "") -> SafeString:
+def render_timestamp(moment: datetime, text: str = "") -> SafeString:
     """A moment, as `text` or in full; the full one in UTC is always at hand."""
     full = f"{moment:%Y-%m-%d %H:%M:%S}"
     return format_html('<time datetime="{}" title="{} UTC">{}</time>', moment.isoformat(), full, text or full)
 
 
-def ago(moment: datetime | None, never: str = "never") -> SafeString | str:
-    return stamp(moment, f"{age(timezone.now() - moment)} ago") if moment else never
+def render_time_ago(moment: datetime | None, never: str = "never") -> SafeString | str:
+    return render_timestamp(moment, f"{format_age(timezone.now() - moment)} ago") if moment else never
 
 
-def since(moment: datetime) -> SafeString:
-    return stamp(moment, age(timezone.now() - moment))
+def render_time_since(moment: datetime) -> SafeString:
+    return render_timestamp(moment, format_age(timezone.now() - moment))
 
 
-def badge(kind: str, text: str = "") -> SafeString:
+def render_badge(kind: str, text: str = "") -> SafeString:
     """A coloured dot and a word; console.css has one colour for each kind, the same on every page."""
     return format_html('<span class="lh-badge is-{}">{}</span>', kind, text or kind)
 
 
-def two(first: Any, second: Any) -> SafeString:
+def render_two_lines(first: Any, second: Any) -> SafeString:
     """Two lines of one cell."""
     return format_html('<span class="lh-two"><span>{}</span><span>{}</span></span>', first, second)
 
 
-def meter(used: int | Decimal, most: int | Decimal) -> SafeString:
+def render_meter(used: int | Decimal, most: int | Decimal) -> SafeString:
     """How much is used of what there may be, as a bar. The numbers stand beside it."""
     share = min(used / most, 1) if most else 1
     kind = "is-full" if share == 1 else ""
     return format_html('<meter class="lh-meter {}" min="0" max="1" value="{}"></meter>', kind, f"{share:.4f}")
 
 
-def link(model: str, pk: Any, text: Any) -> SafeString:
+def render_admin_link(model: str, pk: Any, text: Any) -> SafeString:
     """A link to a row's page; model as in "sandboxes_pool"."""
     return format_html('<a class="lh-link" href="{}">{}</a>', reverse(f"admin:{model}_change", args=[pk]), text)
 
 
-def rows(model: str, **params: Any) -> str:
+def build_changelist_url(model: str, **params: Any) -> str:
     """The address of a list, cut down by a slice or a column."""
     return reverse(f"admin:{model}_changelist", query=params)
 
 
-def command(argv: Sequence[str]) -> str:
+def format_command(argv: Sequence[str]) -> str:
     """An argv as one line for a shell."""
-    return shlex.join(str(word) for word in argv).translate(CONTROLS)
+    return shlex.join(str(word) for word in argv).translate(CONTROL_CHARACTER_ESCAPES)
 
 
-def text(output: bytes) -> str:
+def decode_output(output: bytes) -> str:
     """What a command printed, as something a browser can show."""
-    return output.decode("utf-8", "replace").replace("\r\n", "\n").translate(CONTROLS)
+    return output.decode("utf-8", "replace").replace("\r\n", "\n").translate(CONTROL_CHARACTER_ESCAPES)
 
 
-def path(name: str) -> str:
+def format_path(name: str) -> str:
     """A path as one line that shows every character in it."""
-    return name.translate({**CONTROLS, ord("\n"): "\\n", ord("\t"): "\\t"})
+    return name.translate({**CONTROL_CHARACTER_ESCAPES, ord("\n"): "\\n", ord("\t"): "\\t"})
 
 
-def shortened(said: str, most: int = 90) -> str:
+def truncate_text(said: str, most: int = 90) -> str:
     return said if len(said) <= most else said[: most - 1] + "…"
 
 
-def listed(parts: Mapping[str, int]) -> str:
+def format_counts(parts: Mapping[str, int]) -> str:
     """What there is of several things: "2 local, 1 cloud"."""
     return ", ".join(f"{number:,} {what}" for what, number in parts.items() if number)
 
 
-def counted(number: int, one: str, many: str) -> str:
+def pluralize(number: int, one: str, many: str) -> str:
     return f"{number:,} {one if number == 1 else many}"

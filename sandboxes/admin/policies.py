@@ -9,18 +9,18 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin.base import Fact, Page
-from sandboxes.admin.formatting import badge, counted, link, rows, two
-from sandboxes.models import Policy, Sandbox, State
-from sandboxes.models.policies import SEALED
+from sandboxes.admin.base import ConsoleModelAdmin, SummaryField
+from sandboxes.admin.formatting import build_changelist_url, pluralize, render_admin_link, render_badge, render_two_lines
+from sandboxes.models import Policy, Sandbox, SandboxState
+from sandboxes.models.policies import SEALED_POLICY_NAME
 
-LIVE = ~Q(state=State.DESTROYED)
-CONFIGURED = "the configured ones"  # LEASEHOLD_LLM_MODEL and LEASEHOLD_LLM_MODELS
+LIVE_SANDBOX_FILTER = ~Q(state=SandboxState.DESTROYED)
+CONFIGURED_MODELS_LABEL = "the configured ones"  # LEASEHOLD_LLM_MODEL and LEASEHOLD_LLM_MODELS
 
 
 @admin.register(Policy)
-class PolicyAdmin(Page):
-    list_display = ["what", "root", "may_be_called", "pace", "publishes", "live"]
+class PolicyAdmin(ConsoleModelAdmin):
+    list_display = ["what", "root", "allowed_models", "pace", "relay_access", "live"]
     search_fields = ["name__startswith"]
     search_help_text = "Name"
     ordering = ["name"]
@@ -63,40 +63,40 @@ class PolicyAdmin(Page):
     def all_models(self, row: Policy) -> SafeString | str:
         return (
             format_html_join(SafeString("<br>"), '<span class="lh-command">{}</span>', ((each,) for each in row.models))
-            or CONFIGURED
+            or CONFIGURED_MODELS_LABEL
         )
 
     def complete(self, rows: list[Policy]) -> None:
-        found = Sandbox.objects.filter(LIVE).order_by().values_list("policy").annotate(Count("pk"))
+        found = Sandbox.objects.filter(LIVE_SANDBOX_FILTER).order_by().values_list("policy").annotate(Count("pk"))
         live = dict(found)
         for row in rows:
             row.live = live.get(None if row.built_in else row.pk, 0)  # type: ignore[attr-defined]
 
     @display(description="Policy")
     def what(self, row: Policy) -> SafeString | str:
-        return two(row.name, row.description) if row.description else row.name
+        return render_two_lines(row.name, row.description) if row.description else row.name
 
     @display(description="Root file system")
     def root(self, row: Policy) -> SafeString:
-        return root(row)
+        return render_root_mode(row)
 
     @display(description="Models")
-    def may_be_called(self, row: Policy) -> SafeString | str:
-        return allowed(row)
+    def allowed_models(self, row: Policy) -> SafeString | str:
+        return render_allowed_models(row)
 
     @display(description="Calls")
     def pace(self, row: Policy) -> SafeString:
-        return two(f"{row.calls_per_minute:,} a minute", f"{row.most_calls_at_once:,} at once")
+        return render_two_lines(f"{row.calls_per_minute:,} a minute", f"{row.most_calls_at_once:,} at once")
 
     @display(description="Relay")
-    def publishes(self, row: Policy) -> str:
+    def relay_access(self, row: Policy) -> str:
         return "yes" if row.relay else "no"
 
     @display(description="Live sandboxes")
     def live(self, row: Policy) -> str:
         return f"{row.live:,}"  # type: ignore[attr-defined]
 
-    def wanted_by(self, row: Policy) -> list[Fact]:
+    def wanted_by(self, row: Policy) -> list[SummaryField]:
         """`leases.admin.leases` overrides it: this app knows of nobody who wants sandboxes."""
         return []
 
@@ -105,35 +105,35 @@ class PolicyAdmin(Page):
         narrowed = {"policy__isnull": "True"} if row.built_in else {"policy__id__exact": row.pk}
         return {
             "facts": [
-                Fact("Root file system", root(row)),
-                Fact("Models", allowed(row), note="and the relay" if row.relay else ""),
+                SummaryField("Root file system", render_root_mode(row)),
+                SummaryField("Models", render_allowed_models(row), note="and the relay" if row.relay else ""),
                 *self.wanted_by(row),
-                Fact(
+                SummaryField(
                     "Live sandboxes",
-                    f"{Sandbox.objects.filter(LIVE, **theirs).count():,}",
+                    f"{Sandbox.objects.filter(LIVE_SANDBOX_FILTER, **theirs).count():,}",
                     note="those that no policy loosens" if row.built_in else "",
-                    href=rows("sandboxes_sandbox", slice="live", **narrowed),
+                    href=build_changelist_url("sandboxes_sandbox", slice="live", **narrowed),
                 ),
             ]
         }
 
 
-def root(row: Policy) -> SafeString:
-    return badge("waiting", "writable") if row.writable_root else badge("ok", "read-only")
+def render_root_mode(row: Policy) -> SafeString:
+    return render_badge("waiting", "writable") if row.writable_root else render_badge("ok", "read-only")
 
 
-def allowed(row: Policy) -> SafeString | str:
+def render_allowed_models(row: Policy) -> SafeString | str:
     """The models that may be called, in the words of a list: the first by name."""
     if not row.models:
-        return CONFIGURED
+        return CONFIGURED_MODELS_LABEL
     more = len(row.models) - 1
     first = format_html('<span class="lh-command">{}</span>', row.models[0])
-    return two(first, f"and {counted(more, 'more', 'more')}") if more > 0 else first
+    return render_two_lines(first, f"and {pluralize(more, 'more', 'more')}") if more > 0 else first
 
 
-def policy_fact(policy: Policy | None) -> Fact:
+def build_policy_field(policy: Policy | None) -> SummaryField:
     """What a sandbox's page says of it."""
     if policy is None:
-        return Fact("Policy", SEALED, note="nothing beyond the rest")
+        return SummaryField("Policy", SEALED_POLICY_NAME, note="nothing beyond the rest")
     loosened = [word for word, said in (("writable root", policy.writable_root), ("relay", policy.relay)) if said]
-    return Fact("Policy", link("sandboxes_policy", policy.pk, policy), note=", ".join(loosened))
+    return SummaryField("Policy", render_admin_link("sandboxes_policy", policy.pk, policy), note=", ".join(loosened))

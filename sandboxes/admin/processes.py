@@ -9,15 +9,36 @@ from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin.base import Fact, Facts, Held, Slice, all_fields, place_of
-from sandboxes.admin.formatting import ago, badge, command, path, shortened, span, stamp, two
-from sandboxes.models import Ending, Process
+from sandboxes.admin.base import (
+    HolderDisplayMixin,
+    ListTab,
+    ReadOnlyModelAdmin,
+    SummaryField,
+    build_all_fields_fieldset,
+    build_sandbox_field,
+)
+from sandboxes.admin.formatting import (
+    format_command,
+    format_duration,
+    format_path,
+    render_badge,
+    render_time_ago,
+    render_timestamp,
+    render_two_lines,
+    truncate_text,
+)
+from sandboxes.models import Process, ProcessStatus
 
-COLOURS = {Ending.EXITED: "ok", Ending.KILLED: "cold", Ending.GONE: "cold", Ending.FAILED: "error"}
+STATE_BADGES = {
+    ProcessStatus.EXITED: "ok",
+    ProcessStatus.KILLED: "cold",
+    ProcessStatus.GONE: "cold",
+    ProcessStatus.FAILED: "error",
+}
 
 
 @admin.register(Process)
-class ProcessAdmin(Held, Facts):
+class ProcessAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
     list_display = ["line", "condition", "lasted", "started", "who"]
     list_filter = ["state"]
     list_select_related = ["sandbox"]
@@ -25,54 +46,56 @@ class ProcessAdmin(Held, Facts):
     search_help_text = "Agent or environment, or a whole id"
     ordering = ["-started_at", "-pk"]
     slices = {
-        "running": Slice("Running", "Nothing runs in the background now.", lambda now: Q(ended_at__isnull=True)),
-        "all": Slice("All", "Nothing was ever started in the background."),
+        "running": ListTab("Running", "Nothing runs in the background now.", lambda now: Q(ended_at__isnull=True)),
+        "all": ListTab("All", "Nothing was ever started in the background."),
     }
-    fieldsets = all_fields(
+    fieldsets = build_all_fields_fieldset(
         "id", "sandbox", "holder", "agent_did", "incarnation", "name", "argv", "cwd", "env_names", "started_at", "starts_by",
         "state", "ended_at", "exit_code", "note",
     )  # fmt: skip
 
     @display(description="Command")
     def line(self, row: Process) -> SafeString:
-        return two(shortened(command(row.argv)), path(row.name))
+        return render_two_lines(truncate_text(format_command(row.argv)), format_path(row.name))
 
     @display(description="State")
     def condition(self, row: Process) -> SafeString:
-        return condition(row)
+        return render_process_state(row)
 
     @display(description="Ran for")
     def lasted(self, row: Process) -> str:
-        return lasted(row)
+        return format_process_duration(row)
 
     @display(description="Started")
     def started(self, row: Process) -> SafeString | str:
-        return ago(row.started_at)
+        return render_time_ago(row.started_at)
 
     @display(description="Agent and environment")
     def who(self, row: Process) -> SafeString:
-        return two(row.agent_did, row.sandbox.environment_id)
+        return render_two_lines(row.agent_did, row.sandbox.environment_id)
 
     def page(self, request: HttpRequest, row: Process) -> dict[str, Any]:
         return {
             "facts": [
-                Fact("State", condition(row), note=row.note),
-                Fact("Ran for" if row.ended_at else "Running for", lasted(row), note="as far as was noticed"),
-                Fact("Started", ago(row.started_at), note=stamp(row.started_at)),
-                place_of(row),
+                SummaryField("State", render_process_state(row), note=row.note),
+                SummaryField(
+                    "Ran for" if row.ended_at else "Running for", format_process_duration(row), note="as far as was noticed"
+                ),
+                SummaryField("Started", render_time_ago(row.started_at), note=render_timestamp(row.started_at)),
+                build_sandbox_field(row),
                 self.holder(row.holder),
                 self.agent(row.agent_did),
-                Fact("Command", shortened(command(row.argv)), note=path(row.name)),
-                Fact("Directory", path(row.cwd), note=", ".join(row.env_names) or "no variables"),
+                SummaryField("Command", truncate_text(format_command(row.argv)), note=format_path(row.name)),
+                SummaryField("Directory", format_path(row.cwd), note=", ".join(row.env_names) or "no variables"),
             ]
         }
 
 
-def condition(row: Process) -> SafeString:
-    said = f"exit {row.exit_code}" if row.state == Ending.EXITED else row.state
-    failed = row.state == Ending.EXITED and row.exit_code != 0
-    return badge("failed" if failed else COLOURS.get(Ending(row.state), row.state), said)
+def render_process_state(row: Process) -> SafeString:
+    said = f"exit {row.exit_code}" if row.state == ProcessStatus.EXITED else row.state
+    failed = row.state == ProcessStatus.EXITED and row.exit_code != 0
+    return render_badge("failed" if failed else STATE_BADGES.get(ProcessStatus(row.state), row.state), said)
 
 
-def lasted(row: Process) -> str:
-    return span((row.ended_at or timezone.now()) - row.started_at)
+def format_process_duration(row: Process) -> str:
+    return format_duration((row.ended_at or timezone.now()) - row.started_at)

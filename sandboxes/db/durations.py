@@ -3,19 +3,19 @@
 import re
 from datetime import timedelta
 
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-ACCEPTS = 'a duration: seconds, or a number with s, m, h or d, such as "90", "30s", "5m", "2h"'
-LONGEST = timedelta(days=366)
+SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+ACCEPTED_FORMAT = 'a duration: seconds, or a number with s, m, h or d, such as "90", "30s", "5m", "2h"'
+MAX_DURATION = timedelta(days=366)
 
 
-def parse(text: str | int) -> timedelta:
+def parse_duration(text: str | int) -> timedelta:
     """The duration, longer than zero and at most 366 days; ValueError says what is accepted."""
     if isinstance(text, bool) or not isinstance(text, str | int):
-        raise ValueError(f"not {ACCEPTS}")
+        raise ValueError(f"not {ACCEPTED_FORMAT}")
     found = re.fullmatch(r"(\d{1,9})([smhd]?)", str(text).strip(), re.ASCII)
     if not found:
-        raise ValueError(f"{str(text)[:40]!r} is not {ACCEPTS}")
-    span = timedelta(seconds=int(found[1]) * UNITS.get(found[2], 1))
-    if not timedelta(0) < span <= LONGEST:
+        raise ValueError(f"{str(text)[:40]!r} is not {ACCEPTED_FORMAT}")
+    span = timedelta(seconds=int(found[1]) * SECONDS_PER_UNIT.get(found[2], 1))
+    if not timedelta(0) < span <= MAX_DURATION:
         raise ValueError(f"{text!r} is out of range: longer than 0, at most 366 days")
     return span

@@ -24,27 +24,30 @@ from docker.types import LogConfig, Mount, Ulimit
 
 from sandboxes import providers
 from sandboxes.egress import slots
-from sandboxes.egress.request_filter import FIELDS, error
-from sandboxes.models.policies import LARGEST_BODY_KIB
+from sandboxes.egress.request_filter import FIELDS_BY_PATH, build_error_body
+from sandboxes.models.policies import MAX_BODY_KIB
 from sandboxes.providers.base import ProviderError, Rejected, Unavailable
-from sandboxes.providers.docker.engine import Engine, asking
+from sandboxes.providers.docker.engine import Engine, translate_errors
 
 log = structlog.get_logger(__name__)
 SERVER_SOCKET = "server.sock"
-LOG = "access.log"
-LABEL = "leasehold.egress"  # its value says of which installation on this engine
-LABEL_PLACE = "leasehold.egress.directory"  # on this host, with its sockets
-WITHIN = 20.0  # seconds in which it has to listen
-REQUESTS_PER_SECOND, BURST, CONNECTIONS = 20, 40, 32  # of one slot
-SOCKETS = 128  # connections of one slot, whatever is said through them
-CONNECTIONS_IN_ALL = 8192  # of one worker
-MEMORY = 128 << 20
-SLOTS_INSIDE, SERVER_INSIDE, LOGS_INSIDE, BEHIND = "/s", "/server", "/logs", "/tmp/b"  # noqa: S108 - the container's own
+ACCESS_LOG_NAME = "access.log"
+INSTALLATION_LABEL = "leasehold.egress"  # its value says of which installation on this engine
+DIRECTORY_LABEL = "leasehold.egress.directory"  # on this host, with its sockets
+CONTAINER_TIMEOUT_SECONDS = 20.0  # seconds in which it has to listen
+REQUESTS_PER_SECOND, REQUEST_BURST, MAX_CONNECTIONS_PER_SLOT = 20, 40, 32  # of one slot
+MAX_SOCKETS_PER_SLOT = 128  # connections of one slot, whatever is said through them
+MAX_WORKER_CONNECTIONS = 8192  # of one worker
+MEMORY_BYTES = 128 << 20
+SLOTS_MOUNT, SERVER_MOUNT, LOGS_MOUNT, BACKEND_SOCKETS_DIRECTORY = "/s", "/server", "/logs", "/tmp/b"  # noqa: S108 - the container's own
 
 # A proxy that was killed has left its sockets, and cannot bind them again.
-CLEAN = f"find {SLOTS_INSIDE} -name {slots.SOCKET} -delete; rm -rf {BEHIND}; mkdir {BEHIND}"
-COMMAND = f"{CLEAN}; exec nginx -c /etc/nginx/leasehold.conf"
-CONFIG = """\
+CLEANUP_COMMAND = (
+    f"find {SLOTS_MOUNT} -name {slots.SOCKET_NAME} -delete; "
+    f"rm -rf {BACKEND_SOCKETS_DIRECTORY}; mkdir {BACKEND_SOCKETS_DIRECTORY}"
+)
+START_COMMAND = f"{CLEANUP_COMMAND}; exec nginx -c /etc/nginx/leasehold.conf"
+CONFIG_TEMPLATE = """\
 daemon off;
 worker_processes {workers};
 worker_rlimit_nofile {files};
@@ -118,8 +121,11 @@ stream {{
   }}
 }}
 """
-LISTEN, LISTEN_BEHIND = "    listen unix:{slots}/{slot}/{socket} backlog=64;", "    listen unix:{behind}/{slot};"
-WAY = """\
+LISTEN_TEMPLATE, LISTEN_BACKEND_TEMPLATE = (
+    "    listen unix:{slots}/{slot}/{socket} backlog=64;",
+    "    listen unix:{behind}/{slot};",
+)
+LOCATIONS_TEMPLATE = """\
 proxy_http_version 1.1;
 proxy_pass_request_headers off;
 proxy_request_buffering off;
@@ -152,12 +158,12 @@ location ^~ /relay/ {{
 }}
 location / {{ deny all; }}
 """
-SAID = {
+ERROR_RESPONSES = {
     400: ("malformed", "This is no HTTP that is understood here."),
     403: ("path_forbidden", "Only model calls, and the relay, leave this sandbox."),
     404: ("path_forbidden", "Only model calls, and the relay, leave this sandbox."),
     405: ("path_forbidden", "Only model calls, and the relay, leave this sandbox."),
-    413: ("too_large", f"A request has at most {LARGEST_BODY_KIB} KiB."),
+    413: ("too_large", f"A request has at most {MAX_BODY_KIB} KiB."),
     414: ("too_large", "This path is too long."),
     429: ("too_many", "Too many requests, or connections, at once."),
     501: ("malformed", "This is no HTTP that is understood here."),
@@ -165,10 +171,10 @@ SAID = {
     504: ("way_out_slow", "The control plane did not answer in time."),
     505: ("malformed", "This is no HTTP that is understood here."),
 }  # what nginx itself answers, in the words of both kinds of SDK
-ERROR = """\
+ERROR_TEMPLATE = """\
 error_page {status} /leasehold-error-{status};
 location = /leasehold-error-{status} {{ internal; default_type application/json;{more} return {status} '{body}'; }}"""
-PATH = """\
+PATH_TEMPLATE = """\
 location = {path} {{
   limit_except POST {{ deny all; }}
   proxy_set_header X-Leasehold-Slot $slot;
@@ -182,28 +188,28 @@ location = {path} {{
 
 
 @dataclass(frozen=True)
-class Front:
+class NginxProxy:
     """The container of one installation, which is named by the directory of its sockets."""
 
     engine: Engine
 
     @property
     def name(self) -> str:
-        return f"leasehold-egress-{identity()[:16]}"
+        return f"leasehold-egress-{get_installation_id()[:16]}"
 
     def start(self) -> None:
         """It runs, with the configuration of now, and listens on every slot. Whatever ran before is gone."""
         for slot in range(settings.EGRESS_SLOTS):
-            (slots.directory(slot) / slots.SOCKET).unlink(missing_ok=True)
+            (slots.ensure_slot_directory(slot) / slots.SOCKET_NAME).unlink(missing_ok=True)
         self.stop()
         client = self.engine.client
-        with asking():
+        with translate_errors():
             try:
                 client.create_container(
-                    settings.EGRESS_IMAGE, name=self.name, command=["sh", "-c", COMMAND],
-                    user=f"{slots.proxy_user()}:{slots.proxy_user()}", hostname="egress",
-                    labels={LABEL: identity(), LABEL_PLACE: str(settings.EGRESS_DIR.absolute())},
-                    host_config=self._limits(), use_config_proxy=False,
+                    settings.EGRESS_IMAGE, name=self.name, command=["sh", "-c", START_COMMAND],
+                    user=f"{slots.get_proxy_uid()}:{slots.get_proxy_uid()}", hostname="egress",
+                    labels={INSTALLATION_LABEL: get_installation_id(), DIRECTORY_LABEL: str(settings.EGRESS_DIR.absolute())},
+                    host_config=self._build_host_config(), use_config_proxy=False,
                     # Without one of its own the engine takes any signal for a stop, also the one that reopens the log, and
                     # does not start again what dies later.
                     stop_signal="SIGTERM",
@@ -211,19 +217,22 @@ class Front:
             except NotFound as gone:
                 raise Rejected(f"There is no image {settings.EGRESS_IMAGE} here. `manage.py build_image` makes it.") from gone
         try:
-            with asking():
+            with translate_errors():
                 client.start(self.name)
-            self._await()
+            self._wait_until_listening()
         except ProviderError:
             self.stop()
             raise
 
-    def _limits(self) -> dict[str, Any]:
+    def _build_host_config(self) -> dict[str, Any]:
         mounts = [
-            Mount(SLOTS_INSIDE, str(slots.root().resolve()), type="bind"),
-            Mount(SERVER_INSIDE, str(server_socket().parent.resolve()), type="bind", read_only=True),
-            Mount(LOGS_INSIDE, str(logs().resolve()), type="bind"),
-            *(Mount(f"/etc/nginx/{name}", str(path), type="bind", read_only=True) for name, path in configuration().items()),
+            Mount(SLOTS_MOUNT, str(slots.ensure_root_directory().resolve()), type="bind"),
+            Mount(SERVER_MOUNT, str(get_server_socket_path().parent.resolve()), type="bind", read_only=True),
+            Mount(LOGS_MOUNT, str(ensure_logs_directory().resolve()), type="bind"),
+            *(
+                Mount(f"/etc/nginx/{name}", str(path), type="bind", read_only=True)
+                for name, path in write_configuration().items()
+            ),
         ]
         limits: dict[str, Any] = self.engine.client.create_host_config(
             network_mode="none",
@@ -233,23 +242,26 @@ class Front:
             init=True,
             read_only=True,
             tmpfs={"/tmp": "size=16m,mode=1777,noexec,nosuid,nodev"},  # noqa: S108 - the container's own
-            mem_limit=MEMORY,
-            memswap_limit=MEMORY,
+            mem_limit=MEMORY_BYTES,
+            memswap_limit=MEMORY_BYTES,
             nano_cpus=1_000_000_000,
             pids_limit=32,
-            ulimits=[Ulimit(name="nofile", soft=files(), hard=files()), Ulimit(name="core", soft=0, hard=0)],
+            ulimits=[Ulimit(name="nofile", soft=max_open_files(), hard=max_open_files()), Ulimit(name="core", soft=0, hard=0)],
             mounts=mounts,
             restart_policy={"Name": "on-failure"},  # and not with the engine: there may be no server any more
             log_config=LogConfig(type="json-file", config={"max-size": "1m", "max-file": "1"}),
         )
         return limits
 
-    def _await(self) -> None:
-        last, until = slots.directory(settings.EGRESS_SLOTS - 1) / slots.SOCKET, time.monotonic() + WITHIN
+    def _wait_until_listening(self) -> None:
+        last, until = (
+            slots.ensure_slot_directory(settings.EGRESS_SLOTS - 1) / slots.SOCKET_NAME,
+            time.monotonic() + CONTAINER_TIMEOUT_SECONDS,
+        )
         while not last.is_socket():
             found = self.look()
             if time.monotonic() > until or found in ("", "exited", "restarting"):
-                with asking():
+                with translate_errors():
                     said = self.engine.client.logs(self.name, tail=5).decode(errors="replace") if found else ""
                 raise Unavailable(f"The egress proxy does not come up ({found or 'gone'}): {said.strip()}")
             time.sleep(0.05)
@@ -257,7 +269,7 @@ class Front:
     def look(self) -> str:
         """The state of the container as the engine names it, "" if there is none."""
         try:
-            with asking():
+            with translate_errors():
                 return str(self.engine.client.inspect_container(self.name)["State"]["Status"])
         except Exception as failed:
             if isinstance(failed.__cause__, NotFound):
@@ -266,12 +278,12 @@ class Front:
 
     def reopen_log(self) -> None:
         """It writes to a new file where its log was moved away."""
-        with asking():
+        with translate_errors():
             self.engine.client.kill(self.name, "SIGUSR1")
 
     def stop(self) -> None:
         """Nothing is left of it. Not there is success."""
-        until = time.monotonic() + WITHIN
+        until = time.monotonic() + CONTAINER_TIMEOUT_SECONDS
         while time.monotonic() < until:
             try:
                 self.engine.client.remove_container(self.name, force=True, v=True)
@@ -284,40 +296,40 @@ class Front:
         raise Unavailable(f"The container {self.name} does not go.")
 
 
-def identity() -> str:
+def get_installation_id() -> str:
     """What an installation's proxy is labelled with: another for another directory of sockets."""
     return hashlib.sha256(str(settings.EGRESS_DIR.absolute()).encode()).hexdigest()
 
 
-def orphans(client: APIClient, *, now: datetime, grace: timedelta) -> list[str]:
+def find_orphans(client: APIClient, *, now: datetime, grace: timedelta) -> list[str]:
     """Proxies that serve nobody: older than `grace`, and of this installation without a server behind them, or of one
     whose directory is gone. Whoever should have removed them has died. A server that comes back starts its own anew."""
-    with asking():
-        found = client.containers(all=True, filters={"label": LABEL})
+    with translate_errors():
+        found = client.containers(all=True, filters={"label": INSTALLATION_LABEL})
     old = [each for each in found if datetime.fromtimestamp(each["Created"], UTC) <= now - grace]
-    ours = {LABEL: identity()}.items()
+    ours = {INSTALLATION_LABEL: get_installation_id()}.items()
     return [
         each["Id"]
         for each in old
-        if (ours <= each["Labels"].items() and not accepts(server_socket()))
-        or not Path(each["Labels"].get(LABEL_PLACE, "/")).exists()
+        if (ours <= each["Labels"].items() and not is_listening(get_server_socket_path()))
+        or not Path(each["Labels"].get(DIRECTORY_LABEL, "/")).exists()
     ]
 
 
 def remove_orphans(*, now: datetime, grace: timedelta) -> int:
     """How many were removed; or one of the port's errors."""
-    with asking():
+    with translate_errors():
         engine = Engine()
     with closing(engine.client):
-        gone = orphans(engine.client, now=now, grace=grace)
+        gone = find_orphans(engine.client, now=now, grace=grace)
         for one in gone:
             log.warning("egress proxy without a server removed", container=one[:12])
-            with asking(), suppress(NotFound):
+            with translate_errors(), suppress(NotFound):
                 engine.client.remove_container(one, force=True, v=True)
     return len(gone)
 
 
-def accepts(path: Path) -> bool:
+def is_listening(path: Path) -> bool:
     """Whether somebody listens on this unix socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
@@ -326,78 +338,91 @@ def accepts(path: Path) -> bool:
 
 def is_open() -> bool:
     """Whether the whole way out is there, on this host: the server, and sockets for sandboxes."""
-    last = slots.root() / str(settings.EGRESS_SLOTS - 1) / slots.SOCKET
-    return accepts(server_socket()) and accepts(last)
+    last = slots.ensure_root_directory() / str(settings.EGRESS_SLOTS - 1) / slots.SOCKET_NAME
+    return is_listening(get_server_socket_path()) and is_listening(last)
 
 
-def which() -> str:
+def get_proxy_kind() -> str:
     """What stands between sandboxes and the server: nginx where they are containers, unless the environment says otherwise."""
     if settings.EGRESS_PROXY != "auto":
         return str(settings.EGRESS_PROXY)
-    return "nginx" if providers.default_name() == "docker" else "none"
+    return "nginx" if providers.get_default_provider_name() == "docker" else "none"
 
 
-def server_socket() -> Path:
+def get_server_socket_path() -> Path:
     place: Path = settings.EGRESS_DIR / "server"
-    slots.root()
+    slots.ensure_root_directory()
     place.mkdir(mode=0o755, parents=True, exist_ok=True)
     return place / SERVER_SOCKET
 
 
-def logs() -> Path:
+def ensure_logs_directory() -> Path:
     place: Path = settings.EGRESS_DIR / "logs"
-    slots.root()
+    slots.ensure_root_directory()
     place.mkdir(mode=0o755, parents=True, exist_ok=True)
-    slots.give(place)
+    slots.chown_to_proxy(place)
     return place
 
 
-def configuration() -> dict[str, Path]:
+def write_configuration() -> dict[str, Path]:
     """nginx's files as they are to be now, which are there afterwards: name -> path."""
     place: Path = settings.EGRESS_DIR / "nginx"
-    slots.root()
+    slots.ensure_root_directory()
     place.mkdir(mode=0o755, parents=True, exist_ok=True)
-    written = {"leasehold.conf": main(), "leasehold-way.conf": way()}
+    written = {"leasehold.conf": render_main_config(), "leasehold-way.conf": render_locations_config()}
     for name, content in written.items():
         (place / name).write_text(content)
         (place / name).chmod(0o644)
     return {name: (place / name).resolve() for name in written}
 
 
-def files() -> int:
+def max_open_files() -> int:
     """Files that each of nginx's processes may have open. Each listening socket is a connection to it."""
-    return 2 * int(settings.EGRESS_SLOTS) + CONNECTIONS_IN_ALL + 512
+    return 2 * int(settings.EGRESS_SLOTS) + MAX_WORKER_CONNECTIONS + 512
 
 
-def main() -> str:
+def render_main_config() -> str:
     """nginx's configuration for as many slots as there are."""
     each = range(settings.EGRESS_SLOTS)
-    listens = "\n".join(LISTEN.format(slots=SLOTS_INSIDE, slot=slot, socket=slots.SOCKET) for slot in each)
-    behinds = "\n".join(LISTEN_BEHIND.format(behind=BEHIND, slot=slot) for slot in each)
-    return CONFIG.format(
-        workers=2, files=files(), connections=files() - 512, slots=SLOTS_INSIDE, logs=LOGS_INSIDE, log=LOG,
-        rate=REQUESTS_PER_SECOND, burst=BURST, open=CONNECTIONS, body=LARGEST_BODY_KIB << 10, sockets=SOCKETS,
-        server=f"{SERVER_INSIDE}/{SERVER_SOCKET}", behind=BEHIND, listens=listens, behinds=behinds, patience=patience(),
-    )  # fmt: skip
+    listens = "\n".join(LISTEN_TEMPLATE.format(slots=SLOTS_MOUNT, slot=slot, socket=slots.SOCKET_NAME) for slot in each)
+    behinds = "\n".join(LISTEN_BACKEND_TEMPLATE.format(behind=BACKEND_SOCKETS_DIRECTORY, slot=slot) for slot in each)
+    return CONFIG_TEMPLATE.format(
+        workers=2,
+        files=max_open_files(),
+        connections=max_open_files() - 512,
+        slots=SLOTS_MOUNT,
+        logs=LOGS_MOUNT,
+        log=ACCESS_LOG_NAME,
+        rate=REQUESTS_PER_SECOND,
+        burst=REQUEST_BURST,
+        open=MAX_CONNECTIONS_PER_SLOT,
+        body=MAX_BODY_KIB << 10,
+        sockets=MAX_SOCKETS_PER_SLOT,
+        server=f"{SERVER_MOUNT}/{SERVER_SOCKET}",
+        behind=BACKEND_SOCKETS_DIRECTORY,
+        listens=listens,
+        behinds=behinds,
+        patience=proxy_timeout_seconds(),
+    )
 
 
-def patience() -> int:
+def proxy_timeout_seconds() -> int:
     """Seconds in which something is said through a connection."""
     return int(settings.LLM_TIMEOUT.total_seconds()) + 30
 
 
-def way() -> str:
+def render_locations_config() -> str:
     """What holds for every slot."""
-    paths = "\n".join(PATH.format(path=path) for path in FIELDS)
-    bodies = {status: json.dumps(error(*said)) for status, said in SAID.items()}
+    paths = "\n".join(PATH_TEMPLATE.format(path=path) for path in FIELDS_BY_PATH)
+    bodies = {status: json.dumps(build_error_body(*said)) for status, said in ERROR_RESPONSES.items()}
     errors = "\n".join(
-        ERROR.format(status=status, body=body, more=" add_header Retry-After 1 always;" * (status == 429))
+        ERROR_TEMPLATE.format(status=status, body=body, more=" add_header Retry-After 1 always;" * (status == 429))
         for status, body in bodies.items()
     )
-    return WAY.format(paths=paths, errors=errors, patience=patience())
+    return LOCATIONS_TEMPLATE.format(paths=paths, errors=errors, patience=proxy_timeout_seconds())
 
 
-def context(base: str) -> bytes:
+def build_image_context(base: str) -> bytes:
     """The build context of the proxy's image, byte for byte the same for the same base."""
     dockerfile = (
         f"FROM {base}\n"

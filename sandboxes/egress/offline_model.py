@@ -9,24 +9,24 @@ import time
 import uuid
 from typing import Any
 
-MODEL = "leasehold-offline-policy"
+MODEL_NAME = "leasehold-offline-policy"
 
 # What to prefer when the legal actions have a type that is named here; anything else ranks between the two groups.
-EAGER = ("BUILD_CITY", "BUILD_SETTLEMENT", "BUY_DEVELOPMENT_CARD", "BUILD_ROAD", "ROLL", "MARITIME_TRADE")
-RELUCTANT = ("END_TURN",)
+PREFERRED_ACTIONS = ("BUILD_CITY", "BUILD_SETTLEMENT", "BUY_DEVELOPMENT_CARD", "BUILD_ROAD", "ROLL", "MARITIME_TRADE")
+AVOIDED_ACTIONS = ("END_TURN",)
 
 
-def complete(body: dict[str, Any]) -> dict[str, Any]:
+def complete_chat(body: dict[str, Any]) -> dict[str, Any]:
     """An OpenAI-shaped chat completion whose content is one legal action as JSON."""
     return {
         "id": f"offline-{uuid.uuid4()}",
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": MODEL,
+        "model": MODEL_NAME,
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": json.dumps(decide(_state_in(body)))},
+                "message": {"role": "assistant", "content": json.dumps(choose_action(_extract_state(body)))},
                 "finish_reason": "stop",
             }
         ],
@@ -34,7 +34,7 @@ def complete(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def events(answer: dict[str, Any]) -> list[dict[str, Any] | str]:
+def build_stream_events(answer: dict[str, Any]) -> list[dict[str, Any] | str]:
     """The same answer as the events of a stream."""
     common = {**{name: answer[name] for name in ("id", "created", "model")}, "object": "chat.completion.chunk"}
     delta = answer["choices"][0]["message"]
@@ -45,26 +45,26 @@ def events(answer: dict[str, Any]) -> list[dict[str, Any] | str]:
     ]
 
 
-def decide(state: Any) -> dict[str, Any]:
+def choose_action(state: Any) -> dict[str, Any]:
     """One of the state's legal actions, the same one for the same state; skip_turn if it names none."""
     legal = state.get("legal_actions") if isinstance(state, dict) else None
     if not isinstance(legal, list) or not legal:
-        return {"action": "skip_turn", "reason": "The offline policy found no legal_actions in the state.", "by": MODEL}
-    best = min(map(_rank, legal))
-    choices = [action for action in legal if _rank(action) == best]
+        return {"action": "skip_turn", "reason": "The offline policy found no legal_actions in the state.", "by": MODEL_NAME}
+    best = min(map(_rank_action, legal))
+    choices = [action for action in legal if _rank_action(action) == best]
     seed = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).digest()
     chosen = choices[int.from_bytes(seed[:8]) % len(choices)]
-    return {**chosen, "by": MODEL} if isinstance(chosen, dict) else {"action": chosen, "by": MODEL}
+    return {**chosen, "by": MODEL_NAME} if isinstance(chosen, dict) else {"action": chosen, "by": MODEL_NAME}
 
 
-def _rank(action: Any) -> int:
+def _rank_action(action: Any) -> int:
     kind = action.get("type") if isinstance(action, dict) else action
-    if kind in EAGER:
-        return EAGER.index(kind)
-    return len(EAGER) + (kind in RELUCTANT)
+    if kind in PREFERRED_ACTIONS:
+        return PREFERRED_ACTIONS.index(kind)
+    return len(PREFERRED_ACTIONS) + (kind in AVOIDED_ACTIONS)
 
 
-def _state_in(body: dict[str, Any]) -> Any:
+def _extract_state(body: dict[str, Any]) -> Any:
     for message in reversed(body.get("messages", [])):
         if isinstance(message, dict) and message.get("role") == "user":
             try:

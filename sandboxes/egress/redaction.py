@@ -1,13 +1,15 @@
 """Our key is in nothing that a sandbox is answered, whoever put it there: some upstreams quote what they were sent."""
 
-SHORTEST = 16  # characters of what is a secret: "ollama", which upstreams without keys are given, is a word in answers too
+MIN_SECRET_LENGTH = (
+    16  # characters of what is a secret: "ollama", which upstreams without keys are given, is a word in answers too
+)
 
 
-class Censor:
+class SecretRedactor:
     """Fed the bytes of an answer as they pass; the secret among them comes out as stars, also where it comes in pieces."""
 
     def __init__(self, secret: str) -> None:
-        self._secret = secret.encode() if len(secret) >= SHORTEST else b""
+        self._secret = secret.encode() if len(secret) >= MIN_SECRET_LENGTH else b""
         self._kept = b""  # the end of what was fed, if a secret may begin there
 
     def feed(self, chunk: bytes) -> bytes:

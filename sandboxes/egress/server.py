@@ -30,55 +30,64 @@ from django.db import InterfaceError, OperationalError, close_old_connections, c
 from django.utils import timezone
 
 from sandboxes.egress import authorization, offline_model
-from sandboxes.egress.amounts import amount
-from sandboxes.egress.authorization import Caller, Ending, Refused
-from sandboxes.egress.redaction import Censor
-from sandboxes.egress.request_filter import FIELDS, MODELS, Unfit, error, fit
-from sandboxes.egress.token_usage import Reader
-from sandboxes.errors import KeyRevoked, NoSigningKey, SandboxError
+from sandboxes.egress.amounts import parse_usd
+from sandboxes.egress.authorization import CallerIdentity, CallRefused, CallResult
+from sandboxes.egress.redaction import SecretRedactor
+from sandboxes.egress.request_filter import FIELDS_BY_PATH, MODELS_PATH, InvalidRequest, build_error_body, sanitize_request
+from sandboxes.egress.token_usage import UsageReader
+from sandboxes.errors import SandboxError, SigningKeyNotFound, SigningKeyRevoked
 from sandboxes.identity import signing
 from sandboxes.models import LlmCall
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
-SLOT, CALL, CODE = "X-Leasehold-Slot", "X-Request-Id", "X-Leasehold-Code"  # headers between nginx and here
-MODEST_BODY = 4 << 20  # bytes that are read before anybody is asked whether they may be sent
-LARGEST_MESSAGE = 4 << 20  # bytes, to and from the relay
-LARGEST_ERROR = 16 << 10  # bytes of an upstream's error that are passed on
-LOOK_EVERY = 1.0  # seconds between two looks at whether those who are being served still hold their sandboxes
-KEEP_EVERY = 60.0
-CONNECT_WITHIN, SILENCE = 10.0, 300.0  # seconds until an upstream is there, and between two bytes of its answer
-CHECK_EVERY = 1.0  # seconds for which a connection to the database that worked is taken to work
-THREADS = 8
-RELAY_PATH = re.compile(r"[A-Za-z0-9._~:/-]*")  # decoded: what is left of an escape would be decoded again on its way
+SLOT_HEADER, CALL_ID_HEADER, CODE_HEADER = (
+    "X-Leasehold-Slot",
+    "X-Request-Id",
+    "X-Leasehold-Code",
+)  # headers between nginx and here
+UNCHECKED_BODY_BYTES = 4 << 20  # bytes that are read before anybody is asked whether they may be sent
+MAX_MESSAGE_BYTES = 4 << 20  # bytes, to and from the relay
+MAX_ERROR_BYTES = 16 << 10  # bytes of an upstream's error that are passed on
+HOLDER_CHECK_INTERVAL_SECONDS = (
+    1.0  # seconds between two looks at whether those who are being served still hold their sandboxes
+)
+RELAY_HEARTBEAT_INTERVAL_SECONDS = 60.0
+CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS = (
+    10.0,
+    300.0,
+)  # seconds until an upstream is there, and between two bytes of its answer
+CONNECTION_CHECK_INTERVAL_SECONDS = 1.0  # seconds for which a connection to the database that worked is taken to work
+MAX_DATABASE_THREADS = 8
+RELAY_PATH_PATTERN = re.compile(r"[A-Za-z0-9._~:/-]*")  # decoded: what is left of an escape would be decoded again on its way
 OUTCOME = LlmCall.Outcome
-THROUGH: web.AppKey[int | None] = web.AppKey("slot")
+SLOT_KEY: web.AppKey[int | None] = web.AppKey("slot")
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The sandbox does not take the rest of its answer."""
 
 
 @dataclass
-class Served:
+class ActiveCall:
     """A call that is under way."""
 
     row: LlmCall
-    caller: Caller
+    caller: CallerIdentity
     task: asyncio.Task[Any] | None
-    ended_lease: bool = False
+    has_lease_ended: bool = False
 
 
 @dataclass
-class Server:
+class EgressServer:
     """One process's server. `now` is the clock of what is written down."""
 
     now: Callable[[], datetime] = timezone.now
-    served: dict[int, Served] = field(default_factory=dict)
+    served: dict[int, ActiveCall] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.checked = threading.local()  # when each thread last made sure of its connection
-        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="egress")
+        self.threads = ThreadPoolExecutor(MAX_DATABASE_THREADS, thread_name_prefix="egress")
 
     # --- being there --------------------------------------------------------------------------------------------------
 
@@ -86,16 +95,16 @@ class Server:
     async def listening(self, sockets: dict[Path, int | None]) -> AsyncIterator[None]:
         """Serve on these unix sockets while the block runs: one whose slot is None is nginx's, which says the slot."""
         timeout = aiohttp.ClientTimeout(
-            total=settings.LLM_TIMEOUT.total_seconds(), sock_connect=CONNECT_WITHIN, sock_read=SILENCE
+            total=settings.LLM_TIMEOUT.total_seconds(), sock_connect=CONNECT_TIMEOUT_SECONDS, sock_read=READ_TIMEOUT_SECONDS
         )
         runners: list[web.AppRunner] = []
         tracing = aiohttp.TraceConfig()
-        tracing.on_request_redirect.append(_stay)
+        tracing.on_request_redirect.append(_refuse_redirect)
         connector = aiohttp.TCPConnector(limit=0)  # how many calls there are at once is for the gate to say
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=True, trust_env=False, trace_configs=[tracing]
         ) as self.session:
-            watch = asyncio.create_task(self._watch())
+            watch = asyncio.create_task(self._watch_leases())
             try:
                 for path, slot in sockets.items():
                     runners.append(await self._listen(path, slot))
@@ -113,16 +122,16 @@ class Server:
 
     async def _listen(self, path: Path, slot: int | None) -> web.AppRunner:
         app = web.Application()
-        app[THROUGH] = slot
+        app[SLOT_KEY] = slot
         app.router.add_get("/healthz", self._health)
-        app.router.add_get(MODELS, self._shown(self._models))
-        app.router.add_get("/relay/{path:.*}", self._shown(self._relay))
-        for name in FIELDS:
-            app.router.add_post(name, self._shown(self._model))
-        app.router.add_route("*", "/{path:.*}", self._shown(self._nothing))
+        app.router.add_get(MODELS_PATH, self._shown(self._handle_models))
+        app.router.add_get("/relay/{path:.*}", self._shown(self._handle_relay))
+        for name in FIELDS_BY_PATH:
+            app.router.add_post(name, self._shown(self._handle_model_call))
+        app.router.add_route("*", "/{path:.*}", self._shown(self._reject_path))
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0, keepalive_timeout=75.0)
         await runner.setup()
-        await web.SockSite(runner, listening_socket(path), backlog=512).start()
+        await web.SockSite(runner, bind_unix_socket(path), backlog=512).start()
         return runner
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -132,38 +141,40 @@ class Server:
         """A handler that knows slot and call id, and answers whatever is refused in words that SDKs show."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            given = request.app[THROUGH]
-            slot = int(request.headers[SLOT]) if given is None else given
-            call_id = request.headers[CALL] if given is None else uuid.uuid4().hex
+            given = request.app[SLOT_KEY]
+            slot = int(request.headers[SLOT_HEADER]) if given is None else given
+            call_id = request.headers[CALL_ID_HEADER] if given is None else uuid.uuid4().hex
             try:
                 return await act(request, slot, call_id)
-            except Refused as refused:
-                return problem(refused.status, refused.code, refused.message)
-            except Gone:
+            except CallRefused as refused:
+                return build_error_response(refused.status, refused.code, refused.message)
+            except ClientDisconnected:
                 request.protocol.force_close()
                 return web.Response(status=499)  # nobody reads it
             except SandboxError as failed:
-                return problem(403 if isinstance(failed, KeyRevoked) else 503, failed.code, str(failed))
+                return build_error_response(403 if isinstance(failed, SigningKeyRevoked) else 503, failed.code, str(failed))
             except DatabaseError as failed:
                 log.error("call not recorded", error=str(failed))
-                return problem(503, "not_recorded", "This call could not be recorded, so it was not made. Try again.")
+                return build_error_response(
+                    503, "not_recorded", "This call could not be recorded, so it was not made. Try again."
+                )
 
         return handler
 
-    async def _nothing(self, request: web.Request, slot: int, call_id: str) -> web.Response:
-        return problem(403, "path_forbidden", "Only model calls, and the relay, leave this sandbox.")
+    async def _reject_path(self, request: web.Request, slot: int, call_id: str) -> web.Response:
+        return build_error_response(403, "path_forbidden", "Only model calls, and the relay, leave this sandbox.")
 
-    async def _models(self, request: web.Request, slot: int, call_id: str) -> web.Response:
-        await self._in_thread(authorization.caller, slot, now=self.now())
+    async def _handle_models(self, request: web.Request, slot: int, call_id: str) -> web.Response:
+        await self._run_in_thread(authorization.identify_caller, slot, now=self.now())
         names = [name for name in (settings.LLM_MODEL, *settings.LLM_MODELS) if "*" not in name]
         listed = [{"id": name, "object": "model", "created": 0, "owned_by": "leasehold"} for name in dict.fromkeys(names)]
         return web.json_response({"object": "list", "data": listed})
 
-    async def _in_thread(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
+    async def _run_in_thread(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
         """Something that asks the database. It is finished also if whoever waits for it goes away."""
 
         def run() -> T:
-            if time.monotonic() - getattr(self.checked, "at", 0.0) > CHECK_EVERY:
+            if time.monotonic() - getattr(self.checked, "at", 0.0) > CONNECTION_CHECK_INTERVAL_SECONDS:
                 close_old_connections()
                 self.checked.at = time.monotonic()
             try:
@@ -178,37 +189,46 @@ class Server:
 
     # --- a model call ---------------------------------------------------------------------------------------------------
 
-    async def _model(self, request: web.Request, slot: int, call_id: str) -> web.StreamResponse:
+    async def _handle_model_call(self, request: web.Request, slot: int, call_id: str) -> web.StreamResponse:
         path = request.path
         content = await self._content(request, slot)
         try:
-            asked = fit(path, json.loads(content), default_model=settings.LLM_MODEL)
-        except Unfit as unfit:
-            raise Refused(400, unfit.code, unfit.message) from None
+            asked = sanitize_request(path, json.loads(content), default_model=settings.LLM_MODEL)
+        except InvalidRequest as unfit:
+            raise CallRefused(400, unfit.code, unfit.message) from None
         except (ValueError, RecursionError):
-            raise Refused(400, "invalid_request", "The body is no JSON.") from None
+            raise CallRefused(400, "invalid_request", "The body is no JSON.") from None
         streamed = asked.get("stream") is True
         hidden = streamed and path in ("/v1/chat/completions", "/v1/completions") and not _wants_usage(asked)
         if hidden:
             asked["stream_options"] = {"include_usage": True}
-        opening = asyncio.create_task(self._in_thread(
-            authorization.model_call, slot, call_id, path, asked["model"], streamed=streamed, size=len(content), now=self.now()
-        ))  # fmt: skip
+        opening = asyncio.create_task(
+            self._run_in_thread(
+                authorization.open_model_call,
+                slot,
+                call_id,
+                path,
+                asked["model"],
+                streamed=streamed,
+                size=len(content),
+                now=self.now(),
+            )
+        )
         try:
             row, caller = await asyncio.shield(opening)
         except asyncio.CancelledError:  # whoever called is gone while its row is being written: that is closed at once
-            async with self._serving(*await opening):
+            async with self._track_call(*await opening):
                 raise
-        async with self._serving(row, caller) as end:
+        async with self._track_call(row, caller) as end:
             if not settings.LLM_URL:
-                return await self._offline(request, asked, end)
-            return await self._forward(request, asked, row, caller, end, hidden=hidden)
+                return await self._answer_offline(request, asked, end)
+            return await self._forward_to_upstream(request, asked, row, caller, end, hidden=hidden)
 
     async def _content(self, request: web.Request, slot: int) -> bytes:
         """A request's body; Refused if it is larger than the sandbox's policy lets it be."""
-        most, content = MODEST_BODY, bytearray()
+        most, content = UNCHECKED_BODY_BYTES, bytearray()
         if request.content_length is None or request.content_length > most:
-            most = await self._in_thread(authorization.largest_body, slot, now=self.now())
+            most = await self._run_in_thread(authorization.find_max_body_bytes, slot, now=self.now())
         if (request.content_length or 0) <= most:
             async for chunk in request.content.iter_chunked(1 << 16):
                 content += chunk
@@ -216,19 +236,19 @@ class Server:
                     break
             else:
                 return bytes(content)
-        raise Refused(413, "too_large", f"A request has at most {most >> 10} KiB.")
+        raise CallRefused(413, "too_large", f"A request has at most {most >> 10} KiB.")
 
     @asynccontextmanager
-    async def _serving(self, row: LlmCall, caller: Caller) -> AsyncIterator[Ending]:
+    async def _track_call(self, row: LlmCall, caller: CallerIdentity) -> AsyncIterator[CallResult]:
         """While a call is under way. However that ends, its row is closed with what is known then."""
-        end, entry = Ending(OUTCOME.CUT), Served(row, caller, asyncio.current_task())
+        end, entry = CallResult(OUTCOME.CUT), ActiveCall(row, caller, asyncio.current_task())
         self.served[row.pk] = entry
         try:
             yield end
-        except (Gone, asyncio.CancelledError):
+        except (ClientDisconnected, asyncio.CancelledError):
             if end.outcome != OUTCOME.OK:
                 end.outcome = OUTCOME.CUT
-                end.code = "lease_ended" if entry.ended_lease else end.code or "not_read_to_its_end"
+                end.code = "lease_ended" if entry.has_lease_ended else end.code or "not_read_to_its_end"
             raise
         except Exception as failed:
             end.outcome, end.code = OUTCOME.FAILED, end.code or type(failed).__name__[:64]
@@ -236,79 +256,88 @@ class Server:
         finally:
             del self.served[row.pk]
             try:
-                await self._in_thread(authorization.settle, row, end, now=self.now())
+                await self._run_in_thread(authorization.settle_call, row, end, now=self.now())
             except DatabaseError as failed:  # the row stays open: past its deadline a sweep closes it, by what the logs say
                 log.error("end of a call not recorded", call=row.call_id, error=str(failed))
 
-    async def _offline(self, request: web.Request, asked: dict[str, Any], end: Ending) -> web.StreamResponse:
+    async def _answer_offline(self, request: web.Request, asked: dict[str, Any], end: CallResult) -> web.StreamResponse:
         if request.path != "/v1/chat/completions":
             end.outcome, end.status, end.code = OUTCOME.FAILED, 501, "offline"
-            return problem(501, "offline", "The offline policy answers chat completions alone. LEASEHOLD_LLM_URL is not set.")
-        answer = offline_model.complete(asked)
-        reader = Reader("application/json")
+            return build_error_response(
+                501, "offline", "The offline policy answers chat completions alone. LEASEHOLD_LLM_URL is not set."
+            )
+        answer = offline_model.complete_chat(asked)
+        reader = UsageReader("application/json")
         reader.usage.take(answer)
         end.outcome, end.status, end.usage, end.cost = OUTCOME.OK, 200, reader.usage, Decimal(0)
         end.first_byte_at = self.now()
         if asked.get("stream"):
-            return await _events(request, offline_model.events(answer))
+            return await _stream_events(request, offline_model.build_stream_events(answer))
         return web.json_response(answer)
 
-    async def _forward(
-        self, request: web.Request, asked: dict[str, Any], row: LlmCall, caller: Caller, end: Ending, *, hidden: bool
+    async def _forward_to_upstream(
+        self,
+        request: web.Request,
+        asked: dict[str, Any],
+        row: LlmCall,
+        caller: CallerIdentity,
+        end: CallResult,
+        *,
+        hidden: bool,
     ) -> web.StreamResponse:
         url = settings.LLM_URL.rstrip("/") + request.path.removeprefix("/v1")
         try:
             async with self.session.post(
-                url, json=asked, headers=_headers(request, row, caller), allow_redirects=False
+                url, json=asked, headers=_build_upstream_headers(request, row, caller), allow_redirects=False
             ) as answer:
                 end.status, end.first_byte_at = answer.status, self.now()
-                end.cost = amount(answer.headers.get("x-litellm-response-cost"))
+                end.cost = parse_usd(answer.headers.get("x-litellm-response-cost"))
                 if answer.status >= 300:
                     return await self._failed(answer, end)
                 entry = self.served[row.pk]
-                return await self._pass(request, answer, end, entry, Reader(answer.content_type, hidden=hidden))
+                return await self._stream_answer(request, answer, end, entry, UsageReader(answer.content_type, hidden=hidden))
         except TimeoutError:
             end.outcome, end.status, end.code = OUTCOME.FAILED, 504, "upstream_timeout"
-            return self._too_late(request, end, 504, "The model did not answer in time.")
+            return self._report_upstream_failure(request, end, 504, "The model did not answer in time.")
         except (aiohttp.ClientError, OSError) as failed:
             log.warning("model did not answer", error=type(failed).__name__, call=row.call_id)
             end.outcome, end.status, end.code = OUTCOME.FAILED, 502, "upstream_failed"
-            return self._too_late(request, end, 502, "The model cannot be reached, or broke off.")
+            return self._report_upstream_failure(request, end, 502, "The model cannot be reached, or broke off.")
 
-    def _too_late(self, request: web.Request, end: Ending, status: int, said: str) -> web.Response:
+    def _report_upstream_failure(self, request: web.Request, end: CallResult, status: int, said: str) -> web.Response:
         """The answer, unless one has begun: that is broken off, so that nobody takes a part for the whole."""
         if end.received_bytes:
             request.protocol.force_close()
-            raise Gone
-        return problem(status, end.code, said)
+            raise ClientDisconnected
+        return build_error_response(status, end.code, said)
 
-    async def _failed(self, answer: aiohttp.ClientResponse, end: Ending) -> web.Response:
+    async def _failed(self, answer: aiohttp.ClientResponse, end: CallResult) -> web.Response:
         """What a sandbox is told of an upstream's error: nothing that is about our credentials, or from its inside."""
         end.outcome = OUTCOME.FAILED
-        said = await _beginning(answer, LARGEST_ERROR + len(settings.LLM_API_KEY))
+        said = await _read_beginning(answer, MAX_ERROR_BYTES + len(settings.LLM_API_KEY))
         passed = {name: answer.headers[name] for name in ("Content-Type", "Retry-After") if name in answer.headers}
         quoted = _has_secret(said) or _has_secret(" ".join(passed.values()).encode())
         if answer.status in (400, 404, 413, 422, 429) and not quoted:
             end.code = f"upstream_{answer.status}"
-            return web.Response(status=answer.status, body=said[:LARGEST_ERROR], headers=passed)
-        log.warning("upstream refused a call", status=answer.status, said=_redacted(said)[:500])
+            return web.Response(status=answer.status, body=said[:MAX_ERROR_BYTES], headers=passed)
+        log.warning("upstream refused a call", status=answer.status, said=_redact(said)[:500])
         end.code = f"upstream_{answer.status}"
         if answer.status in (401, 403, 407):
-            return problem(502, end.code, "The model's provider does not accept the control plane's credentials.")
-        return problem(502, end.code, f"The model's provider answered {answer.status}.")
+            return build_error_response(502, end.code, "The model's provider does not accept the control plane's credentials.")
+        return build_error_response(502, end.code, f"The model's provider answered {answer.status}.")
 
-    async def _pass(
-        self, request: web.Request, answer: aiohttp.ClientResponse, end: Ending, entry: Served, reader: Reader
+    async def _stream_answer(
+        self, request: web.Request, answer: aiohttp.ClientResponse, end: CallResult, entry: ActiveCall, reader: UsageReader
     ) -> web.StreamResponse:
         """Pass an answer on as it comes, and read what it says of tokens. Where money is limited, an answer in one piece
         waits until its price is written down, and the end of a stream: so the next call finds it."""
-        censor = Censor(settings.LLM_API_KEY)
+        censor = SecretRedactor(settings.LLM_API_KEY)
         kind = answer.headers.get("Content-Type", "application/json")
         response = web.StreamResponse(headers={"Content-Type": "application/json" if _has_secret(kind.encode()) else kind})
         if not reader.streamed and answer.content_length is not None and "Content-Encoding" not in answer.headers:
             response.content_length = answer.content_length
         end.usage = reader.usage
-        await _write(response.prepare(request))
+        await _await_write(response.prepare(request))
         held = b""
         async for chunk in answer.content.iter_any():
             passed = reader.feed(censor.feed(chunk))
@@ -318,73 +347,75 @@ class Server:
             if not reader.streamed:
                 held, passed = passed, held  # one behind
             if passed:
-                await _write(response.write(passed))
+                await _await_write(response.write(passed))
         rest = reader.feed(censor.end()) + reader.end()
         end.received_bytes += len(rest)
         end.outcome = OUTCOME.OK  # all of it is here; what the sandbox makes of it is its own affair
         if entry.caller.sandbox.llm_limit is not None:
-            await self._in_thread(authorization.settle, entry.row, end, now=self.now())
-        await _write(response.write(held + rest))
-        await _write(response.write_eof())
+            await self._run_in_thread(authorization.settle_call, entry.row, end, now=self.now())
+        await _await_write(response.write(held + rest))
+        await _await_write(response.write_eof())
         return response
 
     # --- the relay ------------------------------------------------------------------------------------------------------
 
-    async def _relay(self, request: web.Request, slot: int, call_id: str) -> web.StreamResponse:
+    async def _handle_relay(self, request: web.Request, slot: int, call_id: str) -> web.StreamResponse:
         if request.headers.get("Upgrade", "").lower() != "websocket":
-            raise Refused(426, "websocket_expected", "The relay is a WebSocket.")
+            raise CallRefused(426, "websocket_expected", "The relay is a WebSocket.")
         path = request.match_info["path"]
-        if not RELAY_PATH.fullmatch(path) or not {".", ".."}.isdisjoint(path.split("/")):
-            raise Refused(403, "path_forbidden", "No such path leads to the relay.")
+        if not RELAY_PATH_PATTERN.fullmatch(path) or not {".", ".."}.isdisjoint(path.split("/")):
+            raise CallRefused(403, "path_forbidden", "No such path leads to the relay.")
         if not web.WebSocketResponse().can_prepare(request):
-            raise Refused(400, "malformed", "This is no WebSocket handshake that is understood here.")
-        row, caller = await self._in_thread(authorization.relay_call, slot, call_id, request.path, now=self.now())
-        async with self._serving(row, caller) as end:
+            raise CallRefused(400, "malformed", "This is no WebSocket handshake that is understood here.")
+        row, caller = await self._run_in_thread(authorization.open_relay_call, slot, call_id, request.path, now=self.now())
+        async with self._track_call(row, caller) as end:
             try:
-                headers = await self._in_thread(relay_headers, row, caller, now=self.now())
+                headers = await self._run_in_thread(build_relay_headers, row, caller, now=self.now())
                 url = f"{settings.RELAY_URL.rstrip('/')}/{path}"
                 upstream = self.session.ws_connect(
-                    url, params=request.query, headers=headers, heartbeat=30.0, max_msg_size=LARGEST_MESSAGE,
+                    url, params=request.query, headers=headers, heartbeat=30.0, max_msg_size=MAX_MESSAGE_BYTES,
                     timeout=aiohttp.ClientWSTimeout(ws_close=5.0),
                 )  # fmt: skip
                 async with upstream as theirs:
                     end.status, end.first_byte_at = 101, self.now()
-                    ours = web.WebSocketResponse(max_msg_size=LARGEST_MESSAGE, autoping=True, heartbeat=30.0)
-                    await _write(ours.prepare(request))
-                    await _both_ways(ours, theirs, end)
+                    ours = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, autoping=True, heartbeat=30.0)
+                    await _await_write(ours.prepare(request))
+                    await _relay_messages(ours, theirs, end)
                     end.outcome = OUTCOME.OK
                     return ours
             except (aiohttp.ClientError, OSError, TimeoutError) as failed:
                 log.warning("relay did not answer", error=type(failed).__name__)
                 end.outcome, end.status, end.code = OUTCOME.FAILED, 502, "relay_failed"
-                return problem(502, "relay_failed", "The relay cannot be reached.")
+                return build_error_response(502, "relay_failed", "The relay cannot be reached.")
 
     # --- whose lease ends -----------------------------------------------------------------------------------------------
 
-    async def _watch(self) -> None:
+    async def _watch_leases(self) -> None:
         """Cut off those whose lease has ended, or whose sandbox was given to somebody else; keep the others' rows open."""
         kept_at = time.monotonic()
         while True:
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(HOLDER_CHECK_INTERVAL_SECONDS)
             with suppress(DatabaseError):  # asked again in a second; what is under way goes on meanwhile
                 await self._look()
-                if time.monotonic() - kept_at > KEEP_EVERY:
+                if time.monotonic() - kept_at > RELAY_HEARTBEAT_INTERVAL_SECONDS:
                     kept_at = time.monotonic()
                     relays = [pk for pk, each in self.served.items() if each.row.kind == LlmCall.Kind.RELAY]
-                    await self._in_thread(authorization.keep, relays, now=self.now())
+                    await self._run_in_thread(authorization.extend_relay_deadlines, relays, now=self.now())
 
     async def _look(self) -> None:
         under_way = [*self.served.values()]
         if not under_way:
             return
-        still = await self._in_thread(authorization.still, {(each.caller.sandbox.pk, each.caller.holder) for each in under_way})
+        still = await self._run_in_thread(
+            authorization.filter_held, {(each.caller.sandbox.pk, each.caller.holder) for each in under_way}
+        )
         for each in under_way:
             if (each.caller.sandbox.pk, each.caller.holder) not in still and each.task:
-                each.ended_lease = True
+                each.has_lease_ended = True
                 each.task.cancel()
 
 
-def listening_socket(path: Path) -> socket.socket:
+def bind_unix_socket(path: Path) -> socket.socket:
     """A unix socket that listens at this path, in the place of whatever was there, for every user that comes near it."""
     path.unlink(missing_ok=True)
     bound = socket.socket(socket.AF_UNIX)
@@ -393,38 +424,38 @@ def listening_socket(path: Path) -> socket.socket:
     return bound
 
 
-async def _stay(session: aiohttp.ClientSession, context: Any, redirect: aiohttp.TraceRequestRedirectParams) -> None:
+async def _refuse_redirect(session: aiohttp.ClientSession, context: Any, redirect: aiohttp.TraceRequestRedirectParams) -> None:
     """Follow nobody: a sandbox says where on the relay it wants to go, and we go there for it."""
     redirect.response.close()
     raise aiohttp.ClientError("sent elsewhere")
 
 
-async def _write(writing: Awaitable[Any]) -> None:
+async def _await_write(writing: Awaitable[Any]) -> None:
     try:
         await writing
     except ConnectionResetError:
-        raise Gone from None
+        raise ClientDisconnected from None
 
 
-def problem(status: int, code: str, message: str) -> web.Response:
-    headers = {CODE: code} | ({"Retry-After": "1"} if status in (429, 503) else {})
-    return web.json_response(error(code, message), status=status, headers=headers)
+def build_error_response(status: int, code: str, message: str) -> web.Response:
+    headers = {CODE_HEADER: code} | ({"Retry-After": "1"} if status in (429, 503) else {})
+    return web.json_response(build_error_body(code, message), status=status, headers=headers)
 
 
-def relay_headers(row: LlmCall, caller: Caller, *, now: datetime) -> dict[str, str]:
+def build_relay_headers(row: LlmCall, caller: CallerIdentity, *, now: datetime) -> dict[str, str]:
     """What the relay is told of who connects: an agent that has a signing key speaks with a token of its own."""
     headers = {"x-leasehold-agent": row.agent_did, "x-leasehold-call-id": row.call_id}
     if settings.RELAY_AUD:
-        with suppress(NoSigningKey):  # then it connects as anybody might
-            token = signing.service_token(
+        with suppress(SigningKeyNotFound):  # then it connects as anybody might
+            token = signing.create_service_token(
                 row.agent_did, aud=settings.RELAY_AUD, lxm=settings.RELAY_LXM, now=now, holder=caller.holder, actor="relay",
-                fence=partial(authorization.require_held, caller),
+                fence=partial(authorization.lock_holder, caller),
             )  # fmt: skip
             headers["Authorization"] = f"Bearer {token}"
     return headers
 
 
-def _headers(request: web.Request, row: LlmCall, caller: Caller) -> dict[str, str]:
+def _build_upstream_headers(request: web.Request, row: LlmCall, caller: CallerIdentity) -> dict[str, str]:
     """What the upstream is told: our key, and who it is for, in LiteLLM's headers. Of the sandbox's own, its dialect."""
     headers = {
         "x-litellm-call-id": row.call_id,
@@ -441,7 +472,7 @@ def _headers(request: web.Request, row: LlmCall, caller: Caller) -> dict[str, st
     return headers
 
 
-async def _beginning(answer: aiohttp.ClientResponse, most: int) -> bytes:
+async def _read_beginning(answer: aiohttp.ClientResponse, most: int) -> bytes:
     """The first bytes of an answer, in whatever pieces it comes."""
     said = b""
     while len(said) < most and (piece := await answer.content.read(most - len(said))):
@@ -458,12 +489,12 @@ def _has_secret(said: bytes) -> bool:
     return bool(settings.LLM_API_KEY) and settings.LLM_API_KEY.encode() in said
 
 
-def _redacted(said: bytes) -> str:
+def _redact(said: bytes) -> str:
     text = said.decode("utf-8", "replace")
     return text.replace(settings.LLM_API_KEY, "********") if settings.LLM_API_KEY else text
 
 
-async def _events(request: web.Request, events: list[Any]) -> web.StreamResponse:
+async def _stream_events(request: web.Request, events: list[Any]) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     for event in events:
@@ -472,7 +503,7 @@ async def _events(request: web.Request, events: list[Any]) -> web.StreamResponse
     return response
 
 
-async def _both_ways(ours: web.WebSocketResponse, theirs: aiohttp.ClientWebSocketResponse, end: Ending) -> None:
+async def _relay_messages(ours: web.WebSocketResponse, theirs: aiohttp.ClientWebSocketResponse, end: CallResult) -> None:
     """Pass messages on until one of the two is done; then both are closed."""
 
     async def pump(source: Any, sink: Any, count: Callable[[int], None]) -> None:

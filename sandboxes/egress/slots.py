@@ -9,18 +9,18 @@ from pathlib import Path
 from django.conf import settings
 
 from sandboxes.errors import CapacityExhausted
-from sandboxes.models import Sandbox, State
+from sandboxes.models import Sandbox, SandboxState
 
-SOCKET = "llm.sock"
-PROXY_USER = 10003  # what the proxy runs as where we are root; else it runs as we do
-TRIES = 16
+SOCKET_NAME = "llm.sock"
+PROXY_UID = 10003  # what the proxy runs as where we are root; else it runs as we do
+SLOT_SAMPLE_SIZE = 16
 
 
-def free() -> int:
+def choose_free_slot() -> int:
     """A slot that nobody had a moment ago. The schema sees to it that no two live sandboxes share one: whoever inserts a
     row with it second gets an IntegrityError, and asks again."""
-    live = Sandbox.objects.exclude(state=State.DESTROYED).filter(slot__isnull=False)
-    some = random.sample(range(settings.EGRESS_SLOTS), min(TRIES, settings.EGRESS_SLOTS))
+    live = Sandbox.objects.exclude(state=SandboxState.DESTROYED).filter(slot__isnull=False)
+    some = random.sample(range(settings.EGRESS_SLOTS), min(SLOT_SAMPLE_SIZE, settings.EGRESS_SLOTS))
     left = {*some} - {*live.filter(slot__in=some).values_list("slot", flat=True)}
     if not left:
         left = {*range(settings.EGRESS_SLOTS)} - {*live.values_list("slot", flat=True)}
@@ -31,7 +31,7 @@ def free() -> int:
     return random.choice([*left])  # noqa: S311 - no secret: two that choose at once are to choose differently
 
 
-def root() -> Path:
+def ensure_root_directory() -> Path:
     """The directory with all of them. No other user of this host comes near it."""
     settings.RUNTIME_DIR.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory: Path = settings.EGRESS_DIR / "s"
@@ -39,19 +39,19 @@ def root() -> Path:
     return directory
 
 
-def directory(slot: int) -> Path:
+def ensure_slot_directory(slot: int) -> Path:
     """The host directory of one, which is there afterwards, and in which the proxy may make its socket."""
-    place = root() / str(slot)
+    place = ensure_root_directory() / str(slot)
     place.mkdir(mode=0o755, exist_ok=True)
-    give(place)
+    chown_to_proxy(place)
     return place
 
 
-def give(place: Path) -> None:
+def chown_to_proxy(place: Path) -> None:
     """To the user that the proxy runs as."""
     if os.geteuid() == 0:
-        os.chown(place, PROXY_USER, PROXY_USER)
+        os.chown(place, PROXY_UID, PROXY_UID)
 
 
-def proxy_user() -> int:
-    return PROXY_USER if os.geteuid() == 0 else os.geteuid()
+def get_proxy_uid() -> int:
+    return PROXY_UID if os.geteuid() == 0 else os.geteuid()

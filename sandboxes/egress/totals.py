@@ -8,15 +8,15 @@ from django.db.models import Count, Q, QuerySet, Sum
 from sandboxes.models import LlmCall
 
 Outcome = LlmCall.Outcome
-MODEL = Q(kind=LlmCall.Kind.LLM)
-REFUSED = Q(outcome=Outcome.REFUSED)
-FAILED = Q(outcome__in=[Outcome.FAILED, Outcome.CUT, Outcome.LOST])
+IS_MODEL_CALL = Q(kind=LlmCall.Kind.LLM)
+IS_REFUSED = Q(outcome=Outcome.REFUSED)
+IS_FAILED = Q(outcome__in=[Outcome.FAILED, Outcome.CUT, Outcome.LOST])
 # What was refused never left, and nobody asks money for a connection to the relay.
-UNPRICED = MODEL & Q(cost__isnull=True, outcome__in=[Outcome.OK, Outcome.FAILED, Outcome.CUT, Outcome.LOST])
+IS_UNPRICED = IS_MODEL_CALL & Q(cost__isnull=True, outcome__in=[Outcome.OK, Outcome.FAILED, Outcome.CUT, Outcome.LOST])
 
 
 @dataclass(frozen=True)
-class Totals:
+class CallTotals:
     """Of some calls to models; tokens as far as upstreams have said."""
 
     calls: int
@@ -29,16 +29,16 @@ class Totals:
     spent: Decimal  # USD, of what has a price
 
 
-def totals(calls: QuerySet[LlmCall]) -> Totals:
+def calculate_totals(calls: QuerySet[LlmCall]) -> CallTotals:
     """One query."""
-    found = calls.filter(MODEL).aggregate(
+    found = calls.filter(IS_MODEL_CALL).aggregate(
         calls=Count("pk"),
-        failed=Count("pk", filter=FAILED),
-        refused=Count("pk", filter=REFUSED),
-        unpriced=Count("pk", filter=UNPRICED),
+        failed=Count("pk", filter=IS_FAILED),
+        refused=Count("pk", filter=IS_REFUSED),
+        unpriced=Count("pk", filter=IS_UNPRICED),
         input_tokens=Sum("input_tokens", default=0),
         cached_tokens=Sum("cached_tokens", default=0),
         output_tokens=Sum("output_tokens", default=0),
         spent=Sum("cost", default=Decimal(0)),
     )
-    return Totals(**found)
+    return CallTotals(**found)

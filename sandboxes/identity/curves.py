@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-SIZE = 32  # bytes of a private key, and of each half of a signature
-LONGEST = 64  # characters of a private key as text
+BASE58_ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+KEY_BYTES = 32  # bytes of a private key, and of each half of a signature
+MAX_KEY_TEXT_CHARS = 64  # characters of a private key as text
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ CURVES = {
 
 
 @dataclass(frozen=True)
-class Private:
+class PrivateKey:
     """A private key. Its bytes are in no repr, so that no traceback and no log shows them. ValueError if it is none."""
 
     algorithm: str
     secret: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        if len(self.secret) != SIZE or not 0 < int.from_bytes(self.secret) < self.curve.order:
+        if len(self.secret) != KEY_BYTES or not 0 < int.from_bytes(self.secret) < self.curve.order:
             raise ValueError("That is no private key of this curve.")
 
     @property
@@ -55,64 +55,64 @@ class Private:
     def public(self) -> str:
         """The public key as multibase: what follows did:key: in its DID."""
         point = self._key().public_key().public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
-        return "z" + base58(self.curve.public + point)
+        return "z" + encode_base58(self.curve.public + point)
 
     def sign(self, message: bytes) -> bytes:
         """r and s, 32 bytes each. Of the two values of s that verify, the lower one: AT Protocol refuses the other."""
         r, s = decode_dss_signature(self._key().sign(message, ec.ECDSA(hashes.SHA256())))
-        return r.to_bytes(SIZE) + min(s, self.curve.order - s).to_bytes(SIZE)
+        return r.to_bytes(KEY_BYTES) + min(s, self.curve.order - s).to_bytes(KEY_BYTES)
 
     def _key(self) -> ec.EllipticCurvePrivateKey:
         return ec.derive_private_key(int.from_bytes(self.secret), self.curve.kind)
 
 
-def generate(algorithm: str = "ES256K") -> Private:
+def generate_key(algorithm: str = "ES256K") -> PrivateKey:
     number = ec.generate_private_key(CURVES[algorithm].kind).private_numbers().private_value
-    return Private(algorithm, number.to_bytes(SIZE))
+    return PrivateKey(algorithm, number.to_bytes(KEY_BYTES))
 
 
-def read(text: str, algorithm: str = "") -> Private:
+def parse_private_key(text: str, algorithm: str = "") -> PrivateKey:
     """A private key from 64 hexadecimal digits, on secp256k1 if nothing else is said, or from multibase, which says it.
 
     ValueError, which has nothing of the text in it."""
     if re.fullmatch(r"[0-9a-fA-F]{64}", text):
-        return Private(algorithm or "ES256K", bytes.fromhex(text))
-    if not re.fullmatch(f"z[{BASE58}]{{1,{LONGEST}}}", text):
+        return PrivateKey(algorithm or "ES256K", bytes.fromhex(text))
+    if not re.fullmatch(f"z[{BASE58_ALPHABET}]{{1,{MAX_KEY_TEXT_CHARS}}}", text):
         raise ValueError("A private key is 64 hexadecimal digits, or multibase: z and base58.")
-    raw = from_base58(text[1:])
+    raw = decode_base58(text[1:])
     found = next((name for name, curve in CURVES.items() if raw.startswith(curve.private)), "")
     if not found:
         raise ValueError("That multibase text is no private key on secp256k1 or P-256.")
     if algorithm not in ("", found):
         raise ValueError(f"That is a key for {found}.")
-    return Private(found, raw[len(CURVES[found].private) :])
+    return PrivateKey(found, raw[len(CURVES[found].private) :])
 
 
-def jwt(private: Private, claims: Mapping[str, Any]) -> str:
+def sign_jwt(private: PrivateKey, claims: Mapping[str, Any]) -> str:
     """A signed JSON Web Token."""
-    said = f"{_part({'typ': 'JWT', 'alg': private.algorithm})}.{_part(claims)}"
-    return f"{said}.{_base64(private.sign(said.encode()))}"
+    said = f"{_encode_jwt_part({'typ': 'JWT', 'alg': private.algorithm})}.{_encode_jwt_part(claims)}"
+    return f"{said}.{_encode_base64url(private.sign(said.encode()))}"
 
 
-def base58(data: bytes) -> str:
+def encode_base58(data: bytes) -> str:
     number, digits = int.from_bytes(data), ""
     while number:
         number, digit = divmod(number, 58)
-        digits = BASE58[digit] + digits
-    return BASE58[0] * (len(data) - len(data.lstrip(b"\0"))) + digits
+        digits = BASE58_ALPHABET[digit] + digits
+    return BASE58_ALPHABET[0] * (len(data) - len(data.lstrip(b"\0"))) + digits
 
 
-def from_base58(text: str) -> bytes:
+def decode_base58(text: str) -> bytes:
     number = 0
     for digit in text:
-        number = number * 58 + BASE58.index(digit)
-    zeros = len(text) - len(text.lstrip(BASE58[0]))
+        number = number * 58 + BASE58_ALPHABET.index(digit)
+    zeros = len(text) - len(text.lstrip(BASE58_ALPHABET[0]))
     return bytes(zeros) + number.to_bytes((number.bit_length() + 7) // 8)
 
 
-def _part(said: Mapping[str, Any]) -> str:
-    return _base64(json.dumps(said, separators=(",", ":")).encode())
+def _encode_jwt_part(said: Mapping[str, Any]) -> str:
+    return _encode_base64url(json.dumps(said, separators=(",", ":")).encode())
 
 
-def _base64(data: bytes) -> str:
+def _encode_base64url(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()

@@ -9,8 +9,8 @@ import selectors
 import socket
 import sys
 
-MOST = 64  # connections at once
-CHUNK = 1 << 16
+MAX_CONNECTIONS = 64  # connections at once
+CHUNK_BYTES = 1 << 16
 
 
 class Bridge:
@@ -41,7 +41,7 @@ class Bridge:
             return
         far = socket.socket(socket.AF_UNIX)
         try:
-            if len(self.pairs) >= 2 * MOST:
+            if len(self.pairs) >= 2 * MAX_CONNECTIONS:
                 raise OSError
             far.connect(self.path)
         except OSError:  # nobody is there: refused, as where no server is
@@ -72,7 +72,7 @@ class Bridge:
 
     def read(self, one: socket.socket, other: socket.socket) -> None:
         try:
-            chunk = one.recv(CHUNK)
+            chunk = one.recv(CHUNK_BYTES)
         except BlockingIOError:
             return
         if chunk:

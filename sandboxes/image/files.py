@@ -24,20 +24,22 @@ from functools import cache
 from typing import BinaryIO, Self
 
 NO_FILE, BAD_PATH, TOO_LARGE = 3, 4, 5  # exit codes
-CHUNK = 1 << 18
-KEPT_OPEN = 200  # directories
-DEEP = 50  # directories below which `clear` brings up what it finds, instead of going there
-LONGEST = 4000  # bytes of a relative path; no system call takes more than 4096, so such files are made only on purpose
-LATEST = 8**11 - 1  # seconds since 1970 that a tar's plain header can hold
-BOUNDLESS = 1 << 60
-SKILLS = "/opt/leasehold/skills"
-_NOT_THAT = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.ENAMETOOLONG)  # a link, no directory, a socket, no name
-_NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-_REGULAR = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: opening a pipe must not wait for its writer
+CHUNK_BYTES = 1 << 18
+MAX_OPEN_DIRECTORIES = 200  # directories
+MAX_CLEAR_DEPTH = 50  # directories below which `clear` brings up what it finds, instead of going there
+MAX_PATH_BYTES = 4000  # bytes of a relative path; no system call takes more than 4096, so such files are made only on purpose
+MAX_MTIME_SECONDS = 8**11 - 1  # seconds since 1970 that a tar's plain header can hold
+UNLIMITED = 1 << 60
+SKILLS_DIRECTORY = "/opt/leasehold/skills"
+_WRONG_TYPE_ERRNOS = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.ENAMETOOLONG)  # a link, no directory, a socket, no name
+_NOT_EMPTY_ERRNOS = (errno.ENOTEMPTY, errno.EEXIST)
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_REGULAR_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: opening a pipe must not wait for its writer
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
 
-Fields = tuple[str, int, int, int, str, str]  # of a Stat in sandboxes/providers/base.py: kind, mode, size, mtime, stamp, target
+StatFields = tuple[
+    str, int, int, int, str, str
+]  # of a Stat in sandboxes/providers/base.py: kind, mode, size, mtime, stamp, target
 
 
 class BadPath(Exception):
@@ -50,7 +52,7 @@ class TooLarge(Exception):
 
 def read(root: str, parts: Sequence[str], limit: int) -> bytes:
     """The content of one regular file. FileNotFoundError, BadPath; TooLarge past `limit` bytes."""
-    with _Tree(root) as tree, _regular(tree.open(parts[:-1]), parts[-1]) as file:
+    with _DirectoryTree(root) as tree, _open_regular(tree.open(parts[:-1]), parts[-1]) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise TooLarge(f"{'/'.join(parts)} is larger than {limit} bytes")
@@ -59,21 +61,21 @@ def read(root: str, parts: Sequence[str], limit: int) -> bytes:
 
 def read_range(root: str, parts: Sequence[str], start: int, length: int) -> tuple[bytes, int]:
     """At most `length` bytes of a regular file from `start`, and its size. FileNotFoundError, BadPath."""
-    with _Tree(root) as tree, _regular(tree.open(parts[:-1]), parts[-1]) as file:
+    with _DirectoryTree(root) as tree, _open_regular(tree.open(parts[:-1]), parts[-1]) as file:
         size = os.fstat(file.fileno()).st_size
         return os.pread(file.fileno(), min(length, size - start), start) if start < size else b"", size
 
 
 def write(root: str, parts: Sequence[str], content: bytes) -> None:
     """Replace or make one file, with the directories above it; whoever reads meanwhile sees the old one or the new."""
-    with _Tree(root, writing=True) as tree:
+    with _DirectoryTree(root, writing=True) as tree:
         above = tree.open(parts[:-1], make=True)
-        found = _kind(above, parts[-1])
+        found = _lstat_or_none(above, parts[-1])
         if found is not None and not stat.S_ISREG(found.st_mode):
             raise BadPath(f"{'/'.join(parts)} is no regular file")
-        new = _temporary()
+        new = _temporary_name()
         try:
-            with _create(above, new) as file:
+            with _create_file(above, new) as file:
                 file.write(content)
                 os.fchmod(file.fileno(), stat.S_IMODE(found.st_mode) if found else 0o644)
             os.rename(new, parts[-1], src_dir_fd=above, dst_dir_fd=above)
@@ -84,7 +86,7 @@ def write(root: str, parts: Sequence[str], content: bytes) -> None:
 
 def remove(root: str, parts: Sequence[str]) -> None:
     """Remove one regular file. FileNotFoundError, BadPath."""
-    with _Tree(root, writing=True) as tree:
+    with _DirectoryTree(root, writing=True) as tree:
         above = tree.open(parts[:-1])
         if not stat.S_ISREG(os.lstat(parts[-1], dir_fd=above).st_mode):
             raise BadPath(f"{'/'.join(parts)} is no regular file")
@@ -94,35 +96,35 @@ def remove(root: str, parts: Sequence[str]) -> None:
 def remove_files(root: str, paths: Iterable[str], *, seconds: float = math.inf) -> None:
     """Remove files, links, and directories that are empty by then: the deepest first. What is not there, and what lies
     behind a link, is no error."""
-    with _Tree(root, writing=True, until=time.monotonic() + seconds) as tree:
-        for parts in sorted((_parts(path) for path in paths), reverse=True):
+    with _DirectoryTree(root, writing=True, until=time.monotonic() + seconds) as tree:
+        for parts in sorted((_split_path(path) for path in paths), reverse=True):
             with contextlib.suppress(FileNotFoundError, BadPath):
-                _drop(tree.open(parts[:-1]), parts[-1])
+                _remove_entry(tree.open(parts[:-1]), parts[-1])
 
 
 def clear(root: str, again: Sequence[str] = (), *, seconds: float = math.inf) -> None:
     """Remove everything below `root`, however deep and whatever its mode, and make the directories `again`. TimeoutError
     after that many seconds, with some of it done."""
-    with _Tree(root, writing=True) as tree:
+    with _DirectoryTree(root, writing=True) as tree:
         top = tree.open(())
-        _empty(top, top, 0, time.monotonic() + seconds)
+        _empty_recursively(top, top, 0, time.monotonic() + seconds)
         for name in again:
             tree.open((name,), make=True)
 
 
-def size(root: str, *, most: int = BOUNDLESS, seconds: float = math.inf) -> int:
+def size(root: str, *, most: int = UNLIMITED, seconds: float = math.inf) -> int:
     """Sum of the sizes of all regular files, in bytes; a file with two names counts twice."""
     below = _walk(root, most=most, until=time.monotonic() + seconds)
     return sum(found.st_size for _, _, _, found in below if stat.S_ISREG(found.st_mode))
 
 
-def look(
+def scan(
     root: str, under: str = "", *, deep: bool = True, most: int, seconds: float = math.inf
-) -> Iterator[tuple[str, Fields]]:
+) -> Iterator[tuple[str, StatFields]]:
     """What is below a directory, each after the directory it is in. FileNotFoundError or BadPath for `under`; TooLarge
     past `most` entries, past as many times 160 bytes, and a MiB, of paths, and past as much of targets; TimeoutError
     past `seconds`. Paths longer than LONGEST are left out."""
-    room = _room(most)
+    room = _name_budget_bytes(most)
     for above, name, path, found in _walk(root, under, deep=deep, most=most, until=time.monotonic() + seconds):
         kind, target, size, changed = found.st_mode & 0o170000, "", 0, found.st_ctime_ns
         if kind == stat.S_IFREG:
@@ -131,14 +133,14 @@ def look(
             changed = found.st_mode & 0o777  # what is in it is listed: only the mode is its own
         elif kind == stat.S_IFLNK:
             try:
-                target = _target(above, name)
+                target = _read_link(above, name)
             except (FileNotFoundError, BadPath):
                 continue  # it went away, or became something else, since it was listed
             room -= len(os.fsencode(target))
             if room < 0:
                 raise TooLarge("what the links here point to is too long together")
         stamp = "%x.%x.%x" % (found.st_ino, changed, size)  # noqa: UP031 - it takes half the time
-        yield path, (_KINDS.get(kind, "other"), found.st_mode & 0o777, size, _seconds(found), stamp, target)
+        yield path, (_KINDS.get(kind, "other"), found.st_mode & 0o777, size, _mtime_seconds(found), stamp, target)
 
 
 def pack(
@@ -147,22 +149,22 @@ def pack(
     """Write everything under `root` as a tar, sorted by name: directories, regular files and symbolic links (as links).
     Sockets, pipes and paths longer than LONGEST are left out. A file that changes size meanwhile is cut or filled up
     with zeros to the size it had. `only` and `exclude` as in the port's get_files."""
-    skip, until = leaving_out(exclude), time.monotonic() + seconds
-    entries = _walk(root, skip=skip, until=until) if only is None else _named(root, only, skip, until)
-    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, bufsize=CHUNK) as tar:
+    skip, until = build_exclude_filter(exclude), time.monotonic() + seconds
+    entries = _walk(root, skip=skip, until=until) if only is None else _walk_selected(root, only, skip, until)
+    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, bufsize=CHUNK_BYTES) as tar:
         for above, name, path, found in entries:
             member = tarfile.TarInfo(path)
-            member.mode, member.mtime = stat.S_IMODE(found.st_mode), _seconds(found)
+            member.mode, member.mtime = stat.S_IMODE(found.st_mode), _mtime_seconds(found)
             try:
                 if stat.S_ISREG(found.st_mode):
-                    with _regular(above, name) as file:
+                    with _open_regular(above, name) as file:
                         member.size = os.fstat(file.fileno()).st_size
-                        tar.addfile(member, _Exactly(file, member.size))
+                        tar.addfile(member, _ExactReader(file, member.size))
                 elif stat.S_ISDIR(found.st_mode):
                     member.type = tarfile.DIRTYPE
                     tar.addfile(member)
                 elif stat.S_ISLNK(found.st_mode):
-                    member.type, member.linkname = tarfile.SYMTYPE, _target(above, name)
+                    member.type, member.linkname = tarfile.SYMTYPE, _read_link(above, name)
                     tar.addfile(member)
             except (FileNotFoundError, BadPath):
                 pass  # it went away, or became something else, since it was listed
@@ -174,14 +176,17 @@ def unpack(root: str, source: BinaryIO) -> None:
     through a symbolic link, or is a device or pipe, and for a tar that ends too early. A symbolic link itself may point
     anywhere: a virtual environment is full of such, and nothing here follows them."""
     directories: list[tuple[tuple[str, ...], int, float]] = []
-    with _Tree(root, writing=True) as tree, tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK, tarinfo=_Member) as tar:
+    with (
+        _DirectoryTree(root, writing=True) as tree,
+        tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK_BYTES, tarinfo=_EndCheckingTarInfo) as tar,
+    ):
         for member in tar:
-            parts = _inside(member.name)
+            parts = _resolve_member_path(member.name)
             if member.isdir():
                 tree.open(parts, make=True)
                 directories.append((parts, member.mode & 0o777, member.mtime))
             elif parts:
-                _put(tree, parts, member, tar)
+                _write_member(tree, parts, member, tar)
             tar.members = []  # type: ignore[attr-defined]  # as in pack
         if not getattr(tar, "ended", False):
             raise BadPath("the tar ends too early")
@@ -195,22 +200,22 @@ def unpack(root: str, source: BinaryIO) -> None:
 def seed(source: str, under: str, root: str, kind: str) -> None:
     """Copy the directory `under` of one root to skills/`kind` of another, unless there is something there already, or in
     its way. Without such a directory nothing happens."""
-    with _Tree(source) as there, _Tree(root, writing=True) as tree:
+    with _DirectoryTree(source) as there, _DirectoryTree(root, writing=True) as tree:
         try:
-            there.open(_parts(under))
-            if _kind(tree.open(("skills",), make=True), kind) is not None:
+            there.open(_split_path(under))
+            if _lstat_or_none(tree.open(("skills",), make=True), kind) is not None:
                 return
         except (FileNotFoundError, BadPath):
             return
-        new = _temporary()
+        new = _temporary_name()
         try:
             tree.open(("skills", new), make=True)
             for parent, name, path, found in _walk(source, under):
-                parts = ("skills", new, *_parts(path[len(under) + 1 :]))
+                parts = ("skills", new, *_split_path(path[len(under) + 1 :]))
                 if stat.S_ISDIR(found.st_mode):
                     tree.open(parts, make=True)
                 elif stat.S_ISREG(found.st_mode):
-                    with _regular(parent, name) as file, _create(tree.open(parts[:-1]), name) as copy:
+                    with _open_regular(parent, name) as file, _create_file(tree.open(parts[:-1]), name) as copy:
                         shutil.copyfileobj(file, copy)
                         os.fchmod(copy.fileno(), found.st_mode & 0o755 | 0o644)
             above = tree.open(("skills",))
@@ -218,31 +223,34 @@ def seed(source: str, under: str, root: str, kind: str) -> None:
         except BaseException as error:
             above = tree.open(("skills",))
             _empty_directory(above, above, new, 0, math.inf)
-            _drop(above, new)
-            if not isinstance(error, OSError) or error.errno not in (*_NOT_EMPTY, errno.ENOTDIR):  # else: it is there now
+            _remove_entry(above, new)
+            if not isinstance(error, OSError) or error.errno not in (
+                *_NOT_EMPTY_ERRNOS,
+                errno.ENOTDIR,
+            ):  # else: it is there now
                 raise
 
 
-def leaving_out(exclude: Sequence[str]) -> Callable[[str], bool]:
+def build_exclude_filter(exclude: Sequence[str]) -> Callable[[str], bool]:
     """Does a relative path match one of these patterns? Those with a slash match all of it, the others its last element;
     nothing is said about what is below."""
-    names = _any(pattern for pattern in exclude if "/" not in pattern)
-    paths = _any(pattern for pattern in exclude if "/" in pattern)
+    names = _compile_patterns(pattern for pattern in exclude if "/" not in pattern)
+    paths = _compile_patterns(pattern for pattern in exclude if "/" in pattern)
     return lambda path: bool(exclude) and bool(names.match(path.rpartition("/")[2]) or paths.match(path))
 
 
-def with_those_above(path: str) -> Iterator[str]:
+def list_path_prefixes(path: str) -> Iterator[str]:
     """a, a/b, a/b/c."""
     return itertools.accumulate(path.split("/"), "{}/{}".format)
 
 
-def _any(patterns: Iterable[str]) -> re.Pattern[str]:
+def _compile_patterns(patterns: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
 
 
-def _put(tree: "_Tree", parts: tuple[str, ...], member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
+def _write_member(tree: "_DirectoryTree", parts: tuple[str, ...], member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
     above, name = tree.open(parts[:-1], make=True), parts[-1]
-    found = _kind(above, name)
+    found = _lstat_or_none(above, name)
     if found is not None and stat.S_ISDIR(found.st_mode):
         raise BadPath(f"{member.name} is a directory here")
     if member.issym():
@@ -253,23 +261,23 @@ def _put(tree: "_Tree", parts: tuple[str, ...], member: tarfile.TarInfo, tar: ta
         _unlink(above, name)
         content = tar.extractfile(member)
         assert content is not None
-        with _create(above, name) as file:
-            while chunk := content.read(CHUNK):
+        with _create_file(above, name) as file:
+            while chunk := content.read(CHUNK_BYTES):
                 file.write(chunk)
             file.flush()
             os.utime(file.fileno(), (member.mtime, member.mtime))
             os.fchmod(file.fileno(), member.mode & 0o777)
     elif member.islnk():
-        _link(tree, _inside(member.linkname), parts)
+        _link_member(tree, _resolve_member_path(member.linkname), parts)
     else:
         raise BadPath(f"{member.name} is a device or a pipe")
 
 
-def _link(tree: "_Tree", old: tuple[str, ...], new: tuple[str, ...]) -> None:
+def _link_member(tree: "_DirectoryTree", old: tuple[str, ...], new: tuple[str, ...]) -> None:
     there = os.dup(tree.open(old[:-1]))
     try:
         above = tree.open(new[:-1])
-        found = _kind(there, old[-1]) if old else None
+        found = _lstat_or_none(there, old[-1]) if old else None
         if found is None or not stat.S_ISREG(found.st_mode):
             raise BadPath(f"{'/'.join(new)} is a second name for no regular file")
         if old != new:
@@ -279,7 +287,7 @@ def _link(tree: "_Tree", old: tuple[str, ...], new: tuple[str, ...]) -> None:
         os.close(there)
 
 
-class _Member(tarfile.TarInfo):
+class _EndCheckingTarInfo(tarfile.TarInfo):
     """Notes on its tar that the end-of-archive block was seen: a stream cut off between two members looks complete."""
 
     @classmethod
@@ -291,7 +299,7 @@ class _Member(tarfile.TarInfo):
             raise
 
 
-def _inside(name: str) -> tuple[str, ...]:
+def _resolve_member_path(name: str) -> tuple[str, ...]:
     parts = tuple(part for part in name.split("/") if part not in ("", "."))
     if name.startswith("/") or ".." in parts or "\0" in name:
         raise BadPath(f"{name!r} leaves the directory")
@@ -304,18 +312,18 @@ def _walk(
     *,
     deep: bool = True,
     skip: Callable[[str], bool] | None = None,
-    most: int = BOUNDLESS,
+    most: int = UNLIMITED,
     until: float = math.inf,
 ) -> Iterator[tuple[int, str, str, os.stat_result]]:
     """(open directory, name in it, path relative to root, lstat) of everything below a directory."""
-    room = _room(most)
-    with _Tree(root, until=until) as tree:
-        tree.open(_parts(under))
+    room = _name_budget_bytes(most)
+    with _DirectoryTree(root, until=until) as tree:
+        tree.open(_split_path(under))
         waiting = [under]
         while waiting:
             here = waiting.pop()
             try:
-                above = tree.open(_parts(here))
+                above = tree.open(_split_path(here))
             except (FileNotFoundError, BadPath):
                 continue  # it went away since it was listed
             with os.scandir(above) as entries:
@@ -327,7 +335,7 @@ def _walk(
                 raise TooLarge("there are too many files here")
             for name in names:
                 path = prefix + name
-                if _too_long(path) or (skip and skip(path)):
+                if _is_too_long(path) or (skip and skip(path)):
                     continue
                 try:
                     found = os.lstat(name, dir_fd=above)
@@ -340,60 +348,60 @@ def _walk(
                 waiting.extend(reversed(below))
 
 
-def _named(
+def _walk_selected(
     root: str, only: Iterable[str], skip: Callable[[str], bool], until: float
 ) -> Iterator[tuple[int, str, str, os.stat_result]]:
     """As _walk, of those paths that are there."""
-    with _Tree(root, until=until) as tree:
-        for parts in sorted({_parts(path) for path in only}):
+    with _DirectoryTree(root, until=until) as tree:
+        for parts in sorted({_split_path(path) for path in only}):
             path = "/".join(parts)
-            if not any(map(skip, with_those_above(path))) and not _too_long(path):
+            if not any(map(skip, list_path_prefixes(path))) and not _is_too_long(path):
                 with contextlib.suppress(FileNotFoundError, BadPath):
                     above = tree.open(parts[:-1])
                     yield above, parts[-1], path, os.lstat(parts[-1], dir_fd=above)
 
 
-class _Tree:
+class _DirectoryTree:
     """The directories under a root. The way to the last one opened stays open, as the next is seldom far; but not all
     of a very long way, as descriptors are few."""
 
     def __init__(self, root: str, *, writing: bool = False, until: float = math.inf) -> None:
-        self._need, self._until = 0o700 if writing else 0o500, until
+        self._required_mode, self._deadline = 0o700 if writing else 0o500, until
         self.modes: dict[int, int] = {}  # of open directories: the mode that one gets when it is closed
         self._way: list[str] = []
         self._open = [self._enter(None, root)]
-        self._far: int | None = None
+        self._deep_descriptor: int | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._back_to(-1)
+        self._close_below(-1)
 
     def open(self, parts: Sequence[str], make: bool = False) -> int:
         """A descriptor of one directory, good until the next call. FileNotFoundError, BadPath; TimeoutError if it is
         too late."""
-        if time.monotonic() > self._until:
+        if time.monotonic() > self._deadline:
             raise TimeoutError(errno.ETIMEDOUT, "this takes too long", "/".join(parts[:3]))
         pairs = enumerate(zip(self._way, parts, strict=False))
-        self._back_to(next((at for at, (old, new) in pairs if old != new), min(len(self._way), len(parts))))
-        for part in parts[len(self._way) : KEPT_OPEN]:
+        self._close_below(next((at for at, (old, new) in pairs if old != new), min(len(self._way), len(parts))))
+        for part in parts[len(self._way) : MAX_OPEN_DIRECTORIES]:
             self._open.append(self._enter(self._open[-1], part, make))
             self._way.append(part)
-        for part in parts[KEPT_OPEN:]:
-            below = self._enter(self._open[-1] if self._far is None else self._far, part, make)
-            if self._far is not None:
-                self._close(self._far)
-            self._far = below
-        return self._open[-1] if self._far is None else self._far
+        for part in parts[MAX_OPEN_DIRECTORIES:]:
+            below = self._enter(self._open[-1] if self._deep_descriptor is None else self._deep_descriptor, part, make)
+            if self._deep_descriptor is not None:
+                self._close(self._deep_descriptor)
+            self._deep_descriptor = below
+        return self._open[-1] if self._deep_descriptor is None else self._deep_descriptor
 
     def _enter(self, above: int | None, name: str, make: bool = False) -> int:
         if make:
-            with contextlib.suppress(FileExistsError), _meaning(name, "on the way is a link or no directory"):
+            with contextlib.suppress(FileExistsError), _translate_errors(name, "on the way is a link or no directory"):
                 os.mkdir(name, 0o755, dir_fd=above)
-        below, mode = _directory(above, name, "on the way is a link or no directory")
+        below, mode = _open_directory(above, name, "on the way is a link or no directory")
         found = stat.S_IMODE(os.fstat(below).st_mode)
-        if found & self._need != self._need:
+        if found & self._required_mode != self._required_mode:
             with contextlib.suppress(PermissionError):  # another's: then what is done in it may still be allowed
                 os.fchmod(below, found | 0o700)
                 mode = found
@@ -401,10 +409,10 @@ class _Tree:
             self.modes[below] = mode
         return below
 
-    def _back_to(self, depth: int) -> None:
-        if self._far is not None:
-            self._close(self._far)
-            self._far = None
+    def _close_below(self, depth: int) -> None:
+        if self._deep_descriptor is not None:
+            self._close(self._deep_descriptor)
+            self._deep_descriptor = None
         while len(self._open) > depth + 1:
             self._close(self._open.pop())
         del self._way[max(depth, 0) :]
@@ -416,7 +424,7 @@ class _Tree:
         os.close(directory)
 
 
-def _empty(top: int, here: int, depth: int, until: float) -> None:
+def _empty_recursively(top: int, here: int, depth: int, until: float) -> None:
     """Remove whatever is in `here`, until a look finds nothing: programs may be making more."""
     found = True
     while found:
@@ -428,26 +436,26 @@ def _empty(top: int, here: int, depth: int, until: float) -> None:
                 found = True
                 if entry.is_dir(follow_symlinks=False):
                     _empty_directory(top, here, entry.name, depth, until)
-                _drop(here, entry.name)
+                _remove_entry(here, entry.name)
 
 
 def _empty_directory(top: int, above: int, name: str, depth: int, until: float) -> None:
     try:
-        here, _ = _directory(above, name, "is no directory any more")
+        here, _ = _open_directory(above, name, "is no directory any more")
     except (FileNotFoundError, BadPath):
         return
     try:
         with contextlib.suppress(PermissionError):  # another's: if there is nothing in it, it can be removed all the same
             os.fchmod(here, 0o700)
-        if depth < DEEP:
-            _empty(top, here, depth + 1, until)
+        if depth < MAX_CLEAR_DEPTH:
+            _empty_recursively(top, here, depth + 1, until)
         else:
-            os.rename(name, _temporary(), src_dir_fd=above, dst_dir_fd=top)
+            os.rename(name, _temporary_name(), src_dir_fd=above, dst_dir_fd=top)
     finally:
         os.close(here)
 
 
-def _drop(above: int, name: str) -> None:
+def _remove_entry(above: int, name: str) -> None:
     """Remove what has this name, unless it is a directory with something in it. Not there is success."""
     try:
         _unlink(above, name)
@@ -455,13 +463,13 @@ def _drop(above: int, name: str) -> None:
         try:
             os.rmdir(name, dir_fd=above)
         except OSError as error:
-            if error.errno not in (*_NOT_EMPTY, errno.ENOENT, errno.ENOTDIR):
+            if error.errno not in (*_NOT_EMPTY_ERRNOS, errno.ENOENT, errno.ENOTDIR):
                 raise
 
 
 def _open(above: int | None, name: str, flags: int, not_that: str) -> tuple[int, int | None]:
     """A descriptor, and the mode it had if it had to be lent rights. BadPath if `name` is `not_that`."""
-    with _meaning(name, not_that):
+    with _translate_errors(name, not_that):
         try:
             return os.open(name, flags, dir_fd=above), None
         except PermissionError:
@@ -475,8 +483,8 @@ def _open(above: int | None, name: str, flags: int, not_that: str) -> tuple[int,
         return os.open(name, flags, dir_fd=above), stat.S_IMODE(mode)
 
 
-def _directory(above: int | None, name: str, not_that: str) -> tuple[int, int | None]:
-    below, mode = _open(above, name, _DIRECTORY, not_that)
+def _open_directory(above: int | None, name: str, not_that: str) -> tuple[int, int | None]:
+    below, mode = _open(above, name, _DIRECTORY_FLAGS, not_that)
     if _follows_links() and not os.path.samestat(os.fstat(below), os.lstat(name, dir_fd=above)):
         os.close(below)
         raise BadPath(f"{name!r} {not_that}")
@@ -487,24 +495,24 @@ def _directory(above: int | None, name: str, not_that: str) -> tuple[int, int | 
 def _follows_links() -> bool:
     """Does this kernel follow a link although it was told not to, when it is to open a directory? gVisor's once did."""
     try:
-        os.close(os.open("/proc/self", _DIRECTORY))  # a link to a directory, on Linux
+        os.close(os.open("/proc/self", _DIRECTORY_FLAGS))  # a link to a directory, on Linux
     except OSError:
         return False
     return True
 
 
 @contextlib.contextmanager
-def _meaning(name: str, not_that: str) -> Iterator[None]:
+def _translate_errors(name: str, not_that: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _NOT_THAT:
+        if error.errno in _WRONG_TYPE_ERRNOS:
             raise BadPath(f"{name!r} {not_that}") from error
         raise
 
 
-def _regular(above: int, name: str) -> BinaryIO:
-    fd, mode = _open(above, name, _REGULAR, "is no regular file")
+def _open_regular(above: int, name: str) -> BinaryIO:
+    fd, mode = _open(above, name, _REGULAR_FILE_FLAGS, "is no regular file")
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise BadPath(f"{name!r} is no regular file")
@@ -513,14 +521,14 @@ def _regular(above: int, name: str) -> BinaryIO:
     return os.fdopen(fd, "rb")
 
 
-def _kind(above: int, name: str) -> os.stat_result | None:
+def _lstat_or_none(above: int, name: str) -> os.stat_result | None:
     try:
         return os.lstat(name, dir_fd=above)
     except FileNotFoundError:
         return None
 
 
-def _target(above: int, name: str) -> str:
+def _read_link(above: int, name: str) -> str:
     try:
         return os.readlink(name, dir_fd=above)
     except OSError as error:
@@ -529,7 +537,7 @@ def _target(above: int, name: str) -> str:
         raise
 
 
-def _create(above: int, name: str) -> BinaryIO:
+def _create_file(above: int, name: str) -> BinaryIO:
     fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=above)
     return os.fdopen(fd, "wb")
 
@@ -539,35 +547,35 @@ def _unlink(above: int, name: str) -> None:
         os.unlink(name, dir_fd=above)
 
 
-def _temporary() -> str:
+def _temporary_name() -> str:
     return f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
 
 
-def _parts(path: str) -> tuple[str, ...]:
+def _split_path(path: str) -> tuple[str, ...]:
     return tuple(path.split("/")) if path else ()
 
 
-def _too_long(path: str) -> bool:
-    return len(path) > LONGEST // 4 and len(os.fsencode(path)) > LONGEST  # a character has four bytes at most
+def _is_too_long(path: str) -> bool:
+    return len(path) > MAX_PATH_BYTES // 4 and len(os.fsencode(path)) > MAX_PATH_BYTES  # a character has four bytes at most
 
 
-def _room(most: int) -> int:
+def _name_budget_bytes(most: int) -> int:
     """Bytes that the names of `most` entries may take together: 16 MB for 100,000."""
     return max(160 * most, 1 << 20)
 
 
-def _seconds(found: os.stat_result) -> int:
+def _mtime_seconds(found: os.stat_result) -> int:
     mtime = int(found[stat.ST_MTIME])  # which the attribute is not
-    return mtime if 0 <= mtime <= LATEST else min(max(mtime, 0), LATEST)
+    return mtime if 0 <= mtime <= MAX_MTIME_SECONDS else min(max(mtime, 0), MAX_MTIME_SECONDS)
 
 
-class _Exactly:
+class _ExactReader:
     """A reader that ends after exactly `size` bytes, because a tar has already promised that many."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self.file, self.left = file, size
 
-    def read(self, most: int = CHUNK, /) -> bytes:
+    def read(self, most: int = CHUNK_BYTES, /) -> bytes:
         want = min(most, self.left)
         got = self.file.read(want)
         self.left -= want
@@ -580,32 +588,32 @@ def main(argv: Sequence[str]) -> int:
     try:
         match list(argv):
             case ["read", root, limit]:
-                out.write(read(root, _given(given.read()), int(limit)))
+                out.write(read(root, _decode_path(given.read()), int(limit)))
             case ["read_range", root, start, length]:
-                content, whole = read_range(root, _given(given.read()), int(start), int(length))
+                content, whole = read_range(root, _decode_path(given.read()), int(start), int(length))
                 out.write(b"%d\n" % whole + content)
             case ["write", root]:
                 path, _, content = given.read().partition(b"\0")
-                write(root, _given(path), content)
+                write(root, _decode_path(path), content)
             case ["remove", root]:
-                remove(root, _given(given.read()))
+                remove(root, _decode_path(given.read()))
             case ["remove_files", root]:
-                remove_files(root, _paths(given.read()))
+                remove_files(root, _decode_paths(given.read()))
             case ["clear", root, *again]:
                 clear(root, again)
             case ["size", root]:
                 print(size(root))
             case ["look", root, depth, most]:
-                [under] = _paths(given.read())
-                for path, fields in look(root, under, deep=depth == "deep", most=int(most)):
-                    out.write(said(path, *fields))
+                [under] = _decode_paths(given.read())
+                for path, fields in scan(root, under, deep=depth == "deep", most=int(most)):
+                    out.write(encode_entry(path, *fields))
             case ["pack", root, which, excluded]:
-                words, many = _paths(given.read()), int(excluded)
+                words, many = _decode_paths(given.read()), int(excluded)
                 pack(root, out, only=words[many:] if which == "only" else None, exclude=words[:many])
             case ["unpack", root]:
                 unpack(root, given)
             case ["seed", root, kind]:
-                seed(SKILLS, kind, root, kind)
+                seed(SKILLS_DIRECTORY, kind, root, kind)
             case _:
                 print("usage: files.py VERB ROOT ...", file=sys.stderr)
                 return 2
@@ -625,17 +633,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def said(path: str, kind: str, mode: int, size: int, mtime: int, stamp: str, target: str) -> bytes:
+def encode_entry(path: str, kind: str, mode: int, size: int, mtime: int, stamp: str, target: str) -> bytes:
     """One entry as `look` says it: each field with a NUL after it."""
     return os.fsencode(f"{path}\0{kind}\0{mode:o}\0{size}\0{mtime}\0{stamp}\0{target}\0")
 
 
-def _paths(words: bytes) -> list[str]:
+def _decode_paths(words: bytes) -> list[str]:
     return [os.fsdecode(word) for word in words.split(b"\0")[:-1]]
 
 
-def _given(path: bytes) -> tuple[str, ...]:
-    return _parts(os.fsdecode(path.rstrip(b"\0")))
+def _decode_path(path: bytes) -> tuple[str, ...]:
+    return _split_path(os.fsdecode(path.rstrip(b"\0")))
 
 
 if __name__ == "__main__":

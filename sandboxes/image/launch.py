@@ -21,10 +21,10 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-PIECE = 1 << 18  # bytes of one piece of a log: two of them stay, perhaps in memory
-ENDED = 16  # programs that have exited whose logs stay
-CHUNK = 1 << 16
-KILLED = 137
+LOG_SEGMENT_BYTES = 1 << 18  # bytes of one piece of a log: two of them stay, perhaps in memory
+MAX_EXITED_LOGS = 16  # programs that have exited whose logs stay
+CHUNK_BYTES = 1 << 16
+KILLED_EXIT_CODE = 137
 RUNNING = "running"
 
 
@@ -38,23 +38,23 @@ def start(directory: str, mark: str, argv: Sequence[str], env: Mapping[str, str]
     try:
         os.link(f"{place}.{os.getpid()}.tmp", f"{place}.lock")
     except FileExistsError:
-        return look(directory, mark) or RUNNING
+        return read_state(directory, mark) or RUNNING
     finally:
         os.unlink(f"{place}.{os.getpid()}.tmp")
-    _forget_oldest(directory)
+    _remove_oldest(directory)
     hear, tell = os.pipe()
     if os.fork() == 0:
         try:
             os.close(hear)
-            _keep(place, argv, env, cwd, tell)
+            _run_keeper(place, argv, env, cwd, tell)
         finally:
             os._exit(0)
     os.close(tell)
     with os.fdopen(hear) as heard:
-        return heard.read() or look(directory, mark) or str(KILLED)
+        return heard.read() or read_state(directory, mark) or str(KILLED_EXIT_CODE)
 
 
-def look(directory: str, mark: str) -> str | None:
+def read_state(directory: str, mark: str) -> str | None:
     """What a program is doing: "running", its exit code, or None if it was never started. What was killed with its keeper
     has 137."""
     place = os.path.join(directory, mark)
@@ -63,21 +63,21 @@ def look(directory: str, mark: str) -> str | None:
     except FileNotFoundError:
         return None
     try:
-        if code := _exit_code(place):
+        if code := _read_exit_code(place):
             return code
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return _exit_code(place) or str(KILLED)  # it may have been written since
+        return _read_exit_code(place) or str(KILLED_EXIT_CODE)  # it may have been written since
     except BlockingIOError:
         return RUNNING
     finally:
         os.close(lock)
 
 
-def log(directory: str, mark: str, start: int, length: int) -> tuple[int, bytes]:
+def read_log(directory: str, mark: str, start: int, length: int) -> tuple[int, bytes]:
     """At most `length` bytes of what was printed from offset `start`, and the offset after them. They begin later where
     the oldest were dropped."""
     at, found = start, b""
-    for first in _pieces(directory, mark):
+    for first in _list_segments(directory, mark):
         with contextlib.suppress(FileNotFoundError), open(os.path.join(directory, f"{mark}.log.{first}"), "rb") as piece:
             size = os.fstat(piece.fileno()).st_size
             if first + size <= at:
@@ -91,7 +91,7 @@ def log(directory: str, mark: str, start: int, length: int) -> tuple[int, bytes]
     return at, found
 
 
-def _pieces(directory: str, mark: str) -> list[int]:
+def _list_segments(directory: str, mark: str) -> list[int]:
     prefix = f"{mark}.log."
     try:
         names = os.listdir(directory)
@@ -100,7 +100,7 @@ def _pieces(directory: str, mark: str) -> list[int]:
     return sorted(int(name[len(prefix) :]) for name in names if name.startswith(prefix))
 
 
-def _exit_code(place: str) -> str:
+def _read_exit_code(place: str) -> str:
     try:
         with open(f"{place}.exit") as file:
             return file.read()
@@ -108,13 +108,13 @@ def _exit_code(place: str) -> str:
         return ""
 
 
-def _keep(place: str, argv: Sequence[str], env: Mapping[str, str], cwd: str, tell: int) -> None:
+def _run_keeper(place: str, argv: Sequence[str], env: Mapping[str, str], cwd: str, tell: int) -> None:
     """The keeper: start the program, keep its output until nobody can write to it any more, and note its exit."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
-    kept = _Log(place)
+    kept = _SegmentedLog(place)
     env = {**os.environ, **env}
     if argv[0] in ("python", "python3") and not shutil.which(argv[0], path=env.get("PATH", "")):
         argv = [sys.executable, *argv[1:]]
@@ -131,17 +131,17 @@ def _keep(place: str, argv: Sequence[str], env: Mapping[str, str], cwd: str, tel
     except (OSError, ValueError) as error:
         absent = isinstance(error, FileNotFoundError) and error.filename != cwd
         kept.add(f"{error}\n".encode(errors="replace"))
-        _note_exit(place, 127 if absent else 126)
+        _write_exit_code(place, 127 if absent else 126)
         os.write(tell, b"127" if absent else b"126")
         return
     os.write(tell, RUNNING.encode())
     os.close(tell)
     assert child.stdout is not None
-    _follow(place, child, child.stdout.fileno(), kept)
+    _follow_output(place, child, child.stdout.fileno(), kept)
 
 
-def _follow(place: str, child: "subprocess.Popen[bytes]", pipe: int, kept: "_Log") -> None:
-    exited = _end_of(child.pid)
+def _follow_output(place: str, child: "subprocess.Popen[bytes]", pipe: int, kept: "_SegmentedLog") -> None:
+    exited = _open_exit_fd(child.pid)
     os.set_blocking(pipe, False)
     poll = select.poll()
     poll.register(exited, select.POLLIN)
@@ -155,12 +155,12 @@ def _follow(place: str, child: "subprocess.Popen[bytes]", pipe: int, kept: "_Log
             with contextlib.suppress(KeyError):
                 poll.unregister(pipe)
         if ended:
-            _note_exit(place, child.returncode if child.returncode >= 0 else 128 - child.returncode)
+            _write_exit_code(place, child.returncode if child.returncode >= 0 else 128 - child.returncode)
             poll.unregister(exited)
             alive = False
 
 
-def _end_of(pid: int) -> int:
+def _open_exit_fd(pid: int) -> int:
     """A descriptor on which poll wakes once this child has exited."""
     try:
         return os.pidfd_open(pid)
@@ -177,34 +177,34 @@ def _end_of(pid: int) -> int:
     return hear
 
 
-def _note_exit(place: str, code: int) -> None:
+def _write_exit_code(place: str, code: int) -> None:
     with open(f"{place}.exit.tmp", "w") as file:
         file.write(str(code))
     os.rename(f"{place}.exit.tmp", f"{place}.exit")
 
 
-def _forget_oldest(directory: str) -> None:
+def _remove_oldest(directory: str) -> None:
     """Remove what is left of programs that exited long ago."""
     ended = [entry for entry in os.scandir(directory) if entry.name.endswith(".exit")]
-    for entry in sorted(ended, key=lambda entry: entry.stat().st_mtime)[:-ENDED]:
+    for entry in sorted(ended, key=lambda entry: entry.stat().st_mtime)[:-MAX_EXITED_LOGS]:
         mark = entry.name.removesuffix(".exit")
-        for name in (*(f"{mark}.log.{first}" for first in _pieces(directory, mark)), entry.name):
+        for name in (*(f"{mark}.log.{first}" for first in _list_segments(directory, mark)), entry.name):
             with contextlib.suppress(FileNotFoundError):  # another start does the same
                 os.unlink(os.path.join(directory, name))
         # Its lock stays: without it, what has exited would look as if it had never been started.
 
 
-class _Log:
+class _SegmentedLog:
     """The pieces of one log, as its keeper writes them."""
 
     def __init__(self, place: str) -> None:
-        self._place, self._at, self._firsts = place, 0, list[int]()
+        self._place, self._at, self._segment_starts = place, 0, list[int]()
 
     def take(self, pipe: int) -> bool:
         """Keep what is in the pipe, but no more than a pipe holds; False at the end of it."""
         for _ in range(16):
             try:
-                chunk = os.read(pipe, CHUNK)
+                chunk = os.read(pipe, CHUNK_BYTES)
             except BlockingIOError:
                 return True
             if not chunk:
@@ -215,17 +215,17 @@ class _Log:
     def add(self, chunk: bytes) -> None:
         with contextlib.suppress(OSError):  # what a full disk does not take is lost, and the program goes on
             while chunk:
-                if not self._firsts or self._at >= self._firsts[-1] + PIECE:
-                    self._begin_piece()
-                with open(f"{self._place}.log.{self._firsts[-1]}", "ab") as piece:
-                    wrote = os.write(piece.fileno(), chunk[: self._firsts[-1] + PIECE - self._at])
+                if not self._segment_starts or self._at >= self._segment_starts[-1] + LOG_SEGMENT_BYTES:
+                    self._begin_segment()
+                with open(f"{self._place}.log.{self._segment_starts[-1]}", "ab") as piece:
+                    wrote = os.write(piece.fileno(), chunk[: self._segment_starts[-1] + LOG_SEGMENT_BYTES - self._at])
                 self._at, chunk = self._at + wrote, chunk[wrote:]
 
-    def _begin_piece(self) -> None:
-        self._firsts.append(self._at)
-        if len(self._firsts) > 2:
+    def _begin_segment(self) -> None:
+        self._segment_starts.append(self._at)
+        if len(self._segment_starts) > 2:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{self._place}.log.{self._firsts.pop(0)}")
+                os.unlink(f"{self._place}.log.{self._segment_starts.pop(0)}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -235,10 +235,10 @@ def main(argv: Sequence[str]) -> int:
             print(start(directory, mark, said["argv"], said["env"], said["cwd"]))
         case ["look", directory, *marks]:
             for mark in marks:
-                if (state := look(directory, mark)) is not None:
+                if (state := read_state(directory, mark)) is not None:
                     print(mark, state)
         case ["log", directory, mark, first, length]:
-            after, content = log(directory, mark, int(first), int(length))
+            after, content = read_log(directory, mark, int(first), int(length))
             sys.stdout.buffer.write(b"%d\n" % after + content)
         case _:
             print("usage: launch.py start|look|log DIR MARK ...", file=sys.stderr)

@@ -5,7 +5,7 @@ import uuid
 from django.db import models
 from django.db.models import Q
 
-ACTIVE = Q(retired_at__isnull=True, revoked_at__isnull=True)
+ACTIVE_KEY_FILTER = Q(retired_at__isnull=True, revoked_at__isnull=True)
 
 
 class SigningKey(models.Model):
@@ -30,12 +30,12 @@ class SigningKey(models.Model):
         permissions = [("manage_identity", "Can create, rotate and revoke signing keys")]
         ordering = ["-created_at", "-pk"]
         constraints = [
-            models.UniqueConstraint(fields=["agent_did"], condition=ACTIVE, name="signingkey_one_active"),
+            models.UniqueConstraint(fields=["agent_did"], condition=ACTIVE_KEY_FILTER, name="signingkey_one_active"),
             models.CheckConstraint(
                 condition=Q(retired_at__isnull=True) | Q(revoked_at__isnull=True), name="signingkey_ended_once"
             ),
             models.CheckConstraint(
-                condition=(ACTIVE & Q(sealed__isnull=False)) | (~ACTIVE & Q(sealed__isnull=True)),
+                condition=(ACTIVE_KEY_FILTER & Q(sealed__isnull=False)) | (~ACTIVE_KEY_FILTER & Q(sealed__isnull=True)),
                 name="signingkey_private_iff_active",
             ),
         ]

@@ -6,8 +6,8 @@ from django.core.exceptions import ValidationError
 from django.core.validators import MaxValueValidator, MinValueValidator
 from django.db.models import BooleanField, CharField, CheckConstraint, JSONField, Model, PositiveIntegerField, Q, SlugField
 
-SEALED = "sealed"  # the policy that loosens nothing, which also holds where none is named
-LARGEST_BODY_KIB = 1 << 16  # of any policy: a request is held in memory
+SEALED_POLICY_NAME = "sealed"  # the policy that loosens nothing, which also holds where none is named
+MAX_BODY_KIB = 1 << 16  # of any policy: a request is held in memory
 
 
 def check_models(value: Any) -> None:
@@ -38,8 +38,8 @@ class Policy(Model):
         default=8, validators=[MinValueValidator(1)], help_text="Calls of one sandbox that may be under way."
     )
     largest_body_kib = PositiveIntegerField(
-        default=4096, validators=[MinValueValidator(1), MaxValueValidator(LARGEST_BODY_KIB)],
-        help_text=f"Of one request to a model, in KiB; at most {LARGEST_BODY_KIB:,}.",
+        default=4096, validators=[MinValueValidator(1), MaxValueValidator(MAX_BODY_KIB)],
+        help_text=f"Of one request to a model, in KiB; at most {MAX_BODY_KIB:,}.",
     )  # fmt: skip
     relay = BooleanField(default=False, help_text="May connect to the relay, and so publish in its agent's name.")
 
@@ -49,12 +49,12 @@ class Policy(Model):
         ordering = ["name"]
         constraints = [
             CheckConstraint(
-                condition=~Q(name=SEALED)
+                condition=~Q(name=SEALED_POLICY_NAME)
                 | Q(
                     writable_root=False, relay=False, calls_per_minute=600, most_calls_at_once=8, largest_body_kib=4096
                 ),
                 name="policy_sealed_loosens_nothing",
-                violation_error_message=f"{SEALED} loosens nothing: give another policy another name.",
+                violation_error_message=f"{SEALED_POLICY_NAME} loosens nothing: give another policy another name.",
             ),
         ]  # fmt: skip
 
@@ -63,4 +63,4 @@ class Policy(Model):
 
     @property
     def built_in(self) -> bool:
-        return self.name == SEALED
+        return self.name == SEALED_POLICY_NAME

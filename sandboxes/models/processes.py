@@ -7,7 +7,7 @@ from django.db import models
 from django.db.models import Q
 
 
-class Ending(models.TextChoices):
+class ProcessStatus(models.TextChoices):
     RUNNING = "running"
     EXITED = "exited"  # by itself, or killed by somebody inside
     KILLED = "killed"  # by whoever asked for that here
@@ -30,7 +30,7 @@ class Process(models.Model):
     env_names = models.JSONField(default=list, help_text="Names only: values may be secret.")
     started_at = models.DateTimeField()
     starts_by = models.DateTimeField(help_text="If it was not seen by then, it was never started.")
-    state = models.CharField(max_length=16, choices=Ending.choices, default=Ending.RUNNING)
+    state = models.CharField(max_length=16, choices=ProcessStatus.choices, default=ProcessStatus.RUNNING)
     ended_at = models.DateTimeField(null=True, blank=True, help_text="When its end was noticed.")
     exit_code = models.IntegerField(null=True, blank=True)
     note = models.CharField(max_length=500, blank=True, help_text="Why it ended, when an exit code does not say it.")
@@ -40,7 +40,7 @@ class Process(models.Model):
         verbose_name_plural = "processes"
         ordering = ["-started_at", "-pk"]
         constraints = [
-            models.CheckConstraint(condition=Q(state__in=Ending.values), name="process_state_known"),
+            models.CheckConstraint(condition=Q(state__in=ProcessStatus.values), name="process_state_known"),
             models.CheckConstraint(
                 condition=Q(state="running", ended_at__isnull=True) | (~Q(state="running") & Q(ended_at__isnull=False)),
                 name="process_running_iff_not_ended",
@@ -56,8 +56,8 @@ class Process(models.Model):
         return self.name or f"process {self.pk}"
 
 
-def end_all(sandbox: uuid.UUID, *, now: datetime, note: str) -> int:
+def close_all_processes(sandbox: uuid.UUID, *, now: datetime, note: str) -> int:
     """Nothing runs in the background of a sandbox any more, as that is gone; how many were open. Called in the
     transaction that says so of the sandbox."""
     running = Process.objects.filter(sandbox=sandbox, ended_at__isnull=True)
-    return running.update(state=Ending.GONE, ended_at=now, note=note[:500])
+    return running.update(state=ProcessStatus.GONE, ended_at=now, note=note[:500])

@@ -9,7 +9,7 @@ from django.db.models import F, Q
 from sandboxes.models.sandboxes import Sandbox
 
 
-class Outcome(models.TextChoices):
+class RunOutcome(models.TextChoices):
     OPEN = "open", "running"
     OK = "ok", "ok"
     FAILED = "failed", "failed"  # the command ended with another code than 0
@@ -40,7 +40,7 @@ class Run(models.Model):
     started_at = models.DateTimeField()
     deadline_at = models.DateTimeField()
     ended_at = models.DateTimeField(null=True, blank=True)
-    outcome = models.CharField(max_length=16, choices=Outcome.choices, default=Outcome.OPEN)
+    outcome = models.CharField(max_length=16, choices=RunOutcome.choices, default=RunOutcome.OPEN)
     exit_code = models.IntegerField(null=True, blank=True)
     timed_out = models.BooleanField(default=False)
     oom = models.BooleanField(default=False)
@@ -56,7 +56,7 @@ class Run(models.Model):
         default_permissions = ("view",)
         ordering = ["-started_at", "-pk"]
         constraints = [
-            models.CheckConstraint(condition=Q(outcome__in=Outcome.values), name="run_outcome_known"),
+            models.CheckConstraint(condition=Q(outcome__in=RunOutcome.values), name="run_outcome_known"),
             models.CheckConstraint(
                 condition=Q(outcome="open", ended_at__isnull=True) | (~Q(outcome="open") & Q(ended_at__isnull=False)),
                 name="run_open_iff_not_ended",

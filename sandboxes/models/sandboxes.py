@@ -7,11 +7,11 @@ from datetime import timedelta
 from django.db import models
 from django.db.models import Case, Q, Value, When
 
-from sandboxes.models.policies import SEALED, Policy
+from sandboxes.models.policies import SEALED_POLICY_NAME, Policy
 from sandboxes.models.pools import Pool
 
 
-class State(models.TextChoices):
+class SandboxState(models.TextChoices):
     """lifecycle.EDGES says which follows which."""
 
     WARMING = "warming"  # a place is taken, a process is being started
@@ -24,9 +24,9 @@ class State(models.TextChoices):
     DESTROYED = "destroyed"  # confirmed gone
 
 
-IN_FLIGHT = (State.WARMING, State.EVICTING, State.DESTROYING)
-ALIVE = (State.WARM, State.RUNNING, State.WAITING)
-GONE = (State.DESTROYING, State.DESTROYED)
+IN_FLIGHT_STATES = (SandboxState.WARMING, SandboxState.EVICTING, SandboxState.DESTROYING)
+ALIVE_STATES = (SandboxState.WARM, SandboxState.RUNNING, SandboxState.WAITING)
+GONE_STATES = (SandboxState.DESTROYING, SandboxState.DESTROYED)
 
 
 class Sandbox(models.Model):
@@ -37,7 +37,7 @@ class Sandbox(models.Model):
     agent_did = models.CharField(max_length=255, blank=True, db_index=True)
     environment_id = models.CharField(max_length=200, blank=True)
     holder = models.UUIDField(null=True, blank=True, help_text="The lease it is held for, which is also the fence.")
-    state = models.CharField(max_length=16, choices=State.choices, default=State.WARMING)
+    state = models.CharField(max_length=16, choices=SandboxState.choices, default=SandboxState.WARMING)
     state_since = models.DateTimeField()
     incarnation = models.PositiveIntegerField(default=1, help_text="Counts the processes this row has had.")
     provider = models.CharField(max_length=32)
@@ -104,7 +104,7 @@ class Sandbox(models.Model):
         permissions = [("act_on_sandbox", "Can evict, wake and destroy sandboxes")]
         ordering = ["-created_at", "-pk"]
         constraints = [
-            models.CheckConstraint(condition=Q(state__in=State.values), name="sandbox_state_known"),
+            models.CheckConstraint(condition=Q(state__in=SandboxState.values), name="sandbox_state_known"),
             models.CheckConstraint(
                 condition=Q(state="running", open_runs__gt=0) | (~Q(state="running") & Q(open_runs=0)),
                 name="sandbox_running_iff_open_runs",
@@ -153,7 +153,7 @@ class Sandbox(models.Model):
     @property
     def rules(self) -> Policy:
         """What it may do: its policy, and the seal if it has none."""
-        return self.policy or Policy(name=SEALED)
+        return self.policy or Policy(name=SEALED_POLICY_NAME)
 
     @property
     def name(self) -> str:
@@ -166,7 +166,7 @@ class Transition(models.Model):
 
     sandbox = models.ForeignKey(Sandbox, on_delete=models.PROTECT, related_name="transitions")
     was = models.CharField(max_length=16, blank=True)
-    to = models.CharField(max_length=16, choices=State.choices)
+    to = models.CharField(max_length=16, choices=SandboxState.choices)
     at = models.DateTimeField()
     holder = models.UUIDField(null=True, blank=True)
     reason = models.CharField(max_length=200)

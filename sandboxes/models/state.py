@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from django.db import models
 from django.db.models import Q
 
-STAMP = "%Y%m%dT%H%M%SZ"  # in keys, so that the age of an object is known wherever it lies
+KEY_TIMESTAMP_FORMAT = "%Y%m%dT%H%M%SZ"  # in keys, so that the age of an object is known wherever it lies
 
 
 class SnapshotKind(models.TextChoices):
@@ -62,7 +62,7 @@ class Snapshot(models.Model):
         return self.key.endswith((self.pk.hex, str(self.pk)))
 
 
-class Keeping(models.TextChoices):
+class DataStorageMode(models.TextChoices):
     SYNC = "sync"  # copied into each sandbox before it is used, and what changed back after
     MOUNT = "mount"  # one directory, mounted into each sandbox
 
@@ -71,7 +71,7 @@ class AgentData(models.Model):
     """What belongs to an agent and follows it into every sandbox, as /data. `revision` counts its changes."""
 
     agent_did = models.CharField(max_length=255, unique=True, verbose_name="agent")
-    keeping = models.CharField(max_length=8, choices=Keeping.choices, default=Keeping.SYNC)
+    keeping = models.CharField(max_length=8, choices=DataStorageMode.choices, default=DataStorageMode.SYNC)
     revision = models.PositiveBigIntegerField(default=0)
     files = models.PositiveIntegerField(default=0)
     size_bytes = models.PositiveBigIntegerField(default=0)
@@ -221,10 +221,10 @@ class DataEvent(models.Model):
         return f"{self.get_kind_display()} {self.path}"
 
 
-def stamped(at: datetime) -> str:
+def format_key_timestamp(at: datetime) -> str:
     """A moment as keys have it."""
-    return at.astimezone(UTC).strftime(STAMP)
+    return at.astimezone(UTC).strftime(KEY_TIMESTAMP_FORMAT)
 
 
-def moment_of(stamp: str) -> datetime:
-    return datetime.strptime(stamp, STAMP).replace(tzinfo=UTC)
+def parse_key_timestamp(stamp: str) -> datetime:
+    return datetime.strptime(stamp, KEY_TIMESTAMP_FORMAT).replace(tzinfo=UTC)

@@ -11,10 +11,10 @@ from django.core.exceptions import ValidationError
 from django.db import models
 from django.db.models import Q
 
-from sandboxes.webhooks.addresses import why_refused
+from sandboxes.webhooks.addresses import get_refusal_reason
 
 
-class Kind(models.TextChoices):
+class EventType(models.TextChoices):
     """What can happen that others want to know."""
 
     BUDGET_WARNING = "budget.warning"
@@ -24,10 +24,10 @@ class Kind(models.TextChoices):
     TEST = "webhook.test"  # an operator asked for it; it goes to one webhook, whatever that wants
 
 
-TOLD = [kind.value for kind in Kind if kind != Kind.TEST]  # what a webhook may be for
+SUBSCRIBABLE_EVENT_TYPES = [kind.value for kind in EventType if kind != EventType.TEST]  # what a webhook may be for
 
 
-def split(url: str) -> SplitResult:
+def parse_webhook_url(url: str) -> SplitResult:
     """The parts of an address to which events may go; ValidationError says why it is none."""
     try:
         parts = urlsplit(url)
@@ -51,16 +51,20 @@ def is_loopback(host: str) -> bool:
 
 
 def check_url(url: str) -> None:
-    split(url)
+    parse_webhook_url(url)
 
 
 def check_kinds(value: Any) -> None:
-    if not isinstance(value, list) or len(set(map(str, value))) < len(value) or not set(map(str, value)) <= {*TOLD}:
-        raise ValidationError(f"Of these, each once: {', '.join(TOLD)}.")
+    if (
+        not isinstance(value, list)
+        or len(set(map(str, value))) < len(value)
+        or not set(map(str, value)) <= {*SUBSCRIBABLE_EVENT_TYPES}
+    ):
+        raise ValidationError(f"Of these, each once: {', '.join(SUBSCRIBABLE_EVENT_TYPES)}.")
 
 
-CURRENT = Q(removed_at__isnull=True)
-LISTENING = CURRENT & Q(active=True, disabled_at__isnull=True)
+NOT_REMOVED = Q(removed_at__isnull=True)
+ENABLED = NOT_REMOVED & Q(active=True, disabled_at__isnull=True)
 
 
 class Webhook(models.Model):
@@ -127,7 +131,7 @@ class Webhook(models.Model):
         except ValueError:
             return
         for internal, field in ((True, "url"), (self.internal, "internal")):
-            if why := why_refused(address, internal=internal):
+            if why := get_refusal_reason(address, internal=internal):
                 raise ValidationError({field: f"{host}: {why}"})
 
 

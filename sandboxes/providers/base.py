@@ -16,18 +16,20 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-WORKSPACE, DATA, SOCKETS = "/workspace", "/data", "/run/leasehold"
-LLM_SOCKET = f"{SOCKETS}/llm.sock"  # the way out: to models, and to the relay
-LOOPBACK = "127.0.0.1:4010"  # the same, for what speaks to addresses; where the sandbox has a network stack of its own
+WORKSPACE, DATA, SOCKETS_DIRECTORY = "/workspace", "/data", "/run/leasehold"
+LLM_SOCKET = f"{SOCKETS_DIRECTORY}/llm.sock"  # the way out: to models, and to the relay
+EGRESS_LOOPBACK_ADDRESS = (
+    "127.0.0.1:4010"  # the same, for what speaks to addresses; where the sandbox has a network stack of its own
+)
 # What SDKs look for. The keys say nothing: whoever passes a call on adds the real one.
-WAY_OUT = {
-    "OPENAI_BASE_URL": f"http://{LOOPBACK}/v1",
+EGRESS_ENVIRONMENT = {
+    "OPENAI_BASE_URL": f"http://{EGRESS_LOOPBACK_ADDRESS}/v1",
     "OPENAI_API_KEY": "added-on-the-way-out",
-    "ANTHROPIC_BASE_URL": f"http://{LOOPBACK}",
+    "ANTHROPIC_BASE_URL": f"http://{EGRESS_LOOPBACK_ADDRESS}",
     "ANTHROPIC_API_KEY": "added-on-the-way-out",
-    "RELAY_URL": f"ws://{LOOPBACK}/relay/",
+    "RELAY_URL": f"ws://{EGRESS_LOOPBACK_ADDRESS}/relay/",
 }
-MARK = "LEASEHOLD_RUN"  # environment variable by which the processes of one exec are found again
+MARK_VARIABLE = "LEASEHOLD_RUN"  # environment variable by which the processes of one exec are found again
 
 
 class ProviderError(Exception):
@@ -54,7 +56,7 @@ class Missing(ProviderError):
     code = "sandbox_missing"
 
 
-class NoFile(ProviderError):
+class NoSuchFile(ProviderError):
     """There is no such file in the sandbox."""
 
     code = "file_not_found"
@@ -73,7 +75,7 @@ class TooLarge(Rejected):
 
 
 @dataclass(frozen=True)
-class Spec:
+class SandboxSpec:
     """What to create. Limits are hard where the provider can enforce any."""
 
     name: str  # unique for ever: made from the row's id and incarnation; [a-z0-9-], at most 63 characters
@@ -89,14 +91,14 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Found:
+class ProviderSandbox:
     """One sandbox as the provider lists it."""
 
     ref: str
     name: str
     running: bool  # False: it is paused, stopped or half made; what cannot wake by itself answers an exec Unavailable
     created_at: datetime  # by the provider's clock
-    remains: bool = False  # inspect says Missing: nothing can run in it any more, and destroy removes what is left of it
+    is_remnant: bool = False  # inspect says Missing: nothing can run in it any more, and destroy removes what is left of it
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class ExecResult:
     duration: timedelta = timedelta(0)
 
 
-class Stat(NamedTuple):
+class FileStat(NamedTuple):
     """One entry below /workspace or /data. A tuple, because a look makes thousands."""
 
     kind: str  # "file", "directory", "link", or "other" (a socket, a pipe, a device: never stored)
@@ -126,7 +128,7 @@ class Stat(NamedTuple):
     target: str = ""  # of a link
 
 
-class Usage(NamedTuple):
+class ResourceUsage(NamedTuple):
     """What all processes of a sandbox together take, those that have ended included."""
 
     cpu_micros: int  # microseconds of CPU since it was started; from 0 again where it stopped and was started anew
@@ -140,7 +142,7 @@ class ProcessState(NamedTuple):
     exit_code: int | None = None  # once it has exited: as of an exec
 
 
-class Log(NamedTuple):
+class ProcessOutput(NamedTuple):
     """Some of what a program in the background has printed."""
 
     content: bytes
@@ -153,10 +155,10 @@ class Provider(ABC):
     name: str
     isolated: bool  # commands cannot reach the host, other sandboxes or the network
     enforces_limits: bool  # memory, CPU and process limits hold, and `oom` can be seen
-    measures: bool  # `stats` says what sandboxes use
+    measures_usage: bool  # `stats` says what sandboxes use
 
     @abstractmethod
-    def create(self, spec: Spec) -> str:
+    def create(self, spec: SandboxSpec) -> str:
         """Start a sandbox and return its ref. One of that name already there is success: the same ref again."""
 
     @abstractmethod
@@ -192,7 +194,7 @@ class Provider(ABC):
         whatever that left behind; 137 is also the code of one whose end nobody saw."""
 
     @abstractmethod
-    def log(self, ref: str, mark: str, *, start: int, length: int) -> Log:
+    def log(self, ref: str, mark: str, *, start: int, length: int) -> ProcessOutput:
         """At most `length` bytes of what it printed, stdout and stderr together, from offset `start`. The last 256 KiB at
         least is kept; where the oldest was dropped they begin later: at next - len(content)."""
 
@@ -206,15 +208,15 @@ class Provider(ABC):
         """Return once the sandbox is gone, whatever state it was in. Destroying what is not there is success."""
 
     @abstractmethod
-    def inspect(self, ref: str) -> Found:
+    def inspect(self, ref: str) -> ProviderSandbox:
         """The sandbox as it is now, or Missing."""
 
     @abstractmethod
-    def stats(self, ref: str) -> Usage | None:
+    def stats(self, ref: str) -> ResourceUsage | None:
         """What the sandbox uses, or Missing. None while it does not run, and where nobody counts."""
 
     @abstractmethod
-    def list(self, owner: str) -> list[Found]:
+    def list(self, owner: str) -> list[ProviderSandbox]:
         """Every sandbox with this owner label, running or not. Raises Unavailable rather than return a partial list."""
 
     @abstractmethod
@@ -238,7 +240,7 @@ class Provider(ABC):
         """Remove one regular file; NoFile, BadPath."""
 
     @abstractmethod
-    def manifest(self, ref: str, root: str, *, under: str = "", deep: bool = True, most: int = 100_000) -> dict[str, Stat]:
+    def manifest(self, ref: str, root: str, *, under: str = "", deep: bool = True, most: int = 100_000) -> dict[str, FileStat]:
         """What is below /workspace or /data, or below a directory in it that `under` names relative to root: path
         relative to root -> Stat. Not that directory itself; with deep=False only its own entries. NoFile or BadPath for
         `under`; TooLarge past `most` entries, or if their paths, or targets, take more than 160 bytes for each of `most`
@@ -284,7 +286,7 @@ class Provider(ABC):
         return path
 
 
-def under_roots(path: str) -> tuple[str, tuple[str, ...]]:
+def split_sandbox_path(path: str) -> tuple[str, tuple[str, ...]]:
     """Split an absolute sandbox path into its root (/workspace or /data) and parts, or BadPath. Purely textual."""
     parts = path.split("/")
     if len(parts) < 3 or parts[0] or "/" + parts[1] not in (WORKSPACE, DATA):
@@ -300,31 +302,31 @@ def under_roots(path: str) -> tuple[str, tuple[str, ...]]:
     return "/" + parts[1], tuple(parts[2:])
 
 
-def root_of(path: str) -> str:
+def check_root(path: str) -> str:
     """One of the promised places, or BadPath."""
     if path not in (WORKSPACE, DATA):
         raise BadPath(f"a root is {WORKSPACE} or {DATA}")
     return path
 
 
-def below(root: str, path: str) -> str:
+def check_relative_path(root: str, path: str) -> str:
     """A path relative to a root that names something below it, or BadPath."""
-    under_roots(f"{root_of(root)}/{path}")
+    split_sandbox_path(f"{check_root(root)}/{path}")
     return path
 
 
-def directory_in(root: str, under: str) -> str:
+def check_directory_path(root: str, under: str) -> str:
     """A path relative to a root, "" for the root itself; or BadPath."""
-    return below(root, under) if under else root_of(root) and under
+    return check_relative_path(root, under) if under else check_root(root) and under
 
 
-def whole_range(start: int, length: int) -> None:
+def check_range(start: int, length: int) -> None:
     """Rejected unless it is a range of bytes."""
     if start < 0 or length < 0:
         raise Rejected("a range of bytes starts at 0 or later and has no negative length")
 
 
-def plain_patterns(exclude: Sequence[str]) -> Sequence[str]:
+def check_patterns(exclude: Sequence[str]) -> Sequence[str]:
     """Patterns that every backend takes, or Rejected."""
     for pattern in exclude:
         try:
@@ -335,13 +337,13 @@ def plain_patterns(exclude: Sequence[str]) -> Sequence[str]:
     return exclude
 
 
-def slug(kind: str) -> str:
+def check_slug(kind: str) -> str:
     """The name of a kind of environment, or Rejected."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", kind):
         raise Rejected("the kind of an environment is 1 to 100 of a-z, A-Z, 0-9, - and _")
     return kind
 
 
-def label_safe(labels: Iterable[tuple[str, str]]) -> dict[str, str]:
+def truncate_labels(labels: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Labels cut to what every backend takes."""
     return {key: value[:255] for key, value in labels}

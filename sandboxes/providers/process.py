@@ -41,42 +41,44 @@ from sandboxes.image import files, reap
 from sandboxes.providers.base import (
     DATA,
     LLM_SOCKET,
-    MARK,
-    SOCKETS,
+    MARK_VARIABLE,
+    SOCKETS_DIRECTORY,
     WORKSPACE,
     BadPath,
     ExecResult,
-    Found,
+    FileStat,
     Missing,
-    NoFile,
+    NoSuchFile,
+    ProviderSandbox,
     Rejected,
-    Spec,
-    Stat,
+    ResourceUsage,
+    SandboxSpec,
     TooLarge,
     Unavailable,
-    Usage,
-    below,
-    directory_in,
-    plain_patterns,
-    root_of,
-    slug,
-    under_roots,
-    whole_range,
+    check_directory_path,
+    check_patterns,
+    check_range,
+    check_relative_path,
+    check_root,
+    check_slug,
+    split_sandbox_path,
 )
-from sandboxes.providers.launcher import Launching
+from sandboxes.providers.launcher import BackgroundProcessProvider
 
-IMAGE = Path(files.__file__).resolve().parent  # what the Docker image has in /opt/leasehold
-NAME = re.compile(r"[a-z0-9-]{1,63}")
-NOTE = "sandbox.json"
-BELONGS = "LEASEHOLD_SANDBOX"  # environment variable by which destroy finds what still runs
-PATH = "/usr/local/bin:/usr/bin:/bin"
-LONG = 60.0  # seconds that a look at files, or clearing them, takes at most
-GRACE = 0.2  # seconds that a command's pipes are still read after it ended, if a process it left behind holds them open
-EXHAUSTED = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+IMAGE_DIRECTORY = Path(files.__file__).resolve().parent  # what the Docker image has in /opt/leasehold
+NAME_PATTERN = re.compile(r"[a-z0-9-]{1,63}")
+METADATA_FILE = "sandbox.json"
+SANDBOX_VARIABLE = "LEASEHOLD_SANDBOX"  # environment variable by which destroy finds what still runs
+DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
+FILES_TIMEOUT_SECONDS = 60.0  # seconds that a look at files, or clearing them, takes at most
+PIPE_GRACE_SECONDS = (
+    0.2  # seconds that a command's pipes are still read after it ended, if a process it left behind holds them open
+)
+EXHAUSTION_ERRNOS = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
 @dataclass(frozen=True)
-class Box:
+class SandboxDirectory:
     """One sandbox's directory, and the host directory of its sockets."""
 
     path: Path
@@ -87,8 +89,8 @@ class Box:
         places = {
             WORKSPACE: str(self.path / "workspace"),
             DATA: str(self.path / "data"),
-            SOCKETS: self.sockets,
-            "/opt/leasehold": str(IMAGE),
+            SOCKETS_DIRECTORY: self.sockets,
+            "/opt/leasehold": str(IMAGE_DIRECTORY),
         }
         for place, host in places.items():
             if host and (path == place or path.startswith(place + "/")):
@@ -98,42 +100,42 @@ class Box:
     def environment(self, given: Mapping[str, str], mark: str) -> dict[str, str]:
         """What a command sees: a clean base, what was given, where and who it is. Our own holds secrets: none of it."""
         return {
-            "PATH": PATH,
+            "PATH": DEFAULT_PATH,
             "HOME": self.inside(f"{WORKSPACE}/.home"),
             "LANG": "C.UTF-8",
             **({"LLM_SOCKET": self.inside(LLM_SOCKET)} if self.sockets else {}),
             **given,
             "LEASEHOLD_WORKSPACE": self.inside(WORKSPACE),
             "LEASEHOLD_DATA": self.inside(DATA),
-            BELONGS: self.path.name,
-            MARK: mark,
+            SANDBOX_VARIABLE: self.path.name,
+            MARK_VARIABLE: mark,
         }
 
 
-class ProcessProvider(Launching):
+class ProcessProvider(BackgroundProcessProvider):
     name = "process"
     isolated = False
     enforces_limits = False
-    measures = False
+    measures_usage = False
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = (root or Path(settings.STATE_DIR) / "process").resolve()
 
-    def create(self, spec: Spec) -> str:
-        if not NAME.fullmatch(spec.name):
+    def create(self, spec: SandboxSpec) -> str:
+        if not NAME_PATTERN.fullmatch(spec.name):
             raise Rejected("a sandbox's name is 1 to 63 of a-z, 0-9 and -")
         sockets = str(spec.sockets.resolve()) if spec.sockets else ""
         note = json.dumps({"created_at": datetime.now(UTC).isoformat(), "sockets": sockets})
-        with _disk():
+        with _translate_disk_errors():
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = self.root / _directory(spec.owner) / spec.name
+            path = self.root / _owner_directory_name(spec.owner) / spec.name
             if self._find(spec.name) not in (None, path):
                 raise Rejected(f"the name {spec.name} is taken by another owner's sandbox")
-            if (path / NOTE).exists():
+            if (path / METADATA_FILE).exists():
                 return spec.name
             (path / "workspace" / ".home").mkdir(parents=True, exist_ok=True)
             (path / "data").mkdir(exist_ok=True)
-            files.write(str(path), (NOTE,), note.encode())
+            files.write(str(path), (METADATA_FILE,), note.encode())
         return spec.name
 
     def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
@@ -159,12 +161,12 @@ class ProcessProvider(Launching):
         if not argv or not cwd.startswith("/"):
             raise Rejected("argv has at least one element, and cwd is an absolute path")
         try:
-            child = _start([box.inside(word) for word in argv], box.inside(cwd), box.environment(env, mark))
+            child = _start_process([box.inside(word) for word in argv], box.inside(cwd), box.environment(env, mark))
         except ValueError as error:  # NUL in a string, "=" in a variable's name
             raise Rejected(f"this cannot be executed: {error}") from None
         except OSError as error:
             self._box(ref)  # destroyed meanwhile?
-            if error.errno in EXHAUSTED:
+            if error.errno in EXHAUSTION_ERRNOS:
                 raise Unavailable(f"no process can be started: {error.strerror}") from error
             gone = isinstance(error, FileNotFoundError) and error.filename != box.inside(cwd)
             return ExecResult(127 if gone else 126, stderr=f"{error.strerror}: {error.filename}\n".encode())
@@ -172,7 +174,7 @@ class ProcessProvider(Launching):
         with child:
             try:
                 self._box(ref)  # destroy may have looked for processes just before this one was there
-                talk = Talk(child, stdin, cap)
+                talk = ChildCommunication(child, stdin, cap)
                 talk.run(started + timeout.total_seconds(), partial(_kill_run, mark))
             finally:
                 if child.poll() is None:
@@ -192,118 +194,122 @@ class ProcessProvider(Launching):
         _kill_run(mark)
 
     def destroy(self, ref: str) -> None:
-        with _disk():
+        with _translate_disk_errors():
             path = self._find(ref)
             if path is None:
                 return
-            (path / NOTE).unlink(missing_ok=True)  # from here on no exec starts
-            _kill_all(f"{BELONGS}={ref}")
-            _remove(path)
+            (path / METADATA_FILE).unlink(missing_ok=True)  # from here on no exec starts
+            _kill_by_environment(f"{SANDBOX_VARIABLE}={ref}")
+            _remove_tree(path)
 
-    def inspect(self, ref: str) -> Found:
-        with _disk():
+    def inspect(self, ref: str) -> ProviderSandbox:
+        with _translate_disk_errors():
             path = self._find(ref)
-            found = _found(path) if path else None
+            found = _inspect_directory(path) if path else None
         if found is None:
             raise Missing(f"there is no sandbox {ref}")
         return found
 
-    def stats(self, ref: str) -> Usage | None:
+    def stats(self, ref: str) -> ResourceUsage | None:
         self._box(ref)
         return None
 
-    def list(self, owner: str) -> list[Found]:
-        with _disk():
-            return [found for path in _listed(self.root / _directory(owner)) if (found := _found(path))]
+    def list(self, owner: str) -> list[ProviderSandbox]:
+        with _translate_disk_errors():
+            return [
+                found
+                for path in _list_directory(self.root / _owner_directory_name(owner))
+                if (found := _inspect_directory(path))
+            ]
 
     def read_file(self, ref: str, path: str, *, limit: int) -> bytes:
-        root, parts = under_roots(path)
+        root, parts = split_sandbox_path(path)
         with self._files(ref, root) as host:
             return files.read(host, parts, limit)
 
     def read_range(self, ref: str, path: str, *, start: int, length: int) -> tuple[bytes, int]:
-        root, parts = under_roots(path)
-        whole_range(start, length)
+        root, parts = split_sandbox_path(path)
+        check_range(start, length)
         with self._files(ref, root) as host:
             return files.read_range(host, parts, start, length)
 
     def write_file(self, ref: str, path: str, content: bytes) -> None:
-        root, parts = under_roots(path)
+        root, parts = split_sandbox_path(path)
         with self._files(ref, root) as host:
             files.write(host, parts, content)
 
     def remove_file(self, ref: str, path: str) -> None:
-        root, parts = under_roots(path)
+        root, parts = split_sandbox_path(path)
         with self._files(ref, root) as host:
             files.remove(host, parts)
 
-    def manifest(self, ref: str, root: str, *, under: str = "", deep: bool = True, most: int = 100_000) -> dict[str, Stat]:
-        directory_in(root, under)
+    def manifest(self, ref: str, root: str, *, under: str = "", deep: bool = True, most: int = 100_000) -> dict[str, FileStat]:
+        check_directory_path(root, under)
         with self._files(ref, root) as host:
-            seen = files.look(host, under, deep=deep, most=most, seconds=LONG)
-            return {path: Stat._make(fields) for path, fields in seen}
+            seen = files.scan(host, under, deep=deep, most=most, seconds=FILES_TIMEOUT_SECONDS)
+            return {path: FileStat._make(fields) for path, fields in seen}
 
     def get_files(
         self, ref: str, root: str, *, only: Collection[str] | None = None, exclude: Sequence[str] = ()
     ) -> Iterator[bytes]:
-        wanted, patterns = only and [below(root, path) for path in only], plain_patterns(exclude)
+        wanted, patterns = only and [check_relative_path(root, path) for path in only], check_patterns(exclude)
         with self._files(ref, root) as host:
             packed = tempfile.TemporaryFile(dir=Path(host).parent)  # noqa: SIM115 - closed by _chunks
             files.pack(host, packed, only=wanted, exclude=patterns)
-        return _chunks(packed)
+        return _read_chunks(packed)
 
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
         with self._files(ref, root) as host:
             files.unpack(host, tar)
 
     def remove_files(self, ref: str, root: str, paths: Collection[str]) -> None:
-        gone = [below(root, path) for path in paths]
+        gone = [check_relative_path(root, path) for path in paths]
         with self._files(ref, root) as host:
             files.remove_files(host, gone)
 
     def clear(self, ref: str, root: str) -> None:
         with self._files(ref, root) as host:
-            files.clear(host, (".home",) if root == WORKSPACE else (), seconds=LONG)
+            files.clear(host, (".home",) if root == WORKSPACE else (), seconds=FILES_TIMEOUT_SECONDS)
 
     def size(self, ref: str, root: str) -> int:
         with self._files(ref, root) as host:
             return files.size(host)
 
     def seed(self, ref: str, kind: str) -> None:
-        slug(kind)
+        check_slug(kind)
         with self._files(ref, DATA) as host:
-            if (IMAGE / kind / "prompt.md").is_file():
-                files.seed(str(IMAGE), kind, host, kind)
+            if (IMAGE_DIRECTORY / kind / "prompt.md").is_file():
+                files.seed(str(IMAGE_DIRECTORY), kind, host, kind)
 
     def inside(self, ref: str, path: str) -> str:
         return self._box(ref).inside(path)
 
-    def _kept_in(self, ref: str) -> str:
+    def _output_directory(self, ref: str) -> str:
         return str(self._box(ref).path / "processes")
 
     def _find(self, ref: str) -> Path | None:
         """The directory of this name, whoever owns it and whatever is left of it."""
-        if not NAME.fullmatch(ref):
+        if not NAME_PATTERN.fullmatch(ref):
             return None
-        return next((path for owner in _listed(self.root) for path in _listed(owner) if path.name == ref), None)
+        return next((path for owner in _list_directory(self.root) for path in _list_directory(owner) if path.name == ref), None)
 
-    def _box(self, ref: str) -> Box:
+    def _box(self, ref: str) -> SandboxDirectory:
         """The running sandbox; Missing, or Unavailable while it is being made or destroyed."""
-        with _disk():
+        with _translate_disk_errors():
             path = self._find(ref)
             if path is None:
                 raise Missing(f"there is no sandbox {ref}")
             try:
-                return Box(path, sockets=json.loads((path / NOTE).read_bytes())["sockets"])
+                return SandboxDirectory(path, sockets=json.loads((path / METADATA_FILE).read_bytes())["sockets"])
             except FileNotFoundError:
                 raise Unavailable(f"{ref} does not run: it is being made, or destroyed") from None
 
     @contextmanager
     def _files(self, ref: str, root: str) -> Iterator[str]:
         """The host directory of /workspace or /data, with the errors of `files` made the port's."""
-        root_of(root)
+        check_root(root)
         box = self._box(ref)
-        with _disk():
+        with _translate_disk_errors():
             try:
                 yield box.inside(root)
             except files.BadPath as error:
@@ -314,11 +320,11 @@ class ProcessProvider(Launching):
                 raise Rejected(f"this is no tar: {error}") from None
             except FileNotFoundError:
                 self._box(ref)  # destroyed meanwhile?
-                raise NoFile("there is no such file") from None
+                raise NoSuchFile("there is no such file") from None
 
 
 @dataclass
-class Stream:
+class OutputCapture:
     """The first `cap` bytes of one output."""
 
     pipe: IO[bytes]
@@ -335,7 +341,7 @@ class Stream:
         return bool(chunk)
 
 
-class Talk:
+class ChildCommunication:
     """Writes stdin and reads both outputs of a child at once, so that no pipe fills up and blocks it."""
 
     def __init__(self, child: subprocess.Popen[bytes], stdin: bytes, cap: int) -> None:
@@ -343,7 +349,7 @@ class Talk:
         assert child.stdout is not None
         assert child.stderr is not None
         self.pid, self.stdin, self.unsent = child.pid, child.stdin, memoryview(stdin)
-        self.out, self.err = Stream(child.stdout, cap), Stream(child.stderr, cap)
+        self.out, self.err = OutputCapture(child.stdout, cap), OutputCapture(child.stderr, cap)
         self.exited = self.timed_out = False
 
     def run(self, deadline: float, kill: Callable[[], None]) -> None:
@@ -351,7 +357,7 @@ class Talk:
         (monotonic seconds) call `kill`, which must end the child."""
         exit_fd = os.pidfd_open(self.pid)
         os.set_blocking(self.stdin.fileno(), False)
-        with _closing(exit_fd), selectors.DefaultSelector() as waiting:
+        with _closing_fd(exit_fd), selectors.DefaultSelector() as waiting:
             waiting.register(exit_fd, selectors.EVENT_READ, self._exit)
             waiting.register(self.stdin, selectors.EVENT_WRITE, self._write)
             waiting.register(self.out.pipe, selectors.EVENT_READ, self.out.read)
@@ -363,7 +369,7 @@ class Talk:
                 if left <= 0:
                     self.timed_out = True
                     kill()
-                    deadline = time.monotonic() + GRACE
+                    deadline = time.monotonic() + PIPE_GRACE_SECONDS
                 for key, _ in waiting.select(max(left, 0)):
                     if key.data():
                         continue
@@ -371,7 +377,7 @@ class Talk:
                     if key.fileobj is self.stdin:
                         self.stdin.close()
                     if key.fileobj == exit_fd:
-                        deadline = time.monotonic() + GRACE
+                        deadline = time.monotonic() + PIPE_GRACE_SECONDS
 
     def _write(self) -> bool:
         try:
@@ -387,7 +393,7 @@ class Talk:
         return False
 
 
-def _start(argv: list[str], cwd: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start_process(argv: list[str], cwd: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
     if argv[0] in ("python", "python3") and not shutil.which(argv[0], path=env["PATH"]):
         argv = [sys.executable, *argv[1:]]
     return subprocess.Popen(
@@ -402,7 +408,7 @@ def _start(argv: list[str], cwd: str, env: dict[str, str]) -> subprocess.Popen[b
     )
 
 
-def _chunks(source: IO[bytes]) -> Iterator[bytes]:
+def _read_chunks(source: IO[bytes]) -> Iterator[bytes]:
     """The whole file, from its beginning; it is closed at the end."""
     with source:
         source.seek(0)
@@ -410,25 +416,25 @@ def _chunks(source: IO[bytes]) -> Iterator[bytes]:
             yield chunk
 
 
-def _found(path: Path) -> Found | None:
+def _inspect_directory(path: Path) -> ProviderSandbox | None:
     """The sandbox in this directory, or None if it was removed meanwhile."""
     with suppress(FileNotFoundError):
-        made = datetime.fromisoformat(json.loads((path / NOTE).read_bytes())["created_at"])
-        return Found(ref=path.name, name=path.name, running=True, created_at=made)
+        made = datetime.fromisoformat(json.loads((path / METADATA_FILE).read_bytes())["created_at"])
+        return ProviderSandbox(ref=path.name, name=path.name, running=True, created_at=made)
     with suppress(FileNotFoundError):
         changed = datetime.fromtimestamp(path.stat().st_mtime, UTC)
-        return Found(ref=path.name, name=path.name, running=False, created_at=changed)
+        return ProviderSandbox(ref=path.name, name=path.name, running=False, created_at=changed)
     return None
 
 
-def _listed(directory: Path) -> list[Path]:
+def _list_directory(directory: Path) -> list[Path]:
     try:
         return sorted(directory.iterdir())
     except FileNotFoundError:  # nothing was ever made here
         return []
 
 
-def _directory(owner: str) -> str:
+def _owner_directory_name(owner: str) -> str:
     """A file name for any owner label."""
     return quote(owner, safe="").replace(".", "%2E")
 
@@ -441,10 +447,10 @@ def _kill_run(mark: str) -> None:
         raise Unavailable(str(error)) from error
 
 
-def _kill_all(assignment: str) -> None:
+def _kill_by_environment(assignment: str) -> None:
     """Return once no process of ours has this `NAME=value` in the environment it started with."""
     deadline = time.monotonic() + 5
-    while pids := [pid for pid in os.listdir("/proc") if pid.isdigit() and assignment.encode() in _started_with(pid)]:
+    while pids := [pid for pid in os.listdir("/proc") if pid.isdigit() and assignment.encode() in _read_environment(pid)]:
         if time.monotonic() > deadline:
             raise Unavailable(f"processes with {assignment} do not end: {', '.join(pids)}")
         for pid in pids:
@@ -453,14 +459,14 @@ def _kill_all(assignment: str) -> None:
         time.sleep(0.01)
 
 
-def _started_with(pid: str) -> list[bytes]:
+def _read_environment(pid: str) -> list[bytes]:
     try:
-        return reap.environment(int(pid)).split(b"\0")
+        return reap.read_environment(int(pid)).split(b"\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or another user's
         return []
 
 
-def _remove(path: Path) -> None:
+def _remove_tree(path: Path) -> None:
     """Remove a tree in which programs may have made directories read-only."""
     for directory, inner, _ in os.walk(path):
         for each in inner:
@@ -474,7 +480,7 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def _closing(fd: int) -> Iterator[None]:
+def _closing_fd(fd: int) -> Iterator[None]:
     try:
         yield
     finally:
@@ -482,7 +488,7 @@ def _closing(fd: int) -> Iterator[None]:
 
 
 @contextmanager
-def _disk() -> Iterator[None]:
+def _translate_disk_errors() -> Iterator[None]:
     """What the disk refuses may go well later: once there is room, or somebody has mended the rights."""
     try:
         yield

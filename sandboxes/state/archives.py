@@ -4,18 +4,18 @@ import os
 import tarfile
 from typing import BinaryIO
 
-from sandboxes.providers.base import WORKSPACE, Rejected, TooLarge, under_roots
+from sandboxes.providers.base import WORKSPACE, Rejected, TooLarge, split_sandbox_path
 
-MOST = 100_000  # members
-BLOCK = tarfile.BLOCKSIZE
-LONGEST_HEADER = 1 << 16  # bytes of a header that has names for the next member
-HEADERS = {tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
-MOST_HEADERS = 8  # in a row: an unpacker takes them apart by recursion
-WITH_CONTENT = {tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE}
-WITHOUT = {tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE}
+MAX_MEMBERS = 100_000  # members
+BLOCK_BYTES = tarfile.BLOCKSIZE
+MAX_HEADER_BYTES = 1 << 16  # bytes of a header that has names for the next member
+HEADER_TYPES = {tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
+MAX_CONSECUTIVE_HEADERS = 8  # in a row: an unpacker takes them apart by recursion
+TYPES_WITH_CONTENT = {tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE}
+TYPES_WITHOUT_CONTENT = {tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE}
 
 
-def check(tar: BinaryIO) -> None:
+def validate_tar(tar: BinaryIO) -> None:
     """Rejected unless this is a whole uncompressed tar of files, directories and links that lie below where it is
     unpacked; TooLarge past 100000 of them. Leaves the tar at its beginning."""
     _check_blocks(tar)
@@ -37,27 +37,27 @@ def _check_blocks(tar: BinaryIO) -> None:
     end = tar.seek(0, os.SEEK_END)
     tar.seek(0)
     members = headers = 0
-    while any(head := tar.read(BLOCK)):
+    while any(head := tar.read(BLOCK_BYTES)):
         try:
             member = tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
         except tarfile.HeaderError:
             raise Rejected("This is no uncompressed tar, or not from its beginning on.") from None
-        size = member.size if member.type in HEADERS | WITH_CONTENT else 0
-        if member.type in HEADERS:
+        size = member.size if member.type in HEADER_TYPES | TYPES_WITH_CONTENT else 0
+        if member.type in HEADER_TYPES:
             headers += 1
-            said = tar.read(size) if 0 < size <= LONGEST_HEADER else b""
-            if not said or headers > MOST_HEADERS or b" size=" in said or b" GNU.sparse" in said:
+            said = tar.read(size) if 0 < size <= MAX_HEADER_BYTES else b""
+            if not said or headers > MAX_CONSECUTIVE_HEADERS or b" size=" in said or b" GNU.sparse" in said:
                 raise Rejected(f"The tar has a header before {member.name!r} that is not taken.")
-            tar.seek(-size % BLOCK, os.SEEK_CUR)
-        elif member.type in WITH_CONTENT | WITHOUT:
+            tar.seek(-size % BLOCK_BYTES, os.SEEK_CUR)
+        elif member.type in TYPES_WITH_CONTENT | TYPES_WITHOUT_CONTENT:
             members, headers = members + 1, 0
-            tar.seek(size + -size % BLOCK, os.SEEK_CUR)
+            tar.seek(size + -size % BLOCK_BYTES, os.SEEK_CUR)
         else:
             raise Rejected(f"{member.name!r} is neither a file nor a directory nor a link.")
         if size < 0 or tar.tell() > end:
             raise Rejected(f"The tar ends within {member.name!r}.")
-        if members > MOST:
-            raise TooLarge(f"The tar has more than {MOST} members.")
+        if members > MAX_MEMBERS:
+            raise TooLarge(f"The tar has more than {MAX_MEMBERS} members.")
     if not head:
         raise Rejected("The tar ends too early." if members else "There is no tar.")
 
@@ -67,4 +67,4 @@ def _check_name(name: str) -> None:
     if name.startswith("/"):
         raise Rejected(f"{name!r} is no path relative to where the tar is unpacked.")
     if parts:
-        under_roots("/".join([WORKSPACE, *parts]))
+        split_sandbox_path("/".join([WORKSPACE, *parts]))

@@ -9,36 +9,36 @@ from typing import BinaryIO
 
 from sandboxes.models.state import AgentData
 from sandboxes.state import data_tree, pull
-from sandboxes.state.data_editing import Unfit
+from sandboxes.state.data_editing import InvalidDataPath
 from sandboxes.state.data_tree import DIRECTORY
-from sandboxes.storage.base import CHUNK
+from sandboxes.storage.base import CHUNK_BYTES
 
 
-def to_tar(mine: AgentData, out: BinaryIO, *, now: datetime) -> int:
+def export_tar(mine: AgentData, out: BinaryIO, *, now: datetime) -> int:
     """Write everything to a seekable file, checked; how many paths that were. StoreError."""
-    rows = list(data_tree.live(mine).select_related("stored_in", "data"))
-    pull.assemble(rows, out, now=now)
+    rows = list(data_tree.find_live_files(mine).select_related("stored_in", "data"))
+    pull.write_tar(rows, out, now=now)
     return len(rows)
 
 
-def to_directory(mine: AgentData, root: Path, *, now: datetime) -> int:
+def export_directory(mine: AgentData, root: Path, *, now: datetime) -> int:
     """Write everything into a directory that is empty or not there yet; how many paths that were. StoreError, OSError.
 
     Links come last: nothing is written through one."""
     root.mkdir(parents=True, exist_ok=True)
     if any(root.iterdir()):
-        raise Unfit(f"{root} is not empty.")
-    rows = sorted(data_tree.live(mine).select_related("stored_in", "data"), key=lambda row: row.path)
-    if bad := next((row.path for row in rows if data_tree.why_not(row.path)), None):
-        raise Unfit(f"{bad!r} would lead out of {root}.")
+        raise InvalidDataPath(f"{root} is not empty.")
+    rows = sorted(data_tree.find_live_files(mine).select_related("stored_in", "data"), key=lambda row: row.path)
+    if bad := next((row.path for row in rows if data_tree.describe_path_error(row.path)), None):
+        raise InvalidDataPath(f"{bad!r} would lead out of {root}.")
     with ExitStack() as stack:
-        content = pull.fetch([row for row in rows if row.kind == "file"], stack, now=now)
+        content = pull.fetch_contents([row for row in rows if row.kind == "file"], stack, now=now)
         for row in rows:
             path = root / row.path
             (path if row.kind == DIRECTORY else path.parent).mkdir(parents=True, exist_ok=True)
             if row.kind == "file":
                 with path.open("xb") as out:
-                    copyfileobj(content[row.path], out, CHUNK)
+                    copyfileobj(content[row.path], out, CHUNK_BYTES)
                 path.chmod(row.mode)
                 os.utime(path, (row.mtime, row.mtime))
     for row in rows:

@@ -8,13 +8,13 @@ from django.db.models import Case, Count, F, Max, Q, QuerySet, Sum, TextField, V
 from django.db.models.functions import Coalesce, Left, StrIndex, Substr
 
 from sandboxes.models.state import AgentData, DataFile
-from sandboxes.state.changes import LONGEST_PATH
+from sandboxes.state.changes import MAX_PATH_BYTES
 
 DIRECTORY = "directory"
 
 
 @dataclass(frozen=True)
-class Line:
+class DirectoryEntry:
     """A name in a directory; of another directory, with everything that is below it."""
 
     name: str
@@ -34,18 +34,22 @@ class Line:
         return self.row.holder if self.row and self.kind != DIRECTORY else None
 
 
-def live(data: AgentData) -> QuerySet[DataFile]:
+def find_live_files(data: AgentData) -> QuerySet[DataFile]:
     return DataFile.objects.filter(data=data, removed=False)
 
 
-def below(data: AgentData, path: str) -> QuerySet[DataFile]:
+def find_files_below(data: AgentData, path: str) -> QuerySet[DataFile]:
     """Everything under a directory; "" is the topmost. Compared by character: databases fold case, or skip signs, when
     they look for a beginning."""
     start = f"{path}/" if path else ""
-    return live(data).annotate(start=Substr("path", 1, len(start))).filter(start=start) if start else live(data)
+    return (
+        find_live_files(data).annotate(start=Substr("path", 1, len(start))).filter(start=start)
+        if start
+        else find_live_files(data)
+    )
 
 
-def listing(data: AgentData, path: str, *, after: str = "", most: int | None = None) -> list[Line]:
+def list_directory(data: AgentData, path: str, *, after: str = "", most: int | None = None) -> list[DirectoryEntry]:
     """The names in a directory, in order, those that come later than `after`, and not more than `most`.
 
     Two queries, whatever it holds: one adds up what is below each name, one reads what those names themselves are."""
@@ -54,7 +58,7 @@ def listing(data: AgentData, path: str, *, after: str = "", most: int | None = N
     slash = StrIndex(F("rest"), Value("/"))
     name = Case(When(slash=0, then=F("rest")), default=Left("rest", F("slash") - 1), output_field=TextField())
     names = (
-        below(data, path)
+        find_files_below(data, path)
         .annotate(rest=rest, slash=slash, name=name)
         .order_by("name")
         .values("name")
@@ -69,28 +73,28 @@ def listing(data: AgentData, path: str, *, after: str = "", most: int | None = N
     own = DataFile.objects.in_bulk([each["own"] for each in found if each["own"]])
     above = f"{path}/" if path else ""
     return [
-        Line(each["name"], above + each["name"], each["files"], each["size"], each["changed"], own.get(each["own"]))
+        DirectoryEntry(each["name"], above + each["name"], each["files"], each["size"], each["changed"], own.get(each["own"]))
         for each in found
     ]
 
 
-def alone(row: DataFile | None) -> list[Line]:
+def list_single_file(row: DataFile | None) -> list[DirectoryEntry]:
     """A file or link as the only line of a listing; nothing for a directory."""
     if row is None or row.kind == DIRECTORY:
         return []
-    return [Line(row.path.rpartition("/")[2], row.path, int(row.kind == "file"), row.size_bytes, row.at, row)]
+    return [DirectoryEntry(row.path.rpartition("/")[2], row.path, int(row.kind == "file"), row.size_bytes, row.at, row)]
 
 
-def why_not(path: str) -> str:
+def describe_path_error(path: str) -> str:
     """Why an agent's data can have no such path; "" if it can."""
     if any(part in ("", ".", "..") for part in path.split("/")):
         return 'a path is relative to /data, and has no empty part, no "." and no ".."'
-    if why := why_no_text(path):
+    if why := describe_text_error(path):
         return why
-    return f"a path has at most {LONGEST_PATH} bytes" if len(path.encode()) > LONGEST_PATH else ""
+    return f"a path has at most {MAX_PATH_BYTES} bytes" if len(path.encode()) > MAX_PATH_BYTES else ""
 
 
-def why_no_text(text: str) -> str:
+def describe_text_error(text: str) -> str:
     """Why a path, or what a link points to, cannot be kept; "" if it can."""
     try:
         text.encode()

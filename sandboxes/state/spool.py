@@ -11,10 +11,10 @@ from django.conf import settings
 
 from sandboxes.storage.base import StoreError
 
-AT_ONCE = 8  # transfers side by side
+MAX_PARALLEL_TRANSFERS = 8  # transfers side by side
 
 
-class _File(io.FileIO):
+class _SpoolFile(io.FileIO):
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
@@ -22,18 +22,18 @@ class _File(io.FileIO):
             raise StoreError("spool", "write", failed.strerror or str(failed)) from failed
 
 
-def spool() -> BinaryIO:
+def open_spool() -> BinaryIO:
     """A temporary file on the disk that state lies on, gone when it is closed. A disk that is full is a StoreError."""
     directory = settings.STATE_DIR / "spool"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory, buffering=0) as made:
-            return cast(BinaryIO, io.BufferedRandom(_File(os.dup(made.fileno()), "r+")))
+            return cast(BinaryIO, io.BufferedRandom(_SpoolFile(os.dup(made.fileno()), "r+")))
     except OSError as failed:
         raise StoreError("spool", "open", str(failed)) from failed
 
 
-class Slice:
+class FileSlice:
     """Some bytes of a file that others read other parts of."""
 
     def __init__(self, source: BinaryIO, start: int, size: int) -> None:
@@ -46,10 +46,10 @@ class Slice:
         return got
 
 
-def side_by_side(act: Callable[[Any], Any], jobs: Iterable[Any]) -> list[Any]:
+def run_parallel(act: Callable[[Any], Any], jobs: Iterable[Any]) -> list[Any]:
     """Do each job, some at once; the first failure is raised when all have ended."""
     jobs = list(jobs)
     if len(jobs) < 2:
         return [act(job) for job in jobs]
-    with ThreadPoolExecutor(min(AT_ONCE, len(jobs))) as threads:
+    with ThreadPoolExecutor(min(MAX_PARALLEL_TRANSFERS, len(jobs))) as threads:
         return list(threads.map(act, jobs))

@@ -11,7 +11,7 @@ from sandboxes.storage.s3 import S3Store
 
 
 @cache
-def store() -> KeyValueStore:
+def get_store() -> KeyValueStore:
     if settings.STORAGE_BACKEND == "s3":
         return S3Store(
             settings.S3_BUCKET,

@@ -17,8 +17,8 @@ from itertools import islice
 from threading import Lock
 from typing import BinaryIO, Generic, TypeVar
 
-CHUNK = 1 << 20  # bytes
-PAGE = 1000  # keys of one listing
+CHUNK_BYTES = 1 << 20  # bytes
+MAX_PAGE_SIZE = 1000  # keys of one listing
 T = TypeVar("T")
 
 
@@ -59,9 +59,9 @@ class KeyValueStore(ABC):
     """See the module's docstring for what holds for every method."""
 
     name: str
-    longest_key = 512  # bytes
-    largest_value: int | None = None  # bytes; None: no limit worth checking
-    appends = False  # there is `append`, too
+    max_key_bytes = 512  # bytes
+    max_value_bytes: int | None = None  # bytes; None: no limit worth checking
+    supports_append = False  # there is `append`, too
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:
@@ -80,7 +80,7 @@ class KeyValueStore(ABC):
         """Is there a value? The value is not fetched."""
 
     @abstractmethod
-    def page(self, prefix: str = "", *, following: str = "", limit: int = PAGE) -> Page:
+    def page(self, prefix: str = "", *, following: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
         """Up to `limit` (1 to 1000) of the keys that start with `prefix`, in the order of their UTF-8 bytes. `following`
         is what the page before said; what is set or removed between two pages may or may not be seen."""
 
@@ -122,7 +122,7 @@ class KeyValueStore(ABC):
     def clear(self, prefix: str = "") -> None:
         """Remove every key that starts with `prefix`."""
         found = self.list(prefix)
-        while some := [*islice(found, PAGE)]:
+        while some := [*islice(found, MAX_PAGE_SIZE)]:
             self.remove_many(some)
 
     def append(self, key: str, data: bytes, *, sync: bool = True) -> None:
@@ -149,13 +149,13 @@ class KeyValueStore(ABC):
         return self.check_text(key, method)
 
     def check_value(self, size: int, method: str, key: str) -> None:
-        if self.largest_value is not None and size > self.largest_value:
-            raise StoreRefused(self.name, method, f"a value has at most {self.largest_value} bytes, not {size}", key=key)
+        if self.max_value_bytes is not None and size > self.max_value_bytes:
+            raise StoreRefused(self.name, method, f"a value has at most {self.max_value_bytes} bytes, not {size}", key=key)
 
     def check_page(self, prefix: str, limit: int) -> None:
         self.check_text(prefix, "page")  # also a whole key is a prefix
-        if not 1 <= limit <= PAGE:
-            raise StoreRefused(self.name, "page", f"a page has 1 to {PAGE} keys, not {limit}")
+        if not 1 <= limit <= MAX_PAGE_SIZE:
+            raise StoreRefused(self.name, "page", f"a page has 1 to {MAX_PAGE_SIZE} keys, not {limit}")
 
     def check_range(self, key: str, start: int, length: int | None) -> None:
         if start < 0 or (length is not None and length < 0):
@@ -167,8 +167,8 @@ class KeyValueStore(ABC):
             length = len(text.encode())
         except UnicodeEncodeError:
             raise StoreRefused(self.name, method, "a key is text without lone surrogates", key=repr(text)) from None
-        if length > self.longest_key or "\0" in text:
-            raise StoreRefused(self.name, method, f"a key has at most {self.longest_key} bytes of UTF-8 and no NUL", key=text)
+        if length > self.max_key_bytes or "\0" in text:
+            raise StoreRefused(self.name, method, f"a key has at most {self.max_key_bytes} bytes of UTF-8 and no NUL", key=text)
         return text
 
 
@@ -200,7 +200,7 @@ class OncePerProcess(Generic[T]):
         self._made = None
 
 
-class Rest:
+class RemainderReader:
     """What is still to be read of a seekable file: all of it or an OSError, however short its reads are. Closing it does
     nothing, for the file is the caller's."""
 

@@ -14,26 +14,26 @@ from urllib.parse import quote
 import requests
 
 from sandboxes.storage.base import (
-    PAGE,
+    MAX_PAGE_SIZE,
     Entry,
     KeyValueStore,
     OncePerProcess,
     Page,
-    Rest,
+    RemainderReader,
     StoreError,
     StoreRefused,
 )
 
-API = "https://api.cloudflare.com/client/v4"
-NOT_FOUND = 10009  # of a key; a namespace that is not there has another code
-ATTEMPTS = 5
-LEAST_PAGE = 10  # keys
-PATIENCE = 30.0  # seconds after which a call begins no further attempt
+DEFAULT_API_URL = "https://api.cloudflare.com/client/v4"
+KEY_NOT_FOUND_CODE = 10009  # of a key; a namespace that is not there has another code
+MAX_ATTEMPTS = 5
+MIN_PAGE_SIZE = 10  # keys
+RETRY_DEADLINE_SECONDS = 30.0  # seconds after which a call begins no further attempt
 
 
 class CloudflareKVStore(KeyValueStore):
     name = "cloudflare_kv"
-    largest_value = 25 << 20
+    max_value_bytes = 25 << 20
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class CloudflareKVStore(KeyValueStore):
         *,
         account_id: str,
         api_token: str,
-        api: str = API,
+        api: str = DEFAULT_API_URL,
         prefix: str = "",
         timeout: tuple[float, float] = (5, 60),
         session: Callable[[], requests.Session] = requests.Session,
@@ -50,9 +50,9 @@ class CloudflareKVStore(KeyValueStore):
     ) -> None:
         """Nothing is sent before the first call. `timeout` is to connect and to read, in seconds, of each attempt."""
         self.prefix = prefix
-        self.longest_key = 512 - len(prefix.encode())
+        self.max_key_bytes = 512 - len(prefix.encode())
         self._base = f"{api.rstrip('/')}/accounts/{quote(account_id)}/storage/kv/namespaces/{quote(namespace_id)}"
-        self._auth, self._timeout = _Bearer(api_token), timeout
+        self._auth, self._timeout = _BearerAuth(api_token), timeout
         self._session, self._sleep, self._clock = OncePerProcess(session), sleep, clock
 
     def get(self, key: str) -> bytes | None:
@@ -69,16 +69,16 @@ class CloudflareKVStore(KeyValueStore):
     def has(self, key: str) -> bool:
         """By a listing: the key itself is the first of those that begin with it."""
         self._path(key, "has")
-        names, _ = self._keys("has", key, LEAST_PAGE, "")
+        names, _ = self._keys("has", key, MIN_PAGE_SIZE, "")
         return key in names[:1]
 
-    def page(self, prefix: str = "", *, following: str = "", limit: int = PAGE) -> Page:
+    def page(self, prefix: str = "", *, following: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
         self.check_page(prefix, limit)
         # A page of theirs has at least ten keys: of one that was not shown whole, `after` is the last key shown.
-        cursor, after = _cursor(following) or self._bad_cursor(prefix)
+        cursor, after = _parse_cursor(following) or self._raise_invalid_cursor(prefix)
         names: list[str] = []
         while not names:  # theirs may be empty and yet not the last
-            names, ahead = self._keys("page", prefix, max(limit, LEAST_PAGE), cursor)
+            names, ahead = self._keys("page", prefix, max(limit, MIN_PAGE_SIZE), cursor)
             names = [name for name in names if name > after]
             if ahead == cursor and ahead:
                 raise StoreError(self.name, "page", "the cursor does not move", key=prefix)
@@ -92,7 +92,7 @@ class CloudflareKVStore(KeyValueStore):
     def upload(self, key: str, source: BinaryIO) -> None:
         path = self._path(key, "upload")
         with self.asking("upload", key):
-            rest = Rest(source)
+            rest = RemainderReader(source)
             self.check_value(rest.size, "upload", key)
             value = rest.read()
         self._put("upload", key, path, value)
@@ -109,7 +109,7 @@ class CloudflareKVStore(KeyValueStore):
     def remove_many(self, keys: Iterable[str]) -> None:
         """`remove` for each, up to 1000 in one call; one by one what such a call did not take."""
         left = iter(keys)
-        while some := [*islice(left, PAGE)]:
+        while some := [*islice(left, MAX_PAGE_SIZE)]:
             for key in some:
                 self._path(key, "remove_many")
             done = self._json("remove_many", "", "POST", "/bulk/delete", json=[self.prefix + key for key in some])
@@ -124,7 +124,7 @@ class CloudflareKVStore(KeyValueStore):
 
     def _value(self, method: str, key: str) -> bytes | None:
         answer = self._call(method, key, "GET", self._path(key, method))
-        if answer.status_code == 404 and NOT_FOUND in _codes(answer):
+        if answer.status_code == 404 and KEY_NOT_FOUND_CODE in _error_codes(answer):
             return None
         self._check(method, key, answer)
         return answer.content
@@ -158,10 +158,10 @@ class CloudflareKVStore(KeyValueStore):
 
     def _call(self, method: str, key: str, verb: str, path: str, **more: Any) -> requests.Response:
         """The answer, after as many attempts as it needs and may have: every call of this API may be repeated."""
-        deadline = self._clock() + PATIENCE
+        deadline = self._clock() + RETRY_DEADLINE_SECONDS
         headers = {"Accept-Encoding": "identity", **more.pop("headers", {})}
         options: dict[str, Any] = {"auth": self._auth, "timeout": self._timeout, "allow_redirects": False, "headers": headers}
-        for attempt in range(ATTEMPTS):
+        for attempt in range(MAX_ATTEMPTS):
             wait, why = 2.0**attempt, ""
             try:
                 answer = self._session().request(verb, self._base + path, **options, **more)
@@ -172,7 +172,7 @@ class CloudflareKVStore(KeyValueStore):
                     return answer
                 why = self._said(answer)
                 wait = max(wait, self._retry_after(answer))
-            if attempt == ATTEMPTS - 1 or self._clock() + wait > deadline:
+            if attempt == MAX_ATTEMPTS - 1 or self._clock() + wait > deadline:
                 break
             self._sleep(wait)
         raise StoreError(self.name, method, f"given up after {attempt + 1} attempts; the last: {why}", key=key)
@@ -186,7 +186,7 @@ class CloudflareKVStore(KeyValueStore):
             return f"the API refuses this token, account or namespace (HTTP status {answer.status_code})"
         if answer.status_code == 429:
             return "too many writes of one key, or calls of one account (HTTP status 429)"
-        return f"HTTP status {answer.status_code}, codes {_codes(answer)}"
+        return f"HTTP status {answer.status_code}, codes {_error_codes(answer)}"
 
     def _retry_after(self, answer: requests.Response) -> float:
         given = answer.headers.get("Retry-After", "")
@@ -195,11 +195,11 @@ class CloudflareKVStore(KeyValueStore):
         except ValueError:
             return 0.0
 
-    def _bad_cursor(self, prefix: str) -> tuple[str, str]:
+    def _raise_invalid_cursor(self, prefix: str) -> tuple[str, str]:
         raise StoreRefused(self.name, "page", "this cursor is from no page", key=prefix)
 
 
-class _Bearer(requests.auth.AuthBase):
+class _BearerAuth(requests.auth.AuthBase):
     """As an auth object and not as a header, which a .netrc file would take the place of."""
 
     def __init__(self, token: str) -> None:
@@ -210,7 +210,7 @@ class _Bearer(requests.auth.AuthBase):
         return request
 
 
-def _cursor(following: str) -> tuple[str, str] | None:
+def _parse_cursor(following: str) -> tuple[str, str] | None:
     """Their cursor and the key after which to go on, from what a page has said."""
     try:
         cursor, after = json.loads(following or '["", ""]')
@@ -219,7 +219,7 @@ def _cursor(following: str) -> tuple[str, str] | None:
     return (cursor, after) if isinstance(cursor, str) and isinstance(after, str) else None
 
 
-def _codes(answer: requests.Response) -> list[int]:
+def _error_codes(answer: requests.Response) -> list[int]:
     """The numbers of the errors in an envelope."""
     try:
         return [int(error["code"]) for error in answer.json()["errors"]]

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import BinaryIO
 
-from sandboxes.storage.base import PAGE, Entry, KeyValueStore, Page, Rest
+from sandboxes.storage.base import MAX_PAGE_SIZE, Entry, KeyValueStore, Page, RemainderReader
 
 
 class MemoryStore(KeyValueStore):
@@ -92,7 +92,7 @@ class MemoryStore(KeyValueStore):
         with self._method("has", self.check_key(key, "has")):
             return key in self.values
 
-    def page(self, prefix: str = "", *, following: str = "", limit: int = PAGE) -> Page:
+    def page(self, prefix: str = "", *, following: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
         self.check_page(prefix, limit)
         with self._method("page", prefix), self._lock:
             keys = sorted(key for key in self.values if key.startswith(prefix) and key > following)
@@ -102,7 +102,7 @@ class MemoryStore(KeyValueStore):
     def upload(self, key: str, source: BinaryIO) -> None:
         with self._method("upload", self.check_key(key, "upload")):
             with self.asking("upload", key):
-                value = Rest(source).read()
+                value = RemainderReader(source).read()
             self._put(key, value)
 
     def download(self, key: str, target: BinaryIO, *, start: int = 0, length: int | None = None) -> bool:

@@ -17,20 +17,20 @@ from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
 from sandboxes.storage.base import (
-    CHUNK,
-    PAGE,
+    CHUNK_BYTES,
+    MAX_PAGE_SIZE,
     Entry,
     KeyValueStore,
     OncePerProcess,
     Page,
-    Rest,
+    RemainderReader,
     StoreError,
     StoreRefused,
 )
 
-PART = 8 << 20  # bytes; R2 wants all parts but the last to have one size
-PARTS_AT_ONCE = 2  # each is held in memory
-REFUSED_AT_THE_DOOR = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Unauthorized"}
+PART_BYTES = 8 << 20  # bytes; R2 wants all parts but the last to have one size
+MAX_PARALLEL_PARTS = 2  # each is held in memory
+AUTH_ERROR_CODES = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Unauthorized"}
 
 
 class S3Store(KeyValueStore):
@@ -51,7 +51,7 @@ class S3Store(KeyValueStore):
     ) -> None:
         """Nothing is sent before the first call. Timeouts are in seconds, and of each attempt."""
         self.bucket, self.endpoint, self.prefix = bucket, endpoint, prefix
-        self.longest_key = 1024 - len(prefix.encode())
+        self.max_key_bytes = 1024 - len(prefix.encode())
         config = Config(
             signature_version="s3v4",
             # Otherwise bodies go out in chunks with a trailing checksum, over https alone, and R2 refuses these.
@@ -74,12 +74,12 @@ class S3Store(KeyValueStore):
             )
         )
         self._transfer = TransferConfig(
-            multipart_threshold=PART,
-            multipart_chunksize=PART,
-            max_concurrency=PARTS_AT_ONCE,
+            multipart_threshold=PART_BYTES,
+            multipart_chunksize=PART_BYTES,
+            max_concurrency=MAX_PARALLEL_PARTS,
             preferred_transfer_client="classic",
         )
-        self._transfer.max_in_memory_upload_chunks = PARTS_AT_ONCE
+        self._transfer.max_in_memory_upload_chunks = MAX_PARALLEL_PARTS
 
     def get(self, key: str) -> bytes | None:
         found: list[bytes] = []
@@ -101,13 +101,13 @@ class S3Store(KeyValueStore):
             try:
                 client.head_object(Bucket=self.bucket, Key=name)
             except ClientError as refused:
-                if _status(refused) != 404:
+                if _http_status(refused) != 404:
                     raise
                 client.head_bucket(Bucket=self.bucket)  # the answer to a HEAD does not say which of the two is missing
                 return False
         return True
 
-    def page(self, prefix: str = "", *, following: str = "", limit: int = PAGE) -> Page:
+    def page(self, prefix: str = "", *, following: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
         self.check_page(prefix, limit)
         ask = {"Bucket": self.bucket, "Prefix": self.prefix + prefix, "MaxKeys": limit}
         if following:
@@ -123,9 +123,9 @@ class S3Store(KeyValueStore):
         return Page(found, found[-1].key if answer.get("IsTruncated") else "")
 
     def upload(self, key: str, source: BinaryIO, metadata: dict[str, str] | None = None) -> None:
-        name, rest, extra = self._name(key, "upload"), Rest(source), {"Metadata": metadata or {}}
+        name, rest, extra = self._name(key, "upload"), RemainderReader(source), {"Metadata": metadata or {}}
         with self._asking("upload", key) as client:
-            if rest.size < PART:  # else threads are started, for longer than a small value takes
+            if rest.size < PART_BYTES:  # else threads are started, for longer than a small value takes
                 client.put_object(Bucket=self.bucket, Key=name, Body=rest.read(), **extra)
             else:
                 client.upload_fileobj(rest, self.bucket, name, ExtraArgs=extra, Config=self._transfer)
@@ -141,7 +141,7 @@ class S3Store(KeyValueStore):
         """`remove` for each, up to 1000 in one call; one by one what such a call did not take."""
         left = iter(keys)
         while some := [*islice(left, 1000)]:
-            for key in self._not_removed({self._name(key, "remove_many"): key for key in some}):
+            for key in self._remove_batch({self._name(key, "remove_many"): key for key in some}):
                 self.remove(key)
 
     def sweep_leftovers(self, older_than: datetime) -> int:
@@ -150,7 +150,7 @@ class S3Store(KeyValueStore):
             try:
                 answer = client.list_multipart_uploads(Bucket=self.bucket, Prefix=self.prefix)
             except ClientError as refused:
-                if _status(refused) == 501:
+                if _http_status(refused) == 501:
                     return 0
                 raise
             old = [upload for upload in answer.get("Uploads", []) if upload["Initiated"] < older_than]
@@ -170,7 +170,7 @@ class S3Store(KeyValueStore):
             raise StoreRefused(self.name, method, "no element of a key is . or ..: in a URL they name another key", key=key)
         return name
 
-    def _not_removed(self, names: dict[str, str]) -> list[str]:
+    def _remove_batch(self, names: dict[str, str]) -> list[str]:
         with self._asking("remove_many") as client:
             objects = {"Objects": [{"Key": name} for name in names], "Quiet": True}
             try:
@@ -186,16 +186,16 @@ class S3Store(KeyValueStore):
             try:
                 answer = client.get_object(Bucket=self.bucket, Key=name, **({"Range": span} if span else {}))
             except ClientError as refused:
-                if _code(refused) == "NoSuchKey":
+                if _error_code(refused) == "NoSuchKey":
                     return False
-                if _status(refused) == 416:  # it begins behind the end
+                if _http_status(refused) == 416:  # it begins behind the end
                     return True
                 raise
             with answer["Body"] as body:
                 if span and not answer.get("ContentRange", "").startswith(f"bytes {span[6:].split('-')[0]}-"):
                     raise StoreError(self.name, method, f"the answer is not the part that was asked for: {span}", key=key)
                 left = answer.get("ContentLength", -1)
-                while chunk := body.read(CHUNK):
+                while chunk := body.read(CHUNK_BYTES):
                     write(chunk)
                     left -= len(chunk)
                 if left:
@@ -212,17 +212,17 @@ class S3Store(KeyValueStore):
             raise StoreError(self.name, method, f"{type(failed).__name__}: {failed}", key=key) from failed
 
     def _said(self, refused: ClientError) -> str:
-        code, status = _code(refused), _status(refused)
+        code, status = _error_code(refused), _http_status(refused)
         if code == "NoSuchBucket" or (status == 404 and refused.operation_name == "HeadBucket"):
             return f"there is no bucket {self.bucket!r} at {self.endpoint or 'this region'}"
-        if status in (401, 403) or code in REFUSED_AT_THE_DOOR:
+        if status in (401, 403) or code in AUTH_ERROR_CODES:
             return f"the server refuses these credentials, or what they may do in bucket {self.bucket!r} ({code})"
         return f"{code}, HTTP status {status}: {refused.response.get('Error', {}).get('Message', '')}"
 
 
-def _code(refused: ClientError) -> str:
+def _error_code(refused: ClientError) -> str:
     return str(refused.response.get("Error", {}).get("Code", ""))
 
 
-def _status(refused: ClientError) -> int:
+def _http_status(refused: ClientError) -> int:
     return int(refused.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))

@@ -12,32 +12,32 @@ from datetime import datetime
 from itertools import chain
 from typing import Any, BinaryIO
 
-from sandboxes.storage.base import CHUNK, KeyValueStore, StoreError, StoreRefused
+from sandboxes.storage.base import CHUNK_BYTES, KeyValueStore, StoreError, StoreRefused
 from sandboxes.stores.journal import WRITER, Journal, Record, Stamp
 from sandboxes.stores.limits import (
-    LIMITS,
-    MEDIA_TYPE,
-    MERGE,
-    NAME,
-    NAME_ACCEPTS,
-    STALE,
-    Bounds,
-    Limits,
-    Pruned,
+    COMPACTION_MIN_SEGMENTS,
+    DEFAULT_LIMITS,
+    MEDIA_TYPE_PATTERN,
+    NAME_PATTERN,
+    NAME_RULES,
+    ORPHAN_GRACE_PERIOD,
+    PruneResult,
+    RetentionBounds,
+    StoreLimits,
     check_size,
-    compacted,
-    dated,
-    pieces,
-    written,
+    compact_journal,
+    count_segments,
+    encode_json,
+    parse_stamped_key,
 )
 
 # An artifact may be replaced while we look. Then what we found is gone, or we found nothing: a directory that is read while
 # one name comes and another goes may show neither.
-LOOKS = 3
+MAX_READ_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
-class Version:
+class ArtifactVersion:
     """An artifact as the index lists it, the current one of its name or one that was replaced a moment ago."""
 
     name: str
@@ -50,7 +50,7 @@ class Version:
 
 
 @dataclass(frozen=True)
-class Artifact(Version):
+class Artifact(ArtifactVersion):
     """A file with a name and a media type. A new one of the same name replaces it."""
 
     media_type: str
@@ -58,96 +58,96 @@ class Artifact(Version):
     actor: str = ""
 
 
-class Index(ABC):
+class ArtifactIndex(ABC):
     """Which artifacts there are."""
 
     @abstractmethod
     def put(self, artifact: Artifact) -> None: ...
 
     @abstractmethod
-    def versions(self, name: str = "") -> Sequence[Version]:
+    def versions(self, name: str = "") -> Sequence[ArtifactVersion]:
         """Of one name or all, oldest first; the last one of a name is the current one."""
 
     @abstractmethod
-    def load(self, version: Version) -> Artifact | None:
+    def load(self, version: ArtifactVersion) -> Artifact | None:
         """None if it was removed since."""
 
     @abstractmethod
-    def remove(self, versions: Sequence[Version], *, now: datetime) -> None: ...
+    def remove(self, versions: Sequence[ArtifactVersion], *, now: datetime) -> None: ...
 
     @abstractmethod
-    def tidy(self, *, now: datetime) -> None:
+    def compact_if_needed(self, *, now: datetime) -> None:
         """It takes no more room than it needs."""
 
 
-class KeyIndex(Index):
+class KeyArtifactIndex(ArtifactIndex):
     def __init__(self, store: KeyValueStore, prefix: str) -> None:
         self.store, self.prefix = store, f"{prefix}/named"
 
     def put(self, artifact: Artifact) -> None:
-        self.store.set(self._key(artifact), _row(artifact))
+        self.store.set(self._key(artifact), _encode_artifact(artifact))
 
-    def versions(self, name: str = "") -> Sequence[Version]:
+    def versions(self, name: str = "") -> Sequence[ArtifactVersion]:
         keys = self.store.list(f"{self.prefix}/{name}/" if name else f"{self.prefix}/")
-        found = [Version(key.split("/")[-2], *dated(key)) for key in keys]
+        found = [ArtifactVersion(key.split("/")[-2], *parse_stamped_key(key)) for key in keys]
         return sorted(found, key=lambda version: version.stamp)
 
-    def load(self, version: Version) -> Artifact | None:
+    def load(self, version: ArtifactVersion) -> Artifact | None:
         row = self.store.get(self._key(version))
-        return None if row is None else _artifact(json.loads(row))
+        return None if row is None else _decode_artifact(json.loads(row))
 
-    def remove(self, versions: Sequence[Version], *, now: datetime) -> None:
+    def remove(self, versions: Sequence[ArtifactVersion], *, now: datetime) -> None:
         self.store.remove_many([self._key(version) for version in versions])
 
-    def tidy(self, *, now: datetime) -> None:
+    def compact_if_needed(self, *, now: datetime) -> None:
         pass
 
-    def _key(self, version: Version) -> str:
+    def _key(self, version: ArtifactVersion) -> str:
         return f"{self.prefix}/{version.name}/{version.stamp}.{version.size}"
 
 
-class JournalIndex(Index):
+class JournalArtifactIndex(ArtifactIndex):
     """Records say what came and, by their stamps, what went: the order of the records does not matter."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
 
     def put(self, artifact: Artifact) -> None:
-        self.journal.append(_row(artifact), now=artifact.at)
+        self.journal.append(_encode_artifact(artifact), now=artifact.at)
 
-    def versions(self, name: str = "") -> Sequence[Version]:
-        rows, gone = _rows(self.journal.replay().records)
-        there = [_artifact(row) for row in rows.values() if row["stamp"] not in gone and name in ("", row["name"])]
+    def versions(self, name: str = "") -> Sequence[ArtifactVersion]:
+        rows, gone = _parse_rows(self.journal.replay().records)
+        there = [_decode_artifact(row) for row in rows.values() if row["stamp"] not in gone and name in ("", row["name"])]
         return sorted(there, key=lambda artifact: artifact.stamp)
 
-    def load(self, version: Version) -> Artifact | None:
+    def load(self, version: ArtifactVersion) -> Artifact | None:
         assert isinstance(version, Artifact)  # `versions` gives nothing else
         return version
 
-    def remove(self, versions: Sequence[Version], *, now: datetime) -> None:
+    def remove(self, versions: Sequence[ArtifactVersion], *, now: datetime) -> None:
         if versions:
-            self.journal.append(written({"gone": [str(version.stamp) for version in versions]}), now=now)
+            self.journal.append(encode_json({"gone": [str(version.stamp) for version in versions]}), now=now)
 
-    def tidy(self, *, now: datetime) -> None:
+    def compact_if_needed(self, *, now: datetime) -> None:
         def keep(records: list[Record]) -> list[Record]:
-            rows, gone = _rows(records)
+            rows, gone = _parse_rows(records)
             # What went is remembered for a while: a row may come after it, whose writer a compaction has overtaken.
-            fresh = [record for record in records if record not in rows and record.stamp.at > now - STALE]
+            fresh = [record for record in records if record not in rows and record.stamp.at > now - ORPHAN_GRACE_PERIOD]
             return [record for record, row in rows.items() if row["stamp"] not in gone] + fresh
 
-        if pieces(self.journal) >= MERGE:
-            compacted(self.journal, keep)
+        if count_segments(self.journal) >= COMPACTION_MIN_SEGMENTS:
+            compact_journal(self.journal, keep)
 
 
-def _rows(records: Iterable[Record]) -> tuple[dict[Record, dict[str, Any]], set[str]]:
+def _parse_rows(records: Iterable[Record]) -> tuple[dict[Record, dict[str, Any]], set[str]]:
     """What came, by its record, and the stamps of what went."""
     said = {record: json.loads(record.payload) for record in records}
     gone = set(chain.from_iterable(row.get("gone", ()) for row in said.values()))
     return {record: row for record, row in said.items() if "gone" not in row}, gone
 
 
-class Artifacts:
-    def __init__(self, store: KeyValueStore, prefix: str, index: Index, limits: Limits = LIMITS) -> None:
+class ArtifactStore:
+    def __init__(self, store: KeyValueStore, prefix: str, index: ArtifactIndex, limits: StoreLimits = DEFAULT_LIMITS) -> None:
         self.store, self.prefix, self.index, self.limits = store, f"{prefix}/content", index, limits
 
     def put(
@@ -156,13 +156,13 @@ class Artifacts:
         """The rest of a seekable file is the artifact of this name, and whether there was one before.
 
         Of two at once, the one with the later time stays. StoreRefused: the name, the media type or the size."""
-        if not re.fullmatch(NAME, name, re.ASCII):
-            raise StoreRefused("stores", "put", f"an artifact's name has {NAME_ACCEPTS}", key=name)
-        if not re.fullmatch(MEDIA_TYPE, media_type, re.ASCII):
+        if not re.fullmatch(NAME_PATTERN, name, re.ASCII):
+            raise StoreRefused("stores", "put", f"an artifact's name has {NAME_RULES}", key=name)
+        if not re.fullmatch(MEDIA_TYPE_PATTERN, media_type, re.ASCII):
             raise StoreRefused("stores", "put", f"{media_type[:80]!r} is not a media type", key=name)
         start = source.tell()
-        size, digest = _measured(source)
-        check_size("put", "artifact", size, self.limits.artifact_bytes)
+        size, digest = _measure(source)
+        check_size("put", "artifact", size, self.limits.max_artifact_bytes)
         source.seek(start)
         artifact = Artifact(name, WRITER.stamp(now), size, media_type, digest, actor)
         self.store.upload(self._content(artifact), source)
@@ -173,7 +173,7 @@ class Artifacts:
 
     def read(self, name: str) -> Artifact | None:
         """What is known of it, without its content."""
-        for _ in range(LOOKS):
+        for _ in range(MAX_READ_ATTEMPTS):
             versions = self._versions(name)
             found = (self.index.load(version) for version in reversed(versions))
             if not versions or (artifact := next(filter(None, found), None)):
@@ -182,14 +182,14 @@ class Artifacts:
 
     def fetch(self, name: str, target: BinaryIO) -> Artifact | None:
         """Its content is in an empty file, from the start, and what is known of it is the answer."""
-        for _ in range(LOOKS):
+        for _ in range(MAX_READ_ATTEMPTS):
             artifact = self.read(name)
             if artifact is None:
                 return None
             if not self.store.download(self._content(artifact), target):
                 continue  # replaced since
             target.seek(0)
-            if _measured(target) != (artifact.size, artifact.sha256):
+            if _measure(target) != (artifact.size, artifact.sha256):
                 raise StoreError(self.store.name, "download", "it is not what was stored", key=self._content(artifact))
             target.seek(0)
             return artifact
@@ -208,7 +208,7 @@ class Artifacts:
         self._forget(versions, now=now)
         return bool(versions)
 
-    def prune(self, bounds: Bounds, *, now: datetime) -> Pruned:
+    def prune(self, bounds: RetentionBounds, *, now: datetime) -> PruneResult:
         """The oldest go until the rest is within bounds, and with them what crashes have left without a name."""
         versions = self.index.versions()
         current = {version.name: version for version in versions}
@@ -218,37 +218,39 @@ class Artifacts:
         self._forget(doomed, now=now)
         named = {version.stamp for version in versions}
         nameless = [
-            key for key in self.store.list(f"{self.prefix}/") if dated(key)[0] not in named and dated(key)[0].at < now - STALE
+            key
+            for key in self.store.list(f"{self.prefix}/")
+            if parse_stamped_key(key)[0] not in named and parse_stamped_key(key)[0].at < now - ORPHAN_GRACE_PERIOD
         ]
         self.store.remove_many(nameless)
-        self.index.tidy(now=now)
-        return Pruned.of(chain((version.size for version in doomed), (dated(key)[1] for key in nameless)))
+        self.index.compact_if_needed(now=now)
+        return PruneResult.of(chain((version.size for version in doomed), (parse_stamped_key(key)[1] for key in nameless)))
 
-    def _versions(self, name: str) -> Sequence[Version]:
-        if not re.fullmatch(NAME, name, re.ASCII):
+    def _versions(self, name: str) -> Sequence[ArtifactVersion]:
+        if not re.fullmatch(NAME_PATTERN, name, re.ASCII):
             return []
-        return next(filter(None, (self.index.versions(name) for _ in range(LOOKS))), [])
+        return next(filter(None, (self.index.versions(name) for _ in range(MAX_READ_ATTEMPTS))), [])
 
-    def _forget(self, versions: Sequence[Version], *, now: datetime) -> None:
+    def _forget(self, versions: Sequence[ArtifactVersion], *, now: datetime) -> None:
         self.index.remove(versions, now=now)
         self.store.remove_many([self._content(version) for version in versions])
 
-    def _content(self, version: Version) -> str:
+    def _content(self, version: ArtifactVersion) -> str:
         return f"{self.prefix}/{version.stamp}.{version.size}"
 
 
-def _measured(source: BinaryIO) -> tuple[int, str]:
+def _measure(source: BinaryIO) -> tuple[int, str]:
     """Size and SHA-256 of the rest of a file."""
     size, digest = 0, hashlib.sha256()
-    while chunk := source.read(CHUNK):
+    while chunk := source.read(CHUNK_BYTES):
         size += len(chunk)
         digest.update(chunk)
     return size, digest.hexdigest()
 
 
-def _row(artifact: Artifact) -> bytes:
-    return written({**vars(artifact), "stamp": str(artifact.stamp)})
+def _encode_artifact(artifact: Artifact) -> bytes:
+    return encode_json({**vars(artifact), "stamp": str(artifact.stamp)})
 
 
-def _artifact(row: Mapping[str, Any]) -> Artifact:
+def _decode_artifact(row: Mapping[str, Any]) -> Artifact:
     return Artifact(**{**row, "stamp": Stamp.parse(row["stamp"])})

@@ -35,12 +35,12 @@ from typing import NamedTuple
 
 from sandboxes.storage.base import KeyValueStore, StoreError
 
-HEAD = struct.Struct(">II")  # length and CRC-32 of the body
-STAMP = struct.Struct(">Q8sQ")  # the body's beginning. An empty body is none: a tail of zeros is torn, not empty records
-SMALLEST = HEAD.size + STAMP.size  # bytes of a record without payload
+RECORD_HEADER = struct.Struct(">II")  # length and CRC-32 of the body
+STAMP_LAYOUT = struct.Struct(">Q8sQ")  # the body's beginning. An empty body is none: a tail of zeros is torn, not empty records
+MIN_RECORD_BYTES = RECORD_HEADER.size + STAMP_LAYOUT.size  # bytes of a record without payload
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
-TRIES = 10  # of a replay that compactions take the segments from under
+MAX_REPLAY_ATTEMPTS = 10  # of a replay that compactions take the segments from under
 
 
 class Stamp(NamedTuple):
@@ -104,7 +104,7 @@ class Record(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Torn:
+class TornTail:
     """The end of a segment that is no whole record: an append that a crash cut short, or one that is under way."""
 
     key: str
@@ -113,17 +113,17 @@ class Torn:
 
 
 @dataclass
-class Replay:
+class ReplayResult:
     records: list[Record]  # in order
-    torn: list[Torn] = field(default_factory=list)
+    torn: list[TornTail] = field(default_factory=list)
 
 
 @dataclass
-class Compacted:
+class CompactionResult:
     """What a compaction left out, and what it could not read."""
 
     dropped: list[Record] = field(default_factory=list)
-    torn: list[Torn] = field(default_factory=list)
+    torn: list[TornTail] = field(default_factory=list)
 
 
 class Journal:
@@ -137,9 +137,9 @@ class Journal:
         """The records are in the journal, in this order, to stay. StoreError: each of them may be or not, none half."""
         if not payloads:
             return []
-        with self._alone():
+        with self._append_lock():
             stamps = self.writer.stamps(now, len(payloads))
-            frames = b"".join(framed(Record(*each)) for each in zip(stamps, payloads, strict=True))
+            frames = b"".join(encode_record(Record(*each)) for each in zip(stamps, payloads, strict=True))
             newest = self._generation()
             while True:
                 generation = newest
@@ -148,9 +148,9 @@ class Journal:
                 if newest == generation:
                     return stamps
 
-    def replay(self) -> Replay:
+    def replay(self) -> ReplayResult:
         """Every record, once, in order. A torn end of a segment is left out and reported."""
-        for _ in range(TRIES):
+        for _ in range(MAX_REPLAY_ATTEMPTS):
             # Segments before snapshots: a segment that is gone from the list has its records in a snapshot on the next.
             segments = self._found("log")
             snapshots = self._found("snap")
@@ -160,7 +160,7 @@ class Journal:
                 return found
         raise StoreError(self.store.name, "replay", "its segments were replaced again and again", key=self.prefix)
 
-    def compact(self, keep: Callable[[list[Record]], Iterable[Record]] | None = None) -> Compacted | None:
+    def compact(self, keep: Callable[[list[Record]], Iterable[Record]] | None = None) -> CompactionResult | None:
         """One snapshot has the records in it that `keep` gives back of them all, and the older segments are gone. None if
         another compaction was quicker: nothing was changed then. After a crash the next one finishes the work."""
         generation = self._generation() + 1
@@ -174,20 +174,20 @@ class Journal:
         for torn in found.torn:
             self.store.set(f"{self.prefix}/torn/{self.writer.stamp(EPOCH)}", torn.tail)
         kept = found.records if keep is None else [*keep(found.records)]
-        snapshot = b"".join(framed(record) for record in kept)
+        snapshot = b"".join(encode_record(record) for record in kept)
         self.store.set(f"{self.prefix}/snap/{generation:08d}/{self.writer.stamp(EPOCH)}", snapshot)
         # What was appended here too late to be read was not acknowledged, and is written again elsewhere.
         obsolete = [key for key, at in (self._found("log") | self._found("snap")).items() if at < generation]
         self.store.remove_many(obsolete)
         stays = {record.stamp for record in kept}
-        return Compacted([record for record in found.records if record.stamp not in stays], found.torn)
+        return CompactionResult([record for record in found.records if record.stamp not in stays], found.torn)
 
-    def _alone(self) -> AbstractContextManager[object]:
-        return self.writer.lock(self.prefix) if self.store.appends else nullcontext()
+    def _append_lock(self) -> AbstractContextManager[object]:
+        return self.writer.lock(self.prefix) if self.store.supports_append else nullcontext()
 
     def _write(self, generation: int, first: Stamp, frames: bytes) -> None:
         log = f"{self.prefix}/log/{generation:08d}"
-        if not self.store.appends:
+        if not self.store.supports_append:
             self.store.set(f"{log}/{first}", frames)
             return
         try:
@@ -203,37 +203,37 @@ class Journal:
         """The keys of segments or snapshots, with their generation."""
         return {key: int(key.split("/")[-2]) for key in self.store.list(f"{self.prefix}/{kind}/")}
 
-    def _read(self, keys: Sequence[str]) -> Replay | None:
+    def _read(self, keys: Sequence[str]) -> ReplayResult | None:
         """The records in these keys, None if one is not there any more."""
         found: dict[Stamp, Record] = {}
-        torn: list[Torn] = []
+        torn: list[TornTail] = []
         for key in keys:
             data = self.store.get(key)
             if data is None:
                 return None
             end = 0
-            for record in records_in(data):
+            for record in decode_records(data):
                 found[record.stamp] = record
-                end += SMALLEST + len(record.payload)
+                end += MIN_RECORD_BYTES + len(record.payload)
             if end < len(data):
-                torn.append(Torn(key, end, data[end:]))
-        return Replay([found[stamp] for stamp in sorted(found)], torn)
+                torn.append(TornTail(key, end, data[end:]))
+        return ReplayResult([found[stamp] for stamp in sorted(found)], torn)
 
 
-def framed(record: Record) -> bytes:
+def encode_record(record: Record) -> bytes:
     stamp = record.stamp
-    body = STAMP.pack(stamp.micros, bytes.fromhex(stamp.writer), stamp.number) + record.payload
-    return HEAD.pack(len(body), zlib.crc32(body)) + body
+    body = STAMP_LAYOUT.pack(stamp.micros, bytes.fromhex(stamp.writer), stamp.number) + record.payload
+    return RECORD_HEADER.pack(len(body), zlib.crc32(body)) + body
 
 
-def records_in(data: bytes) -> Iterator[Record]:
+def decode_records(data: bytes) -> Iterator[Record]:
     """The whole records from the beginning of a segment to the first that is none."""
     at = 0
-    while at + SMALLEST <= len(data):
-        length, checksum = HEAD.unpack_from(data, at)
-        body = data[at + HEAD.size : at + HEAD.size + length]
-        if not STAMP.size <= length == len(body) or zlib.crc32(body) != checksum:
+    while at + MIN_RECORD_BYTES <= len(data):
+        length, checksum = RECORD_HEADER.unpack_from(data, at)
+        body = data[at + RECORD_HEADER.size : at + RECORD_HEADER.size + length]
+        if not STAMP_LAYOUT.size <= length == len(body) or zlib.crc32(body) != checksum:
             return
-        micros, writer, number = STAMP.unpack_from(body)
-        yield Record(Stamp(micros, writer.hex(), number), body[STAMP.size :])
-        at += HEAD.size + length
+        micros, writer, number = STAMP_LAYOUT.unpack_from(body)
+        yield Record(Stamp(micros, writer.hex(), number), body[STAMP_LAYOUT.size :])
+        at += RECORD_HEADER.size + length

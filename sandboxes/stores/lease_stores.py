@@ -33,16 +33,25 @@ from django.conf import settings
 
 from sandboxes import storage
 from sandboxes.storage.base import Entry, KeyValueStore, StoreError, StoreRefused
-from sandboxes.stores.artifacts import Artifacts, JournalIndex, KeyIndex
-from sandboxes.stores.events import Events, JournalLog, KeyLog
+from sandboxes.stores.artifacts import ArtifactStore, JournalArtifactIndex, KeyArtifactIndex
+from sandboxes.stores.events import EventStore, JournalEventLog, KeyEventLog
 from sandboxes.stores.journal import Journal
-from sandboxes.stores.limits import LIMITS, NAME, NAME_ACCEPTS, Bounds, Limits, Pruned, check_size, written
+from sandboxes.stores.limits import (
+    DEFAULT_LIMITS,
+    NAME_PATTERN,
+    NAME_RULES,
+    PruneResult,
+    RetentionBounds,
+    StoreLimits,
+    check_size,
+    encode_json,
+)
 
 log = structlog.get_logger(__name__)
-ROOT = "stores/"
-OWNER = re.compile(rf"{ROOT}([^/]+)/([0-9a-f]{{32}})/")
-SMALL, FEW = 1 << 20, 64  # bytes and keys: a lease with less is not looked at more closely by `prune`
-AT_ONCE = 100  # leases to ask about
+KEY_PREFIX = "stores/"
+OWNER_PATTERN = re.compile(rf"{KEY_PREFIX}([^/]+)/([0-9a-f]{{32}})/")
+PRUNE_MIN_BYTES, PRUNE_MIN_KEYS = 1 << 20, 64  # bytes and keys: a lease with less is not looked at more closely by `prune`
+LEASE_BATCH_SIZE = 100  # leases to ask about
 
 
 @dataclass(frozen=True)
@@ -53,23 +62,23 @@ class Session:
     said: dict[str, Any]
 
 
-class Sessions:
+class SessionStore:
     """A small document for each session, by id. The last writer wins."""
 
-    def __init__(self, store: KeyValueStore, prefix: str, limits: Limits = LIMITS) -> None:
+    def __init__(self, store: KeyValueStore, prefix: str, limits: StoreLimits = DEFAULT_LIMITS) -> None:
         self.store, self.prefix, self.limits = store, prefix, limits
 
     def put(self, session_id: str, said: Mapping[str, Any], *, now: datetime, actor: str = "") -> Session:
         """StoreRefused: the id or the size."""
-        if not re.fullmatch(NAME, session_id, re.ASCII):
-            raise StoreRefused("stores", "put", f"a session's id has {NAME_ACCEPTS}", key=session_id)
-        check_size("put", "session", len(written(said)), self.limits.session_bytes)
+        if not re.fullmatch(NAME_PATTERN, session_id, re.ASCII):
+            raise StoreRefused("stores", "put", f"a session's id has {NAME_RULES}", key=session_id)
+        check_size("put", "session", len(encode_json(said)), self.limits.max_session_bytes)
         row = {"at": now.isoformat(), "actor": actor, "said": said}
-        self.store.set(f"{self.prefix}/{session_id}", written(row))
+        self.store.set(f"{self.prefix}/{session_id}", encode_json(row))
         return Session(session_id, now, actor, dict(said))
 
     def read(self, session_id: str) -> Session | None:
-        row = self.store.get(f"{self.prefix}/{session_id}") if re.fullmatch(NAME, session_id, re.ASCII) else None
+        row = self.store.get(f"{self.prefix}/{session_id}") if re.fullmatch(NAME_PATTERN, session_id, re.ASCII) else None
         if row is None:
             return None
         known = json.loads(row)
@@ -81,100 +90,109 @@ class Sessions:
         found = (self.read(one) for one in ids[:limit])
         return [session for session in found if session], len(ids) > limit
 
-    def prune(self, bounds: Bounds) -> Pruned:
+    def prune(self, bounds: RetentionBounds) -> PruneResult:
         """Those whose last change is oldest go until the rest is within bounds."""
         every = sorted(
-            (session.at, len(written(session.said)), session.id) for one in self._ids() if (session := self.read(one))
+            (session.at, len(encode_json(session.said)), session.id) for one in self._ids() if (session := self.read(one))
         )
         doomed = every[: bounds.surplus([(at, size) for at, size, _ in every])]
         self.store.remove_many([f"{self.prefix}/{one}" for _, _, one in doomed])
-        return Pruned.of(size for _, size, _ in doomed)
+        return PruneResult.of(size for _, size, _ in doomed)
 
     def _ids(self) -> Iterator[str]:
         return (key.rpartition("/")[2] for key in self.store.list(f"{self.prefix}/"))
 
 
-class Stores:
+class LeaseStores:
     """The stores of one lease."""
 
     def __init__(
-        self, store: KeyValueStore, did: str, lease: UUID, *, journaled: bool, sync: bool = True, limits: Limits = LIMITS
+        self,
+        store: KeyValueStore,
+        did: str,
+        lease: UUID,
+        *,
+        journaled: bool,
+        sync: bool = True,
+        limits: StoreLimits = DEFAULT_LIMITS,
     ) -> None:
-        root = f"{ROOT}{did}/{lease.hex}"
+        root = f"{KEY_PREFIX}{did}/{lease.hex}"
 
         def journal(name: str) -> Journal:
             return Journal(store, f"{root}/{name}/journal", sync=sync)
 
-        def events(name: str) -> Events:
-            return Events(JournalLog(journal(name)) if journaled else KeyLog(store, f"{root}/{name}"), limits)
+        def events(name: str) -> EventStore:
+            return EventStore(JournalEventLog(journal(name)) if journaled else KeyEventLog(store, f"{root}/{name}"), limits)
 
-        index = JournalIndex(journal("artifacts")) if journaled else KeyIndex(store, f"{root}/artifacts")
+        index = JournalArtifactIndex(journal("artifacts")) if journaled else KeyArtifactIndex(store, f"{root}/artifacts")
         self.chat, self.audit = events("chat"), events("audit")
-        self.artifacts = Artifacts(store, f"{root}/artifacts", index, limits)
-        self.sessions = Sessions(store, f"{root}/sessions", limits)
+        self.artifacts = ArtifactStore(store, f"{root}/artifacts", index, limits)
+        self.sessions = SessionStore(store, f"{root}/sessions", limits)
         self.limits = limits
 
-    def prune(self, *, now: datetime) -> Pruned:
+    def prune(self, *, now: datetime) -> PruneResult:
         """Each of them is within its limits."""
         limits = self.limits
-        events = Bounds(most=limits.most_events, most_bytes=limits.most_event_bytes)
-        artifacts = Bounds(most=limits.most_artifacts, most_bytes=limits.most_artifact_bytes)
+        events = RetentionBounds(most=limits.max_events, max_total_bytes=limits.max_total_event_bytes)
+        artifacts = RetentionBounds(most=limits.max_artifacts, max_total_bytes=limits.max_total_artifact_bytes)
         pruned = self.chat.prune(events) + self.audit.prune(events)
-        return pruned + self.artifacts.prune(artifacts, now=now) + self.sessions.prune(Bounds(most=limits.most_sessions))
+        return (
+            pruned + self.artifacts.prune(artifacts, now=now) + self.sessions.prune(RetentionBounds(most=limits.max_sessions))
+        )
 
 
-def of(did: str, lease: UUID) -> Stores:
+def open_stores(did: str, lease: UUID) -> LeaseStores:
     """The stores of a lease, where and how the settings say."""
-    return _stores(storage.store(), did, lease)
+    return _open_stores(storage.get_store(), did, lease)
 
 
-def prune(*, now: datetime, over: Callable[[Sequence[UUID]], Collection[UUID]]) -> Pruned:
+def prune_stores(*, now: datetime, over: Callable[[Sequence[UUID]], Collection[UUID]]) -> PruneResult:
     """Everything is gone that was kept for leases which are over for long enough, and of the others the oldest of what is
     more than the limits allow. `over` picks from some leases those of the first kind; it is asked in batches.
 
     It lists the whole store. A lease that fails is noted, and does not hold up the others."""
-    store, pruned = storage.store(), Pruned()
-    for (did, lease), entries, is_over in _asked(_by_lease(store), over):
+    store, pruned = storage.get_store(), PruneResult()
+    for (did, lease), entries, is_over in _mark_ended(_group_by_lease(store), over):
         try:
             if is_over:
                 store.remove_many([entry.key for entry in entries])
-                pruned += Pruned.of(_size(entry) for entry in entries)
-            elif len(entries) > FEW or sum(_size(entry) for entry in entries) > SMALL:
-                pruned += _stores(store, did, lease).prune(now=now)
+                pruned += PruneResult.of(_entry_size(entry) for entry in entries)
+            elif len(entries) > PRUNE_MIN_KEYS or sum(_entry_size(entry) for entry in entries) > PRUNE_MIN_BYTES:
+                pruned += _open_stores(store, did, lease).prune(now=now)
         except StoreError as failed:
             log.warning("prune failed", lease=str(lease), error=str(failed))
             pruned.failures.append(f"{lease}: {failed}")
     return pruned
 
 
-def _stores(store: KeyValueStore, did: str, lease: UUID) -> Stores:
-    return Stores(store, did, lease, journaled=settings.STORAGE_MODE == "journaled", sync=settings.STORAGE_SYNC)
+def _open_stores(store: KeyValueStore, did: str, lease: UUID) -> LeaseStores:
+    return LeaseStores(store, did, lease, journaled=settings.STORAGE_MODE == "journaled", sync=settings.STORAGE_SYNC)
 
 
-Owner = tuple[str, UUID]  # agent and lease
+StoreOwner = tuple[str, UUID]  # agent and lease
 
 
-def _by_lease(store: KeyValueStore) -> Iterator[tuple[Owner, list[Entry]]]:
-    for owner, entries in groupby(store.entries(ROOT), _owner):
+def _group_by_lease(store: KeyValueStore) -> Iterator[tuple[StoreOwner, list[Entry]]]:
+    for owner, entries in groupby(store.entries(KEY_PREFIX), _parse_owner):
         if owner:  # else it is not ours
             yield owner, [*entries]
 
 
-def _owner(entry: Entry) -> Owner | None:
-    found = OWNER.match(entry.key)
+def _parse_owner(entry: Entry) -> StoreOwner | None:
+    found = OWNER_PATTERN.match(entry.key)
     return (found[1], UUID(found[2])) if found else None
 
 
-def _asked(
-    found: Iterator[tuple[Owner, list[Entry]]], over: Callable[[Sequence[UUID]], Collection[UUID]]
-) -> Iterator[tuple[Owner, list[Entry], bool]]:
-    for _, batch in groupby(enumerate(found), lambda numbered: numbered[0] // AT_ONCE):
+def _mark_ended(
+    found: Iterator[tuple[StoreOwner, list[Entry]]], over: Callable[[Sequence[UUID]], Collection[UUID]]
+) -> Iterator[tuple[StoreOwner, list[Entry], bool]]:
+    for _, batch in groupby(enumerate(found), lambda numbered: numbered[0] // LEASE_BATCH_SIZE):
         some = [one for _, one in batch]
         ended = {*over([lease for (_, lease), _ in some])}
         yield from ((owner, entries, owner[1] in ended) for owner, entries in some)
 
 
-def _size(entry: Entry) -> int:
+def _entry_size(entry: Entry) -> int:
     """Its bytes; for a store that does not tell, what the key says."""
     said = re.search(r"\.([0-9]+)\Z", entry.key)
     return entry.size if entry.size is not None else int(said[1]) if said else 0

@@ -11,35 +11,35 @@ import structlog
 from django.db import IntegrityError, transaction
 from django.db.models import QuerySet
 
-from sandboxes.db.clock import Later, ticking
-from sandboxes.lifecycle import WARM, WARMING, step
-from sandboxes.models import ALIVE, Reading, Sandbox, Transition
-from sandboxes.providers.base import Missing, Provider, ProviderError, Usage
+from sandboxes.db.clock import Clock, clock_from
+from sandboxes.lifecycle import WARM, WARMING, checkpoint
+from sandboxes.models import ALIVE_STATES, Reading, Sandbox, Transition
+from sandboxes.providers.base import Missing, Provider, ProviderError, ResourceUsage
 
 log = structlog.get_logger(__name__)
-LEAST = 100_000  # microseconds of CPU below which a sandbox that stays is read later
+MIN_CPU_MICROSECONDS = 100_000  # microseconds of CPU below which a sandbox that stays is read later
 MICROSECOND = timedelta(microseconds=1)
-MIB = 1 << 20
-RIVALS = 5  # readings of one sandbox at once
+MIB_BYTES = 1 << 20
+MAX_INSERT_ATTEMPTS = 5  # readings of one sandbox at once
 
 
-def read(sandbox: Sandbox, provider: Provider, *, now: datetime, least: int = LEAST) -> Reading | None:
+def record_reading(sandbox: Sandbox, provider: Provider, *, now: datetime, least: int = MIN_CPU_MICROSECONDS) -> Reading | None:
     """Write down what it has used since it was read last. None: less than `least`, or nothing can be said: its provider does
     not count, or it was never ready. ProviderError. Safe to repeat, and beside others."""
     if not sandbox.measured:
         return None
-    later = ticking(now)
+    later = clock_from(now)
     used = provider.stats(sandbox.ref)
-    step("use asked", sandbox)
+    checkpoint("use asked", sandbox)
     if used is None:
         return None
-    for _ in range(RIVALS):
+    for _ in range(MAX_INSERT_ATTEMPTS):
         last = Reading.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation).order_by("-number").first()
-        reading = _next(sandbox, last, used, asked=now, later=later)
+        reading = _build_reading(sandbox, last, used, asked=now, later=later)
         if reading is None or (last and reading.cpu_micros < least):
             return None
-        before = _before_its_claim(reading, last)
-        step("reading made", sandbox)
+        before = _split_at_claim(reading, last)
+        checkpoint("reading made", sandbox)
         try:
             with transaction.atomic():
                 if before:
@@ -51,11 +51,13 @@ def read(sandbox: Sandbox, provider: Provider, *, now: datetime, least: int = LE
     return None
 
 
-def _next(sandbox: Sandbox, last: Reading | None, used: Usage, *, asked: datetime, later: Later) -> Reading | None:
+def _build_reading(
+    sandbox: Sandbox, last: Reading | None, used: ResourceUsage, *, asked: datetime, later: Clock
+) -> Reading | None:
     """The reading after `last`, which says what is new. None: it was never ready, or what was read after has this in it."""
     counted = used.cpu_micros
     if last is None:
-        since, new = _ready_since(sandbox), counted
+        since, new = _find_ready_time(sandbox), counted
     elif counted >= last.counted:
         since, new = last.at, counted - last.counted
     elif asked > last.at:  # it stopped in between and was started anew: its counter began again
@@ -67,11 +69,11 @@ def _next(sandbox: Sandbox, last: Reading | None, used: Usage, *, asked: datetim
     return Reading(
         sandbox=sandbox, incarnation=sandbox.incarnation, number=last.number + 1 if last else 1, holder=sandbox.holder,
         since=since, at=max(later(), since + MICROSECOND), counted=counted, cpu_micros=new,
-        memory_mib=-(-used.memory_bytes // MIB),
+        memory_mib=-(-used.memory_bytes // MIB_BYTES),
     )  # fmt: skip
 
 
-def _before_its_claim(reading: Reading, last: Reading | None) -> Reading | None:
+def _split_at_claim(reading: Reading, last: Reading | None) -> Reading | None:
     """Cut a reading where its sandbox was claimed, and give what was before, which is nobody's: memory as it was read last.
     CPU that was used before and is in no reading yet stays its holder's, since nobody knows how much that is."""
     if reading.holder is None or (last and last.holder):
@@ -88,23 +90,23 @@ def _before_its_claim(reading: Reading, last: Reading | None) -> Reading | None:
     return before
 
 
-def _ready_since(sandbox: Sandbox) -> datetime | None:
+def _find_ready_time(sandbox: Sandbox) -> datetime | None:
     """When the present incarnation became ready, or None: a start that failed costs nothing."""
     own = Transition.objects.filter(sandbox=sandbox).order_by("-pk")
     started = own.filter(to=WARMING).values_list("pk", flat=True)[:1]
     return own.filter(to=WARM, was=WARMING, pk__gt=started).values_list("at", flat=True).first()
 
 
-def read_last(sandbox: Sandbox, provider: Provider, *, now: datetime) -> None:
+def record_final_reading(sandbox: Sandbox, provider: Provider, *, now: datetime) -> None:
     """`read` before its process is destroyed, whatever it has used. That it cannot be read keeps no sandbox."""
     try:
-        read(sandbox, provider, now=now, least=1)
+        record_reading(sandbox, provider, now=now, least=1)
     except Missing:
         pass  # whatever it used last, nobody knows
     except ProviderError as failed:
         log.warning("sandbox not read before its end", sandbox=str(sandbox.pk), error=str(failed))
 
 
-def readable() -> QuerySet[Sandbox]:
+def find_readable() -> QuerySet[Sandbox]:
     """What can be read, the busiest first: whoever is not reached has it in the next reading."""
-    return Sandbox.objects.filter(measured=True, state__in=ALIVE, lost_at__isnull=True).order_by("-last_used_at", "pk")
+    return Sandbox.objects.filter(measured=True, state__in=ALIVE_STATES, lost_at__isnull=True).order_by("-last_used_at", "pk")

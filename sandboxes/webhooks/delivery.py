@@ -18,34 +18,34 @@ from django.db.models import Exists, F, OuterRef, Q, QuerySet
 from django.utils import timezone
 
 from sandboxes.db import encryption
-from sandboxes.db.clock import backoff, iso, ticking
-from sandboxes.errors import NotDelivered
-from sandboxes.lifecycle import step
-from sandboxes.models.webhooks import CURRENT, LISTENING, Delivery, Event, Kind, Webhook
-from sandboxes.sweeps import Swept
+from sandboxes.db.clock import clock_from, compute_backoff, format_timestamp
+from sandboxes.errors import WebhookTestFailed
+from sandboxes.lifecycle import checkpoint
+from sandboxes.models.webhooks import ENABLED, NOT_REMOVED, Delivery, Event, EventType, Webhook
+from sandboxes.sweeps import SweepResult
 from sandboxes.webhooks import http_post, subscriptions
-from sandboxes.webhooks.http_post import Answer
+from sandboxes.webhooks.http_post import PostResult
 
 log = structlog.get_logger(__name__)
-CLAIM = timedelta(minutes=2)  # a try takes posting.TIMEOUT and two short transactions; later, whoever made it is dead
-FIRST, MOST = timedelta(seconds=5), timedelta(hours=6)  # between two tries
-PATIENCE = timedelta(days=3)  # from when on a failed try is the last one,
-FEWEST = 10  # if there were so many: nobody may have tried in all that time
-BUDGET = timedelta(seconds=30)  # of one pass
-GONE = 410  # says that its receiver wants no more
+CLAIM_TIMEOUT = timedelta(minutes=2)  # a try takes posting.TIMEOUT and two short transactions; later, whoever made it is dead
+INITIAL_BACKOFF, MAX_BACKOFF = timedelta(seconds=5), timedelta(hours=6)  # between two tries
+RETRY_WINDOW = timedelta(days=3)  # from when on a failed try is the last one,
+MIN_ATTEMPTS = 10  # if there were so many: nobody may have tried in all that time
+PASS_TIME_LIMIT = timedelta(seconds=30)  # of one pass
+HTTP_GONE = 410  # says that its receiver wants no more
 
 
 # --- the sweep ------------------------------------------------------------------------------------------------------
 
 
-def deliver_due(*, now: datetime) -> Swept:
+def deliver_due(*, now: datetime) -> SweepResult:
     """Try what is due, the oldest first, and of several webhooks the one that has taken least of this pass: one that is
     slow does not hold up the others, and one that fails is left alone until the next pass."""
-    swept, later = Swept(), ticking(now)
+    swept, later = SweepResult(), clock_from(now)
     taken: dict[uuid.UUID, timedelta] = {}
     left_alone: set[uuid.UUID] = set()
-    while (began := later()) <= now + BUDGET:
-        due = [pk for pk in waiting(now=began).values_list("pk", flat=True) if pk not in left_alone]
+    while (began := later()) <= now + PASS_TIME_LIMIT:
+        due = [pk for pk in find_due_webhooks(now=began).values_list("pk", flat=True) if pk not in left_alone]
         if not due:
             break
         webhook = min(due, key=lambda pk: taken.get(pk, timedelta(0)))
@@ -63,25 +63,27 @@ def deliver_due(*, now: datetime) -> Swept:
     return swept
 
 
-def deliver_soon() -> str:
+def run_delivery_task() -> str:
     """What the queue runs when something has happened."""
     return str(deliver_due(now=timezone.now()))
 
 
-def waiting(*, now: datetime) -> QuerySet[Webhook]:
+def find_due_webhooks(*, now: datetime) -> QuerySet[Webhook]:
     """Webhooks that have something due."""
-    return Webhook.objects.filter(LISTENING, Exists(due(now=now).filter(webhook=OuterRef("pk")))).order_by("created_at", "pk")
+    return Webhook.objects.filter(ENABLED, Exists(find_due_deliveries(now=now).filter(webhook=OuterRef("pk")))).order_by(
+        "created_at", "pk"
+    )
 
 
-def due(*, now: datetime) -> QuerySet[Delivery]:
+def find_due_deliveries(*, now: datetime) -> QuerySet[Delivery]:
     """What is to be tried now, or was being tried by somebody who is dead; of webhooks that do not listen, too."""
     return Delivery.objects.filter(due_at__lte=now)
 
 
-def deliverable(*, now: datetime) -> QuerySet[Delivery]:
+def find_deliverable(*, now: datetime) -> QuerySet[Delivery]:
     """What the sweep would try."""
-    listening = Webhook.objects.filter(LISTENING, pk=OuterRef("webhook"))
-    return due(now=now).filter(Exists(listening)).order_by("due_at", "pk")
+    listening = Webhook.objects.filter(ENABLED, pk=OuterRef("webhook"))
+    return find_due_deliveries(now=now).filter(Exists(listening)).order_by("due_at", "pk")
 
 
 # --- one delivery ---------------------------------------------------------------------------------------------------
@@ -90,49 +92,49 @@ def deliverable(*, now: datetime) -> QuerySet[Delivery]:
 def deliver_next(webhook: uuid.UUID, *, now: datetime) -> str:
     """Try the oldest that is due for a webhook: "delivered", "to be tried again" or "given up"; "lost race" if somebody
     else was first at it, or has taken it over."""
-    later = ticking(now)
-    delivery = claim(webhook, now=now)
+    later = clock_from(now)
+    delivery = claim_delivery(webhook, now=now)
     if delivery is None:
         return "lost race"
-    step("delivery claimed", delivery)
-    answer = attempt(delivery, now=now)
-    step("delivery answered", delivery)
-    return record(delivery, answer, now=later())
+    checkpoint("delivery claimed", delivery)
+    answer = send_once(delivery, now=now)
+    checkpoint("delivery answered", delivery)
+    return record_result(delivery, answer, now=later())
 
 
-def claim(webhook: uuid.UUID, *, now: datetime) -> Delivery | None:
+def claim_delivery(webhook: uuid.UUID, *, now: datetime) -> Delivery | None:
     """Nobody else tries this one before CLAIM is over."""
     with transaction.atomic(durable=True):
-        free = deliverable(now=now).filter(webhook=webhook).select_for_update(skip_locked=True, of=("self",))
+        free = find_deliverable(now=now).filter(webhook=webhook).select_for_update(skip_locked=True, of=("self",))
         pk = free.values_list("pk", flat=True).first()
         token = uuid.uuid4()
         if pk is None or not Delivery.objects.filter(pk=pk, due_at__lte=now).update(
-            claim=token, due_at=now + CLAIM, tries=F("tries") + 1
+            claim=token, due_at=now + CLAIM_TIMEOUT, tries=F("tries") + 1
         ):
             return None
     return Delivery.objects.select_related("event", "webhook").filter(pk=pk, claim=token).first()
 
 
-def attempt(delivery: Delivery, *, now: datetime) -> Answer:
+def send_once(delivery: Delivery, *, now: datetime) -> PostResult:
     """Send it once, signed. What came back; it is written down by nobody yet."""
     event, webhook = delivery.event, delivery.webhook
     try:
-        secrets = subscriptions.secrets_of(webhook, now=now)
-    except encryption.Unopened:
+        secrets = subscriptions.load_signing_secrets(webhook, now=now)
+    except encryption.DecryptionFailed:
         log.error("webhook secret cannot be opened", webhook=str(webhook.pk))
-        return Answer(
+        return PostResult(
             error="Its secret cannot be decrypted: LEASEHOLD_IDENTITY_KEYS lacks the key that it was encrypted under."
         )
-    body = body_of(event)
-    return http_post.post(webhook.url, body, headers(event.pk, body, secrets, now=now), internal=webhook.internal)
+    body = build_body(event)
+    return http_post.post(webhook.url, body, build_headers(event.pk, body, secrets, now=now), internal=webhook.internal)
 
 
-def body_of(event: Event) -> bytes:
-    said = {"id": str(event.pk), "type": event.kind, "timestamp": iso(event.at), "data": event.payload}
+def build_body(event: Event) -> bytes:
+    said = {"id": str(event.pk), "type": event.kind, "timestamp": format_timestamp(event.at), "data": event.payload}
     return json.dumps(said, separators=(",", ":")).encode()
 
 
-def headers(pk: uuid.UUID, body: bytes, secrets: Sequence[bytes], *, now: datetime) -> dict[str, str]:
+def build_headers(pk: uuid.UUID, body: bytes, secrets: Sequence[bytes], *, now: datetime) -> dict[str, str]:
     moment = str(int(now.timestamp()))
     signed = b".".join((str(pk).encode(), moment.encode(), body))
     signatures = (base64.b64encode(hmac.digest(secret, signed, hashlib.sha256)).decode() for secret in secrets)
@@ -145,17 +147,19 @@ def headers(pk: uuid.UUID, body: bytes, secrets: Sequence[bytes], *, now: dateti
     }
 
 
-def record(delivery: Delivery, answer: Answer, *, now: datetime) -> str:
+def record_result(delivery: Delivery, answer: PostResult, *, now: datetime) -> str:
     """Write down what came back, if the claim still holds."""
-    tried = delivery.tries >= FEWEST and now >= delivery.asked_at + PATIENCE
-    over = delivery.event.kind == Kind.TEST or tried
+    tried = delivery.tries >= MIN_ATTEMPTS and now >= delivery.asked_at + RETRY_WINDOW
+    over = delivery.event.kind == EventType.TEST or tried
     said = {"last_status": answer.status, "last_error": answer.error[:300]}
     if not answer.error:
         after: dict[str, datetime | None] = {"due_at": None, "delivered_at": now}
     elif over:
         after = {"due_at": None, "given_up_at": now}
     else:
-        wait = max(backoff(delivery.tries, first=FIRST, most=MOST), min(answer.retry_after, MOST))
+        wait = max(
+            compute_backoff(delivery.tries, first=INITIAL_BACKOFF, most=MAX_BACKOFF), min(answer.retry_after, MAX_BACKOFF)
+        )
         after = {"due_at": now + wait}
     with transaction.atomic(durable=True):
         # The webhook's row first, as whoever resumes or removes it locks them in this order.
@@ -166,13 +170,13 @@ def record(delivery: Delivery, answer: Answer, *, now: datetime) -> str:
             return "lost race"
         if not answer.error:
             return "delivered"
-        dead = Q(last_delivered_at__isnull=True) | Q(last_delivered_at__lte=now - PATIENCE)
-        silent = over and delivery.event.kind != Kind.TEST and webhook.filter(dead).exists()
-        disabled = (silent or answer.status == GONE) and webhook.filter(CURRENT, disabled_at__isnull=True).update(
+        dead = Q(last_delivered_at__isnull=True) | Q(last_delivered_at__lte=now - RETRY_WINDOW)
+        silent = over and delivery.event.kind != EventType.TEST and webhook.filter(dead).exists()
+        disabled = (silent or answer.status == HTTP_GONE) and webhook.filter(NOT_REMOVED, disabled_at__isnull=True).update(
             disabled_at=now
         )
         if disabled:
-            subscriptions.give_up(delivery.webhook_id, now=now)
+            subscriptions.abandon_deliveries(delivery.webhook_id, now=now)
             log.error("webhook disabled", webhook=str(delivery.webhook_id), error=answer.error)
     log.warning("event not delivered", webhook=str(delivery.webhook_id), event_id=str(delivery.event_id), error=answer.error)
     return "given up" if over or disabled else "to be tried again"
@@ -181,28 +185,28 @@ def record(delivery: Delivery, answer: Answer, *, now: datetime) -> str:
 # --- what operators ask for -----------------------------------------------------------------------------------------
 
 
-def send_test(webhook: Webhook, *, now: datetime, actor: str = "") -> Delivery:
+def send_test_event(webhook: Webhook, *, now: datetime, actor: str = "") -> Delivery:
     """Send it an event that says only that, once, also if it is paused. NotDelivered says what came back."""
-    later = ticking(now)
-    fresh = Webhook.objects.filter(CURRENT, pk=webhook.pk).first()  # its secret may have been rotated since it was read
+    later = clock_from(now)
+    fresh = Webhook.objects.filter(NOT_REMOVED, pk=webhook.pk).first()  # its secret may have been rotated since it was read
     if fresh is None:
-        raise NotDelivered("It was removed.")
+        raise WebhookTestFailed("It was removed.")
     with transaction.atomic(durable=True):
-        event = Event.objects.create(kind=Kind.TEST, key=uuid.uuid4().hex, payload={"webhook_id": str(webhook.pk)}, at=now)
+        event = Event.objects.create(kind=EventType.TEST, key=uuid.uuid4().hex, payload={"webhook_id": str(webhook.pk)}, at=now)
         delivery = Delivery.objects.create(
-            event=event, webhook=fresh, asked_at=now, due_at=now + CLAIM, claim=uuid.uuid4(), tries=1
+            event=event, webhook=fresh, asked_at=now, due_at=now + CLAIM_TIMEOUT, claim=uuid.uuid4(), tries=1
         )
     log.info("webhook tested", webhook=str(webhook.pk), actor=actor)
-    answer = attempt(delivery, now=now)
-    record(delivery, answer, now=later())
+    answer = send_once(delivery, now=now)
+    record_result(delivery, answer, now=later())
     if answer.error:
-        raise NotDelivered(f"The test did not arrive. {answer.error}")
+        raise WebhookTestFailed(f"The test did not arrive. {answer.error}")
     return delivery
 
 
-def send_again(pk: int, *, now: datetime, actor: str = "") -> bool:
+def redeliver(pk: int, *, now: datetime, actor: str = "") -> bool:
     """Have the sweep send what was delivered, or given up, once more. False if it is on its way, or its webhook gone."""
-    there = Webhook.objects.filter(CURRENT, pk=OuterRef("webhook"))
+    there = Webhook.objects.filter(NOT_REMOVED, pk=OuterRef("webhook"))
     asked = Delivery.objects.filter(Exists(there), pk=pk, due_at__isnull=True).update(
         due_at=now, asked_at=now, tries=0, delivered_at=None, given_up_at=None
     )

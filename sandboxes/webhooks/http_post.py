@@ -22,13 +22,13 @@ import aiohttp
 import yarl
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from sandboxes.webhooks.addresses import Address, why_refused
+from sandboxes.webhooks.addresses import Address, get_refusal_reason
 
-TIMEOUT = 10.0  # seconds, from the name's resolution to the answer's status
+TIMEOUT_SECONDS = 10.0  # seconds, from the name's resolution to the answer's status
 
 
 @dataclass(frozen=True)
-class Answer:
+class PostResult:
     """What became of it: a status, or why there is none."""
 
     status: int | None = None
@@ -36,11 +36,13 @@ class Answer:
     retry_after: timedelta = timedelta(0)
 
 
-class _Refused(Exception):
+class _DestinationRefused(Exception):
     """It may not go there, or there is no such place."""
 
 
-def post(url: str, body: bytes, headers: Mapping[str, str], *, internal: bool = False, timeout: float = TIMEOUT) -> Answer:
+def post(
+    url: str, body: bytes, headers: Mapping[str, str], *, internal: bool = False, timeout: float = TIMEOUT_SECONDS
+) -> PostResult:
     """Send it there, and say what came back; whatever goes wrong is an answer. `internal`: the address need not be public."""
     until = time.monotonic() + timeout
     try:
@@ -48,22 +50,24 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, internal: bool = 
         host = to.host or ""
         addresses = _resolve(host, timeout)
         for address in addresses:
-            if why := why_refused(address, internal=internal):
-                raise _Refused(f"{host} is {address}: {why}")
+            if why := get_refusal_reason(address, internal=internal):
+                raise _DestinationRefused(f"{host} is {address}: {why}")
         return asyncio.run(_post(to, body, headers, addresses, until - time.monotonic()))
-    except _Refused as refused:
-        return Answer(error=str(refused))
+    except _DestinationRefused as refused:
+        return PostResult(error=str(refused))
     except TimeoutError:
-        return Answer(error=f"No answer within {timeout:g} s.")
+        return PostResult(error=f"No answer within {timeout:g} s.")
     except aiohttp.ClientConnectorCertificateError as wrong:
-        return Answer(error=f"Its certificate is not good: {getattr(wrong.certificate_error, 'verify_message', 'unknown')}.")
+        return PostResult(
+            error=f"Its certificate is not good: {getattr(wrong.certificate_error, 'verify_message', 'unknown')}."
+        )
     except aiohttp.ServerDisconnectedError:
-        return Answer(error="It closed the connection without an answer.")
+        return PostResult(error="It closed the connection without an answer.")
     except OSError as failed:  # aiohttp's errors of connections are some, too
         why = os.strerror(failed.errno) if failed.errno else "the connection broke"
-        return Answer(error=f"It could not be reached: {why}.")
+        return PostResult(error=f"It could not be reached: {why}.")
     except (aiohttp.ClientError, ValueError) as failed:  # their texts quote the address and the answer
-        return Answer(error=f"No answer in HTTP: {type(failed).__name__}.")
+        return PostResult(error=f"No answer in HTTP: {type(failed).__name__}.")
 
 
 def _resolve(host: str, timeout: float) -> list[Address]:
@@ -82,11 +86,11 @@ def _resolve(host: str, timeout: float) -> list[Address]:
     except Empty:
         raise TimeoutError from None
     if isinstance(infos, Exception):
-        raise _Refused(f"The name {host} is not known.")
+        raise _DestinationRefused(f"The name {host} is not known.")
     return list(dict.fromkeys(ip_address(info[4][0]) for info in infos))
 
 
-class _Fixed(AbstractResolver):
+class _PinnedResolver(AbstractResolver):
     """Knows one name."""
 
     def __init__(self, addresses: Sequence[Address]) -> None:
@@ -105,9 +109,13 @@ class _Fixed(AbstractResolver):
         pass
 
 
-async def _post(to: yarl.URL, body: bytes, headers: Mapping[str, str], addresses: Sequence[Address], timeout: float) -> Answer:
-    trust = _trusted(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")) if to.scheme == "https" else False
-    connector = aiohttp.TCPConnector(resolver=_Fixed(addresses), ssl=trust, force_close=True)
+async def _post(
+    to: yarl.URL, body: bytes, headers: Mapping[str, str], addresses: Sequence[Address], timeout: float
+) -> PostResult:
+    trust = (
+        _load_ssl_context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")) if to.scheme == "https" else False
+    )
+    connector = aiohttp.TCPConnector(resolver=_PinnedResolver(addresses), ssl=trust, force_close=True)
     async with (
         asyncio.timeout(timeout),
         aiohttp.ClientSession(
@@ -116,22 +124,22 @@ async def _post(to: yarl.URL, body: bytes, headers: Mapping[str, str], addresses
         ) as session,
         session.post(to, data=body, headers=headers, allow_redirects=False) as answer,
     ):  # fmt: skip
-        return _read(answer)
+        return _parse_response(answer)
 
 
 @cache
-def _trusted(*places: str | None) -> ssl.SSLContext:
+def _load_ssl_context(*places: str | None) -> ssl.SSLContext:
     """Whom OpenSSL trusts, by default or by its variables. Reading all of them takes longer than a request."""
     return ssl.create_default_context()
 
 
-def _read(answer: aiohttp.ClientResponse) -> Answer:
+def _parse_response(answer: aiohttp.ClientResponse) -> PostResult:
     status = answer.status
     if 200 <= status < 300:
-        return Answer(status)
+        return PostResult(status)
     said = HTTPStatus(status).phrase if status in {*HTTPStatus} else ""
     wait = answer.headers.get("Retry-After", "")
-    return Answer(
+    return PostResult(
         status,
         f"It answered {status} {said}".strip() + ".",
         timedelta(seconds=int(wait) if wait.isdecimal() and len(wait) < 7 else 0),

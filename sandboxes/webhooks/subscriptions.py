@@ -12,52 +12,52 @@ from django.db import transaction
 from django.db.models import Q
 
 from sandboxes.db import encryption
-from sandboxes.models.webhooks import CURRENT, Delivery, Webhook
+from sandboxes.models.webhooks import NOT_REMOVED, Delivery, Webhook
 
 log = structlog.get_logger(__name__)
-PREFIX = "whsec_"  # as Standard Webhooks writes secrets: https://www.standardwebhooks.com, 1.0.0, "Signature scheme"
-SIZE = 32  # bytes; it asks for 24 to 64
-OVERLAP = timedelta(hours=24)  # for which the secret before a rotation signs as well
+SECRET_PREFIX = "whsec_"  # noqa: S105 - Standard Webhooks 1.0.0, "Signature scheme": https://www.standardwebhooks.com
+SECRET_BYTES = 32  # bytes; it asks for 24 to 64
+ROTATION_OVERLAP = timedelta(hours=24)  # for which the secret before a rotation signs as well
 
 
-def add(
+def add_webhook(
     url: str, kinds: Sequence[str] = (), *, now: datetime, actor: str = "", description: str = "", internal: bool = False
 ) -> tuple[Webhook, str]:
     """A webhook for events of these kinds, or of all, and the only copy of its secret. ValidationError says what is wrong."""
     webhook = Webhook(url=url, kinds=list(kinds), description=description, internal=internal, created_at=now, created_by=actor)
     webhook.full_clean(exclude=["sealed"], validate_constraints=False)
-    sealed, secret = _new(webhook.pk)
+    sealed, secret = _generate_secret(webhook.pk)
     webhook.sealed = sealed
     webhook.save(force_insert=True)
     log.info("webhook added", webhook=str(webhook.pk), actor=actor)
     return webhook, secret
 
 
-def rotate(webhook: Webhook, *, now: datetime, actor: str = "") -> str | None:
+def rotate_secret(webhook: Webhook, *, now: datetime, actor: str = "") -> str | None:
     """Another secret signs from now on, and for OVERLAP the one before it as well. The only copy of the new one; None if
     the webhook was removed, or rotated by somebody else since it was read."""
-    sealed, secret = _new(webhook.pk)
-    rotated = Webhook.objects.filter(CURRENT, pk=webhook.pk, sealed=webhook.sealed).update(
-        sealed=sealed, sealed_before=webhook.sealed, before_until=now + OVERLAP
+    sealed, secret = _generate_secret(webhook.pk)
+    rotated = Webhook.objects.filter(NOT_REMOVED, pk=webhook.pk, sealed=webhook.sealed).update(
+        sealed=sealed, sealed_before=webhook.sealed, before_until=now + ROTATION_OVERLAP
     )
     if rotated:
         log.info("webhook secret rotated", webhook=str(webhook.pk), actor=actor)
     return secret if rotated else None
 
 
-def pause(pk: UUID, *, actor: str = "") -> bool:
+def pause_webhook(pk: UUID, *, actor: str = "") -> bool:
     """It is told of nothing that happens from now on; what it was to be told before waits. False if it was paused."""
-    paused = Webhook.objects.filter(CURRENT, pk=pk, active=True).update(active=False)
+    paused = Webhook.objects.filter(NOT_REMOVED, pk=pk, active=True).update(active=False)
     if paused:
         log.info("webhook paused", webhook=str(pk), actor=actor)
     return bool(paused)
 
 
-def resume(pk: UUID, *, now: datetime, actor: str = "") -> bool:
+def resume_webhook(pk: UUID, *, now: datetime, actor: str = "") -> bool:
     """It is told again, first of what has waited. False if nobody had paused it and it was not given up."""
     stopped = Q(active=False) | Q(disabled_at__isnull=False)
     with transaction.atomic():
-        resumed = Webhook.objects.filter(CURRENT & stopped, pk=pk).update(active=True, disabled_at=None)
+        resumed = Webhook.objects.filter(NOT_REMOVED & stopped, pk=pk).update(active=True, disabled_at=None)
         if resumed:
             waiting = Delivery.objects.filter(webhook=pk, due_at__isnull=False)
             waiting.update(asked_at=now)
@@ -67,36 +67,36 @@ def resume(pk: UUID, *, now: datetime, actor: str = "") -> bool:
     return bool(resumed)
 
 
-def remove(pk: UUID, *, now: datetime, actor: str = "") -> bool:
+def remove_webhook(pk: UUID, *, now: datetime, actor: str = "") -> bool:
     """It is told of nothing any more, and its secret is gone; what it was told stays. False if it was removed before.
 
     The row stays: whatever happens at this moment may be about to write that this webhook wants to know."""
     with transaction.atomic():
-        removed = Webhook.objects.filter(CURRENT, pk=pk).update(
+        removed = Webhook.objects.filter(NOT_REMOVED, pk=pk).update(
             removed_at=now, sealed=None, sealed_before=None, before_until=None, active=False
         )
         if removed:
-            give_up(pk, now=now)
+            abandon_deliveries(pk, now=now)
     if removed:
         log.info("webhook removed", webhook=str(pk), actor=actor)
     return bool(removed)
 
 
-def give_up(webhook: UUID, *, now: datetime) -> None:
+def abandon_deliveries(webhook: UUID, *, now: datetime) -> None:
     """Nothing is tried for it any more. In the transaction that says why."""
     Delivery.objects.filter(webhook=webhook, due_at__isnull=False).update(due_at=None, claim=None, given_up_at=now)
 
 
-def secrets_of(webhook: Webhook, *, now: datetime) -> list[bytes]:
+def load_signing_secrets(webhook: Webhook, *, now: datetime) -> list[bytes]:
     """What signs for it now, the newest first. sealing.Unopened if our keys do not open one."""
     sealed = [webhook.sealed]
     if webhook.before_until and now < webhook.before_until:
         sealed.append(webhook.sealed_before)
-    return [encryption.unseal(bytes(each), row=_row(webhook.pk))[0] for each in sealed if each]
+    return [encryption.unseal(bytes(each), row=_encryption_context(webhook.pk))[0] for each in sealed if each]
 
 
 @dataclass
-class Reencrypted:
+class ReencryptionResult:
     """What became of the stored secrets."""
 
     changed: int = 0
@@ -104,11 +104,11 @@ class Reencrypted:
     unopened: list[Webhook] = field(default_factory=list)
 
 
-def reencrypt(*, now: datetime) -> Reencrypted:
+def reencrypt_secrets(*, now: datetime) -> ReencryptionResult:
     """Seal every secret under the first encryption key, so that the others can be taken away. Safe twice."""
-    found = Reencrypted()
-    for webhook in Webhook.objects.filter(CURRENT):
-        row = _row(webhook.pk)
+    found = ReencryptionResult()
+    for webhook in Webhook.objects.filter(NOT_REMOVED):
+        row = _encryption_context(webhook.pk)
         try:
             secret, newest = encryption.unseal(bytes(webhook.sealed or b""), row=row)
             changes: dict[str, bytes | None] = {} if newest else {"sealed": encryption.seal(secret, row=row)}
@@ -118,21 +118,21 @@ def reencrypt(*, now: datetime) -> Reencrypted:
                 changes |= (
                     {"sealed_before": None} if over else {} if newest else {"sealed_before": encryption.seal(before, row=row)}
                 )
-        except encryption.Unopened:
+        except encryption.DecryptionFailed:
             found.unopened.append(webhook)
             continue
         if changes:
-            same = Webhook.objects.filter(CURRENT, pk=webhook.pk, sealed=webhook.sealed)
+            same = Webhook.objects.filter(NOT_REMOVED, pk=webhook.pk, sealed=webhook.sealed)
             found.changed += same.update(**changes)
         else:
             found.already += 1
     return found
 
 
-def _new(pk: UUID) -> tuple[bytes, str]:
-    secret = secrets.token_bytes(SIZE)
-    return encryption.seal(secret, row=_row(pk)), PREFIX + base64.b64encode(secret).decode()
+def _generate_secret(pk: UUID) -> tuple[bytes, str]:
+    secret = secrets.token_bytes(SECRET_BYTES)
+    return encryption.seal(secret, row=_encryption_context(pk)), SECRET_PREFIX + base64.b64encode(secret).decode()
 
 
-def _row(pk: UUID) -> str:
+def _encryption_context(pk: UUID) -> str:
     return f"webhook {pk}"

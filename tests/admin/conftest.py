@@ -26,7 +26,7 @@ def grant(grant: Callable[..., Lease]) -> Callable[..., Lease]:
 
 
 @pytest.fixture(autouse=True)
-def no_snapshot() -> Iterator[None]:
+def clear_cache() -> Iterator[None]:
     """The fleet's snapshot outlives a test: without this, one sees the numbers of another."""
     cache.clear()
     yield
@@ -72,16 +72,16 @@ def superuser(db: None) -> Client:
 @pytest.fixture
 def lease(grant: Callable[..., Lease]) -> Lease:
     granted = grant()
-    execution.sandbox_for(granted.pk, now=granted.leased_at)
+    execution.ensure_sandbox_ready(granted.pk, now=granted.leased_at)
     return granted
 
 
-def box_of(lease: Lease) -> Sandbox:
+def ensure_sandbox(lease: Lease) -> Sandbox:
     """The lease's sandbox, started if it has none."""
-    return pool.of(lease.pk) or execution.sandbox_for(lease.pk, now=lease.leased_at)
+    return pool.find_by_holder(lease.pk) or execution.ensure_sandbox_ready(lease.pk, now=lease.leased_at)
 
 
-def queries(client: Client, url: str) -> int:
+def count_queries(client: Client, url: str) -> int:
     with CaptureQueriesContext(connection) as asked:
         assert client.get(url).status_code == 200
     return len(asked)

@@ -27,18 +27,18 @@ from sandboxes import eviction, pool, processes, providers, runs
 from sandboxes import sweeps as below
 from sandboxes.egress import model_pricing
 from sandboxes.identity import curves, signing
-from sandboxes.models import LlmCall, ModelRate, Policy, Pool, Quota, Sandbox, State, Sweep, Webhook
-from sandboxes.processes import Launch
+from sandboxes.models import LlmCall, ModelRate, Policy, Pool, Quota, Sandbox, SandboxState, Sweep, Webhook
+from sandboxes.processes import ProcessSpec
 from sandboxes.providers.base import DATA, Unavailable
-from sandboxes.providers.memory import Call, File, Link, MemoryProvider, Outcome
+from sandboxes.providers.memory import File, Link, MemoryProvider, ProgramCall, ProgramResult
 from sandboxes.runs import Command
 from sandboxes.state import data_editing, workspace
 from sandboxes.webhooks import delivery, outbox, subscriptions
-from sandboxes.webhooks.http_post import Answer
+from sandboxes.webhooks.http_post import PostResult
 from tests.admin.seed_money import seed_money
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
-PLAYERS = [
+AGENT_DIDS = [
     "did:plc:ada",
     "did:plc:grace",
     "did:web:agents.example.com:alan",
@@ -48,35 +48,35 @@ PLAYERS = [
 
 def seed(now: datetime) -> None:
     """Everything below, as if it had happened in the hours before `now`."""
-    memory = providers.get("memory")
+    memory = providers.get_provider("memory")
     assert isinstance(memory, MemoryProvider)
     Pool.objects.create(name="demo", provider="memory", capacity=32)
     for name in ("Viewer", "Operator", "Administrator"):
         User.objects.create_user(name.lower(), password=name.lower(), is_staff=True).groups.add(Group.objects.get(name=name))
     User.objects.create_superuser("admin", password="admin")
     EnvironmentType.objects.filter(name="catan").update(turn_argv=["play"])
-    _policies()
-    _program(memory)
-    _keys(now)
-    _listeners(now)
-    _game(now)
-    _runs(now)
-    _states(now)
-    _ends(now)
-    _sleepers(memory, now)
-    _trouble(memory, now)
-    _quarantine(memory, now)
-    _state(memory, now)
-    _pools(memory, now)
-    _identities(now)
-    _calls(now)
-    _told(now)
-    _budgets(now)
-    _sweeps(now)
+    _seed_policies()
+    _seed_programs(memory)
+    _seed_keys(now)
+    _seed_webhooks(now)
+    _seed_game(now)
+    _seed_runs(now)
+    _seed_sandbox_states(now)
+    _seed_ended_leases(now)
+    _seed_cold_sandboxes(memory, now)
+    _seed_failures(memory, now)
+    _seed_quarantine(memory, now)
+    _seed_agent_data(memory, now)
+    _seed_pools(memory, now)
+    _seed_identities(now)
+    _seed_llm_calls(now)
+    _seed_deliveries(now)
+    _seed_budgets(now)
+    _seed_sweeps(now)
     seed_money(now)
 
 
-def _policies() -> None:
+def _seed_policies() -> None:
     builders = Policy.objects.create(
         name="builders", writable_root=True, calls_per_minute=240, most_calls_at_once=16, largest_body_kib=16384,
         description="Coding tasks whose image has its compilers' caches outside /workspace.",
@@ -88,88 +88,90 @@ def _policies() -> None:
     EnvironmentType.objects.filter(name="rpg").update(policy=players)
 
 
-def _lease(agent: str, environment: str, at: datetime, pool: str = "demo", **ask: object) -> Lease:
+def _acquire_lease(agent: str, environment: str, at: datetime, pool: str = "demo", **ask: object) -> Lease:
     ask = {"sleep_after": 3 * HOUR} | ask
-    wish = leasing.Ask(agent_did=agent, environment_id=environment, environment_type="catan", pool=pool, **ask)  # type: ignore[arg-type]
+    wish = leasing.LeaseRequest(agent_did=agent, environment_id=environment, environment_type="catan", pool=pool, **ask)  # type: ignore[arg-type]
     return leasing.acquire(wish, now=at, actor="key 3f9a1c20")[0]
 
 
-def _used(agent: str, environment: str, at: datetime, pool: str = "demo") -> Lease:
+def _acquire_used_lease(agent: str, environment: str, at: datetime, pool: str = "demo") -> Lease:
     """A lease whose sandbox has something in it."""
-    lease = _lease(agent, environment, at, pool)
-    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=at, actor="key 3f9a1c20")
+    lease = _acquire_lease(agent, environment, at, pool)
+    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=at, actor="key 3f9a1c20")
     return lease
 
 
-def _box(lease: Lease) -> Sandbox:
-    sandbox = pool.of(lease.pk)
+def _get_sandbox(lease: Lease) -> Sandbox:
+    sandbox = pool.find_by_holder(lease.pk)
     assert sandbox
     return sandbox
 
 
-def _sleep(lease: Lease, at: datetime) -> None:
-    eviction.sleep(_box(lease).pk, now=at, reason="idle", actor="sweep")
+def _put_to_sleep(lease: Lease, at: datetime) -> None:
+    eviction.evict(_get_sandbox(lease).pk, now=at, reason="idle", actor="sweep")
 
 
-def _program(memory: MemoryProvider) -> None:
+def _seed_programs(memory: MemoryProvider) -> None:
     """A player that rolls, builds, and once in a while says something that is no move."""
 
-    def play(call: Call) -> Outcome:
+    def play(call: ProgramCall) -> ProgramResult:
         number = int(call.env["TURN_NUMBER"])
         if number % 13 == 0:
-            return Outcome(stdout=b"I would rather trade sheep.", took=timedelta(seconds=0.4))
+            return ProgramResult(stdout=b"I would rather trade sheep.", took=timedelta(seconds=0.4))
         said = b'{"action": "build_road", "edge": [%d, %d], "why": "towards the ore"}' % (number, number + 1)
-        return Outcome(stdout=said if number % 3 else b'{"action": "roll"}', took=timedelta(seconds=0.9))
+        return ProgramResult(stdout=said if number % 3 else b'{"action": "roll"}', took=timedelta(seconds=0.9))
 
     memory.programs["play"] = play
     trace = b'Traceback (most recent call last):\n  File "/workspace/train.py", line 12, in <module>\n    import torch\n'
     missing = b"ModuleNotFoundError: No module named 'torch'\n"
-    memory.programs["python3"] = lambda call: Outcome(1, b"epoch 1\n\x1b[31mepoch 2\x1b[0m\n", trace + missing)
+    memory.programs["python3"] = lambda call: ProgramResult(1, b"epoch 1\n\x1b[31mepoch 2\x1b[0m\n", trace + missing)
 
 
-def _keys(now: datetime) -> None:
-    api_keys.issue(PLAYERS[:1], name="ada's own", now=now - 50 * HOUR)
-    api_keys.issue(PLAYERS, name="tournament server", now=now - 30 * HOUR)
-    api_keys.issue([], operator=True, name="ci", now=now - 9 * HOUR)
-    old, _ = api_keys.issue(PLAYERS[1:2], name="lost laptop", now=now - 90 * HOUR)
-    api_keys.revoke(old.pk, now=now - 80 * HOUR)
+def _seed_keys(now: datetime) -> None:
+    api_keys.issue_key(AGENT_DIDS[:1], name="ada's own", now=now - 50 * HOUR)
+    api_keys.issue_key(AGENT_DIDS, name="tournament server", now=now - 30 * HOUR)
+    api_keys.issue_key([], operator=True, name="ci", now=now - 9 * HOUR)
+    old, _ = api_keys.issue_key(AGENT_DIDS[1:2], name="lost laptop", now=now - 90 * HOUR)
+    api_keys.revoke_key(old.pk, now=now - 80 * HOUR)
 
 
-def _listeners(now: datetime) -> None:
+def _seed_webhooks(now: datetime) -> None:
     for url, kinds, description in (
         ("https://pager.example.com/leasehold", [], "The people on call."),
         ("https://ledger.example.net/hooks/" + "leasehold-" * 9, ["budget.warning", "budget.exhausted"], "Accounting."),
         ("https://old.example.org/events", ["lease.ended"], ""),
         ("http://127.0.0.1:9000/", ["sandbox.quarantined"], "A script on this machine."),
     ):
-        subscriptions.add(url, kinds, description=description, internal="127" in url, now=now - 20 * HOUR, actor="admin")
+        subscriptions.add_webhook(
+            url, kinds, description=description, internal="127" in url, now=now - 20 * HOUR, actor="admin"
+        )
 
 
-def _told(now: datetime) -> None:
+def _seed_deliveries(now: datetime) -> None:
     """What arrived, what is tried again, and a receiver that has wanted no more."""
     for number, kind in enumerate(("budget.warning", "budget.exhausted")):
-        outbox.put(kind, key=f"catan {number}", payload={"budget": "catan", "spent": "8.41"}, now=now - HOUR)
+        outbox.enqueue_event(kind, key=f"catan {number}", payload={"budget": "catan", "spent": "8.41"}, now=now - HOUR)
     answers = {
-        "pager": Answer(204),
-        "ledger": Answer(503, "It answered 503 Service Unavailable."),
-        "old": Answer(410, "It answered 410 Gone."),
+        "pager": PostResult(204),
+        "ledger": PostResult(503, "It answered 503 Service Unavailable."),
+        "old": PostResult(410, "It answered 410 Gone."),
     }
     for name, answer in answers.items():
         webhook = Webhook.objects.get(url__contains=f"//{name}")
         for _ in range(5):
-            if taken := delivery.claim(webhook.pk, now=now - 9 * MINUTE):
-                delivery.record(taken, answer, now=now - 9 * MINUTE)
+            if taken := delivery.claim_delivery(webhook.pk, now=now - 9 * MINUTE):
+                delivery.record_result(taken, answer, now=now - 9 * MINUTE)
             webhook.refresh_from_db()
 
 
-def _game(now: datetime) -> None:
-    lease = _lease(PLAYERS[0], "catan-finals-2026", now - 5 * HOUR)
+def _seed_game(now: datetime) -> None:
+    lease = _acquire_lease(AGENT_DIDS[0], "catan-finals-2026", now - 5 * HOUR)
     for number in range(1, 41):
         turns.take_turn(lease.pk, number, {"legal": ["roll"]}, now=now - 5 * HOUR + number * 6 * MINUTE, actor="key 3f9a1c20")
 
 
-def _runs(now: datetime) -> None:
-    lease = _lease(PLAYERS[1], "coding-task-118", now - 3 * HOUR)
+def _seed_runs(now: datetime) -> None:
+    lease = _acquire_lease(AGENT_DIDS[1], "coding-task-118", now - 3 * HOUR)
     for minutes, argv in (
         (2, ["echo", "hello from the sandbox"]),
         (5, ["python3", "train.py", "--epochs", "2", "--name", "it's here"]),
@@ -180,88 +182,94 @@ def _runs(now: datetime) -> None:
         (31, ["no-such-program"]),
     ):
         command = Command(argv=argv, timeout=timedelta(seconds=30), env={"TOKEN": "x"} if minutes == 5 else {})
-        execution.exec_in(lease.pk, command, now=now - 3 * HOUR + minutes * MINUTE, actor="key 3f9a1c20")
+        execution.exec_command(lease.pk, command, now=now - 3 * HOUR + minutes * MINUTE, actor="key 3f9a1c20")
     for launch in (
-        Launch(["node", "relay-watcher.js"], {"TOKEN": "x"}, name="relay <watcher>"),
-        Launch(["sleep", "100000"], name="dev server"),
+        ProcessSpec(["node", "relay-watcher.js"], {"TOKEN": "x"}, name="relay <watcher>"),
+        ProcessSpec(["sleep", "100000"], name="dev server"),
     ):
-        want = execution.want_for(lease, now=now - 2 * HOUR)
-        processes.start(want, launch, now=now - 2 * HOUR, actor="key 3f9a1c20")
+        want = execution.build_sandbox_request(lease, now=now - 2 * HOUR)
+        processes.start_process(want, launch, now=now - 2 * HOUR, actor="key 3f9a1c20")
 
 
-def _states(now: datetime) -> None:
+def _seed_sandbox_states(now: datetime) -> None:
     for index in range(5):
-        lease = _lease(f"did:plc:worker{index}", "training-run", now - HOUR - index * MINUTE)
-        execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now - 50 * MINUTE + index * MINUTE)
+        lease = _acquire_lease(f"did:plc:worker{index}", "training-run", now - HOUR - index * MINUTE)
+        execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now - 50 * MINUTE + index * MINUTE)
         if index < 3:  # still at it
-            sandbox = pool.of(lease.pk)
+            sandbox = pool.find_by_holder(lease.pk)
             assert sandbox
             runs.open_run(sandbox, Command(argv=["make", "all"], timeout=10 * MINUTE), now=now - index * MINUTE)
-    warm = _lease(PLAYERS[2], "warming-up", now - 2 * MINUTE)
-    execution.sandbox_for(warm.pk, now=now - 2 * MINUTE)
-    starting = _lease(PLAYERS[3], "starting", now - MINUTE)
-    pool.reserve(execution.want_for(starting, now=now), now=now - MINUTE)
-    stuck = _lease("did:plc:stuck", "stalled-start", now - HOUR)
-    pool.reserve(execution.want_for(stuck, now=now), now=now - HOUR)
+    warm = _acquire_lease(AGENT_DIDS[2], "warming-up", now - 2 * MINUTE)
+    execution.ensure_sandbox_ready(warm.pk, now=now - 2 * MINUTE)
+    starting = _acquire_lease(AGENT_DIDS[3], "starting", now - MINUTE)
+    pool.reserve_place(execution.build_sandbox_request(starting, now=now), now=now - MINUTE)
+    stuck = _acquire_lease("did:plc:stuck", "stalled-start", now - HOUR)
+    pool.reserve_place(execution.build_sandbox_request(stuck, now=now), now=now - HOUR)
 
 
-def _ends(now: datetime) -> None:
-    soon = _lease("did:plc:hurry", "ending-soon", now - 57 * MINUTE, ttl=HOUR)
-    overdue = _lease("did:plc:late", "overdue", now - 62 * MINUTE, ttl=HOUR)
+def _seed_ended_leases(now: datetime) -> None:
+    soon = _acquire_lease("did:plc:hurry", "ending-soon", now - 57 * MINUTE, ttl=HOUR)
+    overdue = _acquire_lease("did:plc:late", "overdue", now - 62 * MINUTE, ttl=HOUR)
     for lease in (soon, overdue):
-        execution.sandbox_for(lease.pk, now=lease.leased_at)
-    for index, agent in enumerate(PLAYERS):
-        gone = _lease(agent, f"catan-round-{index}", now - 20 * HOUR)
-        execution.exec_in(gone.pk, Command(argv=["true"], timeout=MINUTE), now=now - 20 * HOUR)
+        execution.ensure_sandbox_ready(lease.pk, now=lease.leased_at)
+    for index, agent in enumerate(AGENT_DIDS):
+        gone = _acquire_lease(agent, f"catan-round-{index}", now - 20 * HOUR)
+        execution.exec_command(gone.pk, Command(argv=["true"], timeout=MINUTE), now=now - 20 * HOUR)
         leasing.end(gone.pk, reason="condition:game.finished", now=now - 19 * HOUR, actor="key 3f9a1c20")
     sweeps.reclaim(now=now - 19 * HOUR)
 
 
-def _sleepers(memory: MemoryProvider, now: datetime) -> None:
+def _seed_cold_sandboxes(memory: MemoryProvider, now: datetime) -> None:
     """Two that sleep, two that were woken (from here and from the store), one that is on its way to sleep."""
-    sleeper, moved, away = (_used(f"did:plc:{name}", "long-study", now - 3 * HOUR) for name in ("sleeper", "moved", "away"))
+    sleeper, moved, away = (
+        _acquire_used_lease(f"did:plc:{name}", "long-study", now - 3 * HOUR) for name in ("sleeper", "moved", "away")
+    )
     for lease in (sleeper, moved):
-        _sleep(lease, now - 2 * HOUR)
-        execution.sandbox_for(lease.pk, now=now - 100 * MINUTE, actor="key 3f9a1c20")
-        execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now - 99 * MINUTE, actor="key 3f9a1c20")
+        _put_to_sleep(lease, now - 2 * HOUR)
+        execution.ensure_sandbox_ready(lease.pk, now=now - 100 * MINUTE, actor="key 3f9a1c20")
+        execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now - 99 * MINUTE, actor="key 3f9a1c20")
     for lease in (sleeper, moved, away):
-        _sleep(lease, now - 70 * MINUTE)
-    stored = workspace.latest(moved.pk)
+        _put_to_sleep(lease, now - 70 * MINUTE)
+    stored = workspace.find_latest(moved.pk)
     assert stored
     workspace.forget_local(stored)
-    execution.sandbox_for(moved.pk, now=now - 3 * MINUTE, actor="key 3f9a1c20")
-    falling = _box(_used("did:plc:falling", "long-study", now - 40 * MINUTE))
+    execution.ensure_sandbox_ready(moved.pk, now=now - 3 * MINUTE, actor="key 3f9a1c20")
+    falling = _get_sandbox(_acquire_used_lease("did:plc:falling", "long-study", now - 40 * MINUTE))
     Sandbox.objects.filter(pk=falling.pk).update(idle_at=now - 9 * HOUR)
-    below.claim_idle(State.WAITING, uuid.uuid4(), now=now - MINUTE + timedelta(seconds=40), limit=1)
+    below.claim_idle(SandboxState.WAITING, uuid.uuid4(), now=now - MINUTE + timedelta(seconds=40), limit=1)
 
 
-def _trouble(memory: MemoryProvider, now: datetime) -> None:
+def _seed_failures(memory: MemoryProvider, now: datetime) -> None:
     """One that could not be stored, one that its provider has lost, one that is too large."""
-    full = _used("did:plc:hoarder", "archive", now - 50 * MINUTE)
+    full = _acquire_used_lease("did:plc:hoarder", "archive", now - 50 * MINUTE)
     with memory.fail("get_files", Unavailable("engine answered 500: no space left on device")):
         for minutes in (20, 12):
-            _sleep(full, now - minutes * MINUTE)
-    gone = _used("did:plc:gone", "vanished", now - 30 * MINUTE)
-    eviction.mark_lost(_box(gone), "no such container: leasehold-4be1", now=now - MINUTE)
-    large = _used("did:plc:large", "data-set", now - 30 * MINUTE)
-    Sandbox.objects.filter(pk=_box(large).pk).update(workspace_bytes=3 << 30, measured_at=now - 5 * MINUTE)
+            _put_to_sleep(full, now - minutes * MINUTE)
+    gone = _acquire_used_lease("did:plc:gone", "vanished", now - 30 * MINUTE)
+    eviction.mark_lost(_get_sandbox(gone), "no such container: leasehold-4be1", now=now - MINUTE)
+    large = _acquire_used_lease("did:plc:large", "data-set", now - 30 * MINUTE)
+    Sandbox.objects.filter(pk=_get_sandbox(large).pk).update(workspace_bytes=3 << 30, measured_at=now - 5 * MINUTE)
 
 
-def _identities(now: datetime) -> None:
+def _seed_identities(now: datetime) -> None:
     """An agent whose key was rotated, one whose key was revoked, and what was minted with theirs."""
-    for index, agent in enumerate(PLAYERS[:3]):
-        signing.create(agent, now=now - 50 * HOUR, actor="admin", private=curves.generate(["ES256K", "ES256"][index % 2]))
+    for index, agent in enumerate(AGENT_DIDS[:3]):
+        signing.create_key(
+            agent, now=now - 50 * HOUR, actor="admin", private=curves.generate_key(["ES256K", "ES256"][index % 2])
+        )
     for minutes, fragment in ((300, ""), (40, "#relay"), (0, "#relay")):
         at = now - minutes * MINUTE
-        lease = _lease(PLAYERS[0], "relay-watch", at)
+        lease = _acquire_lease(AGENT_DIDS[0], "relay-watch", at)
         audience = "did:web:relay.example.com" + fragment
-        execution.service_token(lease.pk, aud=audience, lxm="com.atproto.sync.subscribeRepos", now=at, actor="key 3f9a1c20")
+        execution.mint_service_token(
+            lease.pk, aud=audience, lxm="com.atproto.sync.subscribeRepos", now=at, actor="key 3f9a1c20"
+        )
         if minutes == 300:
-            signing.rotate(PLAYERS[0], now=now - 200 * MINUTE, actor="admin")
-    signing.revoke(PLAYERS[1], now=now - HOUR, actor="command line")
+            signing.rotate_key(AGENT_DIDS[0], now=now - 200 * MINUTE, actor="admin")
+    signing.revoke_active_key(AGENT_DIDS[1], now=now - HOUR, actor="command line")
 
 
-def _calls(now: datetime) -> None:
+def _seed_llm_calls(now: datetime) -> None:
     """What models were asked: by a lease without a limit, by one within its limit, and by one that has used it up."""
     ModelRate.objects.create(pattern="*", input_usd="3", output_usd="15", valid_from=now - 90 * 24 * HOUR)
     for pattern, prices in (("gpt-4o-mini*", ("0.15", "0.075", "0.6")), ("claude-3-5-haiku-*", ("0.8", "0.08", "4"))):
@@ -270,21 +278,21 @@ def _calls(now: datetime) -> None:
     ModelRate.objects.create(pattern="gpt-4o-mini*", input_usd="0.12", output_usd="0.5", valid_from=now + 5 * 24 * HOUR)
     EnvironmentType.objects.filter(name="coding").update(llm_limit="2.5")
     for environment, limit, count in (("catan-finals-2026", None, 60), ("essay", "5", 24), ("essay-2", "0.05", 40)):
-        lease = Lease.objects.filter(agent_did=PLAYERS[0], environment_id=environment, status="active").first()
-        lease = lease or _used(PLAYERS[0], environment, now - 2 * HOUR)
+        lease = Lease.objects.filter(agent_did=AGENT_DIDS[0], environment_id=environment, status="active").first()
+        lease = lease or _acquire_used_lease(AGENT_DIDS[0], environment, now - 2 * HOUR)
         if limit:
-            leasing.limit_spending(lease.pk, Decimal(limit), now=now - HOUR, actor="operator", why="it writes long essays")
+            leasing.set_spend_limit(lease.pk, Decimal(limit), now=now - HOUR, actor="operator", why="it writes long essays")
         for number in range(count):
-            _call(lease, number, now - count * 2 * MINUTE + number * 2 * MINUTE)
+            _create_llm_call(lease, number, now - count * 2 * MINUTE + number * 2 * MINUTE)
 
 
-def _call(lease: Lease, number: int, at: datetime) -> None:
+def _create_llm_call(lease: Lease, number: int, at: datetime) -> None:
     """One of the ways in which a call goes, in turn; the first of them are the common ones."""
-    outcome, kind, status, code, priced = CALLS[max(number % 24 - 12, 0)]
+    outcome, kind, status, code, priced = CALL_OUTCOMES[max(number % 24 - 12, 0)]
     model = "" if kind == "relay" else ["gpt-4o-mini-2024-07-18", "claude-3-5-haiku-20241022"][number % 2]
     took = timedelta(seconds=0.4 + number % 7 * 2.3)
     left, known = outcome != "refused", outcome in ("ok", "cut") and kind == "llm"
-    box, tokens = _box(lease), (1800 + 410 * number, 1024 * (number % 3), 90 + 13 * number)
+    box, tokens = _get_sandbox(lease), (1800 + 410 * number, 1024 * (number % 3), 90 + 13 * number)
     row = LlmCall(
         call_id=uuid.uuid4().hex, sandbox=box, holder=lease.pk, agent_did=lease.agent_did, kind=kind, model=model, code=code,
         environment_id=lease.environment_id, path="/v1/messages" if model else "/xrpc/com.atproto.sync.subscribeRepos",
@@ -299,12 +307,12 @@ def _call(lease: Lease, number: int, at: datetime) -> None:
     if known:
         row.input_tokens, row.cached_tokens, row.output_tokens = tokens
     if priced:
-        row.cost = model_pricing.price(ModelRate.objects.all(), model, *tokens, at)
+        row.cost = model_pricing.calculate_price(ModelRate.objects.all(), model, *tokens, at)
         row.recorded_at = at + MINUTE if priced == "record" else None
     row.save()
 
 
-CALLS = [
+CALL_OUTCOMES = [
     ("ok", "llm", 200, "", "record"), ("ok", "llm", 200, "", "upstream"), ("ok", "llm", 200, "", "rate"),
     ("ok", "llm", 200, "", ""), ("cut", "llm", 200, "caller_gone", "rate"), ("failed", "llm", 502, "upstream_failed", ""),
     ("lost", "llm", None, "", ""), ("refused", "llm", 402, "spend_limit_reached", ""),
@@ -313,48 +321,53 @@ CALLS = [
 ]  # fmt: skip
 
 
-def _pools(memory: MemoryProvider, now: datetime) -> None:
+def _seed_pools(memory: MemoryProvider, now: datetime) -> None:
     """One that starts nothing, one whose places are taken from each other, one that drains; and who may have how much."""
     gpu = Pool.objects.create(name="gpu", provider="memory", capacity=8, image="registry.example.com/gpu:12.4", warm_target=2)
     with memory.fail("create", Unavailable('engine answered 404: manifest for "registry.example.com/gpu:12.4" not found')):
-        below.warm(now=now - MINUTE)
+        below.warm_pools(now=now - MINUTE)
     Pool.objects.filter(pk=gpu.pk).update(warm_paused_until=now + 9 * MINUTE)
     demo = Pool.objects.get(name="demo")
     demo.warm_target = 4
     demo.save(update_fields=["warm_target"])
     for minutes in (30, 20, 10):
-        pool.warm_up(demo, now=now - minutes * MINUTE)
-    execution.sandbox_for(_lease("did:plc:quick", "claimed", now - 2 * MINUTE).pk, now=now - 2 * MINUTE)
-    for agent, most, guaranteed in ((PLAYERS[0], 8, 2), (PLAYERS[1], None, 1), ("did:plc:large", 1, 0), ("did:plc:new", 5, 3)):
+        pool.start_warm(demo, now=now - minutes * MINUTE)
+    execution.ensure_sandbox_ready(_acquire_lease("did:plc:quick", "claimed", now - 2 * MINUTE).pk, now=now - 2 * MINUTE)
+    for agent, most, guaranteed in (
+        (AGENT_DIDS[0], 8, 2),
+        (AGENT_DIDS[1], None, 1),
+        ("did:plc:large", 1, 0),
+        ("did:plc:new", 5, 3),
+    ):
         Quota.objects.update_or_create(pool=demo, agent_did=agent, defaults={"most": most, "guaranteed": guaranteed})
     Pool.objects.create(name="small", provider="memory", capacity=2)
     for index in range(6):
-        _used(f"did:plc:crowd{index}", "queue", now - HOUR + index * MINUTE, pool="small")
+        _acquire_used_lease(f"did:plc:crowd{index}", "queue", now - HOUR + index * MINUTE, pool="small")
     old = Pool.objects.create(name="old-rack", provider="memory", capacity=6)
-    _used("did:plc:resident", "still-here", now - 20 * MINUTE, pool="old-rack")
-    pool.drain(old, draining=True, actor="operator")
+    _acquire_used_lease("did:plc:resident", "still-here", now - 20 * MINUTE, pool="old-rack")
+    pool.set_draining(old, draining=True, actor="operator")
     operator = User.objects.get(username="operator")
     LogEntry.objects.log_actions(operator.pk, [old], CHANGE, "Drain: its rack is moved on Thursday")  # type: ignore[arg-type]
 
 
-def _quarantine(memory: MemoryProvider, now: datetime) -> None:
+def _seed_quarantine(memory: MemoryProvider, now: datetime) -> None:
     for index in range(2):
-        lease = _lease(f"did:plc:ghost{index}", "haunted", now - 6 * HOUR)
-        execution.sandbox_for(lease.pk, now=now - 6 * HOUR)
+        lease = _acquire_lease(f"did:plc:ghost{index}", "haunted", now - 6 * HOUR)
+        execution.ensure_sandbox_ready(lease.pk, now=now - 6 * HOUR)
         leasing.end(lease.pk, reason="operator", now=now - 5 * HOUR, actor="admin", why="it was mining coins")
     trouble = 'engine answered 500: "device or resource busy: cannot unmount /var/lib/docker/overlay2/merged"'
     with memory.fail("destroy", Unavailable(trouble), times=100):
         for hour in range(9):
             sweeps.reclaim(now=now - 5 * HOUR + hour * 20 * MINUTE)
-    lost = _lease("did:plc:retry", "trying-again", now - HOUR)
-    execution.sandbox_for(lost.pk, now=now - HOUR)
+    lost = _acquire_lease("did:plc:retry", "trying-again", now - HOUR)
+    execution.ensure_sandbox_ready(lost.pk, now=now - HOUR)
     leasing.release(lost.pk, now=now - 4 * MINUTE, actor="key 3f9a1c20")
     with memory.fail("destroy", Unavailable(trouble), times=100):
         sweeps.reclaim(now=now - 3 * MINUTE)
     Sandbox.objects.filter(agent_did="did:plc:retry").update(deadline_at=now + MINUTE)
 
 
-def _state(memory: MemoryProvider, now: datetime) -> None:
+def _seed_agent_data(memory: MemoryProvider, now: datetime) -> None:
     """An agent that keeps much, in two sandboxes that disagree; copies of a workspace; data that cannot be stored."""
     agent = "did:plc:archivist"
     tree = {
@@ -367,52 +380,52 @@ def _state(memory: MemoryProvider, now: datetime) -> None:
         "campaign/odd\nname \u202etxt.exe": b"x\n",
     }
     for path, content in tree.items():
-        data_editing.put(agent, path, io.BytesIO(content), mode=0o755 if "exe" in path else 0o644, now=now - 30 * HOUR)
-    one, two = (_used(agent, name, now - 5 * HOUR) for name in ("library", "reading-room"))
+        data_editing.put_file(agent, path, io.BytesIO(content), mode=0o755 if "exe" in path else 0o644, now=now - 30 * HOUR)
+    one, two = (_acquire_used_lease(agent, name, now - 5 * HOUR) for name in ("library", "reading-room"))
     for number in range(230):
-        memory.files(_box(one).ref)[f"{DATA}/memory/sessions/{number:04}.json"] = File(b"{}" * number)
-    memory.files(_box(one).ref)[f"{DATA}/memory/latest"] = Link("2026-11-21.md")
-    memory.files(_box(one).ref)[f"{DATA}/campaign/" + "long/" * 220 + "way"] = File(b"x")
-    _sh(one, "echo one >/data/plan.md", now - 4 * HOUR)
-    memory.files(_box(two).ref)[f"{DATA}/plan.md"] = File(b"two\n")
-    _sh(two, "true", now - 2 * HOUR)
+        memory.files(_get_sandbox(one).ref)[f"{DATA}/memory/sessions/{number:04}.json"] = File(b"{}" * number)
+    memory.files(_get_sandbox(one).ref)[f"{DATA}/memory/latest"] = Link("2026-11-21.md")
+    memory.files(_get_sandbox(one).ref)[f"{DATA}/campaign/" + "long/" * 220 + "way"] = File(b"x")
+    _run_shell(one, "echo one >/data/plan.md", now - 4 * HOUR)
+    memory.files(_get_sandbox(two).ref)[f"{DATA}/plan.md"] = File(b"two\n")
+    _run_shell(two, "true", now - 2 * HOUR)
     for name, minutes in (("before the exam", 90), ("", 60)):
-        snapshots.take(one.pk, name=name, now=now - minutes * MINUTE, actor="operator")
-    oldest = workspace.of(one.pk).last()
+        snapshots.take_snapshot(one.pk, name=name, now=now - minutes * MINUTE, actor="operator")
+    oldest = workspace.find_by_holder(one.pk).last()
     assert oldest
-    fork.fork(one, leasing.Ask(agent, "library-2", "catan", pool="demo"), snapshot=oldest.pk, now=now - 30 * MINUTE)
-    stuck = _used("did:plc:stubborn", "annex", now - 40 * MINUTE)
+    fork.fork(one, leasing.LeaseRequest(agent, "library-2", "catan", pool="demo"), snapshot=oldest.pk, now=now - 30 * MINUTE)
+    stuck = _acquire_used_lease("did:plc:stubborn", "annex", now - 40 * MINUTE)
     with memory.fail("get_files", Unavailable('engine answered 500: "input/output error"'), times=1):
-        _sh(stuck, "echo x >/data/note.md", now - 25 * MINUTE)
+        _run_shell(stuck, "echo x >/data/note.md", now - 25 * MINUTE)
 
 
-def _sh(lease: Lease, line: str, at: datetime) -> None:
-    execution.exec_in(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=at, actor="key 3f9a1c20")
+def _run_shell(lease: Lease, line: str, at: datetime) -> None:
+    execution.exec_command(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=at, actor="key 3f9a1c20")
 
 
-def _budgets(now: datetime) -> None:
+def _seed_budgets(now: datetime) -> None:
     """What may be spent: within, past the warning level, exhausted, and off."""
-    _used("did:plc:thrifty", "essay-3", now - 2 * HOUR)
-    metering.meter(now=now - HOUR)
+    _acquire_used_lease("did:plc:thrifty", "essay-3", now - 2 * HOUR)
+    metering.meter_usage(now=now - HOUR)
     one = Budget(scope="agent", subject="did:plc:thrifty", amount=Decimal("0.9"), unit="hours", period="ever")
-    budgets.save(one, now=now - HOUR)
-    budget_enforcement.enforce(now=now - HOUR)  # ends its lease
-    metering.meter(now=now)
-    costs.price(now=now)
+    budgets.save_budget(one, now=now - HOUR)
+    budget_enforcement.enforce_budgets(now=now - HOUR)  # ends its lease
+    metering.meter_usage(now=now)
+    costs.price_usage(now=now)
     for scope, subject, amount, unit, period, more in (
         ("all", "", "400", "hours", "month", {}),
-        ("agent", PLAYERS[0], "0.05", "usd", "ever", {"hard": False}),
-        ("agent", PLAYERS[1], "3.3", "hours", "ever", {}),
+        ("agent", AGENT_DIDS[0], "0.05", "usd", "ever", {"hard": False}),
+        ("agent", AGENT_DIDS[1], "3.3", "hours", "ever", {}),
         ("environment_type", "catan", "50", "hours", "ever", {"grace": 4 * HOUR}),
         ("key", str(AgentKey.objects.get(name="tournament server").pk), "25", "usd", "day", {"warn_percent": 60}),
-        ("agent", PLAYERS[2], "12.5", "usd", "month", {"active": False}),
+        ("agent", AGENT_DIDS[2], "12.5", "usd", "month", {"active": False}),
         ("account", "house", "1200", "usd", "month", {"warn_percent": 90}),
     ):
         known = {"scope": scope, "subject": subject, "unit": unit, "period": period, **more}
-        budgets.save(Budget(amount=Decimal(amount), **known), now=now - MINUTE)
+        budgets.save_budget(Budget(amount=Decimal(amount), **known), now=now - MINUTE)
 
 
-def _sweeps(now: datetime) -> None:
+def _seed_sweeps(now: datetime) -> None:
     for name, age, every, counts, error in (
         ("expire", 20, MINUTE, {"expired": 2}, ""),
         ("reclaim", 25, MINUTE, {"destroyed": 3}, "7b0c: engine answered 500"),

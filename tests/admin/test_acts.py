@@ -17,7 +17,7 @@ from sandboxes import eviction
 from sandboxes.models import Pool, Sandbox, Transition
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from tests.admin.conftest import NOW, box_of
+from tests.admin.conftest import NOW, ensure_sandbox
 from tests.conftest import MINUTE
 
 pytestmark = pytest.mark.django_db
@@ -46,7 +46,7 @@ def state_of(sandbox: Sandbox) -> str:
 
 
 def test_an_operator_ends_a_lease_and_says_why(operator: Client, lease: Lease) -> None:
-    sandbox = box_of(lease)
+    sandbox = ensure_sandbox(lease)
     answer = operator.post(url(lease), WHY)
     assert answer.headers["HX-Redirect"] == f"/admin/leases/lease/{lease.pk}/change/"
     assert said(answer) == ["1 lease ended."]
@@ -150,7 +150,7 @@ def destroy(sandbox: Sandbox) -> str:
 
 
 def test_destroying_a_held_sandbox_ends_its_lease(operator: Client, lease: Lease) -> None:
-    sandbox = box_of(lease)
+    sandbox = ensure_sandbox(lease)
     assert said(operator.post(destroy(sandbox), WHY)) == ["1 sandbox being destroyed."]
     lease.refresh_from_db()
     assert (lease.status, lease.end_reason, state_of(sandbox)) == ("expired", "operator", "destroying")
@@ -158,7 +158,7 @@ def test_destroying_a_held_sandbox_ends_its_lease(operator: Client, lease: Lease
 
 
 def test_destroying_one_that_nobody_holds_gives_it_up(operator: Client, lease: Lease) -> None:
-    sandbox = box_of(lease)
+    sandbox = ensure_sandbox(lease)
     Sandbox.objects.filter(pk=sandbox.pk).update(holder=None)
     operator.post(destroy(sandbox), WHY)
     last = Transition.objects.filter(sandbox=sandbox).first()
@@ -169,9 +169,9 @@ def test_destroying_one_that_nobody_holds_gives_it_up(operator: Client, lease: L
 
 
 def test_a_sandbox_that_is_given_up_does_not_end_the_lease_that_has_the_next_one(operator: Client, lease: Lease) -> None:
-    old = box_of(lease)
-    eviction.give_up(old.pk, now=NOW, reason="lost")
-    new = execution.sandbox_for(lease.pk, now=NOW)
+    old = ensure_sandbox(lease)
+    eviction.schedule_destroy(old.pk, now=NOW, reason="lost")
+    new = execution.ensure_sandbox_ready(lease.pk, now=NOW)
     assert said(operator.post(destroy(old), WHY)) == ["Nothing changed: given up before."]
     lease.refresh_from_db()
     assert (lease.status, state_of(new)) == ("active", "warm")
@@ -180,7 +180,7 @@ def test_a_sandbox_that_is_given_up_does_not_end_the_lease_that_has_the_next_one
 @pytest.fixture
 def quarantined(lease: Lease, memory: MemoryProvider, settings) -> Sandbox:
     settings.DESTROY_TRIES = 1
-    sandbox = box_of(lease)
+    sandbox = ensure_sandbox(lease)
     with memory.fail("destroy", Unavailable("engine down")):
         leasing.end(lease.pk, reason="released", now=NOW)
         sweeps.reclaim(now=NOW)
@@ -200,7 +200,7 @@ def test_a_retried_destroy_leaves_quarantine_and_the_next_sweep_destroys_it(oper
 
 
 def test_retry_is_for_quarantine_only(operator: Client, lease: Lease) -> None:
-    sandbox = box_of(lease)
+    sandbox = ensure_sandbox(lease)
     assert b"Retry destroy" not in operator.get(f"/admin/sandboxes/sandbox/{sandbox.pk}/change/").content.split(b"<main")[0]
     done = bulk(operator, "sandboxes/sandbox", "retry_all", [sandbox.pk], confirm="1", **WHY)
     assert said(done) == ["1 skipped: not in quarantine."]
@@ -214,7 +214,7 @@ def test_a_key_is_shown_once(administrator: Client) -> None:
     row = AgentKey.objects.get()
     assert (row.name, row.dids, row.operator) == ("ci", ["did:plc:ada", "did:plc:bob"], False)
     key = next(word for word in done.content.decode().split() if word.startswith("lh_") and len(word) == 55)
-    assert api_keys.find(key, now=NOW) == row
+    assert api_keys.find_active_key(key, now=NOW) == row
     for page in ("", f"{row.pk}/change/", f"{row.pk}/history/"):
         assert key not in administrator.get(f"/admin/leases/agentkey/{page}").content.decode()
     assert key not in str(LogEntry.objects.values_list("object_repr", "change_message"))
@@ -227,12 +227,12 @@ def test_a_key_for_nobody_or_for_nonsense_is_not_issued(administrator: Client, d
 
 
 def test_a_revoked_key_is_refused_and_a_key_is_never_edited(administrator: Client, operator: Client) -> None:
-    row, key = api_keys.issue(["did:plc:ada"], now=NOW)
+    row, key = api_keys.issue_key(["did:plc:ada"], now=NOW)
     page = f"/admin/leases/agentkey/{row.pk}"
     assert operator.post(f"{page}/revoke/", WHY).status_code == 403
     assert administrator.post(f"{page}/change/", {"name": "mine", "dids": "did:plc:eve"}).status_code == 403
     assert said(administrator.post(f"{page}/revoke/", WHY)) == ["1 API key revoked."]
-    assert api_keys.find(key, now=NOW) is None
+    assert api_keys.find_active_key(key, now=NOW) is None
 
 
 # --- what may be edited -------------------------------------------------------------------------------------------

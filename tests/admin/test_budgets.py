@@ -13,7 +13,14 @@ from django.test import Client
 from django.utils import timezone
 
 from billing import budgets, dates, metering
-from billing.admin.budgets import LINES, MOST, PASS, BudgetAdmin, everywhere, overshoot
+from billing.admin.budgets import (
+    MAX_NOTICES,
+    MAX_PANEL_ROWS,
+    SWEEP_INTERVAL,
+    BudgetAdmin,
+    build_all_notices,
+    describe_overshoot,
+)
 from billing.models import Account, Budget
 from controlplane import schedules
 from controlplane.console import dashboard
@@ -22,9 +29,9 @@ from leases.models import Agent, Lease
 from sandboxes.db import clock
 from sandboxes.models import Event
 from sandboxes.runs import Command
-from tests.admin.conftest import queries
+from tests.admin.conftest import count_queries
 from tests.conftest import MINUTE
-from tests.support.billing import time_used
+from tests.support.billing import create_time_usage
 
 pytestmark = pytest.mark.django_db
 DAY, HOUR = timedelta(days=1), timedelta(hours=1)
@@ -40,7 +47,7 @@ ASKED = {
 def budget(amount: Any = 10, **fields: Any) -> Budget:
     known = {"scope": "all", "unit": "hours", "period": "ever", **fields}
     made = Budget(amount=Decimal(amount), **known)
-    budgets.save(made, now=timezone.now())
+    budgets.save_budget(made, now=timezone.now())
     return made
 
 
@@ -62,8 +69,8 @@ def spend(grant: Callable[..., Lease]) -> Callable[..., Lease]:
         now = timezone.now()
         began = now - hours * HOUR
         lease = grant(agent, environment, now=began, ttl=20 * HOUR, sleep_after=20 * HOUR, **ask)
-        execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=began)
-        metering.meter(now=now)
+        execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=began)
+        metering.meter_usage(now=now)
         return lease
 
     return make
@@ -125,7 +132,7 @@ def test_a_budget_that_is_none_is_refused(administrator: Client, wrong: dict[str
 
 
 def test_a_key_is_named_as_lists_show_it(administrator: Client) -> None:
-    key, _ = api_keys.issue([ADA], name="ci", now=timezone.now())
+    key, _ = api_keys.issue_key([ADA], name="ci", now=timezone.now())
     for said in (f"lh_{key.prefix}_…", key.prefix, str(key.pk)):
         assert administrator.post(f"{LIST}add/", {**ASKED, "scope": "key", "subject": said}).status_code == 302
     assert {each.subject for each in Budget.objects.all()} == {str(key.pk)}
@@ -179,7 +186,7 @@ def test_each_slice_shows_its_own(viewer: Client, spend: Callable[..., Lease]) -
 def test_what_was_spent_in_a_period_that_is_over_is_not_shown(viewer: Client) -> None:
     made = budget(1, period="day")
     long_ago = timezone.now() - timedelta(days=2)
-    began = budgets.period_of("day", long_ago)[0]
+    began = budgets.get_period_bounds("day", long_ago)[0]
     Budget.objects.filter(pk=made.pk).update(
         spent=1, period_began=began, warned_for=began, exhausted_for=began, exhausted_at=long_ago
     )  # fmt: skip
@@ -191,7 +198,7 @@ def test_what_was_spent_in_a_period_that_is_over_is_not_shown(viewer: Client) ->
 def test_a_list_costs_as_many_queries_for_40_budgets_as_for_4(viewer: Client) -> None:
     def fill(first: int, last: int) -> None:
         for number in range(first, last):
-            key, _ = api_keys.issue([ADA], now=timezone.now())
+            key, _ = api_keys.issue_key([ADA], now=timezone.now())
             Agent.objects.create(did=f"did:plc:a{number}")
             Account.objects.create(name=f"team-{number}")
             subjects = {
@@ -204,11 +211,11 @@ def test_a_list_costs_as_many_queries_for_40_budgets_as_for_4(viewer: Client) ->
                 budget(scope=scope, subject=subject)
 
     fill(0, 1)
-    cache.set("fleet", dashboard.look(), 600)
+    cache.set("fleet", dashboard.build_fleet_summary(), 600)
     viewer.get(LIST)
-    few = queries(viewer, LIST)
+    few = count_queries(viewer, LIST)
     fill(1, 10)
-    assert queries(viewer, LIST) == few <= 10
+    assert count_queries(viewer, LIST) == few <= 10
     assert "/admin/billing/account/" in viewer.get(LIST).content.decode()
 
 
@@ -223,13 +230,13 @@ def test_the_page_says_who_is_in_it_and_costs_the_same_for_many(viewer: Client, 
         ("did:plc:most", "2"), (ADA, "1"),
     ]  # fmt: skip
     assert f'href="/admin/leases/lease/{shown.context["within"][0][1].holder}/change/"' in shown.content.decode()
-    few = queries(viewer, page(made))
-    for number in range(MOST + 2):
+    few = count_queries(viewer, page(made))
+    for number in range(MAX_PANEL_ROWS + 2):
         spend(number / 100, f"did:plc:a{number}")
-    budgets.settle(made.pk, now=timezone.now())
+    budgets.update_spending(made.pk, now=timezone.now())
     shown = viewer.get(page(made))
-    assert len(shown.context["within"]) == MOST and f"of {MOST + 4}" in shown.content.decode()
-    assert queries(viewer, page(made)) < few <= 13  # there is nobody else to look for
+    assert len(shown.context["within"]) == MAX_PANEL_ROWS and f"of {MAX_PANEL_ROWS + 4}" in shown.content.decode()
+    assert count_queries(viewer, page(made)) < few <= 13  # there is nobody else to look for
 
 
 def test_a_budget_in_usd_lists_leases_that_cost_nothing_yet(viewer: Client, spend: Callable[..., Lease]) -> None:
@@ -242,7 +249,7 @@ def test_the_page_shows_what_was_said_of_this_budget_alone(viewer: Client, spend
     made, others = budget(1), [budget(1) for _ in range(10)]
     spend(2)
     for each in (made, *others):
-        budgets.settle(each.pk, now=timezone.now())
+        budgets.update_spending(each.pk, now=timezone.now())
     said = viewer.get(page(made)).context["said"]
     assert [each.kind for each in said] == ["budget.exhausted", "budget.warning"]
     assert Event.objects.filter(kind__startswith="budget.").count() == 22
@@ -252,18 +259,18 @@ def test_the_page_shows_what_was_said_of_this_budget_alone(viewer: Client, spend
 
 def test_the_bound_is_said_in_this_budgets_numbers() -> None:
     now = timezone.now()
-    hours = " ".join(overshoot(budget(10), 12, now))
+    hours = " ".join(describe_overshoot(budget(10), 12, now))
     assert "12 leases are open" in hours and "12 x 8 m = 1.6 hours" in hours and "up to 600 leases" in hours
-    usd = " ".join(overshoot(budget(10, unit="usd", grace=HOUR), 1, now))
+    usd = " ".join(describe_overshoot(budget(10, unit="usd", grace=HOUR), 1, now))
     assert "what 1 sandbox costs in 1 h 3 m" in usd
-    assert "no bound" in " ".join(overshoot(budget(10, hard=False), 12, now))
-    assert "It is off" in " ".join(overshoot(budget(10, active=False), 12, now))
-    assert schedules.every("meter") == schedules.every("budgets") == PASS
+    assert "no bound" in " ".join(describe_overshoot(budget(10, hard=False), 12, now))
+    assert "It is off" in " ".join(describe_overshoot(budget(10, active=False), 12, now))
+    assert schedules.get_interval("meter") == schedules.get_interval("budgets") == SWEEP_INTERVAL
 
 
 def test_the_page_says_when_it_runs_out(viewer: Client) -> None:
-    today = dates.day_of(timezone.now())
-    time_used(dates.midnight(today - DAY), 10 * HOUR)
+    today = dates.to_utc_date(timezone.now())
+    create_time_usage(dates.start_of_day(today - DAY), 10 * HOUR)
 
     def said(amount: Any, **fields: Any) -> tuple[str, str, str]:
         facts = viewer.get(page(budget(amount, **fields))).context["facts"]
@@ -294,11 +301,11 @@ def test_the_first_page_names_each_budget_past_its_warning_level(viewer: Client,
         assert shown.count('class="lh-notice lh-over') == 2
         assert shown.index(page(hard)) < shown.index(page(warned))
         assert "leases are refused and ended" in shown
-    for _ in range(LINES):
+    for _ in range(MAX_NOTICES):
         budget(1)
     cache.clear()
     shown = viewer.get("/admin/").content.decode()
-    assert shown.count('class="lh-notice lh-over') == LINES + 1 and f"{LIST}?slice=exhausted" in shown
+    assert shown.count('class="lh-notice lh-over') == MAX_NOTICES + 1 and f"{LIST}?slice=exhausted" in shown
 
 
 def test_notices_cost_one_query_whatever_their_number(spend: Callable[..., Lease], django_assert_num_queries: Any) -> None:
@@ -307,7 +314,7 @@ def test_notices_cost_one_query_whatever_their_number(spend: Callable[..., Lease
         for _ in range(count):
             budget(1)
         with django_assert_num_queries(1):
-            assert len(everywhere(timezone.now())) == count
+            assert len(build_all_notices(timezone.now())) == count
 
 
 def test_an_agents_page_names_the_budgets_that_its_leases_are_in(viewer: Client, spend: Callable[..., Lease]) -> None:
@@ -323,23 +330,23 @@ def test_an_agents_page_names_the_budgets_that_its_leases_are_in(viewer: Client,
 
 
 def test_a_leases_page_says_what_is_left_of_its_tightest_budget(viewer: Client, spend: Callable[..., Lease]) -> None:
-    key, _ = api_keys.issue([ADA], now=timezone.now())
+    key, _ = api_keys.issue_key([ADA], now=timezone.now())
     lease = spend(2, key_id=str(key.pk))
     url = f"/admin/leases/lease/{lease.pk}/change/"
     assert "nothing ends it for what it costs" in viewer.get(url).content.decode()
-    none = queries(viewer, url)
+    none = count_queries(viewer, url)
     budget(100), budget(1, hard=False)
     tight = budget("2.5", scope="key", subject=str(key.pk))
     shown = viewer.get(url)
     fact = next(fact for fact in shown.context["facts"] if fact.label == "2 hard budgets")
     assert fact.value == "0.5 hours left" and page(tight) in fact.note
     assert shown.content.decode().count('class="lh-notice lh-over') == 2  # the soft one, and this
-    assert queries(viewer, url) == none
+    assert count_queries(viewer, url) == none
 
 
 def test_a_lease_that_a_budget_has_ended_says_which(viewer: Client, spend: Callable[..., Lease]) -> None:
     lease, made = spend(2), budget(1, scope="agent", subject=ADA)
-    budget_enforcement.enforce(now=timezone.now())
+    budget_enforcement.enforce_budgets(now=timezone.now())
     url = f"/admin/leases/lease/{lease.pk}/change/"
     fact = next(fact for fact in viewer.get(url).context["facts"] if fact.label == "Ended by the budget")
     assert str(made) in fact.value and page(made) in fact.value

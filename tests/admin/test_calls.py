@@ -18,10 +18,10 @@ from django.utils.html import conditional_escape
 from leases import execution, leasing
 from leases.models import Agent, EnvironmentType, Lease
 from sandboxes import pool
-from sandboxes.admin.base import Fact
+from sandboxes.admin.base import SummaryField
 from sandboxes.egress import authorization
 from sandboxes.models import LlmCall, ModelRate, Sandbox
-from tests.admin.conftest import NOW, box_of
+from tests.admin.conftest import NOW, ensure_sandbox
 from tests.admin.test_pages import MARKUP
 from tests.conftest import MINUTE
 
@@ -46,11 +46,11 @@ def page(lease: Lease) -> str:
     return f"/admin/leases/lease/{lease.pk}/change/"
 
 
-def facts(client: Client, url: str) -> dict[str, Fact]:
+def facts(client: Client, url: str) -> dict[str, SummaryField]:
     return {fact.label: fact for fact in client.get(url).context["facts"]}
 
 
-def links(fact: Fact) -> dict[str, str]:
+def links(fact: SummaryField) -> dict[str, str]:
     """What the note of a fact links to, by its words, as a page shows it."""
     found = re.findall(r'<a [^>]*href="([^"]+)">([^<]+)</a>', conditional_escape(fact.note))
     return {words: unescape(href) for href, words in found}
@@ -134,7 +134,7 @@ def test_calls_are_narrowed_by_each_filter(viewer: Client, lease: Lease) -> None
 
 
 def test_a_call_is_found_by_whose_it_was_and_by_any_whole_id(viewer: Client, lease: Lease) -> None:
-    row = call(lease, sandbox=box_of(lease), call_id="0123456789abcdef0123456789abcdef")
+    row = call(lease, sandbox=ensure_sandbox(lease), call_id="0123456789abcdef0123456789abcdef")
     call(agent_did="did:plc:other", environment_id="elsewhere", model="o3")
     for said in (row.call_id, lease.pk, row.sandbox_id, lease.pk.hex, row.agent_did, row.environment_id, "gpt-4o"):
         assert listed(viewer, f"?q={said}") == [row.pk], said
@@ -224,7 +224,7 @@ def said(answer: HttpResponse) -> list[str]:
 
 
 def limits(lease: Lease) -> tuple[Decimal | None, Decimal | None]:
-    sandbox = pool.of(lease.pk)
+    sandbox = pool.find_by_holder(lease.pk)
     assert sandbox
     return Lease.objects.get(pk=lease.pk).llm_limit, sandbox.llm_limit
 
@@ -248,13 +248,13 @@ def test_an_operator_raises_lowers_and_lifts_the_limit_of_a_lease(operator: Clie
 
 def test_a_limit_holds_from_the_next_call_on(operator: Client, asked: Lease, settings: Any) -> None:
     settings.LLM_MODELS = ["m"]
-    Sandbox.objects.filter(pk=box_of(asked).pk).update(slot=7)
+    Sandbox.objects.filter(pk=ensure_sandbox(asked).pk).update(slot=7)
 
     def ask(number: int) -> None:
-        authorization.model_call(7, f"call-{number}", "/v1/messages", "m", streamed=False, size=1, now=timezone.now())
+        authorization.open_model_call(7, f"call-{number}", "/v1/messages", "m", streamed=False, size=1, now=timezone.now())
 
     set_to(operator, asked, "1.75")
-    with pytest.raises(authorization.Refused) as refused:
+    with pytest.raises(authorization.CallRefused) as refused:
         ask(1)
     assert (refused.value.status, refused.value.code) == (402, "spend_limit_reached")
     set_to(operator, asked, "1.76")
@@ -299,10 +299,10 @@ def test_a_sandbox_that_comes_later_has_the_limit_of_its_lease_as_it_is_then(
     lease.pool.warm_target = warm_target
     lease.pool.save(update_fields=["warm_target"])
     if warm_target:
-        pool.warm_up(lease.pool, now=NOW)
-    want = execution.want_for(lease, now=NOW)  # a request that began before the limit was set
+        pool.start_warm(lease.pool, now=NOW)
+    want = execution.build_sandbox_request(lease, now=NOW)  # a request that began before the limit was set
     set_to(operator, lease, "5")
-    assert pool.ready(want, now=NOW).llm_limit == 5
+    assert pool.ensure_running(want, now=NOW).llm_limit == 5
     assert limits(lease) == (5, 5)
 
 

@@ -12,14 +12,14 @@ from django.test import Client
 from django.utils import timezone
 
 from billing import budgets, costs
-from billing.dates import day_of, midnight
+from billing.dates import start_of_day, to_utc_date
 from billing.models import Budget
 from controlplane.console import dashboard
 from leases.models import Lease
 from sandboxes.models import AgentData, Attachment, LlmCall, Pool, Sandbox, Sweep, Webhook
-from tests.admin.conftest import box_of, queries
+from tests.admin.conftest import count_queries, ensure_sandbox
 from tests.conftest import MINUTE
-from tests.support.billing import rate, time_used
+from tests.support.billing import create_rate, create_time_usage
 
 pytestmark = pytest.mark.django_db
 NO_COUNTS = ("Capacity used", "Spent today", "This month")
@@ -29,7 +29,7 @@ NO_COUNTS = ("Capacity used", "Spent today", "This month")
 def troubled(grant: Callable[..., Lease]) -> None:
     """One or two of everything that a tile counts."""
     now = timezone.now()
-    boxes = [box_of(grant(agent=f"did:plc:a{number}", now=now)) for number in range(8)]
+    boxes = [ensure_sandbox(grant(agent=f"did:plc:a{number}", now=now)) for number in range(8)]
     grant(environment="late", now=now - 10 * MINUTE, ttl=MINUTE)
     Sandbox.objects.filter(pk=boxes[0].pk).update(state="running", open_runs=1)
     gone = {"state": "destroying", "deadline_at": now - 5 * MINUTE}
@@ -46,10 +46,10 @@ def troubled(grant: Callable[..., Lease]) -> None:
     Sweep.objects.create(name="never")
     Sweep.objects.create(name="in time", succeeded_at=now)
     Sweep.objects.create(name="late", succeeded_at=now - 4 * MINUTE)
-    time_used(now.replace(hour=0), agent="did:plc:a8")
+    create_time_usage(now.replace(hour=0), agent="did:plc:a8")
     for amount, fields in (("1", {}), ("0.9", {"hard": False}), ("1.1", {}), ("2", {}), ("1", {"active": False})):
         stated = Budget(scope="agent", subject="did:plc:a8", amount=Decimal(amount), unit="hours", period="day", **fields)
-        budgets.save(stated, now=now)
+        budgets.save_budget(stated, now=now)
     for number, (hours, kind, outcome) in enumerate(
         [(1, "llm", "ok"), (2, "llm", "refused"), (3, "relay", "ok"), (25, "llm", "ok")]
     ):
@@ -60,7 +60,7 @@ def troubled(grant: Callable[..., Lease]) -> None:
 
 
 def test_every_tile_links_to_exactly_what_it_counts(viewer: Client, troubled: None) -> None:
-    tiles = {tile.title: tile for tile in dashboard.look().tiles}
+    tiles = {tile.title: tile for tile in dashboard.build_fleet_summary().tiles}
     numbers = {title: tile.value for title, tile in tiles.items() if title not in NO_COUNTS}
     assert numbers == {
         "Active leases": "9", "Running now": "1", "In quarantine": "2", "Stalled": "1", "Leases overdue": "1",
@@ -74,7 +74,7 @@ def test_every_tile_links_to_exactly_what_it_counts(viewer: Client, troubled: No
 
 
 def test_every_state_in_a_pools_legend_links_to_its_sandboxes(viewer: Client, troubled: None, pool: Pool) -> None:
-    filling = next(each for each in dashboard.look().pools if each.stats.pk == pool.pk)
+    filling = next(each for each in dashboard.build_fleet_summary().pools if each.stats.pk == pool.pk)
     numbers = {part.state: part.number for part in filling.parts}
     assert numbers == {"warm": 1, "running": 1, "waiting": 2, "destroying": 3, "cold": 1}
     for part in filling.parts:
@@ -98,17 +98,17 @@ def test_an_empty_fleet_says_so(viewer: Client) -> None:
 
 
 def test_what_is_spent_stands_on_the_first_page(viewer: Client) -> None:
-    assert [(tile.title, tile.value) for tile in dashboard.look().tiles if tile.of == "billing.costrecord"] == [
+    assert [(tile.title, tile.value) for tile in dashboard.build_fleet_summary().tiles if tile.of == "billing.costrecord"] == [
         ("Spent today", "0.00"), ("This month", "0.00"),
     ]  # fmt: skip
     now = timezone.now()
-    today = day_of(now)
-    rate("time", "1")
+    today = to_utc_date(now)
+    create_rate("time", "1")
     for day, hours in ((today, 2), (today.replace(day=1), 3), (today.replace(day=1) - timedelta(days=1), 5)):
-        time_used(midnight(day), hours * 60 * MINUTE, provider="acme")
-    costs.price(now=now)
+        create_time_usage(start_of_day(day), hours * 60 * MINUTE, provider="acme")
+    costs.price_usage(now=now)
     first = {"2.00", "5.00"} if today.day > 1 else {"5.00"}
-    shown = [tile for tile in dashboard.look().tiles if tile.of == "billing.costrecord"]
+    shown = [tile for tile in dashboard.build_fleet_summary().tiles if tile.of == "billing.costrecord"]
     assert {tile.value for tile in shown} == first and shown[1].value == "5.00"
     page = viewer.get("/admin/").content.decode()
     for tile in shown:
@@ -141,13 +141,13 @@ def test_who_may_not_see_money_is_shown_no_number_of_it(
 def test_money_takes_three_queries_of_the_first_page(django_assert_num_queries: Any) -> None:
     now = timezone.now()
     with django_assert_num_queries(3):
-        dashboard.money_tiles(now)
-        dashboard.budget_tiles(now)
+        dashboard.build_spending_tiles(now)
+        dashboard.build_budget_tiles(now)
 
 
 def test_a_poll_is_answered_from_the_snapshot(viewer: Client, troubled: None) -> None:
     viewer.get("/admin/")
-    assert queries(viewer, "/admin/fleet/") <= 4  # session, user, permissions
+    assert count_queries(viewer, "/admin/fleet/") <= 4  # session, user, permissions
     answer = viewer.get("/admin/fleet/")
     assert "no-store" in answer.headers["Cache-Control"]
     assert b"<html" not in answer.content

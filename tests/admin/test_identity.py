@@ -8,11 +8,11 @@ from django.utils import timezone
 from leases import execution
 from leases.models import Agent, Lease
 from sandboxes.identity import curves, signing
-from sandboxes.identity.curves import Private
+from sandboxes.identity.curves import PrivateKey
 from sandboxes.models import MintedToken, SigningKey
 from tests.admin.conftest import NOW
 from tests.conftest import MINUTE
-from tests.support.secrets import texts
+from tests.support.secrets import list_key_encodings
 
 pytestmark = pytest.mark.django_db
 ADA = "did:plc:ada"
@@ -31,7 +31,7 @@ def do(client: Client, act: str, key: SigningKey, reason: str = "quarterly rotat
 
 
 def mint(lease: Lease, at=NOW) -> MintedToken:
-    return execution.service_token(lease.pk, aud=RELAY, lxm=SUBSCRIBE, now=at, actor="key 1a2b3c4d")[1]
+    return execution.mint_service_token(lease.pk, aud=RELAY, lxm=SUBSCRIBE, now=at, actor="key 1a2b3c4d")[1]
 
 
 def listed(client: Client, url: str) -> list:
@@ -40,7 +40,7 @@ def listed(client: Client, url: str) -> list:
 
 def test_a_key_is_created_with_a_reason_and_its_page_says_what_to_publish(administrator: Client) -> None:
     answer = administrator.post(f"{KEYS}add/", NEW, follow=True)
-    key = signing.active("did:plc:new")
+    key = signing.get_active_key("did:plc:new")
     assert (key.algorithm, key.created_by) == ("ES256", "administrator")
     assert answer.redirect_chain == [(page_of(key), 302)]
     shown = answer.content.decode()
@@ -53,28 +53,28 @@ def test_a_key_is_created_with_a_reason_and_its_page_says_what_to_publish(admini
     ("field", "value"), [("agent_did", "nonsense"), ("agent_did", ADA), ("reason", "x"), ("algorithm", "RS256")]
 )
 def test_a_key_that_cannot_be_created_is_refused_at_its_field(administrator: Client, field: str, value: str) -> None:
-    signing.create(ADA, now=NOW)
+    signing.create_key(ADA, now=NOW)
     answer = administrator.post(f"{KEYS}add/", NEW | {field: value})
     assert answer.status_code == 200 and field in answer.context["adminform"].form.errors
     assert SigningKey.objects.count() == 1
 
 
 def test_a_rival_who_creates_first_is_a_message(administrator: Client, monkeypatch) -> None:
-    generate = curves.generate
+    generate = curves.generate_key
 
-    def rival(algorithm: str) -> Private:  # after the form was found to be good
-        signing.create(NEW["agent_did"], now=NOW, private=generate())
+    def rival(algorithm: str) -> PrivateKey:  # after the form was found to be good
+        signing.create_key(NEW["agent_did"], now=NOW, private=generate())
         return generate(algorithm)
 
-    monkeypatch.setattr(curves, "generate", rival)
+    monkeypatch.setattr(curves, "generate_key", rival)
     answer = administrator.post(f"{KEYS}add/", NEW, follow=True)
     assert answer.status_code == 200 and b"The agent has a signing key" in answer.content
 
 
 def test_rotating_leads_to_the_new_key(administrator: Client) -> None:
-    old = signing.create(ADA, now=NOW)
+    old = signing.create_key(ADA, now=NOW)
     answer = do(administrator, "rotate", old)
-    new = signing.active(ADA)
+    new = signing.get_active_key(ADA)
     assert answer["HX-Redirect"] == page_of(new)
     assert (new.created_by, new.pk != old.pk) == ("administrator", True)
     assert LogEntry.objects.get().get_change_message() == "Rotate key: quarterly rotation"
@@ -83,9 +83,9 @@ def test_rotating_leads_to_the_new_key(administrator: Client) -> None:
 
 
 def test_revoking_asks_why_and_offers_another_key(administrator: Client) -> None:
-    key = signing.create(ADA, now=NOW)
+    key = signing.create_key(ADA, now=NOW)
     assert b"required" in do(administrator, "revoke", key, reason="").content
-    assert signing.active(ADA) == key
+    assert signing.get_active_key(ADA) == key
     assert do(administrator, "revoke", key)["HX-Redirect"] == page_of(key)
     shown = administrator.get(page_of(key)).content.decode()
     assert "none: create one" in shown and "Rotate key…" not in shown
@@ -93,27 +93,27 @@ def test_revoking_asks_why_and_offers_another_key(administrator: Client) -> None
 
 
 def test_only_an_administrator_creates_rotates_and_revokes(viewer: Client, operator: Client) -> None:
-    key = signing.create(ADA, now=NOW)
+    key = signing.create_key(ADA, now=NOW)
     for client in (viewer, operator):
         assert client.get(page_of(key)).status_code == 200
         assert "Rotate key…" not in client.get(page_of(key)).content.decode()
         assert client.post(f"{KEYS}add/", NEW).status_code == 403
         for act in ("rotate", "revoke"):
             assert do(client, act, key).status_code == 403
-    assert list(SigningKey.objects.all()) == [key] and signing.active(ADA) == key
+    assert list(SigningKey.objects.all()) == [key] and signing.get_active_key(ADA) == key
 
 
 def test_nobody_changes_or_deletes_a_key(superuser: Client) -> None:
-    key = signing.create(ADA, now=NOW)
+    key = signing.create_key(ADA, now=NOW)
     assert superuser.post(page_of(key), {"agent_did": "did:plc:bob"}).status_code == 403
     assert superuser.post(f"{KEYS}{key.pk}/delete/", {"post": "yes"}).status_code == 403
     assert superuser.get(f"{KEYS}{key.pk}/rotate/").status_code == 200  # the dialog, which asks
-    assert signing.active(ADA).agent_did == ADA
+    assert signing.get_active_key(ADA).agent_did == ADA
 
 
 def test_each_list_of_keys_shows_its_own(viewer: Client) -> None:
-    retired, revoked = signing.create(ADA, now=NOW), signing.create("did:plc:bob", now=NOW)
-    active = signing.rotate(ADA, now=NOW)
+    retired, revoked = signing.create_key(ADA, now=NOW), signing.create_key("did:plc:bob", now=NOW)
+    active = signing.rotate_key(ADA, now=NOW)
     signing.revoke_key(revoked, now=NOW)
     assert listed(viewer, KEYS) == [active]
     assert listed(viewer, f"{KEYS}?slice=retired") == [retired]
@@ -123,9 +123,9 @@ def test_each_list_of_keys_shows_its_own(viewer: Client) -> None:
 
 
 def test_tokens_are_found_by_whom_for_whom_and_what(viewer: Client, lease: Lease, grant) -> None:
-    key = signing.create(ADA, now=NOW)
+    key = signing.create_key(ADA, now=NOW)
     mine = mint(lease)
-    signing.create("did:plc:bob", now=NOW)
+    signing.create_key("did:plc:bob", now=NOW)
     other = mint(grant(agent="did:plc:bob"), at=timezone.now())
     assert listed(viewer, TOKENS) == [other, mine]
     assert listed(viewer, f"{TOKENS}?slice=valid") == [other]
@@ -139,9 +139,9 @@ def test_tokens_are_found_by_whom_for_whom_and_what(viewer: Client, lease: Lease
 
 
 def test_a_key_links_to_exactly_the_tokens_it_counts(viewer: Client, lease: Lease) -> None:
-    old = signing.create(ADA, now=NOW)
+    old = signing.create_key(ADA, now=NOW)
     mint(lease), mint(lease)
-    new = signing.rotate(ADA, now=NOW)
+    new = signing.rotate_key(ADA, now=NOW)
     mint(lease, at=NOW + MINUTE)
     for key, number in ((old, 2), (new, 1)):
         fact = next(fact for fact in viewer.get(page_of(key)).context["facts"] if fact.label == "Service tokens")
@@ -153,15 +153,15 @@ def test_an_agents_page_says_what_it_signs_with(administrator: Client, viewer: C
     url = f"/admin/leases/agent/{agent.pk}/change/"
     assert f"{KEYS}add/?agent_did=did%3Aplc%3Aada" in administrator.get(url).content.decode()
     assert f"{KEYS}add/" not in viewer.get(url).content.decode()
-    key = signing.create(ADA, now=NOW)
+    key = signing.create_key(ADA, now=NOW)
     assert page_of(key) in viewer.get(url).content.decode()
 
 
 def test_no_page_shows_a_private_key(superuser: Client, lease: Lease) -> None:
-    mine = [curves.generate(), curves.generate("ES256")]
-    key = signing.create(ADA, now=NOW, private=mine[0])
+    mine = [curves.generate_key(), curves.generate_key("ES256")]
+    key = signing.create_key(ADA, now=NOW, private=mine[0])
     token = mint(lease)
-    other = signing.create("did:plc:bob", now=NOW, private=mine[1])
+    other = signing.create_key("did:plc:bob", now=NOW, private=mine[1])
     signing.revoke_key(other, now=NOW)
     urls = [KEYS, f"{KEYS}?slice=all", f"{KEYS}add/", TOKENS, f"{TOKENS}{token.pk}/change/"]
     urls += [f"{KEYS}{each.pk}/{name}/" for each in (key, other) for name in ("change", "history")]
@@ -169,5 +169,5 @@ def test_no_page_shows_a_private_key(superuser: Client, lease: Lease) -> None:
     for url in urls:
         shown = superuser.get(url)
         assert shown.status_code == 200, url
-        assert not any(form in shown.content.decode() for private in mine for form in texts(private)), url
+        assert not any(form in shown.content.decode() for private in mine for form in list_key_encodings(private)), url
         assert sealed.hex() not in shown.content.decode() and repr(sealed) not in shown.content.decode()

@@ -21,21 +21,21 @@ from django.utils import timezone
 
 from billing import costs, metering, spending, statements
 from billing.admin import accounts
-from billing.admin.costs import why
-from billing.admin.formatting import fixed, short
-from billing.admin.rates import DELETE
-from billing.admin.usage import month_before, month_of
-from billing.dates import day_of
+from billing.admin.costs import explain_amount
+from billing.admin.formatting import format_money_aligned, format_quantity_brief
+from billing.admin.rates import DELETE_RATE_ACTION
+from billing.admin.usage import get_month, get_previous_month
+from billing.dates import to_utc_date
 from billing.models import Account, CostRecord, Credit, Membership, Rate, Statement, StatementLine, UsageRecord, Watermark
 from controlplane.console import dashboard
 from leases.models import Agent, Lease
-from tests.admin.conftest import queries
-from tests.support.billing import ADA, BOB, HOUR, calls, lease, rate, time_used
+from tests.admin.conftest import count_queries
+from tests.support.billing import ADA, BOB, HOUR, create_rate, create_time_usage, create_token_usage, derive_lease_id
 
 pytestmark = pytest.mark.django_db
 NOW = timezone.now()
 TODAY = NOW.astimezone(UTC).date()
-MONTH, LAST = month_of(NOW), month_before(NOW)
+MONTH, LAST = get_month(NOW), get_previous_month(NOW)
 LATER = TODAY + timedelta(days=3)
 MARKUP = "<img src=x onerror=alert(1)>"
 WHY = {"_form_submitted": "on", "reason": "it was agreed"}
@@ -45,9 +45,10 @@ WHY = {"_form_submitted": "on", "reason": "it was agreed"}
 def today(monkeypatch: pytest.MonkeyPatch) -> None:
     """What NOW says may have been said on the day before, or in the month."""
     now = timezone.now()
-    day = day_of(now)
+    day = to_utc_date(now)
     for name, value in [
-        ("NOW", now), ("TODAY", day), ("MONTH", month_of(now)), ("LAST", month_before(now)), ("LATER", day + timedelta(days=3)),
+        ("NOW", now), ("TODAY", day), ("MONTH", get_month(now)), ("LAST", get_previous_month(now)),
+        ("LATER", day + timedelta(days=3)),
     ]:  # fmt: skip
         monkeypatch.setattr(sys.modules[__name__], name, value)
 
@@ -57,9 +58,9 @@ def on(day: Any, hour: int = 0) -> datetime:
 
 
 def price() -> None:
-    for name in metering.NAMES:
+    for name in metering.WATERMARK_NAMES:
         Watermark.objects.update_or_create(name=name, defaults={"at": NOW})
-    costs.price(now=NOW)
+    costs.price_usage(now=NOW)
 
 
 def page(client: Client, path: str) -> str:
@@ -76,7 +77,7 @@ def said(answer: Any) -> list[str]:
 @pytest.fixture
 def team(db: None) -> Account:
     """Ada's account. At acme an hour is 0.25 USD, of which 2 a month are free."""
-    rate("time", "0.25", allowance=Decimal(2))
+    create_rate("time", "0.25", allowance=Decimal(2))
     account = Account.objects.create(name="team", title="The team")
     Membership.objects.create(agent_did=ADA, account=account)
     return account
@@ -85,10 +86,10 @@ def team(db: None) -> Account:
 @pytest.fixture
 def used(team: Account) -> Account:
     """Last month 10 h of Ada's; this month 4 h of hers, a call of 0.125, and an hour of Bob's in the house, which is free."""
-    time_used(on(LAST), 10 * HOUR, provider="acme")
-    time_used(on(MONTH), 4 * HOUR, provider="acme")
-    calls(on(MONTH, 1).strftime("%Y-%m-%dT%H:%M"), "0.125", provider="acme")
-    time_used(on(MONTH), HOUR, BOB, provider="acme", environment_id="game-2")
+    create_time_usage(on(LAST), 10 * HOUR, provider="acme")
+    create_time_usage(on(MONTH), 4 * HOUR, provider="acme")
+    create_token_usage(on(MONTH, 1).strftime("%Y-%m-%dT%H:%M"), "0.125", provider="acme")
+    create_time_usage(on(MONTH), HOUR, BOB, provider="acme", environment_id="game-2")
     price()
     return team
 
@@ -101,14 +102,14 @@ def fill(first: int, last: int) -> None:
         did = f"did:plc:a{number}"
         account = Account.objects.create(name=f"account-{number}")
         Membership.objects.create(agent_did=did, account=account)
-        statements.grant(account, Decimal(1), now=NOW, actor="eve", reason="for a start")
+        statements.grant_credit(account, Decimal(1), now=NOW, actor="eve", reason="for a start")
         for month in (LAST, MONTH):
-            time_used(on(month), HOUR, did, provider="acme")
-            calls(on(month).strftime("%Y-%m-%dT%H:%M"), "0.5", agent=did, provider="acme")
-        rate("disk", "1", instance_type=f"size-{number}")
+            create_time_usage(on(month), HOUR, did, provider="acme")
+            create_token_usage(on(month).strftime("%Y-%m-%dT%H:%M"), "0.5", agent=did, provider="acme")
+        create_rate("disk", "1", instance_type=f"size-{number}")
     price()
     for account in Account.objects.exclude(name="house"):
-        statements.close(account, LAST, now=NOW, actor="eve")
+        statements.close_month(account, LAST, now=NOW, actor="eve")
 
 
 PAGES = [
@@ -119,27 +120,27 @@ PAGES = [
 
 
 def test_a_list_costs_as_many_queries_for_40_rows_as_for_3(viewer: Client) -> None:
-    rate("time", "0.25")
+    create_rate("time", "0.25")
     fill(0, 3)
-    cache.set("fleet", dashboard.look(), 600)
+    cache.set("fleet", dashboard.build_fleet_summary(), 600)
     for each in PAGES:
         page(viewer, each)
-    few = {each: queries(viewer, f"/admin/{each}") for each in PAGES}
+    few = {each: count_queries(viewer, f"/admin/{each}") for each in PAGES}
     fill(3, 40)
-    assert {each: queries(viewer, f"/admin/{each}") for each in PAGES} == few
+    assert {each: count_queries(viewer, f"/admin/{each}") for each in PAGES} == few
     assert max(few.values()) <= 15
 
 
 def test_pages_of_one_row_cost_few_queries(viewer: Client, used: Account) -> None:
-    cache.set("fleet", dashboard.look(), 600)
-    statements.close(used, LAST, now=NOW, actor="eve")
-    credit = statements.grant(used, Decimal(1), now=NOW, actor="eve", reason="for a start")
+    cache.set("fleet", dashboard.build_fleet_summary(), 600)
+    statements.close_month(used, LAST, now=NOW, actor="eve")
+    credit = statements.grant_credit(used, Decimal(1), now=NOW, actor="eve", reason="for a start")
     for row in (
         CostRecord.objects.first(), UsageRecord.objects.first(), Rate.objects.first(), used, Membership.objects.first(), credit,
         Statement.objects.first(),
     ):  # fmt: skip
         assert row
-        assert queries(viewer, f"/admin/billing/{row._meta.model_name}/{row.pk}/change/") <= 15
+        assert count_queries(viewer, f"/admin/billing/{row._meta.model_name}/{row.pk}/change/") <= 15
 
 
 def test_sums_and_exports_are_of_exactly_what_is_filtered(viewer: Client, used: Account) -> None:
@@ -147,10 +148,11 @@ def test_sums_and_exports_are_of_exactly_what_is_filtered(viewer: Client, used: 
     for query, usd, number in (
         ("slice=month", "0.63", 3), ("slice=before", "2.00", 1), ("slice=all", "2.63", 4),
         (f"slice=all&agent_did={BOB}", "0.00", 1),
-        (f"slice=all&holder={lease(ADA)}", "2.63", 3), ("slice=all&environment_id=game-2", "0.00", 1),
+        (f"slice=all&holder={derive_lease_id(ADA)}", "2.63", 3), ("slice=all&environment_id=game-2", "0.00", 1),
         ("slice=all&provider=acme&item__exact=llm", "0.13", 1), (f"slice=all&account__id__exact={used.pk}", "2.63", 3),
         (f"slice=all&day_from={LAST}&day_to={LAST}", "2.00", 1), ("slice=all&provider=nowhere", "0.00", 0),
-        (f"slice=all&q={BOB}", "0.00", 1), (f"slice=all&q={lease(ADA)}", "2.63", 3), ("slice=all&holder=nonsense", "0.00", 0),
+        (f"slice=all&q={BOB}", "0.00", 1), (f"slice=all&q={derive_lease_id(ADA)}", "2.63", 3),
+        ("slice=all&holder=nonsense", "0.00", 0),
         ("slice=all&agent_did=%00", "2.63", 4),
     ):  # fmt: skip
         shown = page(viewer, f"billing/costrecord/?{query}")
@@ -165,7 +167,7 @@ def test_sums_and_exports_are_of_exactly_what_is_filtered(viewer: Client, used: 
 def test_an_export_has_every_amount_in_full(viewer: Client, used: Account) -> None:
     (line,) = json.loads(page(viewer, "billing/costrecord/export/json/?slice=before"))
     assert line == {
-        "day": str(LAST), "account": "team", "agent": ADA, "environment": "game-1", "lease": str(lease(ADA)),
+        "day": str(LAST), "account": "team", "agent": ADA, "environment": "game-1", "lease": str(derive_lease_id(ADA)),
         "provider": "acme", "item": "time", "quantity": "10", "free": "2", "usd": "2", "rate_usd": "0.25",
         "rate": str(Rate.objects.get(provider="acme").pk),
     }  # fmt: skip
@@ -181,7 +183,7 @@ def test_an_export_is_for_whoever_may_look(as_role: Any, viewer: Client) -> None
 
 @pytest.mark.parametrize(("quantity", "shown"), [("0", "0"), ("0.0004", "< 0.001"), ("1234.5678", "1,234.568"), ("5", "5")])
 def test_a_list_shows_as_much_of_a_quantity_as_it_needs(quantity: str, shown: str) -> None:
-    assert short(Decimal(quantity)) == shown
+    assert format_quantity_brief(Decimal(quantity)) == shown
 
 
 # --- a cost record ----------------------------------------------------------------------------------------------------
@@ -189,7 +191,7 @@ def test_a_list_shows_as_much_of_a_quantity_as_it_needs(quantity: str, shown: st
 
 def test_a_cost_says_why_it_is_that_much_and_of_which_usage(viewer: Client, used: Account) -> None:
     row = CostRecord.objects.get(day=LAST)
-    assert [(step.what, step.amount) for step in why(row)] == [
+    assert [(step.what, step.amount) for step in explain_amount(row)] == [
         ("Used, sandbox-hours", "10"), ("− free", "2"), ("= paid for", "8"), ("× rate, USD", "0.25"), ("= USD", "2"),
     ]  # fmt: skip
     usage = UsageRecord.objects.get(day=LAST)
@@ -200,30 +202,30 @@ def test_a_cost_says_why_it_is_that_much_and_of_which_usage(viewer: Client, used
 
 def test_a_call_costs_what_it_cost(viewer: Client, used: Account) -> None:
     row = CostRecord.objects.get(item="llm")
-    assert [(step.what, step.amount) for step in why(row)] == [("Model calls", "1"), ("USD", "0.125")]
+    assert [(step.what, step.amount) for step in explain_amount(row)] == [("Model calls", "1"), ("USD", "0.125")]
     assert "/admin/sandboxes/llmcall/?" in page(viewer, f"billing/costrecord/{row.pk}/change/")
 
 
 def test_what_is_not_paid_for_is_not_shown_as_its_usage(viewer: Client, team: Account) -> None:
-    time_used(on(MONTH), HOUR, provider="acme")
-    time_used(on(MONTH, 5), HOUR, provider="acme", state="cold")
+    create_time_usage(on(MONTH), HOUR, provider="acme")
+    create_time_usage(on(MONTH, 5), HOUR, provider="acme", state="cold")
     price()
     shown = viewer.get(f"/admin/billing/costrecord/{CostRecord.objects.get().pk}/change/").context["sources"]
     assert [each.state for each, *_ in shown] == ["waiting"]
 
 
 def test_a_plan_has_no_usage_of_its_own(viewer: Client, team: Account) -> None:
-    rate("plan", "5")
-    time_used(on(MONTH), HOUR, provider="acme")
+    create_rate("plan", "5")
+    create_time_usage(on(MONTH), HOUR, provider="acme")
     price()
     assert "a plan is charged once" in page(viewer, f"billing/costrecord/{CostRecord.objects.get(item='plan').pk}/change/")
 
 
 def test_a_lease_and_an_agent_say_what_they_cost_and_link_to_it(viewer: Client, lease: Lease) -> None:
-    rate("time", "0.25")
+    create_rate("time", "0.25")
     agent, _ = Agent.objects.get_or_create(did=lease.agent_did)
-    time_used(on(MONTH), 3 * HOUR, lease.agent_did, provider="acme", holder=lease.pk)
-    time_used(on(MONTH), HOUR, lease.agent_did, provider="acme", holder=uuid.uuid4())
+    create_time_usage(on(MONTH), 3 * HOUR, lease.agent_did, provider="acme", holder=lease.pk)
+    create_time_usage(on(MONTH), HOUR, lease.agent_did, provider="acme", holder=uuid.uuid4())
     price()
     for path, usd, query in (
         (f"leases/lease/{lease.pk}/change/", "0.75 USD", f"slice=all&holder={lease.pk}"),
@@ -239,31 +241,31 @@ def test_a_lease_and_an_agent_say_what_they_cost_and_link_to_it(viewer: Client, 
 
 
 def test_spending_adds_up_by_day_and_provider_with_model_calls_apart(team: Account) -> None:
-    rate("plan", "5")
+    create_rate("plan", "5")
     for days, hours in ((0, 1), (1, 10), (29, 6), (30, 50)):
-        time_used(on(TODAY - timedelta(days=days)), hours * HOUR, "did:plc:x", provider="acme", state="waiting")
-    calls((on(TODAY) - timedelta(hours=20)).strftime("%Y-%m-%dT%H:%M"), "3", agent="did:plc:y", provider="acme")
+        create_time_usage(on(TODAY - timedelta(days=days)), hours * HOUR, "did:plc:x", provider="acme", state="waiting")
+    create_token_usage((on(TODAY) - timedelta(hours=20)).strftime("%Y-%m-%dT%H:%M"), "3", agent="did:plc:y", provider="acme")
     price()
-    found = spending.look(now=NOW)
+    found = spending.build_overview(now=NOW)
     assert [day.day for day in found.days] == [TODAY - timedelta(days=number) for number in range(29, -1, -1)]
     recent = CostRecord.objects.filter(day__gt=TODAY - timedelta(days=30))
     assert found.usd == sum((row.usd for row in recent), Decimal(0))
-    assert found.days[-2].parts[spending.MODELS] == 3
+    assert found.days[-2].parts[spending.MODEL_CALLS_SERIES] == 3
     assert found.days[-2].parts["acme"] == sum(row.usd for row in recent.filter(day=TODAY - timedelta(days=1), item="time"))
     assert sum(found.series.values()) == sum(day.usd for day in found.days) == sum(found.items.values()) == found.usd
     plans = sum(row.usd for row in recent.filter(item="plan"))  # on a 31st its month began before these days did
-    assert found.series.get(spending.PLANS, 0) == plans and (plans > 0 or TODAY.day == 31)
+    assert found.series.get(spending.PLANS_SERIES, 0) == plans and (plans > 0 or TODAY.day == 31)
     assert max(day.bar for day in found.days) <= found.top
-    only = spending.look(now=NOW, agent="did:plc:y")
+    only = spending.build_overview(now=NOW, agent="did:plc:y")
     assert (only.usd, [each.agent_did for each in only.spenders]) == (3, ["did:plc:y"])
-    assert spending.look(now=NOW, account="team").usd == 0
+    assert spending.build_overview(now=NOW, account="team").usd == 0
 
 
 @pytest.mark.parametrize(
     ("most", "top"), [("0", "1"), ("1", "1"), ("1.01", "2"), ("4", "5"), ("5.5", "10"), ("0.03", "0.05"), ("70", "100")]
 )
 def test_an_axis_ends_at_a_round_number(most: str, top: str) -> None:
-    assert spending.nice(Decimal(most)) == Decimal(top)
+    assert spending.round_up_axis(Decimal(most)) == Decimal(top)
 
 
 def test_the_page_of_spending_narrows_and_bears_any_address(viewer: Client, used: Account) -> None:
@@ -281,14 +283,14 @@ def test_a_fresh_installation_says_what_to_expect(viewer: Client) -> None:
 
 
 def test_what_agents_wrote_is_no_markup(superuser: Client, team: Account) -> None:
-    time_used(on(MONTH), 9 * HOUR, MARKUP, provider="acme", environment_id=MARKUP)
-    calls(on(MONTH).strftime("%Y-%m-%dT%H:%M"), "1", agent=MARKUP, environment_id=MARKUP, provider=MARKUP[:32])
+    create_time_usage(on(MONTH), 9 * HOUR, MARKUP, provider="acme", environment_id=MARKUP)
+    create_token_usage(on(MONTH).strftime("%Y-%m-%dT%H:%M"), "1", agent=MARKUP, environment_id=MARKUP, provider=MARKUP[:32])
     Membership.objects.create(agent_did=MARKUP, account=team)
     price()
-    time_used(on(LAST), 9 * HOUR, MARKUP, provider="acme")
+    create_time_usage(on(LAST), 9 * HOUR, MARKUP, provider="acme")
     price()
-    statement, _ = statements.close(team, LAST, now=NOW, actor=MARKUP)
-    credit = statements.grant(team, Decimal(1), now=NOW, actor=MARKUP, reason=MARKUP)
+    statement, _ = statements.close_month(team, LAST, now=NOW, actor=MARKUP)
+    credit = statements.grant_credit(team, Decimal(1), now=NOW, actor=MARKUP, reason=MARKUP)
     member = Membership.objects.get(agent_did=MARKUP)
     rows = [("costrecord", each.pk) for each in CostRecord.objects.all()]
     rows += [("usagerecord", each.pk) for each in UsageRecord.objects.all()]
@@ -322,7 +324,7 @@ def test_a_rate_does_not_begin_in_the_past(administrator: Client) -> None:
 
 
 def test_a_rate_that_has_begun_is_only_read(superuser: Client) -> None:
-    begun = rate("time", "0.25")
+    begun = create_rate("time", "0.25")
     assert 'name="usd"' not in page(superuser, f"billing/rate/{begun.pk}/change/")
     assert superuser.post(f"/admin/billing/rate/{begun.pk}/change/", sent(usd="9")).status_code == 403
     assert superuser.post(f"/admin/billing/rate/{begun.pk}/delete/", {"post": "yes"}).status_code == 403
@@ -331,7 +333,7 @@ def test_a_rate_that_has_begun_is_only_read(superuser: Client) -> None:
 
 
 def test_an_administrator_deletes_a_rate_that_has_not_begun(administrator: Client) -> None:
-    later, other = (rate("time", "0.25", since=f"{LATER}", provider=name) for name in ("acme", "other"))
+    later, other = (create_rate("time", "0.25", since=f"{LATER}", provider=name) for name in ("acme", "other"))
     at = f"billing/rate/{later.pk}"
     assert "Delete…" in page(administrator, f"{at}/change/")
     assert administrator.post(f"/admin/{at}/withdraw/").status_code == 200 and Rate.objects.filter(pk=later.pk).exists()
@@ -354,25 +356,25 @@ def test_a_rate_that_has_begun_is_not_deleted(administrator: Client, team: Accou
 
 
 def test_a_rate_that_begins_while_it_is_asked_about_stays() -> None:
-    seen = rate("time", "0.25", since=f"{LATER}")
+    seen = create_rate("time", "0.25", since=f"{LATER}")
     Rate.objects.filter(pk=seen.pk).update(valid_from=NOW)
-    assert not DELETE.verb(seen, "eve", "it was agreed", NOW)
+    assert not DELETE_RATE_ACTION.verb(seen, "eve", "it was agreed", NOW)
     Rate.objects.filter(pk=seen.pk).update(valid_from=on(LATER))
-    time_used(on(LATER), HOUR, provider="acme")  # a clock that went wrong: something is priced by it
-    costs.price(now=on(LATER, 2))
-    assert not DELETE.verb(seen, "eve", "it was agreed", NOW) and Rate.objects.filter(pk=seen.pk).exists()
+    create_time_usage(on(LATER), HOUR, provider="acme")  # a clock that went wrong: something is priced by it
+    costs.price_usage(now=on(LATER, 2))
+    assert not DELETE_RATE_ACTION.verb(seen, "eve", "it was agreed", NOW) and Rate.objects.filter(pk=seen.pk).exists()
 
 
 @pytest.mark.parametrize("role", ["Viewer", "Operator"])
 def test_others_than_administrators_delete_no_rate(as_role: Callable[..., Client], role: str) -> None:
-    later, browser = rate("time", "0.25", since=f"{LATER}"), as_role(role)
+    later, browser = create_rate("time", "0.25", since=f"{LATER}"), as_role(role)
     assert "Delete…" not in page(browser, f"billing/rate/{later.pk}/change/")
     assert browser.post(f"/admin/billing/rate/{later.pk}/withdraw/", WHY).status_code == 403
     assert Rate.objects.filter(pk=later.pk).exists()
 
 
 def test_rates_are_not_deleted_in_bulk_or_past_what_asks_first(superuser: Client) -> None:
-    later = rate("time", "0.25", since=f"{LATER}")
+    later = create_rate("time", "0.25", since=f"{LATER}")
     assert superuser.post(f"/admin/billing/rate/{later.pk}/delete/", {"post": "yes"}).status_code == 403
     many = {"action": "delete_selected", "_selected_action": [str(later.pk)], "post": "yes"}
     superuser.post("/admin/billing/rate/?slice=later", many)
@@ -385,7 +387,7 @@ def test_prices_that_only_you_know_are_asked_for_until_they_are_set(viewer: Clie
         return {row.provider for row in viewer.get("/admin/billing/rate/?slice=own").context["cl"].result_list}
 
     assert "daytona" in asked()
-    rate("time", "0.1", provider="daytona", since="2021-01-01")
+    create_rate("time", "0.1", provider="daytona", since="2021-01-01")
     assert "daytona" not in asked()
     in_force = viewer.get("/admin/billing/rate/").context["cl"].result_list
     assert [row.usd for row in in_force if row.provider == "daytona"] == [Decimal("0.1")]
@@ -469,7 +471,7 @@ def test_a_month_that_is_closed_while_a_form_is_saved_refuses_what_it_says(
 
 
 def test_a_membership_that_began_in_what_is_closed_is_only_read(administrator: Client, used: Account) -> None:
-    statements.close(used, LAST, now=NOW, actor="eve")
+    statements.close_month(used, LAST, now=NOW, actor="eve")
     member, lab = Membership.objects.get(), Account.objects.create(name="lab")
     path = f"/admin/billing/membership/{member.pk}/change/"
     assert 'name="since"' not in page(administrator, path.removeprefix("/admin/"))
@@ -500,7 +502,7 @@ def test_credit_is_granted_and_taken_back_with_a_reason(administrator: Client, t
     back = f"/admin/billing/credit/{credit.pk}/take_back/"
     assert said(administrator.post(back, WHY)) == ["1 credit taken back."]
     assert said(administrator.post(back, WHY)) == ["1 credit taken back.", "Nothing changed: nothing is left of it."]
-    assert (statements.balance(team), Credit.objects.count()) == (0, 2)
+    assert (statements.get_balance(team), Credit.objects.count()) == (0, 2)
     assert "Take back" not in page(administrator, f"billing/credit/{credit.pk}/change/")
 
 
@@ -522,7 +524,7 @@ def test_a_month_is_closed_on_its_accounts_page(administrator: Client, used: Acc
 
 def test_months_are_offered_one_after_the_other(administrator: Client, used: Account) -> None:
     before = (LAST - timedelta(days=1)).replace(day=1)
-    time_used(on(before), 3 * HOUR, provider="acme")
+    create_time_usage(on(before), 3 * HOUR, provider="acme")
     price()
     asked = page(administrator, f"billing/account/{used.pk}/close_month/")
     assert f'<option value="{before}">' in asked
@@ -534,7 +536,7 @@ def test_months_are_offered_one_after_the_other(administrator: Client, used: Acc
 
 
 def test_a_month_that_cannot_be_closed_yet_says_why(administrator: Client, used: Account) -> None:
-    time_used(on(LAST, 5), HOUR, BOB, provider="acme")
+    create_time_usage(on(LAST, 5), HOUR, BOB, provider="acme")
     again = administrator.post(f"/admin/billing/account/{used.pk}/close_month/", {**WHY, "month": str(LAST)})
     assert "is not priced yet" in again.content.decode()
     assert not Statement.objects.exists()
@@ -542,12 +544,12 @@ def test_a_month_that_cannot_be_closed_yet_says_why(administrator: Client, used:
 
 def test_a_statement_shows_what_it_corrects(viewer: Client, used: Account) -> None:
     before = (LAST - timedelta(days=1)).replace(day=1)
-    time_used(on(before), 3 * HOUR, provider="acme")
+    create_time_usage(on(before), 3 * HOUR, provider="acme")
     price()
-    statements.close(used, before, now=NOW, actor="eve")
-    time_used(on(before, 9), 3 * HOUR, provider="acme")
+    statements.close_month(used, before, now=NOW, actor="eve")
+    create_time_usage(on(before, 9), 3 * HOUR, provider="acme")
     price()
-    made, _ = statements.close(used, LAST, now=NOW, actor="eve")
+    made, _ = statements.close_month(used, LAST, now=NOW, actor="eve")
     shown = viewer.get(f"/admin/billing/statement/{made.pk}/change/").context
     assert [(line["month"], line["usd"]) for line in shown["corrections"]] == [(f"{before:%Y-%m}", "0.75")]
     assert [(line["quantity"], line["usd"]) for line in shown["usage"]] == [("10", "2.00")]
@@ -565,13 +567,13 @@ def test_half_a_cent_is_rounded_up_on_every_page(viewer: Client, used: Account) 
     ("usd", "shown"), [("0", "0.0000"), ("0.00004", "< 0.0001"), ("0.00005", "0.0001"), ("1234567.123456789", "1,234,567.1235")]
 )
 def test_amounts_of_a_column_have_as_many_digits(usd: str, shown: str) -> None:
-    assert fixed(Decimal(usd)) == shown
+    assert format_money_aligned(Decimal(usd)) == shown
 
 
 def test_a_credit_may_be_as_large_as_the_form_takes(administrator: Client, team: Account) -> None:
     for _ in range(2):
         administrator.post(f"/admin/billing/account/{team.pk}/grant_credit/", {**WHY, "usd": "9999999999999.99"})
-    assert statements.balances() == {team.pk: Decimal("19999999999999.98")}
+    assert statements.get_balances() == {team.pk: Decimal("19999999999999.98")}
     assert "19,999,999,999,999.98" in page(administrator, "billing/account/")
 
 
@@ -591,8 +593,8 @@ def test_a_nul_in_an_address_is_no_fault(viewer: Client, used: Account, path: st
 
 
 def test_what_was_given_in_the_place_of_use_is_listed(viewer: Client, team: Account) -> None:
-    rate("cpu", "0.0012", by_use=True)
-    time_used(on(TODAY), HOUR, provider="acme")
+    create_rate("cpu", "0.0012", by_use=True)
+    create_time_usage(on(TODAY), HOUR, provider="acme")
     price()
     row = CostRecord.objects.get(item="cpu")
     shown = viewer.get(f"/admin/billing/costrecord/{row.pk}/change/").context
@@ -603,8 +605,8 @@ def test_what_was_given_in_the_place_of_use_is_listed(viewer: Client, team: Acco
 def test_each_rate_of_a_day_shows_what_was_used_while_it_counted(viewer: Client, team: Account) -> None:
     first = Rate(provider="cut", item="time", usd=Decimal(1), valid_from=on(LAST - timedelta(days=60)))
     Rate.objects.bulk_create([first, Rate(provider="cut", item="time", usd=Decimal(2), valid_from=on(LAST, 12))])
-    (before,) = time_used(on(LAST, 1), HOUR, provider="cut")
-    (after,) = time_used(on(LAST, 20), 2 * HOUR, provider="cut")
+    (before,) = create_time_usage(on(LAST, 1), HOUR, provider="cut")
+    (after,) = create_time_usage(on(LAST, 20), 2 * HOUR, provider="cut")
     price()
 
     def shown() -> list[tuple[int, list[int], bool]]:
@@ -615,7 +617,7 @@ def test_each_rate_of_a_day_shows_what_was_used_while_it_counted(viewer: Client,
         ]
 
     assert shown() == [(1, [before.pk], False), (2, [after.pk], False)]
-    (over,) = time_used(on(LAST, 11), 2 * HOUR, provider="cut")
+    (over,) = create_time_usage(on(LAST, 11), 2 * HOUR, provider="cut")
     price()
     assert shown() == [(2, [before.pk, over.pk], True), (3, [over.pk, after.pk], True)]
 
@@ -623,11 +625,11 @@ def test_each_rate_of_a_day_shows_what_was_used_while_it_counted(viewer: Client,
 def test_a_long_statement_is_shown_in_part_and_is_a_file_as_a_whole(
     viewer: Client, used: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accounts, "LINES", 2)
+    monkeypatch.setattr(accounts, "MAX_LINES_SHOWN", 2)
     for number in range(3):
-        time_used(on(LAST, number), HOUR, f"did:plc:a{number}", provider="acme")
+        create_time_usage(on(LAST, number), HOUR, f"did:plc:a{number}", provider="acme")
     price()
-    made, _ = statements.close(used, LAST, now=NOW, actor="eve")
+    made, _ = statements.close_month(used, LAST, now=NOW, actor="eve")
     StatementLine.objects.bulk_create(
         StatementLine(
             statement=made, kind="usage", for_month=LAST, agent_did=f"did:plc:b{number}", provider="acme", item="time",
@@ -651,7 +653,7 @@ def test_a_long_statement_is_shown_in_part_and_is_a_file_as_a_whole(
 
 @pytest.mark.parametrize("role", ["Viewer", "Operator"])
 def test_only_administrators_book_anything(as_role: Any, used: Account, role: str) -> None:
-    client, credit = as_role(role), statements.grant(used, Decimal(1), now=NOW, actor="eve", reason="for a start")
+    client, credit = as_role(role), statements.grant_credit(used, Decimal(1), now=NOW, actor="eve", reason="for a start")
     member = Membership.objects.get()
     for path, body in (
         (f"account/{used.pk}/grant_credit/", {**WHY, "usd": "5"}),
@@ -677,8 +679,8 @@ def test_an_act_on_no_account_is_not_found(administrator: Client, raw: str) -> N
 
 
 def test_nothing_that_was_booked_is_edited_or_deleted_here(superuser: Client, used: Account) -> None:
-    statement, _ = statements.close(used, LAST, now=NOW, actor="eve")
-    credit = statements.grant(used, Decimal(1), now=NOW, actor="eve", reason="for a start")
+    statement, _ = statements.close_month(used, LAST, now=NOW, actor="eve")
+    credit = statements.grant_credit(used, Decimal(1), now=NOW, actor="eve", reason="for a start")
     for row in (statement, credit):
         path = f"/admin/billing/{row._meta.model_name}/{row.pk}"
         assert superuser.post(f"{path}/change/", {"usd": "9"}).status_code == 403

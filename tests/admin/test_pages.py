@@ -13,16 +13,16 @@ from django.utils import timezone
 from controlplane.console import dashboard
 from leases import execution, leasing, sweeps, turns
 from leases.admin.leases import LeaseAdmin
-from leases.admin.timeline import LENGTH, timeline
+from leases.admin.timeline import PAGE_SIZE, load_timeline
 from leases.models import EnvironmentType, Lease, LeaseEvent, Turn
 from sandboxes import runs
 from sandboxes.admin.base import CappedPaginator
-from sandboxes.admin.sandboxes import SandboxAdmin, seconds_alive
+from sandboxes.admin.sandboxes import SandboxAdmin, compute_time_alive
 from sandboxes.identity import signing
 from sandboxes.models import LlmCall, Policy, Pool, Quota, Run, Sandbox, Sweep
-from sandboxes.providers.memory import Call, MemoryProvider, Outcome
+from sandboxes.providers.memory import MemoryProvider, ProgramCall, ProgramResult
 from sandboxes.runs import Command
-from tests.admin.conftest import NOW, box_of, queries
+from tests.admin.conftest import NOW, count_queries, ensure_sandbox
 from tests.conftest import MINUTE
 
 pytestmark = pytest.mark.django_db
@@ -30,7 +30,7 @@ MARKUP = """<img src=x onerror=alert(1)> x-data="alert(2)" {{ 7 }}"""
 
 
 def run(lease: Lease, *argv: str, now=NOW) -> Run:
-    return execution.exec_in(lease.pk, Command(argv=argv, timeout=MINUTE), now=now)[0]
+    return execution.exec_command(lease.pk, Command(argv=argv, timeout=MINUTE), now=now)[0]
 
 
 # --- what they cost -----------------------------------------------------------------------------------------------
@@ -43,12 +43,12 @@ def fill(grant: Callable[..., Lease], first: int, last: int) -> None:
         lease = grant(agent=f"did:plc:a{number}", environment="e", now=timezone.now())
         run(lease, "true", now=timezone.now())
         turns.take_turn(lease.pk, 1, {}, now=timezone.now())
-        signing.create(lease.agent_did, now=timezone.now())
-        execution.service_token(lease.pk, aud="did:web:relay.example", lxm="a.b.c", now=timezone.now())
+        signing.create_key(lease.agent_did, now=timezone.now())
+        execution.mint_service_token(lease.pk, aud="did:web:relay.example", lxm="a.b.c", now=timezone.now())
         Sweep.objects.create(name=f"sweep {number}")
         Pool.objects.create(name=f"pool-{number}", warm_target=1)
         Policy.objects.create(name=f"policy-{number}")
-        known = {"sandbox": box_of(lease), "holder": lease.pk, "agent_did": lease.agent_did, "ended_at": timezone.now()}
+        known = {"sandbox": ensure_sandbox(lease), "holder": lease.pk, "agent_did": lease.agent_did, "ended_at": timezone.now()}
         for outcome in ("ok", "refused"):
             LlmCall.objects.create(
                 call_id=f"{outcome}-{number}", started_at=NOW, deadline_at=NOW, outcome=outcome, code="no", **known
@@ -66,10 +66,10 @@ PAGES = [
 
 def costs(client: Client, pages: list[str]) -> dict[str, int]:
     """Queries for each page, with the snapshot behind the menu's badge there, as it nearly always is."""
-    cache.set("fleet", dashboard.look(), 600)
+    cache.set("fleet", dashboard.build_fleet_summary(), 600)
     for page in pages:  # what is asked for once in a process: the ids of content types
         client.get(f"/admin/{page}")
-    return {page: queries(client, f"/admin/{page}") for page in pages}
+    return {page: count_queries(client, f"/admin/{page}") for page in pages}
 
 
 def test_a_list_costs_as_many_queries_for_60_rows_as_for_3(viewer: Client, grant: Callable[..., Lease]) -> None:
@@ -82,7 +82,7 @@ def test_a_list_costs_as_many_queries_for_60_rows_as_for_3(viewer: Client, grant
 
 def test_the_page_of_a_lease_costs_the_same_after_60_turns_as_after_3(viewer: Client, lease: Lease) -> None:
     EnvironmentType.objects.filter(name="catan").update(turn_argv=["echo", '{"action": "roll"}'])
-    pages = [f"leases/lease/{lease.pk}/change/", f"sandboxes/sandbox/{box_of(lease).pk}/change/"]
+    pages = [f"leases/lease/{lease.pk}/change/", f"sandboxes/sandbox/{ensure_sandbox(lease).pk}/change/"]
     counts = []
     for until in (3, 60):
         for number in range(1, until):
@@ -115,7 +115,7 @@ def test_each_slice_of_leases_shows_its_own(viewer: Client, grant: Callable[...,
     grant(environment="soon", now=now, ttl=2 * MINUTE)
     grant(environment="late", now=now - 10 * MINUTE, ttl=5 * MINUTE)
     gone = grant(environment="gone", now=now)
-    execution.sandbox_for(gone.pk, now=now)
+    execution.ensure_sandbox_ready(gone.pk, now=now)
     leasing.end(gone.pk, reason="released", now=now)
     shown = {name: listed(viewer, f"/admin/leases/lease/?slice={name}") for name in LeaseAdmin.slices}
     assert shown == {
@@ -156,8 +156,8 @@ def test_a_wrong_address_is_no_error(viewer: Client, query: str) -> None:
 
 
 def test_stalled_is_in_flight_or_running_past_the_deadline(lease: Lease, grant: Callable[..., Lease]) -> None:
-    waiting = box_of(lease)
-    starting = box_of(grant(environment="starting"))
+    waiting = ensure_sandbox(lease)
+    starting = ensure_sandbox(grant(environment="starting"))
     Sandbox.objects.filter(pk=starting.pk).update(state="warming", deadline_at=NOW)
     stalled = Sandbox.objects.filter(SandboxAdmin.slices["stalled"].where(NOW + 3 * MINUTE))
     assert set(stalled) == {starting}
@@ -166,11 +166,11 @@ def test_stalled_is_in_flight_or_running_past_the_deadline(lease: Lease, grant: 
 
 
 def test_seconds_alive_are_those_with_a_process(lease: Lease) -> None:
-    sandbox = box_of(lease)
-    assert seconds_alive(sandbox, NOW + MINUTE) >= timedelta(seconds=59)
+    sandbox = ensure_sandbox(lease)
+    assert compute_time_alive(sandbox, NOW + MINUTE) >= timedelta(seconds=59)
     leasing.end(lease.pk, reason="released", now=NOW + MINUTE)
     sweeps.reclaim(now=NOW + 2 * MINUTE)
-    assert timedelta(seconds=119) <= seconds_alive(sandbox, NOW + timedelta(days=1)) <= timedelta(seconds=121)
+    assert timedelta(seconds=119) <= compute_time_alive(sandbox, NOW + timedelta(days=1)) <= timedelta(seconds=121)
 
 
 # --- a run --------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_seconds_alive_are_those_with_a_process(lease: Lease) -> None:
 
 def test_a_run_shows_its_command_and_what_it_wrote(viewer: Client, lease: Lease, memory: MemoryProvider, settings) -> None:
     settings.RUN_OUTPUT_KEPT = 8
-    memory.programs["mix"] = lambda call: Outcome(3, stdout=b"\xff\x1b[31m12345")
+    memory.programs["mix"] = lambda call: ProgramResult(3, stdout=b"\xff\x1b[31m12345")
     page = viewer.get(f"/admin/sandboxes/run/{run(lease, 'mix', 'two words').pk}/change/").content.decode()
     assert "mix &#x27;two words&#x27;" in page
     assert "exit 3" in page
@@ -205,11 +205,11 @@ def test_a_lease_tells_what_happened_to_it(viewer: Client, lease: Lease) -> None
     EnvironmentType.objects.filter(name="catan").update(turn_argv=["echo", '{"action": "roll"}'])
     turns.take_turn(lease.pk, 1, {}, now=NOW + 2 * MINUTE)
     leasing.end(lease.pk, reason="operator", now=NOW + 3 * MINUTE, actor="eve", why="enough")
-    entries, older = timeline(lease)
+    entries, older = load_timeline(lease)
     assert [entry.what for entry in entries] == ["Ended", "Sandbox", "Turn 1", "Run", "Sandbox", "Sandbox", "Granted"]
     assert (entries[0].who, entries[0].detail, entries[2].detail) == ("eve", "operator: enough", '{"action": "roll"}')
     assert older is None
-    only, _ = timeline(lease, only="turn")
+    only, _ = load_timeline(lease, only="turn")
     assert [entry.what for entry in only] == ["Turn 1"]
     assert b"operator: enough" in viewer.get(f"/admin/leases/lease/{lease.pk}/change/?only=lease").content
 
@@ -220,8 +220,8 @@ def test_a_timeline_is_read_page_by_page_without_losing_a_moment(lease: Lease) -
     )
     read, before = [], None
     while True:
-        entries, before = timeline(lease, before=before)
-        assert len(entries) <= LENGTH
+        entries, before = load_timeline(lease, before=before)
+        assert len(entries) <= PAGE_SIZE
         read += entries
         if before is None:
             break
@@ -232,7 +232,7 @@ def test_a_timeline_is_read_page_by_page_without_losing_a_moment(lease: Lease) -
 def test_a_command_that_ran_again_is_named_once(lease: Lease) -> None:
     for minute, argv in enumerate([["true"], ["true"], ["false"], ["true"]]):
         run(lease, *argv, now=NOW + minute * MINUTE)
-    entries, _ = timeline(lease, only="run")
+    entries, _ = load_timeline(lease, only="run")
     assert [entry.detail for entry in entries] == ["true", "false", "", "true"]
 
 
@@ -247,17 +247,17 @@ def test_a_timeline_bears_a_wrong_address(viewer: Client, lease: Lease, query: s
 def test_markup_that_agents_and_providers_wrote_stays_text(
     superuser: Client, grant: Callable[..., Lease], memory: MemoryProvider, pool: Pool
 ) -> None:
-    def shout(call: Call) -> Outcome:
-        return Outcome(0, stdout=b'{"action": "%s"}' % MARKUP.replace('"', "'").encode(), stderr=MARKUP.encode())
+    def shout(call: ProgramCall) -> ProgramResult:
+        return ProgramResult(0, stdout=b'{"action": "%s"}' % MARKUP.replace('"', "'").encode(), stderr=MARKUP.encode())
 
     memory.programs["shout"] = shout
     EnvironmentType.objects.filter(name="catan").update(turn_argv=["shout", MARKUP])
     lease = grant(agent=MARKUP, environment=MARKUP, now=timezone.now())
     ran = run(lease, "shout", MARKUP, now=timezone.now())
     turns.take_turn(lease.pk, 1, {}, now=timezone.now())
-    sandbox = box_of(lease)
+    sandbox = ensure_sandbox(lease)
     Sandbox.objects.filter(pk=sandbox.pk).update(last_error=MARKUP, tries=1)
-    lost = box_of(grant(agent="did:plc:lost", environment=MARKUP, now=timezone.now()))
+    lost = ensure_sandbox(grant(agent="did:plc:lost", environment=MARKUP, now=timezone.now()))
     Sandbox.objects.filter(pk=lost.pk).update(
         state="destroying", last_error=MARKUP, quarantined_at=NOW, deadline_at=NOW, image=MARKUP
     )

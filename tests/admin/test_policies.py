@@ -8,7 +8,7 @@ from django.test import Client
 from leases import execution
 from leases.models import EnvironmentType, Lease
 from sandboxes.models import Policy, Sandbox
-from sandboxes.models.policies import SEALED
+from sandboxes.models.policies import SEALED_POLICY_NAME
 from tests.admin.conftest import NOW
 
 pytestmark = pytest.mark.django_db
@@ -26,10 +26,10 @@ def page(policy: Policy) -> str:
 @pytest.fixture
 def builders(grant: Callable[..., Lease]) -> Policy:
     """The policy of catan, and of one sandbox; another sandbox has none."""
-    execution.sandbox_for(grant(environment="sealed-one").pk, now=NOW)
+    execution.ensure_sandbox_ready(grant(environment="sealed-one").pk, now=NOW)
     policy = Policy.objects.create(name="builders", writable_root=True, models=["a", "b", "c*"])
     EnvironmentType.objects.filter(name="catan").update(policy=policy)
-    execution.sandbox_for(grant(environment="loose-one").pk, now=NOW)
+    execution.ensure_sandbox_ready(grant(environment="loose-one").pk, now=NOW)
     return policy
 
 
@@ -43,7 +43,7 @@ def test_an_administrator_makes_a_policy(administrator: Client) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"name": SEALED}, "already exists"),
+        ({"name": SEALED_POLICY_NAME}, "already exists"),
         ({"calls_per_minute": "0"}, "greater than or equal to 1"),
         ({"models": "x" * 201}, "at most 64"),
     ],
@@ -62,7 +62,7 @@ def test_editing_a_policy_keeps_its_name(administrator: Client, builders: Policy
 
 
 def test_nobody_edits_the_built_in_policy(superuser: Client) -> None:
-    sealed = Policy.objects.get(name=SEALED)
+    sealed = Policy.objects.get(name=SEALED_POLICY_NAME)
     shown = superuser.get(page(sealed))
     assert shown.status_code == 200
     assert b'name="_save"' not in shown.content
@@ -78,7 +78,7 @@ def test_an_operator_reads_policies_and_writes_none(operator: Client, builders: 
 
 
 def test_a_policys_page_says_who_has_it_and_links_to_exactly_those(viewer: Client, builders: Policy) -> None:
-    for policy, environment in ((builders, "loose-one"), (Policy.objects.get(name=SEALED), "sealed-one")):
+    for policy, environment in ((builders, "loose-one"), (Policy.objects.get(name=SEALED_POLICY_NAME), "sealed-one")):
         facts = {each.label: each for each in viewer.get(page(policy)).context["facts"]}
         assert facts["Live sandboxes"].value == "1"
         listed = viewer.get(facts["Live sandboxes"].href).context["cl"].result_list
@@ -90,7 +90,7 @@ def test_a_policys_page_says_who_has_it_and_links_to_exactly_those(viewer: Clien
 
 def test_the_list_says_what_each_loosens(viewer: Client, builders: Policy) -> None:
     shown = viewer.get(LIST).content.decode()
-    for word in ("builders", "writable", "and 2 more", SEALED, "read-only", "600 a minute"):
+    for word in ("builders", "writable", "and 2 more", SEALED_POLICY_NAME, "read-only", "600 a minute"):
         assert word in shown
     assert [row.live for row in viewer.get(LIST).context["cl"].result_list] == [1, 1]
 
@@ -102,7 +102,7 @@ def test_a_sandboxs_page_names_its_policy(viewer: Client, builders: Policy) -> N
         if sandbox.policy:
             assert (page(builders) in said, note) == (True, "writable root")
         else:
-            assert (said, note) == (SEALED, "nothing beyond the rest")
+            assert (said, note) == (SEALED_POLICY_NAME, "nothing beyond the rest")
 
 
 def test_an_environment_type_is_given_a_policy(administrator: Client) -> None:

@@ -13,7 +13,7 @@ from sandboxes import sweeps
 from sandboxes.models import Pool, Quota, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from tests.admin.conftest import NOW, box_of
+from tests.admin.conftest import NOW, ensure_sandbox
 from tests.admin.test_acts import WHY, said
 from tests.admin.test_pages import costs
 from tests.conftest import MINUTE
@@ -57,7 +57,7 @@ def broken(pool: Pool, memory: MemoryProvider) -> Pool:
     """A pool whose circuit is open: three starts in a row have failed."""
     Pool.objects.filter(pk=pool.pk).update(warm_target=2)
     with memory.fail("create", Unavailable("no such image")):
-        sweeps.warm(now=timezone.now())
+        sweeps.warm_pools(now=timezone.now())
     assert has(pool, warm_failures=3)
     return pool
 
@@ -66,10 +66,10 @@ def test_an_open_circuit_says_why_and_an_operator_closes_it(operator: Client, br
     shown = operator.get(page(broken)).content.decode()
     assert "no such image" in shown
     assert "open for" in shown
-    assert sweeps.warm(now=timezone.now()).failures
+    assert sweeps.warm_pools(now=timezone.now()).failures
     assert said(operator.post(page(broken, "warm_again"), WHY)) == ["1 pool warming up again."]
     assert has(broken, warm_failures=0, warm_paused_until__isnull=True, warm_error__contains="no such image")
-    assert sweeps.warm(now=timezone.now()).counts == {"warmed up": 2}
+    assert sweeps.warm_pools(now=timezone.now()).counts == {"warmed up": 2}
     assert has(broken, warm_error="")
     assert "Warm up again…" not in offered(operator, broken)
     assert said(operator.post(page(broken, "warm_again"), WHY)) == ["Nothing changed: its circuit is not open."]
@@ -113,15 +113,15 @@ def test_every_number_of_a_pool_links_to_exactly_its_sandboxes(
 ) -> None:
     now = timezone.now()
     other = Pool.objects.create(name="other", provider="memory")
-    boxes = [box_of(grant(agent=f"did:plc:a{number}", now=now)) for number in range(5)]
-    box_of(grant(agent="did:plc:elsewhere", pool=other.name, now=now))
+    boxes = [ensure_sandbox(grant(agent=f"did:plc:a{number}", now=now)) for number in range(5)]
+    ensure_sandbox(grant(agent="did:plc:elsewhere", pool=other.name, now=now))
     Sandbox.objects.filter(pk=boxes[0].pk).update(state="cold")
     Sandbox.objects.filter(pk=boxes[1].pk).update(state="waiting", last_error="store down")
     Sandbox.objects.filter(pk=boxes[2].pk).update(lost_at=now)
     Sandbox.objects.filter(pk=boxes[3].pk).update(state="destroying", deadline_at=now, quarantined_at=now)
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     pool.refresh_from_db()
-    pools.warm_up(pool, now=now)
+    pools.start_warm(pool, now=now)
     context = viewer.get(page(pool)).context
     numbers = {fact.label: (str(fact.value), fact.href) for fact in context["facts"] if fact.href}
     assert {label: value for label, (value, _) in numbers.items()} == {
@@ -137,7 +137,7 @@ def test_every_number_of_a_pool_links_to_exactly_its_sandboxes(
 def test_what_is_ready_but_not_as_the_pool_is_now_is_said(viewer: Client, pool: Pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     pool.refresh_from_db()
-    pools.warm_up(pool, now=NOW)
+    pools.start_warm(pool, now=NOW)
     Pool.objects.filter(pk=pool.pk).update(image="other:2")
     fact = next(each for each in viewer.get(page(pool)).context["facts"] if each.label == "Ready, held by nobody")
     assert (fact.value, fact.note) == ("1", "1 wanted; 1 of another image or memory")
@@ -155,7 +155,7 @@ def quota(pool: Pool, **columns: object) -> Quota:
 def test_an_administrator_sets_a_quota_and_changes_it_but_not_what_is_used(
     administrator: Client, pool: Pool, lease: Lease
 ) -> None:
-    box_of(lease)
+    ensure_sandbox(lease)
     row = quota(pool)
     assert row.used == 1
     url = f"/admin/sandboxes/quota/{row.pk}/change/"
@@ -205,8 +205,8 @@ def test_others_see_quotas_and_do_not_change_them(operator: Client, viewer: Clie
 def test_pools_and_agents_link_to_their_quotas_and_these_to_their_sandboxes(
     administrator: Client, viewer: Client, pool: Pool, lease: Lease, grant: Callable[..., Lease]
 ) -> None:
-    box_of(lease)
-    box_of(grant(agent="did:plc:other"))
+    ensure_sandbox(lease)
+    ensure_sandbox(grant(agent="did:plc:other"))
     row = quota(pool, most=1)
     agent = Agent.objects.get(did=ADA)
     for shown in (page(pool), f"/admin/leases/agent/{agent.pk}/change/"):
@@ -232,7 +232,7 @@ def test_the_pages_of_a_pool_and_an_agent_cost_the_same_with_60_quotas_as_with_3
     counts = []
     for numbers in (range(3), range(3, 60)):
         for number in numbers:
-            box_of(grant(agent=f"did:plc:b{number}"))
+            ensure_sandbox(grant(agent=f"did:plc:b{number}"))
             quota(Pool.objects.create(name=f"p{number}"), most=1)
         for act in ("drain", "resume"):
             operator.post(page(pool, act), WHY)

@@ -8,14 +8,16 @@ from leases import execution
 from leases.models import Lease
 from sandboxes import processes
 from sandboxes.models import Process
-from sandboxes.processes import Launch
+from sandboxes.processes import ProcessSpec
 
 pytestmark = pytest.mark.django_db
 
 
 def start(lease: Lease, *argv: str, name: str = "") -> Process:
     now = timezone.now()
-    return processes.start(execution.want_for(lease, now=now), Launch(argv, {"TOKEN": "s3cret"}, name=name), now=now)
+    return processes.start_process(
+        execution.build_sandbox_request(lease, now=now), ProcessSpec(argv, {"TOKEN": "s3cret"}, name=name), now=now
+    )
 
 
 def test_the_list_has_what_runs_and_the_other_one_all(viewer: Client, lease: Lease) -> None:
@@ -31,7 +33,7 @@ def test_the_list_has_what_runs_and_the_other_one_all(viewer: Client, lease: Lea
 
 def test_a_page_says_what_became_of_it_and_for_which_lease(viewer: Client, lease: Lease) -> None:
     process = start(lease, "sleep", "300")
-    processes.kill(process, now=timezone.now())
+    processes.kill_process(process, now=timezone.now())
     page = viewer.get(f"/admin/sandboxes/process/{process.pk}/change/").content.decode()
     assert "killed" in page
     assert f"/admin/leases/lease/{lease.pk}/change/" in page

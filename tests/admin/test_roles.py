@@ -6,8 +6,8 @@ from django.contrib.auth.models import Group
 from django.test import Client, RequestFactory
 
 from leases.models import Lease
-from sandboxes.admin.base import Facts
-from tests.admin.conftest import box_of
+from sandboxes.admin.base import ReadOnlyModelAdmin
+from tests.admin.conftest import ensure_sandbox
 
 pytestmark = pytest.mark.django_db
 
@@ -57,7 +57,7 @@ def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client,
         assert b'name="_selected_action"' not in shown.content
         assert b"/add/" not in shown.content
     assert b"End lease" not in viewer.get(f"/admin/leases/lease/{lease.pk}/change/").content
-    shown = viewer.get(f"/admin/sandboxes/sandbox/{box_of(lease).pk}/change/").content
+    shown = viewer.get(f"/admin/sandboxes/sandbox/{ensure_sandbox(lease).pk}/change/").content
     assert b"Destroy now" not in shown
     assert "Evict…" not in shown.decode()
     shown = viewer.get(f"/admin/sandboxes/pool/{lease.pool_id}/change/").content
@@ -81,7 +81,7 @@ def test_a_user_without_a_role_sees_no_number(as_role, lease: Lease) -> None:
 
 def test_facts_are_read_only_even_for_a_superuser(superuser: Client, lease: Lease) -> None:
     request = RequestFactory().get("/")
-    facts = [page for page in admin.site._registry.values() if isinstance(page, Facts)]
+    facts = [page for page in admin.site._registry.values() if isinstance(page, ReadOnlyModelAdmin)]
     assert {page.model.__name__ for page in facts} == {
         "Lease", "Turn", "Sandbox", "Run", "Process", "Reading", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
         "MintedToken", "Event", "Delivery", "CostRecord", "UsageRecord", "Credit", "Statement",

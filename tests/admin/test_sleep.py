@@ -18,7 +18,7 @@ from sandboxes.models import Pool, Sandbox, Snapshot
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from sandboxes.state import workspace
-from tests.admin.conftest import NOW, box_of
+from tests.admin.conftest import NOW, ensure_sandbox
 from tests.admin.test_acts import WHY, bulk, said, state_of
 from tests.admin.test_pages import costs, run
 from tests.conftest import MINUTE
@@ -30,12 +30,12 @@ TRUE = Command(argv=["true"], timeout=MINUTE)
 @pytest.fixture
 def waiting(lease: Lease) -> Sandbox:
     run(lease, "true")
-    return box_of(lease)
+    return ensure_sandbox(lease)
 
 
 @pytest.fixture
 def cold(waiting: Sandbox) -> Sandbox:
-    assert eviction.sleep(waiting.pk, now=NOW + MINUTE, reason="idle", actor="sweep")
+    assert eviction.evict(waiting.pk, now=NOW + MINUTE, reason="idle", actor="sweep")
     return Sandbox.objects.get(pk=waiting.pk)
 
 
@@ -60,8 +60,8 @@ def test_an_evicted_sandbox_is_put_to_sleep_by_the_queue_and_not_by_the_request(
     asked = len(memory.calls)
     assert said(operator.post(page(waiting, "evict"), WHY)) == ["1 sandbox asked to sleep."]
     assert (state_of(waiting), len(memory.calls)) == ("waiting", asked)
-    assert queued() == [("leases.tasks.idle", ())]
-    assert tasks.idle() == "1 put to sleep"
+    assert queued() == [("leases.tasks.sweep_idle", ())]
+    assert tasks.sweep_idle() == "1 put to sleep"
     assert state_of(waiting) == "cold"
     assert events(lease) == [("sleep_asked_for", "operator", "it mines coins")]
     assert LogEntry.objects.get().get_change_message() == "Evict: it mines coins"
@@ -69,21 +69,21 @@ def test_an_evicted_sandbox_is_put_to_sleep_by_the_queue_and_not_by_the_request(
 
 
 def test_what_has_nothing_unsaved_in_it_is_evicted_too(operator: Client, lease: Lease) -> None:
-    assert said(operator.post(page(box_of(lease), "evict"), WHY)) == ["1 sandbox asked to sleep."]
-    assert tasks.idle() == "1 put to sleep"
+    assert said(operator.post(page(ensure_sandbox(lease), "evict"), WHY)) == ["1 sandbox asked to sleep."]
+    assert tasks.sweep_idle() == "1 put to sleep"
 
 
 def test_what_runs_again_is_left_alone(operator: Client, lease: Lease, waiting: Sandbox) -> None:
     assert runs.open_run(waiting, TRUE, now=timezone.now())
     assert said(operator.post(page(waiting, "evict"), WHY)) == ["Nothing changed: it runs again."]
-    assert tasks.idle() == "nothing to do"
+    assert tasks.sweep_idle() == "nothing to do"
     assert (state_of(waiting), queued(), events(lease), LogEntry.objects.count()) == ("running", [], [], 0)
 
 
 def test_a_use_after_it_was_asked_keeps_it_awake(operator: Client, lease: Lease, waiting: Sandbox) -> None:
     operator.post(page(waiting, "evict"), WHY)
     run(lease, "true", now=timezone.now())
-    assert tasks.idle() == "nothing to do"
+    assert tasks.sweep_idle() == "nothing to do"
     assert state_of(waiting) == "waiting"
 
 
@@ -103,13 +103,13 @@ def test_what_does_not_sleep_is_not_offered_and_stays(operator: Client, waiting:
 
 
 def test_many_are_evicted_if_they_wait(operator: Client, lease: Lease, waiting: Sandbox, grant: Callable[..., Lease]) -> None:
-    warm = box_of(grant(environment="warm", sleep_after=timedelta(hours=1)))
+    warm = ensure_sandbox(grant(environment="warm", sleep_after=timedelta(hours=1)))
     asked = bulk(operator, "sandboxes/sandbox", "evict_all", [waiting.pk, warm.pk])
     assert b"1 of 2 can be done now" in asked.content
     assert not queued()
     done = bulk(operator, "sandboxes/sandbox", "evict_all", [waiting.pk, warm.pk], confirm="1", **WHY)
     assert said(done) == ["1 sandbox asked to sleep. 1 skipped: not waiting."]
-    tasks.idle()
+    tasks.sweep_idle()
     assert (state_of(waiting), state_of(warm)) == ("cold", "warm")
 
 
@@ -123,9 +123,9 @@ def test_a_woken_sandbox_is_started_by_the_queue_and_not_by_the_request(
     assert said(operator.post(page(cold, "wake"), WHY)) == ["1 sandbox being woken."]
     assert (state_of(cold), len(memory.calls)) == ("cold", asked)
     [(name, args)] = queued()
-    assert (name, args) == ("leases.tasks.wake", (str(lease.pk), "operator"))
-    assert tasks.wake(*args) == "warm"
-    assert tasks.wake(*args) == "warm"  # a task may be delivered twice
+    assert (name, args) == ("leases.tasks.wake_sandbox", (str(lease.pk), "operator"))
+    assert tasks.wake_sandbox(*args) == "warm"
+    assert tasks.wake_sandbox(*args) == "warm"  # a task may be delivered twice
     after = Sandbox.objects.get(pk=cold.pk)
     assert (after.state, after.source, after.incarnation) == ("warm", "local", 2)
     assert {each.actor for each in after.transitions.all()[:2]} == {"operator"}
@@ -133,7 +133,7 @@ def test_a_woken_sandbox_is_started_by_the_queue_and_not_by_the_request(
 
 
 def test_what_woke_by_itself_is_left_alone(operator: Client, lease: Lease, cold: Sandbox) -> None:
-    execution.sandbox_for(lease.pk, now=timezone.now())
+    execution.ensure_sandbox_ready(lease.pk, now=timezone.now())
     assert said(operator.post(page(cold, "wake"), WHY)) == ["Nothing changed: it is warm now."]
     assert (queued(), events(lease)) == ([], [])
 
@@ -141,7 +141,7 @@ def test_what_woke_by_itself_is_left_alone(operator: Client, lease: Lease, cold:
 def test_what_ended_before_the_queue_came_to_it_is_not_woken(operator: Client, lease: Lease, cold: Sandbox) -> None:
     operator.post(page(cold, "wake"), WHY)
     leasing.end(lease.pk, reason="released", now=timezone.now())
-    assert "released" in tasks.wake(str(lease.pk), "operator")
+    assert "released" in tasks.wake_sandbox(str(lease.pk), "operator")
     assert state_of(cold) == "destroying"
 
 
@@ -163,7 +163,7 @@ def test_a_viewer_a_get_and_a_post_without_a_token_change_nothing(
 
 
 def test_the_log_says_who_retried_a_destroy(operator: Client, lease: Lease, caplog: pytest.LogCaptureFixture) -> None:
-    sandbox = box_of(lease)
+    sandbox = ensure_sandbox(lease)
     Sandbox.objects.filter(pk=sandbox.pk).update(state="destroying", quarantined_at=NOW, deadline_at=NOW)
     with caplog.at_level("INFO"):
         operator.post(page(sandbox, "retry_destroy"), WHY)
@@ -181,13 +181,13 @@ def shown(client: Client, sandbox: Sandbox) -> tuple[dict[str, str], str]:
 
 def test_a_page_says_where_its_state_would_come_from(viewer: Client, lease: Lease, waiting: Sandbox) -> None:
     assert "a fresh start" in shown(viewer, waiting)[0]["Wakes from"]
-    eviction.sleep(waiting.pk, now=timezone.now(), reason="idle")
+    eviction.evict(waiting.pk, now=timezone.now(), reason="idle")
     assert "this machine" in shown(viewer, waiting)[0]["Wakes from"]
-    newest = workspace.latest(lease.pk)
+    newest = workspace.find_latest(lease.pk)
     assert newest
     workspace.forget_local(newest)
     assert "the store" in shown(viewer, waiting)[0]["Wakes from"]
-    execution.sandbox_for(lease.pk, now=timezone.now())
+    execution.ensure_sandbox_ready(lease.pk, now=timezone.now())
     facts, _ = shown(viewer, waiting)
     assert "number 2, state from the store" in facts["Process"]
     assert facts["Woken"] == "1 | 1 cloud"
@@ -195,16 +195,16 @@ def test_a_page_says_where_its_state_would_come_from(viewer: Client, lease: Leas
 
 def test_snapshots_are_listed_with_what_became_of_them(viewer: Client, lease: Lease, cold: Sandbox, settings) -> None:
     settings.KEEP_SNAPSHOTS = 1
-    execution.exec_in(lease.pk, TRUE, now=timezone.now())
-    eviction.sleep(cold.pk, now=timezone.now(), reason="idle")
+    execution.exec_command(lease.pk, TRUE, now=timezone.now())
+    eviction.evict(cold.pk, now=timezone.now(), reason="idle")
     answer = viewer.get(page(cold, "change"))
     listed = [
         (each["snapshot"].incarnation, each["snapshot"].local, bool(each["snapshot"].forgotten_at))
         for each in answer.context["snapshots"]
     ]
     assert listed == [(2, True, False), (1, False, True)]
-    eviction.drop_cold(cold.pk, now=timezone.now(), reason="room")
-    fresh = execution.sandbox_for(lease.pk, now=timezone.now())
+    eviction.release_cold(cold.pk, now=timezone.now(), reason="room")
+    fresh = execution.ensure_sandbox_ready(lease.pk, now=timezone.now())
     assert fresh.pk != cold.pk
     of_the_cold_one = f'process 2 of <a class="lh-link" href="{page(cold, "change")}">another one'
     assert of_the_cold_one in shown(viewer, fresh)[1]  # a wake reads the newest of its holder
@@ -232,7 +232,7 @@ def test_a_page_says_when_it_sleeps_and_that_it_is_lost(viewer: Client, waiting:
 
 def test_a_timeline_tells_what_operators_did_and_why(operator: Client, waiting: Sandbox) -> None:
     operator.post(page(waiting, "evict"), WHY)
-    tasks.idle()
+    tasks.sweep_idle()
     told = [(each.what, each.why, each.who) for each in operator.get(page(waiting, "change")).context["entries"]]
     assert [why for _, why, _ in told] == ["stored", "idle", "it mines coins", "ready", "needed"]
     assert told[2] == ("Evict", "it mines coins", "operator")
@@ -246,14 +246,14 @@ def listed(client: Client, query: str) -> set[str]:
 
 
 def test_each_slice_and_each_age_shows_its_own(viewer: Client, grant: Callable[..., Lease], pool: Pool) -> None:
-    boxes = {name: box_of(grant(environment=name)) for name in ("cold", "evicting", "waiting", "lost", "unstored")}
+    boxes = {name: ensure_sandbox(grant(environment=name)) for name in ("cold", "evicting", "waiting", "lost", "unstored")}
     for name in ("cold", "evicting", "waiting"):
         Sandbox.objects.filter(pk=boxes[name].pk).update(state=name, deadline_at=NOW, state_since=NOW - timedelta(days=2))
     Sandbox.objects.filter(pk=boxes["lost"].pk).update(lost_at=NOW, state_since=timezone.now())
     Sandbox.objects.filter(pk=boxes["unstored"].pk).update(state="waiting", last_error="store down", state_since=timezone.now())
     pool.warm_target = 1
     pool.save(update_fields=["warm_target"])
-    assert pools.warm_up(pool, now=timezone.now() - 10 * MINUTE)
+    assert pools.start_warm(pool, now=timezone.now() - 10 * MINUTE)
     slices = {
         name: listed(viewer, f"slice={name}") for name in ("cold", "evicting", "waiting", "lost", "unstored", "unclaimed")
     }

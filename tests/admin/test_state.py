@@ -19,7 +19,7 @@ from django.utils import timezone
 from django_q.models import OrmQ
 
 from leases import execution, leasing, snapshots, tasks
-from leases.admin.timeline import timeline
+from leases.admin.timeline import load_timeline
 from leases.models import Agent, EnvironmentType, Lease
 from sandboxes import runs
 from sandboxes.admin import state
@@ -29,9 +29,9 @@ from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import File, Link, MemoryProvider
 from sandboxes.runs import Command
 from sandboxes.state import data_editing, data_tree, workspace
-from sandboxes.storage import store
-from sandboxes.storage.base import CHUNK
-from tests.admin.conftest import NOW, box_of
+from sandboxes.storage import get_store
+from sandboxes.storage.base import CHUNK_BYTES
+from tests.admin.conftest import NOW, ensure_sandbox
 from tests.admin.test_acts import WHY, said
 from tests.admin.test_pages import MARKUP, costs
 from tests.conftest import MINUTE
@@ -41,12 +41,12 @@ ADA = "did:plc:ada"
 
 
 def put(path: str, content: bytes = b"1", agent: str = ADA) -> AgentData:
-    data_editing.put(agent, path, io.BytesIO(content), now=NOW)
+    data_editing.put_file(agent, path, io.BytesIO(content), now=NOW)
     return AgentData.objects.get(agent_did=agent)
 
 
 def sh(lease: Lease, line: str, now=NOW) -> None:
-    execution.exec_in(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=now)
+    execution.exec_command(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=now)
 
 
 def page(row: AgentData, act: str = "change", **query: str) -> tuple[str, dict[str, str]]:
@@ -84,7 +84,7 @@ def test_a_directory_shows_its_names_and_how_much_is_below_each(viewer: Client) 
 def test_a_file_names_the_lease_that_wrote_it_and_a_link_what_it_points_to(
     viewer: Client, lease: Lease, memory: MemoryProvider
 ) -> None:
-    memory.files(box_of(lease).ref)["/data/latest"] = Link("notes/today")
+    memory.files(ensure_sandbox(lease).ref)["/data/latest"] = Link("notes/today")
     sh(lease, "echo hello >/data/note")
     shown = names(viewer, put("by-hand"))
     assert f"/admin/leases/lease/{lease.pk}/change/" in shown["note"]["writer"]
@@ -96,7 +96,7 @@ def test_conflicts_stand_out(viewer: Client, grant: Callable[..., Lease], memory
     one, two = grant(environment="one"), grant(environment="two")
     sh(two, "true")
     sh(one, "echo one >/data/note")
-    memory.files(box_of(two).ref)["/data/note"] = File(b"two")
+    memory.files(ensure_sandbox(two).ref)["/data/note"] = File(b"two")
     sh(two, "true")
     row = AgentData.objects.get()
     shown = viewer.get(*page(row))
@@ -108,7 +108,7 @@ def test_conflicts_stand_out(viewer: Client, grant: Callable[..., Lease], memory
 
 
 def test_a_large_directory_is_shown_in_parts_without_losing_a_name(viewer: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "SHOWN", 3)
+    monkeypatch.setattr(state, "MAX_NAMES_SHOWN", 3)
     for number in range(8):
         row = put(f"d/{number}")
     seen, url = [], f"/admin/sandboxes/agentdata/{row.pk}/change/?path=d"
@@ -133,7 +133,7 @@ def test_twenty_thousand_files_cost_as_many_queries_as_three(viewer: Client) -> 
     assert costs(viewer, pages) == few
     assert max(few.values()) <= 16
     shown = viewer.get(*page(row, path="memory"))
-    assert len(shown.context["names"]) == state.SHOWN
+    assert len(shown.context["names"]) == state.MAX_NAMES_SHOWN
     assert len(shown.content) < 400_000
 
 
@@ -173,7 +173,7 @@ def test_what_an_agent_calls_a_file_is_no_header(operator: Client) -> None:
 def test_only_who_may_read_an_agents_files_downloads_them(viewer: Client, administrator: Client, lease: Lease) -> None:
     row = put("note")
     sh(lease, "echo 1 >/workspace/x")
-    copy = snapshots.take(lease.pk, now=NOW)
+    copy = snapshots.take_snapshot(lease.pk, now=NOW)
     tar = f"/admin/sandboxes/snapshot/{copy.pk}/workspace.tar"
     for url in ("{}?path=note".format(page(row, "file")[0]), page(row, "tar")[0], tar):
         assert viewer.get(url).status_code == 403
@@ -209,14 +209,14 @@ def test_a_large_file_is_never_held_in_memory(operator: Client) -> None:
     lengths = [len(chunk) for chunk in answer.streaming_content]  # type: ignore[arg-type]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert (sum(lengths), max(lengths)) == (size, CHUNK)
+    assert (sum(lengths), max(lengths)) == (size, CHUNK_BYTES)
     assert peak < 8 << 20
 
 
 def test_who_goes_away_in_the_middle_leaves_no_file_open(operator: Client, lease: Lease) -> None:
     row = put("large", os.urandom(3 << 20))
     sh(lease, "echo 1 >/workspace/x")
-    copy = snapshots.take(lease.pk, now=NOW)
+    copy = snapshots.take_snapshot(lease.pk, now=NOW)
     for url in (
         "{}?path=large".format(page(row, "file")[0]),
         page(row, "tar")[0],
@@ -237,12 +237,12 @@ def test_who_goes_away_in_the_middle_leaves_no_file_open(operator: Client, lease
 def test_what_is_not_what_was_stored_is_a_message_and_no_file(operator: Client) -> None:
     row = put("note", b"hello")
     key = DataObject.objects.get().key
-    store().set(key, b"\0" * len(store().get(key) or b""))
+    get_store().set(key, b"\0" * len(get_store().get(key) or b""))
     for url in ("{}?path=note".format(page(row, "file")[0]), page(row, "tar")[0]):
         answer = operator.get(url)
         assert answer.headers["Location"] == f"/admin/sandboxes/agentdata/{row.pk}/change/?path="
         assert "is not what was stored" in said(answer)[-1]
-    store().remove(key)
+    get_store().remove(key)
     shown = operator.get(*page(row, "file", path="note"), follow=True)
     assert "is not there" in unescape(shown.content.decode())
     assert DataEvent.objects.filter(kind="corrupt").count() == 2
@@ -255,7 +255,7 @@ def test_what_is_not_what_was_stored_is_a_message_and_no_file(operator: Client) 
 @pytest.fixture
 def used(lease: Lease) -> Sandbox:
     sh(lease, "echo first >/workspace/x")
-    return box_of(lease)
+    return ensure_sandbox(lease)
 
 
 def act(row: Sandbox | Snapshot, name: str) -> str:
@@ -277,7 +277,7 @@ def events(lease: Lease) -> list[tuple[str, str, str]]:
 
 
 def in_workspace(lease: Lease) -> str:
-    _, result = execution.exec_in(lease.pk, Command(argv=["cat", "/workspace/x"], timeout=MINUTE), now=timezone.now())
+    _, result = execution.exec_command(lease.pk, Command(argv=["cat", "/workspace/x"], timeout=MINUTE), now=timezone.now())
     return result.stdout.decode().strip()
 
 
@@ -300,7 +300,7 @@ def test_a_snapshot_is_taken_by_the_queue_and_not_by_the_request(
 
 
 def test_an_earlier_copy_is_restored_and_the_present_state_is_kept(operator: Client, lease: Lease, used: Sandbox) -> None:
-    copy = snapshots.take(lease.pk, now=NOW)
+    copy = snapshots.take_snapshot(lease.pk, now=NOW)
     sh(lease, "echo second >/workspace/x", now=timezone.now())
     asked = operator.get(act(copy, "restore")).content.decode()
     assert f"{copy.at:%Y-%m-%d %H:%M:%S}" in asked
@@ -309,14 +309,14 @@ def test_an_earlier_copy_is_restored_and_the_present_state_is_kept(operator: Cli
     assert answer.headers["HX-Redirect"] == act(used, "change")
     assert said(answer) == ["1 snapshot being restored."]
     work()
-    newest, present, *_ = workspace.of(lease.pk)
+    newest, present, *_ = workspace.find_by_holder(lease.pk)
     assert (newest.kind, newest.key, present.kind) == ("restored", copy.key, "sleep")
     assert in_workspace(lease) == "first"
     assert ("restore_asked_for", "operator", "it mines coins") in events(lease)
 
 
 def test_what_could_not_be_done_later_is_told_in_the_timeline(operator: Client, lease: Lease, used: Sandbox) -> None:
-    copy = snapshots.take(lease.pk, now=NOW)
+    copy = snapshots.take_snapshot(lease.pk, now=NOW)
     operator.post(act(copy, "restore"), WHY)
     runs.open_run(used, Command(argv=["sleep"], timeout=MINUTE), now=timezone.now())
     assert work() == ["Something runs in its sandbox. Restore it when that has ended."]
@@ -324,7 +324,7 @@ def test_what_could_not_be_done_later_is_told_in_the_timeline(operator: Client, 
 
 
 def test_of_a_lease_that_has_ended_nothing_is_taken_or_restored(operator: Client, lease: Lease, used: Sandbox) -> None:
-    copy = snapshots.take(lease.pk, now=NOW)
+    copy = snapshots.take_snapshot(lease.pk, now=NOW)
     for url in (act(used, "take_snapshot"), act(copy, "restore")):
         assert operator.get(url).status_code == 200
     leasing.end(lease.pk, reason="released", now=NOW)
@@ -337,7 +337,7 @@ def test_of_a_lease_that_has_ended_nothing_is_taken_or_restored(operator: Client
 
 
 def test_a_lease_is_forked_from_a_copy_into_another_environment(operator: Client, lease: Lease, used: Sandbox) -> None:
-    copy = snapshots.take(lease.pk, now=NOW)
+    copy = snapshots.take_snapshot(lease.pk, now=NOW)
     answer = operator.post(act(copy, "fork"), {**WHY, "environment": "game-2"})
     forked = Lease.objects.get(environment_id="game-2")
     assert answer.headers["HX-Redirect"] == f"/admin/leases/lease/{forked.pk}/change/"
@@ -354,7 +354,7 @@ def test_a_lease_is_forked_from_a_copy_into_another_environment(operator: Client
 def test_a_fork_that_is_refused_says_why_in_the_dialog(
     operator: Client, lease: Lease, used: Sandbox, grant: Callable[..., Lease], environment: str, why: str
 ) -> None:
-    copy = snapshots.take(lease.pk, now=NOW)
+    copy = snapshots.take_snapshot(lease.pk, now=NOW)
     grant(environment="game-9")
     answer = operator.post(act(copy, "fork"), {**WHY, "environment": environment})
     assert answer.status_code == 200
@@ -369,7 +369,7 @@ def test_a_fork_that_is_refused_says_why_in_the_dialog(
 def test_acts_on_copies_need_the_role_the_token_and_a_post(
     viewer: Client, operator: Client, as_role: Callable[..., Client], lease: Lease, used: Sandbox, name: str
 ) -> None:
-    copy = snapshots.take(lease.pk, now=NOW)
+    copy = snapshots.take_snapshot(lease.pk, now=NOW)
     url = act(used if name == "take_snapshot" else copy, name)
     given = {**WHY, "environment": "game-2", "name": "x"}
     assert viewer.post(url, given).status_code == 403
@@ -389,7 +389,7 @@ def test_a_copy_that_does_not_exist_is_not_found(operator: Client, name: str, ob
 
 
 def test_a_copy_is_downloaded_as_it_was_stored(operator: Client, lease: Lease, used: Sandbox) -> None:
-    copy = snapshots.take(lease.pk, now=NOW)
+    copy = snapshots.take_snapshot(lease.pk, now=NOW)
     url = f"/admin/sandboxes/snapshot/{copy.pk}/workspace.tar"
     answer = operator.get(url)
     with tarfile.open(fileobj=io.BytesIO(body(answer))) as tar:
@@ -398,7 +398,7 @@ def test_a_copy_is_downloaded_as_it_was_stored(operator: Client, lease: Lease, u
     assert LogEntry.objects.get().get_change_message() == "Download: workspace"
     assert operator.get(url.replace("workspace", "data")).status_code == 404
     workspace.forget_local(copy)
-    store().set(f"{copy.key}/workspace", b"rubbish")
+    get_store().set(f"{copy.key}/workspace", b"rubbish")
     answer = operator.get(url)
     assert answer.headers["Location"] == act(copy, "change")
     assert "is not what was stored" in said(answer)[-1]
@@ -415,7 +415,7 @@ def unsaved(lease: Lease, memory: MemoryProvider) -> Sandbox:
     sh(lease, "true")
     with memory.fail("get_files", Unavailable("no route to the engine")):
         sh(lease, "echo x >/data/note")
-    return box_of(lease)
+    return ensure_sandbox(lease)
 
 
 def test_changes_that_are_stored_nowhere_are_seen_on_every_page_they_concern(viewer: Client, unsaved: Sandbox) -> None:
@@ -449,14 +449,14 @@ def test_health_counts_them_and_names_nobody(client: Client, unsaved: Sandbox) -
 
 
 def test_what_happened_to_stored_state_is_in_the_leases_timeline(viewer: Client, lease: Lease, memory: MemoryProvider) -> None:
-    memory.files(box_of(lease).ref)["/data/" + "long/" * 220 + "x"] = File(b"1")
+    memory.files(ensure_sandbox(lease).ref)["/data/" + "long/" * 220 + "x"] = File(b"1")
     sh(lease, "true")
-    only, _ = timeline(lease, only="state")
+    only, _ = load_timeline(lease, only="state")
     assert [(entry.source, "Left out" in entry.state, "longer than" in entry.detail) for entry in only] == [
         ("state", True, False)
     ]
     assert "Left out" in viewer.get(f"/admin/leases/lease/{lease.pk}/change/?only=state").content.decode()
-    assert len(timeline(lease)[0]) > 1
+    assert len(load_timeline(lease)[0]) > 1
 
 
 def test_events_are_listed_with_their_lease_and_narrowed_to_an_agent(viewer: Client, lease: Lease) -> None:
@@ -486,7 +486,7 @@ def test_a_page_costs_the_same_for_60_rows_as_for_3(viewer: Client, grant: Calla
             sh(other, "true", now=timezone.now())
             DataFile.objects.filter(path=put(f"memory/{number}").entries.last().path).update(holder=other.pk)
             DataEvent.objects.create(agent_did=ADA, holder=lease.pk, at=NOW, kind="conflict", path=f"memory/{number}")
-            Snapshot.objects.create(sandbox=box_of(lease), incarnation=number, holder=lease.pk, at=NOW, size_bytes=1)
+            Snapshot.objects.create(sandbox=ensure_sandbox(lease), incarnation=number, holder=lease.pk, at=NOW, size_bytes=1)
         counts.append(costs(viewer, pages))
     assert counts[0] == counts[1]
     assert max(counts[0].values()) <= 18
@@ -527,7 +527,7 @@ def test_mounted_data_says_so_and_offers_no_file(operator: Client) -> None:
 
 
 def test_markup_in_names_stays_text(superuser: Client, lease: Lease, used: Sandbox) -> None:
-    copy = snapshots.take(lease.pk, name=MARKUP[:100], now=NOW)
+    copy = snapshots.take_snapshot(lease.pk, name=MARKUP[:100], now=NOW)
     row = put(MARKUP)
     DataFile.objects.create(
         data=row, path=f"l{MARKUP}", kind="link", mode=0, target=MARKUP, revision=1, at=NOW, holder=lease.pk
@@ -555,4 +555,4 @@ def test_tables_have_named_columns_and_links_without_words_a_label(operator: Cli
     assert 'aria-label="Download note"' in table
     assert re.search(r'<a class="lh-link" href="\?path=dir">dir<span class="lh-unseen"> \(directory\)</span>', table)
     assert shown.count('aria-current="page"') >= 1
-    assert data_tree.listing(row, "")[0].name == "dir"
+    assert data_tree.list_directory(row, "")[0].name == "dir"

@@ -15,9 +15,9 @@ from leases.models import Lease
 from sandboxes.models import Delivery, Event, Webhook
 from sandboxes.webhooks import delivery as delivering
 from sandboxes.webhooks import outbox, subscriptions
-from tests.admin.conftest import NOW, queries
+from tests.admin.conftest import NOW, count_queries
 from tests.conftest import MINUTE
-from tests.support.receiver import Receiver, receiving, verify
+from tests.support.receiver import WebhookReceiver, run_receiver, verify_signature
 
 pytestmark = pytest.mark.django_db
 HOOKS, EVENTS, DELIVERIES = "/admin/sandboxes/webhook/", "/admin/sandboxes/event/", "/admin/sandboxes/delivery/"
@@ -25,14 +25,14 @@ NEW = {"kinds": ["lease.ended", "budget.warning"], "internal": "on", "descriptio
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with receiving() as server:
+def receiver() -> Iterator[WebhookReceiver]:
+    with run_receiver() as server:
         yield server
 
 
 @pytest.fixture
-def webhook(receiver: Receiver) -> Webhook:
-    return subscriptions.add(receiver.url, now=NOW, internal=True)[0]
+def webhook(receiver: WebhookReceiver) -> Webhook:
+    return subscriptions.add_webhook(receiver.url, now=NOW, internal=True)[0]
 
 
 def page_of(row: Webhook | Event | Delivery) -> str:
@@ -50,7 +50,7 @@ def said(client: Client, row: Webhook | Delivery) -> list[str]:
 
 
 def happen(key: str = "1") -> Delivery:
-    event = outbox.put("lease.ended", key=key, payload={"lease_id": key}, now=NOW)
+    event = outbox.enqueue_event("lease.ended", key=key, payload={"lease_id": key}, now=NOW)
     assert event
     return event.deliveries.get()
 
@@ -64,15 +64,15 @@ def secret_in(text: str) -> str:
     return found
 
 
-def test_a_webhook_is_added_and_its_secret_shown_once(administrator: Client, receiver: Receiver) -> None:
+def test_a_webhook_is_added_and_its_secret_shown_once(administrator: Client, receiver: WebhookReceiver) -> None:
     answer = administrator.post(f"{HOOKS}add/", NEW | {"url": receiver.url}, follow=True)
     row = Webhook.objects.get()
     assert answer.redirect_chain == [(page_of(row), 302)]
     secret = secret_in(answer.content.decode())
     assert (row.url, row.kinds, row.internal, row.created_by) == (receiver.url, NEW["kinds"], True, "administrator")
     assert LogEntry.objects.get().get_change_message() == "Add webhook: on call wants it"
-    delivering.send_test(row, now=NOW)
-    assert verify(receiver.received[0], secret)
+    delivering.send_test_event(row, now=NOW)
+    assert verify_signature(receiver.received[0], secret)
     hidden = {secret.removeprefix("whsec_"), base64.b64decode(secret.removeprefix("whsec_")).hex()}
     event, delivery = Event.objects.get(), Delivery.objects.get()
     for page in (page_of(row), page_of(event), page_of(delivery), HOOKS, EVENTS, DELIVERIES, "/admin/"):
@@ -104,7 +104,7 @@ def test_what_a_webhook_is_for_is_changed_and_its_address_is_not(administrator: 
     assert b"not public" in administrator.post(page_of(webhook), {"kinds": []}).content  # it has to stay internal
 
 
-def test_a_test_is_sent_and_its_answer_said(operator: Client, webhook: Webhook, receiver: Receiver) -> None:
+def test_a_test_is_sent_and_its_answer_said(operator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
     assert do(operator, "send_test", webhook)["HX-Redirect"] == page_of(webhook)
     assert said(operator, webhook) == ["1 webhook took the test."]
     assert receiver.received[0].said["type"] == "webhook.test"
@@ -114,7 +114,7 @@ def test_a_test_is_sent_and_its_answer_said(operator: Client, webhook: Webhook, 
     assert "It answered 500 Internal Server Error." in shown and "lh-alarmed" in shown
 
 
-def test_a_webhook_is_paused_and_resumed(operator: Client, webhook: Webhook, receiver: Receiver) -> None:
+def test_a_webhook_is_paused_and_resumed(operator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
     do(operator, "pause", webhook)
     shown = operator.get(page_of(webhook)).content.decode()
     assert "Resume…" in shown and "Pause…" not in shown
@@ -125,14 +125,14 @@ def test_a_webhook_is_paused_and_resumed(operator: Client, webhook: Webhook, rec
     assert "Pause…" in shown and "Resume…" not in shown
 
 
-def test_a_rotated_secret_is_shown_once(administrator: Client, webhook: Webhook, receiver: Receiver) -> None:
+def test_a_rotated_secret_is_shown_once(administrator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
     do(administrator, "rotate", webhook)
     secret = secret_in(administrator.get(page_of(webhook)).content.decode())
     again = administrator.get(page_of(webhook)).content.decode()
     assert secret not in again and "the one before signs for" in again
     webhook.refresh_from_db()
-    delivering.send_test(webhook, now=NOW)
-    assert verify(receiver.received[0], secret)
+    delivering.send_test_event(webhook, now=NOW)
+    assert verify_signature(receiver.received[0], secret)
     assert not any(secret in entry.change_message for entry in LogEntry.objects.all())
 
 
@@ -161,11 +161,11 @@ def test_only_an_administrator_adds_changes_rotates_and_removes(viewer: Client, 
     assert webhook.state == "active" and Webhook.objects.count() == 1
 
 
-def test_what_was_given_up_is_sent_again(operator: Client, webhook: Webhook, receiver: Receiver) -> None:
+def test_what_was_given_up_is_sent_again(operator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
     delivery = happen()
     receiver.status = 503
     for minutes in (0, 3 * 24 * 60):
-        Delivery.objects.update(due_at=NOW, tries=delivering.FEWEST - 1)
+        Delivery.objects.update(due_at=NOW, tries=delivering.MIN_ATTEMPTS - 1)
         delivering.deliver_due(now=NOW + minutes * MINUTE)
     assert listed(operator, f"{DELIVERIES}?slice=given_up") == [delivery]
     assert listed(operator, f"{HOOKS}?slice=disabled") == [webhook]
@@ -186,7 +186,9 @@ def test_what_was_given_up_is_sent_again(operator: Client, webhook: Webhook, rec
     assert listed(operator, DELIVERIES) == [delivery]
 
 
-def test_an_event_says_what_was_sent_and_to_whom(viewer: Client, lease: Lease, webhook: Webhook, receiver: Receiver) -> None:
+def test_an_event_says_what_was_sent_and_to_whom(
+    viewer: Client, lease: Lease, webhook: Webhook, receiver: WebhookReceiver
+) -> None:
     leasing.end(lease.pk, reason="released", now=NOW)
     delivering.deliver_due(now=NOW)
     event = Event.objects.get()
@@ -211,9 +213,9 @@ def test_a_list_costs_as_many_queries_for_many_rows_as_for_few(viewer: Client, w
     pages = [HOOKS, EVENTS, DELIVERIES, f"{DELIVERIES}?slice=all"]
     happen()
     viewer.get(HOOKS)
-    few = [queries(viewer, page) for page in pages]
+    few = [count_queries(viewer, page) for page in pages]
     for number in range(2, 20):
-        subscriptions.add(f"https://example.com/{number}", now=NOW)
+        subscriptions.add_webhook(f"https://example.com/{number}", now=NOW)
     for number in range(2, 20):
-        outbox.put("lease.ended", key=str(number), payload={}, now=NOW)
-    assert [queries(viewer, page) for page in pages] == few and max(few) <= 9
+        outbox.enqueue_event("lease.ended", key=str(number), payload={}, now=NOW)
+    assert [count_queries(viewer, page) for page in pages] == few and max(few) <= 9

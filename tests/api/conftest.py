@@ -25,27 +25,30 @@ OPENAPI = Path(__file__).resolve().parents[2] / "controlplane" / "openapi.yaml"
 
 
 @cache
-def document() -> dict[str, Any]:
+def load_openapi() -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(OPENAPI.read_text())
     return found
 
 
 @cache
-def templates() -> list[tuple[re.Pattern[str], str]]:
+def list_path_patterns() -> list[tuple[re.Pattern[str], str]]:
     """The longest first: what a path with a name in it matches, a shorter one may match, too."""
-    paths = sorted(document()["paths"], key=len, reverse=True)
-    return [(re.compile(re.sub(r"\\\{path\\\}", ".*", re.sub(r"\\\{\w+?\\\}", "[^/]+", _keep(path)))), path) for path in paths]
+    paths = sorted(load_openapi()["paths"], key=len, reverse=True)
+    return [
+        (re.compile(re.sub(r"\\\{path\\\}", ".*", re.sub(r"\\\{\w+?\\\}", "[^/]+", _build_path_pattern(path)))), path)
+        for path in paths
+    ]
 
 
-def _keep(path: str) -> str:
+def _build_path_pattern(path: str) -> str:
     return re.escape(path).replace(r"\{path\}", ".*")
 
 
-def check(method: str, url: str, response: Any) -> None:
+def check_response(method: str, url: str, response: Any) -> None:
     """What was answered is what the document says is answered there."""
     path = url.partition("?")[0]
-    template = next((template for pattern, template in templates() if pattern.fullmatch(path)), None)
-    operation = document()["paths"].get(template, {}).get(method.lower())
+    template = next((template for pattern, template in list_path_patterns() if pattern.fullmatch(path)), None)
+    operation = load_openapi()["paths"].get(template, {}).get(method.lower())
     if operation is None:
         assert response.status_code in (404, 405)
         return
@@ -59,13 +62,13 @@ def check(method: str, url: str, response: Any) -> None:
     assert kind in (response.headers["Content-Type"], "*/*")
     if kind.endswith("json"):
         shown = response.json()
-        schema = {**body["schema"], "components": document()["components"]}
+        schema = {**body["schema"], "components": load_openapi()["components"]}
         jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(shown)
         name = body["schema"]["$ref"].rpartition("/")[2]
-        assert shown.keys() <= document()["components"]["schemas"][name]["properties"].keys()
+        assert shown.keys() <= load_openapi()["components"]["schemas"][name]["properties"].keys()
 
 
-class Api:
+class ApiClient:
     """A client with a key."""
 
     def __init__(self, key: str = "") -> None:
@@ -80,7 +83,7 @@ class Api:
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         url = path if path.startswith("/") else f"/api/v1/{path}"
         response = self.client.generic(method, url, data, content_type=content_type, headers=sent)
-        check(method, url, response)
+        check_response(method, url, response)
         return response
 
     def get(self, path: str, **headers: str) -> Any:
@@ -97,25 +100,25 @@ class Api:
 
 
 @pytest.fixture
-def issue(db: None) -> Callable[..., Api]:
-    def make(*dids: str, operator: bool = False) -> Api:
-        return Api(api_keys.issue(dids, operator=operator, now=timezone.now())[1])
+def issue(db: None) -> Callable[..., ApiClient]:
+    def make(*dids: str, operator: bool = False) -> ApiClient:
+        return ApiClient(api_keys.issue_key(dids, operator=operator, now=timezone.now())[1])
 
     return make
 
 
 @pytest.fixture
-def ada(issue: Callable[..., Api]) -> Api:
+def ada(issue: Callable[..., ApiClient]) -> ApiClient:
     return issue(ADA)
 
 
 @pytest.fixture
-def bob(issue: Callable[..., Api]) -> Api:
+def bob(issue: Callable[..., ApiClient]) -> ApiClient:
     return issue(BOB)
 
 
 @pytest.fixture
-def operator(issue: Callable[..., Api]) -> Api:
+def operator(issue: Callable[..., ApiClient]) -> ApiClient:
     return issue(operator=True)
 
 
@@ -130,13 +133,13 @@ def ask(pool: Pool) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def lease(ada: Api, ask: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+def lease(ada: ApiClient, ask: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """Ada's lease, as the API shows it."""
     shown: dict[str, Any] = ada.post("leases", ask()).json()
     return shown
 
 
-def run_out(pk: str) -> None:
+def expire_lease(pk: str) -> None:
     """Let the ttl of a lease run out, as if it had been granted a day ago and no sweep had come by."""
     aged = timedelta(days=1)
     Lease.objects.filter(pk=uuid.UUID(pk)).update(

@@ -11,29 +11,29 @@ from django.test import Client
 from django.utils import timezone
 
 from billing import budgets
-from billing.dates import day_of, midnight
+from billing.dates import start_of_day, to_utc_date
 from billing.models import Account, Budget, Membership, Tab
 from leases import api_keys
 from leases.models import AgentKey, Lease
 from sandboxes import eviction
 from sandboxes.models import Run, Sandbox
-from tests.api.conftest import ADA, BOB, Api
-from tests.conftest import threads
-from tests.support.billing import time_used
+from tests.api.conftest import ADA, BOB, ApiClient
+from tests.conftest import run_in_threads
+from tests.support.billing import create_time_usage
 
 pytestmark = pytest.mark.django_db
 
 
 def budget(amount: Any = 1, unit: str = "hours", period: str = "day", **fields: Any) -> Budget:
     made = Budget(**{"scope": "all", "amount": Decimal(amount), "unit": unit, "period": period} | fields)
-    budgets.save(made, now=timezone.now())
+    budgets.save_budget(made, now=timezone.now())
     return made
 
 
 def spent(made: Budget) -> None:
     """Its sweep has found that it is."""
     now = timezone.now()
-    began, _ = budgets.period_of(made.period, now)
+    began, _ = budgets.get_period_bounds(made.period, now)
     Budget.objects.filter(pk=made.pk).update(
         spent=made.amount, spent_at=now, period_began=began, exhausted_at=now, exhausted_for=began
     )
@@ -48,7 +48,7 @@ def told(answer: Any) -> dict[str, Any]:
     return {name: said[name] for name in ("spent", "limit", "unit", "resets_at")}
 
 
-def test_what_has_no_room_is_refused_with_what_there_is(ada: Api, ask, pool) -> None:
+def test_what_has_no_room_is_refused_with_what_there_is(ada: ApiClient, ask, pool) -> None:
     budget("0.001", period="ever", scope="agent", subject=ADA)
     nothing = {"spent": "0", "limit": "0.001", "unit": "hours", "resets_at": None}
     assert told(ada.post("leases", ask())) == nothing
@@ -59,21 +59,21 @@ def test_what_has_no_room_is_refused_with_what_there_is(ada: Api, ask, pool) -> 
     assert pool.__class__.objects.get(pk=pool.pk).used == 0
 
 
-def test_a_refused_request_may_be_sent_again_with_its_key(ada: Api, ask) -> None:
+def test_a_refused_request_may_be_sent_again_with_its_key(ada: ApiClient, ask) -> None:
     made = budget("0.001")
     told(ada.post("leases", ask(), idempotency_key="k1"))
     made.amount = Decimal(1)
-    budgets.save(made, now=timezone.now())
+    budgets.save_budget(made, now=timezone.now())
     assert ada.post("leases", ask(), idempotency_key="k1").status_code == 201
 
 
-def test_what_would_run_is_refused_while_it_is_spent(ada: Api, bob: Api, ask, lease, memory) -> None:
+def test_what_would_run_is_refused_while_it_is_spent(ada: ApiClient, bob: ApiClient, ask, lease, memory) -> None:
     at = f"leases/{lease['id']}"
     assert ada.post(f"{at}/exec", {"argv": ["sh", "-c", "echo kept >f"]}).status_code == 200
     spent(made := budget(2, "usd", "month", scope="agent", subject=ADA))
     said = told(ada.post(f"{at}/exec", {"argv": ["true"]}))
     assert (said["spent"], said["limit"], said["unit"]) == ("2", "2", "usd")
-    assert datetime.fromisoformat(said["resets_at"]) == budgets.period_of("month", timezone.now())[1]
+    assert datetime.fromisoformat(said["resets_at"]) == budgets.get_period_bounds("month", timezone.now())[1]
     told(ada.post(f"{at}/turns", {"turn_number": 1, "state": {}}))
     told(ada.post(f"{at}/processes", {"argv": ["sleep", "9"]}))
     told(ada.post("environments/game-1/join", {k: v for k, v in ask().items() if k != "environment_id"}))
@@ -88,10 +88,10 @@ def test_what_would_run_is_refused_while_it_is_spent(ada: Api, bob: Api, ask, le
     assert ada.post(f"{at}/exec", {"argv": ["true"]}).status_code == 200
 
 
-def test_files_of_what_sleeps_are_read_and_not_written(ada: Api, lease) -> None:
+def test_files_of_what_sleeps_are_read_and_not_written(ada: ApiClient, lease) -> None:
     at = f"leases/{lease['id']}"
     ada.post(f"{at}/exec", {"argv": ["sh", "-c", "echo kept >f"]})
-    eviction.sleep(Sandbox.objects.get().pk, now=timezone.now(), reason="idle")
+    eviction.evict(Sandbox.objects.get().pk, now=timezone.now(), reason="idle")
     spent(budget())
     assert ada.get(f"{at}/files/f").content == b"kept\n"
     told(ada.put(f"{at}/files/g", b"1", content_type="application/octet-stream"))
@@ -99,9 +99,9 @@ def test_files_of_what_sleeps_are_read_and_not_written(ada: Api, lease) -> None:
 
 
 def test_a_budget_of_a_key_counts_what_that_key_acquires(ask, pool) -> None:
-    first, second = (api_keys.issue([ADA], now=timezone.now()) for _ in range(2))
+    first, second = (api_keys.issue_key([ADA], now=timezone.now()) for _ in range(2))
     budget("0.02", scope="key", subject=str(first[0].pk))
-    one, other = Api(first[1]), Api(second[1])
+    one, other = ApiClient(first[1]), ApiClient(second[1])
     assert one.post("leases", ask()).status_code == 201
     said = one.post("leases", ask(environment_id="game-2"))
     assert told(said)["limit"] == "0.02"
@@ -113,12 +113,14 @@ def test_a_budget_of_a_key_counts_what_that_key_acquires(ask, pool) -> None:
 # --- who sees which ---------------------------------------------------------------------------------------------------
 
 
-def listed(api: Api) -> list[tuple[str, str]]:
+def listed(api: ApiClient) -> list[tuple[str, str]]:
     return sorted((each["scope"], each["subject"]) for each in api.get("budgets").json()["results"])
 
 
-def test_agents_see_what_their_leases_count_against_and_operators_all(ada: Api, bob: Api, operator: Api, ask) -> None:
-    crew, soon = Account.objects.create(name="crew"), day_of(timezone.now()) + timedelta(days=2)
+def test_agents_see_what_their_leases_count_against_and_operators_all(
+    ada: ApiClient, bob: ApiClient, operator: ApiClient, ask
+) -> None:
+    crew, soon = Account.objects.create(name="crew"), to_utc_date(timezone.now()) + timedelta(days=2)
     for agent, since in ((BOB, None), (ADA, soon)):
         Membership.objects.create(agent_did=agent, account=crew, since=since)
     mine = AgentKey.objects.get(dids=[ADA])
@@ -137,11 +139,11 @@ def test_agents_see_what_their_leases_count_against_and_operators_all(ada: Api, 
     assert Client().get("/api/v1/budgets").status_code == 401
 
 
-def test_a_budget_is_shown_whole_and_nothing_can_be_written(ada: Api) -> None:
+def test_a_budget_is_shown_whole_and_nothing_can_be_written(ada: ApiClient) -> None:
     made = budget("1.50", "usd", warn_percent=50, grace=timedelta(seconds=90))
     spent(made)
     (shown,) = ada.get("budgets").json()["results"]
-    ends = budgets.period_of("day", timezone.now())[1]
+    ends = budgets.get_period_bounds("day", timezone.now())[1]
     assert ends is not None
     assert datetime.fromisoformat(shown.pop("resets_at")) == ends
     assert shown.pop("spent_at") and shown.pop("created_at")
@@ -154,14 +156,14 @@ def test_a_budget_is_shown_whole_and_nothing_can_be_written(ada: Api) -> None:
         assert ada(method, "budgets", {}).status_code == 405
 
 
-def test_a_budget_says_when_it_runs_out(ada: Api, bob: Api, operator: Api) -> None:
+def test_a_budget_says_when_it_runs_out(ada: ApiClient, bob: ApiClient, operator: ApiClient) -> None:
     today = timezone.now().astimezone(UTC).date()
-    time_used(midnight(today - timedelta(days=1)), timedelta(hours=10), ADA)
+    create_time_usage(start_of_day(today - timedelta(days=1)), timedelta(hours=10), ADA)
     for amount, scope in ((100, {"scope": "agent", "subject": ADA}), (1000, {}), (7, {"scope": "agent", "subject": BOB})):
         budget(amount, period="ever", **scope)
     budget(100, period="ever", scope="agent", subject=ADA, active=False)
 
-    def shown(api: Api) -> dict[tuple[str, bool], int | None]:
+    def shown(api: ApiClient) -> dict[tuple[str, bool], int | None]:
         rows = api.get("budgets").json()["results"]
         days = {(row["amount"], row["active"]): row["runs_out"] for row in rows}
         return {name: (date.fromisoformat(day) - today).days if day else None for name, day in days.items()}
@@ -171,7 +173,7 @@ def test_a_budget_says_when_it_runs_out(ada: Api, bob: Api, operator: Api) -> No
     assert shown(operator) == {("100", True): 8, ("100", False): None, ("1000", True): 98, ("7", True): None}
 
 
-def test_a_page_takes_one_query_for_each_budget_on_it(operator: Api, django_assert_max_num_queries: Any) -> None:
+def test_a_page_takes_one_query_for_each_budget_on_it(operator: ApiClient, django_assert_max_num_queries: Any) -> None:
     for _ in range(12):
         budget(9, "usd", "ever", scope="agent", subject=ADA)
     with django_assert_max_num_queries(10 + 4):
@@ -182,12 +184,12 @@ def test_a_page_takes_one_query_for_each_budget_on_it(operator: Api, django_asse
 
 
 @pytest.mark.django_db(transaction=True)
-def test_acquires_and_runs_at_once_get_no_more_than_there_is(issue: Callable[..., Api], ask, settings) -> None:
+def test_acquires_and_runs_at_once_get_no_more_than_there_is(issue: Callable[..., ApiClient], ask, settings) -> None:
     settings.MINIMUM_TIME = timedelta(minutes=6)
     many = 50 if connection.vendor == "postgresql" else 16
     budget(1)
     apis = [issue(f"did:plc:a{number}") for number in range(many)]
-    with threads(many) as run:
+    with run_in_threads(many) as run:
         answers = run(lambda i: apis[i].post("leases", ask(agent_did=f"did:plc:a{i}")))
     assert sorted(answer.status_code for answer in answers) == [201] * 10 + [402] * (many - 10)
     assert Lease.objects.count() == 10

@@ -6,7 +6,7 @@ import pytest
 
 from leases.models import EnvironmentType
 from sandboxes.models import LlmCall
-from tests.api.conftest import Api
+from tests.api.conftest import ApiClient
 from tests.conftest import MINUTE, NOW
 
 pytestmark = pytest.mark.django_db
@@ -18,7 +18,7 @@ def called(lease: dict, number: int, **more: object) -> LlmCall:
     return LlmCall.objects.create(call_id=f"call-{number}", holder=lease["id"], agent_did=lease["agent_did"], **known)
 
 
-def test_calls_are_listed_newest_first_with_their_totals(ada: Api, lease) -> None:
+def test_calls_are_listed_newest_first_with_their_totals(ada: ApiClient, lease) -> None:
     called(lease, 1, cost=Decimal("0.100000001"), input_tokens=10, output_tokens=1)
     called(lease, 2, input_tokens=5)
     called(lease, 3, outcome="open", ended_at=None)
@@ -33,7 +33,7 @@ def test_calls_are_listed_newest_first_with_their_totals(ada: Api, lease) -> Non
     assert said["total"] == total
 
 
-def test_pages_have_the_totals_of_all(ada: Api, lease) -> None:
+def test_pages_have_the_totals_of_all(ada: ApiClient, lease) -> None:
     for number in range(3):
         called(lease, number, cost=Decimal(1))
     first = ada.get(f"leases/{lease['id']}/calls?limit=2").json()
@@ -42,18 +42,18 @@ def test_pages_have_the_totals_of_all(ada: Api, lease) -> None:
     assert first["total"] == second["total"] and second["total"]["cost_usd"] == "3"
 
 
-def test_a_lease_that_asked_nothing_has_totals_of_zero(ada: Api, lease) -> None:
+def test_a_lease_that_asked_nothing_has_totals_of_zero(ada: ApiClient, lease) -> None:
     said = ada.get(f"leases/{lease['id']}/calls").json()
     zero = {"calls": 0, "refused": 0, "unpriced": 0, "input_tokens": 0, "output_tokens": 0, "cost_usd": "0"}
     assert said == {"total": zero, "results": [], "next": None}
 
 
-def test_another_keys_calls_do_not_exist(bob: Api, lease) -> None:
+def test_another_keys_calls_do_not_exist(bob: ApiClient, lease) -> None:
     called(lease, 1)
     assert bob.get(f"leases/{lease['id']}/calls").status_code == 404
 
 
-def test_a_lease_says_what_it_spent_and_may_spend(ada: Api, ask) -> None:
+def test_a_lease_says_what_it_spent_and_may_spend(ada: ApiClient, ask) -> None:
     EnvironmentType.objects.filter(name="catan").update(llm_limit=Decimal("5.5"))
     lease = ada.post("leases", ask()).json()
     nothing = dict.fromkeys(("unpriced_calls", "calls", "refused", "input_tokens", "output_tokens"), 0)
@@ -70,7 +70,7 @@ def test_a_lease_says_what_it_spent_and_may_spend(ada: Api, ask) -> None:
     }  # fmt: skip
 
 
-def test_no_limit_is_null_and_only_the_lease_itself_says_what_it_spent(ada: Api, bob: Api, lease) -> None:
+def test_no_limit_is_null_and_only_the_lease_itself_says_what_it_spent(ada: ApiClient, bob: ApiClient, lease) -> None:
     assert ada.get(f"leases/{lease['id']}").json()["llm"]["limit"] is None
     assert "llm" not in lease and "llm" not in ada.get("leases").json()["results"][0]
     assert bob.get(f"leases/{lease['id']}").status_code == 404

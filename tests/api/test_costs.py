@@ -12,33 +12,33 @@ from django.test import Client
 from django.utils import timezone
 
 from billing import costs, metering
-from billing.dates import midnight
+from billing.dates import start_of_day
 from billing.estimate import forecast
 from billing.models import Account, Membership
 from leases import api_keys
-from tests.api.conftest import Api
+from tests.api.conftest import ApiClient
 from tests.conftest import NOW
-from tests.support.billing import ADA, BOB, HOUR, calls, lease, rate, time_used
+from tests.support.billing import ADA, BOB, HOUR, create_rate, create_time_usage, create_token_usage, derive_lease_id
 
 pytestmark = pytest.mark.django_db
 
 
-def key(*dids: str, operator: bool = False) -> Api:
-    return Api(api_keys.issue(dids, operator=operator, now=timezone.now())[1])
+def key(*dids: str, operator: bool = False) -> ApiClient:
+    return ApiClient(api_keys.issue_key(dids, operator=operator, now=timezone.now())[1])
 
 
 @pytest.fixture
 def used(db: None) -> None:
     """Ada: 3 h on two days, and a call; Bob: 1 h; nobody: 2 h. An hour costs 0.50, and the first is free."""
-    rate("time", "0.5")
-    time_used("2026-11-02T22:00", 3 * HOUR, provider="acme")
-    calls("2026-11-03T10:00", "0.000000003", provider="acme")
-    time_used("2026-11-03T10:00", HOUR, BOB, provider="acme", environment_id="game-2")
-    time_used("2026-11-04T10:00", 2 * HOUR, "", provider="acme")
-    costs.price(now=NOW)
+    create_rate("time", "0.5")
+    create_time_usage("2026-11-02T22:00", 3 * HOUR, provider="acme")
+    create_token_usage("2026-11-03T10:00", "0.000000003", provider="acme")
+    create_time_usage("2026-11-03T10:00", HOUR, BOB, provider="acme", environment_id="game-2")
+    create_time_usage("2026-11-04T10:00", 2 * HOUR, "", provider="acme")
+    costs.price_usage(now=NOW)
 
 
-def shown(api: Api, query: str = "") -> dict[str, tuple[str, str]]:
+def shown(api: ApiClient, query: str = "") -> dict[str, tuple[str, str]]:
     answer = api.get(f"costs?{query}")
     assert answer.status_code == 200, answer.content
     return {each["key"]: (each["usd"], each["hours"]) for each in answer.json()["results"]}
@@ -55,14 +55,14 @@ def test_an_agents_key_sees_its_own() -> None:
     assert shown(key(ADA, BOB)) == {ADA: ("1.500000003", "3"), BOB: ("0.5", "1")}
     assert shown(key("did:plc:new")) == {}
     assert key(BOB).get("costs").json()["total_usd"] == "0.5"
-    assert shown(key(BOB), f"lease={lease(ADA)}") == {}
+    assert shown(key(BOB), f"lease={derive_lease_id(ADA)}") == {}
 
 
 @pytest.mark.usefixtures("used")
 @pytest.mark.parametrize(
     ("by", "found"),
     [
-        ("lease", {str(lease(ADA)): ("1.500000003", "3"), str(lease(BOB)): ("0.5", "1"), "": ("1", "2")}),
+        ("lease", {str(derive_lease_id(ADA)): ("1.500000003", "3"), str(derive_lease_id(BOB)): ("0.5", "1"), "": ("1", "2")}),
         ("environment", {"game-1": ("1.500000003", "3"), "game-2": ("0.5", "1"), "": ("1", "2")}),
         ("provider", {"acme": ("3.000000003", "6")}),
         ("day", {"2026-11-02": ("1", "2"), "2026-11-03": ("1.000000003", "2"), "2026-11-04": ("1", "2")}),
@@ -82,7 +82,7 @@ def test_costs_are_added_up_by(by: str, found: dict[str, Any]) -> None:
         ("until=2026-11-03", {ADA: ("1", "2")}),
         ("since=2026-11-03&until=2026-11-04", {ADA: ("0.500000003", "1"), BOB: ("0.5", "1")}),
         (f"agent={BOB}", {BOB: ("0.5", "1")}),
-        (f"lease={lease(ADA)}", {ADA: ("1.500000003", "3")}),
+        (f"lease={derive_lease_id(ADA)}", {ADA: ("1.500000003", "3")}),
         ("environment=game-2", {BOB: ("0.5", "1")}),
         ("provider=other", {}),
         ("account=house", {ADA: ("1.500000003", "3"), "": ("1", "2"), BOB: ("0.5", "1")}),
@@ -95,7 +95,7 @@ def test_costs_are_of_some_alone(query: str, found: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("used")
 def test_an_answer_says_what_is_in_it() -> None:
-    metering.meter(now=NOW)
+    metering.meter_usage(now=NOW)
     said = key(operator=True).get("costs?by=day&since=2026-11-01&until=2026-11-04&limit=1").json()
     (first,) = said.pop("results")
     assert first == {"key": "2026-11-02", "usd": "1", "hours": "2", "quantities": {"time": "2"}, "free": {}}
@@ -135,8 +135,8 @@ def test_what_is_wrong_with_a_request_is_named(query: str, field: str) -> None:
 
 
 def test_who_may_not_is_told_so() -> None:
-    assert Api().get("costs").status_code == 401
-    assert Api("lh_00000000_" + "a" * 43).get("estimate?agents=1").status_code == 401
+    assert ApiClient().get("costs").status_code == 401
+    assert ApiClient("lh_00000000_" + "a" * 43).get("estimate?agents=1").status_code == 401
     assert key(BOB).get(f"costs?agent={ADA}").status_code == 403
     assert key(BOB).post("costs").status_code == 405
     assert Client().get("/api/v1/costs?format=xml", headers={"Authorization": f"Bearer {key(BOB).key}"}).status_code == 404
@@ -173,16 +173,16 @@ def test_an_estimate_names_what_is_wrong(query: str, field: str) -> None:
 def lately(db: None) -> date:
     """At 1 USD an hour Ada took 24 yesterday and takes 1 today, Bob of the team 2 and 1 in another game; today."""
     today = timezone.now().astimezone(UTC).date()
-    rate("time", "1")
+    create_rate("time", "1")
     Membership.objects.create(agent_did=BOB, account=Account.objects.create(name="team"))
     for agent, game, hours in ((ADA, "game-1", 24), (BOB, "game-2", 2)):
-        time_used(midnight(today - timedelta(days=1)), hours * HOUR, agent, environment_id=game, provider="acme")
-        time_used(midnight(today), HOUR, agent, environment_id=game, provider="acme")
-    costs.price(now=timezone.now())
+        create_time_usage(start_of_day(today - timedelta(days=1)), hours * HOUR, agent, environment_id=game, provider="acme")
+        create_time_usage(start_of_day(today), HOUR, agent, environment_id=game, provider="acme")
+    costs.price_usage(now=timezone.now())
     return today
 
 
-def ahead(api: Api, query: str = "") -> dict[str, Any]:
+def ahead(api: ApiClient, query: str = "") -> dict[str, Any]:
     answer = api.get(f"forecast?{query}")
     assert answer.status_code == 200, answer.content
     found: dict[str, Any] = answer.json()
@@ -195,7 +195,7 @@ def test_a_forecast_says_what_the_month_comes_to_and_when_a_budget_is_spent(late
         "metered_at": None, "spent_usd": "28" if lately.day > 1 else "2", "a_day_usd": "26", "days": 1,
         "month_usd": f"{found.month.normalize():f}", "budget_usd": "100000.5", "runs_out": f"{found.runs_out}",
     }  # fmt: skip
-    metering.meter(now=NOW)
+    metering.meter_usage(now=NOW)
     assert ahead(key(operator=True))["metered_at"] == "2026-11-21T12:00:00Z"
 
 
@@ -223,7 +223,7 @@ def test_an_agents_key_is_told_of_its_own() -> None:
     }  # fmt: skip
     assert ahead(key(ADA), "account=team")["a_day_usd"] is None
     assert key(BOB).get(f"forecast?agent={ADA}").status_code == 403
-    assert Api().get("forecast").status_code == 401
+    assert ApiClient().get("forecast").status_code == 401
     assert key(BOB).post("forecast").status_code == 405
 
 
@@ -260,7 +260,7 @@ def test_the_largest_and_the_smallest_budget_have_an_answer() -> None:
 def test_costs_take_a_few_queries_however_many_there_are(django_assert_max_num_queries: Any) -> None:
     operator = key(operator=True)
     for number in range(20):
-        time_used("2026-11-02T10:00", agent=f"did:plc:{uuid.UUID(int=number).hex}", provider="acme")
-    costs.price(now=NOW)
+        create_time_usage("2026-11-02T10:00", agent=f"did:plc:{uuid.UUID(int=number).hex}", provider="acme")
+    costs.price_usage(now=NOW)
     with django_assert_max_num_queries(6):
         assert len(shown(operator)) == 23

@@ -10,12 +10,12 @@ from leases.models import Lease
 from sandboxes.models import Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import File, MemoryProvider
-from tests.api.conftest import ADA, BOB, Api, run_out
+from tests.api.conftest import ADA, BOB, ApiClient, expire_lease
 
 pytestmark = pytest.mark.django_db
 
 
-def test_joining_makes_the_sandbox_ready(ada: Api, ask, memory: MemoryProvider) -> None:
+def test_joining_makes_the_sandbox_ready(ada: ApiClient, ask, memory: MemoryProvider) -> None:
     answer = ada.post("environments/game-7/join", ask())
     shown = answer.json()
     assert (answer.status_code, shown["is_new"], shown["environment_id"]) == (201, True, "game-7")
@@ -25,7 +25,7 @@ def test_joining_makes_the_sandbox_ready(ada: Api, ask, memory: MemoryProvider) 
     assert json.loads(config.content)["leaseId"] == shown["id"]
 
 
-def test_joining_twice_is_the_same_lease_and_sandbox(ada: Api, ask) -> None:
+def test_joining_twice_is_the_same_lease_and_sandbox(ada: ApiClient, ask) -> None:
     first, again = (ada.post("environments/game-7/join", ask()) for _ in range(2))
     assert (first.status_code, again.status_code) == (201, 200)
     assert again.json() == first.json() | {
@@ -35,14 +35,14 @@ def test_joining_twice_is_the_same_lease_and_sandbox(ada: Api, ask) -> None:
     }
 
 
-def test_a_sandbox_that_does_not_start_leaves_the_lease_and_says_when_to_retry(ada: Api, ask, memory) -> None:
+def test_a_sandbox_that_does_not_start_leaves_the_lease_and_says_when_to_retry(ada: ApiClient, ask, memory) -> None:
     memory.fail("create", Unavailable("no engine"), times=1)
     refused = ada.post("environments/game-7/join", ask())
     assert (refused.status_code, refused.json()["code"]) == (503, "sandbox_not_ready")
     assert ada.post("environments/game-7/join", ask()).json()["is_new"] is False
 
 
-def test_a_condition_ends_the_leases_that_wait_for_it(ada: Api, operator: Api, ask) -> None:
+def test_a_condition_ends_the_leases_that_wait_for_it(ada: ApiClient, operator: ApiClient, ask) -> None:
     waits = ada.post("leases", ask()).json()["id"]
     ada.post("leases", ask(environment_id="game-2"))
     operator.post("leases", ask(agent_did=BOB, expiry_conditions=[]))
@@ -52,19 +52,19 @@ def test_a_condition_ends_the_leases_that_wait_for_it(ada: Api, operator: Api, a
     assert operator.post("environments/game-1/conditions", {"condition": "game.finished"}).json() == {"ended": []}
 
 
-def test_an_agents_key_ends_only_its_own_agents_leases(ada: Api, operator: Api, ask) -> None:
+def test_an_agents_key_ends_only_its_own_agents_leases(ada: ApiClient, operator: ApiClient, ask) -> None:
     mine, theirs = (operator.post("leases", ask(agent_did=did)).json()["id"] for did in (ADA, BOB))
     assert ada.post("environments/game-1/conditions", {"condition": "game.finished"}).json() == {"ended": [mine]}
     assert Lease.objects.get(pk=uuid.UUID(theirs)).status == "active"
 
 
-def test_a_condition_does_not_end_what_had_run_out(ada: Api, lease) -> None:
-    run_out(lease["id"])
+def test_a_condition_does_not_end_what_had_run_out(ada: ApiClient, lease) -> None:
+    expire_lease(lease["id"])
     assert ada.post("environments/game-1/conditions", {"condition": "game.finished"}).json() == {"ended": []}
     assert ada.get(f"leases/{lease['id']}").json()["end_reason"] == "ttl"
 
 
-def test_ending_a_lease_wakes_the_sweep(ada: Api, lease) -> None:
+def test_ending_a_lease_wakes_the_sweep(ada: ApiClient, lease) -> None:
     ada.post("environments/game-1/conditions", {"condition": "agent.left"})
     assert OrmQ.objects.count() == 0
     ada.post(f"leases/{lease['id']}/release")

@@ -15,8 +15,8 @@ from sandboxes import pool as pools
 from sandboxes.models import DataObject, Run, Sandbox
 from sandboxes.providers.memory import File, MemoryProvider
 from sandboxes.state import workspace
-from sandboxes.storage import store
-from tests.api.conftest import Api, check, run_out
+from sandboxes.storage import get_store
+from tests.api.conftest import ApiClient, check_response, expire_lease
 from tests.api.test_bad_input import refused
 
 pytestmark = pytest.mark.django_db
@@ -28,7 +28,7 @@ def at(lease) -> str:
 
 
 @pytest.fixture
-def filled(ada: Api, at: str) -> str:
+def filled(ada: ApiClient, at: str) -> str:
     """A lease with some files."""
     assert ada.put(f"{at}/files/src/main.py", b"print('hi')\n").status_code == 204
     assert ada.put(f"{at}/files/src/deep/er/x.bin", bytes(range(256))).status_code == 204
@@ -41,9 +41,9 @@ def filled(ada: Api, at: str) -> str:
 @pytest.fixture
 def sleep(lease) -> Callable[[], None]:
     def put() -> None:
-        sandbox = pools.of(uuid.UUID(lease["id"]))
+        sandbox = pools.find_by_holder(uuid.UUID(lease["id"]))
         assert sandbox
-        assert eviction.sleep(sandbox.pk, now=timezone.now(), reason="test")
+        assert eviction.evict(sandbox.pk, now=timezone.now(), reason="test")
 
     return put
 
@@ -102,7 +102,7 @@ RANGES = [
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_ranges(asleep: bool, ada: Api, filled: str, sleep) -> None:
+def test_ranges(asleep: bool, ada: ApiClient, filled: str, sleep) -> None:
     if asleep:
         sleep()
     for said, status, content, which in RANGES:
@@ -118,12 +118,12 @@ def test_ranges(asleep: bool, ada: Api, filled: str, sleep) -> None:
     assert Sandbox.objects.get().state == ("cold" if asleep else "waiting")
 
 
-def test_a_range_of_another_version_is_the_whole_file(ada: Api, filled: str) -> None:
+def test_a_range_of_another_version_is_the_whole_file(ada: ApiClient, filled: str) -> None:
     answer = ada.get(f"{filled}/files/src/main.py", range="bytes=0-1", if_range='"x"')
     assert (answer.status_code, answer.content) == (200, b"print('hi')\n")
 
 
-def test_head_says_the_size(ada: Api, filled: str, sleep) -> None:
+def test_head_says_the_size(ada: ApiClient, filled: str, sleep) -> None:
     url, key = f"/api/v1/{filled}/files/src/deep/er/x.bin", {"Authorization": f"Bearer {ada.key}"}
     for source in ("sandbox", "snapshot"):
         answer = ada.client.head(url, headers=key)
@@ -136,8 +136,10 @@ def test_head_says_the_size(ada: Api, filled: str, sleep) -> None:
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_a_large_file_is_read_in_ranges(asleep: bool, ada: Api, filled: str, sleep, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leases.api.files.LARGEST_FILE", 100)
+def test_a_large_file_is_read_in_ranges(
+    asleep: bool, ada: ApiClient, filled: str, sleep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leases.api.files.MAX_FILE_BYTES", 100)
     if asleep:
         sleep()
     whole = ada.get(f"{filled}/files/src/deep/er/x.bin")
@@ -159,14 +161,14 @@ def test_a_large_file_is_read_in_ranges(asleep: bool, ada: Api, filled: str, sle
     [("none", 404, "file_not_found"), ("src/none/x", 404, "file_not_found"), ("src", 400, "bad_path"),
      ("link", 400, "bad_path"), ("src/main.py/x", 400, "bad_path"), ("link/x", 400, "bad_path")],
 )  # fmt: skip
-def test_what_is_no_file(path: str, status: int, code: str, asleep: bool, ada: Api, filled: str, sleep) -> None:
+def test_what_is_no_file(path: str, status: int, code: str, asleep: bool, ada: ApiClient, filled: str, sleep) -> None:
     if asleep:
         sleep()
     answer = ada.get(f"{filled}/files/{path}")
     assert (answer.status_code, answer.json()["code"], answer.json()["field"]) == (status, code, "path")
 
 
-def test_an_act_on_the_workspace_does_not_wait_for_the_agents_data(ada: Api, at: str, memory: MemoryProvider) -> None:
+def test_an_act_on_the_workspace_does_not_wait_for_the_agents_data(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
     ada.put(f"{at}/files/a", b"x")
     ada.get(f"{at}/files/a")
     assert [verb for verb, _ in memory.calls] == ["create", "wait_ready", "write_file", "write_file", "read_range"]
@@ -186,7 +188,7 @@ QUESTIONS = [
 
 @pytest.mark.parametrize("asked", QUESTIONS)
 def test_what_sleeps_answers_as_what_is_awake_and_is_not_woken(
-    asked: str, ada: Api, filled: str, sleep, memory: MemoryProvider
+    asked: str, ada: ApiClient, filled: str, sleep, memory: MemoryProvider
 ) -> None:
     awake = ada.get(f"{filled}/{asked}")
     before = got(awake)
@@ -205,7 +207,7 @@ def test_what_sleeps_answers_as_what_is_awake_and_is_not_woken(
         assert (awake["Leasehold-Source"], asleep["Leasehold-Source"]) == ("sandbox", "snapshot")
 
 
-def test_the_agents_data_is_listed_and_packed_while_the_sandbox_sleeps(ada: Api, filled: str, sleep) -> None:
+def test_the_agents_data_is_listed_and_packed_while_the_sandbox_sleeps(ada: ApiClient, filled: str, sleep) -> None:
     sleep()
     listed = ada.get(f"{filled}/files?root=data&path=memory").json()
     assert [(entry["name"], entry["size"]) for entry in listed["entries"]] == [("notes.md", 9)]
@@ -214,22 +216,24 @@ def test_the_agents_data_is_listed_and_packed_while_the_sandbox_sleeps(ada: Api,
     assert set(tar) <= {"memory", "memory/notes.md"}
 
 
-def test_what_has_lost_its_place_is_read_from_what_is_stored(ada: Api, filled: str, sleep) -> None:
+def test_what_has_lost_its_place_is_read_from_what_is_stored(ada: ApiClient, filled: str, sleep) -> None:
     sleep()
-    eviction.drop_cold(Sandbox.objects.get().pk, now=timezone.now(), reason="test")
+    eviction.release_cold(Sandbox.objects.get().pk, now=timezone.now(), reason="test")
     answer = ada.get(f"{filled}/files/src/main.py")
     assert (answer.content, answer["Leasehold-Source"]) == (b"print('hi')\n", "snapshot")
     assert Sandbox.objects.count() == 1
 
 
-def test_reading_renews_the_lease(ada: Api, filled: str, sleep) -> None:
+def test_reading_renews_the_lease(ada: ApiClient, filled: str, sleep) -> None:
     sleep()
     before = ada.get(filled).json()["expires_at"]
     ada.get(f"{filled}/files/src/main.py")
     assert ada.get(filled).json()["expires_at"] > before
 
 
-def test_a_lease_without_a_sandbox_shows_what_its_first_one_begins_with(ada: Api, at: str, memory: MemoryProvider) -> None:
+def test_a_lease_without_a_sandbox_shows_what_its_first_one_begins_with(
+    ada: ApiClient, at: str, memory: MemoryProvider
+) -> None:
     listed, content = ada.get(f"{at}/files?deep=1"), ada.get(f"{at}/files/config.json")
     assert [(entry["name"], entry["kind"]) for entry in listed.json()["entries"]] == [("config.json", "file")]
     assert (content["Leasehold-Source"], ada.get(f"{at}/files?root=data").json()["entries"]) == ("snapshot", [])
@@ -239,7 +243,7 @@ def test_a_lease_without_a_sandbox_shows_what_its_first_one_begins_with(ada: Api
     assert ada.get(f"{at}/files/config.json").content == content.content
 
 
-def test_a_fork_shows_its_own_config_before_it_was_ever_awake(ada: Api, filled: str) -> None:
+def test_a_fork_shows_its_own_config_before_it_was_ever_awake(ada: ApiClient, filled: str) -> None:
     fork = ada.post(f"{filled}/fork", {"environment_id": "fork-1"}).json()
     there = ada.get(f"leases/{fork['id']}/files/config.json")
     assert (there["Leasehold-Source"], fork["id"] in there.content.decode()) == ("snapshot", True)
@@ -248,21 +252,21 @@ def test_a_fork_shows_its_own_config_before_it_was_ever_awake(ada: Api, filled: 
 
 
 def spoil(snapshot: Any) -> None:
-    store().set(f"{snapshot.key}/workspace", b"spoilt")
-    (workspace.local_of(snapshot) / "workspace").write_bytes(b"spoilt")
+    get_store().set(f"{snapshot.key}/workspace", b"spoilt")
+    (workspace.local_directory(snapshot) / "workspace").write_bytes(b"spoilt")
 
 
-def test_a_copy_that_is_not_what_was_stored_wakes_the_sandbox(ada: Api, filled: str, lease, sleep) -> None:
+def test_a_copy_that_is_not_what_was_stored_wakes_the_sandbox(ada: ApiClient, filled: str, lease, sleep) -> None:
     sleep()
     ada.put(f"{filled}/files/src/main.py", b"newer")
     sleep()
-    spoil(workspace.latest(uuid.UUID(lease["id"])))
+    spoil(workspace.find_latest(uuid.UUID(lease["id"])))
     answer = ada.get(f"{filled}/files/src/main.py")
     assert (answer.content, answer["Leasehold-Source"]) == (b"print('hi')\n", "sandbox")
     assert Sandbox.objects.get().source == "local"
 
 
-def test_a_copy_that_is_no_tar_of_ours_wakes_the_sandbox(ada: Api, at: str, memory: MemoryProvider, sleep) -> None:
+def test_a_copy_that_is_no_tar_of_ours_wakes_the_sandbox(ada: ApiClient, at: str, memory: MemoryProvider, sleep) -> None:
     ada.put(f"{at}/files/a", b"x")
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
@@ -277,10 +281,10 @@ def test_a_copy_that_is_no_tar_of_ours_wakes_the_sandbox(ada: Api, at: str, memo
     assert (answer.status_code, answer["Leasehold-Source"]) == (200, "sandbox")
 
 
-def test_data_that_the_store_has_lost_is_no_answer(ada: Api, filled: str, sleep) -> None:
+def test_data_that_the_store_has_lost_is_no_answer(ada: ApiClient, filled: str, sleep) -> None:
     sleep()
     for stored in DataObject.objects.all():
-        store().remove(stored.key)
+        get_store().remove(stored.key)
     answer = ada.get(f"{filled}/files/memory/notes.md?root=data")
     assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
 
@@ -288,7 +292,7 @@ def test_data_that_the_store_has_lost_is_no_answer(ada: Api, filled: str, sleep)
 # --- listings -----------------------------------------------------------------------------------------------------
 
 
-def test_a_listing(ada: Api, filled: str) -> None:
+def test_a_listing(ada: ApiClient, filled: str) -> None:
     said = ada.get(f"{filled}/files").json()
     assert (said["root"], said["path"]) == ("workspace", "")
     shown = {entry["name"]: (entry["kind"], entry["size"], entry["mode"], entry["target"]) for entry in said["entries"]}
@@ -302,7 +306,7 @@ def test_a_listing(ada: Api, filled: str) -> None:
     assert deep == ["deep", "deep/er", "deep/er/x.bin", "main.py"]
 
 
-def test_names_that_are_no_text_are_listed(ada: Api, filled: str, memory: MemoryProvider) -> None:
+def test_names_that_are_no_text_are_listed(ada: ApiClient, filled: str, memory: MemoryProvider) -> None:
     files = memory.files(Sandbox.objects.get().ref)
     files["/workspace/caf\udce9"] = File(b"", mtime=10**12)
     (entry,) = [entry for entry in ada.get(f"{filled}/files").json()["entries"] if entry["name"].startswith("caf")]
@@ -310,8 +314,8 @@ def test_names_that_are_no_text_are_listed(ada: Api, filled: str, memory: Memory
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_a_long_listing_is_refused(asleep: bool, ada: Api, filled: str, sleep, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leases.api.files.MOST_ENTRIES", 4)
+def test_a_long_listing_is_refused(asleep: bool, ada: ApiClient, filled: str, sleep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leases.api.files.MAX_LISTING_ENTRIES", 4)
     if asleep:
         sleep()
     assert ada.get(f"{filled}/files").status_code == 200
@@ -322,7 +326,7 @@ def test_a_long_listing_is_refused(asleep: bool, ada: Api, filled: str, sleep, m
 # --- archives -----------------------------------------------------------------------------------------------------
 
 
-def test_an_archive_is_a_tar_that_can_be_unpacked_again(ada: Api, filled: str, lease) -> None:
+def test_an_archive_is_a_tar_that_can_be_unpacked_again(ada: ApiClient, filled: str, lease) -> None:
     answer = ada.get(f"{filled}/archive?path=src")
     tar = got(answer)
     assert (answer["Content-Type"], answer["Content-Length"]) == ("application/x-tar", str(len(tar)))
@@ -340,7 +344,7 @@ def test_an_archive_is_a_tar_that_can_be_unpacked_again(ada: Api, filled: str, l
     assert (run.kind, run.argv, run.outcome) == ("file", ["unpack", "/workspace"], "ok")
 
 
-def test_an_archive_is_unpacked_into_the_agents_data_and_wakes_for_it(ada: Api, filled: str, sleep) -> None:
+def test_an_archive_is_unpacked_into_the_agents_data_and_wakes_for_it(ada: ApiClient, filled: str, sleep) -> None:
     sleep()
     assert ada.put(f"{filled}/archive?root=data", packed(a=b"1", **{"memory/b": b"2"})).status_code == 204
     assert Sandbox.objects.get().state == "waiting"
@@ -348,7 +352,7 @@ def test_an_archive_is_unpacked_into_the_agents_data_and_wakes_for_it(ada: Api, 
     assert ada.get(f"{filled}/files/memory/b?root=data").content == b"2"
 
 
-def test_tars_of_other_programs_are_taken(ada: Api, at: str) -> None:
+def test_tars_of_other_programs_are_taken(ada: ApiClient, at: str) -> None:
     for form in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         out = io.BytesIO()
         with tarfile.open(fileobj=out, mode="w", format=form) as tar:
@@ -359,7 +363,7 @@ def test_tars_of_other_programs_are_taken(ada: Api, at: str) -> None:
         assert ada.get(f"{at}/files/{'/'.join(['n' * 60] * 2)}").content == b"text"
 
 
-def test_an_empty_tar_changes_nothing(ada: Api, at: str) -> None:
+def test_an_empty_tar_changes_nothing(ada: ApiClient, at: str) -> None:
     assert ada.put(f"{at}/archive", bytes(1024)).status_code == 204
     assert [entry["name"] for entry in ada.get(f"{at}/files").json()["entries"]] == ["config.json"]
 
@@ -395,22 +399,22 @@ def made(name: str, kind: bytes = tarfile.REGTYPE, target: str = "", **headers: 
     ],
     ids=lambda body: repr(body)[:20] + str(len(body)),
 )
-def test_what_is_no_tar_changes_nothing(ada: Api, at: str, body: bytes) -> None:
+def test_what_is_no_tar_changes_nothing(ada: ApiClient, at: str, body: bytes) -> None:
     refused(ada, "PUT", f"{at}/archive", body, 400)
 
 
-def test_a_tar_that_is_too_large_is_refused(ada: Api, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leases.api.files.LARGEST_ARCHIVE", 10_000)
+def test_a_tar_that_is_too_large_is_refused(ada: ApiClient, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leases.api.files.MAX_ARCHIVE_BYTES", 10_000)
     refused(ada, "PUT", f"{at}/archive", packed(a=b"x" * 10_000), 413)
-    monkeypatch.setattr("sandboxes.state.archives.MOST", 2)
+    monkeypatch.setattr("sandboxes.state.archives.MAX_MEMBERS", 2)
     refused(ada, "PUT", f"{at}/archive", packed(a=b"", b=b"", c=b""), 413)
 
 
-def test_a_tar_that_is_announced_as_too_large_is_not_read(ada: Api, at: str) -> None:
+def test_a_tar_that_is_announced_as_too_large_is_not_read(ada: ApiClient, at: str) -> None:
     url = f"/api/v1/{at}/archive"
     sent = {"CONTENT_LENGTH": str((1 << 30) + 1), "HTTP_AUTHORIZATION": f"Bearer {ada.key}"}
     answer = ada.client.generic("PUT", url, b"", **sent)
-    check("PUT", url, answer)
+    check_response("PUT", url, answer)
     assert answer.status_code == 413
 
 
@@ -424,7 +428,7 @@ def test_a_tar_that_is_announced_as_too_large_is_not_read(ada: Api, at: str) -> 
         *[(f"path={path}", "path") for path in ("/etc", "..", "a/../..", "a//b", "a/", ".", "%00", "a%00", "x" * 256)],
     ],
 )  # fmt: skip
-def test_directories(ada: Api, lease, query: str, field: str) -> None:
+def test_directories(ada: ApiClient, lease, query: str, field: str) -> None:
     refused(ada, "GET", f"leases/{lease['id']}/files?{query}", None, 400, field)
     if field != "deep":
         refused(ada, "GET", f"leases/{lease['id']}/archive?{query}", None, 400, field)
@@ -435,14 +439,14 @@ ACTS = [("GET", "files"), ("GET", "files/a"), ("PUT", "files/a"), ("DELETE", "fi
 
 
 @pytest.mark.parametrize(("method", "act"), ACTS)
-def test_another_agents_files_are_not_there(bob: Api, lease, method: str, act: str) -> None:
+def test_another_agents_files_are_not_there(bob: ApiClient, lease, method: str, act: str) -> None:
     assert bob(method, f"leases/{lease['id']}/{act}", packed(a=b"x")).status_code == 404
     assert not Run.objects.exists()
 
 
 @pytest.mark.parametrize(("method", "act"), ACTS)
-def test_files_of_an_ended_lease_are_gone(ada: Api, lease, method: str, act: str) -> None:
-    run_out(lease["id"])
+def test_files_of_an_ended_lease_are_gone(ada: ApiClient, lease, method: str, act: str) -> None:
+    expire_lease(lease["id"])
     answer = ada(method, f"leases/{lease['id']}/{act}", packed(a=b"x"))
     assert (answer.status_code, answer.json()["end_reason"]) == (410, "ttl")
     assert Lease.objects.get().status == "active"  # no sweep has come by

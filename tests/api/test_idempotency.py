@@ -10,8 +10,8 @@ from leases.models import IdempotentRequest, Lease
 from sandboxes.models import Run
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from tests.api.conftest import Api
-from tests.conftest import Died
+from tests.api.conftest import ApiClient
+from tests.conftest import SimulatedCrash
 
 pytestmark = pytest.mark.django_db
 
@@ -22,14 +22,14 @@ def passes(time: timedelta) -> None:
     IdempotentRequest.objects.update(**{name: F(name) - time for name in moments})
 
 
-def dies(api: Api, at_step, step: str, path: str, body=None) -> None:
+def dies(api: ApiClient, at_checkpoint, step: str, path: str, body=None) -> None:
     """The process that serves this request dies at a step of it."""
 
     def die() -> None:
-        raise Died()
+        raise SimulatedCrash()
 
-    at_step(step, die)
-    with pytest.raises(Died):
+    at_checkpoint(step, die)
+    with pytest.raises(SimulatedCrash):
         api.post(path, body, idempotency_key="k1")
 
 
@@ -38,7 +38,7 @@ def run_path(lease) -> str:
     return f"leases/{lease['id']}/exec"
 
 
-def test_the_same_request_is_answered_from_the_row(ada: Api, ask) -> None:
+def test_the_same_request_is_answered_from_the_row(ada: ApiClient, ask) -> None:
     first = ada.post("leases", ask(), idempotency_key="k1")
     again = ada.post("leases", ask(), idempotency_key="k1")
     assert (again.status_code, again.content, again["Idempotent-Replayed"]) == (201, first.content, "true")
@@ -56,7 +56,7 @@ def test_the_same_request_is_answered_from_the_row(ada: Api, ask) -> None:
         ("environments/game-1/join", {"agent_did": "did:plc:ada", "environment_type": "catan"}),
     ],
 )
-def test_every_post_takes_a_key(ada: Api, lease, path: str, body) -> None:
+def test_every_post_takes_a_key(ada: ApiClient, lease, path: str, body) -> None:
     url = path.format(**lease)
     first, again = (ada.post(url, body, idempotency_key="k1") for _ in range(2))
     assert first.status_code == 200
@@ -64,7 +64,7 @@ def test_every_post_takes_a_key(ada: Api, lease, path: str, body) -> None:
     assert again["Idempotent-Replayed"] == "true"
 
 
-def test_a_command_is_run_once_and_answered_also_after_its_lease_has_ended(ada: Api, lease, run_path: str) -> None:
+def test_a_command_is_run_once_and_answered_also_after_its_lease_has_ended(ada: ApiClient, lease, run_path: str) -> None:
     first = ada.post(run_path, {"argv": ["echo", "hi"]}, idempotency_key="k1")
     ada.post(f"leases/{lease['id']}/release")
     again = ada.post(run_path, {"argv": ["echo", "hi"]}, idempotency_key="k1")
@@ -73,36 +73,36 @@ def test_a_command_is_run_once_and_answered_also_after_its_lease_has_ended(ada: 
 
 
 @pytest.mark.parametrize("change", ["body", "query", "path"])
-def test_another_request_with_the_same_key_is_refused(ada: Api, lease, run_path: str, change: str) -> None:
+def test_another_request_with_the_same_key_is_refused(ada: ApiClient, lease, run_path: str, change: str) -> None:
     ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     path = {"query": f"{run_path}?encoding=base64", "path": f"leases/{lease['id']}/renew"}.get(change, run_path)
     answer = ada.post(path, {"argv": ["false" if change == "body" else "true"]}, idempotency_key="k1")
     assert (answer.status_code, answer.json()["code"]) == (409, "idempotency_key_reused")
 
 
-def test_a_key_means_nothing_to_another_key_holder(operator: Api, issue, ask) -> None:
+def test_a_key_means_nothing_to_another_key_holder(operator: ApiClient, issue, ask) -> None:
     first = operator.post("leases", ask(), idempotency_key="k1")
     other = issue(operator=True).post("leases", ask(), idempotency_key="k1")
     assert (first.status_code, other.status_code) == (201, 200)
     assert "Idempotent-Replayed" not in other.headers
 
 
-def test_a_rival_in_the_middle_is_told_to_wait(ada: Api, lease, run_path: str, at_step) -> None:
+def test_a_rival_in_the_middle_is_told_to_wait(ada: ApiClient, lease, run_path: str, at_checkpoint) -> None:
     seen = []
-    at_step("key claimed", lambda: seen.append(ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")))
+    at_checkpoint("key claimed", lambda: seen.append(ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")))
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 200
     assert (seen[0].status_code, seen[0].json()["code"]) == (409, "idempotency_in_progress")
     assert int(seen[0]["Retry-After"]) > 0
     assert Run.objects.count() == 1
 
 
-def test_an_error_frees_the_key(ada: Api, ask) -> None:
+def test_an_error_frees_the_key(ada: ApiClient, ask) -> None:
     assert ada.post("leases", ask(environment_type="chess"), idempotency_key="k1").status_code == 400
     assert not IdempotentRequest.objects.exists()
     assert ada.post("leases", ask(), idempotency_key="k1").status_code == 201
 
 
-def test_an_answer_is_forgotten_after_its_time(ada: Api, lease, run_path: str, settings) -> None:
+def test_an_answer_is_forgotten_after_its_time(ada: ApiClient, lease, run_path: str, settings) -> None:
     ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     passes(settings.IDEMPOTENCY_TTL)
     assert "Idempotent-Replayed" not in ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").headers
@@ -110,8 +110,8 @@ def test_an_answer_is_forgotten_after_its_time(ada: Api, lease, run_path: str, s
 
 
 @pytest.mark.parametrize("step", ["key claimed", "acted"])
-def test_what_is_safe_to_repeat_is_taken_over_from_the_dead(ada: Api, ask, at_step, step: str) -> None:
-    dies(ada, at_step, step, "leases", ask())
+def test_what_is_safe_to_repeat_is_taken_over_from_the_dead(ada: ApiClient, ask, at_checkpoint, step: str) -> None:
+    dies(ada, at_checkpoint, step, "leases", ask())
     waiting = ada.post("leases", ask(), idempotency_key="k1")
     assert (waiting.status_code, waiting.json()["code"]) == (409, "idempotency_in_progress")
     passes(timedelta(minutes=2))
@@ -121,15 +121,15 @@ def test_what_is_safe_to_repeat_is_taken_over_from_the_dead(ada: Api, ask, at_st
 
 
 @pytest.mark.parametrize("step", ["key claimed", "run opened", "run answered", "acted"])
-def test_a_command_of_the_dead_is_never_run_again(ada: Api, run_path: str, at_step, step: str) -> None:
-    dies(ada, at_step, step, run_path, {"argv": ["true"]})
+def test_a_command_of_the_dead_is_never_run_again(ada: ApiClient, run_path: str, at_checkpoint, step: str) -> None:
+    dies(ada, at_checkpoint, step, run_path, {"argv": ["true"]})
     passes(timedelta(hours=1))
     answer = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     assert (answer.status_code, answer.json()["code"]) == (409, "outcome_unknown")
     assert [answer.json().get("run_id")] == ([str(run.pk) for run in Run.objects.all()] or [None])
 
 
-def test_a_command_whose_outcome_is_unknown_is_not_run_again(ada: Api, run_path: str, memory: MemoryProvider) -> None:
+def test_a_command_whose_outcome_is_unknown_is_not_run_again(ada: ApiClient, run_path: str, memory: MemoryProvider) -> None:
     memory.fail("exec", Unavailable("timed out"), times=1)
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 503
     answer = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
@@ -137,7 +137,7 @@ def test_a_command_whose_outcome_is_unknown_is_not_run_again(ada: Api, run_path:
     assert answer.json()["run_id"] == str(Run.objects.get().pk)
 
 
-def test_a_command_that_never_started_may_be_sent_again(ada: Api, run_path: str, memory: MemoryProvider) -> None:
+def test_a_command_that_never_started_may_be_sent_again(ada: ApiClient, run_path: str, memory: MemoryProvider) -> None:
     memory.fail("create", Unavailable("no engine"), times=1)
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 503
     memory.fail("exec", Rejected("no"), times=1)
@@ -145,16 +145,16 @@ def test_a_command_that_never_started_may_be_sent_again(ada: Api, run_path: str,
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 200
 
 
-def test_whoever_is_late_does_not_overwrite_the_answer_of_the_one_who_took_over(ada: Api, ask, at_step) -> None:
+def test_whoever_is_late_does_not_overwrite_the_answer_of_the_one_who_took_over(ada: ApiClient, ask, at_checkpoint) -> None:
     def take_over() -> None:
         passes(timedelta(minutes=2))
         assert ada.post("leases", ask(), idempotency_key="k1").status_code == 200
 
-    at_step("acted", take_over)
+    at_checkpoint("acted", take_over)
     assert ada.post("leases", ask(), idempotency_key="k1").status_code == 201
     assert IdempotentRequest.objects.get().status_code == 200
 
 
-def test_a_lease_that_is_not_there_takes_no_key(ada: Api, lease) -> None:
+def test_a_lease_that_is_not_there_takes_no_key(ada: ApiClient, lease) -> None:
     assert ada.post(f"leases/{uuid.uuid4()}/renew", idempotency_key="k1").status_code == 404
     assert ada.post(f"leases/{lease['id']}/renew", idempotency_key="k1").status_code == 200

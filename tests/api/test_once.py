@@ -15,9 +15,9 @@ from leases.models import IdempotentRequest, Lease
 from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from tests.api.conftest import ADA, BOB, Api
+from tests.api.conftest import ADA, BOB, ApiClient
 from tests.api.test_bad_input import refused
-from tests.conftest import Died
+from tests.conftest import SimulatedCrash
 from tests.unit.leases.test_one_shot import assert_nothing_is_left, packed, unpacked
 
 pytestmark = pytest.mark.django_db
@@ -35,7 +35,7 @@ def base64_of(**files: str) -> str:
     return base64.b64encode(packed(**files).getvalue()).decode()
 
 
-def test_a_run_answers_how_it_ended_and_leaves_nothing(ada: Api, body, pool, memory) -> None:
+def test_a_run_answers_how_it_ended_and_leaves_nothing(ada: ApiClient, body, pool, memory) -> None:
     answer = ada.post("runs", body("sh", "-c", "cat; echo oops >&2; exit 3", stdin="in"))
     said = answer.json()
     assert (answer.status_code, said["outcome"], said["exit_code"]) == (200, "failed", 3)
@@ -49,14 +49,14 @@ def test_a_run_answers_how_it_ended_and_leaves_nothing(ada: Api, body, pool, mem
     ("argv", "outcome"),
     [(["true"], "ok"), (["false"], "failed"), (["sleep", "3600"], "timeout"), (["oom"], "oom_killed")],
 )
-def test_each_end_has_its_name_also_when_it_is_asked_for_later(ada: Api, body, argv: list[str], outcome: str) -> None:
+def test_each_end_has_its_name_also_when_it_is_asked_for_later(ada: ApiClient, body, argv: list[str], outcome: str) -> None:
     said = ada.post("runs", body(*argv, limits={"timeout_seconds": 60})).json()
     assert said["outcome"] == outcome
     del said["workspace"]
     assert ada.get(f"runs/{said['run_id']}").json() == said
 
 
-def test_a_sandbox_that_does_not_start_is_an_answer(ada: Api, body, pool, memory: MemoryProvider) -> None:
+def test_a_sandbox_that_does_not_start_is_an_answer(ada: ApiClient, body, pool, memory: MemoryProvider) -> None:
     memory.fail("create", Rejected("no such image"))
     said = ada.post("runs", body()).json()
     assert (said["outcome"], said["exit_code"], said["cleaned_up"]) == ("container_failed", None, True)
@@ -65,20 +65,20 @@ def test_a_sandbox_that_does_not_start_is_an_answer(ada: Api, body, pool, memory
     assert_nothing_is_left(pool, memory)
 
 
-def test_a_workspace_goes_in_and_comes_back(ada: Api, body) -> None:
+def test_a_workspace_goes_in_and_comes_back(ada: ApiClient, body) -> None:
     sent = body("sh", "-c", "cat a; echo new >b", workspace=base64_of(a="1"), return_workspace=True)
     said = ada.post("runs", sent).json()
     assert (said["outcome"], said["stdout"]) == ("ok", "1")
     assert unpacked(io.BytesIO(base64.b64decode(said["workspace"]))) == {"a": "1", "b": "new\n"}
 
 
-def test_bytes_survive_in_base64(ada: Api, body) -> None:
+def test_bytes_survive_in_base64(ada: ApiClient, body) -> None:
     raw = bytes(range(256))
     said = ada.post("runs?encoding=base64", body("cat", stdin=base64.b64encode(raw).decode())).json()
     assert base64.b64decode(said["stdout"]) == raw
 
 
-def test_memory_type_and_environment_are_as_asked(ada: Api, body) -> None:
+def test_memory_type_and_environment_are_as_asked(ada: ApiClient, body) -> None:
     asked = body("printenv", "WORD", env={"WORD": "s3cret"}, limits={"memory_mib": 64}, environment_type="coding")
     said = ada.post("runs", asked).json()
     assert said["stdout"] == "s3cret\n"
@@ -111,29 +111,29 @@ def a_device() -> str:
     ],
     ids=lambda value: repr(value)[:60],
 )  # fmt: skip
-def test_bad_input_names_the_field_and_nothing_begins(ada: Api, body, memory, fields: dict[str, Any], field: str) -> None:
+def test_bad_input_names_the_field_and_nothing_begins(ada: ApiClient, body, memory, fields: dict[str, Any], field: str) -> None:
     refused(ada, "POST", "runs", body(**fields), 400, field.partition(".")[0])
     assert ada.post("runs", body(**fields)).json()["field"] == field
     assert memory.calls == []
 
 
-def test_a_body_that_is_too_large_is_refused(ada: Api, body) -> None:
+def test_a_body_that_is_too_large_is_refused(ada: ApiClient, body) -> None:
     refused(ada, "POST", "runs", body(stdin="x" * (32 << 20)), 413)
 
 
-def test_a_key_runs_for_its_own_agents_only(ada: Api, bob: Api, operator: Api, body) -> None:
+def test_a_key_runs_for_its_own_agents_only(ada: ApiClient, bob: ApiClient, operator: ApiClient, body) -> None:
     refused(ada, "POST", "runs", body(agent_did=BOB), 403)
     said = bob.post("runs", body(agent_did=BOB)).json()
     assert ada.get(f"runs/{said['run_id']}").status_code == 404
     assert operator.get(f"runs/{said['run_id']}").json()["outcome"] == "ok"
 
 
-def test_what_is_no_run_is_not_found(ada: Api, lease) -> None:
+def test_what_is_no_run_is_not_found(ada: ApiClient, lease) -> None:
     assert ada.get(f"runs/{lease['id']}").status_code == 404
     assert ada.get(f"runs/{uuid.uuid4()}").status_code == 404
 
 
-def test_without_a_place_it_is_refused_and_may_be_sent_again(ada: Api, body, pool, memory) -> None:
+def test_without_a_place_it_is_refused_and_may_be_sent_again(ada: ApiClient, body, pool, memory) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=0)
     answer = ada.post("runs", body(), idempotency_key="k1")
     assert (answer.status_code, answer.json()["code"]) == (503, "capacity_exhausted")
@@ -143,20 +143,20 @@ def test_without_a_place_it_is_refused_and_may_be_sent_again(ada: Api, body, poo
     assert_nothing_is_left(pool, memory)
 
 
-def test_new_runs_are_limited_as_new_leases_are(ada: Api, body, settings) -> None:
+def test_new_runs_are_limited_as_new_leases_are(ada: ApiClient, body, settings) -> None:
     settings.CREATES_PER_MINUTE = 1
     assert ada.post("runs", body()).status_code == 200
     assert (ada.post("runs", body()).status_code, Lease.objects.count()) == (429, 1)
 
 
 @pytest.mark.parametrize("argv", [["echo", "hi"], ["false"]])
-def test_the_same_key_runs_once(ada: Api, body, memory, argv: list[str]) -> None:
+def test_the_same_key_runs_once(ada: ApiClient, body, memory, argv: list[str]) -> None:
     first, again = (ada.post("runs", body(*argv), idempotency_key="k1") for _ in range(2))
     assert (again.content, again["Idempotent-Replayed"]) == (first.content, "true")
     assert [verb for verb, _ in memory.calls].count("exec") == Lease.objects.count() == 1
 
 
-def test_a_run_that_may_have_begun_is_not_run_again(ada: Api, body, memory) -> None:
+def test_a_run_that_may_have_begun_is_not_run_again(ada: ApiClient, body, memory) -> None:
     memory.fail("exec", Unavailable("timed out"), times=1)
     first, again = (ada.post("runs", body(), idempotency_key="k1") for _ in range(2))
     assert (first.json()["outcome"], again.content) == ("container_failed", first.content)
@@ -164,12 +164,14 @@ def test_a_run_that_may_have_begun_is_not_run_again(ada: Api, body, memory) -> N
 
 
 @pytest.mark.parametrize("step", ["run opened", "command ended", "run answered", "run released", "destroy claimed", "acted"])
-def test_a_run_of_the_dead_is_not_run_again_and_can_be_looked_at(ada: Api, body, at_step, step: str, memory) -> None:
+def test_a_run_of_the_dead_is_not_run_again_and_can_be_looked_at(
+    ada: ApiClient, body, at_checkpoint, step: str, memory
+) -> None:
     def die() -> None:
-        raise Died
+        raise SimulatedCrash
 
-    at_step(step, die)
-    with pytest.raises(Died):
+    at_checkpoint(step, die)
+    with pytest.raises(SimulatedCrash):
         ada.post("runs", body(), idempotency_key="k1")
     IdempotentRequest.objects.update(deadline_at=F("deadline_at") - timedelta(hours=1))
     answer = ada.post("runs", body(), idempotency_key="k1")
@@ -179,7 +181,7 @@ def test_a_run_of_the_dead_is_not_run_again_and_can_be_looked_at(ada: Api, body,
     assert Lease.objects.count() == 1
 
 
-def test_a_real_command_runs_on_the_process_provider(ada: Api, body, pool: Pool) -> None:
+def test_a_real_command_runs_on_the_process_provider(ada: ApiClient, body, pool: Pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(provider="process")
     script = 'cat a; echo "$WORD"; mkdir d; echo new >d/b; ls -A'
     sent = body("sh", "-c", script, env={"WORD": "there"}, workspace=base64_of(a="1\n"), return_workspace=True)

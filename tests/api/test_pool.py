@@ -14,14 +14,14 @@ from sandboxes import pool as pools
 from sandboxes import sweeps as below
 from sandboxes.models import Pool, Quota, Sandbox
 from sandboxes.providers.base import Rejected
-from tests.api.conftest import ADA, BOB, Api
+from tests.api.conftest import ADA, BOB, ApiClient
 
 pytestmark = pytest.mark.django_db
 TRUE = {"argv": ["true"]}
 WRITE = {"argv": ["sh", "-c", "head -c 3000000 /dev/zero >big"]}
 
 
-def of(api: Api, pool: Pool, query: str = "") -> dict[str, Any]:
+def of(api: ApiClient, pool: Pool, query: str = "") -> dict[str, Any]:
     answer = api.get(f"pool{query}")
     assert answer.status_code == 200
     return next(one for one in answer.json()["pools"] if one["name"] == pool.name)
@@ -32,7 +32,7 @@ def change(pool: Pool, **fields: Any) -> None:
 
 
 @pytest.fixture
-def used(ada: Api, lease) -> dict[str, Any]:
+def used(ada: ApiClient, lease) -> dict[str, Any]:
     """Ada's lease, of which the sandbox waits."""
     assert ada.post(f"leases/{lease['id']}/exec", TRUE).status_code == 200
     return lease
@@ -41,7 +41,7 @@ def used(ada: Api, lease) -> dict[str, Any]:
 # --- GET /pool --------------------------------------------------------------------------------------------------------
 
 
-def test_an_agents_key_sees_places_and_its_own_quota_and_nothing_else(ada: Api, used, pool: Pool) -> None:
+def test_an_agents_key_sees_places_and_its_own_quota_and_nothing_else(ada: ApiClient, used, pool: Pool) -> None:
     Quota.objects.update_or_create(pool=pool, agent_did=ADA, defaults={"most": 3, "guaranteed": 1})
     Quota.objects.create(pool=pool, agent_did=BOB, most=9)
     assert of(ada, pool) == {
@@ -51,16 +51,18 @@ def test_an_agents_key_sees_places_and_its_own_quota_and_nothing_else(ada: Api, 
     assert ada.get("pool").json().keys() == {"pools"}
 
 
-def test_an_agent_that_had_nothing_there_sees_what_it_may_have(bob: Api, pool: Pool, settings) -> None:
+def test_an_agent_that_had_nothing_there_sees_what_it_may_have(bob: ApiClient, pool: Pool, settings) -> None:
     assert of(bob, pool)["quotas"] == [{"agent_did": BOB, "most": None, "guaranteed": 0, "used": 0}]
     settings.MAX_SANDBOXES_PER_AGENT = 2
     assert of(bob, pool)["quotas"][0]["most"] == 2
 
 
-def test_an_operators_key_sees_everything_by_the_names_that_people_know(operator: Api, ada: Api, used, pool: Pool) -> None:
+def test_an_operators_key_sees_everything_by_the_names_that_people_know(
+    operator: ApiClient, ada: ApiClient, used, pool: Pool
+) -> None:
     url = f"leases/{used['id']}/exec"
     ada.post(url, TRUE)
-    eviction.sleep(pools.of(UUID(used["id"])).pk, now=timezone.now(), reason="test")
+    eviction.evict(pools.find_by_holder(UUID(used["id"])).pk, now=timezone.now(), reason="test")
     ada.post(url, TRUE)
     seen = of(operator, pool)
     assert {name: number for name, number in seen.items() if number not in (0, None, "", [], False)} == {
@@ -71,7 +73,7 @@ def test_an_operators_key_sees_everything_by_the_names_that_people_know(operator
     assert {"cold", "warming", "warm", "running", "resume_cold_cloud_hits", "pre_warm_hits", "evicted_waiting"} <= seen.keys()
 
 
-def test_all_pools_together_are_beside_them(operator: Api, used, pool: Pool) -> None:
+def test_all_pools_together_are_beside_them(operator: ApiClient, used, pool: Pool) -> None:
     Pool.objects.create(name="other", provider="memory", capacity=7)
     answer = operator.get("pool").json()
     assert [one["name"] for one in answer["pools"]] == sorted(one["name"] for one in answer["pools"])
@@ -79,7 +81,7 @@ def test_all_pools_together_are_beside_them(operator: Api, used, pool: Pool) -> 
     assert (answer["total"], answer["waiting"]) == (1, 1)
 
 
-def test_a_key_may_ask_for_one_agent_that_it_speaks_for(operator: Api, issue, bob: Api, used, pool: Pool) -> None:
+def test_a_key_may_ask_for_one_agent_that_it_speaks_for(operator: ApiClient, issue, bob: ApiClient, used, pool: Pool) -> None:
     assert of(operator, pool)["quotas"] == []
     assert of(operator, pool, f"?agent_did={ADA}")["quotas"][0]["used"] == 1
     both = issue(ADA, BOB)
@@ -90,23 +92,23 @@ def test_a_key_may_ask_for_one_agent_that_it_speaks_for(operator: Api, issue, bo
     assert (answer.status_code, answer.json()["field"]) == (400, "agent_did")
 
 
-def test_a_circuit_that_is_open_is_for_operators(operator: Api, ada: Api, pool: Pool, memory) -> None:
+def test_a_circuit_that_is_open_is_for_operators(operator: ApiClient, ada: ApiClient, pool: Pool, memory) -> None:
     change(pool, warm_target=1)
     with memory.fail("create", Rejected("no such image"), times=99):
-        below.warm(now=timezone.now())
+        below.warm_pools(now=timezone.now())
     seen = of(operator, pool)
     assert seen["warm_paused_until"] and "no such image" in seen["warm_error"]
     assert "warm_error" not in of(ada, pool)
 
 
 def test_without_a_key_there_is_nothing(pool: Pool) -> None:
-    assert Api().get("pool").status_code == 401
+    assert ApiClient().get("pool").status_code == 401
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_over_its_quota_an_agent_is_told_its_limit_and_when_to_come_back(ada: Api, ask, used, pool: Pool) -> None:
+def test_over_its_quota_an_agent_is_told_its_limit_and_when_to_come_back(ada: ApiClient, ask, used, pool: Pool) -> None:
     Quota.objects.filter(pool=pool, agent_did=ADA).update(most=1)
     second = ada.post("leases", ask(environment_id="game-2")).json()
     for answer in (
@@ -123,16 +125,16 @@ def test_over_its_quota_an_agent_is_told_its_limit_and_when_to_come_back(ada: Ap
     assert ada.post(f"leases/{second['id']}/exec", TRUE).status_code == 200
 
 
-def test_a_draining_pool_is_unavailable_and_says_when_to_come_back(ada: Api, ask, used, pool: Pool) -> None:
+def test_a_draining_pool_is_unavailable_and_says_when_to_come_back(ada: ApiClient, ask, used, pool: Pool) -> None:
     second = ada.post("leases", ask(environment_id="game-2")).json()
-    pools.drain(pool, draining=True)
+    pools.set_draining(pool, draining=True)
     answer = ada.post(f"leases/{second['id']}/exec", TRUE)
     assert (answer.status_code, answer.json()["code"], answer["Retry-After"]) == (503, "pool_draining", "60")
     assert of(ada, pool)["draining"]
     assert ada.post(f"leases/{used['id']}/exec", TRUE).status_code == 200
 
 
-def test_a_pool_full_of_running_ones_is_unavailable(ada: Api, bob: Api, ask, used, pool: Pool, memory) -> None:
+def test_a_pool_full_of_running_ones_is_unavailable(ada: ApiClient, bob: ApiClient, ask, used, pool: Pool, memory) -> None:
     change(pool, capacity=1)
     other = bob.post("leases", ask(agent_did=BOB)).json()
     answers = []
@@ -147,15 +149,15 @@ def test_a_pool_full_of_running_ones_is_unavailable(ada: Api, bob: Api, ask, use
 
 
 @pytest.fixture
-def too_large(ada: Api, used, pool: Pool) -> str:
+def too_large(ada: ApiClient, used, pool: Pool) -> str:
     """The URL of Ada's lease, whose workspace is larger than its pool allows and was measured."""
     change(pool, workspace_limit_mib=1)
     assert ada.post(f"leases/{used['id']}/exec", WRITE).status_code == 200
-    assert sweeps.measure(now=timezone.now()).counts == {"over the limit": 1, "leases warned": 1}
+    assert sweeps.measure_workspaces(now=timezone.now()).counts == {"over the limit": 1, "leases warned": 1}
     return f"leases/{used['id']}"
 
 
-def test_a_workspace_over_its_limit_refuses_execs_and_says_by_how_much(ada: Api, too_large: str) -> None:
+def test_a_workspace_over_its_limit_refuses_execs_and_says_by_how_much(ada: ApiClient, too_large: str) -> None:
     answer = ada.post(f"{too_large}/exec", TRUE)
     problem = answer.json()
     assert (answer.status_code, problem["code"], problem["limit_bytes"]) == (409, "workspace_full", 1 << 20)
@@ -166,42 +168,42 @@ def test_a_workspace_over_its_limit_refuses_execs_and_says_by_how_much(ada: Api,
 
 
 def events(pool: Pool) -> list[LeaseEvent]:
-    return list(LeaseEvent.objects.filter(lease__pool=pool, kind=sweeps.OVER_LIMIT))
+    return list(LeaseEvent.objects.filter(lease__pool=pool, kind=sweeps.WORKSPACE_OVER_LIMIT_EVENT))
 
 
 def test_its_lease_is_warned_once_a_day_while_it_is_over(too_large: str, pool: Pool) -> None:
-    assert sweeps.measure(now=timezone.now()).counts == {}
+    assert sweeps.measure_workspaces(now=timezone.now()).counts == {}
     (event,) = events(pool)
     assert (event.actor, event.reason) == ("sweep", "/workspace has 2 MiB and may have 1.")
     LeaseEvent.objects.filter(pk=event.pk).update(at=event.at - timedelta(days=2))
-    assert sweeps.measure(now=timezone.now()).counts == {"leases warned": 1}
+    assert sweeps.measure_workspaces(now=timezone.now()).counts == {"leases warned": 1}
     assert len(events(pool)) == 2
 
 
-def test_once_its_files_are_deleted_it_is_not_warned_again(ada: Api, too_large: str, pool: Pool) -> None:
+def test_once_its_files_are_deleted_it_is_not_warned_again(ada: ApiClient, too_large: str, pool: Pool) -> None:
     ada.delete(f"{too_large}/files/big")
     ada.post(f"{too_large}/exec", TRUE)
-    LeaseEvent.objects.filter(kind=sweeps.OVER_LIMIT).update(at=timezone.now() - timedelta(days=2))
-    assert sweeps.measure(now=timezone.now()).counts == {"measured": 1}
+    LeaseEvent.objects.filter(kind=sweeps.WORKSPACE_OVER_LIMIT_EVENT).update(at=timezone.now() - timedelta(days=2))
+    assert sweeps.measure_workspaces(now=timezone.now()).counts == {"measured": 1}
     assert len(events(pool)) == 1
 
 
-def test_what_was_measured_on_its_way_to_sleep_is_warned_about_too(ada: Api, used, pool: Pool) -> None:
+def test_what_was_measured_on_its_way_to_sleep_is_warned_about_too(ada: ApiClient, used, pool: Pool) -> None:
     change(pool, workspace_limit_mib=1)
     ada.post(f"leases/{used['id']}/exec", WRITE)
-    assert eviction.sleep(Sandbox.objects.get(pool=pool).pk, now=timezone.now(), reason="test")
-    assert sweeps.measure(now=timezone.now()).counts == {"leases warned": 1}
+    assert eviction.evict(Sandbox.objects.get(pool=pool).pk, now=timezone.now(), reason="test")
+    assert sweeps.measure_workspaces(now=timezone.now()).counts == {"leases warned": 1}
 
 
-def test_a_lease_that_has_ended_is_not_warned(ada: Api, used, pool: Pool) -> None:
+def test_a_lease_that_has_ended_is_not_warned(ada: ApiClient, used, pool: Pool) -> None:
     change(pool, workspace_limit_mib=1)
     Sandbox.objects.filter(pool=pool).update(workspace_bytes=1 << 40, measured_at=timezone.now())
     ada.post(f"leases/{used['id']}/release")
-    assert sweeps.measure(now=timezone.now()).counts == {}
+    assert sweeps.measure_workspaces(now=timezone.now()).counts == {}
     assert events(pool) == []
 
 
 def test_within_the_limit_nobody_is_warned_however_large_that_is(used, pool: Pool) -> None:
     change(pool, workspace_limit_mib=1 << 20)
-    assert sweeps.measure(now=timezone.now()).counts == {"measured": 1}
+    assert sweeps.measure_workspaces(now=timezone.now()).counts == {"measured": 1}
     assert events(pool) == []

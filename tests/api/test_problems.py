@@ -7,7 +7,7 @@ from django.db import OperationalError
 
 from leases import leasing
 from sandboxes.models import Run
-from tests.api.conftest import Api
+from tests.api.conftest import ApiClient
 
 pytestmark = pytest.mark.django_db
 
@@ -33,7 +33,7 @@ def debug(request, settings) -> None:
         ("POST", "/api/schema", 405),
     ],
 )
-def test_what_is_not_there(ada: Api, method: str, path: str, status: int) -> None:
+def test_what_is_not_there(ada: ApiClient, method: str, path: str, status: int) -> None:
     answer = ada(method, path)
     problem = answer.json()
     assert (answer.status_code, answer["Content-Type"]) == (status, "application/problem+json")
@@ -42,7 +42,7 @@ def test_what_is_not_there(ada: Api, method: str, path: str, status: int) -> Non
 
 
 @pytest.mark.usefixtures("debug")
-def test_a_bug_shows_only_that_there_was_one(ada: Api, ask, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_a_bug_shows_only_that_there_was_one(ada: ApiClient, ask, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     def bug(*args: object, **options: object) -> None:
         raise RuntimeError("the secret ingredient")
 
@@ -54,7 +54,7 @@ def test_a_bug_shows_only_that_there_was_one(ada: Api, ask, monkeypatch: pytest.
     assert "the secret ingredient" in caplog.text
 
 
-def test_a_database_that_does_not_answer_is_unavailable(ada: Api, lease, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_database_that_does_not_answer_is_unavailable(ada: ApiClient, lease, monkeypatch: pytest.MonkeyPatch) -> None:
     def locked(*args: object, **options: object) -> None:
         raise OperationalError("database is locked")
 
@@ -65,19 +65,19 @@ def test_a_database_that_does_not_answer_is_unavailable(ada: Api, lease, monkeyp
     assert "locked" not in answer.content.decode()
 
 
-def test_all_that_is_wrong_is_named(ada: Api, ask) -> None:
+def test_all_that_is_wrong_is_named(ada: ApiClient, ask) -> None:
     problem = ada.post("leases", ask(ttl_seconds=0, environment_id="a b", expiry_conditions=["ok", "not ok"])).json()
     assert {each["field"] for each in problem["errors"]} == {"ttl_seconds", "environment_id", "expiry_conditions.1"}
 
 
-def test_headers_of_api_answers(ada: Api, lease) -> None:
+def test_headers_of_api_answers(ada: ApiClient, lease) -> None:
     for answer in (ada.get("leases"), ada.get("/api/v1/nope")):
         assert answer["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
         assert answer["X-Content-Type-Options"] == "nosniff"
         assert not answer.cookies
 
 
-def test_no_log_line_holds_a_secret(ada: Api, lease, caplog, capsys) -> None:
+def test_no_log_line_holds_a_secret(ada: ApiClient, lease, caplog, capsys) -> None:
     caplog.set_level(logging.INFO, "django.db.backends")
     for name in ("", "django", "django.request"):
         caplog.set_level(logging.DEBUG, name)
@@ -86,7 +86,7 @@ def test_no_log_line_holds_a_secret(ada: Api, lease, caplog, capsys) -> None:
     assert ada.post(url, sent, idempotency_key="k1").json()["stdout"] == "v-e-r-y\n"
     ada.post(url, sent | {"cwd": "no"})
     ada.post(url, sent | {"timeout_seconds": 0, "env": {"LEASEHOLD_X": "v-e-r-y"}})
-    Api("lh_00000000_" + "s" * 43).get("leases")
+    ApiClient("lh_00000000_" + "s" * 43).get("leases")
     logged = caplog.text + "".join(capsys.readouterr())
     for secret in ("v-e-r-y", "q-u-i-e-t", ada.key, "s" * 43):
         assert secret not in logged

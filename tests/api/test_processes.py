@@ -11,11 +11,11 @@ from leases import leasing
 from leases.models import IdempotentRequest, Lease
 from sandboxes import sweeps
 from sandboxes.models import Pool, Process, Run, Sandbox
-from sandboxes.processes import MOST
+from sandboxes.processes import MAX_PROCESSES
 from sandboxes.providers.base import Unavailable
-from sandboxes.providers.memory import MemoryProvider, Outcome
-from tests.api.conftest import Api
-from tests.conftest import MINUTE, Died
+from sandboxes.providers.memory import MemoryProvider, ProgramResult
+from tests.api.conftest import ApiClient
+from tests.conftest import MINUTE, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
 WATCH = {"argv": ["sh", "-c", "echo Connected to relay; sleep 300"], "env": {"TOKEN": "s3cret"}, "name": "watcher"}
@@ -26,7 +26,7 @@ def at(lease: dict[str, Any]) -> str:
     return f"leases/{lease['id']}/processes"
 
 
-def test_a_process_is_started_listed_and_shown(ada: Api, at: str) -> None:
+def test_a_process_is_started_listed_and_shown(ada: ApiClient, at: str) -> None:
     started = ada.post(at, WATCH)
     said = started.json()
     assert (started.status_code, said["state"], said["exit_code"], said["found"]) == (201, "running", None, None)
@@ -37,14 +37,14 @@ def test_a_process_is_started_listed_and_shown(ada: Api, at: str) -> None:
     assert "s3cret" not in str(ada.get(at).json())
 
 
-def test_a_start_answers_once_the_text_is_there(ada: Api, at: str) -> None:
+def test_a_start_answers_once_the_text_is_there(ada: ApiClient, at: str) -> None:
     said = ada.post(at, WATCH | {"wait_for": "Connected to", "wait_seconds": 5}).json()
     assert (said["found"], said["state"]) == (True, "running")
     said = ada.post(at, {"argv": ["echo", "bye"], "wait_for": "Connected"}).json()
     assert (said["found"], said["state"], said["exit_code"]) == (False, "exited", 0)
 
 
-def test_a_log_is_read_from_an_offset_and_waited_for(ada: Api, at: str) -> None:
+def test_a_log_is_read_from_an_offset_and_waited_for(ada: ApiClient, at: str) -> None:
     logs = f"{at}/{ada.post(at, WATCH).json()['process_id']}/logs"
     assert ada.get(logs).json() == {"content": "Connected to relay\n", "start": 0, "next": 19, "found": None}
     assert ada.get(f"{logs}?start=10&length=2").json() == {"content": "to", "start": 10, "next": 12, "found": None}
@@ -52,15 +52,15 @@ def test_a_log_is_read_from_an_offset_and_waited_for(ada: Api, at: str) -> None:
     assert ada.get(f"{logs}?start=19&wait_for=relay&wait_seconds=1").json()["found"] is False
 
 
-def test_bytes_survive_in_base64(ada: Api, at: str) -> None:
+def test_bytes_survive_in_base64(ada: ApiClient, at: str) -> None:
     started = ada.post(at, {"argv": ["printf", r"a\377b"]}).json()
     logs = f"{at}/{started['process_id']}/logs"
     assert base64.b64decode(ada.get(f"{logs}?encoding=base64").json()["content"]) == b"a\xffb"
     assert ada.get(logs).json()["content"] == "a\N{REPLACEMENT CHARACTER}b"
 
 
-def test_what_was_dropped_from_a_log_is_told(ada: Api, at: str, memory: MemoryProvider) -> None:
-    memory.programs["babble"] = lambda call: Outcome(stdout=b"x" * (3 << 20))
+def test_what_was_dropped_from_a_log_is_told(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
+    memory.programs["babble"] = lambda call: ProgramResult(stdout=b"x" * (3 << 20))
     logs = f"{at}/{ada.post(at, {'argv': ['babble']}).json()['process_id']}/logs"
     said = ada.get(f"{logs}?length=10").json()
     assert (said["start"], said["next"], len(said["content"])) == (2 << 20, (2 << 20) + 10, 10)
@@ -74,7 +74,7 @@ def test_what_was_dropped_from_a_log_is_told(ada: Api, at: str, memory: MemoryPr
         (f"wait_for={'x' * 1001}", "wait_for"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_question_is_said(ada: Api, at: str, query: str, field: str) -> None:
+def test_what_is_wrong_with_a_question_is_said(ada: ApiClient, at: str, query: str, field: str) -> None:
     answer = ada.get(f"{at}/{ada.post(at, WATCH).json()['process_id']}/logs?{query}")
     assert (answer.status_code, answer.json()["field"]) == (400, field)
 
@@ -87,13 +87,13 @@ def test_what_is_wrong_with_a_question_is_said(ada: Api, at: str, query: str, fi
         ({"wait_for": "x" * 1001}, "wait_for"), ({"wait_for": ["x"]}, "wait_for"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_start_is_said_and_nothing_is_started(ada: Api, at: str, wrong: dict, field: str) -> None:
+def test_what_is_wrong_with_a_start_is_said_and_nothing_is_started(ada: ApiClient, at: str, wrong: dict, field: str) -> None:
     answer = ada.post(at, WATCH | wrong)
     assert (answer.status_code, answer.json()["field"]) == (400, field)
     assert not Sandbox.objects.exists()
 
 
-def test_killing_answers_what_became_of_it_and_again(ada: Api, at: str) -> None:
+def test_killing_answers_what_became_of_it_and_again(ada: ApiClient, at: str) -> None:
     one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
     for _ in range(2):
         killed = ada.delete(one)
@@ -101,7 +101,7 @@ def test_killing_answers_what_became_of_it_and_again(ada: Api, at: str) -> None:
     assert ada.get(f"{one}/logs").json()["content"] == "Connected to relay\n"
 
 
-def test_another_agents_processes_do_not_exist(ada: Api, bob: Api, at: str) -> None:
+def test_another_agents_processes_do_not_exist(ada: ApiClient, bob: ApiClient, at: str) -> None:
     one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
     answers = [bob.get(at), bob.post(at, WATCH), bob.get(one), bob.get(f"{one}/logs"), bob.delete(one)]
     assert {answer.status_code for answer in answers} == {404}
@@ -109,7 +109,7 @@ def test_another_agents_processes_do_not_exist(ada: Api, bob: Api, at: str) -> N
     assert Process.objects.count() == 1
 
 
-def test_another_leases_process_is_not_found_in_this_one(ada: Api, at: str, ask) -> None:
+def test_another_leases_process_is_not_found_in_this_one(ada: ApiClient, at: str, ask) -> None:
     other = ada.post("leases", ask(environment_id="game-2")).json()["id"]
     theirs = ada.post(f"leases/{other}/processes", WATCH).json()["process_id"]
     for answer in (ada.get(f"{at}/{theirs}"), ada.get(f"{at}/{theirs}/logs"), ada.delete(f"{at}/{theirs}")):
@@ -117,8 +117,8 @@ def test_another_leases_process_is_not_found_in_this_one(ada: Api, at: str, ask)
     assert ada.get(f"{at}/{uuid.uuid4()}").status_code == 404
 
 
-def test_so_many_and_no_more(ada: Api, at: str) -> None:
-    for _ in range(MOST):
+def test_so_many_and_no_more(ada: ApiClient, at: str) -> None:
+    for _ in range(MAX_PROCESSES):
         assert ada.post(at, WATCH).status_code == 201
     refused = ada.post(at, WATCH, idempotency_key="one-more")
     assert (refused.status_code, refused.json()["code"]) == (409, "too_many_processes")
@@ -127,19 +127,19 @@ def test_so_many_and_no_more(ada: Api, at: str) -> None:
     assert ada.post(at, WATCH, idempotency_key="one-more").status_code == 201
 
 
-def test_the_same_key_starts_once(ada: Api, at: str) -> None:
+def test_the_same_key_starts_once(ada: ApiClient, at: str) -> None:
     first, second = (ada.post(at, WATCH, idempotency_key="k1") for _ in range(2))
     assert first.json() == second.json()
     assert second["Idempotent-Replayed"] == "true"
     assert Process.objects.count() == 1
 
 
-def test_an_interrupted_start_is_not_repeated_and_names_the_process(ada: Api, at: str, at_step) -> None:
+def test_an_interrupted_start_is_not_repeated_and_names_the_process(ada: ApiClient, at: str, at_checkpoint) -> None:
     def die() -> None:
-        raise Died
+        raise SimulatedCrash
 
-    at_step("process started", die)
-    with pytest.raises(Died):
+    at_checkpoint("process started", die)
+    with pytest.raises(SimulatedCrash):
         ada.post(at, WATCH, idempotency_key="k1")
     IdempotentRequest.objects.update(deadline_at=Lease.objects.get().leased_at)
     answer = ada.post(at, WATCH, idempotency_key="k1")
@@ -147,7 +147,7 @@ def test_an_interrupted_start_is_not_repeated_and_names_the_process(ada: Api, at
     assert ada.get(f"{at}/{answer.json()['run_id']}").json()["argv"] == WATCH["argv"]
 
 
-def test_a_provider_that_does_not_answer_is_unavailable(ada: Api, at: str, memory: MemoryProvider) -> None:
+def test_a_provider_that_does_not_answer_is_unavailable(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
     one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
     for verb in ("start", "processes", "log", "kill"):
         memory.fail(verb, Unavailable("engine down"))
@@ -156,9 +156,9 @@ def test_a_provider_that_does_not_answer_is_unavailable(ada: Api, at: str, memor
     assert Run.objects.get(pk=asked[-1].json()["run_id"]).outcome == "error"
 
 
-def test_when_its_sandbox_sleeps_it_is_gone_and_its_output(ada: Api, at: str) -> None:
+def test_when_its_sandbox_sleeps_it_is_gone_and_its_output(ada: ApiClient, at: str) -> None:
     one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
-    sweeps.idle(now=Sandbox.objects.get().idle_at + MINUTE)
+    sweeps.evict_idle(now=Sandbox.objects.get().idle_at + MINUTE)
     assert ada.get(one).json()["state"] == "gone"
     answer = ada.get(f"{one}/logs")
     assert (answer.status_code, answer.json()["code"]) == (404, "output_gone")
@@ -166,7 +166,7 @@ def test_when_its_sandbox_sleeps_it_is_gone_and_its_output(ada: Api, at: str) ->
     assert Sandbox.objects.get().state == "cold"
 
 
-def test_after_the_lease_they_are_still_listed(ada: Api, at: str, lease, now) -> None:
+def test_after_the_lease_they_are_still_listed(ada: ApiClient, at: str, lease, now) -> None:
     one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
     leasing.release(uuid.UUID(lease["id"]), now=now)
     assert ada.get(one).json()["state"] == "gone"
@@ -175,7 +175,7 @@ def test_after_the_lease_they_are_still_listed(ada: Api, at: str, lease, now) ->
         assert (answer.status_code, answer.json()["code"]) == (410, "lease_ended")
 
 
-def test_a_real_process_is_started_heard_and_killed(ada: Api, ask, pool: Pool) -> None:
+def test_a_real_process_is_started_heard_and_killed(ada: ApiClient, ask, pool: Pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(provider="process")
     at = f"leases/{ada.post('environments/real/join', ask()).json()['id']}/processes"
     script = 'echo "$WORD"; pwd; exec sleep 300'

@@ -8,21 +8,21 @@ import pytest
 from leases.models import AgentKey, Lease
 from sandboxes.models import Run, Sandbox, Snapshot
 from sandboxes.providers.memory import MemoryProvider
-from tests.api.conftest import ADA, BOB, Api, run_out
+from tests.api.conftest import ADA, BOB, ApiClient, expire_lease
 from tests.api.test_bad_input import refused
 
 pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture
-def at(ada: Api, lease) -> str:
+def at(ada: ApiClient, lease) -> str:
     """A lease with a file in it."""
     there = f"leases/{lease['id']}"
     assert ada.put(f"{there}/files/f", b"one").status_code == 204
     return there
 
 
-def test_a_snapshot_is_taken_listed_and_restored(ada: Api, at: str) -> None:
+def test_a_snapshot_is_taken_listed_and_restored(ada: ApiClient, at: str) -> None:
     taken = ada.post(f"{at}/snapshots", {"name": "before"})
     assert (taken.status_code, taken.json()["name"], taken.json()["kind"]) == (201, "before", "asked")
     ada.put(f"{at}/files/f", b"two")
@@ -35,21 +35,21 @@ def test_a_snapshot_is_taken_listed_and_restored(ada: Api, at: str) -> None:
     assert listed[0] == restored.json()
 
 
-def test_a_snapshot_may_have_no_name(ada: Api, at: str) -> None:
+def test_a_snapshot_may_have_no_name(ada: ApiClient, at: str) -> None:
     assert ada.post(f"{at}/snapshots").json()["name"] == ""
     assert ada.post(f"{at}/snapshots", {}).status_code == 201
 
 
-def test_snapshots_are_listed_a_page_at_a_time_and_after_the_end(ada: Api, at: str, lease) -> None:
+def test_snapshots_are_listed_a_page_at_a_time_and_after_the_end(ada: ApiClient, at: str, lease) -> None:
     for name in ("a", "b"):
         ada.post(f"{at}/snapshots", {"name": name})
-    run_out(lease["id"])
+    expire_lease(lease["id"])
     first = ada.get(f"{at}/snapshots?limit=1").json()
     second = ada.get(first["next"]).json()
     assert [first["results"][0]["name"], second["results"][0]["name"], second["next"]] == ["b", "a", None]
 
 
-def test_a_repeated_request_takes_one_snapshot(ada: Api, at: str) -> None:
+def test_a_repeated_request_takes_one_snapshot(ada: ApiClient, at: str) -> None:
     first = ada.post(f"{at}/snapshots", {"name": "a"}, idempotency_key="k1")
     again = ada.post(f"{at}/snapshots", {"name": "a"}, idempotency_key="k1")
     assert (again.json(), again["Idempotent-Replayed"], Snapshot.objects.count()) == (first.json(), "true", 1)
@@ -60,13 +60,13 @@ def test_a_repeated_request_takes_one_snapshot(ada: Api, at: str) -> None:
     assert ada.get(f"{at}/files/f").content == b"three"
 
 
-def test_there_is_no_snapshot_of_an_unused_lease(ada: Api, lease) -> None:
+def test_there_is_no_snapshot_of_an_unused_lease(ada: ApiClient, lease) -> None:
     answer = ada.post(f"leases/{lease['id']}/snapshots")
     assert (answer.status_code, answer.json()["code"]) == (404, "no_snapshot")
     assert not Sandbox.objects.exists()
 
 
-def test_a_restore_while_something_runs_is_busy(ada: Api, at: str, memory: MemoryProvider) -> None:
+def test_a_restore_while_something_runs_is_busy(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
     pk = ada.post(f"{at}/snapshots").json()["id"]
     answers: list[Any] = []
     memory.before("exec", lambda ref: answers.append(ada.post(f"{at}/restore", {"snapshot_id": pk})))
@@ -78,7 +78,7 @@ def test_a_restore_while_something_runs_is_busy(ada: Api, at: str, memory: Memor
 # --- forks --------------------------------------------------------------------------------------------------------
 
 
-def test_a_fork_is_a_lease_with_the_same_files(ada: Api, at: str, lease) -> None:
+def test_a_fork_is_a_lease_with_the_same_files(ada: ApiClient, at: str, lease) -> None:
     answer = ada.post(f"{at}/fork", {"environment_id": "fork-1", "ttl_seconds": 600, "sleep_after": "30s"})
     fork = answer.json()
     assert (answer.status_code, fork["is_new"], fork["agent_did"], fork["environment_type"]) == (201, True, ADA, "catan")
@@ -89,35 +89,35 @@ def test_a_fork_is_a_lease_with_the_same_files(ada: Api, at: str, lease) -> None
     assert (again.status_code, again.json()["id"], again.json()["is_new"]) == (200, fork["id"], False)
 
 
-def test_a_fork_may_be_of_another_type(ada: Api, at: str, pool) -> None:
+def test_a_fork_may_be_of_another_type(ada: ApiClient, at: str, pool) -> None:
     fork = ada.post(f"{at}/fork", {"environment_id": "fork-1", "environment_type": "rpg", "pool": pool.name}).json()
     assert fork["environment_type"] == "rpg"
 
 
-def test_a_fork_from_a_named_snapshot_of_an_ended_lease(ada: Api, at: str, lease) -> None:
+def test_a_fork_from_a_named_snapshot_of_an_ended_lease(ada: ApiClient, at: str, lease) -> None:
     pk = ada.post(f"{at}/snapshots").json()["id"]
     ada.put(f"{at}/files/f", b"two")
-    run_out(lease["id"])
+    expire_lease(lease["id"])
     answer = ada.post(f"{at}/fork", {"environment_id": "game-1", "snapshot_id": pk})
     assert answer.status_code == 201
     assert ada.get(f"leases/{answer.json()['id']}/files/f").content == b"one"
 
 
-def test_an_environment_that_is_held_already_is_a_conflict(ada: Api, at: str, ask) -> None:
+def test_an_environment_that_is_held_already_is_a_conflict(ada: ApiClient, at: str, ask) -> None:
     ada.post("leases", ask(environment_id="fork-1"))
     answer = ada.post(f"{at}/fork", {"environment_id": "fork-1"})
     assert (answer.status_code, answer.json()["field"]) == (409, "environment_id")
     assert ada.post(f"{at}/fork", {"environment_id": "game-1"}).status_code == 409
 
 
-def test_a_fork_for_another_agent_needs_a_key_of_both(ada: Api, bob: Api, issue, at: str) -> None:
+def test_a_fork_for_another_agent_needs_a_key_of_both(ada: ApiClient, bob: ApiClient, issue, at: str) -> None:
     said = {"environment_id": "fork-1", "agent_did": BOB}
     assert ada.post(f"{at}/fork", said).status_code == 403
     assert bob.post(f"{at}/fork", said).status_code == 404
     assert issue(ADA, BOB).post(f"{at}/fork", said).json()["agent_did"] == BOB
 
 
-def test_a_fork_counts_as_a_new_lease(ada: Api, at: str) -> None:
+def test_a_fork_counts_as_a_new_lease(ada: ApiClient, at: str) -> None:
     AgentKey.objects.update(tokens=-1000)
     assert ada.post(f"{at}/fork", {"environment_id": "fork-1"}).status_code == 429
     assert (Lease.objects.count(), Snapshot.objects.filter(kind="forked").count()) == (1, 0)
@@ -127,18 +127,18 @@ def test_a_fork_counts_as_a_new_lease(ada: Api, at: str) -> None:
 
 
 @pytest.mark.parametrize("name", [5, None, [], "x" * 101, "a\0b"])
-def test_names(ada: Api, at: str, name: Any) -> None:
+def test_names(ada: ApiClient, at: str, name: Any) -> None:
     refused(ada, "POST", f"{at}/snapshots", {"name": name}, 400, "name")
 
 
 @pytest.mark.parametrize("pk", [5, None, "", "x", [], {}, True, "0" * 31])
-def test_ids_of_snapshots(ada: Api, at: str, pk: Any) -> None:
+def test_ids_of_snapshots(ada: ApiClient, at: str, pk: Any) -> None:
     refused(ada, "POST", f"{at}/restore", {"snapshot_id": pk}, 400, "snapshot_id")
     if pk is not None:
         refused(ada, "POST", f"{at}/fork", {"environment_id": "fork-1", "snapshot_id": pk}, 400, "snapshot_id")
 
 
-def test_snapshots_that_are_not_there(ada: Api, bob: Api, at: str, ask) -> None:
+def test_snapshots_that_are_not_there(ada: ApiClient, bob: ApiClient, at: str, ask) -> None:
     other = bob.post("leases", ask(agent_did=BOB)).json()["id"]
     bob.put(f"leases/{other}/files/f", b"bob's")
     theirs = bob.post(f"leases/{other}/snapshots").json()["id"]
@@ -162,7 +162,7 @@ def test_snapshots_that_are_not_there(ada: Api, bob: Api, at: str, ask) -> None:
         ({"pool": "no-such-pool"}, 400, "pool"),
     ],
 )
-def test_forks(ada: Api, at: str, fields: dict[str, Any], status: int, field: str) -> None:
+def test_forks(ada: ApiClient, at: str, fields: dict[str, Any], status: int, field: str) -> None:
     ada.post(f"{at}/snapshots")
     pk = Snapshot.objects.get().pk
     refused(ada, "POST", f"{at}/fork", {"environment_id": "fork-1", "snapshot_id": str(pk)} | fields, status, field)
@@ -170,12 +170,12 @@ def test_forks(ada: Api, at: str, fields: dict[str, Any], status: int, field: st
 
 @pytest.mark.parametrize("act", ["snapshots", "restore", "fork"])
 @pytest.mark.parametrize(("body", "status"), [(b"{", 400), (b"[]", 400), (b"{" + b" " * (64 << 10) + b"}", 413)])
-def test_bodies_that_are_no_document(ada: Api, at: str, act: str, body: bytes, status: int) -> None:
+def test_bodies_that_are_no_document(ada: ApiClient, at: str, act: str, body: bytes, status: int) -> None:
     refused(ada, "POST", f"{at}/{act}", body, status)
 
 
 @pytest.mark.parametrize("act", ["snapshots", "restore", "fork"])
-def test_another_agents_lease_is_not_there(bob: Api, at: str, act: str) -> None:
+def test_another_agents_lease_is_not_there(bob: ApiClient, at: str, act: str) -> None:
     runs = Run.objects.count()
     said = {"snapshot_id": str(uuid.uuid4()), "environment_id": "fork-1"}
     assert bob.post(f"{at}/{act}", said).status_code == 404
@@ -183,7 +183,7 @@ def test_another_agents_lease_is_not_there(bob: Api, at: str, act: str) -> None:
 
 
 @pytest.mark.parametrize("act", ["snapshots", "restore"])
-def test_an_ended_lease_is_gone(ada: Api, at: str, lease, act: str) -> None:
+def test_an_ended_lease_is_gone(ada: ApiClient, at: str, lease, act: str) -> None:
     pk = ada.post(f"{at}/snapshots").json()["id"]
-    run_out(lease["id"])
+    expire_lease(lease["id"])
     assert ada.post(f"{at}/{act}", {"snapshot_id": pk}).status_code == 410

@@ -12,9 +12,9 @@ from django.test import Client
 
 from billing import statements
 from billing.models import Account, Membership
-from tests.api.conftest import Api
+from tests.api.conftest import ApiClient
 from tests.api.test_costs import key
-from tests.support.billing import ADA, HOUR, calls, day, rate, time_used
+from tests.support.billing import ADA, HOUR, create_rate, create_time_usage, create_token_usage, parse_day
 from tests.unit.billing.test_statements import DECEMBER, close, house, price
 
 pytestmark = pytest.mark.django_db
@@ -23,16 +23,16 @@ pytestmark = pytest.mark.django_db
 @pytest.fixture
 def closed(db: None) -> None:
     """The house's October and November; the team's November, of which a credit pays half a dollar."""
-    rate("time", "0.5")
+    create_rate("time", "0.5")
     team = Account.objects.create(name="team")
     Membership.objects.create(agent_did=ADA, account=team)
-    time_used("2026-10-02T22:00", 3 * HOUR, "", provider="acme")
-    time_used("2026-11-02T22:00", 3 * HOUR, provider="acme")
-    calls("2026-11-03T10:00", "0.125", provider="acme")
+    create_time_usage("2026-10-02T22:00", 3 * HOUR, "", provider="acme")
+    create_time_usage("2026-11-02T22:00", 3 * HOUR, provider="acme")
+    create_token_usage("2026-11-03T10:00", "0.125", provider="acme")
     price()
-    statements.grant(team, Decimal("0.50"), now=DECEMBER, actor="eve", reason="welcome")
+    statements.grant_credit(team, Decimal("0.50"), now=DECEMBER, actor="eve", reason="welcome")
     for account, month in ((house(), "2026-10-01"), (house(), "2026-11-01"), (team, "2026-11-01")):
-        close(account, day(month))
+        close(account, parse_day(month))
 
 
 NOVEMBER_OF_TEAM = {
@@ -91,7 +91,7 @@ def test_a_month_that_is_not_closed_is_not_found(path: str) -> None:
 @pytest.mark.usefixtures("closed")
 def test_statements_are_for_operators() -> None:
     for path in ("statements", "statements/team/2026-11"):
-        assert Api().get(path).status_code == 401
+        assert ApiClient().get(path).status_code == 401
         problem = key(ADA).get(path)
         assert (problem.status_code, "/api/v1/costs" in problem.json()["detail"]) == (403, True)
         assert key(operator=True).post(path).status_code == 405
@@ -146,13 +146,13 @@ def test_the_command_lists_and_shows() -> None:
 
 
 def test_the_command_closes_what_can_be_closed_and_says_what_cannot() -> None:
-    rate("time", "0.5")
+    create_rate("time", "0.5")
     team = Account.objects.create(name="team")
     Membership.objects.create(agent_did=ADA, account=team)
-    time_used("2021-09-02T22:00", 3 * HOUR, "", provider="acme")
+    create_time_usage("2021-09-02T22:00", 3 * HOUR, "", provider="acme")
     for month in ("2021-09", "2021-10"):
-        time_used(f"{month}-02T22:00", 3 * HOUR, provider="acme")
-    time_used("2021-10-02T22:00", 3 * HOUR, "", provider="acme")
+        create_time_usage(f"{month}-02T22:00", 3 * HOUR, provider="acme")
+    create_time_usage("2021-10-02T22:00", 3 * HOUR, "", provider="acme")
     close_team = ("close", "--account", "team", "--month")
     price()
     assert said(*close_team, "2021-09").splitlines()[1].split() == ["team", "2021-09", "1.50", "0.00", "1.50"]

@@ -17,12 +17,12 @@ from pathlib import Path
 import psycopg
 
 REPO = Path(__file__).resolve().parents[2]
-PARTS = tuple(f"tests.bench.{name}" for name in ("cases", "pool", "places", "egress", "state", "metering", "spending"))
+BENCH_MODULES = tuple(f"tests.bench.{name}" for name in ("cases", "pool", "places", "egress", "state", "metering", "spending"))
 
 
 def main() -> None:
     server = os.environ.get("TEST_POSTGRES_URL")
-    wanted = sys.argv[1:] or PARTS
+    wanted = sys.argv[1:] or BENCH_MODULES
     for part in wanted:
         for name in ("PostgreSQL", "SQLite"):
             if name == "PostgreSQL" and not server:

@@ -12,24 +12,24 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.bench.measure import Case, Crowd, crowds, interleave, report, tree
-from tests.bench.server import Api, configure, control_plane
+from tests.bench.measure import BenchCase, ConcurrentCase, interleave, list_process_tree, print_report, run_concurrently
+from tests.bench.server import ApiClient, configure, run_control_plane
 
-CALLS = int(os.environ.get("BENCH_CALLS", "2000"))
-SECONDS = float(os.environ.get("BENCH_SECONDS", "2"))
-CLIENTS = 8
+CALL_COUNT = int(os.environ.get("BENCH_CALLS", "2000"))
+SECONDS_PER_ROUND = float(os.environ.get("BENCH_SECONDS", "2"))
+CLIENT_COUNT = 8
 DID = "did:web:bench.invalid"
 Execute = Callable[[str, Sequence[Any]], Any]
 
 
 def main(name: str, database: str, here: Path) -> None:
     configure(database, here)
-    with control_plane() as (up, port):
+    with run_control_plane() as (up, port):
         print(f"\n===== leases, {name} =====")
-        leases(port, up.pid)
+        bench_leases(port, up.pid)
 
 
-def driver() -> Execute:
+def open_driver() -> Execute:
     """Execute a statement on a new connection of the database's own driver, as %s marks its parameters; its rows."""
     from django.conf import settings
     from django.db import connection
@@ -50,13 +50,13 @@ def driver() -> Execute:
     return lambda statement, values: local.execute(statement.replace("%s", "?"), values).fetchall()
 
 
-def adapted(value: Any) -> Any:
+def adapt_datetime(value: Any) -> Any:
     from django.db import connection
 
     return value if connection.vendor == "postgresql" else connection.ops.adapt_datetimefield_value(value)
 
 
-def database_pids() -> list[int]:
+def list_database_pids() -> list[int]:
     """PostgreSQL's processes that work for this database or for all; none for SQLite, which works inside ours."""
     from django.db import connection
 
@@ -67,7 +67,7 @@ def database_pids() -> list[int]:
         return [row[0] for row in cursor.fetchall()]
 
 
-def leases(port: int, up: int) -> None:
+def bench_leases(port: int, up: int) -> None:
     from django.db import connection, connections
     from django.utils import timezone
 
@@ -75,11 +75,11 @@ def leases(port: int, up: int) -> None:
     from leases.models import Lease
 
     now, run = timezone.now(), uuid.uuid4().hex[:8]
-    key = api_keys.issue([DID], now=now)[1]
-    api = Api(port, key)
+    key = api_keys.issue_key([DID], now=now)[1]
+    api = ApiClient(port, key)
     ask = {"agent_did": DID, "environment_type": "catan"}
     lease = uuid.UUID(api.post("/leases", {**ask, "environment_id": "held"})["id"])
-    others = [api.post("/leases", {**ask, "environment_id": f"held-{number}"})["id"] for number in range(CLIENTS)]
+    others = [api.post("/leases", {**ask, "environment_id": f"held-{number}"})["id"] for number in range(CLIENT_COUNT)]
     native = connection.features.has_native_uuid_field
     fields = Lease._meta.concrete_fields
     row = dict(zip([field.column for field in fields], Lease.objects.filter(pk=lease).values_list().get(), strict=True))
@@ -87,18 +87,20 @@ def leases(port: int, up: int) -> None:
     insert = f"INSERT INTO leases_lease ({', '.join(values)}) VALUES ({', '.join(['%s'] * len(values))})"
 
     def renews(pk: uuid.UUID) -> Callable[[int], Any]:
-        execute, fence = driver(), pk if native else pk.hex
+        execute, fence = open_driver(), pk if native else pk.hex
 
         def renew(number: int) -> Any:
             moment = timezone.now()
-            until = leasing.ends_at(renewed_at=moment, ttl=timedelta(hours=4), max_expires_at=now + timedelta(hours=24))
-            at, end = adapted(moment), adapted(until)
-            changed = [end, leasing.minute_of(until), at, fence, at, at, end]
-            return execute(f"UPDATE leases_lease SET {leasing.RENEW}", changed)
+            until = leasing.compute_expires_at(
+                renewed_at=moment, ttl=timedelta(hours=4), max_expires_at=now + timedelta(hours=24)
+            )
+            at, end = adapt_datetime(moment), adapt_datetime(until)
+            changed = [end, leasing.to_epoch_minute(until), at, fence, at, at, end]
+            return execute(f"UPDATE leases_lease SET {leasing.RENEW_SQL}", changed)
 
         return renew
 
-    plain = driver()
+    plain = open_driver()
     held = "SELECT id, expires_at FROM leases_lease WHERE agent_did = %s AND environment_id = %s AND status = 'active'"
 
     def insert_one(number: int) -> Any:
@@ -107,10 +109,10 @@ def leases(port: int, up: int) -> None:
         return plain(insert, list((values | changed).values()))
 
     def server() -> Iterable[int]:
-        return [*tree(up), *database_pids()]
+        return [*list_process_tree(up), *list_database_pids()]
 
     def ourselves() -> Iterable[int]:
-        return [os.getpid(), *database_pids()]
+        return [os.getpid(), *list_database_pids()]
 
     renew, again = api.calls(f"/leases/{lease}/renew"), api.calls("/leases", {**ask, "environment_id": "held"})
     for title, raw, through in (
@@ -118,20 +120,20 @@ def leases(port: int, up: int) -> None:
         ("acquire, held", lambda number: plain(held, [DID, "held"]), lambda number: again()),
         ("acquire, new", insert_one, lambda number: api.post("/leases", {**ask, "environment_id": f"{run}-{number}"})),
     ):
-        bare = Case("raw SQL, this process", raw, ourselves)
-        ours = Case("through HTTP", through, server)
-        interleave([bare, ours], rounds=max(CALLS // 100, 1), block=min(CALLS, 100), warmup=20)
-        report(title, [bare, ours], raw=bare)
+        bare = BenchCase("raw SQL, this process", raw, ourselves)
+        ours = BenchCase("through HTTP", through, server)
+        interleave([bare, ours], rounds=max(CALL_COUNT // 100, 1), block=min(CALL_COUNT, 100), warmup=20)
+        print_report(title, [bare, ours], raw=bare)
 
     def posts(client: int) -> Callable[[int], Any]:
-        call = Api(port, key).calls(f"/leases/{others[client]}/renew")
+        call = ApiClient(port, key).calls(f"/leases/{others[client]}/renew")
         return lambda number: call()
 
-    bare = Crowd("raw SQL, a process each", lambda client: renews(uuid.UUID(others[client])))
-    ours = Crowd("through HTTP", posts)
+    bare = ConcurrentCase("raw SQL, a process each", lambda client: renews(uuid.UUID(others[client])))
+    ours = ConcurrentCase("through HTTP", posts)
     connections.close_all()  # the clients are forks of this process
-    crowds([bare, ours], clients=CLIENTS, seconds=SECONDS)
-    report(f"renew, {CLIENTS} callers at once, a lease each", [bare, ours], raw=bare)
+    run_concurrently([bare, ours], clients=CLIENT_COUNT, seconds=SECONDS_PER_ROUND)
+    print_report(f"renew, {CLIENT_COUNT} callers at once, a lease each", [bare, ours], raw=bare)
 
 
 if __name__ == "__main__":

@@ -21,25 +21,25 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from tests.bench.cases import adapted, database_pids, driver
-from tests.bench.measure import cpu_seconds, tree
-from tests.bench.server import REPO, configure, engine, free_port
+from tests.bench.cases import adapt_datetime, list_database_pids, open_driver
+from tests.bench.measure import list_process_tree, read_cpu_seconds
+from tests.bench.server import REPO_DIR, call_engine, configure, find_free_port
 
-CALLS = int(os.environ.get("BENCH_MODEL_CALLS", "300"))
-STARTS = int(os.environ.get("BENCH_STARTS", "12"))
-BOXES = int(os.environ.get("BENCH_BOXES", "8"))
+CALL_COUNT = int(os.environ.get("BENCH_MODEL_CALLS", "300"))
+START_COUNT = int(os.environ.get("BENCH_STARTS", "12"))
+SANDBOX_COUNT = int(os.environ.get("BENCH_BOXES", "8"))
 DID = "did:web:bench.invalid"
-BLOCK, PACE = 10, 18  # calls in a row, and in a second, of one sandbox: nginx lets 40 and 20 through
-INSIDE = 4010
-KINDS: dict[str, dict[str, Any]] = {
+CALLS_PER_BLOCK, CALLS_PER_SECOND = 10, 18  # calls in a row, and in a second, of one sandbox: nginx lets 40 and 20 through
+SANDBOX_PROXY_PORT = 4010
+CALL_PATTERNS: dict[str, dict[str, Any]] = {
     "kept connection, back to back": {"stream": False, "keep": True},
     "kept connection, 20 ms between calls": {"stream": False, "keep": True, "pause": 0.02},
     "new connection each": {"stream": False, "keep": False},
     "stream, kept connection": {"stream": True, "keep": True},
 }
-LISTENS = f"{INSIDE:04X} 00000000:0000 0A"  # as /proc/net/tcp shows a port on which somebody listens
+LISTENING_SOCKET_ENTRY = f"{SANDBOX_PROXY_PORT:04X} 00000000:0000 0A"  # as /proc/net/tcp shows a port on which somebody listens
 # Reads what to do from stdin, a line each, and says what each call took: to its first byte, and whole.
-CLIENT = """
+CLIENT_SCRIPT = """
 import http.client, json, select, socket, sys, time
 kept = {}
 for line in sys.stdin:
@@ -77,26 +77,26 @@ def main(name: str, database: str, here: Path) -> None:
     from sandboxes import providers
     from sandboxes.models import Pool
 
-    if providers.default_name() != "docker":
+    if providers.get_default_provider_name() != "docker":
         print("\nthe way out: no Docker daemon answers; left out")
         return
     print(f"\n===== the way out, {name}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores =====")
     try:
-        with bare() as port:
-            calls("a server that answers at once", port, "", memory_too=True)
+        with run_bare_upstream() as port:
+            bench_calls("a server that answers at once", port, "", measure_memory=True)
         if url := os.environ.get("TEST_LITELLM_URL"):
-            calls("LiteLLM", int(url.rpartition(":")[2]), os.environ["TEST_LITELLM_KEY"])
-        starts()
+            bench_calls("LiteLLM", int(url.rpartition(":")[2]), os.environ["TEST_LITELLM_KEY"])
+        bench_starts()
     finally:
         for pool in Pool.objects.all():
-            for found in providers.get("docker").list(str(pool.owner)):
-                providers.get("docker").destroy(found.ref)
+            for found in providers.get_provider("docker").list(str(pool.owner)):
+                providers.get_provider("docker").destroy(found.ref)
 
 
 @contextmanager
-def bare() -> Iterator[int]:
-    port = free_port()
-    process = subprocess.Popen([sys.executable, "-m", "tests.bench.upstream", str(port)], cwd=REPO)
+def run_bare_upstream() -> Iterator[int]:
+    port = find_free_port()
+    process = subprocess.Popen([sys.executable, "-m", "tests.bench.upstream", str(port)], cwd=REPO_DIR)
     try:
         time.sleep(1)
         yield port
@@ -109,7 +109,7 @@ def bare() -> Iterator[int]:
 
 
 @dataclass
-class Way:
+class CallRoute:
     """One way to make calls, and what they took. `parts` are the processes that work for it, by what they are."""
 
     name: str
@@ -121,20 +121,22 @@ class Way:
 
     def block(self) -> None:
         pids = {part: find() for part, find in self.parts.items()}
-        before = {part: cpu_seconds(found) for part, found in pids.items()}
+        before = {part: read_cpu_seconds(found) for part, found in pids.items()}
         for first, whole in self.ask():
             self.first.append(first)
             self.whole.append(whole)
         for part, found in pids.items():
-            self.cpu[part] = self.cpu.get(part, 0.0) + cpu_seconds(found) - before[part]
+            self.cpu[part] = self.cpu.get(part, 0.0) + read_cpu_seconds(found) - before[part]
 
 
 class Client:
     """The program that makes calls, wherever it runs."""
 
     def __init__(self, *argv: str) -> None:
-        self.process = subprocess.Popen([*argv, "-I", "-c", CLIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.rested_at = 0.0
+        self.process = subprocess.Popen(
+            [*argv, "-I", "-c", CLIENT_SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.next_block_at = 0.0
 
     def ask(self, port: int, key: str, *, stream: bool, keep: bool, pause: float = 0.0) -> list[list[float]]:
         body = json.dumps({"model": "gpt", "stream": stream, "messages": [{"role": "user", "content": "Hello. " * 100}]})
@@ -142,18 +144,18 @@ class Client:
         request = f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(
-            json.dumps({"request": request, "port": port, "keep": keep, "calls": BLOCK, "pause": pause}) + "\n"
+            json.dumps({"request": request, "port": port, "keep": keep, "calls": CALLS_PER_BLOCK, "pause": pause}) + "\n"
         )
         self.process.stdin.flush()
         took: list[list[float]] = json.loads(self.process.stdout.readline() or "0") or []
-        if len(took) != BLOCK:
+        if len(took) != CALLS_PER_BLOCK:
             raise SystemExit(f"The client has ended ({self.process.wait(20)}).")
         return took
 
     def rest(self) -> None:
         """Until nginx lets another block through without taking it for too many."""
-        time.sleep(max(0.0, self.rested_at - time.monotonic()))
-        self.rested_at = time.monotonic() + BLOCK / PACE
+        time.sleep(max(0.0, self.next_block_at - time.monotonic()))
+        self.next_block_at = time.monotonic() + CALLS_PER_BLOCK / CALLS_PER_SECOND
 
     def close(self) -> None:
         assert self.process.stdin
@@ -161,21 +163,23 @@ class Client:
         self.process.wait(20)
 
 
-def calls(upstream: str, port: int, key: str, *, memory_too: bool = False) -> None:
+def bench_calls(upstream: str, port: int, key: str, *, measure_memory: bool = False) -> None:
     """Calls of each kind, both ways in turn."""
     with ExitStack() as stack:
-        server, nginx = stack.enter_context(egress(port, key))
-        boxes = [made() for _ in range(BOXES)]
+        server, nginx = stack.enter_context(run_egress(port, key))
+        boxes = [create_sandbox() for _ in range(SANDBOX_COUNT)]
         here = Client(sys.executable)
         stack.callback(here.close)
         inside = [Client("docker", "exec", "-i", box.ref, "python3") for box in boxes]
         for client in inside:
             stack.callback(client.close)
         parts: dict[str, Callable[[], set[int]]] = {
-            "nginx": lambda: tree(nginx), "our server": lambda: {server}, "database": lambda: {*database_pids()},
-            "bridge": lambda: {keeper(box.ref) for box in boxes},
-        }  # fmt: skip
-        for title, kind in KINDS.items():
+            "nginx": lambda: list_process_tree(nginx),
+            "our server": lambda: {server},
+            "database": lambda: {*list_database_pids()},
+            "bridge": lambda: {find_keeper_pid(box.ref) for box in boxes},
+        }
+        for title, kind in CALL_PATTERNS.items():
             turns = cycle(inside)
 
             def direct(kind: dict[str, Any] = kind) -> list[list[float]]:
@@ -184,43 +188,43 @@ def calls(upstream: str, port: int, key: str, *, memory_too: bool = False) -> No
             def through(kind: dict[str, Any] = kind, turns: Any = turns) -> list[list[float]]:
                 client = next(turns)
                 client.rest()
-                took: list[list[float]] = client.ask(INSIDE, "", **kind)
+                took: list[list[float]] = client.ask(SANDBOX_PROXY_PORT, "", **kind)
                 return took
 
-            ways = [Way("direct, from this host", direct), Way("through the way out", through, parts)]
-            if memory_too:
-                ways.append(Way("its row alone, by the driver", row_alone()))
+            ways = [CallRoute("direct, from this host", direct), CallRoute("through the way out", through, parts)]
+            if measure_memory:
+                ways.append(CallRoute("its row alone, by the driver", make_row_writer()))
             for way in ways:
-                for _ in range(BOXES):  # each sandbox, and each of the server's threads, has its connection then
+                for _ in range(SANDBOX_COUNT):  # each sandbox, and each of the server's threads, has its connection then
                     way.ask()
-            for _ in range(max(CALLS // BLOCK, 1)):
+            for _ in range(max(CALL_COUNT // CALLS_PER_BLOCK, 1)):
                 for way in ways:
                     way.block()
-            report(f"{title}; {upstream}", *ways)
-        if memory_too:
-            memory(boxes, nginx, server)
+            print_report(f"{title}; {upstream}", *ways)
+        if measure_memory:
+            report_memory(boxes, nginx, server)
 
 
 @contextmanager
-def egress(port: int, key: str) -> Iterator[tuple[int, int]]:
+def run_egress(port: int, key: str) -> Iterator[tuple[int, int]]:
     """`manage.py egress`: its process id, and that of nginx's container."""
-    from sandboxes.egress.nginx import Front
+    from sandboxes.egress.nginx import NginxProxy
     from sandboxes.providers.docker.engine import Engine
 
     env = {**os.environ, "LEASEHOLD_LLM_URL": f"http://127.0.0.1:{port}/v1", "LEASEHOLD_LLM_API_KEY": key}
-    process = subprocess.Popen([sys.executable, "manage.py", "egress"], cwd=REPO, env=env, stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "manage.py", "egress"], cwd=REPO_DIR, env=env, stdout=subprocess.PIPE)
     try:
         assert process.stdout
         if not process.stdout.readline().startswith(b"egress: "):
             raise SystemExit("The way out did not open.")
-        front = Front(Engine())
-        yield process.pid, first_pid(front.name)
+        front = NginxProxy(Engine())
+        yield process.pid, get_init_pid(front.name)
     finally:
         process.terminate()
         process.wait(60)
 
 
-def made() -> Any:
+def create_sandbox() -> Any:
     """A sandbox of its own, in which something runs, whose lease may make as many calls as it likes."""
     from django.utils import timezone
 
@@ -231,21 +235,21 @@ def made() -> Any:
     pool, _ = Pool.objects.get_or_create(name="bench", defaults={"provider": "docker", "capacity": 1000})
     policy, _ = Policy.objects.get_or_create(name="bench", defaults={"calls_per_minute": 10**6, "models": ["gpt"]})
     EnvironmentType.objects.filter(name="coding").update(policy=policy)
-    ask = leasing.Ask(DID, f"way-{uuid.uuid4().hex[:8]}", "coding", pool=pool.name)
-    box = execution.sandbox_for(leasing.acquire(ask, now=timezone.now())[0].pk, now=timezone.now())
+    ask = leasing.LeaseRequest(DID, f"way-{uuid.uuid4().hex[:8]}", "coding", pool=pool.name)
+    box = execution.ensure_sandbox_ready(leasing.acquire(ask, now=timezone.now())[0].pk, now=timezone.now())
     Run.objects.create(sandbox=box, argv=["bench"], started_at=timezone.now(), deadline_at=timezone.now() + timedelta(hours=1))
     Sandbox.objects.filter(pk=box.pk).update(open_runs=1, state="running")
     return box
 
 
-def row_alone() -> Callable[[], list[list[float]]]:
+def make_row_writer() -> Callable[[], list[list[float]]]:
     """Each call's row, which is there before anything is sent, and its end: two durable writes that nothing can leave out."""
     from django.db import connection
     from django.utils import timezone
 
     from sandboxes.models import LlmCall
 
-    execute, table = driver(), LlmCall._meta.db_table
+    execute, table = open_driver(), LlmCall._meta.db_table
     row = LlmCall(started_at=timezone.now(), deadline_at=timezone.now(), path="/v1/chat/completions", model="gpt")
     fields = [field for field in LlmCall._meta.concrete_fields if not field.primary_key]
     values = {field.column: field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields}
@@ -254,33 +258,39 @@ def row_alone() -> Callable[[], list[list[float]]]:
 
     def block() -> list[list[float]]:
         took = []
-        for _ in range(BLOCK):
+        for _ in range(CALLS_PER_BLOCK):
             call_id, began = uuid.uuid4().hex, time.perf_counter()
             execute(insert, [*(values | {"call_id": call_id}).values()])
             first = time.perf_counter() - began
-            execute(update, [adapted(timezone.now()), call_id])
+            execute(update, [adapt_datetime(timezone.now()), call_id])
             took.append([first, time.perf_counter() - began])
         return took
 
     return block
 
 
-def report(title: str, direct: Way, through: Way, *others: Way) -> None:
+def print_report(title: str, direct: CallRoute, through: CallRoute, *others: CallRoute) -> None:
     print(f"\n{title}  ({len(direct.whole)} calls, interleaved; aim: 3 ms more at p50; load {os.getloadavg()[0]:.1f})")
     print(f"  {'':<30}{'p50 ms':>8}{'p95 ms':>8}{'first byte p50':>16}{'p95':>8}{'p50 : direct':>14}")
     for way in (direct, through, *others):
-        whole, first = (quantiles(took) for took in (way.whole, way.first))
-        ratio = whole[0] / quantiles(direct.whole)[0]
+        whole, first = (compute_quantiles_ms(took) for took in (way.whole, way.first))
+        ratio = whole[0] / compute_quantiles_ms(direct.whole)[0]
         print(f"  {way.name:<30}{whole[0]:8.2f}{whole[1]:8.2f}{first[0]:16.2f}{first[1]:8.2f}{ratio:13.2f}x")
-    more = [after - before for after, before in zip(quantiles(through.whole), quantiles(direct.whole), strict=True)]
-    first = [after - before for after, before in zip(quantiles(through.first), quantiles(direct.first), strict=True)]
+    more = [
+        after - before
+        for after, before in zip(compute_quantiles_ms(through.whole), compute_quantiles_ms(direct.whole), strict=True)
+    ]
+    first = [
+        after - before
+        for after, before in zip(compute_quantiles_ms(through.first), compute_quantiles_ms(direct.first), strict=True)
+    ]
     print(f"  {'added':<30}{more[0]:8.2f}{more[1]:8.2f}{first[0]:16.2f}{first[1]:8.2f}")
     spent = {part: 1e3 * seconds / len(through.whole) for part, seconds in through.cpu.items()}
     said = ", ".join(f"{part} {each:.2f}" for part, each in spent.items())
     print(f"  CPU ms a call: {sum(spent.values()):.2f} ({said})", flush=True)
 
 
-def quantiles(seconds: list[float]) -> tuple[float, float]:
+def compute_quantiles_ms(seconds: list[float]) -> tuple[float, float]:
     """p50 and p95, in ms."""
     ordered = sorted(seconds)
     return 1e3 * statistics.median(ordered), 1e3 * ordered[min(len(ordered) - 1, int(len(ordered) * 0.95))]
@@ -289,22 +299,25 @@ def quantiles(seconds: list[float]) -> tuple[float, float]:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def memory(boxes: list[Any], nginx: int, server: int) -> None:
+def report_memory(boxes: list[Any], nginx: int, server: int) -> None:
     """What the way out holds, after the calls that it has served."""
     from django.conf import settings
 
-    bridges = [rollup({keeper(box.ref)}) for box in boxes]
+    bridges = [read_memory_mb({find_keeper_pid(box.ref)}) for box in boxes]
     rss, pss = (statistics.median(each[kind] for each in bridges) for kind in ("Rss", "Pss"))
-    shared = {"nginx": rollup(tree(nginx)), "our server": rollup({server})}
+    shared = {"nginx": read_memory_mb(list_process_tree(nginx)), "our server": read_memory_mb({server})}
     own = {name: each["Pss"] for name, each in shared.items()}
     print(f"\nmemory, {len(boxes)} sandboxes and {settings.EGRESS_SLOTS} ways out  (MB; aim: 15 a sandbox)")
-    print(f"  bridge, of each sandbox: RSS {rss:.1f}, PSS {pss:.1f}; its container's cgroup {held(boxes):.1f} with the client")
+    print(
+        f"  bridge, of each sandbox: RSS {rss:.1f}, PSS {pss:.1f}; "
+        f"its container's cgroup {compute_cgroup_mb(boxes):.1f} with the client"
+    )
     print(f"  shared: nginx PSS {own['nginx']:.1f}, our server PSS {own['our server']:.1f}")
     total = pss + sum(own.values()) / len(boxes)
     print(f"  a sandbox's part: {total:.1f} among {len(boxes)}, {pss + sum(own.values()) / 100:.1f} among 100", flush=True)
 
 
-def rollup(pids: set[int]) -> dict[str, float]:
+def read_memory_mb(pids: set[int]) -> dict[str, float]:
     """Memory of these processes together, in MB."""
     found = {"Rss": 0.0, "Pss": 0.0}
     for pid in pids:
@@ -315,11 +328,11 @@ def rollup(pids: set[int]) -> dict[str, float]:
     return found
 
 
-def held(boxes: list[Any]) -> float:
-    return statistics.median(cgroup_bytes(keeper(box.ref)) for box in boxes) / (1 << 20)
+def compute_cgroup_mb(boxes: list[Any]) -> float:
+    return statistics.median(read_cgroup_bytes(find_keeper_pid(box.ref)) for box in boxes) / (1 << 20)
 
 
-def cgroup_bytes(pid: int) -> int:
+def read_cgroup_bytes(pid: int) -> int:
     """What a process's memory cgroup is charged with."""
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -331,70 +344,74 @@ def cgroup_bytes(pid: int) -> int:
 
 
 @cache
-def keeper(ref: str) -> int:
+def find_keeper_pid(ref: str) -> int:
     """The process that keeps a sandbox running, beside the engine's own process 1."""
-    first = first_pid(ref)
-    return next(pid for pid in tree(first) - {first} if b"bridge.py" in command_line(pid))
+    first = get_init_pid(ref)
+    return next(pid for pid in list_process_tree(first) - {first} if b"bridge.py" in read_command_line(pid))
 
 
 # --- start ------------------------------------------------------------------------------------------------------------
 
 
-def starts() -> None:
+def bench_starts() -> None:
     """A container until what keeps it running does: with a way out, and with nothing but `sleep`."""
     from sandboxes.egress import slots
-    from sandboxes.providers.base import Spec
+    from sandboxes.providers.base import SandboxSpec
     from sandboxes.providers.docker import provider as ours
 
-    provider, bridge = ours.DockerProvider(), ours.KEEPS_RUNNING
+    provider, bridge = ours.DockerProvider(), ours.INIT_COMMAND
     name, idle = f"lh-bench-{uuid.uuid4().hex[:12]}", ("sleep", "infinity")
 
     def start(keeps_running: tuple[str, ...], sockets: Callable[[], Path] | None, ready: Callable[[int], bool]) -> float:
-        ours.KEEPS_RUNNING = keeps_running
+        ours.INIT_COMMAND = keeps_running
         began = time.perf_counter()
-        provider.create(Spec(name, owner="bench", sockets=sockets() if sockets else None))
-        pid = first_pid(name)
+        provider.create(SandboxSpec(name, owner="bench", sockets=sockets() if sockets else None))
+        pid = get_init_pid(name)
         while not ready(pid):
             time.sleep(0.001)
         took = time.perf_counter() - began
-        sizes.setdefault(keeps_running[0], []).append(cgroup_bytes(pid) / (1 << 20))
+        sizes.setdefault(keeps_running[0], []).append(read_cgroup_bytes(pid) / (1 << 20))
         provider.destroy(name)
         return took
 
     def sleeps(pid: int) -> bool:
-        return any(command_line(each).startswith(b"sleep") for each in tree(pid))
+        return any(read_command_line(each).startswith(b"sleep") for each in list_process_tree(pid))
 
     def listens(pid: int) -> bool:
-        return LISTENS in Path(f"/proc/{pid}/net/tcp").read_text()
+        return LISTENING_SOCKET_ENTRY in Path(f"/proc/{pid}/net/tcp").read_text()
 
     sizes: dict[str, list[float]] = {}
     with_sleep, with_bridge = [], []
     try:
-        for number in range(STARTS + 1):
+        for number in range(START_COUNT + 1):
             plain = start(idle, None, sleeps)
-            whole = start(bridge, lambda: slots.directory(0), listens)
+            whole = start(bridge, lambda: slots.ensure_slot_directory(0), listens)
             if number:  # the first of each warms caches
                 with_sleep.append(plain)
                 with_bridge.append(whole)
     finally:
-        ours.KEEPS_RUNNING = bridge
+        ours.INIT_COMMAND = bridge
         provider.destroy(name)
-    print(f"\nstart of a sandbox  ({STARTS} each, interleaved; load {os.getloadavg()[0]:.1f})")
+    print(f"\nstart of a sandbox  ({START_COUNT} each, interleaved; load {os.getloadavg()[0]:.1f})")
     for title, took, size in (
         ("create, start, `sleep` runs", with_sleep, "sleep"),
         ("create, start, bridge listens", with_bridge, "python3"),
     ):
-        p50, p95 = quantiles(took)
+        p50, p95 = compute_quantiles_ms(took)
         print(f"  {title:<32}p50 {p50:7.1f} ms  p95 {p95:7.1f} ms  cgroup {statistics.median(sizes[size]):5.1f} MB")
-    more = quantiles(with_bridge)[0] - quantiles(with_sleep)[0]
-    print(f"  added by the way out: {more:.1f} ms, {quantiles(with_bridge)[0] / quantiles(with_sleep)[0]:.2f}x", flush=True)
+    more = compute_quantiles_ms(with_bridge)[0] - compute_quantiles_ms(with_sleep)[0]
+    print(
+        f"  added by the egress proxy: {more:.1f} ms, "
+        f"{compute_quantiles_ms(with_bridge)[0] / compute_quantiles_ms(with_sleep)[0]:.2f}x",
+        flush=True,
+    )
 
 
-def first_pid(ref: str) -> int:
-    return int(json.loads(engine("GET", f"/containers/{ref}/json"))["State"]["Pid"])
+def get_init_pid(ref: str) -> int:
+    return int(json.loads(call_engine("GET", f"/containers/{ref}/json"))["State"]["Pid"])
 
 
-def command_line(pid: int) -> bytes:
+def read_command_line(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-TICK = os.sysconf("SC_CLK_TCK")
-_fork = multiprocessing.get_context("fork")
+CLOCK_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_fork_context = multiprocessing.get_context("fork")
 
 
-def tree(*roots: int) -> set[int]:
+def list_process_tree(*roots: int) -> set[int]:
     """These processes and all that descend from them."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
@@ -32,7 +32,7 @@ def tree(*roots: int) -> set[int]:
     return found
 
 
-def cpu_seconds(pids: Iterable[int]) -> float:
+def read_cpu_seconds(pids: Iterable[int]) -> float:
     """User and system time of these processes and of their children that have ended."""
     total = 0
     for pid in pids:
@@ -41,11 +41,11 @@ def cpu_seconds(pids: Iterable[int]) -> float:
         except OSError:
             continue
         total += sum(int(fields[index]) for index in (11, 12, 13, 14))
-    return total / TICK
+    return total / CLOCK_TICKS_PER_SECOND
 
 
 @dataclass
-class Timed:
+class Timing:
     """How long each call of one operation took. `rate` is calls a second, by default of one caller at a time."""
 
     name: str
@@ -70,7 +70,7 @@ class Timed:
 
 
 @dataclass
-class Case(Timed):
+class BenchCase(Timing):
     """One operation, timed call by call. `pids` are the processes that work for it; `before` and `after` each call is
     done what is not timed."""
 
@@ -89,7 +89,7 @@ class Case(Timed):
 
 
 @dataclass
-class Crowd(Timed):
+class ConcurrentCase(Timing):
     """One operation by several clients at once: `make` gives each client its own way to do it."""
 
     make: Callable[[int], Callable[[int], object]]
@@ -100,7 +100,7 @@ class Crowd(Timed):
         return len(self.seconds) / self.elapsed
 
 
-def interleave(cases: Sequence[Case], *, rounds: int, block: int = 1, warmup: int = 3) -> None:
+def interleave(cases: Sequence[BenchCase], *, rounds: int, block: int = 1, warmup: int = 3) -> None:
     """Time all cases in turn, `block` calls of each a round, so that a machine that slows down slows all of them."""
     number = 0
     for case in cases:
@@ -110,19 +110,22 @@ def interleave(cases: Sequence[Case], *, rounds: int, block: int = 1, warmup: in
     for _ in range(rounds):
         for case in cases:
             pids = list(case.pids())
-            before = cpu_seconds(pids)
+            before = read_cpu_seconds(pids)
             for _ in range(block):
                 number += 1
                 case.seconds.append(case.time(number))
-            case.cpu += cpu_seconds(pids) - before
+            case.cpu += read_cpu_seconds(pids) - before
 
 
-def crowds(cases: Sequence[Crowd], *, clients: int, seconds: float, rounds: int = 3) -> None:
+def run_concurrently(cases: Sequence[ConcurrentCase], *, clients: int, seconds: float, rounds: int = 3) -> None:
     """Time all cases in turn, by `clients` processes at once, for this long in each round."""
     for _ in range(rounds):
         for case in cases:
-            start, results = _fork.Barrier(clients + 1), _fork.SimpleQueue()
-            workers = [_fork.Process(target=_work, args=(case.make, one, seconds, start, results)) for one in range(clients)]
+            start, results = _fork_context.Barrier(clients + 1), _fork_context.SimpleQueue()
+            workers = [
+                _fork_context.Process(target=_run_client, args=(case.make, one, seconds, start, results))
+                for one in range(clients)
+            ]
             for worker in workers:
                 worker.start()
             start.wait(60)
@@ -134,7 +137,7 @@ def crowds(cases: Sequence[Crowd], *, clients: int, seconds: float, rounds: int 
                 worker.join()
 
 
-def _work(make: Callable[[int], Callable[[int], object]], client: int, seconds: float, start: Any, results: Any) -> None:
+def _run_client(make: Callable[[int], Callable[[int], object]], client: int, seconds: float, start: Any, results: Any) -> None:
     act, took = make(client), []
     for number in range(20):
         act(number)
@@ -146,7 +149,7 @@ def _work(make: Callable[[int], Callable[[int], object]], client: int, seconds: 
     results.put(took)
 
 
-def report(title: str, cases: Sequence[Timed], *, raw: Timed, aim: str = "") -> None:
+def print_report(title: str, cases: Sequence[Timing], *, raw: Timing, aim: str = "") -> None:
     """One line a case: p50, p99, calls a second, CPU, and how p50 and the rate compare to the raw operation's."""
     print(f"\n{title}  ({len(raw.seconds)} calls, interleaved{'; aim: ' + aim if aim else ''})")
     print(f"  {'':<34}{'p50 ms':>9}{'p99 ms':>9}{'per s':>9}{'CPU us':>9}{'p50 : raw':>11}{'rate : raw':>12}")

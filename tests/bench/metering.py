@@ -11,10 +11,10 @@ from pathlib import Path
 
 from tests.bench.server import configure
 
-SIZES = [int(size) for size in os.environ.get("BENCH_TRANSITIONS", "100000,300000,1000000").split(",")]
-DAY = int(os.environ.get("BENCH_DAY", "20000"))  # transitions of a day
-TURNS = 9  # of one sandbox: a run and two transitions each, beside its first two and last two; and two readings
-BEGAN = datetime(2026, 11, 1, tzinfo=UTC)
+TRANSITION_COUNTS = [int(size) for size in os.environ.get("BENCH_TRANSITIONS", "100000,300000,1000000").split(",")]
+TRANSITIONS_PER_DAY = int(os.environ.get("BENCH_DAY", "20000"))  # transitions of a day
+TURNS_PER_SANDBOX = 9  # of one sandbox: a run and two transitions each, beside its first two and last two; and two readings
+STARTED_AT = datetime(2026, 11, 1, tzinfo=UTC)
 
 
 def main(name: str, database: str, here: Path) -> None:
@@ -27,30 +27,30 @@ def main(name: str, database: str, here: Path) -> None:
     print(f"  {'transitions':>12}{'derived in s':>14}{'us each':>10}{'read alone':>12}{'ratio':>8}{'peak MiB':>10}")
     pool = Pool.objects.create(name="bench", provider="memory", capacity=10**9)
     there = 0
-    for size in SIZES:
-        there += fill(pool, size - there, now=BEGAN)
-        metering.start_over()
+    for size in TRANSITION_COUNTS:
+        there += insert_history(pool, size - there, now=STARTED_AT)
+        metering.reset_usage()
         began = time.perf_counter()
         sum(1 for _ in Transition.objects.order_by("sandbox", "pk").values_list("pk", "to", "holder", "at").iterator())
         read = time.perf_counter() - began
         began = time.perf_counter()
-        metering.meter(now=BEGAN + timedelta(days=1))
+        metering.meter_usage(now=STARTED_AT + timedelta(days=1))
         took = time.perf_counter() - began
         assert UsageRecord.objects.exists()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(f"  {there:>12,}{took:14.1f}{1e6 * took / there:10.1f}{read:12.2f}{took / read:7.1f}x{peak:10.0f}", flush=True)
-    for what, count in (("nothing new", 0), (f"{DAY:,} new", DAY)):
-        fill(pool, count, now=BEGAN + timedelta(days=1))
+    for what, count in (("nothing new", 0), (f"{TRANSITIONS_PER_DAY:,} new", TRANSITIONS_PER_DAY)):
+        insert_history(pool, count, now=STARTED_AT + timedelta(days=1))
         began = time.perf_counter()
-        metering.meter(now=BEGAN + timedelta(days=2))
+        metering.meter_usage(now=STARTED_AT + timedelta(days=2))
         print(f"  a pass with {what}: {time.perf_counter() - began:.2f} s", flush=True)
 
 
-def fill(pool: object, count: int, *, now: datetime) -> int:
+def insert_history(pool: object, count: int, *, now: datetime) -> int:
     """Sandboxes that have lived, with this many transitions in all or a few more; how many."""
     from sandboxes.models import Reading, Run, Sandbox, Transition
 
-    life = ["warming", "warm", *["running", "waiting"] * TURNS, "destroying", "destroyed"]
+    life = ["warming", "warm", *["running", "waiting"] * TURNS_PER_SANDBOX, "destroying", "destroyed"]
     made = 0
     while made < count:
         boxes = [

@@ -11,34 +11,34 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.bench.measure import Case, interleave, report
+from tests.bench.measure import BenchCase, interleave, print_report
 from tests.bench.server import configure
 
-SIZES = [int(size) for size in os.environ.get("BENCH_ROWS", "1000,100000,1000000").split(",")]
-MOST_ON_SQLITE = 100_000
-ROUNDS = int(os.environ.get("BENCH_ROUNDS", "40"))
-SWEPT = int(os.environ.get("BENCH_SWEPT", "100000"))
-IDLE = 20  # due at each sweep, of however many
+ROW_COUNTS = [int(size) for size in os.environ.get("BENCH_ROWS", "1000,100000,1000000").split(",")]
+MAX_ROWS_ON_SQLITE = 100_000
+ROUND_COUNT = int(os.environ.get("BENCH_ROUNDS", "40"))
+SWEPT_ROWS = int(os.environ.get("BENCH_SWEPT", "100000"))
+IDLE_PER_SWEEP = 20  # due at each sweep, of however many
 # Of a hundred rows: what most pools are full of is asleep. The last of them are gone, as history.
-SHARES = [("cold", 50), ("waiting", 15), ("warm", 5), ("running", 20), ("destroyed", 10)]
+STATE_PERCENTAGES = [("cold", 50), ("waiting", 15), ("warm", 5), ("running", 20), ("destroyed", 10)]
 
 
 def main(name: str, database: str, here: Path) -> None:
     configure(database, here)
     from django.db import connection
 
-    sizes = [size for size in SIZES if connection.vendor == "postgresql" or size <= MOST_ON_SQLITE]
+    sizes = [size for size in ROW_COUNTS if connection.vendor == "postgresql" or size <= MAX_ROWS_ON_SQLITE]
     print(f"\n===== the pool's decisions, {name} =====")
-    at = {size: decisions(size) for size in sizes}
+    at = {size: measure_decisions(size) for size in sizes}
     print(f"\n  p50 ms at rows{'':<28}" + "".join(f"{size:>12,}" for size in sizes) + f"{'growth':>9}")
     for title in at[sizes[0]]:
         took = [at[size][title] for size in sizes]
         print(f"  {title:<42}" + "".join(f"{1e3 * one:12.2f}" for one in took) + f"{took[-1] / took[0]:8.1f}x")
     print("  the seed, in memory and not durable: mark 0.03, choose one to evict 0.1", flush=True)
-    sweep_of_many()
+    bench_large_sweep()
 
 
-def decisions(size: int) -> dict[str, float]:
+def measure_decisions(size: int) -> dict[str, float]:
     """p50 of each decision in a pool that has `size` rows."""
     from django.db import connection, transaction
     from django.utils import timezone
@@ -49,15 +49,15 @@ def decisions(size: int) -> dict[str, float]:
     now = timezone.now()
     Sandbox.objects.filter(idle_at__lte=now).update(idle_at=now + timedelta(hours=1))
     one, _ = Pool.objects.get_or_create(name="bench", defaults={"provider": "memory", "capacity": 10**9, "warm_target": 1})
-    fill(one, size - Sandbox.objects.filter(pool=one).count(), now=now)
+    fill_pool(one, size - Sandbox.objects.filter(pool=one).count(), now=now)
     Quota.objects.get_or_create(pool=one, agent_did="did:plc:guaranteed", defaults={"guaranteed": 5})
     with connection.cursor() as cursor:
         cursor.execute("VACUUM ANALYZE" if connection.vendor == "postgresql" else "ANALYZE")
 
-    def want() -> pool.Want:
-        return pool.Want(uuid.uuid4(), "did:plc:bench", "e", one, timedelta(minutes=30))
+    def want() -> pool.SandboxRequest:
+        return pool.SandboxRequest(uuid.uuid4(), "did:plc:bench", "e", one, timedelta(minutes=30))
 
-    waiting = list(Sandbox.objects.filter(pool=one, state="waiting").values_list("pk", "holder")[: ROUNDS + 3])
+    waiting = list(Sandbox.objects.filter(pool=one, state="waiting").values_list("pk", "holder")[: ROUND_COUNT + 3])
 
     def mark(number: int) -> None:
         pk, holder = waiting[number % len(waiting)]
@@ -67,17 +67,20 @@ def decisions(size: int) -> dict[str, float]:
             lifecycle.finish_run(pk, 1, idle_after=timedelta(hours=2), now=now)
 
     def claim(number: int) -> None:
-        assert pool.claim(want(), now=now)
+        assert pool.claim_warm(want(), now=now)
 
     def drop(number: int) -> None:
-        assert eviction.make_room(one, agent_did="did:plc:bench", now=now)
+        assert eviction.free_place(one, agent_did="did:plc:bench", now=now)
 
     def due(count: int) -> None:
         pks = Sandbox.objects.filter(pool=one, state="waiting").values("pk")[:count]
         Sandbox.objects.filter(pk__in=list(pks.values_list("pk", flat=True))).update(idle_at=now)
 
     def sweep(number: int) -> None:
-        assert sweeps.claim_idle(lifecycle.WAITING, uuid.uuid4(), now=now, limit=10 * IDLE) in (IDLE, 10 * IDLE)
+        assert sweeps.claim_idle(lifecycle.WAITING, uuid.uuid4(), now=now, limit=10 * IDLE_PER_SWEEP) in (
+            IDLE_PER_SWEEP,
+            10 * IDLE_PER_SWEEP,
+        )
 
     def again(number: int) -> None:
         Sandbox.objects.filter(pool=one, state="evicting").update(
@@ -87,36 +90,38 @@ def decisions(size: int) -> dict[str, float]:
     def yardstick(number: int) -> None:
         assert Pool.objects.filter(pk=one.pk).update(warm_target=1)
 
-    chosen = Case("choose one to evict", lambda number: eviction.next_victim(one, agent_did="did:plc:bench", now=now))
-    few = Case("idle sweep", sweep, before=lambda number: due(IDLE), after=again)
-    many = Case("idle sweep of ten times as many", sweep, before=lambda number: due(10 * IDLE), after=again)
+    chosen = BenchCase("choose one to evict", lambda number: eviction.find_victim(one, agent_did="did:plc:bench", now=now))
+    few = BenchCase("idle sweep", sweep, before=lambda number: due(IDLE_PER_SWEEP), after=again)
+    many = BenchCase("idle sweep of ten times as many", sweep, before=lambda number: due(10 * IDLE_PER_SWEEP), after=again)
     cases = [
-        Case("yardstick: update one row by its key", yardstick),
-        Case("pick and claim a pre-warmed one", claim),
-        Case("mark running, mark waiting", mark),
+        BenchCase("yardstick: update one row by its key", yardstick),
+        BenchCase("pick and claim a pre-warmed one", claim),
+        BenchCase("mark running, mark waiting", mark),
         chosen,
-        Case("choose and evict a cold one", drop),
+        BenchCase("choose and evict a cold one", drop),
     ]
-    enough = min(ROUNDS, size // 100)
+    enough = min(ROUND_COUNT, size // 100)
     interleave(cases, rounds=enough)
     interleave([few] + [many] * (size >= 10_000), rounds=min(enough, 10), warmup=1)
     found = {case.name: case.p50 for case in cases}
-    found["idle sweep, for each idle one"] = few.p50 / IDLE
-    found["the same with ten times as many idle"] = (many.p50 / (10 * IDLE)) if many.seconds else few.p50 / IDLE
+    found["idle sweep, for each idle one"] = few.p50 / IDLE_PER_SWEEP
+    found["the same with ten times as many idle"] = (
+        (many.p50 / (10 * IDLE_PER_SWEEP)) if many.seconds else few.p50 / IDLE_PER_SWEEP
+    )
     return found
 
 
-def fill(pool: Any, count: int, *, now: datetime) -> None:
+def fill_pool(pool: Any, count: int, *, now: datetime) -> None:
     """Insert rows in all states, each used some time in the last day, in a few statements."""
     began, done = time.perf_counter(), 0
-    shares = [(state, round(count * share / 100)) for state, share in SHARES]
+    shares = [(state, round(count * share / 100)) for state, share in STATE_PERCENTAGES]
     for state, some in shares:
-        insert(pool, state, some, now=now)
+        insert_rows(pool, state, some, now=now)
         done += some
     print(f"  {done:,} rows more inserted in {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def insert(pool: Any, state: str, count: int, *, now: datetime) -> None:
+def insert_rows(pool: Any, state: str, count: int, *, now: datetime) -> None:
     """Insert `count` rows in one state, by one statement."""
     from django.conf import settings
     from django.db import connection
@@ -163,7 +168,7 @@ def insert(pool: Any, state: str, count: int, *, now: datetime) -> None:
         cursor.execute(f"INSERT INTO sandboxes_sandbox ({', '.join(columns)}) SELECT {', '.join(values)} FROM {series}", given)
 
 
-def sweep_of_many() -> None:
+def bench_large_sweep() -> None:
     """Deciding an idle sweep of very many sandboxes against one raw UPDATE of as many rows that says which they are."""
     from django.conf import settings
     from django.db import connection
@@ -176,7 +181,7 @@ def sweep_of_many() -> None:
     now = timezone.now()
     Sandbox.objects.filter(idle_at__lte=now).update(idle_at=now + timedelta(hours=1))
     one = Pool.objects.create(name="idle", provider="memory", capacity=10**9)
-    insert(one, "waiting", SWEPT, now=now)
+    insert_rows(one, "waiting", SWEPT_ROWS, now=now)
 
     def due(number: int) -> None:
         back = {"claim": None, "deadline_at": None, "idle_at": now}
@@ -190,18 +195,18 @@ def sweep_of_many() -> None:
     )
 
     def raw(number: int) -> None:
-        given = [now, uuid.uuid4(), settings.INSTANCE, now + eviction.EVICT_WITHIN, now]
+        given = [now, uuid.uuid4(), settings.INSTANCE, now + eviction.EVICTION_TIMEOUT, now]
         with connection.cursor() as cursor:
-            cursor.execute(statement, [sql._adapted(value) for value in given])
-            assert len(cursor.fetchall()) == SWEPT
+            cursor.execute(statement, [sql._adapt_value(value) for value in given])
+            assert len(cursor.fetchall()) == SWEPT_ROWS
 
     def ours(number: int) -> None:
-        assert sweeps.claim_idle(lifecycle.WAITING, uuid.uuid4(), now=now, limit=SWEPT) == SWEPT
+        assert sweeps.claim_idle(lifecycle.WAITING, uuid.uuid4(), now=now, limit=SWEPT_ROWS) == SWEPT_ROWS
 
-    bare = Case("one raw UPDATE … RETURNING", raw, before=due)
-    cases = [bare, Case("claim_idle, with each Transition", ours, before=due)]
+    bare = BenchCase("one raw UPDATE … RETURNING", raw, before=due)
+    cases = [bare, BenchCase("claim_idle, with each Transition", ours, before=due)]
     interleave(cases, rounds=2, warmup=0)
-    report(f"deciding an idle sweep of {SWEPT:,} in one go", cases, raw=bare, aim="3x")
+    print_report(f"deciding an idle sweep of {SWEPT_ROWS:,} in one go", cases, raw=bare, aim="3x")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parents[2]
+REPO_DIR = Path(__file__).resolve().parents[2]
 
 
 def configure(database_url: str, here: Path) -> None:
@@ -30,17 +30,17 @@ def configure(database_url: str, here: Path) -> None:
         "LEASEHOLD_ALLOW_UNISOLATED": "1",
         "DJANGO_SETTINGS_MODULE": "controlplane.settings",
     }
-    subprocess.run([sys.executable, str(REPO / "manage.py"), "migrate", "--verbosity", "0"], check=True)
+    subprocess.run([sys.executable, str(REPO_DIR / "manage.py"), "migrate", "--verbosity", "0"], check=True)
     import django
 
     django.setup()
 
 
 @contextmanager
-def control_plane() -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+def run_control_plane() -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
     """`up` on a free port, web processes only; its process and the port."""
-    port = free_port()
-    argv = [sys.executable, str(REPO / "manage.py"), "up", "--no-worker", "--port", str(port)]
+    port = find_free_port()
+    argv = [sys.executable, str(REPO_DIR / "manage.py"), "up", "--no-worker", "--port", str(port)]
     up = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
     try:
         _wait_for(port, up)
@@ -50,7 +50,7 @@ def control_plane() -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
         up.wait(60)
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -70,7 +70,7 @@ def _wait_for(port: int, up: "subprocess.Popen[bytes]") -> None:
     raise SystemExit("The control plane did not answer.")
 
 
-class Api:
+class ApiClient:
     """One kept-alive connection with one key. A request is one send: what a client costs is not what is measured."""
 
     def __init__(self, port: int, key: str) -> None:
@@ -102,15 +102,15 @@ class Api:
         return call
 
 
-class _Unix(http.client.HTTPConnection):
+class _UnixConnection(http.client.HTTPConnection):
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.connect("/var/run/docker.sock")
 
 
-def engine(method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+def call_engine(method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
     """One raw call to the Docker Engine."""
-    connection = _Unix("localhost")
+    connection = _UnixConnection("localhost")
     connection.request(method, path, json.dumps(body) if body is not None else None, {"Content-Type": "application/json"})
     try:
         answer = connection.getresponse()
@@ -122,23 +122,23 @@ def engine(method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         connection.close()
 
 
-def raw_start(name: str, image: str) -> None:
+def start_raw_container(name: str, image: str) -> None:
     """A container like ours, with as little as any client of the engine has to do: create it, start it."""
     limits = {"Memory": 512 << 20, "MemorySwap": 512 << 20, "NanoCpus": 10**9, "PidsLimit": 256}
     hardened = {"NetworkMode": "none", "CapDrop": ["ALL"], "SecurityOpt": ["no-new-privileges:true"], "Init": True}
     config = {"Image": image, "Entrypoint": ["sleep", "infinity"], "User": "10002:10002", "WorkingDir": "/workspace"}
     logs = {"LogConfig": {"Type": "none"}, "IpcMode": "private", "CgroupnsMode": "private"}
-    engine("POST", f"/containers/create?name={name}", {**config, "HostConfig": {**limits, **hardened, **logs}})
-    engine("POST", f"/containers/{name}/start")
+    call_engine("POST", f"/containers/create?name={name}", {**config, "HostConfig": {**limits, **hardened, **logs}})
+    call_engine("POST", f"/containers/{name}/start")
 
 
-def raw_exec(name: str, argv: list[str]) -> int:
+def exec_raw(name: str, argv: list[str]) -> int:
     """As little as any client of the engine has to do: create an exec, start it and read to the end, ask how it ended."""
     asked = {"Cmd": argv, "AttachStdout": True, "AttachStderr": True, "User": "10001:10001"}
-    made = json.loads(engine("POST", f"/containers/{name}/exec", asked))["Id"]
-    engine("POST", f"/exec/{made}/start", {"Detach": False, "Tty": False})
-    return int(json.loads(engine("GET", f"/exec/{made}/json"))["ExitCode"])
+    made = json.loads(call_engine("POST", f"/containers/{name}/exec", asked))["Id"]
+    call_engine("POST", f"/exec/{made}/start", {"Detach": False, "Tty": False})
+    return int(json.loads(call_engine("GET", f"/exec/{made}/json"))["ExitCode"])
 
 
-def raw_destroy(name: str) -> None:
-    engine("DELETE", f"/containers/{name}?force=1&v=1")
+def destroy_raw_container(name: str) -> None:
+    call_engine("DELETE", f"/containers/{name}?force=1&v=1")

@@ -9,14 +9,14 @@ from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 
-from tests.bench.measure import Case, interleave, report
+from tests.bench.measure import BenchCase, interleave, print_report
 from tests.bench.server import configure
 
-SIZES = [int(size) for size in os.environ.get("BENCH_USAGE", "30000,100000,300000").split(",")]
-GRANTS = int(os.environ.get("BENCH_GRANTS", "200"))
-BEGAN = date(2026, 11, 1)
+USAGE_RECORD_COUNTS = [int(size) for size in os.environ.get("BENCH_USAGE", "30000,100000,300000").split(",")]
+GRANT_COUNT = int(os.environ.get("BENCH_GRANTS", "200"))
+FIRST_DAY = date(2026, 11, 1)
 NOW = datetime(2026, 11, 29, 12, tzinfo=UTC)
-DAYS, AGENTS = 28, 100
+DAY_COUNT, AGENT_COUNT = 28, 100
 
 
 def main(name: str, database: str, here: Path) -> None:
@@ -34,37 +34,37 @@ def main(name: str, database: str, here: Path) -> None:
     )
     print(f"  {'usage records':>14}{'priced in s':>13}{'us each':>9}{'read alone':>12}{'ratio':>8}{'one more day':>14}")
     there = 0
-    for size in SIZES:
-        fill(size - there)
+    for size in USAGE_RECORD_COUNTS:
+        insert_usage_records(size - there)
         there = size
         with connection.cursor() as cursor:
             cursor.execute("VACUUM ANALYZE" if connection.vendor == "postgresql" else "ANALYZE")
-        pricing(size)
-    budgets(there)
-    gates()
+        bench_pricing(size)
+    bench_budgets(there)
+    bench_gates()
 
 
-def pricing(size: int) -> None:
+def bench_pricing(size: int) -> None:
     """All of a month, then again what changes when one of its days in the middle is metered anew."""
     from billing import costs
     from billing.models import CostRecord, Unpriced, UsageRecord
 
-    costs.start_over()
+    costs.reset_costs()
     began = time.perf_counter()
     sum(1 for _ in UsageRecord.objects.order_by().values_list("day", "holder", "began_at", "ended_at").iterator())
     read = time.perf_counter() - began
     began = time.perf_counter()
-    costs.price(now=NOW)
+    costs.price_usage(now=NOW)
     took = time.perf_counter() - began
     assert CostRecord.objects.count() >= size
-    Unpriced.note([BEGAN + timedelta(days=DAYS - 1)])
+    Unpriced.note([FIRST_DAY + timedelta(days=DAY_COUNT - 1)])
     began = time.perf_counter()
-    costs.price(now=NOW)
+    costs.price_usage(now=NOW)
     again = time.perf_counter() - began
     print(f"  {size:>14,}{took:13.1f}{1e6 * took / size:9.1f}{read:12.2f}{took / read:7.1f}x{again:12.2f} s", flush=True)
 
 
-def budgets(size: int) -> None:
+def bench_budgets(size: int) -> None:
     """Summing up a month for a budget on everything and for one of an agent."""
     from django.db import connection
 
@@ -75,23 +75,23 @@ def budgets(size: int) -> None:
 
     def raw(number: int) -> None:
         with connection.cursor() as cursor:
-            cursor.execute(f"SELECT SUM(usd) {where}", [BEGAN, date(2026, 12, 1)])
+            cursor.execute(f"SELECT SUM(usd) {where}", [FIRST_DAY, date(2026, 12, 1)])
             assert cursor.fetchone()[0]
 
     stated = {"unit": "usd", "period": "month", "amount": Decimal(10**6), "created_at": NOW}
     everything = Budget.objects.create(scope="all", **stated)
     of_one = Budget.objects.create(scope="agent", subject="did:plc:7", **stated)
     cases = [
-        Case("raw: SELECT SUM of a month", raw),
-        Case("settle a budget on everything", lambda number: budgets.settle(everything.pk, now=NOW)),
-        Case("settle one of an agent in a hundred", lambda number: budgets.settle(of_one.pk, now=NOW)),
+        BenchCase("raw: SELECT SUM of a month", raw),
+        BenchCase("settle a budget on everything", lambda number: budgets.update_spending(everything.pk, now=NOW)),
+        BenchCase("settle one of an agent in a hundred", lambda number: budgets.update_spending(of_one.pk, now=NOW)),
     ]
     interleave(cases, rounds=20, warmup=2)
-    report(f"a budget's sum over {CostRecord.objects.count():,} cost records", cases, raw=cases[0])
+    print_report(f"a budget's sum over {CostRecord.objects.count():,} cost records", cases, raw=cases[0])
     Budget.objects.all().delete()
 
 
-def gates() -> None:
+def bench_gates() -> None:
     """A grant, and what an exec asks before it runs, with ever more hard budgets that are for them."""
     from django.utils import timezone
 
@@ -115,54 +115,54 @@ def gates() -> None:
         Budget.objects.filter(pk__in=[row.pk for row in rows]).update(active=True)
 
     def grant(number: int) -> None:
-        ask = leasing.Ask("did:plc:gate", f"gate-{uuid.uuid4().hex}", kind)
+        ask = leasing.LeaseRequest("did:plc:gate", f"gate-{uuid.uuid4().hex}", kind)
         assert leasing.acquire(ask, now=now)[1]
 
     cases = [
-        Case("a grant, no budget", grant, before=lambda number: stands()),
-        Case("with one that is for it", grant, before=lambda number: stands(three[0])),
-        Case("with three that are for it", grant, before=lambda number: stands(*three)),
+        BenchCase("a grant, no budget", grant, before=lambda number: stands()),
+        BenchCase("with one that is for it", grant, before=lambda number: stands(three[0])),
+        BenchCase("with three that are for it", grant, before=lambda number: stands(*three)),
     ]
-    interleave(cases, rounds=GRANTS, warmup=5)
-    report("a grant behind budgets", cases, raw=cases[0])
-    lease = leasing.acquire(leasing.Ask("did:plc:gate", "gate", kind), now=now)[0].pk
+    interleave(cases, rounds=GRANT_COUNT, warmup=5)
+    print_report("a grant behind budgets", cases, raw=cases[0])
+    lease = leasing.acquire(leasing.LeaseRequest("did:plc:gate", "gate", kind), now=now)[0].pk
 
     def ask(number: int) -> None:
-        budgets.require(lease, now=now)
+        budgets.require_budget(lease, now=now)
 
     def other_is_spent(number: int) -> None:
         stands(spent, *three)
-        begun = budgets.period_of("ever", now)[0]
+        begun = budgets.get_period_bounds("ever", now)[0]
         Budget.objects.filter(pk=spent.pk).update(exhausted_at=now, exhausted_for=begun, period_began=begun, spent=10**6)
 
     cases = [
-        Case("raw: the lease's row", lambda number: leasing.require(lease, now=now)),
-        Case("no budget is spent", ask, before=lambda number: stands(*three)),
-        Case("somebody else's is spent", ask, before=other_is_spent),
+        BenchCase("raw: the lease's row", lambda number: leasing.require_active(lease, now=now)),
+        BenchCase("no budget is spent", ask, before=lambda number: stands(*three)),
+        BenchCase("somebody else's is spent", ask, before=other_is_spent),
     ]
-    interleave(cases, rounds=GRANTS, warmup=5)
-    report("may this lease go on? asked before each exec", cases, raw=cases[0])
+    interleave(cases, rounds=GRANT_COUNT, warmup=5)
+    print_report("may this lease go on? asked before each exec", cases, raw=cases[0])
 
 
-def fill(count: int) -> None:
+def insert_usage_records(count: int) -> None:
     """Insert usage records of this month, a lease a day each."""
     from billing.models import UsageRecord
 
     last = UsageRecord.objects.count()
     for first in range(last, last + count, 5000):
         UsageRecord.objects.bulk_create(
-            (one(number) for number in range(first, min(first + 5000, last + count))), batch_size=500
+            (build_usage_record(number) for number in range(first, min(first + 5000, last + count))), batch_size=500
         )
 
 
-def one(number: int) -> object:
+def build_usage_record(number: int) -> object:
     from billing.models import UsageRecord
 
-    day = BEGAN + timedelta(days=number % DAYS)
+    day = FIRST_DAY + timedelta(days=number % DAY_COUNT)
     began = datetime(day.year, day.month, day.day, 9, tzinfo=UTC) + timedelta(seconds=number % 3000)
     return UsageRecord(
         item="time", source=f"transition {number}", day=day, began_at=began, ended_at=began + timedelta(minutes=7),
-        holder=uuid.uuid4(), agent_did=f"did:plc:{number % AGENTS}", environment_id="e", provider="bench", state="running",
+        holder=uuid.uuid4(), agent_did=f"did:plc:{number % AGENT_COUNT}", environment_id="e", provider="bench", state="running",
         memory_mib=1024, millicpus=250,
     )  # fmt: skip
 

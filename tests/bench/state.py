@@ -16,24 +16,24 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from tests.bench.measure import Case, interleave, report
-from tests.bench.server import configure, raw_destroy, raw_start
+from tests.bench.measure import BenchCase, interleave, print_report
+from tests.bench.server import configure, destroy_raw_container, start_raw_container
 
-TURNS = int(os.environ.get("BENCH_TURNS", "20"))
-SLEEPS = int(os.environ.get("BENCH_SLEEPS", "4"))
-FILE = 4 << 10  # bytes of each file of an agent
+TURN_ROUNDS = int(os.environ.get("BENCH_TURNS", "20"))
+SLEEP_ROUNDS = int(os.environ.get("BENCH_SLEEPS", "4"))
+FILE_BYTES = 4 << 10  # bytes of each file of an agent
 WORKSPACE_MB = int(os.environ.get("BENCH_WORKSPACE_MB", "100"))
-THREADS = 8
+THREAD_COUNT = 8
 DID = "did:web:bench.invalid"
-AGENT = "10001:10001"
+AGENT_USER = "10001:10001"
 MINUTE = timedelta(minutes=1)
-WRITE = """
+WRITE_SCRIPT = """
 import os, sys
 for number in range(int(sys.argv[2])):
     with open(f"{sys.argv[1]}/file-{number}", "wb") as file:
         file.write(os.urandom(int(sys.argv[3])))
 """
-FILL = """
+FILL_SCRIPT = """
 import os, random, sys
 words = [bytes(random.choices(b"etaoinshrdlu", k=random.randint(2, 9))) for _ in range(2000)]
 for number in range(int(sys.argv[2]) // 2):
@@ -48,26 +48,26 @@ def main(name: str, database: str, here: Path) -> None:
     configure(database, here)
     from sandboxes import providers
 
-    kinds = ["memory"] + ["docker"] * (providers.default_name() == "docker")
+    kinds = ["memory"] + ["docker"] * (providers.get_default_provider_name() == "docker")
     for shelf in ["filesystem"] + ["s3"] * bool(os.environ.get("TEST_S3_URL")):
-        with stored_in(shelf):
+        with use_store(shelf):
             for kind in kinds:
                 print(f"\n===== stored state, {name}, store: {shelf}, provider: {kind} =====")
                 for count in (0, 10, 1000):
-                    turns(kind, count)
+                    bench_turns(kind, count)
             if name == "SQLite" and os.environ.get("TEST_POSTGRES_URL"):
                 continue  # it has no part in that, and the S3 server of tests no room for twice as much
             for kind in ["process", *kinds[1:]]:
                 print(f"\n===== a workspace of {WORKSPACE_MB} MB, {name}, store: {shelf}, provider: {kind} =====")
-                sleeps(kind, here)
+                bench_sleeps(kind, here)
 
 
 @contextmanager
-def stored_in(shelf: str) -> Iterator[None]:
+def use_store(shelf: str) -> Iterator[None]:
     """With this store, emptied at the end."""
     from django.conf import settings
 
-    from sandboxes.storage import store
+    from sandboxes.storage import get_store
 
     settings.STORAGE_BACKEND = shelf
     if shelf == "s3":
@@ -75,15 +75,15 @@ def stored_in(shelf: str) -> Iterator[None]:
         settings.S3_ACCESS_KEY_ID = os.environ["TEST_S3_ACCESS_KEY_ID"]
         settings.S3_SECRET_ACCESS_KEY = os.environ["TEST_S3_SECRET_ACCESS_KEY"]
         settings.STORAGE_PREFIX = f"bench-{uuid.uuid4().hex[:8]}/"
-    store.cache_clear()
+    get_store.cache_clear()
     try:
         yield
     finally:
-        store().clear()
+        get_store().clear()
 
 
 @contextmanager
-def held(kind: str) -> Iterator[Any]:
+def hold_lease(kind: str) -> Iterator[Any]:
     """A lease in a pool of its own on this provider; what was started for it is destroyed."""
     from django.utils import timezone
 
@@ -92,30 +92,30 @@ def held(kind: str) -> Iterator[Any]:
     from sandboxes.models import Pool
 
     pool = Pool.objects.create(name=f"state-{uuid.uuid4().hex[:8]}", provider=kind, memory_mib=512, workspace_limit_mib=4096)
-    ask = leasing.Ask(f"{DID}:{pool.name}", "bench", "coding", pool=pool.name)
+    ask = leasing.LeaseRequest(f"{DID}:{pool.name}", "bench", "coding", pool=pool.name)
     try:
         yield leasing.acquire(ask, now=timezone.now())[0]
     finally:
-        for found in providers.get(kind).list(str(pool.owner)):
-            providers.get(kind).destroy(found.ref)
+        for found in providers.get_provider(kind).list(str(pool.owner)):
+            providers.get_provider(kind).destroy(found.ref)
 
 
-def run(lease: Any, script: str, *words: object) -> None:
+def run_script(lease: Any, script: str, *words: object) -> None:
     from django.utils import timezone
 
     from leases import execution
     from sandboxes.runs import Command
 
     command = Command(argv=["python3", "-c", script, *map(str, words)], timeout=5 * MINUTE)
-    assert execution.exec_in(lease.pk, command, now=timezone.now())[1].exit_code == 0
+    assert execution.exec_command(lease.pk, command, now=timezone.now())[1].exit_code == 0
 
 
-def uploads() -> Callable[[dict[str, bytes]], None]:
+def make_uploader() -> Callable[[dict[str, bytes]], None]:
     """Store these values as an object each, eight at a time: by boto3 alone, or as the directory itself is written to."""
-    from sandboxes.storage import store
+    from sandboxes.storage import get_store
     from sandboxes.storage.s3 import S3Store
 
-    shelf, threads = store(), ThreadPoolExecutor(THREADS)
+    shelf, threads = get_store(), ThreadPoolExecutor(THREAD_COUNT)
     if not isinstance(shelf, S3Store):
         return lambda values: [*threads.map(shelf.set, values.keys(), values.values())] and None
     client, bucket, prefix = shelf.client(), shelf.bucket, shelf.prefix
@@ -126,7 +126,7 @@ def uploads() -> Callable[[dict[str, bytes]], None]:
     return lambda values: [*threads.map(one, values.keys(), values.values())] and None
 
 
-def turns(kind: str, count: int) -> None:
+def bench_turns(kind: str, count: int) -> None:
     """What a turn pays for its data besides the exec itself: bring what is newer, store what it changed."""
     from django.utils import timezone
 
@@ -136,17 +136,17 @@ def turns(kind: str, count: int) -> None:
     from sandboxes.providers.memory import File, MemoryProvider
     from sandboxes.state import data_sync
 
-    provider, upload = providers.get(kind), uploads()
-    contents = [random.randbytes(FILE) for _ in range(count)]
-    with held(kind) as lease:
-        sandbox = execution.sandbox_for(lease.pk, now=timezone.now())
+    provider, upload = providers.get_provider(kind), make_uploader()
+    contents = [random.randbytes(FILE_BYTES) for _ in range(count)]
+    with hold_lease(kind) as lease:
+        sandbox = execution.ensure_sandbox_ready(lease.pk, now=timezone.now())
 
         def change(number: int) -> None:
             if isinstance(provider, MemoryProvider):
                 files = provider.files(sandbox.ref)
-                files.update({f"{DATA}/file-{at}": File(random.randbytes(FILE)) for at in range(count)})
+                files.update({f"{DATA}/file-{at}": File(random.randbytes(FILE_BYTES)) for at in range(count)})
             else:
-                argv = ["python3", "-c", WRITE, DATA, str(count), str(FILE)]
+                argv = ["python3", "-c", WRITE_SCRIPT, DATA, str(count), str(FILE_BYTES)]
                 done = provider.exec(sandbox.ref, argv, env={}, timeout=MINUTE, mark=str(uuid.uuid4()))
                 assert done.exit_code == 0, done.stderr
 
@@ -159,22 +159,22 @@ def turns(kind: str, count: int) -> None:
 
         change(0)
         turn(0)
-        look = Case("raw: one listing", lambda number: provider.manifest(sandbox.ref, DATA), ourselves)
-        unchanged = Case("attach, persist", turn, ourselves)
-        interleave([look, unchanged], rounds=TURNS)
-        report(f"a turn that changes nothing, {count:,} files", [look, unchanged], raw=look, aim="20 ms")
+        look = BenchCase("raw: one listing", lambda number: provider.manifest(sandbox.ref, DATA), get_own_pids)
+        unchanged = BenchCase("attach, persist", turn, get_own_pids)
+        interleave([look, unchanged], rounds=TURN_ROUNDS)
+        print_report(f"a turn that changes nothing, {count:,} files", [look, unchanged], raw=look, aim="20 ms")
         if count:
-            bare = Case(f"raw: {count:,} objects, {THREADS} threads", raw, ourselves)
-            changed = Case("attach, persist", turn, ourselves, before=change)
-            interleave([bare, changed], rounds=max(TURNS // 2, 1), warmup=2)
-            report(f"a turn that changes {count:,} of {count:,} files of 4 KiB", [bare, changed], raw=bare, aim="1.3x")
+            bare = BenchCase(f"raw: {count:,} objects, {THREAD_COUNT} threads", raw, get_own_pids)
+            changed = BenchCase("attach, persist", turn, get_own_pids, before=change)
+            interleave([bare, changed], rounds=max(TURN_ROUNDS // 2, 1), warmup=2)
+            print_report(f"a turn that changes {count:,} of {count:,} files of 4 KiB", [bare, changed], raw=bare, aim="1.3x")
 
 
-def ourselves() -> list[int]:
+def get_own_pids() -> list[int]:
     return [os.getpid()]
 
 
-def sleeps(kind: str, here: Path) -> None:
+def bench_sleeps(kind: str, here: Path) -> None:
     """A sandbox sleeps and wakes from the store, against tar, gzip and one object, and back."""
     from django.utils import timezone
 
@@ -182,84 +182,84 @@ def sleeps(kind: str, here: Path) -> None:
     from sandboxes import eviction, pool, providers
     from sandboxes.providers.base import WORKSPACE
     from sandboxes.state import workspace
-    from sandboxes.storage import store
+    from sandboxes.storage import get_store
 
-    provider, raw_name = providers.get(kind), f"lh-bench-{uuid.uuid4().hex[:12]}"
-    with held(kind) as lease:
-        run(lease, FILL, WORKSPACE, WORKSPACE_MB)
-        sandbox = pool.of(lease.pk)
+    provider, raw_name = providers.get_provider(kind), f"lh-bench-{uuid.uuid4().hex[:12]}"
+    with hold_lease(kind) as lease:
+        run_script(lease, FILL_SCRIPT, WORKSPACE, WORKSPACE_MB)
+        sandbox = pool.find_by_holder(lease.pk)
         assert sandbox
         inside, packed, spare = provider.inside(sandbox.ref, WORKSPACE), here / "raw.tar.gz", here / "raw"
 
         def pack(number: int) -> None:
             if kind == "docker":
-                shell(f"docker exec -u {AGENT} {raw_name} tar cf - -C {WORKSPACE} . | gzip >{packed}")
+                run_shell(f"docker exec -u {AGENT_USER} {raw_name} tar cf - -C {WORKSPACE} . | gzip >{packed}")
             else:
-                shell(f"tar cf - -C {spare} . | gzip >{packed}")
+                run_shell(f"tar cf - -C {spare} . | gzip >{packed}")
             with packed.open("rb") as source:
-                store().upload("raw/packed", source)
+                get_store().upload("raw/packed", source)
 
         def unpack(number: int) -> None:
             with packed.open("wb") as target:
-                store().download("raw/packed", target)
+                get_store().download("raw/packed", target)
             if kind == "docker":
-                raw_start(f"{raw_name}-{number}", sandbox.image)
-                shell(f"gunzip <{packed} | docker exec -i -u {AGENT} {raw_name}-{number} tar xf - -C {WORKSPACE}")
+                start_raw_container(f"{raw_name}-{number}", sandbox.image)
+                run_shell(f"gunzip <{packed} | docker exec -i -u {AGENT_USER} {raw_name}-{number} tar xf - -C {WORKSPACE}")
             else:
-                shell(f"mkdir {spare}-{number}; tar xzf {packed} -C {spare}-{number}")
+                run_shell(f"mkdir {spare}-{number}; tar xzf {packed} -C {spare}-{number}")
 
         def gone(number: int) -> None:
             if kind == "docker":
-                raw_destroy(f"{raw_name}-{number}")
+                destroy_raw_container(f"{raw_name}-{number}")
             else:
-                shell(f"rm -r {spare}-{number}")
+                run_shell(f"rm -r {spare}-{number}")
 
         def sleep(number: int) -> None:
-            assert eviction.sleep(sandbox.pk, now=timezone.now(), reason="bench")
+            assert eviction.evict(sandbox.pk, now=timezone.now(), reason="bench")
 
         def used(number: int) -> None:
             """Else there is nothing to store."""
-            run(lease, "")
+            run_script(lease, "")
 
         def wake(number: int) -> None:
-            execution.sandbox_for(lease.pk, now=timezone.now())
+            execution.ensure_sandbox_ready(lease.pk, now=timezone.now())
 
         def asleep(number: int, *, local: bool) -> None:
             wake(number)
             sleep(number)
-            snapshot = workspace.latest(lease.pk)
+            snapshot = workspace.find_latest(lease.pk)
             assert snapshot
             if not local:
                 workspace.forget_local(snapshot)
 
         try:
             if kind == "docker":
-                raw_start(raw_name, sandbox.image)
-                provider.put_files(raw_name, WORKSPACE, spooled(provider.get_files(sandbox.ref, WORKSPACE)))
+                start_raw_container(raw_name, sandbox.image)
+                provider.put_files(raw_name, WORKSPACE, spool_chunks(provider.get_files(sandbox.ref, WORKSPACE)))
             else:
-                shell(f"cp -a {inside} {spare}")
-            packing = Case("raw: tar, gzip, one object", pack)
-            sleeping = Case("sleep", sleep, before=used)
-            interleave([packing, sleeping], rounds=SLEEPS, warmup=1)
-            report("a sandbox sleeps", [packing, sleeping], raw=packing)
-            unpacking = Case("raw: the object, (a container,) untar", unpack, after=gone)
-            cloud = Case("wake from the store", wake, before=lambda number: asleep(number, local=False))
-            local = Case("wake from this machine's copy", wake, before=lambda number: asleep(number, local=True))
-            interleave([unpacking, cloud, local], rounds=SLEEPS, warmup=1)
-            report("a sandbox wakes", [unpacking, cloud, local], raw=unpacking)
+                run_shell(f"cp -a {inside} {spare}")
+            packing = BenchCase("raw: tar, gzip, one object", pack)
+            sleeping = BenchCase("sleep", sleep, before=used)
+            interleave([packing, sleeping], rounds=SLEEP_ROUNDS, warmup=1)
+            print_report("a sandbox sleeps", [packing, sleeping], raw=packing)
+            unpacking = BenchCase("raw: the object, (a container,) untar", unpack, after=gone)
+            cloud = BenchCase("wake from the store", wake, before=lambda number: asleep(number, local=False))
+            local = BenchCase("wake from this machine's copy", wake, before=lambda number: asleep(number, local=True))
+            interleave([unpacking, cloud, local], rounds=SLEEP_ROUNDS, warmup=1)
+            print_report("a sandbox wakes", [unpacking, cloud, local], raw=unpacking)
         finally:
             if kind == "docker":
-                raw_destroy(raw_name)
+                destroy_raw_container(raw_name)
 
 
-def spooled(chunks: Iterable[bytes]) -> BinaryIO:
+def spool_chunks(chunks: Iterable[bytes]) -> BinaryIO:
     spool = tempfile.TemporaryFile()  # noqa: SIM115 - gone with the process
     spool.writelines(chunks)
     spool.seek(0)
     return cast(BinaryIO, spool)
 
 
-def shell(line: str) -> None:
+def run_shell(line: str) -> None:
     subprocess.run(["bash", "-o", "pipefail", "-c", line], check=True)
 
 

@@ -7,24 +7,26 @@ import sys
 from aiohttp import web
 
 USAGE = {"prompt_tokens": 120, "completion_tokens": 7, "total_tokens": 127}
-START = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "gpt"}
-WHOLE = json.dumps({
+CHUNK_TEMPLATE = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "gpt"}
+COMPLETION_BODY = json.dumps({
     "id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "gpt", "usage": USAGE,
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "An answer."}, "finish_reason": "stop"}],
 }).encode()  # fmt: skip
-EVENTS = [
-    *(START | {"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in ("An ", "answer", ".")),
-    START | {"choices": [], "usage": USAGE},
+STREAM_EVENTS = [
+    *(CHUNK_TEMPLATE | {"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in ("An ", "answer", ".")),
+    CHUNK_TEMPLATE | {"choices": [], "usage": USAGE},
 ]
 
 
-async def answer(request: web.Request) -> web.StreamResponse:
+async def handle_completion(request: web.Request) -> web.StreamResponse:
     asked = await request.json()
     if not asked.get("stream"):
-        return web.Response(body=WHOLE, content_type="application/json", headers={"x-litellm-response-cost": "0.0000123"})
+        return web.Response(
+            body=COMPLETION_BODY, content_type="application/json", headers={"x-litellm-response-cost": "0.0000123"}
+        )
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    for event in EVENTS:
+    for event in STREAM_EVENTS:
         await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     return response
@@ -32,7 +34,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
 
 async def serve(port: int) -> None:
     app = web.Application()
-    app.router.add_post("/v1/chat/completions", answer)
+    app.router.add_post("/v1/chat/completions", handle_completion)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()

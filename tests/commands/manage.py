@@ -10,12 +10,12 @@ from pathlib import Path
 MANAGE = Path(__file__).resolve().parents[2] / "manage.py"
 
 
-def runtime(home: Path) -> Path:
+def get_runtime_dir(home: Path) -> Path:
     """Where its sockets are: a path of its own, but a short one."""
     return Path(tempfile.gettempdir(), f"lh-{zlib.crc32(str(home).encode()):08x}")
 
 
-def environment(home: Path, **env: str) -> dict[str, str]:
+def build_environment(home: Path, **env: str) -> dict[str, str]:
     """Development on SQLite and the process provider, everything of it below `home`."""
     return {
         "PATH": os.environ["PATH"],
@@ -24,13 +24,13 @@ def environment(home: Path, **env: str) -> dict[str, str]:
         "DEBUG": "1",
         "SANDBOX_PROVIDER": "process",
         "LEASEHOLD_STATE_DIR": str(home / "state"),
-        "LEASEHOLD_RUNTIME_DIR": str(runtime(home)),
+        "LEASEHOLD_RUNTIME_DIR": str(get_runtime_dir(home)),
         "DATABASE_URL": f"sqlite:///{home / 'leasehold.sqlite3'}",
         **env,
     }
 
 
-def manage(home: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run_manage(home: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(MANAGE), *args], env=environment(home, **env), capture_output=True, text=True, timeout=120
+        [sys.executable, str(MANAGE), *args], env=build_environment(home, **env), capture_output=True, text=True, timeout=120
     )

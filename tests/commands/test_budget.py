@@ -10,7 +10,7 @@ from django.utils import timezone
 from billing import dates
 from billing.models import Account, Budget
 from leases import api_keys
-from tests.support.billing import time_used
+from tests.support.billing import create_time_usage
 
 pytestmark = pytest.mark.django_db
 ADA = "did:plc:ada"
@@ -40,7 +40,7 @@ def test_one_is_added_changed_listed_and_removed() -> None:
 
 def test_each_scope_can_be_named() -> None:
     Account.objects.create(name="crew")
-    key, _ = api_keys.issue([ADA], now=timezone.now())
+    key, _ = api_keys.issue_key([ADA], now=timezone.now())
     for words in (["--all"], ["--key", key.prefix], ["--type", "catan"], ["--account", "crew"]):
         run("add", "1", "hours", "day", *words)
     found = [*Budget.objects.order_by("pk").values_list("scope", "subject")]
@@ -49,20 +49,20 @@ def test_each_scope_can_be_named() -> None:
 
 @pytest.mark.parametrize("shown", ["{}", "lh_{}", "lh_{}_…"])
 def test_a_key_is_named_as_the_console_shows_it(shown: str) -> None:
-    key, _ = api_keys.issue([ADA], now=timezone.now())
+    key, _ = api_keys.issue_key([ADA], now=timezone.now())
     run("add", "1", "hours", "day", "--key", shown.format(key.prefix))
     assert Budget.objects.get().subject == str(key.pk)
 
 
 def test_one_that_is_spent_says_so() -> None:
     run("add", "1", "hours", "ever", "--all")
-    Budget.objects.update(spent=2, period_began=dates.LONG_AGO)
+    Budget.objects.update(spent=2, period_began=dates.EPOCH)
     assert run("list").endswith("1 hours in all for everything: 2 spent (hard, warns at 80 %, grace 300s, SPENT)")
 
 
 def test_one_that_runs_out_says_when() -> None:
     today = timezone.now().astimezone(UTC).date()
-    time_used(dates.midnight(today - DAY), 10 * HOUR, ADA)
+    create_time_usage(dates.start_of_day(today - DAY), 10 * HOUR, ADA)
     run("add", "100", "hours", "ever", "--agent", ADA)
     assert run("list").endswith(f": 10 spent (hard, warns at 80 %, grace 300s, runs out on {today + 8 * DAY} at this pace)")
     run("set", str(Budget.objects.get().pk), "--active", "no")

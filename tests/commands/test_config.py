@@ -7,31 +7,31 @@ import pytest
 from django.core.checks import run_checks
 
 from controlplane import env
-from tests.commands.manage import manage
+from tests.commands.manage import run_manage
 
 
 def test_config_shows_every_variable_its_value_and_its_source(tmp_path: Path) -> None:
-    done = manage(tmp_path, "config", LEASEHOLD_WEB_THREADS="7")
+    done = run_manage(tmp_path, "config", LEASEHOLD_WEB_THREADS="7")
     assert done.returncode == 0
-    for name in env.KNOBS:
+    for name in env.ENV_VARIABLES:
         assert f"\n{name} " in done.stdout
     line = next(line for line in done.stdout.splitlines() if line.startswith("LEASEHOLD_WEB_THREADS"))
     assert line.split() == ["LEASEHOLD_WEB_THREADS", "7", "environment", "16"]
 
 
 def test_config_as_json_has_the_same_and_no_secret(tmp_path: Path) -> None:
-    done = manage(tmp_path, "config", "--json", LEASEHOLD_LLM_API_KEY="sk-very-secret")
+    done = run_manage(tmp_path, "config", "--json", LEASEHOLD_LLM_API_KEY="sk-very-secret")
     assert "very-secret" not in done.stdout
     assert "for-tests-only" not in done.stdout
     rows = {row["name"]: row for row in json.loads(done.stdout)["variables"]}
-    assert set(rows) == set(env.KNOBS)
+    assert set(rows) == set(env.ENV_VARIABLES)
     assert rows["LEASEHOLD_LLM_API_KEY"]["value"] == "********"
     assert rows["LEASEHOLD_IDLE_TIMEOUT"]["value"] == "30m"
     assert rows["LEASEHOLD_IDLE_TIMEOUT"]["source"] == "default"
 
 
 def test_config_warns_of_a_variable_that_is_none_of_ours(tmp_path: Path) -> None:
-    done = manage(tmp_path, "config", LEASEHOLD_WEB_THREAD="7")
+    done = run_manage(tmp_path, "config", LEASEHOLD_WEB_THREAD="7")
     assert done.returncode == 0
     assert done.stderr == (
         "warning: LEASEHOLD_WEB_THREAD is not a variable of Leasehold; did you mean LEASEHOLD_WEB_THREADS?\n"
@@ -40,7 +40,7 @@ def test_config_warns_of_a_variable_that_is_none_of_ours(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("command", ["config", "migrate", "help", "up", "nonsense"])
 def test_a_wrong_value_stops_every_command_with_one_line_that_names_it(tmp_path: Path, command: str) -> None:
-    done = manage(tmp_path, command, LEASEHOLD_WEB_WORKERS="many")
+    done = run_manage(tmp_path, command, LEASEHOLD_WEB_WORKERS="many")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "LEASEHOLD_WEB_WORKERS='many' is not accepted. It takes a whole number from 1 to 1000000000. (web processes)\n"
@@ -48,7 +48,7 @@ def test_a_wrong_value_stops_every_command_with_one_line_that_names_it(tmp_path:
 
 
 def test_a_provider_that_does_not_isolate_needs_debug(tmp_path: Path) -> None:
-    done = manage(tmp_path, "check", DEBUG="0")
+    done = run_manage(tmp_path, "check", DEBUG="0")
     assert done.returncode == 1
     assert done.stderr.startswith("SANDBOX_PROVIDER=process does not isolate and DEBUG is off.")
     assert done.stderr.count("\n") == 1

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.django_db
 @pytest.fixture(autouse=True)
 def memory_probed(memory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A probe that has asked nothing yet, of the memory provider."""
-    probe = health.Probe()
-    monkeypatch.setattr(health, "probe", probe)
+    probe = health.ProviderProbe()
+    monkeypatch.setattr(health, "provider_probe", probe)
     monkeypatch.setattr(health.providers, "default_name", lambda: "memory")
     yield
     probe.threads.shutdown()
@@ -29,8 +29,8 @@ def memory_probed(memory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def beating() -> None:
-    for name in schedules.EVERY:
-        Sweep.objects.create(name=name, every=schedules.every(name), succeeded_at=timezone.now())
+    for name in schedules.INTERVAL_MINUTES:
+        Sweep.objects.create(name=name, every=schedules.get_interval(name), succeeded_at=timezone.now())
 
 
 def test_livez_asks_nobody(client, django_assert_num_queries) -> None:
@@ -45,7 +45,7 @@ def test_readyz_is_200_when_nothing_is_missing_and_healthz_says_the_same(client,
     found = ready.json()
     assert found["missing"] == []
     assert found["provider"] == {"name": "memory", "isolated": True, "answers": True}
-    assert set(found["sweeps"]) == set(schedules.EVERY)
+    assert set(found["sweeps"]) == set(schedules.INTERVAL_MINUTES)
     assert not any(sweep["late"] for sweep in found["sweeps"].values())
     assert "no-store" in ready.headers["Cache-Control"]
 
@@ -74,7 +74,7 @@ def test_a_provider_that_does_not_answer_is_missing_and_asked_again_after_a_whil
     assert "secret" not in response.content.decode()
     memory.reset()
     assert client.get("/readyz").status_code == 503
-    health.probe.asked_at -= health.FRESH
+    health.provider_probe.asked_at -= health.PROBE_CACHE_SECONDS
     assert client.get("/readyz").status_code == 200
 
 
@@ -93,18 +93,18 @@ def test_without_a_database_healthz_is_503_and_livez_is_not(client, monkeypatch:
 
 
 def test_a_migration_that_is_not_applied_is_missing(client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "unapplied", lambda: ["leases.0099_later"])
+    monkeypatch.setattr(health, "find_unapplied_migrations", lambda: ["leases.0099_later"])
     assert client.get("/healthz").status_code == 200
     assert client.get("/readyz").json()["missing"] == ["Migrations are not applied: run manage.py migrate."]
 
 
 def test_what_waits_and_what_is_in_quarantine_is_counted(client, beating, grant) -> None:
     lease = grant()
-    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
+    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
     Sandbox.objects.filter(holder=lease.pk).update(state="destroying", deadline_at=NOW, quarantined_at=NOW)
-    schedules.run_now()
+    schedules.enqueue_all_sweeps()
     found = client.get("/healthz").json()
-    assert (found["queue"], found["quarantined"]) == ({"waiting": len(schedules.EVERY)}, 1)
+    assert (found["queue"], found["quarantined"]) == ({"waiting": len(schedules.INTERVAL_MINUTES)}, 1)
 
 
 @pytest.mark.parametrize("path", ["/livez", "/healthz", "/readyz"])

@@ -11,10 +11,10 @@ from django.core.management import CommandError, call_command
 from leases.models import Agent
 from sandboxes.identity import curves, signing
 from sandboxes.models import SigningKey
-from tests.commands.manage import manage
+from tests.commands.manage import run_manage
 from tests.conftest import NOW
 from tests.support import tokens
-from tests.support.secrets import texts
+from tests.support.secrets import list_key_encodings
 
 ADA, BOB = "did:plc:ada", "did:plc:bob"
 
@@ -28,8 +28,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *args: str, stdin: str = "") -> str:
 
 def signed(did: str) -> str:
     """The did:key that verifies what the agent signs now."""
-    key = signing.active(did)
-    tokens.verify(signing.service_token(did, aud="did:web:relay.example", lxm="a.b.c", now=NOW), key.did_key)
+    key = signing.get_active_key(did)
+    tokens.verify_token(signing.create_service_token(did, aud="did:web:relay.example", lxm="a.b.c", now=NOW), key.did_key)
     return key.did_key
 
 
@@ -55,19 +55,19 @@ def test_a_key_is_created_shown_rotated_and_revoked(monkeypatch) -> None:
 @pytest.mark.django_db
 @pytest.mark.parametrize("algorithm", curves.CURVES)
 def test_a_private_key_is_imported_from_stdin_as_hex_or_multibase(monkeypatch, algorithm: str) -> None:
-    first, second = curves.generate(algorithm), curves.generate(algorithm)
-    multibase = "z" + curves.base58(curves.CURVES[algorithm].private + second.secret)
+    first, second = curves.generate_key(algorithm), curves.generate_key(algorithm)
+    multibase = "z" + curves.encode_base58(curves.CURVES[algorithm].private + second.secret)
     run(monkeypatch, "import", ADA, "--algorithm", algorithm, stdin=first.secret.hex() + "\n")
     assert signed(ADA) == f"did:key:{first.public}"
     said = run(monkeypatch, "rotate", ADA, "--import", stdin=multibase)
     assert signed(ADA) == f"did:key:{second.public}"
     said += run(monkeypatch, "list") + run(monkeypatch, "show", ADA) + run(monkeypatch, "reencrypt")
-    assert not any(form in said for form in texts(first) | texts(second))
+    assert not any(form in said for form in list_key_encodings(first) | list_key_encodings(second))
 
 
 @pytest.mark.django_db
 def test_what_is_no_private_key_is_refused_and_not_repeated(monkeypatch) -> None:
-    nearly = curves.generate().secret.hex()[:-1] + "g"
+    nearly = curves.generate_key().secret.hex()[:-1] + "g"
     with pytest.raises(CommandError, match="64 hexadecimal digits") as refused:
         run(monkeypatch, "import", ADA, stdin=nearly)
     assert nearly not in str(refused.value)
@@ -86,16 +86,16 @@ def test_what_is_no_private_key_is_refused_and_not_repeated(monkeypatch) -> None
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(monkeypatch, args: list[str], said: str) -> None:
-    signing.create(ADA, now=NOW)
+    signing.create_key(ADA, now=NOW)
     with pytest.raises(CommandError, match=said):
         run(monkeypatch, *args)
 
 
 @pytest.mark.django_db
 def test_reencrypt_says_whose_key_it_could_not_open(monkeypatch, settings) -> None:
-    signing.create(ADA, now=NOW)
+    signing.create_key(ADA, now=NOW)
     settings.IDENTITY_KEYS = [b"1" * 32]
-    signing.create(BOB, now=NOW)
+    signing.create_key(BOB, now=NOW)
     settings.IDENTITY_KEYS = [b"2" * 32]
     with pytest.raises(CommandError, match=f"of {BOB}"):
         run(monkeypatch, "reencrypt")
@@ -105,7 +105,7 @@ def test_reencrypt_says_whose_key_it_could_not_open(monkeypatch, settings) -> No
 
 @pytest.mark.parametrize("wrong", ["secret", "A" * 43, "A" * 44, "=" * 44, f"{'A' * 43}=,", f"{'A' * 43}=,x"])
 def test_malformed_encryption_keys_stop_the_start_without_being_shown(tmp_path, wrong: str) -> None:
-    done = manage(tmp_path, "check", LEASEHOLD_IDENTITY_KEYS=wrong)
+    done = run_manage(tmp_path, "check", LEASEHOLD_IDENTITY_KEYS=wrong)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("LEASEHOLD_IDENTITY_KEYS=(hidden) is not accepted. It takes keys of 32 bytes in base64")
     assert wrong not in done.stderr
@@ -114,7 +114,7 @@ def test_malformed_encryption_keys_stop_the_start_without_being_shown(tmp_path, 
 def test_encryption_keys_in_either_alphabet_of_base64_are_taken_and_not_shown(tmp_path) -> None:
     given = [base64.b64encode(b"\xfb" * 32).decode(), base64.urlsafe_b64encode(b"\xff" * 32).decode()]
     assert "+" in given[0] and "_" in given[1]
-    done = manage(tmp_path, "config", LEASEHOLD_IDENTITY_KEYS=", ".join(given))
+    done = run_manage(tmp_path, "config", LEASEHOLD_IDENTITY_KEYS=", ".join(given))
     assert done.returncode == 0
     assert not any(each in done.stdout for each in given)
     line = next(line for line in done.stdout.splitlines() if line.startswith("LEASEHOLD_IDENTITY_KEYS"))

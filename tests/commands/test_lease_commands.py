@@ -13,8 +13,8 @@ from leases import api_keys
 from leases.models import Agent, AgentKey, Lease
 from sandboxes.models import Pool, Run
 from sandboxes.providers.base import Unavailable
-from sandboxes.providers.memory import Outcome
-from tests.commands.manage import manage
+from sandboxes.providers.memory import ProgramResult
+from tests.commands.manage import run_manage
 
 pytestmark = pytest.mark.django_db
 NO_LEASE = "00000000-0000-0000-0000-000000000000"
@@ -41,7 +41,7 @@ def test_a_key_is_printed_once_and_speaks_for_its_agents() -> None:
     said = run("create_key", "--agent", "did:plc:ada", "--agent", "did:plc:bob", "--name", "game server", "--json")
     assert said.count("\n") == 1
     made = json.loads(said)
-    row = api_keys.find(made["key"], now=timezone.now())
+    row = api_keys.find_active_key(made["key"], now=timezone.now())
     assert row is not None
     assert (row.prefix, row.dids, row.operator, row.name) == (
         made["prefix"], ["did:plc:ada", "did:plc:bob"], False, "game server",
@@ -51,7 +51,7 @@ def test_a_key_is_printed_once_and_speaks_for_its_agents() -> None:
 def test_without_json_the_key_is_the_first_word_of_one_line() -> None:
     said = run("create_key", "--operator")
     assert said.endswith("(for every agent; not shown again)\n")
-    assert api_keys.find(said.split()[0], now=timezone.now()) is not None
+    assert api_keys.find_active_key(said.split()[0], now=timezone.now()) is not None
 
 
 @pytest.mark.parametrize("args", [[], ["--agent", "ada"], ["--agent", "did:plc:" + "a" * 300]])
@@ -94,7 +94,7 @@ def code(*args: str) -> int:
 
 
 def test_exec_passes_output_through_byte_for_byte_and_ends_with_the_same_code(lease: str, memory, capfdbinary) -> None:
-    memory.programs["odd"] = lambda call: Outcome(exit_code=3, stdout=b"\xff\x00out", stderr=b"err\xfe")
+    memory.programs["odd"] = lambda call: ProgramResult(exit_code=3, stdout=b"\xff\x00out", stderr=b"err\xfe")
     assert code(lease, "--", "odd", "-x", "--verbosity") == 3
     assert capfdbinary.readouterr() == (b"\xff\x00out", b"err\xfe")
     assert Run.objects.get().argv == ["odd", "-x", "--verbosity"]
@@ -140,7 +140,7 @@ def test_a_lease_that_is_not_there_is_an_error_in_one_line(verb: str) -> None:
 
 @pytest.mark.parametrize("argv", [["release", NO_LEASE], ["quickstart"], ["up"], ["sweep"]])
 def test_without_a_database_each_command_says_so_in_one_line(tmp_path: Path, argv: list[str]) -> None:
-    done = manage(tmp_path, *argv, DATABASE_URL="postgres://nobody@127.0.0.1:1/nothing")
+    done = run_manage(tmp_path, *argv, DATABASE_URL="postgres://nobody@127.0.0.1:1/nothing")
     assert (done.returncode, done.stdout) == (1, "")
     assert "connection failed" in done.stderr
     assert "Traceback" not in done.stderr

@@ -50,6 +50,6 @@ def test_a_user_of_that_name_without_rights_is_not_given_any() -> None:
 
 
 def test_before_the_migrations_it_says_what_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "unapplied", lambda: ["leases.0001_initial"])
+    monkeypatch.setattr(health, "find_unapplied_migrations", lambda: ["leases.0001_initial"])
     with pytest.raises(CommandError, match="run manage"):
         quickstart()

@@ -10,8 +10,8 @@ from django.core.management import CommandError, call_command
 from leases.models import Lease
 from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.providers.base import Rejected, Unavailable
-from sandboxes.providers.memory import Outcome
-from tests.commands.manage import manage
+from sandboxes.providers.memory import ProgramResult
+from tests.commands.manage import run_manage
 
 pytestmark = pytest.mark.django_db
 
@@ -30,7 +30,7 @@ def code(*args: str, agent: str = "did:plc:ada") -> int:
 
 
 def test_output_passes_through_byte_for_byte_and_it_ends_with_the_same_code(memory, capfdbinary) -> None:
-    memory.programs["odd"] = lambda call: Outcome(exit_code=3, stdout=b"\xff\x00out", stderr=b"err\xfe")
+    memory.programs["odd"] = lambda call: ProgramResult(exit_code=3, stdout=b"\xff\x00out", stderr=b"err\xfe")
     assert code("--", "odd", "-x", "--verbosity") == 3
     assert capfdbinary.readouterr() == (b"\xff\x00out", b"err\xfe")
     assert (Run.objects.get().argv, Sandbox.objects.get().state) == (["odd", "-x", "--verbosity"], "destroyed")
@@ -119,7 +119,7 @@ def test_without_a_place_nothing_is_run(memory) -> None:
 
 def test_without_a_database_it_says_so_in_one_line(tmp_path: Path) -> None:
     argv = ["run_once", "--agent", "did:plc:ada", "--", "true"]
-    done = manage(tmp_path, *argv, DATABASE_URL="postgres://nobody@127.0.0.1:1/nothing")
+    done = run_manage(tmp_path, *argv, DATABASE_URL="postgres://nobody@127.0.0.1:1/nothing")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (122, "", 1)
     assert "connection failed" in done.stderr
 

@@ -16,13 +16,13 @@ from leases import execution, snapshots
 from leases.models import Lease
 from sandboxes.models import Run
 from sandboxes.models.state import AgentData, DataEvent, DataFile, DataObject
-from sandboxes.pool import of
+from sandboxes.pool import find_by_holder
 from sandboxes.providers.memory import File
 from sandboxes.runs import Command
 from sandboxes.state import data_editing, data_tree
-from sandboxes.storage import store
-from tests.commands.manage import manage
-from tests.conftest import MINUTE, NOW, Died
+from sandboxes.storage import get_store
+from tests.commands.manage import run_manage
+from tests.conftest import MINUTE, NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
 ADA = "did:plc:ada"
@@ -35,11 +35,11 @@ def state(*args: object) -> str:
 
 
 def put(path: str, text: str, agent: str = ADA) -> None:
-    data_editing.put(agent, path, io.BytesIO(text.encode()), now=NOW)
+    data_editing.put_file(agent, path, io.BytesIO(text.encode()), now=NOW)
 
 
 def sh(lease: Lease, line: str) -> str:
-    _, result = execution.exec_in(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=NOW)
+    _, result = execution.exec_command(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=NOW)
     return result.stdout.decode()
 
 
@@ -98,13 +98,13 @@ def test_listing_twenty_thousand_files_takes_two_queries() -> None:
         for number in range(20_000)
     )
     with CaptureQueriesContext(connection) as asked:
-        assert [line.name for line in data_tree.listing(mine, "", most=5)] == ["d0", "d1", "d2", "d3", "d4"]
-        assert [line.name for line in data_tree.listing(mine, "d1", after="99", most=3)] == ["9906", "9913", "9920"]
+        assert [line.name for line in data_tree.list_directory(mine, "", most=5)] == ["d0", "d1", "d2", "d3", "d4"]
+        assert [line.name for line in data_tree.list_directory(mine, "d1", after="99", most=3)] == ["9906", "9913", "9920"]
     assert len(asked) == 3  # names without a row of their own take none for that
 
 
 def test_a_file_is_read_byte_for_byte(tmp_path: Path, capfdbinary) -> None:
-    data_editing.put(ADA, "bin", io.BytesIO(b"\xff\x00\n"), now=NOW)
+    data_editing.put_file(ADA, "bin", io.BytesIO(b"\xff\x00\n"), now=NOW)
     assert state("get", ADA, "bin") == ""
     assert capfdbinary.readouterr().out == b"\xff\x00\n"
     target = tmp_path / "out"
@@ -115,7 +115,7 @@ def test_a_file_is_read_byte_for_byte(tmp_path: Path, capfdbinary) -> None:
 def test_a_file_that_is_not_what_was_stored_is_not_handed_out(tmp_path: Path) -> None:
     put("note", "hello")
     key = DataObject.objects.get().key
-    store().set(key, b"\0" * len(store().get(key) or b""))
+    get_store().set(key, b"\0" * len(get_store().get(key) or b""))
     with pytest.raises(CommandError, match="not what was stored"):
         state("get", ADA, "note", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -155,7 +155,7 @@ def test_stdin_is_put_and_replaces_what_was_there(monkeypatch: pytest.MonkeyPatc
     put("note", "old")
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"new")))
     assert state("put", ADA, "-", "note") == "note stored: revision 2\n"
-    assert DataObject.objects.count() == len(list(store().list("agents/"))) == 1  # the old one is let go
+    assert DataObject.objects.count() == len(list(get_store().list("agents/"))) == 1  # the old one is let go
     assert AgentData.objects.get().size_bytes == 3
 
 
@@ -179,7 +179,7 @@ def test_of_what_was_put_while_a_sandbox_changed_it_both_are_kept(grant, memory)
     lease = grant()
     sh(lease, "echo first >/data/note")
     put("note", "an operator's")
-    sandbox = of(lease.pk)
+    sandbox = find_by_holder(lease.pk)
     assert sandbox
     memory.files(sandbox.ref)["/data/note"] = File(b"the agent's")
     assert sh(lease, "cat /data/note") == "the agent's"
@@ -234,18 +234,18 @@ def test_how_it_is_kept_is_turned_over_only_where_that_can_be() -> None:
     assert live() == {"note": "file"}
 
 
-def test_who_dies_between_the_object_and_the_rows_changes_nothing(at_step, tmp_path: Path) -> None:
+def test_who_dies_between_the_object_and_the_rows_changes_nothing(at_checkpoint, tmp_path: Path) -> None:
     put("note", "old")
 
     def die() -> None:
-        raise Died
+        raise SimulatedCrash
 
-    at_step("edit stored", die)
-    with pytest.raises(Died):
+    at_checkpoint("edit stored", die)
+    with pytest.raises(SimulatedCrash):
         put("note", "new")
-    assert data_editing.kept(ADA).revision == 1
+    assert data_editing.get_synced_data(ADA).revision == 1
     put("note", "new")
-    assert (data_editing.kept(ADA).revision, DataObject.objects.count()) == (2, 1)
+    assert (data_editing.get_synced_data(ADA).revision, DataObject.objects.count()) == (2, 1)
 
 
 # --- export, import ---------------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def test_a_directory_with_a_socket_in_it_is_refused_as_a_whole(tmp_path: Path) -
 def test_the_copies_of_a_lease_are_listed_by_whatever_names_it(grant) -> None:
     lease = grant()
     sh(lease, "echo 1 >/workspace/x")
-    taken = snapshots.take(lease.pk, name="before the exam", now=NOW)
+    taken = snapshots.take_snapshot(lease.pk, name="before the exam", now=NOW)
     for name in (lease.pk, taken.sandbox_id, f"{ADA}::game-1"):
         line = state("snapshots", name)
         assert line.startswith(f"{taken.pk} 2026-11-21T12:00:00Z ")
@@ -363,11 +363,11 @@ def test_the_copies_of_a_lease_are_listed_by_whatever_names_it(grant) -> None:
 
 
 def test_the_exit_code_tells_scripts_apart(tmp_path: Path) -> None:
-    manage(tmp_path, "migrate", "--verbosity", "0")
+    run_manage(tmp_path, "migrate", "--verbosity", "0")
     (tmp_path / "f").write_text("1")
-    done = manage(tmp_path, "state", "put", ADA, str(tmp_path / "f"), "note")
+    done = run_manage(tmp_path, "state", "put", ADA, str(tmp_path / "f"), "note")
     assert (done.returncode, done.stdout) == (0, "note stored: revision 1\n")
-    assert manage(tmp_path, "state", "get", ADA, "note").stdout == "1"
-    failed = manage(tmp_path, "state", "get", ADA, "other")
+    assert run_manage(tmp_path, "state", "get", ADA, "note").stdout == "1"
+    failed = run_manage(tmp_path, "state", "get", ADA, "other")
     assert (failed.returncode, failed.stdout) == (1, "")
     assert failed.stderr == "CommandError: There is no file 'other' in its data.\n"

@@ -9,7 +9,7 @@ from sandboxes import storage
 from sandboxes.storage.cloudflare_kv import CloudflareKVStore
 from sandboxes.storage.filesystem import FilesystemStore
 from sandboxes.storage.s3 import S3Store
-from tests.commands.manage import manage
+from tests.commands.manage import run_manage
 
 S3 = {
     "STORAGE_BACKEND": "s3",
@@ -27,7 +27,7 @@ KV = {
 
 
 def refusal(home: Path, **variables: str) -> str:
-    done = manage(home, "check", **variables)
+    done = run_manage(home, "check", **variables)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1
     return done.stderr
@@ -35,7 +35,7 @@ def refusal(home: Path, **variables: str) -> str:
 
 @pytest.mark.parametrize("backend", [{**S3, "STORAGE_BACKEND": "r2"}, KV, {"STORAGE_SYNC": "1"}], ids=["r2", "kv", "files"])
 def test_a_backend_with_all_it_needs_starts_and_shows_no_secret(tmp_path: Path, backend: dict[str, str]) -> None:
-    done = manage(tmp_path, "config", **backend)
+    done = run_manage(tmp_path, "config", **backend)
     assert done.returncode == 0, done.stderr
     assert "a-secret" not in done.stdout
     assert done.stderr == ""
@@ -50,7 +50,7 @@ def test_a_backend_without_one_of_its_variables_is_refused_by_that_name(tmp_path
 
 def test_aws_itself_needs_a_region_and_no_endpoint_and_may_be_journaled(tmp_path: Path) -> None:
     aws = {**S3, "LEASEHOLD_S3_ENDPOINT": "", "LEASEHOLD_S3_REGION": "eu-central-1"}
-    assert manage(tmp_path, "config", **aws, STORAGE_MODE="journaled").returncode == 0
+    assert run_manage(tmp_path, "config", **aws, STORAGE_MODE="journaled").returncode == 0
 
 
 def test_a_journal_in_kv_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -94,12 +94,12 @@ def test_the_store_is_the_one_that_the_settings_name(settings, backend: str, kin
         "s",
     )
     settings.KV_NAMESPACE, settings.KV_ACCOUNT_ID, settings.KV_API_TOKEN = "n", "a", "t"
-    made = storage.store.__wrapped__()
+    made = storage.get_store.__wrapped__()
     assert type(made) is kind
     assert backend == "filesystem" or made.prefix == "ours/"
     assert made.name == backend
 
 
 def test_only_what_is_secret_is_hidden() -> None:
-    secret = {name for name, knob in env.KNOBS.items() if knob.secret and ("S3" in name or "KV" in name)}
+    secret = {name for name, knob in env.ENV_VARIABLES.items() if knob.secret and ("S3" in name or "KV" in name)}
     assert secret == {"LEASEHOLD_S3_SECRET_ACCESS_KEY", "LEASEHOLD_KV_API_TOKEN"}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from controlplane import supervisor
-from controlplane.supervisor import Child, Supervisor, Taken, kill_instance, seat
-from tests.support.waiting import until
+from controlplane.supervisor import AlreadyRunning, Child, Supervisor, hold_lock_file, kill_instance
+from tests.support.waiting import wait_until
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({!r}, 'w'); time.sleep(600)"
 FORKING = "import os, time; os.fork(); time.sleep(600)"
@@ -20,7 +20,9 @@ RUNAWAY = "import os, time; os.fork() or os.setsid(); time.sleep(600)"
 
 
 def carrying(instance: str) -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and supervisor._belongs(int(name), instance)]
+    return [
+        int(name) for name in os.listdir("/proc") if name.isdigit() and supervisor._belongs_to_instance(int(name), instance)
+    ]
 
 
 @pytest.fixture
@@ -32,8 +34,8 @@ def family() -> Iterator[str]:
 
 def sleeper(instance: str) -> "subprocess.Popen[bytes]":
     """A process that the fixtures did not start as a child of a Supervisor."""
-    process = subprocess.Popen(["sleep", "600"], env={"PATH": os.environ["PATH"], supervisor.VARIABLE: instance})
-    until(lambda: process.pid in carrying(instance), "its environment is there")
+    process = subprocess.Popen(["sleep", "600"], env={"PATH": os.environ["PATH"], supervisor.INSTANCE_VARIABLE: instance})
+    wait_until(lambda: process.pid in carrying(instance), "its environment is there")
     return process
 
 
@@ -50,21 +52,21 @@ def test_only_processes_of_the_instance_are_killed(family: str) -> None:
 
 def test_a_seat_is_taken_once_and_its_note_outlives_the_holder(tmp_path: Path) -> None:
     path = tmp_path / "state" / "up.json"
-    with seat(path) as (before, write):
+    with hold_lock_file(path) as (before, write):
         assert before == {}
         write({"pid": 7, "started_at": "noon", "instance": "a"})
-        with pytest.raises(Taken, match="pid 7, since noon"), seat(path):
+        with pytest.raises(AlreadyRunning, match="pid 7, since noon"), hold_lock_file(path):
             pass
-    with seat(path) as (before, write):
+    with hold_lock_file(path) as (before, write):
         assert before["instance"] == "a"
         write({"instance": "b"})
-    with seat(path) as (before, _):
+    with hold_lock_file(path) as (before, _):
         assert before == {"instance": "b"}
 
 
 def test_a_torn_note_is_no_note(tmp_path: Path) -> None:
     (tmp_path / "up.json").write_text('{"pid": 1')
-    with seat(tmp_path / "up.json") as (before, _):
+    with hold_lock_file(tmp_path / "up.json") as (before, _):
         assert before == {}
 
 
@@ -91,8 +93,8 @@ class Ran:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "TICK", 0.02)
-    monkeypatch.setattr(supervisor, "STOP_PATIENCE", 2.0)
+    monkeypatch.setattr(supervisor, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(supervisor, "STOP_TIMEOUT_SECONDS", 2.0)
 
 
 def child(code: str, **more: object) -> Child:
@@ -169,7 +171,7 @@ def test_a_process_that_is_tied_dies_with_its_parent_and_so_does_what_it_forks(f
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {tied!r}])"
     process = subprocess.Popen(
         [sys.executable, "-c", parent],
-        env={**os.environ, supervisor.VARIABLE: family, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, supervisor.INSTANCE_VARIABLE: family, "PYTHONPATH": str(Path(__file__).parents[2])},
         stdout=subprocess.PIPE,
     )
     assert process.stdout is not None
@@ -177,5 +179,5 @@ def test_a_process_that_is_tied_dies_with_its_parent_and_so_does_what_it_forks(f
         assert process.stdout.readline() == b"tied\n"
     process.kill()
     process.wait()
-    until(lambda: not carrying(family), "all are gone")
+    wait_until(lambda: not carrying(family), "all are gone")
     process.stdout.close()

@@ -15,7 +15,7 @@ from controlplane import schedules
 from leases import execution, leasing
 from leases.models import Lease
 from sandboxes.models import Pool, Run, Sandbox, Sweep
-from sandboxes.providers.base import Spec, Unavailable
+from sandboxes.providers.base import SandboxSpec, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from tests.conftest import MINUTE
@@ -52,7 +52,7 @@ def only_memory(pool: Pool) -> None:
 def used(grant: Callable[..., Lease]) -> Lease:
     """A lease granted a moment ago, with a sandbox in which something ran."""
     lease = grant(now=timezone.now())
-    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
+    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
     return lease
 
 
@@ -70,7 +70,7 @@ def sweep(*args: str) -> list[str]:
 def age(lease: Lease) -> None:
     """Its time has run out."""
     past = timezone.now() - MINUTE
-    Lease.objects.filter(pk=lease.pk).update(expires_at=past, expires_minute=leasing.minute_of(past))
+    Lease.objects.filter(pk=lease.pk).update(expires_at=past, expires_minute=leasing.to_epoch_minute(past))
 
 
 def test_every_sweep_runs_once_in_order_and_says_what_it_did_in_one_line(used: Lease) -> None:
@@ -113,14 +113,14 @@ def test_dry_run_lists_what_the_sweeps_then_do_and_changes_nothing(
     grant: Callable[..., Lease], used: Lease, pool: Pool, memory: MemoryProvider
 ) -> None:
     ended = grant(environment="game-2", now=timezone.now())
-    execution.exec_in(ended.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
+    execution.exec_command(ended.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
     leasing.release(ended.pk, now=timezone.now())
     age(used)
     run = Run.objects.latest("started_at")
     Run.objects.filter(pk=run.pk).update(
         outcome="open", ended_at=None, started_at=timezone.now() - MINUTE, deadline_at=timezone.now() - MINUTE / 2
     )
-    memory.create(Spec(name="leasehold-orphan-1", owner=str(pool.owner)))
+    memory.create(SandboxSpec(name="leasehold-orphan-1", owner=str(pool.owner)))
     memory._boxes["leasehold-orphan-1"].created_at = timezone.now() - timedelta(hours=1)
     given_up = Sandbox.objects.get(holder=ended.pk)
     expected = [
@@ -176,8 +176,8 @@ def test_the_loop_goes_on_after_a_failure_and_ends_with_a_signal(
             os.kill(os.getpid(), number)
         raise RuntimeError("the database is away")
 
-    monkeypatch.setattr(schedules, "sweep", failing)
+    monkeypatch.setattr(schedules, "run_sweep", failing)
     monkeypatch.setattr("controlplane.management.commands.sweep.connections.close_all", lambda: None)
-    monkeypatch.setattr("controlplane.management.commands.sweep.TICK", 0.01)
+    monkeypatch.setattr("controlplane.management.commands.sweep.TICK_SECONDS", 0.01)
     call_command("sweep", "expire", "--loop", "--every", "1", stdout=StringIO(), stderr=StringIO())
     assert rounds == ["expire"] * 3

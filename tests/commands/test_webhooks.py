@@ -7,14 +7,14 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from sandboxes.models import Webhook
-from tests.support.receiver import Receiver, receiving, verify
+from tests.support.receiver import WebhookReceiver, run_receiver, verify_signature
 
 pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with receiving() as server:
+def receiver() -> Iterator[WebhookReceiver]:
+    with run_receiver() as server:
         yield server
 
 
@@ -24,7 +24,7 @@ def run(*args: str) -> list[str]:
     return said.getvalue().splitlines()
 
 
-def test_a_webhook_is_added_listed_tested_rotated_and_removed(receiver: Receiver) -> None:
+def test_a_webhook_is_added_listed_tested_rotated_and_removed(receiver: WebhookReceiver) -> None:
     pk, secret = run(
         "add", receiver.url, "--internal", "--kind", "lease.ended", "--kind", "budget.warning", "--description", "me"
     )
@@ -34,8 +34,8 @@ def test_a_webhook_is_added_listed_tested_rotated_and_removed(receiver: Receiver
     assert run("test", pk) == [f"{receiver.url} answered 204"]
     [after] = run("rotate", pk)
     run("test", pk)
-    assert [verify(one, secret) for one in receiver.received] == [True, True]
-    assert [verify(one, after) for one in receiver.received] == [False, True]
+    assert [verify_signature(one, secret) for one in receiver.received] == [True, True]
+    assert [verify_signature(one, after) for one in receiver.received] == [False, True]
     assert run("pause", pk) == [f"{receiver.url} is paused"] and run("pause", pk) == [f"{receiver.url} was paused"]
     assert " paused " in run("list")[0]
     assert run("resume", pk) == [f"{receiver.url} is told again"]
@@ -46,7 +46,7 @@ def test_a_webhook_is_added_listed_tested_rotated_and_removed(receiver: Receiver
         run("remove", pk)
 
 
-def test_a_test_that_does_not_arrive_fails(receiver: Receiver) -> None:
+def test_a_test_that_does_not_arrive_fails(receiver: WebhookReceiver) -> None:
     pk, _ = run("add", receiver.url, "--internal")
     receiver.status = 500
     with pytest.raises(CommandError, match="The test did not arrive"):

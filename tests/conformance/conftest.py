@@ -7,25 +7,25 @@ from uuid import uuid4
 
 import pytest
 
-from sandboxes.providers import KINDS
-from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, Spec
+from sandboxes.providers import PROVIDER_CLASSES
+from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, SandboxSpec
 from sandboxes.providers.process import ProcessProvider
 from tests.conftest import DOCKER_IMAGE
 
-HOG = "x = b'x' * (1 << 30)"  # written to, not merely reserved
+MEMORY_HOG_SCRIPT = "x = b'x' * (1 << 30)"  # written to, not merely reserved
 
 
-def unique():
+def unique_name():
     return f"lhc-{uuid4().hex[:16]}"
 
 
-def long_nap():
+def unique_sleep_seconds():
     """Some 300 seconds for `sleep`, by which this sleeper is told from any other."""
     return f"300.{uuid4().int % 10**12:012}"
 
 
 @dataclass
-class Box:
+class SandboxHandle:
     """One ready sandbox."""
 
     provider: Provider
@@ -34,7 +34,7 @@ class Box:
 
     def run(self, *argv, env=None, seconds=60, mark="", **more) -> ExecResult:
         limit = timedelta(seconds=seconds)
-        return self.provider.exec(self.ref, argv, env=env or {}, timeout=limit, mark=mark or unique(), **more)
+        return self.provider.exec(self.ref, argv, env=env or {}, timeout=limit, mark=mark or unique_name(), **more)
 
     def path(self, path):
         return self.provider.inside(self.ref, path)
@@ -47,31 +47,31 @@ class Box:
 
 
 @dataclass
-class Bench:
+class ProviderBench:
     """A provider, and one owner's sandboxes in it."""
 
     provider: Provider
-    owner: str = field(default_factory=unique)
+    owner: str = field(default_factory=unique_name)
 
     def spec(self, **more):
-        return Spec(name=unique(), owner=self.owner, image=DOCKER_IMAGE, **more)
+        return SandboxSpec(name=unique_name(), owner=self.owner, image=DOCKER_IMAGE, **more)
 
     def box(self, **more):
         spec = self.spec(**more)
         ref = self.provider.create(spec)
         self.provider.wait_ready(ref, timeout=timedelta(seconds=60))
-        return Box(self.provider, ref, spec.name)
+        return SandboxHandle(self.provider, ref, spec.name)
 
     def hog(self):
         """The command line of a program that takes a GiB."""
-        return ["oom"] if self.provider.name == "memory" else ["python3", "-c", HOG]
+        return ["oom"] if self.provider.name == "memory" else ["python3", "-c", MEMORY_HOG_SCRIPT]
 
     def clean(self):
         for found in self.provider.list(self.owner):
             self.provider.destroy(found.ref)
 
 
-def bench_of(*kinds):
+def make_bench_fixture(*kinds):
     """A fixture that gives every test a bench of each kind. Docker is skipped where there is none (or fails: see
     tests/conftest.py)."""
 
@@ -79,16 +79,16 @@ def bench_of(*kinds):
     def fixture(request, tmp_path):
         if request.param == "docker":
             request.getfixturevalue("docker_ready")
-        bench = Bench(ProcessProvider(tmp_path) if request.param == "process" else KINDS[request.param]())
+        bench = ProviderBench(ProcessProvider(tmp_path) if request.param == "process" else PROVIDER_CLASSES[request.param]())
         yield bench
         bench.clean()
 
     return fixture
 
 
-bench = bench_of("memory", "process", "docker")
-real_bench = bench_of("process", "docker")  # programs really run: for what only a kernel can show
-limiting_bench = bench_of("memory", "docker")  # enforces_limits
+bench = make_bench_fixture("memory", "process", "docker")
+real_bench = make_bench_fixture("process", "docker")  # programs really run: for what only a kernel can show
+limiting_bench = make_bench_fixture("memory", "docker")  # enforces_limits
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def workspace(box):
 
 @dataclass
 class Workspace:
-    box: Box
+    box: SandboxHandle
 
     def write(self, path, content):
         self.box.provider.write_file(self.box.ref, f"{WORKSPACE}/{path}", content)

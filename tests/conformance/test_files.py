@@ -11,13 +11,13 @@ from functools import cache
 import pytest
 
 from sandboxes.image import files
-from sandboxes.providers import KINDS
-from sandboxes.providers.base import DATA, WORKSPACE, BadPath, Missing, NoFile, Rejected, TooLarge
-from sandboxes.providers.docker.files import _told
+from sandboxes.providers import PROVIDER_CLASSES
+from sandboxes.providers.base import DATA, WORKSPACE, BadPath, Missing, NoSuchFile, Rejected, TooLarge
+from sandboxes.providers.docker.files import _parse_listing
 from sandboxes.providers.docker.provider import DockerProvider
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.providers.process import ProcessProvider
-from tests.conformance.conftest import Bench, Box
+from tests.conformance.conftest import ProviderBench, SandboxHandle
 from tests.conformance.test_provider import file, other, pack
 
 ODD = [
@@ -39,7 +39,7 @@ EMPTY = "chmod -R u+rwX /data /workspace; find /data /workspace -mindepth 1 -del
 @pytest.fixture(scope="module")
 def kept_container():
     """A container that one test after another uses, because to start one takes longer than most tests."""
-    bench = Bench(DockerProvider())
+    bench = ProviderBench(DockerProvider())
     made = cache(bench.box)
     yield made
     if made.cache_info().currsize:
@@ -58,9 +58,9 @@ def box_of(*ways, new=False):
         if kind == "docker":
             request.getfixturevalue("docker_ready")
         if request.param == BY_EXEC:
-            monkeypatch.setattr(DockerProvider, "_from_outside", lambda self, ref, act, *roots: None)
+            monkeypatch.setattr(DockerProvider, "_call_on_host", lambda self, ref, act, *roots: None)
         if new or kind != "docker":
-            bench = Bench(ProcessProvider(tmp_path) if kind == "process" else KINDS[kind]())
+            bench = ProviderBench(ProcessProvider(tmp_path) if kind == "process" else PROVIDER_CLASSES[kind]())
             made = bench.box()
             yield Files(made.provider, made.ref, made.name)
             bench.clean()
@@ -73,7 +73,7 @@ def box_of(*ways, new=False):
 
 
 @dataclass
-class Files(Box):
+class Files(SandboxHandle):
     """One sandbox, its verbs for /data by short names."""
 
     def write(self, path, content=b""):
@@ -169,7 +169,7 @@ def test_a_manifest_needs_a_directory_that_is_there(box):
     box.write("file")
     box.put(other("link", tarfile.SYMTYPE, "."))
     for gone in ("nothing", "no/such"):
-        with pytest.raises(NoFile):
+        with pytest.raises(NoSuchFile):
             box.look(under=gone)
     for bad in ("file", "file/below", "link", "link/below", "..", "a/../b", "/a", "a//b", "a/", ".", "a\0b"):
         with pytest.raises(BadPath):
@@ -446,7 +446,7 @@ def test_a_range_of_bytes_that_are_no_text_comes_exactly(box):
 def test_a_range_of_what_is_no_file_is_refused(box):
     box.write("d/file", b"x")
     box.put(other("link", tarfile.SYMTYPE, "d/file"), other("way", tarfile.SYMTYPE, "d"))
-    with pytest.raises(NoFile):
+    with pytest.raises(NoSuchFile):
         box.range("nothing", 0, 1)
     for bad in ("d", "link", "way/file", "d/file/below", "../d"):
         with pytest.raises(BadPath):
@@ -534,7 +534,7 @@ def test_without_a_sandbox_it_is_missing(new_box, verb):
 @pytest.mark.parametrize("verb", VERBS)
 def test_in_memory_it_can_be_made_to_fail(verb):
     memory, seen = MemoryProvider(), []
-    box = Bench(memory).box()
+    box = ProviderBench(memory).box()
     box.provider.write_file(box.ref, f"{DATA}/a", b"")
     memory.before(verb, seen.append)
     VERBS[verb](memory, box.ref)
@@ -548,7 +548,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root reaches a cont
 
 @as_root
 def test_from_outside_nothing_takes_an_exec(container, monkeypatch):
-    monkeypatch.setattr(container.provider, "_exec_create", lambda *args, **options: pytest.fail("an exec"))
+    monkeypatch.setattr(container.provider, "_create_exec", lambda *args, **options: pytest.fail("an exec"))
     container.write("a/f", b"x")
     container.put(file("b/g", b"y"), file("b/locked", b"z", mode=0), other("b", tarfile.DIRTYPE, mode=0))
     assert container.look(under="a").keys() == {"a/f"}
@@ -556,7 +556,7 @@ def test_from_outside_nothing_takes_an_exec(container, monkeypatch):
     assert (container.read("a/f"), container.range("b/g", 0, 9)) == (b"x", (b"y", 1))
     assert container.provider.size(container.ref, DATA) == 3
     assert (container.look()["b"].mode, container.look()["b/locked"].mode) == (0, 0)
-    with pytest.raises(NoFile):
+    with pytest.raises(NoSuchFile):
         container.read("nothing")
     container.provider.remove_file(container.ref, f"{DATA}/b/g")
     container.remove("a/f", "a")
@@ -596,15 +596,15 @@ def test_both_ways_give_the_same_answers(container, monkeypatch):
     outside = answers()
     assert len(outside["manifest"]) == 625
     assert outside["manifest"]["d/1"].mtime == 0
-    monkeypatch.setattr(DockerProvider, "_from_outside", lambda self, ref, act, *roots: None)
+    monkeypatch.setattr(DockerProvider, "_call_on_host", lambda self, ref, act, *roots: None)
     assert answers() == outside
 
 
 @as_root
 def test_what_takes_too_long_from_outside_is_left_to_an_exec(container, monkeypatch):
     container.write("a/b", b"x")
-    monkeypatch.setattr("sandboxes.providers.docker.files.SOON", -1.0)
-    monkeypatch.setattr("sandboxes.providers.docker.files.SMALL", 100)
+    monkeypatch.setattr("sandboxes.providers.docker.files.HOST_TIMEOUT_SECONDS", -1.0)
+    monkeypatch.setattr("sandboxes.providers.docker.files.MAX_HOST_TAR_BYTES", 100)
     assert container.look().keys() == {"a", "a/b"}
     assert container.get(only=["a/b"]) == {"a/b": b"x"}
     assert container.provider.size(container.ref, DATA) == 1
@@ -629,7 +629,7 @@ def test_a_place_that_the_agent_locked_itself_is_looked_into_and_stays_locked(ne
 
 
 def told(*entries):
-    return b"".join(files.said(*entry) for entry in entries)
+    return b"".join(files.encode_entry(*entry) for entry in entries)
 
 
 GOOD = (
@@ -658,13 +658,13 @@ NONSENSE = {
 
 
 def test_what_a_sandbox_plainly_says_is_understood():
-    assert [*(_told(told(*GOOD), "", 3) or {})] == ["a", "a/b", "l"]
-    assert _told(b"", "", 3) == {}
+    assert [*(_parse_listing(told(*GOOD), "", 3) or {})] == ["a", "a/b", "l"]
+    assert _parse_listing(b"", "", 3) == {}
 
 
 @pytest.mark.parametrize("kind", NONSENSE)
 def test_what_a_sandbox_says_is_not_believed_if_it_cannot_be(kind):
-    assert _told(NONSENSE[kind], "", 10) is None
+    assert _parse_listing(NONSENSE[kind], "", 10) is None
 
 
 # --- races --------------------------------------------------------------------------------------------------------
@@ -717,7 +717,7 @@ def test_a_directory_swapped_for_a_link_leads_nowhere(tmp_path, swapped):
         directory.mkdir(parents=True)
         (directory / "file").write_text("secret" if directory == outside else "")
     seen = {}
-    for path, fields in files.look(str(root), most=100):
+    for path, fields in files.scan(str(root), most=100):
         seen[path] = fields
         if path == ("b" if swapped == "before it is opened" else "a/file"):
             (root / "a").rename(tmp_path / "away")
@@ -740,7 +740,7 @@ def test_a_directory_swapped_for_a_link_while_unpacking_changes_nothing_behind_i
     io.BytesIO.write(source, tar)
     source.seek(0)
     source.act = swap
-    monkeypatch.setattr(files, "CHUNK", tarfile.BLOCKSIZE)
+    monkeypatch.setattr(files, "CHUNK_BYTES", tarfile.BLOCKSIZE)
     with pytest.raises(files.BadPath):
         files.unpack(str(root), source)
     assert (root / "d").is_symlink()
@@ -754,22 +754,22 @@ def test_names_that_take_too_much_memory_are_too_large(tmp_path, monkeypatch, wh
     for number in range(5):
         (way / f"{number}").symlink_to("t" * 300)
     room = {"paths": 200 + 5 * 202 - 1, "targets": 5 * 300 - 1}[what]
-    monkeypatch.setattr(files, "_room", lambda most: room)
+    monkeypatch.setattr(files, "_name_budget_bytes", lambda most: room)
     with pytest.raises(files.TooLarge):
-        list(files.look(str(tmp_path), most=99))
+        list(files.scan(str(tmp_path), most=99))
     room += 1 if what == "targets" else 1000
-    assert len(list(files.look(str(tmp_path), most=99))) == 6
+    assert len(list(files.scan(str(tmp_path), most=99))) == 6
 
 
 def test_clearing_while_others_make_files_ends_in_time(tmp_path, monkeypatch):
-    drop = files._drop
+    drop = files._remove_entry
 
     def make_another(above, name):
         drop(above, name)
         (tmp_path / f"{name}x").write_text("")
 
     (tmp_path / "a").write_text("")
-    monkeypatch.setattr(files, "_drop", make_another)
+    monkeypatch.setattr(files, "_remove_entry", make_another)
     with pytest.raises((TimeoutError, OSError)):
         files.clear(str(tmp_path), seconds=0.2)
 
@@ -777,4 +777,4 @@ def test_clearing_while_others_make_files_ends_in_time(tmp_path, monkeypatch):
 def test_a_socket_among_files_is_no_obstacle(tmp_path):
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "s"))
-        assert [fields[0] for _, fields in files.look(str(tmp_path), most=9)] == ["other"]
+        assert [fields[0] for _, fields in files.scan(str(tmp_path), most=9)] == ["other"]

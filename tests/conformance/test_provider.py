@@ -8,10 +8,10 @@ from uuid import uuid4
 
 import pytest
 
-from sandboxes.providers.base import BadPath, Missing, NoFile, Rejected, Spec, TooLarge
+from sandboxes.providers.base import BadPath, Missing, NoSuchFile, Rejected, SandboxSpec, TooLarge
 from sandboxes.providers.memory import MemoryProvider
-from tests.conformance.conftest import long_nap, unique
-from tests.support.waiting import cut_off
+from tests.conformance.conftest import unique_name, unique_sleep_seconds
+from tests.support.waiting import run_with_growing_timeouts
 
 MIB = 1 << 20
 SOON = timedelta(seconds=60)  # far below the 300 s that the programs here would sleep
@@ -51,7 +51,7 @@ def test_creating_at_the_same_time_is_the_same_sandbox(bench):
 
 def test_a_name_that_another_owner_has_is_rejected(bench, box):
     with pytest.raises(Rejected):
-        bench.provider.create(Spec(name=box.name, owner=bench.owner + "-other", image=bench.spec().image))
+        bench.provider.create(SandboxSpec(name=box.name, owner=bench.owner + "-other", image=bench.spec().image))
     assert bench.provider.list(bench.owner + "-other") == []
     assert box.run("true").exit_code == 0
 
@@ -103,7 +103,7 @@ def test_a_sandbox_made_anew_under_a_name_is_empty(bench):
     for _ in range(2):
         ref = bench.provider.create(spec)
         bench.provider.wait_ready(ref, timeout=SOON)
-        with pytest.raises(NoFile):
+        with pytest.raises(NoSuchFile):
             bench.provider.read_file(ref, "/workspace/left", limit=10)
         bench.provider.write_file(ref, "/workspace/left", b"old")
         bench.provider.destroy(ref)
@@ -302,7 +302,7 @@ def test_a_command_past_its_timeout_is_a_result(box):
 
 def test_what_was_said_before_the_timeout_is_kept(box):
     line = "echo begun; sleep 300; echo ended"
-    result = cut_off(lambda seconds: box.run("sh", "-c", line, seconds=seconds), lambda result: result.stdout)
+    result = run_with_growing_timeouts(lambda seconds: box.run("sh", "-c", line, seconds=seconds), lambda result: result.stdout)
     assert (result.stdout, result.timed_out) == (b"begun\n", True)
 
 
@@ -323,7 +323,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_timeout_kills_the_whole_family(real_box, family):
-    nap = long_nap()
+    nap = unique_sleep_seconds()
     result = real_box.run("sh", "-c", FAMILIES[family].format(nap=nap), seconds=1)
     assert result.timed_out
     assert result.duration < SOON
@@ -331,7 +331,7 @@ def test_a_timeout_kills_the_whole_family(real_box, family):
 
 
 def test_another_exec_survives_a_timeout(real_box):
-    nap = long_nap()
+    nap = unique_sleep_seconds()
     real_box.run("mkfifo", "ready", "go")
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(real_box.run, "sh", "-c", f"sleep {nap} & echo >ready; cat go; kill $!")
@@ -343,12 +343,12 @@ def test_another_exec_survives_a_timeout(real_box):
 
 
 def test_an_exec_is_killed_by_its_mark_and_no_other(real_box):
-    nap, mark = long_nap(), unique()
+    nap, mark = unique_sleep_seconds(), unique_name()
     real_box.run("mkfifo", "ready")
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(real_box.run, "sh", "-c", f"setsid sleep {nap} & echo >ready; wait", mark=mark)
         real_box.run("cat", "ready")  # returns once it is there
-        real_box.provider.kill(real_box.ref, unique())
+        real_box.provider.kill(real_box.ref, unique_name())
         assert real_box.asleep(nap) != []
         real_box.provider.kill(real_box.ref, mark)
         assert real_box.asleep(nap) == []
@@ -356,9 +356,9 @@ def test_an_exec_is_killed_by_its_mark_and_no_other(real_box):
 
 
 def test_killing_what_is_not_there_is_success_and_a_sandbox_that_is_not_there_is_missing(bench, box):
-    bench.provider.kill(box.ref, unique())
+    bench.provider.kill(box.ref, unique_name())
     with pytest.raises(Missing):
-        bench.provider.kill(unique(), unique())
+        bench.provider.kill(unique_name(), unique_name())
 
 
 def test_what_a_command_leaves_running_does_not_hold_its_result_back(real_box):
@@ -409,16 +409,16 @@ def test_a_removed_file_is_gone_and_its_neighbour_stays(workspace):
     workspace.write("a", b"1")
     workspace.write("b", b"2")
     workspace.remove("a")
-    with pytest.raises(NoFile):
+    with pytest.raises(NoSuchFile):
         workspace.read("a")
     assert workspace.read("b") == b"2"
 
 
 def test_what_is_not_there_cannot_be_read_or_removed(workspace):
     for path in ("nothing", "no/such/directory/file"):
-        with pytest.raises(NoFile):
+        with pytest.raises(NoSuchFile):
             workspace.read(path)
-        with pytest.raises(NoFile):
+        with pytest.raises(NoSuchFile):
             workspace.remove(path)
 
 
@@ -642,7 +642,7 @@ def test_the_two_places_are_apart_and_sandboxes_are_too(bench, box, workspace):
 
 def test_what_a_sandbox_uses_grows_if_its_provider_counts(box):
     before = box.provider.stats(box.ref)
-    if not box.provider.measures:
+    if not box.provider.measures_usage:
         assert before is None
         return
     burn(box, 0.5)
@@ -654,7 +654,7 @@ def test_what_a_sandbox_uses_grows_if_its_provider_counts(box):
 
 def test_nobody_says_what_a_sandbox_uses_that_is_not_there(bench):
     with pytest.raises(Missing):
-        bench.provider.stats(unique())
+        bench.provider.stats(unique_name())
 
 
 def burn(box, seconds):

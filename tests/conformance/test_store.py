@@ -18,11 +18,11 @@ import requests
 from requests.adapters import HTTPAdapter
 
 from sandboxes.storage.base import Entry, KeyValueStore, StoreError, StoreRefused
-from sandboxes.storage.cloudflare_kv import API, CloudflareKVStore
+from sandboxes.storage.cloudflare_kv import DEFAULT_API_URL, CloudflareKVStore
 from sandboxes.storage.filesystem import FilesystemStore
 from sandboxes.storage.memory import MemoryStore
 from sandboxes.storage.s3 import S3Store
-from tests.conftest import missing_service, threads
+from tests.conftest import run_in_threads, skip_or_fail
 
 MIB = 1 << 20
 PLAIN_KEYS = [
@@ -60,7 +60,7 @@ class Shelf:
 def of_environment(*names: str) -> list[str]:
     values = [os.environ.get(name, "") for name in names]
     if not all(values):
-        missing_service(f"{names[0]} is not set: .ci/services starts what it names")
+        skip_or_fail(f"{names[0]} is not set: .ci/services starts what it names")
     return values
 
 
@@ -80,12 +80,12 @@ def kv() -> CloudflareKVStore:
 
         def send(self, request: requests.PreparedRequest, *args: Any, **more: Any) -> requests.Response:
             assert request.url
-            request.url = request.url.replace(f"{API}/accounts/local", url)
+            request.url = request.url.replace(f"{DEFAULT_API_URL}/accounts/local", url)
             return super().send(request, *args, **more)
 
     def session() -> requests.Session:
         session = requests.Session()
-        session.mount(f"https://{urlsplit(API).hostname}/", Local(pool_maxsize=32))
+        session.mount(f"https://{urlsplit(DEFAULT_API_URL).hostname}/", Local(pool_maxsize=32))
         return session
 
     return CloudflareKVStore(namespace, account_id="local", api_token="any", prefix=f"t-{uuid4().hex}/", session=session)
@@ -301,7 +301,7 @@ def test_a_target_that_fails_is_a_store_error(store: KeyValueStore) -> None:
 
 
 def test_a_value_of_the_largest_size_is_taken(kv_shelf: Shelf) -> None:
-    assert kv_shelf.store.largest_value == 25 * MIB
+    assert kv_shelf.store.max_value_bytes == 25 * MIB
     kv_shelf.store.set("k", bytes(25 * MIB))
     target = io.BytesIO()
     assert kv_shelf.store.download("k", target, start=25 * MIB - 2)
@@ -338,7 +338,7 @@ def test_a_bucket_that_is_not_there_and_a_key_that_is_wrong_are_said_so(s3_shelf
 
 def test_of_sets_at_once_one_stays_whole(store: KeyValueStore) -> None:
     values = [bytes([65 + at]) * 300_000 for at in range(4)]
-    with threads(4) as run:
+    with run_in_threads(4) as run:
         assert run(lambda at: store.set("k", values[at])) == [None] * 4
     assert store.get("k") in values
     assert store.size() == 1
@@ -352,7 +352,7 @@ def test_keys_side_by_side_do_not_disturb_each_other(store: KeyValueStore) -> No
             store.remove(f"deep/er/{at}")
         return found
 
-    with threads(4) as run:
+    with run_in_threads(4) as run:
         assert run(work) == [f"{at}.4".encode() for at in range(4)]
     assert store.is_empty()
 
@@ -391,14 +391,14 @@ def test_keys_of_every_shape_are_kept_apart_and_in_order(shelf: Shelf) -> None:
 
 def test_the_longest_key_is_taken_and_a_longer_one_refused(shelf: Shelf) -> None:
     store = shelf.store
-    longest = "é" * (store.longest_key // 2) + "x" * (store.longest_key % 2)
+    longest = "é" * (store.max_key_bytes // 2) + "x" * (store.max_key_bytes % 2)
     if shelf.kind == "seaweedfs":  # an element of its paths has at most 255 bytes, and the prefix counts
-        longest = "/".join(["é" * 100] * 9)[: store.longest_key // 2]
+        longest = "/".join(["é" * 100] * 9)[: store.max_key_bytes // 2]
     store.set(longest, b"x")
     assert store.get(longest) == b"x"
     assert list(store.list(longest[:-1])) == [longest]
     with pytest.raises(StoreRefused):
-        store.set("x" * (store.longest_key + 1), b"x")
+        store.set("x" * (store.max_key_bytes + 1), b"x")
 
 
 METHODS: dict[str, Callable[[KeyValueStore, str], object]] = {
@@ -495,7 +495,7 @@ def test_clear_removes_what_has_the_prefix(store: KeyValueStore) -> None:
 def test_thousands_of_keys_are_listed_and_removed(quick_shelf: Shelf) -> None:
     store = quick_shelf.store
     keys = [f"many/{at % 7}/{at:05}" for at in range(1010 if quick_shelf.kind == "seaweedfs" else 2500)]
-    with threads(10) as run:
+    with run_in_threads(10) as run:
         run(lambda at: [store.set(key, b"x") for key in keys[at::10]])
     store.set("other", b"x")
     assert list(store.list("many/")) == sorted(keys)

@@ -12,7 +12,7 @@ import docker as sdk
 import pytest
 from django.test import override_settings
 
-from sandboxes.providers.base import BadPath, Spec
+from sandboxes.providers.base import BadPath, SandboxSpec
 from sandboxes.providers.docker.provider import DockerProvider
 from tests.conftest import DOCKER_IMAGE, MINUTE
 from tests.docker.test_sealed import Cell
@@ -51,7 +51,7 @@ def cell(docker_ready: None, sockets: Path) -> Iterator[Cell]:
     provider, name = DockerProvider(), f"lhs-{uuid4().hex[:16]}"
     with override_settings(DOCKER_RUNTIME="runsc"):
         try:
-            made = Cell(provider, provider.create(Spec(name, name, image=DOCKER_IMAGE, sockets=sockets)))
+            made = Cell(provider, provider.create(SandboxSpec(name, name, image=DOCKER_IMAGE, sockets=sockets)))
             provider.wait_ready(made.ref, timeout=MINUTE)
             yield made
         finally:

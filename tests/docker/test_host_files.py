@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 
 from sandboxes.image import files
-from sandboxes.providers.base import Spec
+from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.docker import host_files
 from sandboxes.providers.docker.provider import DockerProvider
 
@@ -49,7 +49,7 @@ def made(kind: bytes = tarfile.REGTYPE, *, content: bytes = b"", headers: dict[s
 def test_what_pack_writes_is_plain_and_stays_where_it_was(tmp_path: Path) -> None:
     tar = io.BytesIO(b"before" + packed(tmp_path))
     tar.seek(6)
-    assert host_files.is_plain(tar)
+    assert host_files.is_plain_tar(tar)
     assert tar.tell() == 6
 
 
@@ -68,8 +68,8 @@ def test_names_may_have_line_ends(tmp_path: Path) -> None:
     out = io.BytesIO()
     files.pack(str(tmp_path), out)
     out.seek(0)
-    assert host_files.is_plain(out)
-    assert host_files.is_plain(io.BytesIO(extended(b"11 path=ab\n")))
+    assert host_files.is_plain_tar(out)
+    assert host_files.is_plain_tar(io.BytesIO(extended(b"11 path=ab\n")))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_names_may_have_line_ends(tmp_path: Path) -> None:
     ],
 )
 def test_anything_else_is_left_to_an_unpacker_inside(tar: bytes) -> None:
-    assert not host_files.is_plain(io.BytesIO(tar))
+    assert not host_files.is_plain_tar(io.BytesIO(tar))
 
 
 @as_root
@@ -120,7 +120,7 @@ def test_files_are_reached_with_that_users_rights_alone(open_path: Path) -> None
     os.chown(theirs, NOBODY, NOBODY)
     ours.write_text("secret")
     ours.chmod(0o600)
-    with host_files.acting_as(NOBODY):
+    with host_files.impersonate_user(NOBODY):
         (theirs / "f").write_text("x")
         for act in (ours.read_text, lambda: ours.chmod(0o666), lambda: (open_path / "g").write_text("x")):
             with pytest.raises(PermissionError):
@@ -137,7 +137,7 @@ def test_no_group_of_ours_opens_anything(open_path: Path) -> None:
     ours.chmod(0o640)
     os.setgroups([4242])
     try:
-        with host_files.acting_as(NOBODY), pytest.raises(PermissionError):
+        with host_files.impersonate_user(NOBODY), pytest.raises(PermissionError):
             ours.read_text()
         assert os.getgroups() == [4242]
     finally:
@@ -145,7 +145,7 @@ def test_no_group_of_ours_opens_anything(open_path: Path) -> None:
 
 
 def test_a_process_that_is_not_the_containers_opens_nothing() -> None:
-    with pytest.raises(ProcessLookupError), host_files.place(os.getpid(), "f" * 64, "/tmp"):
+    with pytest.raises(ProcessLookupError), host_files.open_container_directory(os.getpid(), "f" * 64, "/tmp"):
         pass
 
 
@@ -155,20 +155,20 @@ def test_a_process_that_is_not_the_containers_opens_nothing() -> None:
 def test_only_the_first_process_of_a_container_leads_into_it() -> None:
     provider, name = DockerProvider(), f"lhd-{uuid4().hex[:16]}"
     try:
-        provider.create(Spec(name, owner=name))
+        provider.create(SandboxSpec(name, owner=name))
         provider.wait_ready(name, timeout=timedelta(seconds=30))
         found = provider._engine.call("GET", f"/containers/{name}/json")
         first, container = found["State"]["Pid"], found["Id"]
-        with host_files.place(first, container, "/data") as place:
+        with host_files.open_container_directory(first, container, "/data") as place:
             assert os.listdir(place) == []
-        with pytest.raises(OSError), host_files.place(first, container, "/etc/passwd"):
+        with pytest.raises(OSError), host_files.open_container_directory(first, container, "/etc/passwd"):
             pass
-        with pytest.raises(OSError), host_files.place(first, container, "/bin"):  # a link
+        with pytest.raises(OSError), host_files.open_container_directory(first, container, "/bin"):  # a link
             pass
         cgroup = provider._engine.cgroup(name)
         assert cgroup
         [other] = {int(pid) for pid in cgroup.processes.read_text().split()} - {first}
-        with pytest.raises(ProcessLookupError), host_files.place(other, container, "/data"):
+        with pytest.raises(ProcessLookupError), host_files.open_container_directory(other, container, "/data"):
             pass
     finally:
         provider.destroy(name)

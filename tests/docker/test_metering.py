@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
-from billing.metering import WITHOUT_PROCESS, meter
-from billing.models import Item, UsageRecord
+from billing.metering import STATES_WITHOUT_PROCESS, meter_usage
+from billing.models import UsageKind, UsageRecord
 from leases import execution, leasing, sweeps
 from sandboxes import eviction
 from sandboxes.models import Pool, Sandbox
@@ -40,16 +40,16 @@ def test_each_time_a_container_ran_is_metered_within_a_second(docker_pool: Pool)
 def live(pool: Pool, environment: str) -> tuple[list[Span], list[Span]]:
     """One lease whose sandbox sleeps twice: when its containers ran by the engine, and by us."""
     began = time.time()
-    lease = leasing.acquire(leasing.Ask("did:plc:ada", environment, "coding", pool=pool.name), now=timezone.now())[0]
+    lease = leasing.acquire(leasing.LeaseRequest("did:plc:ada", environment, "coding", pool=pool.name), now=timezone.now())[0]
     for _ in range(2):
-        execution.exec_in(lease.pk, Command(argv=["sleep", "1.5"], timeout=MINUTE), now=timezone.now())
+        execution.exec_command(lease.pk, Command(argv=["sleep", "1.5"], timeout=MINUTE), now=timezone.now())
         box = Sandbox.objects.get(holder=lease.pk)
-        assert eviction.sleep(box.pk, now=timezone.now(), reason="test")
-    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
+        assert eviction.evict(box.pk, now=timezone.now(), reason="test")
+    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
     leasing.release(lease.pk, now=timezone.now())
     sweeps.reclaim(now=timezone.now())
     assert Sandbox.objects.get(holder=lease.pk).state == "destroyed"
-    meter(now=timezone.now())
+    meter_usage(now=timezone.now())
     return ran(pool, since=began), metered(box)
 
 
@@ -67,7 +67,7 @@ def ran(pool: Pool, *, since: float) -> list[Span]:
 def metered(box: Sandbox) -> list[Span]:
     """When a sandbox had a process by its usage records: from one start to the next sleep, or the end."""
     spans: list[Span] = []
-    rows = UsageRecord.objects.filter(sandbox=box, item=Item.TIME).exclude(state__in=WITHOUT_PROCESS)
+    rows = UsageRecord.objects.filter(sandbox=box, item=UsageKind.TIME).exclude(state__in=STATES_WITHOUT_PROCESS)
     for row in rows.order_by("began_at", "ended_at"):
         if spans and spans[-1][1] == row.began_at:
             spans[-1] = (spans[-1][0], row.ended_at)

@@ -13,20 +13,20 @@ from django.core.management import call_command
 from django.utils import timezone
 
 from leases.models import Lease
-from leases.one_shot import How, Result, Wish, run_once
+from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult, run_once
 from sandboxes.models import Pool, Run, Sandbox
-from tests.support.waiting import cut_off
+from tests.support.waiting import run_with_growing_timeouts
 from tests.unit.sandboxes.test_directories import seen
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 
 
 @pytest.fixture
-def play(docker_pool: Pool) -> Callable[..., Result]:
+def play(docker_pool: Pool) -> Callable[..., OneShotResult]:
     """Run something once in this test's pool, and see that nothing is left of it."""
 
-    def run(*argv: str, timeout: timedelta = timedelta(seconds=60), **fields: Any) -> Result:
-        result = run_once(Wish("did:plc:ada", argv, timeout, pool=docker_pool.name, **fields), now=timezone.now())
+    def run(*argv: str, timeout: timedelta = timedelta(seconds=60), **fields: Any) -> OneShotResult:
+        result = run_once(OneShotRequest("did:plc:ada", argv, timeout, pool=docker_pool.name, **fields), now=timezone.now())
         assert result.cleaned_up
         assert left_of(docker_pool) == []
         assert (Lease.objects.get(pk=result.lease_id).status, Pool.objects.get(pk=docker_pool.pk).used) == ("destroyed", 0)
@@ -45,42 +45,42 @@ def left_of(pool: Pool) -> list[str]:
 
 def test_a_command_that_ends_by_itself(play) -> None:
     result = play("sh", "-c", "cat; id -u; ls -A; echo oops >&2; exit 3", stdin=b"in\n")
-    assert (result.outcome, result.exit_code) == (How.FAILED, 3)
+    assert (result.outcome, result.exit_code) == (OneShotOutcome.FAILED, 3)
     assert (result.stdout, result.stderr) == (b"in\n10001\n.home\n", b"oops\n")
-    assert play("true").outcome == How.OK
+    assert play("true").outcome == OneShotOutcome.OK
 
 
 def test_one_that_takes_too_long_leaves_no_process(play) -> None:
     word = f"once-{uuid.uuid4().hex}"
     script = f"(exec -a {word} setsid sleep 300) & echo begun; exec -a {word} sleep 300"
-    result = cut_off(
+    result = run_with_growing_timeouts(
         lambda seconds: play("bash", "-c", script, timeout=timedelta(seconds=seconds)), lambda result: result.stdout
     )
-    assert (result.outcome, result.exit_code, result.stdout) == (How.TIMEOUT, 137, b"begun\n")
+    assert (result.outcome, result.exit_code, result.stdout) == (OneShotOutcome.TIMEOUT, 137, b"begun\n")
     assert word not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
 
 
 def test_one_that_needs_more_memory_than_it_has(play) -> None:
     result = play("python3", "-c", "x = bytearray(200 << 20); print(len(x))", memory_mib=64)
-    assert (result.outcome, result.exit_code, Sandbox.objects.get().memory_mib) == (How.OOM_KILLED, 137, 64)
-    assert play("python3", "-c", "x = bytearray(200 << 20); print(len(x))", memory_mib=512).outcome == How.OK
+    assert (result.outcome, result.exit_code, Sandbox.objects.get().memory_mib) == (OneShotOutcome.OOM_KILLED, 137, 64)
+    assert play("python3", "-c", "x = bytearray(200 << 20); print(len(x))", memory_mib=512).outcome == OneShotOutcome.OK
 
 
 def test_a_program_that_is_not_there_has_failed(play) -> None:
-    assert (play("no-such-program").outcome, play("no-such-program").exit_code) == (How.FAILED, 127)
+    assert (play("no-such-program").outcome, play("no-such-program").exit_code) == (OneShotOutcome.FAILED, 127)
 
 
 def test_an_image_that_is_not_there_is_a_failed_container(play, docker_pool: Pool) -> None:
     Pool.objects.filter(pk=docker_pool.pk).update(image="lhonce-no-such-image:latest")
     result = play("true")
-    assert (result.outcome, result.exit_code) == (How.CONTAINER_FAILED, None)
+    assert (result.outcome, result.exit_code) == (OneShotOutcome.CONTAINER_FAILED, None)
     assert "There is no image lhonce-no-such-image:latest here." in result.note
     assert not Run.objects.exists()
 
 
-def test_a_container_that_is_removed_under_its_command_is_a_failed_one(play, at_step, docker_pool: Pool) -> None:
-    at_step("workspace in", lambda: sdk.from_env().containers.get(Sandbox.objects.get().ref).remove(force=True, v=True))
-    assert play("true").outcome == How.CONTAINER_FAILED
+def test_a_container_that_is_removed_under_its_command_is_a_failed_one(play, at_checkpoint, docker_pool: Pool) -> None:
+    at_checkpoint("workspace in", lambda: sdk.from_env().containers.get(Sandbox.objects.get().ref).remove(force=True, v=True))
+    assert play("true").outcome == OneShotOutcome.CONTAINER_FAILED
 
 
 def test_a_directory_travels_through_a_container(docker_pool: Pool, tmp_path: Path, capfd) -> None:

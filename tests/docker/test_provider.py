@@ -21,13 +21,13 @@ from docker import APIClient
 from leases import execution, leasing
 from sandboxes import sweeps
 from sandboxes.models import Pool, Sandbox
-from sandboxes.providers.base import ExecResult, Missing, Rejected, Spec, Unavailable, Usage
+from sandboxes.providers.base import ExecResult, Missing, Rejected, ResourceUsage, SandboxSpec, Unavailable
 from sandboxes.providers.docker import engine
 from sandboxes.providers.docker.engine import Cgroup, Engine
-from sandboxes.providers.docker.provider import DockerProvider, answers
+from sandboxes.providers.docker.provider import DockerProvider, is_daemon_available
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW
-from tests.support.waiting import cut_off, until
+from tests.support.waiting import run_with_growing_timeouts, wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("docker_ready")]
 BOMB = """
@@ -72,7 +72,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
     provider, name = DockerProvider(), f"lhd-{uuid4().hex[:16]}"
     (tmp_path / "llm.sock").write_text("a socket")
     tmp_path.chmod(0o755)
-    spec = Spec(name, owner=name, memory_mib=128, pids=64, labels={"agent": "did:plc:ada"}, sockets=tmp_path)
+    spec = SandboxSpec(name, owner=name, memory_mib=128, pids=64, labels={"agent": "did:plc:ada"}, sockets=tmp_path)
     box = Box(provider, provider.create(spec), owner=name)
     provider.wait_ready(box.ref, timeout=MINUTE)
     yield box
@@ -83,20 +83,20 @@ def box(tmp_path: Path) -> Iterator[Box]:
 def test_a_daemon_answers_within_two_seconds() -> None:
     def quickly() -> bool:
         started = time.monotonic()
-        return answers() and time.monotonic() - started < 2
+        return is_daemon_available() and time.monotonic() - started < 2
 
-    until(quickly, "it answers in time, as one does whose machine has nothing else to do")
+    wait_until(quickly, "it answers in time, as one does whose machine has nothing else to do")
 
 
 @pytest.mark.parametrize("host", ["unix:///nowhere.sock", "tcp://127.0.0.1:9"])
 def test_without_a_daemon_everything_is_unavailable(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setenv("DOCKER_HOST", host)
-    assert not answers()
+    assert not is_daemon_available()
     for act in (
         lambda p: p.list("o"),
         lambda p: p.inspect("n"),
         lambda p: p.destroy("n"),
-        lambda p: p.create(Spec("n", "o")),
+        lambda p: p.create(SandboxSpec("n", "o")),
     ):
         with pytest.raises(Unavailable):
             act(DockerProvider())
@@ -136,14 +136,14 @@ def test_nothing_of_our_environment_is_inside(box: Box, monkeypatch: pytest.Monk
 
 
 def test_labels_say_whose_it_is_and_cannot_be_forged(box: Box) -> None:
-    box.provider.create(Spec(f"{box.ref}-b", owner=box.owner, labels={"owner": "somebody", "name": "x"}))
+    box.provider.create(SandboxSpec(f"{box.ref}-b", owner=box.owner, labels={"owner": "somebody", "name": "x"}))
     assert {found.name for found in box.provider.list(box.owner)} == {box.ref, f"{box.ref}-b"}
     assert box.provider.list("somebody") == []
 
 
 def test_a_name_that_somebody_else_has_is_rejected(box: Box) -> None:
     with pytest.raises(Rejected):
-        box.provider.create(Spec(box.ref, owner="another"))
+        box.provider.create(SandboxSpec(box.ref, owner="another"))
     assert box.run("true").exit_code == 0
 
 
@@ -154,7 +154,7 @@ def test_a_crash_between_create_and_start_is_made_good(box: Box, monkeypatch: py
     def die(*args: object) -> None:
         raise Died
 
-    spec = Spec(f"{box.ref}-b", owner=box.owner)
+    spec = SandboxSpec(f"{box.ref}-b", owner=box.owner)
     with monkeypatch.context() as crash:
         crash.setattr(APIClient, "start", die)
         with pytest.raises(Died):
@@ -180,7 +180,7 @@ def test_what_is_left_of_a_sandbox_is_listed_and_can_be_destroyed(box: Box) -> N
     docker("rm", "-f", box.ref)
     docker("volume", "rm", f"{box.ref}-data")
     [found] = box.provider.list(box.owner)
-    assert (found.ref, found.name, found.running, found.remains) == (box.ref, box.ref, False, True)
+    assert (found.ref, found.name, found.running, found.is_remnant) == (box.ref, box.ref, False, True)
     assert abs(found.created_at - made_at) < MINUTE
     with pytest.raises(Missing):
         box.provider.inspect(found.ref)
@@ -190,7 +190,7 @@ def test_what_is_left_of_a_sandbox_is_listed_and_can_be_destroyed(box: Box) -> N
 
 
 def test_of_a_sandbox_that_is_there_nothing_is_left(box: Box) -> None:
-    assert [(found.ref, found.remains) for found in box.provider.list(box.owner)] == [(box.ref, False)]
+    assert [(found.ref, found.is_remnant) for found in box.provider.list(box.owner)] == [(box.ref, False)]
 
 
 def test_a_volume_of_somebody_else_is_neither_used_nor_removed(box: Box) -> None:
@@ -198,7 +198,7 @@ def test_a_volume_of_somebody_else_is_neither_used_nor_removed(box: Box) -> None
     docker("volume", "create", f"{name}-data")
     try:
         with pytest.raises(Rejected, match="somebody else"):
-            box.provider.create(Spec(name, owner=box.owner))
+            box.provider.create(SandboxSpec(name, owner=box.owner))
         box.provider.destroy(name)
         assert docker("volume", "ls", "-q", "--filter", f"name={name}") == f"{name}-data\n"
     finally:
@@ -213,9 +213,11 @@ def test_home_is_there_and_memory_is_empty_after_a_restart(box: Box) -> None:
 
 @pytest.mark.django_db
 def test_a_container_that_was_removed_is_lost_though_its_volumes_are_there(docker_pool: Pool) -> None:
-    leases = [leasing.acquire(leasing.Ask(f"did:plc:{n}", n, "catan", pool=docker_pool.name), now=NOW)[0] for n in "ab"]
+    leases = [
+        leasing.acquire(leasing.LeaseRequest(f"did:plc:{n}", n, "catan", pool=docker_pool.name), now=NOW)[0] for n in "ab"
+    ]
     for lease in leases:
-        execution.exec_in(lease.pk, Command(argv=["touch", "f"], timeout=MINUTE), now=NOW)
+        execution.exec_command(lease.pk, Command(argv=["touch", "f"], timeout=MINUTE), now=NOW)
     gone = Sandbox.objects.get(holder=leases[0].pk)
     docker("rm", "-f", gone.ref)
     assert sweeps.reconcile(now=NOW, grace=timedelta(days=1)).counts == {"lost": 1, "kept": 1}
@@ -224,7 +226,7 @@ def test_a_container_that_was_removed_is_lost_though_its_volumes_are_there(docke
 @pytest.mark.django_db
 def test_what_is_left_of_a_sandbox_is_an_orphan(docker_pool: Pool) -> None:
     provider, owner = DockerProvider(), str(docker_pool.owner)
-    ref = provider.create(Spec(f"lhd-{uuid4().hex[:16]}", owner=owner))
+    ref = provider.create(SandboxSpec(f"lhd-{uuid4().hex[:16]}", owner=owner))
     docker("rm", "-f", ref)
     late = provider.list(owner)[0].created_at + 2 * MINUTE
     assert sweeps.reconcile(now=late - MINUTE, grace=2 * MINUTE).counts == {}
@@ -234,7 +236,7 @@ def test_what_is_left_of_a_sandbox_is_an_orphan(docker_pool: Pool) -> None:
 
 def test_a_runtime_is_passed_on(box: Box, settings: Any) -> None:
     settings.DOCKER_RUNTIME = "io.containerd.runc.v2"
-    box.provider.create(Spec(f"{box.ref}-b", owner=box.owner))
+    box.provider.create(SandboxSpec(f"{box.ref}-b", owner=box.owner))
     assert docker("inspect", "-f", "{{.HostConfig.Runtime}}", f"{box.ref}-b") == "io.containerd.runc.v2\n"
     assert Box(box.provider, f"{box.ref}-b", box.owner).run("true").exit_code == 0
 
@@ -242,16 +244,16 @@ def test_a_runtime_is_passed_on(box: Box, settings: Any) -> None:
 def test_a_runtime_that_the_engine_has_not_is_rejected_and_leaves_nothing(box: Box, settings: Any) -> None:
     settings.DOCKER_RUNTIME = "runsc-of-nowhere"
     with pytest.raises(Rejected, match="LEASEHOLD_DOCKER_RUNTIME=runsc-of-nowhere"):
-        box.provider.create(Spec(f"{box.ref}-b", owner=box.owner))
+        box.provider.create(SandboxSpec(f"{box.ref}-b", owner=box.owner))
     assert [found.ref for found in box.provider.list(box.owner)] == [box.ref]
 
 
 def test_a_runtime_with_a_kernel_of_its_own_is_not_looked_into_from_outside(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "SHARING", set())
+    monkeypatch.setattr(engine, "SHARED_KERNEL_RUNTIMES", set())
     asked: list[list[str]] = []
-    create = box.provider._exec_create
+    create = box.provider._create_exec
     monkeypatch.setattr(
-        box.provider, "_exec_create", lambda ref, argv, *a, **o: asked.append(argv) or create(ref, argv, *a, **o)
+        box.provider, "_create_exec", lambda ref, argv, *a, **o: asked.append(argv) or create(ref, argv, *a, **o)
     )
     box.provider.write_file(box.ref, "/workspace/f", b"x")
     assert box.provider.read_file(box.ref, "/workspace/f", limit=9) == b"x"
@@ -263,13 +265,13 @@ def test_a_runtime_with_a_kernel_of_its_own_is_not_looked_into_from_outside(box:
 
 def test_a_missing_image_says_how_to_make_it() -> None:
     with pytest.raises(Rejected, match="build_image"):
-        DockerProvider().create(Spec("lhd-none", "lhd-none", image="lhd-no-such-image:none"))
+        DockerProvider().create(SandboxSpec("lhd-none", "lhd-none", image="lhd-no-such-image:none"))
     assert DockerProvider().list("lhd-none") == []
 
 
 def test_a_limit_the_machine_cannot_give_is_rejected() -> None:
     with pytest.raises(Rejected, match="CPUs"):
-        DockerProvider().create(Spec("lhd-none", "lhd-none", millicpus=1_000_000))
+        DockerProvider().create(SandboxSpec("lhd-none", "lhd-none", millicpus=1_000_000))
     assert DockerProvider().list("lhd-none") == []
 
 
@@ -295,13 +297,13 @@ def test_memory_is_counted_anew_after_a_restart(box: Box) -> None:
 
 
 def by_reaper_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DockerProvider, "_reap_from_host", lambda self, ref, mark, gid: False)
+    monkeypatch.setattr(DockerProvider, "_kill_by_mark_on_host", lambda self, ref, mark, gid: False)
 
 
 def by_host(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root may signal the processes of a container")
-    monkeypatch.setattr(DockerProvider, "_reap_inside", lambda self, ref, mark, gid: False)
+    monkeypatch.setattr(DockerProvider, "_kill_by_mark_in_container", lambda self, ref, mark, gid: False)
 
 
 @pytest.mark.parametrize("way", [by_reaper_inside, by_host])
@@ -318,7 +320,9 @@ def test_a_timeout_leaves_nothing_behind(
     box: Box, monkeypatch: pytest.MonkeyPatch, way: Callable[[pytest.MonkeyPatch], None], hidden: str
 ) -> None:
     way(monkeypatch)
-    done = cut_off(lambda seconds: box.run("sh", "-c", f"echo began; {hidden}", seconds=seconds), lambda done: done.stdout)
+    done = run_with_growing_timeouts(
+        lambda seconds: box.run("sh", "-c", f"echo began; {hidden}", seconds=seconds), lambda done: done.stdout
+    )
     assert (done.exit_code, done.timed_out, done.stdout) == (137, True, b"began\n")
     assert done.duration < MINUTE  # far below the 300 s that they would sleep
     assert box.processes() == []
@@ -333,7 +337,7 @@ def test_a_timeout_ends_a_fork_bomb_and_no_other_exec(
     script = "sleep 4 & touch begun; wait; echo unharmed"  # and needs no other process once it has begun
     beside = threading.Thread(target=lambda: other.append(box.run("sh", "-c", script, seconds=60)))
     beside.start()
-    until(lambda: box.run("test", "-e", "begun").exit_code == 0, "the other one has begun")
+    wait_until(lambda: box.run("test", "-e", "begun").exit_code == 0, "the other one has begun")
     assert box.run("env", "-i", "/usr/bin/setsid", "/usr/bin/python3", "-c", BOMB, seconds=1.5).timed_out
     beside.join()
     assert box.processes() == []
@@ -343,8 +347,8 @@ def test_a_timeout_ends_a_fork_bomb_and_no_other_exec(
 
 def test_where_nothing_can_reap_the_container_goes_and_its_files_stay(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     box.run("sh", "-c", "echo kept > /workspace/file")
-    monkeypatch.setattr(DockerProvider, "_reap_from_host", lambda self, ref, mark, gid: False)
-    monkeypatch.setattr(DockerProvider, "_reap_inside", lambda self, ref, mark, gid: False)
+    monkeypatch.setattr(DockerProvider, "_kill_by_mark_on_host", lambda self, ref, mark, gid: False)
+    monkeypatch.setattr(DockerProvider, "_kill_by_mark_in_container", lambda self, ref, mark, gid: False)
     assert box.run("python3", "-c", BOMB, seconds=1).timed_out
     assert box.run("cat", "/workspace/file").stdout == b"kept\n"
     assert box.processes() == []
@@ -366,7 +370,7 @@ def test_a_container_that_does_not_run_is_woken_by_the_next_exec(box: Box, how: 
 def test_a_container_that_dies_under_a_command_is_a_result(box: Box) -> None:
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(box.run, "sleep", "300", seconds=250)
-        until(lambda: "sleep 300" in box.processes(), "it sleeps")
+        wait_until(lambda: "sleep 300" in box.processes(), "it sleeps")
         docker("kill", box.ref)
         done = running.result()
     assert (done.exit_code, done.timed_out) == (137, False)
@@ -439,7 +443,7 @@ def test_files_move_whole_with_what_their_owner_locked(box: Box) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root reaches a container's files from outside")
 def test_files_go_in_without_an_exec_and_are_the_agents(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(box.provider, "_exec_create", lambda *args, **options: pytest.fail("an exec"))
+    monkeypatch.setattr(box.provider, "_create_exec", lambda *args, **options: pytest.fail("an exec"))
     box.provider.write_file(box.ref, "/workspace/a/f", b"x")
     tar = io.BytesIO()
     with tarfile.open(fileobj=tar, mode="w") as out:
@@ -526,7 +530,7 @@ def test_both_versions_of_control_groups_are_read(version: int, tmp_path: Path) 
     for name, content in VERSIONS[version].items():
         (tmp_path / name).write_text(content)
     cpu, memory, _ = (tmp_path / name for name in VERSIONS[version])
-    assert Cgroup(tmp_path, tmp_path, cpu, memory).usage() == Usage(30333, 3104768 - 2629632)
+    assert Cgroup(tmp_path, tmp_path, cpu, memory).usage() == ResourceUsage(30333, 3104768 - 2629632)
 
 
 def test_the_kernels_counters_are_the_engines(box: Box) -> None:

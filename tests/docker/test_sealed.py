@@ -19,13 +19,13 @@ from django.utils import timezone
 from leases import execution, leasing
 from sandboxes import providers
 from sandboxes.models import Pool, Sandbox
-from sandboxes.providers.base import ExecResult, Spec
+from sandboxes.providers.base import ExecResult, SandboxSpec
 from sandboxes.providers.docker import seccomp
 from sandboxes.providers.docker.provider import DockerProvider
 from sandboxes.runs import Command
 from tests.conftest import DOCKER_IMAGE
 from tests.support import attacks
-from tests.support.waiting import cut_off, until
+from tests.support.waiting import run_with_growing_timeouts, wait_until
 
 pytestmark = pytest.mark.docker
 MINUTE = timedelta(minutes=1)
@@ -204,7 +204,7 @@ def cells(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
             sockets = tmp_path_factory.mktemp(letter)
             sockets.chmod(0o755)
             (sockets / "llm.sock").write_text(letter)
-            spec = Spec(f"{owner}-{letter}", owner, memory_mib=MEMORY_MIB, pids=PIDS, sockets=sockets)
+            spec = SandboxSpec(f"{owner}-{letter}", owner, memory_mib=MEMORY_MIB, pids=PIDS, sockets=sockets)
             made.append(Cell(provider, provider.create(spec)))
             provider.wait_ready(made[-1].ref, timeout=MINUTE)
         yield made
@@ -223,7 +223,7 @@ def workshop(docker_ready: None) -> Iterator[Cell]:
     """A sandbox of the usual size, for tools."""
     provider, name = DockerProvider(), f"lhs-{uuid4().hex[:16]}"
     try:
-        cell = Cell(provider, provider.create(Spec(name, name)))
+        cell = Cell(provider, provider.create(SandboxSpec(name, name)))
         provider.wait_ready(cell.ref, timeout=MINUTE)
         yield cell
     finally:
@@ -241,7 +241,7 @@ def loosened(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> It
     (sockets / "llm.sock").write_text("c")
     docker("build", "-q", "-t", name, str(context))
     try:
-        spec = Spec(name, name, image=name, memory_mib=MEMORY_MIB, pids=PIDS, sockets=sockets, writable_root=True)
+        spec = SandboxSpec(name, name, image=name, memory_mib=MEMORY_MIB, pids=PIDS, sockets=sockets, writable_root=True)
         cell = Cell(provider, provider.create(spec))
         provider.wait_ready(cell.ref, timeout=MINUTE)
         yield cell
@@ -293,7 +293,7 @@ def test_a_writable_root_loosens_that_and_nothing_else(cell: Cell, loosened: Cel
     assert found == {"write_anywhere_else": "['/opt/tools', '/opt/tools/x']"}
 
 
-@pytest.mark.parametrize("number", [attacks.NUMBERS["clone3"][0], 4000])
+@pytest.mark.parametrize("number", [attacks.SYSCALL_NUMBERS["clone3"][0], 4000])
 def test_a_call_that_libraries_can_do_without_says_that_there_is_none(cell: Cell, number: int) -> None:
     ask = f"import ctypes; libc = ctypes.CDLL(None, use_errno=True); print(libc.syscall({number}, 0, 0), ctypes.get_errno())"
     assert cell.run("python3", "-c", ask).stdout.split() == [b"-1", b"%d" % errno.ENOSYS]
@@ -348,7 +348,7 @@ def test_a_neighbour_that_listens_is_not_reached(cells: list[Cell]) -> None:
     one, two = cells
     with ThreadPoolExecutor(1) as thread:
         listening = thread.submit(two.run, "python3", "-c", LISTEN)
-        until(lambda: two.run("test", "-e", "/tmp/listening").exit_code == 0, "it listens")
+        wait_until(lambda: two.run("test", "-e", "/tmp/listening").exit_code == 0, "it listens")
         reached = [json.loads(cell.run("python3", "-c", DIAL).stdout) for cell in (two, one)]
         two.run("rm", "/tmp/listening")
     assert listening.result().exit_code == 0
@@ -360,7 +360,7 @@ def test_the_engine_was_asked_for_nothing_but_what_is_needed(cell: Cell) -> None
     host = found["HostConfig"]
     assert (host["ReadonlyRootfs"], host["Privileged"], host["NetworkMode"]) == (True, False, "none")
     assert (host["CapAdd"], host["CapDrop"]) == (None, ["ALL"])
-    assert host["SecurityOpt"] == ["no-new-privileges:true", f"seccomp={seccomp.profile()}"]
+    assert host["SecurityOpt"] == ["no-new-privileges:true", f"seccomp={seccomp.build_profile()}"]
     assert {"/proc/kcore", "/proc/keys", "/sys/firmware"} <= set(host["MaskedPaths"])
     assert {"/proc/sys", "/proc/sysrq-trigger"} <= set(host["ReadonlyPaths"])
     assert (host["PidMode"], host["IpcMode"], host["UTSMode"], host["CgroupnsMode"]) == ("", "private", "", "private")
@@ -374,7 +374,7 @@ def test_the_engine_was_asked_for_nothing_but_what_is_needed(cell: Cell) -> None
 
 
 def test_a_fork_bomb_is_bounded_and_ends_with_its_exec(cell: Cell) -> None:
-    done = cut_off(lambda seconds: cell.run("python3", "-c", BOMB, seconds=seconds), lambda done: done.stdout)
+    done = run_with_growing_timeouts(lambda seconds: cell.run("python3", "-c", BOMB, seconds=seconds), lambda done: done.stdout)
     assert done.timed_out
     assert 1 <= int(done.stdout.split()[0]) < PIDS
     assert cell.lives()
@@ -402,7 +402,7 @@ def test_what_is_filled_in_memory_leaves_room_to_clean_up(cells: list[Cell]) -> 
 
 def test_a_flood_on_both_streams_is_read_dropped_and_ended(cell: Cell) -> None:
     flood = "yes >&2 & yes"
-    done = cut_off(
+    done = run_with_growing_timeouts(
         lambda seconds: cell.run("sh", "-c", flood, seconds=seconds, cap=1000), lambda done: done.stdout and done.stderr
     )
     assert (len(done.stdout), len(done.stderr), done.truncated, done.timed_out) == (1000, 1000, True, True)
@@ -425,16 +425,16 @@ def test_no_secret_of_ours_is_anywhere_in_or_on_a_sandbox(
         setattr(settings, name, value)
         monkeypatch.setenv(name, value)
         monkeypatch.setenv(f"LEASEHOLD_{name}", value)
-    ask = leasing.Ask("did:plc:ada", "sealed", "catan", pool=docker_pool.name)
+    ask = leasing.LeaseRequest("did:plc:ada", "sealed", "catan", pool=docker_pool.name)
     lease, _ = leasing.acquire(ask, now=timezone.now())
     script = "echo here; env; cat /proc/*/environ /proc/*/cmdline /proc/self/mountinfo; find /workspace /data /tmp /run -type f"
     script += " -exec cat {} +"
-    _, done = execution.exec_in(lease.pk, Command(argv=["sh", "-c", script], timeout=MINUTE), now=timezone.now())
+    _, done = execution.exec_command(lease.pk, Command(argv=["sh", "-c", script], timeout=MINUTE), now=timezone.now())
     ref = Sandbox.objects.get(pool=docker_pool).ref
     volumes = [f"{ref}-workspace", f"{ref}-data"]
     seen = [done.stdout.decode(), docker("inspect", ref), docker("volume", "inspect", *volumes), docker("logs", ref)]
     seen.append(docker("exec", ref, "env"))  # as the keeper has it
-    tar = b"".join(providers.get("docker").get_files(ref, "/workspace"))
+    tar = b"".join(providers.get_provider("docker").get_files(ref, "/workspace"))
     assert "here" in seen[0] and ref in seen[1] and volumes[0] in seen[2] and "PATH=" in seen[4]
     assert "leaseId" in tar.decode(errors="replace")
     for name, value in secrets.items():

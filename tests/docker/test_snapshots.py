@@ -8,20 +8,20 @@ from django.utils import timezone
 
 from leases import execution, leasing, snapshots
 from leases import fork as forking
-from leases.leasing import Ask
+from leases.leasing import LeaseRequest
 from leases.models import Lease
 from sandboxes import files, providers
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.runs import Command
-from sandboxes.state.file_reader import Files
+from sandboxes.state.file_reader import FileTree
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 MINUTE = timedelta(minutes=1)
 
 
 def sh(lease: Lease, script: str) -> str:
-    _, result = execution.exec_in(lease.pk, Command(argv=["sh", "-ec", script], timeout=MINUTE), now=timezone.now())
+    _, result = execution.exec_command(lease.pk, Command(argv=["sh", "-ec", script], timeout=MINUTE), now=timezone.now())
     assert result.exit_code == 0, result
     return result.stdout.decode().strip()
 
@@ -29,28 +29,28 @@ def sh(lease: Lease, script: str) -> str:
 def looked(lease: Lease) -> tuple[list[str], bytes, str]:
     """Everything in the workspace, the content of one file, and where that was seen."""
 
-    def act(tree: Files) -> tuple[list[str], bytes]:
+    def act(tree: FileTree) -> tuple[list[str], bytes]:
         return sorted(tree.look("", deep=True, most=100)), tree.read_range("src/run", start=0, length=100)[0]
 
     def within(want: object, at: datetime) -> tuple[tuple[list[str], bytes], str]:
         command = Command(argv=["look"], kind="file", timeout=MINUTE, needs_data=False)
-        return files.look(execution.want_for(lease, now=at), WORKSPACE, command, act, now=at)
+        return files.read_files(execution.build_sandbox_request(lease, now=at), WORKSPACE, command, act, now=at)
 
-    (names, content), source = execution.for_lease(lease.pk, within, now=timezone.now(), actor="")
+    (names, content), source = execution.call_with_lease(lease.pk, within, now=timezone.now(), actor="")
     return names, content, source
 
 
 def test_take_change_restore_wake_and_fork(docker_pool: Pool) -> None:
-    ask = Ask(agent_did="did:plc:ada", environment_id="one", environment_type="catan", pool=docker_pool.name)
+    ask = LeaseRequest(agent_did="did:plc:ada", environment_id="one", environment_type="catan", pool=docker_pool.name)
     lease, _ = leasing.acquire(ask, now=timezone.now())
     sh(lease, "mkdir -p src && printf '#!/bin/sh\\necho one\\n' > src/run && chmod 755 src/run && ln -s src/run link")
-    taken = snapshots.take(lease.pk, name="one", now=timezone.now())
+    taken = snapshots.take_snapshot(lease.pk, name="one", now=timezone.now())
     sh(lease, "echo two > src/run; rm link; touch new; echo kept > /data/diary")
 
     names, content, source = looked(lease)
     assert ("new" in names, "link" in names, content, source) == (True, False, b"two\n", "sandbox")
-    snapshots.restore(lease.pk, taken.pk, now=timezone.now())
-    assert providers.get("docker").list(str(docker_pool.owner)) == []
+    snapshots.restore_snapshot(lease.pk, taken.pk, now=timezone.now())
+    assert providers.get_provider("docker").list(str(docker_pool.owner)) == []
     names, content, source = looked(lease)
     assert ("new" in names, "link" in names, content, source) == (False, True, b"#!/bin/sh\necho one\n", "snapshot")
     assert Sandbox.objects.get().state == "cold"
@@ -58,7 +58,7 @@ def test_take_change_restore_wake_and_fork(docker_pool: Pool) -> None:
     assert sh(lease, "./link; test ! -e new; cat /data/diary") == "one\nkept"
     assert looked(lease) == (names, content, "sandbox")
 
-    into = Ask(agent_did="did:plc:ada", environment_id="two", environment_type="catan", pool=docker_pool.name)
+    into = LeaseRequest(agent_did="did:plc:ada", environment_id="two", environment_type="catan", pool=docker_pool.name)
     fork, _ = forking.fork(lease, into, now=timezone.now())
     assert sh(fork, "./link; cat /data/diary") == "one\nkept"
     assert json.loads(sh(fork, "cat config.json"))["leaseId"] == str(fork.pk)

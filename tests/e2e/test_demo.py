@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.manage import MANAGE, environment, manage
+from tests.commands.manage import MANAGE, build_environment, run_manage
 from tests.e2e.test_up import Home, home  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.e2e
 
 
 def test_every_turn_of_the_demo_is_an_answer_and_a_call_that_is_written_down(home: Home) -> None:  # noqa: F811
-    assert manage(home.path, "quickstart").returncode == 0
+    assert run_manage(home.path, "quickstart").returncode == 0
     said = demo(home.path, "--points", "3", "--seed", "7", "--exit", "--port", str(home.port))
     assert re.search(r"^did:web:(ada|brook)\.demo\.invalid wins\.$", said, re.MULTILINE), said
     seats = re.findall(r"destroyed \(condition:game\.finished\)  process +(\d+) +(\d+) ", said)
@@ -29,6 +29,6 @@ def test_every_turn_of_the_demo_is_an_answer_and_a_call_that_is_written_down(hom
 
 def demo(path: Path, *args: str) -> str:
     argv = [sys.executable, str(MANAGE), "demo", *args]
-    done = subprocess.run(argv, env=environment(path), capture_output=True, text=True, timeout=180)
+    done = subprocess.run(argv, env=build_environment(path), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -19,11 +19,11 @@ from django.conf import settings
 from django.test import override_settings
 
 from sandboxes import providers
-from sandboxes.egress.nginx import LABEL_PLACE, Front
+from sandboxes.egress.nginx import DIRECTORY_LABEL, NginxProxy
 from sandboxes.providers.docker.engine import Engine
-from tests.commands.manage import manage, runtime
+from tests.commands.manage import get_runtime_dir, run_manage
 from tests.e2e.test_up import HEALTHY, Home
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
 JOINS, AT_KILL = 50, 15  # with four threads a web process, some joins are answered by then, and some wait
@@ -35,7 +35,7 @@ class Fleet(Home):
     key = ""
 
     def sweep(self) -> None:
-        done = manage(self.path, "sweep", **self.env)
+        done = run_manage(self.path, "sweep", **self.env)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
@@ -75,11 +75,11 @@ class Fleet(Home):
     def listed(self) -> dict[str, bool]:
         """Whether it runs, by the name of each container of ours."""
         (owner,) = self.ids("SELECT owner FROM sandboxes_pool WHERE name = 'default'")
-        return {found.name: found.running for found in providers.get("docker").list(owner)}
+        return {found.name: found.running for found in providers.get_provider("docker").list(owner)}
 
     def proxies(self) -> list[str]:
         """The containers in front of its way out, and their states."""
-        label = f"{LABEL_PLACE}={runtime(self.path) / 'egress'}"
+        label = f"{DIRECTORY_LABEL}={get_runtime_dir(self.path) / 'egress'}"
         return [each["State"] for each in Engine().client.containers(all=True, filters={"label": label})]
 
     def kill(self) -> None:
@@ -87,7 +87,7 @@ class Fleet(Home):
         assert self.process is not None
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(timeout=HEALTHY)
-        until(lambda: not self.processes(), "nothing of it lives")
+        wait_until(lambda: not self.processes(), "nothing of it lives")
 
 
 @pytest.fixture
@@ -100,8 +100,8 @@ def fleet(tmp_path: Path, docker_ready: None) -> Iterator[Fleet]:
     fleet = Fleet(
         tmp_path, DATABASE_URL=url, SANDBOX_PROVIDER="docker", LEASEHOLD_SANDBOX_MEMORY_MIB="128", LEASEHOLD_WEB_THREADS="4"
     )
-    assert manage(tmp_path, "migrate", **fleet.env).returncode == 0
-    fleet.key = json.loads(manage(tmp_path, "create_key", "--operator", "--json", **fleet.env).stdout)["key"]
+    assert run_manage(tmp_path, "migrate", **fleet.env).returncode == 0
+    fleet.key = json.loads(run_manage(tmp_path, "create_key", "--operator", "--json", **fleet.env).stdout)["key"]
     yield fleet
     for pid in fleet.processes():
         with suppress(ProcessLookupError):
@@ -109,10 +109,10 @@ def fleet(tmp_path: Path, docker_ready: None) -> Iterator[Fleet]:
     if fleet.process:
         fleet.process.wait(timeout=HEALTHY)
     for name in fleet.listed():
-        providers.get("docker").destroy(name)
-    with override_settings(EGRESS_DIR=runtime(tmp_path) / "egress"):
-        Front(Engine()).stop()
-    shutil.rmtree(runtime(tmp_path), ignore_errors=True)
+        providers.get_provider("docker").destroy(name)
+    with override_settings(EGRESS_DIR=get_runtime_dir(tmp_path) / "egress"):
+        NginxProxy(Engine()).stop()
+    shutil.rmtree(get_runtime_dir(tmp_path), ignore_errors=True)
     if settings.ON_POSTGRES:
         with psycopg.connect(os.environ["DATABASE_URL"], autocommit=True) as database:
             database.execute(f"DROP DATABASE {own} WITH (FORCE)")
@@ -122,7 +122,7 @@ def test_killed_among_fifty_joins_it_leaks_no_container_and_loses_no_lease(fleet
     fleet.up()
     with ThreadPoolExecutor(JOINS) as crowd:
         joins = [crowd.submit(fleet.join, number) for number in range(JOINS)]
-        until(lambda: len(fleet.listed()) >= AT_KILL, f"{AT_KILL} containers", within=120)
+        wait_until(lambda: len(fleet.listed()) >= AT_KILL, f"{AT_KILL} containers", within=120)
         fleet.kill()
     answered = {lease for join in joins if (lease := join.result())}
     at_kill, in_flight = len(fleet.listed()), list(fleet.wanted().values()).count("warming")
@@ -153,7 +153,7 @@ def test_killed_among_fifty_joins_it_leaks_no_container_and_loses_no_lease(fleet
 
     for lease in fleet.ids("SELECT id FROM leases_lease WHERE status = 'active'"):
         assert fleet.post(f"/leases/{lease}/release")[0] == 200
-    until(lambda: fleet.sweep() or not fleet.listed(), "every container is gone", within=120)
+    wait_until(lambda: fleet.sweep() or not fleet.listed(), "every container is gone", within=120)
     assert fleet.rows("SELECT count(*) FROM sandboxes_sandbox WHERE state <> 'destroyed'") == [(0,)]
     assert fleet.rows("SELECT used FROM sandboxes_pool WHERE name = 'default'") == [(0,)]
     assert fleet.end(signal.SIGTERM) == 0
@@ -166,7 +166,7 @@ def test_killed_during_an_exec_the_run_is_lost_and_the_sandbox_usable(fleet: Fle
     nap = f"600.{uuid.uuid4().int % 10**9}"
     with ThreadPoolExecutor(1) as crowd:
         long: Future[Any] = crowd.submit(fleet.post, f"/leases/{lease}/exec", {"argv": ["sleep", nap], "timeout_seconds": 900})
-        until(lambda: fleet.rows("SELECT count(*) FROM sandboxes_run WHERE outcome = 'open'") == [(1,)], "the run is open")
+        wait_until(lambda: fleet.rows("SELECT count(*) FROM sandboxes_run WHERE outcome = 'open'") == [(1,)], "the run is open")
         fleet.kill()
         assert isinstance(long.exception(timeout=HEALTHY), OSError | http.client.HTTPException)
     assert list(fleet.wanted().values()) == ["running"]

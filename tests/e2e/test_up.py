@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.commands.manage import MANAGE, environment, manage, runtime
+from tests.commands.manage import MANAGE, build_environment, get_runtime_dir, run_manage
 from tests.support import ports
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 HEALTHY = 120.0  # seconds that a start may take on a machine that has other things to do
@@ -30,7 +30,7 @@ class Home:
     def __init__(self, path: Path, **env: str) -> None:
         self.path, self.env = path, env
         self.log = path / "up.log"
-        [self.port] = ports.free()
+        [self.port] = ports.find_free_ports()
         self.process: subprocess.Popen[bytes] | None = None
 
     def up(self, *args: str) -> "subprocess.Popen[bytes]":
@@ -39,7 +39,7 @@ class Home:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(MANAGE), "up", "--port", str(self.port), *args],
-                env=environment(self.path, **self.env), stdout=log, stderr=log, start_new_session=True,
+                env=build_environment(self.path, **self.env), stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         self.says("up: ready\n", times=said.count("up: ready\n") + 1)
         return self.process
@@ -49,7 +49,7 @@ class Home:
 
     def says(self, text: str, times: int = 1) -> None:
         try:
-            until(lambda: self.said().count(text) >= times, text, within=HEALTHY)
+            wait_until(lambda: self.said().count(text) >= times, text, within=HEALTHY)
         except AssertionError:
             raise AssertionError(f"it never said {text!r}:\n{self.said()}") from None
 
@@ -72,7 +72,7 @@ class Home:
 
     def whole(self, word: str) -> set[int]:
         """The processes of one of its children, once all are there."""
-        return until(lambda: len(found := self.processes(word)) == MANY[word] and found, f"all of {word} is there")
+        return wait_until(lambda: len(found := self.processes(word)) == MANY[word] and found, f"all of {word} is there")
 
     def ask(self, query: str) -> Any:
         """The first value of the first row."""
@@ -81,7 +81,9 @@ class Home:
             return row[0] if row else None
 
     def lease(self) -> str:
-        done = manage(self.path, "acquire", "--agent", "did:plc:ada", "--environment", "game-1", "--type", "catan", "--json")
+        done = run_manage(
+            self.path, "acquire", "--agent", "did:plc:ada", "--environment", "game-1", "--type", "catan", "--json"
+        )
         return str(json.loads(done.stdout)["id"])
 
     def end(self, number: signal.Signals) -> int:
@@ -92,7 +94,7 @@ class Home:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Home]:
-    assert manage(tmp_path, "migrate").returncode == 0
+    assert run_manage(tmp_path, "migrate").returncode == 0
     home = Home(tmp_path)
     yield home
     for pid in home.processes():
@@ -100,17 +102,17 @@ def home(tmp_path: Path) -> Iterator[Home]:
             os.kill(pid, signal.SIGKILL)
     if home.process:
         home.process.wait(timeout=HEALTHY)
-    shutil.rmtree(runtime(tmp_path), ignore_errors=True)
+    shutil.rmtree(get_runtime_dir(tmp_path), ignore_errors=True)
 
 
 def test_it_serves_until_sigterm_and_leaves_no_process_but_the_sandboxes(home: Home) -> None:
     home.up()
     assert home.get("/livez")[0] == 200
     assert home.get("/healthz")[0] == 200
-    assert until(lambda: home.get("/readyz")[0] == 200, "the queue gives its heartbeat")
+    assert wait_until(lambda: home.get("/readyz")[0] == 200, "the queue gives its heartbeat")
     assert f"admin http://127.0.0.1:{home.port}/admin/" in home.said()
     assert "WARNING: PROCESS DOES NOT ISOLATE" in home.said()
-    assert manage(home.path, "exec", home.lease(), "--", "true").returncode == 0
+    assert run_manage(home.path, "exec", home.lease(), "--", "true").returncode == 0
     assert home.end(signal.SIGTERM) == 0
     assert home.processes() == set()
     assert home.ask("SELECT state FROM sandboxes_sandbox") == "waiting"
@@ -118,24 +120,24 @@ def test_it_serves_until_sigterm_and_leaves_no_process_but_the_sandboxes(home: H
 
 def test_a_second_one_is_refused_and_harms_nothing(home: Home) -> None:
     first = home.up()
-    second = manage(home.path, "up", "--port", str(home.port))
+    second = run_manage(home.path, "up", "--port", str(home.port))
     assert (second.returncode, second.stderr.count("\n")) == (1, 1)
     assert f"Another manage.py up is running on {home.path / 'state'} (pid {first.pid}, since " in second.stderr
-    elsewhere = manage(home.path, "up", "--port", str(home.port), LEASEHOLD_STATE_DIR=str(home.path / "other"))
+    elsewhere = run_manage(home.path, "up", "--port", str(home.port), LEASEHOLD_STATE_DIR=str(home.path / "other"))
     assert (elsewhere.returncode, elsewhere.stderr.count("\n")) == (1, 1)
     assert f"Nothing can listen on 127.0.0.1 port {home.port}" in elsewhere.stderr
     assert home.get("/healthz")[0] == 200
 
 
 def test_without_migrations_it_says_what_to_run(home: Home) -> None:
-    refused = manage(home.path, "up", DATABASE_URL=f"sqlite:///{home.path / 'empty.sqlite3'}")
+    refused = run_manage(home.path, "up", DATABASE_URL=f"sqlite:///{home.path / 'empty.sqlite3'}")
     assert (refused.returncode, refused.stderr) == (
         1, "CommandError: Migrations are not applied: run manage.py migrate.\n",
     )  # fmt: skip
 
 
 def test_without_a_provider_that_isolates_and_without_debug_it_does_not_start(home: Home) -> None:
-    refused = manage(home.path, "up", DEBUG="0", SANDBOX_PROVIDER="auto", DOCKER_HOST="unix:///nowhere.sock")
+    refused = run_manage(home.path, "up", DEBUG="0", SANDBOX_PROVIDER="auto", DOCKER_HOST="unix:///nowhere.sock")
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
     assert refused.stderr.startswith("The process provider does not isolate")
 
@@ -145,19 +147,19 @@ def test_after_sigkill_nothing_of_it_lives_and_the_next_start_takes_over_what_it
     instance = json.loads((home.path / "state/up.json").read_text())["instance"]
     leftover = subprocess.Popen(  # what a web worker would be that the kernel did not kill with its parent
         [sys.executable, str(MANAGE), "exec", lease, "--timeout", "1h", "--", "sleep", "600"],
-        env=environment(home.path, LEASEHOLD_INSTANCE=f"{instance}.web.1"),
+        env=build_environment(home.path, LEASEHOLD_INSTANCE=f"{instance}.web.1"),
         stderr=subprocess.DEVNULL,
     )
-    until(lambda: home.ask("SELECT outcome FROM sandboxes_run") == "open", "the run is open")
+    wait_until(lambda: home.ask("SELECT outcome FROM sandboxes_run") == "open", "the run is open")
     dead.kill()
     dead.wait()
-    until(lambda: home.processes() <= {leftover.pid}, "web server and queue die with it")
+    wait_until(lambda: home.processes() <= {leftover.pid}, "web server and queue die with it")
     home.up()
     assert leftover.wait(timeout=HEALTHY) == -signal.SIGKILL
     assert "the last start ended badly: 1 processes killed, 1 acts taken over" in home.said()
-    until(lambda: home.ask("SELECT outcome FROM sandboxes_run") == "lost", "the run is closed")
+    wait_until(lambda: home.ask("SELECT outcome FROM sandboxes_run") == "lost", "the run is closed")
     assert home.ask("SELECT state FROM sandboxes_sandbox") == "waiting"
-    assert manage(home.path, "exec", lease, "--", "true").returncode == 0
+    assert run_manage(home.path, "exec", lease, "--", "true").returncode == 0
 
 
 @pytest.mark.parametrize("word", MANY)
@@ -187,7 +189,7 @@ def test_a_queue_that_hangs_is_killed_and_started_again(home: Home) -> None:
 
 def test_leave_nothing_destroys_every_sandbox_before_it_ends(home: Home) -> None:
     home.up("--leave-nothing")
-    assert manage(home.path, "exec", home.lease(), "--", "true").returncode == 0
+    assert run_manage(home.path, "exec", home.lease(), "--", "true").returncode == 0
     assert len(list((home.path / "state/process").glob("*/leasehold-*"))) == 1
     assert home.end(signal.SIGINT) == 0
     assert home.said().endswith("up: 1 leases ended, 1 sandboxes destroyed, 0 left\n")

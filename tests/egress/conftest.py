@@ -11,29 +11,29 @@ from django.test import override_settings
 
 from leases import execution, leasing
 from leases.models import EnvironmentType
-from sandboxes.egress.nginx import Front
+from sandboxes.egress.nginx import NginxProxy
 from sandboxes.models import Policy, Pool
 from sandboxes.providers.docker.engine import Engine
 from tests.conftest import NOW
-from tests.egress.relay import AUD, LXM, Relayed
-from tests.egress.whole import KEY, Inside, WholeWay
-from tests.support.egress import Loop, Upstream
+from tests.egress.relay import AUD, LXM, RelaySwitch
+from tests.egress.whole import UPSTREAM_API_KEY, EgressStack, LeasedSandbox
+from tests.support.egress import EventLoopThread, FakeUpstream
 
-SLOTS = 8
+SLOT_COUNT = 8
 
 
 @pytest.fixture(scope="module")
-def nginx(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+def nginx(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NginxProxy]:
     """The proxy, and settings that are this module's: a directory of sockets and a few slots."""
     runtime = tmp_path_factory.mktemp("r")
     with override_settings(
         RUNTIME_DIR=runtime,
         EGRESS_DIR=runtime / "egress",
-        EGRESS_SLOTS=SLOTS,
-        LLM_API_KEY=KEY,
+        EGRESS_SLOTS=SLOT_COUNT,
+        LLM_API_KEY=UPSTREAM_API_KEY,
         EGRESS_IMAGE=settings.EGRESS_IMAGE,
     ):
-        nginx = Front(Engine())
+        nginx = NginxProxy(Engine())
         nginx.start()
         try:
             yield nginx
@@ -42,43 +42,43 @@ def nginx(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture
-def way(nginx: Front, settings: Any, transactional_db: None) -> Iterator[WholeWay]:
+def way(nginx: NginxProxy, settings: Any, transactional_db: None) -> Iterator[EgressStack]:
     """The way out with a server and an upstream of this test's own."""
-    loop = Loop()
+    loop = EventLoopThread()
     with ExitStack() as stack:
         stack.callback(loop.close)
-        upstream = stack.enter_context(loop.during(Upstream().listening()))
+        upstream = stack.enter_context(loop.run_context(FakeUpstream().listening()))
         settings.LLM_URL = upstream.url
         if nginx.look() != "running":  # a test that failed has left it so
             nginx.start()
-        way = WholeWay(nginx, loop, upstream)
+        way = EgressStack(nginx, loop, upstream)
         stack.enter_context(way.serving)
         way.serve()
         yield way
 
 
 @pytest.fixture
-def enter(way: WholeWay, docker_pool: Pool) -> Callable[..., Inside]:
+def enter(way: EgressStack, docker_pool: Pool) -> Callable[..., LeasedSandbox]:
     """Make a lease, and its sandbox ready: enter("did:plc:ada")."""
 
-    def make(agent: str = "did:plc:ada") -> Inside:
-        ask = leasing.Ask(agent, f"way-{uuid4().hex[:8]}", "coding", pool=docker_pool.name)
-        inside = Inside(leasing.acquire(ask, now=NOW)[0])
-        execution.sandbox_for(inside.lease.pk, now=NOW)
+    def make(agent: str = "did:plc:ada") -> LeasedSandbox:
+        ask = leasing.LeaseRequest(agent, f"way-{uuid4().hex[:8]}", "coding", pool=docker_pool.name)
+        inside = LeasedSandbox(leasing.acquire(ask, now=NOW)[0])
+        execution.ensure_sandbox_ready(inside.lease.pk, now=NOW)
         return inside
 
     return make
 
 
 @pytest.fixture
-def inside(enter: Callable[..., Inside]) -> Inside:
+def inside(enter: Callable[..., LeasedSandbox]) -> LeasedSandbox:
     return enter()
 
 
 @pytest.fixture
-def relayed(way: WholeWay, settings: Any) -> Iterator[Relayed]:
+def relayed(way: EgressStack, settings: Any) -> Iterator[RelaySwitch]:
     """What /relay/ leads to, for sandboxes of a policy that lets them."""
-    relayed = Relayed(way.loop)
+    relayed = RelaySwitch(way.loop)
     relayed.on()
     settings.RELAY_URL, settings.RELAY_AUD, settings.RELAY_LXM = relayed.relay.url, AUD, LXM
     EnvironmentType.objects.filter(name="coding").update(policy=Policy.objects.create(name="relayed", relay=True))

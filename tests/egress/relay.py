@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from aiohttp import WSMsgType, web
 
-from tests.support.egress import Loop
+from tests.support.egress import EventLoopThread
 
 AUD, LXM = "did:web:relay.example", "com.atproto.sync.subscribeRepos"
 
 
-class Relay:
+class FakeRelay:
     """`asked` is path and headers of each connection, `heard` what came through them, `open` those that are still there."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Relay:
         return f"ws://127.0.0.1:{self.port}/xrpc"
 
     @asynccontextmanager
-    async def listening(self) -> AsyncIterator["Relay"]:
+    async def listening(self) -> AsyncIterator["FakeRelay"]:
         """While the block runs; each time at the same port."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._any)
@@ -61,15 +61,15 @@ class Relay:
 
 
 @dataclass
-class Relayed:
+class RelaySwitch:
     """A relay that can be switched off."""
 
-    loop: Loop
-    relay: Relay = field(default_factory=Relay)
+    loop: EventLoopThread
+    relay: FakeRelay = field(default_factory=FakeRelay)
     being: ExitStack = field(default_factory=ExitStack)
 
     def on(self) -> None:
-        self.being.enter_context(self.loop.during(self.relay.listening()))
+        self.being.enter_context(self.loop.run_context(self.relay.listening()))
 
     def off(self) -> None:
         self.being.close()

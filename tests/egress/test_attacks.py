@@ -15,18 +15,18 @@ from aiohttp import web
 from django.conf import settings
 
 from sandboxes.egress import access_log, nginx, slots
-from sandboxes.egress.request_filter import FIELDS
+from sandboxes.egress.request_filter import FIELDS_BY_PATH
 from sandboxes.identity import signing
 from sandboxes.models import LlmCall
 from tests.conftest import MINUTE
-from tests.egress.relay import AUD, Relayed
-from tests.egress.whole import KEY, Inside, WholeWay, meanwhile
+from tests.egress.relay import AUD, RelaySwitch
+from tests.egress.whole import UPSTREAM_API_KEY, EgressStack, LeasedSandbox, run_in_thread
 from tests.support import tokens
-from tests.support.egress import CHAT, post
-from tests.support.waiting import until
+from tests.support.egress import CHAT_PATH, post
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
-Enter = Callable[..., Inside]
+Enter = Callable[..., LeasedSandbox]
 EVE, ADA, VICTIM = "did:plc:eve", "did:plc:ada", "did:plc:victim"
 
 # exchange(content, count) -> all that is answered to some bytes. For as many answers as are expected it waits long, for more
@@ -56,7 +56,7 @@ BODY = json.dumps({
 
 
 def request(
-    *lines: str | bytes, first: str | bytes = f"POST {CHAT} HTTP/1.1", body: bytes = BODY, length: bool = True
+    *lines: str | bytes, first: str | bytes = f"POST {CHAT_PATH} HTTP/1.1", body: bytes = BODY, length: bool = True
 ) -> bytes:
     """An HTTP request with these header lines, which is a model call unless they spoil it."""
     said = [first, "Host: x", "Content-Type: application/json", *lines]
@@ -147,14 +147,15 @@ ATTACKS: dict[str, dict[str, Attack]] = {
         "an encoding that is folded": Attack(request("Transfer-Encoding:\r\n chunked", body=COVERED, length=False), (400,)),
         "an encoding with an underscore": Attack(request("Transfer_Encoding: chunked", LENGTH, length=False), (200,), 1),
         "chunks of HTTP 1.0": Attack(
-            request("Transfer-Encoding: chunked", first=f"POST {CHAT} HTTP/1.0", body=COVERED, length=False), (400,)
+            request("Transfer-Encoding: chunked", first=f"POST {CHAT_PATH} HTTP/1.0", body=COVERED, length=False), (400,)
         ),
     },
     "chunks": {
         "as they should be": Attack(chunked(body=chunk(BODY[:9]) + chunk(BODY[9:]) + b"0\r\n\r\n"), (200,), 1),
         "with headers at the end": Attack(
             chunked("Trailer: X-Leasehold-Slot", body=chunk(BODY) + b"0\r\nX-Leasehold-Slot: 0\r\nAuthorization: x\r\n\r\n"),
-            (200,), 1,
+            (200,),
+            1,
         ),
         "with a request at the end": Attack(chunked(body=chunk(BODY) + COVERED), (200, 200), 2),
         "with an extension": Attack(chunked(body=b"%x;a=b\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)), (200,), 1),
@@ -167,49 +168,80 @@ ATTACKS: dict[str, dict[str, Attack]] = {
     "other paths": {
         path: Attack(request("Connection: close", first=f"POST {path} HTTP/1.1"), answered)
         for path, answered in {
-            "/": (403,), "/key/generate": (403,), "/v1/files": (403,), "/v1": (403,), "/healthz": (403,),
-            f"{CHAT}/": (403,), f"{CHAT}/x": (403,), f"{CHAT}/../../key/generate": (403,), f"{CHAT}/%2e%2e/%2e%2e/key": (403,),
-            f"{CHAT}/..%2f..%2f..%2fkey": (403,), f"{CHAT};x": (403,), f"{CHAT}%3bx": (403,), f"{CHAT}%00": (400,),
-            f"{CHAT}\\..\\key": (403,), f"/{CHAT}": (403,), f"{CHAT.replace('chat/', 'chat//')}": (403,),
-            "/v1/CHAT/completions": (403,), "/../v1/chat/completions": (400,), "/%2e%2e/key": (400,), "key": (400,),
-            "*": (400,), "/leasehold-error-403": (404,), "/v1/models": (403,), "/relay/x": (403,), "/relay/../key": (403,),
+            "/": (403,),
+            "/key/generate": (403,),
+            "/v1/files": (403,),
+            "/v1": (403,),
+            "/healthz": (403,),
+            f"{CHAT_PATH}/": (403,),
+            f"{CHAT_PATH}/x": (403,),
+            f"{CHAT_PATH}/../../key/generate": (403,),
+            f"{CHAT_PATH}/%2e%2e/%2e%2e/key": (403,),
+            f"{CHAT_PATH}/..%2f..%2f..%2fkey": (403,),
+            f"{CHAT_PATH};x": (403,),
+            f"{CHAT_PATH}%3bx": (403,),
+            f"{CHAT_PATH}%00": (400,),
+            f"{CHAT_PATH}\\..\\key": (403,),
+            f"/{CHAT_PATH}": (403,),
+            f"{CHAT_PATH.replace('chat/', 'chat//')}": (403,),
+            "/v1/CHAT/completions": (403,),
+            "/../v1/chat/completions": (400,),
+            "/%2e%2e/key": (400,),
+            "key": (400,),
+            "*": (400,),
+            "/leasehold-error-403": (404,),
+            "/v1/models": (403,),
+            "/relay/x": (403,),
+            "/relay/../key": (403,),
             "/relay/../..": (400,),
-            "/nginx_status": (403,), "/v1%2Fmodels/x": (403,), "/v1/engines/gpt-4/chat/completions": (403,),
-            "http://1.1.1.1/key/generate": (403,), "http://169.254.169.254/latest/api/token": (403,),
-            "https://api.example.com:443/v1/files": (403,), "ftp://1.1.1.1/": (403,), "//1.1.1.1/v1/files": (403,),
+            "/nginx_status": (403,),
+            "/v1%2Fmodels/x": (403,),
+            "/v1/engines/gpt-4/chat/completions": (403,),
+            "http://1.1.1.1/key/generate": (403,),
+            "http://169.254.169.254/latest/api/token": (403,),
+            "https://api.example.com:443/v1/files": (403,),
+            "ftp://1.1.1.1/": (403,),
+            "//1.1.1.1/v1/files": (403,),
         }.items()
-    } | {
-        "the address of another machine": Attack(request(first=f"POST http://1.1.1.1{CHAT} HTTP/1.1"), (200,), 1),
-        "by a query": Attack(request(first=f"POST {CHAT}?user={VICTIM}&api_base=http://1.1.1.1/ HTTP/1.1"), (200,), 1),
+    }
+    | {
+        "the address of another machine": Attack(request(first=f"POST http://1.1.1.1{CHAT_PATH} HTTP/1.1"), (200,), 1),
+        "by a query": Attack(request(first=f"POST {CHAT_PATH}?user={VICTIM}&api_base=http://1.1.1.1/ HTTP/1.1"), (200,), 1),
         "in another spelling": Attack(request(first="POST /v1/./chat/x/../%63ompletions HTTP/1.1"), (200,), 1),
-        "of a fragment": Attack(request(first=f"POST {CHAT}#/../key HTTP/1.1"), (200,), 1),
+        "of a fragment": Attack(request(first=f"POST {CHAT_PATH}#/../key HTTP/1.1"), (200,), 1),
         "metadata of a cloud": Attack(get("Metadata: true", path="http://169.254.169.254/latest/meta-data/"), (403,)),
     },
     "other methods and protocols": {
         **{
-            method: Attack(get("Connection: close", path=CHAT, method=method), answered)
+            method: Attack(get("Connection: close", path=CHAT_PATH, method=method), answered)
             for method, answered in {
-                "GET": (403,), "HEAD": (403,), "PUT": (403,), "DELETE": (403,), "PATCH": (403,), "OPTIONS": (403,),
-                "TRACE": (405,), "PROPFIND": (403,), "POST\tX": (400,), "post": (400,), "PRI": (403,), "X-Y": (403,),
+                "GET": (403,),
+                "HEAD": (403,),
+                "PUT": (403,),
+                "DELETE": (403,),
+                "PATCH": (403,),
+                "OPTIONS": (403,),
+                "TRACE": (405,),
+                "PROPFIND": (403,),
+                "POST\tX": (400,),
+                "post": (400,),
+                "PRI": (403,),
+                "X-Y": (403,),
             }.items()
         },
         "CONNECT": Attack(request(first="CONNECT 1.1.1.1:443 HTTP/1.1", body=b"", length=False), (400,)),
         "CONNECT to the cloud": Attack(request(first="CONNECT 169.254.169.254:80 HTTP/1.1", body=b"", length=False), (400,)),
         "OPTIONS *": Attack(get(path="*", method="OPTIONS"), (400,)),
         "HTTP 0.9": Attack(b"GET /key/generate\r\n", ()),
-        "HTTP 1.0": Attack(request(first=f"POST {CHAT} HTTP/1.0"), (200,), 1),
-        "HTTP 1.9": Attack(request(first=f"POST {CHAT} HTTP/1.9"), (200,), 1),
+        "HTTP 1.0": Attack(request(first=f"POST {CHAT_PATH} HTTP/1.0"), (200,), 1),
+        "HTTP 1.9": Attack(request(first=f"POST {CHAT_PATH} HTTP/1.9"), (200,), 1),
         "HTTP 2": Attack(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9), (400,)),
-        "HTTP 3.0": Attack(request(first=f"POST {CHAT} HTTP/3.0"), (505,)),
+        "HTTP 3.0": Attack(request(first=f"POST {CHAT_PATH} HTTP/3.0"), (505,)),
         "HTTP 2 by an upgrade": Attack(
             request("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__"), (200,), 1
         ),
-        "a WebSocket to a model": Attack(
-            get(*HANDSHAKE), (200,)
-        ),
-        "a WebSocket to a call": Attack(
-            request(*HANDSHAKE) + INNER, (200, 200), 2
-        ),
+        "a WebSocket to a model": Attack(get(*HANDSHAKE), (200,)),
+        "a WebSocket to a call": Attack(request(*HANDSHAKE) + INNER, (200, 200), 2),
         "TLS": Attack(bytes.fromhex("1603010200010001fc0303") + bytes(500), (400,)),
         "SOCKS": Attack(b"\x05\x01\x00\x05\x01\x00\x01\x01\x01\x01\x01\x01\xbb", (400,)),
         "no words at all": Attack(b"\r\n\r\n\x00\xff\n\n", (400,)),
@@ -219,7 +251,7 @@ ATTACKS: dict[str, dict[str, Attack]] = {
         "a path without end": Attack(get(path="/" + "a" * 70_000), (414,)),
         "a body that is said to be large": Attack(request(f"Content-Length: {1 << 30}", length=False), (413,)),
     },
-}  # fmt: skip
+}
 MAY_LEAVE = {
     "host", "authorization", "x-api-key", "anthropic-version", "x-litellm-call-id", "x-litellm-end-user-id",
     "x-litellm-spend-logs-metadata", "accept-encoding", "accept", "user-agent", "content-length", "content-type",
@@ -229,21 +261,23 @@ MAY_LEAVE = {
 class Both:
     """Two sandboxes, of which one attacks."""
 
-    def __init__(self, way: WholeWay, enter: Enter) -> None:
+    def __init__(self, way: EgressStack, enter: Enter) -> None:
         self.way, self.eve, self.ada = way, enter(EVE), enter(ADA)
         self.boxes = {each.lease.pk: each.box for each in (self.eve, self.ada)}
-        self.adas = slots.directory(self.boxes[self.ada.lease.pk].slot or 0) / slots.SOCKET  # as its sandbox has it
+        self.adas = (
+            slots.ensure_slot_directory(self.boxes[self.ada.lease.pk].slot or 0) / slots.SOCKET_NAME
+        )  # as its sandbox has it
 
     def left(self, *agents: str) -> None:
         """Since the last time these have called, each in its own name, and nobody else."""
-        rows = self.way.settled_since()
+        rows = self.way.wait_for_new_closed_calls()
         self._require_own(rows)
         assert [(row.agent_did, row.outcome) for row in rows] == [(agent, "ok") for agent in agents]
         assert [headers["x-litellm-call-id"] for _, headers, _ in self.way.upstream.asked] == [row.call_id for row in rows]
         self.forget()
 
     def forget(self) -> None:
-        self.way.settled_since()
+        self.way.wait_for_new_closed_calls()
         self.way.upstream.asked.clear()
 
     def _require_own(self, rows: list[LlmCall]) -> None:
@@ -259,20 +293,20 @@ class Both:
                 row.agent_did,
                 str(row.holder),
             )
-            assert headers["authorization"] == f"Bearer {KEY}" and path in FIELDS
+            assert headers["authorization"] == f"Bearer {UPSTREAM_API_KEY}" and path in FIELDS_BY_PATH
             assert headers.keys() <= MAY_LEAVE and body.keys() <= {"messages", "model"}
             assert VICTIM not in json.dumps([path, headers, body]) and "ffffffff" not in row.call_id
 
     def logged(self) -> None:
         """nginx's log has no line that is not one request through one of the two slots."""
         lines = self.way.log.read_bytes().splitlines()
-        found = [access_log.parse(line) for line in lines]
-        assert None not in found, [line for line in lines if access_log.parse(line) is None]
+        found = [access_log.parse_line(line) for line in lines]
+        assert None not in found, [line for line in lines if access_log.parse_line(line) is None]
         assert {line.slot for line in found[self.way.lines :] if line} <= {box.slot for box in self.boxes.values()}
 
 
 @pytest.fixture
-def both(way: WholeWay, enter: Enter) -> Both:
+def both(way: EgressStack, enter: Enter) -> Both:
     return Both(way, enter)
 
 
@@ -282,7 +316,7 @@ def tried(content: bytes, count: int) -> str:
     return f"{EXCHANGE}print(json.dumps([{exchanged}, ask()[0]]))"
 
 
-def meant(content: bytes, other: Inside) -> bytes:
+def meant(content: bytes, other: LeasedSandbox) -> bytes:
     """What says that it comes through slot 0 says that it comes through another sandbox's."""
     return re.sub(rb"([-_ \0]Slot ?: )0", rb"\g<1>%d" % (other.box.slot or 0), content)
 
@@ -296,7 +330,7 @@ def attempt(both: Both, name: str, attack: Attack) -> str:
     said, own = both.eve.python(tried(meant(attack.sent, both.ada), len(attack.answered)))
     try:
         assert (statuses(said), own) == (attack.answered, 200)
-        assert KEY not in said and "leasehold-egress" not in said
+        assert UPSTREAM_API_KEY not in said and "leasehold-egress" not in said
         assert post(both.adas, BODY)[0] == 200
         both.left(*[EVE] * (attack.leave + 1), ADA)
     except AssertionError as wrong:
@@ -351,14 +385,14 @@ print(status)
 
 
 def test_requests_that_are_never_finished_keep_only_their_own_sandbox_waiting(both: Both) -> None:
-    with meanwhile(lambda: both.eve.python(HELD)) as holding:
-        until(lambda: both.eve.run("test", "-e", "held").exit_code == 0, "they are all there")
+    with run_in_thread(lambda: both.eve.python(HELD)) as holding:
+        wait_until(lambda: both.eve.run("test", "-e", "held").exit_code == 0, "they are all there")
         both.forget()
         assert both.ada.asks(3) == [200] * 3
         both.left(ADA, ADA, ADA)
         both.eve.run("rm", "held")
         assert holding.result(60) == 429
-    until(lambda: both.eve.asks() == [200], "its own calls leave again")
+    wait_until(lambda: both.eve.asks() == [200], "its own calls leave again")
     both.left(EVE)
 
 
@@ -385,8 +419,8 @@ print(count)
 
 def test_a_sandbox_has_so_many_connections_and_no_more_whatever_it_says(both: Both) -> None:
     """Else one would have all that there are, which no limit of requests counts before they are complete."""
-    assert both.eve.python(f"MOST = {nginx.SOCKETS}\n{HOARDED}") == nginx.SOCKETS
-    until(lambda: both.eve.asks() == [200], "its own calls leave again")
+    assert both.eve.python(f"MOST = {nginx.MAX_SOCKETS_PER_SLOT}\n{HOARDED}") == nginx.MAX_SOCKETS_PER_SLOT
+    wait_until(lambda: both.eve.asks() == [200], "its own calls leave again")
     both.forget()
     assert both.ada.asks() == [200]
     both.left(ADA)
@@ -404,37 +438,46 @@ def quoting(status: int, kind: str, heard: list[str]) -> Callable[[web.Request],
     async def answer(request: web.Request) -> web.StreamResponse:
         heard.append(request.headers["Authorization"])
         headers = {f"X-{name}": value for name, value in request.headers.items()}
-        headers |= {"Location": f"http://{KEY}/", "Set-Cookie": KEY, "Retry-After": KEY, "Content-Type": kind}
-        headers |= {"x-litellm-response-cost": KEY, "WWW-Authenticate": f"Bearer {KEY}"}
-        response = web.StreamResponse(status=status, reason=f"No {KEY}", headers=headers)
+        headers |= {
+            "Location": f"http://{UPSTREAM_API_KEY}/",
+            "Set-Cookie": UPSTREAM_API_KEY,
+            "Retry-After": UPSTREAM_API_KEY,
+            "Content-Type": kind,
+        }
+        headers |= {"x-litellm-response-cost": UPSTREAM_API_KEY, "WWW-Authenticate": f"Bearer {UPSTREAM_API_KEY}"}
+        response = web.StreamResponse(status=status, reason=f"No {UPSTREAM_API_KEY}", headers=headers)
         await response.prepare(request)
-        said = {"model": KEY, "error": f"before {dict(request.headers)} after", "pad": "x" * 70_000 + KEY}
+        said = {
+            "model": UPSTREAM_API_KEY,
+            "error": f"before {dict(request.headers)} after",
+            "pad": "x" * 70_000 + UPSTREAM_API_KEY,
+        }
         whole = json.dumps(said).encode()
         for at in range(0, len(whole), 4999):
             await response.write((b"data: " if not at else b"") + whole[at : at + 4999])
             await asyncio.sleep(0)
-        await response.write(KEY[:9].encode())
-        await response.write(KEY[9:].encode() + b"\n\n")
+        await response.write(UPSTREAM_API_KEY[:9].encode())
+        await response.write(UPSTREAM_API_KEY[9:].encode() + b"\n\n")
         return response
 
     return answer
 
 
-@pytest.mark.parametrize("kind", ["application/json", "text/event-stream", f"text/plain; key={KEY}"])
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream", f"text/plain; key={UPSTREAM_API_KEY}"])
 def test_an_upstream_that_quotes_our_key_does_not_tell_it(kind: str, both: Both, capfd: pytest.CaptureFixture[str]) -> None:
     heard: list[str] = []
     for status, shown in QUOTED.items():
         both.way.upstream.answer = quoting(status, kind, heard)
         said, _ = both.eve.python(tried(request("Connection: close"), 1))
         assert statuses(said) == (shown,)
-        assert KEY not in said and KEY[4:] not in said and KEY[:-4] not in said
+        assert UPSTREAM_API_KEY not in said and UPSTREAM_API_KEY[4:] not in said and UPSTREAM_API_KEY[:-4] not in said
         assert ("before" in said and "after" in said) == (status == 200)
         both.way.clock.at += MINUTE
     rows = both.way.settled(2 * len(QUOTED))
-    assert heard == [f"Bearer {KEY}"] * len(rows)
+    assert heard == [f"Bearer {UPSTREAM_API_KEY}"] * len(rows)
     assert [(row.agent_did, row.outcome, row.cost) for row in rows] == [(EVE, "ok", None)] * 2 + [(EVE, "failed", None)] * 10
-    assert KEY not in json.dumps([*LlmCall.objects.values()], default=str) + both.way.log.read_text()
-    assert KEY not in "".join(capfd.readouterr())
+    assert UPSTREAM_API_KEY not in json.dumps([*LlmCall.objects.values()], default=str) + both.way.log.read_text()
+    assert UPSTREAM_API_KEY not in "".join(capfd.readouterr())
 
 
 # --- the relay --------------------------------------------------------------------------------------------------------
@@ -515,21 +558,21 @@ UPGRADES = {
 }  # fmt: skip
 
 
-def test_what_is_not_a_plain_connection_to_the_relay_gets_nowhere(enter: Enter, relayed: Relayed, way: WholeWay) -> None:
+def test_what_is_not_a_plain_connection_to_the_relay_gets_nowhere(enter: Enter, relayed: RelaySwitch, way: EgressStack) -> None:
     """Nothing there is in another name, and nothing of what is tried leads to a model in one."""
     eve, ada = enter(EVE), enter(ADA)
-    key = signing.create(EVE, now=way.clock())
+    key = signing.create_key(EVE, now=way.clock())
     wrong = []
     for name, tried_ in UPGRADES.items():
         said, own = eve.python(tried(meant(tried_.sent, ada), len(tried_.answered)))
-        until(lambda: not relayed.relay.open, f"{name} is over")
-        rows = way.settled_since()
+        wait_until(lambda: not relayed.relay.open, f"{name} is over")
+        rows = way.wait_for_new_closed_calls()
         paths = [path for path, _ in relayed.relay.asked]
         got = (statuses(said), own, paths, tuple(relayed.relay.heard), {row.agent_did for row in rows})
         if got != (tried_.answered, 200, [tried_.asked] if tried_.asked else [], tried_.heard, {EVE}):
             wrong.append(f"{name}: {got}\n{said[:300]}")
         for _, headers in relayed.relay.asked:
-            claims = tokens.verify(headers["authorization"].removeprefix("Bearer "), key.did_key)
+            claims = tokens.verify_token(headers["authorization"].removeprefix("Bearer "), key.did_key)
             assert (headers["x-leasehold-agent"], claims["iss"], claims["aud"]) == (EVE, EVE, AUD), name
             assert headers.keys() <= PUBLIC and VICTIM not in json.dumps(headers), name
             assert headers["x-leasehold-call-id"] in {row.call_id for row in rows if row.kind == "relay"}, name
@@ -538,7 +581,7 @@ def test_what_is_not_a_plain_connection_to_the_relay_gets_nowhere(enter: Enter, 
         relayed.relay.asked.clear(), relayed.relay.heard.clear(), way.upstream.asked.clear()
         way.clock.at += 2 * MINUTE
     assert not wrong, "\n".join(wrong)
-    assert ada.asks() == [200] and [row.agent_did for row in way.settled_since()] == [ADA]
+    assert ada.asks() == [200] and [row.agent_did for row in way.wait_for_new_closed_calls()] == [ADA]
 
 
 # --- what is not there ------------------------------------------------------------------------------------------------

@@ -14,30 +14,38 @@ import pytest
 from aiohttp import web
 from django.conf import settings as django_settings
 
-from controlplane.env import KNOBS
+from controlplane.env import ENV_VARIABLES
 from leases import leasing, sweeps
-from leases.one_shot import How, Wish, run_once
+from leases.one_shot import OneShotOutcome, OneShotRequest, run_once
 from sandboxes import pool as pools
 from sandboxes.egress import authorization, slots
 from sandboxes.egress import nginx as front
-from sandboxes.egress.nginx import LABEL, Front
+from sandboxes.egress.nginx import INSTALLATION_LABEL, NginxProxy
 from sandboxes.errors import CapacityExhausted
 from sandboxes.models import LlmCall, Pool, Sandbox
 from sandboxes.providers.docker.engine import Engine
 from tests.conftest import MINUTE, NOW
-from tests.egress.whole import CLIENT, KEY, Inside, WholeWay, behind, command, meanwhile
-from tests.support.egress import CHAT, SAID, post
-from tests.support.waiting import cut_off, until
+from tests.egress.whole import (
+    CLIENT_SCRIPT,
+    UPSTREAM_API_KEY,
+    EgressStack,
+    LeasedSandbox,
+    run_egress_command,
+    run_in_thread,
+    run_python_in_sandbox,
+)
+from tests.support.egress import CHAT_PATH, COMPLETION_RESPONSE, post
+from tests.support.waiting import run_with_growing_timeouts, wait_until
 from tests.unit.sandboxes.test_egress_server import PIECE, TOKENS, events, streaming
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
-Enter = Callable[..., Inside]
+Enter = Callable[..., LeasedSandbox]
 CURL = "curl -sS -N -d @- -H 'Content-Type: application/json' -w '\\n%{http_code}' \"$@\""
 CHAT_BODY = {"model": "default", "messages": [{"role": "user", "content": "{}"}]}
 ASK_ONCE = "print(json.dumps([*map(str, ask())]))"
 
 
-def curl(inside: Inside, url: str, body: Any, *more: str) -> tuple[int, str]:
+def curl(inside: LeasedSandbox, url: str, body: Any, *more: str) -> tuple[int, str]:
     done = inside.run("sh", "-c", CURL, "sh", url, *more, stdin=json.dumps(body).encode())
     assert done.exit_code == 0, done.stderr
     said, _, status = done.stdout.decode().rpartition("\n")
@@ -47,14 +55,14 @@ def curl(inside: Inside, url: str, body: Any, *more: str) -> tuple[int, str]:
 class Held:
     """An upstream's answer that does not come until it is let go."""
 
-    def __init__(self, way: WholeWay) -> None:
+    def __init__(self, way: EgressStack) -> None:
         self.way, self.come, self.go = way, threading.Event(), asyncio.Event()
         way.upstream.answer = self.answer
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.come.set()
         await self.go.wait()
-        return web.json_response(SAID)
+        return web.json_response(COMPLETION_RESPONSE)
 
     def has_come(self) -> None:
         assert self.come.wait(60), "no call comes"
@@ -66,24 +74,24 @@ class Held:
 # --- ordinary use -----------------------------------------------------------------------------------------------------
 
 
-def test_curl_speaks_to_a_model_in_openais_words_and_row_and_log_agree(inside: Inside, way: WholeWay) -> None:
-    status, said = curl(inside, f"http://127.0.0.1:4010{CHAT}", CHAT_BODY)
-    assert (status, json.loads(said)) == (200, SAID)
+def test_curl_speaks_to_a_model_in_openais_words_and_row_and_log_agree(inside: LeasedSandbox, way: EgressStack) -> None:
+    status, said = curl(inside, f"http://127.0.0.1:4010{CHAT_PATH}", CHAT_BODY)
+    assert (status, json.loads(said)) == (200, COMPLETION_RESPONSE)
     [row], [line], [(_, sent, body)] = way.settled(1), way.logged(1), way.upstream.asked
     assert line["id"] == row.call_id == sent["x-litellm-call-id"]
-    assert (line["slot"], line["status"], line["upstream"], line["uri"]) == (inside.box.slot, 200, "200", CHAT)
+    assert (line["slot"], line["status"], line["upstream"], line["uri"]) == (inside.box.slot, 200, "200", CHAT_PATH)
     assert (row.holder, row.outcome, row.input_tokens, row.output_tokens) == (inside.lease.pk, "ok", 120, 7)
-    assert (sent["authorization"], body["model"]) == (f"Bearer {KEY}", django_settings.LLM_MODEL)
+    assert (sent["authorization"], body["model"]) == (f"Bearer {UPSTREAM_API_KEY}", django_settings.LLM_MODEL)
 
 
-def test_curl_streams_by_the_socket_too(inside: Inside, way: WholeWay) -> None:
+def test_curl_streams_by_the_socket_too(inside: LeasedSandbox, way: EgressStack) -> None:
     way.upstream.answer = streaming(events(PIECE, PIECE, TOKENS, b"[DONE]"))
-    said = curl(inside, f"http://x{CHAT}", {**CHAT_BODY, "stream": True}, "--unix-socket", "/run/leasehold/llm.sock")
+    said = curl(inside, f"http://x{CHAT_PATH}", {**CHAT_BODY, "stream": True}, "--unix-socket", "/run/leasehold/llm.sock")
     assert said == (200, events(PIECE, PIECE, b"[DONE]").decode())
     assert [(row.streamed, row.output_tokens, row.outcome) for row in way.settled(1)] == [(True, 4, "ok")]
 
 
-def test_python_speaks_to_a_model_in_anthropics_words(inside: Inside, way: WholeWay) -> None:
+def test_python_speaks_to_a_model_in_anthropics_words(inside: LeasedSandbox, way: EgressStack) -> None:
     start = {"type": "message_start", "message": {"model": "c", "usage": {"input_tokens": 5, "output_tokens": 1}}}
     whole = events(start, {"type": "message_delta", "usage": {"output_tokens": 9}}, {"type": "message_stop"})
     way.upstream.answer = streaming(whole)
@@ -97,17 +105,17 @@ print(json.dumps([status, said.decode()]))"""
     assert inside.python('print(json.dumps(ask({**BODY, "max_tokens": 9}, "/v1/messages")[0]))') == 200
     assert [(row.model, row.input_tokens, row.output_tokens) for row in way.settled(2)] == [("c", 5, 9), ("c", 2, 3)]
     sent = way.upstream.asked[0][1]
-    assert (sent["x-api-key"], sent["anthropic-version"]) == (KEY, "2024-01-01")
+    assert (sent["x-api-key"], sent["anthropic-version"]) == (UPSTREAM_API_KEY, "2024-01-01")
 
 
-def test_a_first_event_arrives_before_the_last_is_sent(inside: Inside, way: WholeWay) -> None:
+def test_a_first_event_arrives_before_the_last_is_sent(inside: LeasedSandbox, way: EgressStack) -> None:
     """The rest of the stream is not sent before the program, which has read its beginning, asks for something else."""
     read = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
         if not (await request.json()).get("stream"):
             read.set()
-            return web.json_response(SAID)
+            return web.json_response(COMPLETION_RESPONSE)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await response.write(events(PIECE))
@@ -126,10 +134,12 @@ with urllib.request.urlopen(request, timeout=20) as answer:
     assert [row.outcome for row in way.settled(2)] == ["ok", "ok"]
 
 
-def test_a_one_shot_run_has_the_same_way_out_and_is_billed_for_it(docker_pool: Pool, way: WholeWay) -> None:
-    wish = Wish("did:plc:ada", ("python3", "-I", "-"), MINUTE, pool=docker_pool.name, stdin=(CLIENT + ASK_ONCE).encode())
+def test_a_one_shot_run_has_the_same_way_out_and_is_billed_for_it(docker_pool: Pool, way: EgressStack) -> None:
+    wish = OneShotRequest(
+        "did:plc:ada", ("python3", "-I", "-"), MINUTE, pool=docker_pool.name, stdin=(CLIENT_SCRIPT + ASK_ONCE).encode()
+    )
     result = run_once(wish, now=NOW)
-    assert (result.outcome, json.loads(result.stdout)[0], result.cleaned_up) == (How.OK, "200", True)
+    assert (result.outcome, json.loads(result.stdout)[0], result.cleaned_up) == (OneShotOutcome.OK, "200", True)
     [row] = way.settled(1)
     assert (row.holder, row.run_id, row.agent_did, row.outcome) == (result.lease_id, result.run_id, "did:plc:ada", "ok")
 
@@ -137,15 +147,15 @@ def test_a_one_shot_run_has_the_same_way_out_and_is_billed_for_it(docker_pool: P
 # --- who dies on the way ----------------------------------------------------------------------------------------------
 
 
-def pid_of(nginx: Front) -> int:
+def pid_of(nginx: NginxProxy) -> int:
     return int(nginx.engine.client.inspect_container(nginx.name)["State"]["Pid"])
 
 
-def works_again(inside: Inside) -> None:
-    until(lambda: inside.asks() == [200], "calls work again, in the same sandbox")
+def works_again(inside: LeasedSandbox) -> None:
+    wait_until(lambda: inside.asks() == [200], "calls work again, in the same sandbox")
 
 
-def cut_and_once(way: WholeWay, code: str) -> None:
+def cut_and_once(way: EgressStack, code: str) -> None:
     """The call that was under way is closed as cut, and was made once."""
     first, *rest = [row for row in way.settled(LlmCall.objects.count()) if row.outcome != "ok"]
     assert (first.outcome, first.code, rest) == ("cut", code, [])
@@ -156,13 +166,13 @@ def cut_and_once(way: WholeWay, code: str) -> None:
 
 
 @pytest.mark.parametrize("after", ["start", "reopened log"])
-def test_nginx_that_dies_in_a_call_is_started_again_by_the_engine(after: str, inside: Inside, way: WholeWay) -> None:
+def test_nginx_that_dies_in_a_call_is_started_again_by_the_engine(after: str, inside: LeasedSandbox, way: EgressStack) -> None:
     if after == "reopened log":
         way.log.rename(way.log.with_suffix(".old"))
         way.front.reopen_log()
-        until(way.log.exists, "a new log is there")
+        wait_until(way.log.exists, "a new log is there")
     held = Held(way)
-    with meanwhile(lambda: inside.asks()) as asking:
+    with run_in_thread(lambda: inside.asks()) as asking:
         held.has_come()
         os.kill(pid_of(way.front), signal.SIGKILL)
         assert asking.result(30) == [0]
@@ -172,10 +182,10 @@ def test_nginx_that_dies_in_a_call_is_started_again_by_the_engine(after: str, in
 
 
 def test_nginx_that_somebody_killed_or_removed_is_started_again_without_touching_sandboxes(
-    inside: Inside, way: WholeWay
+    inside: LeasedSandbox, way: EgressStack
 ) -> None:
     held = Held(way)
-    with meanwhile(lambda: inside.asks()) as asking:
+    with run_in_thread(lambda: inside.asks()) as asking:
         held.has_come()
         subprocess.run(["docker", "kill", way.front.name], check=True, capture_output=True)
         assert asking.result(30) == [0]
@@ -191,9 +201,9 @@ def test_nginx_that_somebody_killed_or_removed_is_started_again_without_touching
     cut_and_once(way, "not_read_to_its_end")
 
 
-def test_without_a_server_it_is_said_and_with_one_it_works_again(inside: Inside, way: WholeWay) -> None:
+def test_without_a_server_it_is_said_and_with_one_it_works_again(inside: LeasedSandbox, way: EgressStack) -> None:
     held = Held(way)
-    with meanwhile(lambda: inside.asks()) as asking:
+    with run_in_thread(lambda: inside.asks()) as asking:
         held.has_come()
         way.serving.close()
         assert asking.result(30)[0] in (0, 502)
@@ -205,12 +215,12 @@ def test_without_a_server_it_is_said_and_with_one_it_works_again(inside: Inside,
     assert inside.asks() == [200]
 
 
-def test_a_server_killed_in_a_call_leaves_a_row_that_is_closed_as_lost(inside: Inside, way: WholeWay) -> None:
+def test_a_server_killed_in_a_call_leaves_a_row_that_is_closed_as_lost(inside: LeasedSandbox, way: EgressStack) -> None:
     """The command itself, in a process of its own. What it leaves behind, the next server takes over."""
     way.serving.close()
     held = Held(way)
-    with command(way) as process:
-        with meanwhile(lambda: inside.asks()) as asking:
+    with run_egress_command(way) as process:
+        with run_in_thread(lambda: inside.asks()) as asking:
             held.has_come()
             process.kill()
             assert asking.result(30)[0] in (0, 502)
@@ -226,25 +236,25 @@ def test_a_server_killed_in_a_call_leaves_a_row_that_is_closed_as_lost(inside: I
     assert (row.outcome, row.ended_at, row.cost) == ("lost", late, None)
 
 
-def test_the_command_looks_after_nginx_and_leaves_nothing(inside: Inside, way: WholeWay) -> None:
+def test_the_command_looks_after_nginx_and_leaves_nothing(inside: LeasedSandbox, way: EgressStack) -> None:
     way.serving.close()
-    with command(way) as process:
+    with run_egress_command(way) as process:
         assert inside.asks() == [200]
         subprocess.run(["docker", "kill", way.front.name], check=True, capture_output=True)
         works_again(inside)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     assert of_this_installation(way) == []
-    assert not front.server_socket().exists()
+    assert not front.get_server_socket_path().exists()
     way.front.start()
 
 
-def of_this_installation(way: WholeWay) -> list[str]:
-    label = {"label": f"{LABEL}={front.identity()}"}
+def of_this_installation(way: EgressStack) -> list[str]:
+    label = {"label": f"{INSTALLATION_LABEL}={front.get_installation_id()}"}
     return [each["Id"] for each in way.front.engine.client.containers(all=True, filters=label)]
 
 
-def test_starting_twice_leaves_one_and_stopping_twice_none(inside: Inside, way: WholeWay) -> None:
+def test_starting_twice_leaves_one_and_stopping_twice_none(inside: LeasedSandbox, way: EgressStack) -> None:
     way.front.start()
     way.front.start()
     assert len(of_this_installation(way)) == 1 and inside.asks() == [200]
@@ -259,17 +269,17 @@ def test_starting_twice_leaves_one_and_stopping_twice_none(inside: Inside, way: 
 def test_as_many_slots_as_there_are_by_default_are_listened_on_and_told_apart(
     docker_ready: None, settings: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    settings.EGRESS_SLOTS = int(KNOBS["LEASEHOLD_EGRESS_SLOTS"].default)
+    settings.EGRESS_SLOTS = int(ENV_VARIABLES["LEASEHOLD_EGRESS_SLOTS"].default)
     settings.RUNTIME_DIR = tmp_path_factory.mktemp("many")
     settings.EGRESS_DIR = settings.RUNTIME_DIR / "egress"
-    many = Front(Engine())
+    many = NginxProxy(Engine())
     many.start()
     try:
         last = settings.EGRESS_SLOTS - 1
         for slot in (0, 17, last):
-            assert post(slots.directory(slot) / slots.SOCKET, {}, "/x")[0] == 403
-        log = front.logs() / front.LOG
-        until(lambda: len(log.read_text().splitlines()) == 3, "nginx has written of them")
+            assert post(slots.ensure_slot_directory(slot) / slots.SOCKET_NAME, {}, "/x")[0] == 403
+        log = front.ensure_logs_directory() / front.ACCESS_LOG_NAME
+        wait_until(lambda: len(log.read_text().splitlines()) == 3, "nginx has written of them")
         assert {json.loads(line)["slot"] for line in log.read_text().splitlines()} == {0, 17, last}
         assert many.engine.client.inspect_container(many.name)["RestartCount"] == 0
     finally:
@@ -279,20 +289,20 @@ def test_as_many_slots_as_there_are_by_default_are_listened_on_and_told_apart(
 # --- whose a call is --------------------------------------------------------------------------------------------------
 
 
-def test_an_ended_lease_has_no_way_out_although_its_sandbox_still_runs(inside: Inside, way: WholeWay) -> None:
+def test_an_ended_lease_has_no_way_out_although_its_sandbox_still_runs(inside: LeasedSandbox, way: EgressStack) -> None:
     assert inside.asks() == [200]
     box = inside.box
     leasing.release(inside.lease.pk, now=NOW)
-    status, said = behind(box, ASK_ONCE)
+    status, said = run_python_in_sandbox(box, ASK_ONCE)
     assert status == "403" and "no_lease" in said
     assert len(way.upstream.asked) == 1 == len(way.settled(1))
 
 
-def test_a_prewarmed_sandbox_has_no_way_out_before_somebody_holds_it(docker_pool: Pool, enter: Enter, way: WholeWay) -> None:
+def test_a_prewarmed_sandbox_has_no_way_out_before_somebody_holds_it(docker_pool: Pool, enter: Enter, way: EgressStack) -> None:
     Pool.objects.filter(pk=docker_pool.pk).update(warm_target=1)
-    box = pools.warm_up(docker_pool, now=NOW)
+    box = pools.start_warm(docker_pool, now=NOW)
     assert box is not None
-    status, said = behind(box, ASK_ONCE)
+    status, said = run_python_in_sandbox(box, ASK_ONCE)
     assert status == "403" and "no_lease" in said and not way.upstream.asked
     inside = enter()
     assert inside.box.pk == box.pk and inside.asks() == [200]
@@ -300,7 +310,7 @@ def test_a_prewarmed_sandbox_has_no_way_out_before_somebody_holds_it(docker_pool
     assert (row.holder, row.agent_did) == (inside.lease.pk, "did:plc:ada")
 
 
-def test_a_slot_that_somebody_else_had_is_billed_to_who_has_it_now(settings: Any, enter: Enter, way: WholeWay) -> None:
+def test_a_slot_that_somebody_else_had_is_billed_to_who_has_it_now(settings: Any, enter: Enter, way: EgressStack) -> None:
     settings.EGRESS_SLOTS = 1
     first = enter("did:plc:ada")
     assert first.asks() == [200]
@@ -329,9 +339,9 @@ time.sleep(60)
 """
 
 
-def test_a_daemon_is_killed_with_the_exec_that_timed_out_and_calls_no_more(inside: Inside, way: WholeWay) -> None:
-    done = cut_off(
-        lambda seconds: inside.run("python3", "-I", "-c", CLIENT + DAEMON, seconds=seconds),
+def test_a_daemon_is_killed_with_the_exec_that_timed_out_and_calls_no_more(inside: LeasedSandbox, way: EgressStack) -> None:
+    done = run_with_growing_timeouts(
+        lambda seconds: inside.run("python3", "-I", "-c", CLIENT_SCRIPT + DAEMON, seconds=seconds),
         lambda done: len(way.upstream.asked) > 1,
     )
     assert done.timed_out and len(way.upstream.asked) > 1
@@ -373,12 +383,14 @@ time.sleep(60)""",
 }
 
 
-def test_what_a_sandbox_does_to_itself_stops_neither_its_bridge_for_long_nor_others(enter: Enter, way: WholeWay) -> None:
+def test_what_a_sandbox_does_to_itself_stops_neither_its_bridge_for_long_nor_others(enter: Enter, way: EgressStack) -> None:
     one, other = enter("did:plc:eve"), enter("did:plc:ada")
     for name, attack in ATTACKS.items():
-        with meanwhile(lambda script=CLIENT + attack: one.run("python3", "-I", "-c", script, seconds=2)) as attacking:
+        with run_in_thread(
+            lambda script=CLIENT_SCRIPT + attack: one.run("python3", "-I", "-c", script, seconds=2)
+        ) as attacking:
             assert other.asks(3) == [200] * 3, name
             assert attacking.result(60).timed_out, name
-        until(lambda: one.asks() == [200], f"calls leave again after {name}")
+        wait_until(lambda: one.asks() == [200], f"calls leave again after {name}")
         one.run("find", "/tmp", "/run", "/dev/shm", "/var/tmp", "-xdev", "-type", "f", "-delete")
         way.clock.at += 2 * MINUTE

@@ -13,24 +13,24 @@ from django.test import override_settings
 from sandboxes import sweeps
 from sandboxes.egress import nginx as front
 from sandboxes.egress import reconciliation, slots
-from sandboxes.egress.nginx import Front
-from sandboxes.egress.server import Server
+from sandboxes.egress.nginx import NginxProxy
+from sandboxes.egress.server import EgressServer
 from sandboxes.management.commands import egress
 from sandboxes.models import Sweep
 from sandboxes.providers.docker.engine import Engine
-from tests.support.egress import Loop
-from tests.support.waiting import until
+from tests.support.egress import EventLoopThread
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 GRACE = timedelta(minutes=2)
 
 
 @pytest.fixture
-def nginx(docker_ready: None, tmp_path: Path) -> Iterator[Front]:
+def nginx(docker_ready: None, tmp_path: Path) -> Iterator[NginxProxy]:
     """A proxy without a server, as a server leaves it that was killed."""
     settled = {"RUNTIME_DIR": tmp_path, "EGRESS_DIR": tmp_path / "egress", "EGRESS_SLOTS": 2, "EGRESS_PROXY": "nginx"}
     with override_settings(**settled):
-        nginx = Front(Engine())
+        nginx = NginxProxy(Engine())
         nginx.start()
         try:
             yield nginx
@@ -42,7 +42,7 @@ def later() -> datetime:
     return datetime.now(UTC) + GRACE + timedelta(seconds=5)
 
 
-def test_a_proxy_whose_server_died_goes_after_a_while(nginx: Front) -> None:
+def test_a_proxy_whose_server_died_goes_after_a_while(nginx: NginxProxy) -> None:
     assert sweeps.reconcile(now=datetime.now(UTC), grace=GRACE).counts == {}
     assert nginx.look() == "running"
     swept = sweeps.reconcile(now=later(), grace=GRACE)
@@ -51,53 +51,55 @@ def test_a_proxy_whose_server_died_goes_after_a_while(nginx: Front) -> None:
     assert sweeps.reconcile(now=later(), grace=GRACE).counts == {}
 
 
-def test_one_with_a_server_stays(nginx: Front) -> None:
-    loop = Loop()
-    with closing(loop), loop.during(Server().listening({front.server_socket(): None})):
+def test_one_with_a_server_stays(nginx: NginxProxy) -> None:
+    loop = EventLoopThread()
+    with closing(loop), loop.run_context(EgressServer().listening({front.get_server_socket_path(): None})):
         assert front.is_open()
         assert sweeps.reconcile(now=later(), grace=GRACE).counts == {}
     assert not front.is_open()
     assert nginx.look() == "running"
 
 
-def test_one_of_another_installation_stays_until_its_directory_is_gone(nginx: Front, tmp_path: Path) -> None:
+def test_one_of_another_installation_stays_until_its_directory_is_gone(nginx: NginxProxy, tmp_path: Path) -> None:
     with override_settings(EGRESS_DIR=tmp_path / "other"):
         assert sweeps.reconcile(now=later(), grace=GRACE).counts == {}
-        assert nginx.engine.client.containers(filters={"label": f"{front.LABEL_PLACE}={tmp_path / 'egress'}"})
+        assert nginx.engine.client.containers(filters={"label": f"{front.DIRECTORY_LABEL}={tmp_path / 'egress'}"})
         shutil.rmtree(tmp_path / "egress")
         assert sweeps.reconcile(now=later(), grace=GRACE).counts == {"egress proxies removed": 1}
 
 
-def test_where_sandboxes_are_no_containers_nothing_is_looked_for(nginx: Front) -> None:
+def test_where_sandboxes_are_no_containers_nothing_is_looked_for(nginx: NginxProxy) -> None:
     with override_settings(EGRESS_PROXY="none"):
         assert sweeps.reconcile(now=later(), grace=GRACE).counts == {}
     assert nginx.look() == "running"
 
 
-def test_it_does_not_come_back_with_the_engine(nginx: Front) -> None:
+def test_it_does_not_come_back_with_the_engine(nginx: NginxProxy) -> None:
     policy = nginx.engine.client.inspect_container(nginx.name)["HostConfig"]["RestartPolicy"]["Name"]
     assert policy == "on-failure"
 
 
-def test_a_beat_says_that_the_way_out_is_there_and_keeps_the_log_small(nginx: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = reconciliation.access_log()
-    until(log.exists, "nginx has a log")
-    egress.beat(nginx)
+def test_a_beat_says_that_the_way_out_is_there_and_keeps_the_log_small(
+    nginx: NginxProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = reconciliation.access_log_path()
+    wait_until(log.exists, "nginx has a log")
+    egress.record_heartbeat(nginx)
     row = Sweep.objects.get(name="egress")
     assert row.succeeded_at is not None and row.counts == {}
     first = log.stat().st_ino
-    monkeypatch.setattr("sandboxes.egress.access_log.rotate.__kwdefaults__", {"largest": -1})
-    egress.beat(nginx)
-    until(log.exists, "nginx has a new log")
+    monkeypatch.setattr("sandboxes.egress.access_log.rotate_log.__kwdefaults__", {"largest": -1})
+    egress.record_heartbeat(nginx)
+    wait_until(log.exists, "nginx has a new log")
     assert log.stat().st_ino != first
     assert Sweep.objects.get(name="egress").counts == {"logs rotated": 1}
 
 
-def test_a_beat_that_fails_is_no_beat_and_ends_nothing(nginx: Front) -> None:
+def test_a_beat_that_fails_is_no_beat_and_ends_nothing(nginx: NginxProxy) -> None:
     nginx.stop()
-    path = reconciliation.access_log()
+    path = reconciliation.access_log_path()
     path.with_name(f"{path.name}.1").touch()
-    egress.beat(nginx)
+    egress.record_heartbeat(nginx)
     row = Sweep.objects.get(name="egress")
     assert row.succeeded_at is None and "No such container" in row.last_error
-    assert slots.root().is_dir() and settings.EGRESS_SLOTS == 2
+    assert slots.ensure_root_directory().is_dir() and settings.EGRESS_SLOTS == 2

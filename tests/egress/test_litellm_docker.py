@@ -19,16 +19,16 @@ from django.db import connection
 
 from sandboxes.egress import reconciliation, slots
 from sandboxes.egress import upstream_records as records
-from sandboxes.egress.amounts import amount
-from sandboxes.egress.nginx import Front
+from sandboxes.egress.amounts import parse_usd
+from sandboxes.egress.nginx import NginxProxy
 from sandboxes.models import LlmCall, Run, Sandbox
 from tests.conftest import MINUTE, NOW
-from tests.egress.test_egress_docker import meanwhile, pid_of
-from tests.egress.whole import Inside, WholeWay
+from tests.egress.test_egress_docker import pid_of, run_in_thread
+from tests.egress.whole import EgressStack, LeasedSandbox
 from tests.support import ports
-from tests.support.egress import Loop, Upstream
-from tests.support.models import PIECES, TOKENS
-from tests.support.waiting import until
+from tests.support.egress import EventLoopThread, FakeUpstream
+from tests.support.models import ANSWER_CHUNKS, TOKEN_COUNTS
+from tests.support.waiting import wait_until
 from tests.unit.sandboxes.test_litellm_callback import CHAT, MESSAGES, WHOLE, LiteLLM, litellm
 
 __all__ = ["litellm"]
@@ -42,25 +42,25 @@ BODIES: dict[str, dict[str, Any]] = {
     RESPONSES: {"model": "gpt", "input": "Hello."}, EMBEDDINGS: {"model": "gpt", "input": "Hello."},
 }  # fmt: skip
 LATER = NOW + 5 * MINUTE
-Enter = Callable[..., Inside]
+Enter = Callable[..., LeasedSandbox]
 
 
 @pytest.fixture
-def way(nginx: Front, litellm: LiteLLM, settings: Any, transactional_db: None) -> Iterator[WholeWay]:
+def way(nginx: NginxProxy, litellm: LiteLLM, settings: Any, transactional_db: None) -> Iterator[EgressStack]:
     """The way out with LiteLLM as its upstream. What others have logged and recorded before is read, or gone."""
     settings.LLM_URL, settings.LLM_API_KEY = f"{litellm.url}/v1", litellm.key
     settings.LLM_MODEL, settings.LLM_MODELS, settings.LLM_RECORDS = "gpt", ["gpt-*", "claude"], str(litellm.file)
-    loop, beside = Loop(), Upstream()
+    loop, beside = EventLoopThread(), FakeUpstream()
     beside.url = settings.LLM_URL
     with ExitStack() as stack:
         stack.callback(loop.close)
-        way = WholeWay(nginx, loop, beside)
+        way = EgressStack(nginx, loop, beside)
         stack.enter_context(way.serving)
         way.serve()
         if way.log.exists():
             os.truncate(way.log, 0)
         if litellm.file.exists():
-            records.collect(litellm.file, NOW)
+            records.collect_records(litellm.file, NOW)
         yield way
 
 
@@ -71,7 +71,7 @@ def did() -> str:
 
 
 @pytest.fixture
-def inside(enter: Enter, did: str) -> Inside:
+def inside(enter: Enter, did: str) -> LeasedSandbox:
     return enter(did)
 
 
@@ -84,7 +84,7 @@ def recorded(did: str) -> list[dict[str, Any]]:
 
 def each_recorded(did: str, calls: int) -> dict[str, dict[str, Any]]:
     """The one record of each of so many calls, by its id."""
-    until(lambda: len(recorded(did)) >= calls, f"{calls} calls are recorded")
+    wait_until(lambda: len(recorded(did)) >= calls, f"{calls} calls are recorded")
     found = recorded(did)
     assert len({record["call"] for record in found}) == len(found) == calls
     return {record["call"]: record for record in found}
@@ -92,9 +92,9 @@ def each_recorded(did: str, calls: int) -> dict[str, dict[str, Any]]:
 
 def collected(*, at: Any = LATER) -> dict[str, int]:
     """What collecting did; doing it again changes no row."""
-    swept = reconciliation.collect(now=at)
+    swept = reconciliation.collect_call_logs(now=at)
     before = [*LlmCall.objects.order_by("pk").values()]
-    reconciliation.collect(now=at)
+    reconciliation.collect_call_logs(now=at)
     assert [*LlmCall.objects.order_by("pk").values()] == before
     return dict(swept.counts)
 
@@ -115,13 +115,13 @@ def collected(*, at: Any = LATER) -> dict[str, int]:
     ],
 )
 def test_row_log_and_record_are_of_one_call_and_it_costs_what_litellm_says(
-    path: str, stream: bool, inside: Inside, did: str, way: WholeWay
+    path: str, stream: bool, inside: LeasedSandbox, did: str, way: EgressStack
 ) -> None:
     body = BODIES[path] | ({"stream": True} if stream else {})
     asking = f"print(json.dumps([*(str(each) for each in ask({body!r}, {path!r}))]))"
     status, said = inside.python(asking)
     assert status == "200", said
-    assert all(piece.strip() in said for piece in PIECES) or path == EMBEDDINGS
+    assert all(piece.strip() in said for piece in ANSWER_CHUNKS) or path == EMBEDDINGS
     [row], [line], records = way.settled(1), way.logged(1), each_recorded(did, 1)
     [(call_id, record)] = records.items()
     assert row.call_id == line["id"] == call_id
@@ -134,21 +134,21 @@ def test_row_log_and_record_are_of_one_call_and_it_costs_what_litellm_says(
     assert (done["calls recorded"], done["requests logged"]) == (1, 1)
     row.refresh_from_db()
     cost = Decimal("0.001") if path == EMBEDDINGS else WHOLE
-    assert (row.cost, row.priced, amount(record["cost"])) == (cost, "record", cost)
-    assert (row.input_tokens, row.output_tokens) == (TOKENS["in"], 0 if path == EMBEDDINGS else TOKENS["out"])
+    assert (row.cost, row.priced, parse_usd(record["cost"])) == (cost, "record", cost)
+    assert (row.input_tokens, row.output_tokens) == (TOKEN_COUNTS["in"], 0 if path == EMBEDDINGS else TOKEN_COUNTS["out"])
     assert row.logged_at == row.recorded_at == LATER
 
 
-def test_a_call_that_litellm_does_not_record_is_unmetered(inside: Inside, way: WholeWay, settings: Any) -> None:
-    with way.loop.during(way.upstream.listening()):
+def test_a_call_that_litellm_does_not_record_is_unmetered(inside: LeasedSandbox, way: EgressStack, settings: Any) -> None:
+    with way.loop.run_context(way.upstream.listening()):
         settings.LLM_URL = way.upstream.url
         assert inside.asks() == [200]
     [row] = way.settled(1)
-    assert "calls recorded" not in collected(at=NOW) and not records.unmetered(NOW).exists()
-    assert [*records.unmetered(LATER)] == [row]
+    assert "calls recorded" not in collected(at=NOW) and not records.find_unmetered(NOW).exists()
+    assert [*records.find_unmetered(LATER)] == [row]
 
 
-def test_a_call_that_fails_costs_nothing_and_litellm_says_so(inside: Inside, did: str, way: WholeWay) -> None:
+def test_a_call_that_fails_costs_nothing_and_litellm_says_so(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
     body = {**BODIES[CHAT], "model": "gpt-failing"}
     assert inside.python(f"print(json.dumps(ask({body!r})[0]))") == 502
     each_recorded(did, 1)
@@ -161,7 +161,9 @@ def test_a_call_that_fails_costs_nothing_and_litellm_says_so(inside: Inside, did
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_has_spent_the_limit_is_told_and_litellm_is_not(stream: bool, inside: Inside, did: str, way: WholeWay) -> None:
+def test_who_has_spent_the_limit_is_told_and_litellm_is_not(
+    stream: bool, inside: LeasedSandbox, did: str, way: EgressStack
+) -> None:
     Sandbox.objects.filter(pk=inside.box.pk).update(llm_limit=WHOLE)
     asking = f"print(json.dumps([*(str(each) for each in ask({BODIES[CHAT] | {'stream': stream}!r}))]))"
     assert inside.python(asking)[0] == "200"
@@ -197,56 +199,56 @@ EAT = "held = []\nwhile True: held.append(bytearray(b'x') * (1 << 20))"
 
 
 def half_way() -> None:
-    until(lambda: LlmCall.objects.filter(outcome="ok").exists(), "the second call is over while the first goes on")
+    wait_until(lambda: LlmCall.objects.filter(outcome="ok").exists(), "the second call is over while the first goes on")
     assert LlmCall.objects.filter(outcome="open").count() == 1
 
 
-def test_a_caller_that_leaves_is_cut_off_and_still_pays(inside: Inside, did: str, way: WholeWay) -> None:
+def test_a_caller_that_leaves_is_cut_off_and_still_pays(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
     assert inside.python(STREAM + "answer.close(); print(1)") == 1
     one_row_a_call(way, did, code="not_read_to_its_end")
 
 
-def test_an_exec_that_runs_out_of_time_in_a_call(inside: Inside, did: str, way: WholeWay) -> None:
+def test_an_exec_that_runs_out_of_time_in_a_call(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
     assert run(inside, STREAM + READ, seconds=12).timed_out  # half of what the answer takes
     one_row_a_call(way, did, code="not_read_to_its_end")
     assert inside.asks() == [200]
 
 
-def test_a_program_that_runs_out_of_memory_in_a_call(inside: Inside, did: str, way: WholeWay) -> None:
+def test_a_program_that_runs_out_of_memory_in_a_call(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
     done = run(inside, STREAM + EAT)
     assert done.oom and done.exit_code == 137
     one_row_a_call(way, did, code="not_read_to_its_end")
     assert inside.asks() == [200]
 
 
-def test_a_sandbox_that_is_killed_in_a_call(inside: Inside, did: str, way: WholeWay) -> None:
-    with meanwhile(lambda: run(inside, STREAM + READ)) as running:
+def test_a_sandbox_that_is_killed_in_a_call(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
+    with run_in_thread(lambda: run(inside, STREAM + READ)) as running:
         half_way()
         subprocess.run(["docker", "kill", inside.box.ref], check=True, capture_output=True)
         assert running.result(60).exit_code == 137
     one_row_a_call(way, did, code="not_read_to_its_end")
-    until(lambda: inside.asks() == [200], "it starts again, with its way out")
+    wait_until(lambda: inside.asks() == [200], "it starts again, with its way out")
 
 
-def test_nginx_that_is_killed_in_a_call(inside: Inside, did: str, way: WholeWay) -> None:
-    with meanwhile(lambda: run(inside, STREAM + READ)) as running:
+def test_nginx_that_is_killed_in_a_call(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
+    with run_in_thread(lambda: run(inside, STREAM + READ)) as running:
         half_way()
         os.kill(pid_of(way.front), signal.SIGKILL)
         assert running.result(60).exit_code == 1
     one_row_a_call(way, did, code="not_read_to_its_end", logged=1)
-    until(lambda: inside.asks() == [200], "nginx is there again")
+    wait_until(lambda: inside.asks() == [200], "nginx is there again")
 
 
-def test_our_server_that_is_killed_in_a_call(inside: Inside, did: str, way: WholeWay) -> None:
+def test_our_server_that_is_killed_in_a_call(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
     way.serving.close()
     with command(way) as process:
-        with meanwhile(lambda: run(inside, STREAM + READ)) as running:
+        with run_in_thread(lambda: run(inside, STREAM + READ)) as running:
             half_way()
             process.kill()
             assert running.result(60).exit_code in (0, 1)  # nginx ends a stream whose length nobody knows
         process.wait(20)
     each_recorded(did, 2), way.logged(2)
-    reconciliation.collect(now=NOW)  # nginx saw it end, and nobody has closed it: a minute later nobody will
+    reconciliation.collect_call_logs(now=NOW)  # nginx saw it end, and nobody has closed it: a minute later nobody will
     [row] = LlmCall.objects.filter(outcome="open")
     assert row.logged_at is not None
     assert collected(at=row.logged_at + 2 * MINUTE)["requests closed as lost"] == 1
@@ -255,13 +257,13 @@ def test_our_server_that_is_killed_in_a_call(inside: Inside, did: str, way: Whol
     assert inside.asks() == [200]
 
 
-def run(inside: Inside, script: str, *, seconds: float = 60) -> Any:
-    from tests.egress.whole import CLIENT
+def run(inside: LeasedSandbox, script: str, *, seconds: float = 60) -> Any:
+    from tests.egress.whole import CLIENT_SCRIPT
 
-    return inside.run("python3", "-I", "-c", CLIENT + script, seconds=seconds)
+    return inside.run("python3", "-I", "-c", CLIENT_SCRIPT + script, seconds=seconds)
 
 
-def one_row_a_call(way: WholeWay, did: str, *, outcome: str = "cut", code: str = "", logged: int = 2) -> None:
+def one_row_a_call(way: EgressStack, did: str, *, outcome: str = "cut", code: str = "", logged: int = 2) -> None:
     """One call was broken off, one was not: both are there once, and cost what their records say."""
     rows, sent = {row.call_id: row for row in way.settled(2)}, each_recorded(did, 2)
     assert rows.keys() == sent.keys()
@@ -269,7 +271,7 @@ def one_row_a_call(way: WholeWay, did: str, *, outcome: str = "cut", code: str =
     collected()
     for call_id, row in rows.items():
         row.refresh_from_db()
-        assert (row.cost, row.priced) == (amount(sent[call_id]["cost"]), "record") and row.cost > 0
+        assert (row.cost, row.priced) == (parse_usd(sent[call_id]["cost"]), "record") and row.cost > 0
     [broken] = [row for row in rows.values() if row.outcome != "ok"]
     assert (broken.outcome, broken.code, sent[broken.call_id]["error"]) == (outcome, code, "ClientDisconnected")
     assert broken.cost < WHOLE  # what had passed by then, as LiteLLM counts it
@@ -278,7 +280,7 @@ def one_row_a_call(way: WholeWay, did: str, *, outcome: str = "cut", code: str =
 
 
 @contextmanager
-def command(way: WholeWay) -> Iterator["subprocess.Popen[bytes]"]:
+def command(way: EgressStack) -> Iterator["subprocess.Popen[bytes]"]:
     """`manage.py egress` on this test's database, with this test's LiteLLM."""
     from django.conf import settings
 
@@ -326,31 +328,33 @@ print(json.dumps(said))
 """
 
 
-def test_openais_client_works_unchanged(inside: Inside, did: str, way: WholeWay) -> None:
+def test_openais_client_works_unchanged(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
     """The SDK that LiteLLM brings along, out here behind the same bridge, since no sandbox has it."""
     with bridge(inside) as port:
         argv = [os.environ["TEST_LITELLM_PYTHON"], "-c", OPENAI, f"http://127.0.0.1:{port}/v1"]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env={"PATH": os.environ["PATH"]})
     assert done.returncode == 0, done.stderr[-2000:]
-    whole = "".join(PIECES)
+    whole = "".join(ANSWER_CHUNKS)
     assert json.loads(done.stdout) == [
-        whole, whole, [TOKENS["out"]], whole, whole, [0.25, 0.5], ["gpt", "claude"], "model_not_allowed",
+        whole, whole, [TOKEN_COUNTS["out"]], whole, whole, [0.25, 0.5], ["gpt", "claude"], "model_not_allowed",
     ]  # fmt: skip
     sent = each_recorded(did, 6)
     collected()
     rows = way.settled(7)
     assert [row.outcome for row in rows] == ["ok"] * 6 + ["refused"]
-    assert {row.call_id: row.cost for row in rows[:6]} == {call_id: amount(each["cost"]) for call_id, each in sent.items()}
+    assert {row.call_id: row.cost for row in rows[:6]} == {call_id: parse_usd(each["cost"]) for call_id, each in sent.items()}
 
 
 @contextmanager
-def bridge(inside: Inside) -> Iterator[int]:
+def bridge(inside: LeasedSandbox) -> Iterator[int]:
     """A sandbox's own bridge, out here, to that sandbox's socket; its port."""
-    [port] = ports.free()
+    [port] = ports.find_free_ports()
     assert inside.box.slot is not None
-    process = subprocess.Popen([sys.executable, str(BRIDGE), str(port), str(slots.directory(inside.box.slot) / slots.SOCKET)])
+    process = subprocess.Popen(
+        [sys.executable, str(BRIDGE), str(port), str(slots.ensure_slot_directory(inside.box.slot) / slots.SOCKET_NAME)]
+    )
     try:
-        until(lambda: answers(port), "the bridge listens")
+        wait_until(lambda: answers(port), "the bridge listens")
         yield port
     finally:
         process.kill()

@@ -22,19 +22,19 @@ from leases import api_keys
 from leases.api import leases
 from sandboxes.identity import curves, signing
 from sandboxes.models import LlmCall, MintedToken, Pool, Sandbox
-from tests.api.conftest import Api
-from tests.egress.relay import Relayed
+from tests.api.conftest import ApiClient
+from tests.egress.relay import RelaySwitch
 from tests.egress.test_attacks import EXCHANGE, INNER, upgrade
-from tests.egress.whole import CLIENT, WholeWay, command
-from tests.support.egress import SAID
-from tests.support.secrets import forms, texts
-from tests.support.waiting import until
+from tests.egress.whole import CLIENT_SCRIPT, EgressStack, run_egress_command
+from tests.support.egress import COMPLETION_RESPONSE
+from tests.support.secrets import list_encodings, list_key_encodings
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 ADA = "did:plc:ada"
 OUTSIDE = ("LLM_API_KEY", "SECRET_KEY", "S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY", "KV_API_TOKEN")
 # Four calls, whose messages say how the upstream answers them, one that never leaves, and a connection to the relay.
-SCRIPT = f"""{CLIENT}{EXCHANGE}
+SCRIPT = f"""{CLIENT_SCRIPT}{EXCHANGE}
 said = [ask({{**BODY, "messages": [{{"role": "user", "content": content}}]}})[0] for content in ("ok", "quote", "400", "500")]
 said.append(ask({{**BODY, "model": "none-of-ours"}})[0])
 said.append(exchange({upgrade() + INNER!r}, 1)[:12])
@@ -79,25 +79,29 @@ def our_log() -> Iterator[io.StringIO]:
 async def quoting(request: web.Request) -> web.StreamResponse:
     """An upstream that says our key wherever it can."""
     sent, wanted = request.headers["Authorization"], (await request.json())["messages"][0]["content"]
-    said = SAID if wanted == "ok" else {**SAID, "model": sent, "error": f"Incorrect API key provided: {sent}"}
+    said = (
+        COMPLETION_RESPONSE
+        if wanted == "ok"
+        else {**COMPLETION_RESPONSE, "model": sent, "error": f"Incorrect API key provided: {sent}"}
+    )
     status = int(wanted) if wanted.isdigit() else 200
     return web.json_response(said, status=status, headers={"X-Key": sent})
 
 
 def test_no_secret_is_anywhere_that_it_should_not_be(
-    planted: dict[str, bytes], our_log: io.StringIO, docker_pool: Pool, way: WholeWay, relayed: Relayed, tmp_path: Path,
+    planted: dict[str, bytes], our_log: io.StringIO, docker_pool: Pool, way: EgressStack, relayed: RelaySwitch, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     way.upstream.answer = quoting
     way.serving.close()
-    private = curves.generate()
-    signing.create(ADA, now=timezone.now(), private=private)
-    issued, api_key = api_keys.issue([ADA], name="planted", now=timezone.now())
-    ada, egress_log = Api(api_key), tmp_path / "egress.log"
+    private = curves.generate_key()
+    signing.create_key(ADA, now=timezone.now(), private=private)
+    issued, api_key = api_keys.issue_key([ADA], name="planted", now=timezone.now())
+    ada, egress_log = ApiClient(api_key), tmp_path / "egress.log"
     more = {name: value.decode() for name, value in planted.items() if name == "SECRET_KEY"}
     more |= {"LEASEHOLD_LLM_API_KEY": planted["LLM_API_KEY"].decode(), "LEASEHOLD_LOG_LEVEL": "DEBUG"}
     more |= {f"LEASEHOLD_{name}": getattr(django_settings, name) for name in ("RELAY_URL", "RELAY_AUD", "RELAY_LXM")}
-    with command(way, egress_log, **more):
+    with run_egress_command(way, egress_log, **more):
         asked = {"agent_did": ADA, "environment_id": f"way-{uuid4().hex[:8]}", "environment_type": "coding"}
         lease = ada.post("leases", {**asked, "pool": docker_pool.name}).json()
         in_env = f"planted-env-{uuid4().hex}"
@@ -106,7 +110,7 @@ def test_no_secret_is_anywhere_that_it_should_not_be(
         assert done["exit_code"] == 0, done["stderr"]
         said, listed = json.loads(done["stdout"])
         assert (said, listed) == ([200, 200, 502, 502, 403, "HTTP/1.1 101"], ["llm.sock"])
-        until(lambda: not LlmCall.objects.filter(ended_at__isnull=True).exists(), "all calls are closed")
+        wait_until(lambda: not LlmCall.objects.filter(ended_at__isnull=True).exists(), "all calls are closed")
         box = Sandbox.objects.get(holder=lease["id"])
         seen = {**inside(box.ref, way.front.name), **answers(ada, lease["id"], monkeypatch)}
 
@@ -127,10 +131,13 @@ def test_no_secret_is_anywhere_that_it_should_not_be(
     assert {place for place, known in shown.items() if known not in seen[place]} == set()
     assert len(LlmCall.objects.filter(kind="llm")) == 5 and "gpt-4o-mini" in seen["rows"]
 
-    found = {name: forms(secret) for name, secret in planted.items()}
-    found |= {"the API key": forms(api_key.encode()), "its secret part": forms(api_key[12:].encode())}
-    found |= {"the private key": texts(private), "the service token": forms(token.encode())}
-    found |= {"its signature": forms(token.rpartition(".")[2].encode()), "a value of an exec's env": forms(in_env.encode())}
+    found = {name: list_encodings(secret) for name, secret in planted.items()}
+    found |= {"the API key": list_encodings(api_key.encode()), "its secret part": list_encodings(api_key[12:].encode())}
+    found |= {"the private key": list_key_encodings(private), "the service token": list_encodings(token.encode())}
+    found |= {
+        "its signature": list_encodings(token.rpartition(".")[2].encode()),
+        "a value of an exec's env": list_encodings(in_env.encode()),
+    }
     assert [(name, place) for place, text in seen.items() for name in found if any(form in text for form in found[name])] == []
 
 
@@ -162,7 +169,7 @@ def ran(*argv: str) -> str:
     return (done.stdout + done.stderr).decode(errors="replace")
 
 
-def answers(ada: Api, lease: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def answers(ada: ApiClient, lease: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What the API says of itself, of calls, and when something is wrong with a request or with us."""
 
     def fails(*args: Any, **named: Any) -> None:
@@ -170,14 +177,14 @@ def answers(ada: Api, lease: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
         raise RuntimeError(f"a failure of ours, {len(secret)}")
 
     wrong = [
-        Api().get(f"leases/{lease}"), Api("lh_00000000_" + "x" * 43).get("pool"), ada.get(f"leases/{uuid4()}"),
+        ApiClient().get(f"leases/{lease}"), ApiClient("lh_00000000_" + "x" * 43).get("pool"), ada.get(f"leases/{uuid4()}"),
         ada.post("leases", {"agent_did": "did:plc:eve"}), ada.post("leases", b"{"),
         ada.post(f"leases/{lease}/exec", {"argv": 7}),
     ]  # fmt: skip
     assert [answer.status_code for answer in wrong] == [401, 401, 404, 400, 400, 400]
     calls = ada.get(f"leases/{lease}/calls")
     with monkeypatch.context() as broken:
-        broken.setattr(leases.OneLease, "get", fails)
+        broken.setattr(leases.LeaseView, "get", fails)
         failed = ada.client.get(f"/api/v1/leases/{lease}", headers={"Authorization": f"Bearer {ada.key}"})
     assert failed.status_code == 500
     schema = ada.client.get("/api/schema")

@@ -20,19 +20,19 @@ from leases import execution
 from leases.models import Lease
 from sandboxes import providers
 from sandboxes.egress import nginx as front
-from sandboxes.egress.nginx import Front
-from sandboxes.egress.server import Server
+from sandboxes.egress.nginx import NginxProxy
+from sandboxes.egress.server import EgressServer
 from sandboxes.models import LlmCall, Sandbox
 from sandboxes.providers.base import ExecResult
 from sandboxes.runs import Command
 from tests.conftest import NOW
-from tests.support.egress import Loop, Upstream
-from tests.support.waiting import until
+from tests.support.egress import EventLoopThread, FakeUpstream
+from tests.support.waiting import wait_until
 
-KEY = "sk-only-out-here"
+UPSTREAM_API_KEY = "sk-only-out-here"
 ROOT = Path(__file__).resolve().parents[2]
 # What programs in sandboxes are given to speak HTTP with: ask(body, path) -> (status, bytes), over the loopback address.
-CLIENT = """\
+CLIENT_SCRIPT = """\
 import json, os, socket, sys, time, urllib.error, urllib.request
 BODY = {"model": "default", "messages": [{"role": "user", "content": "{}"}]}
 def ask(body=BODY, path="/v1/chat/completions", **headers):
@@ -59,7 +59,7 @@ class Clock:
 
 
 @dataclass
-class Inside:
+class LeasedSandbox:
     """A lease, and what runs in its sandbox."""
 
     lease: Lease
@@ -70,11 +70,11 @@ class Inside:
 
     def run(self, *argv: str, stdin: bytes = b"", seconds: float = 60) -> ExecResult:
         command = Command(argv=argv, timeout=timedelta(seconds=seconds), stdin=stdin)
-        return execution.exec_in(self.lease.pk, command, now=NOW)[1]
+        return execution.exec_command(self.lease.pk, command, now=NOW)[1]
 
     def python(self, script: str, *args: str, seconds: float = 60) -> Any:
         """The JSON that a script prints, which has CLIENT's names."""
-        return said(self.run("python3", "-I", "-", *args, stdin=(CLIENT + script).encode(), seconds=seconds))
+        return parse_output(self.run("python3", "-I", "-", *args, stdin=(CLIENT_SCRIPT + script).encode(), seconds=seconds))
 
     def asks(self, count: int = 1) -> list[int]:
         """The statuses of some model calls."""
@@ -82,25 +82,25 @@ class Inside:
         return statuses
 
 
-def behind(box: Sandbox, script: str) -> Any:
+def run_python_in_sandbox(box: Sandbox, script: str) -> Any:
     """The same as `Inside.python`, whether or not a lease has this sandbox: by the provider itself."""
-    argv, stdin = ["python3", "-I", "-"], (CLIENT + script).encode()
-    docker = providers.get("docker")
-    return said(docker.exec(box.ref, argv, env={}, stdin=stdin, timeout=timedelta(seconds=60), mark=uuid4().hex))
+    argv, stdin = ["python3", "-I", "-"], (CLIENT_SCRIPT + script).encode()
+    docker = providers.get_provider("docker")
+    return parse_output(docker.exec(box.ref, argv, env={}, stdin=stdin, timeout=timedelta(seconds=60), mark=uuid4().hex))
 
 
-def said(done: ExecResult) -> Any:
+def parse_output(done: ExecResult) -> Any:
     assert done.exit_code == 0, done.stderr.decode()[-2000:]
     return json.loads(done.stdout)
 
 
 @dataclass
-class WholeWay:
+class EgressStack:
     """nginx of this test module, and what is behind it in this test."""
 
-    front: Front
-    loop: Loop
-    upstream: Upstream
+    front: NginxProxy
+    loop: EventLoopThread
+    upstream: FakeUpstream
     clock: Clock = field(default_factory=Clock)
     serving: ExitStack = field(default_factory=ExitStack)
     seen: int = 0  # the last row that settled_since has shown
@@ -109,19 +109,19 @@ class WholeWay:
     def __post_init__(self) -> None:
         self.lines = len(self.log.read_bytes().splitlines()) if self.log.exists() else 0
 
-    def serve(self) -> Server:
-        server = Server(now=self.clock)
-        self.serving.enter_context(self.loop.during(server.listening({front.server_socket(): None})))
+    def serve(self) -> EgressServer:
+        server = EgressServer(now=self.clock)
+        self.serving.enter_context(self.loop.run_context(server.listening({front.get_server_socket_path(): None})))
         return server
 
     def logged(self, count: int) -> list[dict[str, Any]]:
         """What nginx has written of requests, once it is so much: it does so after the last byte was sent."""
-        until(lambda: self.log.read_bytes().count(b"\n") >= count, f"{count} requests are logged")
+        wait_until(lambda: self.log.read_bytes().count(b"\n") >= count, f"{count} requests are logged")
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
     @property
     def log(self) -> Path:
-        return front.logs() / front.LOG
+        return front.ensure_logs_directory() / front.ACCESS_LOG_NAME
 
     def settled(self, count: int) -> list[LlmCall]:
         """The rows of so many calls, once all are closed."""
@@ -130,21 +130,21 @@ class WholeWay:
             rows = LlmCall.objects
             return rows.count() >= count and not rows.filter(ended_at__isnull=True).exists()
 
-        until(closed, f"{count} calls are closed")
+        wait_until(closed, f"{count} calls are closed")
         rows = [*LlmCall.objects.order_by("pk")]
         assert len(rows) == count
         return rows
 
-    def settled_since(self) -> list[LlmCall]:
+    def wait_for_new_closed_calls(self) -> list[LlmCall]:
         """The rows of all calls since the last time, once they are closed."""
-        until(lambda: not LlmCall.objects.filter(ended_at__isnull=True).exists(), "all calls are closed")
+        wait_until(lambda: not LlmCall.objects.filter(ended_at__isnull=True).exists(), "all calls are closed")
         rows = [*LlmCall.objects.filter(pk__gt=self.seen).order_by("pk")]
         self.seen = max([self.seen, *(row.pk for row in rows)])
         return rows
 
 
 @contextmanager
-def meanwhile(act: Callable[[], Any]) -> Iterator[Future[Any]]:
+def run_in_thread(act: Callable[[], Any]) -> Iterator[Future[Any]]:
     """Have something done in a thread while the block runs."""
 
     def run() -> Any:
@@ -158,7 +158,7 @@ def meanwhile(act: Callable[[], Any]) -> Iterator[Future[Any]]:
 
 
 @contextmanager
-def command(way: WholeWay, said: Path | None = None, **more: str) -> Iterator["subprocess.Popen[bytes]"]:
+def run_egress_command(way: EgressStack, said: Path | None = None, **more: str) -> Iterator["subprocess.Popen[bytes]"]:
     """`manage.py egress` on this test's database; what it logs is in `said`."""
     database = connection.settings_dict
     where = f"{database['USER']}@{database['HOST']}:{database['PORT']}" if connection.vendor == "postgresql" else ""
@@ -166,7 +166,7 @@ def command(way: WholeWay, said: Path | None = None, **more: str) -> Iterator["s
     env = {
         **os.environ, "DJANGO_SETTINGS_MODULE": "controlplane.settings", "DATABASE_URL": url, "SANDBOX_PROVIDER": "docker",
         "LEASEHOLD_RUNTIME_DIR": str(settings.RUNTIME_DIR), "LEASEHOLD_EGRESS_SLOTS": str(settings.EGRESS_SLOTS),
-        "LEASEHOLD_LLM_URL": way.upstream.url, "LEASEHOLD_LLM_API_KEY": KEY,
+        "LEASEHOLD_LLM_URL": way.upstream.url, "LEASEHOLD_LLM_API_KEY": UPSTREAM_API_KEY,
         "LEASEHOLD_EGRESS_IMAGE": settings.EGRESS_IMAGE,
         **more,
     }  # fmt: skip

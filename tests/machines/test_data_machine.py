@@ -27,17 +27,17 @@ from leases.models import EnvironmentType
 from sandboxes import lifecycle, providers
 from sandboxes import sweeps as below
 from sandboxes.errors import SandboxError
-from sandboxes.models import ALIVE, Pool, Sandbox
+from sandboxes.models import ALIVE_STATES, Pool, Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataFile, DataObject
 from sandboxes.providers.base import DATA
-from sandboxes.providers.memory import Call, Entry, File, Files, Folder, Link, MemoryProvider, Outcome
+from sandboxes.providers.memory import Entry, File, Files, Folder, Link, MemoryProvider, ProgramCall, ProgramResult
 from sandboxes.runs import Command
 from sandboxes.state import data_sync, pruning
-from sandboxes.state.merge import CONFLICTS
-from sandboxes.storage import store
+from sandboxes.state.merge import CONFLICTS_DIRECTORY
+from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 from sandboxes.storage.memory import MemoryStore
-from tests.conftest import MINUTE, NOW, Died
+from tests.conftest import MINUTE, NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
 EXAMPLES = int(os.environ.get("DATA_MACHINE_EXAMPLES", "30"))
@@ -67,7 +67,7 @@ class DataMachine(RuleBasedStateMachine):
         self.rollback = transaction.atomic()
         self.rollback._from_testcase = True  # as the one of a test: the verbs may ask for a durable one inside
         self.rollback.__enter__()
-        provider, shelf = providers.get("memory"), store()
+        provider, shelf = providers.get_provider("memory"), get_store()
         assert isinstance(provider, MemoryProvider) and isinstance(shelf, MemoryStore)
         self.memory, self.store = provider, shelf
         self.memory.reset()
@@ -82,7 +82,7 @@ class DataMachine(RuleBasedStateMachine):
         self.unsaved: defaultdict[str, dict[str, str]] = defaultdict(dict)  # ref -> path -> what a program left there
         self.rows: dict[str, str] = {}  # path -> digest of every stored file
         self.edits: list[Edit] = []  # of the next command
-        lifecycle.STEP_HOOKS.append(self.recorded)
+        lifecycle.CHECKPOINT_HOOKS.append(self.recorded)
         for environment in ENVIRONMENTS:
             self.run(environment)
 
@@ -91,7 +91,7 @@ class DataMachine(RuleBasedStateMachine):
             try:
                 self.settle()
             finally:
-                lifecycle.STEP_HOOKS.clear()
+                lifecycle.CHECKPOINT_HOOKS.clear()
                 transaction.set_rollback(True)
                 self.rollback.__exit__(None, None, None)
                 self.memory.reset()
@@ -127,7 +127,7 @@ class DataMachine(RuleBasedStateMachine):
             if reached == step and isinstance(subject, Attachment):
                 once(Sandbox.objects.get(pk=subject.pk).ref)
 
-        lifecycle.STEP_HOOKS.append(hook)
+        lifecycle.CHECKPOINT_HOOKS.append(hook)
         with ExitStack() if step == "data stored" else self.memory.after(step, once):
             self.edits = [("write", "a", "a")]
             self.attempt(lambda: self.run(environment))
@@ -135,7 +135,7 @@ class DataMachine(RuleBasedStateMachine):
     @rule(minutes=st.sampled_from([6, 11, 61]), trouble=TROUBLE)
     def the_idle_fall_asleep(self, minutes: int, trouble: Trouble) -> None:
         self.now += timedelta(minutes=minutes)
-        self.attempt(lambda: below.idle(now=self.now), trouble)
+        self.attempt(lambda: below.evict_idle(now=self.now), trouble)
 
     @rule(environment=ONE, left=EDITS, trouble=TROUBLE)
     def one_goes(self, environment: str, left: list[Edit], trouble: Trouble) -> None:
@@ -153,11 +153,11 @@ class DataMachine(RuleBasedStateMachine):
     @rule(minutes=st.sampled_from([1, 11, 61]), trouble=TROUBLE)
     def the_sweeps_run(self, minutes: int, trouble: Trouble) -> None:
         self.now += timedelta(minutes=minutes)
-        for sweep in (sweeps.stalled, pruning.persist, sweeps.reclaim):
+        for sweep in (sweeps.recover_stalled, pruning.persist_unsaved, sweeps.reclaim):
             self.attempt(lambda sweep=sweep: sweep(now=self.now), trouble)  # type: ignore[misc]
         self.attempt(lambda: sweeps.reconcile(now=self.now, grace=timedelta(0)))
         # Nothing is in flight between two rules, except what a process that died has left: so no grace is needed.
-        self.attempt(lambda: pruning.prune(now=self.now, grace=timedelta(0)), trouble)
+        self.attempt(lambda: pruning.remove_orphans(now=self.now, grace=timedelta(0)), trouble)
 
     # --- what always holds --------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class DataMachine(RuleBasedStateMachine):
         ref = Sandbox.objects.get(pk=subject.pk).ref
         self.look(ref)
         before, self.rows = self.rows, self.stored()
-        kept = {content for path, content in self.rows.items() if path.startswith(CONFLICTS)}
+        kept = {content for path, content in self.rows.items() if path.startswith(CONFLICTS_DIRECTORY)}
         for path, content in before.items():
             if self.rows.get(path) != content and content not in kept:
                 assert (path, content) in self.had[ref], f"{path} was lost to {ref}, which never had it"
@@ -212,21 +212,21 @@ class DataMachine(RuleBasedStateMachine):
     # --- how ----------------------------------------------------------------------------------------------------------
 
     def lease(self, environment: str) -> uuid.UUID:
-        ask = leasing.Ask(self.did, environment, "catan", pool=self.pool.name, ttl=timedelta(hours=12))
+        ask = leasing.LeaseRequest(self.did, environment, "catan", pool=self.pool.name, ttl=timedelta(hours=12))
         return leasing.acquire(ask, now=self.now)[0].pk
 
     def run(self, environment: str) -> None:
-        execution.exec_in(self.lease(environment), Command(argv=["edit"], timeout=MINUTE), now=self.now)
+        execution.exec_command(self.lease(environment), Command(argv=["edit"], timeout=MINUTE), now=self.now)
 
-    def program(self, call: Call) -> Outcome:
+    def program(self, call: ProgramCall) -> ProgramResult:
         [ref] = [box.spec.name for box in self.memory._boxes.values() if box.files is call.files]
         self.look(ref)
         self.edit(ref, self.edits)
         self.edits = []
-        return Outcome()
+        return ProgramResult()
 
     def sandbox(self, environment: str) -> Sandbox | None:
-        return Sandbox.objects.filter(pool=self.pool, environment_id=environment, state__in=ALIVE, lost_at=None).first()
+        return Sandbox.objects.filter(pool=self.pool, environment_id=environment, state__in=ALIVE_STATES, lost_at=None).first()
 
     def used(self, environment: str) -> str:
         """The environment's sandbox, if a program may be running in it; "" if not. In one that is half filled none does."""
@@ -269,12 +269,12 @@ class DataMachine(RuleBasedStateMachine):
         try:
             with self.having(trouble, died), suppress(SandboxError):
                 act()
-        except Died:
+        except SimulatedCrash:
             # Nobody has cleared up after this one: what it was writing into a sandbox is claimed until that runs out.
             if isinstance(here := died[0], Attachment):
                 until = self.now + timedelta(minutes=5)
                 Attachment.objects.filter(pk=here.pk).exclude(pulling=[]).update(pull_until=until)
-        lifecycle.STEP_HOOKS[:] = [self.recorded]
+        lifecycle.CHECKPOINT_HOOKS[:] = [self.recorded]
 
     @contextmanager
     def having(self, trouble: Trouble, died: list[object]) -> Iterator[None]:
@@ -284,14 +284,14 @@ class DataMachine(RuleBasedStateMachine):
         def die(reached: str, subject: object) -> None:
             if reached == trouble and not died:
                 died.append(subject)
-                raise Died
+                raise SimulatedCrash
 
         def fail(key: str) -> None:
             calls.append(key)
             if isinstance(trouble, tuple) and len(calls) == trouble[1]:
                 raise StoreError("memory", trouble[0], "out of order", key=key)
 
-        lifecycle.STEP_HOOKS.append(die)
+        lifecycle.CHECKPOINT_HOOKS.append(die)
         with ExitStack() as stack:
             if isinstance(trouble, tuple):
                 method, _, acted = trouble
@@ -302,10 +302,10 @@ class DataMachine(RuleBasedStateMachine):
         """Whatever happened: the sweeps run, each sandbox is used twice, and all of them have what the rows say."""
         for _ in range(2):
             self.now += timedelta(hours=1)
-            for sweep in (sweeps.expire_due, sweeps.stalled, sweeps.reclaim):
+            for sweep in (sweeps.expire_due_leases, sweeps.recover_stalled, sweeps.reclaim):
                 sweep(now=self.now)
             sweeps.reconcile(now=self.now, grace=timedelta(0))
-            assert pruning.persist(now=self.now).failures == []
+            assert pruning.persist_unsaved(now=self.now).failures == []
         for environment in ENVIRONMENTS * 2:
             try:
                 self.run(environment)
@@ -316,7 +316,7 @@ class DataMachine(RuleBasedStateMachine):
         assert not any(self.unsaved.values())
         self.rows_are_a_tree()
         self.totals_are_the_sums()
-        assert pruning.prune(now=self.now + MINUTE, grace=timedelta(0)).failures == []
+        assert pruning.remove_orphans(now=self.now + MINUTE, grace=timedelta(0)).failures == []
         pointed = DataFile.objects.filter(data__agent_did=self.did, removed=False, kind="file")
         there = set(self.store.list("agents/"))
         assert there == set(pointed.values_list("stored_in__key", flat=True))
@@ -385,7 +385,7 @@ def place(files: Files, path: str, entry: Entry) -> None:
 def test_nothing_stored_is_lost_whatever_happens(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     # Who finds a sandbox in the hands of somebody dead waits this long in real time, and is refused.
     settings.SANDBOX_START_TIMEOUT = timedelta(milliseconds=20)
-    monkeypatch.setattr(data_sync, "PATIENCE", timedelta(0))
+    monkeypatch.setattr(data_sync, "PULL_WAIT_TIMEOUT", timedelta(0))
     shelf = MemoryStore()
     monkeypatch.setattr("sandboxes.storage.FilesystemStore", lambda root: shelf)
     run_state_machine_as_test(

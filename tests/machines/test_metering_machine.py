@@ -17,14 +17,14 @@ from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from pytest_django import Settings
 
 from billing import metering
-from billing.models import Item, Meter, UsageRecord
+from billing.models import Meter, UsageKind, UsageRecord
 from sandboxes import lifecycle, pool
 from sandboxes import sweeps as below
 from sandboxes.db import clock as moments
 from sandboxes.models import Sandbox, Transition
 from sandboxes.providers.base import Unavailable
 from sandboxes.usage import readings
-from tests.conftest import Died
+from tests.conftest import SimulatedCrash
 from tests.machines.test_pool_machine import WHICH, PoolMachine
 
 pytestmark = pytest.mark.django_db
@@ -109,7 +109,7 @@ class MeteredMachine(PoolMachine):
 
     @rule()
     def read(self) -> None:
-        self.attempt(lambda: below.read(now=self.now))
+        self.attempt(lambda: below.record_readings(now=self.now))
 
     @rule()
     def the_provider_does_not_count(self) -> None:
@@ -118,7 +118,7 @@ class MeteredMachine(PoolMachine):
 
     @rule()
     def meter(self) -> None:
-        self.attempt(lambda: metering.meter(now=self.now))
+        self.attempt(lambda: metering.meter_usage(now=self.now))
 
     @rule()
     def the_meter_dies(self) -> None:
@@ -126,20 +126,20 @@ class MeteredMachine(PoolMachine):
 
         def die(reached: str, subject: object) -> None:
             if (reached, subject) == ("metered", "snapshots"):
-                raise Died
+                raise SimulatedCrash
 
-        lifecycle.STEP_HOOKS.append(die)
-        self.attempt(lambda: metering.meter(now=self.now))
-        lifecycle.STEP_HOOKS.remove(die)
+        lifecycle.CHECKPOINT_HOOKS.append(die)
+        self.attempt(lambda: metering.meter_usage(now=self.now))
+        lifecycle.CHECKPOINT_HOOKS.remove(die)
 
     def settle(self) -> None:
         self.began = self.slow.at
         super().settle()
         self.now += timedelta(hours=1)
-        for box in readings.readable().filter(pool=self.pool):
+        for box in readings.find_readable().filter(pool=self.pool):
             if box.name in self.boxes:
-                readings.read(box, self.memory, now=self.now, least=1)
-        metering.meter(now=self.now)
+                readings.record_reading(box, self.memory, now=self.now, least=1)
+        metering.meter_usage(now=self.now)
         self.all_cpu_is_metered_and_none_twice()
         self.every_paid_second_was_there()
         self.nothing_overlaps_and_nothing_is_left_out()
@@ -151,7 +151,7 @@ class MeteredMachine(PoolMachine):
             counted = sum(
                 self.boxes[name].used.cpu_micros if name in self.boxes else self.boxes.used.get(name, 0) for name in names
             )
-            metered = sum(UsageRecord.objects.filter(sandbox=box, item=Item.USE).values_list("cpu_micros", flat=True))
+            metered = sum(UsageRecord.objects.filter(sandbox=box, item=UsageKind.USE).values_list("cpu_micros", flat=True))
             assert metered <= counted
             if self.counted and not self.boxes.vanished & {*names}:
                 assert metered == counted
@@ -179,16 +179,16 @@ class MeteredMachine(PoolMachine):
 
     def derived_again_it_is_the_same(self) -> None:
         before = records()
-        metering.meter(now=self.now - timedelta(hours=5))  # twice, and by a clock that is late
+        metering.meter_usage(now=self.now - timedelta(hours=5))  # twice, and by a clock that is late
         assert records() == before
-        metering.start_over()
+        metering.reset_usage()
         assert not UsageRecord.objects.exists()
-        metering.meter(now=self.now)
+        metering.meter_usage(now=self.now)
         assert records() == before
 
 
 def usage(sandbox: UUID) -> list[UsageRecord]:
-    return [*UsageRecord.objects.filter(sandbox=sandbox, item=Item.TIME)]
+    return [*UsageRecord.objects.filter(sandbox=sandbox, item=UsageKind.TIME)]
 
 
 def records() -> list[tuple[Any, ...]]:

@@ -21,12 +21,12 @@ from leases.models import EnvironmentType, Lease
 from sandboxes import lifecycle, processes, providers
 from sandboxes import sweeps as below
 from sandboxes.errors import SandboxError
-from sandboxes.models import ALIVE, GONE, Pool, Process, Quota, Run, Sandbox, Snapshot, Transition
-from sandboxes.processes import Launch
+from sandboxes.models import ALIVE_STATES, GONE_STATES, Pool, Process, Quota, Run, Sandbox, Snapshot, Transition
+from sandboxes.processes import ProcessSpec
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
-from tests.conftest import NOW, Died
+from tests.conftest import NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
 CAPACITY = 4
@@ -46,7 +46,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.rollback = transaction.atomic()
         self.rollback._from_testcase = True  # as the one of a test: the verbs may ask for a durable one inside
         self.rollback.__enter__()
-        provider = providers.get("memory")
+        provider = providers.get_provider("memory")
         assert isinstance(provider, MemoryProvider)
         self.memory = provider
         self.memory.reset()
@@ -60,7 +60,7 @@ class PoolMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "rollback"):
             self.armed.close()
-            lifecycle.STEP_HOOKS.clear()
+            lifecycle.CHECKPOINT_HOOKS.clear()
             try:
                 self.settle()
             finally:
@@ -72,11 +72,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(agent=st.sampled_from(AGENTS), environment=st.sampled_from(["e1", "e2"]), number=st.integers(0, 99))
     def exec(self, agent: str, environment: str, number: int) -> None:
-        ask = leasing.Ask(agent, environment, "catan", pool=self.pool.name, ttl=timedelta(hours=6))
+        ask = leasing.LeaseRequest(agent, environment, "catan", pool=self.pool.name, ttl=timedelta(hours=6))
         lease = leasing.acquire(ask, now=self.now)[0]
         command = Command(argv=["sh", "-c", f"cat f; echo {number} >f"], timeout=timedelta(minutes=1))
         before = self.written.get(lease.pk)
-        answer = self.attempt(lambda: execution.exec_in(lease.pk, command, now=self.now))
+        answer = self.attempt(lambda: execution.exec_command(lease.pk, command, now=self.now))
         if answer is None:
             self.written.pop(lease.pk, None)  # it may or may not have run
             return
@@ -86,15 +86,15 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(agent=st.sampled_from(AGENTS))
     def start_process(self, agent: str) -> None:
-        ask = leasing.Ask(agent, "e1", "catan", pool=self.pool.name, ttl=timedelta(hours=6))
-        lease, launch = leasing.acquire(ask, now=self.now)[0], Launch(["sleep", "100000"])
-        act = partial(processes.start, launch=launch, now=self.now)
-        self.attempt(lambda: execution.for_lease(lease.pk, lambda want, at: act(want), now=self.now, actor=""))
+        ask = leasing.LeaseRequest(agent, "e1", "catan", pool=self.pool.name, ttl=timedelta(hours=6))
+        lease, launch = leasing.acquire(ask, now=self.now)[0], ProcessSpec(["sleep", "100000"])
+        act = partial(processes.start_process, launch=launch, now=self.now)
+        self.attempt(lambda: execution.call_with_lease(lease.pk, lambda want, at: act(want), now=self.now, actor=""))
 
     @rule(which=WHICH)
     def kill_process(self, which: int) -> None:
         if some := list(Process.objects.filter(sandbox__pool=self.pool).order_by("started_at", "agent_did", "pk")):
-            killed = self.attempt(lambda: processes.kill(some[which % len(some)], now=self.now))
+            killed = self.attempt(lambda: processes.kill_process(some[which % len(some)], now=self.now))
             assert killed is None or killed.ended_at
 
     @rule(minutes=st.sampled_from([1, 6, 31, 125, 400]))
@@ -108,15 +108,15 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def sweep_idle(self) -> None:
-        self.attempt(lambda: below.idle(now=self.now))
+        self.attempt(lambda: below.evict_idle(now=self.now))
 
     @rule()
     def sweep_cold(self) -> None:
-        self.attempt(lambda: below.cold(now=self.now))
+        self.attempt(lambda: below.expire_cold(now=self.now))
 
     @rule()
     def sweep_rest(self) -> None:
-        for sweep in (sweeps.expire_due, sweeps.stalled, sweeps.reclaim, below.warm):
+        for sweep in (sweeps.expire_due_leases, sweeps.recover_stalled, sweeps.reclaim, below.warm_pools):
             self.attempt(lambda sweep=sweep: sweep(now=self.now))
 
     @rule()
@@ -136,23 +136,23 @@ class PoolMachine(RuleBasedStateMachine):
     def the_process_dies_at(self, step: str) -> None:
         def die(reached: str, subject: object) -> None:
             if reached == step:
-                lifecycle.STEP_HOOKS.remove(die)
-                raise Died
+                lifecycle.CHECKPOINT_HOOKS.remove(die)
+                raise SimulatedCrash
 
-        lifecycle.STEP_HOOKS.append(die)
+        lifecycle.CHECKPOINT_HOOKS.append(die)
 
     @rule(verb=st.sampled_from(VERBS), when=st.sampled_from(["before", "after"]))
     def the_process_dies_around(self, verb: str, when: str) -> None:
         def die(ref: str) -> None:
             hook.close()
-            raise Died
+            raise SimulatedCrash
 
         hook = getattr(self.memory, when)(verb, die)
         self.armed.push(hook)
 
     @rule(which=WHICH)
     def a_sandbox_vanishes(self, which: int) -> None:
-        alive = list(Sandbox.objects.filter(pool=self.pool, state__in=ALIVE).order_by("created_at", "environment_id"))
+        alive = list(Sandbox.objects.filter(pool=self.pool, state__in=ALIVE_STATES).order_by("created_at", "environment_id"))
         if alive:
             sandbox = alive[which % len(alive)]
             if any(box.spec.name == sandbox.ref for box in self.peek()):
@@ -187,7 +187,7 @@ class PoolMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             for process in self.open_processes().select_related("sandbox"):
                 box = process.sandbox
-                assert box.state in (*ALIVE, "evicting") and box.lost_at is None
+                assert box.state in (*ALIVE_STATES, "evicting") and box.lost_at is None
                 assert (box.incarnation, box.holder) == (process.incarnation, process.holder)
 
     @invariant()
@@ -202,7 +202,7 @@ class PoolMachine(RuleBasedStateMachine):
     def an_ended_lease_holds_nothing_alive(self) -> None:
         if hasattr(self, "pool"):
             active = set(Lease.objects.filter(pool=self.pool, status="active").values_list("pk", flat=True))
-            held = Sandbox.objects.filter(pool=self.pool, holder__isnull=False).exclude(state__in=GONE)
+            held = Sandbox.objects.filter(pool=self.pool, holder__isnull=False).exclude(state__in=GONE_STATES)
             assert {sandbox.holder for sandbox in held} <= active
 
     @invariant()
@@ -218,7 +218,7 @@ class PoolMachine(RuleBasedStateMachine):
         """Do it; None if it was refused or the process died in it."""
         try:
             return act()
-        except (SandboxError, Died):
+        except (SandboxError, SimulatedCrash):
             return None
 
     def peek(self) -> list:  # type: ignore[type-arg]
@@ -232,7 +232,7 @@ class PoolMachine(RuleBasedStateMachine):
         Pool.objects.filter(pk=self.pool.pk).update(warm_target=0)
         for hours in (1, 1, 10):
             self.now += timedelta(hours=hours)
-            for sweep in (sweeps.expire_due, sweeps.stalled, sweeps.reclaim):
+            for sweep in (sweeps.expire_due_leases, sweeps.recover_stalled, sweeps.reclaim):
                 sweep(now=self.now)
             sweeps.reconcile(now=self.now, grace=timedelta(0))
             sweeps.reclaim(now=self.now)

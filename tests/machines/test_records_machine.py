@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sandboxes import lifecycle
 from sandboxes.egress import log_tail, upstream_records
 from sandboxes.models import LlmCall
-from tests.conftest import MINUTE, NOW, Died
+from tests.conftest import MINUTE, NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
 STEPS = st.sampled_from(["lines read", "lines applied", "lines committed"])
@@ -45,7 +45,7 @@ class RecordsMachine(RuleBasedStateMachine):
             try:
                 self.settle()
             finally:
-                lifecycle.STEP_HOOKS.clear()
+                lifecycle.CHECKPOINT_HOOKS.clear()
                 transaction.set_rollback(True)
                 self.rollback.__exit__(None, None, None)
                 shutil.rmtree(self.directory)
@@ -83,20 +83,20 @@ class RecordsMachine(RuleBasedStateMachine):
 
     @rule()
     def they_are_collected(self) -> None:
-        upstream_records.collect(self.file, NOW)
+        upstream_records.collect_records(self.file, NOW)
 
     @rule(step=STEPS)
     def a_reader_dies(self, step: str) -> None:
         self.at(step, self.die)
-        with suppress(Died):
-            upstream_records.collect(self.file, NOW)
-        lifecycle.STEP_HOOKS.clear()
+        with suppress(SimulatedCrash):
+            upstream_records.collect_records(self.file, NOW)
+        lifecycle.CHECKPOINT_HOOKS.clear()
 
     @rule()
     def a_rival_reads_meanwhile(self) -> None:
-        self.at("lines read", lambda: upstream_records.collect(self.file, NOW))
-        upstream_records.collect(self.file, NOW)
-        lifecycle.STEP_HOOKS.clear()
+        self.at("lines read", lambda: upstream_records.collect_records(self.file, NOW))
+        upstream_records.collect_records(self.file, NOW)
+        lifecycle.CHECKPOINT_HOOKS.clear()
 
     @precondition(lambda self: self.file.exists())
     @rule(nanos=NANOS, copied=st.booleans())
@@ -112,7 +112,7 @@ class RecordsMachine(RuleBasedStateMachine):
             os.truncate(self.file, 0)
         else:
             self.file.rename(old)
-            upstream_records.collect(self.file, NOW)
+            upstream_records.collect_records(self.file, NOW)
             self.append(self.line(self.called(), nanos), old)
 
     # --- what must hold -----------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class RecordsMachine(RuleBasedStateMachine):
             if one != self.file:
                 os.utime(one, ((NOW - 60 * MINUTE).timestamp(),) * 2)
         for _ in range(2):
-            upstream_records.collect(self.file, NOW)
+            upstream_records.collect_records(self.file, NOW)
             found = dict(LlmCall.objects.values_list("call_id", "cost"))
             assert found == {call_id: Decimal(cost) / 10**9 for call_id, cost in self.costs.items()}
             total = LlmCall.objects.aggregate(total=Sum("cost"))["total"] or 0
@@ -162,18 +162,18 @@ class RecordsMachine(RuleBasedStateMachine):
     def at(self, name: str, act) -> None:
         def hook(reached: str, subject: object) -> None:
             if reached == name:
-                lifecycle.STEP_HOOKS.remove(hook)
+                lifecycle.CHECKPOINT_HOOKS.remove(hook)
                 act()
 
-        lifecycle.STEP_HOOKS.append(hook)
+        lifecycle.CHECKPOINT_HOOKS.append(hook)
 
     def die(self) -> None:
-        raise Died
+        raise SimulatedCrash
 
 
-@pytest.mark.parametrize("batch", [log_tail.BATCH, 700])
+@pytest.mark.parametrize("batch", [log_tail.BATCH_BYTES, 700])
 def test_every_record_counts_once(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
-    monkeypatch.setattr(log_tail, "BATCH", batch)  # 700: three lines at a time
+    monkeypatch.setattr(log_tail, "BATCH_BYTES", batch)  # 700: three lines at a time
     examples = int(os.environ.get("RECORDS_MACHINE_EXAMPLES", "20"))
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     run_state_machine_as_test(

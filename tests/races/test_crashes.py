@@ -8,11 +8,11 @@ import pytest
 from leases import execution, leasing, sweeps
 from leases.models import Lease
 from sandboxes import sweeps as below
-from sandboxes.models import GONE, Pool, Run, Sandbox
-from sandboxes.providers.base import Spec, Unavailable
+from sandboxes.models import GONE_STATES, Pool, Run, Sandbox
+from sandboxes.providers.base import SandboxSpec, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
-from tests.conftest import MINUTE, NOW, Died
+from tests.conftest import MINUTE, NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
 LATER = NOW + timedelta(hours=1)  # every deadline has passed, no lease has
@@ -23,32 +23,32 @@ def true() -> Command:
 
 
 def die() -> None:
-    raise Died
+    raise SimulatedCrash
 
 
 def sweep(now: datetime) -> None:
-    sweeps.expire_due(now=now)
-    sweeps.stalled(now=now)
+    sweeps.expire_due_leases(now=now)
+    sweeps.recover_stalled(now=now)
     sweeps.reclaim(now=now)
     sweeps.reconcile(now=now, grace=timedelta(0))
 
 
 def assert_converged(pool: Pool, memory: MemoryProvider) -> None:
-    rows = Sandbox.objects.filter(pool=pool).exclude(state__in=(*GONE, "cold"))
+    rows = Sandbox.objects.filter(pool=pool).exclude(state__in=(*GONE_STATES, "cold"))
     assert {found.name for found in memory.list(str(pool.owner))} == {sandbox.name for sandbox in rows}
     assert Pool.objects.get(pk=pool.pk).used == Sandbox.objects.filter(pool=pool).exclude(state="destroyed").count()
     assert not Run.objects.filter(ended_at__isnull=True).exists()
 
 
 @pytest.mark.parametrize("step", ["reserved", "created", "prepared", "run opened", "run answered"])
-def test_dying_anywhere_in_an_exec_converges_and_the_lease_can_go_on(step: str, grant, pool, memory, at_step) -> None:
+def test_dying_anywhere_in_an_exec_converges_and_the_lease_can_go_on(step: str, grant, pool, memory, at_checkpoint) -> None:
     lease: Lease = grant()
-    at_step(step, die)
-    with pytest.raises(Died):
-        execution.exec_in(lease.pk, true(), now=NOW)
+    at_checkpoint(step, die)
+    with pytest.raises(SimulatedCrash):
+        execution.exec_command(lease.pk, true(), now=NOW)
     sweep(LATER)
     assert_converged(pool, memory)
-    _, result = execution.exec_in(lease.pk, true(), now=LATER)
+    _, result = execution.exec_command(lease.pk, true(), now=LATER)
     assert result.exit_code == 0
     assert_converged(pool, memory)
 
@@ -62,64 +62,64 @@ def read() -> Command:
 
 
 @pytest.mark.parametrize("step", ["eviction claimed", "objects stored", "persisted", "process gone"])
-def test_dying_anywhere_on_the_way_to_sleep_converges_and_loses_no_file(step: str, grant, pool, memory, at_step) -> None:
+def test_dying_anywhere_on_the_way_to_sleep_converges_and_loses_no_file(step: str, grant, pool, memory, at_checkpoint) -> None:
     lease: Lease = grant()
-    execution.exec_in(lease.pk, write("kept"), now=NOW)
-    at_step(step, die)
-    with pytest.raises(Died):
-        below.idle(now=NOW + 10 * MINUTE)
+    execution.exec_command(lease.pk, write("kept"), now=NOW)
+    at_checkpoint(step, die)
+    with pytest.raises(SimulatedCrash):
+        below.evict_idle(now=NOW + 10 * MINUTE)
     assert Sandbox.objects.get().state == "evicting"
     sweep(LATER)
     assert Sandbox.objects.get().state == "cold"
     assert memory.list(str(pool.owner)) == []
-    assert execution.exec_in(lease.pk, read(), now=LATER)[1].stdout == b"kept\n"
+    assert execution.exec_command(lease.pk, read(), now=LATER)[1].stdout == b"kept\n"
     assert_converged(pool, memory)
 
 
 @pytest.mark.parametrize("step", ["wake claimed", "created", "prepared", "run opened", "run answered"])
-def test_dying_anywhere_in_a_wake_converges_and_loses_no_file(step: str, grant, pool, memory, at_step) -> None:
+def test_dying_anywhere_in_a_wake_converges_and_loses_no_file(step: str, grant, pool, memory, at_checkpoint) -> None:
     lease: Lease = grant()
-    execution.exec_in(lease.pk, write("kept"), now=NOW)
-    below.idle(now=NOW + 10 * MINUTE)
-    at_step(step, die)
-    with pytest.raises(Died):
-        execution.exec_in(lease.pk, read(), now=NOW + 11 * MINUTE)
+    execution.exec_command(lease.pk, write("kept"), now=NOW)
+    below.evict_idle(now=NOW + 10 * MINUTE)
+    at_checkpoint(step, die)
+    with pytest.raises(SimulatedCrash):
+        execution.exec_command(lease.pk, read(), now=NOW + 11 * MINUTE)
     sweep(LATER)
-    assert execution.exec_in(lease.pk, read(), now=LATER)[1].stdout == b"kept\n"
+    assert execution.exec_command(lease.pk, read(), now=LATER)[1].stdout == b"kept\n"
     assert_converged(pool, memory)
 
 
 @pytest.mark.parametrize("step", ["reserved", "created", "prepared"])
-def test_dying_anywhere_in_warming_up_converges(step: str, pool, memory, at_step) -> None:
+def test_dying_anywhere_in_warming_up_converges(step: str, pool, memory, at_checkpoint) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
-    at_step(step, die)
-    with pytest.raises(Died):
-        below.warm(now=NOW)
+    at_checkpoint(step, die)
+    with pytest.raises(SimulatedCrash):
+        below.warm_pools(now=NOW)
     sweep(LATER)
     assert_converged(pool, memory)
-    assert below.warm(now=LATER).counts == {"warmed up": 1}
+    assert below.warm_pools(now=LATER).counts == {"warmed up": 1}
 
 
 @pytest.mark.parametrize("step", ["eviction claimed", "objects stored", "persisted", "process gone", "reserved", "created"])
-def test_dying_anywhere_while_room_is_made_converges(step: str, grant, pool, memory, at_step) -> None:
+def test_dying_anywhere_while_room_is_made_converges(step: str, grant, pool, memory, at_checkpoint) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=1)
     victim, other = grant(agent="did:plc:victim"), grant(agent="did:plc:other")
-    execution.exec_in(victim.pk, write("kept"), now=NOW)
-    at_step(step, die)
-    with pytest.raises(Died):
-        execution.exec_in(other.pk, true(), now=NOW + MINUTE)
+    execution.exec_command(victim.pk, write("kept"), now=NOW)
+    at_checkpoint(step, die)
+    with pytest.raises(SimulatedCrash):
+        execution.exec_command(other.pk, true(), now=NOW + MINUTE)
     sweep(LATER)
     assert_converged(pool, memory)
-    assert execution.exec_in(victim.pk, read(), now=LATER)[1].stdout == b"kept\n"
+    assert execution.exec_command(victim.pk, read(), now=LATER)[1].stdout == b"kept\n"
 
 
 @pytest.mark.parametrize("step", ["destroy claimed", "destroy answered"])
-def test_dying_anywhere_in_a_destroy_converges(step: str, grant, pool, memory, at_step) -> None:
+def test_dying_anywhere_in_a_destroy_converges(step: str, grant, pool, memory, at_checkpoint) -> None:
     lease: Lease = grant()
-    execution.exec_in(lease.pk, true(), now=NOW)
+    execution.exec_command(lease.pk, true(), now=NOW)
     leasing.release(lease.pk, now=NOW + MINUTE)
-    at_step(step, die)
-    with pytest.raises(Died):
+    at_checkpoint(step, die)
+    with pytest.raises(SimulatedCrash):
         sweep(NOW + MINUTE)
     sweep(LATER)
     assert_converged(pool, memory)
@@ -132,12 +132,12 @@ def test_dying_anywhere_in_a_destroy_converges(step: str, grant, pool, memory, a
 def test_dying_around_any_call_to_the_provider_converges(when: str, verb: str, grant, pool, memory) -> None:
     def act() -> None:
         lease: Lease = grant()
-        execution.exec_in(lease.pk, true(), now=NOW)
+        execution.exec_command(lease.pk, true(), now=NOW)
         leasing.release(lease.pk, now=NOW + MINUTE)
         sweep(NOW + MINUTE)
 
     hang: Callable = getattr(memory, when)
-    with hang(verb, lambda ref: die()), pytest.raises(Died):
+    with hang(verb, lambda ref: die()), pytest.raises(SimulatedCrash):
         act()
     sweep(LATER)
     sweep(LATER + timedelta(days=2))
@@ -146,35 +146,35 @@ def test_dying_around_any_call_to_the_provider_converges(when: str, verb: str, g
     assert set(Lease.objects.values_list("status", flat=True)) == {"destroyed"}
 
 
-def test_what_an_abandoned_run_left_running_is_killed_before_its_sandbox_waits(grant, memory, at_step) -> None:
+def test_what_an_abandoned_run_left_running_is_killed_before_its_sandbox_waits(grant, memory, at_checkpoint) -> None:
     lease: Lease = grant()
-    at_step("run opened", die)
-    with pytest.raises(Died):
-        execution.exec_in(lease.pk, true(), now=NOW)
+    at_checkpoint("run opened", die)
+    with pytest.raises(SimulatedCrash):
+        execution.exec_command(lease.pk, true(), now=NOW)
     with memory.fail("kill", Unavailable("engine away")):
-        assert sweeps.stalled(now=LATER).failures
+        assert sweeps.recover_stalled(now=LATER).failures
     assert Sandbox.objects.get().state == "running"
-    assert sweeps.stalled(now=LATER).counts == {"runs closed": 1}
+    assert sweeps.recover_stalled(now=LATER).counts == {"runs closed": 1}
     run, sandbox = Run.objects.get(), Sandbox.objects.get()
     assert (run.outcome, sandbox.state, memory.calls[-1]) == ("lost", "waiting", ("kill", sandbox.ref))
 
 
-def test_a_create_that_finishes_after_its_row_was_given_up_leaves_nothing(grant, pool, memory, at_step) -> None:
+def test_a_create_that_finishes_after_its_row_was_given_up_leaves_nothing(grant, pool, memory, at_checkpoint) -> None:
     lease: Lease = grant()
 
     def release_and_sweep() -> None:
         leasing.release(lease.pk, now=NOW)
         sweeps.reclaim(now=NOW)  # there is nothing to destroy yet, so the provider says that it is gone
 
-    at_step("reserved", release_and_sweep)
+    at_checkpoint("reserved", release_and_sweep)
     with pytest.raises(Exception, match="ended"):
-        execution.exec_in(lease.pk, true(), now=NOW)
+        execution.exec_command(lease.pk, true(), now=NOW)
     assert_converged(pool, memory)
     assert memory.list(str(pool.owner)) == []
 
 
 def test_an_orphan_is_destroyed_only_after_its_grace(pool: Pool, memory: MemoryProvider) -> None:
-    memory.create(Spec(name="leasehold-stray", owner=str(pool.owner)))
+    memory.create(SandboxSpec(name="leasehold-stray", owner=str(pool.owner)))
     made_at = memory.inspect("leasehold-stray").created_at
     assert sweeps.reconcile(now=made_at + MINUTE, grace=2 * MINUTE).counts == {}
     assert sweeps.reconcile(now=made_at + 2 * MINUTE, grace=2 * MINUTE).counts == {"orphans destroyed": 1}

@@ -12,12 +12,12 @@ from leases.models import Lease
 from sandboxes import providers
 from sandboxes import sweeps as below
 from sandboxes.errors import CapacityExhausted
-from sandboxes.lifecycle import STEP_HOOKS
+from sandboxes.lifecycle import CHECKPOINT_HOOKS
 from sandboxes.models import Pool, Run, Sandbox
-from sandboxes.providers.base import Found
+from sandboxes.providers.base import ProviderSandbox
 from sandboxes.runs import Command
-from tests.conftest import MINUTE, NOW, threads
-from tests.support.waiting import until
+from tests.conftest import MINUTE, NOW, run_in_threads
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 CAPACITY, AGENTS = 20, 64
@@ -32,21 +32,21 @@ class Place:
         self.leases = [self._lease(f"did:plc:a{i}") for i in range(AGENTS)]
 
     def _lease(self, did: str) -> Lease:
-        return leasing.acquire(leasing.Ask(did, "race", "coding", pool=self.pool.name), now=NOW)[0]
+        return leasing.acquire(leasing.LeaseRequest(did, "race", "coding", pool=self.pool.name), now=NOW)[0]
 
-    def listed(self) -> list[Found]:
-        return providers.get("docker").list(str(self.pool.owner))
+    def listed(self) -> list[ProviderSandbox]:
+        return providers.get_provider("docker").list(str(self.pool.owner))
 
     def watch(self, reached: str, subject: Any) -> None:
         if reached == "created":
             self.counts.append(len(self.listed()))
 
     def run(self, act: Callable[[int], Any]) -> list[Any]:
-        with threads(AGENTS) as together:
+        with run_in_threads(AGENTS) as together:
             return together(act)
 
     def exec(self, i: int, *argv: str) -> int:
-        return execution.exec_in(self.leases[i].pk, Command(argv=argv, timeout=5 * MINUTE), now=NOW)[1].exit_code
+        return execution.exec_command(self.leases[i].pk, Command(argv=argv, timeout=5 * MINUTE), now=NOW)[1].exit_code
 
     def names(self) -> set[str]:
         """What the rows say should be there."""
@@ -75,9 +75,9 @@ class Place:
 def place(docker_pool: Pool) -> Iterator[Place]:
     Pool.objects.filter(pk=docker_pool.pk).update(capacity=CAPACITY)
     place = Place(docker_pool)
-    STEP_HOOKS.append(place.watch)
+    CHECKPOINT_HOOKS.append(place.watch)
     yield place
-    STEP_HOOKS.remove(place.watch)
+    CHECKPOINT_HOOKS.remove(place.watch)
 
 
 def test_sixty_four_first_execs_at_a_capacity_of_twenty(place: Place) -> None:
@@ -106,13 +106,13 @@ def test_twenty_that_run_are_twenty_and_the_others_are_refused(place: Place) -> 
     crowd.start()
     try:
         running = Sandbox.objects.filter(pool=place.pool, state="running")
-        until(lambda: running.count() == CAPACITY, f"{CAPACITY} run", within=300)
-        until(lambda: len(refused) == AGENTS - CAPACITY, "all others are refused", within=300)
+        wait_until(lambda: running.count() == CAPACITY, f"{CAPACITY} run", within=300)
+        wait_until(lambda: len(refused) == AGENTS - CAPACITY, "all others are refused", within=300)
         assert {found.name for found in place.listed() if found.running} == place.names()
         assert len(place.names()) == CAPACITY
     finally:
         for name in place.names():
-            providers.get("docker").write_file(name, "/workspace/go", b"")
+            providers.get_provider("docker").write_file(name, "/workspace/go", b"")
         crowd.join(300)
     assert answers.count(0) == CAPACITY
     place.check()

@@ -11,7 +11,7 @@ from leases.models import Lease
 from sandboxes.errors import SigningKeyExists
 from sandboxes.identity import signing
 from sandboxes.models import MintedToken, SigningKey
-from tests.conftest import NOW, threads
+from tests.conftest import NOW, run_in_threads
 
 pytestmark = pytest.mark.django_db(transaction=True)
 ASK = {"aud": "did:web:relay.example", "lxm": "com.atproto.sync.subscribeRepos"}
@@ -39,36 +39,38 @@ def locked_out(act: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("rival", ["the lease ends", "the key is revoked", "the key is rotated"])
-def test_what_takes_the_right_away_waits_until_the_token_is_written_down(grant, at_step, rival: str) -> None:
-    signing.create("did:plc:ada", now=NOW)
+def test_what_takes_the_right_away_waits_until_the_token_is_written_down(grant, at_checkpoint, rival: str) -> None:
+    signing.create_key("did:plc:ada", now=NOW)
     lease: Lease = grant()
     act = {
         "the lease ends": lambda: leasing.end(lease.pk, reason="operator", now=NOW),
-        "the key is revoked": lambda: signing.revoke("did:plc:ada", now=NOW),
-        "the key is rotated": lambda: signing.rotate("did:plc:ada", now=NOW),
+        "the key is revoked": lambda: signing.revoke_active_key("did:plc:ada", now=NOW),
+        "the key is rotated": lambda: signing.rotate_key("did:plc:ada", now=NOW),
     }[rival]
     waited: list[bool] = []
-    at_step("token minted", lambda: waited.append(locked_out(act)))
-    execution.service_token(lease.pk, now=NOW, **ASK)
+    at_checkpoint("token minted", lambda: waited.append(locked_out(act)))
+    execution.mint_service_token(lease.pk, now=NOW, **ASK)
     assert waited == [True] and MintedToken.objects.count() == 1
     assert not locked_out(act)
 
 
 def test_eight_creates_at_once_make_one_key(db: None) -> None:
-    with threads(8) as run:
-        answers = run(lambda i: signing.create("did:plc:ada", now=NOW))
+    with run_in_threads(8) as run:
+        answers = run(lambda i: signing.create_key("did:plc:ada", now=NOW))
     assert [type(answer) for answer in answers].count(SigningKeyExists) == 7
     assert SigningKey.objects.count() == 1
 
 
 def test_tokens_are_minted_all_through_rotations(grant) -> None:
-    signing.create("did:plc:ada", now=NOW)
+    signing.create_key("did:plc:ada", now=NOW)
     lease = grant()
 
     def act(index: int) -> object:
-        return execution.service_token(lease.pk, now=NOW, **ASK) if index % 2 else signing.rotate("did:plc:ada", now=NOW)
+        return (
+            execution.mint_service_token(lease.pk, now=NOW, **ASK) if index % 2 else signing.rotate_key("did:plc:ada", now=NOW)
+        )
 
-    with threads(12) as run:
+    with run_in_threads(12) as run:
         answers = run(act)
     assert not [answer for answer in answers if isinstance(answer, Exception)]
     assert (MintedToken.objects.count(), SigningKey.objects.count()) == (6, 7)

@@ -15,11 +15,11 @@ from sandboxes import eviction, runs
 from sandboxes import pool as pools
 from sandboxes import sweeps as below
 from sandboxes.errors import CapacityExhausted
-from sandboxes.models import Outcome, Pool, Run, Sandbox
+from sandboxes.models import Pool, Run, RunOutcome, Sandbox
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
-from tests.conftest import MINUTE, NOW, threads
-from tests.support.waiting import until
+from tests.conftest import MINUTE, NOW, run_in_threads
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 DAY = timedelta(days=1)
@@ -45,8 +45,8 @@ def starting(statement: str, rival: threading.Thread) -> Iterator[None]:
 
 
 def test_sixteen_acquires_at_once_grant_one_lease(pool: Pool) -> None:
-    ask = leasing.Ask("did:plc:ada", "game-1", "catan", pool=pool.name)
-    with threads(16) as run:
+    ask = leasing.LeaseRequest("did:plc:ada", "game-1", "catan", pool=pool.name)
+    with run_in_threads(16) as run:
         answers = run(lambda i: leasing.acquire(ask, now=NOW))
     assert len({lease.pk for lease, _ in answers}) == 1
     assert [is_new for _, is_new in answers].count(True) == 1
@@ -54,8 +54,8 @@ def test_sixteen_acquires_at_once_grant_one_lease(pool: Pool) -> None:
 
 def test_sixteen_acquires_of_an_elapsed_lease_grant_one_new_lease(pool: Pool, grant) -> None:
     old = grant(ttl=MINUTE)
-    ask = leasing.Ask("did:plc:ada", "game-1", "catan", pool=pool.name)
-    with threads(16) as run:
+    ask = leasing.LeaseRequest("did:plc:ada", "game-1", "catan", pool=pool.name)
+    with run_in_threads(16) as run:
         answers = run(lambda i: leasing.acquire(ask, now=NOW + 5 * MINUTE))
     assert len({lease.pk for lease, _ in answers} - {old.pk}) == 1
     assert old.events.filter(kind="ended").count() == 1
@@ -63,8 +63,8 @@ def test_sixteen_acquires_of_an_elapsed_lease_grant_one_new_lease(pool: Pool, gr
 
 def test_eight_first_execs_at_once_start_one_sandbox(grant, memory: MemoryProvider) -> None:
     lease: Lease = grant()
-    with threads(8) as run:
-        answers = run(lambda i: execution.exec_in(lease.pk, true(), now=NOW)[1].exit_code)
+    with run_in_threads(8) as run:
+        answers = run(lambda i: execution.exec_command(lease.pk, true(), now=NOW)[1].exit_code)
     assert answers == [0] * 8
     assert Sandbox.objects.count() == 1 and memory.calls.count(("create", Sandbox.objects.get().ref)) == 1
     sandbox = Sandbox.objects.get()
@@ -76,8 +76,8 @@ def test_thirty_two_starts_at_a_capacity_of_ten_never_have_an_eleventh(pool: Poo
     leases = [grant(agent=f"did:plc:a{i}") for i in range(32)]
     most = []
     memory.after("create", lambda ref: most.append(len(memory.list(str(pool.owner)))))
-    with threads(32) as run:
-        answers = run(lambda i: execution.exec_in(leases[i].pk, true(), now=NOW)[1].exit_code)
+    with run_in_threads(32) as run:
+        answers = run(lambda i: execution.exec_command(leases[i].pk, true(), now=NOW)[1].exit_code)
     assert max(most) <= 10
     assert all(answer == 0 or isinstance(answer, CapacityExhausted) for answer in answers)
     assert Sandbox.objects.filter(pool=pool).exclude(state="destroyed").count() == Pool.objects.get(pk=pool.pk).used <= 10
@@ -97,43 +97,43 @@ def test_with_ten_running_and_ten_places_everybody_else_is_refused(pool: Pool, g
 
     def act(i: int) -> object:
         try:
-            return execution.exec_in(leases[i].pk, true(), now=NOW)[1].exit_code
+            return execution.exec_command(leases[i].pk, true(), now=NOW)[1].exit_code
         except CapacityExhausted as full:
             refused.append(full)
             if len(refused) == 22:
                 release.set()
             return full
 
-    with threads(32) as run:
+    with run_in_threads(32) as run:
         answers = run(act)
     assert (answers.count(0), len(refused)) == (10, 22)
 
 
-def test_an_eviction_and_a_run_that_starts_never_both_win(pool: Pool, grant, at_step) -> None:
+def test_an_eviction_and_a_run_that_starts_never_both_win(pool: Pool, grant, at_checkpoint) -> None:
     lease: Lease = grant()
-    execution.exec_in(lease.pk, true(), now=NOW)
+    execution.exec_command(lease.pk, true(), now=NOW)
     sandbox = Sandbox.objects.get()
-    at_step("run opened", lambda: evicted.append(eviction.sleep(sandbox.pk, now=NOW, reason="idle")))
+    at_checkpoint("run opened", lambda: evicted.append(eviction.evict(sandbox.pk, now=NOW, reason="idle")))
     evicted: list[bool] = []
-    assert execution.exec_in(lease.pk, true(), now=NOW)[1].exit_code == 0
+    assert execution.exec_command(lease.pk, true(), now=NOW)[1].exit_code == 0
     assert evicted == [False]
     sandbox.refresh_from_db()
     assert (sandbox.state, sandbox.incarnation) == ("waiting", 1)
 
 
-def test_a_run_that_comes_while_it_falls_asleep_waits_and_wakes_it(pool: Pool, grant, at_step) -> None:
+def test_a_run_that_comes_while_it_falls_asleep_waits_and_wakes_it(pool: Pool, grant, at_checkpoint) -> None:
     lease: Lease = grant()
-    execution.exec_in(lease.pk, Command(argv=["sh", "-c", "echo kept >f"], timeout=MINUTE), now=NOW)
+    execution.exec_command(lease.pk, Command(argv=["sh", "-c", "echo kept >f"], timeout=MINUTE), now=NOW)
     sandbox, answers = Sandbox.objects.get(), []
 
     def rival() -> None:
         cat = Command(argv=["cat", "f"], timeout=MINUTE)
-        answers.append(execution.exec_in(lease.pk, cat, now=NOW)[1].stdout)
+        answers.append(execution.exec_command(lease.pk, cat, now=NOW)[1].stdout)
         connections.close_all()
 
     thread = threading.Thread(target=rival)
-    at_step("persisted", thread.start)
-    assert eviction.sleep(sandbox.pk, now=NOW, reason="idle")
+    at_checkpoint("persisted", thread.start)
+    assert eviction.evict(sandbox.pk, now=NOW, reason="idle")
     thread.join(30)
     assert answers == [b"kept\n"]
     sandbox.refresh_from_db()
@@ -142,10 +142,10 @@ def test_a_run_that_comes_while_it_falls_asleep_waits_and_wakes_it(pool: Pool, g
 
 def test_sixteen_claims_for_four_warm_sandboxes_get_four_different_ones(pool: Pool, grant) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=4)
-    assert below.warm(now=NOW).counts == {"warmed up": 4}
+    assert below.warm_pools(now=NOW).counts == {"warmed up": 4}
     leases = [grant(agent=f"did:plc:a{i}") for i in range(16)]
-    with threads(16) as run:
-        run(lambda i: execution.exec_in(leases[i].pk, true(), now=NOW))
+    with run_in_threads(16) as run:
+        run(lambda i: execution.exec_command(leases[i].pk, true(), now=NOW))
     assert Pool.objects.get(pk=pool.pk).claimed_warm == 4
     assert Sandbox.objects.exclude(holder=None).values("holder").distinct().count() == Sandbox.objects.count() == 16
 
@@ -153,8 +153,8 @@ def test_sixteen_claims_for_four_warm_sandboxes_get_four_different_ones(pool: Po
 def test_eight_warming_sweeps_at_once_start_as_many_as_the_target(pool: Pool, memory: MemoryProvider, settings) -> None:
     settings.EGRESS_SLOTS = 5  # so few that two would often choose the same, if they chose at the same time
     Pool.objects.filter(pk=pool.pk).update(warm_target=3)
-    with threads(8) as run:
-        run(lambda i: below.warm(now=NOW))
+    with run_in_threads(8) as run:
+        run(lambda i: below.warm_pools(now=NOW))
     assert len(memory.list(str(pool.owner))) == 3
 
 
@@ -163,26 +163,26 @@ def test_one_that_becomes_ready_while_a_sweep_looks_is_not_one_too_many(
 ) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=2)
     pool.refresh_from_db()
-    assert pools.warm_up(pool, now=NOW)
-    unclaimed = pools.unclaimed
+    assert pools.start_warm(pool, now=NOW)
+    unclaimed = pools.find_unclaimed
 
     def then(one: Pool) -> object:
         found = unclaimed(one).filter(pk__in=[*unclaimed(one).values_list("pk", flat=True)])
-        monkeypatch.setattr(pools, "unclaimed", unclaimed)
-        assert pools.warm_up(pool, now=NOW)  # a rival
+        monkeypatch.setattr(pools, "find_unclaimed", unclaimed)
+        assert pools.start_warm(pool, now=NOW)  # a rival
         return found
 
-    monkeypatch.setattr(pools, "unclaimed", then)
-    assert below.surplus() == []
+    monkeypatch.setattr(pools, "find_unclaimed", then)
+    assert below.find_surplus() == []
 
 
-def test_a_release_while_it_wakes_leaves_nothing(pool: Pool, grant, memory: MemoryProvider, at_step) -> None:
+def test_a_release_while_it_wakes_leaves_nothing(pool: Pool, grant, memory: MemoryProvider, at_checkpoint) -> None:
     lease: Lease = grant()
-    execution.exec_in(lease.pk, true(), now=NOW)
-    assert eviction.sleep(Sandbox.objects.get().pk, now=NOW, reason="idle")
-    at_step("wake claimed", lambda: (leasing.release(lease.pk, now=NOW), sweeps.reclaim(now=NOW)))
+    execution.exec_command(lease.pk, true(), now=NOW)
+    assert eviction.evict(Sandbox.objects.get().pk, now=NOW, reason="idle")
+    at_checkpoint("wake claimed", lambda: (leasing.release(lease.pk, now=NOW), sweeps.reclaim(now=NOW)))
     with pytest.raises(LeaseEnded):
-        execution.exec_in(lease.pk, true(), now=NOW)
+        execution.exec_command(lease.pk, true(), now=NOW)
     sweeps.reclaim(now=NOW)
     assert memory.list(str(pool.owner)) == []
     assert Pool.objects.get(pk=pool.pk).used == 0
@@ -190,40 +190,40 @@ def test_a_release_while_it_wakes_leaves_nothing(pool: Pool, grant, memory: Memo
 
 def test_a_release_between_the_check_and_the_place_starts_nothing(grant, memory: MemoryProvider) -> None:
     lease: Lease = grant()
-    want = execution.want_for(lease, now=NOW)
+    want = execution.build_sandbox_request(lease, now=NOW)
     leasing.release(lease.pk, now=NOW)
     with pytest.raises(LeaseEnded), transaction.atomic():
         want.fence()
     assert memory.calls == []
 
 
-def test_a_release_while_the_sandbox_starts_wins(grant, pool: Pool, memory: MemoryProvider, at_step) -> None:
+def test_a_release_while_the_sandbox_starts_wins(grant, pool: Pool, memory: MemoryProvider, at_checkpoint) -> None:
     lease: Lease = grant()
-    at_step("created", lambda: leasing.release(lease.pk, now=NOW))
+    at_checkpoint("created", lambda: leasing.release(lease.pk, now=NOW))
     with pytest.raises(LeaseEnded):
-        execution.exec_in(lease.pk, true(), now=NOW)
+        execution.exec_command(lease.pk, true(), now=NOW)
     assert sweeps.reclaim(now=NOW).counts == {"destroyed": 1, "leases closed": 1}
     assert memory.list(str(pool.owner)) == []
 
 
-def test_a_release_during_a_run_ends_it_and_the_late_answer_is_refused(grant, at_step) -> None:
+def test_a_release_during_a_run_ends_it_and_the_late_answer_is_refused(grant, at_checkpoint) -> None:
     lease: Lease = grant()
-    at_step("run opened", lambda: leasing.release(lease.pk, now=NOW))
+    at_checkpoint("run opened", lambda: leasing.release(lease.pk, now=NOW))
     with pytest.raises(LeaseEnded):
-        execution.exec_in(lease.pk, true(), now=NOW)
+        execution.exec_command(lease.pk, true(), now=NOW)
     run = Run.objects.get()
     assert (run.outcome, Sandbox.objects.get().state) == ("lost", "destroying")
 
 
 def test_a_run_that_ends_as_its_sandbox_is_given_up_and_that_do_not_wait_for_each_other(grant) -> None:
     lease = grant()
-    box = execution.sandbox_for(lease.pk, now=NOW)
+    box = execution.ensure_sandbox_ready(lease.pk, now=NOW)
     run = runs.open_run(box, Command(argv=["true"], timeout=MINUTE), now=NOW)
     closed: list[object] = []
 
     def end() -> None:
         try:
-            closed.append(runs.close(run, now=NOW, outcome=Outcome.OK))
+            closed.append(runs.close_run(run, now=NOW, outcome=RunOutcome.OK))
         except OperationalError as failed:
             closed.append(failed)
         connections.close_all()
@@ -240,15 +240,15 @@ def test_a_run_that_ends_as_its_sandbox_is_given_up_and_that_do_not_wait_for_eac
 @pytest.mark.parametrize("way", ["its clock", "a condition"])
 def test_a_lease_that_ends_as_a_copy_of_it_is_saved_and_that_do_not_wait_for_each_other(grant, way: str) -> None:
     lease = grant(expiry_conditions=["game-over"])
-    execution.exec_in(lease.pk, true(), now=NOW)
+    execution.exec_command(lease.pk, true(), now=NOW)
     done: list[object] = []
 
     def end() -> None:
         try:
             if way == "its clock":
-                done.append(sweeps.expire_due(now=NOW + DAY).counts)
+                done.append(sweeps.expire_due_leases(now=NOW + DAY).counts)
             else:
-                done.append(len(sweeps.end_matching("game-1", "game-over", now=NOW, agents=None)))
+                done.append(len(sweeps.end_leases_by_condition("game-1", "game-over", now=NOW, agents=None)))
         except OperationalError as failed:
             done.append(failed)
         connections.close_all()
@@ -256,15 +256,15 @@ def test_a_lease_that_ends_as_a_copy_of_it_is_saved_and_that_do_not_wait_for_eac
     rival = threading.Thread(target=end)
 
     with starting('INSERT INTO "leases_leaseevent"', rival), suppress(LeaseEnded):
-        snapshots.take(lease.pk, now=NOW)
+        snapshots.take_snapshot(lease.pk, now=NOW)
     assert done in ([{"expired": 1}], [1])
     assert sorted(lease.events.values_list("kind", flat=True)) == ["ended", "granted", "snapshot"]
 
 
 def test_a_renewal_between_look_and_act_keeps_the_lease(grant, monkeypatch) -> None:
     lease: Lease = grant(ttl=MINUTE)
-    monkeypatch.setattr(leasing, "why_elapsed", _renewing_first(lease, leasing.why_elapsed))
-    assert sweeps.expire_due(now=NOW + MINUTE).counts == {"lost race": 1}
+    monkeypatch.setattr(leasing, "find_elapsed_clock", _renewing_first(lease, leasing.find_elapsed_clock))
+    assert sweeps.expire_due_leases(now=NOW + MINUTE).counts == {"lost race": 1}
     lease.refresh_from_db()
     assert lease.status == "active"
 
@@ -281,9 +281,9 @@ def _renewing_first(lease: Lease, why_elapsed):  # type: ignore[no-untyped-def]
 def test_two_sweeps_at_once_destroy_each_sandbox_once(grant, pool: Pool) -> None:
     for i in range(8):
         lease = grant(agent=f"did:plc:a{i}")
-        execution.exec_in(lease.pk, true(), now=NOW)
+        execution.exec_command(lease.pk, true(), now=NOW)
         leasing.release(lease.pk, now=NOW)
-    with threads(4) as run:
+    with run_in_threads(4) as run:
         answers = run(lambda i: sweeps.reclaim(now=NOW).counts.get("destroyed", 0))
     assert sum(answers) == 8
     assert Pool.objects.get(pk=pool.pk).used == 0
@@ -316,7 +316,7 @@ def beside(statement: str, act: Callable[[], object]) -> Iterator[None]:
         if sql.startswith(statement) and not rivals:
             rivals.append(threading.Thread(target=run))
             rivals[0].start()
-            until(waits, "the rival waits for a lock")
+            wait_until(waits, "the rival waits for a lock")
         return done
 
     with connection.execute_wrapper(rival):
@@ -329,7 +329,7 @@ def beside(statement: str, act: Callable[[], object]) -> Iterator[None]:
 def test_a_lease_ends_while_its_run_does(grant, memory: MemoryProvider) -> None:
     lease: Lease = grant()
     with beside("UPDATE sandboxes_run", lambda: leasing.release(lease.pk, now=NOW)), pytest.raises(LeaseEnded):
-        execution.exec_in(lease.pk, true(), now=NOW)
+        execution.exec_command(lease.pk, true(), now=NOW)
     assert (Run.objects.get().outcome, Sandbox.objects.get().state) == ("ok", "destroying")
 
 
@@ -337,10 +337,12 @@ def test_a_lease_ends_while_its_run_does(grant, memory: MemoryProvider) -> None:
 def test_a_lease_ends_while_something_is_told_of_it(grant, memory: MemoryProvider) -> None:
     """What is told points to its row, which PostgreSQL looks at when that is committed."""
     lease: Lease = grant(expiry_conditions=["over"])
-    execution.exec_in(lease.pk, true(), now=NOW)
+    execution.exec_command(lease.pk, true(), now=NOW)
     with (
-        beside('INSERT INTO "leases_leaseevent"', lambda: sweeps.end_matching("game-1", "over", now=NOW, agents=None)),
+        beside(
+            'INSERT INTO "leases_leaseevent"', lambda: sweeps.end_leases_by_condition("game-1", "over", now=NOW, agents=None)
+        ),
         pytest.raises(LeaseEnded),
     ):
-        snapshots.take(lease.pk, now=NOW)
+        snapshots.take_snapshot(lease.pk, now=NOW)
     assert [*lease.events.order_by("pk").values_list("kind", flat=True)] == ["granted", "snapshot", "ended"]

@@ -21,18 +21,18 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-OURS = ("/workspace", "/data", "/tmp", "/var/tmp", "/run", "/dev/shm", "/dev/mqueue")
-DEVICES = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/ptmx")}
+SANDBOX_WRITABLE_DIRS = ("/workspace", "/data", "/tmp", "/var/tmp", "/run", "/dev/shm", "/dev/mqueue")
+WRITABLE_DEVICES = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/ptmx")}
 ATTACKS: dict[str, Callable[[], object]] = {}
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def attack(act: Callable[[], object]) -> Callable[[], object]:
+def register_attack(act: Callable[[], object]) -> Callable[[], object]:
     ATTACKS[act.__name__] = act
     return act
 
 
-def call(name: str, *args: object) -> int:
+def call_libc(name: str, *args: object) -> int:
     """One of libc's functions; OSError if it says -1."""
     done = int(getattr(libc, name)(*args))
     if done == -1:
@@ -41,11 +41,11 @@ def call(name: str, *args: object) -> int:
     return done
 
 
-def syscall(name: str, *args: object) -> int:
-    return call("syscall", NUMBERS[name][os.uname().machine == "aarch64"], *args)
+def call_syscall(name: str, *args: object) -> int:
+    return call_libc("syscall", SYSCALL_NUMBERS[name][os.uname().machine == "aarch64"], *args)
 
 
-NUMBERS = {  # x86_64, aarch64
+SYSCALL_NUMBERS = {  # x86_64, aarch64
     "acct": (163, 89), "add_key": (248, 217), "bpf": (321, 280), "clock_settime": (227, 112), "clone": (56, 220),
     "clone3": (435, 435), "delete_module": (176, 106), "fanotify_init": (300, 262), "finit_module": (313, 273),
     "fsconfig": (431, 431), "fsmount": (432, 432), "fsopen": (430, 430), "fspick": (433, 433), "get_mempolicy": (239, 236),
@@ -61,7 +61,7 @@ NUMBERS = {  # x86_64, aarch64
 }  # fmt: skip
 
 
-def let_in(act: Callable[[], object]) -> object:
+def succeed_unless_denied(act: Callable[[], object]) -> object:
     """For calls given nonsense, so that they do no harm where they are allowed: any complaint but that they are not is a
     success."""
     try:
@@ -72,7 +72,7 @@ def let_in(act: Callable[[], object]) -> object:
         return f"allowed: {error}"
 
 
-def program(*argv: str) -> str:
+def run_program(*argv: str) -> str:
     """What a program said that succeeded. One that is not there, or fails, is a refusal."""
     done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20)
     if done.returncode:
@@ -83,86 +83,88 @@ def program(*argv: str) -> str:
 # --- getting out ------------------------------------------------------------------------------------------------------
 
 
-def reach(host: str, port: int) -> object:
+def connect_to(host: str, port: int) -> object:
     with socket.create_connection((host, port), timeout=2):
         return "connected"
 
 
-@attack
+@register_attack
 def send_a_datagram() -> object:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
         return out.sendto(b"x", ("1.1.1.1", 53))
 
 
-@attack
+@register_attack
 def resolve_a_name() -> object:
     return socket.getaddrinfo("example.com", 443)
 
 
-@attack
+@register_attack
 def open_a_raw_socket() -> object:
     return socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
 
 
-@attack
+@register_attack
 def open_a_packet_socket() -> object:
     return socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
 
 
-@attack
+@register_attack
 def open_a_socket_to_the_hypervisor() -> object:
     """One that belongs to no network namespace."""
     return socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
 
 
-@attack
+@register_attack
 def hide_a_family_in_half_a_register() -> object:
     """The kernel reads the lower half of it."""
-    return syscall("socket", ctypes.c_uint64(1 << 32 | socket.AF_VSOCK), socket.SOCK_STREAM, 0)
+    return call_syscall("socket", ctypes.c_uint64(1 << 32 | socket.AF_VSOCK), socket.SOCK_STREAM, 0)
 
 
-@attack
+@register_attack
 def open_a_socket_of_any_other_family() -> object:
     """Than unix, the two of the internet and netlink: 46 is beyond the last."""
-    return opened((family, kind, 0) for family in range(47) if family not in (1, 2, 10, 16) for kind in range(1, 7))
+    return find_openable_sockets(
+        (family, kind, 0) for family in range(47) if family not in (1, 2, 10, 16) for kind in range(1, 7)
+    )
 
 
-@attack
+@register_attack
 def speak_another_protocol() -> object:
     """Than TCP and UDP; ping, SCTP, UDP-Lite and MPTCP among them, and all of netlink but routing."""
     internet = [(family, kind, number) for family in (2, 10) for kind in (1, 2, 5) for number in (1, 33, 58, 132, 136, 262)]
-    return opened([*internet, *((16, 3, number) for number in range(1, 32))])
+    return find_openable_sockets([*internet, *((16, 3, number) for number in range(1, 32))])
 
 
-@attack
+@register_attack
 def open_a_pair_of_another_family() -> object:
     return socket.socketpair(socket.AF_VSOCK, socket.SOCK_STREAM)
 
 
-@attack
+@register_attack
 def find_another_interface() -> object:
-    return [name for _, name in socket.if_nameindex() if name != "lo"] or refused("lo alone")
+    return [name for _, name in socket.if_nameindex() if name != "lo"] or refuse("lo alone")
 
 
-@attack
+@register_attack
 def find_a_route() -> object:
-    return Path("/proc/net/route").read_text().splitlines()[1:] or refused("none")
+    return Path("/proc/net/route").read_text().splitlines()[1:] or refuse("none")
 
 
-@attack
+@register_attack
 def find_a_socket_of_the_host() -> object:
     """Among the files that can be seen, beside those in /run/leasehold."""
     found = [
         os.path.join(above, name)
         for above, directories, names in os.walk("/")
-        if prune(above, directories, "/proc", "/sys", "/run/leasehold")
+        if prune_walk(above, directories, "/proc", "/sys", "/run/leasehold")
         for name in names
         if stat.S_ISSOCK(os.lstat(os.path.join(above, name)).st_mode)
     ]
-    return found or refused("none")
+    return found or refuse("none")
 
 
-@attack
+@register_attack
 def reach_the_engine() -> object:
     for path in ("/var/run/docker.sock", "/run/docker.sock", "/run/containerd/containerd.sock"):
         with socket.socket(socket.AF_UNIX) as out:
@@ -174,28 +176,28 @@ def reach_the_engine() -> object:
 # --- becoming somebody else -------------------------------------------------------------------------------------------
 
 
-@attack
+@register_attack
 def become_root() -> object:
     return os.setuid(0)
 
 
-@attack
+@register_attack
 def become_the_keeper() -> object:
     return os.setresuid(10002, 10002, 10002)
 
 
-@attack
+@register_attack
 def join_a_group() -> object:
     return os.setgroups([0])
 
 
-@attack
+@register_attack
 def run_a_program_that_is_setuid() -> object:
     """Any of the image's: does the process get another effective user id?"""
     found = [
         path
         for above, directories, names in os.walk("/")
-        if prune(above, directories, "/proc", "/sys", *OURS)
+        if prune_walk(above, directories, "/proc", "/sys", *SANDBOX_WRITABLE_DIRS)
         for name in names
         if os.path.isfile(path := os.path.join(above, name)) and os.stat(path).st_mode & (stat.S_ISUID | stat.S_ISGID)
     ]
@@ -215,101 +217,103 @@ def run_a_program_that_is_setuid() -> object:
     raise OSError(f"none of {len(found)} gave anything")
 
 
-@attack
+@register_attack
 def su() -> object:
-    return program("su", "root", "-c", "id")
+    return run_program("su", "root", "-c", "id")
 
 
-@attack
+@register_attack
 def sudo() -> object:
-    return program("sudo", "-n", "id")
+    return run_program("sudo", "-n", "id")
 
 
-@attack
+@register_attack
 def give_a_file_to_root() -> object:
     Path("/workspace/mine").touch()
     return os.chown("/workspace/mine", 0, 0)
 
 
-@attack
+@register_attack
 def give_a_file_capabilities() -> object:
     Path("/workspace/mine").touch()
     return os.setxattr("/workspace/mine", "security.capability", bytes.fromhex("0100000200200000002000000000000000000000"))
 
 
-@attack
+@register_attack
 def have_capabilities() -> object:
     lines = Path("/proc/self/status").read_text().splitlines()
     sets = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Cap")}
-    return [name for name, bits in sets.items() if int(bits, 16)] or refused("none in any of five sets")
+    return [name for name, bits in sets.items() if int(bits, 16)] or refuse("none in any of five sets")
 
 
-@attack
+@register_attack
 def gain_privileges_by_exec() -> object:
-    return "NoNewPrivs:\t1" not in Path("/proc/self/status").read_text() or refused("no_new_privs")
+    return "NoNewPrivs:\t1" not in Path("/proc/self/status").read_text() or refuse("no_new_privs")
 
 
-@attack
+@register_attack
 def run_without_a_seccomp_filter() -> object:
-    return "Seccomp:\t2" not in Path("/proc/self/status").read_text() or refused("filtered")
+    return "Seccomp:\t2" not in Path("/proc/self/status").read_text() or refuse("filtered")
 
 
 for _name, _flag in {"user": 1 << 28, "mount": 1 << 17, "net": 1 << 30, "pid": 1 << 29, "uts": 1 << 26}.items():
-    ATTACKS[f"make_a_{_name}_namespace"] = partial(call, "unshare", _flag)
-    ATTACKS[f"clone_into_a_{_name}_namespace"] = lambda flag=_flag: born(syscall("clone", flag | signal.SIGCHLD, 0, 0, 0, 0))
+    ATTACKS[f"make_a_{_name}_namespace"] = partial(call_libc, "unshare", _flag)
+    ATTACKS[f"clone_into_a_{_name}_namespace"] = lambda flag=_flag: reap_child(
+        call_syscall("clone", flag | signal.SIGCHLD, 0, 0, 0, 0)
+    )
 
 
-@attack
+@register_attack
 def clone_by_flags_in_memory() -> object:
     """Which a filter cannot see: so it has to say that there is no such call, for libraries to use the other one."""
     arguments = (ctypes.c_uint64 * 11)(1 << 28, 0, 0, 0, signal.SIGCHLD)
-    return born(syscall("clone3", arguments, ctypes.sizeof(arguments)))
+    return reap_child(call_syscall("clone3", arguments, ctypes.sizeof(arguments)))
 
 
-@attack
+@register_attack
 def make_a_user_namespace_by_program() -> object:
-    return program("unshare", "-Ur", "id")
+    return run_program("unshare", "-Ur", "id")
 
 
-@attack
+@register_attack
 def enter_the_namespaces_of_process_1() -> object:
     return os.open("/proc/1/ns/mnt", os.O_RDONLY)
 
 
-@attack
+@register_attack
 def change_root() -> object:
     return os.chroot("/workspace")
 
 
-@attack
+@register_attack
 def pivot_root() -> object:
-    return let_in(partial(syscall, "pivot_root", b"/workspace", b"/workspace"))
+    return succeed_unless_denied(partial(call_syscall, "pivot_root", b"/workspace", b"/workspace"))
 
 
-@attack
+@register_attack
 def mount_a_file_system() -> object:
-    return call("mount", b"none", b"/workspace", b"tmpfs", 0, None)
+    return call_libc("mount", b"none", b"/workspace", b"tmpfs", 0, None)
 
 
-@attack
+@register_attack
 def mount_by_program() -> object:
-    return program("mount", "-t", "proc", "proc", "/workspace")
+    return run_program("mount", "-t", "proc", "proc", "/workspace")
 
 
-@attack
+@register_attack
 def remount_writable() -> object:
-    return call("mount", None, b"/", None, 32, None)
+    return call_libc("mount", None, b"/", None, 32, None)
 
 
-@attack
+@register_attack
 def unmount_what_masks() -> object:
-    return let_in(partial(call, "umount2", b"/proc/acpi", 2))
+    return succeed_unless_denied(partial(call_libc, "umount2", b"/proc/acpi", 2))
 
 
 # --- the process that keeps it running --------------------------------------------------------------------------------
 
 
-def on_any(act: Callable[[int], object]) -> object:
+def try_on_keepers(act: Callable[[int], object]) -> object:
     """Done to process 1 or to the keeper, which are another user's."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and os.stat(f"/proc/{name}").st_uid == 10002]
     assert len(pids) == 2, pids
@@ -319,20 +323,24 @@ def on_any(act: Callable[[int], object]) -> object:
             got.append((pid, act(pid)))
         except OSError as error:
             why = str(error)
-    return got or refused(why)
+    return got or refuse(why)
 
 
 for _file in ("environ", "mem", "maps", "auxv", "stack", "syscall"):
-    ATTACKS[f"read_its_{_file}"] = partial(on_any, lambda pid, file=_file: Path(f"/proc/{pid}/{file}").read_bytes())
+    ATTACKS[f"read_its_{_file}"] = partial(try_on_keepers, lambda pid, file=_file: Path(f"/proc/{pid}/{file}").read_bytes())
 for _link in ("root", "cwd", "exe", "ns/net"):
-    ATTACKS[f"see_its_{_link.replace('/', '_')}"] = partial(on_any, lambda pid, link=_link: os.readlink(f"/proc/{pid}/{link}"))
-ATTACKS["see_its_files"] = partial(on_any, lambda pid: os.listdir(f"/proc/{pid}/fd"))
-ATTACKS["kill_it"] = partial(on_any, lambda pid: os.kill(pid, signal.SIGKILL))
-ATTACKS["stop_it"] = partial(on_any, lambda pid: os.kill(pid, signal.SIGSTOP))
-ATTACKS["trace_a_child"] = lambda: call("ptrace", 0, 0, None, None) or "traced"
-ATTACKS["trace_it"] = partial(on_any, lambda pid: call("ptrace", 16, pid, None, None))
-ATTACKS["read_its_memory"] = partial(on_any, lambda pid: let_in(partial(syscall, "process_vm_readv", pid, None, 0, None, 0, 0)))
-ATTACKS["limit_it"] = partial(on_any, lambda pid: resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, 1)))
+    ATTACKS[f"see_its_{_link.replace('/', '_')}"] = partial(
+        try_on_keepers, lambda pid, link=_link: os.readlink(f"/proc/{pid}/{link}")
+    )
+ATTACKS["see_its_files"] = partial(try_on_keepers, lambda pid: os.listdir(f"/proc/{pid}/fd"))
+ATTACKS["kill_it"] = partial(try_on_keepers, lambda pid: os.kill(pid, signal.SIGKILL))
+ATTACKS["stop_it"] = partial(try_on_keepers, lambda pid: os.kill(pid, signal.SIGSTOP))
+ATTACKS["trace_a_child"] = lambda: call_libc("ptrace", 0, 0, None, None) or "traced"
+ATTACKS["trace_it"] = partial(try_on_keepers, lambda pid: call_libc("ptrace", 16, pid, None, None))
+ATTACKS["read_its_memory"] = partial(
+    try_on_keepers, lambda pid: succeed_unless_denied(partial(call_syscall, "process_vm_readv", pid, None, 0, None, 0, 0))
+)
+ATTACKS["limit_it"] = partial(try_on_keepers, lambda pid: resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, 1)))
 
 
 # --- the kernel and its devices ---------------------------------------------------------------------------------------
@@ -344,9 +352,9 @@ for _major, _minor in ((1, 1), (8, 0), (254, 0), (10, 229)):
         os.mknod, f"/workspace/device-{_major}-{_minor}", 0o666 | stat.S_IFBLK, os.makedev(_major, _minor)
     )
 for _masked in ("/proc/kcore", "/proc/keys", "/proc/timer_list"):
-    ATTACKS[f"read{_masked.replace('/', '_')}"] = lambda path=_masked: Path(path).read_bytes()[:64] or refused("empty")
+    ATTACKS[f"read{_masked.replace('/', '_')}"] = lambda path=_masked: Path(path).read_bytes()[:64] or refuse("empty")
 for _masked in ("/proc/acpi", "/sys/firmware"):
-    ATTACKS[f"list{_masked.replace('/', '_')}"] = lambda path=_masked: os.listdir(path) or refused("empty")
+    ATTACKS[f"list{_masked.replace('/', '_')}"] = lambda path=_masked: os.listdir(path) or refuse("empty")
 for _word, _arguments in {
     "init_module": (b"", 0, b""),
     "finit_module": (0, b"", 0),
@@ -392,49 +400,49 @@ for _word, _arguments in {
     "move_pages": (0, 0, None, None, None, -1),
     "migrate_pages": (0, 0, None, None),
 }.items():
-    ATTACKS[f"call_{_word}"] = partial(let_in, partial(syscall, _word, *_arguments))
+    ATTACKS[f"call_{_word}"] = partial(succeed_unless_denied, partial(call_syscall, _word, *_arguments))
 
 
-@attack
+@register_attack
 def turn_off_randomized_addresses() -> object:
-    return let_in(partial(syscall, "personality", 0x40000))
+    return succeed_unless_denied(partial(call_syscall, "personality", 0x40000))
 
 
-@attack
+@register_attack
 def call_by_the_numbers_of_32_bits() -> object:
     """What is let in is known by number, and here others mean it."""
-    return code("b814000000cd80c3")  # mov eax, 20 (getpid); int 0x80; ret
+    return run_machine_code("b814000000cd80c3")  # mov eax, 20 (getpid); int 0x80; ret
 
 
-@attack
+@register_attack
 def call_by_the_numbers_of_x32() -> object:
-    return code("b8270000400f05c3")  # mov eax, 0x40000027 (getpid); syscall; ret
+    return run_machine_code("b8270000400f05c3")  # mov eax, 0x40000027 (getpid); syscall; ret
 
 
-@attack
+@register_attack
 def load_a_module() -> object:
-    return program("modprobe", "dummy")
+    return run_program("modprobe", "dummy")
 
 
-@attack
+@register_attack
 def rename_the_host() -> object:
-    return call("sethostname", b"x", 1)
+    return call_libc("sethostname", b"x", 1)
 
 
-@attack
+@register_attack
 def reboot() -> object:
-    return let_in(partial(call, "reboot", 0))  # 0 is no command
+    return succeed_unless_denied(partial(call_libc, "reboot", 0))  # 0 is no command
 
 
-@attack
+@register_attack
 def swap() -> object:
-    return let_in(partial(call, "swapon", b"/workspace/mine", 0))
+    return succeed_unless_denied(partial(call_libc, "swapon", b"/workspace/mine", 0))
 
 
 # --- more than its share ----------------------------------------------------------------------------------------------
 
 
-@attack
+@register_attack
 def raise_a_limit() -> object:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     try:
@@ -443,64 +451,64 @@ def raise_a_limit() -> object:
         raise OSError(str(error)) from error
 
 
-@attack
+@register_attack
 def leave_a_core() -> object:
-    return resource.getrlimit(resource.RLIMIT_CORE)[1] or refused("limited to nothing")
+    return resource.getrlimit(resource.RLIMIT_CORE)[1] or refuse("limited to nothing")
 
 
-@attack
+@register_attack
 def come_first() -> object:
     return os.setpriority(os.PRIO_PROCESS, 0, -5)
 
 
-@attack
+@register_attack
 def run_in_real_time() -> object:
     return os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
 
-@attack
+@register_attack
 def be_spared_by_the_oom_killer() -> object:
     return Path("/proc/self/oom_score_adj").write_text("-1000")
 
 
-@attack
+@register_attack
 def move_to_another_cgroup() -> object:
-    return [path for path in Path("/sys/fs/cgroup").rglob("cgroup.procs") if opens(path)] or refused("all read-only")
+    return [path for path in Path("/sys/fs/cgroup").rglob("cgroup.procs") if is_writable(path)] or refuse("all read-only")
 
 
-@attack
+@register_attack
 def change_a_limit_of_the_cgroup() -> object:
     files = [path for path in Path("/sys/fs/cgroup").rglob("*") if path.is_file() and path.stat().st_mode & 0o200]
     assert files, "nothing to try it on"
-    return [path for path in files if opens(path)] or refused(f"none of {len(files)}")
+    return [path for path in files if is_writable(path)] or refuse(f"none of {len(files)}")
 
 
-@attack
+@register_attack
 def take_system_v_memory() -> object:
     """More of it than a sixteenth of 128 MiB, in whatever pieces: no process's end gives it back."""
     pieces = 0
     try:
         while pieces < 9:
-            call("shmget", 0, 1 << 20, 0o1600)
+            call_libc("shmget", 0, 1 << 20, 0o1600)
             pieces += 1
     finally:
         subprocess.run("ipcs -m | awk '/^0x/ {print $2}' | xargs -rn1 ipcrm -m", shell=True, check=True)
     return f"{pieces} MiB"
 
 
-@attack
+@register_attack
 def leave_messages_behind() -> object:
     """17 queues, of which each may hold 16 KiB."""
     try:
-        return [call("msgget", 0, 0o1600) for _ in range(17)]
+        return [call_libc("msgget", 0, 0o1600) for _ in range(17)]
     finally:
         subprocess.run("ipcs -q | awk '/^0x/ {print $2}' | xargs -rn1 ipcrm -q", shell=True, check=True)
 
 
-@attack
+@register_attack
 def leave_semaphores_behind() -> object:
     try:
-        return [call("semget", 0, 250, 0o1600) for _ in range(33)]
+        return [call_libc("semget", 0, 250, 0o1600) for _ in range(33)]
     finally:
         subprocess.run("ipcs -s | awk '/^0x/ {print $2}' | xargs -rn1 ipcrm -s", shell=True, check=True)
 
@@ -520,56 +528,56 @@ for _path in ("/opt/leasehold/reap.py", "/opt/leasehold", "/run/leasehold", "/wo
     ATTACKS[f"move{_path.replace('/', '_')}"] = partial(os.rename, _path, f"{_path}-away")
 
 
-@attack
+@register_attack
 def unlock_our_programs() -> object:
     return os.chmod("/opt/leasehold/files.py", 0o777)
 
 
-@attack
+@register_attack
 def unlink_our_socket() -> object:
     return os.unlink("/run/leasehold/llm.sock")
 
 
-@attack
+@register_attack
 def write_anywhere_else() -> object:
     """Every file and directory there is, but /proc and its own places."""
     found = [
         path
         for above, directories, names in os.walk("/")
-        if prune(above, directories, "/proc", *OURS)
+        if prune_walk(above, directories, "/proc", *SANDBOX_WRITABLE_DIRS)
         for path in (above, *(os.path.join(above, name) for name in names))
-        if not os.path.islink(path) and path not in DEVICES and os.access(path, os.W_OK)
+        if not os.path.islink(path) and path not in WRITABLE_DEVICES and os.access(path, os.W_OK)
     ]
-    return found or refused("nowhere")
+    return found or refuse("nowhere")
 
 
-@attack
+@register_attack
 def see_the_hosts_files() -> object:
     """Any mount whose root is a directory of the host other than what belongs to this sandbox."""
     lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     own = ("/workspace", "/data", "/run/leasehold", "/etc/resolv.conf", "/etc/hostname", "/etc/hosts", "/usr/sbin/docker-init")
     kinds = {words[4]: words[words.index("-") + 1] for words in lines}
     virtual = {"overlay", "proc", "tmpfs", "devpts", "sysfs", "cgroup", "cgroup2", "mqueue"}
-    return [at for at, kind in kinds.items() if kind not in virtual and at not in own] or refused("none")
+    return [at for at, kind in kinds.items() if kind not in virtual and at not in own] or refuse("none")
 
 
-def prune(above: str, directories: list[str], *skipped: str) -> bool:
+def prune_walk(above: str, directories: list[str], *skipped: str) -> bool:
     """Have os.walk leave these out; always true."""
     directories[:] = [name for name in directories if os.path.join(above, name) not in skipped]
     return True
 
 
-def opened(sockets: Iterable[tuple[int, int, int]]) -> object:
+def find_openable_sockets(sockets: Iterable[tuple[int, int, int]]) -> object:
     """Those of (family, type, protocol) that can be opened."""
     found = []
     for asked in sockets:
         with contextlib.suppress(OSError):
             socket.socket(*asked).close()
             found.append(asked)
-    return found or refused("none of them")
+    return found or refuse("none of them")
 
 
-def born(pid: int) -> object:
+def reap_child(pid: int) -> object:
     """In the child of a clone that succeeded: no more of it."""
     if pid == 0:
         os._exit(0)
@@ -577,7 +585,7 @@ def born(pid: int) -> object:
     return f"a child, {pid}"
 
 
-def code(instructions: str) -> object:
+def run_machine_code(instructions: str) -> object:
     """What a child of ours says that executes this function, in x86_64 machine code. It dies: a refusal."""
     if os.uname().machine != "x86_64":
         raise OSError("not on this machine")
@@ -592,10 +600,10 @@ def code(instructions: str) -> object:
     status = os.waitpid(child, 0)[1]
     os.close(writer)
     got = int(os.read(reader, 32) or 0)
-    return got if os.WIFEXITED(status) and got > 0 else refused(f"status {status}, answer {got}")
+    return got if os.WIFEXITED(status) and got > 0 else refuse(f"status {status}, answer {got}")
 
 
-def opens(path: Path) -> bool:
+def is_writable(path: Path) -> bool:
     try:
         os.close(os.open(path, os.O_WRONLY))
     except OSError:
@@ -603,11 +611,11 @@ def opens(path: Path) -> bool:
     return True
 
 
-def refused(why: str) -> object:
+def refuse(why: str) -> object:
     raise OSError(why)
 
 
-def tried(act: Callable[[], object]) -> list[str]:
+def run_attack(act: Callable[[], object]) -> list[str]:
     """Its outcome, in a process of its own."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -631,8 +639,8 @@ def tried(act: Callable[[], object]) -> list[str]:
 def main(addresses: list[str]) -> None:
     for address in ["1.1.1.1:443", "8.8.8.8:53", "169.254.169.254:80", "172.17.0.1:80", *addresses]:
         host, _, port = address.rpartition(":")
-        ATTACKS[f"reach {address}"] = partial(reach, host, int(port))
-    print(json.dumps({name: tried(act) for name, act in ATTACKS.items()}))
+        ATTACKS[f"reach {address}"] = partial(connect_to, host, int(port))
+    print(json.dumps({name: run_attack(act) for name, act in ATTACKS.items()}))
 
 
 if __name__ == "__main__":

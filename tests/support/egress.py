@@ -15,15 +15,20 @@ from aiohttp import web
 from django.db import connections
 
 from sandboxes.egress import nginx, slots
-from sandboxes.egress.server import Server
+from sandboxes.egress.server import EgressServer
 
-CHAT = "/v1/chat/completions"
-SAID = {"model": "gpt-4o-mini-2024-07-18", "choices": [{"message": {"content": "{}"}}],
+CHAT_PATH = "/v1/chat/completions"
+COMPLETION_RESPONSE = {"model": "gpt-4o-mini-2024-07-18", "choices": [{"message": {"content": "{}"}}],
         "usage": {"prompt_tokens": 120, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 100}}}  # fmt: skip
-ASK = {"model": "default", "messages": [{"role": "user", "content": "{}"}], "user": "somebody else", "api_base": "http://evil"}
+COMPLETION_REQUEST = {
+    "model": "default",
+    "messages": [{"role": "user", "content": "{}"}],
+    "user": "somebody else",
+    "api_base": "http://evil",
+}
 
 
-class Loop:
+class EventLoopThread:
     """An event loop in a thread; `act` waits for a coroutine in it."""
 
     def __init__(self) -> None:
@@ -40,7 +45,7 @@ class Loop:
         self.loop.close()
 
     @contextmanager
-    def during(self, manager: Any) -> Iterator[Any]:
+    def run_context(self, manager: Any) -> Iterator[Any]:
         """Be inside an asynchronous context manager, which is entered and left in the loop by one task."""
         leave, entered = asyncio.Event(), threading.Event()
         found: list[Any] = []
@@ -65,17 +70,21 @@ class Loop:
             staying.result(30)
 
 
-class Upstream:
+class FakeUpstream:
     """An OpenAI-compatible server that notes what it is asked. `answer` may be replaced by any handler."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, str], Any]] = []
-        self.status, self.headers, self.body = 200, {"x-litellm-response-cost": "0.0000123"}, json.dumps(SAID).encode()
+        self.status, self.headers, self.body = (
+            200,
+            {"x-litellm-response-cost": "0.0000123"},
+            json.dumps(COMPLETION_RESPONSE).encode(),
+        )
         self.answer = self._answer
         self.url = ""
 
     @asynccontextmanager
-    async def listening(self) -> AsyncIterator["Upstream"]:
+    async def listening(self) -> AsyncIterator["FakeUpstream"]:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_route("*", "/{path:.*}", self._any)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -100,18 +109,18 @@ class Upstream:
 
 
 @contextmanager
-def serving(loop: Loop, *, slot: int, server: Server | None = None) -> Iterator[Path]:
+def run_server(loop: EventLoopThread, *, slot: int, server: EgressServer | None = None) -> Iterator[Path]:
     """The server listens on one slot itself, and on nginx's socket; the path of the slot's."""
-    path = slots.directory(slot) / slots.SOCKET
-    server = server or Server()
+    path = slots.ensure_slot_directory(slot) / slots.SOCKET_NAME
+    server = server or EgressServer()
     try:
-        with loop.during(server.listening({path: slot, nginx.server_socket(): None})):
+        with loop.run_context(server.listening({path: slot, nginx.get_server_socket_path(): None})):
             yield path
     finally:
         loop.act(_close_connections(server))
 
 
-async def _close_connections(server: Server) -> None:
+async def _close_connections(server: EgressServer) -> None:
     connections.close_all()
 
 
@@ -123,7 +132,7 @@ def connect(path: Path) -> HTTPConnection:
     return connection
 
 
-def post(path: Path, body: Any, url: str = CHAT, **headers: str) -> tuple[int, Any]:
+def post(path: Path, body: Any, url: str = CHAT_PATH, **headers: str) -> tuple[int, Any]:
     """What a program in the sandbox does: status and decoded body, or the bytes where they are no JSON."""
     connection = connect(path)
     try:

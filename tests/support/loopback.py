@@ -7,11 +7,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-Answer = Callable[["Handler"], None]
+Responder = Callable[["Handler"], None]
 
 
 @dataclass(frozen=True)
-class Seen:
+class RecordedRequest:
     """One request that came."""
 
     verb: str
@@ -21,12 +21,12 @@ class Seen:
 
 
 @dataclass
-class Loopback:
+class ScriptedServer:
     """`script` is how the coming requests are answered, in turn; the last one answers all that follow."""
 
     url: str
-    script: list[Answer] = field(default_factory=list)
-    seen: list[Seen] = field(default_factory=list)
+    script: list[Responder] = field(default_factory=list)
+    seen: list[RecordedRequest] = field(default_factory=list)
     closing: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -36,7 +36,7 @@ class Loopback:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    loopback: Loopback
+    loopback: ScriptedServer
 
     def handle_one_request(self) -> None:
         with suppress(ConnectionError):
@@ -44,7 +44,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.loopback.seen.append(Seen(self.command, self.path, dict(self.headers), body))
+        self.loopback.seen.append(RecordedRequest(self.command, self.path, dict(self.headers), body))
         script = self.loopback.script
         (script.pop(0) if len(script) > 1 else script[0])(self)
 
@@ -60,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
 
-def say(status: int, body: bytes = b"", *, length: int | None = None, **headers: str) -> Answer:
+def respond(status: int, body: bytes = b"", *, length: int | None = None, **headers: str) -> Responder:
     """With a `length` that is not the body's, the connection is closed after the body."""
 
     def answer(handler: Handler) -> None:
@@ -77,34 +77,34 @@ def say(status: int, body: bytes = b"", *, length: int | None = None, **headers:
     return answer
 
 
-def hang_up(handler: Handler) -> None:
+def drop_connection(handler: Handler) -> None:
     handler.hang_up()
 
 
-def stall(handler: Handler) -> None:
+def stall_response(handler: Handler) -> None:
     """Say nothing until the test is over."""
     handler.loopback.closing.wait(60)
     handler.hang_up()
 
 
-def stall_after(body: bytes, *, length: int) -> Answer:
+def stall_after_body(body: bytes, *, length: int) -> Responder:
     def answer(handler: Handler) -> None:
         handler.send_response(200)
         handler.send_header("Content-Length", str(length))
         handler.end_headers()
         handler.wfile.write(body)
         handler.wfile.flush()
-        stall(handler)
+        stall_response(handler)
 
     return answer
 
 
 @contextmanager
-def loopback(*script: Answer) -> Iterator[Loopback]:
+def run_scripted_server(*script: Responder) -> Iterator[ScriptedServer]:
     handler = type("Scripted", (Handler,), {})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    handler.loopback = Loopback(f"http://127.0.0.1:{server.server_port}", [*script])
+    handler.loopback = ScriptedServer(f"http://127.0.0.1:{server.server_port}", [*script])
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield handler.loopback

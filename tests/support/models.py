@@ -11,34 +11,34 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-PIECES = ("An ", "answer ", "in ", "pieces.")
-TOKENS = {"in": 1000, "cached": 400, "out": 50}  # what every whole answer says that it took; `in` has `cached` in it
-PAUSES = {"slowest": 4.0, "slow": 0.6}  # seconds
+ANSWER_CHUNKS = ("An ", "answer ", "in ", "pieces.")
+TOKEN_COUNTS = {"in": 1000, "cached": 400, "out": 50}  # what every whole answer says that it took; `in` has `cached` in it
+PAUSES_SECONDS = {"slowest": 4.0, "slow": 0.6}  # seconds
 
 
-class Models(ThreadingHTTPServer):
+class ModelServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), _Answers)
+        super().__init__(("127.0.0.1", port), _ModelHandler)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
-class _Answers(BaseHTTPRequestHandler):
-    server: Models
+class _ModelHandler(BaseHTTPRequestHandler):
+    server: ModelServer
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        pause = next((pause for name, pause in PAUSES.items() if name in body["model"]), 0)
-        shape = SHAPES[self.path.rpartition("/")[2]]
+        pause = next((pause for name, pause in PAUSES_SECONDS.items() if name in body["model"]), 0)
+        shape = API_BY_ENDPOINT[self.path.rpartition("/")[2]]
         if "failing" in body["model"]:
-            return self._whole(500, {"type": "error", "error": {"type": "api_error", "message": "no"}})
+            return self._send_json(500, {"type": "error", "error": {"type": "api_error", "message": "no"}})
         if not body.get("stream"):
             time.sleep(10 * pause)
-            return self._whole(200, shape.whole(body["model"]))
+            return self._send_json(200, shape.whole(body["model"]))
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
@@ -46,11 +46,11 @@ class _Answers(BaseHTTPRequestHandler):
             named = f"event: {event['type']}\n" if "type" in event else ""
             self.wfile.write(f"{named}data: {json.dumps(event)}\n\n".encode())
             time.sleep(pause)
-        if shape is OpenAI:
+        if shape is ChatCompletionsApi:
             self.wfile.write(b"data: [DONE]\n\n")
         return None
 
-    def _whole(self, status: int, answer: dict[str, Any]) -> None:
+    def _send_json(self, status: int, answer: dict[str, Any]) -> None:
         content = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -62,15 +62,17 @@ class _Answers(BaseHTTPRequestHandler):
         pass
 
 
-class OpenAI:
+class ChatCompletionsApi:
     usage = {
-        "prompt_tokens": TOKENS["in"], "completion_tokens": TOKENS["out"], "total_tokens": TOKENS["in"] + TOKENS["out"],
-        "prompt_tokens_details": {"cached_tokens": TOKENS["cached"]},
-    }  # fmt: skip
+        "prompt_tokens": TOKEN_COUNTS["in"],
+        "completion_tokens": TOKEN_COUNTS["out"],
+        "total_tokens": TOKEN_COUNTS["in"] + TOKEN_COUNTS["out"],
+        "prompt_tokens_details": {"cached_tokens": TOKEN_COUNTS["cached"]},
+    }
 
     @classmethod
     def whole(cls, model: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(PIECES)}
+        message = {"role": "assistant", "content": "".join(ANSWER_CHUNKS)}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": model, "choices": [choice],
                 "usage": cls.usage}  # fmt: skip
@@ -78,73 +80,90 @@ class OpenAI:
     @classmethod
     def events(cls, model: str) -> Iterator[dict[str, Any]]:
         start = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": model}
-        for piece in PIECES:
+        for piece in ANSWER_CHUNKS:
             delta = {"role": "assistant", "content": piece}
             yield start | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
         yield start | {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
         yield start | {"choices": [], "usage": cls.usage}
 
 
-class Anthropic:
-    taken = {"input_tokens": TOKENS["in"] - TOKENS["cached"], "cache_read_input_tokens": TOKENS["cached"],
+class MessagesApi:
+    taken = {"input_tokens": TOKEN_COUNTS["in"] - TOKEN_COUNTS["cached"], "cache_read_input_tokens": TOKEN_COUNTS["cached"],
              "cache_creation_input_tokens": 0}  # fmt: skip
 
     @classmethod
     def whole(cls, model: str) -> dict[str, Any]:
         return {"id": "msg_1", "type": "message", "role": "assistant", "model": model, "stop_reason": "end_turn",
-                "stop_sequence": None, "content": [{"type": "text", "text": "".join(PIECES)}],
-                "usage": cls.taken | {"output_tokens": TOKENS["out"]}}  # fmt: skip
+                "stop_sequence": None, "content": [{"type": "text", "text": "".join(ANSWER_CHUNKS)}],
+                "usage": cls.taken | {"output_tokens": TOKEN_COUNTS["out"]}}  # fmt: skip
 
     @classmethod
     def events(cls, model: str) -> Iterator[dict[str, Any]]:
         message = cls.whole(model) | {"content": [], "stop_reason": None, "usage": cls.taken | {"output_tokens": 1}}
         yield {"type": "message_start", "message": message}
         yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-        for piece in PIECES:
+        for piece in ANSWER_CHUNKS:
             yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": piece}}
         yield {"type": "content_block_stop", "index": 0}
         yield {"type": "message_delta", "delta": {"stop_reason": "end_turn", "stop_sequence": None},
-               "usage": {"output_tokens": TOKENS["out"]}}  # fmt: skip
+               "usage": {"output_tokens": TOKEN_COUNTS["out"]}}  # fmt: skip
         yield {"type": "message_stop"}
 
 
-class Responses:
+class ResponsesApi:
     """OpenAI's other shape."""
 
     usage = {
-        "input_tokens": TOKENS["in"], "output_tokens": TOKENS["out"], "total_tokens": TOKENS["in"] + TOKENS["out"],
-        "input_tokens_details": {"cached_tokens": TOKENS["cached"]}, "output_tokens_details": {"reasoning_tokens": 0},
-    }  # fmt: skip
+        "input_tokens": TOKEN_COUNTS["in"],
+        "output_tokens": TOKEN_COUNTS["out"],
+        "total_tokens": TOKEN_COUNTS["in"] + TOKEN_COUNTS["out"],
+        "input_tokens_details": {"cached_tokens": TOKEN_COUNTS["cached"]},
+        "output_tokens_details": {"reasoning_tokens": 0},
+    }
 
     @classmethod
     def whole(cls, model: str) -> dict[str, Any]:
-        text = {"type": "output_text", "text": "".join(PIECES), "annotations": []}
+        text = {"type": "output_text", "text": "".join(ANSWER_CHUNKS), "annotations": []}
         message = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": [text]}
         return cls._response(model, "completed") | {"output": [message], "usage": cls.usage}
 
     @classmethod
     def events(cls, model: str) -> Iterator[dict[str, Any]]:
         yield {"type": "response.created", "sequence_number": 0, "response": cls._response(model, "in_progress")}
-        for number, piece in enumerate(PIECES):
+        for number, piece in enumerate(ANSWER_CHUNKS):
             yield {"type": "response.output_text.delta", "sequence_number": number + 1, "item_id": "msg_1", "output_index": 0,
                    "content_index": 0, "delta": piece, "logprobs": []}  # fmt: skip
-        yield {"type": "response.completed", "sequence_number": len(PIECES) + 1, "response": cls.whole(model)}
+        yield {"type": "response.completed", "sequence_number": len(ANSWER_CHUNKS) + 1, "response": cls.whole(model)}
 
     @staticmethod
     def _response(model: str, status: str) -> dict[str, Any]:
-        return {"id": "resp_1", "object": "response", "created_at": 1, "status": status, "model": model, "output": [],
-                "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}  # fmt: skip
+        return {
+            "id": "resp_1",
+            "object": "response",
+            "created_at": 1,
+            "status": status,
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+        }
 
 
-class Embeddings:
+class EmbeddingsApi:
     @staticmethod
     def whole(model: str) -> dict[str, Any]:
         vector = {"object": "embedding", "index": 0, "embedding": [0.25, 0.5]}
-        usage = {"prompt_tokens": TOKENS["in"], "total_tokens": TOKENS["in"]}
+        usage = {"prompt_tokens": TOKEN_COUNTS["in"], "total_tokens": TOKEN_COUNTS["in"]}
         return {"object": "list", "model": model, "data": [vector], "usage": usage}
 
 
-SHAPES: dict[str, Any] = {"completions": OpenAI, "responses": Responses, "embeddings": Embeddings, "messages": Anthropic}
+API_BY_ENDPOINT: dict[str, Any] = {
+    "completions": ChatCompletionsApi,
+    "responses": ResponsesApi,
+    "embeddings": EmbeddingsApi,
+    "messages": MessagesApi,
+}
 
 if __name__ == "__main__":
-    Models(int(sys.argv[1])).serve_forever()
+    ModelServer(int(sys.argv[1])).serve_forever()

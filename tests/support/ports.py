@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 
-def free(count: int = 1) -> list[int]:
+def find_free_ports(count: int = 1) -> list[int]:
     """Ports on which nobody listens. None is of those that the kernel gives to whoever asks for any, or connects: one of them
     might have been given away before it is used."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -22,4 +22,4 @@ def free(count: int = 1) -> list[int]:
 
 
 if __name__ == "__main__":
-    print(*free(int(sys.argv[1])))
+    print(*find_free_ports(int(sys.argv[1])))

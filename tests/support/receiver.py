@@ -15,7 +15,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedRequest:
     path: str
     headers: dict[str, str]
     body: bytes
@@ -25,12 +25,12 @@ class Received:
         return json.loads(self.body)
 
 
-class Receiver(ThreadingHTTPServer):
+class WebhookReceiver(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Answers)
-        self.received: list[Received] = []
+        super().__init__(("127.0.0.1", 0), _WebhookHandler)
+        self.received: list[ReceivedRequest] = []
         self.status, self.headers = 204, {}
         self.answer: Callable[[BaseHTTPRequestHandler], None] | None = None  # in the place of status and headers
         self.stopping = threading.Event()
@@ -43,13 +43,13 @@ class Receiver(ThreadingHTTPServer):
         """Whoever hangs up on it does so on purpose."""
 
 
-class _Answers(BaseHTTPRequestHandler):
-    server: Receiver
+class _WebhookHandler(BaseHTTPRequestHandler):
+    server: WebhookReceiver
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         headers = {name.lower(): value for name, value in self.headers.items()}
-        self.server.received.append(Received(self.path, headers, body))
+        self.server.received.append(ReceivedRequest(self.path, headers, body))
         if self.server.answer:
             return self.server.answer(self)
         self.send_response(self.server.status)
@@ -66,8 +66,8 @@ class _Answers(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def receiving(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
-    with Receiver() as server:
+def run_receiver(tls: ssl.SSLContext | None = None) -> Iterator[WebhookReceiver]:
+    with WebhookReceiver() as server:
         if tls:
             server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -80,19 +80,19 @@ def receiving(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
             thread.join(10)
 
 
-def silent(request: BaseHTTPRequestHandler) -> None:
+def never_respond(request: BaseHTTPRequestHandler) -> None:
     """Never answers."""
     request.server.stopping.wait(30)  # type: ignore[attr-defined]
 
 
-def trickling(request: BaseHTTPRequestHandler) -> None:
+def trickle_headers(request: BaseHTTPRequestHandler) -> None:
     """Sends a header for ever, a byte at a time."""
     request.wfile.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
     while not request.server.stopping.wait(0.02):  # type: ignore[attr-defined]
         request.wfile.write(b"a")
 
 
-def endless(request: BaseHTTPRequestHandler) -> None:
+def stream_endlessly(request: BaseHTTPRequestHandler) -> None:
     """Answers, and never stops to."""
     request.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n")
     until = time.monotonic() + 30
@@ -100,7 +100,7 @@ def endless(request: BaseHTTPRequestHandler) -> None:
         request.wfile.write(b"a" * 65536)
 
 
-def verify(one: Received, secret: str) -> bool:
+def verify_signature(one: ReceivedRequest, secret: str) -> bool:
     """As Standard Webhooks tells receivers to, by nothing of ours."""
     key = base64.b64decode(secret.split("_", 1)[1])
     signed = f"{one.headers['webhook-id']}.{one.headers['webhook-timestamp']}.".encode() + one.body

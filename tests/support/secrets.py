@@ -5,10 +5,10 @@ import json
 from urllib.parse import quote, quote_plus
 
 from sandboxes.identity import curves
-from sandboxes.identity.curves import CURVES, Private
+from sandboxes.identity.curves import CURVES, PrivateKey
 
 
-def forms(secret: bytes) -> set[str]:
+def list_encodings(secret: bytes) -> set[str]:
     """A secret as it is, and as something that contains it may encode it."""
     encoded = {base64.b64encode(secret), base64.urlsafe_b64encode(secret)}
     # Whatever stands before it, two of these are in the base64 of something that contains it.
@@ -22,7 +22,7 @@ def forms(secret: bytes) -> set[str]:
     return found | {text, text[::-1], quote(text, safe=""), quote_plus(text), json.dumps(text)[1:-1], repr(text)[1:-1]}
 
 
-def texts(private: Private) -> set[str]:
+def list_key_encodings(private: PrivateKey) -> set[str]:
     raw = private.secret
-    multibase = curves.base58(CURVES[private.algorithm].private + raw)
-    return forms(raw) | {str(int.from_bytes(raw)), multibase, curves.base58(raw)}
+    multibase = curves.encode_base58(CURVES[private.algorithm].private + raw)
+    return list_encodings(raw) | {str(int.from_bytes(raw)), multibase, curves.encode_base58(raw)}

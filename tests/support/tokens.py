@@ -9,51 +9,51 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 
-DIGITS = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-KINDS: dict[bytes, tuple[str, ec.EllipticCurve, int]] = {
+BASE58_ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+CURVE_BY_MULTICODEC: dict[bytes, tuple[str, ec.EllipticCurve, int]] = {
     bytes([0xE7, 0x01]): ("ES256K", ec.SECP256K1(), 0xFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFEBAAEDCE6AF48A03BBFD25E8CD0364141),
     bytes([0x80, 0x24]): ("ES256", ec.SECP256R1(), 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551),
 }
 
 
-class Refused(Exception):
+class TokenRejected(Exception):
     """A service would not take this."""
 
 
-def unbase64(text: str) -> bytes:
+def decode_base64url(text: str) -> bytes:
     return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
 
 
-def multibase(text: str) -> bytes:
+def decode_multibase(text: str) -> bytes:
     """Base58btc without leading zeros, which no key here has."""
     assert text[0] == "z"
-    number = sum(DIGITS.index(digit) * 58**place for place, digit in enumerate(reversed(text[1:])))
+    number = sum(BASE58_ALPHABET.index(digit) * 58**place for place, digit in enumerate(reversed(text[1:])))
     return number.to_bytes((number.bit_length() + 7) // 8, "big")
 
 
-def check(did_key: str, message: bytes, signature: bytes) -> str:
+def verify_signature(did_key: str, message: bytes, signature: bytes) -> str:
     """The algorithm, if the signature is good and the lower of the two; else Refused."""
-    raw = multibase(did_key.removeprefix("did:key:"))
-    algorithm, curve, order = KINDS[raw[:2]]
+    raw = decode_multibase(did_key.removeprefix("did:key:"))
+    algorithm, curve, order = CURVE_BY_MULTICODEC[raw[:2]]
     if len(raw) != 35 or len(signature) != 64:
-        raise Refused("length")
+        raise TokenRejected("length")
     r, s = int.from_bytes(signature[:32], "big"), int.from_bytes(signature[32:], "big")
     if s > order // 2:
-        raise Refused("high s")
+        raise TokenRejected("high s")
     try:
         key = ec.EllipticCurvePublicKey.from_encoded_point(curve, raw[2:])
         key.verify(encode_dss_signature(r, s), message, ec.ECDSA(hashes.SHA256()))
     except InvalidSignature:
-        raise Refused("signature") from None
+        raise TokenRejected("signature") from None
     return algorithm
 
 
-def verify(token: str, did_key: str) -> dict[str, Any]:
+def verify_token(token: str, did_key: str) -> dict[str, Any]:
     """The claims of a token that is signed by this key. Whether they are as they should be is for the caller."""
     head, body, signature = token.split(".")
     assert "=" not in token
-    algorithm = check(did_key, f"{head}.{body}".encode(), unbase64(signature))
-    if json.loads(unbase64(head)) != {"typ": "JWT", "alg": algorithm}:
-        raise Refused("header")
-    claims: dict[str, Any] = json.loads(unbase64(body))
+    algorithm = verify_signature(did_key, f"{head}.{body}".encode(), decode_base64url(signature))
+    if json.loads(decode_base64url(head)) != {"typ": "JWT", "alg": algorithm}:
+        raise TokenRejected("header")
+    claims: dict[str, Any] = json.loads(decode_base64url(body))
     return claims

@@ -7,9 +7,9 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
-from billing.api.serializers import EstimateAsked, ForecastAsked, estimate_shown, forecast_shown
-from billing.estimate import LAST, Estimate, Scenario, Unpriceable, estimate, forecast
-from billing.management.options import checked, table
+from billing.api.serializers import EstimateQuerySerializer, ForecastQuerySerializer, render_estimate, render_forecast
+from billing.estimate import FORECAST_WINDOW_DAYS, Estimate, EstimateError, Scenario, estimate, forecast
+from billing.management.options import format_table, validate_options
 from billing.models import Rate
 
 
@@ -25,7 +25,9 @@ class Command(BaseCommand):
         parser.add_argument("--cpu-utilisation", metavar="PART", help="of its CPU that a sandbox uses, 0 to 1; 1 if not given")
         parser.add_argument("--provider", help="cloudflare if not given; with --forecast: at this provider only")
         parser.add_argument("--forecast", action="store_true", help="this month, if the days to come are like the last ones")
-        parser.add_argument("--last", metavar="DAYS", help=f"with --forecast: how many those are; {LAST} if not given")
+        parser.add_argument(
+            "--last", metavar="DAYS", help=f"with --forecast: how many those are; {FORECAST_WINDOW_DAYS} if not given"
+        )
         parser.add_argument("--budget", metavar="USD", help="with --forecast: on which day so much is spent, from the 1st on")
         for name in ("agent", "account", "environment"):
             parser.add_argument(f"--{name}", metavar=name.upper(), help=f"with --forecast: of this {name} only")
@@ -37,15 +39,15 @@ class Command(BaseCommand):
             return
         if always_on and given["hours_per_day"] is not None:
             raise CommandError("--always-on: it is 24 hours a day; leave --hours-per-day out.")
-        said = checked(EstimateAsked, given)
+        said = validate_options(EstimateQuerySerializer, given)
         try:
             found = estimate(Scenario(**said), Rate.objects.all(), now=timezone.now())
-        except Unpriceable as wrong:
+        except EstimateError as wrong:
             raise CommandError(f"--{wrong.field}: {wrong}") from None
-        self.stdout.write(encoding.dumps(estimate_shown(found)) if json else _shown(found))
+        self.stdout.write(encoding.dumps(render_estimate(found)) if json else _format_estimate(found))
 
     def _forecast(self, json: bool, given: dict[str, Any]) -> None:
-        shown = forecast_shown(forecast(now=timezone.now(), **checked(ForecastAsked, given)))
+        shown = render_forecast(forecast(now=timezone.now(), **validate_options(ForecastQuerySerializer, given)))
         if json:
             self.stdout.write(encoding.dumps(shown))
             return
@@ -56,9 +58,9 @@ class Command(BaseCommand):
             self.stdout.write(f"{shown['budget_usd']} USD are spent {when}")
 
 
-def _shown(found: Estimate) -> str:
-    shown = estimate_shown(found)
+def _format_estimate(found: Estimate) -> str:
+    shown = render_estimate(found)
     columns = ("unit", "quantity", "free", "rate_usd", "usd")
     rows = [[line[name] for name in columns] for line in shown["lines"]]
     rows += [["total", "", "", "", shown["total_usd"]], ["an agent", "", "", "", shown["per_agent_usd"]]]
-    return table(["", "quantity", "free", "rate", "USD"], rows)
+    return format_table(["", "quantity", "free", "rate", "USD"], rows)

@@ -17,11 +17,11 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, again: bool, **options: Any) -> None:
         if again:
-            derivation.start_over()
-        usage, money = derivation.derive(now=timezone.now())
-        self.stdout.write(f"usage: {said(usage)}")
-        self.stdout.write(f"costs: {said(money)}")
+            derivation.reset_usage_and_costs()
+        usage, money = derivation.derive_usage_and_costs(now=timezone.now())
+        self.stdout.write(f"usage: {format_counts(usage)}")
+        self.stdout.write(f"costs: {format_counts(money)}")
 
 
-def said(counts: dict[str, int]) -> str:
+def format_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{times} {what}" for what, times in sorted(counts.items())) or "nothing to do"

@@ -8,10 +8,16 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from billing import statements
-from billing.api.serializers_statements import StatementsAsked, lines_to_csv, statement_shown, statements_to_csv, with_lines
-from billing.management.options import checked, table
-from billing.models import Account, Priced, Statement
-from billing.pricing import plain
+from billing.api.serializers_statements import (
+    StatementQuerySerializer,
+    render_lines_csv,
+    render_statement,
+    render_statement_detail,
+    render_statements_csv,
+)
+from billing.management.options import format_table, validate_options
+from billing.models import Account, BillableItem, Statement
+from billing.pricing import format_decimal
 
 
 class Command(BaseCommand):
@@ -26,7 +32,7 @@ class Command(BaseCommand):
         shape.add_argument("--json", action="store_true", help="one line of JSON")
 
     def handle(self, *args: Any, what: str, csv: bool, json: bool, **given: Any) -> None:
-        said = checked(StatementsAsked, given)
+        said = validate_options(StatementQuerySerializer, given)
         if "account" in said and not Account.objects.filter(name=said["account"]).exists():
             raise CommandError(f"--account: there is no {said['account']!r}.")
         refused: list[str] = []
@@ -37,11 +43,11 @@ class Command(BaseCommand):
         if what == "show":
             self._show(said, found, csv, json)
         elif csv:
-            self.stdout.write(statements_to_csv(found), ending="")
+            self.stdout.write(render_statements_csv(found), ending="")
         elif json:
-            self.stdout.write(encoding.dumps({"results": [_shown(row) for row in found]}))
+            self.stdout.write(encoding.dumps({"results": [_render_json_statement(row) for row in found]}))
         else:
-            self.stdout.write(table(["account", "month", "USD", "credit", "to pay"], [*map(_line, found)]))
+            self.stdout.write(format_table(["account", "month", "USD", "credit", "to pay"], [*map(_format_row, found)]))
         if refused:
             raise CommandError("\n".join(refused))
 
@@ -49,12 +55,14 @@ class Command(BaseCommand):
         """What could not be closed, and why."""
         if "month" not in said:
             raise CommandError("--month: say which one to close.")
-        accounts = Account.objects.filter(name=said["account"]) if "account" in said else statements.due(said["month"])
+        accounts = (
+            Account.objects.filter(name=said["account"]) if "account" in said else statements.find_due_accounts(said["month"])
+        )
         refused = []
         for account in accounts:
             try:
-                statements.close(account, said["month"], now=timezone.now(), actor="command line")
-            except statements.NotClosable as why:
+                statements.close_month(account, said["month"], now=timezone.now(), actor="command line")
+            except statements.MonthNotClosable as why:
                 refused.append(f"{account}: {why}")
         return refused
 
@@ -65,23 +73,23 @@ class Command(BaseCommand):
             raise CommandError(f"{said['month']:%Y-%m} of {said['account']} is not closed.")
         row = found[0]
         if csv:
-            self.stdout.write(lines_to_csv(row.lines.all()), ending="")
+            self.stdout.write(render_lines_csv(row.lines.all()), ending="")
         elif json:
-            self.stdout.write(encoding.dumps(with_lines(row) | _shown(row)))
+            self.stdout.write(encoding.dumps(render_statement_detail(row) | _render_json_statement(row)))
         else:
             head = ["agent", "provider", "item", "month", "quantity", "USD"]
             lines = [
-                [line.agent_did or "(none)", line.provider, Priced(line.item).label, f"{line.for_month:%Y-%m}",
-                 plain(line.quantity), str(line.usd)]
+                [line.agent_did or "(none)", line.provider, BillableItem(line.item).label, f"{line.for_month:%Y-%m}",
+                 format_decimal(line.quantity), str(line.usd)]
                 for line in row.lines.all()
             ]  # fmt: skip
             sums = (("subtotal", row.subtotal), ("credit used", -row.credit_used), ("to pay", row.total))
-            self.stdout.write(table(head, [*lines, *([name, "", "", "", "", str(usd)] for name, usd in sums)]))
+            self.stdout.write(format_table(head, [*lines, *([name, "", "", "", "", str(usd)] for name, usd in sums)]))
 
 
-def _line(row: Statement) -> list[str]:
+def _format_row(row: Statement) -> list[str]:
     return [row.account.name, f"{row.month:%Y-%m}", str(row.subtotal), str(row.credit_used), str(row.total)]
 
 
-def _shown(row: Statement) -> dict[str, Any]:
-    return statement_shown(row) | {"closed_at": row.closed_at.isoformat()}
+def _render_json_statement(row: Statement) -> dict[str, Any]:
+    return render_statement(row) | {"closed_at": row.closed_at.isoformat()}

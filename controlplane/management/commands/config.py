@@ -18,12 +18,12 @@ class Command(BaseCommand):
         parser.add_argument("--json", action="store_true", help="one JSON document")
 
     def handle(self, *args: Any, json: bool, **options: Any) -> None:
-        self.stdout.write(as_json() if json else "\n".join(as_table()))
-        for warning in env.unknown():
+        self.stdout.write(render_json() if json else "\n".join(render_table()))
+        for warning in env.find_unknown_variables():
             self.stderr.write(f"warning: {warning}")
 
 
-def rows() -> list[dict[str, str]]:
+def build_rows() -> list[dict[str, str]]:
     return [
         {
             "name": knob.name,
@@ -33,18 +33,18 @@ def rows() -> list[dict[str, str]]:
             "accepts": knob.accepts,
             "help": knob.help,
         }
-        for knob in env.KNOBS.values()
+        for knob in env.ENV_VARIABLES.values()
     ]
 
 
-def as_json() -> str:
-    return json.dumps({"variables": rows(), "warnings": env.unknown()}, indent=2)
+def render_json() -> str:
+    return json.dumps({"variables": build_rows(), "warnings": env.find_unknown_variables()}, indent=2)
 
 
-def as_table() -> Iterator[str]:
+def render_table() -> Iterator[str]:
     """Two lines for each variable: what it is now, and what it means."""
     heads = {"name": "VARIABLE", "value": "VALUE", "source": "SOURCE", "default": "DEFAULT"}
-    found = rows()
+    found = build_rows()
     widths = {column: max(len(row[column]) for row in [heads, *found]) for column in heads}
     for row in [heads, *found]:
         yield "  ".join(row[column].ljust(widths[column]) for column in heads).rstrip()

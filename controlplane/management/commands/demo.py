@@ -17,12 +17,12 @@ from django.utils import timezone
 from leases import api_keys
 from sandboxes.egress import nginx
 
-MANAGE = Path(__file__).resolve().parents[3] / "manage.py"
-STARTS_WITHIN = 60.0  # seconds
-STOPS_WITHIN = 60.0
+MANAGE_PY = Path(__file__).resolve().parents[3] / "manage.py"
+START_TIMEOUT_SECONDS = 60.0  # seconds
+STOP_TIMEOUT_SECONDS = 60.0
 
 
-class Stopped(Exception):
+class StopRequested(Exception):
     """Ctrl-C, or a request to terminate."""
 
 
@@ -46,7 +46,7 @@ class Command(BaseCommand):
             signal.signal(number, self.stop)
         base = f"http://127.0.0.1:{options['port']}"
         up = subprocess.Popen(
-            [sys.executable, str(MANAGE), "up", "--port", str(options["port"]), "--leave-nothing"], start_new_session=True
+            [sys.executable, str(MANAGE_PY), "up", "--port", str(options["port"]), "--leave-nothing"], start_new_session=True
         )
         try:
             self.wait_ready(up, base)
@@ -54,12 +54,12 @@ class Command(BaseCommand):
             if not options["exit"]:
                 self.say("The server stays up. Ctrl-C stops everything and removes every sandbox.")
                 sys.exit(up.wait())
-        except Stopped:
+        except StopRequested:
             self.say("Stopping ...")
         except (requests.ConnectionError, catan.ApiError) as failed:
             raise CommandError(f"The game stopped: {failed}") from None
         finally:
-            self.shut(up)
+            self.stop_control_plane(up)
 
     def play(self, up: "subprocess.Popen[bytes]", base: str, options: dict[str, Any]) -> None:
         environment = f"catan-{os.urandom(4).hex()}"
@@ -97,11 +97,11 @@ class Command(BaseCommand):
         self.say(f"API docs  {base}/api/docs")
 
     def client(self, base: str, dids: list[str], *, operator: bool, name: str) -> Any:
-        _, key = api_keys.issue(dids, operator=operator, name=name, now=timezone.now())
+        _, key = api_keys.issue_key(dids, operator=operator, name=name, now=timezone.now())
         return self.catan.Client(base, key)
 
     def wait_ready(self, up: "subprocess.Popen[bytes]", base: str) -> None:
-        deadline = time.monotonic() + STARTS_WITHIN
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             if up.poll() is not None:
                 raise CommandError("The control plane did not start; what it said is above.")
@@ -112,16 +112,16 @@ class Command(BaseCommand):
                 pass
             time.sleep(0.1)
         raise CommandError(
-            f"The control plane, or the way out of its sandboxes, was not there within {STARTS_WITHIN:.0f} seconds."
+            f"The control plane, or the way out of its sandboxes, was not there within {START_TIMEOUT_SECONDS:.0f} seconds."
         )
 
-    def shut(self, up: "subprocess.Popen[bytes]") -> None:
+    def stop_control_plane(self, up: "subprocess.Popen[bytes]") -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # once is enough: what follows has its own deadline
         if up.poll() is None:
             up.terminate()
         try:
-            up.wait(STOPS_WITHIN)
+            up.wait(STOP_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(up.pid, signal.SIGKILL)
             raise CommandError("The control plane did not stop in time and was killed.") from None
@@ -138,4 +138,4 @@ class Command(BaseCommand):
         self.stdout.flush()
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        raise Stopped
+        raise StopRequested

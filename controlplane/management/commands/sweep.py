@@ -18,87 +18,89 @@ from billing.models import Budget, Unpriced
 from controlplane import schedules
 from leases import budget_enforcement, turns
 from leases import sweeps as leases
-from leases.management.base import duration, first_line, one_line
+from leases.management.base import first_line, parse_duration, report_errors
 from leases.models import Lease
 from sandboxes import runs
 from sandboxes import sweeps as sandboxes
 from sandboxes.egress import access_log, authorization, model_pricing
 from sandboxes.models import ModelRate, Pool, Sandbox
-from sandboxes.providers.base import Found
+from sandboxes.providers.base import ProviderSandbox
 from sandboxes.state import data_sync, pruning
 from sandboxes.usage import readings
 from sandboxes.webhooks import delivery, outbox
 
-TICK = 0.2  # seconds until a signal is noticed
-SHOWN = 200  # of what each sweep would do
+TICK_SECONDS = 0.2  # seconds until a signal is noticed
+MAX_LISTED = 200  # of what each sweep would do
 
 
 @dataclass(frozen=True)
-class Named:
+class ListedKey:
     name: str
 
 
-def _unwanted(now: datetime) -> Iterable[Named]:
-    keys = (key for shelf in pruning.SHELVES for key in pruning.orphans(shelf, now - pruning.GRACE))
-    return (Named(key) for key in islice(keys, SHOWN))
+def _iter_unreferenced_keys(now: datetime) -> Iterable[ListedKey]:
+    keys = (key for shelf in pruning.OBJECT_CATEGORIES for key in pruning.find_orphans(shelf, now - pruning.ORPHAN_GRACE))
+    return (ListedKey(key) for key in islice(keys, MAX_LISTED))
 
 
-def _orphans(now: datetime) -> Iterable[Found]:
-    for one, name in sandboxes.listings():
-        yield from sandboxes.orphaned(one, name, now=now, grace=settings.ORPHAN_GRACE)
+def _iter_orphans(now: datetime) -> Iterable[ProviderSandbox]:
+    for one, name in sandboxes.iter_pool_providers():
+        yield from sandboxes.find_orphans(one, name, now=now, grace=settings.ORPHAN_GRACE)
 
 
 # What each sweep would do, from the same queries.
-WOULD: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
-    "expire": {"end lease": lambda now: leases.elapsed(now=now)[:SHOWN]},
+DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
+    "expire": {"end lease": lambda now: leases.find_elapsed_leases(now=now)[:MAX_LISTED]},
     "stalled": {
-        "close run": lambda now: runs.overdue(now=now)[:SHOWN],
-        "give up sandbox": lambda now: sandboxes.overdue_starts(now=now)[:SHOWN],
-        "finish putting to sleep": lambda now: sandboxes.overdue_evictions(now=now)[:SHOWN],
-        "skip turn": lambda now: turns.overdue(now=now)[:SHOWN],
-        "close model call": lambda now: authorization.overdue(now=now)[:SHOWN],
-        "forget answer": lambda now: leases.forgettable(now=now)[:SHOWN],
+        "close run": lambda now: runs.find_overdue(now=now)[:MAX_LISTED],
+        "give up sandbox": lambda now: sandboxes.find_overdue_starts(now=now)[:MAX_LISTED],
+        "finish putting to sleep": lambda now: sandboxes.find_overdue_evictions(now=now)[:MAX_LISTED],
+        "skip turn": lambda now: turns.find_overdue_turns(now=now)[:MAX_LISTED],
+        "close model call": lambda now: authorization.find_overdue(now=now)[:MAX_LISTED],
+        "forget answer": lambda now: leases.find_expired_idempotent_requests(now=now)[:MAX_LISTED],
     },
-    "persist": {"store data of sandbox": lambda now: data_sync.unsaved()[:SHOWN]},
+    "persist": {"store data of sandbox": lambda now: data_sync.find_unsaved()[:MAX_LISTED]},
     "reclaim": {
-        "destroy sandbox": lambda now: sandboxes.given_up(now=now)[:SHOWN],
-        "close lease": lambda now: leases.cleared()[:SHOWN],
+        "destroy sandbox": lambda now: sandboxes.find_due_for_destroy(now=now)[:MAX_LISTED],
+        "close lease": lambda now: leases.find_leases_to_close()[:MAX_LISTED],
     },
-    "idle": {"put to sleep": lambda now: sandboxes.due_for_sleep(now=now)[:SHOWN]},
+    "idle": {"put to sleep": lambda now: sandboxes.find_idle(now=now)[:MAX_LISTED]},
     "cold": {
-        "drop": lambda now: sandboxes.forgotten(now=now)[:SHOWN],
-        "remove local copy": lambda now: sandboxes.local_leftovers()[:SHOWN],
-        "remove stored copy": lambda now: leases.outlived(now=now)[:SHOWN],
+        "drop": lambda now: sandboxes.find_expired_cold(now=now)[:MAX_LISTED],
+        "remove local copy": lambda now: sandboxes.find_leftover_local_copies()[:MAX_LISTED],
+        "remove stored copy": lambda now: leases.find_expired_snapshots(now=now)[:MAX_LISTED],
     },
     "warm": {
-        "give up": lambda now: Sandbox.objects.filter(pk__in=sandboxes.surplus()),
-        "warm up in pool": lambda now: sandboxes.short_of_warm(now=now),
+        "give up": lambda now: Sandbox.objects.filter(pk__in=sandboxes.find_surplus()),
+        "warm up in pool": lambda now: sandboxes.find_pools_below_target(now=now),
     },
-    "reconcile": {"destroy": _orphans, "end lease as lost": lambda now: leases.lost()},
+    "reconcile": {"destroy": _iter_orphans, "end lease as lost": lambda now: leases.find_lost_leases()},
     "recount": {"count pool": lambda now: Pool.objects.order_by("pk")},
-    "measure": {"measure": lambda now: sandboxes.unmeasured()[:SHOWN]},
-    "weigh": {"weigh data": lambda now: pruning.mounted().order_by("pk")[:SHOWN]},
-    "read": {"read sandbox": lambda now: readings.readable()[:SHOWN]},
+    "measure": {"measure": lambda now: sandboxes.find_unmeasured()[:MAX_LISTED]},
+    "weigh": {"weigh data": lambda now: pruning.find_mounted().order_by("pk")[:MAX_LISTED]},
+    "read": {"read sandbox": lambda now: readings.find_readable()[:MAX_LISTED]},
     "prune": {
-        "remove outdated": lambda now: data_sync.outdated()[:SHOWN],
-        "remove": _unwanted,
-        "remove event": lambda now: outbox.old(now=now)[:SHOWN],
+        "remove outdated": lambda now: data_sync.find_outdated_objects()[:MAX_LISTED],
+        "remove": _iter_unreferenced_keys,
+        "remove event": lambda now: outbox.find_old_events(now=now)[:MAX_LISTED],
     },
     "collect": {
-        "close model call": lambda now: access_log.forsaken(now=now)[:SHOWN],
-        "price model call": lambda now: model_pricing.priceable([*ModelRate.objects.filter(valid_from__lte=now)], now=now)[
-            :SHOWN
+        "close model call": lambda now: access_log.find_abandoned(now=now)[:MAX_LISTED],
+        "price model call": lambda now: model_pricing.find_priceable([*ModelRate.objects.filter(valid_from__lte=now)], now=now)[
+            :MAX_LISTED
         ],
     },
     "meter": {
-        "meter sandbox": lambda now: Sandbox.objects.filter(metered=False).order_by("pk")[:SHOWN],
-        "price day": lambda now: Unpriced.objects.order_by("pk")[:SHOWN],
+        "meter sandbox": lambda now: Sandbox.objects.filter(metered=False).order_by("pk")[:MAX_LISTED],
+        "price day": lambda now: Unpriced.objects.order_by("pk")[:MAX_LISTED],
     },
     "budgets": {
-        "settle budget": lambda now: Budget.objects.filter(active=True)[:SHOWN],
-        "end lease": lambda now: Lease.objects.filter(pk__in=[*budget_enforcement.due(now=now)][:SHOWN]),
+        "settle budget": lambda now: Budget.objects.filter(active=True)[:MAX_LISTED],
+        "end lease": lambda now: Lease.objects.filter(
+            pk__in=[*budget_enforcement.find_leases_over_budget(now=now)][:MAX_LISTED]
+        ),
     },
-    "webhooks": {"try delivery": lambda now: delivery.deliverable(now=now)[:SHOWN]},
+    "webhooks": {"try delivery": lambda now: delivery.find_deliverable(now=now)[:MAX_LISTED]},
 }
 
 
@@ -114,9 +116,9 @@ class Command(BaseCommand):
     def handle(self, *args: Any, names: list[str], every: str, **options: Any) -> None:
         if wrong := set(names) - set(schedules.SWEEPS):
             raise CommandError(f"There is no sweep {', '.join(sorted(wrong))}. Known: {', '.join(schedules.SWEEPS)}.")
-        pause = duration("--every", every).total_seconds()
+        pause = parse_duration("--every", every).total_seconds()
         chosen = [name for name in schedules.SWEEPS if name in names or not names]
-        with one_line(options["verbosity"]):
+        with report_errors(options["verbosity"]):
             if options["dry_run"]:
                 self._tell(chosen)
             elif options["loop"]:
@@ -129,7 +131,7 @@ class Command(BaseCommand):
         for name in names:
             lines = [
                 f"{name}: would {act} {getattr(one, 'pk', None) or one.name}"
-                for act, due in WOULD[name].items()
+                for act, due in DRY_RUN_QUERIES[name].items()
                 for one in due(now)
             ]
             self.stdout.write("\n".join(lines) or f"{name}: nothing to do")
@@ -148,12 +150,12 @@ class Command(BaseCommand):
             connections.close_all()  # the next round starts with one that works, whatever became of this
             until = time.monotonic() + pause
             while not self.stopping and time.monotonic() < until:
-                time.sleep(TICK)
+                time.sleep(TICK_SECONDS)
 
     def _sweep(self, name: str, *, quiet: bool = False) -> bool:
         """Run one sweep and say in one line what it did. False if it failed, or a row of it."""
         try:
-            swept = schedules.sweep(name, now=timezone.now())
+            swept = schedules.run_sweep(name, now=timezone.now())
         except Exception as failed:  # the next sweep may go well, and the next round of this one
             self.stderr.write(f"{name}: failed: {type(failed).__name__}: {first_line(failed)}")
             return False

@@ -9,9 +9,9 @@ from django.core.management.base import BaseCommand
 from django.utils import timezone
 
 from leases import leasing
-from leases.errors import Invalid
-from leases.management.base import duration, one_line
-from leases.models import DID, DID_ACCEPTS, NAME, NAME_ACCEPTS
+from leases.errors import InvalidRequest
+from leases.management.base import parse_duration, report_errors
+from leases.models import DID_DESCRIPTION, DID_PATTERN, ENVIRONMENT_ID_DESCRIPTION, ENVIRONMENT_ID_PATTERN
 
 
 class Command(BaseCommand):
@@ -25,13 +25,13 @@ class Command(BaseCommand):
         parser.add_argument("--json", action="store_true", help="one line of JSON: id, is_new, expires_at")
 
     def handle(self, *args: Any, agent: str, environment: str, ttl: str | None, json: bool, **options: Any) -> None:
-        with one_line(options["verbosity"]):
-            if not re.fullmatch(DID, agent, re.ASCII) or len(agent) > 255:
-                raise Invalid("agent", f"--agent: {agent[:80]!r} is not {DID_ACCEPTS}.")
-            if not re.fullmatch(NAME, environment, re.ASCII):
-                raise Invalid("environment", f"--environment: {environment[:80]!r} is not {NAME_ACCEPTS}.")
-            lasts = duration("--ttl", ttl) if ttl else None
-            ask = leasing.Ask(agent, environment, options["type"], ttl=lasts)
+        with report_errors(options["verbosity"]):
+            if not re.fullmatch(DID_PATTERN, agent, re.ASCII) or len(agent) > 255:
+                raise InvalidRequest("agent", f"--agent: {agent[:80]!r} is not {DID_DESCRIPTION}.")
+            if not re.fullmatch(ENVIRONMENT_ID_PATTERN, environment, re.ASCII):
+                raise InvalidRequest("environment", f"--environment: {environment[:80]!r} is not {ENVIRONMENT_ID_DESCRIPTION}.")
+            lasts = parse_duration("--ttl", ttl) if ttl else None
+            ask = leasing.LeaseRequest(agent, environment, options["type"], ttl=lasts)
             lease, is_new = leasing.acquire(ask, now=timezone.now(), actor="command line")
             until = lease.expires_at.isoformat(timespec="seconds")
             if json:

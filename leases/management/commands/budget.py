@@ -10,12 +10,12 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from billing import budgets
-from billing.estimate import runs_out
+from billing.estimate import predict_exhaustion_date
 from billing.models import Account, Budget
 from billing.models.budgets import Period, Scope, Unit
-from billing.pricing import plain
-from leases.management.base import duration, one_line
-from leases.models import DID_ACCEPTS, AgentKey, EnvironmentType, is_did
+from billing.pricing import format_decimal
+from leases.management.base import parse_duration, report_errors
+from leases.models import DID_DESCRIPTION, AgentKey, EnvironmentType, validate_did
 
 
 class Command(BaseCommand):
@@ -49,40 +49,40 @@ class Command(BaseCommand):
         remove.add_argument("id", type=int)
 
     def handle(self, *args: Any, act: str, **given: Any) -> None:
-        with one_line(given["verbosity"]):
+        with report_errors(given["verbosity"]):
             if act == "list":
                 for budget in Budget.objects.all():
-                    self.stdout.write(_line(budget))
+                    self.stdout.write(_format_budget(budget))
                 return
             if act == "remove":
-                budget = _find(given["id"])
-                said = _line(budget)
+                budget = _find_budget(given["id"])
+                said = _format_budget(budget)
                 budget.delete()
                 self.stdout.write(f"removed: {said}")
                 return
-            budget = _find(given["id"]) if act == "set" else _new(**given)
-            _state(budget, **given)
+            budget = _find_budget(given["id"]) if act == "set" else _build_budget(**given)
+            _apply_options(budget, **given)
             try:
-                budgets.save(budget, now=timezone.now())
+                budgets.save_budget(budget, now=timezone.now())
             except ValidationError as wrong:
                 raise CommandError("; ".join(wrong.messages)) from None
-            self.stdout.write(f"{'changed' if act == 'set' else 'added'}: {_line(budget)}")
+            self.stdout.write(f"{'changed' if act == 'set' else 'added'}: {_format_budget(budget)}")
 
 
-def _find(pk: int) -> Budget:
+def _find_budget(pk: int) -> Budget:
     found = Budget.objects.filter(pk=pk).first()
     if found is None:
         raise CommandError(f"There is no budget {pk}.")
     return found
 
 
-def _new(*, unit: str, period: str, agent: str | None, key: str | None, account: str | None, **given: Any) -> Budget:
+def _build_budget(*, unit: str, period: str, agent: str | None, key: str | None, account: str | None, **given: Any) -> Budget:
     budget = Budget(scope=Scope.ALL, unit=unit, period=period)
     if agent is not None:  # a name that is empty, an unset variable say, is no budget for everything
         try:
-            is_did(agent)
+            validate_did(agent)
         except ValidationError:
-            raise CommandError(f"--agent: {agent[:80]!r} is not {DID_ACCEPTS}.") from None
+            raise CommandError(f"--agent: {agent[:80]!r} is not {DID_DESCRIPTION}.") from None
         budget.scope, budget.subject = Scope.AGENT, agent
     elif key is not None:
         row = AgentKey.objects.filter(prefix=key.removeprefix("lh_").split("_")[0]).first()
@@ -100,7 +100,7 @@ def _new(*, unit: str, period: str, agent: str | None, key: str | None, account:
     return budget
 
 
-def _state(
+def _apply_options(
     budget: Budget, *, amount: str | None, kind: str | None, warn: int | None, grace: str | None, active: str = "", **given: Any
 ) -> None:
     if amount is not None:
@@ -113,14 +113,14 @@ def _state(
     if warn is not None:
         budget.warn_percent = warn
     if grace is not None:
-        budget.grace = timedelta(0) if grace == "0" else duration("--grace", grace)
+        budget.grace = timedelta(0) if grace == "0" else parse_duration("--grace", grace)
     if active:
         budget.active = active == "yes"
 
 
-def _line(budget: Budget) -> str:
+def _format_budget(budget: Budget) -> str:
     now = timezone.now()
-    spent = budgets.spent_as_of(budget, now)
+    spent = budgets.get_spent(budget, now)
     notes = ["hard" if budget.hard else "soft", f"warns at {budget.warn_percent} %"]
     if budget.hard:
         notes.append(f"grace {budget.grace.total_seconds():g}s")
@@ -128,6 +128,6 @@ def _line(budget: Budget) -> str:
         notes.append("not active")
     elif spent >= budget.amount:
         notes.append("SPENT")
-    elif day := runs_out(budget, now):
+    elif day := predict_exhaustion_date(budget, now):
         notes.append(f"runs out on {day} at this pace")
-    return f"{budget.pk} {budget}: {plain(spent)} spent ({', '.join(notes)})"
+    return f"{budget.pk} {budget}: {format_decimal(spent)} spent ({', '.join(notes)})"

@@ -8,7 +8,7 @@ from django.core.management.base import BaseCommand
 from django.utils import timezone
 
 from leases import api_keys
-from leases.management.base import one_line
+from leases.management.base import report_errors
 
 
 class Command(BaseCommand):
@@ -21,8 +21,8 @@ class Command(BaseCommand):
         parser.add_argument("--json", action="store_true", help="one line of JSON: key, prefix")
 
     def handle(self, *args: Any, agent: list[str], operator: bool, json: bool, **options: Any) -> None:
-        with one_line(options["verbosity"]):
-            row, key = api_keys.issue(agent, operator=operator, name=options["name"], now=timezone.now())
+        with report_errors(options["verbosity"]):
+            row, key = api_keys.issue_key(agent, operator=operator, name=options["name"], now=timezone.now())
             speaks_for = "every agent" if operator else ", ".join(row.dids)
             as_json = encoding.dumps({"key": key, "prefix": row.prefix})
             self.stdout.write(as_json if json else f"{key} (for {speaks_for}; not shown again)")

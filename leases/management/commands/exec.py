@@ -9,10 +9,10 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from leases import execution
-from leases.management.base import duration, lease_id, one_line
+from leases.management.base import parse_duration, parse_lease_id, report_errors
 from sandboxes.runs import Command as Run
 
-TIMED_OUT = 124  # as timeout(1) has it
+EXIT_TIMED_OUT = 124  # as timeout(1) has it
 
 
 class Command(BaseCommand):
@@ -24,12 +24,12 @@ class Command(BaseCommand):
         parser.add_argument("argv", nargs="+", help="after --, the program and its arguments; no shell")
 
     def handle(self, *args: Any, lease: str, timeout: str | None, argv: list[str], **options: Any) -> None:
-        with one_line(options["verbosity"]):
-            longest = duration("--timeout", timeout) if timeout else settings.EXEC_TIMEOUT
+        with report_errors(options["verbosity"]):
+            longest = parse_duration("--timeout", timeout) if timeout else settings.EXEC_TIMEOUT
             if longest > settings.EXEC_TIMEOUT_MOST:
                 raise CommandError(f"--timeout: at most {settings.EXEC_TIMEOUT_MOST.total_seconds():g} seconds.")
             run = Run(argv=argv, timeout=longest)
-            _, result = execution.exec_in(lease_id(lease), run, now=timezone.now(), actor="command line")
+            _, result = execution.exec_command(parse_lease_id(lease), run, now=timezone.now(), actor="command line")
             sys.stdout.buffer.write(result.stdout)  # bytes: self.stdout would make text of them
             sys.stdout.flush()
             sys.stderr.buffer.write(result.stderr)
@@ -40,4 +40,4 @@ class Command(BaseCommand):
                 self.stderr.write(f"exec: killed after {longest.total_seconds():g} s")
             elif result.oom:
                 self.stderr.write("exec: out of memory")
-            sys.exit(TIMED_OUT if result.timed_out else result.exit_code)
+            sys.exit(EXIT_TIMED_OUT if result.timed_out else result.exit_code)

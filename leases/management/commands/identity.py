@@ -10,17 +10,17 @@ from django.core.exceptions import ValidationError
 from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
-from leases.errors import Invalid
-from leases.management.base import one_line
-from leases.models import DID_ACCEPTS, Agent, is_did
-from sandboxes.admin.formatting import counted
+from leases.errors import InvalidRequest
+from leases.management.base import report_errors
+from leases.models import DID_DESCRIPTION, Agent, validate_did
+from sandboxes.admin.formatting import pluralize
 from sandboxes.identity import curves, signing
-from sandboxes.identity.curves import Private
+from sandboxes.identity.curves import PrivateKey
 from sandboxes.models import SigningKey
 from sandboxes.webhooks import subscriptions
 
 ACTOR = "command line"
-LINE = 1000  # characters of stdin: no private key is longer
+MAX_PRIVATE_KEY_CHARS = 1000  # characters of stdin: no private key is longer
 
 
 class Command(BaseCommand):
@@ -43,8 +43,8 @@ class Command(BaseCommand):
         acts.add_parser("reencrypt", help="encrypt every stored secret under the first of LEASEHOLD_IDENTITY_KEYS")
 
     def handle(self, *args: Any, act: str, verbosity: int, **given: Any) -> None:
-        with one_line(verbosity):
-            getattr(self, f"_{act}")(**{name: value for name, value in given.items() if name in NAMES})
+        with report_errors(verbosity):
+            getattr(self, f"_{act}")(**{name: value for name, value in given.items() if name in OPTION_NAMES})
 
     def _list(self) -> None:
         for key in SigningKey.objects.all():
@@ -53,35 +53,35 @@ class Command(BaseCommand):
             self.stdout.write(f"{key.agent_did} {key.did_key} {key.algorithm} {key.created_at:%Y-%m-%dT%H:%M:%SZ} {state}")
 
     def _create(self, agent: str, algorithm: str) -> None:
-        self._begin(agent, curves.generate(algorithm or SigningKey.Algorithm.ES256K))
+        self._begin(agent, curves.generate_key(algorithm or SigningKey.Algorithm.ES256K))
 
     def _import(self, agent: str, algorithm: str) -> None:
-        self._begin(agent, _from_stdin(algorithm))
+        self._begin(agent, _read_private_key(algorithm))
 
-    def _begin(self, agent: str, private: Private) -> None:
-        key = signing.create(_did(agent), now=timezone.now(), actor=ACTOR, private=private)
+    def _begin(self, agent: str, private: PrivateKey) -> None:
+        key = signing.create_key(_parse_did(agent), now=timezone.now(), actor=ACTOR, private=private)
         Agent.objects.get_or_create(did=agent)
         self._said(key, "signs as")
 
     def _rotate(self, agent: str, algorithm: str, given: bool) -> None:
-        private = _from_stdin(algorithm) if given else curves.generate(algorithm) if algorithm else None
-        self._said(signing.rotate(agent, now=timezone.now(), actor=ACTOR, private=private), "signs from now on as")
+        private = _read_private_key(algorithm) if given else curves.generate_key(algorithm) if algorithm else None
+        self._said(signing.rotate_key(agent, now=timezone.now(), actor=ACTOR, private=private), "signs from now on as")
 
     def _revoke(self, agent: str) -> None:
-        key = signing.revoke(agent, now=timezone.now(), actor=ACTOR)
+        key = signing.revoke_active_key(agent, now=timezone.now(), actor=ACTOR)
         self.stdout.write(f"{agent} signs nothing any more: {key.did_key} is revoked")
 
     def _show(self, agent: str) -> None:
-        key = signing.active(agent)
+        key = signing.get_active_key(agent)
         self.stdout.write(key.did_key)
-        self.stdout.write(json.dumps(signing.verification_method(key), indent=2))
+        self.stdout.write(json.dumps(signing.build_verification_method(key), indent=2))
 
     def _reencrypt(self) -> None:
-        done = signing.reencrypt()
-        self._reencrypted(counted(done.changed, "private key", "private keys"), done.already)
-        webhooks = subscriptions.reencrypt(now=timezone.now())
+        done = signing.reencrypt_keys()
+        self._reencrypted(pluralize(done.changed, "private key", "private keys"), done.already)
+        webhooks = subscriptions.reencrypt_secrets(now=timezone.now())
         if webhooks.changed or webhooks.already:
-            self._reencrypted(counted(webhooks.changed, "webhook's secret", "webhooks' secrets"), webhooks.already)
+            self._reencrypted(pluralize(webhooks.changed, "webhook's secret", "webhooks' secrets"), webhooks.already)
         if done.unopened:
             agents = ", ".join(key.agent_did for key in done.unopened)
             raise CommandError(f"Not one of LEASEHOLD_IDENTITY_KEYS decrypts the private key of {agents}.")
@@ -96,20 +96,20 @@ class Command(BaseCommand):
         self.stdout.write(f"{key.agent_did} {what} {key.did_key} ({key.algorithm}): publish what `identity show` prints")
 
 
-NAMES = {"agent", "algorithm", "given"}
+OPTION_NAMES = {"agent", "algorithm", "given"}
 
 
-def _from_stdin(algorithm: str) -> Private:
-    text = getpass("Private key: ") if sys.stdin.isatty() else sys.stdin.read(LINE)
+def _read_private_key(algorithm: str) -> PrivateKey:
+    text = getpass("Private key: ") if sys.stdin.isatty() else sys.stdin.read(MAX_PRIVATE_KEY_CHARS)
     try:
-        return curves.read(text.strip(), algorithm)
+        return curves.parse_private_key(text.strip(), algorithm)
     except ValueError as wrong:
         raise CommandError(str(wrong)) from None
 
 
-def _did(text: str) -> str:
+def _parse_did(text: str) -> str:
     try:
-        is_did(text)
+        validate_did(text)
     except ValidationError:
-        raise Invalid("agent", f"{text[:80]!r} is not {DID_ACCEPTS}.") from None
+        raise InvalidRequest("agent", f"{text[:80]!r} is not {DID_DESCRIPTION}.") from None
     return text

@@ -7,7 +7,7 @@ from django.core.management.base import BaseCommand
 from django.utils import timezone
 
 from leases import leasing
-from leases.management.base import lease_id, one_line
+from leases.management.base import parse_lease_id, report_errors
 
 
 class Command(BaseCommand):
@@ -17,7 +17,7 @@ class Command(BaseCommand):
         parser.add_argument("lease", metavar="LEASE_ID")
 
     def handle(self, *args: Any, lease: str, verbosity: int, **options: Any) -> None:
-        with one_line(verbosity):
-            ended = leasing.release(lease_id(lease), now=timezone.now(), actor="command line")
+        with report_errors(verbosity):
+            ended = leasing.release(parse_lease_id(lease), now=timezone.now(), actor="command line")
             at = ended.ended_at.isoformat(timespec="seconds") if ended.ended_at else ""
             self.stdout.write(f"{ended.pk} ended: {ended.end_reason} at {at}")

@@ -8,9 +8,9 @@ from django.core.exceptions import ValidationError
 from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
-from leases.management.base import one_line
+from leases.management.base import report_errors
 from sandboxes.models import Webhook
-from sandboxes.models.webhooks import CURRENT, TOLD
+from sandboxes.models.webhooks import NOT_REMOVED, SUBSCRIBABLE_EVENT_TYPES
 from sandboxes.webhooks import delivery, subscriptions
 
 ACTOR = "command line"
@@ -24,7 +24,14 @@ class Command(BaseCommand):
         acts.add_parser("list", help="every webhook, the newest first")
         add = acts.add_parser("add", help="print its id and, this once, the secret that signs what it is sent")
         add.add_argument("url", metavar="URL", help="https; or http, for an address of this machine")
-        add.add_argument("--kind", action="append", dest="kinds", choices=TOLD, default=[], help="of events; default: all")
+        add.add_argument(
+            "--kind",
+            action="append",
+            dest="kinds",
+            choices=SUBSCRIBABLE_EVENT_TYPES,
+            default=[],
+            help="of events; default: all",
+        )
         add.add_argument("--internal", action="store_true", help="its address need not be public")
         add.add_argument("--description", default="", help="who listens there, and for what")
         for name, help in (
@@ -37,18 +44,18 @@ class Command(BaseCommand):
             acts.add_parser(name, help=help).add_argument("webhook", metavar="ID")
 
     def handle(self, *args: Any, act: str, verbosity: int, **given: Any) -> None:
-        with one_line(verbosity):
-            getattr(self, f"_{act}")(**{name: value for name, value in given.items() if name in NAMES})
+        with report_errors(verbosity):
+            getattr(self, f"_{act}")(**{name: value for name, value in given.items() if name in OPTION_NAMES})
 
     def _list(self) -> None:
-        for row in Webhook.objects.filter(CURRENT):
+        for row in Webhook.objects.filter(NOT_REMOVED):
             kinds = ",".join(row.kinds) or "all"
             last = f"{row.last_at:%Y-%m-%dT%H:%M:%SZ} {row.last_error or row.last_status}" if row.last_at else "never tried"
             self.stdout.write(f"{row.pk} {row.url} {kinds} {row.state} {last}")
 
     def _add(self, url: str, kinds: list[str], internal: bool, description: str) -> None:
         try:
-            row, secret = subscriptions.add(
+            row, secret = subscriptions.add_webhook(
                 url, kinds, internal=internal, description=description, now=timezone.now(), actor=ACTOR
             )
         except ValidationError as wrong:
@@ -56,38 +63,38 @@ class Command(BaseCommand):
         self.stdout.write(f"{row.pk}\n{secret}")
 
     def _test(self, webhook: str) -> None:
-        row = _found(webhook)
-        sent = delivery.send_test(row, now=timezone.now(), actor=ACTOR)
+        row = _find_webhook(webhook)
+        sent = delivery.send_test_event(row, now=timezone.now(), actor=ACTOR)
         sent.refresh_from_db()
         self.stdout.write(f"{row.url} answered {sent.last_status}")
 
     def _pause(self, webhook: str) -> None:
-        row = _found(webhook)
-        self.stdout.write(f"{row.url} {'is' if subscriptions.pause(row.pk, actor=ACTOR) else 'was'} paused")
+        row = _find_webhook(webhook)
+        self.stdout.write(f"{row.url} {'is' if subscriptions.pause_webhook(row.pk, actor=ACTOR) else 'was'} paused")
 
     def _resume(self, webhook: str) -> None:
-        row = _found(webhook)
-        resumed = subscriptions.resume(row.pk, now=timezone.now(), actor=ACTOR)
+        row = _find_webhook(webhook)
+        resumed = subscriptions.resume_webhook(row.pk, now=timezone.now(), actor=ACTOR)
         self.stdout.write(f"{row.url} {'is told again' if resumed else 'was neither paused nor given up'}")
 
     def _rotate(self, webhook: str) -> None:
-        secret = subscriptions.rotate(_found(webhook), now=timezone.now(), actor=ACTOR)
+        secret = subscriptions.rotate_secret(_find_webhook(webhook), now=timezone.now(), actor=ACTOR)
         if secret is None:
             raise CommandError("Somebody else has just rotated or removed it.")
         self.stdout.write(secret)
 
     def _remove(self, webhook: str) -> None:
-        row = _found(webhook)
-        subscriptions.remove(row.pk, now=timezone.now(), actor=ACTOR)
+        row = _find_webhook(webhook)
+        subscriptions.remove_webhook(row.pk, now=timezone.now(), actor=ACTOR)
         self.stdout.write(f"{row.url} is told nothing any more")
 
 
-NAMES = {"url", "kinds", "internal", "description", "webhook"}
+OPTION_NAMES = {"url", "kinds", "internal", "description", "webhook"}
 
 
-def _found(text: str) -> Webhook:
+def _find_webhook(text: str) -> Webhook:
     try:
-        row = Webhook.objects.filter(CURRENT, pk=UUID(text)).first()
+        row = Webhook.objects.filter(NOT_REMOVED, pk=UUID(text)).first()
     except ValueError:
         raise CommandError(f"{text[:80]!r} is not the id of a webhook.") from None
     if row is None:

@@ -22,31 +22,31 @@ from requests.exceptions import RequestException
 
 from sandboxes.egress import nginx
 
-IMAGE = Path(__file__).resolve().parents[2] / "image"
-AUTHORITIES = Path("/usr/local/share/ca-certificates")  # this machine's own, beside those that its system brings
-PULLED, MADE = "python:3.12-slim-bookworm", "leasehold-base:bookworm"
-PACKAGES = "python3,python3-pip,ca-certificates,git,bash,procps,curl"
+IMAGE_DIRECTORY = Path(__file__).resolve().parents[2] / "image"
+CA_DIRECTORY = Path("/usr/local/share/ca-certificates")  # this machine's own, beside those that its system brings
+DEFAULT_BASE_IMAGE, LOCAL_BASE_IMAGE = "python:3.12-slim-bookworm", "leasehold-base:bookworm"
+BASE_PACKAGES = "python3,python3-pip,ca-certificates,git,bash,procps,curl"
 CONTEXT_LABEL = "leasehold.context"  # hash of everything that went into an image
-SILENCE = 900  # seconds in which a step of the build may print nothing
+BUILD_TIMEOUT_SECONDS = 900  # seconds in which a step of the build may print nothing
 
 
 class Command(BaseCommand):
     help = "Build the image of sandboxes, and the one of the egress proxy, unless they are up to date."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--base", help=f"image to build on; default: {PULLED}, else a Debian made here")
+        parser.add_argument("--base", help=f"image to build on; default: {DEFAULT_BASE_IMAGE}, else a Debian made here")
         parser.add_argument("--tag", default=settings.SANDBOX_IMAGE, help="name of the result; default: %(default)s")
         parser.add_argument("--no-cache", action="store_true", help="build every step again, even if nothing changed")
 
     def handle(self, *args: Any, base: str | None, tag: str, no_cache: bool, verbosity: int, **options: Any) -> None:
         try:
-            self.client = APIClient(**kwargs_from_env(), version="auto", timeout=SILENCE)
+            self.client = APIClient(**kwargs_from_env(), version="auto", timeout=BUILD_TIMEOUT_SECONDS)
         except (DockerException, RequestException) as error:
             raise CommandError(f"No Docker daemon answers: {error}") from error
         try:
             found = self._base(base)
-            self.stdout.write(self._build(found, tag, _context(), no_cache, verbosity))
-            self.stdout.write(self._build(found, settings.EGRESS_IMAGE, nginx.context(found), no_cache, verbosity))
+            self.stdout.write(self._build(found, tag, _build_context(), no_cache, verbosity))
+            self.stdout.write(self._build(found, settings.EGRESS_IMAGE, nginx.build_image_context(found), no_cache, verbosity))
         except (DockerException, RequestException) as error:
             raise CommandError(f"{tag} could not be built: {error}") from error
 
@@ -84,22 +84,22 @@ class Command(BaseCommand):
 
     def _base(self, wanted: str | None) -> str:
         """The image to build on, which exists afterwards: what is here before what must be fetched."""
-        for name in [wanted] if wanted else [PULLED, MADE]:
+        for name in [wanted] if wanted else [DEFAULT_BASE_IMAGE, LOCAL_BASE_IMAGE]:
             try:
                 self.client.inspect_image(name)
                 return name
             except ImageNotFound:
                 pass
-        name = wanted or PULLED
+        name = wanted or DEFAULT_BASE_IMAGE
         self.stdout.write(f"pulling {name}")
         try:
-            self.client.pull(*_split(name))
+            self.client.pull(*_split_image_name(name))
             return name
         except APIError as error:
             why = error.explanation or error
             if wanted:
                 raise CommandError(f"{wanted} is not here and cannot be pulled: {why}") from error
-            self.stdout.write(f"it cannot be pulled ({why}); making {MADE} with mmdebstrap instead")
+            self.stdout.write(f"it cannot be pulled ({why}); making {LOCAL_BASE_IMAGE} with mmdebstrap instead")
         return self._make_base()
 
     def _make_base(self) -> str:
@@ -110,10 +110,10 @@ class Command(BaseCommand):
             self._run(["apt-get", "install", "-y", "--no-install-recommends", "mmdebstrap"])
         with tempfile.TemporaryDirectory() as directory:
             root = Path(directory, "base.tar")
-            self._run(["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(root)])
-            self.client.import_image_from_file(str(root), *_split(MADE))
-        self.stdout.write(f"made {MADE}")
-        return MADE
+            self._run(["mmdebstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", "bookworm", str(root)])
+            self.client.import_image_from_file(str(root), *_split_image_name(LOCAL_BASE_IMAGE))
+        self.stdout.write(f"made {LOCAL_BASE_IMAGE}")
+        return LOCAL_BASE_IMAGE
 
     def _run(self, argv: list[str]) -> None:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -121,30 +121,30 @@ class Command(BaseCommand):
             raise CommandError(f"{argv[0]} failed:\n{done.stderr[-4000:]}")
 
 
-def _split(name: str) -> tuple[str, str]:
+def _split_image_name(name: str) -> tuple[str, str]:
     """(repository, tag) of an image's name; a colon before the last slash belongs to a port."""
     head, slash, last = name.rpartition("/")
     repository, _, tag = last.partition(":")
     return head + slash + repository, tag or "latest"
 
 
-def _context() -> bytes:
+def _build_context() -> bytes:
     """The build context as a tar, byte for byte the same for the same files."""
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w") as tar:
         ca = tarfile.TarInfo("ca")  # there even when empty: COPY insists on it
         ca.type, ca.mode = tarfile.DIRTYPE, 0o755
         tar.addfile(ca)
-        for name, path in sorted(_sources()):
+        for name, path in sorted(_list_sources()):
             member = tarfile.TarInfo(name)
             member.size, member.mode = path.stat().st_size, 0o644
             tar.addfile(member, io.BytesIO(path.read_bytes()))
     return whole.getvalue()
 
 
-def _sources() -> Iterator[tuple[str, Path]]:
-    for path in IMAGE.rglob("*"):
+def _list_sources() -> Iterator[tuple[str, Path]]:
+    for path in IMAGE_DIRECTORY.rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts and path.name != "__init__.py":
-            yield path.relative_to(IMAGE).as_posix(), path
-    for path in AUTHORITIES.glob("*.crt"):
+            yield path.relative_to(IMAGE_DIRECTORY).as_posix(), path
+    for path in CA_DIRECTORY.glob("*.crt"):
         yield f"ca/{path.name}", path

@@ -23,35 +23,39 @@ from docker.errors import APIError, DockerException
 from docker.utils import kwargs_from_env, parse_host
 from requests.exceptions import RequestException
 
-from sandboxes.providers.base import Missing, ProviderError, Rejected, Unavailable, Usage
+from sandboxes.providers.base import Missing, ProviderError, Rejected, ResourceUsage, Unavailable
 
-PATIENCE = 60  # seconds in which the engine answers one call
-OWN_GIDS = range(1 << 20, (1 << 31) - 1)
-CHUNK = 1 << 18
-SHARING = {"runc", "crun", "io.containerd.runc.v2"}  # runtimes whose processes are this kernel's, and seen from out here
+CALL_TIMEOUT_SECONDS = 60  # seconds in which the engine answers one call
+EXEC_GIDS = range(1 << 20, (1 << 31) - 1)
+CHUNK_BYTES = 1 << 18
+SHARED_KERNEL_RUNTIMES = {
+    "runc",
+    "crun",
+    "io.containerd.runc.v2",
+}  # runtimes whose processes are this kernel's, and seen from out here
 
 
 class Conflict(Unavailable):
     """409: the container is in a state, or in other hands, in which this cannot be done."""
 
 
-def _error(status: int, message: str) -> ProviderError:
+def _to_provider_error(status: int, message: str) -> ProviderError:
     kinds: dict[int, type[ProviderError]] = {404: Missing, 409: Conflict}
     return kinds.get(status, Rejected if 400 <= status < 500 else Unavailable)(message.strip())
 
 
 @contextlib.contextmanager
-def asking() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Whatever the SDK says becomes one of the port's three errors."""
     try:
         yield
     except APIError as error:
-        raise _error(error.status_code or 500, error.explanation or str(error)) from error
+        raise _to_provider_error(error.status_code or 500, error.explanation or str(error)) from error
     except (DockerException, RequestException) as error:
         raise Unavailable(f"Docker does not answer: {error}") from error
 
 
-class _Plain(http.client.HTTPConnection):
+class _EngineConnection(http.client.HTTPConnection):
     def __init__(self, engine: "Engine") -> None:
         super().__init__("docker")
         self._engine = engine
@@ -68,20 +72,20 @@ class Cgroup(NamedTuple):
     cpu: Path  # a number of nanoseconds, or a line "usage_usec N"
     memory: Path  # a number of bytes; beside it, memory.stat
 
-    def usage(self) -> Usage:
+    def usage(self) -> ResourceUsage:
         """OSError if the container does not run any more."""
-        said, stat = self.cpu.read_text(), _numbers(self.memory.with_name("memory.stat").read_text())
-        micros = int(said) // 1000 if said.strip().isdigit() else _numbers(said)["usage_usec"]
-        return Usage(micros, _held(int(self.memory.read_text()), stat))
+        said, stat = self.cpu.read_text(), _parse_numbers(self.memory.with_name("memory.stat").read_text())
+        micros = int(said) // 1000 if said.strip().isdigit() else _parse_numbers(said)["usage_usec"]
+        return ResourceUsage(micros, _memory_in_use(int(self.memory.read_text()), stat))
 
 
-def _held(taken: int, stat: Mapping[str, int]) -> int:
+def _memory_in_use(taken: int, stat: Mapping[str, int]) -> int:
     """Bytes of memory without files that were read once and are kept while there is room, as `docker stats` has it. The first
     of the names is of version 1."""
     return max(taken - stat.get("total_inactive_file", stat.get("inactive_file", 0)), 0)
 
 
-def _numbers(text: str) -> dict[str, int]:
+def _parse_numbers(text: str) -> dict[str, int]:
     return {name: int(number) for name, _, number in (line.partition(" ") for line in text.splitlines())}
 
 
@@ -89,13 +93,13 @@ class Engine:
     """One process's way to the daemon, which its threads share."""
 
     def __init__(self) -> None:
-        self.client = APIClient(**kwargs_from_env(), version="auto", timeout=PATIENCE, max_pool_size=64)
+        self.client = APIClient(**kwargs_from_env(), version="auto", timeout=CALL_TIMEOUT_SECONDS, max_pool_size=64)
         self.cgroups: dict[str, Cgroup | None] = {}
-        self.firsts: dict[str, tuple[int, str]] = {}  # container -> its first process and its id, as they were once
+        self.first_processes: dict[str, tuple[int, str]] = {}  # container -> its first process and its id, as they were once
         self._host = urlsplit(parse_host(os.environ.get("DOCKER_HOST"), tls="tls" in kwargs_from_env()))
-        self._idle: deque[_Plain] = deque(maxlen=64)
+        self._idle: deque[_EngineConnection] = deque(maxlen=64)
         options = " ".join(self.client.info().get("SecurityOptions") or [])
-        self.remapped = "name=userns" in options or "name=rootless" in options
+        self.has_user_remapping = "name=userns" in options or "name=rootless" in options
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """One short call that may safely be made twice; its answer as decoded JSON. Any of the port's errors."""
@@ -104,7 +108,7 @@ class Engine:
             try:
                 connection, kept = self._idle.pop(), True
             except IndexError:
-                connection, kept = _Plain(self), False
+                connection, kept = _EngineConnection(self), False
             try:
                 connection.request(method, f"/v{self.client.api_version}{path}", content, headers)
                 response = connection.getresponse()
@@ -115,23 +119,23 @@ class Engine:
                 if not kept or isinstance(error, TimeoutError):  # else: closed meanwhile, as by a daemon's restart
                     raise Unavailable(f"Docker does not answer: {error}") from error
         self._idle.append(connection)
-        return _decoded(response.status, said)
+        return _decode_response(response.status, said)
 
-    def own_gid(self, mark: str) -> int | None:
+    def exec_gid(self, mark: str) -> int | None:
         """The group id of the exec with this mark, by which all its processes are known: no process can leave its group.
         Two execs of one sandbox have the same one once in two thousand million times. None where the engine maps only
         few ids. Made from the mark, so that whoever knows the mark can kill the exec, also after a crash of ours."""
         number = int.from_bytes(hashlib.sha256(mark.encode()).digest()[:8])
-        return None if self.remapped else OWN_GIDS[number % len(OWN_GIDS)]
+        return None if self.has_user_remapping else EXEC_GIDS[number % len(EXEC_GIDS)]
 
     def dial(self) -> socket.socket:
         """A new connection."""
         try:
             if self._host.scheme == "http":
-                return socket.create_connection((self._host.hostname, self._host.port), timeout=PATIENCE)
+                return socket.create_connection((self._host.hostname, self._host.port), timeout=CALL_TIMEOUT_SECONDS)
             if self._host.scheme == "http+unix":
                 connection = socket.socket(socket.AF_UNIX)
-                connection.settimeout(PATIENCE)
+                connection.settimeout(CALL_TIMEOUT_SECONDS)
                 connection.connect(self._host.path)
                 return connection
         except OSError as error:
@@ -142,7 +146,7 @@ class Engine:
         """The container's memory cgroup, or None if it cannot be seen from here: that takes running on the container's
         host. Unlike the id of its first process, it stays the same when the container is started again."""
         if ref not in self.cgroups:
-            with asking():
+            with translate_errors():
                 found = self.client.inspect_container(ref)
             if not found["State"]["Pid"]:
                 return None
@@ -151,10 +155,10 @@ class Engine:
                 return None
             if len(self.cgroups) > 10_000:
                 self.cgroups.clear()
-            self.cgroups[ref] = _cgroup_of(found["State"]["Pid"], found["Id"])
+            self.cgroups[ref] = _find_cgroup(found["State"]["Pid"], found["Id"])
         return self.cgroups[ref]
 
-    def usage(self, ref: str) -> Usage | None:
+    def usage(self, ref: str) -> ResourceUsage | None:
         """What the container uses, or None while it does not run. The engine takes up to a second to say it, so the kernel is
         asked where that can be done from here."""
         with contextlib.suppress(OSError):  # it has stopped, or is gone
@@ -164,7 +168,9 @@ class Engine:
         memory = said["memory_stats"]
         if "usage" not in memory:  # it does not run, or this daemon has no control groups
             return None
-        return Usage(said["cpu_stats"]["cpu_usage"]["total_usage"] // 1000, _held(memory["usage"], memory["stats"]))
+        return ResourceUsage(
+            said["cpu_stats"]["cpu_usage"]["total_usage"] // 1000, _memory_in_use(memory["usage"], memory["stats"])
+        )
 
     def oom_kills(self, ref: str) -> int | None:
         """Processes that the kernel killed for memory in the container since it started; None: cannot be seen."""
@@ -175,33 +181,33 @@ class Engine:
             return None
         return next((int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")), None)
 
-    def killed_for_memory(self, ref: str, before: int | None, since: float, exit_code: int) -> bool:
+    def was_oom_killed(self, ref: str, before: int | None, since: float, exit_code: int) -> bool:
         """Did the kernel kill anything for memory since? By its own counter, or else by the engine's `oom` events."""
         after = self.oom_kills(ref)
         if before is not None and after is not None:
             return after > before
         until = time.time() + (0.5 if exit_code == 137 else 0)  # the event may come after the end that it explains
         span: dict[str, Any] = {"since": f"{since:.6f}", "until": f"{until:.6f}"}  # finer than the SDK's own conversion
-        with asking():
+        with translate_errors():
             return any(self.client.events(**span, filters={"container": ref, "event": "oom"}, decode=True))
 
 
 def shares_kernel(inspected: Mapping[str, Any]) -> bool:
     """Are the container's processes this machine's? Under gVisor or Kata they are not: what is seen is the runtime."""
-    return inspected["HostConfig"]["Runtime"] in SHARING
+    return inspected["HostConfig"]["Runtime"] in SHARED_KERNEL_RUNTIMES
 
 
-def _decoded(status: int, content: bytes) -> Any:
+def _decode_response(status: int, content: bytes) -> Any:
     try:
         said = json.loads(content)
     except ValueError:
         said = {"message": content.decode(errors="replace")}
     if status >= 400:
-        raise _error(status, str(said.get("message", "")))
+        raise _to_provider_error(status, str(said.get("message", "")))
     return said
 
 
-def _cgroup_of(pid: int, container: str) -> Cgroup | None:
+def _find_cgroup(pid: int, container: str) -> Cgroup | None:
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
@@ -220,7 +226,7 @@ def _cgroup_of(pid: int, container: str) -> Cgroup | None:
     return found if container in path and os.access(found.oom, os.R_OK) else None
 
 
-class Run:
+class EngineExec:
     """One started exec: stdin goes out and frames come in over one connection, in one loop with a deadline."""
 
     def __init__(
@@ -234,7 +240,7 @@ class Run:
         gid: int | None = None,
     ) -> None:
         self.ref, self.mark, self.gid = ref, mark, gid
-        self.deadline = time.monotonic() + PATIENCE
+        self.deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
         self.idle: float | None = None  # seconds by which each progress puts off the deadline
         self.first = b""  # of what came: the engine's own words, if it could not start the program
         self._engine, self._connection, self._exec_id, self._stdin = engine, connection, exec_id, stdin
@@ -274,7 +280,7 @@ class Run:
                 if event & select.POLLOUT:
                     self._send()
 
-    def collect(self, out: "Kept", err: "Kept") -> None:
+    def collect(self, out: "BoundedBuffer", err: "BoundedBuffer") -> None:
         """Keep of both streams what there is room for, until they end. TimeoutError at the deadline."""
         for stream, chunk in self.frames():
             (err if stream == 2 else out).add(chunk)
@@ -303,17 +309,17 @@ class Run:
 
     def _receive(self) -> bool:
         try:
-            received = self._connection.recv(CHUNK)
+            received = self._connection.recv(CHUNK_BYTES)
         except BlockingIOError:
             return True
         except ConnectionError:
             return False
         self._read += received
         if not self._open and b"\r\n\r\n" in self._read:
-            self._open_with(*self._read.split(b"\r\n\r\n", 1))
+            self._accept_upgrade(*self._read.split(b"\r\n\r\n", 1))
         return bool(received)
 
-    def _open_with(self, head: bytearray, rest: bytearray) -> None:
+    def _accept_upgrade(self, head: bytearray, rest: bytearray) -> None:
         status = int(head.split(maxsplit=2)[1])
         if status not in (101, 200):  # 404, 409 or 500: the container stopped since, and perhaps is gone
             raise Conflict(rest.decode(errors="replace").strip())
@@ -334,7 +340,7 @@ class Run:
     def _send(self) -> None:
         assert self._stdin is not None
         if not self._unsent:
-            self._unsent = memoryview(self._stdin.read(CHUNK))
+            self._unsent = memoryview(self._stdin.read(CHUNK_BYTES))
         try:
             if self._unsent:
                 self._unsent = self._unsent[self._connection.send(self._unsent) :]
@@ -347,7 +353,7 @@ class Run:
         self._stdin = None
 
 
-class Kept:
+class BoundedBuffer:
     """The first `cap` bytes of a stream, and whether there were more."""
 
     def __init__(self, cap: int, content: bytes = b"") -> None:

@@ -12,21 +12,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
-BLOCK = tarfile.BLOCKSIZE
-LONGEST_NAMES = 1 << 16  # bytes of a pax header: a path of files.LONGEST and a link's target fit
-_NAME = re.compile(rb"(\d{1,5}) (?:path|linkpath)=")
-_SETGROUPS = {"x86_64": 116, "aarch64": 159}.get(os.uname().machine)  # the system call: libc's changes all threads
+BLOCK_BYTES = tarfile.BLOCKSIZE
+MAX_PAX_HEADER_BYTES = 1 << 16  # bytes of a pax header: a path of files.LONGEST and a link's target fit
+_PAX_NAME_PATTERN = re.compile(rb"(\d{1,5}) (?:path|linkpath)=")
+_SETGROUPS_SYSCALL = {"x86_64": 116, "aarch64": 159}.get(os.uname().machine)  # the system call: libc's changes all threads
 _libc = ctypes.CDLL(None)
 
 
 @contextmanager
-def place(pid: int, container: str, root: str) -> Iterator[str]:
+def open_container_directory(pid: int, container: str, root: str) -> Iterator[str]:
     """A path by which this process reaches a directory of the container whose first process this is. OSError if it is
     not. `root` is one name below /: only that it is no link can be seen."""
     process = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY)  # it stays this process's, whoever gets its number
     try:
-        names = [line.split()[-1] for line in _read(process, "status").splitlines() if line.startswith("NSpid:")]
-        if container not in _read(process, "cgroup") or names != ["1"]:  # one on its way in still has our root
+        names = [line.split()[-1] for line in _read_file(process, "status").splitlines() if line.startswith("NSpid:")]
+        if container not in _read_file(process, "cgroup") or names != ["1"]:  # one on its way in still has our root
             raise ProcessLookupError(f"process {pid} is not the first one in {container}")
         descriptor = os.open(f"root{root}", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=process)
     finally:
@@ -38,7 +38,7 @@ def place(pid: int, container: str, root: str) -> Iterator[str]:
 
 
 @contextmanager
-def acting_as(uid: int) -> Iterator[None]:
+def impersonate_user(uid: int) -> Iterator[None]:
     """This thread reaches files as that user and group. PermissionError if it may not change that."""
     groups = os.getgroups()
     _set_groups([])
@@ -56,28 +56,28 @@ def acting_as(uid: int) -> Iterator[None]:
 
 def _set_groups(groups: list[int]) -> None:
     """This thread's supplementary groups."""
-    if _SETGROUPS is None or _libc.syscall(_SETGROUPS, len(groups), (ctypes.c_uint * len(groups))(*groups)):
+    if _SETGROUPS_SYSCALL is None or _libc.syscall(_SETGROUPS_SYSCALL, len(groups), (ctypes.c_uint * len(groups))(*groups)):
         raise PermissionError("this process may not change its groups")
 
 
-def _read(directory: int, name: str) -> str:
+def _read_file(directory: int, name: str) -> str:
     with open(os.open(name, os.O_RDONLY, dir_fd=directory)) as file:
         return file.read()
 
 
-def is_plain(tar: BinaryIO) -> bool:
+def is_plain_tar(tar: BinaryIO) -> bool:
     """Is it made only of what files.pack writes? Whatever else a sandbox may have put into a tar of its own, an unpacker
     out here could take far too much memory over. Leaves the tar where it was."""
     start, named = tar.tell(), False
     try:
-        while any(head := tar.read(BLOCK)):
-            kind, size = head[156:157], tarfile.nti(head[124:136]) if len(head) == BLOCK else -1  # type: ignore[attr-defined]
-            if kind == tarfile.XHDTYPE and 0 < size <= LONGEST_NAMES and not named:  # a chain of them would be recursion
-                records = tar.read(-size % BLOCK + size)
-                if not _only_names(records[:size]) or any(records[size:]):  # an unpacker reads what comes after, too
+        while any(head := tar.read(BLOCK_BYTES)):
+            kind, size = head[156:157], tarfile.nti(head[124:136]) if len(head) == BLOCK_BYTES else -1  # type: ignore[attr-defined]
+            if kind == tarfile.XHDTYPE and 0 < size <= MAX_PAX_HEADER_BYTES and not named:  # a chain of them would be recursion
+                records = tar.read(-size % BLOCK_BYTES + size)
+                if not _has_only_names(records[:size]) or any(records[size:]):  # an unpacker reads what comes after, too
                     return False
             elif kind == tarfile.REGTYPE and size >= 0:
-                tar.seek(-size % BLOCK + size, os.SEEK_CUR)
+                tar.seek(-size % BLOCK_BYTES + size, os.SEEK_CUR)
             elif kind not in (tarfile.DIRTYPE, tarfile.SYMTYPE) or size:
                 return False
             named = kind == tarfile.XHDTYPE
@@ -88,10 +88,10 @@ def is_plain(tar: BinaryIO) -> bool:
     return True
 
 
-def _only_names(records: bytes) -> bool:
+def _has_only_names(records: bytes) -> bool:
     """Are these a pax header's records, taken apart as an unpacker would, of paths alone?"""
     while records:
-        found = _NAME.match(records)
+        found = _PAX_NAME_PATTERN.match(records)
         end = int(found[1]) if found else 0
         if found is None or end <= found.end() or records[end - 1 : end] != b"\n":
             return False

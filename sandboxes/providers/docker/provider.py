@@ -25,36 +25,52 @@ from sandboxes.image import reap
 from sandboxes.providers import base
 from sandboxes.providers.base import (
     DATA,
-    MARK,
-    SOCKETS,
+    MARK_VARIABLE,
+    SOCKETS_DIRECTORY,
     WORKSPACE,
     ExecResult,
-    Found,
     Missing,
     ProviderError,
+    ProviderSandbox,
     Rejected,
-    Spec,
+    ResourceUsage,
+    SandboxSpec,
     Unavailable,
-    Usage,
 )
 from sandboxes.providers.docker import seccomp
-from sandboxes.providers.docker.engine import PATIENCE, Conflict, Engine, Kept, Run, asking
-from sandboxes.providers.docker.files import AGENT, PYTHON, FilesOfContainers
-from sandboxes.providers.launcher import Launching
+from sandboxes.providers.docker.engine import (
+    CALL_TIMEOUT_SECONDS,
+    BoundedBuffer,
+    Conflict,
+    Engine,
+    EngineExec,
+    translate_errors,
+)
+from sandboxes.providers.docker.files import AGENT_UID, PYTHON_COMMAND, ContainerFilesProvider
+from sandboxes.providers.launcher import BackgroundProcessProvider
 
-MADE_AT = "leasehold.made_at"  # label of volumes: the engine's own time of one is its directory's, which agents can set
-KEEPER = 10002  # user id of process 1, as in image/Dockerfile
-KEEPS_RUNNING = ("python3", "-I", "-S", "/opt/leasehold/bridge.py", base.LOOPBACK.rpartition(":")[2], base.LLM_SOCKET)
-KILL_PATIENCE = 15.0  # seconds until killing one exec gives way to killing the container
-GONE_WITHIN = 30.0  # seconds in which a removal that others began has to end
+CREATED_AT_LABEL = (
+    "leasehold.made_at"  # label of volumes: the engine's own time of one is its directory's, which agents can set
+)
+INIT_UID = 10002  # user id of process 1, as in image/Dockerfile
+INIT_COMMAND = (
+    "python3",
+    "-I",
+    "-S",
+    "/opt/leasehold/bridge.py",
+    base.EGRESS_LOOPBACK_ADDRESS.rpartition(":")[2],
+    base.LLM_SOCKET,
+)
+KILL_TIMEOUT_SECONDS = 15.0  # seconds until killing one exec gives way to killing the container
+REMOVAL_TIMEOUT_SECONDS = 30.0  # seconds in which a removal that others began has to end
 # Directories in memory, each by its size as a part of the sandbox's memory, against which what they hold counts. Full to
 # the brim, with all the files they can have, they leave more than half of it: so commands still start, and can clean up.
-TMPFS = {"/tmp": 1 / 4, "/var/tmp": 1 / 16, "/dev/shm": 1 / 16, "/run": 1 / 64}  # noqa: S108 - these are the sandbox's
-SYSTEM_V = 1 / 16  # the same for its shared memory, which no process's end gives back either
+TMPFS_MEMORY_SHARES = {"/tmp": 1 / 4, "/var/tmp": 1 / 16, "/dev/shm": 1 / 16, "/run": 1 / 64}  # noqa: S108 - these are the sandbox's
+SHM_MEMORY_SHARE = 1 / 16  # the same for its shared memory, which no process's end gives back either
 BYTES_PER_INODE = 16 << 10  # a file in memory takes the kernel about a KiB, which counts too
 
 
-def answers() -> bool:
+def is_daemon_available() -> bool:
     """Is there a Docker daemon that answers, now and within two seconds?"""
     try:
         APIClient(**kwargs_from_env(), version="auto", timeout=1).close()
@@ -63,13 +79,13 @@ def answers() -> bool:
     return True
 
 
-class DockerProvider(FilesOfContainers, Launching):
+class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
     """The provider for one machine; the daemon is the one that DOCKER_HOST names, over a unix socket or plain TCP."""
 
     name = "docker"
     isolated = True
     enforces_limits = True
-    measures = True
+    measures_usage = True
 
     def __init__(self) -> None:
         self._engines: dict[int, Engine] = {}
@@ -78,44 +94,44 @@ class DockerProvider(FilesOfContainers, Launching):
     def _engine(self) -> Engine:
         pid = os.getpid()  # a forked worker must not share its parent's connections
         if pid not in self._engines:
-            with asking():
+            with translate_errors():
                 self._engines = {pid: Engine()}
         return self._engines[pid]
 
     # --- being there --------------------------------------------------------------------------------------------
 
-    def create(self, spec: Spec) -> str:
-        client, until = self._engine.client, time.monotonic() + PATIENCE
+    def create(self, spec: SandboxSpec) -> str:
+        client, until = self._engine.client, time.monotonic() + CALL_TIMEOUT_SECONDS
         while time.monotonic() < until:
-            with asking():
-                if self._make(spec) or self._is_ours(spec):
-                    self._require_own_volumes(spec)
+            with translate_errors():
+                if self._make(spec) or self._is_own_container(spec):
+                    self._check_volume_owner(spec)
                     client.start(spec.name)  # of one that runs: nothing happens
                     return spec.name
             time.sleep(0.05)
         raise Unavailable(f"The name {spec.name} is taken, and no container has it.")
 
-    def _make(self, spec: Spec) -> bool:
+    def _make(self, spec: SandboxSpec) -> bool:
         """Make the container; False if its name is taken."""
         client, memory, image = self._engine.client, spec.memory_mib << 20, spec.image or settings.SANDBOX_IMAGE
-        mounts = [Mount(SOCKETS, str(spec.sockets), type="bind", read_only=True)] if spec.sockets else []
+        mounts = [Mount(SOCKETS_DIRECTORY, str(spec.sockets), type="bind", read_only=True)] if spec.sockets else []
         if spec.data:  # rslave: what is mounted on it out here appears inside, and nothing the other way
             mounts.append(Mount(DATA, str(spec.data), type="bind", propagation="rslave"))
         ours = {"leasehold.owner": spec.owner, "leasehold.name": spec.name}
-        made = {**ours, MADE_AT: datetime.now(UTC).isoformat()}
-        for name, place in _volumes(spec):  # made together with the container, from what the image has there
+        made = {**ours, CREATED_AT_LABEL: datetime.now(UTC).isoformat()}
+        for name, place in _list_volumes(spec):  # made together with the container, from what the image has there
             mounts.append(Mount(place, name, type="volume", labels=made))
-        labels = base.label_safe((f"leasehold.{key}", value) for key, value in spec.labels.items())
+        labels = base.truncate_labels((f"leasehold.{key}", value) for key, value in spec.labels.items())
         host_config = client.create_host_config(
             network_mode="none",
             cap_drop=["ALL"],
-            security_opt=["no-new-privileges:true", f"seccomp={seccomp.profile()}"],
+            security_opt=["no-new-privileges:true", f"seccomp={seccomp.build_profile()}"],
             ipc_mode="private",
             cgroupns="private",
             init=True,
             read_only=not spec.writable_root,
-            tmpfs={path: _tmpfs(path, int(memory * part)) for path, part in TMPFS.items()},
-            sysctls=_system_v(memory),
+            tmpfs={path: _tmpfs_options(path, int(memory * part)) for path, part in TMPFS_MEMORY_SHARES.items()},
+            sysctls=_sysv_ipc_sysctls(memory),
             ulimits=[Ulimit(name="core", soft=0, hard=0)],
             runtime=settings.DOCKER_RUNTIME or None,
             mem_limit=memory,
@@ -129,10 +145,10 @@ class DockerProvider(FilesOfContainers, Launching):
             client.create_container(
                 image,
                 name=spec.name,
-                entrypoint=[*KEEPS_RUNNING],
-                environment=base.WAY_OUT | {"LLM_SOCKET": base.LLM_SOCKET},
+                entrypoint=[*INIT_COMMAND],
+                environment=base.EGRESS_ENVIRONMENT | {"LLM_SOCKET": base.LLM_SOCKET},
                 hostname="sandbox",
-                user=f"{KEEPER}:{KEEPER}",
+                user=f"{INIT_UID}:{INIT_UID}",
                 working_dir=WORKSPACE,
                 labels={**labels, **ours},
                 host_config=host_config,
@@ -151,7 +167,7 @@ class DockerProvider(FilesOfContainers, Launching):
             raise
         return True
 
-    def _is_ours(self, spec: Spec) -> bool:
+    def _is_own_container(self, spec: SandboxSpec) -> bool:
         """Is the container of this name the one that was asked for? False if there is none yet, or none any more: the
         engine takes a name before it shows the container, and gives it back after."""
         try:
@@ -162,9 +178,9 @@ class DockerProvider(FilesOfContainers, Launching):
             raise Rejected(f"The name {spec.name} is taken by a container of somebody else.")
         return found["State"]["Status"] != "removing"
 
-    def _require_own_volumes(self, spec: Spec) -> None:
+    def _check_volume_owner(self, spec: SandboxSpec) -> None:
         """Rejected, and no container, if a volume that was there before took the place of one of its own."""
-        for name, _ in _volumes(spec):
+        for name, _ in _list_volumes(spec):
             labels = self._engine.call("GET", f"/volumes/{name}")["Labels"] or {}
             if (labels.get("leasehold.owner"), labels.get("leasehold.name")) != (spec.owner, spec.name):
                 self._engine.client.remove_container(spec.name, force=True)
@@ -174,7 +190,7 @@ class DockerProvider(FilesOfContainers, Launching):
         until = time.monotonic() + timeout.total_seconds()
         why = "no answer"
         while (left := until - time.monotonic()) > 0:
-            if self._keeps_running(ref):
+            if self._is_init_running(ref):
                 return
             try:
                 tried = self.exec(ref, ["true"], env={}, timeout=timedelta(seconds=left), mark=uuid.uuid4().hex)
@@ -186,7 +202,7 @@ class DockerProvider(FilesOfContainers, Launching):
             time.sleep(0.1)
         raise Unavailable(f"{ref} is not ready after {timeout}: {why}")
 
-    def _keeps_running(self, ref: str) -> bool:
+    def _is_init_running(self, ref: str) -> bool:
         """Has the program begun that keeps it running? False also where its processes cannot be seen from here."""
         try:
             cgroup = self._engine.cgroup(ref)
@@ -196,15 +212,15 @@ class DockerProvider(FilesOfContainers, Launching):
             return False
 
     def destroy(self, ref: str) -> None:
-        client, until = self._engine.client, time.monotonic() + GONE_WITHIN
+        client, until = self._engine.client, time.monotonic() + REMOVAL_TIMEOUT_SECONDS
         while time.monotonic() < until:
             try:
-                with asking():
+                with translate_errors():
                     client.remove_container(ref, force=True, v=True)
                 continue
             except Missing:  # asked until it says so: 204 may come while another removal is at work
                 self._engine.cgroups.pop(ref, None)
-                self._engine.firsts.pop(ref, None)
+                self._engine.first_processes.pop(ref, None)
                 if self._remove_volumes(ref):
                     return
             except Conflict:  # somebody else's removal is in progress
@@ -214,7 +230,7 @@ class DockerProvider(FilesOfContainers, Launching):
 
     def _remove_volumes(self, ref: str) -> bool:
         """Remove the volumes that this sandbox's container left; False if one is in use still, or again."""
-        for name, _ in _volumes(Spec(ref, owner="")):
+        for name, _ in _list_volumes(SandboxSpec(ref, owner="")):
             try:
                 found = self._engine.call("GET", f"/volumes/{name}")
                 if (found["Labels"] or {}).get("leasehold.name") == ref:
@@ -225,26 +241,26 @@ class DockerProvider(FilesOfContainers, Launching):
                 return False
         return True
 
-    def inspect(self, ref: str) -> Found:
-        with asking():
+    def inspect(self, ref: str) -> ProviderSandbox:
+        with translate_errors():
             found = self._engine.client.inspect_container(ref)
-        return Found(
+        return ProviderSandbox(
             ref=found["Name"].lstrip("/"),
             name=found["Name"].lstrip("/"),
             running=found["State"]["Status"] == "running",
             created_at=datetime.fromisoformat(found["Created"]),
         )
 
-    def stats(self, ref: str) -> Usage | None:
+    def stats(self, ref: str) -> ResourceUsage | None:
         return self._engine.usage(ref)
 
-    def list(self, owner: str) -> list[Found]:
+    def list(self, owner: str) -> list[ProviderSandbox]:
         label = {"label": f"leasehold.owner={owner}"}
-        with asking():
+        with translate_errors():
             volumes = self._engine.client.volumes(filters=label)["Volumes"] or []  # first: a container has its own till later
             containers = self._engine.client.containers(all=True, filters=label)
         found = [
-            Found(
+            ProviderSandbox(
                 ref=name,
                 name=name,
                 running=each["State"] == "running",
@@ -253,7 +269,7 @@ class DockerProvider(FilesOfContainers, Launching):
             for each in containers
             if (name := each["Labels"].get("leasehold.name"))  # ours always have one
         ]
-        return found + _remains(volumes, {each.name for each in found})
+        return found + _find_remnants(volumes, {each.name for each in found})
 
     # --- commands -----------------------------------------------------------------------------------------------
 
@@ -289,8 +305,8 @@ class DockerProvider(FilesOfContainers, Launching):
         mark: str,
     ) -> ExecResult:
         engine, started, since = self._engine, time.monotonic(), time.time()
-        out, err = Kept(cap), Kept(cap)
-        with self._running(ref, argv, env, cwd, io.BytesIO(stdin) if stdin else None, mark, engine.own_gid(mark)) as run:
+        out, err = BoundedBuffer(cap), BoundedBuffer(cap)
+        with self._running(ref, argv, env, cwd, io.BytesIO(stdin) if stdin else None, mark, engine.exec_gid(mark)) as run:
             before = engine.oom_kills(ref)
             run.deadline = started + timeout.total_seconds()
             try:
@@ -304,13 +320,13 @@ class DockerProvider(FilesOfContainers, Launching):
                 with contextlib.suppress(TimeoutError):  # what it had said before it was killed
                     run.collect(out, err)
         if not began:
-            exit_code, out, err = _never_began(run.first, cap)
+            exit_code, out, err = _parse_start_failure(run.first, cap)
         return ExecResult(
             exit_code=exit_code,
             stdout=bytes(out),
             stderr=bytes(err),
             timed_out=timed_out,
-            oom=engine.killed_for_memory(ref, before, since, exit_code),
+            oom=engine.was_oom_killed(ref, before, since, exit_code),
             truncated=out.truncated or err.truncated,
             duration=timedelta(seconds=time.monotonic() - started),
         )
@@ -325,14 +341,16 @@ class DockerProvider(FilesOfContainers, Launching):
         stdin: BinaryIO | None,
         mark: str,
         gid: int | None = None,
-    ) -> Iterator[Run]:
+    ) -> Iterator[EngineExec]:
         """An exec that has been started. Whoever leaves before it ended has it killed."""
-        _check_words(argv, env, cwd)
+        _check_command(argv, env, cwd)
         engine = self._engine
-        said = [f"{key}={value}" for key, value in {**env, MARK: mark}.items()]
-        exec_id = self._exec_create(ref, argv, AGENT, gid or AGENT, Env=said, WorkingDir=cwd, AttachStdin=stdin is not None)
+        said = [f"{key}={value}" for key, value in {**env, MARK_VARIABLE: mark}.items()]
+        exec_id = self._create_exec(
+            ref, argv, AGENT_UID, gid or AGENT_UID, Env=said, WorkingDir=cwd, AttachStdin=stdin is not None
+        )
         with engine.dial() as connection:
-            run = Run(engine, connection, ref, exec_id, stdin, mark, gid)
+            run = EngineExec(engine, connection, ref, exec_id, stdin, mark, gid)
             try:
                 yield run
             except Conflict:
@@ -342,62 +360,62 @@ class DockerProvider(FilesOfContainers, Launching):
                     self._kill(run)
                 raise
 
-    def _exec_create(self, ref: str, argv: Sequence[str], user: int, gid: int, **options: Any) -> str:
+    def _create_exec(self, ref: str, argv: Sequence[str], user: int, gid: int, **options: Any) -> str:
         """Make an exec in the container, which runs afterwards whatever it did before; its id."""
         body = {"Cmd": [*argv], "User": f"{user}:{gid}", "AttachStdout": True, "AttachStderr": True, **options}
         for _ in range(5):
             try:
                 return str(self._engine.call("POST", f"/containers/{ref}/exec", body)["Id"])
             except Conflict:
-                self._wake(ref)
+                self._ensure_running(ref)
         raise Unavailable(f"{ref} does not stay running")
 
-    def _wake(self, ref: str) -> None:
+    def _ensure_running(self, ref: str) -> None:
         client = self._engine.client
-        with contextlib.suppress(Conflict), asking():  # another thread may be at it too
+        with contextlib.suppress(Conflict), translate_errors():  # another thread may be at it too
             state = client.inspect_container(ref)["State"]
             if state["Paused"]:
                 client.unpause(ref)
             elif not state["Running"]:
                 client.start(ref)
 
-    def _kill(self, run: Run) -> None:
+    def _kill(self, run: EngineExec) -> None:
         """End every process of this exec: from here, where we may signal them, because that needs no process of the
         sandbox and cannot be disturbed; else by a reaper inside; and if that cannot do it either, by killing
         all that runs in the container, which costs its other execs their processes, and no files."""
-        until = time.monotonic() + KILL_PATIENCE
-        while self._reap(run.ref, run.mark, run.gid):
+        until = time.monotonic() + KILL_TIMEOUT_SECONDS
+        while self._kill_by_mark(run.ref, run.mark, run.gid):
             if not run.lives():
                 return
             if time.monotonic() > until:  # it is still about to start, and does not get there
                 break
             time.sleep(0.02)
-        with contextlib.suppress(Missing, Conflict), asking():  # not there, or not running: then it is done
+        with contextlib.suppress(Missing, Conflict), translate_errors():  # not there, or not running: then it is done
             self._engine.client.kill(run.ref)
 
-    def _kept_in(self, ref: str) -> str:
+    def _output_directory(self, ref: str) -> str:
         return "/tmp/.leasehold"  # noqa: S108 - in the container
 
     def kill(self, ref: str, mark: str) -> None:
-        if self.inspect(ref).running and not self._reap(ref, mark, self._engine.own_gid(mark)):
+        if self.inspect(ref).running and not self._kill_by_mark(ref, mark, self._engine.exec_gid(mark)):
             raise Unavailable(f"The processes of {mark} in {ref} could not be killed")
 
-    def _reap(self, ref: str, mark: str, gid: int | None) -> bool:
-        return self._reap_from_host(ref, mark, gid) or self._reap_inside(ref, mark, gid)
+    def _kill_by_mark(self, ref: str, mark: str, gid: int | None) -> bool:
+        return self._kill_by_mark_on_host(ref, mark, gid) or self._kill_by_mark_in_container(ref, mark, gid)
 
-    def _reap_inside(self, ref: str, mark: str, gid: int | None) -> bool:
-        argv = [*PYTHON, "/opt/leasehold/reap.py", mark, *([str(gid)] if gid else [])]
+    def _kill_by_mark_in_container(self, ref: str, mark: str, gid: int | None) -> bool:
+        argv = [*PYTHON_COMMAND, "/opt/leasehold/reap.py", mark, *([str(gid)] if gid else [])]
         try:
-            exec_id = self._exec_create(ref, argv, AGENT, AGENT, WorkingDir="/")
+            exec_id = self._create_exec(ref, argv, AGENT_UID, AGENT_UID, WorkingDir="/")
             with self._engine.dial() as connection:
-                reaper = Run(self._engine, connection, ref, exec_id, None, mark="")
-                reaper.deadline = time.monotonic() + reap.PATIENCE + 2
-                reaper.collect(Kept(0), Kept(0))
+                reaper = EngineExec(self._engine, connection, ref, exec_id, None, mark="")
+                reaper.deadline = time.monotonic() + reap.KILL_TIMEOUT_SECONDS + 2
+                reaper.collect(BoundedBuffer(0), BoundedBuffer(0))
                 return reaper.ended() == (0, True)
         except (Unavailable, TimeoutError):
             return False
 
-    def _reap_from_host(self, ref: str, mark: str, gid: int | None) -> bool:
+    def _kill_by_mark_on_host(self, ref: str, mark: str, gid: int | None) -> bool:
         if os.geteuid() != 0:
             return False
         try:
@@ -410,35 +428,35 @@ class DockerProvider(FilesOfContainers, Launching):
         return True
 
 
-def _volumes(spec: Spec) -> list[tuple[str, str]]:
+def _list_volumes(spec: SandboxSpec) -> list[tuple[str, str]]:
     """(name of a volume, where it is mounted) for each that belongs to the sandbox."""
     workspace, data = (f"{spec.name}-workspace", WORKSPACE), (f"{spec.name}-data", DATA)
     return [workspace] if spec.data else [workspace, data]
 
 
-def _tmpfs(path: str, size: int) -> str:
+def _tmpfs_options(path: str, size: int) -> str:
     """Mount options. Programs may run in it: agents' tools build there, and could run what they like anywhere."""
-    rights = f"mode=0755,uid={AGENT},gid={AGENT}" if path == "/run" else "mode=1777"
+    rights = f"mode=0755,uid={AGENT_UID},gid={AGENT_UID}" if path == "/run" else "mode=1777"
     return f"rw,nosuid,nodev,exec,size={size},nr_inodes={max(size // BYTES_PER_INODE, 16)},{rights}"
 
 
-def _system_v(memory: int) -> dict[str, str]:
+def _sysv_ipc_sysctls(memory: int) -> dict[str, str]:
     """Limits on what is kept without any process. By default it could be all of the sandbox's memory."""
-    pages = int(memory * SYSTEM_V) // os.sysconf("SC_PAGE_SIZE")
+    pages = int(memory * SHM_MEMORY_SHARE) // os.sysconf("SC_PAGE_SIZE")
     return {"kernel.shmall": str(pages), "kernel.msgmni": "16", "kernel.sem": "250 8000 32 32"}
 
 
-def _remains(volumes: Sequence[Mapping[str, Any]], there: Collection[str]) -> list[Found]:
+def _find_remnants(volumes: Sequence[Mapping[str, Any]], there: Collection[str]) -> list[ProviderSandbox]:
     """The sandboxes of which only volumes are left."""
-    made = {each["Labels"]["leasehold.name"]: each["Labels"][MADE_AT] for each in volumes}
+    made = {each["Labels"]["leasehold.name"]: each["Labels"][CREATED_AT_LABEL] for each in volumes}
     return [
-        Found(ref=name, name=name, running=False, created_at=datetime.fromisoformat(at), remains=True)
+        ProviderSandbox(ref=name, name=name, running=False, created_at=datetime.fromisoformat(at), is_remnant=True)
         for name, at in made.items()
         if name not in there
     ]
 
 
-def _never_began(said: bytes, cap: int) -> tuple[int, Kept, Kept]:
+def _parse_start_failure(said: bytes, cap: int) -> tuple[int, BoundedBuffer, BoundedBuffer]:
     """A shell's exit code, and stderr, for what the engine reports on stdout when a program could not be started.
     Conflict if it was for the container's sake: it is stopping, or full."""
     text = said.decode(errors="replace").strip().removesuffix(": unknown")
@@ -450,10 +468,10 @@ def _never_began(said: bytes, cap: int) -> tuple[int, Kept, Kept]:
     if not text.startswith(("exec: ", "exec ", "executable ", "chdir ")):  # not about the program: "cannot exec in a ..."
         raise Conflict(text)
     absent = text.startswith("exec") and ("not found" in text or "no such file" in text)
-    return 127 if absent else 126, Kept(cap), Kept(cap, f"{text}\n".encode())
+    return 127 if absent else 126, BoundedBuffer(cap), BoundedBuffer(cap, f"{text}\n".encode())
 
 
-def _check_words(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+def _check_command(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
     if not argv:
         raise Rejected("There is no command to run.")
     if not cwd.startswith("/"):

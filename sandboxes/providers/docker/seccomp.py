@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-FILES = """
+FILE_SYSCALLS = """
     access chdir chmod chown close close_range copy_file_range creat dup dup2 dup3 faccessat faccessat2 fadvise64 fallocate
     fchdir fchmod fchmodat fchmodat2 fchown fchownat fcntl fdatasync fgetxattr file_getattr file_setattr flistxattr flock
     fremovexattr fsetxattr fstat fstatfs fsync ftruncate futimesat getcwd getdents getdents64 getxattr getxattrat lchown
@@ -20,16 +20,16 @@ FILES = """
     symlinkat sync sync_file_range sync_file_range2 syncfs tee truncate umask unlink unlinkat utime utimensat utimes write
     writev inotify_add_watch inotify_init inotify_init1 inotify_rm_watch ioctl cachestat
 """
-WAITING = """
+WAIT_SYSCALLS = """
     epoll_create epoll_create1 epoll_ctl epoll_ctl_old epoll_pwait epoll_pwait2 epoll_wait epoll_wait_old eventfd eventfd2
     pipe pipe2 poll ppoll pselect6 select signalfd signalfd4 timerfd_create timerfd_gettime timerfd_settime futex
     futex_requeue futex_wait futex_waitv futex_wake get_robust_list set_robust_list membarrier rseq
 """
-MEMORY = """
+MEMORY_SYSCALLS = """
     brk madvise memfd_create mincore mlock mlock2 mlockall mmap mprotect mremap mseal msync munlock munlockall munmap
     pkey_alloc pkey_free pkey_mprotect map_shadow_stack arch_prctl set_thread_area get_thread_area
 """
-PROCESSES = """
+PROCESS_SYSCALLS = """
     execve execveat exit exit_group fork vfork wait4 waitid kill tkill tgkill pidfd_open pidfd_send_signal pause getpid
     getppid gettid getpgid getpgrp setpgid getsid setsid set_tid_address getcpu getrusage times prctl getpriority
     setpriority ioprio_get ioprio_set getrlimit setrlimit prlimit64 sched_yield sched_getaffinity sched_setaffinity
@@ -40,28 +40,30 @@ PROCESSES = """
     timer_settime getrandom sysinfo uname
 """
 # The engine itself drops what it was with some of these, under the filter. Without capabilities they give nothing.
-WHO = """
+IDENTITY_SYSCALLS = """
     capget capset getuid geteuid getgid getegid getresuid getresgid getgroups setuid setgid setreuid setregid setresuid
     setresgid setfsuid setfsgid setgroups seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self
 """
-TALKING = """
+IPC_SYSCALLS = """
     bind connect listen accept accept4 getsockname getpeername getsockopt setsockopt sendto sendmsg sendmmsg recvfrom
     recvmsg recvmmsg shutdown mq_getsetattr mq_notify mq_open mq_timedreceive mq_timedsend mq_unlink msgctl msgget msgrcv
     msgsnd semctl semget semop semtimedop shmat shmctl shmdt shmget
 """
-ALLOWED = frozenset(f"{FILES}{WAITING}{MEMORY}{PROCESSES}{WHO}{TALKING}".split())
+ALLOWED_SYSCALLS = frozenset(
+    f"{FILE_SYSCALLS}{WAIT_SYSCALLS}{MEMORY_SYSCALLS}{PROCESS_SYSCALLS}{IDENTITY_SYSCALLS}{IPC_SYSCALLS}".split()
+)
 # Numbers of Linux, whatever this machine's are: AF_INET and AF_INET6; the default protocol, TCP and UDP, so that no module
 # of the kernel is loaded for another one. A family that is not here, such as vsock, may belong to no network namespace.
-UNIX, NETWORKS, PROTOCOLS = 1, (2, 10), (0, 6, 17)
-NETLINK, ROUTING = 16, 0  # how libraries list the interfaces there are
-NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
-INT = 0xFFFFFFFF  # what the kernel reads of an int: the upper half of its register may hold anything
-PERSONALITIES = (0, INT)  # as usual, and asking which it is
+AF_UNIX, NETWORK_FAMILIES, NETWORK_PROTOCOLS = 1, (2, 10), (0, 6, 17)
+AF_NETLINK, NETLINK_ROUTE = 16, 0  # how libraries list the interfaces there are
+NAMESPACE_FLAGS = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
+INT_MASK = 0xFFFFFFFF  # what the kernel reads of an int: the upper half of its register may hold anything
+PERSONALITIES = (0, INT_MASK)  # as usual, and asking which it is
 ENOSYS = 38
 
 
 @cache
-def profile() -> str:
+def build_profile() -> str:
     """The profile as Docker's API takes it, in `security_opt` after "seccomp=".
 
     It names no second architecture: a call by another machine's numbers, such as those of 32-bit x86, where one call
@@ -70,23 +72,23 @@ def profile() -> str:
         {
             "defaultAction": "SCMP_ACT_ERRNO",
             "archMap": [{"architecture": name, "subArchitectures": []} for name in ("SCMP_ARCH_X86_64", "SCMP_ARCH_AARCH64")],
-            "syscalls": [*_rules()],
+            "syscalls": [*_build_rules()],
         },
         separators=(",", ":"),
     )
 
 
-def _rules() -> Iterator[dict[str, Any]]:
-    yield _allow(*sorted(ALLOWED))
-    yield _allow("socket", (0, INT, UNIX))
-    yield _allow("socketpair", (0, INT, UNIX))
-    for family in NETWORKS:
-        for protocol in PROTOCOLS:
-            yield _allow("socket", (0, INT, family), (2, INT, protocol))
-    yield _allow("socket", (0, INT, NETLINK), (2, INT, ROUTING))
-    yield _allow("clone", (0, NEW_NAMESPACES, 0))
+def _build_rules() -> Iterator[dict[str, Any]]:
+    yield _allow(*sorted(ALLOWED_SYSCALLS))
+    yield _allow("socket", (0, INT_MASK, AF_UNIX))
+    yield _allow("socketpair", (0, INT_MASK, AF_UNIX))
+    for family in NETWORK_FAMILIES:
+        for protocol in NETWORK_PROTOCOLS:
+            yield _allow("socket", (0, INT_MASK, family), (2, INT_MASK, protocol))
+    yield _allow("socket", (0, INT_MASK, AF_NETLINK), (2, INT_MASK, NETLINK_ROUTE))
+    yield _allow("clone", (0, NAMESPACE_FLAGS, 0))
     for kind in PERSONALITIES:
-        yield _allow("personality", (0, INT, kind))
+        yield _allow("personality", (0, INT_MASK, kind))
     yield {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": ENOSYS}  # its flags are in memory, unseen
 
 

@@ -25,12 +25,12 @@ from leases.models import Lease
 from sandboxes import eviction, runs
 from sandboxes import sweeps as below
 from sandboxes.db import clock as moments
-from sandboxes.lifecycle import STEP_HOOKS
+from sandboxes.lifecycle import CHECKPOINT_HOOKS
 from sandboxes.models import Event, Run, Sandbox, Snapshot
 from sandboxes.providers.base import Unavailable
 from sandboxes.runs import Command
-from tests.conftest import MINUTE, NOW, Died
-from tests.support.billing import at, day, rate, time_used
+from tests.conftest import MINUTE, NOW, SimulatedCrash
+from tests.support.billing import create_rate, create_time_usage, parse_day, parse_utc
 from tests.unit.billing.test_metering import call
 
 pytestmark = pytest.mark.django_db
@@ -44,17 +44,17 @@ def budget(amount: Any = 1, unit: str = "hours", period: str = "day", now: datet
     made = Budget(scope="all", amount=Decimal(amount), unit=unit, period=period)
     for name, value in fields.items():
         setattr(made, name, value)
-    budgets.save(made, now=now)
+    budgets.save_budget(made, now=now)
     return made
 
 
 def used(lease: Lease, *argv: str, now: datetime = NOW) -> bytes:
-    return execution.exec_in(lease.pk, Command(argv=argv or ["true"], timeout=MINUTE), now=now)[1].stdout
+    return execution.exec_command(lease.pk, Command(argv=argv or ["true"], timeout=MINUTE), now=now)[1].stdout
 
 
 def under_way(lease: Lease, *, now: datetime = NOW, timeout: timedelta = 10 * HOUR) -> Run:
     """A command that somebody else waits for."""
-    box = execution.sandbox_for(lease.pk, now=now)
+    box = execution.ensure_sandbox_ready(lease.pk, now=now)
     run = runs.open_run(box, Command(argv=["sleep"], timeout=timeout), now=now)
     assert run
     return run
@@ -62,9 +62,9 @@ def under_way(lease: Lease, *, now: datetime = NOW, timeout: timedelta = 10 * HO
 
 def swept(now: datetime) -> dict[str, int]:
     """What a minute does about money."""
-    metering.meter(now=now)
-    costs.price(now=now)
-    done = budget_enforcement.enforce(now=now)
+    metering.meter_usage(now=now)
+    costs.price_usage(now=now)
+    done = budget_enforcement.enforce_budgets(now=now)
     assert not done.failures
     return done.counts
 
@@ -133,7 +133,7 @@ def test_periods_are_days_and_months_of_utc(period: str, now: str, began: str, e
     def at(text: str) -> datetime:
         return datetime.fromisoformat(text).replace(tzinfo=UTC)
 
-    assert budgets.period_of(period, datetime.fromisoformat(now)) == (at(began), at(ends) if ends else None)
+    assert budgets.get_period_bounds(period, datetime.fromisoformat(now)) == (at(began), at(ends) if ends else None)
 
 
 def test_a_day_is_over_at_midnight_also_before_a_sweep_has_seen_it(spend: Act, grant: Act) -> None:
@@ -190,16 +190,16 @@ def test_each_scope_counts_its_own_time(spend: Act, pool: Any) -> None:
 
 def member(account: str, since: str = "", agent: str = ADA) -> Membership:
     found = Account.objects.get_or_create(name=account)[0]
-    return Membership.objects.create(agent_did=agent, account=found, since=day(since) if since else None)
+    return Membership.objects.create(agent_did=agent, account=found, since=parse_day(since) if since else None)
 
 
 @pytest.mark.parametrize("unit", ["hours", "usd"])
 def test_what_an_agent_used_before_it_moved_stays_in_the_budget_of_its_account_then(unit: str) -> None:
-    rate("time", "1")
+    create_rate("time", "1")
     for when in ("2026-10-31", "2026-11-01", "2026-11-10", "2026-11-14", "2026-11-15", "2026-11-20"):
-        time_used(f"{when}T10:00", provider="acme")
-    time_used("2026-11-14T10:00", agent="", provider="acme")
-    time_used("2026-11-15T00:00", 8 * HOUR, BOB, provider="acme")
+        create_time_usage(f"{when}T10:00", provider="acme")
+    create_time_usage("2026-11-14T10:00", agent="", provider="acme")
+    create_time_usage("2026-11-15T00:00", 8 * HOUR, BOB, provider="acme")
     member("crew", "2026-11-01"), member("lab", "2026-11-15"), member("crew", "2026-11-20")
     kinds = [(name, period) for name in ("house", "crew", "lab") for period in ("month", "ever")]
     made = {kind: budget(100, unit, kind[1], scope="account", subject=kind[0]) for kind in kinds}
@@ -208,7 +208,10 @@ def test_what_an_agent_used_before_it_moved_stays_in_the_budget_of_its_account_t
         ("house", "month"): 9, ("crew", "month"): 4, ("lab", "month"): 1,
         ("house", "ever"): 10, ("crew", "ever"): 4, ("lab", "ever"): 1,
     }  # fmt: skip
-    crew = {when.day: all_ for when, (all_, _) in budgets.spent_by_day(made["crew", "month"], at("2026-11-01"), None).items()}
+    crew = {
+        when.day: all_
+        for when, (all_, _) in budgets.sum_spending_by_day(made["crew", "month"], parse_utc("2026-11-01"), None).items()
+    }
     assert crew == {1: 1, 10: 1, 14: 1, 20: 1}
 
 
@@ -232,34 +235,36 @@ def test_a_budget_refuses_and_ends_the_leases_of_who_belongs_to_its_account_toda
 
     def held() -> list[list[Any]]:
         each = [lease, other]
-        return [[one for one in each if one.pk in budget_enforcement.due(now=when)] for when in (late, MIDNIGHT)]
+        return [
+            [one for one in each if one.pk in budget_enforcement.find_leases_over_budget(now=when)] for when in (late, MIDNIGHT)
+        ]
 
-    metering.meter(now=NOW)
-    assert budgets.settle(crew.pk, now=NOW) == ["warned of", "spent"]
+    metering.meter_usage(now=NOW)
+    assert budgets.update_spending(crew.pk, now=NOW) == ["warned of", "spent"]
     assert held() == [[lease, other], [other]]
     with refused(limit="2"):
         grant(environment="e3", now=late)
     with refused(limit="2"):
-        budgets.require(lease.pk, now=late)
-    budgets.require(lease.pk, now=MIDNIGHT)
+        budgets.require_budget(lease.pk, now=late)
+    budgets.require_budget(lease.pk, now=MIDNIGHT)
     grant(environment="e3", now=MIDNIGHT)
     with refused(limit="2"):
         grant(BOB, "e4", now=MIDNIGHT)
-    assert [tab.holder for tab, _ in budgets.spenders(crew, now=MIDNIGHT, most=9)] == [other.pk]
-    assert {tab.holder for tab, _ in budgets.spenders(lab, now=MIDNIGHT, most=9)} >= {lease.pk}
+    assert [tab.holder for tab, _ in budgets.find_top_spenders(crew, now=MIDNIGHT, most=9)] == [other.pk]
+    assert {tab.holder for tab, _ in budgets.find_top_spenders(lab, now=MIDNIGHT, most=9)} >= {lease.pk}
 
 
 def test_what_a_lease_spent_in_a_budget_is_what_its_account_paid(spend: Act) -> None:
     lease = spend(hours=3)
     call(lease, cost=Decimal("0.25"))
     member("crew"), member("lab", "2026-11-22")
-    metering.meter(now=MIDNIGHT + 2 * HOUR)
-    costs.price(now=MIDNIGHT + 2 * HOUR)
+    metering.meter_usage(now=MIDNIGHT + 2 * HOUR)
+    costs.price_usage(now=MIDNIGHT + 2 * HOUR)
     found = {}
     for account in ("crew", "lab"):
         for unit in ("hours", "usd"):
             made = budget(100, unit, "ever", scope="account", subject=account, now=MIDNIGHT + 2 * HOUR)
-            spenders = budgets.spenders(made, now=MIDNIGHT + 2 * HOUR, most=9)
+            spenders = budgets.find_top_spenders(made, now=MIDNIGHT + 2 * HOUR, most=9)
             found[account, unit] = made.spent, [(tab.holder, amount) for tab, amount in spenders]
     assert found == {
         ("crew", "hours"): (15, []), ("crew", "usd"): (Decimal("0.25"), []),
@@ -273,9 +278,9 @@ def test_whoever_left_counts_for_the_house(spend: Act) -> None:
     house, crew = budget(9, scope="account", subject="house"), budget(9, scope="account", subject="crew")
     swept(NOW)
     assert (spent(house), spent(crew)) == (1, 0)
-    assert [budgets.open_tabs(each, now=NOW).count() for each in (house, crew)] == [1, 0]
-    assert [budgets.open_tabs(each, now=NOW - DAY).count() for each in (house, crew)] == [0, 1]
-    assert budgets.open_tabs(house, now=NOW).get().holder == lease.pk
+    assert [budgets.find_open_tabs(each, now=NOW).count() for each in (house, crew)] == [1, 0]
+    assert [budgets.find_open_tabs(each, now=NOW - DAY).count() for each in (house, crew)] == [0, 1]
+    assert budgets.find_open_tabs(house, now=NOW).get().holder == lease.pk
 
 
 def test_usd_are_those_of_the_costs(grant: Act) -> None:
@@ -297,7 +302,7 @@ def test_usd_are_those_of_the_costs(grant: Act) -> None:
 def test_what_lasts_costs_no_hours_while_it_sleeps_or_starts(grant: Act, memory: Any) -> None:
     lease = grant(now=NOW - 3 * HOUR, ttl=20 * HOUR, sleep_after=HOUR)
     used(lease, now=NOW - 3 * HOUR)
-    below.idle(now=NOW - 2 * HOUR)
+    below.evict_idle(now=NOW - 2 * HOUR)
     made = budget(9)
     swept(NOW)
     assert spent(made) == 1
@@ -423,37 +428,37 @@ def test_what_would_run_is_refused_and_a_number_stays_free(over: Lease, grant: A
     with refused():
         turns.take_turn(over.pk, 1, {}, now=NOW)
     with refused():
-        execution.sandbox_for(over.pk, now=NOW)
+        execution.ensure_sandbox_ready(over.pk, now=NOW)
     assert over.turns.count() == 0
     leasing.renew(over, now=NOW)
     used(grant(BOB, "e2"))
 
 
-def test_files_are_written_where_something_runs_and_start_nothing(over: Lease, at_step: Act) -> None:
+def test_files_are_written_where_something_runs_and_start_nothing(over: Lease, at_checkpoint: Act) -> None:
     file = Command(argv=["write"], timeout=MINUTE, kind="file")
-    execution.act_in(over.pk, file, lambda provider, box: provider.write_file(box.ref, "/workspace/g", b"1"), now=NOW)
+    execution.call_in_sandbox(over.pk, file, lambda provider, box: provider.write_file(box.ref, "/workspace/g", b"1"), now=NOW)
     box = Sandbox.objects.get()
-    runs.close(Run.objects.get(ended_at=None), now=NOW, outcome=runs.Outcome.OK)
-    eviction.sleep(box.pk, now=NOW, reason="idle")
+    runs.close_run(Run.objects.get(ended_at=None), now=NOW, outcome=runs.RunOutcome.OK)
+    eviction.evict(box.pk, now=NOW, reason="idle")
     with refused():
-        execution.act_in(over.pk, file, lambda provider, box: None, now=NOW)
+        execution.call_in_sandbox(over.pk, file, lambda provider, box: None, now=NOW)
     box.refresh_from_db()
     assert box.state == "cold"
 
 
-def test_files_are_not_touched_where_something_runs_once_the_grace_is_over(over: Lease, at_step: Act) -> None:
+def test_files_are_not_touched_where_something_runs_once_the_grace_is_over(over: Lease, at_checkpoint: Act) -> None:
     touched: list[datetime] = []
 
     def look(now: datetime) -> None:
         file = Command(argv=["read"], timeout=MINUTE, kind="file")
-        execution.act_in(over.pk, file, lambda provider, box: touched.append(now), now=now)
+        execution.call_in_sandbox(over.pk, file, lambda provider, box: touched.append(now), now=now)
 
     def rival() -> None:
         with refused():
             look(NOW + HOUR)
 
     look(NOW + HOUR - MINUTE)
-    at_step("budget stopped", rival)
+    at_checkpoint("budget stopped", rival)
     assert swept(NOW + HOUR) == {"leases ended": 1}
     assert touched == [NOW + HOUR - MINUTE]
 
@@ -461,7 +466,7 @@ def test_files_are_not_touched_where_something_runs_once_the_grace_is_over(over:
 def test_raised_it_is_open_again_at_once(over: Lease) -> None:
     made = Budget.objects.get()
     made.amount = Decimal(2)
-    budgets.save(made, now=NOW)
+    budgets.save_budget(made, now=NOW)
     assert (made.exhausted_at, made.exhausted_for, made.spent) == (None, None, 1)
     used(over)
     assert said() == ["exhausted", "warning"]
@@ -478,46 +483,46 @@ def test_raised_by_other_means_it_refuses_nothing_either(over: Lease) -> None:
 def test_what_was_counted_too_much_opens_it_again(over: Lease) -> None:
     UsageRecord.objects.all().delete()
     made = Budget.objects.get()
-    assert budgets.settle(made.pk, now=NOW) == ["open again"]
+    assert budgets.update_spending(made.pk, now=NOW) == ["open again"]
     used(over)
-    metering.start_over()
+    metering.reset_usage()
     assert swept(NOW)["budgets spent"] == 1
     assert said() == ["exhausted", "warning"]  # once in a period
 
 
 def test_what_is_derived_anew_opens_nothing_before_all_of_it_is_there(over: Lease) -> None:
     made = Budget.objects.get()
-    derivation.start_over()
-    assert budgets.settle(made.pk, now=NOW) == []
+    derivation.reset_usage_and_costs()
+    assert budgets.update_spending(made.pk, now=NOW) == []
     with refused(spent="1", limit="1"):
         used(over)
-    metering.meter(now=NOW)
-    assert budgets.settle(made.pk, now=NOW) == []
-    derivation.derive(now=NOW)
-    assert (budgets.settle(made.pk, now=NOW), spent(made)) == ([], 1)
-    assert not derivation.unfinished()
+    metering.meter_usage(now=NOW)
+    assert budgets.update_spending(made.pk, now=NOW) == []
+    derivation.derive_usage_and_costs(now=NOW)
+    assert (budgets.update_spending(made.pk, now=NOW), spent(made)) == ([], 1)
+    assert not derivation.is_rebuilding()
 
 
-def test_what_is_thrown_away_while_it_is_summed_counts_when_it_is_there_again(over: Lease, at_step: Act) -> None:
+def test_what_is_thrown_away_while_it_is_summed_counts_when_it_is_there_again(over: Lease, at_checkpoint: Act) -> None:
     made = Budget.objects.get()
     UsageRecord.objects.all().delete()  # it would be open again by that
-    at_step("budget summed", derivation.start_over)
-    assert (budgets.settle(made.pk, now=NOW), spent(made)) == ([], 1)
+    at_checkpoint("budget summed", derivation.reset_usage_and_costs)
+    assert (budgets.update_spending(made.pk, now=NOW), spent(made)) == ([], 1)
 
 
 def test_what_is_thrown_away_while_it_is_derived_is_not_all_there(over: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
-    def price(*, now: datetime, price: Act = costs.price) -> Any:
+    def price(*, now: datetime, price: Act = costs.price_usage) -> Any:
         done = price(now=now)
-        derivation.start_over()
+        derivation.reset_usage_and_costs()
         return done
 
-    derivation.start_over()
+    derivation.reset_usage_and_costs()
     with monkeypatch.context() as patched:
-        patched.setattr(costs, "price", price)
-        derivation.derive(now=NOW)
-    assert derivation.unfinished()
-    derivation.derive(now=NOW)
-    assert not derivation.unfinished()
+        patched.setattr(costs, "price_usage", price)
+        derivation.derive_usage_and_costs(now=NOW)
+    assert derivation.is_rebuilding()
+    derivation.derive_usage_and_costs(now=NOW)
+    assert not derivation.is_rebuilding()
 
 
 def test_lowered_below_what_is_spent_it_refuses_and_ends(spend: Act, grant: Act) -> None:
@@ -552,27 +557,27 @@ def test_warned_and_spent_once_in_a_period(grant: Act, memory: Any) -> None:
 @pytest.mark.parametrize("becomes", [{"subject": BOB}, {"scope": "all", "subject": ""}, {"period": "month"}])
 def test_a_budget_that_becomes_one_for_others_says_so_of_them(becomes: dict[str, str]) -> None:
     now = datetime(2026, 11, 1, 12, tzinfo=UTC)  # the first day of a month
-    time_used(now - HOUR, agent=ADA), time_used(now - HOUR, agent=BOB)
+    create_time_usage(now - HOUR, agent=ADA), create_time_usage(now - HOUR, agent=BOB)
     made = budget(1, scope="agent", subject=ADA, now=now)
     for name, value in becomes.items():
         setattr(made, name, value)
-    budgets.save(made, now=now + MINUTE), budgets.save(made, now=now + 2 * MINUTE)
+    budgets.save_budget(made, now=now + MINUTE), budgets.save_budget(made, now=now + 2 * MINUTE)
     of = Event.objects.filter(kind="budget.exhausted").order_by("at")
     names = ["subject", "period", "scope"]
     was = {"subject": ADA, "period": "day", "scope": "agent"}
     assert [{name: each.payload[name] for name in names} for each in of] == [was, was | becomes]
 
 
-def test_a_sum_that_comes_late_does_not_open_what_is_spent(spend: Act, at_step: Act) -> None:
+def test_a_sum_that_comes_late_does_not_open_what_is_spent(spend: Act, at_checkpoint: Act) -> None:
     spend()
     made = budget(1, period="ever")
 
     def rival() -> None:
-        metering.meter(now=NOW)
-        assert budgets.settle(made.pk, now=NOW + MINUTE) == ["warned of", "spent"]
+        metering.meter_usage(now=NOW)
+        assert budgets.update_spending(made.pk, now=NOW + MINUTE) == ["warned of", "spent"]
 
-    at_step("budget summed", rival)
-    assert budgets.settle(made.pk, now=NOW) == []
+    at_checkpoint("budget summed", rival)
+    assert budgets.update_spending(made.pk, now=NOW) == []
     made.refresh_from_db()
     assert (made.spent, made.exhausted_at) == (1, NOW + MINUTE)
 
@@ -584,22 +589,22 @@ def readable(lease: Lease) -> bytes:
     """What a fork of an ended lease finds, once there is room again."""
     Budget.objects.update(amount=100)
     lease.refresh_from_db()
-    ask = leasing.Ask(ADA, "fork", "catan", pool=lease.pool.name)
+    ask = leasing.LeaseRequest(ADA, "fork", "catan", pool=lease.pool.name)
     fork, _ = forking.fork(lease, ask, now=NOW)
     return used(fork, "cat", "f")
 
 
 def test_what_waits_is_stored_and_then_its_lease_ends(spend: Act, memory: Any) -> None:
     lease, asleep, other = spend(), spend(environment="e2"), spend(BOB, "e3")
-    eviction.sleep(Sandbox.objects.get(holder=asleep.pk).pk, now=NOW, reason="idle")
-    empty = leasing.acquire(leasing.Ask(ADA, "e4", "catan", pool=lease.pool.name), now=NOW)[0]
+    eviction.evict(Sandbox.objects.get(holder=asleep.pk).pk, now=NOW, reason="idle")
+    empty = leasing.acquire(leasing.LeaseRequest(ADA, "e4", "catan", pool=lease.pool.name), now=NOW)[0]
     budget(1, scope="agent", subject=ADA)
     assert swept(NOW) == {"budgets warned of": 1, "budgets spent": 1, "leases ended": 3}
     assert [ended(one) for one in (lease, asleep, empty)] == [("expired", "budget")] * 3
     assert (ended(other)[0], Snapshot.objects.filter(holder=lease.pk, forgotten_at=None).count()) == ("active", 1)
     event = lease.events.get(kind="ended")
     assert (event.actor, event.reason) == ("sweep", f"budget: 1 hours a day for agent {ADA}")
-    assert budget_enforcement.enforce(now=NOW).counts == {}
+    assert budget_enforcement.enforce_budgets(now=NOW).counts == {}
     leases.reclaim(now=NOW + MINUTE)
     assert ended(lease)[0] == "destroyed"
     with pytest.raises(LeaseEnded, match=r"\(budget\)"):
@@ -633,10 +638,10 @@ def test_what_runs_has_all_of_the_grace_of_a_budget_that_becomes_one_for_it(
     run = under_way(lease)
     swept(NOW)
     if not was:
-        budgets.switch(made.pk, active=False, now=NOW)
+        budgets.set_active(made.pk, active=False, now=NOW)
     for name, value in becomes.items():
         setattr(made, name, value)
-    budgets.save(made, now=NOW + HOUR)
+    budgets.save_budget(made, now=NOW + HOUR)
     assert swept(NOW + HOUR) == {"sandboxes running on": 1}
     assert swept(NOW + HOUR + 4 * MINUTE) == {"sandboxes running on": 1}
     assert swept(NOW + HOUR + 5 * MINUTE) == {"leases ended": 1}
@@ -648,8 +653,8 @@ def test_what_runs_has_all_of_the_grace_of_a_budget_that_is_on_again(spend: Act)
     lease = spend()
     made = budget(1, period="ever", grace=5 * MINUTE)
     under_way(lease)
-    swept(NOW), budgets.switch(made.pk, active=False, now=NOW)
-    assert budgets.switch(made.pk, active=True, now=NOW + HOUR)
+    swept(NOW), budgets.set_active(made.pk, active=False, now=NOW)
+    assert budgets.set_active(made.pk, active=True, now=NOW + HOUR)
     assert swept(NOW + HOUR) == {"sandboxes running on": 1}
     assert swept(NOW + HOUR + 5 * MINUTE) == {"leases ended": 1}
     assert said() == ["exhausted", "warning"]
@@ -660,7 +665,7 @@ def test_what_has_ended_by_itself_within_the_grace_has_ended_well(spend: Act) ->
     budget(1)
     run = under_way(lease)
     swept(NOW)
-    runs.close(run, now=NOW + MINUTE, outcome=runs.Outcome.OK)
+    runs.close_run(run, now=NOW + MINUTE, outcome=runs.RunOutcome.OK)
     assert swept(NOW + MINUTE) == {"leases ended": 1}
     assert (ended(lease)[1], Run.objects.get(pk=run.pk).outcome) == ("budget", "ok")
 
@@ -709,7 +714,7 @@ def test_what_is_looked_at_while_it_cannot_be_stored_gains_no_time(spend: Act, m
     with memory.fail("get_files", Unavailable("no answer")):
         swept(NOW)
     file = Command(argv=["read"], timeout=MINUTE, kind="file")
-    execution.act_in(lease.pk, file, lambda provider, box: None, now=NOW + MINUTE)
+    execution.call_in_sandbox(lease.pk, file, lambda provider, box: None, now=NOW + MINUTE)
     assert Sandbox.objects.get().tries == 1
     assert swept(NOW + 2 * MINUTE) == {"leases ended": 1}
     assert readable(lease) == b"kept\n"
@@ -732,32 +737,32 @@ def test_what_the_provider_has_lost_is_left_to_reconcile(spend: Act, memory: Any
     assert ended(lease)[1] == "lost"
 
 
-def test_raised_while_it_is_stored_the_lease_goes_on(spend: Act, at_step: Act) -> None:
+def test_raised_while_it_is_stored_the_lease_goes_on(spend: Act, at_checkpoint: Act) -> None:
     lease = spend()
     budget(1)
-    at_step("budget stored", lambda: Budget.objects.update(amount=2))
+    at_checkpoint("budget stored", lambda: Budget.objects.update(amount=2))
     assert swept(NOW)["lost race"] == 1
     assert ended(lease)[0] == "active"
     assert used(lease, "cat", "f") == b"kept\n"
 
 
 @pytest.mark.parametrize("change", [{"amount": 9}, {"grace": HOUR}])
-def test_raised_while_others_are_stored_what_runs_is_not_killed(spend: Act, at_step: Act, change: dict[str, Any]) -> None:
+def test_raised_while_others_are_stored_what_runs_is_not_killed(spend: Act, at_checkpoint: Act, change: dict[str, Any]) -> None:
     spend(hours=2)  # so its turn comes first
     other = spend(BOB, "e2")
     budget(1, grace=timedelta(0))
     run = under_way(other)
-    at_step("budget stored", lambda: Budget.objects.update(**change))
+    at_checkpoint("budget stored", lambda: Budget.objects.update(**change))
     swept(NOW)
     run.refresh_from_db()
     assert (ended(other)[0], run.ended_at) == ("active", None)
 
 
-def test_leases_end_however_long_summing_takes(spend: Act, monkeypatch: pytest.MonkeyPatch, at_step: Act) -> None:
+def test_leases_end_however_long_summing_takes(spend: Act, monkeypatch: pytest.MonkeyPatch, at_checkpoint: Act) -> None:
     lease, clock = spend(), [0.0]
     budget(1)
     monkeypatch.setattr(moments, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    at_step("budget settled", lambda: clock.append(clock.pop() + budget_enforcement.LONGEST.total_seconds() + 1))
+    at_checkpoint("budget settled", lambda: clock.append(clock.pop() + budget_enforcement.LONGEST.total_seconds() + 1))
     assert swept(NOW)["leases ended"] == 1
     assert ended(lease) == ("expired", "budget")
 
@@ -765,17 +770,17 @@ def test_leases_end_however_long_summing_takes(spend: Act, monkeypatch: pytest.M
 def test_one_that_fails_does_not_keep_the_others(spend: Act, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = spend(), spend(environment="e2")
     budget(1), budget(1, scope="agent", subject=ADA)
-    settle, end = budgets.settle, leasing.end
+    settle, end = budgets.update_spending, leasing.end
 
     def sometimes(pk: Any, **options: Any) -> Any:
         if pk in (first.pk, Budget.objects.order_by("pk").values_list("pk", flat=True)[0]):
             raise RuntimeError("a bug")
         return settle(pk, **options) if isinstance(pk, int) else end(pk, **options)
 
-    monkeypatch.setattr(budgets, "settle", sometimes)
+    monkeypatch.setattr(budgets, "update_spending", sometimes)
     monkeypatch.setattr(leasing, "end", sometimes)
-    metering.meter(now=NOW)
-    done = budget_enforcement.enforce(now=NOW)
+    metering.meter_usage(now=NOW)
+    done = budget_enforcement.enforce_budgets(now=NOW)
     assert (done.counts["leases ended"], len(done.failures)) == (1, 2)
     assert (ended(first)[0], ended(second)[0]) == ("active", "expired")
 
@@ -787,20 +792,20 @@ STEPS = [
 
 
 @pytest.mark.parametrize("where", STEPS)
-def test_dying_anywhere_and_going_on_comes_to_the_same_end(where: str, spend: Act, at_step: Act, memory: Any) -> None:
+def test_dying_anywhere_and_going_on_comes_to_the_same_end(where: str, spend: Act, at_checkpoint: Act, memory: Any) -> None:
     lease = spend()
     budget(1, grace=timedelta(0), now=NOW - 2 * HOUR)
     run = under_way(lease)
 
     def die() -> None:
-        raise Died
+        raise SimulatedCrash
 
-    at_step(where, die)
-    with pytest.raises(Died):
+    at_checkpoint(where, die)
+    with pytest.raises(SimulatedCrash):
         swept(NOW)
     assert where == "budget ended" or ended(lease)[0] == "active"
     for later in (NOW + MINUTE, NOW + HOUR, NOW + 2 * HOUR):  # by then a claim that nobody carries out is stalled
-        leases.stalled(now=later)
+        leases.recover_stalled(now=later)
         swept(later)
         leases.reclaim(now=later)
     assert (ended(lease), said()) == (("destroyed", "budget"), ["exhausted", "warning"])
@@ -812,11 +817,11 @@ def test_dying_anywhere_and_going_on_comes_to_the_same_end(where: str, spend: Ac
 
 def test_every_step_that_is_died_at_is_there(spend: Act) -> None:
     reached: set[str] = set()
-    STEP_HOOKS.append(hook := lambda name, subject: reached.add(name))
+    CHECKPOINT_HOOKS.append(hook := lambda name, subject: reached.add(name))
     try:
         under_way(spend()), budget(1, grace=timedelta(0)), swept(NOW)
     finally:
-        STEP_HOOKS.remove(hook)
+        CHECKPOINT_HOOKS.remove(hook)
     assert {*STEPS} <= reached
 
 
@@ -845,7 +850,7 @@ def test_one_that_is_not_active_counts_for_nothing(spend: Act, grant: Act) -> No
     assert swept_first["leases ended"] == 1
     made.refresh_from_db()
     made.active = False
-    budgets.save(made, now=NOW)
+    budgets.save_budget(made, now=NOW)
     used(grant(environment="e2"))
     assert swept(NOW + HOUR) == {}
     assert ended(lease)[0] == "expired"

@@ -18,7 +18,7 @@ from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import runs
 from sandboxes.db import clock
-from sandboxes.models import Outcome, Pool, Run
+from sandboxes.models import Pool, Run, RunOutcome
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW
 
@@ -44,7 +44,7 @@ class History:
             scope="account", subject=account.name, unit="hours", period="ever", grace=grace,
             amount=round(Decimal(amount / HOUR), 6),
         )  # fmt: skip
-        budgets.save(self.budget, now=now)
+        budgets.save_budget(self.budget, now=now)
         self.due = {"meter": now + meters_at * SECOND, "settle": now + settles_at * SECOND}
 
     def did(self, who: int) -> str:
@@ -55,10 +55,10 @@ class History:
             name = min(self.due, key=lambda one: self.due[one])
             self.due[name] += EVERY
             if name == "meter":
-                metering.meter(now=at)
-                costs.price(now=at)
+                metering.meter_usage(now=at)
+                costs.price_usage(now=at)
             else:
-                assert not budget_enforcement.enforce(now=at).failures
+                assert not budget_enforcement.enforce_budgets(now=at).failures
             self.count()
         self.now = until
 
@@ -67,16 +67,16 @@ class History:
         lease = Lease.objects.filter(agent_did=did, status="active").first()
         try:
             if act == "acquire":
-                ask = leasing.Ask(did, "game", "catan", ttl=20 * HOUR, sleep_after=20 * HOUR, pool=self.pool.name)
+                ask = leasing.LeaseRequest(did, "game", "catan", ttl=20 * HOUR, sleep_after=20 * HOUR, pool=self.pool.name)
                 leasing.acquire(ask, now=self.now)
             elif lease and act == "exec":
-                execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=self.now)
+                execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=self.now)
             elif lease and act == "begin":
-                box = execution.sandbox_for(lease.pk, now=self.now)
+                box = execution.ensure_sandbox_ready(lease.pk, now=self.now)
                 assert runs.open_run(box, Command(argv=["sleep"], timeout=20 * HOUR), now=self.now)
             elif lease and act == "finish":
                 for run in Run.objects.filter(holder=lease.pk, ended_at=None).select_related("sandbox"):
-                    runs.close(run, now=self.now, outcome=Outcome.OK)
+                    runs.close_run(run, now=self.now, outcome=RunOutcome.OK)
             elif lease:
                 leasing.release(lease.pk, now=self.now)
         except (BudgetExhausted, LeaseEnded):
@@ -84,12 +84,12 @@ class History:
         self.count()
 
     def count(self) -> None:
-        self.most = max(self.most, budgets.open_tabs(self.budget, now=self.now).count())
+        self.most = max(self.most, budgets.find_open_tabs(self.budget, now=self.now).count())
 
     def used(self) -> timedelta:
         """Anew, from the facts."""
-        metering.meter(now=self.now)
-        rows = UsageRecord.objects.filter(agent_did__startswith=self.did(0)[:-1], state__in=costs.PAID)
+        metering.meter_usage(now=self.now)
+        rows = UsageRecord.objects.filter(agent_did__startswith=self.did(0)[:-1], state__in=costs.BILLABLE_STATES)
         return sum((row.ended_at - row.began_at for row in rows), timedelta(0))
 
     def close(self) -> None:

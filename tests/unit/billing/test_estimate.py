@@ -12,10 +12,20 @@ from django.utils import timezone
 
 from billing import costs
 from billing.estimate import Scenario, estimate, forecast
-from billing.instance_types import INSTANCES, size_of
+from billing.instance_types import INSTANCE_SIZES, find_instance_size
 from billing.models import CostRecord, Rate, UsageRecord
 from tests.conftest import NOW
-from tests.support.billing import ADA, BASIC, BOB, HOUR, at, day, rate, records, time_used
+from tests.support.billing import (
+    ADA,
+    BASIC_INSTANCE,
+    BOB,
+    HOUR,
+    create_rate,
+    create_time_usage,
+    list_cost_records,
+    parse_day,
+    parse_utc,
+)
 
 pytestmark = pytest.mark.django_db
 EIGHT = ["--agents", "8", "--days", "30", "--instance", "basic", "--cpu-utilisation", "0.1"]
@@ -61,15 +71,15 @@ def test_what_is_within_the_allowances_costs_the_plan() -> None:
 def test_a_fargate_task_for_a_month() -> None:
     """1 vCPU and 4 GB for 720 h: 29.15 + 12.80 = 41.95 (https://www.wring.co/blog/aws-fargate-pricing-guide). `standard-1` has
     4 GiB and half a CPU, so that a minute of one is taken twice as dear here: 2 x 0.04048 / 60 = 0.001349333333."""
-    rate("cpu", "0.001349333333")
-    rate("memory", "0.004445")
+    create_rate("cpu", "0.001349333333")
+    create_rate("memory", "0.004445")
     found = amounts(provider="acme", instance="standard-1", agents=1, hours_per_day=Decimal(24), cpu_utilisation=Decimal(1))
     assert found == {"memory": "12.80", "cpu": "29.15", "total": "41.95", "agent": "41.95"}
 
 
 def test_an_hourly_price_of_ones_own() -> None:
     """3 x 2.5 h x 20 d = 150 sandbox-hours at 0.07 = 10.50."""
-    rate("time", "0.07", provider="docker", since="2026-02-01")
+    create_rate("time", "0.07", provider="docker", since="2026-02-01")
     assert amounts(provider="docker", agents=3, hours_per_day=Decimal("2.5"), days=20) == {
         "time": "10.50", "total": "10.50", "agent": "3.50",
     }  # fmt: skip
@@ -78,13 +88,14 @@ def test_an_hourly_price_of_ones_own() -> None:
 def test_the_sizes_are_those_of_the_providers_table() -> None:
     """https://developers.cloudflare.com/containers/platform/limits/"""
     found = {
-        name: (float(size.vcpus), size.memory_mib / 1024, size.disk_mb / 1000) for name, size in INSTANCES["cloudflare"].items()
+        name: (float(size.vcpus), size.memory_mib / 1024, size.disk_mb / 1000)
+        for name, size in INSTANCE_SIZES["cloudflare"].items()
     }
     assert found == {
         "lite": (0.0625, 0.25, 2), "basic": (0.25, 1, 4), "standard-1": (0.5, 4, 8), "standard-2": (1, 6, 12),
         "standard-3": (2, 8, 16), "standard-4": (4, 12, 20),
     }  # fmt: skip
-    assert size_of("docker", "basic") == INSTANCES["cloudflare"]["basic"]
+    assert find_instance_size("docker", "basic") == INSTANCE_SIZES["cloudflare"]["basic"]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -130,11 +141,11 @@ def test_the_command_names_what_is_wrong(args: list[str], named: str) -> None:
 @pytest.fixture
 def ten_a_day(db: None) -> None:
     """10 hours at 1 USD on each day from the 16th on; it is noon of the 21st, and 6 of today are over."""
-    rate("time", "1")
+    create_rate("time", "1")
     for each in range(16, 21):
-        time_used(f"2026-11-{each}T06:00", 10 * HOUR, provider="acme")
-    time_used("2026-11-21T06:00", 6 * HOUR, provider="acme")
-    costs.price(now=NOW)
+        create_time_usage(f"2026-11-{each}T06:00", 10 * HOUR, provider="acme")
+    create_time_usage("2026-11-21T06:00", 6 * HOUR, provider="acme")
+    costs.price_usage(now=NOW)
 
 
 @pytest.mark.usefixtures("ten_a_day")
@@ -153,29 +164,29 @@ def test_a_month_goes_on_as_the_last_days_went() -> None:
     ],
 )  # fmt: skip
 def test_a_budget_runs_out_on_a_day(budget: str, runs_out: str | None) -> None:
-    assert forecast(now=NOW, budget=Decimal(budget)).runs_out == (day(runs_out) if runs_out else None)
+    assert forecast(now=NOW, budget=Decimal(budget)).runs_out == (parse_day(runs_out) if runs_out else None)
 
 
 @pytest.mark.usefixtures("ten_a_day")
 def test_a_forecast_is_of_some_agents_alone() -> None:
-    time_used("2026-11-20T06:00", HOUR, BOB, provider="acme")
-    costs.price(now=NOW)
+    create_time_usage("2026-11-20T06:00", HOUR, BOB, provider="acme")
+    costs.price_usage(now=NOW)
     assert [forecast(now=NOW, agents=agents).a_day for agents in (None, [ADA], [BOB], [])] == [Decimal("10.2"), 10, 1, None]
     assert forecast(now=NOW, agents=[ADA], agent=BOB).a_day is None
 
 
 @pytest.mark.usefixtures("ten_a_day")
 def test_a_day_that_is_dearer_than_usual_counts_as_it_is() -> None:
-    time_used("2026-11-21T06:00", 5 * HOUR, "did:plc:bob", provider="acme")
-    costs.price(now=NOW)
+    create_time_usage("2026-11-21T06:00", 5 * HOUR, "did:plc:bob", provider="acme")
+    costs.price_usage(now=NOW)
     assert forecast(now=NOW).month == 50 + 11 + 90
 
 
 @pytest.mark.usefixtures("ten_a_day")
 def test_a_plan_is_not_paid_again_each_day() -> None:
-    rate("plan", "30")
-    costs.start_over()
-    costs.price(now=NOW)
+    create_rate("plan", "30")
+    costs.reset_costs()
+    costs.price_usage(now=NOW)
     found = forecast(now=NOW)
     assert (found.spent, found.a_day, found.month) == (86, 10, 180)
 
@@ -184,41 +195,41 @@ def test_a_plan_is_not_paid_again_each_day() -> None:
 def test_on_the_day_of_a_plan_the_rest_of_that_day_is_still_to_come() -> None:
     """6 of today's 10 are used, and the plan of a provider that was used today for the first time is 30: 50 before today, 10
     and 30 today, 10 on each of the 9 days that are left."""
-    rate("plan", "30", provider="other")
-    rate("time", "0", provider="other")
-    time_used("2026-11-21T06:00", HOUR, provider="other")
-    costs.price(now=NOW)
+    create_rate("plan", "30", provider="other")
+    create_rate("time", "0", provider="other")
+    create_time_usage("2026-11-21T06:00", HOUR, provider="other")
+    costs.price_usage(now=NOW)
     found = forecast(now=NOW, budget=Decimal(85))
     assert (found.spent, found.month, str(found.runs_out)) == (86, 50 + 40 + 90, "2026-11-21")
 
 
 @pytest.mark.usefixtures("ten_a_day")
 def test_only_the_last_days_count() -> None:
-    time_used("2026-11-20T17:00", 6 * HOUR, "did:plc:bob", provider="acme")
-    costs.price(now=NOW)
+    create_time_usage("2026-11-20T17:00", 6 * HOUR, "did:plc:bob", provider="acme")
+    costs.price_usage(now=NOW)
     assert [forecast(now=NOW, last=last).a_day for last in (1, 2, 5, 30)] == [16, 13, Decimal("11.2"), Decimal("11.2")]
 
 
 def test_before_a_day_is_over_nothing_is_known() -> None:
-    rate("time", "1")
-    time_used("2026-11-21T06:00", 6 * HOUR, provider="acme")
-    costs.price(now=NOW)
+    create_rate("time", "1")
+    create_time_usage("2026-11-21T06:00", 6 * HOUR, provider="acme")
+    costs.price_usage(now=NOW)
     found = forecast(now=NOW, budget=Decimal(100))
     assert (found.spent, found.a_day, found.month, found.runs_out) == (6, None, 6, None)
 
 
 def test_a_month_that_ends_today_has_nothing_to_come() -> None:
-    rate("time", "1")
-    time_used("2028-02-28", 2 * 24 * HOUR, provider="acme")
-    costs.price(now=NOW)
-    assert forecast(now=at("2028-02-29T23:00")).month == 48
+    create_rate("time", "1")
+    create_time_usage("2028-02-28", 2 * 24 * HOUR, provider="acme")
+    costs.price_usage(now=NOW)
+    assert forecast(now=parse_utc("2028-02-29T23:00")).month == 48
 
 
 def test_the_command_forecasts() -> None:
-    rate("time", "1")
+    create_rate("time", "1")
     yesterday = timezone.now().date() - timedelta(days=1)
-    time_used(f"{yesterday}", 24 * HOUR, provider="acme")
-    costs.price(now=NOW)
+    create_time_usage(f"{yesterday}", 24 * HOUR, provider="acme")
+    costs.price_usage(now=NOW)
     found = json.loads(run("estimate", "--forecast", "--budget", "100000", "--json"))
     assert (found["a_day_usd"], found["days"], found["budget_usd"]) == ("24", 1, "100000")
     assert date.fromisoformat(found["runs_out"]) > yesterday + timedelta(days=4000)
@@ -234,10 +245,10 @@ def test_the_command_forecasts() -> None:
 
 
 def test_costs_are_a_table_or_csv_or_json() -> None:
-    rate("time", "0.5")
-    time_used("2026-11-02T10:00", 3 * HOUR, provider="acme")
-    time_used("2026-11-02T10:00", HOUR, agent="", provider="acme")
-    costs.price(now=NOW)
+    create_rate("time", "0.5")
+    create_time_usage("2026-11-02T10:00", 3 * HOUR, provider="acme")
+    create_time_usage("2026-11-02T10:00", HOUR, agent="", provider="acme")
+    costs.price_usage(now=NOW)
     assert run("costs", "--since", "2026-11-01").splitlines() == [
         "agent        hours   USD",
         "did:plc:ada      3  1.50",
@@ -267,11 +278,11 @@ def test_costs_name_what_is_wrong(args: list[str], named: str) -> None:
 
 
 def test_meter_again_throws_away_and_derives_anew(grant: Any) -> None:
-    time_used("2026-11-02T10:00", **BASIC)  # of no fact
+    create_time_usage("2026-11-02T10:00", **BASIC_INSTANCE)  # of no fact
     assert run("meter").splitlines() == ["usage: nothing to do", "costs: 4 written"]
-    before = records()
+    before = list_cost_records()
     assert run("meter").splitlines()[1] == "costs: nothing to do"
-    assert records() == before
+    assert list_cost_records() == before
     run("meter", "--again")
     assert not UsageRecord.objects.exists()
     assert not CostRecord.objects.exists()

@@ -14,21 +14,21 @@ from django.db import connection, connections
 from django.test.utils import CaptureQueriesContext
 
 from billing import metering
-from billing.costs import PAID
-from billing.metering import Interval, by_day, intervals, meter
-from billing.models import Item, UsageRecord
+from billing.costs import BILLABLE_STATES
+from billing.metering import StateInterval, build_intervals, meter_usage, split_by_day
+from billing.models import UsageKind, UsageRecord
 from leases import execution, fork, leasing, snapshots, sweeps
-from leases.leasing import Ask
+from leases.leasing import LeaseRequest
 from leases.models import Lease
 from sandboxes import lifecycle
 from sandboxes import sweeps as below
-from sandboxes.admin.sandboxes import seconds_alive
+from sandboxes.admin.sandboxes import compute_time_alive
 from sandboxes.egress import model_pricing, upstream_records
 from sandboxes.models import AgentData, DataSize, LlmCall, ModelRate, Sandbox, Snapshot, Transition
 from sandboxes.providers.base import Unavailable
 from sandboxes.runs import Command
 from sandboxes.state import workspace
-from tests.conftest import MINUTE, NOW, Died
+from tests.conftest import MINUTE, NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
 HOUR = timedelta(hours=1)
@@ -37,7 +37,7 @@ Act = Callable[..., Any]
 
 
 def used(lease: Lease, *, now: datetime) -> None:
-    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now)
+    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now)
 
 
 def seconds(**which: Any) -> dict[str, float]:
@@ -47,7 +47,7 @@ def seconds(**which: Any) -> dict[str, float]:
 
 def exact_seconds(**which: Any) -> Counter[str]:
     found: Counter[str] = Counter()
-    for row in UsageRecord.objects.filter(item=Item.TIME, **which):
+    for row in UsageRecord.objects.filter(item=UsageKind.TIME, **which):
         found[row.state] += (row.ended_at - row.began_at) / timedelta(seconds=1)  # type: ignore[assignment]
     return found
 
@@ -57,22 +57,22 @@ def exact_seconds(**which: Any) -> Counter[str]:
 
 def test_each_transition_begins_an_interval_and_the_last_is_open() -> None:
     life = [(3, "warming", None, NOW), (7, "warm", None, NOW + MINUTE)]
-    assert [*intervals(life, until=NOW + HOUR)] == [
-        Interval(3, "warming", None, NOW, NOW + MINUTE),
-        Interval(7, "warm", None, NOW + MINUTE, NOW + HOUR, open=True),
+    assert [*build_intervals(life, until=NOW + HOUR)] == [
+        StateInterval(3, "warming", None, NOW, NOW + MINUTE),
+        StateInterval(7, "warm", None, NOW + MINUTE, NOW + HOUR, open=True),
     ]
-    assert [*intervals([], until=NOW)] == []
+    assert [*build_intervals([], until=NOW)] == []
 
 
 def test_what_is_destroyed_has_an_end() -> None:
     life = [(1, "warm", None, NOW), (2, "destroyed", None, NOW + MINUTE)]
-    assert [*intervals(life, until=NOW + HOUR)] == [Interval(1, "warm", None, NOW, NOW + MINUTE)]
+    assert [*build_intervals(life, until=NOW + HOUR)] == [StateInterval(1, "warm", None, NOW, NOW + MINUTE)]
 
 
 def test_a_clock_that_jumps_back_makes_no_time_and_takes_none() -> None:
     ats = [0, 10, 4, 6, 12, 11]
     life = [(pk, "warm", None, NOW + at * MINUTE) for pk, at in enumerate(ats)]
-    found = [*intervals(life, until=NOW)]
+    found = [*build_intervals(life, until=NOW)]
     assert [(each.began_at - NOW) / MINUTE for each in found] == [0, 10, 10, 10, 12, 12]
     assert sum((each.ended_at - each.began_at for each in found), timedelta(0)) == 12 * MINUTE
 
@@ -90,7 +90,7 @@ def test_a_clock_that_jumps_back_makes_no_time_and_takes_none() -> None:
     ],
 )  # fmt: skip
 def test_a_day_is_one_of_utc(began: datetime, ended: datetime, days: list[tuple[date, float]]) -> None:
-    assert [(day, (end - start) / HOUR) for day, start, end in by_day(began, ended)] == days
+    assert [(day, (end - start) / HOUR) for day, start, end in split_by_day(began, ended)] == days
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -99,30 +99,30 @@ def test_a_day_is_one_of_utc(began: datetime, ended: datetime, days: list[tuple[
 def test_a_lease_has_its_sandboxes_time_by_state_and_day(grant: Act, memory: Any) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
     used(lease, now=NOON)
-    below.idle(now=NOON + HOUR)
-    meter(now=NOON + 2 * HOUR)
+    below.evict_idle(now=NOON + HOUR)
+    meter_usage(now=NOON + 2 * HOUR)
     assert seconds(holder=lease.pk) == {"waiting": 3600, "cold": 3600}
     used(lease, now=NOON + 3 * HOUR)
     leasing.release(lease.pk, now=MIDNIGHT + HOUR)
-    meter(now=MIDNIGHT + 2 * HOUR)
+    meter_usage(now=MIDNIGHT + 2 * HOUR)
     assert seconds(holder=lease.pk) == {"waiting": 3600 + 10 * 3600, "cold": 2 * 3600, "destroying": 3600}
     assert seconds(holder=lease.pk, day=date(2026, 11, 22)) == {"waiting": 3600, "destroying": 3600}
     sweeps.reclaim(now=MIDNIGHT + 3 * HOUR)
-    meter(now=MIDNIGHT + 4 * HOUR)
+    meter_usage(now=MIDNIGHT + 4 * HOUR)
     assert seconds(holder=lease.pk, state="destroying") == {"destroying": 2 * 3600}
     row = UsageRecord.objects.filter(state="waiting").first()
     assert row is not None
     assert (row.agent_did, row.environment_id, row.provider, row.memory_mib) == ("did:plc:ada", "game-1", "memory", 512)
     assert Sandbox.objects.get().metered
-    assert "time" not in meter(now=MIDNIGHT + 9 * HOUR)
+    assert "time" not in meter_usage(now=MIDNIGHT + 9 * HOUR)
 
 
 def test_what_nobody_held_yet_is_nobodys(grant: Act, pool: Any, memory: Any) -> None:
     type(pool).objects.filter(pk=pool.pk).update(warm_target=1)
-    below.warm(now=NOON)
+    below.warm_pools(now=NOON)
     lease = grant(now=NOON + HOUR, ttl=9 * HOUR)
-    execution.sandbox_for(lease.pk, now=NOON + HOUR)
-    meter(now=NOON + 2 * HOUR)
+    execution.ensure_sandbox_ready(lease.pk, now=NOON + HOUR)
+    meter_usage(now=NOON + 2 * HOUR)
     assert seconds(holder=None, agent_did="") == {"warm": 3600}
     assert seconds(holder=lease.pk, agent_did="did:plc:ada") == {"warm": 3600}
 
@@ -132,27 +132,27 @@ def test_a_start_that_fails_is_never_ready(grant: Act, memory: Any) -> None:
     with memory.fail("create", Unavailable("no"), times=99), pytest.raises(Exception, match="no"):
         used(lease, now=NOON)
     sweeps.reclaim(now=NOON + HOUR)
-    meter(now=NOON + 2 * HOUR)
+    meter_usage(now=NOON + 2 * HOUR)
     assert set(exact_seconds()) <= {"warming", "destroying"}
     assert Transition.objects.filter(to="destroying").exists()
 
 
 def test_a_watermark_does_not_go_back(grant: Act, memory: Any) -> None:
     used(grant(ttl=9 * HOUR), now=NOON)
-    meter(now=NOON + 2 * HOUR)
+    meter_usage(now=NOON + 2 * HOUR)
     before = metering_rows()
-    meter(now=NOON + HOUR)
+    meter_usage(now=NOON + HOUR)
     assert metering_rows() == before and seconds() == {"waiting": 7200}
 
 
 def test_a_clock_that_was_ahead_is_set_right_by_what_happens_then(grant: Act, memory: Any) -> None:
     lease = grant(ttl=9 * HOUR)
     used(lease, now=NOON)
-    meter(now=NOON + timedelta(days=3))  # by mistake
+    meter_usage(now=NOON + timedelta(days=3))  # by mistake
     assert UsageRecord.objects.filter(state="waiting").count() == 4
     leasing.release(lease.pk, now=NOON + HOUR)
     sweeps.reclaim(now=NOON + HOUR)
-    meter(now=NOON + 2 * HOUR)
+    meter_usage(now=NOON + 2 * HOUR)
     assert seconds() == {"waiting": 3600}
 
 
@@ -161,8 +161,8 @@ def test_what_ended_by_a_clock_that_jumped_back_is_alive_no_more(grant: Act, mem
     used(lease, now=NOON + HOUR)
     leasing.release(lease.pk, now=NOON)
     sweeps.reclaim(now=NOON)
-    assert metering.alive(lease.pk, now=NOON + 9 * HOUR) < MINUTE
-    assert seconds_alive(Sandbox.objects.get(), NOON + 9 * HOUR) < MINUTE
+    assert metering.get_alive_time(lease.pk, now=NOON + 9 * HOUR) < MINUTE
+    assert compute_time_alive(Sandbox.objects.get(), NOON + 9 * HOUR) < MINUTE
 
 
 @pytest.mark.parametrize(
@@ -177,27 +177,27 @@ def test_dying_in_a_batch_writes_nothing_of_it_and_the_next_pass_all(
 ) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=9 * HOUR)
     used(lease, now=NOON)
-    below.idle(now=NOON + HOUR)
+    below.evict_idle(now=NOON + HOUR)
     call(lease)
     DataSize.note("did:plc:ada", 1000, now=NOON)
 
     def die(reached: str, at: object) -> None:
         if (reached, at) == ("metered", subject):
-            raise Died
+            raise SimulatedCrash
 
-    lifecycle.STEP_HOOKS.append(die)
+    lifecycle.CHECKPOINT_HOOKS.append(die)
     try:
-        with pytest.raises(Died):
-            meter(now=NOON + 2 * HOUR)
+        with pytest.raises(SimulatedCrash):
+            meter_usage(now=NOON + 2 * HOUR)
     finally:
-        lifecycle.STEP_HOOKS.remove(die)
+        lifecycle.CHECKPOINT_HOOKS.remove(die)
     assert not UsageRecord.objects.filter(source__startswith=source).exists()
-    meter(now=NOON + 2 * HOUR)
+    meter_usage(now=NOON + 2 * HOUR)
     sources = {each.split()[0] for each in UsageRecord.objects.values_list("source", flat=True)}
     assert sources == {"transition", "reading", "runs", "snapshot", "data", "calls"}
     before = metering_rows()
-    metering.start_over()
-    meter(now=NOON + 2 * HOUR)
+    metering.reset_usage()
+    meter_usage(now=NOON + 2 * HOUR)
     assert metering_rows() == before
 
 
@@ -212,7 +212,7 @@ def test_passes_beside_each_other_and_beside_what_happens_count_everything_once(
     def act(number: int) -> None:
         try:
             if number % 2:
-                meter(now=NOON + HOUR + number * MINUTE)
+                meter_usage(now=NOON + HOUR + number * MINUTE)
             else:
                 leasing.release(leases[number // 2].pk, now=NOON + HOUR)
         finally:
@@ -221,13 +221,13 @@ def test_passes_beside_each_other_and_beside_what_happens_count_everything_once(
     with ThreadPoolExecutor(4 if connection.vendor == "postgresql" else 2) as threads:
         [*threads.map(act, range(12))]
     sweeps.reclaim(now=NOON + HOUR)
-    meter(now=NOON + 2 * HOUR)
+    meter_usage(now=NOON + 2 * HOUR)
     found, hours, blink = exact_seconds(), 6 * 3600, 0.01
-    paid = sum(found[state] for state in PAID)
+    paid = sum(found[state] for state in BILLABLE_STATES)
     assert hours - took - blink <= found["waiting"] <= paid <= hours + blink  # but for what the verbs took of them
     before = metering_rows()
-    metering.start_over()
-    meter(now=NOON + 2 * HOUR)
+    metering.reset_usage()
+    meter_usage(now=NOON + 2 * HOUR)
     assert metering_rows() == before
 
 
@@ -237,17 +237,17 @@ def test_passes_beside_each_other_and_beside_what_happens_count_everything_once(
 def test_a_snapshot_takes_room_until_it_is_forgotten(grant: Act, memory: Any) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
     used(lease, now=NOON)
-    below.idle(now=NOON + HOUR)
+    below.evict_idle(now=NOON + HOUR)
     kept = Snapshot.objects.get()
-    meter(now=NOON + 2 * HOUR)
-    meter(now=MIDNIGHT + HOUR)
+    meter_usage(now=NOON + 2 * HOUR)
+    meter_usage(now=MIDNIGHT + HOUR)
     rows = UsageRecord.objects.filter(source__startswith="snapshot").order_by("day")
     assert [(round((row.ended_at - row.began_at) / HOUR), row.size_bytes) for row in rows] == [
         (11, kept.size_bytes), (1, kept.size_bytes),
     ]  # fmt: skip
     assert {(row.holder, row.agent_did) for row in rows} == {(lease.pk, "did:plc:ada")}
     Snapshot.objects.filter(pk=kept.pk).update(forgotten_at=NOON + 3 * HOUR)  # before what is written already
-    meter(now=MIDNIGHT + 2 * HOUR)
+    meter_usage(now=MIDNIGHT + 2 * HOUR)
     assert [round((row.ended_at - row.began_at) / HOUR) for row in rows.all()] == [2]
     assert Snapshot.objects.get().metered
 
@@ -255,7 +255,7 @@ def test_a_snapshot_takes_room_until_it_is_forgotten(grant: Act, memory: Any) ->
 def test_a_snapshot_that_is_forgotten_while_it_is_metered_has_its_end_from_the_next_pass(grant: Act, memory: Any) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
     used(lease, now=NOON)
-    below.idle(now=NOON + HOUR)
+    below.evict_idle(now=NOON + HOUR)
     kept = Snapshot.objects.get()
     rivals = [lambda: workspace.forget(kept, now=NOON + 2.5 * HOUR)]
 
@@ -265,34 +265,34 @@ def test_a_snapshot_that_is_forgotten_while_it_is_metered_has_its_end_from_the_n
         return execute(sql, params, *more)
 
     with connection.execute_wrapper(rival):
-        meter(now=NOON + 3 * HOUR)
+        meter_usage(now=NOON + 3 * HOUR)
     assert not rivals
-    meter(now=NOON + 4 * HOUR)
+    meter_usage(now=NOON + 4 * HOUR)
     assert [row.ended_at for row in UsageRecord.objects.filter(source=f"snapshot {kept.pk}")] == [NOON + 2.5 * HOUR]
 
 
 def test_objects_take_room_once_until_the_last_copy_that_points_to_them_is_forgotten(grant: Act, memory: Any) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
     used(lease, now=NOON)
-    below.idle(now=NOON + HOUR)
+    below.evict_idle(now=NOON + HOUR)
     kept = Snapshot.objects.get()
-    restored = snapshots.restore(lease.pk, kept.pk, now=NOON + HOUR)
-    meter(now=NOON + 2 * HOUR)
-    named = snapshots.take(lease.pk, name="asleep", now=NOON + 2 * HOUR)
+    restored = snapshots.restore_snapshot(lease.pk, kept.pk, now=NOON + HOUR)
+    meter_usage(now=NOON + 2 * HOUR)
+    named = snapshots.take_snapshot(lease.pk, name="asleep", now=NOON + 2 * HOUR)
     pool = kept.sandbox.pool.name
-    ask = Ask(agent_did="did:plc:bob", environment_id="fork", environment_type="catan", pool=pool)
+    ask = LeaseRequest(agent_did="did:plc:bob", environment_id="fork", environment_type="catan", pool=pool)
     forked, _ = fork.fork(lease, ask, now=NOON + 2 * HOUR)
-    ends = {kept: 3, restored: 4, workspace.latest(forked.pk): 5, named: 6}
+    ends = {kept: 3, restored: 4, workspace.find_latest(forked.pk): 5, named: 6}
     for copy, hours in ends.items():
         assert copy and workspace.forget(copy, now=NOON + hours * HOUR)
-        meter(now=NOON + (hours + 1) * HOUR)
+        meter_usage(now=NOON + (hours + 1) * HOUR)
         row = UsageRecord.objects.get(source__startswith="snapshot")
         assert (row.source, row.agent_did, row.holder) == (f"snapshot {kept.pk}", "did:plc:ada", lease.pk)
         assert row.ended_at == NOON + (hours if copy == named else hours + 1) * HOUR
     assert not Snapshot.objects.filter(metered=False).exists()
     before = metering_rows()
-    metering.start_over()
-    meter(now=NOON + 7 * HOUR)
+    metering.reset_usage()
+    meter_usage(now=NOON + 7 * HOUR)
     assert metering_rows() == before
 
 
@@ -300,25 +300,25 @@ def test_an_agents_data_takes_room_as_large_as_it_was(grant: Act) -> None:
     for size, hours in ((1000, 0), (1000, 1), (3000, 2), (0, 5), (7, 6)):
         DataSize.note("did:plc:ada", size, now=NOON + hours * HOUR)
     DataSize.note("did:plc:bob", 50, now=NOON + 5 * HOUR)
-    meter(now=MIDNIGHT + 2 * HOUR)
+    meter_usage(now=MIDNIGHT + 2 * HOUR)
     assert room() == [
         ("did:plc:ada", 7, 2), ("did:plc:ada", 7, 6), ("did:plc:ada", 1000, 2), ("did:plc:ada", 3000, 3),
         ("did:plc:bob", 50, 2), ("did:plc:bob", 50, 7),
     ]  # fmt: skip
     assert DataSize.objects.filter(metered=False).count() == 2
     before = metering_rows()
-    meter(now=MIDNIGHT + 2.9 * HOUR)
+    meter_usage(now=MIDNIGHT + 2.9 * HOUR)
     assert metering_rows() == before  # what still takes room is written once an hour
-    metering.start_over()
-    meter(now=MIDNIGHT + 2.9 * HOUR)
+    metering.reset_usage()
+    meter_usage(now=MIDNIGHT + 2.9 * HOUR)
     assert metering_rows() == before
 
 
 def test_a_pass_reads_a_row_for_what_takes_room_and_not_one_for_each_of_its_days() -> None:
     DataSize.note("did:plc:ada", 1000, now=NOON - timedelta(days=9))
-    meter(now=NOON)
+    meter_usage(now=NOON)
     with CaptureQueriesContext(connection) as asked:
-        assert meter(now=NOON + MINUTE) == {}
+        assert meter_usage(now=NOON + MINUTE) == {}
     about = [each["sql"] for each in asked if "storage" in each["sql"] and each["sql"].startswith("SELECT")]
     with connection.cursor() as cursor:
         assert [len(cursor.execute(sql).fetchall()) for sql in about] == [1]
@@ -328,7 +328,7 @@ def test_the_size_of_data_is_noted_whenever_it_changes(grant: Act, memory: Any) 
     lease = grant()
     sizes = []
     for script in ("echo 12345 >/data/a", "true", "echo 1 >/data/a"):
-        execution.exec_in(lease.pk, Command(argv=["sh", "-c", script], timeout=MINUTE), now=NOON)
+        execution.exec_command(lease.pk, Command(argv=["sh", "-c", script], timeout=MINUTE), now=NOON)
         sizes.append(AgentData.objects.get(agent_did="did:plc:ada").size_bytes)
     noted = [row.size_bytes for row in DataSize.objects.filter(agent_did="did:plc:ada").order_by("pk")]
     assert (noted, sizes) == ([sizes[0], sizes[0] - 4], [sizes[0], sizes[0], sizes[0] - 4])
@@ -342,7 +342,7 @@ def test_a_size_is_never_noted_before_the_one_it_follows() -> None:
 
 def room() -> list[tuple[str, int, float]]:
     """What took room for how many hours."""
-    rows = UsageRecord.objects.filter(item=Item.STORAGE)
+    rows = UsageRecord.objects.filter(item=UsageKind.STORAGE)
     return sorted((row.agent_did, row.size_bytes, (row.ended_at - row.began_at) / HOUR) for row in rows)
 
 
@@ -359,7 +359,7 @@ def call(lease: Lease, **more: Any) -> LlmCall:
 
 
 def tokens() -> list[tuple[Any, ...]]:
-    rows = UsageRecord.objects.filter(item=Item.TOKENS).order_by("model", "day")
+    rows = UsageRecord.objects.filter(item=UsageKind.TOKENS).order_by("model", "day")
     return [(row.model, row.calls, row.unpriced, row.input_tokens, row.output_tokens, row.usd) for row in rows]
 
 
@@ -372,10 +372,10 @@ def test_a_leases_calls_of_a_model_are_one_row_a_day(grant: Act) -> None:
     call(lease, outcome="refused", cost=None, priced="")
     call(lease, kind="relay", model="", cost=None, priced="")
     call(lease, ended_at=None, outcome="open", cost=None, priced="")
-    meter(now=NOON + HOUR)
+    meter_usage(now=NOON + HOUR)
     usd = Decimal("0.001")
     assert tokens() == [("gpt", 2, 1, 200, 7, usd), ("gpt", 1, 0, 100, 7, usd), ("other", 1, 0, 100, 7, usd)]
-    assert meter(now=NOON + 2 * HOUR) == {}
+    assert meter_usage(now=NOON + 2 * HOUR) == {}
 
 
 def test_a_model_may_have_any_name_and_none(grant: Act) -> None:
@@ -384,7 +384,7 @@ def test_a_model_may_have_any_name_and_none(grant: Act) -> None:
         call(lease, model=name)
         call(lease, model=name, holder=None, agent_did="")
     for _ in range(2):
-        meter(now=NOON + HOUR)
+        meter_usage(now=NOON + HOUR)
         assert [each[0] for each in tokens()] == [name for name in names for _ in range(2)]
         LlmCall.objects.update(counted=False)
 
@@ -393,27 +393,27 @@ def test_prices_are_added_to_the_last_digit(grant: Act) -> None:
     lease = grant()
     for cost in ("12345.100000001", "0.100000001", "0.000000001"):
         call(lease, cost=Decimal(cost))
-    meter(now=NOON + HOUR)
+    meter_usage(now=NOON + HOUR)
     assert [each[-1] for each in tokens()] == [Decimal("12345.200000003")]
 
 
 def test_a_price_that_comes_later_counts_and_once(grant: Act) -> None:
     row = call(grant(), cost=None, priced="")
-    meter(now=NOON + HOUR)
+    meter_usage(now=NOON + HOUR)
     assert [each[-1] for each in tokens()] == [0]
     said = b'{"call": "%s", "status": "success", "cost": 0.5, "input": 100, "output": 7}' % row.call_id.encode()
     for _ in range(2):
-        upstream_records.apply([said], now=NOON + HOUR)
-        meter(now=NOON + 2 * HOUR)
+        upstream_records.apply_lines([said], now=NOON + HOUR)
+        meter_usage(now=NOON + 2 * HOUR)
         assert tokens() == [("gpt", 1, 0, 100, 7, Decimal("0.5"))]
 
 
 def test_a_price_by_rate_counts(grant: Act) -> None:
     call(grant(), cost=None, priced="", cached_tokens=0)
-    meter(now=NOON + HOUR)
+    meter_usage(now=NOON + HOUR)
     ModelRate.objects.create(pattern="gpt", input_usd=1, output_usd=2, valid_from=NOON - HOUR)
-    assert model_pricing.price_unpriced(NOON + 2 * HOUR) == 1
-    meter(now=NOON + 2 * HOUR)
+    assert model_pricing.price_calls(NOON + 2 * HOUR) == 1
+    meter_usage(now=NOON + 2 * HOUR)
     assert tokens() == [("gpt", 1, 0, 100, 7, Decimal("0.000114"))]
 
 

@@ -20,8 +20,22 @@ from billing import costs, metering, pricing
 from billing.models import Account, CostRecord, Membership, Rate, Unpriced, UsageRecord
 from leases import execution
 from sandboxes.runs import Command
-from tests.conftest import NOW, Died, threads
-from tests.support.billing import ADA, BASIC, BOB, HOUR, at, calls, day, lease, lines, rate, records, stored, time_used
+from tests.conftest import NOW, SimulatedCrash, run_in_threads
+from tests.support.billing import (
+    ADA,
+    BASIC_INSTANCE,
+    BOB,
+    HOUR,
+    create_rate,
+    create_storage_usage,
+    create_time_usage,
+    create_token_usage,
+    derive_lease_id,
+    list_cost_records,
+    list_cost_values,
+    parse_day,
+    parse_utc,
+)
 
 pytestmark = pytest.mark.django_db
 DAY = timedelta(days=1)
@@ -29,11 +43,11 @@ USD = Decimal
 
 
 def price() -> None:
-    costs.price(now=NOW)
+    costs.price_usage(now=NOW)
 
 
 def total(**only: Any) -> Decimal:
-    return sum((usd for (usd,) in lines("usd", **only)), USD(0))
+    return sum((usd for (usd,) in list_cost_values("usd", **only)), USD(0))
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
@@ -48,7 +62,7 @@ def total(**only: Any) -> Decimal:
     ],
 )  # fmt: skip
 def test_amounts_are_rounded_a_half_up(amount: Fraction, places: int, shown: str) -> None:
-    assert str(pricing.rounded(amount, places)) == shown
+    assert str(pricing.round_half_up(amount, places)) == shown
 
 
 @pytest.mark.parametrize(
@@ -61,7 +75,7 @@ def test_amounts_are_rounded_a_half_up(amount: Fraction, places: int, shown: str
     ],
 )
 def test_allowances_are_used_up_in_order(used: list[int], allowances: list[int], free: list[int]) -> None:
-    assert [*pricing.allot(zip(used, allowances, strict=True))] == free
+    assert [*pricing.apply_allowances(zip(used, allowances, strict=True))] == free
 
 
 # --- worked tables ----------------------------------------------------------------------------------------------------
@@ -76,9 +90,9 @@ def test_the_table_of_eight_agents_for_four_hours_a_day() -> None:
     plan   5"""
     for number in range(8):
         for each in range(30):
-            time_used(at("2026-11-01T09:30") + each * DAY, 4 * HOUR, f"did:plc:a{number}", **BASIC)
+            create_time_usage(parse_utc("2026-11-01T09:30") + each * DAY, 4 * HOUR, f"did:plc:a{number}", **BASIC_INSTANCE)
     price()
-    sums = {each.key: (each.usd, each.quantities[each.key], each.free.get(each.key, 0)) for each in costs.costs("item")}
+    sums = {each.key: (each.usd, each.quantities[each.key], each.free.get(each.key, 0)) for each in costs.sum_costs("item")}
     assert sums == {
         "memory": (USD("8.415"), 960, 25),
         "disk": (USD("0.91"), 3840, 200),
@@ -90,9 +104,9 @@ def test_the_table_of_eight_agents_for_four_hours_a_day() -> None:
 def test_the_table_of_eight_agents_that_never_sleep() -> None:
     """8 x 24 h x 30 d: memory (5760 - 25) x 0.009 = 51.615, disk (23040 - 200) x 0.00025 = 5.71, plan 5."""
     for number in range(8):
-        time_used("2026-11-01", 30 * DAY, f"did:plc:a{number}", **BASIC)
+        create_time_usage("2026-11-01", 30 * DAY, f"did:plc:a{number}", **BASIC_INSTANCE)
     price()
-    sums = {each.key: each.usd for each in costs.costs("item")}
+    sums = {each.key: each.usd for each in costs.sum_costs("item")}
     assert sums == {"memory": USD("51.615"), "cpu": USD("103.23"), "disk": USD("5.71"), "plan": USD(5)}
 
 
@@ -100,21 +114,21 @@ def test_cloudflares_own_example_of_an_hour_of_cpu() -> None:
     """1 vCPU for an hour at 0.00002 USD a vCPU-second: 3600 x 0.00002 = 0.072; at 20 % of it 0.0144. The example of
     Cloudflare's changelog of 2025-11-21, as told by
     https://bybowu.com/article/cloudflare-containers-pricing-just-changed-do-this-now. A minute is 60 x 0.00002 = 0.0012."""
-    rate("cpu", "0.0012")
-    time_used("2026-11-02T10:00", HOUR, ADA, provider="acme", millicpus=1000)
-    time_used("2026-11-02T10:00", HOUR, BOB, provider="acme", millicpus=200)
+    create_rate("cpu", "0.0012")
+    create_time_usage("2026-11-02T10:00", HOUR, ADA, provider="acme", millicpus=1000)
+    create_time_usage("2026-11-02T10:00", HOUR, BOB, provider="acme", millicpus=200)
     price()
-    assert {each.key: each.usd for each in costs.costs("agent")} == {ADA: USD("0.072"), BOB: USD("0.0144")}
+    assert {each.key: each.usd for each in costs.sum_costs("agent")} == {ADA: USD("0.072"), BOB: USD("0.0144")}
 
 
 def test_a_fargate_task_for_a_month() -> None:
     """1 vCPU and 4 GB for 30 days: 720 x 0.04048 = 29.1456 and 4 x 720 x 0.004445 = 12.8016, together 41.95 USD.
     https://www.wring.co/blog/aws-fargate-pricing-guide, "Pricing Formula". An hour of CPU is 60 minutes at 0.000674666667."""
-    rate("cpu", "0.000674666667")
-    rate("memory", "0.004445")
-    time_used("2026-04-01", 30 * DAY, provider="acme", millicpus=1000, memory_mib=4096)
+    create_rate("cpu", "0.000674666667")
+    create_rate("memory", "0.004445")
+    create_time_usage("2026-04-01", 30 * DAY, provider="acme", millicpus=1000, memory_mib=4096)
     price()
-    sums = {each.key: each.usd for each in costs.costs("item")}
+    sums = {each.key: each.usd for each in costs.sum_costs("item")}
     assert {item: round(usd, 2) for item, usd in sums.items()} == {"cpu": USD("29.15"), "memory": USD("12.80")}
     assert sums == {"cpu": USD("29.1456"), "memory": USD("12.8016")}  # a day of CPU is 0.97152000048, to nine places
     assert round(total(), 2) == USD("41.95")
@@ -123,8 +137,8 @@ def test_a_fargate_task_for_a_month() -> None:
 def test_fargate_disk_past_what_each_task_has_free() -> None:
     """0.000111 USD a GB-hour past 20 GB, of the same page. `standard-4` has 20 GB, so a month of it has 14400 GB-hours: with
     an allowance of as many it is free, and with 10000 it is 4400 x 0.000111 = 0.4884."""
-    rate("disk", "0.000111", provider="cloudflare", instance_type="standard-4", allowance=USD(10000))
-    time_used("2026-04-01", 30 * DAY, provider="cloudflare", millicpus=4000, memory_mib=12288)
+    create_rate("disk", "0.000111", provider="cloudflare", instance_type="standard-4", allowance=USD(10000))
+    create_time_usage("2026-04-01", 30 * DAY, provider="cloudflare", millicpus=4000, memory_mib=12288)
     price()
     assert total(item="disk") == USD("0.4884")
 
@@ -132,19 +146,21 @@ def test_fargate_disk_past_what_each_task_has_free() -> None:
 def test_a_gigabyte_stored_for_thirty_days_is_a_month() -> None:
     """R2: 10 GB-months free, then 0.015 USD each (as told by https://github.com/halideworks/onelight/wiki/Pricing).
     25 GB for 30 days are 25 GB-months: 15 x 0.015 = 0.225."""
-    rate("storage", "0.015", allowance=USD(10))
-    stored("2026-04-01", 30 * DAY, 25 * 10**9, provider="acme")
+    create_rate("storage", "0.015", allowance=USD(10))
+    create_storage_usage("2026-04-01", 30 * DAY, 25 * 10**9, provider="acme")
     price()
     assert total() == USD("0.225")
-    assert lines("quantity") == [(USD("0.833333333"),)] * 30  # of which each line says nine places
+    assert list_cost_values("quantity") == [(USD("0.833333333"),)] * 30  # of which each line says nine places
 
 
 def test_model_calls_cost_what_they_cost() -> None:
-    calls("2026-11-02T10:00", "0.123456789", 3)
-    calls("2026-11-02T11:00", "0.000000001", provider="docker")
-    calls("2026-11-02T11:00", "1", 2, agent=BOB)
+    create_token_usage("2026-11-02T10:00", "0.123456789", 3)
+    create_token_usage("2026-11-02T11:00", "0.000000001", provider="docker")
+    create_token_usage("2026-11-02T11:00", "1", 2, agent=BOB)
     price()
-    assert lines("agent_did", "item", "quantity", "usd", "rate", agent_did=ADA) == [(ADA, "llm", 4, USD("0.123456790"), None)]
+    assert list_cost_values("agent_did", "item", "quantity", "usd", "rate", agent_did=ADA) == [
+        (ADA, "llm", 4, USD("0.123456790"), None)
+    ]
     assert total() == USD("1.123456790")
 
 
@@ -159,51 +175,51 @@ def test_model_calls_cost_what_they_cost() -> None:
     ],
 )  # fmt: skip
 def test_only_what_is_ready_for_somebody_is_paid_for(state: str, paid: bool) -> None:
-    rate("time", "1")
-    time_used("2026-11-02T10:00", provider="acme", state=state)
+    create_rate("time", "1")
+    create_time_usage("2026-11-02T10:00", provider="acme", state=state)
     price()
     assert total() == paid
-    assert costs.hours("agent") == ({ADA: HOUR} if paid else {})
+    assert costs.sum_sandbox_time("agent") == ({ADA: HOUR} if paid else {})
 
 
 def test_a_sandbox_that_nobody_held_is_the_houses() -> None:
-    rate("time", "2")
-    time_used("2026-11-02T10:00", agent="", provider="acme")
+    create_rate("time", "2")
+    create_time_usage("2026-11-02T10:00", agent="", provider="acme")
     price()
-    assert lines("account__name", "agent_did", "holder", "usd") == [("house", "", None, 2)]
+    assert list_cost_values("account__name", "agent_did", "holder", "usd") == [("house", "", None, 2)]
 
 
 def test_a_provider_without_rates_costs_nothing_and_its_hours_are_told() -> None:
-    time_used("2026-11-02T10:00", provider="nowhere")
+    create_time_usage("2026-11-02T10:00", provider="nowhere")
     price()
-    assert lines("item") == []
-    (one,) = costs.costs("agent")
+    assert list_cost_values("item") == []
+    (one,) = costs.sum_costs("agent")
     assert (one.key, one.usd, one.lasted) == (ADA, 0, HOUR)
 
 
 def test_disk_is_known_for_instance_types_alone() -> None:
-    time_used("2026-11-02T10:00", **BASIC)
-    time_used("2026-11-02T10:00", agent=BOB, provider="cloudflare", memory_mib=1000, millicpus=250)
+    create_time_usage("2026-11-02T10:00", **BASIC_INSTANCE)
+    create_time_usage("2026-11-02T10:00", agent=BOB, provider="cloudflare", memory_mib=1000, millicpus=250)
     price()
-    assert lines("agent_did", "quantity", item="disk") == [(ADA, 4)]
+    assert list_cost_values("agent_did", "quantity", item="disk") == [(ADA, 4)]
 
 
 @pytest.mark.parametrize("millicpus", [62, 63])
 def test_a_sixteenth_of_a_cpu_is_lite(millicpus: int) -> None:
-    rate("time", "3", provider="cloudflare", instance_type="lite")
-    time_used("2026-11-02T10:00", provider="cloudflare", memory_mib=256, millicpus=millicpus)
+    create_rate("time", "3", provider="cloudflare", instance_type="lite")
+    create_time_usage("2026-11-02T10:00", provider="cloudflare", memory_mib=256, millicpus=millicpus)
     price()
     assert total(item="time") == 3
 
 
 def test_a_rate_for_an_instance_type_counts_before_one_for_any() -> None:
-    rate("time", "1", provider="cloudflare", since="2026-06-01")
-    rate("time", "7", provider="cloudflare", instance_type="basic")
-    time_used("2026-11-02T10:00", **BASIC)
-    time_used("2026-11-02T10:00", agent=BOB, provider="cloudflare", memory_mib=99)
+    create_rate("time", "1", provider="cloudflare", since="2026-06-01")
+    create_rate("time", "7", provider="cloudflare", instance_type="basic")
+    create_time_usage("2026-11-02T10:00", **BASIC_INSTANCE)
+    create_time_usage("2026-11-02T10:00", agent=BOB, provider="cloudflare", memory_mib=99)
     price()
-    assert lines("agent_did", "usd", item="time") == sorted(
-        [(ADA, USD(7)), (BOB, USD(1))], key=lambda each: str(lease(each[0]))
+    assert list_cost_values("agent_did", "usd", item="time") == sorted(
+        [(ADA, USD(7)), (BOB, USD(1))], key=lambda each: str(derive_lease_id(each[0]))
     )
 
 
@@ -212,52 +228,52 @@ def test_a_rate_for_an_instance_type_counts_before_one_for_any() -> None:
 
 def test_a_rate_that_begins_in_the_middle_cuts_the_time_in_two() -> None:
     """10:00 to 11:00, dearer from 10:45:00.000001 on: 2700000001 us x 1 and 899999999 us x 4, an hour being 3600000000."""
-    old = rate("time", "1")
-    new = rate("time", "4", since="2026-11-02T10:45:00.000001")
-    time_used("2026-11-02T10:00", provider="acme")
+    old = create_rate("time", "1")
+    new = create_rate("time", "4", since="2026-11-02T10:45:00.000001")
+    create_time_usage("2026-11-02T10:00", provider="acme")
     price()
-    assert lines("rate", "whole", "usd") == [
+    assert list_cost_values("rate", "whole", "usd") == [
         (old.pk, "2700000001", USD("0.750000000")),
         (new.pk, "899999999", USD("0.999999999")),
     ]
 
 
 def test_what_was_used_before_a_rate_keeps_its_price() -> None:
-    rate("time", "1")
-    time_used("2026-11-02T10:00", 30 * HOUR, provider="acme")
+    create_rate("time", "1")
+    create_time_usage("2026-11-02T10:00", 30 * HOUR, provider="acme")
     price()
-    before = lines("day", "usd", "rate")
-    rate("time", "5", since="2026-11-03T16:00")
-    costs.start_over()
+    before = list_cost_values("day", "usd", "rate")
+    create_rate("time", "5", since="2026-11-03T16:00")
+    costs.reset_costs()
     price()
-    assert lines("day", "usd", "rate") == before
+    assert list_cost_values("day", "usd", "rate") == before
 
 
 def test_an_allowance_lasts_over_a_change_of_rate() -> None:
     """10 free, 8 of them before the change: 2 free after it, and 6 x 5 are paid."""
-    rate("time", "1", allowance=USD(10))
-    rate("time", "5", since="2026-11-02T08:00", allowance=USD(10))
-    time_used("2026-11-02T00:00", 16 * HOUR, provider="acme")
+    create_rate("time", "1", allowance=USD(10))
+    create_rate("time", "5", since="2026-11-02T08:00", allowance=USD(10))
+    create_time_usage("2026-11-02T00:00", 16 * HOUR, provider="acme")
     price()
-    assert lines("quantity", "free", "usd") == [(8, 8, 0), (8, 2, 30)]
+    assert list_cost_values("quantity", "free", "usd") == [(8, 8, 0), (8, 2, 30)]
 
 
 def test_an_allowance_that_is_raised_has_some_left_though_it_was_used_up_before() -> None:
-    rate("time", "1", allowance=USD(10))
-    rate("time", "1", since="2026-11-05", allowance=USD(20))
+    create_rate("time", "1", allowance=USD(10))
+    create_rate("time", "1", since="2026-11-05", allowance=USD(20))
     for when, free in (("2026-11-01", 10), ("2026-11-06", 10), ("2026-11-07", 0)):
-        time_used(when, 12 * HOUR, provider="acme")
+        create_time_usage(when, 12 * HOUR, provider="acme")
         price()
-        assert lines("free", "usd", day=day(when)) == [(free, 12 - free)]
+        assert list_cost_values("free", "usd", day=parse_day(when)) == [(free, 12 - free)]
 
 
 def test_days_come_before_rates_in_what_uses_an_allowance_up() -> None:
-    rate("time", "1", provider="cloudflare", since="2026-06-01", allowance=USD(10))
-    rate("time", "1", provider="cloudflare", instance_type="basic", allowance=USD(10))
-    time_used("2026-11-03T00:00", 8 * HOUR, **BASIC)
-    time_used("2026-11-02T00:00", 8 * HOUR, provider="cloudflare")
+    create_rate("time", "1", provider="cloudflare", since="2026-06-01", allowance=USD(10))
+    create_rate("time", "1", provider="cloudflare", instance_type="basic", allowance=USD(10))
+    create_time_usage("2026-11-03T00:00", 8 * HOUR, **BASIC_INSTANCE)
+    create_time_usage("2026-11-02T00:00", 8 * HOUR, provider="cloudflare")
     price()
-    assert lines("day", "free", item="time") == [(day("2026-11-02"), 8), (day("2026-11-03"), 2)]
+    assert list_cost_values("day", "free", item="time") == [(parse_day("2026-11-02"), 8), (parse_day("2026-11-03"), 2)]
 
 
 # --- months and allowances --------------------------------------------------------------------------------------------
@@ -265,15 +281,15 @@ def test_days_come_before_rates_in_what_uses_an_allowance_up() -> None:
 
 @pytest.fixture
 def ten_free(db: None) -> Rate:
-    return rate("time", "1", allowance=USD(10))
+    return create_rate("time", "1", allowance=USD(10))
 
 
 @pytest.mark.usefixtures("ten_free")
 def test_the_leases_of_one_account_share_its_allowance() -> None:
     for agent in (BOB, ADA):
-        time_used("2026-11-02T00:00", 7 * HOUR, agent, provider="acme")
+        create_time_usage("2026-11-02T00:00", 7 * HOUR, agent, provider="acme")
     price()
-    first, second = lines("quantity", "free", "usd")
+    first, second = list_cost_values("quantity", "free", "usd")
     assert (first, second) == ((7, 7, 0), (7, 3, 4))  # in the order of lease ids, whatever order they were written in
 
 
@@ -282,23 +298,23 @@ def test_each_account_has_an_allowance_of_its_own() -> None:
     team = Account.objects.create(name="team")
     Membership.objects.create(agent_did=BOB, account=team)
     for agent in (ADA, BOB):
-        time_used("2026-11-02T00:00", 12 * HOUR, agent, provider="acme")
+        create_time_usage("2026-11-02T00:00", 12 * HOUR, agent, provider="acme")
     price()
-    assert {each.key: each.usd for each in costs.costs("account")} == {"house": 2, "team": 2}
+    assert {each.key: each.usd for each in costs.sum_costs("account")} == {"house": 2, "team": 2}
 
 
 @pytest.mark.usefixtures("ten_free")
 def test_a_month_begins_with_a_new_allowance_at_midnight_utc() -> None:
-    time_used("2026-11-30T12:00", 24 * HOUR, provider="acme")
+    create_time_usage("2026-11-30T12:00", 24 * HOUR, provider="acme")
     price()
-    assert lines("day", "free", "usd") == [(day("2026-11-30"), 10, 2), (day("2026-12-01"), 10, 2)]
+    assert list_cost_values("day", "free", "usd") == [(parse_day("2026-11-30"), 10, 2), (parse_day("2026-12-01"), 10, 2)]
 
 
 @pytest.mark.usefixtures("ten_free")
 @pytest.mark.parametrize(("year", "days"), [("2028", 29), ("2027", 28), ("2100", 28)])
 def test_february_has_the_days_it_has(year: str, days: int) -> None:
-    begin = at(f"{year}-02-01")
-    time_used(begin, datetime(int(year), 3, 1, tzinfo=UTC) - begin, provider="acme")
+    begin = parse_utc(f"{year}-02-01")
+    create_time_usage(begin, datetime(int(year), 3, 1, tzinfo=UTC) - begin, provider="acme")
     price()
     assert (total(), CostRecord.objects.count()) == (days * 24 - 10, days)
 
@@ -307,68 +323,74 @@ def test_february_has_the_days_it_has(year: str, days: int) -> None:
 @pytest.mark.parametrize("when", ["2026-03-29", "2026-10-25", "2026-11-01", "2026-03-08"])
 def test_a_day_on_which_clocks_are_changed_has_24_hours(when: str, settings: Any) -> None:
     settings.TIME_ZONE = "Europe/Berlin"
-    time_used(when, DAY, provider="acme")
+    create_time_usage(when, DAY, provider="acme")
     price()
-    assert lines("day", "usd") == [(day(when), 14)]
+    assert list_cost_values("day", "usd") == [(parse_day(when), 14)]
 
 
 @pytest.mark.usefixtures("ten_free")
 def test_usage_of_a_day_before_moves_the_allowance_there() -> None:
-    time_used("2026-11-05T00:00", 8 * HOUR, provider="acme")
+    create_time_usage("2026-11-05T00:00", 8 * HOUR, provider="acme")
     price()
-    assert lines("day", "free") == [(day("2026-11-05"), 8)]
-    time_used("2026-11-02T00:00", 6 * HOUR, BOB, provider="acme")
+    assert list_cost_values("day", "free") == [(parse_day("2026-11-05"), 8)]
+    create_time_usage("2026-11-02T00:00", 6 * HOUR, BOB, provider="acme")
     price()
-    assert lines("day", "free", "usd") == [(day("2026-11-02"), 6, 0), (day("2026-11-05"), 4, 4)]
+    assert list_cost_values("day", "free", "usd") == [(parse_day("2026-11-02"), 6, 0), (parse_day("2026-11-05"), 4, 4)]
 
 
 @pytest.mark.usefixtures("ten_free")
 def test_an_allowance_that_is_used_up_stays_so_until_something_earlier_changes() -> None:
-    early = [time_used(f"2026-11-{each:02}T00:00", 6 * HOUR, provider="acme") for each in range(1, 20)]
+    early = [create_time_usage(f"2026-11-{each:02}T00:00", 6 * HOUR, provider="acme") for each in range(1, 20)]
     price()
-    time_used("2026-11-15T00:00", 6 * HOUR, BOB, provider="acme")
+    create_time_usage("2026-11-15T00:00", 6 * HOUR, BOB, provider="acme")
     price()
-    assert (total(), lines("free", agent_did=BOB)) == (20 * 6 - 10, [(0,)])
+    assert (total(), list_cost_values("free", agent_did=BOB)) == (20 * 6 - 10, [(0,)])
     UsageRecord.objects.filter(pk=early[1][0].pk).delete()
     price()
-    assert lines("day", "free")[:2] == [(day("2026-11-01"), 6), (day("2026-11-03"), 4)]
+    assert list_cost_values("day", "free")[:2] == [(parse_day("2026-11-01"), 6), (parse_day("2026-11-03"), 4)]
     assert total() == 19 * 6 - 10
 
 
 @pytest.mark.usefixtures("ten_free")
 def test_usage_that_is_taken_back_gives_its_allowance_back() -> None:
-    early = time_used("2026-11-02T00:00", 6 * HOUR, BOB, provider="acme")
-    time_used("2026-11-05T00:00", 8 * HOUR, provider="acme")
+    early = create_time_usage("2026-11-02T00:00", 6 * HOUR, BOB, provider="acme")
+    create_time_usage("2026-11-05T00:00", 8 * HOUR, provider="acme")
     price()
     UsageRecord.objects.filter(pk__in=[row.pk for row in early]).delete()
     price()
-    assert lines("day", "free", "usd") == [(day("2026-11-05"), 8, 0)]
+    assert list_cost_values("day", "free", "usd") == [(parse_day("2026-11-05"), 8, 0)]
 
 
 def test_a_plan_is_paid_once_an_account_and_month_on_its_first_day() -> None:
     team = Account.objects.create(name="team")
     Membership.objects.create(agent_did=BOB, account=team)
     for when in ("2026-11-09T10:00", "2026-11-20T10:00", "2026-12-24T10:00"):
-        time_used(when, **BASIC)
-    time_used("2026-11-30T23:00", agent=BOB, **BASIC)
+        create_time_usage(when, **BASIC_INSTANCE)
+    create_time_usage("2026-11-30T23:00", agent=BOB, **BASIC_INSTANCE)
     price()
-    paid = [("house", day("2026-11-09")), ("team", day("2026-11-30")), ("house", day("2026-12-24"))]
-    assert lines("account__name", "day", "quantity", "usd", item="plan") == [(*each, 1, 5) for each in paid]
-    time_used("2026-11-04T10:00", **BASIC)
+    paid = [("house", parse_day("2026-11-09")), ("team", parse_day("2026-11-30")), ("house", parse_day("2026-12-24"))]
+    assert list_cost_values("account__name", "day", "quantity", "usd", item="plan") == [(*each, 1, 5) for each in paid]
+    create_time_usage("2026-11-04T10:00", **BASIC_INSTANCE)
     price()
-    assert lines("day", "usd", item="plan", account__name="house") == [(day("2026-11-04"), 5), (day("2026-12-24"), 5)]
-    UsageRecord.objects.filter(day__lt=day("2026-11-19")).delete()
+    assert list_cost_values("day", "usd", item="plan", account__name="house") == [
+        (parse_day("2026-11-04"), 5),
+        (parse_day("2026-12-24"), 5),
+    ]
+    UsageRecord.objects.filter(day__lt=parse_day("2026-11-19")).delete()
     price()
-    assert lines("day", "usd", item="plan", account__name="house") == [(day("2026-11-20"), 5), (day("2026-12-24"), 5)]
+    assert list_cost_values("day", "usd", item="plan", account__name="house") == [
+        (parse_day("2026-11-20"), 5),
+        (parse_day("2026-12-24"), 5),
+    ]
 
 
 def test_a_plan_that_begins_later_is_paid_from_then_on() -> None:
-    rate("plan", "30", since="2026-11-10")
-    rate("time", "0")
+    create_rate("plan", "30", since="2026-11-10")
+    create_rate("time", "0")
     for when in ("2026-11-09T10:00", "2026-11-12T10:00", "2026-11-13T10:00"):
-        time_used(when, provider="acme")
+        create_time_usage(when, provider="acme")
     price()
-    assert lines("day", "usd", item="plan") == [(day("2026-11-12"), 30)]
+    assert list_cost_values("day", "usd", item="plan") == [(parse_day("2026-11-12"), 30)]
 
 
 # --- agents that move -------------------------------------------------------------------------------------------------
@@ -376,39 +398,39 @@ def test_a_plan_that_begins_later_is_paid_from_then_on() -> None:
 
 def member(account: str, since: str = "", agent: str = ADA) -> Membership:
     found = Account.objects.get_or_create(name=account)[0]
-    return Membership.objects.create(agent_did=agent, account=found, since=day(since) if since else None)
+    return Membership.objects.create(agent_did=agent, account=found, since=parse_day(since) if since else None)
 
 
 def by_account() -> dict[str, tuple[Decimal, timedelta]]:
     """USD and time, by costs and by usage: each names its accounts by itself."""
-    found = {each.key: (each.usd, each.lasted or timedelta(0)) for each in costs.costs("account")}
-    assert {name: lasted for name, (_, lasted) in found.items() if lasted} == costs.hours("account")
+    found = {each.key: (each.usd, each.lasted or timedelta(0)) for each in costs.sum_costs("account")}
+    assert {name: lasted for name, (_, lasted) in found.items() if lasted} == costs.sum_sandbox_time("account")
     for name, (_, lasted) in found.items():
-        assert sum(costs.hours("day", account=name).values(), timedelta(0)) == lasted
+        assert sum(costs.sum_sandbox_time("day", account=name).values(), timedelta(0)) == lasted
     return found
 
 
 @pytest.mark.usefixtures("ten_free")
 def test_the_first_account_of_an_agent_is_that_of_all_that_it_used() -> None:
-    time_used("2025-01-31T12:00", 12 * HOUR, provider="acme")
+    create_time_usage("2025-01-31T12:00", 12 * HOUR, provider="acme")
     price()
     member("team")
     price()
-    assert lines("account__name", "free", "usd") == [("team", 10, 2)]
+    assert list_cost_values("account__name", "free", "usd") == [("team", 10, 2)]
 
 
 @pytest.mark.usefixtures("ten_free")
 def test_a_move_in_the_middle_of_a_month_splits_its_costs_and_each_account_has_its_allowance_once() -> None:
     for number in range(1, 7):
-        time_used(f"2026-10-{number:02}T00:00", 4 * HOUR, provider="acme")
-    time_used("2026-10-02T00:00", 7 * HOUR, BOB, provider="acme")
+        create_time_usage(f"2026-10-{number:02}T00:00", 4 * HOUR, provider="acme")
+    create_time_usage("2026-10-02T00:00", 7 * HOUR, BOB, provider="acme")
     member("team")
     price()
     member("lab", "2026-10-04")
     price()
-    assert lines("day", "account__name", "free", "usd", agent_did=ADA) == [
-        *((day(f"2026-10-0{number}"), "team", free, 4 - free) for number, free in ((1, 4), (2, 4), (3, 2))),
-        *((day(f"2026-10-0{number}"), "lab", free, 4 - free) for number, free in ((4, 4), (5, 4), (6, 2))),
+    assert list_cost_values("day", "account__name", "free", "usd", agent_did=ADA) == [
+        *((parse_day(f"2026-10-0{number}"), "team", free, 4 - free) for number, free in ((1, 4), (2, 4), (3, 2))),
+        *((parse_day(f"2026-10-0{number}"), "lab", free, 4 - free) for number, free in ((4, 4), (5, 4), (6, 2))),
     ]
     assert by_account() == {"team": (2, 12 * HOUR), "lab": (2, 12 * HOUR), "house": (0, 7 * HOUR)}
 
@@ -417,11 +439,11 @@ def test_a_move_in_the_middle_of_a_month_splits_its_costs_and_each_account_has_i
 def test_a_move_is_at_midnight_utc_between_months_and_within_one() -> None:
     member("team", "2026-11-01")
     member("lab", "2026-11-15")
-    time_used("2026-10-31T12:00", 24 * HOUR, provider="acme")
-    time_used("2026-11-14T22:00", 4 * HOUR, provider="acme")
-    stored("2026-11-14T23:00", 2 * HOUR, 10**9, provider="acme")
-    calls("2026-11-14T23:59:58", "0.5", provider="acme")
-    calls("2026-11-15T00:00", "0.25", provider="acme")
+    create_time_usage("2026-10-31T12:00", 24 * HOUR, provider="acme")
+    create_time_usage("2026-11-14T22:00", 4 * HOUR, provider="acme")
+    create_storage_usage("2026-11-14T23:00", 2 * HOUR, 10**9, provider="acme")
+    create_token_usage("2026-11-14T23:59:58", "0.5", provider="acme")
+    create_token_usage("2026-11-15T00:00", "0.25", provider="acme")
     price()
     assert by_account() == {
         "house": (2, 12 * HOUR), "team": (USD("4.5"), 14 * HOUR), "lab": (USD("0.25"), 2 * HOUR),
@@ -429,27 +451,30 @@ def test_a_move_is_at_midnight_utc_between_months_and_within_one() -> None:
 
 
 def test_a_plan_is_paid_in_the_month_of_a_move_by_both_accounts() -> None:
-    time_used("2026-11-02T10:00", **BASIC)
-    time_used("2026-11-20T10:00", **BASIC)
+    create_time_usage("2026-11-02T10:00", **BASIC_INSTANCE)
+    create_time_usage("2026-11-20T10:00", **BASIC_INSTANCE)
     member("team")
     price()
-    assert lines("account__name", "day", item="plan") == [("team", day("2026-11-02"))]
+    assert list_cost_values("account__name", "day", item="plan") == [("team", parse_day("2026-11-02"))]
     move = member("lab", "2026-11-10")
     price()
-    assert lines("account__name", "day", item="plan") == [("team", day("2026-11-02")), ("lab", day("2026-11-20"))]
+    assert list_cost_values("account__name", "day", item="plan") == [
+        ("team", parse_day("2026-11-02")),
+        ("lab", parse_day("2026-11-20")),
+    ]
     move.delete()
     price()
-    assert lines("account__name", "day", item="plan") == [("team", day("2026-11-02"))]
+    assert list_cost_values("account__name", "day", item="plan") == [("team", parse_day("2026-11-02"))]
 
 
 @pytest.mark.usefixtures("ten_free")
 def test_a_move_that_is_changed_or_deleted_is_as_if_it_had_been_so_always() -> None:
     for number in range(1, 7):
-        time_used(f"2026-10-{number:02}T00:00", 4 * HOUR, provider="acme")
+        create_time_usage(f"2026-10-{number:02}T00:00", 4 * HOUR, provider="acme")
     member("team")
     move = member("lab", "2026-10-04")
     price()
-    move.since = day("2026-10-06")
+    move.since = parse_day("2026-10-06")
     move.save()
     price()
     assert by_account() == {"team": (10, 20 * HOUR), "lab": (0, 4 * HOUR)}
@@ -460,35 +485,35 @@ def test_a_move_that_is_changed_or_deleted_is_as_if_it_had_been_so_always() -> N
 
 @pytest.mark.usefixtures("ten_free")
 def test_whoever_leaves_an_account_is_in_the_house_from_that_day_on() -> None:
-    time_used("2026-10-31T00:00", 48 * HOUR, provider="acme")
+    create_time_usage("2026-10-31T00:00", 48 * HOUR, provider="acme")
     member("team"), member("house", "2026-11-01")
     price()
     assert by_account() == {"team": (14, 24 * HOUR), "house": (14, 24 * HOUR)}
 
 
 def test_a_membership_to_come_changes_nothing_until_its_day() -> None:
-    rate("time", "1")
+    create_rate("time", "1")
     today = timezone.now().date()
     member("team"), member("lab", str(today + DAY))
-    time_used(datetime.combine(today, time(), UTC), provider="acme")
+    create_time_usage(datetime.combine(today, time(), UTC), provider="acme")
     price()
     assert [*by_account()] == ["team"]
-    time_used(datetime.combine(today + DAY, time(), UTC), provider="acme")
+    create_time_usage(datetime.combine(today + DAY, time(), UTC), provider="acme")
     price()
     assert {*by_account()} == {"team", "lab"}
 
 
 def test_a_later_membership_begins_today_if_no_day_is_given() -> None:
-    assert member("team").since == day("1970-01-01")
+    assert member("team").since == parse_day("1970-01-01")
     before = timezone.now().astimezone(UTC).date()
     assert before <= member("lab").since <= timezone.now().astimezone(UTC).date()
 
 
 @pytest.mark.skipif(connection.vendor == "sqlite", reason="has one writer at a time")
 @pytest.mark.django_db(transaction=True)
-def test_an_agent_moves_before_or_after_a_month_is_priced_but_not_meanwhile(at_step: Callable[..., None]) -> None:
-    rate("time", "1")
-    time_used("2026-11-02T10:00", provider="acme")
+def test_an_agent_moves_before_or_after_a_month_is_priced_but_not_meanwhile(at_checkpoint: Callable[..., None]) -> None:
+    create_rate("time", "1")
+    create_time_usage("2026-11-02T10:00", provider="acme")
     found: list[Any] = []
 
     def act(_: int) -> None:
@@ -497,15 +522,15 @@ def test_an_agent_moves_before_or_after_a_month_is_priced_but_not_meanwhile(at_s
         member("team")
 
     def rival() -> None:
-        with threads(1) as run:
+        with run_in_threads(1) as run:
             found.extend(run(act))
 
-    at_step("repriced", rival)
+    at_checkpoint("repriced", rival)
     price()
     assert "lock timeout" in str(found)
     member("team")
     price()
-    assert lines("account__name", "usd") == [("team", 1)]
+    assert list_cost_values("account__name", "usd") == [("team", 1)]
 
 
 # --- again, and beside itself -----------------------------------------------------------------------------------------
@@ -515,79 +540,79 @@ def test_an_agent_moves_before_or_after_a_month_is_priced_but_not_meanwhile(at_s
 def a_quarter(db: None) -> None:
     """Some of everything, over three months."""
     chance = random.Random(7)
-    rate("time", "0.05", provider="docker", since="2026-11-03T11:11")
-    rate("storage", "0.015", provider="docker", allowance=USD("0.5"))
+    create_rate("time", "0.05", provider="docker", since="2026-11-03T11:11")
+    create_rate("storage", "0.015", provider="docker", allowance=USD("0.5"))
     member("team", agent="did:plc:a1"), member("lab", "2026-11-20", "did:plc:a2")
     member("lab", "2026-10-20", "did:plc:a1"), member("house", "2026-11-05", "did:plc:a1")
     for number in range(60):
-        began = at("2026-09-15") + timedelta(microseconds=chance.randrange(80 * 86_400 * 10**6))
+        began = parse_utc("2026-09-15") + timedelta(microseconds=chance.randrange(80 * 86_400 * 10**6))
         agent = f"did:plc:a{number % 5}" if number % 7 else ""
-        fields = BASIC if number % 2 else {"provider": "docker"}
-        time_used(began, timedelta(microseconds=chance.randrange(1, 60 * 3600 * 10**6)), agent, **fields)
+        fields = BASIC_INSTANCE if number % 2 else {"provider": "docker"}
+        create_time_usage(began, timedelta(microseconds=chance.randrange(1, 60 * 3600 * 10**6)), agent, **fields)
         if agent:
-            stored(
+            create_storage_usage(
                 str(began.replace(tzinfo=None)), timedelta(days=chance.randrange(1, 20)), chance.randrange(10**11), agent=agent
             )
-            calls(str(began.replace(tzinfo=None)), f"0.{chance.randrange(10**9):09}", agent=agent)
+            create_token_usage(str(began.replace(tzinfo=None)), f"0.{chance.randrange(10**9):09}", agent=agent)
 
 
 @pytest.mark.usefixtures("a_quarter")
 def test_pricing_twice_is_pricing_once() -> None:
-    assert costs.price(now=NOW)["written"] > 100
+    assert costs.price_usage(now=NOW)["written"] > 100
     before = [*CostRecord.objects.order_by("pk").values_list("pk", "usd")]
-    assert not costs.price(now=NOW + DAY)
+    assert not costs.price_usage(now=NOW + DAY)
     assert [*CostRecord.objects.order_by("pk").values_list("pk", "usd")] == before
 
 
 @pytest.mark.usefixtures("a_quarter")
 def test_thrown_away_and_derived_again_it_is_the_same_to_the_last_digit() -> None:
     price()
-    before = records()
-    costs.start_over()
+    before = list_cost_records()
+    costs.reset_costs()
     assert not CostRecord.objects.exists()
     price()
-    assert records() == before
+    assert list_cost_records() == before
 
 
 @pytest.mark.usefixtures("a_quarter")
 def test_days_that_come_one_by_one_in_any_order_come_to_the_same() -> None:
     price()
-    before, days = records(), [*UsageRecord.objects.order_by().values_list("day", flat=True).distinct()]
-    costs.start_over()
+    before, days = list_cost_records(), [*UsageRecord.objects.order_by().values_list("day", flat=True).distinct()]
+    costs.reset_costs()
     Unpriced.objects.all().delete()
     for each in random.Random(1).sample(days, len(days)):
         Unpriced.note([each])
         price()
-    assert records() == before
+    assert list_cost_records() == before
 
 
 @pytest.mark.usefixtures("a_quarter")
 @pytest.mark.parametrize("step", ["priced", "repriced"])
-def test_a_pass_that_dies_at_a_step_is_made_up_for_by_the_next(step: str, at_step: Callable[..., None]) -> None:
+def test_a_pass_that_dies_at_a_step_is_made_up_for_by_the_next(step: str, at_checkpoint: Callable[..., None]) -> None:
     price()
-    before = records()
+    before = list_cost_records()
     for again in range(3):  # in the first month, the second, the third
-        costs.start_over()
+        costs.reset_costs()
         if again:
-            Unpriced.objects.filter(day__lt=day(f"2026-{9 + again:02}-01")).delete()
+            Unpriced.objects.filter(day__lt=parse_day(f"2026-{9 + again:02}-01")).delete()
 
         def die() -> None:
-            raise Died
+            raise SimulatedCrash
 
-        at_step(step, die)
-        with pytest.raises(Died):
+        at_checkpoint(step, die)
+        with pytest.raises(SimulatedCrash):
             price()
         Unpriced.note(UsageRecord.objects.values_list("day", flat=True))
         price()
-        assert records() == before
+        assert list_cost_records() == before
 
 
 @pytest.mark.usefixtures("a_quarter")
 def test_only_what_changed_is_written() -> None:
     price()
     known = {*CostRecord.objects.values_list("pk", flat=True)}
-    time_used("2026-11-20T10:00", agent="did:plc:new", provider="docker")
-    assert costs.price(now=NOW) == {"written": 1}
+    create_time_usage("2026-11-20T10:00", agent="did:plc:new", provider="docker")
+    assert costs.price_usage(now=NOW) == {"written": 1}
     assert known < {*CostRecord.objects.values_list("pk", flat=True)}
 
 
@@ -598,47 +623,47 @@ def test_two_passes_and_a_meter_at_once_leave_what_one_leaves() -> None:
         if index < 2:
             price()
         else:
-            UsageRecord.objects.filter(day=day("2026-11-01")).delete()
-            time_used("2026-11-01T05:00", provider="docker", source="while pricing")
-            time_used("2026-10-01T05:00", provider="docker", source="while pricing")
+            UsageRecord.objects.filter(day=parse_day("2026-11-01")).delete()
+            create_time_usage("2026-11-01T05:00", provider="docker", source="while pricing")
+            create_time_usage("2026-10-01T05:00", provider="docker", source="while pricing")
 
-    with threads(3) as run:
+    with run_in_threads(3) as run:
         assert run(act) == [None] * 3
     price()
-    together = records()
+    together = list_cost_records()
     assert not Unpriced.objects.exists()
-    costs.start_over()
+    costs.reset_costs()
     price()
-    assert records() == together
+    assert list_cost_records() == together
 
 
 @pytest.mark.skipif(connection.vendor == "sqlite", reason="has one writer at a time")
 @pytest.mark.django_db(transaction=True)
-def test_what_is_metered_while_its_day_is_priced_is_left_for_the_next_pass(at_step: Callable[..., None]) -> None:
-    rate("time", "1")
-    time_used("2026-11-02T10:00", provider="acme")
+def test_what_is_metered_while_its_day_is_priced_is_left_for_the_next_pass(at_checkpoint: Callable[..., None]) -> None:
+    create_rate("time", "1")
+    create_time_usage("2026-11-02T10:00", provider="acme")
 
     def rival() -> None:
-        with threads(1) as run:
-            assert run(lambda _: len(time_used("2026-11-02T12:00", provider="acme"))) == [1]
+        with run_in_threads(1) as run:
+            assert run(lambda _: len(create_time_usage("2026-11-02T12:00", provider="acme"))) == [1]
 
-    at_step("repriced", rival)
+    at_checkpoint("repriced", rival)
     price()
-    assert (total(), [*Unpriced.objects.values_list("day", flat=True)]) == (1, [day("2026-11-02")])
+    assert (total(), [*Unpriced.objects.values_list("day", flat=True)]) == (1, [parse_day("2026-11-02")])
     price()
     assert (total(), Unpriced.objects.count()) == (2, 0)
 
 
 def test_what_is_metered_is_priced(grant: Callable[..., Any]) -> None:
     """From the facts: a sandbox that waits for half an hour after its exec, at 2 USD an hour."""
-    rate("time", "2", provider="memory", since="2026-01-01")
+    create_rate("time", "2", provider="memory", since="2026-01-01")
     held = grant()
-    execution.exec_in(held.pk, Command(["true"], timedelta(seconds=5)), now=NOW)
-    metering.meter(now=NOW + HOUR / 2)
+    execution.exec_command(held.pk, Command(["true"], timedelta(seconds=5)), now=NOW)
+    metering.meter_usage(now=NOW + HOUR / 2)
     price()
-    (lasted,) = costs.hours("lease").values()
+    (lasted,) = costs.sum_sandbox_time("lease").values()
     assert timedelta(minutes=29) < lasted <= HOUR / 2
-    assert total(holder=held.pk) == pricing.rounded(Fraction(lasted // timedelta(microseconds=1), 3600 * 10**6) * 2)
+    assert total(holder=held.pk) == pricing.round_half_up(Fraction(lasted // timedelta(microseconds=1), 3600 * 10**6) * 2)
 
 
 # --- against an independent computation -------------------------------------------------------------------------------
@@ -672,12 +697,12 @@ def test_the_sum_of_lines_is_what_a_plain_computation_says(
     CostRecord.objects.all().delete()
     UsageRecord.objects.all().delete()
     Rate.objects.filter(provider="acme").delete()
-    begin = at("2026-10-10")
-    known = {at("2020-01-01"): first} | {begin + timedelta(microseconds=when): change for when, change in changes}
+    begin = parse_utc("2026-10-10")
+    known = {parse_utc("2020-01-01"): first} | {begin + timedelta(microseconds=when): change for when, change in changes}
     for when, (usd, allowance) in known.items():
-        rate("memory", str(usd), valid_from=when, allowance=allowance)
+        create_rate("memory", str(usd), valid_from=when, allowance=allowance)
     for start, lasts, agent, (millicpus, memory) in spans:
-        time_used(
+        create_time_usage(
             begin + timedelta(microseconds=start), timedelta(microseconds=lasts), agent, provider="acme", millicpus=millicpus,
             memory_mib=memory,
         )  # fmt: skip
@@ -688,7 +713,7 @@ def test_the_sum_of_lines_is_what_a_plain_computation_says(
         price()
     expected = plainly(begin, spans, known, moves)
     found: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
-    for when, account, usd in lines("day", "account__name", "usd"):
+    for when, account, usd in list_cost_values("day", "account__name", "usd"):
         found[f"{when:%Y-%m}", account] += Fraction(usd)
     lines_in = CostRecord.objects.count()
     for month in {*expected, *found}:
@@ -697,11 +722,13 @@ def test_the_sum_of_lines_is_what_a_plain_computation_says(
         by_hand: dict[str, timedelta] = defaultdict(timedelta)
         for row in UsageRecord.objects.filter(day__gte=first or date.min):
             by_hand[whose(moves, row.agent_did, row.day)] += row.ended_at - row.began_at
-        assert costs.hours("account", since=first) == by_hand
+        assert costs.sum_sandbox_time("account", since=first) == by_hand
         for account in ("house", "team", "lab"):
             its = {"account": account, "since": first}
-            assert sum(costs.hours("day", **its).values(), timedelta(0)) == by_hand.get(account, timedelta(0))
-            assert costs.hours("account", **its) == {name: time_ for name, time_ in by_hand.items() if name == account}
+            assert sum(costs.sum_sandbox_time("day", **its).values(), timedelta(0)) == by_hand.get(account, timedelta(0))
+            assert costs.sum_sandbox_time("account", **its) == {
+                name: time_ for name, time_ in by_hand.items() if name == account
+            }
 
 
 def whose(moves: dict[tuple[str, date], str], agent: str, day: date) -> str:
@@ -724,7 +751,7 @@ def plainly(
             since = max(when for when in prices if when <= a)
             hours = Fraction((b - a) // timedelta(microseconds=1), 3600 * 10**6)
             account = whose(moves, agent, a.date())
-            pieces[a.date(), since, str(lease(agent)) if agent else "", account] += hours * memory / 1024
+            pieces[a.date(), since, str(derive_lease_id(agent)) if agent else "", account] += hours * memory / 1024
     taken: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
     paid: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
     for (when, since, _, account), used in sorted(pieces.items()):

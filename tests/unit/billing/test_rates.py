@@ -15,7 +15,7 @@ from billing import costs, pricing
 from billing.models import Account, CostRecord, Membership, Rate, Unpriced
 from sandboxes import providers
 from tests.conftest import NOW
-from tests.support.billing import ADA, at, day, lines, rate, time_used
+from tests.support.billing import ADA, create_rate, create_time_usage, list_cost_values, parse_day, parse_utc
 
 pytestmark = pytest.mark.django_db
 SOON = timedelta(minutes=5)
@@ -41,7 +41,7 @@ def test_cloudflares_prices_are_there() -> None:
 
 @pytest.mark.parametrize("name", ["docker", "process", "memory"])
 def test_what_runs_here_costs_nothing_until_somebody_says_so(name: str) -> None:
-    assert providers.get(name)
+    assert providers.get_provider(name)
     assert [*Rate.objects.filter(provider=name).values_list("item", "usd", "own")] == [("time", 0, False)]
 
 
@@ -64,9 +64,13 @@ def test_there_is_a_house() -> None:
 
 
 def test_a_rate_counts_from_its_moment_on() -> None:
-    known = [rate("time", "1"), rate("time", "2", since="2026-11-02"), rate("time", "3", since="2027-01-01")]
+    known = [
+        create_rate("time", "1"),
+        create_rate("time", "2", since="2026-11-02"),
+        create_rate("time", "3", since="2027-01-01"),
+    ]
     moments = {"2019-12-31": None, "2020-01-01": 1, "2026-11-01T23:59:59.999999": 1, "2026-11-02": 2, "2030-01-01": 3}
-    found = {when: pricing.rate_for(known, "acme", "", "time", at(when)) for when in moments}
+    found = {when: pricing.find_rate(known, "acme", "", "time", parse_utc(when)) for when in moments}
     assert {when: each and each.usd for when, each in found.items()} == moments
 
 
@@ -79,10 +83,13 @@ def test_a_rate_counts_from_its_moment_on() -> None:
 )  # fmt: skip
 def test_a_rate_is_of_a_provider_an_instance_type_and_an_item(provider: str, kind: str, item: str, usd: int | None) -> None:
     known = [
-        rate("time", "1"), rate("time", "2", instance_type="small"), rate("memory", "4"), rate("time", "5", provider="other"),
-    ]  # fmt: skip
+        create_rate("time", "1"),
+        create_rate("time", "2", instance_type="small"),
+        create_rate("memory", "4"),
+        create_rate("time", "5", provider="other"),
+    ]
     for order in (known, known[::-1]):
-        found = pricing.rate_for(order, provider, kind, item, NOW)
+        found = pricing.find_rate(order, provider, kind, item, NOW)
         assert (found and found.usd) == usd
 
 
@@ -127,9 +134,9 @@ def test_a_rate_that_has_begun_is_not_removed() -> None:
 
 
 def test_a_rate_by_which_something_was_priced_cannot_go() -> None:
-    one = rate("time", "1")
-    time_used("2026-11-02T10:00", provider="acme")
-    costs.price(now=NOW)
+    one = create_rate("time", "1")
+    create_time_usage("2026-11-02T10:00", provider="acme")
+    costs.price_usage(now=NOW)
     with pytest.raises(ProtectedError):
         Rate.objects.filter(pk=one.pk).delete()
 
@@ -169,7 +176,7 @@ def test_of_one_moment_there_is_one_rate() -> None:
 @pytest.mark.parametrize("field", ["usd", "allowance"])
 def test_the_database_keeps_rates_above_zero_itself(field: str) -> None:
     with pytest.raises(IntegrityError), transaction.atomic():
-        rate("time", **({"usd": "1"} | {field: "-1"} if field == "usd" else {"usd": "1", field: Decimal(-1)}))
+        create_rate("time", **({"usd": "1"} | {field: "-1"} if field == "usd" else {"usd": "1", field: Decimal(-1)}))
 
 
 # --- what is priced again ---------------------------------------------------------------------------------------------
@@ -180,50 +187,50 @@ def test_a_rate_that_begins_has_the_days_since_then_priced_again() -> None:
     that_day = one.valid_from.date()  # tomorrow, if today is as good as over
     before, after = that_day - timedelta(days=1), that_day + timedelta(days=1)
     for each in (before, after):
-        time_used(datetime.combine(each, datetime.min.time(), UTC), provider="acme")
-    costs.price(now=NOW)
+        create_time_usage(datetime.combine(each, datetime.min.time(), UTC), provider="acme")
+    costs.price_usage(now=NOW)
     with CaptureQueriesContext(connection) as asked:
         one.save()
     assert not any('"billing_usagerecord"."id"' in each["sql"] for each in asked), "each record is read, not each day"
     assert [*Unpriced.objects.values_list("day", flat=True)] == [after]
-    costs.price(now=NOW)
-    assert lines("day", "usd") == [(after, 1)]
+    costs.price_usage(now=NOW)
+    assert list_cost_values("day", "usd") == [(after, 1)]
 
 
 def test_only_the_days_of_an_agent_that_moves_are_priced_again_from_the_first_that_changes() -> None:
     for agent in (ADA, "did:plc:other"):
         for when in ("2026-11-02T10:00", "2026-11-03T10:00", "2026-11-04T10:00"):
-            time_used(when, agent=agent)
+            create_time_usage(when, agent=agent)
     team, lab = (Account.objects.create(name=name) for name in ("team", "lab"))
 
     def noted() -> list[int]:
         days = sorted({*Unpriced.objects.values_list("day", flat=True)})
-        costs.price(now=NOW)
+        costs.price_usage(now=NOW)
         return [each.day for each in days]
 
     assert noted() == [2, 3, 4]
-    move = Membership.objects.create(agent_did=ADA, account=team, since=day("2026-11-03"))
+    move = Membership.objects.create(agent_did=ADA, account=team, since=parse_day("2026-11-03"))
     assert noted() == [3, 4]
-    Membership.objects.create(agent_did=ADA, account=lab, since=day("2026-11-04"))
+    Membership.objects.create(agent_did=ADA, account=lab, since=parse_day("2026-11-04"))
     assert noted() == [4]
     move.save()
     assert noted() == []
-    move.since = day("2026-11-02")
+    move.since = parse_day("2026-11-02")
     move.save()
     assert noted() == [2, 3, 4]  # the 3rd and 4th did not change: they are priced as they were
     move.agent_did = "did:plc:other"
     move.save()
     assert noted() == [2, 3, 4]
-    assert lines("account__name", agent_did=ADA) == [("house",), ("house",), ("lab",)]
-    assert lines("account__name", agent_did="did:plc:other") == [("team",)] * 3
+    assert list_cost_values("account__name", agent_did=ADA) == [("house",), ("house",), ("lab",)]
+    assert list_cost_values("account__name", agent_did="did:plc:other") == [("team",)] * 3
     move.delete()
     assert noted() == [2, 3, 4]
 
 
 def test_a_cost_is_never_below_zero_and_there_is_one_of_each() -> None:
-    one = rate("time", "1")
-    time_used("2026-11-02T10:00", provider="acme", agent="")
-    costs.price(now=NOW)
+    one = create_rate("time", "1")
+    create_time_usage("2026-11-02T10:00", provider="acme", agent="")
+    costs.price_usage(now=NOW)
     row = CostRecord.objects.get(rate=one)
     row.pk = None
     with pytest.raises(IntegrityError), transaction.atomic():

@@ -15,28 +15,43 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from billing import costs, dates, metering, statements
 from billing.models import Account, CostRecord, Credit, Membership, Rate, Statement, StatementLine, UsageRecord, Watermark
-from billing.statements import NotClosable
+from billing.statements import MonthNotClosable
 from leases import execution, snapshots
 from sandboxes import sweeps
 from sandboxes.models import DataSize, LlmCall
 from sandboxes.runs import Command
-from tests.conftest import Died, threads
-from tests.support.billing import ADA, BOB, HOUR, at, calls, day, rate, records, time_used
+from tests.conftest import SimulatedCrash, run_in_threads
+from tests.support.billing import (
+    ADA,
+    BOB,
+    HOUR,
+    create_rate,
+    create_time_usage,
+    create_token_usage,
+    list_cost_records,
+    parse_day,
+    parse_utc,
+)
 
 pytestmark = pytest.mark.django_db
-DECEMBER, JANUARY, FEBRUARY = at("2026-12-01T00:00"), at("2027-01-01T00:00"), at("2027-02-01T00:00")
-OCTOBER, NOVEMBER = day("2026-10-01"), day("2026-11-01")
+DECEMBER, JANUARY, FEBRUARY = parse_utc("2026-12-01T00:00"), parse_utc("2027-01-01T00:00"), parse_utc("2027-02-01T00:00")
+OCTOBER, NOVEMBER = parse_day("2026-10-01"), parse_day("2026-11-01")
 USD = Decimal
 BATCHES = [
-    metering._time, metering._use, metering._runs, metering._snapshots, metering._data, metering._tokens,
-]  # fmt: skip
+    metering._meter_time,
+    metering._meter_resource_use,
+    metering._meter_runs,
+    metering._meter_snapshots,
+    metering._meter_agent_data,
+    metering._meter_llm_calls,
+]
 
 
 def price(now: datetime = DECEMBER) -> None:
     """As if metering and pricing had come as far as this."""
-    for name in metering.NAMES:
+    for name in metering.WATERMARK_NAMES:
         Watermark.objects.update_or_create(name=name, defaults={"at": now})
-    costs.price(now=now)
+    costs.price_usage(now=now)
 
 
 def house() -> Account:
@@ -44,7 +59,7 @@ def house() -> Account:
 
 
 def close(account: Account, month: date = NOVEMBER, now: datetime = DECEMBER) -> Statement:
-    return statements.close(account, month, now=now, actor="eve")[0]
+    return statements.close_month(account, month, now=now, actor="eve")[0]
 
 
 def shown(statement: Statement) -> list[tuple[Any, ...]]:
@@ -55,19 +70,19 @@ def even(account: Account) -> bool:
     """Are its statements together what its costs are, line by line, up to the last month that is closed?"""
     last = Statement.objects.filter(account=account).order_by("month").last()
     if last is None:
-        return not statements.billed(account)
-    derived = statements.rounded(account, until=dates.following(last.month))
-    billed = {key: amount.usd for key, amount in statements.billed(account).items() if amount.usd}
+        return not statements.sum_billed_costs(account)
+    derived = statements.sum_derived_costs(account, until=dates.start_of_next_month(last.month))
+    billed = {key: amount.usd for key, amount in statements.sum_billed_costs(account).items() if amount.usd}
     return billed == {key: amount.usd for key, amount in derived.items() if amount.usd}
 
 
 @pytest.fixture
 def used(db: None) -> None:
     """Ada: 3 h in November and 0.005 USD of calls; Bob: 1 h. An hour costs 0.335 USD."""
-    rate("time", "0.335")
-    time_used("2026-11-02T22:00", 3 * HOUR, provider="acme")
-    calls("2026-11-03T10:00", "0.005", provider="acme")
-    time_used("2026-11-30T23:00", HOUR, BOB, provider="acme")
+    create_rate("time", "0.335")
+    create_time_usage("2026-11-02T22:00", 3 * HOUR, provider="acme")
+    create_token_usage("2026-11-03T10:00", "0.005", provider="acme")
+    create_time_usage("2026-11-30T23:00", HOUR, BOB, provider="acme")
     price()
 
 
@@ -88,8 +103,8 @@ def test_a_statement_has_a_line_for_each_agent_and_item_rounded_to_cents_and_the
 
 @pytest.mark.usefixtures("used")
 def test_closing_twice_is_closing_once() -> None:
-    first, made = statements.close(house(), NOVEMBER, now=DECEMBER, actor="eve")
-    again, made_again = statements.close(house(), day("2026-11-17"), now=JANUARY, actor="bob")
+    first, made = statements.close_month(house(), NOVEMBER, now=DECEMBER, actor="eve")
+    again, made_again = statements.close_month(house(), parse_day("2026-11-17"), now=JANUARY, actor="bob")
     assert (first, made, made_again) == (again, True, False)
     assert Statement.objects.get().closed_by == "eve"
 
@@ -98,84 +113,84 @@ def test_closing_twice_is_closing_once() -> None:
 @pytest.mark.parametrize(("now", "why"), [("2026-11-30T23:59:59.999999", "2026-11 is not over"), ("2026-12-01T00:00", None)])
 def test_a_month_is_closed_once_it_is_over(now: str, why: str | None) -> None:
     if why is None:
-        assert close(house(), now=at(now))
+        assert close(house(), now=parse_utc(now))
     else:
-        with pytest.raises(NotClosable, match=why):
-            close(house(), now=at(now))
+        with pytest.raises(MonthNotClosable, match=why):
+            close(house(), now=parse_utc(now))
 
 
 @pytest.mark.usefixtures("used")
-@pytest.mark.parametrize("behind", metering.NAMES)
+@pytest.mark.parametrize("behind", metering.WATERMARK_NAMES)
 def test_a_month_is_not_closed_before_it_is_metered_up_to_its_end(behind: str) -> None:
-    Watermark.objects.filter(name=behind).update(at=at("2026-11-30T23:59:59"))
-    with pytest.raises(NotClosable, match="2026-11 is not metered"):
+    Watermark.objects.filter(name=behind).update(at=parse_utc("2026-11-30T23:59:59"))
+    with pytest.raises(MonthNotClosable, match="2026-11 is not metered"):
         close(house())
     Watermark.objects.filter(name=behind).delete()
-    with pytest.raises(NotClosable, match="2026-11 is not metered"):
+    with pytest.raises(MonthNotClosable, match="2026-11 is not metered"):
         close(house())
     assert not Statement.objects.exists()
 
 
 @pytest.mark.usefixtures("used")
 def test_a_month_is_not_closed_while_something_before_its_end_is_unpriced() -> None:
-    time_used("2026-12-01T01:00", provider="acme")
+    create_time_usage("2026-12-01T01:00", provider="acme")
     assert close(house())
-    time_used("2026-10-31T01:00", agent="did:plc:late", provider="acme")
-    for name in metering.NAMES:
+    create_time_usage("2026-10-31T01:00", agent="did:plc:late", provider="acme")
+    for name in metering.WATERMARK_NAMES:
         Watermark.objects.filter(name=name).update(at=JANUARY)
-    with pytest.raises(NotClosable, match="not priced yet"):
-        close(house(), day("2026-12-01"), JANUARY)
+    with pytest.raises(MonthNotClosable, match="not priced yet"):
+        close(house(), parse_day("2026-12-01"), JANUARY)
     price(JANUARY)
-    assert close(house(), day("2026-12-01"), JANUARY)
+    assert close(house(), parse_day("2026-12-01"), JANUARY)
 
 
 @pytest.mark.parametrize("metered", [BATCHES[number:] + BATCHES[:number] for number in range(6)])  # each is the last once
 def test_a_month_is_not_closed_while_facts_of_it_are_not_metered(grant: Callable[..., Any], metered: Any) -> None:
     """A pass that stopped, or started over, has moved its watermark; what it has not read would be missing."""
-    now, following = at("2026-11-21T12:00"), at("2026-12-02T00:00")
-    rate("time", "1", provider="memory", since="2026-01-01")
+    now, following = parse_utc("2026-11-21T12:00"), parse_utc("2026-12-02T00:00")
+    create_rate("time", "1", provider="memory", since="2026-01-01")
     held = grant(now=now)
-    execution.exec_in(held.pk, Command(["true"], timedelta(seconds=5)), now=now)
-    sweeps.read(now=now + timedelta(minutes=5))
-    snapshots.take(held.pk, name="", now=now, actor="eve")
+    execution.exec_command(held.pk, Command(["true"], timedelta(seconds=5)), now=now)
+    sweeps.record_readings(now=now + timedelta(minutes=5))
+    snapshots.take_snapshot(held.pk, name="", now=now, actor="eve")
     DataSize.objects.create(agent_did=held.agent_did, size_bytes=10**9, at=now)
     LlmCall.objects.create(
         call_id="1" * 32, holder=held.pk, agent_did=held.agent_did, model="m", started_at=now, deadline_at=now, ended_at=now,
         outcome="ok", cost=USD("0.5"),
     )  # fmt: skip
-    metering.meter(now=following)
+    metering.meter_usage(now=following)
     price(following)
-    whole = statements.rounded(house(), until=day("2026-12-01"))
-    metering.start_over()
-    costs.price(now=following)
+    whole = statements.sum_derived_costs(house(), until=parse_day("2026-12-01"))
+    metering.reset_usage()
+    costs.price_usage(now=following)
     assert not CostRecord.objects.exists()
     for each in metered:  # one after the other, as passes that stop in between leave them
-        with pytest.raises(NotClosable, match="not metered up to its end"):
+        with pytest.raises(MonthNotClosable, match="not metered up to its end"):
             close(house(), now=following)
         each(None, following)
-        costs.price(now=following)
+        costs.price_usage(now=following)
     made = close(house(), now=following)
-    assert (made.subtotal > 200, statements.billed(house())) == (True, whole)
+    assert (made.subtotal > 200, statements.sum_billed_costs(house())) == (True, whole)
 
 
 @pytest.mark.usefixtures("used")
 def test_months_are_closed_in_their_order() -> None:
-    time_used("2026-10-05T10:00", provider="acme")
+    create_time_usage("2026-10-05T10:00", provider="acme")
     price()
-    with pytest.raises(NotClosable, match="2026-10 has costs and is not closed"):
+    with pytest.raises(MonthNotClosable, match="2026-10 has costs and is not closed"):
         close(house())
-    assert statements.open_months(house(), now=DECEMBER) == [OCTOBER, NOVEMBER]
+    assert statements.find_open_months(house(), now=DECEMBER) == [OCTOBER, NOVEMBER]
     close(house(), OCTOBER)
     close(house())
-    assert statements.open_months(house(), now=DECEMBER) == []
-    with pytest.raises(NotClosable, match="2026-11 is closed"):
-        close(house(), day("2026-09-01"))
+    assert statements.find_open_months(house(), now=DECEMBER) == []
+    with pytest.raises(MonthNotClosable, match="2026-11 is closed"):
+        close(house(), parse_day("2026-09-01"))
 
 
 @pytest.mark.usefixtures("used")
 def test_what_was_booked_is_neither_changed_nor_removed() -> None:
     made = close(house())
-    credit = statements.grant(house(), USD("5"), now=DECEMBER, actor="eve", reason="sorry")
+    credit = statements.grant_credit(house(), USD("5"), now=DECEMBER, actor="eve", reason="sorry")
     for row in (made, made.lines.first(), credit):
         assert row
         with pytest.raises(ValidationError, match="stays"):
@@ -192,12 +207,12 @@ def test_what_was_booked_is_neither_changed_nor_removed() -> None:
 
 @pytest.mark.usefixtures("used")
 @pytest.mark.parametrize("where", ["closing", "closed"])
-def test_whoever_dies_while_closing_has_closed_nothing(where: str, at_step: Callable[..., None]) -> None:
+def test_whoever_dies_while_closing_has_closed_nothing(where: str, at_checkpoint: Callable[..., None]) -> None:
     def die() -> None:
-        raise Died
+        raise SimulatedCrash
 
-    at_step(where, die)
-    with pytest.raises(Died):
+    at_checkpoint(where, die)
+    with pytest.raises(SimulatedCrash):
         close(house())
     assert not Statement.objects.exists()
     close(house())
@@ -206,16 +221,16 @@ def test_whoever_dies_while_closing_has_closed_nothing(where: str, at_step: Call
 
 @pytest.mark.django_db(transaction=True)
 def test_many_who_close_at_once_close_once_and_use_a_credit_once() -> None:
-    rate("time", "10")
-    time_used("2026-11-02T22:00", 3 * HOUR, provider="acme")
+    create_rate("time", "10")
+    create_time_usage("2026-11-02T22:00", 3 * HOUR, provider="acme")
     price()
-    statements.grant(house(), USD("12"), now=DECEMBER, actor="eve", reason="welcome")
-    with threads(4) as run:
-        done = run(lambda number: statements.close(house(), NOVEMBER, now=DECEMBER, actor=f"eve {number}"))
+    statements.grant_credit(house(), USD("12"), now=DECEMBER, actor="eve", reason="welcome")
+    with run_in_threads(4) as run:
+        done = run(lambda number: statements.close_month(house(), NOVEMBER, now=DECEMBER, actor=f"eve {number}"))
     assert sorted(made for _, made in done) == [False, False, False, True]
     assert len({statement.pk for statement, _ in done}) == 1
     assert Statement.objects.get().total == 18
-    assert (StatementLine.objects.count(), statements.balance(house())) == (1, 0)
+    assert (StatementLine.objects.count(), statements.get_balance(house())) == (1, 0)
 
 
 # --- what changes afterwards ------------------------------------------------------------------------------------------
@@ -224,10 +239,10 @@ def test_many_who_close_at_once_close_once_and_use_a_credit_once() -> None:
 @pytest.mark.usefixtures("used")
 def test_what_is_used_late_is_a_correction_on_the_next_statement() -> None:
     before = shown(close(house()))
-    time_used("2026-11-15T10:00", 2 * HOUR, provider="acme")
+    create_time_usage("2026-11-15T10:00", 2 * HOUR, provider="acme")
     price(JANUARY)
     assert shown(Statement.objects.get()) == before
-    later = close(house(), day("2026-12-01"), JANUARY)
+    later = close(house(), parse_day("2026-12-01"), JANUARY)
     assert shown(later) == [("correction", NOVEMBER, ADA, "time", 2, USD("0.67"))]  # 1.675 is 1.68, and 1.01 was billed
     assert even(house())
 
@@ -236,7 +251,7 @@ def test_what_is_used_late_is_a_correction_on_the_next_statement() -> None:
 
 
 def member(account: Account, since: str = "", agent: str = ADA) -> Membership:
-    return Membership.objects.create(agent_did=agent, account=account, since=day(since) if since else None)
+    return Membership.objects.create(agent_did=agent, account=account, since=parse_day(since) if since else None)
 
 
 @pytest.fixture
@@ -247,15 +262,15 @@ def team(db: None) -> Account:
 @pytest.mark.usefixtures("used")
 def test_an_agent_that_moves_leaves_what_is_closed_and_corrects_nothing(team: Account) -> None:
     member(team, agent="did:plc:old")
-    time_used("2026-11-05T10:00", agent="did:plc:old", provider="acme")
+    create_time_usage("2026-11-05T10:00", agent="did:plc:old", provider="acme")
     price()
     before = shown(close(house())), shown(close(team))
     moved = member(team)
-    assert moved.since == day("2026-12-01")
-    time_used("2026-12-31T23:00", 2 * HOUR, provider="acme")
+    assert moved.since == parse_day("2026-12-01")
+    create_time_usage("2026-12-31T23:00", 2 * HOUR, provider="acme")
     price(FEBRUARY)
-    given, taken = close(house(), day("2026-12-01"), FEBRUARY), close(team, day("2026-12-01"), FEBRUARY)
-    assert (shown(given), shown(taken)) == ([], [("usage", day("2026-12-01"), ADA, "time", 1, USD("0.34"))])
+    given, taken = close(house(), parse_day("2026-12-01"), FEBRUARY), close(team, parse_day("2026-12-01"), FEBRUARY)
+    assert (shown(given), shown(taken)) == ([], [("usage", parse_day("2026-12-01"), ADA, "time", 1, USD("0.34"))])
     assert before == tuple(shown(each) for each in Statement.objects.filter(month=NOVEMBER).order_by("account__name"))
 
 
@@ -289,7 +304,12 @@ def test_a_membership_that_began_in_a_closed_month_is_neither_changed_nor_delete
     early, late = member(team, "2026-11-30"), member(house(), "2026-12-10")
     price()
     close(team)
-    for change in ({"account": house()}, {"since": day("2026-11-29")}, {"since": day("2026-12-01")}, {"agent_did": BOB}):
+    for change in (
+        {"account": house()},
+        {"since": parse_day("2026-11-29")},
+        {"since": parse_day("2026-12-01")},
+        {"agent_did": BOB},
+    ):
         row = Membership.objects.get(pk=early.pk)
         for name, value in change.items():
             setattr(row, name, value)
@@ -298,10 +318,10 @@ def test_a_membership_that_began_in_a_closed_month_is_neither_changed_nor_delete
     with pytest.raises(ValidationError, match="has closed 2026-11"):
         early.delete()
     assert (early.fixed, late.fixed) == (True, False)
-    late.since = day("2026-12-01")
+    late.since = parse_day("2026-12-01")
     late.save()
     late.delete()
-    assert [*Membership.objects.values_list("since", flat=True)] == [day("2026-11-30")]
+    assert [*Membership.objects.values_list("since", flat=True)] == [parse_day("2026-11-30")]
 
 
 @pytest.mark.usefixtures("used")
@@ -326,22 +346,22 @@ def test_a_membership_is_one_of_its_agent_and_day(team: Account) -> None:
 
 @pytest.mark.django_db(transaction=True)
 def test_of_a_move_and_a_closing_at_once_one_is_refused(team: Account) -> None:
-    rate("time", "1")
-    time_used("2026-11-20T10:00", provider="acme")
+    create_rate("time", "1")
+    create_time_usage("2026-11-20T10:00", provider="acme")
     price()
     account = house()
 
     def act(number: int) -> bool:
         try:
             return bool(close(account) if number else member(team, "2026-11-15"))
-        except (NotClosable, ValidationError):
+        except (MonthNotClosable, ValidationError):
             return False
 
-    with threads(2) as run:
+    with run_in_threads(2) as run:
         assert sorted(run(act)) == [False, True]
     price(JANUARY)
     close(account, now=JANUARY)
-    assert shown(close(account, day("2026-12-01"), JANUARY)) == []
+    assert shown(close(account, parse_day("2026-12-01"), JANUARY)) == []
 
 
 # --- what does not change ---------------------------------------------------------------------------------------------
@@ -351,91 +371,91 @@ def test_of_a_move_and_a_closing_at_once_one_is_refused(team: Account) -> None:
 def test_a_statement_without_anything_is_a_statement() -> None:
     close(house())
     price(JANUARY)
-    later = close(house(), day("2026-12-01"), JANUARY)
+    later = close(house(), parse_day("2026-12-01"), JANUARY)
     assert (shown(later), later.total) == ([], 0)
 
 
 @pytest.mark.usefixtures("used")
 def test_a_pass_over_everything_again_changes_no_statement() -> None:
     before = shown(close(house()))
-    costs.start_over()
+    costs.reset_costs()
     price(JANUARY)
     assert shown(Statement.objects.get()) == before
-    assert shown(close(house(), day("2026-12-01"), JANUARY)) == []
+    assert shown(close(house(), parse_day("2026-12-01"), JANUARY)) == []
 
 
 def test_accounts_with_costs_or_earlier_statements_are_due() -> None:
-    rate("time", "1")
+    create_rate("time", "1")
     for name in ("team", "idle"):
         Account.objects.create(name=name)
     Membership.objects.create(agent_did=ADA, account=Account.objects.get(name="team"))
-    time_used("2026-11-05T10:00", provider="acme")
+    create_time_usage("2026-11-05T10:00", provider="acme")
     price()
-    assert [each.name for each in statements.due(NOVEMBER)] == ["team"]
+    assert [each.name for each in statements.find_due_accounts(NOVEMBER)] == ["team"]
     close(Account.objects.get(name="team"))
-    assert [each.name for each in statements.due(day("2026-12-01"))] == ["team"]
-    assert [*statements.due(OCTOBER)] == []
+    assert [each.name for each in statements.find_due_accounts(parse_day("2026-12-01"))] == ["team"]
+    assert [*statements.find_due_accounts(OCTOBER)] == []
 
 
 # --- credits ----------------------------------------------------------------------------------------------------------
 
 
 def test_credits_are_used_up_by_statements_the_oldest_first() -> None:
-    rate("time", "1")
+    create_rate("time", "1")
     for month, hours in (("2026-11", 6), ("2026-12", 8), ("2027-01", 1)):
-        time_used(f"{month}-05T10:00", hours * HOUR, provider="acme")
+        create_time_usage(f"{month}-05T10:00", hours * HOUR, provider="acme")
     price(FEBRUARY)
-    one, two = (statements.grant(house(), USD(usd), now=DECEMBER, actor="eve", reason="x" * 5) for usd in ("5", "4.50"))
-    assert statements.balance(house()) == USD("9.50")
+    one, two = (statements.grant_credit(house(), USD(usd), now=DECEMBER, actor="eve", reason="x" * 5) for usd in ("5", "4.50"))
+    assert statements.get_balance(house()) == USD("9.50")
     found = []
     for month in ("2026-11-01", "2026-12-01", "2027-01-01"):
-        made = close(house(), day(month), FEBRUARY)
-        found.append((made.subtotal, made.credit_used, made.total, statements.left(house())))
+        made = close(house(), parse_day(month), FEBRUARY)
+        found.append((made.subtotal, made.credit_used, made.total, statements.get_remaining_credits(house())))
     assert found == [
         (6, 6, 0, {one.pk: 0, two.pk: USD("3.50")}),
         (8, USD("3.50"), USD("4.50"), {one.pk: 0, two.pk: 0}),
         (1, 0, 1, {one.pk: 0, two.pk: 0}),
     ]
-    assert statements.balances() == {house().pk: 0}
+    assert statements.get_balances() == {house().pk: 0}
 
 
 def test_a_reversal_takes_back_what_is_left_and_no_more() -> None:
-    rate("time", "1")
-    time_used("2026-11-05T10:00", 3 * HOUR, provider="acme")
+    create_rate("time", "1")
+    create_time_usage("2026-11-05T10:00", 3 * HOUR, provider="acme")
     price()
-    one, two = (statements.grant(house(), USD(usd), now=DECEMBER, actor="eve", reason="x" * 5) for usd in ("5", "4"))
+    one, two = (statements.grant_credit(house(), USD(usd), now=DECEMBER, actor="eve", reason="x" * 5) for usd in ("5", "4"))
     close(house())
-    assert statements.reverse(one.pk, now=DECEMBER, actor="eve", reason="a mistake")
-    assert not statements.reverse(one.pk, now=DECEMBER, actor="eve", reason="again")
+    assert statements.reverse_credit(one.pk, now=DECEMBER, actor="eve", reason="a mistake")
+    assert not statements.reverse_credit(one.pk, now=DECEMBER, actor="eve", reason="again")
     entry = Credit.objects.get(kind="reversal")
     assert (entry.usd, entry.reversed, entry.reason) == (-2, one, "a mistake")
-    assert (statements.left(house()), statements.balance(house())) == ({one.pk: 0, two.pk: 4}, 4)
-    assert statements.reverse(two.pk, now=DECEMBER, actor="eve", reason="this, too")
-    assert statements.balance(house()) == 0
+    assert (statements.get_remaining_credits(house()), statements.get_balance(house())) == ({one.pk: 0, two.pk: 4}, 4)
+    assert statements.reverse_credit(two.pk, now=DECEMBER, actor="eve", reason="this, too")
+    assert statements.get_balance(house()) == 0
 
 
 @pytest.mark.parametrize("usd", ["0", "-1"])
 def test_a_credit_is_more_than_nothing(usd: str) -> None:
     with pytest.raises(IntegrityError), transaction.atomic():
-        statements.grant(house(), USD(usd), now=DECEMBER, actor="eve", reason="nothing")
+        statements.grant_credit(house(), USD(usd), now=DECEMBER, actor="eve", reason="nothing")
 
 
 @pytest.mark.django_db(transaction=True)
 def test_a_credit_is_taken_back_once_or_used_but_not_both() -> None:
-    rate("time", "10")
-    time_used("2026-11-02T22:00", 3 * HOUR, provider="acme")
+    create_rate("time", "10")
+    create_time_usage("2026-11-02T22:00", 3 * HOUR, provider="acme")
     price()
-    credit = statements.grant(house(), USD("12"), now=DECEMBER, actor="eve", reason="welcome")
+    credit = statements.grant_credit(house(), USD("12"), now=DECEMBER, actor="eve", reason="welcome")
 
     def act(number: int) -> Any:
         if number:
-            return statements.reverse(credit.pk, now=DECEMBER, actor="eve", reason="a mistake")
+            return statements.reverse_credit(credit.pk, now=DECEMBER, actor="eve", reason="a mistake")
         return close(house()).credit_used
 
-    with threads(3) as run:
+    with run_in_threads(3) as run:
         used, *taken = run(act)
     assert (used, sorted(taken)) in [(12, [False, False]), (0, [False, True])]
-    assert statements.balance(house()) == 0
+    assert statements.get_balance(house()) == 0
 
 
 # --- whatever happens in whatever order -------------------------------------------------------------------------------
@@ -460,18 +480,18 @@ class Ledger(RuleBasedStateMachine):
         Rate.objects.filter(provider="acme").delete()
         Account.objects.exclude(name="house").delete()
         self.accounts = [Account.objects.get_or_create(name=name)[0] for name in FIRST_ACCOUNTS]
-        rate("memory", "0.337", allowance=USD("1.5"))
-        rate("time", "0.123456789")
-        rate("plan", "1.005")
+        create_rate("memory", "0.337", allowance=USD("1.5"))
+        create_rate("time", "0.123456789")
+        create_rate("plan", "1.005")
         price(DECEMBER)
 
     @rule(month=st.sampled_from(MONTHS), number=st.integers(0, 27), agent=AGENTS, minutes=st.integers(1, 2000))
     def something_is_used(self, month: date, number: int, agent: str, minutes: int) -> None:
-        time_used(at(f"{month.replace(day=number + 1)}T10:00"), HOUR * minutes / 60, agent, provider="acme")
+        create_time_usage(parse_utc(f"{month.replace(day=number + 1)}T10:00"), HOUR * minutes / 60, agent, provider="acme")
 
     @rule(month=st.sampled_from(MONTHS), agent=AGENTS, nano=st.integers(1, 10**8))
     def a_model_is_called(self, month: date, agent: str, nano: int) -> None:
-        calls(at(f"{month}T10:00"), str(USD(nano).scaleb(-9)), agent=agent, provider="acme")
+        create_token_usage(parse_utc(f"{month}T10:00"), str(USD(nano).scaleb(-9)), agent=agent, provider="acme")
 
     @rule(agent=AGENTS)
     def it_was_not_used_after_all(self, agent: str) -> None:
@@ -510,25 +530,29 @@ class Ledger(RuleBasedStateMachine):
 
     def closed(self) -> dict[str, Any]:
         last = {each: Statement.objects.filter(account=each).order_by("month").last() for each in self.accounts}
-        return {each.name: statements.rounded(each, until=dates.following(one.month)) for each, one in last.items() if one}
+        return {
+            each.name: statements.sum_derived_costs(each, until=dates.start_of_next_month(one.month))
+            for each, one in last.items()
+            if one
+        }
 
     @rule()
     def all_is_derived_again(self) -> None:
         price(DECEMBER)
-        before = records()
-        costs.start_over()
+        before = list_cost_records()
+        costs.reset_costs()
         price(DECEMBER)
-        assert records() == before
+        assert list_cost_records() == before
 
     @rule(usd=st.integers(1, 300), number=st.integers(0, 2))
     def credit_is_given(self, usd: int, number: int) -> None:
-        statements.grant(self.accounts[number], USD(usd).scaleb(-2), now=DECEMBER, actor="eve", reason="given")
+        statements.grant_credit(self.accounts[number], USD(usd).scaleb(-2), now=DECEMBER, actor="eve", reason="given")
 
     @rule()
     def credit_is_taken_back(self) -> None:
         last = Credit.objects.filter(kind="grant").order_by("-pk").first()
         if last:
-            statements.reverse(last.pk, now=DECEMBER, actor="eve", reason="taken")
+            statements.reverse_credit(last.pk, now=DECEMBER, actor="eve", reason="taken")
 
     @rule(number=st.integers(0, 2), month=st.sampled_from(MONTHS))
     def a_month_is_closed(self, number: int, month: date) -> None:
@@ -536,8 +560,8 @@ class Ledger(RuleBasedStateMachine):
         price(DECEMBER)
         before = [shown(each) for each in Statement.objects.order_by("pk")]
         try:
-            _, made = statements.close(account, month, now=DECEMBER, actor="eve")
-        except NotClosable:
+            _, made = statements.close_month(account, month, now=DECEMBER, actor="eve")
+        except MonthNotClosable:
             made = False
         known = [shown(each) for each in Statement.objects.order_by("pk")]
         assert known[: len(before)] == before
@@ -547,9 +571,9 @@ class Ledger(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         for account in getattr(self, "accounts", []):
-            rest = statements.left(account)
+            rest = statements.get_remaining_credits(account)
             assert all(usd >= 0 for usd in rest.values())
-            assert statements.balance(account) == sum(rest.values(), USD(0))
+            assert statements.get_balance(account) == sum(rest.values(), USD(0))
         for each in Statement.objects.all():
             assert each.subtotal == sum((line.usd for line in each.lines.all()), USD(0))
             assert (each.total, each.credit_used >= 0) == (each.subtotal - each.credit_used, True)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from billing import costs, metering
-from billing.metering import meter, part
-from billing.models import CostRecord, Item, Rate, UsageRecord
+from billing.metering import meter_usage, prorate
+from billing.models import CostRecord, Rate, UsageKind, UsageRecord
 from leases import execution, leasing
 from leases.models import Lease
 from sandboxes import sweeps
@@ -23,7 +23,19 @@ from sandboxes.models import Reading, Run, Sandbox
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW
-from tests.support.billing import ADA, BASIC, HOUR, at, box, lease, lines, rate, read, records, time_used
+from tests.support.billing import (
+    ADA,
+    BASIC_INSTANCE,
+    HOUR,
+    create_rate,
+    create_reading,
+    create_sandbox,
+    create_time_usage,
+    derive_lease_id,
+    list_cost_records,
+    list_cost_values,
+    parse_utc,
+)
 
 pytestmark = pytest.mark.django_db
 DAY, SECOND = timedelta(days=1), timedelta(seconds=1)
@@ -32,12 +44,12 @@ USED = ["day", "began_at", "ended_at", "cpu_micros", "mib_micros"]
 
 
 def price(now: str = "2027-01-01") -> None:
-    meter(now=at(now))
-    costs.price(now=at(now))
+    meter_usage(now=parse_utc(now))
+    costs.price_usage(now=parse_utc(now))
 
 
 def used(**only: Any) -> list[tuple[Any, ...]]:
-    return [*UsageRecord.objects.filter(item=Item.USE, **only).order_by("day", "pk").values_list("day", *USED[3:])]
+    return [*UsageRecord.objects.filter(item=UsageKind.USE, **only).order_by("day", "pk").values_list("day", *USED[3:])]
 
 
 # --- parts of what was used -------------------------------------------------------------------------------------------
@@ -47,7 +59,7 @@ def used(**only: Any) -> list[tuple[Any, ...]]:
 def test_parts_that_follow_one_another_are_the_whole(whole: int, lengths: list[int]) -> None:
     ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
     moments = [NOW, *(NOW + timedelta(microseconds=end) for end in ends)]
-    parts = [part(whole, NOW, moments[-1], *pair) for pair in itertools.pairwise(moments)]
+    parts = [prorate(whole, NOW, moments[-1], *pair) for pair in itertools.pairwise(moments)]
     assert sum(parts) == whole
     for length, its in zip(lengths, parts, strict=True):
         assert abs(its - whole * length / ends[-1]) <= 1
@@ -63,8 +75,8 @@ def test_parts_that_follow_one_another_are_the_whole(whole: int, lengths: list[i
     ],
 )
 def test_what_was_used_over_midnight_is_on_both_days(began: str, days: list[str]) -> None:
-    read(began, timedelta(minutes=30), box(), timedelta(seconds=10, microseconds=1), memory_mib=3)
-    meter(now=at("2028-12-01"))
+    create_reading(began, timedelta(minutes=30), create_sandbox(), timedelta(seconds=10, microseconds=1), memory_mib=3)
+    meter_usage(now=parse_utc("2028-12-01"))
     minute = 60 * 10**6
     assert [(str(day), *rest) for day, *rest in used()] == [
         (days[0], 3_333_333, 3 * 10 * minute), (days[1], 6_666_668, 3 * 20 * minute),
@@ -82,13 +94,13 @@ def test_the_table_of_eight_agents_from_what_was_measured() -> None:
     plan   5. By the rates that are shipped."""
     for number in range(8):
         agent = f"did:plc:a{number}"
-        its = box(agent)
+        its = create_sandbox(agent)
         for each in range(30):
-            begin = at("2026-11-01T09:30") + each * DAY
-            time_used(begin, 4 * HOUR, agent, **BASIC, measured=True)
-            read(begin, 4 * HOUR, its, timedelta(seconds=360), memory_mib=700)
+            begin = parse_utc("2026-11-01T09:30") + each * DAY
+            create_time_usage(begin, 4 * HOUR, agent, **BASIC_INSTANCE, measured=True)
+            create_reading(begin, 4 * HOUR, its, timedelta(seconds=360), memory_mib=700)
     price()
-    sums = {each.key: (each.usd, each.quantities[each.key]) for each in costs.costs("item")}
+    sums = {each.key: (each.usd, each.quantities[each.key]) for each in costs.sum_costs("item")}
     assert sums == {
         "memory": (USD("8.415"), 960), "cpu": (USD("1.278"), 1440), "disk": (USD("0.91"), 3840), "plan": (USD(5), 1),
     }  # fmt: skip
@@ -100,33 +112,33 @@ def test_the_table_of_eight_agents_from_what_was_measured() -> None:
 )
 def test_who_is_measured_pays_for_use_if_the_rate_says_so(measured: bool, by_use: bool, cpu: int, memory: Decimal) -> None:
     """An hour of 1 vCPU and 1 GiB, of which 2 minutes and half of it are used."""
-    rate("cpu", "1", by_use=by_use)
-    rate("memory", "1", by_use=by_use)
-    time_used("2026-11-02T10:00", provider="acme", millicpus=1000, memory_mib=1024, measured=measured)
+    create_rate("cpu", "1", by_use=by_use)
+    create_rate("memory", "1", by_use=by_use)
+    create_time_usage("2026-11-02T10:00", provider="acme", millicpus=1000, memory_mib=1024, measured=measured)
     if measured:
-        read("2026-11-02T10:00", HOUR, box(provider="acme", millicpus=1000), 2 * MINUTE, memory_mib=512)
+        create_reading("2026-11-02T10:00", HOUR, create_sandbox(provider="acme", millicpus=1000), 2 * MINUTE, memory_mib=512)
     price()
-    assert dict(lines("item", "usd")) == {"cpu": cpu, "memory": memory}
+    assert dict(list_cost_values("item", "usd")) == {"cpu": cpu, "memory": memory}
 
 
 def test_what_was_given_and_what_was_used_add_up_where_a_lease_has_both() -> None:
     """Its sandbox of before was at a provider's host that does not count."""
-    rate("cpu", "1", by_use=True)
-    time_used("2026-11-02T10:00", provider="acme", millicpus=1000)
-    time_used("2026-11-02T11:00", provider="acme", millicpus=1000, measured=True)
-    read("2026-11-02T11:00", HOUR, box(provider="acme"), 3 * MINUTE)
+    create_rate("cpu", "1", by_use=True)
+    create_time_usage("2026-11-02T10:00", provider="acme", millicpus=1000)
+    create_time_usage("2026-11-02T11:00", provider="acme", millicpus=1000, measured=True)
+    create_reading("2026-11-02T11:00", HOUR, create_sandbox(provider="acme"), 3 * MINUTE)
     price()
-    assert lines("usd") == [(63,)]
+    assert list_cost_values("usd") == [(63,)]
 
 
 def test_a_rate_for_use_that_begins_at_noon_cuts_what_was_used_around_it() -> None:
     """From 11:00 to 14:00 three minutes of CPU: the one before noon costs as given, 60 x 1, the two after it 2 x 10."""
-    rate("cpu", "1")
-    rate("cpu", "10", since="2026-11-02T12:00", by_use=True)
-    time_used("2026-11-02T11:00", 3 * HOUR, provider="acme", millicpus=1000, measured=True)
-    read("2026-11-02T11:00", 3 * HOUR, box(provider="acme"), 3 * MINUTE)
+    create_rate("cpu", "1")
+    create_rate("cpu", "10", since="2026-11-02T12:00", by_use=True)
+    create_time_usage("2026-11-02T11:00", 3 * HOUR, provider="acme", millicpus=1000, measured=True)
+    create_reading("2026-11-02T11:00", 3 * HOUR, create_sandbox(provider="acme"), 3 * MINUTE)
     price()
-    assert lines("usd", "quantity") == [(60, 60), (20, 2)]
+    assert list_cost_values("usd", "quantity") == [(60, 60), (20, 2)]
 
 
 @hypothesis.settings(deadline=None, max_examples=30, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
@@ -139,48 +151,48 @@ def test_no_microsecond_is_lost_between_rates(readings: list[tuple[int, int]], c
     for model in (CostRecord, Rate, UsageRecord, Reading):
         model.objects.all()._raw_delete(model.objects.db)
     for number in [-1, *cuts]:
-        rate("cpu", "60", since=str(at("2026-11-02") + number * SECOND)[:19], by_use=True)
-    its, moment = box(provider="acme"), at("2026-11-01T20:00")
+        create_rate("cpu", "60", since=str(parse_utc("2026-11-02") + number * SECOND)[:19], by_use=True)
+    its, moment = create_sandbox(provider="acme"), parse_utc("2026-11-01T20:00")
     for lasts, micros in readings:
         length = timedelta(microseconds=lasts)
-        read(moment, length, its, timedelta(microseconds=micros))
+        create_reading(moment, length, its, timedelta(microseconds=micros))
         moment += length
     first = Rate.objects.order_by("valid_from").first()
     assert first
-    Rate.objects.filter(pk=first.pk).update(valid_from=at("2020-01-01"))
+    Rate.objects.filter(pk=first.pk).update(valid_from=parse_utc("2020-01-01"))
     price()
-    whole = sum(int(each) for (each,) in lines("whole"))
+    whole = sum(int(each) for (each,) in list_cost_values("whole"))
     assert whole == 1000 * sum(micros for _, micros in readings)
 
 
 def test_a_bill_by_use_is_derived_again_from_the_facts(grant: Callable[..., Lease], memory: MemoryProvider) -> None:
-    rate("cpu", "60", provider="memory", by_use=True)
+    create_rate("cpu", "60", provider="memory", by_use=True)
     lease = grant(ttl=9 * HOUR)
-    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
+    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
     its = Sandbox.objects.get(holder=lease.pk)
     memory.use(its.ref, cpu_micros=10**6)
-    sweeps.read(now=NOW + 5 * MINUTE)
+    sweeps.record_readings(now=NOW + 5 * MINUTE)
     memory.use(its.ref, cpu_micros=2 * 10**6)
     price("2026-11-21T13:00")
-    assert lines("usd", item="cpu") == [(1,)], "what was read so far"
+    assert list_cost_values("usd", item="cpu") == [(1,)], "what was read so far"
     leasing.release(lease.pk, now=NOW + HOUR)
-    sweeps.reclaim(now=NOW + HOUR)
+    sweeps.destroy_due(now=NOW + HOUR)
     price("2026-11-21T14:00")
-    assert lines("usd", item="cpu") == [(3,)]
+    assert list_cost_values("usd", item="cpu") == [(3,)]
     assert not Reading.objects.filter(metered=False).exists() and not Run.objects.filter(metered=False).exists()
-    before = records(), [*UsageRecord.objects.order_by("source", "day").values_list("source", *USED)]
-    metering.start_over()
-    costs.start_over()
+    before = list_cost_records(), [*UsageRecord.objects.order_by("source", "day").values_list("source", *USED)]
+    metering.reset_usage()
+    costs.reset_costs()
     assert not UsageRecord.objects.exists()
     price("2026-11-21T14:00")
-    assert (records(), [*UsageRecord.objects.order_by("source", "day").values_list("source", *USED)]) == before
+    assert (list_cost_records(), [*UsageRecord.objects.order_by("source", "day").values_list("source", *USED)]) == before
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
 def runs(began: str, number: int, of: Sandbox) -> None:
-    moment = at(began)
+    moment = parse_utc(began)
     Run.objects.bulk_create(
         Run(
             sandbox=of, holder=of.holder, agent_did=of.agent_did, argv=["true"], started_at=moment + each * SECOND,
@@ -191,62 +203,62 @@ def runs(began: str, number: int, of: Sandbox) -> None:
 
 
 def counted() -> list[tuple[str, int]]:
-    rows = UsageRecord.objects.filter(item=Item.RUNS).order_by("day").values_list("day", "calls")
+    rows = UsageRecord.objects.filter(item=UsageKind.RUNS).order_by("day").values_list("day", "calls")
     return [(str(day), number) for day, number in rows]
 
 
 def test_each_run_is_counted_once_on_the_day_it_began() -> None:
-    its = box()
+    its = create_sandbox()
     runs("2026-11-30T23:59:58", 3, its)
-    meter(now=at("2026-12-01T00:10"))
+    meter_usage(now=parse_utc("2026-12-01T00:10"))
     assert counted() == [("2026-11-30", 2), ("2026-12-01", 1)]
     runs("2026-11-30T12:00", 1200, its)  # more than a batch, and they come late
-    meter(now=at("2026-12-01T00:20"))
-    meter(now=at("2026-12-01T00:20"))
+    meter_usage(now=parse_utc("2026-12-01T00:20"))
+    meter_usage(now=parse_utc("2026-12-01T00:20"))
     assert counted() == [("2026-11-30", 1202), ("2026-12-01", 1)]
     before = counted()
-    metering.start_over()
-    meter(now=at("2026-12-01T00:20"))
+    metering.reset_usage()
+    meter_usage(now=parse_utc("2026-12-01T00:20"))
     assert counted() == before
 
 
 def test_batches_that_end_anywhere_count_each_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metering, "CALLS", 7)
+    monkeypatch.setattr(metering, "CALL_BATCH_SIZE", 7)
     expected: Counter[tuple[Any, ...]] = Counter()
     random = Random(6)
     for number in range(4):
-        its = box(f"did:plc:a{number}")
+        its = create_sandbox(f"did:plc:a{number}")
         for passes in range(3):
             for each in range(random.randrange(20)):
                 day = random.randrange(1, 4)
                 runs(f"2026-11-0{day}T{each:02}:00", 1, its)
                 expected[its.pk, f"2026-11-0{day}"] += 1
             if passes:
-                meter(now=at("2026-11-05"))
-    meter(now=at("2026-11-05"))
-    rows = UsageRecord.objects.filter(item=Item.RUNS).values_list("sandbox", "day", "calls")
+                meter_usage(now=parse_utc("2026-11-05"))
+    meter_usage(now=parse_utc("2026-11-05"))
+    rows = UsageRecord.objects.filter(item=UsageKind.RUNS).values_list("sandbox", "day", "calls")
     assert {(sandbox, str(day)): number for sandbox, day, number in rows} == expected
 
 
 def test_a_request_costs_what_one_does_when_its_day_begins() -> None:
     """10 of 12 are free: 2 x 0.25 = 0.5. From noon of that day on one is 1 USD, which counts from the next day: 3 x 1 = 3,
     and 2 of the allowance of 12 by then are left."""
-    rate("request", "0.25", allowance=USD(10))
-    rate("request", "1", since="2026-11-02T12:00", allowance=USD(12))
-    its = box(provider="acme")
+    create_rate("request", "0.25", allowance=USD(10))
+    create_rate("request", "1", since="2026-11-02T12:00", allowance=USD(12))
+    its = create_sandbox(provider="acme")
     runs("2026-11-02T09:00", 6, its)
     runs("2026-11-02T15:00", 6, its)
     runs("2026-11-03T00:00", 5, its)
     price()
-    assert lines("quantity", "free", "usd") == [(12, 10, USD("0.5")), (5, 2, 3)]
-    assert CostRecord.objects.filter(agent_did=ADA, holder=lease(ADA)).count() == 2
+    assert list_cost_values("quantity", "free", "usd") == [(12, 10, USD("0.5")), (5, 2, 3)]
+    assert CostRecord.objects.filter(agent_did=ADA, holder=derive_lease_id(ADA)).count() == 2
 
 
 def test_requests_of_one_size_may_cost_something_else() -> None:
-    rate("request", "1")
-    rate("request", "5", provider="cloudflare", instance_type="basic")
-    rate("request", "2", provider="cloudflare")
-    runs("2026-11-02T09:00", 2, box())
-    runs("2026-11-02T09:00", 2, box("did:plc:bob", memory_mib=512))
+    create_rate("request", "1")
+    create_rate("request", "5", provider="cloudflare", instance_type="basic")
+    create_rate("request", "2", provider="cloudflare")
+    runs("2026-11-02T09:00", 2, create_sandbox())
+    runs("2026-11-02T09:00", 2, create_sandbox("did:plc:bob", memory_mib=512))
     price()
-    assert dict(lines("agent_did", "usd", item="request")) == {ADA: 10, "did:plc:bob": 4}
+    assert dict(list_cost_values("agent_did", "usd", item="request")) == {ADA: 10, "did:plc:bob": 4}

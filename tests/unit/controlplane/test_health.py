@@ -19,13 +19,13 @@ pytestmark = pytest.mark.django_db
 @pytest.fixture(autouse=True)
 def all_is_well(monkeypatch: pytest.MonkeyPatch, db: None) -> None:
     Sweep.objects.create(name="egress", every=MINUTE, succeeded_at=timezone.now())
-    monkeypatch.setattr(health.probe, "answer", lambda: {"name": "memory", "isolated": True, "answers": True})
+    monkeypatch.setattr(health.provider_probe, "answer", lambda: {"name": "memory", "isolated": True, "answers": True})
 
 
 @pytest.fixture
 def sandbox(grant) -> Sandbox:
     lease = grant()
-    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
+    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
     return Sandbox.objects.get(holder=lease.pk)
 
 
@@ -45,7 +45,7 @@ def test_when_all_is_well_there_is_nothing_to_say(client, sandbox) -> None:
 def test_an_open_circuit_says_which_pool_and_until_when_but_not_why(client, pool, memory) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=2)
     with memory.fail("create", Rejected("secret registry"), times=99):
-        below.warm(now=timezone.now())
+        below.warm_pools(now=timezone.now())
     until = Pool.objects.get(pk=pool.pk).warm_paused_until
     assert warnings(client) == [f'The pool "{pool}" warms nothing until {until:%H:%M:%S} UTC: its starts failed.']
     shown = client.get("/healthz").json()["warming"][pool.name]
@@ -54,9 +54,9 @@ def test_an_open_circuit_says_which_pool_and_until_when_but_not_why(client, pool
 
 def test_drift_is_said_until_a_recount_finds_none(client, pool, sandbox) -> None:
     Pool.objects.filter(pk=pool.pk).update(used=7)
-    schedules.sweep("recount", now=NOW)
+    schedules.run_sweep("recount", now=NOW)
     assert warnings(client) == ["Counters of pools or quotas that the last recount found wrong and set right: 1."]
-    schedules.sweep("recount", now=NOW)
+    schedules.run_sweep("recount", now=NOW)
     assert warnings(client) == []
 
 

@@ -23,7 +23,7 @@ Labels = frozenset[tuple[str, str]]
 
 @pytest.fixture(autouse=True)
 def nothing_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "facts", metrics.Cached())
+    monkeypatch.setattr(metrics, "snapshot_cache", metrics.SnapshotCache())
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def scrape(client, pool) -> Callable[..., float | None]:
     """scrape("sandboxes", state="cold"): one sample, of this test's pool if it has pools; None if it is not there."""
 
     def read(name: str, **labels: str) -> float | None:
-        metrics.facts.found = None
+        metrics.snapshot_cache.found = None
         found = samples(client.get("/metrics").content.decode())
         of_pool = found.get((f"leasehold_{name}", frozenset({**labels, "pool": pool.name}.items())))
         return of_pool if of_pool is not None else found.get((f"leasehold_{name}", frozenset(labels.items())))
@@ -48,7 +48,7 @@ def samples(text: str) -> dict[tuple[str, Labels], float]:
 
 
 def use(lease: Lease, now=NOW) -> None:
-    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now)
+    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now)
 
 
 def test_it_is_text_for_prometheus_with_help_and_type_for_every_name(client, pool) -> None:
@@ -81,11 +81,11 @@ def test_sandboxes_places_and_leases(scrape, grant) -> None:
 
 def test_wakes_sleeps_evictions_and_claims_are_counters(scrape, grant, pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=1, warm_target=1)
-    below.warm(now=NOW)
+    below.warm_pools(now=NOW)
     lease = grant()
     use(lease)
     use(lease)
-    below.idle(now=NOW + HOUR)
+    below.evict_idle(now=NOW + HOUR)
     use(lease, NOW + HOUR)
     use(grant(agent="did:plc:b"), NOW + HOUR)
     assert scrape("prewarmed_claims_total") == 1
@@ -100,21 +100,21 @@ def test_the_circuit_the_sweeps_and_the_queue(scrape, pool, memory) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=3)
     assert (scrape("warm_target"), scrape("warm_ready"), scrape("warm_circuit_open")) == (3, 0, 0)
     with memory.fail("create", Rejected("no such image"), times=99):
-        below.warm(now=timezone.now())
+        below.warm_pools(now=timezone.now())
     assert scrape("warm_circuit_open") == 1
     Sweep.objects.create(name="idle", succeeded_at=timezone.now() - HOUR)
     Sweep.objects.create(name="cold")
     assert 3600 <= scrape("sweep_age_seconds", sweep="idle") < 3700
     assert scrape("sweep_age_seconds", sweep="cold") is None
-    schedules.run_now()
-    assert scrape("queue_depth") == len(schedules.EVERY)
+    schedules.enqueue_all_sweeps()
+    assert scrape("queue_depth") == len(schedules.INTERVAL_MINUTES)
 
 
 def test_no_agent_and_no_error_is_named(client, grant, pool, memory) -> None:
     use(grant())
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     with memory.fail("create", Rejected("secret path"), times=99):
-        below.warm(now=NOW)
+        below.warm_pools(now=NOW)
     text = client.get("/metrics").content.decode()
     assert pool.name in text
     assert "did:" not in text and "secret" not in text
@@ -124,7 +124,7 @@ def test_for_a_moment_it_answers_from_memory(client, pool, django_assert_num_que
     client.get("/metrics")
     with django_assert_num_queries(0):
         client.get("/metrics")
-    metrics.facts.read_at -= metrics.FRESH
+    metrics.snapshot_cache.read_at -= metrics.CACHE_SECONDS
     Pool.objects.filter(pk=pool.pk).update(capacity=7)
     assert f'leasehold_pool_capacity{{pool="{pool.name}"}} 7.0' in client.get("/metrics").content.decode()
 
@@ -134,7 +134,7 @@ def test_without_a_database_it_is_503_and_shows_nothing_stale(client, pool, monk
         raise OperationalError("password=secret")
 
     assert client.get("/metrics").status_code == 200
-    metrics.facts.read_at -= metrics.FRESH
+    metrics.snapshot_cache.read_at -= metrics.CACHE_SECONDS
     with monkeypatch.context() as patched:
         patched.setattr(connection, "cursor", down)
         for _ in range(2):
@@ -151,8 +151,8 @@ def test_a_database_that_takes_too_long_is_503(client, pool, monkeypatch: pytest
             cursor.execute("SELECT pg_sleep(10)")
         return []
 
-    monkeypatch.setattr(metrics.stats, "of_pools", slow)
-    monkeypatch.setattr(metrics, "STATEMENT_TIMEOUT", 50)
+    monkeypatch.setattr(metrics.pool_stats, "collect_pool_stats", slow)
+    monkeypatch.setattr(metrics, "STATEMENT_TIMEOUT_MS", 50)
     assert client.get("/metrics").status_code == 503
 
 

@@ -6,7 +6,7 @@ import pytest
 from django.db import IntegrityError, transaction
 
 from leases import execution, leasing, sweeps
-from leases.errors import Conflict, Invalid, LeaseEnded
+from leases.errors import Conflict, InvalidRequest, LeaseEnded
 from leases.models import Lease
 from sandboxes import eviction
 from sandboxes.models import Pool, Sandbox
@@ -26,7 +26,7 @@ def true() -> Command:
 def test_acquire_twice_is_the_same_lease(grant) -> None:
     first = grant()
     again, is_new = leasing.acquire(
-        leasing.Ask(first.agent_did, first.environment_id, "catan", pool=first.pool.name), now=NOW + MINUTE
+        leasing.LeaseRequest(first.agent_did, first.environment_id, "catan", pool=first.pool.name), now=NOW + MINUTE
     )
     assert (again.pk, is_new) == (first.pk, False)
 
@@ -54,7 +54,7 @@ def test_an_elapsed_lease_no_sweep_has_seen_can_be_acquired_anew(grant) -> None:
 
 
 def test_unknown_type_is_refused_and_names_the_known_ones(grant) -> None:
-    with pytest.raises(Invalid, match="catan"):
+    with pytest.raises(InvalidRequest, match="catan"):
         grant(environment_type="chess")
     assert not Lease.objects.exists()
 
@@ -69,7 +69,7 @@ def test_unknown_type_is_refused_and_names_the_known_ones(grant) -> None:
     ids=["max_ttl", "ttl", "pool"],
 )
 def test_what_cannot_be_granted_names_its_field(grant, ask, field) -> None:
-    with pytest.raises(Invalid) as refused:
+    with pytest.raises(InvalidRequest) as refused:
         grant(**ask)
     assert refused.value.extra == {"field": field}
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_granted_names_its_field(grant, ask, field) -> None:
     ids=["ttl first", "max_ttl first", "both"],
 )
 def test_a_lease_ends_at_the_earliest_of_its_clocks(renewed, ttl, latest, ends) -> None:
-    assert leasing.ends_at(renewed_at=renewed, ttl=ttl, max_expires_at=latest) == ends
+    assert leasing.compute_expires_at(renewed_at=renewed, ttl=ttl, max_expires_at=latest) == ends
 
 
 def test_renewing_pushes_the_end_but_never_past_the_ceiling(grant) -> None:
@@ -129,17 +129,17 @@ def test_release_twice_gives_the_same_answer(grant) -> None:
 def test_a_condition_ends_every_lease_that_waits_for_it_and_no_other(grant) -> None:
     here, there = grant(agent="did:plc:a"), grant(agent="did:plc:b", environment="game-2")
     other = grant(agent="did:plc:c", environment_type="coding")
-    ended = sweeps.end_matching("game-1", "game.finished", now=NOW + MINUTE, agents=None)
+    ended = sweeps.end_leases_by_condition("game-1", "game.finished", now=NOW + MINUTE, agents=None)
     assert [lease.pk for lease in ended] == [here.pk]
     assert {lease.pk for lease in Lease.objects.filter(status="active")} == {there.pk, other.pk}
     here.refresh_from_db()
     assert here.end_reason == "condition:game.finished"
-    assert sweeps.end_matching("game-1", "game.finished", now=NOW + MINUTE, agents=None) == []
+    assert sweeps.end_leases_by_condition("game-1", "game.finished", now=NOW + MINUTE, agents=None) == []
 
 
 def test_an_agents_key_ends_only_its_own_leases_by_a_condition(grant) -> None:
     mine, theirs = grant(agent="did:plc:a"), grant(agent="did:plc:b")
-    ended = sweeps.end_matching("game-1", "game.finished", now=NOW, agents=["did:plc:a"])
+    ended = sweeps.end_leases_by_condition("game-1", "game.finished", now=NOW, agents=["did:plc:a"])
     assert [lease.pk for lease in ended] == [mine.pk]
     theirs.refresh_from_db()
     assert theirs.status == "active"
@@ -149,7 +149,7 @@ def test_expire_due_ends_what_is_over_with_its_reason(grant) -> None:
     short = grant(agent="did:plc:a", ttl=MINUTE)
     capped = grant(agent="did:plc:b", max_ttl=MINUTE)
     grant(agent="did:plc:c")
-    assert sweeps.expire_due(now=NOW + MINUTE).counts == {"expired": 2}
+    assert sweeps.expire_due_leases(now=NOW + MINUTE).counts == {"expired": 2}
     assert {lease.pk: lease.end_reason for lease in Lease.objects.exclude(status="active")} == {
         short.pk: "ttl", capped.pk: "max_ttl",
     }  # fmt: skip
@@ -157,7 +157,7 @@ def test_expire_due_ends_what_is_over_with_its_reason(grant) -> None:
 
 def test_a_lease_is_destroyed_only_when_its_sandbox_is_confirmed_gone(grant, memory: MemoryProvider) -> None:
     lease = grant()
-    execution.exec_in(lease.pk, true(), now=NOW)
+    execution.exec_command(lease.pk, true(), now=NOW)
     leasing.release(lease.pk, now=NOW + MINUTE)
     with memory.fail("destroy", Unavailable("the daemon is away"), times=1):
         failed = sweeps.reclaim(now=NOW + MINUTE)
@@ -172,7 +172,7 @@ def test_a_lease_is_destroyed_only_when_its_sandbox_is_confirmed_gone(grant, mem
 def test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined(grant, memory: MemoryProvider, settings) -> None:
     settings.DESTROY_TRIES = 3
     lease = grant()
-    execution.exec_in(lease.pk, true(), now=NOW)
+    execution.exec_command(lease.pk, true(), now=NOW)
     leasing.release(lease.pk, now=NOW + 5 * timedelta(seconds=1))
     moment, tried = NOW + timedelta(seconds=5), 0
     with memory.fail("destroy", Unavailable("no"), times=99):
@@ -190,7 +190,7 @@ def test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined(grant, me
 
 def test_acting_renews_the_lease(grant) -> None:
     lease = grant(ttl=HOUR)
-    execution.exec_in(lease.pk, true(), now=NOW + 30 * MINUTE)
+    execution.exec_command(lease.pk, true(), now=NOW + 30 * MINUTE)
     lease.refresh_from_db()
     assert lease.expires_at >= NOW + 90 * MINUTE
     assert lease.last_activity_at >= NOW + 30 * MINUTE
@@ -200,16 +200,16 @@ def test_an_ended_lease_can_touch_nothing(grant, memory: MemoryProvider) -> None
     lease = grant()
     leasing.release(lease.pk, now=NOW)
     with pytest.raises(LeaseEnded) as refused:
-        execution.exec_in(lease.pk, true(), now=NOW)
+        execution.exec_command(lease.pk, true(), now=NOW)
     assert refused.value.extra["end_reason"] == "released"
     assert not Sandbox.objects.exists() and not memory.calls
 
 
 def test_a_sandbox_that_vanished_ends_its_lease_as_lost(grant, memory: MemoryProvider) -> None:
     lease = grant()
-    execution.exec_in(lease.pk, true(), now=NOW)
+    execution.exec_command(lease.pk, true(), now=NOW)
     memory.vanish(Sandbox.objects.get().ref)
     with pytest.raises(LeaseEnded) as refused:
-        execution.exec_in(lease.pk, true(), now=NOW + MINUTE)
+        execution.exec_command(lease.pk, true(), now=NOW + MINUTE)
     lease.refresh_from_db()
     assert (refused.value.extra["end_reason"], lease.end_reason) == ("lost", "lost")

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from leases import leasing, one_shot, sweeps
-from leases.errors import Conflict, Invalid, TooMany
+from leases.errors import Conflict, InvalidRequest, RateLimited
 from leases.models import Lease
-from leases.one_shot import How, Result, Wish, run_once
+from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult, run_once
 from sandboxes import sweeps as below
 from sandboxes.errors import CapacityExhausted, PoolDraining, QuotaExceeded
 from sandboxes.models import Pool, Quota, Run, Sandbox
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from tests.conftest import MINUTE, NOW, Died
+from tests.conftest import MINUTE, NOW, SimulatedCrash
 from tests.races.test_crashes import LATER, die, sweep
 
 pytestmark = pytest.mark.django_db
@@ -25,11 +25,11 @@ ADA = "did:plc:ada"
 
 
 @pytest.fixture
-def wish(pool: Pool) -> Callable[..., Wish]:
+def wish(pool: Pool) -> Callable[..., OneShotRequest]:
     """What Ada wants to run in this test's pool."""
 
-    def make(*argv: str, **fields: Any) -> Wish:
-        return Wish(**{"agent_did": ADA, "argv": argv or ("true",), "timeout": MINUTE, "pool": pool.name} | fields)
+    def make(*argv: str, **fields: Any) -> OneShotRequest:
+        return OneShotRequest(**{"agent_did": ADA, "argv": argv or ("true",), "timeout": MINUTE, "pool": pool.name} | fields)
 
     return make
 
@@ -65,7 +65,7 @@ def assert_nothing_is_left(pool: Pool, memory: MemoryProvider) -> None:
 def test_a_run_answers_what_its_command_said_and_is_gone(wish, pool, memory) -> None:
     asked = wish("sh", "-c", "echo hello; echo oops >&2")
     result = run_once(asked, now=NOW, actor="key lh_1")
-    assert (result.outcome, result.exit_code, result.stdout, result.stderr) == (How.OK, 0, b"hello\n", b"oops\n")
+    assert (result.outcome, result.exit_code, result.stdout, result.stderr) == (OneShotOutcome.OK, 0, b"hello\n", b"oops\n")
     assert (result.truncated, result.note, result.cleaned_up) == (False, "", True)
     lease, run = Lease.objects.get(), Run.objects.get()
     assert result.run_id == result.lease_id == lease.pk == run.pk == asked.run_id
@@ -83,11 +83,16 @@ def test_input_environment_and_directory_reach_the_command(wish, memory) -> None
 @pytest.mark.parametrize(
     ("argv", "outcome", "exit_code"),
     [
-        (["sh", "-c", "exit 3"], How.FAILED, 3), (["no-such-program"], How.FAILED, 127),
-        (["sh", "-c", "kill -9 $$"], How.FAILED, 137), (["sleep", "3600"], How.TIMEOUT, 137), (["oom"], How.OOM_KILLED, 137),
+        (["sh", "-c", "exit 3"], OneShotOutcome.FAILED, 3),
+        (["no-such-program"], OneShotOutcome.FAILED, 127),
+        (["sh", "-c", "kill -9 $$"], OneShotOutcome.FAILED, 137),
+        (["sleep", "3600"], OneShotOutcome.TIMEOUT, 137),
+        (["oom"], OneShotOutcome.OOM_KILLED, 137),
     ],
-)  # fmt: skip
-def test_each_end_of_a_command_has_its_name(wish, pool, memory, argv: list[str], outcome: How, exit_code: int) -> None:
+)
+def test_each_end_of_a_command_has_its_name(
+    wish, pool, memory, argv: list[str], outcome: OneShotOutcome, exit_code: int
+) -> None:
     result = run_once(wish(*argv), now=NOW)
     assert (result.outcome, result.exit_code, result.cleaned_up) == (outcome, exit_code, True)
     assert_nothing_is_left(pool, memory)
@@ -96,23 +101,25 @@ def test_each_end_of_a_command_has_its_name(wish, pool, memory, argv: list[str],
 def test_output_past_the_cap_is_dropped_and_that_is_said(wish, memory, settings) -> None:
     settings.EXEC_OUTPUT_CAP = 10
     result = run_once(wish("echo", "x" * 100), now=NOW)
-    assert (result.outcome, result.stdout, result.truncated) == (How.OK, b"x" * 10, True)
+    assert (result.outcome, result.stdout, result.truncated) == (OneShotOutcome.OK, b"x" * 10, True)
 
 
 @pytest.mark.parametrize(
     ("verb", "error", "outcome"),
     [
-        ("create", Rejected("no such image"), How.CONTAINER_FAILED),
-        ("create", Unavailable("engine down"), How.CONTAINER_FAILED),
-        ("wait_ready", Unavailable("not ready"), How.CONTAINER_FAILED),
-        ("put_files", Unavailable("engine down"), How.CONTAINER_FAILED),
-        ("exec", Unavailable("engine down"), How.CONTAINER_FAILED),
-        ("create", ZeroDivisionError("a bug of ours"), How.INTERNAL),
-        ("put_files", OSError("a bug of ours"), How.INTERNAL),
-        ("exec", ZeroDivisionError("a bug of ours"), How.INTERNAL),
+        ("create", Rejected("no such image"), OneShotOutcome.CONTAINER_FAILED),
+        ("create", Unavailable("engine down"), OneShotOutcome.CONTAINER_FAILED),
+        ("wait_ready", Unavailable("not ready"), OneShotOutcome.CONTAINER_FAILED),
+        ("put_files", Unavailable("engine down"), OneShotOutcome.CONTAINER_FAILED),
+        ("exec", Unavailable("engine down"), OneShotOutcome.CONTAINER_FAILED),
+        ("create", ZeroDivisionError("a bug of ours"), OneShotOutcome.INTERNAL),
+        ("put_files", OSError("a bug of ours"), OneShotOutcome.INTERNAL),
+        ("exec", ZeroDivisionError("a bug of ours"), OneShotOutcome.INTERNAL),
     ],
 )
-def test_a_provider_that_fails_at_any_verb_leaves_nothing(wish, pool, memory, verb: str, error, outcome: How) -> None:
+def test_a_provider_that_fails_at_any_verb_leaves_nothing(
+    wish, pool, memory, verb: str, error, outcome: OneShotOutcome
+) -> None:
     memory.fail(verb, error)
     result = run_once(wish(workspace=packed(a="1")), now=NOW)
     assert (result.outcome, result.exit_code, result.cleaned_up) == (outcome, None, True)
@@ -123,7 +130,7 @@ def test_a_provider_that_fails_at_any_verb_leaves_nothing(wish, pool, memory, ve
 def test_a_sandbox_that_vanishes_under_its_command_is_a_failed_container(wish, pool, memory) -> None:
     memory.before("exec", lambda ref: memory.vanish(ref))
     result = run_once(wish(), now=NOW)
-    assert (result.outcome, result.exit_code, result.cleaned_up) == (How.CONTAINER_FAILED, None, True)
+    assert (result.outcome, result.exit_code, result.cleaned_up) == (OneShotOutcome.CONTAINER_FAILED, None, True)
     assert Lease.objects.get().end_reason == "lost"
     assert memory.calls[-1] == ("destroy", Sandbox.objects.get().ref)  # what a container leaves, its volumes, go with it
     assert_nothing_is_left(pool, memory)
@@ -132,7 +139,7 @@ def test_a_sandbox_that_vanishes_under_its_command_is_a_failed_container(wish, p
 def test_an_operator_who_ends_it_meanwhile_has_ended_it(wish, pool, memory) -> None:
     memory.before("exec", lambda ref: leasing.end(Lease.objects.get().pk, reason="operator", now=NOW))
     result = run_once(wish(), now=NOW)
-    assert (result.outcome, result.note, result.cleaned_up) == (How.INTERNAL, "The lease ended (operator).", True)
+    assert (result.outcome, result.note, result.cleaned_up) == (OneShotOutcome.INTERNAL, "The lease ended (operator).", True)
     assert_nothing_is_left(pool, memory)
 
 
@@ -140,15 +147,15 @@ def test_an_operator_who_ends_it_meanwhile_has_ended_it(wish, pool, memory) -> N
 def test_a_destroy_that_cannot_be_confirmed_is_said_and_the_sweep_goes_on(wish, pool, memory, error) -> None:
     memory.fail("destroy", error)
     result = run_once(wish("echo", "kept"), now=NOW)
-    assert (result.outcome, result.stdout, result.cleaned_up) == (How.OK, b"kept\n", False)
+    assert (result.outcome, result.stdout, result.cleaned_up) == (OneShotOutcome.OK, b"kept\n", False)
     assert Pool.objects.get(pk=pool.pk).used == 1
     memory.reset()
     sweeps.reclaim(now=NOW + 3 * MINUTE)
     assert_nothing_is_left(pool, memory)
 
 
-def test_a_sweep_that_is_at_it_already_is_waited_for(wish, pool, memory, at_step) -> None:
-    at_step("run released", lambda: sweeps.reclaim(now=NOW + MINUTE))
+def test_a_sweep_that_is_at_it_already_is_waited_for(wish, pool, memory, at_checkpoint) -> None:
+    at_checkpoint("run released", lambda: sweeps.reclaim(now=NOW + MINUTE))
     assert run_once(wish(), now=NOW).cleaned_up
     assert memory.calls.count(("destroy", Sandbox.objects.get().ref)) == 1
     assert_nothing_is_left(pool, memory)
@@ -173,7 +180,7 @@ def test_a_person_who_interrupts_it_leaves_nothing(wish, pool, memory) -> None:
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_wish_is_said_and_nothing_begins(wish, memory, fields: dict[str, Any], field: str) -> None:
-    with pytest.raises(Invalid) as wrong:
+    with pytest.raises(InvalidRequest) as wrong:
         run_once(wish(**fields), now=NOW)
     assert wrong.value.extra["field"] == field
     assert not Lease.objects.exists()
@@ -195,15 +202,15 @@ def test_without_a_place_it_is_refused_and_nothing_is_left(wish, pool, memory, c
 
 def test_whoever_may_not_have_a_lease_has_no_run(wish, memory) -> None:
     def no() -> None:
-        raise TooMany()
+        raise RateLimited()
 
-    with pytest.raises(TooMany):
+    with pytest.raises(RateLimited):
         run_once(wish(), now=NOW, admit=no)
     assert not Lease.objects.exists()
 
 
 def test_a_tar_that_does_not_fit_over_the_workspace_is_the_callers_fault(wish, pool, memory) -> None:
-    with pytest.raises(Invalid, match="unpacked"):
+    with pytest.raises(InvalidRequest, match="unpacked"):
         run_once(wish(workspace=packed(**{"../out": "x"})), now=NOW)
     assert_nothing_is_left(pool, memory)
 
@@ -216,14 +223,14 @@ def test_an_id_is_run_once(wish, pool, memory) -> None:
     assert [verb for verb, _ in memory.calls].count("exec") == 1
 
 
-def test_a_rival_with_the_same_id_is_refused_and_takes_nothing_away(wish, pool, memory, at_step) -> None:
+def test_a_rival_with_the_same_id_is_refused_and_takes_nothing_away(wish, pool, memory, at_checkpoint) -> None:
     asked = wish("echo", "mine")
 
     def rival() -> None:
         with pytest.raises(Conflict):
             run_once(asked, now=NOW)
 
-    at_step("workspace in", rival)
+    at_checkpoint("workspace in", rival)
     assert run_once(asked, now=NOW).stdout == b"mine\n"
     assert Lease.objects.count() == Run.objects.count() == 1
 
@@ -234,14 +241,14 @@ def test_a_rival_with_the_same_id_is_refused_and_takes_nothing_away(wish, pool, 
 def test_the_workspace_goes_in_and_comes_back_as_the_command_left_it(wish, pool, memory) -> None:
     back = io.BytesIO()
     result = run_once(wish("sh", "-c", "cat a; echo new >b", workspace=packed(a="1"), back=back), now=NOW)
-    assert (result.outcome, result.stdout, result.brought_back) == (How.OK, b"1", True)
+    assert (result.outcome, result.stdout, result.workspace_returned) == (OneShotOutcome.OK, b"1", True)
     assert unpacked(back) == {"a": "1", "b": "new\n"}
     assert_nothing_is_left(pool, memory)
 
 
 def test_a_workspace_without_a_tar_is_empty_and_its_home_does_not_come_back(wish, memory) -> None:
     back = io.BytesIO()
-    assert run_once(wish("sh", "-c", "echo x >.home/junk", back=back), now=NOW).brought_back
+    assert run_once(wish("sh", "-c", "echo x >.home/junk", back=back), now=NOW).workspace_returned
     assert unpacked(back) == {}
 
 
@@ -249,8 +256,13 @@ def test_a_workspace_without_a_tar_is_empty_and_its_home_does_not_come_back(wish
 def test_a_workspace_that_does_not_come_back_is_a_note_beside_the_commands_end(wish, pool, memory, why: str) -> None:
     if why == "engine down":
         memory.fail("get_files", Unavailable(why))
-    result = run_once(wish("echo", "done", workspace=packed(a="1"), back=io.BytesIO(), most_back=1), now=NOW)
-    assert (result.outcome, result.stdout, result.brought_back, result.cleaned_up) == (How.OK, b"done\n", False, True)
+    result = run_once(wish("echo", "done", workspace=packed(a="1"), back=io.BytesIO(), max_returned_bytes=1), now=NOW)
+    assert (result.outcome, result.stdout, result.workspace_returned, result.cleaned_up) == (
+        OneShotOutcome.OK,
+        b"done\n",
+        False,
+        True,
+    )
     assert result.note.startswith("The workspace could not be brought back: ")
     assert_nothing_is_left(pool, memory)
 
@@ -267,7 +279,7 @@ def test_its_memory_is_what_was_asked_for_else_the_pools(wish, pool, memory) -> 
 
 def test_only_a_run_with_the_pools_memory_takes_what_is_ready(wish, pool, memory) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
-    below.warm(now=NOW)
+    below.warm_pools(now=NOW)
     ready = Sandbox.objects.get().pk
     run_once(wish(memory_mib=pool.memory_mib * 2), now=NOW)
     assert Sandbox.objects.get(pk=ready).state == "warm"
@@ -281,15 +293,15 @@ def test_only_a_run_with_the_pools_memory_takes_what_is_ready(wish, pool, memory
 def test_the_rows_say_afterwards_what_the_call_said(wish, memory) -> None:
     for argv in (["echo", "hi"], ["false"], ["sleep", "3600"], ["oom"]):
         said = run_once(wish(*argv), now=NOW)
-        assert one_shot.result_of(Lease.objects.get(pk=said.run_id)) == said
+        assert one_shot.load_result(Lease.objects.get(pk=said.run_id)) == said
     memory.fail("create", Rejected("no such image"))
     said = run_once(wish(), now=NOW)
-    assert one_shot.result_of(Lease.objects.get(pk=said.run_id)) == said
+    assert one_shot.load_result(Lease.objects.get(pk=said.run_id)) == said
 
 
 def test_while_it_runs_it_has_no_outcome(wish, memory) -> None:
-    seen: list[Result] = []
-    memory.before("exec", lambda ref: seen.append(one_shot.result_of(Lease.objects.get())))
+    seen: list[OneShotResult] = []
+    memory.before("exec", lambda ref: seen.append(one_shot.load_result(Lease.objects.get())))
     run_once(wish(), now=NOW)
     assert [(result.outcome, result.cleaned_up) for result in seen] == [(None, False)]
 
@@ -303,10 +315,10 @@ STEPS = [
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_dying_at_any_step_leaves_nothing_after_the_sweeps(step: str, wish, pool, memory, at_step) -> None:
-    at_step(step, die)
+def test_dying_at_any_step_leaves_nothing_after_the_sweeps(step: str, wish, pool, memory, at_checkpoint) -> None:
+    at_checkpoint(step, die)
     asked = wish(workspace=packed(a="1"), back=io.BytesIO())
-    with pytest.raises(Died):
+    with pytest.raises(SimulatedCrash):
         run_once(asked, now=NOW)
     sweep(NOW + asked.longest)
     assert_nothing_is_left(pool, memory)
@@ -321,7 +333,7 @@ VERBS = ["create", "wait_ready", "put_files", "exec", "get_files", "destroy"]
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_dying_around_any_call_to_the_provider_leaves_nothing_after_the_sweeps(when, verb, wish, pool, memory) -> None:
     asked = wish(workspace=packed(a="1"), back=io.BytesIO())
-    with getattr(memory, when)(verb, lambda ref: die()), pytest.raises(Died):
+    with getattr(memory, when)(verb, lambda ref: die()), pytest.raises(SimulatedCrash):
         run_once(asked, now=NOW)
     sweep(NOW + asked.longest)
     sweep(LATER)
@@ -330,19 +342,19 @@ def test_dying_around_any_call_to_the_provider_leaves_nothing_after_the_sweeps(w
 
 def test_until_its_time_is_over_no_sweep_takes_a_run_away(wish, pool, memory) -> None:
     asked = wish("echo", "kept", workspace=packed(a="1"), back=io.BytesIO())
-    memory.before("exec", lambda ref: sweep(NOW + asked.timeout + asked.copying))
+    memory.before("exec", lambda ref: sweep(NOW + asked.timeout + asked.copy_timeout))
     result = run_once(asked, now=NOW)
-    assert (result.outcome, result.stdout) == (How.OK, b"kept\n")
+    assert (result.outcome, result.stdout) == (OneShotOutcome.OK, b"kept\n")
 
 
-def test_how_the_run_of_a_dead_process_ended_is_internal(wish, memory, at_step) -> None:
-    at_step("workspace in", die)
+def test_how_the_run_of_a_dead_process_ended_is_internal(wish, memory, at_checkpoint) -> None:
+    at_checkpoint("workspace in", die)
     asked = wish()
-    with pytest.raises(Died):
+    with pytest.raises(SimulatedCrash):
         run_once(asked, now=NOW)
     sweep(NOW + asked.longest)
-    result = one_shot.result_of(Lease.objects.get())
-    assert (result.outcome, result.exit_code, result.cleaned_up) == (How.INTERNAL, None, True)
+    result = one_shot.load_result(Lease.objects.get())
+    assert (result.outcome, result.exit_code, result.cleaned_up) == (OneShotOutcome.INTERNAL, None, True)
 
 
 def test_what_its_agent_keeps_is_there_and_is_kept(wish, memory) -> None:
@@ -354,5 +366,5 @@ def test_all_of_the_output_is_answered_and_what_the_run_keeps_is_stored(wish, me
     settings.RUN_OUTPUT_KEPT = 4
     said = run_once(wish("echo", "hello"), now=NOW)
     assert (said.stdout, said.truncated) == (b"hello\n", False)
-    kept = one_shot.result_of(Lease.objects.get())
+    kept = one_shot.load_result(Lease.objects.get())
     assert (kept.stdout, kept.truncated) == (b"hell", True)

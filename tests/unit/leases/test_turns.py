@@ -6,13 +6,13 @@ from datetime import timedelta
 import pytest
 
 from leases import leasing, sweeps, turns
-from leases.errors import LeaseEnded, TurnOpen
+from leases.errors import LeaseEnded, TurnInProgress
 from leases.models import EnvironmentType, Lease, Turn
 from sandboxes.errors import CapacityExhausted
 from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from tests.conftest import MINUTE, NOW, Died
+from tests.conftest import MINUTE, NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
 STATE = {"legal_actions": ["roll", "end"]}
@@ -112,53 +112,53 @@ def test_a_turn_of_an_ended_lease_is_refused(lease: Lease) -> None:
     assert not Turn.objects.exists()
 
 
-def test_a_turn_being_played_is_not_played_twice(lease: Lease, at_step) -> None:
+def test_a_turn_being_played_is_not_played_twice(lease: Lease, at_checkpoint) -> None:
     plays("echo", "{}")
 
     def rival() -> None:
-        with pytest.raises(TurnOpen):
+        with pytest.raises(TurnInProgress):
             turns.take_turn(lease.pk, 1, STATE, now=NOW)
 
-    at_step("run opened", rival)
+    at_checkpoint("run opened", rival)
     turns.take_turn(lease.pk, 1, STATE, now=NOW)
     assert Run.objects.count() == 1
 
 
-def test_a_turn_whose_player_died_mid_run_is_skipped_after_its_deadline(lease: Lease, at_step) -> None:
+def test_a_turn_whose_player_died_mid_run_is_skipped_after_its_deadline(lease: Lease, at_checkpoint) -> None:
     plays("echo", '{"action": "roll"}')
 
     def die() -> None:
-        raise Died
+        raise SimulatedCrash
 
-    at_step("run answered", die)
-    with pytest.raises(Died):
+    at_checkpoint("run answered", die)
+    with pytest.raises(SimulatedCrash):
         turns.take_turn(lease.pk, 1, STATE, now=NOW)
-    assert sweeps.stalled(now=NOW + timedelta(hours=1)).counts == {"runs closed": 1, "turns skipped": 1}
+    assert sweeps.recover_stalled(now=NOW + timedelta(hours=1)).counts == {"runs closed": 1, "turns skipped": 1}
     turn = turns.take_turn(lease.pk, 1, STATE, now=NOW + timedelta(hours=1))
     assert turn.skipped and "interrupted" in turn.action["reason"]
     assert Sandbox.objects.get().state == "waiting"
 
 
-def test_a_turn_whose_run_was_lost_is_settled_without_waiting_for_its_own_deadline(lease: Lease, at_step) -> None:
+def test_a_turn_whose_run_was_lost_is_settled_without_waiting_for_its_own_deadline(lease: Lease, at_checkpoint) -> None:
     plays("echo", "{}")
 
     def die() -> None:
-        raise Died
+        raise SimulatedCrash
 
-    at_step("run answered", die)
-    with pytest.raises(Died):
+    at_checkpoint("run answered", die)
+    with pytest.raises(SimulatedCrash):
         turns.take_turn(lease.pk, 1, STATE, now=NOW)
     Run.objects.update(outcome="lost", ended_at=NOW)  # as when its instance is known to be dead
     assert turns.take_turn(lease.pk, 1, STATE, now=NOW + timedelta(seconds=6)).skipped
 
 
-def test_a_refused_try_does_not_settle_the_turn_that_is_played_after_it(lease: Lease, at_step) -> None:
+def test_a_refused_try_does_not_settle_the_turn_that_is_played_after_it(lease: Lease, at_checkpoint) -> None:
     plays("echo", '{"action": "roll"}')
     turns.take_turn(lease.pk, 1, STATE, now=NOW)
     Turn.objects.all().delete()  # as when a full workspace refused it: the Run has ended, the number is free
     Run.objects.update(outcome="failed", exit_code=None)
     later = NOW + timedelta(minutes=1)
-    at_step("turn claimed", lambda: sweeps.stalled(now=later + timedelta(seconds=10)))
+    at_checkpoint("turn claimed", lambda: sweeps.recover_stalled(now=later + timedelta(seconds=10)))
     assert turns.take_turn(lease.pk, 1, STATE, now=later).action == {"action": "roll"}
 
 
@@ -169,25 +169,25 @@ def test_a_played_turn_is_answered_also_after_the_lease_has_ended(lease: Lease) 
     assert turns.take_turn(lease.pk, 1, STATE, now=NOW).action == {"action": "roll"}
 
 
-def test_a_turn_whose_player_died_after_the_run_answers_what_was_printed(lease: Lease, at_step) -> None:
+def test_a_turn_whose_player_died_after_the_run_answers_what_was_printed(lease: Lease, at_checkpoint) -> None:
     plays("echo", '{"action": "roll"}')
 
     def die() -> None:
-        raise Died
+        raise SimulatedCrash
 
-    at_step("turn answered", die)
-    with pytest.raises(Died):
+    at_checkpoint("turn answered", die)
+    with pytest.raises(SimulatedCrash):
         turns.take_turn(lease.pk, 1, STATE, now=NOW)
     turn = turns.take_turn(lease.pk, 1, STATE, now=NOW + timedelta(hours=1))
     assert json.loads(turn.answer) == {"action": "roll"}
 
 
 def test_join_makes_the_sandbox_ready_with_its_config(pool: Pool, memory: MemoryProvider) -> None:
-    ask = leasing.Ask("did:plc:ada", "game-1", "catan", pool=pool.name)
-    lease, is_new = turns.join(ask, now=NOW)
+    ask = leasing.LeaseRequest("did:plc:ada", "game-1", "catan", pool=pool.name)
+    lease, is_new = turns.join_environment(ask, now=NOW)
     sandbox = Sandbox.objects.get(holder=lease.pk)
     assert (is_new, sandbox.state) == (True, "warm")
     config = json.loads(memory.read_file(sandbox.ref, "/workspace/config.json", limit=10_000))
     assert config["environmentType"] == "catan" and config["agentDid"] == "did:plc:ada"
-    assert turns.join(ask, now=NOW)[1] is False
+    assert turns.join_environment(ask, now=NOW)[1] is False
     assert Sandbox.objects.count() == 1

@@ -14,7 +14,7 @@ from leases.models import Lease
 from sandboxes.egress import access_log, log_tail
 from sandboxes.models import LlmCall, Sandbox
 from sandboxes.runs import Command
-from tests.conftest import MINUTE, NOW, Died
+from tests.conftest import MINUTE, NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
 HOUR = timedelta(hours=1)
@@ -44,7 +44,7 @@ def box(grant: Callable[..., Lease]) -> Sandbox:
 
 def used(lease: Lease, now: datetime) -> Sandbox:
     """Something ran in its sandbox, which has the slot 3 since."""
-    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now)
+    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now)
     Sandbox.objects.filter(holder=lease.pk).update(slot=3)
     return Sandbox.objects.get(holder=lease.pk)
 
@@ -60,7 +60,7 @@ def append(file: Path, *lines: bytes) -> None:
 
 
 def collect(file: Path, now=NOW) -> dict[str, int]:
-    return dict(access_log.collect(file, now))
+    return dict(access_log.collect_access_log(file, now))
 
 
 def test_a_call_that_nginx_saw_is_marked_and_left_alone(file: Path) -> None:
@@ -179,9 +179,9 @@ def test_a_request_that_ended_before_it_had_a_status_is_no_garbage(file: Path, s
     assert LlmCall.objects.get().outcome == "refused"
 
 
-def test_a_row_that_its_forwarder_writes_meanwhile_is_the_one_that_stays(file: Path, at_step) -> None:
+def test_a_row_that_its_forwarder_writes_meanwhile_is_the_one_that_stays(file: Path, at_checkpoint) -> None:
     append(file, refused(status=499, upstream="-"))
-    at_step("lines read", call)
+    at_checkpoint("lines read", call)
     assert collect(file) == {"logged": 1}
     assert LlmCall.objects.get().outcome == "open"
 
@@ -241,38 +241,38 @@ def settle(path: Path) -> None:
 def test_a_large_log_is_rotated_and_removed_once_it_is_collected(file: Path) -> None:
     nginx, old = Nginx(file), file.with_name("access.log.1")
     nginx.log()
-    assert not access_log.rotate(file, nginx.reopen, now=NOW, largest=10_000)
-    assert access_log.rotate(file, nginx.reopen, now=NOW, largest=100)
+    assert not access_log.rotate_log(file, nginx.reopen, now=NOW, largest=10_000)
+    assert access_log.rotate_log(file, nginx.reopen, now=NOW, largest=100)
     nginx.log()
-    assert not access_log.rotate(file, nginx.reopen, now=NOW, largest=100)
+    assert not access_log.rotate_log(file, nginx.reopen, now=NOW, largest=100)
     assert old.exists()  # a worker of nginx may still write to it
     settle(old)
-    assert not access_log.rotate(file, nginx.reopen, now=NOW, largest=100)
+    assert not access_log.rotate_log(file, nginx.reopen, now=NOW, largest=100)
     assert not old.exists()
     assert LlmCall.objects.count() == 2
-    assert access_log.rotate(file, nginx.reopen, now=NOW, largest=100)
+    assert access_log.rotate_log(file, nginx.reopen, now=NOW, largest=100)
 
 
 @pytest.mark.parametrize("at", ["log renamed", "log reopened", "lines read", "lines applied", "lines committed"])
 @pytest.mark.parametrize("largest", [0, 100_000])
-def test_a_rotation_that_is_stopped_anywhere_loses_no_line(file: Path, at_step, at: str, largest: int) -> None:
+def test_a_rotation_that_is_stopped_anywhere_loses_no_line(file: Path, at_checkpoint, at: str, largest: int) -> None:
     nginx, old = Nginx(file), file.with_name("access.log.1")
-    access_log.collect(file, NOW)
+    access_log.collect_access_log(file, NOW)
 
     def die() -> None:
-        raise Died
+        raise SimulatedCrash
 
     nginx.log()
-    at_step(at, die)
+    at_checkpoint(at, die)
     for _ in range(6):
         try:
-            access_log.rotate(file, nginx.reopen, now=NOW, largest=largest)
-        except Died:
+            access_log.rotate_log(file, nginx.reopen, now=NOW, largest=largest)
+        except SimulatedCrash:
             nginx.log()
         else:
             nginx.log()
         if old.exists():
             settle(old)
-    access_log.collect(file, NOW)
+    access_log.collect_access_log(file, NOW)
     assert LlmCall.objects.count() == nginx.number == 7
-    assert log_tail.position_of(file) is not None
+    assert log_tail.find_position(file) is not None

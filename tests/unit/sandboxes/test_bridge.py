@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ports
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 BRIDGE = Path(__file__).resolve().parents[3] / "sandboxes" / "image" / "bridge.py"
 TURNS = 60
@@ -41,7 +41,7 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def near(far: Path) -> Iterator[socket.socket]:
-    [port] = ports.free()
+    [port] = ports.find_free_ports()
     process = subprocess.Popen([sys.executable, str(BRIDGE), str(port), str(far)])
 
     def connected() -> socket.socket | None:
@@ -51,7 +51,7 @@ def near(far: Path) -> Iterator[socket.socket]:
             return None
 
     try:
-        connection = until(connected, "the bridge listens")
+        connection = wait_until(connected, "the bridge listens")
         assert connection is not None
         with connection:
             yield connection

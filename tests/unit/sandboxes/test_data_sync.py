@@ -9,17 +9,17 @@ from django.db.models import F
 from leases import execution, leasing
 from leases.models import Lease
 from sandboxes import sweeps
-from sandboxes.errors import DataFull, StoreFailed
+from sandboxes.errors import DataFull, StoreUnavailable
 from sandboxes.models import Attachment, Run, Sandbox
 from sandboxes.models.state import AgentData, DataEvent, DataFile, DataObject, DataSize
-from sandboxes.pool import of
+from sandboxes.pool import find_by_holder
 from sandboxes.providers.base import DATA, Unavailable
 from sandboxes.providers.memory import File, Folder, Link, MemoryProvider
 from sandboxes.runs import Command
 from sandboxes.state import pruning
-from sandboxes.storage import store
+from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
-from tests.conftest import MINUTE, NOW, Died
+from tests.conftest import MINUTE, NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
 LATER = NOW + timedelta(hours=1)  # every deadline has passed, no lease has
@@ -37,7 +37,7 @@ def two(grant: Callable[..., Lease]) -> Lease:
 
 
 def sh(lease: Lease, line: str, *, now=NOW) -> str:
-    _, result = execution.exec_in(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=now)
+    _, result = execution.exec_command(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=now)
     return result.stdout.decode() + result.stderr.decode()
 
 
@@ -51,7 +51,7 @@ def read(lease: Lease, path: str, *, now=NOW) -> str:
 
 def inside(lease: Lease, memory: MemoryProvider):
     """The files of the lease's sandbox, to look into and to plant things."""
-    sandbox = of(lease.pk)
+    sandbox = find_by_holder(lease.pk)
     assert sandbox
     return memory.files(sandbox.ref)
 
@@ -69,9 +69,10 @@ def test_what_one_sandbox_writes_the_agents_next_one_has(one: Lease, two: Lease)
     assert read(two, "memory/note.md") == "hello"
     leasing.release(one.pk, now=NOW)
     leasing.release(two.pk, now=NOW)
-    sweeps.reclaim(now=NOW + MINUTE)
+    sweeps.destroy_due(now=NOW + MINUTE)
     third = leasing.acquire(
-        leasing.Ask(agent_did=one.agent_did, environment_id="other", environment_type="catan", pool=one.pool.name), now=NOW
+        leasing.LeaseRequest(agent_did=one.agent_did, environment_id="other", environment_type="catan", pool=one.pool.name),
+        now=NOW,
     )[0]
     assert read(third, "memory/note.md") == "hello"
 
@@ -83,10 +84,10 @@ def test_another_agent_has_none_of_it(one: Lease, grant: Callable[..., Lease]) -
 
 def test_a_use_that_changes_nothing_costs_one_look(one: Lease, memory: MemoryProvider) -> None:
     write(one, "note", "hello")
-    objects, memory.calls = set(store().list()), []
+    objects, memory.calls = set(get_store().list()), []
     assert read(one, "note") == "hello"
     assert [verb for verb, _ in memory.calls] == ["exec", "manifest"]
-    assert set(store().list()) == objects
+    assert set(get_store().list()) == objects
 
 
 def test_only_what_changed_crosses(one: Lease, memory: MemoryProvider) -> None:
@@ -281,7 +282,7 @@ def test_what_is_newer_by_the_time_it_is_fetched_is_brought_as_it_is_then(one: L
     def store_newer(ref: str) -> None:
         if newer:
             write(one, "plan", newer.pop())
-            assert pruning.prune(now=LATER).counts["outdated data"]  # the object of the second among them
+            assert pruning.remove_orphans(now=LATER).counts["outdated data"]  # the object of the second among them
 
     with memory.after("manifest", store_newer):
         assert read(two, "plan") == "third"
@@ -293,17 +294,17 @@ def test_what_is_newer_by_the_time_it_is_fetched_is_brought_as_it_is_then(one: L
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """broken("upload"): this method of the store fails from now on; broken(): it works again."""
-    whole = {name: getattr(type(store()), name) for name in ("upload", "download", "remove")}
+    whole = {name: getattr(type(get_store()), name) for name in ("upload", "download", "remove")}
 
     def break_it(*names: str) -> None:
         for name, method in whole.items():
-            monkeypatch.setattr(type(store()), name, method)
+            monkeypatch.setattr(type(get_store()), name, method)
         for name in names:
 
             def fail(*args: object, _name: str = name, **more: object) -> None:
                 raise StoreError("filesystem", _name, "out of order")
 
-            monkeypatch.setattr(type(store()), name, fail)
+            monkeypatch.setattr(type(get_store()), name, fail)
 
     return break_it
 
@@ -314,10 +315,10 @@ def test_what_cannot_be_stored_stays_and_is_stored_later(one: Lease, two: Lease,
     write(one, "note", "hello")  # the command has run: its answer stands
     assert Attachment.objects.get(sandbox__holder=one.pk).unsaved_since
     assert Run.objects.filter(outcome="ok", note__contains="not stored yet").count() == 1
-    assert pruning.persist(now=NOW + MINUTE).failures
+    assert pruning.persist_unsaved(now=NOW + MINUTE).failures
     broken()
-    assert pruning.persist(now=NOW + 2 * MINUTE).counts == {"stored": 1}
-    assert pruning.persist(now=NOW + 3 * MINUTE).counts == {}
+    assert pruning.persist_unsaved(now=NOW + 2 * MINUTE).counts == {"stored": 1}
+    assert pruning.persist_unsaved(now=NOW + 3 * MINUTE).counts == {}
     assert read(two, "note") == "hello"
 
 
@@ -326,18 +327,18 @@ def test_nothing_is_destroyed_before_its_data_is_stored(one: Lease, two: Lease, 
     broken("upload")
     write(one, "note", "hello")
     leasing.release(one.pk, now=NOW + MINUTE)
-    assert sweeps.reclaim(now=NOW + 2 * MINUTE).failures
+    assert sweeps.destroy_due(now=NOW + 2 * MINUTE).failures
     sandbox = Sandbox.objects.get(holder=one.pk)
     assert sandbox.state == "destroying" and "out of order" in sandbox.last_error and memory.files(sandbox.ref)
     broken()
-    assert sweeps.reclaim(now=LATER).counts == {"destroyed": 1}
+    assert sweeps.destroy_due(now=LATER).counts == {"destroyed": 1}
     assert read(two, "note", now=LATER) == "hello"
 
 
 def test_a_sandbox_whose_data_cannot_be_stored_does_not_sleep(one: Lease, broken) -> None:
     broken("upload")
     write(one, "note", "hello")
-    assert sweeps.idle(now=NOW + 10 * MINUTE).failures
+    assert sweeps.evict_idle(now=NOW + 10 * MINUTE).failures
     assert Sandbox.objects.get(holder=one.pk).state == "waiting"
 
 
@@ -345,16 +346,16 @@ def test_a_sandbox_whose_data_cannot_be_looked_at_does_not_sleep(one: Lease, two
     sh(one, "true")
     inside(one, memory)[f"{DATA}/late"] = File(b"late\n")  # by a program that went on after its command had ended
     with memory.fail("manifest", Unavailable("busy")):
-        assert sweeps.idle(now=NOW + 10 * MINUTE).failures
+        assert sweeps.evict_idle(now=NOW + 10 * MINUTE).failures
     assert Sandbox.objects.get(holder=one.pk).state == "waiting"
-    assert sweeps.idle(now=NOW + 20 * MINUTE).counts == {"put to sleep": 1}
+    assert sweeps.evict_idle(now=NOW + 20 * MINUTE).counts == {"put to sleep": 1}
     assert read(two, "late", now=NOW + 21 * MINUTE) == "late"
 
 
 def test_a_command_is_not_run_without_its_data(one: Lease, two: Lease, broken, memory: MemoryProvider) -> None:
     write(one, "note", "hello")
     broken("download")
-    with pytest.raises(StoreFailed):
+    with pytest.raises(StoreUnavailable):
         sh(two, "echo ran >/workspace/ran")
     assert "/workspace/ran" not in inside(two, memory)
     broken()
@@ -365,8 +366,8 @@ def test_an_object_that_is_not_what_was_stored_is_reported_and_nothing_runs(one:
     write(one, "note", "hello")
     stored = kept("note").stored_in
     assert stored
-    store().set(stored.key, store().get(stored.key).replace(b"hello", b"HELLO"))
-    with pytest.raises(StoreFailed, match="not what was stored"):
+    get_store().set(stored.key, get_store().get(stored.key).replace(b"hello", b"HELLO"))
+    with pytest.raises(StoreUnavailable, match="not what was stored"):
         sh(two, "true")
     assert DataEvent.objects.get(kind="corrupt").path == "note"
 
@@ -376,8 +377,8 @@ def test_two_objects_that_are_not_what_was_stored_are_reported(one: Lease, two: 
         write(one, name, f"hello {name}")
         stored = kept(name).stored_in
         assert stored
-        store().set(stored.key, store().get(stored.key).replace(b"hello", b"HELLO"))
-    with pytest.raises(StoreFailed, match="not what was stored"):
+        get_store().set(stored.key, get_store().get(stored.key).replace(b"hello", b"HELLO"))
+    with pytest.raises(StoreUnavailable, match="not what was stored"):
         sh(two, "true")
     assert DataEvent.objects.get(kind="corrupt").path in ("note", "more")
 
@@ -387,7 +388,7 @@ def test_a_store_that_fails_leaves_a_sandbox_with_what_it_has(one: Lease, two: L
     sh(two, "true")
     write(one, "note", "new")
     broken("download")
-    with pytest.raises(StoreFailed):
+    with pytest.raises(StoreUnavailable):
         sh(two, "true")
     inside(two, memory)[f"{DATA}/note"] = File(b"two\n")  # a program does not stop because the store has failed
     broken()
@@ -399,7 +400,7 @@ def test_what_is_destroyed_is_looked_at_once_more(one: Lease, two: Lease, memory
     sh(one, "true")
     inside(one, memory)[f"{DATA}/late"] = File(b"late\n")  # by a program that went on after its command had ended
     leasing.release(one.pk, now=NOW)
-    sweeps.reclaim(now=NOW + MINUTE)
+    sweeps.destroy_due(now=NOW + MINUTE)
     assert read(two, "late") == "late"
 
 
@@ -414,13 +415,13 @@ def test_more_than_is_kept_is_refused_until_something_is_removed(one: Lease, mem
     assert DataEvent.objects.get(kind="full") and not DataFile.objects.filter(path="large").exists()
     with pytest.raises(DataFull, match="Remove some of it"):
         sh(one, "true")
-    sandbox = of(one.pk)
+    sandbox = find_by_holder(one.pk)
     assert sandbox
 
     def remove(provider, sandbox):
         provider.remove_file(sandbox.ref, f"{DATA}/large")
 
-    execution.act_in(one.pk, Command(argv=["remove"], kind="file", timeout=MINUTE), remove, now=NOW)
+    execution.call_in_sandbox(one.pk, Command(argv=["remove"], kind="file", timeout=MINUTE), remove, now=NOW)
     sh(one, "true")
     assert Attachment.objects.get().unsaved_since is None
 
@@ -440,7 +441,7 @@ def test_a_full_agent_does_not_keep_its_sandbox_for_ever(one: Lease, memory: Mem
     inside(one, memory)[f"{DATA}/large"] = File(b"x" * 200_000)
     sh(one, "true")
     leasing.release(one.pk, now=NOW)
-    assert sweeps.reclaim(now=NOW + MINUTE).counts == {"destroyed": 1}
+    assert sweeps.destroy_due(now=NOW + MINUTE).counts == {"destroyed": 1}
     assert DataEvent.objects.filter(kind="dropped").exists()
 
 
@@ -473,7 +474,7 @@ def test_objects_are_packed_before_they_are_too_many(one: Lease, two: Lease) -> 
     for number in range(40):
         write(one, f"note-{number}", str(number))
     assert DataObject.objects.count() < 33
-    assert set(store().list("agents/")) == set(DataObject.objects.values_list("key", flat=True))
+    assert set(get_store().list("agents/")) == set(DataObject.objects.values_list("key", flat=True))
     assert [read(two, f"note-{number}") for number in range(40)] == [str(number) for number in range(40)]
 
 
@@ -484,8 +485,8 @@ def test_what_is_outdated_goes(size: int, left: int, one: Lease, memory: MemoryP
         inside(one, memory)[f"{DATA}/note"] = File(bytes([number]) * size)
         sh(one, "true")
     pointed = {*DataFile.objects.filter(removed=False, kind="file").values_list("stored_in__key", flat=True)}
-    assert pointed <= {*store().list("agents/")}
-    assert len({*store().list("agents/")} - pointed) < left
+    assert pointed <= {*get_store().list("agents/")}
+    assert len({*get_store().list("agents/")} - pointed) < left
     assert_nothing_left()
 
 
@@ -493,16 +494,16 @@ def test_what_is_outdated_goes(size: int, left: int, one: Lease, memory: MemoryP
 
 
 def die() -> None:
-    raise Died
+    raise SimulatedCrash
 
 
 @pytest.mark.parametrize("step", ["data stored", "data recorded", "run answered"])
-def test_dying_anywhere_in_storing_loses_nothing_and_leaves_nothing(step: str, one: Lease, two: Lease, at_step) -> None:
+def test_dying_anywhere_in_storing_loses_nothing_and_leaves_nothing(step: str, one: Lease, two: Lease, at_checkpoint) -> None:
     write(one, "note", "old")
-    at_step(step, die)
-    with pytest.raises(Died):
+    at_checkpoint(step, die)
+    with pytest.raises(SimulatedCrash):
         write(one, "note", "new")
-    sweeps.stalled(now=LATER)
+    sweeps.recover_stalled(now=LATER)
     assert read(two, "note", now=LATER) == ("new" if step == "data recorded" else "old")
     assert read(one, "note", now=LATER) == "new"
     assert read(two, "note", now=LATER) == "new"
@@ -511,41 +512,43 @@ def test_dying_anywhere_in_storing_loses_nothing_and_leaves_nothing(step: str, o
 
 
 @pytest.mark.parametrize("step", ["pull decided", "pulled"])
-def test_dying_anywhere_in_bringing_it_is_mended_by_the_next_use(step: str, one: Lease, two: Lease, at_step, memory) -> None:
+def test_dying_anywhere_in_bringing_it_is_mended_by_the_next_use(
+    step: str, one: Lease, two: Lease, at_checkpoint, memory
+) -> None:
     write(one, "note", "good")
     sh(one, f"echo more >{DATA}/more")
-    at_step(step, die)
-    with pytest.raises(Died):
+    at_checkpoint(step, die)
+    with pytest.raises(SimulatedCrash):
         read(two, "note")
     inside(two, memory)[f"{DATA}/note"] = File(b"half wri")  # as a crash in the middle of writing leaves it
-    sweeps.stalled(now=LATER)
+    sweeps.recover_stalled(now=LATER)
     assert read(two, "note", now=LATER) == "good"
     assert read(one, "note", now=LATER) == "good"
     assert not DataEvent.objects.exists()
 
 
 @pytest.mark.parametrize("step", ["data stored", "data recorded", "objects stored", "persisted", "process gone"])
-def test_dying_anywhere_on_the_way_to_sleep_keeps_the_data(step: str, one: Lease, two: Lease, at_step, memory) -> None:
+def test_dying_anywhere_on_the_way_to_sleep_keeps_the_data(step: str, one: Lease, two: Lease, at_checkpoint, memory) -> None:
     sh(one, "true")
     inside(one, memory)[f"{DATA}/late"] = File(b"late\n")
-    at_step(step, die)
-    with pytest.raises(Died):
-        sweeps.idle(now=NOW + 10 * MINUTE)
-    sweeps.stalled(now=LATER)
+    at_checkpoint(step, die)
+    with pytest.raises(SimulatedCrash):
+        sweeps.evict_idle(now=NOW + 10 * MINUTE)
+    sweeps.recover_stalled(now=LATER)
     assert Sandbox.objects.get(holder=one.pk).state == "cold"
     assert read(two, "late", now=LATER) == "late" and read(one, "late", now=LATER) == "late"
     assert_nothing_left()
 
 
 @pytest.mark.parametrize("step", ["data stored", "data recorded", "destroy answered"])
-def test_dying_anywhere_in_a_destroy_keeps_the_data(step: str, one: Lease, two: Lease, at_step, memory) -> None:
+def test_dying_anywhere_in_a_destroy_keeps_the_data(step: str, one: Lease, two: Lease, at_checkpoint, memory) -> None:
     sh(one, "true")
     inside(one, memory)[f"{DATA}/late"] = File(b"late\n")
     leasing.release(one.pk, now=NOW)
-    at_step(step, die)
-    with pytest.raises(Died):
-        sweeps.reclaim(now=NOW + MINUTE)
-    sweeps.reclaim(now=LATER)
+    at_checkpoint(step, die)
+    with pytest.raises(SimulatedCrash):
+        sweeps.destroy_due(now=NOW + MINUTE)
+    sweeps.destroy_due(now=LATER)
     assert Sandbox.objects.get(holder=one.pk).state == "destroyed"
     assert read(two, "late", now=LATER) == "late"
     assert_nothing_left()
@@ -555,24 +558,24 @@ def test_an_engine_that_does_not_answer_does_not_keep_what_was_stored_from_being
     write(one, "note", "stored")
     leasing.release(one.pk, now=NOW)
     with memory.fail("manifest", Unavailable("busy")):
-        assert sweeps.reclaim(now=NOW + MINUTE).counts == {"destroyed": 1}
+        assert sweeps.destroy_due(now=NOW + MINUTE).counts == {"destroyed": 1}
 
 
 def assert_nothing_left() -> None:
     """After a prune the store has what rows point to, and nothing else."""
-    pruning.prune(now=LATER + timedelta(days=1), grace=timedelta(0))
-    assert set(store().list("agents/")) == set(DataObject.objects.values_list("key", flat=True))
+    pruning.remove_orphans(now=LATER + timedelta(days=1), grace=timedelta(0))
+    assert set(get_store().list("agents/")) == set(DataObject.objects.values_list("key", flat=True))
     pointed = DataFile.objects.filter(removed=False, kind="file").values_list("stored_in", flat=True)
     assert set(DataObject.objects.values_list("pk", flat=True)) == set(pointed)
 
 
 def test_prune_leaves_young_objects_alone(db: None) -> None:
     key = f"agents/did:plc:x/{NOW:%Y%m%dT%H%M%SZ}-{'0' * 32}.tar"
-    store().set(key, b"its row is on its way")
-    store().set("agents/did:plc:x/files/note", b"not of this shape")
-    assert pruning.prune(now=NOW + timedelta(minutes=59)).counts == {}
-    assert pruning.prune(now=NOW + timedelta(minutes=61)).counts == {"orphaned data": 1}
-    assert set(store().list("agents/did:plc:x/")) == {"agents/did:plc:x/files/note"}
+    get_store().set(key, b"its row is on its way")
+    get_store().set("agents/did:plc:x/files/note", b"not of this shape")
+    assert pruning.remove_orphans(now=NOW + timedelta(minutes=59)).counts == {}
+    assert pruning.remove_orphans(now=NOW + timedelta(minutes=61)).counts == {"orphaned data": 1}
+    assert set(get_store().list("agents/did:plc:x/")) == {"agents/did:plc:x/files/note"}
 
 
 @pytest.fixture
@@ -580,8 +583,8 @@ def mounted(db: None) -> AgentData:
     """An agent's data as it lies in a bucket that is mounted."""
     mine = AgentData.objects.create(agent_did="did:plc:x", keeping="mount", created_at=NOW, changed_at=NOW)
     for name, content in {"": b"", "a": b"12345", "deep/": b"", "deep/b": b"123"}.items():
-        store().set(f"agents/did:plc:x/files/{name}", content)
-    store().set("agents/did:plc:xy/files/c", b"of another")
+        get_store().set(f"agents/did:plc:x/files/{name}", content)
+    get_store().set("agents/did:plc:xy/files/c", b"of another")
     return mine
 
 
@@ -590,28 +593,28 @@ def sizes() -> list[tuple[str, int]]:
 
 
 def test_what_is_mounted_is_weighed_and_paid_for(mounted: AgentData) -> None:
-    assert pruning.weigh(now=NOW).counts == pruning.weigh(now=LATER).counts == {"weighed": 1}
+    assert pruning.measure_mounted(now=NOW).counts == pruning.measure_mounted(now=LATER).counts == {"weighed": 1}
     mounted.refresh_from_db()
     assert (mounted.files, mounted.size_bytes, sizes()) == (2, 8, [("did:plc:x", 8)])
-    store().remove("agents/did:plc:x/files/a")
-    pruning.weigh(now=LATER)
+    get_store().remove("agents/did:plc:x/files/a")
+    pruning.measure_mounted(now=LATER)
     assert sizes() == [("did:plc:x", 8), ("did:plc:x", 3)]
 
 
-def test_what_is_copied_into_sandboxes_is_not_weighed(mounted: AgentData, at_step) -> None:
-    at_step("data listed", lambda: AgentData.objects.update(keeping="sync"))
-    assert pruning.weigh(now=NOW).counts == pruning.weigh(now=NOW).counts == {}
+def test_what_is_copied_into_sandboxes_is_not_weighed(mounted: AgentData, at_checkpoint) -> None:
+    at_checkpoint("data listed", lambda: AgentData.objects.update(keeping="sync"))
+    assert pruning.measure_mounted(now=NOW).counts == pruning.measure_mounted(now=NOW).counts == {}
     assert sizes() == []
 
 
 def test_what_cannot_be_weighed_keeps_the_weight_that_it_had(mounted: AgentData, monkeypatch: pytest.MonkeyPatch) -> None:
-    pruning.weigh(now=NOW)
+    pruning.measure_mounted(now=NOW)
 
     def fail(prefix: str = "") -> None:
         raise StoreError("store", "page", "down", key=prefix)
 
-    monkeypatch.setattr(store(), "entries", fail)
-    swept = pruning.weigh(now=LATER)
+    monkeypatch.setattr(get_store(), "entries", fail)
+    swept = pruning.measure_mounted(now=LATER)
     assert (swept.counts, len(swept.failures), sizes()) == ({}, 1, [("did:plc:x", 8)])
 
 

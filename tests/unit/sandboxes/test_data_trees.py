@@ -144,14 +144,14 @@ class World:
 
     def lease(self, environment: str) -> Lease:
         if environment not in self.leases:
-            ask = leasing.Ask("did:plc:ada", environment, "coding", pool=self.pool.name)
+            ask = leasing.LeaseRequest("did:plc:ada", environment, "coding", pool=self.pool.name)
             self.leases[environment] = leasing.acquire(ask, now=NOW)[0]
         return self.leases[environment]
 
     def run(self, environment: str, script: str, place: str, stdin: bytes = b"") -> bytes:
         self.minutes += 1
         command = Command(argv=["python3", "-c", script, place], stdin=stdin, timeout=5 * MINUTE)
-        run, result = execution.exec_in(self.lease(environment).pk, command, now=NOW + self.minutes * MINUTE / 100)
+        run, result = execution.exec_command(self.lease(environment).pk, command, now=NOW + self.minutes * MINUTE / 100)
         assert result.exit_code == 0, result.stderr.decode(errors="replace")
         assert run.note == ""
         return result.stdout
@@ -168,10 +168,10 @@ class World:
         return found
 
     def sleep(self, environment: str) -> None:
-        sandbox = pools.of(self.lease(environment).pk)
+        sandbox = pools.find_by_holder(self.lease(environment).pk)
         assert sandbox
         self.minutes += 1
-        assert eviction.sleep(sandbox.pk, now=NOW + self.minutes * MINUTE / 100, reason="test")
+        assert eviction.evict(sandbox.pk, now=NOW + self.minutes * MINUTE / 100, reason="test")
 
 
 def world_of(kind: str) -> Any:
@@ -182,7 +182,7 @@ def world_of(kind: str) -> Any:
         name = f"trees-{uuid.uuid4().hex[:12]}"
         pool = Pool.objects.create(name=name, provider=kind, image=DOCKER_IMAGE, capacity=10, memory_mib=256)
         yield World(pool)
-        provider = providers.get(kind)
+        provider = providers.get_provider(kind)
         for found in provider.list(str(pool.owner)):
             provider.destroy(found.ref)
 

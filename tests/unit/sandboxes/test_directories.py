@@ -11,7 +11,7 @@ import pytest
 from sandboxes.image import files
 from sandboxes.providers.base import Rejected
 from sandboxes.state import directories
-from sandboxes.state.spool import spool
+from sandboxes.state.spool import open_spool
 
 
 @pytest.fixture
@@ -36,12 +36,12 @@ def travel(root: Path, tmp_path: Path) -> Iterator[Callable[[Callable[[Path], ob
     def there_and_back(act: Callable[[Path], object]) -> int:
         there = tmp_path / "sandbox"
         there.mkdir()
-        with spool() as sent, spool() as back:
+        with open_spool() as sent, open_spool() as back:
             directories.pack(root, sent)
             files.unpack(str(there), sent)
             act(there)
             files.pack(str(there), back)
-            return directories.bring_back(root, sent, back)
+            return directories.apply_changes(root, sent, back)
 
     yield there_and_back
     assert sorted(path.name for path in (tmp_path / "outside").iterdir()) == ["secret"]
@@ -149,10 +149,10 @@ def tar_of(*members: tuple[str, bytes, str]) -> io.BytesIO:
     ids=lambda members: " ".join(name for name, _, _ in members),
 )
 def test_a_tar_that_would_write_elsewhere_is_refused(root: Path, tmp_path: Path, members: list) -> None:
-    with spool() as sent:
+    with open_spool() as sent:
         directories.pack(root, sent)
         with pytest.raises(Rejected):
-            directories.bring_back(root, sent, tar_of(("link", tarfile.SYMTYPE, str(tmp_path / "outside")), *members))
+            directories.apply_changes(root, sent, tar_of(("link", tarfile.SYMTYPE, str(tmp_path / "outside")), *members))
     assert not [path for path in tmp_path.rglob("*") if path.name in ("escaped", "hard", "null", "pipe")]
     assert [(path.name, path.stat().st_nlink) for path in (tmp_path / "outside").iterdir()] == [("secret", 1)]
     assert not Path("/tmp/escaped").exists()
@@ -160,10 +160,10 @@ def test_a_tar_that_would_write_elsewhere_is_refused(root: Path, tmp_path: Path,
 
 def test_half_a_tar_removes_nothing(root: Path) -> None:
     before = seen(root)
-    with spool() as sent:
+    with open_spool() as sent:
         directories.pack(root, sent)
         for cut in (0, 512, 1024):
             with pytest.raises(Rejected):
-                directories.bring_back(root, sent, io.BytesIO(sent.read()[:cut]))
+                directories.apply_changes(root, sent, io.BytesIO(sent.read()[:cut]))
             sent.seek(0)
     assert seen(root) == before

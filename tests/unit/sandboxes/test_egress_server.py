@@ -18,27 +18,35 @@ from leases import execution, leasing, sweeps
 from leases.models import Lease
 from sandboxes.db import sql as rows
 from sandboxes.egress import authorization
-from sandboxes.egress.server import Server
+from sandboxes.egress.server import EgressServer
 from sandboxes.models import LlmCall, Policy, Run, Sandbox
 from sandboxes.runs import Command
-from tests.conftest import MINUTE, NOW, threads
+from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support import egress
-from tests.support.egress import ASK, CHAT, SAID, Loop, Upstream, connect, serving
-from tests.support.waiting import until
+from tests.support.egress import (
+    CHAT_PATH,
+    COMPLETION_REQUEST,
+    COMPLETION_RESPONSE,
+    EventLoopThread,
+    FakeUpstream,
+    connect,
+    run_server,
+)
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def loop() -> Iterator[Loop]:
-    loop = Loop()
+def loop() -> Iterator[EventLoopThread]:
+    loop = EventLoopThread()
     yield loop
     loop.close()
 
 
 @pytest.fixture
-def upstream(settings, loop: Loop) -> Iterator[Upstream]:
-    with loop.during(Upstream().listening()) as upstream:
+def upstream(settings, loop: EventLoopThread) -> Iterator[FakeUpstream]:
+    with loop.run_context(FakeUpstream().listening()) as upstream:
         settings.LLM_URL, settings.LLM_API_KEY = upstream.url, "sk-secret"
         yield upstream
 
@@ -52,7 +60,7 @@ def short_paths(settings, tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture
 def lease(transactional_db: None, grant) -> Lease:
     found: Lease = grant()
-    execution.exec_in(found.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
+    execution.exec_command(found.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
     return found
 
 
@@ -62,13 +70,13 @@ def box(lease: Lease) -> Sandbox:
 
 
 @pytest.fixture
-def way(box: Sandbox, loop: Loop) -> Iterator[Path]:
+def way(box: Sandbox, loop: EventLoopThread) -> Iterator[Path]:
     assert box.slot is not None
-    with serving(loop, slot=box.slot, server=Server(now=lambda: NOW)) as path:
+    with run_server(loop, slot=box.slot, server=EgressServer(now=lambda: NOW)) as path:
         yield path
 
 
-def post(path: Path, body: Any, url: str = CHAT, **headers: str) -> tuple[int, Any]:
+def post(path: Path, body: Any, url: str = CHAT_PATH, **headers: str) -> tuple[int, Any]:
     answer = egress.post(path, body, url, **headers)
     wait_until_closed()
     return answer
@@ -82,8 +90,8 @@ def wait_until_closed() -> None:
         time.sleep(0.005)
 
 
-def test_a_call_is_recorded_with_its_tokens_and_its_price(upstream: Upstream, box: Sandbox, way: Path) -> None:
-    assert post(way, ASK) == (200, SAID)
+def test_a_call_is_recorded_with_its_tokens_and_its_price(upstream: FakeUpstream, box: Sandbox, way: Path) -> None:
+    assert post(way, COMPLETION_REQUEST) == (200, COMPLETION_RESPONSE)
     row = LlmCall.objects.get()
     assert (row.outcome, row.status, row.model) == ("ok", 200, "gpt-4o-mini-2024-07-18")
     assert (row.input_tokens, row.cached_tokens, row.output_tokens) == (120, 100, 7)
@@ -91,58 +99,58 @@ def test_a_call_is_recorded_with_its_tokens_and_its_price(upstream: Upstream, bo
     assert (row.sandbox, row.holder, row.agent_did, row.run_id) == (box, box.holder, box.agent_did, None)
 
 
-def test_who_is_billed_is_what_we_say_and_not_what_the_sandbox_says(upstream: Upstream, box: Sandbox, way: Path) -> None:
+def test_who_is_billed_is_what_we_say_and_not_what_the_sandbox_says(upstream: FakeUpstream, box: Sandbox, way: Path) -> None:
     forged = {
         "Authorization": "Bearer stolen", "x-litellm-end-user-id": "did:plc:victim", "x-litellm-call-id": "1",
         "x-litellm-spend-logs-metadata": "{}", "x-api-key": "stolen", "X-Leasehold-Slot": "7", "X-Request-Id": "mine",
     }  # fmt: skip
-    post(way, {**ASK, "metadata": {"user_id": "victim"}, "mock_response": "free"}, **forged)
+    post(way, {**COMPLETION_REQUEST, "metadata": {"user_id": "victim"}, "mock_response": "free"}, **forged)
     path, headers, body = upstream.asked[0]
     row = LlmCall.objects.get()
-    assert (path, headers["authorization"]) == (CHAT, "Bearer sk-secret")
+    assert (path, headers["authorization"]) == (CHAT_PATH, "Bearer sk-secret")
     assert "x-api-key" not in headers and "x-leasehold-slot" not in headers and "x-request-id" not in headers
     assert (headers["x-litellm-end-user-id"], headers["x-litellm-call-id"]) == (box.agent_did, row.call_id) != ("", "mine")
     said = json.loads(headers["x-litellm-spend-logs-metadata"])
     assert said == {"call": row.call_id, "run": "", "attempt": 1, "lease": str(box.holder), "agent": box.agent_did,
                     "environment": box.environment_id}  # fmt: skip
-    assert body == {"messages": ASK["messages"], "model": "gpt-4o-mini"}
+    assert body == {"messages": COMPLETION_REQUEST["messages"], "model": "gpt-4o-mini"}
 
 
-def test_a_call_made_in_a_run_names_it(upstream: Upstream, lease: Lease, box: Sandbox, way: Path) -> None:
+def test_a_call_made_in_a_run_names_it(upstream: FakeUpstream, lease: Lease, box: Sandbox, way: Path) -> None:
     def act(provider: Any, sandbox: Sandbox) -> Any:
-        return post(way, ASK)
+        return post(way, COMPLETION_REQUEST)
 
-    run, answer = execution.act_in(lease.pk, Command(argv=["x"], timeout=MINUTE), act, now=NOW)
+    run, answer = execution.call_in_sandbox(lease.pk, Command(argv=["x"], timeout=MINUTE), act, now=NOW)
     assert answer[0] == 200 and LlmCall.objects.get().run_id == run.pk
 
 
-def test_the_row_is_there_before_anything_is_sent(upstream: Upstream, way: Path) -> None:
+def test_the_row_is_there_before_anything_is_sent(upstream: FakeUpstream, way: Path) -> None:
     seen: list[Any] = []
 
     async def answer(request: web.Request) -> web.Response:
         rows = await asyncio.to_thread(lambda: [*LlmCall.objects.values_list("call_id", "outcome")])
         seen.append((rows, request.headers["x-litellm-call-id"]))
-        return web.json_response(SAID)
+        return web.json_response(COMPLETION_RESPONSE)
 
     upstream.answer = answer
-    post(way, ASK)
+    post(way, COMPLETION_REQUEST)
     [([(call_id, outcome)], sent)] = seen
     assert (call_id, outcome) == (sent, "open")
 
 
-def test_nothing_is_sent_that_could_not_be_recorded(upstream: Upstream, way: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_sent_that_could_not_be_recorded(upstream: FakeUpstream, way: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from django.db import OperationalError
 
     def fail(*args: Any, **named: Any) -> None:
         raise OperationalError("disk full")
 
     monkeypatch.setattr(rows, "insert", fail)
-    status, said = post(way, ASK)
+    status, said = post(way, COMPLETION_REQUEST)
     assert (status, said["error"]["code"]) == (503, "not_recorded")
     assert not upstream.asked
 
 
-def test_a_connection_that_the_database_dropped_is_replaced(upstream: Upstream, way: Path) -> None:
+def test_a_connection_that_the_database_dropped_is_replaced(upstream: FakeUpstream, way: Path) -> None:
     if connection.vendor != "postgresql":
         pytest.skip("SQLite has no connections to drop.")
 
@@ -152,11 +160,11 @@ def test_a_connection_that_the_database_dropped_is_replaced(upstream: Upstream, 
 
     async def answer(request: web.Request) -> web.Response:
         await asyncio.to_thread(drop_others, ours)
-        return web.json_response(SAID)
+        return web.json_response(COMPLETION_RESPONSE)
 
-    assert post(way, ASK)[0] == 200
+    assert post(way, COMPLETION_REQUEST)[0] == 200
     upstream.answer = answer  # before the call's end is written down, and the next call is
-    assert [post(way, ASK)[0] for _ in range(10)] == [200] * 10
+    assert [post(way, COMPLETION_REQUEST)[0] for _ in range(10)] == [200] * 10
     assert [*LlmCall.objects.values_list("outcome", flat=True)] == ["ok"] * 11
 
 
@@ -169,9 +177,11 @@ def drop_others(ours: int) -> None:
 
 @pytest.mark.parametrize("said", [{}, {"x-litellm-response-cost": "NaN"}, {"x-litellm-response-cost": "-1"},
                                   {"x-litellm-response-cost": "1e99"}])  # fmt: skip
-def test_an_upstream_that_prices_nothing_leaves_the_call_unpriced(said: dict[str, str], upstream: Upstream, way: Path) -> None:
+def test_an_upstream_that_prices_nothing_leaves_the_call_unpriced(
+    said: dict[str, str], upstream: FakeUpstream, way: Path
+) -> None:
     upstream.headers = said
-    post(way, ASK)
+    post(way, COMPLETION_REQUEST)
     assert LlmCall.objects.values_list("cost", "priced", "outcome").get() == (None, "", "ok")
 
 
@@ -181,32 +191,32 @@ def test_an_upstream_that_prices_nothing_leaves_the_call_unpriced(said: dict[str
      (429, 429, "upstream_429"), (400, 400, "upstream_400")],
 )  # fmt: skip
 def test_an_upstream_that_refuses_is_recorded_and_gives_nothing_away(
-    status: int, shown: int, code: str, upstream: Upstream, way: Path
+    status: int, shown: int, code: str, upstream: FakeUpstream, way: Path
 ) -> None:
     upstream.status, upstream.body = status, b'{"error": {"message": "xyzzy"}}'
-    answer, said = post(way, ASK)
+    answer, said = post(way, COMPLETION_REQUEST)
     row = LlmCall.objects.get()
     assert (answer, row.outcome, row.code, row.status) == (shown, "failed", code, status)
     assert ("xyzzy" in json.dumps(said)) == (shown == status)
 
 
-def test_an_error_that_quotes_our_key_is_not_passed_on(upstream: Upstream, way: Path) -> None:
+def test_an_error_that_quotes_our_key_is_not_passed_on(upstream: FakeUpstream, way: Path) -> None:
     upstream.status, upstream.body = 400, b'{"error": "Received key sk-secret"}'
-    status, said = post(way, ASK)
+    status, said = post(way, COMPLETION_REQUEST)
     assert status == 502 and "sk-secret" not in json.dumps(said)
 
 
-def test_an_upstream_that_is_not_there_is_a_failed_call(settings, upstream: Upstream, way: Path) -> None:
+def test_an_upstream_that_is_not_there_is_a_failed_call(settings, upstream: FakeUpstream, way: Path) -> None:
     settings.LLM_URL = "http://127.0.0.1:1/v1"
-    assert post(way, ASK)[0] == 502
+    assert post(way, COMPLETION_REQUEST)[0] == 502
     assert LlmCall.objects.values_list("outcome", "code").get() == ("failed", "upstream_failed")
 
 
 def test_the_offline_policy_costs_nothing_and_says_so(settings, way: Path) -> None:
     settings.LLM_URL = ""
-    assert post(way, ASK)[0] == 200
+    assert post(way, COMPLETION_REQUEST)[0] == 200
     assert LlmCall.objects.values_list("model", "cost", "outcome").get() == ("leasehold-offline-policy", 0, "ok")
-    assert post(way, {**ASK, "max_tokens": 1, "model": "default"}, "/v1/messages")[0] == 501
+    assert post(way, {**COMPLETION_REQUEST, "max_tokens": 1, "model": "default"}, "/v1/messages")[0] == 501
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -236,11 +246,11 @@ def streaming(*chunks: bytes, hang: bool = False) -> Callable[[web.Request], Any
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
-def test_a_stream_is_passed_on_and_its_tokens_are_counted(asked_for: bool, upstream: Upstream, way: Path) -> None:
+def test_a_stream_is_passed_on_and_its_tokens_are_counted(asked_for: bool, upstream: FakeUpstream, way: Path) -> None:
     whole = events(PIECE, PIECE, TOKENS, b"[DONE]")
     upstream.answer = streaming(*(whole[at : at + 7] for at in range(0, len(whole), 7)))
     wants = {"stream_options": {"include_usage": True}} if asked_for else {}
-    status, said = post(way, {**ASK, "stream": True, **wants})
+    status, said = post(way, {**COMPLETION_REQUEST, "stream": True, **wants})
     assert (status, said) == (200, whole if asked_for else events(PIECE, PIECE, b"[DONE]"))
     assert upstream.asked[0][2]["stream_options"] == {"include_usage": True}
     row = LlmCall.objects.get()
@@ -248,11 +258,13 @@ def test_a_stream_is_passed_on_and_its_tokens_are_counted(asked_for: bool, upstr
     assert row.received_bytes == len(said)
 
 
-def test_a_stream_in_anthropics_shape_is_counted(upstream: Upstream, way: Path) -> None:
+def test_a_stream_in_anthropics_shape_is_counted(upstream: FakeUpstream, way: Path) -> None:
     start = {"type": "message_start", "message": {"model": "c", "usage": {"input_tokens": 5, "output_tokens": 1}}}
     whole = events(start, {"type": "message_delta", "usage": {"output_tokens": 9}}, {"type": "message_stop"})
     upstream.answer = streaming(whole)
-    assert post(way, {**ASK, "max_tokens": 9, "stream": True}, "/v1/messages", **{"anthropic-version": "2024-01-01"}) == (
+    assert post(
+        way, {**COMPLETION_REQUEST, "max_tokens": 9, "stream": True}, "/v1/messages", **{"anthropic-version": "2024-01-01"}
+    ) == (
         200,
         whole,
     )
@@ -261,7 +273,9 @@ def test_a_stream_in_anthropics_shape_is_counted(upstream: Upstream, way: Path) 
     assert (path, headers["x-api-key"], headers["anthropic-version"]) == ("/v1/messages", "sk-secret", "2024-01-01")
 
 
-def test_a_stream_that_is_not_read_to_its_end_is_cut_and_so_is_the_upstream(upstream: Upstream, way: Path, loop: Loop) -> None:
+def test_a_stream_that_is_not_read_to_its_end_is_cut_and_so_is_the_upstream(
+    upstream: FakeUpstream, way: Path, loop: EventLoopThread
+) -> None:
     gone = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -272,7 +286,9 @@ def test_a_stream_that_is_not_read_to_its_end_is_cut_and_so_is_the_upstream(upst
 
     upstream.answer = answer
     connection = connect(way)
-    connection.request("POST", CHAT, json.dumps({**ASK, "stream": True}), {"Content-Type": "application/json"})
+    connection.request(
+        "POST", CHAT_PATH, json.dumps({**COMPLETION_REQUEST, "stream": True}), {"Content-Type": "application/json"}
+    )
     assert connection.getresponse().read(10)
     connection.sock.close()
     connection.close()
@@ -283,9 +299,9 @@ def test_a_stream_that_is_not_read_to_its_end_is_cut_and_so_is_the_upstream(upst
 
 
 def test_a_caller_that_leaves_while_its_row_is_written_leaves_none_open(
-    upstream: Upstream, way: Path, loop: Loop, monkeypatch: pytest.MonkeyPatch
+    upstream: FakeUpstream, way: Path, loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record, written, noticed = authorization.model_call, threading.Event(), threading.Event()
+    record, written, noticed = authorization.open_model_call, threading.Event(), threading.Event()
 
     def slow(*args: Any, **named: Any) -> Any:
         found = record(*args, **named)
@@ -296,13 +312,13 @@ def test_a_caller_that_leaves_while_its_row_is_written_leaves_none_open(
     async def leaving() -> bool:
         return any(task.cancelling() for task in asyncio.all_tasks())
 
-    monkeypatch.setattr(authorization, "model_call", slow)
+    monkeypatch.setattr(authorization, "open_model_call", slow)
     connection = connect(way)
-    connection.request("POST", CHAT, json.dumps(ASK), {"Content-Type": "application/json"})
+    connection.request("POST", CHAT_PATH, json.dumps(COMPLETION_REQUEST), {"Content-Type": "application/json"})
     assert written.wait(60)
     connection.sock.close()
     connection.close()
-    until(lambda: loop.act(leaving()), "the server has noticed")
+    wait_until(lambda: loop.act(leaving()), "the server has noticed")
     noticed.set()
     wait_until_closed()
     row = LlmCall.objects.get()
@@ -310,13 +326,13 @@ def test_a_caller_that_leaves_while_its_row_is_written_leaves_none_open(
 
 
 @pytest.mark.parametrize("last", [b"[DONE]", {"type": "message_stop"}, {"type": "response.completed"}])
-def test_a_stream_whose_reader_leaves_after_its_last_event_is_whole(last: Any, upstream: Upstream, way: Path) -> None:
+def test_a_stream_whose_reader_leaves_after_its_last_event_is_whole(last: Any, upstream: FakeUpstream, way: Path) -> None:
     """SDKs do: they do not wait for the connection's end."""
     whole = events(PIECE, TOKENS, last)
     upstream.answer = streaming(whole, hang=True)
     connection = connect(way)
-    body = {**ASK, "stream": True, "stream_options": {"include_usage": True}}
-    connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
+    body = {**COMPLETION_REQUEST, "stream": True, "stream_options": {"include_usage": True}}
+    connection.request("POST", CHAT_PATH, json.dumps(body), {"Content-Type": "application/json"})
     assert connection.getresponse().read(len(whole)) == whole
     connection.sock.close()
     connection.close()
@@ -325,10 +341,12 @@ def test_a_stream_whose_reader_leaves_after_its_last_event_is_whole(last: Any, u
     assert (row.outcome, row.code, row.output_tokens, row.received_bytes) == ("ok", "", 4, len(whole))
 
 
-def test_a_call_under_way_is_cut_off_when_its_lease_ends(upstream: Upstream, lease: Lease, way: Path) -> None:
+def test_a_call_under_way_is_cut_off_when_its_lease_ends(upstream: FakeUpstream, lease: Lease, way: Path) -> None:
     upstream.answer = streaming(events(PIECE), hang=True)
     connection = connect(way)
-    connection.request("POST", CHAT, json.dumps({**ASK, "stream": True}), {"Content-Type": "application/json"})
+    connection.request(
+        "POST", CHAT_PATH, json.dumps({**COMPLETION_REQUEST, "stream": True}), {"Content-Type": "application/json"}
+    )
     answer = connection.getresponse()
     assert answer.read(10)
     leasing.release(lease.pk, now=NOW)
@@ -342,29 +360,29 @@ def test_a_call_under_way_is_cut_off_when_its_lease_ends(upstream: Upstream, lea
 # --- who may ----------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_speaks_for_a_sandbox_that_no_lease_holds(upstream: Upstream, lease: Lease, way: Path) -> None:
+def test_nobody_speaks_for_a_sandbox_that_no_lease_holds(upstream: FakeUpstream, lease: Lease, way: Path) -> None:
     leasing.release(lease.pk, now=NOW)
-    status, said = post(way, ASK)
+    status, said = post(way, COMPLETION_REQUEST)
     assert (status, said["error"]["code"]) == (403, "no_lease")
     assert not upstream.asked and not LlmCall.objects.exists()
 
 
-def test_a_model_that_is_not_allowed_is_refused_by_name(settings, upstream: Upstream, way: Path) -> None:
+def test_a_model_that_is_not_allowed_is_refused_by_name(settings, upstream: FakeUpstream, way: Path) -> None:
     settings.LLM_MODELS = ["claude-*"]
-    status, said = post(way, {**ASK, "model": "the-most-expensive"})
+    status, said = post(way, {**COMPLETION_REQUEST, "model": "the-most-expensive"})
     assert (status, said["error"]["code"]) == (403, "model_not_allowed") and "claude-*" in said["error"]["message"]
-    assert post(way, {**ASK, "model": "claude-haiku"})[0] == 200
+    assert post(way, {**COMPLETION_REQUEST, "model": "claude-haiku"})[0] == 200
     assert [*LlmCall.objects.order_by("pk").values_list("outcome", "model")] == [
         ("refused", "the-most-expensive"), ("ok", "gpt-4o-mini-2024-07-18"),
     ]  # fmt: skip
 
 
-def test_a_lease_that_has_spent_its_limit_is_answered_402(upstream: Upstream, box: Sandbox, way: Path) -> None:
+def test_a_lease_that_has_spent_its_limit_is_answered_402(upstream: FakeUpstream, box: Sandbox, way: Path) -> None:
     Sandbox.objects.filter(pk=box.pk).update(llm_limit=Decimal("0.00002"))
-    assert [post(way, ASK)[0] for _ in range(3)] == [200, 200, 402]
-    _, said = post(way, ASK)
+    assert [post(way, COMPLETION_REQUEST)[0] for _ in range(3)] == [200, 200, 402]
+    _, said = post(way, COMPLETION_REQUEST)
     assert said["error"]["code"] == "spend_limit_reached" and "0.00002 USD" in said["error"]["message"]
-    assert len(upstream.asked) == 2 and authorization.spent(box.holder) == Decimal("0.0000246")
+    assert len(upstream.asked) == 2 and authorization.sum_spend(box.holder) == Decimal("0.0000246")
 
 
 def test_what_an_environment_type_says_is_the_limit_of_its_leases(grant) -> None:
@@ -372,11 +390,11 @@ def test_what_an_environment_type_says_is_the_limit_of_its_leases(grant) -> None
 
     EnvironmentType.objects.filter(name="catan").update(llm_limit=Decimal("1.5"))
     lease = grant(environment="game-9")
-    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
+    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
     assert lease.llm_limit == Sandbox.objects.get(holder=lease.pk).llm_limit == Decimal("1.5")
 
 
-def test_calls_are_limited_by_the_minute_and_at_once(upstream: Upstream, box: Sandbox, way: Path) -> None:
+def test_calls_are_limited_by_the_minute_and_at_once(upstream: FakeUpstream, box: Sandbox, way: Path) -> None:
     def rows(count: int, outcome: str, ended: Any) -> None:
         for number in range(count):
             LlmCall.objects.create(
@@ -387,11 +405,11 @@ def test_calls_are_limited_by_the_minute_and_at_once(upstream: Upstream, box: Sa
     box.policy = Policy.objects.create(name="slow", calls_per_minute=7, most_calls_at_once=3)
     box.save(update_fields=["policy"])
     rows(3, "open", None)
-    assert post(way, ASK)[1]["error"]["code"] == "too_many_at_once"
+    assert post(way, COMPLETION_REQUEST)[1]["error"]["code"] == "too_many_at_once"
     rows(4, "ok", NOW)
-    assert post(way, ASK)[1]["error"]["code"] == "too_many_calls"
+    assert post(way, COMPLETION_REQUEST)[1]["error"]["code"] == "too_many_calls"
     LlmCall.objects.update(started_at=NOW - timedelta(minutes=2), deadline_at=NOW - MINUTE)
-    assert post(way, ASK)[0] == 200
+    assert post(way, COMPLETION_REQUEST)[0] == 200
 
 
 def test_no_more_calls_than_may_are_under_way_however_many_are_asked_for_at_once(box: Sandbox) -> None:
@@ -399,16 +417,20 @@ def test_no_more_calls_than_may_are_under_way_however_many_are_asked_for_at_once
     box.save(update_fields=["policy"])
 
     def call(number: int) -> Any:
-        return authorization.model_call(box.slot or 0, f"call-{number}", CHAT, "gpt-4o-mini", streamed=False, size=9, now=NOW)
+        return authorization.open_model_call(
+            box.slot or 0, f"call-{number}", CHAT_PATH, "gpt-4o-mini", streamed=False, size=9, now=NOW
+        )
 
-    with threads(16) as run:
+    with run_in_threads(16) as run:
         answers = run(call)
-    assert sorted(answer.code for answer in answers if isinstance(answer, authorization.Refused)) == ["too_many_at_once"] * 14
+    assert (
+        sorted(answer.code for answer in answers if isinstance(answer, authorization.CallRefused)) == ["too_many_at_once"] * 14
+    )
     assert LlmCall.objects.filter(outcome="open").count() == 2
     assert LlmCall.objects.filter(outcome="refused").count() == 14
 
 
-def test_calls_do_not_wait_for_those_of_other_sandboxes(upstream: Upstream, box: Sandbox, way: Path) -> None:
+def test_calls_do_not_wait_for_those_of_other_sandboxes(upstream: FakeUpstream, box: Sandbox, way: Path) -> None:
     """None is answered before all have come: more than the hundred that aiohttp has under way at once by itself."""
     calls, come = 120, asyncio.Event()
 
@@ -416,25 +438,25 @@ def test_calls_do_not_wait_for_those_of_other_sandboxes(upstream: Upstream, box:
         if len(upstream.asked) == calls:
             come.set()
         await asyncio.wait_for(come.wait(), 60)
-        return web.json_response(SAID)
+        return web.json_response(COMPLETION_RESPONSE)
 
     upstream.answer = answer
     box.policy = Policy.objects.create(name="wide", calls_per_minute=calls, most_calls_at_once=calls)
     box.save(update_fields=["policy"])
-    content = json.dumps(ASK)
+    content = json.dumps(COMPLETION_REQUEST)
     callers = [connect(way) for _ in range(calls)]
     for each in callers:
-        each.request("POST", CHAT, content, {"Content-Type": "application/json"})
+        each.request("POST", CHAT_PATH, content, {"Content-Type": "application/json"})
     assert [each.getresponse().status for each in callers] == [200] * calls
     for each in callers:
         each.close()
     wait_until_closed()
 
 
-def test_who_keeps_asking_for_what_is_refused_does_not_fill_the_database(upstream: Upstream, way: Path) -> None:
-    for _ in range(authorization.REFUSALS_KEPT + 5):
-        assert post(way, {**ASK, "model": "other"})[0] == 403
-    assert LlmCall.objects.count() == authorization.REFUSALS_KEPT
+def test_who_keeps_asking_for_what_is_refused_does_not_fill_the_database(upstream: FakeUpstream, way: Path) -> None:
+    for _ in range(authorization.MAX_LOGGED_REFUSALS_PER_MINUTE + 5):
+        assert post(way, {**COMPLETION_REQUEST, "model": "other"})[0] == 403
+    assert LlmCall.objects.count() == authorization.MAX_LOGGED_REFUSALS_PER_MINUTE
 
 
 @pytest.mark.parametrize(
@@ -450,13 +472,15 @@ def test_who_keeps_asking_for_what_is_refused_does_not_fill_the_database(upstrea
         ({"messages": [{"content": [{"type": "file", "file_id": "file-1"}]}]}, "urls_not_fetched"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_request_is_said_and_nothing_leaves(body: Any, code: str, upstream: Upstream, way: Path) -> None:
+def test_what_is_wrong_with_a_request_is_said_and_nothing_leaves(
+    body: Any, code: str, upstream: FakeUpstream, way: Path
+) -> None:
     status, said = post(way, body)
     assert (status, said["error"]["code"]) == (400, code)
     assert not upstream.asked and not LlmCall.objects.exists()
 
 
-def test_what_tools_take_and_were_called_with_may_name_urls(upstream: Upstream, way: Path) -> None:
+def test_what_tools_take_and_were_called_with_may_name_urls(upstream: FakeUpstream, way: Path) -> None:
     tool = {"type": "function", "function": {"name": "get", "parameters": {"type": "url", "url": "https://x"}}}
     called = {"role": "assistant", "content": [{"type": "tool_use", "input": {"type": "link", "url": "https://x"}}]}
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}
@@ -466,29 +490,29 @@ def test_what_tools_take_and_were_called_with_may_name_urls(upstream: Upstream, 
 @pytest.mark.parametrize(
     "url", ["/", "/healthz/x", "/v1/files", "/v1/chat/completions/", "/spend/logs", "/v1/../admin", "/relay"]
 )
-def test_no_other_path_leaves(url: str, upstream: Upstream, way: Path) -> None:
-    assert post(way, ASK, url)[0] in (403, 405)
+def test_no_other_path_leaves(url: str, upstream: FakeUpstream, way: Path) -> None:
+    assert post(way, COMPLETION_REQUEST, url)[0] in (403, 405)
     assert not upstream.asked
 
 
 @pytest.mark.parametrize("kib", [None, 1, 8192])
 def test_a_request_that_is_larger_than_its_policy_lets_it_be_is_refused(
-    kib: int | None, upstream: Upstream, box: Sandbox, way: Path
+    kib: int | None, upstream: FakeUpstream, box: Sandbox, way: Path
 ) -> None:
     if kib:
         box.policy = Policy.objects.create(name="other", largest_body_kib=kib)
         box.save(update_fields=["policy"])
     most = (kib or 4096) << 10
-    spaces = b" " * (most - len(json.dumps(ASK)))
-    assert post(way, json.dumps(ASK).encode() + spaces)[0] == 200
-    status, said = post(way, json.dumps(ASK).encode() + spaces + b" ")
+    spaces = b" " * (most - len(json.dumps(COMPLETION_REQUEST)))
+    assert post(way, json.dumps(COMPLETION_REQUEST).encode() + spaces)[0] == 200
+    status, said = post(way, json.dumps(COMPLETION_REQUEST).encode() + spaces + b" ")
     assert (status, said["error"]["code"]) == (413, "too_large") and len(upstream.asked) == 1
 
 
-def test_a_policy_names_the_models_instead(settings, upstream: Upstream, box: Sandbox, way: Path) -> None:
+def test_a_policy_names_the_models_instead(settings, upstream: FakeUpstream, box: Sandbox, way: Path) -> None:
     box.policy = Policy.objects.create(name="cheap", models=["tiny-*"])
     box.save(update_fields=["policy"])
-    assert [post(way, {**ASK, "model": model})[0] for model in ("tiny-1", "default")] == [200, 403]
+    assert [post(way, {**COMPLETION_REQUEST, "model": model})[0] for model in ("tiny-1", "default")] == [200, 403]
 
 
 # --- what is left behind ----------------------------------------------------------------------------------------------
@@ -496,17 +520,17 @@ def test_a_policy_names_the_models_instead(settings, upstream: Upstream, box: Sa
 
 def test_a_call_whose_forwarder_died_is_closed_as_lost_and_stays_unpriced(grant) -> None:
     row = LlmCall.objects.create(call_id="c1", started_at=NOW, deadline_at=NOW + MINUTE)
-    assert sweeps.stalled(now=NOW + MINUTE / 2).counts == {}
-    assert sweeps.stalled(now=NOW + 2 * MINUTE).counts == {"model calls closed": 1}
+    assert sweeps.recover_stalled(now=NOW + MINUTE / 2).counts == {}
+    assert sweeps.recover_stalled(now=NOW + 2 * MINUTE).counts == {"model calls closed": 1}
     row.refresh_from_db()
     assert (row.outcome, row.ended_at, row.cost) == ("lost", NOW + 2 * MINUTE, None)
 
 
 def test_a_call_ends_once_and_a_record_that_came_first_keeps_its_price(box: Sandbox) -> None:
-    row, _ = authorization.model_call(box.slot, "c1", CHAT, "gpt-4o-mini", streamed=False, size=1, now=NOW)
+    row, _ = authorization.open_model_call(box.slot, "c1", CHAT_PATH, "gpt-4o-mini", streamed=False, size=1, now=NOW)
     LlmCall.objects.filter(pk=row.pk).update(recorded_at=NOW, cost=Decimal("0.5"), priced="record")
-    end = authorization.Ending(LlmCall.Outcome.OK, 200, cost=Decimal("0.1"))
-    assert authorization.settle(row, end, now=NOW) and not authorization.settle(row, end, now=NOW + MINUTE)
+    end = authorization.CallResult(LlmCall.Outcome.OK, 200, cost=Decimal("0.1"))
+    assert authorization.settle_call(row, end, now=NOW) and not authorization.settle_call(row, end, now=NOW + MINUTE)
     row.refresh_from_db()
     assert (row.outcome, row.cost, row.priced, row.ended_at) == ("ok", Decimal("0.5"), "record", NOW)
 
@@ -515,4 +539,4 @@ def test_two_runs_at_once_are_not_told_apart(lease: Lease, box: Sandbox) -> None
     for _ in range(2):
         Run.objects.create(sandbox=box, argv=["x"], started_at=NOW, deadline_at=NOW + MINUTE)
     Sandbox.objects.filter(pk=box.pk).update(open_runs=2, state="running")
-    assert authorization.caller(box.slot, now=NOW).run is None
+    assert authorization.identify_caller(box.slot, now=NOW).run is None

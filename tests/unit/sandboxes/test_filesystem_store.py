@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sandboxes.storage import filesystem
 from sandboxes.storage.base import StoreError
 from sandboxes.storage.filesystem import FilesystemStore
-from tests.conftest import threads
+from tests.conftest import run_in_threads
 
 MIB = 1 << 20
 HOUR = timedelta(hours=1)
@@ -164,7 +164,7 @@ def test_a_removal_that_takes_the_directory_from_under_a_write_costs_it_nothing(
             store.remove(f"a/b/{at}")
         return None
 
-    with threads(4) as run:
+    with run_in_threads(4) as run:
         assert run(rival) == [None] * 4
 
 
@@ -177,8 +177,10 @@ def test_a_page_reads_only_what_its_prefix_and_its_cursor_leave(
     for key in ("a/1/x", "a/2/x", "a/2/y", "a/3/x", "b/1"):
         store.set(key, b"x")
     read: list[str] = []
-    scanned = filesystem._scanned
-    monkeypatch.setattr(filesystem, "_scanned", lambda path: read.append(str(path.relative_to(store.root))) or scanned(path))
+    scanned = filesystem._scan_directory
+    monkeypatch.setattr(
+        filesystem, "_scan_directory", lambda path: read.append(str(path.relative_to(store.root))) or scanned(path)
+    )
     assert list(store.list("a/2/")) == ["a/2/x", "a/2/y"]
     assert read == ["a/2"]
     read.clear()

@@ -17,40 +17,40 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from sandboxes.webhooks import http_post
-from sandboxes.webhooks.addresses import why_refused
-from sandboxes.webhooks.http_post import Answer
-from tests.support.receiver import Receiver, endless, receiving, silent, trickling
+from sandboxes.webhooks.addresses import get_refusal_reason
+from sandboxes.webhooks.http_post import PostResult
+from tests.support.receiver import WebhookReceiver, never_respond, run_receiver, stream_endlessly, trickle_headers
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with receiving() as server:
+def receiver() -> Iterator[WebhookReceiver]:
+    with run_receiver() as server:
         yield server
 
 
-def post(url: str, timeout: float = 30.0, internal: bool = True) -> Answer:
+def post(url: str, timeout: float = 30.0, internal: bool = True) -> PostResult:
     return http_post.post(url, b"{}", {"webhook-id": "1"}, internal=internal, timeout=timeout)
 
 
-def test_what_is_sent_arrives(receiver: Receiver) -> None:
-    assert post(receiver.url + "/a%20b?c=d%2Fe") == Answer(204)
+def test_what_is_sent_arrives(receiver: WebhookReceiver) -> None:
+    assert post(receiver.url + "/a%20b?c=d%2Fe") == PostResult(204)
     [one] = receiver.received
     assert (one.path, one.body, one.headers["webhook-id"]) == ("/events/a%20b?c=d%2Fe", b"{}", "1")
     assert one.headers["host"] == f"127.0.0.1:{receiver.server_address[1]}"
 
 
-@pytest.mark.parametrize("answer", [silent, trickling])
-def test_an_answer_that_does_not_come_is_not_waited_for(receiver: Receiver, answer: Callable) -> None:
+@pytest.mark.parametrize("answer", [never_respond, trickle_headers])
+def test_an_answer_that_does_not_come_is_not_waited_for(receiver: WebhookReceiver, answer: Callable) -> None:
     receiver.answer = answer
-    assert post(receiver.url, timeout=0.4) == Answer(error="No answer within 0.4 s.")
+    assert post(receiver.url, timeout=0.4) == PostResult(error="No answer within 0.4 s.")
 
 
-def test_an_answer_without_end_is_not_read(receiver: Receiver) -> None:
-    receiver.answer = endless
-    assert post(receiver.url) == Answer(200)
+def test_an_answer_without_end_is_not_read(receiver: WebhookReceiver) -> None:
+    receiver.answer = stream_endlessly
+    assert post(receiver.url) == PostResult(200)
 
 
-def test_an_answer_of_headers_alone_is_refused(receiver: Receiver) -> None:
+def test_an_answer_of_headers_alone_is_refused(receiver: WebhookReceiver) -> None:
     def headers(request: BaseHTTPRequestHandler) -> None:
         request.wfile.write(b"HTTP/1.1 200 OK\r\n")
         while not receiver.stopping.is_set():
@@ -60,13 +60,13 @@ def test_an_answer_of_headers_alone_is_refused(receiver: Receiver) -> None:
     assert post(receiver.url).error.startswith("No answer in HTTP")
 
 
-def test_no_http_is_no_answer(receiver: Receiver) -> None:
+def test_no_http_is_no_answer(receiver: WebhookReceiver) -> None:
     receiver.answer = lambda request: request.wfile.write(b"SSH-2.0-OpenSSH_9.6 it is secret\r\n\r\n")  # type: ignore[assignment]
     answer = post(receiver.url)
     assert answer.status is None and "secret" not in answer.error and "No answer in HTTP" in answer.error
 
 
-def test_a_connection_that_breaks_is_no_answer(receiver: Receiver) -> None:
+def test_a_connection_that_breaks_is_no_answer(receiver: WebhookReceiver) -> None:
     receiver.answer = lambda request: request.connection.shutdown(socket.SHUT_RDWR)
     assert post(receiver.url).error == "It closed the connection without an answer."
     with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -75,23 +75,23 @@ def test_a_connection_that_breaks_is_no_answer(receiver: Receiver) -> None:
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
-def test_a_redirect_is_not_followed(receiver: Receiver, status: int) -> None:
-    with receiving() as other:
+def test_a_redirect_is_not_followed(receiver: WebhookReceiver, status: int) -> None:
+    with run_receiver() as other:
         receiver.status, receiver.headers = status, {"Location": other.url}
         answer = post(receiver.url)
         assert answer.status == status and answer.error.startswith(f"It answered {status}")
         assert len(receiver.received) == 1 and not other.received
 
 
-def test_no_proxy_of_the_environment_is_used(receiver: Receiver, monkeypatch) -> None:
-    with receiving() as proxy:
+def test_no_proxy_of_the_environment_is_used(receiver: WebhookReceiver, monkeypatch) -> None:
+    with run_receiver() as proxy:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
             monkeypatch.setenv(name, proxy.url)
-        assert post(receiver.url) == Answer(204)
+        assert post(receiver.url) == PostResult(204)
         assert not proxy.received
 
 
-def test_a_cookie_is_not_kept(receiver: Receiver) -> None:
+def test_a_cookie_is_not_kept(receiver: WebhookReceiver) -> None:
     receiver.headers = {"Set-Cookie": "a=b"}
     post(receiver.url), post(receiver.url)
     assert "cookie" not in receiver.received[1].headers
@@ -109,7 +109,7 @@ def test_a_cookie_is_not_kept(receiver: Receiver) -> None:
     ],
 )  # fmt: skip
 def test_nothing_is_ever_sent_there(address: str) -> None:
-    assert why_refused(ip_address(address), internal=True) == "nothing is ever sent there."
+    assert get_refusal_reason(ip_address(address), internal=True) == "nothing is ever sent there."
 
 
 @pytest.mark.parametrize(
@@ -118,16 +118,16 @@ def test_nothing_is_ever_sent_there(address: str) -> None:
      "255.255.255.255", "fec0::1", "64:ff9b:1::a00:1", "::10.0.0.1", "::ffff:0:a00:1"],
 )  # fmt: skip
 def test_what_is_not_public_is_for_internal_webhooks(address: str) -> None:
-    assert "not public" in why_refused(ip_address(address), internal=False)
-    assert why_refused(ip_address(address), internal=True) == ""
+    assert "not public" in get_refusal_reason(ip_address(address), internal=False)
+    assert get_refusal_reason(ip_address(address), internal=True) == ""
 
 
 @pytest.mark.parametrize("address", ["1.1.1.1", "2606:4700:4700::1111", "::ffff:1.1.1.1"])
 def test_what_is_public_is_for_all(address: str) -> None:
-    assert why_refused(ip_address(address), internal=False) == ""
+    assert get_refusal_reason(ip_address(address), internal=False) == ""
 
 
-def test_a_name_of_this_machine_is_refused_before_anything_is_sent(receiver: Receiver) -> None:
+def test_a_name_of_this_machine_is_refused_before_anything_is_sent(receiver: WebhookReceiver) -> None:
     answer = post(f"http://localhost:{receiver.server_address[1]}/", internal=False)
     assert "localhost is" in answer.error and "not public" in answer.error
     assert not receiver.received
@@ -144,10 +144,10 @@ def test_a_name_with_one_address_that_is_refused_is_refused(monkeypatch) -> None
     assert "rebind.example is 10.0.0.1: it is not public" in post("https://rebind.example/", internal=False).error
 
 
-def test_a_name_is_resolved_once(receiver: Receiver, monkeypatch) -> None:
+def test_a_name_is_resolved_once(receiver: WebhookReceiver, monkeypatch) -> None:
     """What was judged is what is connected to: the second answer is never asked for."""
     monkeypatch.setattr(socket, "getaddrinfo", named(["127.0.0.1"], ["169.254.169.254"]))
-    assert post(f"http://rebind.example:{receiver.server_address[1]}/") == Answer(204)
+    assert post(f"http://rebind.example:{receiver.server_address[1]}/") == PostResult(204)
     assert receiver.received[0].headers["host"].startswith("rebind.example:")
 
 
@@ -194,17 +194,17 @@ def certified(tmp_path: Path) -> tuple[Path, ssl.SSLContext]:
 
 def test_a_certificate_has_to_be_good(certified, monkeypatch) -> None:
     path, context = certified
-    with receiving(context) as server:
+    with run_receiver(context) as server:
         url = server.url.replace("http:", "https:")
         assert post(url).error == "Its certificate is not good: self-signed certificate."
         assert not server.received
         monkeypatch.setenv("SSL_CERT_FILE", str(path))
-        assert post(url) == Answer(204)
-        assert post(url.replace("127.0.0.1", "localhost")) == Answer(204)
+        assert post(url) == PostResult(204)
+        assert post(url.replace("127.0.0.1", "localhost")) == PostResult(204)
         monkeypatch.setattr(socket, "getaddrinfo", named(["127.0.0.1"]))
         assert "Hostname mismatch" in post(url.replace("127.0.0.1", "other.example")).error
         assert len(server.received) == 2
 
 
-def test_plain_http_where_tls_was_wanted(receiver: Receiver) -> None:
+def test_plain_http_where_tls_was_wanted(receiver: WebhookReceiver) -> None:
     assert post(receiver.url.replace("http:", "https:"), timeout=5).status is None  # it may wait for the end of a line

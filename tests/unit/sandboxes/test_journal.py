@@ -17,11 +17,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandboxes.storage.base import PAGE, KeyValueStore, Page, StoreError, StoreRefused
+from sandboxes.storage.base import MAX_PAGE_SIZE, KeyValueStore, Page, StoreError, StoreRefused
 from sandboxes.storage.filesystem import FilesystemStore
 from sandboxes.storage.memory import MemoryStore
-from sandboxes.stores.journal import SMALLEST, WRITER, Compacted, Journal, Record, Stamp, Writer, framed, records_in
-from tests.conftest import NOW, Died, threads
+from sandboxes.stores.journal import (
+    MIN_RECORD_BYTES,
+    WRITER,
+    CompactionResult,
+    Journal,
+    Record,
+    Stamp,
+    Writer,
+    decode_records,
+    encode_record,
+)
+from tests.conftest import NOW, SimulatedCrash, run_in_threads
 
 SECOND = timedelta(seconds=1)
 MICROSECOND = timedelta(microseconds=1)
@@ -34,7 +44,7 @@ class Staged(KeyValueStore):
     name = "staged"
 
     def __init__(self, inner: KeyValueStore) -> None:
-        self.inner, self.appends = inner, inner.appends
+        self.inner, self.supports_append = inner, inner.supports_append
         self.calls: list[str] = []
         self.before: Callable[[int], None] = lambda call: None
         self.tear: int | None = None
@@ -59,7 +69,7 @@ class Staged(KeyValueStore):
         self._step("has")
         return self.inner.has(key)
 
-    def page(self, prefix: str = "", *, following: str = "", limit: int = PAGE) -> Page:
+    def page(self, prefix: str = "", *, following: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
         self._step("page")
         return self.inner.page(prefix, following=following, limit=limit)
 
@@ -75,7 +85,7 @@ class Staged(KeyValueStore):
         self._step("append")
         if self.tear is not None and self.tear < len(data):
             self.inner.append(key, data[: self.tear], sync=sync)
-            raise Died()
+            raise SimulatedCrash()
         self.inner.append(key, data, sync=sync)
 
 
@@ -113,7 +123,7 @@ def only_segment(store: KeyValueStore) -> str:
 def dies_before(call: int) -> Callable[[int], None]:
     def before(at: int) -> None:
         if at == call:
-            raise Died()
+            raise SimulatedCrash()
 
     return before
 
@@ -166,7 +176,7 @@ def test_what_is_appended_is_at_the_end_of_the_value(files: FilesystemStore, syn
 
 
 def test_a_store_that_cannot_append_says_so() -> None:
-    assert not MemoryStore.appends
+    assert not MemoryStore.supports_append
     with pytest.raises(StoreRefused):
         MemoryStore().append("a", b"x")
 
@@ -186,7 +196,7 @@ def test_appending_and_removing_at_once_fails_nobody(files: FilesystemStore) -> 
             else:
                 files.remove("deep/down/1")
 
-    with threads(3) as run:
+    with run_in_threads(3) as run:
         assert run(act) == [None] * 3
     assert files.get("deep/down/2") == b"".join(b"%d" % n for n in range(50))
 
@@ -213,7 +223,9 @@ def test_a_segment_cut_at_any_byte_keeps_exactly_the_records_before(files: Files
     assert said(files) == [b"first", b"second", b"the last one"]
 
 
-@pytest.mark.parametrize("tail", [b"\0" * 64, b"\xff" * 64, b"\0", framed(Record(Stamp(1, "00" * 8, 1), b"x"))[:-1] + b"y"])
+@pytest.mark.parametrize(
+    "tail", [b"\0" * 64, b"\xff" * 64, b"\0", encode_record(Record(Stamp(1, "00" * 8, 1), b"x"))[:-1] + b"y"]
+)
 def test_what_is_no_record_is_not_taken_for_one(files: FilesystemStore, now: datetime, tail: bytes) -> None:
     journal(files).append(b"whole", now=now)
     files.append(only_segment(files), tail)
@@ -224,19 +236,19 @@ def test_what_is_no_record_is_not_taken_for_one(files: FilesystemStore, now: dat
 
 @given(st.binary(max_size=200))
 def test_any_bytes_at_all_can_be_read(data: bytes) -> None:
-    assert sum(SMALLEST + len(record.payload) for record in records_in(data)) <= len(data)
+    assert sum(MIN_RECORD_BYTES + len(record.payload) for record in decode_records(data)) <= len(data)
 
 
 @given(st.lists(st.binary(max_size=50), max_size=5), st.data())
 def test_one_changed_byte_costs_its_own_record_and_those_behind_it(payloads: list[bytes], data: st.DataObject) -> None:
-    frames = [framed(Record(Stamp(at, "ab" * 8, at), payload)) for at, payload in enumerate(payloads)]
+    frames = [encode_record(Record(Stamp(at, "ab" * 8, at), payload)) for at, payload in enumerate(payloads)]
     whole = bytearray(b"".join(frames))
     if not whole:
         return
     at = data.draw(st.integers(0, len(whole) - 1))
     whole[at] ^= data.draw(st.integers(1, 255))
     hit = next(index for index in range(len(frames)) if at < sum(map(len, frames[: index + 1])))
-    assert [record.payload for record in records_in(bytes(whole))] == payloads[:hit]
+    assert [record.payload for record in decode_records(bytes(whole))] == payloads[:hit]
 
 
 def test_replay_goes_on_behind_a_torn_segment(files: FilesystemStore, now: datetime) -> None:
@@ -254,7 +266,7 @@ def test_after_a_torn_append_its_process_goes_on_in_a_new_segment(files: Filesys
     written = journal(staged)
     written.append(b"before", now=now)
     staged.tear = arrived
-    with pytest.raises(Died):
+    with pytest.raises(SimulatedCrash):
         written.append(b"torn, as it is", now=now)
     staged.tear = None
     written.append(b"after", now=now)
@@ -294,7 +306,7 @@ def filled(store: KeyValueStore, now: datetime, *, with_snapshot: bool = True) -
 def test_compaction_leaves_one_object_with_the_same_records(store: KeyValueStore, now: datetime) -> None:
     expected = filled(store, now)
     before = journal(store).replay()
-    assert journal(store).compact() == Compacted()
+    assert journal(store).compact() == CompactionResult()
     assert journal(store).replay() == before
     assert said(store) == expected
     assert [len([*store.list(f"j/{kind}/")]) for kind in ("log", "snap", "torn")] == [0, 1, 0]
@@ -309,7 +321,7 @@ def test_compaction_drops_what_it_is_told_to(store: KeyValueStore, now: datetime
 
 
 def test_a_journal_without_records_can_be_compacted(store: KeyValueStore) -> None:
-    assert journal(store).compact() == Compacted()
+    assert journal(store).compact() == CompactionResult()
     assert said(store) == []
 
 
@@ -328,7 +340,7 @@ def test_a_compaction_may_die_before_each_of_its_steps(kind: str, tmp_path: Path
         expected = filled(store, now)
         staged = Staged(store)
         staged.before = dies_before(call)
-        with pytest.raises(Died):
+        with pytest.raises(SimulatedCrash):
             journal(staged).compact()
         assert said(store) == expected
         journal(store).append(b"6", now=now + 6 * SECOND)
@@ -346,7 +358,7 @@ def test_a_crashed_compaction_brings_back_nothing_once_its_snapshot_is_there(kin
         filled(store, now)
         staged = Staged(store)
         staged.before = dies_before(call)
-        with pytest.raises(Died):
+        with pytest.raises(SimulatedCrash):
             journal(staged).compact(lambda records: records[4:])
         seen.append(len(said(store)))
     assert seen == sorted(seen, reverse=True)
@@ -477,7 +489,7 @@ def test_threads_append_while_others_compact(store: KeyValueStore, now: datetime
                 mine.append(payload, now=now + number * SECOND)
                 done.append(payload)
 
-    with threads(4) as run:
+    with run_in_threads(4) as run:
         assert run(act) == [None] * 4
     found = said(store)
     assert sorted(found) == sorted(done)
@@ -560,8 +572,8 @@ def test_the_child_of_a_fork_is_another_writer() -> None:
 # --- everything together ------------------------------------------------------------------------------------------
 
 at_call = st.none() | st.integers(1, 14)
-appends = st.tuples(st.just("append"), st.integers(0, 2), st.integers(1, 3))
-acts = appends | st.tuples(st.just("compact"), st.integers(0, 2), st.just(0))
+supports_append = st.tuples(st.just("append"), st.integers(0, 2), st.integers(1, 3))
+acts = supports_append | st.tuples(st.just("compact"), st.integers(0, 2), st.just(0))
 
 
 @settings(max_examples=60, deadline=None)
@@ -599,12 +611,12 @@ def test_any_order_of_appends_compactions_and_crashes(kind: str, script: list[An
                 if call == at:
                     act(store, rival)
                 if call == dies:
-                    raise Died()
+                    raise SimulatedCrash()
 
             staged.before, staged.tear = before, tear
             try:
                 act(staged, what)
-            except Died:
+            except SimulatedCrash:
                 processes[what[1]] = Writer()  # whoever comes after it
             found = [int(payload) for payload in said(store)]
             assert found == sorted({*found})

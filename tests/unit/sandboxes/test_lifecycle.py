@@ -10,7 +10,7 @@ from django.db.models import Q
 
 from sandboxes import lifecycle
 from sandboxes.errors import IllegalTransition
-from sandboxes.models import Pool, Sandbox, State, Transition
+from sandboxes.models import Pool, Sandbox, SandboxState, Transition
 from tests.conftest import MINUTE, NOW
 
 pytestmark = pytest.mark.django_db
@@ -22,21 +22,29 @@ def sandbox(pool: Pool) -> Sandbox:
         pool=pool, provider="memory", memory_mib=64, millicpus=100, pids=16, holder=uuid.uuid4(),
         last_used_at=NOW, created_at=NOW, deadline_at=NOW + MINUTE,
     )  # fmt: skip
-    lifecycle.begin(made, now=NOW, reason="needed")
+    lifecycle.insert_warming(made, now=NOW, reason="needed")
     return made
 
 
-def to(sandbox: Sandbox, *states: State) -> Sandbox:
+def to(sandbox: Sandbox, *states: SandboxState) -> Sandbox:
     for state in states:
-        was = State(Sandbox.objects.get(pk=sandbox.pk).state)
-        extra = {"destroyed_at": NOW} if state == State.DESTROYED else {"open_runs": 1} if state == State.RUNNING else {}
+        was = SandboxState(Sandbox.objects.get(pk=sandbox.pk).state)
+        extra = (
+            {"destroyed_at": NOW}
+            if state == SandboxState.DESTROYED
+            else {"open_runs": 1}
+            if state == SandboxState.RUNNING
+            else {}
+        )
         assert lifecycle.advance(sandbox.pk, was, state, now=NOW, reason="test", **extra)
     sandbox.refresh_from_db()
     return sandbox
 
 
 def test_a_move_writes_state_and_transition_together(sandbox: Sandbox) -> None:
-    assert lifecycle.advance(sandbox.pk, State.WARMING, State.WARM, now=NOW + MINUTE, reason="ready", actor="test")
+    assert lifecycle.advance(
+        sandbox.pk, SandboxState.WARMING, SandboxState.WARM, now=NOW + MINUTE, reason="ready", actor="test"
+    )
     sandbox.refresh_from_db()
     assert (sandbox.state, sandbox.state_since) == ("warm", NOW + MINUTE)
     last = sandbox.transitions.first()
@@ -46,29 +54,31 @@ def test_a_move_writes_state_and_transition_together(sandbox: Sandbox) -> None:
 
 
 def test_the_second_of_two_movers_is_told_it_was_second(sandbox: Sandbox) -> None:
-    assert lifecycle.advance(sandbox.pk, State.WARMING, State.WARM, now=NOW, reason="first")
-    assert not lifecycle.advance(sandbox.pk, State.WARMING, State.WARM, now=NOW, reason="second")
+    assert lifecycle.advance(sandbox.pk, SandboxState.WARMING, SandboxState.WARM, now=NOW, reason="first")
+    assert not lifecycle.advance(sandbox.pk, SandboxState.WARMING, SandboxState.WARM, now=NOW, reason="second")
     assert sandbox.transitions.count() == 2
 
 
 def test_a_guard_that_does_not_hold_moves_nothing(sandbox: Sandbox) -> None:
     stranger = Q(holder=uuid.uuid4())
-    assert not lifecycle.advance(sandbox.pk, State.WARMING, State.WARM, now=NOW, reason="no", guard=stranger)
+    assert not lifecycle.advance(sandbox.pk, SandboxState.WARMING, SandboxState.WARM, now=NOW, reason="no", guard=stranger)
     sandbox.refresh_from_db()
     assert sandbox.state == "warming"
 
 
 @pytest.mark.parametrize(
-    ("was", "to"), [(a, b) for a in State for b in State if (a, b) not in lifecycle.EDGES], ids=lambda s: str(s.value)
+    ("was", "to"),
+    [(a, b) for a in SandboxState for b in SandboxState if (a, b) not in lifecycle.EDGES],
+    ids=lambda s: str(s.value),
 )
-def test_what_is_not_an_edge_is_refused(was: State, to: State) -> None:
+def test_what_is_not_an_edge_is_refused(was: SandboxState, to: SandboxState) -> None:
     with pytest.raises(IllegalTransition):
         lifecycle.advance(uuid.uuid4(), was, to, now=NOW, reason="no")
 
 
 def test_destroying_follows_every_state_that_is_not_gone() -> None:
-    assert {was for was, to in lifecycle.EDGES if to == State.DESTROYING} == set(State) - {
-        State.DESTROYING, State.DESTROYED,
+    assert {was for was, to in lifecycle.EDGES if to == SandboxState.DESTROYING} == set(SandboxState) - {
+        SandboxState.DESTROYING, SandboxState.DESTROYED,
     }  # fmt: skip
 
 
@@ -94,32 +104,32 @@ def test_a_holder_has_one_live_sandbox(sandbox: Sandbox) -> None:
         last_used_at=NOW, created_at=NOW, deadline_at=NOW,
     )  # fmt: skip
     with pytest.raises(IntegrityError), transaction.atomic():
-        lifecycle.begin(twin, now=NOW, reason="needed")
-    to(sandbox, State.DESTROYING)
-    lifecycle.begin(twin, now=NOW, reason="needed")  # its predecessor is on its way out
+        lifecycle.insert_warming(twin, now=NOW, reason="needed")
+    to(sandbox, SandboxState.DESTROYING)
+    lifecycle.insert_warming(twin, now=NOW, reason="needed")  # its predecessor is on its way out
 
 
 def test_running_is_having_open_runs(sandbox: Sandbox) -> None:
-    to(sandbox, State.WARM)
+    to(sandbox, SandboxState.WARM)
     holder = sandbox.holder
-    assert lifecycle.start_run(sandbox.pk, holder=holder, now=NOW) == State.WARM
-    assert lifecycle.start_run(sandbox.pk, holder=holder, now=NOW) == State.RUNNING
+    assert lifecycle.start_run(sandbox.pk, holder=holder, now=NOW) == SandboxState.WARM
+    assert lifecycle.start_run(sandbox.pk, holder=holder, now=NOW) == SandboxState.RUNNING
     lifecycle.finish_run(sandbox.pk, 1, idle_after=MINUTE, now=NOW)
     sandbox.refresh_from_db()
     assert (sandbox.state, sandbox.open_runs) == ("running", 1)
     lifecycle.finish_run(sandbox.pk, 1, idle_after=MINUTE, now=NOW + MINUTE)
     sandbox.refresh_from_db()
     assert (sandbox.state, sandbox.open_runs, sandbox.state_since) == ("waiting", 0, NOW + MINUTE)
-    assert lifecycle.start_run(sandbox.pk, holder=holder, now=NOW) == State.WAITING
+    assert lifecycle.start_run(sandbox.pk, holder=holder, now=NOW) == SandboxState.WAITING
 
 
 def test_only_the_holder_starts_a_run(sandbox: Sandbox) -> None:
-    to(sandbox, State.WARM)
+    to(sandbox, SandboxState.WARM)
     assert lifecycle.start_run(sandbox.pk, holder=uuid.uuid4(), now=NOW) is None
 
 
 def test_a_run_of_an_earlier_incarnation_counts_nothing_out(sandbox: Sandbox) -> None:
-    to(sandbox, State.WARM)
+    to(sandbox, SandboxState.WARM)
     lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=NOW)
     lifecycle.finish_run(sandbox.pk, 7, idle_after=MINUTE, now=NOW)
     sandbox.refresh_from_db()
@@ -127,17 +137,25 @@ def test_a_run_of_an_earlier_incarnation_counts_nothing_out(sandbox: Sandbox) ->
 
 
 def test_state_is_what_the_last_transition_says(sandbox: Sandbox) -> None:
-    to(sandbox, State.WARM, State.EVICTING, State.COLD, State.WARMING, State.DESTROYING, State.DESTROYED)
+    to(
+        sandbox,
+        SandboxState.WARM,
+        SandboxState.EVICTING,
+        SandboxState.COLD,
+        SandboxState.WARMING,
+        SandboxState.DESTROYING,
+        SandboxState.DESTROYED,
+    )
     assert Transition.objects.filter(sandbox=sandbox).first().to == sandbox.state == "destroyed"  # type: ignore[union-attr]
     chain = list(sandbox.transitions.order_by("pk"))
     assert all(before.to == after.was for before, after in pairwise(chain))
 
 
 def test_the_order_of_eviction_is_stored_with_the_state(sandbox: Sandbox) -> None:
-    to(sandbox, State.WARM)
+    to(sandbox, SandboxState.WARM)
     assert sandbox.tier == 1
-    to(sandbox, State.EVICTING)
+    to(sandbox, SandboxState.EVICTING)
     assert sandbox.tier is None
-    to(sandbox, State.COLD)
+    to(sandbox, SandboxState.COLD)
     assert sandbox.tier == 0
     assert sandbox.last_used_at == NOW and timedelta(0) < MINUTE

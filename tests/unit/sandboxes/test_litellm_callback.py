@@ -17,11 +17,11 @@ import requests
 
 from sandboxes.egress import amounts, model_pricing
 from sandboxes.egress import upstream_records as records
-from sandboxes.egress.amounts import amount
+from sandboxes.egress.amounts import parse_usd
 from sandboxes.models import LlmCall, ModelRate
-from tests.conftest import MINUTE, NOW, missing_service
-from tests.support.models import PIECES, TOKENS
-from tests.support.waiting import until
+from tests.conftest import MINUTE, NOW, skip_or_fail
+from tests.support.models import ANSWER_CHUNKS, TOKEN_COUNTS
+from tests.support.waiting import wait_until
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 # 600 tokens in at 1 USD a million, 400 cached at 0.1, 50 out at 2: what .ci/litellm.yaml says
@@ -45,7 +45,7 @@ class LiteLLM:
 
     def record(self, call_id: str) -> dict[str, Any]:
         """The one record of a call, once it is there."""
-        return until(lambda: next(self.records(call_id), None), f"a record of {call_id}")
+        return wait_until(lambda: next(self.records(call_id), None), f"a record of {call_id}")
 
     def records(self, call_id: str) -> Iterator[dict[str, Any]]:
         said = (json.loads(line) for line in self.file.read_bytes().splitlines() if line.strip() and line.endswith(b"}"))
@@ -56,7 +56,7 @@ class LiteLLM:
 def litellm() -> LiteLLM:
     names = ("TEST_LITELLM_URL", "TEST_LITELLM_KEY", "TEST_LITELLM_RECORDS", "TEST_LITELLM_PYTHON")
     if not all(os.environ.get(name) for name in names):
-        missing_service("No LiteLLM: TEST_LITELLM_URL is not set; .ci/services starts one.")
+        skip_or_fail("No LiteLLM: TEST_LITELLM_URL is not set; .ci/services starts one.")
     url, key, file, _python = (os.environ[name] for name in names)
     return LiteLLM(url, key, Path(file))
 
@@ -66,12 +66,12 @@ def litellm() -> LiteLLM:
 def test_a_call_is_recorded_under_our_id_with_its_tokens_and_its_cost(litellm: LiteLLM, model, path, stream: bool) -> None:
     call_id, answer = litellm.ask(model, path, stream=stream)
     assert answer.status_code == 200, answer.text
-    assert all(piece.strip() in answer.text for piece in PIECES)
+    assert all(piece.strip() in answer.text for piece in ANSWER_CHUNKS)
     assert ("text/event-stream" in answer.headers["Content-Type"]) == stream
     said = litellm.record(call_id)
     assert (said["status"], said["end_user"], said["stream"], said["error"]) == ("success", "did:plc:ada", stream, "")
-    assert (said["input"], said["cached"], said["output"]) == (TOKENS["in"], TOKENS["cached"], TOKENS["out"])
-    assert amount(said["cost"]) == WHOLE
+    assert (said["input"], said["cached"], said["output"]) == (TOKEN_COUNTS["in"], TOKEN_COUNTS["cached"], TOKEN_COUNTS["out"])
+    assert parse_usd(said["cost"]) == WHOLE
     assert said["model"].endswith(model)
     assert said["for"] == {"call": call_id, "attempt": 2}
     assert 0 <= said["ended"] - said["started"] < 30 and abs(said["ended"] - time.time()) < 60
@@ -110,7 +110,7 @@ def test_a_stream_that_its_caller_leaves_is_recorded_as_an_estimate(litellm: Lit
     answer.close()
     said = litellm.record(call_id)
     assert (said["status"], said["error"]) == ("success", "ClientDisconnected")
-    assert 0 < amount(said["cost"]) < WHOLE  # a lower bound: LiteLLM counts what had passed by then
+    assert 0 < parse_usd(said["cost"]) < WHOLE  # a lower bound: LiteLLM counts what had passed by then
 
 
 @pytest.mark.parametrize(("model", "path"), [("gpt-slow", CHAT), ("claude-slow", MESSAGES)])
@@ -118,7 +118,7 @@ def test_a_call_that_its_caller_leaves_before_the_answer_is_recorded_in_full(lit
     with pytest.raises(requests.Timeout):
         litellm.ask(model, path, timeout=3)  # half of what the answer takes
     said = litellm.record(litellm.last)
-    assert (said["status"], amount(said["cost"])) == ("success", WHOLE)
+    assert (said["status"], parse_usd(said["cost"])) == ("success", WHOLE)
 
 
 @pytest.mark.parametrize(("model", "path"), [("gpt-unpriced", CHAT), ("claude-unpriced", MESSAGES)])
@@ -127,7 +127,7 @@ def test_a_model_without_a_price_is_not_recorded_as_free(litellm: LiteLLM, model
     call_id, answer = litellm.ask(model, path, stream=stream)
     assert answer.content
     said = litellm.record(call_id)
-    assert (said["cost"], said["output"]) == (None, TOKENS["out"])
+    assert (said["cost"], said["output"]) == (None, TOKEN_COUNTS["out"])
 
 
 def test_a_model_that_is_configured_to_be_free_is(litellm: LiteLLM) -> None:
@@ -146,9 +146,9 @@ def test_collecting_prices_the_rows(litellm: LiteLLM) -> None:
         )  # fmt: skip
         assert answer.content
         litellm.record(call_id)
-    assert records.collect(litellm.file, NOW)["recorded"] == 4
+    assert records.collect_records(litellm.file, NOW)["recorded"] == 4
     ModelRate.objects.create(pattern="gpt-*", input_usd=1, output_usd=1, valid_from=NOW - MINUTE)
-    assert model_pricing.price_unpriced(NOW) == 1
+    assert model_pricing.price_calls(NOW) == 1
     found = {row.model: (row.cost, row.priced, row.input_tokens, row.output_tokens) for row in LlmCall.objects.all()}
     assert found == {
         "gpt": (WHOLE, "record", 1000, 50),

@@ -5,8 +5,8 @@ from datetime import timedelta
 
 import pytest
 
-from sandboxes.providers.base import ExecResult, Missing, Spec, Unavailable
-from sandboxes.providers.memory import Call, File, Folder, Link, MemoryProvider, Outcome
+from sandboxes.providers.base import ExecResult, Missing, SandboxSpec, Unavailable
+from sandboxes.providers.memory import File, Folder, Link, MemoryProvider, ProgramCall, ProgramResult
 
 MINUTE = timedelta(minutes=1)
 
@@ -22,7 +22,7 @@ def memory() -> MemoryProvider:
 
 @pytest.fixture
 def ref(memory: MemoryProvider) -> str:
-    return memory.create(Spec(name="lhc-one", owner="me"))
+    return memory.create(SandboxSpec(name="lhc-one", owner="me"))
 
 
 def run(memory: MemoryProvider, ref: str, *argv: str, **more) -> ExecResult:
@@ -36,14 +36,14 @@ def died(ref: str) -> None:
 def test_death_before_a_verb_leaves_it_undone(memory) -> None:
     memory.before("create", died)
     with pytest.raises(Died):
-        memory.create(Spec(name="lhc-one", owner="me"))
+        memory.create(SandboxSpec(name="lhc-one", owner="me"))
     assert memory.list("me") == []
 
 
 def test_death_after_a_verb_leaves_it_done(memory) -> None:
     memory.after("create", died)
     with pytest.raises(Died):
-        memory.create(Spec(name="lhc-one", owner="me"))
+        memory.create(SandboxSpec(name="lhc-one", owner="me"))
     assert [found.name for found in memory.list("me")] == ["lhc-one"]
 
 
@@ -101,7 +101,7 @@ def test_what_stopped_is_listed_and_cannot_run(memory, ref) -> None:
 def test_what_stopped_is_started_by_create_and_keeps_its_files(memory, ref) -> None:
     memory.write_file(ref, "/workspace/kept", b"kept")
     memory.stop(ref)
-    memory.create(Spec(name=ref, owner="me"))
+    memory.create(SandboxSpec(name=ref, owner="me"))
     assert run(memory, ref, "cat", "kept").stdout == b"kept"
 
 
@@ -115,7 +115,7 @@ def test_calls_are_counted_also_those_that_fail(memory, ref) -> None:
 
 def test_reset_forgets_everything(memory, ref) -> None:
     memory.fail("list", Unavailable("engine down"))
-    memory.programs["python3"] = lambda call: Outcome()
+    memory.programs["python3"] = lambda call: ProgramResult()
     memory.reset()
     assert (memory.list("me"), memory.calls) == ([], [("list", "me")])
     assert "python3" not in memory.programs
@@ -143,9 +143,9 @@ def test_nothing_is_done_after_the_timeout(memory, ref) -> None:
 
 
 def test_there_is_no_python_unless_a_test_brings_one(memory, ref) -> None:
-    def act(call: Call) -> Outcome:
+    def act(call: ProgramCall) -> ProgramResult:
         call.files["/workspace/seen"] = File(call.stdin)
-        return Outcome(stdout=call.env["LEASEHOLD_RUN"].encode(), took=timedelta(seconds=2))
+        return ProgramResult(stdout=call.env["LEASEHOLD_RUN"].encode(), took=timedelta(seconds=2))
 
     assert run(memory, ref, "python3", "/opt/leasehold/take_turn.py").exit_code == 127
     memory.programs["python3"] = act
@@ -155,9 +155,9 @@ def test_there_is_no_python_unless_a_test_brings_one(memory, ref) -> None:
 
 
 def test_a_sandbox_destroyed_under_a_running_command_kills_it(memory, ref) -> None:
-    def destroyed(call: Call) -> Outcome:
+    def destroyed(call: ProgramCall) -> ProgramResult:
         memory.destroy(ref)
-        return Outcome(stdout=b"so far")
+        return ProgramResult(stdout=b"so far")
 
     memory.programs["work"] = destroyed
     assert run(memory, ref, "work").exit_code == 137

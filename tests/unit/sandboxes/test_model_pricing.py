@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sandboxes.egress import model_pricing
-from sandboxes.egress.amounts import amount
+from sandboxes.egress.amounts import parse_usd
 from sandboxes.models import LlmCall, ModelRate
 from tests.conftest import MINUTE, NOW
 
@@ -33,11 +33,11 @@ def rate(pattern: str, usd: str, *, since=NOW - DAY, cached: str | None = None, 
 )
 def test_a_price_is_tokens_times_rate(tokens: tuple[int, int, int], usd: str) -> None:
     known = [rate("gpt-4o", "2.50", cached="1.25", output="10.00")]
-    assert model_pricing.price(known, "gpt-4o", *tokens, at=NOW) == Decimal(usd)
+    assert model_pricing.calculate_price(known, "gpt-4o", *tokens, at=NOW) == Decimal(usd)
 
 
 def test_cached_tokens_cost_as_others_where_the_rate_does_not_say() -> None:
-    assert model_pricing.price([rate("m", "3")], "m", 1_000_000, 1_000_000, 0, at=NOW) == 3
+    assert model_pricing.calculate_price([rate("m", "3")], "m", 1_000_000, 1_000_000, 0, at=NOW) == 3
 
 
 @pytest.mark.parametrize(
@@ -47,17 +47,17 @@ def test_cached_tokens_cost_as_others_where_the_rate_does_not_say() -> None:
 def test_the_nearest_name_counts(model: str, usd: int) -> None:
     known = [rate("*", "4"), rate("gpt-4o-mini*", "2"), rate("gpt-4o-mini", "1"), rate("gpt-*", "3"), rate("gpt-[4]", "5")]
     for order in (known, known[::-1]):
-        assert model_pricing.price(order, model, 1_000_000, 0, 0, at=NOW) == usd
+        assert model_pricing.calculate_price(order, model, 1_000_000, 0, 0, at=NOW) == usd
 
 
 def test_a_rate_counts_from_its_date_on() -> None:
     known = [rate("m", "1"), rate("m", "2", since=NOW), rate("m", "3", since=NOW + DAY), rate("m*", "9", since=NOW)]
     moments = {NOW - 2 * DAY: None, NOW - DAY: 1, NOW - MINUTE: 1, NOW: 2, NOW + DAY - MINUTE: 2, NOW + 2 * DAY: 3}
-    assert {at: model_pricing.price(known, "m", 1_000_000, 0, 0, at=at) for at in moments} == moments
+    assert {at: model_pricing.calculate_price(known, "m", 1_000_000, 0, 0, at=at) for at in moments} == moments
 
 
 def test_no_rate_is_no_price() -> None:
-    assert model_pricing.price([rate("other", "1")], "m", 1, 1, 1, at=NOW) is None
+    assert model_pricing.calculate_price([rate("other", "1")], "m", 1, 1, 1, at=NOW) is None
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_no_rate_is_no_price() -> None:
     ],
 )  # fmt: skip
 def test_an_amount_is_stated_to_nine_places_or_not_at_all(said: Any, usd: str | None) -> None:
-    assert amount(said) == (None if usd is None else Decimal(usd))
-    assert str(amount(said))[0] != "-"
+    assert parse_usd(said) == (None if usd is None else Decimal(usd))
+    assert str(parse_usd(said))[0] != "-"
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -109,17 +109,17 @@ def priced(db: None) -> None:
 )
 def test_what_ended_without_a_price_gets_one_by_rate(fields: Any, cost: int | None) -> None:
     row = call(**fields)
-    assert model_pricing.price_unpriced(NOW) == (cost is not None)
+    assert model_pricing.price_calls(NOW) == (cost is not None)
     row.refresh_from_db()
     assert (row.cost, row.priced) == (cost, "" if cost is None else "rate")
-    assert model_pricing.price_unpriced(NOW) == 0
+    assert model_pricing.price_calls(NOW) == 0
 
 
 @pytest.mark.usefixtures("priced")
 @pytest.mark.parametrize("source", ["record", "upstream", "rate"])
 def test_a_price_that_is_there_stays(source: str) -> None:
     row = call(cost=Decimal("0.5"), priced=source)
-    assert model_pricing.price_unpriced(NOW) == 0
+    assert model_pricing.price_calls(NOW) == 0
     row.refresh_from_db()
     assert (row.cost, row.priced) == (Decimal("0.5"), source)
 
@@ -128,8 +128,8 @@ def test_a_price_that_is_there_stays(source: str) -> None:
 def test_where_there_are_records_they_have_a_minute_to_come(settings) -> None:
     settings.LLM_RECORDS = "/var/log/records"
     call()
-    assert model_pricing.price_unpriced(NOW) == 0
-    assert model_pricing.price_unpriced(NOW + MINUTE) == 1
+    assert model_pricing.price_calls(NOW) == 0
+    assert model_pricing.price_calls(NOW + MINUTE) == 1
 
 
 @pytest.mark.usefixtures("priced")
@@ -140,16 +140,16 @@ def test_a_pass_is_limited_and_calls_that_have_no_rate_do_not_hold_it_up(django_
     for _ in range(5):
         call()
     with django_assert_max_num_queries(10):
-        assert model_pricing.price_unpriced(NOW, limit=3) == 3
-    assert model_pricing.price_unpriced(NOW, limit=3) == 2
+        assert model_pricing.price_calls(NOW, limit=3) == 3
+    assert model_pricing.price_calls(NOW, limit=3) == 2
 
 
 @pytest.mark.django_db
 def test_names_that_programs_think_up_keep_no_other_call_from_its_price() -> None:
     call(model="the one")
-    for number in range(model_pricing.MODELS):
+    for number in range(model_pricing.MAX_MODELS_PER_QUERY):
         call(model=f"refused {number}", outcome="refused", input_tokens=None, output_tokens=None)
         call(model=f"failed {number}", outcome="failed", input_tokens=None, output_tokens=None)
         call(model=f"older {number}", started_at=NOW - 2 * DAY)
     ModelRate.objects.create(pattern="*", input_usd=1, output_usd=1, valid_from=NOW - DAY)
-    assert model_pricing.price_unpriced(NOW) == 1
+    assert model_pricing.price_calls(NOW) == 1

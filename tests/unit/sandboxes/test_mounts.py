@@ -20,17 +20,17 @@ from leases import execution, leasing
 from leases.models import Lease
 from sandboxes import eviction, providers, sweeps
 from sandboxes import pool as pools
-from sandboxes.errors import Busy, StoreFailed
+from sandboxes.errors import SandboxBusy, StoreUnavailable
 from sandboxes.models import Pool, Sandbox
-from sandboxes.models.state import AgentData, DataFile, DataObject, DataSize, Keeping
+from sandboxes.models.state import AgentData, DataFile, DataObject, DataSize, DataStorageMode
 from sandboxes.providers.base import DATA, Rejected
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from sandboxes.state import data_modes, mounts, pruning
-from sandboxes.state.mounts import Place
-from sandboxes.storage import store
-from tests.conftest import MINUTE, NOW, missing_service, threads
-from tests.support.waiting import until
+from sandboxes.state.mounts import SandboxMount
+from sandboxes.storage import get_store
+from tests.conftest import MINUTE, NOW, run_in_threads, skip_or_fail
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 ADA = "did:plc:ada"
@@ -92,7 +92,7 @@ def wire(settings: Any, tmp_path: Path) -> Iterator[Wire]:
     lacking = [name for name in NEEDED if not os.environ.get(name)]
     lacking += [] if shutil.which("s3fs") and os.path.exists("/dev/fuse") else ["s3fs, or /dev/fuse"]
     if lacking or os.geteuid():
-        missing_service(f"mounting takes root and {', '.join(lacking or ['nothing else'])}")
+        skip_or_fail(f"mounting takes root and {', '.join(lacking or ['nothing else'])}")
     host, port = url.removeprefix("http://").rstrip("/").split(":")
     wire = Wire(host, int(port))
     settings.STORAGE_BACKEND, settings.SANDBOX_PROVIDER, settings.DATA_KEEPING = "s3", "docker", "mount"
@@ -100,15 +100,15 @@ def wire(settings: Any, tmp_path: Path) -> Iterator[Wire]:
     settings.S3_ENDPOINT, settings.S3_REGION = f"http://127.0.0.1:{wire.port}", "us-east-1"
     settings.STORAGE_PREFIX = f"t-{uuid4().hex}/"
     settings.STATE_DIR = tmp_path / "state, ours"
-    store.cache_clear()
+    get_store.cache_clear()
     yield wire
     wire.restore()
     settings.STORAGE_BACKEND, settings.S3_SECRET_ACCESS_KEY = "s3", secret
-    for place in Place.everyone():
+    for place in SandboxMount.list_all():
         place.clear()
-    mounts._unmount(mounts._home())
-    store().clear()
-    store.cache_clear()
+    mounts._unmount(mounts._mounts_root())
+    get_store().clear()
+    get_store.cache_clear()
     wire.refuse()
 
 
@@ -120,36 +120,36 @@ def pool(wire: Wire, docker_pool: Pool) -> Pool:
 
 def sh(lease: Lease, line: str, *, seconds: float = 30) -> str:
     command = Command(argv=["sh", "-c", line], timeout=timedelta(seconds=seconds))
-    _, result = execution.exec_in(lease.pk, command, now=NOW)
+    _, result = execution.exec_command(lease.pk, command, now=NOW)
     return (result.stdout + result.stderr).decode().strip()
 
 
-def place_of(lease: Lease) -> Place:
-    return Place.of(sandbox_of(lease).pk)
+def place_of(lease: Lease) -> SandboxMount:
+    return SandboxMount.of(sandbox_of(lease).pk)
 
 
 def sandbox_of(lease: Lease) -> Sandbox:
-    found = pools.of(lease.pk)
+    found = pools.find_by_holder(lease.pk)
     assert found
     return found
 
 
 def prefix(lease: Lease) -> str:
-    return mounts.prefix_of(lease.agent_did)
+    return mounts.build_key_prefix(lease.agent_did)
 
 
 def in_bucket(lease: Lease) -> set[str]:
-    found = {key.removeprefix(prefix(lease)) for key in store().list(prefix(lease))}
+    found = {key.removeprefix(prefix(lease)) for key in get_store().list(prefix(lease))}
     return {path for path in found if path and not path.endswith("/") and not path.startswith("skills/")}
 
 
-def mounted_in(place: Place) -> list[str]:
+def mounted_in(place: SandboxMount) -> list[str]:
     written = str(place.directory).replace(" ", "\\040")
     return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if written in line]
 
 
-def nothing_left(place: Place) -> bool:
-    return not mounted_in(place) and not place._processes() and not place.exists()
+def nothing_left(place: SandboxMount) -> bool:
+    return not mounted_in(place) and not place._find_s3fs_pids() and not place.exists()
 
 
 def docker(*argv: str) -> str:
@@ -162,8 +162,8 @@ def took(act: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
-def refused(lease: Lease) -> StoreFailed:
-    with pytest.raises(StoreFailed) as why:
+def refused(lease: Lease) -> StoreUnavailable:
+    with pytest.raises(StoreUnavailable) as why:
         sh(lease, "true")
     assert why.value.code == "store_unavailable"
     return why.value
@@ -171,7 +171,7 @@ def refused(lease: Lease) -> StoreFailed:
 
 def end(lease: Lease) -> None:
     leasing.release(lease.pk, now=NOW)
-    swept = sweeps.reclaim(now=NOW + MINUTE)
+    swept = sweeps.destroy_due(now=NOW + MINUTE)
     assert swept.counts == {"destroyed": 1}, swept
 
 
@@ -188,8 +188,8 @@ def two(grant: Callable[..., Lease]) -> Lease:
 
 def test_what_a_sandbox_writes_is_in_the_bucket_and_the_other_way(one: Lease) -> None:
     assert sh(one, f"mkdir -p {DATA}/memory && echo hello >{DATA}/memory/note && cat {DATA}/memory/note") == "hello"
-    assert store().get(f"{prefix(one)}memory/note") == b"hello\n"
-    store().set(f"{prefix(one)}from/outside.txt", b"good day")
+    assert get_store().get(f"{prefix(one)}memory/note") == b"hello\n"
+    get_store().set(f"{prefix(one)}from/outside.txt", b"good day")
     assert sh(one, f"cat {DATA}/from/outside.txt") == "good day"
     assert sh(one, f"rm {DATA}/memory/note; ls {DATA}/memory") == ""
     assert in_bucket(one) == {"from/outside.txt"}
@@ -197,7 +197,7 @@ def test_what_a_sandbox_writes_is_in_the_bucket_and_the_other_way(one: Lease) ->
 
 def test_what_is_written_is_weighed_with_the_rest(one: Lease) -> None:
     def weight() -> int:
-        assert pruning.weigh(now=NOW).counts == {"weighed": 1}
+        assert pruning.measure_mounted(now=NOW).counts == {"weighed": 1}
         data = AgentData.objects.get()
         assert DataSize.objects.latest("pk").size_bytes == data.size_bytes
         return data.size_bytes
@@ -220,7 +220,7 @@ def test_two_sandboxes_of_an_agent_see_each_others_files(one: Lease, two: Lease)
     sh(one, f"echo first >{DATA}/note")
     assert sh(two, f"cat {DATA}/note") == "first"
     sh(two, f"echo second and longer >{DATA}/note; echo more >{DATA}/more")
-    until(lambda: sh(one, f"cat {DATA}/note {DATA}/more") == "second and longer\nmore", "the other's change")
+    wait_until(lambda: sh(one, f"cat {DATA}/note {DATA}/more") == "second and longer\nmore", "the other's change")
 
 
 def test_another_agent_has_none_of_it(one: Lease, grant: Callable[..., Lease]) -> None:
@@ -232,7 +232,7 @@ def test_another_agent_has_none_of_it(one: Lease, grant: Callable[..., Lease]) -
 def test_a_did_with_colons_or_escapes_is_a_directory_like_any_other(grant: Callable[..., Lease], did: str) -> None:
     lease = grant(agent=did)
     sh(lease, f"echo hello >{DATA}/note")
-    assert store().get(f"agents/{did}/files/note") == b"hello\n"
+    assert get_store().get(f"agents/{did}/files/note") == b"hello\n"
 
 
 def test_a_skill_is_there_at_first_and_one_that_was_removed_does_not_come_back(one: Lease, two: Lease) -> None:
@@ -248,7 +248,7 @@ def test_when_s3fs_has_died_the_next_command_has_its_files_again(one: Lease) -> 
         place.end(patience=0)
         assert place.ask() == mounts.DEAD
         assert sh(one, f"cat {DATA}/note") == "hello"
-    assert len(place._processes()) == 1
+    assert len(place._find_s3fs_pids()) == 1
 
 
 def test_so_it_has_in_a_container_that_was_started_while_it_was_mounted(one: Lease) -> None:
@@ -257,7 +257,7 @@ def test_so_it_has_in_a_container_that_was_started_while_it_was_mounted(one: Lea
     assert sh(one, f"cat {DATA}/note") == "hello"
     place_of(one).end(patience=0)
     assert sh(one, f"cat {DATA}/note; echo again >{DATA}/more") == "hello"
-    assert store().get(f"{prefix(one)}more") == b"again\n"
+    assert get_store().get(f"{prefix(one)}more") == b"again\n"
 
 
 def test_there_is_no_volume_for_what_is_mounted(one: Lease) -> None:
@@ -275,7 +275,7 @@ def test_what_was_unmounted_by_somebody_else_is_mounted_again(one: Lease) -> Non
 def test_a_process_that_goes_on_without_a_mount_cannot_write_beside_it(one: Lease) -> None:
     sh(one, "true")
     place_of(one).unmount()
-    asked = providers.get("docker").exec(
+    asked = providers.get_provider("docker").exec(
         sandbox_of(one).ref, ["touch", f"{DATA}/lost"], env={}, timeout=MINUTE, mark=uuid4().hex
     )
     assert b"Permission denied" in asked.stderr
@@ -283,24 +283,24 @@ def test_a_process_that_goes_on_without_a_mount_cannot_write_beside_it(one: Leas
 
 def test_many_at_once_make_one_mount(one: Lease) -> None:
     sh(one, "true")
-    sandbox, provider = sandbox_of(one), providers.get("docker")
+    sandbox, provider = sandbox_of(one), providers.get_provider("docker")
     place_of(one).unmount()
-    with threads(8) as run:
+    with run_in_threads(8) as run:
         assert run(lambda _: mounts.attach(sandbox, provider)) == [None] * 8
-    place = Place.of(sandbox.pk)
-    assert len(place._processes()) == 1
-    assert len(mounts._lines(place.data)) == len(mounts._lines(place.fs)) == 1
+    place = SandboxMount.of(sandbox.pk)
+    assert len(place._find_s3fs_pids()) == 1
+    assert len(mounts._read_mountinfo(place.data)) == len(mounts._read_mountinfo(place.fs)) == 1
 
 
 def test_a_server_that_hangs_refuses_commands_in_bounded_time_and_is_found_again(one: Lease, wire: Wire) -> None:
     sh(one, f"echo hello >{DATA}/note")
-    before = place_of(one)._processes()
+    before = place_of(one)._find_s3fs_pids()
     wire.flowing.clear()
     assert took(lambda: refused(one)) < 20
     wire.restore()
-    until(lambda: place_of(one).ask() == mounts.ANSWERS, "s3fs finds its server again", within=60)
+    wait_until(lambda: place_of(one).ask() == mounts.RESPONSIVE, "s3fs finds its server again", within=60)
     assert sh(one, f"cat {DATA}/note") == "hello"
-    assert place_of(one)._processes() == before
+    assert place_of(one)._find_s3fs_pids() == before
 
 
 def test_a_server_that_is_dead_refuses_commands_in_bounded_time(one: Lease, two: Lease, wire: Wire) -> None:
@@ -315,17 +315,17 @@ def test_a_server_that_is_dead_refuses_commands_in_bounded_time(one: Lease, two:
 
 def test_an_s3fs_that_is_stuck_is_replaced(one: Lease) -> None:
     sh(one, f"echo hello >{DATA}/note")
-    [stuck] = place_of(one)._processes()
+    [stuck] = place_of(one)._find_s3fs_pids()
     os.kill(stuck, 19)
     assert sh(one, f"cat {DATA}/note") == "hello"
-    assert stuck not in place_of(one)._processes()
+    assert stuck not in place_of(one)._find_s3fs_pids()
 
 
 def test_wrong_keys_are_told_and_leave_nothing_mounted(one: Lease, settings: Any) -> None:
     settings.S3_SECRET_ACCESS_KEY = "not-the-secret"
     assert "not-the-secret" not in str(refused(one))
     place = place_of(one)
-    assert not mounted_in(place) and not place._processes() and not (place.directory / "keys").exists()
+    assert not mounted_in(place) and not place._find_s3fs_pids() and not (place.directory / "keys").exists()
 
 
 def test_a_sandbox_whose_command_waits_for_a_dead_server_is_destroyed_all_the_same(one: Lease, wire: Wire) -> None:
@@ -341,7 +341,7 @@ def test_a_sandbox_that_sleeps_leaves_nothing_and_has_its_files_when_it_wakes(on
     sh(one, f"echo hello >{DATA}/note; sleep 300 & cd {DATA}")
     place = place_of(one)
     assert len(mounted_in(place)) == 2
-    assert eviction.sleep(place.pk, now=NOW, reason="test")
+    assert eviction.evict(place.pk, now=NOW, reason="test")
     assert nothing_left(place)
     assert sh(one, f"cat {DATA}/note") == "hello"
 
@@ -352,10 +352,10 @@ def test_what_a_control_plane_that_died_has_left_is_cleared_and_nothing_else(one
     gone, stays = place_of(one), place_of(two)
     docker("rm", "-f", sandbox_of(one).ref)
     Sandbox.objects.filter(pk=gone.pk).update(state="destroyed", destroyed_at=NOW)
-    assert mounts.leftovers() == [gone.pk]
+    assert mounts.clear_leftovers() == [gone.pk]
     assert nothing_left(gone)
     assert sh(two, f"echo hello >{DATA}/note; cat {DATA}/note") == "hello"
-    assert mounts.leftovers() == []
+    assert mounts.clear_leftovers() == []
     assert stays.mounted()
 
 
@@ -368,7 +368,7 @@ def test_nothing_of_the_keys_is_in_the_sandbox(one: Lease, settings: Any) -> Non
     place = place_of(one)
     assert sorted(os.listdir(place.directory)) == ["data", "fs", "log"]
     assert settings.S3_SECRET_ACCESS_KEY not in (place.directory / "log").read_text()
-    for pid in place._processes():
+    for pid in place._find_s3fs_pids():
         told = Path(f"/proc/{pid}/environ").read_bytes() + Path(f"/proc/{pid}/cmdline").read_bytes()
         assert settings.S3_SECRET_ACCESS_KEY.encode() not in told
 
@@ -393,12 +393,12 @@ def test_a_mount_made_inside_reaches_nobody(one: Lease) -> None:
 
 
 def test_an_agent_whose_data_is_copied_works_in_a_sandbox_that_could_have_a_mount(one: Lease) -> None:
-    AgentData.objects.create(agent_did=one.agent_did, keeping=Keeping.SYNC, created_at=NOW, changed_at=NOW)
+    AgentData.objects.create(agent_did=one.agent_did, keeping=DataStorageMode.SYNC, created_at=NOW, changed_at=NOW)
     assert sh(one, f"echo hello >{DATA}/note; cat {DATA}/note") == "hello"
     assert DataFile.objects.filter(data__agent_did=one.agent_did, path="note", removed=False).exists()
     place = place_of(one)
     assert place.exists() and not mounted_in(place)
-    eviction.sleep(place.pk, now=NOW, reason="test")
+    eviction.evict(place.pk, now=NOW, reason="test")
     assert nothing_left(place)
     assert sh(one, f"cat {DATA}/note") == "hello"
 
@@ -406,13 +406,13 @@ def test_an_agent_whose_data_is_copied_works_in_a_sandbox_that_could_have_a_moun
 def test_a_mounted_agent_takes_a_ready_made_sandbox_that_has_a_place_for_it(pool: Pool, settings: Any, grant: Any) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     settings.DATA_KEEPING = "sync"
-    without = pools.warm_up(Pool.objects.get(pk=pool.pk), now=NOW)
+    without = pools.start_warm(Pool.objects.get(pk=pool.pk), now=NOW)
     settings.DATA_KEEPING = "mount"
     first = grant(environment="game-1")
     assert sh(first, f"echo hello >{DATA}/note") == ""
     assert without and sandbox_of(first).pk != without.pk
-    eviction.give_up(without.pk, now=NOW, reason="test")
-    ready = pools.warm_up(Pool.objects.get(pk=pool.pk), now=NOW)
+    eviction.schedule_destroy(without.pk, now=NOW, reason="test")
+    ready = pools.start_warm(Pool.objects.get(pk=pool.pk), now=NOW)
     second = grant(environment="game-2")
     assert sh(second, f"cat {DATA}/note") == "hello"
     assert ready and sandbox_of(second).pk == ready.pk
@@ -420,7 +420,7 @@ def test_a_mounted_agent_takes_a_ready_made_sandbox_that_has_a_place_for_it(pool
 
 def test_without_what_it_takes_an_agent_is_refused_and_told_why(one: Lease, settings: Any) -> None:
     settings.STORAGE_BACKEND = "filesystem"
-    AgentData.objects.create(agent_did=one.agent_did, keeping=Keeping.MOUNT, created_at=NOW, changed_at=NOW)
+    AgentData.objects.create(agent_did=one.agent_did, keeping=DataStorageMode.MOUNT, created_at=NOW, changed_at=NOW)
     assert "STORAGE_BACKEND=s3" in str(refused(one))
     settings.STORAGE_BACKEND = "s3"
     assert sh(one, f"echo hello >{DATA}/note; cat {DATA}/note") == "hello"
@@ -430,7 +430,7 @@ def test_sandboxes_of_other_providers_are_refused(wire: Wire, memory: MemoryProv
     sandbox = Sandbox(provider="memory", agent_did=ADA, pk=UUID(int=1))
     with pytest.raises(Rejected, match="memory"):
         mounts.attach(sandbox, memory)
-    assert mounts.place_for(sandbox) is None
+    assert mounts.prepare_mount_directory(sandbox) is None
 
 
 @pytest.mark.parametrize(
@@ -452,41 +452,41 @@ SHOWN = (
 
 
 def test_copied_data_can_be_mounted_and_copied_again(one: Lease) -> None:
-    mine = AgentData.objects.create(agent_did=one.agent_did, keeping=Keeping.SYNC, created_at=NOW, changed_at=NOW)
+    mine = AgentData.objects.create(agent_did=one.agent_did, keeping=DataStorageMode.SYNC, created_at=NOW, changed_at=NOW)
     sh(one, f"cd {DATA} && {LINES}")
     was = sh(one, SHOWN)
-    with pytest.raises(Busy):
-        data_modes.to_mount(reread(mine), now=NOW)
+    with pytest.raises(SandboxBusy):
+        data_modes.convert_to_mount(reread(mine), now=NOW)
     assert in_bucket(one) == set()
-    eviction.sleep(sandbox_of(one).pk, now=NOW, reason="test")
-    data_modes.to_mount(reread(mine), now=NOW)
-    assert reread(mine).keeping == Keeping.MOUNT
+    eviction.evict(sandbox_of(one).pk, now=NOW, reason="test")
+    data_modes.convert_to_mount(reread(mine), now=NOW)
+    assert reread(mine).keeping == DataStorageMode.MOUNT
     assert not DataObject.objects.exists()
     assert in_bucket(one) == {"deep/er/a", "tool", "link", "empty"}
     assert sh(one, SHOWN) == was
     sh(one, f"echo more >{DATA}/more; rm {DATA}/empty")
-    with pytest.raises(Busy, match="not asleep"):
-        data_modes.to_sync(reread(mine), now=NOW)
+    with pytest.raises(SandboxBusy, match="not asleep"):
+        data_modes.convert_to_sync(reread(mine), now=NOW)
     changed = sh(one, SHOWN)
-    eviction.sleep(sandbox_of(one).pk, now=NOW, reason="test")
-    data_modes.to_sync(reread(mine), now=NOW)
+    eviction.evict(sandbox_of(one).pk, now=NOW, reason="test")
+    data_modes.convert_to_sync(reread(mine), now=NOW)
     assert in_bucket(one) == set()
     assert sh(one, SHOWN) == changed
     assert sh(one, f"ls {DATA}/skills") == "catan"
 
 
-def test_what_is_written_while_data_is_being_copied_is_not_lost(one: Lease, at_step: Callable[..., None]) -> None:
+def test_what_is_written_while_data_is_being_copied_is_not_lost(one: Lease, at_checkpoint: Callable[..., None]) -> None:
     sh(one, f"echo hello >{DATA}/note")
     mine = AgentData.objects.get(agent_did=one.agent_did)
-    eviction.sleep(sandbox_of(one).pk, now=NOW, reason="test")
+    eviction.evict(sandbox_of(one).pk, now=NOW, reason="test")
 
     def use() -> None:
         sh(one, f"echo late >{DATA}/late")
-        eviction.sleep(sandbox_of(one).pk, now=NOW, reason="test")
+        eviction.evict(sandbox_of(one).pk, now=NOW, reason="test")
 
-    at_step("data copied", use)
-    with pytest.raises(Busy, match="meanwhile"):
-        data_modes.to_sync(mine, now=NOW)
+    at_checkpoint("data copied", use)
+    with pytest.raises(SandboxBusy, match="meanwhile"):
+        data_modes.convert_to_sync(mine, now=NOW)
     assert sh(one, f"cat {DATA}/note {DATA}/late") == "hello\nlate"
 
 

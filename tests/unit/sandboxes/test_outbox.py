@@ -21,7 +21,7 @@ def hook(*kinds: str, **fields) -> Webhook:
 
 
 def put(kind: str = "budget.warning", key: str = "b1 2026-11", **more):
-    return outbox.put(kind, key=key, payload={"a": 1}, now=NOW, **more)
+    return outbox.enqueue_event(kind, key=key, payload={"a": 1}, now=NOW, **more)
 
 
 def test_an_event_is_written_once_with_a_delivery_for_each_webhook_that_wants_it() -> None:
@@ -72,7 +72,7 @@ def test_a_sandbox_that_goes_to_quarantine_says_so_each_time(grant, memory, sett
     settings.DESTROY_TRIES = 2
     hook("sandbox.quarantined")
     lease = grant()
-    box = execution.sandbox_for(lease.pk, now=NOW)
+    box = execution.ensure_sandbox_ready(lease.pk, now=NOW)
     leasing.end(lease.pk, reason="released", now=NOW)
     said = []
     memory.fail("destroy", Unavailable("engine down: its key is sk-123"))
@@ -93,6 +93,6 @@ def test_a_sandbox_that_goes_to_quarantine_says_so_each_time(grant, memory, sett
 def test_old_events_go_with_their_deliveries() -> None:
     hook()
     put()
-    assert outbox.forget(now=NOW + timedelta(days=30)) == 0
-    assert outbox.forget(now=NOW + timedelta(days=30, seconds=1)) == 1
+    assert outbox.purge_old_events(now=NOW + timedelta(days=30)) == 0
+    assert outbox.purge_old_events(now=NOW + timedelta(days=30, seconds=1)) == 1
     assert not Delivery.objects.exists()

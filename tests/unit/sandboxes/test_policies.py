@@ -14,9 +14,9 @@ from leases import execution
 from leases.models import EnvironmentType, Lease
 from sandboxes import eviction
 from sandboxes import pool as pools
-from sandboxes.egress.request_filter import allowed
+from sandboxes.egress.request_filter import is_allowed
 from sandboxes.models import Policy, Pool, Sandbox
-from sandboxes.models.policies import LARGEST_BODY_KIB, SEALED
+from sandboxes.models.policies import MAX_BODY_KIB, SEALED_POLICY_NAME
 from tests.conftest import MINUTE
 
 pytestmark = pytest.mark.django_db
@@ -41,7 +41,7 @@ def grant_with(grant: Callable[..., Lease]) -> Callable[..., Lease]:
 def warmed_up(pool: Pool, now: datetime) -> Sandbox:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     pool.refresh_from_db()
-    sandbox = pools.warm_up(pool, now=now)
+    sandbox = pools.start_warm(pool, now=now)
     assert sandbox
     return sandbox
 
@@ -50,7 +50,7 @@ def warmed_up(pool: Pool, now: datetime) -> Sandbox:
 
 
 def test_the_built_in_policy_is_there_and_loosens_nothing() -> None:
-    sealed, default = Policy.objects.get(name=SEALED), Policy(name=SEALED)
+    sealed, default = Policy.objects.get(name=SEALED_POLICY_NAME), Policy(name=SEALED_POLICY_NAME)
     columns = [field.name for field in Policy._meta.fields if field.name not in ("id", "description")]
     assert [getattr(sealed, name) for name in columns] == [getattr(default, name) for name in columns]
     assert (sealed.built_in, sealed.writable_root, sealed.relay, sealed.models) == (True, False, False, [])
@@ -64,7 +64,7 @@ def test_the_built_in_policy_is_there_and_loosens_nothing() -> None:
 )  # fmt: skip
 def test_the_built_in_policy_cannot_be_loosened(loose: dict[str, Any]) -> None:
     with pytest.raises(IntegrityError), transaction.atomic():
-        Policy.objects.filter(name=SEALED).update(**loose)
+        Policy.objects.filter(name=SEALED_POLICY_NAME).update(**loose)
     assert Policy.objects.create(name="another", **loose)
 
 
@@ -81,15 +81,15 @@ def test_the_built_in_policy_cannot_be_loosened(loose: dict[str, Any]) -> None:
     ],
 )
 def test_a_policy_names_the_models_that_may_be_called(patterns: list[str], model: str, may: bool) -> None:
-    assert allowed(model, patterns) is may
+    assert is_allowed(model, patterns) is may
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         {"models": "gpt"}, {"models": [""]}, {"models": [7]}, {"models": ["x" * 201]}, {"models": ["x"] * 65},
-        {"calls_per_minute": 0}, {"most_calls_at_once": 0}, {"largest_body_kib": 0}, {"largest_body_kib": LARGEST_BODY_KIB + 1},
-        {"name": "two words"}, {"name": SEALED},
+        {"calls_per_minute": 0}, {"most_calls_at_once": 0}, {"largest_body_kib": 0}, {"largest_body_kib": MAX_BODY_KIB + 1},
+        {"name": "two words"}, {"name": SEALED_POLICY_NAME},
     ],
 )  # fmt: skip
 def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ def test_a_policy_in_use_cannot_be_deleted(
 ) -> None:
     lease = grant_with(loosened)
     if user == "sandbox":
-        execution.sandbox_for(lease.pk, now=now)
+        execution.ensure_sandbox_ready(lease.pk, now=now)
         EnvironmentType.objects.update(policy=None)
     with pytest.raises(ProtectedError):
         loosened.delete()
@@ -116,14 +116,14 @@ def test_a_policy_in_use_cannot_be_deleted(
 def test_a_new_sandbox_has_the_policy_of_its_environment_type(
     loosened: Policy, grant_with: Callable[..., Lease], now: datetime
 ) -> None:
-    sandbox = execution.sandbox_for(grant_with(loosened).pk, now=now)
+    sandbox = execution.ensure_sandbox_ready(grant_with(loosened).pk, now=now)
     assert (sandbox.policy, sandbox.rules) == (loosened, loosened)
-    sealed = execution.sandbox_for(grant_with(None, environment="game-2").pk, now=now)
-    assert (sealed.policy, sealed.rules.name, sealed.rules.relay) == (None, SEALED, False)
+    sealed = execution.ensure_sandbox_ready(grant_with(None, environment="game-2").pk, now=now)
+    assert (sealed.policy, sealed.rules.name, sealed.rules.relay) == (None, SEALED_POLICY_NAME, False)
 
 
 def test_the_built_in_policy_is_the_same_as_none(grant_with: Callable[..., Lease], now: datetime) -> None:
-    sandbox = execution.sandbox_for(grant_with(Policy.objects.get(name=SEALED)).pk, now=now)
+    sandbox = execution.ensure_sandbox_ready(grant_with(Policy.objects.get(name=SEALED_POLICY_NAME)).pk, now=now)
     assert sandbox.policy is None
 
 
@@ -131,9 +131,9 @@ def test_a_sandbox_keeps_its_policy_when_its_environment_type_gets_another(
     loosened: Policy, grant_with: Callable[..., Lease], now: datetime
 ) -> None:
     lease = grant_with(loosened)
-    execution.sandbox_for(lease.pk, now=now)
+    execution.ensure_sandbox_ready(lease.pk, now=now)
     EnvironmentType.objects.update(policy=None)
-    assert execution.sandbox_for(lease.pk, now=now).policy == loosened
+    assert execution.ensure_sandbox_ready(lease.pk, now=now).policy == loosened
 
 
 def test_one_that_was_started_ahead_of_demand_gets_the_policy_when_it_is_claimed(
@@ -141,7 +141,7 @@ def test_one_that_was_started_ahead_of_demand_gets_the_policy_when_it_is_claimed
 ) -> None:
     ready = warmed_up(pool, now)
     relaying = Policy.objects.create(name="relaying", relay=True)
-    claimed = execution.sandbox_for(grant_with(relaying).pk, now=now)
+    claimed = execution.ensure_sandbox_ready(grant_with(relaying).pk, now=now)
     assert (claimed.pk, claimed.policy) == (ready.pk, relaying)
 
 
@@ -149,24 +149,24 @@ def test_one_that_was_started_ahead_of_demand_is_sealed_and_not_for_whoever_need
     loosened: Policy, grant_with: Callable[..., Lease], pool: Pool, now: datetime
 ) -> None:
     ready = warmed_up(pool, now)
-    sandbox = execution.sandbox_for(grant_with(loosened).pk, now=now)
+    sandbox = execution.ensure_sandbox_ready(grant_with(loosened).pk, now=now)
     assert sandbox.pk != ready.pk
-    assert pools.spec_of(sandbox).writable_root
+    assert pools.build_spec(sandbox).writable_root
     ready.refresh_from_db()
-    assert (ready.holder, ready.policy, pools.spec_of(ready).writable_root) == (None, None, False)
+    assert (ready.holder, ready.policy, pools.build_spec(ready).writable_root) == (None, None, False)
 
 
 def test_editing_a_policy_changes_the_container_from_the_next_wake_on(
     loosened: Policy, grant_with: Callable[..., Lease], now: datetime
 ) -> None:
     lease = grant_with(loosened, ttl=timedelta(hours=4))
-    first = execution.sandbox_for(lease.pk, now=now)
-    assert pools.spec_of(first).writable_root
+    first = execution.ensure_sandbox_ready(lease.pk, now=now)
+    assert pools.build_spec(first).writable_root
     Policy.objects.filter(pk=loosened.pk).update(writable_root=False)
-    assert eviction.sleep(first.pk, now=now, reason="test")
-    second = execution.sandbox_for(lease.pk, now=now + MINUTE)
+    assert eviction.evict(first.pk, now=now, reason="test")
+    second = execution.ensure_sandbox_ready(lease.pk, now=now + MINUTE)
     assert (second.pk, second.incarnation) == (first.pk, 2)
-    assert not pools.spec_of(second).writable_root
+    assert not pools.build_spec(second).writable_root
 
 
 @pytest.mark.docker
@@ -176,5 +176,5 @@ def test_the_engine_is_asked_for_a_writable_root_by_policy_alone(
     engine = docker.from_env()
     for policy, sealed in ((loosened, False), (None, True)):
         lease = grant_with(policy, environment=f"sealed-{sealed}", pool=docker_pool.name)
-        sandbox = execution.sandbox_for(lease.pk, now=now)
+        sandbox = execution.ensure_sandbox_ready(lease.pk, now=now)
         assert engine.containers.get(sandbox.ref).attrs["HostConfig"]["ReadonlyRootfs"] is sealed

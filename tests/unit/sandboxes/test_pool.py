@@ -10,13 +10,13 @@ from leases.models import Lease
 from sandboxes import eviction
 from sandboxes import pool as pools
 from sandboxes import sweeps as below
-from sandboxes.errors import CapacityExhausted, NotReady, PoolDraining, QuotaExceeded, WorkspaceFull
+from sandboxes.errors import CapacityExhausted, PoolDraining, QuotaExceeded, SandboxNotReady, WorkspaceFull
 from sandboxes.models import DataEvent, Pool, Quota, Run, Sandbox, Snapshot
-from sandboxes.providers.base import Rejected, Spec, Unavailable
+from sandboxes.providers.base import Rejected, SandboxSpec, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from sandboxes.state import workspace
-from sandboxes.storage import store
+from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 from tests.conftest import MINUTE, NOW
 
@@ -29,14 +29,14 @@ def sh(script: str) -> Command:
 
 
 def use(lease: Lease, now: datetime = NOW, script: str = "echo kept >f") -> Sandbox:
-    execution.exec_in(lease.pk, sh(script), now=now)
-    found = pools.of(lease.pk)
+    execution.exec_command(lease.pk, sh(script), now=now)
+    found = pools.find_by_holder(lease.pk)
     assert found
     return found
 
 
 def read(lease: Lease, now: datetime) -> bytes:
-    return execution.exec_in(lease.pk, Command(argv=["cat", "f"], timeout=MINUTE), now=now)[1].stdout
+    return execution.exec_command(lease.pk, Command(argv=["cat", "f"], timeout=MINUTE), now=now)[1].stdout
 
 
 def size(pool: Pool, capacity: int) -> None:
@@ -49,8 +49,8 @@ def size(pool: Pool, capacity: int) -> None:
 def test_an_idle_sandbox_goes_to_sleep_and_the_next_use_wakes_it_with_its_files(grant, pool, memory) -> None:
     lease = grant(sleep_after=5 * MINUTE)
     sandbox = use(lease)
-    assert below.idle(now=NOW + 4 * MINUTE).counts == {}
-    assert below.idle(now=NOW + 6 * MINUTE).counts == {"put to sleep": 1}
+    assert below.evict_idle(now=NOW + 4 * MINUTE).counts == {}
+    assert below.evict_idle(now=NOW + 6 * MINUTE).counts == {"put to sleep": 1}
     sandbox.refresh_from_db()
     assert (sandbox.state, memory.list(str(pool.owner))) == ("cold", [])
     assert read(lease, NOW + 7 * MINUTE) == b"kept\n"
@@ -66,8 +66,8 @@ def test_without_a_sleep_after_of_its_own_the_setting_counts(grant) -> None:
 
 def test_a_sandbox_nothing_ran_in_sleeps_without_a_copy_and_wakes_fresh(grant, memory) -> None:
     lease = grant()
-    execution.sandbox_for(lease.pk, now=NOW)
-    assert below.idle(now=NOW + HOUR).counts == {"put to sleep": 1}
+    execution.ensure_sandbox_ready(lease.pk, now=NOW)
+    assert below.evict_idle(now=NOW + HOUR).counts == {"put to sleep": 1}
     assert not Snapshot.objects.exists()
     use(lease, NOW + HOUR)
     assert Sandbox.objects.get().source == "fresh"
@@ -77,12 +77,12 @@ def test_if_its_state_cannot_be_stored_the_sandbox_stays_and_says_so(grant, memo
     lease = grant()
     use(lease)
     with memory.fail("get_files", Unavailable("the disk is full")):
-        assert below.idle(now=NOW + HOUR).failures
+        assert below.evict_idle(now=NOW + HOUR).failures
     sandbox = Sandbox.objects.get()
     assert sandbox.state == "waiting" and "the disk is full" in sandbox.last_error
     assert "could not be stored" in sandbox.transitions.first().reason
-    assert below.idle(now=NOW + HOUR + 30 * timedelta(seconds=1)).counts == {}  # it is left alone for a while
-    assert below.idle(now=NOW + HOUR + 2 * MINUTE).counts == {"put to sleep": 1}
+    assert below.evict_idle(now=NOW + HOUR + 30 * timedelta(seconds=1)).counts == {}  # it is left alone for a while
+    assert below.evict_idle(now=NOW + HOUR + 2 * MINUTE).counts == {"put to sleep": 1}
     assert read(lease, NOW + 2 * HOUR) == b"kept\n"
 
 
@@ -93,8 +93,8 @@ def test_if_the_store_fails_nothing_is_destroyed(grant, memory: MemoryProvider, 
     def broken(*args: object) -> None:
         raise StoreError("filesystem", "upload", "bucket away")
 
-    monkeypatch.setattr(store(), "upload", broken)
-    below.idle(now=NOW + HOUR)
+    monkeypatch.setattr(get_store(), "upload", broken)
+    below.evict_idle(now=NOW + HOUR)
     assert [verb for verb, _ in memory.calls].count("destroy") == 0
     assert Sandbox.objects.get().state == "waiting" and not Snapshot.objects.exists()
 
@@ -103,9 +103,9 @@ def test_a_destroy_that_fails_after_storing_is_repeated_and_nothing_is_stored_tw
     lease = grant()
     use(lease)
     with memory.fail("destroy", Unavailable("later")):
-        below.idle(now=NOW + HOUR)
+        below.evict_idle(now=NOW + HOUR)
     assert Sandbox.objects.get().state == "evicting"
-    below.stalled(now=NOW + HOUR + MINUTE)
+    below.recover_stalled(now=NOW + HOUR + MINUTE)
     assert Sandbox.objects.get().state == "cold"
     assert Snapshot.objects.count() == 1 and memory.list(str(pool.owner)) == []
     assert read(lease, NOW + 2 * HOUR) == b"kept\n"
@@ -114,8 +114,8 @@ def test_a_destroy_that_fails_after_storing_is_repeated_and_nothing_is_stored_tw
 def test_a_wake_that_fails_gives_the_place_up_and_loses_nothing(grant, pool, memory) -> None:
     lease = grant()
     use(lease)
-    below.idle(now=NOW + HOUR)
-    with memory.fail("create", Unavailable("no memory")), pytest.raises(NotReady):
+    below.evict_idle(now=NOW + HOUR)
+    with memory.fail("create", Unavailable("no memory")), pytest.raises(SandboxNotReady):
         use(lease, NOW + HOUR)
     sweeps.reclaim(now=NOW + HOUR + MINUTE)
     assert read(lease, NOW + HOUR) == b"kept\n"
@@ -126,18 +126,18 @@ def test_the_newest_copies_of_a_holder_are_kept(grant) -> None:
     lease = grant()
     for hour in (0, 1, 2):
         use(lease, NOW + hour * HOUR, f"echo {hour} >f")
-        below.idle(now=NOW + hour * HOUR + 30 * MINUTE)
+        below.evict_idle(now=NOW + hour * HOUR + 30 * MINUTE)
     assert read(lease, NOW + 3 * HOUR) == b"2\n"
-    kept = list(workspace.of(lease.pk))
-    assert len(kept) == 2 and kept[0] == workspace.latest(lease.pk)
-    assert set(store().list(f"snapshots/{lease.pk}/")) == {f"{each.key}/workspace" for each in kept}
+    kept = list(workspace.find_by_holder(lease.pk))
+    assert len(kept) == 2 and kept[0] == workspace.find_latest(lease.pk)
+    assert set(get_store().list(f"snapshots/{lease.pk}/")) == {f"{each.key}/workspace" for each in kept}
 
 
 def test_wakes_are_counted_by_where_the_state_came_from(grant, pool) -> None:
     lease = grant()
     use(lease)
     use(lease)
-    below.idle(now=NOW + HOUR)
+    below.evict_idle(now=NOW + HOUR)
     use(lease, NOW + HOUR)
     sandbox = Sandbox.objects.get()
     assert (sandbox.warm_hits, sandbox.woken_local, sandbox.woken_cloud, sandbox.woken_fresh) == (1, 1, 0, 0)
@@ -146,10 +146,10 @@ def test_wakes_are_counted_by_where_the_state_came_from(grant, pool) -> None:
 def test_what_is_stored_nowhere_any_more_ends_the_lease_as_lost(grant) -> None:
     lease = grant()
     use(lease)
-    below.idle(now=NOW + HOUR)
+    below.evict_idle(now=NOW + HOUR)
     snapshot = Snapshot.objects.get()
     workspace.forget_local(snapshot)
-    store().clear(snapshot.key)
+    get_store().clear(snapshot.key)
     with pytest.raises(LeaseEnded) as ended:
         use(lease, NOW + HOUR)
     assert ended.value.extra["end_reason"] == "lost"
@@ -158,11 +158,11 @@ def test_what_is_stored_nowhere_any_more_ends_the_lease_as_lost(grant) -> None:
 def test_a_stored_copy_that_was_tampered_with_is_not_used(grant) -> None:
     lease = grant()
     use(lease)
-    below.idle(now=NOW + HOUR)
+    below.evict_idle(now=NOW + HOUR)
     snapshot = Snapshot.objects.get()
     workspace.forget_local(snapshot)
-    store().set(f"{snapshot.key}/workspace", b"something else")
-    with pytest.raises(NotReady, match="not what was stored"):  # an operator may mend it: the lease goes on
+    get_store().set(f"{snapshot.key}/workspace", b"something else")
+    with pytest.raises(SandboxNotReady, match="not what was stored"):  # an operator may mend it: the lease goes on
         use(lease, NOW + HOUR)
     assert DataEvent.objects.get(kind="corrupt").holder == lease.pk
 
@@ -170,8 +170,8 @@ def test_a_stored_copy_that_was_tampered_with_is_not_used(grant) -> None:
 def test_a_local_copy_that_was_tampered_with_is_reported_and_the_stores_is_used(grant) -> None:
     lease = grant()
     use(lease)
-    below.idle(now=NOW + HOUR)
-    (workspace.local_of(Snapshot.objects.get()) / "workspace").write_bytes(b"something else")
+    below.evict_idle(now=NOW + HOUR)
+    (workspace.local_directory(Snapshot.objects.get()) / "workspace").write_bytes(b"something else")
     assert read(lease, NOW + HOUR) == b"kept\n"
     assert Sandbox.objects.get().source == "cloud"
     assert DataEvent.objects.get(kind="corrupt").holder == lease.pk
@@ -182,11 +182,11 @@ def test_when_the_newest_copy_cannot_be_read_the_one_before_it_is_used_and_says_
     lease = grant()
     for hour in (0, 1):
         use(lease, NOW + hour * HOUR, f"echo {hour} >f")
-        below.idle(now=NOW + hour * HOUR + 30 * MINUTE)
-    newest = workspace.latest(lease.pk)
+        below.evict_idle(now=NOW + hour * HOUR + 30 * MINUTE)
+    newest = workspace.find_latest(lease.pk)
     assert newest
     workspace.forget_local(newest)
-    store().clear(newest.key) if bad is None else store().set(f"{newest.key}/workspace", bad)
+    get_store().clear(newest.key) if bad is None else get_store().set(f"{newest.key}/workspace", bad)
     assert read(lease, NOW + 2 * HOUR) == b"0\n"
     assert set(DataEvent.objects.values_list("kind", flat=True)) == {"corrupt", "older_copy"}
 
@@ -197,11 +197,11 @@ def test_when_the_newest_copy_cannot_be_read_the_one_before_it_is_used_and_says_
 def test_after_the_cold_ttl_the_place_and_local_files_go_and_the_cloud_copy_wakes_it(grant, pool) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)
-    below.idle(now=NOW + HOUR)
-    assert below.cold(now=NOW + 2 * HOUR).counts == {}
-    assert below.cold(now=NOW + 4 * HOUR).counts == {"cold dropped": 1, "local copies removed": 1}
+    below.evict_idle(now=NOW + HOUR)
+    assert below.expire_cold(now=NOW + 2 * HOUR).counts == {}
+    assert below.expire_cold(now=NOW + 4 * HOUR).counts == {"cold dropped": 1, "local copies removed": 1}
     assert Pool.objects.get(pk=pool.pk).used == 0
-    assert not workspace.local_of(Snapshot.objects.get()).exists()
+    assert not workspace.local_directory(Snapshot.objects.get()).exists()
     assert read(lease, NOW + 5 * HOUR) == b"kept\n"
     assert Sandbox.objects.exclude(state="destroyed").get().source == "cloud"
 
@@ -209,22 +209,22 @@ def test_after_the_cold_ttl_the_place_and_local_files_go_and_the_cloud_copy_wake
 def test_what_was_stored_outlives_its_lease_for_a_while_and_then_goes(grant) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)
-    below.idle(now=NOW + HOUR)
+    below.evict_idle(now=NOW + HOUR)
     leasing.release(lease.pk, now=NOW + 2 * HOUR)
     sweeps.reclaim(now=NOW + 2 * HOUR)
-    sweeps.cold(now=NOW + 3 * HOUR)
-    assert list(store().list(f"snapshots/{lease.pk}/"))
-    assert sweeps.cold(now=NOW + 8 * 24 * HOUR).counts == {"stored copies removed": 1}
-    assert not list(store().list(f"snapshots/{lease.pk}/"))
+    sweeps.destroy_cold(now=NOW + 3 * HOUR)
+    assert list(get_store().list(f"snapshots/{lease.pk}/"))
+    assert sweeps.destroy_cold(now=NOW + 8 * 24 * HOUR).counts == {"stored copies removed": 1}
+    assert not list(get_store().list(f"snapshots/{lease.pk}/"))
 
 
 def test_a_sandbox_that_wakes_while_the_cleanup_looks_is_left_alone(grant, pool) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)
-    below.idle(now=NOW + HOUR)
+    below.evict_idle(now=NOW + HOUR)
     sandbox = Sandbox.objects.get()
     use(lease, NOW + 4 * HOUR)
-    assert not eviction.drop_cold(sandbox.pk, now=NOW + 4 * HOUR, reason="late")
+    assert not eviction.release_cold(sandbox.pk, now=NOW + 4 * HOUR, reason="late")
     assert Sandbox.objects.get().state == "waiting"
 
 
@@ -236,8 +236,8 @@ def test_when_full_cold_goes_first_then_warm_then_waiting(grant, pool, memory) -
     waiting, warm, cold = (grant(agent=f"did:plc:{name}", ttl=24 * HOUR) for name in ("waiting", "warm", "cold"))
     use(waiting, NOW)
     use(cold, NOW)
-    assert eviction.sleep(pools.of(cold.pk).pk, now=NOW, reason="test")
-    execution.sandbox_for(warm.pk, now=NOW + 2 * MINUTE)
+    assert eviction.evict(pools.find_by_holder(cold.pk).pk, now=NOW, reason="test")
+    execution.ensure_sandbox_ready(warm.pk, now=NOW + 2 * MINUTE)
     gone = []
     for number, minute in enumerate((3, 4, 5)):
         use(grant(agent=f"did:plc:new{number}"), NOW + minute * MINUTE)
@@ -256,17 +256,17 @@ def test_of_one_tier_the_least_recently_used_goes(grant, pool) -> None:
     use(old, NOW + MINUTE)
     use(new, NOW + 2 * MINUTE)
     use(grant(agent="did:plc:third"), NOW + 3 * MINUTE)
-    assert pools.of(old.pk) is None and pools.of(new.pk)
+    assert pools.find_by_holder(old.pk) is None and pools.find_by_holder(new.pk)
 
 
 def test_what_was_used_since_it_could_not_be_stored_makes_room_again(grant, pool, memory) -> None:
     lease = grant()
     box = use(lease)
     with memory.fail("get_files", Unavailable("no answer")):
-        assert not eviction.sleep(box.pk, now=NOW + MINUTE, reason="idle")
-    assert eviction.next_victim(pool, agent_did="did:plc:b", now=NOW + MINUTE) is None
+        assert not eviction.evict(box.pk, now=NOW + MINUTE, reason="idle")
+    assert eviction.find_victim(pool, agent_did="did:plc:b", now=NOW + MINUTE) is None
     use(lease, NOW + 5 * MINUTE)
-    assert eviction.next_victim(pool, agent_did="did:plc:b", now=NOW + 6 * MINUTE) == box
+    assert eviction.find_victim(pool, agent_did="did:plc:b", now=NOW + 6 * MINUTE) == box
 
 
 def test_a_sandbox_that_cannot_be_stored_does_not_stand_in_the_way(grant, pool, memory) -> None:
@@ -281,7 +281,7 @@ def test_a_sandbox_that_cannot_be_stored_does_not_stand_in_the_way(grant, pool, 
 
     with memory.before("get_files", refuse):
         use(grant(agent="did:plc:third"), NOW + 2 * MINUTE)
-    assert pools.of(stuck.pk) and pools.of(other.pk) is None
+    assert pools.find_by_holder(stuck.pk) and pools.find_by_holder(other.pk) is None
 
 
 def test_when_nothing_can_be_freed_the_refusal_says_what_would_help(grant, pool, memory) -> None:
@@ -320,7 +320,7 @@ def test_a_guarantee_is_not_broken_for_somebody_else(grant, pool) -> None:
     use(second)
     with pytest.raises(CapacityExhausted):
         use(grant(agent="did:plc:guest"))
-    assert pools.of(first.pk) and pools.of(second.pk)
+    assert pools.find_by_holder(first.pk) and pools.find_by_holder(second.pk)
 
 
 def test_above_its_guarantee_an_agent_gives_way(grant, pool) -> None:
@@ -330,7 +330,7 @@ def test_above_its_guarantee_an_agent_gives_way(grant, pool) -> None:
     use(first, NOW)
     use(second, NOW + MINUTE)
     use(grant(agent="did:plc:guest"), NOW + 2 * MINUTE)
-    assert pools.of(first.pk) is None and pools.of(second.pk)
+    assert pools.find_by_holder(first.pk) is None and pools.find_by_holder(second.pk)
     assert Quota.objects.get(agent_did="did:plc:ada").used == 1
 
 
@@ -340,7 +340,7 @@ def test_an_agent_may_evict_its_own_within_its_guarantee(grant, pool) -> None:
     first = grant(environment="e1")
     use(first)
     use(grant(environment="e2"), NOW + MINUTE)
-    assert pools.of(first.pk) is None
+    assert pools.find_by_holder(first.pk) is None
 
 
 # --- pre-warming ------------------------------------------------------------------------------------------------------
@@ -353,62 +353,62 @@ def warmed(pool: Pool, target: int) -> None:
 
 def test_a_claim_takes_a_sandbox_that_was_warmed_and_brings_its_own_files(grant, pool, memory) -> None:
     warmed(pool, 2)
-    assert below.warm(now=NOW).counts == {"warmed up": 2}
+    assert below.warm_pools(now=NOW).counts == {"warmed up": 2}
     lease = grant()
-    execution.exec_in(lease.pk, Command(argv=["cat", "config.json"], timeout=MINUTE, env={"SECRET": "s"}), now=NOW)
-    sandbox = pools.of(lease.pk)
+    execution.exec_command(lease.pk, Command(argv=["cat", "config.json"], timeout=MINUTE, env={"SECRET": "s"}), now=NOW)
+    sandbox = pools.find_by_holder(lease.pk)
     assert sandbox and sandbox.agent_did == "did:plc:ada" and sandbox.idle_at
     assert b"did:plc:ada" in bytes(Run.objects.get().stdout)
     assert [verb for verb, _ in memory.calls].count("create") == 2
-    assert below.warm(now=NOW).counts == {"warmed up": 1}
+    assert below.warm_pools(now=NOW).counts == {"warmed up": 1}
 
 
 def test_a_holder_with_stored_state_is_not_given_an_empty_warm_one(grant, pool) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)
-    below.idle(now=NOW + HOUR)
-    below.cold(now=NOW + 4 * HOUR)
+    below.evict_idle(now=NOW + HOUR)
+    below.expire_cold(now=NOW + 4 * HOUR)
     warmed(pool, 1)
-    below.warm(now=NOW + 4 * HOUR)
+    below.warm_pools(now=NOW + 4 * HOUR)
     assert read(Lease.objects.get(pk=lease.pk), NOW + 5 * HOUR) == b"kept\n"
 
 
 def test_after_three_failures_the_circuit_opens_and_warms_nothing_for_a_while(pool, memory) -> None:
     warmed(pool, 1)
     with memory.fail("create", Rejected("no such image"), times=99):
-        swept = below.warm(now=NOW)
+        swept = below.warm_pools(now=NOW)
         assert len(swept.failures) == 4 and "warms nothing until" in swept.failures[-1]
         calls = len(memory.calls)
-        below.warm(now=NOW + timedelta(seconds=30))
+        below.warm_pools(now=NOW + timedelta(seconds=30))
         assert len(memory.calls) == calls
     sweeps.reclaim(now=NOW + HOUR)
-    assert below.warm(now=NOW + HOUR).counts == {"warmed up": 1}
+    assert below.warm_pools(now=NOW + HOUR).counts == {"warmed up": 1}
     one = Pool.objects.get(pk=pool.pk)
     assert (one.warm_failures, one.warm_paused_until, one.used) == (0, None, 1)
 
 
 def test_what_a_pool_does_not_want_any_more_is_given_up(pool) -> None:
     warmed(pool, 3)
-    below.warm(now=NOW)
+    below.warm_pools(now=NOW)
     warmed(pool, 1)
-    assert below.warm(now=NOW).counts == {"not wanted any more": 2}
+    assert below.warm_pools(now=NOW).counts == {"not wanted any more": 2}
     Pool.objects.filter(pk=pool.pk).update(image="newer:1")
-    assert below.warm(now=NOW).counts == {"not wanted any more": 1, "warmed up": 1}
+    assert below.warm_pools(now=NOW).counts == {"not wanted any more": 1, "warmed up": 1}
 
 
 def test_a_draining_pool_hands_out_no_warm_sandbox_and_gives_them_up(grant, pool) -> None:
     warmed(pool, 1)
-    below.warm(now=NOW)
-    pools.drain(pool, draining=True)
+    below.warm_pools(now=NOW)
+    pools.set_draining(pool, draining=True)
     with pytest.raises(PoolDraining):
         use(grant())
-    assert below.warm(now=NOW).counts == {"not wanted any more": 1}
+    assert below.warm_pools(now=NOW).counts == {"not wanted any more": 1}
 
 
 def test_warm_sandboxes_give_way_to_demand(grant, pool) -> None:
     size(pool, 1)
     warmed(pool, 1)
-    below.warm(now=NOW)
+    below.warm_pools(now=NOW)
     warmed(pool, 0)
     use(grant())
     assert Pool.objects.get(pk=pool.pk).used == 1
@@ -440,8 +440,8 @@ def test_a_sandbox_that_vanished_with_unsaved_state_ends_its_lease_as_lost(grant
 def test_a_sandbox_that_vanished_with_everything_stored_is_cold(grant, pool, memory) -> None:
     lease = grant()
     use(lease)
-    below.idle(now=NOW + HOUR)
-    woken = execution.sandbox_for(lease.pk, now=NOW + HOUR)
+    below.evict_idle(now=NOW + HOUR)
+    woken = execution.ensure_sandbox_ready(lease.pk, now=NOW + HOUR)
     use(grant(agent="did:plc:b"), NOW + HOUR)
     memory.vanish(woken.ref)
     assert reconcile(NOW + HOUR) == {"kept": 1, "found cold": 1}
@@ -462,18 +462,18 @@ def test_a_failed_listing_kills_nothing(grant, pool, memory) -> None:
     use(lease)
     with memory.fail("list", Unavailable("timeout")):
         assert sweeps.reconcile(now=NOW, grace=2 * MINUTE).failures
-    assert pools.of(lease.pk)
+    assert pools.find_by_holder(lease.pk)
 
 
 def test_the_sandbox_of_an_earlier_incarnation_is_never_adopted(grant, pool, memory) -> None:
     lease = grant()
     old = use(lease)
-    below.idle(now=NOW + HOUR)
+    below.evict_idle(now=NOW + HOUR)
     use(lease, NOW + HOUR)
-    memory.create(Spec(name=old.name, owner=str(pool.owner)))  # a zombie of the first incarnation
+    memory.create(SandboxSpec(name=old.name, owner=str(pool.owner)))  # a zombie of the first incarnation
     made = memory.inspect(old.name).created_at
     assert reconcile(made + HOUR)["orphans destroyed"] == 1
-    assert [found.name for found in memory.list(str(pool.owner))] == [pools.of(lease.pk).name]
+    assert [found.name for found in memory.list(str(pool.owner))] == [pools.find_by_holder(lease.pk).name]
 
 
 # --- counting, measuring, draining ------------------------------------------------------------------------------------
@@ -493,12 +493,12 @@ def test_over_its_limit_a_workspace_refuses_execs_until_files_are_deleted(grant,
     Pool.objects.filter(pk=pool.pk).update(workspace_limit_mib=1)
     lease = grant()
     use(lease, script="head -c 3000000 /dev/zero >big")
-    assert below.measure(now=NOW + MINUTE).counts == {"over the limit": 1}
+    assert below.measure_workspaces(now=NOW + MINUTE).counts == {"over the limit": 1}
     with pytest.raises(WorkspaceFull):
         use(lease, NOW + MINUTE)
-    sandbox = pools.of(lease.pk)
+    sandbox = pools.find_by_holder(lease.pk)
     remove = Command(argv=["delete", "big"], timeout=MINUTE, kind="file")
-    execution.act_in(lease.pk, remove, lambda p, s: p.remove_file(s.ref, "/workspace/big"), now=NOW + MINUTE)
+    execution.call_in_sandbox(lease.pk, remove, lambda p, s: p.remove_file(s.ref, "/workspace/big"), now=NOW + MINUTE)
     use(lease, NOW + MINUTE)
     sandbox.refresh_from_db()
     assert sandbox.workspace_bytes < 1 << 20
@@ -507,11 +507,11 @@ def test_over_its_limit_a_workspace_refuses_execs_until_files_are_deleted(grant,
 def test_a_draining_pool_takes_nothing_new_and_lets_leases_go_on(grant, pool) -> None:
     lease = grant()
     use(lease)
-    below.idle(now=NOW + HOUR)
+    below.evict_idle(now=NOW + HOUR)
     late = grant(agent="did:plc:late")
-    assert pools.drain(pool, draining=True)
+    assert pools.set_draining(pool, draining=True)
     with pytest.raises(PoolDraining):
         use(late, NOW + HOUR)
     assert read(lease, NOW + HOUR) == b"kept\n"
-    assert pools.drain(pool, draining=False)
+    assert pools.set_draining(pool, draining=False)
     use(late, NOW + HOUR)

@@ -13,24 +13,24 @@ from sandboxes import sweeps as below
 from sandboxes.models import Pool, Quota, Sandbox
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.runs import Command
-from tests.conftest import MINUTE, NOW, Died
+from tests.conftest import MINUTE, NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
 HOUR = 60 * MINUTE
 
 
 def use(lease: Lease, now: datetime = NOW) -> None:
-    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now)
+    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now)
 
 
 def of(pool: Pool, now: datetime = NOW) -> pool_stats.PoolStats:
-    return next(one for one in pool_stats.of_pools(now=now) if one.pk == pool.pk)
+    return next(one for one in pool_stats.collect_pool_stats(now=now) if one.pk == pool.pk)
 
 
 def kept(pool: Pool) -> dict[str, int]:
     """What is counted since the pool was made, without the zeros."""
     found = of(pool)
-    return {name: number for name in pool_stats.KEPT if (number := getattr(found, name))}
+    return {name: number for name in pool_stats.POOL_COUNTER_FIELDS if (number := getattr(found, name))}
 
 
 def size(pool: Pool, capacity: int) -> None:
@@ -47,8 +47,8 @@ def test_sandboxes_are_counted_by_state(grant, pool, memory) -> None:
     cold, warm, waiting, gone, stuck = (grant(environment=f"e{number}") for number in range(5))
     for lease in (cold, waiting, gone, stuck):
         use(lease)
-    execution.sandbox_for(warm.pk, now=NOW)
-    eviction.sleep(pools.of(cold.pk).pk, now=NOW, reason="test")
+    execution.ensure_sandbox_ready(warm.pk, now=NOW)
+    eviction.evict(pools.find_by_holder(cold.pk).pk, now=NOW, reason="test")
     leasing.release(gone.pk, now=NOW)
     sweeps.reclaim(now=NOW)
     leasing.release(stuck.pk, now=NOW)
@@ -65,7 +65,7 @@ def test_each_use_and_each_wake_is_counted_once_while_the_sandbox_lives_and_afte
     lease = grant(ttl=24 * HOUR)
     use(lease)
     use(lease)
-    below.idle(now=NOW + HOUR)
+    below.evict_idle(now=NOW + HOUR)
     use(lease, NOW + HOUR)
     counted = {"warm_hits": 1, "woken_local": 1, "slept": 1}
     assert kept(pool) == counted
@@ -78,8 +78,8 @@ def test_each_use_and_each_wake_is_counted_once_while_the_sandbox_lives_and_afte
 def test_a_wake_from_the_store_after_the_place_was_given_up_is_one_of_the_cloud(grant, pool) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)
-    below.idle(now=NOW + HOUR)
-    below.cold(now=NOW + 4 * HOUR)
+    below.evict_idle(now=NOW + HOUR)
+    below.expire_cold(now=NOW + 4 * HOUR)
     use(lease, NOW + 4 * HOUR)
     assert kept(pool) == {"woken_cloud": 1, "slept": 1}
     assert of(pool).woken == 1
@@ -87,26 +87,26 @@ def test_a_wake_from_the_store_after_the_place_was_given_up_is_one_of_the_cloud(
 
 def test_the_first_start_is_no_wake_and_one_without_stored_state_is_fresh(grant, pool) -> None:
     lease = grant()
-    execution.sandbox_for(lease.pk, now=NOW)
+    execution.ensure_sandbox_ready(lease.pk, now=NOW)
     assert kept(pool) == {}
-    below.idle(now=NOW + HOUR)
-    execution.sandbox_for(lease.pk, now=NOW + HOUR)
+    below.evict_idle(now=NOW + HOUR)
+    execution.ensure_sandbox_ready(lease.pk, now=NOW + HOUR)
     assert kept(pool) == {"woken_fresh": 1, "slept": 1}
 
 
 def test_going_to_sleep_when_idle_is_no_eviction(grant, pool) -> None:
     use(grant())
-    below.idle(now=NOW + HOUR)
-    below.cold(now=NOW + 9 * HOUR)
+    below.evict_idle(now=NOW + HOUR)
+    below.expire_cold(now=NOW + 9 * HOUR)
     assert kept(pool) == {"slept": 1}
 
 
 def test_a_sleep_that_is_resumed_after_a_failed_destroy_is_counted_once(grant, pool, memory) -> None:
     use(grant())
     with memory.fail("destroy", Unavailable("later")):
-        below.idle(now=NOW + HOUR)
+        below.evict_idle(now=NOW + HOUR)
     assert kept(pool) == {}
-    below.stalled(now=NOW + HOUR + MINUTE)
+    below.recover_stalled(now=NOW + HOUR + MINUTE)
     assert kept(pool) == {"slept": 1}
 
 
@@ -117,7 +117,7 @@ def test_an_evicted_waiting_sandbox_is_counted_once_and_as_waiting(grant, pool) 
     assert kept(pool) == {"evicted_waiting": 1, "slept": 1}
 
 
-def test_what_sleeps_for_somebody_else_but_keeps_its_place_is_not_evicted(grant, pool, memory, at_step) -> None:
+def test_what_sleeps_for_somebody_else_but_keeps_its_place_is_not_evicted(grant, pool, memory, at_checkpoint) -> None:
     size(pool, 1)
     Quota.objects.create(pool=pool, agent_did="did:plc:ada")
     lease = grant()
@@ -126,9 +126,9 @@ def test_what_sleeps_for_somebody_else_but_keeps_its_place_is_not_evicted(grant,
     def guaranteed() -> None:
         Quota.objects.filter(agent_did="did:plc:ada").update(guaranteed=1)
 
-    at_step("process gone", guaranteed)
-    assert eviction.make_room(pool, agent_did="did:plc:b", now=NOW + MINUTE)
-    assert pools.of(lease.pk).state == "cold"
+    at_checkpoint("process gone", guaranteed)
+    assert eviction.free_place(pool, agent_did="did:plc:b", now=NOW + MINUTE)
+    assert pools.find_by_holder(lease.pk).state == "cold"
     assert kept(pool) == {"slept": 1}
 
 
@@ -136,8 +136,8 @@ def test_cold_and_warm_evictions_are_counted_by_tier(grant, pool) -> None:
     size(pool, 1)
     first, second = grant(), grant(agent="did:plc:b")
     use(first)
-    below.idle(now=NOW + HOUR)
-    execution.sandbox_for(second.pk, now=NOW + HOUR)
+    below.evict_idle(now=NOW + HOUR)
+    execution.ensure_sandbox_ready(second.pk, now=NOW + HOUR)
     assert kept(pool) == {"evicted_cold": 1, "slept": 1}
     use(grant(agent="did:plc:c"), NOW + HOUR)
     assert kept(pool) == {"evicted_cold": 1, "evicted_warm": 1, "slept": 2}
@@ -155,7 +155,7 @@ def test_what_a_sandbox_has_counted_survives_a_counter_that_drifted_to_zero(gran
 
 def test_prewarmed_ones_are_ready_until_they_are_claimed(grant, pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=2)
-    below.warm(now=NOW)
+    below.warm_pools(now=NOW)
     assert (of(pool).warm_target, of(pool).warm_ready, of(pool).warm) == (2, 2, 2)
     use(grant())
     assert (of(pool).warm_ready, kept(pool)) == (1, {"claimed_warm": 1})
@@ -166,7 +166,7 @@ def test_prewarmed_ones_are_ready_until_they_are_claimed(grant, pool) -> None:
 def test_an_open_circuit_says_until_when_and_why(pool, memory) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     with memory.fail("create", Rejected("no such image"), times=99):
-        below.warm(now=NOW)
+        below.warm_pools(now=NOW)
     found = of(pool)
     assert found.warm_paused_until and found.warm_paused_until > NOW and "no such image" in found.warm_error
     assert of(pool, found.warm_paused_until).warm_paused_until is None
@@ -187,13 +187,13 @@ def test_what_asks_for_an_operator_is_counted(grant, pool) -> None:
     assert of(pool, NOW - HOUR).oldest_waiting.total_seconds() == 0  # a clock that was set back
 
 
-def test_a_run_that_nobody_waits_for_makes_its_sandbox_stalled(grant, pool, at_step) -> None:
+def test_a_run_that_nobody_waits_for_makes_its_sandbox_stalled(grant, pool, at_checkpoint) -> None:
     def die() -> None:
-        raise Died
+        raise SimulatedCrash
 
     lease = grant()
-    at_step("run opened", die)
-    with pytest.raises(Died):
+    at_checkpoint("run opened", die)
+    with pytest.raises(SimulatedCrash):
         use(lease)
     assert of(pool, NOW + MINUTE).stalled == 0
     assert of(pool, NOW + HOUR).stalled == 1
@@ -203,13 +203,13 @@ def test_together_they_are_the_sum_of_the_pools(grant, pool) -> None:
     other = Pool.objects.create(name="other", provider="memory", capacity=5, warm_target=1)
     use(grant())
     use(grant(environment="e2", pool=other.name), NOW - HOUR)
-    every = pool_stats.of_pools(now=NOW)
+    every = pool_stats.collect_pool_stats(now=NOW)
     assert [one.name for one in every] == sorted(one.name for one in every)
-    summed = pool_stats.together(every)
+    summed = pool_stats.sum_stats(every)
     assert summed.capacity == sum(one.capacity for one in every)
     assert (summed.used, summed.total, summed.waiting, summed.warm_target) == (2, 2, 2, 1)
     assert summed.oldest_waiting == of(other).oldest_waiting > of(pool).oldest_waiting
-    assert pool_stats.together([]).total == 0
+    assert pool_stats.sum_stats([]).total == 0
 
 
 def test_two_statements_answer_and_read_no_history(grant, pool, django_assert_num_queries) -> None:
@@ -224,7 +224,7 @@ def test_two_statements_answer_and_read_no_history(grant, pool, django_assert_nu
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE")
     with django_assert_num_queries(2) as asked:
-        pool_stats.of_pools(now=NOW)
+        pool_stats.collect_pool_stats(now=NOW)
     explain = "EXPLAIN" if connection.vendor == "postgresql" else "EXPLAIN QUERY PLAN"
     with connection.cursor() as cursor:
         cursor.execute(f"{explain} {asked.captured_queries[0]['sql']}")

@@ -10,8 +10,8 @@ from uuid import uuid4
 import pytest
 
 from sandboxes.image import files, reap
-from sandboxes.providers.base import ExecResult, Missing, Rejected, Spec, Unavailable
-from sandboxes.providers.process import NOTE, ProcessProvider
+from sandboxes.providers.base import ExecResult, Missing, Rejected, SandboxSpec, Unavailable
+from sandboxes.providers.process import METADATA_FILE, ProcessProvider
 
 SOON = timedelta(seconds=30)  # far below the 300 s that the programs here would sleep
 
@@ -24,7 +24,7 @@ def provider(tmp_path) -> ProcessProvider:
 @pytest.fixture
 def ref(provider: ProcessProvider):
     name = f"lhc-{uuid4().hex[:16]}"
-    yield provider.create(Spec(name=name, owner="me"))
+    yield provider.create(SandboxSpec(name=name, owner="me"))
     provider.destroy(name)
 
 
@@ -41,7 +41,7 @@ def living(ref: str) -> list[Path]:
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         try:
-            found += [each] * (f"LEASEHOLD_SANDBOX={ref}".encode() in reap.environment(int(each.name)).split(b"\0"))
+            found += [each] * (f"LEASEHOLD_SANDBOX={ref}".encode() in reap.read_environment(int(each.name)).split(b"\0"))
         except OSError:  # ended meanwhile
             continue
     return found
@@ -60,7 +60,7 @@ def test_two_providers_on_one_directory_see_the_same_sandboxes(provider, ref) ->
 
 @pytest.mark.parametrize("owner", ["pool:3", "a/b", "..", ".", "../../up", "ünï", "a" * 80])
 def test_any_owner_label_makes_a_directory_right_under_the_root(provider, owner) -> None:
-    provider.create(Spec(name="lhc-one", owner=owner))
+    provider.create(SandboxSpec(name="lhc-one", owner=owner))
     assert [found.name for found in provider.list(owner)] == ["lhc-one"]
     assert [*provider.root.glob("*/lhc-one")] == [next(provider.root.iterdir()) / "lhc-one"]
 
@@ -68,7 +68,7 @@ def test_any_owner_label_makes_a_directory_right_under_the_root(provider, owner)
 @pytest.mark.parametrize("name", ["", "..", "a/b", "UPPER", "a.b", "*", "a" * 64])
 def test_an_odd_name_is_rejected_and_nothing_is_called_so(provider, ref, name) -> None:
     with pytest.raises(Rejected):
-        provider.create(Spec(name=name, owner="me"))
+        provider.create(SandboxSpec(name=name, owner="me"))
     with pytest.raises(Missing):
         provider.inspect(name)
     provider.destroy(name)
@@ -76,19 +76,19 @@ def test_an_odd_name_is_rejected_and_nothing_is_called_so(provider, ref, name) -
 
 
 def test_what_a_crash_in_create_left_is_listed_and_can_be_finished_or_destroyed(provider, ref) -> None:
-    (provider.root / "me" / ref / NOTE).unlink()
+    (provider.root / "me" / ref / METADATA_FILE).unlink()
     assert [(found.ref, found.running) for found in provider.list("me")] == [(ref, False)]
     with pytest.raises(Unavailable):
         provider.wait_ready(ref, timeout=timedelta(0))
-    provider.create(Spec(name=ref, owner="me"))
+    provider.create(SandboxSpec(name=ref, owner="me"))
     assert provider.inspect(ref).running
-    (provider.root / "me" / ref / NOTE).unlink()
+    (provider.root / "me" / ref / METADATA_FILE).unlink()
     provider.destroy(ref)
     assert provider.list("me") == []
 
 
 def test_nothing_starts_in_what_is_being_destroyed(provider, ref, run) -> None:
-    (provider.root / "me" / ref / NOTE).unlink()
+    (provider.root / "me" / ref / METADATA_FILE).unlink()
     with pytest.raises(Unavailable):
         run("true")
 
@@ -100,7 +100,7 @@ def test_an_exec_that_starts_while_its_sandbox_is_destroyed_leaves_no_process(pr
         return child
 
     start = sys.modules[ProcessProvider.__module__]._start  # type: ignore[attr-defined]
-    monkeypatch.setattr("sandboxes.providers.process._start", destroyed_meanwhile)
+    monkeypatch.setattr("sandboxes.providers.process._start_process", destroyed_meanwhile)
     with pytest.raises(Missing):
         run("sleep", "300")
     assert living(ref) == []
@@ -119,9 +119,9 @@ def test_what_is_beside_the_skills_in_the_image_is_none(provider, ref) -> None:
 
 def test_create_remembers_its_creation_and_repeats_do_not_change_it(provider, ref) -> None:
     before = provider.inspect(ref)
-    provider.create(Spec(name=ref, owner="me"))
+    provider.create(SandboxSpec(name=ref, owner="me"))
     assert provider.inspect(ref) == before
-    assert json.loads((provider.root / "me" / ref / NOTE).read_bytes())["created_at"] == before.created_at.isoformat()
+    assert json.loads((provider.root / "me" / ref / METADATA_FILE).read_bytes())["created_at"] == before.created_at.isoformat()
 
 
 def test_a_disk_that_refuses_is_unavailable(tmp_path) -> None:
@@ -129,7 +129,7 @@ def test_a_disk_that_refuses_is_unavailable(tmp_path) -> None:
     with pytest.raises(Unavailable):
         ProcessProvider(tmp_path / "file").list("me")
     with pytest.raises(Unavailable):
-        ProcessProvider(tmp_path / "file" / "below").create(Spec(name="lhc-one", owner="me"))
+        ProcessProvider(tmp_path / "file" / "below").create(SandboxSpec(name="lhc-one", owner="me"))
 
 
 def test_a_full_disk_is_unavailable(provider, ref, monkeypatch) -> None:
@@ -155,7 +155,7 @@ def test_promised_places_in_argv_and_cwd_become_host_paths(provider, ref, run) -
 
 
 def test_the_sockets_directory_is_found_again(provider, tmp_path, ref) -> None:
-    name = provider.create(Spec(name=f"{ref}-2", owner="me", sockets=tmp_path))
+    name = provider.create(SandboxSpec(name=f"{ref}-2", owner="me", sockets=tmp_path))
     assert ProcessProvider(provider.root).inside(name, "/run/leasehold/exec.sock") == f"{tmp_path}/exec.sock"
     assert provider.inside(ref, "/run/leasehold/exec.sock") == "/run/leasehold/exec.sock"
 
@@ -221,7 +221,7 @@ def test_no_process_to_be_had_is_unavailable(run, monkeypatch) -> None:
     def none_left(argv, cwd, env):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("sandboxes.providers.process._start", none_left)
+    monkeypatch.setattr("sandboxes.providers.process._start_process", none_left)
     with pytest.raises(Unavailable):
         run("true")
 
@@ -249,7 +249,7 @@ def stat(place: int, memory: int = 4096) -> str:
 @pytest.mark.parametrize("late", [0, 1, 3])
 def test_a_process_between_two_programs_is_waited_for(late: int, tmp_path, monkeypatch) -> None:
     """It shows no environment before the next one is in its place, and is nobody's until then."""
-    monkeypatch.setattr(reap, "PROC", tmp_path)
+    monkeypatch.setattr(reap, "PROC_DIRECTORY", tmp_path)
     (tmp_path / "77").mkdir()
     shown = [(stat(0), b"")] * late + [(stat(4711), b"A=1\0")]
 
@@ -260,25 +260,25 @@ def test_a_process_between_two_programs_is_waited_for(late: int, tmp_path, monke
 
     next_one()
     monkeypatch.setattr(reap.time, "sleep", next_one)
-    assert (reap.environment(77), shown) == (b"A=1\0", [])
+    assert (reap.read_environment(77), shown) == (b"A=1\0", [])
 
 
 @pytest.mark.parametrize("says", [stat(4711), stat(0, memory=0), "77 (short) S 1"])
 def test_what_has_no_environment_is_not_waited_for(says: str, tmp_path, monkeypatch) -> None:
     """One that cleared it, a zombie or the kernel's, and whoever's kernel does not tell."""
-    monkeypatch.setattr(reap, "PROC", tmp_path)
+    monkeypatch.setattr(reap, "PROC_DIRECTORY", tmp_path)
     (tmp_path / "77").mkdir()
     (tmp_path / "77" / "stat").write_text(says)
     (tmp_path / "77" / "environ").write_bytes(b"")
     monkeypatch.setattr(reap.time, "sleep", lambda seconds: pytest.fail("waited"))
-    assert reap.environment(77) == b""
+    assert reap.read_environment(77) == b""
 
 
 def test_an_exec_that_is_interrupted_leaves_no_process(ref, run, monkeypatch) -> None:
     def interrupted(talk, deadline, kill):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sandboxes.providers.process.Talk.run", interrupted)
+    monkeypatch.setattr("sandboxes.providers.process.ChildCommunication.run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run("sleep", "300")
     assert living(ref) == []

@@ -11,28 +11,30 @@ from leases.models import Lease
 from sandboxes import eviction, processes
 from sandboxes import pool as pools
 from sandboxes import sweeps as below
-from sandboxes.errors import Busy, OutputGone, ProviderFailed, TooManyProcesses
+from sandboxes.errors import ProcessOutputGone, ProviderCallFailed, SandboxBusy, TooManyProcesses
 from sandboxes.models import Pool, Process, Run, Sandbox
-from sandboxes.processes import MOST, START_WITHIN, Launch
+from sandboxes.processes import MAX_PROCESSES, START_TIMEOUT, ProcessSpec
 from sandboxes.providers.base import Unavailable
-from sandboxes.providers.memory import File, MemoryProvider, Outcome
+from sandboxes.providers.memory import File, MemoryProvider, ProgramResult
 from sandboxes.runs import Command
-from tests.conftest import MINUTE, NOW, Died
-from tests.support.waiting import until
+from tests.conftest import MINUTE, NOW, SimulatedCrash
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db
 LATER = NOW + timedelta(hours=1)
 SOON = timedelta(seconds=30)
-WATCHER = Launch(["sh", "-c", "echo connected; sleep 300"], {"TOKEN": "s3cret"}, name="watcher")
+WATCHER = ProcessSpec(["sh", "-c", "echo connected; sleep 300"], {"TOKEN": "s3cret"}, name="watcher")
 
 
-def start(lease: Lease, launch: Launch | None = None, *, now: datetime = NOW) -> Process:
-    launch = launch or Launch(WATCHER.argv, WATCHER.env, name=WATCHER.name)
-    return execution.for_lease(lease.pk, lambda want, at: processes.start(want, launch, now=at), now=now, actor="")
+def start(lease: Lease, launch: ProcessSpec | None = None, *, now: datetime = NOW) -> Process:
+    launch = launch or ProcessSpec(WATCHER.argv, WATCHER.env, name=WATCHER.name)
+    return execution.call_with_lease(
+        lease.pk, lambda want, at: processes.start_process(want, launch, now=at), now=now, actor=""
+    )
 
 
 def die() -> None:
-    raise Died
+    raise SimulatedCrash
 
 
 def runs_in(memory: MemoryProvider, process: Process) -> bool:
@@ -61,7 +63,7 @@ def test_starting_renews_the_lease(grant) -> None:
 
 
 def test_what_exits_at_once_says_so_at_once(grant) -> None:
-    process = start(grant(), Launch(["no-such-program"]))
+    process = start(grant(), ProcessSpec(["no-such-program"]))
     assert (process.state, process.exit_code) == ("exited", 127)
 
 
@@ -69,16 +71,18 @@ def test_a_sweep_closes_what_has_ended_by_itself(grant, memory) -> None:
     lease = grant()
     process, other = start(lease), start(lease)
     memory.kill(process.sandbox.ref, str(process.pk))
-    assert sweeps.stalled(now=NOW + MINUTE).counts == {"processes ended": 1}
+    assert sweeps.recover_stalled(now=NOW + MINUTE).counts == {"processes ended": 1}
     assert (again(process).state, again(process).exit_code) == ("exited", 137)
     assert again(other).state == "running"
-    assert sweeps.stalled(now=NOW + MINUTE).counts == {}
+    assert sweeps.recover_stalled(now=NOW + MINUTE).counts == {}
 
 
 def test_looking_closes_what_has_ended_by_itself(grant, memory) -> None:
     lease = grant()
-    process = start(lease, Launch(["sleep", "0.01"]))
-    until(lambda: processes.look(lease.pk, now=NOW) or again(process).state == "exited", "it is seen to have ended")
+    process = start(lease, ProcessSpec(["sleep", "0.01"]))
+    wait_until(
+        lambda: processes.refresh_by_holder(lease.pk, now=NOW) or again(process).state == "exited", "it is seen to have ended"
+    )
     assert again(process).exit_code == 0
 
 
@@ -86,48 +90,48 @@ def test_a_provider_that_does_not_answer_leaves_the_rows_and_is_told(grant, memo
     lease = grant()
     process = start(lease)
     with memory.fail("processes", Unavailable("engine down")):
-        assert len(sweeps.stalled(now=NOW + MINUTE).failures) == 1
-        with pytest.raises(ProviderFailed):
-            processes.look(lease.pk, now=NOW)
+        assert len(sweeps.recover_stalled(now=NOW + MINUTE).failures) == 1
+        with pytest.raises(ProviderCallFailed):
+            processes.refresh_by_holder(lease.pk, now=NOW)
     assert again(process).state == "running"
 
 
 def test_killing_says_killed_and_again_is_success(grant, memory) -> None:
     process = start(grant())
-    assert processes.kill(process, now=NOW).state == "killed"
-    assert processes.kill(process, now=NOW).state == "killed"
+    assert processes.kill_process(process, now=NOW).state == "killed"
+    assert processes.kill_process(process, now=NOW).state == "killed"
     assert not runs_in(memory, process)
 
 
 def test_killing_what_had_exited_keeps_its_exit(grant, memory) -> None:
-    process = start(grant(), Launch(["sleep", "0.01"]))
-    until(lambda: not runs_in(memory, process), "it ends")
-    assert (processes.kill(process, now=NOW).state, process.exit_code) == ("exited", 0)
+    process = start(grant(), ProcessSpec(["sleep", "0.01"]))
+    wait_until(lambda: not runs_in(memory, process), "it ends")
+    assert (processes.kill_process(process, now=NOW).state, process.exit_code) == ("exited", 0)
 
 
 def test_a_kill_that_fails_leaves_it_running(grant, memory) -> None:
     process = start(grant())
-    with memory.fail("kill", Unavailable("engine down")), pytest.raises(ProviderFailed):
-        processes.kill(process, now=NOW)
+    with memory.fail("kill", Unavailable("engine down")), pytest.raises(ProviderCallFailed):
+        processes.kill_process(process, now=NOW)
     assert again(process).state == "running"
 
 
-def test_a_kill_before_it_has_begun_is_told_to_come_again(grant, memory, at_step) -> None:
-    launch = Launch(["sleep", "300"])
+def test_a_kill_before_it_has_begun_is_told_to_come_again(grant, memory, at_checkpoint) -> None:
+    launch = ProcessSpec(["sleep", "300"])
 
     def too_early() -> None:
-        with pytest.raises(Busy):
-            processes.kill(Process.objects.get(pk=launch.process_id), now=NOW)
+        with pytest.raises(SandboxBusy):
+            processes.kill_process(Process.objects.get(pk=launch.process_id), now=NOW)
 
-    at_step("process noted", too_early)
+    at_checkpoint("process noted", too_early)
     process = start(grant(), launch)
-    assert processes.kill(process, now=NOW).state == "killed"
+    assert processes.kill_process(process, now=NOW).state == "killed"
     assert not runs_in(memory, process)
 
 
-def test_a_kill_just_after_it_has_begun_counts(grant, memory, at_step) -> None:
-    launch = Launch(["sleep", "300"])
-    at_step("process started", lambda: processes.kill(Process.objects.get(pk=launch.process_id), now=NOW))
+def test_a_kill_just_after_it_has_begun_counts(grant, memory, at_checkpoint) -> None:
+    launch = ProcessSpec(["sleep", "300"])
+    at_checkpoint("process started", lambda: processes.kill_process(Process.objects.get(pk=launch.process_id), now=NOW))
     process = start(grant(), launch)
     assert process.state == "killed"
     assert not runs_in(memory, process)
@@ -136,14 +140,14 @@ def test_a_kill_just_after_it_has_begun_counts(grant, memory, at_step) -> None:
 def test_it_does_not_keep_its_sandbox_awake_and_ends_when_that_sleeps(grant, memory) -> None:
     lease = grant()
     process = start(lease)
-    below.idle(now=NOW + 10 * MINUTE)
+    below.evict_idle(now=NOW + 10 * MINUTE)
     ended = again(process)
     assert ended.sandbox.state == "cold"
     assert (ended.state, ended.exit_code, ended.note) == ("gone", None, "Its sandbox sleeps: stored")
-    with pytest.raises(OutputGone):
-        processes.log(ended, start=0, length=10)
-    execution.exec_in(lease.pk, Command(["true"], MINUTE), now=NOW + 11 * MINUTE)
-    assert processes.kill(ended, now=NOW + 11 * MINUTE).state == "gone"
+    with pytest.raises(ProcessOutputGone):
+        processes.read_log(ended, start=0, length=10)
+    execution.exec_command(lease.pk, Command(["true"], MINUTE), now=NOW + 11 * MINUTE)
+    assert processes.kill_process(ended, now=NOW + 11 * MINUTE).state == "gone"
     assert start(lease, now=NOW + 11 * MINUTE).incarnation == 2
 
 
@@ -151,12 +155,12 @@ def test_it_stays_while_its_sandbox_cannot_fall_asleep(grant, memory) -> None:
     process = start(grant())
 
     def try_to_kill(ref: str) -> None:
-        with pytest.raises(Busy):
-            processes.kill(again(process), now=NOW)
+        with pytest.raises(SandboxBusy):
+            processes.kill_process(again(process), now=NOW)
         raise Unavailable("no tar today")
 
     with memory.before("get_files", try_to_kill):
-        below.idle(now=NOW + 10 * MINUTE)
+        below.evict_idle(now=NOW + 10 * MINUTE)
     assert (again(process).state, again(process).sandbox.state) == ("running", "waiting")
     assert runs_in(memory, process)
 
@@ -186,22 +190,22 @@ def test_it_ends_with_a_sandbox_that_is_lost(grant, memory) -> None:
 def test_it_is_gone_after_its_sandbox_was_started_again(grant, memory) -> None:
     process = start(grant())
     memory.stop(process.sandbox.ref)
-    memory.create(pools.spec_of(process.sandbox))
-    sweeps.stalled(now=NOW + 2 * START_WITHIN)
+    memory.create(pools.build_spec(process.sandbox))
+    sweeps.recover_stalled(now=NOW + 2 * START_TIMEOUT)
     assert again(process).state == "gone"
 
 
 def test_a_place_that_somebody_needs_is_taken_from_one_with_only_processes(grant, pool: Pool, memory) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=1)
     process = start(grant())
-    execution.exec_in(grant(agent="did:plc:bob").pk, Command(["true"], MINUTE), now=NOW + MINUTE)
+    execution.exec_command(grant(agent="did:plc:bob").pk, Command(["true"], MINUTE), now=NOW + MINUTE)
     assert again(process).state == "gone"
 
 
 def test_nothing_takes_the_sandbox_while_one_is_started(grant, memory) -> None:
     lease = grant()
     slept: list[bool] = []
-    memory.before("start", lambda ref: slept.append(eviction.sleep(Sandbox.objects.get().pk, now=LATER, reason="idle")))
+    memory.before("start", lambda ref: slept.append(eviction.evict(Sandbox.objects.get().pk, now=LATER, reason="idle")))
     assert start(lease).state == "running"
     assert slept == [False]
 
@@ -218,12 +222,12 @@ def test_a_lease_that_ends_while_one_is_started_leaves_none(grant, memory) -> No
 
 def test_so_many_and_no_more(grant, memory) -> None:
     lease = grant()
-    first, *_ = [start(lease) for _ in range(MOST)]
+    first, *_ = [start(lease) for _ in range(MAX_PROCESSES)]
     with pytest.raises(TooManyProcesses):
         start(lease)
-    processes.kill(first, now=NOW)
+    processes.kill_process(first, now=NOW)
     start(lease)
-    assert Process.objects.filter(ended_at__isnull=True).count() == MOST
+    assert Process.objects.filter(ended_at__isnull=True).count() == MAX_PROCESSES
 
 
 # --- what it prints -----------------------------------------------------------------------------------------------
@@ -231,29 +235,29 @@ def test_so_many_and_no_more(grant, memory) -> None:
 
 def test_what_it_prints_is_read_from_an_offset(grant) -> None:
     process = start(grant())
-    assert processes.log(process, start=0, length=4) == (b"conn", 4)
-    assert processes.log(process, start=4, length=100) == (b"ected\n", 10)
+    assert processes.read_log(process, start=0, length=4) == (b"conn", 4)
+    assert processes.read_log(process, start=4, length=100) == (b"ected\n", 10)
 
 
 def test_waiting_ends_when_the_text_is_printed_or_never_will_be(grant) -> None:
     process = start(grant())
     assert processes.wait_for_log(process, "connected", within=SOON, now=NOW)
     assert not processes.wait_for_log(process, "connected", start=1, within=timedelta(0), now=NOW)
-    ended = start(Lease.objects.get(), Launch(["echo", "bye"]))
+    ended = start(Lease.objects.get(), ProcessSpec(["echo", "bye"]))
     assert processes.wait_for_log(ended, "bye", within=SOON, now=NOW)
     assert not processes.wait_for_log(ended, "hello", within=SOON, now=NOW)
 
 
 def test_waiting_finds_what_lies_across_two_looks(grant, memory) -> None:
-    text = b"x" * (processes.LOOK - 3) + b"connected" + b"y" * 100
-    memory.programs["babble"] = lambda call: Outcome(stdout=text)
-    process = start(grant(), Launch(["babble"]))
+    text = b"x" * (processes.LOG_CHUNK_BYTES - 3) + b"connected" + b"y" * 100
+    memory.programs["babble"] = lambda call: ProgramResult(stdout=text)
+    process = start(grant(), ProcessSpec(["babble"]))
     assert processes.wait_for_log(process, "connected", within=SOON, now=NOW)
 
 
 def test_waiting_ends_when_the_sandbox_sleeps(grant, memory) -> None:
     process = start(grant())
-    with memory.before("log", lambda ref: eviction.sleep(process.sandbox_id, now=NOW, reason="idle")):
+    with memory.before("log", lambda ref: eviction.evict(process.sandbox_id, now=NOW, reason="idle")):
         assert not processes.wait_for_log(process, "never", within=SOON, now=NOW)
     assert again(process).state == "gone"
 
@@ -262,17 +266,17 @@ def test_waiting_ends_when_the_sandbox_sleeps(grant, memory) -> None:
 
 
 @pytest.mark.parametrize("step", ["run opened", "process noted", "process started", "run answered"])
-def test_dying_anywhere_in_a_start_leaves_nothing_that_nobody_knows(step: str, grant, memory, at_step) -> None:
-    lease, launch = grant(), Launch(["sleep", "300"])
-    execution.exec_in(lease.pk, Command(["true"], MINUTE), now=NOW)
-    at_step(step, die)
-    with pytest.raises(Died):
+def test_dying_anywhere_in_a_start_leaves_nothing_that_nobody_knows(step: str, grant, memory, at_checkpoint) -> None:
+    lease, launch = grant(), ProcessSpec(["sleep", "300"])
+    execution.exec_command(lease.pk, Command(["true"], MINUTE), now=NOW)
+    at_checkpoint(step, die)
+    with pytest.raises(SimulatedCrash):
         start(lease, launch)
     box = Sandbox.objects.get()
     assert box.state == "running"
-    sweeps.stalled(now=NOW + START_WITHIN)
+    sweeps.recover_stalled(now=NOW + START_TIMEOUT)
     assert Run.objects.filter(pk=launch.process_id, ended_at__isnull=True).exists()  # whoever starts it may be slow
-    sweeps.stalled(now=LATER)
+    sweeps.recover_stalled(now=LATER)
     assert not Run.objects.filter(ended_at__isnull=True).exists()
     assert not Process.objects.filter(ended_at__isnull=True).exists()
     assert not any(seen.running for seen in memory.processes(box.ref, [str(launch.process_id)]).values())
@@ -281,32 +285,32 @@ def test_dying_anywhere_in_a_start_leaves_nothing_that_nobody_knows(step: str, g
 
 def test_a_start_without_an_answer_is_settled_by_what_is_there(grant, memory) -> None:
     lease = grant()
-    began, never = Launch(["sleep", "300"]), Launch(["sleep", "300"])
+    began, never = ProcessSpec(["sleep", "300"]), ProcessSpec(["sleep", "300"])
 
     def no_answer(ref: str) -> None:
         raise Unavailable("the connection broke")
 
-    with memory.after("start", no_answer), pytest.raises(ProviderFailed):
+    with memory.after("start", no_answer), pytest.raises(ProviderCallFailed):
         start(lease, began)
-    with memory.before("start", no_answer), pytest.raises(ProviderFailed):
+    with memory.before("start", no_answer), pytest.raises(ProviderCallFailed):
         start(lease, never)
-    sweeps.stalled(now=NOW)
+    sweeps.recover_stalled(now=NOW)
     assert Process.objects.filter(state="running").count() == 2
-    sweeps.stalled(now=NOW + 2 * START_WITHIN)
+    sweeps.recover_stalled(now=NOW + 2 * START_TIMEOUT)
     assert Process.objects.get(pk=began.process_id).state == "running"
     assert Process.objects.get(pk=never.process_id).state == "failed"
 
 
 def test_files_it_wrote_before_the_sandbox_slept_are_there_when_it_wakes(grant, memory) -> None:
-    def write(call) -> Outcome:
+    def write(call) -> ProgramResult:
         call.files["/workspace/seen"] = File(b"1")
-        return Outcome(took=MINUTE)
+        return ProgramResult(took=MINUTE)
 
     memory.programs["write"] = write
     lease = grant()
-    start(lease, Launch(["write"]))
-    below.idle(now=NOW + 10 * MINUTE)
-    assert execution.exec_in(lease.pk, Command(["cat", "seen"], MINUTE), now=NOW + 11 * MINUTE)[1].stdout == b"1"
+    start(lease, ProcessSpec(["write"]))
+    below.evict_idle(now=NOW + 10 * MINUTE)
+    assert execution.exec_command(lease.pk, Command(["cat", "seen"], MINUTE), now=NOW + 11 * MINUTE)[1].stdout == b"1"
 
 
 # --- for real -----------------------------------------------------------------------------------------------------
@@ -321,12 +325,12 @@ time.sleep(600)
 
 @pytest.mark.docker
 def test_a_relay_watcher_connects_and_is_killed_with_its_lease(docker_pool: Pool, memory) -> None:
-    ask = leasing.Ask("did:plc:ada", f"relay-{uuid.uuid4().hex[:8]}", "coding", pool=docker_pool.name)
+    ask = leasing.LeaseRequest("did:plc:ada", f"relay-{uuid.uuid4().hex[:8]}", "coding", pool=docker_pool.name)
     lease, _ = leasing.acquire(ask, now=NOW)
-    process = start(lease, Launch(["python3", "-c", RELAY], {"RELAY_URL": "wss://relay.example"}, name="relay"))
+    process = start(lease, ProcessSpec(["python3", "-c", RELAY], {"RELAY_URL": "wss://relay.example"}, name="relay"))
     assert processes.wait_for_log(process, "Connected to relay", within=SOON, now=NOW)
     assert process.state == "running"
-    _, seen = execution.exec_in(lease.pk, Command(["pgrep", "-fc", "Connected to relay"], MINUTE), now=NOW)
+    _, seen = execution.exec_command(lease.pk, Command(["pgrep", "-fc", "Connected to relay"], MINUTE), now=NOW)
     assert int(seen.stdout) >= 1
     leasing.release(lease.pk, now=NOW)
     assert again(process).state == "gone"

@@ -28,36 +28,38 @@ def test_one_pass_reads_both_files_and_prices_the_rest(settings: Any) -> None:
     call(2, model="house-model", input_tokens=10**6, output_tokens=0, ended_at=NOW - 2 * MINUTE)
     ModelRate.objects.create(pattern="*", input_usd=1, output_usd=1, valid_from=NOW - 5 * MINUTE)
     Path(settings.LLM_RECORDS).write_bytes(record(1))
-    reconciliation.access_log().write_bytes(line(1) + line(2))
-    swept = schedules.sweep("collect", now=NOW)
+    reconciliation.access_log_path().write_bytes(line(1) + line(2))
+    swept = schedules.run_sweep("collect", now=NOW)
     assert swept.counts == {"requests logged": 2, "calls recorded": 1, "calls priced by rate": 1}
     assert not swept.failures
     assert dict(LlmCall.objects.values_list("priced", "cost")) == {"record": Decimal("0.00074"), "rate": 1}
-    assert schedules.sweep("collect", now=NOW).counts == {}
+    assert schedules.run_sweep("collect", now=NOW).counts == {}
 
 
 def test_where_nothing_is_logged_there_is_nothing_to_do(settings: Any) -> None:
     settings.LLM_RECORDS = ""
-    swept = reconciliation.collect(now=NOW)
+    swept = reconciliation.collect_call_logs(now=NOW)
     assert (swept.counts, swept.failures) == ({}, [])
 
 
 def test_records_that_were_promised_and_are_not_there_are_a_failure(settings: Any) -> None:
-    assert reconciliation.collect(now=NOW).failures == [f"LEASEHOLD_LLM_RECORDS: there is no file {settings.LLM_RECORDS}"]
+    assert reconciliation.collect_call_logs(now=NOW).failures == [
+        f"LEASEHOLD_LLM_RECORDS: there is no file {settings.LLM_RECORDS}"
+    ]
 
 
 def test_a_file_that_cannot_be_read_does_not_hold_up_the_other(settings: Any) -> None:
-    reconciliation.access_log().mkdir()
+    reconciliation.access_log_path().mkdir()
     call()
     Path(settings.LLM_RECORDS).write_bytes(record())
-    swept = reconciliation.collect(now=NOW)
+    swept = reconciliation.collect_call_logs(now=NOW)
     assert swept.counts == {"calls recorded": 1}
     assert "Is a directory" in swept.failures[0]
 
 
 def test_what_an_operator_has_to_look_at_is_a_failure(settings: Any) -> None:
     Path(settings.LLM_RECORDS).write_bytes(b"garbage\n" + record(9))
-    reconciliation.access_log().write_bytes(line(1))
-    swept = reconciliation.collect(now=NOW)
+    reconciliation.access_log_path().write_bytes(line(1))
+    swept = reconciliation.collect_call_logs(now=NOW)
     assert swept.counts == {"requests unmetered": 1, "calls garbage": 1, "calls unknown": 1}
     assert sorted(failure.rpartition(": ")[2] for failure in swept.failures) == ["1 garbage", "1 unknown", "1 unmetered"]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.egress.redaction import Censor
+from sandboxes.egress.redaction import SecretRedactor
 
 KEY = "sk-aabaabaaabaabaaab"
 PIECES = st.lists(
@@ -12,7 +12,7 @@ PIECES = st.lists(
 
 
 def passed(pieces: list[bytes], secret: str = KEY) -> list[bytes]:
-    censor = Censor(secret)
+    censor = SecretRedactor(secret)
     return [*map(censor.feed, pieces), censor.end()]
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from sandboxes.image.relay_watcher import GUID, PAUSES, Refused, watch
+from sandboxes.image.relay_watcher import RETRY_DELAYS_SECONDS, WEBSOCKET_GUID, RelayRefused, watch_relay
 
 PING, CLOSE = 0x89, 0x88
 FORBIDDEN = b'HTTP/1.1 403 Forbidden\r\nContent-Length: 39\r\n\r\n{"error": {"message": "Not for\\nyou."}}\n'
@@ -52,7 +52,7 @@ class Scripted:
     def accepted(self, head: bytes) -> bytes:
         key = re.search(rb"Sec-WebSocket-Key: (\S+)", head)
         assert key
-        accept = base64.b64encode(hashlib.sha1(key[1] + GUID.encode()).digest())
+        accept = base64.b64encode(hashlib.sha1(key[1] + WEBSOCKET_GUID.encode()).digest())
         return b"HTTP/1.1 101 Switching Protocols\r\nSec-WebSocket-Accept: " + accept + b"\r\n\r\n"
 
 
@@ -79,7 +79,7 @@ def watched(scripted: Scripted) -> tuple[list[str], list[float]]:
             raise Enough
 
     with pytest.raises(Enough):
-        watch(scripted.url, said.append, sleep)
+        watch_relay(scripted.url, said.append, sleep)
     return said, pauses
 
 
@@ -117,7 +117,7 @@ def test_a_connection_that_is_over_is_made_again(words: bytes, why: str) -> None
 def test_it_waits_longer_each_time_until_an_event_has_come() -> None:
     with relay(*[BUSY] * 8, frame(0x81, b"news"), BUSY) as scripted:
         _, pauses = watched(scripted)
-    steps = [*PAUSES, PAUSES[-1], PAUSES[0], PAUSES[1]]
+    steps = [*RETRY_DELAYS_SECONDS, RETRY_DELAYS_SECONDS[-1], RETRY_DELAYS_SECONDS[0], RETRY_DELAYS_SECONDS[1]]
     assert all(0.8 * step <= pause <= 1.2 * step for pause, step in zip(pauses, steps, strict=True))
 
 
@@ -131,16 +131,16 @@ def test_where_nobody_listens_it_tries_again() -> None:
         raise Enough
 
     with pytest.raises(Enough):
-        watch(url, said.append, sleep)
+        watch_relay(url, said.append, sleep)
     assert "nobody answers" in said[0]
 
 
 def test_a_refusal_is_the_end_and_says_why() -> None:
-    with relay(FORBIDDEN) as scripted, pytest.raises(Refused, match=r"\(403\): Not for you\."):
-        watch(scripted.url, print)
+    with relay(FORBIDDEN) as scripted, pytest.raises(RelayRefused, match=r"\(403\): Not for you\."):
+        watch_relay(scripted.url, print)
 
 
 @pytest.mark.parametrize("url", ["", "/x", "http://127.0.0.1/", "wss://127.0.0.1/", "ws:///x"])
 def test_an_address_that_is_none_is_the_end(url: str) -> None:
-    with pytest.raises(Refused, match="no ws:// address"):
-        watch(url, print)
+    with pytest.raises(RelayRefused, match="no ws:// address"):
+        watch_relay(url, print)

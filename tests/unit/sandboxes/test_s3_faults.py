@@ -13,8 +13,17 @@ from botocore.awsrequest import AWSRequest, AWSResponse
 from urllib3 import HTTPResponse
 
 from sandboxes.storage.base import Entry, StoreError
-from sandboxes.storage.s3 import PART, S3Store
-from tests.support.loopback import Answer, Handler, Loopback, hang_up, loopback, say, stall, stall_after
+from sandboxes.storage.s3 import PART_BYTES, S3Store
+from tests.support.loopback import (
+    Handler,
+    Responder,
+    ScriptedServer,
+    drop_connection,
+    respond,
+    run_scripted_server,
+    stall_after_body,
+    stall_response,
+)
 
 SECRET = "a-secret-access-key"
 SESSION = Session()
@@ -32,25 +41,25 @@ def one_session(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[Loopback]:
-    with loopback() as server:
+def server() -> Iterator[ScriptedServer]:
+    with run_scripted_server() as server:
         yield server
 
 
 @pytest.fixture
-def store(server: Loopback) -> S3Store:
+def store(server: ScriptedServer) -> S3Store:
     return s3(server.url)
 
 
 @pytest.fixture
-def impatient(server: Loopback) -> S3Store:
+def impatient(server: ScriptedServer) -> S3Store:
     """A store that does not wait for a server that stalls. A busy machine's is as slow now and then."""
     return s3(server.url, read_timeout=0.3)
 
 
-def error(status: int, code: str) -> Answer:
+def error(status: int, code: str) -> Responder:
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>so it says</Message></Error>"
-    return say(status, body.encode(), Content_Type="application/xml")
+    return respond(status, body.encode(), Content_Type="application/xml")
 
 
 METHODS: dict[str, Callable[[S3Store], object]] = {
@@ -63,23 +72,23 @@ METHODS: dict[str, Callable[[S3Store], object]] = {
     "download": lambda store: store.download("k", io.BytesIO()),
     "sweep_leftovers": lambda store: store.sweep_leftovers(datetime.now(UTC)),
 }
-FAULTS: dict[str, tuple[Answer, str]] = {
+FAULTS: dict[str, tuple[Responder, str]] = {
     "500": (error(500, "InternalError"), "500"),
     "503": (error(503, "SlowDown"), "503"),
-    "stall": (stall, "[Tt]imeout"),
-    "hang up": (hang_up, "closed"),
+    "stall": (stall_response, "[Tt]imeout"),
+    "hang up": (drop_connection, "closed"),
     "wrong credentials": (error(403, "SignatureDoesNotMatch"), "refuses these credentials"),
     "unknown key": (error(401, "Unauthorized"), "refuses these credentials"),
     "no rights": (error(403, "AccessDenied"), "refuses these credentials"),
     "no bucket": (error(404, "NoSuchBucket"), "there is no bucket 'shelf'"),
-    "no S3": (say(418, b"<html>a teapot"), "418"),
+    "no S3": (respond(418, b"<html>a teapot"), "418"),
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_a_store_error_in_every_method(
-    server: Loopback, store: S3Store, impatient: S3Store, method: str, fault: str
+    server: ScriptedServer, store: S3Store, impatient: S3Store, method: str, fault: str
 ) -> None:
     store = impatient if fault == "stall" else store
     answer, words = FAULTS[fault]
@@ -99,16 +108,18 @@ def test_a_server_that_is_not_there_is_a_store_error() -> None:
             s3(f"http://127.0.0.1:{taken.getsockname()[1]}").get("k")
 
 
-def test_one_bad_moment_is_tried_again(server: Loopback, store: S3Store) -> None:
-    server.script = [error(500, "InternalError"), say(200, b"value")]
+def test_one_bad_moment_is_tried_again(server: ScriptedServer, store: S3Store) -> None:
+    server.script = [error(500, "InternalError"), respond(200, b"value")]
     assert store.get("k") == b"value"
-    server.script = [hang_up, say(200)]
+    server.script = [drop_connection, respond(200)]
     store.set("k", b"again")
     assert [seen.body for seen in server.seen] == [b"", b"", b"again", b"again"]
 
 
-@pytest.mark.parametrize("answer", [say(200, b"0123", length=10), stall_after(b"0123", length=10)], ids=["cut", "stalled"])
-def test_a_body_that_ends_early_is_no_value(server: Loopback, impatient: S3Store, answer: Answer) -> None:
+@pytest.mark.parametrize(
+    "answer", [respond(200, b"0123", length=10), stall_after_body(b"0123", length=10)], ids=["cut", "stalled"]
+)
+def test_a_body_that_ends_early_is_no_value(server: ScriptedServer, impatient: S3Store, answer: Responder) -> None:
     server.script = [answer]
     with pytest.raises(StoreError):
         impatient.get("k")
@@ -116,38 +127,38 @@ def test_a_body_that_ends_early_is_no_value(server: Loopback, impatient: S3Store
         impatient.download("k", io.BytesIO())
 
 
-def test_a_range_that_the_server_did_not_heed_is_no_answer(server: Loopback, store: S3Store) -> None:
-    server.script = [say(200, b"0123456789")]
+def test_a_range_that_the_server_did_not_heed_is_no_answer(server: ScriptedServer, store: S3Store) -> None:
+    server.script = [respond(200, b"0123456789")]
     target = io.BytesIO()
     with pytest.raises(StoreError, match="not the part that was asked for"):
         store.download("k", target, start=2, length=3)
     assert target.getvalue() == b""
 
 
-def test_a_key_that_is_not_there_is_told_from_a_bucket_that_is_not(server: Loopback, store: S3Store) -> None:
+def test_a_key_that_is_not_there_is_told_from_a_bucket_that_is_not(server: ScriptedServer, store: S3Store) -> None:
     server.script = [error(404, "NoSuchKey")]
     assert store.get("k") is None
     assert not store.download("k", io.BytesIO())
-    server.script = [say(404), say(200)]  # HEAD of the key, HEAD of the bucket: no words
+    server.script = [respond(404), respond(200)]  # HEAD of the key, HEAD of the bucket: no words
     assert not store.has("k")
-    server.script = [say(404)]
+    server.script = [respond(404)]
     with pytest.raises(StoreError, match="there is no bucket 'shelf'"):
         store.has("k")
 
 
-def test_an_upload_that_breaks_off_is_given_up_on_the_server(server: Loopback, store: S3Store) -> None:
+def test_an_upload_that_breaks_off_is_given_up_on_the_server(server: ScriptedServer, store: S3Store) -> None:
     def parts(handler: Handler) -> None:
         if handler.command == "POST" and handler.path.endswith("?uploads"):
-            say(200, b"<InitiateMultipartUploadResult><UploadId>u1</UploadId></InitiateMultipartUploadResult>")(handler)
+            respond(200, b"<InitiateMultipartUploadResult><UploadId>u1</UploadId></InitiateMultipartUploadResult>")(handler)
         elif handler.command == "DELETE":
-            say(204)(handler)
+            respond(204)(handler)
         elif "partNumber=2" in handler.path:
             error(500, "InternalError")(handler)
         else:
-            say(200, ETag='"e"')(handler)
+            respond(200, ETag='"e"')(handler)
 
     server.script = [parts]
-    source = io.BytesIO(bytes(2 * PART + 1))
+    source = io.BytesIO(bytes(2 * PART_BYTES + 1))
     with pytest.raises(StoreError, match=r"upload of 'k': InternalError"):
         store.upload("k", source)
     assert server.calls[0] == "POST /shelf/k?uploads"
@@ -156,50 +167,50 @@ def test_an_upload_that_breaks_off_is_given_up_on_the_server(server: Loopback, s
     assert not source.closed
 
 
-def test_uploads_that_a_crash_left_are_given_up_once_they_are_old(server: Loopback, store: S3Store) -> None:
+def test_uploads_that_a_crash_left_are_given_up_once_they_are_old(server: ScriptedServer, store: S3Store) -> None:
     upload = "<Upload><Key>{}</Key><UploadId>{}</UploadId><Initiated>{}</Initiated></Upload>"
     uploads = upload.format("a", "u1", "2026-11-20T12:00:00Z") + upload.format("b", "u2", "2026-11-21T12:00:00Z")
     listing = f"<ListMultipartUploadsResult>{uploads}</ListMultipartUploadsResult>".encode()
-    server.script = [say(200, listing), say(204)]
+    server.script = [respond(200, listing), respond(204)]
     assert store.sweep_leftovers(datetime(2026, 11, 21, tzinfo=UTC)) == 1
     assert server.calls[1:] == ["DELETE /shelf/a?uploadId=u1"]
     server.script = [error(501, "NotImplemented")]  # then the server sees to it itself, or nobody can
     assert store.sweep_leftovers(datetime.now(UTC) - timedelta(days=1)) == 0
 
 
-def test_keys_are_removed_one_by_one_where_many_at_once_are_refused(server: Loopback, store: S3Store) -> None:
-    server.script = [error(501, "NotImplemented"), say(204)]
+def test_keys_are_removed_one_by_one_where_many_at_once_are_refused(server: ScriptedServer, store: S3Store) -> None:
+    server.script = [error(501, "NotImplemented"), respond(204)]
     store.remove_many(["a", "b"])
     assert server.calls == ["POST /shelf?delete", "DELETE /shelf/a", "DELETE /shelf/b"]
 
 
-def test_keys_that_a_removal_of_many_left_are_removed_alone(server: Loopback, store: S3Store) -> None:
+def test_keys_that_a_removal_of_many_left_are_removed_alone(server: ScriptedServer, store: S3Store) -> None:
     left = b"<DeleteResult><Error><Key>b</Key><Code>InternalError</Code></Error></DeleteResult>"
-    server.script = [say(200, left), say(204)]
+    server.script = [respond(200, left), respond(204)]
     store.remove_many(["a", "b", "c"])
     assert server.calls == ["POST /shelf?delete", "DELETE /shelf/b"]
 
 
-def test_a_listing_that_makes_no_sense_is_a_store_error(server: Loopback, store: S3Store) -> None:
-    server.script = [say(200, b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>")]
+def test_a_listing_that_makes_no_sense_is_a_store_error(server: ScriptedServer, store: S3Store) -> None:
+    server.script = [respond(200, b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>")]
     with pytest.raises(StoreError, match="says that there is more"):
         store.page()
-    server.script = [say(200, b"no XML <<")]
+    server.script = [respond(200, b"no XML <<")]
     with pytest.raises(StoreError, match="page"):
         store.page()
 
 
-def test_a_prefix_is_before_every_key_on_the_server_and_in_no_answer(server: Loopback) -> None:
+def test_a_prefix_is_before_every_key_on_the_server_and_in_no_answer(server: ScriptedServer) -> None:
     store = s3(server.url, prefix="our own/")
     content = "<Contents><Key>our%20own/a%2Bb</Key><Size>1</Size><LastModified>2026-11-21T12:00:00Z</LastModified></Contents>"
     listing = f"<ListBucketResult><EncodingType>url</EncodingType>{content}</ListBucketResult>".encode()
-    server.script = [say(200, listing), say(204)]
+    server.script = [respond(200, listing), respond(204)]
     assert store.page("a", following="a").entries == [Entry("a+b", 1, datetime(2026, 11, 21, 12, tzinfo=UTC))]
     assert "prefix=our%20own%2Fa&" in server.seen[0].path
     assert "start-after=our%20own%2Fa&" in server.seen[0].path
     store.remove("a+b")
     assert server.calls[1] == "DELETE /shelf/our%20own/a%2Bb"
-    assert store.longest_key == 1024 - len("our own/")
+    assert store.max_key_bytes == 1024 - len("our own/")
 
 
 def test_a_body_over_https_goes_out_plain_and_signed() -> None:

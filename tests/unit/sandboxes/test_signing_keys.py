@@ -13,12 +13,12 @@ from django.db import IntegrityError, transaction
 
 from leases import execution, leasing, sweeps
 from leases.errors import LeaseEnded
-from sandboxes.errors import KeyRevoked, KeyUnopened, NoSigningKey, SigningKeyExists
+from sandboxes.errors import SigningKeyDecryptionFailed, SigningKeyExists, SigningKeyNotFound, SigningKeyRevoked
 from sandboxes.identity import curves, signing
 from sandboxes.models import MintedToken, SigningKey
 from tests.conftest import MINUTE, NOW
 from tests.support import tokens
-from tests.support.secrets import texts
+from tests.support.secrets import list_key_encodings
 
 pytestmark = pytest.mark.django_db
 ADA, BOB = "did:plc:ada", "did:plc:bob"
@@ -26,7 +26,7 @@ RELAY, SUBSCRIBE = "did:web:relay.example#relay", "com.atproto.sync.subscribeRep
 
 
 def token(agent: str = ADA, **more: Any) -> str:
-    return signing.service_token(agent, **{"aud": RELAY, "lxm": SUBSCRIBE, "now": NOW} | more)
+    return signing.create_service_token(agent, **{"aud": RELAY, "lxm": SUBSCRIBE, "now": NOW} | more)
 
 
 # --- tokens -------------------------------------------------------------------------------------------------------
@@ -34,28 +34,30 @@ def token(agent: str = ADA, **more: Any) -> str:
 
 @pytest.mark.parametrize("algorithm", curves.CURVES)
 def test_a_token_verifies_with_the_public_key_and_says_who_calls_whom(algorithm: str) -> None:
-    key = signing.create(ADA, now=NOW, private=curves.generate(algorithm))
-    claims = tokens.verify(token(), key.did_key)
+    key = signing.create_key(ADA, now=NOW, private=curves.generate_key(algorithm))
+    claims = tokens.verify_token(token(), key.did_key)
     jti = MintedToken.objects.get().jti.hex
     issued = int(NOW.timestamp())
     assert claims == {"iss": ADA, "aud": RELAY, "lxm": SUBSCRIBE, "iat": issued, "exp": issued + 60, "jti": jti}
-    with pytest.raises(tokens.Refused):
-        tokens.verify(token(), curves.generate(algorithm).public)
+    with pytest.raises(tokens.TokenRejected):
+        tokens.verify_token(token(), curves.generate_key(algorithm).public)
 
 
 def test_each_token_is_a_row_without_the_token(grant) -> None:
-    key = signing.create(ADA, now=NOW)
+    key = signing.create_key(ADA, now=NOW)
     lease = grant()
-    minted, row = execution.service_token(lease.pk, aud=RELAY, lxm=SUBSCRIBE, lifetime=2 * MINUTE, now=NOW, actor="key 1a2b")
+    minted, row = execution.mint_service_token(
+        lease.pk, aud=RELAY, lxm=SUBSCRIBE, lifetime=2 * MINUTE, now=NOW, actor="key 1a2b"
+    )
     assert (row.holder, row.agent_did, row.key, row.aud, row.lxm) == (lease.pk, ADA, key, RELAY, SUBSCRIBE)
     assert (row.at, row.expires_at, row.actor) == (NOW, NOW + 2 * MINUTE, "key 1a2b")
-    assert UUID(tokens.verify(minted, key.did_key)["jti"]) == MintedToken.objects.get().pk
+    assert UUID(tokens.verify_token(minted, key.did_key)["jti"]) == MintedToken.objects.get().pk
     stored = json.dumps(list(MintedToken.objects.values()), default=str)
     assert not any(part in stored for part in minted.split("."))
 
 
 def test_rows_of_tokens_minted_long_ago_go() -> None:
-    signing.create(ADA, now=NOW)
+    signing.create_key(ADA, now=NOW)
     for days in (0, 1, 91):
         token(now=NOW + timedelta(days=days))
     swept = sweeps.prune(now=NOW + timedelta(days=91, hours=1))
@@ -64,115 +66,115 @@ def test_rows_of_tokens_minted_long_ago_go() -> None:
 
 
 def test_tokens_of_the_same_moment_differ(grant) -> None:
-    signing.create(ADA, now=NOW)
+    signing.create_key(ADA, now=NOW)
     assert len({token() for _ in range(5)}) == len(set(MintedToken.objects.values_list("jti", flat=True))) == 5
 
 
 @pytest.mark.parametrize("seconds", [0, 0.5, 301, -60])
 def test_a_lifetime_is_one_second_to_five_minutes(seconds: float) -> None:
-    signing.create(ADA, now=NOW)
+    signing.create_key(ADA, now=NOW)
     with pytest.raises(ValueError, match="lives from"):
         token(lifetime=timedelta(seconds=seconds))
     assert not MintedToken.objects.exists()
 
 
 def test_a_token_never_outlives_what_was_asked_for() -> None:
-    key = signing.create(ADA, now=NOW)
+    key = signing.create_key(ADA, now=NOW)
     late = NOW + timedelta(milliseconds=999)
-    claims = tokens.verify(token(now=late, lifetime=timedelta(seconds=1)), key.did_key)
+    claims = tokens.verify_token(token(now=late, lifetime=timedelta(seconds=1)), key.did_key)
     assert (claims["iat"], claims["exp"]) == (int(NOW.timestamp()), int(NOW.timestamp()) + 1)
     assert MintedToken.objects.get().expires_at == NOW + timedelta(seconds=1)
 
 
 def test_a_lease_that_has_ended_cannot_mint(grant) -> None:
-    signing.create(ADA, now=NOW)
+    signing.create_key(ADA, now=NOW)
     released, elapsed = grant(), grant(environment="game-2", ttl=MINUTE)
     leasing.release(released.pk, now=NOW)
     for lease in (released, elapsed):
         with pytest.raises(LeaseEnded):
-            execution.service_token(lease.pk, aud=RELAY, lxm=SUBSCRIBE, now=NOW + 2 * MINUTE)
+            execution.mint_service_token(lease.pk, aud=RELAY, lxm=SUBSCRIBE, now=NOW + 2 * MINUTE)
     assert not MintedToken.objects.exists()
 
 
-def test_a_lease_that_ends_between_the_check_and_the_minting_has_no_token(grant, at_step) -> None:
-    signing.create(ADA, now=NOW)
+def test_a_lease_that_ends_between_the_check_and_the_minting_has_no_token(grant, at_checkpoint) -> None:
+    signing.create_key(ADA, now=NOW)
     lease = grant()
-    at_step("may mint", lambda: leasing.end(lease.pk, reason="operator", now=NOW))
+    at_checkpoint("may mint", lambda: leasing.end(lease.pk, reason="operator", now=NOW))
     with pytest.raises(LeaseEnded):
-        execution.service_token(lease.pk, aud=RELAY, lxm=SUBSCRIBE, now=NOW)
+        execution.mint_service_token(lease.pk, aud=RELAY, lxm=SUBSCRIBE, now=NOW)
     assert not MintedToken.objects.exists()
 
 
 def test_minting_does_not_renew_the_lease(grant) -> None:
-    signing.create(ADA, now=NOW)
+    signing.create_key(ADA, now=NOW)
     lease = grant()
-    execution.service_token(lease.pk, aud=RELAY, lxm=SUBSCRIBE, now=NOW + MINUTE)
-    assert leasing.require(lease.pk, now=NOW + MINUTE).expires_at == lease.expires_at
+    execution.mint_service_token(lease.pk, aud=RELAY, lxm=SUBSCRIBE, now=NOW + MINUTE)
+    assert leasing.require_active(lease.pk, now=NOW + MINUTE).expires_at == lease.expires_at
 
 
 # --- keys ---------------------------------------------------------------------------------------------------------
 
 
 def test_an_agent_without_a_key_has_no_token() -> None:
-    signing.create(BOB, now=NOW)
-    with pytest.raises(NoSigningKey):
+    signing.create_key(BOB, now=NOW)
+    with pytest.raises(SigningKeyNotFound):
         token(ADA)
 
 
 def test_after_a_rotation_the_new_key_signs_and_the_old_ones_private_half_is_gone() -> None:
-    old = signing.create(ADA, now=NOW, private=curves.generate("ES256"))
-    new = signing.rotate(ADA, now=NOW + MINUTE, actor="root")
+    old = signing.create_key(ADA, now=NOW, private=curves.generate_key("ES256"))
+    new = signing.rotate_key(ADA, now=NOW + MINUTE, actor="root")
     old.refresh_from_db()
     assert (old.retired_at, old.revoked_at, old.ended_by, old.sealed) == (NOW + MINUTE, None, "root", None)
     assert (new.algorithm, new.is_active) == ("ES256", True)
-    tokens.verify(token(), new.did_key)
-    with pytest.raises(tokens.Refused):
-        tokens.verify(token(), old.did_key)
+    tokens.verify_token(token(), new.did_key)
+    with pytest.raises(tokens.TokenRejected):
+        tokens.verify_token(token(), old.did_key)
 
 
-def test_a_rotation_in_the_middle_of_minting_is_seen(grant, at_step) -> None:
-    old = signing.create(ADA, now=NOW)
+def test_a_rotation_in_the_middle_of_minting_is_seen(grant, at_checkpoint) -> None:
+    old = signing.create_key(ADA, now=NOW)
     lease = grant()
-    at_step("may mint", lambda: signing.rotate(ADA, now=NOW))
-    minted, row = execution.service_token(lease.pk, aud=RELAY, lxm=SUBSCRIBE, now=NOW)
+    at_checkpoint("may mint", lambda: signing.rotate_key(ADA, now=NOW))
+    minted, row = execution.mint_service_token(lease.pk, aud=RELAY, lxm=SUBSCRIBE, now=NOW)
     assert row.key != old
-    tokens.verify(minted, row.key.did_key)
+    tokens.verify_token(minted, row.key.did_key)
 
 
 def test_a_revoked_key_mints_nothing_until_there_is_another() -> None:
-    signing.create(ADA, now=NOW)
-    key = signing.revoke(ADA, now=NOW + MINUTE, actor="root")
+    signing.create_key(ADA, now=NOW)
+    key = signing.revoke_active_key(ADA, now=NOW + MINUTE, actor="root")
     assert (key.revoked_at, key.retired_at, key.ended_by, key.sealed) == (NOW + MINUTE, None, "root", None)
-    for act in (token, lambda: signing.revoke(ADA, now=NOW), lambda: signing.rotate(ADA, now=NOW)):
-        with pytest.raises(KeyRevoked):
+    for act in (token, lambda: signing.revoke_active_key(ADA, now=NOW), lambda: signing.rotate_key(ADA, now=NOW)):
+        with pytest.raises(SigningKeyRevoked):
             act()
-    another = signing.create(ADA, now=NOW + 2 * MINUTE)
-    tokens.verify(token(), another.did_key)
+    another = signing.create_key(ADA, now=NOW + 2 * MINUTE)
+    tokens.verify_token(token(), another.did_key)
 
 
 def test_of_two_operators_who_rotate_one_key_the_second_changes_nothing() -> None:
-    key = signing.create(ADA, now=NOW)
-    assert signing.replace(key, now=NOW)
-    assert signing.replace(key, now=NOW) is None
+    key = signing.create_key(ADA, now=NOW)
+    assert signing.replace_key(key, now=NOW)
+    assert signing.replace_key(key, now=NOW) is None
     assert not signing.revoke_key(key, now=NOW)
     assert SigningKey.objects.count() == 2
 
 
 def test_an_agent_has_one_key_and_a_key_has_one_agent_for_ever() -> None:
-    private = curves.generate()
-    signing.create(ADA, now=NOW, private=private)
+    private = curves.generate_key()
+    signing.create_key(ADA, now=NOW, private=private)
     with pytest.raises(SigningKeyExists, match="Rotate"):
-        signing.create(ADA, now=NOW)
+        signing.create_key(ADA, now=NOW)
     with pytest.raises(SigningKeyExists, match="was here before"):
-        signing.create(BOB, now=NOW, private=private)
-    signs = signing.rotate(ADA, now=NOW)
+        signing.create_key(BOB, now=NOW, private=private)
+    signs = signing.rotate_key(ADA, now=NOW)
     with pytest.raises(SigningKeyExists, match="was here before"):
-        signing.rotate(ADA, now=NOW, private=private)
-    assert signing.active(ADA) == signs  # and so the attempt has not retired it
+        signing.rotate_key(ADA, now=NOW, private=private)
+    assert signing.get_active_key(ADA) == signs  # and so the attempt has not retired it
 
 
 def test_the_schema_keeps_what_the_verbs_promise() -> None:
-    key = signing.create(ADA, now=NOW)
+    key = signing.create_key(ADA, now=NOW)
     mine = SigningKey.objects.filter(pk=key.pk)
     for change in ({"sealed": None}, {"retired_at": NOW}, {"retired_at": NOW, "revoked_at": NOW, "sealed": None}):
         with pytest.raises(IntegrityError), transaction.atomic():
@@ -184,9 +186,9 @@ def test_the_schema_keeps_what_the_verbs_promise() -> None:
 
 def test_a_key_sealed_under_another_encryption_key_is_a_clear_error(settings, caplog) -> None:
     settings.IDENTITY_KEYS, settings.SECRET_KEY = [b"1" * 32], "first"
-    signing.create(ADA, now=NOW)
+    signing.create_key(ADA, now=NOW)
     settings.IDENTITY_KEYS, settings.SECRET_KEY = [b"2" * 32], "second"
-    with pytest.raises(KeyUnopened, match="LEASEHOLD_IDENTITY_KEYS") as refused:
+    with pytest.raises(SigningKeyDecryptionFailed, match="LEASEHOLD_IDENTITY_KEYS") as refused:
         token()
     assert refused.value.__cause__ is None
     assert ADA in caplog.text and "Traceback" not in caplog.text
@@ -194,68 +196,68 @@ def test_a_key_sealed_under_another_encryption_key_is_a_clear_error(settings, ca
 
 
 def test_a_private_key_moved_into_the_row_of_another_does_not_open() -> None:
-    ada, bob = signing.create(ADA, now=NOW), signing.create(BOB, now=NOW)
+    ada, bob = signing.create_key(ADA, now=NOW), signing.create_key(BOB, now=NOW)
     SigningKey.objects.filter(pk=bob.pk).update(sealed=ada.sealed)
-    with pytest.raises(KeyUnopened):
+    with pytest.raises(SigningKeyDecryptionFailed):
         token(BOB)
     SigningKey.objects.filter(pk=ada.pk).delete()
     SigningKey.objects.filter(pk=bob.pk).update(public_key=ada.public_key)
-    with pytest.raises(KeyUnopened):
+    with pytest.raises(SigningKeyDecryptionFailed):
         token(BOB)
 
 
 def test_a_damaged_private_key_does_not_open() -> None:
-    key = signing.create(ADA, now=NOW)
+    key = signing.create_key(ADA, now=NOW)
     whole = bytes(SigningKey.objects.get().sealed)
     for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), whole[:12], b"", b"\0" + whole):
         SigningKey.objects.filter(pk=key.pk).update(sealed=damaged)
-        with pytest.raises(KeyUnopened):
+        with pytest.raises(SigningKeyDecryptionFailed):
             token()
 
 
 def test_encryption_keys_are_changed_without_losing_a_signing_key(settings) -> None:
     settings.IDENTITY_KEYS = []
-    derived = signing.create(ADA, now=NOW)
+    derived = signing.create_key(ADA, now=NOW)
     settings.IDENTITY_KEYS = [b"1" * 32]
-    first = signing.create(BOB, now=NOW)
-    gone = signing.create("did:plc:gone", now=NOW)
+    first = signing.create_key(BOB, now=NOW)
+    gone = signing.create_key("did:plc:gone", now=NOW)
     signing.revoke_key(gone, now=NOW)
     settings.IDENTITY_KEYS = [b"2" * 32, b"1" * 32]
-    assert vars(signing.reencrypt()) == {"changed": 2, "already": 0, "unopened": []}
-    assert vars(signing.reencrypt()) == {"changed": 0, "already": 2, "unopened": []}
+    assert vars(signing.reencrypt_keys()) == {"changed": 2, "already": 0, "unopened": []}
+    assert vars(signing.reencrypt_keys()) == {"changed": 0, "already": 2, "unopened": []}
     settings.IDENTITY_KEYS, settings.SECRET_KEY = [b"2" * 32], "another one"
     for key in (derived, first):
-        tokens.verify(token(key.agent_did), key.did_key)
+        tokens.verify_token(token(key.agent_did), key.did_key)
     settings.IDENTITY_KEYS = [b"3" * 32]
-    assert [key.agent_did for key in signing.reencrypt().unopened] == [BOB, ADA]
+    assert [key.agent_did for key in signing.reencrypt_keys().unopened] == [BOB, ADA]
 
 
 def test_the_same_private_key_is_never_stored_alike(settings) -> None:
-    signing.create(ADA, now=NOW)
+    signing.create_key(ADA, now=NOW)
     settings.IDENTITY_KEYS = [b"1" * 32]
     seen = {bytes(SigningKey.objects.get().sealed)}
     for number in (b"2", b"3"):
         settings.IDENTITY_KEYS = [number * 32, *settings.IDENTITY_KEYS]
-        signing.reencrypt()
+        signing.reencrypt_keys()
         seen.add(bytes(SigningKey.objects.get().sealed))
     assert len(seen) == 3
 
 
 def test_no_private_key_is_in_the_database_or_in_the_log(grant, caplog, settings) -> None:
     caplog.set_level(logging.DEBUG)
-    mine = [curves.generate("ES256K"), curves.generate("ES256"), curves.generate("ES256K")]
+    mine = [curves.generate_key("ES256K"), curves.generate_key("ES256"), curves.generate_key("ES256K")]
     for private, agent in zip(mine, (ADA, BOB, "did:plc:eve"), strict=True):
-        signing.create(agent, now=NOW, private=private)
-    execution.service_token(grant().pk, aud=RELAY, lxm=SUBSCRIBE, now=NOW)
-    signing.rotate(BOB, now=NOW)
+        signing.create_key(agent, now=NOW, private=private)
+    execution.mint_service_token(grant().pk, aud=RELAY, lxm=SUBSCRIBE, now=NOW)
+    signing.rotate_key(BOB, now=NOW)
     settings.IDENTITY_KEYS = [b"1" * 32]
-    signing.reencrypt()
+    signing.reencrypt_keys()
     said = io.StringIO()
     call_command("dumpdata", "--all", stdout=said)
     assert "sandboxes.mintedtoken" in said.getvalue()
     assert "signing key created" in caplog.text
     shown = f"{list(SigningKey.objects.all())} {list(MintedToken.objects.all())} {list(SigningKey.objects.values())}"
     for private in mine:
-        for form in texts(private):
+        for form in list_key_encodings(private):
             assert form not in said.getvalue() and form not in caplog.text and form not in shown
         assert all(private.secret not in bytes(key.sealed or b"") for key in SigningKey.objects.all())

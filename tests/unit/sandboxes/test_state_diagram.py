@@ -3,18 +3,18 @@
 import re
 from pathlib import Path
 
-from sandboxes.lifecycle import EDGES, diagram
+from sandboxes.lifecycle import EDGES, render_state_diagram
 
 README = Path(__file__).resolve().parents[3] / "README.md"
 AGAIN = "make it again: manage.py shell -v 0 -c 'from sandboxes.lifecycle import diagram; print(diagram())'"
 
 
 def test_the_diagram_has_every_edge_once() -> None:
-    drawn = re.findall(r"^    (\w+) --> (\w+): (.+)$", diagram(), re.MULTILINE)
+    drawn = re.findall(r"^    (\w+) --> (\w+): (.+)$", render_state_diagram(), re.MULTILINE)
     assert drawn == [(was.value, to.value, why) for (was, to), why in EDGES.items()]
 
 
 def test_the_readme_shows_it() -> None:
     found = re.search(r"<!-- states -->\n```mermaid\n(.*?)\n```\n<!-- /states -->", README.read_text(), re.DOTALL)
     assert found, f"README.md has no mermaid fence between <!-- states --> and <!-- /states -->; {AGAIN}"
-    assert found.group(1) == diagram(), AGAIN
+    assert found.group(1) == render_state_diagram(), AGAIN

@@ -22,20 +22,28 @@ from leases import api_keys, execution, leasing, snapshots, sweeps, turns
 from leases.models import EnvironmentType, Lease, Turn
 from sandboxes import providers
 from sandboxes import sweeps as below
-from sandboxes.errors import NotReady, SandboxError, StoreFailed
+from sandboxes.errors import SandboxError, SandboxNotReady, StoreUnavailable
 from sandboxes.models import Attachment, Pool, Run, Sandbox, Snapshot
 from sandboxes.providers.base import DATA
 from sandboxes.runs import Command
 from sandboxes.state import pruning, workspace
-from sandboxes.storage import store
+from sandboxes.storage import get_store
 from sandboxes.storage.s3 import S3Store
-from tests.conftest import MINUTE, NOW, missing_service
-from tests.support.loopback import Answer, Handler, Loopback, hang_up, loopback, say, stall
+from tests.conftest import MINUTE, NOW, skip_or_fail
+from tests.support.loopback import (
+    Handler,
+    Responder,
+    ScriptedServer,
+    drop_connection,
+    respond,
+    run_scripted_server,
+    stall_response,
+)
 
 pytestmark = pytest.mark.django_db
 LATER = NOW + timedelta(hours=1)  # every deadline has passed, no lease has
 SESSION = Session()
-Fault = Callable[[Handler, Answer], None]  # instead of, or around, how the server answers
+Fault = Callable[[Handler, Responder], None]  # instead of, or around, how the server answers
 
 
 # --- an S3 server that keeps what it is given, and answers wrongly when told to -------------------------------------------
@@ -60,24 +68,24 @@ class Bucket:
         key, body = unquote(url.path).removeprefix("/shelf/"), handler.loopback.seen[-1].body
         if handler.command == "PUT":
             self.objects[key] = body
-            say(200, ETag='"e"')(handler)
+            respond(200, ETag='"e"')(handler)
         elif handler.command == "DELETE":
             self.objects.pop(key, None)
-            say(204)(handler)
+            respond(204)(handler)
         elif handler.command == "POST":
-            say(501)(handler)  # no removal of many at once
+            respond(501)(handler)  # no removal of many at once
         elif url.query == "uploads" or url.query.startswith("uploads&"):
-            say(200, b"<ListMultipartUploadsResult></ListMultipartUploadsResult>")(handler)
+            respond(200, b"<ListMultipartUploadsResult></ListMultipartUploadsResult>")(handler)
         elif "list-type" in url.query:
             self.list(handler, parse_qs(url.query)["prefix"][0])
         elif key not in self.objects:
-            say(404, b"<Error><Code>NoSuchKey</Code></Error>", Content_Type="application/xml")(handler)
+            respond(404, b"<Error><Code>NoSuchKey</Code></Error>", Content_Type="application/xml")(handler)
         elif span := handler.headers.get("Range"):
             start, _, end = span.removeprefix("bytes=").partition("-")
             part = self.objects[key][int(start) : int(end) + 1 if end else None]
-            say(206, part, Content_Range=f"bytes {start}-{int(start) + len(part) - 1}/{len(self.objects[key])}")(handler)
+            respond(206, part, Content_Range=f"bytes {start}-{int(start) + len(part) - 1}/{len(self.objects[key])}")(handler)
         else:
-            say(200, self.objects[key])(handler)
+            respond(200, self.objects[key])(handler)
 
     def list(self, handler: Handler, prefix: str) -> None:
         found = "".join(
@@ -85,26 +93,26 @@ class Bucket:
             for key, value in sorted(self.objects.items())
             if key.startswith(prefix)
         )
-        say(200, f"<ListBucketResult>{found}</ListBucketResult>".encode())(handler)
+        respond(200, f"<ListBucketResult>{found}</ListBucketResult>".encode())(handler)
 
 
-def server_error(handler: Handler, answer: Answer) -> None:
-    say(500, b"<Error><Code>InternalError</Code></Error>", Content_Type="application/xml")(handler)
+def server_error(handler: Handler, answer: Responder) -> None:
+    respond(500, b"<Error><Code>InternalError</Code></Error>", Content_Type="application/xml")(handler)
 
 
-def timeout(handler: Handler, answer: Answer) -> None:
-    stall(handler)
+def timeout(handler: Handler, answer: Responder) -> None:
+    stall_response(handler)
 
 
-def half_closed(handler: Handler, answer: Answer) -> None:
+def half_closed(handler: Handler, answer: Responder) -> None:
     """It does what it was asked, and nobody learns of it."""
     handler.wfile.write = len  # type: ignore[method-assign, assignment]
     answer(handler)
-    hang_up(handler)
+    drop_connection(handler)
 
 
-def truncated(handler: Handler, answer: Answer) -> None:
-    say(200, b"half of", length=1000)(handler)
+def truncated(handler: Handler, answer: Responder) -> None:
+    respond(200, b"half of", length=1000)(handler)
 
 
 FULL = "full"
@@ -124,9 +132,9 @@ class Broken:
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[Loopback, Bucket]]:
+def served() -> Iterator[tuple[ScriptedServer, Bucket]]:
     bucket = Bucket()
-    with loopback(bucket) as server:
+    with run_scripted_server(bucket) as server:
         yield server, bucket
 
 
@@ -136,7 +144,7 @@ def in_bucket(settings: Settings, monkeypatch: pytest.MonkeyPatch, url: str, **m
     settings.S3_ACCESS_KEY_ID, settings.S3_SECRET_ACCESS_KEY = more.pop("access", "id"), more.pop("secret", "secret")
     monkeypatch.setattr("sandboxes.storage.s3.Session", lambda: SESSION)  # each reads for a tenth of a second what S3 is
     monkeypatch.setattr("sandboxes.storage.S3Store", partial(S3Store, **more))
-    store.cache_clear()
+    get_store.cache_clear()
 
 
 def failing(*kinds: str) -> Any:
@@ -147,7 +155,7 @@ def failing(*kinds: str) -> Any:
         if request.param == FULL:
             with small_disk(tmp_path / "full") as disk:
                 settings.STORAGE_DIR = tmp_path / "full" / "store"
-                store.cache_clear()
+                get_store.cache_clear()
                 yield disk
             return
         server, bucket = request.getfixturevalue("served")
@@ -158,7 +166,7 @@ def failing(*kinds: str) -> Any:
             bucket.fault, bucket.failing = FAULTS[request.param], {*verbs}
 
         yield Broken(down, lambda: bucket.failing.clear())
-        store.cache_clear()
+        get_store.cache_clear()
 
     return fixture
 
@@ -175,7 +183,7 @@ def small_disk(at: Path) -> Iterator[Broken]:
     at.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "lh-full", str(at)], capture_output=True, text=True)
     if mounted.returncode:
-        missing_service(f"no file system can be mounted here: {mounted.stderr.strip()}")
+        skip_or_fail(f"no file system can be mounted here: {mounted.stderr.strip()}")
 
     def fill(*verbs: str) -> None:
         filled = subprocess.run(["dd", "if=/dev/zero", f"of={at}/filler", "bs=4096"], capture_output=True, text=True)
@@ -202,7 +210,7 @@ def two(grant: Callable[..., Lease]) -> Lease:
 
 
 def sh(lease: Lease, line: str, *, now: datetime = NOW) -> tuple[Run, str]:
-    run, result = execution.exec_in(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=now)
+    run, result = execution.exec_command(lease.pk, Command(argv=["sh", "-c", line], timeout=MINUTE), now=now)
     return run, (result.stdout + result.stderr).decode().strip()
 
 
@@ -212,10 +220,10 @@ def row(lease: Lease) -> Sandbox:
 
 def nothing_is_left_over() -> None:
     """After a prune the store has what rows point to, and no Run is open."""
-    assert pruning.prune(now=LATER + timedelta(days=1), grace=timedelta(0)).failures == []
+    assert pruning.remove_orphans(now=LATER + timedelta(days=1), grace=timedelta(0)).failures == []
     data = {*Attachment.objects.values_list("data__bundles__key", flat=True)} - {None}
-    assert {*store().list("agents/")} == data
-    assert {*store().list("snapshots/")} == {f"{kept.key}/workspace" for kept in Snapshot.objects.filter(forgotten_at=None)}
+    assert {*get_store().list("agents/")} == data
+    assert {*get_store().list("snapshots/")} == {f"{kept.key}/workspace" for kept in Snapshot.objects.filter(forgotten_at=None)}
     assert not Run.objects.filter(ended_at=None).exists()
 
 
@@ -226,10 +234,10 @@ def test_an_exec_keeps_its_answer_and_its_changes_are_stored_later(one: Lease, t
     assert (said, run.outcome) == ("done", "ok")
     assert "is not stored yet" in run.note
     assert row(one).state == "waiting" and Attachment.objects.get(sandbox__holder=one.pk).unsaved_since
-    assert pruning.persist(now=NOW + MINUTE).failures
+    assert pruning.persist_unsaved(now=NOW + MINUTE).failures
     assert sh(one, f"cat {DATA}/note")[1] == "hello"
     broken.up()
-    assert pruning.persist(now=NOW + 2 * MINUTE).counts == {"stored": 1}
+    assert pruning.persist_unsaved(now=NOW + 2 * MINUTE).counts == {"stored": 1}
     assert sh(two, f"cat {DATA}/note")[1] == "hello"
     nothing_is_left_over()
 
@@ -237,7 +245,7 @@ def test_an_exec_keeps_its_answer_and_its_changes_are_stored_later(one: Lease, t
 def test_an_exec_that_cannot_have_its_data_is_refused_and_runs_nothing(one: Lease, two: Lease, unread: Broken, memory) -> None:
     sh(one, f"echo hello >{DATA}/note")
     unread.down("GET")
-    with pytest.raises(StoreFailed, match="nothing was run"):
+    with pytest.raises(StoreUnavailable, match="nothing was run"):
         sh(two, "echo ran >/workspace/ran")
     assert "/workspace/ran" not in memory.files(row(two).ref)
     assert (row(two).state, Run.objects.get(sandbox=row(two)).outcome) == ("waiting", "error")
@@ -247,7 +255,7 @@ def test_an_exec_that_cannot_have_its_data_is_refused_and_runs_nothing(one: Leas
 
 
 def test_a_client_is_told_to_come_again(pool: Pool, unread: Broken) -> None:
-    key = api_keys.issue(["did:plc:ada"], now=timezone.now())[1]
+    key = api_keys.issue_key(["did:plc:ada"], now=timezone.now())[1]
 
     def post(path: str, body: dict[str, Any]) -> Any:
         return Client().post(
@@ -271,7 +279,7 @@ def test_a_turn_that_cannot_have_its_data_is_not_played_and_its_number_stays_fre
     EnvironmentType.objects.filter(name="catan").update(turn_argv=["echo", '{"action": "roll"}'])
     sh(one, f"echo hello >{DATA}/note")
     unread.down("GET")
-    with pytest.raises(StoreFailed):
+    with pytest.raises(StoreUnavailable):
         turns.take_turn(two.pk, 1, {}, now=NOW)
     assert not Turn.objects.exists()
     unread.up()
@@ -287,19 +295,19 @@ def test_a_turn_whose_changes_cannot_be_stored_counts(one: Lease, two: Lease, br
     turn = turns.take_turn(one.pk, 1, {}, now=NOW)
     assert turn.action == {"action": "roll"} and turn.run and "is not stored yet" in turn.run.note
     broken.up()
-    assert pruning.persist(now=NOW + MINUTE).counts == {"stored": 1}
+    assert pruning.persist_unsaved(now=NOW + MINUTE).counts == {"stored": 1}
     assert sh(two, f"cat {DATA}/note")[1] == "hello"
 
 
 def test_a_sandbox_that_cannot_be_stored_stays_awake_and_sleeps_later(one: Lease, broken: Broken, memory) -> None:
     sh(one, "echo hello >note")
     broken.down("PUT")
-    assert below.idle(now=NOW + 10 * MINUTE).failures
+    assert below.evict_idle(now=NOW + 10 * MINUTE).failures
     assert row(one).state == "waiting" and "could not be stored" in row(one).last_error
     assert memory.files(row(one).ref)["/workspace/note"].content == b"hello\n"
     assert not Snapshot.objects.exists()
     broken.up()
-    assert below.idle(now=NOW + 20 * MINUTE).counts == {"put to sleep": 1}
+    assert below.evict_idle(now=NOW + 20 * MINUTE).counts == {"put to sleep": 1}
     assert memory.list(str(row(one).pool.owner)) == []
     assert sh(one, "cat note", now=NOW + 21 * MINUTE)[1] == "hello"
     nothing_is_left_over()
@@ -307,15 +315,15 @@ def test_a_sandbox_that_cannot_be_stored_stays_awake_and_sleeps_later(one: Lease
 
 def test_a_wake_that_finds_no_store_fails_and_the_next_one_has_everything(one: Lease, unread: Broken) -> None:
     sh(one, "echo hello >note")
-    below.idle(now=NOW + 10 * MINUTE)
-    asleep = workspace.latest(one.pk)
+    below.evict_idle(now=NOW + 10 * MINUTE)
+    asleep = workspace.find_latest(one.pk)
     assert asleep
     workspace.forget_local(asleep)
     unread.down("GET")
-    with pytest.raises(NotReady):
+    with pytest.raises(SandboxNotReady):
         sh(one, "cat note", now=NOW + 11 * MINUTE)
-    below.reclaim(now=NOW + 12 * MINUTE)
-    assert workspace.latest(one.pk) == asleep
+    below.destroy_due(now=NOW + 12 * MINUTE)
+    assert workspace.find_latest(one.pk) == asleep
     unread.up()
     assert sh(one, "cat note", now=NOW + 13 * MINUTE)[1] == "hello"
     assert row(one).source == "cloud"
@@ -339,11 +347,11 @@ def test_a_copy_that_cannot_be_stored_is_refused_and_can_be_taken_later(one: Lea
     sh(one, "echo hello >note")
     broken.down("PUT")
     with pytest.raises(SandboxError):
-        snapshots.take(one.pk, name="before", now=NOW)
+        snapshots.take_snapshot(one.pk, name="before", now=NOW)
     assert not Snapshot.objects.exists() and row(one).state == "waiting"
     broken.up()
-    taken = snapshots.take(one.pk, name="before", now=NOW + MINUTE)
-    assert store().has(f"{taken.key}/workspace")
+    taken = snapshots.take_snapshot(one.pk, name="before", now=NOW + MINUTE)
+    assert get_store().has(f"{taken.key}/workspace")
     nothing_is_left_over()
 
 
@@ -363,10 +371,10 @@ def test_on_a_full_disk_an_exec_keeps_its_answer_and_its_changes_are_stored_late
     disk.down()
     run, _ = sh(one, f"echo hello >{DATA}/note")
     assert run.outcome == "ok" and "No space left" in run.note
-    with pytest.raises(StoreFailed, match="No space left"):
+    with pytest.raises(StoreUnavailable, match="No space left"):
         sh(two, "true")
     disk.up()
-    assert pruning.persist(now=NOW + MINUTE).counts == {"stored": 1}
+    assert pruning.persist_unsaved(now=NOW + MINUTE).counts == {"stored": 1}
     assert sh(two, f"cat {DATA}/note")[1] == "hello"
     nothing_is_left_over()
 
@@ -374,18 +382,18 @@ def test_on_a_full_disk_an_exec_keeps_its_answer_and_its_changes_are_stored_late
 def test_on_a_full_disk_nothing_sleeps_and_what_sleeps_does_not_wake_until_there_is_room(one: Lease, disk: Broken) -> None:
     sh(one, "echo hello >note; head -c 50000 /dev/zero >large")
     disk.down()
-    assert below.idle(now=NOW + 10 * MINUTE).failures
+    assert below.evict_idle(now=NOW + 10 * MINUTE).failures
     assert row(one).state == "waiting"
     disk.up()
-    assert below.idle(now=NOW + 20 * MINUTE).counts == {"put to sleep": 1}
-    asleep = workspace.latest(one.pk)
+    assert below.evict_idle(now=NOW + 20 * MINUTE).counts == {"put to sleep": 1}
+    asleep = workspace.find_latest(one.pk)
     assert asleep
     workspace.forget_local(asleep)
     disk.down()
-    with pytest.raises(NotReady, match="No space left"):
+    with pytest.raises(SandboxNotReady, match="No space left"):
         sh(one, "cat note", now=NOW + 21 * MINUTE)
     disk.up()
-    below.reclaim(now=NOW + 22 * MINUTE)
+    below.destroy_due(now=NOW + 22 * MINUTE)
     assert sh(one, "cat note", now=NOW + 23 * MINUTE)[1] == "hello"
     assert row(one).source == "cloud"
     nothing_is_left_over()
@@ -398,32 +406,32 @@ def test_all_of_it_on_a_real_server(settings: Settings, monkeypatch: pytest.Monk
     names = ("TEST_S3_URL", "TEST_BUCKET", "TEST_S3_ACCESS_KEY_ID", "TEST_S3_SECRET_ACCESS_KEY")
     values = [os.environ.get(name, "") for name in names]
     if not all(values):
-        missing_service("TEST_S3_URL is not set: .ci/services starts what it names")
+        skip_or_fail("TEST_S3_URL is not set: .ci/services starts what it names")
     url, bucket, access, secret = values
     settings.STORAGE_PREFIX = f"t-{uuid.uuid4().hex}/"
     in_bucket(settings, monkeypatch, url, bucket=bucket, access=access, secret=secret)
     pool = Pool.objects.create(name=f"faults-{uuid.uuid4().hex[:12]}", provider="process", capacity=10)
 
     def lease(environment: str) -> Lease:
-        ask = leasing.Ask("did:plc:ada", environment, "coding", pool=pool.name)
+        ask = leasing.LeaseRequest("did:plc:ada", environment, "coding", pool=pool.name)
         return leasing.acquire(ask, now=NOW)[0]
 
     try:
         one, two = lease("game-1"), lease("game-2")
         digest = sh(one, "head -c 20000000 /dev/urandom >large; echo 'spoken of' >'od\u00e9 n\u00e4me'; sha256sum <large")[1]
-        execution.exec_in(one.pk, Command(argv=["cp", "large", f"{DATA}/large"], timeout=MINUTE), now=NOW)
-        assert below.idle(now=NOW + 10 * MINUTE).counts == {"put to sleep": 1}
-        asleep = workspace.latest(one.pk)
-        assert asleep and store().has(f"{asleep.key}/workspace")
+        execution.exec_command(one.pk, Command(argv=["cp", "large", f"{DATA}/large"], timeout=MINUTE), now=NOW)
+        assert below.evict_idle(now=NOW + 10 * MINUTE).counts == {"put to sleep": 1}
+        asleep = workspace.find_latest(one.pk)
+        assert asleep and get_store().has(f"{asleep.key}/workspace")
         workspace.forget_local(asleep)
         assert sh(one, "sha256sum <large", now=NOW + 11 * MINUTE)[1] == digest
         assert sh(one, "cat 'od\u00e9 n\u00e4me'", now=NOW + 11 * MINUTE)[1] == "spoken of"
         assert row(one).source == "cloud"
         read = Command(argv=["sha256sum", f"{DATA}/large"], timeout=MINUTE)
-        assert execution.exec_in(two.pk, read, now=NOW + 11 * MINUTE)[1].stdout.split()[0].decode() == digest.split()[0]
+        assert execution.exec_command(two.pk, read, now=NOW + 11 * MINUTE)[1].stdout.split()[0].decode() == digest.split()[0]
         nothing_is_left_over()
     finally:
-        store().clear()
-        store.cache_clear()
-        for found in providers.get("process").list(str(pool.owner)):
-            providers.get("process").destroy(found.ref)
+        get_store().clear()
+        get_store.cache_clear()
+        for found in providers.get_provider("process").list(str(pool.owner)):
+            providers.get_provider("process").destroy(found.ref)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from sandboxes.egress.token_usage import Usage
-from tests.support.models import TOKENS, Anthropic, OpenAI
+from sandboxes.egress.token_usage import TokenUsage
+from tests.support.models import TOKEN_COUNTS, ChatCompletionsApi, MessagesApi
 
 
 @pytest.mark.parametrize(
@@ -26,15 +26,19 @@ from tests.support.models import TOKENS, Anthropic, OpenAI
     ],
 )
 def test_tokens_are_read_in_every_shape_and_nonsense_is_none(said: Any, counted: tuple[int | None, ...]) -> None:
-    usage = Usage()
+    usage = TokenUsage()
     usage.take(said)
     assert (usage.input_tokens, usage.cached_tokens, usage.output_tokens) == counted
 
 
-@pytest.mark.parametrize("shape", [OpenAI, Anthropic])
+@pytest.mark.parametrize("shape", [ChatCompletionsApi, MessagesApi])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_what_a_provider_says_whole_or_in_events_is_the_same(shape: Any, streamed: bool) -> None:
-    usage = Usage()
+    usage = TokenUsage()
     for said in shape.events("m") if streamed else [shape.whole("m")]:
         usage.take(said)
-    assert (usage.input_tokens, usage.cached_tokens, usage.output_tokens) == (TOKENS["in"], TOKENS["cached"], TOKENS["out"])
+    assert (usage.input_tokens, usage.cached_tokens, usage.output_tokens) == (
+        TOKEN_COUNTS["in"],
+        TOKEN_COUNTS["cached"],
+        TOKEN_COUNTS["out"],
+    )

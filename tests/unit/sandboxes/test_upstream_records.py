@@ -14,7 +14,7 @@ from django.db import connection
 
 from sandboxes.egress import log_tail, model_pricing, upstream_records
 from sandboxes.models import LlmCall, LogPosition, ModelRate
-from tests.conftest import MINUTE, NOW, Died, threads
+from tests.conftest import MINUTE, NOW, SimulatedCrash, run_in_threads
 
 pytestmark = pytest.mark.django_db
 
@@ -50,7 +50,7 @@ def settle(file: Path) -> None:
 
 
 def collect(file: Path) -> dict[str, int]:
-    return dict(upstream_records.collect(file, NOW))
+    return dict(upstream_records.collect_records(file, NOW))
 
 
 def shown(number: int = 1) -> tuple[Any, ...]:
@@ -142,7 +142,7 @@ def test_a_record_without_a_price_leaves_the_price_to_others(file: Path) -> None
     row.refresh_from_db()
     assert (row.cost, row.priced, row.recorded_at, row.input_tokens) == (None, "", NOW, 1000)
     ModelRate.objects.create(pattern="house-*", input_usd=1, output_usd=2, valid_from=NOW - MINUTE)
-    assert model_pricing.price_unpriced(NOW) == 1
+    assert model_pricing.price_calls(NOW) == 1
     assert shown()[:2] == (Decimal("0.0011"), "rate")
 
 
@@ -199,7 +199,7 @@ def test_what_a_dead_writer_left_does_not_spoil_the_next_line(file: Path) -> Non
 
 
 def test_lines_are_read_in_batches_and_one_without_end_is_passed_over(file: Path, monkeypatch) -> None:
-    monkeypatch.setattr(log_tail, "BATCH", 1000)
+    monkeypatch.setattr(log_tail, "BATCH_BYTES", 1000)
     for number in range(1, 21):
         call(number)
     append(file, *[record(number) for number in range(1, 11)], b"x" * 5000, b"\n", *map(record, range(11, 21)))
@@ -312,15 +312,15 @@ def test_hosts_that_share_a_database_read_each_its_own_file(file: Path, monkeypa
 
 
 @pytest.mark.parametrize("at", ["lines read", "lines applied", "lines committed"])
-def test_a_reader_that_dies_anywhere_leaves_everything_to_the_next(file: Path, at_step, at: str) -> None:
+def test_a_reader_that_dies_anywhere_leaves_everything_to_the_next(file: Path, at_checkpoint, at: str) -> None:
     call()
     append(file, record())
 
     def die() -> None:
-        raise Died
+        raise SimulatedCrash
 
-    at_step(at, die)
-    with pytest.raises(Died):
+    at_checkpoint(at, die)
+    with pytest.raises(SimulatedCrash):
         collect(file)
     committed = at == "lines committed"
     assert LogPosition.objects.get().offset == (file.stat().st_size if committed else 0)
@@ -329,23 +329,23 @@ def test_a_reader_that_dies_anywhere_leaves_everything_to_the_next(file: Path, a
     assert shown()[0] == Decimal("0.00074")
 
 
-def test_a_rival_that_reads_the_same_lines_meanwhile_leaves_nothing_to_apply(file: Path, at_step) -> None:
+def test_a_rival_that_reads_the_same_lines_meanwhile_leaves_nothing_to_apply(file: Path, at_checkpoint) -> None:
     call()
     append(file, record())
     rival: list[dict[str, int]] = []
-    at_step("lines read", lambda: rival.append(collect(file)))
+    at_checkpoint("lines read", lambda: rival.append(collect(file)))
     assert collect(file) == {}
     assert rival == [{"recorded": 1}]
 
 
 @pytest.mark.django_db(transaction=True)
 def test_many_readers_at_once_apply_each_line_once(file: Path, monkeypatch) -> None:
-    monkeypatch.setattr(log_tail, "BATCH", 2000)
+    monkeypatch.setattr(log_tail, "BATCH_BYTES", 2000)
     for number in range(1, 101):
         call(number)
     append(file, *map(record, range(1, 101)))
-    with threads(4) as together:
-        answers = together(lambda index: upstream_records.collect(file, NOW))
+    with run_in_threads(4) as together:
+        answers = together(lambda index: upstream_records.collect_records(file, NOW))
     assert [type(answer).__name__ for answer in answers] == ["Counter"] * 4, answers
     assert sum(answer["recorded"] for answer in answers) == 100
     assert LogPosition.objects.get().offset == file.stat().st_size
@@ -362,6 +362,6 @@ def test_calls_that_were_answered_and_not_recorded_are_unmetered(file: Path, set
     )
     append(file, record(4))
     collect(file)
-    assert [*upstream_records.unmetered(NOW)] == [late]
+    assert [*upstream_records.find_unmetered(NOW)] == [late]
     settings.LLM_RECORDS = ""
-    assert not upstream_records.unmetered(NOW).exists()
+    assert not upstream_records.find_unmetered(NOW).exists()

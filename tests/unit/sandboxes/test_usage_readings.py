@@ -16,7 +16,7 @@ from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from sandboxes.usage import readings
-from tests.conftest import MINUTE, NOW, Died
+from tests.conftest import MINUTE, NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
 SECOND, MIB = 10**6, 1 << 20
@@ -25,13 +25,13 @@ SECOND, MIB = 10**6, 1 << 20
 @pytest.fixture
 def box(grant: Callable[..., Lease], memory: MemoryProvider) -> Sandbox:
     lease = grant(ttl=timedelta(hours=9))
-    execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
+    execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
     return Sandbox.objects.get(holder=lease.pk)
 
 
 def read(box: Sandbox, memory: MemoryProvider, *, after: timedelta, **more: Any) -> Reading | None:
     box.refresh_from_db()
-    return readings.read(box, memory, now=NOW + after, **more)
+    return readings.record_reading(box, memory, now=NOW + after, **more)
 
 
 def cpu(box: Sandbox) -> list[int]:
@@ -54,11 +54,11 @@ def test_a_reading_says_what_is_new_since_the_one_before(box: Sandbox, memory: M
 
 def test_what_uses_next_to_nothing_is_read_later(box: Sandbox, memory: MemoryProvider) -> None:
     assert read(box, memory, after=MINUTE), "where the counter began"
-    memory.use(box.ref, cpu_micros=readings.LEAST - 1)
+    memory.use(box.ref, cpu_micros=readings.MIN_CPU_MICROSECONDS - 1)
     assert read(box, memory, after=2 * MINUTE) is None
     memory.use(box.ref, cpu_micros=1)
     assert read(box, memory, after=3 * MINUTE)
-    assert cpu(box) == [0, readings.LEAST]
+    assert cpu(box) == [0, readings.MIN_CPU_MICROSECONDS]
 
 
 @pytest.mark.parametrize("ends", ["sleeps", "is given up"])
@@ -66,7 +66,7 @@ def test_it_is_read_before_its_process_goes(ends: str, box: Sandbox, memory: Mem
     read(box, memory, after=MINUTE)
     memory.use(box.ref, cpu_micros=7)
     if ends == "sleeps":
-        assert eviction.sleep(box.pk, now=NOW + 2 * MINUTE, reason="test")
+        assert eviction.evict(box.pk, now=NOW + 2 * MINUTE, reason="test")
     else:
         leasing.release(box.holder, now=NOW + 2 * MINUTE)  # type: ignore[arg-type]
         assert eviction.destroy(box.pk, now=NOW + 2 * MINUTE)
@@ -75,8 +75,8 @@ def test_it_is_read_before_its_process_goes(ends: str, box: Sandbox, memory: Mem
 
 def test_the_next_process_begins_at_nothing(box: Sandbox, memory: MemoryProvider) -> None:
     memory.use(box.ref, cpu_micros=5)
-    eviction.sleep(box.pk, now=NOW + MINUTE, reason="test")
-    execution.exec_in(box.holder, Command(argv=["true"], timeout=MINUTE), now=NOW + 2 * MINUTE)  # type: ignore[arg-type]
+    eviction.evict(box.pk, now=NOW + MINUTE, reason="test")
+    execution.exec_command(box.holder, Command(argv=["true"], timeout=MINUTE), now=NOW + 2 * MINUTE)  # type: ignore[arg-type]
     box.refresh_from_db()
     memory.use(box.ref, cpu_micros=3)
     read(box, memory, after=3 * MINUTE)
@@ -90,7 +90,7 @@ def test_a_counter_that_began_again_is_counted_from_nothing(box: Sandbox, memory
     read(box, memory, after=MINUTE)
     memory.stop(box.ref)
     assert read(box, memory, after=2 * MINUTE) is None, "it does not run"
-    memory.create(pool.spec_of(Sandbox.objects.select_related("pool").get(pk=box.pk)))
+    memory.create(pool.build_spec(Sandbox.objects.select_related("pool").get(pk=box.pk)))
     memory.use(box.ref, cpu_micros=2 * SECOND)
     read(box, memory, after=3 * MINUTE)
     assert cpu(box) == [5 * SECOND, 2 * SECOND]
@@ -101,13 +101,13 @@ def test_what_it_had_before_it_was_claimed_is_nobodys(
     is_read: bool, pool: Pool, grant: Callable[..., Lease], memory: MemoryProvider
 ) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
-    sweeps.warm(now=NOW)
+    sweeps.warm_pools(now=NOW)
     box, hour = Sandbox.objects.get(), timedelta(hours=1)
     memory.use(box.ref, cpu_micros=SECOND, memory_bytes=10 * MIB)
     if is_read:
         read(box, memory, after=MINUTE)
     lease = grant(now=NOW + 5 * hour)
-    execution.sandbox_for(lease.pk, now=NOW + 5 * hour)
+    execution.ensure_sandbox_ready(lease.pk, now=NOW + 5 * hour)
     memory.use(box.ref, cpu_micros=2 * SECOND, memory_bytes=20 * MIB)
     read(box, memory, after=5 * hour + MINUTE)
     claimed = box.transitions.get(reason="claimed").at
@@ -127,7 +127,7 @@ def test_a_start_that_fails_is_not_read(grant: Callable[..., Lease], memory: Mem
     memory.fail("wait_ready", Unavailable("not ready"))
     memory.after("create", lambda ref: memory.use(ref, cpu_micros=SECOND))
     with pytest.raises(Exception, match="could not be started"):
-        execution.exec_in(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
+        execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
     box = Sandbox.objects.get(holder=lease.pk)
     assert eviction.destroy(box.pk, now=NOW + MINUTE)
     assert not Reading.objects.exists() and ("stats", box.ref) in memory.calls
@@ -136,7 +136,7 @@ def test_a_start_that_fails_is_not_read(grant: Callable[..., Lease], memory: Mem
 def test_a_provider_that_does_not_count_is_not_asked(box: Sandbox, memory: MemoryProvider) -> None:
     Sandbox.objects.filter(pk=box.pk).update(measured=False)
     assert read(box, memory, after=MINUTE) is None
-    assert "stats" not in {verb for verb, _ in memory.calls} and not readings.readable().exists()
+    assert "stats" not in {verb for verb, _ in memory.calls} and not readings.find_readable().exists()
 
 
 @pytest.mark.parametrize(("where", "more"), [("use asked", 2), ("reading made", 2), ("reading made", 0)])
@@ -149,11 +149,11 @@ def test_of_two_who_read_at_once_nobody_counts_what_the_other_has(
 
     def rival(reached: str, subject: object) -> None:
         if reached == where:
-            lifecycle.STEP_HOOKS.remove(rival)
+            lifecycle.CHECKPOINT_HOOKS.remove(rival)
             memory.use(box.ref, cpu_micros=more)
             assert read(box, memory, after=3 * MINUTE, least=1)
 
-    lifecycle.STEP_HOOKS.append(rival)
+    lifecycle.CHECKPOINT_HOOKS.append(rival)
     assert read(box, memory, after=2 * MINUTE, least=1) is None
     assert cpu(box) == [0, 5 + more]
 
@@ -163,14 +163,14 @@ def test_dying_after_a_reading_was_asked_for_loses_nothing(box: Sandbox, memory:
 
     def die(reached: str, subject: object) -> None:
         if reached == "use asked":
-            raise Died
+            raise SimulatedCrash
 
-    lifecycle.STEP_HOOKS.append(die)
+    lifecycle.CHECKPOINT_HOOKS.append(die)
     leasing.release(box.holder, now=NOW + MINUTE)  # type: ignore[arg-type]
-    with pytest.raises(Died):
+    with pytest.raises(SimulatedCrash):
         eviction.destroy(box.pk, now=NOW + MINUTE)
-    lifecycle.STEP_HOOKS.remove(die)
-    sweeps.reclaim(now=NOW + timedelta(hours=1))
+    lifecycle.CHECKPOINT_HOOKS.remove(die)
+    sweeps.destroy_due(now=NOW + timedelta(hours=1))
     assert (Sandbox.objects.get(pk=box.pk).state, cpu(box)) == ("destroyed", [5])
 
 
@@ -184,13 +184,13 @@ def test_the_sweep_reads_what_is_alive_and_goes_on_after_a_failure(
     grant: Callable[..., Lease], box: Sandbox, memory: MemoryProvider
 ) -> None:
     other = grant(environment="other", ttl=timedelta(hours=9))
-    execution.exec_in(other.pk, Command(argv=["true"], timeout=MINUTE), now=NOW + MINUTE)
+    execution.exec_command(other.pk, Command(argv=["true"], timeout=MINUTE), now=NOW + MINUTE)
     with memory.fail("stats", Unavailable("no answer"), times=1):  # the one that was used last is asked first
-        swept = sweeps.read(now=NOW + 5 * MINUTE)
+        swept = sweeps.record_readings(now=NOW + 5 * MINUTE)
     assert (swept.counts, len(swept.failures)) == ({"read": 1}, 1)
-    assert sweeps.read(now=NOW + 10 * MINUTE).counts == {"read": 1}
+    assert sweeps.record_readings(now=NOW + 10 * MINUTE).counts == {"read": 1}
     memory.vanish(box.ref)
-    assert sweeps.read(now=NOW + 15 * MINUTE).counts == {"gone": 1}
+    assert sweeps.record_readings(now=NOW + 15 * MINUTE).counts == {"gone": 1}
 
 
 # --- with Docker ------------------------------------------------------------------------------------------------------
@@ -201,17 +201,17 @@ def test_the_sweep_reads_what_is_alive_and_goes_on_after_a_failure(
 def test_a_containers_cpu_is_read_over_its_whole_life(docker_pool: Pool) -> None:
     """A loop that uses two seconds of CPU by its own clock, some of it before the first reading and some before it sleeps."""
     burn = "import time; end = time.process_time() + {}\nwhile time.process_time() < end: pass"
-    lease = leasing.acquire(leasing.Ask("did:plc:ada", "cpu", "coding", pool=docker_pool.name), now=timezone.now())[0]
+    lease = leasing.acquire(leasing.LeaseRequest("did:plc:ada", "cpu", "coding", pool=docker_pool.name), now=timezone.now())[0]
 
     def use(seconds: float) -> None:
         argv = ["python3", "-c", burn.format(seconds)]
-        assert execution.exec_in(lease.pk, Command(argv=argv, timeout=MINUTE), now=timezone.now())[1].exit_code == 0
+        assert execution.exec_command(lease.pk, Command(argv=argv, timeout=MINUTE), now=timezone.now())[1].exit_code == 0
 
     use(0.7)
-    assert sweeps.read(now=timezone.now()).counts["read"] >= 1
+    assert sweeps.record_readings(now=timezone.now()).counts["read"] >= 1
     use(1.3)
     box = Sandbox.objects.get(holder=lease.pk)
-    assert eviction.sleep(box.pk, now=timezone.now(), reason="test")
+    assert eviction.evict(box.pk, now=timezone.now(), reason="test")
     found = [*Reading.objects.filter(sandbox=box).order_by("number")]
     assert all(later.since == earlier.at for earlier, later in pairwise(found))
     first, rest = found[0].cpu_micros / SECOND, sum(each.cpu_micros for each in found[1:]) / SECOND

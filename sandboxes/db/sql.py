@@ -28,7 +28,7 @@ def find_first_with_related(
 ) -> tuple[M, Sequence[Any]] | tuple[None, Sequence[Any]]:
     """Like find_first, and also load the row of the foreign key `key` and the scalar subqueries `also` in the same query.
 
-    `values` are the parameters of the subqueries, then those of the condition. Returns the instance and the subquery results."""
+    `values` are the parameters of the subqueries, then those of the condition. Returns the instance and the results."""
     field = cast("ForeignKey[Any, Any]", model._meta.get_field(key))
     table, other = model._meta.db_table, field.related_model
     join = f"LEFT JOIN {other._meta.db_table} ON {other._meta.db_table}.{other._meta.pk.column} = {table}.{field.column}"

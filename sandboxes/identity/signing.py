@@ -201,6 +201,6 @@ def mint_service_token(
 
 
 def purge_old_tokens(*, now: datetime, limit: int = 10_000) -> int:
-    """Delete up to `limit` rows of tokens older than TOKEN_RETENTION, oldest first, and return their number. All are expired."""
+    """Delete up to `limit` rows of tokens older than TOKEN_RETENTION, oldest first, and return their number."""
     old = MintedToken.objects.filter(at__lt=now - TOKEN_RETENTION).order_by("at", "jti").values_list("pk", flat=True)[:limit]
     return MintedToken.objects.filter(pk__in=list(old)).delete()[0]

@@ -57,7 +57,7 @@ def test_a_test_that_does_not_arrive_fails(receiver: WebhookReceiver) -> None:
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (["add", "http://example.com"], "https; http is for this machine's own addresses"),
+        (["add", "http://example.com"], "http is accepted for loopback addresses only"),
         (["add", "https://10.0.0.1/"], "10.0.0.1: the address is not public"),
         (["test", "nonsense"], "'nonsense' is not the id of a webhook"),
     ],

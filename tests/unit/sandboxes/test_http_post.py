@@ -109,7 +109,7 @@ def test_a_cookie_is_not_kept(receiver: WebhookReceiver) -> None:
     ],
 )  # fmt: skip
 def test_nothing_is_ever_sent_there(address: str) -> None:
-    assert get_refusal_reason(ip_address(address), internal=True) .endswith("addresses are never allowed.")
+    assert get_refusal_reason(ip_address(address), internal=True).endswith("addresses are never allowed.")
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ class Supervisor:
         code = child.clean()
         why = why or (f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}")
         child.failures = 1 if child.age > STABLE_AFTER_SECONDS else child.failures + 1
-        wait = compute_backoff(child.failures, first=timedelta(seconds=1), most=timedelta(minutes=1)).total_seconds()
+        wait = compute_backoff(child.failures, initial=timedelta(seconds=1), maximum=timedelta(minutes=1)).total_seconds()
         child.due = time.monotonic() + wait
         self.say(f"{child.name} (pid {pid}): {why}; starting it again in {wait:g} s")
         self.forget(child.instance)

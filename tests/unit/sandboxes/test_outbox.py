@@ -43,7 +43,7 @@ def test_an_event_that_nobody_wants_is_written_too() -> None:
 
 
 def test_a_kind_that_is_not_known_is_a_mistake_of_the_caller() -> None:
-    with pytest.raises(ValueError, match="is not a valid Kind"):
+    with pytest.raises(ValueError, match="is not a valid EventType"):
         put("lease.began")
 
 

@@ -73,7 +73,7 @@ def test_tokens_of_the_same_moment_differ(grant) -> None:
 @pytest.mark.parametrize("seconds", [0, 0.5, 301, -60])
 def test_a_lifetime_is_one_second_to_five_minutes(seconds: float) -> None:
     signing.create_key(ADA, now=NOW)
-    with pytest.raises(ValueError, match="lives from"):
+    with pytest.raises(ValueError, match="lifetime of a service token"):
         token(lifetime=timedelta(seconds=seconds))
     assert not MintedToken.objects.exists()
 
@@ -165,10 +165,10 @@ def test_an_agent_has_one_key_and_a_key_has_one_agent_for_ever() -> None:
     signing.create_key(ADA, now=NOW, private=private)
     with pytest.raises(SigningKeyExists, match="Rotate"):
         signing.create_key(ADA, now=NOW)
-    with pytest.raises(SigningKeyExists, match="was here before"):
+    with pytest.raises(SigningKeyExists, match="was used before"):
         signing.create_key(BOB, now=NOW, private=private)
     signs = signing.rotate_key(ADA, now=NOW)
-    with pytest.raises(SigningKeyExists, match="was here before"):
+    with pytest.raises(SigningKeyExists, match="was used before"):
         signing.rotate_key(ADA, now=NOW, private=private)
     assert signing.get_active_key(ADA) == signs  # and so the attempt has not retired it
 

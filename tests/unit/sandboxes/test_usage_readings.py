@@ -151,10 +151,10 @@ def test_of_two_who_read_at_once_nobody_counts_what_the_other_has(
         if reached == where:
             lifecycle.CHECKPOINT_HOOKS.remove(rival)
             memory.use(box.ref, cpu_micros=more)
-            assert read(box, memory, after=3 * MINUTE, least=1)
+            assert read(box, memory, after=3 * MINUTE, min_cpu_micros=1)
 
     lifecycle.CHECKPOINT_HOOKS.append(rival)
-    assert read(box, memory, after=2 * MINUTE, least=1) is None
+    assert read(box, memory, after=2 * MINUTE, min_cpu_micros=1) is None
     assert cpu(box) == [0, 5 + more]
 
 

@@ -128,9 +128,9 @@ def test_a_failed_try_is_repeated_later_and_later_until_it_arrives(receiver: Web
     assert all(
         wait <= found < wait + 5 for found, wait in zip(waits, (5, 10, 20, 40, 80), strict=True)
     )  # a try takes time, too
-    assert (delivery.tries, delivery.last_status, delivery.last_error) == (5, 500, "It answered 500 Internal Server Error.")
+    assert (delivery.tries, delivery.last_status, delivery.last_error) == (5, 500, "Status 500 Internal Server Error.")
     webhook.refresh_from_db()
-    assert (webhook.last_status, webhook.last_error) == (500, "It answered 500 Internal Server Error.")
+    assert (webhook.last_status, webhook.last_error) == (500, "Status 500 Internal Server Error.")
     receiver.status = 200
     assert sweep(when) == {"delivered": 1}
     assert {one.headers["webhook-id"] for one in receiver.received} == {str(event.pk)} and len(receiver.received) == 6
@@ -280,7 +280,7 @@ def test_a_test_is_sent_once_also_to_one_that_is_paused(receiver: WebhookReceive
     assert one.said["type"] == "webhook.test" and one.said["data"] == {"webhook_id": str(webhook.pk)}
     assert verify_signature(one, secret)
     receiver.status = 404
-    with pytest.raises(WebhookTestFailed, match="It answered 404 Not Found"):
+    with pytest.raises(WebhookTestFailed, match="Status 404 Not Found"):
         delivering.send_test_event(other, now=NOW)
     assert sweep(NOW + 4 * DAY) == {} and len(receiver.received) == 2
     other.refresh_from_db()

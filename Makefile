@@ -5,7 +5,7 @@ py = .venv/bin/python
 manage = $(py) manage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run test bench lint format install image lock schema
+.PHONY: help demo run t test bench lint format install image lock schema
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -19,6 +19,9 @@ run: install image ## the control plane without the game
 	@$(manage) migrate --verbosity 0
 	@$(manage) quickstart
 	@exec $(manage) up --port $(PORT) --leave-nothing
+
+t: install ## tests that need no service, on SQLite: make t ARGS="-k name"
+	@.ci/quick $(ARGS)
 
 test: install ## every test, on SQLite and PostgreSQL, with a real Docker Engine where one can be had
 	@.ci/services run .ci/test $(ARGS)

@@ -22,6 +22,7 @@ from sandboxes import lifecycle, providers
 from sandboxes.models import Pool
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
+from tests.support.database import restore_template, save_template
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
@@ -53,6 +54,18 @@ def skip_or_fail(why: str) -> None:
     if SERVICES_REQUIRED:
         pytest.fail(why)
     pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
+def django_db_keepdb(django_db_keepdb: bool) -> bool:
+    """Start from the migrated template, if there is one: Django then keeps the database instead of creating it."""
+    return django_db_keepdb or restore_template()
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(django_db_setup: None, django_db_keepdb: bool) -> None:
+    if not django_db_keepdb:
+        save_template()
 
 
 @pytest.fixture(autouse=True)

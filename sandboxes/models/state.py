@@ -60,7 +60,7 @@ class Snapshot(models.Model):
 
     @property
     def own(self) -> bool:
-        """Whether the objects were stored for this row; otherwise they belong to another snapshot."""
+        """True if the objects were stored for this row, False if they belong to another snapshot."""
         return self.key.endswith((self.pk.hex, str(self.pk)))
 
 

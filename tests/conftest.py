@@ -42,11 +42,15 @@ class SimulatedCrash(BaseException):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Threads see only what is committed: such tests say transaction=True and get back what migrations had made."""
+    """Mark tests that use the database, and restore migrated rows after tests with real transactions.
+
+    Threads see committed rows only, so such tests use transaction=True, which empties all tables afterwards."""
     for item in items:
         mark = item.get_closest_marker("django_db")
         if mark and mark.kwargs.get("transaction"):
             mark.kwargs["serialized_rollback"] = True
+        if mark or {"db", "transactional_db"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("database")
 
 
 def skip_or_fail(why: str) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +13,8 @@ from typing import Any
 import hypothesis
 import pytest
 from django.db import connections
+from django.utils import timezone
 
-from billing.dates import start_of_day, to_utc_date
 from leases import leasing
 from leases.models import Lease
 from sandboxes import lifecycle, providers
@@ -73,12 +72,17 @@ def django_db_setup(django_db_setup: None, django_db_keepdb: bool) -> None:
 
 
 @pytest.fixture(autouse=True)
-def avoid_midnight() -> None:
-    """What reads the clock, as pages and commands do, counts days: so no test begins on one that may be over before it ends."""
-    now = datetime.now(UTC)
-    left = start_of_day(to_utc_date(now) + timedelta(days=1)) - now
-    if left < MINUTE / 2:
-        time.sleep(left.total_seconds())
+def clock_past_midnight() -> Iterator[None]:
+    """Let no test cross midnight UTC: pages and commands count days by the clock.
+
+    A test that starts within half a minute of midnight runs with Django's clock a minute ahead, on the next day."""
+    real = timezone.now
+    if real().date() == (real() + MINUTE / 2).date():
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timezone, "now", lambda: real() + MINUTE)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime, timedelta
-from functools import partial
 from typing import TypeVar
 from uuid import UUID
 
@@ -12,6 +10,7 @@ from django.db import transaction
 
 from billing import budgets
 from leases import leasing
+from leases.guard import LeaseGuard
 from leases.models import Lease
 from sandboxes import pool as pools
 from sandboxes import runs
@@ -28,8 +27,8 @@ from sandboxes.runs import Command
 T = TypeVar("T")
 
 
-def build_sandbox_request(lease: Lease, *, now: datetime) -> SandboxRequest:
-    """What this lease asks of the pool, the fence included."""
+def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = False) -> SandboxRequest:
+    """Build the request of a lease for its sandbox. `check_budget` is passed to the lease's guard."""
     pool = sql.find_first(Pool, "id = %s", lease.pool_id)
     assert pool is not None  # leases protect their pool
     config = {
@@ -46,18 +45,8 @@ def build_sandbox_request(lease: Lease, *, now: datetime) -> SandboxRequest:
         idle_after=lease.sleep_after,
         files={f"{WORKSPACE}/config.json": json.dumps(config, indent=2).encode()},
         skill=lease.environment_type_id,
-        policy=lambda: lease.environment_type.policy,
-        excludes=lambda: lease.environment_type.snapshot_excludes,
-        llm_limit=lambda: Lease.objects.values_list("llm_limit", flat=True).get(pk=lease.pk),
-        fence=partial(_lock_active_lease, lease.pk, now),
+        guard=LeaseGuard(lease.pk, now, check_budget=check_budget),
     )
-
-
-def _lock_active_lease(pk: UUID, now: datetime) -> None:
-    # Locked until the sandbox's row is there: whoever ends the lease then finds it, or else we find the lease ended. A lease is
-    # locked without its key: whoever writes an event of it, with its sandbox locked, must not wait for whoever wants both.
-    Lease.objects.select_for_update(no_key=True, of=("self",)).get(pk=pk)
-    leasing.require_active(pk, now=now)
 
 
 def exec_command(pk: UUID, command: Command, *, now: datetime, actor: str = "") -> tuple[Run, ExecResult]:
@@ -96,9 +85,8 @@ def mint_service_token(
     was written down. The sandbox is not touched, and so the lease is not renewed."""
     lease = leasing.require_active(pk, now=now)
     checkpoint("may mint", lease)
-    fence = partial(_lock_active_lease, pk, now)
     return signing.mint_service_token(
-        lease.agent_did, aud=aud, lxm=lxm, lifetime=lifetime, now=now, holder=pk, actor=actor, fence=fence
+        lease.agent_did, aud=aud, lxm=lxm, lifetime=lifetime, now=now, holder=pk, actor=actor, fence=LeaseGuard(pk, now).fence
     )
 
 
@@ -112,11 +100,9 @@ def call_with_lease(
     end of the grace: else it would never sleep while somebody looks at them over and over."""
     later = clock_from(now)
     lease = leasing.require_active(pk, now=now)
-    want, check_budget = build_sandbox_request(lease, now=now), partial(budgets.require_budget, pk, now=now)
     if spends:
-        check_budget()
-    else:
-        want = replace(want, check_budget=check_budget, check_may_run=partial(check_budget, after_grace=True))
+        budgets.require_budget(pk, now=now)
+    want = build_sandbox_request(lease, now=now, check_budget=not spends)
     try:
         answer = act(want, now)
     except SandboxLost:

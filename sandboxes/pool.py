@@ -5,11 +5,10 @@ half done has a deadline, after which sweeps.py takes the next step."""
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from decimal import Decimal
-from types import NoneType
 
 import structlog
 from django.conf import settings
@@ -29,6 +28,7 @@ from sandboxes.errors import (
     SandboxNotHeld,
     SandboxNotReady,
 )
+from sandboxes.guard import OPEN_GUARD, Guard, HolderTerms
 from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
 from sandboxes.models import ALIVE_STATES, GONE_STATES, Policy, Pool, Quota, Sandbox
 from sandboxes.providers.base import Provider, ProviderError, SandboxSpec
@@ -52,13 +52,8 @@ class SandboxRequest:
     idle_after: timedelta
     files: Mapping[str, bytes] = field(default_factory=dict)  # absolute path in the sandbox -> content
     skill: str = ""  # what /data/skills has to have for it, if the image has it
-    excludes: Callable[[], Sequence[str]] = tuple  # what snapshots of its workspace leave out
-    llm_limit: Callable[[], Decimal | None] = NoneType  # USD that its model calls may cost; asked once the fence has held
-    policy: Callable[[], Policy | None] = NoneType  # what its sandbox may do beyond the rest
-    memory_mib: int | None = None  # None: what its pool gives
-    fence: Callable[[], object] = bool  # called in the transaction that takes a place; raises if the holder may not
-    check_budget: Callable[[], object] = bool  # called before a sandbox is started or woken; raises if it may not be now
-    check_may_run: Callable[[], object] = bool  # called before anything runs in it; raises if nothing may any more
+    memory_mib: int | None = None  # None: the pool's default
+    guard: Guard = OPEN_GUARD
 
 
 class _PoolFull(Exception):
@@ -82,7 +77,7 @@ def ensure_running(want: SandboxRequest, *, now: datetime, actor: str = "") -> S
     while True:
         sandbox = find_by_holder(want.holder)
         if sandbox is None or sandbox.state == COLD:
-            want.check_budget()
+            want.guard.check_affordable()
         if sandbox is None:
             if claimed := claim_warm(want, now=later(), actor=actor):
                 return claimed
@@ -106,12 +101,12 @@ def claim_warm(want: SandboxRequest, *, now: datetime, actor: str = "") -> Sandb
         return None  # what is ready was started with the pool's
     if not want.pool.warm_target or workspace.find_latest(want.holder):
         return None  # whoever has something stored gets a sandbox with that in it
-    policy = _resolve_policy(want)
-    if policy and policy.writable_root:
-        return None  # those that were started ahead of demand are sealed
     try:
         with transaction.atomic(durable=True):
-            want.fence()
+            terms = want.guard.fence()
+            policy = _resolve_policy(terms)
+            if policy and policy.writable_root:
+                return None  # those that were started ahead of demand are sealed
             # tier 1 is warm: so an index has them in this order, however many there are
             ready_made = find_unclaimed(want.pool).filter(tier=1, pool__draining=False).order_by("last_used_at")
             free = ready_made.select_for_update(skip_locked=True, of=("self",))
@@ -123,7 +118,7 @@ def claim_warm(want: SandboxRequest, *, now: datetime, actor: str = "") -> Sandb
                 pk, WARM, WARM, now=now, reason="claimed", actor=actor, guard=Q(holder__isnull=True),
                 holder=want.holder, agent_did=want.agent_did, environment_id=want.environment_id,
                 idle_after=want.idle_after, last_used_at=now, idle_at=now + want.idle_after, prepared=False,
-                excludes=[*want.excludes()], llm_limit=want.llm_limit(), policy=policy,
+                excludes=[*terms.excludes], llm_limit=terms.llm_limit, policy=policy,
             )  # fmt: skip
             if not claimed:
                 transaction.set_rollback(True)  # the quota was taken
@@ -155,12 +150,11 @@ def reserve_place(want: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
 def _insert_reservation(want: SandboxRequest, *, now: datetime, actor: str) -> Sandbox:
     sandbox = _build_sandbox(want.pool, now=now)
     sandbox.holder, sandbox.agent_did, sandbox.environment_id = want.holder, want.agent_did, want.environment_id
-    sandbox.idle_after, sandbox.excludes = want.idle_after, [*want.excludes()]
-    sandbox.policy = _resolve_policy(want)
+    sandbox.idle_after = want.idle_after
     sandbox.memory_mib = want.memory_mib or want.pool.memory_mib
     with transaction.atomic(durable=True):
-        want.fence()
-        sandbox.llm_limit = want.llm_limit()
+        terms = want.guard.fence()
+        sandbox.excludes, sandbox.llm_limit, sandbox.policy = [*terms.excludes], terms.llm_limit, _resolve_policy(terms)
         insert_warming(sandbox, now=now, reason="needed", actor=actor)
         _take_quota(want)
         if not take_place(want.pool):
@@ -170,10 +164,9 @@ def _insert_reservation(want: SandboxRequest, *, now: datetime, actor: str) -> S
     return sandbox
 
 
-def _resolve_policy(want: SandboxRequest) -> Policy | None:
-    """The one that loosens nothing is none: so each sandbox has one way to say that it is sealed."""
-    policy = want.policy()
-    return None if policy is None or policy.built_in else policy
+def _resolve_policy(terms: HolderTerms) -> Policy | None:
+    """Return the policy to store. The built-in policy is stored as None, so that "sealed" has one representation."""
+    return None if terms.policy is None or terms.policy.built_in else terms.policy
 
 
 def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:

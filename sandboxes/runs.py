@@ -71,7 +71,7 @@ def run_operation(
     """Like exec_in for any one act, a file operation say: it has a Run, so nothing evicts the sandbox under it."""
     later = clock_from(now)
     while True:
-        want.check_may_run()
+        want.guard.check_proceed()
         sandbox = pool.ensure_running(want, now=later(), actor=actor)
         run = open_run(sandbox, command, now=later(), actor=actor)
         if run:

@@ -179,7 +179,7 @@ def _promote_snapshot(
 
 def _is_cold(want: SandboxRequest) -> bool:
     """Is nothing alive of this holder? It stays so until the transaction ends: its lease and its sandbox are locked."""
-    want.fence()
+    want.guard.fence()
     mine = (
         Sandbox.objects.select_for_update(no_key=True, of=("self",)).filter(holder=want.holder).exclude(state__in=GONE_STATES)
     )

@@ -1,7 +1,8 @@
 """What a lease lets its agent do: run commands and touch files in its sandbox. Each act renews the lease."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import TypeVar
 from uuid import UUID
@@ -53,29 +54,27 @@ def exec_command(pk: UUID, command: Command, *, now: datetime, actor: str = "") 
     """Run a command for a lease: its sandbox is started or woken first, and the lease renewed after.
 
     LeaseEnded when the lease is over, also when it ended while the command ran."""
-
-    def act(want: SandboxRequest, at: datetime) -> tuple[Run, ExecResult]:
-        return runs.exec_in_sandbox(want, command, now=at, actor=actor)
-
-    return call_with_lease(pk, act, now=now, actor=actor, spends=True)
+    with use_lease(pk, now=now, spends=True) as request:
+        return runs.exec_in_sandbox(request, command, now=now, actor=actor)
 
 
 def call_in_sandbox(
     pk: UUID, command: Command, act: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str = ""
 ) -> tuple[Run, T]:
-    """Like exec_in, for an act that is no command: a file is read, a turn is played."""
-
-    def within(want: SandboxRequest, at: datetime) -> tuple[Run, T]:
-        return runs.run_operation(want, command, act, now=at, actor=actor)
-
-    return call_with_lease(pk, within, now=now, actor=actor, spends=command.kind != "file")
+    """Like exec_command, for an operation that is no command, such as a change of files."""
+    with (
+        use_lease(pk, now=now, spends=command.kind != "file") as request,
+        runs.operation(request, command, now=now, actor=actor) as opened,
+    ):
+        answer = act(opened.provider, opened.sandbox)
+        opened.result = answer if isinstance(answer, ExecResult) else None
+    return opened.run, answer
 
 
 def ensure_sandbox_ready(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox:
     """The lease's sandbox, ready to run in."""
-    return call_with_lease(
-        pk, lambda want, at: pools.ensure_running(want, now=at, actor=actor), now=now, actor=actor, spends=True
-    )
+    with use_lease(pk, now=now, spends=True) as request:
+        return pools.ensure_running(request, now=now, actor=actor)
 
 
 def mint_service_token(
@@ -90,28 +89,26 @@ def mint_service_token(
     )
 
 
-def call_with_lease(
-    pk: UUID, act: Callable[[SandboxRequest, datetime], T], *, now: datetime, actor: str, spends: bool = False
-) -> T:
-    """What `act` answers for an active lease, which is renewed after. LeaseEnded, also if it ended meanwhile.
+@contextmanager
+def use_lease(pk: UUID, *, now: datetime, spends: bool = False) -> Iterator[SandboxRequest]:
+    """Yield the sandbox request of an active lease, and renew the lease after the body of the `with`.
 
-    BudgetExhausted for what would start a sandbox while a budget of the lease is spent; where it `spends`, also for what
-    would run in the one that it has. What does not spend and runs in it, as whatever touches its files does, may until the
-    end of the grace: else it would never sleep while somebody looks at them over and over."""
-    later = clock_from(now)
+    Raises LeaseEnded, also if the lease ended during the body. A sandbox that was lost during the body ends the lease.
+    BudgetExhausted is raised when a budget of the lease is spent: if `spends`, before the body; otherwise only when the body
+    starts or wakes a sandbox, or runs something in one after the budget's grace period. Without that second limit, repeated
+    file operations would keep a sandbox alive for ever."""
+    clock = clock_from(now)
     lease = leasing.require_active(pk, now=now)
     if spends:
         budgets.require_budget(pk, now=now)
-    want = build_sandbox_request(lease, now=now, check_budget=not spends)
     try:
-        answer = act(want, now)
+        yield build_sandbox_request(lease, now=now, check_budget=not spends)
     except SandboxLost:
-        leasing.require_active(pk, now=later())  # it may be gone because the lease ended: then that is the answer
+        leasing.require_active(pk, now=clock())  # the end of the lease may be why the sandbox is gone: report that instead
         with transaction.atomic():
-            leasing.end(pk, reason="lost", now=later(), actor="provider")
+            leasing.end(pk, reason="lost", now=clock(), actor="provider")
         raise leasing.build_ended_error(Lease.objects.get(pk=pk), "lost") from None
     except SandboxError:
-        leasing.require_active(pk, now=later())
+        leasing.require_active(pk, now=clock())
         raise
-    leasing.renew(lease, now=later())
-    return answer
+    leasing.renew(lease, now=clock())

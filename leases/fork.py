@@ -14,7 +14,6 @@ from sandboxes.db.clock import clock_from
 from sandboxes.errors import SnapshotNotFound
 from sandboxes.models import Snapshot
 from sandboxes.models.state import SnapshotKind
-from sandboxes.pool import SandboxRequest
 from sandboxes.state import workspace
 
 FORKED_EVENT = "forked"  # the kind of an event, of both leases
@@ -71,11 +70,8 @@ def _find_or_take_source(lease: Lease, *, now: datetime, actor: str) -> tuple[Sn
         if newest is None:
             raise SnapshotNotFound("The lease has ended, and no copy of its workspace is kept.")
         return newest, False
-
-    def act(want: SandboxRequest, at: datetime) -> tuple[Snapshot, bool]:
-        return snapshots.capture_current(want, now=at, actor=actor)
-
-    return execution.call_with_lease(lease.pk, act, now=now, actor=actor)
+    with execution.use_lease(lease.pk, now=now) as request:
+        return snapshots.capture_current(request, now=now, actor=actor)
 
 
 def _require_forked_from(held: Lease, lease: Lease, snapshot: UUID | None) -> None:

@@ -9,9 +9,9 @@ import structlog
 
 from sandboxes import runs, snapshots
 from sandboxes.errors import StoreUnavailable
-from sandboxes.models import ALIVE_STATES, Sandbox
+from sandboxes.models import ALIVE_STATES
 from sandboxes.pool import SandboxRequest
-from sandboxes.providers.base import WORKSPACE, Provider
+from sandboxes.providers.base import WORKSPACE
 from sandboxes.runs import Command
 from sandboxes.state import file_reader
 from sandboxes.state.file_reader import FileTree, LiveFiles, Unreadable
@@ -38,12 +38,8 @@ def read_files(
             log.info("woken to be read", agent=want.agent_did, holder=str(want.holder), reason=str(why))
         except StoreError as failed:
             raise StoreUnavailable(f"What is stored cannot be read now: {failed}") from failed
-
-    def alive(provider: Provider, sandbox: Sandbox) -> T:
-        return act(LiveFiles(provider, sandbox.ref, root))
-
-    _, found = runs.run_operation(want, command, alive, now=now, actor=actor)
-    return found, SOURCE_SANDBOX
+    with runs.operation(want, command, now=now, actor=actor) as opened:
+        return act(LiveFiles(opened.provider, opened.sandbox.ref, root)), SOURCE_SANDBOX
 
 
 def _open_stored_files(want: SandboxRequest, root: str, *, now: datetime) -> AbstractContextManager[FileTree]:

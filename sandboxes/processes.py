@@ -13,7 +13,7 @@ from django.db import transaction
 from django.db.models import QuerySet
 
 from sandboxes import providers, runs
-from sandboxes.db.clock import clock_from
+from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import ProcessOutputGone, ProviderCallFailed, SandboxBusy, SandboxNotHeld, TooManyProcesses
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import ALIVE_STATES, Run, RunOutcome, Sandbox, SandboxState
@@ -21,7 +21,7 @@ from sandboxes.models.processes import Process, ProcessStatus
 from sandboxes.pool import SandboxRequest
 from sandboxes.providers.base import WORKSPACE, Missing, ProcessOutput, ProcessState, Provider, ProviderError, Rejected
 from sandboxes.providers.launcher import LAUNCH_TIMEOUT
-from sandboxes.runs import Command
+from sandboxes.runs import Command, Operation
 from sandboxes.sweeps import PASS_TIME_LIMIT, SweepResult
 
 MAX_PROCESSES = 16  # in one sandbox at once
@@ -46,25 +46,27 @@ def start_process(want: SandboxRequest, launch: ProcessSpec, *, now: datetime, a
 
     It is a Run of kind "process" that ends once the program has begun, so nothing takes the sandbox away meanwhile, and
     if whoever starts it dies, the program is killed with that Run. TooManyProcesses, and whatever an exec raises."""
-    later = clock_from(now)
-
-    def act(provider: Provider, sandbox: Sandbox) -> Process:
-        runs.require_workspace_space(provider, sandbox, now=later())
-        process = _insert_process(sandbox, launch, now=later())
-        checkpoint("process noted", process)
-        try:
-            state = provider.start(sandbox.ref, list(launch.argv), env=launch.env, cwd=launch.cwd, mark=str(process.pk))
-        except Rejected as refused:
-            _close_process(process, ProcessStatus.FAILED, now=later(), note=str(refused)[:500])
-            raise
-        checkpoint("process started", process)
-        if not state.running:
-            _close_process(process, ProcessStatus.EXITED, now=later(), exit_code=state.exit_code)
-        return process
-
+    clock = clock_from(now)
     command = Command(launch.argv, START_TIMEOUT, launch.env, launch.cwd, kind="process", run_id=launch.process_id)
-    _, process = runs.run_operation(want, command, act, now=now, actor=actor)
-    return Process.objects.get(pk=process.pk)
+    with runs.operation(want, command, now=now, actor=actor) as opened:
+        runs.require_workspace_space(opened.provider, opened.sandbox, now=clock())
+        process = _insert_process(opened.sandbox, launch, now=clock())
+        checkpoint("process noted", process)
+        _launch(process, launch, opened, clock)
+    return Process.objects.get(pk=launch.process_id)
+
+
+def _launch(process: Process, launch: ProcessSpec, opened: Operation, clock: Clock) -> None:
+    try:
+        state = opened.provider.start(
+            opened.sandbox.ref, list(launch.argv), env=launch.env, cwd=launch.cwd, mark=str(process.pk)
+        )
+    except Rejected as refused:
+        _close_process(process, ProcessStatus.FAILED, now=clock(), note=str(refused)[:500])
+        raise
+    checkpoint("process started", process)
+    if not state.running:
+        _close_process(process, ProcessStatus.EXITED, now=clock(), exit_code=state.exit_code)
 
 
 def _insert_process(sandbox: Sandbox, launch: ProcessSpec, *, now: datetime) -> Process:

@@ -12,14 +12,13 @@ from django.conf import settings
 from django.db import transaction
 
 from sandboxes import eviction, pool, runs
-from sandboxes.db.clock import clock_from
+from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import SandboxBusy, SandboxLost, SandboxNotHeld, SnapshotNotFound, StoreUnavailable
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, checkpoint
 from sandboxes.models import ALIVE_STATES, GONE_STATES, Sandbox, SandboxState
 from sandboxes.models.state import Snapshot, SnapshotKind
 from sandboxes.pool import SandboxRequest
-from sandboxes.providers.base import Provider
-from sandboxes.runs import Command
+from sandboxes.runs import Command, Operation
 from sandboxes.state import workspace
 
 MAX_ATTEMPTS = 5  # with others who wake it, or put it to sleep, in between
@@ -123,27 +122,28 @@ def wait_until_settled(holder: UUID, *, now: datetime) -> Sandbox | None:
 
 def _snapshot_alive(want: SandboxRequest, name: str, *, now: datetime, actor: str, record: SnapshotCallback) -> Snapshot:
     """Store what is alive."""
-    later = clock_from(now)
-
-    def store(provider: Provider, sandbox: Sandbox) -> Snapshot:
-        snapshot = workspace.persist(sandbox, provider, kind=SnapshotKind.ASKED, name=name, now=later())
-        checkpoint("snapshot stored", snapshot)
-        with transaction.atomic(durable=True):
-            # Locked until the row is there: nobody puts it to sleep, or gives it up, in between.
-            mine = Sandbox.objects.select_for_update(no_key=True, of=("self",)).filter(
-                pk=sandbox.pk, holder=want.holder, incarnation=sandbox.incarnation, state__in=ALIVE_STATES
-            )
-            if mine.values_list("pk", flat=True).first() is None:
-                raise SandboxNotHeld()
-            snapshot.save(force_insert=True)
-            record(snapshot)
-        checkpoint("snapshot saved", snapshot)
-        return snapshot
-
-    # As long as an eviction may take: it does the same.
+    clock = clock_from(now)
+    # As long as an eviction may take, which does the same.
     argv = ["snapshot", name] if name else ["snapshot"]
     command = Command(argv=argv, timeout=eviction.EVICTION_TIMEOUT, kind="file", needs_data=False)
-    _, snapshot = runs.run_operation(want, command, store, now=now, actor=actor)
+    with runs.operation(want, command, now=now, actor=actor) as opened:
+        return _store_workspace(opened, name, clock, record=record)
+
+
+def _store_workspace(opened: Operation, name: str, clock: Clock, *, record: SnapshotCallback) -> Snapshot:
+    sandbox = opened.sandbox
+    snapshot = workspace.persist(sandbox, opened.provider, kind=SnapshotKind.ASKED, name=name, now=clock())
+    checkpoint("snapshot stored", snapshot)
+    with transaction.atomic(durable=True):
+        # Locked until the row is there: nobody puts it to sleep, or gives it up, in between.
+        alive = Sandbox.objects.select_for_update(no_key=True, of=("self",)).filter(
+            pk=sandbox.pk, holder=sandbox.holder, incarnation=sandbox.incarnation, state__in=ALIVE_STATES
+        )
+        if alive.values_list("pk", flat=True).first() is None:
+            raise SandboxNotHeld()
+        snapshot.save(force_insert=True)
+        record(snapshot)
+    checkpoint("snapshot saved", snapshot)
     return snapshot
 
 

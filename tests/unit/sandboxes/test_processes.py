@@ -28,9 +28,8 @@ WATCHER = ProcessSpec(["sh", "-c", "echo connected; sleep 300"], {"TOKEN": "s3cr
 
 def start(lease: Lease, launch: ProcessSpec | None = None, *, now: datetime = NOW) -> Process:
     launch = launch or ProcessSpec(WATCHER.argv, WATCHER.env, name=WATCHER.name)
-    return execution.call_with_lease(
-        lease.pk, lambda want, at: processes.start_process(want, launch, now=at), now=now, actor=""
-    )
+    with execution.use_lease(lease.pk, now=now) as request:
+        return processes.start_process(request, launch, now=now)
 
 
 def die() -> None:

@@ -15,8 +15,7 @@ from sandboxes.db.clock import clock_from
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, WARMING, checkpoint
 from sandboxes.models import GONE_STATES, Run, Sandbox
 from sandboxes.providers.base import ProviderError
-from sandboxes.sweeps import PASS_TIME_LIMIT as LONGEST
-from sandboxes.sweeps import SweepResult
+from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
 END_REASON = "budget"
@@ -36,7 +35,7 @@ def enforce_budgets(*, now: datetime) -> SweepResult:
         except Exception as failed:  # one budget must not keep the others from being enforced
             log.exception("budget not settled", budget=number)
             swept.failures.append(f"budget {number}: {failed}")
-    until = later() + LONGEST  # from here on: many budgets take long, and must not keep leases from being ended
+    until = later() + PASS_TIME_LIMIT  # from here on: many budgets take long, and must not keep leases from being ended
     for pk, budget in find_leases_over_budget(now=now).items():
         if later() > until:
             break

@@ -22,7 +22,7 @@ from sandboxes.pool import SandboxRequest
 from sandboxes.providers.base import WORKSPACE, Missing, ProcessOutput, ProcessState, Provider, ProviderError, Rejected
 from sandboxes.providers.launcher import LAUNCH_TIMEOUT
 from sandboxes.runs import Command, Operation
-from sandboxes.sweeps import PASS_TIME_LIMIT, SweepResult
+from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 MAX_PROCESSES = 16  # in one sandbox at once
 START_TIMEOUT = LAUNCH_TIMEOUT + runs.KILL_GRACE

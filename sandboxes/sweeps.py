@@ -1,8 +1,7 @@
 """Scheduled passes over rows. Each takes the time and says what it did; each may run twice, and beside any other."""
 
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 
 import structlog
@@ -16,33 +15,15 @@ from sandboxes.db.clock import clock_from, compute_backoff
 from sandboxes.egress import nginx
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, WARMING, advance, advance_many
-from sandboxes.models import ALIVE_STATES, IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, SandboxState, Snapshot, Sweep
+from sandboxes.models import ALIVE_STATES, IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, SandboxState, Snapshot
 from sandboxes.providers.base import Missing, ProviderError, ProviderSandbox
 from sandboxes.state import workspace
+from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 from sandboxes.usage import readings
 
 log = structlog.get_logger(__name__)
 COUNTERS_CORRECTED = "counters set right"  # what a recount notes, and health reads
 MAX_WARM_FAILURES = 3  # in a row, before a pool stops warming up for a while
-PASS_TIME_LIMIT = timedelta(seconds=60)  # of one pass that waits for providers: a worker busy for longer gives no heartbeat
-
-
-@dataclass
-class SweepResult:
-    """What one pass did: counts by what happened, and one line for each row that failed."""
-
-    counts: dict[str, int] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
-
-    def note(self, what: str, times: int = 1) -> None:
-        if times:
-            self.counts[what] = self.counts.get(what, 0) + times
-
-    def __str__(self) -> str:
-        said = [f"{times} {what}" for what, times in self.counts.items()]
-        if self.failures:
-            said.append(f"{len(self.failures)} failed")
-        return ", ".join(said) or "nothing to do"
 
 
 def destroy_due(*, now: datetime, limit: int = 200) -> SweepResult:
@@ -392,24 +373,6 @@ def find_unmeasured() -> QuerySet[Sandbox]:
     stale = Q(measured_at__isnull=True) | Q(measured_at__lt=F("last_used_at"))
     used = Sandbox.objects.filter(stale, tier=2, lost_at__isnull=True).select_related("pool")
     return used.order_by(F("measured_at").asc(nulls_first=True))
-
-
-def run_recorded(name: str, sweep: Callable[[], SweepResult], *, now: datetime, every: timedelta) -> SweepResult:
-    """Run a sweep and leave a row that says when it last succeeded, which is what health reads."""
-    row, _ = Sweep.objects.get_or_create(name=name, defaults={"every": every})
-    later = clock_from(now)
-    Sweep.objects.filter(pk=row.pk).update(started_at=now, every=every)
-    try:
-        swept = sweep()
-    except Exception as failed:
-        Sweep.objects.filter(pk=row.pk).update(last_error=f"{type(failed).__name__}: {failed}"[:2000])
-        raise
-    Sweep.objects.filter(pk=row.pk).update(
-        succeeded_at=now, took=later() - now, counts=swept.counts, last_error="\n".join(swept.failures)[:2000]
-    )
-    if swept.counts or swept.failures:
-        log.info("sweep", sweep=name, **swept.counts, failed=len(swept.failures))
-    return swept
 
 
 def release_instance(instance: str, *, now: datetime) -> int:

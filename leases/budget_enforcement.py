@@ -13,7 +13,7 @@ from leases.models import Lease, LeaseStatus
 from sandboxes import eviction, pool, runs
 from sandboxes.db.clock import clock_from
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, WARMING, checkpoint
-from sandboxes.models import GONE_STATES, Run, Sandbox
+from sandboxes.models import GONE_STATES, Run, Sandbox, TransitionReason
 from sandboxes.providers.base import ProviderError
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
@@ -78,7 +78,7 @@ def _enforce_on_lease(pk: UUID, *, now: datetime) -> str:
                 return "sandboxes running on"
             _kill_runs(sandbox, now=now)
             checkpoint("budget stopped", sandbox)
-        if not eviction.evict(sandbox.pk, now=later(), reason="its budget is spent", actor="sweep"):
+        if not eviction.evict(sandbox.pk, now=later(), code=TransitionReason.BUDGET, actor="sweep"):
             return "sandboxes not stored yet"
         checkpoint("budget stored", sandbox)
     return "leases ended" if _end_lease(pk, budget, now=later()) else "lost race"

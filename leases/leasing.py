@@ -186,7 +186,7 @@ def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", why: str = "")
     From here on nothing can be done for this lease; the sandbox is destroyed by the next sweep, which is woken."""
     with transaction.atomic():
         ended_now = Lease.objects.filter(pk=pk, status=LeaseStatus.ACTIVE).update(
-            status=LeaseStatus.EXPIRED, ended_at=now, end_reason=reason
+            status=LeaseStatus.EXPIRED, ended_at=now, end_reason=reason, end_detail=why[:500]
         )
         if not ended_now:
             return False

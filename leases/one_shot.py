@@ -152,12 +152,11 @@ def load_result(lease: Lease) -> OneShotResult:
     """What the rows say of a run: its output as far as it is kept with the Run."""
     run = Run.objects.filter(pk=lease.pk).first()
     over = lease.status != LeaseStatus.ACTIVE
-    told = lease.events.filter(kind="ended").first() if over else None
     known = OneShotResult(
         run_id=lease.pk,
         lease_id=lease.pk,
         outcome=determine_outcome(run, lease.end_reason) if over else None,
-        note=told.reason.partition(": ")[2] if told else "",
+        note=lease.end_detail,
         cleaned_up=lease.status == LeaseStatus.DESTROYED,
     )
     if run is None:

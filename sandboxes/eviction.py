@@ -13,8 +13,19 @@ from django.db.models.functions import Greatest
 
 from sandboxes import providers
 from sandboxes.db.clock import Clock, clock_from, compute_backoff, format_timestamp
-from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, advance, checkpoint
-from sandboxes.models import GONE_STATES, Pool, Quota, Run, RunOutcome, Sandbox, SandboxState, Snapshot, processes
+from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EDGES, EVICTING, WAITING, WARM, advance, checkpoint
+from sandboxes.models import (
+    GONE_STATES,
+    Pool,
+    Quota,
+    Run,
+    RunOutcome,
+    Sandbox,
+    SandboxState,
+    Snapshot,
+    TransitionReason,
+    processes,
+)
 from sandboxes.models.state import SnapshotKind
 from sandboxes.models.webhooks import EventType
 from sandboxes.providers.base import WORKSPACE, Missing, Provider, ProviderError
@@ -38,7 +49,15 @@ SANDBOX_COUNTER_FIELDS = (
 # --- sleeping ---------------------------------------------------------------------------------------------------------
 
 
-def evict(pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", guard: Q | None = None) -> bool:
+def evict(
+    pk: uuid.UUID,
+    *,
+    now: datetime,
+    code: TransitionReason = TransitionReason.IDLE,
+    reason: str = "",
+    actor: str = "",
+    guard: Q | None = None,
+) -> bool:
     """Put one sandbox to sleep: store its state, then destroy its process. True if it is cold now.
 
     Only `warm` and `waiting` sleep: one with an open Run is `running`, and the UPDATE that claims says so. `guard` is
@@ -48,7 +67,7 @@ def evict(pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", guard: 
     held = Q(holder__isnull=False, incarnation=sandbox.incarnation, lost_at__isnull=True)
     for was in (WAITING, WARM):
         if advance(
-            pk, was, EVICTING, now=now, reason=reason, actor=actor, guard=held & (guard or Q()),
+            pk, was, EVICTING, now=now, code=code, reason=reason, actor=actor, guard=held & (guard or Q()),
             claim=token, claimed_by=settings.INSTANCE, deadline_at=now + EVICTION_TIMEOUT, idle_at=None,
         ):  # fmt: skip
             return finish_eviction(pk, token, now=now, actor=actor)
@@ -86,7 +105,8 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
         tries = sandbox.tries + 1
         log.error("state not stored", sandbox=str(pk), tries=tries, error=str(failed))
         advance(
-            pk, EVICTING, WAITING, now=later(), reason=f"its state could not be stored: {failed}", actor=actor, guard=mine,
+            pk, EVICTING, WAITING, now=later(), actor=actor, guard=mine,
+            code=TransitionReason.PERSIST_FAILED, reason=f"state could not be stored: {failed}",
             claim=None, deadline_at=None, tries=tries, last_error=f"Its state could not be stored: {failed}"[:2000],
             idle_at=later() + compute_backoff(tries, first=timedelta(minutes=1)),
         )  # fmt: skip
@@ -102,7 +122,7 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
     mounts.detach(pk)
     checkpoint("process gone", sandbox)
     slept = advance(
-        pk, EVICTING, COLD, now=later(), reason="stored", actor=actor, guard=mine,
+        pk, EVICTING, COLD, now=later(), code=TransitionReason.PERSISTED, actor=actor, guard=mine,
         claim=None, deadline_at=None, tries=0, last_error="", slept=F("slept") + 1,
     )  # fmt: skip
     if slept:
@@ -157,18 +177,20 @@ def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") ->
     victim = find_victim(pool, agent_did=agent_did, now=now)
     if victim is None:
         return False
-    why = f"its place was needed by {agent_did}"
+    code, why = TransitionReason.CAPACITY, f"place needed by {agent_did}"
     if victim.holder is None:
         unused = Q(state=WARM, holder__isnull=True)
         with transaction.atomic():
-            taken = schedule_destroy(victim.pk, now=later(), reason=why, actor=actor, guard=unused)
+            taken = schedule_destroy(victim.pk, now=later(), code=code, reason=why, actor=actor, guard=unused)
             if taken:
                 Pool.objects.filter(pk=pool.pk).update(evicted_warm=F("evicted_warm") + 1)
         if taken:
             log.info("evict", sandbox=str(victim.pk), tier="warm", agent="")
             destroy(victim.pk, now=later(), actor=actor)
         return True
-    if victim.state != COLD and not evict(victim.pk, now=later(), reason=why, actor=actor, guard=Q(state=victim.state)):
+    if victim.state != COLD and not evict(
+        victim.pk, now=later(), code=code, reason=why, actor=actor, guard=Q(state=victim.state)
+    ):
         return True  # it runs again, or could not be stored and is no candidate for a while: look for another
     release_cold(victim.pk, now=later(), reason=why, actor=actor, for_agent=agent_did, tier=victim.state)
     return True
@@ -188,18 +210,33 @@ def find_victim(pool: Pool, *, agent_did: str, now: datetime) -> Sandbox | None:
 
 
 def release_cold(
-    pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", for_agent: str = "", tier: str = "", guard: Q | None = None
+    pk: uuid.UUID,
+    *,
+    now: datetime,
+    reason: str = "",
+    actor: str = "",
+    for_agent: str = "",
+    tier: str = "",
+    guard: Q | None = None,
 ) -> bool:
     """Give up the place of a sandbox that sleeps: its row ends, its stored copy stays for the next use by its holder.
 
     `tier` is what it was when its place was wanted, which is how the pool counts the eviction. False if it woke
     meanwhile, or if that would take a guaranteed place for somebody else's sake."""
     sandbox = Sandbox.objects.get(pk=pk)
+    code = TransitionReason.CAPACITY if for_agent else TransitionReason.COLD_TTL
     with transaction.atomic():
         gone = advance(
-            pk, COLD, DESTROYING, now=now, reason=reason, actor=actor, guard=guard, deadline_at=now, claim=None
+            pk, COLD, DESTROYING, now=now, code=code, reason=reason, actor=actor, guard=guard, deadline_at=now, claim=None
         ) and advance(
-            pk, DESTROYING, DESTROYED, now=now, reason="it had no process", actor=actor, destroyed_at=now, deadline_at=None
+            pk,
+            DESTROYING,
+            DESTROYED,
+            now=now,
+            code=TransitionReason.NO_PROCESS,
+            actor=actor,
+            destroyed_at=now,
+            deadline_at=None,
         )
         if gone and not _release_place(
             sandbox, protect_guaranteed=bool(for_agent) and for_agent != sandbox.agent_did, tier=tier
@@ -232,20 +269,31 @@ def _release_place(sandbox: Sandbox, *, protect_guaranteed: bool = False, tier: 
 
 
 def schedule_destroy(
-    pk: uuid.UUID, *, now: datetime, reason: str, actor: str = "", guard: Q | None = None, note: str = ""
+    pk: uuid.UUID,
+    *,
+    now: datetime,
+    code: TransitionReason,
+    reason: str = "",
+    actor: str = "",
+    guard: Q | None = None,
+    note: str = "",
 ) -> bool:
     """From any state to `destroying`, with its open Runs closed as lost. False if it was given up before, or the guard
     does not hold. The provider is not called: `destroy` or the next sweep does that."""
     while (state := Sandbox.objects.values_list("state", flat=True).get(pk=pk)) not in GONE_STATES:
+        if code not in EDGES[SandboxState(state), DESTROYING]:
+            return False
         if guard is not None and not Sandbox.objects.filter(guard, pk=pk).exists():
             return False
         with transaction.atomic():
             if advance(
-                pk, SandboxState(state), DESTROYING, now=now, reason=reason, actor=actor, guard=guard,
+                pk, SandboxState(state), DESTROYING, now=now, code=code, reason=reason, actor=actor, guard=guard,
                 claim=None, deadline_at=now, tries=0, idle_at=None,
             ):  # fmt: skip
                 Run.objects.filter(sandbox=pk, ended_at__isnull=True).update(
-                    ended_at=now, outcome=RunOutcome.LOST, note=(note or f"Its sandbox was given up: {reason}")[:500]
+                    ended_at=now,
+                    outcome=RunOutcome.LOST,
+                    note=(note or f"Its sandbox was given up: {reason or code.label}")[:500],
                 )
                 return True
     return False
@@ -254,7 +302,10 @@ def schedule_destroy(
 def schedule_destroy_by_holder(holder: uuid.UUID, *, now: datetime, reason: str, actor: str = "") -> bool:
     """Give up whatever this holder has. Called in the transaction that ends the lease: both happen, or neither."""
     pks = Sandbox.objects.filter(holder=holder).exclude(state__in=GONE_STATES).values_list("pk", flat=True)
-    return sum(schedule_destroy(pk, now=now, reason=reason, actor=actor) for pk in list(pks)) > 0
+    return (
+        sum(schedule_destroy(pk, now=now, code=TransitionReason.LEASE_ENDED, reason=reason, actor=actor) for pk in list(pks))
+        > 0
+    )
 
 
 def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
@@ -286,7 +337,7 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     moment = later()
     with transaction.atomic():
         gone = advance(
-            pk, DESTROYING, DESTROYED, now=moment, reason="confirmed gone", actor=actor,
+            pk, DESTROYING, DESTROYED, now=moment, code=TransitionReason.CONFIRMED_GONE, actor=actor,
             destroyed_at=moment, deadline_at=None, last_error="",
         )  # fmt: skip
         if gone:

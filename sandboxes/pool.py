@@ -30,7 +30,7 @@ from sandboxes.errors import (
 )
 from sandboxes.guard import OPEN_GUARD, Guard, HolderTerms
 from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
-from sandboxes.models import ALIVE_STATES, GONE_STATES, Policy, Pool, Quota, Sandbox
+from sandboxes.models import ALIVE_STATES, GONE_STATES, Policy, Pool, Quota, Sandbox, TransitionReason
 from sandboxes.providers.base import Provider, ProviderError, SandboxSpec
 from sandboxes.state import mounts, workspace
 from sandboxes.state.workspace import StateLost
@@ -115,7 +115,7 @@ def claim_warm(want: SandboxRequest, *, now: datetime, actor: str = "") -> Sandb
                 return None
             _take_quota(want)
             claimed = advance(
-                pk, WARM, WARM, now=now, reason="claimed", actor=actor, guard=Q(holder__isnull=True),
+                pk, WARM, WARM, now=now, code=TransitionReason.CLAIMED, actor=actor, guard=Q(holder__isnull=True),
                 holder=want.holder, agent_did=want.agent_did, environment_id=want.environment_id,
                 idle_after=want.idle_after, last_used_at=now, idle_at=now + want.idle_after, prepared=False,
                 excludes=[*terms.excludes], llm_limit=terms.llm_limit, policy=policy,
@@ -155,7 +155,7 @@ def _insert_reservation(want: SandboxRequest, *, now: datetime, actor: str) -> S
     with transaction.atomic(durable=True):
         terms = want.guard.fence()
         sandbox.excludes, sandbox.llm_limit, sandbox.policy = [*terms.excludes], terms.llm_limit, _resolve_policy(terms)
-        insert_warming(sandbox, now=now, reason="needed", actor=actor)
+        insert_warming(sandbox, now=now, code=TransitionReason.REQUESTED, actor=actor)
         _take_quota(want)
         if not take_place(want.pool):
             _refuse_if_draining(want.pool)
@@ -180,7 +180,7 @@ def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
             if find_unclaimed(locked).filter(state__in=(WARMING, WARM)).count() >= locked.warm_target or not take_place(locked):
                 return None
             sandbox.slot = slots.choose_free_slot()  # chosen anew: under the lock no other sweep of this pool chooses the same
-            insert_warming(sandbox, now=now, reason="warmed up ahead of demand", actor="sweep")
+            insert_warming(sandbox, now=now, code=TransitionReason.PREWARMED, actor="sweep")
     except IntegrityError:
         return None  # somebody else took its slot: the next sweep tries again
     checkpoint("reserved", sandbox)
@@ -260,10 +260,14 @@ def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: M
         source, prepared = _restore_state(sandbox, provider, files, now=later())
         checkpoint("prepared", sandbox)
     except StateLost as lost:
-        eviction.schedule_destroy(sandbox.pk, now=later(), reason=f"its stored state is lost: {lost}", actor=actor)
+        eviction.schedule_destroy(
+            sandbox.pk, now=later(), code=TransitionReason.STATE_LOST, reason=f"stored state is lost: {lost}", actor=actor
+        )
         raise SandboxLost(f"What was stored of this sandbox is gone: {lost}") from lost
     except (ProviderError, StoreError) as failed:
-        eviction.schedule_destroy(sandbox.pk, now=later(), reason=f"start failed: {failed}", actor=actor)
+        eviction.schedule_destroy(
+            sandbox.pk, now=later(), code=TransitionReason.START_FAILED, reason=f"start failed: {failed}", actor=actor
+        )
         log.warning("sandbox start failed", sandbox=str(sandbox.pk), error=str(failed))
         raise SandboxNotReady(f"The sandbox could not be started: {failed}") from failed
     mine = Q(claim=sandbox.claim, incarnation=sandbox.incarnation)
@@ -271,7 +275,8 @@ def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: M
     woken = sandbox.incarnation > 1 or source != "fresh"
     counted = {f"woken_{source}": F(f"woken_{source}") + 1} if woken else {}
     if not advance(
-        sandbox.pk, WARMING, WARM, now=moment, reason=f"ready, state: {source}" if woken else "ready", actor=actor, guard=mine,
+        sandbox.pk, WARMING, WARM, now=moment, actor=actor, guard=mine,
+        code=TransitionReason.READY, reason=f"ready, state: {source}" if woken else "",
         claim=None, deadline_at=None, tries=0, last_error="", source=source, prepared=prepared,
         idle_at=moment + sandbox.idle_after if sandbox.holder else None, **counted,
     ):  # fmt: skip
@@ -339,7 +344,7 @@ def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
         Sandbox.objects.filter(pk=sandbox.pk, slot=None).update(slot=(slot := slots.choose_free_slot()))
         sandbox.slot = slot
     if not advance(
-        sandbox.pk, COLD, WARMING, now=now, reason="woken", actor=actor, guard=same,
+        sandbox.pk, COLD, WARMING, now=now, code=TransitionReason.WOKEN, actor=actor, guard=same,
         incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,
         deadline_at=now + settings.SANDBOX_START_TIMEOUT, last_used_at=now,
     ):  # fmt: skip

@@ -15,7 +15,7 @@ from sandboxes import eviction, pool, runs
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import SandboxBusy, SandboxLost, SandboxNotHeld, SnapshotNotFound, StoreUnavailable
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, checkpoint
-from sandboxes.models import ALIVE_STATES, GONE_STATES, Sandbox, SandboxState
+from sandboxes.models import ALIVE_STATES, GONE_STATES, Sandbox, SandboxState, TransitionReason
 from sandboxes.models.state import Snapshot, SnapshotKind
 from sandboxes.pool import SandboxRequest
 from sandboxes.runs import Command, Operation
@@ -198,7 +198,7 @@ def _require_not_running(sandbox: Sandbox) -> None:
 
 def _evict(sandbox: Sandbox, *, now: datetime, actor: str) -> None:
     """Busy or StoreFailed if it does not sleep, and not because somebody else has put it to sleep."""
-    if eviction.evict(sandbox.pk, now=now, reason="an earlier copy is restored", actor=actor):
+    if eviction.evict(sandbox.pk, now=now, code=TransitionReason.RESTORE, actor=actor):
         return
     there = Sandbox.objects.get(pk=sandbox.pk)
     _require_not_running(there)

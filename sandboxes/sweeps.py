@@ -15,7 +15,7 @@ from sandboxes.db.clock import clock_from, compute_backoff
 from sandboxes.egress import nginx
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, WARMING, advance, advance_many
-from sandboxes.models import ALIVE_STATES, IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, SandboxState, Snapshot
+from sandboxes.models import ALIVE_STATES, IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, SandboxState, Snapshot, TransitionReason
 from sandboxes.providers.base import Missing, ProviderError, ProviderSandbox
 from sandboxes.state import workspace
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
@@ -68,7 +68,7 @@ def claim_idle(was: SandboxState, token: uuid.UUID, *, now: datetime, limit: int
     """Decide which idle sandboxes go to sleep: up to `limit` of them are `evicting` now, under this claim; how many."""
     return advance_many(
         find_idle(now=now).filter(state=was).order_by("idle_at")[:limit],
-        was, EVICTING, now=now, reason="idle", actor="sweep", claim=token,
+        was, EVICTING, now=now, code=TransitionReason.IDLE, actor="sweep", claim=token,
         claimed_by=settings.INSTANCE, deadline_at=now + eviction.EVICTION_TIMEOUT, idle_at=None,
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ def expire_cold(*, now: datetime, limit: int = 500) -> SweepResult:
     swept = SweepResult()
     for sandbox in find_expired_cold(now=now)[:limit]:
         same = Q(state_since=sandbox.state_since)
-        if eviction.release_cold(sandbox.pk, now=now, reason="cold for too long", actor="sweep", guard=same):
+        if eviction.release_cold(sandbox.pk, now=now, actor="sweep", guard=same):
             swept.note("cold dropped")
         else:
             swept.note("lost race")
@@ -122,7 +122,7 @@ def warm_pools(*, now: datetime) -> SweepResult:
         free = Q(state=WARM, holder__isnull=True)
         swept.note(
             "not wanted any more",
-            eviction.schedule_destroy(pk, now=now, reason="not wanted any more", actor="sweep", guard=free),
+            eviction.schedule_destroy(pk, now=now, code=TransitionReason.SURPLUS, actor="sweep", guard=free),
         )
     for one in Pool.objects.filter(warm_target__gt=0, draining=False):
         while later() <= now + PASS_TIME_LIMIT:
@@ -181,7 +181,9 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
             swept.failures.append(f"run {run.pk}: {failed}")
     for sandbox in find_overdue_starts(now=now)[:limit]:
         same = {"claim": sandbox.claim, "deadline_at": sandbox.deadline_at}
-        gone = eviction.schedule_destroy(sandbox.pk, now=now, reason="stalled while starting", actor="sweep", guard=Q(**same))
+        gone = eviction.schedule_destroy(
+            sandbox.pk, now=now, code=TransitionReason.START_STALLED, actor="sweep", guard=Q(**same)
+        )
         swept.note("starts given up" if gone else "lost race")
     for sandbox in find_overdue_evictions(now=now)[:limit]:
         _resume_eviction(sandbox, swept, now=now)
@@ -192,7 +194,12 @@ def _resume_eviction(sandbox: Sandbox, swept: SweepResult, *, now: datetime) -> 
     same = Q(claim=sandbox.claim, deadline_at=sandbox.deadline_at)
     if sandbox.tries >= settings.DESTROY_TRIES:  # its state is stored; what does not go is a matter for the quarantine
         eviction.schedule_destroy(
-            sandbox.pk, now=now, reason=f"it does not go: {sandbox.last_error}", actor="sweep", guard=same
+            sandbox.pk,
+            now=now,
+            code=TransitionReason.EVICTION_STALLED,
+            reason=f"process could not be destroyed: {sandbox.last_error}",
+            actor="sweep",
+            guard=same,
         )
         swept.note("evictions given up")
         return
@@ -295,14 +302,15 @@ def _mark_missing(sandbox: Sandbox, why: str, *, now: datetime) -> str:
     """A row whose sandbox is not there: what became of it."""
     same = Q(incarnation=sandbox.incarnation)
     if sandbox.holder is None:
-        gone = eviction.schedule_destroy(sandbox.pk, now=now, reason="the provider has lost it", actor="sweep", guard=same)
+        gone = eviction.schedule_destroy(sandbox.pk, now=now, code=TransitionReason.PROVIDER_LOST, actor="sweep", guard=same)
         return "unclaimed dropped" if gone else "lost race"
     if sandbox.state == WARM:  # nothing unsaved was in it: the next use wakes it from what is stored, if anything is
         cold_now = advance(
-            sandbox.pk, WARM, EVICTING, now=now, reason="the provider has lost it", actor="sweep", guard=same,
+            sandbox.pk, WARM, EVICTING, now=now, code=TransitionReason.PROVIDER_LOST, actor="sweep", guard=same,
             claim=uuid.uuid4(), deadline_at=now, idle_at=None,
         ) and advance(
-            sandbox.pk, EVICTING, COLD, now=now, reason="nothing unsaved was in it", actor="sweep", claim=None, deadline_at=None
+            sandbox.pk, EVICTING, COLD, now=now, code=TransitionReason.NOTHING_UNSAVED, actor="sweep",
+            claim=None, deadline_at=None,
         )  # fmt: skip
         return "found cold" if cold_now else "lost race"
     return "lost" if eviction.mark_lost(sandbox, why, now=now) else "lost race"

@@ -16,7 +16,7 @@ from django.db import transaction
 from leases import execution, leasing, sweeps
 from leases.errors import Conflict, InvalidRequest, LeaseEnded
 from leases.models import EnvironmentType, Lease, LeaseStatus
-from sandboxes import eviction, pool, runs
+from sandboxes import destruction, pool, runs
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import (
     ProviderCallFailed,
@@ -192,7 +192,7 @@ def clean_up(pk: UUID, *, reason: str, why: str, now: datetime, actor: str = "")
         checkpoint("run released", pk)
         left = Sandbox.objects.filter(holder=pk).exclude(state=SandboxState.DESTROYED)
         while sandbox := left.first():
-            if eviction.destroy(sandbox.pk, now=later(), actor=actor):
+            if destruction.destroy(sandbox.pk, now=later(), actor=actor):
                 continue
             sandbox.refresh_from_db()
             if sandbox.state != SandboxState.DESTROYED and (sandbox.tries or later() > now + CLEANUP_TIMEOUT):

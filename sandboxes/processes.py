@@ -41,14 +41,14 @@ class ProcessSpec:
     process_id: uuid.UUID = field(default_factory=uuid.uuid4)
 
 
-def start_process(want: SandboxRequest, launch: ProcessSpec, *, now: datetime, actor: str = "") -> Process:
+def start_process(request: SandboxRequest, launch: ProcessSpec, *, now: datetime, actor: str = "") -> Process:
     """Start a program in the background of the holder's sandbox, which is made ready first; its row.
 
     It is a Run of kind "process" that ends once the program has begun, so nothing takes the sandbox away meanwhile, and
     if whoever starts it dies, the program is killed with that Run. TooManyProcesses, and whatever an exec raises."""
     clock = clock_from(now)
     command = Command(launch.argv, START_TIMEOUT, launch.env, launch.cwd, kind="process", run_id=launch.process_id)
-    with runs.operation(want, command, now=now, actor=actor) as opened:
+    with runs.operation(request, command, now=now, actor=actor) as opened:
         runs.require_workspace_space(opened.provider, opened.sandbox, now=clock())
         process = _insert_process(opened.sandbox, launch, now=clock())
         checkpoint("process noted", process)
@@ -151,11 +151,11 @@ def wait_for_log(process: Process, text: str, *, start: int = 0, within: timedel
     """Wait until it has printed `text` at or after offset `start`. False when the time is up, or once it has ended without.
 
     Plain text: an expression could take for ever. What is dropped from a long log before we look is not found."""
-    wanted, tail, later = text.encode(), b"", clock_from(now)
+    wanted, tail, clock = text.encode(), b"", clock_from(now)
     pauses, pause = iter(POLL_DELAYS_SECONDS), 0.0
     while True:
-        over = later() >= now + within  # and asked before the last look
-        _refresh_process(process, now=later())
+        over = clock() >= now + within  # and asked before the last look
+        _refresh_process(process, now=clock())
         ended = process.ended_at is not None
         while True:
             try:
@@ -176,19 +176,19 @@ def wait_for_log(process: Process, text: str, *, start: int = 0, within: timedel
 
 def close_ended(*, now: datetime, limit: int = 500) -> SweepResult:
     """Close the rows of what has ended by itself, sandbox by sandbox."""
-    swept, later = SweepResult(), clock_from(now)
+    result, clock = SweepResult(), clock_from(now)
     running = Process.objects.filter(ended_at__isnull=True).select_related("sandbox").order_by("sandbox", "started_at")
     grouped: dict[uuid.UUID, list[Process]] = {}
     for process in running[:limit]:
         grouped.setdefault(process.sandbox_id, []).append(process)
     for theirs in grouped.values():
-        if later() > now + PASS_TIME_LIMIT:
+        if clock() > now + PASS_TIME_LIMIT:
             break
         try:
-            swept.note("processes ended", _close_ended_in_sandbox(theirs, now=later()))
+            result.note("processes ended", _close_ended_in_sandbox(theirs, now=clock()))
         except ProviderError as failed:
-            swept.failures.append(f"processes in {theirs[0].sandbox_id}: {failed}")
-    return swept
+            result.failures.append(f"processes in {theirs[0].sandbox_id}: {failed}")
+    return result
 
 
 def _refresh_process(process: Process, *, now: datetime) -> None:

@@ -17,7 +17,7 @@ from leases.admin.formatting import LeaseHolderMixin, build_agent_field
 from leases.admin.state import TAKE_SNAPSHOT_ACTION
 from leases.models import DID_DESCRIPTION, EnvironmentType, validate_did
 from leases.tasks import enqueue_idle_sweep, enqueue_reclaim, request_sleep, request_wake
-from sandboxes import eviction
+from sandboxes import destruction
 from sandboxes.admin.base import AdminAction, ReasonForm, SummaryField
 from sandboxes.admin.formatting import render_admin_link
 from sandboxes.admin.policies import PolicyAdmin
@@ -36,7 +36,7 @@ def _destroy_sandbox(sandbox: Sandbox, actor: str, why: str, now: datetime) -> b
         return False  # its holder may have the next one by now
     if sandbox.holder and leasing.end(sandbox.holder, reason="operator", now=now, actor=actor, why=why):
         return True
-    return eviction.schedule_destroy(
+    return destruction.schedule_destroy(
         sandbox.pk, now=now, code=TransitionReason.OPERATOR, reason=f"operator: {why}", actor=actor
     )
 

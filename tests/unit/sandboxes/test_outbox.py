@@ -6,7 +6,7 @@ import pytest
 from django.db import transaction
 
 from leases import execution, leasing
-from sandboxes import eviction
+from sandboxes import destruction
 from sandboxes.models import Delivery, Event, Sandbox, Webhook
 from sandboxes.providers.base import Unavailable
 from sandboxes.webhooks import outbox
@@ -77,10 +77,10 @@ def test_a_sandbox_that_goes_to_quarantine_says_so_each_time(grant, memory, sett
     said = []
     memory.fail("destroy", Unavailable("engine down: its key is sk-123"))
     for minutes in (0, 10, 20, 30):  # two tries, out again, two more
-        assert not eviction.destroy(box.pk, now=NOW + minutes * MINUTE)
+        assert not destruction.destroy(box.pk, now=NOW + minutes * MINUTE)
         said.append(Event.objects.filter(kind="sandbox.quarantined").count())
         if minutes == 10:
-            assert eviction.retry_destroy(box.pk, now=NOW + 15 * MINUTE)
+            assert destruction.retry_destroy(box.pk, now=NOW + 15 * MINUTE)
     assert said == [0, 1, 1, 2] and Delivery.objects.count() == 2
     payload = Event.objects.filter(kind="sandbox.quarantined").latest("at").payload
     assert payload == {

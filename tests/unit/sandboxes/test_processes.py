@@ -142,7 +142,7 @@ def test_it_does_not_keep_its_sandbox_awake_and_ends_when_that_sleeps(grant, mem
     below.evict_idle(now=NOW + 10 * MINUTE)
     ended = again(process)
     assert ended.sandbox.state == "cold"
-    assert (ended.state, ended.exit_code, ended.note) == ("gone", None, "Its sandbox sleeps: stored")
+    assert (ended.state, ended.exit_code, ended.note) == ("gone", None, "Sandbox evicted: stored")
     with pytest.raises(ProcessOutputGone):
         processes.read_log(ended, start=0, length=10)
     execution.exec_command(lease.pk, Command(["true"], MINUTE), now=NOW + 11 * MINUTE)

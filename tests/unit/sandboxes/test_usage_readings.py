@@ -10,7 +10,7 @@ from django.utils import timezone
 
 from leases import execution, leasing
 from leases.models import Lease
-from sandboxes import eviction, lifecycle, pool, sweeps
+from sandboxes import destruction, eviction, lifecycle, pool, sweeps
 from sandboxes.models import Pool, Reading, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -69,7 +69,7 @@ def test_it_is_read_before_its_process_goes(ends: str, box: Sandbox, memory: Mem
         assert eviction.evict(box.pk, now=NOW + 2 * MINUTE, reason="test")
     else:
         leasing.release(box.holder, now=NOW + 2 * MINUTE)  # type: ignore[arg-type]
-        assert eviction.destroy(box.pk, now=NOW + 2 * MINUTE)
+        assert destruction.destroy(box.pk, now=NOW + 2 * MINUTE)
     assert cpu(box) == [0, 7]
 
 
@@ -129,7 +129,7 @@ def test_a_start_that_fails_is_not_read(grant: Callable[..., Lease], memory: Mem
     with pytest.raises(Exception, match="could not be started"):
         execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
     box = Sandbox.objects.get(holder=lease.pk)
-    assert eviction.destroy(box.pk, now=NOW + MINUTE)
+    assert destruction.destroy(box.pk, now=NOW + MINUTE)
     assert not Reading.objects.exists() and ("stats", box.ref) in memory.calls
 
 
@@ -168,7 +168,7 @@ def test_dying_after_a_reading_was_asked_for_loses_nothing(box: Sandbox, memory:
     lifecycle.CHECKPOINT_HOOKS.append(die)
     leasing.release(box.holder, now=NOW + MINUTE)  # type: ignore[arg-type]
     with pytest.raises(SimulatedCrash):
-        eviction.destroy(box.pk, now=NOW + MINUTE)
+        destruction.destroy(box.pk, now=NOW + MINUTE)
     lifecycle.CHECKPOINT_HOOKS.remove(die)
     sweeps.destroy_due(now=NOW + timedelta(hours=1))
     assert (Sandbox.objects.get(pk=box.pk).state, cpu(box)) == ("destroyed", [5])
@@ -177,7 +177,7 @@ def test_dying_after_a_reading_was_asked_for_loses_nothing(box: Sandbox, memory:
 def test_a_sandbox_that_cannot_be_read_goes_all_the_same(box: Sandbox, memory: MemoryProvider) -> None:
     memory.fail("stats", Unavailable("no answer"))
     leasing.release(box.holder, now=NOW + MINUTE)  # type: ignore[arg-type]
-    assert eviction.destroy(box.pk, now=NOW + MINUTE) and not Reading.objects.exists()
+    assert destruction.destroy(box.pk, now=NOW + MINUTE) and not Reading.objects.exists()
 
 
 def test_the_sweep_reads_what_is_alive_and_goes_on_after_a_failure(

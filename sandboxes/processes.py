@@ -232,7 +232,7 @@ def _close_if_ended(process: Process, state: ProcessState | None, provider: Prov
 
 
 def _may_still_start(process: Process, *, now: datetime) -> bool:
-    """Whether a process that the provider does not list may still begin. A call without an answer may still take effect."""
+    """Return whether a process that the provider does not list may still begin. A call without an answer may still take effect."""
     return now <= process.starts_by or Run.objects.filter(pk=process.pk, ended_at__isnull=True).exists()
 
 
@@ -245,6 +245,6 @@ def _close_process(
 
 
 def _is_sandbox_alive(process: Process) -> bool:
-    """Whether the sandbox is alive in the incarnation in which the process was started."""
+    """Return whether the sandbox is alive in the incarnation in which the process was started."""
     same_incarnation = Sandbox.objects.filter(pk=process.sandbox_id, incarnation=process.incarnation, state__in=ALIVE_STATES)
     return same_incarnation.filter(lost_at__isnull=True).exists()

@@ -49,7 +49,7 @@ def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
 
 
 def iter_pool_providers() -> Iterator[tuple[Pool, str]]:
-    """Yield each pool with the name of each provider that may have sandboxes of it."""
+    """Yield each pool with the name of each provider that may have sandboxes for the pool."""
     for pool in Pool.objects.all():
         for name in {pool.provider or providers.get_default_provider_name(), *find_used_providers(pool)}:
             yield pool, name
@@ -106,7 +106,7 @@ def _mark_missing(sandbox: Sandbox, why: str, *, now: datetime) -> str:
             sandbox.pk, now=now, code=TransitionReason.PROVIDER_LOST, actor="sweep", guard=unchanged
         )
         return "unheld destroyed" if destroyed else "lost race"
-    if sandbox.state == WARM:  # nothing unsaved was in it: the next use wakes it from its stored state, if it has any
+    if sandbox.state == WARM:  # nothing unsaved is lost: the next use wakes the sandbox from its stored state, if any
         cold_now = advance(
             sandbox.pk, WARM, EVICTING, now=now, code=TransitionReason.PROVIDER_LOST, actor="sweep", guard=unchanged,
             claim=uuid.uuid4(), deadline_at=now, idle_at=None,

@@ -232,7 +232,7 @@ def _close_if_ended(process: Process, state: ProcessState | None, provider: Prov
 
 
 def _may_still_start(process: Process, *, now: datetime) -> bool:
-    """Return whether a process that the provider does not list may still begin. A call without an answer may still take effect."""
+    """Return whether a process that the provider does not list may still begin. An unanswered call may still take effect."""
     return now <= process.starts_by or Run.objects.filter(pk=process.pk, ended_at__isnull=True).exists()
 
 

@@ -15,7 +15,7 @@ from leases import sweeps as leases
 from sandboxes import sweeps as sandboxes
 from sandboxes.egress import reconciliation
 from sandboxes.state import pruning
-from sandboxes.sweeps import SweepResult
+from sandboxes.sweep_log import SweepResult, run_recorded
 from sandboxes.webhooks import delivery
 
 TASK_PREFIX = f"{__name__}."  # of the functions below; whatever else is scheduled is not ours
@@ -47,7 +47,7 @@ SWEEPS: dict[str, Callable[[datetime], SweepResult]] = {  # in this order each f
 def heartbeat() -> str:
     """Do nothing, and leave a row that says when: proof that the queue runs what is scheduled."""
     now = timezone.now()
-    return str(sandboxes.run_recorded("heartbeat", SweepResult, now=now, every=get_interval("heartbeat")))
+    return str(run_recorded("heartbeat", SweepResult, now=now, every=get_interval("heartbeat")))
 
 
 def expire() -> str:
@@ -131,7 +131,7 @@ def _run_metering(now: datetime) -> SweepResult:
 
 def run_sweep(name: str, *, now: datetime) -> SweepResult:
     """One pass of one sweep, recorded for whoever reads health."""
-    return sandboxes.run_recorded(name, lambda: SWEEPS[name](now), now=now, every=get_interval(name))
+    return run_recorded(name, lambda: SWEEPS[name](now), now=now, every=get_interval(name))
 
 
 def get_interval(name: str) -> timedelta:

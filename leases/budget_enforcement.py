@@ -13,10 +13,9 @@ from leases.models import Lease, LeaseStatus
 from sandboxes import eviction, pool, runs
 from sandboxes.db.clock import clock_from
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, WARMING, checkpoint
-from sandboxes.models import GONE_STATES, Run, Sandbox
+from sandboxes.models import GONE_STATES, Run, Sandbox, TransitionReason
 from sandboxes.providers.base import ProviderError
-from sandboxes.sweeps import PASS_TIME_LIMIT as LONGEST
-from sandboxes.sweeps import SweepResult
+from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
 END_REASON = "budget"
@@ -36,7 +35,7 @@ def enforce_budgets(*, now: datetime) -> SweepResult:
         except Exception as failed:  # one budget must not keep the others from being enforced
             log.exception("budget not settled", budget=number)
             swept.failures.append(f"budget {number}: {failed}")
-    until = later() + LONGEST  # from here on: many budgets take long, and must not keep leases from being ended
+    until = later() + PASS_TIME_LIMIT  # from here on: many budgets take long, and must not keep leases from being ended
     for pk, budget in find_leases_over_budget(now=now).items():
         if later() > until:
             break
@@ -79,7 +78,7 @@ def _enforce_on_lease(pk: UUID, *, now: datetime) -> str:
                 return "sandboxes running on"
             _kill_runs(sandbox, now=now)
             checkpoint("budget stopped", sandbox)
-        if not eviction.evict(sandbox.pk, now=later(), reason="its budget is spent", actor="sweep"):
+        if not eviction.evict(sandbox.pk, now=later(), code=TransitionReason.BUDGET, actor="sweep"):
             return "sandboxes not stored yet"
         checkpoint("budget stored", sandbox)
     return "leases ended" if _end_lease(pk, budget, now=later()) else "lost race"

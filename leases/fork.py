@@ -14,7 +14,6 @@ from sandboxes.db.clock import clock_from
 from sandboxes.errors import SnapshotNotFound
 from sandboxes.models import Snapshot
 from sandboxes.models.state import SnapshotKind
-from sandboxes.pool import SandboxRequest
 from sandboxes.state import workspace
 
 FORKED_EVENT = "forked"  # the kind of an event, of both leases
@@ -51,7 +50,8 @@ def fork(
         # The lease before its copy: in this order a restore locks them, too.
         _record_event(lease, f"into lease {granted.pk} of {granted}", now=now, actor=actor)
         workspace.copy_snapshot(source, holder=granted.pk, kind=SnapshotKind.FORKED, now=now)
-        _record_event(granted, f"{_build_origin_prefix(lease)} snapshot {source.pk}", now=now, actor=actor)
+        Lease.objects.filter(pk=granted.pk).update(forked_from=lease)
+        _record_event(granted, f"from lease {lease.pk}, snapshot {source.pk}", now=now, actor=actor)
         admit()
 
     try:
@@ -71,16 +71,13 @@ def _find_or_take_source(lease: Lease, *, now: datetime, actor: str) -> tuple[Sn
         if newest is None:
             raise SnapshotNotFound("The lease has ended, and no copy of its workspace is kept.")
         return newest, False
-
-    def act(want: SandboxRequest, at: datetime) -> tuple[Snapshot, bool]:
-        return snapshots.capture_current(want, now=at, actor=actor)
-
-    return execution.call_with_lease(lease.pk, act, now=now, actor=actor)
+    with execution.use_lease(lease.pk, now=now) as request:
+        return snapshots.capture_current(request, now=now, actor=actor)
 
 
 def _require_forked_from(held: Lease, lease: Lease, snapshot: UUID | None) -> None:
     """Conflict unless the held lease was forked from the other one, and from that snapshot if it is named."""
-    same = LeaseEvent.objects.filter(lease=held, kind=FORKED_EVENT, reason__startswith=_build_origin_prefix(lease)).exists()
+    same = held.forked_from_id == lease.pk
     if same and snapshot:
         key = Snapshot.objects.filter(pk=snapshot, holder=lease.pk).values("key")
         same = Snapshot.objects.filter(holder=held.pk, kind=SnapshotKind.FORKED, key__in=key).exists()
@@ -89,10 +86,6 @@ def _require_forked_from(held: Lease, lease: Lease, snapshot: UUID | None) -> No
             f"{held.agent_did} holds a lease in this environment already, which does not start from there.",
             field="environment_id",
         )
-
-
-def _build_origin_prefix(lease: Lease) -> str:
-    return f"from lease {lease.pk},"
 
 
 def _record_event(lease: Lease, reason: str, *, now: datetime, actor: str) -> None:

@@ -16,7 +16,7 @@ from django.db import transaction
 from leases import execution, leasing, sweeps
 from leases.errors import Conflict, InvalidRequest, LeaseEnded
 from leases.models import EnvironmentType, Lease, LeaseStatus
-from sandboxes import eviction, pool, runs
+from sandboxes import destruction, pool, runs
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import (
     ProviderCallFailed,
@@ -29,7 +29,6 @@ from sandboxes.errors import (
 )
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Run, RunOutcome, Sandbox, SandboxState
-from sandboxes.pool import SandboxRequest
 from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, ProviderError, Rejected, TooLarge, Unavailable
 from sandboxes.runs import KILL_GRACE, Command
 from sandboxes.state import directories
@@ -153,12 +152,11 @@ def load_result(lease: Lease) -> OneShotResult:
     """What the rows say of a run: its output as far as it is kept with the Run."""
     run = Run.objects.filter(pk=lease.pk).first()
     over = lease.status != LeaseStatus.ACTIVE
-    told = lease.events.filter(kind="ended").first() if over else None
     known = OneShotResult(
         run_id=lease.pk,
         lease_id=lease.pk,
         outcome=determine_outcome(run, lease.end_reason) if over else None,
-        note=told.reason.partition(": ")[2] if told else "",
+        note=lease.end_detail,
         cleaned_up=lease.status == LeaseStatus.DESTROYED,
     )
     if run is None:
@@ -194,7 +192,7 @@ def clean_up(pk: UUID, *, reason: str, why: str, now: datetime, actor: str = "")
         checkpoint("run released", pk)
         left = Sandbox.objects.filter(holder=pk).exclude(state=SandboxState.DESTROYED)
         while sandbox := left.first():
-            if eviction.destroy(sandbox.pk, now=later(), actor=actor):
+            if destruction.destroy(sandbox.pk, now=later(), actor=actor):
                 continue
             sandbox.refresh_from_db()
             if sandbox.state != SandboxState.DESTROYED and (sandbox.tries or later() > now + CLEANUP_TIMEOUT):
@@ -230,24 +228,20 @@ def _execute(lease: Lease, wish: OneShotRequest, transfer: "_WorkspaceTransfer",
     """One Run from the workspace's way in to its way out: so nothing takes the sandbox away in between."""
     argv, within_time = list(wish.argv), wish.timeout + wish.copy_timeout
     command = Command(argv, within_time, wish.env, wish.cwd, wish.stdin, run_id=wish.run_id)
-
-    def act(provider: Provider, sandbox: Sandbox) -> ExecResult:
-        transfer.unpack_workspace(provider, sandbox)
-        checkpoint("workspace in", lease)
-        result = provider.exec(
-            sandbox.ref, argv, env=wish.env, cwd=wish.cwd, stdin=wish.stdin, timeout=wish.timeout,
-            cap=settings.EXEC_OUTPUT_CAP, mark=str(wish.run_id),
-        )  # fmt: skip
-        checkpoint("command ended", lease)
-        transfer.bring_back(provider, sandbox)
-        return result
-
-    def within(want: SandboxRequest, at: datetime) -> ExecResult:
+    with execution.use_lease(lease.pk, now=now, spends=True) as request:
         # Nothing in it that was not given: no config.json, which would come back with the workspace, and no skill.
-        bare = replace(want, files={}, skill="", memory_mib=wish.memory_mib)
-        return runs.run_operation(bare, command, act, now=at, actor=actor)[1]
-
-    return execution.call_with_lease(lease.pk, within, now=now, actor=actor, spends=True)
+        bare = replace(request, files={}, skill="", memory_mib=wish.memory_mib)
+        with runs.operation(bare, command, now=now, actor=actor) as opened:
+            provider, sandbox = opened.provider, opened.sandbox
+            transfer.unpack_workspace(provider, sandbox)
+            checkpoint("workspace in", lease)
+            opened.result = result = provider.exec(
+                sandbox.ref, argv, env=wish.env, cwd=wish.cwd, stdin=wish.stdin, timeout=wish.timeout,
+                cap=settings.EXEC_OUTPUT_CAP, mark=str(wish.run_id),
+            )  # fmt: skip
+            checkpoint("command ended", lease)
+            transfer.bring_back(provider, sandbox)
+    return result
 
 
 class _WorkspaceTransfer:

@@ -11,14 +11,14 @@ from django.db.models.functions import Cast
 
 from leases import leasing, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, LeaseStatus
-from sandboxes import processes
+from sandboxes import processes, reconciliation
 from sandboxes import sweeps as below
 from sandboxes.egress import authorization
 from sandboxes.identity import signing
 from sandboxes.models import GONE_STATES, Sandbox, SandboxState, Snapshot
 from sandboxes.state import pruning, workspace
 from sandboxes.stores import lease_stores
-from sandboxes.sweeps import SweepResult
+from sandboxes.sweep_log import SweepResult
 from sandboxes.webhooks import outbox
 
 WORKSPACE_OVER_LIMIT_EVENT = "workspace_over_limit"  # the kind of an event
@@ -70,7 +70,7 @@ def end_leases_by_condition(
 
 def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
     """Compare the rows with what providers list, and end the leases whose sandbox was lost."""
-    swept = below.reconcile(now=now, grace=grace)
+    swept = reconciliation.reconcile(now=now, grace=grace)
     swept.note("leases ended as lost", end_lost_leases(now=now))
     return swept
 

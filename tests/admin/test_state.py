@@ -319,8 +319,12 @@ def test_what_could_not_be_done_later_is_told_in_the_timeline(operator: Client, 
     copy = snapshots.take_snapshot(lease.pk, now=NOW)
     operator.post(act(copy, "restore"), WHY)
     runs.open_run(used, Command(argv=["sleep"], timeout=MINUTE), now=timezone.now())
-    assert work() == ["Something runs in its sandbox. Restore it when that has ended."]
-    assert events(lease)[0] == ("restore_failed", "operator", "Something runs in its sandbox. Restore it when that has ended.")
+    assert work() == ["A run is open in the sandbox. Restore the snapshot when it has ended."]
+    assert events(lease)[0] == (
+        "restore_failed",
+        "operator",
+        "A run is open in the sandbox. Restore the snapshot when it has ended.",
+    )
 
 
 def test_of_a_lease_that_has_ended_nothing_is_taken_or_restored(operator: Client, lease: Lease, used: Sandbox) -> None:

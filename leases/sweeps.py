@@ -47,27 +47,6 @@ def _end_if_elapsed(lease: Lease, reason: str, now: datetime) -> bool:
         return due.exists() and leasing.end(lease.pk, reason=reason, now=now, actor="sweep")
 
 
-def end_leases_by_condition(
-    environment_id: str, condition: str, *, now: datetime, agents: list[str] | None, actor: str = ""
-) -> list[Lease]:
-    """End every active lease in an environment that waits for this condition, in one transaction; of these agents only,
-    or of all (None). What was ended; a repeat ends nothing."""
-    with transaction.atomic(durable=True):
-        active = (
-            Lease.objects.select_for_update(no_key=True)
-            .filter(environment_id=environment_id, status=LeaseStatus.ACTIVE, expires_at__gt=now)  # else its clock ended it
-            .order_by("pk")
-        )
-        if agents is not None:
-            active = active.filter(agent_did__in=agents)
-        return [
-            lease
-            for lease in active
-            if condition in lease.expiry_conditions
-            and leasing.end(lease.pk, reason=f"condition:{condition}", now=now, actor=actor)
-        ]
-
-
 def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
     """Compare the rows with what providers list, and end the leases whose sandbox was lost."""
     swept = below.reconcile(now=now, grace=grace)

@@ -1,4 +1,4 @@
-"""One environment: join it, take a turn in it. What happens in an environment ends leases in sweeps.end_matching."""
+"""Turns of an agent in an environment: join, take a turn once, settle turns whose process died."""
 
 import json
 from collections.abc import Callable, Mapping

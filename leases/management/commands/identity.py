@@ -13,7 +13,7 @@ from django.utils import timezone
 from leases.errors import InvalidRequest
 from leases.management.base import report_errors
 from leases.models import DID_DESCRIPTION, Agent, validate_did
-from sandboxes.admin.formatting import pluralize
+from sandboxes.formatting import pluralize
 from sandboxes.identity import curves, signing
 from sandboxes.identity.curves import PrivateKey
 from sandboxes.models import SigningKey

@@ -17,7 +17,7 @@ from django.utils import timezone
 from leases.errors import InvalidRequest
 from leases.management.base import report_errors
 from leases.models import DID_DESCRIPTION, validate_did
-from sandboxes.admin import formatting
+from sandboxes import formatting
 from sandboxes.models import Sandbox
 from sandboxes.models.state import AgentData, DataStorageMode, Snapshot
 from sandboxes.state import data_editing, data_export, data_tree, pull

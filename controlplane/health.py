@@ -135,8 +135,8 @@ _migrations_applied: list[bool] = []
 
 
 def _load_sweeps() -> dict[str, Sweep | None]:
-    found: dict[str, Sweep | None] = dict.fromkeys([*schedules.INTERVAL_MINUTES, EGRESS_HEARTBEAT])
-    return found | {row.name: row for row in Sweep.objects.filter(name__in=[*schedules.INTERVAL_MINUTES, EGRESS_HEARTBEAT])}
+    found: dict[str, Sweep | None] = dict.fromkeys([*schedules.SCHEDULE, EGRESS_HEARTBEAT])
+    return found | {row.name: row for row in Sweep.objects.filter(name__in=[*schedules.SCHEDULE, EGRESS_HEARTBEAT])}
 
 
 def _get_sweep_status(row: Sweep | None, now: datetime, every: timedelta) -> dict[str, Any]:

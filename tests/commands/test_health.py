@@ -29,7 +29,7 @@ def memory_probed(memory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def beating() -> None:
-    for name in schedules.INTERVAL_MINUTES:
+    for name in schedules.SCHEDULE:
         Sweep.objects.create(name=name, every=schedules.get_interval(name), succeeded_at=timezone.now())
 
 
@@ -45,7 +45,7 @@ def test_readyz_is_200_when_nothing_is_missing_and_healthz_says_the_same(client,
     found = ready.json()
     assert found["missing"] == []
     assert found["provider"] == {"name": "memory", "isolated": True, "answers": True}
-    assert set(found["sweeps"]) == set(schedules.INTERVAL_MINUTES)
+    assert set(found["sweeps"]) == set(schedules.SCHEDULE)
     assert not any(sweep["late"] for sweep in found["sweeps"].values())
     assert "no-store" in ready.headers["Cache-Control"]
 
@@ -104,7 +104,7 @@ def test_what_waits_and_what_is_in_quarantine_is_counted(client, beating, grant)
     Sandbox.objects.filter(holder=lease.pk).update(state="destroying", deadline_at=NOW, quarantined_at=NOW)
     schedules.enqueue_all_sweeps()
     found = client.get("/healthz").json()
-    assert (found["queue"], found["quarantined"]) == ({"waiting": len(schedules.INTERVAL_MINUTES)}, 1)
+    assert (found["queue"], found["quarantined"]) == ({"waiting": len(schedules.SCHEDULE)}, 1)
 
 
 @pytest.mark.parametrize("path", ["/livez", "/healthz", "/readyz"])

@@ -144,4 +144,4 @@ def test_without_a_database_each_command_says_so_in_one_line(tmp_path: Path, arg
     assert (done.returncode, done.stdout) == (1, "")
     assert "connection failed" in done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stderr.count("\n") == (len(schedules.SWEEPS) + 1 if argv == ["sweep"] else 1)
+    assert done.stderr.count("\n") == (len(schedules.SWEEP_NAMES) + 1 if argv == ["sweep"] else 1)

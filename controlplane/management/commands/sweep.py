@@ -105,19 +105,19 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
 
 
 class Command(BaseCommand):
-    help = f"Run the sweeps ({', '.join(schedules.SWEEPS)}) once, in this order. Exit code 1 if something failed."
+    help = f"Run the sweeps ({', '.join(schedules.SWEEP_NAMES)}) once, in this order. Exit code 1 if something failed."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("names", nargs="*", metavar="NAME", help=f"only these of {', '.join(schedules.SWEEPS)}")
+        parser.add_argument("names", nargs="*", metavar="NAME", help=f"only these of {', '.join(schedules.SWEEP_NAMES)}")
         parser.add_argument("--loop", action="store_true", help="again and again, until SIGTERM or Ctrl-C")
         parser.add_argument("--every", default="5s", help='pause between two rounds of --loop: "5s", "1m"')
         parser.add_argument("--dry-run", action="store_true", help="list what each would do, and change nothing")
 
     def handle(self, *args: Any, names: list[str], every: str, **options: Any) -> None:
-        if wrong := set(names) - set(schedules.SWEEPS):
-            raise CommandError(f"There is no sweep {', '.join(sorted(wrong))}. Known: {', '.join(schedules.SWEEPS)}.")
+        if wrong := set(names) - set(schedules.SWEEP_NAMES):
+            raise CommandError(f"There is no sweep {', '.join(sorted(wrong))}. Known: {', '.join(schedules.SWEEP_NAMES)}.")
         pause = parse_duration("--every", every).total_seconds()
-        chosen = [name for name in schedules.SWEEPS if name in names or not names]
+        chosen = [name for name in schedules.SWEEP_NAMES if name in names or not names]
         with report_errors(options["verbosity"]):
             if options["dry_run"]:
                 self._tell(chosen)

@@ -16,4 +16,4 @@ class Command(BaseCommand):
         with report_errors(options["verbosity"]):
             counts = schedules.sync_schedules(now=timezone.now())
             done = ", ".join(f"{times} {what}" for what, times in counts.items() if times)
-            self.stdout.write(f"schedules: {len(schedules.INTERVAL_MINUTES)} in place, {done or 'nothing to change'}")
+            self.stdout.write(f"schedules: {len(schedules.SCHEDULE)} in place, {done or 'nothing to change'}")

@@ -107,7 +107,7 @@ def test_the_circuit_the_sweeps_and_the_queue(scrape, pool, memory) -> None:
     assert 3600 <= scrape("sweep_age_seconds", sweep="idle") < 3700
     assert scrape("sweep_age_seconds", sweep="cold") is None
     schedules.enqueue_all_sweeps()
-    assert scrape("queue_depth") == len(schedules.INTERVAL_MINUTES)
+    assert scrape("queue_depth") == len(schedules.SCHEDULE)
 
 
 def test_no_agent_and_no_error_is_named(client, grant, pool, memory) -> None:

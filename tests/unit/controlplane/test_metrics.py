@@ -31,7 +31,7 @@ def scrape(client, pool) -> Callable[..., float | None]:
     """scrape("sandboxes", state="cold"): one sample, of this test's pool if it has pools; None if it is not there."""
 
     def read(name: str, **labels: str) -> float | None:
-        metrics.snapshot_cache.found = None
+        metrics.snapshot_cache.snapshot = None
         found = samples(client.get("/metrics").content.decode())
         of_pool = found.get((f"leasehold_{name}", frozenset({**labels, "pool": pool.name}.items())))
         return of_pool if of_pool is not None else found.get((f"leasehold_{name}", frozenset(labels.items())))

@@ -5,7 +5,7 @@ py = .venv/bin/python
 manage = $(py) manage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run test bench lint format install image lock schema
+.PHONY: help demo run t test bench lint format install image lock schema
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -19,6 +19,9 @@ run: install image ## run the control plane without the game
 	@$(manage) migrate --verbosity 0
 	@$(manage) quickstart
 	@exec $(manage) up --port $(PORT) --leave-nothing
+
+t: install ## run the tests that need no service, on SQLite: make t ARGS="-k name"
+	@.ci/quick $(ARGS)
 
 test: install ## run all tests on SQLite and PostgreSQL, with a Docker Engine if available
 	@.ci/services run .ci/test $(ARGS)

@@ -226,7 +226,7 @@ class Supervisor:
         code = child.kill_and_reap()
         problem = problem or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}")
         child.failures = 1 if child.age > STABLE_AFTER_SECONDS else child.failures + 1
-        delay = compute_backoff(child.failures, first=timedelta(seconds=1), most=timedelta(minutes=1)).total_seconds()
+        delay = compute_backoff(child.failures, initial=timedelta(seconds=1), maximum=timedelta(minutes=1)).total_seconds()
         child.next_start_at = time.monotonic() + delay
         self.print_line(f"{child.name} (pid {pid}): {problem}; restarting in {delay:g} s")
         self.release_instance(child.instance)

@@ -88,7 +88,7 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
         advance(
             pk, EVICTING, WAITING, now=later(), reason=f"its state could not be stored: {failed}", actor=actor, guard=mine,
             claim=None, deadline_at=None, tries=tries, last_error=f"Its state could not be stored: {failed}"[:2000],
-            idle_at=later() + compute_backoff(tries, first=timedelta(minutes=1)),
+            idle_at=later() + compute_backoff(tries, initial=timedelta(minutes=1)),
         )  # fmt: skip
         return False
     readings.record_final_reading(sandbox, provider, now=later())

@@ -182,7 +182,9 @@ def _count_warm_failure(one: Pool, failed: Exception, *, now: datetime) -> None:
     Pool.objects.filter(pk=one.pk).update(warm_failures=F("warm_failures") + 1, warm_error=str(failed)[:2000])
     one.refresh_from_db()
     if one.warm_failures >= MAX_WARM_FAILURES:
-        pause = compute_backoff(one.warm_failures - MAX_WARM_FAILURES + 1, first=timedelta(minutes=1), most=timedelta(hours=1))
+        pause = compute_backoff(
+            one.warm_failures - MAX_WARM_FAILURES + 1, initial=timedelta(minutes=1), maximum=timedelta(hours=1)
+        )
         Pool.objects.filter(pk=one.pk).update(warm_paused_until=now + pause)
         log.error("warming paused", pool=one.name, failures=one.warm_failures, seconds=pause.total_seconds(), error=str(failed))
 

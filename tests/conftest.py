@@ -22,6 +22,7 @@ from sandboxes import lifecycle, providers
 from sandboxes.models import Pool
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
+from tests.support.database import restore_template, save_template
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
@@ -41,11 +42,15 @@ class SimulatedCrash(BaseException):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Threads see only what is committed: such tests say transaction=True and get back what migrations had made."""
+    """Mark tests that use the database, and restore migrated rows after tests with real transactions.
+
+    Threads see committed rows only, so such tests use transaction=True, which empties all tables afterwards."""
     for item in items:
         mark = item.get_closest_marker("django_db")
         if mark and mark.kwargs.get("transaction"):
             mark.kwargs["serialized_rollback"] = True
+        if mark or {"db", "transactional_db"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("database")
 
 
 def skip_or_fail(why: str) -> None:
@@ -53,6 +58,18 @@ def skip_or_fail(why: str) -> None:
     if SERVICES_REQUIRED:
         pytest.fail(why)
     pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
+def django_db_keepdb(django_db_keepdb: bool) -> bool:
+    """Start from the migrated template, if there is one: Django then keeps the database instead of creating it."""
+    return django_db_keepdb or restore_template()
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(django_db_setup: None, django_db_keepdb: bool) -> None:
+    if not django_db_keepdb:
+        save_template()
 
 
 @pytest.fixture(autouse=True)

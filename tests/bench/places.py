@@ -87,7 +87,7 @@ def bench_readings(port: int) -> None:
     sandbox = Sandbox.objects.get(holder=lease)
 
     def write(number: int) -> None:
-        assert measuring.record_reading(sandbox, provider, now=timezone.now(), least=0)
+        assert measuring.record_reading(sandbox, provider, now=timezone.now(), min_cpu_micros=0)
 
     bare = BenchCase(
         "raw: the engine's stats", lambda number: call_engine("GET", f"/containers/{sandbox.ref}/stats?stream=false&one-shot=1")

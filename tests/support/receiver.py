@@ -21,7 +21,7 @@ class ReceivedRequest:
     body: bytes
 
     @property
-    def said(self) -> Any:
+    def payload(self) -> Any:
         return json.loads(self.body)
 
 

@@ -16,7 +16,7 @@ from leases import sweeps as leases
 from sandboxes import sweeps as sandboxes
 from sandboxes.egress import reconciliation
 from sandboxes.state import pruning
-from sandboxes.sweeps import SweepResult
+from sandboxes.sweep_log import SweepResult, run_recorded
 from sandboxes.webhooks import delivery
 
 TASK_PREFIX = f"{__name__}."  # Schedule rows of functions outside this module are left alone
@@ -91,7 +91,7 @@ def run(name: str) -> str:
 def run_sweep(name: str, *, now: datetime) -> SweepResult:
     """Run one pass of a sweep and record its outcome in its Sweep row, which health and metrics read."""
     scheduled = SCHEDULE[name]
-    return sandboxes.run_recorded(name, lambda: scheduled.sweep(now=now), now=now, every=scheduled.interval)
+    return run_recorded(name, lambda: scheduled.sweep(now=now), now=now, every=scheduled.interval)
 
 
 def get_interval(name: str) -> timedelta:

@@ -13,9 +13,9 @@ from leases.models import Lease, LeaseStatus
 from sandboxes import eviction, pool, runs
 from sandboxes.db.clock import clock_from
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, WARMING, checkpoint
-from sandboxes.models import GONE_STATES, Run, Sandbox
+from sandboxes.models import GONE_STATES, Run, Sandbox, TransitionReason
 from sandboxes.providers.base import ProviderError
-from sandboxes.sweeps import PASS_TIME_LIMIT, SweepResult
+from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
 END_REASON = "budget"
@@ -82,7 +82,7 @@ def _enforce_on_lease(pk: UUID, *, now: datetime) -> str:
                 return "sandboxes in grace period"
             _kill_runs(sandbox, now=now)
             checkpoint("budget stopped", sandbox)
-        if not eviction.evict(sandbox.pk, now=clock(), reason="budget exhausted", actor="sweep"):
+        if not eviction.evict(sandbox.pk, now=clock(), code=TransitionReason.BUDGET, actor="sweep"):
             return "sandboxes not stored yet"
         checkpoint("budget stored", sandbox)
     return "leases ended" if _end_lease(pk, budget, now=clock()) else "lost race"

@@ -13,7 +13,7 @@ from django.db import IntegrityError, transaction
 from billing import budgets
 from leases.errors import Conflict, InvalidRequest, LeaseEnded
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, LeaseStatus
-from sandboxes import eviction, pool
+from sandboxes import destruction, pool
 from sandboxes.db import durations, sql
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Pool
@@ -193,13 +193,13 @@ def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", why: str = "")
     Every later call for this lease fails. The next `reclaim` sweep destroys the sandbox."""
     with transaction.atomic():
         ended_now = Lease.objects.filter(pk=pk, status=LeaseStatus.ACTIVE).update(
-            status=LeaseStatus.EXPIRED, ended_at=now, end_reason=reason
+            status=LeaseStatus.EXPIRED, ended_at=now, end_reason=reason, end_detail=why[:500]
         )
         if not ended_now:
             return False
         LeaseEvent.objects.create(lease_id=pk, at=now, kind="ended", actor=actor, reason=f"{reason}: {why}" if why else reason)
         budgets.close_tab(pk, now=now)
-        eviction.schedule_destroy_by_holder(pk, now=now, reason=f"lease ended: {reason}", actor=actor)
+        destruction.schedule_destroy_by_holder(pk, now=now, reason=f"lease ended: {reason}", actor=actor)
         _publish_lease_ended(pk, now)
     log.info("lease ended", lease=str(pk), reason=reason)
     return True

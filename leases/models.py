@@ -183,6 +183,11 @@ class Lease(models.Model):
     )  # fmt: skip
     ended_at = models.DateTimeField(null=True, blank=True)
     end_reason = models.CharField(max_length=80, blank=True)
+    end_detail = models.CharField(max_length=500, blank=True, help_text="More about end_reason: a budget, an error message.")
+    forked_from = models.ForeignKey(
+        "self", on_delete=models.PROTECT, null=True, blank=True, related_name="+", db_index=False,
+        help_text="The lease whose workspace it started with.",
+    )  # fmt: skip
     destroyed_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:

@@ -17,7 +17,7 @@ from django.db import transaction
 from leases import execution, leasing, sweeps
 from leases.errors import Conflict, InvalidRequest, LeaseEnded
 from leases.models import EnvironmentType, Lease, LeaseStatus
-from sandboxes import eviction, pool, runs
+from sandboxes import destruction, pool, runs
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import (
     ProviderCallFailed,
@@ -30,7 +30,6 @@ from sandboxes.errors import (
 )
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Run, RunOutcome, Sandbox, SandboxState
-from sandboxes.pool import SandboxRequest
 from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, ProviderError, Rejected, TooLarge, Unavailable
 from sandboxes.runs import KILL_GRACE, Command
 from sandboxes.state import directories
@@ -154,12 +153,11 @@ def load_result(lease: Lease) -> OneShotResult:
     """Read the result of a one-shot run from its rows. The output is limited to the part stored with the Run."""
     run = Run.objects.filter(pk=lease.pk).first()
     ended = lease.status != LeaseStatus.ACTIVE
-    ended_event = lease.events.filter(kind="ended").first() if ended else None
     stored = OneShotResult(
         run_id=lease.pk,
         lease_id=lease.pk,
         outcome=determine_outcome(run, lease.end_reason) if ended else None,
-        note=ended_event.reason.partition(": ")[2] if ended_event else "",
+        note=lease.end_detail,
         cleaned_up=lease.status == LeaseStatus.DESTROYED,
     )
     if run is None:
@@ -195,7 +193,7 @@ def clean_up(pk: UUID, *, reason: str, why: str, now: datetime, actor: str = "")
         checkpoint("run released", pk)
         remaining = Sandbox.objects.filter(holder=pk).exclude(state=SandboxState.DESTROYED)
         while sandbox := remaining.first():
-            if eviction.destroy(sandbox.pk, now=clock(), actor=actor):
+            if destruction.destroy(sandbox.pk, now=clock(), actor=actor):
                 continue
             sandbox.refresh_from_db()
             if sandbox.state != SandboxState.DESTROYED and (sandbox.tries or clock() > now + CLEANUP_TIMEOUT):
@@ -231,24 +229,20 @@ def _execute(lease: Lease, request: OneShotRequest, transfer: "_WorkspaceTransfe
     """Execute the command and both copies of the workspace as one Run, so that the sandbox is not evicted in between."""
     argv, total_timeout = list(request.argv), request.timeout + request.copy_timeout
     command = Command(argv, total_timeout, request.env, request.cwd, request.stdin, run_id=request.run_id)
-
-    def operation(provider: Provider, sandbox: Sandbox) -> ExecResult:
-        transfer.unpack_workspace(provider, sandbox)
-        checkpoint("workspace in", lease)
-        result = provider.exec(
-            sandbox.ref, argv, env=request.env, cwd=request.cwd, stdin=request.stdin, timeout=request.timeout,
-            cap=settings.EXEC_OUTPUT_CAP, mark=str(request.run_id),
-        )  # fmt: skip
-        checkpoint("command ended", lease)
-        transfer.pack_workspace(provider, sandbox)
-        return result
-
-    def run(sandbox_request: SandboxRequest, at: datetime) -> ExecResult:
+    with execution.use_lease(lease.pk, now=now, spends=True) as sandbox_request:
         # No config.json, which would be returned with the workspace, and no skill.
         bare_request = replace(sandbox_request, files={}, skill="", memory_mib=request.memory_mib)
-        return runs.run_operation(bare_request, command, operation, now=at, actor=actor)[1]
-
-    return execution.call_with_lease(lease.pk, run, now=now, actor=actor, spends=True)
+        with runs.operation(bare_request, command, now=now, actor=actor) as opened:
+            provider, sandbox = opened.provider, opened.sandbox
+            transfer.unpack_workspace(provider, sandbox)
+            checkpoint("workspace in", lease)
+            opened.result = result = provider.exec(
+                sandbox.ref, argv, env=request.env, cwd=request.cwd, stdin=request.stdin, timeout=request.timeout,
+                cap=settings.EXEC_OUTPUT_CAP, mark=str(request.run_id),
+            )  # fmt: skip
+            checkpoint("command ended", lease)
+            transfer.pack_workspace(provider, sandbox)
+    return result
 
 
 class _WorkspaceTransfer:

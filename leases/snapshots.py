@@ -7,19 +7,16 @@ from leases import execution
 from leases.models import LeaseEvent
 from sandboxes import snapshots
 from sandboxes.models import Snapshot
-from sandboxes.pool import SandboxRequest
 
 
 def take_snapshot(pk: UUID, *, name: str = "", now: datetime, actor: str = "") -> Snapshot:
     """Store the current workspace of a lease, also of a sleeping one. Raise LeaseEnded, SnapshotNotFound or SandboxBusy."""
 
-    def operation(request: SandboxRequest, at: datetime) -> Snapshot:
-        def record(taken: Snapshot) -> None:
-            _record_event(pk, at, "snapshot", actor, f"{taken.pk} {taken.name}")
+    def record(taken: Snapshot) -> None:
+        _record_event(pk, now, "snapshot", actor, f"{taken.pk} {taken.name}")
 
-        return snapshots.take_snapshot(request, name=name, now=at, actor=actor, record=record)
-
-    return execution.call_with_lease(pk, operation, now=now, actor=actor)
+    with execution.use_lease(pk, now=now) as request:
+        return snapshots.take_snapshot(request, name=name, now=now, actor=actor, record=record)
 
 
 def restore_snapshot(pk: UUID, snapshot: UUID, *, now: datetime, actor: str = "") -> Snapshot:
@@ -27,13 +24,11 @@ def restore_snapshot(pk: UUID, snapshot: UUID, *, now: datetime, actor: str = ""
 
     Raise LeaseEnded, SnapshotNotFound, or SandboxBusy while a run is open."""
 
-    def operation(request: SandboxRequest, at: datetime) -> Snapshot:
-        def record(restored: Snapshot) -> None:
-            _record_event(pk, at, "restored", actor, f"from snapshot {snapshot} {restored.name}")
+    def record(restored: Snapshot) -> None:
+        _record_event(pk, now, "restored", actor, f"from snapshot {snapshot} {restored.name}")
 
-        return snapshots.restore_snapshot(request, snapshot, now=at, actor=actor, record=record)
-
-    return execution.call_with_lease(pk, operation, now=now, actor=actor)
+    with execution.use_lease(pk, now=now) as request:
+        return snapshots.restore_snapshot(request, snapshot, now=now, actor=actor, record=record)
 
 
 def _record_event(pk: UUID, at: datetime, kind: str, actor: str, reason: str) -> None:

@@ -18,7 +18,7 @@ from sandboxes.identity import signing
 from sandboxes.models import GONE_STATES, Sandbox, SandboxState, Snapshot
 from sandboxes.state import pruning, workspace
 from sandboxes.stores import lease_stores
-from sandboxes.sweeps import SweepResult
+from sandboxes.sweep_log import SweepResult
 from sandboxes.webhooks import outbox
 
 WORKSPACE_OVER_LIMIT_EVENT = "workspace_over_limit"  # the kind of an event

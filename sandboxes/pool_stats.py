@@ -9,7 +9,7 @@ from django.conf import settings
 from django.db.models import Case, Count, F, Min, Q, Sum, Value, When
 
 from sandboxes import runs
-from sandboxes.eviction import SANDBOX_COUNTER_FIELDS
+from sandboxes.destruction import SANDBOX_COUNTER_FIELDS
 from sandboxes.models import GONE_STATES, IN_FLIGHT_STATES, Pool, Quota, Sandbox, SandboxState
 
 LIVE_STATES = [state for state in SandboxState if state != SandboxState.DESTROYED]

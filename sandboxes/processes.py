@@ -13,7 +13,7 @@ from django.db import transaction
 from django.db.models import QuerySet
 
 from sandboxes import providers, runs
-from sandboxes.db.clock import clock_from
+from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import ProcessOutputGone, ProviderCallFailed, SandboxBusy, SandboxNotHeld, TooManyProcesses
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import ALIVE_STATES, Run, RunOutcome, Sandbox, SandboxState
@@ -21,8 +21,8 @@ from sandboxes.models.processes import Process, ProcessStatus
 from sandboxes.pool import SandboxRequest
 from sandboxes.providers.base import WORKSPACE, Missing, ProcessOutput, ProcessState, Provider, ProviderError, Rejected
 from sandboxes.providers.launcher import LAUNCH_TIMEOUT
-from sandboxes.runs import Command
-from sandboxes.sweeps import PASS_TIME_LIMIT, SweepResult
+from sandboxes.runs import Command, Operation
+from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 MAX_PROCESSES = 16  # in one sandbox at once
 START_TIMEOUT = LAUNCH_TIMEOUT + runs.KILL_GRACE
@@ -41,30 +41,32 @@ class ProcessSpec:
     process_id: uuid.UUID = field(default_factory=uuid.uuid4)
 
 
-def start_process(want: SandboxRequest, launch: ProcessSpec, *, now: datetime, actor: str = "") -> Process:
+def start_process(request: SandboxRequest, launch: ProcessSpec, *, now: datetime, actor: str = "") -> Process:
     """Start a program in the background of the holder's sandbox, which is made ready first; its row.
 
     It is a Run of kind "process" that ends once the program has begun, so nothing takes the sandbox away meanwhile, and
     if whoever starts it dies, the program is killed with that Run. TooManyProcesses, and whatever an exec raises."""
-    later = clock_from(now)
-
-    def act(provider: Provider, sandbox: Sandbox) -> Process:
-        runs.require_workspace_space(provider, sandbox, now=later())
-        process = _insert_process(sandbox, launch, now=later())
-        checkpoint("process noted", process)
-        try:
-            state = provider.start(sandbox.ref, list(launch.argv), env=launch.env, cwd=launch.cwd, mark=str(process.pk))
-        except Rejected as refused:
-            _close_process(process, ProcessStatus.FAILED, now=later(), note=str(refused)[:500])
-            raise
-        checkpoint("process started", process)
-        if not state.running:
-            _close_process(process, ProcessStatus.EXITED, now=later(), exit_code=state.exit_code)
-        return process
-
+    clock = clock_from(now)
     command = Command(launch.argv, START_TIMEOUT, launch.env, launch.cwd, kind="process", run_id=launch.process_id)
-    _, process = runs.run_operation(want, command, act, now=now, actor=actor)
-    return Process.objects.get(pk=process.pk)
+    with runs.operation(request, command, now=now, actor=actor) as opened:
+        runs.require_workspace_space(opened.provider, opened.sandbox, now=clock())
+        process = _insert_process(opened.sandbox, launch, now=clock())
+        checkpoint("process noted", process)
+        _launch(process, launch, opened, clock)
+    return Process.objects.get(pk=launch.process_id)
+
+
+def _launch(process: Process, launch: ProcessSpec, opened: Operation, clock: Clock) -> None:
+    try:
+        state = opened.provider.start(
+            opened.sandbox.ref, list(launch.argv), env=launch.env, cwd=launch.cwd, mark=str(process.pk)
+        )
+    except Rejected as refused:
+        _close_process(process, ProcessStatus.FAILED, now=clock(), note=str(refused)[:500])
+        raise
+    checkpoint("process started", process)
+    if not state.running:
+        _close_process(process, ProcessStatus.EXITED, now=clock(), exit_code=state.exit_code)
 
 
 def _insert_process(sandbox: Sandbox, launch: ProcessSpec, *, now: datetime) -> Process:
@@ -149,11 +151,11 @@ def wait_for_log(process: Process, text: str, *, start: int = 0, within: timedel
     """Wait until it has printed `text` at or after offset `start`. False when the time is up, or once it has ended without.
 
     Plain text: an expression could take for ever. What is dropped from a long log before we look is not found."""
-    wanted, tail, later = text.encode(), b"", clock_from(now)
+    wanted, tail, clock = text.encode(), b"", clock_from(now)
     pauses, pause = iter(POLL_DELAYS_SECONDS), 0.0
     while True:
-        over = later() >= now + within  # and asked before the last look
-        _refresh_process(process, now=later())
+        over = clock() >= now + within  # and asked before the last look
+        _refresh_process(process, now=clock())
         ended = process.ended_at is not None
         while True:
             try:
@@ -174,19 +176,19 @@ def wait_for_log(process: Process, text: str, *, start: int = 0, within: timedel
 
 def close_ended(*, now: datetime, limit: int = 500) -> SweepResult:
     """Close the rows of what has ended by itself, sandbox by sandbox."""
-    swept, later = SweepResult(), clock_from(now)
+    result, clock = SweepResult(), clock_from(now)
     running = Process.objects.filter(ended_at__isnull=True).select_related("sandbox").order_by("sandbox", "started_at")
     grouped: dict[uuid.UUID, list[Process]] = {}
     for process in running[:limit]:
         grouped.setdefault(process.sandbox_id, []).append(process)
     for theirs in grouped.values():
-        if later() > now + PASS_TIME_LIMIT:
+        if clock() > now + PASS_TIME_LIMIT:
             break
         try:
-            swept.note("processes ended", _close_ended_in_sandbox(theirs, now=later()))
+            result.note("processes ended", _close_ended_in_sandbox(theirs, now=clock()))
         except ProviderError as failed:
-            swept.failures.append(f"processes in {theirs[0].sandbox_id}: {failed}")
-    return swept
+            result.failures.append(f"processes in {theirs[0].sandbox_id}: {failed}")
+    return result
 
 
 def _refresh_process(process: Process, *, now: datetime) -> None:

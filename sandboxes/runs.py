@@ -4,11 +4,10 @@ running <=> it has open Runs. Both the count and the state change in the transac
 an eviction that looks at the state can never take a sandbox from under a command."""
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import TypeVar
 
 from django.conf import settings
 from django.db import transaction
@@ -16,7 +15,7 @@ from django.db.models import QuerySet
 
 from sandboxes import eviction, lifecycle, pool, providers
 from sandboxes.db import sql
-from sandboxes.db.clock import clock_from
+from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import DataFull, ProviderCallFailed, SandboxError, SandboxLost, StoreUnavailable, WorkspaceFull
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox
@@ -24,7 +23,6 @@ from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile,
 from sandboxes.state import data_sync
 from sandboxes.storage.base import StoreError
 
-T = TypeVar("T")
 KILL_GRACE = timedelta(seconds=30)  # past its timeout, the time a provider has to kill the command and say so
 
 
@@ -43,16 +41,26 @@ class Command:
     run_id: uuid.UUID = field(default_factory=uuid.uuid4)
 
 
-def exec_in_sandbox(want: pool.SandboxRequest, command: Command, *, now: datetime, actor: str = "") -> tuple[Run, ExecResult]:
-    """Run a command in the holder's sandbox, which is made ready first. Blocks until it ended.
+@dataclass
+class Operation:
+    """An open Run, with the sandbox and the provider it runs in."""
 
-    A command that fails or times out is a result. Lost when the provider has lost the sandbox, ProviderFailed when it
-    did not answer: then the Run says whether the command may have run. Also whatever `pool.ready` raises."""
+    run: Run
+    sandbox: Sandbox
+    provider: Provider
+    result: ExecResult | None = None  # of a command; decides the outcome and the output of the Run
 
-    def act(provider: Provider, sandbox: Sandbox) -> ExecResult:
-        require_workspace_space(provider, sandbox, now=now)
-        return provider.exec(
-            sandbox.ref,
+
+def exec_in_sandbox(
+    request: pool.SandboxRequest, command: Command, *, now: datetime, actor: str = ""
+) -> tuple[Run, ExecResult]:
+    """Execute a command in the holder's sandbox, which is started or woken first. Blocks until the command has ended.
+
+    A command that fails or times out is a result. Raises what `operation` raises, and WorkspaceFull."""
+    with operation(request, command, now=now, actor=actor) as opened:
+        require_workspace_space(opened.provider, opened.sandbox, now=now)
+        result = opened.provider.exec(
+            opened.sandbox.ref,
             list(command.argv),
             env=command.env,
             cwd=command.cwd,
@@ -61,22 +69,79 @@ def exec_in_sandbox(want: pool.SandboxRequest, command: Command, *, now: datetim
             cap=settings.EXEC_OUTPUT_CAP,
             mark=str(command.run_id),
         )
+        opened.result = result
+    return opened.run, result
 
-    return run_operation(want, command, act, now=now, actor=actor)
+
+@contextmanager
+def operation(request: pool.SandboxRequest, command: Command, *, now: datetime, actor: str = "") -> Iterator[Operation]:
+    """Open a Run in the holder's sandbox for the body of the `with`. No eviction takes the sandbox meanwhile.
+
+    1. Start or wake the sandbox, and open the Run.
+    2. Write the holder's first files and attach /data, if they are not in the sandbox yet.
+    3. Run the body.
+    4. Persist what changed in /data, and close the Run.
+
+    A failure in step 2 or 3 closes the Run and is raised: SandboxLost if the provider has lost the sandbox,
+    ProviderCallFailed if it did not answer (the Run says whether the command may have run), StoreUnavailable if the store
+    did not, anything else unchanged. Step 1 raises what `pool.ensure_running` and the guard raise. Step 4 does not fail the
+    operation: the Run's note says what is not stored yet."""
+    clock = clock_from(now)
+    opened, attached = _open_operation(request, command, clock, actor=actor), None
+    try:
+        attached = _prepare_sandbox(opened, request, command, clock)
+        yield opened
+    except Exception as failed:
+        error = _fail_operation(opened, failed, now=clock(), actor=actor)
+        if error is failed:
+            raise
+        raise error from failed
+    checkpoint("run answered", opened.run)
+    note = _persist_data(attached, opened.sandbox, opened.provider, now=clock()) if attached else ""
+    outcome = _classify_outcome(opened.result) if opened.result else RunOutcome.OK
+    close_run(opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, actor=actor)
 
 
-def run_operation(
-    want: pool.SandboxRequest, command: Command, act: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str = ""
-) -> tuple[Run, T]:
-    """Like exec_in for any one act, a file operation say: it has a Run, so nothing evicts the sandbox under it."""
-    later = clock_from(now)
+def _open_operation(request: pool.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:
     while True:
-        want.check_may_run()
-        sandbox = pool.ensure_running(want, now=later(), actor=actor)
-        run = open_run(sandbox, command, now=later(), actor=actor)
+        request.guard.check_proceed()
+        sandbox = pool.ensure_running(request, now=clock(), actor=actor)
+        run = open_run(sandbox, command, now=clock(), actor=actor)
         if run:
-            return run, _execute_run(run, sandbox, act, want, command, now=later(), actor=actor)
-        # It fell asleep or was given up between the two lines above: make it ready again.
+            return Operation(run, sandbox, providers.get_provider(sandbox.provider))
+        # The sandbox was evicted or destroyed between the two calls above.
+
+
+def _prepare_sandbox(opened: Operation, request: pool.SandboxRequest, command: Command, clock: Clock) -> Attachment | None:
+    sandbox, provider = opened.sandbox, opened.provider
+    if not sandbox.prepared:
+        pool.put_files(sandbox, provider, request.files)
+        Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation).update(prepared=True)
+    if not command.needs_data:
+        return None
+    attached = data_sync.attach(sandbox, provider, skill=request.skill, now=clock())
+    if attached and command.kind != "file":  # a full /data must not prevent the removal of files
+        data_sync.require_free_space(attached, sandbox, provider, now=clock())
+    return attached
+
+
+def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, actor: str) -> Exception:
+    """Close the Run of an operation that failed, and return the error to raise."""
+    if isinstance(failed, Missing):
+        note = f"The provider has no such sandbox: {failed}"
+        close_run(opened.run, now=now, outcome=RunOutcome.LOST, note=note, actor=actor)
+        eviction.mark_lost(opened.sandbox, str(failed), now=now)
+        return SandboxLost()
+    if isinstance(failed, (NoSuchFile, Rejected, SandboxError)):
+        close_run(opened.run, now=now, outcome=RunOutcome.FAILED, note=str(failed), actor=actor)
+        return failed
+    note = f"{type(failed).__name__}: {failed}"
+    close_run(opened.run, now=now, outcome=RunOutcome.ERROR, note=note, actor=actor)
+    if isinstance(failed, ProviderError):
+        return ProviderCallFailed(f"The provider failed: {failed}")
+    if isinstance(failed, StoreError):
+        return StoreUnavailable(f"The store did not answer, so nothing was run: {failed}")
+    return failed
 
 
 def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "") -> Run | None:
@@ -105,50 +170,6 @@ def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = 
         sql.insert(run)
     checkpoint("run opened", run)
     return run
-
-
-def _execute_run(
-    run: Run,
-    sandbox: Sandbox,
-    act: Callable[[Provider, Sandbox], T],
-    want: pool.SandboxRequest,
-    command: Command,
-    *,
-    now: datetime,
-    actor: str,
-) -> T:
-    """Call the provider for an open Run and close it with what came back, or with why nothing did."""
-    later = clock_from(now)
-    provider = providers.get_provider(sandbox.provider)
-    try:
-        if not sandbox.prepared:
-            pool.put_files(sandbox, provider, want.files)
-            Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation).update(prepared=True)
-        attached = data_sync.attach(sandbox, provider, skill=want.skill, now=later()) if command.needs_data else None
-        if attached and command.kind != "file":  # files can still be removed
-            data_sync.require_free_space(attached, sandbox, provider, now=later())
-        answer = act(provider, sandbox)
-    except Missing as gone:
-        close_run(run, now=later(), outcome=RunOutcome.LOST, note=f"The provider has no such sandbox: {gone}", actor=actor)
-        eviction.mark_lost(sandbox, str(gone), now=later())
-        raise SandboxLost() from gone
-    except (NoSuchFile, Rejected, SandboxError) as refused:
-        close_run(run, now=later(), outcome=RunOutcome.FAILED, note=str(refused), actor=actor)
-        raise
-    except Exception as failed:
-        close_run(run, now=later(), outcome=RunOutcome.ERROR, note=f"{type(failed).__name__}: {failed}", actor=actor)
-        if isinstance(failed, ProviderError):
-            raise ProviderCallFailed(f"The provider failed: {failed}") from failed
-        if isinstance(failed, StoreError):
-            raise StoreUnavailable(f"The store did not answer, so nothing was run: {failed}") from failed
-        raise
-    checkpoint("run answered", run)
-    note = _persist_data(attached, sandbox, provider, now=later()) if attached else ""
-    if isinstance(answer, ExecResult):
-        close_run(run, now=later(), outcome=_classify_outcome(answer), result=answer, note=note, actor=actor)
-    else:
-        close_run(run, now=later(), outcome=RunOutcome.OK, note=note, actor=actor)
-    return answer
 
 
 def _persist_data(attached: Attachment, sandbox: Sandbox, provider: Provider, *, now: datetime) -> str:

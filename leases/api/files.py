@@ -47,11 +47,8 @@ T = TypeVar("T")
 class FileApiView(AgentApiView):
     def look(self, pk: UUID, root: str, command: Command, act: Callable[[Tree], T]) -> tuple[T, dict[str, str]]:
         """What `act` finds, and the header that says where."""
-
-        def within(want: Any, at: Any) -> tuple[T, str]:
-            return files.read_files(want, root, command, act, now=at, actor=self.actor)
-
-        found, source = execution.call_with_lease(pk, within, now=self.now, actor=self.actor)
+        with execution.use_lease(pk, now=self.now) as wanted:
+            found, source = files.read_files(wanted, root, command, act, now=self.now, actor=self.actor)
         return found, {SOURCE_HEADER_NAME: source, "X-Content-Type-Options": "nosniff"}
 
     def change(self, pk: UUID, root: str, command: Command, act: Callable[[Provider, Sandbox], None]) -> HttpResponse:

@@ -8,7 +8,7 @@ from django.conf import settings
 
 from sandboxes.egress import access_log as logs
 from sandboxes.egress import model_pricing, upstream_records
-from sandboxes.sweeps import SweepResult
+from sandboxes.sweep_log import SweepResult
 
 log = structlog.get_logger(__name__)
 

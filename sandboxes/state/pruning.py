@@ -23,7 +23,7 @@ from sandboxes.providers.base import Missing, ProviderError
 from sandboxes.state import data_modes, data_sync, mounts
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
-from sandboxes.sweeps import PASS_TIME_LIMIT, SweepResult
+from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
 KEY_BATCH_SIZE = 500  # keys looked up at once

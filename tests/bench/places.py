@@ -128,8 +128,8 @@ def bench_claims(port: int) -> None:
     """Joining an environment when a sandbox was warmed up ahead of it."""
     from django.utils import timezone
 
-    from sandboxes import eviction, pool
-    from sandboxes.models import Pool, Sandbox
+    from sandboxes import destruction, pool
+    from sandboxes.models import Pool, Sandbox, TransitionReason
 
     api, run = create_client(port), uuid.uuid4().hex[:8]
     warmed = Pool.objects.create(name="warmed", provider="docker", warm_target=1)
@@ -144,8 +144,8 @@ def bench_claims(port: int) -> None:
 
     def gone(number: int) -> None:
         held = Sandbox.objects.get(pool=warmed, environment_id=f"{run}-{number}")
-        assert eviction.schedule_destroy(held.pk, now=timezone.now(), reason="bench")
-        assert eviction.destroy(held.pk, now=timezone.now())
+        assert destruction.schedule_destroy(held.pk, now=timezone.now(), code=TransitionReason.OPERATOR)
+        assert destruction.destroy(held.pk, now=timezone.now())
 
     raw = BenchCase("raw: create, start", lambda number: start_raw_container(name, "leasehold-sandbox:latest"))
     raw.after = lambda number: destroy_raw_container(name)

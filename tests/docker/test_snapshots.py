@@ -1,7 +1,7 @@
 """Take, change, restore, wake, and fork, in real containers."""
 
 import json
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 import pytest
 from django.utils import timezone
@@ -32,11 +32,9 @@ def looked(lease: Lease) -> tuple[list[str], bytes, str]:
     def act(tree: FileTree) -> tuple[list[str], bytes]:
         return sorted(tree.look("", deep=True, most=100)), tree.read_range("src/run", start=0, length=100)[0]
 
-    def within(want: object, at: datetime) -> tuple[tuple[list[str], bytes], str]:
-        command = Command(argv=["look"], kind="file", timeout=MINUTE, needs_data=False)
-        return files.read_files(execution.build_sandbox_request(lease, now=at), WORKSPACE, command, act, now=at)
-
-    (names, content), source = execution.call_with_lease(lease.pk, within, now=timezone.now(), actor="")
+    command, now = Command(argv=["look"], kind="file", timeout=MINUTE, needs_data=False), timezone.now()
+    with execution.use_lease(lease.pk, now=now) as request:
+        (names, content), source = files.read_files(request, WORKSPACE, command, act, now=now)
     return names, content, source
 
 

@@ -26,9 +26,8 @@ WATCHER = ["python3", "/opt/leasehold/relay_watcher.py"]
 
 def start(inside: LeasedSandbox, *argv: str, **env: str) -> Process:
     launch = ProcessSpec([*WATCHER, *argv], env, name="relay")
-    return execution.call_with_lease(
-        inside.lease.pk, lambda want, at: processes.start_process(want, launch, now=at), now=NOW, actor=""
-    )
+    with execution.use_lease(inside.lease.pk, now=NOW) as request:
+        return processes.start_process(request, launch, now=NOW)
 
 
 def says(process: Process, text: str, *, start: int = 0) -> bool:

@@ -193,7 +193,7 @@ def test_a_release_between_the_check_and_the_place_starts_nothing(grant, memory:
     want = execution.build_sandbox_request(lease, now=NOW)
     leasing.release(lease.pk, now=NOW)
     with pytest.raises(LeaseEnded), transaction.atomic():
-        want.fence()
+        want.guard.fence()
     assert memory.calls == []
 
 

@@ -21,7 +21,7 @@ from sandboxes.egress.nginx import NginxProxy
 from sandboxes.egress.server import EgressServer
 from sandboxes.providers.base import ProviderError
 from sandboxes.providers.docker.engine import Engine
-from sandboxes.sweeps import SweepResult, run_recorded
+from sandboxes.sweep_log import SweepResult, run_recorded
 
 log = structlog.get_logger(__name__)
 PROXY_CHECK_INTERVAL_SECONDS = 5.0  # seconds between two looks at nginx's container

@@ -762,7 +762,7 @@ def test_leases_end_however_long_summing_takes(spend: Act, monkeypatch: pytest.M
     lease, clock = spend(), [0.0]
     budget(1)
     monkeypatch.setattr(moments, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    at_checkpoint("budget settled", lambda: clock.append(clock.pop() + budget_enforcement.LONGEST.total_seconds() + 1))
+    at_checkpoint("budget settled", lambda: clock.append(clock.pop() + budget_enforcement.PASS_TIME_LIMIT.total_seconds() + 1))
     assert swept(NOW)["leases ended"] == 1
     assert ended(lease) == ("expired", "budget")
 

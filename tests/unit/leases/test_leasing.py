@@ -8,7 +8,7 @@ from django.db import IntegrityError, transaction
 from leases import conditions, execution, leasing, sweeps
 from leases.errors import Conflict, InvalidRequest, LeaseEnded
 from leases.models import Lease
-from sandboxes import eviction
+from sandboxes import destruction
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -183,7 +183,7 @@ def test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined(grant, me
     assert (tried, sandbox.tries, sandbox.state) == (3, 3, "destroying")
     assert sandbox.quarantined_at and "no" in sandbox.last_error
     assert Pool.objects.get(pk=lease.pool_id).used == 1  # what is not confirmed gone keeps its place
-    assert eviction.retry_destroy(sandbox.pk, now=moment)
+    assert destruction.retry_destroy(sandbox.pk, now=moment)
     assert sweeps.reclaim(now=moment).counts == {"destroyed": 1, "leases closed": 1}
     assert Pool.objects.get(pk=lease.pool_id).used == 0
 

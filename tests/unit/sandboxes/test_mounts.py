@@ -18,10 +18,10 @@ from django.core.checks import run_checks
 
 from leases import execution, leasing
 from leases.models import Lease
-from sandboxes import eviction, providers, sweeps
+from sandboxes import destruction, eviction, providers, sweeps
 from sandboxes import pool as pools
 from sandboxes.errors import SandboxBusy, StoreUnavailable
-from sandboxes.models import Pool, Sandbox
+from sandboxes.models import Pool, Sandbox, TransitionReason
 from sandboxes.models.state import AgentData, DataFile, DataObject, DataSize, DataStorageMode
 from sandboxes.providers.base import DATA, Rejected
 from sandboxes.providers.memory import MemoryProvider
@@ -411,7 +411,7 @@ def test_a_mounted_agent_takes_a_ready_made_sandbox_that_has_a_place_for_it(pool
     first = grant(environment="game-1")
     assert sh(first, f"echo hello >{DATA}/note") == ""
     assert without and sandbox_of(first).pk != without.pk
-    eviction.schedule_destroy(without.pk, now=NOW, reason="test")
+    destruction.schedule_destroy(without.pk, now=NOW, code=TransitionReason.OPERATOR)
     ready = pools.start_warm(Pool.objects.get(pk=pool.pk), now=NOW)
     second = grant(environment="game-2")
     assert sh(second, f"cat {DATA}/note") == "hello"

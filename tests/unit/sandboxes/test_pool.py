@@ -304,7 +304,7 @@ def test_an_agent_has_no_more_than_its_most(grant, pool) -> None:
     Quota.objects.create(pool=pool, agent_did="did:plc:ada", most=2)
     for number in (1, 2):
         use(grant(environment=f"e{number}"))
-    with pytest.raises(QuotaExceeded, match="may have 2"):
+    with pytest.raises(QuotaExceeded, match="quota is 2"):
         use(grant(environment="e3"))
     leasing.release(Lease.objects.get(environment_id="e1").pk, now=NOW)
     sweeps.reclaim(now=NOW)

@@ -16,7 +16,7 @@ from sandboxes.models import Snapshot
 from sandboxes.models.state import SnapshotKind
 from sandboxes.state import workspace
 
-FORKED_EVENT = "forked"  # the kind of an event, of both leases
+FORKED_EVENT = "forked"  # event kind, recorded on both leases
 
 
 def fork(

@@ -263,7 +263,7 @@ def test_a_workspace_that_does_not_come_back_is_a_note_beside_the_commands_end(w
         False,
         True,
     )
-    assert result.note.startswith("The workspace could not be brought back: ")
+    assert result.note.startswith("The workspace could not be returned: ")
     assert_nothing_is_left(pool, memory)
 
 
@@ -320,7 +320,7 @@ def test_dying_at_any_step_leaves_nothing_after_the_sweeps(step: str, wish, pool
     asked = wish(workspace=packed(a="1"), output=io.BytesIO())
     with pytest.raises(SimulatedCrash):
         run_once(asked, now=NOW)
-    sweep(NOW + asked.longest)
+    sweep(NOW + asked.max_duration)
     assert_nothing_is_left(pool, memory)
     with pytest.raises(Conflict):
         run_once(asked, now=LATER)
@@ -335,7 +335,7 @@ def test_dying_around_any_call_to_the_provider_leaves_nothing_after_the_sweeps(w
     asked = wish(workspace=packed(a="1"), output=io.BytesIO())
     with getattr(memory, when)(verb, lambda ref: die()), pytest.raises(SimulatedCrash):
         run_once(asked, now=NOW)
-    sweep(NOW + asked.longest)
+    sweep(NOW + asked.max_duration)
     sweep(LATER)
     assert_nothing_is_left(pool, memory)
 
@@ -352,7 +352,7 @@ def test_how_the_run_of_a_dead_process_ended_is_internal(wish, memory, at_checkp
     asked = wish()
     with pytest.raises(SimulatedCrash):
         run_once(asked, now=NOW)
-    sweep(NOW + asked.longest)
+    sweep(NOW + asked.max_duration)
     result = one_shot.load_result(Lease.objects.get())
     assert (result.outcome, result.exit_code, result.cleaned_up) == (OneShotOutcome.INTERNAL, None, True)
 

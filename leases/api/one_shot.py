@@ -48,7 +48,7 @@ class OneShotRunCreateView(AgentApiView):
             result = one_shot.run_once(replace(wish, run_id=run_id), now=self.now, actor=self.actor, admit=self.admit)
             return 200, show.serialize_one_shot_result(result, back.getvalue(), encoding)
 
-        patience = wish.longest + one_shot.CLEANUP_TIMEOUT + 2 * KILL_GRACE
+        patience = wish.max_duration + one_shot.CLEANUP_TIMEOUT + 2 * KILL_GRACE
         return self.once(request, act, body=body, patience=patience, repeatable=False)
 
 
@@ -77,7 +77,7 @@ def build_one_shot_request(said: Mapping[str, Any], encoding: str, back: BinaryI
         env=said["env"],
         cwd=said["cwd"],
         workspace=None if workspace is None else _decode_workspace(workspace),
-        back=back if said["return_workspace"] else None,
+        output=back if said["return_workspace"] else None,
         max_returned_bytes=show.MAX_RETURNED_WORKSPACE_BYTES,
         memory_mib=limits.get("memory_mib"),
         environment_type=said.get("environment_type") or one_shot.DEFAULT_ENVIRONMENT_TYPE,

@@ -622,7 +622,7 @@ def test_what_runs_has_until_the_end_of_the_grace(spend: Act) -> None:
     assert swept(NOW + 5 * MINUTE) == {"leases ended": 1}
     run.refresh_from_db()
     assert (ended(lease)[1], run.outcome, run.note) == (
-        "budget", "lost", "Killed: a budget of its lease is spent, and so is the grace.",
+        "budget", "lost", "Killed: a budget of the lease is exhausted and its grace period is over.",
     )  # fmt: skip
     assert readable(lease) == b"kept\n"
 

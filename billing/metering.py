@@ -16,6 +16,7 @@ from django.db.models import Count, Exists, F, Max, Min, OuterRef, Q, Subquery, 
 from django.db.models.functions import Lead
 
 from billing.dates import EPOCH, start_of_day, to_utc_date
+from billing.intervals import MICROSECOND, StateInterval, build_intervals, prorate, split_by_day
 from billing.models import Meter, UsageKind, UsageRecord, Watermark
 from billing.money_sums import nanos_to_decimal, sum_exact
 from sandboxes.lifecycle import checkpoint
@@ -31,7 +32,6 @@ BatchFunction = Callable[
     [Any, datetime], tuple[Any, int]
 ]  # after which key, up to when -> the last key or None, records written
 SANDBOX_COLUMNS = ("id", "agent_did", "environment_id", "provider", "memory_mib", "millicpus", "measured")
-MICROSECOND = timedelta(microseconds=1)
 WATERMARK_NAMES = ("time", "use", "runs", "snapshots", "data", "tokens")  # of watermarks
 STORE_PROVIDER = "store"  # what stores agents' data, in the place of a provider
 
@@ -64,44 +64,6 @@ def get_alive_times(holders: Iterable[UUID], *, now: datetime) -> dict[UUID, tim
 
 
 # --- usage records ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StateInterval:
-    """One sandbox's time in one state. `transition` is the one that began it; open: it is not over yet."""
-
-    transition: int
-    state: str
-    holder: UUID | None
-    began_at: datetime
-    ended_at: datetime
-    open: bool = False
-
-
-def build_intervals(
-    transitions: Iterable[tuple[int, str, UUID | None, datetime]], *, until: datetime
-) -> Iterator[StateInterval]:
-    """The life of one sandbox from its transitions (id, to, holder, at), in the order of their ids, up to `until`.
-
-    A clock may have jumped back between two of them. Then the earlier one's moment counts for both: so the intervals never
-    overlap, and their sum is what the clock has shown at most."""
-    last: tuple[int, str, UUID | None, datetime] | None = None
-    for pk, to, holder, at in transitions:
-        if last is not None:
-            at = max(at, last[3])
-            yield StateInterval(last[0], last[1], last[2], last[3], at)
-        last = (pk, to, holder, at)
-    if last is not None and last[1] != SandboxState.DESTROYED:
-        yield StateInterval(*last, max(until, last[3]), open=True)
-
-
-def split_by_day(began: datetime, ended: datetime) -> Iterator[tuple[date, datetime, datetime]]:
-    """The parts of a time, one for each day of UTC; none of no time at all."""
-    began, ended = began.astimezone(UTC), ended.astimezone(UTC)
-    while began < ended:
-        end = start_of_day(began.date() + timedelta(days=1))
-        yield began.date(), began, min(end, ended)
-        began = end
 
 
 def meter_usage(*, now: datetime) -> Counter[str]:
@@ -241,14 +203,6 @@ def _build_use_records(each: Reading) -> Iterator[UsageRecord]:
             mib_micros=(ended - began) // MICROSECOND * each.memory_mib,
             **_get_owner_fields(each.sandbox, each.holder),
         )
-
-
-def prorate(whole: int, since: datetime, until: datetime, began: datetime, ended: datetime) -> int:
-    """How much of what was used evenly from `since` to `until` was used in a time within: parts that follow one another add
-    up to the whole."""
-    lasted = (until - since) // MICROSECOND
-    first, last = ((moment - since) // MICROSECOND for moment in (began, ended))
-    return whole * last // lasted - whole * first // lasted
 
 
 def _meter_runs(after: tuple[UUID, UUID] | None, until: datetime) -> tuple[tuple[UUID, UUID] | None, int]:

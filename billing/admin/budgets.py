@@ -21,7 +21,7 @@ from unfold.contrib.filters.admin import ChoicesRadioFilter
 from unfold.decorators import action, display
 
 from billing import budgets
-from billing.estimate import FORECAST_WINDOW_DAYS, forecast_budget
+from billing.forecast import FORECAST_WINDOW_DAYS, forecast_budget
 from billing.models import Account, Budget
 from billing.models.budgets import Period, Scope, Unit
 from sandboxes.admin.base import AdminAction, ConsoleModelAdmin, ListTab, ReasonForm, SummaryField, list_audit_entries

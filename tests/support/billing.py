@@ -6,7 +6,7 @@ from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
-from billing import metering
+from billing import intervals
 from billing.models import CostRecord, Rate, UsageKind, UsageRecord
 from sandboxes.models import Pool, Reading, Sandbox
 
@@ -43,7 +43,7 @@ def create_time_usage(began: str | datetime, lasts: timedelta = HOUR, agent: str
     }  # fmt: skip
     return UsageRecord.objects.bulk_create(
         UsageRecord(day=each, began_at=start, ended_at=end, **{**known, **fields})
-        for each, start, end in metering.split_by_day(begin, begin + lasts)
+        for each, start, end in intervals.split_by_day(begin, begin + lasts)
     )
 
 

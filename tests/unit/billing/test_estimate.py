@@ -11,7 +11,8 @@ from django.core.management import CommandError, call_command
 from django.utils import timezone
 
 from billing import costs
-from billing.estimate import Scenario, estimate, forecast
+from billing.estimate import Scenario, estimate
+from billing.forecast import forecast
 from billing.instance_types import INSTANCE_SIZES, find_instance_size
 from billing.models import CostRecord, Rate, UsageRecord
 from tests.conftest import NOW

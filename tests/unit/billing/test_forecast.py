@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from billing import budgets, costs
-from billing.estimate import predict_exhaustion_date
+from billing.forecast import predict_exhaustion_date
 from billing.models import Account, Budget, Membership, Tab
 from billing.pricing import round_half_up
 from tests.conftest import NOW

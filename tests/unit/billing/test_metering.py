@@ -14,9 +14,10 @@ from django.db import connection, connections
 from django.test.utils import CaptureQueriesContext
 
 from billing import metering
-from billing.costs import BILLABLE_STATES
-from billing.metering import StateInterval, build_intervals, meter_usage, split_by_day
+from billing.intervals import StateInterval, build_intervals, split_by_day
+from billing.metering import meter_usage
 from billing.models import UsageKind, UsageRecord
+from billing.totals import BILLABLE_STATES
 from leases import execution, fork, leasing, snapshots, sweeps
 from leases.leasing import LeaseRequest
 from leases.models import Lease

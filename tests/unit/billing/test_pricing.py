@@ -16,7 +16,7 @@ from django.utils import timezone
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from billing import costs, metering, pricing
+from billing import costs, metering, pricing, totals
 from billing.models import Account, CostRecord, Membership, Rate, Unpriced, UsageRecord
 from leases import execution
 from sandboxes.runs import Command
@@ -92,7 +92,7 @@ def test_the_table_of_eight_agents_for_four_hours_a_day() -> None:
         for each in range(30):
             create_time_usage(parse_utc("2026-11-01T09:30") + each * DAY, 4 * HOUR, f"did:plc:a{number}", **BASIC_INSTANCE)
     price()
-    sums = {each.key: (each.usd, each.quantities[each.key], each.free.get(each.key, 0)) for each in costs.sum_costs("item")}
+    sums = {each.key: (each.usd, each.quantities[each.key], each.free.get(each.key, 0)) for each in totals.sum_costs("item")}
     assert sums == {
         "memory": (USD("8.415"), 960, 25),
         "disk": (USD("0.91"), 3840, 200),
@@ -106,7 +106,7 @@ def test_the_table_of_eight_agents_that_never_sleep() -> None:
     for number in range(8):
         create_time_usage("2026-11-01", 30 * DAY, f"did:plc:a{number}", **BASIC_INSTANCE)
     price()
-    sums = {each.key: each.usd for each in costs.sum_costs("item")}
+    sums = {each.key: each.usd for each in totals.sum_costs("item")}
     assert sums == {"memory": USD("51.615"), "cpu": USD("103.23"), "disk": USD("5.71"), "plan": USD(5)}
 
 
@@ -118,7 +118,7 @@ def test_cloudflares_own_example_of_an_hour_of_cpu() -> None:
     create_time_usage("2026-11-02T10:00", HOUR, ADA, provider="acme", millicpus=1000)
     create_time_usage("2026-11-02T10:00", HOUR, BOB, provider="acme", millicpus=200)
     price()
-    assert {each.key: each.usd for each in costs.sum_costs("agent")} == {ADA: USD("0.072"), BOB: USD("0.0144")}
+    assert {each.key: each.usd for each in totals.sum_costs("agent")} == {ADA: USD("0.072"), BOB: USD("0.0144")}
 
 
 def test_a_fargate_task_for_a_month() -> None:
@@ -128,7 +128,7 @@ def test_a_fargate_task_for_a_month() -> None:
     create_rate("memory", "0.004445")
     create_time_usage("2026-04-01", 30 * DAY, provider="acme", millicpus=1000, memory_mib=4096)
     price()
-    sums = {each.key: each.usd for each in costs.sum_costs("item")}
+    sums = {each.key: each.usd for each in totals.sum_costs("item")}
     assert {item: round(usd, 2) for item, usd in sums.items()} == {"cpu": USD("29.15"), "memory": USD("12.80")}
     assert sums == {"cpu": USD("29.1456"), "memory": USD("12.8016")}  # a day of CPU is 0.97152000048, to nine places
     assert round(total(), 2) == USD("41.95")
@@ -179,7 +179,7 @@ def test_only_what_is_ready_for_somebody_is_paid_for(state: str, paid: bool) -> 
     create_time_usage("2026-11-02T10:00", provider="acme", state=state)
     price()
     assert total() == paid
-    assert costs.sum_sandbox_time("agent") == ({ADA: HOUR} if paid else {})
+    assert totals.sum_sandbox_time("agent") == ({ADA: HOUR} if paid else {})
 
 
 def test_a_sandbox_that_nobody_held_is_the_houses() -> None:
@@ -193,7 +193,7 @@ def test_a_provider_without_rates_costs_nothing_and_its_hours_are_told() -> None
     create_time_usage("2026-11-02T10:00", provider="nowhere")
     price()
     assert list_cost_values("item") == []
-    (one,) = costs.sum_costs("agent")
+    (one,) = totals.sum_costs("agent")
     assert (one.key, one.usd, one.lasted) == (ADA, 0, HOUR)
 
 
@@ -300,7 +300,7 @@ def test_each_account_has_an_allowance_of_its_own() -> None:
     for agent in (ADA, BOB):
         create_time_usage("2026-11-02T00:00", 12 * HOUR, agent, provider="acme")
     price()
-    assert {each.key: each.usd for each in costs.sum_costs("account")} == {"house": 2, "team": 2}
+    assert {each.key: each.usd for each in totals.sum_costs("account")} == {"house": 2, "team": 2}
 
 
 @pytest.mark.usefixtures("ten_free")
@@ -403,10 +403,10 @@ def member(account: str, since: str = "", agent: str = ADA) -> Membership:
 
 def by_account() -> dict[str, tuple[Decimal, timedelta]]:
     """USD and time, by costs and by usage: each names its accounts by itself."""
-    found = {each.key: (each.usd, each.lasted or timedelta(0)) for each in costs.sum_costs("account")}
-    assert {name: lasted for name, (_, lasted) in found.items() if lasted} == costs.sum_sandbox_time("account")
+    found = {each.key: (each.usd, each.lasted or timedelta(0)) for each in totals.sum_costs("account")}
+    assert {name: lasted for name, (_, lasted) in found.items() if lasted} == totals.sum_sandbox_time("account")
     for name, (_, lasted) in found.items():
-        assert sum(costs.sum_sandbox_time("day", account=name).values(), timedelta(0)) == lasted
+        assert sum(totals.sum_sandbox_time("day", account=name).values(), timedelta(0)) == lasted
     return found
 
 
@@ -661,7 +661,7 @@ def test_what_is_metered_is_priced(grant: Callable[..., Any]) -> None:
     execution.exec_command(held.pk, Command(["true"], timedelta(seconds=5)), now=NOW)
     metering.meter_usage(now=NOW + HOUR / 2)
     price()
-    (lasted,) = costs.sum_sandbox_time("lease").values()
+    (lasted,) = totals.sum_sandbox_time("lease").values()
     assert timedelta(minutes=29) < lasted <= HOUR / 2
     assert total(holder=held.pk) == pricing.round_half_up(Fraction(lasted // timedelta(microseconds=1), 3600 * 10**6) * 2)
 
@@ -722,11 +722,11 @@ def test_the_sum_of_lines_is_what_a_plain_computation_says(
         by_hand: dict[str, timedelta] = defaultdict(timedelta)
         for row in UsageRecord.objects.filter(day__gte=first or date.min):
             by_hand[whose(moves, row.agent_did, row.day)] += row.ended_at - row.began_at
-        assert costs.sum_sandbox_time("account", since=first) == by_hand
+        assert totals.sum_sandbox_time("account", since=first) == by_hand
         for account in ("house", "team", "lab"):
             its = {"account": account, "since": first}
-            assert sum(costs.sum_sandbox_time("day", **its).values(), timedelta(0)) == by_hand.get(account, timedelta(0))
-            assert costs.sum_sandbox_time("account", **its) == {
+            assert sum(totals.sum_sandbox_time("day", **its).values(), timedelta(0)) == by_hand.get(account, timedelta(0))
+            assert totals.sum_sandbox_time("account", **its) == {
                 name: time_ for name, time_ in by_hand.items() if name == account
             }
 

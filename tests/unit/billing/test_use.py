@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from billing import costs, metering
-from billing.metering import meter_usage, prorate
+from billing import costs, metering, totals
+from billing.intervals import prorate
+from billing.metering import meter_usage
 from billing.models import CostRecord, Rate, UsageKind, UsageRecord
 from leases import execution, leasing
 from leases.models import Lease
@@ -100,7 +101,7 @@ def test_the_table_of_eight_agents_from_what_was_measured() -> None:
             create_time_usage(begin, 4 * HOUR, agent, **BASIC_INSTANCE, measured=True)
             create_reading(begin, 4 * HOUR, its, timedelta(seconds=360), memory_mib=700)
     price()
-    sums = {each.key: (each.usd, each.quantities[each.key]) for each in costs.sum_costs("item")}
+    sums = {each.key: (each.usd, each.quantities[each.key]) for each in totals.sum_costs("item")}
     assert sums == {
         "memory": (USD("8.415"), 960), "cpu": (USD("1.278"), 1440), "disk": (USD("0.91"), 3840), "plan": (USD(5), 1),
     }  # fmt: skip

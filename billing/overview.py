@@ -10,7 +10,7 @@ from typing import Any
 from django.db.models import Q
 
 from billing.dates import to_utc_date
-from billing.estimate import Forecast, forecast
+from billing.forecast import Forecast, forecast
 from billing.models import BillableItem, CostRecord
 from billing.money_sums import nanos_to_decimal, sum_exact
 
@@ -82,7 +82,7 @@ def build_overview(*, now: datetime, account: str = "", agent: str = "") -> Over
     )
 
 
-def get_spending_to_date(now: datetime) -> tuple[Decimal, Decimal]:
+def get_costs_to_date(now: datetime) -> tuple[Decimal, Decimal]:
     """What today has cost so far, and this month. One query, of this month's days alone."""
     today = to_utc_date(now)
     month = CostRecord.objects.filter(day__range=(today.replace(day=1), today))

@@ -1,4 +1,4 @@
-"""State intervals of a sandbox and their division into days. No database access."""
+"""State intervals of a sandbox and their division into UTC days. No database access."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ MICROSECOND = timedelta(microseconds=1)
 
 @dataclass(frozen=True)
 class StateInterval:
-    """One sandbox's time in one state. `transition` is the one that began it; open: it is not over yet."""
+    """Time of one sandbox in one state. `transition` is the id of the transition that began it; an open one has not ended."""
 
     transition: int
     state: str
@@ -26,10 +26,10 @@ class StateInterval:
 def build_intervals(
     transitions: Iterable[tuple[int, str, UUID | None, datetime]], *, until: datetime
 ) -> Iterator[StateInterval]:
-    """The life of one sandbox from its transitions (id, to, holder, at), in the order of their ids, up to `until`.
+    """Yield the intervals of one sandbox up to `until`, from its transitions (id, to, holder, at) ordered by id.
 
-    A clock may have jumped back between two of them. Then the earlier one's moment counts for both: so the intervals never
-    overlap, and their sum is what the clock has shown at most."""
+    If the clock jumped back between two transitions, both count as of the earlier one's time. Intervals therefore never
+    overlap, and their sum never exceeds the span of the clock's readings."""
     last: tuple[int, str, UUID | None, datetime] | None = None
     for pk, to, holder, at in transitions:
         if last is not None:
@@ -41,7 +41,7 @@ def build_intervals(
 
 
 def split_by_day(began: datetime, ended: datetime) -> Iterator[tuple[date, datetime, datetime]]:
-    """The parts of a time, one for each day of UTC; none of no time at all."""
+    """Yield (day, start, end) for each UTC day of an interval; nothing for an empty one."""
     began, ended = began.astimezone(UTC), ended.astimezone(UTC)
     while began < ended:
         end = start_of_day(began.date() + timedelta(days=1))
@@ -49,9 +49,10 @@ def split_by_day(began: datetime, ended: datetime) -> Iterator[tuple[date, datet
         began = end
 
 
-def prorate(whole: int, since: datetime, until: datetime, began: datetime, ended: datetime) -> int:
-    """How much of what was used evenly from `since` to `until` was used in a time within: parts that follow one another add
-    up to the whole."""
-    lasted = (until - since) // MICROSECOND
+def prorate(amount: int, since: datetime, until: datetime, began: datetime, ended: datetime) -> int:
+    """Return the part from `began` to `ended` of an amount used evenly from `since` to `until`.
+
+    Parts are rounded so that adjacent parts add up to the whole amount."""
+    duration = (until - since) // MICROSECOND
     first, last = ((moment - since) // MICROSECOND for moment in (began, ended))
-    return whole * last // lasted - whole * first // lasted
+    return amount * last // duration - amount * first // duration

@@ -275,7 +275,7 @@ class BudgetAdmin(ConsoleModelAdmin):
 
     def page(self, request: HttpRequest, row: Budget) -> dict[str, Any]:
         now = timezone.now()
-        found = budgets.find_top_spenders(row, now=now, most=MAX_PANEL_ROWS)
+        found = budgets.find_top_spenders(row, now=now, limit=MAX_PANEL_ROWS)
         count = budgets.find_open_tabs(row, now=now).count()
         names = self.holders([tab.holder for tab, _ in found])
         return {

@@ -1,33 +1,36 @@
-"""Who may still spend: what a budget has left, who is refused by it, and who is over it.
+"""Budgets: spending limits in sandbox-hours or USD, their admission control and their updates.
 
-Spending is worked out by `settle`, a sweep, from usage and costs. In between a budget is kept in two ways. A grant reserves
-the least that a lease costs (LEASEHOLD_MINIMUM_TIME, LEASEHOLD_MINIMUM_USD) for itself and for every active lease in scope,
-under the budget's lock, so that so many acquires at once get no more than there is. And what is marked as spent refuses
-whatever would go on: one look at an index, which is empty most often.
+A sweep computes each budget's spending from usage and costs (`update_spending`). Between two sweeps a hard budget is enforced
+in two ways:
 
-So a hard budget is overshot by what is used from the moment at which it was spent in truth until its leases have ended:
+1. A grant reserves a minimum (LEASEHOLD_MINIMUM_TIME, LEASEHOLD_MINIMUM_USD) for the new lease and for every active lease in
+   scope. It holds the budget's row lock, so concurrent acquires never reserve more than is left.
+2. An exhausted budget refuses further work of the leases in scope. While no budget is exhausted, the check is one lookup in
+   an empty partial index.
 
-    overshoot <= leases x rate x (metering + settling + grace + settling + storing) + calls
+A hard budget is therefore exceeded by the usage between the moment of actual exhaustion and the end of its leases:
 
-    leases      active at once in its scope, at most (amount - spent) / minimum when the last of them was granted
-    rate        of one lease: 1 hour an hour; or the USD of its sandbox, and of its model calls, in that time
-    metering    how old usage is when it is summed up: one pass of `meter` and its price, 1 minute between two. What is priced
-                by use is read every 5 minutes
-    settling    between two passes of `budgets`: 1 minute until it is marked as spent, and again 1 minute from the end of
-                the grace until that is seen. What waits is put to sleep at the first pass, without grace
-    grace       of the budget: what runs then may go on for as long
-    storing     until the state of one lease's sandbox is stored, for as many as are stored one after another
-    calls       what model calls cost that were under way: a call's cost is known when it has ended. And what is collected
-                of them late
+    overshoot <= leases x rate x (metering + sweep + grace + sweep + storing) + calls
 
-An account's budget counts what is billed to the account: of an agent that moves what it uses before in one, what it uses
-from then on in the other. Who is refused is decided by where it belongs today (UTC).
+    leases      leases active at the same time in scope; at most (amount - spent) / minimum at the last grant
+    rate        of one lease: 1 hour per hour, or the USD of its sandbox and its model calls in that time
+    metering    age of the usage when it is summed: 1 minute between two passes of `meter`, plus the duration of one. Items
+                priced by use are read every 5 minutes
+    sweep       1 minute between two passes of `budgets`: once until the budget is marked as exhausted, and again from the end
+                of the grace period until the leases are ended. A waiting sandbox is put to sleep in the first pass, without
+                a grace period
+    grace       the budget's grace period, for work that is running
+    storing     time to store the state of one lease's sandbox, for as many sandboxes as are stored one after another
+    calls       cost of the model calls in flight, which is known when a call ends, and of records that arrive late
 
-Sandboxes that nobody holds yet count for everything, and for the house; no lease ends with them, so a pool that warms some
-up goes on. While the state of a sandbox cannot be stored it stays, and its lease with it, past any grace: a budget loses no
-files. Meanwhile all is refused, so nothing new runs in it."""
+An account's budget counts the usage billed to the account. If an agent moves, its earlier usage counts for the old account
+and its later usage for the new one. Admission depends on the agent's account today (UTC).
 
-from billing.budgets.gate import (
+Sandboxes without a lease (pre-warmed) count for a budget on everything and for the house account. They are not ended, so a
+pool continues to warm sandboxes up under an exhausted budget. While a sandbox's state cannot be stored, the sandbox and its
+lease stay beyond any grace period, so that a budget never loses files. New work is refused meanwhile."""
+
+from billing.budgets.admission import (
     close_tab,
     find_exhausted,
     find_exhausted_for_lease,
@@ -37,8 +40,8 @@ from billing.budgets.gate import (
 )
 from billing.budgets.periods import build_marked_filter, get_grace_deadline, get_period_bounds, get_spent, is_exhausted
 from billing.budgets.scopes import build_lease_filter, find_open_tabs, find_visible_budgets
-from billing.budgets.settlement import save_budget, set_active, update_spending
 from billing.budgets.spending import find_top_spenders, sum_spending_by_day
+from billing.budgets.updates import save_budget, set_active, update_spending
 
 __all__ = [
     "build_lease_filter",

@@ -1,4 +1,4 @@
-"""Budget periods: bounds, and the amount spent in the present one."""
+"""Budget periods: their bounds, and a budget's state in the present one."""
 
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -11,7 +11,7 @@ from billing.models.budgets import Period
 
 
 def get_period_bounds(period: str, now: datetime) -> tuple[datetime, datetime | None]:
-    """When the present one began, and when the next one will: None for ever."""
+    """Return the start of the present period and of the next one. A lifetime budget starts at EPOCH and has no next."""
     day = to_utc_date(now)
     if period == Period.DAY:
         return start_of_day(day), start_of_day(day + timedelta(days=1))
@@ -21,12 +21,12 @@ def get_period_bounds(period: str, now: datetime) -> tuple[datetime, datetime | 
 
 
 def get_spent(budget: Budget, now: datetime) -> Decimal:
-    """What is known to be spent in the present period: nothing yet in one that has just begun."""
+    """Return the recorded spending in the present period; 0 until a new period's first update."""
     return budget.spent if budget.period_began == get_period_bounds(budget.period, now)[0] else Decimal(0)
 
 
 def build_marked_filter(mark: str, now: datetime) -> Q:
-    """The active budgets whose mark, `warned_for` or `exhausted_for`, is of their present period."""
+    """Match active budgets whose `mark`, `warned_for` or `exhausted_for`, is of their present period."""
     present = Q()
     for period in Period:
         present |= Q(period=period, **{mark: get_period_bounds(period, now)[0]})
@@ -34,11 +34,11 @@ def build_marked_filter(mark: str, now: datetime) -> Q:
 
 
 def is_exhausted(budget: Budget, now: datetime) -> bool:
-    """Whether it was seen to be spent, in its present period and with the amount that it has now."""
+    """Return whether an update found the budget exhausted in its present period, and its present amount is still spent."""
     return budget.exhausted_for == get_period_bounds(budget.period, now)[0] and budget.spent >= budget.amount
 
 
 def get_grace_deadline(budget: Budget) -> datetime:
-    """Of one that is spent: until when what runs may go on."""
+    """Return the end of an exhausted budget's grace period, until which running work may continue."""
     assert budget.exhausted_at
     return budget.exhausted_at + budget.grace

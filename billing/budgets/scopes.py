@@ -1,4 +1,4 @@
-"""Budget scopes: filters for leases, usage and costs."""
+"""Budget scopes: matching of budgets with leases, usage and costs."""
 
 from collections.abc import Collection
 from datetime import datetime
@@ -11,14 +11,18 @@ from billing.models import HOUSE_ACCOUNT_NAME, Budget, Membership, Tab
 from billing.models.budgets import Scope
 from billing.totals import build_account_filters
 
-SCOPE_COLUMNS = {Scope.AGENT: "agent_did", Scope.KEY: "key_id", Scope.ENVIRONMENT_TYPE: "environment_type"}  # columns of tabs
+TAB_COLUMNS = {Scope.AGENT: "agent_did", Scope.KEY: "key_id", Scope.ENVIRONMENT_TYPE: "environment_type"}
 
 
-def build_scope_filter(budget: Budget, *, now: datetime) -> Q:
-    """The tabs that a budget is for. Of an account's those of the agents that belong to it now."""
+def find_open_tabs(budget: Budget, *, now: datetime) -> QuerySet[Tab]:
+    """Find the tabs of the active leases in a budget's scope. An account's are those of its present members."""
+    return Tab.objects.filter(_build_tab_filter(budget, now=now), closed_at__isnull=True)
+
+
+def _build_tab_filter(budget: Budget, *, now: datetime) -> Q:
     if budget.scope == Scope.ACCOUNT:
         return _build_member_filter(budget.subject, now)
-    return Q() if budget.scope == Scope.ALL else Q(**{SCOPE_COLUMNS[Scope(budget.scope)]: budget.subject})
+    return Q() if budget.scope == Scope.ALL else Q(**{TAB_COLUMNS[Scope(budget.scope)]: budget.subject})
 
 
 def _build_member_filter(account: str, now: datetime) -> Q:
@@ -29,19 +33,19 @@ def _build_member_filter(account: str, now: datetime) -> Q:
 
 
 def build_lease_filter(*, agent_did: str, environment_type: str, key_id: str, now: datetime) -> Q:
-    """The budgets that are for such a lease."""
+    """Match the budgets that apply to such a lease."""
     account = Membership.objects.on(to_utc_date(now)).filter(agent_did=agent_did).values("account__name")
-    found = (
+    condition = (
         Q(scope=Scope.ALL)
         | Q(scope=Scope.AGENT, subject=agent_did)
         | Q(scope=Scope.ENVIRONMENT_TYPE, subject=environment_type)
         | Q(scope=Scope.ACCOUNT, subject=Coalesce(account, Value(HOUSE_ACCOUNT_NAME)))
     )
-    return found | Q(scope=Scope.KEY, subject=key_id) if key_id else found
+    return condition | Q(scope=Scope.KEY, subject=key_id) if key_id else condition
 
 
 def find_visible_budgets(key_id: str, dids: Collection[str], *, now: datetime) -> QuerySet[Budget]:
-    """The active budgets that are for leases of these agents, or of this key."""
+    """Find the active budgets that apply to leases of these agents, or to leases acquired with this key."""
     present = Membership.objects.on(to_utc_date(now)).filter(agent_did__in=dids)
     accounts = dict(present.values_list("agent_did", "account__name"))
     types = Tab.objects.filter(agent_did__in=dids).values("environment_type")
@@ -55,27 +59,21 @@ def find_visible_budgets(key_id: str, dids: Collection[str], *, now: datetime) -
     )
 
 
-def find_open_tabs(budget: Budget, *, now: datetime) -> QuerySet[Tab]:
-    """Those of active leases in its scope."""
-    return Tab.objects.filter(build_scope_filter(budget, now=now), closed_at__isnull=True)
-
-
 def build_usage_filters(budget: Budget, began: datetime) -> list[Q]:
-    """The usage records since then that a budget is for, in parts. Of an account's those of the days on which their agents
-    belonged to it."""
-    return (
-        build_account_filters(budget.subject, to_utc_date(began))
-        if budget.scope == Scope.ACCOUNT
-        else [_build_usage_filter(budget)]
-    )
+    """Build disjoint filters of a budget's usage records from `began` on.
+
+    An account's records are those of each agent's days as its member."""
+    if budget.scope == Scope.ACCOUNT:
+        return build_account_filters(budget.subject, to_utc_date(began))
+    return [_build_holder_filter(budget)]
 
 
 def build_cost_filter(budget: Budget) -> Q:
-    """The same of cost records: an account's plans, too."""
-    return Q(account__name=budget.subject) if budget.scope == Scope.ACCOUNT else _build_usage_filter(budget)
+    """Match a budget's cost records. An account's records include its plans."""
+    return Q(account__name=budget.subject) if budget.scope == Scope.ACCOUNT else _build_holder_filter(budget)
 
 
-def _build_usage_filter(budget: Budget) -> Q:
+def _build_holder_filter(budget: Budget) -> Q:
     if budget.scope in (Scope.KEY, Scope.ENVIRONMENT_TYPE):
-        return Q(holder__in=Tab.objects.filter(**{SCOPE_COLUMNS[Scope(budget.scope)]: budget.subject}).values("holder"))
+        return Q(holder__in=Tab.objects.filter(**{TAB_COLUMNS[Scope(budget.scope)]: budget.subject}).values("holder"))
     return Q(agent_did=budget.subject) if budget.scope == Scope.AGENT else Q()

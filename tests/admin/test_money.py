@@ -319,7 +319,7 @@ def test_an_administrator_adds_a_rate_that_begins_later(administrator: Client) -
 
 def test_a_rate_does_not_begin_in_the_past(administrator: Client) -> None:
     again = administrator.post("/admin/billing/rate/add/", sent(valid_from_0=str(TODAY - timedelta(days=1))))
-    assert "does not begin in the past" in again.content.decode()
+    assert "cannot begin in the past" in again.content.decode()
     assert not Rate.objects.filter(provider="acme").exists()
 
 

@@ -144,7 +144,7 @@ def test_a_day_is_over_at_midnight_also_before_a_sweep_has_seen_it(spend: Act, g
         grant(now=MIDNIGHT - timedelta(seconds=1))
     again = grant(now=MIDNIGHT)
     used(again, now=MIDNIGHT)
-    assert swept(MIDNIGHT + MINUTE) == {"budgets open again": 1}
+    assert swept(MIDNIGHT + MINUTE) == {"budgets reopened": 1}
     assert spent(made) == Decimal("0.017")
 
 
@@ -240,7 +240,7 @@ def test_a_budget_refuses_and_ends_the_leases_of_who_belongs_to_its_account_toda
         ]
 
     metering.meter_usage(now=NOW)
-    assert budgets.update_spending(crew.pk, now=NOW) == ["warned of", "spent"]
+    assert budgets.update_spending(crew.pk, now=NOW) == ["warned", "exhausted"]
     assert held() == [[lease, other], [other]]
     with refused(limit="2"):
         grant(environment="e3", now=late)
@@ -250,8 +250,8 @@ def test_a_budget_refuses_and_ends_the_leases_of_who_belongs_to_its_account_toda
     grant(environment="e3", now=MIDNIGHT)
     with refused(limit="2"):
         grant(BOB, "e4", now=MIDNIGHT)
-    assert [tab.holder for tab, _ in budgets.find_top_spenders(crew, now=MIDNIGHT, most=9)] == [other.pk]
-    assert {tab.holder for tab, _ in budgets.find_top_spenders(lab, now=MIDNIGHT, most=9)} >= {lease.pk}
+    assert [tab.holder for tab, _ in budgets.find_top_spenders(crew, now=MIDNIGHT, limit=9)] == [other.pk]
+    assert {tab.holder for tab, _ in budgets.find_top_spenders(lab, now=MIDNIGHT, limit=9)} >= {lease.pk}
 
 
 def test_what_a_lease_spent_in_a_budget_is_what_its_account_paid(spend: Act) -> None:
@@ -264,7 +264,7 @@ def test_what_a_lease_spent_in_a_budget_is_what_its_account_paid(spend: Act) -> 
     for account in ("crew", "lab"):
         for unit in ("hours", "usd"):
             made = budget(100, unit, "ever", scope="account", subject=account, now=MIDNIGHT + 2 * HOUR)
-            spenders = budgets.find_top_spenders(made, now=MIDNIGHT + 2 * HOUR, most=9)
+            spenders = budgets.find_top_spenders(made, now=MIDNIGHT + 2 * HOUR, limit=9)
             found[account, unit] = made.spent, [(tab.holder, amount) for tab, amount in spenders]
     assert found == {
         ("crew", "hours"): (15, []), ("crew", "usd"): (Decimal("0.25"), []),
@@ -317,7 +317,7 @@ def test_a_grant_keeps_its_minimum_until_its_lease_ends(grant: Act, settings: An
     held = [grant(environment=f"e{number}") for number in range(10)]
     with refused(spent="0", limit="1") as caught:
         grant(environment="e10")
-    assert "active leases keep 1 more" in str(caught.value)
+    assert "1 reserved by active leases" in str(caught.value)
     assert not Lease.objects.filter(environment_id="e10").exists()
     leasing.release(held[0].pk, now=NOW)
     grant(environment="e10")
@@ -357,7 +357,7 @@ def test_the_strictest_budget_is_named_and_nobody_else(spend: Act, grant: Act) -
     with refused(resets_at=datetime(2026, 12, 1, tzinfo=UTC)) as caught:
         grant(ADA, "e2")
     assert str(caught.value) == (
-        "There is a budget of 1 hours a month for everything: 1 are spent. It begins anew at 2026-12-01 00:00 UTC."
+        "No room in the budget of 1 hours a month for everything: 1 spent. Resets at 2026-12-01 00:00 UTC."
     )
 
 
@@ -374,7 +374,7 @@ def test_a_budget_of_others_refuses_nobody(spend: Act, grant: Act) -> None:
 
 def test_a_soft_budget_only_warns(spend: Act, grant: Act) -> None:
     lease, made = spend(), budget("0.5", hard=False)
-    assert swept(NOW) == {"budgets warned of": 1, "budgets spent": 1}
+    assert swept(NOW) == {"budgets warned": 1, "budgets exhausted": 1}
     assert (ended(lease)[0], said()) == ("active", ["exhausted", "warning"])
     used(lease), grant(environment="e2")
     swept(NOW + HOUR)
@@ -424,7 +424,7 @@ def over(spend: Act) -> Lease:
 def test_what_would_run_is_refused_and_a_number_stays_free(over: Lease, grant: Act) -> None:
     with refused(spent="1", limit="1", unit="hours", resets_at=MIDNIGHT) as caught:
         used(over)
-    assert str(caught.value).startswith(f"There is a budget of 1 hours a day for agent {ADA}: 1 are spent. It begins anew at ")
+    assert str(caught.value).startswith(f"No room in the budget of 1 hours a day for agent {ADA}: 1 spent. Resets at ")
     with refused():
         turns.take_turn(over.pk, 1, {}, now=NOW)
     with refused():
@@ -470,23 +470,23 @@ def test_raised_it_is_open_again_at_once(over: Lease) -> None:
     assert (made.exhausted_at, made.exhausted_for, made.spent) == (None, None, 1)
     used(over)
     assert said() == ["exhausted", "warning"]
-    assert swept(NOW + HOUR)["budgets spent"] == 1  # of the new amount: that is another fact
+    assert swept(NOW + HOUR)["budgets exhausted"] == 1  # of the new amount: that is another fact
     assert said() == ["exhausted", "warning"] * 2
 
 
 def test_raised_by_other_means_it_refuses_nothing_either(over: Lease) -> None:
     Budget.objects.update(amount=2)
     used(over)
-    assert swept(NOW) == {"budgets open again": 1}
+    assert swept(NOW) == {"budgets reopened": 1}
 
 
 def test_what_was_counted_too_much_opens_it_again(over: Lease) -> None:
     UsageRecord.objects.all().delete()
     made = Budget.objects.get()
-    assert budgets.update_spending(made.pk, now=NOW) == ["open again"]
+    assert budgets.update_spending(made.pk, now=NOW) == ["reopened"]
     used(over)
     metering.reset_usage()
-    assert swept(NOW)["budgets spent"] == 1
+    assert swept(NOW)["budgets exhausted"] == 1
     assert said() == ["exhausted", "warning"]  # once in a period
 
 
@@ -574,7 +574,7 @@ def test_a_sum_that_comes_late_does_not_open_what_is_spent(spend: Act, at_checkp
 
     def rival() -> None:
         metering.meter_usage(now=NOW)
-        assert budgets.update_spending(made.pk, now=NOW + MINUTE) == ["warned of", "spent"]
+        assert budgets.update_spending(made.pk, now=NOW + MINUTE) == ["warned", "exhausted"]
 
     at_checkpoint("budget summed", rival)
     assert budgets.update_spending(made.pk, now=NOW) == []
@@ -599,7 +599,7 @@ def test_what_waits_is_stored_and_then_its_lease_ends(spend: Act, memory: Any) -
     eviction.evict(Sandbox.objects.get(holder=asleep.pk).pk, now=NOW, reason="idle")
     empty = leasing.acquire(leasing.LeaseRequest(ADA, "e4", "catan", pool=lease.pool.name), now=NOW)[0]
     budget(1, scope="agent", subject=ADA)
-    assert swept(NOW) == {"budgets warned of": 1, "budgets spent": 1, "leases ended": 3}
+    assert swept(NOW) == {"budgets warned": 1, "budgets exhausted": 1, "leases ended": 3}
     assert [ended(one) for one in (lease, asleep, empty)] == [("expired", "budget")] * 3
     assert (ended(other)[0], Snapshot.objects.filter(holder=lease.pk, forgotten_at=None).count()) == ("active", 1)
     event = lease.events.get(kind="ended")

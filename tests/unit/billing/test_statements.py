@@ -526,7 +526,7 @@ class Ledger(RuleBasedStateMachine):
             why = str(refused)
         price(DECEMBER)
         assert self.closed() == before
-        assert not why or (before and "which stays as it is" in why)
+        assert not why or (before and "closed months cannot change" in why)
 
     def closed(self) -> dict[str, Any]:
         last = {each: Statement.objects.filter(account=each).order_by("month").last() for each in self.accounts}

@@ -1,4 +1,4 @@
-"""Budget settlement"""
+"""Updates of budgets: spending, threshold marks and events, and changes by operators."""
 
 from datetime import datetime
 from decimal import Decimal
@@ -17,55 +17,56 @@ from sandboxes.models.webhooks import EventType
 from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
-GRACE_RESET_FIELDS = ["scope", "subject", "unit", "period", "hard", "active"]  # of these, what decides when its grace began
-OPERATOR_FIELDS = ["scope", "subject", "unit", "amount", "period", "hard", "warn_percent", "grace", "active"]  # by operators
+OPERATOR_FIELDS = ["scope", "subject", "unit", "amount", "period", "hard", "warn_percent", "grace", "active"]
+GRACE_RESET_FIELDS = ["scope", "subject", "unit", "period", "hard", "active"]  # a change of one restarts the grace period
 
 
 def update_spending(pk: int, *, now: datetime) -> list[str]:
-    """Work out what an active budget has spent in its present period, and what follows from that: "warned of", "spent",
-    "open again". It may stop anywhere, and run twice, or beside itself: an event is said once.
+    """Compute an active budget's spending in its present period and apply its thresholds.
 
-    While usage and costs are derived anew their sums say too little: what is known to be spent stays until they are there."""
+    Return the changes among "warned", "exhausted" and "reopened". Safe to interrupt, repeat and run concurrently: each event
+    is emitted once. While usage and costs are being rebuilt nothing is updated, because their sums are too low."""
     budget = Budget.objects.filter(pk=pk, active=True).first()
     if budget is None or derivation.is_rebuilding():
         return []
     began, ends = get_period_bounds(budget.period, now)
-    spent = sum_spending(budget, began, ends)  # before its lock: a grant waits for that
+    spent = sum_spending(budget, began, ends)  # before the lock: a grant would wait for the sum
     checkpoint("budget summed", budget)
-    same = {field: getattr(budget, field) for field in ("scope", "subject", "unit", "period", "spent_at")}
+    unchanged = {field: getattr(budget, field) for field in ("scope", "subject", "unit", "period", "spent_at")}
     with transaction.atomic():
-        locked = Budget.objects.select_for_update(no_key=True).filter(pk=pk, active=True, **same).first()
-        # Changed meanwhile, or worked out by somebody else, who may know of more: the next pass has it.
-        said = _apply_thresholds(locked, spent, began, now=now) if locked and not derivation.is_rebuilding() else []
+        # No row matches after an operator's change, or after a concurrent update, which may have summed newer costs. The next
+        # pass updates the budget then.
+        locked = Budget.objects.select_for_update(no_key=True).filter(pk=pk, active=True, **unchanged).first()
+        changes = _apply_thresholds(locked, spent, began, now=now) if locked and not derivation.is_rebuilding() else []
         checkpoint("budget marked", budget)
     checkpoint("budget settled", budget)
-    return said
+    return changes
 
 
 def _apply_thresholds(budget: Budget, spent: Decimal, began: datetime, *, now: datetime) -> list[str]:
-    """Write what is spent, and an event where that has come to a mark: once in a period, unless the amount is changed."""
-    said = []
+    """Write the spending and the marks of a locked budget. Enqueue an event for each threshold newly reached."""
+    changes = []
     budget.spent, budget.spent_at, budget.period_began = spent, now, began
     if spent * 100 < budget.amount * budget.warn_percent:
         budget.warned_for = None
     elif budget.warned_for != began:
         budget.warned_for = began
         _emit_event(budget, EventType.BUDGET_WARNING, now=now)
-        said.append("warned of")
+        changes.append("warned")
     if spent < budget.amount:
         if budget.exhausted_at is not None:
-            said.append("open again")
+            changes.append("reopened")
         budget.exhausted_for = budget.exhausted_at = None
     elif budget.exhausted_for != began:
         budget.exhausted_for, budget.exhausted_at = began, now
         _emit_event(budget, EventType.BUDGET_EXHAUSTED, now=now)
-        said.append("spent")
+        changes.append("exhausted")
     budget.save(update_fields=["spent", "spent_at", "period_began", "warned_for", "exhausted_for", "exhausted_at"])
-    return said
+    return changes
 
 
 def _emit_event(budget: Budget, event: EventType, *, now: datetime) -> None:
-    """Once for each period, amount and whom it is for, whatever becomes of what is spent in between."""
+    """Enqueue an event at most once per period, amount, unit, scope and subject, even if spending falls and rises again."""
     began, ends = get_period_bounds(budget.period, now)
     payload = {
         "budget": budget.pk, "scope": budget.scope, "subject": budget.subject, "unit": budget.unit, "period": budget.period,
@@ -77,26 +78,29 @@ def _emit_event(budget: Budget, event: EventType, *, now: datetime) -> None:
 
 
 def save_budget(budget: Budget, *, now: datetime) -> None:
-    """State a budget, or state it anew, and work out at once what that means. ValidationError names the field."""
+    """Create a budget or change the fields that operators set, and update its spending at once.
+
+    Raise ValidationError with the name of an invalid field."""
     budget.full_clean()
     with transaction.atomic():
         if budget.pk is None:
             budget.created_at = now
             budget.save()
         else:
-            same = {field: getattr(budget, field) for field in GRACE_RESET_FIELDS}
-            # It was spent for others, or ended nothing yet: whom it is for from now on has all of its grace.
-            Budget.objects.filter(pk=budget.pk).exclude(**same).update(exhausted_for=None, exhausted_at=None)
+            unchanged = {field: getattr(budget, field) for field in GRACE_RESET_FIELDS}
+            # Leases that were not subject to this budget before get a full grace period.
+            Budget.objects.filter(pk=budget.pk).exclude(**unchanged).update(exhausted_for=None, exhausted_at=None)
             budget.save(update_fields=OPERATOR_FIELDS)
     update_spending(budget.pk, now=now)
     budget.refresh_from_db()
 
 
 def set_active(pk: int, *, active: bool, now: datetime) -> bool:
-    """Turn a budget on or off; whether this call did. What it has spent is worked out as soon as it is on, and its grace
-    begins then."""
-    anew = {"exhausted_for": None, "exhausted_at": None}
-    if not Budget.objects.filter(pk=pk, active=not active).update(active=active, **anew):
+    """Enable or disable a budget. Return whether this call changed it.
+
+    An enabled budget's spending is updated at once. If it is exhausted, its grace period starts then."""
+    cleared = {"exhausted_for": None, "exhausted_at": None}
+    if not Budget.objects.filter(pk=pk, active=not active).update(active=active, **cleared):
         return False
     update_spending(pk, now=now)
     return True

@@ -235,8 +235,8 @@ def test_the_command_forecasts() -> None:
     assert (found["a_day_usd"], found["days"], found["budget_usd"]) == ("24", 1, "100000")
     assert date.fromisoformat(found["runs_out"]) > yesterday + timedelta(days=4000)
     said = run("estimate", "--forecast", "--budget", "100000")
-    assert f"100000 USD are spent on {found['runs_out']}" in said
-    assert "24 USD a day, by the last 1" in said
+    assert f"100000 USD reached on {found['runs_out']}" in said
+    assert "24 USD a day, days averaged: 1" in said
     for only in (["--agent", ADA], ["--account", "house"], ["--environment", "game-1"], ["--provider", "acme"]):
         assert json.loads(run("estimate", "--forecast", "--json", *only))["a_day_usd"] == "24"
         assert json.loads(run("estimate", "--forecast", "--json", only[0], "other"))["a_day_usd"] is None

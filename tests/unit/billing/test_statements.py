@@ -193,15 +193,15 @@ def test_what_was_booked_is_neither_changed_nor_removed() -> None:
     credit = statements.grant_credit(house(), USD("5"), now=DECEMBER, actor="eve", reason="sorry")
     for row in (made, made.lines.first(), credit):
         assert row
-        with pytest.raises(ValidationError, match="stays"):
+        with pytest.raises(ValidationError, match="cannot be"):
             row.save()
-        with pytest.raises(ValidationError, match="stays"):
+        with pytest.raises(ValidationError, match="cannot be"):
             row.delete()
-        with pytest.raises(ValidationError, match="stays"):
+        with pytest.raises(ValidationError, match="cannot be"):
             type(row).objects.filter(pk=row.pk).update(pk=0)
-        with pytest.raises(ValidationError, match="stays"):
+        with pytest.raises(ValidationError, match="cannot be"):
             type(row).objects.all().delete()
-    with pytest.raises(ValidationError, match="stays"):
+    with pytest.raises(ValidationError, match="cannot be"):
         Credit.objects.bulk_update([credit], ["reason"])
 
 

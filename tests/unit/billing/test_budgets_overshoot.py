@@ -105,7 +105,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
-def test_no_history_goes_further_over_a_budget_than_is_written_down(pool: Pool, still: None) -> None:
+def test_overshoot_stays_within_the_documented_bound(pool: Pool, still: None) -> None:
     over: list[timedelta] = []
 
     @hypothesis.settings(

@@ -24,10 +24,10 @@ from leases.errors import InvalidRequest, RangeNotSatisfiable
 from leases.errors import RequestTooLarge as BodyTooLarge
 from sandboxes import files, runs
 from sandboxes.models import Sandbox
+from sandboxes.providers import tar_validation
 from sandboxes.providers.base import DATA, WORKSPACE, Provider, Rejected, TooLarge, check_directory_path, split_sandbox_path
 from sandboxes.runs import Command
-from sandboxes.state import archives
-from sandboxes.state.file_reader import FileTree as Tree
+from sandboxes.state.file_tree import FileTree as Tree
 from sandboxes.state.spool import open_spool
 from sandboxes.storage.base import StoreError
 
@@ -196,7 +196,7 @@ class ArchiveView(FileApiView):
                 for chunk in request_body.iter_body(request, MAX_ARCHIVE_BYTES):
                     tar.write(chunk)
             try:
-                archives.validate_tar(tar)
+                tar_validation.validate_tar(tar)
             except TooLarge as wrong:
                 raise BodyTooLarge(str(wrong), field="body") from None
             except Rejected as wrong:

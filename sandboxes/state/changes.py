@@ -17,7 +17,7 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataFile, DataObject, format_key_timestamp
 from sandboxes.providers.base import DATA, FileStat, Provider, Rejected
-from sandboxes.providers.docker.host_files import is_plain_tar
+from sandboxes.providers.tar_validation import is_plain_tar
 from sandboxes.state.spool import FileSlice, open_spool, run_parallel
 from sandboxes.storage import get_store
 from sandboxes.storage.base import CHUNK_BYTES

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from sandboxes.image import files
+from sandboxes.providers import tar_validation
 from sandboxes.providers.base import Rejected
-from sandboxes.providers.docker.host_files import is_plain_tar
-from sandboxes.state import archives
+from sandboxes.providers.tar_validation import is_plain_tar
 from sandboxes.state.spool import open_spool
 
 EXCLUDED_NAMES = (".home",)  # what has such a name stays on its side: every sandbox has one of its own
@@ -30,13 +30,13 @@ def pack(root: Path, out: BinaryIO) -> None:
         files.pack(str(root), out, exclude=EXCLUDED_NAMES)
     except files.BadPath:
         raise Rejected(f"{root} is no directory.") from None
-    archives.validate_tar(out)
+    tar_validation.validate_tar(out)
 
 
 def apply_changes(root: Path, sent: BinaryIO, back: BinaryIO) -> int:
     """Do in the directory what was done to a copy of it: `sent` is what `pack` wrote, `back` what it has become. What
     differs is written, what is gone is removed, all else stays as it is; how many paths that were. Rejected, OSError."""
-    archives.validate_tar(back)
+    tar_validation.validate_tar(back)
     if not is_plain_tar(back):
         raise Rejected("What came back is no plain tar.")
     before, after = _read_entries(sent), _read_entries(back)

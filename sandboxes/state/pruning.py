@@ -20,7 +20,7 @@ from sandboxes.errors import DataFull
 from sandboxes.models import DataObject, Snapshot
 from sandboxes.models.state import AgentData, DataStorageMode, parse_key_timestamp
 from sandboxes.providers.base import Missing, ProviderError
-from sandboxes.state import data_modes, data_sync, mounts
+from sandboxes.state import data_sync, mounts, storage_mode
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 from sandboxes.sweeps import PASS_TIME_LIMIT, SweepResult
@@ -55,7 +55,7 @@ def measure_mounted(*, now: datetime) -> SweepResult:
         if later() > now + PASS_TIME_LIMIT:
             break
         try:
-            swept.note("weighed", data_modes.measure_mounted_data(mine, now=later()))
+            swept.note("weighed", storage_mode.measure_mounted_data(mine, now=later()))
         except StoreError as failed:
             swept.failures.append(f"{mine}: {failed}")
     return swept

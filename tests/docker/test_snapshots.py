@@ -14,7 +14,7 @@ from sandboxes import files, providers
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.runs import Command
-from sandboxes.state.file_reader import FileTree
+from sandboxes.state.file_tree import FileTree
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 MINUTE = timedelta(minutes=1)

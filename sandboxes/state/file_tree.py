@@ -25,7 +25,7 @@ from sandboxes.providers.base import (
     check_directory_path,
     split_sandbox_path,
 )
-from sandboxes.providers.docker.host_files import is_plain_tar
+from sandboxes.providers.tar_validation import is_plain_tar
 from sandboxes.state import pull, workspace
 from sandboxes.state.spool import FileSlice
 

@@ -19,7 +19,7 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox, SandboxState
 from sandboxes.models.state import AgentData, DataFile, DataObject, DataSize, DataStorageMode
 from sandboxes.providers.base import Rejected
-from sandboxes.state import data_sync, data_tree, mounts, pull
+from sandboxes.state import data_sync, data_tree, mounts, pull, s3fs
 from sandboxes.state.data_editing import Bundle
 from sandboxes.state.merge import UPSERT_COLUMNS
 from sandboxes.state.spool import FileSlice, open_spool, run_parallel
@@ -41,7 +41,7 @@ def convert_to_mount(mine: AgentData, *, now: datetime) -> int:
         raise Rejected(f"Its data cannot be mounted: {why}.")
     with _lock_while_cold(mine, DataStorageMode.SYNC) as since:
         rows = list(data_tree.find_live_files(mine).select_related("stored_in", "data"))
-    get_store().clear(mounts.build_key_prefix(mine.agent_did))  # of an earlier try
+    get_store().clear(s3fs.build_key_prefix(mine.agent_did))  # of an earlier try
     with ExitStack() as stack:
         content = pull.fetch_contents([row for row in rows if row.kind == "file"], stack, now=now)
         run_parallel(lambda row: _upload_path(row, content.get(row.path)), rows)
@@ -79,14 +79,14 @@ def convert_to_sync(mine: AgentData, *, now: datetime) -> int:
         checkpoint("data copied", mine)
         with _lock_while_cold(mine, DataStorageMode.MOUNT, since):
             _replace_rows(mine, bundle, mine.revision + 1, now)
-    get_store().clear(mounts.build_key_prefix(mine.agent_did))
+    get_store().clear(s3fs.build_key_prefix(mine.agent_did))
     return len(bundle.rows)
 
 
 def measure_mounted_data(mine: AgentData, *, now: datetime) -> bool:
     """Write down how large an agent's mounted data is: nobody tells, so its objects are listed. Whether it is mounted still.
     StoreError."""
-    prefix = mounts.build_key_prefix(mine.agent_did)
+    prefix = s3fs.build_key_prefix(mine.agent_did)
     sizes = [entry.size or 0 for entry in get_store().entries(prefix) if not entry.key.endswith("/")]  # no directories
     checkpoint("data listed", mine)
     with transaction.atomic():
@@ -119,11 +119,11 @@ def _upload_path(row: DataFile, content: FileSlice | None) -> None:
     """Store one path as s3fs does: what it is stands in the object's metadata."""
     bucket = get_store()
     assert isinstance(bucket, S3Store)
-    key = mounts.build_key_prefix(row.data.agent_did) + row.path + "/" * (row.kind == "directory")
+    key = s3fs.build_key_prefix(row.data.agent_did) + row.path + "/" * (row.kind == "directory")
     known = {
         "mode": str(FILE_TYPE_BITS[row.kind] | row.mode),
-        "uid": str(mounts.AGENT_UID),
-        "gid": str(mounts.AGENT_UID),
+        "uid": str(s3fs.AGENT_UID),
+        "gid": str(s3fs.AGENT_UID),
         "mtime": str(row.mtime),
     }
     with open_spool() as whole:

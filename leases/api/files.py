@@ -266,7 +266,7 @@ def _read_range(tree: Tree, *, path: str, asked: ByteRange | None) -> tuple[byte
 
 def _list_entries(tree: Tree, *, under: str, deep: bool) -> dict[str, Any]:
     try:
-        return dict(tree.look(under, deep=deep, most=MAX_LISTING_ENTRIES))
+        return dict(tree.list_entries(under, deep=deep, limit=MAX_LISTING_ENTRIES))
     except TooLarge:
         said = f"There are more than {MAX_LISTING_ENTRIES} entries. Ask for a directory in it, or for its own with deep=0."
         raise TooLarge(said) from None

@@ -1,4 +1,4 @@
-"""Mount points of this machine: the mount table, bind mounts and the locks that serialize changes to them."""
+"""Mount table, bind mounts, and the file locks that serialize changes to mounts."""
 
 import ctypes
 import os
@@ -17,32 +17,32 @@ MS_BIND, _MS_PRIVATE, _MS_SHARED, _MNT_DETACH, _UMOUNT_NOFOLLOW = 1 << 12, 1 << 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def ensure_shared_mount(home: Path) -> None:
-    """Have a mount of our own there, which is shared: below it mounts spread to containers, and to nothing else."""
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with acquire_lock(home, "all"):
-        lines = read_mountinfo(home)
+def ensure_shared_mount(root: Path) -> None:
+    """Ensure that the root is a shared mount of its own: mounts below it propagate to containers and to nothing else."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with acquire_lock(root, "all"):
+        lines = read_mountinfo(root)
         if not lines:
-            bind_or_remount(home, home, MS_BIND)
+            sys_mount(root, root, MS_BIND)
         if not any(word.startswith("shared:") for line in lines[-1:] for word in line[6 : line.index("-")]):
-            bind_or_remount(None, home, _MS_PRIVATE)
-            bind_or_remount(None, home, _MS_SHARED)
+            sys_mount(None, root, _MS_PRIVATE)
+            sys_mount(None, root, _MS_SHARED)
 
 
 def read_mountinfo(point: Path) -> list[list[str]]:
-    """The lines of mountinfo about one mount point, in words; what was mounted last comes last."""
-    name = re.sub(r"[\s\\]", lambda found: f"\\{ord(found[0]):03o}", str(point))
+    """Return the lines of /proc/self/mountinfo for one mount point, split into words. The latest mount is last."""
+    name = re.sub(r"[\s\\]", lambda match: f"\\{ord(match[0]):03o}", str(point))
     with open("/proc/self/mountinfo", errors="surrogateescape") as file:
         return [line.split() for line in file if f" {name} " in line and line.split()[4] == name]
 
 
 def list_devices(point: Path) -> list[int]:
-    """Of everything that is mounted on a directory: the numbers that stat gives for their devices."""
+    """Return the device numbers of all mounts on a directory, as stat reports them. The topmost is last."""
     numbers = (line[2].split(":") for line in read_mountinfo(point))
     return [os.makedev(int(major), int(minor)) for major, minor in numbers]
 
 
-def bind_or_remount(source: Path | None, target: Path, flags: int) -> None:
+def sys_mount(source: Path | None, target: Path, flags: int) -> None:
     _raise_for_errno(_libc.mount(os.fsencode(source) if source else None, os.fsencode(target), None, flags, None), target)
 
 
@@ -53,22 +53,24 @@ def unmount_all(point: Path) -> None:
 
 def _raise_for_errno(result: int, path: Path) -> None:
     if result:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(path))
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(path))
 
 
 @contextmanager
-def acquire_lock(home: Path, name: str) -> Iterator[None]:
-    """One process, or thread, at a time. Locks have few names and are never removed."""
+def acquire_lock(root: Path, name: str) -> Iterator[None]:
+    """Hold an exclusive lock between processes and threads. Raise StoreError if it is not free within 30 seconds.
+
+    Lock files are never removed, so their names are few."""
     with translate_os_errors("lock"):
-        directory = home.parent / "mount-locks"
+        directory = root.parent / "mount-locks"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        until = time.monotonic() + LOCK_TIMEOUT_SECONDS
+        deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
         while not _try_lock(descriptor):
-            if time.monotonic() > until:
-                raise mount_error("lock", f"somebody else has been mounting or unmounting for {LOCK_TIMEOUT_SECONDS:.0f} s")
+            if time.monotonic() > deadline:
+                raise mount_error("lock", f"another process has held the mount lock for {LOCK_TIMEOUT_SECONDS:.0f} s")
             time.sleep(POLL_SECONDS)
         yield
     finally:

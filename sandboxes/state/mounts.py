@@ -1,14 +1,15 @@
-"""An agent's files as one directory of the bucket, which s3fs mounts on this machine into each of its sandboxes' /data.
+"""Mounts of agents' data: one directory of the bucket per agent, mounted by s3fs into /data of each of its sandboxes.
 
-A sandbox has no network, no key and no right to mount. Its container is given a directory of this machine, bound with
-slave propagation, and whatever is mounted on that directory later appears in it:
+A sandbox has no network, no key and no right to mount. Its container gets a directory of this machine as a bind mount with
+slave propagation, so that mounts made on that directory later appear in the container:
 
-    STATE_DIR/mounts               bound on itself and shared: what is mounted below it reaches the containers
-    STATE_DIR/mounts/SANDBOX/fs    where s3fs mounts `agents/<did>/files` of the bucket
-    STATE_DIR/mounts/SANDBOX/data  bound to /data; on it `fs` is bound once that answers
+    STATE_DIR/mounts               bind mount of itself, shared: mounts below it propagate to containers
+    STATE_DIR/mounts/SANDBOX/fs    mount point of s3fs: `agents/<did>/files` of the bucket
+    STATE_DIR/mounts/SANDBOX/data  bound to /data; `fs` is bound on it once s3fs answers
 
-A container that starts while something is mounted there is bound to that, not to the directory, and would miss what is
-mounted after it has gone. So `data` keeps what died on it, and a new mount goes on top: that reaches both sorts."""
+A container that starts while `data` is a mount point is bound to that mount instead of the directory, and would not see a mount
+made after it is removed. Dead mounts therefore stay on `data`, and a new mount is stacked on top, which reaches containers of
+both kinds."""
 
 import os
 import shutil
@@ -29,138 +30,132 @@ from sandboxes.state.s3fs import DEAD, MOUNT_TIMEOUT_SECONDS, RESPONSIVE, UNRESP
 from sandboxes.storage.base import StoreError
 
 log = structlog.get_logger(__name__)
-SUPPORTED_PROVIDER = "docker"  # the only one whose sandboxes can be given a directory of this machine
+SUPPORTED_PROVIDER = "docker"  # the only provider whose sandboxes can bind a directory of this machine
 
 
 def find_missing_requirement() -> str:
-    """What this machine or its settings lack for mounting; "" if nothing."""
+    """Return the reason why this installation cannot mount data; "" if it can."""
     if settings.STORAGE_BACKEND != "s3":
-        return "the files are mounted from a bucket, which takes STORAGE_BACKEND=s3"
+        return "mounted data requires STORAGE_BACKEND=s3"
     if settings.SANDBOX_PROVIDER in ("process", "memory"):
-        return "the files are mounted into containers, which takes SANDBOX_PROVIDER=docker"
+        return "mounted data requires SANDBOX_PROVIDER=docker"
     if os.geteuid() != 0:
-        return "mounting takes root"
+        return "mounting requires root"
     if not shutil.which("s3fs"):
-        return "there is no program s3fs here, which the package of that name has"
-    return "" if os.path.exists("/dev/fuse") else "there is no /dev/fuse here"
+        return "the program s3fs is missing; install the package s3fs"
+    return "" if os.path.exists("/dev/fuse") else "/dev/fuse is missing"
 
 
 def is_mount_required(agent_did: str) -> bool:
-    """Is this agent's data mounted, or would it be if there were any?"""
+    """Return whether this agent's data is mounted, or will be when it is first stored."""
     if settings.STORAGE_BACKEND != "s3":
         return False
-    kept = AgentData.objects.filter(agent_did=agent_did).values_list("keeping", flat=True).first()
-    return (kept or settings.DATA_KEEPING) == DataStorageMode.MOUNT
+    mode = AgentData.objects.filter(agent_did=agent_did).values_list("keeping", flat=True).first()
+    return (mode or settings.DATA_KEEPING) == DataStorageMode.MOUNT
 
 
 def prepare_mount_directory(sandbox: Sandbox) -> Path | None:
-    """The directory to bind to /data of a sandbox that is about to start, made empty; None if it needs none.
+    """Create the empty directory to bind to /data of a sandbox that is about to start. Return None if it needs none.
 
-    A sandbox that nobody holds yet may be claimed by any agent. One whose data is copied uses the directory as it is."""
+    A warm sandbox may be claimed by any agent, so it gets a directory if new data is mounted. Sandboxes of agents with synced
+    data use the directory as ordinary storage. Raise StoreError."""
     if sandbox.provider != SUPPORTED_PROVIDER or not (
         settings.DATA_KEEPING == DataStorageMode.MOUNT or is_mount_required(sandbox.agent_did)
     ):
         return None
-    place = SandboxMount.of(sandbox.pk)
-    with place.locked(), translate_os_errors("prepare"):
-        place.make()
-    return place.data
+    mount = SandboxMount.of(sandbox.pk)
+    with mount.locked(), translate_os_errors("prepare"):
+        mount.create_directories()
+    return mount.data
 
 
 def has_mount_directory(pk: uuid.UUID) -> bool:
-    """Was this sandbox started with a directory to mount on?"""
+    """Return whether this sandbox was started with a directory to mount on."""
     return SandboxMount.of(pk).exists()
 
 
 def attach(sandbox: Sandbox, provider: Provider) -> None:
-    """Have the agent's files in its sandbox's /data, and the bucket answering. Safe to repeat, from many processes.
+    """Ensure that the agent's files are mounted in its sandbox and the bucket answers. Idempotent; safe to call concurrently.
 
-    StoreError within a minute, and mostly within ten seconds, if that cannot be had; Rejected if it never can. A bucket
-    that does not answer leaves a mount as it is: s3fs finds its way back, and what was being written may yet get there."""
+    Raise StoreError, mostly within 10 seconds and at most within a minute, if that fails; Rejected if the provider cannot
+    mount. A mount whose bucket does not answer stays: s3fs reconnects by itself, and pending writes may still be uploaded."""
     if sandbox.provider != SUPPORTED_PROVIDER:
-        raise Rejected(f"The data of {sandbox.agent_did} is mounted, which sandboxes of {sandbox.provider} cannot be given.")
-    if why := find_missing_requirement():
-        raise mount_error("attach", why)
-    place = SandboxMount.of(sandbox.pk)
-    if not place.exists():
-        raise mount_error("attach", "its sandbox was started without a directory to mount on, and has one when it has slept")
-    seen = place.mounted()
-    said = place.ask() if seen else DEAD
-    if said == RESPONSIVE:
+        raise Rejected(f"The data of {sandbox.agent_did} is mounted; the provider {sandbox.provider} does not support mounts.")
+    if reason := find_missing_requirement():
+        raise mount_error("attach", reason)
+    mount = SandboxMount.of(sandbox.pk)
+    if not mount.exists():
+        raise mount_error("attach", "the sandbox was started without a directory to mount on; it gets one at its next wake")
+    device = mount.device()
+    status = mount.probe() if device else DEAD
+    if status == RESPONSIVE:
         return
-    with place.locked(), translate_os_errors("attach"):
-        if said == UNRESPONSIVE:
+    with mount.locked(), translate_os_errors("attach"):
+        if status == UNRESPONSIVE:
             check_bucket_reachable(sandbox.agent_did)
-        if (said == UNRESPONSIVE or place.mounted() != seen) and place.ask() == RESPONSIVE:
+        if (status == UNRESPONSIVE or mount.device() != device) and mount.probe() == RESPONSIVE:
             return
-        place.mount(sandbox.agent_did)
-        if not _is_visible_in_sandbox(place, sandbox, provider):
-            place.unmount()
+        mount.mount(sandbox.agent_did)
+        if not _is_visible_in_sandbox(mount, sandbox, provider):
+            mount.unmount()
             raise mount_error(
-                "attach", "what is mounted here does not appear in the sandbox: is its engine on another machine?"
+                "attach", "the mount does not appear in the sandbox; check that its Docker Engine runs on this machine"
             )
-    log.info("data mounted", sandbox=str(sandbox.pk), agent=sandbox.agent_did, again=seen is not None)
+    log.info("data mounted", sandbox=str(sandbox.pk), agent=sandbox.agent_did, again=device is not None)
 
 
 def release_unresponsive_mount(sandbox: Sandbox) -> None:
-    """Let go of a bucket that does not answer, for a sandbox that is about to go: what waits for it cannot be killed."""
-    place = SandboxMount.of(sandbox.pk)
-    if place.mounted() and place.ask() == UNRESPONSIVE:
-        log.warning("mount given up", sandbox=str(sandbox.pk), agent=sandbox.agent_did)
-        place.end(patience=0)
+    """End s3fs before a sandbox is stopped if the bucket does not answer: processes that wait for it cannot be killed."""
+    mount = SandboxMount.of(sandbox.pk)
+    if mount.device() and mount.probe() == UNRESPONSIVE:
+        log.warning("unresponsive mount ended", sandbox=str(sandbox.pk), agent=sandbox.agent_did)
+        mount.end(patience_seconds=0)
 
 
 def detach(pk: uuid.UUID) -> None:
-    """Leave nothing of a sandbox whose process is gone: no mount, no s3fs, no directory. What fails is left to
-    `leftovers`."""
+    """Remove a stopped sandbox's mount, s3fs process and directory. Failures are left to `clear_leftovers`."""
     try:
-        place = SandboxMount.of(pk)
-        if place.exists():
-            with place.locked(), translate_os_errors("detach"):
-                place.clear()
+        mount = SandboxMount.of(pk)
+        if mount.exists():
+            with mount.locked(), translate_os_errors("detach"):
+                mount.clear()
     except StoreError as failed:
         log.warning("mount left behind", sandbox=str(pk), error=str(failed))
 
 
 @contextmanager
 def open_mount(agent_did: str) -> Iterator[Path]:
-    """The agent's files, mounted for nobody but whoever asks, for a while."""
-    place = SandboxMount.of(uuid.uuid5(uuid.NAMESPACE_URL, agent_did))
-    with place.locked(), translate_os_errors("open"):
-        place.make()
+    """Mount an agent's files temporarily outside any sandbox. Raise StoreError."""
+    mount = SandboxMount.of(uuid.uuid5(uuid.NAMESPACE_URL, agent_did))
+    with mount.locked(), translate_os_errors("open"):
+        mount.create_directories()
         try:
-            place.mount(agent_did)
-            yield place.fs
+            mount.mount(agent_did)
+            yield mount.fs
         finally:
-            place.clear()
+            mount.clear()
 
 
 def clear_leftovers() -> list[uuid.UUID]:
-    """Clear up after sandboxes that have no process any more, whoever should have done so; whose it was. What fails is
-    tried again next time."""
+    """Remove the mounts of sandboxes that have no process. Return their ids. Failures are retried by the next sweep."""
     cleared = []
-    for place in SandboxMount.list_all():
+    for mount in SandboxMount.list_all():
         try:
-            with (
-                place.locked(),
-                translate_os_errors("leftovers"),
-            ):  # the row is read under the lock, which whoever starts it takes
-                if (
-                    not Sandbox.objects.filter(pk=place.pk)
-                    .exclude(state__in=(SandboxState.COLD, SandboxState.DESTROYED))
-                    .exists()
-                ):
-                    place.clear()
-                    cleared.append(place.pk)
+            with mount.locked(), translate_os_errors("leftovers"):
+                # The row is read under the lock: a start of the sandbox takes the lock, too.
+                sandboxes = Sandbox.objects.filter(pk=mount.pk)
+                if not sandboxes.exclude(state__in=(SandboxState.COLD, SandboxState.DESTROYED)).exists():
+                    mount.clear()
+                    cleared.append(mount.pk)
         except StoreError as failed:
-            log.warning("mount left behind", sandbox=str(place.pk), error=str(failed))
+            log.warning("mount left behind", sandbox=str(mount.pk), error=str(failed))
     return cleared
 
 
-def _is_visible_in_sandbox(place: SandboxMount, sandbox: Sandbox, provider: Provider) -> bool:
-    """Does /data of the sandbox lie on what is mounted here, and may commands write there?"""
+def _is_visible_in_sandbox(mount: SandboxMount, sandbox: Sandbox, provider: Provider) -> bool:
+    """Return whether /data of the sandbox is the mounted device and writable for commands."""
     argv = ["sh", "-c", f"test -w {DATA} && stat -c %d {DATA}"]
-    asked = provider.exec(
+    result = provider.exec(
         sandbox.ref, argv, env={}, cwd="/", timeout=timedelta(seconds=MOUNT_TIMEOUT_SECONDS), cap=100, mark=uuid.uuid4().hex
     )
-    return asked.stdout.decode(errors="replace").strip() == str(place.mounted())
+    return result.stdout.decode(errors="replace").strip() == str(mount.device())

@@ -1,6 +1,7 @@
-"""How an agent's data is kept, changed from one way to the other while no sandbox of it has a process.
+"""Conversion of an agent's data between the storage modes `sync` and `mount`, and measurement of mounted data.
 
-What it has is stored the new way first, then one transaction turns it over, then what was stored the old way goes."""
+A conversion needs all of the agent's sandboxes without a process. It copies the data to the new form, switches the mode in one
+transaction, then removes the old form."""
 
 import stat
 import tarfile
@@ -20,7 +21,7 @@ from sandboxes.models import Sandbox, SandboxState
 from sandboxes.models.state import AgentData, DataFile, DataObject, DataSize, DataStorageMode
 from sandboxes.providers.base import Rejected
 from sandboxes.state import data_sync, data_tree, mounts, pull, s3fs
-from sandboxes.state.data_editing import Bundle
+from sandboxes.state.data_editing import StagedChanges
 from sandboxes.state.merge import UPSERT_COLUMNS
 from sandboxes.state.spool import FileSlice, open_spool, run_parallel
 from sandboxes.storage import get_store
@@ -32,37 +33,38 @@ FILE_TYPE_BITS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "link": stat.
 REMOVED_COLUMNS = {"removed": True, "stored_in": None, "size_bytes": 0, "digest": ""}
 
 
-def convert_to_mount(mine: AgentData, *, now: datetime) -> int:
-    """Have an agent's files in the bucket as an object each, to be mounted from now on; how many paths. Safe to repeat.
+def convert_to_mount(data: AgentData, *, now: datetime) -> int:
+    """Store an agent's files as one object each and switch to mode `mount`. Return the number of paths. Idempotent.
 
-    Busy while it has a sandbox with a process, or if its data was changed meanwhile; Rejected where nothing can be
-    mounted. A name with a control character, which only some stores take, is a StoreError."""
-    if why := mounts.find_missing_requirement():
-        raise Rejected(f"Its data cannot be mounted: {why}.")
-    with _lock_while_cold(mine, DataStorageMode.SYNC) as since:
-        rows = list(data_tree.find_live_files(mine).select_related("stored_in", "data"))
-    get_store().clear(s3fs.build_key_prefix(mine.agent_did))  # of an earlier try
+    Raise SandboxBusy if a sandbox of the agent has a process or the data changed meanwhile, Rejected if this installation
+    cannot mount. A path with a control character, which not every store accepts as a key, raises StoreError."""
+    if reason := mounts.find_missing_requirement():
+        raise Rejected(f"The data cannot be mounted: {reason}.")
+    with _lock_while_cold(data, DataStorageMode.SYNC) as since:
+        rows = list(data_tree.find_live_files(data).select_related("stored_in", "data"))
+    get_store().clear(s3fs.build_key_prefix(data.agent_did))  # left by a failed conversion
     with ExitStack() as stack:
         content = pull.fetch_contents([row for row in rows if row.kind == "file"], stack, now=now)
         run_parallel(lambda row: _upload_path(row, content.get(row.path)), rows)
-    checkpoint("data copied", mine)
-    with _lock_while_cold(mine, DataStorageMode.SYNC, since):
-        DataFile.objects.filter(data=mine).update(**REMOVED_COLUMNS)  # that there was a skill is still known
-        AgentData.objects.filter(pk=mine.pk).update(keeping=DataStorageMode.MOUNT, revision=F("revision") + 1, changed_at=now)
-    data_sync.remove_outdated_objects(DataObject.objects.filter(data=mine))
+    checkpoint("data copied", data)
+    with _lock_while_cold(data, DataStorageMode.SYNC, since):
+        # Rows stay, marked as removed: the rows of skills prevent that a removed skill is seeded again.
+        DataFile.objects.filter(data=data).update(**REMOVED_COLUMNS)
+        AgentData.objects.filter(pk=data.pk).update(keeping=DataStorageMode.MOUNT, revision=F("revision") + 1, changed_at=now)
+    data_sync.remove_outdated_objects(DataObject.objects.filter(data=data))
     return len(rows)
 
 
-def convert_to_sync(mine: AgentData, *, now: datetime) -> int:
-    """Have an agent's mounted files copied into its sandboxes from now on; how many paths. Safe to repeat.
+def convert_to_sync(data: AgentData, *, now: datetime) -> int:
+    """Store an agent's mounted files as synced data and switch to mode `sync`. Return the number of paths. Idempotent.
 
-    Busy as for to_mount, DataFull if that is more than is kept so, StoreError if they cannot be read. Whatever is
-    neither file nor directory nor link is left out."""
-    with _lock_while_cold(mine, DataStorageMode.MOUNT) as since:
+    Raise SandboxBusy as convert_to_mount does, DataFull above the limits of synced data, StoreError if the files cannot be
+    read. Paths that are not files, directories or links are skipped."""
+    with _lock_while_cold(data, DataStorageMode.MOUNT) as since:
         pass
     with ExitStack() as stack:
-        bundle, tar = Bundle(stack), stack.enter_context(open_spool())
-        with mounts.open_mount(mine.agent_did) as directory:
+        staged, tar = StagedChanges(stack), stack.enter_context(open_spool())
+        with mounts.open_mount(data.agent_did) as directory:
             try:
                 files.pack(str(directory), tar)
             except OSError as failed:
@@ -74,80 +76,85 @@ def convert_to_sync(mine: AgentData, *, now: datetime) -> int:
                 if not member.isreg():
                     row.kind, row.target = ("link", member.linkname) if member.issym() else ("directory", "")
                 row.size_bytes = member.size
-                bundle.add(row, members.extractfile(member) if member.isreg() else None)
-        bundle.upload(mine, now)
-        checkpoint("data copied", mine)
-        with _lock_while_cold(mine, DataStorageMode.MOUNT, since):
-            _replace_rows(mine, bundle, mine.revision + 1, now)
-    get_store().clear(s3fs.build_key_prefix(mine.agent_did))
-    return len(bundle.rows)
+                staged.add(row, members.extractfile(member) if member.isreg() else None)
+        staged.upload(data, now)
+        checkpoint("data copied", data)
+        with _lock_while_cold(data, DataStorageMode.MOUNT, since):
+            _replace_rows(data, staged, data.revision + 1, now)
+    get_store().clear(s3fs.build_key_prefix(data.agent_did))
+    return len(staged.rows)
 
 
-def measure_mounted_data(mine: AgentData, *, now: datetime) -> bool:
-    """Write down how large an agent's mounted data is: nobody tells, so its objects are listed. Whether it is mounted still.
-    StoreError."""
-    prefix = s3fs.build_key_prefix(mine.agent_did)
-    sizes = [entry.size or 0 for entry in get_store().entries(prefix) if not entry.key.endswith("/")]  # no directories
-    checkpoint("data listed", mine)
+def measure_mounted_data(data: AgentData, *, now: datetime) -> bool:
+    """Record the size of an agent's mounted data. Return False if the data is not mounted any more. Raise StoreError.
+
+    s3fs reports no changes, so the agent's objects are listed."""
+    prefix = s3fs.build_key_prefix(data.agent_did)
+    # s3fs stores a directory as a marker object whose key ends with "/".
+    sizes = [entry.size or 0 for entry in get_store().entries(prefix) if not entry.key.endswith("/")]
+    checkpoint("data listed", data)
     with transaction.atomic():
-        same = AgentData.objects.select_for_update(no_key=True).filter(pk=mine.pk, keeping=DataStorageMode.MOUNT)
-        if same.first() is None:
+        rows = AgentData.objects.select_for_update(no_key=True).filter(pk=data.pk, keeping=DataStorageMode.MOUNT)
+        if rows.first() is None:
             return False
-        same.update(files=len(sizes), size_bytes=sum(sizes))
-        DataSize.note(mine.agent_did, sum(sizes), now=now)
+        rows.update(files=len(sizes), size_bytes=sum(sizes))
+        DataSize.note(data.agent_did, sum(sizes), now=now)
     return True
 
 
 @contextmanager
 def _lock_while_cold(
-    mine: AgentData, kept: DataStorageMode, since: IncarnationCounts | None = None
+    data: AgentData, mode: DataStorageMode, since: IncarnationCounts | None = None
 ) -> Iterator[IncarnationCounts]:
-    """With the agent's data locked, and how often its sandboxes had been started. Busy if one has a process, if one had
-    since then, or if the data is not as `mine` was read any more."""
+    """Lock the agent's data while none of its sandboxes has a process. Yield how often its sandboxes were started.
+
+    Raise SandboxBusy if a sandbox has a process, was started since `since` was taken, or the stored row differs from `data`."""
     with transaction.atomic():
-        same = AgentData.objects.select_for_update(no_key=True).filter(pk=mine.pk, keeping=kept, revision=mine.revision)
-        its = Sandbox.objects.filter(agent_did=mine.agent_did)
-        wakes = its.aggregate(sandboxes=Count("pk"), incarnations=Sum("incarnation"))
-        if same.first() is None or (since is not None and wakes != since):
-            raise SandboxBusy("Its data was used or changed meanwhile, or is kept otherwise by now.")
-        if its.exclude(state__in=(SandboxState.COLD, SandboxState.DESTROYED)).exists():
-            raise SandboxBusy("It has a sandbox that is not asleep. Its data can be kept otherwise once all are, or are gone.")
-        yield wakes
+        rows = AgentData.objects.select_for_update(no_key=True).filter(pk=data.pk, keeping=mode, revision=data.revision)
+        sandboxes = Sandbox.objects.filter(agent_did=data.agent_did)
+        counts = sandboxes.aggregate(sandboxes=Count("pk"), incarnations=Sum("incarnation"))
+        if rows.first() is None or (since is not None and counts != since):
+            raise SandboxBusy("The agent's data was used, changed or converted meanwhile. Retry the conversion.")
+        if sandboxes.exclude(state__in=(SandboxState.COLD, SandboxState.DESTROYED)).exists():
+            raise SandboxBusy(
+                "A sandbox of this agent has a process. Convert its data once all its sandboxes are cold or destroyed."
+            )
+        yield counts
 
 
 def _upload_path(row: DataFile, content: FileSlice | None) -> None:
-    """Store one path as s3fs does: what it is stands in the object's metadata."""
+    """Store one path in the format of s3fs: type, mode, owner and mtime are object metadata, a link's target is the content."""
     bucket = get_store()
     assert isinstance(bucket, S3Store)
     key = s3fs.build_key_prefix(row.data.agent_did) + row.path + "/" * (row.kind == "directory")
-    known = {
+    metadata = {
         "mode": str(FILE_TYPE_BITS[row.kind] | row.mode),
         "uid": str(s3fs.AGENT_UID),
         "gid": str(s3fs.AGENT_UID),
         "mtime": str(row.mtime),
     }
-    with open_spool() as whole:
+    with open_spool() as spool:
         if content:
-            copyfileobj(content, whole, CHUNK_BYTES)
-        whole.write(row.target.encode())
-        whole.seek(0)
-        bucket.upload(key, whole, known)
+            copyfileobj(content, spool, CHUNK_BYTES)
+        spool.write(row.target.encode())
+        spool.seek(0)
+        bucket.upload(key, spool, metadata)
 
 
-def _replace_rows(mine: AgentData, bundle: Bundle, revision: int, now: datetime) -> None:
+def _replace_rows(data: AgentData, staged: StagedChanges, revision: int, now: datetime) -> None:
     objects: dict[str, DataObject] = {}
-    for path, row in bundle.rows.items():
-        row.data, row.revision, row.at = mine, revision, now
-        if piece := bundle.pieces.get(path):
-            assert piece.object is not None  # it was uploaded
-            row.stored_in, row.offset = objects.setdefault(piece.object.key, piece.object), piece.offset
+    for path, row in staged.rows.items():
+        row.data, row.revision, row.at = data, revision, now
+        if changed_file := staged.changed_files.get(path):
+            assert changed_file.object is not None  # set by `upload`
+            row.stored_in, row.offset = objects.setdefault(changed_file.object.key, changed_file.object), changed_file.offset
     DataObject.objects.bulk_create(objects.values())
-    DataFile.objects.filter(data=mine).update(**REMOVED_COLUMNS, revision=revision, at=now)
+    DataFile.objects.filter(data=data).update(**REMOVED_COLUMNS, revision=revision, at=now)
     DataFile.objects.bulk_create(
-        bundle.rows.values(), update_conflicts=True, unique_fields=["data", "path"], update_fields=UPSERT_COLUMNS
+        staged.rows.values(), update_conflicts=True, unique_fields=["data", "path"], update_fields=UPSERT_COLUMNS
     )
-    sizes = [row.size_bytes for row in bundle.rows.values() if row.kind == "file"]
-    AgentData.objects.filter(pk=mine.pk).update(
+    sizes = [row.size_bytes for row in staged.rows.values() if row.kind == "file"]
+    AgentData.objects.filter(pk=data.pk).update(
         keeping=DataStorageMode.SYNC, revision=revision, files=len(sizes), size_bytes=sum(sizes), changed_at=now
     )
-    DataSize.note(mine.agent_did, sum(sizes), now=now)
+    DataSize.note(data.agent_did, sum(sizes), now=now)

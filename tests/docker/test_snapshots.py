@@ -30,7 +30,7 @@ def looked(lease: Lease) -> tuple[list[str], bytes, str]:
     """Everything in the workspace, the content of one file, and where that was seen."""
 
     def act(tree: FileTree) -> tuple[list[str], bytes]:
-        return sorted(tree.look("", deep=True, most=100)), tree.read_range("src/run", start=0, length=100)[0]
+        return sorted(tree.list_entries("", deep=True, limit=100)), tree.read_range("src/run", start=0, length=100)[0]
 
     def within(want: object, at: datetime) -> tuple[tuple[list[str], bytes], str]:
         command = Command(argv=["look"], kind="file", timeout=MINUTE, needs_data=False)

@@ -245,8 +245,8 @@ def test_when_s3fs_has_died_the_next_command_has_its_files_again(one: Lease) -> 
     sh(one, f"echo hello >{DATA}/note")
     place = place_of(one)
     for _ in range(2):
-        place.end(patience=0)
-        assert place.ask() == s3fs.DEAD
+        place.end(patience_seconds=0)
+        assert place.probe() == s3fs.DEAD
         assert sh(one, f"cat {DATA}/note") == "hello"
     assert len(place._find_s3fs_pids()) == 1
 
@@ -255,7 +255,7 @@ def test_so_it_has_in_a_container_that_was_started_while_it_was_mounted(one: Lea
     sh(one, f"echo hello >{DATA}/note")
     docker("kill", sandbox_of(one).ref)
     assert sh(one, f"cat {DATA}/note") == "hello"
-    place_of(one).end(patience=0)
+    place_of(one).end(patience_seconds=0)
     assert sh(one, f"cat {DATA}/note; echo again >{DATA}/more") == "hello"
     assert get_store().get(f"{prefix(one)}more") == b"again\n"
 
@@ -298,7 +298,7 @@ def test_a_server_that_hangs_refuses_commands_in_bounded_time_and_is_found_again
     wire.flowing.clear()
     assert took(lambda: refused(one)) < 20
     wire.restore()
-    wait_until(lambda: place_of(one).ask() == s3fs.RESPONSIVE, "s3fs finds its server again", within=60)
+    wait_until(lambda: place_of(one).probe() == s3fs.RESPONSIVE, "s3fs finds its server again", within=60)
     assert sh(one, f"cat {DATA}/note") == "hello"
     assert place_of(one)._find_s3fs_pids() == before
 
@@ -308,7 +308,7 @@ def test_a_server_that_is_dead_refuses_commands_in_bounded_time(one: Lease, two:
     wire.refuse()
     assert took(lambda: refused(one)) < 20
     assert took(lambda: refused(two)) < 20  # nothing was mounted in it yet
-    assert not place_of(two).mounted()
+    assert not place_of(two).device()
     wire.restore()
     assert sh(two, f"cat {DATA}/note") == "hello"
 
@@ -356,7 +356,7 @@ def test_what_a_control_plane_that_died_has_left_is_cleared_and_nothing_else(one
     assert nothing_left(gone)
     assert sh(two, f"echo hello >{DATA}/note; cat {DATA}/note") == "hello"
     assert mounts.clear_leftovers() == []
-    assert stays.mounted()
+    assert stays.device()
 
 
 def test_nothing_of_the_keys_is_in_the_sandbox(one: Lease, settings: Any) -> None:
@@ -465,7 +465,7 @@ def test_copied_data_can_be_mounted_and_copied_again(one: Lease) -> None:
     assert in_bucket(one) == {"deep/er/a", "tool", "link", "empty"}
     assert sh(one, SHOWN) == was
     sh(one, f"echo more >{DATA}/more; rm {DATA}/empty")
-    with pytest.raises(SandboxBusy, match="not asleep"):
+    with pytest.raises(SandboxBusy, match="has a process"):
         storage_mode.convert_to_sync(reread(mine), now=NOW)
     changed = sh(one, SHOWN)
     eviction.evict(sandbox_of(one).pk, now=NOW, reason="test")

@@ -199,7 +199,7 @@ def prune_stores(*, now: datetime) -> SweepResult:
     def over(some: Sequence[UUID]) -> set[UUID]:
         return set(Lease.objects.filter(pk__in=some, ended_at__lte=now - settings.KEEP_STATE).values_list("pk", flat=True))
 
-    pruned = lease_stores.prune_stores(now=now, over=over)
+    pruned = lease_stores.prune_stores(now=now, find_ended=over)
     swept = SweepResult(failures=pruned.failures)
     swept.note("stored entries removed", pruned.count)
     swept.note("bytes with them", pruned.size)

@@ -183,7 +183,7 @@ def prune_stores(*, now: datetime) -> SweepResult:
     def find_long_ended(holders: Sequence[UUID]) -> set[UUID]:
         return set(Lease.objects.filter(pk__in=holders, ended_at__lte=now - settings.KEEP_STATE).values_list("pk", flat=True))
 
-    pruned = lease_stores.prune_stores(now=now, over=find_long_ended)
+    pruned = lease_stores.prune_stores(now=now, find_ended=find_long_ended)
     result = SweepResult(failures=pruned.failures)
     result.note("stored entries removed", pruned.count)
     result.note("bytes with them", pruned.size)

@@ -100,7 +100,7 @@ def test_a_sandbox_that_is_not_confirmed_gone_is_told(memory, capsys) -> None:
         (["--memory", "5000"], "From 16"),
         (["--type", "chess"], "no such environment type"), (["--pool", "none"], "no such pool"),
         (["--agent", "%(x)s"], "--agent: "), (["--stdin", "/no/such"], "No such file"),
-        (["--workspace", "/no/such"], "No such file"), (["--workspace", "/etc/passwd"], "is no directory"),
+        (["--workspace", "/no/such"], "No such file"), (["--workspace", "/etc/passwd"], "is not a directory"),
     ],
 )  # fmt: skip
 def test_what_is_refused_says_why_and_runs_nothing(args: list[str], why: str) -> None:

@@ -116,7 +116,7 @@ def test_a_file_that_is_not_what_was_stored_is_not_handed_out(tmp_path: Path) ->
     put("note", "hello")
     key = DataObject.objects.get().key
     get_store().set(key, b"\0" * len(get_store().get(key) or b""))
-    with pytest.raises(CommandError, match="not what was stored"):
+    with pytest.raises(CommandError, match="does not match its digest"):
         state("get", ADA, "note", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert DataEvent.objects.get().kind == "corrupt"
@@ -169,7 +169,7 @@ def test_what_is_removed_goes_from_a_live_sandbox(grant) -> None:
 def test_a_directory_is_removed_only_when_that_is_said() -> None:
     put("a/b/c", "1")
     put("a1", "1")
-    refused("not empty", "rm", ADA, "a")
+    refused("non-empty", "rm", ADA, "a")
     assert state("rm", "-r", ADA, "a").startswith("3 removed")
     assert live() == {"a1": "file"}
     assert AgentData.objects.get().files == 1
@@ -197,7 +197,7 @@ def test_a_path_that_can_not_be_is_refused(path: str, tmp_path: Path) -> None:
 def test_no_file_takes_the_place_of_a_directory_or_lies_below_a_file(tmp_path: Path) -> None:
     put("a/b", "1")
     (tmp_path / "f").write_text("2")
-    refused("'a' cannot be stored: it is a directory now", "put", ADA, tmp_path / "f", "a")
+    refused("'a' cannot be stored: it is currently a directory", "put", ADA, tmp_path / "f", "a")
     refused("'a/b' is a file", "put", ADA, tmp_path / "f", "a/b/c")
 
 
@@ -205,11 +205,11 @@ def test_no_more_is_put_than_is_kept(settings, tmp_path: Path) -> None:
     put("a", "12345")
     settings.DATA_MOST_BYTES = 8
     (tmp_path / "f").write_text("12345")
-    refused("Then /data would have 2 files and directories of 10 bytes", "put", ADA, tmp_path / "f", "b")
+    refused("/data would have 2 paths and 10 bytes", "put", ADA, tmp_path / "f", "b")
     (tmp_path / "f").write_text("123456789")
-    refused("more than the 8 bytes", "put", ADA, tmp_path / "f", "b")
+    refused("limit of 8 bytes", "put", ADA, tmp_path / "f", "b")
     settings.DATA_MOST_BYTES, settings.DATA_MOST_FILES = 100, 2
-    refused("4 files and directories", "put", ADA, tmp_path / "f", "c/d/e")
+    refused("4 paths", "put", ADA, tmp_path / "f", "c/d/e")
 
 
 def test_an_agent_is_a_did(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_nothing_is_exported_over_something(tmp_path: Path) -> None:
 def test_a_row_that_leads_out_of_the_directory_is_not_exported(tmp_path: Path) -> None:
     put("a", "1")
     DataFile.objects.update(path="../evil")
-    refused("would lead out", "export", ADA, tmp_path / "out")
+    refused("would be written outside", "export", ADA, tmp_path / "out")
     assert not (tmp_path / "evil").exists()
 
 
@@ -330,11 +330,11 @@ def test_of_a_tar_with_a_device_or_cut_short_nothing_is_stored(tmp_path: Path) -
         member = tarfile.TarInfo("null")
         member.type = tarfile.CHRTYPE
         tar.addfile(member)
-    refused("no regular file", "import", ADA, tmp_path / "x.tar")
+    refused("not a regular file", "import", ADA, tmp_path / "x.tar")
     (tmp_path / "cut.tar").write_bytes(packed(good=os.urandom(9999)).getvalue()[:5000])
-    refused("no whole tar", "import", ADA, tmp_path / "cut.tar")
+    refused("invalid or truncated", "import", ADA, tmp_path / "cut.tar")
     (tmp_path / "text.tar").write_text("this is no tar")
-    refused("no whole tar", "import", ADA, tmp_path / "text.tar")
+    refused("invalid or truncated", "import", ADA, tmp_path / "text.tar")
 
 
 def test_a_directory_with_a_socket_in_it_is_refused_as_a_whole(tmp_path: Path) -> None:

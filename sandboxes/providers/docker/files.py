@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import IO, BinaryIO, TypeVar, cast
 
 from sandboxes.image import files
+from sandboxes.providers import tar_validation
 from sandboxes.providers.base import (
     DATA,
     WORKSPACE,
@@ -142,7 +143,7 @@ class ContainerFilesProvider(Provider):
 
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
         check_root(root)
-        if tar.seekable() and host_files.is_plain_tar(tar):
+        if tar.seekable() and tar_validation.is_plain_tar(tar):
             start = tar.tell()
             if self._try_on_host(ref, lambda place: files.unpack(place, tar), root):
                 return

@@ -6,15 +6,9 @@ link under our hands gains nothing, even if one were followed."""
 
 import ctypes
 import os
-import re
-import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
 
-BLOCK_BYTES = tarfile.BLOCKSIZE
-MAX_PAX_HEADER_BYTES = 1 << 16  # bytes of a pax header: a path of files.LONGEST and a link's target fit
-_PAX_NAME_PATTERN = re.compile(rb"(\d{1,5}) (?:path|linkpath)=")
 _SETGROUPS_SYSCALL = {"x86_64": 116, "aarch64": 159}.get(os.uname().machine)  # the system call: libc's changes all threads
 _libc = ctypes.CDLL(None)
 
@@ -63,37 +57,3 @@ def _set_groups(groups: list[int]) -> None:
 def _read_file(directory: int, name: str) -> str:
     with open(os.open(name, os.O_RDONLY, dir_fd=directory)) as file:
         return file.read()
-
-
-def is_plain_tar(tar: BinaryIO) -> bool:
-    """Is it made only of what files.pack writes? Whatever else a sandbox may have put into a tar of its own, an unpacker
-    out here could take far too much memory over. Leaves the tar where it was."""
-    start, named = tar.tell(), False
-    try:
-        while any(head := tar.read(BLOCK_BYTES)):
-            kind, size = head[156:157], tarfile.nti(head[124:136]) if len(head) == BLOCK_BYTES else -1  # type: ignore[attr-defined]
-            if kind == tarfile.XHDTYPE and 0 < size <= MAX_PAX_HEADER_BYTES and not named:  # a chain of them would be recursion
-                records = tar.read(-size % BLOCK_BYTES + size)
-                if not _has_only_names(records[:size]) or any(records[size:]):  # an unpacker reads what comes after, too
-                    return False
-            elif kind == tarfile.REGTYPE and size >= 0:
-                tar.seek(-size % BLOCK_BYTES + size, os.SEEK_CUR)
-            elif kind not in (tarfile.DIRTYPE, tarfile.SYMTYPE) or size:
-                return False
-            named = kind == tarfile.XHDTYPE
-    except tarfile.TarError:
-        return False
-    finally:
-        tar.seek(start)
-    return True
-
-
-def _has_only_names(records: bytes) -> bool:
-    """Are these a pax header's records, taken apart as an unpacker would, of paths alone?"""
-    while records:
-        found = _PAX_NAME_PATTERN.match(records)
-        end = int(found[1]) if found else 0
-        if found is None or end <= found.end() or records[end - 1 : end] != b"\n":
-            return False
-        records = records[end:]
-    return True

@@ -139,9 +139,9 @@ def test_of_two_sandboxes_that_had_a_slot_in_turn_each_has_its_own_requests(file
 
 def test_an_agent_cannot_fill_the_database_by_being_refused(file: Path, box: Sandbox) -> None:
     append(file, *[refused(number) for number in range(1, 151)])
-    assert collect(file) == {"refused": 100, "refused and not kept": 50}
+    assert collect(file) == {"refused": 100, "refused, not stored": 50}
     append(file, *[refused(number) for number in range(151, 161)])
-    assert collect(file) == {"refused and not kept": 10}
+    assert collect(file) == {"refused, not stored": 10}
     append(file, *[refused(number, slot=9) for number in range(161, 171)])
     assert collect(file) == {"refused": 10}
     append(file, *[refused(number, at=(NOW + HOUR).timestamp()) for number in range(171, 181)])
@@ -205,7 +205,7 @@ GARBAGE = [
 @pytest.mark.parametrize("wrong", GARBAGE)
 def test_a_line_that_is_no_request_is_counted_and_stops_nothing(file: Path, wrong: bytes) -> None:
     append(file, wrong.strip() + b"\n", refused(2))
-    assert collect(file) == {"garbage": 1, "refused": 1}
+    assert collect(file) == {"malformed": 1, "refused": 1}
 
 
 @pytest.mark.parametrize("path", [b"/\xff\xfe", rb"/\u0000", rb"/\ud800", "/ü€𝄞".encode(), rb"/\"<script>"])

@@ -61,5 +61,5 @@ def test_what_an_operator_has_to_look_at_is_a_failure(settings: Any) -> None:
     Path(settings.LLM_RECORDS).write_bytes(b"garbage\n" + record(9))
     reconciliation.access_log_path().write_bytes(line(1))
     swept = reconciliation.collect_call_logs(now=NOW)
-    assert swept.counts == {"requests unmetered": 1, "calls garbage": 1, "calls unknown": 1}
-    assert sorted(failure.rpartition(": ")[2] for failure in swept.failures) == ["1 garbage", "1 unknown", "1 unmetered"]
+    assert swept.counts == {"requests unmetered": 1, "calls malformed": 1, "calls unknown": 1}
+    assert sorted(failure.rpartition(": ")[2] for failure in swept.failures) == ["1 malformed", "1 unknown", "1 unmetered"]

@@ -158,7 +158,7 @@ GARBAGE = [
 def test_a_line_that_is_no_record_is_counted_and_stops_nothing(file: Path, line: bytes) -> None:
     call()
     append(file, line.strip(b"\n") + b"\n", record())
-    assert collect(file) == {"garbage": 1, "recorded": 1}
+    assert collect(file) == {"malformed": 1, "recorded": 1}
     assert shown()[0] == Decimal("0.00074")
 
 
@@ -179,7 +179,7 @@ def test_a_count_that_is_none_is_not_taken(file: Path, value: Any) -> None:
 
 def test_calls_without_a_row_are_counted_apart_from_those_of_other_clients(file: Path) -> None:
     append(file, record(7), record(8), record(call="0b0f3a5e-8f0c-4d4b-9d53-0123456789ab"))
-    assert collect(file) == {"unknown": 2, "of others": 1}
+    assert collect(file) == {"unknown": 2, "from other clients": 1}
 
 
 def test_an_unfinished_line_waits_for_its_end(file: Path) -> None:
@@ -195,7 +195,7 @@ def test_what_a_dead_writer_left_does_not_spoil_the_next_line(file: Path) -> Non
     call()
     append(file, record(2)[:20])
     append(file, record())
-    assert collect(file) == {"recorded": 1, "garbage": 1}
+    assert collect(file) == {"recorded": 1, "malformed": 1}
 
 
 def test_lines_are_read_in_batches_and_one_without_end_is_passed_over(file: Path, monkeypatch) -> None:
@@ -205,7 +205,7 @@ def test_lines_are_read_in_batches_and_one_without_end_is_passed_over(file: Path
     append(file, *[record(number) for number in range(1, 11)], b"x" * 5000, b"\n", *map(record, range(11, 21)))
     counts = collect(file)
     assert counts["recorded"] == 20
-    assert 1 <= counts["garbage"] <= 6
+    assert 1 <= counts["malformed"] <= 6
     assert LlmCall.objects.filter(cost=Decimal("0.00074")).count() == 20
 
 
@@ -274,7 +274,7 @@ def test_a_rotated_file_that_ends_within_a_line_does_not_hold_up_the_new_one(fil
     renamed(file)
     settle(file.with_name(f"{file.name}.1"))
     append(file, record(2))
-    assert collect(file) == {"garbage": 1, "recorded": 1}
+    assert collect(file) == {"malformed": 1, "recorded": 1}
 
 
 def test_a_rotated_file_that_is_gone_is_said_to_be_lost_and_the_new_one_is_read(file: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_rotated_file_that_is_gone_is_said_to_be_lost_and_the_new_one_is_read(
     file.unlink()
     assert collect(file) == {}
     append(file, record(2), record(2), record(2))
-    assert collect(file) == {"rests lost": 1, "recorded": 1}
+    assert collect(file) == {"unread lost": 1, "recorded": 1}
     assert collect(file) == {}
 
 
@@ -296,7 +296,7 @@ def test_a_file_that_was_emptied_and_has_grown_past_the_old_end_is_read_from_its
     collect(file)
     os.truncate(file, 0)
     append(file, record(2), record(3))
-    assert collect(file) == {"rests lost": 1, "recorded": 2}
+    assert collect(file) == {"unread lost": 1, "recorded": 2}
 
 
 def test_hosts_that_share_a_database_read_each_its_own_file(file: Path, monkeypatch) -> None:

@@ -140,7 +140,7 @@ def _wait_for_pull(here: Attachment, later: Clock) -> None:
 def _persist_once(here: Attachment, sandbox: Sandbox, provider: Provider, later: Clock, *, last: bool) -> bool:
     most = settings.DATA_MOST_FILES
     try:
-        there = provider.manifest(sandbox.ref, DATA, most=most)
+        there = provider.manifest(sandbox.ref, DATA, max_entries=most)
     except TooLarge:
         raise DataFull(f"/data has more than {most} files and directories, which is as many as are kept.") from None
     look = changes.digest_manifest(there)

@@ -68,7 +68,7 @@ class LiveFiles(FileTree):
         return self.provider.read_range(self.ref, f"{self.root}/{path}", start=start, length=length)
 
     def look(self, under: str, *, deep: bool, most: int) -> dict[str, FileStat]:
-        return self.provider.manifest(self.ref, self.root, under=under, deep=deep, most=most)
+        return self.provider.manifest(self.ref, self.root, under=under, deep=deep, max_entries=most)
 
     def pack(self, under: str, out: BinaryIO) -> None:
         only = [under, *self.look(under, deep=True, most=MAX_ENTRIES)] if under else None

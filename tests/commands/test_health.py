@@ -22,7 +22,7 @@ def memory_probed(memory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A probe that has asked nothing yet, of the memory provider."""
     probe = health.ProviderProbe()
     monkeypatch.setattr(health, "provider_probe", probe)
-    monkeypatch.setattr(health.providers, "default_name", lambda: "memory")
+    monkeypatch.setattr(health.providers, "get_default_provider_name", lambda: "memory")
     yield
     probe.threads.shutdown()
 

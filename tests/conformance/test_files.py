@@ -179,9 +179,9 @@ def test_a_manifest_needs_a_directory_that_is_there(box):
 def test_a_manifest_of_more_than_was_asked_for_is_too_large(box):
     for path in ("a/1", "a/2", "b"):
         box.write(path)
-    assert len(box.look(most=4)) == 4
-    assert len(box.look(most=2, deep=False)) == 2
-    for more in ({"most": 3}, {"most": 1, "deep": False}, {"most": 1, "under": "a"}):
+    assert len(box.look(max_entries=4)) == 4
+    assert len(box.look(max_entries=2, deep=False)) == 2
+    for more in ({"max_entries": 3}, {"max_entries": 1, "deep": False}, {"max_entries": 1, "under": "a"}):
         with pytest.raises(TooLarge):
             box.look(**more)
 

@@ -11,7 +11,8 @@ import pytest
 
 from sandboxes.image import files, reap
 from sandboxes.providers.base import ExecResult, Missing, Rejected, SandboxSpec, Unavailable
-from sandboxes.providers.process import METADATA_FILE, ProcessProvider
+from sandboxes.providers.process.child import start_process
+from sandboxes.providers.process.provider import METADATA_FILE, ProcessProvider
 
 SOON = timedelta(seconds=30)  # far below the 300 s that the programs here would sleep
 
@@ -95,12 +96,11 @@ def test_nothing_starts_in_what_is_being_destroyed(provider, ref, run) -> None:
 
 def test_an_exec_that_starts_while_its_sandbox_is_destroyed_leaves_no_process(provider, ref, run, monkeypatch) -> None:
     def destroyed_meanwhile(argv, cwd, env):
-        child = start(argv, cwd, env)
+        child = start_process(argv, cwd, env)
         provider.destroy(ref)
         return child
 
-    start = sys.modules[ProcessProvider.__module__]._start  # type: ignore[attr-defined]
-    monkeypatch.setattr("sandboxes.providers.process._start_process", destroyed_meanwhile)
+    monkeypatch.setattr("sandboxes.providers.process.provider.start_process", destroyed_meanwhile)
     with pytest.raises(Missing):
         run("sleep", "300")
     assert living(ref) == []
@@ -221,7 +221,7 @@ def test_no_process_to_be_had_is_unavailable(run, monkeypatch) -> None:
     def none_left(argv, cwd, env):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("sandboxes.providers.process._start_process", none_left)
+    monkeypatch.setattr("sandboxes.providers.process.provider.start_process", none_left)
     with pytest.raises(Unavailable):
         run("true")
 
@@ -278,7 +278,7 @@ def test_an_exec_that_is_interrupted_leaves_no_process(ref, run, monkeypatch) ->
     def interrupted(talk, deadline, kill):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sandboxes.providers.process.ChildCommunication.run", interrupted)
+    monkeypatch.setattr("sandboxes.providers.process.provider.ChildCommunication.run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run("sleep", "300")
     assert living(ref) == []

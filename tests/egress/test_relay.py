@@ -109,7 +109,7 @@ def test_a_watcher_whose_policy_does_not_let_it_is_told_so_and_ends(
     signing.create_key("did:plc:ada", now=NOW)
     inside = enter("did:plc:ada")
     process = start(inside)
-    assert says(process, "The policy of this sandbox does not let it connect to the relay.")
+    assert says(process, "The policy of this sandbox does not allow the relay.")
 
     def exited() -> bool:
         processes.refresh_by_holder(inside.lease.pk, now=NOW)
@@ -153,7 +153,7 @@ def test_a_relay_that_sends_it_elsewhere_is_not_followed(
 
 @pytest.mark.parametrize(
     ("url", "why"),
-    [("https://127.0.0.1:4010/relay", "no ws:// address"), ("ws://127.0.0.1:4010/elsewhere", "not for this sandbox (403)")],
+    [("https://127.0.0.1:4010/relay", "not a ws:// address"), ("ws://127.0.0.1:4010/elsewhere", "not available to this sandbox (403)")],
 )
 def test_a_watcher_that_cannot_connect_anywhere_says_why_and_ends(
     url: str, why: str, relayed: RelaySwitch, inside: LeasedSandbox

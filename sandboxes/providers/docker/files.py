@@ -96,7 +96,7 @@ class ContainerFilesProvider(ContainerCommandProvider):
         check_directory_path(root, under)
 
         def scan(directory: str) -> dict[str, FileStat]:
-            entries = files.scan(directory, under, deep=deep, most=max_entries, seconds=HOST_TIMEOUT_SECONDS)
+            entries = files.scan(directory, under, deep=deep, max_entries=max_entries, seconds=HOST_TIMEOUT_SECONDS)
             return {path: FileStat._make(fields) for path, fields in entries}
 
         found = self._call_on_host(ref, _translate_missing_file(scan), root)
@@ -160,7 +160,7 @@ class ContainerFilesProvider(ContainerCommandProvider):
     def size(self, ref: str, root: str) -> int:
         found = self._call_on_host(
             ref,
-            lambda directory: files.size(directory, most=MAX_HOST_SIZED_FILES, seconds=HOST_TIMEOUT_SECONDS),
+            lambda directory: files.size(directory, max_entries=MAX_HOST_SIZED_FILES, seconds=HOST_TIMEOUT_SECONDS),
             check_root(root),
         )
         if found is not None:

@@ -246,7 +246,7 @@ class ProcessProvider(BackgroundProcessProvider):
     ) -> dict[str, FileStat]:
         check_directory_path(root, under)
         with self._files(ref, root) as host:
-            entries = files.scan(host, under, deep=deep, most=max_entries, seconds=FILES_TIMEOUT_SECONDS)
+            entries = files.scan(host, under, deep=deep, max_entries=max_entries, seconds=FILES_TIMEOUT_SECONDS)
             return {path: FileStat._make(fields) for path, fields in entries}
 
     def get_files(

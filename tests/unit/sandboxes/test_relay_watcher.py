@@ -96,32 +96,32 @@ def test_events_come_whole_whatever_they_are_cut_into() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("words", "reason"),
     [
-        (b"", "the connection is gone"),
-        (b"\x81\x85abcdhello", "no frame of a server"),
+        (b"", "connection closed"),
+        (b"\x81\x85abcdhello", "invalid or too large frame"),
         (b"\x82\x7f" + (1 << 40).to_bytes(8), "too large"),
         (frame(0x01, b"x" * (5 << 20)) + frame(0x80, b"x" * (4 << 20)), "too large"),
-        (STRANGER, "does not speak WebSocket"),
+        (STRANGER, "invalid WebSocket handshake"),
         (BUSY, "429: busy"),
-        (b"HTTP/1.1\r\n\r\n", "broke off before it answered"),
+        (b"HTTP/1.1\r\n\r\n", "closed during the handshake"),
         (b"HTTP/1.1 502 Bad Gateway\r\n\r\n", "502: "),
     ],
 )
-def test_a_connection_that_is_over_is_made_again(words: bytes, why: str) -> None:
+def test_broken_connection_is_retried(words: bytes, reason: str) -> None:
     with relay(words, frame(0x81, b"news")) as scripted:
         said, _ = watched(scripted)
-    assert [line for line in said if why in line] and said[-3:-1] == ["Connected to relay", "news"]
+    assert [line for line in said if reason in line] and said[-3:-1] == ["Connected to relay", "news"]
 
 
-def test_it_waits_longer_each_time_until_an_event_has_come() -> None:
+def test_retry_delay_grows_until_an_event_arrives() -> None:
     with relay(*[BUSY] * 8, frame(0x81, b"news"), BUSY) as scripted:
         _, pauses = watched(scripted)
     steps = [*RETRY_DELAYS_SECONDS, RETRY_DELAYS_SECONDS[-1], RETRY_DELAYS_SECONDS[0], RETRY_DELAYS_SECONDS[1]]
     assert all(0.8 * step <= pause <= 1.2 * step for pause, step in zip(pauses, steps, strict=True))
 
 
-def test_where_nobody_listens_it_tries_again() -> None:
+def test_refused_tcp_connection_is_retried() -> None:
     closed = socket.create_server(("127.0.0.1", 0))
     url = f"ws://127.0.0.1:{closed.getsockname()[1]}/"
     closed.close()
@@ -132,15 +132,15 @@ def test_where_nobody_listens_it_tries_again() -> None:
 
     with pytest.raises(Enough):
         watch_relay(url, said.append, sleep)
-    assert "nobody answers" in said[0]
+    assert "connection failed" in said[0]
 
 
-def test_a_refusal_is_the_end_and_says_why() -> None:
+def test_refusal_ends_the_watcher_with_the_reason() -> None:
     with relay(FORBIDDEN) as scripted, pytest.raises(RelayRefused, match=r"\(403\): Not for you\."):
         watch_relay(scripted.url, print)
 
 
 @pytest.mark.parametrize("url", ["", "/x", "http://127.0.0.1/", "wss://127.0.0.1/", "ws:///x"])
-def test_an_address_that_is_none_is_the_end(url: str) -> None:
-    with pytest.raises(RelayRefused, match="no ws:// address"):
+def test_invalid_relay_url_ends_the_watcher(url: str) -> None:
+    with pytest.raises(RelayRefused, match="not a ws:// address"):
         watch_relay(url, print)

@@ -119,7 +119,7 @@ def test_text_without_an_object_is_one_line_of_error(model: Model) -> None:
     assert done.stderr == "take_turn: the model's text has no JSON object: I would rather not.\n"
 
 
-def test_a_model_that_fails_is_one_line_of_error(model: Model) -> None:
+def test_model_error_is_one_line_on_stderr(model: Model) -> None:
     model.status = 429
     done = turn({}, model.env)
     assert done.returncode == 1
@@ -128,30 +128,30 @@ def test_a_model_that_fails_is_one_line_of_error(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "env", "why"),
+    ("state", "env", "reason"),
     [
         ("not json", {}, "not JSON"),
         ("[1]", {}, "not a JSON object"),
-        ("{}", {}, "neither LLM_SOCKET nor OPENAI_BASE_URL"),
-        ("{}", {"LLM_SOCKET": "/nowhere.sock"}, "cannot be reached"),
-        ("{}", {"OPENAI_BASE_URL": "http://[half"}, "no URL"),
+        ("{}", {}, "neither LLM_SOCKET nor OPENAI_BASE_URL is set"),
+        ("{}", {"LLM_SOCKET": "/nowhere.sock"}, "is unreachable"),
+        ("{}", {"OPENAI_BASE_URL": "http://[half"}, "not a URL"),
     ],
 )
-def test_what_cannot_be_asked_is_one_line_of_error(state: str, env: dict[str, str], why: str) -> None:
+def test_invalid_input_is_one_line_on_stderr(state: str, env: dict[str, str], reason: str) -> None:
     done = turn(state, env)
     assert (done.returncode, done.stdout) == (1, "")
-    assert why in done.stderr
+    assert reason in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_who_is_told_to_come_again_does(model: Model) -> None:
+def test_retry_after_is_honored(model: Model) -> None:
     model.later = ["0", "0"]
     assert json.loads(turn({}, model.env).stdout) == {"action": "wait"}
     assert len(model.asked) == 3
 
 
 @pytest.mark.parametrize("later", ["999", "Fri, 31 Dec 1999 23:59:59 GMT", "-1"])
-def test_but_not_after_the_turn_is_over(model: Model, later: str) -> None:
+def test_retry_after_beyond_the_turn_is_not_awaited(model: Model, later: str) -> None:
     model.later = [later]
     done = turn({}, model.env)
     assert (done.returncode, len(model.asked)) == (1, 1) and "the model answered 429" in done.stderr

@@ -153,7 +153,10 @@ def test_a_relay_that_sends_it_elsewhere_is_not_followed(
 
 @pytest.mark.parametrize(
     ("url", "why"),
-    [("https://127.0.0.1:4010/relay", "not a ws:// address"), ("ws://127.0.0.1:4010/elsewhere", "not available to this sandbox (403)")],
+    [
+        ("https://127.0.0.1:4010/relay", "not a ws:// address"),
+        ("ws://127.0.0.1:4010/elsewhere", "not available to this sandbox (403)"),
+    ],
 )
 def test_a_watcher_that_cannot_connect_anywhere_says_why_and_ends(
     url: str, why: str, relayed: RelaySwitch, inside: LeasedSandbox

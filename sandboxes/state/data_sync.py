@@ -141,7 +141,7 @@ def _wait_for_pull(attachment: Attachment, clock: Clock) -> None:
 def _persist_once(attachment: Attachment, sandbox: Sandbox, provider: Provider, clock: Clock, *, last: bool) -> bool:
     max_files = settings.DATA_MOST_FILES
     try:
-        manifest = provider.manifest(sandbox.ref, DATA, most=max_files)
+        manifest = provider.manifest(sandbox.ref, DATA, max_entries=max_files)
     except TooLarge:
         raise DataFull(f"/data has more than {max_files} files and directories, which is the limit.") from None
     digest = changes.digest_manifest(manifest)

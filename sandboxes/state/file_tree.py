@@ -70,7 +70,7 @@ class LiveFiles(FileTree):
         return self.provider.read_range(self.ref, f"{self.root}/{path}", start=start, length=length)
 
     def list_entries(self, under: str, *, deep: bool, limit: int) -> dict[str, FileStat]:
-        return self.provider.manifest(self.ref, self.root, under=under, deep=deep, most=limit)
+        return self.provider.manifest(self.ref, self.root, under=under, deep=deep, max_entries=limit)
 
     def pack(self, under: str, out: BinaryIO) -> None:
         only = [under, *self.list_entries(under, deep=True, limit=MAX_ENTRIES)] if under else None

@@ -382,7 +382,7 @@ def place(files: Files, path: str, entry: Entry) -> None:
         files[f"{DATA}/{path}"] = entry
 
 
-def test_nothing_stored_is_lost_whatever_happens(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_data_is_never_lost_silently(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     # Who finds a sandbox in the hands of somebody dead waits this long in real time, and is refused.
     settings.SANDBOX_START_TIMEOUT = timedelta(milliseconds=20)
     monkeypatch.setattr(data_sync, "PULL_WAIT_TIMEOUT", timedelta(0))

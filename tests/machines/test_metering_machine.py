@@ -214,7 +214,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     return slow
 
 
-def test_what_is_metered_is_what_the_provider_had_running(slow: Slow, settings: Settings) -> None:
+def test_metered_use_equals_the_use_at_the_provider(slow: Slow, settings: Settings) -> None:
     settings.SANDBOX_START_TIMEOUT = timedelta(seconds=1)
     run_state_machine_as_test(
         MeteredMachine,

@@ -252,7 +252,7 @@ class PoolMachine(RuleBasedStateMachine):
         return Process.objects.filter(sandbox__pool=self.pool, ended_at=None)
 
 
-def test_the_pool_keeps_its_promises_whatever_happens(settings: Settings) -> None:
+def test_pool_invariants_hold_under_failures_and_crashes(settings: Settings) -> None:
     # Who finds a sandbox in the hands of somebody dead waits this long in real time, and is refused.
     settings.SANDBOX_START_TIMEOUT = timedelta(milliseconds=20)
     run_state_machine_as_test(

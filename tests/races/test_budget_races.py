@@ -41,7 +41,7 @@ def for_ten(settings: Any) -> None:
 
 
 @pytest.mark.parametrize("unit", ["hours", "usd"])
-def test_fifty_acquires_at_once_of_what_is_enough_for_ten_get_ten(
+def test_concurrent_acquires_of_a_budget_for_ten_grant_ten(
     unit: str, for_ten: None, grant: Callable[..., Lease]
 ) -> None:
     budget(1, unit)
@@ -52,7 +52,7 @@ def test_fifty_acquires_at_once_of_what_is_enough_for_ten_get_ten(
     assert Lease.objects.count() == Tab.objects.filter(closed_at=None).count() == 10
 
 
-def test_several_budgets_are_locked_in_one_order_and_each_is_kept(for_ten: None, grant: Callable[..., Lease]) -> None:
+def test_concurrent_acquires_under_several_budgets_exceed_none(for_ten: None, grant: Callable[..., Lease]) -> None:
     budget("0.8"), budget("0.5", scope="agent", subject="did:plc:b"), budget(1, scope="environment_type", subject="catan")
     budget("0.3", "usd", scope="account", subject="house"), budget("0.2", scope="agent", subject="did:plc:a")
     with run_in_threads(MANY) as run:
@@ -62,7 +62,7 @@ def test_several_budgets_are_locked_in_one_order_and_each_is_kept(for_ten: None,
     assert Lease.objects.filter(agent_did="did:plc:a").count() <= 2
 
 
-def test_acquires_and_releases_never_keep_more_than_there_is(for_ten: None, grant: Callable[..., Lease]) -> None:
+def test_concurrent_acquires_and_releases_never_exceed_the_budget(for_ten: None, grant: Callable[..., Lease]) -> None:
     budget("0.3")
     most: list[int] = []
 
@@ -81,14 +81,14 @@ def test_acquires_and_releases_never_keep_more_than_there_is(for_ten: None, gran
     assert not Tab.objects.filter(closed_at=None).exists()
 
 
-def test_one_agent_in_one_environment_keeps_one_minimum(for_ten: None, grant: Callable[..., Lease]) -> None:
+def test_concurrent_acquires_of_one_lease_reserve_one_minimum(for_ten: None, grant: Callable[..., Lease]) -> None:
     budget("0.1")
     with run_in_threads(12) as run:
         answers = run(lambda i: grant())
     assert len({answer.pk for answer in answers}) == 1
 
 
-def test_two_sweeps_at_once_say_it_once_and_end_each_lease_once(grant: Callable[..., Lease], memory: Any) -> None:
+def test_concurrent_budget_sweeps_send_one_event_and_end_each_lease_once(grant: Callable[..., Lease], memory: Any) -> None:
     leases = [grant(environment=f"e{i}", now=NOW - HOUR, ttl=9 * HOUR, sleep_after=9 * HOUR) for i in range(4)]
     for lease in leases:
         execution.exec_command(lease.pk, true(), now=NOW - HOUR)
@@ -104,7 +104,7 @@ def test_two_sweeps_at_once_say_it_once_and_end_each_lease_once(grant: Callable[
     assert sorted(Event.objects.values_list("kind", flat=True)) == ["budget.exhausted", "budget.warning", *["lease.ended"] * 4]
 
 
-def test_an_exec_that_comes_as_its_lease_is_ended_runs_whole_or_not_at_all(
+def test_exec_during_the_end_of_its_lease_runs_completely_or_not_at_all(
     grant: Callable[..., Lease], memory: Any, at_checkpoint: Callable[..., None]
 ) -> None:
     lease = grant(now=NOW - HOUR, ttl=9 * HOUR, sleep_after=9 * HOUR)
@@ -130,7 +130,7 @@ def test_an_exec_that_comes_as_its_lease_is_ended_runs_whole_or_not_at_all(
     assert Sandbox.objects.get().state == "destroying"
 
 
-def test_one_that_wakes_before_its_end_is_not_ended_under_what_runs(
+def test_lease_whose_sandbox_wakes_before_its_end_is_not_ended_during_a_run(
     grant: Callable[..., Lease], memory: Any, at_checkpoint: Callable[..., None]
 ) -> None:
     """It was let through before its budget was spent, and is late."""
@@ -149,7 +149,7 @@ def _ready(lease: Lease) -> None:
     pools.ensure_running(execution.build_sandbox_request(lease, now=NOW), now=NOW)
 
 
-def test_a_pass_waits_for_a_grant_and_counts_its_lease(pool: Pool, for_ten: None, grant: Callable[..., Lease]) -> None:
+def test_second_grant_waits_for_the_first_and_counts_its_lease(pool: Pool, for_ten: None, grant: Callable[..., Lease]) -> None:
     """Whoever is granted the last place holds the budget until it commits."""
     if connection.vendor != "postgresql":
         pytest.skip("SQLite has one writer at a time")
@@ -177,7 +177,7 @@ def test_a_pass_waits_for_a_grant_and_counts_its_lease(pool: Pool, for_ten: None
     assert isinstance(answers[0], BudgetExhausted) and made.pk
 
 
-def test_grants_ends_changes_and_passes_at_once_do_not_stand_in_each_others_way(
+def test_concurrent_grants_ends_changes_and_sweeps_do_not_deadlock(
     for_ten: None, grant: Callable[..., Lease], memory: Any
 ) -> None:
     made = [budget(5, scope=scope, subject=subject) for scope, subject in [("all", ""), ("account", "house")]]

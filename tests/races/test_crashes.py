@@ -41,7 +41,7 @@ def assert_converged(pool: Pool, memory: MemoryProvider) -> None:
 
 
 @pytest.mark.parametrize("step", ["reserved", "created", "prepared", "run opened", "run answered"])
-def test_dying_anywhere_in_an_exec_converges_and_the_lease_can_go_on(step: str, grant, pool, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_an_exec_converges_and_the_lease_goes_on(step: str, grant, pool, memory, at_checkpoint) -> None:
     lease: Lease = grant()
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
@@ -62,7 +62,7 @@ def read() -> Command:
 
 
 @pytest.mark.parametrize("step", ["eviction claimed", "objects stored", "persisted", "process gone"])
-def test_dying_anywhere_on_the_way_to_sleep_converges_and_loses_no_file(step: str, grant, pool, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_an_eviction_converges_and_loses_no_file(step: str, grant, pool, memory, at_checkpoint) -> None:
     lease: Lease = grant()
     execution.exec_command(lease.pk, write("kept"), now=NOW)
     at_checkpoint(step, die)
@@ -77,7 +77,7 @@ def test_dying_anywhere_on_the_way_to_sleep_converges_and_loses_no_file(step: st
 
 
 @pytest.mark.parametrize("step", ["wake claimed", "created", "prepared", "run opened", "run answered"])
-def test_dying_anywhere_in_a_wake_converges_and_loses_no_file(step: str, grant, pool, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_a_wake_converges_and_loses_no_file(step: str, grant, pool, memory, at_checkpoint) -> None:
     lease: Lease = grant()
     execution.exec_command(lease.pk, write("kept"), now=NOW)
     below.evict_idle(now=NOW + 10 * MINUTE)
@@ -90,7 +90,7 @@ def test_dying_anywhere_in_a_wake_converges_and_loses_no_file(step: str, grant, 
 
 
 @pytest.mark.parametrize("step", ["reserved", "created", "prepared"])
-def test_dying_anywhere_in_warming_up_converges(step: str, pool, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_a_warm_start_converges(step: str, pool, memory, at_checkpoint) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
@@ -101,7 +101,7 @@ def test_dying_anywhere_in_warming_up_converges(step: str, pool, memory, at_chec
 
 
 @pytest.mark.parametrize("step", ["eviction claimed", "objects stored", "persisted", "process gone", "reserved", "created"])
-def test_dying_anywhere_while_room_is_made_converges(step: str, grant, pool, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_a_capacity_eviction_converges(step: str, grant, pool, memory, at_checkpoint) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=1)
     victim, other = grant(agent="did:plc:victim"), grant(agent="did:plc:other")
     execution.exec_command(victim.pk, write("kept"), now=NOW)
@@ -114,7 +114,7 @@ def test_dying_anywhere_while_room_is_made_converges(step: str, grant, pool, mem
 
 
 @pytest.mark.parametrize("step", ["destroy claimed", "destroy answered"])
-def test_dying_anywhere_in_a_destroy_converges(step: str, grant, pool, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_a_destroy_converges(step: str, grant, pool, memory, at_checkpoint) -> None:
     lease: Lease = grant()
     execution.exec_command(lease.pk, true(), now=NOW)
     leasing.release(lease.pk, now=NOW + MINUTE)
@@ -129,7 +129,7 @@ def test_dying_anywhere_in_a_destroy_converges(step: str, grant, pool, memory, a
 
 @pytest.mark.parametrize("verb", ["create", "wait_ready", "write_file", "exec", "destroy"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_dying_around_any_call_to_the_provider_converges(when: str, verb: str, grant, pool, memory) -> None:
+def test_crash_around_any_provider_call_converges(when: str, verb: str, grant, pool, memory) -> None:
     def act() -> None:
         lease: Lease = grant()
         execution.exec_command(lease.pk, true(), now=NOW)
@@ -146,7 +146,7 @@ def test_dying_around_any_call_to_the_provider_converges(when: str, verb: str, g
     assert set(Lease.objects.values_list("status", flat=True)) == {"destroyed"}
 
 
-def test_what_an_abandoned_run_left_running_is_killed_before_its_sandbox_waits(grant, memory, at_checkpoint) -> None:
+def test_command_of_an_abandoned_run_is_killed_before_its_sandbox_is_waiting(grant, memory, at_checkpoint) -> None:
     lease: Lease = grant()
     at_checkpoint("run opened", die)
     with pytest.raises(SimulatedCrash):
@@ -159,7 +159,7 @@ def test_what_an_abandoned_run_left_running_is_killed_before_its_sandbox_waits(g
     assert (run.outcome, sandbox.state, memory.calls[-1]) == ("lost", "waiting", ("kill", sandbox.ref))
 
 
-def test_a_create_that_finishes_after_its_row_was_given_up_leaves_nothing(grant, pool, memory, at_checkpoint) -> None:
+def test_create_that_finishes_after_its_row_was_destroyed_leaves_nothing(grant, pool, memory, at_checkpoint) -> None:
     lease: Lease = grant()
 
     def release_and_sweep() -> None:
@@ -173,7 +173,7 @@ def test_a_create_that_finishes_after_its_row_was_given_up_leaves_nothing(grant,
     assert memory.list(str(pool.owner)) == []
 
 
-def test_an_orphan_is_destroyed_only_after_its_grace(pool: Pool, memory: MemoryProvider) -> None:
+def test_orphan_is_destroyed_only_after_its_grace_period(pool: Pool, memory: MemoryProvider) -> None:
     memory.create(SandboxSpec(name="leasehold-stray", owner=str(pool.owner)))
     made_at = memory.inspect("leasehold-stray").created_at
     assert sweeps.reconcile(now=made_at + MINUTE, grace=2 * MINUTE).counts == {}

@@ -80,7 +80,7 @@ def place(docker_pool: Pool) -> Iterator[Place]:
     CHECKPOINT_HOOKS.remove(place.watch)
 
 
-def test_sixty_four_first_execs_at_a_capacity_of_twenty(place: Place) -> None:
+def test_64_concurrent_first_execs_never_exceed_a_capacity_of_20(place: Place) -> None:
     answers = place.run(lambda i: place.exec(i, "true"))
     assert [a for a in answers if a != 0 and not isinstance(a, CapacityExhausted)] == []
     served = {lease.pk for lease, answer in zip(place.leases, answers, strict=True) if answer == 0}
@@ -91,7 +91,7 @@ def test_sixty_four_first_execs_at_a_capacity_of_twenty(place: Place) -> None:
     place.check()
 
 
-def test_twenty_that_run_are_twenty_and_the_others_are_refused(place: Place) -> None:
+def test_20_running_sandboxes_fill_the_pool_and_other_execs_are_refused(place: Place) -> None:
     refused: list[CapacityExhausted] = []
     answers: list[Any] = []
 

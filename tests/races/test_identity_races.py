@@ -39,7 +39,7 @@ def locked_out(act: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("rival", ["the lease ends", "the key is revoked", "the key is rotated"])
-def test_what_takes_the_right_away_waits_until_the_token_is_written_down(grant, at_checkpoint, rival: str) -> None:
+def test_end_or_revocation_waits_until_the_token_is_recorded(grant, at_checkpoint, rival: str) -> None:
     signing.create_key("did:plc:ada", now=NOW)
     lease: Lease = grant()
     act = {
@@ -54,14 +54,14 @@ def test_what_takes_the_right_away_waits_until_the_token_is_written_down(grant, 
     assert not locked_out(act)
 
 
-def test_eight_creates_at_once_make_one_key(db: None) -> None:
+def test_eight_concurrent_creates_make_one_key(db: None) -> None:
     with run_in_threads(8) as run:
         answers = run(lambda i: signing.create_key("did:plc:ada", now=NOW))
     assert [type(answer) for answer in answers].count(SigningKeyExists) == 7
     assert SigningKey.objects.count() == 1
 
 
-def test_tokens_are_minted_all_through_rotations(grant) -> None:
+def test_tokens_are_minted_during_rotations(grant) -> None:
     signing.create_key("did:plc:ada", now=NOW)
     lease = grant()
 

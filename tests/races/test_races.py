@@ -44,7 +44,7 @@ def starting(statement: str, rival: threading.Thread) -> Iterator[None]:
     rival.join(30)
 
 
-def test_sixteen_acquires_at_once_grant_one_lease(pool: Pool) -> None:
+def test_sixteen_concurrent_acquires_grant_one_lease(pool: Pool) -> None:
     ask = leasing.LeaseRequest("did:plc:ada", "game-1", "catan", pool=pool.name)
     with run_in_threads(16) as run:
         answers = run(lambda i: leasing.acquire(ask, now=NOW))
@@ -52,7 +52,7 @@ def test_sixteen_acquires_at_once_grant_one_lease(pool: Pool) -> None:
     assert [is_new for _, is_new in answers].count(True) == 1
 
 
-def test_sixteen_acquires_of_an_elapsed_lease_grant_one_new_lease(pool: Pool, grant) -> None:
+def test_sixteen_concurrent_acquires_of_an_elapsed_lease_grant_one_new_lease(pool: Pool, grant) -> None:
     old = grant(ttl=MINUTE)
     ask = leasing.LeaseRequest("did:plc:ada", "game-1", "catan", pool=pool.name)
     with run_in_threads(16) as run:
@@ -61,7 +61,7 @@ def test_sixteen_acquires_of_an_elapsed_lease_grant_one_new_lease(pool: Pool, gr
     assert old.events.filter(kind="ended").count() == 1
 
 
-def test_eight_first_execs_at_once_start_one_sandbox(grant, memory: MemoryProvider) -> None:
+def test_eight_concurrent_first_execs_start_one_sandbox(grant, memory: MemoryProvider) -> None:
     lease: Lease = grant()
     with run_in_threads(8) as run:
         answers = run(lambda i: execution.exec_command(lease.pk, true(), now=NOW)[1].exit_code)
@@ -71,7 +71,7 @@ def test_eight_first_execs_at_once_start_one_sandbox(grant, memory: MemoryProvid
     assert (sandbox.state, sandbox.open_runs, Run.objects.count()) == ("waiting", 0, 8)
 
 
-def test_thirty_two_starts_at_a_capacity_of_ten_never_have_an_eleventh(pool: Pool, grant, memory: MemoryProvider) -> None:
+def test_32_concurrent_starts_never_exceed_a_capacity_of_10(pool: Pool, grant, memory: MemoryProvider) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=10)
     leases = [grant(agent=f"did:plc:a{i}") for i in range(32)]
     most = []
@@ -83,7 +83,7 @@ def test_thirty_two_starts_at_a_capacity_of_ten_never_have_an_eleventh(pool: Poo
     assert Sandbox.objects.filter(pool=pool).exclude(state="destroyed").count() == Pool.objects.get(pk=pool.pk).used <= 10
 
 
-def test_with_ten_running_and_ten_places_everybody_else_is_refused(pool: Pool, grant, memory: MemoryProvider) -> None:
+def test_execs_beyond_ten_running_sandboxes_in_ten_places_are_refused(pool: Pool, grant, memory: MemoryProvider) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=10)
     leases = [grant(agent=f"did:plc:a{i}") for i in range(32)]
     release, running = threading.Event(), threading.Semaphore(0)
@@ -109,7 +109,7 @@ def test_with_ten_running_and_ten_places_everybody_else_is_refused(pool: Pool, g
     assert (answers.count(0), len(refused)) == (10, 22)
 
 
-def test_an_eviction_and_a_run_that_starts_never_both_win(pool: Pool, grant, at_checkpoint) -> None:
+def test_eviction_and_starting_run_never_both_succeed(pool: Pool, grant, at_checkpoint) -> None:
     lease: Lease = grant()
     execution.exec_command(lease.pk, true(), now=NOW)
     sandbox = Sandbox.objects.get()
@@ -121,7 +121,7 @@ def test_an_eviction_and_a_run_that_starts_never_both_win(pool: Pool, grant, at_
     assert (sandbox.state, sandbox.incarnation) == ("waiting", 1)
 
 
-def test_a_run_that_comes_while_it_falls_asleep_waits_and_wakes_it(pool: Pool, grant, at_checkpoint) -> None:
+def test_run_during_an_eviction_waits_and_wakes_the_sandbox(pool: Pool, grant, at_checkpoint) -> None:
     lease: Lease = grant()
     execution.exec_command(lease.pk, Command(argv=["sh", "-c", "echo kept >f"], timeout=MINUTE), now=NOW)
     sandbox, answers = Sandbox.objects.get(), []
@@ -140,7 +140,7 @@ def test_a_run_that_comes_while_it_falls_asleep_waits_and_wakes_it(pool: Pool, g
     assert (sandbox.incarnation, sandbox.source) == (2, "local")
 
 
-def test_sixteen_claims_for_four_warm_sandboxes_get_four_different_ones(pool: Pool, grant) -> None:
+def test_sixteen_concurrent_claims_get_four_different_warm_sandboxes(pool: Pool, grant) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=4)
     assert below.warm_pools(now=NOW).counts == {"warmed up": 4}
     leases = [grant(agent=f"did:plc:a{i}") for i in range(16)]
@@ -150,7 +150,7 @@ def test_sixteen_claims_for_four_warm_sandboxes_get_four_different_ones(pool: Po
     assert Sandbox.objects.exclude(holder=None).values("holder").distinct().count() == Sandbox.objects.count() == 16
 
 
-def test_eight_warming_sweeps_at_once_start_as_many_as_the_target(pool: Pool, memory: MemoryProvider, settings) -> None:
+def test_eight_concurrent_warm_sweeps_start_only_the_target(pool: Pool, memory: MemoryProvider, settings) -> None:
     settings.EGRESS_SLOTS = 5  # so few that two would often choose the same, if they chose at the same time
     Pool.objects.filter(pk=pool.pk).update(warm_target=3)
     with run_in_threads(8) as run:
@@ -158,7 +158,7 @@ def test_eight_warming_sweeps_at_once_start_as_many_as_the_target(pool: Pool, me
     assert len(memory.list(str(pool.owner))) == 3
 
 
-def test_one_that_becomes_ready_while_a_sweep_looks_is_not_one_too_many(
+def test_sandbox_that_becomes_ready_during_a_sweep_is_not_surplus(
     pool: Pool, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=2)
@@ -176,7 +176,7 @@ def test_one_that_becomes_ready_while_a_sweep_looks_is_not_one_too_many(
     assert below.find_surplus() == []
 
 
-def test_a_release_while_it_wakes_leaves_nothing(pool: Pool, grant, memory: MemoryProvider, at_checkpoint) -> None:
+def test_release_during_a_wake_leaves_no_sandbox(pool: Pool, grant, memory: MemoryProvider, at_checkpoint) -> None:
     lease: Lease = grant()
     execution.exec_command(lease.pk, true(), now=NOW)
     assert eviction.evict(Sandbox.objects.get().pk, now=NOW, reason="idle")
@@ -188,7 +188,7 @@ def test_a_release_while_it_wakes_leaves_nothing(pool: Pool, grant, memory: Memo
     assert Pool.objects.get(pk=pool.pk).used == 0
 
 
-def test_a_release_between_the_check_and_the_place_starts_nothing(grant, memory: MemoryProvider) -> None:
+def test_release_between_check_and_reservation_starts_nothing(grant, memory: MemoryProvider) -> None:
     lease: Lease = grant()
     want = execution.build_sandbox_request(lease, now=NOW)
     leasing.release(lease.pk, now=NOW)
@@ -197,7 +197,7 @@ def test_a_release_between_the_check_and_the_place_starts_nothing(grant, memory:
     assert memory.calls == []
 
 
-def test_a_release_while_the_sandbox_starts_wins(grant, pool: Pool, memory: MemoryProvider, at_checkpoint) -> None:
+def test_release_during_a_start_ends_the_lease(grant, pool: Pool, memory: MemoryProvider, at_checkpoint) -> None:
     lease: Lease = grant()
     at_checkpoint("created", lambda: leasing.release(lease.pk, now=NOW))
     with pytest.raises(LeaseEnded):
@@ -206,7 +206,7 @@ def test_a_release_while_the_sandbox_starts_wins(grant, pool: Pool, memory: Memo
     assert memory.list(str(pool.owner)) == []
 
 
-def test_a_release_during_a_run_ends_it_and_the_late_answer_is_refused(grant, at_checkpoint) -> None:
+def test_release_during_a_run_closes_it_and_refuses_the_late_result(grant, at_checkpoint) -> None:
     lease: Lease = grant()
     at_checkpoint("run opened", lambda: leasing.release(lease.pk, now=NOW))
     with pytest.raises(LeaseEnded):
@@ -215,7 +215,7 @@ def test_a_release_during_a_run_ends_it_and_the_late_answer_is_refused(grant, at
     assert (run.outcome, Sandbox.objects.get().state) == ("lost", "destroying")
 
 
-def test_a_run_that_ends_as_its_sandbox_is_given_up_and_that_do_not_wait_for_each_other(grant) -> None:
+def test_end_of_a_run_and_release_of_its_lease_do_not_deadlock(grant) -> None:
     lease = grant()
     box = execution.ensure_sandbox_ready(lease.pk, now=NOW)
     run = runs.open_run(box, Command(argv=["true"], timeout=MINUTE), now=NOW)
@@ -238,7 +238,7 @@ def test_a_run_that_ends_as_its_sandbox_is_given_up_and_that_do_not_wait_for_eac
 
 
 @pytest.mark.parametrize("way", ["its clock", "a condition"])
-def test_a_lease_that_ends_as_a_copy_of_it_is_saved_and_that_do_not_wait_for_each_other(grant, way: str) -> None:
+def test_end_of_a_lease_and_its_snapshot_do_not_deadlock(grant, way: str) -> None:
     lease = grant(expiry_conditions=["game-over"])
     execution.exec_command(lease.pk, true(), now=NOW)
     done: list[object] = []
@@ -261,7 +261,7 @@ def test_a_lease_that_ends_as_a_copy_of_it_is_saved_and_that_do_not_wait_for_eac
     assert sorted(lease.events.values_list("kind", flat=True)) == ["ended", "granted", "snapshot"]
 
 
-def test_a_renewal_between_look_and_act_keeps_the_lease(grant, monkeypatch) -> None:
+def test_renewal_between_read_and_update_keeps_the_lease(grant, monkeypatch) -> None:
     lease: Lease = grant(ttl=MINUTE)
     monkeypatch.setattr(leasing, "find_elapsed_clock", _renewing_first(lease, leasing.find_elapsed_clock))
     assert sweeps.expire_due_leases(now=NOW + MINUTE).counts == {"lost race": 1}
@@ -278,7 +278,7 @@ def _renewing_first(lease: Lease, why_elapsed):  # type: ignore[no-untyped-def]
     return rival
 
 
-def test_two_sweeps_at_once_destroy_each_sandbox_once(grant, pool: Pool) -> None:
+def test_concurrent_sweeps_destroy_each_sandbox_once(grant, pool: Pool) -> None:
     for i in range(8):
         lease = grant(agent=f"did:plc:a{i}")
         execution.exec_command(lease.pk, true(), now=NOW)
@@ -326,7 +326,7 @@ def beside(statement: str, act: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite has one writer")
-def test_a_lease_ends_while_its_run_does(grant, memory: MemoryProvider) -> None:
+def test_lease_ends_while_its_run_ends(grant, memory: MemoryProvider) -> None:
     lease: Lease = grant()
     with beside("UPDATE sandboxes_run", lambda: leasing.release(lease.pk, now=NOW)), pytest.raises(LeaseEnded):
         execution.exec_command(lease.pk, true(), now=NOW)
@@ -334,7 +334,7 @@ def test_a_lease_ends_while_its_run_does(grant, memory: MemoryProvider) -> None:
 
 
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite has one writer")
-def test_a_lease_ends_while_something_is_told_of_it(grant, memory: MemoryProvider) -> None:
+def test_lease_ends_while_an_event_of_it_is_inserted(grant, memory: MemoryProvider) -> None:
     """What is told points to its row, which PostgreSQL looks at when that is committed."""
     lease: Lease = grant(expiry_conditions=["over"])
     execution.exec_command(lease.pk, true(), now=NOW)

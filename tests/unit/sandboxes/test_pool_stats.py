@@ -37,7 +37,7 @@ def size(pool: Pool, capacity: int) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=capacity)
 
 
-def test_a_new_pool_has_nothing_but_its_capacity(pool) -> None:
+def test_new_pool_has_only_its_capacity(pool) -> None:
     found = of(pool)
     assert (found.capacity, found.used, found.total, found.woken) == (100, 0, 0, 0)
     assert kept(pool) == {}
@@ -61,7 +61,7 @@ def test_sandboxes_are_counted_by_state(grant, pool, memory) -> None:
     assert found.used == found.total == 4
 
 
-def test_each_use_and_each_wake_is_counted_once_while_the_sandbox_lives_and_after(grant, pool) -> None:
+def test_counters_are_the_same_before_and_after_the_sandbox_is_destroyed(grant, pool) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)
     use(lease)
@@ -75,7 +75,7 @@ def test_each_use_and_each_wake_is_counted_once_while_the_sandbox_lives_and_afte
     assert (kept(pool), of(pool).total) == (counted, 0)
 
 
-def test_a_wake_from_the_store_after_the_place_was_given_up_is_one_of_the_cloud(grant, pool) -> None:
+def test_wake_after_the_place_was_released_counts_as_cloud(grant, pool) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)
     below.evict_idle(now=NOW + HOUR)
@@ -85,7 +85,7 @@ def test_a_wake_from_the_store_after_the_place_was_given_up_is_one_of_the_cloud(
     assert of(pool).woken == 1
 
 
-def test_the_first_start_is_no_wake_and_one_without_stored_state_is_fresh(grant, pool) -> None:
+def test_first_start_is_no_wake_and_a_wake_without_stored_state_is_fresh(grant, pool) -> None:
     lease = grant()
     execution.ensure_sandbox_ready(lease.pk, now=NOW)
     assert kept(pool) == {}
@@ -94,14 +94,14 @@ def test_the_first_start_is_no_wake_and_one_without_stored_state_is_fresh(grant,
     assert kept(pool) == {"woken_fresh": 1, "slept": 1}
 
 
-def test_going_to_sleep_when_idle_is_no_eviction(grant, pool) -> None:
+def test_idle_eviction_is_not_counted_as_evicted_for_capacity(grant, pool) -> None:
     use(grant())
     below.evict_idle(now=NOW + HOUR)
     below.expire_cold(now=NOW + 9 * HOUR)
     assert kept(pool) == {"slept": 1}
 
 
-def test_a_sleep_that_is_resumed_after_a_failed_destroy_is_counted_once(grant, pool, memory) -> None:
+def test_eviction_resumed_after_a_failed_destroy_is_counted_once(grant, pool, memory) -> None:
     use(grant())
     with memory.fail("destroy", Unavailable("later")):
         below.evict_idle(now=NOW + HOUR)
@@ -110,14 +110,14 @@ def test_a_sleep_that_is_resumed_after_a_failed_destroy_is_counted_once(grant, p
     assert kept(pool) == {"slept": 1}
 
 
-def test_an_evicted_waiting_sandbox_is_counted_once_and_as_waiting(grant, pool) -> None:
+def test_capacity_eviction_of_a_waiting_sandbox_is_counted_once(grant, pool) -> None:
     size(pool, 1)
     use(grant())
     use(grant(agent="did:plc:b"), NOW + MINUTE)
     assert kept(pool) == {"evicted_waiting": 1, "slept": 1}
 
 
-def test_what_sleeps_for_somebody_else_but_keeps_its_place_is_not_evicted(grant, pool, memory, at_checkpoint) -> None:
+def test_eviction_whose_place_becomes_guaranteed_is_not_counted(grant, pool, memory, at_checkpoint) -> None:
     size(pool, 1)
     Quota.objects.create(pool=pool, agent_did="did:plc:ada")
     lease = grant()
@@ -143,7 +143,7 @@ def test_cold_and_warm_evictions_are_counted_by_tier(grant, pool) -> None:
     assert kept(pool) == {"evicted_cold": 1, "evicted_warm": 1, "slept": 2}
 
 
-def test_what_a_sandbox_has_counted_survives_a_counter_that_drifted_to_zero(grant, pool) -> None:
+def test_counters_survive_a_place_counter_that_drifted_to_zero(grant, pool) -> None:
     lease = grant()
     use(lease)
     use(lease)
@@ -153,7 +153,7 @@ def test_what_a_sandbox_has_counted_survives_a_counter_that_drifted_to_zero(gran
     assert (kept(pool), of(pool).used) == ({"warm_hits": 1}, 0)
 
 
-def test_prewarmed_ones_are_ready_until_they_are_claimed(grant, pool) -> None:
+def test_prewarmed_sandboxes_are_ready_until_claimed(grant, pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=2)
     below.warm_pools(now=NOW)
     assert (of(pool).warm_target, of(pool).warm_ready, of(pool).warm) == (2, 2, 2)
@@ -163,7 +163,7 @@ def test_prewarmed_ones_are_ready_until_they_are_claimed(grant, pool) -> None:
     assert (of(pool).warm_ready, of(pool).warm) == (0, 1)
 
 
-def test_an_open_circuit_says_until_when_and_why(pool, memory) -> None:
+def test_open_circuit_breaker_has_its_end_and_its_error(pool, memory) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     with memory.fail("create", Rejected("no such image"), times=99):
         below.warm_pools(now=NOW)
@@ -172,7 +172,7 @@ def test_an_open_circuit_says_until_when_and_why(pool, memory) -> None:
     assert of(pool, found.warm_paused_until).warm_paused_until is None
 
 
-def test_what_asks_for_an_operator_is_counted(grant, pool) -> None:
+def test_quarantined_stalled_and_lost_sandboxes_are_counted(grant, pool) -> None:
     for number in range(4):
         use(grant(environment=f"e{number}"), NOW + number * MINUTE)
     quarantined, stalled, lost, _ = Sandbox.objects.order_by("created_at")
@@ -187,7 +187,7 @@ def test_what_asks_for_an_operator_is_counted(grant, pool) -> None:
     assert of(pool, NOW - HOUR).oldest_waiting.total_seconds() == 0  # a clock that was set back
 
 
-def test_a_run_that_nobody_waits_for_makes_its_sandbox_stalled(grant, pool, at_checkpoint) -> None:
+def test_abandoned_run_makes_its_sandbox_stalled(grant, pool, at_checkpoint) -> None:
     def die() -> None:
         raise SimulatedCrash
 
@@ -199,7 +199,7 @@ def test_a_run_that_nobody_waits_for_makes_its_sandbox_stalled(grant, pool, at_c
     assert of(pool, NOW + HOUR).stalled == 1
 
 
-def test_together_they_are_the_sum_of_the_pools(grant, pool) -> None:
+def test_sum_adds_up_the_pools(grant, pool) -> None:
     other = Pool.objects.create(name="other", provider="memory", capacity=5, warm_target=1)
     use(grant())
     use(grant(environment="e2", pool=other.name), NOW - HOUR)
@@ -212,7 +212,7 @@ def test_together_they_are_the_sum_of_the_pools(grant, pool) -> None:
     assert pool_stats.sum_stats([]).total == 0
 
 
-def test_two_statements_answer_and_read_no_history(grant, pool, django_assert_num_queries) -> None:
+def test_statistics_take_two_statements_and_read_no_history(grant, pool, django_assert_num_queries) -> None:
     history = [
         Sandbox(
             pool=pool, state="destroyed", state_since=NOW, last_used_at=NOW, created_at=NOW, destroyed_at=NOW,

@@ -45,7 +45,7 @@ def again(process: Process) -> Process:
     return Process.objects.select_related("sandbox").get(pk=process.pk)
 
 
-def test_a_started_process_has_a_row_and_a_closed_run_of_the_same_id(grant, memory) -> None:
+def test_started_process_has_a_row_and_a_closed_run_with_the_same_id(grant, memory) -> None:
     process = start(grant())
     assert (process.state, process.ended_at, process.name) == ("running", None, "watcher")
     assert (process.env_names, "s3cret" in str(vars(process))) == (["TOKEN"], False)
@@ -55,18 +55,18 @@ def test_a_started_process_has_a_row_and_a_closed_run_of_the_same_id(grant, memo
     assert runs_in(memory, process)
 
 
-def test_starting_renews_the_lease(grant) -> None:
+def test_start_renews_the_lease(grant) -> None:
     lease = grant()
     start(lease, now=NOW + MINUTE)
     assert Lease.objects.get(pk=lease.pk).expires_at > lease.expires_at
 
 
-def test_what_exits_at_once_says_so_at_once(grant) -> None:
+def test_process_that_exits_at_once_is_returned_as_exited(grant) -> None:
     process = start(grant(), ProcessSpec(["no-such-program"]))
     assert (process.state, process.exit_code) == ("exited", 127)
 
 
-def test_a_sweep_closes_what_has_ended_by_itself(grant, memory) -> None:
+def test_sweep_closes_ended_processes(grant, memory) -> None:
     lease = grant()
     process, other = start(lease), start(lease)
     memory.kill(process.sandbox.ref, str(process.pk))
@@ -76,7 +76,7 @@ def test_a_sweep_closes_what_has_ended_by_itself(grant, memory) -> None:
     assert sweeps.recover_stalled(now=NOW + MINUTE).counts == {}
 
 
-def test_looking_closes_what_has_ended_by_itself(grant, memory) -> None:
+def test_refresh_closes_ended_processes(grant, memory) -> None:
     lease = grant()
     process = start(lease, ProcessSpec(["sleep", "0.01"]))
     wait_until(
@@ -85,7 +85,7 @@ def test_looking_closes_what_has_ended_by_itself(grant, memory) -> None:
     assert again(process).exit_code == 0
 
 
-def test_a_provider_that_does_not_answer_leaves_the_rows_and_is_told(grant, memory) -> None:
+def test_unanswered_provider_call_leaves_the_rows_and_is_reported(grant, memory) -> None:
     lease = grant()
     process = start(lease)
     with memory.fail("processes", Unavailable("engine down")):
@@ -95,27 +95,27 @@ def test_a_provider_that_does_not_answer_leaves_the_rows_and_is_told(grant, memo
     assert again(process).state == "running"
 
 
-def test_killing_says_killed_and_again_is_success(grant, memory) -> None:
+def test_kill_is_idempotent(grant, memory) -> None:
     process = start(grant())
     assert processes.kill_process(process, now=NOW).state == "killed"
     assert processes.kill_process(process, now=NOW).state == "killed"
     assert not runs_in(memory, process)
 
 
-def test_killing_what_had_exited_keeps_its_exit(grant, memory) -> None:
+def test_kill_of_an_exited_process_keeps_its_exit_code(grant, memory) -> None:
     process = start(grant(), ProcessSpec(["sleep", "0.01"]))
     wait_until(lambda: not runs_in(memory, process), "it ends")
     assert (processes.kill_process(process, now=NOW).state, process.exit_code) == ("exited", 0)
 
 
-def test_a_kill_that_fails_leaves_it_running(grant, memory) -> None:
+def test_failed_kill_leaves_the_process_running(grant, memory) -> None:
     process = start(grant())
     with memory.fail("kill", Unavailable("engine down")), pytest.raises(ProviderCallFailed):
         processes.kill_process(process, now=NOW)
     assert again(process).state == "running"
 
 
-def test_a_kill_before_it_has_begun_is_told_to_come_again(grant, memory, at_checkpoint) -> None:
+def test_kill_before_the_process_has_begun_is_busy(grant, memory, at_checkpoint) -> None:
     launch = ProcessSpec(["sleep", "300"])
 
     def too_early() -> None:
@@ -128,7 +128,7 @@ def test_a_kill_before_it_has_begun_is_told_to_come_again(grant, memory, at_chec
     assert not runs_in(memory, process)
 
 
-def test_a_kill_just_after_it_has_begun_counts(grant, memory, at_checkpoint) -> None:
+def test_kill_just_after_the_process_has_begun_succeeds(grant, memory, at_checkpoint) -> None:
     launch = ProcessSpec(["sleep", "300"])
     at_checkpoint("process started", lambda: processes.kill_process(Process.objects.get(pk=launch.process_id), now=NOW))
     process = start(grant(), launch)
@@ -136,7 +136,7 @@ def test_a_kill_just_after_it_has_begun_counts(grant, memory, at_checkpoint) -> 
     assert not runs_in(memory, process)
 
 
-def test_it_does_not_keep_its_sandbox_awake_and_ends_when_that_sleeps(grant, memory) -> None:
+def test_process_does_not_prevent_eviction_and_ends_with_it(grant, memory) -> None:
     lease = grant()
     process = start(lease)
     below.evict_idle(now=NOW + 10 * MINUTE)
@@ -150,7 +150,7 @@ def test_it_does_not_keep_its_sandbox_awake_and_ends_when_that_sleeps(grant, mem
     assert start(lease, now=NOW + 11 * MINUTE).incarnation == 2
 
 
-def test_it_stays_while_its_sandbox_cannot_fall_asleep(grant, memory) -> None:
+def test_process_survives_a_failed_eviction(grant, memory) -> None:
     process = start(grant())
 
     def try_to_kill(ref: str) -> None:
@@ -164,7 +164,7 @@ def test_it_stays_while_its_sandbox_cannot_fall_asleep(grant, memory) -> None:
     assert runs_in(memory, process)
 
 
-def test_it_ends_in_the_transaction_that_ends_the_lease(grant, memory) -> None:
+def test_process_ends_in_the_transaction_that_ends_the_lease(grant, memory) -> None:
     lease = grant()
     process = start(lease)
     leasing.release(lease.pk, now=NOW)
@@ -175,7 +175,7 @@ def test_it_ends_in_the_transaction_that_ends_the_lease(grant, memory) -> None:
         start(lease)
 
 
-def test_it_ends_with_a_sandbox_that_is_lost(grant, memory) -> None:
+def test_process_ends_with_a_lost_sandbox(grant, memory) -> None:
     lease = grant()
     process = start(lease)
     other = grant(environment="game-2")
@@ -186,7 +186,7 @@ def test_it_ends_with_a_sandbox_that_is_lost(grant, memory) -> None:
     assert Process.objects.get(holder=other.pk).state == "running"
 
 
-def test_it_is_gone_after_its_sandbox_was_started_again(grant, memory) -> None:
+def test_process_is_gone_after_its_sandbox_was_restarted(grant, memory) -> None:
     process = start(grant())
     memory.stop(process.sandbox.ref)
     memory.create(pools.build_spec(process.sandbox))
@@ -194,14 +194,14 @@ def test_it_is_gone_after_its_sandbox_was_started_again(grant, memory) -> None:
     assert again(process).state == "gone"
 
 
-def test_a_place_that_somebody_needs_is_taken_from_one_with_only_processes(grant, pool: Pool, memory) -> None:
+def test_sandbox_with_only_processes_is_evicted_for_capacity(grant, pool: Pool, memory) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=1)
     process = start(grant())
     execution.exec_command(grant(agent="did:plc:bob").pk, Command(["true"], MINUTE), now=NOW + MINUTE)
     assert again(process).state == "gone"
 
 
-def test_nothing_takes_the_sandbox_while_one_is_started(grant, memory) -> None:
+def test_sandbox_is_not_evicted_while_a_process_is_started(grant, memory) -> None:
     lease = grant()
     slept: list[bool] = []
     memory.before("start", lambda ref: slept.append(eviction.evict(Sandbox.objects.get().pk, now=LATER, reason="idle")))
@@ -209,7 +209,7 @@ def test_nothing_takes_the_sandbox_while_one_is_started(grant, memory) -> None:
     assert slept == [False]
 
 
-def test_a_lease_that_ends_while_one_is_started_leaves_none(grant, memory) -> None:
+def test_lease_that_ends_during_a_start_leaves_no_process(grant, memory) -> None:
     lease = grant()
     memory.before("start", lambda ref: leasing.release(lease.pk, now=NOW))
     with pytest.raises(LeaseEnded):
@@ -219,7 +219,7 @@ def test_a_lease_that_ends_while_one_is_started_leaves_none(grant, memory) -> No
     assert memory.list(str(lease.pool.owner)) == []
 
 
-def test_so_many_and_no_more(grant, memory) -> None:
+def test_processes_beyond_the_limit_are_refused(grant, memory) -> None:
     lease = grant()
     first, *_ = [start(lease) for _ in range(MAX_PROCESSES)]
     with pytest.raises(TooManyProcesses):
@@ -232,13 +232,13 @@ def test_so_many_and_no_more(grant, memory) -> None:
 # --- what it prints -----------------------------------------------------------------------------------------------
 
 
-def test_what_it_prints_is_read_from_an_offset(grant) -> None:
+def test_log_is_read_from_an_offset(grant) -> None:
     process = start(grant())
     assert processes.read_log(process, start=0, length=4) == (b"conn", 4)
     assert processes.read_log(process, start=4, length=100) == (b"ected\n", 10)
 
 
-def test_waiting_ends_when_the_text_is_printed_or_never_will_be(grant) -> None:
+def test_wait_ends_when_the_text_is_printed_or_the_process_ends(grant) -> None:
     process = start(grant())
     assert processes.wait_for_log(process, "connected", within=SOON, now=NOW)
     assert not processes.wait_for_log(process, "connected", start=1, within=timedelta(0), now=NOW)
@@ -247,14 +247,14 @@ def test_waiting_ends_when_the_text_is_printed_or_never_will_be(grant) -> None:
     assert not processes.wait_for_log(ended, "hello", within=SOON, now=NOW)
 
 
-def test_waiting_finds_what_lies_across_two_looks(grant, memory) -> None:
+def test_wait_finds_a_text_across_two_chunks(grant, memory) -> None:
     text = b"x" * (processes.LOG_CHUNK_BYTES - 3) + b"connected" + b"y" * 100
     memory.programs["babble"] = lambda call: ProgramResult(stdout=text)
     process = start(grant(), ProcessSpec(["babble"]))
     assert processes.wait_for_log(process, "connected", within=SOON, now=NOW)
 
 
-def test_waiting_ends_when_the_sandbox_sleeps(grant, memory) -> None:
+def test_wait_ends_with_the_eviction_of_the_sandbox(grant, memory) -> None:
     process = start(grant())
     with memory.before("log", lambda ref: eviction.evict(process.sandbox_id, now=NOW, reason="idle")):
         assert not processes.wait_for_log(process, "never", within=SOON, now=NOW)
@@ -265,7 +265,7 @@ def test_waiting_ends_when_the_sandbox_sleeps(grant, memory) -> None:
 
 
 @pytest.mark.parametrize("step", ["run opened", "process noted", "process started", "run answered"])
-def test_dying_anywhere_in_a_start_leaves_nothing_that_nobody_knows(step: str, grant, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_a_start_leaves_no_unknown_process(step: str, grant, memory, at_checkpoint) -> None:
     lease, launch = grant(), ProcessSpec(["sleep", "300"])
     execution.exec_command(lease.pk, Command(["true"], MINUTE), now=NOW)
     at_checkpoint(step, die)
@@ -282,7 +282,7 @@ def test_dying_anywhere_in_a_start_leaves_nothing_that_nobody_knows(step: str, g
     assert start(lease, now=LATER).state == "running"
 
 
-def test_a_start_without_an_answer_is_settled_by_what_is_there(grant, memory) -> None:
+def test_unanswered_start_is_settled_by_the_provider(grant, memory) -> None:
     lease = grant()
     began, never = ProcessSpec(["sleep", "300"]), ProcessSpec(["sleep", "300"])
 
@@ -300,7 +300,7 @@ def test_a_start_without_an_answer_is_settled_by_what_is_there(grant, memory) ->
     assert Process.objects.get(pk=never.process_id).state == "failed"
 
 
-def test_files_it_wrote_before_the_sandbox_slept_are_there_when_it_wakes(grant, memory) -> None:
+def test_files_of_a_process_survive_eviction(grant, memory) -> None:
     def write(call) -> ProgramResult:
         call.files["/workspace/seen"] = File(b"1")
         return ProgramResult(took=MINUTE)
@@ -323,7 +323,7 @@ time.sleep(600)
 
 
 @pytest.mark.docker
-def test_a_relay_watcher_connects_and_is_killed_with_its_lease(docker_pool: Pool, memory) -> None:
+def test_relay_watcher_connects_and_is_killed_with_its_lease(docker_pool: Pool, memory) -> None:
     ask = leasing.LeaseRequest("did:plc:ada", f"relay-{uuid.uuid4().hex[:8]}", "coding", pool=docker_pool.name)
     lease, _ = leasing.acquire(ask, now=NOW)
     process = start(lease, ProcessSpec(["python3", "-c", RELAY], {"RELAY_URL": "wss://relay.example"}, name="relay"))

@@ -60,7 +60,7 @@ def lease(grant: Callable[..., Lease]) -> Lease:
 # --- taking -------------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_of_what_is_alive_is_a_run_and_leaves_it_alive(lease: Lease, memory: MemoryProvider) -> None:
+def test_snapshot_of_an_alive_sandbox_is_a_run_and_leaves_it_alive(lease: Lease, memory: MemoryProvider) -> None:
     taken = snapshots.take_snapshot(lease.pk, name="before", now=NOW)
     assert (taken.kind, taken.name, taken.holder) == ("asked", "before", lease.pk)
     assert get_store().has(f"{taken.key}/workspace")
@@ -71,7 +71,7 @@ def test_a_copy_of_what_is_alive_is_a_run_and_leaves_it_alive(lease: Lease, memo
     assert (event.lease, event.reason) == (lease, f"{taken.pk} before")
 
 
-def test_a_copy_of_what_sleeps_wakes_nothing_and_stores_nothing_anew(lease: Lease, memory: MemoryProvider) -> None:
+def test_snapshot_of_a_cold_sandbox_wakes_nothing_and_reuses_the_stored_objects(lease: Lease, memory: MemoryProvider) -> None:
     sleep(lease)
     asleep, calls = workspace.find_latest(lease.pk), len(memory.calls)
     assert asleep
@@ -81,39 +81,39 @@ def test_a_copy_of_what_sleeps_wakes_nothing_and_stores_nothing_anew(lease: Leas
     assert read(lease, now=NOW + MINUTE) == "one"
 
 
-def test_a_copy_is_taken_of_what_has_lost_its_place(lease: Lease, memory: MemoryProvider) -> None:
+def test_snapshot_is_taken_after_the_place_was_released(lease: Lease, memory: MemoryProvider) -> None:
     sleep(lease)
     assert eviction.release_cold(Sandbox.objects.get().pk, now=NOW, reason="test")
     assert snapshots.take_snapshot(lease.pk, now=NOW).kind == "asked"
 
 
-def test_there_is_no_copy_of_nothing(grant, memory: MemoryProvider) -> None:
+def test_snapshot_of_an_unused_workspace_is_refused(grant, memory: MemoryProvider) -> None:
     with pytest.raises(SnapshotNotFound, match="nothing in this workspace yet"):
         snapshots.take_snapshot(grant().pk, now=NOW)
     assert memory.calls == []
 
 
-def test_an_ended_lease_takes_no_copy(lease: Lease) -> None:
+def test_snapshot_of_an_ended_lease_is_refused(lease: Lease) -> None:
     leasing.release(lease.pk, now=NOW)
     with pytest.raises(LeaseEnded):
         snapshots.take_snapshot(lease.pk, now=NOW)
 
 
-def test_a_lease_that_ends_while_its_copy_is_stored_has_none(lease: Lease, at_checkpoint) -> None:
+def test_lease_that_ends_while_its_snapshot_is_stored_gets_no_row(lease: Lease, at_checkpoint) -> None:
     at_checkpoint("snapshot stored", lambda: leasing.release(lease.pk, now=NOW))
     with pytest.raises(LeaseEnded):
         snapshots.take_snapshot(lease.pk, now=NOW)
     assert not Snapshot.objects.exists()
 
 
-def test_the_oldest_copies_go(lease: Lease, settings) -> None:
+def test_oldest_requested_snapshots_are_deleted(lease: Lease, settings) -> None:
     settings.KEEP_ASKED_SNAPSHOTS = 2
     first, *_ = [snapshots.take_snapshot(lease.pk, name=name, now=NOW + n * MINUTE) for n, name in enumerate("abc")]
     assert names(lease) == [("asked", "c"), ("asked", "b")]
     assert not get_store().has(f"{first.key}/workspace")
 
 
-def test_sleeping_pushes_no_copy_out_that_somebody_asked_for(lease: Lease) -> None:
+def test_eviction_snapshots_do_not_displace_requested_ones(lease: Lease) -> None:
     taken = snapshots.take_snapshot(lease.pk, name="before the raid", now=NOW)
     for hour in range(1, 5):
         write(lease, str(hour), now=NOW + hour * timedelta(minutes=20))
@@ -122,7 +122,7 @@ def test_sleeping_pushes_no_copy_out_that_somebody_asked_for(lease: Lease) -> No
     assert workspace.find_by_holder(lease.pk).last() == taken
 
 
-def test_the_store_failing_leaves_no_row(lease: Lease, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_snapshot_leaves_no_row(lease: Lease, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch) -> None:
     memory.fail("get_files", Unavailable("engine away"))
     with pytest.raises(Exception, match="engine away"):
         snapshots.take_snapshot(lease.pk, now=NOW)
@@ -131,7 +131,7 @@ def test_the_store_failing_leaves_no_row(lease: Lease, memory: MemoryProvider, m
 
 
 @pytest.mark.parametrize("step", ["run opened", "snapshot stored", "snapshot saved", "run answered"])
-def test_dying_anywhere_while_a_copy_is_taken_loses_nothing(step: str, lease: Lease, at_checkpoint) -> None:
+def test_crash_at_any_step_of_a_snapshot_loses_nothing(step: str, lease: Lease, at_checkpoint) -> None:
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
         snapshots.take_snapshot(lease.pk, now=NOW)
@@ -144,7 +144,7 @@ def test_dying_anywhere_while_a_copy_is_taken_loses_nothing(step: str, lease: Le
 # --- restoring ----------------------------------------------------------------------------------------------------
 
 
-def test_the_next_use_after_a_restore_finds_the_copy(lease: Lease) -> None:
+def test_next_use_after_a_restore_finds_the_snapshot(lease: Lease) -> None:
     taken = snapshots.take_snapshot(lease.pk, name="one", now=NOW)
     write(lease, "two", now=NOW + MINUTE)
     restored = snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + 2 * MINUTE)
@@ -154,7 +154,7 @@ def test_the_next_use_after_a_restore_finds_the_copy(lease: Lease) -> None:
     assert Sandbox.objects.get().prepared
 
 
-def test_what_was_there_before_a_restore_can_be_gone_back_to(lease: Lease) -> None:
+def test_state_before_a_restore_can_be_restored(lease: Lease) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     write(lease, "two", now=NOW + MINUTE)
     snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + 2 * MINUTE)
@@ -164,7 +164,7 @@ def test_what_was_there_before_a_restore_can_be_gone_back_to(lease: Lease) -> No
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_one_copy_is_restored_again_and_again_by_its_first_name(keep: int, lease: Lease, settings) -> None:
+def test_one_snapshot_is_restored_repeatedly_by_its_first_id(keep: int, lease: Lease, settings) -> None:
     settings.KEEP_SNAPSHOTS = keep
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     for n in range(1, 5):
@@ -174,7 +174,7 @@ def test_one_copy_is_restored_again_and_again_by_its_first_name(keep: int, lease
         assert read(lease, now=NOW + n * timedelta(minutes=20) + 2 * MINUTE) == "one"
 
 
-def test_a_restore_of_what_sleeps_calls_no_provider(lease: Lease, memory: MemoryProvider) -> None:
+def test_restore_of_a_cold_sandbox_calls_no_provider(lease: Lease, memory: MemoryProvider) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     write(lease, "two", now=NOW + MINUTE)
     sleep(lease, now=NOW + MINUTE)
@@ -184,7 +184,7 @@ def test_a_restore_of_what_sleeps_calls_no_provider(lease: Lease, memory: Memory
     assert read(lease, now=NOW + 3 * MINUTE) == "one"
 
 
-def test_a_restore_after_the_place_was_lost_is_found_by_the_next_sandbox(lease: Lease) -> None:
+def test_restore_after_the_place_was_released_is_found_by_the_next_sandbox(lease: Lease) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     write(lease, "two", now=NOW + MINUTE)
     sleep(lease, now=NOW + MINUTE)
@@ -193,7 +193,7 @@ def test_a_restore_after_the_place_was_lost_is_found_by_the_next_sandbox(lease: 
     assert read(lease, now=NOW + 3 * MINUTE) == "one"
 
 
-def test_a_restore_is_the_newest_whatever_the_clocks_say(lease: Lease) -> None:
+def test_restored_snapshot_is_the_newest_also_with_an_earlier_clock(lease: Lease) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     write(lease, "two", now=NOW + MINUTE)
     sleep(lease, now=NOW + 10 * MINUTE)
@@ -201,7 +201,7 @@ def test_a_restore_is_the_newest_whatever_the_clocks_say(lease: Lease) -> None:
     assert read(lease, now=NOW + 11 * MINUTE) == "one"
 
 
-def test_nothing_is_restored_while_something_runs(lease: Lease, memory: MemoryProvider) -> None:
+def test_restore_during_a_run_is_refused(lease: Lease, memory: MemoryProvider) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     tried: list[Exception] = []
 
@@ -216,7 +216,7 @@ def test_nothing_is_restored_while_something_runs(lease: Lease, memory: MemoryPr
     assert names(lease) == [("asked", "")]
 
 
-def test_a_use_that_begins_before_the_sleep_wins(lease: Lease, at_checkpoint) -> None:
+def test_run_that_begins_before_the_eviction_prevents_the_restore(lease: Lease, at_checkpoint) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     run = Command(argv=["true"], timeout=MINUTE)
     sandbox = pools.find_by_holder(lease.pk)
@@ -228,7 +228,7 @@ def test_a_use_that_begins_before_the_sleep_wins(lease: Lease, at_checkpoint) ->
     assert Snapshot.objects.get(kind="restored").forgotten_at
 
 
-def test_a_use_that_wakes_it_in_between_is_put_to_sleep_as_well(lease: Lease, at_checkpoint) -> None:
+def test_sandbox_that_wakes_during_a_restore_is_evicted_again(lease: Lease, at_checkpoint) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     write(lease, "two", now=NOW + MINUTE)
     at_checkpoint("restore asleep", lambda: write(lease, "three", now=NOW + 2 * MINUTE))
@@ -240,7 +240,7 @@ def test_a_use_that_wakes_it_in_between_is_put_to_sleep_as_well(lease: Lease, at
     assert read(lease, now=NOW + 5 * MINUTE) == "three"
 
 
-def test_somebody_who_uses_it_over_and_over_is_not_waited_for_for_ever(lease: Lease, monkeypatch) -> None:
+def test_restore_of_a_constantly_used_sandbox_is_refused(lease: Lease, monkeypatch) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     monkeypatch.setattr(below, "checkpoint", lambda name, subject: name == "restore asleep" and write(lease, "more"))
     with pytest.raises(SandboxBusy, match="constant use"):
@@ -248,7 +248,7 @@ def test_somebody_who_uses_it_over_and_over_is_not_waited_for_for_ever(lease: Le
     assert read(lease) == "more"
 
 
-def test_what_cannot_be_stored_stays_and_nothing_is_restored(lease: Lease, memory: MemoryProvider) -> None:
+def test_restore_keeps_the_present_state_if_that_cannot_be_stored(lease: Lease, memory: MemoryProvider) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     write(lease, "two", now=NOW + MINUTE)
     with memory.fail("get_files", Unavailable("engine away")), pytest.raises(StoreUnavailable, match="engine away"):
@@ -257,7 +257,7 @@ def test_what_cannot_be_stored_stays_and_nothing_is_restored(lease: Lease, memor
     assert names(lease) == [("asked", "")]
 
 
-def test_a_process_that_does_not_go_makes_a_restore_busy_at_once(lease: Lease, memory: MemoryProvider) -> None:
+def test_restore_is_busy_while_the_process_cannot_be_destroyed(lease: Lease, memory: MemoryProvider) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     with memory.fail("destroy", Unavailable("engine away")), pytest.raises(SandboxBusy, match="could not be destroyed"):
         snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW)
@@ -265,7 +265,7 @@ def test_a_process_that_does_not_go_makes_a_restore_busy_at_once(lease: Lease, m
     assert snapshots.restore_snapshot(lease.pk, taken.pk, now=LATER).key == taken.key
 
 
-def test_only_copies_of_the_same_lease_that_are_kept_are_restored(lease: Lease, grant, settings) -> None:
+def test_snapshot_of_another_lease_or_a_deleted_one_is_not_restored(lease: Lease, grant, settings) -> None:
     settings.KEEP_ASKED_SNAPSHOTS = 2
     other = grant(environment="game-2")
     write(other, "other")
@@ -278,7 +278,7 @@ def test_only_copies_of_the_same_lease_that_are_kept_are_restored(lease: Lease, 
     assert Sandbox.objects.get(holder=lease.pk).state == "waiting"
 
 
-def test_a_restore_of_an_ended_lease_is_refused(lease: Lease, at_checkpoint) -> None:
+def test_restore_of_an_ended_lease_is_refused(lease: Lease, at_checkpoint) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     at_checkpoint("restore asleep", lambda: leasing.release(lease.pk, now=NOW))
     with pytest.raises(LeaseEnded):
@@ -292,7 +292,7 @@ STEPS = ["restore noted", "eviction claimed", "objects stored", "persisted", "pr
 
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("step", STEPS)
-def test_dying_anywhere_in_a_restore_leaves_one_or_the_other(
+def test_crash_at_any_step_of_a_restore_leaves_the_old_or_the_new_state(
     step: str, keep: int, lease: Lease, pool: Pool, memory: MemoryProvider, at_checkpoint, settings
 ) -> None:
     settings.KEEP_SNAPSHOTS = keep
@@ -312,7 +312,7 @@ def test_dying_anywhere_in_a_restore_leaves_one_or_the_other(
 
 
 @pytest.mark.django_db(transaction=True)
-def test_of_a_restore_and_uses_at_the_same_time_nothing_is_lost(pool: Pool, memory: MemoryProvider, grant) -> None:
+def test_concurrent_restore_and_runs_lose_nothing(pool: Pool, memory: MemoryProvider, grant) -> None:
     lease = grant()
     write(lease, "one")
     taken = snapshots.take_snapshot(lease.pk, now=NOW)

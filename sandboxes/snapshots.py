@@ -98,9 +98,9 @@ def restore_snapshot(
             _require_not_running(sandbox)
             if reserved is None:
                 reserved = _copy_snapshot(source, request.holder, SnapshotKind.RESTORED, now=clock())
-                checkpoint("restore noted", reserved)
+                checkpoint("restore reserved", reserved)
             _evict(sandbox, now=clock(), actor=actor)
-            checkpoint("restore asleep", reserved)
+            checkpoint("restore evicted", reserved)
         raise SandboxBusy("The sandbox is in constant use. Restore the snapshot when it is idle.")
     except Exception:
         # If the source was forgotten meanwhile, the copy is the last row that points to its objects.

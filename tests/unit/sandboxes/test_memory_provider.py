@@ -1,4 +1,4 @@
-"""How the memory provider lets a test make things go wrong."""
+"""Failure injection of the memory provider: hooks, failures, vanished and stopped sandboxes."""
 
 import threading
 from datetime import timedelta
@@ -7,12 +7,7 @@ import pytest
 
 from sandboxes.providers.base import ExecResult, Missing, SandboxSpec, Unavailable
 from sandboxes.providers.memory import File, Folder, Link, MemoryProvider, ProgramCall, ProgramResult
-
-MINUTE = timedelta(minutes=1)
-
-
-class Died(BaseException):
-    """This process is gone; nothing after the point where it is raised happens."""
+from tests.conftest import MINUTE, SimulatedCrash
 
 
 @pytest.fixture
@@ -25,30 +20,30 @@ def ref(memory: MemoryProvider) -> str:
     return memory.create(SandboxSpec(name="lhc-one", owner="me"))
 
 
-def run(memory: MemoryProvider, ref: str, *argv: str, **more) -> ExecResult:
-    return memory.exec(ref, argv, env={}, mark="lhc-mark", **{"timeout": MINUTE} | more)
+def run(memory: MemoryProvider, ref: str, *argv: str, **options) -> ExecResult:
+    return memory.exec(ref, argv, env={}, mark="lhc-mark", **{"timeout": MINUTE} | options)
 
 
-def died(ref: str) -> None:
-    raise Died
+def crash(ref: str) -> None:
+    raise SimulatedCrash
 
 
 def test_crash_before_a_call_leaves_it_undone(memory) -> None:
-    memory.before("create", died)
-    with pytest.raises(Died):
+    memory.before("create", crash)
+    with pytest.raises(SimulatedCrash):
         memory.create(SandboxSpec(name="lhc-one", owner="me"))
     assert memory.list("me") == []
 
 
 def test_crash_after_a_call_leaves_it_done(memory) -> None:
-    memory.after("create", died)
-    with pytest.raises(Died):
+    memory.after("create", crash)
+    with pytest.raises(SimulatedCrash):
         memory.create(SandboxSpec(name="lhc-one", owner="me"))
     assert [found.name for found in memory.list("me")] == ["lhc-one"]
 
 
 def test_after_hook_does_not_run_after_a_failed_call(memory) -> None:
-    memory.after("exec", died)
+    memory.after("exec", crash)
     with pytest.raises(Missing):
         run(memory, "lhc-none", "true")
 
@@ -72,14 +67,14 @@ def test_fail_ends_after_the_given_number_of_calls(memory, ref) -> None:
 def test_hook_ends_with_its_with_block(memory, ref) -> None:
     with memory.fail("exec", Unavailable("engine down")), pytest.raises(Unavailable):
         run(memory, ref, "true")
-    with memory.before("exec", died), pytest.raises(Died):
+    with memory.before("exec", crash), pytest.raises(SimulatedCrash):
         run(memory, ref, "true")
     assert run(memory, ref, "true").exit_code == 0
 
 
 def test_hook_on_an_unknown_method_is_refused(memory) -> None:
     with pytest.raises(ValueError, match="no verb"):
-        memory.before("destory", died)
+        memory.before("destory", crash)
 
 
 def test_vanished_sandbox_is_missing(memory, ref) -> None:

@@ -1,4 +1,4 @@
-"""Who gets a place, who sleeps, who goes: what the pool promises, on the memory provider."""
+"""Pools on the memory provider: claim, eviction, wake, capacity, quotas, pre-warming and reconciliation."""
 
 from datetime import datetime, timedelta
 
@@ -9,7 +9,7 @@ from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import eviction
 from sandboxes import pool as pools
-from sandboxes import sweeps as below
+from sandboxes import sweeps as pool_sweeps
 from sandboxes.errors import CapacityExhausted, PoolDraining, QuotaExceeded, SandboxNotReady, WorkspaceFull
 from sandboxes.models import DataEvent, Pool, Quota, Run, Sandbox, Snapshot
 from sandboxes.providers.base import Rejected, SandboxSpec, Unavailable
@@ -30,27 +30,27 @@ def sh(script: str) -> Command:
 
 def use(lease: Lease, now: datetime = NOW, script: str = "echo kept >f") -> Sandbox:
     execution.exec_command(lease.pk, sh(script), now=now)
-    found = pools.find_by_holder(lease.pk)
-    assert found
-    return found
+    sandbox = pools.find_by_holder(lease.pk)
+    assert sandbox
+    return sandbox
 
 
 def read(lease: Lease, now: datetime) -> bytes:
     return execution.exec_command(lease.pk, Command(argv=["cat", "f"], timeout=MINUTE), now=now)[1].stdout
 
 
-def size(pool: Pool, capacity: int) -> None:
+def set_capacity(pool: Pool, capacity: int) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=capacity)
 
 
-# --- sleep and wake ---------------------------------------------------------------------------------------------------
+# --- eviction and wake ---------------------------------------------------------------------------------------------------
 
 
 def test_idle_sandbox_is_evicted_and_the_next_use_wakes_it_with_its_files(grant, pool, memory) -> None:
     lease = grant(sleep_after=5 * MINUTE)
     sandbox = use(lease)
-    assert below.evict_idle(now=NOW + 4 * MINUTE).counts == {}
-    assert below.evict_idle(now=NOW + 6 * MINUTE).counts == {"put to sleep": 1}
+    assert pool_sweeps.evict_idle(now=NOW + 4 * MINUTE).counts == {}
+    assert pool_sweeps.evict_idle(now=NOW + 6 * MINUTE).counts == {"put to sleep": 1}
     sandbox.refresh_from_db()
     assert (sandbox.state, memory.list(str(pool.owner))) == ("cold", [])
     assert read(lease, NOW + 7 * MINUTE) == b"kept\n"
@@ -60,14 +60,14 @@ def test_idle_sandbox_is_evicted_and_the_next_use_wakes_it_with_its_files(grant,
 
 def test_sleep_after_defaults_to_the_environment_type(grant) -> None:
     lease = grant()
-    assert lease.sleep_after == 5 * MINUTE  # its environment type says so
+    assert lease.sleep_after == 5 * MINUTE  # from its environment type
     assert use(lease).idle_at - NOW >= 5 * MINUTE
 
 
 def test_unused_sandbox_is_evicted_without_a_snapshot_and_wakes_fresh(grant, memory) -> None:
     lease = grant()
     execution.ensure_sandbox_ready(lease.pk, now=NOW)
-    assert below.evict_idle(now=NOW + HOUR).counts == {"put to sleep": 1}
+    assert pool_sweeps.evict_idle(now=NOW + HOUR).counts == {"put to sleep": 1}
     assert not Snapshot.objects.exists()
     use(lease, NOW + HOUR)
     assert Sandbox.objects.get().source == "fresh"
@@ -77,12 +77,12 @@ def test_sandbox_whose_state_cannot_be_stored_stays_alive_with_the_error(grant, 
     lease = grant()
     use(lease)
     with memory.fail("get_files", Unavailable("the disk is full")):
-        assert below.evict_idle(now=NOW + HOUR).failures
+        assert pool_sweeps.evict_idle(now=NOW + HOUR).failures
     sandbox = Sandbox.objects.get()
     assert sandbox.state == "waiting" and "the disk is full" in sandbox.last_error
     assert "could not be stored" in sandbox.transitions.first().reason
-    assert below.evict_idle(now=NOW + HOUR + 30 * timedelta(seconds=1)).counts == {}  # it is left alone for a while
-    assert below.evict_idle(now=NOW + HOUR + 2 * MINUTE).counts == {"put to sleep": 1}
+    assert pool_sweeps.evict_idle(now=NOW + HOUR + 30 * timedelta(seconds=1)).counts == {}  # not before its next try
+    assert pool_sweeps.evict_idle(now=NOW + HOUR + 2 * MINUTE).counts == {"put to sleep": 1}
     assert read(lease, NOW + 2 * HOUR) == b"kept\n"
 
 
@@ -94,7 +94,7 @@ def test_store_failure_destroys_nothing(grant, memory: MemoryProvider, monkeypat
         raise StoreError("filesystem", "upload", "bucket away")
 
     monkeypatch.setattr(get_store(), "upload", broken)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     assert [verb for verb, _ in memory.calls].count("destroy") == 0
     assert Sandbox.objects.get().state == "waiting" and not Snapshot.objects.exists()
 
@@ -103,9 +103,9 @@ def test_failed_destroy_after_storing_is_repeated_without_storing_twice(grant, p
     lease = grant()
     use(lease)
     with memory.fail("destroy", Unavailable("later")):
-        below.evict_idle(now=NOW + HOUR)
+        pool_sweeps.evict_idle(now=NOW + HOUR)
     assert Sandbox.objects.get().state == "evicting"
-    below.recover_stalled(now=NOW + HOUR + MINUTE)
+    pool_sweeps.recover_stalled(now=NOW + HOUR + MINUTE)
     assert Sandbox.objects.get().state == "cold"
     assert Snapshot.objects.count() == 1 and memory.list(str(pool.owner)) == []
     assert read(lease, NOW + 2 * HOUR) == b"kept\n"
@@ -114,7 +114,7 @@ def test_failed_destroy_after_storing_is_repeated_without_storing_twice(grant, p
 def test_failed_wake_releases_the_place_and_loses_nothing(grant, pool, memory) -> None:
     lease = grant()
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     with memory.fail("create", Unavailable("no memory")), pytest.raises(SandboxNotReady):
         use(lease, NOW + HOUR)
     sweeps.reclaim(now=NOW + HOUR + MINUTE)
@@ -126,7 +126,7 @@ def test_newest_snapshots_of_a_holder_are_retained(grant) -> None:
     lease = grant()
     for hour in (0, 1, 2):
         use(lease, NOW + hour * HOUR, f"echo {hour} >f")
-        below.evict_idle(now=NOW + hour * HOUR + 30 * MINUTE)
+        pool_sweeps.evict_idle(now=NOW + hour * HOUR + 30 * MINUTE)
     assert read(lease, NOW + 3 * HOUR) == b"2\n"
     kept = list(workspace.find_by_holder(lease.pk))
     assert len(kept) == 2 and kept[0] == workspace.find_latest(lease.pk)
@@ -137,7 +137,7 @@ def test_wakes_are_counted_by_source_of_the_state(grant, pool) -> None:
     lease = grant()
     use(lease)
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     use(lease, NOW + HOUR)
     sandbox = Sandbox.objects.get()
     assert (sandbox.warm_hits, sandbox.woken_local, sandbox.woken_cloud, sandbox.woken_fresh) == (1, 1, 0, 0)
@@ -146,7 +146,7 @@ def test_wakes_are_counted_by_source_of_the_state(grant, pool) -> None:
 def test_missing_stored_state_ends_the_lease_as_lost(grant) -> None:
     lease = grant()
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     snapshot = Snapshot.objects.get()
     workspace.forget_local(snapshot)
     get_store().clear(snapshot.key)
@@ -158,11 +158,11 @@ def test_missing_stored_state_ends_the_lease_as_lost(grant) -> None:
 def test_tampered_stored_copy_is_not_used(grant) -> None:
     lease = grant()
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     snapshot = Snapshot.objects.get()
     workspace.forget_local(snapshot)
     get_store().set(f"{snapshot.key}/workspace", b"something else")
-    with pytest.raises(SandboxNotReady, match="not what was stored"):  # an operator may mend it: the lease goes on
+    with pytest.raises(SandboxNotReady, match="not what was stored"):  # an operator may repair it, so the lease goes on
         use(lease, NOW + HOUR)
     assert DataEvent.objects.get(kind="corrupt").holder == lease.pk
 
@@ -170,7 +170,7 @@ def test_tampered_stored_copy_is_not_used(grant) -> None:
 def test_tampered_local_copy_is_reported_and_the_stored_one_is_used(grant) -> None:
     lease = grant()
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     (workspace.local_directory(Snapshot.objects.get()) / "workspace").write_bytes(b"something else")
     assert read(lease, NOW + HOUR) == b"kept\n"
     assert Sandbox.objects.get().source == "cloud"
@@ -182,7 +182,7 @@ def test_unreadable_newest_copy_falls_back_to_the_one_before_with_events(grant, 
     lease = grant()
     for hour in (0, 1):
         use(lease, NOW + hour * HOUR, f"echo {hour} >f")
-        below.evict_idle(now=NOW + hour * HOUR + 30 * MINUTE)
+        pool_sweeps.evict_idle(now=NOW + hour * HOUR + 30 * MINUTE)
     newest = workspace.find_latest(lease.pk)
     assert newest
     workspace.forget_local(newest)
@@ -197,9 +197,9 @@ def test_unreadable_newest_copy_falls_back_to_the_one_before_with_events(grant, 
 def test_cold_ttl_releases_place_and_local_files_and_the_stored_copy_wakes(grant, pool) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
-    assert below.expire_cold(now=NOW + 2 * HOUR).counts == {}
-    assert below.expire_cold(now=NOW + 4 * HOUR).counts == {"cold dropped": 1, "local copies removed": 1}
+    pool_sweeps.evict_idle(now=NOW + HOUR)
+    assert pool_sweeps.expire_cold(now=NOW + 2 * HOUR).counts == {}
+    assert pool_sweeps.expire_cold(now=NOW + 4 * HOUR).counts == {"cold dropped": 1, "local copies removed": 1}
     assert Pool.objects.get(pk=pool.pk).used == 0
     assert not workspace.local_directory(Snapshot.objects.get()).exists()
     assert read(lease, NOW + 5 * HOUR) == b"kept\n"
@@ -209,7 +209,7 @@ def test_cold_ttl_releases_place_and_local_files_and_the_stored_copy_wakes(grant
 def test_stored_copy_is_deleted_some_time_after_its_lease_ended(grant) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     leasing.release(lease.pk, now=NOW + 2 * HOUR)
     sweeps.reclaim(now=NOW + 2 * HOUR)
     sweeps.destroy_cold(now=NOW + 3 * HOUR)
@@ -221,7 +221,7 @@ def test_stored_copy_is_deleted_some_time_after_its_lease_ended(grant) -> None:
 def test_sandbox_that_wakes_during_the_cold_sweep_is_unchanged(grant, pool) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     sandbox = Sandbox.objects.get()
     use(lease, NOW + 4 * HOUR)
     assert not eviction.release_cold(sandbox.pk, now=NOW + 4 * HOUR, reason="late")
@@ -232,25 +232,25 @@ def test_sandbox_that_wakes_during_the_cold_sweep_is_unchanged(grant, pool) -> N
 
 
 def test_full_pool_evicts_cold_then_warm_then_waiting(grant, pool, memory) -> None:
-    size(pool, 3)
+    set_capacity(pool, 3)
     waiting, warm, cold = (grant(agent=f"did:plc:{name}", ttl=24 * HOUR) for name in ("waiting", "warm", "cold"))
     use(waiting, NOW)
     use(cold, NOW)
     assert eviction.evict(pools.find_by_holder(cold.pk).pk, now=NOW, reason="test")
     execution.ensure_sandbox_ready(warm.pk, now=NOW + 2 * MINUTE)
-    gone = []
+    evicted = []
     for number, minute in enumerate((3, 4, 5)):
         use(grant(agent=f"did:plc:new{number}"), NOW + minute * MINUTE)
         left = set(Sandbox.objects.exclude(state__in=["destroyed"]).values_list("holder", flat=True))
-        gone.append([lease.agent_did for lease in (waiting, warm, cold) if lease.pk not in left])
-    assert gone == [["did:plc:cold"], ["did:plc:warm", "did:plc:cold"], ["did:plc:waiting", "did:plc:warm", "did:plc:cold"]]
+        evicted.append([lease.agent_did for lease in (waiting, warm, cold) if lease.pk not in left])
+    assert evicted == [["did:plc:cold"], ["did:plc:warm", "did:plc:cold"], ["did:plc:waiting", "did:plc:warm", "did:plc:cold"]]
     one = Pool.objects.get(pk=pool.pk)
     assert (one.used, one.evicted_cold, one.evicted_warm, one.evicted_waiting) == (3, 1, 1, 1)
     assert read(waiting, NOW + HOUR) == b"kept\n"
 
 
 def test_least_recently_used_sandbox_of_a_tier_is_evicted(grant, pool) -> None:
-    size(pool, 2)
+    set_capacity(pool, 2)
     old, new = grant(agent="did:plc:old"), grant(agent="did:plc:new")
     use(new, NOW)
     use(old, NOW + MINUTE)
@@ -270,7 +270,7 @@ def test_sandbox_used_after_a_failed_eviction_is_a_candidate_again(grant, pool, 
 
 
 def test_sandbox_that_cannot_be_stored_does_not_block_other_evictions(grant, pool, memory) -> None:
-    size(pool, 2)
+    set_capacity(pool, 2)
     stuck, other = grant(agent="did:plc:stuck"), grant(agent="did:plc:other")
     ref = use(stuck, NOW).ref
     use(other, NOW + MINUTE)
@@ -285,7 +285,7 @@ def test_sandbox_that_cannot_be_stored_does_not_block_other_evictions(grant, poo
 
 
 def test_refusal_of_a_full_pool_states_a_remedy(grant, pool, memory) -> None:
-    size(pool, 1)
+    set_capacity(pool, 1)
     lease, other = grant(), grant(agent="did:plc:other")
 
     def refused(ref: str) -> None:
@@ -313,7 +313,7 @@ def test_quota_limits_the_sandboxes_of_an_agent(grant, pool) -> None:
 
 
 def test_guarantee_protects_against_other_agents(grant, pool) -> None:
-    size(pool, 2)
+    set_capacity(pool, 2)
     Quota.objects.create(pool=pool, agent_did="did:plc:ada", guaranteed=2)
     first, second = grant(environment="e1"), grant(environment="e2")
     use(first)
@@ -324,7 +324,7 @@ def test_guarantee_protects_against_other_agents(grant, pool) -> None:
 
 
 def test_sandboxes_above_the_guarantee_are_evicted(grant, pool) -> None:
-    size(pool, 2)
+    set_capacity(pool, 2)
     Quota.objects.create(pool=pool, agent_did="did:plc:ada", guaranteed=1)
     first, second = grant(environment="e1"), grant(environment="e2")
     use(first, NOW)
@@ -335,7 +335,7 @@ def test_sandboxes_above_the_guarantee_are_evicted(grant, pool) -> None:
 
 
 def test_agent_may_evict_its_own_sandbox_within_its_guarantee(grant, pool) -> None:
-    size(pool, 1)
+    set_capacity(pool, 1)
     Quota.objects.create(pool=pool, agent_did="did:plc:ada", guaranteed=1)
     first = grant(environment="e1")
     use(first)
@@ -346,70 +346,70 @@ def test_agent_may_evict_its_own_sandbox_within_its_guarantee(grant, pool) -> No
 # --- pre-warming ------------------------------------------------------------------------------------------------------
 
 
-def warmed(pool: Pool, target: int) -> None:
+def set_warm_target(pool: Pool, target: int) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=target)
     pool.refresh_from_db()
 
 
 def test_claim_takes_a_prewarmed_sandbox_and_writes_its_own_files(grant, pool, memory) -> None:
-    warmed(pool, 2)
-    assert below.warm_pools(now=NOW).counts == {"warmed up": 2}
+    set_warm_target(pool, 2)
+    assert pool_sweeps.warm_pools(now=NOW).counts == {"warmed up": 2}
     lease = grant()
     execution.exec_command(lease.pk, Command(argv=["cat", "config.json"], timeout=MINUTE, env={"SECRET": "s"}), now=NOW)
     sandbox = pools.find_by_holder(lease.pk)
     assert sandbox and sandbox.agent_did == "did:plc:ada" and sandbox.idle_at
     assert b"did:plc:ada" in bytes(Run.objects.get().stdout)
     assert [verb for verb, _ in memory.calls].count("create") == 2
-    assert below.warm_pools(now=NOW).counts == {"warmed up": 1}
+    assert pool_sweeps.warm_pools(now=NOW).counts == {"warmed up": 1}
 
 
 def test_holder_with_stored_state_gets_no_prewarmed_sandbox(grant, pool) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
-    below.expire_cold(now=NOW + 4 * HOUR)
-    warmed(pool, 1)
-    below.warm_pools(now=NOW + 4 * HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
+    pool_sweeps.expire_cold(now=NOW + 4 * HOUR)
+    set_warm_target(pool, 1)
+    pool_sweeps.warm_pools(now=NOW + 4 * HOUR)
     assert read(Lease.objects.get(pk=lease.pk), NOW + 5 * HOUR) == b"kept\n"
 
 
 def test_circuit_breaker_opens_after_three_failed_starts(pool, memory) -> None:
-    warmed(pool, 1)
+    set_warm_target(pool, 1)
     with memory.fail("create", Rejected("no such image"), times=99):
-        swept = below.warm_pools(now=NOW)
-        assert len(swept.failures) == 4 and "paused until" in swept.failures[-1]
+        result = pool_sweeps.warm_pools(now=NOW)
+        assert len(result.failures) == 4 and "paused until" in result.failures[-1]
         calls = len(memory.calls)
-        below.warm_pools(now=NOW + timedelta(seconds=30))
+        pool_sweeps.warm_pools(now=NOW + timedelta(seconds=30))
         assert len(memory.calls) == calls
     sweeps.reclaim(now=NOW + HOUR)
-    assert below.warm_pools(now=NOW + HOUR).counts == {"warmed up": 1}
+    assert pool_sweeps.warm_pools(now=NOW + HOUR).counts == {"warmed up": 1}
     one = Pool.objects.get(pk=pool.pk)
     assert (one.warm_failures, one.warm_paused_until, one.used) == (0, None, 1)
 
 
 def test_surplus_sandboxes_are_destroyed(pool) -> None:
-    warmed(pool, 3)
-    below.warm_pools(now=NOW)
-    warmed(pool, 1)
-    assert below.warm_pools(now=NOW).counts == {"surplus destroyed": 2}
+    set_warm_target(pool, 3)
+    pool_sweeps.warm_pools(now=NOW)
+    set_warm_target(pool, 1)
+    assert pool_sweeps.warm_pools(now=NOW).counts == {"surplus destroyed": 2}
     Pool.objects.filter(pk=pool.pk).update(image="newer:1")
-    assert below.warm_pools(now=NOW).counts == {"surplus destroyed": 1, "warmed up": 1}
+    assert pool_sweeps.warm_pools(now=NOW).counts == {"surplus destroyed": 1, "warmed up": 1}
 
 
 def test_draining_pool_grants_no_prewarmed_sandbox_and_destroys_them(grant, pool) -> None:
-    warmed(pool, 1)
-    below.warm_pools(now=NOW)
+    set_warm_target(pool, 1)
+    pool_sweeps.warm_pools(now=NOW)
     pools.set_draining(pool, draining=True)
     with pytest.raises(PoolDraining):
         use(grant())
-    assert below.warm_pools(now=NOW).counts == {"surplus destroyed": 1}
+    assert pool_sweeps.warm_pools(now=NOW).counts == {"surplus destroyed": 1}
 
 
 def test_prewarmed_sandbox_is_destroyed_for_capacity(grant, pool) -> None:
-    size(pool, 1)
-    warmed(pool, 1)
-    below.warm_pools(now=NOW)
-    warmed(pool, 0)
+    set_capacity(pool, 1)
+    set_warm_target(pool, 1)
+    pool_sweeps.warm_pools(now=NOW)
+    set_warm_target(pool, 0)
     use(grant())
     assert Pool.objects.get(pk=pool.pk).used == 1
 
@@ -440,7 +440,7 @@ def test_vanished_sandbox_with_unsaved_state_ends_its_lease_as_lost(grant, pool,
 def test_vanished_sandbox_without_unsaved_state_is_cold(grant, pool, memory) -> None:
     lease = grant()
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     woken = execution.ensure_sandbox_ready(lease.pk, now=NOW + HOUR)
     use(grant(agent="did:plc:b"), NOW + HOUR)
     memory.vanish(woken.ref)
@@ -451,8 +451,8 @@ def test_vanished_sandbox_without_unsaved_state_is_cold(grant, pool, memory) -> 
 def test_empty_listing_changes_nothing(grant, pool, memory) -> None:
     lease = grant()
     memory.vanish(use(lease).ref)
-    swept = sweeps.reconcile(now=NOW, grace=2 * MINUTE)
-    assert swept.counts == {} and "lists nothing" in swept.failures[0]
+    result = sweeps.reconcile(now=NOW, grace=2 * MINUTE)
+    assert result.counts == {} and "lists nothing" in result.failures[0]
     lease.refresh_from_db()
     assert lease.status == "active"
 
@@ -468,7 +468,7 @@ def test_failed_listing_changes_nothing(grant, pool, memory) -> None:
 def test_sandbox_of_an_earlier_incarnation_is_destroyed_as_an_orphan(grant, pool, memory) -> None:
     lease = grant()
     old = use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     use(lease, NOW + HOUR)
     memory.create(SandboxSpec(name=old.name, owner=str(pool.owner)))  # a zombie of the first incarnation
     made = memory.inspect(old.name).created_at
@@ -483,9 +483,9 @@ def test_drifted_counters_are_corrected_and_reported(grant, pool) -> None:
     use(grant())
     Pool.objects.filter(pk=pool.pk).update(used=7)
     Quota.objects.filter(pool=pool).update(used=5)
-    swept = below.recount(now=NOW)
-    assert len(swept.failures) == 2 and "counter was 7, but it has 1 rows" in swept.failures[0]
-    assert below.recount(now=NOW).failures == []
+    result = pool_sweeps.recount(now=NOW)
+    assert len(result.failures) == 2 and "counter was 7, but it has 1 rows" in result.failures[0]
+    assert pool_sweeps.recount(now=NOW).failures == []
     assert Pool.objects.get(pk=pool.pk).used == Quota.objects.get(pool=pool).used == 1
 
 
@@ -493,7 +493,7 @@ def test_workspace_over_its_limit_refuses_execs_until_files_are_deleted(grant, p
     Pool.objects.filter(pk=pool.pk).update(workspace_limit_mib=1)
     lease = grant()
     use(lease, script="head -c 3000000 /dev/zero >big")
-    assert below.measure_workspaces(now=NOW + MINUTE).counts == {"over the limit": 1}
+    assert pool_sweeps.measure_workspaces(now=NOW + MINUTE).counts == {"over the limit": 1}
     with pytest.raises(WorkspaceFull):
         use(lease, NOW + MINUTE)
     sandbox = pools.find_by_holder(lease.pk)
@@ -507,7 +507,7 @@ def test_workspace_over_its_limit_refuses_execs_until_files_are_deleted(grant, p
 def test_draining_pool_refuses_new_sandboxes_and_existing_leases_go_on(grant, pool) -> None:
     lease = grant()
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     late = grant(agent="did:plc:late")
     assert pools.set_draining(pool, draining=True)
     with pytest.raises(PoolDraining):

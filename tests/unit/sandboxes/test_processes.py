@@ -1,4 +1,4 @@
-"""Programs in the background of a sandbox: rows that say what is so, whatever dies in between."""
+"""Background processes: their rows agree with the provider, also after failures and crashes."""
 
 import uuid
 from datetime import datetime, timedelta
@@ -10,7 +10,7 @@ from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import eviction, processes
 from sandboxes import pool as pools
-from sandboxes import sweeps as below
+from sandboxes import sweeps as pool_sweeps
 from sandboxes.errors import ProcessOutputGone, ProviderCallFailed, SandboxBusy, TooManyProcesses
 from sandboxes.models import Pool, Process, Run, Sandbox
 from sandboxes.processes import MAX_PROCESSES, START_TIMEOUT, ProcessSpec
@@ -22,14 +22,14 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db
 LATER = NOW + timedelta(hours=1)
-SOON = timedelta(seconds=30)
-WATCHER = ProcessSpec(["sh", "-c", "echo connected; sleep 300"], {"TOKEN": "s3cret"}, name="watcher")
+WAIT_LIMIT = timedelta(seconds=30)
+WATCHER_SPEC = ProcessSpec(["sh", "-c", "echo connected; sleep 300"], {"TOKEN": "s3cret"}, name="watcher")
 
 
-def start(lease: Lease, launch: ProcessSpec | None = None, *, now: datetime = NOW) -> Process:
-    launch = launch or ProcessSpec(WATCHER.argv, WATCHER.env, name=WATCHER.name)
+def start(lease: Lease, spec: ProcessSpec | None = None, *, now: datetime = NOW) -> Process:
+    spec = spec or ProcessSpec(WATCHER_SPEC.argv, WATCHER_SPEC.env, name=WATCHER_SPEC.name)
     with execution.use_lease(lease.pk, now=now) as request:
-        return processes.start_process(request, launch, now=now)
+        return processes.start_process(request, spec, now=now)
 
 
 def die() -> None:
@@ -41,7 +41,7 @@ def runs_in(memory: MemoryProvider, process: Process) -> bool:
     return found is not None and found.running
 
 
-def again(process: Process) -> Process:
+def reload(process: Process) -> Process:
     return Process.objects.select_related("sandbox").get(pk=process.pk)
 
 
@@ -71,8 +71,8 @@ def test_sweep_closes_ended_processes(grant, memory) -> None:
     process, other = start(lease), start(lease)
     memory.kill(process.sandbox.ref, str(process.pk))
     assert sweeps.recover_stalled(now=NOW + MINUTE).counts == {"processes ended": 1}
-    assert (again(process).state, again(process).exit_code) == ("exited", 137)
-    assert again(other).state == "running"
+    assert (reload(process).state, reload(process).exit_code) == ("exited", 137)
+    assert reload(other).state == "running"
     assert sweeps.recover_stalled(now=NOW + MINUTE).counts == {}
 
 
@@ -80,9 +80,9 @@ def test_refresh_closes_ended_processes(grant, memory) -> None:
     lease = grant()
     process = start(lease, ProcessSpec(["sleep", "0.01"]))
     wait_until(
-        lambda: processes.refresh_by_holder(lease.pk, now=NOW) or again(process).state == "exited", "it is seen to have ended"
+        lambda: processes.refresh_by_holder(lease.pk, now=NOW) or reload(process).state == "exited", "it is seen to have ended"
     )
-    assert again(process).exit_code == 0
+    assert reload(process).exit_code == 0
 
 
 def test_unanswered_provider_call_leaves_the_rows_and_is_reported(grant, memory) -> None:
@@ -92,7 +92,7 @@ def test_unanswered_provider_call_leaves_the_rows_and_is_reported(grant, memory)
         assert len(sweeps.recover_stalled(now=NOW + MINUTE).failures) == 1
         with pytest.raises(ProviderCallFailed):
             processes.refresh_by_holder(lease.pk, now=NOW)
-    assert again(process).state == "running"
+    assert reload(process).state == "running"
 
 
 def test_kill_is_idempotent(grant, memory) -> None:
@@ -112,26 +112,26 @@ def test_failed_kill_leaves_the_process_running(grant, memory) -> None:
     process = start(grant())
     with memory.fail("kill", Unavailable("engine down")), pytest.raises(ProviderCallFailed):
         processes.kill_process(process, now=NOW)
-    assert again(process).state == "running"
+    assert reload(process).state == "running"
 
 
 def test_kill_before_the_process_has_begun_is_busy(grant, memory, at_checkpoint) -> None:
-    launch = ProcessSpec(["sleep", "300"])
+    spec = ProcessSpec(["sleep", "300"])
 
     def too_early() -> None:
         with pytest.raises(SandboxBusy):
-            processes.kill_process(Process.objects.get(pk=launch.process_id), now=NOW)
+            processes.kill_process(Process.objects.get(pk=spec.process_id), now=NOW)
 
-    at_checkpoint("process noted", too_early)
-    process = start(grant(), launch)
+    at_checkpoint("process inserted", too_early)
+    process = start(grant(), spec)
     assert processes.kill_process(process, now=NOW).state == "killed"
     assert not runs_in(memory, process)
 
 
 def test_kill_just_after_the_process_has_begun_succeeds(grant, memory, at_checkpoint) -> None:
-    launch = ProcessSpec(["sleep", "300"])
-    at_checkpoint("process started", lambda: processes.kill_process(Process.objects.get(pk=launch.process_id), now=NOW))
-    process = start(grant(), launch)
+    spec = ProcessSpec(["sleep", "300"])
+    at_checkpoint("process started", lambda: processes.kill_process(Process.objects.get(pk=spec.process_id), now=NOW))
+    process = start(grant(), spec)
     assert process.state == "killed"
     assert not runs_in(memory, process)
 
@@ -139,8 +139,8 @@ def test_kill_just_after_the_process_has_begun_succeeds(grant, memory, at_checkp
 def test_process_does_not_prevent_eviction_and_ends_with_it(grant, memory) -> None:
     lease = grant()
     process = start(lease)
-    below.evict_idle(now=NOW + 10 * MINUTE)
-    ended = again(process)
+    pool_sweeps.evict_idle(now=NOW + 10 * MINUTE)
+    ended = reload(process)
     assert ended.sandbox.state == "cold"
     assert (ended.state, ended.exit_code, ended.note) == ("gone", None, "Sandbox evicted: stored")
     with pytest.raises(ProcessOutputGone):
@@ -155,12 +155,12 @@ def test_process_survives_a_failed_eviction(grant, memory) -> None:
 
     def try_to_kill(ref: str) -> None:
         with pytest.raises(SandboxBusy):
-            processes.kill_process(again(process), now=NOW)
+            processes.kill_process(reload(process), now=NOW)
         raise Unavailable("no tar today")
 
     with memory.before("get_files", try_to_kill):
-        below.evict_idle(now=NOW + 10 * MINUTE)
-    assert (again(process).state, again(process).sandbox.state) == ("running", "waiting")
+        pool_sweeps.evict_idle(now=NOW + 10 * MINUTE)
+    assert (reload(process).state, reload(process).sandbox.state) == ("running", "waiting")
     assert runs_in(memory, process)
 
 
@@ -168,7 +168,7 @@ def test_process_ends_in_the_transaction_that_ends_the_lease(grant, memory) -> N
     lease = grant()
     process = start(lease)
     leasing.release(lease.pk, now=NOW)
-    assert again(process).state == "gone"
+    assert reload(process).state == "gone"
     sweeps.reclaim(now=NOW)
     assert Sandbox.objects.get().state == "destroyed"
     with pytest.raises(LeaseEnded):
@@ -182,7 +182,7 @@ def test_process_ends_with_a_lost_sandbox(grant, memory) -> None:
     start(other)
     memory.vanish(process.sandbox.ref)
     sweeps.reconcile(now=LATER, grace=timedelta(0))
-    assert again(process).state == "gone"
+    assert reload(process).state == "gone"
     assert Process.objects.get(holder=other.pk).state == "running"
 
 
@@ -191,14 +191,14 @@ def test_process_is_gone_after_its_sandbox_was_restarted(grant, memory) -> None:
     memory.stop(process.sandbox.ref)
     memory.create(pools.build_spec(process.sandbox))
     sweeps.recover_stalled(now=NOW + 2 * START_TIMEOUT)
-    assert again(process).state == "gone"
+    assert reload(process).state == "gone"
 
 
 def test_sandbox_with_only_processes_is_evicted_for_capacity(grant, pool: Pool, memory) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=1)
     process = start(grant())
     execution.exec_command(grant(agent="did:plc:bob").pk, Command(["true"], MINUTE), now=NOW + MINUTE)
-    assert again(process).state == "gone"
+    assert reload(process).state == "gone"
 
 
 def test_sandbox_is_not_evicted_while_a_process_is_started(grant, memory) -> None:
@@ -229,7 +229,7 @@ def test_processes_beyond_the_limit_are_refused(grant, memory) -> None:
     assert Process.objects.filter(ended_at__isnull=True).count() == MAX_PROCESSES
 
 
-# --- what it prints -----------------------------------------------------------------------------------------------
+# --- logs -----------------------------------------------------------------------------------------------
 
 
 def test_log_is_read_from_an_offset(grant) -> None:
@@ -240,45 +240,45 @@ def test_log_is_read_from_an_offset(grant) -> None:
 
 def test_wait_ends_when_the_text_is_printed_or_the_process_ends(grant) -> None:
     process = start(grant())
-    assert processes.wait_for_log(process, "connected", within=SOON, now=NOW)
+    assert processes.wait_for_log(process, "connected", within=WAIT_LIMIT, now=NOW)
     assert not processes.wait_for_log(process, "connected", start=1, within=timedelta(0), now=NOW)
     ended = start(Lease.objects.get(), ProcessSpec(["echo", "bye"]))
-    assert processes.wait_for_log(ended, "bye", within=SOON, now=NOW)
-    assert not processes.wait_for_log(ended, "hello", within=SOON, now=NOW)
+    assert processes.wait_for_log(ended, "bye", within=WAIT_LIMIT, now=NOW)
+    assert not processes.wait_for_log(ended, "hello", within=WAIT_LIMIT, now=NOW)
 
 
 def test_wait_finds_a_text_across_two_chunks(grant, memory) -> None:
     text = b"x" * (processes.LOG_CHUNK_BYTES - 3) + b"connected" + b"y" * 100
     memory.programs["babble"] = lambda call: ProgramResult(stdout=text)
     process = start(grant(), ProcessSpec(["babble"]))
-    assert processes.wait_for_log(process, "connected", within=SOON, now=NOW)
+    assert processes.wait_for_log(process, "connected", within=WAIT_LIMIT, now=NOW)
 
 
 def test_wait_ends_with_the_eviction_of_the_sandbox(grant, memory) -> None:
     process = start(grant())
     with memory.before("log", lambda ref: eviction.evict(process.sandbox_id, now=NOW, reason="idle")):
-        assert not processes.wait_for_log(process, "never", within=SOON, now=NOW)
-    assert again(process).state == "gone"
+        assert not processes.wait_for_log(process, "never", within=WAIT_LIMIT, now=NOW)
+    assert reload(process).state == "gone"
 
 
-# --- dying --------------------------------------------------------------------------------------------------------
+# --- crashes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", ["run opened", "process noted", "process started", "run answered"])
+@pytest.mark.parametrize("step", ["run opened", "process inserted", "process started", "run answered"])
 def test_crash_at_any_step_of_a_start_leaves_no_unknown_process(step: str, grant, memory, at_checkpoint) -> None:
-    lease, launch = grant(), ProcessSpec(["sleep", "300"])
+    lease, spec = grant(), ProcessSpec(["sleep", "300"])
     execution.exec_command(lease.pk, Command(["true"], MINUTE), now=NOW)
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
-        start(lease, launch)
+        start(lease, spec)
     box = Sandbox.objects.get()
     assert box.state == "running"
     sweeps.recover_stalled(now=NOW + START_TIMEOUT)
-    assert Run.objects.filter(pk=launch.process_id, ended_at__isnull=True).exists()  # whoever starts it may be slow
+    assert Run.objects.filter(pk=spec.process_id, ended_at__isnull=True).exists()  # a slow start may still be in progress
     sweeps.recover_stalled(now=LATER)
     assert not Run.objects.filter(ended_at__isnull=True).exists()
     assert not Process.objects.filter(ended_at__isnull=True).exists()
-    assert not any(seen.running for seen in memory.processes(box.ref, [str(launch.process_id)]).values())
+    assert not any(seen.running for seen in memory.processes(box.ref, [str(spec.process_id)]).values())
     assert start(lease, now=LATER).state == "running"
 
 
@@ -308,11 +308,11 @@ def test_files_of_a_process_survive_eviction(grant, memory) -> None:
     memory.programs["write"] = write
     lease = grant()
     start(lease, ProcessSpec(["write"]))
-    below.evict_idle(now=NOW + 10 * MINUTE)
+    pool_sweeps.evict_idle(now=NOW + 10 * MINUTE)
     assert execution.exec_command(lease.pk, Command(["cat", "seen"], MINUTE), now=NOW + 11 * MINUTE)[1].stdout == b"1"
 
 
-# --- for real -----------------------------------------------------------------------------------------------------
+# --- on Docker -----------------------------------------------------------------------------------------------------
 
 RELAY = """
 import time
@@ -327,11 +327,11 @@ def test_relay_watcher_connects_and_is_killed_with_its_lease(docker_pool: Pool, 
     ask = leasing.LeaseRequest("did:plc:ada", f"relay-{uuid.uuid4().hex[:8]}", "coding", pool=docker_pool.name)
     lease, _ = leasing.acquire(ask, now=NOW)
     process = start(lease, ProcessSpec(["python3", "-c", RELAY], {"RELAY_URL": "wss://relay.example"}, name="relay"))
-    assert processes.wait_for_log(process, "Connected to relay", within=SOON, now=NOW)
+    assert processes.wait_for_log(process, "Connected to relay", within=WAIT_LIMIT, now=NOW)
     assert process.state == "running"
     _, seen = execution.exec_command(lease.pk, Command(["pgrep", "-fc", "Connected to relay"], MINUTE), now=NOW)
     assert int(seen.stdout) >= 1
     leasing.release(lease.pk, now=NOW)
-    assert again(process).state == "gone"
+    assert reload(process).state == "gone"
     sweeps.reclaim(now=NOW)
     assert Sandbox.objects.get(holder=lease.pk).state == "destroyed"

@@ -1,4 +1,4 @@
-"""Copies that are asked for, and going back to them: what the next use finds, whatever happens in between."""
+"""Requested snapshots and restores: the state that the next use finds, also after races and crashes."""
 
 import uuid
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseEvent
 from sandboxes import eviction, runs
 from sandboxes import pool as pools
-from sandboxes import snapshots as below
+from sandboxes import snapshots as sandbox_snapshots
 from sandboxes import sweeps as pool_sweeps
 from sandboxes.errors import SandboxBusy, SnapshotNotFound, StoreUnavailable
 from sandboxes.models import Pool, Run, Sandbox, Snapshot
@@ -39,14 +39,14 @@ def read(lease: Lease, *, now=NOW) -> str:
     return execution.exec_command(lease.pk, Command(argv=["cat", "f"], timeout=MINUTE), now=now)[1].stdout.decode().strip()
 
 
-def sleep(lease: Lease, *, now=NOW) -> None:
+def evict(lease: Lease, *, now=NOW) -> None:
     sandbox = pools.find_by_holder(lease.pk)
     assert sandbox
     assert eviction.evict(sandbox.pk, now=now, reason="test")
 
 
-def names(lease: Lease) -> list[tuple[str, str]]:
-    """Kind and name of what is kept, the newest first."""
+def retained(lease: Lease) -> list[tuple[str, str]]:
+    """Kind and name of the retained snapshots, the newest first."""
     return list(workspace.find_by_holder(lease.pk).values_list("kind", "name"))
 
 
@@ -57,7 +57,7 @@ def lease(grant: Callable[..., Lease]) -> Lease:
     return granted
 
 
-# --- taking -------------------------------------------------------------------------------------------------------
+# --- snapshots -------------------------------------------------------------------------------------------------------
 
 
 def test_snapshot_of_an_alive_sandbox_is_a_run_and_leaves_it_alive(lease: Lease, memory: MemoryProvider) -> None:
@@ -72,23 +72,23 @@ def test_snapshot_of_an_alive_sandbox_is_a_run_and_leaves_it_alive(lease: Lease,
 
 
 def test_snapshot_of_a_cold_sandbox_wakes_nothing_and_reuses_the_stored_objects(lease: Lease, memory: MemoryProvider) -> None:
-    sleep(lease)
-    asleep, calls = workspace.find_latest(lease.pk), len(memory.calls)
-    assert asleep
+    evict(lease)
+    stored, calls = workspace.find_latest(lease.pk), len(memory.calls)
+    assert stored
     taken = snapshots.take_snapshot(lease.pk, name="cold", now=NOW + MINUTE)
-    assert (taken.key, taken.name, len(memory.calls)) == (asleep.key, "cold", calls)
-    assert names(lease) == [("asked", "cold"), ("sleep", "")]
+    assert (taken.key, taken.name, len(memory.calls)) == (stored.key, "cold", calls)
+    assert retained(lease) == [("asked", "cold"), ("sleep", "")]
     assert read(lease, now=NOW + MINUTE) == "one"
 
 
 def test_snapshot_is_taken_after_the_place_was_released(lease: Lease, memory: MemoryProvider) -> None:
-    sleep(lease)
+    evict(lease)
     assert eviction.release_cold(Sandbox.objects.get().pk, now=NOW, reason="test")
     assert snapshots.take_snapshot(lease.pk, now=NOW).kind == "asked"
 
 
 def test_snapshot_of_an_unused_workspace_is_refused(grant, memory: MemoryProvider) -> None:
-    with pytest.raises(SnapshotNotFound, match="nothing in this workspace yet"):
+    with pytest.raises(SnapshotNotFound, match="workspace is empty"):
         snapshots.take_snapshot(grant().pk, now=NOW)
     assert memory.calls == []
 
@@ -109,7 +109,7 @@ def test_lease_that_ends_while_its_snapshot_is_stored_gets_no_row(lease: Lease, 
 def test_oldest_requested_snapshots_are_deleted(lease: Lease, settings) -> None:
     settings.KEEP_ASKED_SNAPSHOTS = 2
     first, *_ = [snapshots.take_snapshot(lease.pk, name=name, now=NOW + n * MINUTE) for n, name in enumerate("abc")]
-    assert names(lease) == [("asked", "c"), ("asked", "b")]
+    assert retained(lease) == [("asked", "c"), ("asked", "b")]
     assert not get_store().has(f"{first.key}/workspace")
 
 
@@ -141,7 +141,7 @@ def test_crash_at_any_step_of_a_snapshot_loses_nothing(step: str, lease: Lease, 
     assert snapshots.take_snapshot(lease.pk, now=LATER).kind == "asked"
 
 
-# --- restoring ----------------------------------------------------------------------------------------------------
+# --- restores ----------------------------------------------------------------------------------------------------
 
 
 def test_next_use_after_a_restore_finds_the_snapshot(lease: Lease) -> None:
@@ -177,7 +177,7 @@ def test_one_snapshot_is_restored_repeatedly_by_its_first_id(keep: int, lease: L
 def test_restore_of_a_cold_sandbox_calls_no_provider(lease: Lease, memory: MemoryProvider) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     write(lease, "two", now=NOW + MINUTE)
-    sleep(lease, now=NOW + MINUTE)
+    evict(lease, now=NOW + MINUTE)
     calls = len(memory.calls)
     snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + 2 * MINUTE)
     assert len(memory.calls) == calls
@@ -187,7 +187,7 @@ def test_restore_of_a_cold_sandbox_calls_no_provider(lease: Lease, memory: Memor
 def test_restore_after_the_place_was_released_is_found_by_the_next_sandbox(lease: Lease) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     write(lease, "two", now=NOW + MINUTE)
-    sleep(lease, now=NOW + MINUTE)
+    evict(lease, now=NOW + MINUTE)
     eviction.release_cold(Sandbox.objects.get().pk, now=NOW + MINUTE, reason="test")
     snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + 2 * MINUTE)
     assert read(lease, now=NOW + 3 * MINUTE) == "one"
@@ -196,24 +196,24 @@ def test_restore_after_the_place_was_released_is_found_by_the_next_sandbox(lease
 def test_restored_snapshot_is_the_newest_also_with_an_earlier_clock(lease: Lease) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     write(lease, "two", now=NOW + MINUTE)
-    sleep(lease, now=NOW + 10 * MINUTE)
+    evict(lease, now=NOW + 10 * MINUTE)
     snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + 5 * MINUTE)
     assert read(lease, now=NOW + 11 * MINUTE) == "one"
 
 
 def test_restore_during_a_run_is_refused(lease: Lease, memory: MemoryProvider) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
-    tried: list[Exception] = []
+    refusals: list[Exception] = []
 
-    def try_it(ref: str) -> None:
-        with pytest.raises(SandboxBusy, match="Something runs") as refused:
+    def attempt(ref: str) -> None:
+        with pytest.raises(SandboxBusy, match="A run is open") as refused:
             snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW)
-        tried.append(refused.value)
+        refusals.append(refused.value)
 
-    memory.before("exec", try_it)
+    memory.before("exec", attempt)
     write(lease, "two")
-    assert tried
-    assert names(lease) == [("asked", "")]
+    assert refusals
+    assert retained(lease) == [("asked", "")]
 
 
 def test_run_that_begins_before_the_eviction_prevents_the_restore(lease: Lease, at_checkpoint) -> None:
@@ -221,17 +221,17 @@ def test_run_that_begins_before_the_eviction_prevents_the_restore(lease: Lease, 
     run = Command(argv=["true"], timeout=MINUTE)
     sandbox = pools.find_by_holder(lease.pk)
     assert sandbox
-    at_checkpoint("restore noted", lambda: runs.open_run(sandbox, run, now=NOW))
-    with pytest.raises(SandboxBusy, match="Something runs"):
+    at_checkpoint("restore reserved", lambda: runs.open_run(sandbox, run, now=NOW))
+    with pytest.raises(SandboxBusy, match="A run is open"):
         snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW)
-    assert names(lease) == [("asked", "")]
+    assert retained(lease) == [("asked", "")]
     assert Snapshot.objects.get(kind="restored").forgotten_at
 
 
 def test_sandbox_that_wakes_during_a_restore_is_evicted_again(lease: Lease, at_checkpoint) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     write(lease, "two", now=NOW + MINUTE)
-    at_checkpoint("restore asleep", lambda: write(lease, "three", now=NOW + 2 * MINUTE))
+    at_checkpoint("restore evicted", lambda: write(lease, "three", now=NOW + 2 * MINUTE))
     snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + 2 * MINUTE)
     assert read(lease, now=NOW + 3 * MINUTE) == "one"
     restored, last, *_ = workspace.find_by_holder(lease.pk).exclude(incarnation=3)
@@ -242,7 +242,9 @@ def test_sandbox_that_wakes_during_a_restore_is_evicted_again(lease: Lease, at_c
 
 def test_restore_of_a_constantly_used_sandbox_is_refused(lease: Lease, monkeypatch) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
-    monkeypatch.setattr(below, "checkpoint", lambda name, subject: name == "restore asleep" and write(lease, "more"))
+    monkeypatch.setattr(
+        sandbox_snapshots, "checkpoint", lambda name, subject: name == "restore evicted" and write(lease, "more")
+    )
     with pytest.raises(SandboxBusy, match="constant use"):
         snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW)
     assert read(lease) == "more"
@@ -254,7 +256,7 @@ def test_restore_keeps_the_present_state_if_that_cannot_be_stored(lease: Lease, 
     with memory.fail("get_files", Unavailable("engine away")), pytest.raises(StoreUnavailable, match="engine away"):
         snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + 2 * MINUTE)
     assert read(lease, now=NOW + 3 * MINUTE) == "two"
-    assert names(lease) == [("asked", "")]
+    assert retained(lease) == [("asked", "")]
 
 
 def test_restore_is_busy_while_the_process_cannot_be_destroyed(lease: Lease, memory: MemoryProvider) -> None:
@@ -270,8 +272,8 @@ def test_snapshot_of_another_lease_or_a_deleted_one_is_not_restored(lease: Lease
     other = grant(environment="game-2")
     write(other, "other")
     taken = snapshots.take_snapshot(other.pk, now=NOW)
-    gone, *_ = [snapshots.take_snapshot(lease.pk, now=NOW + n * MINUTE) for n in range(3)]
-    for pk in (taken.pk, gone.pk, uuid.uuid4()):
+    deleted, *_ = [snapshots.take_snapshot(lease.pk, now=NOW + n * MINUTE) for n in range(3)]
+    for pk in (taken.pk, deleted.pk, uuid.uuid4()):
         with pytest.raises(SnapshotNotFound) as refused:
             snapshots.restore_snapshot(lease.pk, pk, now=NOW + 3 * MINUTE)
         assert refused.value.extra == {"field": "snapshot_id"}
@@ -280,14 +282,14 @@ def test_snapshot_of_another_lease_or_a_deleted_one_is_not_restored(lease: Lease
 
 def test_restore_of_an_ended_lease_is_refused(lease: Lease, at_checkpoint) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
-    at_checkpoint("restore asleep", lambda: leasing.release(lease.pk, now=NOW))
+    at_checkpoint("restore evicted", lambda: leasing.release(lease.pk, now=NOW))
     with pytest.raises(LeaseEnded):
         snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW)
     with pytest.raises(LeaseEnded):
         snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW)
 
 
-STEPS = ["restore noted", "eviction claimed", "objects stored", "persisted", "process gone", "restore asleep", "restored"]
+STEPS = ["restore reserved", "eviction claimed", "objects stored", "persisted", "process gone", "restore evicted", "restored"]
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -305,7 +307,7 @@ def test_crash_at_any_step_of_a_restore_leaves_the_old_or_the_new_state(
     sweeps.recover_stalled(now=soon)
     sweeps.reconcile(now=soon, grace=timedelta(0))
     assert read(lease, now=soon) == ("one" if step == "restored" else "two")
-    if keep > 1 or step in ("restore noted", "restored"):
+    if keep > 1 or step in ("restore reserved", "restored"):
         snapshots.restore_snapshot(lease.pk, taken.pk, now=soon + MINUTE)
         assert read(lease, now=soon + 2 * MINUTE) == "one"
     assert not Run.objects.filter(ended_at__isnull=True).exists()
@@ -328,6 +330,4 @@ def test_concurrent_restore_and_runs_lose_nothing(pool: Pool, memory: MemoryProv
     assert read(lease, now=NOW + MINUTE) in ("one", "use-1", "use-2", "use-3")
     pool_sweeps.evict_idle(now=LATER)
     assert Sandbox.objects.get(holder=lease.pk).state == "cold"
-    assert [row.forgotten_at for row in workspace.find_by_holder(lease.pk)] == [None] * workspace.find_by_holder(
-        lease.pk
-    ).count()
+    assert not any(row.forgotten_at for row in workspace.find_by_holder(lease.pk))

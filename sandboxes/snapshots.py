@@ -31,7 +31,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Take a snapshot of the holder's workspace, without waking it. Deletes the oldest ones beyond the retained number.
 
-    Raises SnapshotNotFound if the workspace was never used, SandboxBusy if it changes state again and again, and what
+    Raises SnapshotNotFound if the workspace was never used, SandboxBusy if the sandbox changes state repeatedly, and what
     runs.operation raises."""
     clock = clock_from(now)
     for _ in range(MAX_ATTEMPTS):

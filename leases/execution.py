@@ -1,4 +1,4 @@
-"""What a lease lets its agent do: run commands and touch files in its sandbox. Each act renews the lease."""
+"""Operations of a lease in its sandbox: commands, file access, service tokens. Use of the sandbox renews the lease."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -51,28 +51,28 @@ def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = F
 
 
 def exec_command(pk: UUID, command: Command, *, now: datetime, actor: str = "") -> tuple[Run, ExecResult]:
-    """Run a command for a lease: its sandbox is started or woken first, and the lease renewed after.
+    """Run a command in the sandbox of a lease, which is started or woken first. Renew the lease afterwards.
 
-    LeaseEnded when the lease is over, also when it ended while the command ran."""
+    Raise LeaseEnded if the lease is over, also if it ended while the command ran."""
     with use_lease(pk, now=now, spends=True) as request:
         return runs.exec_in_sandbox(request, command, now=now, actor=actor)
 
 
 def call_in_sandbox(
-    pk: UUID, command: Command, act: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str = ""
+    pk: UUID, command: Command, operation: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str = ""
 ) -> tuple[Run, T]:
-    """Like exec_command, for an operation that is no command, such as a change of files."""
+    """Like exec_command, for an operation other than a command, such as a change of files. Return its Run and result."""
     with (
         use_lease(pk, now=now, spends=command.kind != "file") as request,
         runs.operation(request, command, now=now, actor=actor) as opened,
     ):
-        answer = act(opened.provider, opened.sandbox)
-        opened.result = answer if isinstance(answer, ExecResult) else None
-    return opened.run, answer
+        result = operation(opened.provider, opened.sandbox)
+        opened.result = result if isinstance(result, ExecResult) else None
+    return opened.run, result
 
 
 def ensure_sandbox_ready(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox:
-    """The lease's sandbox, ready to run in."""
+    """Start or wake the sandbox of a lease and return it, ready to run commands. Idempotent."""
     with use_lease(pk, now=now, spends=True) as request:
         return pools.ensure_running(request, now=now, actor=actor)
 
@@ -80,8 +80,10 @@ def ensure_sandbox_ready(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox
 def mint_service_token(
     pk: UUID, *, aud: str, lxm: str, lifetime: timedelta = signing.DEFAULT_TOKEN_LIFETIME, now: datetime, actor: str = ""
 ) -> tuple[str, MintedToken]:
-    """A token by which the lease's agent calls one method of one service. LeaseEnded, also if it ended before the token
-    was written down. The sandbox is not touched, and so the lease is not renewed."""
+    """Mint a token with which the agent of a lease calls method `lxm` of service `aud`. Return the token and its row.
+
+    Raise LeaseEnded, also if the lease ends before the token is recorded. The sandbox is not used, so the lease is not
+    renewed."""
     lease = leasing.require_active(pk, now=now)
     checkpoint("may mint", lease)
     return signing.mint_service_token(

@@ -1,4 +1,4 @@
-"""Copies of a lease's workspace: taken, listed, gone back to. Each is in the lease's timeline."""
+"""Snapshots of a lease's workspace: take and restore. Each adds an entry to the lease's timeline."""
 
 from datetime import datetime
 from uuid import UUID
@@ -10,7 +10,7 @@ from sandboxes.models import Snapshot
 
 
 def take_snapshot(pk: UUID, *, name: str = "", now: datetime, actor: str = "") -> Snapshot:
-    """Store the lease's workspace as it is now, also while it sleeps. LeaseEnded, NoSnapshot, Busy."""
+    """Store the current workspace of a lease, also of a sleeping one. Raise LeaseEnded, SnapshotNotFound or SandboxBusy."""
 
     def record(taken: Snapshot) -> None:
         _record_event(pk, now, "snapshot", actor, f"{taken.pk} {taken.name}")
@@ -20,7 +20,9 @@ def take_snapshot(pk: UUID, *, name: str = "", now: datetime, actor: str = "") -
 
 
 def restore_snapshot(pk: UUID, snapshot: UUID, *, now: datetime, actor: str = "") -> Snapshot:
-    """Have an earlier copy in the workspace from the next use on. LeaseEnded, NoSnapshot, Busy while something runs."""
+    """Make a snapshot the content of the workspace from its next use on.
+
+    Raise LeaseEnded, SnapshotNotFound, or SandboxBusy while a run is open."""
 
     def record(restored: Snapshot) -> None:
         _record_event(pk, now, "restored", actor, f"from snapshot {snapshot} {restored.name}")

@@ -104,7 +104,7 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
             pk, EVICTING, WAITING, now=clock(), actor=actor, guard=own_claim,
             code=TransitionReason.PERSIST_FAILED, reason=f"state could not be stored: {failed}",
             claim=None, deadline_at=None, tries=tries, last_error=f"State could not be stored: {failed}"[:2000],
-            idle_at=clock() + compute_backoff(tries, first=timedelta(minutes=1)),
+            idle_at=clock() + compute_backoff(tries, initial=timedelta(minutes=1)),
         )  # fmt: skip
         return False
     readings.record_final_reading(sandbox, provider, now=clock())

@@ -13,8 +13,8 @@ from sandboxes.models import ALIVE_STATES
 from sandboxes.pool import SandboxRequest
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.runs import Command
-from sandboxes.state import file_reader
-from sandboxes.state.file_reader import FileTree, LiveFiles, Unreadable
+from sandboxes.state import file_tree
+from sandboxes.state.file_tree import FileTree, LiveFiles, Unreadable
 from sandboxes.storage.base import StoreError
 
 log = structlog.get_logger(__name__)
@@ -45,5 +45,5 @@ def read_files(
 
 def _open_stored_files(request: SandboxRequest, root: str, *, now: datetime) -> AbstractContextManager[FileTree]:
     if root == WORKSPACE:
-        return file_reader.open_workspace(request.holder, request.files, now=now)
-    return file_reader.open_data(request.agent_did, now=now)
+        return file_tree.open_workspace(request.holder, request.files, now=now)
+    return file_tree.open_data(request.agent_did, now=now)

@@ -168,7 +168,9 @@ def _count_warm_failure(pool: Pool, failed: Exception, *, now: datetime) -> None
     Pool.objects.filter(pk=pool.pk).update(warm_failures=F("warm_failures") + 1, warm_error=str(failed)[:2000])
     pool.refresh_from_db()
     if pool.warm_failures >= MAX_WARM_FAILURES:
-        pause = compute_backoff(pool.warm_failures - MAX_WARM_FAILURES + 1, first=timedelta(minutes=1), most=timedelta(hours=1))
+        pause = compute_backoff(
+            pool.warm_failures - MAX_WARM_FAILURES + 1, initial=timedelta(minutes=1), maximum=timedelta(hours=1)
+        )
         Pool.objects.filter(pk=pool.pk).update(warm_paused_until=now + pause)
         log.error(
             "warming paused", pool=pool.name, failures=pool.warm_failures, seconds=pause.total_seconds(), error=str(failed)

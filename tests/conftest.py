@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +13,15 @@ from typing import Any
 import hypothesis
 import pytest
 from django.db import connections
+from django.utils import timezone
 
-from billing.dates import start_of_day, to_utc_date
 from leases import leasing
 from leases.models import Lease
 from sandboxes import lifecycle, providers
 from sandboxes.models import Pool
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
+from tests.support.database import restore_template, save_template
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
@@ -41,11 +41,15 @@ class SimulatedCrash(BaseException):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Restore the rows that migrations created after each test with transaction=True, which flushes the database."""
+    """Mark tests that use the database, and restore migrated rows after tests with real transactions.
+
+    Threads see committed rows only, so such tests use transaction=True, which empties all tables afterwards."""
     for item in items:
         mark = item.get_closest_marker("django_db")
         if mark and mark.kwargs.get("transaction"):
             mark.kwargs["serialized_rollback"] = True
+        if mark or {"db", "transactional_db"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("database")
 
 
 def skip_or_fail(why: str) -> None:
@@ -55,13 +59,30 @@ def skip_or_fail(why: str) -> None:
     pytest.skip(why)
 
 
+@pytest.fixture(scope="session")
+def django_db_keepdb(django_db_keepdb: bool) -> bool:
+    """Start from the migrated template, if there is one: Django then keeps the database instead of creating it."""
+    return django_db_keepdb or restore_template()
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(django_db_setup: None, django_db_keepdb: bool) -> None:
+    if not django_db_keepdb:
+        save_template()
+
+
 @pytest.fixture(autouse=True)
-def avoid_midnight() -> None:
-    """Wait for the next day if less than 30 seconds are left: code that reads the clock groups by day."""
-    now = datetime.now(UTC)
-    left = start_of_day(to_utc_date(now) + timedelta(days=1)) - now
-    if left < MINUTE / 2:
-        time.sleep(left.total_seconds())
+def clock_past_midnight() -> Iterator[None]:
+    """Let no test cross midnight UTC: pages and commands count days by the clock.
+
+    A test that starts within half a minute of midnight runs with Django's clock a minute ahead, on the next day."""
+    real = timezone.now
+    if real().date() == (real() + MINUTE / 2).date():
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timezone, "now", lambda: real() + MINUTE)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Time is a value: a verb is given `now`, and measures what it does itself on the monotonic clock."""
+"""Injected time. Verbs take `now` and measure their own duration on the monotonic clock."""
 
 import time
 from collections.abc import Callable
@@ -8,18 +8,18 @@ Clock = Callable[[], datetime]
 
 
 def clock_from(now: datetime) -> Clock:
-    """A clock that showed `now` when this was called and has run since."""
+    """Return a clock that starts at `now` and advances with the monotonic clock."""
     began = time.monotonic()
     return lambda: now + timedelta(seconds=time.monotonic() - began)
 
 
 def format_timestamp(moment: datetime) -> str:
-    """A moment as JSON has it: "2026-11-21T12:00:00Z", with microseconds if it has any."""
+    """Format a time as RFC 3339 in UTC: "2026-11-21T12:00:00Z", with microseconds if they are not zero."""
     return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 
 def compute_backoff(
-    tries: int, *, first: timedelta = timedelta(seconds=5), most: timedelta = timedelta(minutes=10)
+    tries: int, *, initial: timedelta = timedelta(seconds=5), maximum: timedelta = timedelta(minutes=10)
 ) -> timedelta:
-    """How long to leave something alone that failed `tries` times: doubling from `first` up to `most`."""
-    return min(first * 2 ** min(max(tries - 1, 0), 16), most)
+    """Return the exponential backoff after `tries` failures: `initial`, doubled for each further failure, up to `maximum`."""
+    return min(initial * 2 ** min(max(tries - 1, 0), 16), maximum)

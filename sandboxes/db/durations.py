@@ -1,4 +1,4 @@
-"""Durations as people write them: "5m", "30s", "2h", "1d" or plain seconds."""
+"""Text form of durations: "5m", "30s", "2h", "1d" or plain seconds."""
 
 import re
 from datetime import timedelta
@@ -9,13 +9,13 @@ MAX_DURATION = timedelta(days=366)
 
 
 def parse_duration(text: str | int) -> timedelta:
-    """The duration, longer than zero and at most 366 days; ValueError says what is accepted."""
+    """Parse a duration, longer than zero and at most 366 days. Raise ValueError with the accepted format."""
     if isinstance(text, bool) or not isinstance(text, str | int):
         raise ValueError(f"not {ACCEPTED_FORMAT}")
-    found = re.fullmatch(r"(\d{1,9})([smhd]?)", str(text).strip(), re.ASCII)
-    if not found:
+    match = re.fullmatch(r"(\d{1,9})([smhd]?)", str(text).strip(), re.ASCII)
+    if not match:
         raise ValueError(f"{str(text)[:40]!r} is not {ACCEPTED_FORMAT}")
-    span = timedelta(seconds=int(found[1]) * SECONDS_PER_UNIT.get(found[2], 1))
-    if not timedelta(0) < span <= MAX_DURATION:
+    duration = timedelta(seconds=int(match[1]) * SECONDS_PER_UNIT.get(match[2], 1))
+    if not timedelta(0) < duration <= MAX_DURATION:
         raise ValueError(f"{text!r} is out of range: longer than 0, at most 366 days")
-    return span
+    return duration

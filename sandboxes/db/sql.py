@@ -1,5 +1,7 @@
-"""Rows by hand-written SQL, for what every request does: for the ORM, building the query again each time costs several
-times what executing it does."""
+"""Hand-written SQL for the hot paths: exec, renew and model call. Building an ORM query costs several times its execution.
+
+The rule: a statement is written by hand only where a benchmark shows that the ORM's query building dominates, or where
+the ORM cannot express the statement. Every statement runs on SQLite and PostgreSQL; values are always parameters."""
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -15,42 +17,43 @@ M = TypeVar("M", bound=Model)
 
 
 def find_first(model: type[M], where: str, *values: Any) -> M | None:
-    """The first row of a model for which a condition in SQL holds, None if there is none."""
+    """Return the first instance that matches a condition in SQL, or None."""
     columns, _, _ = _describe_columns(model)
-    found = fetch_all(f"SELECT {columns} FROM {model._meta.db_table} WHERE {where} LIMIT 1", *values)  # noqa: S608 - no user's words
+    found = fetch_all(f"SELECT {columns} FROM {model._meta.db_table} WHERE {where} LIMIT 1", *values)  # noqa: S608 - no user input
     return _build_instance(model, found[0]) if found else None
 
 
 def find_first_with_related(
     model: type[M], key: str, also: Sequence[str], where: str, *values: Any
 ) -> tuple[M, Sequence[Any]] | tuple[None, Sequence[Any]]:
-    """The same, and by the same query the row to which a foreign key of it points, and what scalar subqueries give for it,
-    whose values come before the condition's."""
+    """Like find_first, and also load the row of the foreign key `key` and the scalar subqueries `also` in the same query.
+
+    `values` are the parameters of the subqueries, then those of the condition. Returns the instance and the results."""
     field = cast("ForeignKey[Any, Any]", model._meta.get_field(key))
     table, other = model._meta.db_table, field.related_model
     join = f"LEFT JOIN {other._meta.db_table} ON {other._meta.db_table}.{other._meta.pk.column} = {table}.{field.column}"
-    (mine, names, _), (theirs, other_names, _) = _describe_columns(model), _describe_columns(other)
-    columns = ", ".join([mine, theirs, *(f"({each})" for each in also)])
-    rows = fetch_all(f"SELECT {columns} FROM {table} {join} WHERE {where} LIMIT 1", *values)  # noqa: S608 - no user's words
+    (columns, names, _), (other_columns, other_names, _) = _describe_columns(model), _describe_columns(other)
+    selected = ", ".join([columns, other_columns, *(f"({each})" for each in also)])
+    rows = fetch_all(f"SELECT {selected} FROM {table} {join} WHERE {where} LIMIT 1", *values)  # noqa: S608 - no user input
     if not rows:
         return None, ()
     [row] = rows
-    found, its, given = _build_instance(model, row[: len(names)]), len(names), len(names) + len(other_names)
-    if getattr(found, field.attname) is not None:
-        setattr(found, key, _build_instance(other, row[its:given]))
-    return found, row[given:]
+    instance, end = _build_instance(model, row[: len(names)]), len(names) + len(other_names)
+    if getattr(instance, field.attname) is not None:
+        setattr(instance, key, _build_instance(other, row[len(names) : end]))
+    return instance, row[end:]
 
 
 def _build_instance(model: type[M], row: Sequence[Any]) -> M:
     _, names, casts = _describe_columns(model)
-    found = [*row]
-    for at, column, convert in casts:
-        found[at] = convert(found[at], column, connection)
-    return model.from_db(connection.alias, names, found)
+    values = [*row]
+    for index, column, convert in casts:
+        values[index] = convert(values[index], column, connection)
+    return model.from_db(connection.alias, names, values)
 
 
 def insert(row: Model) -> None:
-    """Insert one row. A key that it does not have yet the database chooses; nothing else is read back."""
+    """Insert one row. Only a primary key chosen by the database is read back."""
     statement, fields = _build_insert(type(row), keyed=row.pk is not None)
     with connection.cursor() as cursor:
         cursor.execute(statement, [field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields])
@@ -60,48 +63,49 @@ def insert(row: Model) -> None:
 
 
 def insert_if_absent(row: Model) -> bool:
-    """The same of a row whose key is set, unless one that has what is unique of it is there; whether it was not. Waits for a
-    rival's transaction."""
+    """Insert a row whose primary key is set, unless a unique constraint is violated. Return whether the row was inserted.
+
+    Waits for a concurrent transaction that inserts a conflicting row."""
     statement, fields = _build_insert(type(row), keyed=True)
     values = [field.get_db_prep_save(getattr(row, field.attname), connection) for field in fields]
     return execute(f"{statement} ON CONFLICT DO NOTHING", *values) == 1
 
 
 def lock_rows(model: type[Model], where: str, *values: Any) -> None:
-    """Lock the rows for which a condition in SQL holds until the transaction ends, but for their keys: who refers to one
-    does not wait. On SQLite that transaction is the only one that writes."""
+    """Lock the rows that match a condition in SQL until the transaction ends (FOR NO KEY UPDATE: inserts of rows that refer
+    to a locked row do not wait). Without effect on SQLite, where a write transaction is exclusive."""
     if connection.features.has_select_for_no_key_update:
-        fetch_all(f"SELECT 1 FROM {model._meta.db_table} WHERE {where} FOR NO KEY UPDATE", *values)  # noqa: S608 - no user's words
+        fetch_all(f"SELECT 1 FROM {model._meta.db_table} WHERE {where} FOR NO KEY UPDATE", *values)  # noqa: S608 - no user input
 
 
-def fetch_all(statement: str, *given: Any) -> list[Sequence[Any]]:
-    """The rows that a statement gives, as the driver has them."""
+def fetch_all(statement: str, *values: Any) -> list[Sequence[Any]]:
+    """Execute a statement and return its rows with the driver's values."""
     with connection.cursor() as cursor:
-        cursor.execute(statement, [_adapt_value(value) for value in given])
-        found: list[Sequence[Any]] = cursor.fetchall()
-    return found
+        cursor.execute(statement, [_adapt_value(value) for value in values])
+        rows: list[Sequence[Any]] = cursor.fetchall()
+    return rows
 
 
 def execute(statement: str, *values: Any) -> int:
-    """Execute a statement and say how many rows it touched."""
+    """Execute a statement and return the number of affected rows."""
     with connection.cursor() as cursor:
         cursor.execute(statement, [_adapt_value(value) for value in values])
         return int(cursor.rowcount)
 
 
 def update(model: type[Model], change: str, *values: Any) -> int:
-    """Execute one UPDATE ("a = %s WHERE b = %s") and say how many rows it changed."""
-    return execute(f"UPDATE {model._meta.db_table} SET {change}", *values)  # noqa: S608 - no user's words
+    """Execute one UPDATE ("a = %s WHERE b = %s") and return the number of changed rows."""
+    return execute(f"UPDATE {model._meta.db_table} SET {change}", *values)  # noqa: S608 - no user input
 
 
 @cache
 def _describe_columns(model: type[Model]) -> tuple[str, list[str], list[tuple[int, Col, Callable[..., Any]]]]:
-    """How this database reads a model: its columns, the names of its fields, and what makes Python values of theirs."""
+    """Return the column list, the field names and the converters from driver values of a model."""
     table, fields = model._meta.db_table, model._meta.concrete_fields
     columns: list[Col] = [field.get_col(table) for field in fields]
     casts = [
-        (at, column, convert)
-        for at, column in enumerate(columns)
+        (index, column, convert)
+        for index, column in enumerate(columns)
         for convert in connection.ops.get_db_converters(column) + column.get_db_converters(connection)
     ]
     return ", ".join(f"{table}.{field.column}" for field in fields), [field.attname for field in fields], casts
@@ -112,11 +116,11 @@ def _build_insert(model: type[Model], *, keyed: bool) -> tuple[str, list["Field[
     fields = [field for field in model._meta.concrete_fields if not field.generated and (keyed or not field.primary_key)]
     names, marks = ", ".join(f'"{field.column}"' for field in fields), ", ".join(["%s"] * len(fields))
     chosen = "" if keyed else f" RETURNING {model._meta.pk.column}"
-    return f"INSERT INTO {model._meta.db_table} ({names}) VALUES ({marks}){chosen}", fields  # noqa: S608 - no user's words
+    return f"INSERT INTO {model._meta.db_table} ({names}) VALUES ({marks}){chosen}", fields  # noqa: S608 - no user input
 
 
 def _adapt_value(value: Any) -> Any:
-    """What this database's driver takes for a value: SQLite has neither UUIDs nor times."""
+    """Adapt a value to the driver: SQLite has neither UUIDs nor times."""
     if isinstance(value, UUID):
         return value if connection.features.has_native_uuid_field else value.hex
     return connection.ops.adapt_datetimefield_value(value) if isinstance(value, datetime) else value

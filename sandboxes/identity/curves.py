@@ -1,4 +1,4 @@
-"""Keys on the two curves of AT Protocol, the texts they are written as, and what they sign."""
+"""Keys on the two elliptic curves of AT Protocol: text forms, signatures and JWTs."""
 
 import base64
 import json
@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 BASE58_ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-KEY_BYTES = 32  # bytes of a private key, and of each half of a signature
-MAX_KEY_TEXT_CHARS = 64  # characters of a private key as text
+KEY_BYTES = 32  # length of a private key and of each half of a signature
+MAX_KEY_TEXT_CHARS = 64  # of a private key in text form
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ CURVES = {
 
 @dataclass(frozen=True)
 class PrivateKey:
-    """A private key. Its bytes are in no repr, so that no traceback and no log shows them. ValueError if it is none."""
+    """Private key. `repr` omits the secret, so that tracebacks and logs do not show it. Raise ValueError if out of range."""
 
     algorithm: str
     secret: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
         if len(self.secret) != KEY_BYTES or not 0 < int.from_bytes(self.secret) < self.curve.order:
-            raise ValueError("That is no private key of this curve.")
+            raise ValueError("Not a private key of this curve.")
 
     @property
     def curve(self) -> Curve:
@@ -53,12 +53,12 @@ class PrivateKey:
 
     @property
     def public(self) -> str:
-        """The public key as multibase: what follows did:key: in its DID."""
+        """Public key as multibase, the part after `did:key:`."""
         point = self._key().public_key().public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
         return "z" + encode_base58(self.curve.public + point)
 
     def sign(self, message: bytes) -> bytes:
-        """r and s, 32 bytes each. Of the two values of s that verify, the lower one: AT Protocol refuses the other."""
+        """Return r and s, 32 bytes each. Of the two valid values of s the lower one is used; AT Protocol rejects the other."""
         r, s = decode_dss_signature(self._key().sign(message, ec.ECDSA(hashes.SHA256())))
         return r.to_bytes(KEY_BYTES) + min(s, self.curve.order - s).to_bytes(KEY_BYTES)
 
@@ -72,26 +72,26 @@ def generate_key(algorithm: str = "ES256K") -> PrivateKey:
 
 
 def parse_private_key(text: str, algorithm: str = "") -> PrivateKey:
-    """A private key from 64 hexadecimal digits, on secp256k1 if nothing else is said, or from multibase, which says it.
+    """Parse 64 hexadecimal digits (secp256k1 unless `algorithm` is given) or multibase, which names its curve.
 
-    ValueError, which has nothing of the text in it."""
+    Raise ValueError; the message does not contain the text."""
     if re.fullmatch(r"[0-9a-fA-F]{64}", text):
         return PrivateKey(algorithm or "ES256K", bytes.fromhex(text))
     if not re.fullmatch(f"z[{BASE58_ALPHABET}]{{1,{MAX_KEY_TEXT_CHARS}}}", text):
-        raise ValueError("A private key is 64 hexadecimal digits, or multibase: z and base58.")
+        raise ValueError("Enter a private key as 64 hexadecimal digits or as multibase (z and base58).")
     raw = decode_base58(text[1:])
     found = next((name for name, curve in CURVES.items() if raw.startswith(curve.private)), "")
     if not found:
-        raise ValueError("That multibase text is no private key on secp256k1 or P-256.")
+        raise ValueError("This multibase text is not a private key on secp256k1 or P-256.")
     if algorithm not in ("", found):
-        raise ValueError(f"That is a key for {found}.")
+        raise ValueError(f"This is a key for {found}.")
     return PrivateKey(found, raw[len(CURVES[found].private) :])
 
 
 def sign_jwt(private: PrivateKey, claims: Mapping[str, Any]) -> str:
-    """A signed JSON Web Token."""
-    said = f"{_encode_jwt_part({'typ': 'JWT', 'alg': private.algorithm})}.{_encode_jwt_part(claims)}"
-    return f"{said}.{_encode_base64url(private.sign(said.encode()))}"
+    """Return a signed JSON Web Token."""
+    signed = f"{_encode_jwt_part({'typ': 'JWT', 'alg': private.algorithm})}.{_encode_jwt_part(claims)}"
+    return f"{signed}.{_encode_base64url(private.sign(signed.encode()))}"
 
 
 def encode_base58(data: bytes) -> str:
@@ -110,8 +110,8 @@ def decode_base58(text: str) -> bytes:
     return bytes(zeros) + number.to_bytes((number.bit_length() + 7) // 8)
 
 
-def _encode_jwt_part(said: Mapping[str, Any]) -> str:
-    return _encode_base64url(json.dumps(said, separators=(",", ":")).encode())
+def _encode_jwt_part(claims: Mapping[str, Any]) -> str:
+    return _encode_base64url(json.dumps(claims, separators=(",", ":")).encode())
 
 
 def _encode_base64url(data: bytes) -> str:

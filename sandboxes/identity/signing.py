@@ -1,4 +1,4 @@
-"""Who an agent is to others: its signing key, and the service tokens that speak for it. No private key leaves here."""
+"""Agent signing keys and service tokens. Private keys never leave this module."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,31 +22,31 @@ DEFAULT_TOKEN_LIFETIME, MIN_TOKEN_LIFETIME, MAX_TOKEN_LIFETIME = (
     timedelta(seconds=1),
     timedelta(minutes=5),
 )
-TOKEN_RETENTION = timedelta(days=90)  # rows that say who had which token
+TOKEN_RETENTION = timedelta(days=90)  # of the rows that record minted tokens
 
 
 # --- keys ---------------------------------------------------------------------------------------------------------
 
 
 def get_active_key(agent_did: str, *, lock: bool = False) -> SigningKey:
-    """The key that signs for the agent, read anew each time. NoSigningKey, KeyRevoked.
+    """Return the active key of the agent, read from the database. Raise SigningKeyNotFound or SigningKeyRevoked.
 
-    Locked, it is neither rotated nor revoked before this transaction ends."""
+    With `lock` the key cannot be rotated or revoked before the transaction ends."""
     keys = SigningKey.objects.filter(agent_did=agent_did).order_by("-pk")
     while True:
-        signs = keys.filter(ACTIVE_KEY_FILTER)
-        if key := (signs.select_for_update(no_key=True) if lock else signs).first():
+        active = keys.filter(ACTIVE_KEY_FILTER)
+        if key := (active.select_for_update(no_key=True) if lock else active).first():
             return key
         latest = keys.first()
         if latest is None:
             raise SigningKeyNotFound
         if latest.revoked_at:
             raise SigningKeyRevoked
-        # It was rotated between the two looks: the next one finds its successor.
+        # Rotated between the two queries: the next iteration finds the successor.
 
 
 def create_key(agent_did: str, *, now: datetime, actor: str = "", private: PrivateKey | None = None) -> SigningKey:
-    """The agent signs from now on, with this key or else with a new one. SigningKeyExists if it did before."""
+    """Create the agent's first active key from `private` or a generated key. Raise SigningKeyExists if the agent has one."""
     private = private or curves.generate_key()
     key = SigningKey(
         agent_did=agent_did, algorithm=private.algorithm, public_key=private.public, created_at=now, created_by=actor
@@ -58,7 +58,7 @@ def create_key(agent_did: str, *, now: datetime, actor: str = "", private: Priva
     except IntegrityError:
         if SigningKey.objects.filter(public_key=key.public_key).exists():
             raise SigningKeyExists(
-                "This key was here before. A key signs for one agent, and never again after its end."
+                "This key was used before. A key belongs to one agent and cannot be used again after its end."
             ) from None
         raise SigningKeyExists from None
     log.info("signing key created", agent=agent_did, key=key.did_key, actor=actor)
@@ -66,15 +66,16 @@ def create_key(agent_did: str, *, now: datetime, actor: str = "", private: Priva
 
 
 def rotate_key(agent_did: str, *, now: datetime, actor: str = "", private: PrivateKey | None = None) -> SigningKey:
-    """Another key signs for the agent from now on, of the same algorithm if none is given; nothing is minted with the old
-    one any more, whose private half is gone. NoSigningKey, KeyRevoked."""
+    """Replace the agent's active key by `private` or a generated key of the same algorithm, and delete the old private key.
+
+    Raise SigningKeyNotFound or SigningKeyRevoked."""
     while True:
         if key := replace_key(get_active_key(agent_did), now=now, actor=actor, private=private):
             return key
 
 
 def replace_key(old: SigningKey, *, now: datetime, actor: str = "", private: PrivateKey | None = None) -> SigningKey | None:
-    """Rotate away from this key; None if it does not sign any more."""
+    """Rotate exactly this key. Return None if it is not active."""
     with transaction.atomic(durable=True):
         if not _end_key(old, retired_at=now, ended_by=actor):
             return None
@@ -82,7 +83,9 @@ def replace_key(old: SigningKey, *, now: datetime, actor: str = "", private: Pri
 
 
 def revoke_active_key(agent_did: str, *, now: datetime, actor: str = "") -> SigningKey:
-    """Nothing is minted for the agent until it has another key. The key it had; NoSigningKey, KeyRevoked."""
+    """Revoke the agent's active key and return it. No token is minted until the agent has another key.
+
+    Raise SigningKeyNotFound or SigningKeyRevoked."""
     while True:
         key = get_active_key(agent_did)
         if revoke_key(key, now=now, actor=actor):
@@ -91,20 +94,20 @@ def revoke_active_key(agent_did: str, *, now: datetime, actor: str = "") -> Sign
 
 
 def revoke_key(key: SigningKey, *, now: datetime, actor: str = "") -> bool:
-    """The same for exactly this key. False if it does not sign any more."""
+    """Revoke exactly this key. Return False if it is not active."""
     return _end_key(key, revoked_at=now, ended_by=actor)
 
 
-def _end_key(key: SigningKey, **how: Any) -> bool:
-    ended = SigningKey.objects.filter(ACTIVE_KEY_FILTER, pk=key.pk).update(sealed=None, **how)
+def _end_key(key: SigningKey, **changes: Any) -> bool:
+    ended = SigningKey.objects.filter(ACTIVE_KEY_FILTER, pk=key.pk).update(sealed=None, **changes)
     if ended:
-        log.info("signing key ended", agent=key.agent_did, key=key.did_key, actor=how["ended_by"])
+        log.info("signing key ended", agent=key.agent_did, key=key.did_key, actor=changes["ended_by"])
     return bool(ended)
 
 
 @dataclass
 class ReencryptionResult:
-    """What became of the stored private keys."""
+    """Counts of a re-encryption: changed, already under the first key, and not decryptable."""
 
     changed: int = 0
     already: int = 0
@@ -112,24 +115,24 @@ class ReencryptionResult:
 
 
 def reencrypt_keys() -> ReencryptionResult:
-    """Seal every private key under the first encryption key, so that the others can be taken away. Safe twice."""
-    found = ReencryptionResult()
+    """Encrypt every private key under the first encryption key, so that the others can be removed. Idempotent."""
+    result = ReencryptionResult()
     for key in SigningKey.objects.filter(ACTIVE_KEY_FILTER):
         try:
             private, newest = _decrypt_private_key(key)
         except SigningKeyDecryptionFailed:
-            found.unopened.append(key)
+            result.unopened.append(key)
             continue
         if newest:
-            found.already += 1
+            result.already += 1
         else:
             sealed = encryption.seal(private.secret, row=_encryption_context(key))
-            found.changed += SigningKey.objects.filter(ACTIVE_KEY_FILTER, pk=key.pk).update(sealed=sealed)
-    return found
+            result.changed += SigningKey.objects.filter(ACTIVE_KEY_FILTER, pk=key.pk).update(sealed=sealed)
+    return result
 
 
 def build_verification_method(key: SigningKey) -> dict[str, str]:
-    """What the agent's DID document has to say for others to know its signatures."""
+    """Build the verification method to publish in the agent's DID document."""
     return {
         "id": f"{key.agent_did}#atproto",
         "type": "Multikey",
@@ -139,11 +142,11 @@ def build_verification_method(key: SigningKey) -> dict[str, str]:
 
 
 def _decrypt_private_key(key: SigningKey) -> tuple[PrivateKey, bool]:
-    """The private key, and whether it is sealed under the first encryption key."""
+    """Return the private key and whether the first encryption key encrypted it."""
     try:
         secret, newest = encryption.unseal(bytes(key.sealed or b""), row=_encryption_context(key))
     except encryption.DecryptionFailed:
-        log.error("signing key cannot be opened", agent=key.agent_did, key=key.did_key)
+        log.error("signing key decryption failed", agent=key.agent_did, key=key.did_key)
         raise SigningKeyDecryptionFailed from None
     return PrivateKey(key.algorithm, secret), newest
 
@@ -158,7 +161,7 @@ def _encryption_context(key: SigningKey) -> str:
 def create_service_token(
     agent_did: str, *, aud: str, lxm: str, now: datetime, lifetime: timedelta = DEFAULT_TOKEN_LIFETIME, **more: Any
 ) -> str:
-    """A token by which the agent calls one method (an NSID) of one service (a DID). Like mint, where `more` is listed."""
+    """Mint a service token for one method (an NSID) of one service (a DID). `more` is passed to mint_service_token."""
     return mint_service_token(agent_did, aud=aud, lxm=lxm, now=now, lifetime=lifetime, **more)[0]
 
 
@@ -173,12 +176,13 @@ def mint_service_token(
     actor: str = "",
     fence: Callable[[], object] = bool,
 ) -> tuple[str, MintedToken]:
-    """An AT Protocol service token and the row that says so: whoever is given one is in the database.
+    """Mint an AT Protocol service token and insert the row that records it, in one transaction.
 
-    `fence` is called first in the transaction that writes the row; it locks what the right to mint hangs on, and may
-    raise. NoSigningKey, KeyRevoked, KeyUnopened; ValueError for a lifetime not from SHORTEST to LONGEST."""
+    `fence` is called first in that transaction; it locks the rows that grant the right to mint, and may raise. Raise
+    SigningKeyNotFound, SigningKeyRevoked, SigningKeyDecryptionFailed, or ValueError for a lifetime outside
+    MIN_TOKEN_LIFETIME to MAX_TOKEN_LIFETIME."""
     if not MIN_TOKEN_LIFETIME <= lifetime <= MAX_TOKEN_LIFETIME:
-        raise ValueError(f"A service token lives from {MIN_TOKEN_LIFETIME} to {MAX_TOKEN_LIFETIME}.")
+        raise ValueError(f"The lifetime of a service token is {MIN_TOKEN_LIFETIME} to {MAX_TOKEN_LIFETIME}.")
     issued = int(now.timestamp())
     expires = issued + int(lifetime.total_seconds())
     with transaction.atomic(durable=True):
@@ -197,6 +201,6 @@ def mint_service_token(
 
 
 def purge_old_tokens(*, now: datetime, limit: int = 10_000) -> int:
-    """Remove rows of service tokens minted more than TOKENS_KEPT ago, the oldest first; how many. None is good any more."""
+    """Delete up to `limit` rows of tokens older than TOKEN_RETENTION, oldest first, and return their number."""
     old = MintedToken.objects.filter(at__lt=now - TOKEN_RETENTION).order_by("at", "jti").values_list("pk", flat=True)[:limit]
     return MintedToken.objects.filter(pk__in=list(old)).delete()[0]

@@ -1,4 +1,4 @@
-"""What agents sign with, and what was signed: columns, constraints and indexes. The verbs are in identity."""
+"""Signing keys and service tokens: columns, constraints and indexes. The verbs are in sandboxes.identity."""
 
 import uuid
 
@@ -9,7 +9,7 @@ ACTIVE_KEY_FILTER = Q(retired_at__isnull=True, revoked_at__isnull=True)
 
 
 class SigningKey(models.Model):
-    """One key of an agent. At most one of them signs; one that does not any more has lost its private half for good."""
+    """One signing key of an agent. At most one is active. Retiring or revoking a key deletes its private half."""
 
     class Algorithm(models.TextChoices):
         ES256K = "ES256K", "ES256K (secp256k1)"
@@ -18,12 +18,12 @@ class SigningKey(models.Model):
     agent_did = models.CharField(max_length=255, verbose_name="agent")
     algorithm = models.CharField(max_length=8, choices=Algorithm.choices, default=Algorithm.ES256K)
     public_key = models.CharField(max_length=64, unique=True, help_text="Multibase, as in did:key.")
-    sealed = models.BinaryField(null=True, editable=False, help_text="The private key, encrypted; see sealing.")
+    sealed = models.BinaryField(null=True, editable=False, help_text="Private key, encrypted by sandboxes.db.encryption.")
     created_at = models.DateTimeField()
     created_by = models.CharField(max_length=255, blank=True)
-    retired_at = models.DateTimeField(null=True, blank=True, help_text="When another took its place.")
+    retired_at = models.DateTimeField(null=True, blank=True, help_text="Time of rotation to another key.")
     revoked_at = models.DateTimeField(null=True, blank=True)
-    ended_by = models.CharField(max_length=255, blank=True, help_text="Who retired or revoked it.")
+    ended_by = models.CharField(max_length=255, blank=True, help_text="Operator or agent that retired or revoked the key.")
 
     class Meta:
         default_permissions = ("view",)
@@ -57,7 +57,7 @@ class SigningKey(models.Model):
 
 
 class MintedToken(models.Model):
-    """One service token: who had it made, for whom and for what. Not the token itself."""
+    """Record of one minted service token: issuer, audience, method and expiry. The token itself is not stored."""
 
     jti = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     holder = models.UUIDField(null=True, blank=True)

@@ -1,4 +1,4 @@
-"""Calls that left a sandbox for a model: what usage and cost are derived from. The verbs are in egress/."""
+"""Model and relay calls of sandboxes, log positions and model rates. The verbs are in sandboxes.egress."""
 
 from decimal import Decimal
 
@@ -7,21 +7,21 @@ from django.db.models import Q
 
 
 class LlmCall(models.Model):
-    """One request of a sandbox to its model. The row is written before anything is forwarded, and closed with what came
-    back, so a call whose forwarder died stays visible as one whose price is not known."""
+    """One call of a sandbox to a model or relay. The row is inserted before the call is forwarded and closed with the answer:
+    a call whose proxy died stays visible as unpriced."""
 
     class Outcome(models.TextChoices):
         OPEN = "open", "running"
         OK = "ok", "ok"
-        FAILED = "failed", "failed"  # the upstream answered with an error, or not at all
-        CUT = "cut", "cut off"  # its answer was not taken to the end: what is known of its cost is a lower bound
-        REFUSED = "refused", "refused"  # it never left
-        LOST = "lost", "lost"  # whoever forwarded it died
+        FAILED = "failed", "failed"  # error or no answer from the upstream
+        CUT = "cut", "cut off"  # answer not read to its end: the known cost is a lower bound
+        REFUSED = "refused", "refused"  # rejected by the proxy, never forwarded
+        LOST = "lost", "lost"  # the proxy died during the call
 
     class Priced(models.TextChoices):
         NO = "", "unpriced"
-        UPSTREAM = "upstream", "by the upstream"  # a header of its answer
-        RECORD = "record", "by the upstream's records"  # its own accounting, joined by the call's id
+        UPSTREAM = "upstream", "by the upstream"  # header of the answer
+        RECORD = "record", "by the upstream's records"  # the upstream's accounting, joined by call id
         RATE = "rate", "by rate"
 
     class Kind(models.TextChoices):
@@ -36,24 +36,26 @@ class LlmCall(models.Model):
     run = models.ForeignKey("sandboxes.Run", on_delete=models.PROTECT, null=True, blank=True, related_name="calls")
     kind = models.CharField(max_length=8, choices=Kind.choices, default=Kind.LLM)
     path = models.CharField(max_length=200, blank=True)
-    model = models.CharField(max_length=200, blank=True, help_text="As the upstream names it; else as it was asked for.")
+    model = models.CharField(max_length=200, blank=True, help_text="Name in the upstream's answer, or else in the request.")
     streamed = models.BooleanField(default=False)
     started_at = models.DateTimeField()
     deadline_at = models.DateTimeField()
-    first_byte_at = models.DateTimeField(null=True, blank=True, help_text="When the upstream's answer began.")
+    first_byte_at = models.DateTimeField(null=True, blank=True, help_text="Start of the upstream's answer.")
     ended_at = models.DateTimeField(null=True, blank=True)
     outcome = models.CharField(max_length=8, choices=Outcome.choices, default=Outcome.OPEN)
-    status = models.PositiveSmallIntegerField(null=True, blank=True, help_text="What the sandbox was answered.")
-    code = models.CharField(max_length=64, blank=True, help_text="Why it was refused or failed.")
+    status = models.PositiveSmallIntegerField(null=True, blank=True, help_text="HTTP status sent to the sandbox.")
+    code = models.CharField(max_length=64, blank=True, help_text="Error code of a refused or failed call.")
     sent_bytes = models.PositiveBigIntegerField(default=0)
     received_bytes = models.PositiveBigIntegerField(default=0)
-    logged_at = models.DateTimeField(null=True, blank=True, help_text="When the proxy's own log was found to have it.")
-    recorded_at = models.DateTimeField(null=True, blank=True, help_text="When the upstream's record of it was found.")
+    logged_at = models.DateTimeField(
+        null=True, blank=True, help_text="Time at which the proxy's access log confirmed the call."
+    )
+    recorded_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the upstream's record was joined.")
     input_tokens = models.PositiveBigIntegerField(null=True, blank=True)
     cached_tokens = models.PositiveBigIntegerField(null=True, blank=True)
     output_tokens = models.PositiveBigIntegerField(null=True, blank=True)
     cost = models.DecimalField(max_digits=18, decimal_places=9, null=True, blank=True, help_text="USD.")
-    counted = models.BooleanField(default=False, editable=False, help_text="Its usage record is up to date with it.")
+    counted = models.BooleanField(default=False, editable=False, help_text="Included in usage records.")
     priced = models.CharField(max_length=8, choices=Priced.choices, default=Priced.NO, blank=True)
 
     class Meta:
@@ -93,15 +95,13 @@ class LlmCall(models.Model):
 
 
 class LogPosition(models.Model):
-    """How far a log of others has been read. It moves in the transaction that applies what was read, so each line counts
-    once, whoever reads it and wherever that one is stopped."""
+    """Read position in an append-only log file. It advances in the transaction that applies the lines: each line is applied
+    once, by any reader and across crashes."""
 
-    name = models.CharField(max_length=500, unique=True, help_text="Host and path: each host has logs of its own.")
-    inode = models.CharField(max_length=48, help_text="Device and inode of the file that is being read.")
-    head = models.CharField(
-        max_length=64, blank=True, help_text="Digest of its first bytes: a file's name may come to mean another."
-    )
-    offset = models.PositiveBigIntegerField(default=0, help_text="Bytes of it that have been applied.")
+    name = models.CharField(max_length=500, unique=True, help_text="Host and path of the log file.")
+    inode = models.CharField(max_length=48, help_text="Device and inode of the file.")
+    head = models.CharField(max_length=64, blank=True, help_text="Digest of the first bytes, to detect a replaced file.")
+    offset = models.PositiveBigIntegerField(default=0, help_text="Bytes applied.")
     moved_at = models.DateTimeField()
 
     class Meta:
@@ -112,19 +112,17 @@ class LogPosition(models.Model):
 
 
 class ModelRate(models.Model):
-    """What a model's tokens cost from a moment on, for calls that nobody else puts a price on. A call keeps the price that it
-    was given, whatever becomes of the rate."""
+    """Dated price of a model's tokens, for calls that the upstream does not price. A later change of the rate does not change
+    calls that are priced."""
 
-    pattern = models.CharField(
-        max_length=200, help_text='Name of the model as calls show it, or of several: "gpt-4o-mini", "claude-*", "*".'
-    )
+    pattern = models.CharField(max_length=200, help_text='Model name or pattern: "gpt-4o-mini", "claude-*", "*".')
     input_usd = models.DecimalField("input", max_digits=12, decimal_places=6, help_text="USD per million tokens.")
     cached_usd = models.DecimalField(
         "cached input", max_digits=12, decimal_places=6, null=True, blank=True,
-        help_text="USD per million tokens read from the provider's cache. Empty: the same as input.",
+        help_text="USD per million tokens read from the provider's cache. Empty: same as input.",
     )  # fmt: skip
     output_usd = models.DecimalField("output", max_digits=12, decimal_places=6, help_text="USD per million tokens.")
-    valid_from = models.DateTimeField(help_text="Calls that started before are not priced by it.")
+    valid_from = models.DateTimeField(help_text="Start of validity, by the start time of the call.")
 
     class Meta:
         ordering = ["pattern", "-valid_from"]
@@ -133,7 +131,7 @@ class ModelRate(models.Model):
             models.CheckConstraint(
                 condition=Q(input_usd__gte=0, output_usd__gte=0) & (Q(cached_usd__isnull=True) | Q(cached_usd__gte=0)),
                 name="modelrate_positive",
-                violation_error_message="A rate is not below 0.",
+                violation_error_message="A rate may not be negative.",
             ),
         ]
 

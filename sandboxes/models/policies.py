@@ -1,4 +1,4 @@
-"""What an operator may loosen for sandboxes: a named policy, never a flag of one request. Without one they are sealed."""
+"""Sandbox policies: named exceptions from the sealed default, assigned to environment types by operators."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from django.core.exceptions import ValidationError
 from django.core.validators import MaxValueValidator, MinValueValidator
 from django.db.models import BooleanField, CharField, CheckConstraint, JSONField, Model, PositiveIntegerField, Q, SlugField
 
-SEALED_POLICY_NAME = "sealed"  # the policy that loosens nothing, which also holds where none is named
-MAX_BODY_KIB = 1 << 16  # of any policy: a request is held in memory
+SEALED_POLICY_NAME = "sealed"  # policy without exceptions; applies wherever no policy is named
+MAX_BODY_KIB = 1 << 16  # upper bound for every policy: request bodies are held in memory
 
 
 def check_models(value: Any) -> None:
@@ -17,31 +17,31 @@ def check_models(value: Any) -> None:
 
 
 class Policy(Model):
-    """What sandboxes of some environment types may do beyond the rest. The defaults are the seal."""
+    """Named exceptions for the sandboxes of some environment types. The field defaults are the sealed policy."""
 
     name = SlugField(max_length=63, unique=True)
-    description = CharField(max_length=200, blank=True, help_text="Who needs it, and for what.")
+    description = CharField(max_length=200, blank=True, help_text="Purpose of the policy.")
     writable_root = BooleanField(
         default=False,
-        help_text="Programs may write wherever the image lets their user, not only in /workspace, /data and memory. What they "
-        "write elsewhere is not stored: it is gone once the sandbox sleeps, and nothing limits its size. A change holds for "
-        "sandboxes that start or wake afterwards. None that was started ahead of demand fits: each start takes its time.",
+        help_text="Writable root file system, as far as the image's permissions allow. Files outside /workspace and /data are "
+        "not stored and not limited in size; eviction deletes them. A change applies to sandboxes that start or wake "
+        "afterwards. Pre-warmed sandboxes are sealed, so every start is a cold start.",
     )
     models = JSONField(
         default=list, blank=True, validators=[check_models],
-        help_text='The models that may be called: names, or patterns such as "gpt-4o*". Empty: what LEASEHOLD_LLM_MODELS says.',
+        help_text='Allowed models: names or patterns such as "gpt-4o*". Empty: LEASEHOLD_LLM_MODELS.',
     )  # fmt: skip
     calls_per_minute = PositiveIntegerField(
-        default=600, validators=[MinValueValidator(1)], help_text="Calls of one sandbox that may begin within a minute."
+        default=600, validators=[MinValueValidator(1)], help_text="Maximum number of calls of one sandbox within a minute."
     )
     most_calls_at_once = PositiveIntegerField(
-        default=8, validators=[MinValueValidator(1)], help_text="Calls of one sandbox that may be under way."
+        default=8, validators=[MinValueValidator(1)], help_text="Maximum number of concurrent calls of one sandbox."
     )
     largest_body_kib = PositiveIntegerField(
         default=4096, validators=[MinValueValidator(1), MaxValueValidator(MAX_BODY_KIB)],
-        help_text=f"Of one request to a model, in KiB; at most {MAX_BODY_KIB:,}.",
+        help_text=f"Maximum size of one model request, KiB; at most {MAX_BODY_KIB:,}.",
     )  # fmt: skip
-    relay = BooleanField(default=False, help_text="May connect to the relay, and so publish in its agent's name.")
+    relay = BooleanField(default=False, help_text="Access to the relay. Sandboxes can publish in their agent's name.")
 
     class Meta:
         verbose_name_plural = "policies"
@@ -54,7 +54,7 @@ class Policy(Model):
                     writable_root=False, relay=False, calls_per_minute=600, most_calls_at_once=8, largest_body_kib=4096
                 ),
                 name="policy_sealed_loosens_nothing",
-                violation_error_message=f"{SEALED_POLICY_NAME} loosens nothing: give another policy another name.",
+                violation_error_message=f"The {SEALED_POLICY_NAME} policy cannot have exceptions. Add another policy.",
             ),
         ]  # fmt: skip
 

@@ -26,42 +26,42 @@ def default_pids() -> int:
 
 
 class Pool(models.Model):
-    """Where sandboxes of one kind come from, and how many there may be."""
+    """Capacity and defaults of one kind of sandbox, with its counters."""
 
     name = models.SlugField(max_length=63, unique=True)
     owner = models.UUIDField(
-        default=uuid.uuid4, unique=True, editable=False, help_text="Label by which this pool's sandboxes are listed."
+        default=uuid.uuid4, unique=True, editable=False, help_text="Provider label of this pool's sandboxes."
     )
     provider = models.CharField(
         max_length=32,
         blank=True,
         choices=[("docker", "docker"), ("process", "process"), ("memory", "memory")],
-        help_text="Empty: what SANDBOX_PROVIDER says.",
+        help_text="Empty: SANDBOX_PROVIDER.",
     )
-    image = models.CharField(max_length=255, blank=True, help_text="Empty: what LEASEHOLD_SANDBOX_IMAGE says.")
+    image = models.CharField(max_length=255, blank=True, help_text="Empty: LEASEHOLD_SANDBOX_IMAGE.")
     capacity = models.PositiveIntegerField(
         default=default_capacity,
         validators=[MinValueValidator(1)],
-        help_text="Sandboxes that may exist at once, asleep ones and those being destroyed included.",
+        help_text="Maximum number of sandboxes, cold ones and those being destroyed included.",
     )
     used = models.PositiveIntegerField(default=0, editable=False)
-    draining = models.BooleanField(default=False, editable=False, help_text="Takes nothing new; what it has may end.")
+    draining = models.BooleanField(default=False, editable=False, help_text="No new sandboxes; existing ones end normally.")
     warm_target = models.PositiveIntegerField(
-        default=0, help_text="Sandboxes kept ready that nobody holds yet; those being started count."
+        default=0, help_text="Ready sandboxes to keep without a lease, starting ones included."
     )
-    warm_failures = models.PositiveIntegerField(default=0, editable=False, help_text="Failed starts in a row.")
+    warm_failures = models.PositiveIntegerField(default=0, editable=False, help_text="Consecutive failed starts.")
     warm_paused_until = models.DateTimeField(
-        null=True, blank=True, editable=False, help_text="After repeated failures nothing is warmed up until then."
+        null=True, blank=True, editable=False, help_text="End of the pause after repeated failed starts."
     )
     warm_error = models.TextField(blank=True, editable=False)
     workspace_limit_mib = models.PositiveIntegerField(
-        default=2048, validators=[MinValueValidator(1)], help_text="Above this size of /workspace an exec is refused."
+        default=2048, validators=[MinValueValidator(1)], help_text="Size of /workspace, MiB, above which an exec is refused."
     )
     memory_mib = models.PositiveIntegerField(default=default_memory_mib, validators=[MinValueValidator(16)])
     millicpus = models.PositiveIntegerField(default=default_millicpus, validators=[MinValueValidator(50)])
     pids = models.PositiveIntegerField(default=default_pids, validators=[MinValueValidator(16)])
     created_at = models.DateTimeField(default=timezone.now, editable=False)
-    # What its sandboxes that are gone have counted, and what was evicted; sandboxes.pool_stats adds those that are not gone.
+    # Totals of destroyed sandboxes and of evictions. sandboxes.pool_stats adds the counters of the others.
     warm_hits = models.PositiveBigIntegerField(default=0, editable=False)
     woken_local = models.PositiveBigIntegerField(default=0, editable=False)
     woken_cloud = models.PositiveBigIntegerField(default=0, editable=False)
@@ -80,13 +80,13 @@ class Pool(models.Model):
 
 
 class Quota(models.Model):
-    """What one agent may hold in one pool, and holds: the counter that makes its limit hard."""
+    """Limit, guarantee and current count of one agent's sandboxes in one pool."""
 
     pool = models.ForeignKey(Pool, on_delete=models.CASCADE, related_name="quotas")
     agent_did = models.CharField(max_length=255, verbose_name="agent")
-    most = models.PositiveIntegerField(null=True, blank=True, help_text="Sandboxes it may have here at once; empty: no limit.")
+    most = models.PositiveIntegerField(null=True, blank=True, help_text="Maximum number of sandboxes. Empty: no limit.")
     guaranteed = models.PositiveIntegerField(
-        default=0, help_text="While it has no more than these, no place of its is taken for somebody else."
+        default=0, help_text="Number of sandboxes that are never evicted for other agents."
     )
     used = models.PositiveIntegerField(default=0, editable=False)
 
@@ -97,7 +97,7 @@ class Quota(models.Model):
             models.CheckConstraint(
                 condition=Q(most__isnull=True) | Q(most__gte=F("guaranteed")),
                 name="quota_guarantee_within_most",
-                violation_error_message="guaranteed is at most most.",
+                violation_error_message="The guarantee may not exceed the maximum.",
             ),
         ]
 

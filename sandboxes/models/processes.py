@@ -1,4 +1,4 @@
-"""Programs that go on after the call that started them: the rows. The verbs are in processes."""
+"""Background processes of sandboxes: columns, constraints and indexes. The verbs are in sandboxes.processes."""
 
 import uuid
 from datetime import datetime
@@ -8,32 +8,34 @@ from django.db.models import Q
 
 
 class ProcessStatus(models.TextChoices):
+    """State of a background process."""
+
     RUNNING = "running"
-    EXITED = "exited"  # by itself, or killed by somebody inside
-    KILLED = "killed"  # by whoever asked for that here
-    GONE = "gone"  # its sandbox slept, was destroyed or was lost
-    FAILED = "failed"  # it was never started
+    EXITED = "exited"  # by itself, or killed inside the sandbox
+    KILLED = "killed"  # through the control plane
+    GONE = "gone"  # sandbox evicted, destroyed or lost
+    FAILED = "failed"  # never started
 
 
 class Process(models.Model):
-    """One program in the background of one incarnation of a sandbox. It does not keep the sandbox awake, and ends with it."""
+    """One background process in one incarnation of a sandbox. A process does not keep its sandbox awake and ends with it."""
 
-    # Also the mark by which its processes are found, and the id of the Run that started it.
+    # Also the environment mark that identifies its child processes, and the id of the Run that started it.
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     sandbox = models.ForeignKey("sandboxes.Sandbox", on_delete=models.PROTECT, related_name="processes")
     holder = models.UUIDField()
     agent_did = models.CharField(max_length=255, verbose_name="agent")
     incarnation = models.PositiveIntegerField()
-    name = models.CharField(max_length=100, blank=True, help_text="As whoever started it calls it.")
+    name = models.CharField(max_length=100, blank=True, help_text="Name given by the client.")
     argv = models.JSONField()
     cwd = models.CharField(max_length=4096)
-    env_names = models.JSONField(default=list, help_text="Names only: values may be secret.")
+    env_names = models.JSONField(default=list, help_text="Names only; values may be secret.")
     started_at = models.DateTimeField()
-    starts_by = models.DateTimeField(help_text="If it was not seen by then, it was never started.")
+    starts_by = models.DateTimeField(help_text="A process not seen by then counts as never started.")
     state = models.CharField(max_length=16, choices=ProcessStatus.choices, default=ProcessStatus.RUNNING)
-    ended_at = models.DateTimeField(null=True, blank=True, help_text="When its end was noticed.")
+    ended_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the end was noticed.")
     exit_code = models.IntegerField(null=True, blank=True)
-    note = models.CharField(max_length=500, blank=True, help_text="Why it ended, when an exit code does not say it.")
+    note = models.CharField(max_length=500, blank=True, help_text="Cause of the end, if the exit code does not show it.")
 
     class Meta:
         default_permissions = ("view",)
@@ -57,7 +59,7 @@ class Process(models.Model):
 
 
 def close_all_processes(sandbox: uuid.UUID, *, now: datetime, note: str) -> int:
-    """Nothing runs in the background of a sandbox any more, as that is gone; how many were open. Called in the
-    transaction that says so of the sandbox."""
+    """Close every open process of a sandbox whose own process has ended, and return their number. Called in the transaction
+    that moves the sandbox."""
     running = Process.objects.filter(sandbox=sandbox, ended_at__isnull=True)
     return running.update(state=ProcessStatus.GONE, ended_at=now, note=note[:500])

@@ -1,24 +1,24 @@
-"""What sandboxes had used when their provider was asked: the rows. The verbs are in measuring."""
+"""CPU and memory readings: columns, constraints and indexes. The verbs are in sandboxes.usage.readings."""
 
 from django.db import models
 from django.db.models import F, Q
 
 
 class Reading(models.Model):
-    """What one incarnation of a sandbox has used since the reading before, or since it was ready: a fact, as a Transition is.
+    """Resource use of one incarnation since the previous reading, or since it became ready. A fact, like a Transition.
 
-    `counted` is what the provider's own counter said, so the next reading knows where to go on."""
+    `counted` is the provider's cumulative counter, from which the next reading continues."""
 
     sandbox = models.ForeignKey("sandboxes.Sandbox", on_delete=models.PROTECT, related_name="readings", db_index=False)
     incarnation = models.PositiveIntegerField()
-    number = models.PositiveIntegerField(help_text="Of the readings of this incarnation, from 1.")
+    number = models.PositiveIntegerField(help_text="Sequence number within the incarnation, from 1.")
     holder = models.UUIDField(null=True, blank=True)
     since = models.DateTimeField()
     at = models.DateTimeField()
-    counted = models.PositiveBigIntegerField(help_text="Microseconds of CPU by the provider's counter.")
-    cpu_micros = models.PositiveBigIntegerField("CPU", help_text="Microseconds that are new in that.")
-    memory_mib = models.PositiveIntegerField("memory", help_text="That it had then, in whole MiB, rounded up.")
-    metered = models.BooleanField(default=False, editable=False, help_text="It is in usage records.")
+    counted = models.PositiveBigIntegerField(help_text="Provider's CPU counter, microseconds.")
+    cpu_micros = models.PositiveBigIntegerField("CPU", help_text="CPU time since the previous reading, microseconds.")
+    memory_mib = models.PositiveIntegerField("memory", help_text="Memory at the time of the reading, MiB, rounded up.")
+    metered = models.BooleanField(default=False, editable=False, help_text="Included in usage records.")
 
     class Meta:
         default_permissions = ("view",)

@@ -10,20 +10,22 @@ from sandboxes.models.sandboxes import Sandbox
 
 
 class RunOutcome(models.TextChoices):
+    """Result of a Run."""
+
     OPEN = "open", "running"
     OK = "ok", "ok"
-    FAILED = "failed", "failed"  # the command ended with another code than 0
+    FAILED = "failed", "failed"  # exit code other than 0
     TIMED_OUT = "timed_out", "timed out"
     OOM = "oom", "out of memory"
-    LOST = "lost", "lost"  # whoever waited for it died, or its sandbox was destroyed under it: the exit is unknown
-    ERROR = "error", "provider error"  # it may never have started
+    LOST = "lost", "lost"  # exit code unknown: the waiting worker died, or the sandbox was destroyed
+    ERROR = "error", "provider error"  # the command may not have started
 
 
 RUN_KINDS = ("exec", "turn", "file", "process")
 
 
 class Run(models.Model):
-    """One command in one sandbox and how it ended. Open until ended_at; never open past its deadline for long."""
+    """One command in one sandbox, with its deadline and result. A sweep closes a Run that is open past its deadline."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     sandbox = models.ForeignKey(Sandbox, on_delete=models.PROTECT, related_name="runs")
@@ -34,8 +36,8 @@ class Run(models.Model):
     turn_number = models.BigIntegerField(null=True, blank=True)
     argv = models.JSONField()
     cwd = models.CharField(max_length=4096, default="/workspace")
-    claimed_by = models.CharField(max_length=64, blank=True, help_text="The instance of the control plane that waits for it.")
-    env_names = models.JSONField(default=list, help_text="Names only: values may be secret.")
+    claimed_by = models.CharField(max_length=64, blank=True, help_text="Control-plane instance that waits for the result.")
+    env_names = models.JSONField(default=list, help_text="Names only; values may be secret.")
     stdin_bytes = models.PositiveIntegerField(default=0)
     started_at = models.DateTimeField()
     deadline_at = models.DateTimeField()
@@ -44,13 +46,13 @@ class Run(models.Model):
     exit_code = models.IntegerField(null=True, blank=True)
     timed_out = models.BooleanField(default=False)
     oom = models.BooleanField(default=False)
-    truncated = models.BooleanField(default=False, help_text="Output was longer than the limit of an exec.")
-    stdout = models.BinaryField(default=b"", help_text="The first bytes, up to LEASEHOLD_RUN_OUTPUT_KEPT_BYTES.")
+    truncated = models.BooleanField(default=False, help_text="The output exceeded the limit of an exec.")
+    stdout = models.BinaryField(default=b"", help_text="First bytes, up to LEASEHOLD_RUN_OUTPUT_KEPT_BYTES.")
     stderr = models.BinaryField(default=b"")
-    stdout_bytes = models.PositiveBigIntegerField(default=0, help_text="Bytes received, of which the first are kept.")
+    stdout_bytes = models.PositiveBigIntegerField(default=0, help_text="Bytes received; only the first are stored.")
     stderr_bytes = models.PositiveBigIntegerField(default=0)
-    note = models.CharField(max_length=500, blank=True, help_text="Why it was closed, when the command itself cannot say.")
-    metered = models.BooleanField(default=False, editable=False, help_text="It is in usage records.")
+    note = models.CharField(max_length=500, blank=True, help_text="Cause, if the exit code does not show it.")
+    metered = models.BooleanField(default=False, editable=False, help_text="Included in usage records.")
 
     class Meta:
         default_permissions = ("view",)

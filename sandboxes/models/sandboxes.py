@@ -13,16 +13,16 @@ from sandboxes.models.transition_reasons import TransitionReason
 
 
 class SandboxState(models.TextChoices):
-    """lifecycle.EDGES says which follows which."""
+    """States of a sandbox. lifecycle.EDGES lists the allowed transitions."""
 
-    WARMING = "warming"  # a place is taken, a process is being started
-    WARM = "warm"  # ready, nothing unsaved in it
+    WARMING = "warming"  # place taken, process starting
+    WARM = "warm"  # ready, nothing unsaved
     RUNNING = "running"  # at least one Run is open
-    WAITING = "waiting"  # ready, and holds what earlier Runs left
-    EVICTING = "evicting"  # its state is being stored
+    WAITING = "waiting"  # ready, with unsaved changes of earlier Runs
+    EVICTING = "evicting"  # state being stored
     COLD = "cold"  # state stored, no process
-    DESTROYING = "destroying"  # given up; the provider has not yet said that it is gone
-    DESTROYED = "destroyed"  # confirmed gone
+    DESTROYING = "destroying"  # destroy requested, not yet confirmed by the provider
+    DESTROYED = "destroyed"  # confirmed by the provider
 
 
 IN_FLIGHT_STATES = (SandboxState.WARMING, SandboxState.EVICTING, SandboxState.DESTROYING)
@@ -31,62 +31,60 @@ GONE_STATES = (SandboxState.DESTROYING, SandboxState.DESTROYED)
 
 
 class Sandbox(models.Model):
-    """One place in a pool and what fills it. Its state is written by lifecycle alone."""
+    """One place in a pool and the container or process that fills it. Only sandboxes.lifecycle writes `state`."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     pool = models.ForeignKey(Pool, on_delete=models.PROTECT, related_name="sandboxes")
     agent_did = models.CharField(max_length=255, blank=True, db_index=True)
     environment_id = models.CharField(max_length=200, blank=True)
-    holder = models.UUIDField(null=True, blank=True, help_text="The lease it is held for, which is also the fence.")
+    holder = models.UUIDField(null=True, blank=True, help_text="Id of the lease that holds this sandbox, and its fence.")
     state = models.CharField(max_length=16, choices=SandboxState.choices, default=SandboxState.WARMING)
     state_since = models.DateTimeField()
-    incarnation = models.PositiveIntegerField(default=1, help_text="Counts the processes this row has had.")
+    incarnation = models.PositiveIntegerField(default=1, help_text="Number of process starts of this row.")
     provider = models.CharField(max_length=32)
     isolated = models.BooleanField(default=False)
-    measured = models.BooleanField(default=False, help_text="Its provider counts what CPU and memory it uses.")
-    ref = models.CharField(max_length=255, blank=True, help_text="The provider's own name for the present incarnation.")
+    measured = models.BooleanField(default=False, help_text="The provider reports CPU and memory use.")
+    ref = models.CharField(max_length=255, blank=True, help_text="Provider's name of the current incarnation.")
     image = models.CharField(max_length=255, blank=True)
     memory_mib = models.PositiveIntegerField()
     millicpus = models.PositiveIntegerField()
     pids = models.PositiveIntegerField()
-    slot = models.PositiveIntegerField(
-        null=True, blank=True, editable=False, help_text="Its place at the egress proxy: which socket is its way out."
-    )
+    slot = models.PositiveIntegerField(null=True, blank=True, editable=False, help_text="Socket slot at the egress proxy.")
     llm_limit = models.DecimalField(
-        max_digits=18, decimal_places=9, null=True, blank=True, help_text="USD that its holder's model calls may cost."
+        max_digits=18, decimal_places=9, null=True, blank=True, help_text="Spend limit of the lease's model calls, USD."
     )
     policy = models.ForeignKey(
         Policy, on_delete=models.PROTECT, null=True, blank=True, related_name="sandboxes", help_text="Empty: sealed."
     )
     open_runs = models.PositiveIntegerField(default=0)
-    idle_after = models.DurationField(default=timedelta(minutes=30), help_text="It sleeps when unused for this long.")
+    idle_after = models.DurationField(default=timedelta(minutes=30), help_text="Idle time after which the sandbox is evicted.")
     last_used_at = models.DateTimeField()
-    idle_at = models.DateTimeField(null=True, blank=True, help_text="When it goes to sleep, if nothing uses it before.")
-    prepared = models.BooleanField(default=False, help_text="The files of its holder are in it.")
-    excludes = models.JSONField(default=list, blank=True, help_text="What its snapshots leave out.")
+    idle_at = models.DateTimeField(null=True, blank=True, help_text="Time of eviction if the sandbox stays idle.")
+    prepared = models.BooleanField(default=False, help_text="The lease's initial files are written.")
+    excludes = models.JSONField(default=list, blank=True, help_text="Paths and patterns excluded from snapshots.")
     source = models.CharField(
         max_length=8, blank=True, choices=[("local", "local"), ("cloud", "cloud"), ("fresh", "fresh")],
-        help_text="Where the state of the present incarnation came from.",
+        help_text="Source of the current incarnation's state.",
     )  # fmt: skip
     workspace_bytes = models.PositiveBigIntegerField(null=True, blank=True)
     measured_at = models.DateTimeField(null=True, blank=True)
-    lost_at = models.DateTimeField(null=True, blank=True, help_text="The provider has lost it, with what was not stored.")
-    warm_hits = models.PositiveIntegerField(default=0, help_text="Runs that found it alive.")
+    lost_at = models.DateTimeField(
+        null=True, blank=True, help_text="Time at which the provider reported the sandbox missing. Unsaved changes are lost."
+    )
+    warm_hits = models.PositiveIntegerField(default=0, help_text="Runs without a wake.")
     woken_local = models.PositiveIntegerField(default=0)
     woken_cloud = models.PositiveIntegerField(default=0)
     woken_fresh = models.PositiveIntegerField(default=0)
-    slept = models.PositiveIntegerField(default=0, help_text="Times it was put to sleep, for whatever reason.")
-    claim = models.UUIDField(null=True, blank=True, help_text="Whoever works on an in-flight state holds this token.")
-    claimed_by = models.CharField(max_length=64, blank=True, help_text="The instance of the control plane that claimed it.")
-    deadline_at = models.DateTimeField(
-        null=True, blank=True, help_text="Until then an in-flight state is somebody's; after it a sweep takes the next step."
-    )
+    slept = models.PositiveIntegerField(default=0, help_text="Number of evictions.")
+    claim = models.UUIDField(null=True, blank=True, help_text="Token of the worker that owns the in-flight state.")
+    claimed_by = models.CharField(max_length=64, blank=True, help_text="Control-plane instance that holds the claim.")
+    deadline_at = models.DateTimeField(null=True, blank=True, help_text="Deadline of the claim. A sweep continues after it.")
     tries = models.PositiveIntegerField(default=0)
     last_error = models.TextField(blank=True)
-    quarantined_at = models.DateTimeField(null=True, blank=True, help_text="Destroying failed too often; ask an operator.")
+    quarantined_at = models.DateTimeField(null=True, blank=True, help_text="Destroy failed too often; an operator has to act.")
     created_at = models.DateTimeField()
     destroyed_at = models.DateTimeField(null=True, blank=True)
-    metered = models.BooleanField(default=False, editable=False, help_text="All of its time is in usage records.")
+    metered = models.BooleanField(default=False, editable=False, help_text="All its time is in usage records.")
     tier = models.GeneratedField(
         expression=Case(
             When(state="cold", then=Value(0)),
@@ -96,7 +94,7 @@ class Sandbox(models.Model):
         ),
         output_field=models.SmallIntegerField(null=True),
         db_persist=True,
-        help_text="Order in which places are taken back; empty: never.",
+        help_text="Eviction order. Empty: never evicted.",
     )
 
     class Meta:
@@ -131,7 +129,7 @@ class Sandbox(models.Model):
         indexes = [
             models.Index(fields=["holder"], name="sandbox_holder"),
             models.Index(fields=["-created_at", "-id"], name="sandbox_newest"),
-            # Conditions without a value: a planner that sees only parameters can still tell that they hold.
+            # Conditions without a literal: the planner can prove them for a prepared statement whose values are parameters.
             models.Index(
                 fields=["pool", "tier", "last_used_at"], condition=Q(tier__isnull=False), name="sandbox_eviction_order"
             ),
@@ -148,22 +146,22 @@ class Sandbox(models.Model):
 
     @property
     def sandbox_id(self) -> str:
-        """The name people use: agent and environment. Before anyone holds it, the row's id."""
+        """`<agent did>::<environment>`, or the row id while no lease holds the sandbox."""
         return f"{self.agent_did}::{self.environment_id}" if self.agent_did else str(self.pk)
 
     @property
     def rules(self) -> Policy:
-        """What it may do: its policy, and the seal if it has none."""
+        """Effective policy: the sandbox's own, or the built-in sealed policy."""
         return self.policy or Policy(name=SEALED_POLICY_NAME)
 
     @property
     def name(self) -> str:
-        """The provider's name for this incarnation: two incarnations are never confused."""
+        """Provider-side name, unique for each incarnation."""
         return f"leasehold-{self.pk.hex}-{self.incarnation}"
 
 
 class Transition(models.Model):
-    """A sandbox went from one state to another: what metering reads and operators follow."""
+    """One state change of a sandbox. Metering and the timeline read these rows."""
 
     sandbox = models.ForeignKey(Sandbox, on_delete=models.PROTECT, related_name="transitions")
     was = models.CharField(max_length=16, blank=True)
@@ -172,7 +170,7 @@ class Transition(models.Model):
     holder = models.UUIDField(null=True, blank=True)
     code = models.CharField(max_length=32, blank=True, choices=TransitionReason.choices)  # empty: older than the column
     reason = models.CharField(max_length=200)
-    actor = models.CharField(max_length=255, blank=True, help_text="Agent, operator or sweep that brought it about.")
+    actor = models.CharField(max_length=255, blank=True, help_text="Agent, operator or sweep that caused the transition.")
 
     class Meta:
         default_permissions = ("view",)

@@ -1,7 +1,7 @@
-"""What is stored of sandboxes and agents, and where: pointers to objects in the store. The verbs are in storage/.
+"""Stored state of sandboxes and agents: rows that point to objects in the store. The verbs are in sandboxes.state.
 
-An object is written before the row that points to it, and removed after the last such row has gone: a crash leaves at
-worst objects that nothing points to, which a sweep finds by listing."""
+An object is written before the row that points to it, and removed after the last such row: a crash leaves at worst
+orphaned objects, which the pruning sweep finds by listing the store."""
 
 import uuid
 from datetime import UTC, datetime
@@ -9,35 +9,37 @@ from datetime import UTC, datetime
 from django.db import models
 from django.db.models import Q
 
-KEY_TIMESTAMP_FORMAT = "%Y%m%dT%H%M%SZ"  # in keys, so that the age of an object is known wherever it lies
+KEY_TIMESTAMP_FORMAT = "%Y%m%dT%H%M%SZ"  # part of every key: the age of an object is known from its key
 
 
 class SnapshotKind(models.TextChoices):
-    SLEEP = "sleep"  # taken when its sandbox went to sleep
-    ASKED = "asked"  # somebody asked for it
-    RESTORED = "restored"  # an earlier one, made the newest again
-    FORKED = "forked"  # another lease's, from which this one starts
+    """Origin of a snapshot."""
+
+    SLEEP = "sleep"  # taken at eviction
+    ASKED = "asked"  # requested through the API or console
+    RESTORED = "restored"  # an earlier snapshot, made the newest
+    FORKED = "forked"  # copied from another lease by a fork
 
 
 class Snapshot(models.Model):
-    """One stored copy of a sandbox's files: an object for each place, under `key`.
+    """One stored copy of a sandbox's files: one object per mount, under `key`.
 
-    The newest of a holder is the one that a wake reads; the row is written after the objects, so it always has them.
-    Several rows may have one key: a fork or a restored copy points to the objects that are there."""
+    A wake reads the newest snapshot of the holder. The row is inserted after its objects are stored. Several rows may share
+    a key: a fork and a restored snapshot point to existing objects."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     sandbox = models.ForeignKey("sandboxes.Sandbox", on_delete=models.PROTECT, related_name="snapshots")
     incarnation = models.PositiveIntegerField()
     holder = models.UUIDField()
     kind = models.CharField(max_length=16, choices=SnapshotKind.choices, default=SnapshotKind.SLEEP)
-    name = models.CharField(max_length=100, blank=True, help_text="What whoever asked for it called it.")
+    name = models.CharField(max_length=100, blank=True, help_text="Name given by the client.")
     at = models.DateTimeField()
-    key = models.CharField(max_length=255, help_text="Its objects in the store are named KEY/workspace and the like.")
+    key = models.CharField(max_length=255, help_text="Prefix of the objects in the store: KEY/workspace and others.")
     size_bytes = models.PositiveBigIntegerField()
     digests = models.JSONField(default=dict, help_text="SHA-256 of each object.")
-    local = models.BooleanField(default=True, help_text="There is a copy in this installation's state directory, too.")
-    forgotten_at = models.DateTimeField(null=True, blank=True, help_text="Its objects were removed.")
-    metered = models.BooleanField(default=False, editable=False, help_text="All of its time is in usage records.")
+    local = models.BooleanField(default=True, help_text="A second copy is in the state directory of this host.")
+    forgotten_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the objects were removed.")
+    metered = models.BooleanField(default=False, editable=False, help_text="All its time is in usage records.")
 
     class Meta:
         default_permissions = ("view",)
@@ -58,17 +60,19 @@ class Snapshot(models.Model):
 
     @property
     def own(self) -> bool:
-        """Were its objects stored for it? Else it points to those of another."""
+        """True if the objects were stored for this row, False if they belong to another snapshot."""
         return self.key.endswith((self.pk.hex, str(self.pk)))
 
 
 class DataStorageMode(models.TextChoices):
-    SYNC = "sync"  # copied into each sandbox before it is used, and what changed back after
-    MOUNT = "mount"  # one directory, mounted into each sandbox
+    """Storage of an agent's `/data`."""
+
+    SYNC = "sync"  # copied into each sandbox before use; changes copied back after
+    MOUNT = "mount"  # one directory mounted into every sandbox
 
 
 class AgentData(models.Model):
-    """What belongs to an agent and follows it into every sandbox, as /data. `revision` counts its changes."""
+    """Files of an agent, available as /data in each of its sandboxes. `revision` counts the changes."""
 
     agent_did = models.CharField(max_length=255, unique=True, verbose_name="agent")
     keeping = models.CharField(max_length=8, choices=DataStorageMode.choices, default=DataStorageMode.SYNC)
@@ -81,7 +85,7 @@ class AgentData(models.Model):
     class Meta:
         verbose_name = verbose_name_plural = "agent data"
         default_permissions = ("view",)
-        permissions = [("read_agent_data", "Can download what agents and their sandboxes keep")]
+        permissions = [("read_agent_data", "Can download files of agents and sandboxes")]
         ordering = ["agent_did"]
 
     def __str__(self) -> str:
@@ -89,13 +93,13 @@ class AgentData(models.Model):
 
 
 class DataSize(models.Model):
-    """How large an agent's data was from a moment on, until the next such row: what its storage is metered by. Written under
-    the lock of the data's row, and never earlier than the one before."""
+    """Size of an agent's data from `at` until the next row, for metering its storage. Rows are written under the lock of the
+    AgentData row; `at` never decreases."""
 
     agent_did = models.CharField(max_length=255, verbose_name="agent")
     size_bytes = models.PositiveBigIntegerField()
     at = models.DateTimeField()
-    metered = models.BooleanField(default=False, editable=False, help_text="It is over, and all of it is in usage records.")
+    metered = models.BooleanField(default=False, editable=False, help_text="Superseded, and all its time is in usage records.")
 
     class Meta:
         default_permissions = ()
@@ -109,14 +113,14 @@ class DataSize(models.Model):
 
     @classmethod
     def note(cls, agent_did: str, size_bytes: int, *, now: datetime) -> None:
-        """Call it where the size is written, in the same transaction."""
+        """Record a changed size. Called in the transaction that writes the size."""
         last = cls.objects.filter(agent_did=agent_did).order_by("-pk").first()
         if size_bytes != (last.size_bytes if last else 0):
             cls.objects.create(agent_did=agent_did, size_bytes=size_bytes, at=max(now, last.at) if last else now)
 
 
 class DataObject(models.Model):
-    """One object in the store with what one persist found changed: a tar, of which some members may be outdated since."""
+    """One tar in the store with the files changed in one persist. Some members may be outdated by later objects."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     data = models.ForeignKey(AgentData, on_delete=models.CASCADE, related_name="bundles")
@@ -132,21 +136,21 @@ class DataObject(models.Model):
 
 
 class DataFile(models.Model):
-    """The newest version of one path in an agent's data; one that was removed stays, marked, so that sandboxes that have
-    it yet learn of it."""
+    """Newest version of one path in an agent's data. A removed path keeps its row, marked, so that sandboxes that still have
+    the file delete it at their next pull."""
 
     data = models.ForeignKey(AgentData, on_delete=models.CASCADE, related_name="entries")
     path = models.CharField(max_length=1000, help_text="Relative to /data.")
     kind = models.CharField(max_length=9, choices=[("file", "file"), ("directory", "directory"), ("link", "link")])
     mode = models.PositiveSmallIntegerField(help_text="Permission bits.")
     size_bytes = models.PositiveBigIntegerField(default=0)
-    mtime = models.BigIntegerField(default=0, help_text="Seconds since 1970, as its sandbox said.")
+    mtime = models.BigIntegerField(default=0, help_text="Seconds since 1970, as reported by the sandbox.")
     digest = models.CharField(max_length=64, blank=True, help_text="SHA-256 of a file.")
-    target = models.TextField(blank=True, help_text="Of a link.")
+    target = models.TextField(blank=True, help_text="Target of a link.")
     stored_in = models.ForeignKey(DataObject, on_delete=models.PROTECT, null=True, blank=True, related_name="entries")
-    offset = models.PositiveBigIntegerField(default=0, help_text="Where its bytes begin in the object.")
-    revision = models.PositiveBigIntegerField(help_text="The data's revision that this version came with.")
-    holder = models.UUIDField(null=True, blank=True, help_text="The lease in whose sandbox it was written.")
+    offset = models.PositiveBigIntegerField(default=0, help_text="Offset of the content in the object, bytes.")
+    revision = models.PositiveBigIntegerField(help_text="Data revision that introduced this version.")
+    holder = models.UUIDField(null=True, blank=True, help_text="Lease whose sandbox wrote this version.")
     at = models.DateTimeField()
     removed = models.BooleanField(default=False)
 
@@ -166,24 +170,24 @@ class DataFile(models.Model):
 
 
 class Attachment(models.Model):
-    """What one sandbox has of its agent's data: what it was given, and what it looked like then.
+    """Sync state of one sandbox with its agent's data.
 
-    Whatever differs from `base` was changed in the sandbox. `pulling` names what is being written into it: after a crash
-    those paths hold anything, and are written again."""
+    `base` is the manifest at the last sync: a path that differs was changed in the sandbox. `pulling` lists paths that are
+    being written into the sandbox; after a crash their content is undefined and they are written again."""
 
     sandbox = models.OneToOneField("sandboxes.Sandbox", on_delete=models.CASCADE, primary_key=True, related_name="attachment")
     incarnation = models.PositiveIntegerField()
     data = models.ForeignKey(AgentData, on_delete=models.CASCADE, related_name="attachments")
     holder = models.UUIDField()
-    revision = models.PositiveBigIntegerField(default=0, help_text="It has everything up to this revision of the data.")
-    version = models.PositiveBigIntegerField(default=0, help_text="Counts the writes of this row.")
-    look = models.CharField(max_length=64, blank=True, help_text="SHA-256 of a listing in which nothing was unsaved.")
+    revision = models.PositiveBigIntegerField(default=0, help_text="Data revision that the sandbox has completely.")
+    version = models.PositiveBigIntegerField(default=0, help_text="Write counter of this row, for optimistic locking.")
+    look = models.CharField(max_length=64, blank=True, help_text="SHA-256 of the last listing without unsaved changes.")
     base = models.JSONField(default=dict, help_text="Path -> revision, digest, stamp.")
     pulling = models.JSONField(default=list, blank=True)
-    pull_until = models.DateTimeField(null=True, blank=True, help_text="Until then somebody is writing them.")
-    skill = models.CharField(max_length=63, blank=True, help_text="The skill that was seeded, or found there.")
-    unsaved_since = models.DateTimeField(null=True, blank=True, help_text="The last try to store what changed failed.")
-    full = models.BooleanField(default=False, help_text="It could not be stored because it is more than is kept.")
+    pull_until = models.DateTimeField(null=True, blank=True, help_text="Deadline of the worker that writes the pulled paths.")
+    skill = models.CharField(max_length=63, blank=True, help_text="Skill that was written or already present.")
+    unsaved_since = models.DateTimeField(null=True, blank=True, help_text="Time since which changes could not be stored.")
+    full = models.BooleanField(default=False, help_text="Changes not stored because the data limit was exceeded.")
     last_error = models.TextField(blank=True)
 
     class Meta:
@@ -195,15 +199,15 @@ class Attachment(models.Model):
 
 
 class DataEvent(models.Model):
-    """Something about stored state that its agent and operators should know."""
+    """Incident of stored state that is reported to the agent and to operators."""
 
     class Kind(models.TextChoices):
-        CONFLICT = "conflict"  # two sandboxes of one agent changed one file
-        LEFT_OUT = "left_out"  # it cannot be stored: no regular file, no text for a name, too long a path
-        FULL = "full"  # more than the agent may keep
-        CORRUPT = "corrupt"  # a stored copy is not what was stored
-        OLDER = "older_copy"  # the newest copy could not be read, and the one before it was
-        DROPPED = "dropped"  # its sandbox went with changes that could not be stored
+        CONFLICT = "conflict"  # two sandboxes of one agent changed the same file
+        LEFT_OUT = "left_out"  # not storable: special file, name not UTF-8, path too long
+        FULL = "full"  # data limit of the agent exceeded
+        CORRUPT = "corrupt"  # checksum of a stored copy does not match
+        OLDER = "older_copy"  # newest copy unreadable, previous copy used
+        DROPPED = "dropped"  # sandbox destroyed with changes that could not be stored
 
     holder = models.UUIDField(null=True, blank=True)
     agent_did = models.CharField(max_length=255, db_index=True)
@@ -222,9 +226,10 @@ class DataEvent(models.Model):
 
 
 def format_key_timestamp(at: datetime) -> str:
-    """A moment as keys have it."""
+    """Format a time as the timestamp part of a key, UTC, to the second."""
     return at.astimezone(UTC).strftime(KEY_TIMESTAMP_FORMAT)
 
 
 def parse_key_timestamp(stamp: str) -> datetime:
+    """Parse the timestamp part of a key. Raise ValueError for any other text."""
     return datetime.strptime(stamp, KEY_TIMESTAMP_FORMAT).replace(tzinfo=UTC)

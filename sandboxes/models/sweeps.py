@@ -6,10 +6,10 @@ from django.db import models
 
 
 class Sweep(models.Model):
-    """When a scheduled pass last ran and what it did: health is read off these rows, the worker's heartbeat included."""
+    """Last execution of one sweep. Health checks read these rows, the worker's heartbeat included."""
 
     name = models.CharField(max_length=32, unique=True)
-    every = models.DurationField(default=timedelta(minutes=1), help_text="How often it should succeed.")
+    every = models.DurationField(default=timedelta(minutes=1), help_text="Expected interval between successful executions.")
     started_at = models.DateTimeField(null=True, blank=True)
     succeeded_at = models.DateTimeField(null=True, blank=True)
     took = models.DurationField(null=True, blank=True)

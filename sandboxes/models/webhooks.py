@@ -1,5 +1,4 @@
-"""Who is told what happens here, and what they were told: columns, constraints and indexes. The verbs are in outbox, which
-writes down what happened, and in delivering, which tells."""
+"""Webhooks, outbox events and deliveries: columns, constraints and indexes. The verbs are in sandboxes.webhooks."""
 
 import uuid
 from ipaddress import ip_address
@@ -15,31 +14,31 @@ from sandboxes.webhooks.addresses import get_refusal_reason
 
 
 class EventType(models.TextChoices):
-    """What can happen that others want to know."""
+    """Types of events that webhooks receive."""
 
     BUDGET_WARNING = "budget.warning"
     BUDGET_EXHAUSTED = "budget.exhausted"
     LEASE_ENDED = "lease.ended"
     SANDBOX_QUARANTINED = "sandbox.quarantined"
-    TEST = "webhook.test"  # an operator asked for it; it goes to one webhook, whatever that wants
+    TEST = "webhook.test"  # sent on request of an operator, to one webhook, regardless of its subscription
 
 
-SUBSCRIBABLE_EVENT_TYPES = [kind.value for kind in EventType if kind != EventType.TEST]  # what a webhook may be for
+SUBSCRIBABLE_EVENT_TYPES = [kind.value for kind in EventType if kind != EventType.TEST]
 
 
 def parse_webhook_url(url: str) -> SplitResult:
-    """The parts of an address to which events may go; ValidationError says why it is none."""
+    """Split the URL of a webhook. Raise ValidationError if events may not be sent there."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname or "", parts.port
     except ValueError:
-        raise ValidationError("This is no URL.") from None
+        raise ValidationError("Enter a valid URL.") from None
     if parts.scheme not in ("http", "https") or not host or not url.isascii() or not url.isprintable() or " " in url:
-        raise ValidationError("A URL such as https://example.com/events.")
+        raise ValidationError("Enter a URL such as https://example.com/events.")
     if parts.username is not None or parts.password is not None or parts.fragment:
-        raise ValidationError("Without a user, a password and a fragment: who calls is known by the signature.")
+        raise ValidationError("Remove the user, password and fragment. Receivers authenticate events by their signature.")
     if parts.scheme == "http" and not settings.DEBUG and not is_loopback(host):
-        raise ValidationError("https; http is for this machine's own addresses.")
+        raise ValidationError("Use https. http is accepted for loopback addresses only.")
     return parts
 
 
@@ -60,7 +59,7 @@ def check_kinds(value: Any) -> None:
         or len(set(map(str, value))) < len(value)
         or not set(map(str, value)) <= {*SUBSCRIBABLE_EVENT_TYPES}
     ):
-        raise ValidationError(f"Of these, each once: {', '.join(SUBSCRIBABLE_EVENT_TYPES)}.")
+        raise ValidationError(f"Choose from {', '.join(SUBSCRIBABLE_EVENT_TYPES)}, each once.")
 
 
 NOT_REMOVED = Q(removed_at__isnull=True)
@@ -68,29 +67,27 @@ ENABLED = NOT_REMOVED & Q(active=True, disabled_at__isnull=True)
 
 
 class Webhook(models.Model):
-    """Somebody's address that is told of what happens. Its secret signs what is sent there, and nothing else."""
+    """Subscription of one URL to events, with the secret that signs them."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     url = models.CharField(max_length=500, validators=[check_url], verbose_name="URL")
-    description = models.CharField(max_length=200, blank=True, help_text="Who listens there, and for what.")
-    kinds = models.JSONField(default=list, blank=True, validators=[check_kinds], help_text="None chosen: all of them.")
-    internal = models.BooleanField(
-        default=False, help_text="It may have an address that is not public: of this machine, or of a private network."
-    )
-    sealed = models.BinaryField(null=True, editable=False, help_text="The secret, encrypted; see sealing.")
-    sealed_before = models.BinaryField(null=True, editable=False, help_text="The secret before that one, encrypted.")
+    description = models.CharField(max_length=200, blank=True, help_text="Receiver and purpose.")
+    kinds = models.JSONField(default=list, blank=True, validators=[check_kinds], help_text="Event types. None selected: all.")
+    internal = models.BooleanField(default=False, help_text="Internal address: loopback and private networks are allowed.")
+    sealed = models.BinaryField(null=True, editable=False, help_text="Secret, encrypted by sandboxes.db.encryption.")
+    sealed_before = models.BinaryField(null=True, editable=False, help_text="Previous secret, encrypted.")
     before_until = models.DateTimeField(
-        null=True, blank=True, editable=False, help_text="Until then the secret before it signs as well."
+        null=True, blank=True, editable=False, help_text="End of the rotation overlap, in which both secrets sign."
     )
-    active = models.BooleanField(default=True, editable=False, help_text="Not paused by an operator.")
+    active = models.BooleanField(default=True, editable=False, help_text="Off: paused by an operator.")
     created_at = models.DateTimeField(editable=False)
     created_by = models.CharField(max_length=255, blank=True, editable=False)
-    last_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="When it was tried last.")
+    last_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="Time of the last attempt.")
     last_status = models.PositiveSmallIntegerField(null=True, blank=True, editable=False)
     last_error = models.CharField(max_length=300, blank=True, editable=False)
     last_delivered_at = models.DateTimeField(null=True, blank=True, editable=False)
     disabled_at = models.DateTimeField(
-        null=True, blank=True, editable=False, help_text="When it was given up: it failed for too long, or wanted no more."
+        null=True, blank=True, editable=False, help_text="Disabled after failing for too long, or by a 410 answer."
     )
     removed_at = models.DateTimeField(null=True, blank=True, editable=False)
 
@@ -124,7 +121,7 @@ class Webhook(models.Model):
         return "active" if self.active else "paused"
 
     def clean(self) -> None:
-        """What is wrong with an address that needs no look-up; the others are judged at each delivery."""
+        """Reject a literal address that is not allowed. Host names are resolved and checked at each delivery."""
         try:
             host = urlsplit(self.url).hostname or ""
             address = ip_address("127.0.0.1" if host == "localhost" else host)
@@ -136,11 +133,11 @@ class Webhook(models.Model):
 
 
 class Event(models.Model):
-    """Something that happened, once."""
+    """One event of the outbox, unique by kind and key."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     kind = models.CharField(max_length=64)
-    key = models.CharField(max_length=255, help_text="What happened, within its kind: it is written down once.")
+    key = models.CharField(max_length=255, help_text="Deduplication key within the kind.")
     payload = models.JSONField()
     at = models.DateTimeField()
 
@@ -155,15 +152,15 @@ class Event(models.Model):
 
 
 class Delivery(models.Model):
-    """One event for one webhook: due until it arrived or was given up."""
+    """Delivery of one event to one webhook: due until it is delivered or abandoned."""
 
     event = models.ForeignKey(Event, on_delete=models.CASCADE, related_name="deliveries", db_index=False)
     webhook = models.ForeignKey(Webhook, on_delete=models.CASCADE, related_name="deliveries", db_index=False)
-    asked_at = models.DateTimeField(help_text="From when on it is tried.")
+    asked_at = models.DateTimeField(help_text="Time of the first attempt.")
     due_at = models.DateTimeField(
-        null=True, blank=True, help_text="The next try; while one is made, when whoever makes it passes for dead."
+        null=True, blank=True, help_text="Next attempt; during an attempt, the deadline of its worker."
     )
-    claim = models.UUIDField(null=True, blank=True, help_text="Whoever tries.")
+    claim = models.UUIDField(null=True, blank=True, help_text="Token of the worker that makes the attempt.")
     tries = models.PositiveIntegerField(default=0)
     delivered_at = models.DateTimeField(null=True, blank=True)
     given_up_at = models.DateTimeField(null=True, blank=True)

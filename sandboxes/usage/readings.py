@@ -1,9 +1,7 @@
-"""What sandboxes use of CPU and memory, where their provider counts it: asked now and then while they are there, and for the
-last time before they go.
+"""CPU and memory readings of sandboxes, for providers that report use: periodic, and a final one before destroy.
 
-The counter is the provider's and only grows, so a reading that is late, or was never written, loses nothing: the next one
-has it. What a sandbox used after its last reading is lost with it alone if the provider loses it, or does not answer when
-it is destroyed: then nobody is charged for that."""
+The provider's counter is cumulative, so a late or missing reading loses nothing: the next one includes it. Use after the
+last reading is lost only if the provider loses the sandbox or does not answer at destroy; that use is not billed."""
 
 from datetime import datetime, timedelta
 
@@ -17,26 +15,28 @@ from sandboxes.models import ALIVE_STATES, Reading, Sandbox, Transition
 from sandboxes.providers.base import Missing, Provider, ProviderError, ResourceUsage
 
 log = structlog.get_logger(__name__)
-MIN_CPU_MICROSECONDS = 100_000  # microseconds of CPU below which a sandbox that stays is read later
+MIN_CPU_MICROSECONDS = 100_000  # CPU use below which no reading is stored for a live sandbox
 MICROSECOND = timedelta(microseconds=1)
 MIB_BYTES = 1 << 20
-MAX_INSERT_ATTEMPTS = 5  # readings of one sandbox at once
+MAX_INSERT_ATTEMPTS = 5  # against concurrent readings of one sandbox
 
 
-def record_reading(sandbox: Sandbox, provider: Provider, *, now: datetime, least: int = MIN_CPU_MICROSECONDS) -> Reading | None:
-    """Write down what it has used since it was read last. None: less than `least`, or nothing can be said: its provider does
-    not count, or it was never ready. ProviderError. Safe to repeat, and beside others."""
+def record_reading(
+    sandbox: Sandbox, provider: Provider, *, now: datetime, min_cpu_micros: int = MIN_CPU_MICROSECONDS
+) -> Reading | None:
+    """Store the use since the previous reading. Return None if the CPU time is below `min_cpu_micros`, the provider does not
+    report use, or the sandbox was never ready. Raise ProviderError. Safe to repeat and to run concurrently."""
     if not sandbox.measured:
         return None
-    later = clock_from(now)
+    clock = clock_from(now)
     used = provider.stats(sandbox.ref)
     checkpoint("use asked", sandbox)
     if used is None:
         return None
     for _ in range(MAX_INSERT_ATTEMPTS):
         last = Reading.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation).order_by("-number").first()
-        reading = _build_reading(sandbox, last, used, asked=now, later=later)
-        if reading is None or (last and reading.cpu_micros < least):
+        reading = _build_reading(sandbox, last, used, requested_at=now, clock=clock)
+        if reading is None or (last and reading.cpu_micros < min_cpu_micros):
             return None
         before = _split_at_claim(reading, last)
         checkpoint("reading made", sandbox)
@@ -45,22 +45,22 @@ def record_reading(sandbox: Sandbox, provider: Provider, *, now: datetime, least
                 if before:
                     before.save(force_insert=True)
                 reading.save(force_insert=True)
-        except IntegrityError:  # somebody else has read it meanwhile: what is new since then is less
+        except IntegrityError:  # a concurrent reading was stored first: compute the difference to that one
             continue
         return reading
     return None
 
 
 def _build_reading(
-    sandbox: Sandbox, last: Reading | None, used: ResourceUsage, *, asked: datetime, later: Clock
+    sandbox: Sandbox, last: Reading | None, used: ResourceUsage, *, requested_at: datetime, clock: Clock
 ) -> Reading | None:
-    """The reading after `last`, which says what is new. None: it was never ready, or what was read after has this in it."""
+    """Build the reading after `last`. Return None if the sandbox was never ready, or a later reading includes this use."""
     counted = used.cpu_micros
     if last is None:
         since, new = _find_ready_time(sandbox), counted
     elif counted >= last.counted:
         since, new = last.at, counted - last.counted
-    elif asked > last.at:  # it stopped in between and was started anew: its counter began again
+    elif requested_at > last.at:  # the container was restarted in between, so the counter began again
         since, new = last.at, counted
     else:
         return None
@@ -68,14 +68,14 @@ def _build_reading(
         return None
     return Reading(
         sandbox=sandbox, incarnation=sandbox.incarnation, number=last.number + 1 if last else 1, holder=sandbox.holder,
-        since=since, at=max(later(), since + MICROSECOND), counted=counted, cpu_micros=new,
+        since=since, at=max(clock(), since + MICROSECOND), counted=counted, cpu_micros=new,
         memory_mib=-(-used.memory_bytes // MIB_BYTES),
     )  # fmt: skip
 
 
 def _split_at_claim(reading: Reading, last: Reading | None) -> Reading | None:
-    """Cut a reading where its sandbox was claimed, and give what was before, which is nobody's: memory as it was read last.
-    CPU that was used before and is in no reading yet stays its holder's, since nobody knows how much that is."""
+    """Split a reading at the claim of its sandbox and return the part before the claim, which no lease pays: the memory of the
+    previous reading. CPU time used before the claim but not read yet stays with the holder, because it is unknown."""
     if reading.holder is None or (last and last.holder):
         return None
     held = Transition.objects.filter(sandbox=reading.sandbox, holder=reading.holder).order_by("pk")
@@ -91,22 +91,22 @@ def _split_at_claim(reading: Reading, last: Reading | None) -> Reading | None:
 
 
 def _find_ready_time(sandbox: Sandbox) -> datetime | None:
-    """When the present incarnation became ready, or None: a start that failed costs nothing."""
-    own = Transition.objects.filter(sandbox=sandbox).order_by("-pk")
-    started = own.filter(to=WARMING).values_list("pk", flat=True)[:1]
-    return own.filter(to=WARM, was=WARMING, pk__gt=started).values_list("at", flat=True).first()
+    """Return the time at which the current incarnation became ready, or None for a failed start, which costs nothing."""
+    transitions = Transition.objects.filter(sandbox=sandbox).order_by("-pk")
+    started = transitions.filter(to=WARMING).values_list("pk", flat=True)[:1]
+    return transitions.filter(to=WARM, was=WARMING, pk__gt=started).values_list("at", flat=True).first()
 
 
 def record_final_reading(sandbox: Sandbox, provider: Provider, *, now: datetime) -> None:
-    """`read` before its process is destroyed, whatever it has used. That it cannot be read keeps no sandbox."""
+    """Store a reading of any size before the sandbox is destroyed. A failure is logged and does not stop the destroy."""
     try:
-        record_reading(sandbox, provider, now=now, least=1)
+        record_reading(sandbox, provider, now=now, min_cpu_micros=1)
     except Missing:
-        pass  # whatever it used last, nobody knows
+        pass  # the use since the last reading is unknown
     except ProviderError as failed:
-        log.warning("sandbox not read before its end", sandbox=str(sandbox.pk), error=str(failed))
+        log.warning("final usage reading failed", sandbox=str(sandbox.pk), error=str(failed))
 
 
 def find_readable() -> QuerySet[Sandbox]:
-    """What can be read, the busiest first: whoever is not reached has it in the next reading."""
+    """Return the sandboxes with readable usage, most recently used first. A skipped one is covered by its next reading."""
     return Sandbox.objects.filter(measured=True, state__in=ALIVE_STATES, lost_at__isnull=True).order_by("-last_used_at", "pk")

@@ -1,7 +1,7 @@
-"""One POST to an address that an operator wrote down: where it may lead, and for how long it may take.
+"""HTTP POST to a configured URL, protected against server-side request forgery and slow receivers.
 
-The name is resolved once and what was found is what is connected to: a name that leads elsewhere at the second look gains
-nothing. No redirect is followed, no proxy of the environment is used, and of the answer only its status is read."""
+The host name is resolved once and the connection uses exactly the checked addresses, so DNS rebinding has no effect.
+Redirects are not followed, proxies of the environment are not used, and only the status of the answer is read."""
 
 import asyncio
 import os
@@ -24,29 +24,29 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from sandboxes.webhooks.addresses import Address, get_refusal_reason
 
-TIMEOUT_SECONDS = 10.0  # seconds, from the name's resolution to the answer's status
+TIMEOUT_SECONDS = 10.0  # from name resolution to the status of the answer
 
 
 @dataclass(frozen=True)
 class PostResult:
-    """What became of it: a status, or why there is none."""
+    """Result of a POST: a status, or the reason why there is none."""
 
     status: int | None = None
-    error: str = ""  # "": it arrived
+    error: str = ""  # "" on success
     retry_after: timedelta = timedelta(0)
 
 
 class _DestinationRefused(Exception):
-    """It may not go there, or there is no such place."""
+    """The destination is not allowed or does not exist."""
 
 
 def post(
     url: str, body: bytes, headers: Mapping[str, str], *, internal: bool = False, timeout: float = TIMEOUT_SECONDS
 ) -> PostResult:
-    """Send it there, and say what came back; whatever goes wrong is an answer. `internal`: the address need not be public."""
+    """Send a POST and return the result. Failures are results, not exceptions. `internal` allows private addresses."""
     until = time.monotonic() + timeout
     try:
-        to = yarl.URL(url, encoded=True)  # by whose parts we judge is by whose parts we connect
+        to = yarl.URL(url, encoded=True)  # the same parse result is checked and connected to
         host = to.host or ""
         addresses = _resolve(host, timeout)
         for address in addresses:
@@ -58,40 +58,38 @@ def post(
     except TimeoutError:
         return PostResult(error=f"No answer within {timeout:g} s.")
     except aiohttp.ClientConnectorCertificateError as wrong:
-        return PostResult(
-            error=f"Its certificate is not good: {getattr(wrong.certificate_error, 'verify_message', 'unknown')}."
-        )
+        return PostResult(error=f"Invalid certificate: {getattr(wrong.certificate_error, 'verify_message', 'unknown')}.")
     except aiohttp.ServerDisconnectedError:
-        return PostResult(error="It closed the connection without an answer.")
-    except OSError as failed:  # aiohttp's errors of connections are some, too
+        return PostResult(error="The server closed the connection without an answer.")
+    except OSError as failed:  # includes the connection errors of aiohttp
         why = os.strerror(failed.errno) if failed.errno else "the connection broke"
-        return PostResult(error=f"It could not be reached: {why}.")
-    except (aiohttp.ClientError, ValueError) as failed:  # their texts quote the address and the answer
-        return PostResult(error=f"No answer in HTTP: {type(failed).__name__}.")
+        return PostResult(error=f"Connection failed: {why}.")
+    except (aiohttp.ClientError, ValueError) as failed:  # the texts of these errors quote the URL and the answer
+        return PostResult(error=f"Invalid HTTP answer: {type(failed).__name__}.")
 
 
 def _resolve(host: str, timeout: float) -> list[Address]:
-    """Every address of a name. In a thread of its own, as nothing else can stop waiting for it."""
+    """Return all addresses of a host name. getaddrinfo has no timeout, so it runs in its own thread."""
     found: SimpleQueue[Any] = SimpleQueue()
 
-    def look() -> None:
+    def resolve() -> None:
         try:
             found.put(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
         except (OSError, UnicodeError) as unknown:
             found.put(unknown)
 
-    threading.Thread(target=look, daemon=True).start()
+    threading.Thread(target=resolve, daemon=True).start()
     try:
         infos = found.get(timeout=timeout)
     except Empty:
         raise TimeoutError from None
     if isinstance(infos, Exception):
-        raise _DestinationRefused(f"The name {host} is not known.")
+        raise _DestinationRefused(f"The host name {host} is unknown.")
     return list(dict.fromkeys(ip_address(info[4][0]) for info in infos))
 
 
 class _PinnedResolver(AbstractResolver):
-    """Knows one name."""
+    """Resolver that returns the addresses checked before."""
 
     def __init__(self, addresses: Sequence[Address]) -> None:
         self.addresses = addresses
@@ -129,7 +127,7 @@ async def _post(
 
 @cache
 def _load_ssl_context(*places: str | None) -> ssl.SSLContext:
-    """Whom OpenSSL trusts, by default or by its variables. Reading all of them takes longer than a request."""
+    """Return OpenSSL's trust store, by default or by its variables. Cached: loading takes longer than a request."""
     return ssl.create_default_context()
 
 
@@ -137,10 +135,10 @@ def _parse_response(answer: aiohttp.ClientResponse) -> PostResult:
     status = answer.status
     if 200 <= status < 300:
         return PostResult(status)
-    said = HTTPStatus(status).phrase if status in {*HTTPStatus} else ""
+    phrase = HTTPStatus(status).phrase if status in {*HTTPStatus} else ""
     wait = answer.headers.get("Retry-After", "")
     return PostResult(
         status,
-        f"It answered {status} {said}".strip() + ".",
+        f"Status {status} {phrase}".strip() + ".",
         timedelta(seconds=int(wait) if wait.isdecimal() and len(wait) < 7 else 0),
     )

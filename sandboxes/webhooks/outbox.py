@@ -1,5 +1,4 @@
-"""What happened and others want to know: written down in the transaction in which it happens, so that they are told of
-what did and of nothing else. `delivering` tells them."""
+"""Transactional outbox: events are inserted in the transaction of the fact, then sent by sandboxes.webhooks.delivery."""
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta
@@ -13,39 +12,39 @@ from django_q.tasks import async_task
 from sandboxes.db import sql
 from sandboxes.models.webhooks import ENABLED, Delivery, Event, EventType, Webhook
 
-EVENT_RETENTION = timedelta(days=30)  # events, and who was told of them
-MAX_QUEUED_TASKS = 100  # tasks waiting: beyond this the next scheduled sweep is soon enough
+EVENT_RETENTION = timedelta(days=30)  # of events and their deliveries
+MAX_QUEUED_TASKS = 100  # above this backlog the scheduled sweep delivers
 
 
 def enqueue_event(kind: str, *, key: str, payload: Mapping[str, Any], now: datetime) -> Event | None:
-    """Write down what happened, with a delivery for each webhook that wants it. None if it was written down before.
+    """Insert an event and one delivery for each subscribed webhook. Return None if the event exists.
 
-    Call it in the transaction in which it happens: both are seen, or neither. `key` is what happened, within its kind,
-    and decides whether it is the same; `payload` is what receivers are sent, so it has no secrets in it."""
+    Called in the transaction of the fact. `key` identifies the event within its kind; `payload` is sent to receivers and
+    must not contain secrets."""
     event = Event(kind=EventType(kind).value, key=key, payload=dict(payload), at=now)
     with transaction.atomic(savepoint=False):
         if not sql.insert_if_absent(event):
             return None
-        listening = Webhook.objects.filter(ENABLED).order_by().values_list("pk", "kinds")
-        to = [pk for pk, kinds in listening if not kinds or kind in kinds]
-        Delivery.objects.bulk_create([Delivery(event=event, webhook_id=pk, asked_at=now, due_at=now) for pk in to])
-        if to:
+        enabled = Webhook.objects.filter(ENABLED).order_by().values_list("pk", "kinds")
+        subscribed = [pk for pk, kinds in enabled if not kinds or kind in kinds]
+        Delivery.objects.bulk_create([Delivery(event=event, webhook_id=pk, asked_at=now, due_at=now) for pk in subscribed])
+        if subscribed:
             enqueue_delivery_task()
     return event
 
 
 def enqueue_delivery_task() -> None:
-    """Have the queue tell those who are to be told, rather than wait for the next sweep. Losing this loses only time."""
+    """Enqueue an immediate delivery pass. If the task is lost, the next scheduled sweep delivers."""
     if OrmQ.objects.count() < MAX_QUEUED_TASKS:
         async_task("sandboxes.webhooks.delivery.run_delivery_task", group="webhooks")
 
 
 def purge_old_events(*, now: datetime, limit: int = 10_000) -> int:
-    """Remove old events, the oldest first, and what is known of their deliveries; how many."""
-    found = [*find_old_events(now=now).values_list("pk", flat=True)[:limit]]
-    return Event.objects.filter(pk__in=found).delete()[1].get("sandboxes.Event", 0)
+    """Delete up to `limit` expired events with their deliveries, oldest first, and return their number."""
+    expired = [*find_old_events(now=now).values_list("pk", flat=True)[:limit]]
+    return Event.objects.filter(pk__in=expired).delete()[1].get("sandboxes.Event", 0)
 
 
 def find_old_events(*, now: datetime) -> QuerySet[Event]:
-    """Events that were kept for long enough."""
+    """Return the events older than EVENT_RETENTION."""
     return Event.objects.filter(at__lt=now - EVENT_RETENTION).order_by("at", "pk")

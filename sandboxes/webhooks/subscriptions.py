@@ -1,4 +1,4 @@
-"""Who is told: add a webhook, pause it, rotate its secret, remove it. A secret is seen once, when it is made."""
+"""Webhook subscriptions: add, pause, resume, rotate the secret, remove. A secret is returned once, when it is generated."""
 
 import base64
 import secrets
@@ -16,14 +16,14 @@ from sandboxes.models.webhooks import NOT_REMOVED, Delivery, Webhook
 
 log = structlog.get_logger(__name__)
 SECRET_PREFIX = "whsec_"  # noqa: S105 - Standard Webhooks 1.0.0, "Signature scheme": https://www.standardwebhooks.com
-SECRET_BYTES = 32  # bytes; it asks for 24 to 64
-ROTATION_OVERLAP = timedelta(hours=24)  # for which the secret before a rotation signs as well
+SECRET_BYTES = 32  # Standard Webhooks requires 24 to 64
+ROTATION_OVERLAP = timedelta(hours=24)  # in which the previous secret signs as well
 
 
 def add_webhook(
     url: str, kinds: Sequence[str] = (), *, now: datetime, actor: str = "", description: str = "", internal: bool = False
 ) -> tuple[Webhook, str]:
-    """A webhook for events of these kinds, or of all, and the only copy of its secret. ValidationError says what is wrong."""
+    """Add a webhook for the given kinds (none: all). Return it and the only copy of its secret. Raise ValidationError."""
     webhook = Webhook(url=url, kinds=list(kinds), description=description, internal=internal, created_at=now, created_by=actor)
     webhook.full_clean(exclude=["sealed"], validate_constraints=False)
     sealed, secret = _generate_secret(webhook.pk)
@@ -34,8 +34,9 @@ def add_webhook(
 
 
 def rotate_secret(webhook: Webhook, *, now: datetime, actor: str = "") -> str | None:
-    """Another secret signs from now on, and for OVERLAP the one before it as well. The only copy of the new one; None if
-    the webhook was removed, or rotated by somebody else since it was read."""
+    """Generate a new secret and return its only copy. The previous one signs as well for ROTATION_OVERLAP.
+
+    Return None if the webhook was removed, or rotated since it was read."""
     sealed, secret = _generate_secret(webhook.pk)
     rotated = Webhook.objects.filter(NOT_REMOVED, pk=webhook.pk, sealed=webhook.sealed).update(
         sealed=sealed, sealed_before=webhook.sealed, before_until=now + ROTATION_OVERLAP
@@ -46,7 +47,7 @@ def rotate_secret(webhook: Webhook, *, now: datetime, actor: str = "") -> str | 
 
 
 def pause_webhook(pk: UUID, *, actor: str = "") -> bool:
-    """It is told of nothing that happens from now on; what it was to be told before waits. False if it was paused."""
+    """Pause a webhook: no new deliveries; pending ones wait. Return False if it was paused."""
     paused = Webhook.objects.filter(NOT_REMOVED, pk=pk, active=True).update(active=False)
     if paused:
         log.info("webhook paused", webhook=str(pk), actor=actor)
@@ -54,23 +55,23 @@ def pause_webhook(pk: UUID, *, actor: str = "") -> bool:
 
 
 def resume_webhook(pk: UUID, *, now: datetime, actor: str = "") -> bool:
-    """It is told again, first of what has waited. False if nobody had paused it and it was not given up."""
+    """Resume a paused or disabled webhook, pending deliveries first. Return False if it was neither."""
     stopped = Q(active=False) | Q(disabled_at__isnull=False)
     with transaction.atomic():
         resumed = Webhook.objects.filter(NOT_REMOVED & stopped, pk=pk).update(active=True, disabled_at=None)
         if resumed:
-            waiting = Delivery.objects.filter(webhook=pk, due_at__isnull=False)
-            waiting.update(asked_at=now)
-            waiting.filter(claim__isnull=True).update(due_at=now)
+            pending = Delivery.objects.filter(webhook=pk, due_at__isnull=False)
+            pending.update(asked_at=now)
+            pending.filter(claim__isnull=True).update(due_at=now)
     if resumed:
         log.info("webhook resumed", webhook=str(pk), actor=actor)
     return bool(resumed)
 
 
 def remove_webhook(pk: UUID, *, now: datetime, actor: str = "") -> bool:
-    """It is told of nothing any more, and its secret is gone; what it was told stays. False if it was removed before.
+    """Remove a webhook: delete its secret and abandon pending deliveries. Return False if it was removed before.
 
-    The row stays: whatever happens at this moment may be about to write that this webhook wants to know."""
+    The row and its deliveries stay: a concurrent transaction may be inserting a delivery that refers to it."""
     with transaction.atomic():
         removed = Webhook.objects.filter(NOT_REMOVED, pk=pk).update(
             removed_at=now, sealed=None, sealed_before=None, before_until=None, active=False
@@ -83,12 +84,12 @@ def remove_webhook(pk: UUID, *, now: datetime, actor: str = "") -> bool:
 
 
 def abandon_deliveries(webhook: UUID, *, now: datetime) -> None:
-    """Nothing is tried for it any more. In the transaction that says why."""
+    """Abandon all pending deliveries of a webhook. Called in the transaction that disables or removes it."""
     Delivery.objects.filter(webhook=webhook, due_at__isnull=False).update(due_at=None, claim=None, given_up_at=now)
 
 
 def load_signing_secrets(webhook: Webhook, *, now: datetime) -> list[bytes]:
-    """What signs for it now, the newest first. sealing.Unopened if our keys do not open one."""
+    """Return the valid secrets, newest first. Raise encryption.DecryptionFailed if no configured key decrypts one."""
     sealed = [webhook.sealed]
     if webhook.before_until and now < webhook.before_until:
         sealed.append(webhook.sealed_before)
@@ -97,7 +98,7 @@ def load_signing_secrets(webhook: Webhook, *, now: datetime) -> list[bytes]:
 
 @dataclass
 class ReencryptionResult:
-    """What became of the stored secrets."""
+    """Counts of a re-encryption: changed, already under the first key, and not decryptable."""
 
     changed: int = 0
     already: int = 0
@@ -105,8 +106,8 @@ class ReencryptionResult:
 
 
 def reencrypt_secrets(*, now: datetime) -> ReencryptionResult:
-    """Seal every secret under the first encryption key, so that the others can be taken away. Safe twice."""
-    found = ReencryptionResult()
+    """Encrypt every secret under the first encryption key, so that the others can be removed. Idempotent."""
+    result = ReencryptionResult()
     for webhook in Webhook.objects.filter(NOT_REMOVED):
         row = _encryption_context(webhook.pk)
         try:
@@ -119,14 +120,14 @@ def reencrypt_secrets(*, now: datetime) -> ReencryptionResult:
                     {"sealed_before": None} if over else {} if newest else {"sealed_before": encryption.seal(before, row=row)}
                 )
         except encryption.DecryptionFailed:
-            found.unopened.append(webhook)
+            result.unopened.append(webhook)
             continue
         if changes:
-            same = Webhook.objects.filter(NOT_REMOVED, pk=webhook.pk, sealed=webhook.sealed)
-            found.changed += same.update(**changes)
+            unchanged = Webhook.objects.filter(NOT_REMOVED, pk=webhook.pk, sealed=webhook.sealed)
+            result.changed += unchanged.update(**changes)
         else:
-            found.already += 1
-    return found
+            result.already += 1
+    return result
 
 
 def _generate_secret(pk: UUID) -> tuple[bytes, str]:

@@ -153,8 +153,8 @@ def _seed_deliveries(now: datetime) -> None:
         outbox.enqueue_event(kind, key=f"catan {number}", payload={"budget": "catan", "spent": "8.41"}, now=now - HOUR)
     answers = {
         "pager": PostResult(204),
-        "ledger": PostResult(503, "It answered 503 Service Unavailable."),
-        "old": PostResult(410, "It answered 410 Gone."),
+        "ledger": PostResult(503, "Status 503 Service Unavailable."),
+        "old": PostResult(410, "Status 410 Gone."),
     }
     for name, answer in answers.items():
         webhook = Webhook.objects.get(url__contains=f"//{name}")

@@ -241,10 +241,10 @@ def test_what_is_not_what_was_stored_is_a_message_and_no_file(operator: Client) 
     for url in ("{}?path=note".format(page(row, "file")[0]), page(row, "tar")[0]):
         answer = operator.get(url)
         assert answer.headers["Location"] == f"/admin/sandboxes/agentdata/{row.pk}/change/?path="
-        assert "is not what was stored" in said(answer)[-1]
+        assert "does not match its digest" in said(answer)[-1]
     get_store().remove(key)
     shown = operator.get(*page(row, "file", path="note"), follow=True)
-    assert "is not there" in unescape(shown.content.decode())
+    assert "is missing" in unescape(shown.content.decode())
     assert DataEvent.objects.filter(kind="corrupt").count() == 2
     assert not LogEntry.objects.exists()
 
@@ -405,7 +405,7 @@ def test_a_copy_is_downloaded_as_it_was_stored(operator: Client, lease: Lease, u
     get_store().set(f"{copy.key}/workspace", b"rubbish")
     answer = operator.get(url)
     assert answer.headers["Location"] == act(copy, "change")
-    assert "is not what was stored" in said(answer)[-1]
+    assert "does not match its digest" in said(answer)[-1]
     Snapshot.objects.update(forgotten_at=NOW)
     assert "was forgotten" in said(operator.get(url))[-1]
     assert "nowhere any more" in operator.get(act(copy, "change")).content.decode()

@@ -107,11 +107,11 @@ def test_what_a_webhook_is_for_is_changed_and_its_address_is_not(administrator: 
 def test_a_test_is_sent_and_its_answer_said(operator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
     assert do(operator, "send_test", webhook)["HX-Redirect"] == page_of(webhook)
     assert said(operator, webhook) == ["1 webhook took the test."]
-    assert receiver.received[0].said["type"] == "webhook.test"
+    assert receiver.received[0].payload["type"] == "webhook.test"
     receiver.status = 500
-    assert b"It answered 500 Internal Server Error." in do(operator, "send_test", webhook).content
+    assert b"Status 500 Internal Server Error." in do(operator, "send_test", webhook).content
     shown = operator.get(page_of(webhook)).content.decode()
-    assert "It answered 500 Internal Server Error." in shown and "lh-alarmed" in shown
+    assert "Status 500 Internal Server Error." in shown and "lh-alarmed" in shown
 
 
 def test_a_webhook_is_paused_and_resumed(operator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:

@@ -140,7 +140,7 @@ class MeteredMachine(PoolMachine):
         self.now += timedelta(hours=1)
         for box in readings.find_readable().filter(pool=self.pool):
             if box.name in self.boxes:
-                readings.record_reading(box, self.memory, now=self.now, least=1)
+                readings.record_reading(box, self.memory, now=self.now, min_cpu_micros=1)
         metering.meter_usage(now=self.now)
         self.check_cpu_is_metered_once()
         self.check_billed_time_existed()

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from django.db import OperationalError, connection, connections, transaction
 
-from leases import execution, leasing, snapshots, sweeps
+from leases import conditions, execution, leasing, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import eviction, runs
@@ -247,7 +247,7 @@ def test_end_of_a_lease_and_its_snapshot_do_not_deadlock(grant, cause: str) -> N
             if cause == "its clock":
                 done.append(sweeps.expire_due_leases(now=NOW + DAY).counts)
             else:
-                done.append(len(sweeps.end_leases_by_condition("game-1", "game-over", now=NOW, agents=None)))
+                done.append(len(conditions.post_condition("game-1", "game-over", now=NOW, agents=None)))
         except OperationalError as failed:
             done.append(failed)
         connections.close_all()
@@ -339,7 +339,7 @@ def test_lease_ends_while_an_event_of_it_is_inserted(grant, memory: MemoryProvid
     execution.exec_command(lease.pk, true(), now=NOW)
     with (
         start_after(
-            'INSERT INTO "leases_leaseevent"', lambda: sweeps.end_leases_by_condition("game-1", "over", now=NOW, agents=None)
+            'INSERT INTO "leases_leaseevent"', lambda: conditions.post_condition("game-1", "over", now=NOW, agents=None)
         ),
         pytest.raises(LeaseEnded),
     ):

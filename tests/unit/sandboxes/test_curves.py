@@ -1,4 +1,4 @@
-"""Keys, the texts they are written as, and their signatures: by published vectors, and by a verifier of the tests' own."""
+"""Keys, text forms and signatures, checked with published vectors and an independent verifier."""
 
 import base64
 
@@ -52,7 +52,7 @@ SIGNED = [
 
 
 @pytest.mark.parametrize(("key", "signature", "algorithm"), SIGNED)
-def test_our_verifier_takes_and_refuses_what_the_protocol_does(key: str, signature: str, algorithm: str | None) -> None:
+def test_the_verifier_of_the_tests_agrees_with_the_published_fixtures(key: str, signature: str, algorithm: str | None) -> None:
     raw = base64.b64decode(signature + "==")
     if algorithm:
         assert tokens.verify_signature(key, tokens.decode_base64url(MESSAGE), raw) == algorithm
@@ -69,8 +69,8 @@ def test_a_private_key_has_the_published_public_key(algorithm: str, private: str
 
 
 @pytest.mark.parametrize("algorithm", CURVES)
-def test_every_signature_is_the_lower_one_and_verifies(algorithm: str) -> None:
-    """Half of what a library signs is the higher one: 400 signatures of either kind would not miss it."""
+def test_every_signature_has_the_lower_s_and_verifies(algorithm: str) -> None:
+    """A library returns the higher s for half of its signatures, so 400 signatures contain both kinds."""
     for number in range(100):
         private = curves.generate_key(algorithm)
         for message in (b"", bytes([number]), b"x" * 1000, private.public.encode()):
@@ -78,7 +78,7 @@ def test_every_signature_is_the_lower_one_and_verifies(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize(("algorithm", "prefix"), [("ES256K", "8126"), ("ES256", "8626")])
-def test_a_private_key_as_multibase_says_its_curve(algorithm: str, prefix: str) -> None:
+def test_a_multibase_private_key_determines_its_curve(algorithm: str, prefix: str) -> None:
     private = curves.generate_key(algorithm)
     text = "z" + curves.encode_base58(bytes.fromhex(prefix) + private.secret)
     assert tokens.decode_multibase(text) == bytes.fromhex(prefix) + private.secret
@@ -99,16 +99,16 @@ ORDER = "fffffffffffffffffffffffffffffffebaaedce6af48a03bbfd25e8cd0364141"
 @pytest.mark.parametrize(
     "text", ["", "z", "z0OIl", "0" * 64, ORDER, "f" * 64, "ab" * 31, "z" + "2" * 47, "z" + "1" * 64, K256, "zDna", "é" * 64]
 )
-def test_what_is_no_private_key_is_refused_without_repeating_it(text: str) -> None:
+def test_an_invalid_private_key_is_refused_without_quoting_it(text: str) -> None:
     with pytest.raises(ValueError) as refused:
         curves.parse_private_key(text)
     assert len(text) < 5 or text not in str(refused.value)
 
 
-def test_a_private_key_shows_itself_nowhere() -> None:
+def test_a_private_key_is_not_in_its_repr() -> None:
     private = curves.generate_key()
-    said = f"{private!r} {private} {[private]} {vars(private).keys()}"
-    assert private.secret.hex() not in said and repr(private.secret) not in said
+    output = f"{private!r} {private} {[private]} {vars(private).keys()}"
+    assert private.secret.hex() not in output and repr(private.secret) not in output
     with pytest.raises(ValueError) as refused:
         PrivateKey("ES256K", private.secret + b"x")
     assert private.secret.hex() not in str(refused.value)

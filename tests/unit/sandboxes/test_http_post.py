@@ -1,4 +1,4 @@
-"""One POST to somebody's address: where it does not go, and that it ends."""
+"""HTTP POST of webhooks: allowed destinations, time limits and TLS."""
 
 import datetime
 import socket
@@ -32,7 +32,7 @@ def post(url: str, timeout: float = 30.0, internal: bool = True) -> PostResult:
     return http_post.post(url, b"{}", {"webhook-id": "1"}, internal=internal, timeout=timeout)
 
 
-def test_what_is_sent_arrives(receiver: WebhookReceiver) -> None:
+def test_body_and_headers_arrive(receiver: WebhookReceiver) -> None:
     assert post(receiver.url + "/a%20b?c=d%2Fe") == PostResult(204)
     [one] = receiver.received
     assert (one.path, one.body, one.headers["webhook-id"]) == ("/events/a%20b?c=d%2Fe", b"{}", "1")
@@ -40,35 +40,35 @@ def test_what_is_sent_arrives(receiver: WebhookReceiver) -> None:
 
 
 @pytest.mark.parametrize("answer", [never_respond, trickle_headers])
-def test_an_answer_that_does_not_come_is_not_waited_for(receiver: WebhookReceiver, answer: Callable) -> None:
+def test_a_missing_answer_times_out(receiver: WebhookReceiver, answer: Callable) -> None:
     receiver.answer = answer
     assert post(receiver.url, timeout=0.4) == PostResult(error="No answer within 0.4 s.")
 
 
-def test_an_answer_without_end_is_not_read(receiver: WebhookReceiver) -> None:
+def test_an_endless_body_is_not_read(receiver: WebhookReceiver) -> None:
     receiver.answer = stream_endlessly
     assert post(receiver.url) == PostResult(200)
 
 
-def test_an_answer_of_headers_alone_is_refused(receiver: WebhookReceiver) -> None:
+def test_endless_headers_are_refused(receiver: WebhookReceiver) -> None:
     def headers(request: BaseHTTPRequestHandler) -> None:
         request.wfile.write(b"HTTP/1.1 200 OK\r\n")
         while not receiver.stopping.is_set():
             request.wfile.write(b"X-More: " + b"a" * 4000 + b"\r\n")
 
     receiver.answer = headers
-    assert post(receiver.url).error.startswith("No answer in HTTP")
+    assert post(receiver.url).error.startswith("Invalid HTTP answer")
 
 
-def test_no_http_is_no_answer(receiver: WebhookReceiver) -> None:
+def test_an_answer_that_is_not_http_is_an_error(receiver: WebhookReceiver) -> None:
     receiver.answer = lambda request: request.wfile.write(b"SSH-2.0-OpenSSH_9.6 it is secret\r\n\r\n")  # type: ignore[assignment]
     answer = post(receiver.url)
-    assert answer.status is None and "secret" not in answer.error and "No answer in HTTP" in answer.error
+    assert answer.status is None and "secret" not in answer.error and "Invalid HTTP answer" in answer.error
 
 
-def test_a_connection_that_breaks_is_no_answer(receiver: WebhookReceiver) -> None:
+def test_a_broken_connection_is_an_error(receiver: WebhookReceiver) -> None:
     receiver.answer = lambda request: request.connection.shutdown(socket.SHUT_RDWR)
-    assert post(receiver.url).error == "It closed the connection without an answer."
+    assert post(receiver.url).error == "The server closed the connection without an answer."
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     assert "refused" in post(f"http://127.0.0.1:{port}/").error
@@ -79,7 +79,7 @@ def test_a_redirect_is_not_followed(receiver: WebhookReceiver, status: int) -> N
     with run_receiver() as other:
         receiver.status, receiver.headers = status, {"Location": other.url}
         answer = post(receiver.url)
-        assert answer.status == status and answer.error.startswith(f"It answered {status}")
+        assert answer.status == status and answer.error.startswith(f"Status {status}")
         assert len(receiver.received) == 1 and not other.received
 
 
@@ -108,8 +108,8 @@ def test_a_cookie_is_not_kept(receiver: WebhookReceiver) -> None:
         "2002:a9fe:a9fe::1",
     ],
 )  # fmt: skip
-def test_nothing_is_ever_sent_there(address: str) -> None:
-    assert get_refusal_reason(ip_address(address), internal=True) == "nothing is ever sent there."
+def test_forbidden_addresses_are_refused_for_internal_webhooks_too(address: str) -> None:
+    assert get_refusal_reason(ip_address(address), internal=True).endswith("addresses are never allowed.")
 
 
 @pytest.mark.parametrize(
@@ -117,46 +117,46 @@ def test_nothing_is_ever_sent_there(address: str) -> None:
     ["127.0.0.1", "10.1.2.3", "192.168.0.1", "172.16.0.1", "100.64.0.1", "::1", "fd12::1", "::ffff:10.0.0.1", "64:ff9b::a00:1",
      "255.255.255.255", "fec0::1", "64:ff9b:1::a00:1", "::10.0.0.1", "::ffff:0:a00:1"],
 )  # fmt: skip
-def test_what_is_not_public_is_for_internal_webhooks(address: str) -> None:
+def test_private_addresses_need_an_internal_webhook(address: str) -> None:
     assert "not public" in get_refusal_reason(ip_address(address), internal=False)
     assert get_refusal_reason(ip_address(address), internal=True) == ""
 
 
 @pytest.mark.parametrize("address", ["1.1.1.1", "2606:4700:4700::1111", "::ffff:1.1.1.1"])
-def test_what_is_public_is_for_all(address: str) -> None:
+def test_public_addresses_are_allowed(address: str) -> None:
     assert get_refusal_reason(ip_address(address), internal=False) == ""
 
 
-def test_a_name_of_this_machine_is_refused_before_anything_is_sent(receiver: WebhookReceiver) -> None:
+def test_a_loopback_name_is_refused_before_the_connection(receiver: WebhookReceiver) -> None:
     answer = post(f"http://localhost:{receiver.server_address[1]}/", internal=False)
     assert "localhost is" in answer.error and "not public" in answer.error
     assert not receiver.received
 
 
 def named(*answers: list[str]) -> Callable[..., list]:
-    """A resolver that says something else each time."""
+    """Return a resolver with a different answer for each call."""
     left = iter(answers)
     return lambda host, port, **more: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in next(left)]
 
 
-def test_a_name_with_one_address_that_is_refused_is_refused(monkeypatch) -> None:
+def test_a_name_with_one_forbidden_address_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", named(["1.1.1.1", "10.0.0.1"]))
-    assert "rebind.example is 10.0.0.1: it is not public" in post("https://rebind.example/", internal=False).error
+    assert "rebind.example is 10.0.0.1: the address is not public" in post("https://rebind.example/", internal=False).error
 
 
 def test_a_name_is_resolved_once(receiver: WebhookReceiver, monkeypatch) -> None:
-    """What was judged is what is connected to: the second answer is never asked for."""
+    """The connection uses the checked addresses; the second answer of the resolver is never requested."""
     monkeypatch.setattr(socket, "getaddrinfo", named(["127.0.0.1"], ["169.254.169.254"]))
     assert post(f"http://rebind.example:{receiver.server_address[1]}/") == PostResult(204)
     assert receiver.received[0].headers["host"].startswith("rebind.example:")
 
 
-def test_a_name_that_is_not_known_or_not_answered_for(monkeypatch) -> None:
+def test_an_unknown_name_and_a_silent_resolver_are_errors(monkeypatch) -> None:
     def unknown(*args, **more):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)  # a real resolver may be slow to say so, or not there
-    assert post("https://nowhere.invalid/").error == "The name nowhere.invalid is not known."
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)  # a real resolver may be slow or missing
+    assert post("https://nowhere.invalid/").error == "The host name nowhere.invalid is unknown."
     forever = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: forever.wait(30) or [])
     assert post("https://slow.example/", timeout=0.2).error == "No answer within 0.2 s."
@@ -168,7 +168,7 @@ def test_a_name_that_is_not_known_or_not_answered_for(monkeypatch) -> None:
 
 @pytest.fixture
 def certified(tmp_path: Path) -> tuple[Path, ssl.SSLContext]:
-    """A certificate of localhost that nobody has signed but itself, and a server's context with it."""
+    """Self-signed certificate of localhost and a server context that uses it."""
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
     names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(IPv4Address("127.0.0.1"))])
@@ -192,11 +192,11 @@ def certified(tmp_path: Path) -> tuple[Path, ssl.SSLContext]:
     return path, context
 
 
-def test_a_certificate_has_to_be_good(certified, monkeypatch) -> None:
+def test_an_invalid_certificate_is_refused(certified, monkeypatch) -> None:
     path, context = certified
     with run_receiver(context) as server:
         url = server.url.replace("http:", "https:")
-        assert post(url).error == "Its certificate is not good: self-signed certificate."
+        assert post(url).error == "Invalid certificate: self-signed certificate."
         assert not server.received
         monkeypatch.setenv("SSL_CERT_FILE", str(path))
         assert post(url) == PostResult(204)
@@ -206,5 +206,5 @@ def test_a_certificate_has_to_be_good(certified, monkeypatch) -> None:
         assert len(server.received) == 2
 
 
-def test_plain_http_where_tls_was_wanted(receiver: WebhookReceiver) -> None:
-    assert post(receiver.url.replace("http:", "https:"), timeout=5).status is None  # it may wait for the end of a line
+def test_plain_http_from_an_https_url_is_an_error(receiver: WebhookReceiver) -> None:
+    assert post(receiver.url.replace("http:", "https:"), timeout=5).status is None  # the server may wait for the end of a line

@@ -73,7 +73,7 @@ def test_hook_ends_with_its_with_block(memory, ref) -> None:
 
 
 def test_hook_on_an_unknown_method_is_refused(memory) -> None:
-    with pytest.raises(ValueError, match="no verb"):
+    with pytest.raises(ValueError, match="not a method"):
         memory.before("destory", crash)
 
 

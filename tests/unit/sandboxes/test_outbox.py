@@ -1,4 +1,4 @@
-"""What is written down for others: once, with the fact, for whoever wants it."""
+"""Transactional outbox: one event per fact, with a delivery for each subscribed webhook."""
 
 from datetime import timedelta
 
@@ -24,7 +24,7 @@ def put(kind: str = "budget.warning", key: str = "b1 2026-11", **more):
     return outbox.enqueue_event(kind, key=key, payload={"a": 1}, now=NOW, **more)
 
 
-def test_an_event_is_written_once_with_a_delivery_for_each_webhook_that_wants_it() -> None:
+def test_an_event_is_inserted_once_with_a_delivery_for_each_subscribed_webhook() -> None:
     every, one = hook(), hook("budget.warning", "lease.ended")
     hook("lease.ended"), hook(active=False), hook(disabled_at=NOW), hook(sealed=None, removed_at=NOW)
     event = put()
@@ -34,20 +34,20 @@ def test_an_event_is_written_once_with_a_delivery_for_each_webhook_that_wants_it
     hook()
     assert put() is None
     assert (Event.objects.count(), Delivery.objects.count()) == (1, 2)
-    assert put("budget.exhausted")  # the same words, another fact
+    assert put("budget.exhausted")  # same key, other kind
 
 
-def test_an_event_that_nobody_wants_is_written_too() -> None:
+def test_an_event_without_subscribers_is_inserted_too() -> None:
     event = put()
     assert list(Event.objects.all()) == [event]
 
 
-def test_a_kind_that_is_not_known_is_a_mistake_of_the_caller() -> None:
-    with pytest.raises(ValueError, match="is not a valid Kind"):
+def test_an_unknown_kind_raises() -> None:
+    with pytest.raises(ValueError, match="is not a valid EventType"):
         put("lease.began")
 
 
-def test_what_is_rolled_back_was_never_said() -> None:
+def test_a_rollback_removes_the_event() -> None:
     hook()
     with transaction.atomic():
         put()
@@ -55,7 +55,7 @@ def test_what_is_rolled_back_was_never_said() -> None:
     assert not Event.objects.exists() and not Delivery.objects.exists()
 
 
-def test_a_lease_that_ends_says_so_once(grant) -> None:
+def test_the_end_of_a_lease_is_one_event(grant) -> None:
     hook()
     lease = grant()
     assert leasing.end(lease.pk, reason="operator", why="her key is sk-123", now=NOW + MINUTE)
@@ -68,20 +68,20 @@ def test_a_lease_that_ends_says_so_once(grant) -> None:
     }  # fmt: skip
 
 
-def test_a_sandbox_that_goes_to_quarantine_says_so_each_time(grant, memory, settings) -> None:
+def test_each_quarantine_of_a_sandbox_is_an_event(grant, memory, settings) -> None:
     settings.DESTROY_TRIES = 2
     hook("sandbox.quarantined")
     lease = grant()
     box = execution.ensure_sandbox_ready(lease.pk, now=NOW)
     leasing.end(lease.pk, reason="released", now=NOW)
-    said = []
+    counts = []
     memory.fail("destroy", Unavailable("engine down: its key is sk-123"))
-    for minutes in (0, 10, 20, 30):  # two tries, out again, two more
+    for minutes in (0, 10, 20, 30):  # two attempts, release from quarantine, two more attempts
         assert not destruction.destroy(box.pk, now=NOW + minutes * MINUTE)
-        said.append(Event.objects.filter(kind="sandbox.quarantined").count())
+        counts.append(Event.objects.filter(kind="sandbox.quarantined").count())
         if minutes == 10:
             assert destruction.retry_destroy(box.pk, now=NOW + 15 * MINUTE)
-    assert said == [0, 1, 1, 2] and Delivery.objects.count() == 2
+    assert counts == [0, 1, 1, 2] and Delivery.objects.count() == 2
     payload = Event.objects.filter(kind="sandbox.quarantined").latest("at").payload
     assert payload == {
         "sandbox": str(box.pk), "pool": box.pool.name, "provider": "memory", "ref": box.ref, "lease_id": str(lease.pk),
@@ -90,7 +90,7 @@ def test_a_sandbox_that_goes_to_quarantine_says_so_each_time(grant, memory, sett
     assert Sandbox.objects.get(pk=box.pk).quarantined_at == NOW + 30 * MINUTE
 
 
-def test_old_events_go_with_their_deliveries() -> None:
+def test_old_events_are_deleted_with_their_deliveries() -> None:
     hook()
     put()
     assert outbox.purge_old_events(now=NOW + timedelta(days=30)) == 0

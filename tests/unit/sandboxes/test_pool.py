@@ -162,7 +162,7 @@ def test_tampered_stored_copy_is_not_used(grant) -> None:
     snapshot = Snapshot.objects.get()
     workspace.forget_local(snapshot)
     get_store().set(f"{snapshot.key}/workspace", b"something else")
-    with pytest.raises(SandboxNotReady, match="not what was stored"):  # an operator may repair it, so the lease goes on
+    with pytest.raises(SandboxNotReady, match="does not match its digest"):  # an operator may repair it, so the lease goes on
         use(lease, NOW + HOUR)
     assert DataEvent.objects.get(kind="corrupt").holder == lease.pk
 

@@ -1,4 +1,4 @@
-"""Signing keys and service tokens: who signs for an agent, until when, and that no private key is seen."""
+"""Signing keys and service tokens: life of a key, minting, encryption at rest, and no leak of private keys."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def token(agent: str = ADA, **more: Any) -> str:
 
 
 @pytest.mark.parametrize("algorithm", curves.CURVES)
-def test_a_token_verifies_with_the_public_key_and_says_who_calls_whom(algorithm: str) -> None:
+def test_a_token_verifies_with_the_public_key_and_names_issuer_and_audience(algorithm: str) -> None:
     key = signing.create_key(ADA, now=NOW, private=curves.generate_key(algorithm))
     claims = tokens.verify_token(token(), key.did_key)
     jti = MintedToken.objects.get().jti.hex
@@ -56,12 +56,12 @@ def test_each_token_is_a_row_without_the_token(grant) -> None:
     assert not any(part in stored for part in minted.split("."))
 
 
-def test_rows_of_tokens_minted_long_ago_go() -> None:
+def test_old_token_rows_are_deleted() -> None:
     signing.create_key(ADA, now=NOW)
     for days in (0, 1, 91):
         token(now=NOW + timedelta(days=days))
-    swept = sweeps.prune(now=NOW + timedelta(days=91, hours=1))
-    assert swept.counts["rows of old service tokens removed"] == 2
+    result = sweeps.prune(now=NOW + timedelta(days=91, hours=1))
+    assert result.counts["rows of old service tokens removed"] == 2
     assert [row.at for row in MintedToken.objects.all()] == [NOW + timedelta(days=91)]
 
 
@@ -73,12 +73,12 @@ def test_tokens_of_the_same_moment_differ(grant) -> None:
 @pytest.mark.parametrize("seconds", [0, 0.5, 301, -60])
 def test_a_lifetime_is_one_second_to_five_minutes(seconds: float) -> None:
     signing.create_key(ADA, now=NOW)
-    with pytest.raises(ValueError, match="lives from"):
+    with pytest.raises(ValueError, match="lifetime of a service token"):
         token(lifetime=timedelta(seconds=seconds))
     assert not MintedToken.objects.exists()
 
 
-def test_a_token_never_outlives_what_was_asked_for() -> None:
+def test_a_token_never_outlives_the_requested_lifetime() -> None:
     key = signing.create_key(ADA, now=NOW)
     late = NOW + timedelta(milliseconds=999)
     claims = tokens.verify_token(token(now=late, lifetime=timedelta(seconds=1)), key.did_key)
@@ -96,7 +96,7 @@ def test_a_lease_that_has_ended_cannot_mint(grant) -> None:
     assert not MintedToken.objects.exists()
 
 
-def test_a_lease_that_ends_between_the_check_and_the_minting_has_no_token(grant, at_checkpoint) -> None:
+def test_a_lease_that_ends_between_check_and_minting_gets_no_token(grant, at_checkpoint) -> None:
     signing.create_key(ADA, now=NOW)
     lease = grant()
     at_checkpoint("may mint", lambda: leasing.end(lease.pk, reason="operator", now=NOW))
@@ -115,13 +115,13 @@ def test_minting_does_not_renew_the_lease(grant) -> None:
 # --- keys ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_agent_without_a_key_has_no_token() -> None:
+def test_an_agent_without_a_key_gets_no_token() -> None:
     signing.create_key(BOB, now=NOW)
     with pytest.raises(SigningKeyNotFound):
         token(ADA)
 
 
-def test_after_a_rotation_the_new_key_signs_and_the_old_ones_private_half_is_gone() -> None:
+def test_after_a_rotation_the_new_key_signs_and_the_old_private_key_is_deleted() -> None:
     old = signing.create_key(ADA, now=NOW, private=curves.generate_key("ES256"))
     new = signing.rotate_key(ADA, now=NOW + MINUTE, actor="root")
     old.refresh_from_db()
@@ -132,7 +132,7 @@ def test_after_a_rotation_the_new_key_signs_and_the_old_ones_private_half_is_gon
         tokens.verify_token(token(), old.did_key)
 
 
-def test_a_rotation_in_the_middle_of_minting_is_seen(grant, at_checkpoint) -> None:
+def test_a_rotation_during_minting_takes_effect(grant, at_checkpoint) -> None:
     old = signing.create_key(ADA, now=NOW)
     lease = grant()
     at_checkpoint("may mint", lambda: signing.rotate_key(ADA, now=NOW))
@@ -141,7 +141,7 @@ def test_a_rotation_in_the_middle_of_minting_is_seen(grant, at_checkpoint) -> No
     tokens.verify_token(minted, row.key.did_key)
 
 
-def test_a_revoked_key_mints_nothing_until_there_is_another() -> None:
+def test_no_token_is_minted_between_revocation_and_a_new_key() -> None:
     signing.create_key(ADA, now=NOW)
     key = signing.revoke_active_key(ADA, now=NOW + MINUTE, actor="root")
     assert (key.revoked_at, key.retired_at, key.ended_by, key.sealed) == (NOW + MINUTE, None, "root", None)
@@ -152,7 +152,7 @@ def test_a_revoked_key_mints_nothing_until_there_is_another() -> None:
     tokens.verify_token(token(), another.did_key)
 
 
-def test_of_two_operators_who_rotate_one_key_the_second_changes_nothing() -> None:
+def test_a_second_rotation_of_the_same_key_changes_nothing() -> None:
     key = signing.create_key(ADA, now=NOW)
     assert signing.replace_key(key, now=NOW)
     assert signing.replace_key(key, now=NOW) is None
@@ -160,20 +160,20 @@ def test_of_two_operators_who_rotate_one_key_the_second_changes_nothing() -> Non
     assert SigningKey.objects.count() == 2
 
 
-def test_an_agent_has_one_key_and_a_key_has_one_agent_for_ever() -> None:
+def test_an_agent_has_one_active_key_and_a_key_belongs_to_one_agent() -> None:
     private = curves.generate_key()
     signing.create_key(ADA, now=NOW, private=private)
     with pytest.raises(SigningKeyExists, match="Rotate"):
         signing.create_key(ADA, now=NOW)
-    with pytest.raises(SigningKeyExists, match="was here before"):
+    with pytest.raises(SigningKeyExists, match="was used before"):
         signing.create_key(BOB, now=NOW, private=private)
     signs = signing.rotate_key(ADA, now=NOW)
-    with pytest.raises(SigningKeyExists, match="was here before"):
+    with pytest.raises(SigningKeyExists, match="was used before"):
         signing.rotate_key(ADA, now=NOW, private=private)
-    assert signing.get_active_key(ADA) == signs  # and so the attempt has not retired it
+    assert signing.get_active_key(ADA) == signs  # the failed attempt did not retire the key
 
 
-def test_the_schema_keeps_what_the_verbs_promise() -> None:
+def test_constraints_reject_a_second_active_key_and_a_stored_private_key_after_its_end() -> None:
     key = signing.create_key(ADA, now=NOW)
     mine = SigningKey.objects.filter(pk=key.pk)
     for change in ({"sealed": None}, {"retired_at": NOW}, {"retired_at": NOW, "revoked_at": NOW, "sealed": None}):
@@ -184,7 +184,7 @@ def test_the_schema_keeps_what_the_verbs_promise() -> None:
 # --- at rest ------------------------------------------------------------------------------------------------------
 
 
-def test_a_key_sealed_under_another_encryption_key_is_a_clear_error(settings, caplog) -> None:
+def test_a_key_under_an_unknown_encryption_key_is_a_clear_error(settings, caplog) -> None:
     settings.IDENTITY_KEYS, settings.SECRET_KEY = [b"1" * 32], "first"
     signing.create_key(ADA, now=NOW)
     settings.IDENTITY_KEYS, settings.SECRET_KEY = [b"2" * 32], "second"
@@ -195,7 +195,7 @@ def test_a_key_sealed_under_another_encryption_key_is_a_clear_error(settings, ca
     assert not MintedToken.objects.exists()
 
 
-def test_a_private_key_moved_into_the_row_of_another_does_not_open() -> None:
+def test_a_private_key_copied_into_another_row_is_not_decrypted() -> None:
     ada, bob = signing.create_key(ADA, now=NOW), signing.create_key(BOB, now=NOW)
     SigningKey.objects.filter(pk=bob.pk).update(sealed=ada.sealed)
     with pytest.raises(SigningKeyDecryptionFailed):
@@ -206,7 +206,7 @@ def test_a_private_key_moved_into_the_row_of_another_does_not_open() -> None:
         token(BOB)
 
 
-def test_a_damaged_private_key_does_not_open() -> None:
+def test_a_damaged_private_key_is_not_decrypted() -> None:
     key = signing.create_key(ADA, now=NOW)
     whole = bytes(SigningKey.objects.get().sealed)
     for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), whole[:12], b"", b"\0" + whole):
@@ -215,7 +215,7 @@ def test_a_damaged_private_key_does_not_open() -> None:
             token()
 
 
-def test_encryption_keys_are_changed_without_losing_a_signing_key(settings) -> None:
+def test_encryption_keys_can_be_replaced_without_losing_a_signing_key(settings) -> None:
     settings.IDENTITY_KEYS = []
     derived = signing.create_key(ADA, now=NOW)
     settings.IDENTITY_KEYS = [b"1" * 32]
@@ -232,7 +232,7 @@ def test_encryption_keys_are_changed_without_losing_a_signing_key(settings) -> N
     assert [key.agent_did for key in signing.reencrypt_keys().unopened] == [BOB, ADA]
 
 
-def test_the_same_private_key_is_never_stored_alike(settings) -> None:
+def test_the_same_private_key_is_encrypted_differently_each_time(settings) -> None:
     signing.create_key(ADA, now=NOW)
     settings.IDENTITY_KEYS = [b"1" * 32]
     seen = {bytes(SigningKey.objects.get().sealed)}
@@ -252,12 +252,12 @@ def test_no_private_key_is_in_the_database_or_in_the_log(grant, caplog, settings
     signing.rotate_key(BOB, now=NOW)
     settings.IDENTITY_KEYS = [b"1" * 32]
     signing.reencrypt_keys()
-    said = io.StringIO()
-    call_command("dumpdata", "--all", stdout=said)
-    assert "sandboxes.mintedtoken" in said.getvalue()
+    output = io.StringIO()
+    call_command("dumpdata", "--all", stdout=output)
+    assert "sandboxes.mintedtoken" in output.getvalue()
     assert "signing key created" in caplog.text
     shown = f"{list(SigningKey.objects.all())} {list(MintedToken.objects.all())} {list(SigningKey.objects.values())}"
     for private in mine:
         for form in list_key_encodings(private):
-            assert form not in said.getvalue() and form not in caplog.text and form not in shown
+            assert form not in output.getvalue() and form not in caplog.text and form not in shown
         assert all(private.secret not in bytes(key.sealed or b"") for key in SigningKey.objects.all())

@@ -1,4 +1,4 @@
-"""What sandboxes use, as their provider counts it: each microsecond in one reading, whoever reads and whoever dies."""
+"""Usage readings: every microsecond of the provider's counter is in exactly one reading, across crashes and races."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -38,7 +38,7 @@ def cpu(box: Sandbox) -> list[int]:
     return [*Reading.objects.filter(sandbox=box).order_by("pk").values_list("cpu_micros", flat=True)]
 
 
-def test_a_reading_says_what_is_new_since_the_one_before(box: Sandbox, memory: MemoryProvider) -> None:
+def test_a_reading_holds_the_use_since_the_previous_one(box: Sandbox, memory: MemoryProvider) -> None:
     memory.use(box.ref, cpu_micros=3 * SECOND, memory_bytes=40 * MIB + 1)
     first = read(box, memory, after=MINUTE)
     memory.use(box.ref, cpu_micros=2 * SECOND, memory_bytes=0)
@@ -52,7 +52,7 @@ def test_a_reading_says_what_is_new_since_the_one_before(box: Sandbox, memory: M
     assert NOW + 3 * MINUTE <= second.at < NOW + 4 * MINUTE
 
 
-def test_what_uses_next_to_nothing_is_read_later(box: Sandbox, memory: MemoryProvider) -> None:
+def test_a_nearly_idle_sandbox_gets_no_reading(box: Sandbox, memory: MemoryProvider) -> None:
     assert read(box, memory, after=MINUTE), "where the counter began"
     memory.use(box.ref, cpu_micros=readings.MIN_CPU_MICROSECONDS - 1)
     assert read(box, memory, after=2 * MINUTE) is None
@@ -62,7 +62,7 @@ def test_what_uses_next_to_nothing_is_read_later(box: Sandbox, memory: MemoryPro
 
 
 @pytest.mark.parametrize("ends", ["sleeps", "is given up"])
-def test_it_is_read_before_its_process_goes(ends: str, box: Sandbox, memory: MemoryProvider) -> None:
+def test_a_final_reading_is_stored_before_the_process_ends(ends: str, box: Sandbox, memory: MemoryProvider) -> None:
     read(box, memory, after=MINUTE)
     memory.use(box.ref, cpu_micros=7)
     if ends == "sleeps":
@@ -73,7 +73,7 @@ def test_it_is_read_before_its_process_goes(ends: str, box: Sandbox, memory: Mem
     assert cpu(box) == [0, 7]
 
 
-def test_the_next_process_begins_at_nothing(box: Sandbox, memory: MemoryProvider) -> None:
+def test_the_next_incarnation_starts_from_zero(box: Sandbox, memory: MemoryProvider) -> None:
     memory.use(box.ref, cpu_micros=5)
     eviction.evict(box.pk, now=NOW + MINUTE, reason="test")
     execution.exec_command(box.holder, Command(argv=["true"], timeout=MINUTE), now=NOW + 2 * MINUTE)  # type: ignore[arg-type]
@@ -84,8 +84,8 @@ def test_the_next_process_begins_at_nothing(box: Sandbox, memory: MemoryProvider
     assert [*found] == [(1, 1, 5), (2, 1, 3)]
 
 
-def test_a_counter_that_began_again_is_counted_from_nothing(box: Sandbox, memory: MemoryProvider) -> None:
-    """As that of a container whose engine was restarted, and which was started anew by the next exec."""
+def test_a_restarted_counter_is_counted_from_zero(box: Sandbox, memory: MemoryProvider) -> None:
+    """As after a restart of the engine, when the next exec starts the container again."""
     memory.use(box.ref, cpu_micros=5 * SECOND)
     read(box, memory, after=MINUTE)
     memory.stop(box.ref)
@@ -97,7 +97,7 @@ def test_a_counter_that_began_again_is_counted_from_nothing(box: Sandbox, memory
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_what_it_had_before_it_was_claimed_is_nobodys(
+def test_use_before_the_claim_belongs_to_no_lease(
     is_read: bool, pool: Pool, grant: Callable[..., Lease], memory: MemoryProvider
 ) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
@@ -122,7 +122,7 @@ def test_what_it_had_before_it_was_claimed_is_nobodys(
     assert later and (later.since, later.cpu_micros) == (found[-1].at, SECOND)
 
 
-def test_a_start_that_fails_is_not_read(grant: Callable[..., Lease], memory: MemoryProvider) -> None:
+def test_a_failed_start_is_not_read(grant: Callable[..., Lease], memory: MemoryProvider) -> None:
     lease = grant()
     memory.fail("wait_ready", Unavailable("not ready"))
     memory.after("create", lambda ref: memory.use(ref, cpu_micros=SECOND))
@@ -133,17 +133,15 @@ def test_a_start_that_fails_is_not_read(grant: Callable[..., Lease], memory: Mem
     assert not Reading.objects.exists() and ("stats", box.ref) in memory.calls
 
 
-def test_a_provider_that_does_not_count_is_not_asked(box: Sandbox, memory: MemoryProvider) -> None:
+def test_a_provider_without_usage_is_not_called(box: Sandbox, memory: MemoryProvider) -> None:
     Sandbox.objects.filter(pk=box.pk).update(measured=False)
     assert read(box, memory, after=MINUTE) is None
     assert "stats" not in {verb for verb, _ in memory.calls} and not readings.find_readable().exists()
 
 
 @pytest.mark.parametrize(("where", "more"), [("use asked", 2), ("reading made", 2), ("reading made", 0)])
-def test_of_two_who_read_at_once_nobody_counts_what_the_other_has(
-    where: str, more: int, box: Sandbox, memory: MemoryProvider
-) -> None:
-    """Somebody asks, and is late: what it was told is in the reading that a quicker one writes meanwhile."""
+def test_concurrent_readings_do_not_overlap(where: str, more: int, box: Sandbox, memory: MemoryProvider) -> None:
+    """The slower worker's counter value is included in the reading that the faster worker stores first."""
     read(box, memory, after=MINUTE)
     memory.use(box.ref, cpu_micros=5)
 
@@ -151,14 +149,14 @@ def test_of_two_who_read_at_once_nobody_counts_what_the_other_has(
         if reached == where:
             lifecycle.CHECKPOINT_HOOKS.remove(rival)
             memory.use(box.ref, cpu_micros=more)
-            assert read(box, memory, after=3 * MINUTE, least=1)
+            assert read(box, memory, after=3 * MINUTE, min_cpu_micros=1)
 
     lifecycle.CHECKPOINT_HOOKS.append(rival)
-    assert read(box, memory, after=2 * MINUTE, least=1) is None
+    assert read(box, memory, after=2 * MINUTE, min_cpu_micros=1) is None
     assert cpu(box) == [0, 5 + more]
 
 
-def test_dying_after_a_reading_was_asked_for_loses_nothing(box: Sandbox, memory: MemoryProvider) -> None:
+def test_a_crash_after_the_usage_call_loses_nothing(box: Sandbox, memory: MemoryProvider) -> None:
     memory.use(box.ref, cpu_micros=5)
 
     def die(reached: str, subject: object) -> None:
@@ -174,20 +172,20 @@ def test_dying_after_a_reading_was_asked_for_loses_nothing(box: Sandbox, memory:
     assert (Sandbox.objects.get(pk=box.pk).state, cpu(box)) == ("destroyed", [5])
 
 
-def test_a_sandbox_that_cannot_be_read_goes_all_the_same(box: Sandbox, memory: MemoryProvider) -> None:
+def test_an_unreadable_sandbox_is_destroyed_nevertheless(box: Sandbox, memory: MemoryProvider) -> None:
     memory.fail("stats", Unavailable("no answer"))
     leasing.release(box.holder, now=NOW + MINUTE)  # type: ignore[arg-type]
     assert destruction.destroy(box.pk, now=NOW + MINUTE) and not Reading.objects.exists()
 
 
-def test_the_sweep_reads_what_is_alive_and_goes_on_after_a_failure(
+def test_the_sweep_reads_live_sandboxes_and_continues_after_a_failure(
     grant: Callable[..., Lease], box: Sandbox, memory: MemoryProvider
 ) -> None:
     other = grant(environment="other", ttl=timedelta(hours=9))
     execution.exec_command(other.pk, Command(argv=["true"], timeout=MINUTE), now=NOW + MINUTE)
-    with memory.fail("stats", Unavailable("no answer"), times=1):  # the one that was used last is asked first
-        swept = sweeps.record_readings(now=NOW + 5 * MINUTE)
-    assert (swept.counts, len(swept.failures)) == ({"read": 1}, 1)
+    with memory.fail("stats", Unavailable("no answer"), times=1):  # the most recently used sandbox is read first
+        result = sweeps.record_readings(now=NOW + 5 * MINUTE)
+    assert (result.counts, len(result.failures)) == ({"read": 1}, 1)
     assert sweeps.record_readings(now=NOW + 10 * MINUTE).counts == {"read": 1}
     memory.vanish(box.ref)
     assert sweeps.record_readings(now=NOW + 15 * MINUTE).counts == {"gone": 1}
@@ -198,8 +196,8 @@ def test_the_sweep_reads_what_is_alive_and_goes_on_after_a_failure(
 
 @pytest.mark.docker
 @pytest.mark.django_db(transaction=True)
-def test_a_containers_cpu_is_read_over_its_whole_life(docker_pool: Pool) -> None:
-    """A loop that uses two seconds of CPU by its own clock, some of it before the first reading and some before it sleeps."""
+def test_the_cpu_of_a_container_is_read_over_its_whole_life(docker_pool: Pool) -> None:
+    """A loop uses two seconds of CPU by its own clock, partly before the first reading and partly before the eviction."""
     burn = "import time; end = time.process_time() + {}\nwhile time.process_time() < end: pass"
     lease = leasing.acquire(leasing.LeaseRequest("did:plc:ada", "cpu", "coding", pool=docker_pool.name), now=timezone.now())[0]
 
@@ -215,6 +213,6 @@ def test_a_containers_cpu_is_read_over_its_whole_life(docker_pool: Pool) -> None
     found = [*Reading.objects.filter(sandbox=box).order_by("number")]
     assert all(later.since == earlier.at for earlier, later in pairwise(found))
     first, rest = found[0].cpu_micros / SECOND, sum(each.cpu_micros for each in found[1:]) / SECOND
-    # Its own clock ticks apart from the kernel's counter, and starting commands and storing files take something, too.
+    # The loop's clock and the kernel's counter tick apart; starting commands and storing files use CPU as well.
     assert 0.65 <= first <= 0.7 + 1 and 1.25 <= rest <= 1.3 + 1
     assert 1 <= found[0].memory_mib <= box.memory_mib

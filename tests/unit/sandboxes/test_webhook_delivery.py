@@ -1,4 +1,4 @@
-"""Webhooks told by a real receiver on loopback: what arrives, and what becomes of what does not."""
+"""Webhook delivery to a real receiver on loopback: signatures, retries, disabling, crashes and races."""
 
 import base64
 import io
@@ -47,12 +47,12 @@ def happen(number: int = 1, now=NOW) -> Event:
 
 
 def sweep(now=NOW) -> dict[str, int]:
-    swept = delivering.deliver_due(now=now)
-    assert not swept.failures
-    return swept.counts
+    result = delivering.deliver_due(now=now)
+    assert not result.failures
+    return result.counts
 
 
-# --- what arrives ---------------------------------------------------------------------------------------------------
+# --- successful delivery --------------------------------------------------------------------------------------------
 
 
 def test_an_event_arrives_once_and_its_signature_verifies(receiver: WebhookReceiver, grant) -> None:
@@ -63,7 +63,7 @@ def test_an_event_arrives_once_and_its_signature_verifies(receiver: WebhookRecei
     assert sweep(NOW + 9 * MINUTE) == {}
     event, delivery, [one] = Event.objects.get(), Delivery.objects.get(), receiver.received
     assert one.path == "/events"
-    assert one.said == {
+    assert one.payload == {
         "id": str(event.pk), "type": "lease.ended", "timestamp": "2026-11-21T12:01:00Z", "data": event.payload,
     }  # fmt: skip
     assert one.headers["webhook-id"] == str(event.pk)
@@ -77,7 +77,7 @@ def test_an_event_arrives_once_and_its_signature_verifies(receiver: WebhookRecei
     assert (webhook.last_status, webhook.last_error, webhook.last_delivered_at) == (204, "", delivery.delivered_at)
 
 
-def test_each_webhook_is_told_what_it_wants(receiver: WebhookReceiver) -> None:
+def test_each_webhook_receives_its_subscribed_events(receiver: WebhookReceiver) -> None:
     listen(receiver, "lease.ended", path="/leases")
     listen(receiver, "budget.warning", path="/budgets")
     listen(receiver, path="/all")
@@ -90,7 +90,7 @@ def test_after_a_rotation_both_secrets_sign_for_a_day(receiver: WebhookReceiver)
     webhook, before = listen(receiver)
     after = subscriptions.rotate_secret(webhook, now=NOW)
     assert after
-    assert subscriptions.rotate_secret(webhook, now=NOW) is None  # somebody who had read the row before
+    assert subscriptions.rotate_secret(webhook, now=NOW) is None  # stale row
     for number, when in enumerate((NOW, NOW + DAY - MINUTE, NOW + DAY)):
         happen(number, when)
         sweep(when)
@@ -98,9 +98,9 @@ def test_after_a_rotation_both_secrets_sign_for_a_day(receiver: WebhookReceiver)
     assert [verify_signature(one, before) for one in receiver.received] == [True, True, False]
 
 
-def test_the_queue_is_woken_with_the_fact(receiver: WebhookReceiver) -> None:
+def test_an_event_enqueues_a_delivery_task(receiver: WebhookReceiver) -> None:
     happen(1)
-    assert not OrmQ.objects.exists()  # nobody listens
+    assert not OrmQ.objects.exists()  # no webhook subscribes
     listen(receiver)
     with transaction.atomic():
         happen(2)
@@ -111,10 +111,10 @@ def test_the_queue_is_woken_with_the_fact(receiver: WebhookReceiver) -> None:
     assert delivering.run_delivery_task() == "1 delivered"
 
 
-# --- what does not --------------------------------------------------------------------------------------------------
+# --- failed delivery ------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_try_is_repeated_later_and_later_until_it_arrives(receiver: WebhookReceiver) -> None:
+def test_a_failed_attempt_is_retried_with_backoff_until_delivered(receiver: WebhookReceiver) -> None:
     webhook, secret = listen(receiver)
     event = happen()
     receiver.status = 500
@@ -127,10 +127,10 @@ def test_a_failed_try_is_repeated_later_and_later_until_it_arrives(receiver: Web
         when = delivery.due_at
     assert all(
         wait <= found < wait + 5 for found, wait in zip(waits, (5, 10, 20, 40, 80), strict=True)
-    )  # a try takes time, too
-    assert (delivery.tries, delivery.last_status, delivery.last_error) == (5, 500, "It answered 500 Internal Server Error.")
+    )  # the attempt itself takes time
+    assert (delivery.tries, delivery.last_status, delivery.last_error) == (5, 500, "Status 500 Internal Server Error.")
     webhook.refresh_from_db()
-    assert (webhook.last_status, webhook.last_error) == (500, "It answered 500 Internal Server Error.")
+    assert (webhook.last_status, webhook.last_error) == (500, "Status 500 Internal Server Error.")
     receiver.status = 200
     assert sweep(when) == {"delivered": 1}
     assert {one.headers["webhook-id"] for one in receiver.received} == {str(event.pk)} and len(receiver.received) == 6
@@ -140,7 +140,7 @@ def test_a_failed_try_is_repeated_later_and_later_until_it_arrives(receiver: Web
     assert (webhook.last_status, webhook.last_error) == (200, "")
 
 
-def test_a_receiver_that_fails_for_three_days_is_given_up(receiver: WebhookReceiver) -> None:
+def test_a_receiver_that_fails_for_three_days_is_disabled(receiver: WebhookReceiver) -> None:
     webhook, _ = listen(receiver)
     happen()
     receiver.status = 503
@@ -162,10 +162,10 @@ def test_a_receiver_that_fails_for_three_days_is_given_up(receiver: WebhookRecei
     assert sweep(when) == {"delivered": 2}
 
 
-def test_what_nobody_has_tried_for_days_is_not_given_up_at_its_first_failure(receiver: WebhookReceiver) -> None:
+def test_a_delivery_not_attempted_for_days_is_not_abandoned_at_its_first_failure(receiver: WebhookReceiver) -> None:
     webhook, _ = listen(receiver)
     happen()
-    receiver.status = 503  # it comes back as we do, and later
+    receiver.status = 503  # first attempt after the outage
     assert sweep(NOW + 4 * DAY) == {"to be tried again": 1}
     receiver.status = 200
     assert sweep(NOW + 4 * DAY + MINUTE) == {"delivered": 1}
@@ -173,7 +173,7 @@ def test_what_nobody_has_tried_for_days_is_not_given_up_at_its_first_failure(rec
     assert webhook.disabled_at is None
 
 
-def test_an_event_that_is_never_taken_is_given_up_while_others_arrive(receiver: WebhookReceiver) -> None:
+def test_one_undeliverable_event_is_abandoned_without_disabling_the_webhook(receiver: WebhookReceiver) -> None:
     webhook, _ = listen(receiver)
     happen(1)
     receiver.status = 422
@@ -188,7 +188,7 @@ def test_an_event_that_is_never_taken_is_given_up_while_others_arrive(receiver: 
     assert Delivery.objects.get(event__key="1").given_up_at and webhook.disabled_at is None
 
 
-def test_whoever_says_gone_is_told_nothing_more(receiver: WebhookReceiver) -> None:
+def test_a_receiver_that_answers_410_is_disabled(receiver: WebhookReceiver) -> None:
     webhook, _ = listen(receiver)
     happen(1), happen(2)
     receiver.status = 410
@@ -199,16 +199,18 @@ def test_whoever_says_gone_is_told_nothing_more(receiver: WebhookReceiver) -> No
     assert sweep(NOW + DAY) == {} and len(receiver.received) == 1
 
 
-@pytest.mark.parametrize(("said", "seconds"), [("60", 60), ("2", 5), ("999999", 6 * 3600), ("Mon, 1 Jan 2029", 5), ("-1", 5)])
-def test_a_receiver_says_when_to_come_back(receiver: WebhookReceiver, said: str, seconds: int) -> None:
+@pytest.mark.parametrize(
+    ("retry_after", "seconds"), [("60", 60), ("2", 5), ("999999", 6 * 3600), ("Mon, 1 Jan 2029", 5), ("-1", 5)]
+)
+def test_retry_after_delays_the_next_attempt(receiver: WebhookReceiver, retry_after: str, seconds: int) -> None:
     listen(receiver)
     happen()
-    receiver.status, receiver.headers = 429, {"Retry-After": said}
+    receiver.status, receiver.headers = 429, {"Retry-After": retry_after}
     sweep()
-    assert 0 <= (Delivery.objects.get().due_at - NOW).total_seconds() - seconds < 3  # which the try has taken
+    assert 0 <= (Delivery.objects.get().due_at - NOW).total_seconds() - seconds < 3  # duration of the attempt
 
 
-def test_who_is_paused_is_told_later_of_what_was_before(receiver: WebhookReceiver) -> None:
+def test_a_resumed_webhook_receives_its_pending_events(receiver: WebhookReceiver) -> None:
     webhook, _ = listen(receiver)
     happen(1)
     assert subscriptions.pause_webhook(webhook.pk) and not subscriptions.pause_webhook(webhook.pk)
@@ -216,13 +218,13 @@ def test_who_is_paused_is_told_later_of_what_was_before(receiver: WebhookReceive
     assert sweep() == {}
     assert subscriptions.resume_webhook(webhook.pk, now=NOW + 5 * DAY)
     receiver.status = 500
-    assert sweep(NOW + 5 * DAY) == {"to be tried again": 1}  # its three days begin now
+    assert sweep(NOW + 5 * DAY) == {"to be tried again": 1}  # the retry window starts now
     receiver.status = 204
     assert sweep(NOW + 5 * DAY + MINUTE) == {"delivered": 1}
-    assert [one.said["data"]["number"] for one in receiver.received] == [1, 1]
+    assert [one.payload["data"]["number"] for one in receiver.received] == [1, 1]
 
 
-def test_who_is_removed_is_told_nothing_and_has_no_secret(receiver: WebhookReceiver) -> None:
+def test_a_removed_webhook_receives_nothing_and_has_no_secret(receiver: WebhookReceiver) -> None:
     webhook, _ = listen(receiver)
     happen(1)
     assert subscriptions.remove_webhook(webhook.pk, now=NOW) and not subscriptions.remove_webhook(webhook.pk, now=NOW)
@@ -238,7 +240,7 @@ def test_who_is_removed_is_told_nothing_and_has_no_secret(receiver: WebhookRecei
         Webhook.objects.filter(pk=webhook.pk).update(sealed=b"x")
 
 
-def test_one_that_fails_does_not_hold_up_another(receiver: WebhookReceiver) -> None:
+def test_a_failing_webhook_does_not_delay_another(receiver: WebhookReceiver) -> None:
     with run_receiver() as broken:
         broken.status = 500
         listen(broken)
@@ -250,12 +252,12 @@ def test_one_that_fails_does_not_hold_up_another(receiver: WebhookReceiver) -> N
 
 
 @pytest.mark.parametrize(("seconds", "slow_ones"), [(5, 3), (20, 2)])
-def test_one_that_is_slow_comes_after_the_others_and_a_pass_ends(
+def test_a_slow_webhook_is_attempted_last_and_the_pass_ends(
     receiver: WebhookReceiver, monkeypatch, seconds: int, slow_ones: int
 ) -> None:
     slow, _ = listen(receiver, path="/slow")
     listen(receiver, path="/fast")
-    Webhook.objects.filter(pk=slow.pk).update(created_at=NOW - DAY)  # so it is the first, since it is the older one
+    Webhook.objects.filter(pk=slow.pk).update(created_at=NOW - DAY)  # older, so first in the order
     for number in range(3):
         happen(number)
     spent = [0.0]
@@ -267,41 +269,41 @@ def test_one_that_is_slow_comes_after_the_others_and_a_pass_ends(
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + spent[0]))
     monkeypatch.setattr(lifecycle, "CHECKPOINT_HOOKS", [hook])
     assert sweep() == {"delivered": 3 + slow_ones}
-    said = [one.path.removeprefix("/events/") for one in receiver.received]
-    assert said == ["slow", "fast", "fast", "fast"] + ["slow"] * (slow_ones - 1)
+    order = [one.path.removeprefix("/events/") for one in receiver.received]
+    assert order == ["slow", "fast", "fast", "fast"] + ["slow"] * (slow_ones - 1)
 
 
-def test_a_test_is_sent_once_also_to_one_that_is_paused(receiver: WebhookReceiver) -> None:
+def test_a_test_event_is_sent_once_also_to_a_paused_webhook(receiver: WebhookReceiver) -> None:
     webhook, secret = listen(receiver, "lease.ended")
     other, _ = listen(receiver)
     subscriptions.pause_webhook(webhook.pk)
     delivering.send_test_event(webhook, now=NOW)
     [one] = receiver.received
-    assert one.said["type"] == "webhook.test" and one.said["data"] == {"webhook_id": str(webhook.pk)}
+    assert one.payload["type"] == "webhook.test" and one.payload["data"] == {"webhook_id": str(webhook.pk)}
     assert verify_signature(one, secret)
     receiver.status = 404
-    with pytest.raises(WebhookTestFailed, match="It answered 404 Not Found"):
+    with pytest.raises(WebhookTestFailed, match="Status 404 Not Found"):
         delivering.send_test_event(other, now=NOW)
     assert sweep(NOW + 4 * DAY) == {} and len(receiver.received) == 2
     other.refresh_from_db()
     assert (other.disabled_at, other.last_status) == (None, 404)
 
 
-def test_a_secret_that_cannot_be_opened_is_said_and_nothing_is_sent(receiver: WebhookReceiver, settings) -> None:
+def test_an_undecryptable_secret_is_reported_and_nothing_is_sent(receiver: WebhookReceiver, settings) -> None:
     webhook, _ = listen(receiver)
     other, _ = listen(receiver, "lease.ended")
-    Webhook.objects.filter(pk=webhook.pk).update(sealed=other.sealed)  # whoever writes the database has no key
+    Webhook.objects.filter(pk=webhook.pk).update(sealed=other.sealed)  # an attacker with database access but no key
     happen()
     assert sweep() == {"to be tried again": 1}
     assert "LEASEHOLD_IDENTITY_KEYS" in Delivery.objects.get().last_error
     assert not receiver.received
 
 
-# --- crashes and rivals ---------------------------------------------------------------------------------------------
+# --- crashes and concurrent workers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("step", "arrived"), [("delivery claimed", 0), ("delivery answered", 1)])
-def test_a_sender_that_dies_is_followed_by_another(receiver: WebhookReceiver, at_checkpoint, step: str, arrived: int) -> None:
+def test_another_worker_takes_over_after_a_crash(receiver: WebhookReceiver, at_checkpoint, step: str, arrived: int) -> None:
     _, secret = listen(receiver)
     event = happen()
 
@@ -313,14 +315,14 @@ def test_a_sender_that_dies_is_followed_by_another(receiver: WebhookReceiver, at
         sweep()
     assert len(receiver.received) == arrived
     assert sweep(NOW + delivering.CLAIM_TIMEOUT - timedelta(seconds=1)) == {}
-    assert sweep(NOW + delivering.CLAIM_TIMEOUT + timedelta(seconds=10)) == {"delivered": 1}  # as a sweep takes its time, too
+    assert sweep(NOW + delivering.CLAIM_TIMEOUT + timedelta(seconds=10)) == {"delivered": 1}  # the sweep takes time as well
     assert [one.headers["webhook-id"] for one in receiver.received] == [str(event.pk)] * (arrived + 1)
     assert all(verify_signature(one, secret) for one in receiver.received)
     delivery = Delivery.objects.get()
     assert (delivery.tries, delivery.claim) == (2, None) and delivery.delivered_at
 
 
-def test_a_rival_in_the_middle_of_a_try_finds_nothing_to_do(receiver: WebhookReceiver, at_checkpoint) -> None:
+def test_a_concurrent_worker_skips_a_claimed_delivery(receiver: WebhookReceiver, at_checkpoint) -> None:
     listen(receiver)
     happen()
     rival: list[dict[str, int]] = []
@@ -329,7 +331,7 @@ def test_a_rival_in_the_middle_of_a_try_finds_nothing_to_do(receiver: WebhookRec
     assert rival == [{}] and len(receiver.received) == 1
 
 
-def test_a_sender_that_was_taken_for_dead_writes_nothing_down(receiver: WebhookReceiver, at_checkpoint) -> None:
+def test_a_worker_past_its_deadline_records_nothing(receiver: WebhookReceiver, at_checkpoint) -> None:
     listen(receiver)
     happen()
     receiver.status = 500
@@ -344,7 +346,7 @@ def test_a_sender_that_was_taken_for_dead_writes_nothing_down(receiver: WebhookR
     assert delivery.delivered_at and delivery.last_status == 204
 
 
-def test_who_is_removed_during_a_try_stays_removed(receiver: WebhookReceiver, at_checkpoint) -> None:
+def test_a_webhook_removed_during_an_attempt_stays_removed(receiver: WebhookReceiver, at_checkpoint) -> None:
     webhook, _ = listen(receiver)
     happen()
     at_checkpoint("delivery claimed", lambda: subscriptions.remove_webhook(webhook.pk, now=NOW))
@@ -352,7 +354,7 @@ def test_who_is_removed_during_a_try_stays_removed(receiver: WebhookReceiver, at
     assert Delivery.objects.get().given_up_at == NOW
 
 
-# --- what may be listened to ----------------------------------------------------------------------------------------
+# --- validation -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -365,29 +367,29 @@ def test_who_is_removed_during_a_try_stays_removed(receiver: WebhookReceiver, at
         "https://example.com:99999/", "https://100.100.100.200/", "https://[64:ff9b::a9fe:a9fe]/", "https://" + "a" * 500,
     ],
 )  # fmt: skip
-def test_an_address_that_is_none_to_send_to_is_refused(url: str) -> None:
+def test_an_invalid_or_forbidden_url_is_refused(url: str) -> None:
     with pytest.raises(ValidationError) as refused:
         subscriptions.add_webhook(url, now=NOW)
     assert {*refused.value.message_dict} <= {"url", "internal"} and not Webhook.objects.exists()
 
 
 @pytest.mark.parametrize("url", ["https://example.com/events?of=us", "https://xn--bcher-kva.example:8443/", "https://1.1.1.1/"])
-def test_a_public_address_by_https_is_taken(url: str) -> None:
+def test_a_public_https_url_is_accepted(url: str) -> None:
     assert subscriptions.add_webhook(url, now=NOW)[0].url == url
 
 
 @pytest.mark.parametrize("url", ["https://10.0.0.1/", "https://[::1]:8443/", "http://localhost:8000/x", "http://127.0.0.2/"])
-def test_an_internal_address_is_taken_where_that_is_said(url: str) -> None:
+def test_an_internal_address_is_accepted_for_an_internal_webhook(url: str) -> None:
     assert subscriptions.add_webhook(url, now=NOW, internal=True)[0].internal
 
 
-def test_plain_http_to_others_is_for_development(settings) -> None:
+def test_plain_http_to_other_hosts_needs_debug(settings) -> None:
     settings.DEBUG = True
     assert subscriptions.add_webhook("http://example.com/", now=NOW)
 
 
 @pytest.mark.parametrize("kinds", [["lease.began"], ["webhook.test"], ["lease.ended", "lease.ended"], "lease.ended"])
-def test_a_kind_that_there_is_not_is_refused(kinds: Any) -> None:
+def test_an_unknown_event_type_is_refused(kinds: Any) -> None:
     with pytest.raises(ValidationError) as refused:
         subscriptions.add_webhook("https://example.com", kinds, now=NOW)
     assert "kinds" in refused.value.message_dict
@@ -396,7 +398,7 @@ def test_a_kind_that_there_is_not_is_refused(kinds: Any) -> None:
 # --- secrets and upkeep ---------------------------------------------------------------------------------------------
 
 
-def test_secrets_are_sealed_anew_under_the_first_key(receiver: WebhookReceiver, settings) -> None:
+def test_secrets_are_encrypted_again_under_the_first_key(receiver: WebhookReceiver, settings) -> None:
     webhook, first = listen(receiver)
     second = subscriptions.rotate_secret(webhook, now=NOW)
     assert second
@@ -412,7 +414,7 @@ def test_secrets_are_sealed_anew_under_the_first_key(receiver: WebhookReceiver, 
     assert subscriptions.reencrypt_secrets(now=NOW).unopened == [webhook]
 
 
-def test_a_secret_is_opened_for_its_own_row_only(receiver: WebhookReceiver) -> None:
+def test_a_secret_is_decrypted_for_its_own_row_only(receiver: WebhookReceiver) -> None:
     webhook, _ = listen(receiver)
     webhook.sealed_before, webhook.before_until = webhook.sealed, NOW + DAY
     assert len(subscriptions.load_signing_secrets(webhook, now=NOW)) == 2
@@ -421,14 +423,14 @@ def test_a_secret_is_opened_for_its_own_row_only(receiver: WebhookReceiver) -> N
         subscriptions.load_signing_secrets(webhook, now=NOW)
 
 
-def test_the_prune_sweep_removes_what_happened_long_ago(receiver: WebhookReceiver) -> None:
+def test_the_prune_sweep_removes_old_events(receiver: WebhookReceiver) -> None:
     listen(receiver)
     happen()
     assert sweeps.prune(now=NOW + 31 * DAY).counts["old events removed"] == 1
     assert not Delivery.objects.exists() and Webhook.objects.count() == 1
 
 
-# --- secrets are nowhere --------------------------------------------------------------------------------------------
+# --- secrets do not leak --------------------------------------------------------------------------------------------
 
 
 def test_neither_secret_nor_signature_is_in_the_database_or_the_log(receiver: WebhookReceiver, caplog) -> None:
@@ -459,11 +461,11 @@ def test_neither_secret_nor_signature_is_in_the_database_or_the_log(receiver: We
     assert not [text for text in hidden if text in stored or text in logged]
 
 
-# --- beside each other ----------------------------------------------------------------------------------------------
+# --- parallel workers -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.django_db(transaction=True)
-def test_senders_beside_each_other_send_each_event_once(receiver: WebhookReceiver) -> None:
+def test_parallel_workers_send_each_event_once(receiver: WebhookReceiver) -> None:
     listen(receiver)
     events = {str(happen(number).pk) for number in range(20)}
 
@@ -483,7 +485,7 @@ def test_senders_beside_each_other_send_each_event_once(receiver: WebhookReceive
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_fact_that_two_state_at_once_is_one_event(receiver: WebhookReceiver) -> None:
+def test_concurrent_inserts_of_one_fact_are_one_event(receiver: WebhookReceiver) -> None:
     listen(receiver)
     with run_in_threads(4) as run:
         found = run(lambda index: outbox.enqueue_event("budget.exhausted", key="b1", payload={"by": index}, now=NOW))

@@ -417,7 +417,7 @@ def over(spend: Act) -> Lease:
     lease: Lease = spend()
     budget(1, grace=HOUR, scope="agent", subject=ADA)
     under_way(lease)
-    assert swept(NOW)["sandboxes running on"] == 1
+    assert swept(NOW)["sandboxes in grace period"] == 1
     return lease
 
 
@@ -617,7 +617,7 @@ def test_what_runs_has_until_the_end_of_the_grace(spend: Act) -> None:
     budget(1, grace=5 * MINUTE)
     run = under_way(lease)
     for minute in (0, 1, 4):
-        assert swept(NOW + minute * MINUTE)["sandboxes running on"] == 1
+        assert swept(NOW + minute * MINUTE)["sandboxes in grace period"] == 1
         assert (ended(lease)[0], Run.objects.get(pk=run.pk).ended_at) == ("active", None)
     assert swept(NOW + 5 * MINUTE) == {"leases ended": 1}
     run.refresh_from_db()
@@ -642,8 +642,8 @@ def test_what_runs_has_all_of_the_grace_of_a_budget_that_becomes_one_for_it(
     for name, value in becomes.items():
         setattr(made, name, value)
     budgets.save_budget(made, now=NOW + HOUR)
-    assert swept(NOW + HOUR) == {"sandboxes running on": 1}
-    assert swept(NOW + HOUR + 4 * MINUTE) == {"sandboxes running on": 1}
+    assert swept(NOW + HOUR) == {"sandboxes in grace period": 1}
+    assert swept(NOW + HOUR + 4 * MINUTE) == {"sandboxes in grace period": 1}
     assert swept(NOW + HOUR + 5 * MINUTE) == {"leases ended": 1}
     run.refresh_from_db()
     assert run.outcome == "lost"
@@ -655,7 +655,7 @@ def test_what_runs_has_all_of_the_grace_of_a_budget_that_is_on_again(spend: Act)
     under_way(lease)
     swept(NOW), budgets.set_active(made.pk, active=False, now=NOW)
     assert budgets.set_active(made.pk, active=True, now=NOW + HOUR)
-    assert swept(NOW + HOUR) == {"sandboxes running on": 1}
+    assert swept(NOW + HOUR) == {"sandboxes in grace period": 1}
     assert swept(NOW + HOUR + 5 * MINUTE) == {"leases ended": 1}
     assert said() == ["exhausted", "warning"]
 

@@ -7,7 +7,7 @@ import pytest
 from django.core.management import call_command
 from django_q.models import OrmQ, Schedule
 
-from billing.admin import budgets
+from billing.admin import overshoot
 from controlplane import schedules
 from sandboxes.models import Sweep
 from tests.conftest import NOW
@@ -81,4 +81,8 @@ def test_the_command_says_what_it_changed(capsys) -> None:
 def test_the_bound_that_operators_are_told_is_of_these_periods() -> None:
     """How far a budget may be overspent follows from how often its sweeps run."""
     periods = {name: timedelta(minutes=schedules.INTERVAL_MINUTES[name]) for name in ("meter", "budgets", "read")}
-    assert periods == {"meter": budgets.SWEEP_INTERVAL, "budgets": budgets.SWEEP_INTERVAL, "read": budgets.READING_INTERVAL}
+    assert periods == {
+        "meter": overshoot.SWEEP_INTERVAL,
+        "budgets": overshoot.SWEEP_INTERVAL,
+        "read": overshoot.READING_INTERVAL,
+    }

@@ -19,7 +19,7 @@ from django.core.management import CommandError, call_command
 from docker import APIClient
 
 from leases import execution, leasing
-from sandboxes import sweeps
+from sandboxes import reconciliation
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import ExecResult, Missing, Rejected, ResourceUsage, SandboxSpec, Unavailable
 from sandboxes.providers.docker import engine
@@ -220,7 +220,7 @@ def test_a_container_that_was_removed_is_lost_though_its_volumes_are_there(docke
         execution.exec_command(lease.pk, Command(argv=["touch", "f"], timeout=MINUTE), now=NOW)
     gone = Sandbox.objects.get(holder=leases[0].pk)
     docker("rm", "-f", gone.ref)
-    assert sweeps.reconcile(now=NOW, grace=timedelta(days=1)).counts == {"lost": 1, "kept": 1}
+    assert reconciliation.reconcile(now=NOW, grace=timedelta(days=1)).counts == {"lost": 1, "kept": 1}
 
 
 @pytest.mark.django_db
@@ -229,8 +229,8 @@ def test_what_is_left_of_a_sandbox_is_an_orphan(docker_pool: Pool) -> None:
     ref = provider.create(SandboxSpec(f"lhd-{uuid4().hex[:16]}", owner=owner))
     docker("rm", "-f", ref)
     late = provider.list(owner)[0].created_at + 2 * MINUTE
-    assert sweeps.reconcile(now=late - MINUTE, grace=2 * MINUTE).counts == {}
-    assert sweeps.reconcile(now=late, grace=2 * MINUTE).counts == {"orphans destroyed": 1}
+    assert reconciliation.reconcile(now=late - MINUTE, grace=2 * MINUTE).counts == {}
+    assert reconciliation.reconcile(now=late, grace=2 * MINUTE).counts == {"orphans destroyed": 1}
     assert provider.list(owner) == []
 
 

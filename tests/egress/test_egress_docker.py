@@ -18,7 +18,7 @@ from controlplane.env import ENV_VARIABLES
 from leases import leasing, sweeps
 from leases.one_shot import OneShotOutcome, OneShotRequest, run_once
 from sandboxes import pool as pools
-from sandboxes.egress import authorization, reconciliation, slots
+from sandboxes.egress import authorization, log_collection, slots
 from sandboxes.egress.nginx import INSTALLATION_LABEL, NginxProxy, get_installation_id, get_server_socket_path
 from sandboxes.errors import CapacityExhausted
 from sandboxes.models import LlmCall, Pool, Sandbox
@@ -279,7 +279,7 @@ def test_as_many_slots_as_there_are_by_default_are_listened_on_and_told_apart(
         last = settings.EGRESS_SLOTS - 1
         for slot in (0, 17, last):
             assert post(slots.ensure_slot_directory(slot) / slots.SOCKET_NAME, {}, "/x")[0] == 403
-        log = reconciliation.access_log_path()
+        log = log_collection.access_log_path()
         wait_until(lambda: len(log.read_text().splitlines()) == 3, "nginx has written of them")
         assert {json.loads(line)["slot"] for line in log.read_text().splitlines()} == {0, 17, last}
         assert many.engine.client.inspect_container(many.name)["RestartCount"] == 0

@@ -10,8 +10,8 @@ import pytest
 from django.conf import settings
 from django.test import override_settings
 
-from sandboxes import sweeps
-from sandboxes.egress import reconciliation, slots
+from sandboxes import reconciliation
+from sandboxes.egress import log_collection, slots
 from sandboxes.egress.nginx import DIRECTORY_LABEL, NginxProxy, get_server_socket_path, is_open
 from sandboxes.egress.server import EgressServer
 from sandboxes.management.commands import egress
@@ -42,34 +42,34 @@ def later() -> datetime:
 
 
 def test_a_proxy_whose_server_died_goes_after_a_while(nginx: NginxProxy) -> None:
-    assert sweeps.reconcile(now=datetime.now(UTC), grace=GRACE).counts == {}
+    assert reconciliation.reconcile(now=datetime.now(UTC), grace=GRACE).counts == {}
     assert nginx.get_state() == "running"
-    swept = sweeps.reconcile(now=later(), grace=GRACE)
+    swept = reconciliation.reconcile(now=later(), grace=GRACE)
     assert (swept.counts, swept.failures) == ({"egress proxies removed": 1}, [])
     assert nginx.get_state() == ""
-    assert sweeps.reconcile(now=later(), grace=GRACE).counts == {}
+    assert reconciliation.reconcile(now=later(), grace=GRACE).counts == {}
 
 
 def test_one_with_a_server_stays(nginx: NginxProxy) -> None:
     loop = EventLoopThread()
     with closing(loop), loop.run_context(EgressServer().listening({get_server_socket_path(): None})):
         assert is_open()
-        assert sweeps.reconcile(now=later(), grace=GRACE).counts == {}
+        assert reconciliation.reconcile(now=later(), grace=GRACE).counts == {}
     assert not is_open()
     assert nginx.get_state() == "running"
 
 
 def test_one_of_another_installation_stays_until_its_directory_is_gone(nginx: NginxProxy, tmp_path: Path) -> None:
     with override_settings(EGRESS_DIR=tmp_path / "other"):
-        assert sweeps.reconcile(now=later(), grace=GRACE).counts == {}
+        assert reconciliation.reconcile(now=later(), grace=GRACE).counts == {}
         assert nginx.engine.client.containers(filters={"label": f"{DIRECTORY_LABEL}={tmp_path / 'egress'}"})
         shutil.rmtree(tmp_path / "egress")
-        assert sweeps.reconcile(now=later(), grace=GRACE).counts == {"egress proxies removed": 1}
+        assert reconciliation.reconcile(now=later(), grace=GRACE).counts == {"egress proxies removed": 1}
 
 
 def test_where_sandboxes_are_no_containers_nothing_is_looked_for(nginx: NginxProxy) -> None:
     with override_settings(EGRESS_PROXY="none"):
-        assert sweeps.reconcile(now=later(), grace=GRACE).counts == {}
+        assert reconciliation.reconcile(now=later(), grace=GRACE).counts == {}
     assert nginx.get_state() == "running"
 
 
@@ -81,7 +81,7 @@ def test_it_does_not_come_back_with_the_engine(nginx: NginxProxy) -> None:
 def test_a_beat_says_that_the_way_out_is_there_and_keeps_the_log_small(
     nginx: NginxProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = reconciliation.access_log_path()
+    log = log_collection.access_log_path()
     wait_until(log.exists, "nginx has a log")
     egress.record_heartbeat(nginx)
     row = Sweep.objects.get(name="egress")
@@ -96,7 +96,7 @@ def test_a_beat_says_that_the_way_out_is_there_and_keeps_the_log_small(
 
 def test_a_beat_that_fails_is_no_beat_and_ends_nothing(nginx: NginxProxy) -> None:
     nginx.stop()
-    path = reconciliation.access_log_path()
+    path = log_collection.access_log_path()
     path.with_name(f"{path.name}.1").touch()
     egress.record_heartbeat(nginx)
     row = Sweep.objects.get(name="egress")

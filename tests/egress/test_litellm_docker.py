@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from django.db import connection
 
-from sandboxes.egress import reconciliation, slots
+from sandboxes.egress import log_collection, slots
 from sandboxes.egress import upstream_records as records
 from sandboxes.egress.amounts import parse_usd
 from sandboxes.egress.nginx import NginxProxy
@@ -92,9 +92,9 @@ def each_recorded(did: str, calls: int) -> dict[str, dict[str, Any]]:
 
 def collected(*, at: Any = LATER) -> dict[str, int]:
     """What collecting did; doing it again changes no row."""
-    swept = reconciliation.collect_call_logs(now=at)
+    swept = log_collection.collect_call_logs(now=at)
     before = [*LlmCall.objects.order_by("pk").values()]
-    reconciliation.collect_call_logs(now=at)
+    log_collection.collect_call_logs(now=at)
     assert [*LlmCall.objects.order_by("pk").values()] == before
     return dict(swept.counts)
 
@@ -248,7 +248,7 @@ def test_our_server_that_is_killed_in_a_call(inside: LeasedSandbox, did: str, eg
             assert running.result(60).exit_code in (0, 1)  # nginx ends a stream whose length nobody knows
         process.wait(20)
     each_recorded(did, 2), egress.logged(2)
-    reconciliation.collect_call_logs(now=NOW)  # nginx saw it end, and nobody has closed it: a minute later nobody will
+    log_collection.collect_call_logs(now=NOW)  # nginx saw it end, and nobody has closed it: a minute later nobody will
     [row] = LlmCall.objects.filter(outcome="open")
     assert row.logged_at is not None
     assert collected(at=row.logged_at + 2 * MINUTE)["requests closed as lost"] == 1

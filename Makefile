@@ -1,4 +1,4 @@
-# make demo and make test do all of their set-up; `make help` lists the rest.
+# `make demo` and `make test` include their setup; `make help` lists all targets.
 PYTHON ?= python3
 PORT ?= 8000
 py = .venv/bin/python
@@ -7,45 +7,45 @@ manage = $(py) manage.py
 .DEFAULT_GOAL := help
 .PHONY: help demo run t test bench lint format install image lock schema
 
-help: ## this list
+help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
-demo: install image ## agents play a real game in leased sandboxes; the server stays up until Ctrl-C
+demo: install image ## play a game with agents in leased sandboxes; the server runs until Ctrl-C
 	@$(manage) migrate --verbosity 0
 	@$(manage) quickstart
 	@exec $(manage) demo --port $(PORT)
 
-run: install image ## the control plane without the game
+run: install image ## run the control plane without the game
 	@$(manage) migrate --verbosity 0
 	@$(manage) quickstart
 	@exec $(manage) up --port $(PORT) --leave-nothing
 
-t: install ## tests that need no service, on SQLite: make t ARGS="-k name"
+t: install ## run the tests that need no service, on SQLite: make t ARGS="-k name"
 	@.ci/quick $(ARGS)
 
-test: install ## every test, on SQLite and PostgreSQL, with a real Docker Engine where one can be had
+test: install ## run all tests on SQLite and PostgreSQL, with a Docker Engine if available
 	@.ci/services run .ci/test $(ARGS)
 
-bench: install ## ratios of ours to the raw operation, side by side
+bench: install ## run the benchmarks, relative to the raw operation
 	@.ci/services run $(py) -m tests.bench
 
-lint: install ## ruff, mypy, the import contract
+lint: install ## run ruff, mypy and the import contracts
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports --no-logo
 
-format: install ## let ruff rewrite what it can
+format: install ## fix and format with ruff
 	@.venv/bin/ruff check --fix-only --quiet .
 	@.venv/bin/ruff format --quiet .
 
-image: install ## the sandbox image, if a Docker daemon answers
+image: install ## build the sandbox image, if a Docker daemon responds
 	@.ci/image
 
-schema: install ## write controlplane/openapi.yaml anew
+schema: install ## regenerate controlplane/openapi.yaml
 	@$(manage) spectacular --validate --fail-on-warn --file controlplane/openapi.yaml
 
-lock: ## pin every dependency anew (needs uv)
+lock: ## update the pinned dependencies (needs uv)
 	@.ci/lock
 
 install: .venv/installed .env

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Every command of the control plane: `manage.py help` lists them."""
+"""Entry point of the management commands; `manage.py help` lists them."""
 
 import os
 import sys
@@ -11,13 +11,13 @@ def main() -> None:
         from django.conf import settings
         from django.core.exceptions import ImproperlyConfigured
         from django.core.management import execute_from_command_line
-    except ImportError as missing:
-        sys.exit(f"Django is not installed here ({missing}). Run `make install`, then use .venv/bin/python manage.py.")
+    except ImportError as error:
+        sys.exit(f"Django is not installed here ({error}). Run `make install`, then use .venv/bin/python manage.py.")
     try:
-        settings.INSTALLED_APPS  # noqa: B018 - read every variable now: some commands would hide that one is wrong
+        settings.INSTALLED_APPS  # noqa: B018 - load the settings now: some commands hide an invalid variable
         execute_from_command_line(sys.argv)
-    except ImproperlyConfigured as wrong:
-        sys.exit(str(wrong))
+    except ImproperlyConfigured as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pages of the libraries, dressed like ours. What the queue runs is decided in code: its schedules are only shown."""
+"""Admin pages of Django and django-q2 in the theme. The queue's rows are read-only: schedules are defined in code."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class GroupAdmin(DjangoGroupAdmin, ModelAdmin):
 
 
 class ReadOnlyQueueAdmin(ModelAdmin):
-    """To be read: whoever can write a schedule or resubmit a task can run any function."""
+    """Read-only, because writing a schedule or resubmitting a task permits running any function."""
 
     actions = None
     search_fields = ["name__startswith", "func__startswith"]

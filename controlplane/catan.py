@@ -1,7 +1,7 @@
-"""The environment's side of the demo: a real game of Catan whose players sit in leased sandboxes.
+"""Game host of the demo: a game of Catan whose players are agents in leased sandboxes.
 
-It knows the control plane only by its HTTP API, as any environment would. The rules are those of `catanatron` (an
-optional extra, GPL-3.0); whatever an agent answers is checked against the legal actions before it is played."""
+It uses the control plane only through the HTTP API, as any environment does. The rules come from `catanatron` (an optional
+extra, GPL-3.0). An agent's action is checked against the legal actions before it is played."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -22,32 +22,32 @@ from catanatron.state_functions import (
 )
 
 COLORS = (Color.RED, Color.BLUE, Color.ORANGE, Color.WHITE)
-MAX_MOVES = 4000  # forced ones included; a game that takes longer is a draw
+MAX_MOVES = 4000  # forced moves included; a longer game is a draw
 
 
 class ApiError(Exception):
-    """The control plane answered with a problem document."""
+    """The control plane responded with a problem document."""
 
 
 @dataclass
 class Client:
-    """The few calls an agent or a game host makes, with one key."""
+    """HTTP client for agents and the game host, with one API key."""
 
     base: str
     key: str
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float = 300) -> dict[str, Any]:
-        answer = requests.request(
+        response = requests.request(
             method, f"{self.base}/api/v1{path}", json=body, timeout=timeout, headers={"Authorization": f"Bearer {self.key}"}
         )
-        if answer.status_code >= 400:
-            raise ApiError(f"{method} {path}: {answer.status_code} {answer.json().get('detail', '')}")
-        return dict(answer.json())
+        if response.status_code >= 400:
+            raise ApiError(f"{method} {path}: {response.status_code} {response.json().get('detail', '')}")
+        return dict(response.json())
 
 
 @dataclass
 class Seat:
-    """One agent at the table."""
+    """A player: an agent, its color and its lease."""
 
     did: str
     color: Color
@@ -60,7 +60,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Move:
-    """One decision of an agent and what became of it."""
+    """A decision of an agent and its result."""
 
     seat: Seat
     number: int
@@ -70,7 +70,7 @@ class Move:
 
 
 def play(seats: list[Seat], environment: str, *, points: int, seed: int | None, on_move: Callable[[Move], None]) -> Seat | None:
-    """Play one game to the end and return the winner, None for a draw. Every seat has joined before."""
+    """Play one game and return the winner, None for a draw. Every seat must have joined before."""
     by_color = {seat.color: seat for seat in seats}
     game = Game([RandomPlayer(seat.color) for seat in seats], seed=seed, vps_to_win=points)
     for _ in range(MAX_MOVES):
@@ -83,30 +83,30 @@ def play(seats: list[Seat], environment: str, *, points: int, seed: int | None, 
 
 
 def _choose_action(game: Game, seat: Seat, legal: list[Action], environment: str, on_move: Callable[[Move], None]) -> Action:
-    """Ask the agent. An answer that is not one of the legal actions counts as skipped, and the quietest one is played."""
+    """Request a turn from the agent. An illegal action counts as skipped; END_TURN or the first legal action is played."""
     offered = [_encode_action(action) for action in legal]
     number = seat.turns + 1
     state = _build_visible_state(game, seat, environment) | {"turn_number": number, "legal_actions": offered}
     turn = seat.client.call("POST", f"/leases/{seat.lease['id']}/turns", {"turn_number": number, "state": state})
     seat.turns, seat.seconds = number, seat.seconds + turn["duration_seconds"]
-    answer = {"type": turn["action"].get("type"), "value": turn["action"].get("value")}
-    if turn["skipped"] or answer not in offered:
+    chosen_action = {"type": turn["action"].get("type"), "value": turn["action"].get("value")}
+    if turn["skipped"] or chosen_action not in offered:
         seat.skipped += 1
         chosen = next((action for action in legal if action.action_type == ActionType.END_TURN), legal[0])
     else:
-        chosen = legal[offered.index(answer)]
-    said = chosen.action_type.value if not turn["skipped"] else f"skipped: {turn['action'].get('reason', '')[:60]}"
-    on_move(Move(seat, number, said, turn["duration_seconds"], _format_score(game)))
+        chosen = legal[offered.index(chosen_action)]
+    outcome = chosen.action_type.value if not turn["skipped"] else f"skipped: {turn['action'].get('reason', '')[:60]}"
+    on_move(Move(seat, number, outcome, turn["duration_seconds"], _format_score(game)))
     return chosen
 
 
 def _encode_action(action: Action) -> dict[str, Any]:
-    """{"type": "BUILD_ROAD", "value": [3, 4]}: what an agent chooses from and answers with."""
+    """Encode an action for agents, such as {"type": "BUILD_ROAD", "value": [3, 4]}."""
     return {"type": action.action_type.value, "value": json.loads(json.dumps(action.value, cls=GameEncoder))}
 
 
 def _build_visible_state(game: Game, seat: Seat, environment: str) -> dict[str, Any]:
-    """What this player may know: its own hand, and of the others what lies on the table."""
+    """State visible to this player: its own hand and the public state of the others."""
     state = game.state
     return {
         "environment_type": "catan",
@@ -131,8 +131,8 @@ def _format_score(game: Game) -> str:
     return " ".join(f"{color.value}:{get_actual_victory_points(game.state, color)}" for color in game.state.colors)
 
 
-def rows(seats: list[Seat]) -> Iterator[tuple[str, ...]]:
-    """The table at the end, heading first."""
+def build_result_rows(seats: list[Seat]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the final table, the heading first."""
     yield ("agent", "lease", "status", "provider", "turns", "skipped", "seconds alive")
     for seat in seats:
         lease = seat.client.call("GET", f"/leases/{seat.lease['id']}")

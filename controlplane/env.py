@@ -1,8 +1,8 @@
-"""Every knob comes from the environment, through one typed helper per kind.
+"""Typed access to environment variables, one function per type.
 
-A wrong value stops the start with the variable's name and what it accepts; nothing falls back in silence.
-A `.env` file beside manage.py is read as part of the environment, and what the environment says wins over it.
-Each helper leaves a Knob in KNOBS, from which `manage.py config` prints what is in force and where it came from."""
+An invalid value raises ImproperlyConfigured with the variable's name and the accepted values; there is no silent fallback.
+A `.env` file beside manage.py is read, too. Variables of the process take precedence over it.
+Each function records the variable in ENV_VARIABLES, from which `manage.py config` prints value and source."""
 
 import base64
 import os
@@ -26,7 +26,7 @@ VARIABLE_PREFIXES = ("LEASEHOLD_", "SANDBOX_", "STORAGE_")
 
 @dataclass(frozen=True)
 class EnvVariable:
-    """One variable: what it is, and what it is now."""
+    """An environment variable: its definition and its current value."""
 
     name: str
     value: Any
@@ -38,7 +38,7 @@ class EnvVariable:
 
     @property
     def shown(self) -> str:
-        """The value fit for a terminal; a secret shows only that it is set."""
+        """The value as text. A secret that is set is masked."""
         if self.secret and self.value:
             return "********"
         if isinstance(self.value, timedelta):
@@ -86,7 +86,7 @@ def decimal(name: str, default: str, *, help: str) -> Decimal:
             raise ValueError
         return value
 
-    return _read_variable(name, cast, default, "a decimal number above 0, with six places at most", help)
+    return _read_variable(name, cast, default, "a decimal number above 0, with at most six decimal places", help)
 
 
 def choice(name: str, default: str, options: Iterable[str], *, help: str) -> str:
@@ -107,40 +107,40 @@ def string_list(name: str, default: str, *, help: str) -> list[str]:
 
 
 def keys(name: str, *, help: str) -> list[bytes]:
-    """Keys of 32 bytes, each in base64 of either alphabet."""
+    """Comma-separated keys of 32 bytes, each in standard or URL-safe base64."""
 
     def cast(raw: str) -> list[bytes]:
         parts = raw.translate(str.maketrans("-_", "+/")).split(",") if raw else []
-        found = [base64.b64decode(part.strip(), validate=True) for part in parts]
-        if any(len(key) != 32 for key in found):
+        parsed = [base64.b64decode(part.strip(), validate=True) for part in parts]
+        if any(len(key) != 32 for key in parsed):
             raise ValueError
-        return found
+        return parsed
 
     accepts = "keys of 32 bytes in base64, separated by commas (openssl rand -base64 32)"
     return _read_variable(name, cast, "", accepts, help, secret=True)
 
 
 def database(name: str, default: str, *, help: str) -> dict[str, Any]:
-    """Django's connection settings from a URL. Only the two databases this project is tested on are accepted."""
+    """Django connection settings from a URL. Only SQLite and PostgreSQL are supported."""
 
     def cast(raw: str) -> dict[str, Any]:
-        found = dict(Env.db_url_config(raw))
-        if found.get("ENGINE") not in ("django.db.backends.sqlite3", "django.db.backends.postgresql") or not found["NAME"]:
+        parsed = dict(Env.db_url_config(raw))
+        if parsed.get("ENGINE") not in ("django.db.backends.sqlite3", "django.db.backends.postgresql") or not parsed["NAME"]:
             raise ValueError
-        return found
+        return parsed
 
     accepts = "sqlite:////absolute/path, or postgres://user:password@host:port/name"
     return _read_variable(name, cast, default, accepts, help, secret=True)
 
 
 def find_unknown_variables() -> list[str]:
-    """One sentence for each variable that looks like ours and is none: most are spelling mistakes."""
-    found = []
+    """Return a warning for each unknown variable with one of VARIABLE_PREFIXES, usually a spelling mistake."""
+    warnings = []
     for name in sorted(os.environ):
         if name.startswith(VARIABLE_PREFIXES) and name not in ENV_VARIABLES and name not in UNLISTED_VARIABLES:
-            near = get_close_matches(name, ENV_VARIABLES, n=1)
-            found.append(f"{name} is not a variable of Leasehold" + (f"; did you mean {near[0]}?" if near else "."))
-    return found
+            matches = get_close_matches(name, ENV_VARIABLES, n=1)
+            warnings.append(f"{name} is not a variable of Leasehold" + (f"; did you mean {matches[0]}?" if matches else "."))
+    return warnings
 
 
 UNLISTED_VARIABLES = {"LEASEHOLD_CACHE", "LEASEHOLD_ENV_FILE", "LEASEHOLD_REQUIRE_SERVICES"}

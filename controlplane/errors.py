@@ -1,5 +1,6 @@
-"""The one table: domain error -> status. Every error leaves as a problem document (RFC 9457):
-{type, title, status, detail, code} and, where one is at fault, {field} or {errors: [{field, detail}]}."""
+"""Mapping of errors to HTTP responses. Every error response is a problem document (RFC 9457).
+
+Fields: {type, title, status, detail, code} and, for invalid input, {field} or {errors: [{field, detail}]}."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -63,20 +64,20 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     PermissionDenied: 403,
     RequestDataTooBig: 413,
     UnreadablePostError: 400,
-    OperationalError: 503,  # the database is gone, or was locked for too long
+    OperationalError: 503,  # the database is unreachable, or was locked for too long
     InterfaceError: 503,
 }
-PUBLIC_MESSAGES = {  # where the exception's own words are for us, not for a client
-    Http404: "There is nothing here.",
+PUBLIC_MESSAGES = {  # replaces the exception's own message, which is not meant for clients
+    Http404: "Not found.",
     PermissionDenied: "This is not allowed.",
-    RequestDataTooBig: "The body is too large.",
-    UnreadablePostError: "The body could not be read to its end.",
+    RequestDataTooBig: "The request body is too large.",
+    UnreadablePostError: "The request body could not be read completely.",
     OperationalError: "The database did not answer.",
     InterfaceError: "The database did not answer.",
-    store.StoreError: "The store of files and logs did not do what it was asked. Try again.",
+    store.StoreError: "The state store failed. Try again.",
 }
-NULLABLE_FIELDS = ("resets_at",)  # what it says by being null
-DEFAULT_RETRY_AFTER_SECONDS = 5  # seconds, with a 503 that does not know better
+NULLABLE_FIELDS = ("resets_at",)  # null is a meaningful value of these fields
+DEFAULT_RETRY_AFTER_SECONDS = 5  # of a 503 whose error sets no other value
 CODE_BY_STATUS = {
     400: "invalid", 401: "unauthenticated", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
     406: "not_acceptable", 409: "conflict", 413: "too_large", 415: "unsupported_media_type", 429: "rate_limited",
@@ -85,7 +86,7 @@ CODE_BY_STATUS = {
 
 
 def build_error_response(exception: Exception, path: str) -> HttpResponse:
-    """The problem document for whatever a view raised. Of a bug, a client sees only that there was one."""
+    """Build the problem document for an exception of a view. An unexpected exception is logged, its details are not sent."""
     if isinstance(exception, drf.ValidationError):
         return _build_validation_response(exception)
     if isinstance(exception, drf.APIException):
@@ -93,20 +94,20 @@ def build_error_response(exception: Exception, path: str) -> HttpResponse:
         return build_problem_response(
             exception.status_code, detail=str(exception.detail), retry_after=int(wait) if wait else None
         )
-    kind = next((kind for kind in STATUS_BY_ERROR if isinstance(exception, kind)), None)
-    if kind is None:
+    error_class = next((candidate for candidate in STATUS_BY_ERROR if isinstance(exception, candidate)), None)
+    if error_class is None:
         log.exception("unexpected", path=path, exc_info=exception)
-        return build_problem_response(500, detail="This is a bug in the control plane. It was logged.")
+        return build_problem_response(500, detail="Internal error in the control plane. It was logged.")
     if isinstance(exception, OperationalError | InterfaceError):
         log.error("database", path=path, error=str(exception))
-    if kind is store.StoreError:
+    if error_class is store.StoreError:
         log.error("store", path=path, error=str(exception))
     extra = dict(getattr(exception, "extra", {}))
     if isinstance(exception, provider.NoSuchFile | provider.BadPath | provider.TooLarge):
         extra["field"] = "path"
     response = build_problem_response(
-        STATUS_BY_ERROR[kind],
-        detail=PUBLIC_MESSAGES.get(kind) or str(exception),
+        STATUS_BY_ERROR[error_class],
+        detail=PUBLIC_MESSAGES.get(error_class) or str(exception),
         code=getattr(exception, "code", ""),
         retry_after=getattr(exception, "retry_after", None),
         **extra,
@@ -119,7 +120,7 @@ def build_error_response(exception: Exception, path: str) -> HttpResponse:
 def build_problem_response(
     status: int, *, detail: str = "", code: str = "", retry_after: int | None = None, **extra: Any
 ) -> HttpResponse:
-    """A problem document, with the headers that belong to its status. Fields without a value are left out."""
+    """Build a problem document with the headers of its status. Fields without a value are omitted."""
     code = code if isinstance(code, str) and code else CODE_BY_STATUS.get(status, "error")
     body = {
         "type": f"urn:leasehold:problem:{code}",
@@ -138,18 +139,18 @@ def build_problem_response(
 
 
 def handle(exception: Exception, context: Mapping[str, Any]) -> HttpResponse:
-    """DRF's exception handler, for views that go through all of DRF."""
+    """Exception handler of DRF, as the EXCEPTION_HANDLER setting names it."""
     return build_error_response(exception, context["request"].path)
 
 
 def _build_validation_response(exception: drf.ValidationError) -> HttpResponse:
-    wrong = [{"field": field, "detail": detail} for field, detail in _flatten_detail(exception.detail)]
-    said = "; ".join(f"{each['field']}: {each['detail']}" if each["field"] else each["detail"] for each in wrong)
-    return build_problem_response(400, detail=said, field=wrong[0]["field"] if wrong else "", errors=wrong)
+    errors = [{"field": field, "detail": detail} for field, detail in _flatten_detail(exception.detail)]
+    message = "; ".join(f"{error['field']}: {error['detail']}" if error["field"] else error["detail"] for error in errors)
+    return build_problem_response(400, detail=message, field=errors[0]["field"] if errors else "", errors=errors)
 
 
 def _flatten_detail(detail: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """DRF's nested error detail as (dotted field, sentence)."""
+    """Flatten DRF's nested error detail into pairs (dotted field, message)."""
     if isinstance(detail, Mapping):
         for name, inner in detail.items():
             yield from _flatten_detail(inner, path if name == "non_field_errors" else f"{path}.{name}".strip("."))

@@ -1,7 +1,7 @@
-"""Is it well? /livez: this process answers. /healthz: so does the database, and what else there is to say. /readyz:
-nothing that is needed is missing. What is wrong and takes no lease away is in `warnings`.
+"""Health endpoints: /livez (process), /healthz (database, with a report), /readyz (able to serve leases).
 
-Without a key, so without a secret: no error's text, no agent's name."""
+A missing requirement makes /readyz fail; a problem that does not affect leases is a warning only.
+The endpoints need no API key, so a report contains no error text and no agent name."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -32,8 +32,8 @@ from sandboxes.pool_stats import PoolStats, Stats
 from sandboxes.sweeps import COUNTERS_CORRECTED
 
 log = structlog.get_logger(__name__)
-PROBE_CACHE_SECONDS = 5.0  # seconds for which a provider's answer counts
-PROBE_TIMEOUT_SECONDS = 1.0  # seconds that a probe waits for a provider
+PROBE_CACHE_SECONDS = 5.0  # age up to which a provider's status is reused
+PROBE_TIMEOUT_SECONDS = 1.0  # time that a health request waits for a provider
 EGRESS_HEARTBEAT, EGRESS_HEARTBEAT_INTERVAL = "egress", timedelta(minutes=1)  # the heartbeat of `manage.py egress`
 
 
@@ -46,82 +46,86 @@ def livez(request: HttpRequest) -> JsonResponse:
 @require_safe
 @never_cache
 def healthz(request: HttpRequest) -> JsonResponse:
-    found = check_health(now=timezone.now())
-    return JsonResponse(found, status=200 if found["database"] else 503)
+    report = check_health(now=timezone.now())
+    return JsonResponse(report, status=200 if report["database"] else 503)
 
 
 @require_safe
 @never_cache
 def readyz(request: HttpRequest) -> JsonResponse:
-    found = check_health(now=timezone.now())
-    return JsonResponse(found, status=503 if found["missing"] else 200)
+    report = check_health(now=timezone.now())
+    return JsonResponse(report, status=503 if report["missing"] else 200)
 
 
 def check_health(*, now: datetime) -> dict[str, Any]:
-    """What there is to see. `missing` has one sentence for each thing without which leases cannot be served, `warnings`
-    for each that an operator should look at."""
+    """Build the health report. `missing` lists what prevents leases from being served, `warnings` what needs an operator."""
     try:
         if find_unapplied_migrations():
             return _build_report(database=True, migrated=False, missing=["Migrations are not applied: run manage.py migrate."])
-        passes = _load_sweeps()
-        waiting = OrmQ.objects.count()
+        sweep_rows = _load_sweeps()
+        queued = OrmQ.objects.count()
         pools = pool_stats.collect_pool_stats(now=now)
         unsaved = tabs.find_unsaved_attachments().count()
-        spent = len(budgets.find_exhausted(now=now))
+        exhausted = len(budgets.find_exhausted(now=now))
     except DatabaseError:
-        return _build_report(database=False, missing=["The database does not answer."])
-    egress = _get_sweep_status(passes.pop(EGRESS_HEARTBEAT), now, EGRESS_HEARTBEAT_INTERVAL)
-    sweeps = {name: _get_sweep_status(row, now, schedules.get_interval(name)) for name, row in passes.items()}
-    every = pool_stats.sum_stats(pools)
-    drift = passes["recount"].counts.get(COUNTERS_CORRECTED, 0) if passes["recount"] else 0
-    provider = provider_probe.answer()
+        return _build_report(database=False, missing=["The database does not respond."])
+    egress = _get_sweep_status(sweep_rows.pop(EGRESS_HEARTBEAT), now, EGRESS_HEARTBEAT_INTERVAL)
+    sweeps = {name: _get_sweep_status(row, now, schedules.get_interval(name)) for name, row in sweep_rows.items()}
+    total = pool_stats.sum_stats(pools)
+    drift = sweep_rows["recount"].counts.get(COUNTERS_CORRECTED, 0) if sweep_rows["recount"] else 0
+    provider = provider_probe.get_status()
     missing = []
     if not provider["answers"]:
-        missing.append(f"The provider {provider['name']} does not answer.")
+        missing.append(f"The provider {provider['name']} does not respond.")
     if sweeps["heartbeat"]["late"]:
-        missing.append("The queue gives no heartbeat, so no sweep runs.")
+        missing.append("The queue has no recent heartbeat, so no sweeps run.")
     return _build_report(
-        database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": waiting},
-        egress=egress, warnings=[*_iter_warnings(pools, every, unsaved, drift, egress), *_iter_budget_warnings(spent)],
-        quarantined=every.quarantined, stalled=every.stalled, lost=every.lost, unsaved=unsaved, drift=drift,
-        warming={one.name: _get_warm_status(one) for one in pools if one.warm_target},
+        database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": queued},
+        egress=egress, warnings=[*_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted)],
+        quarantined=total.quarantined, stalled=total.stalled, lost=total.lost, unsaved=unsaved, drift=drift,
+        warming={pool.name: _get_warm_status(pool) for pool in pools if pool.warm_target},
     )  # fmt: skip
 
 
-def _iter_warnings(pools: Sequence[PoolStats], every: Stats, unsaved: int, drift: int, egress: dict[str, Any]) -> Iterator[str]:
+def _iter_warnings(pools: Sequence[PoolStats], total: Stats, unsaved: int, drift: int, egress: dict[str, Any]) -> Iterator[str]:
     if egress["late"]:
-        yield "The way out gives no heartbeat, so no sandbox reaches a model: is manage.py egress running?"
-    for one in pools:
-        if one.warm_target and one.warm_paused_until:
-            yield f'The pool "{one.name}" warms nothing until {one.warm_paused_until:%H:%M:%S} UTC: its starts failed.'
-    if every.quarantined:
-        yield f"In quarantine, since destroying failed too often: {every.quarantined}."
+        yield "The egress proxy has no recent heartbeat, so sandboxes reach no model. Is manage.py egress running?"
+    for pool in pools:
+        if pool.warm_target and pool.warm_paused_until:
+            until = f"{pool.warm_paused_until:%H:%M:%S} UTC"
+            yield f'Pool "{pool.name}" starts no warm sandboxes until {until}, after failed starts.'
+    if total.quarantined:
+        yield f"Sandboxes in quarantine after failed destroy attempts: {total.quarantined}."
     if unsaved:
-        yield f"With changes in /data that are stored nowhere else: {unsaved}."
-    if every.lost:
-        yield f"Lost by their provider while a lease held them: {every.lost}."
-    if every.stalled:
-        yield f"Stalled, since nobody takes the next step: {every.stalled}."
+        yield f"Sandboxes with unsaved changes in /data: {unsaved}."
+    if total.lost:
+        yield f"Sandboxes lost by their provider while a lease held them: {total.lost}."
+    if total.stalled:
+        yield f"Sandboxes stalled past their deadline: {total.stalled}."
     if drift:
-        yield f"Counters of pools or quotas that the last recount found wrong and set right: {drift}."
+        yield f"Pool or quota counters corrected by the last recount: {drift}."
 
 
-def _iter_budget_warnings(budgets_: int) -> Iterator[str]:
-    if budgets_:
-        yield f"Hard budgets that are spent, so leases are refused and ended: {budgets_}."
+def _iter_budget_warnings(exhausted: int) -> Iterator[str]:
+    if exhausted:
+        yield f"Exhausted hard budgets, whose leases are refused and ended: {exhausted}."
 
 
 def _get_warm_status(pool: PoolStats) -> dict[str, Any]:
-    until = pool.warm_paused_until
-    return {"target": pool.warm_target, "ready": pool.warm_ready, "paused_until": format_timestamp(until) if until else None}
+    paused_until = pool.warm_paused_until
+    return {
+        "target": pool.warm_target,
+        "ready": pool.warm_ready,
+        "paused_until": format_timestamp(paused_until) if paused_until else None,
+    }
 
 
-def _build_report(*, missing: list[str], **found: Any) -> dict[str, Any]:
-    return {"status": "not ready" if missing else "ok", "missing": missing, **found}
+def _build_report(*, missing: list[str], **report: Any) -> dict[str, Any]:
+    return {"status": "not ready" if missing else "ok", "missing": missing, **report}
 
 
 def find_unapplied_migrations() -> list[str]:
-    """Names of migrations that are not applied. Once there are none, this process does not look again."""
+    """Return the names of unapplied migrations. Once all are applied, this process does not query again."""
     if not _migrations_applied:
         executor = MigrationExecutor(connection)
         plan = executor.migration_plan(executor.loader.graph.leaf_nodes())
@@ -135,47 +139,47 @@ _migrations_applied: list[bool] = []
 
 
 def _load_sweeps() -> dict[str, Sweep | None]:
-    found: dict[str, Sweep | None] = dict.fromkeys([*schedules.INTERVAL_MINUTES, EGRESS_HEARTBEAT])
-    return found | {row.name: row for row in Sweep.objects.filter(name__in=[*schedules.INTERVAL_MINUTES, EGRESS_HEARTBEAT])}
+    rows: dict[str, Sweep | None] = dict.fromkeys([*schedules.SCHEDULE, EGRESS_HEARTBEAT])
+    return rows | {row.name: row for row in Sweep.objects.filter(name__in=[*schedules.SCHEDULE, EGRESS_HEARTBEAT])}
 
 
-def _get_sweep_status(row: Sweep | None, now: datetime, every: timedelta) -> dict[str, Any]:
+def _get_sweep_status(row: Sweep | None, now: datetime, interval: timedelta) -> dict[str, Any]:
     age = now - row.succeeded_at if row and row.succeeded_at else None
     return {
         "age_seconds": round(age.total_seconds(), 1) if age is not None else None,
-        "every_seconds": every.total_seconds(),
-        "late": age is None or age > 3 * every + timedelta(minutes=1),
+        "every_seconds": interval.total_seconds(),
+        "late": age is None or age > 3 * interval + timedelta(minutes=1),
     }
 
 
 @dataclass
 class ProviderProbe:
-    """Asks the provider at most every FRESH seconds, in a thread of its own: one that hangs holds up nobody."""
+    """Cached status of the provider, queried in a separate thread so that a hanging provider does not block requests."""
 
     lock: Lock = field(default_factory=Lock)
-    asked_at: float = 0.0
-    asked: Future[dict[str, Any]] | None = None
+    queried_at: float = 0.0
+    query: Future[dict[str, Any]] | None = None
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "health"))
 
-    def answer(self) -> dict[str, Any]:
+    def get_status(self) -> dict[str, Any]:
         with self.lock:
-            if self.asked is None or (self.asked.done() and time.monotonic() - self.asked_at > PROBE_CACHE_SECONDS):
-                self.asked, self.asked_at = self.threads.submit(query_provider), time.monotonic()
-            asked = self.asked
+            if self.query is None or (self.query.done() and time.monotonic() - self.queried_at > PROBE_CACHE_SECONDS):
+                self.query, self.queried_at = self.threads.submit(query_provider), time.monotonic()
+            query = self.query
         try:
-            return asked.result(timeout=PROBE_TIMEOUT_SECONDS)
+            return query.result(timeout=PROBE_TIMEOUT_SECONDS)
         except TimeoutError:
             return {"name": settings.SANDBOX_PROVIDER, "isolated": None, "answers": False}
 
 
 def query_provider() -> dict[str, Any]:
-    """The provider that new sandboxes come from, and whether it answers a question now."""
+    """Query the provider of new sandboxes. Return its name, whether it isolates and whether it responds."""
     name = providers.get_default_provider_name()
     try:
         provider = providers.get_provider(name)
         provider.list("health")
-    except Exception as failed:  # whatever it is, it is no answer
-        log.warning("provider does not answer", provider=name, error=f"{type(failed).__name__}: {failed}")
+    except Exception as failed:  # any failure means that it does not respond
+        log.warning("provider does not respond", provider=name, error=f"{type(failed).__name__}: {failed}")
         return {"name": name, "isolated": None, "answers": False}
     return {"name": name, "isolated": provider.isolated, "answers": True}
 

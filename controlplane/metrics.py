@@ -1,8 +1,7 @@
-"""/metrics for Prometheus: what the database says of pools, leases, sweeps and the queue. Every web process answers the
-same, so it does not matter which of them is asked.
+"""/metrics for Prometheus: pools, leases, sweeps and the queue, read from the database by any web process.
 
-Served without a key, like health: pools are named in it, agents are not. Where pools' names and numbers are nobody's
-business, let only the scraper reach the path, by the address that is bound or in the proxy before it."""
+The endpoint needs no API key. It names pools, but no agents. To keep these numbers private, restrict the path to the scraper
+in the reverse proxy or by the bind address."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,52 +26,52 @@ from sandboxes import pool_stats
 from sandboxes.models import Sweep
 from sandboxes.pool_stats import LIVE_STATES, PoolStats
 
-# Seconds for which what was read is shown again. Shorter than the time between two scrapes: else another process could
-# show the second one an older number, and a counter that falls looks like one that was reset.
+# Seconds for which a snapshot is reused. It must be shorter than the scrape interval: otherwise a second process could report
+# an older value, and Prometheus takes a decreasing counter for a reset.
 CACHE_SECONDS = 2.0
-STATEMENT_TIMEOUT_MS = 800  # milliseconds for each of six statements: together they stay within 5 seconds
+STATEMENT_TIMEOUT_MS = 800  # for each of six statements, so that a scrape takes less than 5 seconds
 
 GAUGES: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
-    "pool_capacity": ("Sandboxes that may exist at once.", lambda one: one.capacity),
-    "pool_used": ("Places taken: sandboxes that exist, asleep ones and those being destroyed included.", lambda one: one.used),
-    "pool_draining": ("1 while the pool takes nothing new.", lambda one: one.draining),
-    "quarantined": ("Sandboxes of which destroying failed too often.", lambda one: one.quarantined),
-    "sandboxes_stalled": ("Sandboxes past a deadline, of which no sweep has taken care.", lambda one: one.stalled),
-    "sandboxes_lost": ("Sandboxes that their provider lost while a lease held them.", lambda one: one.lost),
+    "pool_capacity": ("Maximum number of sandboxes.", lambda pool: pool.capacity),
+    "pool_used": ("Existing sandboxes, cold ones and those being destroyed included.", lambda pool: pool.used),
+    "pool_draining": ("1 while the pool accepts no new sandboxes.", lambda pool: pool.draining),
+    "quarantined": ("Sandboxes in quarantine after failed destroy attempts.", lambda pool: pool.quarantined),
+    "sandboxes_stalled": ("Sandboxes past a deadline that no sweep has recovered.", lambda pool: pool.stalled),
+    "sandboxes_lost": ("Sandboxes lost by their provider while a lease held them.", lambda pool: pool.lost),
     "oldest_waiting_seconds": (
-        "Since the last use of the waiting sandbox that is longest unused; 0 if none waits.",
-        lambda one: one.oldest_waiting.total_seconds(),
+        "Time since the last use of the longest unused waiting sandbox; 0 if none.",
+        lambda pool: pool.oldest_waiting.total_seconds(),
     ),
-    "warm_target": ("Sandboxes to keep ready that nobody holds yet.", lambda one: one.warm_target),
-    "warm_ready": ("Sandboxes that are ready and nobody holds yet.", lambda one: one.warm_ready),
+    "warm_target": ("Target number of ready sandboxes without a lease.", lambda pool: pool.warm_target),
+    "warm_ready": ("Ready sandboxes without a lease.", lambda pool: pool.warm_ready),
     "warm_circuit_open": (
-        "1 while nothing is warmed up, since starts have failed.",
-        lambda one: one.warm_paused_until is not None,
+        "1 while no warm sandboxes are started, after failed starts.",
+        lambda pool: pool.warm_paused_until is not None,
     ),
 }
-# name -> what it counts, by which labels, and what for which values of them
+# name -> help text, label names, value by label values
 COUNTERS: dict[str, tuple[str, tuple[str, ...], Mapping[tuple[str, ...], Callable[[PoolStats], int]]]] = {
     "wakes": (
-        "Uses that found their sandbox alive (warm), and wakes by where the state came from.",
+        "Uses of a live sandbox (warm), and wakes by the source of the state.",
         ("source",),
         {
-            ("warm",): lambda one: one.warm_hits,
-            ("local",): lambda one: one.woken_local,
-            ("cloud",): lambda one: one.woken_cloud,
-            ("fresh",): lambda one: one.woken_fresh,
+            ("warm",): lambda pool: pool.warm_hits,
+            ("local",): lambda pool: pool.woken_local,
+            ("cloud",): lambda pool: pool.woken_cloud,
+            ("fresh",): lambda pool: pool.woken_fresh,
         },
     ),
     "evictions": (
-        "Places taken for another sandbox, by what was there before.",
+        "Sandboxes evicted to make room for another one, by their state before.",
         ("tier",),
         {
-            ("cold",): lambda one: one.evicted_cold,
-            ("warm",): lambda one: one.evicted_warm,
-            ("waiting",): lambda one: one.evicted_waiting,
+            ("cold",): lambda pool: pool.evicted_cold,
+            ("warm",): lambda pool: pool.evicted_warm,
+            ("waiting",): lambda pool: pool.evicted_waiting,
         },
     ),
-    "sleeps": ("Times a sandbox was put to sleep, when idle or for any other reason.", (), {(): lambda one: one.slept}),
-    "prewarmed_claims": ("Claims that found a sandbox ready.", (), {(): lambda one: one.claimed_warm}),
+    "sleeps": ("Sandboxes put to sleep, for any reason.", (), {(): lambda pool: pool.slept}),
+    "prewarmed_claims": ("Claims of a pre-warmed sandbox.", (), {(): lambda pool: pool.claimed_warm}),
 }
 
 
@@ -80,35 +79,36 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...], Mapping[tuple[str, ...], Callabl
 @never_cache
 def metrics(request: HttpRequest) -> HttpResponse:
     try:
-        found = snapshot_cache.of(timezone.now())
+        snapshot = snapshot_cache.get(timezone.now())
     except DatabaseError:
-        return HttpResponse("The database does not answer.\n", status=503, content_type="text/plain; charset=utf-8")
-    return HttpResponse(generate_latest(SnapshotCollector(found)), content_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return HttpResponse("The database does not respond.\n", status=503, content_type="text/plain; charset=utf-8")
+    return HttpResponse(generate_latest(SnapshotCollector(snapshot)), content_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 @dataclass(frozen=True)
 class MetricsSnapshot:
-    """What there is to count, as of one moment."""
+    """Values of all metrics at one moment."""
 
     pools: list[PoolStats]
     leases: dict[str, int]
-    sweeps: dict[str, float]  # seconds since each last succeeded
+    sweeps: dict[str, float]  # name -> seconds since the last success
     queue: int
 
 
 def read_snapshot(*, now: datetime) -> MetricsSnapshot:
-    """Read everything, or DatabaseError. No statement reads history."""
+    """Read all values from current rows only. Raise DatabaseError."""
     with _limit_statement_time():
         return MetricsSnapshot(
             pools=pool_stats.collect_pool_stats(now=now),
-            # Destroyed leases are history. A statement for each of the others: no index serves both.
+            # Destroyed leases are history. The other statuses need a statement each: no index covers both.
             leases={
-                each.value: Lease.objects.filter(status=each).count() for each in (LeaseStatus.ACTIVE, LeaseStatus.EXPIRED)
+                status.value: Lease.objects.filter(status=status).count()
+                for status in (LeaseStatus.ACTIVE, LeaseStatus.EXPIRED)
             },
             sweeps={
-                name: max((now - at).total_seconds(), 0.0)
-                for name, at in Sweep.objects.values_list("name", "succeeded_at")
-                if at
+                name: max((now - succeeded_at).total_seconds(), 0.0)
+                for name, succeeded_at in Sweep.objects.values_list("name", "succeeded_at")
+                if succeeded_at
             },
             queue=OrmQ.objects.count(),
         )
@@ -116,7 +116,7 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
 
 @contextmanager
 def _limit_statement_time() -> Iterator[None]:
-    """Statements that take too long are errors. Not on SQLite, where a transaction would wait for every writer."""
+    """Limit the duration of each statement, on PostgreSQL only: on SQLite the transaction would wait for every writer."""
     if connection.vendor != "postgresql":
         yield
         return
@@ -128,61 +128,61 @@ def _limit_statement_time() -> Iterator[None]:
 
 @dataclass
 class SnapshotCache:
-    """Reads at most every FRESH seconds, however many ask. A failure is not remembered, nor shown over with old numbers."""
+    """The latest snapshot, read again after CACHE_SECONDS. After a failure neither the error nor old values are served."""
 
     lock: Lock = field(default_factory=Lock)
     read_at: float = 0.0
-    found: MetricsSnapshot | None = None
+    snapshot: MetricsSnapshot | None = None
 
-    def of(self, now: datetime) -> MetricsSnapshot:
+    def get(self, now: datetime) -> MetricsSnapshot:
         with self.lock:
-            if self.found is None or time.monotonic() - self.read_at > CACHE_SECONDS:
-                self.found = None
-                self.found, self.read_at = read_snapshot(now=now), time.monotonic()
-            return self.found
+            if self.snapshot is None or time.monotonic() - self.read_at > CACHE_SECONDS:
+                self.snapshot = None
+                self.snapshot, self.read_at = read_snapshot(now=now), time.monotonic()
+            return self.snapshot
 
 
 snapshot_cache = SnapshotCache()
 
 
 class SnapshotCollector(Collector):
-    """Facts, as Prometheus reads them."""
+    """Converts a snapshot to Prometheus metric families."""
 
-    def __init__(self, found: MetricsSnapshot) -> None:
-        self.found = found
+    def __init__(self, snapshot: MetricsSnapshot) -> None:
+        self.snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
-        found = self.found
+        snapshot = self.snapshot
         yield _build_family(
-            GaugeMetricFamily, "sandboxes", "Sandboxes that exist.", ["pool", "state"],
-            {(one.name, state.value): getattr(one, state) for one in found.pools for state in LIVE_STATES},
+            GaugeMetricFamily, "sandboxes", "Existing sandboxes.", ["pool", "state"],
+            {(pool.name, state.value): getattr(pool, state) for pool in snapshot.pools for state in LIVE_STATES},
         )  # fmt: skip
-        for name, (what, value) in GAUGES.items():
-            yield _build_family(GaugeMetricFamily, name, what, ["pool"], {(one.name,): value(one) for one in found.pools})
-        for name, (what, labels, values) in COUNTERS.items():
+        for name, (help, value) in GAUGES.items():
+            yield _build_family(GaugeMetricFamily, name, help, ["pool"], {(pool.name,): value(pool) for pool in snapshot.pools})
+        for name, (help, labels, values) in COUNTERS.items():
             yield _build_family(
-                CounterMetricFamily, name, what, ["pool", *labels],
-                {(one.name, *these): value(one) for one in found.pools for these, value in values.items()},
+                CounterMetricFamily, name, help, ["pool", *labels],
+                {(pool.name, *label_values): value(pool) for pool in snapshot.pools for label_values, value in values.items()},
             )  # fmt: skip
         yield _build_family(
-            GaugeMetricFamily, "leases", "Leases that are active, or expired and not yet without a sandbox.", ["status"],
-            {(status,): number for status, number in found.leases.items()},
+            GaugeMetricFamily, "leases", "Leases that are active, or expired with a sandbox not yet destroyed.", ["status"],
+            {(status,): number for status, number in snapshot.leases.items()},
         )  # fmt: skip
         yield _build_family(
-            GaugeMetricFamily, "sweep_age_seconds", "Since each sweep last succeeded; one that never did is not here.",
-            ["sweep"], {(name,): age for name, age in found.sweeps.items()},
+            GaugeMetricFamily, "sweep_age_seconds", "Time since the last success of each sweep; absent before the first.",
+            ["sweep"], {(name,): age for name, age in snapshot.sweeps.items()},
         )  # fmt: skip
-        yield _build_family(GaugeMetricFamily, "queue_depth", "Tasks that wait in the queue.", [], {(): found.queue})
+        yield _build_family(GaugeMetricFamily, "queue_depth", "Queued tasks.", [], {(): snapshot.queue})
 
 
 def _build_family(
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
     name: str,
-    what: str,
+    help: str,
     labels: list[str],
     samples: Mapping[tuple[str, ...], float],
 ) -> Metric:
-    family = kind(f"leasehold_{name}", what, labels=labels)
-    for of, value in samples.items():
-        family.add_metric(of, value)
+    family = kind(f"leasehold_{name}", help, labels=labels)
+    for get, value in samples.items():
+        family.add_metric(get, value)
     return family

@@ -1,4 +1,4 @@
-"""What surrounds every request. Sessions, cookies and CSRF belong to the admin; agents' requests pass them by."""
+"""HTTP middleware: sessions and CSRF for the admin only, problem documents, content security policy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,16 +19,16 @@ STATELESS_PATH_PREFIXES = ("/api/", "/healthz", "/readyz", "/livez", "/metrics")
 ADMIN_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
-)  # unsafe-eval: the admin's scripts are Alpine's, which evaluates its attributes
+)  # unsafe-eval: the admin uses Alpine.js, which evaluates attributes
 API_POLICY = "default-src 'none'; frame-ancestors 'none'"
 DOCS_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)  # unsafe-inline: Swagger UI puts its icons and widths into style attributes
+)  # unsafe-inline: Swagger UI sets style attributes
 
 
 class _SkipStatelessPaths:
-    """Mixed before a middleware of Django's: requests under BARE go round it."""
+    """Mixin before a Django middleware: requests under STATELESS_PATH_PREFIXES bypass it."""
 
     get_response: Any
 
@@ -60,7 +60,7 @@ class AdminMessageMiddleware(_SkipStatelessPaths, MessageMiddleware):
 
 
 class ProblemDocumentMiddleware:
-    """Under /api/ every answer from 400 on is a problem document: also a URL that is not there, and a bug of ours."""
+    """Turn every response under /api/ with status 400 or above into a problem document, unknown URLs and crashes included."""
 
     def __init__(self, get_response: GetResponse) -> None:
         self.get_response = get_response
@@ -77,12 +77,12 @@ class ProblemDocumentMiddleware:
         return problem
 
     def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
-        """Before Django's debug page can show a stack trace to an agent."""
+        """Build the response before Django's debug page can show a stack trace to an agent."""
         return errors.build_error_response(exception, request.path_info) if request.path_info.startswith("/api/") else None
 
 
 class ContentSecurityPolicyMiddleware:
-    """What a browser may load: the admin from its own origin only, an API answer nothing at all."""
+    """Set the Content-Security-Policy: the admin loads from its own origin only, an API response nothing."""
 
     def __init__(self, get_response: GetResponse) -> None:
         self.get_response = get_response

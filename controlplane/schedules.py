@@ -1,6 +1,7 @@
-"""The clockwork on one page: what runs by itself, how often, and in which order when all of it is run at once."""
+"""Sweeps and their schedule: one table, the function that the queue calls, and the queue's Schedule rows."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from django.conf import settings
@@ -15,155 +16,116 @@ from leases import sweeps as leases
 from sandboxes import sweeps as sandboxes
 from sandboxes.egress import reconciliation
 from sandboxes.state import pruning
-from sandboxes.sweeps import SweepResult
+from sandboxes.sweep_log import SweepResult, run_recorded
 from sandboxes.webhooks import delivery
 
-TASK_PREFIX = f"{__name__}."  # of the functions below; whatever else is scheduled is not ours
-INTERVAL_MINUTES = {  # minutes
-    "heartbeat": 1, "expire": 1, "stalled": 1, "reclaim": 1, "idle": 1, "cold": 5, "warm": 1, "reconcile": 5, "recount": 5,
-    "measure": 10, "weigh": 60, "read": 5, "persist": 1, "prune": 60, "collect": 1, "meter": 1, "budgets": 1, "webhooks": 1,
-}  # fmt: skip
-SWEEPS: dict[str, Callable[[datetime], SweepResult]] = {  # in this order each finds what the one before it has left
-    "expire": lambda now: leases.expire_due_leases(now=now),
-    "stalled": lambda now: leases.recover_stalled(now=now),
-    "reclaim": lambda now: leases.reclaim(now=now),
-    "persist": lambda now: pruning.persist_unsaved(now=now),
-    "idle": lambda now: sandboxes.evict_idle(now=now),
-    "cold": lambda now: leases.destroy_cold(now=now),
-    "warm": lambda now: sandboxes.warm_pools(now=now),
-    "reconcile": lambda now: leases.reconcile(now=now, grace=settings.ORPHAN_GRACE),
-    "recount": lambda now: sandboxes.recount(now=now),
-    "measure": lambda now: leases.measure_workspaces(now=now),
-    "weigh": lambda now: pruning.measure_mounted(now=now),
-    "read": lambda now: sandboxes.record_readings(now=now),
-    "prune": lambda now: leases.prune(now=now),
-    "collect": lambda now: reconciliation.collect_call_logs(now=now),
-    "meter": lambda now: _run_metering(now),
-    "budgets": lambda now: budget_enforcement.enforce_budgets(now=now),
-    "webhooks": lambda now: delivery.deliver_due(now=now),
-}
+TASK_PREFIX = f"{__name__}."  # Schedule rows of functions outside this module are left alone
+SCHEDULED_FUNCTION = f"{TASK_PREFIX}run"
+HEARTBEAT = "heartbeat"
 
 
-def heartbeat() -> str:
-    """Do nothing, and leave a row that says when: proof that the queue runs what is scheduled."""
-    now = timezone.now()
-    return str(sandboxes.run_recorded("heartbeat", SweepResult, now=now, every=get_interval("heartbeat")))
+@dataclass(frozen=True)
+class ScheduledSweep:
+    """One line of the schedule. `sweep` takes the current time as the keyword argument `now`."""
+
+    minutes: int
+    purpose: str
+    sweep: Callable[..., SweepResult]
+
+    @property
+    def interval(self) -> timedelta:
+        return timedelta(minutes=self.minutes)
 
 
-def expire() -> str:
-    return str(run_sweep("expire", now=timezone.now()))
+def do_nothing(*, now: datetime) -> SweepResult:
+    """The heartbeat: a run without work, recorded like any sweep, proves that the queue executes scheduled tasks."""
+    return SweepResult()
 
 
-def stalled() -> str:
-    return str(run_sweep("stalled", now=timezone.now()))
+def reconcile(*, now: datetime) -> SweepResult:
+    return leases.reconcile(now=now, grace=settings.ORPHAN_GRACE)
 
 
-def reclaim() -> str:
-    return str(run_sweep("reclaim", now=timezone.now()))
-
-
-def idle() -> str:
-    return str(run_sweep("idle", now=timezone.now()))
-
-
-def cold() -> str:
-    return str(run_sweep("cold", now=timezone.now()))
-
-
-def warm() -> str:
-    return str(run_sweep("warm", now=timezone.now()))
-
-
-def reconcile() -> str:
-    return str(run_sweep("reconcile", now=timezone.now()))
-
-
-def recount() -> str:
-    return str(run_sweep("recount", now=timezone.now()))
-
-
-def measure() -> str:
-    return str(run_sweep("measure", now=timezone.now()))
-
-
-def weigh() -> str:
-    return str(run_sweep("weigh", now=timezone.now()))
-
-
-def read() -> str:
-    return str(run_sweep("read", now=timezone.now()))
-
-
-def persist() -> str:
-    return str(run_sweep("persist", now=timezone.now()))
-
-
-def prune() -> str:
-    return str(run_sweep("prune", now=timezone.now()))
-
-
-def collect() -> str:
-    return str(run_sweep("collect", now=timezone.now()))
-
-
-def meter() -> str:
-    return str(run_sweep("meter", now=timezone.now()))
-
-
-def budgets() -> str:
-    return str(run_sweep("budgets", now=timezone.now()))
-
-
-def webhooks() -> str:
-    return str(run_sweep("webhooks", now=timezone.now()))
-
-
-def _run_metering(now: datetime) -> SweepResult:
-    """What was used, and what that costs."""
-    swept = SweepResult()
+def meter(*, now: datetime) -> SweepResult:
+    """Derive usage records and cost records, and count both."""
+    result = SweepResult()
     usage, money = derivation.derive_usage_and_costs(now=now)
     for item, records in usage.items():
-        swept.note(f"records of {item}", records)
-    for done, records in money.items():
-        swept.note(f"costs {done}", records)
-    return swept
+        result.note(f"records of {item}", records)
+    for change, records in money.items():
+        result.note(f"costs {change}", records)
+    return result
+
+
+# In the order of a full round (`manage.py sweep`): each sweep finds the work that the one before it left.
+# fmt: off
+SCHEDULE: dict[str, ScheduledSweep] = {
+    HEARTBEAT:   ScheduledSweep(1,  "record that the queue executes scheduled tasks",       do_nothing),
+    "expire":    ScheduledSweep(1,  "end leases whose ttl or max_ttl has elapsed",          leases.expire_due_leases),
+    "stalled":   ScheduledSweep(1,  "recover overdue sandboxes, runs, turns, model calls",  leases.recover_stalled),
+    "reclaim":   ScheduledSweep(1,  "destroy the sandboxes of ended leases",                leases.reclaim),
+    "persist":   ScheduledSweep(1,  "store /data changes that only a sandbox has",          pruning.persist_unsaved),
+    "idle":      ScheduledSweep(1,  "put idle sandboxes to sleep",                          sandboxes.evict_idle),
+    "cold":      ScheduledSweep(5,  "destroy cold sandboxes past their TTL, old snapshots", leases.destroy_cold),
+    "warm":      ScheduledSweep(1,  "start sandboxes up to each pool's warm target",        sandboxes.warm_pools),
+    "reconcile": ScheduledSweep(5,  "find orphaned and lost sandboxes at the providers",    reconcile),
+    "recount":   ScheduledSweep(5,  "recompute pool and quota counters, report drift",      sandboxes.recount),
+    "measure":   ScheduledSweep(10, "measure workspaces, warn leases over their limit",     leases.measure_workspaces),
+    "weigh":     ScheduledSweep(60, "measure the size of mounted /data",                    pruning.measure_mounted),
+    "read":      ScheduledSweep(5,  "record CPU and memory readings of sandboxes",          sandboxes.record_readings),
+    "prune":     ScheduledSweep(60, "delete unreferenced objects and expired records",      leases.prune),
+    "collect":   ScheduledSweep(1,  "ingest egress logs, price model calls",                reconciliation.collect_call_logs),
+    "meter":     ScheduledSweep(1,  "derive usage records and cost records",                meter),
+    "budgets":   ScheduledSweep(1,  "total budget spending, end leases over budget",        budget_enforcement.enforce_budgets),
+    "webhooks":  ScheduledSweep(1,  "deliver due webhook events",                           delivery.deliver_due),
+}
+# fmt: on
+SWEEP_NAMES = [name for name in SCHEDULE if name != HEARTBEAT]  # the sweeps that `manage.py sweep` runs
+
+
+def run(name: str) -> str:
+    """Run one sweep now and return its summary. This is the function that every Schedule row names."""
+    return str(run_sweep(name, now=timezone.now()))
 
 
 def run_sweep(name: str, *, now: datetime) -> SweepResult:
-    """One pass of one sweep, recorded for whoever reads health."""
-    return sandboxes.run_recorded(name, lambda: SWEEPS[name](now), now=now, every=get_interval(name))
+    """Run one pass of a sweep and record its outcome in its Sweep row, which health and metrics read."""
+    scheduled = SCHEDULE[name]
+    return run_recorded(name, lambda: scheduled.sweep(now=now), now=now, every=scheduled.interval)
 
 
 def get_interval(name: str) -> timedelta:
-    return timedelta(minutes=INTERVAL_MINUTES[name])
+    return SCHEDULE[name].interval
 
 
 def sync_schedules(*, now: datetime) -> dict[str, int]:
-    """The queue's schedules are those of the table; how many were created, changed and removed. Safe to repeat.
+    """Make the queue's Schedule rows equal to SCHEDULE. Return how many were created, changed and removed. Idempotent.
 
-    Rows of other functions are left alone. Ours come from code alone, since one row whose arguments cannot be parsed
-    stops every schedule of the queue."""
+    A row is identified by its function and its name, which is the name of its sweep. Other rows of functions in this module
+    are removed, those of earlier versions included. Rows of functions outside it are left alone.
+    Rows come from code only: one row whose arguments cannot be parsed stops every schedule of the queue."""
     counts = {"created": 0, "changed": 0, "removed": 0}
     with transaction.atomic():
-        ours = Schedule.objects.select_for_update().filter(func__startswith=TASK_PREFIX).order_by("pk")
-        counts["removed"] += ours.exclude(func__in=[TASK_PREFIX + name for name in INTERVAL_MINUTES]).delete()[0]
-        for name, minutes in INTERVAL_MINUTES.items():
-            wanted = {
-                "name": name, "schedule_type": Schedule.MINUTES, "minutes": minutes, "repeats": -1, "args": None,
-                "kwargs": None, "hook": None, "cron": None, "cluster": None, "intended_date_kwarg": None,
+        rows = Schedule.objects.select_for_update().filter(func__startswith=TASK_PREFIX).order_by("pk")
+        counts["removed"] += rows.exclude(func=SCHEDULED_FUNCTION, name__in=SCHEDULE).delete()[0]
+        for name, scheduled in SCHEDULE.items():
+            expected = {
+                "func": SCHEDULED_FUNCTION, "name": name, "args": repr(name), "schedule_type": Schedule.MINUTES,
+                "minutes": scheduled.minutes, "repeats": -1, "kwargs": None, "hook": None, "cron": None, "cluster": None,
+                "intended_date_kwarg": None,
             }  # fmt: skip
-            first, *twins = [*ours.filter(func=TASK_PREFIX + name)] or [None]
+            first, *duplicates = [*rows.filter(name=name)] or [None]
             if first is None:
-                Schedule.objects.create(func=TASK_PREFIX + name, next_run=now, **wanted)
+                Schedule.objects.create(next_run=now, **expected)
                 counts["created"] += 1
-            elif first.next_run > now + get_interval(name) or any(getattr(first, field) != wanted[field] for field in wanted):
-                Schedule.objects.filter(pk=first.pk).update(next_run=now, **wanted)
+            elif first.next_run > now + scheduled.interval or any(getattr(first, key) != expected[key] for key in expected):
+                Schedule.objects.filter(pk=first.pk).update(next_run=now, **expected)
                 counts["changed"] += 1
-            counts["removed"] += Schedule.objects.filter(pk__in=[twin.pk for twin in twins]).delete()[0]
+            counts["removed"] += Schedule.objects.filter(pk__in=[row.pk for row in duplicates]).delete()[0]
     return counts
 
 
 def enqueue_all_sweeps() -> None:
-    """Queue one pass of everything: a schedule's first run comes up to half a minute after the queue has started."""
-    for name in INTERVAL_MINUTES:
-        async_task(TASK_PREFIX + name, group=name)
+    """Queue one pass of every sweep. Without this the first scheduled pass starts up to 30 seconds after the queue."""
+    for name in SCHEDULE:
+        async_task(SCHEDULED_FUNCTION, name, group=name)

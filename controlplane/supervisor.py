@@ -1,9 +1,9 @@
-"""A few child processes kept alive, and none left behind: what `manage.py up` is made of. Linux only.
+"""Process supervisor of `manage.py up`: restarts child processes and leaves none behind. Linux only.
 
-Each child leads a session of its own, so that a terminal's Ctrl-C comes to `up` alone, which then ends its children in
-order: SIGTERM to the leader, and after a deadline SIGKILL to whatever its group still has. If `up` itself is killed,
-the kernel kills each child (`die_with`), and a child's processes with it (`tie_descendants`); should any be left all
-the same, the next `up` finds it by LEASEHOLD_INSTANCE in its environment (`kill_instance`)."""
+Each child leads its own session, so that Ctrl-C in a terminal reaches only `up`. It stops a child with SIGTERM to the leader
+and, after a deadline, SIGKILL to the group. If `up` itself is killed, the kernel kills each child (`die_with_parent`) and the
+child's processes (`tie_descendants`). The next `up` finds any survivor by LEASEHOLD_INSTANCE in its environment
+(`kill_instance`)."""
 
 import ctypes
 import fcntl
@@ -22,10 +22,10 @@ from typing import IO, Any
 from sandboxes.db.clock import compute_backoff
 
 INSTANCE_VARIABLE = "LEASEHOLD_INSTANCE"
-INSTANCE_PREFIX = "up-"  # of the instances that `up` makes, which are up-<random>.<child>.<start>
-TICK_SECONDS = 0.2  # seconds between two looks at the children
-STABLE_AFTER_SECONDS = 60.0  # seconds after which an end is not held against a child that started badly before
-STOP_TIMEOUT_SECONDS = 8.0  # seconds until SIGKILL; `docker stop` gives all of us ten
+INSTANCE_PREFIX = "up-"  # `up` names instances up-<random>.<child>.<start number>
+TICK_SECONDS = 0.2  # interval between checks of the children
+STABLE_AFTER_SECONDS = 60.0  # a child that ran this long starts again with the shortest backoff
+STOP_TIMEOUT_SECONDS = 8.0  # from SIGTERM to SIGKILL; `docker stop` allows ten seconds in total
 KILL_TIMEOUT_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -33,39 +33,40 @@ _libc = ctypes.CDLL(None)
 PrintLine = Callable[[str], None]
 
 
-# --- nobody outlives whoever started it ---------------------------------------------------------------------------
+# --- process lifetime ---------------------------------------------------------------------------------------------
 
 
 def die_with_parent(parent: int) -> None:
-    """This process is killed when its parent, which had this id a moment ago, dies."""
+    """Have the kernel kill this process when its parent dies. `parent` is the expected parent process id."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was told
+    if os.getppid() != parent:  # the parent died before prctl
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def tie_descendants() -> None:
-    """This process, and each that it forks, dies with its parent. Commands that it executes for others do not.
+    """Have the kernel kill this process and every process it forks when their parent dies.
 
-    A web worker and the queue's sentinel live on when their parent is killed; nobody then looks after them."""
+    Web workers and the queue's sentinel otherwise survive a killed parent unsupervised. Programs started with exec lose the
+    setting, so commands executed for agents are not affected."""
     die_with_parent(os.getppid())
     os.register_at_fork(after_in_child=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
 
 
 def kill_instance(instance: str) -> int:
-    """No process that was started for this instance is left; how many were killed. TimeoutError if some do not go."""
+    """Kill every process started for an instance. Return how many were killed. Raise TimeoutError if some do not end."""
     killed: set[int] = set()
-    until = time.monotonic() + KILL_TIMEOUT_SECONDS
+    deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
     while pids := [pid for name in os.listdir("/proc") if name.isdigit() and _belongs_to_instance(pid := int(name), instance)]:
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 fd = os.pidfd_open(pid)
                 try:
-                    if _belongs_to_instance(pid, instance):  # the number may have gone to another process before we opened it
+                    if _belongs_to_instance(pid, instance):  # the pid may have been reused before pidfd_open
                         signal.pidfd_send_signal(fd, signal.SIGKILL)
                         killed.add(pid)
                 finally:
                     os.close(fd)
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise TimeoutError(f"processes {pids} do not end")
         time.sleep(0.02)
     return len(killed)
@@ -74,24 +75,25 @@ def kill_instance(instance: str) -> int:
 def _belongs_to_instance(pid: int, instance: str) -> bool:
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it ended, or is another user's
+    except OSError:  # the process ended, or belongs to another user
         return False
-    mark = f"{INSTANCE_VARIABLE}={instance}".encode()
-    return pid != os.getpid() and any(entry == mark or entry.startswith(mark + b".") for entry in environ)
+    entry_text = f"{INSTANCE_VARIABLE}={instance}".encode()
+    return pid != os.getpid() and any(entry == entry_text or entry.startswith(entry_text + b".") for entry in environ)
 
 
-# --- one at a time ------------------------------------------------------------------------------------------------
+# --- lock file ----------------------------------------------------------------------------------------------------
 
 
 class AlreadyRunning(Exception):
-    """Somebody else sits here."""
+    """Another process holds the lock file."""
 
 
 @contextmanager
 def hold_lock_file(path: Path) -> Iterator[tuple[dict[str, Any], Callable[[dict[str, Any]], None]]]:
-    """Hold this file's lock. What its last holder wrote into it ({} if nothing), and how to write; Taken if it lives.
+    """Hold the lock of a file. Yield the note of its last holder ({} if none) and a function that writes a new note.
 
-    The lock goes when the process does, however it ends. The note stays: by it the next holder cleans up."""
+    Raise AlreadyRunning if another process holds the lock. The kernel releases the lock when the process ends. The note
+    remains in the file: the next holder uses it to clean up."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
         try:
@@ -111,10 +113,10 @@ def hold_lock_file(path: Path) -> Iterator[tuple[dict[str, Any], Callable[[dict[
 def _read_note(file: IO[str]) -> dict[str, Any]:
     file.seek(0)
     try:
-        found = json.loads(file.read())
+        note = json.loads(file.read())
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return note if isinstance(note, dict) else {}
 
 
 # --- children -----------------------------------------------------------------------------------------------------
@@ -122,85 +124,87 @@ def _read_note(file: IO[str]) -> dict[str, Any]:
 
 @dataclass
 class Child:
-    """One process group to be kept alive. `argv` is run again whenever it ends, or `hung` says why it should."""
+    """A supervised process group. It is restarted when it ends, or when `find_problem` returns a reason."""
 
     name: str
     argv: Sequence[str]
     cwd: Path
     env: Mapping[str, str] = field(default_factory=dict)
-    hung: Callable[["Child"], str] = lambda child: ""
+    find_problem: Callable[["Child"], str] = lambda child: ""
     starts: int = 0
     failures: int = 0
-    started: float = 0.0  # by the monotonic clock, as is due
-    due: float = 0.0
+    started_at: float = 0.0  # monotonic clock, like next_start_at
+    next_start_at: float = 0.0
     instance: str = ""
     process: subprocess.Popen[bytes] | None = None
 
     def start(self, family: str) -> None:
-        """Run it, in a session and under an instance of its own. Main thread only: it dies with the calling thread."""
+        """Start the process in its own session and instance. Main thread only: the child dies with the calling thread."""
         self.starts += 1
         self.instance = f"{family}.{self.name}.{self.starts}"
-        self.started = time.monotonic()
-        me = os.getpid()
+        self.started_at = time.monotonic()
+        parent = os.getpid()
         self.process = subprocess.Popen(
             self.argv,
             cwd=self.cwd,
             env={**os.environ, **self.env, INSTANCE_VARIABLE: self.instance},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(me),
+            preexec_fn=lambda: die_with_parent(parent),
         )
 
     @property
     def age(self) -> float:
-        return time.monotonic() - self.started
+        return time.monotonic() - self.started_at
 
     @property
-    def ended(self) -> bool:
-        """Its leader has ended. It stays a zombie until `clean`, so nobody gets its number, which names the group."""
+    def has_ended(self) -> bool:
+        """Return whether the leader has ended. It stays a zombie until it is reaped, which reserves its pid, the group id."""
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return self.process is not None and os.waitid(os.P_PID, self.process.pid, flags) is not None
 
     def terminate(self) -> None:
-        """Ask the leader to end its group. The group itself is not asked: the queue's sentinel would die of SIGTERM."""
+        """Send SIGTERM to the leader only, which stops its group: the queue's sentinel would not survive SIGTERM."""
         if self.process:
-            os.kill(self.process.pid, signal.SIGTERM)  # Popen.terminate may reap it, and with it lose the group's name
+            os.kill(self.process.pid, signal.SIGTERM)  # Popen.terminate may reap the leader, which frees the group id
 
-    def clean(self) -> int:
-        """Kill what is left of it, also what has left the group. The leader's exit code, negative after a signal."""
+    def kill_and_reap(self) -> int:
+        """Kill all remaining processes, also outside the group. Return the leader's exit code, negative after a signal."""
         assert self.process is not None
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
-        with suppress(TimeoutError):  # in an uninterruptible wait, say: it will go, and can do no more until then
+        with suppress(TimeoutError):  # for example in an uninterruptible wait: such a process ends as soon as the wait does
             kill_instance(self.instance)
         self.process = None
         return code
 
 
 class Supervisor:
-    """Starts its children, starts again what dies or hangs, ends them all. `forget` is told of each dead instance."""
+    """Starts children, restarts those that end or hang, and stops all. Calls `release_instance` for each dead instance."""
 
-    def __init__(self, family: str, children: Sequence[Child], *, say: PrintLine, forget: Callable[[str], object]) -> None:
+    def __init__(
+        self, family: str, children: Sequence[Child], *, print_line: PrintLine, release_instance: Callable[[str], object]
+    ) -> None:
         self.family = family
         self.children = children
-        self.say = say
-        self.forget = forget
-        self.stopping = self.impatient = False
+        self.print_line = print_line
+        self.release_instance = release_instance
+        self.stopping = self.stop_at_once = False
 
     def install_signal_handlers(self) -> None:
-        """From here on SIGTERM, SIGINT and SIGHUP end `run`; a second one ends its patience."""
+        """Make SIGTERM, SIGINT and SIGHUP stop `run`. A second signal kills the children without waiting."""
 
-        def obey(number: int, frame: object) -> None:
-            self.stopping, self.impatient = True, self.stopping
+        def request_stop(number: int, frame: object) -> None:
+            self.stopping, self.stop_at_once = True, self.stopping
 
-        signal.signal(signal.SIGTERM, obey)
-        signal.signal(signal.SIGINT, obey)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup wants it ignored
-            signal.signal(signal.SIGHUP, obey)
+        signal.signal(signal.SIGTERM, request_stop)
+        signal.signal(signal.SIGINT, request_stop)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # set by nohup
+            signal.signal(signal.SIGHUP, request_stop)
 
     def run(self, each_tick: Callable[[], None] = lambda: None) -> None:
-        """Keep the children alive until a signal comes, then end them all, whatever happens."""
+        """Supervise the children until a signal arrives, then stop them all, also after an exception."""
         try:
             while not self.stopping:
                 for child in self.children:
@@ -212,32 +216,32 @@ class Supervisor:
 
     def _restart_if_ended(self, child: Child) -> None:
         if child.process is None:
-            if time.monotonic() >= child.due:
+            if time.monotonic() >= child.next_start_at:
                 child.start(self.family)
             return
-        why = child.hung(child)
-        if not (why or child.ended):
+        problem = child.find_problem(child)
+        if not (problem or child.has_ended):
             return
         pid = child.process.pid
-        code = child.clean()
-        why = why or (f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}")
+        code = child.kill_and_reap()
+        problem = problem or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}")
         child.failures = 1 if child.age > STABLE_AFTER_SECONDS else child.failures + 1
-        wait = compute_backoff(child.failures, initial=timedelta(seconds=1), maximum=timedelta(minutes=1)).total_seconds()
-        child.due = time.monotonic() + wait
-        self.say(f"{child.name} (pid {pid}): {why}; starting it again in {wait:g} s")
-        self.forget(child.instance)
+        delay = compute_backoff(child.failures, initial=timedelta(seconds=1), maximum=timedelta(minutes=1)).total_seconds()
+        child.next_start_at = time.monotonic() + delay
+        self.print_line(f"{child.name} (pid {pid}): {problem}; restarting in {delay:g} s")
+        self.release_instance(child.instance)
 
     def stop(self) -> None:
-        """No child is left: what does not end within STOP_PATIENCE is killed."""
-        left = [child for child in self.children if child.process]
-        for child in left:
+        """Stop every child. A child that does not end within STOP_TIMEOUT_SECONDS is killed."""
+        running = [child for child in self.children if child.process]
+        for child in running:
             child.terminate()
-        until = time.monotonic() + STOP_TIMEOUT_SECONDS
-        while left and time.monotonic() < until and not self.impatient:
-            for child in [child for child in left if child.ended]:
-                child.clean()
-                left.remove(child)
+        deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
+        while running and time.monotonic() < deadline and not self.stop_at_once:
+            for child in [child for child in running if child.has_ended]:
+                child.kill_and_reap()
+                running.remove(child)
             time.sleep(0.05)
-        for child in left:
-            self.say(f"{child.name} does not end: killing it")
-            child.clean()
+        for child in running:
+            self.print_line(f"{child.name} does not stop: killing it")
+            child.kill_and_reap()

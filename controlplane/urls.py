@@ -1,4 +1,4 @@
-"""Every door: /admin/ for operators, /api/v1/ for agents, /livez, /healthz, /readyz and /metrics for whoever watches."""
+"""URL configuration: /admin/ for operators, /api/v1/ for agents, health and metrics for monitoring."""
 
 from django.contrib import admin
 from django.urls import include, path

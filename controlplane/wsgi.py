@@ -1,4 +1,4 @@
-"""The WSGI application: API and admin."""
+"""WSGI application: HTTP API and admin."""
 
 import os
 

@@ -14,13 +14,15 @@ from leases.errors import InvalidRequest, RateLimited
 from leases.models import DID_DESCRIPTION, Agent, AgentKey, validate_did
 from sandboxes.db import sql
 
-LAST_USED_WRITE_INTERVAL = timedelta(minutes=1)  # last use is written at most this often: a renewal should not write two rows
+LAST_USED_WRITE_INTERVAL = timedelta(minutes=1)  # so that a renewal does not write a second row
 
 
 def issue_key(dids: Sequence[str], *, operator: bool = False, name: str = "", now: datetime) -> tuple[AgentKey, str]:
-    """A new key and its only copy in the clear. Agents it speaks for are made if they do not exist."""
+    """Create a key and return its row and its plain text, which is not stored. Missing agents are created.
+
+    Raise InvalidRequest for a malformed DID, or if the key could act for no agent."""
     if not dids and not operator:
-        raise InvalidRequest("agent", "A key speaks for at least one agent, or is an operator's.")
+        raise InvalidRequest("agent", "A key needs at least one agent, or must be an operator key.")
     for did in dids:
         try:
             validate_did(did)
@@ -42,7 +44,7 @@ def hash_key(key: str) -> str:
 
 
 def find_active_key(key: str, *, now: datetime) -> AgentKey | None:
-    """The key's row if it exists and is not revoked, read anew each time: a revoked key is refused at once."""
+    """Return the row of a key, or None if it is unknown or revoked. Not cached, so a revocation takes effect at once."""
     if not re.fullmatch(r"lh_[0-9a-f]{8}_[A-Za-z0-9_-]{43}", key, re.ASCII):
         return None
     row = sql.find_first(AgentKey, "digest = %s AND revoked_at IS NULL", hash_key(key))
@@ -52,24 +54,25 @@ def find_active_key(key: str, *, now: datetime) -> AgentKey | None:
 
 
 def revoke_key(pk: int, *, now: datetime) -> bool:
-    """Refuse this key from now on. False if it was revoked before."""
+    """Revoke a key. Return False if it was revoked before."""
     return bool(AgentKey.objects.filter(pk=pk, revoked_at__isnull=True).update(revoked_at=now))
 
 
 def consume_rate_limit_token(key: AgentKey, *, per_minute: int, now: datetime) -> None:
-    """Take one token of the bucket that limits new leases, or TooMany with when to come back. 0: no limit.
+    """Take one token from the key's bucket of new leases. Raise RateLimited with `retry_after` in seconds if it is empty.
 
-    The bucket holds a minute's worth and fills steadily. Two guarded UPDATEs, so parallel requests cannot overdraw."""
+    The bucket holds `per_minute` tokens and refills continuously; 0 disables the limit. Guarded UPDATEs keep concurrent
+    requests from overdrawing it."""
     if not per_minute:
         return
-    mine = AgentKey.objects.filter(pk=key.pk)
-    started = Q(tokens_at__isnull=True) | Q(tokens_at__lt=now - timedelta(minutes=1))
-    if not mine.filter(started).update(tokens=float(per_minute), tokens_at=now):
+    bucket = AgentKey.objects.filter(pk=key.pk)
+    full_refill_due = Q(tokens_at__isnull=True) | Q(tokens_at__lt=now - timedelta(minutes=1))
+    if not bucket.filter(full_refill_due).update(tokens=float(per_minute), tokens_at=now):
         gained = (now - (key.tokens_at or now)).total_seconds() * per_minute / 60
-        if gained >= 1:  # only whoever saw this tokens_at fills the bucket from it
+        if gained >= 1:  # the guard on tokens_at lets one of several concurrent requests refill
             full = Value(float(per_minute), output_field=FloatField())
-            mine.filter(tokens_at=key.tokens_at).update(tokens=Least(F("tokens") + gained, full), tokens_at=now)
-    if not mine.filter(tokens__gte=1).update(tokens=F("tokens") - 1):
-        wait = RateLimited(f"This key may ask for {per_minute} new leases a minute.")
-        wait.retry_after = max(1, round(60 / per_minute))
-        raise wait
+            bucket.filter(tokens_at=key.tokens_at).update(tokens=Least(F("tokens") + gained, full), tokens_at=now)
+    if not bucket.filter(tokens__gte=1).update(tokens=F("tokens") - 1):
+        error = RateLimited(f"Rate limit of this key exceeded: {per_minute} new leases per minute.")
+        error.retry_after = max(1, round(60 / per_minute))
+        raise error

@@ -2,6 +2,6 @@ from django.apps import AppConfig
 
 
 class LeasesConfig(AppConfig):
-    """Authority: who may use a sandbox, and until when."""
+    """Leases: the right of an agent to a sandbox, its end, and the HTTP API."""
 
     name = "leases"

@@ -1,4 +1,4 @@
-"""Budgets that are spent: the leases in their scope are ended, once what is in their sandboxes is stored."""
+"""Enforcement of exhausted hard budgets: store the sandboxes in their scope, then end the leases."""
 
 from datetime import datetime
 from uuid import UUID
@@ -13,98 +13,105 @@ from leases.models import Lease, LeaseStatus
 from sandboxes import eviction, pool, runs
 from sandboxes.db.clock import clock_from
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, WARMING, checkpoint
-from sandboxes.models import GONE_STATES, Run, Sandbox
+from sandboxes.models import GONE_STATES, Run, Sandbox, TransitionReason
 from sandboxes.providers.base import ProviderError
-from sandboxes.sweeps import PASS_TIME_LIMIT as LONGEST
-from sandboxes.sweeps import SweepResult
+from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
 END_REASON = "budget"
 
 
 def enforce_budgets(*, now: datetime) -> SweepResult:
-    """Work out what each budget has spent, and end the leases of the hard ones that are.
+    """Total the spending of each active budget and end the leases in scope of exhausted hard ones.
 
-    A lease ends when its sandbox sleeps, so that nothing in it is lost. One that waits is put to sleep at once; what runs
-    has until the end of the grace, then it is killed, and the sandbox put to sleep. What cannot be stored stays and is
-    tried again, later each time. Each step is safe to repeat: the next pass goes on where this one stopped."""
-    swept, later = SweepResult(), clock_from(now)
+    1. A waiting sandbox is evicted at once, so that its state is stored.
+    2. A running one is left until the end of the budget's grace period, then its runs are killed and it is evicted.
+    3. The lease ends once its sandbox is cold or does not exist.
+
+    A sandbox whose state cannot be stored is kept and retried with backoff. Every step is idempotent: the next pass continues
+    where this one stopped."""
+    result, clock = SweepResult(), clock_from(now)
     for number in Budget.objects.filter(active=True).order_by("pk").values_list("pk", flat=True):
         try:
-            for said in budgets.update_spending(number, now=now):
-                swept.note(f"budgets {said}")
+            for change in budgets.update_spending(number, now=now):
+                result.note(f"budgets {change}")
         except Exception as failed:  # one budget must not keep the others from being enforced
             log.exception("budget not settled", budget=number)
-            swept.failures.append(f"budget {number}: {failed}")
-    until = later() + LONGEST  # from here on: many budgets take long, and must not keep leases from being ended
+            result.failures.append(f"budget {number}: {failed}")
+    deadline = clock() + PASS_TIME_LIMIT  # counted from here: totalling many budgets must not use up the time for ending leases
     for pk, budget in find_leases_over_budget(now=now).items():
-        if later() > until:
+        if clock() > deadline:
             break
         try:
-            swept.note(_enforce_on_lease(pk, now=later()))
+            result.note(_enforce_on_lease(pk, now=clock()))
         except Exception as failed:
             log.exception("budget not enforced", lease=str(pk), budget=budget.pk)
-            swept.failures.append(f"lease {pk}: {failed}")
-    return swept
+            result.failures.append(f"lease {pk}: {failed}")
+    return result
 
 
 def find_leases_over_budget(*, now: datetime) -> dict[UUID, Budget]:
-    """The active leases in scope of a hard budget that is spent, each with that whose grace ends first."""
-    found: dict[UUID, Budget] = {}
+    """Active leases in scope of an exhausted hard budget, each with the budget whose grace period ends first."""
+    leases: dict[UUID, Budget] = {}
     for budget in sorted(budgets.find_exhausted(now=now), key=budgets.get_grace_deadline):
         for pk in budgets.find_open_tabs(budget, now=now).order_by("opened_at", "pk").values_list("pk", flat=True):
-            found.setdefault(pk, budget)
-    return found
+            leases.setdefault(pk, budget)
+    return leases
 
 
 def _enforce_on_lease(pk: UUID, *, now: datetime) -> str:
-    """Take one lease as far as it goes now; what came of it."""
-    over = budgets.find_exhausted_for_lease(
-        pk, now=now
-    )  # storing others took its time: it may have been raised, or have begun anew
-    if not over:
+    """Advance the end of one lease as far as possible now. Return the outcome for the sweep's counts."""
+    # Read again: since the first query the budget may have been raised or its period may have restarted.
+    exhausted = budgets.find_exhausted_for_lease(pk, now=now)
+    if not exhausted:
         return "lost race"
-    budget = min(over, key=budgets.get_grace_deadline)
-    later, sandbox = clock_from(now), pool.find_by_holder(pk)
+    budget = min(exhausted, key=budgets.get_grace_deadline)
+    clock, sandbox = clock_from(now), pool.find_by_holder(pk)
     if sandbox and sandbox.state != COLD:
         if sandbox.lost_at:
-            return "sandboxes lost"  # its lease ends by that: `reconcile`
+            return "sandboxes lost"  # the `reconcile` sweep ends its lease
         if sandbox.state in (WARMING, EVICTING):
-            return "sandboxes on their way"  # somebody is at it, or `stalled` will be
-        unused = sandbox.last_used_at < sandbox.state_since  # since then; else its next try is when it is idle
+            return "sandboxes in transition"  # its worker finishes the transition, or the `stalled` sweep does
+        unused = (
+            sandbox.last_used_at < sandbox.state_since
+        )  # not used since the failed attempt; otherwise it becomes idle again first
         if sandbox.tries and unused and sandbox.idle_at and sandbox.idle_at > now:
             return "sandboxes not stored yet"
         if sandbox.state == RUNNING:
             if now < budgets.get_grace_deadline(budget):
-                return "sandboxes running on"
+                return "sandboxes in grace period"
             _kill_runs(sandbox, now=now)
             checkpoint("budget stopped", sandbox)
-        if not eviction.evict(sandbox.pk, now=later(), reason="its budget is spent", actor="sweep"):
+        if not eviction.evict(sandbox.pk, now=clock(), code=TransitionReason.BUDGET, actor="sweep"):
             return "sandboxes not stored yet"
         checkpoint("budget stored", sandbox)
-    return "leases ended" if _end_lease(pk, budget, now=later()) else "lost race"
+    return "leases ended" if _end_lease(pk, budget, now=clock()) else "lost race"
 
 
 def _kill_runs(sandbox: Sandbox, *, now: datetime) -> None:
-    """Kill what runs in it, and close its Runs: whoever waits for one learns that its lease has ended."""
+    """Kill the open runs of a sandbox and close their rows. A waiting caller receives the error of an ended lease."""
     for run in Run.objects.filter(sandbox=sandbox, ended_at__isnull=True).select_related("sandbox"):
         try:
-            runs.interrupt_run(run, why="Killed: a budget of its lease is spent, and so is the grace.", now=now, actor="sweep")
-        except ProviderError as failed:  # it runs still, so the sandbox does not sleep, and the next pass tries again
+            runs.interrupt_run(
+                run, why="Killed: a budget of the lease is exhausted and its grace period is over.", now=now, actor="sweep"
+            )
+        except ProviderError as failed:  # the sandbox stays running and the next pass retries
             log.warning("run not killed", run=str(run.pk), error=str(failed))
 
 
 def _end_lease(pk: UUID, budget: Budget, *, now: datetime) -> bool:
-    """End a lease whose sandbox sleeps. False if that woke, or if no budget is spent that is for it any more."""
+    """End a lease whose sandbox is cold or gone. Return False if it woke, or if no budget in scope is exhausted any more."""
     with transaction.atomic(durable=True):
-        # Whoever gives it a sandbox locks this row, too; one that is there is locked against being woken.
+        # A claim of a sandbox locks the lease's row, too. The sandbox's own row is locked against a wake.
         lease = Lease.objects.select_for_update(no_key=True, of=("self",)).filter(pk=pk, status=LeaseStatus.ACTIVE).first()
         if lease is None:
             return False
-        held = Sandbox.objects.select_for_update(no_key=True, of=("self",)).filter(holder=pk).exclude(state__in=GONE_STATES)
-        if any(sandbox.state != COLD for sandbox in held) or not budgets.find_exhausted_for_lease(pk, now=now):
+        sandboxes = (
+            Sandbox.objects.select_for_update(no_key=True, of=("self",)).filter(holder=pk).exclude(state__in=GONE_STATES)
+        )
+        if any(sandbox.state != COLD for sandbox in sandboxes) or not budgets.find_exhausted_for_lease(pk, now=now):
             return False
-        over = leasing.find_elapsed_clock(lease, now)  # then it ended by that, whatever came after
-        ended = leasing.end(pk, reason=over or END_REASON, now=now, actor="sweep", why="" if over else str(budget))
+        exhausted = leasing.find_elapsed_clock(lease, now)  # an elapsed clock is the earlier reason
+        ended = leasing.end(pk, reason=exhausted or END_REASON, now=now, actor="sweep", why="" if exhausted else str(budget))
         checkpoint("budget ended", pk)
     return ended

@@ -1,10 +1,10 @@
-"""What can go wrong with leases. The docstring of a class is its message unless a better one is given."""
+"""Errors of the lease app. The docstring of a class is its default message."""
 
 from sandboxes.errors import SandboxError
 
 
 class LeaseError(SandboxError):
-    """The lease could not do that."""
+    """The lease operation failed."""
 
     code = "lease_error"
 
@@ -25,41 +25,41 @@ class LeaseEnded(LeaseError):
 
 
 class Conflict(LeaseError):
-    """It contradicts what is already there."""
+    """The request conflicts with an existing resource."""
 
     code = "conflict"
 
 
 class TurnInProgress(LeaseError):
-    """This turn is being played right now. Ask again in a moment."""
+    """This turn is in progress. Try again in a few seconds."""
 
     code = "busy"
     retry_after = 2
 
 
 class RateLimited(LeaseError):
-    """Too many new leases in too short a time."""
+    """Rate limit of new leases exceeded. Try again later."""
 
     code = "rate_limited"
 
 
 class RequestTooLarge(LeaseError):
-    """The request is larger than its limit."""
+    """The request body exceeds its size limit."""
 
     code = "too_large"
 
 
 class LengthRequired(LeaseError):
-    """Send a Content-Length: this server does not read bodies without one."""
+    """A Content-Length header is required."""
 
     code = "length_required"
 
 
 class RangeNotSatisfiable(LeaseError):
-    """No byte of the file is in the range that was asked for."""
+    """The requested range is outside the file."""
 
     code = "range_not_satisfiable"
 
     def __init__(self, size: int) -> None:
-        super().__init__(f"The file has {size} bytes, and none of them is in that range.", field="Range")
+        super().__init__(f"The requested range is outside the file, which has {size} bytes.", field="Range")
         self.headers = {"Content-Range": f"bytes */{size}"}

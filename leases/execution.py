@@ -1,10 +1,9 @@
-"""What a lease lets its agent do: run commands and touch files in its sandbox. Each act renews the lease."""
+"""Operations of a lease in its sandbox: commands, file access, service tokens. Use of the sandbox renews the lease."""
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta
-from functools import partial
 from typing import TypeVar
 from uuid import UUID
 
@@ -12,6 +11,7 @@ from django.db import transaction
 
 from billing import budgets
 from leases import leasing
+from leases.guard import LeaseGuard
 from leases.models import Lease
 from sandboxes import pool as pools
 from sandboxes import runs
@@ -28,8 +28,8 @@ from sandboxes.runs import Command
 T = TypeVar("T")
 
 
-def build_sandbox_request(lease: Lease, *, now: datetime) -> SandboxRequest:
-    """What this lease asks of the pool, the fence included."""
+def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = False) -> SandboxRequest:
+    """Build the request of a lease for its sandbox. `check_budget` is passed to the lease's guard."""
     pool = sql.find_first(Pool, "id = %s", lease.pool_id)
     assert pool is not None  # leases protect their pool
     config = {
@@ -46,86 +46,71 @@ def build_sandbox_request(lease: Lease, *, now: datetime) -> SandboxRequest:
         idle_after=lease.sleep_after,
         files={f"{WORKSPACE}/config.json": json.dumps(config, indent=2).encode()},
         skill=lease.environment_type_id,
-        policy=lambda: lease.environment_type.policy,
-        excludes=lambda: lease.environment_type.snapshot_excludes,
-        llm_limit=lambda: Lease.objects.values_list("llm_limit", flat=True).get(pk=lease.pk),
-        fence=partial(_lock_active_lease, lease.pk, now),
+        guard=LeaseGuard(lease.pk, now, check_budget=check_budget),
     )
-
-
-def _lock_active_lease(pk: UUID, now: datetime) -> None:
-    # Locked until the sandbox's row is there: whoever ends the lease then finds it, or else we find the lease ended. A lease is
-    # locked without its key: whoever writes an event of it, with its sandbox locked, must not wait for whoever wants both.
-    Lease.objects.select_for_update(no_key=True, of=("self",)).get(pk=pk)
-    leasing.require_active(pk, now=now)
 
 
 def exec_command(pk: UUID, command: Command, *, now: datetime, actor: str = "") -> tuple[Run, ExecResult]:
-    """Run a command for a lease: its sandbox is started or woken first, and the lease renewed after.
+    """Run a command in the sandbox of a lease, which is started or woken first. Renew the lease afterwards.
 
-    LeaseEnded when the lease is over, also when it ended while the command ran."""
-
-    def act(want: SandboxRequest, at: datetime) -> tuple[Run, ExecResult]:
-        return runs.exec_in_sandbox(want, command, now=at, actor=actor)
-
-    return call_with_lease(pk, act, now=now, actor=actor, spends=True)
+    Raise LeaseEnded if the lease is over, also if it ended while the command ran."""
+    with use_lease(pk, now=now, spends=True) as request:
+        return runs.exec_in_sandbox(request, command, now=now, actor=actor)
 
 
 def call_in_sandbox(
-    pk: UUID, command: Command, act: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str = ""
+    pk: UUID, command: Command, operation: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str = ""
 ) -> tuple[Run, T]:
-    """Like exec_in, for an act that is no command: a file is read, a turn is played."""
-
-    def within(want: SandboxRequest, at: datetime) -> tuple[Run, T]:
-        return runs.run_operation(want, command, act, now=at, actor=actor)
-
-    return call_with_lease(pk, within, now=now, actor=actor, spends=command.kind != "file")
+    """Like exec_command, for an operation other than a command, such as a change of files. Return its Run and result."""
+    with (
+        use_lease(pk, now=now, spends=command.kind != "file") as request,
+        runs.operation(request, command, now=now, actor=actor) as opened,
+    ):
+        result = operation(opened.provider, opened.sandbox)
+        opened.result = result if isinstance(result, ExecResult) else None
+    return opened.run, result
 
 
 def ensure_sandbox_ready(pk: UUID, *, now: datetime, actor: str = "") -> Sandbox:
-    """The lease's sandbox, ready to run in."""
-    return call_with_lease(
-        pk, lambda want, at: pools.ensure_running(want, now=at, actor=actor), now=now, actor=actor, spends=True
-    )
+    """Start or wake the sandbox of a lease and return it, ready to run commands. Idempotent."""
+    with use_lease(pk, now=now, spends=True) as request:
+        return pools.ensure_running(request, now=now, actor=actor)
 
 
 def mint_service_token(
     pk: UUID, *, aud: str, lxm: str, lifetime: timedelta = signing.DEFAULT_TOKEN_LIFETIME, now: datetime, actor: str = ""
 ) -> tuple[str, MintedToken]:
-    """A token by which the lease's agent calls one method of one service. LeaseEnded, also if it ended before the token
-    was written down. The sandbox is not touched, and so the lease is not renewed."""
+    """Mint a token with which the agent of a lease calls method `lxm` of service `aud`. Return the token and its row.
+
+    Raise LeaseEnded, also if the lease ends before the token is recorded. The sandbox is not used, so the lease is not
+    renewed."""
     lease = leasing.require_active(pk, now=now)
     checkpoint("may mint", lease)
-    fence = partial(_lock_active_lease, pk, now)
     return signing.mint_service_token(
-        lease.agent_did, aud=aud, lxm=lxm, lifetime=lifetime, now=now, holder=pk, actor=actor, fence=fence
+        lease.agent_did, aud=aud, lxm=lxm, lifetime=lifetime, now=now, holder=pk, actor=actor, fence=LeaseGuard(pk, now).fence
     )
 
 
-def call_with_lease(
-    pk: UUID, act: Callable[[SandboxRequest, datetime], T], *, now: datetime, actor: str, spends: bool = False
-) -> T:
-    """What `act` answers for an active lease, which is renewed after. LeaseEnded, also if it ended meanwhile.
+@contextmanager
+def use_lease(pk: UUID, *, now: datetime, spends: bool = False) -> Iterator[SandboxRequest]:
+    """Yield the sandbox request of an active lease, and renew the lease after the body of the `with`.
 
-    BudgetExhausted for what would start a sandbox while a budget of the lease is spent; where it `spends`, also for what
-    would run in the one that it has. What does not spend and runs in it, as whatever touches its files does, may until the
-    end of the grace: else it would never sleep while somebody looks at them over and over."""
-    later = clock_from(now)
+    Raises LeaseEnded, also if the lease ended during the body. A sandbox that was lost during the body ends the lease.
+    BudgetExhausted is raised when a budget of the lease is spent: if `spends`, before the body; otherwise only when the body
+    starts or wakes a sandbox, or runs something in one after the budget's grace period. Without that second limit, repeated
+    file operations would keep a sandbox alive for ever."""
+    clock = clock_from(now)
     lease = leasing.require_active(pk, now=now)
-    want, check_budget = build_sandbox_request(lease, now=now), partial(budgets.require_budget, pk, now=now)
     if spends:
-        check_budget()
-    else:
-        want = replace(want, check_budget=check_budget, check_may_run=partial(check_budget, after_grace=True))
+        budgets.require_budget(pk, now=now)
     try:
-        answer = act(want, now)
+        yield build_sandbox_request(lease, now=now, check_budget=not spends)
     except SandboxLost:
-        leasing.require_active(pk, now=later())  # it may be gone because the lease ended: then that is the answer
+        leasing.require_active(pk, now=clock())  # the end of the lease may be why the sandbox is gone: report that instead
         with transaction.atomic():
-            leasing.end(pk, reason="lost", now=later(), actor="provider")
+            leasing.end(pk, reason="lost", now=clock(), actor="provider")
         raise leasing.build_ended_error(Lease.objects.get(pk=pk), "lost") from None
     except SandboxError:
-        leasing.require_active(pk, now=later())
+        leasing.require_active(pk, now=clock())
         raise
-    leasing.renew(lease, now=later())
-    return answer
+    leasing.renew(lease, now=clock())

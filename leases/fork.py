@@ -1,4 +1,4 @@
-"""A second lease that starts from what is in the workspace of a first one."""
+"""Fork of a lease: a second lease whose workspace starts as a copy of the first one's."""
 
 from collections.abc import Callable
 from datetime import datetime
@@ -14,85 +14,80 @@ from sandboxes.db.clock import clock_from
 from sandboxes.errors import SnapshotNotFound
 from sandboxes.models import Snapshot
 from sandboxes.models.state import SnapshotKind
-from sandboxes.pool import SandboxRequest
 from sandboxes.state import workspace
 
-FORKED_EVENT = "forked"  # the kind of an event, of both leases
+FORKED_EVENT = "forked"  # event kind, recorded on both leases
 
 
 def fork(
     lease: Lease,
-    ask: LeaseRequest,
+    request: LeaseRequest,
     *,
     snapshot: UUID | None = None,
     now: datetime,
     actor: str = "",
     admit: Callable[[], object] = bool,
 ) -> tuple[Lease, bool]:
-    """A lease as asked for that starts with a copy of this one's workspace, and whether this call granted it.
+    """Grant a lease whose workspace starts as a copy of `lease`'s. Return it and whether this call granted it. Idempotent.
 
-    The copy is the named one, or what is in the workspace now; of a lease that has ended, the newest that is kept. A
-    repeat is answered with the same lease. Conflict if the agent holds another lease in that environment; NoSnapshot if
-    there is nothing to copy. `admit` is called as in acquire: a new lease and its first copy are there both, or neither."""
-    later = clock_from(now)
-    held = sql.find_first(Lease, leasing.ACTIVE_LEASE_SQL, ask.agent_did, ask.environment_id)
-    source, borrowed = None, False
-    if held and not leasing.find_elapsed_clock(held, now):
-        _require_forked_from(held, lease, snapshot)
+    The source is the named snapshot, else the current workspace, or the latest snapshot if the lease has ended. The new lease
+    and its copy commit in one transaction, with `admit` as in `leasing.acquire`.
+    Raise Conflict if the agent holds another lease in that environment, SnapshotNotFound if there is nothing to copy."""
+    clock = clock_from(now)
+    current = sql.find_first(Lease, leasing.ACTIVE_LEASE_SQL, request.agent_did, request.environment_id)
+    source, temporary = None, False
+    if current and not leasing.find_elapsed_clock(current, now):
+        _require_forked_from(current, lease, snapshot)
     elif snapshot:
         source = snapshots.get_snapshot(lease.pk, snapshot)
     else:
-        source, borrowed = _find_or_take_source(lease, now=later(), actor=actor)
+        source, temporary = _find_or_take_source(lease, now=clock(), actor=actor)
 
-    def begin() -> None:
+    def copy_workspace() -> None:
         if source is None:
-            raise Conflict("The lease that this had granted has just ended. Ask again.", field="environment_id")
-        granted = Lease.objects.get(agent_did=ask.agent_did, environment_id=ask.environment_id, status=LeaseStatus.ACTIVE)
-        # The lease before its copy: in this order a restore locks them, too.
+            raise Conflict("The lease granted before has just ended. Try again.", field="environment_id")
+        granted = Lease.objects.get(
+            agent_did=request.agent_did, environment_id=request.environment_id, status=LeaseStatus.ACTIVE
+        )
+        # Lock order: lease before snapshot, as in a restore.
         _record_event(lease, f"into lease {granted.pk} of {granted}", now=now, actor=actor)
         workspace.copy_snapshot(source, holder=granted.pk, kind=SnapshotKind.FORKED, now=now)
-        _record_event(granted, f"{_build_origin_prefix(lease)} snapshot {source.pk}", now=now, actor=actor)
+        Lease.objects.filter(pk=granted.pk).update(forked_from=lease)
+        _record_event(granted, f"from lease {lease.pk}, snapshot {source.pk}", now=now, actor=actor)
         admit()
 
     try:
-        granted, is_new = leasing.acquire(ask, now=now, actor=actor, admit=begin)
+        granted, is_new = leasing.acquire(request, now=now, actor=actor, admit=copy_workspace)
     finally:
-        if source and borrowed:  # from here on it is the fork's, or nobody's
-            workspace.forget(source, now=later())
+        if source and temporary:  # delete the temporary snapshot; a granted fork has its own copy
+            workspace.forget(source, now=clock())
     if not is_new:
         _require_forked_from(granted, lease, snapshot)
     return granted, is_new
 
 
 def _find_or_take_source(lease: Lease, *, now: datetime, actor: str) -> tuple[Snapshot, bool]:
-    """What is in the workspace of a lease now, or was when it was last stored; and whether it was stored for this."""
+    """Return a snapshot of a lease's workspace, and whether it was taken for this fork and must be deleted."""
     if lease.status != LeaseStatus.ACTIVE or leasing.find_elapsed_clock(lease, now):
         newest = workspace.find_latest(lease.pk)
         if newest is None:
-            raise SnapshotNotFound("The lease has ended, and no copy of its workspace is kept.")
+            raise SnapshotNotFound("The lease has ended, and no snapshot of its workspace is stored.")
         return newest, False
-
-    def act(want: SandboxRequest, at: datetime) -> tuple[Snapshot, bool]:
-        return snapshots.capture_current(want, now=at, actor=actor)
-
-    return execution.call_with_lease(lease.pk, act, now=now, actor=actor)
+    with execution.use_lease(lease.pk, now=now) as request:
+        return snapshots.capture_current(request, now=now, actor=actor)
 
 
-def _require_forked_from(held: Lease, lease: Lease, snapshot: UUID | None) -> None:
-    """Conflict unless the held lease was forked from the other one, and from that snapshot if it is named."""
-    same = LeaseEvent.objects.filter(lease=held, kind=FORKED_EVENT, reason__startswith=_build_origin_prefix(lease)).exists()
-    if same and snapshot:
+def _require_forked_from(current: Lease, lease: Lease, snapshot: UUID | None) -> None:
+    """Raise Conflict unless `current` was forked from `lease`, and from `snapshot` if it is given."""
+    matches = current.forked_from_id == lease.pk
+    if matches and snapshot:
         key = Snapshot.objects.filter(pk=snapshot, holder=lease.pk).values("key")
-        same = Snapshot.objects.filter(holder=held.pk, kind=SnapshotKind.FORKED, key__in=key).exists()
-    if not same:
+        matches = Snapshot.objects.filter(holder=current.pk, kind=SnapshotKind.FORKED, key__in=key).exists()
+    if not matches:
         raise Conflict(
-            f"{held.agent_did} holds a lease in this environment already, which does not start from there.",
+            f"{current.agent_did} already holds a lease in this environment that was not forked from this source.",
             field="environment_id",
         )
-
-
-def _build_origin_prefix(lease: Lease) -> str:
-    return f"from lease {lease.pk},"
 
 
 def _record_event(lease: Lease, reason: str, *, now: datetime, actor: str) -> None:

@@ -1,4 +1,4 @@
-"""Who may use a sandbox, and until when: columns, constraints and indexes. The verbs are in leasing and turns."""
+"""Tables of agents, API keys, environment types, leases and turns. State changes are in `leasing` and `turns`."""
 
 import json
 import uuid
@@ -21,11 +21,13 @@ ENVIRONMENT_ID_DESCRIPTION = "1 to 200 letters, digits and . _ : @ -, the first 
 CONDITION_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 CONDITION_DESCRIPTION = "1 to 64 letters, digits and . _ -, the first a letter or digit"
 
-validate_did = RegexValidator(rf"\A{DID_PATTERN}\Z", f"Not {DID_DESCRIPTION}.".replace("%", "%%"))  # the message is a format
+validate_did = RegexValidator(
+    rf"\A{DID_PATTERN}\Z", f"Not {DID_DESCRIPTION}.".replace("%", "%%")
+)  # Django %-formats the message
 
 
 def check_conditions(value: Any) -> None:
-    """A list of condition names, each once."""
+    """Raise ValidationError unless the value is a list of at most 32 distinct condition names."""
     condition = RegexValidator(rf"\A{CONDITION_PATTERN}\Z")
     if not isinstance(value, list) or len(value) > 32 or not all(isinstance(name, str) for name in value):
         raise ValidationError("A list of at most 32 condition names.")
@@ -49,8 +51,8 @@ def check_excludes(value: Any) -> None:
 def check_sleep_after(value: str) -> None:
     try:
         durations.parse_duration(value)
-    except ValueError as wrong:
-        raise ValidationError(str(wrong)) from None
+    except ValueError as error:
+        raise ValidationError(str(error)) from None
 
 
 def default_turn_argv() -> list[str]:
@@ -58,7 +60,7 @@ def default_turn_argv() -> list[str]:
 
 
 class Agent(models.Model):
-    """An API principal, named everywhere by its DID; this row is its page."""
+    """An API principal. Other tables refer to an agent by its DID, not by this row, which exists for the admin."""
 
     did = models.CharField(max_length=255, unique=True, validators=[validate_did], verbose_name="DID")
     name = models.CharField(max_length=100, blank=True)
@@ -72,17 +74,17 @@ class Agent(models.Model):
 
 
 class AgentKey(models.Model):
-    """An API key: what is kept is the SHA-256 of a random secret, so the key itself is shown once and never again."""
+    """An API key. Only the SHA-256 of its random secret is stored, so the key can be shown only when it is issued."""
 
     prefix = models.CharField(max_length=16, unique=True, editable=False)
     digest = models.CharField(max_length=64, unique=True, editable=False)
-    name = models.CharField(max_length=100, blank=True, help_text="What it is for.")
-    dids = models.JSONField(default=list, blank=True, help_text="The agents it speaks for.", verbose_name="DIDs")
-    operator = models.BooleanField(default=False, help_text="Speaks for every agent.")
+    name = models.CharField(max_length=100, blank=True, help_text="Purpose of the key.")
+    dids = models.JSONField(default=list, blank=True, help_text="Agents the key can act for.", verbose_name="DIDs")
+    operator = models.BooleanField(default=False, help_text="The key can act for every agent.")
     created_at = models.DateTimeField(default=timezone.now, editable=False)
-    last_used_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="To the minute.")
+    last_used_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="Accurate to one minute.")
     revoked_at = models.DateTimeField(null=True, blank=True, editable=False)
-    tokens = models.FloatField(default=0, editable=False, help_text="Of the bucket that limits new leases.")
+    tokens = models.FloatField(default=0, editable=False, help_text="Level of the token bucket that limits new leases.")
     tokens_at = models.DateTimeField(null=True, blank=True, editable=False)
 
     class Meta:
@@ -96,35 +98,40 @@ class AgentKey(models.Model):
 
 
 class EnvironmentType(models.Model):
-    """What kinds of environment there are and what holds for leases in them. Operators edit these rows."""
+    """Defaults and limits of the leases in one kind of environment. Operators edit these rows."""
 
     name = models.SlugField(max_length=63, unique=True)
     expiry_conditions = models.JSONField(
-        default=list, blank=True, validators=[check_conditions], help_text="Posted facts that end a lease."
+        default=list, blank=True, validators=[check_conditions], help_text="Posted conditions that end a lease."
     )
-    ttl = models.DurationField(default=timedelta(hours=4), help_text="A lease ends when it was not used for this long.")
-    max_ttl = models.DurationField(default=timedelta(hours=24), help_text="A lease ends this long after it was granted.")
+    ttl = models.DurationField(default=timedelta(hours=4), help_text="A lease ends after this long without use.")
+    max_ttl = models.DurationField(
+        default=timedelta(hours=24), help_text="A lease ends at the latest this long after it was granted."
+    )
     sleep_after = models.CharField(
-        max_length=16, default="5m", validators=[check_sleep_after], help_text='Its sandbox sleeps when unused: "5m", "30s".'
+        max_length=16,
+        default="5m",
+        validators=[check_sleep_after],
+        help_text='Idle time after which the sandbox sleeps, such as "5m" or "30s".',
     )
     snapshot_excludes = models.JSONField(
         default=list, blank=True, validators=[check_excludes],
-        help_text='What snapshots of /workspace leave out: names or patterns such as "node_modules", ".venv", "*.pyc".',
+        help_text='Names or patterns excluded from snapshots of /workspace, such as "node_modules", ".venv" or "*.pyc".',
     )  # fmt: skip
     turn_argv = models.JSONField(
-        default=default_turn_argv, validators=[check_argv], help_text="What a turn executes, with the state on stdin."
+        default=default_turn_argv, validators=[check_argv], help_text="Command that a turn executes, with the state on stdin."
     )
-    turn_timeout = models.DurationField(null=True, blank=True, help_text="Empty: what LEASEHOLD_TURN_TIMEOUT says.")
+    turn_timeout = models.DurationField(null=True, blank=True, help_text="Default: LEASEHOLD_TURN_TIMEOUT.")
     pool = models.ForeignKey(
-        Pool, on_delete=models.PROTECT, null=True, blank=True, related_name="+", help_text='Empty: the pool "default".'
+        Pool, on_delete=models.PROTECT, null=True, blank=True, related_name="+", help_text='Default: the pool "default".'
     )
     policy = models.ForeignKey(
         Policy, on_delete=models.PROTECT, null=True, blank=True, related_name="environment_types",
-        help_text="What its sandboxes may do beyond the rest, from their start. Empty: nothing, they are sealed.",
+        help_text="Egress permissions of new sandboxes. Empty: no egress beyond model calls.",
     )  # fmt: skip
     llm_limit = models.DecimalField(
         max_digits=18, decimal_places=9, null=True, blank=True, validators=[MinValueValidator(0)],
-        verbose_name="spend limit", help_text="USD that the model calls of one lease may cost. Empty: no limit.",
+        verbose_name="spend limit", help_text="Limit in USD on the model calls of one lease. Empty: no limit.",
     )  # fmt: skip
 
     class Meta:
@@ -133,7 +140,7 @@ class EnvironmentType(models.Model):
             models.CheckConstraint(
                 condition=Q(ttl__gt=timedelta(0)) & Q(max_ttl__gte=F("ttl")),
                 name="environmenttype_ttl_within_max",
-                violation_error_message="ttl is longer than 0 and at most max_ttl.",
+                violation_error_message="ttl must be greater than 0 and at most max_ttl.",
             ),
         ]
 
@@ -143,15 +150,15 @@ class EnvironmentType(models.Model):
 
 class LeaseStatus(models.TextChoices):
     ACTIVE = "active"
-    EXPIRED = "expired"  # authority is gone, the sandbox may not be
-    DESTROYED = "destroyed"  # and the provider has confirmed that the sandbox is gone, too
+    EXPIRED = "expired"  # the lease has ended; its sandbox may still exist
+    DESTROYED = "destroyed"  # the provider has confirmed that the sandbox is gone
 
 
-END_REASONS = ("ttl", "max_ttl", "released", "budget", "operator", "lost", "failed")  # and condition:<name>
+END_REASONS = ("ttl", "max_ttl", "released", "budget", "operator", "lost", "failed")  # besides condition:<name>
 
 
 class Lease(models.Model):
-    """One agent's right to a sandbox in one environment. An ended lease stays; the next one is a new row."""
+    """An agent's right to a sandbox in one environment. Ended leases are kept; a new incarnation is a new row."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     agent_did = models.CharField(max_length=255, verbose_name="agent")
@@ -162,20 +169,25 @@ class Lease(models.Model):
     leased_at = models.DateTimeField()
     last_activity_at = models.DateTimeField()
     ttl = models.DurationField()
-    expires_at = models.DateTimeField(help_text="Earliest of its clocks, see leasing.ends_at.")
+    expires_at = models.DateTimeField(help_text="Earliest of the lease's clocks, see leasing.compute_expires_at.")
     expires_minute = models.IntegerField(
-        help_text="expires_at in whole minutes since 1970: what sweeps search by. An index on the exact time would make "
-        "every renewal rewrite it."
+        help_text="expires_at in whole minutes since 1970, for the index that sweeps search. An index on the exact time "
+        "would be rewritten by every renewal."
     )
     max_expires_at = models.DateTimeField()
     sleep_after = models.DurationField()
     expiry_conditions = models.JSONField(default=list)
     llm_limit = models.DecimalField(
         max_digits=18, decimal_places=9, null=True, blank=True, verbose_name="spend limit",
-        help_text="USD that its model calls may cost.",
+        help_text="Limit in USD on the model calls of this lease.",
     )  # fmt: skip
     ended_at = models.DateTimeField(null=True, blank=True)
     end_reason = models.CharField(max_length=80, blank=True)
+    end_detail = models.CharField(max_length=500, blank=True, help_text="More about end_reason: a budget, an error message.")
+    forked_from = models.ForeignKey(
+        "self", on_delete=models.PROTECT, null=True, blank=True, related_name="+", db_index=False,
+        help_text="The lease whose workspace it started with.",
+    )  # fmt: skip
     destroyed_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
@@ -216,12 +228,12 @@ class Lease(models.Model):
 
     @property
     def sandbox_id(self) -> str:
-        """The deterministic name of its sandbox, the same for every incarnation of the lease."""
+        """The deterministic sandbox name, the same for every incarnation of the lease."""
         return f"{self.agent_did}::{self.environment_id}"
 
 
 class LeaseEvent(models.Model):
-    """What happened to a lease, by whom and why: its timeline outlives its sandbox."""
+    """An entry of a lease's timeline, which outlives the sandbox."""
 
     lease = models.ForeignKey(Lease, on_delete=models.PROTECT, related_name="events")
     at = models.DateTimeField()
@@ -240,13 +252,13 @@ class LeaseEvent(models.Model):
 
 
 class Turn(models.Model):
-    """One turn of one lease. Inserting the row is the right to play it; a repeated number reads the answer from here."""
+    """A turn of a lease. The process that inserts the row plays the turn; a repeated number returns the stored answer."""
 
     lease = models.ForeignKey(Lease, on_delete=models.PROTECT, related_name="turns")
     number = models.BigIntegerField()
     run = models.OneToOneField(Run, on_delete=models.PROTECT, null=True, blank=True, related_name="turn")
     started_at = models.DateTimeField()
-    deadline_at = models.DateTimeField(help_text="Past it whoever played is dead and the turn counts as skipped.")
+    deadline_at = models.DateTimeField(help_text="After this the playing process counts as dead and the turn as skipped.")
     ended_at = models.DateTimeField(null=True, blank=True)
     skipped = models.BooleanField(default=False)
     answer = models.TextField(blank=True, help_text="The action as JSON text.")
@@ -265,13 +277,13 @@ class Turn(models.Model):
 
 
 class IdempotentRequest(models.Model):
-    """The answer to a POST that carried an Idempotency-Key, for those who ask again."""
+    """The stored response to a POST with an Idempotency-Key, returned when the request is repeated."""
 
     key_holder = models.ForeignKey(AgentKey, on_delete=models.CASCADE, related_name="+")
     key = models.CharField(max_length=255)
     fingerprint = models.CharField(max_length=64, help_text="SHA-256 of method, path and body.")
     started_at = models.DateTimeField()
-    deadline_at = models.DateTimeField(help_text="Past it, an unanswered request was given up by whoever served it.")
+    deadline_at = models.DateTimeField(help_text="After this the process that served an unanswered request counts as dead.")
     expires_at = models.DateTimeField(db_index=True)
     status_code = models.PositiveSmallIntegerField(null=True)
     body = models.TextField(blank=True)

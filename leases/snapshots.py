@@ -1,4 +1,4 @@
-"""Copies of a lease's workspace: taken, listed, gone back to. Each is in the lease's timeline."""
+"""Snapshots of a lease's workspace: take and restore. Each adds an entry to the lease's timeline."""
 
 from datetime import datetime
 from uuid import UUID
@@ -7,31 +7,28 @@ from leases import execution
 from leases.models import LeaseEvent
 from sandboxes import snapshots
 from sandboxes.models import Snapshot
-from sandboxes.pool import SandboxRequest
 
 
 def take_snapshot(pk: UUID, *, name: str = "", now: datetime, actor: str = "") -> Snapshot:
-    """Store the lease's workspace as it is now, also while it sleeps. LeaseEnded, NoSnapshot, Busy."""
+    """Store the current workspace of a lease, also of a sleeping one. Raise LeaseEnded, SnapshotNotFound or SandboxBusy."""
 
-    def act(want: SandboxRequest, at: datetime) -> Snapshot:
-        def tell(taken: Snapshot) -> None:
-            _record_event(pk, at, "snapshot", actor, f"{taken.pk} {taken.name}")
+    def record(taken: Snapshot) -> None:
+        _record_event(pk, now, "snapshot", actor, f"{taken.pk} {taken.name}")
 
-        return snapshots.take_snapshot(want, name=name, now=at, actor=actor, record=tell)
-
-    return execution.call_with_lease(pk, act, now=now, actor=actor)
+    with execution.use_lease(pk, now=now) as request:
+        return snapshots.take_snapshot(request, name=name, now=now, actor=actor, record=record)
 
 
 def restore_snapshot(pk: UUID, snapshot: UUID, *, now: datetime, actor: str = "") -> Snapshot:
-    """Have an earlier copy in the workspace from the next use on. LeaseEnded, NoSnapshot, Busy while something runs."""
+    """Make a snapshot the content of the workspace from its next use on.
 
-    def act(want: SandboxRequest, at: datetime) -> Snapshot:
-        def tell(restored: Snapshot) -> None:
-            _record_event(pk, at, "restored", actor, f"from snapshot {snapshot} {restored.name}")
+    Raise LeaseEnded, SnapshotNotFound, or SandboxBusy while a run is open."""
 
-        return snapshots.restore_snapshot(want, snapshot, now=at, actor=actor, record=tell)
+    def record(restored: Snapshot) -> None:
+        _record_event(pk, now, "restored", actor, f"from snapshot {snapshot} {restored.name}")
 
-    return execution.call_with_lease(pk, act, now=now, actor=actor)
+    with execution.use_lease(pk, now=now) as request:
+        return snapshots.restore_snapshot(request, snapshot, now=now, actor=actor, record=record)
 
 
 def _record_event(pk: UUID, at: datetime, kind: str, actor: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""What the queue runs for this app, and how it is asked to."""
+"""Queued tasks of this app, and the functions that enqueue them."""
 
 from collections.abc import Callable
 from datetime import datetime
@@ -15,15 +15,15 @@ from leases import execution, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseEvent, LeaseStatus
 from sandboxes import eviction
-from sandboxes import sweeps as below
+from sandboxes import sweeps as sandboxes
 from sandboxes.errors import SandboxError
 from sandboxes.models import Sandbox, SandboxState, Snapshot
 
-MAX_QUEUED_TASKS = 100  # tasks waiting: beyond this the next scheduled sweep is soon enough
+MAX_QUEUED_TASKS = 100  # with a longer queue the work is left to the next scheduled sweep
 
 
 def enqueue_reclaim() -> None:
-    """Have the queue destroy what was just given up, rather than wait for the next sweep. Losing this loses only time."""
+    """Queue a `reclaim` sweep to destroy sandboxes of ended leases at once. Best effort: the schedule also runs it."""
     if OrmQ.objects.count() < MAX_QUEUED_TASKS:
         async_task("leases.tasks.reclaim", group="reclaim")
 
@@ -33,40 +33,40 @@ def reclaim() -> str:
 
 
 def request_sleep(sandbox: Sandbox, *, now: datetime, actor: str, reason: str, guard: Q | None = None) -> bool:
-    """Have the next idle sweep put a lease's sandbox to sleep; its timeline says who asked. False if it may not sleep."""
-    holder = sandbox.holder
+    """Make a lease's sandbox due for the next idle sweep, with an entry in the timeline. Return False if it may not sleep."""
+    lease_id = sandbox.holder
     with transaction.atomic():
-        if holder is None or not eviction.request_eviction(sandbox.pk, now=now, actor=actor, reason=reason, guard=guard):
+        if lease_id is None or not eviction.request_eviction(sandbox.pk, now=now, actor=actor, reason=reason, guard=guard):
             return False
-        LeaseEvent.objects.create(lease_id=holder, at=now, kind="sleep_asked_for", actor=actor, reason=reason)
+        LeaseEvent.objects.create(lease_id=lease_id, at=now, kind="sleep_asked_for", actor=actor, reason=reason)
     return True
 
 
 def enqueue_idle_sweep() -> None:
-    """Have the queue put to sleep what is due, rather than wait for the next sweep. Losing this loses only time."""
+    """Queue an `idle` sweep to evict due sandboxes at once. Best effort: the schedule also runs it."""
     if OrmQ.objects.count() < MAX_QUEUED_TASKS:
         async_task("leases.tasks.sweep_idle", group="idle")
 
 
 def sweep_idle() -> str:
-    return str(below.evict_idle(now=timezone.now()))
+    return str(sandboxes.evict_idle(now=timezone.now()))
 
 
 def request_wake(sandbox: Sandbox, *, now: datetime, actor: str, reason: str) -> bool:
-    """Have the queue wake a lease's sandbox; its timeline says who asked. False if it does not sleep, or its lease ended."""
-    holder = sandbox.holder
-    if holder is None or not Sandbox.objects.filter(pk=sandbox.pk, state=SandboxState.COLD, lost_at__isnull=True).exists():
+    """Queue the wake of a lease's sandbox, with an entry in the timeline. Return False if it is not cold or the lease ended."""
+    lease_id = sandbox.holder
+    if lease_id is None or not Sandbox.objects.filter(pk=sandbox.pk, state=SandboxState.COLD, lost_at__isnull=True).exists():
         return False
-    if not Lease.objects.filter(pk=holder, status=LeaseStatus.ACTIVE).exists():
+    if not Lease.objects.filter(pk=lease_id, status=LeaseStatus.ACTIVE).exists():
         return False
-    with transaction.atomic():  # the event and the task are rows of one database: both, or neither
-        LeaseEvent.objects.create(lease_id=holder, at=now, kind="wake_asked_for", actor=actor, reason=reason)
-        async_task("leases.tasks.wake_sandbox", str(holder), actor, group="wake")
+    with transaction.atomic():  # the event and the task are rows of one database and commit together
+        LeaseEvent.objects.create(lease_id=lease_id, at=now, kind="wake_asked_for", actor=actor, reason=reason)
+        async_task("leases.tasks.wake_sandbox", str(lease_id), actor, group="wake")
     return True
 
 
 def wake_sandbox(lease_id: str, actor: str) -> str:
-    """Have a lease's sandbox awake. Doing it twice is harmless."""
+    """Task: wake a lease's sandbox. Idempotent. Return the sandbox's state, or the reason why the lease has ended."""
     try:
         return str(execution.ensure_sandbox_ready(UUID(lease_id), now=timezone.now(), actor=actor).state)
     except LeaseEnded as ended:
@@ -74,44 +74,44 @@ def wake_sandbox(lease_id: str, actor: str) -> str:
 
 
 def request_snapshot(sandbox: Sandbox, name: str, *, now: datetime, actor: str, reason: str) -> bool:
-    """Have the queue store a lease's workspace as it is then; its timeline says who asked. False if the lease has ended."""
+    """Queue a snapshot of a lease's workspace, with an entry in the timeline. Return False if the lease has ended."""
     return _enqueue_with_event(sandbox.holder, "snapshot_asked_for", "take", name, now=now, actor=actor, reason=reason)
 
 
 def request_restore(snapshot: Snapshot, *, now: datetime, actor: str, reason: str) -> bool:
-    """Have the queue make an earlier copy what a lease's workspace holds. False if the lease has ended."""
+    """Queue the restore of a snapshot, with an entry in the timeline. Return False if the lease has ended."""
     return _enqueue_with_event(
         snapshot.holder, "restore_asked_for", "restore", str(snapshot.pk), now=now, actor=actor, reason=reason
     )
 
 
 def _enqueue_with_event(
-    holder: UUID | None, kind: str, task: str, what: str, *, now: datetime, actor: str, reason: str
+    lease_id: UUID | None, kind: str, task: str, argument: str, *, now: datetime, actor: str, reason: str
 ) -> bool:
-    if holder is None or not Lease.objects.filter(pk=holder, status=LeaseStatus.ACTIVE).exists():
+    if lease_id is None or not Lease.objects.filter(pk=lease_id, status=LeaseStatus.ACTIVE).exists():
         return False
-    with transaction.atomic():  # as for wake_soon
-        LeaseEvent.objects.create(lease_id=holder, at=now, kind=kind, actor=actor, reason=reason)
-        async_task(f"leases.tasks.{task}", str(holder), what, actor, group=task)
+    with transaction.atomic():  # as in request_wake
+        LeaseEvent.objects.create(lease_id=lease_id, at=now, kind=kind, actor=actor, reason=reason)
+        async_task(f"leases.tasks.{task}", str(lease_id), argument, actor, group=task)
     return True
 
 
 def take(lease_id: str, name: str, actor: str) -> str:
-    """Store a lease's workspace. Delivered twice, it is two copies."""
-    verb = partial(snapshots.take_snapshot, UUID(lease_id), name=name, now=timezone.now(), actor=actor)
-    return _run_recording_failure(verb, lease_id, "snapshot_failed", actor)
+    """Task: store a lease's workspace. A task that is delivered twice stores two snapshots."""
+    operation = partial(snapshots.take_snapshot, UUID(lease_id), name=name, now=timezone.now(), actor=actor)
+    return _run_recording_failure(operation, lease_id, "snapshot_failed", actor)
 
 
 def restore(lease_id: str, snapshot_id: str, actor: str) -> str:
-    """Go back to an earlier copy."""
-    verb = partial(snapshots.restore_snapshot, UUID(lease_id), UUID(snapshot_id), now=timezone.now(), actor=actor)
-    return _run_recording_failure(verb, lease_id, "restore_failed", actor)
+    """Task: restore a snapshot into a lease's workspace."""
+    operation = partial(snapshots.restore_snapshot, UUID(lease_id), UUID(snapshot_id), now=timezone.now(), actor=actor)
+    return _run_recording_failure(operation, lease_id, "restore_failed", actor)
 
 
-def _run_recording_failure(verb: Callable[[], Snapshot], lease_id: str, failed: str, actor: str) -> str:
-    """What the verb made, or why it did not, which whoever asked finds in the lease's timeline."""
+def _run_recording_failure(operation: Callable[[], Snapshot], lease_id: str, failure_kind: str, actor: str) -> str:
+    """Return the id of the resulting snapshot, or record the error in the lease's timeline and return its message."""
     try:
-        return str(verb().pk)
-    except SandboxError as why:
-        LeaseEvent.objects.create(lease_id=lease_id, at=timezone.now(), kind=failed, actor=actor, reason=str(why)[:500])
-        return str(why)
+        return str(operation().pk)
+    except SandboxError as error:
+        LeaseEvent.objects.create(lease_id=lease_id, at=timezone.now(), kind=failure_kind, actor=actor, reason=str(error)[:500])
+        return str(error)

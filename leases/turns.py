@@ -1,4 +1,4 @@
-"""One environment: join it, take a turn in it. What happens in an environment ends leases in sweeps.end_matching."""
+"""Turns of an agent in an environment: join, take a turn once, settle turns whose process died."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -21,48 +21,51 @@ from sandboxes.models import Run, RunOutcome
 from sandboxes.runs import KILL_GRACE, Command
 
 log = structlog.get_logger(__name__)
-MAX_SKIP_REASON_CHARS = 500  # characters
-SETTLE_GRACE_PERIOD = timedelta(seconds=5)  # whoever played a turn answers it as soon as its Run has ended
-MAX_ACTION_BYTES = 64 << 10  # bytes of JSON
+MAX_SKIP_REASON_CHARS = 500
+SETTLE_GRACE_PERIOD = timedelta(seconds=5)  # time for the playing process to store the answer after the Run has ended
+MAX_ACTION_BYTES = 64 << 10
 
 Action = dict[str, Any]
 
 
 def join_environment(
-    ask: leasing.LeaseRequest, *, now: datetime, actor: str = "", admit: Callable[[], object] = bool
+    request: leasing.LeaseRequest, *, now: datetime, actor: str = "", admit: Callable[[], object] = bool
 ) -> tuple[Lease, bool]:
-    """Enter an environment: a lease, and its sandbox ready with /workspace/config.json in it. Safe to repeat."""
-    later = clock_from(now)
-    lease, is_new = leasing.acquire(ask, now=now, actor=actor, admit=admit)
-    sandbox = execution.ensure_sandbox_ready(lease.pk, now=later(), actor=actor)
-    if not sandbox.prepared:  # claimed ready-made: its first act brings its files
+    """Acquire a lease and start its sandbox, with /workspace/config.json in place. Idempotent.
+
+    Return the lease and whether this call granted it."""
+    clock = clock_from(now)
+    lease, is_new = leasing.acquire(request, now=now, actor=actor, admit=admit)
+    sandbox = execution.ensure_sandbox_ready(lease.pk, now=clock(), actor=actor)
+    if not sandbox.prepared:  # a pre-warmed sandbox gets its files with its first operation
         nothing = Command(argv=["join"], timeout=settings.EXEC_TIMEOUT, kind="file")
-        execution.call_in_sandbox(lease.pk, nothing, lambda provider, sandbox: None, now=later(), actor=actor)
+        execution.call_in_sandbox(lease.pk, nothing, lambda provider, sandbox: None, now=clock(), actor=actor)
     return Lease.objects.select_related("environment_type", "pool").get(pk=lease.pk), is_new
 
 
 def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime, actor: str = "") -> Turn:
-    """Play one turn for a lease, once. A number that was played answers what it answered; TurnOpen while it is played.
+    """Play one turn of a lease. Idempotent: a number that was played before returns the stored turn.
 
-    A turn that fails, hangs, runs out of memory or babbles is answered with skip_turn and a reason. What keeps it from
-    starting at all (capacity, the lease's end) is raised, and the number stays free."""
-    later = clock_from(now)
+    A turn that fails, times out, runs out of memory or prints anything but one JSON object is stored as `skip_turn` with a
+    reason. Raise TurnInProgress while another call plays the same number. An error that prevents the start, such as exhausted
+    capacity or an ended lease, is raised and leaves the number free."""
+    clock = clock_from(now)
     played = Turn.objects.filter(lease=pk, number=number, ended_at__isnull=False).first()
-    if played:  # also when the lease has ended since: the answer was given
+    if played:  # returned even if the lease has ended since
         return played
     lease = leasing.require_active(pk, now=now)
-    kind = lease.environment_type
-    timeout = kind.turn_timeout or settings.TURN_TIMEOUT
-    turn, mine = _claim_turn(lease, number, now=now, longest=settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE)
-    if not mine:
+    environment_type = lease.environment_type
+    timeout = environment_type.turn_timeout or settings.TURN_TIMEOUT
+    turn, claimed = _claim_turn(lease, number, now=now, longest=settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE)
+    if not claimed:
         return turn
     checkpoint("turn claimed", turn)
     command = Command(
-        argv=kind.turn_argv, timeout=timeout, stdin=json.dumps(state).encode(), kind="turn", turn_number=number,
+        argv=environment_type.turn_argv, timeout=timeout, stdin=json.dumps(state).encode(), kind="turn", turn_number=number,
         env={
             "AGENT_DID": lease.agent_did,
             "ENVIRONMENT_ID": lease.environment_id,
-            "ENVIRONMENT_TYPE": kind.name,
+            "ENVIRONMENT_TYPE": environment_type.name,
             "GAME_ID": lease.environment_id,
             "TURN_NUMBER": str(number),
             "MODEL": settings.LLM_MODEL,
@@ -70,16 +73,16 @@ def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime,
     )  # fmt: skip
 
     try:
-        run, _ = execution.exec_command(pk, command, now=later(), actor=actor)
+        run, _ = execution.exec_command(pk, command, now=clock(), actor=actor)
     except ProviderCallFailed as failed:
-        _settle_turn(turn, Run.objects.filter(pk=command.run_id).first(), build_skip_action(str(failed)), now=later())
-        leasing.renew(lease, now=later())
+        _settle_turn(turn, Run.objects.filter(pk=command.run_id).first(), build_skip_action(str(failed)), now=clock())
+        leasing.renew(lease, now=clock())
     except SandboxError:
-        Turn.objects.filter(pk=turn.pk, ended_at__isnull=True).delete()  # it was not played
+        Turn.objects.filter(pk=turn.pk, ended_at__isnull=True).delete()  # the turn did not start
         raise
     else:
         checkpoint("turn answered", turn)
-        _settle_turn(turn, run, parse_action(run), now=later())
+        _settle_turn(turn, run, parse_action(run), now=clock())
     turn.refresh_from_db()
     return turn
 
@@ -99,7 +102,7 @@ def _claim_turn(lease: Lease, number: int, *, now: datetime, longest: timedelta)
 
 
 def _settle_turn(turn: Turn, run: Run | None, action: Action, *, now: datetime) -> bool:
-    """Write the answer of an open turn, once."""
+    """Store the answer of an open turn. Return False if it was answered before."""
     skipped = action.get("action") == "skip_turn"
     if skipped:
         log.info("turn skipped", lease=str(turn.lease_id), turn=turn.number, run=str(run.pk) if run else None)
@@ -111,27 +114,27 @@ def _settle_turn(turn: Turn, run: Run | None, action: Action, *, now: datetime) 
 
 
 def _settle_overdue(turn: Turn, *, now: datetime) -> bool:
-    """Answer a turn whose player died: from its Run if that has an end, else it counts as skipped."""
-    tries = Run.objects.filter(holder=turn.lease_id, kind="turn", turn_number=turn.number)
-    run = tries.filter(started_at__gte=turn.started_at).order_by("-started_at").first()
+    """Answer a turn whose process died: from its finished Run if there is one, else as skipped."""
+    attempts = Run.objects.filter(holder=turn.lease_id, kind="turn", turn_number=turn.number)
+    run = attempts.filter(started_at__gte=turn.started_at).order_by("-started_at").first()
     if run and run.ended_at and run.outcome != RunOutcome.LOST:
         return _settle_turn(turn, run, parse_action(run), now=now)
     return _settle_turn(turn, run, build_skip_action("The control plane was interrupted while this turn was played."), now=now)
 
 
 def settle_overdue_turns(*, now: datetime, limit: int = 200) -> int:
-    """Settle turns past their deadline; how many."""
+    """Settle turns past their deadline. Return how many."""
     return sum(_settle_overdue(turn, now=now) for turn in find_overdue_turns(now=now)[:limit])
 
 
 def find_overdue_turns(*, now: datetime) -> QuerySet[Turn]:
-    """Turns that should have been answered by now: past their deadline, or with a Run that has long ended."""
+    """Open turns past their deadline, or whose Run ended more than SETTLE_GRACE_PERIOD ago."""
     ended = Run.objects.filter(
         holder=OuterRef("lease"),
         kind="turn",
         turn_number=OuterRef("number"),
         ended_at__lt=now - SETTLE_GRACE_PERIOD,
-        started_at__gte=OuterRef("started_at"),  # not of an earlier try that was refused and left the number free
+        started_at__gte=OuterRef("started_at"),  # excludes refused attempts, which left the number free
     )
     return Turn.objects.filter(Q(deadline_at__lt=now) | Exists(ended), ended_at__isnull=True).order_by("deadline_at")
 
@@ -141,25 +144,25 @@ def build_skip_action(reason: str) -> Action:
 
 
 def parse_action(run: Run) -> Action:
-    """The action of a finished turn. Whatever is not one JSON object that can be passed on is a skip with the reason."""
+    """Return the action that a finished turn printed, or `skip_turn` with the reason if it is not one JSON object."""
     if run.outcome == RunOutcome.TIMED_OUT:
         return build_skip_action(
-            f"The turn took longer than {(run.deadline_at - run.started_at - KILL_GRACE).total_seconds():g} seconds."
+            f"The turn exceeded its timeout of {(run.deadline_at - run.started_at - KILL_GRACE).total_seconds():g} seconds."
         )
     if run.outcome == RunOutcome.OOM:
         return build_skip_action("The turn ran out of memory.")
     if run.outcome != RunOutcome.OK:
-        said = bytes(run.stderr).decode("utf-8", "replace").strip() or run.note
-        return build_skip_action(f"The turn ended with code {run.exit_code}: {said or 'it said nothing on stderr'}")
-    printed = bytes(run.stdout)
-    if len(printed) > MAX_ACTION_BYTES or run.stdout_bytes > len(printed) or run.truncated:
+        stderr = bytes(run.stderr).decode("utf-8", "replace").strip() or run.note
+        return build_skip_action(f"The turn exited with code {run.exit_code}: {stderr or 'no output on stderr'}")
+    stdout = bytes(run.stdout)
+    if len(stdout) > MAX_ACTION_BYTES or run.stdout_bytes > len(stdout) or run.truncated:
         return build_skip_action(f"The turn printed more than {MAX_ACTION_BYTES} bytes.")
     try:
-        action = json.loads(printed)
-        # Once through what carries it to the caller: no NaN, no lone surrogates, no nesting that cannot be written.
+        action = json.loads(stdout)
+        # Serialize as the response will: this rejects NaN, lone surrogates and nesting that is too deep to write.
         json.dumps(action, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
-        return build_skip_action(f"The turn printed no JSON: {printed[:200].decode('utf-8', 'replace')}")
+        return build_skip_action(f"The turn printed no JSON: {stdout[:200].decode('utf-8', 'replace')}")
     if not isinstance(action, dict):
         return build_skip_action(f"The turn printed {type(action).__name__}, not a JSON object.")
     return action

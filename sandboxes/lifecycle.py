@@ -1,4 +1,6 @@
-"""The states of a sandbox and the only code that writes them. Each move is one guarded UPDATE plus a Transition row."""
+"""State machine of a sandbox. No other module writes `Sandbox.state`.
+
+Each transition is one guarded UPDATE plus a Transition row, in one transaction."""
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -10,7 +12,8 @@ from django.db.models import Q, QuerySet
 
 from sandboxes.db import sql
 from sandboxes.errors import IllegalTransition
-from sandboxes.models import GONE_STATES, Sandbox, SandboxState, processes
+from sandboxes.models import Sandbox, SandboxState, processes
+from sandboxes.models import TransitionReason as Reason
 
 WARMING, WARM, RUNNING, WAITING = SandboxState.WARMING, SandboxState.WARM, SandboxState.RUNNING, SandboxState.WAITING
 EVICTING, COLD, DESTROYING, DESTROYED = (
@@ -20,33 +23,43 @@ EVICTING, COLD, DESTROYING, DESTROYED = (
     SandboxState.DESTROYED,
 )
 
-# What may follow what, and when it does. The diagram in the README is drawn from this table.
-EDGES: dict[tuple[SandboxState, SandboxState], str] = {
-    (WARMING, WARM): "ready",
-    (WARM, WARM): "claimed by a lease",
-    (WARM, RUNNING): "first run starts",
-    (WAITING, RUNNING): "a run starts",
-    (RUNNING, WAITING): "the last open run ends",
-    (WARM, EVICTING): "idle, or its place is wanted",
-    (WAITING, EVICTING): "idle, or its place is wanted",
-    (EVICTING, WAITING): "its state could not be stored",
-    (EVICTING, COLD): "state stored, process gone",
-    (COLD, WARMING): "woken by the next use",
-    **{(state, DESTROYING): "given up" for state in SandboxState if state not in GONE_STATES},
-    (DESTROYING, DESTROYED): "the provider says it is gone",
+_SLEEP = (Reason.IDLE, Reason.CAPACITY, Reason.BUDGET, Reason.RESTORE)
+_END = (Reason.LEASE_ENDED, Reason.OPERATOR)
+START_REASONS = (Reason.REQUESTED, Reason.PREWARMED)  # of a new row
+# The edges of the state machine, with the reasons that each allows. The diagram in README.md is drawn from this table.
+EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
+    (WARMING, WARM): (Reason.READY,),
+    (WARM, WARM): (Reason.CLAIMED,),
+    (WARM, RUNNING): (Reason.RUN_STARTED,),
+    (WAITING, RUNNING): (Reason.RUN_STARTED,),
+    (RUNNING, WAITING): (Reason.RUN_ENDED,),
+    (WARM, EVICTING): (*_SLEEP, Reason.PROVIDER_LOST),
+    (WAITING, EVICTING): _SLEEP,
+    (EVICTING, WAITING): (Reason.PERSIST_FAILED,),
+    (EVICTING, COLD): (Reason.PERSISTED, Reason.NOTHING_UNSAVED),
+    (COLD, WARMING): (Reason.WOKEN,),
+    (WARMING, DESTROYING): (*_END, Reason.START_FAILED, Reason.START_STALLED, Reason.STATE_LOST),
+    (WARM, DESTROYING): (*_END, Reason.CAPACITY, Reason.SURPLUS, Reason.PROVIDER_LOST),
+    (RUNNING, DESTROYING): _END,
+    (WAITING, DESTROYING): _END,
+    (EVICTING, DESTROYING): (*_END, Reason.EVICTION_STALLED),
+    (COLD, DESTROYING): (*_END, Reason.CAPACITY, Reason.COLD_TTL),
+    (DESTROYING, DESTROYED): (Reason.CONFIRMED_GONE, Reason.NO_PROCESS),
 }
 
 
 def render_state_diagram() -> str:
-    """EDGES as a Mermaid state diagram, in the order of the table."""
-    arrows = [f"    {was} --> {to}: {why}" for (was, to), why in EDGES.items()]
-    return "\n".join(["stateDiagram-v2", f"    [*] --> {WARMING}: a place is taken", *arrows, f"    {DESTROYED} --> [*]"])
+    """Render EDGES as a Mermaid state diagram, in the order of the table. Each arrow shows the codes of its reasons."""
+    arrows = [f"    {was} --> {to}: {', '.join(reasons)}" for (was, to), reasons in EDGES.items()]
+    start = f"    [*] --> {WARMING}: {', '.join(START_REASONS)}"
+    return "\n".join(["stateDiagram-v2", start, *arrows, f"    {DESTROYED} --> [*]"])
 
 
-# A Transition of rows as they are now: in the transaction that moved them, and holds their locks. Takes was, reason, actor.
+# Inserts a Transition for rows as they are now. Execute it in the transaction that moved the rows, which holds their locks.
+# Parameters: was, code, reason, actor.
 INSERT_TRANSITION_SQL = (
-    'INSERT INTO sandboxes_transition (sandbox_id, was, "to", at, holder, reason, actor) '
-    "SELECT id, %s, state, state_since, holder, %s, %s FROM sandboxes_sandbox "
+    'INSERT INTO sandboxes_transition (sandbox_id, was, "to", at, holder, code, reason, actor) '
+    "SELECT id, %s, state, state_since, holder, %s, %s, %s FROM sandboxes_sandbox "
 )
 
 BEGIN_FIRST_RUN_SQL = (
@@ -69,16 +82,21 @@ CHECKPOINT_HOOKS: list[Callable[[str, Any], None]] = []
 
 
 def checkpoint(name: str, subject: Any) -> None:
-    """Mark a point between two acts of a verb. Tests hang hooks here to run a rival, or to die, exactly there."""
+    """Mark a point between two steps. Tests add hooks that run a concurrent operation, or simulate a crash, at that point."""
     for hook in CHECKPOINT_HOOKS:
         hook(name, subject)
 
 
-def insert_warming(sandbox: Sandbox, *, now: datetime, reason: str, actor: str = "") -> None:
-    """Insert a new row in `warming`. Call it inside the transaction that took the place in the pool."""
+def insert_warming(sandbox: Sandbox, *, now: datetime, code: Reason, actor: str = "") -> None:
+    """Insert a new row in `warming`, with its Transition. Call it in the transaction that takes the place in the pool."""
     sandbox.state, sandbox.state_since = WARMING, now
     sandbox.save(force_insert=True)
-    sql.execute(INSERT_TRANSITION_SQL + "WHERE id = %s", "", reason[:200], actor[:255], sandbox.pk)
+    sql.execute(INSERT_TRANSITION_SQL + "WHERE id = %s", "", code.value, code.label, actor[:255], sandbox.pk)
+
+
+def _require_edge(was: SandboxState, to: SandboxState, code: Reason) -> None:
+    if code not in EDGES.get((was, to), ()):
+        raise IllegalTransition(f"A sandbox does not go from {was} to {to} for the reason {code}.")
 
 
 def advance(
@@ -87,72 +105,86 @@ def advance(
     to: SandboxState,
     *,
     now: datetime,
-    reason: str,
+    code: Reason,
+    reason: str = "",
     actor: str = "",
     guard: Q | None = None,
     **changes: Any,
 ) -> bool:
-    """Move one sandbox along one edge, and say whether this call moved it. False: another process was first."""
-    if (was, to) not in EDGES:
-        raise IllegalTransition(f"A sandbox does not go from {was} to {to}.")
+    """Move one sandbox along one edge. Returns whether this call moved it; False means that another process was first.
+
+    `code` is the cause, and `reason` its text for people (default: the label of the code). `guard` restricts the UPDATE beyond
+    the state; `changes` are further columns. A move to `cold` or `destroying` closes the rows of the sandbox's processes.
+    Raises IllegalTransition if EDGES does not list the edge with this code."""
+    _require_edge(was, to, code)
     if was == RUNNING and to != RUNNING:
         changes.setdefault("open_runs", 0)
     with transaction.atomic():
         moved = Sandbox.objects.filter(guard or Q(), pk=pk, state=was).update(state=to, state_since=now, **changes)
-        if moved:  # our UPDATE still locks the row: what is recorded is what we wrote
-            sql.execute(INSERT_TRANSITION_SQL + "WHERE id = %s", was.value, reason[:200], actor[:255], pk)
+        if moved:  # the UPDATE holds the row's lock, so the INSERT reads the values that it wrote
+            text = reason or code.label
+            sql.execute(INSERT_TRANSITION_SQL + "WHERE id = %s", was.value, code.value, text[:200], actor[:255], pk)
             if to in (COLD, DESTROYING):
-                processes.close_all_processes(
-                    pk, now=now, note=f"Its sandbox {'sleeps' if to == COLD else 'was given up'}: {reason}"
-                )
+                processes.close_all_processes(pk, now=now, note=f"Sandbox {'evicted' if to == COLD else 'destroyed'}: {text}")
     return bool(moved)
 
 
 def start_run(pk: UUID, *, holder: UUID, now: datetime, actor: str = "") -> SandboxState | None:
-    """Count one more open Run, for this holder only. The state it was in before, or None if it cannot run now.
+    """Count one more open Run of a sandbox, if this holder has it. Returns the state before, or None if it cannot run now.
 
-    A run that finds it in use before is a warm hit; the first one after a start is none. Call it inside the transaction
-    that inserts the Run: an eviction sees both or neither."""
+    A run in a sandbox that has run something since its start is counted as a warm hit. Call it in the transaction that inserts
+    the Run, so that an eviction sees both or neither."""
     with transaction.atomic():
-        for was, hit in ((WAITING, 1), (WARM, 0)):
-            if sql.update(Sandbox, BEGIN_FIRST_RUN_SQL, now, now, hit, pk, holder, was.value):
-                sql.execute(INSERT_TRANSITION_SQL + "WHERE id = %s", was.value, "run", actor[:255], pk)
+        for was, warm_hit in ((WAITING, 1), (WARM, 0)):
+            if sql.update(Sandbox, BEGIN_FIRST_RUN_SQL, now, now, warm_hit, pk, holder, was.value):
+                sql.execute(
+                    INSERT_TRANSITION_SQL + "WHERE id = %s",
+                    was.value,
+                    Reason.RUN_STARTED.value,
+                    Reason.RUN_STARTED.label,
+                    actor[:255],
+                    pk,
+                )
                 return was
         return RUNNING if sql.update(Sandbox, BEGIN_CONCURRENT_RUN_SQL, now, pk, holder) else None
 
 
 def finish_run(pk: UUID, incarnation: int, *, idle_after: timedelta, now: datetime, actor: str = "") -> None:
-    """Count one open Run less; the last one lets the sandbox wait. Nothing happens if it left `running` meanwhile.
+    """Count one open Run less. After the last one the sandbox is `waiting`. Does nothing if it has left `running`.
 
-    Call it inside the transaction that closes the Run, which is rolled back if it was closed before."""
+    Call it in the transaction that closes the Run. The caller rolls that back if the Run was closed before."""
     with transaction.atomic():
         counted = sql.update(Sandbox, END_RUN_SQL, now, now, now + idle_after, pk, incarnation)
         if counted:
             sql.execute(
-                INSERT_TRANSITION_SQL + "WHERE id = %s AND state = 'waiting'", RUNNING.value, "run ended", actor[:255], pk
+                INSERT_TRANSITION_SQL + "WHERE id = %s AND state = 'waiting'",
+                RUNNING.value,
+                Reason.RUN_ENDED.value,
+                Reason.RUN_ENDED.label,
+                actor[:255],
+                pk,
             )
 
 
 def advance_many(
-    which: QuerySet[Sandbox],
+    rows: QuerySet[Sandbox],
     was: SandboxState,
     to: SandboxState,
     *,
     now: datetime,
-    reason: str,
+    code: Reason,
     claim: UUID,
     actor: str = "",
     **changes: Any,
 ) -> int:
-    """`advance` for every row of a query at once, each with its Transition: two statements, however many rows; how many.
+    """Move all rows of a query along one edge, each with its Transition, in two statements. Returns the number moved.
 
-    `which` may be cut to a number and says why its rows are eligible; those that somebody else has locked are passed
-    over. `claim` marks what was moved, so it has to be new for each call."""
-    if (was, to) not in EDGES:
-        raise IllegalTransition(f"A sandbox does not go from {was} to {to}.")
+    `rows` states why its rows are eligible, and may be sliced. Rows that another transaction has locked are skipped. `claim`
+    marks the moved rows, so it must be new for each call."""
+    _require_edge(was, to, code)
     with transaction.atomic():
-        free = which.select_for_update(skip_locked=True).values("pk")
-        moved = Sandbox.objects.filter(pk__in=free, state=was).update(state=to, state_since=now, claim=claim, **changes)
+        unlocked = rows.select_for_update(skip_locked=True).values("pk")
+        moved = Sandbox.objects.filter(pk__in=unlocked, state=was).update(state=to, state_since=now, claim=claim, **changes)
         if moved:
-            sql.execute(INSERT_TRANSITION_SQL + "WHERE claim = %s", was.value, reason[:200], actor[:255], claim)
+            sql.execute(INSERT_TRANSITION_SQL + "WHERE claim = %s", was.value, code.value, code.label, actor[:255], claim)
     return moved

@@ -1,22 +1,22 @@
-"""Who gets a sandbox. Callers name a holder (a lease's key) and never see a provider. Who sleeps and who goes is in retiring.
+"""Allocation of sandboxes from pools: claim, start, wake. Eviction and destruction are in sandboxes.eviction.
 
-Every verb claims with a guarded UPDATE, acts on the provider outside any transaction, and records. Whatever it leaves
-half done has a deadline, after which sweeps.py takes the next step."""
+Callers name a holder (a lease's key) and never call a provider themselves. Each function claims with a guarded UPDATE, calls
+the provider outside any transaction, and records the outcome. An interrupted step leaves a row with a deadline, after
+which a sweep in sandboxes.sweeps takes the next step."""
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from decimal import Decimal
-from types import NoneType
 
 import structlog
 from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import F, Q, QuerySet
 
-from sandboxes import eviction, providers
+from sandboxes import destruction, eviction, providers
 from sandboxes.db import sql
 from sandboxes.db.clock import clock_from
 from sandboxes.egress import slots
@@ -29,173 +29,175 @@ from sandboxes.errors import (
     SandboxNotHeld,
     SandboxNotReady,
 )
+from sandboxes.guard import OPEN_GUARD, Guard, HolderTerms
 from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
-from sandboxes.models import ALIVE_STATES, GONE_STATES, Policy, Pool, Quota, Sandbox
+from sandboxes.models import ALIVE_STATES, GONE_STATES, Policy, Pool, Quota, Sandbox, TransitionReason
 from sandboxes.providers.base import Provider, ProviderError, SandboxSpec
 from sandboxes.state import mounts, workspace
 from sandboxes.state.workspace import StateLost
 from sandboxes.storage.base import StoreError
 
 log = structlog.get_logger(__name__)
-POLL_INTERVAL_SECONDS = 0.05  # seconds between two looks at a row that somebody else is moving
-MAX_EVICTION_ATTEMPTS = 8  # places that one request tries to free before it is told that the pool is full
+POLL_INTERVAL_SECONDS = 0.05  # between two reads of a row that another process is moving
+MAX_EVICTION_ATTEMPTS = 8  # per request, before CapacityExhausted
 
 
 @dataclass(frozen=True)
 class SandboxRequest:
-    """What a holder needs a sandbox for, and what must be in it before the first run."""
+    """Requirements of one holder for its sandbox."""
 
     holder: uuid.UUID
     agent_did: str
     environment_id: str
     pool: Pool
     idle_after: timedelta
-    files: Mapping[str, bytes] = field(default_factory=dict)  # absolute path in the sandbox -> content
-    skill: str = ""  # what /data/skills has to have for it, if the image has it
-    excludes: Callable[[], Sequence[str]] = tuple  # what snapshots of its workspace leave out
-    llm_limit: Callable[[], Decimal | None] = NoneType  # USD that its model calls may cost; asked once the fence has held
-    policy: Callable[[], Policy | None] = NoneType  # what its sandbox may do beyond the rest
-    memory_mib: int | None = None  # None: what its pool gives
-    fence: Callable[[], object] = bool  # called in the transaction that takes a place; raises if the holder may not
-    check_budget: Callable[[], object] = bool  # called before a sandbox is started or woken; raises if it may not be now
-    check_may_run: Callable[[], object] = bool  # called before anything runs in it; raises if nothing may any more
+    files: Mapping[str, bytes] = field(default_factory=dict)  # absolute path -> content, written before the first run
+    skill: str = ""  # directory that /data/skills must contain, if the image has it
+    memory_mib: int | None = None  # None: the pool's default
+    guard: Guard = OPEN_GUARD
 
 
 class _PoolFull(Exception):
-    """No place is free in the pool; rolls the reservation back."""
+    """No place is free in the pool. Rolls the reservation back."""
 
 
 def find_by_holder(holder: uuid.UUID) -> Sandbox | None:
-    """The holder's sandbox, unless it was given up."""
+    """Return the holder's sandbox, or None. A sandbox in `destroying` or `destroyed` does not count."""
     return sql.find_first(Sandbox, "holder = %s AND state NOT IN ('destroying', 'destroyed')", holder)
 
 
-def ensure_running(want: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox:
-    """The holder's sandbox, alive: the one it has, woken if it sleeps, or else a new one. Safe to repeat and to call
-    from many processes.
+def ensure_running(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox:
+    """Return the holder's sandbox in an alive state. Idempotent, and safe to call from many processes at once.
 
-    Blocks while a sandbox starts or falls asleep, also when another caller is the one who does it. CapacityExhausted,
-    QuotaExceeded and PoolDraining say that there is no place; NotReady that it could not be started; Lost that its
-    stored state is gone; Busy that somebody else is still at it after the start timeout."""
-    later = clock_from(now)
-    patience = now + settings.SANDBOX_START_TIMEOUT
+    1. Return the sandbox that the holder has, if it is alive.
+    2. Wake it, if it is cold.
+    3. Otherwise claim a pre-warmed sandbox, or start a new one.
+
+    Blocks while the sandbox starts or is evicted, also when another process does that. Raises CapacityExhausted,
+    QuotaExceeded or PoolDraining if there is no place, SandboxNotReady if the start failed, SandboxLost if the stored state is
+    gone, and SandboxBusy if another process has not finished after SANDBOX_START_TIMEOUT."""
+    clock = clock_from(now)
+    deadline = now + settings.SANDBOX_START_TIMEOUT
     while True:
-        sandbox = find_by_holder(want.holder)
+        sandbox = find_by_holder(request.holder)
         if sandbox is None or sandbox.state == COLD:
-            want.check_budget()
+            request.guard.check_affordable()
         if sandbox is None:
-            if claimed := claim_warm(want, now=later(), actor=actor):
+            if claimed := claim_warm(request, now=clock(), actor=actor):
                 return claimed
-            if reserved := reserve_place(want, now=later(), actor=actor):
-                return start_reserved(reserved, now=later(), actor=actor, files=want.files)
+            if reserved := reserve_place(request, now=clock(), actor=actor):
+                return start_reserved(reserved, now=clock(), actor=actor, files=request.files)
         elif sandbox.lost_at:
             raise SandboxLost()
         elif sandbox.state in ALIVE_STATES:
-            sandbox.pool = want.pool
+            sandbox.pool = request.pool
             return sandbox
-        elif sandbox.state == COLD and (woken := wake(sandbox, now=later(), actor=actor)):
+        elif sandbox.state == COLD and (woken := wake(sandbox, now=clock(), actor=actor)):
             return woken
-        if later() > patience:
-            raise SandboxBusy("Its sandbox is still being started or stored by somebody else.")
+        if clock() > deadline:
+            raise SandboxBusy("The sandbox is still being started or evicted by another process. Try again in a moment.")
         time.sleep(POLL_INTERVAL_SECONDS)
 
 
-def claim_warm(want: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
-    """Give the holder a pre-warmed sandbox of its pool. None if there is none, or if the holder has one already."""
-    if want.memory_mib not in (None, want.pool.memory_mib):
-        return None  # what is ready was started with the pool's
-    if not want.pool.warm_target or workspace.find_latest(want.holder):
-        return None  # whoever has something stored gets a sandbox with that in it
-    policy = _resolve_policy(want)
-    if policy and policy.writable_root:
-        return None  # those that were started ahead of demand are sealed
+def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
+    """Give the holder a pre-warmed sandbox of its pool.
+
+    Returns None if none fits: no sandbox is ready, the holder has one already, or it needs stored state, a writable root or
+    another memory size."""
+    if request.memory_mib not in (None, request.pool.memory_mib):
+        return None  # pre-warmed sandboxes have the pool's memory size
+    if not request.pool.warm_target or workspace.find_latest(request.holder):
+        return None  # stored state is unpacked while a sandbox starts
     try:
         with transaction.atomic(durable=True):
-            want.fence()
-            # tier 1 is warm: so an index has them in this order, however many there are
-            ready_made = find_unclaimed(want.pool).filter(tier=1, pool__draining=False).order_by("last_used_at")
-            free = ready_made.select_for_update(skip_locked=True, of=("self",))
-            pk = free.values_list("pk", flat=True).first()
-            if pk is None or (mounts.is_mount_required(want.agent_did) and not mounts.has_mount_directory(pk)):
+            terms = request.guard.fence()
+            policy = _resolve_policy(terms)
+            if policy and policy.writable_root:
+                return None  # pre-warmed sandboxes are started with the sealed policy
+            # Tier 1 is `warm`. By tier, the index sandbox_eviction_order serves the filter and the order.
+            warm = find_unclaimed(request.pool).filter(tier=1, pool__draining=False).order_by("last_used_at")
+            pk = warm.select_for_update(skip_locked=True, of=("self",)).values_list("pk", flat=True).first()
+            if pk is None or (mounts.is_mount_required(request.agent_did) and not mounts.has_mount_directory(pk)):
                 return None
-            _take_quota(want)
+            _take_quota(request)
             claimed = advance(
-                pk, WARM, WARM, now=now, reason="claimed", actor=actor, guard=Q(holder__isnull=True),
-                holder=want.holder, agent_did=want.agent_did, environment_id=want.environment_id,
-                idle_after=want.idle_after, last_used_at=now, idle_at=now + want.idle_after, prepared=False,
-                excludes=[*want.excludes()], llm_limit=want.llm_limit(), policy=policy,
+                pk, WARM, WARM, now=now, code=TransitionReason.CLAIMED, actor=actor, guard=Q(holder__isnull=True),
+                holder=request.holder, agent_did=request.agent_did, environment_id=request.environment_id,
+                idle_after=request.idle_after, last_used_at=now, idle_at=now + request.idle_after, prepared=False,
+                excludes=[*terms.excludes], llm_limit=terms.llm_limit, policy=policy,
             )  # fmt: skip
             if not claimed:
-                transaction.set_rollback(True)  # the quota was taken
+                transaction.set_rollback(True)  # undoes _take_quota
                 return None
-            Pool.objects.filter(pk=want.pool.pk).update(claimed_warm=F("claimed_warm") + 1)
+            Pool.objects.filter(pk=request.pool.pk).update(claimed_warm=F("claimed_warm") + 1)
     except IntegrityError:
-        return None  # one live sandbox per holder: another request was first
-    log.info("wake", sandbox=str(pk), source="prewarmed", agent=want.agent_did)
+        return None  # sandbox_one_live_per_holder: another request was first
+    log.info("wake", sandbox=str(pk), source="prewarmed", agent=request.agent_did)
     return Sandbox.objects.select_related("pool").get(pk=pk)
 
 
-def reserve_place(want: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
-    """Take a place in the pool, freeing one if it must: a row in `warming`. None if this holder has one already."""
-    later = clock_from(now)
+def reserve_place(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
+    """Take a place in the pool: insert a row in `warming`, after evicting another sandbox if the pool is full.
+
+    Returns None if the holder has a sandbox already. Raises CapacityExhausted, QuotaExceeded or PoolDraining."""
+    clock = clock_from(now)
     for _ in range(MAX_EVICTION_ATTEMPTS):
         try:
-            return _insert_reservation(want, now=later(), actor=actor)
+            return _insert_reservation(request, now=clock(), actor=actor)
         except IntegrityError:
-            return None  # one live sandbox per holder: another request was first
+            return None  # sandbox_one_live_per_holder: another request was first
         except _PoolFull:
-            if not eviction.free_place(want.pool, agent_did=want.agent_did, now=later(), actor=actor):
+            if not eviction.free_place(request.pool, agent_did=request.agent_did, now=clock(), actor=actor):
                 break
     raise CapacityExhausted(
-        f'All {want.pool.capacity} places of the pool "{want.pool}" are taken and none can be freed now: '
-        "what is not running is protected by a guarantee. A lease that ends frees one."
+        f'All {request.pool.capacity} places of the pool "{request.pool}" are taken and none can be freed now: '
+        "each sandbox is running or protected by a guarantee. A lease that ends frees one."
     )
 
 
-def _insert_reservation(want: SandboxRequest, *, now: datetime, actor: str) -> Sandbox:
-    sandbox = _build_sandbox(want.pool, now=now)
-    sandbox.holder, sandbox.agent_did, sandbox.environment_id = want.holder, want.agent_did, want.environment_id
-    sandbox.idle_after, sandbox.excludes = want.idle_after, [*want.excludes()]
-    sandbox.policy = _resolve_policy(want)
-    sandbox.memory_mib = want.memory_mib or want.pool.memory_mib
+def _insert_reservation(request: SandboxRequest, *, now: datetime, actor: str) -> Sandbox:
+    sandbox = _build_sandbox(request.pool, now=now)
+    sandbox.holder, sandbox.agent_did, sandbox.environment_id = request.holder, request.agent_did, request.environment_id
+    sandbox.idle_after = request.idle_after
+    sandbox.memory_mib = request.memory_mib or request.pool.memory_mib
     with transaction.atomic(durable=True):
-        want.fence()
-        sandbox.llm_limit = want.llm_limit()
-        insert_warming(sandbox, now=now, reason="needed", actor=actor)
-        _take_quota(want)
-        if not take_place(want.pool):
-            _refuse_if_draining(want.pool)
+        terms = request.guard.fence()
+        sandbox.excludes, sandbox.llm_limit, sandbox.policy = [*terms.excludes], terms.llm_limit, _resolve_policy(terms)
+        insert_warming(sandbox, now=now, code=TransitionReason.REQUESTED, actor=actor)
+        _take_quota(request)
+        if not take_place(request.pool):
+            _refuse_if_draining(request.pool)
             raise _PoolFull
     checkpoint("reserved", sandbox)
     return sandbox
 
 
-def _resolve_policy(want: SandboxRequest) -> Policy | None:
-    """The one that loosens nothing is none: so each sandbox has one way to say that it is sealed."""
-    policy = want.policy()
-    return None if policy is None or policy.built_in else policy
+def _resolve_policy(terms: HolderTerms) -> Policy | None:
+    """Return the policy to store. The built-in policy is stored as None, so that "sealed" has one representation."""
+    return None if terms.policy is None or terms.policy.built_in else terms.policy
 
 
 def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
-    """Start one more sandbox that nobody holds yet, unless the pool has its target of them. None if it has, or is full.
+    """Start one sandbox without a holder. Returns None if the pool has reached its warm target, or is full.
 
-    The pool's row is locked while the pending ones are counted, so that any number of sweeps start no more than that."""
+    The pool's row is locked while the warm and warming sandboxes are counted. Concurrent sweeps therefore do not exceed the
+    target. Raises what start_reserved raises."""
     sandbox = _build_sandbox(pool, now=now)
     try:
         with transaction.atomic(durable=True):
             locked = Pool.objects.select_for_update(no_key=True).get(pk=pool.pk)
             if find_unclaimed(locked).filter(state__in=(WARMING, WARM)).count() >= locked.warm_target or not take_place(locked):
                 return None
-            sandbox.slot = slots.choose_free_slot()  # chosen anew: under the lock no other sweep of this pool chooses the same
-            insert_warming(sandbox, now=now, reason="warmed up ahead of demand", actor="sweep")
+            sandbox.slot = slots.choose_free_slot()  # under the lock no other sweep of this pool chooses the same slot
+            insert_warming(sandbox, now=now, code=TransitionReason.PREWARMED, actor="sweep")
     except IntegrityError:
-        return None  # somebody else took its slot: the next sweep tries again
+        return None  # sandbox_one_live_per_slot: another process took the slot, and the next sweep tries again
     checkpoint("reserved", sandbox)
     return start_reserved(sandbox, now=now, actor="sweep", files={})
 
 
 def _build_sandbox(pool: Pool, *, now: datetime) -> Sandbox:
-    """A row for a sandbox of this pool that is about to be started."""
+    """Build the unsaved row of a sandbox that is about to be started in this pool."""
     provider = pool.provider or providers.get_default_provider_name()
     sandbox = Sandbox(
         pool=pool,
@@ -219,30 +221,32 @@ def _build_sandbox(pool: Pool, *, now: datetime) -> Sandbox:
 
 
 def find_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
-    """Sandboxes that were started as this pool now wants them, and that nobody holds."""
+    """Select sandboxes without a holder that were started with the pool's present image and memory size."""
     return Sandbox.objects.filter(
         pool=pool, holder__isnull=True, image=pool.image or settings.SANDBOX_IMAGE, memory_mib=pool.memory_mib
     ).exclude(state__in=GONE_STATES)
 
 
 def take_place(pool: Pool) -> bool:
-    """Take one place, in one statement. Last in its transaction: the pool's row is locked from here to the commit."""
+    """Count one more sandbox in the pool, if it has a free place and is not draining. Returns whether it did.
+
+    Call it last in its transaction, because the pool's row is locked from here to the commit."""
     free = Q(used__lt=F("capacity"), draining=False)
     return bool(Pool.objects.filter(free, pk=pool.pk).update(used=F("used") + 1))
 
 
-def _take_quota(want: SandboxRequest) -> None:
-    """Count one more sandbox for this agent, or QuotaExceeded."""
-    mine = Quota.objects.filter(pool=want.pool, agent_did=want.agent_did)
+def _take_quota(request: SandboxRequest) -> None:
+    """Count one more sandbox for the agent, or raise QuotaExceeded."""
+    quotas = Quota.objects.filter(pool=request.pool, agent_did=request.agent_did)
     room = Q(most__isnull=True) | Q(used__lt=F("most"))
-    if mine.filter(room).update(used=F("used") + 1):
+    if quotas.filter(room).update(used=F("used") + 1):
         return
     quota, _ = Quota.objects.get_or_create(
-        pool=want.pool, agent_did=want.agent_did, defaults={"most": settings.MAX_SANDBOXES_PER_AGENT or None}
+        pool=request.pool, agent_did=request.agent_did, defaults={"most": settings.MAX_SANDBOXES_PER_AGENT or None}
     )
-    if not mine.filter(room).update(used=F("used") + 1):
+    if not quotas.filter(room).update(used=F("used") + 1):
         raise QuotaExceeded(
-            f'{want.agent_did} has {quota.used} sandboxes in the pool "{want.pool}" and may have {quota.most}. '
+            f'{request.agent_did} has {quota.used} sandboxes in the pool "{request.pool}", and its quota is {quota.most}. '
             "Releasing one of its leases frees a place.",
             limit=quota.most,
         )
@@ -250,39 +254,48 @@ def _take_quota(want: SandboxRequest) -> None:
 
 def _refuse_if_draining(pool: Pool) -> None:
     if Pool.objects.filter(pk=pool.pk, draining=True).exists():
-        raise PoolDraining(f'The pool "{pool}" takes nothing new: an operator is draining it.')
+        raise PoolDraining(f'The pool "{pool}" accepts no new sandboxes: an operator is draining it.')
 
 
 def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: Mapping[str, bytes]) -> Sandbox:
-    """Fill a reserved place: create, wait until commands run, unpack what is stored for its holder or put `files`.
+    """Start the sandbox of a row in `warming`. Returns the row in `warm`.
 
-    NotReady if that failed (the place is given up, what is stored stays), Lost if the stored state is nowhere, NotHeld
-    if the place was taken away meanwhile."""
-    later = clock_from(now)
+    1. Create the sandbox, and wait until it runs commands.
+    2. Unpack the holder's newest snapshot, or write `files` if there is none.
+    3. Move the row to `warm`.
+
+    Raises SandboxNotReady if a step failed and SandboxLost if the stored state is gone; both schedule the sandbox for
+    destruction and leave snapshots as they are. Raises SandboxNotHeld if the row was moved to `destroying` meanwhile."""
+    clock = clock_from(now)
     provider = providers.get_provider(sandbox.provider)
     try:
         provider.create(build_spec(sandbox))
         checkpoint("created", sandbox)
         provider.wait_ready(sandbox.ref, timeout=settings.SANDBOX_START_TIMEOUT)
-        source, prepared = _restore_state(sandbox, provider, files, now=later())
+        source, prepared = _restore_state(sandbox, provider, files, now=clock())
         checkpoint("prepared", sandbox)
     except StateLost as lost:
-        eviction.schedule_destroy(sandbox.pk, now=later(), reason=f"its stored state is lost: {lost}", actor=actor)
-        raise SandboxLost(f"What was stored of this sandbox is gone: {lost}") from lost
+        destruction.schedule_destroy(
+            sandbox.pk, now=clock(), code=TransitionReason.STATE_LOST, reason=f"stored state is lost: {lost}", actor=actor
+        )
+        raise SandboxLost(f"The stored state of this sandbox is gone: {lost}") from lost
     except (ProviderError, StoreError) as failed:
-        eviction.schedule_destroy(sandbox.pk, now=later(), reason=f"start failed: {failed}", actor=actor)
+        destruction.schedule_destroy(
+            sandbox.pk, now=clock(), code=TransitionReason.START_FAILED, reason=f"start failed: {failed}", actor=actor
+        )
         log.warning("sandbox start failed", sandbox=str(sandbox.pk), error=str(failed))
         raise SandboxNotReady(f"The sandbox could not be started: {failed}") from failed
-    mine = Q(claim=sandbox.claim, incarnation=sandbox.incarnation)
-    moment = later()
+    own_claim = Q(claim=sandbox.claim, incarnation=sandbox.incarnation)
+    ready_at = clock()
     woken = sandbox.incarnation > 1 or source != "fresh"
     counted = {f"woken_{source}": F(f"woken_{source}") + 1} if woken else {}
     if not advance(
-        sandbox.pk, WARMING, WARM, now=moment, reason=f"ready, state: {source}" if woken else "ready", actor=actor, guard=mine,
+        sandbox.pk, WARMING, WARM, now=ready_at, actor=actor, guard=own_claim,
+        code=TransitionReason.READY, reason=f"ready, state: {source}" if woken else "",
         claim=None, deadline_at=None, tries=0, last_error="", source=source, prepared=prepared,
-        idle_at=moment + sandbox.idle_after if sandbox.holder else None, **counted,
+        idle_at=ready_at + sandbox.idle_after if sandbox.holder else None, **counted,
     ):  # fmt: skip
-        # Given up while it was being created: a destroy may have come and gone before there was anything to destroy.
+        # The row left `warming` meanwhile. A destroy may have been confirmed before the provider had created anything.
         _discard(provider, sandbox)
         raise SandboxNotHeld("The lease ended while its sandbox was being started.")
     if woken:
@@ -291,14 +304,15 @@ def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: M
             sandbox=str(sandbox.pk),
             source=source,
             agent=sandbox.agent_did,
-            seconds=round((moment - now).total_seconds(), 3),
+            seconds=round((ready_at - now).total_seconds(), 3),
         )
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
 
 
 def _restore_state(sandbox: Sandbox, provider: Provider, files: Mapping[str, bytes], *, now: datetime) -> tuple[str, bool]:
-    """Unpack the holder's newest snapshot, or put `files` where there is none: "local", "cloud" or "fresh", and whether
-    the holder's first files are in it."""
+    """Unpack the holder's newest snapshot, or write `files` if there is none.
+
+    Returns the source of the state ("local", "cloud" or "fresh"), and whether the holder's first files are in the sandbox."""
     snapshot = workspace.find_latest(sandbox.holder) if sandbox.holder else None
     if snapshot:
         source, used = workspace.hydrate(snapshot, sandbox.ref, provider, now=now)
@@ -308,7 +322,7 @@ def _restore_state(sandbox: Sandbox, provider: Provider, files: Mapping[str, byt
 
 
 def put_files(sandbox: Sandbox, provider: Provider, files: Mapping[str, bytes]) -> None:
-    """Write a holder's first files. Doing it twice is harmless."""
+    """Write a holder's first files into its sandbox. Idempotent."""
     for path, content in files.items():
         provider.write_file(sandbox.ref, path, content)
 
@@ -316,12 +330,12 @@ def put_files(sandbox: Sandbox, provider: Provider, files: Mapping[str, bytes]) 
 def _discard(provider: Provider, sandbox: Sandbox) -> None:
     try:
         provider.destroy(sandbox.ref)
-    except ProviderError as failed:  # no row wants it any more, so the orphan sweep will find it
-        log.warning("late sandbox left to the orphan sweep", sandbox=str(sandbox.pk), error=str(failed))
+    except ProviderError as failed:  # no row refers to it, so reconcile destroys it as an orphan
+        log.warning("late sandbox left to reconcile", sandbox=str(sandbox.pk), error=str(failed))
 
 
 def build_spec(sandbox: Sandbox) -> SandboxSpec:
-    """What to ask the provider for. The directory of its socket is made here, since it must exist to be mounted."""
+    """Build the provider's spec of a sandbox. Creates the directories of its sockets and of /data, which are mounted."""
     return SandboxSpec(
         name=sandbox.name,
         owner=str(sandbox.pool.owner),
@@ -337,16 +351,18 @@ def build_spec(sandbox: Sandbox) -> SandboxSpec:
 
 
 def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
-    """Start the next incarnation of a cold sandbox with its stored state. None if somebody else moved it first."""
+    """Start the next incarnation of a cold sandbox with its stored state. Raises what start_reserved raises.
+
+    Returns None if another process moved the row first."""
     sandbox = Sandbox.objects.select_related("pool", "policy").get(pk=sandbox.pk)
-    same = Q(incarnation=sandbox.incarnation, holder=sandbox.holder)
+    unchanged = Q(incarnation=sandbox.incarnation, holder=sandbox.holder)
     sandbox.incarnation += 1
     sandbox.ref, sandbox.claim = sandbox.name, uuid.uuid4()
-    if sandbox.slot is None:  # it is older than slots are
+    if sandbox.slot is None:  # the row is older than the column
         Sandbox.objects.filter(pk=sandbox.pk, slot=None).update(slot=(slot := slots.choose_free_slot()))
         sandbox.slot = slot
     if not advance(
-        sandbox.pk, COLD, WARMING, now=now, reason="woken", actor=actor, guard=same,
+        sandbox.pk, COLD, WARMING, now=now, code=TransitionReason.WOKEN, actor=actor, guard=unchanged,
         incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,
         deadline_at=now + settings.SANDBOX_START_TIMEOUT, last_used_at=now,
     ):  # fmt: skip
@@ -356,12 +372,16 @@ def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
 
 
 def set_llm_limit(holder: uuid.UUID, limit: Decimal | None) -> None:
-    """From its next model call on, whatever this holder has may spend so much. Called in the transaction that says so."""
+    """Copy a spend limit, in USD, to the holder's live sandbox. None: unlimited. It applies from the next model call on.
+
+    Call it in the transaction that changes the holder's own limit."""
     Sandbox.objects.filter(holder=holder).exclude(state__in=GONE_STATES).update(llm_limit=limit)
 
 
 def set_draining(pool: Pool, *, draining: bool, actor: str = "") -> bool:
-    """Take nothing new into a pool, or take new ones again. Leases in it go on, and their sandboxes still wake."""
+    """Stop or resume the allocation of new sandboxes in a pool. Sandboxes that have a place go on, and still wake.
+
+    Returns whether this call changed the pool."""
     changed = Pool.objects.filter(pk=pool.pk, draining=not draining).update(draining=draining)
     if changed:
         log.info("pool draining" if draining else "pool resumed", pool=pool.name, actor=actor)
@@ -369,9 +389,9 @@ def set_draining(pool: Pool, *, draining: bool, actor: str = "") -> bool:
 
 
 def resume_warming(pool: Pool, *, now: datetime, actor: str = "") -> bool:
-    """Close the circuit: the next sweep warms up again, with fresh failures to make. False if it was not open.
+    """Close the circuit breaker of pre-warming: the next sweep starts sandboxes again, and the failure count is 0.
 
-    warm_error stays until a start succeeds."""
+    Returns False if the breaker was not open. `warm_error` stays until a start succeeds."""
     closed = Pool.objects.filter(pk=pool.pk, warm_paused_until__gt=now).update(warm_failures=0, warm_paused_until=None)
     if closed:
         log.info("warming resumed", pool=pool.name, actor=actor)

@@ -1,14 +1,14 @@
-"""Commands in sandboxes: a Run row is opened before the provider is called and closed after, whatever happens.
+"""Operations in sandboxes, each recorded as a Run.
 
-running <=> it has open Runs. Both the count and the state change in the transaction that opens or closes the Run, so
-an eviction that looks at the state can never take a sandbox from under a command."""
+A Run is opened before the provider is called, and closed after, also on failure. A sandbox is `running` exactly while it has
+open Runs: its state and its count of open Runs change in the transaction that opens or closes the Run. An eviction, which
+checks the state, therefore never takes a sandbox in which an operation is active."""
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import TypeVar
 
 from django.conf import settings
 from django.db import transaction
@@ -16,7 +16,7 @@ from django.db.models import QuerySet
 
 from sandboxes import eviction, lifecycle, pool, providers
 from sandboxes.db import sql
-from sandboxes.db.clock import clock_from
+from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import DataFull, ProviderCallFailed, SandboxError, SandboxLost, StoreUnavailable, WorkspaceFull
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import GONE_STATES, Attachment, Run, RunOutcome, Sandbox
@@ -24,13 +24,12 @@ from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile,
 from sandboxes.state import data_sync
 from sandboxes.storage.base import StoreError
 
-T = TypeVar("T")
-KILL_GRACE = timedelta(seconds=30)  # past its timeout, the time a provider has to kill the command and say so
+KILL_GRACE = timedelta(seconds=30)  # after a command's timeout, for the provider to kill the command and report that
 
 
 @dataclass(frozen=True)
 class Command:
-    """What to run. Values of env may be secret and are never stored or logged."""
+    """Command of a Run. Values of `env` may be secret and are neither stored nor logged."""
 
     argv: Sequence[str]
     timeout: timedelta
@@ -39,20 +38,30 @@ class Command:
     stdin: bytes = b""
     kind: str = "exec"
     turn_number: int | None = None
-    needs_data: bool = True  # it may read or change /data
+    needs_data: bool = True  # /data is attached before the run and persisted after
     run_id: uuid.UUID = field(default_factory=uuid.uuid4)
 
 
-def exec_in_sandbox(want: pool.SandboxRequest, command: Command, *, now: datetime, actor: str = "") -> tuple[Run, ExecResult]:
-    """Run a command in the holder's sandbox, which is made ready first. Blocks until it ended.
+@dataclass
+class Operation:
+    """An open Run, with the sandbox and the provider it runs in."""
 
-    A command that fails or times out is a result. Lost when the provider has lost the sandbox, ProviderFailed when it
-    did not answer: then the Run says whether the command may have run. Also whatever `pool.ready` raises."""
+    run: Run
+    sandbox: Sandbox
+    provider: Provider
+    result: ExecResult | None = None  # of a command; decides the outcome and the output of the Run
 
-    def act(provider: Provider, sandbox: Sandbox) -> ExecResult:
-        require_workspace_space(provider, sandbox, now=now)
-        return provider.exec(
-            sandbox.ref,
+
+def exec_in_sandbox(
+    request: pool.SandboxRequest, command: Command, *, now: datetime, actor: str = ""
+) -> tuple[Run, ExecResult]:
+    """Execute a command in the holder's sandbox, which is started or woken first. Blocks until the command has ended.
+
+    A command that fails or times out is a result. Raises what `operation` raises, and WorkspaceFull."""
+    with operation(request, command, now=now, actor=actor) as opened:
+        require_workspace_space(opened.provider, opened.sandbox, now=now)
+        result = opened.provider.exec(
+            opened.sandbox.ref,
             list(command.argv),
             env=command.env,
             cwd=command.cwd,
@@ -61,27 +70,84 @@ def exec_in_sandbox(want: pool.SandboxRequest, command: Command, *, now: datetim
             cap=settings.EXEC_OUTPUT_CAP,
             mark=str(command.run_id),
         )
+        opened.result = result
+    return opened.run, result
 
-    return run_operation(want, command, act, now=now, actor=actor)
+
+@contextmanager
+def operation(request: pool.SandboxRequest, command: Command, *, now: datetime, actor: str = "") -> Iterator[Operation]:
+    """Open a Run in the holder's sandbox for the body of the `with`. No eviction takes the sandbox meanwhile.
+
+    1. Start or wake the sandbox, and open the Run.
+    2. Write the holder's first files and attach /data, if they are not in the sandbox yet.
+    3. Run the body.
+    4. Persist what changed in /data, and close the Run.
+
+    A failure in step 2 or 3 closes the Run and is raised: SandboxLost if the provider has lost the sandbox,
+    ProviderCallFailed if it did not answer (the Run says whether the command may have run), StoreUnavailable if the store
+    did not, anything else unchanged. Step 1 raises what `pool.ensure_running` and the guard raise. Step 4 does not fail the
+    operation: the Run's note says what is not stored yet."""
+    clock = clock_from(now)
+    opened, attached = _open_operation(request, command, clock, actor=actor), None
+    try:
+        attached = _prepare_sandbox(opened, request, command, clock)
+        yield opened
+    except Exception as failed:
+        error = _fail_operation(opened, failed, now=clock(), actor=actor)
+        if error is failed:
+            raise
+        raise error from failed
+    checkpoint("run answered", opened.run)
+    note = _persist_data(attached, opened.sandbox, opened.provider, now=clock()) if attached else ""
+    outcome = _classify_outcome(opened.result) if opened.result else RunOutcome.OK
+    close_run(opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, actor=actor)
 
 
-def run_operation(
-    want: pool.SandboxRequest, command: Command, act: Callable[[Provider, Sandbox], T], *, now: datetime, actor: str = ""
-) -> tuple[Run, T]:
-    """Like exec_in for any one act, a file operation say: it has a Run, so nothing evicts the sandbox under it."""
-    later = clock_from(now)
+def _open_operation(request: pool.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:
     while True:
-        want.check_may_run()
-        sandbox = pool.ensure_running(want, now=later(), actor=actor)
-        run = open_run(sandbox, command, now=later(), actor=actor)
+        request.guard.check_proceed()
+        sandbox = pool.ensure_running(request, now=clock(), actor=actor)
+        run = open_run(sandbox, command, now=clock(), actor=actor)
         if run:
-            return run, _execute_run(run, sandbox, act, want, command, now=later(), actor=actor)
-        # It fell asleep or was given up between the two lines above: make it ready again.
+            return Operation(run, sandbox, providers.get_provider(sandbox.provider))
+        # The sandbox was evicted or destroyed between the two calls above.
+
+
+def _prepare_sandbox(opened: Operation, request: pool.SandboxRequest, command: Command, clock: Clock) -> Attachment | None:
+    sandbox, provider = opened.sandbox, opened.provider
+    if not sandbox.prepared:
+        pool.put_files(sandbox, provider, request.files)
+        Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation).update(prepared=True)
+    if not command.needs_data:
+        return None
+    attached = data_sync.attach(sandbox, provider, skill=request.skill, now=clock())
+    if attached and command.kind != "file":  # a full /data must not prevent the removal of files
+        data_sync.require_free_space(attached, sandbox, provider, now=clock())
+    return attached
+
+
+def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, actor: str) -> Exception:
+    """Close the Run of an operation that failed, and return the error to raise."""
+    if isinstance(failed, Missing):
+        note = f"The provider has no such sandbox: {failed}"
+        close_run(opened.run, now=now, outcome=RunOutcome.LOST, note=note, actor=actor)
+        eviction.mark_lost(opened.sandbox, str(failed), now=now)
+        return SandboxLost()
+    if isinstance(failed, (NoSuchFile, Rejected, SandboxError)):
+        close_run(opened.run, now=now, outcome=RunOutcome.FAILED, note=str(failed), actor=actor)
+        return failed
+    note = f"{type(failed).__name__}: {failed}"
+    close_run(opened.run, now=now, outcome=RunOutcome.ERROR, note=note, actor=actor)
+    if isinstance(failed, ProviderError):
+        return ProviderCallFailed(f"The provider failed: {failed}")
+    if isinstance(failed, StoreError):
+        return StoreUnavailable(f"The store did not answer, so nothing was run: {failed}")
+    return failed
 
 
 def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "") -> Run | None:
-    """Open a Run and count it in the sandbox, together. None if the sandbox is not this holder's and alive any more."""
-    assert sandbox.holder is not None  # what pool.ready gives has one
+    """Open a Run and count it in the sandbox, in one transaction. Returns None if it is not alive for its holder."""
+    assert sandbox.holder is not None  # ensured by pool.ensure_running
     with transaction.atomic(durable=True):
         before = lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=now, actor=actor)
         if before is None:
@@ -107,66 +173,25 @@ def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = 
     return run
 
 
-def _execute_run(
-    run: Run,
-    sandbox: Sandbox,
-    act: Callable[[Provider, Sandbox], T],
-    want: pool.SandboxRequest,
-    command: Command,
-    *,
-    now: datetime,
-    actor: str,
-) -> T:
-    """Call the provider for an open Run and close it with what came back, or with why nothing did."""
-    later = clock_from(now)
-    provider = providers.get_provider(sandbox.provider)
-    try:
-        if not sandbox.prepared:
-            pool.put_files(sandbox, provider, want.files)
-            Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation).update(prepared=True)
-        attached = data_sync.attach(sandbox, provider, skill=want.skill, now=later()) if command.needs_data else None
-        if attached and command.kind != "file":  # files can still be removed
-            data_sync.require_free_space(attached, sandbox, provider, now=later())
-        answer = act(provider, sandbox)
-    except Missing as gone:
-        close_run(run, now=later(), outcome=RunOutcome.LOST, note=f"The provider has no such sandbox: {gone}", actor=actor)
-        eviction.mark_lost(sandbox, str(gone), now=later())
-        raise SandboxLost() from gone
-    except (NoSuchFile, Rejected, SandboxError) as refused:
-        close_run(run, now=later(), outcome=RunOutcome.FAILED, note=str(refused), actor=actor)
-        raise
-    except Exception as failed:
-        close_run(run, now=later(), outcome=RunOutcome.ERROR, note=f"{type(failed).__name__}: {failed}", actor=actor)
-        if isinstance(failed, ProviderError):
-            raise ProviderCallFailed(f"The provider failed: {failed}") from failed
-        if isinstance(failed, StoreError):
-            raise StoreUnavailable(f"The store did not answer, so nothing was run: {failed}") from failed
-        raise
-    checkpoint("run answered", run)
-    note = _persist_data(attached, sandbox, provider, now=later()) if attached else ""
-    if isinstance(answer, ExecResult):
-        close_run(run, now=later(), outcome=_classify_outcome(answer), result=answer, note=note, actor=actor)
-    else:
-        close_run(run, now=later(), outcome=RunOutcome.OK, note=note, actor=actor)
-    return answer
-
-
 def _persist_data(attached: Attachment, sandbox: Sandbox, provider: Provider, *, now: datetime) -> str:
-    """Store what was changed in /data; "" or why that did not work. What was run has been run: its answer stands, the
-    sandbox keeps what it has, and a sweep tries again."""
+    """Store the changes in /data. Returns "", or a note on why that failed.
+
+    The result of the Run stands either way: the sandbox still has the changes, and a sweep stores them later."""
     try:
         data_sync.persist(attached, sandbox, provider, now=now)
     except (StoreError, ProviderError, DataFull) as failed:
         data_sync.mark_unsaved(attached, failed, now=now)
-        return f"What it changed in /data is not stored yet: {failed}"
+        return f"/data is not stored yet: {failed}"
     return ""
 
 
 def close_run(
     run: Run, *, now: datetime, outcome: RunOutcome, result: ExecResult | None = None, note: str = "", actor: str = ""
 ) -> bool:
-    """Close an open Run, once, and count it out of its sandbox. False if somebody else has closed it."""
-    kept = settings.RUN_OUTPUT_KEPT
+    """Close an open Run and subtract it from its sandbox's count. Returns False if it was closed before.
+
+    Updates `run` to the stored values in both cases. Output is stored up to RUN_OUTPUT_KEPT bytes a stream."""
+    max_bytes = settings.RUN_OUTPUT_KEPT
     values: dict[str, object] = {"ended_at": now, "outcome": outcome.value, "note": note[:500]}
     if result:
         values |= {
@@ -174,18 +199,18 @@ def close_run(
             "timed_out": result.timed_out,
             "oom": result.oom,
             "truncated": result.truncated,
-            "stdout": result.stdout[:kept],
-            "stderr": result.stderr[:kept],
+            "stdout": result.stdout[:max_bytes],
+            "stderr": result.stderr[:max_bytes],
             "stdout_bytes": len(result.stdout),
             "stderr_bytes": len(result.stderr),
         }
     with transaction.atomic():
-        # Its sandbox before the Run, as whoever gives that up locks them.
+        # Locks the sandbox before the Run, in the order in which schedule_destroy locks them.
         lifecycle.finish_run(run.sandbox_id, run.incarnation, idle_after=run.sandbox.idle_after, now=now, actor=actor)
         changes = ", ".join(f"{name} = %s" for name in values)
         closed = sql.update(Run, f"{changes} WHERE id = %s AND ended_at IS NULL", *values.values(), run.pk)
         if not closed:
-            transaction.set_rollback(True)  # whoever closed it has counted it out
+            transaction.set_rollback(True)  # the call that closed it has subtracted it
     if closed:
         for name, value in values.items():
             setattr(run, name, value)
@@ -195,43 +220,46 @@ def close_run(
 
 
 def require_workspace_space(provider: Provider, sandbox: Sandbox, *, now: datetime) -> None:
-    """WorkspaceFull if the workspace was too large when last measured and, measured now, still is."""
+    """Raise WorkspaceFull if the workspace was over its limit when last measured, and still is when measured now."""
     limit = sandbox.pool.workspace_limit_mib << 20
     if (sandbox.workspace_bytes or 0) > limit and (size := measure_workspace(provider, sandbox, now=now)) > limit:
         raise WorkspaceFull(
-            f"/workspace has {size >> 20} MiB and may have {limit >> 20}. Delete files through the files API, then try again.",
+            f"/workspace holds {size >> 20} MiB, and its limit is {limit >> 20} MiB. "
+            "Delete files through the files API, then try again.",
             workspace_bytes=size,
             limit_bytes=limit,
         )
 
 
 def measure_workspace(provider: Provider, sandbox: Sandbox, *, now: datetime) -> int:
-    """Bytes in /workspace, which the row then says, too."""
+    """Measure /workspace, and store the size in the sandbox's row. Returns bytes. Raises what Provider.size raises."""
     size = provider.size(sandbox.ref, WORKSPACE)
     Sandbox.objects.filter(pk=sandbox.pk).update(workspace_bytes=size, measured_at=now)
     return size
 
 
 def close_abandoned_run(run: Run, *, now: datetime) -> bool:
-    """Close a Run past its deadline: whoever waited for it is dead, and its exit is unknown. False if it was closed.
+    """Close a Run past its deadline as lost. The process that waited for it is dead, so its exit code is unknown.
 
-    What it may still be running is killed first: else a command that nobody waits for goes on in a sandbox that says
-    it waits. ProviderError if that could not be done; then the Run stays open for the next try."""
-    why = "Past its deadline: the process that waited for it is gone, so how it ended is not known."
+    The command is killed first, because it would otherwise go on in a sandbox whose state is `waiting`. Returns False if the
+    Run was closed before. Raises ProviderError if the kill failed; the Run then stays open for the next try."""
+    why = "Past its deadline: the process that waited for it is gone, so its exit code is unknown."
     return interrupt_run(run, why=why, now=now, actor="sweep")
 
 
 def interrupt_run(run: Run, *, why: str, now: datetime, actor: str = "") -> bool:
-    """Kill what an open Run runs, and close it. False if it was closed before; ProviderError if it could not be killed."""
+    """Kill the command of an open Run, and close the Run as lost with the note `why`.
+
+    Returns False if it was closed before. Raises ProviderError if the kill failed; the Run then stays open."""
     sandbox = run.sandbox
     if sandbox.state not in GONE_STATES and sandbox.incarnation == run.incarnation:
-        with suppress(Missing):  # gone with whatever ran in it: reconcile finds that it is lost
+        with suppress(Missing):  # the command is gone with its sandbox, which reconcile marks as lost
             providers.get_provider(sandbox.provider).kill(sandbox.ref, str(run.pk))
     return close_run(run, now=now, outcome=RunOutcome.LOST, note=why, actor=actor)
 
 
 def find_overdue(*, now: datetime) -> QuerySet[Run]:
-    """Runs that should have been closed by now."""
+    """Select open Runs past their deadline."""
     late = Run.objects.filter(ended_at__isnull=True, deadline_at__lt=now)
     return late.select_related("sandbox").order_by("deadline_at")
 

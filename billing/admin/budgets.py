@@ -21,7 +21,7 @@ from unfold.contrib.filters.admin import ChoicesRadioFilter
 from unfold.decorators import action, display
 
 from billing import budgets
-from billing.estimate import FORECAST_WINDOW_DAYS, forecast_budget
+from billing.forecast import FORECAST_WINDOW_DAYS, forecast_budget
 from billing.models import Account, Budget
 from billing.models.budgets import Period, Scope, Unit
 from sandboxes.admin.base import AdminAction, ConsoleModelAdmin, ListTab, ReasonForm, SummaryField, list_audit_entries
@@ -275,7 +275,7 @@ class BudgetAdmin(ConsoleModelAdmin):
 
     def page(self, request: HttpRequest, row: Budget) -> dict[str, Any]:
         now = timezone.now()
-        found = budgets.find_top_spenders(row, now=now, most=MAX_PANEL_ROWS)
+        found = budgets.find_top_spenders(row, now=now, limit=MAX_PANEL_ROWS)
         count = budgets.find_open_tabs(row, now=now).count()
         names = self.holders([tab.holder for tab, _ in found])
         return {

@@ -35,10 +35,10 @@ from billing.admin.usage import (
     format_usage_amount,
     render_usage_source,
 )
-from billing.costs import BILLABLE_STATES
 from billing.models import BillableItem, CostRecord, Rate, UsageKind, UsageRecord
 from billing.money_sums import nanos_to_decimal, sum_exact
 from billing.pricing import format_decimal
+from billing.totals import BILLABLE_STATES
 from sandboxes.admin.base import (
     HolderDisplayMixin,
     ReadOnlyModelAdmin,

@@ -10,7 +10,7 @@ from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 from django.utils import timezone
 
-from billing import spending as overview
+from billing import overview
 from billing.admin.formatting import format_money, format_money_brief
 from billing.models import Account, BillableItem, Watermark
 from sandboxes.admin.base import SummaryField

@@ -15,7 +15,7 @@ from django.urls import reverse
 from django.utils import timezone
 from django.views.decorators.cache import never_cache
 
-from billing import spending
+from billing import overview
 from billing.admin.budgets import BudgetAdmin, BudgetNotice, build_all_notices
 from billing.admin.formatting import format_money_brief
 from billing.models import Budget
@@ -267,7 +267,7 @@ def _build_tile(
 
 def build_spending_tiles(now: datetime) -> list[Tile]:
     """What all that is used costs. One query."""
-    today, month = spending.get_spending_to_date(now)
+    today, month = overview.get_costs_to_date(now)
     where, of = reverse("spending"), "billing.costrecord"
     return [
         Tile("Spent today", format_money_brief(today), where, note="USD", of=of),

@@ -21,7 +21,7 @@ from billing.models import HOUSE_ACCOUNT_NAME, Account, Budget, Tab
 from billing.models.budgets import Scope
 from leases.admin.formatting import LeaseHolderMixin
 from leases.budget_enforcement import END_REASON
-from leases.models import DID_DESCRIPTION, Agent, AgentKey, EnvironmentType, Lease, LeaseEvent, LeaseStatus, validate_did
+from leases.models import DID_DESCRIPTION, Agent, AgentKey, EnvironmentType, Lease, LeaseStatus, validate_did
 from sandboxes.admin.base import SummaryField
 from sandboxes.admin.formatting import pluralize, render_admin_link
 
@@ -129,8 +129,7 @@ def _build_tightest_budget_field(hard: list[Budget], now: datetime) -> SummaryFi
 
 def _build_ended_by_field(lease: Lease) -> SummaryField:
     """As its end says it: it may have been changed since."""
-    event = LeaseEvent.objects.filter(lease=lease, kind="ended").first()
-    said = event.reason.removeprefix(f"{END_REASON}: ") if event else "unknown"
+    said = lease.end_detail or "unknown"
     assert lease.ended_at
     within = Budget.objects.filter(_build_lease_filter(lease, lease.ended_at)).order_by("pk")
     budget = next((each for each in within if str(each) == said), None)

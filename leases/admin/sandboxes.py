@@ -17,7 +17,7 @@ from leases.admin.formatting import LeaseHolderMixin, build_agent_field
 from leases.admin.state import TAKE_SNAPSHOT_ACTION
 from leases.models import DID_DESCRIPTION, EnvironmentType, validate_did
 from leases.tasks import enqueue_idle_sweep, enqueue_reclaim, request_sleep, request_wake
-from sandboxes import eviction
+from sandboxes import destruction
 from sandboxes.admin.base import AdminAction, ReasonForm, SummaryField
 from sandboxes.admin.formatting import render_admin_link
 from sandboxes.admin.policies import PolicyAdmin
@@ -25,7 +25,7 @@ from sandboxes.admin.pools import QuotaAdmin, QuotaForm
 from sandboxes.admin.processes import ProcessAdmin
 from sandboxes.admin.readings import ReadingAdmin
 from sandboxes.admin.sandboxes import RunAdmin, SandboxAdmin
-from sandboxes.models import GONE_STATES, Policy, Process, Quota, Reading, Run, Sandbox, SandboxState
+from sandboxes.models import GONE_STATES, Policy, Process, Quota, Reading, Run, Sandbox, SandboxState, TransitionReason
 
 MAX_TYPES_SHOWN = 8  # on a policy's page
 
@@ -36,7 +36,9 @@ def _destroy_sandbox(sandbox: Sandbox, actor: str, why: str, now: datetime) -> b
         return False  # its holder may have the next one by now
     if sandbox.holder and leasing.end(sandbox.holder, reason="operator", now=now, actor=actor, why=why):
         return True
-    return eviction.schedule_destroy(sandbox.pk, now=now, reason=f"operator: {why}", actor=actor)
+    return destruction.schedule_destroy(
+        sandbox.pk, now=now, code=TransitionReason.OPERATOR, reason=f"operator: {why}", actor=actor
+    )
 
 
 def _can_evict(sandbox: Sandbox) -> bool:

@@ -18,7 +18,7 @@ from rest_framework.serializers import Serializer
 from rest_framework.views import APIView
 
 from billing import metering
-from leases import api_keys, execution, leasing, sweeps, turns
+from leases import api_keys, conditions, execution, leasing, turns
 from leases.api import authentication, idempotency, request_body, schema
 from leases.api import serializers as show
 from leases.api import serializers_pools as pools
@@ -245,7 +245,7 @@ class EnvironmentConditionView(AgentApiView):
 
         def act(run_id: UUID) -> StatusAndBody:
             happened = said["condition"]
-            ended = sweeps.end_leases_by_condition(environment_id, happened, now=self.now, agents=agents, actor=self.actor)
+            ended = conditions.post_condition(environment_id, happened, now=self.now, agents=agents, actor=self.actor)
             if ended:
                 enqueue_reclaim()
             return 200, {"ended": [str(lease.pk) for lease in ended]}

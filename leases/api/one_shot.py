@@ -20,9 +20,9 @@ from leases.api.leases import AgentApiView, parse_encoding
 from leases.errors import InvalidRequest
 from leases.errors import RequestTooLarge as BodyTooLarge
 from leases.one_shot import OneShotRequest
+from sandboxes.providers import tar_validation
 from sandboxes.providers.base import Rejected, TooLarge
 from sandboxes.runs import KILL_GRACE
-from sandboxes.state import archives
 
 NEW_RUN_SERIALIZER = show.NewRunSerializer()
 MAX_NEW_RUN_BODY_BYTES = 32 << 20  # a workspace, mostly
@@ -48,7 +48,7 @@ class OneShotRunCreateView(AgentApiView):
             result = one_shot.run_once(replace(wish, run_id=run_id), now=self.now, actor=self.actor, admit=self.admit)
             return 200, show.serialize_one_shot_result(result, back.getvalue(), encoding)
 
-        patience = wish.longest + one_shot.CLEANUP_TIMEOUT + 2 * KILL_GRACE
+        patience = wish.max_duration + one_shot.CLEANUP_TIMEOUT + 2 * KILL_GRACE
         return self.once(request, act, body=body, patience=patience, repeatable=False)
 
 
@@ -77,7 +77,7 @@ def build_one_shot_request(said: Mapping[str, Any], encoding: str, back: BinaryI
         env=said["env"],
         cwd=said["cwd"],
         workspace=None if workspace is None else _decode_workspace(workspace),
-        back=back if said["return_workspace"] else None,
+        output=back if said["return_workspace"] else None,
         max_returned_bytes=show.MAX_RETURNED_WORKSPACE_BYTES,
         memory_mib=limits.get("memory_mib"),
         environment_type=said.get("environment_type") or one_shot.DEFAULT_ENVIRONMENT_TYPE,
@@ -89,7 +89,7 @@ def _decode_workspace(text: str) -> BinaryIO:
     """The workspace of a request, checked."""
     tar = io.BytesIO(decode_input(text, "base64", "workspace"))
     try:
-        archives.validate_tar(tar)
+        tar_validation.validate_tar(tar)
     except TooLarge as wrong:
         raise BodyTooLarge(str(wrong), field="workspace") from None
     except Rejected as wrong:

@@ -69,13 +69,8 @@ class ProcessListView(ProcessApiView):
             later = clock_from(self.now)
             launch = ProcessSpec(said["argv"], said["env"], said["cwd"], said["name"], run_id)
             try:
-                process = execution.call_with_lease(
-                    pk,
-                    lambda want, at: processes.start_process(want, launch, now=at, actor=self.actor),
-                    now=self.now,
-                    actor=self.actor,
-                    spends=True,
-                )
+                with execution.use_lease(pk, now=self.now, spends=True) as wanted:
+                    process = processes.start_process(wanted, launch, now=self.now, actor=self.actor)
                 found = processes.wait_for_log(process, text, within=within, now=later()) if text else None
             except ProviderCallFailed as failed:
                 failed.extra["run_id"] = str(run_id)  # the process has the same id
@@ -102,9 +97,8 @@ class ProcessView(ProcessApiView):
     def delete(self, request: HttpRequest, pk: UUID, process_id: UUID) -> HttpResponse:
         """Kill one, with all that it has started, by SIGKILL. What it had exited with before stays; safe to repeat."""
         process = self.process(pk, process_id)
-        killed = execution.call_with_lease(
-            pk, lambda want, at: processes.kill_process(process, now=at), now=self.now, actor=self.actor
-        )
+        with execution.use_lease(pk, now=self.now):
+            killed = processes.kill_process(process, now=self.now)
         return JsonResponse(show.serialize_process(killed))
 
 
@@ -126,14 +120,10 @@ class ProcessLogView(ProcessApiView):
         text = request.GET.get("wait_for", "")
         if len(text) > show.MAX_WAIT_TEXT_CHARS:
             raise InvalidRequest("wait_for", f"At most {show.MAX_WAIT_TEXT_CHARS} characters.")
-
-        def act(want: object, at: object) -> HttpResponse:
-            later = clock_from(self.now)
-            found = processes.wait_for_log(process, text, start=start, within=within, now=later()) if text else None
+        with execution.use_lease(pk, now=self.now):
+            found = processes.wait_for_log(process, text, start=start, within=within, now=self.now) if text else None
             log = processes.read_log(process, start=start, length=length)
-            return JsonResponse(show.serialize_process_log(log, found, encoding))
-
-        return execution.call_with_lease(pk, act, now=self.now, actor=self.actor)
+        return JsonResponse(show.serialize_process_log(log, found, encoding))
 
 
 def _parse_integer(request: HttpRequest, name: str, usual: int, *, least: int, most: int) -> int:

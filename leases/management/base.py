@@ -1,4 +1,4 @@
-"""What commands have in common: one verb, one line, and an exit code that means something."""
+"""Error reporting and option parsing shared by the management commands."""
 
 import logging
 import sys
@@ -20,20 +20,21 @@ EXIT_INTERRUPTED = 130
 
 @contextmanager
 def report_errors(verbosity: int) -> Iterator[None]:
-    """What goes wrong in this block is one line on stderr and exit code 1. The log is quiet, unless verbosity is above
-    1: stderr is for what the command, or its sandbox, has to say."""
+    """Turn known errors of the block into one line on stderr and exit code 1; an interrupt exits with 130.
+
+    Below verbosity 2 only errors are logged, since stderr carries the output of the command or of its sandbox."""
     root = logging.getLogger()
     level = root.level
     if verbosity < 2:
         root.setLevel(max(level, logging.ERROR))
     try:
         yield
-    except (SandboxError, ProviderError) as failed:
-        raise CommandError(str(failed)) from failed
+    except (SandboxError, ProviderError) as error:
+        raise CommandError(str(error)) from error
     except Lease.DoesNotExist:
         raise CommandError("There is no such lease.") from None
     except DatabaseError as error:
-        raise CommandError(f"The database does not answer: {first_line(error)}") from error
+        raise CommandError(f"The database does not respond: {first_line(error)}") from error
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     finally:
@@ -45,16 +46,16 @@ def first_line(error: Exception) -> str:
 
 
 def parse_lease_id(text: str) -> UUID:
-    """The id of a lease; CommandError."""
+    """Parse a lease id. Raise CommandError if it is not a UUID."""
     try:
         return UUID(text)
     except ValueError:
-        raise CommandError(f"{text[:80]!r} is not the id of a lease.") from None
+        raise CommandError(f"{text[:80]!r} is not a lease id.") from None
 
 
 def parse_duration(option: str, text: str) -> timedelta:
-    """A duration; CommandError naming the option."""
+    """Parse a duration such as "90" or "5m". Raise CommandError naming the option."""
     try:
         return durations.parse_duration(text)
-    except ValueError as wrong:
-        raise CommandError(f"{option}: {wrong}") from None
+    except ValueError as error:
+        raise CommandError(f"{option}: {error}") from None

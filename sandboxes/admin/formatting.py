@@ -11,12 +11,10 @@ from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-# An escape sequence in an output is seen, not lost; and what reverses the direction of writing does not.
-CONTROL_CHARACTER_ESCAPES = {
-    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
-    for code in (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-    if chr(code) not in "\n\t"
-}
+from sandboxes.formatting import CONTROL_CHARACTER_ESCAPES
+from sandboxes.formatting import format_bytes as format_bytes
+from sandboxes.formatting import format_path as format_path
+from sandboxes.formatting import pluralize as pluralize
 
 
 def format_duration(length: timedelta) -> str:
@@ -46,14 +44,6 @@ def format_time_until(moment: datetime | None, then: str, due: str) -> str:
         return ""
     left = moment - timezone.now()
     return f"{then} in {format_age(left)}" if left > timedelta(0) else due
-
-
-def format_bytes(count: int) -> str:
-    """Bytes as far as a person cares: "812 B", "3.4 KiB", "1.2 GiB"."""
-    amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while amount >= 1023.95 and len(units) > 1:
-        amount, units = amount / 1024, units[1:]
-    return f"{amount:.1f} {units[0]}" if units[0] != "B" else f"{count} B"
 
 
 def format_usd(amount: Decimal) -> str:
@@ -112,11 +102,6 @@ def decode_output(output: bytes) -> str:
     return output.decode("utf-8", "replace").replace("\r\n", "\n").translate(CONTROL_CHARACTER_ESCAPES)
 
 
-def format_path(name: str) -> str:
-    """A path as one line that shows every character in it."""
-    return name.translate({**CONTROL_CHARACTER_ESCAPES, ord("\n"): "\\n", ord("\t"): "\\t"})
-
-
 def truncate_text(said: str, most: int = 90) -> str:
     return said if len(said) <= most else said[: most - 1] + "…"
 
@@ -124,7 +109,3 @@ def truncate_text(said: str, most: int = 90) -> str:
 def format_counts(parts: Mapping[str, int]) -> str:
     """What there is of several things: "2 local, 1 cloud"."""
     return ", ".join(f"{number:,} {what}" for what, number in parts.items() if number)
-
-
-def pluralize(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"

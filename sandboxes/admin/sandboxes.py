@@ -17,7 +17,7 @@ from django.utils.safestring import SafeString
 from unfold.contrib.filters.admin import RadioFilter
 from unfold.decorators import action, display
 
-from sandboxes import eviction
+from sandboxes import destruction
 from sandboxes.admin import formatting
 from sandboxes.admin.base import (
     AdminAction,
@@ -99,7 +99,7 @@ RETRY_DESTROY_ACTION = AdminAction(
     done="out of quarantine: the next sweep tries again",
     refusal_reason="not in quarantine",
     legal=lambda sandbox: sandbox.state == SandboxState.DESTROYING and sandbox.quarantined_at is not None,
-    verb=lambda sandbox, actor, reason, now: eviction.retry_destroy(sandbox.pk, now=now, actor=actor),
+    verb=lambda sandbox, actor, reason, now: destruction.retry_destroy(sandbox.pk, now=now, actor=actor),
 )
 SOURCE_LABELS = {"local": "this machine's copy", "cloud": "the store"}
 

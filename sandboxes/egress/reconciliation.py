@@ -1,4 +1,4 @@
-"""The sweep that joins calls with what others know about them: nginx's log, the upstream's records, rates."""
+"""Reconciliation sweep of the call log with nginx's access log, the upstream's records and the model rates."""
 
 from datetime import datetime
 from pathlib import Path
@@ -6,39 +6,36 @@ from pathlib import Path
 import structlog
 from django.conf import settings
 
-from sandboxes.egress import access_log as logs
-from sandboxes.egress import model_pricing, upstream_records
-from sandboxes.sweeps import SweepResult
+from sandboxes.egress import access_log, model_pricing, upstream_records
+from sandboxes.sweep_log import SweepResult
 
 log = structlog.get_logger(__name__)
+FAILURE_COUNTERS = {"malformed", "unread lost", "unknown", "unmetered"}  # counters that need an operator's attention
 
 
 def collect_call_logs(*, now: datetime) -> SweepResult:
-    """Read what was logged and recorded since the last time, and price what then has no price. Safe beside itself.
+    """Ingest new log lines and records, then price calls by rate. Safe to run concurrently.
 
-    Of the two files nginx's may be missing, where nothing runs behind it; records that were promised may not."""
-    swept = SweepResult()
-    sources = [("requests", logs.collect_access_log, access_log_path())]
+    A missing access log is normal where no nginx runs. A missing LEASEHOLD_LLM_RECORDS file is a failure."""
+    result = SweepResult()
+    sources = [("requests", access_log.collect_access_log, access_log_path())]
     if settings.LLM_RECORDS:
         sources.append(("calls", upstream_records.collect_records, Path(settings.LLM_RECORDS)))
         if not Path(settings.LLM_RECORDS).exists():
-            swept.failures.append(f"LEASEHOLD_LLM_RECORDS: there is no file {settings.LLM_RECORDS}")
-    for what, read, path in sources:
+            result.failures.append(f"LEASEHOLD_LLM_RECORDS: there is no file {settings.LLM_RECORDS}")
+    for label, collect, path in sources:
         try:
-            counts = read(path, now)
-        except OSError as failed:
-            log.error("log not read", log=str(path), error=str(failed))
-            swept.failures.append(f"{path}: {failed}")
+            counts = collect(path, now)
+        except OSError as error:
+            log.error("log not read", log=str(path), error=str(error))
+            result.failures.append(f"{path}: {error}")
             continue
-        for name, times in counts.items():
-            swept.note(f"{what} {name}", times)
-        for wrong in FAILURE_COUNTERS & counts.keys():
-            swept.failures.append(f"{path}: {counts[wrong]} {wrong}")
-    swept.note("calls priced by rate", model_pricing.price_calls(now))
-    return swept
-
-
-FAILURE_COUNTERS = {"garbage", "rests lost", "unknown", "unmetered"}  # what an operator has to look at
+        for name, count in counts.items():
+            result.note(f"{label} {name}", count)
+        for name in FAILURE_COUNTERS & counts.keys():
+            result.failures.append(f"{path}: {counts[name]} {name}")
+    result.note("calls priced by rate", model_pricing.price_calls(now))
+    return result
 
 
 def access_log_path() -> Path:

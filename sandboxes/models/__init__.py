@@ -10,6 +10,7 @@ from sandboxes.models.runs import RUN_KINDS, Run, RunOutcome
 from sandboxes.models.sandboxes import ALIVE_STATES, GONE_STATES, IN_FLIGHT_STATES, Sandbox, SandboxState, Transition
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataObject, DataSize, Snapshot
 from sandboxes.models.sweeps import Sweep
+from sandboxes.models.transition_reasons import TransitionReason
 from sandboxes.models.webhooks import Delivery, Event, Webhook
 
 __all__ = [
@@ -43,5 +44,6 @@ __all__ = [
     "Snapshot",
     "Sweep",
     "Transition",
+    "TransitionReason",
     "Webhook",
 ]

@@ -9,6 +9,7 @@ from django.db.models import Case, Q, Value, When
 
 from sandboxes.models.policies import SEALED_POLICY_NAME, Policy
 from sandboxes.models.pools import Pool
+from sandboxes.models.transition_reasons import TransitionReason
 
 
 class SandboxState(models.TextChoices):
@@ -167,6 +168,7 @@ class Transition(models.Model):
     to = models.CharField(max_length=16, choices=SandboxState.choices)
     at = models.DateTimeField()
     holder = models.UUIDField(null=True, blank=True)
+    code = models.CharField(max_length=32, blank=True, choices=TransitionReason.choices)  # empty: older than the column
     reason = models.CharField(max_length=200)
     actor = models.CharField(max_length=255, blank=True, help_text="Agent, operator or sweep that caused the transition.")
 

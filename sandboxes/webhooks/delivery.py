@@ -22,7 +22,7 @@ from sandboxes.db.clock import clock_from, compute_backoff, format_timestamp
 from sandboxes.errors import WebhookTestFailed
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models.webhooks import ENABLED, NOT_REMOVED, Delivery, Event, EventType, Webhook
-from sandboxes.sweeps import SweepResult
+from sandboxes.sweep_log import SweepResult
 from sandboxes.webhooks import http_post, subscriptions
 from sandboxes.webhooks.http_post import PostResult
 

@@ -13,8 +13,8 @@ from django.utils import timezone
 
 from leases import api_keys, execution, leasing, sweeps
 from leases.models import AgentKey, EnvironmentType, Lease
-from sandboxes import eviction
-from sandboxes.models import Pool, Sandbox, Transition
+from sandboxes import destruction
+from sandboxes.models import Pool, Sandbox, Transition, TransitionReason
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.admin.conftest import NOW, ensure_sandbox
@@ -170,7 +170,7 @@ def test_destroying_one_that_nobody_holds_gives_it_up(operator: Client, lease: L
 
 def test_a_sandbox_that_is_given_up_does_not_end_the_lease_that_has_the_next_one(operator: Client, lease: Lease) -> None:
     old = ensure_sandbox(lease)
-    eviction.schedule_destroy(old.pk, now=NOW, reason="lost")
+    destruction.schedule_destroy(old.pk, now=NOW, code=TransitionReason.OPERATOR)
     new = execution.ensure_sandbox_ready(lease.pk, now=NOW)
     assert said(operator.post(destroy(old), WHY)) == ["Nothing changed: given up before."]
     lease.refresh_from_db()

@@ -19,7 +19,7 @@ from django.db.models import Sum
 from django.test import Client
 from django.utils import timezone
 
-from billing import costs, metering, spending, statements
+from billing import costs, metering, overview, statements
 from billing.admin import accounts
 from billing.admin.costs import explain_amount
 from billing.admin.formatting import format_money_aligned, format_quantity_brief
@@ -246,26 +246,26 @@ def test_spending_adds_up_by_day_and_provider_with_model_calls_apart(team: Accou
         create_time_usage(on(TODAY - timedelta(days=days)), hours * HOUR, "did:plc:x", provider="acme", state="waiting")
     create_token_usage((on(TODAY) - timedelta(hours=20)).strftime("%Y-%m-%dT%H:%M"), "3", agent="did:plc:y", provider="acme")
     price()
-    found = spending.build_overview(now=NOW)
+    found = overview.build_overview(now=NOW)
     assert [day.day for day in found.days] == [TODAY - timedelta(days=number) for number in range(29, -1, -1)]
     recent = CostRecord.objects.filter(day__gt=TODAY - timedelta(days=30))
     assert found.usd == sum((row.usd for row in recent), Decimal(0))
-    assert found.days[-2].parts[spending.MODEL_CALLS_SERIES] == 3
+    assert found.days[-2].parts[overview.MODEL_CALLS_SERIES] == 3
     assert found.days[-2].parts["acme"] == sum(row.usd for row in recent.filter(day=TODAY - timedelta(days=1), item="time"))
     assert sum(found.series.values()) == sum(day.usd for day in found.days) == sum(found.items.values()) == found.usd
     plans = sum(row.usd for row in recent.filter(item="plan"))  # on a 31st its month began before these days did
-    assert found.series.get(spending.PLANS_SERIES, 0) == plans and (plans > 0 or TODAY.day == 31)
+    assert found.series.get(overview.PLANS_SERIES, 0) == plans and (plans > 0 or TODAY.day == 31)
     assert max(day.bar for day in found.days) <= found.top
-    only = spending.build_overview(now=NOW, agent="did:plc:y")
+    only = overview.build_overview(now=NOW, agent="did:plc:y")
     assert (only.usd, [each.agent_did for each in only.spenders]) == (3, ["did:plc:y"])
-    assert spending.build_overview(now=NOW, account="team").usd == 0
+    assert overview.build_overview(now=NOW, account="team").usd == 0
 
 
 @pytest.mark.parametrize(
     ("most", "top"), [("0", "1"), ("1", "1"), ("1.01", "2"), ("4", "5"), ("5.5", "10"), ("0.03", "0.05"), ("70", "100")]
 )
 def test_an_axis_ends_at_a_round_number(most: str, top: str) -> None:
-    assert spending.round_up_axis(Decimal(most)) == Decimal(top)
+    assert overview.round_up_axis(Decimal(most)) == Decimal(top)
 
 
 def test_the_page_of_spending_narrows_and_bears_any_address(viewer: Client, used: Account) -> None:
@@ -319,7 +319,7 @@ def test_an_administrator_adds_a_rate_that_begins_later(administrator: Client) -
 
 def test_a_rate_does_not_begin_in_the_past(administrator: Client) -> None:
     again = administrator.post("/admin/billing/rate/add/", sent(valid_from_0=str(TODAY - timedelta(days=1))))
-    assert "does not begin in the past" in again.content.decode()
+    assert "cannot begin in the past" in again.content.decode()
     assert not Rate.objects.filter(provider="acme").exists()
 
 

@@ -234,7 +234,7 @@ def test_a_timeline_tells_what_operators_did_and_why(operator: Client, waiting: 
     operator.post(page(waiting, "evict"), WHY)
     tasks.sweep_idle()
     told = [(each.what, each.why, each.who) for each in operator.get(page(waiting, "change")).context["entries"]]
-    assert [why for _, why, _ in told] == ["stored", "idle", "it mines coins", "ready", "needed"]
+    assert [why for _, why, _ in told] == ["stored", "idle", "it mines coins", "ready", "requested"]
     assert told[2] == ("Evict", "it mines coins", "operator")
 
 

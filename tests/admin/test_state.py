@@ -241,10 +241,10 @@ def test_what_is_not_what_was_stored_is_a_message_and_no_file(operator: Client) 
     for url in ("{}?path=note".format(page(row, "file")[0]), page(row, "tar")[0]):
         answer = operator.get(url)
         assert answer.headers["Location"] == f"/admin/sandboxes/agentdata/{row.pk}/change/?path="
-        assert "is not what was stored" in said(answer)[-1]
+        assert "does not match its digest" in said(answer)[-1]
     get_store().remove(key)
     shown = operator.get(*page(row, "file", path="note"), follow=True)
-    assert "is not there" in unescape(shown.content.decode())
+    assert "is missing" in unescape(shown.content.decode())
     assert DataEvent.objects.filter(kind="corrupt").count() == 2
     assert not LogEntry.objects.exists()
 
@@ -319,8 +319,12 @@ def test_what_could_not_be_done_later_is_told_in_the_timeline(operator: Client, 
     copy = snapshots.take_snapshot(lease.pk, now=NOW)
     operator.post(act(copy, "restore"), WHY)
     runs.open_run(used, Command(argv=["sleep"], timeout=MINUTE), now=timezone.now())
-    assert work() == ["Something runs in its sandbox. Restore it when that has ended."]
-    assert events(lease)[0] == ("restore_failed", "operator", "Something runs in its sandbox. Restore it when that has ended.")
+    assert work() == ["A run is open in the sandbox. Restore the snapshot when it has ended."]
+    assert events(lease)[0] == (
+        "restore_failed",
+        "operator",
+        "A run is open in the sandbox. Restore the snapshot when it has ended.",
+    )
 
 
 def test_of_a_lease_that_has_ended_nothing_is_taken_or_restored(operator: Client, lease: Lease, used: Sandbox) -> None:
@@ -401,7 +405,7 @@ def test_a_copy_is_downloaded_as_it_was_stored(operator: Client, lease: Lease, u
     get_store().set(f"{copy.key}/workspace", b"rubbish")
     answer = operator.get(url)
     assert answer.headers["Location"] == act(copy, "change")
-    assert "is not what was stored" in said(answer)[-1]
+    assert "does not match its digest" in said(answer)[-1]
     Snapshot.objects.update(forgotten_at=NOW)
     assert "was forgotten" in said(operator.get(url))[-1]
     assert "nowhere any more" in operator.get(act(copy, "change")).content.decode()

@@ -174,7 +174,7 @@ def events(pool: Pool) -> list[LeaseEvent]:
 def test_its_lease_is_warned_once_a_day_while_it_is_over(too_large: str, pool: Pool) -> None:
     assert sweeps.measure_workspaces(now=timezone.now()).counts == {}
     (event,) = events(pool)
-    assert (event.actor, event.reason) == ("sweep", "/workspace has 2 MiB and may have 1.")
+    assert (event.actor, event.reason) == ("sweep", "/workspace uses 2 MiB of 1 MiB.")
     LeaseEvent.objects.filter(pk=event.pk).update(at=event.at - timedelta(days=2))
     assert sweeps.measure_workspaces(now=timezone.now()).counts == {"leases warned": 1}
     assert len(events(pool)) == 2

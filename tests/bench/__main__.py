@@ -1,10 +1,11 @@
-"""`make bench`: ours against the raw operation that it wraps, side by side in one run.
+"""`make bench`: each operation against the raw operation that it wraps, interleaved in one run.
 
-Ratios are what counts: the machine, its neighbours and its disk are in both sides. CPU is user and system time of the
-server's processes and of PostgreSQL's, per call. Each part is a process of its own with a database of its own; arguments
-name the parts to run. BENCH_CALLS, BENCH_SECONDS, BENCH_EXECS, BENCH_STARTS, BENCH_ROUNDS, BENCH_ROWS, BENCH_SWEPT,
-BENCH_TURNS, BENCH_SLEEPS, BENCH_WORKSPACE_MB, BENCH_MODEL_CALLS, BENCH_BOXES, BENCH_READINGS, BENCH_TRANSITIONS, BENCH_USAGE
-and BENCH_GRANTS make it shorter."""
+Only the ratios are comparable between machines. CPU is user and system time per call of the server's and PostgreSQL's
+processes. Each part runs in its own process with its own database; arguments select parts.
+
+These variables reduce the number of calls, rows or seconds: BENCH_CALLS, BENCH_SECONDS, BENCH_EXECS, BENCH_STARTS,
+BENCH_ROUNDS, BENCH_ROWS, BENCH_SWEPT, BENCH_TURNS, BENCH_SLEEPS, BENCH_WORKSPACE_MB, BENCH_MODEL_CALLS, BENCH_BOXES,
+BENCH_READINGS, BENCH_TRANSITIONS, BENCH_USAGE and BENCH_GRANTS."""
 
 import os
 import shutil
@@ -22,25 +23,25 @@ BENCH_MODULES = tuple(f"tests.bench.{name}" for name in ("cases", "pool", "place
 
 def main() -> None:
     server = os.environ.get("TEST_POSTGRES_URL")
-    wanted = sys.argv[1:] or BENCH_MODULES
-    for part in wanted:
+    parts = sys.argv[1:] or BENCH_MODULES
+    for part in parts:
         for name in ("PostgreSQL", "SQLite"):
             if name == "PostgreSQL" and not server:
-                print(f"{part}: PostgreSQL left out, since TEST_POSTGRES_URL is not set")
+                print(f"{part}: PostgreSQL skipped, TEST_POSTGRES_URL is not set")
                 continue
-            here = Path(tempfile.mkdtemp(prefix="lh-bench-"))
-            own = f"bench_{uuid.uuid4().hex[:8]}"
+            directory = Path(tempfile.mkdtemp(prefix="lh-bench-"))
+            database = f"bench_{uuid.uuid4().hex[:8]}"
             try:
-                url = f"sqlite:///{here}/bench.sqlite3"
+                url = f"sqlite:///{directory}/bench.sqlite3"
                 if name == "PostgreSQL":
                     assert server
-                    _execute(server, f"CREATE DATABASE {own}")
-                    url = f"{server.rpartition('/')[0]}/{own}"
-                subprocess.run([sys.executable, "-m", part, name, url, str(here)], check=True, cwd=REPO)
+                    _execute(server, f"CREATE DATABASE {database}")
+                    url = f"{server.rpartition('/')[0]}/{database}"
+                subprocess.run([sys.executable, "-m", part, name, url, str(directory)], check=True, cwd=REPO)
             finally:
-                shutil.rmtree(here, ignore_errors=True)
+                shutil.rmtree(directory, ignore_errors=True)
                 if name == "PostgreSQL" and server:
-                    _execute(server, f"DROP DATABASE IF EXISTS {own} WITH (FORCE)")
+                    _execute(server, f"DROP DATABASE IF EXISTS {database} WITH (FORCE)")
 
 
 def _execute(server: str, statement: str) -> None:

@@ -1,4 +1,4 @@
-"""What a benchmark is made of: interleaved rounds, medians, and the CPU that a process tree has used."""
+"""Benchmark toolkit: interleaved rounds, percentiles, CPU time of a process tree, report."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ _fork_context = multiprocessing.get_context("fork")
 
 
 def list_process_tree(*roots: int) -> set[int]:
-    """These processes and all that descend from them."""
+    """Return these process ids and those of all descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -23,17 +23,17 @@ def list_process_tree(*roots: int) -> set[int]:
             except OSError:
                 continue
             children.setdefault(parent, []).append(int(entry.name))
-    found, todo = set(), list(roots)
-    while todo:
-        pid = todo.pop()
-        if pid not in found:
-            found.add(pid)
-            todo += children.get(pid, [])
-    return found
+    seen, pending = set(), list(roots)
+    while pending:
+        pid = pending.pop()
+        if pid not in seen:
+            seen.add(pid)
+            pending += children.get(pid, [])
+    return seen
 
 
 def read_cpu_seconds(pids: Iterable[int]) -> float:
-    """User and system time of these processes and of their children that have ended."""
+    """Return user and system time of these processes and of their ended children, in seconds."""
     total = 0
     for pid in pids:
         try:
@@ -46,7 +46,7 @@ def read_cpu_seconds(pids: Iterable[int]) -> float:
 
 @dataclass
 class Timing:
-    """How long each call of one operation took. `rate` is calls a second, by default of one caller at a time."""
+    """Durations of the calls of one operation. `rate` is calls per second, by default of one sequential client."""
 
     name: str
     seconds: list[float] = field(default_factory=list, init=False)
@@ -71,28 +71,27 @@ class Timing:
 
 @dataclass
 class BenchCase(Timing):
-    """One operation, timed call by call. `pids` are the processes that work for it; `before` and `after` each call is
-    done what is not timed."""
+    """One operation, timed per call. `pids` returns the processes whose CPU time counts; `before` and `after` are not timed."""
 
-    act: Callable[[int], object]
+    operation: Callable[[int], object]
     pids: Callable[[], Iterable[int]] = lambda: ()
     before: Callable[[int], object] = lambda number: None
     after: Callable[[int], object] = lambda number: None
 
     def time(self, number: int) -> float:
         self.before(number)
-        began = time.perf_counter()
-        self.act(number)
-        took = time.perf_counter() - began
+        started = time.perf_counter()
+        self.operation(number)
+        seconds_taken = time.perf_counter() - started
         self.after(number)
-        return took
+        return seconds_taken
 
 
 @dataclass
 class ConcurrentCase(Timing):
-    """One operation by several clients at once: `make` gives each client its own way to do it."""
+    """One operation of several concurrent clients. `make_operation` creates the operation of each client."""
 
-    make: Callable[[int], Callable[[int], object]]
+    make_operation: Callable[[int], Callable[[int], object]]
     elapsed: float = field(default=0.0, init=False)
 
     @property
@@ -101,7 +100,7 @@ class ConcurrentCase(Timing):
 
 
 def interleave(cases: Sequence[BenchCase], *, rounds: int, block: int = 1, warmup: int = 3) -> None:
-    """Time all cases in turn, `block` calls of each a round, so that a machine that slows down slows all of them."""
+    """Time the cases in turn, `block` calls of each per round, so that changes of the machine's speed affect all of them."""
     number = 0
     for case in cases:
         for _ in range(warmup):
@@ -118,39 +117,41 @@ def interleave(cases: Sequence[BenchCase], *, rounds: int, block: int = 1, warmu
 
 
 def run_concurrently(cases: Sequence[ConcurrentCase], *, clients: int, seconds: float, rounds: int = 3) -> None:
-    """Time all cases in turn, by `clients` processes at once, for this long in each round."""
+    """Time the cases in turn with `clients` concurrent processes, for `seconds` per round."""
     for _ in range(rounds):
         for case in cases:
             start, results = _fork_context.Barrier(clients + 1), _fork_context.SimpleQueue()
             workers = [
-                _fork_context.Process(target=_run_client, args=(case.make, one, seconds, start, results))
-                for one in range(clients)
+                _fork_context.Process(target=_run_client, args=(case.make_operation, client, seconds, start, results))
+                for client in range(clients)
             ]
             for worker in workers:
                 worker.start()
             start.wait(60)
-            began = time.perf_counter()
-            took = [results.get() for _ in workers]
-            case.elapsed += time.perf_counter() - began
-            case.seconds += [one for each in took for one in each]
+            started = time.perf_counter()
+            seconds_taken = [results.get() for _ in workers]
+            case.elapsed += time.perf_counter() - started
+            case.seconds += [seconds_ for result in seconds_taken for seconds_ in result]
             for worker in workers:
                 worker.join()
 
 
-def _run_client(make: Callable[[int], Callable[[int], object]], client: int, seconds: float, start: Any, results: Any) -> None:
-    act, took = make(client), []
+def _run_client(
+    make_operation: Callable[[int], Callable[[int], object]], client: int, seconds: float, start: Any, results: Any
+) -> None:
+    operation, seconds_taken = make_operation(client), []
     for number in range(20):
-        act(number)
+        operation(number)
     start.wait(60)
-    until = time.perf_counter() + seconds
-    while (began := time.perf_counter()) < until:
-        act(len(took))
-        took.append(time.perf_counter() - began)
-    results.put(took)
+    deadline = time.perf_counter() + seconds
+    while (started := time.perf_counter()) < deadline:
+        operation(len(seconds_taken))
+        seconds_taken.append(time.perf_counter() - started)
+    results.put(seconds_taken)
 
 
 def print_report(title: str, cases: Sequence[Timing], *, raw: Timing, aim: str = "") -> None:
-    """One line a case: p50, p99, calls a second, CPU, and how p50 and the rate compare to the raw operation's."""
+    """Print one line per case: p50, p99, calls per second, CPU, and the ratios of p50 and rate to the raw operation."""
     print(f"\n{title}  ({len(raw.seconds)} calls, interleaved{'; aim: ' + aim if aim else ''})")
     print(f"  {'':<34}{'p50 ms':>9}{'p99 ms':>9}{'per s':>9}{'CPU us':>9}{'p50 : raw':>11}{'rate : raw':>12}")
     for case in cases:

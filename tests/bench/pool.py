@@ -1,7 +1,7 @@
-"""The pool's decisions at 1 thousand, 100 thousand and 1 million rows: each should cost the same, however many there are.
+"""Pool operations with 1 thousand, 100 thousand and 1 million rows. Their cost should not depend on the number of rows.
 
-The seed kept its sandboxes in memory: there, by its own figures, marking one cost 0.03 ms and choosing one to evict
-0.1 ms, in one process and gone with it. Here each is a durable transaction that any process may make."""
+Reference figures of the seed, which kept its sandboxes in the memory of one process: marking 0.03 ms, choosing a victim
+0.1 ms. Here each operation is a durable transaction."""
 
 import os
 import sys
@@ -18,8 +18,8 @@ ROW_COUNTS = [int(size) for size in os.environ.get("BENCH_ROWS", "1000,100000,10
 MAX_ROWS_ON_SQLITE = 100_000
 ROUND_COUNT = int(os.environ.get("BENCH_ROUNDS", "40"))
 SWEPT_ROWS = int(os.environ.get("BENCH_SWEPT", "100000"))
-IDLE_PER_SWEEP = 20  # due at each sweep, of however many
-# Of a hundred rows: what most pools are full of is asleep. The last of them are gone, as history.
+IDLE_PER_SWEEP = 20  # due rows per sweep, independent of the total
+# Per hundred rows. Most sandboxes of a typical pool are cold; destroyed rows are history.
 STATE_PERCENTAGES = [("cold", 50), ("waiting", 15), ("warm", 5), ("running", 20), ("destroyed", 10)]
 
 
@@ -28,18 +28,22 @@ def main(name: str, database: str, here: Path) -> None:
     from django.db import connection
 
     sizes = [size for size in ROW_COUNTS if connection.vendor == "postgresql" or size <= MAX_ROWS_ON_SQLITE]
-    print(f"\n===== the pool's decisions, {name} =====")
-    at = {size: measure_decisions(size) for size in sizes}
+    print(f"\n===== pool operations, {name} =====")
+    results = {size: measure_decisions(size) for size in sizes}
     print(f"\n  p50 ms at rows{'':<28}" + "".join(f"{size:>12,}" for size in sizes) + f"{'growth':>9}")
-    for title in at[sizes[0]]:
-        took = [at[size][title] for size in sizes]
-        print(f"  {title:<42}" + "".join(f"{1e3 * one:12.2f}" for one in took) + f"{took[-1] / took[0]:8.1f}x")
-    print("  the seed, in memory and not durable: mark 0.03, choose one to evict 0.1", flush=True)
+    for title in results[sizes[0]]:
+        durations = [results[size][title] for size in sizes]
+        print(
+            f"  {title:<42}"
+            + "".join(f"{1e3 * seconds:12.2f}" for seconds in durations)
+            + f"{durations[-1] / durations[0]:8.1f}x"
+        )
+    print("  seed, in memory, not durable: mark 0.03, choose a victim 0.1", flush=True)
     bench_large_sweep()
 
 
 def measure_decisions(size: int) -> dict[str, float]:
-    """p50 of each decision in a pool that has `size` rows."""
+    """Return the p50 of each operation, in seconds, in a pool with `size` rows."""
     from django.db import connection, transaction
     from django.utils import timezone
 
@@ -48,18 +52,20 @@ def measure_decisions(size: int) -> dict[str, float]:
 
     now = timezone.now()
     Sandbox.objects.filter(idle_at__lte=now).update(idle_at=now + timedelta(hours=1))
-    one, _ = Pool.objects.get_or_create(name="bench", defaults={"provider": "memory", "capacity": 10**9, "warm_target": 1})
-    fill_pool(one, size - Sandbox.objects.filter(pool=one).count(), now=now)
-    Quota.objects.get_or_create(pool=one, agent_did="did:plc:guaranteed", defaults={"guaranteed": 5})
+    bench_pool, _ = Pool.objects.get_or_create(
+        name="bench", defaults={"provider": "memory", "capacity": 10**9, "warm_target": 1}
+    )
+    fill_pool(bench_pool, size - Sandbox.objects.filter(pool=bench_pool).count(), now=now)
+    Quota.objects.get_or_create(pool=bench_pool, agent_did="did:plc:guaranteed", defaults={"guaranteed": 5})
     with connection.cursor() as cursor:
         cursor.execute("VACUUM ANALYZE" if connection.vendor == "postgresql" else "ANALYZE")
 
-    def want() -> pool.SandboxRequest:
-        return pool.SandboxRequest(uuid.uuid4(), "did:plc:bench", "e", one, timedelta(minutes=30))
+    def build_request() -> pool.SandboxRequest:
+        return pool.SandboxRequest(uuid.uuid4(), "did:plc:bench", "e", bench_pool, timedelta(minutes=30))
 
-    waiting = list(Sandbox.objects.filter(pool=one, state="waiting").values_list("pk", "holder")[: ROUND_COUNT + 3])
+    waiting = list(Sandbox.objects.filter(pool=bench_pool, state="waiting").values_list("pk", "holder")[: ROUND_COUNT + 3])
 
-    def mark(number: int) -> None:
+    def mark_run(number: int) -> None:
         pk, holder = waiting[number % len(waiting)]
         with transaction.atomic():
             assert lifecycle.start_run(pk, holder=holder, now=now)
@@ -67,13 +73,13 @@ def measure_decisions(size: int) -> dict[str, float]:
             lifecycle.finish_run(pk, 1, idle_after=timedelta(hours=2), now=now)
 
     def claim(number: int) -> None:
-        assert pool.claim_warm(want(), now=now)
+        assert pool.claim_warm(build_request(), now=now)
 
-    def drop(number: int) -> None:
-        assert eviction.free_place(one, agent_did="did:plc:bench", now=now)
+    def evict_cold(number: int) -> None:
+        assert eviction.free_place(bench_pool, agent_did="did:plc:bench", now=now)
 
-    def due(count: int) -> None:
-        pks = Sandbox.objects.filter(pool=one, state="waiting").values("pk")[:count]
+    def make_due(count: int) -> None:
+        pks = Sandbox.objects.filter(pool=bench_pool, state="waiting").values("pk")[:count]
         Sandbox.objects.filter(pk__in=list(pks.values_list("pk", flat=True))).update(idle_at=now)
 
     def sweep(number: int) -> None:
@@ -82,47 +88,49 @@ def measure_decisions(size: int) -> dict[str, float]:
             10 * IDLE_PER_SWEEP,
         )
 
-    def again(number: int) -> None:
-        Sandbox.objects.filter(pool=one, state="evicting").update(
+    def reset(number: int) -> None:
+        Sandbox.objects.filter(pool=bench_pool, state="evicting").update(
             state="waiting", claim=None, deadline_at=None, idle_at=now + timedelta(hours=1)
         )
 
-    def yardstick(number: int) -> None:
-        assert Pool.objects.filter(pk=one.pk).update(warm_target=1)
+    def update_by_key(number: int) -> None:
+        assert Pool.objects.filter(pk=bench_pool.pk).update(warm_target=1)
 
-    chosen = BenchCase("choose one to evict", lambda number: eviction.find_victim(one, agent_did="did:plc:bench", now=now))
-    few = BenchCase("idle sweep", sweep, before=lambda number: due(IDLE_PER_SWEEP), after=again)
-    many = BenchCase("idle sweep of ten times as many", sweep, before=lambda number: due(10 * IDLE_PER_SWEEP), after=again)
-    cases = [
-        BenchCase("yardstick: update one row by its key", yardstick),
-        BenchCase("pick and claim a pre-warmed one", claim),
-        BenchCase("mark running, mark waiting", mark),
-        chosen,
-        BenchCase("choose and evict a cold one", drop),
-    ]
-    enough = min(ROUND_COUNT, size // 100)
-    interleave(cases, rounds=enough)
-    interleave([few] + [many] * (size >= 10_000), rounds=min(enough, 10), warmup=1)
-    found = {case.name: case.p50 for case in cases}
-    found["idle sweep, for each idle one"] = few.p50 / IDLE_PER_SWEEP
-    found["the same with ten times as many idle"] = (
-        (many.p50 / (10 * IDLE_PER_SWEEP)) if many.seconds else few.p50 / IDLE_PER_SWEEP
+    choose = BenchCase("choose a victim", lambda number: eviction.find_victim(bench_pool, agent_did="did:plc:bench", now=now))
+    few_idle = BenchCase("idle sweep", sweep, before=lambda number: make_due(IDLE_PER_SWEEP), after=reset)
+    many_idle = BenchCase(
+        "idle sweep of ten times as many", sweep, before=lambda number: make_due(10 * IDLE_PER_SWEEP), after=reset
     )
-    return found
+    cases = [
+        BenchCase("reference: update one row by key", update_by_key),
+        BenchCase("claim a pre-warmed sandbox", claim),
+        BenchCase("mark running, mark waiting", mark_run),
+        choose,
+        BenchCase("choose and evict a cold sandbox", evict_cold),
+    ]
+    rounds = min(ROUND_COUNT, size // 100)
+    interleave(cases, rounds=rounds)
+    interleave([few_idle] + [many_idle] * (size >= 10_000), rounds=min(rounds, 10), warmup=1)
+    medians = {case.name: case.p50 for case in cases}
+    medians["idle sweep, per idle sandbox"] = few_idle.p50 / IDLE_PER_SWEEP
+    medians["the same with ten times as many"] = (
+        (many_idle.p50 / (10 * IDLE_PER_SWEEP)) if many_idle.seconds else few_idle.p50 / IDLE_PER_SWEEP
+    )
+    return medians
 
 
 def fill_pool(pool: Any, count: int, *, now: datetime) -> None:
-    """Insert rows in all states, each used some time in the last day, in a few statements."""
-    began, done = time.perf_counter(), 0
+    """Insert rows in all states, with a last use within the last day."""
+    started, inserted = time.perf_counter(), 0
     shares = [(state, round(count * share / 100)) for state, share in STATE_PERCENTAGES]
-    for state, some in shares:
-        insert_rows(pool, state, some, now=now)
-        done += some
-    print(f"  {done:,} rows more inserted in {time.perf_counter() - began:.0f} s", flush=True)
+    for state, rows in shares:
+        insert_rows(pool, state, rows, now=now)
+        inserted += rows
+    print(f"  {inserted:,} rows inserted in {time.perf_counter() - started:.0f} s", flush=True)
 
 
 def insert_rows(pool: Any, state: str, count: int, *, now: datetime) -> None:
-    """Insert `count` rows in one state, by one statement."""
+    """Insert `count` rows in one state with one statement."""
     from django.conf import settings
     from django.db import connection
 
@@ -135,41 +143,43 @@ def insert_rows(pool: Any, state: str, count: int, *, now: datetime) -> None:
         idle_at=now + timedelta(hours=1) if state in ("waiting", "warm") else None,
         destroyed_at=now if state == "destroyed" else None,
     )  # fmt: skip
-    new = "gen_random_uuid()" if postgres else "lower(hex(randomblob(16)))"
+    new_uuid = "gen_random_uuid()" if postgres else "lower(hex(randomblob(16)))"
     moment = (
         "%s::timestamptz - random() * interval '1 day'"
         if postgres
         else "strftime('%%Y-%%m-%%d %%H:%%M:%%f000', %s, '-' || abs(random() %% 86400) || ' seconds')"
     )
-    odd = {
-        "id": new,
-        "holder": f"CASE WHEN n %% 2 = 0 OR state <> 'warm' THEN {new} END",  # of the warm ones, half are nobody's yet
+    generated = {
+        "id": new_uuid,
+        "holder": f"CASE WHEN n %% 2 = 0 OR state <> 'warm' THEN {new_uuid} END",  # half of the warm ones have no holder
         "agent_did": "'did:plc:a' || n",
         "last_used_at": moment,
     }
-    columns, values, given = [], [], []
+    columns, values, parameters = [], [], []
     for field in Sandbox._meta.concrete_fields:
         if field.generated:
             continue
         value = field.get_db_prep_save(getattr(example, field.attname), connection)
         columns.append(field.column)
-        expression = odd.get(field.column, f"CAST(%s AS {field.db_type(connection)})" if postgres else "%s")
+        expression = generated.get(field.column, f"CAST(%s AS {field.db_type(connection)})" if postgres else "%s")
         if field.column == "holder":
             expression = expression.replace("state", f"'{state}'")
         values.append(expression)
-        if field.column not in odd or field.column == "last_used_at":
-            given.append(value)
+        if field.column not in generated or field.column == "last_used_at":
+            parameters.append(value)
     series = (
         f"generate_series(1, {count}) AS n"
         if postgres
         else f"(WITH RECURSIVE s(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM s WHERE n < {count}) SELECT n FROM s)"
     )
     with connection.cursor() as cursor:
-        cursor.execute(f"INSERT INTO sandboxes_sandbox ({', '.join(columns)}) SELECT {', '.join(values)} FROM {series}", given)
+        cursor.execute(
+            f"INSERT INTO sandboxes_sandbox ({', '.join(columns)}) SELECT {', '.join(values)} FROM {series}", parameters
+        )
 
 
 def bench_large_sweep() -> None:
-    """Deciding an idle sweep of very many sandboxes against one raw UPDATE of as many rows that says which they are."""
+    """Claim of a large idle sweep, against one raw UPDATE ... RETURNING of as many rows."""
     from django.conf import settings
     from django.db import connection
     from django.utils import timezone
@@ -180,12 +190,12 @@ def bench_large_sweep() -> None:
 
     now = timezone.now()
     Sandbox.objects.filter(idle_at__lte=now).update(idle_at=now + timedelta(hours=1))
-    one = Pool.objects.create(name="idle", provider="memory", capacity=10**9)
-    insert_rows(one, "waiting", SWEPT_ROWS, now=now)
+    bench_pool = Pool.objects.create(name="idle", provider="memory", capacity=10**9)
+    insert_rows(bench_pool, "waiting", SWEPT_ROWS, now=now)
 
-    def due(number: int) -> None:
-        back = {"claim": None, "deadline_at": None, "idle_at": now}
-        Sandbox.objects.filter(pool=one).update(state="waiting", **back)
+    def make_due(number: int) -> None:
+        reset_fields = {"claim": None, "deadline_at": None, "idle_at": now}
+        Sandbox.objects.filter(pool=bench_pool).update(state="waiting", **reset_fields)
         with connection.cursor() as cursor:
             cursor.execute("VACUUM ANALYZE sandboxes_sandbox" if connection.vendor == "postgresql" else "ANALYZE")
 
@@ -194,19 +204,19 @@ def bench_large_sweep() -> None:
         "idle_at = NULL WHERE idle_at <= %s AND state = 'waiting' AND holder IS NOT NULL AND lost_at IS NULL RETURNING id"
     )
 
-    def raw(number: int) -> None:
-        given = [now, uuid.uuid4(), settings.INSTANCE, now + eviction.EVICTION_TIMEOUT, now]
+    def update_raw(number: int) -> None:
+        parameters = [now, uuid.uuid4(), settings.INSTANCE, now + eviction.EVICTION_TIMEOUT, now]
         with connection.cursor() as cursor:
-            cursor.execute(statement, [sql._adapt_value(value) for value in given])
+            cursor.execute(statement, [sql._adapt_value(value) for value in parameters])
             assert len(cursor.fetchall()) == SWEPT_ROWS
 
-    def ours(number: int) -> None:
+    def claim_all(number: int) -> None:
         assert sweeps.claim_idle(lifecycle.WAITING, uuid.uuid4(), now=now, limit=SWEPT_ROWS) == SWEPT_ROWS
 
-    bare = BenchCase("one raw UPDATE … RETURNING", raw, before=due)
-    cases = [bare, BenchCase("claim_idle, with each Transition", ours, before=due)]
+    raw_case = BenchCase("one raw UPDATE … RETURNING", update_raw, before=make_due)
+    cases = [raw_case, BenchCase("claim_idle, with each Transition", claim_all, before=make_due)]
     interleave(cases, rounds=2, warmup=0)
-    print_report(f"deciding an idle sweep of {SWEPT_ROWS:,} in one go", cases, raw=bare, aim="3x")
+    print_report(f"claim of an idle sweep of {SWEPT_ROWS:,} rows", cases, raw=raw_case, aim="3x")
 
 
 if __name__ == "__main__":

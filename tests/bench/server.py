@@ -1,4 +1,4 @@
-"""What the benchmarks talk to: a control plane of their own, and clients that cost next to nothing."""
+"""Servers and clients of the benchmarks: a separate control plane, a minimal API client, raw Docker Engine calls."""
 
 import http.client
 import json
@@ -16,15 +16,15 @@ from typing import Any
 REPO_DIR = Path(__file__).resolve().parents[2]
 
 
-def configure(database_url: str, here: Path) -> None:
-    """Settings for this process and those it starts, a migrated database, and Django set up."""
+def configure(database_url: str, directory: Path) -> None:
+    """Set the environment for this process and its children, migrate the database and set up Django."""
     os.environ |= {
         "LEASEHOLD_ENV_FILE": "",
         "SECRET_KEY": uuid.uuid4().hex,
         "DEBUG": "0",
         "DATABASE_URL": database_url,
-        "LEASEHOLD_STATE_DIR": str(here / "state"),
-        "LEASEHOLD_RUNTIME_DIR": str(here / "run"),
+        "LEASEHOLD_STATE_DIR": str(directory / "state"),
+        "LEASEHOLD_RUNTIME_DIR": str(directory / "run"),
         "LEASEHOLD_CREATES_PER_MINUTE": "0",
         "LEASEHOLD_LOG_LEVEL": "WARNING",
         "LEASEHOLD_ALLOW_UNISOLATED": "1",
@@ -38,7 +38,7 @@ def configure(database_url: str, here: Path) -> None:
 
 @contextmanager
 def run_control_plane() -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
-    """`up` on a free port, web processes only; its process and the port."""
+    """Run `manage.py up` with web processes only. Yield its process and its port."""
     port = find_free_port()
     argv = [sys.executable, str(REPO_DIR / "manage.py"), "up", "--no-worker", "--port", str(port)]
     up = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
@@ -67,11 +67,11 @@ def _wait_for(port: int, up: "subprocess.Popen[bytes]") -> None:
                 return
         except OSError:
             time.sleep(0.1)
-    raise SystemExit("The control plane did not answer.")
+    raise SystemExit("The control plane did not respond.")
 
 
 class ApiClient:
-    """One kept-alive connection with one key. A request is one send: what a client costs is not what is measured."""
+    """API client with one key on a persistent connection. Each request is one send, to keep the client's own cost low."""
 
     def __init__(self, port: int, key: str) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=300)
@@ -82,7 +82,7 @@ class ApiClient:
         return dict(json.loads(self.calls(path, body)()))
 
     def calls(self, path: str, body: dict[str, Any] | None = None) -> Callable[[], bytes]:
-        """The same POST whenever it is called; what it answers."""
+        """Return a function that repeats one POST and returns the response body."""
         content = json.dumps(body).encode() if body else b""
         head = (
             f"POST /api/v1{path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self.key}\r\n"
@@ -94,10 +94,10 @@ class ApiClient:
             self.socket.sendall(request)
             response = http.client.HTTPResponse(self.socket)
             response.begin()
-            said = response.read()
+            body_text = response.read()
             if response.status >= 400:
-                raise SystemExit(f"{path}: {response.status} {said[:300]!r}")
-            return said
+                raise SystemExit(f"{path}: {response.status} {body_text[:300]!r}")
+            return body_text
 
         return call
 
@@ -109,21 +109,21 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def call_engine(method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-    """One raw call to the Docker Engine."""
+    """Send one request to the Docker Engine."""
     connection = _UnixConnection("localhost")
     connection.request(method, path, json.dumps(body) if body is not None else None, {"Content-Type": "application/json"})
     try:
-        answer = connection.getresponse()
-        said = answer.read()
-        if answer.status >= 400:
-            raise SystemExit(f"{method} {path}: {answer.status} {said[:300]!r}")
-        return said
+        response = connection.getresponse()
+        body_text = response.read()
+        if response.status >= 400:
+            raise SystemExit(f"{method} {path}: {response.status} {body_text[:300]!r}")
+        return body_text
     finally:
         connection.close()
 
 
 def start_raw_container(name: str, image: str) -> None:
-    """A container like ours, with as little as any client of the engine has to do: create it, start it."""
+    """Create and start a container like a sandbox, with the minimum of engine calls."""
     limits = {"Memory": 512 << 20, "MemorySwap": 512 << 20, "NanoCpus": 10**9, "PidsLimit": 256}
     hardened = {"NetworkMode": "none", "CapDrop": ["ALL"], "SecurityOpt": ["no-new-privileges:true"], "Init": True}
     config = {"Image": image, "Entrypoint": ["sleep", "infinity"], "User": "10002:10002", "WorkingDir": "/workspace"}
@@ -133,11 +133,11 @@ def start_raw_container(name: str, image: str) -> None:
 
 
 def exec_raw(name: str, argv: list[str]) -> int:
-    """As little as any client of the engine has to do: create an exec, start it and read to the end, ask how it ended."""
-    asked = {"Cmd": argv, "AttachStdout": True, "AttachStderr": True, "User": "10001:10001"}
-    made = json.loads(call_engine("POST", f"/containers/{name}/exec", asked))["Id"]
-    call_engine("POST", f"/exec/{made}/start", {"Detach": False, "Tty": False})
-    return int(json.loads(call_engine("GET", f"/exec/{made}/json"))["ExitCode"])
+    """Run a command with the minimum of engine calls: create the exec, start it and read its output, inspect it."""
+    exec_config = {"Cmd": argv, "AttachStdout": True, "AttachStderr": True, "User": "10001:10001"}
+    exec_id = json.loads(call_engine("POST", f"/containers/{name}/exec", exec_config))["Id"]
+    call_engine("POST", f"/exec/{exec_id}/start", {"Detach": False, "Tty": False})
+    return int(json.loads(call_engine("GET", f"/exec/{exec_id}/json"))["ExitCode"])
 
 
 def destroy_raw_container(name: str) -> None:

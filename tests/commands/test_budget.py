@@ -23,7 +23,7 @@ def run(*args: str) -> str:
     return out.getvalue().removesuffix("\n")
 
 
-def test_one_is_added_changed_listed_and_removed() -> None:
+def test_budget_is_added_changed_listed_and_removed() -> None:
     said = run("add", "12.50", "usd", "month", "--agent", ADA, "--grace", "30s", "--warn", "60")
     made = Budget.objects.get()
     line = f"{made.pk} 12.5 USD a month for agent {ADA}: 0 spent (hard, warns at 60 %, grace 30s)"
@@ -31,14 +31,14 @@ def test_one_is_added_changed_listed_and_removed() -> None:
     assert (made.scope, made.subject, made.amount, made.grace) == ("agent", ADA, 12.5, timedelta(seconds=30))
     assert made.spent_at is not None
     assert run("set", str(made.pk), "--amount", "20", "--soft", "--active", "no") == (
-        f"changed: {made.pk} 20 USD a month for agent {ADA}: 0 spent (soft, warns at 60 %, not active)"
+        f"changed: {made.pk} 20 USD a month for agent {ADA}: 0 spent (soft, warns at 60 %, disabled)"
     )
     assert run("set", str(made.pk), "--hard", "--active", "yes", "--grace", "0").endswith("grace 0s)")
     assert run("remove", str(made.pk)).startswith(f"removed: {made.pk} 20 USD")
     assert run("list") == "" and not Budget.objects.exists()
 
 
-def test_each_scope_can_be_named() -> None:
+def test_each_scope_has_an_option() -> None:
     Account.objects.create(name="crew")
     key, _ = api_keys.issue_key([ADA], now=timezone.now())
     for words in (["--all"], ["--key", key.prefix], ["--type", "catan"], ["--account", "crew"]):
@@ -48,38 +48,40 @@ def test_each_scope_can_be_named() -> None:
 
 
 @pytest.mark.parametrize("shown", ["{}", "lh_{}", "lh_{}_…"])
-def test_a_key_is_named_as_the_console_shows_it(shown: str) -> None:
+def test_key_is_accepted_in_the_forms_that_the_console_shows(shown: str) -> None:
     key, _ = api_keys.issue_key([ADA], now=timezone.now())
     run("add", "1", "hours", "day", "--key", shown.format(key.prefix))
     assert Budget.objects.get().subject == str(key.pk)
 
 
-def test_one_that_is_spent_says_so() -> None:
+def test_exhausted_budget_is_listed_as_spent() -> None:
     run("add", "1", "hours", "ever", "--all")
     Budget.objects.update(spent=2, period_began=dates.EPOCH)
-    assert run("list").endswith("1 hours in all for everything: 2 spent (hard, warns at 80 %, grace 300s, SPENT)")
+    assert run("list").endswith("1 hours in all for everything: 2 spent (hard, warns at 80 %, grace 300s, EXHAUSTED)")
 
 
-def test_one_that_runs_out_says_when() -> None:
+def test_list_shows_the_forecast_day_of_exhaustion() -> None:
     today = timezone.now().astimezone(UTC).date()
     create_time_usage(dates.start_of_day(today - DAY), 10 * HOUR, ADA)
     run("add", "100", "hours", "ever", "--agent", ADA)
-    assert run("list").endswith(f": 10 spent (hard, warns at 80 %, grace 300s, runs out on {today + 8 * DAY} at this pace)")
+    assert run("list").endswith(
+        f": 10 spent (hard, warns at 80 %, grace 300s, exhausted on {today + 8 * DAY} at the current rate)"
+    )
     run("set", str(Budget.objects.get().pk), "--active", "no")
-    assert run("list").endswith("grace 300s, not active)")
+    assert run("list").endswith("grace 300s, disabled)")
 
 
 @pytest.mark.parametrize(
     ("args", "why"),
     [
         (["add", "1", "hours", "day", "--agent", "ada"], "is not a DID"),
-        (["add", "1", "hours", "day", "--key", "ab"], "there is no API key"),
-        (["add", "1", "hours", "day", "--type", "chess"], "there is no environment type"),
-        (["add", "1", "hours", "day", "--account", "none"], "there is no account"),
+        (["add", "1", "hours", "day", "--key", "ab"], "no such API key"),
+        (["add", "1", "hours", "day", "--type", "chess"], "no such environment type"),
+        (["add", "1", "hours", "day", "--account", "none"], "no such account"),
         (["add", "1", "hours", "day", "--agent", ""], "is not a DID"),
-        (["add", "1", "hours", "day", "--key", ""], "there is no API key"),
-        (["add", "1", "hours", "day", "--type", ""], "there is no environment type"),
-        (["add", "1", "hours", "day", "--account", ""], "there is no account"),
+        (["add", "1", "hours", "day", "--key", ""], "no such API key"),
+        (["add", "1", "hours", "day", "--type", ""], "no such environment type"),
+        (["add", "1", "hours", "day", "--account", ""], "no such account"),
         (["add", "much", "hours", "day", "--all"], "is not a decimal number"),
         (["add", "0", "hours", "day", "--all"], "greater than or equal"),
         (["add", "nan", "hours", "day", "--all"], "decimal number|a number"),
@@ -87,11 +89,11 @@ def test_one_that_runs_out_says_when() -> None:
         (["add", "1", "hours", "day", "--all", "--grace", "soon"], "--grace"),
         (["add", "1", "hours", "day"], "required"),
         (["add", "1", "hours", "week", "--all"], "invalid choice"),
-        (["set", "77", "--amount", "1"], "There is no budget 77"),
-        (["remove", "77"], "There is no budget 77"),
+        (["set", "77", "--amount", "1"], "No such budget: 77"),
+        (["remove", "77"], "No such budget: 77"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_changes_nothing(args: list[str], why: str) -> None:
+def test_invalid_arguments_are_one_line_and_change_nothing(args: list[str], why: str) -> None:
     with pytest.raises(CommandError, match=why):
         run(*args)
     assert not Budget.objects.exists()

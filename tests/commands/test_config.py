@@ -43,7 +43,7 @@ def test_a_wrong_value_stops_every_command_with_one_line_that_names_it(tmp_path:
     done = run_manage(tmp_path, command, LEASEHOLD_WEB_WORKERS="many")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "LEASEHOLD_WEB_WORKERS='many' is not accepted. It takes a whole number from 1 to 1000000000. (web processes)\n"
+        "LEASEHOLD_WEB_WORKERS='many' is not accepted. It takes a whole number from 1 to 1000000000. (web server processes)\n"
     )
 
 

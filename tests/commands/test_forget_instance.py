@@ -38,7 +38,7 @@ def test_a_run_and_a_start_are_taken_over_at_once(interrupted) -> None:
     assert release_instance("up-a", now=SOON) == 2
     assert release_instance("up-a", now=SOON) == 0
     swept = sweeps.recover_stalled(now=SOON + MINUTE / 60)
-    assert swept.counts == {"runs closed": 1, "starts given up": 1}
+    assert swept.counts == {"runs closed": 1, "stalled starts destroyed": 1}
     assert Run.objects.get(holder=ran.pk).outcome == "lost"
     assert Sandbox.objects.get(holder=started.pk).state == "destroying"
 

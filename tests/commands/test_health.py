@@ -22,14 +22,14 @@ def memory_probed(memory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A probe that has asked nothing yet, of the memory provider."""
     probe = health.ProviderProbe()
     monkeypatch.setattr(health, "provider_probe", probe)
-    monkeypatch.setattr(health.providers, "default_name", lambda: "memory")
+    monkeypatch.setattr(health.providers, "get_default_provider_name", lambda: "memory")
     yield
     probe.threads.shutdown()
 
 
 @pytest.fixture
 def beating() -> None:
-    for name in schedules.INTERVAL_MINUTES:
+    for name in schedules.SCHEDULE:
         Sweep.objects.create(name=name, every=schedules.get_interval(name), succeeded_at=timezone.now())
 
 
@@ -45,7 +45,7 @@ def test_readyz_is_200_when_nothing_is_missing_and_healthz_says_the_same(client,
     found = ready.json()
     assert found["missing"] == []
     assert found["provider"] == {"name": "memory", "isolated": True, "answers": True}
-    assert set(found["sweeps"]) == set(schedules.INTERVAL_MINUTES)
+    assert set(found["sweeps"]) == set(schedules.SCHEDULE)
     assert not any(sweep["late"] for sweep in found["sweeps"].values())
     assert "no-store" in ready.headers["Cache-Control"]
 
@@ -56,7 +56,7 @@ def test_a_heartbeat_is_late_after_three_periods_and_a_minute(client, beating, m
     assert client.get("/healthz").status_code == 200
     response = client.get("/readyz")
     assert response.status_code == (503 if late else 200)
-    assert response.json()["missing"] == (["The queue gives no heartbeat, so no sweep runs."] if late else [])
+    assert response.json()["missing"] == (["The queue has no recent heartbeat, so no sweeps run."] if late else [])
 
 
 def test_a_late_sweep_is_shown_but_does_not_take_the_api_away(client, beating) -> None:
@@ -70,11 +70,11 @@ def test_a_provider_that_does_not_answer_is_missing_and_asked_again_after_a_whil
     memory.fail("list", Unavailable("secret path"))
     response = client.get("/readyz")
     assert response.status_code == 503
-    assert response.json()["missing"] == ["The provider memory does not answer."]
+    assert response.json()["missing"] == ["The provider memory does not respond."]
     assert "secret" not in response.content.decode()
     memory.reset()
     assert client.get("/readyz").status_code == 503
-    health.provider_probe.asked_at -= health.PROBE_CACHE_SECONDS
+    health.provider_probe.queried_at -= health.PROBE_CACHE_SECONDS
     assert client.get("/readyz").status_code == 200
 
 
@@ -87,7 +87,7 @@ def test_without_a_database_healthz_is_503_and_livez_is_not(client, monkeypatch:
         response = client.get(path)
         assert response.status_code == 503
         assert response.json() == {
-            "status": "not ready", "missing": ["The database does not answer."], "database": False,
+            "status": "not ready", "missing": ["The database does not respond."], "database": False,
         }  # fmt: skip
     assert client.get("/livez").status_code == 200
 
@@ -104,7 +104,7 @@ def test_what_waits_and_what_is_in_quarantine_is_counted(client, beating, grant)
     Sandbox.objects.filter(holder=lease.pk).update(state="destroying", deadline_at=NOW, quarantined_at=NOW)
     schedules.enqueue_all_sweeps()
     found = client.get("/healthz").json()
-    assert (found["queue"], found["quarantined"]) == ({"waiting": len(schedules.INTERVAL_MINUTES)}, 1)
+    assert (found["queue"], found["quarantined"]) == ({"waiting": len(schedules.SCHEDULE)}, 1)
 
 
 @pytest.mark.parametrize("path", ["/livez", "/healthz", "/readyz"])

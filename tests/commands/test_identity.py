@@ -35,7 +35,7 @@ def signed(did: str) -> str:
 
 @pytest.mark.django_db
 def test_a_key_is_created_shown_rotated_and_revoked(monkeypatch) -> None:
-    assert "signs as did:key:zQ3s" in run(monkeypatch, "create", ADA)
+    assert "signs with did:key:zQ3s" in run(monkeypatch, "create", ADA)
     assert Agent.objects.filter(did=ADA).exists()
     did_key, _, document = run(monkeypatch, "show", ADA).partition("\n")
     assert did_key == signed(ADA)
@@ -100,7 +100,7 @@ def test_reencrypt_says_whose_key_it_could_not_open(monkeypatch, settings) -> No
     with pytest.raises(CommandError, match=f"of {BOB}"):
         run(monkeypatch, "reencrypt")
     settings.IDENTITY_KEYS = [b"2" * 32, b"1" * 32]
-    assert run(monkeypatch, "reencrypt") == "1 private key encrypted anew, 1 were so before\n"
+    assert run(monkeypatch, "reencrypt") == "1 private key re-encrypted, 1 already current\n"
 
 
 @pytest.mark.parametrize("wrong", ["secret", "A" * 43, "A" * 44, "=" * 44, f"{'A' * 43}=,", f"{'A' * 43}=,x"])

@@ -90,7 +90,7 @@ def test_a_sandbox_that_is_not_confirmed_gone_is_told(memory, capsys) -> None:
     memory.fail("destroy", Unavailable("engine down"))
     with pytest.raises(SystemExit, match="0"):
         call_command("run_once", "--agent", "did:plc:ada", "--", "true")
-    assert capsys.readouterr().err.endswith("its sandbox is not confirmed gone yet; the sweeps go on until it is\n")
+    assert capsys.readouterr().err.endswith("the destruction of the sandbox is not confirmed yet; the sweeps continue it\n")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_sandbox_that_is_not_confirmed_gone_is_told(memory, capsys) -> None:
         (["--memory", "5000"], "From 16"),
         (["--type", "chess"], "no such environment type"), (["--pool", "none"], "no such pool"),
         (["--agent", "%(x)s"], "--agent: "), (["--stdin", "/no/such"], "No such file"),
-        (["--workspace", "/no/such"], "No such file"), (["--workspace", "/etc/passwd"], "is no directory"),
+        (["--workspace", "/no/such"], "No such file"), (["--workspace", "/etc/passwd"], "is not a directory"),
     ],
 )  # fmt: skip
 def test_what_is_refused_says_why_and_runs_nothing(args: list[str], why: str) -> None:
@@ -151,7 +151,7 @@ def test_also_when_it_failed_or_was_killed(folder: Path, argv: str, expected: in
 def test_a_workspace_that_does_not_come_back_is_no_success(folder: Path, memory, capsys, argv: str, expected: int) -> None:
     memory.fail("get_files", Unavailable("engine down"))
     assert code("--workspace", str(folder), "--", argv) == expected
-    assert "could not be brought back" in capsys.readouterr().err or expected == 123
+    assert "could not be returned" in capsys.readouterr().err or expected == 123
     assert (folder / "a").read_text() == "1"
 
 

@@ -55,14 +55,16 @@ def test_aws_itself_needs_a_region_and_no_endpoint_and_may_be_journaled(tmp_path
 
 def test_a_journal_in_kv_is_refused_with_the_reason(tmp_path: Path) -> None:
     said = refusal(tmp_path, **KV, STORAGE_MODE="journaled")
-    assert said.startswith("STORAGE_MODE=journaled does not go with STORAGE_BACKEND=cloudflare_kv: KV takes one write a second")
+    assert said.startswith(
+        "STORAGE_MODE=journaled is not supported with STORAGE_BACKEND=cloudflare_kv: KV accepts one write per second"
+    )
 
 
 @pytest.mark.parametrize("backend", [S3, KV], ids=["s3", "cloudflare_kv"])
 def test_files_appended_in_place_are_refused_where_there_are_none(tmp_path: Path, backend: dict[str, str]) -> None:
     said = refusal(tmp_path, **backend, STORAGE_SYNC="1")
     assert said.startswith(
-        f"STORAGE_SYNC=1 does not go with STORAGE_BACKEND={backend['STORAGE_BACKEND']}: nothing is appended to there"
+        f"STORAGE_SYNC=1 is not supported with STORAGE_BACKEND={backend['STORAGE_BACKEND']}: only the filesystem backend"
     )
 
 

@@ -1,4 +1,4 @@
-"""Children are kept alive, and none is left behind: with real processes, which do nothing but sleep."""
+"""Restart and shutdown of supervised children, with real processes that only sleep."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ FORKING = "import os, time; os.fork(); time.sleep(600)"
 RUNAWAY = "import os, time; os.fork() or os.setsid(); time.sleep(600)"
 
 
-def carrying(instance: str) -> list[int]:
+def find_processes(instance: str) -> list[int]:
     return [
         int(name) for name in os.listdir("/proc") if name.isdigit() and supervisor._belongs_to_instance(int(name), instance)
     ]
@@ -35,7 +35,7 @@ def family() -> Iterator[str]:
 def sleeper(instance: str) -> "subprocess.Popen[bytes]":
     """A process that the fixtures did not start as a child of a Supervisor."""
     process = subprocess.Popen(["sleep", "600"], env={"PATH": os.environ["PATH"], supervisor.INSTANCE_VARIABLE: instance})
-    wait_until(lambda: process.pid in carrying(instance), "its environment is there")
+    wait_until(lambda: process.pid in find_processes(instance), "its environment is there")
     return process
 
 
@@ -50,7 +50,7 @@ def test_only_processes_of_the_instance_are_killed(family: str) -> None:
         other.wait()
 
 
-def test_a_seat_is_taken_once_and_its_note_outlives_the_holder(tmp_path: Path) -> None:
+def test_a_lock_is_held_once_and_its_note_outlives_the_holder(tmp_path: Path) -> None:
     path = tmp_path / "state" / "up.json"
     with hold_lock_file(path) as (before, write):
         assert before == {}
@@ -64,31 +64,31 @@ def test_a_seat_is_taken_once_and_its_note_outlives_the_holder(tmp_path: Path) -
         assert before == {"instance": "b"}
 
 
-def test_a_torn_note_is_no_note(tmp_path: Path) -> None:
+def test_an_invalid_note_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "up.json").write_text('{"pid": 1')
     with hold_lock_file(tmp_path / "up.json") as (before, _):
         assert before == {}
 
 
-class Ran:
-    """A Supervisor run until `enough` says so, and what it said and forgot."""
+class SupervisorRun:
+    """A Supervisor that runs until `is_done` returns True, with its printed lines and released instances."""
 
     def __init__(self, family: str, *children: Child) -> None:
-        self.said: list[str] = []
-        self.forgotten: list[str] = []
-        self.supervisor = Supervisor(family, children, say=self.said.append, forget=self.forgotten.append)
+        self.lines: list[str] = []
+        self.released: list[str] = []
+        self.supervisor = Supervisor(family, children, print_line=self.lines.append, release_instance=self.released.append)
 
-    def until(self, enough, within: float = 60.0) -> None:
+    def until(self, is_done, within: float = 60.0) -> None:
         timer = threading.Timer(within, lambda: setattr(self.supervisor, "stopping", True))
         timer.start()
 
         def tick() -> None:
-            self.supervisor.stopping |= bool(enough())
+            self.supervisor.stopping |= bool(is_done())
 
         self.supervisor.run(each_tick=tick)
         in_time = timer.is_alive()
         timer.cancel()
-        assert in_time, self.said
+        assert in_time, self.lines
 
 
 @pytest.fixture(autouse=True)
@@ -97,73 +97,73 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "STOP_TIMEOUT_SECONDS", 2.0)
 
 
-def child(code: str, **more: object) -> Child:
-    return Child("one", [sys.executable, "-c", code], Path("/"), **more)  # type: ignore[arg-type]
+def child(code: str, **options: object) -> Child:
+    return Child("one", [sys.executable, "-c", code], Path("/"), **options)  # type: ignore[arg-type]
 
 
-def test_a_child_that_dies_is_forgotten_and_started_again_each_time_later(family: str) -> None:
+def test_a_child_that_dies_is_released_and_restarted_with_backoff(family: str) -> None:
     one = child("raise SystemExit(3)")
-    ran = Ran(family, one)
-    ran.until(lambda: one.failures == 2)
-    assert [line.split(": ", 1)[1] for line in ran.said[:2]] == [
-        "it ended with code 3; starting it again in 1 s",
-        "it ended with code 3; starting it again in 2 s",
+    run = SupervisorRun(family, one)
+    run.until(lambda: one.failures == 2)
+    assert [line.split(": ", 1)[1] for line in run.lines[:2]] == [
+        "exited with code 3; restarting in 1 s",
+        "exited with code 3; restarting in 2 s",
     ]
-    assert ran.forgotten == [f"{family}.one.1", f"{family}.one.2"]
+    assert run.released == [f"{family}.one.1", f"{family}.one.2"]
 
 
-def test_whatever_a_dead_child_leaves_is_killed_with_it_also_outside_its_group(family: str) -> None:
+def test_processes_of_a_dead_child_are_killed_also_outside_its_group(family: str) -> None:
     one = child(RUNAWAY)
-    ran = Ran(family, one)
+    run = SupervisorRun(family, one)
 
     def two_then_kill_one() -> bool:
-        if one.process and one.starts == 1 and len(carrying(one.instance)) == 2:
+        if one.process and one.starts == 1 and len(find_processes(one.instance)) == 2:
             os.kill(one.process.pid, signal.SIGKILL)
-        return bool(ran.forgotten)
+        return bool(run.released)
 
-    ran.until(two_then_kill_one)
-    assert carrying(ran.forgotten[0]) == []
+    run.until(two_then_kill_one)
+    assert find_processes(run.released[0]) == []
 
 
-def test_a_child_that_hangs_is_killed_though_stopped_and_started_again(family: str) -> None:
-    one = child(FORKING, hung=lambda child: "it hangs" if child.starts == 1 and stopped else "")
+def test_a_hanging_child_is_killed_even_if_stopped_and_restarted(family: str) -> None:
+    one = child(FORKING, find_problem=lambda child: "it hangs" if child.starts == 1 and stopped else "")
     stopped: list[int] = []
-    ran = Ran(family, one)
+    run = SupervisorRun(family, one)
 
     def stop_all() -> bool:
-        if one.starts == 1 and not stopped and len(carrying(one.instance)) == 2:
-            stopped.extend(carrying(one.instance))
+        if one.starts == 1 and not stopped and len(find_processes(one.instance)) == 2:
+            stopped.extend(find_processes(one.instance))
             for pid in stopped:
                 os.kill(pid, signal.SIGSTOP)
         return one.starts == 2
 
-    ran.until(stop_all)
-    assert ran.said[0].endswith("it hangs; starting it again in 1 s")
-    assert carrying(f"{family}.one.1") == []
+    run.until(stop_all)
+    assert run.lines[0].endswith("it hangs; restarting in 1 s")
+    assert find_processes(f"{family}.one.1") == []
 
 
-def test_stopping_asks_first_and_kills_what_does_not_listen(family: str, tmp_path: Path) -> None:
-    deaf = tmp_path / "deaf"
-    polite, stubborn = child(FORKING), child(STUBBORN.format(str(deaf)))
+def test_stopping_terminates_first_and_kills_after_the_timeout(family: str, tmp_path: Path) -> None:
+    marker = tmp_path / "deaf"
+    obedient, stubborn = child(FORKING), child(STUBBORN.format(str(marker)))
     stubborn.name = "two"
-    ran = Ran(family, polite, stubborn)
-    ran.until(lambda: deaf.exists() and len(carrying(family)) == 3)
-    assert ran.said == ["two does not end: killing it"]
-    assert carrying(family) == []
+    run = SupervisorRun(family, obedient, stubborn)
+    run.until(lambda: marker.exists() and len(find_processes(family)) == 3)
+    assert run.lines == ["two does not stop: killing it"]
+    assert find_processes(family) == []
 
 
-def test_children_end_also_when_the_loop_fails(family: str) -> None:
-    ran = Ran(family, child("import time; time.sleep(600)"))
+def test_children_are_stopped_when_the_loop_raises(family: str) -> None:
+    run = SupervisorRun(family, child("import time; time.sleep(600)"))
 
     def fail() -> None:
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        ran.supervisor.run(each_tick=fail)
-    assert carrying(family) == []
+        run.supervisor.run(each_tick=fail)
+    assert find_processes(family) == []
 
 
-def test_a_process_that_is_tied_dies_with_its_parent_and_so_does_what_it_forks(family: str) -> None:
+def test_a_tied_process_and_its_forks_die_with_the_parent(family: str) -> None:
     tied = (
         "import os, time; from controlplane.supervisor import tie_descendants; tie_descendants();"
         "os.fork() and os.fork(); os.write(1, b'tied\\n'); time.sleep(600)"
@@ -179,5 +179,5 @@ def test_a_process_that_is_tied_dies_with_its_parent_and_so_does_what_it_forks(f
         assert process.stdout.readline() == b"tied\n"
     process.kill()
     process.wait()
-    wait_until(lambda: not carrying(family), "all are gone")
+    wait_until(lambda: not find_processes(family), "all are gone")
     process.stdout.close()

@@ -90,7 +90,7 @@ def test_only_those_named_run_in_the_right_order_however_they_are_named() -> Non
 
 
 def test_a_name_that_is_no_sweep_is_refused() -> None:
-    with pytest.raises(CommandError, match=r"There is no sweep nap\. Known: expire, stalled, reclaim, persist, idle"):
+    with pytest.raises(CommandError, match=r"Unknown sweep: nap\. Known: expire, stalled, reclaim, persist, idle"):
         sweep("nap")
 
 
@@ -131,9 +131,9 @@ def test_dry_run_lists_what_the_sweeps_then_do_and_changes_nothing(
         "idle: nothing to do",
         "cold: nothing to do",
         "warm: nothing to do",
-        "reconcile: would destroy leasehold-orphan-1",
-        *[f"recount: would count pool {pk}" for pk in Pool.objects.order_by("pk").values_list("pk", flat=True)],
-        f"measure: would measure {Sandbox.objects.get(holder=used.pk).pk}",
+        "reconcile: would destroy orphan leasehold-orphan-1",
+        *[f"recount: would recount pool {pk}" for pk in Pool.objects.order_by("pk").values_list("pk", flat=True)],
+        f"measure: would measure workspace of sandbox {Sandbox.objects.get(holder=used.pk).pk}",
         "weigh: nothing to do",
         f"read: would read sandbox {Sandbox.objects.get(holder=used.pk).pk}",
         "prune: nothing to do",

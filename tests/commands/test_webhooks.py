@@ -30,17 +30,17 @@ def test_a_webhook_is_added_listed_tested_rotated_and_removed(receiver: WebhookR
     )
     row = Webhook.objects.get()
     assert (str(row.pk), row.kinds, row.description, row.internal) == (pk, ["lease.ended", "budget.warning"], "me", True)
-    assert run("list") == [f"{pk} {receiver.url} lease.ended,budget.warning active never tried"]
+    assert run("list") == [f"{pk} {receiver.url} lease.ended,budget.warning active no attempts"]
     assert run("test", pk) == [f"{receiver.url} answered 204"]
     [after] = run("rotate", pk)
     run("test", pk)
     assert [verify_signature(one, secret) for one in receiver.received] == [True, True]
     assert [verify_signature(one, after) for one in receiver.received] == [False, True]
-    assert run("pause", pk) == [f"{receiver.url} is paused"] and run("pause", pk) == [f"{receiver.url} was paused"]
+    assert run("pause", pk) == [f"{receiver.url} paused"] and run("pause", pk) == [f"{receiver.url} was already paused"]
     assert " paused " in run("list")[0]
-    assert run("resume", pk) == [f"{receiver.url} is told again"]
-    assert run("resume", pk) == [f"{receiver.url} was neither paused nor given up"]
-    assert run("remove", pk) == [f"{receiver.url} is told nothing any more"]
+    assert run("resume", pk) == [f"{receiver.url} resumed"]
+    assert run("resume", pk) == [f"{receiver.url} was neither paused nor disabled"]
+    assert run("remove", pk) == [f"{receiver.url} removed"]
     assert run("list") == []
     with pytest.raises(CommandError, match="There is no such webhook"):
         run("remove", pk)
@@ -59,7 +59,7 @@ def test_a_test_that_does_not_arrive_fails(receiver: WebhookReceiver) -> None:
     [
         (["add", "http://example.com"], "http is accepted for loopback addresses only"),
         (["add", "https://10.0.0.1/"], "10.0.0.1: the address is not public"),
-        (["test", "nonsense"], "'nonsense' is not the id of a webhook"),
+        (["test", "nonsense"], "'nonsense' is not a webhook id"),
     ],
 )
 def test_what_is_wrong_is_one_line(args: list[str], why: str) -> None:

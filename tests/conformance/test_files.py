@@ -179,9 +179,9 @@ def test_a_manifest_needs_a_directory_that_is_there(box):
 def test_a_manifest_of_more_than_was_asked_for_is_too_large(box):
     for path in ("a/1", "a/2", "b"):
         box.write(path)
-    assert len(box.look(most=4)) == 4
-    assert len(box.look(most=2, deep=False)) == 2
-    for more in ({"most": 3}, {"most": 1, "deep": False}, {"most": 1, "under": "a"}):
+    assert len(box.look(max_entries=4)) == 4
+    assert len(box.look(max_entries=2, deep=False)) == 2
+    for more in ({"max_entries": 3}, {"max_entries": 1, "deep": False}, {"max_entries": 1, "under": "a"}):
         with pytest.raises(TooLarge):
             box.look(**more)
 
@@ -717,7 +717,7 @@ def test_a_directory_swapped_for_a_link_leads_nowhere(tmp_path, swapped):
         directory.mkdir(parents=True)
         (directory / "file").write_text("secret" if directory == outside else "")
     seen = {}
-    for path, fields in files.scan(str(root), most=100):
+    for path, fields in files.scan(str(root), max_entries=100):
         seen[path] = fields
         if path == ("b" if swapped == "before it is opened" else "a/file"):
             (root / "a").rename(tmp_path / "away")
@@ -756,9 +756,9 @@ def test_names_that_take_too_much_memory_are_too_large(tmp_path, monkeypatch, wh
     room = {"paths": 200 + 5 * 202 - 1, "targets": 5 * 300 - 1}[what]
     monkeypatch.setattr(files, "_name_budget_bytes", lambda most: room)
     with pytest.raises(files.TooLarge):
-        list(files.scan(str(tmp_path), most=99))
+        list(files.scan(str(tmp_path), max_entries=99))
     room += 1 if what == "targets" else 1000
-    assert len(list(files.scan(str(tmp_path), most=99))) == 6
+    assert len(list(files.scan(str(tmp_path), max_entries=99))) == 6
 
 
 def test_clearing_while_others_make_files_ends_in_time(tmp_path, monkeypatch):
@@ -777,4 +777,4 @@ def test_clearing_while_others_make_files_ends_in_time(tmp_path, monkeypatch):
 def test_a_socket_among_files_is_no_obstacle(tmp_path):
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "s"))
-        assert [fields[0] for _, fields in files.scan(str(tmp_path), most=9)] == ["other"]
+        assert [fields[0] for _, fields in files.scan(str(tmp_path), max_entries=9)] == ["other"]

@@ -330,9 +330,9 @@ def test_a_bucket_that_is_not_there_and_a_key_that_is_wrong_are_said_so(s3_shelf
         lambda store: store.set("k", b""),
         lambda store: store.page(),
     ):
-        with pytest.raises(StoreError, match="there is no bucket 'no-such-bucket'"):
+        with pytest.raises(StoreError, match="bucket 'no-such-bucket' does not exist"):
             act(elsewhere)
-        with pytest.raises(StoreError, match="refuses these credentials"):
+        with pytest.raises(StoreError, match="rejects these credentials"):
             act(wrong)
 
 
@@ -444,12 +444,12 @@ def test_pages_together_are_every_key_once_and_in_order(store: KeyValueStore, li
     ]
     for key in [*keys, "o/before", "q/after"]:
         store.set(key, b"x")
-    found, following = [], ""
+    found, cursor = [], ""
     while True:
-        page = store.page("p/", following=following, limit=limit)
+        page = store.page("p/", cursor=cursor, limit=limit)
         assert 0 < len(page.entries) <= limit
         found += [entry.key for entry in page.entries]
-        if not (following := page.following):
+        if not (cursor := page.next_cursor):
             break
     assert found == sorted(keys, key=str.encode)
 
@@ -461,7 +461,7 @@ def test_what_is_removed_between_two_pages_makes_none_of_the_others_miss(store: 
     first = store.page(limit=4)
     for key in ("00", "01", "03", "05"):
         store.remove(key)
-    assert [entry.key for entry in store.page(following=first.following, limit=4).entries] == ["04", "06", "07", "08"]
+    assert [entry.key for entry in store.page(cursor=first.next_cursor, limit=4).entries] == ["04", "06", "07", "08"]
 
 
 def test_a_page_of_no_key_or_of_too_many_is_refused(store: KeyValueStore) -> None:
@@ -501,6 +501,6 @@ def test_thousands_of_keys_are_listed_and_removed(quick_shelf: Shelf) -> None:
     assert list(store.list("many/")) == sorted(keys)
     page = store.page()
     assert len(page.entries) == 1000
-    assert page.following
+    assert page.next_cursor
     store.clear("many/")
     assert list(store.list()) == ["other"]

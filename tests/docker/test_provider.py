@@ -505,7 +505,7 @@ def test_the_image_is_not_built_again_while_nothing_changed(capsys: pytest.Captu
 
 def test_building_without_a_daemon_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
-    with pytest.raises(CommandError, match="No Docker daemon answers"):
+    with pytest.raises(CommandError, match="Docker daemon is unavailable"):
         call_command("build_image")
 
 

@@ -1,7 +1,7 @@
 """Take, change, restore, wake, and fork, in real containers."""
 
 import json
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 import pytest
 from django.utils import timezone
@@ -14,7 +14,7 @@ from sandboxes import files, providers
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.runs import Command
-from sandboxes.state.file_reader import FileTree
+from sandboxes.state.file_tree import FileTree
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 MINUTE = timedelta(minutes=1)
@@ -30,13 +30,11 @@ def looked(lease: Lease) -> tuple[list[str], bytes, str]:
     """Everything in the workspace, the content of one file, and where that was seen."""
 
     def act(tree: FileTree) -> tuple[list[str], bytes]:
-        return sorted(tree.look("", deep=True, most=100)), tree.read_range("src/run", start=0, length=100)[0]
+        return sorted(tree.list_entries("", deep=True, limit=100)), tree.read_range("src/run", start=0, length=100)[0]
 
-    def within(want: object, at: datetime) -> tuple[tuple[list[str], bytes], str]:
-        command = Command(argv=["look"], kind="file", timeout=MINUTE, needs_data=False)
-        return files.read_files(execution.build_sandbox_request(lease, now=at), WORKSPACE, command, act, now=at)
-
-    (names, content), source = execution.call_with_lease(lease.pk, within, now=timezone.now(), actor="")
+    command, now = Command(argv=["look"], kind="file", timeout=MINUTE, needs_data=False), timezone.now()
+    with execution.use_lease(lease.pk, now=now) as request:
+        (names, content), source = files.read_files(request, WORKSPACE, command, act, now=now)
     return names, content, source
 
 

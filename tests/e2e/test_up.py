@@ -125,7 +125,7 @@ def test_a_second_one_is_refused_and_harms_nothing(home: Home) -> None:
     assert f"Another manage.py up is running on {home.path / 'state'} (pid {first.pid}, since " in second.stderr
     elsewhere = run_manage(home.path, "up", "--port", str(home.port), LEASEHOLD_STATE_DIR=str(home.path / "other"))
     assert (elsewhere.returncode, elsewhere.stderr.count("\n")) == (1, 1)
-    assert f"Nothing can listen on 127.0.0.1 port {home.port}" in elsewhere.stderr
+    assert f"Cannot listen on 127.0.0.1 port {home.port}" in elsewhere.stderr
     assert home.get("/healthz")[0] == 200
 
 
@@ -156,7 +156,7 @@ def test_after_sigkill_nothing_of_it_lives_and_the_next_start_takes_over_what_it
     wait_until(lambda: home.processes() <= {leftover.pid}, "web server and queue die with it")
     home.up()
     assert leftover.wait(timeout=HEALTHY) == -signal.SIGKILL
-    assert "the last start ended badly: 1 processes killed, 1 acts taken over" in home.said()
+    assert "previous instance not stopped cleanly: 1 processes killed, 1 claims released" in home.said()
     wait_until(lambda: home.ask("SELECT outcome FROM sandboxes_run") == "lost", "the run is closed")
     assert home.ask("SELECT state FROM sandboxes_sandbox") == "waiting"
     assert run_manage(home.path, "exec", lease, "--", "true").returncode == 0
@@ -169,7 +169,7 @@ def test_what_is_killed_is_started_again_and_of_the_dead_nothing_is_left(home: H
     leaders = {pid for pid in before if os.getpgid(pid) == pid}
     assert len(leaders) == 1
     os.kill(leaders.pop(), signal.SIGKILL)
-    home.says("it was killed by SIGKILL; starting it again in 1 s")
+    home.says("killed by SIGKILL; restarting in 1 s")
     assert not home.whole(word) & before
     home.says("up: ready", times=2 if word == "granian" else 1)
     assert home.get("/healthz")[0] == 200
@@ -181,7 +181,7 @@ def test_a_queue_that_hangs_is_killed_and_started_again(home: Home) -> None:
     before = home.whole("qcluster")
     for pid in before:
         os.kill(pid, signal.SIGSTOP)
-    home.says("it has given no heartbeat for 20 s, so it hangs; starting it again in 1 s")
+    home.says("no heartbeat for 20 s; restarting in 1 s")
     assert not home.whole("qcluster") & before
     assert home.end(signal.SIGTERM) == 0
     assert home.processes() == set()

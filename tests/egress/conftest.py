@@ -42,23 +42,23 @@ def nginx(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture
-def way(nginx: NginxProxy, settings: Any, transactional_db: None) -> Iterator[EgressStack]:
+def egress(nginx: NginxProxy, settings: Any, transactional_db: None) -> Iterator[EgressStack]:
     """The way out with a server and an upstream of this test's own."""
     loop = EventLoopThread()
     with ExitStack() as stack:
         stack.callback(loop.close)
         upstream = stack.enter_context(loop.run_context(FakeUpstream().listening()))
         settings.LLM_URL = upstream.url
-        if nginx.look() != "running":  # a test that failed has left it so
+        if nginx.get_state() != "running":  # a test that failed has left it so
             nginx.start()
-        way = EgressStack(nginx, loop, upstream)
-        stack.enter_context(way.serving)
-        way.serve()
-        yield way
+        egress = EgressStack(nginx, loop, upstream)
+        stack.enter_context(egress.serving)
+        egress.serve()
+        yield egress
 
 
 @pytest.fixture
-def enter(way: EgressStack, docker_pool: Pool) -> Callable[..., LeasedSandbox]:
+def enter(egress: EgressStack, docker_pool: Pool) -> Callable[..., LeasedSandbox]:
     """Make a lease, and its sandbox ready: enter("did:plc:ada")."""
 
     def make(agent: str = "did:plc:ada") -> LeasedSandbox:
@@ -76,9 +76,9 @@ def inside(enter: Callable[..., LeasedSandbox]) -> LeasedSandbox:
 
 
 @pytest.fixture
-def relayed(way: EgressStack, settings: Any) -> Iterator[RelaySwitch]:
+def relayed(egress: EgressStack, settings: Any) -> Iterator[RelaySwitch]:
     """What /relay/ leads to, for sandboxes of a policy that lets them."""
-    relayed = RelaySwitch(way.loop)
+    relayed = RelaySwitch(egress.loop)
     relayed.on()
     settings.RELAY_URL, settings.RELAY_AUD, settings.RELAY_LXM = relayed.relay.url, AUD, LXM
     EnvironmentType.objects.filter(name="coding").update(policy=Policy.objects.create(name="relayed", relay=True))

@@ -14,7 +14,8 @@ import pytest
 from aiohttp import web
 from django.conf import settings
 
-from sandboxes.egress import access_log, nginx, slots
+from sandboxes.egress import access_log, slots
+from sandboxes.egress.nginx_config import MAX_SOCKETS_PER_SLOT
 from sandboxes.egress.request_filter import FIELDS_BY_PATH
 from sandboxes.identity import signing
 from sandboxes.models import LlmCall
@@ -261,8 +262,8 @@ MAY_LEAVE = {
 class Both:
     """Two sandboxes, of which one attacks."""
 
-    def __init__(self, way: EgressStack, enter: Enter) -> None:
-        self.way, self.eve, self.ada = way, enter(EVE), enter(ADA)
+    def __init__(self, egress: EgressStack, enter: Enter) -> None:
+        self.way, self.eve, self.ada = egress, enter(EVE), enter(ADA)
         self.boxes = {each.lease.pk: each.box for each in (self.eve, self.ada)}
         self.adas = (
             slots.ensure_slot_directory(self.boxes[self.ada.lease.pk].slot or 0) / slots.SOCKET_NAME
@@ -270,22 +271,22 @@ class Both:
 
     def left(self, *agents: str) -> None:
         """Since the last time these have called, each in its own name, and nobody else."""
-        rows = self.way.wait_for_new_closed_calls()
+        rows = self.egress.wait_for_new_closed_calls()
         self._require_own(rows)
         assert [(row.agent_did, row.outcome) for row in rows] == [(agent, "ok") for agent in agents]
-        assert [headers["x-litellm-call-id"] for _, headers, _ in self.way.upstream.asked] == [row.call_id for row in rows]
+        assert [headers["x-litellm-call-id"] for _, headers, _ in self.egress.upstream.asked] == [row.call_id for row in rows]
         self.forget()
 
     def forget(self) -> None:
-        self.way.wait_for_new_closed_calls()
-        self.way.upstream.asked.clear()
+        self.egress.wait_for_new_closed_calls()
+        self.egress.upstream.asked.clear()
 
     def _require_own(self, rows: list[LlmCall]) -> None:
         """What left is all of its own sandbox, with our key and nothing that it said itself."""
         of = {row.call_id: row for row in rows}
         for row in rows:
             assert row.holder and (row.sandbox, row.agent_did) == (box := self.boxes[row.holder], box.agent_did)
-        for path, headers, body in self.way.upstream.asked:
+        for path, headers, body in self.egress.upstream.asked:
             row = of[headers["x-litellm-call-id"]]
             said = json.loads(headers["x-litellm-spend-logs-metadata"])
             assert (headers["x-litellm-end-user-id"], said["agent"], said["lease"]) == (
@@ -299,15 +300,15 @@ class Both:
 
     def logged(self) -> None:
         """nginx's log has no line that is not one request through one of the two slots."""
-        lines = self.way.log.read_bytes().splitlines()
+        lines = self.egress.log.read_bytes().splitlines()
         found = [access_log.parse_line(line) for line in lines]
         assert None not in found, [line for line in lines if access_log.parse_line(line) is None]
-        assert {line.slot for line in found[self.way.lines :] if line} <= {box.slot for box in self.boxes.values()}
+        assert {line.slot for line in found[self.egress.lines :] if line} <= {box.slot for box in self.boxes.values()}
 
 
 @pytest.fixture
-def both(way: EgressStack, enter: Enter) -> Both:
-    return Both(way, enter)
+def both(egress: EgressStack, enter: Enter) -> Both:
+    return Both(egress, enter)
 
 
 def tried(content: bytes, count: int) -> str:
@@ -337,7 +338,7 @@ def attempt(both: Both, name: str, attack: Attack) -> str:
         both.forget()
         return f"{name}: {wrong}\n{said[:300]}"
     finally:
-        both.way.clock.at += 2 * MINUTE  # so that no limit of calls a minute is what stops the next one
+        both.egress.clock.at += 2 * MINUTE  # so that no limit of calls a minute is what stops the next one
     return ""
 
 
@@ -419,7 +420,7 @@ print(count)
 
 def test_a_sandbox_has_so_many_connections_and_no_more_whatever_it_says(both: Both) -> None:
     """Else one would have all that there are, which no limit of requests counts before they are complete."""
-    assert both.eve.python(f"MOST = {nginx.MAX_SOCKETS_PER_SLOT}\n{HOARDED}") == nginx.MAX_SOCKETS_PER_SLOT
+    assert both.eve.python(f"MOST = {MAX_SOCKETS_PER_SLOT}\n{HOARDED}") == MAX_SOCKETS_PER_SLOT
     wait_until(lambda: both.eve.asks() == [200], "its own calls leave again")
     both.forget()
     assert both.ada.asks() == [200]
@@ -467,16 +468,16 @@ def quoting(status: int, kind: str, heard: list[str]) -> Callable[[web.Request],
 def test_an_upstream_that_quotes_our_key_does_not_tell_it(kind: str, both: Both, capfd: pytest.CaptureFixture[str]) -> None:
     heard: list[str] = []
     for status, shown in QUOTED.items():
-        both.way.upstream.answer = quoting(status, kind, heard)
+        both.egress.upstream.answer = quoting(status, kind, heard)
         said, _ = both.eve.python(tried(request("Connection: close"), 1))
         assert statuses(said) == (shown,)
         assert UPSTREAM_API_KEY not in said and UPSTREAM_API_KEY[4:] not in said and UPSTREAM_API_KEY[:-4] not in said
         assert ("before" in said and "after" in said) == (status == 200)
-        both.way.clock.at += MINUTE
-    rows = both.way.settled(2 * len(QUOTED))
+        both.egress.clock.at += MINUTE
+    rows = both.egress.settled(2 * len(QUOTED))
     assert heard == [f"Bearer {UPSTREAM_API_KEY}"] * len(rows)
     assert [(row.agent_did, row.outcome, row.cost) for row in rows] == [(EVE, "ok", None)] * 2 + [(EVE, "failed", None)] * 10
-    assert UPSTREAM_API_KEY not in json.dumps([*LlmCall.objects.values()], default=str) + both.way.log.read_text()
+    assert UPSTREAM_API_KEY not in json.dumps([*LlmCall.objects.values()], default=str) + both.egress.log.read_text()
     assert UPSTREAM_API_KEY not in "".join(capfd.readouterr())
 
 
@@ -558,15 +559,17 @@ UPGRADES = {
 }  # fmt: skip
 
 
-def test_what_is_not_a_plain_connection_to_the_relay_gets_nowhere(enter: Enter, relayed: RelaySwitch, way: EgressStack) -> None:
+def test_what_is_not_a_plain_connection_to_the_relay_gets_nowhere(
+    enter: Enter, relayed: RelaySwitch, egress: EgressStack
+) -> None:
     """Nothing there is in another name, and nothing of what is tried leads to a model in one."""
     eve, ada = enter(EVE), enter(ADA)
-    key = signing.create_key(EVE, now=way.clock())
+    key = signing.create_key(EVE, now=egress.clock())
     wrong = []
     for name, tried_ in UPGRADES.items():
         said, own = eve.python(tried(meant(tried_.sent, ada), len(tried_.answered)))
         wait_until(lambda: not relayed.relay.open, f"{name} is over")
-        rows = way.wait_for_new_closed_calls()
+        rows = egress.wait_for_new_closed_calls()
         paths = [path for path, _ in relayed.relay.asked]
         got = (statuses(said), own, paths, tuple(relayed.relay.heard), {row.agent_did for row in rows})
         if got != (tried_.answered, 200, [tried_.asked] if tried_.asked else [], tried_.heard, {EVE}):
@@ -577,11 +580,11 @@ def test_what_is_not_a_plain_connection_to_the_relay_gets_nowhere(enter: Enter, 
             assert headers.keys() <= PUBLIC and VICTIM not in json.dumps(headers), name
             assert headers["x-leasehold-call-id"] in {row.call_id for row in rows if row.kind == "relay"}, name
             assert headers["authorization"].removeprefix("Bearer ") not in said, name
-        assert {sent["x-litellm-end-user-id"] for _, sent, _ in way.upstream.asked} == {EVE}, name
-        relayed.relay.asked.clear(), relayed.relay.heard.clear(), way.upstream.asked.clear()
-        way.clock.at += 2 * MINUTE
+        assert {sent["x-litellm-end-user-id"] for _, sent, _ in egress.upstream.asked} == {EVE}, name
+        relayed.relay.asked.clear(), relayed.relay.heard.clear(), egress.upstream.asked.clear()
+        egress.clock.at += 2 * MINUTE
     assert not wrong, "\n".join(wrong)
-    assert ada.asks() == [200] and [row.agent_did for row in way.wait_for_new_closed_calls()] == [ADA]
+    assert ada.asks() == [200] and [row.agent_did for row in egress.wait_for_new_closed_calls()] == [ADA]
 
 
 # --- what is not there ------------------------------------------------------------------------------------------------
@@ -613,7 +616,7 @@ def test_other_slots_and_what_is_behind_ones_own_are_not_there(both: Both) -> No
     other = f"{both.ada.box.slot}/llm.sock"
     places = [str(where / "s" / other), f"/s/{other}", f"/run/leasehold/../{other}", f"/run/leasehold/../s/{other}",
               str(where / "server/server.sock"), "/server/server.sock", "/run/leasehold/../server/server.sock"]  # fmt: skip
-    files = [str(where / "nginx/leasehold.conf"), "/etc/nginx/leasehold.conf", "/etc/nginx/leasehold-way.conf",
+    files = [str(where / "nginx/leasehold.conf"), "/etc/nginx/leasehold.conf", "/etc/nginx/leasehold-locations.conf",
              str(where / "logs/access.log"), "/logs/access.log", "/proc/1/environ", "/proc/1/root/etc/passwd"]  # fmt: skip
     found = both.eve.python(LOOK, json.dumps([places, files]))
     assert {*found.pop("bound")} <= {f"/s/{both.eve.box.slot}/llm.sock"}  # the other end of its own

@@ -11,9 +11,8 @@ from django.conf import settings
 from django.test import override_settings
 
 from sandboxes import sweeps
-from sandboxes.egress import nginx as front
 from sandboxes.egress import reconciliation, slots
-from sandboxes.egress.nginx import NginxProxy
+from sandboxes.egress.nginx import DIRECTORY_LABEL, NginxProxy, get_server_socket_path, is_open
 from sandboxes.egress.server import EgressServer
 from sandboxes.management.commands import egress
 from sandboxes.models import Sweep
@@ -44,26 +43,26 @@ def later() -> datetime:
 
 def test_a_proxy_whose_server_died_goes_after_a_while(nginx: NginxProxy) -> None:
     assert sweeps.reconcile(now=datetime.now(UTC), grace=GRACE).counts == {}
-    assert nginx.look() == "running"
+    assert nginx.get_state() == "running"
     swept = sweeps.reconcile(now=later(), grace=GRACE)
     assert (swept.counts, swept.failures) == ({"egress proxies removed": 1}, [])
-    assert nginx.look() == ""
+    assert nginx.get_state() == ""
     assert sweeps.reconcile(now=later(), grace=GRACE).counts == {}
 
 
 def test_one_with_a_server_stays(nginx: NginxProxy) -> None:
     loop = EventLoopThread()
-    with closing(loop), loop.run_context(EgressServer().listening({front.get_server_socket_path(): None})):
-        assert front.is_open()
+    with closing(loop), loop.run_context(EgressServer().listening({get_server_socket_path(): None})):
+        assert is_open()
         assert sweeps.reconcile(now=later(), grace=GRACE).counts == {}
-    assert not front.is_open()
-    assert nginx.look() == "running"
+    assert not is_open()
+    assert nginx.get_state() == "running"
 
 
 def test_one_of_another_installation_stays_until_its_directory_is_gone(nginx: NginxProxy, tmp_path: Path) -> None:
     with override_settings(EGRESS_DIR=tmp_path / "other"):
         assert sweeps.reconcile(now=later(), grace=GRACE).counts == {}
-        assert nginx.engine.client.containers(filters={"label": f"{front.DIRECTORY_LABEL}={tmp_path / 'egress'}"})
+        assert nginx.engine.client.containers(filters={"label": f"{DIRECTORY_LABEL}={tmp_path / 'egress'}"})
         shutil.rmtree(tmp_path / "egress")
         assert sweeps.reconcile(now=later(), grace=GRACE).counts == {"egress proxies removed": 1}
 
@@ -71,7 +70,7 @@ def test_one_of_another_installation_stays_until_its_directory_is_gone(nginx: Ng
 def test_where_sandboxes_are_no_containers_nothing_is_looked_for(nginx: NginxProxy) -> None:
     with override_settings(EGRESS_PROXY="none"):
         assert sweeps.reconcile(now=later(), grace=GRACE).counts == {}
-    assert nginx.look() == "running"
+    assert nginx.get_state() == "running"
 
 
 def test_it_does_not_come_back_with_the_engine(nginx: NginxProxy) -> None:

@@ -1,5 +1,5 @@
 """The whole way out with LiteLLM at its end. Each call is one row, one line of nginx's log and one record, under one id, and
-costs what LiteLLM says, once; whoever dies on the way."""
+costs what LiteLLM says, once; whoever dies on the egress."""
 
 import json
 import os
@@ -46,7 +46,7 @@ Enter = Callable[..., LeasedSandbox]
 
 
 @pytest.fixture
-def way(nginx: NginxProxy, litellm: LiteLLM, settings: Any, transactional_db: None) -> Iterator[EgressStack]:
+def egress(nginx: NginxProxy, litellm: LiteLLM, settings: Any, transactional_db: None) -> Iterator[EgressStack]:
     """The way out with LiteLLM as its upstream. What others have logged and recorded before is read, or gone."""
     settings.LLM_URL, settings.LLM_API_KEY = f"{litellm.url}/v1", litellm.key
     settings.LLM_MODEL, settings.LLM_MODELS, settings.LLM_RECORDS = "gpt", ["gpt-*", "claude"], str(litellm.file)
@@ -54,14 +54,14 @@ def way(nginx: NginxProxy, litellm: LiteLLM, settings: Any, transactional_db: No
     beside.url = settings.LLM_URL
     with ExitStack() as stack:
         stack.callback(loop.close)
-        way = EgressStack(nginx, loop, beside)
-        stack.enter_context(way.serving)
-        way.serve()
-        if way.log.exists():
-            os.truncate(way.log, 0)
+        egress = EgressStack(nginx, loop, beside)
+        stack.enter_context(egress.serving)
+        egress.serve()
+        if egress.log.exists():
+            os.truncate(egress.log, 0)
         if litellm.file.exists():
             records.collect_records(litellm.file, NOW)
-        yield way
+        yield egress
 
 
 @pytest.fixture
@@ -115,14 +115,14 @@ def collected(*, at: Any = LATER) -> dict[str, int]:
     ],
 )
 def test_row_log_and_record_are_of_one_call_and_it_costs_what_litellm_says(
-    path: str, stream: bool, inside: LeasedSandbox, did: str, way: EgressStack
+    path: str, stream: bool, inside: LeasedSandbox, did: str, egress: EgressStack
 ) -> None:
     body = BODIES[path] | ({"stream": True} if stream else {})
     asking = f"print(json.dumps([*(str(each) for each in ask({body!r}, {path!r}))]))"
     status, said = inside.python(asking)
     assert status == "200", said
     assert all(piece.strip() in said for piece in ANSWER_CHUNKS) or path == EMBEDDINGS
-    [row], [line], records = way.settled(1), way.logged(1), each_recorded(did, 1)
+    [row], [line], records = egress.settled(1), egress.logged(1), each_recorded(did, 1)
     [(call_id, record)] = records.items()
     assert row.call_id == line["id"] == call_id
     assert (row.outcome, row.streamed, line["status"], line["upstream"], line["uri"]) == ("ok", stream, 200, "200", path)
@@ -139,21 +139,21 @@ def test_row_log_and_record_are_of_one_call_and_it_costs_what_litellm_says(
     assert row.logged_at == row.recorded_at == LATER
 
 
-def test_a_call_that_litellm_does_not_record_is_unmetered(inside: LeasedSandbox, way: EgressStack, settings: Any) -> None:
-    with way.loop.run_context(way.upstream.listening()):
-        settings.LLM_URL = way.upstream.url
+def test_a_call_that_litellm_does_not_record_is_unmetered(inside: LeasedSandbox, egress: EgressStack, settings: Any) -> None:
+    with egress.loop.run_context(egress.upstream.listening()):
+        settings.LLM_URL = egress.upstream.url
         assert inside.asks() == [200]
-    [row] = way.settled(1)
+    [row] = egress.settled(1)
     assert "calls recorded" not in collected(at=NOW) and not records.find_unmetered(NOW).exists()
     assert [*records.find_unmetered(LATER)] == [row]
 
 
-def test_a_call_that_fails_costs_nothing_and_litellm_says_so(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
+def test_a_call_that_fails_costs_nothing_and_litellm_says_so(inside: LeasedSandbox, did: str, egress: EgressStack) -> None:
     body = {**BODIES[CHAT], "model": "gpt-failing"}
     assert inside.python(f"print(json.dumps(ask({body!r})[0]))") == 502
     each_recorded(did, 1)
     assert collected()["calls recorded"] == 1
-    [row] = way.settled(1)
+    [row] = egress.settled(1)
     assert (row.outcome, row.code, row.cost, row.priced) == ("failed", "upstream_500", 0, "record")
 
 
@@ -162,12 +162,12 @@ def test_a_call_that_fails_costs_nothing_and_litellm_says_so(inside: LeasedSandb
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_has_spent_the_limit_is_told_and_litellm_is_not(
-    stream: bool, inside: LeasedSandbox, did: str, way: EgressStack
+    stream: bool, inside: LeasedSandbox, did: str, egress: EgressStack
 ) -> None:
     Sandbox.objects.filter(pk=inside.box.pk).update(llm_limit=WHOLE)
     asking = f"print(json.dumps([*(str(each) for each in ask({BODIES[CHAT] | {'stream': stream}!r}))]))"
     assert inside.python(asking)[0] == "200"
-    way.settled(1)
+    egress.settled(1)
     if stream:  # a stream says no price: it is known when its record is
         each_recorded(did, 1)
         collected()
@@ -178,7 +178,7 @@ def test_who_has_spent_the_limit_is_told_and_litellm_is_not(
     assert inside.python(asking)[0] == "200"
     sent = each_recorded(did, 2)  # so whatever else had come before would be there, too
     collected()
-    rows = {row.call_id: (row.outcome, row.cost) for row in way.settled(3)}
+    rows = {row.call_id: (row.outcome, row.cost) for row in egress.settled(3)}
     [refused] = rows.keys() - sent.keys()
     assert rows[refused] == ("refused", None)
     assert {rows[call_id] for call_id in sent} == {("ok", WHOLE)}
@@ -203,57 +203,57 @@ def half_way() -> None:
     assert LlmCall.objects.filter(outcome="open").count() == 1
 
 
-def test_a_caller_that_leaves_is_cut_off_and_still_pays(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
+def test_a_caller_that_leaves_is_cut_off_and_still_pays(inside: LeasedSandbox, did: str, egress: EgressStack) -> None:
     assert inside.python(STREAM + "answer.close(); print(1)") == 1
-    one_row_a_call(way, did, code="not_read_to_its_end")
+    one_row_a_call(egress, did, code="not_read_to_its_end")
 
 
-def test_an_exec_that_runs_out_of_time_in_a_call(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
+def test_an_exec_that_runs_out_of_time_in_a_call(inside: LeasedSandbox, did: str, egress: EgressStack) -> None:
     assert run(inside, STREAM + READ, seconds=12).timed_out  # half of what the answer takes
-    one_row_a_call(way, did, code="not_read_to_its_end")
+    one_row_a_call(egress, did, code="not_read_to_its_end")
     assert inside.asks() == [200]
 
 
-def test_a_program_that_runs_out_of_memory_in_a_call(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
+def test_a_program_that_runs_out_of_memory_in_a_call(inside: LeasedSandbox, did: str, egress: EgressStack) -> None:
     done = run(inside, STREAM + EAT)
     assert done.oom and done.exit_code == 137
-    one_row_a_call(way, did, code="not_read_to_its_end")
+    one_row_a_call(egress, did, code="not_read_to_its_end")
     assert inside.asks() == [200]
 
 
-def test_a_sandbox_that_is_killed_in_a_call(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
+def test_a_sandbox_that_is_killed_in_a_call(inside: LeasedSandbox, did: str, egress: EgressStack) -> None:
     with run_in_thread(lambda: run(inside, STREAM + READ)) as running:
         half_way()
         subprocess.run(["docker", "kill", inside.box.ref], check=True, capture_output=True)
         assert running.result(60).exit_code == 137
-    one_row_a_call(way, did, code="not_read_to_its_end")
+    one_row_a_call(egress, did, code="not_read_to_its_end")
     wait_until(lambda: inside.asks() == [200], "it starts again, with its way out")
 
 
-def test_nginx_that_is_killed_in_a_call(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
+def test_nginx_that_is_killed_in_a_call(inside: LeasedSandbox, did: str, egress: EgressStack) -> None:
     with run_in_thread(lambda: run(inside, STREAM + READ)) as running:
         half_way()
-        os.kill(pid_of(way.front), signal.SIGKILL)
+        os.kill(pid_of(egress.proxy), signal.SIGKILL)
         assert running.result(60).exit_code == 1
-    one_row_a_call(way, did, code="not_read_to_its_end", logged=1)
+    one_row_a_call(egress, did, code="not_read_to_its_end", logged=1)
     wait_until(lambda: inside.asks() == [200], "nginx is there again")
 
 
-def test_our_server_that_is_killed_in_a_call(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
-    way.serving.close()
-    with command(way) as process:
+def test_our_server_that_is_killed_in_a_call(inside: LeasedSandbox, did: str, egress: EgressStack) -> None:
+    egress.serving.close()
+    with command(egress) as process:
         with run_in_thread(lambda: run(inside, STREAM + READ)) as running:
             half_way()
             process.kill()
             assert running.result(60).exit_code in (0, 1)  # nginx ends a stream whose length nobody knows
         process.wait(20)
-    each_recorded(did, 2), way.logged(2)
+    each_recorded(did, 2), egress.logged(2)
     reconciliation.collect_call_logs(now=NOW)  # nginx saw it end, and nobody has closed it: a minute later nobody will
     [row] = LlmCall.objects.filter(outcome="open")
     assert row.logged_at is not None
     assert collected(at=row.logged_at + 2 * MINUTE)["requests closed as lost"] == 1
-    one_row_a_call(way, did, outcome="lost")
-    way.serve()
+    one_row_a_call(egress, did, outcome="lost")
+    egress.serve()
     assert inside.asks() == [200]
 
 
@@ -263,11 +263,11 @@ def run(inside: LeasedSandbox, script: str, *, seconds: float = 60) -> Any:
     return inside.run("python3", "-I", "-c", CLIENT_SCRIPT + script, seconds=seconds)
 
 
-def one_row_a_call(way: EgressStack, did: str, *, outcome: str = "cut", code: str = "", logged: int = 2) -> None:
+def one_row_a_call(egress: EgressStack, did: str, *, outcome: str = "cut", code: str = "", logged: int = 2) -> None:
     """One call was broken off, one was not: both are there once, and cost what their records say."""
-    rows, sent = {row.call_id: row for row in way.settled(2)}, each_recorded(did, 2)
+    rows, sent = {row.call_id: row for row in egress.settled(2)}, each_recorded(did, 2)
     assert rows.keys() == sent.keys()
-    lines = way.logged(logged)
+    lines = egress.logged(logged)
     collected()
     for call_id, row in rows.items():
         row.refresh_from_db()
@@ -280,7 +280,7 @@ def one_row_a_call(way: EgressStack, did: str, *, outcome: str = "cut", code: st
 
 
 @contextmanager
-def command(way: EgressStack) -> Iterator["subprocess.Popen[bytes]"]:
+def command(egress: EgressStack) -> Iterator["subprocess.Popen[bytes]"]:
     """`manage.py egress` on this test's database, with this test's LiteLLM."""
     from django.conf import settings
 
@@ -328,7 +328,7 @@ print(json.dumps(said))
 """
 
 
-def test_openais_client_works_unchanged(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
+def test_openais_client_works_unchanged(inside: LeasedSandbox, did: str, egress: EgressStack) -> None:
     """The SDK that LiteLLM brings along, out here behind the same bridge, since no sandbox has it."""
     with bridge(inside) as port:
         argv = [os.environ["TEST_LITELLM_PYTHON"], "-c", OPENAI, f"http://127.0.0.1:{port}/v1"]
@@ -340,7 +340,7 @@ def test_openais_client_works_unchanged(inside: LeasedSandbox, did: str, way: Eg
     ]  # fmt: skip
     sent = each_recorded(did, 6)
     collected()
-    rows = way.settled(7)
+    rows = egress.settled(7)
     assert [row.outcome for row in rows] == ["ok"] * 6 + ["refused"]
     assert {row.call_id: row.cost for row in rows[:6]} == {call_id: parse_usd(each["cost"]) for call_id, each in sent.items()}
 

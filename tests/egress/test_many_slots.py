@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from django.test import override_settings
 
-from sandboxes.egress import nginx as front
-from sandboxes.egress import slots
+from sandboxes.egress import reconciliation, slots
 from sandboxes.egress.nginx import NginxProxy
 from sandboxes.providers.docker.engine import Engine
 from tests.support.egress import post
@@ -33,7 +32,7 @@ def test_two_thousand_sockets_are_listened_on_and_known_apart(many: NginxProxy) 
         path: Path = slots.ensure_slot_directory(slot) / slots.SOCKET_NAME
         assert post(path, {}, "/v1/files", **{"X-Leasehold-Slot": "7", "Host": "5"})[0] == 403
         assert post(path, {}, "/v1/embeddings")[0] == 502  # nobody is behind it
-    log = front.ensure_logs_directory() / front.ACCESS_LOG_NAME
+    log = reconciliation.access_log_path()
     wait_until(lambda: log.read_bytes().count(b"\n") == 2 * len(asked), "all are logged")
     said = [json.loads(line) for line in log.read_text().splitlines()]  # in any order: each of its processes writes its own
     found = sorted((each["slot"], each["status"]) for each in said)

@@ -26,9 +26,8 @@ WATCHER = ["python3", "/opt/leasehold/relay_watcher.py"]
 
 def start(inside: LeasedSandbox, *argv: str, **env: str) -> Process:
     launch = ProcessSpec([*WATCHER, *argv], env, name="relay")
-    return execution.call_with_lease(
-        inside.lease.pk, lambda want, at: processes.start_process(want, launch, now=at), now=NOW, actor=""
-    )
+    with execution.use_lease(inside.lease.pk, now=NOW) as request:
+        return processes.start_process(request, launch, now=NOW)
 
 
 def says(process: Process, text: str, *, start: int = 0) -> bool:
@@ -40,7 +39,7 @@ def printed(process: Process) -> bytes:
 
 
 def test_a_watcher_connects_in_its_agents_name_and_prints_what_it_hears(
-    enter: Enter, relayed: RelaySwitch, way: EgressStack
+    enter: Enter, relayed: RelaySwitch, egress: EgressStack
 ) -> None:
     key = signing.create_key("did:plc:ada", now=NOW)
     inside = enter("did:plc:ada")
@@ -72,7 +71,7 @@ def test_a_watcher_connects_in_its_agents_name_and_prints_what_it_hears(
 
     assert processes.kill_process(process, now=NOW).state == "killed"
     wait_until(lambda: not relayed.is_open(), "the relay sees that it is gone")
-    [row] = way.settled(1)
+    [row] = egress.settled(1)
     assert (row.kind, row.outcome, row.agent_did, row.holder) == ("relay", "cut", "did:plc:ada", inside.lease.pk)
     assert row.received_bytes == len("first\nevent") + 2 + 4_000 + len("last") and relayed.relay.heard == []
 
@@ -87,7 +86,7 @@ def test_a_watcher_of_an_agent_without_a_key_connects_as_nobody_in_particular(
 
 
 def test_a_watcher_ends_with_its_lease_and_the_relay_sees_that_at_once(
-    relayed: RelaySwitch, inside: LeasedSandbox, way: EgressStack
+    relayed: RelaySwitch, inside: LeasedSandbox, egress: EgressStack
 ) -> None:
     process = start(inside)
     assert says(process, "Connected to relay") and relayed.is_open()
@@ -95,7 +94,7 @@ def test_a_watcher_ends_with_its_lease_and_the_relay_sees_that_at_once(
     wait_until(lambda: not relayed.is_open(), "its connection is cut")  # although its sandbox still runs
     process.refresh_from_db()
     assert process.state == "gone"
-    first, *more = way.settled(LlmCall.objects.count())
+    first, *more = egress.settled(LlmCall.objects.count())
     assert (first.outcome, first.code) == ("cut", "lease_ended")
     sweeps.reclaim(now=NOW)
     assert Sandbox.objects.get(holder=inside.lease.pk).state == "destroyed"
@@ -103,13 +102,13 @@ def test_a_watcher_ends_with_its_lease_and_the_relay_sees_that_at_once(
 
 
 def test_a_watcher_whose_policy_does_not_let_it_is_told_so_and_ends(
-    enter: Enter, relayed: RelaySwitch, way: EgressStack
+    enter: Enter, relayed: RelaySwitch, egress: EgressStack
 ) -> None:
     EnvironmentType.objects.filter(name="coding").update(policy=None)
     signing.create_key("did:plc:ada", now=NOW)
     inside = enter("did:plc:ada")
     process = start(inside)
-    assert says(process, "The policy of this sandbox does not let it connect to the relay.")
+    assert says(process, "The policy of this sandbox does not allow the relay.")
 
     def exited() -> bool:
         processes.refresh_by_holder(inside.lease.pk, now=NOW)
@@ -119,7 +118,7 @@ def test_a_watcher_whose_policy_does_not_let_it_is_told_so_and_ends(
     wait_until(exited, "it has ended")
     assert (process.state, process.exit_code) == ("exited", 1)
     assert b"Connected" not in printed(process) and relayed.relay.asked == []
-    [row] = way.settled(1)
+    [row] = egress.settled(1)
     assert (row.outcome, row.code, row.agent_did) == ("refused", "relay_not_allowed", "did:plc:ada")
     assert not MintedToken.objects.exists()
 
@@ -127,7 +126,7 @@ def test_a_watcher_whose_policy_does_not_let_it_is_told_so_and_ends(
 def test_a_watcher_connects_again_when_the_relay_was_away(relayed: RelaySwitch, inside: LeasedSandbox) -> None:
     relayed.off()
     process = start(inside)
-    assert says(process, "Not connected to relay: 502: The relay cannot be reached.")
+    assert says(process, "Not connected to relay: 502: The relay is unreachable.")
     relayed.on()
     assert says(process, "Connected to relay\n")
     before = len(printed(process))
@@ -140,18 +139,23 @@ def test_a_watcher_connects_again_when_the_relay_was_away(relayed: RelaySwitch, 
     assert len(relayed.relay.asked) == 2 and process.state == "running"
 
 
-def test_a_relay_that_sends_it_elsewhere_is_not_followed(relayed: RelaySwitch, inside: LeasedSandbox, way: EgressStack) -> None:
-    relayed.relay.redirect = f"{way.upstream.url}/elsewhere"
+def test_a_relay_that_sends_it_elsewhere_is_not_followed(
+    relayed: RelaySwitch, inside: LeasedSandbox, egress: EgressStack
+) -> None:
+    relayed.relay.redirect = f"{egress.upstream.url}/elsewhere"
     process = start(inside)
-    assert says(process, "Not connected to relay: 502: The relay cannot be reached.")
+    assert says(process, "Not connected to relay: 502: The relay is unreachable.")
     relayed.relay.redirect = ""
     assert says(process, "Connected to relay\n")
-    assert way.upstream.asked == [] and len(relayed.relay.asked) == 2
+    assert egress.upstream.asked == [] and len(relayed.relay.asked) == 2
 
 
 @pytest.mark.parametrize(
     ("url", "why"),
-    [("https://127.0.0.1:4010/relay", "no ws:// address"), ("ws://127.0.0.1:4010/elsewhere", "not for this sandbox (403)")],
+    [
+        ("https://127.0.0.1:4010/relay", "not a ws:// address"),
+        ("ws://127.0.0.1:4010/elsewhere", "not available to this sandbox (403)"),
+    ],
 )
 def test_a_watcher_that_cannot_connect_anywhere_says_why_and_ends(
     url: str, why: str, relayed: RelaySwitch, inside: LeasedSandbox

@@ -89,11 +89,11 @@ async def quoting(request: web.Request) -> web.StreamResponse:
 
 
 def test_no_secret_is_anywhere_that_it_should_not_be(
-    planted: dict[str, bytes], our_log: io.StringIO, docker_pool: Pool, way: EgressStack, relayed: RelaySwitch, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    planted: dict[str, bytes], our_log: io.StringIO, docker_pool: Pool, egress: EgressStack, relayed: RelaySwitch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    way.upstream.answer = quoting
-    way.serving.close()
+    egress.upstream.answer = quoting
+    egress.serving.close()
     private = curves.generate_key()
     signing.create_key(ADA, now=timezone.now(), private=private)
     issued, api_key = api_keys.issue_key([ADA], name="planted", now=timezone.now())
@@ -101,7 +101,7 @@ def test_no_secret_is_anywhere_that_it_should_not_be(
     more = {name: value.decode() for name, value in planted.items() if name == "SECRET_KEY"}
     more |= {"LEASEHOLD_LLM_API_KEY": planted["LLM_API_KEY"].decode(), "LEASEHOLD_LOG_LEVEL": "DEBUG"}
     more |= {f"LEASEHOLD_{name}": getattr(django_settings, name) for name in ("RELAY_URL", "RELAY_AUD", "RELAY_LXM")}
-    with run_egress_command(way, egress_log, **more):
+    with run_egress_command(egress, egress_log, **more):
         asked = {"agent_did": ADA, "environment_id": f"way-{uuid4().hex[:8]}", "environment_type": "coding"}
         lease = ada.post("leases", {**asked, "pool": docker_pool.name}).json()
         in_env = f"planted-env-{uuid4().hex}"
@@ -112,19 +112,19 @@ def test_no_secret_is_anywhere_that_it_should_not_be(
         assert (said, listed) == ([200, 200, 502, 502, 403, "HTTP/1.1 101"], ["llm.sock"])
         wait_until(lambda: not LlmCall.objects.filter(ended_at__isnull=True).exists(), "all calls are closed")
         box = Sandbox.objects.get(holder=lease["id"])
-        seen = {**inside(box.ref, way.front.name), **answers(ada, lease["id"], monkeypatch)}
+        seen = {**inside(box.ref, egress.proxy.name), **answers(ada, lease["id"], monkeypatch)}
 
     [(_, headers)] = relayed.relay.asked
     token = headers["authorization"].removeprefix("Bearer ")
     assert MintedToken.objects.get().agent_did == ADA and token.count(".") == 2
-    assert way.upstream.asked[0][1]["authorization"].removeprefix("Bearer ").encode() == planted["LLM_API_KEY"]
+    assert egress.upstream.asked[0][1]["authorization"].removeprefix("Bearer ").encode() == planted["LLM_API_KEY"]
     rows, logged = dump(), our_log.getvalue()
     seen |= {"rows": rows, "our log": logged, "log of the egress server": egress_log.read_text()}
 
     # Each place was looked at: it has what it should have.
     shown = {
-        "inspect": box.ref, "inspect of the proxy": way.front.name, "processes": "PATH=", "processes of the proxy": "nginx",
-        "files": lease["id"], "files of the proxy": "leasehold-way.conf", "rows": issued.digest,
+        "inspect": box.ref, "inspect of the proxy": egress.proxy.name, "processes": "PATH=", "processes of the proxy": "nginx",
+        "files": lease["id"], "files of the proxy": "leasehold-locations.conf", "rows": issued.digest,
         "our log": "Traceback", "log of the egress server": "upstream refused a call", "API": "/leases/{",
         "errors": "not_found", "calls": "none-of-ours",
     }  # fmt: skip

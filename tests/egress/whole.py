@@ -19,8 +19,8 @@ from django.db import connection, connections
 from leases import execution
 from leases.models import Lease
 from sandboxes import providers
-from sandboxes.egress import nginx as front
-from sandboxes.egress.nginx import NginxProxy
+from sandboxes.egress import reconciliation
+from sandboxes.egress.nginx import NginxProxy, get_server_socket_path
 from sandboxes.egress.server import EgressServer
 from sandboxes.models import LlmCall, Sandbox
 from sandboxes.providers.base import ExecResult
@@ -98,7 +98,7 @@ def parse_output(done: ExecResult) -> Any:
 class EgressStack:
     """nginx of this test module, and what is behind it in this test."""
 
-    front: NginxProxy
+    proxy: NginxProxy
     loop: EventLoopThread
     upstream: FakeUpstream
     clock: Clock = field(default_factory=Clock)
@@ -111,7 +111,7 @@ class EgressStack:
 
     def serve(self) -> EgressServer:
         server = EgressServer(now=self.clock)
-        self.serving.enter_context(self.loop.run_context(server.listening({front.get_server_socket_path(): None})))
+        self.serving.enter_context(self.loop.run_context(server.listening({get_server_socket_path(): None})))
         return server
 
     def logged(self, count: int) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ class EgressStack:
 
     @property
     def log(self) -> Path:
-        return front.ensure_logs_directory() / front.ACCESS_LOG_NAME
+        return reconciliation.access_log_path()
 
     def settled(self, count: int) -> list[LlmCall]:
         """The rows of so many calls, once all are closed."""
@@ -158,7 +158,7 @@ def run_in_thread(act: Callable[[], Any]) -> Iterator[Future[Any]]:
 
 
 @contextmanager
-def run_egress_command(way: EgressStack, said: Path | None = None, **more: str) -> Iterator["subprocess.Popen[bytes]"]:
+def run_egress_command(egress: EgressStack, said: Path | None = None, **more: str) -> Iterator["subprocess.Popen[bytes]"]:
     """`manage.py egress` on this test's database; what it logs is in `said`."""
     database = connection.settings_dict
     where = f"{database['USER']}@{database['HOST']}:{database['PORT']}" if connection.vendor == "postgresql" else ""
@@ -166,7 +166,7 @@ def run_egress_command(way: EgressStack, said: Path | None = None, **more: str) 
     env = {
         **os.environ, "DJANGO_SETTINGS_MODULE": "controlplane.settings", "DATABASE_URL": url, "SANDBOX_PROVIDER": "docker",
         "LEASEHOLD_RUNTIME_DIR": str(settings.RUNTIME_DIR), "LEASEHOLD_EGRESS_SLOTS": str(settings.EGRESS_SLOTS),
-        "LEASEHOLD_LLM_URL": way.upstream.url, "LEASEHOLD_LLM_API_KEY": UPSTREAM_API_KEY,
+        "LEASEHOLD_LLM_URL": egress.upstream.url, "LEASEHOLD_LLM_API_KEY": UPSTREAM_API_KEY,
         "LEASEHOLD_EGRESS_IMAGE": settings.EGRESS_IMAGE,
         **more,
     }  # fmt: skip
@@ -176,7 +176,7 @@ def run_egress_command(way: EgressStack, said: Path | None = None, **more: str) 
         process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr)
     try:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith(b"egress: 8 ways out through")
+        assert process.stdout.readline().startswith(b"egress: 8 slots through")
         yield process
     finally:
         process.kill()

@@ -5,7 +5,6 @@ import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import datetime, timedelta
-from functools import partial
 from itertools import pairwise
 
 import hypothesis
@@ -88,8 +87,12 @@ class PoolMachine(RuleBasedStateMachine):
     def start_process(self, agent: str) -> None:
         ask = leasing.LeaseRequest(agent, "e1", "catan", pool=self.pool.name, ttl=timedelta(hours=6))
         lease, launch = leasing.acquire(ask, now=self.now)[0], ProcessSpec(["sleep", "100000"])
-        act = partial(processes.start_process, launch=launch, now=self.now)
-        self.attempt(lambda: execution.call_with_lease(lease.pk, lambda want, at: act(want), now=self.now, actor=""))
+
+        def start() -> Process:
+            with execution.use_lease(lease.pk, now=self.now) as request:
+                return processes.start_process(request, launch, now=self.now)
+
+        self.attempt(start)
 
     @rule(which=WHICH)
     def kill_process(self, which: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from leases import execution, leasing, sweeps
 from leases.models import Lease
-from sandboxes import providers
+from sandboxes import providers, reconciliation
 from sandboxes import sweeps as below
 from sandboxes.errors import CapacityExhausted
 from sandboxes.lifecycle import CHECKPOINT_HOOKS
@@ -57,7 +57,7 @@ class Place:
         assert max(self.counts) <= CAPACITY
         assert self.names() == {found.name for found in self.listed()}
         assert Sandbox.objects.filter(pool=self.pool).exclude(state="destroyed").count() == self._used() <= CAPACITY
-        swept = below.reconcile(now=NOW + timedelta(days=3650), grace=MINUTE)  # whatever the engine's clock says
+        swept = reconciliation.reconcile(now=NOW + timedelta(days=3650), grace=MINUTE)  # whatever the engine's clock says
         assert set(swept.counts) <= {"kept"}
         assert swept.failures == []
         assert below.recount(now=NOW).failures == []

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from django.db import OperationalError, connection, connections, transaction
 
-from leases import execution, leasing, snapshots, sweeps
+from leases import conditions, execution, leasing, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import eviction, runs
@@ -193,7 +193,7 @@ def test_a_release_between_the_check_and_the_place_starts_nothing(grant, memory:
     want = execution.build_sandbox_request(lease, now=NOW)
     leasing.release(lease.pk, now=NOW)
     with pytest.raises(LeaseEnded), transaction.atomic():
-        want.fence()
+        want.guard.fence()
     assert memory.calls == []
 
 
@@ -248,7 +248,7 @@ def test_a_lease_that_ends_as_a_copy_of_it_is_saved_and_that_do_not_wait_for_eac
             if way == "its clock":
                 done.append(sweeps.expire_due_leases(now=NOW + DAY).counts)
             else:
-                done.append(len(sweeps.end_leases_by_condition("game-1", "game-over", now=NOW, agents=None)))
+                done.append(len(conditions.post_condition("game-1", "game-over", now=NOW, agents=None)))
         except OperationalError as failed:
             done.append(failed)
         connections.close_all()
@@ -339,9 +339,7 @@ def test_a_lease_ends_while_something_is_told_of_it(grant, memory: MemoryProvide
     lease: Lease = grant(expiry_conditions=["over"])
     execution.exec_command(lease.pk, true(), now=NOW)
     with (
-        beside(
-            'INSERT INTO "leases_leaseevent"', lambda: sweeps.end_leases_by_condition("game-1", "over", now=NOW, agents=None)
-        ),
+        beside('INSERT INTO "leases_leaseevent"', lambda: conditions.post_condition("game-1", "over", now=NOW, agents=None)),
         pytest.raises(LeaseEnded),
     ):
         snapshots.take_snapshot(lease.pk, now=NOW)

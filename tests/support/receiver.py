@@ -1,4 +1,4 @@
-"""A server on loopback that receives webhooks, notes them and answers as it is told; and what a receiver does with one."""
+"""Webhook receiver on loopback: records requests, responds as configured, verifies signatures."""
 
 import base64
 import hashlib
@@ -32,7 +32,7 @@ class WebhookReceiver(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _WebhookHandler)
         self.received: list[ReceivedRequest] = []
         self.status, self.headers = 204, {}
-        self.answer: Callable[[BaseHTTPRequestHandler], None] | None = None  # in the place of status and headers
+        self.answer: Callable[[BaseHTTPRequestHandler], None] | None = None  # replaces status and headers
         self.stopping = threading.Event()
 
     @property
@@ -40,7 +40,7 @@ class WebhookReceiver(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/events"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever hangs up on it does so on purpose."""
+        """Ignore errors: tests close connections on purpose."""
 
 
 class _WebhookHandler(BaseHTTPRequestHandler):
@@ -81,29 +81,29 @@ def run_receiver(tls: ssl.SSLContext | None = None) -> Iterator[WebhookReceiver]
 
 
 def never_respond(request: BaseHTTPRequestHandler) -> None:
-    """Never answers."""
+    """Send no response."""
     request.server.stopping.wait(30)  # type: ignore[attr-defined]
 
 
 def trickle_headers(request: BaseHTTPRequestHandler) -> None:
-    """Sends a header for ever, a byte at a time."""
+    """Send an endless header, one byte at a time."""
     request.wfile.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
     while not request.server.stopping.wait(0.02):  # type: ignore[attr-defined]
         request.wfile.write(b"a")
 
 
 def stream_endlessly(request: BaseHTTPRequestHandler) -> None:
-    """Answers, and never stops to."""
+    """Send a response body that does not end."""
     request.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n")
-    until = time.monotonic() + 30
-    while time.monotonic() < until and not request.server.stopping.is_set():  # type: ignore[attr-defined]
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not request.server.stopping.is_set():  # type: ignore[attr-defined]
         request.wfile.write(b"a" * 65536)
 
 
-def verify_signature(one: ReceivedRequest, secret: str) -> bool:
-    """As Standard Webhooks tells receivers to, by nothing of ours."""
+def verify_signature(request: ReceivedRequest, secret: str) -> bool:
+    """Verify a signature according to Standard Webhooks, independently of the code under test."""
     key = base64.b64decode(secret.split("_", 1)[1])
-    signed = f"{one.headers['webhook-id']}.{one.headers['webhook-timestamp']}.".encode() + one.body
+    signed = f"{request.headers['webhook-id']}.{request.headers['webhook-timestamp']}.".encode() + request.body
     digest = hmac.new(key, signed, hashlib.sha256).digest()
     expected = "v1," + base64.b64encode(digest).decode()
-    return any(hmac.compare_digest(each, expected) for each in one.headers["webhook-signature"].split(" "))
+    return any(hmac.compare_digest(signature, expected) for signature in request.headers["webhook-signature"].split(" "))

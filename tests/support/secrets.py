@@ -1,4 +1,4 @@
-"""Every text that a secret may be found as."""
+"""Encodings under which a leaked secret can appear."""
 
 import base64
 import json
@@ -9,17 +9,17 @@ from sandboxes.identity.curves import CURVES, PrivateKey
 
 
 def list_encodings(secret: bytes) -> set[str]:
-    """A secret as it is, and as something that contains it may encode it."""
+    """Return the plain secret and its encodings in base64, hexadecimal, URLs, JSON and Python literals."""
     encoded = {base64.b64encode(secret), base64.urlsafe_b64encode(secret)}
-    # Whatever stands before it, two of these are in the base64 of something that contains it.
+    # Base64 of a longer text that contains the secret depends on its offset modulo 3: cover offsets 1 and 2, too.
     encoded |= {base64.b64encode(b"\0" * pad + secret)[4:-4] for pad in (1, 2)}
     encoded |= {base64.urlsafe_b64encode(b"\0" * pad + secret)[4:-4] for pad in (1, 2)}
-    found = {secret.hex(), secret.hex().upper(), repr(secret)[2:-1], *(text.decode().rstrip("=") for text in encoded)}
+    texts = {secret.hex(), secret.hex().upper(), repr(secret)[2:-1], *(text.decode().rstrip("=") for text in encoded)}
     try:
         text = secret.decode()
     except UnicodeDecodeError:
-        return found
-    return found | {text, text[::-1], quote(text, safe=""), quote_plus(text), json.dumps(text)[1:-1], repr(text)[1:-1]}
+        return texts
+    return texts | {text, text[::-1], quote(text, safe=""), quote_plus(text), json.dumps(text)[1:-1], repr(text)[1:-1]}
 
 
 def list_key_encodings(private: PrivateKey) -> set[str]:

@@ -1,4 +1,4 @@
-"""manage.py config: every variable, its value, and where it came from."""
+"""manage.py config: print environment variables with value, source and meaning."""
 
 import json
 from argparse import ArgumentParser
@@ -11,11 +11,11 @@ from controlplane import env
 
 
 class Command(BaseCommand):
-    help = "Print every variable, its value and where it came from. Secrets are not shown."
-    requires_system_checks = []  # what is in force is wanted most when the checks fail
+    help = "Print every variable with its value and source. Secrets are masked."
+    requires_system_checks = []  # needed most when the checks fail
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--json", action="store_true", help="one JSON document")
+        parser.add_argument("--json", action="store_true", help="print one JSON document")
 
     def handle(self, *args: Any, json: bool, **options: Any) -> None:
         self.stdout.write(render_json() if json else "\n".join(render_table()))
@@ -26,14 +26,14 @@ class Command(BaseCommand):
 def build_rows() -> list[dict[str, str]]:
     return [
         {
-            "name": knob.name,
-            "value": knob.default if knob.source == "default" else knob.shown,  # a default is no secret
-            "default": knob.default,
-            "source": knob.source,
-            "accepts": knob.accepts,
-            "help": knob.help,
+            "name": variable.name,
+            "value": variable.default if variable.source == "default" else variable.shown,  # a default is not secret
+            "default": variable.default,
+            "source": variable.source,
+            "accepts": variable.accepts,
+            "help": variable.help,
         }
-        for knob in env.ENV_VARIABLES.values()
+        for variable in env.ENV_VARIABLES.values()
     ]
 
 
@@ -42,11 +42,11 @@ def render_json() -> str:
 
 
 def render_table() -> Iterator[str]:
-    """Two lines for each variable: what it is now, and what it means."""
-    heads = {"name": "VARIABLE", "value": "VALUE", "source": "SOURCE", "default": "DEFAULT"}
-    found = build_rows()
-    widths = {column: max(len(row[column]) for row in [heads, *found]) for column in heads}
-    for row in [heads, *found]:
-        yield "  ".join(row[column].ljust(widths[column]) for column in heads).rstrip()
-        if row is not heads:
+    """Two lines per variable: value, source and default, then the meaning."""
+    headings = {"name": "VARIABLE", "value": "VALUE", "source": "SOURCE", "default": "DEFAULT"}
+    rows = build_rows()
+    widths = {column: max(len(row[column]) for row in [headings, *rows]) for column in headings}
+    for row in [headings, *rows]:
+        yield "  ".join(row[column].ljust(widths[column]) for column in headings).rstrip()
+        if row is not headings:
             yield f"    {row['help']}. Takes {row['accepts']}."

@@ -1,4 +1,4 @@
-"""`manage.py demo`: start the control plane and watch agents play a real game in leased sandboxes."""
+"""manage.py demo: start the control plane and play a game of Catan with agents in leased sandboxes."""
 
 import os
 import signal
@@ -18,32 +18,32 @@ from leases import api_keys
 from sandboxes.egress import nginx
 
 MANAGE_PY = Path(__file__).resolve().parents[3] / "manage.py"
-START_TIMEOUT_SECONDS = 60.0  # seconds
+START_TIMEOUT_SECONDS = 60.0
 STOP_TIMEOUT_SECONDS = 60.0
 
 
 class StopRequested(Exception):
-    """Ctrl-C, or a request to terminate."""
+    """SIGINT or SIGTERM was received."""
 
 
 class Command(BaseCommand):
-    help = "Start the control plane and play a game of Catan: every player is an agent in a leased sandbox."
+    help = "Start the control plane and play a game of Catan. Each player is an agent in a leased sandbox."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("--port", type=int, default=8000)
         parser.add_argument("--agents", type=int, default=2, choices=[2, 3, 4])
         parser.add_argument("--points", type=int, default=7, help="victory points that win the game (a full game has 10)")
-        parser.add_argument("--seed", type=int, help="play the same game again")
-        parser.add_argument("--exit", action="store_true", help="stop everything after the game instead of staying up")
+        parser.add_argument("--seed", type=int, help="random seed, to repeat a game")
+        parser.add_argument("--exit", action="store_true", help="stop everything after the game")
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:
             from controlplane import catan
         except ImportError:
-            raise CommandError('The game is missing: pip install "leasehold[demo]" (catanatron).') from None
+            raise CommandError('The demo needs catanatron: pip install "leasehold[demo]".') from None
         self.catan = catan
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.stop)
+            signal.signal(number, self.request_stop)
         base = f"http://127.0.0.1:{options['port']}"
         up = subprocess.Popen(
             [sys.executable, str(MANAGE_PY), "up", "--port", str(options["port"]), "--leave-nothing"], start_new_session=True
@@ -52,51 +52,51 @@ class Command(BaseCommand):
             self.wait_ready(up, base)
             self.play(up, base, options)
             if not options["exit"]:
-                self.say("The server stays up. Ctrl-C stops everything and removes every sandbox.")
+                self.print_line("The server stays up. Ctrl-C stops everything and removes every sandbox.")
                 sys.exit(up.wait())
         except StopRequested:
-            self.say("Stopping ...")
+            self.print_line("Stopping ...")
         except (requests.ConnectionError, catan.ApiError) as failed:
-            raise CommandError(f"The game stopped: {failed}") from None
+            raise CommandError(f"The game was aborted: {failed}") from None
         finally:
             self.stop_control_plane(up)
 
     def play(self, up: "subprocess.Popen[bytes]", base: str, options: dict[str, Any]) -> None:
         environment = f"catan-{os.urandom(4).hex()}"
-        host = self.client(base, [], operator=True, name="demo: game host")
+        host = self.create_client(base, [], operator=True, name="demo: game host")
         seats = []
         for name, color in zip(("ada", "brook", "cleo", "dara"), self.catan.COLORS[: options["agents"]], strict=False):
             did = f"did:web:{name}.demo.invalid"
-            seat = self.catan.Seat(did, color, self.client(base, [did], operator=False, name=f"demo: {name}"))
-            began = time.monotonic()
+            seat = self.catan.Seat(did, color, self.create_client(base, [did], operator=False, name=f"demo: {name}"))
+            started = time.monotonic()
             seat.lease = seat.client.call(
                 "POST", f"/environments/{environment}/join", {"agent_did": did, "environment_type": "catan"}
             )
-            took, provider = time.monotonic() - began, seat.lease["sandbox"]["provider"]
-            self.say(f"{did} joined {environment} as {color.value}: {provider} sandbox ready in {took:.1f} s")
+            seconds, provider = time.monotonic() - started, seat.lease["sandbox"]["provider"]
+            self.print_line(f"{did} joined {environment} as {color.value}: {provider} sandbox ready in {seconds:.1f} s")
             seats.append(seat)
 
         def on_move(move: Any) -> None:
-            self.say(
+            self.print_line(
                 f"turn {sum(seat.turns for seat in seats):>3}  {move.seat.color.value:<6} {move.action:<24} "
                 f"{move.seconds:5.2f} s   {move.points}"
             )
 
         winner = self.catan.play(seats, environment, points=options["points"], seed=options["seed"], on_move=on_move)
-        self.say(f"{winner.did} wins." if winner else "Nobody wins.")
+        self.print_line(f"{winner.did} wins." if winner else "Draw.")
         ended = host.call("POST", f"/environments/{environment}/conditions", {"condition": "game.finished"})
-        self.say(f"game.finished posted: {len(ended['ended'])} leases ended; their sandboxes are being destroyed.")
-        deadline = time.monotonic() + 75  # the scheduled sweep comes every minute; the queue is usually much faster
+        self.print_line(f"game.finished posted: {len(ended['ended'])} leases ended; their sandboxes are being destroyed.")
+        deadline = time.monotonic() + 75  # longer than the interval of the `reclaim` sweep, which is normally enqueued at once
         while time.monotonic() < deadline and up.poll() is None:
             states = {seat.client.call("GET", f"/leases/{seat.lease['id']}")["status"] for seat in seats}
             if states == {"destroyed"}:
                 break
             time.sleep(0.2)
-        self.table(list(self.catan.rows(seats)))
-        self.say(f"admin     {base}/admin/     (user operator; its password was printed by the first set-up)")
-        self.say(f"API docs  {base}/api/docs")
+        self.print_table(list(self.catan.build_result_rows(seats)))
+        self.print_line(f"admin     {base}/admin/     (user operator; manage.py quickstart printed its password)")
+        self.print_line(f"API docs  {base}/api/docs")
 
-    def client(self, base: str, dids: list[str], *, operator: bool, name: str) -> Any:
+    def create_client(self, base: str, dids: list[str], *, operator: bool, name: str) -> Any:
         _, key = api_keys.issue_key(dids, operator=operator, name=name, now=timezone.now())
         return self.catan.Client(base, key)
 
@@ -104,20 +104,18 @@ class Command(BaseCommand):
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             if up.poll() is not None:
-                raise CommandError("The control plane did not start; what it said is above.")
+                raise CommandError("The control plane did not start; see the output above.")
             try:
                 if requests.get(f"{base}/healthz", timeout=2).status_code == 200 and nginx.is_open():
                     return
             except requests.RequestException:
                 pass
             time.sleep(0.1)
-        raise CommandError(
-            f"The control plane, or the way out of its sandboxes, was not there within {START_TIMEOUT_SECONDS:.0f} seconds."
-        )
+        raise CommandError(f"The control plane and its egress proxy were not ready within {START_TIMEOUT_SECONDS:.0f} seconds.")
 
     def stop_control_plane(self, up: "subprocess.Popen[bytes]") -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # once is enough: what follows has its own deadline
+            signal.signal(number, signal.SIG_IGN)  # the shutdown below has its own deadline
         if up.poll() is None:
             up.terminate()
         try:
@@ -126,16 +124,16 @@ class Command(BaseCommand):
             os.killpg(up.pid, signal.SIGKILL)
             raise CommandError("The control plane did not stop in time and was killed.") from None
 
-    def table(self, rows: list[tuple[str, ...]]) -> None:
+    def print_table(self, rows: list[tuple[str, ...]]) -> None:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        self.say("")
+        self.print_line("")
         for row in rows:
-            self.say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        self.say("")
+            self.print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        self.print_line("")
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self.stdout.write(line)
         self.stdout.flush()
 
-    def stop(self, number: int, frame: FrameType | None) -> None:
+    def request_stop(self, number: int, frame: FrameType | None) -> None:
         raise StopRequested

@@ -1,4 +1,4 @@
-"""manage.py quickstart: what a migrated database still lacks before somebody can log in."""
+"""manage.py quickstart: create the first superuser."""
 
 import secrets
 from typing import Any
@@ -14,15 +14,15 @@ SUPERUSER_NAME = "operator"
 
 
 class Command(BaseCommand):
-    help = "Make the first superuser, with a password that is shown once; nothing, if there is one. Safe to repeat."
+    help = "Create the first superuser and print its password once. Does nothing if a superuser exists."
 
     def handle(self, *args: Any, **options: Any) -> None:
         with report_errors(options["verbosity"]):
             if health.find_unapplied_migrations():
                 raise CommandError("Migrations are not applied: run manage.py migrate first.")
             users = get_user_model()._default_manager
-            if there := users.filter(is_superuser=True, is_active=True).order_by("pk").first():
-                self.stdout.write(f'"{there}" is superuser; manage.py changepassword {there} renews the password.')
+            if superuser := users.filter(is_superuser=True, is_active=True).order_by("pk").first():
+                self.stdout.write(f'"{superuser}" is superuser; manage.py changepassword {superuser} sets a new password.')
                 return
             password = secrets.token_urlsafe(12)
             try:
@@ -30,9 +30,7 @@ class Command(BaseCommand):
                     users.create_superuser(SUPERUSER_NAME, password=password)
             except IntegrityError:
                 raise CommandError(
-                    f'The user "{SUPERUSER_NAME}" is no superuser. manage.py createsuperuser makes one.'
+                    f'The user "{SUPERUSER_NAME}" exists but is no superuser. Run manage.py createsuperuser.'
                 ) from None
         self.stdout.write(f'Log in to /admin/ as "{SUPERUSER_NAME}" with the password {password}')
-        self.stdout.write(
-            f"It is stored as a hash and not shown again; manage.py changepassword {SUPERUSER_NAME} sets your own."
-        )
+        self.stdout.write(f"It is stored as a hash and not shown again; manage.py changepassword {SUPERUSER_NAME} changes it.")

@@ -1,4 +1,4 @@
-"""manage.py sweep: every sweep, once or over and over, beside the scheduler or instead of it."""
+"""manage.py sweep: run sweeps once or in a loop, in addition to the scheduler or instead of it."""
 
 import signal
 import time
@@ -20,7 +20,7 @@ from leases import budget_enforcement, turns
 from leases import sweeps as leases
 from leases.management.base import first_line, parse_duration, report_errors
 from leases.models import Lease
-from sandboxes import runs
+from sandboxes import reconciliation, runs
 from sandboxes import sweeps as sandboxes
 from sandboxes.egress import access_log, authorization, model_pricing
 from sandboxes.models import ModelRate, Pool, Sandbox
@@ -29,8 +29,8 @@ from sandboxes.state import data_sync, pruning
 from sandboxes.usage import readings
 from sandboxes.webhooks import delivery, outbox
 
-TICK_SECONDS = 0.2  # seconds until a signal is noticed
-MAX_LISTED = 200  # of what each sweep would do
+TICK_SECONDS = 0.2  # interval between checks for a signal
+MAX_LISTED = 200  # rows that --dry-run lists per query
 
 
 @dataclass(frozen=True)
@@ -44,45 +44,45 @@ def _iter_unreferenced_keys(now: datetime) -> Iterable[ListedKey]:
 
 
 def _iter_orphans(now: datetime) -> Iterable[ProviderSandbox]:
-    for one, name in sandboxes.iter_pool_providers():
-        yield from sandboxes.find_orphans(one, name, now=now, grace=settings.ORPHAN_GRACE)
+    for item, name in reconciliation.iter_pool_providers():
+        yield from reconciliation.find_orphans(item, name, now=now, grace=settings.ORPHAN_GRACE)
 
 
-# What each sweep would do, from the same queries.
+# For --dry-run: the queries that each sweep works on, by the action it would take.
 DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "expire": {"end lease": lambda now: leases.find_elapsed_leases(now=now)[:MAX_LISTED]},
     "stalled": {
         "close run": lambda now: runs.find_overdue(now=now)[:MAX_LISTED],
-        "give up sandbox": lambda now: sandboxes.find_overdue_starts(now=now)[:MAX_LISTED],
-        "finish putting to sleep": lambda now: sandboxes.find_overdue_evictions(now=now)[:MAX_LISTED],
+        "destroy overdue sandbox": lambda now: sandboxes.find_overdue_starts(now=now)[:MAX_LISTED],
+        "finish eviction of sandbox": lambda now: sandboxes.find_overdue_evictions(now=now)[:MAX_LISTED],
         "skip turn": lambda now: turns.find_overdue_turns(now=now)[:MAX_LISTED],
         "close model call": lambda now: authorization.find_overdue(now=now)[:MAX_LISTED],
-        "forget answer": lambda now: leases.find_expired_idempotent_requests(now=now)[:MAX_LISTED],
+        "delete idempotent response": lambda now: leases.find_expired_idempotent_requests(now=now)[:MAX_LISTED],
     },
     "persist": {"store data of sandbox": lambda now: data_sync.find_unsaved()[:MAX_LISTED]},
     "reclaim": {
         "destroy sandbox": lambda now: sandboxes.find_due_for_destroy(now=now)[:MAX_LISTED],
         "close lease": lambda now: leases.find_leases_to_close()[:MAX_LISTED],
     },
-    "idle": {"put to sleep": lambda now: sandboxes.find_idle(now=now)[:MAX_LISTED]},
+    "idle": {"put sandbox to sleep": lambda now: sandboxes.find_idle(now=now)[:MAX_LISTED]},
     "cold": {
-        "drop": lambda now: sandboxes.find_expired_cold(now=now)[:MAX_LISTED],
-        "remove local copy": lambda now: sandboxes.find_leftover_local_copies()[:MAX_LISTED],
-        "remove stored copy": lambda now: leases.find_expired_snapshots(now=now)[:MAX_LISTED],
+        "destroy cold sandbox": lambda now: sandboxes.find_expired_cold(now=now)[:MAX_LISTED],
+        "delete local copy": lambda now: sandboxes.find_leftover_local_copies()[:MAX_LISTED],
+        "delete snapshot": lambda now: leases.find_expired_snapshots(now=now)[:MAX_LISTED],
     },
     "warm": {
-        "give up": lambda now: Sandbox.objects.filter(pk__in=sandboxes.find_surplus()),
-        "warm up in pool": lambda now: sandboxes.find_pools_below_target(now=now),
+        "destroy surplus sandbox": lambda now: Sandbox.objects.filter(pk__in=sandboxes.find_surplus()),
+        "start sandbox in pool": lambda now: sandboxes.find_pools_below_target(now=now),
     },
-    "reconcile": {"destroy": _iter_orphans, "end lease as lost": lambda now: leases.find_lost_leases()},
-    "recount": {"count pool": lambda now: Pool.objects.order_by("pk")},
-    "measure": {"measure": lambda now: sandboxes.find_unmeasured()[:MAX_LISTED]},
-    "weigh": {"weigh data": lambda now: pruning.find_mounted().order_by("pk")[:MAX_LISTED]},
+    "reconcile": {"destroy orphan": _iter_orphans, "end lease as lost": lambda now: leases.find_lost_leases()},
+    "recount": {"recount pool": lambda now: Pool.objects.order_by("pk")},
+    "measure": {"measure workspace of sandbox": lambda now: sandboxes.find_unmeasured()[:MAX_LISTED]},
+    "weigh": {"measure data": lambda now: pruning.find_mounted().order_by("pk")[:MAX_LISTED]},
     "read": {"read sandbox": lambda now: readings.find_readable()[:MAX_LISTED]},
     "prune": {
-        "remove outdated": lambda now: data_sync.find_outdated_objects()[:MAX_LISTED],
-        "remove": _iter_unreferenced_keys,
-        "remove event": lambda now: outbox.find_old_events(now=now)[:MAX_LISTED],
+        "delete outdated object": lambda now: data_sync.find_outdated_objects()[:MAX_LISTED],
+        "delete unreferenced object": _iter_unreferenced_keys,
+        "delete event": lambda now: outbox.find_old_events(now=now)[:MAX_LISTED],
     },
     "collect": {
         "close model call": lambda now: access_log.find_abandoned(now=now)[:MAX_LISTED],
@@ -95,44 +95,44 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "price day": lambda now: Unpriced.objects.order_by("pk")[:MAX_LISTED],
     },
     "budgets": {
-        "settle budget": lambda now: Budget.objects.filter(active=True)[:MAX_LISTED],
+        "total budget": lambda now: Budget.objects.filter(active=True)[:MAX_LISTED],
         "end lease": lambda now: Lease.objects.filter(
             pk__in=[*budget_enforcement.find_leases_over_budget(now=now)][:MAX_LISTED]
         ),
     },
-    "webhooks": {"try delivery": lambda now: delivery.find_deliverable(now=now)[:MAX_LISTED]},
+    "webhooks": {"attempt delivery": lambda now: delivery.find_deliverable(now=now)[:MAX_LISTED]},
 }
 
 
 class Command(BaseCommand):
-    help = f"Run the sweeps ({', '.join(schedules.SWEEPS)}) once, in this order. Exit code 1 if something failed."
+    help = f"Run the sweeps ({', '.join(schedules.SWEEP_NAMES)}) once, in this order. Exit code 1 if something failed."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("names", nargs="*", metavar="NAME", help=f"only these of {', '.join(schedules.SWEEPS)}")
-        parser.add_argument("--loop", action="store_true", help="again and again, until SIGTERM or Ctrl-C")
+        parser.add_argument("names", nargs="*", metavar="NAME", help=f"only these of {', '.join(schedules.SWEEP_NAMES)}")
+        parser.add_argument("--loop", action="store_true", help="repeat until SIGTERM or Ctrl-C")
         parser.add_argument("--every", default="5s", help='pause between two rounds of --loop: "5s", "1m"')
-        parser.add_argument("--dry-run", action="store_true", help="list what each would do, and change nothing")
+        parser.add_argument("--dry-run", action="store_true", help="list what each sweep would do, without changes")
 
     def handle(self, *args: Any, names: list[str], every: str, **options: Any) -> None:
-        if wrong := set(names) - set(schedules.SWEEPS):
-            raise CommandError(f"There is no sweep {', '.join(sorted(wrong))}. Known: {', '.join(schedules.SWEEPS)}.")
+        if unknown := set(names) - set(schedules.SWEEP_NAMES):
+            raise CommandError(f"Unknown sweep: {', '.join(sorted(unknown))}. Known: {', '.join(schedules.SWEEP_NAMES)}.")
         pause = parse_duration("--every", every).total_seconds()
-        chosen = [name for name in schedules.SWEEPS if name in names or not names]
+        selected = [name for name in schedules.SWEEP_NAMES if name in names or not names]
         with report_errors(options["verbosity"]):
             if options["dry_run"]:
-                self._tell(chosen)
+                self._dry_run(selected)
             elif options["loop"]:
-                self._loop(chosen, pause)
-            elif failed := [name for name in chosen if not self._sweep(name)]:
+                self._loop(selected, pause)
+            elif failed := [name for name in selected if not self._sweep(name)]:
                 raise CommandError(f"failed: {', '.join(failed)}")
 
-    def _tell(self, names: list[str]) -> None:
+    def _dry_run(self, names: list[str]) -> None:
         now = timezone.now()
         for name in names:
             lines = [
-                f"{name}: would {act} {getattr(one, 'pk', None) or one.name}"
-                for act, due in DRY_RUN_QUERIES[name].items()
-                for one in due(now)
+                f"{name}: would {action} {getattr(item, 'pk', None) or item.name}"
+                for action, due in DRY_RUN_QUERIES[name].items()
+                for item in due(now)
             ]
             self.stdout.write("\n".join(lines) or f"{name}: nothing to do")
 
@@ -147,20 +147,20 @@ class Command(BaseCommand):
         while not self.stopping:
             for name in names:
                 self._sweep(name, quiet=True)
-            connections.close_all()  # the next round starts with one that works, whatever became of this
-            until = time.monotonic() + pause
-            while not self.stopping and time.monotonic() < until:
+            connections.close_all()  # the next round opens a new connection, in case this one is broken
+            deadline = time.monotonic() + pause
+            while not self.stopping and time.monotonic() < deadline:
                 time.sleep(TICK_SECONDS)
 
     def _sweep(self, name: str, *, quiet: bool = False) -> bool:
-        """Run one sweep and say in one line what it did. False if it failed, or a row of it."""
+        """Run one sweep and print its result on one line. Return False if the sweep or one of its rows failed."""
         try:
-            swept = schedules.run_sweep(name, now=timezone.now())
-        except Exception as failed:  # the next sweep may go well, and the next round of this one
+            result = schedules.run_sweep(name, now=timezone.now())
+        except Exception as failed:  # the other sweeps still run, and the next round retries
             self.stderr.write(f"{name}: failed: {type(failed).__name__}: {first_line(failed)}")
             return False
-        if swept.counts or swept.failures or not quiet:
-            self.stdout.write(f"{name}: {swept}")
-        for line in swept.failures:
+        if result.counts or result.failures or not quiet:
+            self.stdout.write(f"{name}: {result}")
+        for line in result.failures:
             self.stderr.write(f"{name}: failed: {line}")
-        return not swept.failures
+        return not result.failures

@@ -1,4 +1,4 @@
-"""manage.py sync_schedules: the queue's schedules are those of controlplane/schedules.py."""
+"""manage.py sync_schedules: write the schedule of controlplane/schedules.py to the queue."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from leases.management.base import report_errors
 
 
 class Command(BaseCommand):
-    help = "Make the queue's schedules equal to the table in controlplane/schedules.py. Safe to repeat."
+    help = "Make the queue's schedules equal to the table in controlplane/schedules.py. Idempotent."
 
     def handle(self, *args: Any, **options: Any) -> None:
         with report_errors(options["verbosity"]):
             counts = schedules.sync_schedules(now=timezone.now())
-            done = ", ".join(f"{times} {what}" for what, times in counts.items() if times)
-            self.stdout.write(f"schedules: {len(schedules.INTERVAL_MINUTES)} in place, {done or 'nothing to change'}")
+            changes = ", ".join(f"{count} {change}" for change, count in counts.items() if count)
+            self.stdout.write(f"schedules: {len(schedules.SCHEDULE)} in place, {changes or 'nothing to change'}")

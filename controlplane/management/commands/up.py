@@ -1,4 +1,4 @@
-"""manage.py up: the whole control plane with one command: web server, queue, and someone to mind them."""
+"""manage.py up: run and supervise the web server, the queue and the egress proxy."""
 
 import http.client
 import os
@@ -19,151 +19,155 @@ from django.utils import timezone
 
 from controlplane import health, schedules, supervisor
 from controlplane.supervisor import Child, Supervisor
-from leases import sweeps as leases
+from leases import sweeps as lease_sweeps
 from leases.management.base import first_line, parse_duration
 from sandboxes import providers
-from sandboxes import sweeps as sandboxes
+from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.egress import nginx
 from sandboxes.models import Sandbox, SandboxState, Sweep
 from sandboxes.providers.base import Provider
 
-HEARTBEAT_CHECK_SECONDS = 2.0  # seconds between two looks at the heartbeat
-CLEANUP_TIMEOUT_SECONDS = 60.0  # seconds in which --leave-nothing has to destroy everything
-CLEANUP_RETRY_SECONDS = 1.0  # seconds between its rounds
-EGRESS_TIMEOUT_SECONDS = 45.0  # seconds that "ready" waits for it
+HEARTBEAT_CHECK_SECONDS = 2.0  # interval between queries of the heartbeat
+CLEANUP_TIMEOUT_SECONDS = 60.0  # for --leave-nothing to destroy all sandboxes
+CLEANUP_RETRY_SECONDS = 1.0
+EGRESS_TIMEOUT_SECONDS = 45.0  # after this "ready" is printed without egress
 
 
 class Command(BaseCommand):
-    help = "Run the web server and the queue until Ctrl-C or SIGTERM. Sandboxes outlive it, unless --leave-nothing."
+    help = "Run web server, queue and egress proxy until Ctrl-C or SIGTERM. Sandboxes are kept unless --leave-nothing."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: %(default)s")
         parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
-        parser.add_argument("--no-worker", action="store_true", help="the queue's workers run somewhere else")
-        parser.add_argument("--leave-nothing", action="store_true", help="in the end, destroy all sandboxes")
-        parser.add_argument(
-            "--hung-after", default="3m", help="the queue is started again when its heartbeat is older than this; 3m"
-        )
+        parser.add_argument("--no-worker", action="store_true", help="do not start the queue, whose workers run elsewhere")
+        parser.add_argument("--leave-nothing", action="store_true", help="end all leases and destroy all sandboxes on exit")
+        parser.add_argument("--hung-after", default="3m", help="restart the queue if its heartbeat is older; default: 3m")
 
     def handle(
         self, *args: Any, host: str, port: int, no_worker: bool, leave_nothing: bool, hung_after: str, **options: Any
     ) -> None:
-        patience = parse_duration("--hung-after", hung_after)
+        heartbeat_timeout = parse_duration("--hung-after", hung_after)
         try:
             if health.find_unapplied_migrations():
                 raise CommandError("Migrations are not applied: run manage.py migrate.")
             provider = providers.get_provider(providers.get_default_provider_name())
             if provider.name == "memory":
-                raise CommandError("SANDBOX_PROVIDER=memory lives in one process, and this starts several.")
-            with supervisor.hold_lock_file(settings.STATE_DIR / "up.json") as (before, write):
-                self._clean_up_previous_instance(before.get("instance", ""))
+                raise CommandError("SANDBOX_PROVIDER=memory works in one process only, and manage.py up starts several.")
+            with supervisor.hold_lock_file(settings.STATE_DIR / "up.json") as (previous, write):
+                self._clean_up_previous_instance(previous.get("instance", ""))
                 require_free_port(host, port)
                 family = f"{supervisor.INSTANCE_PREFIX}{uuid.uuid4().hex}"
                 started_at = timezone.now().isoformat(timespec="seconds")
                 write({"pid": os.getpid(), "started_at": started_at, "instance": family})
-                children = self._run(family, host, port, provider, no_worker=no_worker, patience=patience)
-                self._forget(family)
+                processes = self._run(family, host, port, provider, no_worker=no_worker, heartbeat_timeout=heartbeat_timeout)
+                self._release_instance(family)
                 if leave_nothing:
-                    self._destroy_all_sandboxes(children)
-        except supervisor.AlreadyRunning as taken:
-            raise CommandError(f"Another manage.py up is running on {settings.STATE_DIR} ({taken}).") from None
+                    self._destroy_all_sandboxes(processes)
+        except supervisor.AlreadyRunning as error:
+            raise CommandError(f"Another manage.py up is running on {settings.STATE_DIR} ({error}).") from None
         except DatabaseError as error:
-            raise CommandError(f"The database does not answer: {first_line(error)}") from None
+            raise CommandError(f"The database does not respond: {first_line(error)}") from None
         except PermissionError as error:
             raise CommandError(f"LEASEHOLD_STATE_DIR cannot be used: {error}") from None
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self.stdout.write(f"up: {line}")
         self.stdout.flush()
 
     def _clean_up_previous_instance(self, instance: str) -> None:
-        """Nothing is left of the `up` that was here before, and what it was at is due now."""
+        """Kill the remaining processes of the previous `up` and make the work they claimed due at once."""
         if not instance:
             return
         try:
             killed = supervisor.kill_instance(instance)
         except TimeoutError as error:
-            raise CommandError(f"The last manage.py up left processes that cannot be killed: {error}") from None
-        forgotten = self._forget(instance)
-        if killed or forgotten:
-            self.say(f"the last start ended badly: {killed} processes killed, {forgotten} acts taken over")
+            raise CommandError(f"Processes of the previous manage.py up cannot be killed: {error}") from None
+        released = self._release_instance(instance)
+        if killed or released:
+            self.print_line(f"previous instance not stopped cleanly: {killed} processes killed, {released} claims released")
 
-    def _forget(self, instance: str) -> int:
+    def _release_instance(self, instance: str) -> int:
         try:
-            return sandboxes.release_instance(instance, now=timezone.now())
+            return sandbox_sweeps.release_instance(instance, now=timezone.now())
         except DatabaseError as error:
-            self.say(f"what {instance} was at waits for its deadlines: {first_line(error)}")
+            self.print_line(f"claims of {instance} not released, they end at their deadlines: {first_line(error)}")
             return 0
         finally:
             connections.close_all()
 
     def _run(
-        self, family: str, host: str, port: int, provider: Provider, *, no_worker: bool, patience: timedelta
+        self, family: str, host: str, port: int, provider: Provider, *, no_worker: bool, heartbeat_timeout: timedelta
     ) -> Supervisor:
-        """The way out, web server and queue, until a signal comes; none of their processes is left."""
-        env = {"SANDBOX_PROVIDER": provider.name}  # `auto` is decided once, for all processes alike
+        """Run the egress proxy, the web server and the queue until a signal arrives, then stop them."""
+        env = {"SANDBOX_PROVIDER": provider.name}  # `auto` is resolved once, so that all processes agree
         web = Child("web", build_granian_argv(host, port), settings.BASE_DIR, env)
         egress = Child("egress", [sys.executable, str(settings.BASE_DIR / "manage.py"), "egress"], settings.BASE_DIR, env)
-        queue = Child("queue", build_qcluster_argv(), settings.BASE_DIR, env, hung=HeartbeatCheck(patience))
-        children = Supervisor(family, [egress, web] if no_worker else [egress, web, queue], say=self.say, forget=self._forget)
-        children.install_signal_handlers()
-        settings.STATIC_ROOT.mkdir(parents=True, exist_ok=True)  # empty will do; without it the server warns
+        queue = Child("queue", build_qcluster_argv(), settings.BASE_DIR, env, find_problem=HeartbeatCheck(heartbeat_timeout))
+        processes = Supervisor(
+            family,
+            [egress, web] if no_worker else [egress, web, queue],
+            print_line=self.print_line,
+            release_instance=self._release_instance,
+        )
+        processes.install_signal_handlers()
+        settings.STATIC_ROOT.mkdir(parents=True, exist_ok=True)  # the server warns if it does not exist
         schedules.sync_schedules(now=timezone.now())
         if not no_worker:
             schedules.enqueue_all_sweeps()
         connections.close_all()
-        site = f"http://{bracket_ipv6(to_client_host(host))}:{port}"
-        self.say(f"admin {site}/admin/, API {site}/api/docs, provider {provider.name}")
+        url = f"http://{bracket_ipv6(to_client_host(host))}:{port}"
+        self.print_line(f"admin {url}/admin/, API {url}/api/docs, provider {provider.name}")
         if not provider.isolated:
-            self.say(f"WARNING: {provider.name.upper()} DOES NOT ISOLATE. AGENTS ACT WITH THIS USER'S RIGHTS.")
-        children.run(each_tick=ReadinessAnnouncer(web, to_client_host(host), port, self.say))
-        return children
+            self.print_line(f"WARNING: {provider.name.upper()} DOES NOT ISOLATE. AGENTS ACT WITH THIS USER'S RIGHTS.")
+        processes.run(each_tick=ReadinessAnnouncer(web, to_client_host(host), port, self.print_line))
+        return processes
 
-    def _destroy_all_sandboxes(self, children: Supervisor) -> None:
-        """Every lease has ended and every sandbox is destroyed, unless LEAVING passed, or a signal came."""
-        ended = leases.end_all_leases(now=timezone.now(), why="the control plane was shut down", actor="up")
-        there = Sandbox.objects.exclude(state=SandboxState.DESTROYED)
-        count, until = there.count(), time.monotonic() + CLEANUP_TIMEOUT_SECONDS
+    def _destroy_all_sandboxes(self, processes: Supervisor) -> None:
+        """End every lease and destroy every sandbox, until CLEANUP_TIMEOUT_SECONDS pass or a signal arrives."""
+        ended = lease_sweeps.end_all_leases(now=timezone.now(), why="the control plane was shut down", actor="up")
+        sandboxes_left = Sandbox.objects.exclude(state=SandboxState.DESTROYED)
+        count, deadline = sandboxes_left.count(), time.monotonic() + CLEANUP_TIMEOUT_SECONDS
         while True:
-            leases.reclaim(now=timezone.now())
-            hopeful = there.filter(quarantined_at__isnull=True).exists()
-            if not hopeful or children.impatient or time.monotonic() > until:
+            lease_sweeps.reclaim(now=timezone.now())
+            retryable = sandboxes_left.filter(quarantined_at__isnull=True).exists()
+            if not retryable or processes.stop_at_once or time.monotonic() > deadline:
                 break
             time.sleep(CLEANUP_RETRY_SECONDS)
-        left = there.count()
-        self.say(f"{ended} leases ended, {count - left} sandboxes destroyed, {left} left")
-        if left:
-            raise CommandError("manage.py sweep --loop destroys them once the provider answers.")
+        remaining = sandboxes_left.count()
+        self.print_line(f"{ended} leases ended, {count - remaining} sandboxes destroyed, {remaining} left")
+        if remaining:
+            raise CommandError("Sandboxes remain. manage.py sweep --loop destroys them once the provider responds.")
 
 
 class HeartbeatCheck:
-    """Says why the queue counts as hung: neither its last heartbeat nor its last start is younger than `patience`.
+    """Detects a hung queue: running longer than `heartbeat_timeout` without a heartbeat in that time.
 
-    The queue can lose its workers' lock and then look healthy and do nothing, for ever."""
+    The queue can lose the lock shared by its workers. It then looks healthy but executes nothing."""
 
-    def __init__(self, patience: timedelta) -> None:
-        self.patience = patience
+    def __init__(self, heartbeat_timeout: timedelta) -> None:
+        self.heartbeat_timeout = heartbeat_timeout
         self.next_check_at = 0.0
 
     def __call__(self, queue: Child) -> str:
-        if queue.age < self.patience.total_seconds() or time.monotonic() < self.next_check_at:
+        if queue.age < self.heartbeat_timeout.total_seconds() or time.monotonic() < self.next_check_at:
             return ""
         self.next_check_at = time.monotonic() + HEARTBEAT_CHECK_SECONDS
         try:
-            beat = Sweep.objects.filter(name="heartbeat", succeeded_at__gt=timezone.now() - self.patience).exists()
-        except DatabaseError:  # then it cannot write one either, and starting it again would not help
-            beat = True
+            is_alive = Sweep.objects.filter(name="heartbeat", succeeded_at__gt=timezone.now() - self.heartbeat_timeout).exists()
+        except DatabaseError:  # the queue cannot write a heartbeat either, and a restart would not help
+            is_alive = True
         finally:
             connections.close_all()
-        return "" if beat else f"it has given no heartbeat for {self.patience.total_seconds():g} s, so it hangs"
+        return "" if is_alive else f"no heartbeat for {self.heartbeat_timeout.total_seconds():g} s"
 
 
 class ReadinessAnnouncer:
-    """Says "ready" once for each start of the web server, when /healthz answers and sandboxes have their way out; or after
-    some time without the latter, which is said then."""
+    """Prints "ready" once per start of the web server, when /healthz responds and the egress proxy is open.
 
-    def __init__(self, web: Child, host: str, port: int, say: Callable[[str], None]) -> None:
-        self.web, self.host, self.port, self.say = web, host, port, say
+    After EGRESS_TIMEOUT_SECONDS it prints "ready" with a warning instead of waiting for the egress proxy."""
+
+    def __init__(self, web: Child, host: str, port: int, print_line: Callable[[str], None]) -> None:
+        self.web, self.host, self.port, self.print_line = web, host, port, print_line
         self.announced = ""
 
     def __call__(self) -> None:
@@ -172,7 +176,7 @@ class ReadinessAnnouncer:
         is_open = nginx.is_open()
         if is_open or self.web.age > EGRESS_TIMEOUT_SECONDS:
             self.announced = self.web.instance
-            self.say("ready" if is_open else "ready, but SANDBOXES REACH NO MODEL: their way out does not open")
+            self.print_line("ready" if is_open else "ready, but SANDBOXES REACH NO MODEL: the egress proxy is not open")
 
     def _healthy(self) -> bool:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=3)
@@ -186,12 +190,12 @@ class ReadinessAnnouncer:
 
 
 def build_granian_argv(host: str, port: int) -> list[str]:
-    """The web server. Its backpressure stays as it is: it counts connections, and idle ones would lock others out."""
+    """Command line of the web server. Backpressure keeps its default: it counts connections, idle ones included."""
     return [
         sys.executable, "-m", "granian", "controlplane.wsgi:application",
         "--interface", "wsgi", "--host", host, "--port", str(port), "--http", "1", "--no-ws",
         "--workers", str(settings.WEB_WORKERS), "--blocking-threads", str(settings.WEB_THREADS),
-        "--blocking-threads-idle-timeout", "600",  # a thread that ends takes its database connection with it
+        "--blocking-threads-idle-timeout", "600",  # a database connection ends with its thread
         "--respawn-failed-workers", "--log-level", "error",
     ]  # fmt: skip
 
@@ -201,7 +205,7 @@ def build_qcluster_argv() -> list[str]:
 
 
 def require_free_port(host: str, port: int) -> None:
-    """CommandError unless this address can be listened on. The server itself would share it with whoever has it."""
+    """Raise CommandError if the address is in use. The server itself would share the port with its current owner."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -209,11 +213,11 @@ def require_free_port(host: str, port: int) -> None:
             probe.bind(address)
             probe.listen()
     except (OSError, OverflowError) as error:
-        raise CommandError(f"Nothing can listen on {host} port {port}: {error}. Choose another with --port.") from None
+        raise CommandError(f"Cannot listen on {host} port {port}: {error}. Choose another port with --port.") from None
 
 
 def to_client_host(host: str) -> str:
-    """The address at which we ourselves reach a server that listens on this one."""
+    """Return the address at which a local client reaches a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104
 
 

@@ -1,4 +1,4 @@
-"""manage.py acquire: a lease, as an agent would get it from the API."""
+"""manage.py acquire: acquire a lease, as the HTTP API does."""
 
 import json as encoding
 import re
@@ -15,13 +15,13 @@ from leases.models import DID_DESCRIPTION, DID_PATTERN, ENVIRONMENT_ID_DESCRIPTI
 
 
 class Command(BaseCommand):
-    help = "Acquire the lease of an agent in an environment. Held already, it is the same lease, unchanged."
+    help = "Acquire the lease of an agent in an environment. A lease that is already held is printed unchanged."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("--agent", required=True, metavar="DID")
         parser.add_argument("--environment", required=True, metavar="ID")
-        parser.add_argument("--type", required=True, help="an environment type, such as catan")
-        parser.add_argument("--ttl", help='it ends when unused for this long: seconds, or "5m"')
+        parser.add_argument("--type", required=True, help="environment type, such as catan")
+        parser.add_argument("--ttl", help='the lease ends after this long without use: seconds, or "5m"')
         parser.add_argument("--json", action="store_true", help="one line of JSON: id, is_new, expires_at")
 
     def handle(self, *args: Any, agent: str, environment: str, ttl: str | None, json: bool, **options: Any) -> None:
@@ -30,12 +30,12 @@ class Command(BaseCommand):
                 raise InvalidRequest("agent", f"--agent: {agent[:80]!r} is not {DID_DESCRIPTION}.")
             if not re.fullmatch(ENVIRONMENT_ID_PATTERN, environment, re.ASCII):
                 raise InvalidRequest("environment", f"--environment: {environment[:80]!r} is not {ENVIRONMENT_ID_DESCRIPTION}.")
-            lasts = parse_duration("--ttl", ttl) if ttl else None
-            ask = leasing.LeaseRequest(agent, environment, options["type"], ttl=lasts)
-            lease, is_new = leasing.acquire(ask, now=timezone.now(), actor="command line")
+            duration = parse_duration("--ttl", ttl) if ttl else None
+            request = leasing.LeaseRequest(agent, environment, options["type"], ttl=duration)
+            lease, is_new = leasing.acquire(request, now=timezone.now(), actor="command line")
             until = lease.expires_at.isoformat(timespec="seconds")
             if json:
                 self.stdout.write(encoding.dumps({"id": str(lease.pk), "is_new": is_new, "expires_at": until}))
             else:
-                what = "granted" if is_new else "held already"
-                self.stdout.write(f"{lease.pk} {what}: {lease.sandbox_id} until {until}")
+                outcome = "granted" if is_new else "already held"
+                self.stdout.write(f"{lease.pk} {outcome}: {lease.sandbox_id} until {until}")

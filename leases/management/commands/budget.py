@@ -1,4 +1,4 @@
-"""manage.py budget: what may be spent, listed, stated and taken back."""
+"""manage.py budget: list, add, change and remove budgets."""
 
 from argparse import ArgumentParser
 from datetime import timedelta
@@ -10,7 +10,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from billing import budgets
-from billing.estimate import predict_exhaustion_date
+from billing.forecast import predict_exhaustion_date
 from billing.models import Account, Budget
 from billing.models.budgets import Period, Scope, Unit
 from billing.pricing import format_decimal
@@ -19,66 +19,68 @@ from leases.models import DID_DESCRIPTION, AgentKey, EnvironmentType, validate_d
 
 
 class Command(BaseCommand):
-    help = "List, add, change or remove budgets. Each says in one line what came of it."
+    help = "List, add, change or remove budgets. Prints one line per budget."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        acts = parser.add_subparsers(dest="act", required=True)
-        acts.add_parser("list", help="one line for each budget")
-        add = acts.add_parser("add", help="state a new budget")
+        actions = parser.add_subparsers(dest="action", required=True)
+        actions.add_parser("list", help="print one line per budget")
+        add = actions.add_parser("add", help="create a budget")
         add.add_argument("amount", help="such as 12.50")
         add.add_argument("unit", choices=Unit.values)
-        add.add_argument("period", choices=Period.values, help="of the calendar in UTC")
-        whose = add.add_mutually_exclusive_group(required=True)
-        whose.add_argument("--all", action="store_true", help="for everything")
-        whose.add_argument("--agent", metavar="DID")
-        whose.add_argument("--key", metavar="PREFIX", help="of an API key, as it is shown in the console")
-        whose.add_argument("--type", metavar="NAME", help="an environment type, such as catan")
-        whose.add_argument("--account", metavar="NAME")
-        change = acts.add_parser("set", help="change a budget: one that is raised is open again at once")
+        add.add_argument("period", choices=Period.values, help="calendar period, in UTC")
+        scope = add.add_mutually_exclusive_group(required=True)
+        scope.add_argument("--all", action="store_true", help="the whole installation")
+        scope.add_argument("--agent", metavar="DID")
+        scope.add_argument("--key", metavar="PREFIX", help="prefix of an API key, as shown in the admin")
+        scope.add_argument("--type", metavar="NAME", help="environment type, such as catan")
+        scope.add_argument("--account", metavar="NAME")
+        change = actions.add_parser("set", help="change a budget; raising it takes effect at once")
         change.add_argument("id", type=int)
         change.add_argument("--amount")
-        change.add_argument("--active", choices=["yes", "no"], help="no: it is kept, and counts for nothing")
+        change.add_argument("--active", choices=["yes", "no"], help="no: disable the budget without deleting it")
         change.add_argument(
-            "--hard", action="store_const", const="hard", dest="kind", help="refuse and end leases once it is spent"
+            "--hard", action="store_const", const="hard", dest="kind", help="refuse and end leases once it is exhausted"
         )
-        for one in (add, change):
-            one.add_argument("--soft", action="store_const", const="soft", dest="kind", help="only warn")
-            one.add_argument("--warn", type=int, metavar="PERCENT", help="warn from here on; default: 80")
-            one.add_argument("--grace", help='how long what runs may go on once it is spent: "5m", or 0; default: 5m')
-        remove = acts.add_parser("remove", help="remove a budget")
+        for parser_ in (add, change):
+            parser_.add_argument("--soft", action="store_const", const="soft", dest="kind", help="only warn, never refuse")
+            parser_.add_argument("--warn", type=int, metavar="PERCENT", help="warning threshold; default: 80")
+            parser_.add_argument(
+                "--grace", help='time running work has left once the budget is exhausted: "5m", or 0; default: 5m'
+            )
+        remove = actions.add_parser("remove", help="delete a budget")
         remove.add_argument("id", type=int)
 
-    def handle(self, *args: Any, act: str, **given: Any) -> None:
-        with report_errors(given["verbosity"]):
-            if act == "list":
+    def handle(self, *args: Any, action: str, **options: Any) -> None:
+        with report_errors(options["verbosity"]):
+            if action == "list":
                 for budget in Budget.objects.all():
                     self.stdout.write(_format_budget(budget))
                 return
-            if act == "remove":
-                budget = _find_budget(given["id"])
-                said = _format_budget(budget)
+            if action == "remove":
+                budget = _find_budget(options["id"])
+                line = _format_budget(budget)
                 budget.delete()
-                self.stdout.write(f"removed: {said}")
+                self.stdout.write(f"removed: {line}")
                 return
-            budget = _find_budget(given["id"]) if act == "set" else _build_budget(**given)
-            _apply_options(budget, **given)
+            budget = _find_budget(options["id"]) if action == "set" else _build_budget(**options)
+            _apply_options(budget, **options)
             try:
                 budgets.save_budget(budget, now=timezone.now())
-            except ValidationError as wrong:
-                raise CommandError("; ".join(wrong.messages)) from None
-            self.stdout.write(f"{'changed' if act == 'set' else 'added'}: {_format_budget(budget)}")
+            except ValidationError as error:
+                raise CommandError("; ".join(error.messages)) from None
+            self.stdout.write(f"{'changed' if action == 'set' else 'added'}: {_format_budget(budget)}")
 
 
 def _find_budget(pk: int) -> Budget:
-    found = Budget.objects.filter(pk=pk).first()
-    if found is None:
-        raise CommandError(f"There is no budget {pk}.")
-    return found
+    budget = Budget.objects.filter(pk=pk).first()
+    if budget is None:
+        raise CommandError(f"No such budget: {pk}.")
+    return budget
 
 
-def _build_budget(*, unit: str, period: str, agent: str | None, key: str | None, account: str | None, **given: Any) -> Budget:
+def _build_budget(*, unit: str, period: str, agent: str | None, key: str | None, account: str | None, **options: Any) -> Budget:
     budget = Budget(scope=Scope.ALL, unit=unit, period=period)
-    if agent is not None:  # a name that is empty, an unset variable say, is no budget for everything
+    if agent is not None:  # an empty name, as from an unset shell variable, must not create a budget for everything
         try:
             validate_did(agent)
         except ValidationError:
@@ -87,21 +89,28 @@ def _build_budget(*, unit: str, period: str, agent: str | None, key: str | None,
     elif key is not None:
         row = AgentKey.objects.filter(prefix=key.removeprefix("lh_").split("_")[0]).first()
         if row is None:
-            raise CommandError(f"--key: there is no API key {key[:80]}.")
+            raise CommandError(f"--key: no such API key: {key[:80]}.")
         budget.scope, budget.subject = Scope.KEY, str(row.pk)
-    elif (name := given["type"]) is not None:
+    elif (name := options["type"]) is not None:
         if not EnvironmentType.objects.filter(name=name).exists():
-            raise CommandError(f"--type: there is no environment type {name[:80]}.")
+            raise CommandError(f"--type: no such environment type: {name[:80]}.")
         budget.scope, budget.subject = Scope.ENVIRONMENT_TYPE, name
     elif account is not None:
         if not Account.objects.filter(name=account).exists():
-            raise CommandError(f"--account: there is no account {account[:80]}.")
+            raise CommandError(f"--account: no such account: {account[:80]}.")
         budget.scope, budget.subject = Scope.ACCOUNT, account
     return budget
 
 
 def _apply_options(
-    budget: Budget, *, amount: str | None, kind: str | None, warn: int | None, grace: str | None, active: str = "", **given: Any
+    budget: Budget,
+    *,
+    amount: str | None,
+    kind: str | None,
+    warn: int | None,
+    grace: str | None,
+    active: str = "",
+    **options: Any,
 ) -> None:
     if amount is not None:
         try:
@@ -125,9 +134,9 @@ def _format_budget(budget: Budget) -> str:
     if budget.hard:
         notes.append(f"grace {budget.grace.total_seconds():g}s")
     if not budget.active:
-        notes.append("not active")
+        notes.append("disabled")
     elif spent >= budget.amount:
-        notes.append("SPENT")
+        notes.append("EXHAUSTED")
     elif day := predict_exhaustion_date(budget, now):
-        notes.append(f"runs out on {day} at this pace")
+        notes.append(f"exhausted on {day} at the current rate")
     return f"{budget.pk} {budget}: {format_decimal(spent)} spent ({', '.join(notes)})"

@@ -1,4 +1,4 @@
-"""manage.py create_key: an API key, shown once."""
+"""manage.py create_key: issue an API key."""
 
 import json as encoding
 from argparse import ArgumentParser
@@ -12,17 +12,17 @@ from leases.management.base import report_errors
 
 
 class Command(BaseCommand):
-    help = "Make an API key for agents, or for an operator, and print it. It cannot be shown again."
+    help = "Create an API key for agents or for an operator and print it. It cannot be shown again."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("--agent", action="append", default=[], metavar="DID", help="may be repeated")
-        parser.add_argument("--operator", action="store_true", help="it speaks for every agent")
-        parser.add_argument("--name", default="", help="what it is for")
+        parser.add_argument("--operator", action="store_true", help="the key can act for every agent")
+        parser.add_argument("--name", default="", help="purpose of the key")
         parser.add_argument("--json", action="store_true", help="one line of JSON: key, prefix")
 
     def handle(self, *args: Any, agent: list[str], operator: bool, json: bool, **options: Any) -> None:
         with report_errors(options["verbosity"]):
             row, key = api_keys.issue_key(agent, operator=operator, name=options["name"], now=timezone.now())
-            speaks_for = "every agent" if operator else ", ".join(row.dids)
+            agents = "every agent" if operator else ", ".join(row.dids)
             as_json = encoding.dumps({"key": key, "prefix": row.prefix})
-            self.stdout.write(as_json if json else f"{key} (for {speaks_for}; not shown again)")
+            self.stdout.write(as_json if json else f"{key} (for {agents}; not shown again)")

@@ -1,4 +1,4 @@
-"""manage.py exec: a command in a lease's sandbox, which is started or woken first."""
+"""manage.py exec: run a command in a lease's sandbox, which is started or woken first."""
 
 import sys
 from argparse import ArgumentParser
@@ -12,32 +12,32 @@ from leases import execution
 from leases.management.base import parse_duration, parse_lease_id, report_errors
 from sandboxes.runs import Command as Run
 
-EXIT_TIMED_OUT = 124  # as timeout(1) has it
+EXIT_TIMED_OUT = 124  # as timeout(1)
 
 
 class Command(BaseCommand):
-    help = "Run a command in a lease's sandbox: its output, and its exit code; 124 if it was killed after the timeout."
+    help = "Run a command in a lease's sandbox. Prints its output and exits with its code, or 124 after a timeout."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("lease", metavar="LEASE_ID")
         parser.add_argument("--timeout", help='seconds, or "5m"; default: LEASEHOLD_EXEC_TIMEOUT')
-        parser.add_argument("argv", nargs="+", help="after --, the program and its arguments; no shell")
+        parser.add_argument("argv", nargs="+", help="after --: program and arguments, run without a shell")
 
     def handle(self, *args: Any, lease: str, timeout: str | None, argv: list[str], **options: Any) -> None:
         with report_errors(options["verbosity"]):
-            longest = parse_duration("--timeout", timeout) if timeout else settings.EXEC_TIMEOUT
-            if longest > settings.EXEC_TIMEOUT_MOST:
+            duration = parse_duration("--timeout", timeout) if timeout else settings.EXEC_TIMEOUT
+            if duration > settings.EXEC_TIMEOUT_MOST:
                 raise CommandError(f"--timeout: at most {settings.EXEC_TIMEOUT_MOST.total_seconds():g} seconds.")
-            run = Run(argv=argv, timeout=longest)
+            run = Run(argv=argv, timeout=duration)
             _, result = execution.exec_command(parse_lease_id(lease), run, now=timezone.now(), actor="command line")
-            sys.stdout.buffer.write(result.stdout)  # bytes: self.stdout would make text of them
+            sys.stdout.buffer.write(result.stdout)  # self.stdout would decode the bytes
             sys.stdout.flush()
             sys.stderr.buffer.write(result.stderr)
             sys.stderr.flush()
             if result.truncated:
-                self.stderr.write(f"exec: output after {settings.EXEC_OUTPUT_CAP} bytes was dropped")
+                self.stderr.write(f"exec: output beyond {settings.EXEC_OUTPUT_CAP} bytes was dropped")
             if result.timed_out:
-                self.stderr.write(f"exec: killed after {longest.total_seconds():g} s")
+                self.stderr.write(f"exec: killed after {duration.total_seconds():g} s")
             elif result.oom:
                 self.stderr.write("exec: out of memory")
             sys.exit(EXIT_TIMED_OUT if result.timed_out else result.exit_code)

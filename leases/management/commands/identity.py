@@ -1,4 +1,4 @@
-"""manage.py identity: the keys that agents sign with. A private key goes in on stdin and never comes out."""
+"""manage.py identity: signing keys of agents. Private keys are read from stdin and never printed."""
 
 import json
 import sys
@@ -13,38 +13,44 @@ from django.utils import timezone
 from leases.errors import InvalidRequest
 from leases.management.base import report_errors
 from leases.models import DID_DESCRIPTION, Agent, validate_did
-from sandboxes.admin.formatting import pluralize
+from sandboxes.formatting import pluralize
 from sandboxes.identity import curves, signing
 from sandboxes.identity.curves import PrivateKey
 from sandboxes.models import SigningKey
 from sandboxes.webhooks import subscriptions
 
 ACTOR = "command line"
-MAX_PRIVATE_KEY_CHARS = 1000  # characters of stdin: no private key is longer
+MAX_PRIVATE_KEY_CHARS = 1000  # limit of what is read from stdin; every supported format is shorter
 
 
 class Command(BaseCommand):
-    help = "The keys that agents sign with: each has one at most. Private keys are stored encrypted and never shown."
+    help = "Manage the signing keys of agents. An agent has at most one active key. Private keys are stored encrypted."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        acts = parser.add_subparsers(dest="act", required=True, metavar="ACT")
-        acts.add_parser("list", help="every key, the newest first")
-        create = acts.add_parser("create", help="the agent's first key, or its next one after a revoked one")
-        bring = acts.add_parser("import", help="the same with a private key from stdin: 64 hexadecimal digits, or multibase")
-        rotate = acts.add_parser("rotate", help="another key from now on; nothing is signed with the old one any more")
-        rotate.add_argument("--import", action="store_true", dest="given", help="a private key from stdin, not a new one")
-        revoke = acts.add_parser("revoke", help="no key: nothing is signed for the agent until it has another one")
-        show = acts.add_parser("show", help="its did:key, and what its DID document has to say of it")
-        for each in (create, bring, rotate, revoke, show):
-            each.add_argument("agent", metavar="AGENT")
-        for each in (create, bring, rotate):
-            default = "that of the old one" if each is rotate else "ES256K, or what the imported text says"
-            each.add_argument("--algorithm", choices=list(curves.CURVES), default="", help=f"default: {default}")
-        acts.add_parser("reencrypt", help="encrypt every stored secret under the first of LEASEHOLD_IDENTITY_KEYS")
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+        actions.add_parser("list", help="list all keys, newest first")
+        create = actions.add_parser("create", help="create a key for an agent without an active one")
+        import_ = actions.add_parser(
+            "import", help="like create, with a private key from stdin: 64 hexadecimal digits, or multibase"
+        )
+        rotate = actions.add_parser("rotate", help="replace the active key; the old one is retired")
+        rotate.add_argument(
+            "--import", action="store_true", dest="imported", help="read the private key from stdin instead of generating it"
+        )
+        revoke = actions.add_parser(
+            "revoke", help="revoke the active key; nothing is signed for the agent until a new key is created"
+        )
+        show = actions.add_parser("show", help="print the did:key and the verification method for the DID document")
+        for subparser in (create, import_, rotate, revoke, show):
+            subparser.add_argument("agent", metavar="AGENT")
+        for subparser in (create, import_, rotate):
+            default = "algorithm of the old key" if subparser is rotate else "ES256K, or the algorithm of the imported key"
+            subparser.add_argument("--algorithm", choices=list(curves.CURVES), default="", help=f"default: {default}")
+        actions.add_parser("reencrypt", help="encrypt every stored secret under the first of LEASEHOLD_IDENTITY_KEYS")
 
-    def handle(self, *args: Any, act: str, verbosity: int, **given: Any) -> None:
+    def handle(self, *args: Any, action: str, verbosity: int, **options: Any) -> None:
         with report_errors(verbosity):
-            getattr(self, f"_{act}")(**{name: value for name, value in given.items() if name in OPTION_NAMES})
+            getattr(self, f"_{action}")(**{name: value for name, value in options.items() if name in OPTION_NAMES})
 
     def _list(self) -> None:
         for key in SigningKey.objects.all():
@@ -53,23 +59,23 @@ class Command(BaseCommand):
             self.stdout.write(f"{key.agent_did} {key.did_key} {key.algorithm} {key.created_at:%Y-%m-%dT%H:%M:%SZ} {state}")
 
     def _create(self, agent: str, algorithm: str) -> None:
-        self._begin(agent, curves.generate_key(algorithm or SigningKey.Algorithm.ES256K))
+        self._create_key(agent, curves.generate_key(algorithm or SigningKey.Algorithm.ES256K))
 
     def _import(self, agent: str, algorithm: str) -> None:
-        self._begin(agent, _read_private_key(algorithm))
+        self._create_key(agent, _read_private_key(algorithm))
 
-    def _begin(self, agent: str, private: PrivateKey) -> None:
+    def _create_key(self, agent: str, private: PrivateKey) -> None:
         key = signing.create_key(_parse_did(agent), now=timezone.now(), actor=ACTOR, private=private)
         Agent.objects.get_or_create(did=agent)
-        self._said(key, "signs as")
+        self._print_key(key, "signs with")
 
-    def _rotate(self, agent: str, algorithm: str, given: bool) -> None:
-        private = _read_private_key(algorithm) if given else curves.generate_key(algorithm) if algorithm else None
-        self._said(signing.rotate_key(agent, now=timezone.now(), actor=ACTOR, private=private), "signs from now on as")
+    def _rotate(self, agent: str, algorithm: str, imported: bool) -> None:
+        private = _read_private_key(algorithm) if imported else curves.generate_key(algorithm) if algorithm else None
+        self._print_key(signing.rotate_key(agent, now=timezone.now(), actor=ACTOR, private=private), "now signs with")
 
     def _revoke(self, agent: str) -> None:
         key = signing.revoke_active_key(agent, now=timezone.now(), actor=ACTOR)
-        self.stdout.write(f"{agent} signs nothing any more: {key.did_key} is revoked")
+        self.stdout.write(f"{agent}: {key.did_key} is revoked")
 
     def _show(self, agent: str) -> None:
         key = signing.get_active_key(agent)
@@ -77,34 +83,34 @@ class Command(BaseCommand):
         self.stdout.write(json.dumps(signing.build_verification_method(key), indent=2))
 
     def _reencrypt(self) -> None:
-        done = signing.reencrypt_keys()
-        self._reencrypted(pluralize(done.changed, "private key", "private keys"), done.already)
+        keys = signing.reencrypt_keys()
+        self._print_reencrypted(pluralize(keys.changed, "private key", "private keys"), keys.already)
         webhooks = subscriptions.reencrypt_secrets(now=timezone.now())
         if webhooks.changed or webhooks.already:
-            self._reencrypted(pluralize(webhooks.changed, "webhook's secret", "webhooks' secrets"), webhooks.already)
-        if done.unopened:
-            agents = ", ".join(key.agent_did for key in done.unopened)
-            raise CommandError(f"Not one of LEASEHOLD_IDENTITY_KEYS decrypts the private key of {agents}.")
+            self._print_reencrypted(pluralize(webhooks.changed, "webhook's secret", "webhooks' secrets"), webhooks.already)
+        if keys.unopened:
+            agents = ", ".join(key.agent_did for key in keys.unopened)
+            raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the private key of {agents}.")
         if webhooks.unopened:
             urls = ", ".join(row.url for row in webhooks.unopened)
-            raise CommandError(f"Not one of LEASEHOLD_IDENTITY_KEYS decrypts the secret of {urls}.")
+            raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the secret of {urls}.")
 
-    def _reencrypted(self, changed: str, already: int) -> None:
-        self.stdout.write(f"{changed} encrypted anew, {already} were so before")
+    def _print_reencrypted(self, changed: str, already: int) -> None:
+        self.stdout.write(f"{changed} re-encrypted, {already} already current")
 
-    def _said(self, key: SigningKey, what: str) -> None:
-        self.stdout.write(f"{key.agent_did} {what} {key.did_key} ({key.algorithm}): publish what `identity show` prints")
+    def _print_key(self, key: SigningKey, what: str) -> None:
+        self.stdout.write(f"{key.agent_did} {what} {key.did_key} ({key.algorithm}): publish the output of `identity show`")
 
 
-OPTION_NAMES = {"agent", "algorithm", "given"}
+OPTION_NAMES = {"agent", "algorithm", "imported"}
 
 
 def _read_private_key(algorithm: str) -> PrivateKey:
     text = getpass("Private key: ") if sys.stdin.isatty() else sys.stdin.read(MAX_PRIVATE_KEY_CHARS)
     try:
         return curves.parse_private_key(text.strip(), algorithm)
-    except ValueError as wrong:
-        raise CommandError(str(wrong)) from None
+    except ValueError as error:
+        raise CommandError(str(error)) from None
 
 
 def _parse_did(text: str) -> str:

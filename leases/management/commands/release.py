@@ -1,4 +1,4 @@
-"""manage.py release: the end of a lease, as the agent would end it."""
+"""manage.py release: release a lease, as the HTTP API does."""
 
 from argparse import ArgumentParser
 from typing import Any
@@ -11,7 +11,7 @@ from leases.management.base import parse_lease_id, report_errors
 
 
 class Command(BaseCommand):
-    help = "Release a lease; the next sweep destroys its sandbox. One that has ended already stays as it is."
+    help = "Release a lease. The next sweep destroys its sandbox. An ended lease is left unchanged."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("lease", metavar="LEASE_ID")

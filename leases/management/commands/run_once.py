@@ -1,4 +1,4 @@
-"""manage.py run_once: a command in a sandbox of its own, from nothing to a result."""
+"""manage.py run_once: run one command in a new sandbox that is destroyed afterwards."""
 
 import re
 import signal
@@ -37,15 +37,15 @@ EXIT_CODES = {
 
 
 class Command(BaseCommand):
-    help = f"""Run one command in a sandbox of its own, which is gone afterwards: its output, and its exit code, or
+    help = f"""Run one command in a new sandbox, which is destroyed afterwards. Prints its output and exits with its code, or
 
-  {EXIT_TIMED_OUT}  it was killed after the timeout, as timeout(1) has it
-  {EXIT_OOM_KILLED}  it was killed for memory
-  {EXIT_CONTAINER_FAILED}  its sandbox could not be started, did not answer, or was lost
-  {EXIT_INTERNAL}  the control plane failed, or the workspace could not be brought back
-  {EXIT_NOT_RUN}  nothing was run: something is wrong with the request, or there is no place
+  {EXIT_TIMED_OUT}  killed after the timeout, as with timeout(1)
+  {EXIT_OOM_KILLED}  killed for exceeding its memory limit
+  {EXIT_CONTAINER_FAILED}  the sandbox could not be started, did not respond, or was lost
+  {EXIT_INTERNAL}  the control plane failed, or the workspace could not be returned
+  {EXIT_NOT_RUN}  the command was not run: invalid request, or no capacity
 
-All of these are said on stderr, too: a command may end with the same codes by itself."""
+Each of these is also reported on stderr, since a command can exit with the same codes."""
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> Any:
         parser = super().create_parser(prog_name, subcommand, **kwargs)
@@ -56,109 +56,109 @@ All of these are said on stderr, too: a command may end with the same codes by i
         parser.add_argument("--agent", required=True, metavar="DID")
         parser.add_argument(
             "--workspace", type=Path, metavar="DIR",
-            help="what /workspace has at first; what the command changed, made or removed there is done in DIR afterwards, "
-            "names of .home apart",
+            help="initial content of /workspace; changes that the command makes there, except in .home, are applied to DIR "
+            "afterwards",
         )  # fmt: skip
         parser.add_argument("--timeout", metavar="S", help='seconds, or "5m"; default: LEASEHOLD_EXEC_TIMEOUT')
-        parser.add_argument("--memory", type=int, metavar="MIB", help="default: what the pool gives")
-        parser.add_argument("--stdin", metavar="FILE", help="what the command reads; - is this command's own")
+        parser.add_argument("--memory", type=int, metavar="MIB", help="memory limit; default: limit of the pool")
+        parser.add_argument("--stdin", metavar="FILE", help="standard input of the command; - is stdin")
         parser.add_argument(
             "--type",
             default=one_shot.DEFAULT_ENVIRONMENT_TYPE,
-            help=f"the environment type; default: {one_shot.DEFAULT_ENVIRONMENT_TYPE}",
+            help=f"environment type; default: {one_shot.DEFAULT_ENVIRONMENT_TYPE}",
         )
-        parser.add_argument("--pool", default="", help="default: that of the environment type")
-        parser.add_argument("argv", nargs="+", help="after --, the program and its arguments; no shell")
+        parser.add_argument("--pool", default="", help="default: pool of the environment type")
+        parser.add_argument("argv", nargs="+", help="after --: program and arguments, run without a shell")
 
-    def handle(self, *args: Any, verbosity: int, **given: Any) -> None:
+    def handle(self, *args: Any, verbosity: int, **options: Any) -> None:
         try:
             with report_errors(verbosity), _exit_on_sigterm(), ExitStack() as stack:
-                wish = _build_one_shot_request(stack, **given)
-                result = run_once(wish, now=timezone.now(), actor="command line")
-                self._print(result, wish)
-                code = self._code(result, given["workspace"], wish)
-        except CommandError as failed:  # without a database nobody knows how far it came
+                request = _build_one_shot_request(stack, **options)
+                result = run_once(request, now=timezone.now(), actor="command line")
+                self._print(result, request)
+                code = self._compute_exit_code(result, options["workspace"], request)
+        except CommandError as failed:  # without the database the progress is unknown
             failed.returncode = EXIT_INTERNAL if isinstance(failed.__cause__, DatabaseError) else EXIT_NOT_RUN
             raise
         sys.exit(code)
 
-    def _code(self, result: OneShotResult, workspace: Path | None, wish: OneShotRequest) -> int:
-        """The exit code, once the workspace is as the command left it."""
-        missed = workspace is not None and not (result.workspace_returned and self._bring_back(workspace, wish))
-        if result.outcome == OneShotOutcome.FAILED and not missed:
-            assert result.exit_code is not None  # which is why it failed
+    def _compute_exit_code(self, result: OneShotResult, workspace: Path | None, request: OneShotRequest) -> int:
+        """Apply the returned workspace and compute the exit code."""
+        workspace_failed = workspace is not None and not (result.workspace_returned and self._apply_changes(workspace, request))
+        if result.outcome == OneShotOutcome.FAILED and not workspace_failed:
+            assert result.exit_code is not None  # a failed command has an exit code
             return result.exit_code
         return EXIT_CODES[
             OneShotOutcome.INTERNAL
-            if missed and result.outcome in (OneShotOutcome.OK, OneShotOutcome.FAILED)
+            if workspace_failed and result.outcome in (OneShotOutcome.OK, OneShotOutcome.FAILED)
             else result.outcome or OneShotOutcome.INTERNAL
         ]
 
-    def _print(self, result: OneShotResult, wish: OneShotRequest) -> None:
-        sys.stdout.buffer.write(result.stdout)  # bytes: self.stdout would make text of them
+    def _print(self, result: OneShotResult, request: OneShotRequest) -> None:
+        sys.stdout.buffer.write(result.stdout)  # self.stdout would decode the bytes
         sys.stdout.flush()
         sys.stderr.buffer.write(result.stderr)
         sys.stderr.flush()
         if result.truncated:
-            self._say(f"output after {settings.EXEC_OUTPUT_CAP} bytes was dropped")
+            self._print_error(f"output beyond {settings.EXEC_OUTPUT_CAP} bytes was dropped")
         if result.outcome == OneShotOutcome.TIMEOUT:
-            self._say(f"killed after {wish.timeout.total_seconds():g} s")
+            self._print_error(f"killed after {request.timeout.total_seconds():g} s")
         elif result.outcome == OneShotOutcome.OOM_KILLED:
-            self._say("out of memory")
+            self._print_error("out of memory")
         elif result.outcome in (OneShotOutcome.CONTAINER_FAILED, OneShotOutcome.INTERNAL):
-            self._say(f"{result.outcome}: {result.note}")
+            self._print_error(f"{result.outcome}: {result.note}")
         elif result.note:
-            self._say(result.note)
+            self._print_error(result.note)
         if not result.cleaned_up:
-            self._say("its sandbox is not confirmed gone yet; the sweeps go on until it is")
+            self._print_error("the destruction of the sandbox is not confirmed yet; the sweeps continue it")
 
-    def _bring_back(self, workspace: Path, wish: OneShotRequest) -> bool:
-        assert wish.workspace  # as _wish has it
-        assert wish.back
+    def _apply_changes(self, workspace: Path, request: OneShotRequest) -> bool:
+        assert request.workspace  # set by _build_one_shot_request
+        assert request.output
         try:
-            directories.apply_changes(workspace, wish.workspace, wish.back)
+            directories.apply_changes(workspace, request.workspace, request.output)
         except (ProviderError, StoreError, OSError) as failed:
-            self._say(f"the workspace could not be brought back: {failed}")
+            self._print_error(f"the workspace could not be returned: {failed}")
             return False
         return True
 
-    def _say(self, what: str) -> None:
-        self.stderr.write(f"run_once: {what}")
+    def _print_error(self, message: str) -> None:
+        self.stderr.write(f"run_once: {message}")
 
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """SIGTERM is an exit like any other in this block: what was begun is cleaned up before."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    """Turn SIGTERM into SystemExit within the block, so that the run is cleaned up."""
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _build_one_shot_request(
-    stack: ExitStack, *, agent: str, workspace: Path | None, stdin: str | None, **given: Any
+    stack: ExitStack, *, agent: str, workspace: Path | None, stdin: str | None, **options: Any
 ) -> OneShotRequest:
     if not re.fullmatch(DID_PATTERN, agent, re.ASCII) or len(agent) > 255:
         raise InvalidRequest("agent", f"--agent: {agent[:80]!r} is not {DID_DESCRIPTION}.")
-    wish = OneShotRequest(
-        agent, given["argv"], _parse_timeout(given["timeout"]),
-        memory_mib=given["memory"], environment_type=given["type"], pool=given["pool"],
+    request = OneShotRequest(
+        agent, options["argv"], _parse_timeout(options["timeout"]),
+        memory_mib=options["memory"], environment_type=options["type"], pool=options["pool"],
     )  # fmt: skip
     try:
         if stdin:
-            wish = replace(wish, stdin=sys.stdin.buffer.read() if stdin == "-" else Path(stdin).read_bytes())
+            request = replace(request, stdin=sys.stdin.buffer.read() if stdin == "-" else Path(stdin).read_bytes())
         if workspace:
-            wish = replace(wish, workspace=stack.enter_context(open_spool()), back=stack.enter_context(open_spool()))
-            assert wish.workspace
-            directories.pack(workspace, wish.workspace)
+            request = replace(request, workspace=stack.enter_context(open_spool()), output=stack.enter_context(open_spool()))
+            assert request.workspace
+            directories.pack(workspace, request.workspace)
     except (StoreError, OSError) as failed:
         raise CommandError(str(failed)) from failed
-    return wish
+    return request
 
 
 def _parse_timeout(text: str | None) -> timedelta:
-    longest: timedelta = parse_duration("--timeout", text) if text else settings.EXEC_TIMEOUT
-    if longest > settings.EXEC_TIMEOUT_MOST:
+    timeout: timedelta = parse_duration("--timeout", text) if text else settings.EXEC_TIMEOUT
+    if timeout > settings.EXEC_TIMEOUT_MOST:
         raise CommandError(f"--timeout: at most {settings.EXEC_TIMEOUT_MOST.total_seconds():g} seconds.")
-    return longest
+    return timeout

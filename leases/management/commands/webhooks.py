@@ -1,4 +1,4 @@
-"""manage.py webhooks: who is told what happens here. A secret is printed once, when it is made."""
+"""manage.py webhooks: manage webhook subscriptions. A secret is printed once, when it is created."""
 
 from argparse import ArgumentParser
 from typing import Any
@@ -17,40 +17,40 @@ ACTOR = "command line"
 
 
 class Command(BaseCommand):
-    help = "Webhooks: addresses that are told what happens here, by signed requests. Secrets are stored encrypted."
+    help = "Manage webhooks, which receive events as signed HTTP requests. Secrets are stored encrypted."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        acts = parser.add_subparsers(dest="act", required=True, metavar="ACT")
-        acts.add_parser("list", help="every webhook, the newest first")
-        add = acts.add_parser("add", help="print its id and, this once, the secret that signs what it is sent")
-        add.add_argument("url", metavar="URL", help="https; or http, for an address of this machine")
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+        actions.add_parser("list", help="list all webhooks, newest first")
+        add = actions.add_parser("add", help="add a webhook; prints its id and, only this time, its signing secret")
+        add.add_argument("url", metavar="URL", help="https URL; http only for a loopback address")
         add.add_argument(
             "--kind",
             action="append",
             dest="kinds",
             choices=SUBSCRIBABLE_EVENT_TYPES,
             default=[],
-            help="of events; default: all",
+            help="event type to send, repeatable; default: all",
         )
-        add.add_argument("--internal", action="store_true", help="its address need not be public")
-        add.add_argument("--description", default="", help="who listens there, and for what")
+        add.add_argument("--internal", action="store_true", help="allow a private address")
+        add.add_argument("--description", default="", help="receiver and purpose")
         for name, help in (
-            ("test", "send it an event that says only that; exit code 1 if it does not arrive"),
-            ("pause", "tell it nothing until it is resumed"),
-            ("resume", "tell it again, also after it was given up"),
-            ("rotate", "print another secret; the one before signs as well for a day"),
-            ("remove", "tell it nothing any more"),
+            ("test", "send a test event; exit code 1 if it is not delivered"),
+            ("pause", "stop sending events until it is resumed"),
+            ("resume", "send events again, also after it was disabled"),
+            ("rotate", "print a new secret; the old one also signs for one more day"),
+            ("remove", "remove the webhook"),
         ):
-            acts.add_parser(name, help=help).add_argument("webhook", metavar="ID")
+            actions.add_parser(name, help=help).add_argument("webhook", metavar="ID")
 
-    def handle(self, *args: Any, act: str, verbosity: int, **given: Any) -> None:
+    def handle(self, *args: Any, action: str, verbosity: int, **options: Any) -> None:
         with report_errors(verbosity):
-            getattr(self, f"_{act}")(**{name: value for name, value in given.items() if name in OPTION_NAMES})
+            getattr(self, f"_{action}")(**{name: value for name, value in options.items() if name in OPTION_NAMES})
 
     def _list(self) -> None:
         for row in Webhook.objects.filter(NOT_REMOVED):
             kinds = ",".join(row.kinds) or "all"
-            last = f"{row.last_at:%Y-%m-%dT%H:%M:%SZ} {row.last_error or row.last_status}" if row.last_at else "never tried"
+            last = f"{row.last_at:%Y-%m-%dT%H:%M:%SZ} {row.last_error or row.last_status}" if row.last_at else "no attempts"
             self.stdout.write(f"{row.pk} {row.url} {kinds} {row.state} {last}")
 
     def _add(self, url: str, kinds: list[str], internal: bool, description: str) -> None:
@@ -58,35 +58,35 @@ class Command(BaseCommand):
             row, secret = subscriptions.add_webhook(
                 url, kinds, internal=internal, description=description, now=timezone.now(), actor=ACTOR
             )
-        except ValidationError as wrong:
-            raise CommandError(" ".join(wrong.messages)) from None
+        except ValidationError as error:
+            raise CommandError(" ".join(error.messages)) from None
         self.stdout.write(f"{row.pk}\n{secret}")
 
     def _test(self, webhook: str) -> None:
         row = _find_webhook(webhook)
-        sent = delivery.send_test_event(row, now=timezone.now(), actor=ACTOR)
-        sent.refresh_from_db()
-        self.stdout.write(f"{row.url} answered {sent.last_status}")
+        attempt = delivery.send_test_event(row, now=timezone.now(), actor=ACTOR)
+        attempt.refresh_from_db()
+        self.stdout.write(f"{row.url} answered {attempt.last_status}")
 
     def _pause(self, webhook: str) -> None:
         row = _find_webhook(webhook)
-        self.stdout.write(f"{row.url} {'is' if subscriptions.pause_webhook(row.pk, actor=ACTOR) else 'was'} paused")
+        self.stdout.write(f"{row.url} {'paused' if subscriptions.pause_webhook(row.pk, actor=ACTOR) else 'was already paused'}")
 
     def _resume(self, webhook: str) -> None:
         row = _find_webhook(webhook)
         resumed = subscriptions.resume_webhook(row.pk, now=timezone.now(), actor=ACTOR)
-        self.stdout.write(f"{row.url} {'is told again' if resumed else 'was neither paused nor given up'}")
+        self.stdout.write(f"{row.url} {'resumed' if resumed else 'was neither paused nor disabled'}")
 
     def _rotate(self, webhook: str) -> None:
         secret = subscriptions.rotate_secret(_find_webhook(webhook), now=timezone.now(), actor=ACTOR)
         if secret is None:
-            raise CommandError("Somebody else has just rotated or removed it.")
+            raise CommandError("The webhook was rotated or removed concurrently.")
         self.stdout.write(secret)
 
     def _remove(self, webhook: str) -> None:
         row = _find_webhook(webhook)
         subscriptions.remove_webhook(row.pk, now=timezone.now(), actor=ACTOR)
-        self.stdout.write(f"{row.url} is told nothing any more")
+        self.stdout.write(f"{row.url} removed")
 
 
 OPTION_NAMES = {"url", "kinds", "internal", "description", "webhook"}
@@ -96,7 +96,7 @@ def _find_webhook(text: str) -> Webhook:
     try:
         row = Webhook.objects.filter(NOT_REMOVED, pk=UUID(text)).first()
     except ValueError:
-        raise CommandError(f"{text[:80]!r} is not the id of a webhook.") from None
+        raise CommandError(f"{text[:80]!r} is not a webhook id.") from None
     if row is None:
         raise CommandError("There is no such webhook.")
     return row

@@ -1,4 +1,4 @@
-"""What health says of pools: an open circuit, drift, quarantine, lost and stalled sandboxes; never why, nor whose."""
+"""Warnings of the health report: failed starts, counter drift, quarantined, lost and stalled sandboxes."""
 
 from datetime import timedelta
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.django_db
 @pytest.fixture(autouse=True)
 def all_is_well(monkeypatch: pytest.MonkeyPatch, db: None) -> None:
     Sweep.objects.create(name="egress", every=MINUTE, succeeded_at=timezone.now())
-    monkeypatch.setattr(health.provider_probe, "answer", lambda: {"name": "memory", "isolated": True, "answers": True})
+    monkeypatch.setattr(health.provider_probe, "get_status", lambda: {"name": "memory", "isolated": True, "answers": True})
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_an_open_circuit_says_which_pool_and_until_when_but_not_why(client, pool
     with memory.fail("create", Rejected("secret registry"), times=99):
         below.warm_pools(now=timezone.now())
     until = Pool.objects.get(pk=pool.pk).warm_paused_until
-    assert warnings(client) == [f'The pool "{pool}" warms nothing until {until:%H:%M:%S} UTC: its starts failed.']
+    assert warnings(client) == [f'Pool "{pool}" starts no warm sandboxes until {until:%H:%M:%S} UTC, after failed starts.']
     shown = client.get("/healthz").json()["warming"][pool.name]
     assert (shown["target"], shown["ready"], shown["paused_until"][:19]) == (2, 0, f"{until:%Y-%m-%dT%H:%M:%S}")
 
@@ -55,31 +55,31 @@ def test_an_open_circuit_says_which_pool_and_until_when_but_not_why(client, pool
 def test_drift_is_said_until_a_recount_finds_none(client, pool, sandbox) -> None:
     Pool.objects.filter(pk=pool.pk).update(used=7)
     schedules.run_sweep("recount", now=NOW)
-    assert warnings(client) == ["Counters of pools or quotas that the last recount found wrong and set right: 1."]
+    assert warnings(client) == ["Pool or quota counters corrected by the last recount: 1."]
     schedules.run_sweep("recount", now=NOW)
     assert warnings(client) == []
 
 
 TROUBLES = {
-    "In quarantine, since destroying failed too often: 1.": {
+    "Sandboxes in quarantine after failed destroy attempts: 1.": {
         "state": "destroying", "deadline_at": NOW, "quarantined_at": NOW,
     },
-    "Stalled, since nobody takes the next step: 1.": {"state": "destroying", "deadline_at": NOW - timedelta(days=5000)},
-    "Lost by their provider while a lease held them: 1.": {"lost_at": NOW},
+    "Sandboxes stalled past their deadline: 1.": {"state": "destroying", "deadline_at": NOW - timedelta(days=5000)},
+    "Sandboxes lost by their provider while a lease held them: 1.": {"lost_at": NOW},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("said", "fields"), TROUBLES.items(), ids=["quarantined", "stalled", "lost"])
-def test_what_asks_for_an_operator_is_said(client, sandbox, said: str, fields: dict[str, object]) -> None:
+def test_sandboxes_that_need_an_operator_are_warned_about(client, sandbox, said: str, fields: dict[str, object]) -> None:
     Sandbox.objects.filter(pk=sandbox.pk).update(**fields)
     assert warnings(client) == [said]
     assert client.get("/healthz").status_code == 200
 
 
 @pytest.mark.parametrize(("minutes", "late"), [(3.9, False), (4.1, True), (None, True)])
-def test_a_way_out_that_gives_no_heartbeat_is_said(client, minutes: float | None, late: bool) -> None:
+def test_a_late_egress_heartbeat_is_warned_about(client, minutes: float | None, late: bool) -> None:
     rows = Sweep.objects.filter(name="egress")
     rows.update(succeeded_at=timezone.now() - minutes * MINUTE) if minutes else rows.delete()
-    said = "The way out gives no heartbeat, so no sandbox reaches a model: is manage.py egress running?"
+    said = "The egress proxy has no recent heartbeat, so sandboxes reach no model. Is manage.py egress running?"
     assert warnings(client) == [said] * late
     assert client.get("/healthz").json()["egress"]["late"] is late

@@ -31,7 +31,7 @@ def scrape(client, pool) -> Callable[..., float | None]:
     """scrape("sandboxes", state="cold"): one sample, of this test's pool if it has pools; None if it is not there."""
 
     def read(name: str, **labels: str) -> float | None:
-        metrics.snapshot_cache.found = None
+        metrics.snapshot_cache.snapshot = None
         found = samples(client.get("/metrics").content.decode())
         of_pool = found.get((f"leasehold_{name}", frozenset({**labels, "pool": pool.name}.items())))
         return of_pool if of_pool is not None else found.get((f"leasehold_{name}", frozenset(labels.items())))
@@ -107,7 +107,7 @@ def test_the_circuit_the_sweeps_and_the_queue(scrape, pool, memory) -> None:
     assert 3600 <= scrape("sweep_age_seconds", sweep="idle") < 3700
     assert scrape("sweep_age_seconds", sweep="cold") is None
     schedules.enqueue_all_sweeps()
-    assert scrape("queue_depth") == len(schedules.INTERVAL_MINUTES)
+    assert scrape("queue_depth") == len(schedules.SCHEDULE)
 
 
 def test_no_agent_and_no_error_is_named(client, grant, pool, memory) -> None:

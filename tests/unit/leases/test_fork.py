@@ -121,7 +121,7 @@ def test_an_ended_lease_is_forked_from_its_newest_copy(lease: Lease, ask) -> Non
 def test_an_ended_lease_of_which_nothing_is_kept_is_not_forked(lease: Lease, ask) -> None:
     leasing.release(lease.pk, now=NOW)
     lease.refresh_from_db()
-    with pytest.raises(SnapshotNotFound, match="no copy"):
+    with pytest.raises(SnapshotNotFound, match="no snapshot"):
         forking.fork(lease, ask(), now=NOW)
     assert Lease.objects.count() == 1
 

@@ -5,10 +5,10 @@ from datetime import timedelta
 import pytest
 from django.db import IntegrityError, transaction
 
-from leases import execution, leasing, sweeps
+from leases import conditions, execution, leasing, sweeps
 from leases.errors import Conflict, InvalidRequest, LeaseEnded
 from leases.models import Lease
-from sandboxes import eviction
+from sandboxes import destruction
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -129,17 +129,17 @@ def test_release_twice_gives_the_same_answer(grant) -> None:
 def test_a_condition_ends_every_lease_that_waits_for_it_and_no_other(grant) -> None:
     here, there = grant(agent="did:plc:a"), grant(agent="did:plc:b", environment="game-2")
     other = grant(agent="did:plc:c", environment_type="coding")
-    ended = sweeps.end_leases_by_condition("game-1", "game.finished", now=NOW + MINUTE, agents=None)
+    ended = conditions.post_condition("game-1", "game.finished", now=NOW + MINUTE, agents=None)
     assert [lease.pk for lease in ended] == [here.pk]
     assert {lease.pk for lease in Lease.objects.filter(status="active")} == {there.pk, other.pk}
     here.refresh_from_db()
     assert here.end_reason == "condition:game.finished"
-    assert sweeps.end_leases_by_condition("game-1", "game.finished", now=NOW + MINUTE, agents=None) == []
+    assert conditions.post_condition("game-1", "game.finished", now=NOW + MINUTE, agents=None) == []
 
 
 def test_an_agents_key_ends_only_its_own_leases_by_a_condition(grant) -> None:
     mine, theirs = grant(agent="did:plc:a"), grant(agent="did:plc:b")
-    ended = sweeps.end_leases_by_condition("game-1", "game.finished", now=NOW, agents=["did:plc:a"])
+    ended = conditions.post_condition("game-1", "game.finished", now=NOW, agents=["did:plc:a"])
     assert [lease.pk for lease in ended] == [mine.pk]
     theirs.refresh_from_db()
     assert theirs.status == "active"
@@ -183,7 +183,7 @@ def test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined(grant, me
     assert (tried, sandbox.tries, sandbox.state) == (3, 3, "destroying")
     assert sandbox.quarantined_at and "no" in sandbox.last_error
     assert Pool.objects.get(pk=lease.pool_id).used == 1  # what is not confirmed gone keeps its place
-    assert eviction.retry_destroy(sandbox.pk, now=moment)
+    assert destruction.retry_destroy(sandbox.pk, now=moment)
     assert sweeps.reclaim(now=moment).counts == {"destroyed": 1, "leases closed": 1}
     assert Pool.objects.get(pk=lease.pool_id).used == 0
 

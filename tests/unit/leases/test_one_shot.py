@@ -240,7 +240,7 @@ def test_a_rival_with_the_same_id_is_refused_and_takes_nothing_away(wish, pool, 
 
 def test_the_workspace_goes_in_and_comes_back_as_the_command_left_it(wish, pool, memory) -> None:
     back = io.BytesIO()
-    result = run_once(wish("sh", "-c", "cat a; echo new >b", workspace=packed(a="1"), back=back), now=NOW)
+    result = run_once(wish("sh", "-c", "cat a; echo new >b", workspace=packed(a="1"), output=back), now=NOW)
     assert (result.outcome, result.stdout, result.workspace_returned) == (OneShotOutcome.OK, b"1", True)
     assert unpacked(back) == {"a": "1", "b": "new\n"}
     assert_nothing_is_left(pool, memory)
@@ -248,7 +248,7 @@ def test_the_workspace_goes_in_and_comes_back_as_the_command_left_it(wish, pool,
 
 def test_a_workspace_without_a_tar_is_empty_and_its_home_does_not_come_back(wish, memory) -> None:
     back = io.BytesIO()
-    assert run_once(wish("sh", "-c", "echo x >.home/junk", back=back), now=NOW).workspace_returned
+    assert run_once(wish("sh", "-c", "echo x >.home/junk", output=back), now=NOW).workspace_returned
     assert unpacked(back) == {}
 
 
@@ -256,14 +256,14 @@ def test_a_workspace_without_a_tar_is_empty_and_its_home_does_not_come_back(wish
 def test_a_workspace_that_does_not_come_back_is_a_note_beside_the_commands_end(wish, pool, memory, why: str) -> None:
     if why == "engine down":
         memory.fail("get_files", Unavailable(why))
-    result = run_once(wish("echo", "done", workspace=packed(a="1"), back=io.BytesIO(), max_returned_bytes=1), now=NOW)
+    result = run_once(wish("echo", "done", workspace=packed(a="1"), output=io.BytesIO(), max_returned_bytes=1), now=NOW)
     assert (result.outcome, result.stdout, result.workspace_returned, result.cleaned_up) == (
         OneShotOutcome.OK,
         b"done\n",
         False,
         True,
     )
-    assert result.note.startswith("The workspace could not be brought back: ")
+    assert result.note.startswith("The workspace could not be returned: ")
     assert_nothing_is_left(pool, memory)
 
 
@@ -317,10 +317,10 @@ STEPS = [
 @pytest.mark.parametrize("step", STEPS)
 def test_dying_at_any_step_leaves_nothing_after_the_sweeps(step: str, wish, pool, memory, at_checkpoint) -> None:
     at_checkpoint(step, die)
-    asked = wish(workspace=packed(a="1"), back=io.BytesIO())
+    asked = wish(workspace=packed(a="1"), output=io.BytesIO())
     with pytest.raises(SimulatedCrash):
         run_once(asked, now=NOW)
-    sweep(NOW + asked.longest)
+    sweep(NOW + asked.max_duration)
     assert_nothing_is_left(pool, memory)
     with pytest.raises(Conflict):
         run_once(asked, now=LATER)
@@ -332,16 +332,16 @@ VERBS = ["create", "wait_ready", "put_files", "exec", "get_files", "destroy"]
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_dying_around_any_call_to_the_provider_leaves_nothing_after_the_sweeps(when, verb, wish, pool, memory) -> None:
-    asked = wish(workspace=packed(a="1"), back=io.BytesIO())
+    asked = wish(workspace=packed(a="1"), output=io.BytesIO())
     with getattr(memory, when)(verb, lambda ref: die()), pytest.raises(SimulatedCrash):
         run_once(asked, now=NOW)
-    sweep(NOW + asked.longest)
+    sweep(NOW + asked.max_duration)
     sweep(LATER)
     assert_nothing_is_left(pool, memory)
 
 
 def test_until_its_time_is_over_no_sweep_takes_a_run_away(wish, pool, memory) -> None:
-    asked = wish("echo", "kept", workspace=packed(a="1"), back=io.BytesIO())
+    asked = wish("echo", "kept", workspace=packed(a="1"), output=io.BytesIO())
     memory.before("exec", lambda ref: sweep(NOW + asked.timeout + asked.copy_timeout))
     result = run_once(asked, now=NOW)
     assert (result.outcome, result.stdout) == (OneShotOutcome.OK, b"kept\n")
@@ -352,7 +352,7 @@ def test_how_the_run_of_a_dead_process_ended_is_internal(wish, memory, at_checkp
     asked = wish()
     with pytest.raises(SimulatedCrash):
         run_once(asked, now=NOW)
-    sweep(NOW + asked.longest)
+    sweep(NOW + asked.max_duration)
     result = one_shot.load_result(Lease.objects.get())
     assert (result.outcome, result.exit_code, result.cleaned_up) == (OneShotOutcome.INTERNAL, None, True)
 

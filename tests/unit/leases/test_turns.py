@@ -54,7 +54,7 @@ def test_a_repeated_number_returns_the_stored_result_and_runs_nothing(lease: Lea
     [
         (["false"], "code 1"),
         (["no-such-program"], "code 127"),
-        (["sleep", "600"], "longer than 60 seconds"),
+        (["sleep", "600"], "exceeded its timeout of 60 seconds"),
         (["oom"], "out of memory"),
         (["echo", "I would like to roll"], "no JSON: I would like"),
         (["echo", "[1, 2]"], "list, not a JSON object"),

@@ -110,7 +110,7 @@ def test_a_value_that_is_shorter_than_it_was_is_no_value(store: FilesystemStore)
             return len(content)
 
     store.set("k", bytes(3 * MIB))
-    with pytest.raises(StoreError, match=r"ends \d+ bytes too early"):
+    with pytest.raises(StoreError, match=r"ended \d+ bytes early"):
         store.download("k", Cutting())
 
 
@@ -192,7 +192,7 @@ def test_a_page_reads_only_what_its_prefix_and_its_cursor_leave(
     assert [entry.key for entry in page.entries] == ["a/1/x"]
     assert read == [".", "a", "a/1", "a/2"]  # one further: is there more?
     read.clear()
-    assert [entry.key for entry in store.page(following="a/2/y").entries] == ["a/3/x", "b/1"]
+    assert [entry.key for entry in store.page(cursor="a/2/y").entries] == ["a/3/x", "b/1"]
     assert "a/1" not in read
 
 
@@ -217,14 +217,14 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(keys=st.lists(KEYS, max_size=8, unique=True), prefix=st.just("") | KEYS, following=st.just("") | KEYS)
+@given(keys=st.lists(KEYS, max_size=8, unique=True), prefix=st.just("") | KEYS, cursor=st.just("") | KEYS)
 def test_a_listing_is_every_key_with_the_prefix_after_the_cursor_in_order(
-    store: FilesystemStore, no_fsync: None, keys: list[str], prefix: str, following: str
+    store: FilesystemStore, no_fsync: None, keys: list[str], prefix: str, cursor: str
 ) -> None:
     store.clear()
     for key in keys:
         store.set(key, key.encode())
-    expected = sorted(key for key in keys if key.startswith(prefix) and key > following)
-    assert [entry.key for entry in store.page(prefix, following=following).entries] == expected
+    expected = sorted(key for key in keys if key.startswith(prefix) and key > cursor)
+    assert [entry.key for entry in store.page(prefix, cursor=cursor).entries] == expected
     assert [store.get(key) for key in keys] == [key.encode() for key in keys]
     assert store.size() == len(keys)

@@ -69,9 +69,9 @@ class Staged(KeyValueStore):
         self._step("has")
         return self.inner.has(key)
 
-    def page(self, prefix: str = "", *, following: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
+    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
         self._step("page")
-        return self.inner.page(prefix, following=following, limit=limit)
+        return self.inner.page(prefix, cursor=cursor, limit=limit)
 
     def upload(self, key: str, source: BinaryIO) -> None:
         self._step("upload")
@@ -452,7 +452,7 @@ def test_a_replay_that_is_overtaken_for_ever_gives_up(store: KeyValueStore, now:
     filled(store, now)
     staged = Staged(store)
     staged.before = lambda call: journal(store).compact() and None if staged.calls[-1] == "get" else None
-    with pytest.raises(StoreError, match="again and again"):
+    with pytest.raises(StoreError, match="kept replacing"):
         Journal(staged, "j").replay()
 
 

@@ -73,13 +73,13 @@ def say(events: EventStore, count: int, *, at: datetime = NOW) -> list[str]:
 
 
 def numbers(events: EventStore, **options: Any) -> list[int]:
-    return [event.said["n"] for event in events.page(**options)[0]]
+    return [event.document["n"] for event in events.page(**options)[0]]
 
 
 def test_an_event_is_kept_as_it_was_said(of: LeaseStores, again, now: datetime) -> None:
     said = {"role": "user", "content": ["ä", None, 1.5, {"a": [True, "\0"]}], "more": {}}
     event = of.chat.append(said, now=now, actor="key abc")
-    assert (event.said, event.at, event.actor) == (said, now, "key abc")
+    assert (event.document, event.at, event.actor) == (said, now, "key abc")
     assert again().chat.read(event.id) == event
     assert again().chat.page() == ([event], False)
 
@@ -105,9 +105,9 @@ def test_pages_follow_each_other(events: EventStore, newest_first: bool, limit: 
     seen: list[int] = []
     behind, more = None, True
     while more:
-        page, more = events.page(behind=behind, newest_first=newest_first, limit=limit)
+        page, more = events.page(after=behind, newest_first=newest_first, limit=limit)
         assert 1 <= len(page) <= limit
-        seen += [event.said["n"] for event in page]
+        seen += [event.document["n"] for event in page]
         behind = page[-1].stamp
     assert seen == ([3, 2, 1, 0] if newest_first else [0, 1, 2, 3])
 
@@ -115,9 +115,9 @@ def test_pages_follow_each_other(events: EventStore, newest_first: bool, limit: 
 def test_what_comes_later_is_behind_the_last_event_one_saw(events: EventStore) -> None:
     say(events, 2)
     last = events.page(newest_first=False)[0][-1].stamp
-    assert events.page(behind=last, newest_first=False) == ([], False)
+    assert events.page(after=last, newest_first=False) == ([], False)
     say(events, 1, at=NOW + HOUR)
-    assert numbers(events, behind=last, newest_first=False) == [0]
+    assert numbers(events, after=last, newest_first=False) == [0]
 
 
 def test_events_of_one_moment_stay_in_order(events: EventStore, now: datetime) -> None:
@@ -134,7 +134,7 @@ def test_what_is_no_id_finds_no_event(events: EventStore, event_id: str) -> None
 
 def test_an_event_that_is_too_large_is_refused(events: EventStore, now: datetime) -> None:
     events.append({"n": "x" * (100 - len('{"n":""}'))}, now=now)
-    with pytest.raises(StoreRefused, match="this event has 101 bytes and may have 100"):
+    with pytest.raises(StoreRefused, match="this event has 101 bytes; the limit is 100"):
         events.append({"n": "x" * (101 - len('{"n":""}'))}, now=now)
     assert len(events.page()[0]) == 1
 
@@ -144,11 +144,11 @@ def test_pruning_by_age_count_and_size_takes_the_oldest(events: EventStore) -> N
     size = len(b'{"actor":"","said":{"n":0}}')
     assert events.prune(RetentionBounds()) == PruneResult()
     assert events.prune(RetentionBounds(since=NOW + 2 * SECOND)) == PruneResult(2, 2 * size)
-    assert events.prune(RetentionBounds(most=3)) == PruneResult(1, size)
+    assert events.prune(RetentionBounds(max_count=3)) == PruneResult(1, size)
     assert events.prune(RetentionBounds(max_total_bytes=3 * size)) == PruneResult()
     assert events.prune(RetentionBounds(max_total_bytes=3 * size - 1)) == PruneResult(1, size)
     assert numbers(events) == [5, 4]
-    assert events.prune(RetentionBounds(most=0)) == PruneResult(2, 2 * size)
+    assert events.prune(RetentionBounds(max_count=0)) == PruneResult(2, 2 * size)
     assert events.page() == ([], False)
 
 
@@ -178,7 +178,7 @@ def test_threads_say_things_at_once(again, now: datetime) -> None:
     with run_in_threads(4) as run:
         run(lambda index: [again().chat.append({"n": index}, now=now) for _ in range(10)])
     found, more = again().chat.page(limit=100)
-    assert (sorted(event.said["n"] for event in found), more) == (sorted([*range(4)] * 10), False)
+    assert (sorted(event.document["n"] for event in found), more) == (sorted([*range(4)] * 10), False)
 
 
 def test_no_key_of_events_and_artifacts_is_written_twice_in_standard_mode(now: datetime) -> None:
@@ -201,7 +201,7 @@ def test_pruning_a_journal_of_many_pieces_merges_them(now: datetime) -> None:
     store = MemoryStore()
     chat = LeaseStores(store, DID, LEASE, journaled=True).chat
     say(chat, 40)
-    assert chat.prune(RetentionBounds(most=1000)) == PruneResult()
+    assert chat.prune(RetentionBounds(max_count=1000)) == PruneResult()
     assert numbers(chat, newest_first=False) == [*range(40)]
     assert len([key for key in store.list() if "/open/" not in key]) == 1
 
@@ -265,7 +265,7 @@ def test_artifacts_are_listed_by_name(of: LeaseStores) -> None:
     seen: list[str] = []
     more = True
     while more:
-        page, more = of.artifacts.page(behind=seen[-1] if seen else "", limit=4)
+        page, more = of.artifacts.page(after=seen[-1] if seen else "", limit=4)
         seen += [artifact.name for artifact in page]
     assert seen == ["B", "a", "a-1", "a.", "a:1", "b"]
 
@@ -302,7 +302,7 @@ def test_what_is_no_media_type_is_refused(of: LeaseStores, kind: str) -> None:
 
 def test_an_artifact_that_is_too_large_is_refused(of: LeaseStores) -> None:
     put(of, "a", b"x" * 1000)
-    with pytest.raises(StoreRefused, match="this artifact has 1001 bytes and may have 1000"):
+    with pytest.raises(StoreRefused, match="this artifact has 1001 bytes; the limit is 1000"):
         put(of, "a", b"x" * 1001)
     assert content(of, "a") == b"x" * 1000
 
@@ -311,7 +311,7 @@ def test_content_that_is_not_what_was_stored_is_an_error(of: LeaseStores, store:
     put(of, "a")
     (key,) = (key for key in store.list() if "/content/" in key)
     store.set(key, b"CONTENT")
-    with pytest.raises(StoreError, match="not what was stored"):
+    with pytest.raises(StoreError, match="does not match its digest"):
         content(of, "a")
 
 
@@ -320,7 +320,7 @@ def test_pruning_artifacts_takes_the_oldest(of: LeaseStores, store: KeyValueStor
         put(of, f"a{n}", b"x" * 10, now=now + n * SECOND)
     put(of, "a0", b"y" * 10, now=now + 9 * SECOND)  # now the newest
     assert of.artifacts.prune(RetentionBounds(), now=now) == PruneResult()
-    assert of.artifacts.prune(RetentionBounds(most=4, max_total_bytes=30), now=now) == PruneResult(2, 20)
+    assert of.artifacts.prune(RetentionBounds(max_count=4, max_total_bytes=30), now=now) == PruneResult(2, 20)
     assert [artifact.name for artifact in of.artifacts.page()[0]] == ["a0", "a3", "a4"]
     assert len([key for key in store.list() if "/content/" in key]) == 3
     assert of.artifacts.prune(RetentionBounds(since=now + 4 * SECOND), now=now) == PruneResult(1, 10)
@@ -350,7 +350,7 @@ def test_a_put_may_die_at_each_step(journaled: bool, method: str, when: str, now
 def test_content_that_is_about_to_get_its_name_is_left_alone(mode: str, now: datetime) -> None:
     store = MemoryStore()
     of = LeaseStores(store, DID, LEASE, journaled=mode == "journaled")
-    with store.after("upload", lambda key: of.artifacts.prune(RetentionBounds(most=0), now=now) and None):
+    with store.after("upload", lambda key: of.artifacts.prune(RetentionBounds(max_count=0), now=now) and None):
         put(of, "a")
     assert content(of, "a") == b"content"
 
@@ -394,7 +394,7 @@ def test_an_artifact_that_is_replaced_while_all_are_listed_is_listed(mode: str, 
 def test_content_that_is_lost_is_an_error(of: LeaseStores, store: KeyValueStore) -> None:
     put(of, "a")
     store.remove_many([key for key in store.list() if "/content/" in key])
-    with pytest.raises(StoreError, match="its content is not there"):
+    with pytest.raises(StoreError, match="the content is missing"):
         content(of, "a")
 
 
@@ -429,7 +429,7 @@ def test_threads_replace_one_artifact(again, now: datetime) -> None:
 def test_a_session_is_the_last_document_that_was_put(of: LeaseStores, again, now: datetime) -> None:
     of.sessions.put("s1", {"title": "first"}, now=now)
     last = of.sessions.put("s1", {"title": "ä", "turns": 3}, now=now + SECOND, actor="key abc")
-    assert (last.said, last.at, last.actor) == ({"title": "ä", "turns": 3}, now + SECOND, "key abc")
+    assert (last.document, last.at, last.actor) == ({"title": "ä", "turns": 3}, now + SECOND, "key abc")
     assert again().sessions.read("s1") == last
     assert again().sessions.page() == ([last], False)
     assert again().sessions.read("s2") is None
@@ -440,7 +440,7 @@ def test_sessions_are_listed_by_id(of: LeaseStores, now: datetime) -> None:
         of.sessions.put(name, {}, now=now)
     first, more = of.sessions.page(limit=2)
     assert ([session.id for session in first], more) == (["a", "b"], True)
-    rest, more = of.sessions.page(behind="b", limit=2)
+    rest, more = of.sessions.page(after="b", limit=2)
     assert ([session.id for session in rest], more) == (["c"], False)
 
 
@@ -452,7 +452,7 @@ def test_a_wrong_session_id_is_refused_and_finds_nothing(of: LeaseStores, now: d
 
 
 def test_a_session_that_is_too_large_is_refused(of: LeaseStores, now: datetime) -> None:
-    with pytest.raises(StoreRefused, match="this session has 108 bytes and may have 100"):
+    with pytest.raises(StoreRefused, match="this session has 108 bytes; the limit is 100"):
         of.sessions.put("s", {"n": "x" * 100}, now=now)
 
 
@@ -460,7 +460,7 @@ def test_pruning_sessions_takes_those_not_touched_for_longest(of: LeaseStores, n
     for n, name in enumerate("abc"):
         of.sessions.put(name, {}, now=now + n * SECOND)
     of.sessions.put("a", {}, now=now + 9 * SECOND)
-    assert of.sessions.prune(RetentionBounds(most=2)) == PruneResult(1, 2)
+    assert of.sessions.prune(RetentionBounds(max_count=2)) == PruneResult(1, 2)
     assert [session.id for session in of.sessions.page()[0]] == ["a", "c"]
 
 
@@ -500,9 +500,9 @@ def test_nothing_is_left_of_leases_that_are_over_and_all_of_the_others(everywher
     everywhere.set("agents/did:plc:ada/x", b"nor this")
     before = [*everywhere.list()]
     theirs = [key for key in before if leases[0].hex in key]
-    assert lease_stores.prune_stores(now=now, over=lambda some: {leases[0]}).count == len(theirs)
+    assert lease_stores.prune_stores(now=now, find_ended=lambda some: {leases[0]}).count == len(theirs)
     assert [*everywhere.list()] == [key for key in before if key not in theirs]
-    assert lease_stores.prune_stores(now=now, over=lambda some: {leases[0]}) == PruneResult()
+    assert lease_stores.prune_stores(now=now, find_ended=lambda some: {leases[0]}) == PruneResult()
 
 
 def test_leases_are_asked_about_in_batches(everywhere: KeyValueStore, now: datetime) -> None:
@@ -514,7 +514,7 @@ def test_leases_are_asked_about_in_batches(everywhere: KeyValueStore, now: datet
         asked.append(len(some))
         return some
 
-    assert lease_stores.prune_stores(now=now, over=over).count == 250
+    assert lease_stores.prune_stores(now=now, find_ended=over).count == 250
     assert asked == [100, 100, 50]
     assert everywhere.is_empty()
 
@@ -523,11 +523,11 @@ def test_a_live_lease_is_brought_within_its_limits(everywhere: KeyValueStore, no
     of = LeaseStores(everywhere, DID, LEASE, journaled=False, limits=SMALL)
     for n in range(PRUNE_MIN_KEYS):
         of.sessions.put(f"s{n}", {}, now=now + n * SECOND)
-    assert lease_stores.prune_stores(now=now, over=lambda some: []) == PruneResult()  # few and small: not looked at
+    assert lease_stores.prune_stores(now=now, find_ended=lambda some: []) == PruneResult()  # few and small: not looked at
     assert of.prune(now=now).count == PRUNE_MIN_KEYS - 2
     say(lease_stores.open_stores(DID, LEASE).chat, PRUNE_MIN_KEYS)
     put(lease_stores.open_stores(DID, LEASE), "large", b"x" * (1 << 20))
-    assert lease_stores.prune_stores(now=now, over=lambda some: []) == PruneResult()  # looked at, and within its limits
+    assert lease_stores.prune_stores(now=now, find_ended=lambda some: []) == PruneResult()  # looked at, and within its limits
     assert len(lease_stores.open_stores(DID, LEASE).chat.page(limit=100)[0]) == PRUNE_MIN_KEYS
 
 
@@ -538,10 +538,10 @@ def test_a_lease_that_fails_does_not_hold_up_the_others(settings, monkeypatch: p
     for lease in leases:
         fill(lease)
     store.fail("remove", StoreError("memory", "remove", "away"), times=1)
-    pruned = lease_stores.prune_stores(now=now, over=lambda some: some)
+    pruned = lease_stores.prune_stores(now=now, find_ended=lambda some: some)
     assert pruned.failures == [f"{leases[0]}: memory: remove: away"]
     assert not [key for key in store.list() if leases[1].hex in key]
-    assert lease_stores.prune_stores(now=now, over=lambda some: some).failures == []
+    assert lease_stores.prune_stores(now=now, find_ended=lambda some: some).failures == []
     assert store.is_empty()
 
 
@@ -562,7 +562,7 @@ def test_appending_goes_on_while_the_rest_is_pruned(again, now: datetime) -> Non
         chat, gone = again().chat, 0
         for _ in range(30):
             if index == 0:
-                gone += chat.prune(RetentionBounds(most=10)).count
+                gone += chat.prune(RetentionBounds(max_count=10)).count
             else:
                 chat.append({"n": next(counter)}, now=now)
         return gone

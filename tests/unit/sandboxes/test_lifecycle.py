@@ -10,7 +10,7 @@ from django.db.models import Q
 
 from sandboxes import lifecycle
 from sandboxes.errors import IllegalTransition
-from sandboxes.models import Pool, Sandbox, SandboxState, Transition
+from sandboxes.models import Pool, Sandbox, SandboxState, Transition, TransitionReason
 from tests.conftest import MINUTE, NOW
 
 pytestmark = pytest.mark.django_db
@@ -22,7 +22,7 @@ def sandbox(pool: Pool) -> Sandbox:
         pool=pool, provider="memory", memory_mib=64, millicpus=100, pids=16, holder=uuid.uuid4(),
         last_used_at=NOW, created_at=NOW, deadline_at=NOW + MINUTE,
     )  # fmt: skip
-    lifecycle.insert_warming(made, now=NOW, reason="needed")
+    lifecycle.insert_warming(made, now=NOW, code=TransitionReason.REQUESTED)
     return made
 
 
@@ -36,32 +36,34 @@ def to(sandbox: Sandbox, *states: SandboxState) -> Sandbox:
             if state == SandboxState.RUNNING
             else {}
         )
-        assert lifecycle.advance(sandbox.pk, was, state, now=NOW, reason="test", **extra)
+        assert lifecycle.advance(sandbox.pk, was, state, now=NOW, code=lifecycle.EDGES[was, state][0], **extra)
     sandbox.refresh_from_db()
     return sandbox
 
 
 def test_a_move_writes_state_and_transition_together(sandbox: Sandbox) -> None:
     assert lifecycle.advance(
-        sandbox.pk, SandboxState.WARMING, SandboxState.WARM, now=NOW + MINUTE, reason="ready", actor="test"
+        sandbox.pk, SandboxState.WARMING, SandboxState.WARM, now=NOW + MINUTE, code=TransitionReason.READY, actor="test"
     )
     sandbox.refresh_from_db()
     assert (sandbox.state, sandbox.state_since) == ("warm", NOW + MINUTE)
     last = sandbox.transitions.first()
-    assert last and (last.was, last.to, last.at, last.holder, last.reason, last.actor) == (
-        "warming", "warm", NOW + MINUTE, sandbox.holder, "ready", "test",
+    assert last and (last.was, last.to, last.at, last.holder, last.code, last.reason, last.actor) == (
+        "warming", "warm", NOW + MINUTE, sandbox.holder, "ready", "ready", "test",
     )  # fmt: skip
 
 
 def test_the_second_of_two_movers_is_told_it_was_second(sandbox: Sandbox) -> None:
-    assert lifecycle.advance(sandbox.pk, SandboxState.WARMING, SandboxState.WARM, now=NOW, reason="first")
-    assert not lifecycle.advance(sandbox.pk, SandboxState.WARMING, SandboxState.WARM, now=NOW, reason="second")
+    assert lifecycle.advance(sandbox.pk, SandboxState.WARMING, SandboxState.WARM, now=NOW, code=TransitionReason.READY)
+    assert not lifecycle.advance(sandbox.pk, SandboxState.WARMING, SandboxState.WARM, now=NOW, code=TransitionReason.READY)
     assert sandbox.transitions.count() == 2
 
 
 def test_a_guard_that_does_not_hold_moves_nothing(sandbox: Sandbox) -> None:
     stranger = Q(holder=uuid.uuid4())
-    assert not lifecycle.advance(sandbox.pk, SandboxState.WARMING, SandboxState.WARM, now=NOW, reason="no", guard=stranger)
+    assert not lifecycle.advance(
+        sandbox.pk, SandboxState.WARMING, SandboxState.WARM, now=NOW, code=TransitionReason.READY, guard=stranger
+    )
     sandbox.refresh_from_db()
     assert sandbox.state == "warming"
 
@@ -73,7 +75,19 @@ def test_a_guard_that_does_not_hold_moves_nothing(sandbox: Sandbox) -> None:
 )
 def test_what_is_not_an_edge_is_refused(was: SandboxState, to: SandboxState) -> None:
     with pytest.raises(IllegalTransition):
-        lifecycle.advance(uuid.uuid4(), was, to, now=NOW, reason="no")
+        lifecycle.advance(uuid.uuid4(), was, to, now=NOW, code=TransitionReason.OPERATOR)
+
+
+@pytest.mark.parametrize(("was", "to"), lifecycle.EDGES, ids=str)
+def test_a_reason_that_its_edge_does_not_list_is_refused(was: SandboxState, to: SandboxState) -> None:
+    for code in set(TransitionReason) - set(lifecycle.EDGES[was, to]):
+        with pytest.raises(IllegalTransition):
+            lifecycle.advance(uuid.uuid4(), was, to, now=NOW, code=code)
+
+
+def test_every_reason_is_on_an_edge() -> None:
+    listed = {code for reasons in lifecycle.EDGES.values() for code in reasons}
+    assert listed | set(lifecycle.START_REASONS) == set(TransitionReason)
 
 
 def test_destroying_follows_every_state_that_is_not_gone() -> None:
@@ -104,9 +118,9 @@ def test_a_holder_has_one_live_sandbox(sandbox: Sandbox) -> None:
         last_used_at=NOW, created_at=NOW, deadline_at=NOW,
     )  # fmt: skip
     with pytest.raises(IntegrityError), transaction.atomic():
-        lifecycle.insert_warming(twin, now=NOW, reason="needed")
+        lifecycle.insert_warming(twin, now=NOW, code=TransitionReason.REQUESTED)
     to(sandbox, SandboxState.DESTROYING)
-    lifecycle.insert_warming(twin, now=NOW, reason="needed")  # its predecessor is on its way out
+    lifecycle.insert_warming(twin, now=NOW, code=TransitionReason.REQUESTED)  # its predecessor is on its way out
 
 
 def test_running_is_having_open_runs(sandbox: Sandbox) -> None:

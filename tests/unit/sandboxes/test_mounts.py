@@ -18,16 +18,16 @@ from django.core.checks import run_checks
 
 from leases import execution, leasing
 from leases.models import Lease
-from sandboxes import eviction, providers, sweeps
+from sandboxes import destruction, eviction, providers, sweeps
 from sandboxes import pool as pools
 from sandboxes.errors import SandboxBusy, StoreUnavailable
-from sandboxes.models import Pool, Sandbox
+from sandboxes.models import Pool, Sandbox, TransitionReason
 from sandboxes.models.state import AgentData, DataFile, DataObject, DataSize, DataStorageMode
 from sandboxes.providers.base import DATA, Rejected
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
-from sandboxes.state import data_modes, mounts, pruning
-from sandboxes.state.mounts import SandboxMount
+from sandboxes.state import mount_points, mounts, pruning, s3fs, storage_mode
+from sandboxes.state.s3fs import SandboxMount
 from sandboxes.storage import get_store
 from tests.conftest import MINUTE, NOW, run_in_threads, skip_or_fail
 from tests.support.waiting import wait_until
@@ -106,7 +106,7 @@ def wire(settings: Any, tmp_path: Path) -> Iterator[Wire]:
     settings.STORAGE_BACKEND, settings.S3_SECRET_ACCESS_KEY = "s3", secret
     for place in SandboxMount.list_all():
         place.clear()
-    mounts._unmount(mounts._mounts_root())
+    mount_points.unmount_all(s3fs.mounts_root())
     get_store().clear()
     get_store.cache_clear()
     wire.refuse()
@@ -135,7 +135,7 @@ def sandbox_of(lease: Lease) -> Sandbox:
 
 
 def prefix(lease: Lease) -> str:
-    return mounts.build_key_prefix(lease.agent_did)
+    return s3fs.build_key_prefix(lease.agent_did)
 
 
 def in_bucket(lease: Lease) -> set[str]:
@@ -245,8 +245,8 @@ def test_when_s3fs_has_died_the_next_command_has_its_files_again(one: Lease) -> 
     sh(one, f"echo hello >{DATA}/note")
     place = place_of(one)
     for _ in range(2):
-        place.end(patience=0)
-        assert place.ask() == mounts.DEAD
+        place.end(patience_seconds=0)
+        assert place.probe() == s3fs.DEAD
         assert sh(one, f"cat {DATA}/note") == "hello"
     assert len(place._find_s3fs_pids()) == 1
 
@@ -255,7 +255,7 @@ def test_so_it_has_in_a_container_that_was_started_while_it_was_mounted(one: Lea
     sh(one, f"echo hello >{DATA}/note")
     docker("kill", sandbox_of(one).ref)
     assert sh(one, f"cat {DATA}/note") == "hello"
-    place_of(one).end(patience=0)
+    place_of(one).end(patience_seconds=0)
     assert sh(one, f"cat {DATA}/note; echo again >{DATA}/more") == "hello"
     assert get_store().get(f"{prefix(one)}more") == b"again\n"
 
@@ -289,7 +289,7 @@ def test_many_at_once_make_one_mount(one: Lease) -> None:
         assert run(lambda _: mounts.attach(sandbox, provider)) == [None] * 8
     place = SandboxMount.of(sandbox.pk)
     assert len(place._find_s3fs_pids()) == 1
-    assert len(mounts._read_mountinfo(place.data)) == len(mounts._read_mountinfo(place.fs)) == 1
+    assert len(mount_points.read_mountinfo(place.data)) == len(mount_points.read_mountinfo(place.fs)) == 1
 
 
 def test_a_server_that_hangs_refuses_commands_in_bounded_time_and_is_found_again(one: Lease, wire: Wire) -> None:
@@ -298,7 +298,7 @@ def test_a_server_that_hangs_refuses_commands_in_bounded_time_and_is_found_again
     wire.flowing.clear()
     assert took(lambda: refused(one)) < 20
     wire.restore()
-    wait_until(lambda: place_of(one).ask() == mounts.RESPONSIVE, "s3fs finds its server again", within=60)
+    wait_until(lambda: place_of(one).probe() == s3fs.RESPONSIVE, "s3fs finds its server again", within=60)
     assert sh(one, f"cat {DATA}/note") == "hello"
     assert place_of(one)._find_s3fs_pids() == before
 
@@ -308,7 +308,7 @@ def test_a_server_that_is_dead_refuses_commands_in_bounded_time(one: Lease, two:
     wire.refuse()
     assert took(lambda: refused(one)) < 20
     assert took(lambda: refused(two)) < 20  # nothing was mounted in it yet
-    assert not place_of(two).mounted()
+    assert not place_of(two).device()
     wire.restore()
     assert sh(two, f"cat {DATA}/note") == "hello"
 
@@ -356,7 +356,7 @@ def test_what_a_control_plane_that_died_has_left_is_cleared_and_nothing_else(one
     assert nothing_left(gone)
     assert sh(two, f"echo hello >{DATA}/note; cat {DATA}/note") == "hello"
     assert mounts.clear_leftovers() == []
-    assert stays.mounted()
+    assert stays.device()
 
 
 def test_nothing_of_the_keys_is_in_the_sandbox(one: Lease, settings: Any) -> None:
@@ -411,7 +411,7 @@ def test_a_mounted_agent_takes_a_ready_made_sandbox_that_has_a_place_for_it(pool
     first = grant(environment="game-1")
     assert sh(first, f"echo hello >{DATA}/note") == ""
     assert without and sandbox_of(first).pk != without.pk
-    eviction.schedule_destroy(without.pk, now=NOW, reason="test")
+    destruction.schedule_destroy(without.pk, now=NOW, code=TransitionReason.OPERATOR)
     ready = pools.start_warm(Pool.objects.get(pk=pool.pk), now=NOW)
     second = grant(environment="game-2")
     assert sh(second, f"cat {DATA}/note") == "hello"
@@ -456,20 +456,20 @@ def test_copied_data_can_be_mounted_and_copied_again(one: Lease) -> None:
     sh(one, f"cd {DATA} && {LINES}")
     was = sh(one, SHOWN)
     with pytest.raises(SandboxBusy):
-        data_modes.convert_to_mount(reread(mine), now=NOW)
+        storage_mode.convert_to_mount(reread(mine), now=NOW)
     assert in_bucket(one) == set()
     eviction.evict(sandbox_of(one).pk, now=NOW, reason="test")
-    data_modes.convert_to_mount(reread(mine), now=NOW)
+    storage_mode.convert_to_mount(reread(mine), now=NOW)
     assert reread(mine).keeping == DataStorageMode.MOUNT
     assert not DataObject.objects.exists()
     assert in_bucket(one) == {"deep/er/a", "tool", "link", "empty"}
     assert sh(one, SHOWN) == was
     sh(one, f"echo more >{DATA}/more; rm {DATA}/empty")
-    with pytest.raises(SandboxBusy, match="not asleep"):
-        data_modes.convert_to_sync(reread(mine), now=NOW)
+    with pytest.raises(SandboxBusy, match="has a process"):
+        storage_mode.convert_to_sync(reread(mine), now=NOW)
     changed = sh(one, SHOWN)
     eviction.evict(sandbox_of(one).pk, now=NOW, reason="test")
-    data_modes.convert_to_sync(reread(mine), now=NOW)
+    storage_mode.convert_to_sync(reread(mine), now=NOW)
     assert in_bucket(one) == set()
     assert sh(one, SHOWN) == changed
     assert sh(one, f"ls {DATA}/skills") == "catan"
@@ -486,7 +486,7 @@ def test_what_is_written_while_data_is_being_copied_is_not_lost(one: Lease, at_c
 
     at_checkpoint("data copied", use)
     with pytest.raises(SandboxBusy, match="meanwhile"):
-        data_modes.convert_to_sync(mine, now=NOW)
+        storage_mode.convert_to_sync(mine, now=NOW)
     assert sh(one, f"cat {DATA}/note {DATA}/late") == "hello\nlate"
 
 

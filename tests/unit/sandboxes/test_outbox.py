@@ -6,7 +6,7 @@ import pytest
 from django.db import transaction
 
 from leases import execution, leasing
-from sandboxes import eviction
+from sandboxes import destruction
 from sandboxes.models import Delivery, Event, Sandbox, Webhook
 from sandboxes.providers.base import Unavailable
 from sandboxes.webhooks import outbox
@@ -77,10 +77,10 @@ def test_each_quarantine_of_a_sandbox_is_an_event(grant, memory, settings) -> No
     counts = []
     memory.fail("destroy", Unavailable("engine down: its key is sk-123"))
     for minutes in (0, 10, 20, 30):  # two attempts, release from quarantine, two more attempts
-        assert not eviction.destroy(box.pk, now=NOW + minutes * MINUTE)
+        assert not destruction.destroy(box.pk, now=NOW + minutes * MINUTE)
         counts.append(Event.objects.filter(kind="sandbox.quarantined").count())
         if minutes == 10:
-            assert eviction.retry_destroy(box.pk, now=NOW + 15 * MINUTE)
+            assert destruction.retry_destroy(box.pk, now=NOW + 15 * MINUTE)
     assert counts == [0, 1, 1, 2] and Delivery.objects.count() == 2
     payload = Event.objects.filter(kind="sandbox.quarantined").latest("at").payload
     assert payload == {

@@ -162,7 +162,7 @@ def test_a_stored_copy_that_was_tampered_with_is_not_used(grant) -> None:
     snapshot = Snapshot.objects.get()
     workspace.forget_local(snapshot)
     get_store().set(f"{snapshot.key}/workspace", b"something else")
-    with pytest.raises(SandboxNotReady, match="not what was stored"):  # an operator may mend it: the lease goes on
+    with pytest.raises(SandboxNotReady, match="does not match its digest"):  # an operator may mend it: the lease goes on
         use(lease, NOW + HOUR)
     assert DataEvent.objects.get(kind="corrupt").holder == lease.pk
 
@@ -304,7 +304,7 @@ def test_an_agent_has_no_more_than_its_most(grant, pool) -> None:
     Quota.objects.create(pool=pool, agent_did="did:plc:ada", most=2)
     for number in (1, 2):
         use(grant(environment=f"e{number}"))
-    with pytest.raises(QuotaExceeded, match="may have 2"):
+    with pytest.raises(QuotaExceeded, match="quota is 2"):
         use(grant(environment="e3"))
     leasing.release(Lease.objects.get(environment_id="e1").pk, now=NOW)
     sweeps.reclaim(now=NOW)
@@ -377,7 +377,7 @@ def test_after_three_failures_the_circuit_opens_and_warms_nothing_for_a_while(po
     warmed(pool, 1)
     with memory.fail("create", Rejected("no such image"), times=99):
         swept = below.warm_pools(now=NOW)
-        assert len(swept.failures) == 4 and "warms nothing until" in swept.failures[-1]
+        assert len(swept.failures) == 4 and "paused until" in swept.failures[-1]
         calls = len(memory.calls)
         below.warm_pools(now=NOW + timedelta(seconds=30))
         assert len(memory.calls) == calls
@@ -391,9 +391,9 @@ def test_what_a_pool_does_not_want_any_more_is_given_up(pool) -> None:
     warmed(pool, 3)
     below.warm_pools(now=NOW)
     warmed(pool, 1)
-    assert below.warm_pools(now=NOW).counts == {"not wanted any more": 2}
+    assert below.warm_pools(now=NOW).counts == {"surplus destroyed": 2}
     Pool.objects.filter(pk=pool.pk).update(image="newer:1")
-    assert below.warm_pools(now=NOW).counts == {"not wanted any more": 1, "warmed up": 1}
+    assert below.warm_pools(now=NOW).counts == {"surplus destroyed": 1, "warmed up": 1}
 
 
 def test_a_draining_pool_hands_out_no_warm_sandbox_and_gives_them_up(grant, pool) -> None:
@@ -402,7 +402,7 @@ def test_a_draining_pool_hands_out_no_warm_sandbox_and_gives_them_up(grant, pool
     pools.set_draining(pool, draining=True)
     with pytest.raises(PoolDraining):
         use(grant())
-    assert below.warm_pools(now=NOW).counts == {"not wanted any more": 1}
+    assert below.warm_pools(now=NOW).counts == {"surplus destroyed": 1}
 
 
 def test_warm_sandboxes_give_way_to_demand(grant, pool) -> None:
@@ -484,7 +484,7 @@ def test_a_counter_that_drifted_is_set_right_and_reported(grant, pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(used=7)
     Quota.objects.filter(pool=pool).update(used=5)
     swept = below.recount(now=NOW)
-    assert len(swept.failures) == 2 and "said 7, its rows are 1" in swept.failures[0]
+    assert len(swept.failures) == 2 and "counter was 7, but it has 1 rows" in swept.failures[0]
     assert below.recount(now=NOW).failures == []
     assert Pool.objects.get(pk=pool.pk).used == Quota.objects.get(pool=pool).used == 1
 

@@ -28,9 +28,8 @@ WATCHER = ProcessSpec(["sh", "-c", "echo connected; sleep 300"], {"TOKEN": "s3cr
 
 def start(lease: Lease, launch: ProcessSpec | None = None, *, now: datetime = NOW) -> Process:
     launch = launch or ProcessSpec(WATCHER.argv, WATCHER.env, name=WATCHER.name)
-    return execution.call_with_lease(
-        lease.pk, lambda want, at: processes.start_process(want, launch, now=at), now=now, actor=""
-    )
+    with execution.use_lease(lease.pk, now=now) as request:
+        return processes.start_process(request, launch, now=now)
 
 
 def die() -> None:
@@ -143,7 +142,7 @@ def test_it_does_not_keep_its_sandbox_awake_and_ends_when_that_sleeps(grant, mem
     below.evict_idle(now=NOW + 10 * MINUTE)
     ended = again(process)
     assert ended.sandbox.state == "cold"
-    assert (ended.state, ended.exit_code, ended.note) == ("gone", None, "Its sandbox sleeps: stored")
+    assert (ended.state, ended.exit_code, ended.note) == ("gone", None, "Sandbox evicted: stored")
     with pytest.raises(ProcessOutputGone):
         processes.read_log(ended, start=0, length=10)
     execution.exec_command(lease.pk, Command(["true"], MINUTE), now=NOW + 11 * MINUTE)

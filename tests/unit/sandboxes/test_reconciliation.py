@@ -1,4 +1,4 @@
-"""The sweep that joins calls with nginx's log, the upstream's records and rates."""
+"""Reconciliation sweep of the call log."""
 
 from decimal import Decimal
 from pathlib import Path
@@ -17,49 +17,49 @@ pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture(autouse=True)
-def places(settings: Any, tmp_path: Path) -> None:
+def log_directories(settings: Any, tmp_path: Path) -> None:
     settings.EGRESS_DIR = tmp_path / "egress"
     settings.LLM_RECORDS = str(tmp_path / "records.jsonl")
     (settings.EGRESS_DIR / "logs").mkdir(parents=True)
 
 
-def test_one_pass_reads_both_files_and_prices_the_rest(settings: Any) -> None:
+def test_one_pass_ingests_both_files_and_prices_the_rest_by_rate(settings: Any) -> None:
     call(1)
     call(2, model="house-model", input_tokens=10**6, output_tokens=0, ended_at=NOW - 2 * MINUTE)
     ModelRate.objects.create(pattern="*", input_usd=1, output_usd=1, valid_from=NOW - 5 * MINUTE)
     Path(settings.LLM_RECORDS).write_bytes(record(1))
     reconciliation.access_log_path().write_bytes(line(1) + line(2))
-    swept = schedules.run_sweep("collect", now=NOW)
-    assert swept.counts == {"requests logged": 2, "calls recorded": 1, "calls priced by rate": 1}
-    assert not swept.failures
+    result = schedules.run_sweep("collect", now=NOW)
+    assert result.counts == {"requests logged": 2, "calls recorded": 1, "calls priced by rate": 1}
+    assert not result.failures
     assert dict(LlmCall.objects.values_list("priced", "cost")) == {"record": Decimal("0.00074"), "rate": 1}
     assert schedules.run_sweep("collect", now=NOW).counts == {}
 
 
-def test_where_nothing_is_logged_there_is_nothing_to_do(settings: Any) -> None:
+def test_missing_access_log_is_not_a_failure(settings: Any) -> None:
     settings.LLM_RECORDS = ""
-    swept = reconciliation.collect_call_logs(now=NOW)
-    assert (swept.counts, swept.failures) == ({}, [])
+    result = reconciliation.collect_call_logs(now=NOW)
+    assert (result.counts, result.failures) == ({}, [])
 
 
-def test_records_that_were_promised_and_are_not_there_are_a_failure(settings: Any) -> None:
+def test_missing_records_file_is_a_failure(settings: Any) -> None:
     assert reconciliation.collect_call_logs(now=NOW).failures == [
         f"LEASEHOLD_LLM_RECORDS: there is no file {settings.LLM_RECORDS}"
     ]
 
 
-def test_a_file_that_cannot_be_read_does_not_hold_up_the_other(settings: Any) -> None:
+def test_unreadable_file_does_not_block_the_other(settings: Any) -> None:
     reconciliation.access_log_path().mkdir()
     call()
     Path(settings.LLM_RECORDS).write_bytes(record())
-    swept = reconciliation.collect_call_logs(now=NOW)
-    assert swept.counts == {"calls recorded": 1}
-    assert "Is a directory" in swept.failures[0]
+    result = reconciliation.collect_call_logs(now=NOW)
+    assert result.counts == {"calls recorded": 1}
+    assert "Is a directory" in result.failures[0]
 
 
-def test_what_an_operator_has_to_look_at_is_a_failure(settings: Any) -> None:
+def test_counts_that_need_attention_are_failures(settings: Any) -> None:
     Path(settings.LLM_RECORDS).write_bytes(b"garbage\n" + record(9))
     reconciliation.access_log_path().write_bytes(line(1))
-    swept = reconciliation.collect_call_logs(now=NOW)
-    assert swept.counts == {"requests unmetered": 1, "calls garbage": 1, "calls unknown": 1}
-    assert sorted(failure.rpartition(": ")[2] for failure in swept.failures) == ["1 garbage", "1 unknown", "1 unmetered"]
+    result = reconciliation.collect_call_logs(now=NOW)
+    assert result.counts == {"requests unmetered": 1, "calls malformed": 1, "calls unknown": 1}
+    assert sorted(failure.rpartition(": ")[2] for failure in result.failures) == ["1 malformed", "1 unknown", "1 unmetered"]

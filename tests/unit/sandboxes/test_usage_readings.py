@@ -10,7 +10,7 @@ from django.utils import timezone
 
 from leases import execution, leasing
 from leases.models import Lease
-from sandboxes import eviction, lifecycle, pool, sweeps
+from sandboxes import destruction, eviction, lifecycle, pool, sweeps
 from sandboxes.models import Pool, Reading, Sandbox
 from sandboxes.providers.base import Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -69,7 +69,7 @@ def test_a_final_reading_is_stored_before_the_process_ends(ends: str, box: Sandb
         assert eviction.evict(box.pk, now=NOW + 2 * MINUTE, reason="test")
     else:
         leasing.release(box.holder, now=NOW + 2 * MINUTE)  # type: ignore[arg-type]
-        assert eviction.destroy(box.pk, now=NOW + 2 * MINUTE)
+        assert destruction.destroy(box.pk, now=NOW + 2 * MINUTE)
     assert cpu(box) == [0, 7]
 
 
@@ -129,7 +129,7 @@ def test_a_failed_start_is_not_read(grant: Callable[..., Lease], memory: MemoryP
     with pytest.raises(Exception, match="could not be started"):
         execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
     box = Sandbox.objects.get(holder=lease.pk)
-    assert eviction.destroy(box.pk, now=NOW + MINUTE)
+    assert destruction.destroy(box.pk, now=NOW + MINUTE)
     assert not Reading.objects.exists() and ("stats", box.ref) in memory.calls
 
 
@@ -166,7 +166,7 @@ def test_a_crash_after_the_usage_call_loses_nothing(box: Sandbox, memory: Memory
     lifecycle.CHECKPOINT_HOOKS.append(die)
     leasing.release(box.holder, now=NOW + MINUTE)  # type: ignore[arg-type]
     with pytest.raises(SimulatedCrash):
-        eviction.destroy(box.pk, now=NOW + MINUTE)
+        destruction.destroy(box.pk, now=NOW + MINUTE)
     lifecycle.CHECKPOINT_HOOKS.remove(die)
     sweeps.destroy_due(now=NOW + timedelta(hours=1))
     assert (Sandbox.objects.get(pk=box.pk).state, cpu(box)) == ("destroyed", [5])
@@ -175,7 +175,7 @@ def test_a_crash_after_the_usage_call_loses_nothing(box: Sandbox, memory: Memory
 def test_an_unreadable_sandbox_is_destroyed_nevertheless(box: Sandbox, memory: MemoryProvider) -> None:
     memory.fail("stats", Unavailable("no answer"))
     leasing.release(box.holder, now=NOW + MINUTE)  # type: ignore[arg-type]
-    assert eviction.destroy(box.pk, now=NOW + MINUTE) and not Reading.objects.exists()
+    assert destruction.destroy(box.pk, now=NOW + MINUTE) and not Reading.objects.exists()
 
 
 def test_the_sweep_reads_live_sandboxes_and_continues_after_a_failure(

@@ -199,7 +199,9 @@ def test_a_receiver_that_answers_410_is_disabled(receiver: WebhookReceiver) -> N
     assert sweep(NOW + DAY) == {} and len(receiver.received) == 1
 
 
-@pytest.mark.parametrize(("retry_after", "seconds"), [("60", 60), ("2", 5), ("999999", 6 * 3600), ("Mon, 1 Jan 2029", 5), ("-1", 5)])
+@pytest.mark.parametrize(
+    ("retry_after", "seconds"), [("60", 60), ("2", 5), ("999999", 6 * 3600), ("Mon, 1 Jan 2029", 5), ("-1", 5)]
+)
 def test_retry_after_delays_the_next_attempt(receiver: WebhookReceiver, retry_after: str, seconds: int) -> None:
     listen(receiver)
     happen()

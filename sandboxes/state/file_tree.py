@@ -1,6 +1,6 @@
-"""Files to look at, wherever they lie: what a sandbox that sleeps would have in it, read from what is stored.
+"""Readable file trees below /workspace and /data: of a live sandbox, or from the store while the sandbox sleeps.
 
-Nothing is woken for that, and every answer is the one that the sandbox would give."""
+Reading from the store wakes no sandbox. Results and errors equal those of the live sandbox."""
 
 import io
 import shutil
@@ -25,41 +25,43 @@ from sandboxes.providers.base import (
     check_directory_path,
     split_sandbox_path,
 )
-from sandboxes.providers.docker.host_files import is_plain_tar
+from sandboxes.providers.tar_validation import is_plain_tar
 from sandboxes.state import pull, workspace
 from sandboxes.state.spool import FileSlice
 
-MAX_ENTRIES = 100_000  # entries of a stored copy that are held in memory
+MAX_ENTRIES = 100_000  # entries of a stored copy, all held in memory
 CHUNK_BYTES = 1 << 20
-IMPLICIT_DIRECTORY = FileStat("directory", 0o755, 0, 0, "")  # one of which only what is in it was stored
+IMPLICIT_DIRECTORY = FileStat("directory", 0o755, 0, 0, "")  # a directory without an entry of its own
 
 
 class Unreadable(Exception):
-    """What is stored cannot be read from outside. Whoever wants to know what is in it has to wake the sandbox."""
+    """The stored copy cannot be read outside a sandbox. The caller has to wake the sandbox to read it."""
 
 
 class Reader(Protocol):
-    def read(self, most: int = -1, /) -> bytes: ...
+    def read(self, size: int = -1, /) -> bytes: ...
 
 
 class FileTree(ABC):
-    """What is below /workspace or /data. Paths are relative to that, and errors are those of the port to providers."""
+    """Files below /workspace or /data. Paths are relative to it; errors are those of the provider port."""
 
     @abstractmethod
     def read_range(self, path: str, *, start: int, length: int) -> tuple[bytes, int]:
-        """At most `length` bytes of one regular file from `start`, and the size of all of it."""
+        """Return at most `length` bytes of a regular file from offset `start`, and the file's size."""
 
     @abstractmethod
-    def look(self, under: str, *, deep: bool, most: int) -> dict[str, FileStat]:
-        """What is below a directory, "" being the topmost, by its path."""
+    def list_entries(self, under: str, *, deep: bool, limit: int) -> dict[str, FileStat]:
+        """Return the entries below a directory by path; "" is the root. Raise TooLarge above `limit` entries.
+
+        Without `deep` only the directory's own entries are returned."""
 
     @abstractmethod
     def pack(self, under: str, out: BinaryIO) -> None:
-        """Write a tar of a directory, with all that is below it."""
+        """Write a tar of a directory and everything below it."""
 
 
 class LiveFiles(FileTree):
-    """In a sandbox, as it is now."""
+    """Files of a running sandbox."""
 
     def __init__(self, provider: Provider, ref: str, root: str) -> None:
         self.provider, self.ref, self.root = provider, ref, root
@@ -67,17 +69,17 @@ class LiveFiles(FileTree):
     def read_range(self, path: str, *, start: int, length: int) -> tuple[bytes, int]:
         return self.provider.read_range(self.ref, f"{self.root}/{path}", start=start, length=length)
 
-    def look(self, under: str, *, deep: bool, most: int) -> dict[str, FileStat]:
-        return self.provider.manifest(self.ref, self.root, under=under, deep=deep, most=most)
+    def list_entries(self, under: str, *, deep: bool, limit: int) -> dict[str, FileStat]:
+        return self.provider.manifest(self.ref, self.root, under=under, deep=deep, max_entries=limit)
 
     def pack(self, under: str, out: BinaryIO) -> None:
-        only = [under, *self.look(under, deep=True, most=MAX_ENTRIES)] if under else None
+        only = [under, *self.list_entries(under, deep=True, limit=MAX_ENTRIES)] if under else None
         for chunk in self.provider.get_files(self.ref, self.root, only=only):
             out.write(chunk)
 
 
 class StoredFiles(FileTree):
-    """In the store, known by its entries."""
+    """Files in the store, with their entries held in memory."""
 
     def __init__(self, root: str, entries: Mapping[str, FileStat]) -> None:
         self.root, self.entries = root, dict(entries)
@@ -87,23 +89,23 @@ class StoredFiles(FileTree):
 
     @abstractmethod
     def content(self, path: str, start: int, stack: ExitStack) -> Reader:
-        """The bytes of a regular file that is there, from `start` on."""
+        """Open a regular file at offset `start`. `stack` closes it."""
 
     def read_range(self, path: str, *, start: int, length: int) -> tuple[bytes, int]:
         split_sandbox_path(f"{self.root}/{path}")
-        found = self._found(path)
-        if found.kind != "file":
-            raise BadPath(f"{path} is no regular file")
-        if not length or start >= found.size:
-            return b"", found.size
+        entry = self._find(path)
+        if entry.kind != "file":
+            raise BadPath(f"{path} is not a regular file")
+        if not length or start >= entry.size:
+            return b"", entry.size
         with ExitStack() as stack:
-            return self.content(path, start, stack).read(length), found.size
+            return self.content(path, start, stack).read(length), entry.size
 
-    def look(self, under: str, *, deep: bool, most: int) -> dict[str, FileStat]:
+    def list_entries(self, under: str, *, deep: bool, limit: int) -> dict[str, FileStat]:
         depth = under.count("/") + bool(under)
         found = {path: stat for path, stat in self._below(under).items() if deep or path.count("/") == depth}
-        if len(found) > most:
-            raise TooLarge(f"there are more than {most} files here")
+        if len(found) > limit:
+            raise TooLarge(f"there are more than {limit} entries")
         return found
 
     def pack(self, under: str, out: BinaryIO) -> None:
@@ -120,41 +122,41 @@ class StoredFiles(FileTree):
                         member.type = tarfile.DIRTYPE if stat.kind == "directory" else tarfile.SYMTYPE
                         member.linkname = stat.target
                         tar.addfile(member)
-                tar.members = []  # type: ignore[attr-defined]  # else it remembers every one
+                tar.members = []  # type: ignore[attr-defined]  # else tarfile keeps every member in memory
 
     def _below(self, under: str) -> dict[str, FileStat]:
-        if check_directory_path(self.root, under) and self._found(under).kind != "directory":
-            raise BadPath(f"{under} is no directory")
+        if check_directory_path(self.root, under) and self._find(under).kind != "directory":
+            raise BadPath(f"{under} is not a directory")
         start = f"{under}/" if under else ""
         return {path: stat for path, stat in self.entries.items() if path.startswith(start)}
 
-    def _found(self, path: str) -> FileStat:
-        for above in [*list_path_prefixes(path)][:-1]:
-            if self.entries.get(above, IMPLICIT_DIRECTORY).kind != "directory":
-                raise BadPath(f"on the way to {path} is a link or no directory")
+    def _find(self, path: str) -> FileStat:
+        for parent in [*list_path_prefixes(path)][:-1]:
+            if self.entries.get(parent, IMPLICIT_DIRECTORY).kind != "directory":
+                raise BadPath(f"an ancestor of {path} is a link or not a directory")
         if path not in self.entries:
             raise NoSuchFile(f"there is no file {path}")
         return self.entries[path]
 
 
 class StoredWorkspace(StoredFiles):
-    """The newest snapshot, and over it what the next use writes before it does anything else."""
+    """The newest snapshot, overlaid with the files that the next use of the sandbox would write first."""
 
-    def __init__(self, tar: BinaryIO | None, written: Mapping[str, bytes], *, now: datetime) -> None:
-        self.tar, self.written, self.content_offsets = tar, written, dict[str, int]()
+    def __init__(self, tar: BinaryIO | None, overlay: Mapping[str, bytes], *, now: datetime) -> None:
+        self.tar, self.overlay, self.content_offsets = tar, overlay, dict[str, int]()
         entries = self._index(tar) if tar else {}
-        moment = int(now.timestamp())
-        entries |= {path: FileStat("file", 0o644, len(content), moment, "") for path, content in written.items()}
+        mtime = int(now.timestamp())
+        entries |= {path: FileStat("file", 0o644, len(content), mtime, "") for path, content in overlay.items()}
         super().__init__(WORKSPACE, entries)
 
     def content(self, path: str, start: int, stack: ExitStack) -> Reader:
-        if path in self.written:
-            return io.BytesIO(self.written[path][start:])
-        assert self.tar is not None  # else nothing else is there
+        if path in self.overlay:
+            return io.BytesIO(self.overlay[path][start:])
+        assert self.tar is not None  # without a snapshot there are no other files
         return FileSlice(self.tar, self.content_offsets[path] + start, self.entries[path].size - start)
 
     def pack(self, under: str, out: BinaryIO) -> None:
-        if self.tar and not under and not self.written:
+        if self.tar and not under and not self.overlay:
             self.tar.seek(0)
             shutil.copyfileobj(self.tar, out, CHUNK_BYTES)
         else:
@@ -162,25 +164,25 @@ class StoredWorkspace(StoredFiles):
 
     def _index(self, tar: BinaryIO) -> dict[str, FileStat]:
         if not is_plain_tar(tar):
-            raise Unreadable("it is no plain tar")
+            raise Unreadable("its tar has unsupported members or headers")
         entries: dict[str, FileStat] = {}
         with tarfile.open(fileobj=tar, mode="r:") as members:
             for member in members:
                 parts = [part for part in member.name.split("/") if part not in ("", ".")]
                 if ".." in parts or len(entries) > MAX_ENTRIES:
-                    raise Unreadable("it has names that lead out of it, or too many")
+                    raise Unreadable("its tar has paths outside its root, or too many members")
                 path = "/".join(parts)
                 kind = "file" if member.isreg() else "directory" if member.isdir() else "link"
                 if path:
                     mode, size = member.mode & 0o777, member.size if kind == "file" else 0
                     entries[path] = FileStat(kind, mode, size, int(member.mtime), "", member.linkname)
                     self.content_offsets[path] = member.offset_data
-                members.members = []  # type: ignore[attr-defined]  # else it remembers every one
+                members.members = []  # type: ignore[attr-defined]  # else tarfile keeps every member in memory
         return entries
 
 
 class StoredData(StoredFiles):
-    """An agent's data, as it was last stored."""
+    """An agent's data as last stored."""
 
     def __init__(self, rows: Mapping[str, DataFile], *, now: datetime) -> None:
         self.rows, self.now = rows, now
@@ -193,9 +195,9 @@ class StoredData(StoredFiles):
         )
 
     def content(self, path: str, start: int, stack: ExitStack) -> Reader:
-        found = pull.fetch_contents([self.rows[path]], stack, now=self.now)[path]
-        found.at += start
-        return found
+        reader = pull.fetch_contents([self.rows[path]], stack, now=self.now)[path]
+        reader.position += start
+        return reader
 
     def pack(self, under: str, out: BinaryIO) -> None:
         chosen = self._below(under) | ({under: IMPLICIT_DIRECTORY} if under else {})
@@ -203,27 +205,29 @@ class StoredData(StoredFiles):
 
 
 @contextmanager
-def open_workspace(holder: UUID, first: Mapping[str, bytes], *, now: datetime) -> Iterator[FileTree]:
-    """What a wake would find in /workspace. `first` is what is written before the first use, by absolute path: it is there
-    already unless the newest copy is another lease's, or there is none."""
+def open_workspace(holder: UUID, initial_files: Mapping[str, bytes], *, now: datetime) -> Iterator[FileTree]:
+    """Open the files that a wake would restore to /workspace. Raise Unreadable or StoreError.
+
+    `first` are the files written before the first use, by absolute path. They overlay the snapshot only if it is another
+    lease's, or if there is none: later snapshots of the lease contain them."""
     newest = workspace.find_latest(holder)
-    written = {path.removeprefix(f"{WORKSPACE}/"): content for path, content in first.items()}
+    overlay = {path.removeprefix(f"{WORKSPACE}/"): content for path, content in initial_files.items()}
     with ExitStack() as stack:
         if newest is None:
-            yield StoredWorkspace(None, written, now=now)
+            yield StoredWorkspace(None, overlay, now=now)
             return
         try:
             tar, _ = stack.enter_context(workspace.open_snapshot(newest, now=now))
         except workspace.CorruptSnapshot as bad:
             raise Unreadable(str(bad)) from bad
-        yield StoredWorkspace(tar, {} if workspace.is_own(newest) else written, now=now)
+        yield StoredWorkspace(tar, {} if workspace.is_own(newest) else overlay, now=now)
 
 
 @contextmanager
 def open_data(agent_did: str, *, now: datetime) -> Iterator[FileTree]:
-    """What is stored of an agent's /data."""
+    """Open an agent's /data as last stored. Raise Unreadable if the data is mounted, StoreError if the store fails."""
     data = AgentData.objects.filter(agent_did=agent_did).first()
     if data and data.keeping != DataStorageMode.SYNC:
-        raise Unreadable("it is not kept in the store")
+        raise Unreadable("the data is mounted")
     rows = DataFile.objects.filter(data=data, removed=False).select_related("stored_in", "data") if data else ()
     yield StoredData({row.path: row for row in rows}, now=now)

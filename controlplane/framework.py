@@ -1,0 +1,120 @@
+"""Settings of Django and its libraries that do not depend on the environment, imported by settings.py."""
+
+from django.templatetags.static import static
+from django.urls import reverse_lazy
+
+from controlplane import env
+
+INSTALLED_APPS = [
+    "unfold",
+    "unfold.contrib.filters",
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "django_q",
+    "rest_framework",
+    "drf_spectacular",
+    "drf_spectacular_sidecar",
+    "sandboxes",
+    "billing",
+    "leases",
+    "controlplane",
+]
+MIDDLEWARE = [
+    "controlplane.middleware.ProblemDocumentMiddleware",  # outermost, so that every API error is a problem document
+    "django.middleware.security.SecurityMiddleware",
+    "whitenoise.middleware.WhiteNoiseMiddleware",
+    "controlplane.middleware.AdminSessionMiddleware",  # this and the next four skip /api/, which uses keys, not cookies
+    "controlplane.middleware.AdminCommonMiddleware",
+    "controlplane.middleware.AdminCsrfMiddleware",
+    "controlplane.middleware.AdminAuthenticationMiddleware",
+    "controlplane.middleware.AdminMessageMiddleware",
+    "controlplane.middleware.ContentSecurityPolicyMiddleware",
+]
+ROOT_URLCONF = "controlplane.urls"
+WSGI_APPLICATION = "controlplane.wsgi.application"
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "DIRS": [env.BASE_DIR / "templates"],
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ]
+        },
+    }
+]
+USE_TZ = True
+TIME_ZONE = "UTC"
+LANGUAGE_CODE = "en"
+FORMAT_MODULE_PATH = ["controlplane.formats"]
+STATIC_URL = "/static/"
+WHITENOISE_USE_FINDERS = True  # serves the admin without collectstatic
+WHITENOISE_AUTOREFRESH = False
+LOGIN_REDIRECT_URL = "admin:index"
+AUTH_PASSWORD_VALIDATORS = [{"NAME": "django.contrib.auth.password_validation.MinimumLengthValidator"}]
+SESSION_COOKIE_HTTPONLY = CSRF_COOKIE_HTTPONLY = True
+X_FRAME_OPTIONS = "DENY"
+DATA_UPLOAD_MAX_MEMORY_SIZE = 80 << 20  # each view has a smaller limit of its own, reported with 413
+CACHES = {"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}}
+
+REST_FRAMEWORK = {
+    "DEFAULT_AUTHENTICATION_CLASSES": ["leases.api.authentication.KeyAuthentication"],
+    "DEFAULT_PERMISSION_CLASSES": ["leases.api.authentication.HasKey"],
+    "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
+    "DEFAULT_PARSER_CLASSES": ["rest_framework.parsers.JSONParser"],
+    "DEFAULT_SCHEMA_CLASS": "leases.api.schema.ApiSchema",
+    "EXCEPTION_HANDLER": "controlplane.errors.handle",
+    "UNAUTHENTICATED_USER": None,
+    "DATETIME_FORMAT": "iso-8601",
+}
+SPECTACULAR_SETTINGS = {
+    "TITLE": "Leasehold",
+    "VERSION": "1",
+    "DESCRIPTION": "Leases on sandboxes for AI agents. Errors are problem documents (RFC 9457).",
+    "OAS_VERSION": "3.1.1",
+    "SERVE_INCLUDE_SCHEMA": False,
+    "SERVE_PERMISSIONS": ["rest_framework.permissions.AllowAny"],
+    "SERVE_AUTHENTICATION": [],
+    "SCHEMA_PATH_PREFIX": "/api/v1",
+    "COMPONENT_SPLIT_REQUEST": True,
+    "SORT_OPERATIONS": False,
+    "ENUM_NAME_OVERRIDES": {  # several enums share the field names kind, state and outcome
+        "RunKindEnum": ["exec", "turn", "file", "process"],
+        "StateEnum": "sandboxes.models.SandboxState",
+        "ProcessStateEnum": "sandboxes.models.ProcessStatus",
+        "OutcomeEnum": "sandboxes.models.RunOutcome",
+        "CallOutcomeEnum": ["open", "ok", "failed", "cut", "refused", "lost"],
+        "OnceOutcomeEnum": ["ok", "failed", "timeout", "oom_killed", "container_failed", "internal"],
+    },
+    "SWAGGER_UI_DIST": "SIDECAR",  # served from here, not from a CDN
+    "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
+    "SWAGGER_UI_SETTINGS": {"deepLinking": True, "validatorUrl": None},  # null disables the request to validator.swagger.io
+}
+LOGIN_URL = reverse_lazy("admin:login")
+
+UNFOLD = {
+    "SITE_TITLE": "Leasehold",
+    "SITE_HEADER": "Leasehold",
+    "SITE_SUBHEADER": "sandboxes for agents",
+    "SITE_SYMBOL": "deployed_code",
+    "SITE_URL": None,
+    "SHOW_VIEW_ON_SITE": False,
+    "SHOW_HISTORY": True,
+    "STYLES": [lambda request: static("leasehold/console.css")],
+    "SITE_FAVICONS": [{"rel": "icon", "type": "image/svg+xml", "href": lambda request: static("leasehold/icon.svg")}],
+    "SIDEBAR": {
+        "show_search": False,
+        "show_all_applications": False,
+        "navigation": "controlplane.console.dashboard.navigation",
+    },
+    "TABS": "controlplane.console.dashboard.tabs",
+    "ENVIRONMENT": "controlplane.console.dashboard.environment",
+    "DASHBOARD_CALLBACK": "controlplane.console.dashboard.fleet",
+}

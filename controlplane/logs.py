@@ -1,0 +1,48 @@
+"""Structured logging to stderr, one line per record.
+
+Records carry no secrets: the values of environment variables, stdin and keys are never passed to a logger."""
+
+from typing import Any
+
+import structlog
+
+
+def build_logging(format: str, level: str) -> dict[str, Any]:
+    """Configure structlog and return the value of Django's LOGGING. `format` is "text" or "json"."""
+    shared_processors: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    renderer: Any = (
+        structlog.processors.JSONRenderer() if format == "json" else structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0)
+    )
+    structlog.configure(
+        processors=[*shared_processors, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {
+            "structured": {
+                "()": structlog.stdlib.ProcessorFormatter,
+                "foreign_pre_chain": shared_processors,
+                "processors": [
+                    structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                    structlog.processors.format_exc_info,
+                    renderer,
+                ],
+            }
+        },
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "structured"}},
+        "root": {"handlers": ["stderr"], "level": level},
+        "loggers": {
+            "django-q": {"level": "WARNING"},  # at INFO it logs three lines per task
+            "django.request": {"level": "ERROR"},
+            "django.db.backends": {"level": "INFO"},
+        },
+    }

@@ -1,0 +1,26 @@
+"""Plain-text formatting of sizes, counts and paths, for commands and pages alike."""
+
+# Control characters and characters that reverse the writing direction, each mapped to a visible escape. Agents choose names
+# and output, so none of these may reach a terminal or a page unescaped. Newline and tab are left as they are.
+CONTROL_CHARACTER_ESCAPES = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    for code in (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+    if chr(code) not in "\n\t"
+}
+
+
+def format_bytes(count: int) -> str:
+    """A size with one decimal place in the largest fitting binary unit: "812 B", "3.4 KiB", "1.2 GiB"."""
+    amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while amount >= 1023.95 and len(units) > 1:
+        amount, units = amount / 1024, units[1:]
+    return f"{amount:.1f} {units[0]}" if units[0] != "B" else f"{count} B"
+
+
+def format_path(name: str) -> str:
+    """A path on one line, with every control character visible."""
+    return name.translate({**CONTROL_CHARACTER_ESCAPES, ord("\n"): "\\n", ord("\t"): "\\t"})
+
+
+def pluralize(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"

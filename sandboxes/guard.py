@@ -1,0 +1,49 @@
+"""Guard of a sandbox request: permission checks that the layer above `sandboxes` implements for a holder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Protocol
+
+from sandboxes.models import Policy
+
+
+@dataclass(frozen=True)
+class HolderTerms:
+    """Values of a holder that its sandbox row copies. They are valid as long as the holder is locked."""
+
+    excludes: Sequence[str] = ()  # name patterns that snapshots of the workspace leave out
+    llm_limit: Decimal | None = None  # USD that model calls may cost; None: unlimited
+    policy: Policy | None = None  # None: the built-in policy "sealed"
+
+
+class Guard(Protocol):
+    """Permission checks of one holder. Each method raises the layer's own error if the holder may not proceed."""
+
+    def fence(self) -> HolderTerms:
+        """Lock the holder until the surrounding transaction ends, and return its terms. Raise if the holder has ended."""
+        ...
+
+    def check_affordable(self) -> None:
+        """Raise if the holder may not start or wake a sandbox now."""
+        ...
+
+    def check_proceed(self) -> None:
+        """Raise if the holder may not run anything in its sandbox now."""
+        ...
+
+
+class OpenGuard:
+    """Guard without checks, for a holder that nothing else tracks."""
+
+    def fence(self) -> HolderTerms:
+        return HolderTerms()
+
+    def check_affordable(self) -> None:
+        pass
+
+    def check_proceed(self) -> None:
+        pass
+
+
+OPEN_GUARD = OpenGuard()

@@ -1,0 +1,33 @@
+"""Causes of a sandbox's transitions: a closed list."""
+
+from django.db import models
+
+
+class TransitionReason(models.TextChoices):
+    """Cause of one transition. sandboxes.lifecycle.EDGES lists the causes that each edge allows."""
+
+    REQUESTED = "requested", "requested"  # a holder needs a sandbox and has none
+    PREWARMED = "prewarmed", "started ahead of demand"
+    READY = "ready", "ready"  # commands can run
+    CLAIMED = "claimed", "claimed"  # a holder got a pre-warmed sandbox
+    RUN_STARTED = "run_started", "run started"
+    RUN_ENDED = "run_ended", "run ended"  # the last open run
+    IDLE = "idle", "idle"
+    CAPACITY = "capacity", "place needed"  # by another holder: the pool is full
+    BUDGET = "budget", "budget spent"
+    RESTORE = "restore", "earlier snapshot restored"
+    PERSIST_FAILED = "persist_failed", "state could not be stored"
+    PERSISTED = "persisted", "stored"  # state stored, process destroyed
+    NOTHING_UNSAVED = "nothing_unsaved", "nothing unsaved was in it"  # no state to store, process gone
+    WOKEN = "woken", "woken"
+    LEASE_ENDED = "lease_ended", "lease ended"
+    OPERATOR = "operator", "operator"
+    START_FAILED = "start_failed", "start failed"
+    START_STALLED = "start_stalled", "stalled while starting"  # past its deadline
+    STATE_LOST = "state_lost", "stored state is lost"
+    SURPLUS = "surplus", "surplus of the pool"  # above the warm target, or started with outdated pool settings
+    PROVIDER_LOST = "provider_lost", "lost by the provider"
+    EVICTION_STALLED = "eviction_stalled", "process could not be destroyed"  # its state is stored
+    COLD_TTL = "cold_ttl", "cold for too long"
+    CONFIRMED_GONE = "confirmed_gone", "confirmed gone"  # by the provider
+    NO_PROCESS = "no_process", "no process to destroy"

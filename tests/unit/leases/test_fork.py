@@ -23,6 +23,7 @@ from sandboxes.runs import Command
 from sandboxes.state import workspace
 from sandboxes.storage import get_store
 from tests.conftest import MINUTE, NOW, SimulatedCrash, run_in_threads
+from tests.support.waiting import wait_until_blocked
 
 pytestmark = pytest.mark.django_db
 ADA, BOB = "did:plc:ada", "did:plc:bob"
@@ -168,7 +169,7 @@ def test_a_copy_that_is_forgotten_while_it_is_forked_stays_the_forks(pool: Pool,
         workspace.copy_snapshot(taken, holder=other.pk, kind=SnapshotKind.FORKED, now=NOW)
         rival.start()
         waits.wait()
-        rival.join(0.5)  # it waits for our lock; if it is not that far yet, it finds what we have committed
+        wait_until_blocked(rival)
     rival.join()
     taken.refresh_from_db()
     assert (bool(taken.forgotten_at), get_store().has(f"{taken.key}/workspace")) == (True, True)

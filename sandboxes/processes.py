@@ -53,7 +53,7 @@ def start_process(request: SandboxRequest, launch: ProcessSpec, *, now: datetime
     with runs.operation(request, command, now=now, actor=actor) as opened:
         runs.require_workspace_space(opened.provider, opened.sandbox, now=clock())
         process = _insert_process(opened.sandbox, launch, now=clock())
-        checkpoint("process noted", process)
+        checkpoint("process inserted", process)
         _launch(process, launch, opened, clock)
     return Process.objects.get(pk=launch.process_id)
 

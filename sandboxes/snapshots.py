@@ -31,7 +31,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Take a snapshot of the holder's workspace, without waking it. Deletes the oldest ones beyond the retained number.
 
-    Raises SnapshotNotFound if the workspace was never used, SandboxBusy if it changes state again and again, and what
+    Raises SnapshotNotFound if the workspace was never used, SandboxBusy if the sandbox changes state repeatedly, and what
     runs.operation raises."""
     clock = clock_from(now)
     for _ in range(MAX_ATTEMPTS):
@@ -98,9 +98,9 @@ def restore_snapshot(
             _require_not_running(sandbox)
             if reserved is None:
                 reserved = _copy_snapshot(source, request.holder, SnapshotKind.RESTORED, now=clock())
-                checkpoint("restore noted", reserved)
+                checkpoint("restore reserved", reserved)
             _evict(sandbox, now=clock(), actor=actor)
-            checkpoint("restore asleep", reserved)
+            checkpoint("restore evicted", reserved)
         raise SandboxBusy("The sandbox is in constant use. Restore the snapshot when it is idle.")
     except Exception:
         # If the source was forgotten meanwhile, the copy is the last row that points to its objects.

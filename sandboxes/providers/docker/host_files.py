@@ -9,9 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_SETGROUPS_SYSCALL = {"x86_64": 116, "aarch64": 159}.get(
-    os.uname().machine
-)  # libc's setgroups changes all threads
+_SETGROUPS_SYSCALL = {"x86_64": 116, "aarch64": 159}.get(os.uname().machine)  # libc's setgroups changes all threads
 _libc = ctypes.CDLL(None)
 
 

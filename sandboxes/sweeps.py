@@ -153,8 +153,8 @@ def find_surplus() -> list[uuid.UUID]:
         # Read before the second query: a sandbox that becomes ready between the two must not be taken for a surplus pool.
         unheld = [*Sandbox.objects.filter(pool=pool, state=WARM, holder__isnull=True).values_list("pk", flat=True)]
         wanted = find_unclaimed(pool).filter(state=WARM).order_by("-created_at").values_list("pk", flat=True)
-        kept = set() if pool.draining else {*wanted[: pool.warm_target]}
-        surplus += [pk for pk in unheld if pk not in kept]
+        retained = set() if pool.draining else {*wanted[: pool.warm_target]}
+        surplus += [pk for pk in unheld if pk not in retained]
     return surplus
 
 

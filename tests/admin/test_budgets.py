@@ -376,4 +376,4 @@ def test_health_counts_hard_budgets_that_are_spent(client: Client, spend: Callab
     assert not any("budget" in each for each in client.get("/healthz").json()["warnings"])
     budget(1, scope="agent", subject=ADA)
     said = [each for each in client.get("/healthz").json()["warnings"] if "budget" in each]
-    assert said == ["Hard budgets that are spent, so leases are refused and ended: 1."]
+    assert said == ["Exhausted hard budgets, whose leases are refused and ended: 1."]

@@ -448,7 +448,7 @@ def test_once_they_are_stored_nothing_is_said_of_them(viewer: Client, lease: Lea
 def test_health_counts_them_and_names_nobody(client: Client, unsaved: Sandbox) -> None:
     found = client.get("/healthz").json()
     assert found["unsaved"] == 1
-    assert "With changes in /data that are stored nowhere else: 1." in found["warnings"]
+    assert "Sandboxes with unsaved changes in /data: 1." in found["warnings"]
     assert not any("engine" in each or "did:" in each for each in found["warnings"])
 
 

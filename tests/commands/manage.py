@@ -1,4 +1,4 @@
-"""manage.py as a process of its own, in an environment in which nothing is set but what a test sets."""
+"""Runs manage.py as a separate process with a minimal environment."""
 
 import os
 import subprocess
@@ -11,12 +11,12 @@ MANAGE = Path(__file__).resolve().parents[2] / "manage.py"
 
 
 def get_runtime_dir(home: Path) -> Path:
-    """Where its sockets are: a path of its own, but a short one."""
+    """Return a short, unique directory for unix sockets."""
     return Path(tempfile.gettempdir(), f"lh-{zlib.crc32(str(home).encode()):08x}")
 
 
 def build_environment(home: Path, **env: str) -> dict[str, str]:
-    """Development on SQLite and the process provider, everything of it below `home`."""
+    """Environment of a development installation on SQLite with the process provider, with all state below `home`."""
     return {
         "PATH": os.environ["PATH"],
         "LEASEHOLD_ENV_FILE": "",

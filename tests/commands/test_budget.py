@@ -1,4 +1,4 @@
-"""manage.py budget: one line for each."""
+"""manage.py budget: options, output and errors."""
 
 from datetime import UTC, timedelta
 from io import StringIO
@@ -23,18 +23,18 @@ def run(*args: str) -> str:
     return out.getvalue().removesuffix("\n")
 
 
-def test_budget_is_added_changed_listed_and_removed() -> None:
-    said = run("add", "12.50", "usd", "month", "--agent", ADA, "--grace", "30s", "--warn", "60")
-    made = Budget.objects.get()
-    line = f"{made.pk} 12.5 USD a month for agent {ADA}: 0 spent (hard, warns at 60 %, grace 30s)"
-    assert said == f"added: {line}" and run("list") == line
-    assert (made.scope, made.subject, made.amount, made.grace) == ("agent", ADA, 12.5, timedelta(seconds=30))
-    assert made.spent_at is not None
-    assert run("set", str(made.pk), "--amount", "20", "--soft", "--active", "no") == (
-        f"changed: {made.pk} 20 USD a month for agent {ADA}: 0 spent (soft, warns at 60 %, disabled)"
+def test_a_budget_is_added_changed_listed_and_removed() -> None:
+    added = run("add", "12.50", "usd", "month", "--agent", ADA, "--grace", "30s", "--warn", "60")
+    budget = Budget.objects.get()
+    line = f"{budget.pk} 12.5 USD a month for agent {ADA}: 0 spent (hard, warns at 60 %, grace 30s)"
+    assert added == f"added: {line}" and run("list") == line
+    assert (budget.scope, budget.subject, budget.amount, budget.grace) == ("agent", ADA, 12.5, timedelta(seconds=30))
+    assert budget.spent_at is not None
+    assert run("set", str(budget.pk), "--amount", "20", "--soft", "--active", "no") == (
+        f"changed: {budget.pk} 20 USD a month for agent {ADA}: 0 spent (soft, warns at 60 %, disabled)"
     )
-    assert run("set", str(made.pk), "--hard", "--active", "yes", "--grace", "0").endswith("grace 0s)")
-    assert run("remove", str(made.pk)).startswith(f"removed: {made.pk} 20 USD")
+    assert run("set", str(budget.pk), "--hard", "--active", "yes", "--grace", "0").endswith("grace 0s)")
+    assert run("remove", str(budget.pk)).startswith(f"removed: {budget.pk} 20 USD")
     assert run("list") == "" and not Budget.objects.exists()
 
 
@@ -48,19 +48,19 @@ def test_each_scope_has_an_option() -> None:
 
 
 @pytest.mark.parametrize("shown", ["{}", "lh_{}", "lh_{}_…"])
-def test_key_is_accepted_in_the_forms_that_the_console_shows(shown: str) -> None:
+def test_a_key_is_named_by_its_prefix_as_the_admin_shows_it(shown: str) -> None:
     key, _ = api_keys.issue_key([ADA], now=timezone.now())
     run("add", "1", "hours", "day", "--key", shown.format(key.prefix))
     assert Budget.objects.get().subject == str(key.pk)
 
 
-def test_exhausted_budget_is_listed_as_spent() -> None:
+def test_an_exhausted_budget_is_marked() -> None:
     run("add", "1", "hours", "ever", "--all")
     Budget.objects.update(spent=2, period_began=dates.EPOCH)
     assert run("list").endswith("1 hours in all for everything: 2 spent (hard, warns at 80 %, grace 300s, EXHAUSTED)")
 
 
-def test_list_shows_the_forecast_day_of_exhaustion() -> None:
+def test_a_budget_shows_its_predicted_exhaustion_date() -> None:
     today = timezone.now().astimezone(UTC).date()
     create_time_usage(dates.start_of_day(today - DAY), 10 * HOUR, ADA)
     run("add", "100", "hours", "ever", "--agent", ADA)
@@ -72,7 +72,7 @@ def test_list_shows_the_forecast_day_of_exhaustion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "why"),
+    ("args", "message"),
     [
         (["add", "1", "hours", "day", "--agent", "ada"], "is not a DID"),
         (["add", "1", "hours", "day", "--key", "ab"], "no such API key"),
@@ -93,7 +93,7 @@ def test_list_shows_the_forecast_day_of_exhaustion() -> None:
         (["remove", "77"], "No such budget: 77"),
     ],
 )
-def test_invalid_arguments_are_one_line_and_change_nothing(args: list[str], why: str) -> None:
-    with pytest.raises(CommandError, match=why):
+def test_an_error_is_one_line_and_changes_nothing(args: list[str], message: str) -> None:
+    with pytest.raises(CommandError, match=message):
         run(*args)
     assert not Budget.objects.exists()

@@ -1,4 +1,4 @@
-"""What a dead instance was at is taken over by the next sweep; what others are at is not touched."""
+"""Recovery of the work of a dead instance by the next sweep. Work of other instances is not touched."""
 
 from collections.abc import Callable
 
@@ -12,12 +12,12 @@ from sandboxes.sweeps import release_instance
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
-SOON = NOW + MINUTE / 60  # long before any deadline
+SHORTLY_AFTER = NOW + MINUTE / 60  # long before every deadline
 
 
 @pytest.fixture
 def interrupted(grant, at_checkpoint, settings) -> Callable[[str, str], Lease]:
-    """A lease whose exec, begun by this instance, died at this step."""
+    """Factory of a lease whose exec was interrupted at a given step, in a given instance."""
 
     def make(instance: str, step: str) -> Lease:
         def die() -> None:
@@ -33,41 +33,41 @@ def interrupted(grant, at_checkpoint, settings) -> Callable[[str, str], Lease]:
     return make
 
 
-def test_a_run_and_a_start_are_taken_over_at_once(interrupted) -> None:
+def test_a_run_and_a_start_of_a_dead_instance_are_recovered_at_once(interrupted) -> None:
     ran, started = interrupted("up-a.web.1", "run opened"), interrupted("up-a.web.1", "created")
-    assert release_instance("up-a", now=SOON) == 2
-    assert release_instance("up-a", now=SOON) == 0
-    swept = sweeps.recover_stalled(now=SOON + MINUTE / 60)
-    assert swept.counts == {"runs closed": 1, "stalled starts destroyed": 1}
+    assert release_instance("up-a", now=SHORTLY_AFTER) == 2
+    assert release_instance("up-a", now=SHORTLY_AFTER) == 0
+    result = sweeps.recover_stalled(now=SHORTLY_AFTER + MINUTE / 60)
+    assert result.counts == {"runs closed": 1, "stalled starts destroyed": 1}
     assert Run.objects.get(holder=ran.pk).outcome == "lost"
     assert Sandbox.objects.get(holder=started.pk).state == "destroying"
 
 
-def test_a_destroy_that_was_under_way_is_tried_again_at_once(interrupted, memory, settings) -> None:
+def test_an_interrupted_destroy_is_retried_at_once(interrupted, memory, settings) -> None:
     lease = interrupted("up-old.web.1", "run answered")
     settings.INSTANCE = "up-a.queue.1"
-    sweeps.end_all_leases(now=SOON, why="test")
+    sweeps.end_all_leases(now=SHORTLY_AFTER, why="test")
     memory.before("destroy", lambda ref: (_ for _ in ()).throw(SimulatedCrash()))
     with pytest.raises(SimulatedCrash):
-        sweeps.reclaim(now=SOON)
+        sweeps.reclaim(now=SHORTLY_AFTER)
     memory._hooks.clear()
-    assert not sweeps.reclaim(now=SOON + MINUTE).counts
-    assert release_instance("up-a", now=SOON + MINUTE) == 1
-    assert sweeps.reclaim(now=SOON + MINUTE).counts == {"destroyed": 1, "leases closed": 1}
+    assert not sweeps.reclaim(now=SHORTLY_AFTER + MINUTE).counts
+    assert release_instance("up-a", now=SHORTLY_AFTER + MINUTE) == 1
+    assert sweeps.reclaim(now=SHORTLY_AFTER + MINUTE).counts == {"destroyed": 1, "leases closed": 1}
     assert Lease.objects.get(pk=lease.pk).status == "destroyed"
 
 
 @pytest.mark.parametrize("dead", ["up-b", "up-a.web.1", "up-a.web", "up"])
-def test_what_another_instance_is_at_is_left_alone(dead: str, interrupted) -> None:
+def test_claims_of_another_instance_are_left_alone(dead: str, interrupted) -> None:
     interrupted("up-a.web.10", "run opened")
-    assert release_instance(dead, now=SOON) == (1 if dead == "up-a.web" else 0)
+    assert release_instance(dead, now=SHORTLY_AFTER) == (1 if dead == "up-a.web" else 0)
 
 
-def test_a_deadline_stays_after_the_start_when_the_clock_was_set_back(interrupted) -> None:
+def test_a_deadline_stays_after_the_start_if_the_clock_was_set_back(interrupted) -> None:
     interrupted("up-a.web.1", "run opened")
     assert release_instance("up-a", now=NOW - MINUTE) == 0
 
 
-def test_rows_without_an_instance_are_nobodys_to_forget() -> None:
+def test_rows_without_an_instance_are_left_alone() -> None:
     with pytest.raises(ValueError, match="may belong to any process"):
         release_instance("", now=NOW)

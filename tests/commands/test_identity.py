@@ -1,4 +1,4 @@
-"""manage.py identity: private keys go in and never come out."""
+"""manage.py identity: private keys are imported and never printed."""
 
 import base64
 import io
@@ -20,14 +20,14 @@ ADA, BOB = "did:plc:ada", "did:plc:bob"
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *args: str, stdin: str = "") -> str:
-    said = io.StringIO()
+    message = io.StringIO()
     monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-    call_command("identity", *args, stdout=said)
-    return said.getvalue()
+    call_command("identity", *args, stdout=message)
+    return message.getvalue()
 
 
-def signed(did: str) -> str:
-    """The did:key that verifies what the agent signs now."""
+def get_did_key(did: str) -> str:
+    """The did:key of the agent's active signing key."""
     key = signing.get_active_key(did)
     tokens.verify_token(signing.create_service_token(did, aud="did:web:relay.example", lxm="a.b.c", now=NOW), key.did_key)
     return key.did_key
@@ -38,7 +38,7 @@ def test_a_key_is_created_shown_rotated_and_revoked(monkeypatch) -> None:
     assert "signs with did:key:zQ3s" in run(monkeypatch, "create", ADA)
     assert Agent.objects.filter(did=ADA).exists()
     did_key, _, document = run(monkeypatch, "show", ADA).partition("\n")
-    assert did_key == signed(ADA)
+    assert did_key == get_did_key(ADA)
     assert json.loads(document) == {
         "id": "did:plc:ada#atproto",
         "type": "Multikey",
@@ -46,8 +46,8 @@ def test_a_key_is_created_shown_rotated_and_revoked(monkeypatch) -> None:
         "publicKeyMultibase": did_key.removeprefix("did:key:"),
     }
     assert "did:key:zDna" in run(monkeypatch, "rotate", ADA, "--algorithm", "ES256")
-    assert signed(ADA).startswith("did:key:zDna")
-    assert f"{signed(ADA)} is revoked" in run(monkeypatch, "revoke", ADA)
+    assert get_did_key(ADA).startswith("did:key:zDna")
+    assert f"{get_did_key(ADA)} is revoked" in run(monkeypatch, "revoke", ADA)
     assert [line.split()[4] for line in run(monkeypatch, "list").splitlines()] == ["revoked", "retired"]
     assert set(SigningKey.objects.values_list("created_by", "ended_by")) == {("command line", "command line")}
 
@@ -58,15 +58,15 @@ def test_a_private_key_is_imported_from_stdin_as_hex_or_multibase(monkeypatch, a
     first, second = curves.generate_key(algorithm), curves.generate_key(algorithm)
     multibase = "z" + curves.encode_base58(curves.CURVES[algorithm].private + second.secret)
     run(monkeypatch, "import", ADA, "--algorithm", algorithm, stdin=first.secret.hex() + "\n")
-    assert signed(ADA) == f"did:key:{first.public}"
-    said = run(monkeypatch, "rotate", ADA, "--import", stdin=multibase)
-    assert signed(ADA) == f"did:key:{second.public}"
-    said += run(monkeypatch, "list") + run(monkeypatch, "show", ADA) + run(monkeypatch, "reencrypt")
-    assert not any(form in said for form in list_key_encodings(first) | list_key_encodings(second))
+    assert get_did_key(ADA) == f"did:key:{first.public}"
+    message = run(monkeypatch, "rotate", ADA, "--import", stdin=multibase)
+    assert get_did_key(ADA) == f"did:key:{second.public}"
+    message += run(monkeypatch, "list") + run(monkeypatch, "show", ADA) + run(monkeypatch, "reencrypt")
+    assert not any(form in message for form in list_key_encodings(first) | list_key_encodings(second))
 
 
 @pytest.mark.django_db
-def test_what_is_no_private_key_is_refused_and_not_repeated(monkeypatch) -> None:
+def test_an_invalid_private_key_is_refused_and_not_printed(monkeypatch) -> None:
     nearly = curves.generate_key().secret.hex()[:-1] + "g"
     with pytest.raises(CommandError, match="64 hexadecimal digits") as refused:
         run(monkeypatch, "import", ADA, stdin=nearly)
@@ -76,7 +76,7 @@ def test_what_is_no_private_key_is_refused_and_not_repeated(monkeypatch) -> None
 
 @pytest.mark.django_db
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["create", "ada"], "is not a DID"),
         (["rotate", BOB], "no signing key"),
@@ -85,14 +85,14 @@ def test_what_is_no_private_key_is_refused_and_not_repeated(monkeypatch) -> None
         (["create", ADA], "Rotate it"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence(monkeypatch, args: list[str], said: str) -> None:
+def test_an_error_is_one_sentence(monkeypatch, args: list[str], message: str) -> None:
     signing.create_key(ADA, now=NOW)
-    with pytest.raises(CommandError, match=said):
+    with pytest.raises(CommandError, match=message):
         run(monkeypatch, *args)
 
 
 @pytest.mark.django_db
-def test_reencrypt_says_whose_key_it_could_not_open(monkeypatch, settings) -> None:
+def test_reencrypt_names_the_agent_whose_key_it_cannot_decrypt(monkeypatch, settings) -> None:
     signing.create_key(ADA, now=NOW)
     settings.IDENTITY_KEYS = [b"1" * 32]
     signing.create_key(BOB, now=NOW)
@@ -103,19 +103,19 @@ def test_reencrypt_says_whose_key_it_could_not_open(monkeypatch, settings) -> No
     assert run(monkeypatch, "reencrypt") == "1 private key re-encrypted, 1 already current\n"
 
 
-@pytest.mark.parametrize("wrong", ["secret", "A" * 43, "A" * 44, "=" * 44, f"{'A' * 43}=,", f"{'A' * 43}=,x"])
-def test_malformed_encryption_keys_stop_the_start_without_being_shown(tmp_path, wrong: str) -> None:
-    done = run_manage(tmp_path, "check", LEASEHOLD_IDENTITY_KEYS=wrong)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("LEASEHOLD_IDENTITY_KEYS=(hidden) is not accepted. It takes keys of 32 bytes in base64")
-    assert wrong not in done.stderr
+@pytest.mark.parametrize("value", ["secret", "A" * 43, "A" * 44, "=" * 44, f"{'A' * 43}=,", f"{'A' * 43}=,x"])
+def test_malformed_encryption_keys_stop_the_start_and_are_not_printed(tmp_path, value: str) -> None:
+    process = run_manage(tmp_path, "check", LEASEHOLD_IDENTITY_KEYS=value)
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr.startswith("LEASEHOLD_IDENTITY_KEYS=(hidden) is not accepted. It takes keys of 32 bytes in base64")
+    assert value not in process.stderr
 
 
-def test_encryption_keys_in_either_alphabet_of_base64_are_taken_and_not_shown(tmp_path) -> None:
+def test_encryption_keys_in_either_base64_alphabet_are_accepted_and_not_printed(tmp_path) -> None:
     given = [base64.b64encode(b"\xfb" * 32).decode(), base64.urlsafe_b64encode(b"\xff" * 32).decode()]
     assert "+" in given[0] and "_" in given[1]
-    done = run_manage(tmp_path, "config", LEASEHOLD_IDENTITY_KEYS=", ".join(given))
-    assert done.returncode == 0
-    assert not any(each in done.stdout for each in given)
-    line = next(line for line in done.stdout.splitlines() if line.startswith("LEASEHOLD_IDENTITY_KEYS"))
+    process = run_manage(tmp_path, "config", LEASEHOLD_IDENTITY_KEYS=", ".join(given))
+    assert process.returncode == 0
+    assert not any(each in process.stdout for each in given)
+    line = next(line for line in process.stdout.splitlines() if line.startswith("LEASEHOLD_IDENTITY_KEYS"))
     assert line.split()[1:3] == ["********", "environment"]

@@ -1,4 +1,4 @@
-"""manage.py quickstart: an operator, once."""
+"""manage.py quickstart: creation of the first superuser."""
 
 from io import StringIO
 
@@ -18,38 +18,38 @@ def quickstart() -> str:
 
 
 def test_the_password_is_shown_once_and_works_and_is_not_stored() -> None:
-    said = quickstart()
-    password = said.splitlines()[0].rsplit(" ", 1)[1]
+    output = quickstart()
+    password = output.splitlines()[0].rsplit(" ", 1)[1]
     user = authenticate(username="operator", password=password)
     assert user is not None
     assert user.is_superuser
     assert password not in user.password
-    assert "manage.py changepassword operator" in said
+    assert "manage.py changepassword operator" in output
 
 
 def test_a_repeat_changes_nothing_and_shows_no_password() -> None:
     quickstart()
     before = get_user_model().objects.get().password
-    said = quickstart()
-    assert said.count("\n") == 1
-    assert "changepassword" in said
+    output = quickstart()
+    assert output.count("\n") == 1
+    assert "changepassword" in output
     assert get_user_model().objects.get().password == before
 
 
-def test_with_another_superuser_there_it_makes_none() -> None:
+def test_no_superuser_is_created_if_another_one_exists() -> None:
     get_user_model().objects.create_superuser("ada", password="x")
     assert '"ada"' in quickstart()
     assert get_user_model().objects.count() == 1
 
 
-def test_a_user_of_that_name_without_rights_is_not_given_any() -> None:
+def test_an_ordinary_user_of_that_name_is_not_promoted() -> None:
     get_user_model().objects.create_user("operator")
     with pytest.raises(CommandError, match="no superuser"):
         quickstart()
     assert not get_user_model().objects.get().is_superuser
 
 
-def test_before_the_migrations_it_says_what_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_migrations_the_error_names_the_command_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "find_unapplied_migrations", lambda: ["leases.0001_initial"])
     with pytest.raises(CommandError, match="run manage"):
         quickstart()

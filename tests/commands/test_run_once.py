@@ -1,4 +1,4 @@
-"""run_once: output and exit code of a command in a sandbox of its own, and a directory that travels with it."""
+"""manage.py run_once: output, exit codes, and a directory copied in and back."""
 
 import io
 import signal
@@ -21,7 +21,7 @@ def only_memory(memory) -> None:
     Pool.objects.update(provider="memory")
 
 
-def code(*args: str, agent: str = "did:plc:ada") -> int:
+def exit_code(*args: str, agent: str = "did:plc:ada") -> int:
     with pytest.raises(SystemExit) as ended:
         call_command("run_once", "--agent", agent, *args)
     assert isinstance(ended.value.code, int)
@@ -29,64 +29,64 @@ def code(*args: str, agent: str = "did:plc:ada") -> int:
     return ended.value.code
 
 
-def test_output_passes_through_byte_for_byte_and_it_ends_with_the_same_code(memory, capfdbinary) -> None:
+def test_output_passes_through_unchanged_and_the_exit_code_is_the_same(memory, capfdbinary) -> None:
     memory.programs["odd"] = lambda call: ProgramResult(exit_code=3, stdout=b"\xff\x00out", stderr=b"err\xfe")
-    assert code("--", "odd", "-x", "--verbosity") == 3
+    assert exit_code("--", "odd", "-x", "--verbosity") == 3
     assert capfdbinary.readouterr() == (b"\xff\x00out", b"err\xfe")
     assert (Run.objects.get().argv, Sandbox.objects.get().state) == (["odd", "-x", "--verbosity"], "destroyed")
 
 
-def test_it_ends_with_0_when_the_command_does(capsys) -> None:
-    assert code("--", "true") == 0
+def test_the_exit_code_is_0_if_that_of_the_command_is(capsys) -> None:
+    assert exit_code("--", "true") == 0
     assert capsys.readouterr().err == ""
 
 
-def test_stdin_is_a_file_or_its_own(tmp_path: Path, capfdbinary, monkeypatch) -> None:
+def test_stdin_comes_from_a_file_or_from_stdin(tmp_path: Path, capfdbinary, monkeypatch) -> None:
     (tmp_path / "in").write_bytes(b"\xff\0")
-    assert code("--stdin", str(tmp_path / "in"), "--", "cat") == 0
+    assert exit_code("--stdin", str(tmp_path / "in"), "--", "cat") == 0
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"own")))
-    assert code("--stdin", "-", "--", "cat") == 0
+    assert exit_code("--stdin", "-", "--", "cat") == 0
     assert capfdbinary.readouterr().out == b"\xff\0own"
 
 
-def test_memory_is_that_of_its_sandbox() -> None:
-    assert code("--memory", "64", "--", "true") == 0
+def test_the_memory_option_limits_the_sandbox() -> None:
+    assert exit_code("--memory", "64", "--", "true") == 0
     assert Sandbox.objects.get().memory_mib == 64
 
 
 @pytest.mark.parametrize(
-    ("argv", "expected", "said"),
+    ("argv", "expected", "message"),
     [
         (["--timeout", "1s", "--", "sleep", "60"], 124, "killed after 1 s"),
         (["--", "oom"], 123, "out of memory"),
     ],
 )
-def test_what_was_killed_has_a_code_of_its_own(capsys, argv: list[str], expected: int, said: str) -> None:
-    assert code(*argv) == expected
-    assert capsys.readouterr().err == f"run_once: {said}\n"
+def test_a_killed_command_has_a_distinct_exit_code(capsys, argv: list[str], expected: int, message: str) -> None:
+    assert exit_code(*argv) == expected
+    assert capsys.readouterr().err == f"run_once: {message}\n"
 
 
-def test_a_sandbox_that_does_not_start_and_a_bug_of_ours_have_codes_of_their_own(memory, capsys) -> None:
+def test_a_failed_start_and_an_internal_error_have_distinct_exit_codes(memory, capsys) -> None:
     with memory.fail("create", Rejected("no such image")):
-        assert code("--", "true") == 125
+        assert exit_code("--", "true") == 125
     assert "run_once: container_failed: The sandbox could not be started: no such image\n" in capsys.readouterr().err
     with memory.fail("exec", ZeroDivisionError("ours")):
-        assert code("--", "true") == 122
+        assert exit_code("--", "true") == 122
     assert "run_once: internal: ZeroDivisionError: ours\n" in capsys.readouterr().err
 
 
-def test_whoever_ends_it_leaves_nothing(memory) -> None:
+def test_an_interrupt_leaves_no_sandbox(memory) -> None:
     before = signal.getsignal(signal.SIGTERM)
     memory.before("exec", lambda ref: signal.raise_signal(signal.SIGTERM))
-    assert code("--", "true") == 143
+    assert exit_code("--", "true") == 143
     assert Sandbox.objects.get().state == "destroyed"
     assert signal.getsignal(signal.SIGTERM) is before
     memory.reset()
     memory.fail("exec", KeyboardInterrupt())
-    assert code("--", "true") == 130
+    assert exit_code("--", "true") == 130
 
 
-def test_a_sandbox_that_is_not_confirmed_gone_is_told(memory, capsys) -> None:
+def test_an_unconfirmed_destroy_is_reported(memory, capsys) -> None:
     memory.fail("destroy", Unavailable("engine down"))
     with pytest.raises(SystemExit, match="0"):
         call_command("run_once", "--agent", "did:plc:ada", "--", "true")
@@ -94,7 +94,7 @@ def test_a_sandbox_that_is_not_confirmed_gone_is_told(memory, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "why"),
+    ("args", "message"),
     [
         (["--timeout", "2h"], "at most 3600 seconds"), (["--timeout", "soon"], "--timeout: "),
         (["--memory", "5000"], "From 16"),
@@ -103,63 +103,63 @@ def test_a_sandbox_that_is_not_confirmed_gone_is_told(memory, capsys) -> None:
         (["--workspace", "/no/such"], "No such file"), (["--workspace", "/etc/passwd"], "is not a directory"),
     ],
 )  # fmt: skip
-def test_what_is_refused_says_why_and_runs_nothing(args: list[str], why: str) -> None:
-    with pytest.raises(CommandError, match=why) as refused:
+def test_a_refused_request_is_explained_and_runs_nothing(args: list[str], message: str) -> None:
+    with pytest.raises(CommandError, match=message) as refused:
         call_command("run_once", "--agent", "did:plc:ada", *args, "--", "true")
     assert refused.value.returncode == 121
     assert not Lease.objects.exists()
 
 
-def test_without_a_place_nothing_is_run(memory) -> None:
+def test_without_capacity_nothing_is_run(memory) -> None:
     Pool.objects.update(capacity=0)
     with pytest.raises(CommandError, match="places") as refused:
         call_command("run_once", "--agent", "did:plc:ada", "--", "true")
     assert (refused.value.returncode, Run.objects.count()) == (121, 0)
 
 
-def test_without_a_database_it_says_so_in_one_line(tmp_path: Path) -> None:
+def test_without_a_database_the_error_is_one_line(tmp_path: Path) -> None:
     argv = ["run_once", "--agent", "did:plc:ada", "--", "true"]
-    done = run_manage(tmp_path, *argv, DATABASE_URL="postgres://nobody@127.0.0.1:1/nothing")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (122, "", 1)
-    assert "connection failed" in done.stderr
+    process = run_manage(tmp_path, *argv, DATABASE_URL="postgres://nobody@127.0.0.1:1/nothing")
+    assert (process.returncode, process.stdout, process.stderr.count("\n")) == (122, "", 1)
+    assert "connection failed" in process.stderr
 
 
 # --- the directory ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "a").write_text("1")
-    return folder
+def directory(tmp_path: Path) -> Path:
+    directory = tmp_path / "folder"
+    directory.mkdir()
+    (directory / "a").write_text("1")
+    return directory
 
 
-def test_what_the_command_did_in_the_workspace_is_done_in_the_directory(folder: Path, capfd) -> None:
-    assert code("--workspace", str(folder), "--", "sh", "-c", "cat a; echo new >b; echo x >.home/junk") == 0
-    assert {path.name: path.read_text() for path in folder.iterdir()} == {"a": "1", "b": "new\n"}
+def test_changes_in_the_workspace_are_applied_to_the_directory(directory: Path, capfd) -> None:
+    assert exit_code("--workspace", str(directory), "--", "sh", "-c", "cat a; echo new >b; echo x >.home/junk") == 0
+    assert {path.name: path.read_text() for path in directory.iterdir()} == {"a": "1", "b": "new\n"}
     assert capfd.readouterr() == ("1", "")
 
 
 @pytest.mark.parametrize(("argv", "expected"), [("echo new >b; exit 3", 3), ("echo new >b; sleep 3600", 124)])
-def test_also_when_it_failed_or_was_killed(folder: Path, argv: str, expected: int) -> None:
-    assert code("--workspace", str(folder), "--", "sh", "-c", argv) == expected
-    assert (folder / "b").read_text() == "new\n"
+def test_changes_are_applied_after_a_failure_or_a_kill(directory: Path, argv: str, expected: int) -> None:
+    assert exit_code("--workspace", str(directory), "--", "sh", "-c", argv) == expected
+    assert (directory / "b").read_text() == "new\n"
 
 
 @pytest.mark.parametrize(("argv", "expected"), [("true", 122), ("false", 122), ("oom", 123)])
-def test_a_workspace_that_does_not_come_back_is_no_success(folder: Path, memory, capsys, argv: str, expected: int) -> None:
+def test_a_workspace_that_cannot_be_returned_is_no_success(directory: Path, memory, capsys, argv: str, expected: int) -> None:
     memory.fail("get_files", Unavailable("engine down"))
-    assert code("--workspace", str(folder), "--", argv) == expected
+    assert exit_code("--workspace", str(directory), "--", argv) == expected
     assert "could not be returned" in capsys.readouterr().err or expected == 123
-    assert (folder / "a").read_text() == "1"
+    assert (directory / "a").read_text() == "1"
 
 
-def test_a_real_directory_travels_through_a_real_sandbox(folder: Path) -> None:
+def test_a_directory_is_copied_through_a_sandbox_of_the_process_provider(directory: Path) -> None:
     Pool.objects.update(provider="process")
-    (folder / "run").write_text("#!/bin/sh\nrm a; mkdir d; echo new >d/b; ln -s /etc/passwd d/link; echo '# x' >>run\n")
-    (folder / "run").chmod(0o755)
-    assert code("--workspace", str(folder), "--", "./run") == 0
-    assert sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")) == ["d", "d/b", "d/link", "run"]
-    assert ((folder / "d" / "b").read_text(), (folder / "d" / "link").readlink()) == ("new\n", Path("/etc/passwd"))
-    assert (folder / "run").read_text().endswith("# x\n")
+    (directory / "run").write_text("#!/bin/sh\nrm a; mkdir d; echo new >d/b; ln -s /etc/passwd d/link; echo '# x' >>run\n")
+    (directory / "run").chmod(0o755)
+    assert exit_code("--workspace", str(directory), "--", "./run") == 0
+    assert sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*")) == ["d", "d/b", "d/link", "run"]
+    assert ((directory / "d" / "b").read_text(), (directory / "d" / "link").readlink()) == ("new\n", Path("/etc/passwd"))
+    assert (directory / "run").read_text().endswith("# x\n")

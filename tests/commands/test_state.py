@@ -1,4 +1,4 @@
-"""manage.py state: what an agent keeps, listed, read and changed without a sandbox; live ones get what is new."""
+"""manage.py state: stored /data is listed, read and changed without a sandbox, and live sandboxes receive changes."""
 
 import io
 import os
@@ -54,7 +54,7 @@ def refused(match: str, *args: object) -> None:
     assert (live(), AgentData.objects.values_list("revision", "size_bytes").first()) == before
 
 
-def packed(**members: bytes) -> io.BytesIO:
+def pack_tar(**members: bytes) -> io.BytesIO:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as tar:
         for name, content in members.items():
@@ -68,7 +68,7 @@ def packed(**members: bytes) -> io.BytesIO:
 # --- ls, get ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_directory_is_listed_with_what_is_below_each_name() -> None:
+def test_a_directory_is_listed_with_the_size_below_each_name() -> None:
     for path, text in {"a/b/c": "x" * 2000, "a/d": "12", "A": "1", "a.txt": "1", "a/b.txt": "1"}.items():
         put(path, text)
     assert state("ls", ADA).split("\n")[:-1] == ["       1 B  A", "   2.0 KiB  a/", "       1 B  a.txt"]
@@ -76,7 +76,7 @@ def test_a_directory_is_listed_with_what_is_below_each_name() -> None:
     assert state("ls", ADA, "a/d") == "       2 B  d\n"
 
 
-def test_a_long_listing_says_mode_lease_and_moment(grant) -> None:
+def test_a_long_listing_shows_mode_lease_and_time(grant) -> None:
     lease = grant()
     sh(lease, "echo hello >/data/note")
     line = state("ls", "-l", ADA, "note")
@@ -85,7 +85,7 @@ def test_a_long_listing_says_mode_lease_and_moment(grant) -> None:
     assert state("ls", "-l", ADA).startswith("-rw-r--r--")
 
 
-def test_what_a_name_holds_does_not_act_on_a_terminal() -> None:
+def test_control_characters_in_names_are_escaped() -> None:
     put("odd\n\x1b[31mname", "1")
     assert state("ls", ADA) == "       1 B  odd\\n\\x1b[31mname\n"
 
@@ -100,10 +100,10 @@ def test_listing_twenty_thousand_files_takes_two_queries() -> None:
     with CaptureQueriesContext(connection) as asked:
         assert [line.name for line in data_tree.list_directory(mine, "", most=5)] == ["d0", "d1", "d2", "d3", "d4"]
         assert [line.name for line in data_tree.list_directory(mine, "d1", after="99", most=3)] == ["9906", "9913", "9920"]
-    assert len(asked) == 3  # names without a row of their own take none for that
+    assert len(asked) == 3  # directories without a row need no further query
 
 
-def test_a_file_is_read_byte_for_byte(tmp_path: Path, capfdbinary) -> None:
+def test_a_file_is_printed_unchanged(tmp_path: Path, capfdbinary) -> None:
     data_editing.put_file(ADA, "bin", io.BytesIO(b"\xff\x00\n"), now=NOW)
     assert state("get", ADA, "bin") == ""
     assert capfdbinary.readouterr().out == b"\xff\x00\n"
@@ -112,7 +112,7 @@ def test_a_file_is_read_byte_for_byte(tmp_path: Path, capfdbinary) -> None:
     assert target.read_bytes() == b"\xff\x00\n"
 
 
-def test_a_file_that_is_not_what_was_stored_is_not_handed_out(tmp_path: Path) -> None:
+def test_a_corrupt_file_is_not_printed(tmp_path: Path) -> None:
     put("note", "hello")
     key = DataObject.objects.get().key
     get_store().set(key, b"\0" * len(get_store().get(key) or b""))
@@ -123,23 +123,23 @@ def test_a_file_that_is_not_what_was_stored_is_not_handed_out(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("args", [["get", ADA, "nothing"], ["ls", ADA, "nothing"], ["rm", ADA, "nothing"], ["get", ADA, "a"]])
-def test_what_is_not_there_is_an_error_in_one_line(args: list[str]) -> None:
+def test_a_missing_path_is_an_error_in_one_line(args: list[str]) -> None:
     put("a/b", "1")
     with pytest.raises(CommandError, match=r"'nothing'|is a directory"):
         state(*args)
 
 
-@pytest.mark.parametrize("act", ["ls", "get", "rm", "export"])
-def test_an_agent_that_keeps_nothing_is_an_error(act: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("action", ["ls", "get", "rm", "export"])
+def test_an_agent_without_stored_data_is_an_error(action: str, tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="did:plc:bob"):
-        state(act, "did:plc:bob", *([] if act == "ls" else [tmp_path / "out"]))
+        state(action, "did:plc:bob", *([] if action == "ls" else [tmp_path / "out"]))
     assert not AgentData.objects.exists()
 
 
 # --- put, rm ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_live_sandbox_has_at_its_next_use_what_was_put(grant, tmp_path: Path) -> None:
+def test_a_live_sandbox_receives_a_put_file_at_its_next_use(grant, tmp_path: Path) -> None:
     lease, source = grant(), tmp_path / "note"
     sh(lease, "true")
     source.write_text("hello")
@@ -151,22 +151,22 @@ def test_a_live_sandbox_has_at_its_next_use_what_was_put(grant, tmp_path: Path) 
     assert state("put", ADA, source, "memory/deep/note") == "memory/deep/note unchanged: revision 2\n"
 
 
-def test_stdin_is_put_and_replaces_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_from_stdin_replaces_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     put("note", "old")
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"new")))
     assert state("put", ADA, "-", "note") == "note stored: revision 2\n"
-    assert DataObject.objects.count() == len(list(get_store().list("agents/"))) == 1  # the old one is let go
+    assert DataObject.objects.count() == len(list(get_store().list("agents/"))) == 1  # the replaced object is deleted
     assert AgentData.objects.get().size_bytes == 3
 
 
-def test_what_is_removed_goes_from_a_live_sandbox(grant) -> None:
+def test_a_removed_file_disappears_from_a_live_sandbox(grant) -> None:
     lease = grant()
     sh(lease, "echo 1 >/data/one; echo 2 >/data/two")
     assert state("rm", ADA, "one") == "1 removed: revision 2\n"
     assert sh(lease, "cat /data/two; cat /data/one") == "2\n"
 
 
-def test_a_directory_is_removed_only_when_that_is_said() -> None:
+def test_a_directory_is_removed_only_with_the_recursive_option() -> None:
     put("a/b/c", "1")
     put("a1", "1")
     refused("non-empty", "rm", ADA, "a")
@@ -175,7 +175,7 @@ def test_a_directory_is_removed_only_when_that_is_said() -> None:
     assert AgentData.objects.get().files == 1
 
 
-def test_of_what_was_put_while_a_sandbox_changed_it_both_are_kept(grant, memory) -> None:
+def test_a_concurrent_put_and_change_keep_both_versions(grant, memory) -> None:
     lease = grant()
     sh(lease, "echo first >/data/note")
     put("note", "an operator's")
@@ -188,20 +188,20 @@ def test_of_what_was_put_while_a_sandbox_changed_it_both_are_kept(grant, memory)
 
 
 @pytest.mark.parametrize("path", ["../x", "a/../../x", "a//b", ".", "a/./b", "x\0y", "x" * 1001, ""])
-def test_a_path_that_can_not_be_is_refused(path: str, tmp_path: Path) -> None:
+def test_an_invalid_path_is_refused(path: str, tmp_path: Path) -> None:
     (tmp_path / "f").write_text("1")
     refused("cannot be stored", "put", ADA, tmp_path / "f", path)
     assert not DataFile.objects.exists()
 
 
-def test_no_file_takes_the_place_of_a_directory_or_lies_below_a_file(tmp_path: Path) -> None:
+def test_a_file_cannot_replace_a_directory_or_lie_below_a_file(tmp_path: Path) -> None:
     put("a/b", "1")
     (tmp_path / "f").write_text("2")
     refused("'a' cannot be stored: it is currently a directory", "put", ADA, tmp_path / "f", "a")
     refused("'a/b' is a file", "put", ADA, tmp_path / "f", "a/b/c")
 
 
-def test_no_more_is_put_than_is_kept(settings, tmp_path: Path) -> None:
+def test_put_respects_the_limits_of_data(settings, tmp_path: Path) -> None:
     put("a", "12345")
     settings.DATA_MOST_BYTES = 8
     (tmp_path / "f").write_text("12345")
@@ -212,13 +212,13 @@ def test_no_more_is_put_than_is_kept(settings, tmp_path: Path) -> None:
     refused("4 paths", "put", ADA, tmp_path / "f", "c/d/e")
 
 
-def test_an_agent_is_a_did(tmp_path: Path) -> None:
+def test_an_agent_must_be_a_did(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("1")
     refused("'ada' is not a DID", "put", "ada", tmp_path / "f", "x")
     refused("No such file", "put", ADA, tmp_path / "nothing", "x")
 
 
-def test_mounted_data_is_left_alone(tmp_path: Path) -> None:
+def test_mounted_data_is_not_changed(tmp_path: Path) -> None:
     put("a", "1")
     AgentData.objects.update(keeping="mount")
     (tmp_path / "f").write_text("1")
@@ -226,15 +226,15 @@ def test_mounted_data_is_left_alone(tmp_path: Path) -> None:
         refused("is mounted", *args)
 
 
-def test_how_it_is_kept_is_turned_over_only_where_that_can_be() -> None:
+def test_the_mode_is_changed_only_if_the_backend_supports_it() -> None:
     put("note", "hello")
     assert state("keep", ADA, "sync") == f"{ADA} already uses mode sync\n"
-    refused("cannot be mounted", "keep", ADA, "mount")  # the store under test is a directory
+    refused("cannot be mounted", "keep", ADA, "mount")  # the filesystem backend cannot be mounted
     refused("No data is stored", "keep", "did:plc:nobody", "mount")
     assert live() == {"note": "file"}
 
 
-def test_who_dies_between_the_object_and_the_rows_changes_nothing(at_checkpoint, tmp_path: Path) -> None:
+def test_a_crash_between_the_object_and_the_rows_changes_nothing(at_checkpoint, tmp_path: Path) -> None:
     put("note", "old")
 
     def die() -> None:
@@ -263,7 +263,7 @@ def trees(root: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("middle", ["out", "out.tar"])
-def test_what_is_exported_and_imported_is_the_same(tmp_path: Path, middle: str) -> None:
+def test_an_export_can_be_imported_unchanged(tmp_path: Path, middle: str) -> None:
     root = tmp_path / "in"
     (root / "memory/empty").mkdir(parents=True)
     (root / "memory/run.sh").write_text("#!/bin/sh\n")
@@ -280,7 +280,7 @@ def test_what_is_exported_and_imported_is_the_same(tmp_path: Path, middle: str) 
     assert trees(tmp_path / "again") == trees(root)
 
 
-def test_nothing_is_exported_over_something(tmp_path: Path) -> None:
+def test_an_export_does_not_overwrite_existing_files(tmp_path: Path) -> None:
     put("a", "1")
     (tmp_path / "there.tar").write_text("mine")
     (tmp_path / "full").mkdir()
@@ -290,23 +290,23 @@ def test_nothing_is_exported_over_something(tmp_path: Path) -> None:
     assert (tmp_path / "there.tar").read_text() == "mine"
 
 
-def test_a_row_that_leads_out_of_the_directory_is_not_exported(tmp_path: Path) -> None:
+def test_a_path_outside_the_directory_is_not_exported(tmp_path: Path) -> None:
     put("a", "1")
     DataFile.objects.update(path="../evil")
     refused("would be written outside", "export", ADA, tmp_path / "out")
     assert not (tmp_path / "evil").exists()
 
 
-def test_an_import_adds_and_replaces_and_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_adds_and_replaces_but_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put("kept", "1")
     put("note", "old")
-    tar = packed(note=b"new", memory__x=b"1")
+    tar = pack_tar(note=b"new", memory__x=b"1")
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=tar))
     assert state("import", ADA, "-") == "3 paths new or changed: revision 3\n"
     assert live() == {"kept": "file", "note": "file", "memory": "directory", "memory/x": "file"}
 
 
-def test_a_second_name_of_a_file_in_a_tar_becomes_a_file(tmp_path: Path) -> None:
+def test_a_hard_link_in_a_tar_becomes_a_file(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a").write_text("same")
     os.link(tmp_path / "in/a", tmp_path / "in/b")
@@ -318,20 +318,20 @@ def test_a_second_name_of_a_file_in_a_tar_becomes_a_file(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["../evil", "/etc/passwd", "a/../../b"])
-def test_of_a_tar_with_one_bad_name_nothing_is_stored(tmp_path: Path, name: str) -> None:
+def test_a_tar_with_one_invalid_name_is_refused_as_a_whole(tmp_path: Path, name: str) -> None:
     put("a", "1")
-    (tmp_path / "x.tar").write_bytes(packed(good=b"1", **{name.replace("/", "__"): b"2"}).getvalue())
+    (tmp_path / "x.tar").write_bytes(pack_tar(good=b"1", **{name.replace("/", "__"): b"2"}).getvalue())
     refused("cannot be stored", "import", ADA, tmp_path / "x.tar")
 
 
-def test_of_a_tar_with_a_device_or_cut_short_nothing_is_stored(tmp_path: Path) -> None:
+def test_a_tar_with_a_device_or_a_truncated_one_is_refused_as_a_whole(tmp_path: Path) -> None:
     put("a", "1")
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         member = tarfile.TarInfo("null")
         member.type = tarfile.CHRTYPE
         tar.addfile(member)
     refused("not a regular file", "import", ADA, tmp_path / "x.tar")
-    (tmp_path / "cut.tar").write_bytes(packed(good=os.urandom(9999)).getvalue()[:5000])
+    (tmp_path / "cut.tar").write_bytes(pack_tar(good=os.urandom(9999)).getvalue()[:5000])
     refused("invalid or truncated", "import", ADA, tmp_path / "cut.tar")
     (tmp_path / "text.tar").write_text("this is no tar")
     refused("invalid or truncated", "import", ADA, tmp_path / "text.tar")
@@ -347,7 +347,7 @@ def test_a_directory_with_a_socket_in_it_is_refused_as_a_whole(tmp_path: Path) -
 # --- snapshots --------------------------------------------------------------------------------------------------------
 
 
-def test_the_copies_of_a_lease_are_listed_by_whatever_names_it(grant) -> None:
+def test_snapshots_are_listed_by_lease_id_sandbox_id_or_name(grant) -> None:
     lease = grant()
     sh(lease, "echo 1 >/workspace/x")
     taken = snapshots.take_snapshot(lease.pk, name="before the exam", now=NOW)
@@ -362,11 +362,11 @@ def test_the_copies_of_a_lease_are_listed_by_whatever_names_it(grant) -> None:
     assert Run.objects.exists()
 
 
-def test_the_exit_code_tells_scripts_apart(tmp_path: Path) -> None:
+def test_the_exit_code_reports_success_or_failure(tmp_path: Path) -> None:
     run_manage(tmp_path, "migrate", "--verbosity", "0")
     (tmp_path / "f").write_text("1")
-    done = run_manage(tmp_path, "state", "put", ADA, str(tmp_path / "f"), "note")
-    assert (done.returncode, done.stdout) == (0, "note stored: revision 1\n")
+    process = run_manage(tmp_path, "state", "put", ADA, str(tmp_path / "f"), "note")
+    assert (process.returncode, process.stdout) == (0, "note stored: revision 1\n")
     assert run_manage(tmp_path, "state", "get", ADA, "note").stdout == "1"
     failed = run_manage(tmp_path, "state", "get", ADA, "other")
     assert (failed.returncode, failed.stdout) == (1, "")

@@ -1,4 +1,4 @@
-"""A store that cannot be used, or not like this, stops every command with one line that says why."""
+"""Storage settings: an invalid or unsupported combination stops every command with one line."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def refusal(home: Path, **variables: str) -> str:
 
 
 @pytest.mark.parametrize("backend", [{**S3, "STORAGE_BACKEND": "r2"}, KV, {"STORAGE_SYNC": "1"}], ids=["r2", "kv", "files"])
-def test_a_backend_with_all_it_needs_starts_and_shows_no_secret(tmp_path: Path, backend: dict[str, str]) -> None:
+def test_a_complete_backend_configuration_starts_and_prints_no_secret(tmp_path: Path, backend: dict[str, str]) -> None:
     done = run_manage(tmp_path, "config", **backend)
     assert done.returncode == 0, done.stderr
     assert "a-secret" not in done.stdout
@@ -42,28 +42,28 @@ def test_a_backend_with_all_it_needs_starts_and_shows_no_secret(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("backend", [S3, KV], ids=["s3", "cloudflare_kv"])
-def test_a_backend_without_one_of_its_variables_is_refused_by_that_name(tmp_path: Path, backend: dict[str, str]) -> None:
+def test_a_missing_variable_of_a_backend_is_named(tmp_path: Path, backend: dict[str, str]) -> None:
     for name in [*backend][1:]:
-        said = refusal(tmp_path, **{**backend, name: ""})
-        assert said.startswith(f"{name} is not set, and STORAGE_BACKEND={backend['STORAGE_BACKEND']} needs it.")
+        message = refusal(tmp_path, **{**backend, name: ""})
+        assert message.startswith(f"{name} is not set, and STORAGE_BACKEND={backend['STORAGE_BACKEND']} needs it.")
 
 
-def test_aws_itself_needs_a_region_and_no_endpoint_and_may_be_journaled(tmp_path: Path) -> None:
+def test_aws_needs_a_region_but_no_endpoint_and_supports_journaled_mode(tmp_path: Path) -> None:
     aws = {**S3, "LEASEHOLD_S3_ENDPOINT": "", "LEASEHOLD_S3_REGION": "eu-central-1"}
     assert run_manage(tmp_path, "config", **aws, STORAGE_MODE="journaled").returncode == 0
 
 
-def test_a_journal_in_kv_is_refused_with_the_reason(tmp_path: Path) -> None:
-    said = refusal(tmp_path, **KV, STORAGE_MODE="journaled")
-    assert said.startswith(
+def test_journaled_mode_on_kv_is_refused_with_the_reason(tmp_path: Path) -> None:
+    message = refusal(tmp_path, **KV, STORAGE_MODE="journaled")
+    assert message.startswith(
         "STORAGE_MODE=journaled is not supported with STORAGE_BACKEND=cloudflare_kv: KV accepts one write per second"
     )
 
 
 @pytest.mark.parametrize("backend", [S3, KV], ids=["s3", "cloudflare_kv"])
-def test_files_appended_in_place_are_refused_where_there_are_none(tmp_path: Path, backend: dict[str, str]) -> None:
-    said = refusal(tmp_path, **backend, STORAGE_SYNC="1")
-    assert said.startswith(
+def test_sync_is_refused_on_backends_without_files(tmp_path: Path, backend: dict[str, str]) -> None:
+    message = refusal(tmp_path, **backend, STORAGE_SYNC="1")
+    assert message.startswith(
         f"STORAGE_SYNC=1 is not supported with STORAGE_BACKEND={backend['STORAGE_BACKEND']}: only the filesystem backend"
     )
 
@@ -80,14 +80,14 @@ def test_files_appended_in_place_are_refused_where_there_are_none(tmp_path: Path
         ("LEASEHOLD_STORAGE_PREFIX", "x" * 64 + "/"),
     ],
 )
-def test_a_wrong_value_is_refused_in_words(tmp_path: Path, name: str, value: str) -> None:
+def test_an_invalid_value_is_refused_with_the_accepted_ones(tmp_path: Path, name: str, value: str) -> None:
     assert refusal(tmp_path, **{**S3, name: value}).startswith(f"{name}={value!r} is not accepted. It takes ")
 
 
 @pytest.mark.parametrize(
     ("backend", "kind"), [("s3", S3Store), ("cloudflare_kv", CloudflareKVStore), ("filesystem", FilesystemStore)]
 )
-def test_the_store_is_the_one_that_the_settings_name(settings, backend: str, kind: type) -> None:
+def test_the_settings_select_the_store(settings, backend: str, kind: type) -> None:
     settings.STORAGE_BACKEND, settings.STORAGE_PREFIX = backend, "ours/"
     settings.S3_BUCKET, settings.S3_ENDPOINT, settings.S3_ACCESS_KEY_ID, settings.S3_SECRET_ACCESS_KEY = (
         "b",
@@ -102,6 +102,6 @@ def test_the_store_is_the_one_that_the_settings_name(settings, backend: str, kin
     assert made.name == backend
 
 
-def test_only_what_is_secret_is_hidden() -> None:
+def test_only_secrets_are_masked() -> None:
     secret = {name for name, knob in env.ENV_VARIABLES.items() if knob.secret and ("S3" in name or "KV" in name)}
     assert secret == {"LEASEHOLD_S3_SECRET_ACCESS_KEY", "LEASEHOLD_KV_API_TOKEN"}

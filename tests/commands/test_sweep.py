@@ -1,4 +1,4 @@
-"""manage.py sweep: one line for each sweep, and an exit code."""
+"""manage.py sweep: order, output, exit code, dry run and loop."""
 
 import os
 import re
@@ -44,19 +44,19 @@ NAMES = [
 
 @pytest.fixture(autouse=True)
 def only_memory(pool: Pool) -> None:
-    """No sweep of these tests asks a real provider."""
+    """Make every pool use the memory provider, so that no sweep queries a real one."""
     Pool.objects.exclude(pk=pool.pk).update(provider="memory")
 
 
 @pytest.fixture
 def used(grant: Callable[..., Lease]) -> Lease:
-    """A lease granted a moment ago, with a sandbox in which something ran."""
+    """A new lease whose sandbox has run a command."""
     lease = grant(now=timezone.now())
     execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
     return lease
 
 
-METERED = "some records of time, some costs written"  # how many depends on the time of day
+METERED = "some records of time, some costs written"  # the numbers depend on the time of day
 
 
 def sweep(*args: str) -> list[str]:
@@ -67,14 +67,14 @@ def sweep(*args: str) -> list[str]:
     ).splitlines()
 
 
-def age(lease: Lease) -> None:
-    """Its time has run out."""
+def expire(lease: Lease) -> None:
+    """Set the end of a lease into the past."""
     past = timezone.now() - MINUTE
     Lease.objects.filter(pk=lease.pk).update(expires_at=past, expires_minute=leasing.to_epoch_minute(past))
 
 
-def test_every_sweep_runs_once_in_order_and_says_what_it_did_in_one_line(used: Lease) -> None:
-    age(used)
+def test_every_sweep_runs_once_in_order_and_prints_one_line(used: Lease) -> None:
+    expire(used)
     assert sweep() == [
         "expire: 1 expired",
         "stalled: nothing to do",
@@ -85,16 +85,16 @@ def test_every_sweep_runs_once_in_order_and_says_what_it_did_in_one_line(used: L
     assert set(Sweep.objects.values_list("name", flat=True)) == set(NAMES)
 
 
-def test_only_those_named_run_in_the_right_order_however_they_are_named() -> None:
+def test_selected_sweeps_run_in_the_order_of_the_table() -> None:
     assert sweep("reclaim", "expire") == ["expire: nothing to do", "reclaim: nothing to do"]
 
 
-def test_a_name_that_is_no_sweep_is_refused() -> None:
+def test_an_unknown_sweep_is_refused() -> None:
     with pytest.raises(CommandError, match=r"Unknown sweep: nap\. Known: expire, stalled, reclaim, persist, idle"):
         sweep("nap")
 
 
-def test_what_failed_is_said_and_makes_the_command_fail_but_not_the_others(used: Lease, memory: MemoryProvider) -> None:
+def test_a_failed_sweep_fails_the_command_after_the_others_have_run(used: Lease, memory: MemoryProvider) -> None:
     leasing.release(used.pk, now=timezone.now())
     memory.fail("destroy", Unavailable("engine down"))
     out = StringIO()
@@ -103,30 +103,30 @@ def test_what_failed_is_said_and_makes_the_command_fail_but_not_the_others(used:
     assert out.getvalue().splitlines()[2:4] == ["reclaim: 1 failed", "persist: nothing to do"]
 
 
-def test_a_listing_that_fails_is_a_failure_of_reconcile(memory: MemoryProvider) -> None:
+def test_a_failed_provider_listing_fails_reconcile(memory: MemoryProvider) -> None:
     memory.fail("list", Unavailable("engine down"))
     with pytest.raises(CommandError, match="failed: reconcile"):
         call_command("sweep", stdout=StringIO(), stderr=StringIO())
 
 
-def test_dry_run_lists_what_the_sweeps_then_do_and_changes_nothing(
+def test_dry_run_lists_the_work_of_the_sweeps_and_changes_nothing(
     grant: Callable[..., Lease], used: Lease, pool: Pool, memory: MemoryProvider
 ) -> None:
     ended = grant(environment="game-2", now=timezone.now())
     execution.exec_command(ended.pk, Command(argv=["true"], timeout=MINUTE), now=timezone.now())
     leasing.release(ended.pk, now=timezone.now())
-    age(used)
+    expire(used)
     run = Run.objects.latest("started_at")
     Run.objects.filter(pk=run.pk).update(
         outcome="open", ended_at=None, started_at=timezone.now() - MINUTE, deadline_at=timezone.now() - MINUTE / 2
     )
     memory.create(SandboxSpec(name="leasehold-orphan-1", owner=str(pool.owner)))
     memory._boxes["leasehold-orphan-1"].created_at = timezone.now() - timedelta(hours=1)
-    given_up = Sandbox.objects.get(holder=ended.pk)
+    destroying = Sandbox.objects.get(holder=ended.pk)
     expected = [
         f"expire: would end lease {used.pk}",
         f"stalled: would close run {run.pk}",
-        f"reclaim: would destroy sandbox {given_up.pk}",
+        f"reclaim: would destroy sandbox {destroying.pk}",
         "persist: nothing to do",
         "idle: nothing to do",
         "cold: nothing to do",
@@ -165,7 +165,7 @@ def signals_restored() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_loop_goes_on_after_a_failure_and_ends_with_a_signal(
+def test_the_loop_continues_after_a_failure_and_ends_on_a_signal(
     number: signal.Signals, signals_restored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds: list[str] = []

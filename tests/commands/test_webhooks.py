@@ -1,4 +1,4 @@
-"""manage.py webhooks: a secret comes out once."""
+"""manage.py webhooks: life of a webhook, test events and errors."""
 
 import io
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ def receiver() -> Iterator[WebhookReceiver]:
 
 
 def run(*args: str) -> list[str]:
-    said = io.StringIO()
-    call_command("webhooks", *args, stdout=said)
-    return said.getvalue().splitlines()
+    output = io.StringIO()
+    call_command("webhooks", *args, stdout=output)
+    return output.getvalue().splitlines()
 
 
 def test_a_webhook_is_added_listed_tested_rotated_and_removed(receiver: WebhookReceiver) -> None:
@@ -46,7 +46,7 @@ def test_a_webhook_is_added_listed_tested_rotated_and_removed(receiver: WebhookR
         run("remove", pk)
 
 
-def test_a_test_that_does_not_arrive_fails(receiver: WebhookReceiver) -> None:
+def test_an_undelivered_test_event_fails_the_command(receiver: WebhookReceiver) -> None:
     pk, _ = run("add", receiver.url, "--internal")
     receiver.status = 500
     with pytest.raises(CommandError, match="Test delivery failed"):
@@ -55,14 +55,14 @@ def test_a_test_that_does_not_arrive_fails(receiver: WebhookReceiver) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "why"),
+    ("args", "message"),
     [
         (["add", "http://example.com"], "http is accepted for loopback addresses only"),
         (["add", "https://10.0.0.1/"], "10.0.0.1: the address is not public"),
         (["test", "nonsense"], "'nonsense' is not a webhook id"),
     ],
 )
-def test_what_is_wrong_is_one_line(args: list[str], why: str) -> None:
-    with pytest.raises(CommandError, match=why):
+def test_an_error_is_one_line(args: list[str], message: str) -> None:
+    with pytest.raises(CommandError, match=message):
         run(*args)
     assert not Webhook.objects.exists()

@@ -19,6 +19,7 @@ from sandboxes import pool as pools
 from sandboxes.models import Event, Pool, Run, Sandbox
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW, run_in_threads
+from tests.support.waiting import wait_until_blocked
 
 pytestmark = pytest.mark.django_db(transaction=True)
 MANY = 50 if connection.vendor == "postgresql" else 16
@@ -169,7 +170,7 @@ def test_second_grant_waits_for_the_first_and_counts_its_lease(
     def admit() -> None:
         thread.start()
         assert began.wait(30)
-        thread.join(0.5)  # the rival waits for the budget's lock
+        wait_until_blocked(thread)
         assert results == []
 
     leasing.acquire(ask, now=NOW, admit=admit)

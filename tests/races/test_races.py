@@ -19,7 +19,7 @@ from sandboxes.models import Pool, Run, RunOutcome, Sandbox
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW, run_in_threads
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_until, wait_until_blocked
 
 pytestmark = pytest.mark.django_db(transaction=True)
 DAY = timedelta(days=1)
@@ -36,7 +36,7 @@ def start_before(statement: str, rival: threading.Thread) -> Iterator[None]:
     def start_first(execute, sql, *rest):
         if sql.startswith(statement) and not rival.ident:
             rival.start()
-            rival.join(0.5)  # the rival waits for a lock that this thread holds
+            wait_until_blocked(rival)
         return execute(sql, *rest)
 
     with connection.execute_wrapper(start_first):

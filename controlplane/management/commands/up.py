@@ -190,7 +190,7 @@ class ReadinessAnnouncer:
 
 
 def build_granian_argv(host: str, port: int) -> list[str]:
-    """Command line of the web server. Backpressure keeps its default: it counts connections, idle ones included."""
+    """Command line of the web server. Backpressure keeps its default: with a lower one, idle connections block others."""
     return [
         sys.executable, "-m", "granian", "controlplane.wsgi:application",
         "--interface", "wsgi", "--host", host, "--port", str(port), "--http", "1", "--no-ws",

@@ -151,7 +151,7 @@ def exhausted_lease(used_lease: AnyCallable) -> Lease:
     lease: Lease = used_lease()
     create_budget(1, grace=HOUR, scope="agent", subject=ADA)
     start_run(lease)
-    assert run_billing_sweeps(NOW)["sandboxes running on"] == 1
+    assert run_billing_sweeps(NOW)["sandboxes in grace period"] == 1
     return lease
 
 

@@ -73,7 +73,7 @@ def test_run_continues_until_the_end_of_the_grace_period(used_lease: AnyCallable
     create_budget(1, grace=5 * MINUTE)
     run = start_run(lease)
     for minute in (0, 1, 4):
-        assert run_billing_sweeps(NOW + minute * MINUTE)["sandboxes running on"] == 1
+        assert run_billing_sweeps(NOW + minute * MINUTE)["sandboxes in grace period"] == 1
         assert (get_lease_end(lease)[0], Run.objects.get(pk=run.pk).ended_at) == ("active", None)
     assert run_billing_sweeps(NOW + 5 * MINUTE) == {"leases ended": 1}
     run.refresh_from_db()
@@ -98,8 +98,8 @@ def test_budget_newly_applied_to_a_run_gives_a_full_grace_period(
     for name, value in becomes.items():
         setattr(made, name, value)
     budgets.save_budget(made, now=NOW + HOUR)
-    assert run_billing_sweeps(NOW + HOUR) == {"sandboxes running on": 1}
-    assert run_billing_sweeps(NOW + HOUR + 4 * MINUTE) == {"sandboxes running on": 1}
+    assert run_billing_sweeps(NOW + HOUR) == {"sandboxes in grace period": 1}
+    assert run_billing_sweeps(NOW + HOUR + 4 * MINUTE) == {"sandboxes in grace period": 1}
     assert run_billing_sweeps(NOW + HOUR + 5 * MINUTE) == {"leases ended": 1}
     run.refresh_from_db()
     assert run.outcome == "lost"
@@ -111,7 +111,7 @@ def test_enabled_budget_gives_a_full_grace_period(used_lease: AnyCallable) -> No
     start_run(lease)
     run_billing_sweeps(NOW), budgets.set_active(made.pk, active=False, now=NOW)
     assert budgets.set_active(made.pk, active=True, now=NOW + HOUR)
-    assert run_billing_sweeps(NOW + HOUR) == {"sandboxes running on": 1}
+    assert run_billing_sweeps(NOW + HOUR) == {"sandboxes in grace period": 1}
     assert run_billing_sweeps(NOW + HOUR + 5 * MINUTE) == {"leases ended": 1}
     assert list_budget_events() == ["exhausted", "warning"]
 

@@ -7,7 +7,7 @@ from django.utils import timezone
 
 from controlplane import health, schedules
 from leases import execution
-from sandboxes import sweeps as below
+from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.models import Pool, Sandbox, Sweep
 from sandboxes.providers.base import Rejected
 from sandboxes.runs import Command
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture(autouse=True)
-def all_is_well(monkeypatch: pytest.MonkeyPatch, db: None) -> None:
+def healthy_system(monkeypatch: pytest.MonkeyPatch, db: None) -> None:
     Sweep.objects.create(name="egress", every=MINUTE, succeeded_at=timezone.now())
     monkeypatch.setattr(health.provider_probe, "get_status", lambda: {"name": "memory", "isolated": True, "answers": True})
 
@@ -30,29 +30,29 @@ def sandbox(grant) -> Sandbox:
 
 
 def warnings(client) -> list[str]:
-    found = client.get("/readyz").json()
-    assert found["warnings"] == client.get("/healthz").json()["warnings"]
-    assert not any("did:" in warning or "secret" in warning for warning in found["warnings"])
-    return found["warnings"]
+    report = client.get("/readyz").json()
+    assert report["warnings"] == client.get("/healthz").json()["warnings"]
+    assert not any("did:" in warning or "secret" in warning for warning in report["warnings"])
+    return report["warnings"]
 
 
-def test_when_all_is_well_there_is_nothing_to_say(client, sandbox) -> None:
-    found = client.get("/healthz").json()
-    assert (found["warnings"], found["quarantined"], found["stalled"], found["lost"], found["drift"]) == ([], 0, 0, 0, 0)
-    assert found["warming"] == {}
+def test_a_healthy_system_has_no_warnings(client, sandbox) -> None:
+    report = client.get("/healthz").json()
+    assert (report["warnings"], report["quarantined"], report["stalled"], report["lost"], report["drift"]) == ([], 0, 0, 0, 0)
+    assert report["warming"] == {}
 
 
-def test_an_open_circuit_says_which_pool_and_until_when_but_not_why(client, pool, memory) -> None:
+def test_failed_starts_are_warned_about_without_the_error(client, pool, memory) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=2)
     with memory.fail("create", Rejected("secret registry"), times=99):
-        below.warm_pools(now=timezone.now())
+        sandbox_sweeps.warm_pools(now=timezone.now())
     until = Pool.objects.get(pk=pool.pk).warm_paused_until
     assert warnings(client) == [f'Pool "{pool}" starts no warm sandboxes until {until:%H:%M:%S} UTC, after failed starts.']
-    shown = client.get("/healthz").json()["warming"][pool.name]
-    assert (shown["target"], shown["ready"], shown["paused_until"][:19]) == (2, 0, f"{until:%Y-%m-%dT%H:%M:%S}")
+    warming = client.get("/healthz").json()["warming"][pool.name]
+    assert (warming["target"], warming["ready"], warming["paused_until"][:19]) == (2, 0, f"{until:%Y-%m-%dT%H:%M:%S}")
 
 
-def test_drift_is_said_until_a_recount_finds_none(client, pool, sandbox) -> None:
+def test_drift_is_warned_about_until_a_recount_finds_none(client, pool, sandbox) -> None:
     Pool.objects.filter(pk=pool.pk).update(used=7)
     schedules.run_sweep("recount", now=NOW)
     assert warnings(client) == ["Pool or quota counters corrected by the last recount: 1."]
@@ -60,7 +60,7 @@ def test_drift_is_said_until_a_recount_finds_none(client, pool, sandbox) -> None
     assert warnings(client) == []
 
 
-TROUBLES = {
+PROBLEMS = {
     "Sandboxes in quarantine after failed destroy attempts: 1.": {
         "state": "destroying", "deadline_at": NOW, "quarantined_at": NOW,
     },
@@ -69,10 +69,12 @@ TROUBLES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("said", "fields"), TROUBLES.items(), ids=["quarantined", "stalled", "lost"])
-def test_sandboxes_that_need_an_operator_are_warned_about(client, sandbox, said: str, fields: dict[str, object]) -> None:
+@pytest.mark.parametrize(("warning_text", "fields"), PROBLEMS.items(), ids=["quarantined", "stalled", "lost"])
+def test_sandboxes_that_need_an_operator_are_warned_about(
+    client, sandbox, warning_text: str, fields: dict[str, object]
+) -> None:
     Sandbox.objects.filter(pk=sandbox.pk).update(**fields)
-    assert warnings(client) == [said]
+    assert warnings(client) == [warning_text]
     assert client.get("/healthz").status_code == 200
 
 
@@ -80,6 +82,6 @@ def test_sandboxes_that_need_an_operator_are_warned_about(client, sandbox, said:
 def test_a_late_egress_heartbeat_is_warned_about(client, minutes: float | None, late: bool) -> None:
     rows = Sweep.objects.filter(name="egress")
     rows.update(succeeded_at=timezone.now() - minutes * MINUTE) if minutes else rows.delete()
-    said = "The egress proxy has no recent heartbeat, so sandboxes reach no model. Is manage.py egress running?"
-    assert warnings(client) == [said] * late
+    warning_text = "The egress proxy has no recent heartbeat, so sandboxes reach no model. Is manage.py egress running?"
+    assert warnings(client) == [warning_text] * late
     assert client.get("/healthz").json()["egress"]["late"] is late

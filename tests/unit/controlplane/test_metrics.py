@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics: the database's numbers, no agent's name, and nothing stale."""
+"""Prometheus metrics: values from the database, no agent names, no stale values."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from controlplane import metrics, schedules
 from leases import execution, leasing
 from leases.models import Lease
-from sandboxes import sweeps as below
+from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.models import Pool, Sweep
 from sandboxes.providers.base import Rejected
 from sandboxes.runs import Command
@@ -22,19 +22,19 @@ Labels = frozenset[tuple[str, str]]
 
 
 @pytest.fixture(autouse=True)
-def nothing_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "snapshot_cache", metrics.SnapshotCache())
 
 
 @pytest.fixture
 def scrape(client, pool) -> Callable[..., float | None]:
-    """scrape("sandboxes", state="cold"): one sample, of this test's pool if it has pools; None if it is not there."""
+    """Return the function scrape(name, **labels): one sample, of this test's pool if it has a pool label, or None."""
 
     def read(name: str, **labels: str) -> float | None:
         metrics.snapshot_cache.snapshot = None
-        found = samples(client.get("/metrics").content.decode())
-        of_pool = found.get((f"leasehold_{name}", frozenset({**labels, "pool": pool.name}.items())))
-        return of_pool if of_pool is not None else found.get((f"leasehold_{name}", frozenset(labels.items())))
+        values = samples(client.get("/metrics").content.decode())
+        pool_value = values.get((f"leasehold_{name}", frozenset({**labels, "pool": pool.name}.items())))
+        return pool_value if pool_value is not None else values.get((f"leasehold_{name}", frozenset(labels.items())))
 
     return read
 
@@ -51,7 +51,7 @@ def use(lease: Lease, now=NOW) -> None:
     execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now)
 
 
-def test_it_is_text_for_prometheus_with_help_and_type_for_every_name(client, pool) -> None:
+def test_metrics_are_prometheus_text_with_help_and_type(client, pool) -> None:
     response = client.get("/metrics")
     assert (response.status_code, response["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
     assert "no-store" in response["Cache-Control"]
@@ -65,7 +65,7 @@ def test_it_is_text_for_prometheus_with_help_and_type_for_every_name(client, poo
     }  # fmt: skip
 
 
-def test_sandboxes_places_and_leases(scrape, grant) -> None:
+def test_sandboxes_capacity_and_leases_are_gauges(scrape, grant) -> None:
     used = timezone.now() - HOUR
     use(grant(now=used), used)
     use(grant(environment="e2"))
@@ -81,11 +81,11 @@ def test_sandboxes_places_and_leases(scrape, grant) -> None:
 
 def test_wakes_sleeps_evictions_and_claims_are_counters(scrape, grant, pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=1, warm_target=1)
-    below.warm_pools(now=NOW)
+    sandbox_sweeps.warm_pools(now=NOW)
     lease = grant()
     use(lease)
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    sandbox_sweeps.evict_idle(now=NOW + HOUR)
     use(lease, NOW + HOUR)
     use(grant(agent="did:plc:b"), NOW + HOUR)
     assert scrape("prewarmed_claims_total") == 1
@@ -96,11 +96,11 @@ def test_wakes_sleeps_evictions_and_claims_are_counters(scrape, grant, pool) -> 
     assert scrape("sleeps_total") == 2
 
 
-def test_the_circuit_the_sweeps_and_the_queue(scrape, pool, memory) -> None:
+def test_failed_starts_sweep_age_and_queue_depth_are_gauges(scrape, pool, memory) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=3)
     assert (scrape("warm_target"), scrape("warm_ready"), scrape("warm_circuit_open")) == (3, 0, 0)
     with memory.fail("create", Rejected("no such image"), times=99):
-        below.warm_pools(now=timezone.now())
+        sandbox_sweeps.warm_pools(now=timezone.now())
     assert scrape("warm_circuit_open") == 1
     Sweep.objects.create(name="idle", succeeded_at=timezone.now() - HOUR)
     Sweep.objects.create(name="cold")
@@ -110,17 +110,17 @@ def test_the_circuit_the_sweeps_and_the_queue(scrape, pool, memory) -> None:
     assert scrape("queue_depth") == len(schedules.SCHEDULE)
 
 
-def test_no_agent_and_no_error_is_named(client, grant, pool, memory) -> None:
+def test_no_agent_and_no_error_is_exposed(client, grant, pool, memory) -> None:
     use(grant())
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     with memory.fail("create", Rejected("secret path"), times=99):
-        below.warm_pools(now=NOW)
+        sandbox_sweeps.warm_pools(now=NOW)
     text = client.get("/metrics").content.decode()
     assert pool.name in text
     assert "did:" not in text and "secret" not in text
 
 
-def test_for_a_moment_it_answers_from_memory(client, pool, django_assert_num_queries) -> None:
+def test_a_snapshot_is_reused_for_the_cache_time(client, pool, django_assert_num_queries) -> None:
     client.get("/metrics")
     with django_assert_num_queries(0):
         client.get("/metrics")
@@ -129,14 +129,14 @@ def test_for_a_moment_it_answers_from_memory(client, pool, django_assert_num_que
     assert f'leasehold_pool_capacity{{pool="{pool.name}"}} 7.0' in client.get("/metrics").content.decode()
 
 
-def test_without_a_database_it_is_503_and_shows_nothing_stale(client, pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def down() -> None:
+def test_without_a_database_the_status_is_503_without_stale_values(client, pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
         raise OperationalError("password=secret")
 
     assert client.get("/metrics").status_code == 200
     metrics.snapshot_cache.read_at -= metrics.CACHE_SECONDS
     with monkeypatch.context() as patched:
-        patched.setattr(connection, "cursor", down)
+        patched.setattr(connection, "cursor", fail)
         for _ in range(2):
             response = client.get("/metrics")
             assert response.status_code == 503
@@ -145,7 +145,7 @@ def test_without_a_database_it_is_503_and_shows_nothing_stale(client, pool, monk
 
 
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite has no statement timeout")
-def test_a_database_that_takes_too_long_is_503(client, pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_statement_timeout_is_503(client, pool, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*, now: object) -> list[object]:
         with connection.cursor() as cursor:
             cursor.execute("SELECT pg_sleep(10)")
@@ -156,7 +156,7 @@ def test_a_database_that_takes_too_long_is_503(client, pool, monkeypatch: pytest
     assert client.get("/metrics").status_code == 503
 
 
-def test_it_is_read_only_and_needs_neither_key_nor_host(client, pool) -> None:
+def test_metrics_are_read_only_and_need_neither_key_nor_host(client, pool) -> None:
     assert client.post("/metrics").status_code == 405
     assert client.get("/metrics", HTTP_HOST="10.1.2.3").status_code == 200
     assert client.head("/metrics").status_code == 200

@@ -1,4 +1,4 @@
-"""A lease that starts from the workspace of another one."""
+"""Forks: leases whose workspace starts as a copy of another lease's workspace."""
 
 import json
 import threading
@@ -23,6 +23,7 @@ from sandboxes.runs import Command
 from sandboxes.state import workspace
 from sandboxes.storage import get_store
 from tests.conftest import MINUTE, NOW, SimulatedCrash, run_in_threads
+from tests.support.waiting import wait_until_blocked
 
 pytestmark = pytest.mark.django_db
 ADA, BOB = "did:plc:ada", "did:plc:bob"
@@ -45,16 +46,16 @@ def sleep(lease: Lease, *, now=NOW) -> None:
 
 
 def config(lease: Lease, *, now=NOW) -> str:
-    said: str = json.loads(run(lease, "cat", "config.json", now=now))["leaseId"]
-    return said
+    lease_id: str = json.loads(run(lease, "cat", "config.json", now=now))["leaseId"]
+    return lease_id
 
 
 @pytest.fixture
-def ask(pool: Pool) -> Callable[..., LeaseRequest]:
-    def into(environment: str = "fork-1", agent: str = ADA, **fields) -> LeaseRequest:
+def make_request(pool: Pool) -> Callable[..., LeaseRequest]:
+    def make(environment: str = "fork-1", agent: str = ADA, **fields) -> LeaseRequest:
         return LeaseRequest(agent_did=agent, environment_id=environment, environment_type="catan", pool=pool.name, **fields)
 
-    return into
+    return make
 
 
 @pytest.fixture
@@ -64,70 +65,72 @@ def lease(grant: Callable[..., Lease]) -> Lease:
     return granted
 
 
-def test_a_fork_starts_with_what_is_there_now_and_goes_its_own_way(lease: Lease, ask) -> None:
-    fork, is_new = forking.fork(lease, ask(), now=NOW, actor="key x")
+def test_a_fork_starts_with_the_current_workspace_and_is_independent(lease: Lease, make_request) -> None:
+    fork, is_new = forking.fork(lease, make_request(), now=NOW, actor="key x")
     assert (is_new, fork.environment_id, run(fork, "cat", "f")) == (True, "fork-1", "one")
     write(fork, "two")
     assert (run(lease, "cat", "f"), run(fork, "cat", "f")) == ("one", "two")
 
 
-def test_the_config_of_a_fork_is_its_own_from_its_first_use_on(lease: Lease, ask) -> None:
-    fork, _ = forking.fork(lease, ask(), now=NOW)
+def test_a_fork_has_its_own_config_from_its_first_use(lease: Lease, make_request) -> None:
+    fork, _ = forking.fork(lease, make_request(), now=NOW)
     assert config(fork) == str(fork.pk)
     sleep(fork)
     assert config(fork, now=NOW + MINUTE) == str(fork.pk)
     assert config(lease) == str(lease.pk)
 
 
-def test_the_config_of_a_fork_is_its_own_when_its_first_copy_is_restored(lease: Lease, ask) -> None:
-    fork, _ = forking.fork(lease, ask(), now=NOW)
+def test_a_fork_keeps_its_own_config_after_a_restore_of_its_first_snapshot(lease: Lease, make_request) -> None:
+    fork, _ = forking.fork(lease, make_request(), now=NOW)
     first = Snapshot.objects.get(holder=fork.pk)
     write(fork, "two")
     snapshots.restore_snapshot(fork.pk, first.pk, now=NOW + MINUTE)
     assert (run(fork, "cat", "f", now=NOW + 2 * MINUTE), config(fork, now=NOW + 2 * MINUTE)) == ("one", str(fork.pk))
 
 
-def test_a_fork_that_sleeps_before_its_first_use_has_its_own_config_after(lease: Lease, ask, memory: MemoryProvider) -> None:
-    fork, _ = forking.fork(lease, ask(), now=NOW)
+def test_a_fork_evicted_before_its_first_use_wakes_with_its_own_config(
+    lease: Lease, make_request, memory: MemoryProvider
+) -> None:
+    fork, _ = forking.fork(lease, make_request(), now=NOW)
     execution.ensure_sandbox_ready(fork.pk, now=NOW)
     sleep(fork)
     assert config(fork, now=NOW + MINUTE) == str(fork.pk)
 
 
-def test_a_lease_that_sleeps_is_forked_without_being_woken(lease: Lease, ask, memory: MemoryProvider) -> None:
+def test_a_cold_lease_is_forked_without_a_wake(lease: Lease, make_request, memory: MemoryProvider) -> None:
     sleep(lease)
     calls = len(memory.calls)
-    fork, _ = forking.fork(lease, ask(), now=NOW)
+    fork, _ = forking.fork(lease, make_request(), now=NOW)
     assert len(memory.calls) == calls
     assert Snapshot.objects.get(holder=fork.pk).key == Snapshot.objects.get(holder=lease.pk).key
     assert run(fork, "cat", "f") == "one"
 
 
-def test_a_fork_starts_with_the_copy_that_is_named(lease: Lease, ask) -> None:
+def test_a_fork_starts_with_the_named_snapshot(lease: Lease, make_request) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     write(lease, "two", now=NOW + MINUTE)
-    fork, _ = forking.fork(lease, ask(), snapshot=taken.pk, now=NOW + MINUTE)
+    fork, _ = forking.fork(lease, make_request(), snapshot=taken.pk, now=NOW + MINUTE)
     assert run(fork, "cat", "f", now=NOW + MINUTE) == "one"
 
 
-def test_an_ended_lease_is_forked_from_its_newest_copy(lease: Lease, ask) -> None:
+def test_an_ended_lease_is_forked_from_its_latest_snapshot(lease: Lease, make_request) -> None:
     sleep(lease)
     leasing.release(lease.pk, now=NOW)
     lease.refresh_from_db()
-    fork, _ = forking.fork(lease, ask(lease.environment_id), now=NOW)
+    fork, _ = forking.fork(lease, make_request(lease.environment_id), now=NOW)
     assert (fork.environment_id, run(fork, "cat", "f")) == (lease.environment_id, "one")
 
 
-def test_an_ended_lease_of_which_nothing_is_kept_is_not_forked(lease: Lease, ask) -> None:
+def test_an_ended_lease_without_a_snapshot_cannot_be_forked(lease: Lease, make_request) -> None:
     leasing.release(lease.pk, now=NOW)
     lease.refresh_from_db()
     with pytest.raises(SnapshotNotFound, match="no snapshot"):
-        forking.fork(lease, ask(), now=NOW)
+        forking.fork(lease, make_request(), now=NOW)
     assert Lease.objects.count() == 1
 
 
-def test_the_copies_of_a_fork_outlive_those_of_its_origin(lease: Lease, ask) -> None:
-    fork, _ = forking.fork(lease, ask(), now=NOW)
+def test_the_snapshots_of_a_fork_outlive_those_of_its_origin(lease: Lease, make_request) -> None:
+    fork, _ = forking.fork(lease, make_request(), now=NOW)
     for n in range(1, 4):
         snapshots.take_snapshot(lease.pk, now=NOW + n * MINUTE)
     for row in workspace.find_by_holder(lease.pk):
@@ -135,25 +138,25 @@ def test_the_copies_of_a_fork_outlive_those_of_its_origin(lease: Lease, ask) -> 
     assert run(fork, "cat", "f", now=NOW + 6 * MINUTE) == "one"
 
 
-def test_no_copy_of_the_origin_goes_for_a_fork_and_none_is_left(lease: Lease, ask) -> None:
+def test_a_fork_neither_removes_nor_leaves_a_snapshot_of_its_origin(lease: Lease, make_request) -> None:
     taken = [snapshots.take_snapshot(lease.pk, now=NOW + n * MINUTE) for n in range(2)]
     for n in range(3):
-        forking.fork(lease, ask(f"fork-{n}"), now=NOW + 3 * MINUTE)
+        forking.fork(lease, make_request(f"fork-{n}"), now=NOW + 3 * MINUTE)
     assert {*workspace.find_by_holder(lease.pk)} == {*taken}
 
 
-def test_a_fork_that_is_refused_leaves_no_object(lease: Lease, ask) -> None:
+def test_a_refused_fork_leaves_no_object(lease: Lease, make_request) -> None:
     def refuse() -> None:
         raise RateLimited()
 
     with pytest.raises(RateLimited):
-        forking.fork(lease, ask(), now=NOW, admit=refuse)
+        forking.fork(lease, make_request(), now=NOW, admit=refuse)
     assert not workspace.find_by_holder(lease.pk).exists()
     assert get_store().is_empty(f"snapshots/{lease.pk}/")
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_copy_that_is_forgotten_while_it_is_forked_stays_the_forks(pool: Pool, memory: MemoryProvider, grant) -> None:
+def test_a_snapshot_deleted_during_a_fork_is_kept_by_the_fork(pool: Pool, memory: MemoryProvider, grant) -> None:
     lease, other = grant(), grant(environment="game-2")
     write(lease, "one")
     taken, waits = snapshots.take_snapshot(lease.pk, now=NOW), threading.Event()
@@ -168,124 +171,124 @@ def test_a_copy_that_is_forgotten_while_it_is_forked_stays_the_forks(pool: Pool,
         workspace.copy_snapshot(taken, holder=other.pk, kind=SnapshotKind.FORKED, now=NOW)
         rival.start()
         waits.wait()
-        rival.join(0.5)  # it waits for our lock; if it is not that far yet, it finds what we have committed
+        wait_until_blocked(rival)
     rival.join()
     taken.refresh_from_db()
     assert (bool(taken.forgotten_at), get_store().has(f"{taken.key}/workspace")) == (True, True)
 
 
-def test_another_agent_may_get_the_fork(lease: Lease, ask) -> None:
+def test_a_fork_can_belong_to_another_agent(lease: Lease, make_request) -> None:
     run(lease, "sh", "-c", "echo secret >/data/diary")
-    fork, _ = forking.fork(lease, ask(agent=BOB), now=NOW)
+    fork, _ = forking.fork(lease, make_request(agent=BOB), now=NOW)
     assert (fork.agent_did, run(fork, "cat", "f")) == (BOB, "one")
     _, result = execution.exec_command(fork.pk, Command(argv=["cat", "/data/diary"], timeout=MINUTE), now=NOW)
     assert result.exit_code == 1
 
 
-def test_both_leases_say_what_happened(lease: Lease, ask) -> None:
-    fork, _ = forking.fork(lease, ask(), now=NOW, actor="key x")
+def test_both_leases_record_the_fork_in_their_timeline(lease: Lease, make_request) -> None:
+    fork, _ = forking.fork(lease, make_request(), now=NOW, actor="key x")
     source = Snapshot.objects.get(holder=lease.pk)
     origin, made = LeaseEvent.objects.get(lease=lease, kind="forked"), LeaseEvent.objects.get(lease=fork, kind="forked")
     assert (origin.reason, origin.actor) == (f"into lease {fork.pk} of {ADA}::fork-1", "key x")
     assert made.reason == f"from lease {lease.pk}, snapshot {source.pk}"
 
 
-# --- repeated, and refused ----------------------------------------------------------------------------------------
+# --- repeats and refusals ----------------------------------------------------------------------------------------
 
 
-def test_a_repeat_is_the_same_lease_and_takes_no_copy(lease: Lease, ask) -> None:
-    fork, _ = forking.fork(lease, ask(), now=NOW)
+def test_a_repeat_returns_the_same_lease_and_takes_no_snapshot(lease: Lease, make_request) -> None:
+    fork, _ = forking.fork(lease, make_request(), now=NOW)
     copies = Snapshot.objects.count()
-    again, is_new = forking.fork(lease, ask(), now=NOW + MINUTE)
+    again, is_new = forking.fork(lease, make_request(), now=NOW + MINUTE)
     assert (again, is_new, Snapshot.objects.count()) == (fork, False, copies)
 
 
-def test_a_repeat_of_a_named_copy_is_the_same_lease_also_when_the_copy_has_gone(lease: Lease, ask, settings) -> None:
+def test_a_repeat_returns_the_same_lease_after_the_named_snapshot_was_deleted(lease: Lease, make_request, settings) -> None:
     settings.KEEP_ASKED_SNAPSHOTS = 2
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
-    fork, _ = forking.fork(lease, ask(), snapshot=taken.pk, now=NOW)
+    fork, _ = forking.fork(lease, make_request(), snapshot=taken.pk, now=NOW)
     for n in range(1, 4):
         snapshots.take_snapshot(lease.pk, now=NOW + n * MINUTE)
     taken.refresh_from_db()
     assert taken.forgotten_at
-    assert forking.fork(lease, ask(), snapshot=taken.pk, now=NOW + 4 * MINUTE) == (fork, False)
+    assert forking.fork(lease, make_request(), snapshot=taken.pk, now=NOW + 4 * MINUTE) == (fork, False)
 
 
-def test_an_environment_that_is_held_for_something_else_is_a_conflict(lease: Lease, ask, grant) -> None:
+def test_an_environment_held_by_an_unrelated_lease_is_a_conflict(lease: Lease, make_request, grant) -> None:
     grant(environment="fork-1")
     with pytest.raises(Conflict) as refused:
-        forking.fork(lease, ask(), now=NOW)
+        forking.fork(lease, make_request(), now=NOW)
     assert refused.value.extra == {"field": "environment_id"}
     assert not Snapshot.objects.exists()
 
 
-def test_the_environment_of_the_lease_itself_is_a_conflict_while_it_is_active(lease: Lease, ask) -> None:
+def test_forking_into_the_origins_own_environment_is_a_conflict_while_it_is_active(lease: Lease, make_request) -> None:
     with pytest.raises(Conflict):
-        forking.fork(lease, ask(lease.environment_id), now=NOW)
+        forking.fork(lease, make_request(lease.environment_id), now=NOW)
 
 
-def test_a_fork_of_another_lease_or_copy_is_a_conflict(lease: Lease, ask, grant) -> None:
+def test_a_repeat_with_another_origin_or_snapshot_is_a_conflict(lease: Lease, make_request, grant) -> None:
     first = snapshots.take_snapshot(lease.pk, now=NOW)
     write(lease, "two")
     second = snapshots.take_snapshot(lease.pk, now=NOW + MINUTE)
     other = grant(environment="game-2")
     write(other, "other")
-    forking.fork(lease, ask(), snapshot=first.pk, now=NOW + MINUTE)
+    forking.fork(lease, make_request(), snapshot=first.pk, now=NOW + MINUTE)
     with pytest.raises(Conflict):
-        forking.fork(lease, ask(), snapshot=second.pk, now=NOW + MINUTE)
+        forking.fork(lease, make_request(), snapshot=second.pk, now=NOW + MINUTE)
     with pytest.raises(Conflict):
-        forking.fork(other, ask(), now=NOW + MINUTE)
+        forking.fork(other, make_request(), now=NOW + MINUTE)
 
 
-def test_the_fork_of_a_fork_is_no_fork_of_the_first(lease: Lease, ask) -> None:
-    fork, _ = forking.fork(lease, ask(), now=NOW)
-    second, _ = forking.fork(fork, ask("fork-2"), now=NOW)
+def test_the_fork_of_a_fork_is_not_a_fork_of_the_first_lease(lease: Lease, make_request) -> None:
+    fork, _ = forking.fork(lease, make_request(), now=NOW)
+    second, _ = forking.fork(fork, make_request("fork-2"), now=NOW)
     assert run(second, "cat", "f") == "one"
     with pytest.raises(Conflict):
-        forking.fork(lease, ask("fork-2"), now=NOW)
+        forking.fork(lease, make_request("fork-2"), now=NOW)
 
 
-def test_only_copies_of_the_lease_itself_are_forked(lease: Lease, ask, grant) -> None:
+def test_only_snapshots_of_the_lease_itself_can_be_forked(lease: Lease, make_request, grant) -> None:
     other = grant(environment="game-2")
     write(other, "other")
     taken = snapshots.take_snapshot(other.pk, now=NOW)
     with pytest.raises(SnapshotNotFound):
-        forking.fork(lease, ask(), snapshot=taken.pk, now=NOW)
+        forking.fork(lease, make_request(), snapshot=taken.pk, now=NOW)
     assert Lease.objects.count() == 2
 
 
-def test_who_is_not_admitted_has_neither_lease_nor_copy(lease: Lease, ask) -> None:
+def test_a_fork_that_is_not_admitted_leaves_neither_lease_nor_snapshot(lease: Lease, make_request) -> None:
     sleep(lease)
 
     def refuse() -> None:
         raise RateLimited()
 
     with pytest.raises(RateLimited):
-        forking.fork(lease, ask(), now=NOW, admit=refuse)
+        forking.fork(lease, make_request(), now=NOW, admit=refuse)
     assert (Lease.objects.count(), Snapshot.objects.count(), LeaseEvent.objects.filter(kind="forked").count()) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("step", ["snapshot stored", "snapshot saved", "run answered"])
-def test_dying_before_the_fork_is_granted_leaves_none_and_it_can_be_asked_for_again(
-    step: str, lease: Lease, ask, at_checkpoint
+def test_a_crash_before_the_grant_leaves_no_fork_and_a_retry_succeeds(
+    step: str, lease: Lease, make_request, at_checkpoint
 ) -> None:
     def die() -> None:
         raise SimulatedCrash
 
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
-        forking.fork(lease, ask(), now=NOW)
+        forking.fork(lease, make_request(), now=NOW)
     assert Lease.objects.count() == 1
-    fork, is_new = forking.fork(lease, ask(), now=NOW + timedelta(seconds=1))
+    fork, is_new = forking.fork(lease, make_request(), now=NOW + timedelta(seconds=1))
     assert (is_new, run(fork, "cat", "f")) == (True, "one")
 
 
 @pytest.mark.django_db(transaction=True)
-def test_forks_asked_for_at_once_are_one_lease(pool: Pool, memory: MemoryProvider, grant, ask) -> None:
+def test_concurrent_forks_are_one_lease(pool: Pool, memory: MemoryProvider, grant, make_request) -> None:
     lease = grant()
     write(lease, "one")
     with run_in_threads(4) as together:
-        answers = together(lambda index: forking.fork(lease, ask(), now=NOW))
+        answers = together(lambda index: forking.fork(lease, make_request(), now=NOW))
     assert sorted(is_new for _, is_new in answers) == [False, False, False, True]
     assert len({fork.pk for fork, _ in answers}) == 1
     assert Snapshot.objects.filter(kind="forked").count() == 1

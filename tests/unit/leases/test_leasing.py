@@ -1,4 +1,4 @@
-"""Promises of a lease: one at a time, ends at the earliest of its clocks, and nothing after its end."""
+"""Lifecycle of a lease: uniqueness, clocks, renewal, end reasons, and refusal of operations after the end."""
 
 from datetime import timedelta
 
@@ -46,7 +46,7 @@ def test_a_new_incarnation_is_a_new_row_and_the_old_one_stays(grant) -> None:
     assert (first.status, first.end_reason, first.ended_at) == ("expired", "released", NOW + MINUTE)
 
 
-def test_an_elapsed_lease_no_sweep_has_seen_can_be_acquired_anew(grant) -> None:
+def test_an_elapsed_lease_can_be_acquired_again_before_a_sweep(grant) -> None:
     first = grant(ttl=MINUTE)
     second = grant(now=NOW + 2 * MINUTE)
     first.refresh_from_db()
@@ -60,7 +60,7 @@ def test_unknown_type_is_refused_and_names_the_known_ones(grant) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "field"),
+    ("fields", "field"),
     [
         ({"max_ttl": 25 * HOUR}, "max_ttl_seconds"),
         ({"ttl": 2 * HOUR, "max_ttl": HOUR}, "ttl_seconds"),
@@ -68,9 +68,9 @@ def test_unknown_type_is_refused_and_names_the_known_ones(grant) -> None:
     ],
     ids=["max_ttl", "ttl", "pool"],
 )
-def test_what_cannot_be_granted_names_its_field(grant, ask, field) -> None:
+def test_a_refused_grant_names_the_invalid_field(grant, fields, field) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        grant(**ask)
+        grant(**fields)
     assert refused.value.extra == {"field": field}
 
 
@@ -87,7 +87,7 @@ def test_a_lease_ends_at_the_earliest_of_its_clocks(renewed, ttl, latest, ends) 
     assert leasing.compute_expires_at(renewed_at=renewed, ttl=ttl, max_expires_at=latest) == ends
 
 
-def test_renewing_pushes_the_end_but_never_past_the_ceiling(grant) -> None:
+def test_renewing_extends_the_end_at_most_to_max_expires_at(grant) -> None:
     lease = grant(ttl=HOUR, max_ttl=2 * HOUR)
     assert leasing.renew(lease, now=NOW + 30 * MINUTE) == NOW + 90 * MINUTE
     assert leasing.renew(lease, now=NOW + 80 * MINUTE) == NOW + 2 * HOUR
@@ -108,7 +108,7 @@ def test_renew_after_expiry_is_refused_even_before_a_sweep(grant) -> None:
     assert refused.value.extra["end_reason"] == "ttl"
 
 
-def test_the_schema_keeps_the_end_within_the_ceiling(grant) -> None:
+def test_the_schema_keeps_expires_at_within_max_expires_at(grant) -> None:
     lease = grant()
     with pytest.raises(IntegrityError), transaction.atomic():
         Lease.objects.filter(pk=lease.pk).update(expires_at=lease.max_expires_at + MINUTE)
@@ -118,7 +118,7 @@ def test_the_schema_keeps_the_end_within_the_ceiling(grant) -> None:
         Lease.objects.filter(pk=lease.pk).update(status="expired", ended_at=NOW, end_reason="bogus")
 
 
-def test_release_twice_gives_the_same_answer(grant) -> None:
+def test_release_is_idempotent(grant) -> None:
     lease = grant()
     first = leasing.release(lease.pk, now=NOW + MINUTE)
     again = leasing.release(lease.pk, now=NOW + 2 * MINUTE)
@@ -126,7 +126,7 @@ def test_release_twice_gives_the_same_answer(grant) -> None:
     assert lease.events.filter(kind="ended").count() == 1
 
 
-def test_a_condition_ends_every_lease_that_waits_for_it_and_no_other(grant) -> None:
+def test_a_condition_ends_every_lease_that_lists_it_and_no_other(grant) -> None:
     here, there = grant(agent="did:plc:a"), grant(agent="did:plc:b", environment="game-2")
     other = grant(agent="did:plc:c", environment_type="coding")
     ended = conditions.post_condition("game-1", "game.finished", now=NOW + MINUTE, agents=None)
@@ -137,15 +137,15 @@ def test_a_condition_ends_every_lease_that_waits_for_it_and_no_other(grant) -> N
     assert conditions.post_condition("game-1", "game.finished", now=NOW + MINUTE, agents=None) == []
 
 
-def test_an_agents_key_ends_only_its_own_leases_by_a_condition(grant) -> None:
-    mine, theirs = grant(agent="did:plc:a"), grant(agent="did:plc:b")
+def test_a_condition_posted_for_some_agents_ends_only_their_leases(grant) -> None:
+    own, other = grant(agent="did:plc:a"), grant(agent="did:plc:b")
     ended = conditions.post_condition("game-1", "game.finished", now=NOW, agents=["did:plc:a"])
-    assert [lease.pk for lease in ended] == [mine.pk]
-    theirs.refresh_from_db()
-    assert theirs.status == "active"
+    assert [lease.pk for lease in ended] == [own.pk]
+    other.refresh_from_db()
+    assert other.status == "active"
 
 
-def test_expire_due_ends_what_is_over_with_its_reason(grant) -> None:
+def test_expire_due_leases_ends_elapsed_leases_with_their_reason(grant) -> None:
     short = grant(agent="did:plc:a", ttl=MINUTE)
     capped = grant(agent="did:plc:b", max_ttl=MINUTE)
     grant(agent="did:plc:c")
@@ -174,21 +174,21 @@ def test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined(grant, me
     lease = grant()
     execution.exec_command(lease.pk, true(), now=NOW)
     leasing.release(lease.pk, now=NOW + 5 * timedelta(seconds=1))
-    moment, tried = NOW + timedelta(seconds=5), 0
+    moment, attempts = NOW + timedelta(seconds=5), 0
     with memory.fail("destroy", Unavailable("no"), times=99):
         for _ in range(200):
-            tried += len(sweeps.reclaim(now=moment).failures)
+            attempts += len(sweeps.reclaim(now=moment).failures)
             moment += timedelta(seconds=1)
     sandbox = Sandbox.objects.get()
-    assert (tried, sandbox.tries, sandbox.state) == (3, 3, "destroying")
+    assert (attempts, sandbox.tries, sandbox.state) == (3, 3, "destroying")
     assert sandbox.quarantined_at and "no" in sandbox.last_error
-    assert Pool.objects.get(pk=lease.pool_id).used == 1  # what is not confirmed gone keeps its place
+    assert Pool.objects.get(pk=lease.pool_id).used == 1  # an unconfirmed destroy still counts against capacity
     assert destruction.retry_destroy(sandbox.pk, now=moment)
     assert sweeps.reclaim(now=moment).counts == {"destroyed": 1, "leases closed": 1}
     assert Pool.objects.get(pk=lease.pool_id).used == 0
 
 
-def test_acting_renews_the_lease(grant) -> None:
+def test_an_exec_renews_the_lease(grant) -> None:
     lease = grant(ttl=HOUR)
     execution.exec_command(lease.pk, true(), now=NOW + 30 * MINUTE)
     lease.refresh_from_db()
@@ -196,7 +196,7 @@ def test_acting_renews_the_lease(grant) -> None:
     assert lease.last_activity_at >= NOW + 30 * MINUTE
 
 
-def test_an_ended_lease_can_touch_nothing(grant, memory: MemoryProvider) -> None:
+def test_an_ended_lease_cannot_use_its_sandbox(grant, memory: MemoryProvider) -> None:
     lease = grant()
     leasing.release(lease.pk, now=NOW)
     with pytest.raises(LeaseEnded) as refused:
@@ -205,7 +205,7 @@ def test_an_ended_lease_can_touch_nothing(grant, memory: MemoryProvider) -> None
     assert not Sandbox.objects.exists() and not memory.calls
 
 
-def test_a_sandbox_that_vanished_ends_its_lease_as_lost(grant, memory: MemoryProvider) -> None:
+def test_a_lost_sandbox_ends_its_lease_as_lost(grant, memory: MemoryProvider) -> None:
     lease = grant()
     execution.exec_command(lease.pk, true(), now=NOW)
     memory.vanish(Sandbox.objects.get().ref)

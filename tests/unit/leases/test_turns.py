@@ -1,4 +1,4 @@
-"""A turn is played once, and whatever the sandbox does, the environment gets an action."""
+"""Turns: played once, with an action or a skip for every result of the sandbox."""
 
 import json
 from datetime import timedelta
@@ -24,7 +24,7 @@ def lease(grant) -> Lease:
 
 
 def plays(*argv: str) -> None:
-    """Let turns of this type execute argv instead of the turn script."""
+    """Make turns of this environment type execute `argv` instead of the turn script."""
     EnvironmentType.objects.filter(name="catan").update(turn_argv=list(argv))
 
 
@@ -67,7 +67,7 @@ def test_a_repeated_number_returns_the_stored_result_and_runs_nothing(lease: Lea
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
 )
-def test_a_turn_that_goes_wrong_is_skipped_with_the_reason(lease: Lease, argv: list[str], reason: str) -> None:
+def test_a_failed_turn_is_skipped_with_the_reason(lease: Lease, argv: list[str], reason: str) -> None:
     plays(*argv)
     turn = turns.take_turn(lease.pk, 1, STATE, now=NOW)
     assert turn.skipped and turn.action["action"] == "skip_turn"
@@ -75,12 +75,12 @@ def test_a_turn_that_goes_wrong_is_skipped_with_the_reason(lease: Lease, argv: l
     assert turn.run and turn.run.ended_at
 
 
-def test_an_action_with_nul_is_kept_as_it_is(lease: Lease) -> None:
+def test_an_action_with_nul_is_stored_unchanged(lease: Lease) -> None:
     plays("echo", r'{"say": "a\u0000b"}')
     assert turns.take_turn(lease.pk, 1, STATE, now=NOW).action == {"say": "a\0b"}
 
 
-def test_a_provider_that_does_not_answer_skips_the_turn(lease: Lease, memory: MemoryProvider) -> None:
+def test_a_turn_is_skipped_if_the_provider_does_not_respond(lease: Lease, memory: MemoryProvider) -> None:
     plays("echo", "{}")
     with memory.fail("exec", Unavailable("socket closed")):
         turn = turns.take_turn(lease.pk, 1, STATE, now=NOW)
@@ -124,7 +124,7 @@ def test_a_turn_being_played_is_not_played_twice(lease: Lease, at_checkpoint) ->
     assert Run.objects.count() == 1
 
 
-def test_a_turn_whose_player_died_mid_run_is_skipped_after_its_deadline(lease: Lease, at_checkpoint) -> None:
+def test_a_turn_whose_process_died_mid_run_is_skipped_after_its_deadline(lease: Lease, at_checkpoint) -> None:
     plays("echo", '{"action": "roll"}')
 
     def die() -> None:
@@ -148,28 +148,28 @@ def test_a_turn_whose_run_was_lost_is_settled_without_waiting_for_its_own_deadli
     at_checkpoint("run answered", die)
     with pytest.raises(SimulatedCrash):
         turns.take_turn(lease.pk, 1, STATE, now=NOW)
-    Run.objects.update(outcome="lost", ended_at=NOW)  # as when its instance is known to be dead
+    Run.objects.update(outcome="lost", ended_at=NOW)  # as after the death of its instance
     assert turns.take_turn(lease.pk, 1, STATE, now=NOW + timedelta(seconds=6)).skipped
 
 
-def test_a_refused_try_does_not_settle_the_turn_that_is_played_after_it(lease: Lease, at_checkpoint) -> None:
+def test_a_refused_attempt_does_not_settle_a_later_one(lease: Lease, at_checkpoint) -> None:
     plays("echo", '{"action": "roll"}')
     turns.take_turn(lease.pk, 1, STATE, now=NOW)
-    Turn.objects.all().delete()  # as when a full workspace refused it: the Run has ended, the number is free
+    Turn.objects.all().delete()  # as after a refusal by a full workspace: the Run has ended, the number is free
     Run.objects.update(outcome="failed", exit_code=None)
     later = NOW + timedelta(minutes=1)
     at_checkpoint("turn claimed", lambda: sweeps.recover_stalled(now=later + timedelta(seconds=10)))
     assert turns.take_turn(lease.pk, 1, STATE, now=later).action == {"action": "roll"}
 
 
-def test_a_played_turn_is_answered_also_after_the_lease_has_ended(lease: Lease) -> None:
+def test_a_played_turn_is_returned_after_the_lease_has_ended(lease: Lease) -> None:
     plays("echo", '{"action": "roll"}')
     turns.take_turn(lease.pk, 1, STATE, now=NOW)
     leasing.release(lease.pk, now=NOW)
     assert turns.take_turn(lease.pk, 1, STATE, now=NOW).action == {"action": "roll"}
 
 
-def test_a_turn_whose_player_died_after_the_run_answers_what_was_printed(lease: Lease, at_checkpoint) -> None:
+def test_a_turn_whose_process_died_after_the_run_returns_the_printed_action(lease: Lease, at_checkpoint) -> None:
     plays("echo", '{"action": "roll"}')
 
     def die() -> None:

@@ -159,7 +159,7 @@ class AgentDataAdmin(HolderDisplayMixin, DownloadModelAdmin):
 
     def page(self, request: HttpRequest, row: AgentData) -> dict[str, Any]:
         where, after = parse_path_param(request, "path"), parse_path_param(request, "after")
-        lines = data_tree.list_directory(row, where, after=after, most=MAX_NAMES_SHOWN + 1)
+        lines = data_tree.list_directory(row, where, after=after, limit=MAX_NAMES_SHOWN + 1)
         itself = data_tree.find_live_files(row).filter(path=where).first()
         may_read = self.has_read_permission(request)
         mounted = row.keeping == DataStorageMode.MOUNT

@@ -104,7 +104,7 @@ class AgentDataAdmin(DownloadModelAdmin):
 
     def get_page_context(self, request: HttpRequest, row: AgentData) -> dict[str, Any]:
         directory, after = parse_path_param(request, "path"), parse_path_param(request, "after")
-        entries = data_tree.list_directory(row, directory, after=after, most=MAX_NAMES_SHOWN + 1)
+        entries = data_tree.list_directory(row, directory, after=after, limit=MAX_NAMES_SHOWN + 1)
         single_file = data_tree.find_live_files(row).filter(path=directory).first()
         may_read = self.has_read_permission(request)
         mounted = row.keeping == DataStorageMode.MOUNT

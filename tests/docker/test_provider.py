@@ -197,7 +197,7 @@ def test_volume_of_another_owner_is_neither_used_nor_removed(box: Box) -> None:
     name = f"{box.ref}-x"
     docker("volume", "create", f"{name}-data")
     try:
-        with pytest.raises(Rejected, match="somebody else"):
+        with pytest.raises(Rejected, match="another owner"):
             box.provider.create(SandboxSpec(name, owner=box.owner))
         box.provider.destroy(name)
         assert docker("volume", "ls", "-q", "--filter", f"name={name}") == f"{name}-data\n"

@@ -105,7 +105,7 @@ def test_billing_identity_of_the_sandbox_is_overwritten(upstream: FakeUpstream, 
         "x-litellm-spend-logs-metadata": "{}", "x-api-key": "stolen", "X-Leasehold-Slot": "7", "X-Request-Id": "mine",
     }  # fmt: skip
     post(socket_path, {**COMPLETION_REQUEST, "metadata": {"user_id": "victim"}, "mock_response": "free"}, **forged)
-    path, headers, body = upstream.asked[0]
+    path, headers, body = upstream.requests[0]
     row = LlmCall.objects.get()
     assert (path, headers["authorization"]) == (CHAT_PATH, "Bearer sk-secret")
     assert "x-api-key" not in headers and "x-leasehold-slot" not in headers and "x-request-id" not in headers
@@ -151,7 +151,7 @@ def test_call_that_cannot_be_recorded_is_not_forwarded(
     monkeypatch.setattr(rows, "insert", fail)
     status, said = post(socket_path, COMPLETION_REQUEST)
     assert (status, said["error"]["code"]) == (503, "not_recorded")
-    assert not upstream.asked
+    assert not upstream.requests
 
 
 def test_dropped_database_connection_is_replaced(upstream: FakeUpstream, socket_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_stream_is_passed_on_and_metered(asked_for: bool, upstream: FakeUpstream
     wants = {"stream_options": {"include_usage": True}} if asked_for else {}
     status, said = post(socket_path, {**COMPLETION_REQUEST, "stream": True, **wants})
     assert (status, said) == (200, whole if asked_for else events(PIECE, PIECE, b"[DONE]"))
-    assert upstream.asked[0][2]["stream_options"] == {"include_usage": True}
+    assert upstream.requests[0][2]["stream_options"] == {"include_usage": True}
     row = LlmCall.objects.get()
     assert (row.outcome, row.streamed, row.input_tokens, row.output_tokens, row.cost) == ("ok", True, 3, 4, None)
     assert row.received_bytes == len(said)
@@ -276,7 +276,7 @@ def test_anthropic_stream_is_metered(upstream: FakeUpstream, socket_path: Path) 
         whole,
     )
     assert LlmCall.objects.values_list("model", "input_tokens", "output_tokens", "path").get() == ("c", 5, 9, "/v1/messages")
-    path, headers, _ = upstream.asked[0]
+    path, headers, _ = upstream.requests[0]
     assert (path, headers["x-api-key"], headers["anthropic-version"]) == ("/v1/messages", "sk-secret", "2024-01-01")
 
 
@@ -299,7 +299,7 @@ def test_client_disconnect_cuts_the_stream_and_the_upstream_call(
     assert connection.getresponse().read(10)
     connection.sock.close()
     connection.close()
-    loop.act(asyncio.wait_for(gone.wait(), 30))
+    loop.run(asyncio.wait_for(gone.wait(), 30))
     wait_until_closed()
     row = LlmCall.objects.get()
     assert (row.outcome, row.code) == ("cut", "not_read_to_its_end")
@@ -325,11 +325,11 @@ def test_disconnect_while_the_row_is_written_leaves_no_open_call(
     assert written.wait(60)
     connection.sock.close()
     connection.close()
-    wait_until(lambda: loop.act(leaving()), "the server notices the disconnect")
+    wait_until(lambda: loop.run(leaving()), "the server notices the disconnect")
     noticed.set()
     wait_until_closed()
     row = LlmCall.objects.get()
-    assert (row.outcome, row.code, upstream.asked) == ("cut", "not_read_to_its_end", [])
+    assert (row.outcome, row.code, upstream.requests) == ("cut", "not_read_to_its_end", [])
 
 
 @pytest.mark.parametrize("last", [b"[DONE]", {"type": "message_stop"}, {"type": "response.completed"}])
@@ -371,7 +371,7 @@ def test_call_from_a_sandbox_without_a_lease_is_refused(upstream: FakeUpstream, 
     leasing.release(lease.pk, now=NOW)
     status, said = post(socket_path, COMPLETION_REQUEST)
     assert (status, said["error"]["code"]) == (403, "no_lease")
-    assert not upstream.asked and not LlmCall.objects.exists()
+    assert not upstream.requests and not LlmCall.objects.exists()
 
 
 def test_model_outside_the_allow_list_is_refused(settings, upstream: FakeUpstream, socket_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_call_above_the_spend_limit_is_refused_with_402(upstream: FakeUpstream, 
     assert [post(socket_path, COMPLETION_REQUEST)[0] for _ in range(3)] == [200, 200, 402]
     _, said = post(socket_path, COMPLETION_REQUEST)
     assert said["error"]["code"] == "spend_limit_reached" and "0.00002 USD" in said["error"]["message"]
-    assert len(upstream.asked) == 2 and authorization.sum_spend(sandbox.holder) == Decimal("0.0000246")
+    assert len(upstream.requests) == 2 and authorization.sum_spend(sandbox.holder) == Decimal("0.0000246")
 
 
 def test_spend_limit_comes_from_the_environment_type(grant) -> None:
@@ -442,7 +442,7 @@ def test_calls_of_different_sandboxes_run_concurrently(upstream: FakeUpstream, s
     calls, come = 120, asyncio.Event()
 
     async def answer(request: web.Request) -> web.Response:
-        if len(upstream.asked) == calls:
+        if len(upstream.requests) == calls:
             come.set()
         await asyncio.wait_for(come.wait(), 60)
         return web.json_response(COMPLETION_RESPONSE)
@@ -484,7 +484,7 @@ def test_invalid_request_is_refused_with_its_reason_and_not_forwarded(
 ) -> None:
     status, said = post(socket_path, body)
     assert (status, said["error"]["code"]) == (400, code)
-    assert not upstream.asked and not LlmCall.objects.exists()
+    assert not upstream.requests and not LlmCall.objects.exists()
 
 
 def test_tool_schemas_and_tool_arguments_may_contain_urls(upstream: FakeUpstream, socket_path: Path) -> None:
@@ -499,7 +499,7 @@ def test_tool_schemas_and_tool_arguments_may_contain_urls(upstream: FakeUpstream
 )
 def test_other_paths_are_refused(url: str, upstream: FakeUpstream, socket_path: Path) -> None:
     assert post(socket_path, COMPLETION_REQUEST, url)[0] in (403, 405)
-    assert not upstream.asked
+    assert not upstream.requests
 
 
 @pytest.mark.parametrize("kib", [None, 1, 8192])
@@ -513,7 +513,7 @@ def test_request_above_the_policys_size_limit_is_refused(
     spaces = b" " * (most - len(json.dumps(COMPLETION_REQUEST)))
     assert post(socket_path, json.dumps(COMPLETION_REQUEST).encode() + spaces)[0] == 200
     status, said = post(socket_path, json.dumps(COMPLETION_REQUEST).encode() + spaces + b" ")
-    assert (status, said["error"]["code"]) == (413, "too_large") and len(upstream.asked) == 1
+    assert (status, said["error"]["code"]) == (413, "too_large") and len(upstream.requests) == 1
 
 
 def test_policys_models_replace_the_default_allow_list(

@@ -56,12 +56,12 @@ for line in sys.stdin:
         there.sendall(request)
         answer = http.client.HTTPResponse(there)
         answer.begin()
-        said = answer.read(1)
+        content = answer.read(1)
         first = time.perf_counter()
-        said += answer.read()
+        content += answer.read()
         took.append((first - began, time.perf_counter() - began))
         if answer.status != 200:
-            raise SystemExit(f"{answer.status} {said[:300]!r}")
+            raise SystemExit(f"{answer.status} {content[:300]!r}")
         if ask["keep"] and not answer.will_close:
             kept[port] = there
         else:
@@ -287,8 +287,8 @@ def print_report(title: str, direct: CallRoute, through: CallRoute, *others: Cal
     ]
     print(f"  {'added':<30}{more[0]:8.2f}{more[1]:8.2f}{first[0]:16.2f}{first[1]:8.2f}")
     spent = {part: 1e3 * seconds / len(through.whole) for part, seconds in through.cpu.items()}
-    said = ", ".join(f"{part} {each:.2f}" for part, each in spent.items())
-    print(f"  CPU ms per call: {sum(spent.values()):.2f} ({said})", flush=True)
+    breakdown = ", ".join(f"{part} {each:.2f}" for part, each in spent.items())
+    print(f"  CPU ms per call: {sum(spent.values()):.2f} ({breakdown})", flush=True)
 
 
 def compute_quantiles_ms(seconds: list[float]) -> tuple[float, float]:
@@ -323,9 +323,9 @@ def read_memory_mb(pids: set[int]) -> dict[str, float]:
     found = {"Rss": 0.0, "Pss": 0.0}
     for pid in pids:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            name, _, said = line.partition(":")
+            name, _, value = line.partition(":")
             if name in found:
-                found[name] += int(said.split()[0]) / 1024
+                found[name] += int(value.split()[0]) / 1024
     return found
 
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 
 @pytest.fixture
 def play(docker_pool: Pool) -> Callable[..., OneShotResult]:
-    """Execute a one-shot run in the test's pool and assert that nothing is left of it."""
+    """Execute a one-shot run in the test's pool and assert that no container or volume remains."""
 
     def run(*argv: str, timeout: timedelta = timedelta(seconds=60), **fields: Any) -> OneShotResult:
         result = run_once(OneShotRequest("did:plc:ada", argv, timeout, pool=docker_pool.name, **fields), now=timezone.now())

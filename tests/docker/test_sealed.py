@@ -272,8 +272,8 @@ def outcomes(cell: Cell) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", attacks.ATTACKS)
 def test_attack_is_refused(tried: dict[str, list[str]], name: str) -> None:
-    outcome, said = tried[name]
-    assert outcome == "refused", said
+    outcome, detail = tried[name]
+    assert outcome == "refused", detail
 
 
 def test_no_address_is_reachable(tried: dict[str, list[str]]) -> None:
@@ -288,7 +288,7 @@ def test_writable_root_relaxes_nothing_else(cell: Cell, loosened: Cell) -> None:
     assert theirs[0] == theirs[1]
     assert loosened.run("sh", "-c", "echo '#!/bin/sh\necho mine' > /opt/tools/x; chmod +x /opt/tools/x").exit_code == 0
     assert loosened.run("/opt/tools/x").stdout == b"mine\n"
-    found = {name: said for name, (outcome, said) in outcomes(loosened).items() if outcome != "refused"}
+    found = {name: detail for name, (outcome, detail) in outcomes(loosened).items() if outcome != "refused"}
     assert found == {"write_anywhere_else": "['/opt/tools', '/opt/tools/x']"}
 
 

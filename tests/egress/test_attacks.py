@@ -39,15 +39,15 @@ def exchange(content, count, address=("127.0.0.1", 4010)):
         out.connect(address)
         try: out.sendall(content)
         except OSError: pass
-        said = b""
-        while select.select([out], [], [], 0.1 if count and said.count(b"HTTP/1.1 ") >= count else 10)[0]:
+        reply = b""
+        while select.select([out], [], [], 0.1 if count and reply.count(b"HTTP/1.1 ") >= count else 10)[0]:
             try: chunk = out.recv(1 << 16)
             except OSError: break
             if not chunk: break
-            said += chunk
-        return said.decode("latin-1")
+            reply += chunk
+        return reply.decode("latin-1")
 """
-# Body fields that would bill somebody else, or nobody.
+# Body fields that would bill another user or no user.
 BODY = json.dumps({
     "model": "default", "messages": [{"role": "user", "content": "{}"}], "user": VICTIM, "metadata": {"user_id": VICTIM},
     "litellm_metadata": {"user_api_key_user_id": VICTIM}, "spend_logs_metadata": {"agent": VICTIM}, "api_base": "http://1.1.1.1",
@@ -60,9 +60,9 @@ def request(
     *lines: str | bytes, first: str | bytes = f"POST {CHAT_PATH} HTTP/1.1", body: bytes = BODY, length: bool = True
 ) -> bytes:
     """Build an HTTP request with these header lines: a valid model call unless they invalidate it."""
-    said = [first, "Host: x", "Content-Type: application/json", *lines]
-    said += [f"Content-Length: {len(body)}"] if length else []
-    return b"\r\n".join(one if isinstance(one, bytes) else one.encode("latin-1") for one in said) + b"\r\n\r\n" + body
+    reply = [first, "Host: x", "Content-Type: application/json", *lines]
+    reply += [f"Content-Length: {len(body)}"] if length else []
+    return b"\r\n".join(one if isinstance(one, bytes) else one.encode("latin-1") for one in reply) + b"\r\n\r\n" + body
 
 
 def get(*lines: str | bytes, path: str = "/v1/models", method: str = "GET") -> bytes:
@@ -250,7 +250,7 @@ ATTACKS: dict[str, dict[str, Attack]] = {
         "a header without end": Attack(request("X: " + "a" * 70_000), (400,)),
         "headers without end": Attack(request(*(f"X-{number}: {'a' * 500}" for number in range(200))), (400,)),
         "a path without end": Attack(get(path="/" + "a" * 70_000), (414,)),
-        "a body that is said to be large": Attack(request(f"Content-Length: {1 << 30}", length=False), (413,)),
+        "a body declared to be large": Attack(request(f"Content-Length: {1 << 30}", length=False), (413,)),
     },
 }
 MAY_LEAVE = {
@@ -290,8 +290,8 @@ class AttackScene:
             assert row.holder and (row.sandbox, row.agent_did) == (box := self.boxes[row.holder], box.agent_did)
         for path, headers, body in self.egress.upstream.requests:
             row = of[headers["x-litellm-call-id"]]
-            said = json.loads(headers["x-litellm-spend-logs-metadata"])
-            assert (headers["x-litellm-end-user-id"], said["agent"], said["lease"]) == (
+            reply = json.loads(headers["x-litellm-spend-logs-metadata"])
+            assert (headers["x-litellm-end-user-id"], reply["agent"], reply["lease"]) == (
                 row.agent_did,
                 row.agent_did,
                 str(row.holder),
@@ -324,21 +324,21 @@ def meant(content: bytes, other: LeasedSandbox) -> bytes:
     return re.sub(rb"([-_ \0]Slot ?: )0", rb"\g<1>%d" % (other.box.slot or 0), content)
 
 
-def statuses(said: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"HTTP/1\.1 (\d{3}) ", said)))
+def statuses(reply: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"HTTP/1\.1 (\d{3}) ", reply)))
 
 
 def attempt(scene: AttackScene, name: str, attack: Attack) -> str:
     """Run an attack. Return a description of the deviation from the expected outcome, or ""."""
-    said, own = scene.eve.python(tried(meant(attack.sent, scene.ada), len(attack.answered)))
+    reply, own = scene.eve.python(tried(meant(attack.sent, scene.ada), len(attack.answered)))
     try:
-        assert (statuses(said), own) == (attack.answered, 200)
-        assert UPSTREAM_API_KEY not in said and "leasehold-egress" not in said
+        assert (statuses(reply), own) == (attack.answered, 200)
+        assert UPSTREAM_API_KEY not in reply and "leasehold-egress" not in reply
         assert post(scene.adas, BODY)[0] == 200
         scene.left(*[EVE] * (attack.leave + 1), ADA)
     except AssertionError as wrong:
         scene.forget()
-        return f"{name}: {wrong}\n{said[:300]}"
+        return f"{name}: {wrong}\n{reply[:300]}"
     finally:
         scene.egress.clock.at += 2 * MINUTE  # keeps the rate limit from stopping the next attack
     return ""
@@ -356,17 +356,17 @@ def test_attack_by_request_fails(kind: str, scene: AttackScene) -> None:
 LARGE = r"""
 head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
 body = json.dumps({**BODY, "pad": "a" * (5 << 20)}).encode()
-said = [exchange(head + b"Content-Length: %d\r\n\r\n" % len(body) + body, 1)]
-said += [exchange(head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"10000\r\n" + bytes(1 << 16) + b"\r\n") * 80, 1)]
-said += [exchange(head + b"Content-Length: %d\r\n\r\n" % (1 << 62), 1)]
-print(json.dumps([*said, ask()[0]]))
+reply = [exchange(head + b"Content-Length: %d\r\n\r\n" % len(body) + body, 1)]
+reply += [exchange(head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"10000\r\n" + bytes(1 << 16) + b"\r\n") * 80, 1)]
+reply += [exchange(head + b"Content-Length: %d\r\n\r\n" % (1 << 62), 1)]
+print(json.dumps([*reply, ask()[0]]))
 """
 
 
 def test_too_large_request_is_refused_for_any_framing(scene: AttackScene) -> None:
-    *said, own = scene.eve.python(EXCHANGE + LARGE)
-    assert ([*map(statuses, said)], own) == ([(413,)] * 3, 200)
-    assert all("too_large" in each for each in said)
+    *reply, own = scene.eve.python(EXCHANGE + LARGE)
+    assert ([*map(statuses, reply)], own) == ([(413,)] * 3, 200)
+    assert all("too_large" in each for each in reply)
     assert scene.ada.call_model() == [200]
     scene.left(EVE, ADA)
 
@@ -450,12 +450,12 @@ def quoting(status: int, kind: str, heard: list[str]) -> Callable[[web.Request],
         headers |= {"x-litellm-response-cost": UPSTREAM_API_KEY, "WWW-Authenticate": f"Bearer {UPSTREAM_API_KEY}"}
         response = web.StreamResponse(status=status, reason=f"No {UPSTREAM_API_KEY}", headers=headers)
         await response.prepare(request)
-        said = {
+        reply = {
             "model": UPSTREAM_API_KEY,
             "error": f"before {dict(request.headers)} after",
             "pad": "x" * 70_000 + UPSTREAM_API_KEY,
         }
-        whole = json.dumps(said).encode()
+        whole = json.dumps(reply).encode()
         for at in range(0, len(whole), 4999):
             await response.write((b"data: " if not at else b"") + whole[at : at + 4999])
             await asyncio.sleep(0)
@@ -473,10 +473,10 @@ def test_credential_quoted_by_the_upstream_is_redacted(
     heard: list[str] = []
     for status, shown in QUOTED.items():
         scene.egress.upstream.answer = quoting(status, kind, heard)
-        said, _ = scene.eve.python(tried(request("Connection: close"), 1))
-        assert statuses(said) == (shown,)
-        assert UPSTREAM_API_KEY not in said and UPSTREAM_API_KEY[4:] not in said and UPSTREAM_API_KEY[:-4] not in said
-        assert ("before" in said and "after" in said) == (status == 200)
+        reply, _ = scene.eve.python(tried(request("Connection: close"), 1))
+        assert statuses(reply) == (shown,)
+        assert UPSTREAM_API_KEY not in reply and UPSTREAM_API_KEY[4:] not in reply and UPSTREAM_API_KEY[:-4] not in reply
+        assert ("before" in reply and "after" in reply) == (status == 200)
         scene.egress.clock.at += MINUTE
     rows = scene.egress.settled(2 * len(QUOTED))
     assert heard == [f"Bearer {UPSTREAM_API_KEY}"] * len(rows)
@@ -569,19 +569,19 @@ def test_attack_by_upgrade_fails(enter: Enter, relayed: RelaySwitch, egress: Egr
     key = signing.create_key(EVE, now=egress.clock())
     wrong = []
     for name, tried_ in UPGRADES.items():
-        said, own = eve.python(tried(meant(tried_.sent, ada), len(tried_.answered)))
+        reply, own = eve.python(tried(meant(tried_.sent, ada), len(tried_.answered)))
         wait_until(lambda: not relayed.relay.open, f"{name} is over")
         rows = egress.wait_for_new_closed_calls()
         paths = [path for path, _ in relayed.relay.connections]
-        got = (statuses(said), own, paths, tuple(relayed.relay.received), {row.agent_did for row in rows})
+        got = (statuses(reply), own, paths, tuple(relayed.relay.received), {row.agent_did for row in rows})
         if got != (tried_.answered, 200, [tried_.requested] if tried_.requested else [], tried_.received, {EVE}):
-            wrong.append(f"{name}: {got}\n{said[:300]}")
+            wrong.append(f"{name}: {got}\n{reply[:300]}")
         for _, headers in relayed.relay.connections:
             claims = tokens.verify_token(headers["authorization"].removeprefix("Bearer "), key.did_key)
             assert (headers["x-leasehold-agent"], claims["iss"], claims["aud"]) == (EVE, EVE, AUD), name
             assert headers.keys() <= PUBLIC and VICTIM not in json.dumps(headers), name
             assert headers["x-leasehold-call-id"] in {row.call_id for row in rows if row.kind == "relay"}, name
-            assert headers["authorization"].removeprefix("Bearer ") not in said, name
+            assert headers["authorization"].removeprefix("Bearer ") not in reply, name
         assert {sent["x-litellm-end-user-id"] for _, sent, _ in egress.upstream.requests} == {EVE}, name
         relayed.relay.connections.clear(), relayed.relay.received.clear(), egress.upstream.requests.clear()
         egress.clock.at += 2 * MINUTE

@@ -47,8 +47,8 @@ ASK_ONCE = "print(json.dumps([*map(str, ask())]))"
 def curl(leased: LeasedSandbox, url: str, body: Any, *more: str) -> tuple[int, str]:
     done = leased.run("sh", "-c", CURL, "sh", url, *more, stdin=json.dumps(body).encode())
     assert done.exit_code == 0, done.stderr
-    said, _, status = done.stdout.decode().rpartition("\n")
-    return int(status), said
+    reply, _, status = done.stdout.decode().rpartition("\n")
+    return int(status), reply
 
 
 class HeldResponse:
@@ -74,8 +74,8 @@ class HeldResponse:
 
 
 def test_openai_call_with_curl_matches_row_and_log(leased: LeasedSandbox, egress: EgressStack) -> None:
-    status, said = curl(leased, f"http://127.0.0.1:4010{CHAT_PATH}", CHAT_BODY)
-    assert (status, json.loads(said)) == (200, COMPLETION_RESPONSE)
+    status, reply = curl(leased, f"http://127.0.0.1:4010{CHAT_PATH}", CHAT_BODY)
+    assert (status, json.loads(reply)) == (200, COMPLETION_RESPONSE)
     [row], [line], [(_, sent, body)] = egress.settled(1), egress.logged(1), egress.upstream.requests
     assert line["id"] == row.call_id == sent["x-litellm-call-id"]
     assert (line["slot"], line["status"], line["upstream"], line["uri"]) == (leased.box.slot, 200, "200", CHAT_PATH)
@@ -85,8 +85,8 @@ def test_openai_call_with_curl_matches_row_and_log(leased: LeasedSandbox, egress
 
 def test_stream_with_curl_over_the_socket(leased: LeasedSandbox, egress: EgressStack) -> None:
     egress.upstream.answer = streaming(events(PIECE, PIECE, TOKENS, b"[DONE]"))
-    said = curl(leased, f"http://x{CHAT_PATH}", {**CHAT_BODY, "stream": True}, "--unix-socket", "/run/leasehold/llm.sock")
-    assert said == (200, events(PIECE, PIECE, b"[DONE]").decode())
+    reply = curl(leased, f"http://x{CHAT_PATH}", {**CHAT_BODY, "stream": True}, "--unix-socket", "/run/leasehold/llm.sock")
+    assert reply == (200, events(PIECE, PIECE, b"[DONE]").decode())
     assert [(row.streamed, row.output_tokens, row.outcome) for row in egress.settled(1)] == [(True, 4, "ok")]
 
 
@@ -96,8 +96,8 @@ def test_anthropic_call_with_python(leased: LeasedSandbox, egress: EgressStack) 
     egress.upstream.answer = streaming(whole)
     script = """
 BODY |= {"max_tokens": 9, "stream": True}
-status, said = ask(BODY, "/v1/messages", **{"anthropic-version": "2024-01-01", "x-api-key": os.environ["ANTHROPIC_API_KEY"]})
-print(json.dumps([status, said.decode()]))"""
+status, reply = ask(BODY, "/v1/messages", **{"anthropic-version": "2024-01-01", "x-api-key": os.environ["ANTHROPIC_API_KEY"]})
+print(json.dumps([status, reply.decode()]))"""
     assert leased.python(script) == [200, whole.decode()]
     egress.upstream.answer = egress.upstream._answer
     egress.upstream.body = json.dumps({"model": "c", "usage": {"input_tokens": 2, "output_tokens": 3}}).encode()
@@ -207,8 +207,8 @@ def test_calls_fail_without_a_server_and_succeed_after_its_restart(leased: Lease
         egress.serving.close()
         assert asking.result(30)[0] in (0, 502)
     assert_cut_once(egress, "not_read_to_its_end")
-    status, said = leased.python(ASK_ONCE)
-    assert status == "502" and "way_out_closed" in said
+    status, reply = leased.python(ASK_ONCE)
+    assert status == "502" and "way_out_closed" in reply
     held.let_go()
     egress.serve()
     assert leased.call_model() == [200]
@@ -292,8 +292,8 @@ def test_calls_of_an_ended_lease_are_refused_while_its_sandbox_runs(leased: Leas
     assert leased.call_model() == [200]
     box = leased.box
     leasing.release(leased.lease.pk, now=NOW)
-    status, said = run_python_in_sandbox(box, ASK_ONCE)
-    assert status == "403" and "no_lease" in said
+    status, reply = run_python_in_sandbox(box, ASK_ONCE)
+    assert status == "403" and "no_lease" in reply
     assert len(egress.upstream.requests) == 1 == len(egress.settled(1))
 
 
@@ -303,8 +303,8 @@ def test_calls_of_a_pre_warmed_sandbox_are_refused_until_it_is_claimed(
     Pool.objects.filter(pk=docker_pool.pk).update(warm_target=1)
     box = pools.start_warm(docker_pool, now=NOW)
     assert box is not None
-    status, said = run_python_in_sandbox(box, ASK_ONCE)
-    assert status == "403" and "no_lease" in said and not egress.upstream.requests
+    status, reply = run_python_in_sandbox(box, ASK_ONCE)
+    assert status == "403" and "no_lease" in reply and not egress.upstream.requests
     leased = enter()
     assert leased.box.pk == box.pk and leased.call_model() == [200]
     [row] = egress.settled(1)

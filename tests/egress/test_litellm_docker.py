@@ -80,8 +80,8 @@ def leased(enter: Enter, did: str) -> LeasedSandbox:
 def recorded(did: str) -> list[dict[str, Any]]:
     """Read the records of an agent's calls written so far."""
     lines = Path(os.environ["TEST_LITELLM_RECORDS"]).read_bytes().splitlines()
-    said = (json.loads(line) for line in lines if line.endswith(b"}"))
-    return [record for record in said if record["end_user"] == did]
+    output = (json.loads(line) for line in lines if line.endswith(b"}"))
+    return [record for record in output if record["end_user"] == did]
 
 
 def each_recorded(did: str, calls: int) -> dict[str, dict[str, Any]]:
@@ -121,9 +121,9 @@ def test_row_log_line_and_record_match_and_the_cost_is_litellms(
 ) -> None:
     body = BODIES[path] | ({"stream": True} if stream else {})
     asking = f"print(json.dumps([*(str(each) for each in ask({body!r}, {path!r}))]))"
-    status, said = leased.python(asking)
-    assert status == "200", said
-    assert all(piece.strip() in said for piece in ANSWER_CHUNKS) or path == EMBEDDINGS
+    status, output = leased.python(asking)
+    assert status == "200", output
+    assert all(piece.strip() in output for piece in ANSWER_CHUNKS) or path == EMBEDDINGS
     [row], [line], records = egress.settled(1), egress.logged(1), each_recorded(did, 1)
     [(call_id, record)] = records.items()
     assert row.call_id == line["id"] == call_id
@@ -173,9 +173,9 @@ def test_call_above_the_spend_limit_is_refused_and_not_forwarded(
     if stream:  # the cost of a stream is known from its record only
         each_recorded(did, 1)
         collected()
-    status, said = leased.python(asking.replace("str(each)", "each if isinstance(each, int) else json.loads(each)"))
-    assert (status, said["error"]["code"], said["error"]["type"]) == (402, "spend_limit_reached", "spend_limit_reached")
-    assert {"message", "param"} < {*said["error"]} and "0.00074 USD" in said["error"]["message"]
+    status, output = leased.python(asking.replace("str(each)", "each if isinstance(each, int) else json.loads(each)"))
+    assert (status, output["error"]["code"], output["error"]["type"]) == (402, "spend_limit_reached", "spend_limit_reached")
+    assert {"message", "param"} < {*output["error"]} and "0.00074 USD" in output["error"]["message"]
     Sandbox.objects.filter(pk=leased.box.pk).update(llm_limit=None)
     assert leased.python(asking)[0] == "200"
     sent = each_recorded(did, 2)  # an earlier forwarded call would have been recorded, too
@@ -312,21 +312,21 @@ import json, sys
 import openai
 client = openai.OpenAI(base_url=sys.argv[1], api_key="anything", max_retries=0)
 hello = [{"role": "user", "content": "Hello."}]
-said = [client.chat.completions.create(model="gpt", messages=hello).choices[0].message.content]
+output = [client.chat.completions.create(model="gpt", messages=hello).choices[0].message.content]
 chunks = [*client.chat.completions.create(model="gpt", messages=hello, stream=True)]
-said.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+output.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
 chunks = [*client.chat.completions.create(model="gpt", messages=hello, stream=True, stream_options={"include_usage": True})]
-said.append([each.usage.completion_tokens for each in chunks if each.usage])
-said.append(client.responses.create(model="gpt", input="Hello.").output_text)
+output.append([each.usage.completion_tokens for each in chunks if each.usage])
+output.append(client.responses.create(model="gpt", input="Hello.").output_text)
 events = [*client.responses.create(model="gpt", input="Hello.", stream=True)]
-said.append("".join(event.delta for event in events if event.type == "response.output_text.delta"))
-said.append(client.embeddings.create(model="gpt", input="Hello.", encoding_format="float").data[0].embedding)
-said.append([model.id for model in client.models.list()])
+output.append("".join(event.delta for event in events if event.type == "response.output_text.delta"))
+output.append(client.embeddings.create(model="gpt", input="Hello.", encoding_format="float").data[0].embedding)
+output.append([model.id for model in client.models.list()])
 try:
     client.chat.completions.create(model="other", messages=hello)
 except openai.PermissionDeniedError as refused:
-    said.append(refused.code)
-print(json.dumps(said))
+    output.append(refused.code)
+print(json.dumps(output))
 """
 
 

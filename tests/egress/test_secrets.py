@@ -35,10 +35,10 @@ ADA = "did:plc:ada"
 OUTSIDE = ("LLM_API_KEY", "SECRET_KEY", "S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY", "KV_API_TOKEN")
 # Four calls whose messages select the upstream's response, one refused call, and a relay connection.
 SCRIPT = f"""{CLIENT_SCRIPT}{EXCHANGE}
-said = [ask({{**BODY, "messages": [{{"role": "user", "content": content}}]}})[0] for content in ("ok", "quote", "400", "500")]
-said.append(ask({{**BODY, "model": "none-of-ours"}})[0])
-said.append(exchange({upgrade() + INNER!r}, 1)[:12])
-print(json.dumps([said, sorted(os.listdir("/run/leasehold"))]))
+reply = [ask({{**BODY, "messages": [{{"role": "user", "content": content}}]}})[0] for content in ("ok", "quote", "400", "500")]
+reply.append(ask({{**BODY, "model": "none-of-ours"}})[0])
+reply.append(exchange({upgrade() + INNER!r}, 1)[:12])
+print(json.dumps([reply, sorted(os.listdir("/run/leasehold"))]))
 """
 
 
@@ -79,13 +79,13 @@ def our_log() -> Iterator[io.StringIO]:
 async def quoting(request: web.Request) -> web.StreamResponse:
     """Upstream that quotes the credential in status line, headers and body."""
     sent, wanted = request.headers["Authorization"], (await request.json())["messages"][0]["content"]
-    said = (
+    reply = (
         COMPLETION_RESPONSE
         if wanted == "ok"
         else {**COMPLETION_RESPONSE, "model": sent, "error": f"Incorrect API key provided: {sent}"}
     )
     status = int(wanted) if wanted.isdigit() else 200
-    return web.json_response(said, status=status, headers={"X-Key": sent})
+    return web.json_response(reply, status=status, headers={"X-Key": sent})
 
 
 def test_no_secret_is_exposed(
@@ -108,8 +108,8 @@ def test_no_secret_is_exposed(
         ran = {"argv": ["python3", "-I", "-"], "stdin": SCRIPT, "env": {"TOKEN": in_env}}
         done = ada.post(f"leases/{lease['id']}/exec", ran, idempotency_key="once").json()
         assert done["exit_code"] == 0, done["stderr"]
-        said, listed = json.loads(done["stdout"])
-        assert (said, listed) == ([200, 200, 502, 502, 403, "HTTP/1.1 101"], ["llm.sock"])
+        reply, listed = json.loads(done["stdout"])
+        assert (reply, listed) == ([200, 200, 502, 502, 403, "HTTP/1.1 101"], ["llm.sock"])
         wait_until(lambda: not LlmCall.objects.filter(ended_at__isnull=True).exists(), "all calls are closed")
         box = Sandbox.objects.get(holder=lease["id"])
         seen = {**inside(box.ref, egress.proxy.name), **answers(ada, lease["id"], monkeypatch)}

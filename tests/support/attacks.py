@@ -2,7 +2,7 @@
 
     python3 -I - ADDRESS... < attacks.py      ADDRESS: host:port that must not be reached, beside the usual ones
 
-An attack returns what it got, or raises OSError. One line of JSON comes out: name -> [outcome, what it said], where the
+An attack returns its result, or raises OSError. One line of JSON comes out: name -> [outcome, its detail], where the
 outcome is "refused" or "succeeded", or the inconclusive "hung" or "broken"."""
 
 import contextlib
@@ -621,12 +621,12 @@ def run_attack(act: Callable[[], object]) -> list[str]:
     if child == 0:
         signal.alarm(60)  # some attacks examine every file
         try:
-            said = ["succeeded", repr(act())[:300]]
+            outcome_and_detail = ["succeeded", repr(act())[:300]]
         except (OSError, subprocess.SubprocessError) as error:
-            said = ["refused", str(error)[:300]]
+            outcome_and_detail = ["refused", str(error)[:300]]
         except BaseException as error:
-            said = ["broken", repr(error)[:300]]
-        os.write(writer, json.dumps(said).encode())
+            outcome_and_detail = ["broken", repr(error)[:300]]
+        os.write(writer, json.dumps(outcome_and_detail).encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as answer:

@@ -34,7 +34,7 @@ def _destroy_sandbox(sandbox: Sandbox, actor: str, why: str, now: datetime) -> b
     """A sandbox goes with the lease it is held for, so that its agent is told; one that nobody holds goes alone."""
     if sandbox.state in GONE_STATES:
         return False  # its holder may have the next one by now
-    if sandbox.holder and leasing.end(sandbox.holder, reason="operator", now=now, actor=actor, why=why):
+    if sandbox.holder and leasing.end(sandbox.holder, reason="operator", now=now, actor=actor, detail=why):
         return True
     return destruction.schedule_destroy(
         sandbox.pk, now=now, code=TransitionReason.OPERATOR, reason=f"operator: {why}", actor=actor

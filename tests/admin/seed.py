@@ -281,7 +281,7 @@ def _seed_llm_calls(now: datetime) -> None:
         lease = Lease.objects.filter(agent_did=AGENT_DIDS[0], environment_id=environment, status="active").first()
         lease = lease or _acquire_used_lease(AGENT_DIDS[0], environment, now - 2 * HOUR)
         if limit:
-            leasing.set_spend_limit(lease.pk, Decimal(limit), now=now - HOUR, actor="operator", why="it writes long essays")
+            leasing.set_spend_limit(lease.pk, Decimal(limit), now=now - HOUR, actor="operator", detail="it writes long essays")
         for number in range(count):
             _create_llm_call(lease, number, now - count * 2 * MINUTE + number * 2 * MINUTE)
 
@@ -354,7 +354,7 @@ def _seed_quarantine(memory: MemoryProvider, now: datetime) -> None:
     for index in range(2):
         lease = _acquire_lease(f"did:plc:ghost{index}", "haunted", now - 6 * HOUR)
         execution.ensure_sandbox_ready(lease.pk, now=now - 6 * HOUR)
-        leasing.end(lease.pk, reason="operator", now=now - 5 * HOUR, actor="admin", why="it was mining coins")
+        leasing.end(lease.pk, reason="operator", now=now - 5 * HOUR, actor="admin", detail="it was mining coins")
     trouble = 'engine answered 500: "device or resource busy: cannot unmount /var/lib/docker/overlay2/merged"'
     with memory.fail("destroy", Unavailable(trouble), times=100):
         for hour in range(9):

@@ -204,7 +204,7 @@ def test_a_lease_tells_what_happened_to_it(viewer: Client, lease: Lease) -> None
     run(lease, "false", now=NOW + MINUTE)
     EnvironmentType.objects.filter(name="catan").update(turn_argv=["echo", '{"action": "roll"}'])
     turns.take_turn(lease.pk, 1, {}, now=NOW + 2 * MINUTE)
-    leasing.end(lease.pk, reason="operator", now=NOW + 3 * MINUTE, actor="eve", why="enough")
+    leasing.end(lease.pk, reason="operator", now=NOW + 3 * MINUTE, actor="eve", detail="enough")
     entries, older = load_timeline(lease)
     assert [entry.title for entry in entries] == ["Ended", "Sandbox", "Turn 1", "Run", "Sandbox", "Sandbox", "Granted"]
     assert (entries[0].actor, entries[0].detail, entries[2].detail) == ("eve", "operator: enough", '{"action": "roll"}')

@@ -1,4 +1,4 @@
-"""manage.py budget: one line for each."""
+"""manage.py budget: add, set, list and remove."""
 
 from datetime import UTC, timedelta
 from io import StringIO
@@ -10,11 +10,10 @@ from django.utils import timezone
 from billing import dates
 from billing.models import Account, Budget
 from leases import api_keys
-from tests.support.billing import create_time_usage
+from tests.support.billing import ADA, HOUR, create_time_usage
 
 pytestmark = pytest.mark.django_db
-ADA = "did:plc:ada"
-DAY, HOUR = timedelta(days=1), timedelta(hours=1)
+DAY = timedelta(days=1)
 
 
 def run(*args: str) -> str:
@@ -24,33 +23,33 @@ def run(*args: str) -> str:
 
 
 def test_budget_is_added_changed_listed_and_removed() -> None:
-    said = run("add", "12.50", "usd", "month", "--agent", ADA, "--grace", "30s", "--warn", "60")
-    made = Budget.objects.get()
-    line = f"{made.pk} 12.5 USD a month for agent {ADA}: 0 spent (hard, warns at 60 %, grace 30s)"
-    assert said == f"added: {line}" and run("list") == line
-    assert (made.scope, made.subject, made.amount, made.grace) == ("agent", ADA, 12.5, timedelta(seconds=30))
-    assert made.spent_at is not None
-    assert run("set", str(made.pk), "--amount", "20", "--soft", "--active", "no") == (
-        f"changed: {made.pk} 20 USD a month for agent {ADA}: 0 spent (soft, warns at 60 %, not active)"
+    output = run("add", "12.50", "usd", "month", "--agent", ADA, "--grace", "30s", "--warn", "60")
+    budget = Budget.objects.get()
+    line = f"{budget.pk} 12.5 USD a month for agent {ADA}: 0 spent (hard, warns at 60 %, grace 30s)"
+    assert output == f"added: {line}" and run("list") == line
+    assert (budget.scope, budget.subject, budget.amount, budget.grace) == ("agent", ADA, 12.5, timedelta(seconds=30))
+    assert budget.spent_at is not None
+    assert run("set", str(budget.pk), "--amount", "20", "--soft", "--active", "no") == (
+        f"changed: {budget.pk} 20 USD a month for agent {ADA}: 0 spent (soft, warns at 60 %, not active)"
     )
-    assert run("set", str(made.pk), "--hard", "--active", "yes", "--grace", "0").endswith("grace 0s)")
-    assert run("remove", str(made.pk)).startswith(f"removed: {made.pk} 20 USD")
+    assert run("set", str(budget.pk), "--hard", "--active", "yes", "--grace", "0").endswith("grace 0s)")
+    assert run("remove", str(budget.pk)).startswith(f"removed: {budget.pk} 20 USD")
     assert run("list") == "" and not Budget.objects.exists()
 
 
 def test_each_scope_has_an_option() -> None:
     Account.objects.create(name="crew")
     key, _ = api_keys.issue_key([ADA], now=timezone.now())
-    for words in (["--all"], ["--key", key.prefix], ["--type", "catan"], ["--account", "crew"]):
-        run("add", "1", "hours", "day", *words)
-    found = [*Budget.objects.order_by("pk").values_list("scope", "subject")]
-    assert found == [("all", ""), ("key", str(key.pk)), ("environment_type", "catan"), ("account", "crew")]
+    for options in (["--all"], ["--key", key.prefix], ["--type", "catan"], ["--account", "crew"]):
+        run("add", "1", "hours", "day", *options)
+    budgets = [*Budget.objects.order_by("pk").values_list("scope", "subject")]
+    assert budgets == [("all", ""), ("key", str(key.pk)), ("environment_type", "catan"), ("account", "crew")]
 
 
-@pytest.mark.parametrize("shown", ["{}", "lh_{}", "lh_{}_…"])
-def test_key_is_accepted_in_the_forms_that_the_console_shows(shown: str) -> None:
+@pytest.mark.parametrize("form", ["{}", "lh_{}", "lh_{}_…"])
+def test_key_is_accepted_in_the_forms_that_the_console_shows(form: str) -> None:
     key, _ = api_keys.issue_key([ADA], now=timezone.now())
-    run("add", "1", "hours", "day", "--key", shown.format(key.prefix))
+    run("add", "1", "hours", "day", "--key", form.format(key.prefix))
     assert Budget.objects.get().subject == str(key.pk)
 
 
@@ -83,7 +82,6 @@ def test_list_shows_the_forecast_day_of_exhaustion() -> None:
         (["add", "much", "hours", "day", "--all"], "is not a decimal number"),
         (["add", "0", "hours", "day", "--all"], "greater than or equal"),
         (["add", "nan", "hours", "day", "--all"], "decimal number|a number"),
-        (["add", "1", "hours", "day", "--all", "--warn", "101"], "less than or equal"),
         (["add", "1", "hours", "day", "--all", "--grace", "soon"], "--grace"),
         (["add", "1", "hours", "day"], "required"),
         (["add", "1", "hours", "week", "--all"], "invalid choice"),

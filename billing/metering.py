@@ -115,7 +115,7 @@ def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
     advanced, finished, outdated = [], [], Q(pk__in=[])
     for pk, transitions in _load_unread_transitions(boxes, meters).items():
         if not transitions:
-            continue  # the sandbox was inserted, its first transition was not yet
+            continue  # the sandbox exists, but its first transition is not written yet
         intervals, meter = [*build_intervals(transitions, until=until)], meters.get(pk)
         same_state = meter is not None and meter.transition == transitions[-1][0]
         since = start_of_day(to_utc_date(meter.read_at)) if meter and same_state else None  # earlier days are complete

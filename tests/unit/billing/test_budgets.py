@@ -177,13 +177,13 @@ def test_top_spenders_of_an_account_count_only_its_days(used_lease: AnyCallable)
     join_account("crew"), join_account("lab", "2026-11-22")
     metering.meter_usage(now=MIDNIGHT + 2 * HOUR)
     costs.price_usage(now=MIDNIGHT + 2 * HOUR)
-    found = {}
+    spending = {}
     for account in ("crew", "lab"):
         for unit in ("hours", "usd"):
             budget = create_budget(100, unit, "ever", scope="account", subject=account, now=MIDNIGHT + 2 * HOUR)
             spenders = budgets.find_top_spenders(budget, now=MIDNIGHT + 2 * HOUR, limit=9)
-            found[account, unit] = budget.spent, [(tab.holder, amount) for tab, amount in spenders]
-    assert found == {
+            spending[account, unit] = budget.spent, [(tab.holder, amount) for tab, amount in spenders]
+    assert spending == {
         ("crew", "hours"): (15, []), ("crew", "usd"): (Decimal("0.25"), []),
         ("lab", "hours"): (2, [(lease.pk, 2)]), ("lab", "usd"): (0, [(lease.pk, 0)]),
     }  # fmt: skip

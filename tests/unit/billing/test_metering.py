@@ -72,9 +72,9 @@ def test_destroyed_sandbox_has_no_open_interval() -> None:
 def test_clock_jump_back_neither_adds_nor_removes_time() -> None:
     ats = [0, 10, 4, 6, 12, 11]
     life = [(pk, "warm", None, NOW + at * MINUTE) for pk, at in enumerate(ats)]
-    found = [*build_intervals(life, until=NOW)]
-    assert [(each.began_at - NOW) / MINUTE for each in found] == [0, 10, 10, 10, 12, 12]
-    assert sum((each.ended_at - each.began_at for each in found), timedelta(0)) == 12 * MINUTE
+    intervals = [*build_intervals(life, until=NOW)]
+    assert [(each.began_at - NOW) / MINUTE for each in intervals] == [0, 10, 10, 10, 12, 12]
+    assert sum((each.ended_at - each.began_at for each in intervals), timedelta(0)) == 12 * MINUTE
 
 
 @pytest.mark.parametrize(

@@ -189,9 +189,9 @@ def test_new_rate_marks_days_from_its_start_as_unpriced() -> None:
     for each in (before, after):
         create_time_usage(datetime.combine(each, datetime.min.time(), UTC), provider="acme")
     costs.price_usage(now=NOW)
-    with CaptureQueriesContext(connection) as asked:
+    with CaptureQueriesContext(connection) as captured:
         one.save()
-    assert not any('"billing_usagerecord"."id"' in each["sql"] for each in asked), "each record is read, not each day"
+    assert not any('"billing_usagerecord"."id"' in each["sql"] for each in captured), "each record is read, not each day"
     assert [*Unpriced.objects.values_list("day", flat=True)] == [after]
     costs.price_usage(now=NOW)
     assert list_cost_values("day", "usd") == [(after, 1)]

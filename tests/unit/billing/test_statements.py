@@ -224,8 +224,8 @@ def test_late_usage_is_a_correction_on_the_next_statement() -> None:
     create_time_usage("2026-11-15T10:00", 2 * HOUR, provider="acme")
     price(JANUARY)
     assert list_statement_lines(Statement.objects.get()) == before
-    later = close(get_house_account(), parse_day("2026-12-01"), JANUARY)
-    assert list_statement_lines(later) == [
+    following = close(get_house_account(), parse_day("2026-12-01"), JANUARY)
+    assert list_statement_lines(following) == [
         ("correction", NOVEMBER, ADA, "time", 2, USD("0.67"))
     ]  # 1.675 is 1.68, and 1.01 was billed
     assert is_balanced(get_house_account())
@@ -356,8 +356,8 @@ def test_concurrent_move_and_closing_refuse_one(team: Account) -> None:
 def test_empty_month_can_be_closed() -> None:
     close(get_house_account())
     price(JANUARY)
-    later = close(get_house_account(), parse_day("2026-12-01"), JANUARY)
-    assert (list_statement_lines(later), later.total) == ([], 0)
+    following = close(get_house_account(), parse_day("2026-12-01"), JANUARY)
+    assert (list_statement_lines(following), following.total) == ([], 0)
 
 
 @pytest.mark.usefixtures("november")

@@ -49,7 +49,7 @@ def test_each_scope_has_an_option() -> None:
 @pytest.mark.parametrize("shown", ["{}", "lh_{}", "lh_{}_…"])
 def test_a_key_is_named_by_its_prefix_as_the_admin_shows_it(shown: str) -> None:
     key, _ = api_keys.issue_key([ADA], now=timezone.now())
-    run("add", "1", "hours", "day", "--key", form.format(key.prefix))
+    run("add", "1", "hours", "day", "--key", shown.format(key.prefix))
     assert Budget.objects.get().subject == str(key.pk)
 
 

@@ -188,7 +188,7 @@ def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") ->
     if victim.state != COLD and not evict(
         victim.pk, now=clock(), code=code, reason=why, actor=actor, guard=Q(state=victim.state)
     ):
-        return True  # it runs again, or could not be stored and is no candidate until its next try: choose another
+        return True  # the victim runs again, or could not be stored and is no candidate until its next try
     release_cold(victim.pk, now=clock(), reason=why, actor=actor, for_agent=agent_did, tier=victim.state)
     return True
 

@@ -42,27 +42,25 @@ class ProcessSpec:
     process_id: uuid.UUID = field(default_factory=uuid.uuid4)
 
 
-def start_process(request: SandboxRequest, launch: ProcessSpec, *, now: datetime, actor: str = "") -> Process:
+def start_process(request: SandboxRequest, spec: ProcessSpec, *, now: datetime, actor: str = "") -> Process:
     """Start a background process in the holder's sandbox, which is started or woken first. Returns its row.
 
     The start is a Run of kind "process" that ends when the process has begun. No eviction takes the sandbox meanwhile, and if
-    this process dies, the sweep that closes the Run kills the background process. Raises TooManyProcesses, and what
+    the calling process dies, the sweep that closes the Run kills the background process. Raises TooManyProcesses, and what
     runs.exec_in_sandbox raises."""
     clock = clock_from(now)
-    command = Command(launch.argv, START_TIMEOUT, launch.env, launch.cwd, kind="process", run_id=launch.process_id)
+    command = Command(spec.argv, START_TIMEOUT, spec.env, spec.cwd, kind="process", run_id=spec.process_id)
     with runs.operation(request, command, now=now, actor=actor) as opened:
         runs.require_workspace_space(opened.provider, opened.sandbox, now=clock())
-        process = _insert_process(opened.sandbox, launch, now=clock())
+        process = _insert_process(opened.sandbox, spec, now=clock())
         checkpoint("process inserted", process)
-        _launch(process, launch, opened, clock)
-    return Process.objects.get(pk=launch.process_id)
+        _launch(process, spec, opened, clock)
+    return Process.objects.get(pk=spec.process_id)
 
 
-def _launch(process: Process, launch: ProcessSpec, opened: Operation, clock: Clock) -> None:
+def _launch(process: Process, spec: ProcessSpec, opened: Operation, clock: Clock) -> None:
     try:
-        state = opened.provider.start(
-            opened.sandbox.ref, list(launch.argv), env=launch.env, cwd=launch.cwd, mark=str(process.pk)
-        )
+        state = opened.provider.start(opened.sandbox.ref, list(spec.argv), env=spec.env, cwd=spec.cwd, mark=str(process.pk))
     except Rejected as refused:
         _close_process(process, ProcessStatus.FAILED, now=clock(), note=str(refused)[:500])
         raise
@@ -71,7 +69,7 @@ def _launch(process: Process, launch: ProcessSpec, opened: Operation, clock: Clo
         _close_process(process, ProcessStatus.EXITED, now=clock(), exit_code=state.exit_code)
 
 
-def _insert_process(sandbox: Sandbox, launch: ProcessSpec, *, now: datetime) -> Process:
+def _insert_process(sandbox: Sandbox, spec: ProcessSpec, *, now: datetime) -> Process:
     """Insert the row. Raises TooManyProcesses at the limit, and SandboxNotHeld if the sandbox has left `running`."""
     same_incarnation = Sandbox.objects.filter(pk=sandbox.pk, holder=sandbox.holder, incarnation=sandbox.incarnation)
     assert sandbox.holder is not None  # ensured by pool.ensure_running
@@ -82,15 +80,15 @@ def _insert_process(sandbox: Sandbox, launch: ProcessSpec, *, now: datetime) -> 
         if Process.objects.filter(sandbox=sandbox, ended_at__isnull=True).count() >= MAX_PROCESSES:
             raise TooManyProcesses(f"Process limit reached ({MAX_PROCESSES}). Stop a process, then try again.")
         return Process.objects.create(
-            pk=launch.process_id,
+            pk=spec.process_id,
             sandbox=sandbox,
             holder=sandbox.holder,
             agent_did=sandbox.agent_did,
             incarnation=sandbox.incarnation,
-            name=launch.name,
-            argv=list(launch.argv),
-            cwd=launch.cwd,
-            env_names=sorted(launch.env),
+            name=spec.name,
+            argv=list(spec.argv),
+            cwd=spec.cwd,
+            env_names=sorted(spec.env),
             started_at=now,
             starts_by=now + START_TIMEOUT,
         )
@@ -156,26 +154,26 @@ def read_log(process: Process, *, start: int, length: int) -> ProcessOutput:
 def wait_for_log(process: Process, text: str, *, start: int = 0, within: timedelta, now: datetime) -> bool:
     """Wait until a process has printed `text` at or after offset `start`. Returns whether it has.
 
-    Returns False when `within` is over, or when the process has ended without printing it. `text` is plain text, because a
+    Returns False when `within` has passed, or when the process has ended without printing it. `text` is plain text, because a
     regular expression has no bound on its run time. Output that was dropped from a long log before it was read is not found."""
     needle, tail, clock = text.encode(), b"", clock_from(now)
     pauses, pause = iter(POLL_DELAYS_SECONDS), 0.0
     while True:
-        over = clock() >= now + within  # evaluated before the last read of the log
+        expired = clock() >= now + within  # evaluated before the last read of the log
         _refresh_process(process, now=clock())
         ended = process.ended_at is not None
         while True:
             try:
-                content, after = read_log(process, start=start, length=LOG_CHUNK_BYTES)
+                content, end = read_log(process, start=start, length=LOG_CHUNK_BYTES)
             except ProcessOutputGone:
                 return False
-            fresh = content if after - len(content) > start else tail + content
-            if needle in fresh:
+            searched = content if end - len(content) > start else tail + content
+            if needle in searched:
                 return True
-            tail, start = fresh[-(len(needle) - 1) :] if len(needle) > 1 else b"", after
+            tail, start = searched[-(len(needle) - 1) :] if len(needle) > 1 else b"", end
             if len(content) < LOG_CHUNK_BYTES:
                 break
-        if over or ended:
+        if expired or ended:
             return False
         pause = next(pauses, pause)
         time.sleep(pause)

@@ -146,7 +146,9 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
 
 
 def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "") -> Run | None:
-    """Open a Run and count it in the sandbox, in one transaction. Returns None if the sandbox has left its holder."""
+    """Open a Run and count it in the sandbox, in one transaction.
+
+    Returns None if the sandbox is no longer alive, or no longer held by the same holder."""
     assert sandbox.holder is not None  # ensured by pool.ensure_running
     with transaction.atomic(durable=True):
         before = lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=now, actor=actor)

@@ -150,11 +150,11 @@ def find_surplus() -> list[uuid.UUID]:
     """Return pre-warmed sandboxes above their pool's warm target, or started with settings that the pool no longer has."""
     surplus: list[uuid.UUID] = []
     for pool in Pool.objects.filter(sandboxes__holder__isnull=True, sandboxes__state=WARM).distinct():
-        # Read before the second query: a sandbox that becomes ready between the two must not be taken for a surplus pool.
+        # Read before the second query: a sandbox that becomes ready between the two must not count as surplus.
         unheld = [*Sandbox.objects.filter(pool=pool, state=WARM, holder__isnull=True).values_list("pk", flat=True)]
         wanted = find_unclaimed(pool).filter(state=WARM).order_by("-created_at").values_list("pk", flat=True)
-        kept = set() if pool.draining else {*wanted[: pool.warm_target]}
-        surplus += [pk for pk in unheld if pk not in kept]
+        retained = set() if pool.draining else {*wanted[: pool.warm_target]}
+        surplus += [pk for pk in unheld if pk not in retained]
     return surplus
 
 

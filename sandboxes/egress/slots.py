@@ -1,8 +1,8 @@
 """Unix-socket allocation for the egress proxy.
 
 Each slot is a unix socket in its own directory, mounted into one sandbox at a time at /run/leasehold. The proxy identifies a
-caller by its slot, whatever the request claims. A slot belongs to a sandbox from before its creation until the provider has
-confirmed its destruction."""
+caller by its slot, independent of any claim in the request. A slot belongs to a sandbox from before its creation until the
+provider has confirmed its destruction."""
 
 import os
 import random

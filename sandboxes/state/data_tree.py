@@ -50,8 +50,8 @@ def find_files_below(data: AgentData, path: str) -> QuerySet[DataFile]:
     )
 
 
-def list_directory(data: AgentData, path: str, *, after: str = "", most: int | None = None) -> list[DirectoryEntry]:
-    """List the names of a directory in order: those after `after`, at most `most`.
+def list_directory(data: AgentData, path: str, *, after: str = "", limit: int | None = None) -> list[DirectoryEntry]:
+    """List the names of a directory in order: those after `after`, at most `limit`.
 
     Takes two queries for any size: one aggregates the paths below each name, one reads the rows of the names themselves."""
     start = len(path) + 1 if path else 0
@@ -70,7 +70,7 @@ def list_directory(data: AgentData, path: str, *, after: str = "", most: int | N
             changed=Max("at"),
         )
     )
-    groups = list((names.filter(name__gt=after) if after else names)[:most])
+    groups = list((names.filter(name__gt=after) if after else names)[:limit])
     own = DataFile.objects.in_bulk([group["own"] for group in groups if group["own"]])
     prefix = f"{path}/" if path else ""
     return [

@@ -54,7 +54,7 @@ def measure_mounted(*, now: datetime) -> SweepResult:
         if clock() > now + PASS_TIME_LIMIT:
             break
         try:
-            result.note("weighed", storage_mode.measure_mounted_data(data, now=clock()))
+            result.note("measured", storage_mode.measure_mounted_data(data, now=clock()))
         except StoreError as failed:
             result.failures.append(f"{data}: {failed}")
     return result

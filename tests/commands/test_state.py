@@ -98,8 +98,8 @@ def test_listing_twenty_thousand_files_takes_two_queries() -> None:
         for number in range(20_000)
     )
     with CaptureQueriesContext(connection) as asked:
-        assert [line.name for line in data_tree.list_directory(mine, "", most=5)] == ["d0", "d1", "d2", "d3", "d4"]
-        assert [line.name for line in data_tree.list_directory(mine, "d1", after="99", most=3)] == ["9906", "9913", "9920"]
+        assert [line.name for line in data_tree.list_directory(mine, "", limit=5)] == ["d0", "d1", "d2", "d3", "d4"]
+        assert [line.name for line in data_tree.list_directory(mine, "d1", after="99", limit=3)] == ["9906", "9913", "9920"]
     assert len(asked) == 3  # directories without a row need no further query
 
 

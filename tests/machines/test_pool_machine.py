@@ -127,9 +127,9 @@ class PoolMachine(RuleBasedStateMachine):
     def reconcile(self) -> None:
         self.attempt(lambda: sweeps.reconcile(now=self.now, grace=timedelta(0)))
 
-    @rule(target=st.sampled_from([0, 2]))
-    def set_warm_target(self, target: int) -> None:
-        Pool.objects.filter(pk=self.pool.pk).update(warm_target=target)
+    @rule(warm_target=st.sampled_from([0, 2]))
+    def set_warm_target(self, warm_target: int) -> None:
+        Pool.objects.filter(pk=self.pool.pk).update(warm_target=warm_target)
         self.pool.refresh_from_db()
 
     @rule(verb=st.sampled_from(VERBS), times=st.integers(1, 3))

@@ -21,11 +21,11 @@ HOUR = timedelta(hours=1)
 
 
 def line(number: int = 1, **fields: Any) -> bytes:
-    said = {
+    values = {
         "id": f"{number:032x}", "slot": 3, "at": f"{NOW.timestamp():.3f}", "took": "1.500", "method": "POST",
         "uri": "/v1/chat/completions", "status": 200, "sent": 700, "received": 1200, "upstream": "200", "limit": "PASSED",
     }  # fmt: skip
-    return json.dumps({**said, **fields}).encode() + b"\n"
+    return json.dumps({**values, **fields}).encode() + b"\n"
 
 
 def refused(number: int = 1, status: int = 403, **fields: Any) -> bytes:

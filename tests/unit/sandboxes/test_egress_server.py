@@ -105,13 +105,13 @@ def test_billing_identity_of_the_sandbox_is_overwritten(upstream: FakeUpstream, 
         "x-litellm-spend-logs-metadata": "{}", "x-api-key": "stolen", "X-Leasehold-Slot": "7", "X-Request-Id": "mine",
     }  # fmt: skip
     post(socket_path, {**COMPLETION_REQUEST, "metadata": {"user_id": "victim"}, "mock_response": "free"}, **forged)
-    path, headers, body = upstream.asked[0]
+    path, headers, body = upstream.requests[0]
     row = LlmCall.objects.get()
     assert (path, headers["authorization"]) == (CHAT_PATH, "Bearer sk-secret")
     assert "x-api-key" not in headers and "x-leasehold-slot" not in headers and "x-request-id" not in headers
     assert (headers["x-litellm-end-user-id"], headers["x-litellm-call-id"]) == (sandbox.agent_did, row.call_id) != ("", "mine")
-    said = json.loads(headers["x-litellm-spend-logs-metadata"])
-    assert said == {"call": row.call_id, "run": "", "attempt": 1, "lease": str(sandbox.holder), "agent": sandbox.agent_did,
+    reply = json.loads(headers["x-litellm-spend-logs-metadata"])
+    assert reply == {"call": row.call_id, "run": "", "attempt": 1, "lease": str(sandbox.holder), "agent": sandbox.agent_did,
                     "environment": sandbox.environment_id}  # fmt: skip
     assert body == {"messages": COMPLETION_REQUEST["messages"], "model": "gpt-4o-mini"}
 
@@ -149,9 +149,9 @@ def test_call_that_cannot_be_recorded_is_not_forwarded(
         raise OperationalError("disk full")
 
     monkeypatch.setattr(rows, "insert", fail)
-    status, said = post(socket_path, COMPLETION_REQUEST)
-    assert (status, said["error"]["code"]) == (503, "not_recorded")
-    assert not upstream.asked
+    status, reply = post(socket_path, COMPLETION_REQUEST)
+    assert (status, reply["error"]["code"]) == (503, "not_recorded")
+    assert not upstream.requests
 
 
 def test_dropped_database_connection_is_replaced(upstream: FakeUpstream, socket_path: Path) -> None:
@@ -179,12 +179,12 @@ def drop_others(ours: int) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("said", [{}, {"x-litellm-response-cost": "NaN"}, {"x-litellm-response-cost": "-1"},
+@pytest.mark.parametrize("reply", [{}, {"x-litellm-response-cost": "NaN"}, {"x-litellm-response-cost": "-1"},
                                   {"x-litellm-response-cost": "1e99"}])  # fmt: skip
 def test_call_without_a_valid_upstream_cost_is_unpriced(
-    said: dict[str, str], upstream: FakeUpstream, socket_path: Path
+    reply: dict[str, str], upstream: FakeUpstream, socket_path: Path
 ) -> None:
-    upstream.headers = said
+    upstream.headers = reply
     post(socket_path, COMPLETION_REQUEST)
     assert LlmCall.objects.values_list("cost", "priced", "outcome").get() == (None, "", "ok")
 
@@ -198,16 +198,16 @@ def test_upstream_error_is_recorded_and_reveals_nothing(
     status: int, shown: int, code: str, upstream: FakeUpstream, socket_path: Path
 ) -> None:
     upstream.status, upstream.body = status, b'{"error": {"message": "xyzzy"}}'
-    answer, said = post(socket_path, COMPLETION_REQUEST)
+    answer, reply = post(socket_path, COMPLETION_REQUEST)
     row = LlmCall.objects.get()
     assert (answer, row.outcome, row.code, row.status) == (shown, "failed", code, status)
-    assert ("xyzzy" in json.dumps(said)) == (shown == status)
+    assert ("xyzzy" in json.dumps(reply)) == (shown == status)
 
 
 def test_upstream_error_containing_the_credential_is_not_passed_on(upstream: FakeUpstream, socket_path: Path) -> None:
     upstream.status, upstream.body = 400, b'{"error": "Received key sk-secret"}'
-    status, said = post(socket_path, COMPLETION_REQUEST)
-    assert status == 502 and "sk-secret" not in json.dumps(said)
+    status, reply = post(socket_path, COMPLETION_REQUEST)
+    assert status == 502 and "sk-secret" not in json.dumps(reply)
 
 
 def test_unreachable_upstream_is_a_failed_call(settings, upstream: FakeUpstream, socket_path: Path) -> None:
@@ -226,8 +226,8 @@ def test_offline_policy_call_has_zero_cost(settings, socket_path: Path) -> None:
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-def events(*said: Any) -> bytes:
-    return b"".join(b"data: " + (each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n\n" for each in said)
+def events(*reply: Any) -> bytes:
+    return b"".join(b"data: " + (each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n\n" for each in reply)
 
 
 PIECE = {"model": "m", "choices": [{"delta": {"content": "a"}}]}
@@ -254,12 +254,12 @@ def test_stream_is_passed_on_and_metered(asked_for: bool, upstream: FakeUpstream
     whole = events(PIECE, PIECE, TOKENS, b"[DONE]")
     upstream.answer = streaming(*(whole[at : at + 7] for at in range(0, len(whole), 7)))
     wants = {"stream_options": {"include_usage": True}} if asked_for else {}
-    status, said = post(socket_path, {**COMPLETION_REQUEST, "stream": True, **wants})
-    assert (status, said) == (200, whole if asked_for else events(PIECE, PIECE, b"[DONE]"))
-    assert upstream.asked[0][2]["stream_options"] == {"include_usage": True}
+    status, reply = post(socket_path, {**COMPLETION_REQUEST, "stream": True, **wants})
+    assert (status, reply) == (200, whole if asked_for else events(PIECE, PIECE, b"[DONE]"))
+    assert upstream.requests[0][2]["stream_options"] == {"include_usage": True}
     row = LlmCall.objects.get()
     assert (row.outcome, row.streamed, row.input_tokens, row.output_tokens, row.cost) == ("ok", True, 3, 4, None)
-    assert row.received_bytes == len(said)
+    assert row.received_bytes == len(reply)
 
 
 def test_anthropic_stream_is_metered(upstream: FakeUpstream, socket_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_anthropic_stream_is_metered(upstream: FakeUpstream, socket_path: Path) 
         whole,
     )
     assert LlmCall.objects.values_list("model", "input_tokens", "output_tokens", "path").get() == ("c", 5, 9, "/v1/messages")
-    path, headers, _ = upstream.asked[0]
+    path, headers, _ = upstream.requests[0]
     assert (path, headers["x-api-key"], headers["anthropic-version"]) == ("/v1/messages", "sk-secret", "2024-01-01")
 
 
@@ -299,7 +299,7 @@ def test_client_disconnect_cuts_the_stream_and_the_upstream_call(
     assert connection.getresponse().read(10)
     connection.sock.close()
     connection.close()
-    loop.act(asyncio.wait_for(gone.wait(), 30))
+    loop.run(asyncio.wait_for(gone.wait(), 30))
     wait_until_closed()
     row = LlmCall.objects.get()
     assert (row.outcome, row.code) == ("cut", "not_read_to_its_end")
@@ -325,11 +325,11 @@ def test_disconnect_while_the_row_is_written_leaves_no_open_call(
     assert written.wait(60)
     connection.sock.close()
     connection.close()
-    wait_until(lambda: loop.act(leaving()), "the server notices the disconnect")
+    wait_until(lambda: loop.run(leaving()), "the server notices the disconnect")
     noticed.set()
     wait_until_closed()
     row = LlmCall.objects.get()
-    assert (row.outcome, row.code, upstream.asked) == ("cut", "not_read_to_its_end", [])
+    assert (row.outcome, row.code, upstream.requests) == ("cut", "not_read_to_its_end", [])
 
 
 @pytest.mark.parametrize("last", [b"[DONE]", {"type": "message_stop"}, {"type": "response.completed"}])
@@ -369,15 +369,15 @@ def test_call_in_flight_is_cut_when_its_lease_ends(upstream: FakeUpstream, lease
 
 def test_call_from_a_sandbox_without_a_lease_is_refused(upstream: FakeUpstream, lease: Lease, socket_path: Path) -> None:
     leasing.release(lease.pk, now=NOW)
-    status, said = post(socket_path, COMPLETION_REQUEST)
-    assert (status, said["error"]["code"]) == (403, "no_lease")
-    assert not upstream.asked and not LlmCall.objects.exists()
+    status, reply = post(socket_path, COMPLETION_REQUEST)
+    assert (status, reply["error"]["code"]) == (403, "no_lease")
+    assert not upstream.requests and not LlmCall.objects.exists()
 
 
 def test_model_outside_the_allow_list_is_refused(settings, upstream: FakeUpstream, socket_path: Path) -> None:
     settings.LLM_MODELS = ["claude-*"]
-    status, said = post(socket_path, {**COMPLETION_REQUEST, "model": "the-most-expensive"})
-    assert (status, said["error"]["code"]) == (403, "model_not_allowed") and "claude-*" in said["error"]["message"]
+    status, reply = post(socket_path, {**COMPLETION_REQUEST, "model": "the-most-expensive"})
+    assert (status, reply["error"]["code"]) == (403, "model_not_allowed") and "claude-*" in reply["error"]["message"]
     assert post(socket_path, {**COMPLETION_REQUEST, "model": "claude-haiku"})[0] == 200
     assert [*LlmCall.objects.order_by("pk").values_list("outcome", "model")] == [
         ("refused", "the-most-expensive"), ("ok", "gpt-4o-mini-2024-07-18"),
@@ -387,9 +387,9 @@ def test_model_outside_the_allow_list_is_refused(settings, upstream: FakeUpstrea
 def test_call_above_the_spend_limit_is_refused_with_402(upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path) -> None:
     Sandbox.objects.filter(pk=sandbox.pk).update(llm_limit=Decimal("0.00002"))
     assert [post(socket_path, COMPLETION_REQUEST)[0] for _ in range(3)] == [200, 200, 402]
-    _, said = post(socket_path, COMPLETION_REQUEST)
-    assert said["error"]["code"] == "spend_limit_reached" and "0.00002 USD" in said["error"]["message"]
-    assert len(upstream.asked) == 2 and authorization.sum_spend(sandbox.holder) == Decimal("0.0000246")
+    _, reply = post(socket_path, COMPLETION_REQUEST)
+    assert reply["error"]["code"] == "spend_limit_reached" and "0.00002 USD" in reply["error"]["message"]
+    assert len(upstream.requests) == 2 and authorization.sum_spend(sandbox.holder) == Decimal("0.0000246")
 
 
 def test_spend_limit_comes_from_the_environment_type(grant) -> None:
@@ -442,7 +442,7 @@ def test_calls_of_different_sandboxes_run_concurrently(upstream: FakeUpstream, s
     calls, come = 120, asyncio.Event()
 
     async def answer(request: web.Request) -> web.Response:
-        if len(upstream.asked) == calls:
+        if len(upstream.requests) == calls:
             come.set()
         await asyncio.wait_for(come.wait(), 60)
         return web.json_response(COMPLETION_RESPONSE)
@@ -482,9 +482,9 @@ def test_stored_refusals_are_limited(upstream: FakeUpstream, socket_path: Path) 
 def test_invalid_request_is_refused_with_its_reason_and_not_forwarded(
     body: Any, code: str, upstream: FakeUpstream, socket_path: Path
 ) -> None:
-    status, said = post(socket_path, body)
-    assert (status, said["error"]["code"]) == (400, code)
-    assert not upstream.asked and not LlmCall.objects.exists()
+    status, reply = post(socket_path, body)
+    assert (status, reply["error"]["code"]) == (400, code)
+    assert not upstream.requests and not LlmCall.objects.exists()
 
 
 def test_tool_schemas_and_tool_arguments_may_contain_urls(upstream: FakeUpstream, socket_path: Path) -> None:
@@ -499,7 +499,7 @@ def test_tool_schemas_and_tool_arguments_may_contain_urls(upstream: FakeUpstream
 )
 def test_other_paths_are_refused(url: str, upstream: FakeUpstream, socket_path: Path) -> None:
     assert post(socket_path, COMPLETION_REQUEST, url)[0] in (403, 405)
-    assert not upstream.asked
+    assert not upstream.requests
 
 
 @pytest.mark.parametrize("kib", [None, 1, 8192])
@@ -512,8 +512,8 @@ def test_request_above_the_policys_size_limit_is_refused(
     most = (kib or 4096) << 10
     spaces = b" " * (most - len(json.dumps(COMPLETION_REQUEST)))
     assert post(socket_path, json.dumps(COMPLETION_REQUEST).encode() + spaces)[0] == 200
-    status, said = post(socket_path, json.dumps(COMPLETION_REQUEST).encode() + spaces + b" ")
-    assert (status, said["error"]["code"]) == (413, "too_large") and len(upstream.asked) == 1
+    status, reply = post(socket_path, json.dumps(COMPLETION_REQUEST).encode() + spaces + b" ")
+    assert (status, reply["error"]["code"]) == (413, "too_large") and len(upstream.requests) == 1
 
 
 def test_policys_models_replace_the_default_allow_list(

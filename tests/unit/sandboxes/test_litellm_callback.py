@@ -1,4 +1,4 @@
-"""LiteLLM with the callback installed: every call is recorded under the egress proxy's call id, whatever its outcome."""
+"""LiteLLM with the callback installed: every call is recorded under the egress proxy's call id, successful or not."""
 
 import json
 import os
@@ -48,8 +48,8 @@ class LiteLLM:
         return wait_until(lambda: next(self.records(call_id), None), f"a record of {call_id}")
 
     def records(self, call_id: str) -> Iterator[dict[str, Any]]:
-        said = (json.loads(line) for line in self.file.read_bytes().splitlines() if line.strip() and line.endswith(b"}"))
-        return (record for record in said if record["call"] == call_id)
+        lines = (json.loads(line) for line in self.file.read_bytes().splitlines() if line.strip() and line.endswith(b"}"))
+        return (record for record in lines if record["call"] == call_id)
 
 
 @pytest.fixture(scope="session")
@@ -68,13 +68,17 @@ def test_call_is_recorded_under_its_call_id_with_tokens_and_cost(litellm: LiteLL
     assert answer.status_code == 200, answer.text
     assert all(piece.strip() in answer.text for piece in ANSWER_CHUNKS)
     assert ("text/event-stream" in answer.headers["Content-Type"]) == stream
-    said = litellm.record(call_id)
-    assert (said["status"], said["end_user"], said["stream"], said["error"]) == ("success", "did:plc:ada", stream, "")
-    assert (said["input"], said["cached"], said["output"]) == (TOKEN_COUNTS["in"], TOKEN_COUNTS["cached"], TOKEN_COUNTS["out"])
-    assert parse_usd(said["cost"]) == WHOLE
-    assert said["model"].endswith(model)
-    assert said["for"] == {"call": call_id, "attempt": 2}
-    assert 0 <= said["ended"] - said["started"] < 30 and abs(said["ended"] - time.time()) < 60
+    record = litellm.record(call_id)
+    assert (record["status"], record["end_user"], record["stream"], record["error"]) == ("success", "did:plc:ada", stream, "")
+    assert (record["input"], record["cached"], record["output"]) == (
+        TOKEN_COUNTS["in"],
+        TOKEN_COUNTS["cached"],
+        TOKEN_COUNTS["out"],
+    )
+    assert parse_usd(record["cost"]) == WHOLE
+    assert record["model"].endswith(model)
+    assert record["for"] == {"call": call_id, "attempt": 2}
+    assert 0 <= record["ended"] - record["started"] < 30 and abs(record["ended"] - time.time()) < 60
     assert len([*litellm.records(call_id)]) == 1
 
 
@@ -82,9 +86,9 @@ def test_call_is_recorded_under_its_call_id_with_tokens_and_cost(litellm: LiteLL
 def test_mocked_model_is_recorded_and_priced(litellm: LiteLLM, stream: bool) -> None:
     call_id, answer = litellm.ask("mock", stream=stream)
     assert answer.status_code == 200 and answer.content
-    said = litellm.record(call_id)
-    assert (said["status"], said["stream"]) == ("success", stream)
-    assert said["cost"] > 0 and said["output"] > 0
+    record = litellm.record(call_id)
+    assert (record["status"], record["stream"]) == ("success", stream)
+    assert record["cost"] > 0 and record["output"] > 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -92,9 +96,9 @@ def test_mocked_model_is_recorded_and_priced(litellm: LiteLLM, stream: bool) -> 
 def test_failed_call_is_recorded_as_failed(litellm: LiteLLM, model: str, path: str, stream: bool) -> None:
     call_id, answer = litellm.ask(model, path, stream=stream)
     assert answer.status_code == 500
-    said = litellm.record(call_id)
-    assert (said["status"], said["cost"], said["input"], said["output"]) == ("failure", 0, None, None)
-    assert said["error"]
+    record = litellm.record(call_id)
+    assert (record["status"], record["cost"], record["input"], record["output"]) == ("failure", 0, None, None)
+    assert record["error"]
 
 
 def test_unknown_model_is_recorded_as_failed(litellm: LiteLLM) -> None:
@@ -108,17 +112,17 @@ def test_stream_cut_by_the_client_is_recorded_as_an_estimate(litellm: LiteLLM, m
     call_id, answer = litellm.ask(model, path, stream=True)
     assert next(answer.iter_content(10))
     answer.close()
-    said = litellm.record(call_id)
-    assert (said["status"], said["error"]) == ("success", "ClientDisconnected")
-    assert 0 < parse_usd(said["cost"]) < WHOLE  # a lower bound: LiteLLM counts the tokens passed on so far
+    record = litellm.record(call_id)
+    assert (record["status"], record["error"]) == ("success", "ClientDisconnected")
+    assert 0 < parse_usd(record["cost"]) < WHOLE  # a lower bound: LiteLLM counts the tokens passed on so far
 
 
 @pytest.mark.parametrize(("model", "path"), [("gpt-slow", CHAT), ("claude-slow", MESSAGES)])
 def test_call_abandoned_before_the_response_is_recorded_in_full(litellm: LiteLLM, model: str, path: str) -> None:
     with pytest.raises(requests.Timeout):
         litellm.ask(model, path, timeout=3)  # half of the response time
-    said = litellm.record(litellm.last)
-    assert (said["status"], parse_usd(said["cost"])) == ("success", WHOLE)
+    record = litellm.record(litellm.last)
+    assert (record["status"], parse_usd(record["cost"])) == ("success", WHOLE)
 
 
 @pytest.mark.parametrize(("model", "path"), [("gpt-unpriced", CHAT), ("claude-unpriced", MESSAGES)])
@@ -126,8 +130,8 @@ def test_call_abandoned_before_the_response_is_recorded_in_full(litellm: LiteLLM
 def test_model_without_a_price_is_not_recorded_as_free(litellm: LiteLLM, model: str, path: str, stream: bool) -> None:
     call_id, answer = litellm.ask(model, path, stream=stream)
     assert answer.content
-    said = litellm.record(call_id)
-    assert (said["cost"], said["output"]) == (None, TOKEN_COUNTS["out"])
+    record = litellm.record(call_id)
+    assert (record["cost"], record["output"]) == (None, TOKEN_COUNTS["out"])
 
 
 def test_model_configured_as_free_is_recorded_as_free(litellm: LiteLLM) -> None:
@@ -188,11 +192,11 @@ def test_failed_write_is_reported_on_stderr_and_raised() -> None:
 
 @pytest.mark.usefixtures("litellm")
 @pytest.mark.parametrize(
-    ("file", "said"), [("", "LEASEHOLD_RECORDS is not set"), ("/no/such/directory/records", "No such file")]
+    ("file", "message"), [("", "LEASEHOLD_RECORDS is not set"), ("/no/such/directory/records", "No such file")]
 )
-def test_callback_without_a_writable_file_does_not_start(file: str, said: str) -> None:
+def test_callback_without_a_writable_file_does_not_start(file: str, message: str) -> None:
     ended = run("", file)
-    assert ended.returncode == 1 and said in ended.stderr
+    assert ended.returncode == 1 and message in ended.stderr
 
 
 @pytest.mark.usefixtures("litellm")

@@ -14,7 +14,7 @@ from sandboxes.providers.base import ExecResult, Missing, Rejected, SandboxSpec,
 from sandboxes.providers.process.child import start_process
 from sandboxes.providers.process.provider import METADATA_FILE, ProcessProvider
 
-SOON = timedelta(seconds=30)  # far below the 300 s that programs sleep in these tests
+WAIT_TIMEOUT = timedelta(seconds=30)  # far below the 300 s that programs sleep in these tests
 
 
 @pytest.fixture
@@ -108,8 +108,8 @@ def test_exec_started_during_destroy_leaves_no_process(provider, ref, run, monke
 
 def test_seed_copies_the_images_skill(provider, ref) -> None:
     provider.seed(ref, "catan")
-    said = (Path(files.__file__).parent / "catan" / "prompt.md").read_bytes()
-    assert provider.read_file(ref, "/data/skills/catan/prompt.md", limit=1 << 20) == said
+    prompt = (Path(files.__file__).parent / "catan" / "prompt.md").read_bytes()
+    assert provider.read_file(ref, "/data/skills/catan/prompt.md", limit=1 << 20) == prompt
 
 
 def test_other_directories_of_the_image_are_not_skills(provider, ref) -> None:
@@ -229,7 +229,7 @@ def test_process_exhaustion_is_unavailable(run, monkeypatch) -> None:
 def test_descendant_that_keeps_writing_does_not_delay_the_result(run) -> None:
     result = run("sh", "-c", "yes & echo done", seconds=120, cap=1000)
     assert (result.exit_code, result.timed_out) == (0, False)
-    assert result.duration < SOON
+    assert result.duration < WAIT_TIMEOUT
 
 
 def test_remaining_process_lives_until_destroy(provider, ref, run) -> None:

@@ -68,9 +68,9 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Model]:
 
 
 def turn(state: object, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    said = state if isinstance(state, str) else json.dumps(state)
+    text = state if isinstance(state, str) else json.dumps(state)
     argv = [sys.executable, "-I", str(SCRIPT)]
-    return subprocess.run(argv, input=said, env={"PATH": os.environ["PATH"], **env}, capture_output=True, text=True)
+    return subprocess.run(argv, input=text, env={"PATH": os.environ["PATH"], **env}, capture_output=True, text=True)
 
 
 def test_action_is_the_models_answer(model: Model, tmp_path: Path) -> None:

@@ -26,11 +26,11 @@ def call(number: int = 1, **fields: Any) -> LlmCall:
 
 
 def record(number: int = 1, **fields: Any) -> bytes:
-    said = {
+    values = {
         "call": f"{number:032x}", "end_user": "did:plc:ada", "model": "openai/gpt", "stream": False, "status": "success",
         "error": "", "input": 1000, "cached": 400, "output": 50, "cost": 0.00074, "started": 1.0, "ended": 2.0,
     }  # fmt: skip
-    return b"\n" + json.dumps({**said, **fields}).encode() + b"\n"
+    return b"\n" + json.dumps({**values, **fields}).encode() + b"\n"
 
 
 @pytest.fixture

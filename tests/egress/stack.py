@@ -1,4 +1,4 @@
-"""The whole way out, for real: sandboxes in containers, nginx in one, the server in a thread, an upstream on loopback."""
+"""Complete egress proxy for tests: sandboxes and nginx in containers, the server in a thread, an upstream on loopback."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from django.db import connection, connections
 from leases import execution
 from leases.models import Lease
 from sandboxes import providers
-from sandboxes.egress import reconciliation
+from sandboxes.egress import log_collection
 from sandboxes.egress.nginx import NginxProxy, get_server_socket_path
 from sandboxes.egress.server import EgressServer
 from sandboxes.models import LlmCall, Sandbox
@@ -31,7 +31,7 @@ from tests.support.waiting import wait_until
 
 UPSTREAM_API_KEY = "sk-only-out-here"
 ROOT = Path(__file__).resolve().parents[2]
-# What programs in sandboxes are given to speak HTTP with: ask(body, path) -> (status, bytes), over the loopback address.
+# HTTP client for programs in sandboxes: ask(body, path) -> (status, bytes), over the loopback address.
 CLIENT_SCRIPT = """\
 import json, os, socket, sys, time, urllib.error, urllib.request
 BODY = {"model": "default", "messages": [{"role": "user", "content": "{}"}]}
@@ -50,7 +50,7 @@ def ask(body=BODY, path="/v1/chat/completions", **headers):
 
 @dataclass
 class Clock:
-    """What time it is for the server."""
+    """Settable clock of the server."""
 
     at: datetime = NOW
 
@@ -60,7 +60,7 @@ class Clock:
 
 @dataclass
 class LeasedSandbox:
-    """A lease, and what runs in its sandbox."""
+    """A lease, and command execution in its sandbox."""
 
     lease: Lease
 
@@ -73,17 +73,17 @@ class LeasedSandbox:
         return execution.exec_command(self.lease.pk, command, now=NOW)[1]
 
     def python(self, script: str, *args: str, seconds: float = 60) -> Any:
-        """The JSON that a script prints, which has CLIENT's names."""
+        """Run a script that may use CLIENT_SCRIPT. Return the JSON it prints."""
         return parse_output(self.run("python3", "-I", "-", *args, stdin=(CLIENT_SCRIPT + script).encode(), seconds=seconds))
 
-    def asks(self, count: int = 1) -> list[int]:
-        """The statuses of some model calls."""
+    def call_model(self, count: int = 1) -> list[int]:
+        """Make model calls. Return their statuses."""
         statuses: list[int] = self.python(f"print(json.dumps([ask()[0] for _ in range({count})]))")
         return statuses
 
 
 def run_python_in_sandbox(box: Sandbox, script: str) -> Any:
-    """The same as `Inside.python`, whether or not a lease has this sandbox: by the provider itself."""
+    """Run a script like `LeasedSandbox.python`, directly by the provider, also in a sandbox without a lease."""
     argv, stdin = ["python3", "-I", "-"], (CLIENT_SCRIPT + script).encode()
     docker = providers.get_provider("docker")
     return parse_output(docker.exec(box.ref, argv, env={}, stdin=stdin, timeout=timedelta(seconds=60), mark=uuid4().hex))
@@ -96,15 +96,15 @@ def parse_output(done: ExecResult) -> Any:
 
 @dataclass
 class EgressStack:
-    """nginx of this test module, and what is behind it in this test."""
+    """nginx of the test module, and the server and upstream of the test."""
 
     proxy: NginxProxy
     loop: EventLoopThread
     upstream: FakeUpstream
     clock: Clock = field(default_factory=Clock)
     serving: ExitStack = field(default_factory=ExitStack)
-    seen: int = 0  # the last row that settled_since has shown
-    lines: int = 0  # that nginx had logged before this test
+    seen: int = 0  # key of the last row returned by wait_for_new_closed_calls
+    lines: int = 0  # logged by nginx before this test
 
     def __post_init__(self) -> None:
         self.lines = len(self.log.read_bytes().splitlines()) if self.log.exists() else 0
@@ -115,16 +115,16 @@ class EgressStack:
         return server
 
     def logged(self, count: int) -> list[dict[str, Any]]:
-        """What nginx has written of requests, once it is so much: it does so after the last byte was sent."""
+        """Wait for `count` lines in nginx's log, which are written after the end of a request. Return all lines."""
         wait_until(lambda: self.log.read_bytes().count(b"\n") >= count, f"{count} requests are logged")
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
     @property
     def log(self) -> Path:
-        return reconciliation.access_log_path()
+        return log_collection.access_log_path()
 
     def settled(self, count: int) -> list[LlmCall]:
-        """The rows of so many calls, once all are closed."""
+        """Wait until `count` calls are closed. Return their rows."""
 
         def closed() -> bool:
             rows = LlmCall.objects
@@ -136,7 +136,7 @@ class EgressStack:
         return rows
 
     def wait_for_new_closed_calls(self) -> list[LlmCall]:
-        """The rows of all calls since the last time, once they are closed."""
+        """Wait until all calls are closed. Return the rows of calls since the last invocation."""
         wait_until(lambda: not LlmCall.objects.filter(ended_at__isnull=True).exists(), "all calls are closed")
         rows = [*LlmCall.objects.filter(pk__gt=self.seen).order_by("pk")]
         self.seen = max([self.seen, *(row.pk for row in rows)])
@@ -144,12 +144,12 @@ class EgressStack:
 
 
 @contextmanager
-def run_in_thread(act: Callable[[], Any]) -> Iterator[Future[Any]]:
-    """Have something done in a thread while the block runs."""
+def run_in_thread(function: Callable[[], Any]) -> Iterator[Future[Any]]:
+    """Run a function in a thread for the duration of the block."""
 
     def run() -> Any:
         try:
-            return act()
+            return function()
         finally:
             connections.close_all()
 
@@ -158,8 +158,8 @@ def run_in_thread(act: Callable[[], Any]) -> Iterator[Future[Any]]:
 
 
 @contextmanager
-def run_egress_command(egress: EgressStack, said: Path | None = None, **more: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """`manage.py egress` on this test's database; what it logs is in `said`."""
+def run_egress_command(egress: EgressStack, log: Path | None = None, **variables: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run `manage.py egress` on the test's database. Its log is written to the file `log`."""
     database = connection.settings_dict
     where = f"{database['USER']}@{database['HOST']}:{database['PORT']}" if connection.vendor == "postgresql" else ""
     url = f"postgres://{where}/{database['NAME']}" if where else f"sqlite:///{database['NAME']}"
@@ -168,10 +168,10 @@ def run_egress_command(egress: EgressStack, said: Path | None = None, **more: st
         "LEASEHOLD_RUNTIME_DIR": str(settings.RUNTIME_DIR), "LEASEHOLD_EGRESS_SLOTS": str(settings.EGRESS_SLOTS),
         "LEASEHOLD_LLM_URL": egress.upstream.url, "LEASEHOLD_LLM_API_KEY": UPSTREAM_API_KEY,
         "LEASEHOLD_EGRESS_IMAGE": settings.EGRESS_IMAGE,
-        **more,
+        **variables,
     }  # fmt: skip
     with ExitStack() as stack:
-        stderr = stack.enter_context(said.open("wb")) if said else None
+        stderr = stack.enter_context(log.open("wb")) if log else None
         argv = [sys.executable, "manage.py", "egress"]
         process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr)
     try:

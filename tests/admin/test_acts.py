@@ -1,4 +1,4 @@
-"""Acts: each asks first, calls one verb, says what changed, and leaves who and why in two histories."""
+"""Actions on leases and sandboxes: confirmation, one domain call, a message, and entries in both histories."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -33,7 +33,7 @@ def url(lease: Lease) -> str:
 
 
 def bulk(client: Client, page: str, action: str, pks: list[object], **more: str) -> HttpResponse:
-    """Send an action of a list as its confirmation page does."""
+    """Submit a bulk action as its confirmation page does."""
     chosen = {"action": action, "_selected_action": [str(pk) for pk in pks]}
     return client.post(f"/admin/{page}/", {**chosen, **more})  # type: ignore[return-value]
 

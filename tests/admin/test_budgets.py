@@ -1,4 +1,4 @@
-"""Budgets on operators' pages: what may be spent and what is, who is in it, and who is told."""
+"""Budgets in the console: amounts, open leases, notices and notifications."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -52,13 +52,13 @@ def page(made: Budget) -> str:
 
 @pytest.fixture(autouse=True)
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a verb does takes no time: so hours are exact."""
+    """Stop the clock of domain verbs, so that hours are exact."""
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 @pytest.fixture
 def spend(grant: Callable[..., Lease]) -> Callable[..., Lease]:
-    """A lease that has used so many hours by now, and waits."""
+    """Create a lease with a waiting sandbox that has used a number of hours."""
 
     def make(hours: float = 1, agent: str = ADA, environment: str = "game-1", **ask: Any) -> Lease:
         now = timezone.now()
@@ -231,7 +231,7 @@ def test_the_page_says_who_is_in_it_and_costs_the_same_for_many(viewer: Client, 
     budgets.update_spending(made.pk, now=timezone.now())
     shown = viewer.get(page(made))
     assert len(shown.context["spenders"]) == MAX_PANEL_ROWS and f"of {MAX_PANEL_ROWS + 4}" in shown.content.decode()
-    assert count_queries(viewer, page(made)) < few <= 13  # there is nobody else to look for
+    assert count_queries(viewer, page(made)) < few <= 13  # only one spender exists
 
 
 def test_a_budget_in_usd_lists_leases_that_cost_nothing_yet(viewer: Client, spend: Callable[..., Lease]) -> None:

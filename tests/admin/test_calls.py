@@ -1,4 +1,4 @@
-"""Model calls in the console: every outcome, what a lease spent and may spend, and finding the one that is asked for."""
+"""Model calls in the console: results, spending and limits of leases, filters and search."""
 
 import re
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def facts(client: Client, url: str) -> dict[str, SummaryField]:
 
 
 def links(fact: SummaryField) -> dict[str, str]:
-    """What the note of a fact links to, by its words, as a page shows it."""
+    """Map the link texts in the note of a summary field to their URLs."""
     found = re.findall(r'<a [^>]*href="([^"]+)">([^<]+)</a>', conditional_escape(fact.note))
     return {words: unescape(href) for href, words in found}
 
@@ -170,7 +170,7 @@ def test_what_a_sandbox_wrote_into_a_call_stays_text(superuser: Client, lease: L
 
 @pytest.fixture
 def asked(lease: Lease, grant: Callable[..., Lease]) -> Lease:
-    """Its calls: three priced, two of them not whole, two unpriced, one refused, and one to the relay; another's is no part."""
+    """Three priced calls of a lease (two incomplete), two unpriced, one refused, one relay call, and a call of another lease."""
     call(lease, cost="1.5", input_tokens=1000, cached_tokens=300, output_tokens=20)
     call(lease, cost="0.25", outcome="cut", input_tokens=500)
     call(lease, cost="0", outcome="failed")

@@ -1,4 +1,4 @@
-"""The first page: its numbers are the lists they link to, and it notices that you signed out."""
+"""Dashboard: numbers match the lists they link to, and polling stops after signing out."""
 
 import re
 from collections.abc import Callable
@@ -27,7 +27,7 @@ NO_COUNTS = ("Capacity used", "Cost today", "Cost this month")
 
 @pytest.fixture
 def troubled(grant: Callable[..., Lease]) -> None:
-    """One or two of everything that a tile counts."""
+    """One or two rows for every tile."""
     now = timezone.now()
     boxes = [ensure_sandbox(grant(agent=f"did:plc:a{number}", now=now)) for number in range(8)]
     grant(environment="late", now=now - 10 * MINUTE, ttl=MINUTE)

@@ -1,4 +1,4 @@
-"""What an operator sees of signing keys and service tokens, and does about them."""
+"""Signing keys and service tokens in the console."""
 
 import pytest
 from django.contrib.admin.models import LogEntry
@@ -26,7 +26,7 @@ def page_of(key: SigningKey) -> str:
 
 
 def do(client: Client, act: str, key: SigningKey, reason: str = "quarterly rotation"):
-    """Send the dialog of an act on a key's page."""
+    """Submit the dialog of an action on a key's page."""
     return client.post(f"{KEYS}{key.pk}/{act.replace('_', '-')}/", {"reason": reason, "_form_submitted": "1"})
 
 

@@ -1,4 +1,4 @@
-"""Pages on money: what they add up, that numbers link to what they count, and acts that book something for good."""
+"""Billing pages: totals, links from numbers to rows, and actions that book entries."""
 
 import csv
 import io
@@ -43,7 +43,7 @@ WHY = {"_form_submitted": "on", "reason": "it was agreed"}
 
 @pytest.fixture(autouse=True)
 def today(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What NOW says may have been said on the day before, or in the month."""
+    """Allow for a day or month that has changed since NOW was read."""
     now = timezone.now()
     day = to_utc_date(now)
     for name, value in [
@@ -76,7 +76,7 @@ def said(answer: Any) -> list[str]:
 
 @pytest.fixture
 def team(db: None) -> Account:
-    """Ada's account. At acme an hour is 0.25 USD, of which 2 a month are free."""
+    """Account of Ada. The provider acme charges 0.25 USD per hour with a monthly allowance of 2 hours."""
     create_rate("time", "0.25", allowance=Decimal(2))
     account = Account.objects.create(name="team", title="The team")
     Membership.objects.create(agent_did=ADA, account=account)
@@ -85,7 +85,7 @@ def team(db: None) -> Account:
 
 @pytest.fixture
 def used(team: Account) -> Account:
-    """Last month 10 h of Ada's; this month 4 h of hers, a call of 0.125, and an hour of Bob's in the house, which is free."""
+    """Ada's usage: 10 h last month, 4 h and a call of 0.125 USD this month. Bob's hour in the house account is free."""
     create_time_usage(on(LAST), 10 * HOUR, provider="acme")
     create_time_usage(on(MONTH), 4 * HOUR, provider="acme")
     create_token_usage(on(MONTH, 1).strftime("%Y-%m-%dT%H:%M"), "0.125", provider="acme")
@@ -144,7 +144,7 @@ def test_pages_of_one_row_cost_few_queries(viewer: Client, used: Account) -> Non
 
 
 def test_sums_and_exports_are_of_exactly_what_is_filtered(viewer: Client, used: Account) -> None:
-    """4 h less 2 free are 0.50, and the call 0.125; last month 8 h are 2.00."""
+    """This month (4 - 2) h cost 0.50 USD and the call 0.125 USD; last month 8 h cost 2.00 USD."""
     for query, usd, number in (
         ("slice=month", "0.63", 3), ("slice=before", "2.00", 1), ("slice=all", "2.63", 4),
         (f"slice=all&agent_did={BOB}", "0.00", 1),

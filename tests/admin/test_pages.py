@@ -1,4 +1,4 @@
-"""Pages: what they answer, what they cost at two sizes, and that nothing an agent wrote reaches a browser as markup."""
+"""Console pages: content, query counts at two sizes, and escaping of text from agents."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,7 +37,7 @@ def run(lease: Lease, *argv: str, now=NOW) -> Run:
 
 
 def fill(grant: Callable[..., Lease], first: int, last: int) -> None:
-    """Rows of every kind: a lease, its sandbox, a run and a turn for each number."""
+    """Create a lease, its sandbox, a run and a turn for each number."""
     EnvironmentType.objects.filter(name="catan").update(turn_argv=["echo", '{"action": "roll"}'])
     for number in range(first, last):
         lease = grant(agent=f"did:plc:a{number}", environment="e", now=timezone.now())
@@ -65,7 +65,7 @@ PAGES = [
 
 
 def costs(client: Client, pages: list[str]) -> dict[str, int]:
-    """Queries for each page, with the snapshot behind the menu's badge there, as it nearly always is."""
+    """Count the queries of each page with a warm dashboard cache, as in normal operation."""
     cache.set("fleet", dashboard.build_fleet_summary(), 600)
     for page in pages:  # what is asked for once in a process: the ids of content types
         client.get(f"/admin/{page}")

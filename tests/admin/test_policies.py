@@ -1,4 +1,4 @@
-"""Policies in the console: what they loosen, who has them, and who may write them."""
+"""Policies in the console: exceptions, sandboxes and environment types that use them, permissions."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ def page(policy: Policy) -> str:
 
 @pytest.fixture
 def builders(grant: Callable[..., Lease]) -> Policy:
-    """The policy of catan, and of one sandbox; another sandbox has none."""
+    """Policy of the type catan and of one sandbox, beside a sandbox without a policy."""
     execution.ensure_sandbox_ready(grant(environment="sealed-one").pk, now=NOW)
     policy = Policy.objects.create(name="builders", writable_root=True, models=["a", "b", "c*"])
     EnvironmentType.objects.filter(name="catan").update(policy=policy)

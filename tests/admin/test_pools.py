@@ -1,4 +1,4 @@
-"""Pools and quotas: draining, the circuit, who may have how much, and numbers that are the lists they link to."""
+"""Pools and quotas in the console: draining, circuit, limits, and links from numbers to rows."""
 
 from collections.abc import Callable
 
@@ -54,7 +54,7 @@ def test_an_operator_drains_a_pool_and_resumes_it_and_says_why(operator: Client,
 
 @pytest.fixture
 def broken(pool: Pool, memory: MemoryProvider) -> Pool:
-    """A pool whose circuit is open: three starts in a row have failed."""
+    """Pool whose circuit is open after three failed starts in a row."""
     Pool.objects.filter(pk=pool.pk).update(warm_target=2)
     with memory.fail("create", Unavailable("no such image")):
         sweeps.warm_pools(now=timezone.now())

@@ -1,4 +1,4 @@
-"""What an operator sees of programs in the background."""
+"""Background processes in the console."""
 
 import pytest
 from django.test import Client

@@ -1,4 +1,4 @@
-"""Operators state what models' tokens cost, and see which calls have no price."""
+"""Model rates in the console, and the unpriced calls they apply to."""
 
 from datetime import timedelta
 from decimal import Decimal

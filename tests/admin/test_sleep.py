@@ -1,4 +1,4 @@
-"""Putting sandboxes to sleep and waking them by hand: the request only asks, the queue does it."""
+"""Evict and wake actions: the request only enqueues the work."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -174,7 +174,7 @@ def test_the_log_says_who_retried_a_destroy(operator: Client, lease: Lease, capl
 
 
 def shown(client: Client, sandbox: Sandbox) -> tuple[dict[str, str], str]:
-    """The strip as text, label -> value and note; and the whole page."""
+    """Return the summary as text by label, and the HTML of the page."""
     answer = client.get(page(sandbox, "change"))
     return {fact.label: f"{fact.value} | {fact.note}" for fact in answer.context["facts"]}, answer.content.decode()
 

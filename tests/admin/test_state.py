@@ -1,4 +1,4 @@
-"""What operators see and do with what is stored: agents' files, copies of workspaces, and what is stored nowhere yet."""
+"""Stored state in the console: agent data, snapshots and unsaved changes."""
 
 import gc
 import io
@@ -263,7 +263,7 @@ def act(row: Sandbox | Snapshot, name: str) -> str:
 
 
 def work() -> list[str]:
-    """What the queue does with what was asked of it."""
+    """Run the queued tasks and return their results."""
     done = []
     for row in OrmQ.objects.all():
         verb = row.task["func"].rpartition(".")[2]
@@ -454,10 +454,10 @@ def test_what_happened_to_stored_state_is_in_the_leases_timeline(viewer: Client,
     memory.files(ensure_sandbox(lease).ref)["/data/" + "long/" * 220 + "x"] = File(b"1")
     sh(lease, "true")
     only, _ = load_timeline(lease, only="state")
-    assert [(entry.source, "Left out" in entry.state, "longer than" in entry.detail) for entry in only] == [
+    assert [(entry.source, "Skipped" in entry.state, "longer than" in entry.detail) for entry in only] == [
         ("state", True, False)
     ]
-    assert "Left out" in viewer.get(f"/admin/leases/lease/{lease.pk}/change/?only=state").content.decode()
+    assert "Skipped" in viewer.get(f"/admin/leases/lease/{lease.pk}/change/?only=state").content.decode()
     assert len(load_timeline(lease)[0]) > 1
 
 

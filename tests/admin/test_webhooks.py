@@ -1,4 +1,4 @@
-"""What an operator sees of webhooks, events and deliveries, and does about them."""
+"""Webhooks, events and deliveries in the console."""
 
 import base64
 import re
@@ -40,7 +40,7 @@ def page_of(row: Webhook | Event | Delivery) -> str:
 
 
 def do(client: Client, act: str, row: Webhook | Delivery, reason: str = "as was asked"):
-    """Send the dialog of an act on a row's page."""
+    """Submit the dialog of an action on a row's page."""
     url = f"/admin/sandboxes/{row._meta.model_name}/{row.pk}/{act}/"
     return client.post(url, {"reason": reason, "_form_submitted": "1"})
 

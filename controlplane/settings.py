@@ -324,7 +324,7 @@ CACHES = {"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"
 
 REST_FRAMEWORK = {
     "DEFAULT_AUTHENTICATION_CLASSES": ["leases.api.authentication.KeyAuthentication"],
-    "DEFAULT_PERMISSION_CLASSES": ["leases.api.authentication.HasKey"],
+    "DEFAULT_PERMISSION_CLASSES": ["leases.api.permissions.HasKey"],
     "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
     "DEFAULT_PARSER_CLASSES": ["rest_framework.parsers.JSONParser"],
     "DEFAULT_SCHEMA_CLASS": "leases.api.schema.ApiSchema",

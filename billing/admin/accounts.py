@@ -22,7 +22,7 @@ from billing import statements
 from billing.admin import members as admin_members
 from billing.admin.formatting import build_total_cost_field, format_money_brief, format_quantity_brief
 from billing.admin.usage import build_month_filter, get_month
-from billing.api.serializers_statements import render_lines_csv
+from billing.api.statements import render_lines_csv
 from billing.models import HOUSE_ACCOUNT_NAME, Account, BillableItem, CostRecord, Credit, Membership, Statement, StatementLine
 from billing.money_sums import nanos_to_decimal, sum_exact
 from sandboxes.admin.base import (

@@ -2,12 +2,12 @@
 
 from django.urls import path
 
-from billing.api import costs, statements
+from billing.api import costs, estimates, statements
 
 urlpatterns = [
     path("costs", costs.CostsView.as_view()),
-    path("estimate", costs.EstimateView.as_view()),
-    path("forecast", costs.ForecastView.as_view()),
+    path("estimate", estimates.EstimateView.as_view()),
+    path("forecast", estimates.ForecastView.as_view()),
     path("statements", statements.StatementListView.as_view()),
     path("statements/<slug:account>/<str:month>", statements.StatementDetailView.as_view()),
 ]

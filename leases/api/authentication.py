@@ -1,4 +1,4 @@
-"""Who calls: `Authorization: Bearer <key>`. A key reaches the leases of its own agents, an operator's reaches all."""
+"""Authentication by API key."""
 
 from datetime import datetime
 from uuid import UUID
@@ -8,12 +8,13 @@ from django.http import HttpRequest
 from django.utils import timezone
 from rest_framework.authentication import BaseAuthentication
 from rest_framework.exceptions import AuthenticationFailed, NotAuthenticated, NotFound, PermissionDenied
-from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
 
 from leases import api_keys
 from leases.models import AgentKey, Lease
 from sandboxes.db import sql
+
+MISSING_KEY_MESSAGE = "Send Authorization: Bearer <key>."
 
 
 class Caller:
@@ -50,7 +51,7 @@ def authenticate_request(request: HttpRequest, *, now: datetime) -> Caller:
     """Whoever holds the key of this request. NotAuthenticated without one, AuthenticationFailed if it is no good."""
     scheme, _, key = request.META.get("HTTP_AUTHORIZATION", "").partition(" ")
     if not scheme:
-        raise NotAuthenticated(HasKey.message)
+        raise NotAuthenticated(MISSING_KEY_MESSAGE)
     row = api_keys.find_active_key(key.strip(), now=now) if scheme.lower() == "bearer" else None
     if row is None:
         raise AuthenticationFailed("This key is not known, or was revoked.")
@@ -68,17 +69,3 @@ class KeyAuthentication(BaseAuthentication):
 
     def authenticate_header(self, request: Request) -> str:
         return 'Bearer realm="leasehold"'
-
-
-class HasKey(BasePermission):
-    message = "Send Authorization: Bearer <key>."
-
-    def has_permission(self, request: Request, view: object) -> bool:
-        return isinstance(request.user, Caller)
-
-
-class IsOperator(BasePermission):
-    message = "Only an operator's key may do this."
-
-    def has_permission(self, request: Request, view: object) -> bool:
-        return isinstance(request.user, Caller) and request.user.key.operator

@@ -7,13 +7,13 @@ from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 
 from billing import budgets
-from billing.api.serializers import format_day
+from billing.api.views import format_day
 from billing.estimate import predict_exhaustion_date
 from billing.models.budgets import Budget, Period, Scope, Unit
 from billing.pricing import format_decimal
 from leases.api import schema
-from leases.api.leases import AgentApiView
 from leases.api.pagination import paginate
+from leases.api.views import AgentApiView
 from sandboxes.db.clock import format_timestamp
 
 

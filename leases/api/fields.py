@@ -1,23 +1,35 @@
-"""Fields of requests: what they take, and what is wrong with the rest."""
+"""Serializer fields of requests."""
 
 import base64
 import re
+import uuid
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 from django.core.validators import RegexValidator
+from django.http import HttpRequest
 from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
+from rest_framework.exceptions import ValidationError
+from rest_framework.serializers import Serializer
 
 from leases.errors import InvalidRequest, RequestTooLarge
 from leases.models import DID_DESCRIPTION, DID_PATTERN
 from sandboxes.db import durations
 
 MAX_TTL_SECONDS = int(durations.MAX_DURATION.total_seconds())
+
+
 MAX_COMMAND_BYTES = 128 << 10  # bytes of argv, and of env: Linux takes no longer string, and twice this always fits
+
+
 ENCODINGS = ("utf-8", "base64")
+
+
 ENV_NAME_RE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
+
+
 RESERVED_ENV_PREFIXES = ("LEASEHOLD_", "LLM_SOCKET")  # what tells programs in a sandbox where they are
 
 
@@ -48,6 +60,25 @@ class StrictIntegerField(serializers.IntegerField):
         return data
 
 
+@extend_schema_field({"type": "boolean"})
+class StrictBooleanField(serializers.Field):
+    """true or false, and nothing that could be meant as one."""
+
+    def to_internal_value(self, data: Any) -> bool:
+        if not isinstance(data, bool):
+            raise serializers.ValidationError("true or false.")
+        return data
+
+
+class StrictUUIDField(serializers.UUIDField):
+    """A UUID as JSON has it: a number is none."""
+
+    def to_internal_value(self, data: Any) -> uuid.UUID:
+        if not isinstance(data, str):
+            self.fail("invalid", value=data)
+        return super().to_internal_value(data)
+
+
 @extend_schema_field({"oneOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["5m", "30s"]}]})
 class DurationField(serializers.Field):
     def to_internal_value(self, data: Any) -> timedelta:
@@ -62,6 +93,17 @@ class JsonObjectField(serializers.Field):
     def to_internal_value(self, data: Any) -> dict[str, Any]:
         if not isinstance(data, dict):
             raise serializers.ValidationError("A JSON object.")
+        return data
+
+
+@extend_schema_field({})
+class JsonField(serializers.Field):
+    """Any JSON value, null too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_null": True, **options})
+
+    def to_internal_value(self, data: Any) -> Any:
         return data
 
 
@@ -131,3 +173,18 @@ def decode_input(text: str, encoding: str, field: str) -> bytes:
 def seconds_to_timedelta(said: Mapping[str, Any], name: str) -> timedelta | None:
     """A duration given in whole seconds, None if it was not."""
     return timedelta(seconds=said[name]) if said.get(name) else None
+
+
+def parse_encoding(request: HttpRequest) -> str:
+    encoding = request.GET.get("encoding", "utf-8")
+    if encoding not in ENCODINGS:
+        raise InvalidRequest("encoding", f"One of {', '.join(ENCODINGS)}.")
+    return encoding
+
+
+def validate_url_value(form: Serializer, field: str, value: str) -> str:
+    """A value from the URL, checked as the field of that name in a body would be."""
+    try:
+        return str(form.fields[field].run_validation(value))
+    except ValidationError as wrong:
+        raise ValidationError({field: wrong.detail}) from None

@@ -1,12 +1,9 @@
-"""The door to the files of a lease. What changes them is a Run of kind "file", so nothing takes the sandbox away meanwhile.
-
-What only looks at them wakes nothing: of a sandbox that sleeps it is answered from what is stored, and the header
-Leasehold-Source says which it was."""
+"""Files of a lease."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
 from uuid import UUID
@@ -15,33 +12,81 @@ from django.conf import settings
 from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse, UnreadablePostError
 from django.http.response import HttpResponseBase
 from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
 
 from leases import execution
 from leases.api import request_body, schema
-from leases.api import serializers_state as state
-from leases.api.leases import AgentApiView
+from leases.api.views import AgentApiView
 from leases.errors import InvalidRequest, RangeNotSatisfiable
 from leases.errors import RequestTooLarge as BodyTooLarge
 from sandboxes import files, runs
+from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Sandbox
-from sandboxes.providers.base import DATA, WORKSPACE, Provider, Rejected, TooLarge, check_directory_path, split_sandbox_path
+from sandboxes.providers.base import (
+    DATA,
+    WORKSPACE,
+    FileStat,
+    Provider,
+    Rejected,
+    TooLarge,
+    check_directory_path,
+    split_sandbox_path,
+)
 from sandboxes.runs import Command
 from sandboxes.state import archives
 from sandboxes.state.file_reader import FileTree as Tree
 from sandboxes.state.spool import open_spool
 from sandboxes.storage.base import StoreError
 
+MAX_TIMESTAMP = int(datetime(9999, 12, 31, tzinfo=UTC).timestamp())
+
+
+FILE_KINDS = ("file", "directory", "link", "other")
+
+
 MAX_FILE_BYTES = 64 << 20  # bytes of one answer, and of one file that is written
+
+
 MAX_ARCHIVE_BYTES = 1 << 30
+
+
 MAX_LISTING_ENTRIES = 10_000  # of a listing
+
+
 ARCHIVE_TIMEOUT = timedelta(minutes=10)
+
+
 CHUNK_BYTES = 1 << 18
+
+
 ROOTS = {"workspace": WORKSPACE, "data": DATA}
+
+
 RANGE_RE = re.compile(r"bytes *= *([0-9]{0,18})-([0-9]{0,18})", re.ASCII | re.IGNORECASE)
+
+
 SOURCE_HEADER_NAME = "Leasehold-Source"
 
+
 ByteRange = tuple[int | None, int | None]  # first and last byte; without a first, the last so many
+
+
 T = TypeVar("T")
+
+
+class FileEntrySerializer(serializers.Serializer):
+    name = serializers.CharField(help_text="Path relative to the directory that was asked for. What is no UTF-8 is replaced.")
+    kind = serializers.ChoiceField(FILE_KINDS)
+    size = serializers.IntegerField(help_text="Bytes of a file, else 0.")
+    mode = serializers.CharField(help_text="Permission bits, octal.")
+    mtime = serializers.DateTimeField()
+    target = serializers.CharField(help_text="Where a link points to, else empty.")
+
+
+class FileListingSerializer(serializers.Serializer):
+    root = serializers.CharField()  # type: ignore[assignment]
+    path = serializers.CharField(help_text="Empty for the root itself.")
+    entries = FileEntrySerializer(many=True)
 
 
 class FileApiView(AgentApiView):
@@ -134,7 +179,7 @@ class FileListView(FileApiView):
     @extend_schema(
         operation_id="leases_files_list",
         parameters=[schema.ROOT_PARAMETER, schema.DIRECTORY_PARAMETER, schema.DEEP_PARAMETER, schema.SOURCE_HEADER],
-        responses=schema.build_responses(state.FileListingSerializer, 402, 404, 409, 410, 413, 429),
+        responses=schema.build_responses(FileListingSerializer, 402, 404, 409, 410, 413, 429),
     )
     def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """What is in a directory, by name; at most 10000 entries, and 413 if there are more. A sandbox that sleeps is not
@@ -147,7 +192,7 @@ class FileListView(FileApiView):
             raise InvalidRequest("deep", "0 or 1.")
         act = partial(_list_entries, under=under, deep=deep == "1")
         found, headers = self.look(pk, root, _build_command("list", f"{root}/{under}", root), act)
-        return JsonResponse(state.serialize_listing(root.removeprefix("/"), under, found), headers=headers)
+        return JsonResponse(serialize_listing(root.removeprefix("/"), under, found), headers=headers)
 
 
 class ArchiveView(FileApiView):
@@ -208,9 +253,6 @@ class ArchiveView(FileApiView):
             return self.change(pk, root, _build_command("unpack", root, root, timeout=ARCHIVE_TIMEOUT), unpack)
 
 
-# --- what requests say --------------------------------------------------------------------------------------------
-
-
 def _parse_root(request: HttpRequest) -> str:
     root = ROOTS.get(request.GET.get("root", "workspace"))
     if root is None:
@@ -239,9 +281,6 @@ def _build_command(verb: str, place: str, root: str, *, timeout: timedelta | Non
     return Command(
         argv=[verb, place.removesuffix("/")], kind="file", timeout=timeout or settings.EXEC_TIMEOUT, needs_data=root == DATA
     )
-
-
-# --- what is looked at --------------------------------------------------------------------------------------------
 
 
 def _read_range(tree: Tree, *, path: str, asked: ByteRange | None) -> tuple[bytes, int, int]:
@@ -292,3 +331,25 @@ def _stream_and_close(packed: BinaryIO) -> Iterator[bytes]:
     with closing(packed):
         while chunk := packed.read(CHUNK_BYTES):
             yield chunk
+
+
+def serialize_listing(root: str, under: str, found: Mapping[str, FileStat]) -> dict[str, Any]:
+    start = len(under) + bool(under)
+    entries = [_serialize_entry(path[start:], stat) for path, stat in sorted(found.items())]
+    return {"root": root, "path": under, "entries": entries}
+
+
+def _serialize_entry(name: str, stat: FileStat) -> dict[str, Any]:
+    return {
+        "name": _decode_name(name),
+        "kind": stat.kind,
+        "size": stat.size,
+        "mode": f"{stat.mode:04o}",
+        "mtime": format_timestamp(datetime.fromtimestamp(min(max(stat.mtime, 0), MAX_TIMESTAMP), UTC)),
+        "target": _decode_name(stat.target),
+    }
+
+
+def _decode_name(name: str) -> str:
+    """A file's name as text: any bytes may be one."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

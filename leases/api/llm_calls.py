@@ -1,16 +1,63 @@
-"""The door to what a lease's sandboxes asked their models, and what that took."""
+"""LLM calls of a lease."""
 
+from decimal import Decimal
+from typing import Any
 from uuid import UUID
 
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
 
 from leases.api import schema
-from leases.api.leases import AgentApiView
 from leases.api.pagination import paginate
-from leases.api.serializers_llm_calls import CallPageSerializer, serialize_call, serialize_call_totals
-from sandboxes.egress.totals import calculate_totals
+from leases.api.views import AgentApiView
+from leases.models import Lease
+from sandboxes.db.clock import format_timestamp
+from sandboxes.egress.totals import CallTotals, calculate_totals
 from sandboxes.models import LlmCall
+
+
+class CallSerializer(serializers.Serializer):
+    call_id = serializers.CharField()
+    run_id = serializers.UUIDField(allow_null=True)
+    kind = serializers.ChoiceField(LlmCall.Kind.values, help_text="llm: a request to a model; relay: a connection.")
+    model = serializers.CharField()
+    started_at = serializers.DateTimeField()
+    ended_at = serializers.DateTimeField(allow_null=True)
+    outcome = serializers.ChoiceField(LlmCall.Outcome.values)
+    status = serializers.IntegerField(allow_null=True, help_text="HTTP status that the sandbox was answered.")
+    code = serializers.CharField(help_text="Why it was refused or failed; else empty.")
+    input_tokens = serializers.IntegerField(allow_null=True, help_text="As the upstream counted; null: it did not say.")
+    cached_tokens = serializers.IntegerField(allow_null=True)
+    output_tokens = serializers.IntegerField(allow_null=True)
+    cost_usd = serializers.CharField(allow_null=True, help_text="A decimal number; null: not known.")
+
+
+class CallTotalsSerializer(serializers.Serializer):
+    """Over all calls of the lease to models, not only those of this page. What the relay was used for is not in it."""
+
+    calls = serializers.IntegerField()
+    refused = serializers.IntegerField(help_text="Those of them that did not leave.")
+    unpriced = serializers.IntegerField(help_text="Calls that left and have ended, and whose cost is not known.")
+    input_tokens = serializers.IntegerField()
+    output_tokens = serializers.IntegerField()
+    cost_usd = serializers.CharField(help_text="Of those that are priced.")
+
+
+class CallPageSerializer(serializers.Serializer):
+    total = CallTotalsSerializer()
+    results = CallSerializer(many=True)
+    next = serializers.CharField(allow_null=True)
+
+
+class LeaseCallsSerializer(serializers.Serializer):
+    limit = serializers.CharField(allow_null=True, help_text="USD that the calls may cost, a decimal number; null: any.")
+    spent = serializers.CharField(help_text="USD, of the calls that are priced.")
+    unpriced_calls = serializers.IntegerField(help_text="Calls that left and have ended, and whose cost is not known.")
+    calls = serializers.IntegerField()
+    refused = serializers.IntegerField(help_text="Those of them that did not leave.")
+    input_tokens = serializers.IntegerField(help_text="As far as upstreams have said.")
+    output_tokens = serializers.IntegerField()
 
 
 class CallListView(AgentApiView):
@@ -25,3 +72,49 @@ class CallListView(AgentApiView):
         found, following = paginate(calls, "started_at", request)
         shown = [serialize_call(call) for call in found]
         return JsonResponse({"total": serialize_call_totals(calculate_totals(calls)), "results": shown, "next": following})
+
+
+def serialize_call(call: LlmCall) -> dict[str, Any]:
+    return {
+        "call_id": call.call_id,
+        "run_id": str(call.run_id) if call.run_id else None,
+        "kind": call.kind,
+        "model": call.model,
+        "started_at": format_timestamp(call.started_at),
+        "ended_at": format_timestamp(call.ended_at) if call.ended_at else None,
+        "outcome": call.outcome,
+        "status": call.status,
+        "code": call.code,
+        "input_tokens": call.input_tokens,
+        "cached_tokens": call.cached_tokens,
+        "output_tokens": call.output_tokens,
+        "cost_usd": None if call.cost is None else format_usd(call.cost),
+    }
+
+
+def serialize_call_totals(total: CallTotals) -> dict[str, Any]:
+    return {
+        "calls": total.calls,
+        "refused": total.refused,
+        "unpriced": total.unpriced,
+        "input_tokens": total.input_tokens,
+        "output_tokens": total.output_tokens,
+        "cost_usd": format_usd(total.spent),
+    }
+
+
+def serialize_lease_calls(lease: Lease, total: CallTotals) -> dict[str, Any]:
+    return {
+        "limit": None if lease.llm_limit is None else format_usd(lease.llm_limit),
+        "spent": format_usd(total.spent),
+        "unpriced_calls": total.unpriced,
+        "calls": total.calls,
+        "refused": total.refused,
+        "input_tokens": total.input_tokens,
+        "output_tokens": total.output_tokens,
+    }
+
+
+def format_usd(cost: Decimal) -> str:
+    """USD without exponent and without the zeros that a column fills up with."""
+    return f"{cost.normalize():f}" if cost else "0"

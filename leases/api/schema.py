@@ -1,4 +1,4 @@
-"""What the OpenAPI document says about every operation: the key, parameters that many take, and errors."""
+"""OpenAPI schema parts."""
 
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -12,12 +12,18 @@ from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, inline_seri
 from rest_framework import serializers
 
 from leases.api.fields import ENCODINGS
-from leases.api.serializers import ProblemSerializer
+from leases.api.problems import ProblemSerializer
 from leases.models import LeaseStatus
 
 OCTET_STREAM, PROBLEM_JSON = "application/octet-stream", "application/problem+json"
+
+
 TAR_MEDIA_TYPE = "application/x-tar"
+
+
 BINARY_BODY, TAR_BODY = {OCTET_STREAM: OpenApiTypes.BINARY}, {TAR_MEDIA_TYPE: OpenApiTypes.BINARY}
+
+
 COMMON_ERROR_STATUSES = (400, 401, 403, 405, 500, 503)
 
 
@@ -39,21 +45,31 @@ IDEMPOTENCY_KEY_PARAMETER = OpenApiParameter(
     description="1 to 255 visible ASCII characters. Sent again with the same request, it is answered as before, "
     "with the header `Idempotent-Replayed: true`. Only successes are kept; an error frees the key.",
 )
+
+
 PAGE_PARAMETERS = [
     _build_query_parameter("cursor", "Where the page starts; follow `next` rather than write it."),
     _build_query_parameter("limit", "1 to 200 results a page; 50 if it is not given.", type=int),
 ]
+
+
 LEASE_FILTER_PARAMETERS = [
     _build_query_parameter("agent_did", "Of this agent only."),
     _build_query_parameter("environment_id", "In this environment only."),
     _build_query_parameter("status", "In this status only.", enum=LeaseStatus.values),
 ]
+
+
 ENCODING_PARAMETER = _build_query_parameter(
     "encoding", "Of input and output: utf-8 replaces what is none, base64 is exact.", enum=ENCODINGS
 )
+
+
 QUOTA_AGENT_PARAMETER = _build_query_parameter(
     "agent_did", "Whose quotas are shown; if it is not given, those of all agents the key names."
 )
+
+
 LOG_PARAMETERS = [
     _build_query_parameter("start", "Offset of the first byte that is asked for; 0 if it is not given.", type=int),
     _build_query_parameter("length", "1 to 1048576 bytes; 65536 if it is not given.", type=int),
@@ -62,14 +78,24 @@ LOG_PARAMETERS = [
     ),
     _build_query_parameter("wait_seconds", "How long to wait for that text: 1 to 300; 30 if it is not given.", type=int),
 ]
+
+
 ROOT_PARAMETER = _build_query_parameter(
     "root", "What the path is relative to; workspace if it is not given.", enum=["workspace", "data"]
 )
+
+
 DIRECTORY_PARAMETER = _build_query_parameter("path", "Of a directory, relative to the root. Not given: the root itself.")
+
+
 DEEP_PARAMETER = _build_query_parameter(
     "deep", "1: also what is in the directories below; 0, also if it is not given: only its own.", enum=["0", "1"]
 )
+
+
 SOURCE_HEADER = _build_response_header("Leasehold-Source", "Where the answer comes from.", enum=["sandbox", "snapshot"])
+
+
 FILE_HEADERS = [
     SOURCE_HEADER,
     _build_response_header("Accept-Ranges", "Always bytes."),

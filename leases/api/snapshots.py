@@ -1,45 +1,94 @@
-"""The door to copies of a workspace: take one, go back to one, start another lease from one."""
+"""Workspace snapshots: take, restore, fork."""
 
+from collections.abc import Mapping
+from typing import Any
 from uuid import UUID
 
 from django.conf import settings
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
 
 from leases import fork, snapshots
 from leases.api import schema
-from leases.api import serializers as show
-from leases.api import serializers_state as state
+from leases.api.fields import PatternField, StrictCharField, StrictUUIDField
 from leases.api.idempotency import StatusAndBody
-from leases.api.leases import AgentApiView, build_lease_request
+from leases.api.leases import AcquireSerializer, LeaseSerializer, build_lease_request, render_lease
 from leases.api.pagination import paginate
+from leases.api.views import AgentApiView
+from leases.models import DID_DESCRIPTION, DID_PATTERN, Lease
+from sandboxes.db.clock import format_timestamp
 from sandboxes.eviction import EVICTION_TIMEOUT
+from sandboxes.models import Snapshot
+from sandboxes.models.state import SnapshotKind
 from sandboxes.runs import KILL_GRACE
 from sandboxes.state import workspace
 
-NEW_SNAPSHOT_SERIALIZER, RESTORE_SERIALIZER, FORK_SERIALIZER = (
-    state.NewSnapshotSerializer(),
-    state.RestoreSerializer(),
-    state.ForkSerializer(),
-)
+
+class NewSnapshotSerializer(serializers.Serializer):
+    name = StrictCharField(max_length=100, allow_blank=True, default="", help_text="What you call it.")
+
+
+class RestoreSerializer(serializers.Serializer):
+    snapshot_id = StrictUUIDField()
+
+
+class ForkSerializer(AcquireSerializer):
+    """The new lease. What is not said is as in the lease that is forked, or as its environment type says."""
+
+    agent_did = PatternField(
+        DID_PATTERN,
+        DID_DESCRIPTION,
+        max_length=255,
+        required=False,
+        allow_null=True,
+        help_text="Who gets it. Default: the same agent.",
+    )
+    environment_type = PatternField(
+        r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, allow_null=True,
+        help_text="Default: the same.",
+    )  # fmt: skip
+    snapshot_id = StrictUUIDField(
+        required=False, allow_null=True, help_text="What it starts with. Default: what is in the workspace now."
+    )
+
+
+class SnapshotSerializer(serializers.Serializer):
+    id = serializers.UUIDField()
+    name = serializers.CharField(help_text="As whoever asked for it called it.")
+    kind = serializers.ChoiceField(
+        SnapshotKind.choices, help_text="asked: on request; sleep: when its sandbox fell asleep; restored: an earlier one, "
+        "made the newest again; forked: of the lease that this one was forked from.",
+    )  # fmt: skip
+    at = serializers.DateTimeField(help_text="The newest is what the next wake starts from.")
+    size_bytes = serializers.IntegerField()
+
+
+NEW_SNAPSHOT_SERIALIZER = NewSnapshotSerializer()
+
+
+RESTORE_SERIALIZER = RestoreSerializer()
+
+
+FORK_SERIALIZER = ForkSerializer()
 
 
 class SnapshotListView(AgentApiView):
     @extend_schema(
         operation_id="leases_snapshots_list",
         parameters=schema.PAGE_PARAMETERS,
-        responses=schema.build_responses(schema.build_page_serializer(state.SnapshotSerializer), 404),
+        responses=schema.build_responses(schema.build_page_serializer(SnapshotSerializer), 404),
     )
     def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """The copies of a lease's workspace that are kept, newest first; also after its end, for as long as those are kept."""
         found, following = paginate(workspace.find_by_holder(self.caller.lease(pk).pk), "at", request)
-        return JsonResponse({"results": [state.serialize_snapshot(snapshot) for snapshot in found], "next": following})
+        return JsonResponse({"results": [serialize_snapshot(snapshot) for snapshot in found], "next": following})
 
     @extend_schema(
         operation_id="leases_snapshots_create",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
-        request=state.NewSnapshotSerializer,
-        responses=schema.build_responses(state.SnapshotSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(201,)),
+        request=NewSnapshotSerializer,
+        responses=schema.build_responses(SnapshotSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(201,)),
     )
     def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """Store the workspace as it is now. A sandbox that sleeps is not woken for it. Only the newest copies are kept,
@@ -48,7 +97,7 @@ class SnapshotListView(AgentApiView):
         body, said = self.read(request, NEW_SNAPSHOT_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
-            return 201, state.serialize_snapshot(snapshots.take_snapshot(pk, name=said["name"], now=self.now, actor=self.actor))
+            return 201, serialize_snapshot(snapshots.take_snapshot(pk, name=said["name"], now=self.now, actor=self.actor))
 
         return self.once(request, act, body=body, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
 
@@ -57,8 +106,8 @@ class SnapshotRestoreView(AgentApiView):
     @extend_schema(
         operation_id="leases_restore",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
-        request=state.RestoreSerializer,
-        responses=schema.build_responses(state.SnapshotSerializer, 404, 409, 410, 413, 415),
+        request=RestoreSerializer,
+        responses=schema.build_responses(SnapshotSerializer, 404, 409, 410, 413, 415),
     )
     def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """Have an earlier copy in the workspace from the next use on. What is in it now is stored before, and can be gone
@@ -67,9 +116,7 @@ class SnapshotRestoreView(AgentApiView):
         body, said = self.read(request, RESTORE_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
-            return 200, state.serialize_snapshot(
-                snapshots.restore_snapshot(pk, said["snapshot_id"], now=self.now, actor=self.actor)
-            )
+            return 200, serialize_snapshot(snapshots.restore_snapshot(pk, said["snapshot_id"], now=self.now, actor=self.actor))
 
         return self.once(request, act, body=body, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
 
@@ -78,8 +125,8 @@ class LeaseForkView(AgentApiView):
     @extend_schema(
         operation_id="leases_fork",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
-        request=state.ForkSerializer,
-        responses=schema.build_responses(show.LeaseSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(200, 201)),
+        request=ForkSerializer,
+        responses=schema.build_responses(LeaseSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(200, 201)),
     )
     def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """A lease in another environment that starts with a copy of this one's workspace (201). Asked again, it is the
@@ -87,7 +134,7 @@ class LeaseForkView(AgentApiView):
         /workspace/config.json is the new lease's own; /data is that of its agent."""
         lease = self.caller.lease(pk)
         body, said = self.read(request, FORK_SERIALIZER)
-        said = state.apply_fork_defaults(said, lease)
+        said = apply_fork_defaults(said, lease)
         self.caller.require(said["agent_did"])
 
         def act(run_id: UUID) -> StatusAndBody:
@@ -95,6 +142,23 @@ class LeaseForkView(AgentApiView):
                 lease, build_lease_request(said, self.key_id), snapshot=said.get("snapshot_id"), now=self.now, actor=self.actor,
                 admit=self.admit,
             )  # fmt: skip
-            return 201 if is_new else 200, self.shown(granted, is_new=is_new)
+            return 201 if is_new else 200, render_lease(granted, now=self.now, is_new=is_new)
 
         return self.once(request, act, body=body, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
+
+
+def apply_fork_defaults(said: Mapping[str, Any], lease: Lease) -> dict[str, Any]:
+    """What a fork asks for, with what it leaves out. In the same type it stays in the same pool."""
+    kind = said.get("environment_type") or lease.environment_type_id
+    pool = said.get("pool") or (lease.pool.name if kind == lease.environment_type_id else "")
+    return {**said, "agent_did": said.get("agent_did") or lease.agent_did, "environment_type": kind, "pool": pool}
+
+
+def serialize_snapshot(snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "id": str(snapshot.pk),
+        "name": snapshot.name,
+        "kind": snapshot.kind,
+        "at": format_timestamp(snapshot.at),
+        "size_bytes": snapshot.size_bytes,
+    }

@@ -1,10 +1,17 @@
-"""What is shown of pools."""
+"""Pools and quotas."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 
+from leases.api import schema
+from leases.api.fields import validate_url_value
+from leases.api.leases import ACQUIRE_SERIALIZER
+from leases.api.views import AgentApiView
+from sandboxes import pool_stats
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Pool, Quota
 from sandboxes.pool_stats import PoolStats, Stats
@@ -70,6 +77,27 @@ class PoolListSerializer(PoolStatsSerializer):
     """Every pool, and with an operator's key their sum."""
 
     pools = PoolSerializer(many=True)
+
+
+class PoolListView(AgentApiView):
+    @extend_schema(
+        operation_id="pool_get",
+        parameters=[schema.QUOTA_AGENT_PARAMETER],
+        responses=schema.build_responses(PoolListSerializer),
+    )
+    def get(self, request: HttpRequest) -> HttpResponse:
+        """The pools, how full they are, and what this key's agents may have in them. With an operator's key also what
+        there is in each state, and what has become of it: for each pool, and for all together."""
+        dids = self.caller.key.dids
+        if did := request.GET.get("agent_did"):
+            dids = [validate_url_value(ACQUIRE_SERIALIZER, "agent_did", did)]
+            self.caller.require(did)
+        if not self.caller.key.operator:
+            every = Pool.objects.order_by("name")
+            return JsonResponse({"pools": [serialize_pool(one, pool_stats.find_quotas(one.pk, dids)) for one in every]})
+        counted = pool_stats.collect_pool_stats(now=self.now)
+        shown = [serialize_pool(one, pool_stats.find_quotas(one.pk, dids)) for one in counted]
+        return JsonResponse({"pools": shown} | serialize_pool_stats(pool_stats.sum_stats(counted)))
 
 
 def serialize_pool_stats(of: Stats) -> dict[str, Any]:

@@ -1,0 +1,79 @@
+"""Agents."""
+
+from typing import Any
+from uuid import UUID
+
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+from rest_framework.exceptions import NotFound, PermissionDenied
+
+from leases.api import schema
+from leases.api.fields import StrictCharField, build_did_field
+from leases.api.idempotency import StatusAndBody
+from leases.api.pagination import paginate
+from leases.api.permissions import IsOperator
+from leases.api.views import AgentApiView
+from leases.models import (
+    Agent,
+)
+from sandboxes.db.clock import format_timestamp
+
+
+class NewAgentSerializer(serializers.Serializer):
+    did = build_did_field()
+    name = StrictCharField(max_length=100, allow_blank=True, default="")
+
+
+class AgentSerializer(serializers.Serializer):
+    did = serializers.CharField()
+    name = serializers.CharField()
+    created_at = serializers.DateTimeField()
+
+
+NEW_AGENT_SERIALIZER = NewAgentSerializer()
+
+
+class AgentListView(AgentApiView):
+    @extend_schema(
+        operation_id="agents_list",
+        parameters=schema.PAGE_PARAMETERS,
+        responses=schema.build_responses(schema.build_page_serializer(AgentSerializer)),
+    )
+    def get(self, request: HttpRequest) -> HttpResponse:
+        """The agents this key speaks for, or all for an operator's, newest first."""
+        mine = Agent.objects.all() if self.caller.key.operator else Agent.objects.filter(did__in=self.caller.key.dids)
+        found, following = paginate(mine, "created_at", request)
+        return JsonResponse({"results": [serialize_agent(agent) for agent in found], "next": following})
+
+    @extend_schema(
+        operation_id="agents_create",
+        parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
+        request=NewAgentSerializer,
+        responses=schema.build_responses(AgentSerializer, 409, 413, 415, ok=(200, 201)),
+    )
+    def post(self, request: HttpRequest) -> HttpResponse:
+        """Make an agent (201), or find it (200) as it is. For operators; agents also come with keys and leases."""
+        if not self.caller.key.operator:
+            raise PermissionDenied(IsOperator.message)
+        body, said = self.read(request, NEW_AGENT_SERIALIZER)
+
+        def act(run_id: UUID) -> StatusAndBody:
+            new = {"name": said["name"], "created_at": self.now}
+            agent, made = Agent.objects.get_or_create(did=said["did"], defaults=new)
+            return 201 if made else 200, serialize_agent(agent)
+
+        return self.once(request, act, body=body)
+
+
+class AgentView(AgentApiView):
+    @extend_schema(operation_id="agents_get", responses=schema.build_responses(AgentSerializer, 404))
+    def get(self, request: HttpRequest, did: str) -> HttpResponse:
+        agent = Agent.objects.filter(did=did).first() if self.caller.speaks_for(did) and "\0" not in did else None
+        if agent is None:
+            raise NotFound("There is no such agent.")
+        return JsonResponse(serialize_agent(agent))
+
+
+def serialize_agent(agent: Agent) -> dict[str, Any]:
+    return {"did": agent.did, "name": agent.name, "created_at": format_timestamp(agent.created_at)}

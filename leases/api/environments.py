@@ -1,0 +1,80 @@
+"""Environments: join one, post a condition."""
+
+from uuid import UUID
+
+from django.conf import settings
+from django.http import HttpRequest, HttpResponse
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+
+from leases import sweeps, turns
+from leases.api import schema
+from leases.api.fields import PatternField, validate_url_value
+from leases.api.idempotency import StatusAndBody
+from leases.api.leases import ACQUIRE_SERIALIZER, JoinSerializer, LeaseSerializer, build_lease_request, render_lease
+from leases.api.views import AgentApiView
+from leases.models import (
+    CONDITION_DESCRIPTION,
+    CONDITION_PATTERN,
+)
+from leases.tasks import enqueue_reclaim
+from sandboxes.runs import KILL_GRACE
+
+
+class ConditionSerializer(serializers.Serializer):
+    condition = PatternField(CONDITION_PATTERN, CONDITION_DESCRIPTION)
+
+
+class EndedLeasesSerializer(serializers.Serializer):
+    ended = serializers.ListField(child=serializers.UUIDField())
+
+
+JOIN_SERIALIZER = JoinSerializer()
+
+
+CONDITION_SERIALIZER = ConditionSerializer()
+
+
+class EnvironmentJoinView(AgentApiView):
+    @extend_schema(
+        operation_id="environments_join",
+        parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
+        request=JoinSerializer,
+        responses=schema.build_responses(LeaseSerializer, 402, 409, 410, 413, 415, 429, ok=(200, 201)),
+    )
+    def post(self, request: HttpRequest, environment_id: str) -> HttpResponse:
+        """Like acquiring a lease, and then its sandbox is ready, with /workspace/config.json in it."""
+        body, said = self.read(request, JOIN_SERIALIZER)
+        said["environment_id"] = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
+        self.caller.require(said["agent_did"])
+
+        def act(run_id: UUID) -> StatusAndBody:
+            lease, is_new = turns.join_environment(
+                build_lease_request(said, self.key_id), now=self.now, actor=self.actor, admit=self.admit
+            )
+            return 201 if is_new else 200, render_lease(lease, now=self.now) | {"is_new": is_new}
+
+        return self.once(request, act, body=body, patience=settings.SANDBOX_START_TIMEOUT + 2 * KILL_GRACE)
+
+
+class EnvironmentConditionView(AgentApiView):
+    @extend_schema(
+        operation_id="environments_post_condition",
+        parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
+        request=ConditionSerializer,
+        responses=schema.build_responses(EndedLeasesSerializer, 409, 413, 415),
+    )
+    def post(self, request: HttpRequest, environment_id: str) -> HttpResponse:
+        """Something happened in an environment: end the leases that wait for it, all of them or this key's agents'."""
+        body, said = self.read(request, CONDITION_SERIALIZER)
+        environment_id = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
+        agents = None if self.caller.key.operator else self.caller.key.dids
+
+        def act(run_id: UUID) -> StatusAndBody:
+            happened = said["condition"]
+            ended = sweeps.end_leases_by_condition(environment_id, happened, now=self.now, agents=agents, actor=self.actor)
+            if ended:
+                enqueue_reclaim()
+            return 200, {"ended": [str(lease.pk) for lease in ended]}
+
+        return self.once(request, act, body=body)

@@ -1,0 +1,107 @@
+"""Artifacts of a lease."""
+
+import re
+import tempfile
+from typing import Any
+from uuid import UUID
+
+from django.http import FileResponse, HttpRequest, HttpResponse, JsonResponse
+from drf_spectacular.types import OpenApiTypes
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+from rest_framework.exceptions import NotFound
+
+from leases.api import request_body, schema
+from leases.api.stores.base import StoreApiView, parse_limit, parse_name_cursor, validate_name
+from leases.errors import InvalidRequest
+from sandboxes.db.clock import format_timestamp
+from sandboxes.stores.artifacts import Artifact
+from sandboxes.stores.limits import DEFAULT_LIMITS, MEDIA_TYPE_PATTERN
+
+MAX_IN_MEMORY_BYTES = 1 << 20  # bytes of an artifact on its way; more is in a temporary file
+
+
+ANY_MEDIA_TYPE = "*/*"
+
+
+class ArtifactSerializer(serializers.Serializer):
+    name = serializers.CharField()
+    media_type = serializers.CharField()
+    size_bytes = serializers.IntegerField()
+    sha256 = serializers.CharField()
+    stored_at = serializers.DateTimeField()
+    actor = serializers.CharField(help_text="Whose key stored it.")
+
+
+class ArtifactListView(StoreApiView):
+    @extend_schema(
+        operation_id="leases_artifacts_list",
+        parameters=schema.PAGE_PARAMETERS,
+        responses=schema.build_responses(schema.build_page_serializer(ArtifactSerializer), 404),
+    )
+    def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+        """The artifacts of a lease by name. The 1000 newest stay, as far as they fit into 1 GiB."""
+        found, more = self.of(pk).artifacts.page(behind=parse_name_cursor(request), limit=parse_limit(request))
+        return self.listed(request, found, more, serialize_artifact, "name")
+
+
+class ArtifactView(StoreApiView):
+    @extend_schema(
+        operation_id="leases_artifacts_get",
+        responses={(200, ANY_MEDIA_TYPE): OpenApiTypes.BINARY} | schema.build_responses(None, 404, ok=()),
+    )
+    def get(self, request: HttpRequest, pk: UUID, name: str) -> FileResponse:
+        """The content of one artifact, with the media type that it was stored with. Its SHA-256 is the ETag."""
+        content = tempfile.SpooledTemporaryFile(MAX_IN_MEMORY_BYTES)  # noqa: SIM115 - the response closes it
+        try:
+            artifact = self.of(pk).artifacts.fetch(validate_name(name), content)  # type: ignore[arg-type]
+            if artifact is None:
+                raise NotFound("There is no such artifact.")
+        except BaseException:
+            content.close()
+            raise
+        headers = {"X-Content-Type-Options": "nosniff", "ETag": f'"{artifact.sha256}"'}
+        return FileResponse(content, as_attachment=True, filename=name, content_type=artifact.media_type, headers=headers)
+
+    @extend_schema(
+        operation_id="leases_artifacts_put",
+        request={ANY_MEDIA_TYPE: OpenApiTypes.BINARY},
+        responses=schema.build_responses(ArtifactSerializer, 404, 410, 411, 413, ok=(200, 201)),
+    )
+    def put(self, request: HttpRequest, pk: UUID, name: str) -> HttpResponse:
+        """Store one artifact (201), or replace the one of that name (200). At most 64 MiB."""
+        self.caller.lease(pk)
+        of, kind = self.writable(pk), request.META.get("CONTENT_TYPE") or schema.OCTET_STREAM
+        if not re.fullmatch(MEDIA_TYPE_PATTERN, kind, re.ASCII):
+            raise InvalidRequest("Content-Type", "Not a media type.")
+        with tempfile.SpooledTemporaryFile(MAX_IN_MEMORY_BYTES) as content:
+            for chunk in request_body.iter_body(request, DEFAULT_LIMITS.max_artifact_bytes):
+                content.write(chunk)
+            content.seek(0)
+            stored, replaced = of.artifacts.put(
+                validate_name(name),
+                content,  # type: ignore[arg-type]
+                media_type=kind,
+                now=self.now,
+                actor=self.actor,
+            )
+        return JsonResponse(serialize_artifact(stored), status=200 if replaced else 201)
+
+    @extend_schema(operation_id="leases_artifacts_delete", responses=schema.build_responses(None, 404, 410, ok=(204,)))
+    def delete(self, request: HttpRequest, pk: UUID, name: str) -> HttpResponse:
+        """Remove one artifact."""
+        self.caller.lease(pk)
+        if not self.writable(pk).artifacts.remove(validate_name(name), now=self.now):
+            raise NotFound("There is no such artifact.")
+        return HttpResponse(status=204)
+
+
+def serialize_artifact(artifact: Artifact) -> dict[str, Any]:
+    return {
+        "name": artifact.name,
+        "media_type": artifact.media_type,
+        "size_bytes": artifact.size,
+        "sha256": artifact.sha256,
+        "stored_at": format_timestamp(artifact.at),
+        "actor": artifact.actor,
+    }

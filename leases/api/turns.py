@@ -1,0 +1,81 @@
+"""Turns of a lease."""
+
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+from django.conf import settings
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+
+from leases import turns
+from leases.api import schema
+from leases.api.fields import JsonObjectField, StrictIntegerField
+from leases.api.idempotency import StatusAndBody
+from leases.api.pagination import paginate
+from leases.api.views import AgentApiView
+from leases.models import EnvironmentType, Turn
+from sandboxes.runs import KILL_GRACE
+
+MAX_TURN_BODY_BYTES = (1 << 20) + 1024  # a turn's state and what is around it
+
+
+MAX_TURN_NUMBER = 1 << 62
+
+
+class PlayTurnSerializer(serializers.Serializer):
+    turn_number = StrictIntegerField(min_value=0, max_value=MAX_TURN_NUMBER)
+    state = JsonObjectField(help_text="What the agent is to act on; at most 1 MiB.")
+
+
+class TurnSerializer(serializers.Serializer):
+    turn_number = serializers.IntegerField(max_value=MAX_TURN_NUMBER)
+    action = JsonObjectField(help_text='{"action": "skip_turn", "reason": …} if the sandbox gave none.')
+    skipped = serializers.BooleanField()
+    run_id = serializers.UUIDField(allow_null=True)
+    duration_seconds = serializers.FloatField(allow_null=True, help_text="Null while it is being played.")
+
+
+TURN_SERIALIZER = PlayTurnSerializer()
+
+
+class TurnListView(AgentApiView):
+    @extend_schema(
+        operation_id="leases_turns_list",
+        parameters=schema.PAGE_PARAMETERS,
+        responses=schema.build_responses(schema.build_page_serializer(TurnSerializer), 404),
+    )
+    def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+        """The turns of a lease, newest first."""
+        found, following = paginate(Turn.objects.filter(lease=self.caller.lease(pk)), "started_at", request)
+        return JsonResponse({"results": [serialize_turn(turn) for turn in found], "next": following})
+
+    @extend_schema(
+        operation_id="leases_take_turn",
+        parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
+        request=PlayTurnSerializer,
+        responses=schema.build_responses(TurnSerializer, 402, 404, 409, 410, 413, 415, 429),
+    )
+    def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+        """Play one turn, once: a turn_number that was played answers what it answered then."""
+        lease = self.caller.lease(pk)
+        body, said = self.read(request, TURN_SERIALIZER, MAX_TURN_BODY_BYTES)
+        kind = EnvironmentType.objects.get(name=lease.environment_type_id)
+
+        def act(run_id: UUID) -> StatusAndBody:
+            turn = turns.take_turn(pk, said["turn_number"], said["state"], now=self.now, actor=self.actor)
+            return 200, serialize_turn(turn)
+
+        patience: timedelta = settings.SANDBOX_START_TIMEOUT + (kind.turn_timeout or settings.TURN_TIMEOUT) + 3 * KILL_GRACE
+        return self.once(request, act, body=body, patience=patience)
+
+
+def serialize_turn(turn: Turn) -> dict[str, Any]:
+    return {
+        "turn_number": turn.number,
+        "action": turn.action,
+        "skipped": turn.skipped,
+        "run_id": str(turn.run_id) if turn.run_id else None,
+        "duration_seconds": (turn.ended_at - turn.started_at).total_seconds() if turn.ended_at else None,
+    }

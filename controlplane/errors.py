@@ -139,7 +139,10 @@ def build_problem_response(
 
 def handle(exception: Exception, context: Mapping[str, Any]) -> HttpResponse:
     """DRF's exception handler, for views that go through all of DRF."""
-    return build_error_response(exception, context["request"].path)
+    response = build_error_response(exception, context["request"].path)
+    if response.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        response["Allow"] = ", ".join(context["view"].allowed_methods)
+    return response
 
 
 def _build_validation_response(exception: drf.ValidationError) -> HttpResponse:

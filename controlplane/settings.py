@@ -325,12 +325,12 @@ CACHES = {"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"
 REST_FRAMEWORK = {
     "DEFAULT_AUTHENTICATION_CLASSES": ["leases.api.authentication.KeyAuthentication"],
     "DEFAULT_PERMISSION_CLASSES": ["leases.api.permissions.HasKey"],
-    "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
-    "DEFAULT_PARSER_CLASSES": ["rest_framework.parsers.JSONParser"],
+    "DEFAULT_PARSER_CLASSES": ["leases.api.parsers.JsonParser"],
+    "DEFAULT_RENDERER_CLASSES": ["leases.api.renderers.JsonRenderer"],
+    "DEFAULT_CONTENT_NEGOTIATION_CLASS": "leases.api.renderers.Negotiation",
     "DEFAULT_SCHEMA_CLASS": "leases.api.schema.ApiSchema",
     "EXCEPTION_HANDLER": "controlplane.errors.handle",
     "UNAUTHENTICATED_USER": None,
-    "DATETIME_FORMAT": "iso-8601",
 }
 SPECTACULAR_SETTINGS = {
     "TITLE": "Leasehold",

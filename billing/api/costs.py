@@ -10,7 +10,6 @@ from django.http import HttpResponse
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
-from rest_framework.renderers import JSONRenderer
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
@@ -70,7 +69,7 @@ class CostReportSerializer(serializers.Serializer):
 
 class CostsView(APIView):
     http_method_names = ["get", "head"]
-    renderer_classes = [JSONRenderer, CsvRenderer]
+    renderer_classes = [*APIView.renderer_classes, CsvRenderer]
 
     @extend_schema(
         operation_id="costs_get",

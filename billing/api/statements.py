@@ -12,7 +12,6 @@ from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, extend_schema
 from rest_framework import serializers
 from rest_framework.exceptions import NotFound, PermissionDenied
-from rest_framework.renderers import JSONRenderer
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
@@ -85,7 +84,7 @@ def require_operator(request: Request) -> None:
 
 class StatementListView(APIView):
     http_method_names = ["get", "head"]
-    renderer_classes = [JSONRenderer, CsvRenderer]
+    renderer_classes = [*APIView.renderer_classes, CsvRenderer]
 
     @extend_schema(
         operation_id="statements_list",
@@ -109,7 +108,7 @@ class StatementListView(APIView):
 
 class StatementDetailView(APIView):
     http_method_names = ["get", "head"]
-    renderer_classes = [JSONRenderer, CsvRenderer]
+    renderer_classes = [*APIView.renderer_classes, CsvRenderer]
 
     @extend_schema(
         operation_id="statements_get",

@@ -3,17 +3,18 @@
 from typing import Any
 from uuid import UUID
 
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
-from rest_framework.exceptions import NotFound, PermissionDenied
+from rest_framework.exceptions import NotFound
+from rest_framework.response import Response
 
 from leases.api import schema
 from leases.api.fields import StrictCharField, build_did_field
 from leases.api.idempotency import StatusAndBody
 from leases.api.pagination import paginate
-from leases.api.permissions import IsOperator
-from leases.api.views import AgentApiView
+from leases.api.permissions import HasKey, OperatorWrites
+from leases.api.views import ApiRequest, ApiView
 from leases.models import (
     Agent,
 )
@@ -34,17 +35,19 @@ class AgentSerializer(serializers.Serializer):
 NEW_AGENT_SERIALIZER = NewAgentSerializer()
 
 
-class AgentListView(AgentApiView):
+class AgentListView(ApiView):
+    permission_classes = [HasKey, OperatorWrites]
+
     @extend_schema(
         operation_id="agents_list",
         parameters=schema.PAGE_PARAMETERS,
         responses=schema.build_responses(schema.build_page_serializer(AgentSerializer)),
     )
-    def get(self, request: HttpRequest) -> HttpResponse:
+    def get(self, request: ApiRequest) -> HttpResponse:
         """The agents this key speaks for, or all for an operator's, newest first."""
         mine = Agent.objects.all() if self.caller.key.operator else Agent.objects.filter(did__in=self.caller.key.dids)
         found, following = paginate(mine, "created_at", request)
-        return JsonResponse({"results": [serialize_agent(agent) for agent in found], "next": following})
+        return Response({"results": [serialize_agent(agent) for agent in found], "next": following})
 
     @extend_schema(
         operation_id="agents_create",
@@ -52,27 +55,25 @@ class AgentListView(AgentApiView):
         request=NewAgentSerializer,
         responses=schema.build_responses(AgentSerializer, 409, 413, 415, ok=(200, 201)),
     )
-    def post(self, request: HttpRequest) -> HttpResponse:
+    def post(self, request: ApiRequest) -> HttpResponse:
         """Make an agent (201), or find it (200) as it is. For operators; agents also come with keys and leases."""
-        if not self.caller.key.operator:
-            raise PermissionDenied(IsOperator.message)
-        body, said = self.read(request, NEW_AGENT_SERIALIZER)
+        said = self.validate_body(NEW_AGENT_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
             new = {"name": said["name"], "created_at": self.now}
             agent, made = Agent.objects.get_or_create(did=said["did"], defaults=new)
             return 201 if made else 200, serialize_agent(agent)
 
-        return self.once(request, act, body=body)
+        return self.execute_once(act)
 
 
-class AgentView(AgentApiView):
+class AgentView(ApiView):
     @extend_schema(operation_id="agents_get", responses=schema.build_responses(AgentSerializer, 404))
-    def get(self, request: HttpRequest, did: str) -> HttpResponse:
+    def get(self, request: ApiRequest, did: str) -> HttpResponse:
         agent = Agent.objects.filter(did=did).first() if self.caller.speaks_for(did) and "\0" not in did else None
         if agent is None:
             raise NotFound("There is no such agent.")
-        return JsonResponse(serialize_agent(agent))
+        return Response(serialize_agent(agent))
 
 
 def serialize_agent(agent: Agent) -> dict[str, Any]:

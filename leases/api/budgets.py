@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
+from rest_framework.response import Response
 
 from billing import budgets
 from billing.api.views import format_day
@@ -13,7 +14,7 @@ from billing.models.budgets import Budget, Period, Scope, Unit
 from billing.pricing import format_decimal
 from leases.api import schema
 from leases.api.pagination import paginate
-from leases.api.views import AgentApiView
+from leases.api.views import ApiRequest, ApiView
 from sandboxes.db.clock import format_timestamp
 
 
@@ -40,18 +41,18 @@ class BudgetSerializer(serializers.Serializer):
     created_at = serializers.DateTimeField()
 
 
-class BudgetListView(AgentApiView):
+class BudgetListView(ApiView):
     @extend_schema(
         operation_id="budgets_list",
         parameters=schema.PAGE_PARAMETERS,
         responses=schema.build_responses(schema.build_page_serializer(BudgetSerializer)),
     )
-    def get(self, request: HttpRequest) -> HttpResponse:
+    def get(self, request: ApiRequest) -> HttpResponse:
         """The budgets that leases of this key's agents count against, or all for an operator's, newest first."""
         key = self.caller.key
         mine = Budget.objects.all() if key.operator else budgets.find_visible_budgets(self.key_id, key.dids, now=self.now)
         found, following = paginate(mine, "created_at", request)
-        return JsonResponse({"results": [self._shown(budget) for budget in found], "next": following})
+        return Response({"results": [self._shown(budget) for budget in found], "next": following})
 
     def _shown(self, budget: Budget) -> dict[str, Any]:
         spent, ends = budgets.get_spent(budget, self.now), budgets.get_period_bounds(budget.period, self.now)[1]

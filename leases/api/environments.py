@@ -3,7 +3,7 @@
 from uuid import UUID
 
 from django.conf import settings
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 
@@ -12,7 +12,7 @@ from leases.api import schema
 from leases.api.fields import PatternField, validate_url_value
 from leases.api.idempotency import StatusAndBody
 from leases.api.leases import ACQUIRE_SERIALIZER, JoinSerializer, LeaseSerializer, build_lease_request, render_lease
-from leases.api.views import AgentApiView
+from leases.api.views import ApiRequest, ApiView
 from leases.models import (
     CONDITION_DESCRIPTION,
     CONDITION_PATTERN,
@@ -35,38 +35,38 @@ JOIN_SERIALIZER = JoinSerializer()
 CONDITION_SERIALIZER = ConditionSerializer()
 
 
-class EnvironmentJoinView(AgentApiView):
+class EnvironmentJoinView(ApiView):
     @extend_schema(
         operation_id="environments_join",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=JoinSerializer,
         responses=schema.build_responses(LeaseSerializer, 402, 409, 410, 413, 415, 429, ok=(200, 201)),
     )
-    def post(self, request: HttpRequest, environment_id: str) -> HttpResponse:
+    def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
         """Like acquiring a lease, and then its sandbox is ready, with /workspace/config.json in it."""
-        body, said = self.read(request, JOIN_SERIALIZER)
+        said = self.validate_body(JOIN_SERIALIZER)
         said["environment_id"] = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
         self.caller.require(said["agent_did"])
 
         def act(run_id: UUID) -> StatusAndBody:
             lease, is_new = turns.join_environment(
-                build_lease_request(said, self.key_id), now=self.now, actor=self.actor, admit=self.admit
+                build_lease_request(said, self.key_id), now=self.now, actor=self.actor, admit=self.consume_creation_token
             )
             return 201 if is_new else 200, render_lease(lease, now=self.now) | {"is_new": is_new}
 
-        return self.once(request, act, body=body, patience=settings.SANDBOX_START_TIMEOUT + 2 * KILL_GRACE)
+        return self.execute_once(act, patience=settings.SANDBOX_START_TIMEOUT + 2 * KILL_GRACE)
 
 
-class EnvironmentConditionView(AgentApiView):
+class EnvironmentConditionView(ApiView):
     @extend_schema(
         operation_id="environments_post_condition",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=ConditionSerializer,
         responses=schema.build_responses(EndedLeasesSerializer, 409, 413, 415),
     )
-    def post(self, request: HttpRequest, environment_id: str) -> HttpResponse:
+    def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
         """Something happened in an environment: end the leases that wait for it, all of them or this key's agents'."""
-        body, said = self.read(request, CONDITION_SERIALIZER)
+        said = self.validate_body(CONDITION_SERIALIZER)
         environment_id = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
         agents = None if self.caller.key.operator else self.caller.key.dids
 
@@ -77,4 +77,4 @@ class EnvironmentConditionView(AgentApiView):
                 enqueue_reclaim()
             return 200, {"ended": [str(lease.pk) for lease in ended]}
 
-        return self.once(request, act, body=body)
+        return self.execute_once(act)

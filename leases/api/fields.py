@@ -8,10 +8,10 @@ from datetime import timedelta
 from typing import Any
 
 from django.core.validators import RegexValidator
-from django.http import HttpRequest
 from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
 from rest_framework.exceptions import ValidationError
+from rest_framework.request import Request
 from rest_framework.serializers import Serializer
 
 from leases.errors import InvalidRequest, RequestTooLarge
@@ -175,7 +175,7 @@ def seconds_to_timedelta(said: Mapping[str, Any], name: str) -> timedelta | None
     return timedelta(seconds=said[name]) if said.get(name) else None
 
 
-def parse_encoding(request: HttpRequest) -> str:
+def parse_encoding(request: Request) -> str:
     encoding = request.GET.get("encoding", "utf-8")
     if encoding not in ENCODINGS:
         raise InvalidRequest("encoding", f"One of {', '.join(ENCODINGS)}.")

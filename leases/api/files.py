@@ -9,14 +9,16 @@ from typing import Any, BinaryIO, TypeVar
 from uuid import UUID
 
 from django.conf import settings
-from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse, UnreadablePostError
+from django.http import HttpResponse, StreamingHttpResponse, UnreadablePostError
 from django.http.response import HttpResponseBase
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
+from rest_framework.response import Response
 
 from leases import execution
-from leases.api import request_body, schema
-from leases.api.views import AgentApiView
+from leases.api import schema
+from leases.api.parsers import StreamParser
+from leases.api.views import ApiRequest, LeaseApiView
 from leases.errors import InvalidRequest, RangeNotSatisfiable
 from leases.errors import RequestTooLarge as BodyTooLarge
 from sandboxes import files, runs
@@ -89,7 +91,7 @@ class FileListingSerializer(serializers.Serializer):
     entries = FileEntrySerializer(many=True)
 
 
-class FileApiView(AgentApiView):
+class FileApiView(LeaseApiView):
     def look(self, pk: UUID, root: str, command: Command, act: Callable[[Tree], T]) -> tuple[T, dict[str, str]]:
         """What `act` finds, and the header that says where."""
 
@@ -112,12 +114,15 @@ class FileApiView(AgentApiView):
 
 
 class FileView(FileApiView):
+    parser_classes = [StreamParser]
+    max_body_bytes = MAX_FILE_BYTES
+
     @extend_schema(
         operation_id="leases_files_get",
         parameters=[schema.ROOT_PARAMETER, *schema.FILE_HEADERS],
         responses=schema.build_responses(schema.BINARY_BODY, 402, 404, 409, 410, 413, 416, 429, ok=(200, 206)),
     )
-    def get(self, request: HttpRequest, pk: UUID, path: str) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID, path: str) -> HttpResponse:
         """The content of one file, or of one range of its bytes (`Range: bytes=0-999`, `bytes=1000-` or `bytes=-1000`).
         An answer has at most 64 MiB: a larger file is 413 without a range, and of a larger range the beginning is sent,
         as Content-Range says. A sandbox that sleeps is not woken. HEAD answers the size."""
@@ -130,7 +135,7 @@ class FileView(FileApiView):
             headers["Content-Range"] = f"bytes {start}-{start + len(content) - 1}/{size}"
         return HttpResponse(content, status=206 if asked else 200, content_type=schema.OCTET_STREAM, headers=headers)
 
-    def head(self, request: HttpRequest, pk: UUID, path: str) -> HttpResponse:
+    def head(self, request: ApiRequest, pk: UUID, path: str) -> HttpResponse:
         root, place = self._place(request, pk, path)
         size, headers = self.look(
             pk, root, _build_command("size", place, root), lambda tree: tree.read_range(path, start=0, length=0)[1]
@@ -144,10 +149,10 @@ class FileView(FileApiView):
         request=schema.BINARY_BODY,
         responses=schema.build_responses(None, 402, 404, 409, 410, 411, 413, 429, ok=(204,)),
     )
-    def put(self, request: HttpRequest, pk: UUID, path: str) -> HttpResponse:
+    def put(self, request: ApiRequest, pk: UUID, path: str) -> HttpResponse:
         """Replace or make one file, with the directories above it. At most 64 MiB."""
         root, place = self._place(request, pk, path)
-        content = request_body.read_body(request, MAX_FILE_BYTES)
+        content = b"".join(request.data)
 
         def write(provider: Provider, sandbox: Sandbox) -> None:
             provider.write_file(sandbox.ref, place, content)
@@ -159,7 +164,7 @@ class FileView(FileApiView):
         parameters=[schema.ROOT_PARAMETER],
         responses=schema.build_responses(None, 402, 404, 409, 410, 429, ok=(204,)),
     )
-    def delete(self, request: HttpRequest, pk: UUID, path: str) -> HttpResponse:
+    def delete(self, request: ApiRequest, pk: UUID, path: str) -> HttpResponse:
         """Remove one file."""
         root, place = self._place(request, pk, path)
 
@@ -168,8 +173,7 @@ class FileView(FileApiView):
 
         return self.change(pk, root, _build_command("remove", place, root), remove)
 
-    def _place(self, request: HttpRequest, pk: UUID, path: str) -> tuple[str, str]:
-        self.caller.lease(pk)
+    def _place(self, request: ApiRequest, pk: UUID, path: str) -> tuple[str, str]:
         root = _parse_root(request)
         split_sandbox_path(f"{root}/{path}")  # before anything is started for it
         return root, f"{root}/{path}"
@@ -181,30 +185,31 @@ class FileListView(FileApiView):
         parameters=[schema.ROOT_PARAMETER, schema.DIRECTORY_PARAMETER, schema.DEEP_PARAMETER, schema.SOURCE_HEADER],
         responses=schema.build_responses(FileListingSerializer, 402, 404, 409, 410, 413, 429),
     )
-    def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """What is in a directory, by name; at most 10000 entries, and 413 if there are more. A sandbox that sleeps is not
         woken. Of a lease that has had no sandbox yet it is what its first one will begin with: in the workspace
         config.json, in data what the agent has."""
-        self.caller.lease(pk)
         root, under = _parse_root(request), _parse_directory(request)
         deep = request.GET.get("deep", "0")
         if deep not in ("0", "1"):
             raise InvalidRequest("deep", "0 or 1.")
         act = partial(_list_entries, under=under, deep=deep == "1")
         found, headers = self.look(pk, root, _build_command("list", f"{root}/{under}", root), act)
-        return JsonResponse(serialize_listing(root.removeprefix("/"), under, found), headers=headers)
+        return Response(serialize_listing(root.removeprefix("/"), under, found), headers=headers)
 
 
 class ArchiveView(FileApiView):
+    parser_classes = [StreamParser]
+    max_body_bytes = MAX_ARCHIVE_BYTES
+
     @extend_schema(
         operation_id="leases_archive_get",
         parameters=[schema.ROOT_PARAMETER, schema.DIRECTORY_PARAMETER, schema.SOURCE_HEADER],
         responses=schema.build_responses(schema.TAR_BODY, 402, 404, 409, 410, 413, 429),
     )
-    def get(self, request: HttpRequest, pk: UUID) -> HttpResponseBase:
+    def get(self, request: ApiRequest, pk: UUID) -> HttpResponseBase:
         """A directory with all that is below it, as an uncompressed tar. The names in it are relative to the root, also
         when only a directory in it is asked for. A sandbox that sleeps is not woken."""
-        self.caller.lease(pk)
         root, under = _parse_root(request), _parse_directory(request)
         # On disk before the first byte is sent: nothing keeps the sandbox running while a slow reader reads, and what
         # fails is a problem document rather than half a tar.
@@ -229,16 +234,15 @@ class ArchiveView(FileApiView):
         request=schema.TAR_BODY,
         responses=schema.build_responses(None, 402, 404, 409, 410, 411, 413, 429, ok=(204,)),
     )
-    def put(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def put(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Unpack an uncompressed tar over /workspace or /data; what is there under other names stays. At most 1 GiB, and
         100000 files, directories and links. The names in it are relative to the root, and lead nowhere else."""
-        self.caller.lease(pk)
         root = _parse_root(request)
         if "path" in request.GET:
             raise InvalidRequest("path", "The names in the tar are relative to the root.")
         with open_spool() as tar:
             with _translate_disk_errors():
-                for chunk in request_body.iter_body(request, MAX_ARCHIVE_BYTES):
+                for chunk in request.data:
                     tar.write(chunk)
             try:
                 archives.validate_tar(tar)
@@ -253,18 +257,18 @@ class ArchiveView(FileApiView):
             return self.change(pk, root, _build_command("unpack", root, root, timeout=ARCHIVE_TIMEOUT), unpack)
 
 
-def _parse_root(request: HttpRequest) -> str:
+def _parse_root(request: ApiRequest) -> str:
     root = ROOTS.get(request.GET.get("root", "workspace"))
     if root is None:
         raise InvalidRequest("root", f"One of {', '.join(ROOTS)}.")
     return root
 
 
-def _parse_directory(request: HttpRequest) -> str:
+def _parse_directory(request: ApiRequest) -> str:
     return check_directory_path(WORKSPACE, request.GET.get("path", ""))
 
 
-def _parse_range(request: HttpRequest) -> ByteRange | None:
+def _parse_range(request: ApiRequest) -> ByteRange | None:
     """The range that is asked for. None, and so the whole, for several of them, for other units, for what is no range,
     and for one that depends on a version of the file (If-Range): we name none."""
     said = RANGE_RE.fullmatch(request.META.get("HTTP_RANGE", "").strip())

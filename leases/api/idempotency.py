@@ -5,7 +5,6 @@ the death of whoever acted, once its deadline has passed. For what must not happ
 begun, the key stays taken and says which Run to look at."""
 
 import hashlib
-import json
 import re
 import uuid
 from collections.abc import Callable, Mapping
@@ -14,8 +13,11 @@ from typing import Any
 
 from django.conf import settings
 from django.db import IntegrityError, transaction
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpResponse
+from rest_framework.request import Request
+from rest_framework.response import Response
 
+from leases.api.renderers import encode_json
 from leases.errors import Conflict, InvalidRequest
 from leases.models import AgentKey, IdempotentRequest
 from sandboxes.db.clock import clock_from
@@ -47,7 +49,7 @@ class OutcomeUnknown(Conflict):
 
 
 def execute_once(
-    request: HttpRequest,
+    request: Request,
     holder: AgentKey,
     act: RequestHandler,
     *,
@@ -61,7 +63,8 @@ def execute_once(
     KeyReused, InProgress; OutcomeUnknown if it is not repeatable and was interrupted."""
     key = request.META.get("HTTP_IDEMPOTENCY_KEY")
     if key is None:
-        return _build_response(*act(uuid.uuid4()))
+        status, said = act(uuid.uuid4())
+        return Response(said, status=status)
     if not re.fullmatch(r"[\x21-\x7e]{1,255}", key):
         raise InvalidRequest(HEADER_NAME, f"The header {HEADER_NAME} has 1 to 255 visible ASCII characters.")
     later = clock_from(now)
@@ -82,9 +85,8 @@ def execute_once(
             ours.update(deadline_at=later())
         raise
     checkpoint("acted", row)
-    response = _build_response(status, said)
-    ours.update(status_code=status, body=response.content.decode())
-    return response
+    ours.update(status_code=status, body=encode_json(said).decode())
+    return Response(said, status=status)
 
 
 def _claim_key(
@@ -134,7 +136,3 @@ def _derive_run_id(holder: AgentKey, row: IdempotentRequest) -> uuid.UUID:
 def _may_have_started(run_id: uuid.UUID) -> bool:
     # A Run that failed without an exit code was refused by the provider: nothing was executed.
     return Run.objects.filter(pk=run_id).exclude(outcome=RunOutcome.FAILED, exit_code=None).exists()
-
-
-def _build_response(status: int, said: Mapping[str, Any]) -> HttpResponse:
-    return HttpResponse(json.dumps(said), status=status, content_type="application/json")

@@ -4,14 +4,15 @@ from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
+from rest_framework.response import Response
 
 from leases import execution
 from leases.api import schema
 from leases.api.fields import PatternField, StrictIntegerField, seconds_to_timedelta
-from leases.api.views import AgentApiView
+from leases.api.views import ApiRequest, LeaseApiView
 from leases.models import DID_PATTERN
 from sandboxes.db.clock import format_timestamp
 from sandboxes.identity.signing import DEFAULT_TOKEN_LIFETIME, MAX_TOKEN_LIFETIME, MIN_TOKEN_LIFETIME
@@ -57,23 +58,22 @@ class ServiceTokenSerializer(serializers.Serializer):
 SERVICE_TOKEN_SERIALIZER = MintServiceTokenSerializer()
 
 
-class ServiceTokenView(AgentApiView):
+class ServiceTokenView(LeaseApiView):
     @extend_schema(
         operation_id="leases_service_token",
         request=MintServiceTokenSerializer,
         responses=schema.build_responses(ServiceTokenSerializer, 404, 409, 410, 413, 415),
     )
-    def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """A short-lived token by which the lease's agent calls one method of another service, as AT Protocol has it: signed
         with the agent's own key, which stays here. Each call makes another one; an Idempotency-Key has no effect, since
         no token is stored. The lease is not renewed."""
-        self.caller.lease(pk)
-        _, said = self.read(request, SERVICE_TOKEN_SERIALIZER)
+        said = self.validate_body(SERVICE_TOKEN_SERIALIZER)
         lifetime = seconds_to_timedelta(said, "lifetime_seconds") or DEFAULT_TOKEN_LIFETIME
         token, minted = execution.mint_service_token(
             pk, aud=said["aud"], lxm=said["lxm"], lifetime=lifetime, now=self.now, actor=self.actor
         )
-        return JsonResponse(serialize_service_token(token, minted), headers={"Cache-Control": "no-store"})
+        return Response(serialize_service_token(token, minted), headers={"Cache-Control": "no-store"})
 
 
 def serialize_service_token(token: str, minted: MintedToken) -> dict[str, Any]:

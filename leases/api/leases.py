@@ -6,13 +6,14 @@ from typing import Any
 from uuid import UUID
 
 from django.db.models import Q
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
+from rest_framework.response import Response
 
 from billing import metering
 from leases import leasing
-from leases.api import request_body, schema
+from leases.api import schema
 from leases.api.fields import (
     DurationField,
     PatternField,
@@ -24,7 +25,8 @@ from leases.api.fields import (
 from leases.api.idempotency import StatusAndBody
 from leases.api.llm_calls import LeaseCallsSerializer, serialize_lease_calls
 from leases.api.pagination import paginate
-from leases.api.views import MAX_SMALL_BODY_BYTES, AgentApiView
+from leases.api.parsers import OpaqueParser
+from leases.api.views import ApiRequest, ApiView, LeaseApiView
 from leases.errors import InvalidRequest
 from leases.models import (
     CONDITION_DESCRIPTION,
@@ -106,15 +108,15 @@ class RenewedSerializer(serializers.Serializer):
 ACQUIRE_SERIALIZER = AcquireSerializer()
 
 
-class LeaseListView(AgentApiView):
+class LeaseListView(ApiView):
     @extend_schema(
         operation_id="leases_list",
         parameters=[*schema.PAGE_PARAMETERS, *schema.LEASE_FILTER_PARAMETERS],
         responses=schema.build_responses(schema.build_page_serializer(LeaseSerializer)),
     )
-    def get(self, request: HttpRequest) -> HttpResponse:
+    def get(self, request: ApiRequest) -> HttpResponse:
         """The leases this key may see, newest first."""
-        mine = self.caller.leases()
+        mine = self.caller.visible_leases()
         if did := request.GET.get("agent_did"):
             mine = mine.filter(agent_did=validate_url_value(ACQUIRE_SERIALIZER, "agent_did", did))
         if environment := request.GET.get("environment_id"):
@@ -125,7 +127,7 @@ class LeaseListView(AgentApiView):
         held = Sandbox.objects.filter(holder__in=[lease.pk for lease in found]).exclude(state__in=GONE_STATES)
         boxes = {sandbox.holder: sandbox for sandbox in held}
         results = [serialize_lease(leasing.apply_elapsed_clock(lease, self.now), boxes.get(lease.pk)) for lease in found]
-        return JsonResponse({"results": results, "next": following})
+        return Response({"results": results, "next": following})
 
     def _is(self, status: str) -> Q:
         over = Q(expires_at__lte=self.now, status=LeaseStatus.ACTIVE)  # and no sweep has come by yet
@@ -143,60 +145,60 @@ class LeaseListView(AgentApiView):
         request=AcquireSerializer,
         responses=schema.build_responses(LeaseSerializer, 402, 409, 413, 415, 429, ok=(200, 201)),
     )
-    def post(self, request: HttpRequest) -> HttpResponse:
+    def post(self, request: ApiRequest) -> HttpResponse:
         """The agent's active lease in an environment: a new one (201), or the one it holds (200)."""
-        body, said = self.read(request, ACQUIRE_SERIALIZER)
+        said = self.validate_body(ACQUIRE_SERIALIZER)
         self.caller.require(said["agent_did"])
 
         def act(run_id: UUID) -> StatusAndBody:
             lease, is_new = leasing.acquire(
-                build_lease_request(said, self.key_id), now=self.now, actor=self.actor, admit=self.admit
+                build_lease_request(said, self.key_id), now=self.now, actor=self.actor, admit=self.consume_creation_token
             )
             return 201 if is_new else 200, render_lease(lease, now=self.now, is_new=is_new)
 
-        return self.once(request, act, body=body)
+        return self.execute_once(act)
 
 
-class LeaseView(AgentApiView):
+class LeaseView(LeaseApiView):
     @extend_schema(operation_id="leases_get", responses=schema.build_responses(LeaseDetailSerializer, 404))
-    def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
-        lease = self.caller.lease(pk)
+    def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
+        lease = self.lease
         alive = metering.get_alive_time(pk, now=self.now).total_seconds()
         asked = serialize_lease_calls(lease, calculate_totals(LlmCall.objects.filter(holder=pk)))
-        return JsonResponse(render_lease(lease, now=self.now) | {"seconds_alive": alive, "llm": asked})
+        return Response(render_lease(lease, now=self.now) | {"seconds_alive": alive, "llm": asked})
 
 
-class LeaseRenewView(AgentApiView):
+class LeaseRenewView(LeaseApiView):
+    parser_classes = [OpaqueParser]
+
     @extend_schema(
         operation_id="leases_renew",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=None,
         responses=schema.build_responses(RenewedSerializer, 404, 409, 410, 413),
     )
-    def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Push the end of the lease to its ttl from now, and never past its max_expires_at."""
-        lease = self.caller.lease(pk)
-        body = request_body.read_body(
-            request, MAX_SMALL_BODY_BYTES
-        )  # it says nothing; left unread, it would cost the caller its connection
+        _ = request.data
 
         def act(run_id: UUID) -> StatusAndBody:
-            return 200, {"expires_at": format_timestamp(leasing.renew(lease, now=self.now))}
+            return 200, {"expires_at": format_timestamp(leasing.renew(self.lease, now=self.now))}
 
-        return self.once(request, act, body=body)
+        return self.execute_once(act)
 
 
-class LeaseReleaseView(AgentApiView):
+class LeaseReleaseView(LeaseApiView):
+    parser_classes = [OpaqueParser]
+
     @extend_schema(
         operation_id="leases_release",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=None,
         responses=schema.build_responses(LeaseSerializer, 404, 409, 413),
     )
-    def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """The agent is done. Releasing an ended lease changes nothing and is no error."""
-        self.caller.lease(pk)
-        body = request_body.read_body(request, MAX_SMALL_BODY_BYTES)
+        _ = request.data
 
         def act(run_id: UUID) -> StatusAndBody:
             lease = leasing.release(pk, now=self.now, actor=self.actor)
@@ -204,7 +206,7 @@ class LeaseReleaseView(AgentApiView):
                 enqueue_reclaim()
             return 200, render_lease(lease, now=self.now)
 
-        return self.once(request, act, body=body)
+        return self.execute_once(act)
 
 
 def build_lease_request(said: Mapping[str, Any], key_id: str) -> leasing.LeaseRequest:

@@ -4,13 +4,14 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
+from rest_framework.response import Response
 
 from leases.api import schema
 from leases.api.pagination import paginate
-from leases.api.views import AgentApiView
+from leases.api.views import ApiRequest, LeaseApiView
 from leases.models import Lease
 from sandboxes.db.clock import format_timestamp
 from sandboxes.egress.totals import CallTotals, calculate_totals
@@ -60,18 +61,18 @@ class LeaseCallsSerializer(serializers.Serializer):
     output_tokens = serializers.IntegerField()
 
 
-class CallListView(AgentApiView):
+class CallListView(LeaseApiView):
     @extend_schema(
         operation_id="leases_calls_list",
         parameters=schema.PAGE_PARAMETERS,
         responses=schema.build_responses(CallPageSerializer, 404),
     )
-    def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """What this lease's sandboxes asked their model, newest first, and the totals."""
-        calls = LlmCall.objects.filter(holder=self.caller.lease(pk).pk)
+        calls = LlmCall.objects.filter(holder=pk)
         found, following = paginate(calls, "started_at", request)
         shown = [serialize_call(call) for call in found]
-        return JsonResponse({"total": serialize_call_totals(calculate_totals(calls)), "results": shown, "next": following})
+        return Response({"total": serialize_call_totals(calculate_totals(calls)), "results": shown, "next": following})
 
 
 def serialize_call(call: LlmCall) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from typing import Any, BinaryIO
 from uuid import UUID
 
 from django.conf import settings
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.exceptions import NotFound
+from rest_framework.response import Response
 
 from leases import leasing, one_shot
 from leases.api import schema
@@ -28,7 +29,7 @@ from leases.api.fields import (
 )
 from leases.api.idempotency import StatusAndBody
 from leases.api.runs import ExecSerializer, ProgramSerializer
-from leases.api.views import AgentApiView
+from leases.api.views import ApiRequest, ApiView
 from leases.errors import InvalidRequest
 from leases.errors import RequestTooLarge as BodyTooLarge
 from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult
@@ -98,43 +99,47 @@ class OneShotResultSerializer(OneShotRunSerializer):
 NEW_RUN_SERIALIZER = NewRunSerializer()
 
 
-class OneShotRunCreateView(AgentApiView):
+class OneShotRunCreateView(ApiView):
+    max_body_bytes = MAX_NEW_RUN_BODY_BYTES
+
     @extend_schema(
         operation_id="runs_create",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER, schema.ENCODING_PARAMETER],
         request=NewRunSerializer,
         responses=schema.build_responses(OneShotResultSerializer, 402, 409, 413, 415, 429),
     )
-    def post(self, request: HttpRequest) -> HttpResponse:
+    def post(self, request: ApiRequest) -> HttpResponse:
         """Run one command in a sandbox of its own, made for it and destroyed before this answers. However it ended is an
         answer, also that there was no sandbox to be had; no place, no quota and bad input are errors, and nothing has run."""
         encoding = parse_encoding(request)
-        body, said = self.read(request, NEW_RUN_SERIALIZER, MAX_NEW_RUN_BODY_BYTES)
+        said = self.validate_body(NEW_RUN_SERIALIZER)
         self.caller.require(said["agent_did"])
         back = io.BytesIO()
         wish = replace(build_one_shot_request(said, encoding, back), key_id=self.key_id)
 
         def act(run_id: UUID) -> StatusAndBody:
-            result = one_shot.run_once(replace(wish, run_id=run_id), now=self.now, actor=self.actor, admit=self.admit)
+            result = one_shot.run_once(
+                replace(wish, run_id=run_id), now=self.now, actor=self.actor, admit=self.consume_creation_token
+            )
             return 200, serialize_one_shot_result(result, back.getvalue(), encoding)
 
         patience = wish.longest + one_shot.CLEANUP_TIMEOUT + 2 * KILL_GRACE
-        return self.once(request, act, body=body, patience=patience, repeatable=False)
+        return self.execute_once(act, patience=patience, repeatable=False)
 
 
-class OneShotRunView(AgentApiView):
+class OneShotRunView(ApiView):
     @extend_schema(
         operation_id="runs_get",
         parameters=[schema.ENCODING_PARAMETER],
         responses=schema.build_responses(OneShotRunSerializer, 404),
     )
-    def get(self, request: HttpRequest, run_id: UUID) -> HttpResponse:
+    def get(self, request: ApiRequest, run_id: UUID) -> HttpResponse:
         """What is known of a one-shot run, also after the connection that asked for it was lost."""
-        lease = self.caller.lease(run_id)
+        lease = self.caller.get_lease(run_id)
         if lease.environment_id != f"run-{run_id}":
             raise NotFound("There is no such run.")
         result = one_shot.load_result(leasing.apply_elapsed_clock(lease, self.now))
-        return JsonResponse(serialize_one_shot_run(result, parse_encoding(request)))
+        return Response(serialize_one_shot_run(result, parse_encoding(request)))
 
 
 def build_one_shot_request(said: Mapping[str, Any], encoding: str, back: BinaryIO) -> OneShotRequest:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from django.db.models import Model, Q, QuerySet
-from django.http import HttpRequest
+from rest_framework.request import Request
 
 from leases.errors import InvalidRequest
 
@@ -15,7 +15,7 @@ DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 50, 200
 M = TypeVar("M", bound=Model)
 
 
-def paginate(every: QuerySet[M], at: str, request: HttpRequest) -> tuple[list[M], str | None]:
+def paginate(every: QuerySet[M], at: str, request: Request) -> tuple[list[M], str | None]:
     """One page, newest first by the moment `at`, and the URL of the next one. A page starts where the last one stopped,
     not at a number: what is added meanwhile shifts nothing."""
     asked = request.GET.get("limit", str(DEFAULT_PAGE_SIZE))

@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
+from rest_framework.response import Response
 
 from leases.api import schema
 from leases.api.fields import validate_url_value
 from leases.api.leases import ACQUIRE_SERIALIZER
-from leases.api.views import AgentApiView
+from leases.api.views import ApiRequest, ApiView
 from sandboxes import pool_stats
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Pool, Quota
@@ -79,13 +80,13 @@ class PoolListSerializer(PoolStatsSerializer):
     pools = PoolSerializer(many=True)
 
 
-class PoolListView(AgentApiView):
+class PoolListView(ApiView):
     @extend_schema(
         operation_id="pool_get",
         parameters=[schema.QUOTA_AGENT_PARAMETER],
         responses=schema.build_responses(PoolListSerializer),
     )
-    def get(self, request: HttpRequest) -> HttpResponse:
+    def get(self, request: ApiRequest) -> HttpResponse:
         """The pools, how full they are, and what this key's agents may have in them. With an operator's key also what
         there is in each state, and what has become of it: for each pool, and for all together."""
         dids = self.caller.key.dids
@@ -94,10 +95,10 @@ class PoolListView(AgentApiView):
             self.caller.require(did)
         if not self.caller.key.operator:
             every = Pool.objects.order_by("name")
-            return JsonResponse({"pools": [serialize_pool(one, pool_stats.find_quotas(one.pk, dids)) for one in every]})
+            return Response({"pools": [serialize_pool(one, pool_stats.find_quotas(one.pk, dids)) for one in every]})
         counted = pool_stats.collect_pool_stats(now=self.now)
         shown = [serialize_pool(one, pool_stats.find_quotas(one.pk, dids)) for one in counted]
-        return JsonResponse({"pools": shown} | serialize_pool_stats(pool_stats.sum_stats(counted)))
+        return Response({"pools": shown} | serialize_pool_stats(pool_stats.sum_stats(counted)))
 
 
 def serialize_pool_stats(of: Stats) -> dict[str, Any]:

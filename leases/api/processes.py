@@ -6,10 +6,11 @@ from typing import Any
 from uuid import UUID
 
 from django.conf import settings
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.exceptions import NotFound
+from rest_framework.response import Response
 
 from leases import execution
 from leases.api import schema
@@ -17,7 +18,7 @@ from leases.api.fields import StrictCharField, StrictIntegerField, encode_output
 from leases.api.idempotency import StatusAndBody
 from leases.api.pagination import paginate
 from leases.api.runs import ProgramSerializer
-from leases.api.views import AgentApiView
+from leases.api.views import ApiRequest, LeaseApiView
 from leases.errors import InvalidRequest
 from sandboxes import processes
 from sandboxes.db.clock import clock_from, format_timestamp
@@ -80,25 +81,27 @@ class ProcessLogSerializer(serializers.Serializer):
 NEW_PROCESS_SERIALIZER = NewProcessSerializer()
 
 
-class ProcessApiView(AgentApiView):
+class ProcessApiView(LeaseApiView):
     def process(self, pk: UUID, process_id: UUID) -> Process:
-        found = processes.find_by_holder(self.caller.lease(pk).pk).filter(pk=process_id).first()
+        found = processes.find_by_holder(pk).filter(pk=process_id).first()
         if found is None:
             raise NotFound("There is no such process of this lease.")
         return found
 
 
 class ProcessListView(ProcessApiView):
+    max_body_bytes = MAX_NEW_PROCESS_BODY_BYTES
+
     @extend_schema(
         operation_id="leases_processes_list",
         parameters=schema.PAGE_PARAMETERS,
         responses=schema.build_responses(schema.build_page_serializer(ProcessSerializer), 404),
     )
-    def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """What was started in the background of a lease's sandbox, newest first."""
-        processes.refresh_by_holder(self.caller.lease(pk).pk, now=self.now)
+        processes.refresh_by_holder(pk, now=self.now)
         found, following = paginate(processes.find_by_holder(pk), "started_at", request)
-        return JsonResponse({"results": [serialize_process(process) for process in found], "next": following})
+        return Response({"results": [serialize_process(process) for process in found], "next": following})
 
     @extend_schema(
         operation_id="leases_processes_start",
@@ -106,12 +109,11 @@ class ProcessListView(ProcessApiView):
         request=NewProcessSerializer,
         responses=schema.build_responses(StartedProcessSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(201,)),
     )
-    def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Start a program in the background of the lease's sandbox. It has no stdin, and ends by itself, by a DELETE, or
         with its sandbox: when that sleeps, which a process does not keep it from, and when the lease ends. At most 16
         run at once. One that does not exist has exited with 127."""
-        self.caller.lease(pk)
-        body, said = self.read(request, NEW_PROCESS_SERIALIZER, MAX_NEW_PROCESS_BODY_BYTES)
+        said = self.validate_body(NEW_PROCESS_SERIALIZER)
         text, within = said.get("wait_for"), timedelta(seconds=said["wait_seconds"])
 
         def act(run_id: UUID) -> StatusAndBody:
@@ -132,27 +134,27 @@ class ProcessListView(ProcessApiView):
             return 201, serialize_process(process) | {"found": found}
 
         patience = settings.SANDBOX_START_TIMEOUT + START_TIMEOUT + within + 2 * KILL_GRACE
-        return self.once(request, act, body=body, patience=patience, repeatable=False)
+        return self.execute_once(act, patience=patience, repeatable=False)
 
 
 class ProcessView(ProcessApiView):
     @extend_schema(operation_id="leases_processes_get", responses=schema.build_responses(ProcessSerializer, 404))
-    def get(self, request: HttpRequest, pk: UUID, process_id: UUID) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID, process_id: UUID) -> HttpResponse:
         """What one is doing, or what became of it."""
         process = self.process(pk, process_id)
         if process.ended_at is None:
             processes.refresh_by_holder(process.holder, now=self.now)
             process.refresh_from_db()
-        return JsonResponse(serialize_process(process))
+        return Response(serialize_process(process))
 
     @extend_schema(operation_id="leases_processes_kill", responses=schema.build_responses(ProcessSerializer, 404, 409, 410))
-    def delete(self, request: HttpRequest, pk: UUID, process_id: UUID) -> HttpResponse:
+    def delete(self, request: ApiRequest, pk: UUID, process_id: UUID) -> HttpResponse:
         """Kill one, with all that it has started, by SIGKILL. What it had exited with before stays; safe to repeat."""
         process = self.process(pk, process_id)
         killed = execution.call_with_lease(
             pk, lambda want, at: processes.kill_process(process, now=at), now=self.now, actor=self.actor
         )
-        return JsonResponse(serialize_process(killed))
+        return Response(serialize_process(killed))
 
 
 class ProcessLogView(ProcessApiView):
@@ -161,7 +163,7 @@ class ProcessLogView(ProcessApiView):
         parameters=[*schema.LOG_PARAMETERS, schema.ENCODING_PARAMETER],
         responses=schema.build_responses(ProcessLogSerializer, 404, 409, 410),
     )
-    def get(self, request: HttpRequest, pk: UUID, process_id: UUID) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID, process_id: UUID) -> HttpResponse:
         """Some of what one has printed, as long as its sandbox stays awake; the last 256 KiB at least are kept. With
         `wait_for`, once that was printed."""
         process, encoding = self.process(pk, process_id), parse_encoding(request)
@@ -178,12 +180,12 @@ class ProcessLogView(ProcessApiView):
             later = clock_from(self.now)
             found = processes.wait_for_log(process, text, start=start, within=within, now=later()) if text else None
             log = processes.read_log(process, start=start, length=length)
-            return JsonResponse(serialize_process_log(log, found, encoding))
+            return Response(serialize_process_log(log, found, encoding))
 
         return execution.call_with_lease(pk, act, now=self.now, actor=self.actor)
 
 
-def _parse_integer(request: HttpRequest, name: str, usual: int, *, least: int, most: int) -> int:
+def _parse_integer(request: ApiRequest, name: str, usual: int, *, least: int, most: int) -> int:
     said = request.GET.get(name, str(usual))
     if not re.fullmatch("[0-9]{1,18}", said) or not least <= int(said) <= most:
         raise InvalidRequest(name, f"A whole number from {least} to {most}.")

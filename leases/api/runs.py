@@ -4,10 +4,11 @@ from typing import Any
 from uuid import UUID
 
 from django.conf import settings
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.exceptions import NotFound
+from rest_framework.response import Response
 
 from leases import execution
 from leases.api import schema
@@ -25,7 +26,7 @@ from leases.api.fields import (
 from leases.api.idempotency import StatusAndBody
 from leases.api.pagination import paginate
 from leases.api.turns import MAX_TURN_NUMBER
-from leases.api.views import AgentApiView
+from leases.api.views import ApiRequest, LeaseApiView
 from sandboxes.db.clock import format_timestamp
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.models import RUN_KINDS, Run, RunOutcome
@@ -96,18 +97,19 @@ class RunOutputSerializer(RunSerializer):
 EXEC_SERIALIZER = ExecSerializer()
 
 
-class ExecView(AgentApiView):
+class ExecView(LeaseApiView):
+    max_body_bytes = MAX_EXEC_BODY_BYTES
+
     @extend_schema(
         operation_id="leases_exec",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER, schema.ENCODING_PARAMETER],
         request=ExecSerializer,
         responses=schema.build_responses(ExecResultSerializer, 402, 404, 409, 410, 413, 415, 429),
     )
-    def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Run a command in the lease's sandbox and wait for it. Failing and timing out are results, too."""
-        self.caller.lease(pk)
         encoding = parse_encoding(request)
-        body, said = self.read(request, EXEC_SERIALIZER, MAX_EXEC_BODY_BYTES)
+        said = self.validate_body(EXEC_SERIALIZER)
         timeout = seconds_to_timedelta(said, "timeout_seconds") or settings.EXEC_TIMEOUT
         stdin = decode_input(said["stdin"], encoding, "stdin")
 
@@ -121,34 +123,34 @@ class ExecView(AgentApiView):
             return 200, serialize_exec_result(run, result, encoding)
 
         patience = settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE
-        return self.once(request, act, body=body, patience=patience, repeatable=False)
+        return self.execute_once(act, patience=patience, repeatable=False)
 
 
-class RunListView(AgentApiView):
+class RunListView(LeaseApiView):
     @extend_schema(
         operation_id="leases_runs_list",
         parameters=schema.PAGE_PARAMETERS,
         responses=schema.build_responses(schema.build_page_serializer(RunSerializer), 404),
     )
-    def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """What ran for a lease, newest first."""
-        ran = Run.objects.filter(holder=self.caller.lease(pk).pk).defer("stdout", "stderr")
+        ran = Run.objects.filter(holder=pk).defer("stdout", "stderr")
         found, following = paginate(ran, "started_at", request)
-        return JsonResponse({"results": [serialize_run(run) for run in found], "next": following})
+        return Response({"results": [serialize_run(run) for run in found], "next": following})
 
 
-class RunView(AgentApiView):
+class RunView(LeaseApiView):
     @extend_schema(
         operation_id="leases_runs_get",
         parameters=[schema.ENCODING_PARAMETER],
         responses=schema.build_responses(RunOutputSerializer, 404),
     )
-    def get(self, request: HttpRequest, pk: UUID, run_id: UUID) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID, run_id: UUID) -> HttpResponse:
         """One run, with the first bytes of what it printed."""
-        run = Run.objects.filter(pk=run_id, holder=self.caller.lease(pk).pk).first()
+        run = Run.objects.filter(pk=run_id, holder=pk).first()
         if run is None:
             raise NotFound("There is no such run of this lease.")
-        return JsonResponse(serialize_run_output(run, parse_encoding(request)))
+        return Response(serialize_run_output(run, parse_encoding(request)))
 
 
 def serialize_exec_result(run: Run, result: ExecResult, encoding: str) -> dict[str, Any]:

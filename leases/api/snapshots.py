@@ -5,9 +5,10 @@ from typing import Any
 from uuid import UUID
 
 from django.conf import settings
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
+from rest_framework.response import Response
 
 from leases import fork, snapshots
 from leases.api import schema
@@ -15,7 +16,7 @@ from leases.api.fields import PatternField, StrictCharField, StrictUUIDField
 from leases.api.idempotency import StatusAndBody
 from leases.api.leases import AcquireSerializer, LeaseSerializer, build_lease_request, render_lease
 from leases.api.pagination import paginate
-from leases.api.views import AgentApiView
+from leases.api.views import ApiRequest, LeaseApiView
 from leases.models import DID_DESCRIPTION, DID_PATTERN, Lease
 from sandboxes.db.clock import format_timestamp
 from sandboxes.eviction import EVICTION_TIMEOUT
@@ -73,16 +74,16 @@ RESTORE_SERIALIZER = RestoreSerializer()
 FORK_SERIALIZER = ForkSerializer()
 
 
-class SnapshotListView(AgentApiView):
+class SnapshotListView(LeaseApiView):
     @extend_schema(
         operation_id="leases_snapshots_list",
         parameters=schema.PAGE_PARAMETERS,
         responses=schema.build_responses(schema.build_page_serializer(SnapshotSerializer), 404),
     )
-    def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """The copies of a lease's workspace that are kept, newest first; also after its end, for as long as those are kept."""
-        found, following = paginate(workspace.find_by_holder(self.caller.lease(pk).pk), "at", request)
-        return JsonResponse({"results": [serialize_snapshot(snapshot) for snapshot in found], "next": following})
+        found, following = paginate(workspace.find_by_holder(pk), "at", request)
+        return Response({"results": [serialize_snapshot(snapshot) for snapshot in found], "next": following})
 
     @extend_schema(
         operation_id="leases_snapshots_create",
@@ -90,61 +91,59 @@ class SnapshotListView(AgentApiView):
         request=NewSnapshotSerializer,
         responses=schema.build_responses(SnapshotSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(201,)),
     )
-    def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Store the workspace as it is now. A sandbox that sleeps is not woken for it. Only the newest copies are kept,
         these and those taken when it fell asleep, as many of each as the operator says (10 and 2 if not said)."""
-        self.caller.lease(pk)
-        body, said = self.read(request, NEW_SNAPSHOT_SERIALIZER)
+        said = self.validate_body(NEW_SNAPSHOT_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
             return 201, serialize_snapshot(snapshots.take_snapshot(pk, name=said["name"], now=self.now, actor=self.actor))
 
-        return self.once(request, act, body=body, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
+        return self.execute_once(act, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
 
 
-class SnapshotRestoreView(AgentApiView):
+class SnapshotRestoreView(LeaseApiView):
     @extend_schema(
         operation_id="leases_restore",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=RestoreSerializer,
         responses=schema.build_responses(SnapshotSerializer, 404, 409, 410, 413, 415),
     )
-    def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Have an earlier copy in the workspace from the next use on. What is in it now is stored before, and can be gone
         back to in the same way. 409 while something runs in the sandbox. /data is not changed."""
-        self.caller.lease(pk)
-        body, said = self.read(request, RESTORE_SERIALIZER)
+        said = self.validate_body(RESTORE_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
             return 200, serialize_snapshot(snapshots.restore_snapshot(pk, said["snapshot_id"], now=self.now, actor=self.actor))
 
-        return self.once(request, act, body=body, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
+        return self.execute_once(act, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
 
 
-class LeaseForkView(AgentApiView):
+class LeaseForkView(LeaseApiView):
     @extend_schema(
         operation_id="leases_fork",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=ForkSerializer,
         responses=schema.build_responses(LeaseSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(200, 201)),
     )
-    def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """A lease in another environment that starts with a copy of this one's workspace (201). Asked again, it is the
         same one (200); 409 if another lease is held there. A lease that has ended is forked from the newest copy kept.
         /workspace/config.json is the new lease's own; /data is that of its agent."""
-        lease = self.caller.lease(pk)
-        body, said = self.read(request, FORK_SERIALIZER)
+        lease = self.lease
+        said = self.validate_body(FORK_SERIALIZER)
         said = apply_fork_defaults(said, lease)
         self.caller.require(said["agent_did"])
 
         def act(run_id: UUID) -> StatusAndBody:
             granted, is_new = fork.fork(
                 lease, build_lease_request(said, self.key_id), snapshot=said.get("snapshot_id"), now=self.now, actor=self.actor,
-                admit=self.admit,
+                admit=self.consume_creation_token,
             )  # fmt: skip
             return 201 if is_new else 200, render_lease(granted, now=self.now, is_new=is_new)
 
-        return self.once(request, act, body=body, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
+        return self.execute_once(act, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
 
 
 def apply_fork_defaults(said: Mapping[str, Any], lease: Lease) -> dict[str, Any]:

@@ -5,16 +5,17 @@ from typing import Any
 from uuid import UUID
 
 from django.conf import settings
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
+from rest_framework.response import Response
 
 from leases import turns
 from leases.api import schema
 from leases.api.fields import JsonObjectField, StrictIntegerField
 from leases.api.idempotency import StatusAndBody
 from leases.api.pagination import paginate
-from leases.api.views import AgentApiView
+from leases.api.views import ApiRequest, LeaseApiView
 from leases.models import EnvironmentType, Turn
 from sandboxes.runs import KILL_GRACE
 
@@ -40,16 +41,18 @@ class TurnSerializer(serializers.Serializer):
 TURN_SERIALIZER = PlayTurnSerializer()
 
 
-class TurnListView(AgentApiView):
+class TurnListView(LeaseApiView):
+    max_body_bytes = MAX_TURN_BODY_BYTES
+
     @extend_schema(
         operation_id="leases_turns_list",
         parameters=schema.PAGE_PARAMETERS,
         responses=schema.build_responses(schema.build_page_serializer(TurnSerializer), 404),
     )
-    def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """The turns of a lease, newest first."""
-        found, following = paginate(Turn.objects.filter(lease=self.caller.lease(pk)), "started_at", request)
-        return JsonResponse({"results": [serialize_turn(turn) for turn in found], "next": following})
+        found, following = paginate(Turn.objects.filter(lease=self.lease), "started_at", request)
+        return Response({"results": [serialize_turn(turn) for turn in found], "next": following})
 
     @extend_schema(
         operation_id="leases_take_turn",
@@ -57,10 +60,10 @@ class TurnListView(AgentApiView):
         request=PlayTurnSerializer,
         responses=schema.build_responses(TurnSerializer, 402, 404, 409, 410, 413, 415, 429),
     )
-    def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Play one turn, once: a turn_number that was played answers what it answered then."""
-        lease = self.caller.lease(pk)
-        body, said = self.read(request, TURN_SERIALIZER, MAX_TURN_BODY_BYTES)
+        lease = self.lease
+        said = self.validate_body(TURN_SERIALIZER)
         kind = EnvironmentType.objects.get(name=lease.environment_type_id)
 
         def act(run_id: UUID) -> StatusAndBody:
@@ -68,7 +71,7 @@ class TurnListView(AgentApiView):
             return 200, serialize_turn(turn)
 
         patience: timedelta = settings.SANDBOX_START_TIMEOUT + (kind.turn_timeout or settings.TURN_TIMEOUT) + 3 * KILL_GRACE
-        return self.once(request, act, body=body, patience=patience)
+        return self.execute_once(act, patience=patience)
 
 
 def serialize_turn(turn: Turn) -> dict[str, Any]:

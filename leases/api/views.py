@@ -1,41 +1,73 @@
-"""Base view of the agents' API."""
+"""Base views of the agents' API.
+
+A handler validates the request, calls one verb of the domain and renders its result. Errors are raised;
+`controlplane.errors.handle` turns them into problem documents."""
 
 from datetime import datetime
 from typing import Any
 
 from django.conf import settings
-from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed
-from django.http.response import HttpResponseBase
+from django.http import HttpRequest, HttpResponse
 from django.utils import timezone
+from rest_framework.exceptions import MethodNotAllowed
+from rest_framework.request import Request
 from rest_framework.serializers import Serializer
 from rest_framework.views import APIView
 
 from leases import api_keys
-from leases.api import authentication, idempotency, request_body
+from leases.api import idempotency
 from leases.api.authentication import Caller
+from leases.api.permissions import HasKey, ReachesLease
+from leases.models import Lease
 
-MAX_SMALL_BODY_BYTES = 64 << 10  # bytes, like all of these: a body without a document of the agent's own in it
+MAX_SMALL_BODY_BYTES = 64 << 10  # default limit, for bodies that contain no document of the agent's own
 
 
-class AgentApiView(APIView):
-    """A view for agents: `caller` and `now` are set before its verb runs.
+class ApiRequest(Request):
+    """DRF request whose parser always runs and leaves the bytes it has read in `raw_body`.
 
-    APIView is here for the schema. Its own dispatch wraps the request, negotiates, parses and renders, which for one
-    JSON document each way costs more than it gives."""
+    DRF skips the parser of a request without a Content-Length and so takes a chunked body for an empty one."""
+
+    user: Caller  # type: ignore[assignment]
+    data: Any  # the parser's result: an object, or an iterator over the body's chunks
+    raw_body: bytes = b""
+
+    def _load_stream(self) -> None:
+        self._stream = self._request  # type: ignore[assignment]
+
+
+class ApiView(APIView):
+    """Base of all views of the agents' API. `now` is the time at which the request was received."""
 
     http_method_names = ["get", "head", "post", "put", "delete"]
-    caller: Caller
+    max_body_bytes = MAX_SMALL_BODY_BYTES
+    request: ApiRequest
     now: datetime
 
-    def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+    @property
+    def default_response_headers(self) -> dict[str, str]:
+        return {}  # DRF would send Allow with every response; the exception handler sends it with a 405
+
+    def initialize_request(self, request: HttpRequest, *args: Any, **kwargs: Any) -> ApiRequest:
+        return ApiRequest(
+            request,
+            parsers=self.get_parsers(),
+            authenticators=self.get_authenticators(),
+            negotiator=self.get_content_negotiator(),
+            parser_context=self.get_parser_context(request),
+        )
+
+    def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Refuse unsupported methods before authentication: a 405 needs no key."""
         method = (request.method or "").lower()
-        verb = getattr(self, method, None) if method in self.http_method_names else None
-        if verb is None:
-            return HttpResponseNotAllowed(self.allowed_methods)
+        if method not in self.http_method_names or not hasattr(self, method):
+            raise MethodNotAllowed(request.method or "", "Method Not Allowed.")
         self.now = timezone.now()
-        self.caller = authentication.authenticate_request(request, now=self.now)
-        answer: HttpResponseBase = verb(request, *args, **kwargs)
-        return answer
+        super().initial(request, *args, **kwargs)
+
+    @property
+    def caller(self) -> Caller:
+        return self.request.user
 
     @property
     def actor(self) -> str:
@@ -45,15 +77,25 @@ class AgentApiView(APIView):
     def key_id(self) -> str:
         return str(self.caller.pk)
 
-    def read(self, request: HttpRequest, form: Serializer, limit: int = MAX_SMALL_BODY_BYTES) -> tuple[bytes, dict[str, Any]]:
-        """The body, and what it says after validation."""
-        body = request_body.read_body(request, limit)
-        said: dict[str, Any] = form.run_validation(request_body.parse_json_object(request, body))
-        return body, said
+    def validate_body(self, serializer: Serializer) -> dict[str, Any]:
+        """Return the validated body. The serializers are shared between requests: validation stores nothing in them."""
+        data: dict[str, Any] = serializer.run_validation(self.request.data)
+        return data
 
-    def once(self, request: HttpRequest, act: idempotency.RequestHandler, **options: Any) -> HttpResponse:
-        return idempotency.execute_once(request, self.caller.key, act, now=self.now, **options)
+    def execute_once(self, act: idempotency.RequestHandler, **options: Any) -> HttpResponse:
+        """Act and respond, honouring an Idempotency-Key. The body must have been parsed before."""
+        return idempotency.execute_once(self.request, self.caller.key, act, body=self.request.raw_body, now=self.now, **options)
 
-    def admit(self) -> None:
-        """One new lease more for this key, or TooMany."""
+    def consume_creation_token(self) -> None:
+        """Count one new lease against the key's rate limit. Raises RateLimited.
+
+        Called by the domain when it is about to grant a lease, and not by a DRF throttle: requests that return an existing
+        lease, or are refused, do not count."""
         api_keys.consume_rate_limit_token(self.caller.key, per_minute=settings.CREATES_PER_MINUTE, now=self.now)
+
+
+class LeaseApiView(ApiView):
+    """Base of views under /leases/{pk}. `lease` is the lease in the URL, which the key may see."""
+
+    permission_classes = [HasKey, ReachesLease]
+    lease: Lease

@@ -8,7 +8,7 @@ import pytest
 from django.test import RequestFactory
 from django_q.models import OrmQ
 
-from leases.api import request_body
+from leases.api import parsers
 from leases.errors import InvalidRequest, LengthRequired, RequestTooLarge
 from leases.models import Agent, AgentKey, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, Turn
 from sandboxes.models import Pool, Run, Sandbox, Transition
@@ -225,6 +225,7 @@ def test_paths_of_files(ada: ApiClient, lease, method: str, path: str) -> None:
 def test_files_elsewhere_or_too_large(ada: ApiClient, lease, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(ada, "GET", f"leases/{lease['id']}/files/a?root=etc", None, 400, "root")
     monkeypatch.setattr("leases.api.files.MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr("leases.api.files.FileView.max_body_bytes", 1000)
     refused(ada, "PUT", f"leases/{lease['id']}/files/a", b"x" * 1001, 413)
     ada.post(f"leases/{lease['id']}/exec", {"argv": ["sh", "-c", "head -c 2000 /dev/zero >a"]})
     assert ada.get(f"leases/{lease['id']}/files/a").status_code == 413
@@ -298,22 +299,22 @@ def request(stream: Stream, **environ: Any) -> Any:
 def test_a_body_announced_as_too_large_is_not_read() -> None:
     stream = Stream(b"x" * 100)
     with pytest.raises(RequestTooLarge):
-        request_body.read_body(request(stream, CONTENT_LENGTH="101"), 100)
+        parsers.read_body(request(stream, CONTENT_LENGTH="101"), 100)
     assert stream.taken == 0
 
 
 def test_a_chunked_body_is_read_no_further_than_its_limit() -> None:
     chunked = {"HTTP_TRANSFER_ENCODING": "chunked", "wsgi.input_terminated": True}
-    assert request_body.read_body(request(Stream(b"x" * 100), **chunked), 100) == b"x" * 100
+    assert parsers.read_body(request(Stream(b"x" * 100), **chunked), 100) == b"x" * 100
     stream = Stream(b"x" * (1 << 20))
     with pytest.raises(RequestTooLarge):
-        request_body.read_body(request(stream, **chunked), 100)
-    assert stream.taken <= request_body.CHUNK_BYTES
+        parsers.read_body(request(stream, **chunked), 100)
+    assert stream.taken <= parsers.CHUNK_BYTES
 
 
 def test_a_chunked_body_is_refused_where_the_server_does_not_end_it() -> None:
     with pytest.raises(LengthRequired):
-        request_body.read_body(request(Stream(b"x"), HTTP_TRANSFER_ENCODING="chunked"), 100)
+        parsers.read_body(request(Stream(b"x"), HTTP_TRANSFER_ENCODING="chunked"), 100)
 
 
 @pytest.mark.parametrize("length", ["5", "-1", "x", "²", "1e3"])
@@ -321,7 +322,7 @@ def test_a_body_that_is_not_as_long_as_announced_is_refused(length: str) -> None
     sent = RequestFactory().generic("POST", "/", b"four")
     sent.META["CONTENT_LENGTH"] = length
     with pytest.raises(InvalidRequest):
-        request_body.read_body(sent, 100)
+        parsers.read_body(sent, 100)
 
 
 def test_a_large_file_is_refused_before_it_is_read(ada: ApiClient, lease) -> None:

@@ -5,14 +5,17 @@ import tempfile
 from typing import Any
 from uuid import UUID
 
-from django.http import FileResponse, HttpRequest, HttpResponse, JsonResponse
+from django.http import FileResponse, HttpResponse
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.exceptions import NotFound
+from rest_framework.response import Response
 
-from leases.api import request_body, schema
+from leases.api import schema
+from leases.api.parsers import StreamParser
 from leases.api.stores.base import StoreApiView, parse_limit, parse_name_cursor, validate_name
+from leases.api.views import ApiRequest
 from leases.errors import InvalidRequest
 from sandboxes.db.clock import format_timestamp
 from sandboxes.stores.artifacts import Artifact
@@ -39,18 +42,21 @@ class ArtifactListView(StoreApiView):
         parameters=schema.PAGE_PARAMETERS,
         responses=schema.build_responses(schema.build_page_serializer(ArtifactSerializer), 404),
     )
-    def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """The artifacts of a lease by name. The 1000 newest stay, as far as they fit into 1 GiB."""
         found, more = self.of(pk).artifacts.page(behind=parse_name_cursor(request), limit=parse_limit(request))
         return self.listed(request, found, more, serialize_artifact, "name")
 
 
 class ArtifactView(StoreApiView):
+    parser_classes = [StreamParser]
+    max_body_bytes = DEFAULT_LIMITS.max_artifact_bytes
+
     @extend_schema(
         operation_id="leases_artifacts_get",
         responses={(200, ANY_MEDIA_TYPE): OpenApiTypes.BINARY} | schema.build_responses(None, 404, ok=()),
     )
-    def get(self, request: HttpRequest, pk: UUID, name: str) -> FileResponse:
+    def get(self, request: ApiRequest, pk: UUID, name: str) -> FileResponse:
         """The content of one artifact, with the media type that it was stored with. Its SHA-256 is the ETag."""
         content = tempfile.SpooledTemporaryFile(MAX_IN_MEMORY_BYTES)  # noqa: SIM115 - the response closes it
         try:
@@ -68,14 +74,13 @@ class ArtifactView(StoreApiView):
         request={ANY_MEDIA_TYPE: OpenApiTypes.BINARY},
         responses=schema.build_responses(ArtifactSerializer, 404, 410, 411, 413, ok=(200, 201)),
     )
-    def put(self, request: HttpRequest, pk: UUID, name: str) -> HttpResponse:
+    def put(self, request: ApiRequest, pk: UUID, name: str) -> HttpResponse:
         """Store one artifact (201), or replace the one of that name (200). At most 64 MiB."""
-        self.caller.lease(pk)
         of, kind = self.writable(pk), request.META.get("CONTENT_TYPE") or schema.OCTET_STREAM
         if not re.fullmatch(MEDIA_TYPE_PATTERN, kind, re.ASCII):
             raise InvalidRequest("Content-Type", "Not a media type.")
         with tempfile.SpooledTemporaryFile(MAX_IN_MEMORY_BYTES) as content:
-            for chunk in request_body.iter_body(request, DEFAULT_LIMITS.max_artifact_bytes):
+            for chunk in request.data:
                 content.write(chunk)
             content.seek(0)
             stored, replaced = of.artifacts.put(
@@ -85,12 +90,11 @@ class ArtifactView(StoreApiView):
                 now=self.now,
                 actor=self.actor,
             )
-        return JsonResponse(serialize_artifact(stored), status=200 if replaced else 201)
+        return Response(serialize_artifact(stored), status=200 if replaced else 201)
 
     @extend_schema(operation_id="leases_artifacts_delete", responses=schema.build_responses(None, 404, 410, ok=(204,)))
-    def delete(self, request: HttpRequest, pk: UUID, name: str) -> HttpResponse:
+    def delete(self, request: ApiRequest, pk: UUID, name: str) -> HttpResponse:
         """Remove one artifact."""
-        self.caller.lease(pk)
         if not self.writable(pk).artifacts.remove(validate_name(name), now=self.now):
             raise NotFound("There is no such artifact.")
         return HttpResponse(status=204)

@@ -3,16 +3,18 @@
 from typing import Any
 from uuid import UUID
 
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.exceptions import NotFound
+from rest_framework.response import Response
 from rest_framework.serializers import Serializer
 
 from leases.api import schema
 from leases.api.fields import JsonField, JsonObjectField, StrictCharField
 from leases.api.idempotency import StatusAndBody
 from leases.api.stores.base import CURSOR_PARAMETER, LIMIT_PARAMETER, ORDER_PARAMETER, SORT_ORDERS, StoreApiView, parse_limit
+from leases.api.views import ApiRequest
 from leases.errors import InvalidRequest
 from sandboxes.db.clock import format_timestamp
 from sandboxes.stores.events import Event, EventStore, parse_stamp
@@ -64,6 +66,7 @@ AUDIT_ENTRY_SERIALIZER = AuditEntrySerializer()
 class EventLogApiView(StoreApiView):
     """What chat history and audit log have in common."""
 
+    max_body_bytes = DEFAULT_LIMITS.max_event_bytes
     form: Serializer
 
     def log(self, of: LeaseStores) -> EventStore:
@@ -72,7 +75,7 @@ class EventLogApiView(StoreApiView):
     def serialize_event(self, event: Event) -> dict[str, Any]:
         raise NotImplementedError
 
-    def some(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def some(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         order, cursor = request.GET.get("order", SORT_ORDERS[0]), request.GET.get("cursor")
         if order not in SORT_ORDERS:
             raise InvalidRequest("order", f"One of {', '.join(SORT_ORDERS)}.")
@@ -87,16 +90,15 @@ class EventLogApiView(StoreApiView):
         event = self.log(self.of(pk)).read(event_id)
         if event is None:
             raise NotFound("There is no such event.")
-        return JsonResponse(self.serialize_event(event))
+        return Response(self.serialize_event(event))
 
-    def append(self, request: HttpRequest, pk: UUID) -> HttpResponse:
-        self.caller.lease(pk)
-        body, said = self.read(request, self.form, DEFAULT_LIMITS.max_event_bytes)
+    def append(self, request: ApiRequest, pk: UUID) -> HttpResponse:
+        said = self.validate_body(self.form)
 
         def act(run_id: UUID) -> StatusAndBody:
             return 201, self.serialize_event(self.log(self.writable(pk)).append(said, now=self.now, actor=self.actor))
 
-        return self.once(request, act, body=body)
+        return self.execute_once(act)
 
 
 class ChatApiView(EventLogApiView):
@@ -125,7 +127,7 @@ class ChatListView(ChatApiView):
         parameters=[ORDER_PARAMETER, CURSOR_PARAMETER, LIMIT_PARAMETER],
         responses=schema.build_responses(schema.build_page_serializer(ChatEventSerializer), 404),
     )
-    def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """The chat history of a lease. The last 10000 messages stay, as far as they fit into 64 MiB."""
         return self.some(request, pk)
 
@@ -135,14 +137,14 @@ class ChatListView(ChatApiView):
         request=ChatMessageSerializer,
         responses=schema.build_responses(ChatEventSerializer, 404, 409, 410, 413, 415, ok=(201,)),
     )
-    def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Append a message to the chat history; at most 256 KiB."""
         return self.append(request, pk)
 
 
 class ChatMessageView(ChatApiView):
     @extend_schema(operation_id="leases_chat_get", responses=schema.build_responses(ChatEventSerializer, 404))
-    def get(self, request: HttpRequest, pk: UUID, event_id: str) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID, event_id: str) -> HttpResponse:
         return self.one(pk, event_id)
 
 
@@ -152,7 +154,7 @@ class AuditListView(AuditApiView):
         parameters=[ORDER_PARAMETER, CURSOR_PARAMETER, LIMIT_PARAMETER],
         responses=schema.build_responses(schema.build_page_serializer(AuditEventSerializer), 404),
     )
-    def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """The audit log of a lease. The last 10000 entries stay, as far as they fit into 64 MiB."""
         return self.some(request, pk)
 
@@ -162,14 +164,14 @@ class AuditListView(AuditApiView):
         request=AuditEntrySerializer,
         responses=schema.build_responses(AuditEventSerializer, 404, 409, 410, 413, 415, ok=(201,)),
     )
-    def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Append an entry to the audit log; at most 256 KiB. Entries are never changed."""
         return self.append(request, pk)
 
 
 class AuditEntryView(AuditApiView):
     @extend_schema(operation_id="leases_audit_get", responses=schema.build_responses(AuditEventSerializer, 404))
-    def get(self, request: HttpRequest, pk: UUID, event_id: str) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID, event_id: str) -> HttpResponse:
         return self.one(pk, event_id)
 
 

@@ -3,15 +3,17 @@
 from typing import Any
 from uuid import UUID
 
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpResponse
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.exceptions import NotFound
+from rest_framework.response import Response
 
-from leases.api import request_body, schema
+from leases.api import schema
 from leases.api.fields import JsonObjectField
 from leases.api.stores.base import StoreApiView, parse_limit, parse_name_cursor, validate_name
+from leases.api.views import ApiRequest
 from sandboxes.db.clock import format_timestamp
 from sandboxes.stores.lease_stores import Session
 from sandboxes.stores.limits import DEFAULT_LIMITS
@@ -30,32 +32,33 @@ class SessionListView(StoreApiView):
         parameters=schema.PAGE_PARAMETERS,
         responses=schema.build_responses(schema.build_page_serializer(SessionSerializer), 404),
     )
-    def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """The session index of a lease by id. The 1000 that were written last stay."""
         found, more = self.of(pk).sessions.page(behind=parse_name_cursor(request), limit=parse_limit(request))
         return self.listed(request, found, more, serialize_session, "session_id")
 
 
 class SessionView(StoreApiView):
+    max_body_bytes = DEFAULT_LIMITS.max_session_bytes
+
     @extend_schema(operation_id="leases_sessions_get", responses=schema.build_responses(SessionSerializer, 404))
-    def get(self, request: HttpRequest, pk: UUID, session_id: str) -> HttpResponse:
+    def get(self, request: ApiRequest, pk: UUID, session_id: str) -> HttpResponse:
         session = self.of(pk).sessions.read(validate_name(session_id, "session_id"))
         if session is None:
             raise NotFound("There is no such session.")
-        return JsonResponse(serialize_session(session))
+        return Response(serialize_session(session))
 
     @extend_schema(
         operation_id="leases_sessions_put",
         request={"application/json": OpenApiTypes.OBJECT},
         responses=schema.build_responses(SessionSerializer, 404, 410, 413, 415),
     )
-    def put(self, request: HttpRequest, pk: UUID, session_id: str) -> HttpResponse:
+    def put(self, request: ApiRequest, pk: UUID, session_id: str) -> HttpResponse:
         """Make or replace the document of one session; at most 64 KiB."""
-        self.caller.lease(pk)
-        said = request_body.parse_json_object(request, request_body.read_body(request, DEFAULT_LIMITS.max_session_bytes))
+        said = request.data
         sessions = self.writable(pk).sessions
         session = sessions.put(validate_name(session_id, "session_id"), said, now=self.now, actor=self.actor)
-        return JsonResponse(serialize_session(session))
+        return Response(serialize_session(session))
 
 
 def serialize_session(session: Session) -> dict[str, Any]:

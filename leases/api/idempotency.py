@@ -15,9 +15,8 @@ from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.http import HttpResponse
 from rest_framework.request import Request
-from rest_framework.response import Response
 
-from leases.api.renderers import encode_json
+from leases.api.renderers import JsonRenderer, encode_json
 from leases.errors import Conflict, InvalidRequest
 from leases.models import AgentKey, IdempotentRequest
 from sandboxes.db.clock import clock_from
@@ -63,8 +62,7 @@ def execute_once(
     KeyReused, InProgress; OutcomeUnknown if it is not repeatable and was interrupted."""
     key = request.META.get("HTTP_IDEMPOTENCY_KEY")
     if key is None:
-        status, said = act(uuid.uuid4())
-        return Response(said, status=status)
+        return _build_response(*act(uuid.uuid4()))
     if not re.fullmatch(r"[\x21-\x7e]{1,255}", key):
         raise InvalidRequest(HEADER_NAME, f"The header {HEADER_NAME} has 1 to 255 visible ASCII characters.")
     later = clock_from(now)
@@ -85,8 +83,9 @@ def execute_once(
             ours.update(deadline_at=later())
         raise
     checkpoint("acted", row)
-    ours.update(status_code=status, body=encode_json(said).decode())
-    return Response(said, status=status)
+    response = _build_response(status, said)
+    ours.update(status_code=status, body=response.content.decode())
+    return response
 
 
 def _claim_key(
@@ -136,3 +135,8 @@ def _derive_run_id(holder: AgentKey, row: IdempotentRequest) -> uuid.UUID:
 def _may_have_started(run_id: uuid.UUID) -> bool:
     # A Run that failed without an exit code was refused by the provider: nothing was executed.
     return Run.objects.filter(pk=run_id).exclude(outcome=RunOutcome.FAILED, exit_code=None).exists()
+
+
+def _build_response(status: int, data: Mapping[str, Any]) -> HttpResponse:
+    """Render at once: the body that is stored and replayed is then the body that was sent."""
+    return HttpResponse(encode_json(data), status=status, content_type=JsonRenderer.media_type)

@@ -26,7 +26,7 @@ from leases.api.idempotency import StatusAndBody
 from leases.api.llm_calls import LeaseCallsSerializer, serialize_lease_calls
 from leases.api.pagination import paginate
 from leases.api.parsers import OpaqueParser
-from leases.api.views import ApiRequest, ApiView, LeaseApiView
+from leases.api.views import ApiRequest, ApiView, HotLeaseApiView, LeaseApiView
 from leases.errors import InvalidRequest
 from leases.models import (
     CONDITION_DESCRIPTION,
@@ -168,7 +168,7 @@ class LeaseView(LeaseApiView):
         return Response(render_lease(lease, now=self.now) | {"seconds_alive": alive, "llm": asked})
 
 
-class LeaseRenewView(LeaseApiView):
+class LeaseRenewView(HotLeaseApiView):
     parser_classes = [OpaqueParser]
 
     @extend_schema(

@@ -1,7 +1,8 @@
 """Request body parsers: size limits, strict JSON and raw streams.
 
-Each view has exactly one parser. A parser takes its size limit from the view's `max_body_bytes` and leaves the bytes it has
-read in `request.raw_body`, where the fingerprint of an Idempotency-Key is computed from them."""
+Each view has exactly one parser, which gets the HttpRequest as its stream. It takes its size limit from the view's
+`max_body_bytes`. Parsers that hold the whole body leave it in `request.raw_body`: the fingerprint of a request with an
+Idempotency-Key is computed from it."""
 
 import json
 import math
@@ -29,8 +30,7 @@ class OpaqueParser(BaseParser):
 
     def parse(self, stream: Any, media_type: str | None = None, parser_context: Mapping[str, Any] | None = None) -> Any:
         assert parser_context is not None
-        request = parser_context["request"]
-        request.raw_body = read_body(request._request, parser_context["view"].max_body_bytes)
+        parser_context["request"].raw_body = read_body(stream, parser_context["view"].max_body_bytes)
         return {}
 
 
@@ -40,8 +40,7 @@ class JsonParser(OpaqueParser):
     def parse(self, stream: Any, media_type: str | None = None, parser_context: Mapping[str, Any] | None = None) -> Any:
         assert parser_context is not None
         super().parse(stream, media_type, parser_context)
-        request = parser_context["request"]
-        return parse_json_object(request._request, request.raw_body)
+        return parse_json_object(stream, parser_context["request"].raw_body)
 
 
 class StreamParser(BaseParser):
@@ -51,7 +50,7 @@ class StreamParser(BaseParser):
 
     def parse(self, stream: Any, media_type: str | None = None, parser_context: Mapping[str, Any] | None = None) -> Any:
         assert parser_context is not None
-        return iter_body(parser_context["request"]._request, parser_context["view"].max_body_bytes)
+        return iter_body(stream, parser_context["view"].max_body_bytes)
 
 
 def read_body(request: HttpRequest, limit: int) -> bytes:

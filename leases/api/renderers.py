@@ -7,7 +7,6 @@ from typing import Any
 
 from rest_framework.exceptions import NotAcceptable
 from rest_framework.negotiation import DefaultContentNegotiation
-from rest_framework.parsers import BaseParser
 from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
 
@@ -28,13 +27,7 @@ class JsonRenderer(BaseRenderer):
 
 
 class Negotiation(DefaultContentNegotiation):
-    """Use the view's only parser and, unless the request names another of the view's renderers, its first renderer.
-
-    An Accept header or a Content-Type that no renderer or parser matches is therefore no error here. JsonParser refuses other
-    media types itself, after the size limit, so that an empty body needs no Content-Type."""
-
-    def select_parser(self, request: Request, parsers: Iterable[BaseParser]) -> BaseParser:
-        return next(iter(parsers))
+    """Use the view's first renderer unless the request names another one of them. No Accept header is refused."""
 
     def select_renderer(
         self, request: Request, renderers: Iterable[BaseRenderer], format_suffix: str | None = None

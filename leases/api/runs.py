@@ -26,7 +26,7 @@ from leases.api.fields import (
 from leases.api.idempotency import StatusAndBody
 from leases.api.pagination import paginate
 from leases.api.turns import MAX_TURN_NUMBER
-from leases.api.views import ApiRequest, LeaseApiView
+from leases.api.views import ApiRequest, HotLeaseApiView, LeaseApiView
 from sandboxes.db.clock import format_timestamp
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.models import RUN_KINDS, Run, RunOutcome
@@ -97,7 +97,7 @@ class RunOutputSerializer(RunSerializer):
 EXEC_SERIALIZER = ExecSerializer()
 
 
-class ExecView(LeaseApiView):
+class ExecView(HotLeaseApiView):
     max_body_bytes = MAX_EXEC_BODY_BYTES
 
     @extend_schema(

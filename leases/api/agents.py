@@ -40,36 +40,41 @@ class AgentListView(ApiView):
 
     @extend_schema(
         operation_id="agents_list",
+        summary="List agents",
         parameters=schema.PAGE_PARAMETERS,
         responses=schema.build_responses(schema.build_page_serializer(AgentSerializer)),
     )
     def get(self, request: ApiRequest) -> HttpResponse:
-        """The agents this key speaks for, or all for an operator's, newest first."""
-        mine = Agent.objects.all() if self.caller.key.operator else Agent.objects.filter(did__in=self.caller.key.dids)
-        found, following = paginate(mine, "created_at", request)
-        return Response({"results": [serialize_agent(agent) for agent in found], "next": following})
+        """Return the agents this key speaks for, newest first. An operator's key sees all agents."""
+        agents = Agent.objects.all() if self.caller.key.operator else Agent.objects.filter(did__in=self.caller.key.dids)
+        page, next_url = paginate(agents, "created_at", request)
+        return Response({"results": [serialize_agent(agent) for agent in page], "next": next_url})
 
     @extend_schema(
         operation_id="agents_create",
+        summary="Create an agent",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=NewAgentSerializer,
         responses=schema.build_responses(AgentSerializer, 409, 413, 415, ok=(200, 201)),
     )
     def post(self, request: ApiRequest) -> HttpResponse:
-        """Make an agent (201), or find it (200) as it is. For operators; agents also come with keys and leases."""
-        said = self.validate_body(NEW_AGENT_SERIALIZER)
+        """Create an agent (201), or return the existing one unchanged (200). Operator keys only.
+
+        Agents are also created with the keys and leases that name them."""
+        data = self.validate_body(NEW_AGENT_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
-            new = {"name": said["name"], "created_at": self.now}
-            agent, made = Agent.objects.get_or_create(did=said["did"], defaults=new)
+            new = {"name": data["name"], "created_at": self.now}
+            agent, made = Agent.objects.get_or_create(did=data["did"], defaults=new)
             return 201 if made else 200, serialize_agent(agent)
 
         return self.execute_once(act)
 
 
 class AgentView(ApiView):
-    @extend_schema(operation_id="agents_get", responses=schema.build_responses(AgentSerializer, 404))
+    @extend_schema(operation_id="agents_get", summary="Get an agent", responses=schema.build_responses(AgentSerializer, 404))
     def get(self, request: ApiRequest, did: str) -> HttpResponse:
+        """Return one agent."""
         agent = Agent.objects.filter(did=did).first() if self.caller.speaks_for(did) and "\0" not in did else None
         if agent is None:
             raise NotFound("There is no such agent.")

@@ -1,4 +1,4 @@
-"""Environments: join one, post a condition."""
+"""Environments: joining and conditions."""
 
 from uuid import UUID
 
@@ -26,31 +26,32 @@ class ConditionSerializer(serializers.Serializer):
 
 
 class EndedLeasesSerializer(serializers.Serializer):
-    ended = serializers.ListField(child=serializers.UUIDField())
+    ended = serializers.ListField(child=serializers.UUIDField(), help_text="Ids of the leases that this call ended.")
 
 
 JOIN_SERIALIZER = JoinSerializer()
-
-
 CONDITION_SERIALIZER = ConditionSerializer()
 
 
 class EnvironmentJoinView(ApiView):
     @extend_schema(
         operation_id="environments_join",
+        summary="Join an environment",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=JoinSerializer,
         responses=schema.build_responses(LeaseSerializer, 402, 409, 410, 413, 415, 429, ok=(200, 201)),
     )
     def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
-        """Like acquiring a lease, and then its sandbox is ready, with /workspace/config.json in it."""
-        said = self.validate_body(JOIN_SERIALIZER)
-        said["environment_id"] = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
-        self.caller.require(said["agent_did"])
+        """Acquire a lease as POST /leases does, and start its sandbox with /workspace/config.json in it.
+
+        The response is sent when the sandbox is ready."""
+        data = self.validate_body(JOIN_SERIALIZER)
+        data["environment_id"] = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
+        self.caller.require(data["agent_did"])
 
         def act(run_id: UUID) -> StatusAndBody:
             lease, is_new = turns.join_environment(
-                build_lease_request(said, self.key_id), now=self.now, actor=self.actor, admit=self.consume_creation_token
+                build_lease_request(data, self.key_id), now=self.now, actor=self.actor, admit=self.consume_creation_token
             )
             return 201 if is_new else 200, render_lease(lease, now=self.now) | {"is_new": is_new}
 
@@ -60,19 +61,23 @@ class EnvironmentJoinView(ApiView):
 class EnvironmentConditionView(ApiView):
     @extend_schema(
         operation_id="environments_post_condition",
+        summary="Post a condition",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=ConditionSerializer,
         responses=schema.build_responses(EndedLeasesSerializer, 409, 413, 415),
     )
     def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
-        """Something happened in an environment: end the leases that wait for it, all of them or this key's agents'."""
-        said = self.validate_body(CONDITION_SERIALIZER)
+        """End the leases in an environment that have this expiry condition.
+
+        An agent's key ends only leases of its own agents."""
+        data = self.validate_body(CONDITION_SERIALIZER)
         environment_id = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
         agents = None if self.caller.key.operator else self.caller.key.dids
 
         def act(run_id: UUID) -> StatusAndBody:
-            happened = said["condition"]
-            ended = sweeps.end_leases_by_condition(environment_id, happened, now=self.now, agents=agents, actor=self.actor)
+            ended = sweeps.end_leases_by_condition(
+                environment_id, data["condition"], now=self.now, agents=agents, actor=self.actor
+            )
             if ended:
                 enqueue_reclaim()
             return 200, {"ended": [str(lease.pk) for lease in ended]}

@@ -41,32 +41,14 @@ from sandboxes.state.spool import open_spool
 from sandboxes.storage.base import StoreError
 
 MAX_TIMESTAMP = int(datetime(9999, 12, 31, tzinfo=UTC).timestamp())
-
-
 FILE_KINDS = ("file", "directory", "link", "other")
-
-
 MAX_FILE_BYTES = 64 << 20  # bytes of one answer, and of one file that is written
-
-
 MAX_ARCHIVE_BYTES = 1 << 30
-
-
 MAX_LISTING_ENTRIES = 10_000  # of a listing
-
-
 ARCHIVE_TIMEOUT = timedelta(minutes=10)
-
-
 CHUNK_BYTES = 1 << 18
-
-
 ROOTS = {"workspace": WORKSPACE, "data": DATA}
-
-
 RANGE_RE = re.compile(r"bytes *= *([0-9]{0,18})-([0-9]{0,18})", re.ASCII | re.IGNORECASE)
-
-
 SOURCE_HEADER_NAME = "Leasehold-Source"
 
 

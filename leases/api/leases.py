@@ -48,12 +48,16 @@ HELD_SANDBOX_SQL = "holder = %s AND state NOT IN ('destroying', 'destroyed')"
 class JoinSerializer(serializers.Serializer):
     agent_did = build_did_field()
     environment_type = PatternField(r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _")
-    ttl_seconds = build_seconds_field(help_text="Ends when unused for this long. Default: what the environment type says.")
-    max_ttl_seconds = build_seconds_field(help_text="Ends this long after it was granted, whatever happens.")
-    sleep_after = DurationField(required=False, allow_null=True, help_text="The sandbox sleeps when unused for this long.")
+    ttl_seconds = build_seconds_field(
+        help_text="The lease ends this long after its last renewal. Default: from the environment type."
+    )
+    max_ttl_seconds = build_seconds_field(help_text="The lease ends this long after it was granted, renewed or not.")
+    sleep_after = DurationField(
+        required=False, allow_null=True, help_text="The sandbox is put to sleep after this long without use."
+    )
     expiry_conditions = serializers.ListField(
         child=PatternField(CONDITION_PATTERN, CONDITION_DESCRIPTION), max_length=32, required=False, allow_null=True,
-        help_text="Posted facts that end the lease. Default: what the environment type says.",
+        help_text="Conditions that end the lease when posted. Default: from the environment type.",
     )  # fmt: skip
     pool = PatternField(r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, allow_null=True)
 
@@ -76,29 +80,31 @@ class SandboxSerializer(serializers.Serializer):
 
 class LeaseSerializer(serializers.Serializer):
     id = serializers.UUIDField()
-    sandbox_id = serializers.CharField(help_text="Agent and environment: the same for every incarnation of the lease.")
+    sandbox_id = serializers.CharField(help_text="`<agent did>::<environment>`, the same for successive leases.")
     agent_did = serializers.CharField()
     environment_id = serializers.CharField()
     environment_type = serializers.CharField()
     status = serializers.ChoiceField(LeaseStatus.choices)
-    is_new = serializers.BooleanField(help_text="This call granted it.")
+    is_new = serializers.BooleanField(help_text="True if this call granted the lease.")
     leased_at = serializers.DateTimeField()
     last_activity = serializers.DateTimeField()
     ttl_seconds = serializers.IntegerField()
-    expires_at = serializers.DateTimeField(help_text="The earliest of its clocks, as of now.")
+    expires_at = serializers.DateTimeField(
+        help_text="Time at which the lease ends unless renewed: the earlier of ttl and max_ttl."
+    )
     max_expires_at = serializers.DateTimeField()
-    sleep_after = serializers.IntegerField(help_text="Seconds.")
+    sleep_after = serializers.IntegerField(help_text="Idle seconds after which the sandbox is put to sleep.")
     expiry_conditions = serializers.ListField(child=serializers.CharField())
     ended_at = serializers.DateTimeField(allow_null=True)
     end_reason = serializers.CharField(
-        help_text="Empty while active; ttl, max_ttl, condition:<name>, released, budget, operator, lost or failed."
+        help_text="Empty while active, then ttl, max_ttl, condition:<name>, released, budget, operator, lost or failed."
     )
-    sandbox = SandboxSerializer(allow_null=True, help_text="It comes with the first use.")
+    sandbox = SandboxSerializer(allow_null=True, help_text="Current sandbox; null before the first use.")
 
 
 class LeaseDetailSerializer(LeaseSerializer):
-    seconds_alive = serializers.FloatField(help_text="How long its sandboxes have had a process, all together.")
-    llm = LeaseCallsSerializer(help_text="What its sandboxes asked their models, and what that cost.")
+    seconds_alive = serializers.FloatField(help_text="Total time in which sandboxes of the lease had a running process.")
+    llm = LeaseCallsSerializer(help_text="LLM calls of the lease's sandboxes: counts, tokens and cost.")
 
 
 class RenewedSerializer(serializers.Serializer):
@@ -111,48 +117,52 @@ ACQUIRE_SERIALIZER = AcquireSerializer()
 class LeaseListView(ApiView):
     @extend_schema(
         operation_id="leases_list",
+        summary="List leases",
         parameters=[*schema.PAGE_PARAMETERS, *schema.LEASE_FILTER_PARAMETERS],
         responses=schema.build_responses(schema.build_page_serializer(LeaseSerializer)),
     )
     def get(self, request: ApiRequest) -> HttpResponse:
-        """The leases this key may see, newest first."""
-        mine = self.caller.visible_leases()
+        """Return the leases of this key's agents, newest first. An operator's key sees all leases."""
+        leases = self.caller.visible_leases()
         if did := request.GET.get("agent_did"):
-            mine = mine.filter(agent_did=validate_url_value(ACQUIRE_SERIALIZER, "agent_did", did))
+            leases = leases.filter(agent_did=validate_url_value(ACQUIRE_SERIALIZER, "agent_did", did))
         if environment := request.GET.get("environment_id"):
-            mine = mine.filter(environment_id=validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment))
+            leases = leases.filter(environment_id=validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment))
         if status := request.GET.get("status"):
-            mine = mine.filter(self._is(status))
-        found, following = paginate(mine, "leased_at", request)
-        held = Sandbox.objects.filter(holder__in=[lease.pk for lease in found]).exclude(state__in=GONE_STATES)
-        boxes = {sandbox.holder: sandbox for sandbox in held}
-        results = [serialize_lease(leasing.apply_elapsed_clock(lease, self.now), boxes.get(lease.pk)) for lease in found]
-        return Response({"results": results, "next": following})
+            leases = leases.filter(self._build_status_filter(status))
+        page, next_url = paginate(leases, "leased_at", request)
+        held = Sandbox.objects.filter(holder__in=[lease.pk for lease in page]).exclude(state__in=GONE_STATES)
+        sandboxes = {sandbox.holder: sandbox for sandbox in held}
+        results = [serialize_lease(leasing.apply_elapsed_clock(lease, self.now), sandboxes.get(lease.pk)) for lease in page]
+        return Response({"results": results, "next": next_url})
 
-    def _is(self, status: str) -> Q:
-        over = Q(expires_at__lte=self.now, status=LeaseStatus.ACTIVE)  # and no sweep has come by yet
+    def _build_status_filter(self, status: str) -> Q:
+        elapsed = Q(expires_at__lte=self.now, status=LeaseStatus.ACTIVE)  # ended, and not swept yet
         if status == LeaseStatus.ACTIVE:
-            return Q(status=LeaseStatus.ACTIVE) & ~over
+            return Q(status=LeaseStatus.ACTIVE) & ~elapsed
         if status == LeaseStatus.EXPIRED:
-            return Q(status=LeaseStatus.EXPIRED) | over
+            return Q(status=LeaseStatus.EXPIRED) | elapsed
         if status == LeaseStatus.DESTROYED:
             return Q(status=LeaseStatus.DESTROYED)
         raise InvalidRequest("status", f"One of {', '.join(LeaseStatus.values)}.")
 
     @extend_schema(
         operation_id="leases_acquire",
+        summary="Acquire a lease",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=AcquireSerializer,
         responses=schema.build_responses(LeaseSerializer, 402, 409, 413, 415, 429, ok=(200, 201)),
     )
     def post(self, request: ApiRequest) -> HttpResponse:
-        """The agent's active lease in an environment: a new one (201), or the one it holds (200)."""
-        said = self.validate_body(ACQUIRE_SERIALIZER)
-        self.caller.require(said["agent_did"])
+        """Grant the agent a lease in an environment (201), or return the active lease that it already holds there (200).
+
+        The sandbox is started by the first use, not by this call."""
+        data = self.validate_body(ACQUIRE_SERIALIZER)
+        self.caller.require(data["agent_did"])
 
         def act(run_id: UUID) -> StatusAndBody:
             lease, is_new = leasing.acquire(
-                build_lease_request(said, self.key_id), now=self.now, actor=self.actor, admit=self.consume_creation_token
+                build_lease_request(data, self.key_id), now=self.now, actor=self.actor, admit=self.consume_creation_token
             )
             return 201 if is_new else 200, render_lease(lease, now=self.now, is_new=is_new)
 
@@ -160,12 +170,14 @@ class LeaseListView(ApiView):
 
 
 class LeaseView(LeaseApiView):
-    @extend_schema(operation_id="leases_get", responses=schema.build_responses(LeaseDetailSerializer, 404))
+    @extend_schema(
+        operation_id="leases_get", summary="Get a lease", responses=schema.build_responses(LeaseDetailSerializer, 404)
+    )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        lease = self.lease
+        """Return a lease with its sandbox, running time and LLM usage."""
         alive = metering.get_alive_time(pk, now=self.now).total_seconds()
-        asked = serialize_lease_calls(lease, calculate_totals(LlmCall.objects.filter(holder=pk)))
-        return Response(render_lease(lease, now=self.now) | {"seconds_alive": alive, "llm": asked})
+        usage = serialize_lease_calls(self.lease, calculate_totals(LlmCall.objects.filter(holder=pk)))
+        return Response(render_lease(self.lease, now=self.now) | {"seconds_alive": alive, "llm": usage})
 
 
 class LeaseRenewView(HotLeaseApiView):
@@ -173,13 +185,14 @@ class LeaseRenewView(HotLeaseApiView):
 
     @extend_schema(
         operation_id="leases_renew",
+        summary="Renew a lease",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=None,
         responses=schema.build_responses(RenewedSerializer, 404, 409, 410, 413),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Push the end of the lease to its ttl from now, and never past its max_expires_at."""
-        _ = request.data
+        """Extend the lease to its ttl from now, at most to `max_expires_at`. A lease that has ended is not revived (410)."""
+        _ = request.data  # read and ignored
 
         def act(run_id: UUID) -> StatusAndBody:
             return 200, {"expires_at": format_timestamp(leasing.renew(self.lease, now=self.now))}
@@ -192,13 +205,14 @@ class LeaseReleaseView(LeaseApiView):
 
     @extend_schema(
         operation_id="leases_release",
+        summary="Release a lease",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=None,
         responses=schema.build_responses(LeaseSerializer, 404, 409, 413),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """The agent is done. Releasing an ended lease changes nothing and is no error."""
-        _ = request.data
+        """End the lease; its sandbox is reclaimed. Releasing a lease that has ended changes nothing and succeeds."""
+        _ = request.data  # read and ignored
 
         def act(run_id: UUID) -> StatusAndBody:
             lease = leasing.release(pk, now=self.now, actor=self.actor)
@@ -209,21 +223,22 @@ class LeaseReleaseView(LeaseApiView):
         return self.execute_once(act)
 
 
-def build_lease_request(said: Mapping[str, Any], key_id: str) -> leasing.LeaseRequest:
+def build_lease_request(data: Mapping[str, Any], key_id: str) -> leasing.LeaseRequest:
     return leasing.LeaseRequest(
-        agent_did=said["agent_did"],
-        environment_id=said["environment_id"],
-        environment_type=said["environment_type"],
-        ttl=seconds_to_timedelta(said, "ttl_seconds"),
-        max_ttl=seconds_to_timedelta(said, "max_ttl_seconds"),
-        sleep_after=said.get("sleep_after"),
-        expiry_conditions=said.get("expiry_conditions"),
-        pool=said.get("pool") or "",
+        agent_did=data["agent_did"],
+        environment_id=data["environment_id"],
+        environment_type=data["environment_type"],
+        ttl=seconds_to_timedelta(data, "ttl_seconds"),
+        max_ttl=seconds_to_timedelta(data, "max_ttl_seconds"),
+        sleep_after=data.get("sleep_after"),
+        expiry_conditions=data.get("expiry_conditions"),
+        pool=data.get("pool") or "",
         key_id=key_id,
     )
 
 
 def render_lease(lease: Lease, *, now: datetime, is_new: bool = False) -> dict[str, Any]:
+    """Serialize a lease with its sandbox and with an elapsed clock applied. A new lease has no sandbox to look up."""
     sandbox = None if is_new else sql.find_first(Sandbox, HELD_SANDBOX_SQL, lease.pk)
     return serialize_lease(leasing.apply_elapsed_clock(lease, now), sandbox, is_new=is_new)
 

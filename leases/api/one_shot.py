@@ -38,8 +38,6 @@ from sandboxes.runs import KILL_GRACE
 from sandboxes.state import archives
 
 MAX_NEW_RUN_BODY_BYTES = 32 << 20  # a workspace, mostly
-
-
 MAX_RETURNED_WORKSPACE_BYTES = 16 << 20  # bytes of a workspace, as a tar, that an answer brings back
 
 

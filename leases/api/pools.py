@@ -23,10 +23,12 @@ def build_count_field(**options: Any) -> serializers.IntegerField:
 
 
 class PoolStatsSerializer(serializers.Serializer):
-    """What an operator's key sees of a pool, or of all of them together. Hits, `slept` and `evicted_*` only grow."""
+    """Statistics of one pool or of all pools, for operator keys only.
 
-    total = build_count_field(help_text="Sandboxes that exist, in whatever state.")
-    cold = build_count_field(help_text="Asleep: state stored, no process.")
+    Hits, `slept` and `evicted_*` are counters that only grow."""
+
+    total = build_count_field(help_text="Sandboxes in any state but destroyed.")
+    cold = build_count_field(help_text="Sleeping: state stored, no process.")
     warming = build_count_field()
     warm = build_count_field()
     waiting = build_count_field()
@@ -34,48 +36,50 @@ class PoolStatsSerializer(serializers.Serializer):
     evicting = build_count_field()
     destroying = build_count_field()
     max_capacity = build_count_field()
-    used = build_count_field(help_text="Places taken; the same as total.")
-    resume_warm_hits = build_count_field(help_text="Uses that found their sandbox alive.")
-    resume_cold_hits = build_count_field(help_text="Uses that had to wake it: the sum of the next three.")
-    resume_cold_local_hits = build_count_field(help_text="Its state came from this host's copy.")
-    resume_cold_cloud_hits = build_count_field(help_text="Its state came from the store.")
-    resume_cold_fresh_hits = build_count_field(help_text="There was no state to bring back.")
-    pre_warm_hits = build_count_field(help_text="Leases that were given a sandbox which was ready beforehand.")
-    slept = build_count_field(help_text="Times a sandbox was put to sleep, when idle or for any other reason.")
-    evicted_cold = build_count_field(help_text="Places taken from a sleeping sandbox for another one.")
-    evicted_warm = build_count_field(help_text="The same, from one with nothing unsaved in it.")
-    evicted_waiting = build_count_field(help_text="The same, from one that was put to sleep for it.")
-    quarantined = build_count_field(help_text="Destroying them failed too often.")
-    stalled = build_count_field(help_text="Past a deadline, and no sweep has taken care.")
-    lost = build_count_field(help_text="Lost by their provider while a lease held them.")
-    oldest_waiting_seconds = serializers.FloatField(required=False, help_text="Since its last use; 0 if none waits.")
-    warm_target = build_count_field(help_text="To be kept ready that nobody holds.")
-    warm_ready = build_count_field(help_text="Ready, and nobody holds them.")
+    used = build_count_field(help_text="Occupied capacity; equals total.")
+    resume_warm_hits = build_count_field(help_text="Uses that found their sandbox awake.")
+    resume_cold_hits = build_count_field(help_text="Uses that woke their sandbox: the sum of the next three.")
+    resume_cold_local_hits = build_count_field(help_text="Wakes from state on this host.")
+    resume_cold_cloud_hits = build_count_field(help_text="Wakes from state in the store.")
+    resume_cold_fresh_hits = build_count_field(help_text="Wakes without stored state.")
+    pre_warm_hits = build_count_field(help_text="Leases that received a pre-warmed sandbox.")
+    slept = build_count_field(help_text="Times a sandbox was put to sleep, for any reason.")
+    evicted_cold = build_count_field(help_text="Evictions of a cold sandbox.")
+    evicted_warm = build_count_field(help_text="Evictions of a warm sandbox, which had nothing unsaved.")
+    evicted_waiting = build_count_field(help_text="Evictions of a waiting sandbox, whose state was stored first.")
+    quarantined = build_count_field(help_text="Sandboxes whose destruction failed too often.")
+    stalled = build_count_field(help_text="Sandboxes past a deadline that no sweep has handled.")
+    lost = build_count_field(help_text="Sandboxes that their provider lost while a lease held them.")
+    oldest_waiting_seconds = serializers.FloatField(
+        required=False, help_text="Idle time of the longest waiting sandbox; 0 if none waits."
+    )
+    warm_target = build_count_field(help_text="Pre-warmed sandboxes to keep ready.")
+    warm_ready = build_count_field(help_text="Pre-warmed sandboxes that are ready.")
 
 
 class QuotaSerializer(serializers.Serializer):
     agent_did = serializers.CharField()
-    most = serializers.IntegerField(allow_null=True, help_text="Sandboxes it may have at once; null: no limit.")
-    guaranteed = serializers.IntegerField(help_text="While it has no more than these, nobody else is given a place of its.")
+    most = serializers.IntegerField(allow_null=True, help_text="Maximum number of the agent's sandboxes; null: no limit.")
+    guaranteed = serializers.IntegerField(help_text="Number of the agent's sandboxes that are never evicted for other agents.")
     used = serializers.IntegerField()
 
 
 class PoolSerializer(PoolStatsSerializer):
-    """Its name, its places and the quotas for everybody, the rest with an operator's key."""
+    """Pool with capacity and quotas; with an operator's key also its statistics."""
 
     name = serializers.CharField()
-    max_capacity = serializers.IntegerField(help_text="Sandboxes that may exist at once.")
-    used = serializers.IntegerField(help_text="Of these places; asleep sandboxes count.")
-    draining = serializers.BooleanField(help_text="It takes nothing new.")
-    quotas = QuotaSerializer(many=True, help_text="Of the agents this key speaks for, or of the one that was asked for.")
+    max_capacity = serializers.IntegerField(help_text="Maximum number of sandboxes.")
+    used = serializers.IntegerField(help_text="Occupied capacity, sleeping sandboxes included.")
+    draining = serializers.BooleanField(help_text="The pool accepts no new sandboxes.")
+    quotas = QuotaSerializer(many=True, help_text="Quotas of this key's agents, or of the agent named by `agent_did`.")
     warm_paused_until = serializers.DateTimeField(
-        required=False, allow_null=True, help_text="Starts have failed, so nothing is kept ready until then."
+        required=False, allow_null=True, help_text="Pre-warming is paused until then because starts have failed."
     )
-    warm_error = serializers.CharField(required=False, help_text="What the last start said that failed.")
+    warm_error = serializers.CharField(required=False, help_text="Error of the last failed start.")
 
 
 class PoolListSerializer(PoolStatsSerializer):
-    """Every pool, and with an operator's key their sum."""
+    """All pools; with an operator's key also their total."""
 
     pools = PoolSerializer(many=True)
 
@@ -83,21 +87,23 @@ class PoolListSerializer(PoolStatsSerializer):
 class PoolListView(ApiView):
     @extend_schema(
         operation_id="pool_get",
+        summary="List pools",
         parameters=[schema.QUOTA_AGENT_PARAMETER],
         responses=schema.build_responses(PoolListSerializer),
     )
     def get(self, request: ApiRequest) -> HttpResponse:
-        """The pools, how full they are, and what this key's agents may have in them. With an operator's key also what
-        there is in each state, and what has become of it: for each pool, and for all together."""
+        """Return the pools with their capacity, use, and the quotas of this key's agents.
+
+        An operator's key also gets statistics for each pool and in total."""
         dids = self.caller.key.dids
         if did := request.GET.get("agent_did"):
             dids = [validate_url_value(ACQUIRE_SERIALIZER, "agent_did", did)]
             self.caller.require(did)
         if not self.caller.key.operator:
-            every = Pool.objects.order_by("name")
-            return Response({"pools": [serialize_pool(one, pool_stats.find_quotas(one.pk, dids)) for one in every]})
+            pools = Pool.objects.order_by("name")
+            return Response({"pools": [serialize_pool(pool, pool_stats.find_quotas(pool.pk, dids)) for pool in pools]})
         counted = pool_stats.collect_pool_stats(now=self.now)
-        shown = [serialize_pool(one, pool_stats.find_quotas(one.pk, dids)) for one in counted]
+        shown = [serialize_pool(pool, pool_stats.find_quotas(pool.pk, dids)) for pool in counted]
         return Response({"pools": shown} | serialize_pool_stats(pool_stats.sum_stats(counted)))
 
 
@@ -133,7 +139,7 @@ def serialize_pool_stats(of: Stats) -> dict[str, Any]:
 
 
 def serialize_pool(of: Pool | PoolStats, quotas: Sequence[Quota]) -> dict[str, Any]:
-    """One pool; with its numbers if they were counted."""
+    """Serialize a pool, with its statistics if `of` has them."""
     shown = {
         "name": of.name,
         "max_capacity": of.capacity,

@@ -29,17 +29,9 @@ from sandboxes.providers.base import ProcessOutput
 from sandboxes.runs import KILL_GRACE
 
 MAX_NEW_PROCESS_BODY_BYTES = 1 << 20
-
-
 DEFAULT_LOG_BYTES, MAX_LOG_BYTES = 1 << 16, 1 << 20
-
-
 MAX_LOG_OFFSET = 10**18 - 1
-
-
 DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 30, 300  # seconds
-
-
 MAX_WAIT_TEXT_CHARS = 1000
 
 

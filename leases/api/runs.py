@@ -1,4 +1,4 @@
-"""Commands and other runs of a lease."""
+"""Runs of a lease: exec and its history."""
 
 from typing import Any
 from uuid import UUID
@@ -33,12 +33,12 @@ from sandboxes.models import RUN_KINDS, Run, RunOutcome
 from sandboxes.providers.base import WORKSPACE, ExecResult
 from sandboxes.runs import KILL_GRACE, Command
 
-MAX_EXEC_BODY_BYTES = 16 << 20  # stdin, mostly
+MAX_EXEC_BODY_BYTES = 16 << 20  # mostly stdin
 
 
 class ProgramSerializer(serializers.Serializer):
-    argv = ArgvField(help_text="The program and its arguments; no shell.")
-    env = EnvField(default=dict, help_text="Values are neither stored nor logged.")
+    argv = ArgvField(help_text="Program and arguments, executed without a shell.")
+    env = EnvField(default=dict, help_text="Environment variables. Their values are neither stored nor logged.")
     cwd = StrictCharField(default=WORKSPACE, max_length=4000)
 
     def validate_cwd(self, value: str) -> str:
@@ -50,7 +50,7 @@ class ProgramSerializer(serializers.Serializer):
 class ExecSerializer(ProgramSerializer):
     stdin = AnyStringField(default="")
     timeout_seconds = StrictIntegerField(
-        min_value=1, required=False, allow_null=True, help_text="Default: LEASEHOLD_EXEC_TIMEOUT."
+        min_value=1, required=False, allow_null=True, help_text="Default: LEASEHOLD_EXEC_TIMEOUT of the server."
     )
 
     def validate_timeout_seconds(self, value: int | None) -> int | None:
@@ -62,12 +62,12 @@ class ExecSerializer(ProgramSerializer):
 
 class ExecResultSerializer(serializers.Serializer):
     run_id = serializers.UUIDField()
-    exit_code = serializers.IntegerField(help_text="128 + n after signal n.")
+    exit_code = serializers.IntegerField(help_text="128 + n if the command was ended by signal n.")
     stdout = serializers.CharField()
     stderr = serializers.CharField()
     timed_out = serializers.BooleanField()
     oom = serializers.BooleanField()
-    truncated = serializers.BooleanField(help_text="The output was longer than what is kept.")
+    truncated = serializers.BooleanField(help_text="The output exceeded the limit; the rest was dropped.")
     duration_seconds = serializers.FloatField()
 
 
@@ -86,11 +86,11 @@ class RunSerializer(serializers.Serializer):
     oom = serializers.BooleanField()
     truncated = serializers.BooleanField()
     duration_seconds = serializers.FloatField(allow_null=True)
-    note = serializers.CharField(help_text="Why it was closed, when the command itself cannot say.")
+    note = serializers.CharField(help_text="Reason the run ended, if the exit code does not show it.")
 
 
 class RunOutputSerializer(RunSerializer):
-    stdout = serializers.CharField(help_text="The first bytes, as many as are stored with a Run.")
+    stdout = serializers.CharField(help_text="First bytes of the output, as many as are stored with a run.")
     stderr = serializers.CharField()
 
 
@@ -102,23 +102,26 @@ class ExecView(HotLeaseApiView):
 
     @extend_schema(
         operation_id="leases_exec",
+        summary="Execute a command",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER, schema.ENCODING_PARAMETER],
         request=ExecSerializer,
         responses=schema.build_responses(ExecResultSerializer, 402, 404, 409, 410, 413, 415, 429),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Run a command in the lease's sandbox and wait for it. Failing and timing out are results, too."""
+        """Run a command in the lease's sandbox and return its output. A sleeping sandbox is woken.
+
+        A command that exits with an error or times out is a result (200), not an error."""
         encoding = parse_encoding(request)
-        said = self.validate_body(EXEC_SERIALIZER)
-        timeout = seconds_to_timedelta(said, "timeout_seconds") or settings.EXEC_TIMEOUT
-        stdin = decode_input(said["stdin"], encoding, "stdin")
+        data = self.validate_body(EXEC_SERIALIZER)
+        timeout = seconds_to_timedelta(data, "timeout_seconds") or settings.EXEC_TIMEOUT
+        stdin = decode_input(data["stdin"], encoding, "stdin")
 
         def act(run_id: UUID) -> StatusAndBody:
-            command = Command(said["argv"], timeout, said["env"], said["cwd"], stdin, run_id=run_id)
+            command = Command(data["argv"], timeout, data["env"], data["cwd"], stdin, run_id=run_id)
             try:
                 run, result = execution.exec_command(pk, command, now=self.now, actor=self.actor)
             except ProviderCallFailed as failed:
-                failed.extra["run_id"] = str(run_id)  # which says what is known
+                failed.extra["run_id"] = str(run_id)  # the run that holds what is known of the outcome
                 raise
             return 200, serialize_exec_result(run, result, encoding)
 
@@ -129,24 +132,26 @@ class ExecView(HotLeaseApiView):
 class RunListView(LeaseApiView):
     @extend_schema(
         operation_id="leases_runs_list",
+        summary="List runs",
         parameters=schema.PAGE_PARAMETERS,
         responses=schema.build_responses(schema.build_page_serializer(RunSerializer), 404),
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """What ran for a lease, newest first."""
-        ran = Run.objects.filter(holder=pk).defer("stdout", "stderr")
-        found, following = paginate(ran, "started_at", request)
-        return Response({"results": [serialize_run(run) for run in found], "next": following})
+        """Return the commands, turns and file operations of a lease, newest first."""
+        runs = Run.objects.filter(holder=pk).defer("stdout", "stderr")
+        page, next_url = paginate(runs, "started_at", request)
+        return Response({"results": [serialize_run(run) for run in page], "next": next_url})
 
 
 class RunView(LeaseApiView):
     @extend_schema(
         operation_id="leases_runs_get",
+        summary="Get a run",
         parameters=[schema.ENCODING_PARAMETER],
         responses=schema.build_responses(RunOutputSerializer, 404),
     )
     def get(self, request: ApiRequest, pk: UUID, run_id: UUID) -> HttpResponse:
-        """One run, with the first bytes of what it printed."""
+        """Return one run with the first bytes of its output."""
         run = Run.objects.filter(pk=run_id, holder=pk).first()
         if run is None:
             raise NotFound("There is no such run of this lease.")

@@ -66,11 +66,7 @@ class SnapshotSerializer(serializers.Serializer):
 
 
 NEW_SNAPSHOT_SERIALIZER = NewSnapshotSerializer()
-
-
 RESTORE_SERIALIZER = RestoreSerializer()
-
-
 FORK_SERIALIZER = ForkSerializer()
 
 

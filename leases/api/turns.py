@@ -19,23 +19,23 @@ from leases.api.views import ApiRequest, LeaseApiView
 from leases.models import EnvironmentType, Turn
 from sandboxes.runs import KILL_GRACE
 
-MAX_TURN_BODY_BYTES = (1 << 20) + 1024  # a turn's state and what is around it
-
-
+MAX_TURN_BODY_BYTES = (1 << 20) + 1024  # the state of a turn, at most 1 MiB, and its envelope
 MAX_TURN_NUMBER = 1 << 62
 
 
 class PlayTurnSerializer(serializers.Serializer):
     turn_number = StrictIntegerField(min_value=0, max_value=MAX_TURN_NUMBER)
-    state = JsonObjectField(help_text="What the agent is to act on; at most 1 MiB.")
+    state = JsonObjectField(help_text="Input of the turn script; at most 1 MiB.")
 
 
 class TurnSerializer(serializers.Serializer):
     turn_number = serializers.IntegerField(max_value=MAX_TURN_NUMBER)
-    action = JsonObjectField(help_text='{"action": "skip_turn", "reason": …} if the sandbox gave none.')
+    action = JsonObjectField(
+        help_text='Output of the turn script; {"action": "skip_turn", "reason": …} if it returned no action.'
+    )
     skipped = serializers.BooleanField()
     run_id = serializers.UUIDField(allow_null=True)
-    duration_seconds = serializers.FloatField(allow_null=True, help_text="Null while it is being played.")
+    duration_seconds = serializers.FloatField(allow_null=True, help_text="Null while the turn is in progress.")
 
 
 TURN_SERIALIZER = PlayTurnSerializer()
@@ -46,31 +46,36 @@ class TurnListView(LeaseApiView):
 
     @extend_schema(
         operation_id="leases_turns_list",
+        summary="List turns",
         parameters=schema.PAGE_PARAMETERS,
         responses=schema.build_responses(schema.build_page_serializer(TurnSerializer), 404),
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """The turns of a lease, newest first."""
-        found, following = paginate(Turn.objects.filter(lease=self.lease), "started_at", request)
-        return Response({"results": [serialize_turn(turn) for turn in found], "next": following})
+        """Return the turns of a lease, newest first."""
+        page, next_url = paginate(Turn.objects.filter(lease=self.lease), "started_at", request)
+        return Response({"results": [serialize_turn(turn) for turn in page], "next": next_url})
 
     @extend_schema(
         operation_id="leases_take_turn",
+        summary="Take a turn",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=PlayTurnSerializer,
         responses=schema.build_responses(TurnSerializer, 402, 404, 409, 410, 413, 415, 429),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Play one turn, once: a turn_number that was played answers what it answered then."""
-        lease = self.lease
-        said = self.validate_body(TURN_SERIALIZER)
-        kind = EnvironmentType.objects.get(name=lease.environment_type_id)
+        """Run the turn script of the environment type with `state` on its stdin and return its action.
+
+        A repeated `turn_number` returns the stored result without running the script."""
+        data = self.validate_body(TURN_SERIALIZER)
+        environment_type = EnvironmentType.objects.get(name=self.lease.environment_type_id)
 
         def act(run_id: UUID) -> StatusAndBody:
-            turn = turns.take_turn(pk, said["turn_number"], said["state"], now=self.now, actor=self.actor)
+            turn = turns.take_turn(pk, data["turn_number"], data["state"], now=self.now, actor=self.actor)
             return 200, serialize_turn(turn)
 
-        patience: timedelta = settings.SANDBOX_START_TIMEOUT + (kind.turn_timeout or settings.TURN_TIMEOUT) + 3 * KILL_GRACE
+        patience: timedelta = (
+            settings.SANDBOX_START_TIMEOUT + (environment_type.turn_timeout or settings.TURN_TIMEOUT) + 3 * KILL_GRACE
+        )
         return self.execute_once(act, patience=patience)
 
 

@@ -13,17 +13,16 @@ from rest_framework.exceptions import NotFound
 from rest_framework.response import Response
 
 from leases.api import schema
+from leases.api.pagination import parse_limit
 from leases.api.parsers import StreamParser
-from leases.api.stores.base import StoreApiView, parse_limit, parse_name_cursor, validate_name
+from leases.api.stores.base import StoreApiView, parse_name_cursor, validate_name
 from leases.api.views import ApiRequest
 from leases.errors import InvalidRequest
 from sandboxes.db.clock import format_timestamp
 from sandboxes.stores.artifacts import Artifact
 from sandboxes.stores.limits import DEFAULT_LIMITS, MEDIA_TYPE_PATTERN
 
-MAX_IN_MEMORY_BYTES = 1 << 20  # bytes of an artifact on its way; more is in a temporary file
-
-
+MAX_IN_MEMORY_BYTES = 1 << 20  # of an artifact being transferred; larger ones are spooled to a temporary file
 ANY_MEDIA_TYPE = "*/*"
 
 
@@ -33,19 +32,20 @@ class ArtifactSerializer(serializers.Serializer):
     size_bytes = serializers.IntegerField()
     sha256 = serializers.CharField()
     stored_at = serializers.DateTimeField()
-    actor = serializers.CharField(help_text="Whose key stored it.")
+    actor = serializers.CharField(help_text="API key that stored the artifact.")
 
 
 class ArtifactListView(StoreApiView):
     @extend_schema(
         operation_id="leases_artifacts_list",
+        summary="List artifacts",
         parameters=schema.PAGE_PARAMETERS,
         responses=schema.build_responses(schema.build_page_serializer(ArtifactSerializer), 404),
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """The artifacts of a lease by name. The 1000 newest stay, as far as they fit into 1 GiB."""
-        found, more = self.of(pk).artifacts.page(behind=parse_name_cursor(request), limit=parse_limit(request))
-        return self.listed(request, found, more, serialize_artifact, "name")
+        """Return the artifacts of a lease by name: the 1000 newest, at most 1 GiB."""
+        artifacts, more = self.open_for_reading().artifacts.page(behind=parse_name_cursor(request), limit=parse_limit(request))
+        return self.build_page(artifacts, more, serialize_artifact, "name")
 
 
 class ArtifactView(StoreApiView):
@@ -54,13 +54,14 @@ class ArtifactView(StoreApiView):
 
     @extend_schema(
         operation_id="leases_artifacts_get",
+        summary="Download an artifact",
         responses={(200, ANY_MEDIA_TYPE): OpenApiTypes.BINARY} | schema.build_responses(None, 404, ok=()),
     )
     def get(self, request: ApiRequest, pk: UUID, name: str) -> FileResponse:
-        """The content of one artifact, with the media type that it was stored with. Its SHA-256 is the ETag."""
+        """Return the content of one artifact with its stored media type. The ETag is its SHA-256."""
         content = tempfile.SpooledTemporaryFile(MAX_IN_MEMORY_BYTES)  # noqa: SIM115 - the response closes it
         try:
-            artifact = self.of(pk).artifacts.fetch(validate_name(name), content)  # type: ignore[arg-type]
+            artifact = self.open_for_reading().artifacts.fetch(validate_name(name), content)  # type: ignore[arg-type]
             if artifact is None:
                 raise NotFound("There is no such artifact.")
         except BaseException:
@@ -71,31 +72,36 @@ class ArtifactView(StoreApiView):
 
     @extend_schema(
         operation_id="leases_artifacts_put",
+        summary="Upload an artifact",
         request={ANY_MEDIA_TYPE: OpenApiTypes.BINARY},
         responses=schema.build_responses(ArtifactSerializer, 404, 410, 411, 413, ok=(200, 201)),
     )
     def put(self, request: ApiRequest, pk: UUID, name: str) -> HttpResponse:
-        """Store one artifact (201), or replace the one of that name (200). At most 64 MiB."""
-        of, kind = self.writable(pk), request.META.get("CONTENT_TYPE") or schema.OCTET_STREAM
-        if not re.fullmatch(MEDIA_TYPE_PATTERN, kind, re.ASCII):
+        """Store an artifact of at most 64 MiB (201), or replace the artifact of that name (200)."""
+        stores, media_type = self.open_for_writing(), request.META.get("CONTENT_TYPE") or schema.OCTET_STREAM
+        if not re.fullmatch(MEDIA_TYPE_PATTERN, media_type, re.ASCII):
             raise InvalidRequest("Content-Type", "Not a media type.")
         with tempfile.SpooledTemporaryFile(MAX_IN_MEMORY_BYTES) as content:
             for chunk in request.data:
                 content.write(chunk)
             content.seek(0)
-            stored, replaced = of.artifacts.put(
+            stored, replaced = stores.artifacts.put(
                 validate_name(name),
                 content,  # type: ignore[arg-type]
-                media_type=kind,
+                media_type=media_type,
                 now=self.now,
                 actor=self.actor,
             )
         return Response(serialize_artifact(stored), status=200 if replaced else 201)
 
-    @extend_schema(operation_id="leases_artifacts_delete", responses=schema.build_responses(None, 404, 410, ok=(204,)))
+    @extend_schema(
+        operation_id="leases_artifacts_delete",
+        summary="Delete an artifact",
+        responses=schema.build_responses(None, 404, 410, ok=(204,)),
+    )
     def delete(self, request: ApiRequest, pk: UUID, name: str) -> HttpResponse:
-        """Remove one artifact."""
-        if not self.writable(pk).artifacts.remove(validate_name(name), now=self.now):
+        """Delete one artifact."""
+        if not self.open_for_writing().artifacts.remove(validate_name(name), now=self.now):
             raise NotFound("There is no such artifact.")
         return HttpResponse(status=204)
 

@@ -1,5 +1,7 @@
-"""The one table: domain error -> status. Every error leaves as a problem document (RFC 9457):
-{type, title, status, detail, code} and, where one is at fault, {field} or {errors: [{field, detail}]}."""
+"""Mapping of errors to problem documents (RFC 9457).
+
+The body is {type, title, status, detail, code}, with {field} for one invalid field and {errors: [{field, detail}]} for
+several."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -63,20 +65,20 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     PermissionDenied: 403,
     RequestDataTooBig: 413,
     UnreadablePostError: 400,
-    OperationalError: 503,  # the database is gone, or was locked for too long
+    OperationalError: 503,  # no connection, or a lock timeout
     InterfaceError: 503,
 }
-PUBLIC_MESSAGES = {  # where the exception's own words are for us, not for a client
+PUBLIC_MESSAGES = {  # for exceptions whose own message must not reach a client
     Http404: "There is nothing here.",
     PermissionDenied: "This is not allowed.",
     RequestDataTooBig: "The body is too large.",
     UnreadablePostError: "The body could not be read to its end.",
     OperationalError: "The database did not answer.",
     InterfaceError: "The database did not answer.",
-    store.StoreError: "The store of files and logs did not do what it was asked. Try again.",
+    store.StoreError: "The object store is unavailable. Try again.",
 }
-NULLABLE_FIELDS = ("resets_at",)  # what it says by being null
-DEFAULT_RETRY_AFTER_SECONDS = 5  # seconds, with a 503 that does not know better
+NULLABLE_FIELDS = ("resets_at",)  # null means: never
+DEFAULT_RETRY_AFTER_SECONDS = 5  # for a 503 whose error names no time
 CODE_BY_STATUS = {
     400: "invalid", 401: "unauthenticated", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
     406: "not_acceptable", 409: "conflict", 413: "too_large", 415: "unsupported_media_type", 429: "rate_limited",
@@ -85,7 +87,7 @@ CODE_BY_STATUS = {
 
 
 def build_error_response(exception: Exception, path: str) -> HttpResponse:
-    """The problem document for whatever a view raised. Of a bug, a client sees only that there was one."""
+    """Return the problem document for an exception of a view. Unexpected exceptions are logged and reported without details."""
     if isinstance(exception, drf.ValidationError):
         return _build_validation_response(exception)
     if isinstance(exception, drf.APIException):
@@ -93,20 +95,20 @@ def build_error_response(exception: Exception, path: str) -> HttpResponse:
         return build_problem_response(
             exception.status_code, detail=str(exception.detail), retry_after=int(wait) if wait else None
         )
-    kind = next((kind for kind in STATUS_BY_ERROR if isinstance(exception, kind)), None)
-    if kind is None:
+    error_class = next((error_class for error_class in STATUS_BY_ERROR if isinstance(exception, error_class)), None)
+    if error_class is None:
         log.exception("unexpected", path=path, exc_info=exception)
-        return build_problem_response(500, detail="This is a bug in the control plane. It was logged.")
+        return build_problem_response(500, detail="Internal error in the control plane. It was logged.")
     if isinstance(exception, OperationalError | InterfaceError):
         log.error("database", path=path, error=str(exception))
-    if kind is store.StoreError:
+    if error_class is store.StoreError:
         log.error("store", path=path, error=str(exception))
     extra = dict(getattr(exception, "extra", {}))
     if isinstance(exception, provider.NoSuchFile | provider.BadPath | provider.TooLarge):
         extra["field"] = "path"
     response = build_problem_response(
-        STATUS_BY_ERROR[kind],
-        detail=PUBLIC_MESSAGES.get(kind) or str(exception),
+        STATUS_BY_ERROR[error_class],
+        detail=PUBLIC_MESSAGES.get(error_class) or str(exception),
         code=getattr(exception, "code", ""),
         retry_after=getattr(exception, "retry_after", None),
         **extra,
@@ -119,7 +121,7 @@ def build_error_response(exception: Exception, path: str) -> HttpResponse:
 def build_problem_response(
     status: int, *, detail: str = "", code: str = "", retry_after: int | None = None, **extra: Any
 ) -> HttpResponse:
-    """A problem document, with the headers that belong to its status. Fields without a value are left out."""
+    """Return a problem document with the headers of its status. Fields without a value are left out."""
     code = code if isinstance(code, str) and code else CODE_BY_STATUS.get(status, "error")
     body = {
         "type": f"urn:leasehold:problem:{code}",
@@ -138,7 +140,7 @@ def build_problem_response(
 
 
 def handle(exception: Exception, context: Mapping[str, Any]) -> HttpResponse:
-    """DRF's exception handler, for views that go through all of DRF."""
+    """Exception handler of DRF."""
     response = build_error_response(exception, context["request"].path)
     if response.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         response["Allow"] = ", ".join(context["view"].allowed_methods)
@@ -146,13 +148,13 @@ def handle(exception: Exception, context: Mapping[str, Any]) -> HttpResponse:
 
 
 def _build_validation_response(exception: drf.ValidationError) -> HttpResponse:
-    wrong = [{"field": field, "detail": detail} for field, detail in _flatten_detail(exception.detail)]
-    said = "; ".join(f"{each['field']}: {each['detail']}" if each["field"] else each["detail"] for each in wrong)
-    return build_problem_response(400, detail=said, field=wrong[0]["field"] if wrong else "", errors=wrong)
+    errors = [{"field": field, "detail": detail} for field, detail in _flatten_detail(exception.detail)]
+    summary = "; ".join(f"{each['field']}: {each['detail']}" if each["field"] else each["detail"] for each in errors)
+    return build_problem_response(400, detail=summary, field=errors[0]["field"] if errors else "", errors=errors)
 
 
 def _flatten_detail(detail: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """DRF's nested error detail as (dotted field, sentence)."""
+    """Yield DRF's nested error detail as pairs of dotted field path and message."""
     if isinstance(detail, Mapping):
         for name, inner in detail.items():
             yield from _flatten_detail(inner, path if name == "non_field_errors" else f"{path}.{name}".strip("."))

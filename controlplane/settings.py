@@ -335,7 +335,7 @@ REST_FRAMEWORK = {
 SPECTACULAR_SETTINGS = {
     "TITLE": "Leasehold",
     "VERSION": "1",
-    "DESCRIPTION": "Leases on sandboxes for AI agents. Errors are problem documents (RFC 9457).",
+    "DESCRIPTION": "API to lease sandboxes to AI agents. Errors are problem documents (RFC 9457).",
     "OAS_VERSION": "3.1.1",
     "SERVE_INCLUDE_SCHEMA": False,
     "SERVE_PERMISSIONS": ["rest_framework.permissions.AllowAny"],
@@ -343,7 +343,7 @@ SPECTACULAR_SETTINGS = {
     "SCHEMA_PATH_PREFIX": "/api/v1",
     "COMPONENT_SPLIT_REQUEST": True,
     "SORT_OPERATIONS": False,
-    "ENUM_NAME_OVERRIDES": {  # other things have kinds, states and outcomes, too
+    "ENUM_NAME_OVERRIDES": {  # enums whose field names occur in several components
         "RunKindEnum": ["exec", "turn", "file", "process"],
         "StateEnum": "sandboxes.models.SandboxState",
         "ProcessStateEnum": "sandboxes.models.ProcessStatus",
@@ -351,9 +351,9 @@ SPECTACULAR_SETTINGS = {
         "CallOutcomeEnum": ["open", "ok", "failed", "cut", "refused", "lost"],
         "OnceOutcomeEnum": ["ok", "failed", "timeout", "oom_killed", "container_failed", "internal"],
     },
-    "SWAGGER_UI_DIST": "SIDECAR",  # from this server, not from a CDN
+    "SWAGGER_UI_DIST": "SIDECAR",  # served locally, not from a CDN
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
-    "SWAGGER_UI_SETTINGS": {"deepLinking": True, "validatorUrl": None},  # null: else it asks validator.swagger.io
+    "SWAGGER_UI_SETTINGS": {"deepLinking": True, "validatorUrl": None},  # null: no request to validator.swagger.io
 }
 
 # A task is delivered at least once. retry > timeout x (queue_limit / workers + 1): the clock of a retry starts when

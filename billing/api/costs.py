@@ -31,39 +31,37 @@ from billing.models import BillableItem
 from billing.pricing import format_decimal
 
 ZERO_USD = Decimal(0)
-
-
 ITEM_NAMES = [str(item) for item in BillableItem.values]
 
 
 class CostQuerySerializer(CostFilterSerializer):
-    by = serializers.ChoiceField([*GROUP_BY_COLUMNS], default="agent", help_text="What costs are added up by.")
-    since = serializers.DateField(required=False, help_text="The first day, UTC.")
-    until = serializers.DateField(required=False, help_text="The day after the last one.")
-    lease = serializers.UUIDField(required=False, help_text="Of this lease only.")
-    limit = serializers.IntegerField(default=1000, min_value=1, max_value=MAX_RESULTS, help_text="Results that are shown.")
+    by = serializers.ChoiceField([*GROUP_BY_COLUMNS], default="agent", help_text="Grouping of the results.")
+    since = serializers.DateField(required=False, help_text="First day, UTC.")
+    until = serializers.DateField(required=False, help_text="Day after the last one, UTC.")
+    lease = serializers.UUIDField(required=False, help_text="Only costs of this lease.")
+    limit = serializers.IntegerField(default=1000, min_value=1, max_value=MAX_RESULTS, help_text="Maximum number of results.")
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
         if "since" in attrs and "until" in attrs and attrs["until"] <= attrs["since"]:
-            raise serializers.ValidationError({"until": "Later than since: it is the day after the last one."})
+            raise serializers.ValidationError({"until": "Must be later than since: it is the day after the last one."})
         return attrs
 
 
 class CostTotalSerializer(serializers.Serializer):
-    key = serializers.CharField(help_text="Empty: of no agent or lease, such as a plan, or a sandbox that nobody held yet.")
-    usd = serializers.CharField(help_text="A decimal number.")
-    hours = serializers.CharField(allow_null=True, help_text="For which sandboxes were there and ready. Null by item.")
-    quantities = serializers.DictField(child=serializers.CharField(), help_text="In the units of the items.")
-    free = serializers.DictField(child=serializers.CharField(), help_text="How much of that was within an allowance.")
+    key = serializers.CharField(help_text="Group. Empty for costs without one: a plan, or a sandbox that no lease held.")
+    usd = serializers.CharField(help_text="Decimal number.")
+    hours = serializers.CharField(allow_null=True, help_text="Sandbox hours. Null when grouped by item.")
+    quantities = serializers.DictField(child=serializers.CharField(), help_text="Quantities in the units of the items.")
+    free = serializers.DictField(child=serializers.CharField(), help_text="Part of the quantities covered by an allowance.")
 
 
 class CostReportSerializer(serializers.Serializer):
     by = serializers.CharField()
     since = serializers.DateField(allow_null=True)
     until = serializers.DateField(allow_null=True)
-    metered_at = serializers.DateTimeField(allow_null=True, help_text="What was used until then is in it.")
-    total_usd = serializers.CharField(help_text="Of all results, those that are left out as well.")
-    left_out = serializers.IntegerField(help_text="Results past the limit.")
+    metered_at = serializers.DateTimeField(allow_null=True, help_text="Usage up to this time is included.")
+    total_usd = serializers.CharField(help_text="Total of all results, including those left out.")
+    left_out = serializers.IntegerField(help_text="Number of results beyond the limit.")
     results = CostTotalSerializer(many=True)
 
 
@@ -73,27 +71,29 @@ class CostsView(APIView):
 
     @extend_schema(
         operation_id="costs_get",
+        summary="Get costs",
         parameters=[CostQuerySerializer],
         responses=build_responses(CostReportSerializer) | {(200, CSV_MEDIA_TYPE): OpenApiTypes.STR},
     )
     def get(self, request: Request) -> HttpResponse:
-        """What this key's agents have used and what that cost; with an operator's key that of all. `Accept: text/csv`, or
-        `format=csv`, is answered with a table of everything."""
-        said = validate_query(CostQuerySerializer, request)
-        agents = authorize_agents(request, said)
-        by, limit, since, until = said.pop("by"), said.pop("limit"), said.pop("since", None), said.pop("until", None)
-        found = sum_costs(by, since=since, until=until, agents=agents, **said)
+        """Return usage and costs of this key's agents; with an operator's key, of all agents.
+
+        `Accept: text/csv` or `format=csv` returns all results as a table."""
+        query = validate_query(CostQuerySerializer, request)
+        agents = authorize_agents(request, query)
+        by, limit, since, until = query.pop("by"), query.pop("limit"), query.pop("since", None), query.pop("until", None)
+        totals = sum_costs(by, since=since, until=until, agents=agents, **query)
         if request.accepted_renderer.format == "csv":
-            return Response(render_costs_csv(by, found))
+            return Response(render_costs_csv(by, totals))
         return Response(
             {
                 "by": by,
                 "since": format_day(since),
                 "until": format_day(until),
                 "metered_at": get_metered_at(),
-                "total_usd": format_decimal(sum((total.usd for total in found), ZERO_USD)),
-                "left_out": max(len(found) - limit, 0),
-                "results": [render_cost_total(total) for total in found[:limit]],
+                "total_usd": format_decimal(sum((total.usd for total in totals), ZERO_USD)),
+                "left_out": max(len(totals) - limit, 0),
+                "results": [render_cost_total(total) for total in totals[:limit]],
             }
         )
 
@@ -115,7 +115,7 @@ def format_hours(total: CostTotal) -> str | None:
 
 
 def render_costs_csv(by: str, totals: Iterable[CostTotal]) -> str:
-    """A line for each key: what it cost, for how long it had sandboxes, and quantities by item, empty where there are none."""
+    """Return a table with one line per group: cost, sandbox hours and quantities by item, empty where there are none."""
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([by, "usd", "hours", *ITEM_NAMES])

@@ -1,4 +1,4 @@
-"""Cost estimate and forecast."""
+"""Cost estimate of a scenario and forecast of the current month."""
 
 from decimal import Decimal
 from typing import Any
@@ -29,9 +29,9 @@ from billing.models import BillableItem, Rate
 class EstimateQuerySerializer(serializers.Serializer):
     agents = serializers.IntegerField(min_value=1, max_value=1_000_000)
     hours_per_day = serializers.DecimalField(
-        8, 4, min_value=0, max_value=24, default=Decimal(24), help_text="That each agent's sandbox is there."
+        8, 4, min_value=0, max_value=24, default=Decimal(24), help_text="Hours per day in which each agent has a sandbox."
     )
-    days = serializers.IntegerField(min_value=1, max_value=31, default=30, help_text="Of one month.")
+    days = serializers.IntegerField(min_value=1, max_value=31, default=30, help_text="Days in one month.")
     instance = serializers.ChoiceField(list_instance_types(), default="basic")
     cpu_utilisation = serializers.DecimalField(
         8,
@@ -39,7 +39,7 @@ class EstimateQuerySerializer(serializers.Serializer):
         min_value=0,
         max_value=1,
         default=Decimal(1),
-        help_text="The part of its CPU that a sandbox uses, 0 to 1, where CPU is priced by use.",
+        help_text="Fraction of its CPU that a sandbox uses, 0 to 1. Matters where CPU is priced by use.",
     )
     provider = serializers.RegexField(r"\A[-a-z0-9_]{1,32}\Z", default="cloudflare")
 
@@ -49,10 +49,14 @@ class ForecastQuerySerializer(CostFilterSerializer):
         min_value=1,
         max_value=366,
         default=FORECAST_WINDOW_DAYS,
-        help_text="From how many days, those that are over, it is made.",
+        help_text="Number of past days that the forecast is based on.",
     )
     budget = serializers.DecimalField(
-        18, 9, min_value=Decimal("1e-9"), required=False, help_text="USD, from the 1st on: when are they spent?"
+        18,
+        9,
+        min_value=Decimal("1e-9"),
+        required=False,
+        help_text="Budget in USD for the month, for which the day of exhaustion is predicted.",
     )
 
 
@@ -67,21 +71,22 @@ class EstimateLineSerializer(serializers.Serializer):
 
 class EstimateSerializer(serializers.Serializer):
     lines = EstimateLineSerializer(many=True)
-    total_usd = serializers.CharField(help_text="The sum of the lines.")
+    total_usd = serializers.CharField(help_text="Sum of the lines.")
     per_agent_usd = serializers.CharField()
 
 
 class ForecastSerializer(serializers.Serializer):
-    metered_at = serializers.DateTimeField(allow_null=True, help_text="What was used until then is in it.")
-    spent_usd = serializers.CharField(help_text="This month (UTC) so far.")
+    metered_at = serializers.DateTimeField(allow_null=True, help_text="Usage up to this time is included.")
+    spent_usd = serializers.CharField(help_text="Costs of this month (UTC) so far.")
     a_day_usd = serializers.CharField(
-        allow_null=True, help_text="What one of the last days has cost on average, plans apart; null: none is over yet."
+        allow_null=True, help_text="Average cost of the past days without plans; null if no day has passed yet."
     )
-    days = serializers.IntegerField(help_text="Over how many days that is the average: from the first with any usage on.")
-    month_usd = serializers.CharField(help_text="What all of this month will cost if the days to come cost that.")
-    budget_usd = serializers.CharField(allow_null=True, help_text="As it was asked.")
+    days = serializers.IntegerField(help_text="Number of days in that average, from the first day with usage.")
+    month_usd = serializers.CharField(help_text="Predicted cost of the whole month at that average.")
+    budget_usd = serializers.CharField(allow_null=True, help_text="Budget as requested.")
     runs_out = serializers.DateField(
-        allow_null=True, help_text="The day (UTC) at whose end that is spent; null: never at this pace, or none was asked."
+        allow_null=True,
+        help_text="Day (UTC) at whose end the budget is exhausted; null: never at this rate, or no budget requested.",
     )
 
 
@@ -90,17 +95,18 @@ class EstimateView(APIView):
 
     @extend_schema(
         operation_id="estimate_get",
+        summary="Estimate monthly costs",
         parameters=[EstimateQuerySerializer],
         responses=build_responses(EstimateSerializer),
     )
     def get(self, request: Request) -> HttpResponse:
-        """What so many agents would cost in a month, by the rates that are valid now."""
-        said = validate_query(EstimateQuerySerializer, request)
+        """Return the monthly cost of a number of agents at the current rates."""
+        query = validate_query(EstimateQuerySerializer, request)
         try:
-            found = estimate(Scenario(**said), Rate.objects.all(), now=timezone.now())
-        except EstimateError as wrong:
-            raise ValidationError({wrong.field: str(wrong)}) from None
-        return Response(render_estimate(found))
+            result = estimate(Scenario(**query), Rate.objects.all(), now=timezone.now())
+        except EstimateError as error:
+            raise ValidationError({error.field: str(error)}) from None
+        return Response(render_estimate(result))
 
 
 class ForecastView(APIView):
@@ -108,18 +114,20 @@ class ForecastView(APIView):
 
     @extend_schema(
         operation_id="forecast_get",
+        summary="Forecast this month's costs",
         parameters=[ForecastQuerySerializer],
         responses=build_responses(ForecastSerializer),
     )
     def get(self, request: Request) -> HttpResponse:
-        """What this month will cost if the days to come cost what the last ones have, and when a budget is spent: of this
-        key's agents, with an operator's key of all."""
-        said = validate_query(ForecastQuerySerializer, request)
-        found = forecast(now=timezone.now(), agents=authorize_agents(request, said), **said)
-        return Response({"metered_at": get_metered_at(), **render_forecast(found)})
+        """Return the predicted cost of this month, based on the last days, and the day on which a budget is exhausted.
+
+        Covers this key's agents; with an operator's key, all agents."""
+        query = validate_query(ForecastQuerySerializer, request)
+        result = forecast(now=timezone.now(), agents=authorize_agents(request, query), **query)
+        return Response({"metered_at": get_metered_at(), **render_forecast(result)})
 
 
-def render_estimate(found: Estimate) -> dict[str, Any]:
+def render_estimate(result: Estimate) -> dict[str, Any]:
     lines = [
         {
             "item": line.item,
@@ -129,17 +137,17 @@ def render_estimate(found: Estimate) -> dict[str, Any]:
             "rate_usd": pricing.format_decimal(line.rate),
             "usd": str(line.usd),
         }
-        for line in found.lines
+        for line in result.lines
     ]
-    return {"lines": lines, "total_usd": str(found.total), "per_agent_usd": str(found.per_agent)}
+    return {"lines": lines, "total_usd": str(result.total), "per_agent_usd": str(result.per_agent)}
 
 
-def render_forecast(found: Forecast) -> dict[str, Any]:
+def render_forecast(result: Forecast) -> dict[str, Any]:
     return {
-        "spent_usd": pricing.format_decimal(found.spent),
-        "a_day_usd": None if found.a_day is None else pricing.format_decimal(found.a_day),
-        "days": found.days,
-        "month_usd": pricing.format_decimal(found.month),
-        "budget_usd": None if found.budget is None else pricing.format_decimal(found.budget),
-        "runs_out": format_day(found.runs_out),
+        "spent_usd": pricing.format_decimal(result.spent),
+        "a_day_usd": None if result.a_day is None else pricing.format_decimal(result.a_day),
+        "days": result.days,
+        "month_usd": pricing.format_decimal(result.month),
+        "budget_usd": None if result.budget is None else pricing.format_decimal(result.budget),
+        "runs_out": format_day(result.runs_out),
     }

@@ -1,4 +1,4 @@
-"""/api/v1/: what was used and what it costs."""
+"""Routes of the billing API under /api/v1/."""
 
 from django.urls import path
 

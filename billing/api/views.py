@@ -1,4 +1,4 @@
-"""Shared parts of the billing views."""
+"""Shared parts of the billing views. The settings wire authentication and errors: this app knows neither keys nor leases."""
 
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime
@@ -15,21 +15,17 @@ from rest_framework.serializers import Serializer
 from billing.models import Watermark
 
 CSV_MEDIA_TYPE = "text/csv"
-
-
 PROBLEM_SCHEMA = {"$ref": "#/components/schemas/Problem"}
-
-
-ERROR_STATUSES = (400, 401, 403, 405, 406, 500, 503)
+ERROR_STATUSES = (400, 401, 403, 405, 500, 503)
 
 
 def build_responses(body: Any) -> dict[Any, Any]:
-    """The responses of one operation."""
-    bad = {
+    """Return the responses of one operation: `body` for 200, a problem document for each error."""
+    problems = {
         (status, "application/problem+json"): OpenApiResponse(PROBLEM_SCHEMA, description=HTTPStatus(status).phrase)
         for status in ERROR_STATUSES
     }
-    return {200: body} | bad
+    return {200: body} | problems
 
 
 class ApiKey(Protocol):
@@ -38,7 +34,7 @@ class ApiKey(Protocol):
 
 
 class Caller(Protocol):
-    """Who calls, as far as it matters here. `require` is PermissionDenied for agents that are not the caller's."""
+    """Authenticated API key, as far as billing needs it. `require` raises PermissionDenied for agents of other keys."""
 
     key: ApiKey
 
@@ -46,7 +42,7 @@ class Caller(Protocol):
 
 
 class CsvRenderer(BaseRenderer):
-    """What a view has made CSV of already."""
+    """Pass on CSV that the view has built."""
 
     media_type, format, charset = CSV_MEDIA_TYPE, "csv", "utf-8"
 
@@ -58,29 +54,29 @@ MAX_RESULTS = 10_000
 
 
 class CostFilterSerializer(serializers.Serializer):
-    """Whose costs, of those that the caller may see."""
+    """Filters on cost records that the caller may see."""
 
-    agent = serializers.CharField(required=False, max_length=255, help_text="Of this agent only: its DID.")
-    account = serializers.CharField(required=False, max_length=63, help_text="Of this account only.")
-    environment = serializers.CharField(required=False, max_length=200, help_text="In this environment only.")
-    provider = serializers.CharField(required=False, max_length=32, help_text="At this provider only.")
-
-
-def validate_query(form: type[Serializer], request: Request) -> dict[str, Any]:
-    """What the address asks, by this form; ValidationError names what is wrong, or said twice."""
-    if twice := {name: "Said more than once." for name, said in request.query_params.lists() if len(said) > 1}:
-        raise ValidationError(twice)
-    read = form(data=request.query_params.dict())
-    read.is_valid(raise_exception=True)
-    found: dict[str, Any] = read.validated_data
-    return found
+    agent = serializers.CharField(required=False, max_length=255, help_text="DID: only costs of this agent.")
+    account = serializers.CharField(required=False, max_length=63, help_text="Only costs of this account.")
+    environment = serializers.CharField(required=False, max_length=200, help_text="Only costs in this environment.")
+    provider = serializers.CharField(required=False, max_length=32, help_text="Only costs at this provider.")
 
 
-def authorize_agents(request: Request, said: Mapping[str, Any]) -> Sequence[str] | None:
-    """Whose costs the caller may see; None: everybody's. PermissionDenied if it asks for another agent's."""
+def validate_query(serializer_class: type[Serializer], request: Request) -> dict[str, Any]:
+    """Return the validated query parameters. Raises ValidationError for invalid and for repeated parameters."""
+    if repeated := {name: "Given more than once." for name, values in request.query_params.lists() if len(values) > 1}:
+        raise ValidationError(repeated)
+    query = serializer_class(data=request.query_params.dict())
+    query.is_valid(raise_exception=True)
+    parameters: dict[str, Any] = query.validated_data
+    return parameters
+
+
+def authorize_agents(request: Request, query: Mapping[str, Any]) -> Sequence[str] | None:
+    """Return the agents whose costs the caller may see, None for all. Raises PermissionDenied for another key's agent."""
     caller = cast(Caller, request.user)
-    if "agent" in said:
-        caller.require(said["agent"])
+    if "agent" in query:
+        caller.require(query["agent"])
     return None if caller.key.operator else caller.key.dids
 
 

@@ -25,26 +25,22 @@ NSID_PATTERN = rf"(?=[A-Za-z]){DOMAIN_LABEL_PATTERN}(\.{DOMAIN_LABEL_PATTERN})+\
 NSID_DESCRIPTION = "an NSID such as com.atproto.sync.subscribeRepos"
 
 
-def _to_seconds(length: timedelta) -> int:
-    return int(length.total_seconds())
+def _to_seconds(duration: timedelta) -> int:
+    return int(duration.total_seconds())
 
 
 class MintServiceTokenSerializer(serializers.Serializer):
-    aud = PatternField(
-        AUDIENCE_PATTERN, AUDIENCE_DESCRIPTION, max_length=320, help_text="The service that is to be called, by its DID."
-    )
-    lxm = PatternField(
-        NSID_PATTERN, NSID_DESCRIPTION, max_length=317, help_text="The one method that the token is good for, by its NSID."
-    )
+    aud = PatternField(AUDIENCE_PATTERN, AUDIENCE_DESCRIPTION, max_length=320, help_text="DID of the service to call.")
+    lxm = PatternField(NSID_PATTERN, NSID_DESCRIPTION, max_length=317, help_text="NSID of the one method the token permits.")
     lifetime_seconds = StrictIntegerField(
         min_value=_to_seconds(MIN_TOKEN_LIFETIME), max_value=_to_seconds(MAX_TOKEN_LIFETIME), required=False, allow_null=True,
-        help_text=f"Default: {_to_seconds(DEFAULT_TOKEN_LIFETIME)}.",
+        help_text=f"Lifetime of the token. Default: {_to_seconds(DEFAULT_TOKEN_LIFETIME)}.",
     )  # fmt: skip
 
 
 class ServiceTokenSerializer(serializers.Serializer):
-    token = serializers.CharField(help_text="A signed JWT for `Authorization: Bearer`. It is stored nowhere.")
-    expires_at = serializers.DateTimeField(help_text="The end of the lease does not bring it forward.")
+    token = serializers.CharField(help_text="Signed JWT for `Authorization: Bearer`. The control plane does not store it.")
+    expires_at = serializers.DateTimeField(help_text="Expiry of the token, also if the lease ends earlier.")
 
 
 SERVICE_TOKEN_SERIALIZER = MintServiceTokenSerializer()
@@ -53,17 +49,19 @@ SERVICE_TOKEN_SERIALIZER = MintServiceTokenSerializer()
 class ServiceTokenView(LeaseApiView):
     @extend_schema(
         operation_id="leases_service_token",
+        summary="Create a service token",
         request=MintServiceTokenSerializer,
         responses=schema.build_responses(ServiceTokenSerializer, 404, 409, 410, 413, 415),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """A short-lived token by which the lease's agent calls one method of another service, as AT Protocol has it: signed
-        with the agent's own key, which stays here. Each call makes another one; an Idempotency-Key has no effect, since
-        no token is stored. The lease is not renewed."""
-        said = self.validate_body(SERVICE_TOKEN_SERIALIZER)
-        lifetime = seconds_to_timedelta(said, "lifetime_seconds") or DEFAULT_TOKEN_LIFETIME
+        """Return a short-lived AT Protocol service token, with which the agent calls one method of another service.
+
+        The token is signed with the agent's signing key, which never leaves the control plane. Each call creates a new
+        token: an Idempotency-Key has no effect, since tokens are not stored. The lease is not renewed."""
+        data = self.validate_body(SERVICE_TOKEN_SERIALIZER)
+        lifetime = seconds_to_timedelta(data, "lifetime_seconds") or DEFAULT_TOKEN_LIFETIME
         token, minted = execution.mint_service_token(
-            pk, aud=said["aud"], lxm=said["lxm"], lifetime=lifetime, now=self.now, actor=self.actor
+            pk, aud=data["aud"], lxm=data["lxm"], lifetime=lifetime, now=self.now, actor=self.actor
         )
         return Response(serialize_service_token(token, minted), headers={"Cache-Control": "no-store"})
 

@@ -21,28 +21,28 @@ from sandboxes.models import LlmCall
 class CallSerializer(serializers.Serializer):
     call_id = serializers.CharField()
     run_id = serializers.UUIDField(allow_null=True)
-    kind = serializers.ChoiceField(LlmCall.Kind.values, help_text="llm: a request to a model; relay: a connection.")
+    kind = serializers.ChoiceField(LlmCall.Kind.values, help_text="llm: request to a model; relay: relay connection.")
     model = serializers.CharField()
     started_at = serializers.DateTimeField()
     ended_at = serializers.DateTimeField(allow_null=True)
     outcome = serializers.ChoiceField(LlmCall.Outcome.values)
-    status = serializers.IntegerField(allow_null=True, help_text="HTTP status that the sandbox was answered.")
-    code = serializers.CharField(help_text="Why it was refused or failed; else empty.")
-    input_tokens = serializers.IntegerField(allow_null=True, help_text="As the upstream counted; null: it did not say.")
+    status = serializers.IntegerField(allow_null=True, help_text="HTTP status returned to the sandbox.")
+    code = serializers.CharField(help_text="Reason of a refusal or failure; otherwise empty.")
+    input_tokens = serializers.IntegerField(allow_null=True, help_text="As reported by the upstream; null if not reported.")
     cached_tokens = serializers.IntegerField(allow_null=True)
     output_tokens = serializers.IntegerField(allow_null=True)
-    cost_usd = serializers.CharField(allow_null=True, help_text="A decimal number; null: not known.")
+    cost_usd = serializers.CharField(allow_null=True, help_text="Decimal number; null if unknown.")
 
 
 class CallTotalsSerializer(serializers.Serializer):
-    """Over all calls of the lease to models, not only those of this page. What the relay was used for is not in it."""
+    """Totals over all LLM calls of the lease, not only this page. Relay connections are not included."""
 
     calls = serializers.IntegerField()
-    refused = serializers.IntegerField(help_text="Those of them that did not leave.")
-    unpriced = serializers.IntegerField(help_text="Calls that left and have ended, and whose cost is not known.")
+    refused = serializers.IntegerField(help_text="Calls that were refused and not forwarded.")
+    unpriced = serializers.IntegerField(help_text="Forwarded, ended calls of unknown cost.")
     input_tokens = serializers.IntegerField()
     output_tokens = serializers.IntegerField()
-    cost_usd = serializers.CharField(help_text="Of those that are priced.")
+    cost_usd = serializers.CharField(help_text="Cost of the priced calls.")
 
 
 class CallPageSerializer(serializers.Serializer):
@@ -52,27 +52,28 @@ class CallPageSerializer(serializers.Serializer):
 
 
 class LeaseCallsSerializer(serializers.Serializer):
-    limit = serializers.CharField(allow_null=True, help_text="USD that the calls may cost, a decimal number; null: any.")
-    spent = serializers.CharField(help_text="USD, of the calls that are priced.")
-    unpriced_calls = serializers.IntegerField(help_text="Calls that left and have ended, and whose cost is not known.")
+    limit = serializers.CharField(allow_null=True, help_text="Spending limit in USD, a decimal number; null: no limit.")
+    spent = serializers.CharField(help_text="Cost of the priced calls in USD.")
+    unpriced_calls = serializers.IntegerField(help_text="Forwarded, ended calls of unknown cost.")
     calls = serializers.IntegerField()
-    refused = serializers.IntegerField(help_text="Those of them that did not leave.")
-    input_tokens = serializers.IntegerField(help_text="As far as upstreams have said.")
+    refused = serializers.IntegerField(help_text="Calls that were refused and not forwarded.")
+    input_tokens = serializers.IntegerField(help_text="As reported by the upstreams.")
     output_tokens = serializers.IntegerField()
 
 
 class CallListView(LeaseApiView):
     @extend_schema(
         operation_id="leases_calls_list",
+        summary="List LLM calls",
         parameters=schema.PAGE_PARAMETERS,
         responses=schema.build_responses(CallPageSerializer, 404),
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """What this lease's sandboxes asked their model, newest first, and the totals."""
+        """Return the LLM calls and relay connections of a lease, newest first, with totals."""
         calls = LlmCall.objects.filter(holder=pk)
-        found, following = paginate(calls, "started_at", request)
-        shown = [serialize_call(call) for call in found]
-        return Response({"total": serialize_call_totals(calculate_totals(calls)), "results": shown, "next": following})
+        page, next_url = paginate(calls, "started_at", request)
+        results = [serialize_call(call) for call in page]
+        return Response({"total": serialize_call_totals(calculate_totals(calls)), "results": results, "next": next_url})
 
 
 def serialize_call(call: LlmCall) -> dict[str, Any]:
@@ -117,5 +118,5 @@ def serialize_lease_calls(lease: Lease, total: CallTotals) -> dict[str, Any]:
 
 
 def format_usd(cost: Decimal) -> str:
-    """USD without exponent and without the zeros that a column fills up with."""
+    """Format USD without exponent and trailing zeros."""
     return f"{cost.normalize():f}" if cost else "0"

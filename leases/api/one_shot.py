@@ -1,4 +1,4 @@
-"""One-shot runs."""
+"""One-shot runs: one command in a sandbox of its own, which is destroyed before the response is sent."""
 
 import base64
 import io
@@ -37,17 +37,17 @@ from sandboxes.providers.base import WORKSPACE, Rejected, TooLarge
 from sandboxes.runs import KILL_GRACE
 from sandboxes.state import archives
 
-MAX_NEW_RUN_BODY_BYTES = 32 << 20  # a workspace, mostly
-MAX_RETURNED_WORKSPACE_BYTES = 16 << 20  # bytes of a workspace, as a tar, that an answer brings back
+MAX_NEW_RUN_BODY_BYTES = 32 << 20  # mostly the workspace
+MAX_RETURNED_WORKSPACE_BYTES = 16 << 20  # of the tar in a response
 
 
 class LimitsSerializer(serializers.Serializer):
     timeout_seconds = StrictIntegerField(
-        min_value=1, required=False, allow_null=True, help_text="Default: LEASEHOLD_EXEC_TIMEOUT."
+        min_value=1, required=False, allow_null=True, help_text="Default: LEASEHOLD_EXEC_TIMEOUT of the server."
     )
     memory_mib = StrictIntegerField(
         min_value=1, required=False, allow_null=True,
-        help_text="At most LEASEHOLD_RUN_MEMORY_MOST_MIB. Default: what the pool gives.",
+        help_text="At most LEASEHOLD_RUN_MEMORY_MOST_MIB. Default: memory of the pool's sandboxes.",
     )  # fmt: skip
 
     validate_timeout_seconds = ExecSerializer.validate_timeout_seconds
@@ -57,40 +57,43 @@ class NewRunSerializer(ProgramSerializer):
     agent_did = build_did_field()
     stdin = AnyStringField(default="")
     workspace = AnyStringField(
-        required=False, allow_null=True, help_text=f"An uncompressed tar in base64, unpacked into {WORKSPACE} before."
+        required=False,
+        allow_null=True,
+        help_text=f"Uncompressed tar in base64, unpacked into {WORKSPACE} before the command starts.",
     )
-    return_workspace = StrictBooleanField(default=False, help_text=f"Answer with what is in {WORKSPACE} afterwards.")
+    return_workspace = StrictBooleanField(default=False, help_text=f"Return the content of {WORKSPACE} after the command.")
     limits = LimitsSerializer(required=False, allow_null=True)
     environment_type = PatternField(
         r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, allow_null=True,
-        help_text="What holds for it. Default: run.",
+        help_text="Environment type of the run. Default: run.",
     )  # fmt: skip
     pool = PatternField(r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, allow_null=True)
 
 
 class OneShotRunSerializer(serializers.Serializer):
     run_id = serializers.UUIDField()
-    lease_id = serializers.UUIDField(help_text="The same: the environment of that lease is this run.")
+    lease_id = serializers.UUIDField(help_text="Equals run_id: the run has a lease of its own.")
     outcome = serializers.ChoiceField(
-        [how.value for how in OneShotOutcome], allow_null=True,
-        help_text="ok: exit code 0; failed: another one; timeout, oom_killed: it was killed; container_failed: its sandbox "
-        "could not be started, did not answer, or was lost; internal: the control plane failed. Null while it runs.",
+        [outcome.value for outcome in OneShotOutcome], allow_null=True,
+        help_text="ok: exit code 0; failed: other exit code; timeout, oom_killed: killed; container_failed: the sandbox "
+        "did not start, did not respond or was lost; internal: error in the control plane. Null while running.",
     )  # fmt: skip
-    exit_code = serializers.IntegerField(allow_null=True, help_text="128 + n after signal n; null if it is not known.")
-    stdout = serializers.CharField(help_text="When asked for later: the first bytes, as many as are stored with a Run.")
+    exit_code = serializers.IntegerField(allow_null=True, help_text="128 + n if ended by signal n; null if unknown.")
+    stdout = serializers.CharField(help_text="Output; from GET only the first bytes, as many as are stored with a run.")
     stderr = serializers.CharField()
-    truncated = serializers.BooleanField(help_text="There was more output than this.")
-    duration_seconds = serializers.FloatField(allow_null=True, help_text="With what copying the workspace took.")
-    note = serializers.CharField(help_text="Why, when the command itself cannot say.")
-    cleaned_up = serializers.BooleanField(help_text="Its sandbox is confirmed gone. If not, the sweeps go on until it is.")
+    truncated = serializers.BooleanField(help_text="The output exceeded the limit; the rest was dropped.")
+    duration_seconds = serializers.FloatField(allow_null=True, help_text="Duration including the transfer of the workspace.")
+    note = serializers.CharField(help_text="Reason for the outcome, if the exit code does not show it.")
+    cleaned_up = serializers.BooleanField(
+        help_text="The sandbox is confirmed destroyed. If false, the sweeps retry until it is."
+    )
 
 
 class OneShotResultSerializer(OneShotRunSerializer):
     workspace = serializers.CharField(
         allow_null=True,
-        help_text=f"{WORKSPACE} without .home as an uncompressed tar in base64, "
-        f"at most {MAX_RETURNED_WORKSPACE_BYTES >> 20} MiB of it. Null "
-        "if it was not asked for or could not be brought back: then `note` says why.",
+        help_text=f"{WORKSPACE} without .home as an uncompressed tar in base64, at most "
+        f"{MAX_RETURNED_WORKSPACE_BYTES >> 20} MiB. Null if not requested or not returned; `note` then gives the reason.",
     )
 
 
@@ -102,37 +105,41 @@ class OneShotRunCreateView(ApiView):
 
     @extend_schema(
         operation_id="runs_create",
+        summary="Execute a command in a new sandbox",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER, schema.ENCODING_PARAMETER],
         request=NewRunSerializer,
         responses=schema.build_responses(OneShotResultSerializer, 402, 409, 413, 415, 429),
     )
     def post(self, request: ApiRequest) -> HttpResponse:
-        """Run one command in a sandbox of its own, made for it and destroyed before this answers. However it ended is an
-        answer, also that there was no sandbox to be had; no place, no quota and bad input are errors, and nothing has run."""
+        """Create a sandbox, run one command in it, destroy the sandbox and return the result.
+
+        Failures of the command or of its sandbox are results (200). Lack of capacity or quota and invalid input are errors;
+        in that case nothing has run."""
         encoding = parse_encoding(request)
-        said = self.validate_body(NEW_RUN_SERIALIZER)
-        self.caller.require(said["agent_did"])
-        back = io.BytesIO()
-        wish = replace(build_one_shot_request(said, encoding, back), key_id=self.key_id)
+        data = self.validate_body(NEW_RUN_SERIALIZER)
+        self.caller.require(data["agent_did"])
+        returned = io.BytesIO()
+        one_shot_request = replace(build_one_shot_request(data, encoding, returned), key_id=self.key_id)
 
         def act(run_id: UUID) -> StatusAndBody:
             result = one_shot.run_once(
-                replace(wish, run_id=run_id), now=self.now, actor=self.actor, admit=self.consume_creation_token
+                replace(one_shot_request, run_id=run_id), now=self.now, actor=self.actor, admit=self.consume_creation_token
             )
-            return 200, serialize_one_shot_result(result, back.getvalue(), encoding)
+            return 200, serialize_one_shot_result(result, returned.getvalue(), encoding)
 
-        patience = wish.longest + one_shot.CLEANUP_TIMEOUT + 2 * KILL_GRACE
+        patience = one_shot_request.longest + one_shot.CLEANUP_TIMEOUT + 2 * KILL_GRACE
         return self.execute_once(act, patience=patience, repeatable=False)
 
 
 class OneShotRunView(ApiView):
     @extend_schema(
         operation_id="runs_get",
+        summary="Get a one-shot run",
         parameters=[schema.ENCODING_PARAMETER],
         responses=schema.build_responses(OneShotRunSerializer, 404),
     )
     def get(self, request: ApiRequest, run_id: UUID) -> HttpResponse:
-        """What is known of a one-shot run, also after the connection that asked for it was lost."""
+        """Return a one-shot run. Use it to get the result after the connection of the POST was lost."""
         lease = self.caller.get_lease(run_id)
         if lease.environment_id != f"run-{run_id}":
             raise NotFound("There is no such run.")
@@ -140,33 +147,33 @@ class OneShotRunView(ApiView):
         return Response(serialize_one_shot_run(result, parse_encoding(request)))
 
 
-def build_one_shot_request(said: Mapping[str, Any], encoding: str, back: BinaryIO) -> OneShotRequest:
-    limits, workspace = said.get("limits") or {}, said.get("workspace")
+def build_one_shot_request(data: Mapping[str, Any], encoding: str, returned: BinaryIO) -> OneShotRequest:
+    limits, workspace = data.get("limits") or {}, data.get("workspace")
     return OneShotRequest(
-        agent_did=said["agent_did"],
-        argv=said["argv"],
+        agent_did=data["agent_did"],
+        argv=data["argv"],
         timeout=seconds_to_timedelta(limits, "timeout_seconds") or settings.EXEC_TIMEOUT,
-        stdin=decode_input(said["stdin"], encoding, "stdin"),
-        env=said["env"],
-        cwd=said["cwd"],
+        stdin=decode_input(data["stdin"], encoding, "stdin"),
+        env=data["env"],
+        cwd=data["cwd"],
         workspace=None if workspace is None else _decode_workspace(workspace),
-        back=back if said["return_workspace"] else None,
+        back=returned if data["return_workspace"] else None,
         max_returned_bytes=MAX_RETURNED_WORKSPACE_BYTES,
         memory_mib=limits.get("memory_mib"),
-        environment_type=said.get("environment_type") or one_shot.DEFAULT_ENVIRONMENT_TYPE,
-        pool=said.get("pool") or "",
+        environment_type=data.get("environment_type") or one_shot.DEFAULT_ENVIRONMENT_TYPE,
+        pool=data.get("pool") or "",
     )
 
 
 def _decode_workspace(text: str) -> BinaryIO:
-    """The workspace of a request, checked."""
+    """Decode and validate the tar of a workspace."""
     tar = io.BytesIO(decode_input(text, "base64", "workspace"))
     try:
         archives.validate_tar(tar)
-    except TooLarge as wrong:
-        raise BodyTooLarge(str(wrong), field="workspace") from None
-    except Rejected as wrong:
-        raise InvalidRequest("workspace", str(wrong)) from None
+    except TooLarge as error:
+        raise BodyTooLarge(str(error), field="workspace") from None
+    except Rejected as error:
+        raise InvalidRequest("workspace", str(error)) from None
     return tar
 
 
@@ -186,5 +193,5 @@ def serialize_one_shot_run(result: OneShotResult, encoding: str) -> dict[str, An
 
 
 def serialize_one_shot_result(result: OneShotResult, workspace: bytes, encoding: str) -> dict[str, Any]:
-    back = base64.b64encode(workspace).decode() if result.workspace_returned else None
-    return serialize_one_shot_run(result, encoding) | {"workspace": back}
+    encoded = base64.b64encode(workspace).decode() if result.workspace_returned else None
+    return serialize_one_shot_run(result, encoding) | {"workspace": encoded}

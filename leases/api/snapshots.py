@@ -27,7 +27,7 @@ from sandboxes.state import workspace
 
 
 class NewSnapshotSerializer(serializers.Serializer):
-    name = StrictCharField(max_length=100, allow_blank=True, default="", help_text="What you call it.")
+    name = StrictCharField(max_length=100, allow_blank=True, default="", help_text="Name chosen by the caller.")
 
 
 class RestoreSerializer(serializers.Serializer):
@@ -35,7 +35,7 @@ class RestoreSerializer(serializers.Serializer):
 
 
 class ForkSerializer(AcquireSerializer):
-    """The new lease. What is not said is as in the lease that is forked, or as its environment type says."""
+    """New lease of a fork. Defaults come from the forked lease, then from the environment type."""
 
     agent_did = PatternField(
         DID_PATTERN,
@@ -43,25 +43,25 @@ class ForkSerializer(AcquireSerializer):
         max_length=255,
         required=False,
         allow_null=True,
-        help_text="Who gets it. Default: the same agent.",
+        help_text="Agent of the new lease. Default: the same agent.",
     )
     environment_type = PatternField(
         r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, allow_null=True,
-        help_text="Default: the same.",
+        help_text="Default: that of the forked lease.",
     )  # fmt: skip
     snapshot_id = StrictUUIDField(
-        required=False, allow_null=True, help_text="What it starts with. Default: what is in the workspace now."
+        required=False, allow_null=True, help_text="Snapshot to start from. Default: the current workspace."
     )
 
 
 class SnapshotSerializer(serializers.Serializer):
     id = serializers.UUIDField()
-    name = serializers.CharField(help_text="As whoever asked for it called it.")
+    name = serializers.CharField(help_text="Name given on creation.")
     kind = serializers.ChoiceField(
-        SnapshotKind.choices, help_text="asked: on request; sleep: when its sandbox fell asleep; restored: an earlier one, "
-        "made the newest again; forked: of the lease that this one was forked from.",
+        SnapshotKind.choices, help_text="asked: on request; sleep: when the sandbox went to sleep; restored: an earlier "
+        "snapshot made current again; forked: from the lease that was forked.",
     )  # fmt: skip
-    at = serializers.DateTimeField(help_text="The newest is what the next wake starts from.")
+    at = serializers.DateTimeField(help_text="Creation time. The next wake starts from the newest snapshot.")
     size_bytes = serializers.IntegerField()
 
 
@@ -73,27 +73,30 @@ FORK_SERIALIZER = ForkSerializer()
 class SnapshotListView(LeaseApiView):
     @extend_schema(
         operation_id="leases_snapshots_list",
+        summary="List snapshots",
         parameters=schema.PAGE_PARAMETERS,
         responses=schema.build_responses(schema.build_page_serializer(SnapshotSerializer), 404),
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """The copies of a lease's workspace that are kept, newest first; also after its end, for as long as those are kept."""
-        found, following = paginate(workspace.find_by_holder(pk), "at", request)
-        return Response({"results": [serialize_snapshot(snapshot) for snapshot in found], "next": following})
+        """Return the workspace snapshots of a lease, newest first. They stay available for a time after its end."""
+        page, next_url = paginate(workspace.find_by_holder(pk), "at", request)
+        return Response({"results": [serialize_snapshot(snapshot) for snapshot in page], "next": next_url})
 
     @extend_schema(
         operation_id="leases_snapshots_create",
+        summary="Take a snapshot",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=NewSnapshotSerializer,
         responses=schema.build_responses(SnapshotSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(201,)),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Store the workspace as it is now. A sandbox that sleeps is not woken for it. Only the newest copies are kept,
-        these and those taken when it fell asleep, as many of each as the operator says (10 and 2 if not said)."""
-        said = self.validate_body(NEW_SNAPSHOT_SERIALIZER)
+        """Store the current workspace. A sleeping sandbox is not woken.
+
+        Only the newest snapshots are retained: by default 10 taken on request and 2 taken when the sandbox went to sleep."""
+        data = self.validate_body(NEW_SNAPSHOT_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
-            return 201, serialize_snapshot(snapshots.take_snapshot(pk, name=said["name"], now=self.now, actor=self.actor))
+            return 201, serialize_snapshot(snapshots.take_snapshot(pk, name=data["name"], now=self.now, actor=self.actor))
 
         return self.execute_once(act, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
 
@@ -101,17 +104,19 @@ class SnapshotListView(LeaseApiView):
 class SnapshotRestoreView(LeaseApiView):
     @extend_schema(
         operation_id="leases_restore",
+        summary="Restore a snapshot",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=RestoreSerializer,
         responses=schema.build_responses(SnapshotSerializer, 404, 409, 410, 413, 415),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Have an earlier copy in the workspace from the next use on. What is in it now is stored before, and can be gone
-        back to in the same way. 409 while something runs in the sandbox. /data is not changed."""
-        said = self.validate_body(RESTORE_SERIALIZER)
+        """Replace the workspace by a snapshot, effective from the next use. /data is not changed.
+
+        The current workspace is stored as a snapshot first. 409 while something runs in the sandbox."""
+        data = self.validate_body(RESTORE_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
-            return 200, serialize_snapshot(snapshots.restore_snapshot(pk, said["snapshot_id"], now=self.now, actor=self.actor))
+            return 200, serialize_snapshot(snapshots.restore_snapshot(pk, data["snapshot_id"], now=self.now, actor=self.actor))
 
         return self.execute_once(act, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
 
@@ -119,22 +124,24 @@ class SnapshotRestoreView(LeaseApiView):
 class LeaseForkView(LeaseApiView):
     @extend_schema(
         operation_id="leases_fork",
+        summary="Fork a lease",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=ForkSerializer,
         responses=schema.build_responses(LeaseSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(200, 201)),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """A lease in another environment that starts with a copy of this one's workspace (201). Asked again, it is the
-        same one (200); 409 if another lease is held there. A lease that has ended is forked from the newest copy kept.
-        /workspace/config.json is the new lease's own; /data is that of its agent."""
+        """Grant a lease in another environment that starts with a copy of this lease's workspace (201).
+
+        Repeated, it returns the same lease (200); 409 if the agent holds another lease there. An ended lease is forked from its
+        newest snapshot. /workspace/config.json is written for the new lease; /data is that of its agent."""
         lease = self.lease
-        said = self.validate_body(FORK_SERIALIZER)
-        said = apply_fork_defaults(said, lease)
-        self.caller.require(said["agent_did"])
+        data = self.validate_body(FORK_SERIALIZER)
+        data = apply_fork_defaults(data, lease)
+        self.caller.require(data["agent_did"])
 
         def act(run_id: UUID) -> StatusAndBody:
             granted, is_new = fork.fork(
-                lease, build_lease_request(said, self.key_id), snapshot=said.get("snapshot_id"), now=self.now, actor=self.actor,
+                lease, build_lease_request(data, self.key_id), snapshot=data.get("snapshot_id"), now=self.now, actor=self.actor,
                 admit=self.consume_creation_token,
             )  # fmt: skip
             return 201 if is_new else 200, render_lease(granted, now=self.now, is_new=is_new)
@@ -142,11 +149,11 @@ class LeaseForkView(LeaseApiView):
         return self.execute_once(act, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
 
 
-def apply_fork_defaults(said: Mapping[str, Any], lease: Lease) -> dict[str, Any]:
-    """What a fork asks for, with what it leaves out. In the same type it stays in the same pool."""
-    kind = said.get("environment_type") or lease.environment_type_id
-    pool = said.get("pool") or (lease.pool.name if kind == lease.environment_type_id else "")
-    return {**said, "agent_did": said.get("agent_did") or lease.agent_did, "environment_type": kind, "pool": pool}
+def apply_fork_defaults(data: Mapping[str, Any], lease: Lease) -> dict[str, Any]:
+    """Return the fork request with its defaults applied. In the same environment type the pool stays the same."""
+    environment_type = data.get("environment_type") or lease.environment_type_id
+    pool = data.get("pool") or (lease.pool.name if environment_type == lease.environment_type_id else "")
+    return {**data, "agent_did": data.get("agent_did") or lease.agent_did, "environment_type": environment_type, "pool": pool}
 
 
 def serialize_snapshot(snapshot: Snapshot) -> dict[str, Any]:

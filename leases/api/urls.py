@@ -1,4 +1,4 @@
-"""/api/v1/: what agents may ask for."""
+"""Routes of the agents' API under /api/v1/."""
 
 from django.urls import path, register_converter
 
@@ -21,7 +21,7 @@ from leases.api.stores import artifacts, events, sessions
 
 
 class AnyPathConverter:
-    """The rest of the URL, also when that is empty: the view says what is wrong with it."""
+    """Rest of the URL, possibly empty. The view validates it and names the error."""
 
     regex = r"[\s\S]*"
 

@@ -42,7 +42,7 @@ class EnvironmentJoinView(ApiView):
         responses=schema.build_responses(LeaseSerializer, 402, 409, 410, 413, 415, 429, ok=(200, 201)),
     )
     def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
-        """Acquire a lease as POST /leases does, and start its sandbox with /workspace/config.json in it.
+        """Acquire a lease as POST /leases does, and start its sandbox. /workspace/config.json is in place.
 
         The response is sent when the sandbox is ready."""
         data = self.validate_body(JOIN_SERIALIZER)

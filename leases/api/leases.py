@@ -192,7 +192,6 @@ class LeaseRenewView(HotLeaseApiView):
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Extend the lease to its ttl from now, at most to `max_expires_at`. A lease that has ended is not revived (410)."""
-        _ = request.data  # read and ignored
 
         def act(run_id: UUID) -> StatusAndBody:
             return 200, {"expires_at": format_timestamp(leasing.renew(self.lease, now=self.now))}
@@ -212,7 +211,6 @@ class LeaseReleaseView(LeaseApiView):
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """End the lease; its sandbox is reclaimed. Releasing a lease that has ended changes nothing and succeeds."""
-        _ = request.data  # read and ignored
 
         def act(run_id: UUID) -> StatusAndBody:
             lease = leasing.release(pk, now=self.now, actor=self.actor)

@@ -111,7 +111,7 @@ class OneShotRunCreateView(ApiView):
         responses=schema.build_responses(OneShotResultSerializer, 402, 409, 413, 415, 429),
     )
     def post(self, request: ApiRequest) -> HttpResponse:
-        """Create a sandbox, run one command in it, destroy the sandbox and return the result.
+        """Create a sandbox, run one command, destroy the sandbox and return the result.
 
         Failures of the command or of its sandbox are results (200). Lack of capacity or quota and invalid input are errors;
         in that case nothing has run."""

@@ -22,9 +22,7 @@ SURROGATE_ESCAPE_RE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class OpaqueParser(BaseParser):
-    """Read the body and ignore its content.
-
-    A body left unread would cost the client its connection."""
+    """Read the body and ignore its content."""
 
     media_type = "application/json"
 

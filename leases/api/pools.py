@@ -103,8 +103,8 @@ class PoolListView(ApiView):
             pools = Pool.objects.order_by("name")
             return Response({"pools": [serialize_pool(pool, pool_stats.find_quotas(pool.pk, dids)) for pool in pools]})
         counted = pool_stats.collect_pool_stats(now=self.now)
-        shown = [serialize_pool(pool, pool_stats.find_quotas(pool.pk, dids)) for pool in counted]
-        return Response({"pools": shown} | serialize_pool_stats(pool_stats.sum_stats(counted)))
+        rendered = [serialize_pool(pool, pool_stats.find_quotas(pool.pk, dids)) for pool in counted]
+        return Response({"pools": rendered} | serialize_pool_stats(pool_stats.sum_stats(counted)))
 
 
 def serialize_pool_stats(of: Stats) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def serialize_pool_stats(of: Stats) -> dict[str, Any]:
 
 def serialize_pool(of: Pool | PoolStats, quotas: Sequence[Quota]) -> dict[str, Any]:
     """Serialize a pool, with its statistics if `of` has them."""
-    shown = {
+    rendered = {
         "name": of.name,
         "max_capacity": of.capacity,
         "used": of.used,
@@ -151,8 +151,8 @@ def serialize_pool(of: Pool | PoolStats, quotas: Sequence[Quota]) -> dict[str, A
     }
     if isinstance(of, PoolStats):
         until = of.warm_paused_until
-        shown |= serialize_pool_stats(of) | {
+        rendered |= serialize_pool_stats(of) | {
             "warm_paused_until": format_timestamp(until) if until else None,
             "warm_error": of.warm_error,
         }
-    return shown
+    return rendered

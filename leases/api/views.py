@@ -24,15 +24,15 @@ from leases.api.permissions import HasKey, ReachesLease
 from leases.api.renderers import Negotiation
 from leases.models import Lease
 
-MAX_SMALL_BODY_BYTES = 64 << 10  # default limit, for bodies that contain no document of the agent's own
+MAX_SMALL_BODY_BYTES = 64 << 10  # default limit, for bodies without agents' documents
 
 
 class ApiRequest(Request):
-    """DRF request whose body is read by the view's only parser, whatever its Content-Type and Content-Length.
+    """DRF request whose body is always read by the view's only parser.
 
-    DRF skips the parser of a request without a Content-Length and so takes a chunked body for an empty one. It also answers 415
-    before the size limit and for empty bodies; JsonParser checks the media type itself. The parser leaves the bytes it has read
-    in `raw_body`."""
+    DRF skips the parser of a request without a Content-Length and so takes a chunked body for an empty one. DRF also responds
+    415 before the size limit applies, and for empty bodies; JsonParser checks the media type itself. A parser that holds the
+    whole body leaves it in `raw_body`."""
 
     user: Caller  # type: ignore[assignment]
     method: str
@@ -98,7 +98,11 @@ class ApiView(APIView):
         return data
 
     def execute_once(self, act: idempotency.RequestHandler, **options: Any) -> HttpResponse:
-        """Act and respond, honouring an Idempotency-Key. The body must have been parsed before."""
+        """Read the body, call `act` and return its response; once if the request has an Idempotency-Key.
+
+        Options and errors are those of `idempotency.execute_once`. The body is also read where it has no meaning: a body left
+        unread would cost the client its connection."""
+        _ = self.request.data
         return idempotency.execute_once(self.request, self.caller.key, act, body=self.request.raw_body, now=self.now, **options)
 
     def consume_creation_token(self) -> None:
@@ -110,7 +114,7 @@ class ApiView(APIView):
 
 
 class LeaseApiView(ApiView):
-    """Base of views under /leases/{pk}. `lease` is the lease in the URL, which the key may see."""
+    """Base of views under /leases/{pk}. `lease` is the lease in the URL; the key reaches it."""
 
     permission_classes = [HasKey, ReachesLease]
     lease: Lease
@@ -119,10 +123,10 @@ class LeaseApiView(ApiView):
 class HotLeaseApiView(LeaseApiView):
     """Fast path of exactly two endpoints, renew and exec, which agents call all the time.
 
-    `dispatch` takes the steps of APIView.dispatch with the same authentication, permission, parser and error classes. Left out
-    is what always comes out the same here: content negotiation, versioning, throttles, response headers, and new instances of
-    the stateless classes for each request. The handlers return an HttpResponse, not a Response still to be rendered.
-    tests/bench/api_overhead.py measures the difference."""
+    `dispatch` takes the steps of APIView.dispatch with the same authentication, permission, parser and error classes. It leaves
+    out the steps without effect here: content negotiation, versioning, throttles, response headers, and new instances of
+    stateless classes for each request. The handlers return an HttpResponse, which needs no rendering. Measured by
+    tests/bench/api_overhead.py: the full dispatch costs a renew 16 % more CPU than none, this one 4 %."""
 
     _authenticator = KeyAuthentication()
     _permissions = [permission() for permission in LeaseApiView.permission_classes]

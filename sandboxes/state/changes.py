@@ -171,7 +171,7 @@ def _index_tar(tar: BinaryIO, wanted: set[str]) -> dict[str, ChangedFile]:
     changed_files = {}
     with tarfile.open(fileobj=tar, mode="r|", bufsize=CHUNK_BYTES) as members:
         for member in members:
-            members.members = []  # type: ignore[attr-defined]  # else tarfile keeps every member in memory, including any number of bare headers
+            members.members = []  # type: ignore[attr-defined]  # else tarfile keeps every member in memory
             if member.isreg() and member.name in wanted:
                 digest, content = hashlib.sha256(), FileSlice(tar, member.offset_data, member.size)
                 while chunk := content.read(CHUNK_BYTES):

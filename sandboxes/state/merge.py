@@ -52,39 +52,38 @@ def record_changes(
             return False  # the lease has ended: the process that destroys the sandbox stores the rest
         data = AgentData.objects.select_for_update(no_key=True).get(pk=attachment.data_id)
         merge = DataMerge(attachment, data.revision + 1, now)
-        merge.merge(diff, changed_files)
-        if merge.writes_rows:
-            DataObject.objects.bulk_create(merge.objects.values())
-            DataFile.objects.bulk_create(
-                merge.written.values(), update_conflicts=True, unique_fields=["data", "path"], update_fields=UPSERT_COLUMNS
-            )
-        if merge.changes_data:
-            live = DataFile.objects.filter(data=data, removed=False).aggregate(
-                files=Count("pk", filter=Q(kind="file")), size=Coalesce(Sum("size_bytes"), 0)
-            )
-            AgentData.objects.filter(pk=data.pk).update(
-                revision=merge.revision, files=live["files"], size_bytes=live["size"], changed_at=now
-            )
-            DataSize.note(data.agent_did, live["size"], now=now)
-        attachment_revision = (
-            merge.revision if merge.changes_data and data.revision == attachment.revision else attachment.revision
-        )
-        base = merge.base
-        if not Attachment.objects.filter(pk=attachment.pk, version=attachment.version).update(
-            version=F("version") + 1,
-            base=base,
-            look=diff.digest,
-            revision=attachment_revision,
-            unsaved_since=None,
-            last_error="",
-            full=False,
-        ):
+        merge.resolve(diff, changed_files)
+        _write_rows(merge, data, now)
+        is_latest = merge.changes_data and data.revision == attachment.revision
+        columns = {
+            "base": merge.base, "look": diff.digest, "revision": merge.revision if is_latest else attachment.revision,
+            "unsaved_since": None,
+        }  # fmt: skip
+        same = Attachment.objects.filter(pk=attachment.pk, version=attachment.version)
+        if not same.update(version=F("version") + 1, last_error="", full=False, **columns):
             raise ConcurrentChange
         merge.record_events(diff)
-    attachment.version, attachment.unsaved_since = attachment.version + 1, None
-    attachment.base, attachment.look, attachment.revision = base, diff.digest, attachment_revision
+    attachment.version += 1
+    for name, value in columns.items():
+        setattr(attachment, name, value)
     checkpoint("data recorded", attachment)
     return merge.writes_rows
+
+
+def _write_rows(merge: "DataMerge", data: AgentData, now: datetime) -> None:
+    if merge.writes_rows:
+        DataObject.objects.bulk_create(merge.objects.values())
+        DataFile.objects.bulk_create(
+            merge.written.values(), update_conflicts=True, unique_fields=["data", "path"], update_fields=UPSERT_COLUMNS
+        )
+    if merge.changes_data:
+        live = DataFile.objects.filter(data=data, removed=False).aggregate(
+            files=Count("pk", filter=Q(kind="file")), size=Coalesce(Sum("size_bytes"), 0)
+        )
+        AgentData.objects.filter(pk=data.pk).update(
+            revision=merge.revision, files=live["files"], size_bytes=live["size"], changed_at=now
+        )
+        DataSize.note(data.agent_did, live["size"], now=now)
 
 
 class DataMerge:
@@ -99,7 +98,7 @@ class DataMerge:
         self.changes_data = False  # the agent's data changes, so its revision grows
         self.writes_rows = False  # some row is written
 
-    def merge(self, diff: ManifestDiff, changed_files: Mapping[str, ChangedFile]) -> None:
+    def resolve(self, diff: ManifestDiff, changed_files: Mapping[str, ChangedFile]) -> None:
         self.manifest = diff.manifest
         self.stored_rows = self._load_rows([*diff.files, *diff.non_files, *diff.removed])
         for path in diff.non_files:
@@ -139,9 +138,8 @@ class DataMerge:
             return
         if unseen and unseen.digest != changed_file.digest:
             self._keep_conflict_copy(unseen)
-        stored_content = (
-            (row.stored_in_id, row.offset) if row and not row.removed and row.digest == changed_file.digest else None
-        )
+        has_same_content = row and not row.removed and row.digest == changed_file.digest
+        stored_content = (row.stored_in_id, row.offset) if row and has_same_content else None
         new = self._build_row(path, "file", stat, size_bytes=changed_file.size, digest=changed_file.digest)
         if changed_file.object:
             new.stored_in, new.offset = self._register_object(changed_file), changed_file.offset
@@ -149,7 +147,7 @@ class DataMerge:
             new.stored_in_id, new.offset = stored_content
         else:
             raise ConcurrentChange  # the stored content with the same digest is gone: read the file again
-        self._put(new, stat)
+        self._add_written(new, stat)
 
     def _merge_non_file(self, path: str, stat: FileStat) -> None:
         row = self.stored_rows.get(path)
@@ -162,7 +160,7 @@ class DataMerge:
             return  # unchanged here, changed elsewhere: the next attach pulls it
         if unseen:
             self._keep_conflict_copy(unseen)
-        self._put(self._build_row(path, stat.kind, stat), stat)
+        self._add_written(self._build_row(path, stat.kind, stat), stat)
 
     def _merge_removed(self, path: str) -> None:
         row = self.stored_rows.get(path)
@@ -182,7 +180,7 @@ class DataMerge:
             if path in self.manifest and (ancestor is None or ancestor.removed or ancestor.kind != "directory"):
                 if ancestor:
                     self._keep_conflict_copy(ancestor)
-                self._put(self._build_row(path, "directory", self.manifest[path]), self.manifest[path])
+                self._add_written(self._build_row(path, "directory", self.manifest[path]), self.manifest[path])
         stored = self.stored_rows.get(row.path)
         if row.kind != "directory" and stored and not stored.removed and stored.kind == "directory":
             for covered in data_tree.find_files_below(self.attachment.data, row.path):
@@ -197,7 +195,7 @@ class DataMerge:
             return
         live = {*data_tree.find_live_files(self.attachment.data).values_list("path", flat=True)}
         live = {path for path in live | {*self.written} if not (path in self.written and self.written[path].removed)}
-        directories = {path for each in live for path in list_parents(each)}
+        directories = {parent for path in live for parent in list_parents(path)}
         for row in removed:
             if row.path in directories:
                 row.removed = False
@@ -254,7 +252,7 @@ class DataMerge:
             revision=self.revision, holder=self.attachment.holder, at=self.now, **columns,
         )  # fmt: skip
 
-    def _put(self, row: DataFile, stat: FileStat) -> None:
+    def _add_written(self, row: DataFile, stat: FileStat) -> None:
         self.written[row.path] = row
         self.base[row.path] = [row.revision, row.digest, stat.stamp]
         self.changes_data = True
@@ -264,22 +262,16 @@ class DataMerge:
         return self.objects.setdefault(changed_file.object.pk, changed_file.object)
 
     def record_events(self, diff: ManifestDiff) -> None:
-        did = self.attachment.data.agent_did
+        did, holder = self.attachment.data.agent_did, self.attachment.holder
         for path, target in self.conflicts[:MAX_EVENTS_PER_SCAN]:
             detail = f"Another sandbox of this agent changed this path; its version is kept as {target}."[:500]
-            record_event(did, self.attachment.holder, DataEvent.Kind.CONFLICT, path=path, detail=detail, now=self.now)
+            record_event(did, holder, DataEvent.Kind.CONFLICT, path=path, detail=detail, now=self.now)
         for path, reason in islice(diff.unstorable.items(), MAX_EVENTS_PER_SCAN):
             shown = path.encode(errors="surrogateescape").decode(errors="replace")[:1000]
-            known = DataEvent.objects.filter(holder=self.attachment.holder, kind=DataEvent.Kind.LEFT_OUT, path=shown)
+            known = DataEvent.objects.filter(holder=holder, kind=DataEvent.Kind.LEFT_OUT, path=shown)
             if not known.exists():
-                record_event(
-                    did,
-                    self.attachment.holder,
-                    DataEvent.Kind.LEFT_OUT,
-                    path=shown,
-                    detail=f"Not stored: {reason}.",
-                    now=self.now,
-                )
+                detail = f"Not stored: {reason}."
+                record_event(did, holder, DataEvent.Kind.LEFT_OUT, path=shown, detail=detail, now=self.now)
 
 
 def record_event(did: str, holder: uuid.UUID | None, kind: DataEvent.Kind, *, now: datetime, **fields: str) -> None:

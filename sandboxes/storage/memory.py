@@ -40,7 +40,7 @@ class MemoryStore(KeyValueStore):
         return self._hook("before", method, fn)
 
     def after(self, method: str, fn: Callable[[str], None]) -> ExitStack:
-        """Call fn(key) after each successful call of this method, before its caller learns of it. Stays as `before` does."""
+        """Call fn(key) after each successful call of this method, before the caller gets the result. Stays as `before` does."""
         return self._hook("after", method, fn)
 
     def fail(self, method: str, error: BaseException, *, times: int | None = None) -> ExitStack:

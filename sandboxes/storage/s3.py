@@ -184,7 +184,7 @@ class S3Store(KeyValueStore):
         return [names[failed["Key"]] for failed in response.get("Errors", [])]
 
     def _fetch(self, method: str, key: str, write: Any, byte_range: str = "") -> bool:
-        """Pass the value, or a byte range of it, to `write` in chunks. Return False if the key does not exist."""
+        """Pass the value, or only `byte_range`, to `write` in chunks. Return False if the key does not exist."""
         name = self._name(key, method)
         with self._client(method, key) as client:
             try:

@@ -584,8 +584,8 @@ actions = append_actions | st.tuples(st.just("compact"), st.integers(0, 2), st.j
     script=st.lists(st.tuples(actions, optional_call, actions, optional_call, st.none() | st.integers(0, 120)), max_size=12),
 )
 def test_any_order_of_appends_compactions_and_crashes(kind: str, script: list[Any]) -> None:
-    """Each action is done by one of three processes. Another action may happen in the middle of it, it may crash before any of
-    its store calls, and an append may be stored in part."""
+    """Each action runs in one of three processes. Another action may run between two store calls, the process may crash before
+    any store call, and an append may be stored in part."""
     with tempfile.TemporaryDirectory(prefix="lh-journal-") as root:
         store = make_store(kind, Path(root))
         processes = [Writer() for _ in range(3)]

@@ -37,7 +37,7 @@ EMPTY = "chmod -R u+rwX /data /workspace; find /data /workspace -mindepth 1 -del
 
 
 @pytest.fixture(scope="module")
-def kept_container():
+def shared_container():
     """Container shared by successive tests, because starting one takes longer than most tests."""
     bench = ProviderBench(DockerProvider())
     made = cache(bench.box)
@@ -46,14 +46,14 @@ def kept_container():
         bench.clean()
 
 
-def box_of(*ways, new=False):
+def make_box_fixture(*ways, new=False):
     """Create a fixture parametrized by provider and access path, with an empty sandbox."""
 
     def by(way):
         return pytest.param(way, marks=[pytest.mark.docker] * way.startswith("docker"), id=way)
 
     @pytest.fixture(params=[*map(by, ways)])
-    def fixture(request, tmp_path, monkeypatch, kept_container):
+    def fixture(request, tmp_path, monkeypatch, shared_container):
         kind = request.param.split()[0]
         if kind == "docker":
             request.getfixturevalue("docker_ready")
@@ -65,7 +65,7 @@ def box_of(*ways, new=False):
             yield Files(made.provider, made.ref, made.name)
             bench.clean()
         else:
-            made = kept_container()
+            made = shared_container()
             assert made.run("sh", "-ec", EMPTY, cwd="/").exit_code == 0
             yield Files(made.provider, made.ref, made.name)
 
@@ -107,12 +107,12 @@ class Files(SandboxHandle):
         assert done.exit_code == 0, done.stderr
 
 
-box = box_of("memory", "process", "docker", BY_EXEC)
-real = box_of("process", "docker", BY_EXEC)
-container = box_of("docker")
-new_box = box_of("memory", "process", "docker", new=True)
-new_real = box_of("process", "docker", BY_EXEC, new=True)
-new_container = box_of("docker", new=True)
+box = make_box_fixture("memory", "process", "docker", BY_EXEC)
+real = make_box_fixture("process", "docker", BY_EXEC)
+container = make_box_fixture("docker")
+new_box = make_box_fixture("memory", "process", "docker", new=True)
+new_real = make_box_fixture("process", "docker", BY_EXEC, new=True)
+new_container = make_box_fixture("docker", new=True)
 
 
 # --- manifest -----------------------------------------------------------------------------------------------------
@@ -628,7 +628,7 @@ def test_locked_root_is_accessible_and_stays_locked(new_real):
     assert new_real.run("stat", "-c", "%a", new_real.path(DATA), cwd="/").stdout == b"0\n"
 
 
-def told(*entries):
+def build_listing(*entries):
     return b"".join(files.encode_entry(*entry) for entry in entries)
 
 
@@ -638,27 +638,30 @@ GOOD = (
     ("l", "link", 0o777, 0, 5, "1", "x"),
 )
 NONSENSE = {
-    "cut": told(*GOOD)[:-1],
-    "a field too many": told(*GOOD) + b"x\0",
-    "more than asked for": told(*GOOD, *((f"x{n}", *GOOD[1][1:]) for n in range(9))),
-    "twice": told(*GOOD, GOOD[0]),
-    "below a link": told(*GOOD, ("l/x", *GOOD[1][1:])),
-    **{f"the path {path!r}": told((path, *GOOD[1][1:])) for path in ("", ".", "..", "/etc", "../x", "x/", "b/c", "x" * 256)},
-    "below a file": told(*GOOD, ("a/b/c", *GOOD[1][1:])),
-    "another kind": told(("x", "device", 0, 0, 0, "1", "")),
-    "a mode with more": told(("x", "file", 0o4755, 0, 0, "1", "")),
-    "a negative size": told(("x", "file", 0, -1, 0, "1", "")),
-    "an endless size": told(("x", "file", 0, 10**30, 0, "1", "")),
-    "a time far away": told(("x", "file", 0, 0, 1 << 40, "1", "")),
-    "an endless stamp": told(("x", "file", 0, 0, 0, "1" * 100, "")),
-    "a link to nothing": told(("x", "link", 0, 0, 0, "1", "")),
-    "a target of a file": told(("x", "file", 0, 0, 0, "1", "y")),
-    "an endless target": told(("x", "link", 0, 0, 0, "1", "y" * 5000)),
+    "cut": build_listing(*GOOD)[:-1],
+    "a field too many": build_listing(*GOOD) + b"x\0",
+    "more than asked for": build_listing(*GOOD, *((f"x{n}", *GOOD[1][1:]) for n in range(9))),
+    "twice": build_listing(*GOOD, GOOD[0]),
+    "below a link": build_listing(*GOOD, ("l/x", *GOOD[1][1:])),
+    **{
+        f"the path {path!r}": build_listing((path, *GOOD[1][1:]))
+        for path in ("", ".", "..", "/etc", "../x", "x/", "b/c", "x" * 256)
+    },
+    "below a file": build_listing(*GOOD, ("a/b/c", *GOOD[1][1:])),
+    "another kind": build_listing(("x", "device", 0, 0, 0, "1", "")),
+    "a mode with more": build_listing(("x", "file", 0o4755, 0, 0, "1", "")),
+    "a negative size": build_listing(("x", "file", 0, -1, 0, "1", "")),
+    "an endless size": build_listing(("x", "file", 0, 10**30, 0, "1", "")),
+    "a time far away": build_listing(("x", "file", 0, 0, 1 << 40, "1", "")),
+    "an endless stamp": build_listing(("x", "file", 0, 0, 0, "1" * 100, "")),
+    "a link to nothing": build_listing(("x", "link", 0, 0, 0, "1", "")),
+    "a target of a file": build_listing(("x", "file", 0, 0, 0, "1", "y")),
+    "an endless target": build_listing(("x", "link", 0, 0, 0, "1", "y" * 5000)),
 }
 
 
 def test_valid_listing_of_a_sandbox_is_parsed():
-    assert [*(_parse_listing(told(*GOOD), "", 3) or {})] == ["a", "a/b", "l"]
+    assert [*(_parse_listing(build_listing(*GOOD), "", 3) or {})] == ["a", "a/b", "l"]
     assert _parse_listing(b"", "", 3) == {}
 
 

@@ -163,7 +163,7 @@ def test_child_of_an_exited_process_is_still_logged_and_can_be_killed(real_box):
     nap = unique_sleep_seconds()
     mark = start(real_box, "sh", "-c", f"(sleep 1; echo late; sleep {nap}) & echo early")
     assert ended(real_box, mark) == ProcessState(False, 0)
-    wait_until(lambda: log(real_box, mark).content == b"early\nlate\n", "what it left behind has printed")
+    wait_until(lambda: log(real_box, mark).content == b"early\nlate\n", "the remaining child has printed")
     real_box.provider.kill(real_box.ref, mark)
     assert real_box.asleep(nap) == []
     assert state(real_box, mark) == ProcessState(False, 0)
@@ -206,5 +206,5 @@ def test_old_logs_of_exited_processes_are_removed(real_box):
 
 def test_relay_watcher_prints_that_it_is_connected(real_box):
     mark = start(real_box, "python3", "-c", RELAY)
-    wait_until(lambda: b"Connected to relay" in log(real_box, mark).content, "it is connected")
+    wait_until(lambda: b"Connected to relay" in log(real_box, mark).content, "the watcher is connected")
     assert state(real_box, mark) == ON

@@ -27,18 +27,18 @@ def test_each_container_run_is_metered_within_a_second(docker_pool: Pool) -> Non
 
     The excess is the engine's latency, which can be long on a busy machine. One success in ten tries suffices."""
     for attempt in range(10):
-        by_engine, by_us = live(docker_pool, f"metered-{attempt}")
-        assert len(by_engine) == len(by_us) == 3
-        for (started, ended), (since, until) in zip(by_engine, by_us, strict=True):
+        by_engine, by_metering = run_lease(docker_pool, f"metered-{attempt}")
+        assert len(by_engine) == len(by_metering) == 3
+        for (started, ended), (since, until) in zip(by_engine, by_metering, strict=True):
             assert since <= started < ended <= until
-        pairs = zip(by_engine, by_us, strict=True)
+        pairs = zip(by_engine, by_metering, strict=True)
         longest = max((until - since) - (ended - started) for (started, ended), (since, until) in pairs)
         if longest <= WITHIN:
             return
-    pytest.fail(f"{longest} more than it ran")
+    pytest.fail(f"metered time exceeds the run time by {longest}")
 
 
-def live(pool: Pool, environment: str) -> tuple[list[Span], list[Span]]:
+def run_lease(pool: Pool, environment: str) -> tuple[list[Span], list[Span]]:
     """Run a lease whose sandbox sleeps twice. Return the containers' run times (by the engine, by metering)."""
     began = time.time()
     lease = leasing.acquire(leasing.LeaseRequest("did:plc:ada", environment, "coding", pool=pool.name), now=timezone.now())[0]
@@ -51,10 +51,10 @@ def live(pool: Pool, environment: str) -> tuple[list[Span], list[Span]]:
     sweeps.reclaim(now=timezone.now())
     assert Sandbox.objects.get(holder=lease.pk).state == "destroyed"
     meter_usage(now=timezone.now())
-    return ran(pool, since=began), metered(box)
+    return engine_spans(pool, since=began), metered_spans(box)
 
 
-def ran(pool: Pool, *, since: float) -> list[Span]:
+def engine_spans(pool: Pool, *, since: float) -> list[Span]:
     """Return the run times of a pool's containers from the engine's events."""
     engine = Engine().client
     label = {"label": f"leasehold.owner={pool.owner}", "type": "container", "event": ["start", "die"]}
@@ -68,7 +68,7 @@ def ran(pool: Pool, *, since: float) -> list[Span]:
     return sorted((each["start"], each["die"]) for each in seen.values())
 
 
-def metered(box: Sandbox) -> list[Span]:
+def metered_spans(box: Sandbox) -> list[Span]:
     """Return a sandbox's run times from its usage records: from each start to the next sleep or the end."""
     spans: list[Span] = []
     rows = UsageRecord.objects.filter(sandbox=box, item=UsageKind.TIME).exclude(state__in=STATES_WITHOUT_PROCESS)

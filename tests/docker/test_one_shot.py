@@ -28,7 +28,7 @@ def play(docker_pool: Pool) -> Callable[..., OneShotResult]:
     def run(*argv: str, timeout: timedelta = timedelta(seconds=60), **fields: Any) -> OneShotResult:
         result = run_once(OneShotRequest("did:plc:ada", argv, timeout, pool=docker_pool.name, **fields), now=timezone.now())
         assert result.cleaned_up
-        assert left_of(docker_pool) == []
+        assert list_remains(docker_pool) == []
         assert (Lease.objects.get(pk=result.lease_id).status, Pool.objects.get(pk=docker_pool.pk).used) == ("destroyed", 0)
         assert not Run.objects.filter(ended_at__isnull=True).exists()
         return result
@@ -36,7 +36,7 @@ def play(docker_pool: Pool) -> Callable[..., OneShotResult]:
     return run
 
 
-def left_of(pool: Pool) -> list[str]:
+def list_remains(pool: Pool) -> list[str]:
     """List containers and volumes of a pool."""
     client = sdk.from_env()
     label = {"label": f"leasehold.owner={pool.owner}"}
@@ -97,4 +97,4 @@ def test_workspace_directory_is_copied_in_and_out(docker_pool: Pool, tmp_path: P
     after = read_tree(root)
     assert sorted(after) == ["empty", "run", "sorted", "top"]
     assert (after["sorted"][1], after["top"][1], after["run"][0] & 0o777) == (b"1\n2\n3\n", "/", 0o755)
-    assert left_of(docker_pool) == []
+    assert list_remains(docker_pool) == []

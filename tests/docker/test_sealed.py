@@ -250,7 +250,7 @@ def loosened(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="module")
-def tried(cell: Cell) -> dict[str, list[str]]:
+def attack_results(cell: Cell) -> dict[str, list[str]]:
     """Run all attacks in one exec."""
     return outcomes(cell)
 
@@ -271,13 +271,13 @@ def outcomes(cell: Cell) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", attacks.ATTACKS)
-def test_attack_is_refused(tried: dict[str, list[str]], name: str) -> None:
-    outcome, detail = tried[name]
+def test_attack_is_refused(attack_results: dict[str, list[str]], name: str) -> None:
+    outcome, detail = attack_results[name]
     assert outcome == "refused", detail
 
 
-def test_no_address_is_reachable(tried: dict[str, list[str]]) -> None:
-    outcomes = {name: outcome for name, (outcome, _) in tried.items() if name.startswith("reach ")}
+def test_no_address_is_reachable(attack_results: dict[str, list[str]]) -> None:
+    outcomes = {name: outcome for name, (outcome, _) in attack_results.items() if name.startswith("reach ")}
     assert set(outcomes.values()) == {"refused"}, outcomes
 
 

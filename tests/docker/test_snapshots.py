@@ -26,7 +26,7 @@ def sh(lease: Lease, script: str) -> str:
     return result.stdout.decode().strip()
 
 
-def looked(lease: Lease) -> tuple[list[str], bytes, str]:
+def read_workspace(lease: Lease) -> tuple[list[str], bytes, str]:
     """Return (paths in the workspace, content of one file, source of the reading)."""
 
     def act(tree: FileTree) -> tuple[list[str], bytes]:
@@ -45,16 +45,16 @@ def test_snapshot_restore_wake_and_fork(docker_pool: Pool) -> None:
     taken = snapshots.take_snapshot(lease.pk, name="one", now=timezone.now())
     sh(lease, "echo two > src/run; rm link; touch new; echo kept > /data/diary")
 
-    names, content, source = looked(lease)
+    names, content, source = read_workspace(lease)
     assert ("new" in names, "link" in names, content, source) == (True, False, b"two\n", "sandbox")
     snapshots.restore_snapshot(lease.pk, taken.pk, now=timezone.now())
     assert providers.get_provider("docker").list(str(docker_pool.owner)) == []
-    names, content, source = looked(lease)
+    names, content, source = read_workspace(lease)
     assert ("new" in names, "link" in names, content, source) == (False, True, b"#!/bin/sh\necho one\n", "snapshot")
     assert Sandbox.objects.get().state == "cold"
 
     assert sh(lease, "./link; test ! -e new; cat /data/diary") == "one\nkept"
-    assert looked(lease) == (names, content, "sandbox")
+    assert read_workspace(lease) == (names, content, "sandbox")
 
     into = LeaseRequest(agent_did="did:plc:ada", environment_id="two", environment_type="catan", pool=docker_pool.name)
     fork, _ = forking.fork(lease, into, now=timezone.now())

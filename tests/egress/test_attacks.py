@@ -265,7 +265,7 @@ class AttackScene:
     def __init__(self, egress: EgressStack, enter: Enter) -> None:
         self.egress, self.eve, self.ada = egress, enter(EVE), enter(ADA)
         self.boxes = {each.lease.pk: each.box for each in (self.eve, self.ada)}
-        self.adas = (
+        self.ada_socket = (
             slots.ensure_slot_directory(self.boxes[self.ada.lease.pk].slot or 0) / slots.SOCKET_NAME
         )  # as its sandbox sees it
 
@@ -313,13 +313,13 @@ def scene(egress: EgressStack, enter: Enter) -> AttackScene:
     return AttackScene(egress, enter)
 
 
-def tried(content: bytes, count: int) -> str:
+def build_probe(content: bytes, count: int) -> str:
     """Build a script that sends bytes, prints the response and the status of an ordinary call afterwards."""
     exchanged = f"exchange(base64.b64decode({base64.b64encode(content).decode()!r}), {count})"
     return f"{EXCHANGE}print(json.dumps([{exchanged}, ask()[0]]))"
 
 
-def meant(content: bytes, other: LeasedSandbox) -> bytes:
+def replace_slot(content: bytes, other: LeasedSandbox) -> bytes:
     """Replace slot 0 in the attack by the other sandbox's slot."""
     return re.sub(rb"([-_ \0]Slot ?: )0", rb"\g<1>%d" % (other.box.slot or 0), content)
 
@@ -330,11 +330,11 @@ def statuses(reply: str) -> tuple[int, ...]:
 
 def attempt(scene: AttackScene, name: str, attack: Attack) -> str:
     """Run an attack. Return a description of the deviation from the expected outcome, or ""."""
-    reply, own = scene.eve.python(tried(meant(attack.sent, scene.ada), len(attack.answered)))
+    reply, own = scene.eve.python(build_probe(replace_slot(attack.sent, scene.ada), len(attack.answered)))
     try:
         assert (statuses(reply), own) == (attack.answered, 200)
         assert UPSTREAM_API_KEY not in reply and "leasehold-egress" not in reply
-        assert post(scene.adas, BODY)[0] == 200
+        assert post(scene.ada_socket, BODY)[0] == 200
         scene.left(*[EVE] * (attack.leave + 1), ADA)
     except AssertionError as wrong:
         scene.forget()
@@ -389,13 +389,13 @@ print(status)
 
 def test_unfinished_requests_block_only_their_own_sandbox(scene: AttackScene) -> None:
     with run_in_thread(lambda: scene.eve.python(HELD)) as holding:
-        wait_until(lambda: scene.eve.run("test", "-e", "held").exit_code == 0, "they are all there")
+        wait_until(lambda: scene.eve.run("test", "-e", "held").exit_code == 0, "all connections are held")
         scene.forget()
         assert scene.ada.call_model(3) == [200] * 3
         scene.left(ADA, ADA, ADA)
         scene.eve.run("rm", "held")
         assert holding.result(60) == 429
-    wait_until(lambda: scene.eve.call_model() == [200], "its own calls leave again")
+    wait_until(lambda: scene.eve.call_model() == [200], "its own calls succeed again")
     scene.left(EVE)
 
 
@@ -423,7 +423,7 @@ print(count)
 def test_connections_per_sandbox_are_limited_before_any_request(scene: AttackScene) -> None:
     """Limits on requests count complete requests only, so idle connections need their own limit."""
     assert scene.eve.python(f"MOST = {MAX_SOCKETS_PER_SLOT}\n{HOARDED}") == MAX_SOCKETS_PER_SLOT
-    wait_until(lambda: scene.eve.call_model() == [200], "its own calls leave again")
+    wait_until(lambda: scene.eve.call_model() == [200], "its own calls succeed again")
     scene.forget()
     assert scene.ada.call_model() == [200]
     scene.left(ADA)
@@ -473,7 +473,7 @@ def test_credential_quoted_by_the_upstream_is_redacted(
     heard: list[str] = []
     for status, shown in QUOTED.items():
         scene.egress.upstream.answer = quoting(status, kind, heard)
-        reply, _ = scene.eve.python(tried(request("Connection: close"), 1))
+        reply, _ = scene.eve.python(build_probe(request("Connection: close"), 1))
         assert statuses(reply) == (shown,)
         assert UPSTREAM_API_KEY not in reply and UPSTREAM_API_KEY[4:] not in reply and UPSTREAM_API_KEY[:-4] not in reply
         assert ("before" in reply and "after" in reply) == (status == 200)
@@ -568,13 +568,19 @@ def test_attack_by_upgrade_fails(enter: Enter, relayed: RelaySwitch, egress: Egr
     eve, ada = enter(EVE), enter(ADA)
     key = signing.create_key(EVE, now=egress.clock())
     wrong = []
-    for name, tried_ in UPGRADES.items():
-        reply, own = eve.python(tried(meant(tried_.sent, ada), len(tried_.answered)))
+    for name, upgrade_attack in UPGRADES.items():
+        reply, own = eve.python(build_probe(replace_slot(upgrade_attack.sent, ada), len(upgrade_attack.answered)))
         wait_until(lambda: not relayed.relay.open, f"{name} is over")
         rows = egress.wait_for_new_closed_calls()
         paths = [path for path, _ in relayed.relay.connections]
         got = (statuses(reply), own, paths, tuple(relayed.relay.received), {row.agent_did for row in rows})
-        if got != (tried_.answered, 200, [tried_.requested] if tried_.requested else [], tried_.received, {EVE}):
+        if got != (
+            upgrade_attack.answered,
+            200,
+            [upgrade_attack.requested] if upgrade_attack.requested else [],
+            upgrade_attack.received,
+            {EVE},
+        ):
             wrong.append(f"{name}: {got}\n{reply[:300]}")
         for _, headers in relayed.relay.connections:
             claims = tokens.verify_token(headers["authorization"].removeprefix("Bearer "), key.did_key)

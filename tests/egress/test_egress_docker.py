@@ -169,7 +169,7 @@ def test_crashed_nginx_is_restarted_by_the_engine(after: str, leased: LeasedSand
     if after == "reopened log":
         egress.log.rename(egress.log.with_suffix(".old"))
         egress.proxy.reopen_log()
-        wait_until(egress.log.exists, "a new log is there")
+        wait_until(egress.log.exists, "nginx opens a new log")
     held = HeldResponse(egress)
     with run_in_thread(lambda: leased.call_model()) as asking:
         held.wait_until_arrived()

@@ -238,7 +238,7 @@ def test_nginx_killed_during_a_call(leased: LeasedSandbox, did: str, egress: Egr
         os.kill(pid_of(egress.proxy), signal.SIGKILL)
         assert running.result(60).exit_code == 1
     assert_one_row_per_call(egress, did, code="not_read_to_its_end", logged=1)
-    wait_until(lambda: leased.call_model() == [200], "nginx is there again")
+    wait_until(lambda: leased.call_model() == [200], "nginx has restarted")
 
 
 def test_egress_server_killed_during_a_call(leased: LeasedSandbox, did: str, egress: EgressStack) -> None:

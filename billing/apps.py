@@ -2,6 +2,6 @@ from django.apps import AppConfig
 
 
 class BillingConfig(AppConfig):
-    """What the facts amount to. Reads what sandboxes recorded; nobody pushes a charge."""
+    """Usage, costs, statements and budgets, derived from the facts that sandboxes record."""
 
     name = "billing"

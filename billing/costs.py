@@ -1,11 +1,10 @@
-"""What usage costs: UsageRecord x Rate -> CostRecord, a day at a time, and the sums of that.
+"""Derivation of cost records by day: UsageRecord x Rate -> CostRecord.
 
-Costs follow from usage, rates and memberships alone. Whatever changes one of them notes the days whose costs it changes
-(models.Unpriced), and `price` derives those days anew."""
+Costs follow only from usage, rates and memberships. Each change of one of them marks the affected days as unpriced
+(models.Unpriced), and `price_usage` derives the costs of those days again."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from itertools import pairwise
@@ -13,14 +12,13 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import DurationField, ExpressionWrapper, F, OuterRef, Q, QuerySet, Subquery, Sum, Value
-from django.db.models.functions import Coalesce, Greatest, Least
-from django.db.models.lookups import Exact
+from django.db.models import DurationField, ExpressionWrapper, F, Q, QuerySet, Sum, Value
+from django.db.models.functions import Greatest, Least
 
 from billing import membership, pricing
-from billing.dates import EPOCH, EPOCH_DATE, start_of_day, start_of_next_month
+from billing.dates import EPOCH, start_of_day, start_of_next_month
 from billing.instance_types import find_instance_type, get_disk_mb
-from billing.metering import MICROSECOND, prorate
+from billing.intervals import MICROSECOND, prorate
 from billing.models import (
     HOUSE_ACCOUNT_NAME,
     Account,
@@ -34,18 +32,16 @@ from billing.models import (
     Watermark,
 )
 from billing.money_sums import nanos_to_decimal, sum_exact
+from billing.totals import BILLABLE_STATES
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import ALIVE_STATES
 
-BILLABLE_STATES = ALIVE_STATES  # ready for somebody; what starts, is put to sleep, sleeps or is destroyed costs nothing as time
-SQL_BATCH_SIZE = 500  # in one statement: SQLite takes so many values
+SQL_BATCH_SIZE = 500  # rows a statement; SQLite limits the number of values
 OWNER_COLUMNS = ("agent_did", "environment_id", "holder", "provider")
-TOTAL_DURATION = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
-AllowanceGroup = tuple[int, str, str]  # account, provider, item: who shares an allowance
+AllowanceGroup = tuple[int, str, str]  # (account, provider, item): records that share an allowance
 
 
 class CostKey(NamedTuple):
-    """What one cost record is about: there is one of each."""
+    """Unique key of a cost record."""
 
     day: date
     account: int
@@ -58,6 +54,8 @@ class CostKey(NamedTuple):
 
 
 class CostAmount(NamedTuple):
+    """Amounts of a cost record. `whole` is the quantity in base units, as text; the others are rounded to nine places."""
+
     whole: str
     quantity: Decimal
     free: Decimal
@@ -65,25 +63,27 @@ class CostAmount(NamedTuple):
 
 
 def price_usage(*, now: datetime) -> Counter[str]:
-    """Bring the cost records up to the usage records: how many were written and removed.
+    """Derive the costs of unpriced days. Return the numbers of records "written" and "removed".
 
-    It may stop at any step, run twice, or beside itself: each month is one transaction, under the lock of the watermark. What
-    is metered meanwhile has noted its day again, which the next pass derives."""
+    Safe to interrupt, repeat and run concurrently: each month is one transaction under the lock of the watermark. Usage
+    metered during the pass marks its day again, for the next pass."""
     counts: Counter[str] = Counter()
     for begin in sorted({day.replace(day=1) for day in Unpriced.objects.values_list("day", flat=True).distinct()}):
         with transaction.atomic(durable=True):
             Watermark.hold("costs", now)
-            noted = [*Unpriced.objects.filter(day__gte=begin, day__lt=start_of_next_month(begin))]  # before any usage is read
-            written, removed = _derive_month(begin, sorted({row.day for row in noted})) if noted else (0, 0)
-            for at in range(0, len(noted), SQL_BATCH_SIZE):
-                Unpriced.objects.filter(pk__in=[row.pk for row in noted[at : at + SQL_BATCH_SIZE]]).delete()
+            marks = [
+                *Unpriced.objects.filter(day__gte=begin, day__lt=start_of_next_month(begin))
+            ]  # read before any usage: later marks stay
+            written, removed = _derive_month(begin, sorted({row.day for row in marks})) if marks else (0, 0)
+            for at in range(0, len(marks), SQL_BATCH_SIZE):
+                Unpriced.objects.filter(pk__in=[row.pk for row in marks[at : at + SQL_BATCH_SIZE]]).delete()
             checkpoint("priced", begin)
         counts.update(written=written, removed=removed)
     return +counts
 
 
 def reset_costs() -> None:
-    """Throw the cost records away. The next `price` derives them all again."""
+    """Delete all cost records. The next `price_usage` derives them again."""
     with transaction.atomic(durable=True):
         Watermark.hold("costs", EPOCH)
         CostRecord.objects.all().delete()
@@ -94,56 +94,67 @@ def reset_costs() -> None:
 
 
 def _derive_month(begin: date, days: list[date]) -> tuple[int, int]:
-    """Write what some days of a month cost, and what changes by that on its other days: allowances are used up in order."""
+    """Derive the costs of `days` of one month. Return the numbers of records written and removed.
+
+    Other days of the month are priced again where the use of an allowance, or the day of a plan's charge, may have shifted.
+
+    1. Build the lines (key -> quantity in base units) of `days` from usage, and the amounts of model calls, which need no rate.
+    2. Add the lines of the other days of the touched accounts that draw on an allowance.
+    3. Add one line for each plan charged in the month.
+    4. Price all lines in time order and write the records that differ."""
     rates = {rate.pk: rate for rate in Rate.objects.all()}
     account_on = _build_account_lookup()
     lines: dict[CostKey, int] = defaultdict(int)
-    called: dict[CostKey, CostAmount] = {}
+    model_calls: dict[CostKey, CostAmount] = {}
     for day in days:
         for (agent, environment, holder, provider), quantities in _iter_day_usage(day, rates.values()):
             account = account_on(agent, day)
-            for (item, rate), whole in quantities:
-                lines[CostKey(day, account, provider, item, agent, environment, holder, rate)] += whole
+            for (item, rate), base_units in quantities:
+                lines[CostKey(day, account, provider, item, agent, environment, holder, rate)] += base_units
         for (agent, environment, holder, provider), calls, usd in _iter_llm_calls(day):
             key = CostKey(day, account_on(agent, day), provider, BillableItem.LLM, agent, environment, holder, None)
-            called[key] = CostAmount(str(calls), Decimal(calls), Decimal(0), usd)
-    lines = {key: whole for key, whole in lines.items() if whole}
-    there = _load_records(day__in=days)
-    touched = {key.account for each in (lines, called, there) for key in each}
+            model_calls[key] = CostAmount(str(calls), Decimal(calls), Decimal(0), usd)
+    lines = {key: base_units for key, base_units in lines.items() if base_units}
+    existing = _load_records(day__in=days)
+    touched = {key.account for each in (lines, model_calls, existing) for key in each}
     month = Q(day__gte=begin, day__lt=start_of_next_month(begin), account__in=touched) & ~Q(day__in=days)
-    spent = _find_exhausted_allowances(month & Q(day__lt=days[0]), rates)
-    kept = _load_records(month & ~Q(item=BillableItem.PLAN) & ~_build_group_filter(spent) & Q(rate__allowance__gt=0))
-    lines.update({key: int(amount.whole) for key, (_, amount) in kept.items()})
+    exhausted = _find_exhausted_allowances(month & Q(day__lt=days[0]), rates)
+    other_days = _load_records(month & ~Q(item=BillableItem.PLAN) & ~_build_group_filter(exhausted) & Q(rate__allowance__gt=0))
+    lines.update({key: int(amount.whole) for key, (_, amount) in other_days.items()})
     plans = {rate.provider for rate in rates.values() if rate.item == BillableItem.PLAN}
     if plans:
-        there |= _load_records(month & Q(item=BillableItem.PLAN))
+        existing |= _load_records(month & Q(item=BillableItem.PLAN))
         used = CostRecord.objects.filter(month, provider__in=plans).exclude(item__in=[BillableItem.PLAN, BillableItem.LLM])
         in_use = {*used.order_by().values_list("account", "provider", "day").distinct()}
         in_use |= {(key.account, key.provider, key.day) for key in lines if key.provider in plans}
         lines.update(dict.fromkeys(_iter_plan_charges(in_use, rates.values()), 1))
-    return _write_records(_price_lines(lines, rates, spent) | called, there | kept)
+    return _write_records(_price_lines(lines, rates, exhausted) | model_calls, existing | other_days)
 
 
 def _find_exhausted_allowances(before: Q, rates: Mapping[int, Rate]) -> set[AllowanceGroup]:
-    """Whose allowances were used up before: not all of some line was free, so of later ones nothing is, whatever changes
-    there. This spares a pass in the middle of a month from reading what came before."""
-    most: dict[tuple[str, str], Decimal] = defaultdict(Decimal)
+    """Find the groups whose allowance was used up by the records that match `before`.
+
+    A partly billed record means that nothing later is free, whatever changes there. A pass in the middle of a month
+    therefore need not read the days before it."""
+    largest: dict[tuple[str, str], Decimal] = defaultdict(Decimal)
     for rate in rates.values():
-        most[rate.provider, rate.item] = max(most[rate.provider, rate.item], rate.allowance)
+        largest[rate.provider, rate.item] = max(largest[rate.provider, rate.item], rate.allowance)
     paid = CostRecord.objects.filter(before, free__lt=F("quantity"), rate__allowance__gt=0).order_by()
-    found = paid.values_list("account", "provider", "item", "rate").distinct()
-    return {(account, provider, item) for account, provider, item, pk in found if rates[pk].allowance == most[provider, item]}
+    groups = paid.values_list("account", "provider", "item", "rate").distinct()
+    return {
+        (account, provider, item) for account, provider, item, pk in groups if rates[pk].allowance == largest[provider, item]
+    }
 
 
 def _build_group_filter(groups: Iterable[AllowanceGroup]) -> Q:
-    some = Q(pk__in=[])
+    condition = Q(pk__in=[])
     for account, provider, item in groups:
-        some |= Q(account=account, provider=provider, item=item)
-    return some
+        condition |= Q(account=account, provider=provider, item=item)
+    return condition
 
 
 def _build_account_lookup() -> Callable[[str, date], int]:
-    """The account of an agent on a day."""
+    """Return a function (agent, day) -> account id."""
     house = Account.objects.get_or_create(name=HOUSE_ACCOUNT_NAME)[0].pk
     histories: dict[str, list[tuple[date, int]]] = defaultdict(list)
     for agent, since, account in Membership.objects.order_by("since").values_list("agent_did", "since", "account"):
@@ -152,10 +163,10 @@ def _build_account_lookup() -> Callable[[str, date], int]:
 
 
 def _iter_day_usage(day: date, rates: Collection[Rate]) -> Iterator[tuple[tuple[Any, ...], list[tuple[tuple[str, int], int]]]]:
-    """Who used what on a day: ((agent, environment, lease, provider), [((item, rate), quantity in the smallest units)]).
+    """Yield a day's usage as ((agent, environment, lease, provider), [((item, rate id), quantity in base units)]).
 
-    A rate that begins in the middle of the day cuts all time in two there, and use with it. A request costs what one does at
-    the day's beginning."""
+    A rate that begins within the day splits time and use at its start. Requests are priced by the rate at the start of the
+    day."""
     first = start_of_day(day)
     last = first + timedelta(days=1)
     cuts = sorted({first, last, *(rate.valid_from for rate in rates if first < rate.valid_from < last)})
@@ -187,26 +198,28 @@ def _iter_day_usage(day: date, rates: Collection[Rate]) -> Iterator[tuple[tuple[
 def _apply_rates(
     quantities: Mapping[str, int], rates: Collection[Rate], provider: str, size: str, at: datetime, by_use: bool | None = None
 ) -> Iterator[tuple[tuple[str, int], int]]:
-    """By the rates that count then; those that say so alone, if `by_use` is not None."""
-    for item, whole in quantities.items():
+    """Yield ((item, rate id), base units) of the quantities that have a rate at `at`.
+
+    If `by_use` is not None, only rates with that value of `by_use` apply."""
+    for item, base_units in quantities.items():
         rate = pricing.find_rate(rates, provider, size, item, at)
         if rate and by_use in (None, rate.by_use):
-            yield (str(item), rate.pk), whole
+            yield (str(item), rate.pk), base_units
 
 
 def _query_durations(
     day: date, begin: datetime, end: datetime, *sizes: str, item: str
 ) -> QuerySet[UsageRecord, tuple[Any, ...]]:
-    """How long each lease had what it is paid for, between two moments of a day, by these sizes."""
-    paid = Q(state__in=BILLABLE_STATES) if item == UsageKind.TIME else Q()
-    rows = UsageRecord.objects.filter(paid, day=day, item=item, began_at__lt=end, ended_at__gt=begin)
+    """Sum billable time within a part of a day, by owner and by the columns in `sizes`."""
+    billable = Q(state__in=BILLABLE_STATES) if item == UsageKind.TIME else Q()
+    rows = UsageRecord.objects.filter(billable, day=day, item=item, began_at__lt=end, ended_at__gt=begin)
     lasted = Least(F("ended_at"), Value(end)) - Greatest(F("began_at"), Value(begin))
     total = Sum(ExpressionWrapper(lasted, DurationField()))
     return rows.order_by().values_list(*OWNER_COLUMNS, *sizes).annotate(lasted=total)
 
 
 def _iter_measured_use(day: date, begin: datetime, end: datetime) -> Iterator[tuple[Any, ...]]:
-    """What each lease used of CPU and memory between two moments of a day, by the size that its sandbox was given."""
+    """Yield measured use within a part of a day: (owner columns, MiB, millicpus, CPU microseconds, microseconds x MiB)."""
     sizes = ("sandbox__memory_mib", "sandbox__millicpus")
     rows = UsageRecord.objects.filter(day=day, item=UsageKind.USE).order_by()
     whole = rows.filter(began_at__gte=begin, ended_at__lte=end).values_list(*OWNER_COLUMNS, *sizes)
@@ -220,25 +233,26 @@ def _iter_measured_use(day: date, begin: datetime, end: datetime) -> Iterator[tu
 
 
 def _iter_llm_calls(day: date) -> Iterator[tuple[tuple[Any, ...], int, Decimal]]:
+    """Yield (owner columns, number of calls, USD) of a day's model calls."""
     rows = UsageRecord.objects.filter(day=day, item=UsageKind.TOKENS).order_by().values_list(*OWNER_COLUMNS)
     for *who, calls, nano in rows.annotate(number=Sum("calls"), nano=sum_exact("usd")):
         yield tuple(who), calls, nanos_to_decimal(nano)
 
 
 def _iter_plan_charges(in_use: Iterable[tuple[int, str, date]], rates: Collection[Rate]) -> Iterator[CostKey]:
-    """One for each account and provider: on the first day of the month on which it is used and has a plan."""
-    found: set[tuple[int, str]] = set()
+    """Yield one plan charge for each account and provider, on the first day of use on which the provider has a plan."""
+    charged: set[tuple[int, str]] = set()
     for account, provider, day in sorted(in_use, key=lambda each: each[2]):
         rate = pricing.find_rate(rates, provider, "", BillableItem.PLAN, start_of_day(day))
-        if rate and (account, provider) not in found:
-            found.add((account, provider))
+        if rate and (account, provider) not in charged:
+            charged.add((account, provider))
             yield CostKey(day, account, provider, BillableItem.PLAN, "", "", None, rate.pk)
 
 
 def _price_lines(
-    lines: Mapping[CostKey, int], rates: Mapping[int, Rate], spent: Collection[AllowanceGroup]
+    lines: Mapping[CostKey, int], rates: Mapping[int, Rate], exhausted: Collection[AllowanceGroup]
 ) -> dict[CostKey, CostAmount]:
-    """What each line costs, once the allowances of its account are used up in the order of time; those of `spent` are."""
+    """Price lines (quantities in base units), applying allowances in time order. `exhausted` groups have none left."""
 
     def order(key: CostKey) -> tuple[Any, ...]:
         rate = rates[key.rate or 0]
@@ -250,36 +264,36 @@ def _price_lines(
     priced = {}
     for group, keys in groups.items():
         item, used = group[2], [rates[key.rate or 0] for key in keys]
-        limits = [0 if group in spent else pricing.to_base_units(item, rate.allowance) for rate in used]
+        limits = [0 if group in exhausted else pricing.to_base_units(item, rate.allowance) for rate in used]
         frees = pricing.apply_allowances(zip((lines[key] for key in keys), limits, strict=True))
         for key, rate, free in zip(keys, used, frees, strict=True):
-            whole = lines[key]
+            base_units = lines[key]
             priced[key] = CostAmount(
-                str(whole),
-                pricing.round_half_up(pricing.to_units(item, whole)),
+                str(base_units),
+                pricing.round_half_up(pricing.to_units(item, base_units)),
                 pricing.round_half_up(pricing.to_units(item, free)),
-                pricing.round_half_up(pricing.compute_cost(item, whole - free, rate.usd)),
+                pricing.round_half_up(pricing.compute_cost(item, base_units - free, rate.usd)),
             )
     return priced
 
 
 def _load_records(*conditions: Q, **fields: Any) -> dict[CostKey, tuple[int, CostAmount]]:
-    """Cost records that are there: what each is about -> its id and its amounts."""
+    """Return existing cost records by key, as (id, amounts)."""
     rows = CostRecord.objects.filter(*conditions, **fields).order_by()
     names = [*CostKey._fields, "pk", *CostAmount._fields]
-    found = {}
+    records = {}
     for row in rows.values_list(*names):
-        found[CostKey(*row[:8])] = (row[8], CostAmount(*row[9:]))
-    return found
+        records[CostKey(*row[:8])] = (row[8], CostAmount(*row[9:]))
+    return records
 
 
-def _write_records(wanted: Mapping[CostKey, CostAmount], there: Mapping[CostKey, tuple[int, CostAmount]]) -> tuple[int, int]:
-    """Make the records these, and leave those alone that are so already: how many were written and removed."""
-    outdated = [pk for key, (pk, amount) in there.items() if wanted.get(key) != amount]
+def _write_records(wanted: Mapping[CostKey, CostAmount], existing: Mapping[CostKey, tuple[int, CostAmount]]) -> tuple[int, int]:
+    """Replace the existing records that differ from `wanted`. Return the numbers of records written and removed."""
+    outdated = [pk for key, (pk, amount) in existing.items() if wanted.get(key) != amount]
     fresh = [
         CostRecord(account_id=key.account, rate_id=key.rate, **_get_plain_columns(key), **amount._asdict())
         for key, amount in wanted.items()
-        if key not in there or there[key][1] != amount
+        if key not in existing or existing[key][1] != amount
     ]
     for at in range(0, len(outdated), SQL_BATCH_SIZE):
         CostRecord.objects.filter(pk__in=outdated[at : at + SQL_BATCH_SIZE]).delete()
@@ -290,123 +304,3 @@ def _write_records(wanted: Mapping[CostKey, CostAmount], there: Mapping[CostKey,
 
 def _get_plain_columns(key: CostKey) -> dict[str, Any]:
     return {name: value for name, value in key._asdict().items() if name not in ("account", "rate")}
-
-
-# --- sums -------------------------------------------------------------------------------------------------------------
-
-
-GROUP_BY_COLUMNS = {
-    "agent": "agent_did", "lease": "holder", "environment": "environment_id", "provider": "provider", "day": "day",
-    "account": "account__name", "item": "item",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class CostTotal:
-    """What was used under one key, by item, how much of that was free, and what it cost. `lasted` is the time for which
-    sandboxes were there; of an item it is None."""
-
-    key: str
-    quantities: dict[str, Decimal]
-    free: dict[str, Decimal]
-    usd: Decimal
-    lasted: timedelta | None
-
-
-def sum_costs(
-    by: str, *, since: date | None = None, until: date | None = None, agents: Collection[str] | None = None, **only: Any
-) -> list[CostTotal]:
-    """Costs from one day up to, not including, another: the dearest first, days in their order.
-
-    `by` and the names in `only` are those of BY; `agents` limits it to some."""
-    rows = CostRecord.objects.filter(
-        _build_range_filter(since, until, agents), **{GROUP_BY_COLUMNS[name]: value for name, value in only.items()}
-    )
-    sums = rows.order_by().values_list(GROUP_BY_COLUMNS[by], "item")
-    sums = sums.annotate(a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd"))
-    quantities: dict[str, dict[str, Decimal]] = defaultdict(dict)
-    free: dict[str, dict[str, Decimal]] = defaultdict(dict)
-    usd: Counter[str] = Counter()
-    for key, item, quantity, unpaid, nano in sums:
-        name = _format_key(key)
-        quantities[name][item] = nanos_to_decimal(quantity)
-        if unpaid:
-            free[name][item] = nanos_to_decimal(unpaid)
-        usd[name] += nano
-    lasted = None if by == "item" or "item" in only else sum_sandbox_time(by, since=since, until=until, agents=agents, **only)
-    names = sorted({*quantities, *(lasted or {})}, key=lambda name: (0 if by == "day" else -usd[name], name))
-    return [
-        CostTotal(
-            name,
-            quantities.get(name, {}),
-            free.get(name, {}),
-            nanos_to_decimal(usd[name]),
-            None if lasted is None else lasted.get(name, timedelta(0)),
-        )
-        for name in names
-    ]
-
-
-def sum_sandbox_time(
-    by: str, *, since: date | None = None, until: date | None = None, agents: Collection[str] | None = None, **only: Any
-) -> dict[str, timedelta]:
-    """How long sandboxes were there and ready, those of one key together, in the same days."""
-    account = only.pop("account", None)
-    rows = UsageRecord.objects.filter(
-        _build_range_filter(since, until, agents), item=UsageKind.TIME, state__in=BILLABLE_STATES
-    ).order_by()
-    rows = rows.filter(**{GROUP_BY_COLUMNS[name]: value for name, value in only.items()})
-    if by == "account":
-        return {name: time_ for name, time_ in _sum_time_by_account(rows, since).items() if account in (None, name)}
-    total: dict[str, timedelta] = defaultdict(timedelta)
-    for some in [Q()] if account is None else build_account_filters(account, since):
-        for key, time_ in rows.filter(some).values_list(GROUP_BY_COLUMNS[by]).annotate(lasted=TOTAL_DURATION):
-            total[_format_key(key)] += time_
-    return dict(total)
-
-
-def _sum_time_by_account(rows: QuerySet[UsageRecord], since: date | None) -> dict[str, timedelta]:
-    total: dict[str, timedelta] = defaultdict(timedelta)
-    stays = dict(Membership.objects.on(since or EPOCH_DATE).values_list("agent_did", "account__name"))
-    for agent, time_ in rows.exclude(_build_moved_filter(since)).values_list("agent_did").annotate(lasted=TOTAL_DURATION):
-        total[stays.get(agent, HOUSE_ACCOUNT_NAME)] += time_
-    for account, time_ in (
-        rows.filter(_build_moved_filter(since)).values_list(_build_account_on_day()).annotate(lasted=TOTAL_DURATION)
-    ):
-        total[account] += time_
-    return total
-
-
-def build_account_filters(account: str, since: date | None) -> list[Q]:
-    """The usage from that day on that is an account's, in two parts, which have no agent in common: that of agents which stay
-    where they are, and, looked at record by record, that of the days on which the others belonged to it."""
-    stays, ever = Membership.objects.on(since or EPOCH_DATE), Q()
-    if account == HOUSE_ACCOUNT_NAME:
-        whole = ~Q(agent_did__in=stays.exclude(account__name=HOUSE_ACCOUNT_NAME).values("agent_did"))
-    else:
-        whole = Q(agent_did__in=stays.filter(account__name=account).values("agent_did"))
-        ever = Q(agent_did__in=Membership.objects.filter(account__name=account).values("agent_did"))
-    return [~_build_moved_filter(since) & whole, _build_moved_filter(since) & ever & Q(Exact(_build_account_on_day(), account))]
-
-
-def _build_moved_filter(since: date | None) -> Q:
-    """The usage of agents that came to an account after that day."""
-    return Q(agent_did__in=Membership.objects.filter(since__gt=since or EPOCH_DATE).values("agent_did"))
-
-
-def _build_account_on_day() -> Coalesce:
-    begun = Membership.objects.filter(agent_did=OuterRef("agent_did"), since__lte=OuterRef("day")).order_by("-since")
-    return Coalesce(Subquery(begun.values("account__name")[:1]), Value(HOUSE_ACCOUNT_NAME))
-
-
-def _build_range_filter(since: date | None, until: date | None, agents: Collection[str] | None) -> Q:
-    within = Q() if agents is None else Q(agent_did__in=[*agents])
-    if since:
-        within &= Q(day__gte=since)
-    if until:
-        within &= Q(day__lt=until)
-    return within
-
-
-def _format_key(key: object) -> str:
-    return "" if key is None else str(key)

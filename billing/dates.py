@@ -1,8 +1,8 @@
-"""Days and months of the calendar, UTC."""
+"""Calendar days and months in UTC."""
 
 from datetime import UTC, date, datetime, time, timedelta
 
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)  # before all there is
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)  # earlier than any recorded fact
 EPOCH_DATE = EPOCH.date()
 
 
@@ -11,10 +11,10 @@ def to_utc_date(at: datetime) -> date:
 
 
 def start_of_day(day: date) -> datetime:
-    """When a day begins."""
+    """Return midnight UTC at the start of `day`."""
     return datetime.combine(day, time(), UTC)
 
 
-def start_of_next_month(month: date) -> date:
-    """The first day of the month after the one of this day."""
-    return (month.replace(day=1) + timedelta(days=32)).replace(day=1)
+def start_of_next_month(day: date) -> date:
+    """Return the first day of the month after the month of `day`."""
+    return (day.replace(day=1) + timedelta(days=32)).replace(day=1)

@@ -1,4 +1,4 @@
-"""Usage and costs together: brought up to date, or thrown away to be derived anew."""
+"""Derivation of usage and costs in one step, and their reset for a rebuild."""
 
 from collections import Counter
 from datetime import datetime
@@ -8,25 +8,27 @@ from django.utils import timezone
 from billing import costs, metering
 from billing.models import Watermark
 
-REBUILD_WATERMARK = "anew"  # this mark is there from when all was thrown away until all of it is there again
+REBUILD_WATERMARK = "anew"  # a row with this name exists from a reset until the derivation after it is complete
 
 
 def derive_usage_and_costs(*, now: datetime) -> tuple[Counter[str], Counter[str]]:
-    """Bring usage, and then costs, up to now; what `metering.meter` and `costs.price` did."""
+    """Derive usage up to `now`, then costs. Return the counts of `metering.meter_usage` and of `costs.price_usage`."""
     mark = Watermark.objects.filter(name=REBUILD_WATERMARK).first()
-    done = metering.meter_usage(now=now), costs.price_usage(now=now)
-    if mark:  # and not another one, if all was thrown away again meanwhile
+    counts = metering.meter_usage(now=now), costs.price_usage(now=now)
+    if mark:  # filtered by its time: another reset meanwhile has moved the mark, and its rebuild is not complete
         Watermark.objects.filter(name=REBUILD_WATERMARK, at=mark.at).delete()
-    return done
+    return counts
 
 
 def reset_usage_and_costs() -> None:
-    """Throw usage and costs away. The next `derive` makes both what they were; until it has, nobody judges by their sums."""
+    """Delete usage and costs. The next `derive_usage_and_costs` rebuilds the same records.
+
+    Until then `is_rebuilding` is true and budgets ignore the incomplete sums."""
     Watermark.objects.update_or_create(name=REBUILD_WATERMARK, defaults={"at": timezone.now()})
     metering.reset_usage()
     costs.reset_costs()
 
 
 def is_rebuilding() -> bool:
-    """Is some of what was used or spent not there, because all is derived anew?"""
+    """Return whether usage and costs are incomplete because a reset has not been followed by a full derivation."""
     return Watermark.objects.filter(name=REBUILD_WATERMARK).exists()

@@ -1,27 +1,22 @@
-"""What a month would cost: of a scenario by the rates there are, and of this month by what the last days have cost. And when
-a budget runs out by that."""
+"""Price of one month of a usage scenario, by the current rates."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import datetime
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, NamedTuple
 
-from billing import budgets, pricing
-from billing.costs import sum_costs
-from billing.dates import start_of_day, start_of_next_month, to_utc_date
+from billing import pricing
 from billing.instance_types import InstanceSize, find_instance_size
-from billing.models import BillableItem, Budget
-
-FORECAST_WINDOW_DAYS = 7  # days, from which a forecast is made
+from billing.models import BillableItem
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """So many agents, each with a sandbox for some hours on some days of one month. cpu_utilisation: the part of its CPU
-    that each uses while it is there, which counts where CPU is priced by use."""
+    """Agents with one sandbox each, for some hours a day on some days of one month.
+
+    `cpu_utilisation` is the fraction of its CPU (0 to 1) that a sandbox uses. It affects the price only where CPU is
+    charged by use."""
 
     provider: str
     instance: str
@@ -33,6 +28,8 @@ class Scenario:
 
 @dataclass(frozen=True)
 class EstimateLine:
+    """One item: `quantity` and `free` in units of the item, `rate` in USD per unit, `usd` in cents."""
+
     item: str
     quantity: Decimal
     free: Decimal
@@ -48,39 +45,41 @@ class Estimate:
 
 
 class EstimateError(ValueError):
-    """There is no such instance type, or no rate of that provider. `field` says which of them."""
+    """Unknown instance type, or a provider without rates. `field` is the name of the invalid field of the scenario."""
 
     def __init__(self, field: str, detail: str) -> None:
         super().__init__(detail)
         self.field = field
 
 
-def estimate(asked: Scenario, rates: Iterable[pricing.RateLike], *, now: datetime) -> Estimate:
-    """Each line is rounded to cents, a half up, and the total is the sum of that. Unpriceable.
+def estimate(scenario: Scenario, rates: Iterable[pricing.RateLike], *, now: datetime) -> Estimate:
+    """Price a scenario by the rates valid at `now`. Raise EstimateError if it cannot be priced.
 
-    8 agents for 4 hours a day on 30 days on Cloudflare's `basic` are 8 x 1 GiB x 120 h = 960 GiB-hours, of which 25 are
-    free: 935 x 0.009 = 8.415, which is 8.42 USD."""
-    size = find_instance_size(asked.provider, asked.instance)
+    Each line is rounded half up to cents, and the total is the sum of the rounded lines.
+
+    Example: 8 agents for 4 hours a day on 30 days on Cloudflare's `basic` use 8 x 1 GiB x 120 h = 960 GiB-hours of
+    memory, of which 25 are free: 935 x 0.009 = 8.415, rounded to 8.42 USD."""
+    size = find_instance_size(scenario.provider, scenario.instance)
     if size is None:
-        raise EstimateError("instance", "There is no such instance type.")
-    known: list[pricing.RateLike] = [*rates]
+        raise EstimateError("instance", "Unknown instance type.")
+    rates = [*rates]
     lines: list[EstimateLine] = []
-    for item, quantity in _compute_quantities(asked, size).items():
-        rate = pricing.find_rate(known, asked.provider, asked.instance, item, now)
+    for item, quantity in _compute_quantities(scenario, size).items():
+        rate = pricing.find_rate(rates, scenario.provider, scenario.instance, item, now)
         if rate:
-            quantity *= Fraction(asked.cpu_utilisation) if item == BillableItem.CPU and rate.by_use else 1
+            quantity *= Fraction(scenario.cpu_utilisation) if item == BillableItem.CPU and rate.by_use else 1
             free = min(quantity, Fraction(rate.allowance))
             usd = pricing.round_half_up((quantity - free) * Fraction(rate.usd), pricing.CENT_PLACES)
             lines.append(EstimateLine(str(item), pricing.round_half_up(quantity), pricing.round_half_up(free), rate.usd, usd))
     if not lines:
         raise EstimateError("provider", "This provider has no rates.")
     total = sum((line.usd for line in lines), Decimal("0.00"))
-    return Estimate(lines, total, pricing.round_half_up(Fraction(total) / asked.agents, pricing.CENT_PLACES))
+    return Estimate(lines, total, pricing.round_half_up(Fraction(total) / scenario.agents, pricing.CENT_PLACES))
 
 
-def _compute_quantities(asked: Scenario, size: InstanceSize) -> dict[str, Fraction]:
-    """In the units of the items."""
-    hours = asked.agents * Fraction(asked.hours_per_day) * asked.days
+def _compute_quantities(scenario: Scenario, size: InstanceSize) -> dict[str, Fraction]:
+    """Return the quantity of each item, in the item's unit."""
+    hours = scenario.agents * Fraction(scenario.hours_per_day) * scenario.days
     return {
         BillableItem.TIME: hours,
         BillableItem.MEMORY: hours * Fraction(size.memory_mib, 1024),
@@ -88,103 +87,3 @@ def _compute_quantities(asked: Scenario, size: InstanceSize) -> dict[str, Fracti
         BillableItem.DISK: hours * Fraction(size.disk_mb, 1000),
         BillableItem.PLAN: Fraction(1),
     }
-
-
-# --- from what was used -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """spent: this month up to now. a_day: what one of the last days has cost on average, plans apart, over so many of them;
-    None if none is over yet. month: what all of this month will cost. runs_out: the day on which the budget is spent, counted
-    from the 1st; None: never, or no budget."""
-
-    spent: Decimal
-    a_day: Decimal | None
-    days: int
-    month: Decimal
-    budget: Decimal | None
-    runs_out: date | None
-
-
-def forecast(*, now: datetime, last: int = FORECAST_WINDOW_DAYS, budget: Decimal | None = None, **only: Any) -> Forecast:
-    """If each day to come costs what the last ones have cost on average, which are over and of which something was used.
-    `only` is what else costs.costs takes: the names of BY, and `agents`.
-
-    Allowances make it too low early in a month: what was free in those days will not be free once they are used up."""
-    today = now.astimezone(UTC).date()
-    begin, first = today.replace(day=1), today - timedelta(days=last)
-    spent = {total.key: total.usd for total in sum_costs("day", since=begin, until=start_of_next_month(begin), **only)}
-    recent = sum_costs("day", since=first, until=today, **only)
-    days = (today - date.fromisoformat(recent[0].key)).days if recent else 0
-    paid = sum((total.usd for total in recent), Decimal(0))
-    charged = sum_costs("day", since=first, until=start_of_next_month(begin), item=BillableItem.PLAN, **only)
-    plans = {total.key: total.usd for total in charged}
-    paid -= sum((usd for key, usd in plans.items() if key < str(today)), Decimal(0))
-    a_day = Fraction(paid) / days if days else Fraction(0)
-    before = sum((usd for key, usd in spent.items() if key < str(today)), Decimal(0))
-    plan = Fraction(plans.get(str(today), 0))
-    here = plan + max(Fraction(spent.get(str(today), 0)) - plan, a_day)
-    left = (start_of_next_month(begin) - today).days - 1
-    return Forecast(
-        spent=sum(spent.values(), Decimal(0)),
-        a_day=pricing.round_half_up(a_day) if days else None,
-        days=days,
-        month=pricing.round_half_up(Fraction(before) + here + a_day * left),
-        budget=budget,
-        runs_out=None if budget is None else _find_exhaustion_date(Fraction(budget), spent, today, here, a_day),
-    )
-
-
-def _find_exhaustion_date(
-    budget: Fraction, spent: dict[str, Decimal], today: date, here: Fraction, a_day: Fraction
-) -> date | None:
-    """The first day at whose end as much as the budget is spent."""
-    sum_ = Fraction(0)
-    for key in sorted(key for key in spent if key <= str(today)):
-        sum_ += Fraction(spent[key])
-        if sum_ >= budget:
-            return date.fromisoformat(key)
-    sum_ += here - Fraction(spent.get(str(today), Decimal(0)))
-    if sum_ >= budget:
-        return today
-    if not a_day:
-        return None
-    days = math.ceil((budget - sum_) / a_day)
-    return today + timedelta(days=days) if days <= (date.max - today).days else None
-
-
-class BudgetForecast(NamedTuple):
-    """runs_out: the day, UTC, at whose end a budget is spent; None: not in its present period, never, or it is off. Of one that
-    is spent already, the day on which that was seen. a_day: what it took of late on average; None: nothing to tell it by."""
-
-    runs_out: date | None
-    a_day: Fraction | None
-
-
-def forecast_budget(budget: Budget, now: datetime) -> BudgetForecast:
-    """If each day to come takes what the last LAST ones have taken on average, which are over and from the first of which on
-    something was used.
-
-    A plan counts once it is paid and is no part of that average. One query, of what is derived so far as in budgets.settle."""
-    if not budget.active:
-        return BudgetForecast(None, None)
-    if budgets.is_exhausted(budget, now) and budget.exhausted_at:
-        return BudgetForecast(to_utc_date(budget.exhausted_at), None)
-    today, (began, ends) = to_utc_date(now), budgets.get_period_bounds(budget.period, now)
-    first, until = today - timedelta(days=FORECAST_WINDOW_DAYS), ends.date() if ends else date.max
-    days = budgets.sum_spending_by_day(budget, min(began, start_of_day(first)), ends)
-    spent = sum((paid for day, (paid, _) in days.items() if day >= began.date()), Fraction(0))
-    recent = {day: used for day, (_, used) in days.items() if first <= day < today}
-    a_day = sum(recent.values()) / Fraction((today - min(recent)).days) if recent else Fraction(0)
-    to_come = max(a_day - (days[today][1] if today in days else 0), Fraction(0))  # today
-    left = Fraction(budget.amount) - spent - to_come
-    pace = a_day if recent else None
-    if left <= 0:
-        return BudgetForecast(today, pace)
-    number = math.ceil(left / a_day) if a_day else math.inf
-    return BudgetForecast(today + timedelta(days=number) if number < (until - today).days else None, pace)
-
-
-def predict_exhaustion_date(budget: Budget, now: datetime) -> date | None:
-    return forecast_budget(budget, now).runs_out

@@ -1,4 +1,4 @@
-"""Sizes that providers sell by name. What a sandbox has of disk is known for these alone."""
+"""Instance sizes that providers sell by name. A sandbox's disk size is known only for these."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -6,7 +6,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class InstanceSize:
-    """disk_mb: a thousand of them are a GB, as the providers' pages count."""
+    """Resources of an instance type. `disk_mb` is in decimal MB (1000 MB = 1 GB), as on the providers' pages."""
 
     vcpus: Fraction
     memory_mib: int
@@ -27,8 +27,9 @@ INSTANCE_SIZES: dict[str, dict[str, InstanceSize]] = {
 
 
 def find_instance_type(provider: str, memory_mib: int, millicpus: int) -> str:
-    """The name under which a provider sells this size, empty if it has none. A thousandth of a CPU does not divide into
-    sixteenths: 62 and 63 are both 1/16."""
+    """Return the provider's name for this size, or an empty string if it sells none.
+
+    1/16 vCPU is 62.5 millicpus, so both 62 and 63 match it."""
     for name, size in INSTANCE_SIZES.get(provider, {}).items():
         if size.memory_mib == memory_mib and abs(size.vcpus * 1000 - millicpus) < 1:
             return name
@@ -36,13 +37,13 @@ def find_instance_type(provider: str, memory_mib: int, millicpus: int) -> str:
 
 
 def get_disk_mb(provider: str, name: str) -> int:
-    """0 where it is not known."""
+    """Return the disk size of an instance type in MB, or 0 if it is unknown."""
     size = INSTANCE_SIZES.get(provider, {}).get(name)
     return size.disk_mb if size else 0
 
 
 def find_instance_size(provider: str, name: str) -> InstanceSize | None:
-    """A size by its name: the provider's own, else whichever provider has one of that name."""
+    """Find a size by name: the provider's own, else one of that name from another provider."""
     for sizes in (INSTANCE_SIZES.get(provider, {}), *INSTANCE_SIZES.values()):
         if name in sizes:
             return sizes[name]

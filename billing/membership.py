@@ -1,6 +1,6 @@
-"""Whose account a day is, and what a change to memberships makes of that. No database here.
+"""Accounts of an agent by day, and the effect of a change to its memberships. No database access.
 
-A history is what one agent's memberships say: (since, account), in the order of time."""
+An AccountHistory holds the memberships of one agent as (since, account id), ordered by date."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,13 @@ AccountHistory = Sequence[tuple[date, int]]
 
 
 def find_account_on(history: AccountHistory, day: date, house: int) -> int:
-    """The account of the latest membership that has begun, or the house."""
+    """Return the account of the latest membership begun by `day`, or `house` if there is none."""
     begun = bisect_right(history, day, key=itemgetter(0))
     return history[begun - 1][1] if begun else house
 
 
 def find_account_changes(was: AccountHistory, becomes: AccountHistory, house: int) -> Iterator[tuple[date, int, int]]:
-    """From which day on which account is replaced by which, where one history becomes another."""
+    """Yield (first day, old account, new account) for each difference between two histories of one agent."""
     for day in sorted({since for since, _ in (*was, *becomes)}):
         before, after = find_account_on(was, day, house), find_account_on(becomes, day, house)
         if before != after:

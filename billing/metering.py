@@ -1,8 +1,7 @@
-"""How long things lasted, what was used and what was called, read off the facts: Transitions, Readings, Runs, Snapshots and
-LlmCalls.
+"""Metering: derivation of usage records by day from Transitions, Readings, Runs, Snapshots, DataSizes and LlmCalls.
 
-Usage records are what the facts amount to by day. Nobody pushes a charge: whatever was not derived yet will be, and all of
-it can be derived again."""
+Usage is pulled from the facts and never pushed by their writers. Facts not metered yet are found by the next pass, and all
+usage records can be deleted and derived again."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,43 +15,40 @@ from django.db.models import Count, Exists, F, Max, Min, OuterRef, Q, Subquery, 
 from django.db.models.functions import Lead
 
 from billing.dates import EPOCH, start_of_day, to_utc_date
+from billing.intervals import MICROSECOND, StateInterval, build_intervals, prorate, split_by_day
 from billing.models import Meter, UsageKind, UsageRecord, Watermark
 from billing.money_sums import nanos_to_decimal, sum_exact
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, SandboxState, Snapshot, Transition
 
 STATES_WITHOUT_PROCESS = (SandboxState.COLD, SandboxState.DESTROYED)
-SANDBOX_BATCH_SIZE, CALL_BATCH_SIZE, INSERT_BATCH_SIZE = (
-    400,
-    500,
-    500,
-)  # in one batch: SQLite takes so many values in a statement
-BatchFunction = Callable[
-    [Any, datetime], tuple[Any, int]
-]  # after which key, up to when -> the last key or None, records written
+# Rows a batch. SQLite limits the number of values in a statement.
+SANDBOX_BATCH_SIZE = 400
+CALL_BATCH_SIZE = INSERT_BATCH_SIZE = 500
+# (last key of the previous batch, end of metering) -> (last key of this batch or None if done, number of records written)
+BatchFunction = Callable[[Any, datetime], tuple[Any, int]]
 SANDBOX_COLUMNS = ("id", "agent_did", "environment_id", "provider", "memory_mib", "millicpus", "measured")
-MICROSECOND = timedelta(microseconds=1)
-WATERMARK_NAMES = ("time", "use", "runs", "snapshots", "data", "tokens")  # of watermarks
-STORE_PROVIDER = "store"  # what stores agents' data, in the place of a provider
+WATERMARK_NAMES = ("time", "use", "runs", "snapshots", "data", "tokens")
+STORE_PROVIDER = "store"  # provider of usage records about agents' data, which is kept in no sandbox
 
 
 def get_alive_time(holder: UUID, *, now: datetime) -> timedelta:
-    """How long this holder's sandboxes have had a process, all of them together, up to `now`.
+    """Return the total time up to `now` for which a lease's sandboxes had a process.
 
-    From the moment a start was asked for until the provider confirmed the end: what it may have charged for."""
+    Counted from the request of a start until the provider confirmed the end, which is the time a provider may charge for."""
     return get_alive_times([holder], now=now)[holder]
 
 
 def get_alive_times(holders: Iterable[UUID], *, now: datetime) -> dict[UUID, timedelta]:
-    """`alive` for many holders, in one query; zero for those that never had a sandbox."""
+    """Return `get_alive_time` of many leases, in one query. Leases that never had a sandbox have zero."""
     total: dict[UUID, timedelta] = defaultdict(timedelta)
-    since: dict[UUID, tuple[UUID, datetime]] = {}  # sandbox -> its holder, and when its present process began
+    since: dict[UUID, tuple[UUID, datetime]] = {}  # sandbox -> (holder, start of the present process)
     latest: dict[UUID, datetime] = {}
     rows = Transition.objects.filter(holder__in=list(holders)).order_by("pk").values_list("sandbox", "holder", "to", "at")
     for sandbox, holder, to, at in rows:
         if holder is None:
             continue
-        at = latest[sandbox] = max(at, latest.get(sandbox, at))  # a clock may have jumped back, as in `intervals`
+        at = latest[sandbox] = max(at, latest.get(sandbox, at))  # the clock may have jumped back, as in build_intervals
         if to not in STATES_WITHOUT_PROCESS:
             since.setdefault(sandbox, (holder, at))
         elif sandbox in since:
@@ -66,49 +62,11 @@ def get_alive_times(holders: Iterable[UUID], *, now: datetime) -> dict[UUID, tim
 # --- usage records ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StateInterval:
-    """One sandbox's time in one state. `transition` is the one that began it; open: it is not over yet."""
-
-    transition: int
-    state: str
-    holder: UUID | None
-    began_at: datetime
-    ended_at: datetime
-    open: bool = False
-
-
-def build_intervals(
-    transitions: Iterable[tuple[int, str, UUID | None, datetime]], *, until: datetime
-) -> Iterator[StateInterval]:
-    """The life of one sandbox from its transitions (id, to, holder, at), in the order of their ids, up to `until`.
-
-    A clock may have jumped back between two of them. Then the earlier one's moment counts for both: so the intervals never
-    overlap, and their sum is what the clock has shown at most."""
-    last: tuple[int, str, UUID | None, datetime] | None = None
-    for pk, to, holder, at in transitions:
-        if last is not None:
-            at = max(at, last[3])
-            yield StateInterval(last[0], last[1], last[2], last[3], at)
-        last = (pk, to, holder, at)
-    if last is not None and last[1] != SandboxState.DESTROYED:
-        yield StateInterval(*last, max(until, last[3]), open=True)
-
-
-def split_by_day(began: datetime, ended: datetime) -> Iterator[tuple[date, datetime, datetime]]:
-    """The parts of a time, one for each day of UTC; none of no time at all."""
-    began, ended = began.astimezone(UTC), ended.astimezone(UTC)
-    while began < ended:
-        end = start_of_day(began.date() + timedelta(days=1))
-        yield began.date(), began, min(end, ended)
-        began = end
-
-
 def meter_usage(*, now: datetime) -> Counter[str]:
-    """Bring the usage records up to now: what was done, by what it was.
+    """Derive usage records up to `now`. Return the number of records written by watermark name.
 
-    It may stop at any step, run twice, or beside itself: each batch is one transaction, under the lock of its watermark,
-    and writes what the facts say, whatever was there before."""
+    Safe to interrupt, repeat and run concurrently: each batch is one transaction under the lock of its watermark, and
+    replaces the records of its facts."""
     counts: Counter[str] = Counter()
     batches: tuple[BatchFunction, ...] = (
         _meter_time,
@@ -132,7 +90,7 @@ def meter_usage(*, now: datetime) -> Counter[str]:
 
 
 def reset_usage() -> None:
-    """Throw the usage records away. The next `meter` derives them all again."""
+    """Delete all usage records. The next `meter_usage` derives them again."""
     with transaction.atomic(durable=True):
         for name in WATERMARK_NAMES:
             Watermark.hold(name, EPOCH)
@@ -147,32 +105,32 @@ def reset_usage() -> None:
 
 
 def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
-    """Sandboxes whose time is not all in yet, some of them, after this id; the last id, None once there are no more."""
-    some = Sandbox.objects.filter(metered=False, **({"pk__gt": after} if after else {})).order_by("pk")[:SANDBOX_BATCH_SIZE]
-    boxes = {box.pk: box for box in some.only(*SANDBOX_COLUMNS)}
+    """Write the time records of a batch of sandboxes that are not completely metered."""
+    batch = Sandbox.objects.filter(metered=False, **({"pk__gt": after} if after else {})).order_by("pk")[:SANDBOX_BATCH_SIZE]
+    boxes = {box.pk: box for box in batch.only(*SANDBOX_COLUMNS)}
     if not boxes:
         return None, 0
     meters = {each.pk: each for each in Meter.objects.filter(pk__in=boxes)}
     unread = Q(sandbox__meter__isnull=True) | Q(pk__gte=F("sandbox__meter__transition"))
-    found: dict[UUID, list[tuple[int, str, UUID | None, datetime]]] = {pk: [] for pk in boxes}
+    transitions: dict[UUID, list[tuple[int, str, UUID | None, datetime]]] = {pk: [] for pk in boxes}
     rows = Transition.objects.filter(unread, sandbox__in=boxes).order_by("sandbox", "pk")
     for number, sandbox, to, holder, at in rows.values_list("pk", "sandbox", "to", "holder", "at"):
         known = meters.get(sandbox)
-        found[sandbox].append((number, to, holder, known.began_at if known and known.transition == number else at))
+        transitions[sandbox].append((number, to, holder, known.began_at if known and known.transition == number else at))
     records: list[UsageRecord] = []
     cursors, over, outdated = [], [], Q(pk__in=[])
-    for pk, read in found.items():
+    for pk, read in transitions.items():
         if not read:
-            continue  # its row is there, its first transition not yet
-        life, known = [*build_intervals(read, until=until)], meters.get(pk)
+            continue  # the sandbox was inserted, its first transition was not yet
+        intervals, known = [*build_intervals(read, until=until)], meters.get(pk)
         same = known is not None and known.transition == read[-1][0]
-        since = start_of_day(to_utc_date(known.read_at)) if known and same else None  # days before are written
+        since = start_of_day(to_utc_date(known.read_at)) if known and same else None  # earlier days are complete
         if known:
             written = Q(source=_format_transition_source(known.transition))
             outdated |= written & Q(day__gte=since.date()) if since else written
-        for each in life:
+        for each in intervals:
             records += _build_time_records(boxes[pk], each, since)
-        end = life[-1] if life else None
+        end = intervals[-1] if intervals else None
         if end is None or not end.open:
             over.append(pk)
         elif not same or known is None or until > known.read_at:
@@ -187,24 +145,25 @@ def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
     return max(boxes), len(records)
 
 
-def _build_time_records(box: Sandbox, each: StateInterval, since: datetime | None) -> Iterator[UsageRecord]:
-    for day, began, ended in split_by_day(max(each.began_at, since) if since else each.began_at, each.ended_at):
+def _build_time_records(box: Sandbox, interval: StateInterval, since: datetime | None) -> Iterator[UsageRecord]:
+    """Yield a record for each day of an interval, from `since` on if given."""
+    for day, began, ended in split_by_day(max(interval.began_at, since) if since else interval.began_at, interval.ended_at):
         yield UsageRecord(
             item=UsageKind.TIME,
-            source=_format_transition_source(each.transition),
+            source=_format_transition_source(interval.transition),
             day=day,
             began_at=began,
             ended_at=ended,
-            state=each.state,
+            state=interval.state,
             memory_mib=box.memory_mib,
             millicpus=box.millicpus,
             measured=box.measured,
-            **_get_owner_fields(box, each.holder),
+            **_get_owner_fields(box, interval.holder),
         )
 
 
 def _get_owner_fields(box: Sandbox, holder: UUID | None) -> dict[str, Any]:
-    """Whose usage it is of a sandbox: nobody's before somebody held it."""
+    """Return the owner columns of a sandbox's usage. Without a lease it has no agent and no environment."""
     held = {"agent_did": box.agent_did, "environment_id": box.environment_id} if holder else {}
     return {"sandbox": box, "holder": holder, "provider": box.provider, **held}
 
@@ -214,49 +173,42 @@ def _format_transition_source(pk: int) -> str:
 
 
 def _meter_resource_use(after: int | None, until: datetime) -> tuple[int | None, int]:
-    """Readings that are in no usage record yet, some of them."""
+    """Write the records of measured CPU and memory use of a batch of readings."""
     unmetered = Reading.objects.filter(metered=False, **({"pk__gt": after} if after else {}))
-    some = [*unmetered.select_related("sandbox").order_by("pk")[:SANDBOX_BATCH_SIZE]]
-    if not some:
+    readings = [*unmetered.select_related("sandbox").order_by("pk")[:SANDBOX_BATCH_SIZE]]
+    if not readings:
         return None, 0
-    records = [record for each in some for record in _build_use_records(each)]
-    UsageRecord.objects.filter(item=UsageKind.USE, source__in=[f"reading {each.pk}" for each in some]).delete()
+    records = [record for reading in readings for record in _build_use_records(reading)]
+    UsageRecord.objects.filter(item=UsageKind.USE, source__in=[f"reading {reading.pk}" for reading in readings]).delete()
     UsageRecord.objects.bulk_create(records, batch_size=INSERT_BATCH_SIZE)
-    Reading.objects.filter(pk__in=[each.pk for each in some]).update(metered=True)
-    return some[-1].pk, len(records)
+    Reading.objects.filter(pk__in=[reading.pk for reading in readings]).update(metered=True)
+    return readings[-1].pk, len(records)
 
 
-def _build_use_records(each: Reading) -> Iterator[UsageRecord]:
-    """A record for each day that it is about: of its CPU as large a part as of its time. The parts are whole microseconds,
-    and together all of it."""
-    for day, began, ended in split_by_day(each.since, each.at):
+def _build_use_records(reading: Reading) -> Iterator[UsageRecord]:
+    """Yield a record for each day of a reading's interval, with CPU time in proportion to the time.
+
+    The parts are whole microseconds and add up to the reading."""
+    for day, began, ended in split_by_day(reading.since, reading.at):
         yield UsageRecord(
             item=UsageKind.USE,
-            source=f"reading {each.pk}",
+            source=f"reading {reading.pk}",
             day=day,
             began_at=began,
             ended_at=ended,
-            memory_mib=each.memory_mib,
-            cpu_micros=prorate(each.cpu_micros, each.since, each.at, began, ended),
-            mib_micros=(ended - began) // MICROSECOND * each.memory_mib,
-            **_get_owner_fields(each.sandbox, each.holder),
+            memory_mib=reading.memory_mib,
+            cpu_micros=prorate(reading.cpu_micros, reading.since, reading.at, began, ended),
+            mib_micros=(ended - began) // MICROSECOND * reading.memory_mib,
+            **_get_owner_fields(reading.sandbox, reading.holder),
         )
 
 
-def prorate(whole: int, since: datetime, until: datetime, began: datetime, ended: datetime) -> int:
-    """How much of what was used evenly from `since` to `until` was used in a time within: parts that follow one another add
-    up to the whole."""
-    lasted = (until - since) // MICROSECOND
-    first, last = ((moment - since) // MICROSECOND for moment in (began, ended))
-    return whole * last // lasted - whole * first // lasted
-
-
 def _meter_runs(after: tuple[UUID, UUID] | None, until: datetime) -> tuple[tuple[UUID, UUID] | None, int]:
-    """Runs that were not counted yet, sandbox by sandbox, are added to those of their days that were."""
-    # The first of these conditions follows from the second, and is one that an index can begin at.
+    """Add a batch of uncounted runs, ordered by sandbox, to the run counts of their days."""
+    # The first condition follows from the second. The planner needs it to start a scan in the index.
     further = Q(sandbox__gte=after[0]) & (Q(sandbox__gt=after[0]) | Q(pk__gt=after[1])) if after else Q()
-    some = Run.objects.filter(further, metered=False).order_by("sandbox", "pk")[:CALL_BATCH_SIZE]
-    runs = [*some.values_list("pk", "sandbox", "holder", "started_at")]
+    batch = Run.objects.filter(further, metered=False).order_by("sandbox", "pk")[:CALL_BATCH_SIZE]
+    runs = [*batch.values_list("pk", "sandbox", "holder", "started_at")]
     if not runs:
         return None, 0
     began: dict[tuple[UUID, UUID | None, date], list[datetime]] = defaultdict(list)
@@ -265,12 +217,12 @@ def _meter_runs(after: tuple[UUID, UUID] | None, until: datetime) -> tuple[tuple
     boxes = {box.pk: box for box in Sandbox.objects.filter(pk__in={sandbox for sandbox, *_ in began}).only(*SANDBOX_COLUMNS)}
     records = [_build_runs_record(boxes[sandbox], holder, day, moments) for (sandbox, holder, day), moments in began.items()]
     known = UsageRecord.objects.filter(item=UsageKind.RUNS, source__in={each.source for each in records})
-    there = {(each.source, each.day): each for each in known.filter(day__in={each.day for each in records})}
+    existing = {(each.source, each.day): each for each in known.filter(day__in={each.day for each in records})}
     for each in records:
-        if before := there.get((each.source, each.day)):
+        if before := existing.get((each.source, each.day)):
             each.calls += before.calls
             each.began_at, each.ended_at = min(each.began_at, before.began_at), max(each.ended_at, before.ended_at)
-    outdated = [there[each.source, each.day].pk for each in records if (each.source, each.day) in there]
+    outdated = [existing[each.source, each.day].pk for each in records if (each.source, each.day) in existing]
     UsageRecord.objects.filter(pk__in=outdated).delete()
     UsageRecord.objects.bulk_create(records, batch_size=INSERT_BATCH_SIZE)
     Run.objects.filter(pk__in=[pk for pk, *_ in runs]).update(metered=True)
@@ -293,25 +245,28 @@ def _build_runs_record(box: Sandbox, holder: UUID | None, day: date, began: Sequ
 
 @dataclass(frozen=True)
 class StoredObject:
-    """Something that takes room. Without an end it does still."""
+    """An object that occupies storage. `ended_at` is None while the object exists."""
 
     source: str
     size_bytes: int
     began_at: datetime
     ended_at: datetime | None
-    whose: Mapping[str, Any]  # fields of its usage records
+    owner: Mapping[str, Any]  # columns of its usage records
 
 
 def _meter_snapshots(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
-    """Snapshots whose time is not all in yet. Objects take room until the last that points to them is forgotten, and are of
-    the one that they were stored for; the others (restored, forked, named while it slept) take none."""
+    """Write the storage records of a batch of snapshots that are not completely metered.
+
+    Stored objects count from their own snapshot until the last snapshot that references them is forgotten. Other snapshots
+    of the same objects (restored, forked, or named while the sandbox was cold) count nothing."""
     unmetered = Snapshot.objects.filter(metered=False, **({"pk__gt": after} if after else {}))
     same = Snapshot.objects.filter(key=OuterRef("key")).order_by("-forgotten_at")
     last = Subquery(same.values("forgotten_at")[:1])
-    some = [*unmetered.annotate(kept=is_referenced(), last=last).select_related("sandbox").order_by("pk")[:SANDBOX_BATCH_SIZE]]
-    if not some:
+    unmetered = unmetered.annotate(referenced=is_referenced(), last=last).select_related("sandbox")
+    snapshots = [*unmetered.order_by("pk")[:SANDBOX_BATCH_SIZE]]
+    if not snapshots:
         return None, 0
-    ends = {each.pk: each.at if not each.own else None if each.kept else each.last for each in some}
+    ends = {each.pk: each.at if not each.own else None if each.referenced else each.last for each in snapshots}
     written = _write_storage_records(
         [
             StoredObject(
@@ -319,49 +274,51 @@ def _meter_snapshots(after: UUID | None, until: datetime) -> tuple[UUID | None, 
                 {"sandbox": each.sandbox, "holder": each.holder, "agent_did": each.sandbox.agent_did,
                  "environment_id": each.sandbox.environment_id, "provider": each.sandbox.provider},
             )
-            for each in some
+            for each in snapshots
         ],
         until,
     )  # fmt: skip
-    over = [pk for pk, end in ends.items() if end]  # as it was read: one may go meanwhile
+    over = [pk for pk, end in ends.items() if end]  # by the values read above: a snapshot may be forgotten meanwhile
     Snapshot.objects.filter(pk__in=over).update(metered=True)
-    return some[-1].pk, written
+    return snapshots[-1].pk, written
 
 
 def is_referenced() -> Exists:
-    """Is a snapshot, or another that points to the same objects, not forgotten?"""
+    """Build a condition: the snapshot, or another that references the same objects, is not forgotten."""
     return Exists(Snapshot.objects.filter(key=OuterRef("key"), forgotten_at__isnull=True))
 
 
 def _meter_agent_data(after: int | None, until: datetime) -> tuple[int | None, int]:
-    """Agents' data: each size it had, until the next."""
+    """Write the storage records of a batch of sizes of agents' data. Each size lasts until the agent's next one."""
     unmetered = DataSize.objects.filter(metered=False, **({"pk__gt": after} if after else {}))
     following = Window(Lead("at"), partition_by="agent_did", order_by="pk")
-    some = [*unmetered.annotate(until=following).order_by("pk")[:SANDBOX_BATCH_SIZE]]
-    if not some:
+    sizes = [*unmetered.annotate(until=following).order_by("pk")[:SANDBOX_BATCH_SIZE]]
+    if not sizes:
         return None, 0
     stored = [
         StoredObject(
             f"data {each.pk}", each.size_bytes, each.at, each.until, {"agent_did": each.agent_did, "provider": STORE_PROVIDER}
         )
-        for each in some
+        for each in sizes
     ]
     written = _write_storage_records(stored, until)
-    DataSize.objects.filter(pk__in=[each.pk for each in some if each.until]).update(metered=True)
-    return some[-1].pk, written
+    DataSize.objects.filter(pk__in=[each.pk for each in sizes if each.until]).update(metered=True)
+    return sizes[-1].pk, written
 
 
 def _write_storage_records(stored: Sequence[StoredObject], until: datetime) -> int:
-    """Write the usage records of what takes room; how many. Of what does still, once an hour, up to its beginning."""
+    """Write the storage records of these objects. Return the number of records written.
+
+    Records of objects that still exist extend to the last full hour, so they are rewritten once an hour."""
     until = until.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
-    there = UsageRecord.objects.filter(item=UsageKind.STORAGE, source__in=[each.source for each in stored]).order_by()
-    last = there.values_list("source").annotate(last=Max("day"), end=Max("ended_at"))  # there is a record for each day
+    existing = UsageRecord.objects.filter(item=UsageKind.STORAGE, source__in=[each.source for each in stored]).order_by()
+    last = existing.values_list("source").annotate(last=Max("day"), end=Max("ended_at"))  # storage has a record for each day
     latest = {source: (day, end) for source, day, end in last}
     records: list[UsageRecord] = []
     outdated = Q(pk__in=[])
     for each in stored:
         day, end = latest.get(each.source, (None, None))
-        since = start_of_day(day) if day and each.ended_at is None else None  # days before are written
+        since = start_of_day(day) if day and each.ended_at is None else None  # earlier days are complete
         if since and end == until:
             continue
         outdated |= Q(source=each.source, day__gte=since.date()) if since else Q(source=each.source)
@@ -369,7 +326,7 @@ def _write_storage_records(stored: Sequence[StoredObject], until: datetime) -> i
         records += [
             UsageRecord(
                 item=UsageKind.STORAGE, source=each.source, day=day, began_at=start, ended_at=end, size_bytes=each.size_bytes,
-                **each.whose,
+                **each.owner,
             )
             for day, start, end in split_by_day(began, each.ended_at or until)
             if each.size_bytes
@@ -380,9 +337,11 @@ def _write_storage_records(stored: Sequence[StoredObject], until: datetime) -> i
 
 
 def _meter_llm_calls(after: int | None, until: datetime) -> tuple[int | None, int]:
-    """Calls that are over and were not counted, or were changed since. The day, model and lease of each are summed up anew."""
-    some = LlmCall.objects.select_for_update(no_key=True).filter(counted=False, ended_at__isnull=False)
-    calls = [*some.filter(**({"pk__gt": after} if after else {})).order_by("pk")[:CALL_BATCH_SIZE]]
+    """Recompute the token records of a batch of ended calls that are uncounted, or changed since.
+
+    Each record is the sum of all calls of one lease, model and day."""
+    uncounted = LlmCall.objects.select_for_update(no_key=True).filter(counted=False, ended_at__isnull=False)
+    calls = [*uncounted.filter(**({"pk__gt": after} if after else {})).order_by("pk")[:CALL_BATCH_SIZE]]
     if not calls:
         return None, 0
     groups = {(each.holder, each.model, to_utc_date(each.started_at)) for each in calls if _is_billable_call(each)}
@@ -400,23 +359,23 @@ def _is_billable_call(call: LlmCall) -> bool:
 
 def _build_tokens_record(holder: UUID | None, model: str, day: date) -> UsageRecord:
     begin = start_of_day(day)
-    its = LlmCall.objects.filter(
+    llm_calls = LlmCall.objects.filter(
         holder=holder, model=model, kind=LlmCall.Kind.LLM, started_at__gte=begin, started_at__lt=begin + timedelta(days=1),
         ended_at__isnull=False,
     ).exclude(outcome=LlmCall.Outcome.REFUSED)  # fmt: skip
-    found = its.aggregate(
+    sums = llm_calls.aggregate(
         began=Min("started_at"), ended=Max("ended_at"), calls=Count("pk"), usd=sum_exact("cost"),
         unpriced=Count("pk", filter=Q(cost__isnull=True)), input=Sum("input_tokens"), cached=Sum("cached_tokens"),
         output=Sum("output_tokens"),
     )  # fmt: skip
-    first = its.order_by("pk").select_related("sandbox").first()
+    first = llm_calls.order_by("pk").select_related("sandbox").first()
     box = first.sandbox if first else None
-    called = f"calls of {model}" if model else "calls without a model"  # a program may call one by whatever name
+    called = f"calls of {model}" if model else "calls without a model"  # the name is chosen by the calling program
     return UsageRecord(
-        item=UsageKind.TOKENS, source=f"{called} for {holder or 'nobody'}", day=day, began_at=found["began"],
-        ended_at=max(found["began"], found["ended"]), sandbox=box, holder=holder,
+        item=UsageKind.TOKENS, source=f"{called} for {holder or 'nobody'}", day=day, began_at=sums["began"],
+        ended_at=max(sums["began"], sums["ended"]), sandbox=box, holder=holder,
         agent_did=first.agent_did if first else "", environment_id=first.environment_id if first else "",
-        provider=box.provider if box else "", model=model, calls=found["calls"], unpriced=found["unpriced"],
-        input_tokens=found["input"] or 0, cached_tokens=found["cached"] or 0, output_tokens=found["output"] or 0,
-        usd=nanos_to_decimal(found["usd"]),
+        provider=box.provider if box else "", model=model, calls=sums["calls"], unpriced=sums["unpriced"],
+        input_tokens=sums["input"] or 0, cached_tokens=sums["cached"] or 0, output_tokens=sums["output"] or 0,
+        usd=nanos_to_decimal(sums["usd"]),
     )  # fmt: skip

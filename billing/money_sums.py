@@ -1,4 +1,4 @@
-"""Exact sums of money in the database: SQLite adds decimals as floating point numbers."""
+"""Exact sums of decimal columns. SQLite would add decimals as floating-point numbers, so the sums are of integers."""
 
 from decimal import Decimal
 
@@ -8,11 +8,13 @@ from django.db.models.functions import Cast, Round
 NANOS_PER_UNIT, CENTS_PER_UNIT = 10**9, 100
 
 
-def sum_exact(field: str, of: Q | None = None, *, parts: int = NANOS_PER_UNIT) -> Sum:
-    """The sum of a column with nine decimal places, in billionths; of some rows, if they are named. Of one with fewer places,
-    and perhaps larger numbers (some 9e18 parts fit), in that many parts of one."""
+def sum_exact(field: str, condition: Q | None = None, *, parts: int = NANOS_PER_UNIT) -> Sum:
+    """Build an exact SUM of a decimal column as a whole number of 1/`parts`, over the rows that match `condition`.
+
+    The default, billionths, fits columns with nine decimal places. For columns with fewer places and larger numbers pass
+    fewer parts: the sum overflows a 64-bit integer at about 9.2e18 parts."""
     whole = ExpressionWrapper(F(field) * parts, DecimalField(max_digits=30, decimal_places=9))
-    return Sum(Cast(Round(whole), BigIntegerField()), filter=of, default=0)
+    return Sum(Cast(Round(whole), BigIntegerField()), filter=condition, default=0)
 
 
 def nanos_to_decimal(billionths: int) -> Decimal:

@@ -1,5 +1,6 @@
-"""Quantity x rate - allowance, exactly: quantities are whole numbers of the smallest units there are, sums are fractions,
-and each amount is rounded once, at its end. No database here."""
+"""Exact arithmetic of prices: (quantity - allowance) x rate. No database access.
+
+Quantities are whole numbers of base units, sums are fractions, and each amount is rounded once, at the end."""
 
 from collections.abc import Iterable, Iterator
 from datetime import datetime
@@ -7,14 +8,13 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Protocol, TypeVar
 
-MICROSECONDS_PER_MINUTE, MICROSECONDS_PER_HOUR = 60 * 10**6, 3600 * 10**6  # microseconds
-HOURS_PER_MONTH = 720  # hours, for storage: 30 days
+MICROSECONDS_PER_MINUTE, MICROSECONDS_PER_HOUR = 60 * 10**6, 3600 * 10**6
+HOURS_PER_MONTH = 720  # of storage: a month counts as 30 days
 DECIMAL_PLACES, CENT_PLACES = 9, 2
-# How many of the smallest units one unit of an item has.
 BASE_UNITS_PER_UNIT = {
     "time": MICROSECONDS_PER_HOUR,  # microseconds in a sandbox-hour
     "memory": 1024 * MICROSECONDS_PER_HOUR,  # microseconds x MiB in a GiB-hour
-    "cpu": 1000 * MICROSECONDS_PER_MINUTE,  # microseconds x thousandths of a CPU in a vCPU-minute
+    "cpu": 1000 * MICROSECONDS_PER_MINUTE,  # microseconds x millicpus in a vCPU-minute
     "disk": 1000 * MICROSECONDS_PER_HOUR,  # microseconds x MB in a GB-hour
     "storage": 10**9 * HOURS_PER_MONTH * MICROSECONDS_PER_HOUR,  # microseconds x bytes in a GB-month
     "request": 1,
@@ -24,8 +24,10 @@ BASE_UNITS_PER_UNIT = {
 
 
 class RateLike(Protocol):
-    """What one unit of an item costs at a provider from a moment on. instance_type is empty if it is for any; by_use: one of
-    what was used, not of what was given."""
+    """Price of one item at a provider from `valid_from` on: `usd` per unit, after `allowance` free units a month.
+
+    instance_type: empty if the rate is for every type.
+    by_use: the rate is for measured use, not for allocated resources."""
 
     provider: str
     instance_type: str
@@ -40,8 +42,7 @@ RateT = TypeVar("RateT", bound=RateLike)
 
 
 def find_rate(rates: Iterable[RateT], provider: str, instance_type: str, item: str, at: datetime) -> RateT | None:
-    """The rate that counts at a moment, None if there was none: one for this instance type before one for any, then the
-    newest that has begun."""
+    """Return the rate valid at `at`, or None. A rate for the instance type precedes a general one; then the newest wins."""
     valid = [
         rate for rate in rates
         if (rate.provider, rate.item) == (provider, item)
@@ -51,48 +52,49 @@ def find_rate(rates: Iterable[RateT], provider: str, instance_type: str, item: s
 
 
 def compute_allocated_quantities(micros: int, *, memory_mib: int, millicpus: int, disk_mb: int) -> dict[str, int]:
-    """What a sandbox of this size has in so many microseconds, whether it uses it or not, in the smallest units."""
+    """Return the resources allocated to a sandbox of this size for `micros` microseconds, in base units by item."""
     return {"time": micros, "memory": micros * memory_mib, "cpu": micros * millicpus, "disk": micros * disk_mb}
 
 
 def compute_used_quantities(*, cpu_micros: int, mib_micros: int) -> dict[str, int]:
-    """What was measured of a sandbox, in the smallest units."""
+    """Return the measured use of a sandbox, in base units by item."""
     return {"memory": mib_micros, "cpu": 1000 * cpu_micros}
 
 
-def to_units(item: str, whole: int) -> Fraction:
-    return Fraction(whole, BASE_UNITS_PER_UNIT[item])
+def to_units(item: str, base_units: int) -> Fraction:
+    return Fraction(base_units, BASE_UNITS_PER_UNIT[item])
 
 
 def to_base_units(item: str, amount: Decimal) -> int:
-    """An allowance in the smallest units; it has six decimal places at most, or is a whole number."""
+    """Convert an allowance to base units. Exact for up to six decimal places of the divisible items and for whole numbers."""
     return int(Fraction(amount) * BASE_UNITS_PER_UNIT[item])
 
 
 def apply_allowances(lines: Iterable[tuple[int, int]]) -> Iterator[int]:
-    """How much of each line is free. Lines are (whole, allowance), in the order of time: whoever comes first uses it up.
+    """Yield the free part of each line. Lines are (quantity, allowance) in base units, ordered by time.
 
-    The allowance is that of the line's own rate: one that is raised in the middle of a month adds to what is left."""
+    Earlier lines use up the allowance first. Each line brings the allowance of its own rate, so a rate with a higher
+    allowance in the middle of a month adds the difference to the remainder."""
     taken = 0
-    for whole, allowance in lines:
-        free = min(whole, max(allowance - taken, 0))
+    for quantity, allowance in lines:
+        free = min(quantity, max(allowance - taken, 0))
         taken += free
         yield free
 
 
-def compute_cost(item: str, whole: int, usd: Decimal) -> Fraction:
-    """Money, not rounded, for what is not free of it.
+def compute_cost(item: str, base_units: int, usd: Decimal) -> Fraction:
+    """Return the price of a billable quantity in USD, unrounded. `usd` is the rate per unit of the item.
 
-    935 GiB-hours of memory at 0.009 USD are 8.415 USD."""
-    return to_units(item, whole) * Fraction(usd)
+    Example: 935 GiB-hours of memory at 0.009 USD cost 8.415 USD."""
+    return to_units(item, base_units) * Fraction(usd)
 
 
 def round_half_up(amount: Fraction, places: int = DECIMAL_PLACES) -> Decimal:
-    """An amount that is not below 0 to so many decimal places, a half up."""
+    """Round a non-negative amount half up to `places` decimal places."""
     scaled = (2 * amount.numerator * 10**places + amount.denominator) // (2 * amount.denominator)
     return Decimal((0, tuple(map(int, str(scaled))), -places))
 
 
 def format_decimal(amount: Decimal) -> str:
-    """A decimal number without exponent and without the zeros that a column fills up with."""
+    """Format a decimal without an exponent and without trailing zeros."""
     return f"{amount.normalize():f}" if amount else "0"

@@ -112,9 +112,9 @@ UNFOLD = {
     "SIDEBAR": {
         "show_search": False,
         "show_all_applications": False,
-        "navigation": "controlplane.console.dashboard.navigation",
+        "navigation": "controlplane.console.navigation.build_sidebar",
     },
-    "TABS": "controlplane.console.dashboard.tabs",
-    "ENVIRONMENT": "controlplane.console.dashboard.environment",
-    "DASHBOARD_CALLBACK": "controlplane.console.dashboard.fleet",
+    "TABS": "controlplane.console.navigation.build_tabs",
+    "ENVIRONMENT": "controlplane.console.navigation.build_environment_label",
+    "DASHBOARD_CALLBACK": "controlplane.console.dashboard.extend_index_context",
 }

@@ -11,7 +11,7 @@ from django.db.models.functions import Cast
 
 from leases import leasing, turns
 from leases.models import IdempotentRequest, Lease, LeaseEvent, LeaseStatus
-from sandboxes import processes
+from sandboxes import processes, reconciliation
 from sandboxes import sweeps as sandboxes
 from sandboxes.egress import authorization
 from sandboxes.identity import signing
@@ -49,7 +49,7 @@ def _end_if_elapsed(lease: Lease, reason: str, now: datetime) -> bool:
 
 def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
     """Compare the rows with the sandboxes that providers list, and end the leases whose sandbox was lost."""
-    result = sandboxes.reconcile(now=now, grace=grace)
+    result = reconciliation.reconcile(now=now, grace=grace)
     result.note("leases ended as lost", end_lost_leases(now=now))
     return result
 
@@ -183,7 +183,7 @@ def prune_stores(*, now: datetime) -> SweepResult:
     def find_long_ended(holders: Sequence[UUID]) -> set[UUID]:
         return set(Lease.objects.filter(pk__in=holders, ended_at__lte=now - settings.KEEP_STATE).values_list("pk", flat=True))
 
-    pruned = lease_stores.prune_stores(now=now, over=find_long_ended)
+    pruned = lease_stores.prune_stores(now=now, find_ended=find_long_ended)
     result = SweepResult(failures=pruned.failures)
     result.note("stored entries removed", pruned.count)
     result.note("bytes with them", pruned.size)

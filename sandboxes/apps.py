@@ -2,6 +2,6 @@ from django.apps import AppConfig
 
 
 class SandboxesConfig(AppConfig):
-    """Facts: which sandboxes exist, in which state, and what ran in them. Knows neither leases nor money."""
+    """Sandboxes, pools, runs and stored state. Does not know leases or prices."""
 
     name = "sandboxes"

@@ -77,10 +77,9 @@ def schedule_destroy_by_holder(holder: uuid.UUID, *, now: datetime, reason: str,
 
     Call it in the transaction that ends the lease, so that both happen or neither."""
     pks = Sandbox.objects.filter(holder=holder).exclude(state__in=GONE_STATES).values_list("pk", flat=True)
-    return (
-        sum(schedule_destroy(pk, now=now, code=TransitionReason.LEASE_ENDED, reason=reason, actor=actor) for pk in list(pks))
-        > 0
-    )
+    code = TransitionReason.LEASE_ENDED
+    # At most one, by the constraint sandbox_one_live_per_holder.
+    return any(schedule_destroy(pk, now=now, code=code, reason=reason, actor=actor) for pk in list(pks))
 
 
 def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:

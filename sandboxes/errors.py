@@ -1,10 +1,12 @@
-"""What can go wrong with sandboxes. The docstring of a class is its message unless a better one is given."""
+"""Errors of the sandboxes app. The first line of a class's docstring is its message, unless the raiser gives another.
+
+`code` identifies the error in responses. `retry_after` is in seconds; None: retrying does not help by itself."""
 
 from typing import Any
 
 
 class SandboxError(Exception):
-    """The sandbox could not do that."""
+    """The operation on the sandbox failed."""
 
     code = "sandbox_error"
     retry_after: int | None = None  # seconds
@@ -16,20 +18,20 @@ class SandboxError(Exception):
 
 
 class IllegalTransition(SandboxError):
-    """That state does not follow from the present one."""
+    """The sandbox cannot change to that state from its present state."""
 
     code = "illegal_transition"
 
 
 class SandboxBusy(SandboxError):
-    """Somebody else is working on this sandbox right now. Try again in a moment."""
+    """Another operation is changing this sandbox. Try again in a moment."""
 
     code = "busy"
     retry_after = 2
 
 
 class SandboxNotHeld(SandboxError):
-    """The sandbox is not held by this lease any more."""
+    """This lease no longer holds the sandbox."""
 
     code = "not_held"
 
@@ -42,72 +44,72 @@ class CapacityExhausted(SandboxError):
 
 
 class SandboxNotReady(SandboxError):
-    """The sandbox could not be made ready. It was given up; the next use starts a new one."""
+    """The sandbox could not be started and is destroyed. The next use starts a new one."""
 
     code = "sandbox_not_ready"
     retry_after = 5
 
 
 class SandboxLost(SandboxError):
-    """The provider does not have this sandbox any more, and what was in it since it was last stored is gone."""
+    """The provider has lost this sandbox, with all changes since its state was last stored."""
 
     code = "sandbox_lost"
 
 
 class ProviderCallFailed(SandboxError):
-    """The provider did not answer, so it is not known what happened. The Run has what is known."""
+    """The provider did not answer, so the outcome is unknown. The Run says what is known."""
 
     code = "provider_unavailable"
     retry_after = 5
 
 
 class QuotaExceeded(SandboxError):
-    """The agent has as many sandboxes in this pool as it may have."""
+    """The agent has reached its quota of sandboxes in this pool."""
 
     code = "quota_exceeded"
     retry_after = 30
 
 
 class PoolDraining(SandboxError):
-    """The pool takes nothing new: an operator is draining it."""
+    """The pool accepts no new sandboxes: an operator is draining it."""
 
     code = "pool_draining"
     retry_after = 60
 
 
 class WorkspaceFull(SandboxError):
-    """The workspace is larger than its pool allows. Delete files through the files API, then try again."""
+    """The workspace is over its pool's limit. Delete files through the files API, then try again."""
 
     code = "workspace_full"
 
 
 class DataFull(SandboxError):
-    """/data holds more than is kept for one agent. Remove some of it, then try again."""
+    """/data is over the limit for one agent. Delete files in /data, then try again."""
 
     code = "data_full"
 
 
 class StoreUnavailable(SandboxError):
-    """The store did not answer, so nothing was run: the state that belongs there could not be brought."""
+    """The store did not answer, so the state could not be read and nothing was run."""
 
     code = "store_unavailable"
     retry_after = 5
 
 
 class SnapshotNotFound(SandboxError):
-    """There is no such snapshot, or what it stored is gone."""
+    """There is no such snapshot, or its stored objects are gone."""
 
     code = "no_snapshot"
 
 
 class TooManyProcesses(SandboxError):
-    """As many processes run in this sandbox as may."""
+    """The sandbox has reached its limit of processes. Stop one, then try again."""
 
     code = "too_many_processes"
 
 
 class ProcessOutputGone(SandboxError):
-    """What it printed is gone: its sandbox sleeps, or is gone."""
+    """The output of the process is gone, because its sandbox is cold or destroyed."""
 
     code = "output_gone"
 
@@ -119,24 +121,24 @@ class SigningKeyNotFound(SandboxError):
 
 
 class SigningKeyRevoked(SandboxError):
-    """The agent's signing key was revoked. An operator can create another one."""
+    """The agent's signing key was revoked. An operator can create a new one."""
 
     code = "signing_key_revoked"
 
 
 class SigningKeyExists(SandboxError):
-    """The agent has a signing key. Rotate it to have another."""
+    """The agent has a signing key already. Rotate it to replace it."""
 
     code = "signing_key_exists"
 
 
 class SigningKeyDecryptionFailed(SandboxError):
-    """The agent's signing key cannot be decrypted: LEASEHOLD_IDENTITY_KEYS lacks the key that it was encrypted under."""
+    """The agent's signing key cannot be decrypted: LEASEHOLD_IDENTITY_KEYS lacks the key that encrypted it."""
 
     code = "signing_key_unopened"
 
 
 class WebhookTestFailed(SandboxError):
-    """The receiver did not take it."""
+    """The receiver did not accept the test event."""
 
     code = "not_delivered"

@@ -78,7 +78,7 @@ def request_eviction(pk: uuid.UUID, *, now: datetime, actor: str, reason: str, g
 def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     """Finish the eviction of a claimed sandbox. Returns whether it is cold now. Safe to repeat after a crash at any step.
 
-    1. Store the state, unless a snapshot of this incarnation exists or nothing has run in it.
+    1. Store the state, unless a snapshot of this incarnation exists or the incarnation has had no run.
     2. Destroy the process.
     3. Move the row to `cold`.
 
@@ -188,7 +188,7 @@ def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") ->
     if victim.state != COLD and not evict(
         victim.pk, now=clock(), code=code, reason=why, actor=actor, guard=Q(state=victim.state)
     ):
-        return True  # it runs again, or could not be stored and is no candidate until its next try: choose another
+        return True  # the victim runs again, or could not be stored and is no candidate until its next try
     release_cold(victim.pk, now=clock(), reason=why, actor=actor, for_agent=agent_did, tier=victim.state)
     return True
 

@@ -1,4 +1,4 @@
-"""Files of a holder, looked at: in its sandbox while that is alive, in what is stored while it sleeps."""
+"""Read access to a holder's files: in its sandbox while that is alive, otherwise in the stored copy."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,36 +13,37 @@ from sandboxes.models import ALIVE_STATES
 from sandboxes.pool import SandboxRequest
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.runs import Command
-from sandboxes.state import file_reader
-from sandboxes.state.file_reader import FileTree, LiveFiles, Unreadable
+from sandboxes.state import file_tree
+from sandboxes.state.file_tree import FileTree, LiveFiles, Unreadable
 from sandboxes.storage.base import StoreError
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
-SOURCE_SANDBOX, SOURCE_SNAPSHOT = "sandbox", "snapshot"  # where an answer may come from
+SOURCE_SANDBOX, SOURCE_SNAPSHOT = "sandbox", "snapshot"  # of a result
 
 
 def read_files(
     request: SandboxRequest, root: str, command: Command, act: Callable[[FileTree], T], *, now: datetime, actor: str = ""
 ) -> tuple[T, str]:
-    """What `act` finds below /workspace or /data, and where: in the sandbox, which is a Run, or in what is stored.
+    """Call `act` with the file tree below `root` (/workspace or /data). Returns its result and the source.
 
-    Nothing is woken, or started, but for a stored copy that cannot be read, and for data that is not in the store but
-    mounted. Whatever a run raises; StoreFailed."""
+    An alive sandbox is read in a Run of `command`. A cold one is read from the stored copy without waking it, unless that
+    cannot be read or /data is mounted instead of stored; then `act` is called again, in the woken sandbox. Raises what
+    runs.operation raises, and StoreUnavailable."""
     sandbox = snapshots.wait_until_settled(request.holder, now=now)
     if not (sandbox and sandbox.state in ALIVE_STATES):
         try:
             with _open_stored_files(request, root, now=now) as files:
                 return act(files), SOURCE_SNAPSHOT
         except Unreadable as why:
-            log.info("woken to be read", agent=request.agent_did, holder=str(request.holder), reason=str(why))
+            log.info("woken to read files", agent=request.agent_did, holder=str(request.holder), reason=str(why))
         except StoreError as failed:
-            raise StoreUnavailable(f"What is stored cannot be read now: {failed}") from failed
+            raise StoreUnavailable(f"The stored copy cannot be read: {failed}") from failed
     with runs.operation(request, command, now=now, actor=actor) as opened:
         return act(LiveFiles(opened.provider, opened.sandbox.ref, root)), SOURCE_SANDBOX
 
 
 def _open_stored_files(request: SandboxRequest, root: str, *, now: datetime) -> AbstractContextManager[FileTree]:
     if root == WORKSPACE:
-        return file_reader.open_workspace(request.holder, request.files, now=now)
-    return file_reader.open_data(request.agent_did, now=now)
+        return file_tree.open_workspace(request.holder, request.files, now=now)
+    return file_tree.open_data(request.agent_did, now=now)

@@ -16,15 +16,11 @@ from sandboxes.models import Sandbox, SandboxState, processes
 from sandboxes.models import TransitionReason as Reason
 
 WARMING, WARM, RUNNING, WAITING = SandboxState.WARMING, SandboxState.WARM, SandboxState.RUNNING, SandboxState.WAITING
-EVICTING, COLD, DESTROYING, DESTROYED = (
-    SandboxState.EVICTING,
-    SandboxState.COLD,
-    SandboxState.DESTROYING,
-    SandboxState.DESTROYED,
-)
+EVICTING, COLD = SandboxState.EVICTING, SandboxState.COLD
+DESTROYING, DESTROYED = SandboxState.DESTROYING, SandboxState.DESTROYED
 
-_SLEEP = (Reason.IDLE, Reason.CAPACITY, Reason.BUDGET, Reason.RESTORE)
-_END = (Reason.LEASE_ENDED, Reason.OPERATOR)
+_EVICT_REASONS = (Reason.IDLE, Reason.CAPACITY, Reason.BUDGET, Reason.RESTORE)
+_END_REASONS = (Reason.LEASE_ENDED, Reason.OPERATOR)
 START_REASONS = (Reason.REQUESTED, Reason.PREWARMED)  # of a new row
 # The edges of the state machine, with the reasons that each allows. The diagram in README.md is drawn from this table.
 EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
@@ -33,17 +29,17 @@ EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
     (WARM, RUNNING): (Reason.RUN_STARTED,),
     (WAITING, RUNNING): (Reason.RUN_STARTED,),
     (RUNNING, WAITING): (Reason.RUN_ENDED,),
-    (WARM, EVICTING): (*_SLEEP, Reason.PROVIDER_LOST),
-    (WAITING, EVICTING): _SLEEP,
+    (WARM, EVICTING): (*_EVICT_REASONS, Reason.PROVIDER_LOST),
+    (WAITING, EVICTING): _EVICT_REASONS,
     (EVICTING, WAITING): (Reason.PERSIST_FAILED,),
     (EVICTING, COLD): (Reason.PERSISTED, Reason.NOTHING_UNSAVED),
     (COLD, WARMING): (Reason.WOKEN,),
-    (WARMING, DESTROYING): (*_END, Reason.START_FAILED, Reason.START_STALLED, Reason.STATE_LOST),
-    (WARM, DESTROYING): (*_END, Reason.CAPACITY, Reason.SURPLUS, Reason.PROVIDER_LOST),
-    (RUNNING, DESTROYING): _END,
-    (WAITING, DESTROYING): _END,
-    (EVICTING, DESTROYING): (*_END, Reason.EVICTION_STALLED),
-    (COLD, DESTROYING): (*_END, Reason.CAPACITY, Reason.COLD_TTL),
+    (WARMING, DESTROYING): (*_END_REASONS, Reason.START_FAILED, Reason.START_STALLED, Reason.STATE_LOST),
+    (WARM, DESTROYING): (*_END_REASONS, Reason.CAPACITY, Reason.SURPLUS, Reason.PROVIDER_LOST),
+    (RUNNING, DESTROYING): _END_REASONS,
+    (WAITING, DESTROYING): _END_REASONS,
+    (EVICTING, DESTROYING): (*_END_REASONS, Reason.EVICTION_STALLED),
+    (COLD, DESTROYING): (*_END_REASONS, Reason.CAPACITY, Reason.COLD_TTL),
     (DESTROYING, DESTROYED): (Reason.CONFIRMED_GONE, Reason.NO_PROCESS),
 }
 
@@ -91,7 +87,14 @@ def insert_warming(sandbox: Sandbox, *, now: datetime, code: Reason, actor: str 
     """Insert a new row in `warming`, with its Transition. Call it in the transaction that takes the place in the pool."""
     sandbox.state, sandbox.state_since = WARMING, now
     sandbox.save(force_insert=True)
-    sql.execute(INSERT_TRANSITION_SQL + "WHERE id = %s", "", code.value, code.label, actor[:255], sandbox.pk)
+    _insert_transitions("WHERE id = %s", sandbox.pk, was=None, code=code, actor=actor)
+
+
+def _insert_transitions(
+    where: str, key: UUID, *, was: SandboxState | None, code: Reason, reason: str = "", actor: str = ""
+) -> None:
+    text = (reason or code.label)[:200]
+    sql.execute(INSERT_TRANSITION_SQL + where, was.value if was else "", code.value, text, actor[:255], key)
 
 
 def _require_edge(was: SandboxState, to: SandboxState, code: Reason) -> None:
@@ -122,10 +125,10 @@ def advance(
     with transaction.atomic():
         moved = Sandbox.objects.filter(guard or Q(), pk=pk, state=was).update(state=to, state_since=now, **changes)
         if moved:  # the UPDATE holds the row's lock, so the INSERT reads the values that it wrote
-            text = reason or code.label
-            sql.execute(INSERT_TRANSITION_SQL + "WHERE id = %s", was.value, code.value, text[:200], actor[:255], pk)
+            _insert_transitions("WHERE id = %s", pk, was=was, code=code, reason=reason, actor=actor)
             if to in (COLD, DESTROYING):
-                processes.close_all_processes(pk, now=now, note=f"Sandbox {'evicted' if to == COLD else 'destroyed'}: {text}")
+                end = "evicted" if to == COLD else "destroyed"
+                processes.close_all_processes(pk, now=now, note=f"Sandbox {end}: {reason or code.label}")
     return bool(moved)
 
 
@@ -137,14 +140,7 @@ def start_run(pk: UUID, *, holder: UUID, now: datetime, actor: str = "") -> Sand
     with transaction.atomic():
         for was, warm_hit in ((WAITING, 1), (WARM, 0)):
             if sql.update(Sandbox, BEGIN_FIRST_RUN_SQL, now, now, warm_hit, pk, holder, was.value):
-                sql.execute(
-                    INSERT_TRANSITION_SQL + "WHERE id = %s",
-                    was.value,
-                    Reason.RUN_STARTED.value,
-                    Reason.RUN_STARTED.label,
-                    actor[:255],
-                    pk,
-                )
+                _insert_transitions("WHERE id = %s", pk, was=was, code=Reason.RUN_STARTED, actor=actor)
                 return was
         return RUNNING if sql.update(Sandbox, BEGIN_CONCURRENT_RUN_SQL, now, pk, holder) else None
 
@@ -156,14 +152,7 @@ def finish_run(pk: UUID, incarnation: int, *, idle_after: timedelta, now: dateti
     with transaction.atomic():
         counted = sql.update(Sandbox, END_RUN_SQL, now, now, now + idle_after, pk, incarnation)
         if counted:
-            sql.execute(
-                INSERT_TRANSITION_SQL + "WHERE id = %s AND state = 'waiting'",
-                RUNNING.value,
-                Reason.RUN_ENDED.value,
-                Reason.RUN_ENDED.label,
-                actor[:255],
-                pk,
-            )
+            _insert_transitions("WHERE id = %s AND state = 'waiting'", pk, was=RUNNING, code=Reason.RUN_ENDED, actor=actor)
 
 
 def advance_many(
@@ -186,5 +175,5 @@ def advance_many(
         unlocked = rows.select_for_update(skip_locked=True).values("pk")
         moved = Sandbox.objects.filter(pk__in=unlocked, state=was).update(state=to, state_since=now, claim=claim, **changes)
         if moved:
-            sql.execute(INSERT_TRANSITION_SQL + "WHERE claim = %s", was.value, code.value, code.label, actor[:255], claim)
+            _insert_transitions("WHERE claim = %s", claim, was=was, code=code, actor=actor)
     return moved

@@ -1,4 +1,4 @@
-"""Allocation of sandboxes from pools: claim, start, wake. Eviction and destruction are in sandboxes.eviction.
+"""Allocation of sandboxes from pools: claim, start, wake. See also sandboxes.eviction and sandboxes.destruction.
 
 Callers name a holder (a lease's key) and never call a provider themselves. Each function claims with a guarded UPDATE, calls
 the provider outside any transaction, and records the outcome. An interrupted step leaves a row with a deadline, after

@@ -1,4 +1,4 @@
-"""How many of what there are and what has become of them, pool by pool. For display: nothing decides by it."""
+"""Statistics of pools: gauges by state and cumulative counters. For display only: no code decides by them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -13,17 +13,17 @@ from sandboxes.destruction import SANDBOX_COUNTER_FIELDS
 from sandboxes.models import GONE_STATES, IN_FLIGHT_STATES, Pool, Quota, Sandbox, SandboxState
 
 LIVE_STATES = [state for state in SandboxState if state != SandboxState.DESTROYED]
-STALLED_AFTER = timedelta(minutes=2)  # past its deadline by two sweeps: nobody is taking the next step
+STALLED_AFTER = timedelta(minutes=2)  # past its deadline: two runs of the sweep that would take the next step
 POOL_COUNTER_FIELDS = (*SANDBOX_COUNTER_FIELDS, "claimed_warm", "evicted_cold", "evicted_warm", "evicted_waiting")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What one pool has, or all of them together.
+    """Statistics of one pool, or of several together.
 
-    Wakes (`woken_*`, and `warm_hits` for uses that found the sandbox alive), `slept`, `claimed_warm` and `evicted_*` have
-    been counted since the pool was made. `slept` is every time a sandbox was put to sleep, by the idle sweep or for any
-    other reason; `evicted_*` are the places that were taken for somebody else, by what the sandbox was before."""
+    `warm_hits` (runs that found the sandbox in use), `woken_*`, `slept`, `claimed_warm` and `evicted_*` count since the pool
+    was created. `slept` counts evictions for any reason. `evicted_*` count places that were freed for another sandbox, by the
+    state of the evicted one."""
 
     capacity: int
     used: int
@@ -43,16 +43,16 @@ class Stats:
     evicted_cold: int
     evicted_warm: int
     evicted_waiting: int
-    quarantined: int  # in `destroying`, and nobody tries any more
-    stalled: int  # past its deadline, in flight or running, and no sweep has seen to it
-    lost: int  # the provider has lost them, and their leases have not ended yet
+    quarantined: int  # in `destroying`, not retried until an operator says so
+    stalled: int  # in flight or running, past the deadline by more than STALLED_AFTER
+    lost: int  # by the provider, and not destroyed yet
     warm_target: int
-    warm_ready: int  # nobody holds them yet
-    oldest_waiting: timedelta  # since its last use; 0 if none waits
+    warm_ready: int  # pre-warmed, without a holder
+    oldest_waiting: timedelta  # since the last use of the sandbox that is waiting longest; 0 if none is
 
     @property
     def total(self) -> int:
-        """Sandboxes that have a place. `used` is the counter of the same; if they differ for long, recount reports it."""
+        """Number of sandboxes that have a place. The counter `used` should equal it; the recount sweep reports a difference."""
         return sum(getattr(self, state) for state in LIVE_STATES)
 
     @property
@@ -65,32 +65,33 @@ class PoolStats(Stats):
     pk: int
     name: str
     draining: bool
-    warm_paused_until: datetime | None  # the circuit is open until then
+    warm_paused_until: datetime | None  # the circuit breaker of pre-warming is open until then; None: closed
     warm_error: str
 
 
 def collect_pool_stats(*, now: datetime) -> list[PoolStats]:
-    """Every pool, by name. Two statements, which read the pools and the sandboxes that are not destroyed, by index.
+    """Return the statistics of all pools, by name. Executes two statements, both served by an index.
 
-    What a sandbox has counted moves to its pool when it is destroyed. So both are read in one statement: two would miss
-    it or count it twice, and what only grows would be seen to shrink. A pool without sandboxes has only its own."""
-    numbers = _build_count_filters(now)
+    A sandbox's counters move to its pool when it is destroyed. One statement therefore reads both: with two, counters that
+    move in between would be missed or counted twice, and a counter would appear to fall. For a pool without live sandboxes the
+    second statement reads the counters."""
+    filters = _build_count_filters(now)
     rows = (
         Sandbox.objects.exclude(state=SandboxState.DESTROYED)
         .order_by()
         .values("pool_id", *(f"pool__{name}" for name in POOL_COUNTER_FIELDS))
         .annotate(
-            **{name: Count("pk", filter=which) for name, which in numbers.items()},
+            **{name: Count("pk", filter=which) for name, which in filters.items()},
             **{f"now_{name}": Sum(name) for name in SANDBOX_COUNTER_FIELDS},
             waiting_since=Min("last_used_at", filter=Q(state=SandboxState.WAITING)),
         )
     )
     live = {row["pool_id"]: row for row in rows}
-    return [_build_pool_stats(one, live.get(one.pk, {}), numbers, now) for one in Pool.objects.order_by("name")]
+    return [_build_pool_stats(pool, live.get(pool.pk, {}), filters, now) for pool in Pool.objects.order_by("name")]
 
 
 def _build_count_filters(now: datetime) -> dict[str, Q]:
-    """Which sandboxes are counted under which name."""
+    """Return the filter of each gauge, by the gauge's name."""
     image = Case(When(pool__image="", then=Value(settings.SANDBOX_IMAGE)), default=F("pool__image"))
     return {
         **{state.value: Q(state=state) for state in LIVE_STATES},
@@ -102,13 +103,13 @@ def _build_count_filters(now: datetime) -> dict[str, Q]:
 
 
 def build_stalled_filter(now: datetime) -> Q:
-    """In flight, or running something, past its deadline, and no sweep has seen to it."""
-    over = now - STALLED_AFTER
-    in_flight = Q(state__in=IN_FLIGHT_STATES, deadline_at__lt=over, quarantined_at__isnull=True)
-    return in_flight | Q(state=SandboxState.RUNNING, pk__in=runs.find_overdue(now=over).order_by().values("sandbox"))
+    """Build the filter of sandboxes that are in flight or running, and past their deadline by more than STALLED_AFTER."""
+    overdue = now - STALLED_AFTER
+    in_flight = Q(state__in=IN_FLIGHT_STATES, deadline_at__lt=overdue, quarantined_at__isnull=True)
+    return in_flight | Q(state=SandboxState.RUNNING, pk__in=runs.find_overdue(now=overdue).order_by().values("sandbox"))
 
 
-def _build_pool_stats(pool: Pool, live: Mapping[str, Any], numbers: Iterable[str], now: datetime) -> PoolStats:
+def _build_pool_stats(pool: Pool, live: Mapping[str, Any], gauges: Iterable[str], now: datetime) -> PoolStats:
     waiting_since = live.get("waiting_since") or now
     return PoolStats(
         pk=pool.pk,
@@ -120,19 +121,22 @@ def _build_pool_stats(pool: Pool, live: Mapping[str, Any], numbers: Iterable[str
         warm_paused_until=pool.warm_paused_until if (pool.warm_paused_until or now) > now else None,
         warm_error=pool.warm_error,
         oldest_waiting=max(now - waiting_since, timedelta(0)),
-        **{name: live.get(name, 0) for name in numbers},
+        **{name: live.get(name, 0) for name in gauges},
         **{name: live.get(f"pool__{name}", getattr(pool, name)) + live.get(f"now_{name}", 0) for name in POOL_COUNTER_FIELDS},
     )
 
 
 def sum_stats(pools: Sequence[Stats]) -> Stats:
-    """All of these as one."""
-    sums = {each.name: sum(getattr(one, each.name) for one in pools) for each in fields(Stats) if each.name != "oldest_waiting"}
-    return Stats(**sums, oldest_waiting=max((one.oldest_waiting for one in pools), default=timedelta(0)))
+    """Add up the statistics of several pools. `oldest_waiting` is the longest of them."""
+    names = [field.name for field in fields(Stats) if field.name != "oldest_waiting"]
+    sums = {name: sum(getattr(pool, name) for pool in pools) for name in names}
+    return Stats(**sums, oldest_waiting=max((pool.oldest_waiting for pool in pools), default=timedelta(0)))
 
 
 def find_quotas(pool_id: int, dids: Sequence[str]) -> list[Quota]:
-    """What these agents may have in a pool, and have. One that has had nothing there gets what the settings say."""
-    found = {one.agent_did: one for one in Quota.objects.filter(pool=pool_id, agent_did__in=dids)} if dids else {}
-    unset = settings.MAX_SANDBOXES_PER_AGENT or None
-    return [found.get(did) or Quota(pool_id=pool_id, agent_did=did, most=unset) for did in dids]
+    """Return the quotas of these agents in a pool, in the same order.
+
+    An agent without a row gets an unsaved quota with the default limit of the settings."""
+    rows = {quota.agent_did: quota for quota in Quota.objects.filter(pool=pool_id, agent_did__in=dids)} if dids else {}
+    default_limit = settings.MAX_SANDBOXES_PER_AGENT or None
+    return [rows.get(did) or Quota(pool_id=pool_id, agent_did=did, most=default_limit) for did in dids]

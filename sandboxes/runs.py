@@ -1,7 +1,8 @@
-"""Commands in sandboxes: a Run row is opened before the provider is called and closed after, whatever happens.
+"""Operations in sandboxes, each recorded as a Run.
 
-running <=> it has open Runs. Both the count and the state change in the transaction that opens or closes the Run, so
-an eviction that looks at the state can never take a sandbox from under a command."""
+A Run is opened before the provider is called, and closed after, also on failure. A sandbox is `running` exactly while it has
+open Runs: its state and its count of open Runs change in the transaction that opens or closes the Run. An eviction, which
+checks the state, therefore never takes a sandbox in which an operation is active."""
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +24,12 @@ from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile,
 from sandboxes.state import data_sync
 from sandboxes.storage.base import StoreError
 
-KILL_GRACE = timedelta(seconds=30)  # past its timeout, the time a provider has to kill the command and say so
+KILL_GRACE = timedelta(seconds=30)  # after a command's timeout, for the provider to kill the command and report that
 
 
 @dataclass(frozen=True)
 class Command:
-    """What to run. Values of env may be secret and are never stored or logged."""
+    """Command of a Run. Values of `env` may be secret and are neither stored nor logged."""
 
     argv: Sequence[str]
     timeout: timedelta
@@ -37,7 +38,7 @@ class Command:
     stdin: bytes = b""
     kind: str = "exec"
     turn_number: int | None = None
-    needs_data: bool = True  # it may read or change /data
+    needs_data: bool = True  # /data is attached before the run and persisted after
     run_id: uuid.UUID = field(default_factory=uuid.uuid4)
 
 
@@ -145,8 +146,10 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
 
 
 def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = "") -> Run | None:
-    """Open a Run and count it in the sandbox, together. None if the sandbox is not this holder's and alive any more."""
-    assert sandbox.holder is not None  # what pool.ready gives has one
+    """Open a Run and count it in the sandbox, in one transaction.
+
+    Returns None if the sandbox is no longer alive, or no longer held by the same holder."""
+    assert sandbox.holder is not None  # ensured by pool.ensure_running
     with transaction.atomic(durable=True):
         before = lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=now, actor=actor)
         if before is None:
@@ -173,21 +176,24 @@ def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = 
 
 
 def _persist_data(attached: Attachment, sandbox: Sandbox, provider: Provider, *, now: datetime) -> str:
-    """Store what was changed in /data; "" or why that did not work. What was run has been run: its answer stands, the
-    sandbox keeps what it has, and a sweep tries again."""
+    """Store the changes in /data. Returns "", or a note on why that failed.
+
+    The result of the Run stands either way: the sandbox still has the changes, and a sweep stores them later."""
     try:
         data_sync.persist(attached, sandbox, provider, now=now)
     except (StoreError, ProviderError, DataFull) as failed:
         data_sync.mark_unsaved(attached, failed, now=now)
-        return f"What it changed in /data is not stored yet: {failed}"
+        return f"/data is not stored yet: {failed}"
     return ""
 
 
 def close_run(
     run: Run, *, now: datetime, outcome: RunOutcome, result: ExecResult | None = None, note: str = "", actor: str = ""
 ) -> bool:
-    """Close an open Run, once, and count it out of its sandbox. False if somebody else has closed it."""
-    kept = settings.RUN_OUTPUT_KEPT
+    """Close an open Run and subtract it from its sandbox's count. Returns False if it was closed before.
+
+    Updates `run` to the stored values in both cases. Output is stored up to RUN_OUTPUT_KEPT bytes a stream."""
+    max_bytes = settings.RUN_OUTPUT_KEPT
     values: dict[str, object] = {"ended_at": now, "outcome": outcome.value, "note": note[:500]}
     if result:
         values |= {
@@ -195,18 +201,18 @@ def close_run(
             "timed_out": result.timed_out,
             "oom": result.oom,
             "truncated": result.truncated,
-            "stdout": result.stdout[:kept],
-            "stderr": result.stderr[:kept],
+            "stdout": result.stdout[:max_bytes],
+            "stderr": result.stderr[:max_bytes],
             "stdout_bytes": len(result.stdout),
             "stderr_bytes": len(result.stderr),
         }
     with transaction.atomic():
-        # Its sandbox before the Run, as whoever gives that up locks them.
+        # Locks the sandbox before the Run, in the order in which schedule_destroy locks them.
         lifecycle.finish_run(run.sandbox_id, run.incarnation, idle_after=run.sandbox.idle_after, now=now, actor=actor)
         changes = ", ".join(f"{name} = %s" for name in values)
         closed = sql.update(Run, f"{changes} WHERE id = %s AND ended_at IS NULL", *values.values(), run.pk)
         if not closed:
-            transaction.set_rollback(True)  # whoever closed it has counted it out
+            transaction.set_rollback(True)  # the call that closed it has subtracted it
     if closed:
         for name, value in values.items():
             setattr(run, name, value)
@@ -216,43 +222,46 @@ def close_run(
 
 
 def require_workspace_space(provider: Provider, sandbox: Sandbox, *, now: datetime) -> None:
-    """WorkspaceFull if the workspace was too large when last measured and, measured now, still is."""
+    """Raise WorkspaceFull if the workspace was over its limit when last measured, and still is when measured now."""
     limit = sandbox.pool.workspace_limit_mib << 20
     if (sandbox.workspace_bytes or 0) > limit and (size := measure_workspace(provider, sandbox, now=now)) > limit:
         raise WorkspaceFull(
-            f"/workspace has {size >> 20} MiB and may have {limit >> 20}. Delete files through the files API, then try again.",
+            f"/workspace holds {size >> 20} MiB, and its limit is {limit >> 20} MiB. "
+            "Delete files through the files API, then try again.",
             workspace_bytes=size,
             limit_bytes=limit,
         )
 
 
 def measure_workspace(provider: Provider, sandbox: Sandbox, *, now: datetime) -> int:
-    """Bytes in /workspace, which the row then says, too."""
+    """Measure /workspace, and store the size in the sandbox's row. Returns bytes. Raises what Provider.size raises."""
     size = provider.size(sandbox.ref, WORKSPACE)
     Sandbox.objects.filter(pk=sandbox.pk).update(workspace_bytes=size, measured_at=now)
     return size
 
 
 def close_abandoned_run(run: Run, *, now: datetime) -> bool:
-    """Close a Run past its deadline: whoever waited for it is dead, and its exit is unknown. False if it was closed.
+    """Close a Run past its deadline as lost. The process that waited for it is dead, so its exit code is unknown.
 
-    What it may still be running is killed first: else a command that nobody waits for goes on in a sandbox that says
-    it waits. ProviderError if that could not be done; then the Run stays open for the next try."""
-    why = "Past its deadline: the process that waited for it is gone, so how it ended is not known."
+    The command is killed first, because it would otherwise go on in a sandbox whose state is `waiting`. Returns False if the
+    Run was closed before. Raises ProviderError if the kill failed; the Run then stays open for the next try."""
+    why = "Past its deadline: the process that waited for it is gone, so its exit code is unknown."
     return interrupt_run(run, why=why, now=now, actor="sweep")
 
 
 def interrupt_run(run: Run, *, why: str, now: datetime, actor: str = "") -> bool:
-    """Kill what an open Run runs, and close it. False if it was closed before; ProviderError if it could not be killed."""
+    """Kill the command of an open Run, and close the Run as lost with the note `why`.
+
+    Returns False if it was closed before. Raises ProviderError if the kill failed; the Run then stays open."""
     sandbox = run.sandbox
     if sandbox.state not in GONE_STATES and sandbox.incarnation == run.incarnation:
-        with suppress(Missing):  # gone with whatever ran in it: reconcile finds that it is lost
+        with suppress(Missing):  # the command is gone with its sandbox, which reconcile marks as lost
             providers.get_provider(sandbox.provider).kill(sandbox.ref, str(run.pk))
     return close_run(run, now=now, outcome=RunOutcome.LOST, note=why, actor=actor)
 
 
 def find_overdue(*, now: datetime) -> QuerySet[Run]:
-    """Runs that should have been closed by now."""
+    """Select open Runs past their deadline."""
     late = Run.objects.filter(ended_at__isnull=True, deadline_at__lt=now)
     return late.select_related("sandbox").order_by("deadline_at")
 

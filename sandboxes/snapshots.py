@@ -1,7 +1,7 @@
-"""Copies of a workspace that somebody asks for: taken, and gone back to.
+"""Snapshots of a workspace on request: take, and restore.
 
-What sleeps is copied by a second row for the objects that are there. What is alive is stored anew, in a Run, so that
-nothing takes the sandbox away meanwhile; programs in it are not stopped, and each file is as it was when it was read."""
+A cold workspace is copied by inserting a second row for its stored objects. An alive workspace is stored in a Run, so that no
+eviction takes the sandbox meanwhile. Its processes are not stopped: each file is stored as it is when it is read."""
 
 import time
 from collections.abc import Callable
@@ -21,17 +21,18 @@ from sandboxes.pool import SandboxRequest
 from sandboxes.runs import Command, Operation
 from sandboxes.state import workspace
 
-MAX_ATTEMPTS = 5  # with others who wake it, or put it to sleep, in between
-EMPTY_WORKSPACE_MESSAGE = "There is nothing in this workspace yet: nothing was run in it, and nothing written to it."
-SnapshotCallback = Callable[[Snapshot], object]  # called in the transaction that saves the row
+MAX_ATTEMPTS = 5  # while other processes wake and evict the sandbox in between
+EMPTY_WORKSPACE_MESSAGE = "The workspace is empty: nothing has run in it yet, and no file was written to it."
+SnapshotCallback = Callable[[Snapshot], object]  # called in the transaction that writes the row
 
 
 def take_snapshot(
     request: SandboxRequest, *, name: str = "", now: datetime, actor: str = "", record: SnapshotCallback = bool
 ) -> Snapshot:
-    """A copy of the holder's workspace as it is now, without waking it. The oldest copies go, as always.
+    """Take a snapshot of the holder's workspace, without waking it. Deletes the oldest ones beyond the retained number.
 
-    NoSnapshot if it has never had anything in it; Lost, Busy, StoreFailed and ProviderFailed as for a run."""
+    Raises SnapshotNotFound if the workspace was never used, SandboxBusy if the sandbox changes state repeatedly, and what
+    runs.operation raises."""
     clock = clock_from(now)
     for _ in range(MAX_ATTEMPTS):
         sandbox = wait_until_settled(request.holder, now=clock())
@@ -42,13 +43,14 @@ def take_snapshot(
         if taken:
             workspace.forget_older(request.holder, now=clock())
             return taken
-    raise SandboxBusy("Its sandbox wakes and falls asleep over and over.")
+    raise SandboxBusy("The sandbox is being woken and evicted repeatedly. Try again in a moment.")
 
 
 def capture_current(request: SandboxRequest, *, now: datetime, actor: str = "") -> tuple[Snapshot, bool]:
-    """A copy of what is in the workspace now, and whether it was taken for this. That of what sleeps is there already.
+    """Return a snapshot of the present workspace, and whether it was taken by this call. A cold workspace has one already.
 
-    No other copy goes for it: whoever asked forgets one that was taken, once another row points to the same objects."""
+    No other snapshot is deleted. The caller forgets a snapshot that was taken, once another row points to its objects. Raises
+    what take_snapshot raises."""
     clock = clock_from(now)
     sandbox = wait_until_settled(request.holder, now=now)
     if sandbox and sandbox.state in ALIVE_STATES:
@@ -60,8 +62,9 @@ def capture_current(request: SandboxRequest, *, now: datetime, actor: str = "") 
 
 
 def get_snapshot(holder: UUID, pk: UUID) -> Snapshot:
-    """A copy of this holder's, or NoSnapshot. If the row itself was let go and its objects are still there as those of a
-    clock one, which is so after it was restored, it is that one."""
+    """Return a snapshot of this holder, or raise SnapshotNotFound.
+
+    If the row was forgotten but a later row has the same objects, as after a restore, returns the later row."""
     named = Snapshot.objects.filter(pk=pk, holder=holder).first()
     if named and named.forgotten_at:
         named = workspace.find_by_holder(holder).filter(key=named.key).first()
@@ -73,57 +76,60 @@ def get_snapshot(holder: UUID, pk: UUID) -> Snapshot:
 def restore_snapshot(
     request: SandboxRequest, pk: UUID, *, now: datetime, actor: str = "", record: SnapshotCallback = bool
 ) -> Snapshot:
-    """Have an earlier copy as what the next use finds in the workspace. What is there now is put to sleep before, and so
-    can be gone back to.
+    """Restore an earlier snapshot: the next use finds it in the workspace. Returns the row that the next wake reads.
 
-    Busy while something runs in it; NoSnapshot if there is no such copy of this holder's; StoreFailed if what is there
-    now could not be stored, which is then still there. After a crash anywhere either of the two is what a use finds."""
+    1. Insert a copy of the snapshot's row, so that step 2 does not delete it as one of the oldest.
+    2. Evict the sandbox, if it is alive. Its present state is stored, and can be restored later.
+    3. Make the copy the newest snapshot of the holder.
+
+    Raises SandboxBusy while something runs in the sandbox, SnapshotNotFound if the holder has no such snapshot, and
+    StoreUnavailable if the present state could not be stored; the sandbox then keeps it. After a crash at any step, the next
+    use finds either the present state or the restored one."""
     clock, source = clock_from(now), get_snapshot(request.holder, pk)
-    noted: Snapshot | None = None
+    reserved: Snapshot | None = None
     try:
         for _ in range(MAX_ATTEMPTS):
             sandbox = wait_until_settled(request.holder, now=clock())
             if sandbox is None or sandbox.state == COLD:
-                if restored := _promote_snapshot(request, source, noted, now=clock(), record=record):
+                if restored := _promote_snapshot(request, source, reserved, now=clock(), record=record):
                     checkpoint("restored", restored)
                     return restored
                 continue
             _require_not_running(sandbox)
-            if noted is None:  # else the copy of what is there now might push it out of those that are kept
-                noted = _copy_snapshot(source, request.holder, SnapshotKind.RESTORED, now=clock())
-                checkpoint("restore noted", noted)
+            if reserved is None:
+                reserved = _copy_snapshot(source, request.holder, SnapshotKind.RESTORED, now=clock())
+                checkpoint("restore reserved", reserved)
             _evict(sandbox, now=clock(), actor=actor)
-            checkpoint("restore asleep", noted)
-        raise SandboxBusy("Its sandbox is used over and over. Restore it when it is not.")
+            checkpoint("restore evicted", reserved)
+        raise SandboxBusy("The sandbox is in constant use. Restore the snapshot when it is idle.")
     except Exception:
-        if (
-            noted and workspace.find_by_holder(request.holder).filter(pk=source.pk).exists()
-        ):  # else it is all there is of that copy
-            workspace.forget(noted, now=clock())
+        # If the source was forgotten meanwhile, the copy is the last row that points to its objects.
+        if reserved and workspace.find_by_holder(request.holder).filter(pk=source.pk).exists():
+            workspace.forget(reserved, now=clock())
         raise
 
 
 def wait_until_settled(holder: UUID, *, now: datetime) -> Sandbox | None:
-    """The holder's sandbox, alive or cold; None if it has none. Waits while somebody starts it or puts it to sleep.
+    """Wait until the holder's sandbox is alive or cold, and return it. Returns None if the holder has none.
 
-    Lost; Busy if they are still at it after the start timeout."""
+    Raises SandboxLost, and SandboxBusy if it is still in flight after SANDBOX_START_TIMEOUT."""
     clock = clock_from(now)
-    patience = now + settings.SANDBOX_START_TIMEOUT
+    deadline = now + settings.SANDBOX_START_TIMEOUT
     while sandbox := pool.find_by_holder(holder):
         if sandbox.lost_at:
             raise SandboxLost()
         if sandbox.state == COLD or sandbox.state in ALIVE_STATES:
             break
-        if clock() > patience:
-            raise SandboxBusy("Its sandbox is still being started or stored by somebody else.")
+        if clock() > deadline:
+            raise SandboxBusy("The sandbox is still being started or evicted by another process. Try again in a moment.")
         time.sleep(pool.POLL_INTERVAL_SECONDS)
     return sandbox
 
 
 def _snapshot_alive(request: SandboxRequest, name: str, *, now: datetime, actor: str, record: SnapshotCallback) -> Snapshot:
-    """Store what is alive."""
+    """Store the workspace of an alive sandbox as a snapshot."""
     clock = clock_from(now)
-    # As long as an eviction may take, which does the same.
+    # An eviction, which stores a workspace too, has the same timeout.
     argv = ["snapshot", name] if name else ["snapshot"]
     command = Command(argv=argv, timeout=eviction.EVICTION_TIMEOUT, kind="file", needs_data=False)
     with runs.operation(request, command, now=now, actor=actor) as opened:
@@ -135,7 +141,7 @@ def _store_workspace(opened: Operation, name: str, clock: Clock, *, record: Snap
     snapshot = workspace.persist(sandbox, opened.provider, kind=SnapshotKind.ASKED, name=name, now=clock())
     checkpoint("snapshot stored", snapshot)
     with transaction.atomic(durable=True):
-        # Locked until the row is there: nobody puts it to sleep, or gives it up, in between.
+        # The lock keeps the sandbox from being evicted or destroyed before the snapshot's row is committed.
         alive = Sandbox.objects.select_for_update(no_key=True, of=("self",)).filter(
             pk=sandbox.pk, holder=sandbox.holder, incarnation=sandbox.incarnation, state__in=ALIVE_STATES
         )
@@ -148,7 +154,7 @@ def _store_workspace(opened: Operation, name: str, clock: Clock, *, record: Snap
 
 
 def _copy_newest(request: SandboxRequest, name: str, *, now: datetime, record: SnapshotCallback) -> Snapshot | None:
-    """A row of its own for what is stored of what sleeps. None if it has woken."""
+    """Insert a second row for the newest snapshot of a cold workspace. Returns None if the sandbox has woken."""
     with transaction.atomic(durable=True):
         if not _is_cold(request):
             return None
@@ -163,13 +169,13 @@ def _copy_newest(request: SandboxRequest, name: str, *, now: datetime, record: S
 
 
 def _promote_snapshot(
-    request: SandboxRequest, source: Snapshot, noted: Snapshot | None, *, now: datetime, record: SnapshotCallback
+    request: SandboxRequest, source: Snapshot, reserved: Snapshot | None, *, now: datetime, record: SnapshotCallback
 ) -> Snapshot | None:
-    """The copy that the next wake reads. None if somebody has woken it."""
+    """Make a copy of `source` the newest snapshot, which the next wake reads. Returns None if the sandbox has woken."""
     with transaction.atomic(durable=True):
         if not _is_cold(request):
             return None
-        restored = noted or _copy_snapshot(source, request.holder, SnapshotKind.RESTORED, now=now)
+        restored = reserved or _copy_snapshot(source, request.holder, SnapshotKind.RESTORED, now=now)
         restored.at = workspace.next_snapshot_time(request.holder, now)
         if not workspace.find_by_holder(request.holder).filter(pk=restored.pk).update(at=restored.at):
             raise SnapshotNotFound(field="snapshot_id")
@@ -178,14 +184,10 @@ def _promote_snapshot(
 
 
 def _is_cold(request: SandboxRequest) -> bool:
-    """Is nothing alive of this holder? It stays so until the transaction ends: its lease and its sandbox are locked."""
+    """Return whether the holder has no sandbox or a cold one. Locks both, so that this holds until the transaction ends."""
     request.guard.fence()
-    mine = (
-        Sandbox.objects.select_for_update(no_key=True, of=("self",))
-        .filter(holder=request.holder)
-        .exclude(state__in=GONE_STATES)
-    )
-    return all(state == COLD for state in mine.values_list("state", flat=True))
+    locked = Sandbox.objects.select_for_update(no_key=True, of=("self",)).filter(holder=request.holder)
+    return all(state == COLD for state in locked.exclude(state__in=GONE_STATES).values_list("state", flat=True))
 
 
 def _copy_snapshot(source: Snapshot, holder: UUID, kind: SnapshotKind, *, now: datetime) -> Snapshot:
@@ -195,16 +197,16 @@ def _copy_snapshot(source: Snapshot, holder: UUID, kind: SnapshotKind, *, now: d
 
 def _require_not_running(sandbox: Sandbox) -> None:
     if sandbox.state == RUNNING:
-        raise SandboxBusy("Something runs in its sandbox. Restore it when that has ended.")
+        raise SandboxBusy("A run is open in the sandbox. Restore the snapshot when it has ended.")
 
 
 def _evict(sandbox: Sandbox, *, now: datetime, actor: str) -> None:
-    """Busy or StoreFailed if it does not sleep, and not because somebody else has put it to sleep."""
+    """Evict the sandbox before a restore. Raises SandboxBusy or StoreUnavailable if that failed."""
     if eviction.evict(sandbox.pk, now=now, code=TransitionReason.RESTORE, actor=actor):
         return
-    there = Sandbox.objects.get(pk=sandbox.pk)
-    _require_not_running(there)
-    if there.state == SandboxState.WAITING and there.last_error and there.tries > sandbox.tries:
-        raise StoreUnavailable(f"What is in the workspace now could not be stored, so nothing was restored. {there.last_error}")
-    if there.state == EVICTING and there.last_error:
-        raise SandboxBusy("What is in the workspace now is stored, but its sandbox does not go yet. A sweep tries again.")
+    current = Sandbox.objects.get(pk=sandbox.pk)
+    _require_not_running(current)
+    if current.state == SandboxState.WAITING and current.last_error and current.tries > sandbox.tries:
+        raise StoreUnavailable(f"The present workspace could not be stored, so nothing was restored. {current.last_error}")
+    if current.state == EVICTING and current.last_error:
+        raise SandboxBusy("The present workspace is stored, but its sandbox could not be destroyed yet. A sweep tries again.")

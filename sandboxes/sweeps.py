@@ -1,7 +1,9 @@
-"""Scheduled passes over rows. Each takes the time and says what it did; each may run twice, and beside any other."""
+"""Scheduled passes over sandboxes and pools.
+
+Each sweep takes the time as an argument and returns a SweepResult. A sweep is safe to repeat, and to run concurrently with
+itself and with any other. The outcome "lost race" means that another process moved the row first."""
 
 import uuid
-from collections.abc import Iterator
 from datetime import datetime, timedelta
 
 import structlog
@@ -10,24 +12,24 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
-from sandboxes import destruction, eviction, pool, providers, runs
+from sandboxes import destruction, eviction, providers, runs
 from sandboxes.db.clock import clock_from, compute_backoff
-from sandboxes.egress import nginx
 from sandboxes.errors import SandboxError
-from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, WARMING, advance, advance_many
-from sandboxes.models import ALIVE_STATES, IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, SandboxState, Snapshot, TransitionReason
-from sandboxes.providers.base import Missing, ProviderError, ProviderSandbox
+from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, WAITING, WARM, WARMING, advance_many
+from sandboxes.models import IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, SandboxState, Snapshot, TransitionReason
+from sandboxes.pool import find_unclaimed, start_warm
+from sandboxes.providers.base import Missing, ProviderError
 from sandboxes.state import workspace
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 from sandboxes.usage import readings
 
 log = structlog.get_logger(__name__)
-COUNTERS_CORRECTED = "counters set right"  # what a recount notes, and health reads
-MAX_WARM_FAILURES = 3  # in a row, before a pool stops warming up for a while
+COUNTERS_CORRECTED = "counters corrected"  # outcome of recount; the health check reads it
+MAX_WARM_FAILURES = 3  # in a row, before the circuit breaker of a pool opens
 
 
 def destroy_due(*, now: datetime, limit: int = 200) -> SweepResult:
-    """Destroy what was given up. A row that fails waits longer each time and does not hold up the others."""
+    """Destroy the sandboxes in `destroying` that are due. A failed row waits longer each time and blocks no other."""
     result, clock = SweepResult(), clock_from(now)
     for pk in find_due_for_destroy(now=now).values_list("pk", flat=True)[:limit]:
         if clock() > now + PASS_TIME_LIMIT:
@@ -39,20 +41,22 @@ def destroy_due(*, now: datetime, limit: int = 200) -> SweepResult:
                 result.failures.append(str(pk))
             else:
                 result.note("lost race")
-        except Exception as failed:  # a bug in one provider must not stop the destroys of the others
-            log.exception("reclaim failed", sandbox=str(pk))
+        except Exception as failed:  # a bug in one provider must not block the others
+            log.exception("destroy sweep failed", sandbox=str(pk))
             result.failures.append(f"{pk}: {failed}")
     return result
 
 
 def find_due_for_destroy(*, now: datetime) -> QuerySet[Sandbox]:
-    """What reclaim would destroy now."""
+    """Select the sandboxes that destroy_due would destroy now."""
     due = Sandbox.objects.filter(state=DESTROYING, deadline_at__lte=now, quarantined_at__isnull=True)
     return due.order_by("deadline_at")
 
 
 def evict_idle(*, now: datetime, limit: int = 500, batch_size: int = 4) -> SweepResult:
-    """Put to sleep what was not used for its idle time. Few are claimed at a time: a claimed one makes its caller wait."""
+    """Evict sandboxes that were not used for their idle time.
+
+    Only `batch_size` sandboxes are claimed at a time, because a request for a claimed sandbox waits until its eviction ends."""
     result, clock = SweepResult(), clock_from(now)
     for was in (WAITING, WARM):
         while sum(result.counts.values()) + len(result.failures) < limit and clock() <= now + PASS_TIME_LIMIT:
@@ -65,7 +69,7 @@ def evict_idle(*, now: datetime, limit: int = 500, batch_size: int = 4) -> Sweep
 
 
 def claim_idle(was: SandboxState, token: uuid.UUID, *, now: datetime, limit: int) -> int:
-    """Decide which idle sandboxes go to sleep: up to `limit` of them are `evicting` now, under this claim; how many."""
+    """Move up to `limit` idle sandboxes to `evicting` under the claim `token`. Returns the number moved."""
     return advance_many(
         find_idle(now=now).filter(state=was).order_by("idle_at")[:limit],
         was, EVICTING, now=now, code=TransitionReason.IDLE, actor="sweep", claim=token,
@@ -79,23 +83,24 @@ def _evict_one(pk: uuid.UUID, token: uuid.UUID, result: SweepResult, *, now: dat
             result.note("put to sleep")
         else:
             result.failures.append(f"{pk}: {Sandbox.objects.values_list('last_error', flat=True).get(pk=pk)}")
-    except Exception as failed:  # one sandbox must not keep the others awake
+    except Exception as failed:  # one sandbox must not block the eviction of the others
         log.exception("eviction failed", sandbox=str(pk))
         result.failures.append(f"{pk}: {failed}")
 
 
 def find_idle(*, now: datetime) -> QuerySet[Sandbox]:
-    """Sandboxes that nothing has used for their idle time."""
+    """Select held sandboxes that were not used for their idle time."""
     return Sandbox.objects.filter(idle_at__lte=now, holder__isnull=False, lost_at__isnull=True)
 
 
 def expire_cold(*, now: datetime, limit: int = 500) -> SweepResult:
-    """What sleeps for longer than the cold TTL gives up its place and its local files. The store keeps its copy, and
-    the next use by the same holder makes a new sandbox from it."""
+    """Release the places and the local snapshot files of sandboxes that are cold for longer than the cold TTL.
+
+    The store keeps its copy, from which the next use by the same holder starts a new sandbox."""
     result = SweepResult()
     for sandbox in find_expired_cold(now=now)[:limit]:
-        same = Q(state_since=sandbox.state_since)
-        if eviction.release_cold(sandbox.pk, now=now, actor="sweep", guard=same):
+        unchanged = Q(state_since=sandbox.state_since)
+        if eviction.release_cold(sandbox.pk, now=now, actor="sweep", guard=unchanged):
             result.note("cold dropped")
         else:
             result.note("lost race")
@@ -106,75 +111,78 @@ def expire_cold(*, now: datetime, limit: int = 500) -> SweepResult:
 
 
 def find_expired_cold(*, now: datetime) -> QuerySet[Sandbox]:
-    """Sandboxes that have slept for longer than the cold TTL."""
+    """Select sandboxes that are cold for longer than the cold TTL."""
     return Sandbox.objects.filter(state=COLD, state_since__lte=now - settings.COLD_TTL).order_by("state_since")
 
 
 def find_leftover_local_copies() -> QuerySet[Snapshot]:
-    """Local copies of sandboxes that are gone."""
+    """Select snapshots with local files whose sandbox is destroyed."""
     return Snapshot.objects.filter(local=True, forgotten_at__isnull=True, sandbox__state=DESTROYED).order_by("at")
 
 
 def warm_pools(*, now: datetime) -> SweepResult:
-    """Start what pools request to have ready ahead of demand. Three failures in a row and a pool warms nothing for a while."""
+    """Destroy surplus pre-warmed sandboxes, and start sandboxes in pools below their warm target.
+
+    After MAX_WARM_FAILURES failed starts in a row a pool's circuit breaker opens, with exponential backoff."""
     result, clock = SweepResult(), clock_from(now)
     for pk in find_surplus():
-        free = Q(state=WARM, holder__isnull=True)
-        result.note(
-            "not wanted any more",
-            destruction.schedule_destroy(pk, now=now, code=TransitionReason.SURPLUS, actor="sweep", guard=free),
-        )
-    for one in Pool.objects.filter(warm_target__gt=0, draining=False):
+        unheld = Q(state=WARM, holder__isnull=True)
+        destroyed = destruction.schedule_destroy(pk, now=now, code=TransitionReason.SURPLUS, actor="sweep", guard=unheld)
+        result.note("surplus destroyed", destroyed)
+    for pool in Pool.objects.filter(warm_target__gt=0, draining=False):
         while clock() <= now + PASS_TIME_LIMIT:
-            if one.warm_paused_until and one.warm_paused_until > clock():
-                result.failures.append(f'pool "{one}": warms nothing until {one.warm_paused_until:%H:%M:%S}: {one.warm_error}')
+            if pool.warm_paused_until and pool.warm_paused_until > clock():
+                result.failures.append(f'pool "{pool}": paused until {pool.warm_paused_until:%H:%M:%S}: {pool.warm_error}')
                 break
             try:
-                if pool.start_warm(one, now=clock()) is None:
+                if start_warm(pool, now=clock()) is None:
                     break
                 result.note("warmed up")
-                Pool.objects.filter(pk=one.pk).update(warm_failures=0, warm_paused_until=None, warm_error="")
+                Pool.objects.filter(pk=pool.pk).update(warm_failures=0, warm_paused_until=None, warm_error="")
             except (SandboxError, ProviderError, ImproperlyConfigured) as failed:
-                _count_warm_failure(one, failed, now=clock())
-                result.failures.append(f'pool "{one}": {failed}')
-            one.refresh_from_db()
+                _count_warm_failure(pool, failed, now=clock())
+                result.failures.append(f'pool "{pool}": {failed}')
+            pool.refresh_from_db()
     return result
 
 
 def find_surplus() -> list[uuid.UUID]:
-    """Sandboxes that nobody holds and their pool does not request: more than its target, or started as it wants none now."""
-    unwanted: list[uuid.UUID] = []
-    for one in Pool.objects.filter(sandboxes__holder__isnull=True, sandboxes__state=WARM).distinct():
-        # Read first, so one that becomes ready between the two is not taken for one too many.
-        free = [*Sandbox.objects.filter(pool=one, state=WARM, holder__isnull=True).values_list("pk", flat=True)]
-        wanted = pool.find_unclaimed(one).filter(state=WARM).order_by("-created_at").values_list("pk", flat=True)
-        kept = set() if one.draining else {*wanted[: one.warm_target]}
-        unwanted += [pk for pk in free if pk not in kept]
-    return unwanted
+    """Return pre-warmed sandboxes above their pool's warm target, or started with settings that the pool no longer has."""
+    surplus: list[uuid.UUID] = []
+    for pool in Pool.objects.filter(sandboxes__holder__isnull=True, sandboxes__state=WARM).distinct():
+        # Read before the second query: a sandbox that becomes ready between the two must not count as surplus.
+        unheld = [*Sandbox.objects.filter(pool=pool, state=WARM, holder__isnull=True).values_list("pk", flat=True)]
+        wanted = find_unclaimed(pool).filter(state=WARM).order_by("-created_at").values_list("pk", flat=True)
+        retained = set() if pool.draining else {*wanted[: pool.warm_target]}
+        surplus += [pk for pk in unheld if pk not in retained]
+    return surplus
 
 
 def find_pools_below_target(*, now: datetime) -> list[Pool]:
-    """Pools that have fewer sandboxes ready than they request, and may warm some up."""
-    wanting = Pool.objects.filter(warm_target__gt=0, draining=False).exclude(warm_paused_until__gt=now)
-    return [one for one in wanting if pool.find_unclaimed(one).filter(state__in=(WARMING, WARM)).count() < one.warm_target]
+    """Return pools below their warm target whose circuit breaker is closed."""
+    warming = Pool.objects.filter(warm_target__gt=0, draining=False).exclude(warm_paused_until__gt=now)
+    return [pool for pool in warming if find_unclaimed(pool).filter(state__in=(WARMING, WARM)).count() < pool.warm_target]
 
 
-def _count_warm_failure(one: Pool, failed: Exception, *, now: datetime) -> None:
-    Pool.objects.filter(pk=one.pk).update(warm_failures=F("warm_failures") + 1, warm_error=str(failed)[:2000])
-    one.refresh_from_db()
-    if one.warm_failures >= MAX_WARM_FAILURES:
+def _count_warm_failure(pool: Pool, failed: Exception, *, now: datetime) -> None:
+    Pool.objects.filter(pk=pool.pk).update(warm_failures=F("warm_failures") + 1, warm_error=str(failed)[:2000])
+    pool.refresh_from_db()
+    if pool.warm_failures >= MAX_WARM_FAILURES:
         pause = compute_backoff(
-            one.warm_failures - MAX_WARM_FAILURES + 1, initial=timedelta(minutes=1), maximum=timedelta(hours=1)
+            pool.warm_failures - MAX_WARM_FAILURES + 1, initial=timedelta(minutes=1), maximum=timedelta(hours=1)
         )
-        Pool.objects.filter(pk=one.pk).update(warm_paused_until=now + pause)
-        log.error("warming paused", pool=one.name, failures=one.warm_failures, seconds=pause.total_seconds(), error=str(failed))
+        Pool.objects.filter(pk=pool.pk).update(warm_paused_until=now + pause)
+        log.error(
+            "warming paused", pool=pool.name, failures=pool.warm_failures, seconds=pause.total_seconds(), error=str(failed)
+        )
 
 
 def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
-    """Take the next step for whatever is past its deadline: whoever was at it has died.
+    """Take the next step for Runs and sandboxes past their deadline, whose worker is assumed dead.
 
-    A Run is closed as lost, and what it left running is killed. A sandbox that never became ready is given up; one that
-    was falling asleep goes on from where it was."""
+    1. Kill the command of an overdue Run, and close the Run as lost.
+    2. Schedule a sandbox that did not become ready for destruction.
+    3. Continue an eviction at the step where it stopped."""
     result = SweepResult()
     for run in runs.find_overdue(now=now)[:limit]:
         try:
@@ -182,31 +190,31 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
         except ProviderError as failed:
             result.failures.append(f"run {run.pk}: {failed}")
     for sandbox in find_overdue_starts(now=now)[:limit]:
-        same = {"claim": sandbox.claim, "deadline_at": sandbox.deadline_at}
-        gone = destruction.schedule_destroy(
-            sandbox.pk, now=now, code=TransitionReason.START_STALLED, actor="sweep", guard=Q(**same)
+        unchanged = Q(claim=sandbox.claim, deadline_at=sandbox.deadline_at)
+        destroyed = destruction.schedule_destroy(
+            sandbox.pk, now=now, code=TransitionReason.START_STALLED, actor="sweep", guard=unchanged
         )
-        result.note("starts given up" if gone else "lost race")
+        result.note("stalled starts destroyed" if destroyed else "lost race")
     for sandbox in find_overdue_evictions(now=now)[:limit]:
         _resume_eviction(sandbox, result, now=now)
     return result
 
 
 def _resume_eviction(sandbox: Sandbox, result: SweepResult, *, now: datetime) -> None:
-    same = Q(claim=sandbox.claim, deadline_at=sandbox.deadline_at)
-    if sandbox.tries >= settings.DESTROY_TRIES:  # its state is stored; what does not go is a matter for the quarantine
+    unchanged = Q(claim=sandbox.claim, deadline_at=sandbox.deadline_at)
+    if sandbox.tries >= settings.DESTROY_TRIES:  # the state is stored; destroy_due retries the process, and quarantines it
         destruction.schedule_destroy(
             sandbox.pk,
             now=now,
             code=TransitionReason.EVICTION_STALLED,
             reason=f"process could not be destroyed: {sandbox.last_error}",
             actor="sweep",
-            guard=same,
+            guard=unchanged,
         )
-        result.note("evictions given up")
+        result.note("stalled evictions destroyed")
         return
     token = uuid.uuid4()
-    taken = Sandbox.objects.filter(same, pk=sandbox.pk, state=EVICTING).update(
+    taken = Sandbox.objects.filter(unchanged, pk=sandbox.pk, state=EVICTING).update(
         claim=token, claimed_by=settings.INSTANCE, deadline_at=now + eviction.EVICTION_TIMEOUT
     )
     done = taken and eviction.finish_eviction(sandbox.pk, token, now=now, actor="sweep")
@@ -214,138 +222,44 @@ def _resume_eviction(sandbox: Sandbox, result: SweepResult, *, now: datetime) ->
 
 
 def find_overdue_starts(*, now: datetime) -> QuerySet[Sandbox]:
-    """Sandboxes that should have been ready by now."""
+    """Select sandboxes in `warming` past their deadline."""
     return Sandbox.objects.filter(state=WARMING, deadline_at__lt=now).order_by("deadline_at")
 
 
 def find_overdue_evictions(*, now: datetime) -> QuerySet[Sandbox]:
-    """Sandboxes that should have been asleep by now."""
+    """Select sandboxes in `evicting` past their deadline."""
     late = Sandbox.objects.filter(state=EVICTING, deadline_at__lt=now, lost_at__isnull=True)
     return late.order_by("deadline_at")
 
 
-def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
-    """Compare the rows with what providers list, pool by pool.
-
-    Listed and wanted by a row: kept as it is. Listed, and no row wants it (an earlier incarnation is not wanted):
-    destroyed once it is older than `grace`; younger, its row may be on its way. A row that should be alive and is not
-    there, neither listed nor when asked for by name: cold if nothing unsaved was in it, else lost. A listing that fails
-    or is empty kills nothing. A proxy that no server stands behind any more goes too."""
-    result = SweepResult()
-    for one, name in iter_pool_providers():
-        try:
-            alive = find_alive(one, name)  # before the listing: what is made after this line is not missed in it
-            listed = providers.get_provider(name).list(str(one.owner))
-            _destroy_orphans(one, name, listed, result, now=now, grace=grace)
-            if listed:
-                _handle_missing(alive, listed, result, now=now)
-            elif alive:
-                result.failures.append(f'pool "{one}", {name}: lists nothing, but {len(alive)} rows are alive; left alone')
-        except (ProviderError, ImproperlyConfigured) as failed:
-            result.failures.append(f'pool "{one}", {name}: {failed}')
-    if nginx.get_proxy_kind() == "nginx":
-        try:
-            if gone := nginx.remove_orphans(now=now, grace=grace):
-                result.note("egress proxies removed", gone)
-        except ProviderError as failed:
-            result.failures.append(f"egress proxies: {failed}")
-    return result
-
-
-def iter_pool_providers() -> Iterator[tuple[Pool, str]]:
-    """Every pool, with each provider that may have something of it."""
-    for one in Pool.objects.all():
-        for name in {one.provider or providers.get_default_provider_name(), *find_used_providers(one)}:
-            yield one, name
-
-
-def find_used_providers(one: Pool) -> set[str]:
-    """Providers that still run something for this pool, also when it was moved to another since."""
-    return set(Sandbox.objects.filter(pool=one).exclude(state=DESTROYED).values_list("provider", flat=True))
-
-
-def find_alive(one: Pool, provider_name: str) -> list[Sandbox]:
-    return list(Sandbox.objects.filter(pool=one, provider=provider_name, state__in=ALIVE_STATES, lost_at__isnull=True))
-
-
-def find_orphans(one: Pool, provider_name: str, *, now: datetime, grace: timedelta) -> list[ProviderSandbox]:
-    """What a provider lists for a pool and no row wants, older than `grace`; all of it, or ProviderError."""
-    return _filter_orphans(one, providers.get_provider(provider_name).list(str(one.owner)), now=now, grace=grace)
-
-
-def _filter_orphans(one: Pool, listed: list[ProviderSandbox], *, now: datetime, grace: timedelta) -> list[ProviderSandbox]:
-    # Rows are read after the listing: whatever was created since is not in the listing, and is not missed.
-    wanted = {sandbox.name for sandbox in Sandbox.objects.filter(pool=one).exclude(state__in=(DESTROYED, COLD))}
-    return [found for found in listed if found.name not in wanted and found.created_at <= now - grace]
-
-
-def _destroy_orphans(
-    one: Pool, name: str, listed: list[ProviderSandbox], result: SweepResult, *, now: datetime, grace: timedelta
-) -> None:
-    for found in _filter_orphans(one, listed, now=now, grace=grace):
-        log.warning("orphan destroyed", name=found.name, provider=name, created_at=found.created_at.isoformat())
-        providers.get_provider(name).destroy(found.ref)
-        result.note("orphans destroyed")
-
-
-def _handle_missing(alive: list[Sandbox], listed: list[ProviderSandbox], result: SweepResult, *, now: datetime) -> None:
-    names = {found.name for found in listed if not found.is_remnant}
-    for sandbox in alive:
-        if sandbox.name in names:
-            result.note("kept")
-            continue
-        try:
-            providers.get_provider(sandbox.provider).inspect(sandbox.ref)
-        except Missing as gone:
-            result.note(_mark_missing(sandbox, str(gone), now=now))
-
-
-def _mark_missing(sandbox: Sandbox, why: str, *, now: datetime) -> str:
-    """A row whose sandbox is not there: what became of it."""
-    same = Q(incarnation=sandbox.incarnation)
-    if sandbox.holder is None:
-        gone = destruction.schedule_destroy(sandbox.pk, now=now, code=TransitionReason.PROVIDER_LOST, actor="sweep", guard=same)
-        return "unclaimed dropped" if gone else "lost race"
-    if sandbox.state == WARM:  # nothing unsaved was in it: the next use wakes it from what is stored, if anything is
-        cold_now = advance(
-            sandbox.pk, WARM, EVICTING, now=now, code=TransitionReason.PROVIDER_LOST, actor="sweep", guard=same,
-            claim=uuid.uuid4(), deadline_at=now, idle_at=None,
-        ) and advance(
-            sandbox.pk, EVICTING, COLD, now=now, code=TransitionReason.NOTHING_UNSAVED, actor="sweep",
-            claim=None, deadline_at=None,
-        )  # fmt: skip
-        return "found cold" if cold_now else "lost race"
-    return "lost" if eviction.mark_lost(sandbox, why, now=now) else "lost race"
-
-
 def recount(*, now: datetime) -> SweepResult:
-    """Set the counters of pools and quotas to what the rows say. Any difference is an error: it should never be."""
+    """Set the counters of pools and quotas to the counts of rows. Each difference is reported as a failure: it is a bug."""
     result = SweepResult()
     for pk in Pool.objects.values_list("pk", flat=True):
         with transaction.atomic():
-            # Whoever takes or frees a place locks its quota and then the pool, until its row is in or out. In the same
-            # order here, and no_key, since inserting a sandbox refers to the pool: else the two could wait for each other.
+            # Taking or releasing a place locks the quota, then the pool, until the sandbox's row is committed. The same order
+            # here prevents a deadlock, and so does no_key: inserting a sandbox takes a key lock on the pool.
             quotas = list(Quota.objects.select_for_update(no_key=True).filter(pool=pk).order_by("pk"))
-            one = Pool.objects.select_for_update(no_key=True).get(pk=pk)
-            live = Sandbox.objects.filter(pool=one).exclude(state=DESTROYED)
+            pool = Pool.objects.select_for_update(no_key=True).get(pk=pk)
+            live = Sandbox.objects.filter(pool=pool).exclude(state=DESTROYED)
             counted = live.count()
-            if counted != one.used:
+            if counted != pool.used:
                 Pool.objects.filter(pk=pk).update(used=counted)
                 result.note(COUNTERS_CORRECTED)
-                result.failures.append(f'pool "{one}": its counter said {one.used}, its rows are {counted}')
+                result.failures.append(f'pool "{pool}": the counter was {pool.used}, but it has {counted} rows')
             by_agent = dict(live.exclude(agent_did="").values_list("agent_did").annotate(n=Count("pk")).order_by())
             for quota in quotas:
-                mine = by_agent.get(quota.agent_did, 0)
-                if mine != quota.used:
-                    Quota.objects.filter(pk=quota.pk).update(used=mine)
+                rows = by_agent.get(quota.agent_did, 0)
+                if rows != quota.used:
+                    Quota.objects.filter(pk=quota.pk).update(used=rows)
                     result.note(COUNTERS_CORRECTED)
-                    said = f"its counter said {quota.used}, its rows are {mine}"
-                    result.failures.append(f'pool "{one}", {quota.agent_did}: {said}')
+                    difference = f"the counter was {quota.used}, but it has {rows} rows"
+                    result.failures.append(f'pool "{pool}", {quota.agent_did}: {difference}')
     return result
 
 
 def measure_workspaces(*, now: datetime, limit: int = 50) -> SweepResult:
-    """Measure the workspaces that were used since they were last measured, the longest unmeasured first."""
+    """Measure workspaces that were used since their last measurement, the oldest measurement first."""
     result, clock = SweepResult(), clock_from(now)
     for sandbox in find_unmeasured()[:limit]:
         if clock() > now + PASS_TIME_LIMIT:
@@ -353,7 +267,7 @@ def measure_workspaces(*, now: datetime, limit: int = 50) -> SweepResult:
         try:
             size = runs.measure_workspace(providers.get_provider(sandbox.provider), sandbox, now=clock())
         except Missing:
-            result.note("gone")  # reconcile decides what that means
+            result.note("gone")  # reconcile handles missing sandboxes
         except ProviderError as failed:
             result.failures.append(f"{sandbox.pk}: {failed}")
         else:
@@ -362,7 +276,7 @@ def measure_workspaces(*, now: datetime, limit: int = 50) -> SweepResult:
 
 
 def record_readings(*, now: datetime) -> SweepResult:
-    """Read what sandboxes have used of CPU and memory."""
+    """Record the CPU and memory use of sandboxes."""
     result, clock = SweepResult(), clock_from(now)
     for sandbox in readings.find_readable():
         if clock() > now + PASS_TIME_LIMIT:
@@ -372,28 +286,29 @@ def record_readings(*, now: datetime) -> SweepResult:
                 "read", readings.record_reading(sandbox, providers.get_provider(sandbox.provider), now=clock()) is not None
             )
         except Missing:
-            result.note("gone")  # reconcile decides what that means
+            result.note("gone")  # reconcile handles missing sandboxes
         except ProviderError as failed:
             result.failures.append(f"{sandbox.pk}: {failed}")
     return result
 
 
 def find_unmeasured() -> QuerySet[Sandbox]:
-    """Sandboxes in use whose workspace was not measured since they were last used."""
+    """Select waiting sandboxes whose workspace was not measured since their last use."""
     stale = Q(measured_at__isnull=True) | Q(measured_at__lt=F("last_used_at"))
     used = Sandbox.objects.filter(stale, tier=2, lost_at__isnull=True).select_related("pool")
     return used.order_by(F("measured_at").asc(nulls_first=True))
 
 
 def release_instance(instance: str, *, now: datetime) -> int:
-    """What a dead instance of the control plane was at is due now, and the next sweep takes it over; how many rows.
+    """Make the work of a dead instance of the control plane due now, so that the next sweep takes it over.
 
-    `instance` is a value of LEASEHOLD_INSTANCE, or what several of them have before a dot. Without this everything
-    waits for its deadline, so nothing is lost if it is never called; call it only when no process of it is left."""
+    `instance` is a value of LEASEHOLD_INSTANCE, or the part of several values before a dot. Returns the number of rows. Call it
+    only when no process of that instance is left. It saves time only: without it the rows wait for their deadlines. Raises
+    ValueError for an empty instance."""
     if not instance:
-        raise ValueError("rows without an instance may be anybody's")
-    its = Q(claimed_by=instance) | Q(claimed_by__startswith=f"{instance}.")
+        raise ValueError("An instance is required: rows without one may belong to any process.")
+    claimed = Q(claimed_by=instance) | Q(claimed_by__startswith=f"{instance}.")
     ahead = Q(deadline_at__gt=now)
-    sandboxes = Sandbox.objects.filter(its, ahead, state__in=IN_FLIGHT_STATES).update(deadline_at=now)
-    started = Q(ended_at__isnull=True, started_at__lt=now)  # deadline > start holds also if a clock was set back
-    return sandboxes + Run.objects.filter(its, ahead, started).update(deadline_at=now)
+    sandboxes = Sandbox.objects.filter(claimed, ahead, state__in=IN_FLIGHT_STATES).update(deadline_at=now)
+    started = Q(ended_at__isnull=True, started_at__lt=now)  # keeps deadline > start, also after a clock was set back
+    return sandboxes + Run.objects.filter(claimed, ahead, started).update(deadline_at=now)

@@ -1,8 +1,7 @@
-"""What most tests start from: a moment, a pool of their own on the memory provider, and verbs to arrange with."""
+"""Fixtures of the test suite: a fixed time, a pool on the memory provider, leases, simulated crashes and threads."""
 
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +13,8 @@ from typing import Any
 import hypothesis
 import pytest
 from django.db import connections
+from django.utils import timezone
 
-from billing.dates import start_of_day, to_utc_date
 from leases import leasing
 from leases.models import Lease
 from sandboxes import lifecycle, providers
@@ -29,8 +28,8 @@ MINUTE = timedelta(minutes=1)
 SERVICES_REQUIRED = os.environ.get("LEASEHOLD_REQUIRE_SERVICES") == "1"
 DOCKER_IMAGE = os.environ.get("LEASEHOLD_SANDBOX_IMAGE", "leasehold-sandbox:latest")
 
-# A busy machine may hold up any example for longer than the fifth of a second that one has by default, and making them, too.
-# Where every service is promised, as in CI, the same code is given the same examples; elsewhere each run looks at others.
+# A busy machine may delay any example beyond Hypothesis's default deadline of 200 ms, and its generation as well. In CI, where
+# all services are required, examples are derived from the code alone; elsewhere each run draws new ones.
 hypothesis.settings.register_profile(
     "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize=SERVICES_REQUIRED
 )
@@ -38,7 +37,7 @@ hypothesis.settings.load_profile("unhurried")
 
 
 class SimulatedCrash(BaseException):
-    """The process stops here: nothing above catches it, so nothing after the step it is raised in happens."""
+    """Death of the process. A BaseException, so that no handler of the code under test catches it."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def skip_or_fail(why: str) -> None:
-    """Skip, or fail where every service was promised."""
+    """Skip the test, or fail it if all services are required."""
     if SERVICES_REQUIRED:
         pytest.fail(why)
     pytest.skip(why)
@@ -73,17 +72,22 @@ def django_db_setup(django_db_setup: None, django_db_keepdb: bool) -> None:
 
 
 @pytest.fixture(autouse=True)
-def avoid_midnight() -> None:
-    """What reads the clock, as pages and commands do, counts days: so no test begins on one that may be over before it ends."""
-    now = datetime.now(UTC)
-    left = start_of_day(to_utc_date(now) + timedelta(days=1)) - now
-    if left < MINUTE / 2:
-        time.sleep(left.total_seconds())
+def clock_past_midnight() -> Iterator[None]:
+    """Let no test cross midnight UTC: pages and commands count days by the clock.
+
+    A test that starts within half a minute of midnight runs with Django's clock a minute ahead, on the next day."""
+    real = timezone.now
+    if real().date() == (real() + MINUTE / 2).date():
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timezone, "now", lambda: real() + MINUTE)
+        yield
 
 
 @pytest.fixture(autouse=True)
 def isolate_state_dirs(tmp_path: Path, settings: Any) -> Iterator[None]:
-    """A store and a state directory of this test's own: what others have left would be pruned, or counted."""
+    """Give the test its own store and state directory. Files of other tests would be pruned or counted."""
     settings.STATE_DIR, settings.STORAGE_DIR = tmp_path / "state", tmp_path / "store"
     get_store.cache_clear()
     yield
@@ -106,13 +110,13 @@ def memory() -> Iterator[MemoryProvider]:
 
 @pytest.fixture
 def pool(db: None, memory: MemoryProvider) -> Pool:
-    """A pool of this test's own, on the memory provider."""
+    """Pool of this test, on the memory provider."""
     return Pool.objects.create(name=f"pool-{uuid.uuid4().hex[:12]}", provider="memory", capacity=100)
 
 
 @pytest.fixture(scope="session")
 def docker_ready() -> None:
-    """A Docker Engine with the sandbox image, or the test is skipped (or fails, where it was promised)."""
+    """Require a Docker Engine with the sandbox image. Skips the test, or fails it if all services are required."""
     import docker as sdk
 
     try:
@@ -124,54 +128,54 @@ def docker_ready() -> None:
 
 @pytest.fixture
 def docker_pool(db: None, docker_ready: None) -> Iterator[Pool]:
-    """A pool of this test's own on the real engine; whatever is left of it is removed, by its owner label."""
+    """Pool of this test on the Docker Engine. Remaining containers are removed afterwards, by their owner label."""
     pool = Pool.objects.create(
         name=f"docker-{uuid.uuid4().hex[:12]}", provider="docker", image=DOCKER_IMAGE, capacity=100, memory_mib=128
     )
     provider = providers.get_provider("docker")
     yield pool
-    for found in provider.list(str(pool.owner)):
-        provider.destroy(found.ref)
+    for sandbox in provider.list(str(pool.owner)):
+        provider.destroy(sandbox.ref)
 
 
 @pytest.fixture
 def grant(pool: Pool) -> Callable[..., Lease]:
-    """Acquire a lease in this test's pool: grant(agent="did:plc:a", environment="e1", **Ask fields)."""
+    """Acquire a lease in this test's pool: grant(agent="did:plc:a", environment="e1", **fields of LeaseRequest)."""
 
-    def make(agent: str = "did:plc:ada", environment: str = "game-1", now: datetime = NOW, **ask: Any) -> Lease:
-        ask = {"environment_type": "catan", "pool": pool.name} | ask
-        return leasing.acquire(leasing.LeaseRequest(agent_did=agent, environment_id=environment, **ask), now=now)[0]
+    def acquire(agent: str = "did:plc:ada", environment: str = "game-1", now: datetime = NOW, **fields: Any) -> Lease:
+        fields = {"environment_type": "catan", "pool": pool.name} | fields
+        return leasing.acquire(leasing.LeaseRequest(agent_did=agent, environment_id=environment, **fields), now=now)[0]
 
-    return make
+    return acquire
 
 
 @pytest.fixture
 def at_checkpoint() -> Iterator[Callable[..., None]]:
-    """at_step("created", act): run act() the first time a verb comes to that step. act may raise Died."""
-    hung: list[Any] = []
+    """Call a function at the first pass of a checkpoint: at_checkpoint("created", act). `act` may raise SimulatedCrash."""
+    hooks: list[Any] = []
 
-    def hang(name: str, act: Callable[[], object]) -> None:
+    def add_hook(name: str, act: Callable[[], object]) -> None:
         def hook(reached: str, subject: Any) -> None:
             if reached == name:
                 lifecycle.CHECKPOINT_HOOKS.remove(hook)
                 act()
 
-        hung.append(hook)
+        hooks.append(hook)
         lifecycle.CHECKPOINT_HOOKS.append(hook)
 
-    yield hang
-    for hook in hung:
+    yield add_hook
+    for hook in hooks:
         if hook in lifecycle.CHECKPOINT_HOOKS:
             lifecycle.CHECKPOINT_HOOKS.remove(hook)
 
 
 @contextmanager
 def run_in_threads(count: int) -> Iterator[Callable[[Callable[[int], Any]], list[Any]]]:
-    """Run one function in `count` threads that start together; the answers in order, exceptions included."""
+    """Run one function in `count` threads that start at a barrier. Returns results in order, exceptions included."""
     barrier = threading.Barrier(count)
 
     def run(act: Callable[[int], Any]) -> list[Any]:
-        def one(index: int) -> Any:
+        def call(index: int) -> Any:
             try:
                 barrier.wait(timeout=30)
                 return act(index)
@@ -181,6 +185,6 @@ def run_in_threads(count: int) -> Iterator[Callable[[Callable[[int], Any]], list
                 connections.close_all()
 
         with ThreadPoolExecutor(count) as executor:
-            return list(executor.map(one, range(count)))
+            return list(executor.map(call, range(count)))
 
     yield run

@@ -1,5 +1,5 @@
-"""Admin pages on usage, costs, accounts, rates, budgets and statements."""
+"""Console pages of accounts, memberships, credits, statements, budgets, rates, usage and costs."""
 
-from billing.admin import accounts, costs, members, rates, usage
+from billing.admin import accounts, budgets, costs, credits, members, rates, statements, usage
 
-__all__ = ["accounts", "costs", "members", "rates", "usage"]
+__all__ = ["accounts", "budgets", "costs", "credits", "members", "rates", "statements", "usage"]

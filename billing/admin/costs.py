@@ -1,4 +1,4 @@
-"""Operators' pages on what usage cost, and why. `leases` names the holders."""
+"""Console pages of cost records, with their derivation and an export."""
 
 import csv
 import json
@@ -35,19 +35,14 @@ from billing.admin.usage import (
     format_usage_amount,
     render_usage_source,
 )
-from billing.costs import BILLABLE_STATES
 from billing.models import BillableItem, CostRecord, Rate, UsageKind, UsageRecord
 from billing.money_sums import nanos_to_decimal, sum_exact
 from billing.pricing import format_decimal
-from sandboxes.admin.base import (
-    HolderDisplayMixin,
-    ReadOnlyModelAdmin,
-    SummaryField,
-    TabbedChangeList,
-    build_all_fields_fieldset,
-    parse_uuid,
-)
+from billing.totals import BILLABLE_STATES
+from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.changelist import TabbedChangeList, parse_uuid
 from sandboxes.admin.formatting import (
+    SummaryField,
     build_changelist_url,
     format_usd,
     pluralize,
@@ -55,8 +50,9 @@ from sandboxes.admin.formatting import (
     render_timestamp,
     render_two_lines,
 )
+from sandboxes.admin.registry import build_agent_field, build_holder_field
 
-MAX_USAGE_RECORDS_SHOWN = 50  # usage records on the page of a cost record
+MAX_USAGE_RECORDS_SHOWN = 50  # on the page of a cost record
 EXPORT_FIELDS = [
     "day", "account__name", "agent_did", "environment_id", "holder", "provider", "item", "quantity", "free", "usd",
     "rate__usd", "rate",
@@ -64,7 +60,7 @@ EXPORT_FIELDS = [
 EXPORT_HEADER = [
     "day", "account", "agent", "environment", "lease", "provider", "item", "quantity", "free", "usd", "rate_usd", "rate",
 ]  # fmt: skip
-# What usage a cost is of; of the others, time, unless it is by use.
+# Kind of usage behind an item. The items not listed are priced by time, or by use if their rate says so.
 USAGE_ITEM_BY_PRICED_ITEM = {
     BillableItem.STORAGE: UsageKind.STORAGE,
     BillableItem.LLM: UsageKind.TOKENS,
@@ -74,7 +70,7 @@ USAGE_ITEM_BY_PRICED_ITEM = {
 
 @dataclass(frozen=True)
 class CostTotals:
-    """What all rows of a list come to, on every page of it."""
+    """Totals of all rows of a changelist, over all its pages."""
 
     usd: Decimal
     number: int
@@ -85,7 +81,7 @@ class CostTotals:
         return format_money(self.usd)
 
     @property
-    def said(self) -> str:
+    def count_label(self) -> str:
         return pluralize(self.number, "record", "records")
 
     @property
@@ -94,15 +90,15 @@ class CostTotals:
 
 
 class CostChangeList(TabbedChangeList):
-    """A list that says what all that it shows comes to."""
+    """Changelist with the totals of its rows."""
 
     @cached_property
-    def sums(self) -> CostTotals:
-        found = [*self.queryset.order_by().values_list("item").annotate(nano=sum_exact("usd"), number=Count("pk"))]
+    def totals(self) -> CostTotals:
+        sums = [*self.queryset.order_by().values_list("item").annotate(nano=sum_exact("usd"), number=Count("pk"))]
         items = sorted(
-            ((BillableItem(item).label, nanos_to_decimal(nano)) for item, nano, _ in found), key=lambda each: -each[1]
+            ((BillableItem(item).label, nanos_to_decimal(nano)) for item, nano, _ in sums), key=lambda each: -each[1]
         )
-        return CostTotals(sum((amount for _, amount in items), Decimal(0)), sum(each[2] for each in found), items)
+        return CostTotals(sum((amount for _, amount in items), Decimal(0)), sum(each[2] for each in sums), items)
 
     def build_export_url(self, shape: str) -> str:
         return f"{reverse('admin:billing_costrecord_export', args=[shape])}{self.get_query_string(remove=['p', 'e'])}"
@@ -117,7 +113,7 @@ class CostChangeList(TabbedChangeList):
 
 
 @admin.register(CostRecord)
-class CostRecordAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
+class CostRecordAdmin(ReadOnlyModelAdmin):
     list_display = ["what", "who", "when", "quantity_label", "free_quantity", "cost"]
     list_filter = [
         ("day", RangeDateFilter), AgentFilter, LeaseFilter, EnvironmentFilter, ProviderFilter, ("item", ChoicesRadioFilter),
@@ -125,11 +121,11 @@ class CostRecordAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
     ]  # fmt: skip
     list_select_related = ["account"]
     search_fields = ["agent_did__startswith", "environment_id__startswith"]
-    search_help_text = "Agent or environment, or a whole id of a lease"
+    search_help_text = "Agent or environment (prefix), or a complete lease id"
     ordering = ["-day", "-pk"]
-    slices = MONTH_TABS
-    list_before_template = "admin/billing/costrecord/sums.html"
-    change_form_outer_before_template = "admin/billing/costrecord/why.html"
+    list_tabs = MONTH_TABS
+    list_before_template = "admin/billing/costrecord/totals.html"
+    change_form_outer_before_template = "admin/billing/costrecord/derivation.html"
     fieldsets = build_all_fields_fieldset(
         "account",
         "day",
@@ -157,7 +153,7 @@ class CostRecordAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
         export = self.admin_site.admin_view(self.export)
         return [path("export/<str:shape>/", export, name="billing_costrecord_export"), *super().get_urls()]
 
-    @display(description="What")
+    @display(description="Item and provider")
     def what(self, row: CostRecord) -> SafeString:
         return render_two_lines(BillableItem(row.item).label, row.provider or "–")
 
@@ -173,7 +169,7 @@ class CostRecordAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
     def quantity_label(self, row: CostRecord) -> str:
         return format_quantity_brief(row.quantity)
 
-    @display(description="Free of it")
+    @display(description="Free (allowance)")
     def free_quantity(self, row: CostRecord) -> str:
         return format_quantity_brief(row.free) if row.free else "–"
 
@@ -181,9 +177,9 @@ class CostRecordAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
     def cost(self, row: CostRecord) -> str:
         return format_money_aligned(row.usd)
 
-    def page(self, request: HttpRequest, row: CostRecord) -> dict[str, Any]:
-        used = _find_usage_records(row)
-        found = [*used[: MAX_USAGE_RECORDS_SHOWN + 1]] if row.item != BillableItem.PLAN else []
+    def get_page_context(self, request: HttpRequest, row: CostRecord) -> dict[str, Any]:
+        usage = _find_usage_records(row)
+        records = [*usage[: MAX_USAGE_RECORDS_SHOWN + 1]] if row.item != BillableItem.PLAN else []
         return {
             "facts": [
                 SummaryField("USD", format_usd(row.usd)),
@@ -194,33 +190,33 @@ class CostRecordAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
                 ),
                 SummaryField("Account", render_admin_link("billing_account", row.account_id, row.account)),
                 SummaryField("Provider", row.provider or "–"),
-                self.agent(row.agent_did),
+                build_agent_field(row.agent_did),
                 *([SummaryField("Environment", row.environment_id)] if row.environment_id else []),
-                *([self.holder(row.holder)] if row.holder else []),
+                *([build_holder_field(row.holder)] if row.holder else []),
             ],
-            "why": explain_amount(row),
+            "steps": explain_amount(row),
             "sources": [
-                (each, render_usage_source(each), format_usage_amount(each)) for each in found[:MAX_USAGE_RECORDS_SHOWN]
+                (each, render_usage_source(each), format_usage_amount(each)) for each in records[:MAX_USAGE_RECORDS_SHOWN]
             ],
-            "more_sources": len(found) > MAX_USAGE_RECORDS_SHOWN,
-            "all_sources": _build_usage_url(row, found),
-            "cut": _is_split_by_rate(row, found),
+            "more_sources": len(records) > MAX_USAGE_RECORDS_SHOWN,
+            "all_sources": _build_usage_url(row, records),
+            "split_by_rate": _is_split_by_rate(row, records),
             "rate": row.rate,
         }
 
-    # --- all that is filtered, as a file ------------------------------------------------------------------------------
+    # --- export ------------------------------------------------------------------------------
 
     def export(self, request: HttpRequest, shape: str) -> HttpResponse | StreamingHttpResponse:
-        """The rows that the list would show, all of them."""
+        """Send all rows that the changelist would show with the same query string."""
         if not self.has_view_permission(request):
             raise PermissionDenied
         if shape not in ("csv", "json"):
             raise Http404
         try:
-            found = self.get_changelist_instance(request).queryset
+            rows = self.get_changelist_instance(request).queryset
         except IncorrectLookupParameters:
             return HttpResponseRedirect(build_changelist_url("billing_costrecord", e=1))
-        values = found.values_list(*EXPORT_FIELDS).iterator(chunk_size=2000)
+        values = rows.values_list(*EXPORT_FIELDS).iterator(chunk_size=2000)
         lines = _iter_csv(values) if shape == "csv" else _iter_json(values)
         kind = "text/csv; charset=utf-8" if shape == "csv" else "application/json"
         return StreamingHttpResponse(
@@ -242,7 +238,7 @@ def _iter_csv(values: Iterator[Any]) -> Iterator[str]:
 
 
 def _iter_json(values: Iterator[Any]) -> Iterator[str]:
-    """A list of objects, one on each line."""
+    """Yield a JSON list of objects, one per line."""
     between = "[\n"
     for value in values:
         yield between + json.dumps(
@@ -260,47 +256,47 @@ def _format_exported_value(value: Any) -> str:
 
 @dataclass(frozen=True)
 class CalculationStep:
-    """A line of the sum that an amount is."""
+    """Line of the derivation of an amount."""
 
-    what: str
+    label: str
     amount: str
     note: Any = ""
 
 
 def explain_amount(row: CostRecord) -> list[CalculationStep]:
-    """Quantity less what was free, times the rate: exactly, then rounded once."""
+    """Derive the amount: quantity minus allowance, times rate, exact, then rounded once."""
     label = BillableItem(row.item).label
     if row.rate is None:
         return [
-            CalculationStep(label.capitalize(), format_quantity(row.quantity), "priced one by one when they were made"),
-            CalculationStep("USD", format_usd(row.usd), "the sum of what each call cost"),
+            CalculationStep(label.capitalize(), format_quantity(row.quantity), "priced individually when the calls ended"),
+            CalculationStep("USD", format_usd(row.usd), "sum over all calls"),
         ]
     used = pricing.round_half_up(pricing.to_units(row.item, int(row.whole)))
     free = (
-        f"within {format_quantity(row.rate.allowance)} a month, shared by all of the account"
+        f"allowance of {format_quantity(row.rate.allowance)} per month, shared by the account"
         if row.rate.allowance
         else "no allowance"
     )
-    its = format_html(
-        "{}, since {}", render_admin_link("billing_rate", row.rate_id, row.rate), render_timestamp(row.rate.valid_from)
+    rate_note = format_html(
+        "{}, in force since {}", render_admin_link("billing_rate", row.rate_id, row.rate), render_timestamp(row.rate.valid_from)
     )
     return [
         CalculationStep(
             f"Used, {label}", format_quantity(used), "" if row.item != BillableItem.PLAN else "on the first day of use"
         ),
-        CalculationStep("− free", format_quantity(row.free), free),
-        CalculationStep("= paid for", format_quantity(used - row.free)),
-        CalculationStep("× rate, USD", format_usd(row.rate.usd), its),
-        CalculationStep("= USD", format_usd(row.usd), "worked out exactly and rounded once, to nine places"),
+        CalculationStep("− allowance", format_quantity(row.free), free),
+        CalculationStep("= billable", format_quantity(used - row.free)),
+        CalculationStep("× rate, USD", format_usd(row.rate.usd), rate_note),
+        CalculationStep("= USD", format_usd(row.usd), "computed exactly, then rounded once to nine decimals"),
     ]
 
 
 def _find_usage_records(row: CostRecord) -> QuerySet[UsageRecord]:
     item = _get_usage_item(row)
     kind = Q(item=item, state__in=BILLABLE_STATES) if item == UsageKind.TIME else Q(item=item)
-    if item == UsageKind.USE:  # where nobody measures, what was given
+    if item == UsageKind.USE:  # without measurement, the allocated amount is priced
         kind |= Q(item=UsageKind.TIME, state__in=BILLABLE_STATES, measured=False)
-    if row.rate and row.item != BillableItem.REQUEST:  # which is priced as at the beginning of the day
+    if row.rate and row.item != BillableItem.REQUEST:  # requests are priced by the rate at the start of the day
         kind &= Q(ended_at__gt=row.rate.valid_from)
         same = Rate.objects.filter(provider=row.rate.provider, item=row.rate.item, instance_type=row.rate.instance_type)
         if following := same.filter(valid_from__gt=row.rate.valid_from).order_by("valid_from").first():
@@ -311,11 +307,11 @@ def _find_usage_records(row: CostRecord) -> QuerySet[UsageRecord]:
     ).order_by("began_at", "pk")  # fmt: skip
 
 
-def _is_split_by_rate(row: CostRecord, found: Sequence[UsageRecord]) -> bool:
-    """Did another rate begin while some of this was used?"""
+def _is_split_by_rate(row: CostRecord, records: Sequence[UsageRecord]) -> bool:
+    """Whether another rate came into force during this usage."""
     began = Rate.objects.filter(provider=row.provider, item=row.item, valid_from__date=row.day)
-    moments = [*began.values_list("valid_from", flat=True)] if found and row.rate and row.item != BillableItem.REQUEST else []
-    return any(each.began_at < moment < each.ended_at for each in found for moment in moments)
+    moments = [*began.values_list("valid_from", flat=True)] if records and row.rate and row.item != BillableItem.REQUEST else []
+    return any(each.began_at < moment < each.ended_at for each in records for moment in moments)
 
 
 def _get_usage_item(row: CostRecord) -> UsageKind:
@@ -324,11 +320,11 @@ def _get_usage_item(row: CostRecord) -> UsageKind:
     )
 
 
-def _build_usage_url(row: CostRecord, found: Sequence[UsageRecord]) -> str:
-    """A list of what was found: where one kind of usage is all of it, of that."""
-    items = {each.item for each in found}
-    known = {"agent_did": row.agent_did, "environment_id": row.environment_id, "holder": row.holder, "provider": row.provider}
-    given = {name: value for name, value in known.items() if value}
+def _build_usage_url(row: CostRecord, records: Sequence[UsageRecord]) -> str:
+    """Build the URL of the list of these usage records, filtered by their kind if they all have the same."""
+    items = {each.item for each in records}
+    columns = {"agent_did": row.agent_did, "environment_id": row.environment_id, "holder": row.holder, "provider": row.provider}
+    filters = {name: value for name, value in columns.items() if value}
     if len(items) == 1:
-        given["item__exact"] = items.pop()
-    return build_changelist_url("billing_usagerecord", slice="all", day_from=row.day, day_to=row.day, **given)
+        filters["item__exact"] = items.pop()
+    return build_changelist_url("billing_usagerecord", slice="all", day_from=row.day, day_to=row.day, **filters)

@@ -1,4 +1,4 @@
-"""Operators' page on what a unit costs at each provider."""
+"""Console pages of rates: prices per unit and provider."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -7,20 +7,23 @@ from django.contrib import admin
 from django.core.exceptions import ValidationError
 from django.db import IntegrityError
 from django.db.models import Exists, OuterRef, Q
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest
 from django.shortcuts import get_object_or_404
 from django.urls import reverse
 from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from unfold.decorators import action, display
-from unfold.enums import ActionVariant
+from unfold.decorators import display
 
 from billing.dates import start_of_day
+from billing.metering import STORE_PROVIDER
 from billing.models import BillableItem, Rate
 from billing.pricing import format_decimal
-from sandboxes.admin.base import AdminAction, ConsoleModelAdmin, ListTab, ReasonForm, SummaryField
+from sandboxes.admin.actions import AdminAction, ReasonForm
+from sandboxes.admin.base import ConsoleModelAdmin
+from sandboxes.admin.changelist import ListTab
 from sandboxes.admin.formatting import (
+    SummaryField,
     build_changelist_url,
     format_age,
     format_usd,
@@ -28,12 +31,26 @@ from sandboxes.admin.formatting import (
     render_timestamp,
     render_two_lines,
 )
+from sandboxes.providers import PROVIDER_CLASSES
+
+# Rates of other providers are shipped for estimates only.
+AVAILABLE_PROVIDERS_FILTER = Q(provider__in=[*PROVIDER_CLASSES, STORE_PROVIDER])
+ITEM_LABELS = {
+    BillableItem.TIME: "sandbox time", BillableItem.MEMORY: "memory", BillableItem.CPU: "CPU", BillableItem.DISK: "disk",
+    BillableItem.STORAGE: "storage", BillableItem.REQUEST: "requests (runs)", BillableItem.PLAN: "plan",
+    BillableItem.LLM: "model calls",
+}  # fmt: skip
+UNIT_LABELS = {
+    BillableItem.TIME: "sandbox-hour", BillableItem.MEMORY: "GiB-hour", BillableItem.CPU: "vCPU-minute",
+    BillableItem.DISK: "GB-hour", BillableItem.STORAGE: "GB-month", BillableItem.REQUEST: "request",
+    BillableItem.PLAN: "month", BillableItem.LLM: "call",
+}  # fmt: skip
 
 
-def _exists_newer_rate(**more: Any) -> Exists:
-    """A later rate for the same."""
+def _exists_newer_rate(**conditions: Any) -> Exists:
+    """Match rates that have a later rate for the same provider, instance type and item."""
     same = {name: OuterRef(name) for name in ("provider", "instance_type", "item")}
-    return Exists(Rate.objects.filter(**same, valid_from__gt=OuterRef("valid_from"), **more))
+    return Exists(Rate.objects.filter(**same, valid_from__gt=OuterRef("valid_from"), **conditions))
 
 
 def build_in_force_filter(now: datetime) -> Q:
@@ -41,21 +58,33 @@ def build_in_force_filter(now: datetime) -> Q:
 
 
 def _delete_rate(rate: Rate, actor: str, why: str, now: datetime) -> bool:
-    """The row that is asked about keeps its number, for the log."""
+    """Delete a fresh copy of the row, so that `rate` keeps its id for the log entry."""
     try:
         get_object_or_404(Rate, pk=rate.pk).delete()
-    except (ValidationError, IntegrityError):  # it has begun meanwhile, or something was priced by it
+    except (ValidationError, IntegrityError):  # came into force meanwhile, or a cost record refers to it
         return False
     return True
 
 
+def _get_remaining_url(row: Rate, form: ReasonForm) -> str:
+    """URL of the rate, or of the list if the rate was deleted."""
+    if Rate.objects.filter(pk=row.pk).exists():
+        return reverse("admin:billing_rate_change", args=[row.pk])
+    return build_changelist_url("billing_rate")
+
+
 DELETE_RATE_ACTION = AdminAction(
     title="Delete rate",
-    warning="It has not begun, so nothing was priced by it. What it would have replaced stays in force.",
+    warning="The rate is not in force yet, so no cost depends on it. The present rate stays in force.",
     done="deleted",
-    refusal_reason="it has begun, and what it priced stays",
+    refusal_reason="already in force; its costs depend on it",
     legal=lambda rate: rate.valid_from > timezone.now(),
     verb=_delete_rate,
+    icon="delete",
+    permissions=("billing.change_rate",),
+    danger=True,
+    button="Delete",
+    get_next_url=_get_remaining_url,
 )
 
 
@@ -63,41 +92,49 @@ DELETE_RATE_ACTION = AdminAction(
 class RateAdmin(ConsoleModelAdmin):
     list_display = ["what", "price", "free", "since", "condition"]
     search_fields = ["provider__startswith"]
-    search_help_text = "Provider, or its beginning"
+    search_help_text = "Provider (prefix)"
     ordering = ["provider", "item", "instance_type", "-valid_from"]
-    slices = {
-        "now": ListTab("In force", "No rate is in force: nothing costs anything.", build_in_force_filter),
+    list_tabs = {
+        "now": ListTab(
+            "In force",
+            "No rates in force: usage is recorded but costs nothing. Add a rate for your provider.",
+            lambda now: build_in_force_filter(now) & AVAILABLE_PROVIDERS_FILTER,
+        ),
         "own": ListTab(
-            "Set your own",
-            "Every provider's price is known.",
+            "Price not set",
+            "No missing prices: every provider has a rate of its own.",
             lambda now: Q(own=True) & ~Q(_exists_newer_rate()),
         ),
-        "later": ListTab("Later", "Every rate has begun.", lambda now: Q(valid_from__gt=now)),
-        "all": ListTab("All", "No rate yet."),
+        "later": ListTab("Scheduled", "No scheduled rates: every rate is in force.", lambda now: Q(valid_from__gt=now)),
+        "other": ListTab(
+            "Other providers",
+            "No rates of other providers. These are providers that a pool cannot use, kept for estimates.",
+            lambda now: build_in_force_filter(now) & ~AVAILABLE_PROVIDERS_FILTER,
+        ),
+        "all": ListTab("All", "No rates yet. Add one to price usage."),
     }
     fields = ["provider", "item", "instance_type", "usd", "allowance", "by_use", "valid_from", "source"]
-    labels = {"usd": "USD for one unit", "allowance": "Free in a month"}
-    acts = {"withdraw": DELETE_RATE_ACTION}
-    actions_detail = ["withdraw"]
+    labels = {"usd": "USD per unit", "allowance": "Monthly allowance (units)", "by_use": "Charge measured use"}
+    row_actions = {"withdraw": DELETE_RATE_ACTION}
 
     def has_change_permission(self, request: HttpRequest, obj: Rate | None = None) -> bool:
-        """One that has begun is read: what it priced stays. A new price is a new rate."""
-        begun = obj is not None and obj.valid_from <= timezone.now()
-        return not begun and bool(super().has_change_permission(request, obj))
+        """A rate in force is read-only, because costs depend on it. Add a new rate to change a price."""
+        in_force = obj is not None and obj.valid_from <= timezone.now()
+        return not in_force and bool(super().has_change_permission(request, obj))
 
     def get_changeform_initial_data(self, request: HttpRequest) -> dict[str, Any]:
         tomorrow = timezone.now().astimezone(UTC).date() + timedelta(days=1)
         return {"valid_from": start_of_day(tomorrow), **super().get_changeform_initial_data(request)}
 
-    @display(description="What")
+    @display(description="Provider and item")
     def what(self, row: Rate) -> SafeString:
-        return render_two_lines(f"{row.provider} {row.instance_type}".strip(), BillableItem(row.item).label)
+        return render_two_lines(f"{row.provider} {row.instance_type}".strip(), ITEM_LABELS[BillableItem(row.item)])
 
-    @display(description="USD for one unit")
+    @display(description="Price")
     def price(self, row: Rate) -> str:
-        return format_usd(row.usd)
+        return f"{format_usd(row.usd)} {format_unit(row)}"
 
-    @display(description="Free in a month")
+    @display(description="Monthly allowance")
     def free(self, row: Rate) -> str:
         return format_decimal(row.allowance) if row.allowance else "–"
 
@@ -111,49 +148,35 @@ class RateAdmin(ConsoleModelAdmin):
     @display(description="State")
     def condition(self, row: Rate) -> SafeString:
         if row.valid_from > timezone.now():
-            return render_badge("waiting", "later")
-        return render_badge("skipped", "set your own") if row.own else render_badge("ok", "begun")
+            return render_badge("waiting", "scheduled")
+        return render_badge("skipped", "price not set") if row.own else render_badge("ok", "in force")
 
-    def page(self, request: HttpRequest, row: Rate) -> dict[str, Any]:
-        begun = row.valid_from <= timezone.now()
+    def get_page_context(self, request: HttpRequest, row: Rate) -> dict[str, Any]:
+        in_force = row.valid_from <= timezone.now()
         add = reverse(
             "admin:billing_rate_add", query={"provider": row.provider, "item": row.item, "instance_type": row.instance_type}
         )
-        another = format_html('<a class="lh-link" href="{}">Add a new price</a>', add)
+        another = format_html('<a class="lh-link" href="{}">Add a new rate</a>', add)
         return {
             "facts": [
-                SummaryField("State", self.condition(row), note=another if begun and self.has_add_permission(request) else ""),
-                SummaryField("USD for one unit", format_usd(row.usd), note=_describe_unit(row)),
+                SummaryField(
+                    "State", self.condition(row), note=another if in_force and self.has_add_permission(request) else ""
+                ),
+                SummaryField("Price", f"{format_usd(row.usd)} {format_unit(row)}", note=_describe_measure(row)),
                 SummaryField("Valid from", self.since(row), note=render_timestamp(row.valid_from)),
                 SummaryField(
-                    "Priced by it",
-                    "cost records",
+                    "Costs",
+                    "cost records with this rate",
                     href=build_changelist_url("billing_costrecord", slice="all", rate__id__exact=row.pk),
                 ),
             ]
         }
 
-    def has_withdraw_permission(self, request: HttpRequest, object_id: str | None = None) -> bool:
-        """Whoever may change one that has not begun may as well take it back."""
-        return request.user.has_perm("billing.change_rate")
 
-    def after(self, act: AdminAction, row: Rate, form: ReasonForm) -> str:
-        """The page of one that is gone is not there."""
-        return (
-            super().after(act, row, form) if Rate.objects.filter(pk=row.pk).exists() else build_changelist_url("billing_rate")
-        )
-
-    @action(
-        description="Delete…",
-        permissions=["withdraw"],
-        icon="delete",
-        variant=ActionVariant.DANGER,
-        dialog=DELETE_RATE_ACTION.dialog,
-    )
-    def withdraw(self, request: HttpRequest, form: ReasonForm, object_id: str) -> HttpResponse:
-        return self.answer(request, object_id, DELETE_RATE_ACTION, form)
+def format_unit(row: Rate) -> str:
+    """Name the unit of a rate's price, such as "USD per sandbox-hour"."""
+    return f"USD per {UNIT_LABELS[BillableItem(row.item)]}"
 
 
-def _describe_unit(row: Rate) -> str:
-    by_use = ", as used where that is measured" if row.by_use else ""
-    return f"unit: {BillableItem(row.item).label}{by_use}"
+def _describe_measure(row: Rate) -> str:
+    return "measured use where available, else the allocated amount" if row.by_use else ""

@@ -1,4 +1,4 @@
-"""Operators' pages on what was used, and the filters of all lists of it and its costs. `leases` names the holders."""
+"""Console pages of usage records, and the filters shared with cost records."""
 
 import uuid
 from datetime import date, datetime, timedelta
@@ -18,15 +18,10 @@ from unfold.decorators import display
 
 from billing.dates import start_of_next_month, to_utc_date
 from billing.models import UsageKind, UsageRecord
-from sandboxes.admin.base import (
-    HolderDisplayMixin,
-    ListTab,
-    ReadOnlyModelAdmin,
-    SummaryField,
-    build_all_fields_fieldset,
-    parse_uuid,
-)
+from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.changelist import ListTab, parse_uuid
 from sandboxes.admin.formatting import (
+    SummaryField,
     build_changelist_url,
     format_bytes,
     format_duration,
@@ -38,6 +33,7 @@ from sandboxes.admin.formatting import (
     truncate_text,
 )
 from sandboxes.admin.readings import format_cpu_time
+from sandboxes.admin.registry import build_agent_field, build_holder_field
 
 
 def get_month(now: datetime) -> date:
@@ -53,24 +49,26 @@ def build_month_filter(first: date) -> Q:
 
 
 MONTH_TABS = {
-    "month": ListTab("This month", "Nothing is recorded for this month.", lambda now: build_month_filter(get_month(now))),
-    "before": ListTab(
-        "Last month", "Nothing is recorded for last month.", lambda now: build_month_filter(get_previous_month(now))
+    "month": ListTab(
+        "This month",
+        "No records for this month yet. Usage is metered and priced every minute.",
+        lambda now: build_month_filter(get_month(now)),
     ),
-    "all": ListTab("All", "Nothing is recorded yet: sandboxes that are used are metered and priced by sweeps."),
+    "before": ListTab("Last month", "No records for last month.", lambda now: build_month_filter(get_previous_month(now))),
+    "all": ListTab("All", "No records yet. Usage of sandboxes is metered and priced every minute."),
 }
 
 
 class ExactValueFilter(TextFilter):
-    """A column's whole value, typed in. The address is the same as that of pages that link here."""
+    """Filter with a text box for the complete value of a column. Other pages link with the same parameter."""
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        said = (self.value() or "").strip()
-        return queryset.filter(**{str(self.parameter_name): said}) if said else queryset
+        value = (self.value() or "").strip()
+        return queryset.filter(**{str(self.parameter_name): value}) if value else queryset
 
 
 class AgentFilter(ExactValueFilter):
-    title, parameter_name = "agent, its DID", "agent_did"
+    title, parameter_name = "agent (DID)", "agent_did"
 
 
 class EnvironmentFilter(ExactValueFilter):
@@ -82,16 +80,16 @@ class ProviderFilter(ExactValueFilter):
 
 
 class LeaseFilter(ExactValueFilter):
-    title, parameter_name = "lease, its id", "holder"
+    title, parameter_name = "lease (id)", "holder"
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        said = (self.value() or "").strip()
-        pk = parse_uuid(said)
-        return queryset.filter(holder=pk) if pk else queryset.none() if said else queryset
+        value = (self.value() or "").strip()
+        pk = parse_uuid(value)
+        return queryset.filter(holder=pk) if pk else queryset.none() if value else queryset
 
 
 def render_usage_source(row: UsageRecord) -> SafeString:
-    """The fact that usage was read off, with a link to the page that shows it."""
+    """Render a link to the fact that a usage record was derived from."""
     kind, _, rest = row.source.partition(" ")
     if kind == "snapshot" and parse_uuid(rest):
         return render_admin_link("sandboxes_snapshot", rest, "snapshot")
@@ -100,9 +98,9 @@ def render_usage_source(row: UsageRecord) -> SafeString:
             '<a class="lh-link" href="{}">data</a>', build_changelist_url("sandboxes_agentdata", q=row.agent_did)
         )
     if row.item == UsageKind.TOKENS:
-        asked = {"holder": row.holder} if row.holder else {}
-        when = {"started_at_from_0": row.day, "started_at_to_0": row.day}
-        href = build_changelist_url("sandboxes_llmcall", slice="all", called=row.model, **asked, **when)
+        by_lease = {"holder": row.holder} if row.holder else {}
+        days = {"started_at_from_0": row.day, "started_at_to_0": row.day}
+        href = build_changelist_url("sandboxes_llmcall", slice="all", called=row.model, **by_lease, **days)
         return format_html('<a class="lh-link" href="{}">calls of {}</a>', href, truncate_text(row.model or "no model", 60))
     if kind == "reading":
         return render_admin_link("sandboxes_reading", rest, row.source)
@@ -129,7 +127,7 @@ def format_usage_amount(row: UsageRecord) -> str:
 
 
 @admin.register(UsageRecord)
-class UsageRecordAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
+class UsageRecordAdmin(ReadOnlyModelAdmin):
     list_display = ["what", "who", "when", "amount", "fact"]
     list_filter = [
         ("day", RangeDateFilter),
@@ -141,12 +139,14 @@ class UsageRecordAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
     ]
     list_select_related = ["sandbox"]
     search_fields = ["agent_did__startswith", "environment_id__startswith"]
-    search_help_text = "Agent or environment, or a whole id of a lease"
+    search_help_text = "Agent or environment (prefix), or a complete lease id"
     ordering = ["-day", "-pk"]
-    slices = {
+    list_tabs = {
         **MONTH_TABS,
         "unpriced": ListTab(
-            "Calls without a price", "What each model call cost is known.", lambda now: Q(item=UsageKind.TOKENS, unpriced__gt=0)
+            "Unpriced calls",
+            "No unpriced calls: the cost of every model call is known.",
+            lambda now: Q(item=UsageKind.TOKENS, unpriced__gt=0),
         ),
     }
     fieldsets = build_all_fields_fieldset(
@@ -161,7 +161,7 @@ class UsageRecordAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
             return queryset.filter(holder=pk), False
         return super().get_search_results(request, queryset, search_term)
 
-    @display(description="What")
+    @display(description="Usage")
     def what(self, row: UsageRecord) -> SafeString:
         return render_two_lines(row.get_item_display(), row.state or row.model)
 
@@ -173,30 +173,30 @@ class UsageRecordAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
     def when(self, row: UsageRecord) -> SafeString:
         return render_two_lines(row.day, row.provider or "–")
 
-    @display(description="How much")
+    @display(description="Quantity")
     def amount(self, row: UsageRecord) -> str:
         return format_usage_amount(row)
 
-    @display(description="Read off")
+    @display(description="Source")
     def fact(self, row: UsageRecord) -> SafeString:
         return render_usage_source(row)
 
-    def page(self, request: HttpRequest, row: UsageRecord) -> dict[str, Any]:
-        known = {"agent_did": row.agent_did, "environment_id": row.environment_id, "holder": row.holder}
-        given = {name: value for name, value in known.items() if value}
+    def get_page_context(self, request: HttpRequest, row: UsageRecord) -> dict[str, Any]:
+        columns = {"agent_did": row.agent_did, "environment_id": row.environment_id, "holder": row.holder}
+        filters = {name: value for name, value in columns.items() if value}
         return {
             "facts": [
-                SummaryField("What", row.get_item_display(), note=row.state or row.model),
-                SummaryField("How much", format_usage_amount(row)),
+                SummaryField("Usage", row.get_item_display(), note=row.state or row.model),
+                SummaryField("Quantity", format_usage_amount(row)),
                 SummaryField("From", render_timestamp(row.began_at)),
                 SummaryField("Until", render_timestamp(row.ended_at)),
-                SummaryField("Read off", render_usage_source(row)),
+                SummaryField("Source", render_usage_source(row)),
                 SummaryField("Provider", row.provider or "–"),
-                self.agent(row.agent_did),
-                *([self.holder(row.holder)] if isinstance(row.holder, uuid.UUID) else []),
+                build_agent_field(row.agent_did),
+                *([build_holder_field(row.holder)] if isinstance(row.holder, uuid.UUID) else []),
                 SummaryField(
-                    "What it cost", "cost records of that day",
-                    href=build_changelist_url("billing_costrecord", slice="all", day_from=row.day, day_to=row.day, **given),
+                    "Cost", "cost records of that day",
+                    href=build_changelist_url("billing_costrecord", slice="all", day_from=row.day, day_to=row.day, **filters),
                 ),
             ]
         }  # fmt: skip

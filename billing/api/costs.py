@@ -18,10 +18,11 @@ from rest_framework.serializers import Serializer
 from rest_framework.views import APIView
 
 from billing.api import serializers as show
-from billing.costs import sum_costs
-from billing.estimate import EstimateError, Scenario, estimate, forecast
+from billing.estimate import EstimateError, Scenario, estimate
+from billing.forecast import forecast
 from billing.models import Rate, Watermark
 from billing.pricing import format_decimal
+from billing.totals import sum_costs
 
 CSV_MEDIA_TYPE = "text/csv"
 PROBLEM_SCHEMA = {"$ref": "#/components/schemas/Problem"}

@@ -10,10 +10,12 @@ from typing import Any
 from rest_framework import serializers
 
 from billing import pricing
-from billing.costs import GROUP_BY_COLUMNS, MICROSECOND, CostTotal
-from billing.estimate import FORECAST_WINDOW_DAYS, Estimate, Forecast
+from billing.estimate import Estimate
+from billing.forecast import FORECAST_WINDOW_DAYS, Forecast
 from billing.instance_types import list_instance_types
+from billing.intervals import MICROSECOND
 from billing.models import BillableItem
+from billing.totals import GROUP_BY_COLUMNS, CostTotal
 
 MAX_RESULTS = 10_000
 ZERO_USD = Decimal(0)

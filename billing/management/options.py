@@ -1,4 +1,4 @@
-"""What commands about money have in common: options that are checked as requests are, and tables."""
+"""Option validation by API serializers, and text tables, for the billing commands."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,17 +8,17 @@ from rest_framework import serializers
 
 
 def validate_options(form: type[serializers.Serializer], given: dict[str, Any]) -> dict[str, Any]:
-    """What options say, those that were not given left out; CommandError naming the one that is wrong."""
-    read = form(data={name: value for name, value in given.items() if value is not None and name in form().fields})
-    if not read.is_valid():
-        name, wrong = next(iter(read.errors.items()))
-        raise CommandError(f"--{name.replace('_', '-')}: {wrong[0]}")
-    said: dict[str, Any] = read.validated_data
-    return said
+    """Validate the given options with an API serializer. Raise CommandError with the name of an invalid option."""
+    serializer = form(data={name: value for name, value in given.items() if value is not None and name in form().fields})
+    if not serializer.is_valid():
+        name, errors = next(iter(serializer.errors.items()))
+        raise CommandError(f"--{name.replace('_', '-')}: {errors[0]}")
+    validated: dict[str, Any] = serializer.validated_data
+    return validated
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they have to be; all but the first to the right."""
+    """Format rows as aligned columns, the first to the left and the others to the right."""
     lines = [head, *rows]
     widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
     right = [[f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)][1:] for line in lines]

@@ -1,4 +1,4 @@
-"""Models of the app: one module a noun. This package re-exports every model."""
+"""Models of the app. The package re-exports every model."""
 
 from billing.models.accounts import HOUSE_ACCOUNT_NAME, Account, Membership
 from billing.models.budgets import Budget, Tab

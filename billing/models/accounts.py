@@ -15,11 +15,11 @@ from billing.dates import EPOCH, EPOCH_DATE, start_of_next_month, to_utc_date
 from billing.models.statements import Statement
 from billing.models.usage import Unpriced, UsageRecord, Watermark
 
-HOUSE_ACCOUNT_NAME = "house"  # the account of agents without another
+HOUSE_ACCOUNT_NAME = "house"  # account of agents without a membership
 
 
 class Account(models.Model):
-    """Who pays. Allowances are used up once for each account and month."""
+    """A paying account. Allowances apply once per account and calendar month."""
 
     name = models.SlugField(max_length=63, unique=True)
     title = models.CharField(max_length=200, blank=True)
@@ -32,31 +32,32 @@ class Account(models.Model):
 
 
 class MembershipQuerySet(QuerySet["Membership"]):
-    """What agents' accounts are, by day."""
+    """Memberships by day."""
 
     def on(self, day: date) -> "MembershipQuerySet":
-        """Those that count on a day: the latest of each agent that has begun."""
+        """Return the membership in force on `day` of each agent: the latest begun by then."""
         later = Membership.objects.filter(agent_did=OuterRef("agent_did"), since__gt=OuterRef("since"), since__lte=day)
         return self.filter(~Exists(later), since__lte=day)
 
 
 class Membership(models.Model):
-    """The account that an agent's usage is billed to from a day on, UTC, until its next membership begins. Before its first
-    one, and without any, that is the house, as it is for sandboxes that nobody held yet. To leave an account is to be a
-    member of the house from a day on.
+    """Account that an agent's usage is billed to, from a UTC day until the agent's next membership begins.
 
-    A move never changes what is closed: a day stays with its account once that, or the one that would get it, has closed the
-    month of that day or a later one. So a membership begins after the last closed month of both accounts, one that began
-    before its end is neither changed nor deleted, and no statement is ever corrected because of a move.
+    The house account is billed for usage before an agent's first membership, for agents without any, and for sandboxes
+    without a lease. An agent leaves an account by a membership in the house account.
 
-    If no day is given, the first membership of an agent counts from BEGINNING, or, where the house or its account has closed
-    months, from the first day after those; a later one from today."""
+    A move never changes a closed month. Once the old or the new account has closed the month of a day, or a later month, the
+    account of that day is fixed. A membership therefore begins after the last closed month of both accounts, and one that
+    began in a closed month can be neither changed nor deleted. No statement is ever corrected because of a move.
+
+    Without a given day, an agent's first membership begins at EPOCH_DATE or, if the house account or the new account has
+    closed months, on the first day after them. A later membership begins today."""
 
     agent_did = models.CharField(max_length=255, verbose_name="agent")
     account = models.ForeignKey(Account, on_delete=models.PROTECT, related_name="memberships")
     since = models.DateField(
         blank=True,
-        help_text="The first day, UTC, in no closed month. Empty: of its first account from the beginning, else from today.",
+        help_text="First day (UTC), after any closed month. If empty: the beginning for a first account, otherwise today.",
     )
 
     objects = MembershipQuerySet.as_manager()
@@ -66,7 +67,7 @@ class Membership(models.Model):
         constraints = [
             models.UniqueConstraint(
                 fields=["agent_did", "since"], name="membership_once_a_day",
-                violation_error_message="It has a membership that begins on this day.",
+                violation_error_message="The agent already has a membership that begins on this day.",
             )
         ]  # fmt: skip
 
@@ -75,33 +76,35 @@ class Membership(models.Model):
 
     @cached_property
     def fixed(self) -> bool:
-        """Did it begin in what is closed? As it was when this was asked first."""
-        return bool(_explain_closed_months(self._find_account_changes(gone=True)))
+        """Whether the membership affects a closed month and cannot change. Evaluated once per instance."""
+        return bool(_explain_closed_months(self._find_account_changes(deleted=True)))
 
     def clean(self) -> None:
         if not self.agent_did or self.account_id is None:
-            return  # their fields say so
+            return  # reported by the fields' own validation
         if self.since is None and self.pk:
-            raise ValidationError({"since": "Say from which day on."})
+            raise ValidationError({"since": "Enter the first day."})
         if self.since is None:
             self.since = self._get_default_since()
-        if said := _explain_closed_months(self._find_account_changes()):
-            raise ValidationError({"since": said})
+        if error := _explain_closed_months(self._find_account_changes()):
+            raise ValidationError({"since": error})
 
     def save(self, *args: Any, **options: Any) -> None:
-        """ValidationError where it would change what is closed. Whatever is billed otherwise by it is priced again."""
+        """Save the membership and mark the usage that changes its account as unpriced.
+
+        Raise ValidationError if that would change a closed month."""
         with transaction.atomic():
-            Watermark.hold("costs", EPOCH)  # nobody closes a month, or prices one, by what this is about to change
+            Watermark.hold("costs", EPOCH)  # excludes a concurrent month close or pricing by the old account
             self.full_clean()
-            self._note()
+            self._mark_unpriced()
             super().save(*args, **options)
 
     def delete(self, *args: Any, **options: Any) -> tuple[int, dict[str, int]]:
         with transaction.atomic():
             Watermark.hold("costs", EPOCH)
-            if said := _explain_closed_months(self._find_account_changes(gone=True)):
-                raise ValidationError(said)
-            self._note(gone=True)
+            if error := _explain_closed_months(self._find_account_changes(deleted=True)):
+                raise ValidationError(error)
+            self._mark_unpriced(deleted=True)
             return super().delete(*args, **options)
 
     def _get_default_since(self) -> date:
@@ -109,22 +112,24 @@ class Membership(models.Model):
             return to_utc_date(timezone.now())
         return max(EPOCH_DATE, get_first_open_day(_get_house_account_id(), self.account_id))
 
-    def _find_account_changes(self, *, gone: bool = False) -> list[tuple[str, date, int, int]]:
-        """What saving or deleting it does: (agent, from which day on, the account it was, the one it becomes)."""
+    def _find_account_changes(self, *, deleted: bool = False) -> list[tuple[str, date, int, int]]:
+        """Return the effect of saving or deleting as (agent, first day, old account, new account).
+
+        A saved change of the agent affects both the old and the new agent."""
         agents = {self.agent_did, *Membership.objects.filter(pk=self.pk).values_list("agent_did", flat=True)}
-        house, found = _get_house_account_id(), []
+        house, changes = _get_house_account_id(), []
         for agent in sorted(agents):
             rows = Membership.objects.filter(agent_did=agent).order_by("since").values_list("pk", "since", "account")
             becomes = [(since, account) for pk, since, account in rows if pk != self.pk]
-            if agent == self.agent_did and not gone:
+            if agent == self.agent_did and not deleted:
                 becomes = sorted([*becomes, (self.since, self.account_id)])
             was = [(since, account) for _, since, account in rows]
-            found += [(agent, *move) for move in membership.find_account_changes(was, becomes, house)]
-        return found
+            changes += [(agent, *change) for change in membership.find_account_changes(was, becomes, house)]
+        return changes
 
-    def _note(self, *, gone: bool = False) -> None:
+    def _mark_unpriced(self, *, deleted: bool = False) -> None:
         first: dict[str, date] = {}
-        for agent, since, *_ in self._find_account_changes(gone=gone):
+        for agent, since, *_ in self._find_account_changes(deleted=deleted):
             first.setdefault(agent, since)
         for agent, since in first.items():
             used = UsageRecord.objects.filter(agent_did=agent, day__gte=since).order_by()
@@ -135,19 +140,19 @@ def _get_house_account_id() -> int:
     return Account.objects.get_or_create(name=HOUSE_ACCOUNT_NAME)[0].pk
 
 
-def _explain_closed_months(moves: Iterable[tuple[str, date, int, int]]) -> str:
-    """Why these are not possible; nothing if they are."""
-    for _, since, *accounts in moves:
+def _explain_closed_months(changes: Iterable[tuple[str, date, int, int]]) -> str:
+    """Return an error message if a change affects a closed month, else an empty string."""
+    for _, since, *accounts in changes:
         if since < (first := get_first_open_day(*accounts)):
             closed = Statement.objects.filter(account__in=accounts).select_related("account").latest("month")
             return (
-                f"{closed.account} has closed {closed.month:%Y-%m}, which stays as it is. "
+                f"{closed.account} has closed {closed.month:%Y-%m}; closed months cannot change. "
                 f"The agent's account can change from {first} on."
             )
     return ""
 
 
 def get_first_open_day(*accounts: int) -> date:
-    """The first day after the months that any of these accounts has closed."""
+    """Return the first day after the last closed month of any of these accounts; `date.min` if none is closed."""
     last = Statement.objects.filter(account__in=accounts).aggregate(month=Max("month"))["month"]
     return start_of_next_month(last) if last else date.min

@@ -1,4 +1,4 @@
-"""What may be spent, and what is known here of leases: who opened one, for what, by which key."""
+"""Budgets, and tabs: the budget-relevant attributes of leases."""
 
 from datetime import timedelta
 from decimal import Decimal
@@ -13,7 +13,7 @@ MIN_BUDGET_AMOUNT = Decimal("0.000001")
 
 
 class Scope(models.TextChoices):
-    """Whose leases a budget is for."""
+    """Leases that a budget applies to."""
 
     ALL = "all", "everything"
     AGENT = "agent"
@@ -28,7 +28,7 @@ class Unit(models.TextChoices):
 
 
 class Period(models.TextChoices):
-    """Calendar days and months of UTC; ever has no end."""
+    """UTC calendar day or month, or a lifetime (`ever`), which does not reset."""
 
     DAY = "day"
     MONTH = "month"
@@ -36,34 +36,44 @@ class Period(models.TextChoices):
 
 
 class Budget(models.Model):
-    """What may be spent in each period. A hard one refuses and ends what it is for once it is spent; a soft one says so.
+    """Spending limit per period. A hard budget refuses and ends leases once it is exhausted; a soft budget only warns.
 
-    What has been spent, and what was said about it, is written by budgets.settle alone, and can be derived again."""
+    The spending and the marks of warnings and exhaustion are written by budgets.update_spending, from usage and costs. A
+    change of a field in budgets.updates.GRACE_RESET_FIELDS clears the mark of exhaustion."""
 
     scope = models.CharField(max_length=16, choices=Scope.choices)
     subject = models.CharField(
         max_length=255, blank=True,
-        help_text="A DID, the id of an API key, the name of an environment type or of an account. Empty: everything.",
+        help_text="DID, API key id, environment type or account name. Empty if the scope is everything.",
     )  # fmt: skip
     unit = models.CharField(max_length=5, choices=Unit.choices)
     amount = models.DecimalField(max_digits=15, decimal_places=6, validators=[MinValueValidator(MIN_BUDGET_AMOUNT)])
     period = models.CharField(max_length=5, choices=Period.choices)
     hard = models.BooleanField(
-        default=True, help_text="Once it is spent, leases are refused and ended. Otherwise it only warns."
+        default=True, help_text="When exhausted, refuse new leases and end active ones. A soft budget only warns."
     )
     warn_percent = models.PositiveSmallIntegerField(
-        default=80, validators=[MinValueValidator(1), MaxValueValidator(100)], help_text="From here on a warning is given."
+        default=80, validators=[MinValueValidator(1), MaxValueValidator(100)], help_text="Send a warning at this percentage."
     )
     grace = models.DurationField(
-        default=timedelta(minutes=5), help_text="How long what runs may go on once it is spent, before its lease is ended."
+        default=timedelta(minutes=5),
+        help_text="Time that running work may continue after exhaustion, before its lease is ended.",
     )
     created_at = models.DateTimeField(default=timezone.now, editable=False)
     active = models.BooleanField(default=True)
     spent = models.DecimalField(max_digits=18, decimal_places=9, default=Decimal(0), editable=False)
-    spent_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="When that was worked out.")
-    period_began = models.DateTimeField(null=True, blank=True, editable=False, help_text="The period that was spent in.")
-    warned_for = models.DateTimeField(null=True, blank=True, editable=False, help_text="The period that was warned of.")
-    exhausted_for = models.DateTimeField(null=True, blank=True, editable=False, help_text="The period that it is spent for.")
+    spent_at = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="Time of the last update of the amount spent."
+    )
+    period_began = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="Start of the period of the amount spent."
+    )
+    warned_for = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="Start of the period in which the warning was sent."
+    )
+    exhausted_for = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="Start of the period in which the budget was exhausted."
+    )
     exhausted_at = models.DateTimeField(null=True, blank=True, editable=False)
 
     class Meta:
@@ -76,11 +86,13 @@ class Budget(models.Model):
             models.CheckConstraint(
                 condition=Q(scope="all", subject="") | (~Q(scope="all") & ~Q(subject="")),
                 name="budget_has_its_subject",
-                violation_error_message="A budget for everything has no subject, and every other one has.",
+                violation_error_message="Leave the subject empty for a budget on everything. Every other scope requires one.",
             ),
             models.CheckConstraint(condition=Q(warn_percent__gte=1, warn_percent__lte=100), name="budget_warns_in_time"),
             models.CheckConstraint(
-                condition=Q(grace__gte=timedelta(0)), name="budget_grace", violation_error_message="A grace is not below 0."
+                condition=Q(grace__gte=timedelta(0)),
+                name="budget_grace",
+                violation_error_message="The grace period must not be negative.",
             ),
         ]
         indexes = [
@@ -103,16 +115,20 @@ class Budget(models.Model):
 
     def clean(self) -> None:
         if self.scope == Scope.KEY and not self.subject.isdecimal():
-            raise ValidationError({"subject": "The id of an API key, a number."})
+            raise ValidationError({"subject": "Enter the numeric id of an API key."})
 
 
 class Tab(models.Model):
-    """What is known here of a lease. Opened in the transaction that grants it, closed in the one that ends it."""
+    """Budget-relevant attributes of a lease. Opened in the transaction that grants the lease, closed in the one that ends it.
+
+    `holder` is the lease's id. Billing does not import the lease itself."""
 
     holder = models.UUIDField(primary_key=True)
     agent_did = models.CharField(max_length=255, verbose_name="agent")
     environment_type = models.CharField(max_length=63)
-    key_id = models.CharField(max_length=20, blank=True, help_text="Of the API key that acquired it. Empty: none.")
+    key_id = models.CharField(
+        max_length=20, blank=True, help_text="Id of the API key that acquired the lease. Empty if there was none."
+    )
     opened_at = models.DateTimeField()
     closed_at = models.DateTimeField(null=True, blank=True)
 

@@ -12,24 +12,25 @@ from billing.models.rates import BillableItem, Rate
 
 
 class CostRecord(models.Model):
-    """What one lease used of one item on one day, and what that cost by one rate. Derived from usage, rates and memberships
-    alone: thrown away and derived again it is the same to the last digit."""
+    """Quantity and cost of one lease's use of one item on one day, by one rate.
+
+    Derived only from usage, rates and memberships: deleted and derived again, it is the same to the last digit."""
 
     account = models.ForeignKey(Account, on_delete=models.PROTECT, related_name="costs", db_index=False)
     day = models.DateField()
     provider = models.CharField(max_length=32, blank=True)
     item = models.CharField(max_length=8, choices=BillableItem.choices)
     agent_did = models.CharField(max_length=255, blank=True, verbose_name="agent")
-    holder = models.UUIDField(null=True, blank=True, help_text="The lease. Empty: a sandbox that nobody held yet, or a plan.")
+    holder = models.UUIDField(null=True, blank=True, help_text="Lease id. Empty for sandboxes without a lease and for plans.")
     environment_id = models.CharField(max_length=200, blank=True)
     rate = models.ForeignKey(
-        Rate, on_delete=models.PROTECT, null=True, blank=True, related_name="costs", help_text="Empty: model calls."
+        Rate, on_delete=models.PROTECT, null=True, blank=True, related_name="costs", help_text="Empty for model calls."
     )
-    whole = models.CharField(
-        max_length=40, help_text="The quantity in the smallest units there are, such as microseconds x MiB: a whole number."
+    whole = models.CharField(max_length=40, help_text="Quantity as a whole number of base units, such as microseconds x MiB.")
+    quantity = models.DecimalField(max_digits=18, decimal_places=9, help_text="In units of the item.")
+    free = models.DecimalField(
+        max_digits=18, decimal_places=9, default=Decimal(0), help_text="Part of the quantity within the allowance."
     )
-    quantity = models.DecimalField(max_digits=18, decimal_places=9, help_text="In the unit of the item.")
-    free = models.DecimalField(max_digits=18, decimal_places=9, default=Decimal(0), help_text="Within the allowance.")
     usd = models.DecimalField("USD", max_digits=18, decimal_places=9)
 
     class Meta:

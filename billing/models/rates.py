@@ -12,11 +12,11 @@ from django.utils import timezone
 
 from billing.models.usage import Unpriced, UsageRecord
 
-MAX_RATE_DIGITS = 15  # of a number: SQLite keeps no more
+MAX_RATE_DIGITS = 15  # significant digits; SQLite stores no more
 
 
 class BillableItem(models.TextChoices):
-    """What rates and costs are for, and in which unit."""
+    """Priced items. The label is the unit of quantities and rates."""
 
     TIME = "time", "sandbox-hours"
     MEMORY = "memory", "GiB-hours of memory"
@@ -29,24 +29,27 @@ class BillableItem(models.TextChoices):
 
 
 class Rate(models.Model):
-    """What one unit costs at a provider from a moment on. One that has begun never changes: a new price is a new row, which
-    begins later, and nothing before it costs something else."""
+    """Price per unit of an item at a provider, from `valid_from` on.
+
+    A rate that has begun never changes. A new price is a new row that begins later, so earlier usage keeps its price."""
 
     provider = models.SlugField(max_length=32)
-    instance_type = models.CharField(max_length=32, blank=True, help_text="Such as basic. Empty: of any.")
+    instance_type = models.CharField(max_length=32, blank=True, help_text="For example basic. Empty for every instance type.")
     item = models.CharField(max_length=8, choices=[choice for choice in BillableItem.choices if choice[0] != BillableItem.LLM])
     usd = models.DecimalField(
-        "USD", max_digits=18, decimal_places=12, validators=[MinValueValidator(Decimal(0))], help_text="For one unit."
+        "USD", max_digits=18, decimal_places=12, validators=[MinValueValidator(Decimal(0))], help_text="USD per unit."
     )
     allowance = models.DecimalField(
         max_digits=15, decimal_places=6, default=Decimal(0), validators=[MinValueValidator(Decimal(0))],
-        help_text="Units that each account has free in each calendar month, UTC.",
+        help_text="Free units per account and calendar month (UTC).",
     )  # fmt: skip
-    valid_from = models.DateTimeField(help_text="What was used before is not priced by it.")
-    source = models.CharField(max_length=300, blank=True, help_text="Where the figure is from.")
-    own = models.BooleanField("set your own", default=False, help_text="A zero in the place of a price that only you know.")
+    valid_from = models.DateTimeField(help_text="Applies to usage from this time on.")
+    source = models.CharField(max_length=300, blank=True, help_text="Source of the price, such as a price page.")
+    own = models.BooleanField(
+        "set your own", default=False, help_text="Placeholder of 0 for a price that you have to set yourself."
+    )
     by_use = models.BooleanField(
-        default=False, help_text="CPU and memory: for what was used, where that is measured. Else for what a sandbox was given."
+        default=False, help_text="CPU and memory only: charge measured use where available, not allocated resources."
     )  # fmt: skip
 
     class Meta:
@@ -56,12 +59,12 @@ class Rate(models.Model):
             models.CheckConstraint(
                 condition=Q(usd__gte=0, allowance__gte=0),
                 name="rate_positive",
-                violation_error_message="A rate is not below 0.",
+                violation_error_message="A rate must not be negative.",
             ),
             models.CheckConstraint(
                 condition=Q(by_use=False) | Q(item__in=["cpu", "memory"]),
                 name="rate_by_use",
-                violation_error_message="Only CPU and memory are measured by use.",
+                violation_error_message="Only CPU and memory can be charged by use.",
             ),
         ]
 
@@ -69,17 +72,17 @@ class Rate(models.Model):
         return f"{self.provider} {self.instance_type} {self.item}".replace("  ", " ")
 
     def clean(self) -> None:
-        """That it has not begun, before and after, as of now: what is priced by it cannot change."""
+        """Refuse to change a rate that has begun, or to backdate one: their usage has been priced."""
         stored = Rate.objects.filter(pk=self.pk).first() if self.pk else None
         if stored and stored.valid_from <= timezone.now():
-            raise ValidationError("This rate has begun, and what it priced stays. Add another one that begins later.")
+            raise ValidationError("This rate has begun and cannot change. Add a rate that begins later.")
         if self.valid_from and self.valid_from < get_earliest_start(timezone.now()):
-            raise ValidationError({"valid_from": "A rate does not begin in the past: what was used then has its price."})
+            raise ValidationError({"valid_from": "A rate cannot begin in the past: usage until now has been priced."})
         if isinstance(self.usd, Decimal) and len(self.usd.normalize().as_tuple().digits) > MAX_RATE_DIGITS:
             raise ValidationError({"usd": f"At most {MAX_RATE_DIGITS} digits."})
 
     def save(self, *args: Any, **options: Any) -> None:
-        """ValidationError for one that has begun. Whatever was used since it begins is priced again."""
+        """Save the rate and mark the usage from its start on as unpriced. Raise ValidationError if it has begun."""
         self.full_clean()
         with transaction.atomic():
             super().save(*args, **options)
@@ -88,10 +91,10 @@ class Rate(models.Model):
 
     def delete(self, *args: Any, **options: Any) -> tuple[int, dict[str, int]]:
         if self.valid_from <= timezone.now():
-            raise ValidationError("This rate has begun, and what it priced stays.")
+            raise ValidationError("This rate has begun and cannot be deleted.")
         return super().delete(*args, **options)
 
 
 def get_earliest_start(now: datetime) -> datetime:
-    """When a new rate may begin at the earliest. What is used up to now has a price already, or is about to get it."""
+    """Return the earliest start of a new rate. Usage up to now has been priced, or is being priced."""
     return now

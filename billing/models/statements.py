@@ -1,4 +1,4 @@
-"""What accounts were billed: credits and statements. Rows are added and never changed; others put right what was wrong."""
+"""Credits and statements: append-only rows. A mistake is corrected by a further row."""
 
 from collections.abc import Iterable
 from typing import Any, NoReturn, TypeVar
@@ -12,22 +12,22 @@ RowT = TypeVar("RowT", bound="Frozen")
 
 
 class AppendOnlyQuerySet(QuerySet[RowT]):
-    """Rows that are read, and added to."""
+    """Query set without bulk changes."""
 
     def update(self, **values: Any) -> NoReturn:
-        raise ValidationError("What was booked stays as it is.")
+        raise ValidationError("Booked rows cannot be changed.")
 
     def delete(self) -> NoReturn:
-        raise ValidationError("What was booked stays.")
+        raise ValidationError("Booked rows cannot be deleted.")
 
     def bulk_update(self, objs: Iterable[Any], fields: Any, batch_size: int | None = None) -> NoReturn:
-        raise ValidationError("What was booked stays as it is.")
+        raise ValidationError("Booked rows cannot be changed.")
 
     delete.alters_data = delete.queryset_only = True  # type: ignore[attr-defined]
 
 
 class Frozen(models.Model):
-    """A row that is written once."""
+    """Abstract append-only model."""
 
     objects = AppendOnlyQuerySet.as_manager()
 
@@ -35,30 +35,35 @@ class Frozen(models.Model):
         abstract = True
 
     def save(self, *args: Any, **options: Any) -> None:
-        """ValidationError for one that is there already."""
+        """Insert the row. Raise ValidationError if it exists."""
         if not self._state.adding:
-            raise ValidationError("What was booked stays as it is.")
+            raise ValidationError("Booked rows cannot be changed.")
         super().save(*args, **{**options, "force_insert": True})
 
     def delete(self, *args: Any, **options: Any) -> NoReturn:
-        raise ValidationError("What was booked stays.")
+        raise ValidationError("Booked rows cannot be deleted.")
 
 
 class Credit(Frozen):
-    """Money that an account's statements use up before anything is to be paid. A reversal takes back what is left of one."""
+    """Prepaid money that statements use up before anything is due. A reversal takes back the remainder of a credit."""
 
     class Kind(models.TextChoices):
-        GRANT = "grant", "granted"
-        REVERSAL = "reversal", "taken back"
+        GRANT = "grant", "grant"
+        REVERSAL = "reversal", "reversal"
 
     account = models.ForeignKey("billing.Account", on_delete=models.PROTECT, related_name="credits")
     kind = models.CharField(max_length=8, choices=Kind.choices, default=Kind.GRANT)
-    usd = models.DecimalField("USD", max_digits=15, decimal_places=2, help_text="Below 0 for what is taken back.")
+    usd = models.DecimalField("USD", max_digits=15, decimal_places=2, help_text="Negative for a reversal.")
     at = models.DateTimeField()
     reason = models.CharField(max_length=200)
     actor = models.CharField(max_length=255, verbose_name="by")
     reversed = models.OneToOneField(
-        "self", on_delete=models.PROTECT, null=True, blank=True, related_name="reversal", help_text="The credit taken back."
+        "self",
+        on_delete=models.PROTECT,
+        null=True,
+        blank=True,
+        related_name="reversal",
+        help_text="The credit that this reversal takes back.",
     )
 
     class Meta:
@@ -78,13 +83,13 @@ class Credit(Frozen):
 
 
 class Statement(Frozen):
-    """What one account owes for one calendar month, UTC, as it was when it was closed. A total below 0 is money back."""
+    """Amount due by one account for one calendar month (UTC), fixed when the month is closed. A negative total is a refund."""
 
     account = models.ForeignKey("billing.Account", on_delete=models.PROTECT, related_name="statements")
-    month = models.DateField(help_text="Its first day.")
+    month = models.DateField(help_text="First day of the month.")
     closed_at = models.DateTimeField()
     closed_by = models.CharField(max_length=255)
-    subtotal = models.DecimalField(max_digits=15, decimal_places=2, help_text="The sum of its lines.")
+    subtotal = models.DecimalField(max_digits=15, decimal_places=2, help_text="Sum of the lines.")
     credit_used = models.DecimalField(max_digits=15, decimal_places=2)
     total = models.DecimalField(max_digits=15, decimal_places=2)
 
@@ -105,8 +110,9 @@ class Statement(Frozen):
 
 
 class StatementLine(Frozen):
-    """What an agent used of one item at one provider in a month, in cents: or how much more or less that was than statements
-    said before."""
+    """Cost of one agent's use of one item at one provider in one month, rounded to cents.
+
+    A correction is the difference between that cost and the sum on earlier statements."""
 
     class Kind(models.TextChoices):
         USAGE = "usage", "usage"
@@ -114,11 +120,11 @@ class StatementLine(Frozen):
 
     statement = models.ForeignKey(Statement, on_delete=models.PROTECT, related_name="lines")
     kind = models.CharField(max_length=10, choices=Kind.choices)
-    for_month = models.DateField(help_text="The first day of the month in which it was used.")
+    for_month = models.DateField(help_text="First day of the month of use.")
     agent_did = models.CharField(max_length=255, blank=True, verbose_name="agent")
     provider = models.CharField(max_length=32, blank=True)
     item = models.CharField(max_length=8)
-    quantity = models.DecimalField(max_digits=18, decimal_places=9, help_text="In the unit of the item.")
+    quantity = models.DecimalField(max_digits=18, decimal_places=9, help_text="In units of the item.")
     usd = models.DecimalField("USD", max_digits=15, decimal_places=2)
 
     class Meta:

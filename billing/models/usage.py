@@ -10,7 +10,7 @@ from django.db.models import F, Q, QuerySet
 
 
 class Watermark(models.Model):
-    """Up to when something has been derived. Whoever derives holds its lock, so one pass at a time does, and never back."""
+    """Time up to which a kind of usage, or costs, have been derived. Its row lock serializes the passes of a derivation."""
 
     name = models.CharField(max_length=32, primary_key=True)
     at = models.DateTimeField()
@@ -23,7 +23,7 @@ class Watermark(models.Model):
 
     @classmethod
     def hold(cls, name: str, now: datetime) -> datetime:
-        """Lock it until the transaction ends, and move it to now, but never back; where it is then."""
+        """Lock the watermark until the transaction ends and advance it to `now`, never back. Return its time."""
         cls.objects.get_or_create(name=name, defaults={"at": now})
         mark = cls.objects.select_for_update().get(name=name)
         if mark.at < now:
@@ -41,9 +41,10 @@ class UsageKind(models.TextChoices):
 
 
 class Unpriced(models.Model):
-    """A day whose costs do not follow from its usage yet: something was written or removed since they were derived.
+    """A day whose usage, rates or memberships have changed since its costs were derived.
 
-    One row for each change, so nobody waits for anybody: whoever prices removes the rows it saw before it read the usage."""
+    Each change adds its own row, so that concurrent changes never wait for each other. A pricing pass deletes the rows that
+    it read before it read the usage."""
 
     day = models.DateField()
 
@@ -55,12 +56,12 @@ class Unpriced(models.Model):
 
     @classmethod
     def note(cls, days: Iterable[date]) -> None:
-        """Call it in the transaction that changes what these days cost."""
+        """Mark days as unpriced. Call it in the transaction that changes their usage, rates or accounts."""
         Unpriced.objects.bulk_create([Unpriced(day=day) for day in sorted({*days})], batch_size=200)
 
 
 class UsageRecordQuerySet(QuerySet["UsageRecord"]):
-    """Whatever is written or removed leaves its day unpriced, in the same transaction."""
+    """Query set that marks the days of inserted and deleted records as unpriced, in the same transaction."""
 
     def bulk_create(self, objs: Iterable[Any], *args: Any, **options: Any) -> list[Any]:
         records = [*objs]
@@ -77,38 +78,36 @@ class UsageRecordQuerySet(QuerySet["UsageRecord"]):
 
 
 class UsageRecord(models.Model):
-    """One fact's share of one day, UTC: a sandbox's time in one state, the bytes of a snapshot, one lease's calls of a model.
+    """Share of one fact in one UTC day, such as a sandbox's time in one state, a snapshot's bytes or a lease's model calls.
 
-    Of what is not over yet the part up to the watermark is here, and grows with the next pass."""
+    The record of a fact that has not ended covers the time up to the watermark, and grows with the next pass."""
 
     item = models.CharField(max_length=8, choices=UsageKind.choices)
-    source = models.CharField(
-        max_length=320, help_text="The fact: the transition that began it, the snapshot, lease and model."
-    )
+    source = models.CharField(max_length=320, help_text="The fact: a transition, a reading, a snapshot, or a lease and model.")
     day = models.DateField()
     began_at = models.DateTimeField()
     ended_at = models.DateTimeField()
     sandbox = models.ForeignKey(
         "sandboxes.Sandbox", on_delete=models.PROTECT, null=True, blank=True, related_name="usage", db_index=False
     )
-    holder = models.UUIDField(null=True, blank=True, help_text="The lease. Empty: a sandbox that nobody held yet.")
+    holder = models.UUIDField(null=True, blank=True, help_text="Lease id. Empty for sandboxes without a lease.")
     agent_did = models.CharField(max_length=255, blank=True, verbose_name="agent")
     environment_id = models.CharField(max_length=200, blank=True)
     provider = models.CharField(max_length=32, blank=True)
     state = models.CharField(max_length=16, blank=True)
     memory_mib = models.PositiveIntegerField(default=0)
     millicpus = models.PositiveIntegerField(default=0)
-    measured = models.BooleanField(default=False, help_text="What it used of CPU and memory is in records of its own.")
-    cpu_micros = models.PositiveBigIntegerField("CPU", default=0, help_text="Used, in microseconds.")
-    mib_micros = models.PositiveBigIntegerField("memory", default=0, help_text="Used, in microseconds x MiB.")
+    measured = models.BooleanField(default=False, help_text="CPU and memory use is measured, in separate records.")
+    cpu_micros = models.PositiveBigIntegerField("CPU", default=0, help_text="CPU time used, in microseconds.")
+    mib_micros = models.PositiveBigIntegerField("memory", default=0, help_text="Memory used, in microseconds x MiB.")
     size_bytes = models.PositiveBigIntegerField(default=0)
     model = models.CharField(max_length=200, blank=True)
-    calls = models.PositiveBigIntegerField(default=0, help_text="Of a model; or runs.")
-    unpriced = models.PositiveBigIntegerField(default=0, help_text="Calls of which nobody knows what they cost.")
+    calls = models.PositiveBigIntegerField(default=0, help_text="Number of model calls or runs.")
+    unpriced = models.PositiveBigIntegerField(default=0, help_text="Number of model calls with unknown cost.")
     input_tokens = models.PositiveBigIntegerField(default=0)
     cached_tokens = models.PositiveBigIntegerField(default=0)
     output_tokens = models.PositiveBigIntegerField(default=0)
-    usd = models.DecimalField(max_digits=18, decimal_places=9, default=Decimal(0), help_text="Of model calls.")
+    usd = models.DecimalField(max_digits=18, decimal_places=9, default=Decimal(0), help_text="Cost of model calls.")
 
     objects = UsageRecordQuerySet.as_manager()
 
@@ -130,20 +129,17 @@ class UsageRecord(models.Model):
 
 
 class Meter(models.Model):
-    """How far the life of one sandbox has been read: the transition whose state it is in now, and since when.
+    """Progress of metering one sandbox: the last transition read, and the time since which its state lasts.
 
-    A sandbox's transitions follow one another, so none is passed over; a table's do not."""
+    Kept per sandbox because the transitions of one sandbox commit in the order of their ids; those of the table do not."""
 
     sandbox = models.OneToOneField("sandboxes.Sandbox", on_delete=models.PROTECT, primary_key=True, related_name="meter")
     transition = models.BigIntegerField()
     began_at = models.DateTimeField()
-    read_at = models.DateTimeField(help_text="The watermark when its usage was last written.")
+    read_at = models.DateTimeField(help_text="Watermark of the last write of the sandbox's usage.")
 
     class Meta:
         default_permissions = ()
 
     def __str__(self) -> str:
         return f"{self.sandbox_id} at {self.transition}"
-
-
-# --- money ------------------------------------------------------------------------------------------------------------

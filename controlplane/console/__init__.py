@@ -1,0 +1,1 @@
+"""Navigation and dashboard around the apps' admin pages."""

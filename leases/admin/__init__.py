@@ -1,5 +1,5 @@
-"""Admin pages on leases, turns, agents, keys and environment types."""
+"""Console pages of leases, turns, agents, API keys and environment types."""
 
-from leases.admin import budgets, costs, identity, leases, sandboxes, spending, state
+from leases.admin import agents, api_keys, environment_types, leases, references, sandbox_actions, snapshot_actions
 
-__all__ = ["budgets", "costs", "identity", "leases", "sandboxes", "spending", "state"]
+__all__ = ["agents", "api_keys", "environment_types", "leases", "references", "sandbox_actions", "snapshot_actions"]

@@ -1,4 +1,4 @@
-"""What leases may spend on calls to models, on operators' pages, and the act that changes it for one."""
+"""Model-call spending on the pages of leases and agents, and the action that sets a lease's limit."""
 
 from datetime import datetime
 from decimal import Decimal
@@ -12,38 +12,39 @@ from unfold.widgets import UnfoldAdminTextInputWidget
 
 from leases import leasing
 from leases.models import Lease, LeaseStatus
-from sandboxes.admin.base import AdminAction, ReasonForm, SummaryField, parse_uuid
+from sandboxes.admin.actions import AdminAction, ReasonForm
+from sandboxes.admin.changelist import parse_uuid
 from sandboxes.admin.fields import NormalizedDecimalField
-from sandboxes.admin.formatting import format_usd, render_meter
+from sandboxes.admin.formatting import SummaryField, format_usd, render_meter
 from sandboxes.admin.llm_calls import StartedWithinFilter, build_calls_field, build_model_cost_field, build_tokens_field
 from sandboxes.egress.authorization import sum_spend
 from sandboxes.egress.totals import calculate_totals
 from sandboxes.models import LlmCall
 
 LIMIT_FIELD = Lease._meta.get_field("llm_limit")
-RECENT_PERIOD = "30d"  # of an agent's calls: it may have any number of older ones
+RECENT_PERIOD = "30d"  # bounds the query: an agent may have any number of older calls
 
 
 class SpendLimitForm(ReasonForm):
-    """How much it may be from now on."""
+    """New spend limit of a lease."""
 
     field_order = ["limit", "reason"]
-    form_before_template = "admin/leases/lease/spent.html"
+    form_before_template = "admin/leases/lease/spend_limit.html"
     limit = NormalizedDecimalField(
         required=False,
         min_value=0,
         max_digits=LIMIT_FIELD.max_digits,
         decimal_places=LIMIT_FIELD.decimal_places,
-        label="Spend limit in USD",
+        label="Spend limit (USD)",
         widget=UnfoldAdminTextInputWidget({"autofocus": True, "autocomplete": "off", "inputmode": "decimal"}),
-        help_text="For all its model calls together, those before included. Empty: no limit. 0: none is let out.",
+        help_text="Total for all model calls of this lease, past ones included. Leave empty for no limit. 0 blocks all calls.",
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         pk = parse_uuid(unquote(self.object_id or ""))
         self.lease = Lease.objects.filter(pk=pk).first() if pk else None
-        self.fields["limit"].initial = self.lease and self.lease.llm_limit  # so that it is not lifted by mistake
+        self.fields["limit"].initial = self.lease and self.lease.llm_limit  # an empty form would remove the limit
 
     def get_before_template_context(self, request: HttpRequest, object_id: str | None = None) -> dict[str, Any]:
         if self.lease is None:
@@ -61,12 +62,17 @@ def _set_spend_limit(lease: Lease, actor: str, why: str, now: datetime, limit: D
 
 SET_SPEND_LIMIT_ACTION = AdminAction(
     title="Set spend limit",
-    warning="It holds from the next model call on. What is under way goes on.",
-    done="given another spend limit",
-    refusal_reason="not active any more",
+    warning="The limit applies from the next model call. Calls in progress continue.",
+    done="updated with the new spend limit",
+    refusal_reason="no longer active",
     legal=lambda lease: lease.status == LeaseStatus.ACTIVE,
     verb=_set_spend_limit,
-    explain_refusal=lambda lease: "it has that limit" if lease.status == LeaseStatus.ACTIVE else "not active any more",
+    explain_refusal=lambda lease: (
+        "the lease already has that limit" if lease.status == LeaseStatus.ACTIVE else "no longer active"
+    ),
+    icon="savings",
+    permissions=("leases.end_lease",),
+    button="Spend limit",
     form=SpendLimitForm,
 )
 
@@ -76,7 +82,7 @@ def format_spend_limit(limit: Decimal | None) -> str:
 
 
 def build_lease_spending_fields(lease: Lease) -> list[SummaryField]:
-    """What its sandboxes asked their models, and what that took. One query."""
+    """Build calls, tokens and cost of the lease's model calls. One query."""
     total, limit = calculate_totals(LlmCall.objects.filter(holder=lease.pk)), lease.llm_limit
     bar = format_html('{}<span class="lh-line"></span>of ', render_meter(total.spent, limit)) if limit is not None else ""
     over = limit is not None and total.spent >= limit
@@ -85,9 +91,9 @@ def build_lease_spending_fields(lease: Lease) -> list[SummaryField]:
 
 
 def build_agent_spending_fields(did: str) -> list[SummaryField]:
-    """What it asked models lately, under any lease. One query."""
+    """Build calls, tokens and cost of the agent's model calls in the last 30 days, under any lease. One query."""
     total = calculate_totals(
         LlmCall.objects.filter(agent_did=did, started_at__gte=timezone.now() - StartedWithinFilter.lengths[RECENT_PERIOD])
     )
-    asked = build_calls_field(total, "Model calls in 30 days", agent_did=did, since=RECENT_PERIOD)
-    return [asked, build_tokens_field(total), build_model_cost_field(total, "in 30 days", agent_did=did, since=RECENT_PERIOD)]
+    calls = build_calls_field(total, "Model calls, last 30 days", agent_did=did, since=RECENT_PERIOD)
+    return [calls, build_tokens_field(total), build_model_cost_field(total, "last 30 days", agent_did=did, since=RECENT_PERIOD)]

@@ -1,5 +1,4 @@
-"""What happened to one lease: its events, its sandbox's transitions, its turns and runs, and what was worth telling of
-its stored state, as one list."""
+"""Timeline of one lease: its events, turns and runs, transitions of its sandbox and data events."""
 
 import heapq
 from collections.abc import Iterable, Iterator
@@ -12,35 +11,37 @@ from django.db.models import QuerySet
 from django.urls import reverse
 
 from leases.models import Lease, LeaseEvent, Turn
+from sandboxes.admin.data_events import render_data_event
 from sandboxes.admin.formatting import format_command, format_duration, format_path, render_badge, truncate_text
-from sandboxes.admin.sandboxes import RUN_TRANSITIONS_FILTER, format_run_duration, render_run_outcome
-from sandboxes.admin.state import render_data_event
+from sandboxes.admin.runs import format_run_duration, render_run_outcome
+from sandboxes.admin.sandboxes import RUN_TRANSITIONS_FILTER
 from sandboxes.models import DataEvent, Run, Transition
 
-SOURCE_LABELS = {"lease": "Lease", "sandbox": "Sandbox", "turn": "Turns", "run": "Runs", "state": "State"}
+SOURCE_LABELS = {"lease": "Lease", "sandbox": "Sandbox", "turn": "Turns", "run": "Runs", "state": "Data"}
 PAGE_SIZE = 60
 
 
 @dataclass(frozen=True)
 class TimelineEntry:
-    """One line: when, what (and where to look), how it went, who and why."""
+    """Entry of the timeline. `source` is a key of SOURCE_LABELS."""
 
     at: datetime
     source: str
-    what: str
+    title: str
     href: str = ""
     state: Any = ""
     detail: str = ""
-    who: str = ""
-    took: str = ""
+    actor: str = ""
+    duration: str = ""
 
 
 def load_timeline(
     lease: Lease, *, before: datetime | None = None, only: str = ""
 ) -> tuple[list[TimelineEntry], datetime | None]:
-    """The newest entries before a moment, newest first, and the moment to ask for the ones before them.
+    """Load the newest entries before a moment, newest first, and the moment to pass as `before` for the next page.
 
-    Five queries however long the lease lived: each source gives its newest by its own index, and they are merged."""
+    `only` restricts the timeline to one source. Five queries whatever the lease's age: the newest rows of each source are
+    read by its own index and merged."""
     sources = {
         "lease": _iter_event_entries(_select_newest(LeaseEvent.objects.filter(lease=lease), "at", before)),
         "sandbox": _iter_transition_entries(
@@ -56,9 +57,9 @@ def load_timeline(
     merged = heapq.nlargest(PAGE_SIZE + 1, (entry for source in chosen for entry in source), key=attrgetter("at"))
     if len(merged) <= PAGE_SIZE:
         return _blank_repeated_commands(merged), None
-    rest = merged.pop().at
-    # Entries of one instant stay on one page: the next one begins strictly before a moment.
-    page = [entry for entry in merged if entry.at > rest] or merged
+    first_of_next = merged.pop().at
+    # The next page begins strictly before a moment, so entries of one instant must stay on one page.
+    page = [entry for entry in merged if entry.at > first_of_next] or merged
     return _blank_repeated_commands(page), page[-1].at
 
 
@@ -74,7 +75,9 @@ def _select_newest(rows: QuerySet[Any], column: str, before: datetime | None) ->
 
 def _iter_event_entries(events: Iterable[LeaseEvent]) -> Iterator[TimelineEntry]:
     for event in events:
-        yield TimelineEntry(event.at, "lease", event.kind.replace("_", " ").capitalize(), detail=event.reason, who=event.actor)
+        yield TimelineEntry(
+            event.at, "lease", event.kind.replace("_", " ").capitalize(), detail=event.reason, actor=event.actor
+        )
 
 
 def _iter_transition_entries(transitions: Iterable[Transition]) -> Iterator[TimelineEntry]:
@@ -94,7 +97,7 @@ def _iter_turn_entries(turns: Iterable[Turn]) -> Iterator[TimelineEntry]:
             href,
             render_turn_status(turn),
             truncate_text(turn.answer, 160),
-            took=length,
+            duration=length,
         )
 
 
@@ -108,30 +111,30 @@ def _iter_run_entries(runs: Iterable[Run]) -> Iterator[TimelineEntry]:
             href,
             render_run_outcome(run),
             truncate_text(format_command(run.argv), 160),
-            took=format_run_duration(run),
+            duration=format_run_duration(run),
         )
 
 
 def _iter_data_event_entries(events: Iterable[DataEvent]) -> Iterator[TimelineEntry]:
     for row in events:
         href = reverse("admin:sandboxes_dataevent_change", args=[row.pk])
-        said = ": ".join(filter(None, [format_path(row.path), format_path(row.detail)]))
-        yield TimelineEntry(row.at, "state", "State", href, render_data_event(row), truncate_text(said, 300))
+        detail = ": ".join(filter(None, [format_path(row.path), format_path(row.detail)]))
+        yield TimelineEntry(row.at, "state", "Data", href, render_data_event(row), truncate_text(detail, 300))
 
 
 def render_turn_status(turn: Turn) -> Any:
     if turn.ended_at is None:
-        return render_badge("open", "playing")
+        return render_badge("open", "in progress")
     return render_badge("skipped") if turn.skipped else render_badge("ok", "played")
 
 
 def _blank_repeated_commands(entries: list[TimelineEntry]) -> list[TimelineEntry]:
-    """Forty runs of one command name it once, at the first of them."""
-    said, kept = "", []
+    """Blank the command of consecutive runs after the earliest one of the same command."""
+    last_command, result = "", []
     for entry in reversed(entries):
         if entry.source == "run":
-            kept.append(replace(entry, detail="" if entry.detail == said else entry.detail))
-            said = entry.detail
+            result.append(replace(entry, detail="" if entry.detail == last_command else entry.detail))
+            last_command = entry.detail
         else:
-            kept.append(entry)
-    return kept[::-1]
+            result.append(entry)
+    return result[::-1]

@@ -8,7 +8,7 @@ from rest_framework import serializers
 
 from billing import budgets
 from billing.api.serializers import format_day
-from billing.estimate import predict_exhaustion_date
+from billing.forecast import predict_exhaustion_date
 from billing.models.budgets import Budget, Period, Scope, Unit
 from billing.pricing import format_decimal
 from leases.api import schema

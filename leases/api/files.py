@@ -24,10 +24,10 @@ from leases.errors import InvalidRequest, RangeNotSatisfiable
 from leases.errors import RequestTooLarge as BodyTooLarge
 from sandboxes import files, runs
 from sandboxes.models import Sandbox
+from sandboxes.providers import tar_validation
 from sandboxes.providers.base import DATA, WORKSPACE, Provider, Rejected, TooLarge, check_directory_path, split_sandbox_path
 from sandboxes.runs import Command
-from sandboxes.state import archives
-from sandboxes.state.file_reader import FileTree as Tree
+from sandboxes.state.file_tree import FileTree as Tree
 from sandboxes.state.spool import open_spool
 from sandboxes.storage.base import StoreError
 
@@ -193,7 +193,7 @@ class ArchiveView(FileApiView):
                 for chunk in request_body.iter_body(request, MAX_ARCHIVE_BYTES):
                     tar.write(chunk)
             try:
-                archives.validate_tar(tar)
+                tar_validation.validate_tar(tar)
             except TooLarge as wrong:
                 raise BodyTooLarge(str(wrong), field="body") from None
             except Rejected as wrong:
@@ -263,7 +263,7 @@ def _read_range(tree: Tree, *, path: str, asked: ByteRange | None) -> tuple[byte
 
 def _list_entries(tree: Tree, *, under: str, deep: bool) -> dict[str, Any]:
     try:
-        return dict(tree.look(under, deep=deep, most=MAX_LISTING_ENTRIES))
+        return dict(tree.list_entries(under, deep=deep, limit=MAX_LISTING_ENTRIES))
     except TooLarge:
         said = f"There are more than {MAX_LISTING_ENTRIES} entries. Ask for a directory in it, or for its own with deep=0."
         raise TooLarge(said) from None

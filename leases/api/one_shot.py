@@ -20,9 +20,9 @@ from leases.api.leases import AgentApiView, parse_encoding
 from leases.errors import InvalidRequest
 from leases.errors import RequestTooLarge as BodyTooLarge
 from leases.one_shot import OneShotRequest
+from sandboxes.providers import tar_validation
 from sandboxes.providers.base import Rejected, TooLarge
 from sandboxes.runs import KILL_GRACE
-from sandboxes.state import archives
 
 NEW_RUN_SERIALIZER = show.NewRunSerializer()
 MAX_NEW_RUN_BODY_BYTES = 32 << 20  # a workspace, mostly
@@ -89,7 +89,7 @@ def _decode_workspace(text: str) -> BinaryIO:
     """The workspace of a request, checked."""
     tar = io.BytesIO(decode_input(text, "base64", "workspace"))
     try:
-        archives.validate_tar(tar)
+        tar_validation.validate_tar(tar)
     except TooLarge as wrong:
         raise BodyTooLarge(str(wrong), field="workspace") from None
     except Rejected as wrong:

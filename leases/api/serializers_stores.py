@@ -75,11 +75,11 @@ class SessionSerializer(serializers.Serializer):
 
 
 def serialize_chat_event(event: Event) -> dict[str, Any]:
-    return {"id": event.id, "at": format_timestamp(event.at), "actor": event.actor, "message": event.said}
+    return {"id": event.id, "at": format_timestamp(event.at), "actor": event.actor, "message": event.document}
 
 
 def serialize_audit_event(event: Event) -> dict[str, Any]:
-    return {"id": event.id, "at": format_timestamp(event.at), "actor": event.actor, "entry": event.said}
+    return {"id": event.id, "at": format_timestamp(event.at), "actor": event.actor, "entry": event.document}
 
 
 def serialize_artifact(artifact: Artifact) -> dict[str, Any]:
@@ -98,5 +98,5 @@ def serialize_session(session: Session) -> dict[str, Any]:
         "session_id": session.id,
         "updated_at": format_timestamp(session.at),
         "actor": session.actor,
-        "session": session.said,
+        "session": session.document,
     }

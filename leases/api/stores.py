@@ -89,7 +89,7 @@ class EventLogApiView(StoreApiView):
         if cursor and not behind:
             raise InvalidRequest("cursor", "Not the id of an event.")
         events = self.log(self.of(pk))
-        found, more = events.page(behind=behind, newest_first=order == "newest", limit=parse_limit(request))
+        found, more = events.page(after=behind, newest_first=order == "newest", limit=parse_limit(request))
         return self.listed(request, found, more, self.serialize_event, "id")
 
     def one(self, pk: UUID, event_id: str) -> HttpResponse:
@@ -193,7 +193,7 @@ class ArtifactListView(StoreApiView):
     )
     def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """The artifacts of a lease by name. The 1000 newest stay, as far as they fit into 1 GiB."""
-        found, more = self.of(pk).artifacts.page(behind=parse_name_cursor(request), limit=parse_limit(request))
+        found, more = self.of(pk).artifacts.page(after=parse_name_cursor(request), limit=parse_limit(request))
         return self.listed(request, found, more, show.serialize_artifact, "name")
 
 
@@ -259,7 +259,7 @@ class SessionListView(StoreApiView):
     )
     def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
         """The session index of a lease by id. The 1000 that were written last stay."""
-        found, more = self.of(pk).sessions.page(behind=parse_name_cursor(request), limit=parse_limit(request))
+        found, more = self.of(pk).sessions.page(after=parse_name_cursor(request), limit=parse_limit(request))
         return self.listed(request, found, more, show.serialize_session, "session_id")
 
 

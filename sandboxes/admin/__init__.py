@@ -1,6 +1,9 @@
-"""Admin pages on pools, sandboxes, runs, stored state, egress, identity and webhooks."""
+"""Console pages of pools, sandboxes, runs, stored state, egress, identity and webhooks."""
 
 from sandboxes.admin import (
+    agent_data,
+    data_events,
+    deliveries,
     identity,
     llm_calls,
     model_rates,
@@ -8,11 +11,14 @@ from sandboxes.admin import (
     pools,
     processes,
     readings,
+    runs,
     sandboxes,
-    state,
+    snapshots,
+    sweeps,
     webhooks,
-)  # fmt: skip
+)
 
 __all__ = [
-    "identity", "llm_calls", "model_rates", "policies", "pools", "processes", "readings", "sandboxes", "state", "webhooks",
+    "agent_data", "data_events", "deliveries", "identity", "llm_calls", "model_rates", "policies", "pools", "processes",
+    "readings", "runs", "sandboxes", "snapshots", "sweeps", "webhooks",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Form fields for what operators configure, in the words they use elsewhere: "5m", and one item a line."""
+"""Form fields for durations, decimals and lists of strings."""
 
 from datetime import timedelta
 from decimal import Decimal
@@ -12,20 +12,20 @@ from sandboxes.db import durations
 
 
 class DurationTextField(forms.Field):
-    """A duration as the environment variables take it: "90", "30s", "5m", "2h", "1d"."""
+    """Duration in the syntax of the environment variables: "90", "30s", "5m", "2h", "1d"."""
 
     widget = UnfoldAdminTextInputWidget
 
     def __init__(self, *, help_text: str = "", **kwargs: Any) -> None:
-        super().__init__(help_text=f'{help_text} Such as "30s", "5m", "4h" or "1d".', **kwargs)
+        super().__init__(help_text=f'{help_text} For example "30s", "5m", "4h" or "1d".'.strip(), **kwargs)
 
     def to_python(self, value: Any) -> timedelta | None:
         if not value:
             return None
         try:
             return durations.parse_duration(str(value))
-        except ValueError as wrong:
-            raise ValidationError(f"{wrong}.".capitalize()) from None
+        except ValueError as error:
+            raise ValidationError(f"{error}.".capitalize()) from None
 
     def prepare_value(self, value: Any) -> Any:
         if not isinstance(value, timedelta):
@@ -38,25 +38,26 @@ class DurationTextField(forms.Field):
 
 
 class DurationOrZeroField(DurationTextField):
-    """A duration that may be 0."""
+    """Duration that may be zero."""
 
     def to_python(self, value: Any) -> timedelta | None:
         return timedelta(0) if str(value).strip() in ("0", "0s") else super().to_python(value)
 
 
 class NormalizedDecimalField(forms.DecimalField):
-    """A decimal number without the zeros that a column fills up with."""
+    """Decimal shown without trailing zeros."""
 
     def prepare_value(self, value: Any) -> Any:
         return f"{value.normalize():f}" if isinstance(value, Decimal) else value
 
 
 class LineListField(forms.Field):
-    """A list of strings, one a line."""
+    """List of strings, one per line."""
 
     def __init__(self, *, help_text: str = "", encoder: Any = None, decoder: Any = None, **kwargs: Any) -> None:
-        kwargs["widget"] = UnfoldAdminTextareaWidget({"rows": 4})  # for a JSONField, whose two arguments end here
-        super().__init__(help_text=f"{help_text} One a line.", **kwargs)
+        # JSONField passes encoder and decoder, which a list of strings does not need.
+        kwargs["widget"] = UnfoldAdminTextareaWidget({"rows": 4})
+        super().__init__(help_text=f"{help_text} One per line.".strip(), **kwargs)
 
     def to_python(self, value: Any) -> list[str]:
         return [line.strip() for line in str(value or "").splitlines() if line.strip()]

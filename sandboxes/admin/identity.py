@@ -1,4 +1,4 @@
-"""Operators' pages on what agents sign with and what was signed for them. `leases` names the holders and the agents."""
+"""Console pages of agent signing keys and service tokens."""
 
 import json
 from datetime import datetime, timedelta
@@ -13,22 +13,14 @@ from django.urls import reverse
 from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from unfold.decorators import action, display
-from unfold.enums import ActionVariant
+from unfold.decorators import display
 from unfold.widgets import UnfoldAdminTextInputWidget
 
-from sandboxes.admin.base import (
-    AdminAction,
-    ConsoleModelAdmin,
-    HolderDisplayMixin,
-    ListTab,
-    ReadOnlyModelAdmin,
-    ReasonForm,
-    SummaryField,
-    build_all_fields_fieldset,
-    list_audit_entries,
-)
+from sandboxes.admin.actions import REASON_HELP_TEXT, AdminAction, ReasonForm, list_audit_entries
+from sandboxes.admin.base import ConsoleModelAdmin, ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.changelist import ListTab
 from sandboxes.admin.formatting import (
+    SummaryField,
     build_changelist_url,
     format_age,
     render_admin_link,
@@ -37,12 +29,13 @@ from sandboxes.admin.formatting import (
     render_timestamp,
     render_two_lines,
 )
+from sandboxes.admin.registry import build_agent_field, build_holder_field, get_reference, render_holders
 from sandboxes.errors import SigningKeyExists
 from sandboxes.identity import curves, signing
 from sandboxes.models import MintedToken, SigningKey
 from sandboxes.models.identity import ACTIVE_KEY_FILTER
 
-MAX_AUDIT_ENTRIES = 12  # newest entries of what operators did
+MAX_AUDIT_ENTRIES = 12
 DID_KEY_PREFIX = "did:key:"
 
 
@@ -50,74 +43,85 @@ def _rotate_key(key: SigningKey, actor: str, why: str, now: datetime) -> bool:
     return signing.replace_key(key, now=now, actor=actor) is not None
 
 
+def _get_active_key_url(row: SigningKey, form: ReasonForm) -> str:
+    """URL of the agent's active key, or of the row if none is active."""
+    key = SigningKey.objects.filter(ACTIVE_KEY_FILTER, agent_did=row.agent_did).first()
+    return reverse("admin:sandboxes_signingkey_change", args=[key.pk if key else row.pk])
+
+
 ROTATE_KEY_ACTION = AdminAction(
     title="Rotate key",
     warning=(
-        "A new key signs from now on, and the private half of this one is destroyed. Services refuse the new signatures "
-        "until the agent's DID document has the new key."
+        "A new key signs from now on, and the private half of this key is destroyed. Services reject the new signatures "
+        "until the agent's DID document lists the new key."
     ),
     done="rotated",
-    refusal_reason="it does not sign any more",
+    refusal_reason="no longer active",
     legal=lambda key: key.is_active,
     verb=_rotate_key,
+    icon="autorenew",
+    permissions=("sandboxes.manage_identity",),
+    get_next_url=_get_active_key_url,
 )
 REVOKE_KEY_ACTION = AdminAction(
     title="Revoke key",
-    warning="Nothing is signed for this agent until it has another key. The private half of this one is destroyed.",
+    warning="The private half of this key is destroyed. The agent gets no service tokens until another key is created.",
     done="revoked",
-    refusal_reason="it does not sign any more",
+    refusal_reason="no longer active",
     legal=lambda key: key.is_active,
     verb=lambda key, actor, why, now: signing.revoke_key(key, now=now, actor=actor),
+    icon="key_off",
+    permissions=("sandboxes.manage_identity",),
+    danger=True,
+    get_next_url=_get_active_key_url,
 )
 
 
 class SigningKeyForm(forms.ModelForm):
-    """Whose key, and on which curve."""
+    """Agent and algorithm of a new key."""
 
     class Meta:
         model = SigningKey
         fields = ["agent_did", "algorithm"]
-        help_texts = {"algorithm": "AT Protocol takes both; ES256K is what it uses if nothing else is said."}
+        help_texts = {"algorithm": "AT Protocol accepts both. ES256K is its default."}
 
     reason = forms.CharField(
         min_length=5,
         max_length=200,
         widget=UnfoldAdminTextInputWidget({"autocomplete": "off"}),
-        help_text="Kept in the history, beside your name.",
+        help_text=REASON_HELP_TEXT,
     )
 
     def clean_agent_did(self) -> str:
-        did: str = self.cleaned_data["agent_did"].strip()
+        did = get_reference("agent").clean(self.cleaned_data["agent_did"])
         if SigningKey.objects.filter(ACTIVE_KEY_FILTER, agent_did=did).exists():
             raise forms.ValidationError(str(SigningKeyExists()))
         return did
 
 
 @admin.register(SigningKey)
-class SigningKeyAdmin(HolderDisplayMixin, ConsoleModelAdmin):
+class SigningKeyAdmin(ConsoleModelAdmin):
     form = SigningKeyForm
     list_display = ["who", "shown", "state", "created", "last_minted"]
     list_filter = ["algorithm"]
     search_fields = ["agent_did__startswith", "public_key__startswith"]
-    search_help_text = "Agent or public key"
+    search_help_text = "Agent or public key (prefix)"
     ordering = ["-created_at", "-pk"]
-    slices = {
+    list_tabs = {
         "active": ListTab(
-            "Active", "No agent has a signing key: none can have a service token.", lambda now: ACTIVE_KEY_FILTER
+            "Active", "No active signing keys. An agent needs one to get service tokens.", lambda now: ACTIVE_KEY_FILTER
         ),
-        "retired": ListTab("Retired", "No key was rotated.", lambda now: Q(retired_at__isnull=False)),
-        "revoked": ListTab("Revoked", "No key was revoked.", lambda now: Q(revoked_at__isnull=False)),
-        "all": ListTab("All", "No agent ever had a signing key."),
+        "retired": ListTab(
+            "Retired", "No retired keys. A key is retired when it is rotated.", lambda now: Q(retired_at__isnull=False)
+        ),
+        "revoked": ListTab("Revoked", "No revoked keys.", lambda now: Q(revoked_at__isnull=False)),
+        "all": ListTab("All", "No signing keys yet. Add one to let an agent get service tokens."),
     }
     change_form_outer_before_template = "admin/sandboxes/signingkey/publish.html"
-    acts = {"rotate": ROTATE_KEY_ACTION, "revoke": REVOKE_KEY_ACTION}
-    actions_detail = ["rotate", "revoke"]
-
-    def has_manage_permission(self, request: HttpRequest, object_id: str | None = None) -> bool:
-        return request.user.has_perm("sandboxes.manage_identity")
+    row_actions = {"rotate": ROTATE_KEY_ACTION, "revoke": REVOKE_KEY_ACTION}
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        return self.has_manage_permission(request)
+        return request.user.has_perm("sandboxes.manage_identity")
 
     def has_change_permission(self, request: HttpRequest, obj: SigningKey | None = None) -> bool:
         return False
@@ -132,9 +136,9 @@ class SigningKeyAdmin(HolderDisplayMixin, ConsoleModelAdmin):
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:
         return super().get_search_results(request, queryset, search_term.strip().removeprefix(DID_KEY_PREFIX))
 
-    def complete(self, rows: list[SigningKey]) -> None:
-        found = MintedToken.objects.filter(key__in=[row.pk for row in rows]).order_by()
-        latest = dict(found.values_list("key").annotate(Max("at")))
+    def annotate_rows(self, rows: list[SigningKey]) -> None:
+        tokens = MintedToken.objects.filter(key__in=[row.pk for row in rows]).order_by()
+        latest = dict(tokens.values_list("key").annotate(Max("at")))
         for row in rows:
             row.minted_at = latest.get(row.pk)  # type: ignore[attr-defined]
 
@@ -154,11 +158,11 @@ class SigningKeyAdmin(HolderDisplayMixin, ConsoleModelAdmin):
     def created(self, row: SigningKey) -> SafeString | str:
         return render_time_ago(row.created_at)
 
-    @display(description="Last minted")
+    @display(description="Last token")
     def last_minted(self, row: SigningKey) -> SafeString | str:
         return render_time_ago(row.minted_at)  # type: ignore[attr-defined]
 
-    def page(self, request: HttpRequest, row: SigningKey) -> dict[str, Any]:
+    def get_page_context(self, request: HttpRequest, row: SigningKey) -> dict[str, Any]:
         minted = row.tokens.aggregate(count=Count("pk"), latest=Max("at"))
         ended = row.retired_at or row.revoked_at
         return {
@@ -168,35 +172,33 @@ class SigningKeyAdmin(HolderDisplayMixin, ConsoleModelAdmin):
                     render_key_state(row),
                     note=format_html("{} by {}", render_time_ago(ended), row.ended_by or "–") if ended else "",
                 ),
-                self.agent(row.agent_did),
+                build_agent_field(row.agent_did),
                 SummaryField("Algorithm", row.get_algorithm_display()),
                 SummaryField("Created", render_time_ago(row.created_at), note=f"by {row.created_by}" if row.created_by else ""),
-                SummaryField("Last minted", render_time_ago(minted["latest"])),
+                SummaryField("Last token", render_time_ago(minted["latest"])),
                 SummaryField(
                     "Service tokens",
                     f"{minted['count']:,}",
                     href=build_changelist_url("sandboxes_mintedtoken", slice="all", q=row.did_key),
-                    note="minted with this key",
+                    note="signed with this key",
                 ),
-                *self.others(request, row),
+                *self.build_related_key_fields(request, row),
             ],
             "did_key": row.did_key,
             "document": json.dumps(signing.build_verification_method(row), indent=2) if row.is_active else "",
-            "done": list_audit_entries(row, MAX_AUDIT_ENTRIES),
+            "audit": list_audit_entries(row, MAX_AUDIT_ENTRIES),
         }
 
-    def others(self, request: HttpRequest, row: SigningKey) -> list[SummaryField]:
-        """The key before this one, and what signs if this one does not any more."""
+    def build_related_key_fields(self, request: HttpRequest, row: SigningKey) -> list[SummaryField]:
+        """Build links to the agent's previous key and, unless it is this one, to its active key."""
         keys = SigningKey.objects.filter(agent_did=row.agent_did)
-        before, signs = keys.filter(pk__lt=row.pk).order_by("-pk").first(), keys.filter(ACTIVE_KEY_FILTER).first()
-        found = [SummaryField("Before it", _render_key_link(before), note=render_key_state(before))] if before else []
-        if signs is None:
-            may = self.has_manage_permission(request)
-            href = reverse("admin:sandboxes_signingkey_add", query={"agent_did": row.agent_did}) if may else ""
-            found.append(SummaryField("Signs now", "none: create one" if may else "none", href=href))
-        elif signs != row:
-            found.append(SummaryField("Signs now", _render_key_link(signs), note=render_key_state(signs)))
-        return found
+        previous, active = keys.filter(pk__lt=row.pk).order_by("-pk").first(), keys.filter(ACTIVE_KEY_FILTER).first()
+        fields = [SummaryField("Previous key", _render_key_link(previous), note=render_key_state(previous))] if previous else []
+        if active is None:
+            fields.append(_build_missing_key_field(request, row.agent_did, "Active key"))
+        elif active != row:
+            fields.append(SummaryField("Active key", _render_key_link(active), note=render_key_state(active)))
+        return fields
 
     def construct_change_message(self, request: HttpRequest, form: Any, formsets: Any, add: bool = False) -> Any:
         return f"Create key: {form.cleaned_data['reason']}"
@@ -205,42 +207,43 @@ class SigningKeyAdmin(HolderDisplayMixin, ConsoleModelAdmin):
         private = curves.generate_key(obj.algorithm)
         row = signing.create_key(obj.agent_did, now=timezone.now(), actor=request.user.get_username(), private=private)
         obj.pk, obj.public_key = row.pk, row.public_key
+        get_reference("agent").ensure_exists(obj.agent_did)
 
     def add_view(self, request: HttpRequest, form_url: str = "", extra_context: Any = None) -> HttpResponse:
         try:
             buttons = {"show_save_and_add_another": False, "show_save_and_continue": False}
-            answer: HttpResponse = super().add_view(request, form_url, {**(extra_context or {}), **buttons})
-        except SigningKeyExists as refused:  # a rival was first, after the form was found to be good
-            messages.error(request, str(refused))
+            response: HttpResponse = super().add_view(request, form_url, {**(extra_context or {}), **buttons})
+        except SigningKeyExists as error:  # created by another request after the form was validated
+            messages.error(request, str(error))
             return HttpResponseRedirect(build_changelist_url("sandboxes_signingkey"))
-        return answer
+        return response
 
     def response_add(self, request: HttpRequest, obj: SigningKey, post_url_continue: str | None = None) -> HttpResponse:
-        messages.success(request, f"{obj.agent_did} has a signing key. Publish what is below, and services know it.")
+        messages.success(
+            request,
+            f"Signing key created for {obj.agent_did}. Publish the verification method below in the agent's DID document.",
+        )
         return HttpResponseRedirect(reverse("admin:sandboxes_signingkey_change", args=[obj.pk]))
-
-    def after(self, act: AdminAction, row: SigningKey, form: ReasonForm) -> str:
-        """The key that signs now, if there is another."""
-        key = SigningKey.objects.filter(ACTIVE_KEY_FILTER, agent_did=row.agent_did).first()
-        return reverse("admin:sandboxes_signingkey_change", args=[key.pk if key else row.pk])
-
-    @action(description="Rotate key…", permissions=["manage"], icon="autorenew", dialog=ROTATE_KEY_ACTION.dialog)
-    def rotate(self, request: HttpRequest, form: ReasonForm, object_id: str) -> HttpResponse:
-        return self.answer(request, object_id, ROTATE_KEY_ACTION, form)
-
-    @action(
-        description="Revoke key…",
-        permissions=["manage"],
-        icon="key_off",
-        variant=ActionVariant.DANGER,
-        dialog=REVOKE_KEY_ACTION.dialog,
-    )
-    def revoke(self, request: HttpRequest, form: ReasonForm, object_id: str) -> HttpResponse:
-        return self.answer(request, object_id, REVOKE_KEY_ACTION, form)
 
 
 def _render_key_link(key: SigningKey) -> SafeString:
     return render_admin_link("sandboxes_signingkey", key.pk, key.did_key)
+
+
+def build_signing_key_field(request: HttpRequest, did: str) -> SummaryField:
+    """Build an agent's active signing key, or a link to create one."""
+    key = SigningKey.objects.filter(agent_did=did).order_by("-pk").first()
+    if key and key.is_active:
+        link = render_admin_link("sandboxes_signingkey", key.pk, key.algorithm)
+        return SummaryField("Signing key", link, note=render_key_state(key))
+    return _build_missing_key_field(request, did, "Signing key", note=render_key_state(key) if key else "none yet")
+
+
+def _build_missing_key_field(request: HttpRequest, did: str, label: str, note: Any = "") -> SummaryField:
+    if not request.user.has_perm("sandboxes.manage_identity"):
+        return SummaryField(label, "none", note=note)
+    href = reverse("admin:sandboxes_signingkey_add", query={"agent_did": did})
+    return SummaryField(label, "create one", href=href, note=note)
 
 
 def render_key_state(key: SigningKey) -> SafeString:
@@ -250,29 +253,29 @@ def render_key_state(key: SigningKey) -> SafeString:
 
 
 @admin.register(MintedToken)
-class MintedTokenAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
+class MintedTokenAdmin(ReadOnlyModelAdmin):
     list_display = ["what", "who", "by", "minted", "ends"]
     search_fields = ["agent_did__startswith", "aud__startswith", "lxm__startswith", "key__public_key__exact"]
-    search_help_text = "Agent, audience, method, or a whole id or key"
+    search_help_text = "Agent, audience or method (prefix), or a complete id or key"
     ordering = ["-at", "-pk"]
-    slices = {
-        "all": ListTab("All", "No service token was minted yet."),
-        "valid": ListTab("Not expired", "Every service token has expired.", lambda now: Q(expires_at__gt=now)),
+    list_tabs = {
+        "all": ListTab("All", "No service tokens yet. Agents request them through the API."),
+        "valid": ListTab("Valid", "No valid service tokens: every one has expired.", lambda now: Q(expires_at__gt=now)),
     }
     fieldsets = build_all_fields_fieldset("jti", "holder", "agent_did", "key", "aud", "lxm", "at", "expires_at", "actor")
 
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:
         term = search_term.strip().removeprefix(DID_KEY_PREFIX)
         try:
-            whole = UUID(term)
+            pk = UUID(term)
         except ValueError:
             return super().get_search_results(request, queryset, term)
-        return queryset.filter(Q(pk=whole) | Q(holder=whole)), False
+        return queryset.filter(Q(pk=pk) | Q(holder=pk)), False
 
-    def complete(self, rows: list[MintedToken]) -> None:
-        found = self.holders({row.holder for row in rows if row.holder})
+    def annotate_rows(self, rows: list[MintedToken]) -> None:
+        leases = render_holders({row.holder for row in rows if row.holder})
         for row in rows:
-            row.held = found[row.holder] if row.holder else "–"  # type: ignore[attr-defined]
+            row.lease = leases[row.holder] if row.holder else "–"  # type: ignore[attr-defined]
 
     @display(description="Audience and method")
     def what(self, row: MintedToken) -> SafeString:
@@ -280,13 +283,13 @@ class MintedTokenAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
 
     @display(description="Agent and lease")
     def who(self, row: MintedToken) -> SafeString:
-        return render_two_lines(row.agent_did, row.held)  # type: ignore[attr-defined]
+        return render_two_lines(row.agent_did, row.lease)  # type: ignore[attr-defined]
 
-    @display(description="Asked for by")
+    @display(description="Requested by")
     def by(self, row: MintedToken) -> str:
         return row.actor or "–"
 
-    @display(description="Minted")
+    @display(description="Issued")
     def minted(self, row: MintedToken) -> SafeString | str:
         return render_time_ago(row.at)
 
@@ -294,14 +297,14 @@ class MintedTokenAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
     def ends(self, row: MintedToken) -> SafeString:
         return render_token_expiry(row, timezone.now())
 
-    def page(self, request: HttpRequest, row: MintedToken) -> dict[str, Any]:
+    def get_page_context(self, request: HttpRequest, row: MintedToken) -> dict[str, Any]:
         return {
             "facts": [
-                SummaryField("Audience", row.aud, note="the service that takes it"),
-                SummaryField("Method", row.lxm, note="all that it is good for"),
-                self.agent(row.agent_did),
-                *([self.holder(row.holder)] if row.holder else []),
-                SummaryField("Minted", render_time_ago(row.at), note=f"asked for by {row.actor}" if row.actor else ""),
+                SummaryField("Audience", row.aud, note="the service that accepts the token"),
+                SummaryField("Method", row.lxm, note="the only method the token allows"),
+                build_agent_field(row.agent_did),
+                *([build_holder_field(row.holder)] if row.holder else []),
+                SummaryField("Issued", render_time_ago(row.at), note=f"requested by {row.actor}" if row.actor else ""),
                 SummaryField("Expires", render_token_expiry(row, timezone.now()), note=render_timestamp(row.expires_at)),
                 SummaryField("Signed with", _render_key_link(row.key), note=render_key_state(row.key)),
             ]

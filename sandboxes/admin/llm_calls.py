@@ -1,4 +1,4 @@
-"""Operators' pages on what sandboxes asked their models. `leases` names the holders."""
+"""Console pages of LLM and relay calls through the egress proxy."""
 
 from datetime import UTC, date, datetime, time, timedelta
 from typing import Any
@@ -19,15 +19,10 @@ from unfold.contrib.filters.admin import (
 )
 from unfold.decorators import display
 
-from sandboxes.admin.base import (
-    HolderDisplayMixin,
-    ListTab,
-    ReadOnlyModelAdmin,
-    SummaryField,
-    build_all_fields_fieldset,
-    parse_uuid,
-)
+from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.changelist import ListTab, parse_uuid
 from sandboxes.admin.formatting import (
+    SummaryField,
     build_changelist_url,
     format_bytes,
     format_duration,
@@ -40,6 +35,7 @@ from sandboxes.admin.formatting import (
     render_timestamp,
     render_two_lines,
 )
+from sandboxes.admin.registry import build_agent_field, build_holder_field
 from sandboxes.egress import model_pricing, upstream_records
 from sandboxes.egress.totals import IS_FAILED, IS_REFUSED, IS_UNPRICED, CallTotals
 from sandboxes.models import LlmCall, ModelRate
@@ -55,7 +51,7 @@ OUTCOME_BADGES = {
 
 
 class StartedWithinFilter(RadioFilter):
-    """How long ago it started: what other pages link by."""
+    """Filter by time since the start. Other pages link by its values."""
 
     title = "time since it started"
     parameter_name = "since"
@@ -70,34 +66,36 @@ class StartedWithinFilter(RadioFilter):
 
 
 class StartedBetweenFilter(RangeDateTimeFilter):
-    """From a moment in UTC to another. A day alone means from its beginning, and to its end."""
+    """Filter by start between two UTC moments. A date without a time means the beginning or the end of that day."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.title = "start, in UTC"
+        self.title = "start (UTC)"
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[LlmCall]) -> QuerySet[LlmCall]:
-        began, ended = self._moment("from", time.min), self._moment("to", time.max)
-        queryset = queryset.filter(started_at__gte=began) if began else queryset
-        return queryset.filter(started_at__lte=ended) if ended else queryset
+        first, last = self._parse_bound("from", time.min), self._parse_bound("to", time.max)
+        queryset = queryset.filter(started_at__gte=first) if first else queryset
+        return queryset.filter(started_at__lte=last) if last else queryset
 
-    def _moment(self, end: str, usual: time) -> datetime | None:
-        day, at = (str(self.used_parameters.get(f"{self.parameter_name}_{end}_{part}") or "") for part in (0, 1))
+    def _parse_bound(self, bound: str, default: time) -> datetime | None:
+        day, at = (str(self.used_parameters.get(f"{self.parameter_name}_{bound}_{part}") or "") for part in (0, 1))
         try:
-            found: date | None = parse_date(day)
-            clock = parse_time(at) if at else usual
+            parsed: date | None = parse_date(day)
+            clock = parse_time(at) if at else default
         except ValueError:
             return None
-        return datetime.combine(found, clock, UTC) if found and clock else None
+        return datetime.combine(parsed, clock, UTC) if parsed and clock else None
 
 
 class PriceSourceFilter(RadioFilter):
+    """Filter by source of the price."""
+
     title = "price"
     parameter_name = "price"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        known = [(value, label.capitalize()) for value, label in LlmCall.Priced.choices if value]
-        return [*known, ("none", "Unpriced")]
+        sources = [(value, label.capitalize()) for value, label in LlmCall.Priced.choices if value]
+        return [*sources, ("none", "Unpriced")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[LlmCall]) -> QuerySet[LlmCall]:
         if self.value() == "none":
@@ -106,35 +104,35 @@ class PriceSourceFilter(RadioFilter):
 
 
 class TextLookupFilter(TextFilter):
-    """A column's value, typed in."""
+    """Filter with a text box for one lookup."""
 
     lookup = ""
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[LlmCall]) -> QuerySet[LlmCall]:
-        said = (self.value() or "").replace("\0", "").strip()  # which PostgreSQL does not take
-        return queryset.filter(**{self.lookup: said}) if said else queryset
+        value = (self.value() or "").replace("\0", "").strip()  # PostgreSQL rejects NUL in text
+        return queryset.filter(**{self.lookup: value}) if value else queryset
 
 
 class ModelNameFilter(TextLookupFilter):
-    title, parameter_name, lookup = "model, or its beginning", "called", "model__startswith"
+    title, parameter_name, lookup = "model (prefix)", "called", "model__startswith"
 
 
 class ErrorCodeFilter(TextLookupFilter):
-    title, parameter_name, lookup = "code of a refusal or failure", "code", "code"
+    title, parameter_name, lookup = "error code", "code", "code"
 
 
 class HttpStatusFilter(TextLookupFilter):
     title, parameter_name, lookup = "HTTP status", "status", "status"
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[LlmCall]) -> QuerySet[LlmCall]:
-        said = (self.value() or "").strip()
-        if said and not (said.isascii() and said.isdigit() and len(said) == 3):
+        value = (self.value() or "").strip()
+        if value and not (value.isascii() and value.isdigit() and len(value) == 3):
             return queryset.none()
         return super().queryset(request, queryset)
 
 
 @admin.register(LlmCall)
-class LlmCallAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
+class LlmCallAdmin(ReadOnlyModelAdmin):
     list_display = ["asked", "result", "tokens", "price", "who", "when", "lasted"]
     list_filter = [
         ("kind", ChoicesRadioFilter),
@@ -149,17 +147,17 @@ class LlmCallAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
     ]
     list_select_related = ["sandbox"]
     search_fields = ["agent_did__startswith", "environment_id__startswith", "model__startswith"]
-    search_help_text = "Agent, environment, model, or a whole id"
+    search_help_text = "Agent, environment or model (prefix), or a complete id"
     ordering = ["-started_at", "-pk"]
-    slices = {
-        "all": ListTab("All", "No sandbox has asked a model yet."),
-        "open": ListTab("Running", "No model is being asked now.", lambda now: Q(ended_at__isnull=True)),
-        "failed": ListTab("Failed", "No call failed, was cut off or lost.", lambda now: IS_FAILED),
-        "refused": ListTab("Refused", "Nothing was refused.", lambda now: IS_REFUSED),
-        "unpriced": ListTab("Unpriced", "What each call cost is known.", lambda now: IS_UNPRICED),
+    list_tabs = {
+        "all": ListTab("All", "No model calls yet. Each call through the egress proxy is recorded here."),
+        "open": ListTab("Running", "No calls in progress.", lambda now: Q(ended_at__isnull=True)),
+        "failed": ListTab("Failed", "No failed calls: none failed, was interrupted or lost.", lambda now: IS_FAILED),
+        "refused": ListTab("Refused", "No refused calls.", lambda now: IS_REFUSED),
+        "unpriced": ListTab("Unpriced", "No unpriced calls: the cost of every call is known.", lambda now: IS_UNPRICED),
         "unmetered": ListTab(
             "Unmetered",
-            "No answered call is missing in the upstream's records.",
+            "No unmetered calls: every answered call is in the upstream's records.",
             lambda now: Q(pk__in=upstream_records.find_unmetered(now).values("pk")),
         ),
     }
@@ -170,17 +168,17 @@ class LlmCallAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
     )  # fmt: skip
 
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:
-        """The id of a call, of a lease or of a sandbox: a call's looks like the others, so each is looked for."""
-        whole = search_term.strip()
-        if pk := parse_uuid(whole):
-            return queryset.filter(Q(call_id__in=[whole, pk.hex]) | Q(holder=pk) | Q(sandbox=pk)), False
+        """Search all id columns for a complete id: ids of calls, leases and sandboxes have the same form."""
+        text = search_term.strip()
+        if pk := parse_uuid(text):
+            return queryset.filter(Q(call_id__in=[text, pk.hex]) | Q(holder=pk) | Q(sandbox=pk)), False
         return super().get_search_results(request, queryset, search_term)
 
     @display(description="Model")
     def asked(self, row: LlmCall) -> SafeString:
         return render_two_lines(format_model_name(row), "" if row.kind == LlmCall.Kind.LLM else format_path(row.path))
 
-    @display(description="Outcome")
+    @display(description="Result")
     def result(self, row: LlmCall) -> SafeString:
         return render_two_lines(
             render_call_outcome(row), " ".join(filter(None, [str(row.status or ""), format_path(row.code)])) if row.code else ""
@@ -202,46 +200,46 @@ class LlmCallAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
     def when(self, row: LlmCall) -> SafeString | str:
         return render_time_ago(row.started_at)
 
-    @display(description="Took")
+    @display(description="Duration")
     def lasted(self, row: LlmCall) -> str:
         return (
             format_duration(row.ended_at - row.started_at) if row.ended_at and row.outcome != LlmCall.Outcome.REFUSED else "–"
         )
 
-    def page(self, request: HttpRequest, row: LlmCall) -> dict[str, Any]:
-        cached = f"{row.cached_tokens:,} of those in cached" if row.cached_tokens else ""
-        model = [
+    def get_page_context(self, request: HttpRequest, row: LlmCall) -> dict[str, Any]:
+        cached = f"{row.cached_tokens:,} input tokens cached" if row.cached_tokens else ""
+        usage = [
             SummaryField("Tokens in / out", format_tokens(row), note=cached),
             SummaryField("USD", format_price(row), note=describe_price_source(row)),
-            SummaryField("Seen in the upstream's records", format_seen_at(row.recorded_at)),
+            SummaryField("In upstream records", format_seen_at(row.recorded_at)),
         ]
         return {
             "facts": [
-                SummaryField("Outcome", render_call_outcome(row), note=format_path(row.code)),
-                SummaryField("Answered", row.status or "–", note="HTTP status" if row.status else ""),
+                SummaryField("Result", render_call_outcome(row), note=format_path(row.code)),
+                SummaryField("HTTP status", row.status or "–"),
                 SummaryField(
                     "Model" if row.kind == LlmCall.Kind.LLM else "Kind",
                     format_model_name(row),
                     note="streamed" if row.streamed else "",
                 ),
                 SummaryField("Path", format_html('<span class="lh-command">{}</span>', format_path(row.path) or "–")),
-                *(model if row.kind == LlmCall.Kind.LLM else []),
+                *(usage if row.kind == LlmCall.Kind.LLM else []),
                 SummaryField("Started", render_time_ago(row.started_at), note=render_timestamp(row.started_at)),
-                SummaryField("Took", self.lasted(row), note=describe_first_byte(row)),
+                SummaryField("Duration", self.lasted(row), note=describe_first_byte(row)),
                 SummaryField(
                     "Sent / received",
                     f"{format_bytes(row.sent_bytes)} / {format_bytes(row.received_bytes)}",
                     note="by the sandbox",
                 ),
-                SummaryField("Seen in the proxy's log", format_seen_at(row.logged_at)),
+                SummaryField("In proxy log", format_seen_at(row.logged_at)),
                 *(
                     [SummaryField("Sandbox", render_admin_link("sandboxes_sandbox", row.sandbox_id, row.sandbox))]
                     if row.sandbox_id
                     else []
                 ),
                 *([SummaryField("Run", render_admin_link("sandboxes_run", row.run_id, "run"))] if row.run_id else []),
-                self.agent(row.agent_did),
-                *([self.holder(row.holder)] if row.holder else []),
+                build_agent_field(row.agent_did),
+                *([build_holder_field(row.holder)] if row.holder else []),
             ]
         }
 
@@ -263,60 +261,61 @@ def describe_first_byte(row: LlmCall) -> str:
 
 
 def format_tokens(row: LlmCall) -> str:
-    """What went in and what came out, as far as the upstream has said it."""
-    said = ["?" if count is None else f"{count:,}" for count in (row.input_tokens, row.output_tokens)]
-    return " / ".join(said) if is_billable(row) else "–"
+    """Format input and output tokens, "?" for a count that the upstream did not report."""
+    counts = ["?" if count is None else f"{count:,}" for count in (row.input_tokens, row.output_tokens)]
+    return " / ".join(counts) if is_billable(row) else "–"
 
 
 def format_price(row: LlmCall) -> str:
+    """Format the cost in USD, "unpriced" if it is not known, a dash if there is none."""
     if row.cost is None:
         return "unpriced" if is_billable(row) else "–"
     return format_usd(row.cost)
 
 
 def is_billable(row: LlmCall) -> bool:
-    """Whether it went to a model, and is over."""
+    """Whether the call reached a model and has ended."""
     return row.kind == LlmCall.Kind.LLM and row.ended_at is not None and row.outcome != LlmCall.Outcome.REFUSED
 
 
 def describe_price_source(row: LlmCall) -> SafeString | str:
-    """Where its price is from; the rate, if it is still the one that makes this price."""
+    """Name the source of the price, with a link to the rate if the rate still gives this price."""
     if row.priced != LlmCall.Priced.RATE:
         return row.get_priced_display() if row.priced else ""
-    of = (row.model, row.input_tokens or 0, row.cached_tokens or 0, row.output_tokens or 0, row.started_at)
+    usage = (row.model, row.input_tokens or 0, row.cached_tokens or 0, row.output_tokens or 0, row.started_at)
     rate = model_pricing.find_rate(ModelRate.objects.filter(valid_from__lte=row.started_at), row.model, row.started_at)
-    if not isinstance(rate, ModelRate) or model_pricing.calculate_price([rate], *of) != row.cost:
-        return "by a rate that has changed since"
+    if not isinstance(rate, ModelRate) or model_pricing.calculate_price([rate], *usage) != row.cost:
+        return "by a rate that was changed since"
     cached = rate.input_usd if rate.cached_usd is None else rate.cached_usd
-    said = f"in {format_usd(rate.input_usd)}, cached {format_usd(cached)}, out {format_usd(rate.output_usd)} USD a million"
-    return format_html("by rate {}: {}", render_admin_link("sandboxes_modelrate", rate.pk, rate), said)
+    prices = (
+        f"input {format_usd(rate.input_usd)}, cached {format_usd(cached)}, output {format_usd(rate.output_usd)} USD per million"
+    )
+    return format_html("rate {}: {}", render_admin_link("sandboxes_modelrate", rate.pk, rate), prices)
 
 
-def build_calls_field(total: CallTotals, label: str = "Model calls", **narrowed: Any) -> SummaryField:
-    """How many of some calls there were, and of those how many did not go well. `narrowed` cuts the list down to them."""
+def build_calls_field(total: CallTotals, label: str = "Model calls", **filters: Any) -> SummaryField:
+    """Build the number of calls with failed and refused ones. `filters` narrow the linked list to the same calls."""
     parts = [("failed", total.failed, "lh-link lh-alarm"), ("refused", total.refused, "lh-link")]
     links = [
-        (css, build_changelist_url("sandboxes_llmcall", slice=name, kind__exact="llm", **narrowed), f"{number:,}", name)
+        (css, build_changelist_url("sandboxes_llmcall", slice=name, kind__exact="llm", **filters), f"{number:,}", name)
         for name, number, css in parts
         if number
     ]
     note = format_html_join(", ", '<a class="{}" href="{}">{} {}</a>', links)
-    href = build_changelist_url("sandboxes_llmcall", slice="all", kind__exact="llm", **narrowed)
+    href = build_changelist_url("sandboxes_llmcall", slice="all", kind__exact="llm", **filters)
     return SummaryField(label, f"{total.calls:,}", note=note, href=href)
 
 
-def build_model_cost_field(total: CallTotals, of: Any, *, alarm: bool = False, **narrowed: Any) -> SummaryField:
-    """What they cost, and how many of them are not in that sum. `of` says what it is to be measured by."""
+def build_model_cost_field(total: CallTotals, note: Any, *, alarm: bool = False, **filters: Any) -> SummaryField:
+    """Build the cost of calls after a note, such as a limit, with the number of unpriced calls not in the sum."""
     href, number = (
-        build_changelist_url("sandboxes_llmcall", slice="unpriced", **narrowed),
+        build_changelist_url("sandboxes_llmcall", slice="unpriced", **filters),
         pluralize(total.unpriced, "call", "calls"),
     )
     unpriced = format_html(', <a class="lh-link" href="{}">{} unpriced</a>', href, number) if total.unpriced else ""
-    return SummaryField(
-        "Spent on models", f"{format_usd(total.spent)} USD", note=format_html("{}{}", of, unpriced), alarm=alarm
-    )
+    return SummaryField("Model cost", f"{format_usd(total.spent)} USD", note=format_html("{}{}", note, unpriced), alarm=alarm)
 
 
 def build_tokens_field(total: CallTotals) -> SummaryField:
-    note = f"{total.cached_tokens:,} of those in cached" if total.cached_tokens else ""
+    note = f"{total.cached_tokens:,} input tokens cached" if total.cached_tokens else ""
     return SummaryField("Tokens in / out", f"{total.input_tokens:,} / {total.output_tokens:,}", note=note)

@@ -1,4 +1,4 @@
-"""Operators' page on what models' tokens cost, for calls that nobody else prices."""
+"""Console pages of model rates: token prices for calls that the upstream does not price."""
 
 from datetime import timedelta
 from typing import Any
@@ -10,8 +10,10 @@ from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin.base import ConsoleModelAdmin, ListTab, SummaryField
+from sandboxes.admin.base import ConsoleModelAdmin
+from sandboxes.admin.changelist import ListTab
 from sandboxes.admin.formatting import (
+    SummaryField,
     build_changelist_url,
     format_age,
     format_usd,
@@ -22,22 +24,22 @@ from sandboxes.admin.formatting import (
 from sandboxes.egress import model_pricing
 from sandboxes.models import ModelRate
 
-MAX_UNPRICED_CALLS_COUNTED = 1000  # unpriced calls that are counted
+MAX_UNPRICED_CALLS_COUNTED = 1000
 
 
 @admin.register(ModelRate)
 class ModelRateAdmin(ConsoleModelAdmin):
     list_display = ["pattern", "input", "cached", "output", "since", "condition"]
     search_fields = ["pattern__startswith"]
-    search_help_text = "Model, or its beginning"
+    search_help_text = "Model (prefix)"
     ordering = ["pattern", "-valid_from"]
-    slices = {
-        "all": ListTab("All", "No rate yet: calls cost what the upstream says, and are unpriced where it says nothing."),
-        "later": ListTab("Later", "Every rate is valid already.", lambda now: Q(valid_from__gt=now)),
+    list_tabs = {
+        "all": ListTab("All", "No model rates yet. Without one, a call is unpriced unless the upstream reports its cost."),
+        "later": ListTab("Scheduled", "No scheduled rates: every rate is in force.", lambda now: Q(valid_from__gt=now)),
     }
     fields = ["pattern", "input_usd", "cached_usd", "output_usd", "valid_from"]
 
-    @display(description="Input, USD a million")
+    @display(description="Input, USD per million")
     def input(self, row: ModelRate) -> str:
         return format_usd(row.input_usd)
 
@@ -60,17 +62,17 @@ class ModelRateAdmin(ConsoleModelAdmin):
 
     @display(description="State")
     def condition(self, row: ModelRate) -> SafeString:
-        return render_badge("ok", "valid") if row.valid_from <= timezone.now() else render_badge("waiting", "later")
+        return render_badge("ok", "in force") if row.valid_from <= timezone.now() else render_badge("waiting", "scheduled")
 
-    def page(self, request: HttpRequest, row: ModelRate) -> dict[str, Any]:
+    def get_page_context(self, request: HttpRequest, row: ModelRate) -> dict[str, Any]:
         waiting = model_pricing.find_priceable([row], now=timezone.now())[:MAX_UNPRICED_CALLS_COUNTED].count()
         return {
             "facts": [
                 SummaryField("State", self.condition(row), note=render_timestamp(row.valid_from)),
                 SummaryField(
-                    "Calls it will price",
+                    "Unpriced calls",
                     f"{waiting:,}" if waiting < MAX_UNPRICED_CALLS_COUNTED else f"{MAX_UNPRICED_CALLS_COUNTED:,} or more",
-                    note="that ended without a price; a sweep prices them each minute",
+                    note="matching this rate; priced by the next sweep",
                     href=build_changelist_url("sandboxes_llmcall", slice="unpriced"),
                 ),
             ]

@@ -1,4 +1,4 @@
-"""Operators' pages on what sandboxes may do beyond the rest. `leases.admin.leases` says which environment types ask for it."""
+"""Console pages of sandbox policies."""
 
 from typing import Any
 
@@ -9,66 +9,73 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin.base import ConsoleModelAdmin, SummaryField
-from sandboxes.admin.formatting import build_changelist_url, pluralize, render_admin_link, render_badge, render_two_lines
+from sandboxes.admin.base import ConsoleModelAdmin
+from sandboxes.admin.formatting import (
+    SummaryField,
+    build_changelist_url,
+    render_admin_link,
+    render_badge,
+    render_two_lines,
+)
+from sandboxes.admin.registry import build_registered_fields
 from sandboxes.models import Policy, Sandbox, SandboxState
 from sandboxes.models.policies import SEALED_POLICY_NAME
 
 LIVE_SANDBOX_FILTER = ~Q(state=SandboxState.DESTROYED)
-CONFIGURED_MODELS_LABEL = "the configured ones"  # LEASEHOLD_LLM_MODEL and LEASEHOLD_LLM_MODELS
+CONFIGURED_MODELS_LABEL = "configured default"  # LEASEHOLD_LLM_MODEL and LEASEHOLD_LLM_MODELS
 
 
 @admin.register(Policy)
 class PolicyAdmin(ConsoleModelAdmin):
     list_display = ["what", "root", "allowed_models", "pace", "relay_access", "live"]
     search_fields = ["name__startswith"]
-    search_help_text = "Name"
+    search_help_text = "Name (prefix)"
     ordering = ["name"]
     fieldsets: list[tuple[str | None, dict[str, Any]]] = [
         (None, {"fields": ["name", "description"]}),
-        ("Its container", {"fields": ["writable_root"]}),
+        ("Container", {"fields": ["writable_root"]}),
         (
-            "Its way out",
+            "Egress",
             {
                 "fields": ["models", "calls_per_minute", "most_calls_at_once", "largest_body_kib", "relay"],
-                "description": "Looked up at each call: a change holds from the next one on, also for sandboxes that run.",
+                "description": "Evaluated on every call. A change takes effect from the next call, also for running sandboxes.",
             },
         ),
     ]
     labels = {
         "writable_root": "Writable root file system",
-        "models": "Models that may be called",
-        "most_calls_at_once": "Calls at once",
-        "largest_body_kib": "Largest request in KiB",
-        "relay": "May use the relay",
+        "models": "Allowed models",
+        "most_calls_at_once": "Concurrent calls",
+        "largest_body_kib": "Maximum request size (KiB)",
+        "relay": "Relay access",
     }
 
     def get_readonly_fields(self, request: HttpRequest, obj: Policy | None = None) -> list[str]:
-        return ["name"] if obj else []  # settings and scripts call it by its name
+        return ["name"] if obj else []  # settings and scripts refer to a policy by name
 
     def has_change_permission(self, request: HttpRequest, obj: Policy | None = None) -> bool:
-        """The built-in one says what holds for all that name none: it is the same everywhere."""
+        """The built-in policy is read-only: it applies wherever no policy is named."""
         return not (obj and obj.built_in) and bool(super().has_change_permission(request, obj))
 
     def get_fieldsets(self, request: HttpRequest, obj: Policy | None = None) -> Any:
-        """Whoever only reads sees the models one a line, as the form has them."""
+        """Show the allowed models one per line to users without change permission."""
         if obj is None or self.has_change_permission(request, obj):
             return self.fieldsets
         return [
-            (title, {**said, "fields": ["all_models" if name == "models" else name for name in said["fields"]]})
-            for title, said in self.fieldsets
+            (title, {**options, "fields": ["all_models" if name == "models" else name for name in options["fields"]]})
+            for title, options in self.fieldsets
         ]
 
-    @display(description="Models that may be called")
+    @display(description="Allowed models")
     def all_models(self, row: Policy) -> SafeString | str:
         return (
             format_html_join(SafeString("<br>"), '<span class="lh-command">{}</span>', ((each,) for each in row.models))
             or CONFIGURED_MODELS_LABEL
         )
 
-    def complete(self, rows: list[Policy]) -> None:
-        found = Sandbox.objects.filter(LIVE_SANDBOX_FILTER).order_by().values_list("policy").annotate(Count("pk"))
-        live = dict(found)
+    def annotate_rows(self, rows: list[Policy]) -> None:
+        counts = Sandbox.objects.filter(LIVE_SANDBOX_FILTER).order_by().values_list("policy").annotate(Count("pk"))
+        live = dict(counts)
         for row in rows:
             row.live = live.get(None if row.built_in else row.pk, 0)  # type: ignore[attr-defined]
 
@@ -86,7 +93,7 @@ class PolicyAdmin(ConsoleModelAdmin):
 
     @display(description="Calls")
     def pace(self, row: Policy) -> SafeString:
-        return render_two_lines(f"{row.calls_per_minute:,} a minute", f"{row.most_calls_at_once:,} at once")
+        return render_two_lines(f"{row.calls_per_minute:,} per minute", f"{row.most_calls_at_once:,} concurrent")
 
     @display(description="Relay")
     def relay_access(self, row: Policy) -> str:
@@ -96,23 +103,19 @@ class PolicyAdmin(ConsoleModelAdmin):
     def live(self, row: Policy) -> str:
         return f"{row.live:,}"  # type: ignore[attr-defined]
 
-    def wanted_by(self, row: Policy) -> list[SummaryField]:
-        """`leases.admin.leases` overrides it: this app knows of nobody who wants sandboxes."""
-        return []
-
-    def page(self, request: HttpRequest, row: Policy) -> dict[str, Any]:
-        theirs: dict[str, Any] = {"policy__isnull": True} if row.built_in else {"policy": row}
-        narrowed = {"policy__isnull": "True"} if row.built_in else {"policy__id__exact": row.pk}
+    def get_page_context(self, request: HttpRequest, row: Policy) -> dict[str, Any]:
+        filters: dict[str, Any] = {"policy__isnull": True} if row.built_in else {"policy": row}
+        params = {"policy__isnull": "True"} if row.built_in else {"policy__id__exact": row.pk}
         return {
             "facts": [
                 SummaryField("Root file system", render_root_mode(row)),
-                SummaryField("Models", render_allowed_models(row), note="and the relay" if row.relay else ""),
-                *self.wanted_by(row),
+                SummaryField("Models", render_allowed_models(row), note="and relay access" if row.relay else ""),
+                *build_registered_fields(row),
                 SummaryField(
                     "Live sandboxes",
-                    f"{Sandbox.objects.filter(LIVE_SANDBOX_FILTER, **theirs).count():,}",
-                    note="those that no policy loosens" if row.built_in else "",
-                    href=build_changelist_url("sandboxes_sandbox", slice="live", **narrowed),
+                    f"{Sandbox.objects.filter(LIVE_SANDBOX_FILTER, **filters).count():,}",
+                    note="sandboxes without a policy of their own" if row.built_in else "",
+                    href=build_changelist_url("sandboxes_sandbox", slice="live", **params),
                 ),
             ]
         }
@@ -123,17 +126,17 @@ def render_root_mode(row: Policy) -> SafeString:
 
 
 def render_allowed_models(row: Policy) -> SafeString | str:
-    """The models that may be called, in the words of a list: the first by name."""
+    """Render the first allowed model and the number of further ones."""
     if not row.models:
         return CONFIGURED_MODELS_LABEL
     more = len(row.models) - 1
     first = format_html('<span class="lh-command">{}</span>', row.models[0])
-    return render_two_lines(first, f"and {pluralize(more, 'more', 'more')}") if more > 0 else first
+    return render_two_lines(first, f"and {more:,} more") if more > 0 else first
 
 
 def build_policy_field(policy: Policy | None) -> SummaryField:
-    """What a sandbox's page says of it."""
+    """Build the policy of a sandbox and its exceptions from the sealed default."""
     if policy is None:
-        return SummaryField("Policy", SEALED_POLICY_NAME, note="nothing beyond the rest")
-    loosened = [word for word, said in (("writable root", policy.writable_root), ("relay", policy.relay)) if said]
-    return SummaryField("Policy", render_admin_link("sandboxes_policy", policy.pk, policy), note=", ".join(loosened))
+        return SummaryField("Policy", SEALED_POLICY_NAME, note="no exceptions")
+    exceptions = [label for label, allowed in (("writable root", policy.writable_root), ("relay", policy.relay)) if allowed]
+    return SummaryField("Policy", render_admin_link("sandboxes_policy", policy.pk, policy), note=", ".join(exceptions))

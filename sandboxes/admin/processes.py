@@ -1,4 +1,4 @@
-"""Operators' pages on programs in the background of sandboxes."""
+"""Console pages of background processes."""
 
 from typing import Any
 
@@ -9,15 +9,11 @@ from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin.base import (
-    HolderDisplayMixin,
-    ListTab,
-    ReadOnlyModelAdmin,
-    SummaryField,
-    build_all_fields_fieldset,
-    build_sandbox_field,
-)
+from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.changelist import ListTab
 from sandboxes.admin.formatting import (
+    SummaryField,
+    build_sandbox_field,
     format_command,
     format_duration,
     format_path,
@@ -27,6 +23,7 @@ from sandboxes.admin.formatting import (
     render_two_lines,
     truncate_text,
 )
+from sandboxes.admin.registry import build_agent_field, build_holder_field
 from sandboxes.models import Process, ProcessStatus
 
 STATE_BADGES = {
@@ -38,16 +35,20 @@ STATE_BADGES = {
 
 
 @admin.register(Process)
-class ProcessAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
+class ProcessAdmin(ReadOnlyModelAdmin):
     list_display = ["line", "condition", "lasted", "started", "who"]
     list_filter = ["state"]
     list_select_related = ["sandbox"]
     search_fields = ["agent_did__startswith", "sandbox__environment_id__startswith"]
-    search_help_text = "Agent or environment, or a whole id"
+    search_help_text = "Agent or environment (prefix), or a complete id"
     ordering = ["-started_at", "-pk"]
-    slices = {
-        "running": ListTab("Running", "Nothing runs in the background now.", lambda now: Q(ended_at__isnull=True)),
-        "all": ListTab("All", "Nothing was ever started in the background."),
+    list_tabs = {
+        "running": ListTab(
+            "Running",
+            "No running processes. Clients start background processes through the API.",
+            lambda now: Q(ended_at__isnull=True),
+        ),
+        "all": ListTab("All", "No processes yet. Clients start background processes through the API."),
     }
     fieldsets = build_all_fields_fieldset(
         "id", "sandbox", "holder", "agent_did", "incarnation", "name", "argv", "cwd", "env_names", "started_at", "starts_by",
@@ -62,7 +63,7 @@ class ProcessAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
     def condition(self, row: Process) -> SafeString:
         return render_process_state(row)
 
-    @display(description="Ran for")
+    @display(description="Duration")
     def lasted(self, row: Process) -> str:
         return format_process_duration(row)
 
@@ -74,27 +75,31 @@ class ProcessAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
     def who(self, row: Process) -> SafeString:
         return render_two_lines(row.agent_did, row.sandbox.environment_id)
 
-    def page(self, request: HttpRequest, row: Process) -> dict[str, Any]:
+    def get_page_context(self, request: HttpRequest, row: Process) -> dict[str, Any]:
         return {
             "facts": [
                 SummaryField("State", render_process_state(row), note=row.note),
                 SummaryField(
-                    "Ran for" if row.ended_at else "Running for", format_process_duration(row), note="as far as was noticed"
+                    "Duration" if row.ended_at else "Running for",
+                    format_process_duration(row),
+                    note="until the end was detected",
                 ),
                 SummaryField("Started", render_time_ago(row.started_at), note=render_timestamp(row.started_at)),
                 build_sandbox_field(row),
-                self.holder(row.holder),
-                self.agent(row.agent_did),
+                build_holder_field(row.holder),
+                build_agent_field(row.agent_did),
                 SummaryField("Command", truncate_text(format_command(row.argv)), note=format_path(row.name)),
-                SummaryField("Directory", format_path(row.cwd), note=", ".join(row.env_names) or "no variables"),
+                SummaryField(
+                    "Working directory", format_path(row.cwd), note=", ".join(row.env_names) or "no environment variables"
+                ),
             ]
         }
 
 
 def render_process_state(row: Process) -> SafeString:
-    said = f"exit {row.exit_code}" if row.state == ProcessStatus.EXITED else row.state
+    text = f"exit {row.exit_code}" if row.state == ProcessStatus.EXITED else row.state
     failed = row.state == ProcessStatus.EXITED and row.exit_code != 0
-    return render_badge("failed" if failed else STATE_BADGES.get(ProcessStatus(row.state), row.state), said)
+    return render_badge("failed" if failed else STATE_BADGES.get(ProcessStatus(row.state), row.state), text)
 
 
 def format_process_duration(row: Process) -> str:

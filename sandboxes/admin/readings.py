@@ -1,4 +1,4 @@
-"""Operators' pages on what sandboxes were read to have used."""
+"""Console pages of CPU and memory readings."""
 
 from typing import Any
 
@@ -8,32 +8,31 @@ from django.http import HttpRequest
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from sandboxes.admin.base import (
-    HolderDisplayMixin,
-    ListTab,
-    ReadOnlyModelAdmin,
-    SummaryField,
-    build_all_fields_fieldset,
-    build_sandbox_field,
-)
+from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.changelist import ListTab
 from sandboxes.admin.formatting import (
+    SummaryField,
     build_changelist_url,
+    build_sandbox_field,
     format_duration,
     render_time_ago,
     render_timestamp,
     render_two_lines,
 )
+from sandboxes.admin.registry import build_agent_field, build_holder_field
 from sandboxes.models import Reading, Sandbox
 
 
 @admin.register(Reading)
-class ReadingAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
+class ReadingAdmin(ReadOnlyModelAdmin):
     list_display = ["who", "cpu", "memory", "over", "when"]
     list_select_related = ["sandbox"]
     search_fields = ["sandbox__agent_did__startswith", "sandbox__environment_id__startswith"]
-    search_help_text = "Agent or environment, or their beginning"
+    search_help_text = "Agent or environment (prefix)"
     ordering = ["-at", "-pk"]
-    slices = {"all": ListTab("All", "Nothing was read yet: sandboxes whose provider counts are read every few minutes.")}
+    list_tabs = {
+        "all": ListTab("All", "No readings yet. Live sandboxes are read every few minutes if their provider measures usage.")
+    }
     fieldsets = build_all_fields_fieldset(
         "sandbox", "incarnation", "number", "holder", "since", "at", "counted", "cpu_micros", "memory_mib", "metered"
     )
@@ -50,7 +49,7 @@ class ReadingAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
     def memory(self, row: Reading) -> str:
         return f"{row.memory_mib:,} MiB"
 
-    @display(description="In")
+    @display(description="Period")
     def over(self, row: Reading) -> str:
         return format_duration(row.at - row.since)
 
@@ -58,20 +57,20 @@ class ReadingAdmin(HolderDisplayMixin, ReadOnlyModelAdmin):
     def when(self, row: Reading) -> SafeString | str:
         return render_time_ago(row.at)
 
-    def page(self, request: HttpRequest, row: Reading) -> dict[str, Any]:
+    def get_page_context(self, request: HttpRequest, row: Reading) -> dict[str, Any]:
         return {
             "facts": [
                 SummaryField(
                     "CPU used",
                     format_cpu_time(row.cpu_micros),
-                    note=f"in {format_duration(row.at - row.since)}, since it was read before",
+                    note=f"in {format_duration(row.at - row.since)}, since the previous reading",
                 ),
-                SummaryField("Memory", f"{row.memory_mib:,} MiB", note="as found, rounded up"),
+                SummaryField("Memory", f"{row.memory_mib:,} MiB", note="at the time of the reading, rounded up"),
                 SummaryField("From", render_timestamp(row.since)),
                 SummaryField("Until", render_timestamp(row.at)),
                 build_sandbox_field(row),
-                *([self.holder(row.holder)] if row.holder else []),
-                self.agent(row.sandbox.agent_did if row.holder else ""),
+                *([build_holder_field(row.holder)] if row.holder else []),
+                build_agent_field(row.sandbox.agent_did if row.holder else ""),
             ]
         }
 
@@ -81,15 +80,15 @@ def format_cpu_time(micros: int) -> str:
 
 
 def build_cpu_field(row: Sandbox) -> SummaryField:
-    """CPU and memory of a sandbox, as far as they are known. One query."""
+    """Build the total CPU time and the last measured memory of a sandbox. One query."""
     if not row.measured:
-        return SummaryField("CPU used", "not measured", note="its provider does not count")
+        return SummaryField("CPU used", "not measured", note="not supported by the provider")
     last = row.readings.annotate(total=Window(Sum("cpu_micros"))).order_by("-pk").first()
     if last is None:
-        return SummaryField("CPU used", "not read yet")
+        return SummaryField("CPU used", "no reading yet")
     return SummaryField(
         "CPU used",
         format_cpu_time(last.total),
-        note=f"and {last.memory_mib:,} MiB of memory when it was last read",
+        note=f"memory at the last reading: {last.memory_mib:,} MiB",
         href=build_changelist_url("sandboxes_reading", slice="all", sandbox=row.pk),
     )

@@ -1,49 +1,61 @@
-"""Parts of the list of sandboxes that have a name: each is a tab, and every number elsewhere that links to it."""
+"""Tabs of the sandbox list. Dashboard tiles and panels count the rows of a tab and link to it."""
 
 from django.db.models import F, Q, QuerySet
 
-from sandboxes.admin.base import ListTab
+from sandboxes.admin.changelist import ListTab
 from sandboxes.models import GONE_STATES, Attachment, SandboxState
 from sandboxes.pool_stats import build_stalled_filter
 
 
 def find_unsaved_attachments() -> QuerySet[Attachment]:
-    """Sandboxes with changes in /data that are stored nowhere else, whatever the reason."""
-    here = Attachment.objects.filter(unsaved_since__isnull=False, incarnation=F("sandbox__incarnation"))
-    return here.filter(sandbox__lost_at__isnull=True).exclude(sandbox__state__in=[SandboxState.COLD, SandboxState.DESTROYED])
+    """Attachments of sandboxes whose /data has changes that are stored nowhere else."""
+    unsaved = Attachment.objects.filter(unsaved_since__isnull=False, incarnation=F("sandbox__incarnation"))
+    return unsaved.filter(sandbox__lost_at__isnull=True).exclude(sandbox__state__in=[SandboxState.COLD, SandboxState.DESTROYED])
 
 
-LIVE_TAB = ListTab("Live", "No sandbox exists now.", lambda now: ~Q(state=SandboxState.DESTROYED))
-RUNNING_TAB = ListTab("Running", "Nothing runs now.", lambda now: Q(state=SandboxState.RUNNING))
-WAITING_TAB = ListTab("Waiting", "No sandbox waits for its next run.", lambda now: Q(state=SandboxState.WAITING))
+LIVE_TAB = ListTab(
+    "Live",
+    "No live sandboxes. A sandbox appears when a lease first uses one, or when a pool keeps some ready.",
+    lambda now: ~Q(state=SandboxState.DESTROYED),
+)
+RUNNING_TAB = ListTab(
+    "Running",
+    "No running sandboxes. A sandbox is running while a command runs in it.",
+    lambda now: Q(state=SandboxState.RUNNING),
+)
+WAITING_TAB = ListTab(
+    "Waiting", "No waiting sandboxes. A sandbox waits between two runs of its lease.", lambda now: Q(state=SandboxState.WAITING)
+)
 UNCLAIMED_TAB = ListTab(
     "Unclaimed",
-    "No sandbox is ready that nobody holds yet.",
+    "No unclaimed sandboxes. Set the warm target of a pool to keep some ready.",
     lambda now: Q(state=SandboxState.WARM, holder__isnull=True),
 )
-EVICTING_TAB = ListTab("Evicting", "No sandbox is falling asleep.", lambda now: Q(state=SandboxState.EVICTING))
-COLD_TAB = ListTab("Cold", "No sandbox sleeps.", lambda now: Q(state=SandboxState.COLD))
+EVICTING_TAB = ListTab("Evicting", "No sandbox is being evicted.", lambda now: Q(state=SandboxState.EVICTING))
+COLD_TAB = ListTab(
+    "Cold", "No cold sandboxes. An idle sandbox becomes cold once its state is stored.", lambda now: Q(state=SandboxState.COLD)
+)
 UNSTORED_TAB = ListTab(
-    "Not stored",
-    "The state of every sandbox that went to sleep was stored.",
+    "State not stored",
+    "No failed evictions: the state of every evicted sandbox is stored.",
     lambda now: Q(state=SandboxState.WAITING, lost_at__isnull=True) & ~Q(last_error=""),
 )
 UNSAVED_TAB = ListTab(
     "Data not stored",
-    "Every change in /data is stored.",
+    "No unsaved /data: every change is stored.",
     lambda now: Q(pk__in=find_unsaved_attachments().values("sandbox")),
 )
 LOST_TAB = ListTab(
     "Lost",
-    "No provider has lost a sandbox that a lease still holds.",
+    "No lost sandboxes: every sandbox still exists at its provider.",
     lambda now: Q(lost_at__isnull=False) & ~Q(state__in=GONE_STATES),
 )
 QUARANTINE_TAB = ListTab(
     "Quarantine",
-    "Nothing in quarantine: every destroy was confirmed, or is still being tried.",
+    "Quarantine is empty: every destroy was confirmed or is still being retried.",
     lambda now: Q(state=SandboxState.DESTROYING, quarantined_at__isnull=False),
 )
-STALLED_TAB = ListTab("Stalled", "Nothing is past its deadline.", build_stalled_filter)
+STALLED_TAB = ListTab("Stalled", "No stalled sandboxes: none is past its deadline.", build_stalled_filter)
 
 SANDBOX_TABS = {
     "live": LIVE_TAB,
@@ -57,5 +69,5 @@ SANDBOX_TABS = {
     "lost": LOST_TAB,
     "quarantine": QUARANTINE_TAB,
     "stalled": STALLED_TAB,
-    "history": ListTab("History", "There was never a sandbox."),
+    "history": ListTab("History", "No sandboxes yet. One is created when a lease first uses it."),
 }

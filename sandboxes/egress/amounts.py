@@ -1,16 +1,16 @@
-"""Amounts of money as others state them."""
+"""Parsing of USD amounts received from upstreams."""
 
 from decimal import ROUND_HALF_UP, Decimal, InvalidOperation
 
-NANO_USD, MAX_USD = Decimal("1e-9"), Decimal(10**9)  # USD: what a column of ours holds
+NANO_USD, MAX_USD = Decimal("1e-9"), Decimal(10**9)  # precision and range of the cost columns
 
 
-def parse_usd(said: object) -> Decimal | None:
-    """USD to nine places; None for what is no amount: not a number, not finite, below 0, or more than a column holds."""
-    if isinstance(said, bool) or not isinstance(said, int | float | str | Decimal):
+def parse_usd(value: object) -> Decimal | None:
+    """Parse an amount in USD, rounded to nine decimal places. Return None unless it is a number in [0, MAX_USD)."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
         return None
     try:
-        usd = Decimal(str(said)).quantize(NANO_USD, ROUND_HALF_UP)
+        usd = Decimal(str(value)).quantize(NANO_USD, ROUND_HALF_UP)
     except InvalidOperation:
         return None
-    return abs(usd) if usd.is_finite() and 0 <= usd < MAX_USD else None  # abs: a zero may be negative
+    return abs(usd) if usd.is_finite() and 0 <= usd < MAX_USD else None  # abs: removes the sign of a negative zero

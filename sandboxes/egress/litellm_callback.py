@@ -1,11 +1,11 @@
-"""LiteLLM's records of our calls: one JSON line a call, whatever became of it, appended to the file LEASEHOLD_RECORDS names.
+"""LiteLLM callback that appends one JSON line per call, successful or failed, to the file named by LEASEHOLD_RECORDS.
 
-This file runs inside LiteLLM's own Python and needs nothing else. Put a copy beside LiteLLM's config.yaml and name it there:
+This file runs inside LiteLLM's Python process and has no other dependency. Copy it next to LiteLLM's config.yaml and add:
 
     litellm_settings:
       callbacks: ["litellm_callback.records"]
 
-LiteLLM calls hooks by keyword, and goes on when one raises: their parameters have to be named as they are here."""
+LiteLLM calls hooks by keyword and ignores their exceptions, so the parameters must have exactly these names."""
 
 import json
 import math
@@ -21,10 +21,12 @@ METADATA_FIELDS = ("call", "lease", "run", "attempt", "agent", "environment")
 
 
 class RecordLogger(CustomLogger):
+    """LiteLLM logger that writes records for Leasehold."""
+
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
-        os.close(open_for_append(path))  # that it cannot be is found when LiteLLM starts, and not with the first call
+        os.close(open_for_append(path))  # fail when LiteLLM starts, not at the first call
 
     async def async_log_success_event(self, kwargs: Any, response_obj: Any, start_time: Any, end_time: Any) -> None:
         self.write(kwargs, "success", start_time, end_time)
@@ -33,18 +35,18 @@ class RecordLogger(CustomLogger):
         self.write(kwargs, "failure", start_time, end_time)
 
     def write(self, kwargs: dict[str, Any], status: str, start_time: Any, end_time: Any) -> None:
-        """Append the record of one call. What goes wrong is said on stderr with the call's id, and raised."""
+        """Append the record of one call. An error is written to stderr with the call id, then raised."""
         call = kwargs.get("litellm_call_id")
         try:
-            found = build_record(kwargs, status, start_time, end_time)
-            append_line(self.path, json.dumps(found, allow_nan=False).encode())
+            record = build_record(kwargs, status, start_time, end_time)
+            append_line(self.path, json.dumps(record, allow_nan=False).encode())
         except Exception:
             print(f"LEASEHOLD: the record of call {call} is LOST\n{traceback.format_exc()}", file=sys.stderr, flush=True)
             raise
 
 
 def build_record(kwargs: dict[str, Any], status: str, start_time: Any, end_time: Any) -> dict[str, Any]:
-    """What LiteLLM knows about one call. A price or a count that it does not know is null, and never 0."""
+    """Build the record of one call. An unknown price or count is null, never 0."""
     known = kwargs["standard_logging_object"]
     usage = (known.get("metadata") or {}).get("usage_object") or {}
     details = usage.get("prompt_tokens_details") or {}
@@ -67,17 +69,19 @@ def build_record(kwargs: dict[str, Any], status: str, start_time: Any, end_time:
 
 
 def extract_metadata(known: dict[str, Any]) -> dict[str, Any]:
-    """What our side said of a call when it sent it: so a record whose row is lost still says whose it was."""
-    said = (known.get("metadata") or {}).get("spend_logs_metadata")
+    """Extract the identity sent by the egress proxy. It identifies the caller even if the call's row is lost."""
+    metadata = (known.get("metadata") or {}).get("spend_logs_metadata")
     return (
-        {name: said[name] for name in METADATA_FIELDS if isinstance(said.get(name), str | int)}
-        if isinstance(said, dict)
+        {name: metadata[name] for name in METADATA_FIELDS if isinstance(metadata.get(name), str | int)}
+        if isinstance(metadata, dict)
         else {}
     )
 
 
 def extract_cost(kwargs: dict[str, Any], known: dict[str, Any], status: str) -> float | None:
-    """USD; None where LiteLLM has no price for the model, which it states as 0. That it is free its deployment has to say."""
+    """Cost in USD. None if LiteLLM has no price for the model, which it reports as 0.
+
+    A model counts as free only if its deployment states a price of 0."""
     cost = kwargs.get("response_cost") if status == "success" else known.get("response_cost") or 0.0
     if cost is None or not math.isfinite(cost):
         return None
@@ -91,12 +95,13 @@ def to_timestamp(at: Any) -> float:
 
 
 def append_line(path: str, line: bytes) -> None:
-    """Append one line by one write: several workers share the file, which may be renamed at any time. The newline before it
-    ends what a writer that was stopped in the middle has left there."""
+    """Append one line by a single write: several workers share the file, which may be renamed at any time.
+
+    The leading newline terminates an incomplete line left by an interrupted writer."""
     file = open_for_append(path)
     try:
         if os.write(file, b"\n" + line + b"\n") != len(line) + 2:
-            raise OSError(f"{path}: only a part could be written of {line!r}")
+            raise OSError(f"{path}: incomplete write of {line!r}")
     finally:
         os.close(file)
 
@@ -106,5 +111,5 @@ def open_for_append(path: str) -> int:
 
 
 if not os.environ.get("LEASEHOLD_RECORDS"):
-    raise RuntimeError("LEASEHOLD_RECORDS is not set: it names the file to which records are appended.")
+    raise RuntimeError("LEASEHOLD_RECORDS is not set. Set it to the file to which records are appended.")
 records = RecordLogger(os.environ["LEASEHOLD_RECORDS"])

@@ -1,8 +1,8 @@
-"""Lines that others append to a file, each applied to the database once.
+"""Exactly-once ingestion of an append-only log file.
 
-How far a file has been read is a row, and it moves in the transaction that applies the lines: two readers, or one that was
-stopped at any step, count nothing twice and leave nothing out. A file is known by its first bytes, so one that was renamed is
-read to its end first, and one that was emptied or replaced is read from its beginning."""
+The read position is a row that advances in the transaction that applies the lines. Concurrent readers, and a reader stopped at
+any step, therefore neither skip nor repeat a line. A file is identified by a digest of its first bytes: a renamed file is read
+to its end before the next one, and a truncated or replaced file is read from its beginning."""
 
 import hashlib
 import os
@@ -22,27 +22,27 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.models import LogPosition
 
 log = structlog.get_logger(__name__)
-LineHandler = Callable[[list[bytes]], Counter[str]]  # lines without their end, in a transaction
-BATCH_BYTES = 256 << 10  # bytes read and applied at once; a longer line is none
-HEAD_BYTES = 512  # bytes by which a file is known
-SETTLE_PERIOD = timedelta(seconds=30)  # without a write, after which nobody writes to a renamed file any more
-PASS_TIME_LIMIT = timedelta(seconds=60)  # of one pass
+LineHandler = Callable[[list[bytes]], Counter[str]]  # takes lines without line ends, inside a transaction; returns counts
+BATCH_BYTES = 256 << 10  # read and applied in one transaction; a longer line is malformed
+HEAD_BYTES = 512  # prefix that identifies a file
+SETTLE_PERIOD = timedelta(seconds=30)  # a renamed file without writes for this long is complete
+PASS_TIME_LIMIT = timedelta(seconds=60)  # of one call of ingest_file
 
 
 def ingest_file(path: Path, apply: LineHandler, *, now: datetime) -> Counter[str]:
-    """Apply every complete line that nobody has applied yet; what `apply` counted, and what was wrong with the file.
+    """Apply every complete line not yet applied. Return the counts of `apply` and of problems with the file.
 
-    An unfinished last line stays for the next time. A renamed file is looked for beside the path, under a name that begins with
-    the path's; where it is not there, or packed, when this is called next, the rest of it counts as "rests lost"."""
+    An incomplete last line is left for the next call. A renamed file is searched in the same directory, under a name that
+    begins with the file's name. If it is missing or compressed at the next call, its remainder counts as "unread lost"."""
     counts: Counter[str] = Counter()
-    later = clock_from(now)
-    while later() <= now + PASS_TIME_LIMIT and _ingest_batch(path, apply, counts, now=later()):
+    clock = clock_from(now)
+    while clock() <= now + PASS_TIME_LIMIT and _ingest_batch(path, apply, counts, now=clock()):
         pass
     return counts
 
 
 def _ingest_batch(path: Path, apply: LineHandler, counts: Counter[str], *, now: datetime) -> bool:
-    """One step: a batch of lines, or on to the next file. False: nothing to do, or somebody else is at it."""
+    """Apply one batch of lines, or advance to the next file. Return False if done or if another reader is ahead."""
     position = find_position(path) or _create_position(path, now=now)
     if position is None:
         return False
@@ -50,23 +50,23 @@ def _ingest_batch(path: Path, apply: LineHandler, counts: Counter[str], *, now: 
     if file is None:
         lost = _move_to_next_file(path, position, now=now)
         if lost:
-            log.error("the rest of a log is lost: it is neither at its path nor beside it", log=str(path), read=position.offset)
-            counts["rests lost"] += 1
+            log.error("unread remainder of a log lost: renamed file not found", log=str(path), read=position.offset)
+            counts["unread lost"] += 1
         return lost
     with closing(file):
         file.seek(position.offset)
         data = file.read(BATCH_BYTES)
         taken = data.rfind(b"\n") + 1
         if not taken and len(data) == BATCH_BYTES:
-            taken = BATCH_BYTES  # a line without end
+            taken = BATCH_BYTES  # the batch contains no line end
         if taken:
             return _apply_batch(file, position, data[:taken], apply, counts, now=now)
         settled = datetime.fromtimestamp(os.fstat(file.fileno()).st_mtime, now.tzinfo) <= now - SETTLE_PERIOD
         if _is_same_file(path, file) or not settled:
             return False
         if data:
-            log.error("a log ends within a line", log=file.name, bytes=len(data))
-            counts["garbage"] += 1
+            log.error("log ends with an incomplete line", log=file.name, bytes=len(data))
+            counts["malformed"] += 1
     return _move_to_next_file(path, position, now=now)
 
 
@@ -86,11 +86,12 @@ def _apply_batch(
 
 
 def find_position(path: Path) -> LogPosition | None:
+    """Return this host's read position in the log at `path`."""
     return LogPosition.objects.filter(name=_position_name(path)).first()
 
 
 def is_fully_read(path: Path, old: Path) -> bool:
-    """Whether a renamed file is read to its end, and reading goes on in the one at the path."""
+    """Return whether the renamed file `old` is completely read and the position has moved to the file at `path`."""
     position = find_position(path)
     if position is None:
         return False
@@ -108,23 +109,23 @@ def _create_position(path: Path, *, now: datetime) -> LogPosition | None:
 
 
 def _move_to_next_file(path: Path, position: LogPosition, *, now: datetime) -> bool:
-    """From a file that is finished, or gone, to the beginning of the one at the path."""
+    """Move the position from a finished or missing file to the beginning of the file at `path`."""
     with suppress(FileNotFoundError):
         return _update_position(position, now=now, inode=_format_inode(path.stat()), offset=0, head="")
     return False
 
 
-def _update_position(position: LogPosition, *, now: datetime, **to: object) -> bool:
-    """Move it from where it was seen; False if somebody else has."""
-    seen = {name: getattr(position, name) for name in ("inode", "head", "offset")}
-    return bool(LogPosition.objects.filter(pk=position.pk, **seen).update(moved_at=now, **to))
+def _update_position(position: LogPosition, *, now: datetime, **values: object) -> bool:
+    """Update the position unless another reader has changed it. Return whether it was updated."""
+    expected = {name: getattr(position, name) for name in ("inode", "head", "offset")}
+    return bool(LogPosition.objects.filter(pk=position.pk, **expected).update(moved_at=now, **values))
 
 
 def _open_positioned_file(path: Path, position: LogPosition) -> BinaryIO | None:
-    """The file that a position is in, open: the one at the path, or one beside it that was there before."""
-    for one in _list_candidates(path):
-        with suppress(FileNotFoundError if one == path else OSError):  # beside it there may be anything
-            file = one.open("rb")
+    """Open the file at the position: the one at `path`, or an earlier one renamed in the same directory."""
+    for candidate in _list_candidates(path):
+        with suppress(FileNotFoundError if candidate == path else OSError):  # other entries may be unreadable
+            file = candidate.open("rb")
             if _is_at_position(file, position):
                 return file
             file.close()
@@ -134,18 +135,18 @@ def _open_positioned_file(path: Path, position: LogPosition) -> BinaryIO | None:
 def _list_candidates(path: Path) -> Iterator[Path]:
     yield path
     with suppress(FileNotFoundError):
-        yield from sorted(one for one in path.parent.iterdir() if one.name.startswith(path.name) and one != path)
+        yield from sorted(entry for entry in path.parent.iterdir() if entry.name.startswith(path.name) and entry != path)
 
 
 def _is_at_position(file: BinaryIO, position: LogPosition) -> bool:
-    found = os.fstat(file.fileno())
+    status = os.fstat(file.fileno())
     if not position.offset:
-        return _format_inode(found) == position.inode
-    return found.st_size >= position.offset and _digest_head(file, position.offset) == position.head
+        return _format_inode(status) == position.inode
+    return status.st_size >= position.offset and _digest_head(file, position.offset) == position.head
 
 
-def _format_inode(found: os.stat_result) -> str:
-    return f"{found.st_dev}:{found.st_ino}"
+def _format_inode(status: os.stat_result) -> str:
+    return f"{status.st_dev}:{status.st_ino}"
 
 
 def _digest_head(file: BinaryIO, offset: int) -> str:

@@ -1,4 +1,4 @@
-"""Prices for calls that nobody else puts a price on: tokens times a rate."""
+"""Pricing of model calls by token rates, for calls whose upstream reports no cost."""
 
 from collections.abc import Iterable
 from datetime import datetime, timedelta
@@ -14,12 +14,12 @@ from sandboxes.egress.amounts import parse_usd
 from sandboxes.models import LlmCall, ModelRate
 
 MILLION = 1_000_000
-MAX_MODELS_PER_QUERY = 100  # in one query
-RECORD_WAIT = timedelta(minutes=1)  # for a record, where there are records
+MAX_MODELS_PER_QUERY = 100
+RECORD_WAIT = timedelta(minutes=1)  # time for an upstream record to arrive before a rate is applied
 
 
 class Rate(Protocol):
-    """USD per million tokens of the models that a pattern names, from a moment on."""
+    """USD per million tokens for the models matching `pattern`, from `valid_from` on."""
 
     pattern: str
     input_usd: Decimal
@@ -29,14 +29,13 @@ class Rate(Protocol):
 
 
 def calculate_price(rates: Iterable[Rate], model: str, input: int, cached: int, output: int, at: datetime) -> Decimal | None:
-    """USD for one call at a moment, to nine places; None if no rate was valid for its model then.
+    """Price of one call in USD, rounded to nine decimal places. None if no rate for the model was valid at `at`.
 
-    `input` counts all tokens that went in, and `cached` those of them that were read from the provider's cache; writing to that
-    counts as input, which is a fifth too little where a provider charges a quarter more for it. Of the rates
-    that name the model the exact name counts before a pattern, a longer pattern before a shorter one, of one name the newest.
+    `input` counts all input tokens; `cached` counts those of them read from the provider's cache. Tokens written to the cache
+    are priced as input, which is a fifth too low where a provider charges 25 % more for them. See `find_rate` for precedence.
 
-    At 2.50 for input, 1.25 cached and 10.00 for output, 1000 tokens in, 400 of them cached, and 50 out are
-    (600 x 2.50 + 400 x 1.25 + 50 x 10.00) / 1,000,000 = 0.002500000 USD."""
+    Example: at 2.50 for input, 1.25 for cached input and 10.00 for output, 1000 input tokens, 400 of them cached, and 50 output
+    tokens cost (600 x 2.50 + 400 x 1.25 + 50 x 10.00) / 1,000,000 = 0.002500000 USD."""
     rate = find_rate(rates, model, at)
     if rate is None:
         return None
@@ -46,7 +45,9 @@ def calculate_price(rates: Iterable[Rate], model: str, input: int, cached: int, 
 
 
 def find_rate(rates: Iterable[Rate], model: str, at: datetime) -> Rate | None:
-    """The rate that counts for a model at a moment."""
+    """Return the rate for a model at a time.
+
+    An exact name precedes a pattern, a longer pattern a shorter one, and a newer rate an older one."""
     valid = [rate for rate in rates if is_rate_for_model(rate, model) and rate.valid_from <= at]
     return max(valid, key=lambda rate: (rate.pattern == model, len(rate.pattern), rate.pattern, rate.valid_from), default=None)
 
@@ -56,8 +57,10 @@ def is_rate_for_model(rate: Rate, model: str) -> bool:
 
 
 def price_calls(now: datetime, limit: int = 1000) -> int:
-    """Price by rate what ended and has no price; how many. A price that is there stays, and a record that comes later counts
-    more. Of a call that was cut off or failed what is known is counted: a lower bound."""
+    """Price up to `limit` ended calls without a price by their model's rate. Return the number priced.
+
+    Existing prices are not changed, and a later upstream record replaces the price. The price of an interrupted or failed call
+    covers its reported tokens only: a lower bound."""
     rates = [*ModelRate.objects.filter(valid_from__lte=now)]
     priced = 0
     for row in find_priceable(rates, now=now)[:limit]:
@@ -74,21 +77,21 @@ def find_unpriced() -> QuerySet[LlmCall]:
 
 
 def find_priceable(rates: list[ModelRate], *, now: datetime) -> QuerySet[LlmCall]:
-    """Calls without a price that these rates give one."""
-    whole = Q(outcome=LlmCall.Outcome.OK, input_tokens__isnull=False, output_tokens__isnull=False)
-    partly = Q(outcome__in=[LlmCall.Outcome.CUT, LlmCall.Outcome.FAILED, LlmCall.Outcome.LOST]) & (
+    """Return unpriced calls to which one of `rates` applies."""
+    complete = Q(outcome=LlmCall.Outcome.OK, input_tokens__isnull=False, output_tokens__isnull=False)
+    partial = Q(outcome__in=[LlmCall.Outcome.CUT, LlmCall.Outcome.FAILED, LlmCall.Outcome.LOST]) & (
         Q(input_tokens__isnull=False) | Q(output_tokens__isnull=False)
     )
     wait = RECORD_WAIT if settings.LLM_RECORDS else timedelta(0)
-    ready = find_unpriced().filter(whole | partly, kind=LlmCall.Kind.LLM, ended_at__lte=now - wait)
-    # Only models of which some call gets a price: a program can ask for any number of others, and they stay.
+    ready = find_unpriced().filter(complete | partial, kind=LlmCall.Kind.LLM, ended_at__lte=now - wait)
+    # Limited to models with an applicable rate: a program can request any number of other model names.
     models = ready.order_by().values_list("model").annotate(newest=Max("started_at"))
     since = {
         model: min(valid)
         for model, newest in models
         if (valid := [rate.valid_from for rate in rates if is_rate_for_model(rate, model) and rate.valid_from <= newest])
     }
-    named = Q(pk__in=[])
+    matching = Q(pk__in=[])
     for model, valid_from in islice(since.items(), MAX_MODELS_PER_QUERY):
-        named |= Q(model=model, started_at__gte=valid_from)
-    return ready.filter(named).order_by("pk")
+        matching |= Q(model=model, started_at__gte=valid_from)
+    return ready.filter(matching).order_by("pk")

@@ -1,7 +1,7 @@
-"""The offline policy: answers like a chat model without being one, so that a demo needs no key.
+"""Offline policy: a deterministic stand-in for a chat model, so that a demo needs no credentials.
 
-It looks for `legal_actions` in the state that the last user message carries and picks one. Every answer says that it
-is the offline policy, in its model name and in the action itself."""
+It chooses one of the `legal_actions` in the state carried by the last user message. Every response identifies the offline
+policy in its model name and in the action."""
 
 import hashlib
 import json
@@ -11,13 +11,13 @@ from typing import Any
 
 MODEL_NAME = "leasehold-offline-policy"
 
-# What to prefer when the legal actions have a type that is named here; anything else ranks between the two groups.
+# Order of preference by action type. Types in neither list rank between the two.
 PREFERRED_ACTIONS = ("BUILD_CITY", "BUILD_SETTLEMENT", "BUY_DEVELOPMENT_CARD", "BUILD_ROAD", "ROLL", "MARITIME_TRADE")
 AVOIDED_ACTIONS = ("END_TURN",)
 
 
 def complete_chat(body: dict[str, Any]) -> dict[str, Any]:
-    """An OpenAI-shaped chat completion whose content is one legal action as JSON."""
+    """Build a chat completion in OpenAI's format whose content is one legal action as JSON."""
     return {
         "id": f"offline-{uuid.uuid4()}",
         "object": "chat.completion",
@@ -34,10 +34,10 @@ def complete_chat(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def build_stream_events(answer: dict[str, Any]) -> list[dict[str, Any] | str]:
-    """The same answer as the events of a stream."""
-    common = {**{name: answer[name] for name in ("id", "created", "model")}, "object": "chat.completion.chunk"}
-    delta = answer["choices"][0]["message"]
+def build_stream_events(completion: dict[str, Any]) -> list[dict[str, Any] | str]:
+    """Convert a chat completion to the events of a stream, without the `data:` prefix."""
+    common = {**{name: completion[name] for name in ("id", "created", "model")}, "object": "chat.completion.chunk"}
+    delta = completion["choices"][0]["message"]
     return [
         {**common, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
         {**common, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
@@ -46,7 +46,7 @@ def build_stream_events(answer: dict[str, Any]) -> list[dict[str, Any] | str]:
 
 
 def choose_action(state: Any) -> dict[str, Any]:
-    """One of the state's legal actions, the same one for the same state; skip_turn if it names none."""
+    """Choose one of the state's legal actions, deterministically. Return a skip_turn action if there is none."""
     legal = state.get("legal_actions") if isinstance(state, dict) else None
     if not isinstance(legal, list) or not legal:
         return {"action": "skip_turn", "reason": "The offline policy found no legal_actions in the state.", "by": MODEL_NAME}

@@ -1,27 +1,26 @@
-"""Our key is in nothing that a sandbox is answered, whoever put it there: some upstreams quote what they were sent."""
+"""Redaction of the upstream credential from streamed responses. Some upstreams quote request headers in their output."""
 
-MIN_SECRET_LENGTH = (
-    16  # characters of what is a secret: "ollama", which upstreams without keys are given, is a word in answers too
-)
+MIN_SECRET_LENGTH = 16  # shorter values such as "ollama", a placeholder key, are ordinary words and are not redacted
 
 
 class SecretRedactor:
-    """Fed the bytes of an answer as they pass; the secret among them comes out as stars, also where it comes in pieces."""
+    """Streaming filter that replaces a secret by asterisks, also where the secret is split across chunks."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode() if len(secret) >= MIN_SECRET_LENGTH else b""
-        self._kept = b""  # the end of what was fed, if a secret may begin there
+        self._pending = b""  # trailing bytes that may be the beginning of the secret
 
     def feed(self, chunk: bytes) -> bytes:
-        whole = self._kept + chunk
+        """Return the bytes that can be passed on after this chunk."""
+        content = self._pending + chunk
         if self._secret:
-            whole = whole.replace(self._secret, b"*" * len(self._secret))
-        longest = min(len(self._secret) - 1, len(whole))
-        kept = next((length for length in range(longest, 0, -1) if whole.endswith(self._secret[:length])), 0)
-        self._kept = whole[len(whole) - kept :]
-        return whole[: len(whole) - kept]
+            content = content.replace(self._secret, b"*" * len(self._secret))
+        longest = min(len(self._secret) - 1, len(content))
+        pending = next((length for length in range(longest, 0, -1) if content.endswith(self._secret[:length])), 0)
+        self._pending = content[len(content) - pending :]
+        return content[: len(content) - pending]
 
     def end(self) -> bytes:
-        """The answer is complete; what of it has not been passed on yet."""
-        kept, self._kept = self._kept, b""
-        return kept
+        """Return the remaining bytes at the end of the response."""
+        pending, self._pending = self._pending, b""
+        return pending

@@ -1,6 +1,7 @@
-"""What of a model request leaves: nothing that is not named here. A request is data of an untrusted program, and what it
-goes to next holds our key: fields that choose another upstream, another account or a cheaper record of it are not passed
-on, and neither is what would make the provider's machines reach out to the network for it."""
+"""Allow list for model requests: paths, fields, tools and content.
+
+A request comes from an untrusted program and is forwarded with our credentials. Fields that select another upstream or account,
+or that falsify the cost record, are dropped. Content that makes the provider fetch from the network is rejected."""
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -36,9 +37,9 @@ FIELDS_BY_PATH = {
     "/v1/messages/count_tokens": MESSAGE_FIELDS,
     "/v1/responses": RESPONSE_FIELDS,
 }
-MODELS_PATH = "/v1/models"  # which there are: answered here, and nobody pays for it
-REQUIRED_FIELDS = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/v1/responses": "input"}  # else messages
-# Tools that the program itself carries out. What else there is, searches of the web for one, the provider carries out.
+MODELS_PATH = "/v1/models"  # answered by the egress server, free of charge
+REQUIRED_FIELDS = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/v1/responses": "input"}  # default: messages
+# Types of tools executed by the client. All others, such as web search, are executed by the provider.
 CLIENT_TOOL_PATTERNS = ("function", "custom", "bash_*", "text_editor_*", "computer_*", "memory_*", "local_shell", "apply_patch")
 SCHEMA_FIELDS = {"parameters", "input_schema", "schema"}
 TOOL_CALL_TYPES = ("tool_use", "function_call", "custom_tool_call")
@@ -46,12 +47,12 @@ MAX_NESTING_DEPTH = 64
 
 
 def build_error_body(code: str, message: str) -> dict[str, Any]:
-    """What a sandbox is answered instead of what it asked for, in the words of both kinds of SDK."""
+    """Build an error body that both the OpenAI and the Anthropic SDK understand."""
     return {"type": "error", "error": {"type": code, "code": code, "message": message, "param": None}}
 
 
 class InvalidRequest(Exception):
-    """This request does not leave as it is."""
+    """The request cannot be forwarded. `code` and `message` say why."""
 
     def __init__(self, code: str, message: str) -> None:
         self.code, self.message = code, message
@@ -59,23 +60,23 @@ class InvalidRequest(Exception):
 
 
 def sanitize_request(path: str, body: Any, *, default_model: str) -> dict[str, Any]:
-    """What leaves of a request to one of FIELDS' paths. Unfit says what is wrong with it."""
-    needed = REQUIRED_FIELDS.get(path, "messages")
-    if not isinstance(body, dict) or not body.get(needed):
-        raise InvalidRequest("invalid_request", f"A JSON object with {needed} is expected.")
-    asked = {name: body[name] for name in FIELDS_BY_PATH[path] if name in body}
-    model = asked.get("model") or "default"
+    """Return the allowed fields of a request to one of the paths in FIELDS_BY_PATH. Raise InvalidRequest."""
+    required = REQUIRED_FIELDS.get(path, "messages")
+    if not isinstance(body, dict) or not body.get(required):
+        raise InvalidRequest("invalid_request", f"The body must be a JSON object with the field {required}.")
+    allowed = {name: body[name] for name in FIELDS_BY_PATH[path] if name in body}
+    model = allowed.get("model") or "default"
     if not isinstance(model, str) or len(model) > 200:
-        raise InvalidRequest("invalid_request", "model is a name of at most 200 characters.")
-    asked["model"] = default_model if model == "default" else model
-    if asked.get("stream") is not None and not isinstance(asked["stream"], bool):
-        raise InvalidRequest("invalid_request", "stream is true or false.")
-    _check_tools(asked.get("tools"))
-    if any(_is_remote_content(part) for part in _walk_objects(asked)):
-        raise InvalidRequest("urls_not_fetched", "Nobody fetches a URL for a sandbox: send what is behind it, as data.")
+        raise InvalidRequest("invalid_request", "model must be a string of at most 200 characters.")
+    allowed["model"] = default_model if model == "default" else model
+    if allowed.get("stream") is not None and not isinstance(allowed["stream"], bool):
+        raise InvalidRequest("invalid_request", "stream must be true or false.")
+    _check_tools(allowed.get("tools"))
+    if any(_is_remote_content(part) for part in _walk_objects(allowed)):
+        raise InvalidRequest("urls_not_fetched", "URLs and file ids are not fetched for sandboxes. Send the content inline.")
     if path == "/v1/responses":
-        asked["store"] = False  # nothing of one agent's is there for the next one to ask for
-    return asked
+        allowed["store"] = False  # stored responses would be readable by other agents, which share the account
+    return allowed
 
 
 def is_allowed(model: str, patterns: list[str]) -> bool:
@@ -86,33 +87,32 @@ def _check_tools(tools: Any) -> None:
     if tools is None:
         return
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InvalidRequest("invalid_request", "tools is a list of objects.")
+        raise InvalidRequest("invalid_request", "tools must be a list of objects.")
     for tool in tools:
         kind = tool.get("type") or "function"
         if not isinstance(kind, str) or not is_allowed(kind, [*CLIENT_TOOL_PATTERNS]):
             raise InvalidRequest(
-                "tool_not_allowed", f"Tools that the provider carries out are not for sandboxes: {str(kind)[:100]}."
+                "tool_not_allowed", f"Tools executed by the provider are not allowed from a sandbox: {str(kind)[:100]}."
             )
 
 
 def _walk_objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a request that say something to the provider: not what a tool takes, nor what one was called with."""
-    left = [(value, 0)]
-    while left:
-        one, depth = left.pop()
+    """Yield all objects of a request except tool schemas and tool call arguments, which may have any content."""
+    pending = [(value, 0)]
+    while pending:
+        node, depth = pending.pop()
         if depth > MAX_NESTING_DEPTH:
-            raise InvalidRequest("invalid_request", f"Nested more than {MAX_NESTING_DEPTH} deep.")
-        if isinstance(one, dict):
-            yield one
-            told = {*SCHEMA_FIELDS, "input"} if one.get("type") in TOOL_CALL_TYPES else SCHEMA_FIELDS
-            left += [(below, depth + 1) for name, below in one.items() if name not in told]
-        elif isinstance(one, list):
-            left += [(below, depth + 1) for below in one]
+            raise InvalidRequest("invalid_request", f"The body is nested more than {MAX_NESTING_DEPTH} levels deep.")
+        if isinstance(node, dict):
+            yield node
+            skipped = {*SCHEMA_FIELDS, "input"} if node.get("type") in TOOL_CALL_TYPES else SCHEMA_FIELDS
+            pending += [(child, depth + 1) for name, child in node.items() if name not in skipped]
+        elif isinstance(node, list):
+            pending += [(child, depth + 1) for child in node]
 
 
 def _is_remote_content(part: dict[str, Any]) -> bool:
-    """Is it content that the provider gets from somewhere? Such content has a type, and a URL that is no data: URL, or
-    the id of a file that somebody uploaded."""
+    """Return whether the provider would fetch this content: a typed object with a URL other than data:, or with a file id."""
     kind = part.get("type")
     if not isinstance(kind, str):
         return False

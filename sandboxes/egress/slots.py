@@ -1,6 +1,8 @@
-"""Slots: the ways out there are. Each is a unix socket in a directory of its own, which one sandbox at a time has at
-/run/leasehold; so whoever speaks through it is known, whatever it says. A slot is a sandbox's from before it is created
-until the provider has confirmed that it is gone."""
+"""Unix-socket allocation for the egress proxy.
+
+Each slot is a unix socket in its own directory, mounted into one sandbox at a time at /run/leasehold. The proxy identifies a
+caller by its slot, independent of any claim in the request. A slot belongs to a sandbox from before its creation until the
+provider has confirmed its destruction."""
 
 import os
 import random
@@ -12,27 +14,29 @@ from sandboxes.errors import CapacityExhausted
 from sandboxes.models import Sandbox, SandboxState
 
 SOCKET_NAME = "llm.sock"
-PROXY_UID = 10003  # what the proxy runs as where we are root; else it runs as we do
+PROXY_UID = 10003  # the proxy's user if the control plane runs as root; otherwise the proxy runs as the same user
 SLOT_SAMPLE_SIZE = 16
 
 
 def choose_free_slot() -> int:
-    """A slot that nobody had a moment ago. The schema sees to it that no two live sandboxes share one: whoever inserts a
-    row with it second gets an IntegrityError, and asks again."""
+    """Return a slot that is currently free. Raise CapacityExhausted if none is.
+
+    The slot is not reserved: a unique index rejects the second insert of a live sandbox with the same slot, and the caller
+    retries after the IntegrityError."""
     live = Sandbox.objects.exclude(state=SandboxState.DESTROYED).filter(slot__isnull=False)
-    some = random.sample(range(settings.EGRESS_SLOTS), min(SLOT_SAMPLE_SIZE, settings.EGRESS_SLOTS))
-    left = {*some} - {*live.filter(slot__in=some).values_list("slot", flat=True)}
-    if not left:
-        left = {*range(settings.EGRESS_SLOTS)} - {*live.values_list("slot", flat=True)}
-    if not left:
+    sample = random.sample(range(settings.EGRESS_SLOTS), min(SLOT_SAMPLE_SIZE, settings.EGRESS_SLOTS))
+    free = {*sample} - {*live.filter(slot__in=sample).values_list("slot", flat=True)}
+    if not free:
+        free = {*range(settings.EGRESS_SLOTS)} - {*live.values_list("slot", flat=True)}
+    if not free:
         raise CapacityExhausted(
-            f"All {settings.EGRESS_SLOTS} ways out are taken. LEASEHOLD_EGRESS_SLOTS says how many there are, for all pools."
+            f"All {settings.EGRESS_SLOTS} egress slots are in use. LEASEHOLD_EGRESS_SLOTS sets their number for all pools."
         )
-    return random.choice([*left])  # noqa: S311 - no secret: two that choose at once are to choose differently
+    return random.choice([*free])  # noqa: S311 - no secret: a random choice makes concurrent collisions unlikely
 
 
 def ensure_root_directory() -> Path:
-    """The directory with all of them. No other user of this host comes near it."""
+    """Create and return the directory of all slots. Its parent is inaccessible to other users of the host."""
     settings.RUNTIME_DIR.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory: Path = settings.EGRESS_DIR / "s"
     directory.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -40,17 +44,17 @@ def ensure_root_directory() -> Path:
 
 
 def ensure_slot_directory(slot: int) -> Path:
-    """The host directory of one, which is there afterwards, and in which the proxy may make its socket."""
-    place = ensure_root_directory() / str(slot)
-    place.mkdir(mode=0o755, exist_ok=True)
-    chown_to_proxy(place)
-    return place
+    """Create and return the host directory of one slot, writable by the proxy."""
+    directory = ensure_root_directory() / str(slot)
+    directory.mkdir(mode=0o755, exist_ok=True)
+    chown_to_proxy(directory)
+    return directory
 
 
-def chown_to_proxy(place: Path) -> None:
-    """To the user that the proxy runs as."""
+def chown_to_proxy(directory: Path) -> None:
+    """Make the proxy's user the owner, if running as root."""
     if os.geteuid() == 0:
-        os.chown(place, PROXY_UID, PROXY_UID)
+        os.chown(directory, PROXY_UID, PROXY_UID)
 
 
 def get_proxy_uid() -> int:

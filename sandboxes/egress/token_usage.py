@@ -1,34 +1,36 @@
-"""What a model's answer says about the tokens it took, read while it passes by: whole or streamed, OpenAI's shapes and
-Anthropic's. Nothing of the answer is kept."""
+"""Token usage, read from model responses in transit. Supports streams and single documents in OpenAI's and Anthropic's formats.
+
+No content is stored beyond the current event or document."""
 
 import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
-EVENT_END_PATTERN = re.compile(rb"(\r\n\r\n|\n\n|\r\r)")  # of an event
-FINAL_EVENT_TYPES = ("message_stop", "response.completed", "response.incomplete", "response.failed")  # types of last events
-MAX_PARSED_BYTES = 8 << 20  # bytes of an answer, or of one event, that are looked at; the usage of a larger one is not known
+EVENT_END_PATTERN = re.compile(rb"(\r\n\r\n|\n\n|\r\r)")  # blank line that ends a server-sent event
+FINAL_EVENT_TYPES = ("message_stop", "response.completed", "response.incomplete", "response.failed")
+MAX_PARSED_BYTES = 8 << 20  # a larger document or event passes unparsed, and its usage stays unknown
 
 
 @dataclass
 class TokenUsage:
-    """Tokens of one call, as the upstream counted them. None: it did not say."""
+    """Tokens of one call as reported by the upstream. None means not reported."""
 
     model: str = ""
-    input_tokens: int | None = None  # all that went in, also where the provider counts what its cache had apart
+    input_tokens: int | None = None  # includes cache reads and writes, also where the provider reports them separately
     output_tokens: int | None = None
-    cached_tokens: int | None = None  # of the input, read from the provider's cache
+    cached_tokens: int | None = None  # part of the input, read from the provider's cache
 
-    def take(self, said: Any) -> None:
-        """Note what one JSON document of the answer says; a later one counts more."""
-        if not isinstance(said, dict):
+    def add(self, document: Any) -> None:
+        """Merge the usage of one JSON document of the response. Later values replace earlier ones."""
+        if not isinstance(document, dict):
             return
-        for part in (said, said.get("message"), said.get("response")):  # Anthropic's and the Responses API's first event
+        # Anthropic's message_start nests its usage in `message`, the Responses API's events in `response`.
+        for part in (document, document.get("message"), document.get("response")):
             if isinstance(part, dict):
-                self._take(part)
+                self._add_part(part)
 
-    def _take(self, part: dict[str, Any]) -> None:
+    def _add_part(self, part: dict[str, Any]) -> None:
         if isinstance(model := part.get("model"), str):
             self.model = model[:200]
         usage = part.get("usage")
@@ -44,55 +46,56 @@ class TokenUsage:
 
 
 class UsageReader:
-    """Fed the bytes of an answer as they pass; says which of them to pass on. `usage` is what has been seen so far, `complete`
-    whether a stream has said that it is over: SDKs do not read on.
+    """Streaming parser of a response. `feed` returns the bytes to pass on.
 
-    A stream's last event, which says the tokens, is kept back where `hidden`: whoever did not ask for it may choke on it."""
+    `usage` is the usage seen so far. `complete` is set by a stream's final event, after which SDKs stop reading. With
+    `hide_usage` the event that carries only usage is dropped from a stream: a client that did not request it may reject it."""
 
-    def __init__(self, content_type: str, *, hidden: bool = False) -> None:
+    def __init__(self, content_type: str, *, hide_usage: bool = False) -> None:
         self.usage = TokenUsage()
         self.streamed = content_type.partition(";")[0].strip().lower() == "text/event-stream"
         self.complete = False
-        self._hides_usage = hidden
-        self._kept = bytearray()  # of an answer in one piece, all of it; of a stream, the event that is not complete
+        self._hide_usage = hide_usage
+        self._pending = bytearray()  # of a stream the incomplete event, otherwise the whole document
         self._has_overflowed = False
 
     def feed(self, chunk: bytes) -> bytes:
+        """Return the bytes that can be passed on after this chunk."""
         if not self.streamed:
-            if len(self._kept) + len(chunk) > MAX_PARSED_BYTES:
+            if len(self._pending) + len(chunk) > MAX_PARSED_BYTES:
                 self._has_overflowed = True
             if not self._has_overflowed:
-                self._kept += chunk
+                self._pending += chunk
             return chunk
         if self._has_overflowed:
             return chunk
-        self._kept += chunk
-        *events, rest = EVENT_END_PATTERN.split(bytes(self._kept))
-        self._kept = bytearray(rest)
-        passed = b"".join(event + end for event, end in zip(events[::2], events[1::2], strict=True) if self._look(event))
-        if len(self._kept) > MAX_PARSED_BYTES:
+        self._pending += chunk
+        *events, rest = EVENT_END_PATTERN.split(bytes(self._pending))
+        self._pending = bytearray(rest)
+        passed = b"".join(event + end for event, end in zip(events[::2], events[1::2], strict=True) if self._read_event(event))
+        if len(self._pending) > MAX_PARSED_BYTES:
             self._has_overflowed = True
-            passed += bytes(self._kept)
-            self._kept.clear()
+            passed += bytes(self._pending)
+            self._pending.clear()
         return passed
 
     def end(self) -> bytes:
-        """The answer is complete; what of it has not been passed on yet."""
+        """Return the remaining bytes at the end of the response."""
         if not self.streamed:
             if not self._has_overflowed:
-                self.usage.take(_parse_json(bytes(self._kept)))
+                self.usage.add(_parse_json(bytes(self._pending)))
             return b""
-        return bytes(self._kept) if self._kept and self._look(bytes(self._kept)) else b""
+        return bytes(self._pending) if self._pending and self._read_event(bytes(self._pending)) else b""
 
-    def _look(self, event: bytes) -> bool:
-        """Note what an event says of usage. Is it to be passed on?"""
+    def _read_event(self, event: bytes) -> bool:
+        """Record an event's usage. Return whether to pass the event on."""
         lines = event.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         data = b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:"))
-        said = _parse_json(data)
-        self.complete |= data == b"[DONE]" or (isinstance(said, dict) and said.get("type") in FINAL_EVENT_TYPES)
-        self.usage.take(said)
-        tokens_alone = isinstance(said, dict) and said.get("choices") == [] and bool(said.get("usage"))
-        return not (self._hides_usage and tokens_alone)
+        document = _parse_json(data)
+        self.complete |= data == b"[DONE]" or (isinstance(document, dict) and document.get("type") in FINAL_EVENT_TYPES)
+        self.usage.add(document)
+        is_usage_only = isinstance(document, dict) and document.get("choices") == [] and bool(document.get("usage"))
+        return not (self._hide_usage and is_usage_only)
 
 
 def _parse_json(text: str | bytes) -> Any:
@@ -103,12 +106,12 @@ def _parse_json(text: str | bytes) -> Any:
 
 
 def _sum_input_tokens(usage: dict[str, Any], *, known: int | None) -> int | None:
-    """Tokens that went in. Anthropic's `input_tokens` has neither those in it that its cache had nor those it wrote there."""
+    """Sum the input tokens. Anthropic's `input_tokens` excludes tokens read from and written to its cache."""
     counted = _first_count(usage, "prompt_tokens", "input_tokens", known=None)
     if counted is None or "prompt_tokens" in usage:
         return known if counted is None else counted
-    apart = (_parse_count(usage.get(f"cache_{way}_input_tokens"), 0) or 0 for way in ("read", "creation"))
-    return _parse_count(counted + sum(apart), known)
+    cache_tokens = (_parse_count(usage.get(f"cache_{kind}_input_tokens"), 0) or 0 for kind in ("read", "creation"))
+    return _parse_count(counted + sum(cache_tokens), known)
 
 
 def _first_count(usage: dict[str, Any], *names: str, known: int | None) -> int | None:
@@ -116,5 +119,5 @@ def _first_count(usage: dict[str, Any], *names: str, known: int | None) -> int |
 
 
 def _parse_count(value: Any, known: int | None) -> int | None:
-    """A count that can be stored; an upstream's nonsense is not one."""
+    """Return `value` if it is a count that a column can hold, else `known`."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 else known

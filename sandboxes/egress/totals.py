@@ -1,4 +1,4 @@
-"""What calls come to, wherever that is shown: a number here and the list that it links to are the same rows."""
+"""Token and cost totals of model calls, and the filters shared by totals and the lists they link to."""
 
 from dataclasses import dataclass
 from decimal import Decimal
@@ -11,13 +11,13 @@ Outcome = LlmCall.Outcome
 IS_MODEL_CALL = Q(kind=LlmCall.Kind.LLM)
 IS_REFUSED = Q(outcome=Outcome.REFUSED)
 IS_FAILED = Q(outcome__in=[Outcome.FAILED, Outcome.CUT, Outcome.LOST])
-# What was refused never left, and nobody asks money for a connection to the relay.
+# Refused calls were never sent, and relay connections are free.
 IS_UNPRICED = IS_MODEL_CALL & Q(cost__isnull=True, outcome__in=[Outcome.OK, Outcome.FAILED, Outcome.CUT, Outcome.LOST])
 
 
 @dataclass(frozen=True)
 class CallTotals:
-    """Of some calls to models; tokens as far as upstreams have said."""
+    """Counts, tokens and cost of a set of model calls. Tokens not reported by the upstream count as zero."""
 
     calls: int
     failed: int
@@ -26,12 +26,12 @@ class CallTotals:
     input_tokens: int
     cached_tokens: int
     output_tokens: int
-    spent: Decimal  # USD, of what has a price
+    spent: Decimal  # USD; excludes unpriced calls
 
 
 def calculate_totals(calls: QuerySet[LlmCall]) -> CallTotals:
-    """One query."""
-    found = calls.filter(IS_MODEL_CALL).aggregate(
+    """Aggregate the model calls of a queryset, in one query."""
+    totals = calls.filter(IS_MODEL_CALL).aggregate(
         calls=Count("pk"),
         failed=Count("pk", filter=IS_FAILED),
         refused=Count("pk", filter=IS_REFUSED),
@@ -41,4 +41,4 @@ def calculate_totals(calls: QuerySet[LlmCall]) -> CallTotals:
         output_tokens=Sum("output_tokens", default=0),
         spent=Sum("cost", default=Decimal(0)),
     )
-    return CallTotals(**found)
+    return CallTotals(**totals)

@@ -1,112 +1,118 @@
-"""The way from a loopback port to a unix socket, inside a sandbox: so ordinary SDKs, which speak to an address, reach what
-is behind the socket. It is what process 1 keeps running there. Standard library only, and one process without children
-and threads, so that a fork bomb beside it takes nothing from it.
+"""TCP-to-unix-socket bridge inside a sandbox: lets SDKs that need a host and port reach the egress proxy's socket.
 
-Usage: bridge.py PORT SOCKET. It only copies: who may do what is decided at the socket's other end."""
+    bridge.py PORT SOCKET
+
+The bridge is the long-running program of a sandbox. It only copies bytes; authorization happens at the other end of the socket.
+Standard library only. A single process without children or threads, so that a fork bomb in the sandbox cannot starve it."""
 
 import contextlib
 import selectors
 import socket
 import sys
 
-MAX_CONNECTIONS = 64  # connections at once
+MAX_CONNECTIONS = 64
 CHUNK_BYTES = 1 << 16
 
 
 class Bridge:
+    """Listener on a loopback port, and its open pairs of connections."""
+
     def __init__(self, port: int, path: str) -> None:
         self.path = path
         self.selector = selectors.DefaultSelector()
         self.pairs: dict[socket.socket, socket.socket] = {}
-        self.pending: dict[socket.socket, bytes] = {}  # socket -> what is to be written to it
-        self.ended: set[socket.socket] = set()  # nothing more is read from these
-        self.door = socket.create_server(("127.0.0.1", port), backlog=64)
-        self.door.setblocking(False)
-        self.selector.register(self.door, selectors.EVENT_READ)
+        self.pending: dict[socket.socket, bytes] = {}  # socket -> bytes still to be written to it
+        self.ended: set[socket.socket] = set()  # sockets whose peer has finished sending
+        self.listener = socket.create_server(("127.0.0.1", port), backlog=64)
+        self.listener.setblocking(False)
+        self.selector.register(self.listener, selectors.EVENT_READ)
 
     def serve(self) -> None:
+        """Copy bytes until the process is killed."""
         while True:
             for key, events in self.selector.select():
-                one = key.fileobj
-                assert isinstance(one, socket.socket)
-                if one is self.door:
+                ready = key.fileobj
+                assert isinstance(ready, socket.socket)
+                if ready is self.listener:
                     self.accept()
-                elif one in self.pairs:
-                    self.move(one, events)
+                elif ready in self.pairs:
+                    self.transfer(ready, events)
 
     def accept(self) -> None:
         try:
-            near, _ = self.door.accept()
+            client, _ = self.listener.accept()
         except OSError:
             return
-        far = socket.socket(socket.AF_UNIX)
+        upstream = socket.socket(socket.AF_UNIX)
         try:
             if len(self.pairs) >= 2 * MAX_CONNECTIONS:
                 raise OSError
-            far.connect(self.path)
-        except OSError:  # nobody is there: refused, as where no server is
-            near.close()
-            far.close()
+            upstream.connect(self.path)
+        except OSError:  # no proxy, or too many connections: close the client's connection
+            client.close()
+            upstream.close()
             return
-        near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or a stream's events wait for each other, 40 ms each
-        for one, other in ((near, far), (far, near)):
-            one.setblocking(False)
-            self.pairs[one], self.pending[one] = other, b""
-            self.selector.register(one, selectors.EVENT_READ)
+        client.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+        )  # Nagle's algorithm delays events of a stream by 40 ms each
+        for side, other in ((client, upstream), (upstream, client)):
+            side.setblocking(False)
+            self.pairs[side], self.pending[side] = other, b""
+            self.selector.register(side, selectors.EVENT_READ)
 
-    def move(self, one: socket.socket, events: int) -> None:
-        other = self.pairs[one]
+    def transfer(self, side: socket.socket, events: int) -> None:
+        other = self.pairs[side]
         try:
             if events & selectors.EVENT_WRITE:
-                self.write(one, self.pending[one])
+                self.write(side, self.pending[side])
             if events & selectors.EVENT_READ and not self.pending[other]:
-                self.read(one, other)
+                self.read(side, other)
         except OSError:
-            self.close(one, other)
+            self.close(side, other)
             return
-        if {one, other} <= self.ended and not self.pending[one] and not self.pending[other]:
-            self.close(one, other)
+        if {side, other} <= self.ended and not self.pending[side] and not self.pending[other]:
+            self.close(side, other)
             return
-        self.watch(one)
+        self.watch(side)
         self.watch(other)
 
-    def read(self, one: socket.socket, other: socket.socket) -> None:
+    def read(self, side: socket.socket, other: socket.socket) -> None:
         try:
-            chunk = one.recv(CHUNK_BYTES)
+            chunk = side.recv(CHUNK_BYTES)
         except BlockingIOError:
             return
         if chunk:
             self.write(other, chunk)
         else:
-            self.ended.add(one)
+            self.ended.add(side)
             other.shutdown(socket.SHUT_WR)
 
-    def write(self, one: socket.socket, content: bytes) -> None:
+    def write(self, side: socket.socket, content: bytes) -> None:
         try:
-            self.pending[one] = content[one.send(content) :]
+            self.pending[side] = content[side.send(content) :]
         except BlockingIOError:
-            self.pending[one] = content
+            self.pending[side] = content
 
-    def watch(self, one: socket.socket) -> None:
-        """What to wait for: to read, unless the other side is full; to write, if something is left to be."""
-        reading = 0 if self.pending[self.pairs[one]] or one in self.ended else selectors.EVENT_READ
-        wanted = reading | (selectors.EVENT_WRITE if self.pending[one] else 0)
-        registered = one in self.selector.get_map()
-        if wanted and registered:
-            self.selector.modify(one, wanted)
-        elif wanted:
-            self.selector.register(one, wanted)
+    def watch(self, side: socket.socket) -> None:
+        """Wait for reading, unless the other side has unwritten bytes, and for writing, if bytes are pending."""
+        read_interest = 0 if self.pending[self.pairs[side]] or side in self.ended else selectors.EVENT_READ
+        interest = read_interest | (selectors.EVENT_WRITE if self.pending[side] else 0)
+        registered = side in self.selector.get_map()
+        if interest and registered:
+            self.selector.modify(side, interest)
+        elif interest:
+            self.selector.register(side, interest)
         elif registered:
-            self.selector.unregister(one)
+            self.selector.unregister(side)
 
     def close(self, *both: socket.socket) -> None:
-        for one in both:
+        for side in both:
             with contextlib.suppress(KeyError):
-                self.selector.unregister(one)
-            self.pairs.pop(one, None)
-            self.pending.pop(one, None)
-            self.ended.discard(one)
-            one.close()
+                self.selector.unregister(side)
+            self.pairs.pop(side, None)
+            self.pending.pop(side, None)
+            self.ended.discard(side)
+            side.close()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Kill every process of one exec, also those that left its session or lost their parent, and no other. Standard library
-only: this runs inside sandboxes (`python3 reap.py MARK [GID]`) and is imported where there is no inside.
+"""Process reaper: kills every process of one exec, including those that left its session or lost their parent, and no other.
 
-A process belongs to the exec if it runs under the group id that only this exec was given, which nothing without
-CAP_SETGID can leave; where there is no such id, if it carries the mark in its environment, which it can clear; and if
-it descends from one that belongs. All are stopped before any is killed: what is stopped cannot fork, and its children
-have not lost their parent yet."""
+    reap.py MARK [GID]
+
+A process belongs to the exec if it runs under the exec's own group id, which a process without CAP_SETGID cannot leave.
+Without a group id it belongs if it carries the mark in its environment, which it can clear. Descendants of a process that
+belongs also belong. All processes are stopped before any is killed: a stopped process cannot fork, and its children still have
+their parent. Standard library only: this runs inside sandboxes, and is imported by providers on the host."""
 
 import errno
 import os
@@ -14,33 +15,34 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-MARK_VARIABLE = "LEASEHOLD_RUN"  # as in providers/base.py, which is not there inside a sandbox
-KILL_TIMEOUT_SECONDS = 10.0  # seconds until kill_tree gives up
-EXEC_WAIT_SECONDS = 1.0  # seconds for which a process is waited for that is about to run another program
+MARK_VARIABLE = "LEASEHOLD_RUN"  # as in providers/base.py, which cannot be imported inside a sandbox
+KILL_TIMEOUT_SECONDS = 10.0  # of kill_tree
+EXEC_WAIT_SECONDS = 1.0  # for a process in the middle of execve
 PROC_DIRECTORY = "/proc"
 
 
 @dataclass(frozen=True)
 class _Process:
     parent: int
-    born: bytes  # start time in ticks: with the process id it names one process for ever
+    start_time: bytes  # start time in ticks: with the pid it identifies a process uniquely
     belongs: bool
-    gone: bool  # a zombie: nothing is left to kill
+    is_zombie: bool  # a zombie
 
 
 def list_pids() -> Iterable[int]:
-    """The id of every process that /proc shows."""
+    """List all pids in /proc."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def kill_tree(mark: str, gid: int | None = None, pids: Callable[[], Iterable[int]] = list_pids) -> int:
-    """Kill the processes of the exec that carries `mark`, and only them; answer how many. `gid`: the group id that was
-    its own, if it had one; `pids`: where to look. TimeoutError if some still live after PATIENCE seconds. One that
-    this user may not signal is passed over."""
-    until = time.monotonic() + KILL_TIMEOUT_SECONDS
+    """Kill all processes of the exec with this mark. Return the number killed.
+
+    `gid` is the exec's own group id, if it has one. `pids` lists candidate processes. Processes that this user may not signal
+    are skipped. Raise TimeoutError if processes are left after KILL_TIMEOUT_SECONDS."""
+    deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
     killed: set[int] = set()
     while True:
-        # Process id -> pidfd: a number may be given to a new process, a pidfd may not. -1: the kernel (gVisor's) has none
+        # pid -> pidfd, which unlike a pid is never reused; -1 if the kernel (gVisor) has no pidfds
         stopped: dict[int, int] = {}
         try:
             while _stop_more(mark, gid, pids(), stopped):
@@ -53,27 +55,27 @@ def kill_tree(mark: str, gid: int | None = None, pids: Callable[[], Iterable[int
         finally:
             for fd in stopped.values():
                 _close(fd)
-        if time.monotonic() > until:
-            raise TimeoutError(f"{len(stopped)} processes are still there")
-        time.sleep(0.005)  # a killed process takes a moment to go
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{len(stopped)} processes were not killed in time")
+        time.sleep(0.005)  # a killed process takes a moment to disappear
 
 
 def _stop_more(mark: str, gid: int | None, pids: Iterable[int], stopped: dict[int, int]) -> bool:
-    """Stop those that belong and are not among the stopped yet, and add them; were there any?"""
+    """Stop processes of the exec that are not in `stopped` yet, and add them. Return whether there were any."""
     seen = {pid: process for pid in pids if (process := _inspect_process(pid, mark, gid)) is not None}
-    ours = {pid for pid, process in seen.items() if process.belongs}
-    while more := {pid for pid, process in seen.items() if process.parent in ours} - ours:
-        ours |= more
+    members = {pid for pid, process in seen.items() if process.belongs}
+    while descendants := {pid for pid, process in seen.items() if process.parent in members} - members:
+        members |= descendants
     before = len(stopped)
-    for pid in ours - stopped.keys() - {1, os.getpid()}:
-        if seen[pid].gone:
+    for pid in members - stopped.keys() - {1, os.getpid()}:
+        if seen[pid].is_zombie:
             continue
         try:
             fd = _open_pidfd(pid)
         except ProcessLookupError:
             continue
         now = _inspect_process(pid, mark, gid)
-        if now is not None and now.born == seen[pid].born and _send_signal(pid, fd, signal.SIGSTOP):
+        if now is not None and now.start_time == seen[pid].start_time and _send_signal(pid, fd, signal.SIGSTOP):
             stopped[pid] = fd
         else:
             _close(fd)
@@ -87,7 +89,7 @@ def _inspect_process(pid: int, mark: str, gid: int | None) -> _Process | None:
     except OSError:
         return None
     belongs = _read_gid(pid) == gid if gid is not None else _read_mark(pid) == mark
-    return _Process(int(parent), born=rest[17], belongs=belongs, gone=state in (b"Z", b"X"))
+    return _Process(int(parent), start_time=rest[17], belongs=belongs, is_zombie=state in (b"Z", b"X"))
 
 
 def _read_gid(pid: int) -> int | None:
@@ -101,29 +103,31 @@ def _read_gid(pid: int) -> int | None:
 def _read_mark(pid: int) -> str | None:
     prefix = f"{MARK_VARIABLE}=".encode()
     try:
-        found = next((entry for entry in read_environment(pid).split(b"\0") if entry.startswith(prefix)), prefix)
-    except OSError:  # another user's, or one that may not be looked into
+        assignment = next((entry for entry in read_environment(pid).split(b"\0") if entry.startswith(prefix)), prefix)
+    except OSError:  # another user's process, or not readable
         return None
-    return found[len(prefix) :].decode(errors="replace")
+    return assignment[len(prefix) :].decode(errors="replace")
 
 
 def read_environment(pid: int) -> bytes:
-    """What a process was started with, or OSError. While another program takes its place it has nothing to show, and would
-    pass for somebody else's: then it is waited for."""
-    until = time.monotonic() + EXEC_WAIT_SECONDS
+    """Read a process's initial environment. Raise OSError.
+
+    During execve the environment is empty and the process would not be recognized. The function waits until execve is done."""
+    deadline = time.monotonic() + EXEC_WAIT_SECONDS
     while True:
         before = _read_environment_end(pid)
         with open(f"{PROC_DIRECTORY}/{pid}/environ", "rb") as file:
             content = file.read()
         settled = before < 0 or (before > 0 and before == _read_environment_end(pid))
-        if content or settled or time.monotonic() > until:
+        if content or settled or time.monotonic() > deadline:
             return content
         time.sleep(0.001)
 
 
 def _read_environment_end(pid: int) -> int:
-    """Where its environment ends in its memory: elsewhere in each program that it runs, and 0 between two. -1 if it has no
-    memory, being a zombie or the kernel's, or if that cannot be told."""
+    """Return the end address of a process's environment. It differs for each program executed, and is 0 during execve.
+
+    -1 for processes without memory (zombies, kernel threads) and if it is not readable."""
     try:
         with open(f"{PROC_DIRECTORY}/{pid}/stat", "rb") as file:
             rest = file.read().rpartition(b")")[2].split()

@@ -1,8 +1,14 @@
-"""One turn of an agent: the state of the game on stdin as JSON, its action on stdout as JSON. Standard library only.
+"""Turn script: reads the environment's state from stdin as JSON, and prints the agent's action as JSON. Standard library only.
 
-The model is reached over the unix socket in LLM_SOCKET, or else at the base URL in OPENAI_BASE_URL; neither needs a
-key, because whoever forwards the call adds it. MODEL names the model, ENVIRONMENT_TYPE the kind of game where the state
-does not, LEASEHOLD_DATA the directory with the agent's skills. Exit code 1 and one line on stderr if it goes wrong."""
+Environment variables:
+
+    LLM_SOCKET         unix socket of the egress proxy, which adds the credentials
+    OPENAI_BASE_URL    base URL of the model, if LLM_SOCKET is not set
+    MODEL              model name
+    ENVIRONMENT_TYPE   kind of environment, if the state does not contain it
+    LEASEHOLD_DATA     directory of the agent's data, with its skills
+
+Exits with code 1 and one line on stderr if there is no action."""
 
 import http.client
 import json
@@ -15,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-MODEL_TIMEOUT_SECONDS = 55.0  # seconds in which the model says something; a turn has sixty
+MODEL_TIMEOUT_SECONDS = 55.0  # a turn has 60 s
 DEFAULT_PROMPT = (
     "You are an agent taking one turn in an environment. The user's message is its state as JSON. Choose the action "
     "that serves your goal best; if the state lists legal actions, choose one of them. Answer with exactly one JSON "
@@ -24,13 +30,13 @@ DEFAULT_PROMPT = (
 
 
 class TurnFailed(Exception):
-    """Why there is no action, as one line."""
+    """The turn has no action. The message is one line."""
 
 
-def take_turn(said: str, env: dict[str, str]) -> dict[str, Any]:
-    """The action for this state, which is JSON text. NoTurn if there is none."""
+def take_turn(text: str, env: dict[str, str]) -> dict[str, Any]:
+    """Return the action for a state, given as JSON text. Raise TurnFailed."""
     try:
-        state = json.loads(said)
+        state = json.loads(text)
     except ValueError as error:
         raise TurnFailed(f"the state on stdin is not JSON: {error}") from error
     if not isinstance(state, dict):
@@ -44,7 +50,7 @@ def take_turn(said: str, env: dict[str, str]) -> dict[str, Any]:
 
 
 def load_prompt(kind: str, data: Path) -> str:
-    """What the agent's skills say about this kind of environment; a general prompt if they say nothing."""
+    """Return the prompt of the agent's skill for this kind of environment, or the default prompt."""
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", kind):
         try:
             return (data / "skills" / kind / "prompt.md").read_text(encoding="utf-8")
@@ -54,20 +60,20 @@ def load_prompt(kind: str, data: Path) -> str:
 
 
 def ask_model(request: dict[str, Any], env: dict[str, str]) -> str:
-    """The model's text; who is told to come again later does. NoTurn with the reason if there is none."""
-    until = time.monotonic() + MODEL_TIMEOUT_SECONDS
+    """Return the model's text. Retries as requested by Retry-After, within the timeout. Raise TurnFailed."""
+    deadline = time.monotonic() + MODEL_TIMEOUT_SECONDS
     while True:
-        status, content, after = _post(request, env)
-        if after is None or time.monotonic() + after > until:
+        status, content, retry_after = _post(request, env)
+        if retry_after is None or time.monotonic() + retry_after > deadline:
             break
-        time.sleep(after)
+        time.sleep(retry_after)
     if status != 200:
         raise TurnFailed(f"the model answered {status}: {_to_single_line(content.decode(errors='replace'))}")
     try:
         text = json.loads(content)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError) as error:
         raise TurnFailed(
-            f"the model's answer is no chat completion: {_to_single_line(content.decode(errors='replace'))}"
+            f"the model's answer is not a chat completion: {_to_single_line(content.decode(errors='replace'))}"
         ) from error
     if not isinstance(text, str):
         raise TurnFailed("the model answered without text")
@@ -75,28 +81,28 @@ def ask_model(request: dict[str, Any], env: dict[str, str]) -> str:
 
 
 def _post(request: dict[str, Any], env: dict[str, str]) -> tuple[int, bytes, float | None]:
-    """Status and body of an answer, and in how many seconds to ask again, if it says so."""
+    """Return (status, body, seconds until a retry or None)."""
     connection, path = _open_connection(env)
     try:
         connection.request("POST", path, json.dumps(request).encode(), {"Content-Type": "application/json"})
         response = connection.getresponse()
         content = response.read()
     except (OSError, http.client.HTTPException) as error:
-        raise TurnFailed(f"the model cannot be reached: {error or type(error).__name__}") from error
+        raise TurnFailed(f"the model is unreachable: {error or type(error).__name__}") from error
     finally:
         connection.close()
-    after = response.getheader("Retry-After", "") if response.status in (429, 503) else ""
-    return response.status, content, max(0.1, float(after)) if re.fullmatch("[0-9]{1,3}", after) else None
+    retry_after = response.getheader("Retry-After", "") if response.status in (429, 503) else ""
+    return response.status, content, max(0.1, float(retry_after)) if re.fullmatch("[0-9]{1,3}", retry_after) else None
 
 
 def extract_first_object(text: str) -> dict[str, Any]:
-    """The first JSON object in a text that may have prose and code fences around it. NoTurn if there is none."""
-    decoder, at = json.JSONDecoder(), text.find("{")
-    while at >= 0:
+    """Return the first JSON object in a text, which may contain prose and code fences. Raise TurnFailed."""
+    decoder, position = json.JSONDecoder(), text.find("{")
+    while position >= 0:
         try:
-            found, _ = decoder.raw_decode(text, at)
+            found, _ = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
-            at = text.find("{", at + 1)
+            position = text.find("{", position + 1)
         else:
             return dict(found)
     raise TurnFailed(f"the model's text has no JSON object: {_to_single_line(text)}")
@@ -120,9 +126,9 @@ def _open_connection(env: dict[str, str]) -> tuple[http.client.HTTPConnection, s
         base = urlsplit(env.get("OPENAI_BASE_URL", ""))
         host, port = base.hostname, base.port
     except ValueError as error:
-        raise TurnFailed(f"OPENAI_BASE_URL is no URL: {error}") from error
+        raise TurnFailed(f"OPENAI_BASE_URL is not a URL: {error}") from error
     if base.scheme not in ("http", "https") or not host:
-        raise TurnFailed("neither LLM_SOCKET nor OPENAI_BASE_URL says where the model is")
+        raise TurnFailed("neither LLM_SOCKET nor OPENAI_BASE_URL is set")
     kind = http.client.HTTPSConnection if base.scheme == "https" else http.client.HTTPConnection
     path = base.path.rstrip("/")
     return kind(host, port, timeout=MODEL_TIMEOUT_SECONDS), f"{path if path.endswith('/v1') else path + '/v1'}/chat/completions"

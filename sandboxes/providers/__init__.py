@@ -1,4 +1,11 @@
-"""The providers by name. `get` answers one instance per process; a row remembers the name it was created with."""
+"""Registry of sandbox providers. Rows store the name of the provider that created them.
+
+To add a provider:
+
+1. Implement `Provider` (base.py) in a module or package of this directory. State the class attributes truthfully.
+2. Add the class to PROVIDER_CLASSES below.
+3. Add its name to the choices of SANDBOX_PROVIDER in controlplane/settings.py.
+4. Add it to the conformance suite in tests/conformance/conftest.py, and make every test pass."""
 
 from functools import cache
 
@@ -10,24 +17,28 @@ from sandboxes.providers.docker.provider import DockerProvider, is_daemon_availa
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.providers.process import ProcessProvider
 
-PROVIDER_CLASSES: dict[str, type[Provider]] = {"docker": DockerProvider, "process": ProcessProvider, "memory": MemoryProvider}
+PROVIDER_CLASSES: dict[str, type[Provider]] = {
+    provider.name: provider for provider in (DockerProvider, ProcessProvider, MemoryProvider)
+}
 
 
 @cache
 def get_provider(name: str) -> Provider:
-    """The provider of this name. ImproperlyConfigured if it does not isolate and that was not allowed."""
-    made = PROVIDER_CLASSES[name]()
-    if not made.isolated and not (settings.DEBUG or settings.ALLOW_UNISOLATED):
+    """Return this process's instance of a provider.
+
+    Raise ImproperlyConfigured if the provider does not isolate sandboxes, unless DEBUG or ALLOW_UNISOLATED is set."""
+    provider = PROVIDER_CLASSES[name]()
+    if not provider.isolated and not (settings.DEBUG or settings.ALLOW_UNISOLATED):
         raise ImproperlyConfigured(
             f"The {name} provider does not isolate: agents would act with this user's rights. "
             "Start a Docker daemon, or set LEASEHOLD_ALLOW_UNISOLATED=1."
         )
-    return made
+    return provider
 
 
 @cache
 def get_default_provider_name() -> str:
-    """What SANDBOX_PROVIDER says; for auto, docker if a daemon answers now, else process."""
+    """Return SANDBOX_PROVIDER. For `auto`: docker if a daemon is available at the first call, else process."""
     if settings.SANDBOX_PROVIDER != "auto":
         return str(settings.SANDBOX_PROVIDER)
     return "docker" if is_daemon_available() else "process"

@@ -1,11 +1,12 @@
-"""The port to whatever runs sandboxes. Each provider keeps this contract, and one conformance suite checks them all.
+"""Provider port: the contract between the control plane and an engine that runs sandboxes.
 
-A sandbox is named by its `ref`: what `create` returned, or the Spec's name, which every provider also accepts. A crash
-between `create` and storing its answer therefore loses nothing.
-Two places in a sandbox are promised: `/workspace` and `/data`, writable by the user that commands run as.
-Three things can go wrong, and only three: Unavailable (the same step again later), Rejected (the request is wrong and
-will stay wrong), Missing (it is not there; for destroy that is success). A command that fails, is killed or times out
-is none of these: it is a result."""
+One conformance suite checks every provider.
+
+- A sandbox is identified by its `ref`: the return value of `create`, or the name in the SandboxSpec, which every provider also
+  accepts. A crash between `create` and storing the ref therefore loses nothing.
+- Every sandbox has `/workspace` and `/data`, writable by the user that commands run as.
+- A verb fails with Unavailable (retry the same step later), Rejected (the request is wrong; do not retry) or Missing (no such
+  sandbox; success for `destroy`). A command that fails, is killed or times out is a result, not an error."""
 
 import os
 import re
@@ -17,11 +18,9 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 WORKSPACE, DATA, SOCKETS_DIRECTORY = "/workspace", "/data", "/run/leasehold"
-LLM_SOCKET = f"{SOCKETS_DIRECTORY}/llm.sock"  # the way out: to models, and to the relay
-EGRESS_LOOPBACK_ADDRESS = (
-    "127.0.0.1:4010"  # the same, for what speaks to addresses; where the sandbox has a network stack of its own
-)
-# What SDKs look for. The keys say nothing: whoever passes a call on adds the real one.
+LLM_SOCKET = f"{SOCKETS_DIRECTORY}/llm.sock"  # egress proxy: model calls and the relay
+EGRESS_LOOPBACK_ADDRESS = "127.0.0.1:4010"  # the egress proxy over TCP, in sandboxes with their own network namespace
+# Variables read by SDKs. The keys are placeholders: the egress proxy adds the credentials.
 EGRESS_ENVIRONMENT = {
     "OPENAI_BASE_URL": f"http://{EGRESS_LOOPBACK_ADDRESS}/v1",
     "OPENAI_API_KEY": "added-on-the-way-out",
@@ -29,141 +28,141 @@ EGRESS_ENVIRONMENT = {
     "ANTHROPIC_API_KEY": "added-on-the-way-out",
     "RELAY_URL": f"ws://{EGRESS_LOOPBACK_ADDRESS}/relay/",
 }
-MARK_VARIABLE = "LEASEHOLD_RUN"  # environment variable by which the processes of one exec are found again
+MARK_VARIABLE = "LEASEHOLD_RUN"  # environment variable that identifies the processes of one exec
 
 
 class ProviderError(Exception):
-    """The provider did not do what it was asked."""
+    """The provider did not perform the operation."""
 
     code = "provider_error"
 
 
 class Unavailable(ProviderError):
-    """The provider cannot answer now; whether it acted is unknown. The same step may be taken again later."""
+    """The provider is unavailable. The operation may have been performed; repeat it later."""
 
     code = "provider_unavailable"
 
 
 class Rejected(ProviderError):
-    """The provider will not do this, however often it is asked."""
+    """The provider rejects the request. Repeating it does not help."""
 
     code = "provider_rejected"
 
 
 class Missing(ProviderError):
-    """There is no such sandbox."""
+    """The sandbox does not exist."""
 
     code = "sandbox_missing"
 
 
 class NoSuchFile(ProviderError):
-    """There is no such file in the sandbox."""
+    """The file does not exist in the sandbox."""
 
     code = "file_not_found"
 
 
 class BadPath(Rejected):
-    """The path leaves the sandbox's directory, goes through a symbolic link, or is no regular file."""
+    """The path leaves its root directory, contains a symbolic link, or is not a regular file."""
 
     code = "bad_path"
 
 
 class TooLarge(Rejected):
-    """The file is larger than the limit that was given."""
+    """The content exceeds the given limit."""
 
     code = "file_too_large"
 
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """What to create. Limits are hard where the provider can enforce any."""
+    """Description of a sandbox to create. The limits are hard if the provider enforces limits."""
 
-    name: str  # unique for ever: made from the row's id and incarnation; [a-z0-9-], at most 63 characters
+    name: str  # never reused: derived from the row's id and incarnation; [a-z0-9-]{1,63}
     owner: str  # label by which `list` finds the sandboxes of one pool
     image: str = ""
-    labels: Mapping[str, str] = field(default_factory=dict)  # for people reading `docker ps`; never trusted
+    labels: Mapping[str, str] = field(default_factory=dict)  # informative, shown by `docker ps`; never read back
     memory_mib: int = 512
     millicpus: int = 1000
     pids: int = 256
-    sockets: Path | None = None  # host directory that appears read-only at /run/leasehold
-    data: Path | None = None  # host directory that appears at /data, with what is mounted on it later; docker alone
-    writable_root: bool = False  # wherever the image lets commands' user; nothing to loosen where the root is never sealed
+    sockets: Path | None = None  # host directory mounted read-only at /run/leasehold
+    data: Path | None = None  # host directory mounted at /data, including later mounts below it; docker only
+    writable_root: bool = False  # root file system writable as far as the image permits; default read-only, if supported
 
 
 @dataclass(frozen=True)
 class ProviderSandbox:
-    """One sandbox as the provider lists it."""
+    """State of one sandbox, as reported by the provider."""
 
     ref: str
     name: str
-    running: bool  # False: it is paused, stopped or half made; what cannot wake by itself answers an exec Unavailable
-    created_at: datetime  # by the provider's clock
-    is_remnant: bool = False  # inspect says Missing: nothing can run in it any more, and destroy removes what is left of it
+    running: bool  # False: paused, stopped or partly created; exec resumes it or raises Unavailable
+    created_at: datetime  # provider's clock
+    is_remnant: bool = False  # only leftovers such as volumes exist: inspect raises Missing, destroy removes them
 
 
 @dataclass(frozen=True)
 class ExecResult:
-    """How a command ended. exit_code is 128 + n after signal n, so 137 for whatever we killed."""
+    """Result of a command. `exit_code` is 128 + n after signal n, so 137 for a command killed by the provider."""
 
     exit_code: int
     stdout: bytes = b""
     stderr: bytes = b""
-    timed_out: bool = False  # we killed it, and every process it had started
-    oom: bool = False  # the kernel killed a process for memory while this ran; told apart from a plain exit 137
-    truncated: bool = False  # either stream was longer than the cap; what came after the cap was read and dropped
+    timed_out: bool = False  # killed by the provider, with every process it had started
+    oom: bool = False  # the kernel killed a process for lack of memory during the command
+    truncated: bool = False  # a stream exceeded the cap; the excess was read and dropped
     duration: timedelta = timedelta(0)
 
 
 class FileStat(NamedTuple):
-    """One entry below /workspace or /data. A tuple, because a look makes thousands."""
+    """Metadata of one entry below /workspace or /data. A tuple, because a manifest has thousands."""
 
-    kind: str  # "file", "directory", "link", or "other" (a socket, a pipe, a device: never stored)
+    kind: str  # "file", "directory", "link", or "other" (socket, pipe, device: never stored)
     mode: int  # permission bits
     size: int  # bytes of a regular file, else 0
     mtime: int  # whole seconds since 1970
-    # Another whenever the content of a file, the mode, or the target of a link may have changed. Two writes of equally
-    # many bytes share it if nothing but one tick of the kernel's clock lies between them: 4 ms, and none from Linux 6.13.
-    # Reading a file that its owner may not read changes it, and nothing else that reads does.
+    # Changes whenever the content of a file, its mode or the target of a link may have changed. Before Linux 6.13 two writes
+    # of equal length within one tick of the kernel's clock (4 ms) share a stamp. Reading leaves it unchanged, except for a
+    # file that its owner may not read.
     stamp: str
-    target: str = ""  # of a link
+    target: str = ""  # of a symbolic link
 
 
 class ResourceUsage(NamedTuple):
-    """What all processes of a sandbox together take, those that have ended included."""
+    """CPU and memory used by all processes of a sandbox, including ended ones."""
 
-    cpu_micros: int  # microseconds of CPU since it was started; from 0 again where it stopped and was started anew
-    memory_bytes: int  # now, without what the kernel only keeps of files as long as nobody needs the room
+    cpu_micros: int  # CPU time since the sandbox was started, in microseconds; reset by a restart
+    memory_bytes: int  # current, excluding reclaimable page cache
 
 
 class ProcessState(NamedTuple):
-    """Of a program in the background."""
+    """State of a background process."""
 
     running: bool
-    exit_code: int | None = None  # once it has exited: as of an exec
+    exit_code: int | None = None  # None while running
 
 
 class ProcessOutput(NamedTuple):
-    """Some of what a program in the background has printed."""
+    """Part of the output of a background process."""
 
     content: bytes
-    next: int  # offset after it; counted from the first byte that the program ever printed
+    next: int  # offset after `content`, counted from the first byte ever printed
 
 
 class Provider(ABC):
-    """See the module's docstring for the contract that holds for every method."""
+    """Engine that runs sandboxes. The module's docstring states the contract common to all methods."""
 
     name: str
     isolated: bool  # commands cannot reach the host, other sandboxes or the network
-    enforces_limits: bool  # memory, CPU and process limits hold, and `oom` can be seen
-    measures_usage: bool  # `stats` says what sandboxes use
+    enforces_limits: bool  # memory, CPU and process limits hold, and ExecResult.oom is reported
+    measures_usage: bool  # `stats` returns measurements
 
     @abstractmethod
     def create(self, spec: SandboxSpec) -> str:
-        """Start a sandbox and return its ref. One of that name already there is success: the same ref again."""
+        """Start a sandbox and return its ref. Idempotent: an existing sandbox of that name is returned."""
 
     @abstractmethod
     def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
-        """Return once commands can run. Unavailable after `timeout`; Missing if it is gone."""
+        """Return once commands can run. Raise Unavailable after `timeout`."""
 
     @abstractmethod
     def exec(
@@ -178,172 +177,189 @@ class Provider(ABC):
         cap: int = 1 << 20,
         mark: str,
     ) -> ExecResult:
-        """Run argv (no shell) and wait for it. `mark` is unique for this exec: on timeout every process that descends
-        from it is killed, also those that left its session, and no process of another exec. Each stream keeps its first
-        `cap` bytes. Several execs may run at once. A program that does not exist is a result with exit code 127."""
+        """Run `argv` without a shell and wait for it. Execs may run concurrently.
+
+        `mark` is unique for this exec. On timeout every process descended from it is killed, including those that left its
+        session, and no process of another exec. Each output stream is cut to its first `cap` bytes. A program that does not
+        exist is a result with exit code 127."""
 
     @abstractmethod
     def start(self, ref: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = WORKSPACE, mark: str) -> ProcessState:
-        """Start argv (no shell) in the background and return at once, with what it is doing. It ends by itself, by `kill`
-        or with the sandbox, and has no stdin. A program that does not exist has exited with 127. The same mark again
-        starts nothing."""
+        """Start `argv` without a shell and without stdin in the background, and return its state immediately.
+
+        The process runs until it exits, is killed by `kill`, or its sandbox stops. A program that does not exist has exited
+        with 127. Idempotent: a second call with the same mark starts nothing."""
 
     @abstractmethod
     def processes(self, ref: str, marks: Sequence[str]) -> dict[str, ProcessState]:
-        """What those of these are doing that were started in the background. One has exited when its first process has,
-        whatever that left behind; 137 is also the code of one whose end nobody saw."""
+        """Return the states of background processes by mark. Unknown marks are absent.
+
+        A process has exited when the started program has, even if children remain. The exit code is 137 if the exit was not
+        observed."""
 
     @abstractmethod
     def log(self, ref: str, mark: str, *, start: int, length: int) -> ProcessOutput:
-        """At most `length` bytes of what it printed, stdout and stderr together, from offset `start`. The last 256 KiB at
-        least is kept; where the oldest was dropped they begin later: at next - len(content)."""
+        """Return at most `length` bytes of combined stdout and stderr of a background process, from offset `start`.
+
+        At least the last 256 KiB are retained. If older output was dropped, `content` begins at next - len(content)."""
 
     @abstractmethod
     def kill(self, ref: str, mark: str) -> None:
-        """Return once no process of the exec, or of the program in the background, with this mark is there, whoever had
-        started it. Nothing to kill, and a sandbox that is not running, is success; no sandbox at all is Missing."""
+        """Kill all processes of the exec or background process with this mark, and return once they are gone.
+
+        Idempotent. No such process, or a sandbox that is not running, is success; raise Missing if there is no sandbox."""
 
     @abstractmethod
     def destroy(self, ref: str) -> None:
-        """Return once the sandbox is gone, whatever state it was in. Destroying what is not there is success."""
+        """Destroy the sandbox in any state, and return once it is gone. Idempotent."""
 
     @abstractmethod
     def inspect(self, ref: str) -> ProviderSandbox:
-        """The sandbox as it is now, or Missing."""
+        """Return the current state of the sandbox. Raise Missing."""
 
     @abstractmethod
     def stats(self, ref: str) -> ResourceUsage | None:
-        """What the sandbox uses, or Missing. None while it does not run, and where nobody counts."""
+        """Return the resource usage, or None if the sandbox does not run or usage is not measured. Raise Missing."""
 
     @abstractmethod
     def list(self, owner: str) -> list[ProviderSandbox]:
-        """Every sandbox with this owner label, running or not. Raises Unavailable rather than return a partial list."""
+        """List every sandbox with this owner label, running or not. Raise Unavailable rather than return a partial list."""
 
     @abstractmethod
     def read_file(self, ref: str, path: str, *, limit: int) -> bytes:
-        """One regular file under /workspace or /data, given as an absolute path in the sandbox. NoFile, BadPath, or
-        TooLarge past `limit` bytes. No part of the path may be a symbolic link.
+        """Read one regular file under /workspace or /data, given by its absolute path in the sandbox.
 
-        Here and below, a name that is no UTF-8 is written as os.fsdecode gives it."""
+        Raise NoSuchFile, BadPath (also if any part of the path is a symbolic link), or TooLarge above `limit` bytes. In this
+        and the following methods, names that are not UTF-8 are represented as by os.fsdecode."""
 
     @abstractmethod
     def read_range(self, ref: str, path: str, *, start: int, length: int) -> tuple[bytes, int]:
-        """At most `length` bytes of one regular file from `start`, and the size of all of it. NoFile, BadPath."""
+        """Read at most `length` bytes of a file from `start`. Return (content, file size). Raise NoSuchFile, BadPath."""
 
     @abstractmethod
     def write_file(self, ref: str, path: str, content: bytes) -> None:
-        """Replace or make one file, with the directories above it, owned by the user that commands run as. The file is
-        never seen half written. BadPath as for read_file."""
+        """Create or atomically replace one file, creating missing parent directories. Raise BadPath as `read_file` does.
+
+        The owner is the user that commands run as."""
 
     @abstractmethod
     def remove_file(self, ref: str, path: str) -> None:
-        """Remove one regular file; NoFile, BadPath."""
+        """Remove one regular file. Raise NoSuchFile, BadPath."""
 
     @abstractmethod
-    def manifest(self, ref: str, root: str, *, under: str = "", deep: bool = True, most: int = 100_000) -> dict[str, FileStat]:
-        """What is below /workspace or /data, or below a directory in it that `under` names relative to root: path
-        relative to root -> Stat. Not that directory itself; with deep=False only its own entries. NoFile or BadPath for
-        `under`; TooLarge past `most` entries, or if their paths, or targets, take more than 160 bytes for each of `most`
-        and more than a MiB. No link is followed; paths longer than 4000 bytes are left out."""
+    def manifest(
+        self, ref: str, root: str, *, under: str = "", deep: bool = True, max_entries: int = 100_000
+    ) -> dict[str, FileStat]:
+        """List all entries below /workspace or /data as path relative to `root` -> FileStat.
+
+        `under` restricts the list to a subdirectory, relative to `root`; `deep=False` to its direct entries. Symbolic links
+        are not followed, and paths longer than 4000 bytes are omitted. Raise NoSuchFile or BadPath for `under`, and TooLarge
+        above `max_entries` entries, or if their paths or link targets exceed max(1 MiB, 160 bytes * max_entries)."""
 
     @abstractmethod
     def get_files(
         self, ref: str, root: str, *, only: Collection[str] | None = None, exclude: Sequence[str] = ()
     ) -> Iterator[bytes]:
-        """The whole of /workspace or /data as an uncompressed tar stream; member names are relative to `root`.
+        """Stream /workspace or /data as an uncompressed tar. Member names are relative to `root`.
 
-        With `only`, just what has these relative paths and is still there: nothing below it, nothing above it. `exclude`
-        are names or patterns (fnmatch's) of path elements, or with a slash in them of relative paths: such an entry is
-        left out with all below it."""
+        `only` restricts it to existing entries with exactly these relative paths, without their parents or children.
+        `exclude` lists fnmatch patterns, matched against path elements, or against relative paths if they contain a slash. A
+        matching entry is omitted with everything below it."""
 
     @abstractmethod
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
-        """Unpack an uncompressed tar over /workspace or /data. Members that would leave `root` are Rejected, and then
-        nothing is promised about the others. Owners in the tar are ignored."""
+        """Unpack an uncompressed tar over /workspace or /data. Owners in the tar are ignored.
+
+        Raise Rejected if a member would leave `root`; other members may have been unpacked then."""
 
     @abstractmethod
     def remove_files(self, ref: str, root: str, paths: Collection[str]) -> None:
-        """Remove files, links and directories by their paths relative to root, the deepest first. Not there is success,
-        and so is behind a link or below a file; a directory that is not empty stays. BadPath for what is no path."""
+        """Remove files, links and empty directories by their paths relative to `root`, deepest first. Idempotent.
+
+        Paths behind a link or below a file count as absent. Directories that are not empty remain. Raise BadPath for a
+        malformed path."""
 
     @abstractmethod
     def clear(self, ref: str, root: str) -> None:
-        """Remove everything below /workspace or /data, whatever modes it has, but not that directory itself. The home
-        directory that a new sandbox has in /workspace is there afterwards, and empty."""
+        """Remove everything below /workspace or /data, regardless of modes, but not the directory itself.
+
+        The home directory in /workspace exists afterwards, and is empty."""
 
     @abstractmethod
     def size(self, ref: str, root: str) -> int:
-        """Bytes that /workspace or /data takes: the sum of the sizes of the regular files in it."""
+        """Return the sum of the sizes of all regular files below /workspace or /data, in bytes."""
 
     @abstractmethod
     def seed(self, ref: str, kind: str) -> None:
-        """Have the image's skill for that kind of environment in /data/skills/<kind>/, unless something is there
-        already, or in its way. Nothing happens if the image has none. Rejected if `kind` is no slug."""
+        """Copy the image's skill for this kind of environment to /data/skills/<kind>/ unless the path is occupied.
+
+        Does nothing if the image has no such skill. Raise Rejected if `kind` is not a slug."""
 
     def inside(self, ref: str, path: str) -> str:
-        """How a program in the sandbox reaches one of the promised places. Only providers without a file system of
-        their own answer anything but `path`."""
+        """Translate a sandbox path to the path that programs in the sandbox use.
+
+        Returns `path` unchanged, except in providers without a separate file system."""
         return path
 
 
 def split_sandbox_path(path: str) -> tuple[str, tuple[str, ...]]:
-    """Split an absolute sandbox path into its root (/workspace or /data) and parts, or BadPath. Purely textual."""
+    """Split an absolute sandbox path into its root (/workspace or /data) and parts, without I/O. Raise BadPath."""
     parts = path.split("/")
     if len(parts) < 3 or parts[0] or "/" + parts[1] not in (WORKSPACE, DATA):
-        raise BadPath(f"a path lies under {WORKSPACE} or {DATA}")
+        raise BadPath(f"A path must lie under {WORKSPACE} or {DATA}.")
     if any(part in ("", ".", "..") for part in parts[2:]) or "\0" in path:
-        raise BadPath("a path has no empty part, no '.', no '..' and no NUL")
+        raise BadPath("A path must not contain empty parts, '.', '..' or NUL.")
     try:
-        long = len(os.fsencode(path)) > 4000 or any(len(os.fsencode(part)) > 255 for part in parts)
+        is_too_long = len(os.fsencode(path)) > 4000 or any(len(os.fsencode(part)) > 255 for part in parts)
     except UnicodeEncodeError:
-        raise BadPath("a path is text, or what os.fsdecode makes of bytes") from None
-    if long:
-        raise BadPath("a path has at most 4000 bytes, and 255 between two slashes")
+        raise BadPath("A path must be valid Unicode, or bytes decoded by os.fsdecode.") from None
+    if is_too_long:
+        raise BadPath("A path must not exceed 4000 bytes, or 255 bytes between slashes.")
     return "/" + parts[1], tuple(parts[2:])
 
 
 def check_root(path: str) -> str:
-    """One of the promised places, or BadPath."""
+    """Return `path` if it is /workspace or /data. Raise BadPath."""
     if path not in (WORKSPACE, DATA):
-        raise BadPath(f"a root is {WORKSPACE} or {DATA}")
+        raise BadPath(f"The root must be {WORKSPACE} or {DATA}.")
     return path
 
 
 def check_relative_path(root: str, path: str) -> str:
-    """A path relative to a root that names something below it, or BadPath."""
+    """Return `path` if it is a valid path relative to `root` and not empty. Raise BadPath."""
     split_sandbox_path(f"{check_root(root)}/{path}")
     return path
 
 
 def check_directory_path(root: str, under: str) -> str:
-    """A path relative to a root, "" for the root itself; or BadPath."""
+    """Return `under` if it is a valid path relative to `root`, or "" for the root itself. Raise BadPath."""
     return check_relative_path(root, under) if under else check_root(root) and under
 
 
 def check_range(start: int, length: int) -> None:
-    """Rejected unless it is a range of bytes."""
+    """Raise Rejected if the offset or the length is negative."""
     if start < 0 or length < 0:
-        raise Rejected("a range of bytes starts at 0 or later and has no negative length")
+        raise Rejected("The offset and the length of a byte range must not be negative.")
 
 
 def check_patterns(exclude: Sequence[str]) -> Sequence[str]:
-    """Patterns that every backend takes, or Rejected."""
+    """Return the patterns if they are valid text without NUL. Raise Rejected."""
     for pattern in exclude:
         try:
             if b"\0" in os.fsencode(pattern):
-                raise Rejected("a pattern has no NUL")
+                raise Rejected("A pattern must not contain NUL.")
         except UnicodeEncodeError:
-            raise Rejected("a pattern is text") from None
+            raise Rejected("A pattern must be valid Unicode.") from None
     return exclude
 
 
 def check_slug(kind: str) -> str:
-    """The name of a kind of environment, or Rejected."""
+    """Return `kind` if it is a slug. Raise Rejected."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", kind):
-        raise Rejected("the kind of an environment is 1 to 100 of a-z, A-Z, 0-9, - and _")
+        raise Rejected("The kind of an environment must be 1 to 100 characters of a-z, A-Z, 0-9, - and _.")
     return kind
 
 
 def truncate_labels(labels: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Labels cut to what every backend takes."""
+    """Truncate label values to 255 characters, the limit of all providers."""
     return {key: value[:255] for key, value in labels}

@@ -1,4 +1,4 @@
-"""What a look at a sandbox's /data finds changed since it was given, read and brought into the store."""
+"""Diff of a sandbox's /data against its last synced manifest, and upload of the changed files."""
 
 import hashlib
 import tarfile
@@ -17,22 +17,22 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataFile, DataObject, format_key_timestamp
 from sandboxes.providers.base import DATA, FileStat, Provider, Rejected
-from sandboxes.providers.docker.host_files import is_plain_tar
+from sandboxes.providers.tar_validation import is_plain_tar
 from sandboxes.state.spool import FileSlice, open_spool, run_parallel
 from sandboxes.storage import get_store
 from sandboxes.storage.base import CHUNK_BYTES
 
-MAX_PATH_BYTES = 1000  # bytes: with what a key has before it, any S3 takes that
+MAX_PATH_BYTES = 1000  # leaves room for a key prefix below S3's limit of 1024 bytes for a key
 OWNER_READ_BIT = 0o400
-MAX_LIVE_OBJECTS = 32  # of one agent, before they are packed into one
-TAR_MARGIN_BYTES = 16 << 10  # bytes of headers and filling of one member of a tar at most, its path being limited; and its end
-MEMBER_OVERHEAD_BYTES = 2048  # bytes that a tar may add to a file
-REPACK_SLACK_BYTES = 1 << 20  # bytes of outdated members that are never worth packing
+MAX_LIVE_OBJECTS = 32  # per agent; above it the next upload repacks them into one
+TAR_MARGIN_BYTES = 16 << 10  # upper bound of a member's headers and padding (paths are limited), and of the end of a tar
+MEMBER_OVERHEAD_BYTES = 2048  # tar headers and padding of one file, as estimated for repacking
+REPACK_SLACK_BYTES = 1 << 20  # outdated bytes that never justify a repack
 
 
 @dataclass
 class ChangedFile:
-    """One changed file, as read from the sandbox: where its bytes are in the spooled tar."""
+    """A changed file, and the position of its content in the spooled tar."""
 
     path: str
     offset: int
@@ -43,22 +43,22 @@ class ChangedFile:
 
 @dataclass
 class ManifestDiff:
-    """What a look at a sandbox found different from what it was given."""
+    """Differences between a sandbox's manifest and the attachment's base."""
 
-    there: Mapping[str, FileStat]
-    look: str
-    files: list[str] = field(default_factory=list)  # content, mode or both
-    others: list[str] = field(default_factory=list)  # directories and links
-    gone: list[str] = field(default_factory=list)
-    packing: bool = False  # every file is read, so that all of them go into one new object
-    left_out: dict[str, str] = field(default_factory=dict)  # path -> why
+    manifest: Mapping[str, FileStat]
+    digest: str  # SHA-256 of the manifest; "" forces the next scan to compare every path
+    files: list[str] = field(default_factory=list)  # regular files with changed content or mode; all files in a repack
+    non_files: list[str] = field(default_factory=list)  # directories and links
+    removed: list[str] = field(default_factory=list)
+    is_repack: bool = False  # all files are read and uploaded as one new object
+    unstorable: dict[str, str] = field(default_factory=dict)  # path -> reason
 
 
-def digest_manifest(there: Mapping[str, FileStat]) -> str:
-    """One value for a listing: it differs if anything in it does."""
+def digest_manifest(manifest: Mapping[str, FileStat]) -> str:
+    """Return the SHA-256 (hexadecimal) of a manifest. It covers kind, mode, size, stamp and link target of every path."""
     digest = hashlib.sha256()
-    for path in sorted(there):
-        stat = there[path]
+    for path in sorted(manifest):
+        stat = manifest[path]
         digest.update(
             f"{path}\0{stat.kind}\0{stat.mode:o}\0{stat.size}\0{stat.stamp}\0{stat.target}\0".encode(errors="surrogateescape")
         )
@@ -66,151 +66,167 @@ def digest_manifest(there: Mapping[str, FileStat]) -> str:
 
 
 def list_parents(path: str) -> Iterator[str]:
-    """The directories that it lies in: a, a/b of a/b/c."""
+    """Yield the ancestor directories of a relative path, outermost first: `a`, `a/b` for `a/b/c`."""
     parts = path.split("/")
     return ("/".join(parts[:depth]) for depth in range(1, len(parts)))
 
 
-def is_unchanged(path: str, stat: FileStat, here: Attachment) -> bool:
-    given = here.base.get(path)
-    return given is not None and given[2] == stat.stamp
+def is_unchanged(path: str, stat: FileStat, attachment: Attachment) -> bool:
+    """Return whether a path has the stamp that the attachment recorded for it."""
+    base_entry = attachment.base.get(path)
+    return base_entry is not None and base_entry[2] == stat.stamp
 
 
-def diff_manifest(here: Attachment, there: Mapping[str, FileStat], look: str) -> ManifestDiff:
-    change, half_written = ManifestDiff(there, look), set(here.pulling)
-    for path, stat in there.items():
+def diff_manifest(attachment: Attachment, manifest: Mapping[str, FileStat], manifest_digest: str) -> ManifestDiff:
+    """Compare a manifest with the attachment's base.
+
+    Paths of an interrupted pull are ignored: the next attach writes them again."""
+    diff, half_written = ManifestDiff(manifest, manifest_digest), set(attachment.pulling)
+    for path, stat in manifest.items():
         if path in half_written:
-            change.look = ""  # whoever was writing it has died: the next attach writes it again
-        elif why := _describe_refusal(path, stat):
-            change.left_out[path] = why
+            diff.digest = ""  # the pull that was writing this path was interrupted
+        elif reason := _describe_refusal(path, stat):
+            diff.unstorable[path] = reason
         elif stat.kind != "file":
-            change.others.append(path)
-        elif not is_unchanged(path, stat, here):
-            change.files.append(path)
-    lacking = (path for path in here.base if path not in there or path in change.left_out)
-    change.gone = [path for path in lacking if path not in half_written]
-    if change.files and not half_written and _is_repacking_due(here):
-        change.files = [path for path, stat in there.items() if stat.kind == "file" and path not in change.left_out]
-        change.packing = True
-    return change
+            diff.non_files.append(path)
+        elif not is_unchanged(path, stat, attachment):
+            diff.files.append(path)
+    missing = (path for path in attachment.base if path not in manifest or path in diff.unstorable)
+    diff.removed = [path for path in missing if path not in half_written]
+    if diff.files and not half_written and _is_repacking_due(attachment):
+        diff.files = [path for path, stat in manifest.items() if stat.kind == "file" and path not in diff.unstorable]
+        diff.is_repack = True
+    return diff
 
 
 def _describe_refusal(path: str, stat: FileStat) -> str:
-    """Why this is not stored; "" if it is."""
+    """Return the reason why a path cannot be stored; "" if it can."""
     if stat.kind == "other":
-        return "neither a regular file nor a directory nor a link"
+        return "not a regular file, directory or link"
     try:
         length, _ = len(path.encode()), stat.target.encode()
     except UnicodeEncodeError:
-        return "its name, or what it links to, is no UTF-8"
+        return "its name or link target is not UTF-8"
     return f"its path is longer than {MAX_PATH_BYTES} bytes" if length > MAX_PATH_BYTES else ""
 
 
-def _is_repacking_due(here: Attachment) -> bool:
+def _is_repacking_due(attachment: Attachment) -> bool:
     live = DataFile.objects.filter(stored_in=OuterRef("pk"))
-    kept = DataObject.objects.filter(Exists(live), data=here.data_id).aggregate(count=Count("pk"), size=Sum("size_bytes"))
-    # Of the data it may have been read some time ago, and then is a little wrong.
-    needed = here.data.size_bytes + here.data.files * MEMBER_OVERHEAD_BYTES
-    return bool(kept["count"] >= MAX_LIVE_OBJECTS or (kept["size"] or 0) > 2 * needed + REPACK_SLACK_BYTES)
+    stored = DataObject.objects.filter(Exists(live), data=attachment.data_id).aggregate(
+        count=Count("pk"), size=Sum("size_bytes")
+    )
+    # `data` may have been read some time ago. Slightly outdated totals are good enough here.
+    needed = attachment.data.size_bytes + attachment.data.files * MEMBER_OVERHEAD_BYTES
+    return bool(stored["count"] >= MAX_LIVE_OBJECTS or (stored["size"] or 0) > 2 * needed + REPACK_SLACK_BYTES)
 
 
 def fetch_changes(
-    here: Attachment, sandbox: Sandbox, provider: Provider, change: ManifestDiff, stack: ExitStack, later: Clock
+    attachment: Attachment, sandbox: Sandbox, provider: Provider, diff: ManifestDiff, stack: ExitStack, clock: Clock
 ) -> dict[str, ChangedFile]:
-    """Fetch the changed files, and have in the store those whose bytes are others than before."""
+    """Fetch the changed files from the sandbox and upload those with new content. Return them by path.
+
+    Raise DataFull if /data outgrew the limit since the manifest was read."""
     tar = stack.enter_context(open_spool())
-    most, size = settings.DATA_MOST_BYTES + (len(change.files) << 13) + CHUNK_BYTES, 0
-    for chunk in provider.get_files(sandbox.ref, DATA, only=change.files):
+    max_tar_bytes, size = settings.DATA_MOST_BYTES + (len(diff.files) << 13) + CHUNK_BYTES, 0
+    for chunk in provider.get_files(sandbox.ref, DATA, only=diff.files):
         size += len(chunk)
-        if size > most:
-            raise DataFull("/data grew while it was being stored.")
+        if size > max_tar_bytes:
+            raise DataFull("/data grew beyond its limit while it was being stored.")
         tar.write(chunk)
-    _refresh_stamps_after_read(sandbox, provider, change)
-    pieces = _index_tar(tar, set(change.files))
-    fresh = [piece for piece in pieces.values() if change.packing or piece.digest != here.base.get(piece.path, [0, ""])[1]]
-    if fresh:
-        upload_tar(here.data, tar, size, fresh, later, stack)
-        checkpoint("data stored", here)
-    return pieces
+    _refresh_stamps_after_read(sandbox, provider, diff)
+    changed_files = _index_tar(tar, set(diff.files))
+    to_upload = [
+        file for file in changed_files.values() if diff.is_repack or file.digest != attachment.base.get(file.path, [0, ""])[1]
+    ]
+    if to_upload:
+        upload_tar(attachment.data, tar, size, to_upload, clock, stack)
+        checkpoint("data stored", attachment)
+    return changed_files
 
 
-def _refresh_stamps_after_read(sandbox: Sandbox, provider: Provider, change: ManifestDiff) -> None:
-    """A file that its owner may not read has another stamp once it was read: without it the file would look changed for
-    ever, and never be given what is newer."""
-    locked = [path for path in change.files if not change.there[path].mode & OWNER_READ_BIT]
-    if locked:
-        again = provider.manifest(sandbox.ref, DATA)
-        same = {
-            path: again[path] for path in locked if path in again and _is_same_except_stamp(change.there[path], again[path])
+def _refresh_stamps_after_read(sandbox: Sandbox, provider: Provider, diff: ManifestDiff) -> None:
+    """Update the stamps of files that their owner may not read: reading them changes their stamp.
+
+    With the old stamp such a file would look changed in every scan, and would never be overwritten by a newer version."""
+    unreadable = [path for path in diff.files if not diff.manifest[path].mode & OWNER_READ_BIT]
+    if unreadable:
+        refreshed = provider.manifest(sandbox.ref, DATA)
+        unchanged = {
+            path: refreshed[path]
+            for path in unreadable
+            if path in refreshed and _is_same_except_stamp(diff.manifest[path], refreshed[path])
         }
-        change.there = {**change.there, **same}
-        change.look = change.look and digest_manifest(change.there)
+        diff.manifest = {**diff.manifest, **unchanged}
+        diff.digest = diff.digest and digest_manifest(diff.manifest)
 
 
-def _is_same_except_stamp(was: FileStat, is_now: FileStat) -> bool:
-    return was._replace(stamp="") == is_now._replace(stamp="")
+def _is_same_except_stamp(before: FileStat, after: FileStat) -> bool:
+    return before._replace(stamp="") == after._replace(stamp="")
 
 
 def _index_tar(tar: BinaryIO, wanted: set[str]) -> dict[str, ChangedFile]:
     tar.seek(0)
     if not is_plain_tar(tar):
-        raise Rejected("what the sandbox sent is no plain tar")
-    pieces = {}
+        raise Rejected("The sandbox sent a tar with unsupported members or headers.")
+    changed_files = {}
     with tarfile.open(fileobj=tar, mode="r|", bufsize=CHUNK_BYTES) as members:
         for member in members:
-            members.members = []  # type: ignore[attr-defined]  # else it remembers each of any number of bare headers
+            members.members = []  # type: ignore[attr-defined]  # else tarfile keeps every member in memory, including any number of bare headers
             if member.isreg() and member.name in wanted:
                 digest, content = hashlib.sha256(), FileSlice(tar, member.offset_data, member.size)
                 while chunk := content.read(CHUNK_BYTES):
                     digest.update(chunk)
-                pieces[member.name] = ChangedFile(member.name, member.offset_data, member.size, digest.hexdigest())
-    return pieces
+                changed_files[member.name] = ChangedFile(member.name, member.offset_data, member.size, digest.hexdigest())
+    return changed_files
 
 
-def upload_tar(data: AgentData, tar: BinaryIO, size: int, fresh: list[ChangedFile], later: Clock, stack: ExitStack) -> None:
-    """Store the tar as it came; where a value may not be that large, in tars of fewer files each."""
-    bundles = [(tar, size, fresh)]
-    largest = get_store().max_value_bytes
-    if largest is not None and size > largest:
-        bundles = [_write_bundle(tar, group, stack) for group in _group_by_size(fresh, largest)]
-    moment = later()
+def upload_tar(data: AgentData, tar: BinaryIO, size: int, to_upload: list[ChangedFile], clock: Clock, stack: ExitStack) -> None:
+    """Upload a tar of changed files, and set the object of each. A tar above the store's value limit is split first.
 
-    def one(bundle: tuple[BinaryIO, int, list[ChangedFile]]) -> None:
-        source, length, group = bundle
+    Raise DataFull if one file alone exceeds the limit."""
+    parts = [(tar, size, to_upload)]
+    max_object_bytes = get_store().max_value_bytes
+    if max_object_bytes is not None and size > max_object_bytes:
+        parts = [_write_partial_tar(tar, group, stack) for group in _group_by_size(to_upload, max_object_bytes)]
+    now = clock()
+
+    def upload(part: tuple[BinaryIO, int, list[ChangedFile]]) -> None:
+        source, length, group = part
         name = uuid.uuid4()
-        key = f"agents/{data.agent_did}/{format_key_timestamp(moment)}-{name.hex}.tar"
+        key = f"agents/{data.agent_did}/{format_key_timestamp(now)}-{name.hex}.tar"
         source.seek(0)
         get_store().upload(key, source)
-        for piece in group:
-            piece.object = DataObject(id=name, data_id=data.pk, key=key, size_bytes=length, at=moment)
+        for file in group:
+            file.object = DataObject(id=name, data_id=data.pk, key=key, size_bytes=length, at=now)
 
-    run_parallel(one, bundles)
+    run_parallel(upload, parts)
 
 
-def _group_by_size(pieces: list[ChangedFile], largest: int) -> list[list[ChangedFile]]:
+def _group_by_size(changed_files: list[ChangedFile], max_object_bytes: int) -> list[list[ChangedFile]]:
     groups: list[list[ChangedFile]] = [[]]
-    room = largest - TAR_MARGIN_BYTES
-    for piece in pieces:
-        needs = piece.size + TAR_MARGIN_BYTES
-        if needs > largest - TAR_MARGIN_BYTES:
+    room = max_object_bytes - TAR_MARGIN_BYTES
+    for file in changed_files:
+        required = file.size + TAR_MARGIN_BYTES
+        if required > max_object_bytes - TAR_MARGIN_BYTES:
             raise DataFull(
-                f"{piece.path} has {piece.size} bytes; this store takes at most {largest - 2 * TAR_MARGIN_BYTES} of one file."
+                f"{file.path} has {file.size} bytes; "
+                f"this store accepts at most {max_object_bytes - 2 * TAR_MARGIN_BYTES} per file."
             )
-        if needs > room:
+        if required > room:
             groups.append([])
-            room = largest - TAR_MARGIN_BYTES
-        groups[-1].append(piece)
-        room -= needs
+            room = max_object_bytes - TAR_MARGIN_BYTES
+        groups[-1].append(file)
+        room -= required
     return groups
 
 
-def _write_bundle(tar: BinaryIO, group: list[ChangedFile], stack: ExitStack) -> tuple[BinaryIO, int, list[ChangedFile]]:
+def _write_partial_tar(tar: BinaryIO, group: list[ChangedFile], stack: ExitStack) -> tuple[BinaryIO, int, list[ChangedFile]]:
     out = stack.enter_context(open_spool())
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as members:
-        for piece in group:
-            member = tarfile.TarInfo(piece.path)
-            member.size = piece.size
-            source = FileSlice(tar, piece.offset, piece.size)
+        for file in group:
+            member = tarfile.TarInfo(file.path)
+            member.size = file.size
+            source = FileSlice(tar, file.offset, file.size)
             members.addfile(member, source)
-            piece.offset = out.tell() - (piece.size + -piece.size % tarfile.BLOCKSIZE)
+            file.offset = out.tell() - (file.size + -file.size % tarfile.BLOCKSIZE)
     return out, out.tell(), group

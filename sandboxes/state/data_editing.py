@@ -1,7 +1,7 @@
-"""An agent's data, changed by an operator without a sandbox.
+"""Changes to an agent's data by an operator, without a sandbox.
 
-Objects first, then the rows in one transaction under the lock of the agent's data, as when a sandbox's changes are
-stored: live sandboxes pull what is new at their next use. Whoever writes a path last is who wrote it."""
+The order is the same as when a sandbox's changes are stored: objects first, then the rows in one transaction under the lock of
+the agent's data. Live sandboxes pull the new versions at their next use. The last writer of a path wins."""
 
 import gzip
 import hashlib
@@ -33,11 +33,11 @@ from sandboxes.storage.base import CHUNK_BYTES, StoreError
 
 log = structlog.get_logger(__name__)
 TAR_ERRORS = (tarfile.TarError, EOFError, KeyError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
-PERMISSION_BITS = 0o777  # the bits that are written into sandboxes
+PERMISSION_BITS = 0o777  # other mode bits are not written into sandboxes
 
 
 class InvalidDataPath(SandboxError):
-    """That cannot be put into an agent's data."""
+    """This path cannot be stored in an agent's data."""
 
     code = "bad_path"
 
@@ -49,32 +49,32 @@ class DataPathNotFound(SandboxError):
 
 
 class DataMounted(SandboxError):
-    """This agent's data is mounted: its files lie as they are in the bucket, below agents/DID/files. Use them there."""
+    """This agent's data is mounted: its files are objects of the bucket below agents/DID/files. Edit them there."""
 
     code = "data_mounted"
 
 
-class Bundle:
-    """What is to be written: rows that are not saved yet, and a spooled tar with the bytes of those that are files."""
+class StagedChanges:
+    """Unsaved rows, and a spooled tar with the content of those that are files."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack, self.spool = stack, stack.enter_context(open_spool())
         self._tar = tarfile.open(fileobj=self.spool, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115 - `upload` ends it
         self.rows: dict[str, DataFile] = {}
-        self.pieces: dict[str, ChangedFile] = {}
+        self.changed_files: dict[str, ChangedFile] = {}
         self._size = 0
 
     def add(self, row: DataFile, source: IO[bytes] | None = None) -> None:
-        """Add one path, in the place of what was added under it before. Unfit, DataFull."""
-        if why := data_tree.describe_path_error(row.path) or data_tree.describe_text_error(row.target):
-            raise InvalidDataPath(f"{row.path!r} cannot be stored: {why}.")
+        """Add one path. It replaces an earlier entry of the same path. Raise InvalidDataPath or DataFull."""
+        if reason := data_tree.describe_path_error(row.path) or data_tree.describe_text_error(row.target):
+            raise InvalidDataPath(f"{row.path!r} cannot be stored: {reason}.")
         self._size += row.size_bytes
         if self._size > settings.DATA_MOST_BYTES:
-            raise DataFull(f"That is more than the {settings.DATA_MOST_BYTES} bytes that are kept of one agent.")
-        self.pieces.pop(row.path, None)
+            raise DataFull(f"The data exceeds the limit of {settings.DATA_MOST_BYTES} bytes per agent.")
+        self.changed_files.pop(row.path, None)
         if source is not None:
-            self.pieces[row.path] = piece = self._copy_to_tar(row.path, row.size_bytes, source)
-            row.digest = piece.digest
+            self.changed_files[row.path] = changed_file = self._copy_to_tar(row.path, row.size_bytes, source)
+            row.digest = changed_file.digest
         row.mode &= PERMISSION_BITS
         self.rows[row.path] = row
 
@@ -85,224 +85,228 @@ class Bundle:
         offset = self.spool.tell() - (size + -size % tarfile.BLOCKSIZE)
         return ChangedFile(path, offset, size, digesting.digest.hexdigest())
 
-    def upload(self, mine: AgentData, now: datetime) -> None:
-        """Have the bytes in the store; then the pieces know their objects."""
+    def upload(self, data: AgentData, now: datetime) -> None:
+        """Upload the content and set the object of each changed file."""
         self._tar.close()
-        self.spool.flush()  # its parts may be read by their place in the file
-        if self.pieces:
-            fresh = list(self.pieces.values())
-            changes.upload_tar(mine, self.spool, self.spool.tell(), fresh, clock_from(now), self._stack)
+        self.spool.flush()  # file slices bypass the write buffer
+        if self.changed_files:
+            to_upload = list(self.changed_files.values())
+            changes.upload_tar(data, self.spool, self.spool.tell(), to_upload, clock_from(now), self._stack)
 
 
 class _DigestingReader:
-    """A file that is read, and the SHA-256 of what was read of it."""
+    """A reader that computes the SHA-256 of the bytes read."""
 
     def __init__(self, source: IO[bytes]) -> None:
         self.source, self.digest = source, hashlib.sha256()
 
-    def read(self, most: int = -1, /) -> bytes:
-        chunk = self.source.read(most)
+    def read(self, size: int = -1, /) -> bytes:
+        chunk = self.source.read(size)
         self.digest.update(chunk)
         return chunk
 
 
 def put_file(agent_did: str, path: str, source: IO[bytes], *, mode: int = 0o644, now: datetime) -> int:
-    """Have the rest of `source` as the newest version of a file; 1, or 0 if it is that already."""
+    """Store the rest of `source` as the newest version of a file. Return 1, or 0 if the content and mode are already the
+    same."""
     with ExitStack() as stack:
-        whole = stack.enter_context(open_spool())
-        copyfileobj(source, whole, CHUNK_BYTES)
-        size = whole.tell()
-        whole.seek(0)
-        bundle = Bundle(stack)
-        bundle.add(DataFile(path=path, kind="file", mode=mode, mtime=int(now.timestamp()), size_bytes=size), whole)
-        return _store_bundle(agent_did, bundle, now)
+        spool = stack.enter_context(open_spool())
+        copyfileobj(source, spool, CHUNK_BYTES)
+        size = spool.tell()
+        spool.seek(0)
+        staged = StagedChanges(stack)
+        staged.add(DataFile(path=path, kind="file", mode=mode, mtime=int(now.timestamp()), size_bytes=size), spool)
+        return _store_staged(agent_did, staged, now)
 
 
 def load_tar(agent_did: str, source: IO[bytes], *, now: datetime) -> int:
-    """Have what a tar holds in the agent's data, beside what is there; how many paths are new or changed.
+    """Store the members of a tar beside the existing data. Return the number of new or changed paths.
 
-    All of it or nothing: Unfit if anything in it is no file, directory or link, or has no fit path."""
+    All or nothing. Raise InvalidDataPath if a member is not a file, directory or link, or has an invalid path."""
     with ExitStack() as stack:
-        bundle = Bundle(stack)
+        staged = StagedChanges(stack)
         try:
             tar = stack.enter_context(tarfile.open(fileobj=source, mode="r:*"))
             for member in tar:
-                _add_member(bundle, tar, member)
+                _add_member(staged, tar, member)
         except TAR_ERRORS as bad:
-            raise InvalidDataPath(f"That is no whole tar: {bad}.") from bad
-        return _store_bundle(agent_did, bundle, now)
+            raise InvalidDataPath(f"The tar is invalid or truncated: {bad}.") from bad
+        return _store_staged(agent_did, staged, now)
 
 
-def _add_member(bundle: Bundle, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+def _add_member(staged: StagedChanges, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
     path = "/" * member.name.startswith("/") + "/".join(part for part in member.name.split("/") if part not in ("", "."))
     if not path:
-        return  # the directory itself
+        return  # the root
     row = DataFile(path=path, mode=member.mode, mtime=int(member.mtime))
-    named = tar.getmember(member.linkname) if member.islnk() else member  # a second name of a file becomes a file
+    content_member = tar.getmember(member.linkname) if member.islnk() else member  # a hard link is stored as a separate file
     if member.isdir():
         row.kind = "directory"
-        bundle.add(row)
+        staged.add(row)
     elif member.issym():
         row.kind, row.target = "link", member.linkname
-        bundle.add(row)
-    elif named.isreg():
-        row.kind, row.size_bytes = "file", named.size
-        bundle.add(row, tar.extractfile(named))
+        staged.add(row)
+    elif content_member.isreg():
+        row.kind, row.size_bytes = "file", content_member.size
+        staged.add(row, tar.extractfile(content_member))
     else:
-        raise InvalidDataPath(f"{path!r} cannot be stored: it is no regular file, directory or link.")
+        raise InvalidDataPath(f"{path!r} cannot be stored: it is not a regular file, directory or link.")
 
 
 def load_directory(agent_did: str, root: Path, *, now: datetime) -> int:
-    """Have what a directory holds in the agent's data, like load_tar. No link is followed."""
+    """Store the content of a local directory beside the existing data, like load_tar. Links are stored, not followed."""
     with ExitStack() as stack:
-        bundle = Bundle(stack)
-        for found in _walk(root):
-            path, status = found.relative_to(root).as_posix(), found.lstat()
+        staged = StagedChanges(stack)
+        for entry in _walk(root):
+            path, status = entry.relative_to(root).as_posix(), entry.lstat()
             row = DataFile(path=path, mode=status.st_mode, mtime=int(status.st_mtime))
-            if found.is_symlink():
-                row.kind, row.target = "link", str(found.readlink())
-                bundle.add(row)
-            elif found.is_dir():
+            if entry.is_symlink():
+                row.kind, row.target = "link", str(entry.readlink())
+                staged.add(row)
+            elif entry.is_dir():
                 row.kind = "directory"
-                bundle.add(row)
-            elif found.is_file():
+                staged.add(row)
+            elif entry.is_file():
                 row.kind, row.size_bytes = "file", status.st_size
-                with found.open("rb") as source:
-                    bundle.add(row, source)
+                with entry.open("rb") as source:
+                    staged.add(row, source)
             else:
-                raise InvalidDataPath(f"{path!r} cannot be stored: it is no regular file, directory or link.")
-        return _store_bundle(agent_did, bundle, now)
+                raise InvalidDataPath(f"{path!r} cannot be stored: it is not a regular file, directory or link.")
+        return _store_staged(agent_did, staged, now)
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    for found in sorted(root.iterdir()):
-        yield found
-        if found.is_dir() and not found.is_symlink():
-            yield from _walk(found)
+    for path in sorted(root.iterdir()):
+        yield path
+        if path.is_dir() and not path.is_symlink():
+            yield from _walk(path)
 
 
-def _store_bundle(agent_did: str, bundle: Bundle, now: datetime) -> int:
-    """Store what the bundle holds and move the rows to it; how many were moved."""
-    mine = _require_synced(data_sync.ensure_agent_data(agent_did, now=now))
-    if not _select_changed(bundle.rows, _load_live_rows(mine)):
+def _store_staged(agent_did: str, staged: StagedChanges, now: datetime) -> int:
+    """Upload the staged content and update the rows. Return the number of changed paths."""
+    data = _require_synced(data_sync.ensure_agent_data(agent_did, now=now))
+    if not _select_changed(staged.rows, _load_live_rows(data)):
         return 0
-    bundle.upload(mine, now)
-    checkpoint("edit stored", mine)
+    staged.upload(data, now)
+    checkpoint("edit stored", data)
     with transaction.atomic():
-        mine = _lock_synced(mine)
-        there = _load_live_rows(mine)
-        _check_placement(bundle.rows, there)
-        rows = _select_changed(bundle.rows, there)
-        moment = int(now.timestamp())
-        for parent in {parent for path in rows for parent in list_parents(path)} - there.keys() - bundle.rows.keys():
-            rows[parent] = DataFile(path=parent, kind="directory", mode=0o755, mtime=moment)
+        data = _lock_synced(data)
+        live = _load_live_rows(data)
+        _check_placement(staged.rows, live)
+        rows = _select_changed(staged.rows, live)
+        mtime = int(now.timestamp())
+        for parent in {parent for path in rows for parent in list_parents(path)} - live.keys() - staged.rows.keys():
+            rows[parent] = DataFile(path=parent, kind="directory", mode=0o755, mtime=mtime)
         if rows:
-            _upsert_rows(mine, rows, bundle.pieces, now)
-    _collect_outdated(mine)
+            _upsert_rows(data, rows, staged.changed_files, now)
+    _collect_outdated(data)
     return len(rows)
 
 
 def remove_path(agent_did: str, path: str, *, recursive: bool = False, now: datetime) -> int:
-    """Have a path removed, and with `recursive` what is below it; how many. NotThere, Unfit for a directory that holds
-    something without it."""
-    if why := data_tree.describe_path_error(path):
-        raise InvalidDataPath(f"{path!r} names nothing: {why}.")
-    mine = get_synced_data(agent_did)
+    """Remove a path, with `recursive` also everything below it. Return the number of removed paths.
+
+    Raise DataPathNotFound, or InvalidDataPath for a non-empty directory without `recursive`."""
+    if reason := data_tree.describe_path_error(path):
+        raise InvalidDataPath(f"{path!r} is not a valid path: {reason}.")
+    data = get_synced_data(agent_did)
     with transaction.atomic():
-        mine = _lock_synced(mine)
-        inside = data_tree.find_files_below(mine, path)
-        if inside.exists() and not recursive:
-            raise InvalidDataPath(f"{path!r} is a directory that is not empty.")
-        gone = DataFile.objects.filter(Q(pk__in=inside.values("pk")) | Q(data=mine, path=path, removed=False))
-        removed = gone.update(
-            removed=True, stored_in=None, size_bytes=0, digest="", revision=mine.revision + 1, holder=None, at=now
+        data = _lock_synced(data)
+        below = data_tree.find_files_below(data, path)
+        if below.exists() and not recursive:
+            raise InvalidDataPath(f"{path!r} is a non-empty directory.")
+        doomed = DataFile.objects.filter(Q(pk__in=below.values("pk")) | Q(data=data, path=path, removed=False))
+        removed = doomed.update(
+            removed=True, stored_in=None, size_bytes=0, digest="", revision=data.revision + 1, holder=None, at=now
         )
         if not removed:
-            raise DataPathNotFound(f"There is no {path!r} in its data.")
-        _update_totals(mine, now)
-    _collect_outdated(mine)
+            raise DataPathNotFound(f"There is no {path!r} in the agent's data.")
+        _update_totals(data, now)
+    _collect_outdated(data)
     return removed
 
 
 def get_synced_data(agent_did: str) -> AgentData:
-    """What is kept of an agent. NotThere if nothing ever was, Mounted if it is not in the store's rows."""
-    mine = AgentData.objects.filter(agent_did=agent_did).first()
-    if mine is None:
-        raise DataPathNotFound(f"Nothing is kept of {agent_did}.")
-    return _require_synced(mine)
+    """Return an agent's data. Raise DataPathNotFound if none was ever stored, DataMounted if the data is mounted."""
+    data = AgentData.objects.filter(agent_did=agent_did).first()
+    if data is None:
+        raise DataPathNotFound(f"No data is stored for {agent_did}.")
+    return _require_synced(data)
 
 
-def _require_synced(mine: AgentData) -> AgentData:
-    if mine.keeping == DataStorageMode.MOUNT:
+def _require_synced(data: AgentData) -> AgentData:
+    if data.keeping == DataStorageMode.MOUNT:
         raise DataMounted()
-    return mine
+    return data
 
 
-def _lock_synced(mine: AgentData) -> AgentData:
-    return _require_synced(AgentData.objects.select_for_update(no_key=True).get(pk=mine.pk))
+def _lock_synced(data: AgentData) -> AgentData:
+    return _require_synced(AgentData.objects.select_for_update(no_key=True).get(pk=data.pk))
 
 
-def _load_live_rows(mine: AgentData) -> dict[str, DataFile]:
-    return {row.path: row for row in data_tree.find_live_files(mine)}
+def _load_live_rows(data: AgentData) -> dict[str, DataFile]:
+    return {row.path: row for row in data_tree.find_live_files(data)}
 
 
-def _select_changed(rows: Mapping[str, DataFile], there: Mapping[str, DataFile]) -> dict[str, DataFile]:
-    """Those that are not there as they are."""
+def _select_changed(rows: Mapping[str, DataFile], live: Mapping[str, DataFile]) -> dict[str, DataFile]:
+    """Return the rows that differ from the stored ones."""
     columns = ("kind", "mode", "target", "digest")
     return {
         path: row
         for path, row in rows.items()
-        if path not in there or any(getattr(row, name) != getattr(there[path], name) for name in columns)
+        if path not in live or any(getattr(row, name) != getattr(live[path], name) for name in columns)
     }
 
 
-def _check_placement(rows: Mapping[str, DataFile], there: Mapping[str, DataFile]) -> None:
-    """Unfit where a file would lie below a file, or take the place of a directory, or the other way round."""
-    holding = {parent for path in there for parent in list_parents(path)}  # also where a directory's own row was removed
+def _check_placement(rows: Mapping[str, DataFile], live: Mapping[str, DataFile]) -> None:
+    """Raise InvalidDataPath where a path would lie below a file, or would turn a directory into a file or the reverse."""
+    directories = {parent for path in live for parent in list_parents(path)}  # includes directories whose own row is removed
     for path, row in rows.items():
         for parent in list_parents(path):
-            found = rows.get(parent) or there.get(parent)
-            if found and found.kind != "directory":
-                raise InvalidDataPath(f"{path!r} cannot be stored: {parent!r} is a {found.kind}. Remove that first.")
-        now = "directory" if path in holding else there[path].kind if path in there else row.kind
-        if (now == "directory") != (row.kind == "directory"):
-            raise InvalidDataPath(f"{path!r} cannot be stored: it is a {now} now. Remove that first.")
+            ancestor = rows.get(parent) or live.get(parent)
+            if ancestor and ancestor.kind != "directory":
+                raise InvalidDataPath(f"{path!r} cannot be stored: {parent!r} is a {ancestor.kind}. Remove it first.")
+        current_kind = "directory" if path in directories else live[path].kind if path in live else row.kind
+        if (current_kind == "directory") != (row.kind == "directory"):
+            raise InvalidDataPath(f"{path!r} cannot be stored: it is currently a {current_kind}. Remove it first.")
 
 
-def _upsert_rows(mine: AgentData, rows: Mapping[str, DataFile], pieces: Mapping[str, ChangedFile], now: datetime) -> None:
+def _upsert_rows(
+    data: AgentData, rows: Mapping[str, DataFile], changed_files: Mapping[str, ChangedFile], now: datetime
+) -> None:
     objects: dict[str, DataObject] = {}
     for path, row in rows.items():
-        row.data, row.revision, row.at = mine, mine.revision + 1, now
-        if path in pieces:
-            stored = pieces[path].object
-            assert stored is not None  # it was uploaded
-            row.stored_in, row.offset = objects.setdefault(stored.key, stored), pieces[path].offset
+        row.data, row.revision, row.at = data, data.revision + 1, now
+        if path in changed_files:
+            stored = changed_files[path].object
+            assert stored is not None  # set by `upload`
+            row.stored_in, row.offset = objects.setdefault(stored.key, stored), changed_files[path].offset
     DataObject.objects.bulk_create(objects.values())
     DataFile.objects.bulk_create(
         rows.values(), update_conflicts=True, unique_fields=["data", "path"], update_fields=UPSERT_COLUMNS
     )
-    number, size = _update_totals(mine, now)
-    if number > settings.DATA_MOST_FILES or size > settings.DATA_MOST_BYTES:
+    count, size = _update_totals(data, now)
+    if count > settings.DATA_MOST_FILES or size > settings.DATA_MOST_BYTES:
         raise DataFull(
-            f"Then /data would have {number} files and directories of {size} bytes; "
-            f"{settings.DATA_MOST_FILES} of {settings.DATA_MOST_BYTES} are kept."
+            f"/data would have {count} paths and {size} bytes; "
+            f"the limits are {settings.DATA_MOST_FILES} paths and {settings.DATA_MOST_BYTES} bytes."
         )
 
 
-def _update_totals(mine: AgentData, now: datetime) -> tuple[int, int]:
-    """Say what there is after a change: how many paths, and their bytes."""
-    live = data_tree.find_live_files(mine).aggregate(
+def _update_totals(data: AgentData, now: datetime) -> tuple[int, int]:
+    """Recompute and store the totals after a change. Return the number of live paths and their size in bytes."""
+    live = data_tree.find_live_files(data).aggregate(
         all=Count("pk"), files=Count("pk", filter=Q(kind="file")), size=Coalesce(Sum("size_bytes"), 0)
     )
-    AgentData.objects.filter(pk=mine.pk).update(
-        revision=mine.revision + 1, files=live["files"], size_bytes=live["size"], changed_at=now
+    AgentData.objects.filter(pk=data.pk).update(
+        revision=data.revision + 1, files=live["files"], size_bytes=live["size"], changed_at=now
     )
-    DataSize.note(mine.agent_did, live["size"], now=now)
+    DataSize.note(data.agent_did, live["size"], now=now)
     return live["all"], live["size"]
 
 
-def _collect_outdated(mine: AgentData) -> None:
+def _collect_outdated(data: AgentData) -> None:
     try:
-        data_sync.remove_outdated_objects(data_sync.find_outdated_objects().filter(data=mine))
-    except StoreError as failed:  # what is stored is stored: the prune sweep removes the rest
-        log.warning("outdated objects left", agent=mine.agent_did, error=str(failed))
+        data_sync.remove_outdated_objects(data_sync.find_outdated_objects().filter(data=data))
+    except StoreError as failed:  # the edit itself is committed; the prune sweep removes the rest
+        log.warning("outdated objects left", agent=data.agent_did, error=str(failed))

@@ -1,4 +1,4 @@
-"""An agent's data as files of this machine."""
+"""Export of an agent's data to a tar or a local directory."""
 
 import os
 from contextlib import ExitStack
@@ -14,23 +14,23 @@ from sandboxes.state.data_tree import DIRECTORY
 from sandboxes.storage.base import CHUNK_BYTES
 
 
-def export_tar(mine: AgentData, out: BinaryIO, *, now: datetime) -> int:
-    """Write everything to a seekable file, checked; how many paths that were. StoreError."""
-    rows = list(data_tree.find_live_files(mine).select_related("stored_in", "data"))
+def export_tar(data: AgentData, out: BinaryIO, *, now: datetime) -> int:
+    """Write all live paths to a seekable file as a tar, with verified content. Return the number of paths. Raise StoreError."""
+    rows = list(data_tree.find_live_files(data).select_related("stored_in", "data"))
     pull.write_tar(rows, out, now=now)
     return len(rows)
 
 
-def export_directory(mine: AgentData, root: Path, *, now: datetime) -> int:
-    """Write everything into a directory that is empty or not there yet; how many paths that were. StoreError, OSError.
+def export_directory(data: AgentData, root: Path, *, now: datetime) -> int:
+    """Write all live paths into an empty or new directory. Return the number of paths. Raise StoreError or OSError.
 
-    Links come last: nothing is written through one."""
+    Links are created last, so that no file is written through one."""
     root.mkdir(parents=True, exist_ok=True)
     if any(root.iterdir()):
         raise InvalidDataPath(f"{root} is not empty.")
-    rows = sorted(data_tree.find_live_files(mine).select_related("stored_in", "data"), key=lambda row: row.path)
-    if bad := next((row.path for row in rows if data_tree.describe_path_error(row.path)), None):
-        raise InvalidDataPath(f"{bad!r} would lead out of {root}.")
+    rows = sorted(data_tree.find_live_files(data).select_related("stored_in", "data"), key=lambda row: row.path)
+    if invalid := next((row.path for row in rows if data_tree.describe_path_error(row.path)), None):
+        raise InvalidDataPath(f"{invalid!r} would be written outside {root}.")
     with ExitStack() as stack:
         content = pull.fetch_contents([row for row in rows if row.kind == "file"], stack, now=now)
         for row in rows:
@@ -44,7 +44,7 @@ def export_directory(mine: AgentData, root: Path, *, now: datetime) -> int:
     for row in rows:
         if row.kind == "link":
             (root / row.path).symlink_to(row.target)
-    for row in reversed(rows):  # the deepest first: a mode may forbid what comes after
+    for row in reversed(rows):  # deepest first: a directory's mode may forbid changes below it
         if row.kind == DIRECTORY:
             (root / row.path).chmod(row.mode)
     return len(rows)

@@ -1,4 +1,4 @@
-"""An agent's data as a tree: what lies in a directory, what lies below it, and what paths may be in it."""
+"""Queries over an agent's data as a directory tree, and the rules for its paths."""
 
 import uuid
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ DIRECTORY = "directory"
 
 @dataclass(frozen=True)
 class DirectoryEntry:
-    """A name in a directory; of another directory, with everything that is below it."""
+    """A name in a directory listing. Totals of a directory include everything below it."""
 
     name: str
     path: str
-    files: int  # regular ones, at and below it
+    files: int  # regular files at and below the path
     size_bytes: int
     changed_at: datetime
-    row: DataFile | None  # its own version; none if only what is below it was stored
+    row: DataFile | None  # None if only paths below it are stored
 
     @property
     def kind(self) -> str:
@@ -30,7 +30,7 @@ class DirectoryEntry:
 
     @property
     def holder(self) -> uuid.UUID | None:
-        """The lease that wrote it; of a directory, none: others have written what is in it."""
+        """The lease that wrote the path; None for a directory, whose content may have several writers."""
         return self.row.holder if self.row and self.kind != DIRECTORY else None
 
 
@@ -39,8 +39,9 @@ def find_live_files(data: AgentData) -> QuerySet[DataFile]:
 
 
 def find_files_below(data: AgentData, path: str) -> QuerySet[DataFile]:
-    """Everything under a directory; "" is the topmost. Compared by character: databases fold case, or skip signs, when
-    they look for a beginning."""
+    """All live paths below a directory; "" is the root.
+
+    Compares characters, because LIKE is case-insensitive or treats some characters specially, depending on the database."""
     start = f"{path}/" if path else ""
     return (
         find_live_files(data).annotate(start=Substr("path", 1, len(start))).filter(start=start)
@@ -49,10 +50,10 @@ def find_files_below(data: AgentData, path: str) -> QuerySet[DataFile]:
     )
 
 
-def list_directory(data: AgentData, path: str, *, after: str = "", most: int | None = None) -> list[DirectoryEntry]:
-    """The names in a directory, in order, those that come later than `after`, and not more than `most`.
+def list_directory(data: AgentData, path: str, *, after: str = "", limit: int | None = None) -> list[DirectoryEntry]:
+    """List the names of a directory in order: those after `after`, at most `limit`.
 
-    Two queries, whatever it holds: one adds up what is below each name, one reads what those names themselves are."""
+    Takes two queries for any size: one aggregates the paths below each name, one reads the rows of the names themselves."""
     start = len(path) + 1 if path else 0
     rest = Substr("path", start + 1, output_field=TextField())
     slash = StrIndex(F("rest"), Value("/"))
@@ -69,35 +70,37 @@ def list_directory(data: AgentData, path: str, *, after: str = "", most: int | N
             changed=Max("at"),
         )
     )
-    found = list((names.filter(name__gt=after) if after else names)[:most])
-    own = DataFile.objects.in_bulk([each["own"] for each in found if each["own"]])
-    above = f"{path}/" if path else ""
+    groups = list((names.filter(name__gt=after) if after else names)[:limit])
+    own = DataFile.objects.in_bulk([group["own"] for group in groups if group["own"]])
+    prefix = f"{path}/" if path else ""
     return [
-        DirectoryEntry(each["name"], above + each["name"], each["files"], each["size"], each["changed"], own.get(each["own"]))
-        for each in found
+        DirectoryEntry(
+            group["name"], prefix + group["name"], group["files"], group["size"], group["changed"], own.get(group["own"])
+        )
+        for group in groups
     ]
 
 
 def list_single_file(row: DataFile | None) -> list[DirectoryEntry]:
-    """A file or link as the only line of a listing; nothing for a directory."""
+    """Return a file or link as a listing of one entry; an empty list for a directory."""
     if row is None or row.kind == DIRECTORY:
         return []
     return [DirectoryEntry(row.path.rpartition("/")[2], row.path, int(row.kind == "file"), row.size_bytes, row.at, row)]
 
 
 def describe_path_error(path: str) -> str:
-    """Why an agent's data can have no such path; "" if it can."""
+    """Return the reason why a path is not valid in an agent's data; "" if it is."""
     if any(part in ("", ".", "..") for part in path.split("/")):
-        return 'a path is relative to /data, and has no empty part, no "." and no ".."'
-    if why := describe_text_error(path):
-        return why
+        return 'a path must be relative to /data, without empty, "." or ".." elements'
+    if reason := describe_text_error(path):
+        return reason
     return f"a path has at most {MAX_PATH_BYTES} bytes" if len(path.encode()) > MAX_PATH_BYTES else ""
 
 
 def describe_text_error(text: str) -> str:
-    """Why a path, or what a link points to, cannot be kept; "" if it can."""
+    """Return the reason why a path or link target cannot be stored; "" if it can."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        return "names are UTF-8"
-    return "names have no NUL" if "\0" in text else ""
+        return "names must be UTF-8"
+    return "names must not contain NUL" if "\0" in text else ""

@@ -1,5 +1,6 @@
-"""A directory of this machine on its way into a sandbox and back. What comes back comes from a stranger: it is written
-below that directory and nowhere else, and no link in it is followed."""
+"""A local directory that is copied into a sandbox and updated from the sandbox's copy afterwards.
+
+The returned tar is untrusted: it is written below the directory only, and no link in it is followed."""
 
 import hashlib
 import tarfile
@@ -8,12 +9,12 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from sandboxes.image import files
+from sandboxes.providers import tar_validation
 from sandboxes.providers.base import Rejected
-from sandboxes.providers.docker.host_files import is_plain_tar
-from sandboxes.state import archives
+from sandboxes.providers.tar_validation import is_plain_tar
 from sandboxes.state.spool import open_spool
 
-EXCLUDED_NAMES = (".home",)  # what has such a name stays on its side: every sandbox has one of its own
+EXCLUDED_NAMES = (".home",)  # never copied in either direction: every sandbox has its own
 
 
 class TarEntry(NamedTuple):
@@ -25,36 +26,37 @@ class TarEntry(NamedTuple):
 
 
 def pack(root: Path, out: BinaryIO) -> None:
-    """Write everything in a directory as a tar, which is then at its beginning. Rejected, TooLarge, OSError."""
+    """Write the content of a directory as a tar, and rewind it. Raise Rejected, TooLarge or OSError."""
     try:
         files.pack(str(root), out, exclude=EXCLUDED_NAMES)
     except files.BadPath:
-        raise Rejected(f"{root} is no directory.") from None
-    archives.validate_tar(out)
+        raise Rejected(f"{root} is not a directory.") from None
+    tar_validation.validate_tar(out)
 
 
 def apply_changes(root: Path, sent: BinaryIO, back: BinaryIO) -> int:
-    """Do in the directory what was done to a copy of it: `sent` is what `pack` wrote, `back` what it has become. What
-    differs is written, what is gone is removed, all else stays as it is; how many paths that were. Rejected, OSError."""
-    archives.validate_tar(back)
+    """Apply the differences between two tars to a directory: `sent` was written by `pack`, `back` is the sandbox's copy.
+
+    Paths that are equal in both stay untouched. Return the number of changed and removed paths. Raise Rejected or OSError."""
+    tar_validation.validate_tar(back)
     if not is_plain_tar(back):
-        raise Rejected("What came back is no plain tar.")
+        raise Rejected("The returned tar has unsupported members or headers.")
     before, after = _read_entries(sent), _read_entries(back)
     changed = {path for path, entry in after.items() if before.get(path) != entry}
-    gone = before.keys() - after.keys()
-    other = {path for path in changed & before.keys() if before[path].kind != after[path].kind}
+    removed = before.keys() - after.keys()
+    replaced = {path for path in changed & before.keys() if before[path].kind != after[path].kind}
     try:
-        files.remove_files(str(root), gone | other)
-        with open_spool() as part:
-            _copy_members(back, changed, part)
-            files.unpack(str(root), part)
-    except files.BadPath as wrong:
-        raise Rejected(f"What came back does not fit into {root}: {wrong}.") from wrong
-    return len(changed) + len(gone)
+        files.remove_files(str(root), removed | replaced)
+        with open_spool() as changed_members:
+            _copy_members(back, changed, changed_members)
+            files.unpack(str(root), changed_members)
+    except files.BadPath as error:
+        raise Rejected(f"The returned tar cannot be unpacked into {root}: {error}.") from error
+    return len(changed) + len(removed)
 
 
 def _read_entries(tar: BinaryIO) -> dict[str, TarEntry]:
-    found: dict[str, TarEntry] = {}
+    entries: dict[str, TarEntry] = {}
     tar.seek(0)
     with tarfile.open(fileobj=tar, mode="r:") as members:
         for member in members:
@@ -62,13 +64,13 @@ def _read_entries(tar: BinaryIO) -> dict[str, TarEntry]:
             digest = hashlib.file_digest(content, "sha256").hexdigest() if content else ""  # type: ignore[arg-type]
             path = _member_path(member)
             if path and not set(path.split("/")) & set(EXCLUDED_NAMES):
-                found[path] = TarEntry(member.type, member.mode & 0o777, member.size, digest, member.linkname)
-            members.members = []  # type: ignore[attr-defined]  # else it remembers every one
-    return found
+                entries[path] = TarEntry(member.type, member.mode & 0o777, member.size, digest, member.linkname)
+            members.members = []  # type: ignore[attr-defined]  # else tarfile keeps every member in memory
+    return entries
 
 
 def _copy_members(tar: BinaryIO, chosen: Collection[str], out: BinaryIO) -> None:
-    """Write those members to another tar, which is then at its beginning."""
+    """Copy the chosen members to another tar, and rewind it."""
     tar.seek(0)
     with (
         tarfile.open(fileobj=tar, mode="r:") as members,

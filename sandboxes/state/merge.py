@@ -1,4 +1,4 @@
-"""Which version of each changed path counts, and the rows moved to it in one transaction."""
+"""Three-way merge of concurrent /data changes, committed in one transaction."""
 
 import hashlib
 import uuid
@@ -21,134 +21,152 @@ from sandboxes.state.changes import MAX_PATH_BYTES, ChangedFile, ManifestDiff, l
 
 log = structlog.get_logger(__name__)
 CONFLICTS_DIRECTORY = ".conflicts"
-MAX_EVENTS_PER_SCAN = 20  # of one look: a thousand sockets are told of as twenty
+MAX_EVENTS_PER_SCAN = 20  # a scan with a thousand sockets does not record a thousand events
 UPSERT_COLUMNS = (
     "kind", "mode", "size_bytes", "mtime", "digest", "target", "stored_in", "offset", "revision", "holder", "at", "removed",
 )  # fmt: skip
 
 
 class ConcurrentChange(Exception):
-    """Somebody else has stored for the same sandbox meanwhile: look again."""
+    """The attachment or a stored file changed since the manifest was read: scan the sandbox again."""
 
 
 def record_changes(
-    here: Attachment, sandbox: Sandbox, change: ManifestDiff, pieces: Mapping[str, ChangedFile], now: datetime, *, last: bool
+    attachment: Attachment,
+    sandbox: Sandbox,
+    diff: ManifestDiff,
+    changed_files: Mapping[str, ChangedFile],
+    now: datetime,
+    *,
+    last: bool,
 ) -> bool:
-    """Move the rows to what was stored, in one transaction. True if any was."""
+    """Merge the changes into the rows in one transaction. Return whether any row was written.
+
+    Raise ConcurrentChange if another process wrote the attachment since it was read."""
     with transaction.atomic():
-        alive = Sandbox.objects.select_for_update(of=("self",), no_key=True).filter(
-            pk=sandbox.pk, incarnation=sandbox.incarnation, holder=here.holder
+        held = Sandbox.objects.select_for_update(of=("self",), no_key=True).filter(
+            pk=sandbox.pk, incarnation=sandbox.incarnation, holder=attachment.holder
         )
-        state = alive.values_list("state", flat=True).first()
+        state = held.values_list("state", flat=True).first()
         if state is None or state == SandboxState.DESTROYED or (state in GONE_STATES and not last):
-            return False  # the lease has ended: whoever destroys the sandbox stores what is left
-        data = AgentData.objects.select_for_update(no_key=True).get(pk=here.data_id)
-        verdict = DataMerge(here, data.revision + 1, now)
-        verdict.judge(change, pieces)
-        if verdict.changed:
-            DataObject.objects.bulk_create(verdict.objects.values())
+            return False  # the lease has ended: the process that destroys the sandbox stores the rest
+        data = AgentData.objects.select_for_update(no_key=True).get(pk=attachment.data_id)
+        merge = DataMerge(attachment, data.revision + 1, now)
+        merge.merge(diff, changed_files)
+        if merge.writes_rows:
+            DataObject.objects.bulk_create(merge.objects.values())
             DataFile.objects.bulk_create(
-                verdict.written.values(), update_conflicts=True, unique_fields=["data", "path"], update_fields=UPSERT_COLUMNS
+                merge.written.values(), update_conflicts=True, unique_fields=["data", "path"], update_fields=UPSERT_COLUMNS
             )
-        if verdict.news:
+        if merge.changes_data:
             live = DataFile.objects.filter(data=data, removed=False).aggregate(
                 files=Count("pk", filter=Q(kind="file")), size=Coalesce(Sum("size_bytes"), 0)
             )
             AgentData.objects.filter(pk=data.pk).update(
-                revision=verdict.revision, files=live["files"], size_bytes=live["size"], changed_at=now
+                revision=merge.revision, files=live["files"], size_bytes=live["size"], changed_at=now
             )
             DataSize.note(data.agent_did, live["size"], now=now)
-        seen = verdict.revision if verdict.news and data.revision == here.revision else here.revision
-        base = verdict.base
-        if not Attachment.objects.filter(pk=here.pk, version=here.version).update(
-            version=F("version") + 1, base=base, look=change.look, revision=seen, unsaved_since=None, last_error="", full=False
+        attachment_revision = (
+            merge.revision if merge.changes_data and data.revision == attachment.revision else attachment.revision
+        )
+        base = merge.base
+        if not Attachment.objects.filter(pk=attachment.pk, version=attachment.version).update(
+            version=F("version") + 1,
+            base=base,
+            look=diff.digest,
+            revision=attachment_revision,
+            unsaved_since=None,
+            last_error="",
+            full=False,
         ):
             raise ConcurrentChange
-        verdict.tell(change)
-    here.version, here.base, here.look, here.revision = here.version + 1, base, change.look, seen
-    here.unsaved_since = None
-    checkpoint("data recorded", here)
-    return verdict.changed
+        merge.record_events(diff)
+    attachment.version, attachment.unsaved_since = attachment.version + 1, None
+    attachment.base, attachment.look, attachment.revision = base, diff.digest, attachment_revision
+    checkpoint("data recorded", attachment)
+    return merge.writes_rows
 
 
 class DataMerge:
-    """What becomes of each changed path, decided under the lock of the agent's data."""
+    """Result of the merge for each changed path, computed under the lock of the agent's data."""
 
-    def __init__(self, here: Attachment, revision: int, now: datetime) -> None:
-        self.here, self.revision, self.now = here, revision, now
-        self.base = dict(here.base)
+    def __init__(self, attachment: Attachment, revision: int, now: datetime) -> None:
+        self.attachment, self.revision, self.now = attachment, revision, now
+        self.base = dict(attachment.base)
         self.written: dict[str, DataFile] = {}
         self.objects: dict[uuid.UUID, DataObject] = {}
-        self.conflicts: list[tuple[str, str]] = []  # path, and where the version that lost is kept
-        self.news = False  # something is different for other sandboxes
-        self.changed = False  # some row is written
+        self.conflicts: list[tuple[str, str]] = []  # path, and path of its conflict copy
+        self.changes_data = False  # the agent's data changes, so its revision grows
+        self.writes_rows = False  # some row is written
 
-    def judge(self, change: ManifestDiff, pieces: Mapping[str, ChangedFile]) -> None:
-        self.there = change.there
-        self.stored = self._stored([*change.files, *change.others, *change.gone])
-        for path in change.others:
-            self._merge_non_file(path, change.there[path])
-        for path in change.files:
-            if path in pieces:  # else it went away between the listing and the reading: the next look tells
-                self._file(path, change.there[path], pieces[path])
-            else:
-                change.look = ""
-        for path in change.gone:
+    def merge(self, diff: ManifestDiff, changed_files: Mapping[str, ChangedFile]) -> None:
+        self.manifest = diff.manifest
+        self.stored_rows = self._load_rows([*diff.files, *diff.non_files, *diff.removed])
+        for path in diff.non_files:
+            self._merge_non_file(path, diff.manifest[path])
+        for path in diff.files:
+            if path in changed_files:
+                self._merge_file(path, diff.manifest[path], changed_files[path])
+            else:  # removed between the manifest and the read: the next scan compares every path
+                diff.digest = ""
+        for path in diff.removed:
             self._merge_removed(path)
         for row in [*self.written.values()]:
             if not row.removed:
                 self._remove_obstructions(row)
         self._restore_nonempty_directories()
-        self.changed = bool(self.written)
+        self.writes_rows = bool(self.written)
 
-    def _stored(self, paths: list[str]) -> dict[str, DataFile]:
-        mine = DataFile.objects.filter(data=self.here.data_id)
-        return {row.path: row for row in (mine if len(paths) > 500 else mine.filter(path__in=paths))}
+    def _load_rows(self, paths: list[str]) -> dict[str, DataFile]:
+        rows = DataFile.objects.filter(data=self.attachment.data_id)
+        return {row.path: row for row in (rows if len(paths) > 500 else rows.filter(path__in=paths))}
 
     def _find_unseen_version(self, path: str) -> DataFile | None:
-        """The version that another sandbox has stored, if it is not the one that this sandbox was given."""
-        row = self.stored.get(path)
+        """Return the stored version if another sandbox wrote it after this sandbox's base, else None."""
+        row = self.stored_rows.get(path)
         return row if row and row.revision != self.base.get(path, [0])[0] else None
 
-    def _file(self, path: str, stat: FileStat, piece: ChangedFile) -> None:
-        row, given, unseen = self.stored.get(path), self.base.get(path), self._find_unseen_version(path)
-        if row and not row.removed and row.kind == "file" and row.digest == piece.digest and row.mode == stat.mode:
-            if piece.object:  # packed anew, or the same bytes stored twice: the older object may go
-                row.stored_in, row.offset = self._register_object(piece), piece.offset
+    def _merge_file(self, path: str, stat: FileStat, changed_file: ChangedFile) -> None:
+        row, base_entry, unseen = self.stored_rows.get(path), self.base.get(path), self._find_unseen_version(path)
+        if row and not row.removed and row.kind == "file" and row.digest == changed_file.digest and row.mode == stat.mode:
+            if changed_file.object:  # repacked, or uploaded twice: the older object becomes outdated
+                row.stored_in, row.offset = self._register_object(changed_file), changed_file.offset
                 self.written[path] = row
             self.base[path] = [row.revision, row.digest, stat.stamp]
             return
-        if unseen and given and given[1] == piece.digest:
-            self.base[path] = [given[0], given[1], stat.stamp]  # touched here, changed elsewhere: the next attach brings it
+        if unseen and base_entry and base_entry[1] == changed_file.digest:
+            self.base[path] = [*base_entry[:2], stat.stamp]  # touched here, changed elsewhere: the next attach pulls it
             return
-        if unseen and unseen.digest != piece.digest:
+        if unseen and unseen.digest != changed_file.digest:
             self._keep_conflict_copy(unseen)
-        kept = (row.stored_in_id, row.offset) if row and not row.removed and row.digest == piece.digest else None
-        new = self._row(path, "file", stat, size_bytes=piece.size, digest=piece.digest)
-        if piece.object:
-            new.stored_in, new.offset = self._register_object(piece), piece.offset
-        elif kept:  # its mode alone was changed
-            new.stored_in_id, new.offset = kept
+        stored_content = (
+            (row.stored_in_id, row.offset) if row and not row.removed and row.digest == changed_file.digest else None
+        )
+        new = self._build_row(path, "file", stat, size_bytes=changed_file.size, digest=changed_file.digest)
+        if changed_file.object:
+            new.stored_in, new.offset = self._register_object(changed_file), changed_file.offset
+        elif stored_content:  # only the mode changed
+            new.stored_in_id, new.offset = stored_content
         else:
-            raise ConcurrentChange  # what it was equal to is not there any more: read it again
+            raise ConcurrentChange  # the stored content with the same digest is gone: read the file again
         self._put(new, stat)
 
     def _merge_non_file(self, path: str, stat: FileStat) -> None:
-        row = self.stored.get(path)
+        row = self.stored_rows.get(path)
         if row and not row.removed and (row.kind, row.mode, row.target) == (stat.kind, stat.mode, stat.target):
             self.base[path] = [row.revision, "", stat.stamp]
             return
-        given = self.base.get(path)
+        base_entry = self.base.get(path)
         unseen = self._find_unseen_version(path)
-        if unseen and given and given[2] == stat.stamp:
-            return  # unchanged here, changed elsewhere: the next attach brings it
+        if unseen and base_entry and base_entry[2] == stat.stamp:
+            return  # unchanged here, changed elsewhere: the next attach pulls it
         if unseen:
             self._keep_conflict_copy(unseen)
-        self._put(self._row(path, stat.kind, stat), stat)
+        self._put(self._build_row(path, stat.kind, stat), stat)
 
     def _merge_removed(self, path: str) -> None:
-        row = self.stored.get(path)
-        if self._find_unseen_version(path):  # changed elsewhere: an edit counts more than a removal, and comes back
+        row = self.stored_rows.get(path)
+        if self._find_unseen_version(path):  # changed elsewhere: an edit wins over a removal, and is pulled again
             self.base.pop(path)
             return
         self.base.pop(path)
@@ -156,106 +174,115 @@ class DataMerge:
             self._remove(row)
 
     def _remove_obstructions(self, row: DataFile) -> None:
-        """Nothing is below a file or a link. What others have stored below it, or above it, since this sandbox was given
-        its files, loses as a file with the same name would."""
+        """Remove stored paths that cannot coexist with `row`: files above it, and paths below a row that is not a directory.
+
+        Versions that other sandboxes stored since this sandbox's base are kept as conflict copies."""
         for path in list_parents(row.path):
-            top = self.written.get(path) or self.stored.get(path)
-            if path in self.there and (top is None or top.removed or top.kind != "directory"):
-                if top:
-                    self._keep_conflict_copy(top)
-                self._put(self._row(path, "directory", self.there[path]), self.there[path])
-        before = self.stored.get(row.path)
-        if row.kind != "directory" and before and not before.removed and before.kind == "directory":
-            for lost in data_tree.find_files_below(self.here.data, row.path):
-                if lost.path not in self.written:
-                    self._keep_conflict_copy(lost)
-                    self._remove(lost)
+            ancestor = self.written.get(path) or self.stored_rows.get(path)
+            if path in self.manifest and (ancestor is None or ancestor.removed or ancestor.kind != "directory"):
+                if ancestor:
+                    self._keep_conflict_copy(ancestor)
+                self._put(self._build_row(path, "directory", self.manifest[path]), self.manifest[path])
+        stored = self.stored_rows.get(row.path)
+        if row.kind != "directory" and stored and not stored.removed and stored.kind == "directory":
+            for covered in data_tree.find_files_below(self.attachment.data, row.path):
+                if covered.path not in self.written:
+                    self._keep_conflict_copy(covered)
+                    self._remove(covered)
 
     def _restore_nonempty_directories(self) -> None:
-        """A directory that was removed here, and in which others have stored something since, comes back with that."""
-        gone = [row for row in self.written.values() if row.removed and row.kind == "directory"]
-        if not gone:
+        """Restore directories removed here in which other sandboxes have stored paths since."""
+        removed = [row for row in self.written.values() if row.removed and row.kind == "directory"]
+        if not removed:
             return
-        live = {*data_tree.find_live_files(self.here.data).values_list("path", flat=True)}
+        live = {*data_tree.find_live_files(self.attachment.data).values_list("path", flat=True)}
         live = {path for path in live | {*self.written} if not (path in self.written and self.written[path].removed)}
-        holding = {path for each in live for path in list_parents(each)}
-        for row in gone:
-            if row.path in holding:
+        directories = {path for each in live for path in list_parents(each)}
+        for row in removed:
+            if row.path in directories:
                 row.removed = False
 
     def _remove(self, row: DataFile) -> None:
         row.removed, row.stored_in, row.size_bytes, row.digest = True, None, 0, ""
-        row.revision, row.holder, row.at = self.revision, self.here.holder, self.now
+        row.revision, row.holder, row.at = self.revision, self.attachment.holder, self.now
         self.written[row.path] = row
-        self.news = True
+        self.changes_data = True
 
     def _keep_conflict_copy(self, row: DataFile) -> None:
-        """Keep a version that another sandbox has stored and this one replaces without having seen it."""
+        """Keep a copy of a version that this sandbox replaces without having seen it."""
         if row.removed or row.kind == "directory":
             return
-        place, directories = self._choose_conflict_path(row)
+        target, directories = self._choose_conflict_path(row)
         for path in directories:
-            self.written[path] = self._kept(row, path=path, kind="directory", mode=0o755)
-        self.written[place] = self._kept(
-            row, path=place, kind=row.kind, mode=row.mode, size_bytes=row.size_bytes, mtime=row.mtime, digest=row.digest,
+            self.written[path] = self._build_copy(row, path=path, kind="directory", mode=0o755)
+        self.written[target] = self._build_copy(
+            row, path=target, kind=row.kind, mode=row.mode, size_bytes=row.size_bytes, mtime=row.mtime, digest=row.digest,
             target=row.target, stored_in_id=row.stored_in_id, offset=row.offset,
         )  # fmt: skip
-        self.conflicts.append((row.path, place))
+        self.conflicts.append((row.path, target))
 
-    def _kept(self, row: DataFile, **columns: Any) -> DataFile:
+    def _build_copy(self, row: DataFile, **columns: Any) -> DataFile:
         return DataFile(data_id=row.data_id, revision=self.revision, holder=row.holder, at=self.now, **columns)
 
     def _choose_conflict_path(self, row: DataFile) -> tuple[str, list[str]]:
-        """Where it is kept, and which directories have to be made for that: where nothing else is."""
+        """Return the path of the conflict copy, and the directories to create for it. The path collides with no other path."""
         name, holder = row.path, row.holder or "operator"
         if name.startswith(f"{CONFLICTS_DIRECTORY}/") or len(name.encode()) > MAX_PATH_BYTES - 100:
             name = hashlib.sha256(name.encode()).hexdigest()
-        places = (
-            place
-            for again in chain([""], (f".{number}" for number in count(2)))
-            for place in (f"{CONFLICTS_DIRECTORY}/{holder}{again}/{name}", f"{CONFLICTS_DIRECTORY}{again}/{holder}/{name}")
+        candidates = (
+            target
+            for suffix in chain([""], (f".{number}" for number in count(2)))
+            for target in (f"{CONFLICTS_DIRECTORY}/{holder}{suffix}/{name}", f"{CONFLICTS_DIRECTORY}{suffix}/{holder}/{name}")
         )
-        return next((place, made) for place in places if (made := self._find_missing_directories(place)) is not None)
+        return next(
+            (target, missing) for target in candidates if (missing := self._find_missing_directories(target)) is not None
+        )
 
-    def _find_missing_directories(self, place: str) -> list[str] | None:
-        """Which directories are lacking above a place; None if it is taken, or a file is in the way."""
-        way = [*list_parents(place), place]
-        kinds = {path: stat.kind for path in way if (stat := self.there.get(path))}
-        kinds |= data_tree.find_live_files(self.here.data).filter(path__in=way).values_list("path", "kind")
-        kinds |= {path: row.kind for path, row in self.written.items() if path in way}
-        if place in kinds or any(kinds.get(path, "directory") != "directory" for path in way):
+    def _find_missing_directories(self, target: str) -> list[str] | None:
+        """Return the missing directories above a path; None if the path is taken or a file is among its ancestors."""
+        ancestry = [*list_parents(target), target]
+        kinds = {path: stat.kind for path in ancestry if (stat := self.manifest.get(path))}
+        kinds |= data_tree.find_live_files(self.attachment.data).filter(path__in=ancestry).values_list("path", "kind")
+        kinds |= {path: row.kind for path, row in self.written.items() if path in ancestry}
+        if target in kinds or any(kinds.get(path, "directory") != "directory" for path in ancestry):
             return None
-        return [path for path in way[:-1] if path not in kinds]
+        return [path for path in ancestry[:-1] if path not in kinds]
 
-    def _row(self, path: str, kind: str, stat: FileStat, **more: Any) -> DataFile:
+    def _build_row(self, path: str, kind: str, stat: FileStat, **columns: Any) -> DataFile:
         return DataFile(
-            data_id=self.here.data_id, path=path, kind=kind, mode=stat.mode, mtime=stat.mtime, target=stat.target,
-            revision=self.revision, holder=self.here.holder, at=self.now, **more,
+            data_id=self.attachment.data_id, path=path, kind=kind, mode=stat.mode, mtime=stat.mtime, target=stat.target,
+            revision=self.revision, holder=self.attachment.holder, at=self.now, **columns,
         )  # fmt: skip
 
     def _put(self, row: DataFile, stat: FileStat) -> None:
         self.written[row.path] = row
         self.base[row.path] = [row.revision, row.digest, stat.stamp]
-        self.news = True
+        self.changes_data = True
 
-    def _register_object(self, piece: ChangedFile) -> DataObject:
-        assert piece.object is not None
-        return self.objects.setdefault(piece.object.pk, piece.object)
+    def _register_object(self, changed_file: ChangedFile) -> DataObject:
+        assert changed_file.object is not None
+        return self.objects.setdefault(changed_file.object.pk, changed_file.object)
 
-    def tell(self, change: ManifestDiff) -> None:
-        did = self.here.data.agent_did
-        for path, place in self.conflicts[:MAX_EVENTS_PER_SCAN]:
-            said = f"Another sandbox of this agent had changed it; that version is kept as {place}."[:500]
-            record_event(did, self.here.holder, DataEvent.Kind.CONFLICT, path=path, detail=said, now=self.now)
-        for path, why in islice(change.left_out.items(), MAX_EVENTS_PER_SCAN):
+    def record_events(self, diff: ManifestDiff) -> None:
+        did = self.attachment.data.agent_did
+        for path, target in self.conflicts[:MAX_EVENTS_PER_SCAN]:
+            detail = f"Another sandbox of this agent changed this path; its version is kept as {target}."[:500]
+            record_event(did, self.attachment.holder, DataEvent.Kind.CONFLICT, path=path, detail=detail, now=self.now)
+        for path, reason in islice(diff.unstorable.items(), MAX_EVENTS_PER_SCAN):
             shown = path.encode(errors="surrogateescape").decode(errors="replace")[:1000]
-            known = DataEvent.objects.filter(holder=self.here.holder, kind=DataEvent.Kind.LEFT_OUT, path=shown)
+            known = DataEvent.objects.filter(holder=self.attachment.holder, kind=DataEvent.Kind.LEFT_OUT, path=shown)
             if not known.exists():
                 record_event(
-                    did, self.here.holder, DataEvent.Kind.LEFT_OUT, path=shown, detail=f"Not stored: {why}.", now=self.now
+                    did,
+                    self.attachment.holder,
+                    DataEvent.Kind.LEFT_OUT,
+                    path=shown,
+                    detail=f"Not stored: {reason}.",
+                    now=self.now,
                 )
 
 
-def record_event(did: str, holder: uuid.UUID | None, kind: DataEvent.Kind, *, now: datetime, **said: str) -> None:
-    DataEvent.objects.create(agent_did=did, holder=holder, kind=kind, at=now, **said)
-    log.warning("agent data", agent=did, what=kind.value, **said)
+def record_event(did: str, holder: uuid.UUID | None, kind: DataEvent.Kind, *, now: datetime, **fields: str) -> None:
+    """Record a DataEvent and log it as a warning."""
+    DataEvent.objects.create(agent_did=did, holder=holder, kind=kind, at=now, **fields)
+    log.warning("agent data", agent=did, what=kind.value, **fields)

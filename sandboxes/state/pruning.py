@@ -1,5 +1,4 @@
-"""Sweeps over what is stored: what could not be stored is tried again, what is mounted is weighed, and what nothing points to
-is removed."""
+"""Sweeps over stored state: retry unsaved changes, measure mounted data, remove orphans."""
 
 import re
 import shutil
@@ -20,45 +19,45 @@ from sandboxes.errors import DataFull
 from sandboxes.models import DataObject, Snapshot
 from sandboxes.models.state import AgentData, DataStorageMode, parse_key_timestamp
 from sandboxes.providers.base import Missing, ProviderError
-from sandboxes.state import data_modes, data_sync, mounts
+from sandboxes.state import data_sync, mounts, storage_mode
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
-KEY_BATCH_SIZE = 500  # keys looked up at once
-ORPHAN_GRACE = timedelta(hours=1)  # an object this young may belong to somebody who is about to write its row
+KEY_BATCH_SIZE = 500  # keys per database lookup
+ORPHAN_GRACE = timedelta(hours=1)  # the row of a younger object may not be committed yet
 
 
 def persist_unsaved(*, now: datetime, limit: int = 100) -> SweepResult:
-    """Store what could not be stored when it was changed, the longest waiting first."""
-    swept, later = SweepResult(), clock_from(now)
-    for here in data_sync.find_unsaved()[:limit]:
-        if later() > now + PASS_TIME_LIMIT:
+    """Retry to store unsaved changes, the longest waiting first."""
+    result, clock = SweepResult(), clock_from(now)
+    for attachment in data_sync.find_unsaved()[:limit]:
+        if clock() > now + PASS_TIME_LIMIT:
             break
         try:
-            data_sync.persist(here, here.sandbox, providers.get_provider(here.sandbox.provider), now=later())
+            data_sync.persist(attachment, attachment.sandbox, providers.get_provider(attachment.sandbox.provider), now=clock())
         except Missing:
-            swept.note("gone")  # reconcile decides what that means
+            result.note("gone")  # reconcile handles lost sandboxes
         except (StoreError, ProviderError, DataFull) as failed:
-            data_sync.mark_unsaved(here, failed, now=later())
-            swept.failures.append(f"{here.pk}: {failed}")
+            data_sync.mark_unsaved(attachment, failed, now=clock())
+            result.failures.append(f"{attachment.pk}: {failed}")
         else:
-            swept.note("stored")
-    return swept
+            result.note("stored")
+    return result
 
 
 def measure_mounted(*, now: datetime) -> SweepResult:
-    """Look how large mounted data is, in no order: where there is more than one pass gets to, each has its turn."""
-    swept, later = SweepResult(), clock_from(now)
-    for mine in find_mounted().order_by("?"):
-        if later() > now + PASS_TIME_LIMIT:
+    """Measure mounted data in random order, so that every agent gets a turn even if one pass does not reach all."""
+    result, clock = SweepResult(), clock_from(now)
+    for data in find_mounted().order_by("?"):
+        if clock() > now + PASS_TIME_LIMIT:
             break
         try:
-            swept.note("weighed", data_modes.measure_mounted_data(mine, now=later()))
+            result.note("measured", storage_mode.measure_mounted_data(data, now=clock()))
         except StoreError as failed:
-            swept.failures.append(f"{mine}: {failed}")
-    return swept
+            result.failures.append(f"{data}: {failed}")
+    return result
 
 
 def find_mounted() -> QuerySet[AgentData]:
@@ -66,34 +65,34 @@ def find_mounted() -> QuerySet[AgentData]:
 
 
 def remove_orphans(*, now: datetime, grace: timedelta = ORPHAN_GRACE) -> SweepResult:
-    """Remove objects that no row points to: of writers that died between the object and its row, and of rows that went.
+    """Remove objects without rows: left by a crash between the object and its row, or by removed rows.
 
-    Only what is older than `grace` goes, by the moment in its key: a young one's row may be on its way. A listing that
-    fails removes nothing of that kind."""
-    swept, before = SweepResult(), now - grace
-    for name, act in (
+    Objects younger than `grace`, by the timestamp in their key, are kept: their row may not be committed yet. If a listing
+    fails, nothing of that category is removed."""
+    result, cutoff = SweepResult(), now - grace
+    for name, remove in (
         ("outdated data", lambda: data_sync.remove_outdated_objects(data_sync.find_outdated_objects())),
-        ("orphaned data", lambda: _remove_objects(find_orphans(DATA_OBJECTS, before))),
-        ("orphaned snapshots", lambda: _remove_objects(find_orphans(SNAPSHOT_OBJECTS, before))),
-        ("local leftovers", lambda: _remove_local_copies(before)),
-        ("unfinished writes", lambda: get_store().sweep_leftovers(before)),
+        ("orphaned data", lambda: _remove_objects(find_orphans(DATA_OBJECTS, cutoff))),
+        ("orphaned snapshots", lambda: _remove_objects(find_orphans(SNAPSHOT_OBJECTS, cutoff))),
+        ("local leftovers", lambda: _remove_local_copies(cutoff)),
+        ("unfinished writes", lambda: get_store().sweep_leftovers(cutoff)),
         ("mounts left behind", lambda: len(mounts.clear_leftovers())),
     ):
         try:
-            swept.note(name, act())
+            result.note(name, remove())
         except (StoreError, OSError) as failed:
             log.error("prune failed", of=name, error=str(failed))
-            swept.failures.append(f"{name}: {failed}")
-    return swept
+            result.failures.append(f"{name}: {failed}")
+    return result
 
 
 @dataclass(frozen=True)
 class ObjectCategory:
-    """Where objects of one sort lie, and which of them rows point to."""
+    """A category of objects: key prefix, key pattern, and lookup of the keys that rows point to."""
 
     prefix: str
-    shape: re.Pattern[str]  # group 1 is what rows know it by, group 2 its moment
-    known: Callable[[set[str]], set[str]]
+    key_pattern: re.Pattern[str]  # group 1: key in the row; group 2: timestamp
+    find_recorded: Callable[[set[str]], set[str]]
 
 
 DATA_OBJECTS = ObjectCategory(
@@ -111,14 +110,18 @@ SNAPSHOT_OBJECTS = ObjectCategory(
 OBJECT_CATEGORIES = (DATA_OBJECTS, SNAPSHOT_OBJECTS)
 
 
-def find_orphans(shelf: ObjectCategory, before: datetime) -> Iterator[str]:
-    """Keys of objects stored before a moment that no row points to. What has another shape is not ours to judge."""
-    listed = get_store().list(shelf.prefix)
+def find_orphans(category: ObjectCategory, before: datetime) -> Iterator[str]:
+    """Yield keys of a category's objects that are older than `before` and have no row. Keys of another format are ignored."""
+    listed = get_store().list(category.prefix)
     while keys := [*islice(listed, KEY_BATCH_SIZE)]:
-        found = {key: match for key in keys if (match := shelf.shape.fullmatch(key)) and parse_key_timestamp(match[2]) < before}
-        # The rows are read after the listing: what they point to is not missed in it.
-        known = shelf.known({match[1] for match in found.values()})
-        yield from (key for key, match in found.items() if match[1] not in known)
+        candidates = {
+            key: match
+            for key in keys
+            if (match := category.key_pattern.fullmatch(key)) and parse_key_timestamp(match[2]) < before
+        }
+        # Rows are read after the listing, so that a row committed meanwhile is seen.
+        recorded = category.find_recorded({match[1] for match in candidates.values()})
+        yield from (key for key, match in candidates.items() if match[1] not in recorded)
 
 
 def _remove_objects(keys: Iterable[str]) -> int:
@@ -128,13 +131,13 @@ def _remove_objects(keys: Iterable[str]) -> int:
 
 
 def _remove_local_copies(before: datetime) -> int:
-    """Local copies whose snapshot was never recorded, or is forgotten."""
+    """Remove local copies of snapshots that were never recorded or are forgotten. Return the number removed."""
     removed = 0
     for holder in _list_directory(settings.STATE_DIR / "snapshots"):
         for copy in _list_directory(holder):
             key = f"snapshots/{holder.name}/{copy.name}"
-            match = SNAPSHOT_OBJECTS.shape.fullmatch(f"{key}/workspace")
-            if match and parse_key_timestamp(match[2]) < before and not SNAPSHOT_OBJECTS.known({key}):
+            match = SNAPSHOT_OBJECTS.key_pattern.fullmatch(f"{key}/workspace")
+            if match and parse_key_timestamp(match[2]) < before and not SNAPSHOT_OBJECTS.find_recorded({key}):
                 shutil.rmtree(copy, ignore_errors=True)
                 removed += 1
         with suppress(OSError):  # not empty

@@ -1,4 +1,4 @@
-"""What is newer in the store than in a sandbox's /data, written into it."""
+"""Pull: write versions that are newer in the store into a sandbox's /data."""
 
 import hashlib
 import tarfile
@@ -21,114 +21,127 @@ from sandboxes.state.spool import FileSlice, open_spool, run_parallel
 from sandboxes.storage import get_store
 from sandboxes.storage.base import CHUNK_BYTES, StoreError
 
-MAX_RANGE_REQUESTS = 8  # parts of one object that are fetched by themselves: each takes a request, and a file that is open
-PULL_TIMEOUT = timedelta(minutes=5)  # whoever takes longer has died
+MAX_RANGE_REQUESTS = 8  # ranges of one object; above that the whole object costs less than the requests and open files
+PULL_TIMEOUT = timedelta(minutes=5)  # a pull that takes longer is treated as crashed
 
 
 class ObjectMissing(StoreError):
-    """An object is not there: another sandbox may have stored something newer since the rows were read."""
+    """An object is missing in the store: another sandbox may have stored newer versions since the rows were read."""
 
 
-def claim_pull(here: Attachment, *, now: datetime) -> bool:
+def claim_pull(attachment: Attachment, *, now: datetime) -> bool:
+    """Claim the right to write into the sandbox for 5 minutes. Return whether this call got it."""
     free = Q(pull_until__isnull=True) | Q(pull_until__lt=now)
-    claimed = Attachment.objects.filter(free, pk=here.pk, version=here.version).update(
+    claimed = Attachment.objects.filter(free, pk=attachment.pk, version=attachment.version).update(
         version=F("version") + 1, pull_until=now + PULL_TIMEOUT
     )
-    here.version += bool(claimed)
+    attachment.version += bool(claimed)
     return bool(claimed)
 
 
-def pull(here: Attachment, sandbox: Sandbox, provider: Provider, later: Clock) -> None:
-    """Write what is newer than what this sandbox was given, except where it has changes of its own: those versions it
-    has not seen yet, and is given them once `persist` has decided."""
+def pull(attachment: Attachment, sandbox: Sandbox, provider: Provider, clock: Clock) -> None:
+    """Write the versions newer than the sandbox's own, except paths with unsaved changes in the sandbox.
+
+    The excluded versions stay unseen until `persist` has merged the sandbox's changes. Call after claim_pull."""
     try:
-        revision = AgentData.objects.values_list("revision", flat=True).get(pk=here.data_id)
-        newer = DataFile.objects.filter(data=here.data_id, revision__gt=here.revision).select_related("stored_in")
-        wanted = [row for row in newer if here.base.get(row.path, [0])[0] != row.revision]
-        forced = set(here.pulling)
-        if forced:  # a pull that died has left anything there
-            wanted += DataFile.objects.filter(data=here.data_id, path__in=forced - {row.path for row in wanted})
-        there = provider.manifest(sandbox.ref, DATA)
-        unseen = {row.path: row for row in wanted if row.path not in forced and _is_changed_in_sandbox(row, here, there)}
-        wanted = [row for row in wanted if row.path not in unseen]
-        blocked = _find_blocked_paths(wanted, there)
-        unseen |= {row.path: row for row in wanted if row.path in blocked}
-        wanted = [row for row in wanted if row.path not in unseen]
+        revision = AgentData.objects.values_list("revision", flat=True).get(pk=attachment.data_id)
+        newer = DataFile.objects.filter(data=attachment.data_id, revision__gt=attachment.revision)
+        rows = [row for row in newer.select_related("stored_in") if attachment.base.get(row.path, [0])[0] != row.revision]
+        interrupted = set(attachment.pulling)
+        if interrupted:  # an interrupted pull may have left any content there
+            rows += DataFile.objects.filter(data=attachment.data_id, path__in=interrupted - {row.path for row in rows})
+        manifest = provider.manifest(sandbox.ref, DATA)
+        unseen = {
+            row.path: row for row in rows if row.path not in interrupted and _is_changed_in_sandbox(row, attachment, manifest)
+        }
+        rows = [row for row in rows if row.path not in unseen]
+        blocked = _find_blocked_paths(rows, manifest)
+        unseen |= {row.path: row for row in rows if row.path in blocked}
+        rows = [row for row in rows if row.path not in unseen]
         revision = min([revision, *(row.revision - 1 for row in unseen.values())])
         with open_spool() as tar:
-            write_tar([row for row in wanted if not row.removed], tar, now=later())
-            _update_attachment(
-                here, pulling=sorted(row.path for row in wanted)
-            )  # not before all of it is here: a store may fail for long
-            checkpoint("pull decided", here)
-            _write_to_sandbox(sandbox, provider, wanted, there, tar)
-        checkpoint("pulled", here)
-        there = provider.manifest(sandbox.ref, DATA) if wanted else there
+            write_tar([row for row in rows if not row.removed], tar, now=clock())
+            # Only once all content is fetched: the store may be unavailable for long.
+            _update_attachment(attachment, pulling=sorted(row.path for row in rows))
+            checkpoint("pull decided", attachment)
+            _write_to_sandbox(sandbox, provider, rows, manifest, tar)
+        checkpoint("pulled", attachment)
+        manifest = provider.manifest(sandbox.ref, DATA) if rows else manifest
     except BaseException:
-        Attachment.objects.filter(pk=here.pk, version=here.version).update(pull_until=None)
+        Attachment.objects.filter(pk=attachment.pk, version=attachment.version).update(pull_until=None)
         raise
-    for row in wanted:
+    for row in rows:
         if row.removed:
-            here.base.pop(row.path, None)
+            attachment.base.pop(row.path, None)
         else:
-            here.base[row.path] = [row.revision, row.digest, _stamp_if_written(row, there.get(row.path))]
-    clean = all(is_unchanged(path, stat, here) for path, stat in there.items()) and here.base.keys() <= there.keys()
+            attachment.base[row.path] = [row.revision, row.digest, _stamp_if_written(row, manifest.get(row.path))]
+    is_clean = (
+        all(is_unchanged(path, stat, attachment) for path, stat in manifest.items())
+        and attachment.base.keys() <= manifest.keys()
+    )
     _update_attachment(
-        here, pulling=[], pull_until=None, base=here.base, revision=revision, look=digest_manifest(there) if clean else ""
+        attachment,
+        pulling=[],
+        pull_until=None,
+        base=attachment.base,
+        revision=revision,
+        look=digest_manifest(manifest) if is_clean else "",
     )
 
 
 def _stamp_if_written(row: DataFile, stat: FileStat | None) -> str:
-    """What this version looks like in the sandbox; "" if a program was quicker than our look and has changed it again."""
+    """Return the stamp of the version just written; "" if a program in the sandbox has changed it again since."""
     if stat is None or (row.kind, row.size_bytes, row.target) != (stat.kind, stat.size, stat.target):
         return ""
     return stat.stamp if row.kind != "file" or row.mtime == stat.mtime else ""
 
 
-def _is_changed_in_sandbox(row: DataFile, here: Attachment, there: Mapping[str, FileStat]) -> bool:
-    stat = there.get(row.path)
+def _is_changed_in_sandbox(row: DataFile, attachment: Attachment, manifest: Mapping[str, FileStat]) -> bool:
+    stat = manifest.get(row.path)
     if stat is None:
-        return row.path in here.base  # it was removed in the sandbox, and that is not stored yet
+        return row.path in attachment.base  # removed in the sandbox, which is not stored yet
     if stat.kind == row.kind == "directory":
         return False
-    return not is_unchanged(row.path, stat, here)
+    return not is_unchanged(row.path, stat, attachment)
 
 
-def _find_blocked_paths(wanted: list[DataFile], there: Mapping[str, FileStat]) -> set[str]:
-    """Which of these cannot be written now: a directory there holds something that stays, or a file there stays that is
-    on the way. Then the sandbox has changes of its own around it."""
-    going = {row.path for row in wanted if row.path in there and (row.removed or there[row.path].kind != row.kind)}
-    held = {path for each in there if each not in going for path in list_parents(each)}
-    for path in sorted(going, reverse=True):  # the deepest first
-        if path in held:
-            going.discard(path)
-            held.update(list_parents(path))
-    files = {path for path, stat in there.items() if stat.kind != "directory"} - going
+def _find_blocked_paths(rows: list[DataFile], manifest: Mapping[str, FileStat]) -> set[str]:
+    """Return the paths that cannot be written now, because the sandbox has unsaved changes around them.
+
+    A path is blocked by a directory in its place with content that stays, or by a file among its ancestors that stays."""
+    doomed = {row.path for row in rows if row.path in manifest and (row.removed or manifest[row.path].kind != row.kind)}
+    nonempty = {parent for path in manifest if path not in doomed for parent in list_parents(path)}
+    for path in sorted(doomed, reverse=True):  # deepest first
+        if path in nonempty:
+            doomed.discard(path)
+            nonempty.update(list_parents(path))
+    files = {path for path, stat in manifest.items() if stat.kind != "directory"} - doomed
     return {
         row.path
-        for row in wanted
-        if not row.removed and ((row.path in held and row.kind != "directory") or not files.isdisjoint(list_parents(row.path)))
+        for row in rows
+        if not row.removed
+        and ((row.path in nonempty and row.kind != "directory") or not files.isdisjoint(list_parents(row.path)))
     }
 
 
 def _write_to_sandbox(
-    sandbox: Sandbox, provider: Provider, wanted: list[DataFile], there: Mapping[str, FileStat], tar: BinaryIO
+    sandbox: Sandbox, provider: Provider, rows: list[DataFile], manifest: Mapping[str, FileStat], tar: BinaryIO
 ) -> None:
-    kept = [row for row in wanted if not row.removed]
-    gone = [row.path for row in wanted if row.removed and row.path in there]
-    gone += [row.path for row in kept if row.path in there and there[row.path].kind != row.kind]
-    if gone:
-        provider.remove_files(sandbox.ref, DATA, gone)
-    if kept:
+    live = [row for row in rows if not row.removed]
+    removed = [row.path for row in rows if row.removed and row.path in manifest]
+    removed += [row.path for row in live if row.path in manifest and manifest[row.path].kind != row.kind]
+    if removed:
+        provider.remove_files(sandbox.ref, DATA, removed)
+    if live:
         provider.put_files(sandbox.ref, DATA, tar)
 
 
-def write_tar(kept: list[DataFile], out: BinaryIO, *, now: datetime) -> None:
-    """Write a tar of these versions, fetched from the store and checked."""
+def write_tar(rows: list[DataFile], out: BinaryIO, *, now: datetime) -> None:
+    """Write a tar of these versions with verified content, and rewind it. Raise StoreError."""
     with ExitStack() as stack:
-        content = fetch_contents([row for row in kept if row.kind == "file"], stack, now=now)
+        content = fetch_contents([row for row in rows if row.kind == "file"], stack, now=now)
         with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
-            for row in sorted(kept, key=lambda row: row.path):
+            for row in sorted(rows, key=lambda row: row.path):
                 member = tarfile.TarInfo(row.path)
                 member.mode, member.mtime = row.mode, row.mtime
                 if row.kind == "file":
@@ -144,8 +157,9 @@ def write_tar(kept: list[DataFile], out: BinaryIO, *, now: datetime) -> None:
 
 
 def fetch_contents(files: Collection[DataFile], stack: ExitStack, *, now: datetime) -> dict[str, "FileSlice"]:
-    """The bytes of these files, checked. An object that is wanted for the greater part is fetched whole. StoreError if
-    one is missing, cut short or not what was stored."""
+    """Fetch the content of these files and verify it. An object of which most is needed is downloaded whole.
+
+    Raise StoreError if an object is missing, truncated or corrupt. The results are valid until `stack` closes."""
     by_object: dict[uuid.UUID, list[DataFile]] = {}
     for row in files:
         assert row.stored_in_id is not None
@@ -154,44 +168,44 @@ def fetch_contents(files: Collection[DataFile], stack: ExitStack, *, now: dateti
     for group in by_object.values():
         stored = group[0].stored_in
         assert stored is not None
-        most_of_it = sum(row.size_bytes for row in group) * 2 >= stored.size_bytes
-        if most_of_it or stored.size_bytes <= CHUNK_BYTES or len(group) > MAX_RANGE_REQUESTS:
+        is_mostly_needed = sum(row.size_bytes for row in group) * 2 >= stored.size_bytes
+        if is_mostly_needed or stored.size_bytes <= CHUNK_BYTES or len(group) > MAX_RANGE_REQUESTS:
             jobs.append((stored, 0, None, group))
         else:
             jobs += [(stored, row.offset, row.size_bytes, [row]) for row in group]
 
     spools = [stack.enter_context(open_spool()) for _ in jobs]
 
-    def one(at: int) -> None:
-        stored, start, length, _ = jobs[at]
-        if length != 0 and not get_store().download(stored.key, spools[at], start=start, length=length):
-            raise ObjectMissing(get_store().name, "download", "an object of an agent's data is not there", key=stored.key)
+    def download(index: int) -> None:
+        stored, start, length, _ = jobs[index]
+        if length != 0 and not get_store().download(stored.key, spools[index], start=start, length=length):
+            raise ObjectMissing(get_store().name, "download", "an object of an agent's data is missing", key=stored.key)
 
-    run_parallel(one, range(len(jobs)))
+    run_parallel(download, range(len(jobs)))
     return {
-        row.path: _verify_content(row, spools[at], row.offset - start, stored.key, now=now)
-        for at, (stored, start, _, group) in enumerate(jobs)
+        row.path: _verify_content(row, spools[index], row.offset - start, stored.key, now=now)
+        for index, (stored, start, _, group) in enumerate(jobs)
         for row in group
     }
 
 
 def _verify_content(row: DataFile, source: BinaryIO, start: int, key: str, *, now: datetime) -> FileSlice:
     source.flush()
-    digest, whole = hashlib.sha256(), FileSlice(source, start, row.size_bytes)
-    while chunk := whole.read(CHUNK_BYTES):
+    digest, content = hashlib.sha256(), FileSlice(source, start, row.size_bytes)
+    while chunk := content.read(CHUNK_BYTES):
         digest.update(chunk)
     if digest.hexdigest() != row.digest:
         record_event(
-            row.data.agent_did, None, DataEvent.Kind.CORRUPT, path=row.path, detail=f"{key} is not what was stored", now=now
+            row.data.agent_did, None, DataEvent.Kind.CORRUPT, path=row.path, detail=f"{key} does not match its digest", now=now
         )
-        raise StoreError(get_store().name, "download", f"{row.path!r} is not what was stored", key=key)
+        raise StoreError(get_store().name, "download", f"{row.path!r} does not match its digest", key=key)
     return FileSlice(source, start, row.size_bytes)
 
 
-def _update_attachment(here: Attachment, **columns: Any) -> None:
-    """Write some columns of the attachment, if nobody else has since it was read; else StoreError, as if it failed."""
-    if not Attachment.objects.filter(pk=here.pk, version=here.version).update(version=F("version") + 1, **columns):
-        raise StoreError(get_store().name, "attach", "somebody else attached the same sandbox meanwhile")
-    here.version += 1
+def _update_attachment(attachment: Attachment, **columns: Any) -> None:
+    """Write columns of the attachment, guarded by its version. Raise StoreError if another process wrote it since."""
+    if not Attachment.objects.filter(pk=attachment.pk, version=attachment.version).update(version=F("version") + 1, **columns):
+        raise StoreError(get_store().name, "attach", "another process attached the same sandbox meanwhile")
+    attachment.version += 1
     for name, value in columns.items():
-        setattr(here, name, value)
+        setattr(attachment, name, value)

@@ -1,4 +1,4 @@
-"""Temporary files on the disk that state lies on, and transfers side by side."""
+"""Spool files on the disk of the state directory, and parallel transfers."""
 
 import io
 import os
@@ -11,7 +11,7 @@ from django.conf import settings
 
 from sandboxes.storage.base import StoreError
 
-MAX_PARALLEL_TRANSFERS = 8  # transfers side by side
+MAX_PARALLEL_TRANSFERS = 8
 
 
 class _SpoolFile(io.FileIO):
@@ -23,31 +23,33 @@ class _SpoolFile(io.FileIO):
 
 
 def open_spool() -> BinaryIO:
-    """A temporary file on the disk that state lies on, gone when it is closed. A disk that is full is a StoreError."""
+    """Open an unnamed temporary file on the disk of the state directory. It is deleted when closed.
+
+    Errors of the disk, such as a full one, raise StoreError, also from later writes."""
     directory = settings.STATE_DIR / "spool"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory, buffering=0) as made:
-            return cast(BinaryIO, io.BufferedRandom(_SpoolFile(os.dup(made.fileno()), "r+")))
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            return cast(BinaryIO, io.BufferedRandom(_SpoolFile(os.dup(file.fileno()), "r+")))
     except OSError as failed:
         raise StoreError("spool", "open", str(failed)) from failed
 
 
 class FileSlice:
-    """Some bytes of a file that others read other parts of."""
+    """Reader of a byte range of a file. Slices of one file can be read independently."""
 
     def __init__(self, source: BinaryIO, start: int, size: int) -> None:
-        self.source, self.at, self.end = source, start, start + size
+        self.source, self.position, self.end = source, start, start + size
 
-    def read(self, most: int = -1, /) -> bytes:
-        left = self.end - self.at
-        got = os.pread(self.source.fileno(), left if most < 0 else min(most, left), self.at)
-        self.at += len(got)
-        return got
+    def read(self, size: int = -1, /) -> bytes:
+        left = self.end - self.position
+        chunk = os.pread(self.source.fileno(), left if size < 0 else min(size, left), self.position)
+        self.position += len(chunk)
+        return chunk
 
 
 def run_parallel(act: Callable[[Any], Any], jobs: Iterable[Any]) -> list[Any]:
-    """Do each job, some at once; the first failure is raised when all have ended."""
+    """Call `act` for each job, up to 8 at once. Raise the first failure after all jobs have ended."""
     jobs = list(jobs)
     if len(jobs) < 2:
         return [act(job) for job in jobs]

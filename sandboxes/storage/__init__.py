@@ -1,4 +1,4 @@
-"""The store that STORAGE_BACKEND names, one instance a process."""
+"""The state store that STORAGE_BACKEND selects: one instance per process."""
 
 from functools import cache
 

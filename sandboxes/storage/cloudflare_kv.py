@@ -1,7 +1,7 @@
-"""A Cloudflare KV namespace as a store, through the REST API.
+"""Key-value store on a Cloudflare KV namespace, through its REST API.
 
-It is eventually consistent: elsewhere a value may be seen a minute late. Each key takes one write a second, so it suits
-what is written seldom and read often."""
+Eventually consistent: other readers may see a value up to a minute late. A key accepts one write per second, so the store suits
+values that are written rarely and read often."""
 
 import json
 import time
@@ -25,10 +25,10 @@ from sandboxes.storage.base import (
 )
 
 DEFAULT_API_URL = "https://api.cloudflare.com/client/v4"
-KEY_NOT_FOUND_CODE = 10009  # of a key; a namespace that is not there has another code
+KEY_NOT_FOUND_CODE = 10009  # a missing namespace has another code
 MAX_ATTEMPTS = 5
-MIN_PAGE_SIZE = 10  # keys
-RETRY_DEADLINE_SECONDS = 30.0  # seconds after which a call begins no further attempt
+MIN_PAGE_SIZE = 10  # keys per listing that the API accepts at least
+RETRY_DEADLINE_SECONDS = 30.0  # no further attempt of a call starts later than this
 
 
 class CloudflareKVStore(KeyValueStore):
@@ -48,7 +48,7 @@ class CloudflareKVStore(KeyValueStore):
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Nothing is sent before the first call. `timeout` is to connect and to read, in seconds, of each attempt."""
+        """Sends nothing. `timeout` is the connect and the read timeout of each attempt, in seconds."""
         self.prefix = prefix
         self.max_key_bytes = 512 - len(prefix.encode())
         self._base = f"{api.rstrip('/')}/accounts/{quote(account_id)}/storage/kv/namespaces/{quote(namespace_id)}"
@@ -56,7 +56,7 @@ class CloudflareKVStore(KeyValueStore):
         self._session, self._sleep, self._clock = OncePerProcess(session), sleep, clock
 
     def get(self, key: str) -> bytes | None:
-        return self._value("get", key)
+        return self._fetch("get", key)
 
     def set(self, key: str, value: bytes) -> None:
         path = self._path(key, "set")
@@ -67,31 +67,31 @@ class CloudflareKVStore(KeyValueStore):
         self._json("remove", key, "DELETE", self._path(key, "remove"))
 
     def has(self, key: str) -> bool:
-        """By a listing: the key itself is the first of those that begin with it."""
+        """Return whether the key exists, by a listing: a key sorts before all longer keys with the same prefix."""
         self._path(key, "has")
         names, _ = self._keys("has", key, MIN_PAGE_SIZE, "")
         return key in names[:1]
 
-    def page(self, prefix: str = "", *, following: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
+    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
         self.check_page(prefix, limit)
-        # A page of theirs has at least ten keys: of one that was not shown whole, `after` is the last key shown.
-        cursor, after = _parse_cursor(following) or self._raise_invalid_cursor(prefix)
+        # The API's pages have at least ten keys. `after` is the last key returned from a page that was returned only in part.
+        api_cursor, after = _parse_cursor(cursor) or self._raise_invalid_cursor(prefix)
         names: list[str] = []
-        while not names:  # theirs may be empty and yet not the last
-            names, ahead = self._keys("page", prefix, max(limit, MIN_PAGE_SIZE), cursor)
+        while not names:  # a page of the API may be empty without being the last
+            names, next_api_cursor = self._keys("page", prefix, max(limit, MIN_PAGE_SIZE), api_cursor)
             names = [name for name in names if name > after]
-            if ahead == cursor and ahead:
-                raise StoreError(self.name, "page", "the cursor does not move", key=prefix)
+            if next_api_cursor == api_cursor and next_api_cursor:
+                raise StoreError(self.name, "page", "the API returned the same cursor again", key=prefix)
             if len(names) > limit:
-                return Page([Entry(name) for name in names[:limit]], json.dumps([cursor, names[limit - 1]]))
-            cursor, after = ahead, ""
-            if not cursor:
+                return Page([Entry(name) for name in names[:limit]], json.dumps([api_cursor, names[limit - 1]]))
+            api_cursor, after = next_api_cursor, ""
+            if not api_cursor:
                 break
-        return Page([Entry(name) for name in names], json.dumps([cursor, ""]) if cursor else "")
+        return Page([Entry(name) for name in names], json.dumps([api_cursor, ""]) if api_cursor else "")
 
     def upload(self, key: str, source: BinaryIO) -> None:
         path = self._path(key, "upload")
-        with self.asking("upload", key):
+        with self.translate_errors("upload", key):
             rest = RemainderReader(source)
             self.check_value(rest.size, "upload", key)
             value = rest.read()
@@ -99,108 +99,108 @@ class CloudflareKVStore(KeyValueStore):
 
     def download(self, key: str, target: BinaryIO, *, start: int = 0, length: int | None = None) -> bool:
         self.check_range(key, start, length)
-        value = self._value("download", key)
+        value = self._fetch("download", key)
         if value is None:
             return False
-        with self.asking("download", key):
+        with self.translate_errors("download", key):
             target.write(value[start : None if length is None else start + length])
         return True
 
     def remove_many(self, keys: Iterable[str]) -> None:
-        """`remove` for each, up to 1000 in one call; one by one what such a call did not take."""
-        left = iter(keys)
-        while some := [*islice(left, MAX_PAGE_SIZE)]:
-            for key in some:
+        """Remove keys in batches of 1000; keys that a batch reports as failed are removed one by one."""
+        remaining = iter(keys)
+        while batch := [*islice(remaining, MAX_PAGE_SIZE)]:
+            for key in batch:
                 self._path(key, "remove_many")
-            done = self._json("remove_many", "", "POST", "/bulk/delete", json=[self.prefix + key for key in some])
-            for name in done.get("unsuccessful_keys") or []:
+            result = self._json("remove_many", "", "POST", "/bulk/delete", json=[self.prefix + key for key in batch])
+            for name in result.get("unsuccessful_keys") or []:
                 self.remove(name.removeprefix(self.prefix))
 
     def _path(self, key: str, method: str) -> str:
         name = self.prefix + self.check_key(key, method)
         if name in (".", ".."):
-            raise StoreRefused(self.name, method, "a key is not . or ..", key=key)
+            raise StoreRefused(self.name, method, 'a key must not be "." or ".."', key=key)
         return f"/values/{quote(name, safe='')}"
 
-    def _value(self, method: str, key: str) -> bytes | None:
-        answer = self._call(method, key, "GET", self._path(key, method))
-        if answer.status_code == 404 and KEY_NOT_FOUND_CODE in _error_codes(answer):
+    def _fetch(self, method: str, key: str) -> bytes | None:
+        response = self._call(method, key, "GET", self._path(key, method))
+        if response.status_code == 404 and KEY_NOT_FOUND_CODE in _error_codes(response):
             return None
-        self._check(method, key, answer)
-        return answer.content
+        self._check(method, key, response)
+        return response.content
 
     def _put(self, method: str, key: str, path: str, value: bytes) -> None:
         self._json(method, key, "PUT", path, data=value, headers={"Content-Type": "application/octet-stream"})
 
     def _keys(self, method: str, prefix: str, limit: int, cursor: str) -> tuple[list[str], str]:
-        ask = {"prefix": self.prefix + prefix, "limit": str(limit), "cursor": cursor}
-        params = {name: value for name, value in ask.items() if value}
+        query = {"prefix": self.prefix + prefix, "limit": str(limit), "cursor": cursor}
+        params = {name: value for name, value in query.items() if value}
         envelope = self._envelope(method, prefix, "GET", "/keys", params=params)
         try:
-            names = [found["name"].removeprefix(self.prefix) for found in envelope["result"]]
+            names = [entry["name"].removeprefix(self.prefix) for entry in envelope["result"]]
             return names, (envelope.get("result_info") or {}).get("cursor") or ""
         except (KeyError, TypeError, AttributeError):
-            raise StoreError(self.name, method, "the answer is no list of keys", key=prefix) from None
+            raise StoreError(self.name, method, "the response is not a list of keys", key=prefix) from None
 
-    def _json(self, method: str, key: str, verb: str, path: str, **more: Any) -> dict[str, Any]:
-        return self._envelope(method, key, verb, path, **more).get("result") or {}
+    def _json(self, method: str, key: str, verb: str, path: str, **options: Any) -> dict[str, Any]:
+        return self._envelope(method, key, verb, path, **options).get("result") or {}
 
-    def _envelope(self, method: str, key: str, verb: str, path: str, **more: Any) -> dict[str, Any]:
-        answer = self._call(method, key, verb, path, **more)
-        self._check(method, key, answer)
+    def _envelope(self, method: str, key: str, verb: str, path: str, **options: Any) -> dict[str, Any]:
+        response = self._call(method, key, verb, path, **options)
+        self._check(method, key, response)
         try:
-            envelope = answer.json()
+            envelope = response.json()
         except requests.JSONDecodeError:
             envelope = None
         if not isinstance(envelope, dict) or envelope.get("success") is not True:
-            raise StoreError(self.name, method, "the answer is not that of the API", key=key)
+            raise StoreError(self.name, method, "the response is not a result of the API", key=key)
         return envelope
 
     def _call(self, method: str, key: str, verb: str, path: str, **more: Any) -> requests.Response:
-        """The answer, after as many attempts as it needs and may have: every call of this API may be repeated."""
+        """Send a request, retrying on 429, 5xx and connection errors: every call of this API may be repeated."""
         deadline = self._clock() + RETRY_DEADLINE_SECONDS
         headers = {"Accept-Encoding": "identity", **more.pop("headers", {})}
         options: dict[str, Any] = {"auth": self._auth, "timeout": self._timeout, "allow_redirects": False, "headers": headers}
         for attempt in range(MAX_ATTEMPTS):
-            wait, why = 2.0**attempt, ""
+            wait, reason = 2.0**attempt, ""
             try:
-                answer = self._session().request(verb, self._base + path, **options, **more)
+                response = self._session().request(verb, self._base + path, **options, **more)
             except requests.RequestException as failed:
-                why = f"{type(failed).__name__}: {failed}"
+                reason = f"{type(failed).__name__}: {failed}"
             else:
-                if answer.status_code != 429 and answer.status_code < 500:
-                    return answer
-                why = self._said(answer)
-                wait = max(wait, self._retry_after(answer))
+                if response.status_code != 429 and response.status_code < 500:
+                    return response
+                reason = self._describe_failure(response)
+                wait = max(wait, self._retry_after(response))
             if attempt == MAX_ATTEMPTS - 1 or self._clock() + wait > deadline:
                 break
             self._sleep(wait)
-        raise StoreError(self.name, method, f"given up after {attempt + 1} attempts; the last: {why}", key=key)
+        raise StoreError(self.name, method, f"failed after {attempt + 1} attempts; the last: {reason}", key=key)
 
-    def _check(self, method: str, key: str, answer: requests.Response) -> None:
-        if not answer.ok or answer.is_redirect:
-            raise StoreError(self.name, method, self._said(answer), key=key)
+    def _check(self, method: str, key: str, response: requests.Response) -> None:
+        if not response.ok or response.is_redirect:
+            raise StoreError(self.name, method, self._describe_failure(response), key=key)
 
-    def _said(self, answer: requests.Response) -> str:
-        if answer.status_code in (401, 403):
-            return f"the API refuses this token, account or namespace (HTTP status {answer.status_code})"
-        if answer.status_code == 429:
-            return "too many writes of one key, or calls of one account (HTTP status 429)"
-        return f"HTTP status {answer.status_code}, codes {_error_codes(answer)}"
+    def _describe_failure(self, response: requests.Response) -> str:
+        if response.status_code in (401, 403):
+            return f"the API rejects this token, account or namespace (HTTP status {response.status_code})"
+        if response.status_code == 429:
+            return "rate limit exceeded: writes to one key, or calls of the account (HTTP status 429)"
+        return f"HTTP status {response.status_code}, codes {_error_codes(response)}"
 
-    def _retry_after(self, answer: requests.Response) -> float:
-        given = answer.headers.get("Retry-After", "")
+    def _retry_after(self, response: requests.Response) -> float:
+        header = response.headers.get("Retry-After", "")
         try:
-            return float(given) if given.isdecimal() else parsedate_to_datetime(given).timestamp() - self._clock()
+            return float(header) if header.isdecimal() else parsedate_to_datetime(header).timestamp() - self._clock()
         except ValueError:
             return 0.0
 
     def _raise_invalid_cursor(self, prefix: str) -> tuple[str, str]:
-        raise StoreRefused(self.name, "page", "this cursor is from no page", key=prefix)
+        raise StoreRefused(self.name, "page", "invalid cursor", key=prefix)
 
 
 class _BearerAuth(requests.auth.AuthBase):
-    """As an auth object and not as a header, which a .netrc file would take the place of."""
+    """Bearer token as a requests auth object: a .netrc file would override a plain header."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -210,18 +210,18 @@ class _BearerAuth(requests.auth.AuthBase):
         return request
 
 
-def _parse_cursor(following: str) -> tuple[str, str] | None:
-    """Their cursor and the key after which to go on, from what a page has said."""
+def _parse_cursor(cursor: str) -> tuple[str, str] | None:
+    """Split a cursor into the API's cursor and the key to continue after. Return None if it is invalid."""
     try:
-        cursor, after = json.loads(following or '["", ""]')
+        cursor, after = json.loads(cursor or '["", ""]')
     except (ValueError, TypeError):
         return None
     return (cursor, after) if isinstance(cursor, str) and isinstance(after, str) else None
 
 
-def _error_codes(answer: requests.Response) -> list[int]:
-    """The numbers of the errors in an envelope."""
+def _error_codes(response: requests.Response) -> list[int]:
+    """Return the error codes of a response envelope."""
     try:
-        return [int(error["code"]) for error in answer.json()["errors"]]
+        return [int(error["code"]) for error in response.json()["errors"]]
     except (ValueError, KeyError, TypeError):
         return []

@@ -1,7 +1,7 @@
-"""A directory as a store: one file a key. For one machine, or for many on a file system they share.
+"""Key-value store in a directory: one file per key. For one machine, or for several on a shared file system.
 
-A key's elements become directories and its last one a file, every element quoted, so that no key leads out of the root
-or meets another one's file. What is being written lies in a directory of its own until it is whole."""
+The elements of a key become quoted directory and file names, so that no key leads outside the root or collides with another
+key's file. Values are written to a directory of temporary files and renamed into place."""
 
 import os
 import tempfile
@@ -15,9 +15,9 @@ from urllib.parse import quote, unquote_to_bytes
 
 from sandboxes.storage.base import CHUNK_BYTES, MAX_PAGE_SIZE, Entry, KeyValueStore, Page, StoreError
 
-VALUE_SUFFIX = ".value"  # a key may be another one's beginning, a/b and a/b/c: directories and values must not collide
-TEMPORARY_DIRECTORY = ".new"  # no element of a key is quoted like this
-MAX_ELEMENT_BYTES = 64  # bytes of a key in one name: quoted at most 192, and names have 255
+VALUE_SUFFIX = ".value"  # one key may be a prefix of another (a/b and a/b/c): directories and values must not collide
+TEMPORARY_DIRECTORY = ".new"  # no quoted element of a key has this name
+MAX_ELEMENT_BYTES = 64  # per file name: quoted at most 192 bytes, and names have at most 255
 
 
 class FilesystemStore(KeyValueStore):
@@ -29,7 +29,7 @@ class FilesystemStore(KeyValueStore):
 
     def get(self, key: str) -> bytes | None:
         path = self._path(key, "get")
-        with self.asking("get", key), suppress(FileNotFoundError):
+        with self.translate_errors("get", key), suppress(FileNotFoundError):
             return path.read_bytes()
         return None
 
@@ -42,7 +42,7 @@ class FilesystemStore(KeyValueStore):
     def download(self, key: str, target: BinaryIO, *, start: int = 0, length: int | None = None) -> bool:
         path = self._path(key, "download")
         self.check_range(key, start, length)
-        with self.asking("download", key):
+        with self.translate_errors("download", key):
             try:
                 source = path.open("rb")
             except FileNotFoundError:
@@ -54,51 +54,55 @@ class FilesystemStore(KeyValueStore):
                 while left:
                     chunk = source.read(min(left, CHUNK_BYTES))
                     if not chunk:
-                        raise StoreError(self.name, "download", f"the file ends {left} bytes too early", key=key)
+                        raise StoreError(self.name, "download", f"the file ended {left} bytes early", key=key)
                     target.write(chunk)
                     left -= len(chunk)
         return True
 
     def has(self, key: str) -> bool:
         path = self._path(key, "has")
-        with self.asking("has", key), suppress(FileNotFoundError):
+        with self.translate_errors("has", key), suppress(FileNotFoundError):
             os.stat(path)
             return True
         return False
 
     def remove(self, key: str) -> None:
         path = self._path(key, "remove")
-        with self.asking("remove", key):
+        with self.translate_errors("remove", key):
             path.unlink(missing_ok=True)
-        with suppress(OSError):  # not empty: somebody else's keys are in it
+        with suppress(OSError):  # not empty: other keys are below it
             for parent in path.parents[: len(path.relative_to(self.root).parts) - 1]:
                 parent.rmdir()
 
-    def page(self, prefix: str = "", *, following: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
+    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
         self.check_page(prefix, limit)
-        found = []
-        with self.asking("page", prefix):
-            for key, path in self._walk(prefix.encode(), self.check_text(following, "page").encode()):
+        entries = []
+        with self.translate_errors("page", prefix):
+            for key, path in self._walk(prefix.encode(), self.check_text(cursor, "page").encode()):
                 with suppress(FileNotFoundError):  # removed since the directory was read
                     status = os.stat(path)
-                    found.append(Entry(key.decode(), status.st_size, datetime.fromtimestamp(status.st_mtime, UTC)))
-                if len(found) > limit:
+                    entries.append(Entry(key.decode(), status.st_size, datetime.fromtimestamp(status.st_mtime, UTC)))
+                if len(entries) > limit:
                     break
-        return Page(found[:limit], found[limit - 1].key if len(found) > limit else "")
+        return Page(entries[:limit], entries[limit - 1].key if len(entries) > limit else "")
 
     def sweep_leftovers(self, older_than: datetime) -> int:
-        swept = 0
-        with self.asking("sweep_leftovers"), suppress(FileNotFoundError), os.scandir(self.root / TEMPORARY_DIRECTORY) as found:
-            for entry in found:
-                with suppress(FileNotFoundError):  # it has just been finished, or swept by another process
+        removed = 0
+        with (
+            self.translate_errors("sweep_leftovers"),
+            suppress(FileNotFoundError),
+            os.scandir(self.root / TEMPORARY_DIRECTORY) as entries,
+        ):
+            for entry in entries:
+                with suppress(FileNotFoundError):  # just renamed into place, or swept by another process
                     if entry.stat().st_mtime < older_than.timestamp():
                         os.unlink(entry)
-                        swept += 1
-        return swept
+                        removed += 1
+        return removed
 
     def append(self, key: str, data: bytes, *, sync: bool = True) -> None:
         path = self._path(key, "append")
-        with self.asking("append", key):
+        with self.translate_errors("append", key):
             descriptor, is_new = _open_for_append(path)
             try:
                 left = memoryview(data)
@@ -112,35 +116,37 @@ class FilesystemStore(KeyValueStore):
                 _sync_directory(path.parent)
 
     def _path(self, key: str, method: str) -> Path:
-        *above, last = _encode_key(self.check_key(key, method))
-        return self.root.joinpath(*above, last + VALUE_SUFFIX)
+        *directories, last = _encode_key(self.check_key(key, method))
+        return self.root.joinpath(*directories, last + VALUE_SUFFIX)
 
     def _walk(self, prefix: bytes, after: bytes) -> Iterator[tuple[bytes, Path]]:
-        """The keys that start with `prefix` and come after `after`, in order. Of the tree it reads only the directory that
-        the prefix fixes, and below that only what may have such keys."""
+        """Yield the keys with a prefix that sort after `after`, in order, with their paths.
+
+        Only the directory fixed by the prefix is read, and below it only directories that may contain such keys."""
         fixed, slash, _ = prefix.rpartition(b"/")
-        to_read = [(b"", fixed, self.root.joinpath(*_encode_key(fixed)) if slash else self.root, False)]
-        while to_read:
-            _, key, path, is_value = to_read.pop()
+        pending = [(b"", fixed, self.root.joinpath(*_encode_key(fixed)) if slash else self.root, False)]
+        while pending:
+            _, key, path, is_value = pending.pop()
             if is_value:
                 yield key, path
                 continue
-            inside = []
+            children = []
             for entry in _scan_directory(path):
                 stem = entry.name.removesuffix(VALUE_SUFFIX)
                 is_value = stem != entry.name
-                below = _unquote_element(stem, joint=b"" if path == self.root else b"/")
-                if below is None or not (is_value or entry.is_dir()):
+                suffix = _unquote_element(stem, joint=b"" if path == self.root else b"/")
+                if suffix is None or not (is_value or entry.is_dir()):
                     continue
-                found = key + below
-                if found.startswith(prefix) and found > after if is_value else _may_contain(found, prefix, after):
-                    # As its keys sort: `a.` is between `a` and `a/b`. A name of full length has no longer neighbour.
-                    inside.append((found if is_value else found + b"/", found, path / entry.name, is_value))
-            to_read += sorted(inside, reverse=True)
+                child_key = key + suffix
+                if child_key.startswith(prefix) and child_key > after if is_value else _may_contain(child_key, prefix, after):
+                    # A directory sorts like the keys below it: `a.` is between `a` and `a/b`.
+                    # Keys below an element of full length may continue without "/", but no sibling is longer than it.
+                    children.append((child_key if is_value else child_key + b"/", child_key, path / entry.name, is_value))
+            pending += sorted(children, reverse=True)
 
     def _write(self, key: str, method: str, fill: Callable[[BinaryIO], object]) -> None:
         path = self._path(key, method)
-        with self.asking(method, key):
+        with self.translate_errors(method, key):
             _make_directory(self.root / TEMPORARY_DIRECTORY)
             descriptor, temporary = tempfile.mkstemp(dir=self.root / TEMPORARY_DIRECTORY)
             try:
@@ -156,7 +162,9 @@ class FilesystemStore(KeyValueStore):
 
 
 def _encode_key(key: str | bytes) -> list[str]:
-    """A key as path elements: nothing hidden, no `..`, none too long. `=` opens a continued one, `%` is an empty one."""
+    """Return a key as path elements without `..`, hidden names or overlong names.
+
+    `=` marks the continuation of a long element, `%` an empty element."""
     raw = key.encode() if isinstance(key, str) else key
     return [
         ("=" if at else "") + _quote_element(part[at : at + MAX_ELEMENT_BYTES])
@@ -170,7 +178,7 @@ def _quote_element(part: bytes) -> str:
 
 
 def _unquote_element(element: str, *, joint: bytes) -> bytes | None:
-    """What a path element adds to the key of its directory; None if no key has made it (`lost+found`)."""
+    """Return the part of the key that a path element encodes; None if no key produces the element (`lost+found`)."""
     part = element.removeprefix("=")
     raw = b"" if part == "%" else unquote_to_bytes(part)
     if _quote_element(raw) != part:
@@ -179,54 +187,54 @@ def _unquote_element(element: str, *, joint: bytes) -> bytes | None:
 
 
 def _may_contain(directory: bytes, prefix: bytes, after: bytes) -> bool:
-    """May there be keys below it that start with `prefix` and come after `after`?"""
+    """Return whether a directory may contain keys with the prefix that sort after `after`."""
     return (directory.startswith(prefix) or prefix.startswith(directory)) and directory >= after[: len(directory)]
 
 
 def _scan_directory(directory: Path) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(directory) as found:
-            return [*found]
-    except FileNotFoundError:  # its last key has just been removed, or there never was one
+        with os.scandir(directory) as entries:
+            return [*entries]
+    except FileNotFoundError:  # its last key was just removed, or it never existed
         return []
 
 
 def _move_into_place(temporary: str, path: Path) -> None:
-    """Put a finished file in its place, for good."""
+    """Rename a finished file to its path, durably."""
     for last_try in (*[False] * 20, True):
         try:
             _make_directory(path.parent)
             os.replace(temporary, path)
             break
-        except FileNotFoundError:  # a rival's remove took the empty directory from under us
+        except FileNotFoundError:  # a concurrent remove deleted the empty directory
             if last_try:
                 raise
     _sync_directory(path.parent)
 
 
 def _open_for_append(path: Path) -> tuple[int, bool]:
-    """A file to append to, and whether it was made for that."""
+    """Open a file to append to. Return its descriptor and whether it was created."""
     for last_try in (*[False] * 20, True):
         with suppress(FileNotFoundError):
             return os.open(path, os.O_WRONLY | os.O_APPEND), False
         try:
             _make_directory(path.parent)
             return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), True
-        except FileNotFoundError:  # a rival's remove took the empty directory from under us
+        except FileNotFoundError:  # a concurrent remove deleted the empty directory
             if last_try:
                 raise
     raise AssertionError("unreachable")
 
 
 def _make_directory(directory: Path) -> None:
-    """Make it, with those above it, so that they outlive a crash of the machine."""
+    """Create a directory and its ancestors durably, so that they survive a crash of the machine."""
     try:
         directory.mkdir()
     except FileExistsError:
         return
     except FileNotFoundError:
         _make_directory(directory.parent)
-        with suppress(FileExistsError):  # a rival's; not exist_ok, which looks again, when it may be gone
+        with suppress(FileExistsError):  # created concurrently. exist_ok would check again, when it may be gone already
             directory.mkdir()
     _sync_directory(directory.parent)
 
@@ -234,7 +242,7 @@ def _make_directory(directory: Path) -> None:
 def _sync_directory(directory: Path) -> None:
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:  # a rival has removed the directory's last key since: there is nothing left to keep
+    except FileNotFoundError:  # a concurrent remove deleted the directory with its last key: nothing to make durable
         return
     try:
         os.fsync(descriptor)

@@ -1,11 +1,11 @@
-"""A dict as a store, for tests: the whole port, and hooks by which things go wrong.
+"""Key-value store in a dict, for tests: the complete port, with hooks for fault injection.
 
-memory.before("set", fn)        fn(key) runs before the method does anything, outside every lock: it may raise a
-memory.after("set", fn)         StoreError or play the death of this process, block at a barrier, run a rival
+memory.before("set", fn)    fn(key) runs before the method acts, outside every lock: it may raise a StoreError, simulate
+memory.after("set", fn)     the death of this process, block at a barrier or run a concurrent writer
 memory.fail("upload", StoreError("memory", "upload", "disk full"), times=3)
-with memory.fail(...):          the same for a while; without `with` they stay until reset()
-memory.calls                    [(method, key), ...]; for page (method, prefix)
-memory.values                   {key: value}, to look into and to plant things"""
+with memory.fail(...):      the same for a block; without `with` the hook stays until reset()
+memory.calls                [(method, key), ...]; for page (method, prefix)
+memory.values               {key: value}, to inspect or modify"""
 
 import itertools
 import threading
@@ -26,35 +26,36 @@ class MemoryStore(KeyValueStore):
         self.reset()
 
     def reset(self) -> None:
-        """As new: no value, no hook, no call."""
+        """Remove all values, hooks and recorded calls."""
         self.values: dict[str, bytes] = {}
         self._set_at: dict[str, datetime] = {}
         self._hooks: defaultdict[tuple[str, str], list[Callable[[str], None]]] = defaultdict(list)
         self.calls: list[tuple[str, str]] = []
 
-    # --- how things go wrong ------------------------------------------------------------------------------------------
+    # --- fault injection --------------------------------------------------------------------------------------------------
 
     def before(self, method: str, fn: Callable[[str], None]) -> ExitStack:
-        """Call fn(key) whenever this method begins. Stays until reset, or until the answer is closed (also by `with`)."""
+        """Call fn(key) before each call of this method. Stays until reset, or until the returned stack is closed (also by
+        `with`)."""
         return self._hook("before", method, fn)
 
     def after(self, method: str, fn: Callable[[str], None]) -> ExitStack:
-        """Call fn(key) whenever this method has succeeded, before its caller learns of it. Stays as `before` does."""
+        """Call fn(key) after each successful call of this method, before its caller learns of it. Stays as `before` does."""
         return self._hook("after", method, fn)
 
     def fail(self, method: str, error: BaseException, *, times: int | None = None) -> ExitStack:
-        """The next `times` calls of this method (None: all) do nothing and raise `error`. Stays as `before` does."""
-        left = itertools.repeat(None) if times is None else itertools.repeat(None, times)
+        """Make the next `times` calls of this method (None: all) raise `error` without acting. Stays as `before` does."""
+        remaining = itertools.repeat(None) if times is None else itertools.repeat(None, times)
 
-        def raise_it(key: str) -> None:
-            for _ in left:
+        def raise_error(key: str) -> None:
+            for _ in remaining:
                 raise error
 
-        return self._hook("before", method, raise_it)
+        return self._hook("before", method, raise_error)
 
     def _hook(self, when: str, method: str, fn: Callable[[str], None]) -> ExitStack:
         if method not in KeyValueStore.__abstractmethods__:
-            raise ValueError(f"{method} is no method of the port that acts by itself")
+            raise ValueError(f"{method} is not an abstract method of the port")
         hooks, unhook = self._hooks[when, method], ExitStack()
         hooks.append(fn)
 
@@ -92,16 +93,16 @@ class MemoryStore(KeyValueStore):
         with self._method("has", self.check_key(key, "has")):
             return key in self.values
 
-    def page(self, prefix: str = "", *, following: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
+    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
         self.check_page(prefix, limit)
         with self._method("page", prefix), self._lock:
-            keys = sorted(key for key in self.values if key.startswith(prefix) and key > following)
-            found = [Entry(key, len(self.values[key]), self._set_at.get(key)) for key in keys[:limit]]
-        return Page(found, found[-1].key if len(keys) > limit else "")
+            keys = sorted(key for key in self.values if key.startswith(prefix) and key > cursor)
+            entries = [Entry(key, len(self.values[key]), self._set_at.get(key)) for key in keys[:limit]]
+        return Page(entries, entries[-1].key if len(keys) > limit else "")
 
     def upload(self, key: str, source: BinaryIO) -> None:
         with self._method("upload", self.check_key(key, "upload")):
-            with self.asking("upload", key):
+            with self.translate_errors("upload", key):
                 value = RemainderReader(source).read()
             self._put(key, value)
 
@@ -111,7 +112,7 @@ class MemoryStore(KeyValueStore):
             value = self.values.get(key)
             if value is None:
                 return False
-            with self.asking("download", key):
+            with self.translate_errors("download", key):
                 target.write(value[start : None if length is None else start + length])
             return True
 

@@ -1,6 +1,6 @@
 """Artifacts of a lease: files with a name and a media type.
 
-New content first, then the index that names it, the old content last: a crash leaves only what nothing names."""
+Write order: new content, index entry, removal of the old content. A crash leaves at worst content that is not in the index."""
 
 import hashlib
 import json
@@ -31,14 +31,14 @@ from sandboxes.stores.limits import (
     parse_stamped_key,
 )
 
-# An artifact may be replaced while we look. Then what we found is gone, or we found nothing: a directory that is read while
-# one name comes and another goes may show neither.
+# An artifact may be replaced during a read. Then the version found is gone, or none is found: a directory that is listed while
+# one name is added and another removed may show neither.
 MAX_READ_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
 class ArtifactVersion:
-    """An artifact as the index lists it, the current one of its name or one that was replaced a moment ago."""
+    """An index entry: the current version of an artifact, or one that was just replaced."""
 
     name: str
     stamp: Stamp
@@ -51,7 +51,7 @@ class ArtifactVersion:
 
 @dataclass(frozen=True)
 class Artifact(ArtifactVersion):
-    """A file with a name and a media type. A new one of the same name replaces it."""
+    """A file with a name and a media type. A later one of the same name replaces it."""
 
     media_type: str
     sha256: str
@@ -59,28 +59,30 @@ class Artifact(ArtifactVersion):
 
 
 class ArtifactIndex(ABC):
-    """Which artifacts there are."""
+    """Index of a lease's artifacts."""
 
     @abstractmethod
     def put(self, artifact: Artifact) -> None: ...
 
     @abstractmethod
     def versions(self, name: str = "") -> Sequence[ArtifactVersion]:
-        """Of one name or all, oldest first; the last one of a name is the current one."""
+        """Return the versions of one name or of all, oldest first. The last version of a name is current."""
 
     @abstractmethod
     def load(self, version: ArtifactVersion) -> Artifact | None:
-        """None if it was removed since."""
+        """Return the artifact of a version; None if it was removed since."""
 
     @abstractmethod
     def remove(self, versions: Sequence[ArtifactVersion], *, now: datetime) -> None: ...
 
     @abstractmethod
     def compact_if_needed(self, *, now: datetime) -> None:
-        """It takes no more room than it needs."""
+        """Release the space of removed entries."""
 
 
 class KeyArtifactIndex(ArtifactIndex):
+    """Index with one key per version."""
+
     def __init__(self, store: KeyValueStore, prefix: str) -> None:
         self.store, self.prefix = store, f"{prefix}/named"
 
@@ -89,8 +91,8 @@ class KeyArtifactIndex(ArtifactIndex):
 
     def versions(self, name: str = "") -> Sequence[ArtifactVersion]:
         keys = self.store.list(f"{self.prefix}/{name}/" if name else f"{self.prefix}/")
-        found = [ArtifactVersion(key.split("/")[-2], *parse_stamped_key(key)) for key in keys]
-        return sorted(found, key=lambda version: version.stamp)
+        versions = [ArtifactVersion(key.split("/")[-2], *parse_stamped_key(key)) for key in keys]
+        return sorted(versions, key=lambda version: version.stamp)
 
     def load(self, version: ArtifactVersion) -> Artifact | None:
         row = self.store.get(self._key(version))
@@ -107,7 +109,7 @@ class KeyArtifactIndex(ArtifactIndex):
 
 
 class JournalArtifactIndex(ArtifactIndex):
-    """Records say what came and, by their stamps, what went: the order of the records does not matter."""
+    """Index as a journal of additions and, by stamp, removals. The order of the records does not matter."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -116,12 +118,12 @@ class JournalArtifactIndex(ArtifactIndex):
         self.journal.append(_encode_artifact(artifact), now=artifact.at)
 
     def versions(self, name: str = "") -> Sequence[ArtifactVersion]:
-        rows, gone = _parse_rows(self.journal.replay().records)
-        there = [_decode_artifact(row) for row in rows.values() if row["stamp"] not in gone and name in ("", row["name"])]
-        return sorted(there, key=lambda artifact: artifact.stamp)
+        rows, removed = _parse_rows(self.journal.replay().records)
+        current = [_decode_artifact(row) for row in rows.values() if row["stamp"] not in removed and name in ("", row["name"])]
+        return sorted(current, key=lambda artifact: artifact.stamp)
 
     def load(self, version: ArtifactVersion) -> Artifact | None:
-        assert isinstance(version, Artifact)  # `versions` gives nothing else
+        assert isinstance(version, Artifact)  # `versions` returns nothing else
         return version
 
     def remove(self, versions: Sequence[ArtifactVersion], *, now: datetime) -> None:
@@ -130,32 +132,34 @@ class JournalArtifactIndex(ArtifactIndex):
 
     def compact_if_needed(self, *, now: datetime) -> None:
         def keep(records: list[Record]) -> list[Record]:
-            rows, gone = _parse_rows(records)
-            # What went is remembered for a while: a row may come after it, whose writer a compaction has overtaken.
-            fresh = [record for record in records if record not in rows and record.stamp.at > now - ORPHAN_GRACE_PERIOD]
-            return [record for record, row in rows.items() if row["stamp"] not in gone] + fresh
+            rows, removed = _parse_rows(records)
+            # Removals are retained for a while: a compaction may have overtaken the writer of an addition.
+            recent = [record for record in records if record not in rows and record.stamp.at > now - ORPHAN_GRACE_PERIOD]
+            return [record for record, row in rows.items() if row["stamp"] not in removed] + recent
 
         if count_segments(self.journal) >= COMPACTION_MIN_SEGMENTS:
             compact_journal(self.journal, keep)
 
 
 def _parse_rows(records: Iterable[Record]) -> tuple[dict[Record, dict[str, Any]], set[str]]:
-    """What came, by its record, and the stamps of what went."""
-    said = {record: json.loads(record.payload) for record in records}
-    gone = set(chain.from_iterable(row.get("gone", ()) for row in said.values()))
-    return {record: row for record, row in said.items() if "gone" not in row}, gone
+    """Split records into additions, by record, and the stamps of removed artifacts."""
+    rows = {record: json.loads(record.payload) for record in records}
+    removed = set(chain.from_iterable(row.get("gone", ()) for row in rows.values()))
+    return {record: row for record, row in rows.items() if "gone" not in row}, removed
 
 
 class ArtifactStore:
+    """Artifacts of a lease: index and content."""
+
     def __init__(self, store: KeyValueStore, prefix: str, index: ArtifactIndex, limits: StoreLimits = DEFAULT_LIMITS) -> None:
         self.store, self.prefix, self.index, self.limits = store, f"{prefix}/content", index, limits
 
     def put(
         self, name: str, source: BinaryIO, *, now: datetime, media_type: str = "application/octet-stream", actor: str = ""
     ) -> tuple[Artifact, bool]:
-        """The rest of a seekable file is the artifact of this name, and whether there was one before.
+        """Store the rest of a seekable file. Return the artifact, and whether it replaced an older one of the same name.
 
-        Of two at once, the one with the later time stays. StoreRefused: the name, the media type or the size."""
+        Of two concurrent calls the one with the later time wins. Raise StoreRefused for an invalid name, media type or size."""
         if not re.fullmatch(NAME_PATTERN, name, re.ASCII):
             raise StoreRefused("stores", "put", f"an artifact's name has {NAME_RULES}", key=name)
         if not re.fullmatch(MEDIA_TYPE_PATTERN, media_type, re.ASCII):
@@ -172,59 +176,65 @@ class ArtifactStore:
         return artifact, bool(older)
 
     def read(self, name: str) -> Artifact | None:
-        """What is known of it, without its content."""
+        """Return an artifact without its content; None if there is none."""
         for _ in range(MAX_READ_ATTEMPTS):
             versions = self._versions(name)
-            found = (self.index.load(version) for version in reversed(versions))
-            if not versions or (artifact := next(filter(None, found), None)):
+            artifacts = (self.index.load(version) for version in reversed(versions))
+            if not versions or (artifact := next(filter(None, artifacts), None)):
                 return artifact if versions else None
         return None
 
     def fetch(self, name: str, target: BinaryIO) -> Artifact | None:
-        """Its content is in an empty file, from the start, and what is known of it is the answer."""
+        """Write an artifact's verified content to an empty file and rewind it. Return the artifact; None if there is none.
+
+        Raise StoreError if the content is missing or corrupt."""
         for _ in range(MAX_READ_ATTEMPTS):
             artifact = self.read(name)
             if artifact is None:
                 return None
             if not self.store.download(self._content(artifact), target):
-                continue  # replaced since
+                continue  # replaced since the read
             target.seek(0)
             if _measure(target) != (artifact.size, artifact.sha256):
-                raise StoreError(self.store.name, "download", "it is not what was stored", key=self._content(artifact))
+                raise StoreError(
+                    self.store.name, "download", "the content does not match its digest", key=self._content(artifact)
+                )
             target.seek(0)
             return artifact
-        raise StoreError(self.store.name, "download", "its content is not there", key=f"{self.prefix}/{name}")
+        raise StoreError(self.store.name, "download", "the content is missing", key=f"{self.prefix}/{name}")
 
-    def page(self, *, behind: str = "", limit: int = 50) -> tuple[list[Artifact], bool]:
-        """Some artifacts in the order of their names, those behind this one, and whether there are more."""
+    def page(self, *, after: str = "", limit: int = 50) -> tuple[list[Artifact], bool]:
+        """Return up to `limit` artifacts by name, those after a name, and whether there are more."""
         current = {version.name: version for version in self.index.versions()}
-        names = sorted(name for name in current if name > behind)
-        found = (self.index.load(current[name]) or self.read(name) for name in names[:limit])
-        return [artifact for artifact in found if artifact], len(names) > limit
+        names = sorted(name for name in current if name > after)
+        artifacts = (self.index.load(current[name]) or self.read(name) for name in names[:limit])
+        return [artifact for artifact in artifacts if artifact], len(names) > limit
 
     def remove(self, name: str, *, now: datetime) -> bool:
-        """It is gone; False if there was none."""
+        """Remove an artifact. Return False if there was none."""
         versions = self._versions(name)
         self._forget(versions, now=now)
         return bool(versions)
 
     def prune(self, bounds: RetentionBounds, *, now: datetime) -> PruneResult:
-        """The oldest go until the rest is within bounds, and with them what crashes have left without a name."""
+        """Remove the oldest artifacts beyond the bounds, replaced versions, and content that crashes left outside the index."""
         versions = self.index.versions()
         current = {version.name: version for version in versions}
-        kept = sorted(current.values(), key=lambda version: version.stamp)
-        surplus = kept[: bounds.surplus([(version.stamp.at, version.size) for version in kept])]
+        oldest_first = sorted(current.values(), key=lambda version: version.stamp)
+        surplus = oldest_first[: bounds.surplus([(version.stamp.at, version.size) for version in oldest_first])]
         doomed = [version for version in versions if current[version.name] != version] + surplus
         self._forget(doomed, now=now)
-        named = {version.stamp for version in versions}
-        nameless = [
+        referenced = {version.stamp for version in versions}
+        unreferenced = [
             key
             for key in self.store.list(f"{self.prefix}/")
-            if parse_stamped_key(key)[0] not in named and parse_stamped_key(key)[0].at < now - ORPHAN_GRACE_PERIOD
+            if parse_stamped_key(key)[0] not in referenced and parse_stamped_key(key)[0].at < now - ORPHAN_GRACE_PERIOD
         ]
-        self.store.remove_many(nameless)
+        self.store.remove_many(unreferenced)
         self.index.compact_if_needed(now=now)
-        return PruneResult.of(chain((version.size for version in doomed), (parse_stamped_key(key)[1] for key in nameless)))
+        return PruneResult.from_sizes(
+            chain((version.size for version in doomed), (parse_stamped_key(key)[1] for key in unreferenced))
+        )
 
     def _versions(self, name: str) -> Sequence[ArtifactVersion]:
         if not re.fullmatch(NAME_PATTERN, name, re.ASCII):
@@ -240,7 +250,7 @@ class ArtifactStore:
 
 
 def _measure(source: BinaryIO) -> tuple[int, str]:
-    """Size and SHA-256 of the rest of a file."""
+    """Return the size and the SHA-256 of the rest of a file."""
     size, digest = 0, hashlib.sha256()
     while chunk := source.read(CHUNK_BYTES):
         size += len(chunk)

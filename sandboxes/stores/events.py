@@ -1,4 +1,4 @@
-"""Events of one kind of a lease, its chat history or its audit log, on a key for each or on a journal."""
+"""Event logs of a lease (chat history, audit log), stored as one key per event or as a journal."""
 
 import json
 from abc import ABC, abstractmethod
@@ -28,21 +28,21 @@ class EventLog(ABC):
 
     @abstractmethod
     def append(self, payload: bytes, *, now: datetime) -> Stamp:
-        """It is stored, to stay until it is pruned."""
+        """Store a payload durably until it is pruned."""
 
     @abstractmethod
     def read(self, stamp: Stamp) -> bytes | None: ...
 
     @abstractmethod
-    def page(self, *, behind: Stamp | None, newest_first: bool, limit: int) -> tuple[list[Record], bool]:
-        """Some records, those behind a stamp in this order, and whether there are more."""
+    def page(self, *, after: Stamp | None, newest_first: bool, limit: int) -> tuple[list[Record], bool]:
+        """Return up to `limit` records after a stamp in the given order, and whether there are more."""
 
     @abstractmethod
     def prune(self, bounds: RetentionBounds) -> PruneResult: ...
 
 
 class KeyEventLog(EventLog):
-    """A key for each. A page reads the keys of them all and the values of its own."""
+    """One key per event. A page lists all keys and reads the values of its own events."""
 
     def __init__(self, store: KeyValueStore, prefix: str) -> None:
         self.store, self.prefix = store, f"{prefix}/events"
@@ -53,11 +53,11 @@ class KeyEventLog(EventLog):
         return stamp
 
     def read(self, stamp: Stamp) -> bytes | None:
-        found = self.store.page(f"{self.prefix}/{stamp}.", limit=1).entries
-        return self.store.get(found[0].key) if found else None
+        entries = self.store.page(f"{self.prefix}/{stamp}.", limit=1).entries
+        return self.store.get(entries[0].key) if entries else None
 
-    def page(self, *, behind: Stamp | None, newest_first: bool, limit: int) -> tuple[list[Record], bool]:
-        keys, more = _paginate([*self._keys()], behind, newest_first, limit)
+    def page(self, *, after: Stamp | None, newest_first: bool, limit: int) -> tuple[list[Record], bool]:
+        keys, more = _paginate([*self._keys()], after, newest_first, limit)
         values = ((stamp, self.store.get(key)) for stamp, _, key in keys)
         return [Record(stamp, value) for stamp, value in values if value is not None], more  # None: pruned since
 
@@ -65,14 +65,14 @@ class KeyEventLog(EventLog):
         keys = [*self._keys()]
         doomed = keys[: bounds.surplus([(stamp.at, size) for stamp, size, _ in keys])]
         self.store.remove_many([key for _, _, key in doomed])
-        return PruneResult.of(size for _, size, _ in doomed)
+        return PruneResult.from_sizes(size for _, size, _ in doomed)
 
     def _keys(self) -> Iterator[tuple[Stamp, int, str]]:
         return ((*parse_stamped_key(key), key) for key in self.store.list(f"{self.prefix}/"))
 
 
 class JournalEventLog(EventLog):
-    """A record of a journal for each. A page replays all of it."""
+    """One journal record per event. A page replays the whole journal."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -83,25 +83,25 @@ class JournalEventLog(EventLog):
     def read(self, stamp: Stamp) -> bytes | None:
         return next((record.payload for record in self.journal.replay().records if record.stamp == stamp), None)
 
-    def page(self, *, behind: Stamp | None, newest_first: bool, limit: int) -> tuple[list[Record], bool]:
-        return _paginate(self.journal.replay().records, behind, newest_first, limit)
+    def page(self, *, after: Stamp | None, newest_first: bool, limit: int) -> tuple[list[Record], bool]:
+        return _paginate(self.journal.replay().records, after, newest_first, limit)
 
     def prune(self, bounds: RetentionBounds) -> PruneResult:
         def surplus(records: Sequence[Record]) -> int:
             return bounds.surplus([(record.stamp.at, len(record.payload)) for record in records])
 
-        many = count_segments(self.journal) >= COMPACTION_MIN_SEGMENTS
-        if not many and not surplus(self.journal.replay().records):
+        is_compaction_due = count_segments(self.journal) >= COMPACTION_MIN_SEGMENTS
+        if not is_compaction_due and not surplus(self.journal.replay().records):
             return PruneResult()
         dropped = compact_journal(self.journal, lambda records: records[surplus(records) :])
-        return PruneResult.of(len(record.payload) for record in dropped)
+        return PruneResult.from_sizes(len(record.payload) for record in dropped)
 
 
 @dataclass(frozen=True)
 class Event:
     stamp: Stamp
     actor: str
-    said: dict[str, Any]
+    document: dict[str, Any]
 
     @property
     def id(self) -> str:
@@ -113,47 +113,50 @@ class Event:
 
 
 class EventStore:
-    """Documents in the order in which they were said, by the clocks of those who took them down."""
+    """JSON documents in the order of their stamps, which the clocks of the appending processes determine."""
 
     def __init__(self, log: EventLog, limits: StoreLimits = DEFAULT_LIMITS) -> None:
         self.log, self.limits = log, limits
 
-    def append(self, said: Mapping[str, Any], *, now: datetime, actor: str = "") -> Event:
-        """StoreRefused if it is too large."""
-        check_size("append", "event", len(encode_json(said)), self.limits.max_event_bytes)
-        payload = encode_json({"actor": actor, "said": said})
+    def append(self, document: Mapping[str, Any], *, now: datetime, actor: str = "") -> Event:
+        """Append a document. Raise StoreRefused if it is too large."""
+        check_size("append", "event", len(encode_json(document)), self.limits.max_event_bytes)
+        payload = encode_json({"actor": actor, "said": document})
         return self._event(self.log.append(payload, now=now), payload)
 
     def read(self, event_id: str) -> Event | None:
-        """None also for what is no id at all."""
+        """Return an event; None if the id is unknown or malformed."""
         stamp = parse_stamp(event_id)
         payload = self.log.read(stamp) if stamp else None
         return self._event(stamp, payload) if stamp and payload is not None else None
 
-    def page(self, *, behind: Stamp | None = None, newest_first: bool = True, limit: int = 50) -> tuple[list[Event], bool]:
-        """Some events, those behind this one, and whether there are more. Whoever reads on, oldest first, from the last
-        that was seen misses what a slower clock has stamped earlier meanwhile."""
-        records, more = self.log.page(behind=behind, newest_first=newest_first, limit=limit)
+    def page(self, *, after: Stamp | None = None, newest_first: bool = True, limit: int = 50) -> tuple[list[Event], bool]:
+        """Return up to `limit` events after a stamp, and whether there are more.
+
+        A reader that continues oldest first from the last event seen misses events that a slower clock has stamped earlier
+        since."""
+        records, more = self.log.page(after=after, newest_first=newest_first, limit=limit)
         return [self._event(record.stamp, record.payload) for record in records], more
 
     def prune(self, bounds: RetentionBounds) -> PruneResult:
-        """The oldest go until the rest is within bounds."""
+        """Remove the oldest events beyond the bounds."""
         return self.log.prune(bounds)
 
     def _event(self, stamp: Stamp, payload: bytes) -> Event:
-        return Event(stamp, **json.loads(payload))
+        row = json.loads(payload)
+        return Event(stamp, row["actor"], row["said"])
 
 
 def parse_stamp(text: str) -> Stamp | None:
-    """The stamp that an id is the text of."""
+    """Return the stamp of an event id; None if the id is malformed."""
     try:
         return Stamp.parse(text)
     except ValueError:
         return None
 
 
-def _paginate(every: Sequence[Any], behind: Stamp | None, newest_first: bool, limit: int) -> tuple[list[Any], bool]:
-    """Of records, or tuples that begin with a stamp, oldest first."""
-    ordered = every[::-1] if newest_first else every
-    rest = [one for one in ordered if behind is None or (one[0] < behind if newest_first else one[0] > behind)]
+def _paginate(records: Sequence[Any], after: Stamp | None, newest_first: bool, limit: int) -> tuple[list[Any], bool]:
+    """Page through records, or tuples that begin with a stamp, given oldest first."""
+    ordered = records[::-1] if newest_first else records
+    rest = [record for record in ordered if after is None or (record[0] < after if newest_first else record[0] > after)]
     return rest[:limit], len(rest) > limit

@@ -1,25 +1,25 @@
-"""An append-only journal of records over a key-value store: append, replay, compact.
+"""Append-only journal of records on a key-value store: append, replay, compact.
 
-A record is acknowledged when `append` returns, and is then never lost: by no crash, no compaction, no other writer. What
-a crash can tear is the one append that was under way. Keys under the journal's prefix:
+A record is acknowledged when `append` returns. No crash, compaction or concurrent writer loses an acknowledged record. A crash
+can tear only the append in progress. Keys under the journal's prefix:
 
-    open/<generation>            empty; says that a compaction began, and which generation appends belong to since. They stay
-    log/<generation>/<writer>    a segment, where the store can append; it has one writer
-    log/<generation>/<stamp>     elsewhere: the records of one append, written once
-    snap/<generation>/<stamp>    all records of the generations before this one, which are obsolete as soon as it is there
-    torn/<stamp>                 what a compaction found and could not read, for a person to look at
+    open/<generation>            empty marker: a compaction began, and appends belong to this generation since. Never removed
+    log/<generation>/<writer>    segment with one writer, if the store supports append
+    log/<generation>/<stamp>     otherwise: the records of one append, written once
+    snap/<generation>/<stamp>    all records of the earlier generations, which are obsolete once it exists
+    torn/<stamp>                 unreadable tail of a segment, saved by a compaction for inspection
 
-A record is framed as length, CRC-32 and body, and the body starts with the record's stamp: the caller's time, the writer,
-the writer's count. Records are replayed in the order of their stamps, and one stamp once. So the order is that of the
-callers' clocks, and what one process appended at one moment stays in the order in which it did.
+A record is framed as length, CRC-32 and body. The body starts with the record's stamp: the caller's time, the writer, the
+writer's sequence number. Replay orders records by stamp and returns each stamp once. The order is therefore that of the
+callers' clocks, and records that one process appended at the same time keep their order.
 
-Several processes append at once. No lock is shared between them, since a lock held by a machine that is gone, or one that
-a network file system only pretends to give, would cost more than it saves: instead every writer has keys of its own, and a
-process that failed in the middle of an append is a new writer from then on, so that only the last record of a segment can
-be torn. An append is acknowledged only if the generation is, after the write, still the one that was written to; if not,
-the records are written again, under the same stamps, to the new one. A compaction opens the new generation before it
-reads the old ones: whatever it could miss was not acknowledged then. Compactions may overlap as well: one that finds, after
-reading, that a rival has finished gives up; two snapshots of one generation hold the same records, which count once."""
+Several processes append concurrently without a shared lock, because a lock can be held by a crashed machine, or be ineffective
+on a network file system. Instead every writer has its own keys, and a process becomes a new writer after a failed append, so
+that only the last record of a segment can be torn. An append is acknowledged only if its generation is still current after the
+write; otherwise the records are written again to the new generation, with the same stamps. A compaction opens the new
+generation before it reads the old ones: a record that it misses was not acknowledged at that time. Compactions may overlap: one
+that finds after reading that another has finished stops without an effect, and two snapshots of one generation hold the same
+records, which count once."""
 
 import itertools
 import os
@@ -36,17 +36,18 @@ from typing import NamedTuple
 from sandboxes.storage.base import KeyValueStore, StoreError
 
 RECORD_HEADER = struct.Struct(">II")  # length and CRC-32 of the body
-STAMP_LAYOUT = struct.Struct(">Q8sQ")  # the body's beginning. An empty body is none: a tail of zeros is torn, not empty records
-MIN_RECORD_BYTES = RECORD_HEADER.size + STAMP_LAYOUT.size  # bytes of a record without payload
+# The body starts with the stamp. An empty body is invalid, so that a tail of zeros is torn and not a series of records.
+STAMP_LAYOUT = struct.Struct(">Q8sQ")
+MIN_RECORD_BYTES = RECORD_HEADER.size + STAMP_LAYOUT.size  # a record without payload
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
-MAX_REPLAY_ATTEMPTS = 10  # of a replay that compactions take the segments from under
+MAX_REPLAY_ATTEMPTS = 10  # replays restarted because compactions removed their segments
 
 
 class Stamp(NamedTuple):
-    """What names a record and orders it; as text it sorts the same way."""
+    """Identifier and sort key of a record. Its text form sorts the same way."""
 
-    micros: int  # since 1970
+    micros: int  # microseconds since 1970
     writer: str  # 16 hexadecimal digits
     number: int
 
@@ -59,7 +60,7 @@ class Stamp(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Stamp":
-        """The stamp with this text; ValueError if there is none."""
+        """Parse the text form of a stamp. Raise ValueError if it is malformed."""
         micros, writer, number = text.split("-")
         stamp = cls(int(micros), writer, int(number))
         if str(stamp) != text or len(bytes.fromhex(writer)) != 8:
@@ -68,7 +69,7 @@ class Stamp(NamedTuple):
 
 
 class Writer:
-    """Who appends: one for a process. A new name is taken after a failed append, and by the child of a fork."""
+    """Identity under which a process appends. A failed append and a fork start a new one."""
 
     def __init__(self) -> None:
         self.start()
@@ -80,7 +81,7 @@ class Writer:
         self.rename()
 
     def rename(self) -> None:
-        self.name = f"{self._process}{next(self._failures) % (1 << 24):06x}"  # it sorts after the one before
+        self.name = f"{self._process}{next(self._failures) % (1 << 24):06x}"  # sorts after the previous name
 
     def stamp(self, now: datetime) -> Stamp:
         return self.stamps(now, 1)[0]
@@ -90,7 +91,7 @@ class Writer:
         return [Stamp((now - EPOCH) // MICROSECOND, name, next(self._numbers)) for _ in range(count)]
 
     def lock(self, prefix: str) -> threading.Lock:
-        """Keeps the threads of this process from appending to one segment at once."""
+        """Return the lock that serializes appends to one segment between the threads of this process."""
         return self._locks[hash(prefix) % len(self._locks)]
 
 
@@ -105,7 +106,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class TornTail:
-    """The end of a segment that is no whole record: an append that a crash cut short, or one that is under way."""
+    """End of a segment that is not a complete record: an append interrupted by a crash or still in progress."""
 
     key: str
     offset: int
@@ -120,67 +121,80 @@ class ReplayResult:
 
 @dataclass
 class CompactionResult:
-    """What a compaction left out, and what it could not read."""
+    """Records dropped by a compaction, and the tails that it could not read."""
 
     dropped: list[Record] = field(default_factory=list)
     torn: list[TornTail] = field(default_factory=list)
 
 
 class Journal:
-    """`sync`: on the filesystem, an acknowledged record also survives a crash of the machine. Other stores always see to
-    it themselves."""
+    """Journal under a key prefix.
+
+    With `sync` an acknowledged record on the filesystem store survives a crash of the machine, too. Other stores always ensure
+    it."""
 
     def __init__(self, store: KeyValueStore, prefix: str, *, sync: bool = True, writer: Writer = WRITER) -> None:
         self.store, self.prefix, self.sync, self.writer = store, prefix, sync, writer
 
     def append(self, *payloads: bytes, now: datetime) -> list[Stamp]:
-        """The records are in the journal, in this order, to stay. StoreError: each of them may be or not, none half."""
+        """Append records durably, in this order, and return their stamps.
+
+        Raise StoreError; then each record may or may not be stored, but none is torn in a replay."""
         if not payloads:
             return []
         with self._append_lock():
             stamps = self.writer.stamps(now, len(payloads))
-            frames = b"".join(encode_record(Record(*each)) for each in zip(stamps, payloads, strict=True))
-            newest = self._generation()
+            frames = b"".join(encode_record(Record(*stamped_payload)) for stamped_payload in zip(stamps, payloads, strict=True))
+            current = self._generation()
             while True:
-                generation = newest
+                generation = current
                 self._write(generation, stamps[0], frames)
-                newest = self._generation()
-                if newest == generation:
+                current = self._generation()
+                if current == generation:
                     return stamps
 
     def replay(self) -> ReplayResult:
-        """Every record, once, in order. A torn end of a segment is left out and reported."""
+        """Return every record once, in order. Torn tails of segments are skipped and reported."""
         for _ in range(MAX_REPLAY_ATTEMPTS):
-            # Segments before snapshots: a segment that is gone from the list has its records in a snapshot on the next.
-            segments = self._found("log")
-            snapshots = self._found("snap")
+            # Segments are listed before snapshots: a segment removed since is contained in a snapshot of the second listing.
+            segments = self._list_generations("log")
+            snapshots = self._list_generations("snap")
             base = max(snapshots.values(), default=0)
             kept = [key for key, generation in (segments | snapshots).items() if generation >= base]
-            if found := self._read(kept):
-                return found
-        raise StoreError(self.store.name, "replay", "its segments were replaced again and again", key=self.prefix)
+            if result := self._read(kept):
+                return result
+        raise StoreError(self.store.name, "replay", "compactions kept replacing the segments", key=self.prefix)
 
     def compact(self, keep: Callable[[list[Record]], Iterable[Record]] | None = None) -> CompactionResult | None:
-        """One snapshot has the records in it that `keep` gives back of them all, and the older segments are gone. None if
-        another compaction was quicker: nothing was changed then. After a crash the next one finishes the work."""
+        """Write one snapshot of the records that `keep` selects (None: all), and remove the older segments and snapshots.
+
+        Return None, without a change, if another compaction was first. After a crash the next compaction completes the work."""
         generation = self._generation() + 1
         self.store.set(f"{self.prefix}/open/{generation:08d}", b"")
-        before = self._found("snap")
-        base = max(before.values(), default=0)
-        older = [key for key, at in (self._found("log") | before).items() if base <= at < generation]
-        found = self._read(older)
-        if found is None or base >= generation or max(self._found("snap").values(), default=0) > base:
+        snapshots = self._list_generations("snap")
+        base = max(snapshots.values(), default=0)
+        older = [
+            key
+            for key, generation_of_key in (self._list_generations("log") | snapshots).items()
+            if base <= generation_of_key < generation
+        ]
+        result = self._read(older)
+        if result is None or base >= generation or max(self._list_generations("snap").values(), default=0) > base:
             return None
-        for torn in found.torn:
+        for torn in result.torn:
             self.store.set(f"{self.prefix}/torn/{self.writer.stamp(EPOCH)}", torn.tail)
-        kept = found.records if keep is None else [*keep(found.records)]
+        kept = result.records if keep is None else [*keep(result.records)]
         snapshot = b"".join(encode_record(record) for record in kept)
         self.store.set(f"{self.prefix}/snap/{generation:08d}/{self.writer.stamp(EPOCH)}", snapshot)
-        # What was appended here too late to be read was not acknowledged, and is written again elsewhere.
-        obsolete = [key for key, at in (self._found("log") | self._found("snap")).items() if at < generation]
+        # A record appended too late to be read was not acknowledged, and is written again to the new generation.
+        obsolete = [
+            key
+            for key, generation_of_key in (self._list_generations("log") | self._list_generations("snap")).items()
+            if generation_of_key < generation
+        ]
         self.store.remove_many(obsolete)
-        stays = {record.stamp for record in kept}
-        return CompactionResult([record for record in found.records if record.stamp not in stays], found.torn)
+        kept_stamps = {record.stamp for record in kept}
+        return CompactionResult([record for record in result.records if record.stamp not in kept_stamps], result.torn)
 
     def _append_lock(self) -> AbstractContextManager[object]:
         return self.writer.lock(self.prefix) if self.store.supports_append else nullcontext()
@@ -193,19 +207,19 @@ class Journal:
         try:
             self.store.append(f"{log}/{first.writer}", frames, sync=self.sync)
         except BaseException:
-            self.writer.rename()  # the segment may end in half a record: nothing may follow it
+            self.writer.rename()  # the segment may end in a torn record, which must stay the last
             raise
 
     def _generation(self) -> int:
         return max((int(key.rpartition("/")[2]) for key in self.store.list(f"{self.prefix}/open/")), default=0)
 
-    def _found(self, kind: str) -> dict[str, int]:
-        """The keys of segments or snapshots, with their generation."""
+    def _list_generations(self, kind: str) -> dict[str, int]:
+        """Return the keys of segments (`log`) or snapshots (`snap`) with their generation."""
         return {key: int(key.split("/")[-2]) for key in self.store.list(f"{self.prefix}/{kind}/")}
 
     def _read(self, keys: Sequence[str]) -> ReplayResult | None:
-        """The records in these keys, None if one is not there any more."""
-        found: dict[Stamp, Record] = {}
+        """Return the records of these keys; None if a key was removed meanwhile."""
+        records: dict[Stamp, Record] = {}
         torn: list[TornTail] = []
         for key in keys:
             data = self.store.get(key)
@@ -213,11 +227,11 @@ class Journal:
                 return None
             end = 0
             for record in decode_records(data):
-                found[record.stamp] = record
+                records[record.stamp] = record
                 end += MIN_RECORD_BYTES + len(record.payload)
             if end < len(data):
                 torn.append(TornTail(key, end, data[end:]))
-        return ReplayResult([found[stamp] for stamp in sorted(found)], torn)
+        return ReplayResult([records[stamp] for stamp in sorted(records)], torn)
 
 
 def encode_record(record: Record) -> bytes:
@@ -227,13 +241,13 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_records(data: bytes) -> Iterator[Record]:
-    """The whole records from the beginning of a segment to the first that is none."""
-    at = 0
-    while at + MIN_RECORD_BYTES <= len(data):
-        length, checksum = RECORD_HEADER.unpack_from(data, at)
-        body = data[at + RECORD_HEADER.size : at + RECORD_HEADER.size + length]
+    """Yield the valid records of a segment, up to the first that is torn or corrupt."""
+    offset = 0
+    while offset + MIN_RECORD_BYTES <= len(data):
+        length, checksum = RECORD_HEADER.unpack_from(data, offset)
+        body = data[offset + RECORD_HEADER.size : offset + RECORD_HEADER.size + length]
         if not STAMP_LAYOUT.size <= length == len(body) or zlib.crc32(body) != checksum:
             return
         micros, writer, number = STAMP_LAYOUT.unpack_from(body)
         yield Record(Stamp(micros, writer.hex(), number), body[STAMP_LAYOUT.size :])
-        at += RECORD_HEADER.size + length
+        offset += RECORD_HEADER.size + length

@@ -1,23 +1,23 @@
-"""What an agent leaves behind besides files, kept for each of its leases: chat history, artifacts, audit log, session index.
+"""Stores of a lease besides its files: chat history, artifacts, audit log, session index.
 
-Everything is under `stores/<did>/<lease>/`, and below that:
+All keys are under `stores/<did>/<lease>/`:
 
     chat, audit      events in the order of their stamps (see journal); an event is never changed
         standard:    events/<stamp>.<size>
         journaled:   journal/…
-    artifacts        content/<stamp>.<size>, and an index that names the current one. New content first, then the index, the
-                     old content last: a crash leaves only what nothing names, which `prune` removes
+    artifacts        content/<stamp>.<size>, and an index of the current versions. Write order: new content, index, removal of
+                     the old content. A crash leaves at worst content outside the index, which `prune` removes
         standard:    named/<name>/<stamp>.<size>
         journaled:   journal/…
-    sessions         <session id>: one small document each, rewritten in its place
+    sessions         <session id>: one small document each, overwritten in place
 
-Standard mode is one key for each event and artifact; nothing is read in order to be changed, and no key but a session's is
-written twice, so that a store which takes one write a second for a key is never asked for more. Journaled mode appends.
-What was stored in one mode is not shown in the other, and goes with its lease.
+Standard mode uses one key per event and artifact. No value is read to be modified, and only session keys are written twice,
+which respects stores with a limit of one write per second and key. Journaled mode appends. Entries stored in one mode are not
+visible in the other; they are removed with their lease.
 
-Every read asks the store, so several control planes on one store see what the others wrote. Cloudflare KV is the exception,
-by up to a minute: a list may miss what is new and a session may be shown as it was; it also refuses a second write of a
-session within a second, which is a StoreError here."""
+Every read queries the store, so several control planes on one store see each other's writes. The exception is Cloudflare KV,
+with up to a minute of delay: a listing may lack new keys and a session may be outdated. It also rejects a second write of a
+session within a second, which raises StoreError here."""
 
 import json
 import re
@@ -50,54 +50,56 @@ from sandboxes.stores.limits import (
 log = structlog.get_logger(__name__)
 KEY_PREFIX = "stores/"
 OWNER_PATTERN = re.compile(rf"{KEY_PREFIX}([^/]+)/([0-9a-f]{{32}})/")
-PRUNE_MIN_BYTES, PRUNE_MIN_KEYS = 1 << 20, 64  # bytes and keys: a lease with less is not looked at more closely by `prune`
-LEASE_BATCH_SIZE = 100  # leases to ask about
+PRUNE_MIN_BYTES, PRUNE_MIN_KEYS = 1 << 20, 64  # the sweep skips live leases below both
+LEASE_BATCH_SIZE = 100  # leases per call of `find_ended`
 
 
 @dataclass(frozen=True)
 class Session:
     id: str
-    at: datetime  # of its last change
+    at: datetime  # last change
     actor: str
-    said: dict[str, Any]
+    document: dict[str, Any]
 
 
 class SessionStore:
-    """A small document for each session, by id. The last writer wins."""
+    """One small JSON document per session id. The last writer wins."""
 
     def __init__(self, store: KeyValueStore, prefix: str, limits: StoreLimits = DEFAULT_LIMITS) -> None:
         self.store, self.prefix, self.limits = store, prefix, limits
 
-    def put(self, session_id: str, said: Mapping[str, Any], *, now: datetime, actor: str = "") -> Session:
-        """StoreRefused: the id or the size."""
+    def put(self, session_id: str, document: Mapping[str, Any], *, now: datetime, actor: str = "") -> Session:
+        """Create or replace a session's document. Raise StoreRefused for an invalid id or size."""
         if not re.fullmatch(NAME_PATTERN, session_id, re.ASCII):
             raise StoreRefused("stores", "put", f"a session's id has {NAME_RULES}", key=session_id)
-        check_size("put", "session", len(encode_json(said)), self.limits.max_session_bytes)
-        row = {"at": now.isoformat(), "actor": actor, "said": said}
+        check_size("put", "session", len(encode_json(document)), self.limits.max_session_bytes)
+        row = {"at": now.isoformat(), "actor": actor, "said": document}
         self.store.set(f"{self.prefix}/{session_id}", encode_json(row))
-        return Session(session_id, now, actor, dict(said))
+        return Session(session_id, now, actor, dict(document))
 
     def read(self, session_id: str) -> Session | None:
         row = self.store.get(f"{self.prefix}/{session_id}") if re.fullmatch(NAME_PATTERN, session_id, re.ASCII) else None
         if row is None:
             return None
-        known = json.loads(row)
-        return Session(session_id, datetime.fromisoformat(known["at"]), known["actor"], known["said"])
+        session = json.loads(row)
+        return Session(session_id, datetime.fromisoformat(session["at"]), session["actor"], session["said"])
 
-    def page(self, *, behind: str = "", limit: int = 50) -> tuple[list[Session], bool]:
-        """Some sessions in the order of their ids, those behind this one, and whether there are more."""
-        ids = [found for found in self._ids() if found > behind]
-        found = (self.read(one) for one in ids[:limit])
-        return [session for session in found if session], len(ids) > limit
+    def page(self, *, after: str = "", limit: int = 50) -> tuple[list[Session], bool]:
+        """Return up to `limit` sessions by id, those after an id, and whether there are more."""
+        ids = [session_id for session_id in self._ids() if session_id > after]
+        sessions = (self.read(session_id) for session_id in ids[:limit])
+        return [session for session in sessions if session], len(ids) > limit
 
     def prune(self, bounds: RetentionBounds) -> PruneResult:
-        """Those whose last change is oldest go until the rest is within bounds."""
-        every = sorted(
-            (session.at, len(encode_json(session.said)), session.id) for one in self._ids() if (session := self.read(one))
+        """Remove the sessions beyond the bounds, those unchanged for the longest time first."""
+        sessions = sorted(
+            (session.at, len(encode_json(session.document)), session.id)
+            for session_id in self._ids()
+            if (session := self.read(session_id))
         )
-        doomed = every[: bounds.surplus([(at, size) for at, size, _ in every])]
-        self.store.remove_many([f"{self.prefix}/{one}" for _, _, one in doomed])
-        return PruneResult.of(size for _, size, _ in doomed)
+        doomed = sessions[: bounds.surplus([(at, size) for at, size, _ in sessions])]
+        self.store.remove_many([f"{self.prefix}/{session_id}" for _, _, session_id in doomed])
+        return PruneResult.from_sizes(size for _, size, _ in doomed)
 
     def _ids(self) -> Iterator[str]:
         return (key.rpartition("/")[2] for key in self.store.list(f"{self.prefix}/"))
@@ -131,32 +133,34 @@ class LeaseStores:
         self.limits = limits
 
     def prune(self, *, now: datetime) -> PruneResult:
-        """Each of them is within its limits."""
+        """Remove the oldest entries above the limits of each store."""
         limits = self.limits
-        events = RetentionBounds(most=limits.max_events, max_total_bytes=limits.max_total_event_bytes)
-        artifacts = RetentionBounds(most=limits.max_artifacts, max_total_bytes=limits.max_total_artifact_bytes)
+        events = RetentionBounds(max_count=limits.max_events, max_total_bytes=limits.max_total_event_bytes)
+        artifacts = RetentionBounds(max_count=limits.max_artifacts, max_total_bytes=limits.max_total_artifact_bytes)
         pruned = self.chat.prune(events) + self.audit.prune(events)
         return (
-            pruned + self.artifacts.prune(artifacts, now=now) + self.sessions.prune(RetentionBounds(most=limits.max_sessions))
+            pruned
+            + self.artifacts.prune(artifacts, now=now)
+            + self.sessions.prune(RetentionBounds(max_count=limits.max_sessions))
         )
 
 
 def open_stores(did: str, lease: UUID) -> LeaseStores:
-    """The stores of a lease, where and how the settings say."""
+    """Open the stores of a lease as configured."""
     return _open_stores(storage.get_store(), did, lease)
 
 
-def prune_stores(*, now: datetime, over: Callable[[Sequence[UUID]], Collection[UUID]]) -> PruneResult:
-    """Everything is gone that was kept for leases which are over for long enough, and of the others the oldest of what is
-    more than the limits allow. `over` picks from some leases those of the first kind; it is asked in batches.
+def prune_stores(*, now: datetime, find_ended: Callable[[Sequence[UUID]], Collection[UUID]]) -> PruneResult:
+    """Remove the stores of ended leases, and from those of other leases the oldest entries above the limits.
 
-    It lists the whole store. A lease that fails is noted, and does not hold up the others."""
+    Lists the whole store. `find_ended` is called with batches of leases, and returns those whose stores may be removed. A
+    failure is recorded in the result and does not stop the sweep."""
     store, pruned = storage.get_store(), PruneResult()
-    for (did, lease), entries, is_over in _mark_ended(_group_by_lease(store), over):
+    for (did, lease), entries, is_ended in _mark_ended(_group_by_lease(store), find_ended):
         try:
-            if is_over:
+            if is_ended:
                 store.remove_many([entry.key for entry in entries])
-                pruned += PruneResult.of(_entry_size(entry) for entry in entries)
+                pruned += PruneResult.from_sizes(_entry_size(entry) for entry in entries)
             elif len(entries) > PRUNE_MIN_KEYS or sum(_entry_size(entry) for entry in entries) > PRUNE_MIN_BYTES:
                 pruned += _open_stores(store, did, lease).prune(now=now)
         except StoreError as failed:
@@ -174,25 +178,25 @@ StoreOwner = tuple[str, UUID]  # agent and lease
 
 def _group_by_lease(store: KeyValueStore) -> Iterator[tuple[StoreOwner, list[Entry]]]:
     for owner, entries in groupby(store.entries(KEY_PREFIX), _parse_owner):
-        if owner:  # else it is not ours
+        if owner:  # keys of another format are ignored
             yield owner, [*entries]
 
 
 def _parse_owner(entry: Entry) -> StoreOwner | None:
-    found = OWNER_PATTERN.match(entry.key)
-    return (found[1], UUID(found[2])) if found else None
+    match = OWNER_PATTERN.match(entry.key)
+    return (match[1], UUID(match[2])) if match else None
 
 
 def _mark_ended(
-    found: Iterator[tuple[StoreOwner, list[Entry]]], over: Callable[[Sequence[UUID]], Collection[UUID]]
+    grouped: Iterator[tuple[StoreOwner, list[Entry]]], find_ended: Callable[[Sequence[UUID]], Collection[UUID]]
 ) -> Iterator[tuple[StoreOwner, list[Entry], bool]]:
-    for _, batch in groupby(enumerate(found), lambda numbered: numbered[0] // LEASE_BATCH_SIZE):
-        some = [one for _, one in batch]
-        ended = {*over([lease for (_, lease), _ in some])}
-        yield from ((owner, entries, owner[1] in ended) for owner, entries in some)
+    for _, batch in groupby(enumerate(grouped), lambda numbered: numbered[0] // LEASE_BATCH_SIZE):
+        owners = [numbered[1] for numbered in batch]
+        ended = {*find_ended([lease for (_, lease), _ in owners])}
+        yield from ((owner, entries, owner[1] in ended) for owner, entries in owners)
 
 
 def _entry_size(entry: Entry) -> int:
-    """Its bytes; for a store that does not tell, what the key says."""
-    said = re.search(r"\.([0-9]+)\Z", entry.key)
-    return entry.size if entry.size is not None else int(said[1]) if said else 0
+    """Return the size in bytes of an entry; if the store does not list sizes, the one in its key."""
+    match = re.search(r"\.([0-9]+)\Z", entry.key)
+    return entry.size if entry.size is not None else int(match[1]) if match else 0

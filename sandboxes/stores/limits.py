@@ -1,4 +1,4 @@
-"""What the stores of a lease may hold, and how they write it down."""
+"""Limits, key formats and journal compaction shared by the stores of a lease."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,16 +19,16 @@ MEDIA_TYPE_PATTERN = (
     rf"{_TOKEN_PATTERN}/{_TOKEN_PATTERN}"
     rf'(?: ?; ?{_TOKEN_PATTERN}=(?:{_TOKEN_PATTERN}|"[A-Za-z0-9!#$&^_.+:/ -]{{0,100}}")){{0,4}}'
 )
-ORPHAN_GRACE_PERIOD = timedelta(hours=1)  # what nothing names for this long is not about to be named
-COMPACTION_MIN_SEGMENTS = 16  # pieces of a journal that are worth a compaction
+ORPHAN_GRACE_PERIOD = timedelta(hours=1)  # unreferenced content older than this has no writer that will still reference it
+COMPACTION_MIN_SEGMENTS = 16  # journals with fewer segments are not compacted
 
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """Of one lease. More than the most is not refused: the oldest goes when `prune` comes by."""
+    """Limits of one lease. Totals are not enforced on write: `prune` removes the oldest entries above them."""
 
     max_event_bytes: int = 256 << 10
-    max_events: int = 10_000  # in the chat history, and in the audit log
+    max_events: int = 10_000  # each in the chat history and in the audit log
     max_total_event_bytes: int = 64 << 20
     max_artifact_bytes: int = 64 << 20
     max_artifacts: int = 1000
@@ -42,28 +42,28 @@ DEFAULT_LIMITS = StoreLimits()
 
 @dataclass(frozen=True)
 class RetentionBounds:
-    """What may stay of something. None: whatever there is."""
+    """Bounds of what is retained; None means unlimited."""
 
     since: datetime | None = None
-    most: int | None = None
+    max_count: int | None = None
     max_total_bytes: int | None = None
 
     def surplus(self, present: Sequence[tuple[datetime, int]]) -> int:
-        """How many of these, moment and size, have to go from the front, where the oldest is."""
+        """Return how many entries to remove from the front. `present` has the time and size in bytes of each, oldest first."""
         count, size = len(present), sum(size for _, size in present)
-        for gone, (at, bytes_) in enumerate(present):
+        for index, (at, entry_size) in enumerate(present):
             too_old = self.since is not None and at < self.since
-            too_many = self.most is not None and count > self.most
+            too_many = self.max_count is not None and count > self.max_count
             too_large = self.max_total_bytes is not None and size > self.max_total_bytes
             if not (too_old or too_many or too_large):
-                return gone
-            count, size = count - 1, size - bytes_
+                return index
+            count, size = count - 1, size - entry_size
         return len(present)
 
 
 @dataclass
 class PruneResult:
-    """What has gone, and one line for each lease that failed."""
+    """Number and size of the removed entries, and one line for each lease that failed."""
 
     count: int = 0
     size: int = 0  # bytes
@@ -73,14 +73,14 @@ class PruneResult:
         return PruneResult(self.count + other.count, self.size + other.size, self.failures + other.failures)
 
     @classmethod
-    def of(cls, sizes: Iterable[int]) -> "PruneResult":
-        found = [*sizes]
-        return cls(len(found), sum(found))
+    def from_sizes(cls, sizes: Iterable[int]) -> "PruneResult":
+        all_sizes = [*sizes]
+        return cls(len(all_sizes), sum(all_sizes))
 
 
-def check_size(method: str, what: str, size: int, most: int) -> None:
-    if size > most:
-        raise StoreRefused("stores", method, f"this {what} has {size} bytes and may have {most}")
+def check_size(method: str, noun: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise StoreRefused("stores", method, f"this {noun} has {size} bytes; the limit is {limit}")
 
 
 def encode_json(document: Mapping[str, Any]) -> bytes:
@@ -88,19 +88,19 @@ def encode_json(document: Mapping[str, Any]) -> bytes:
 
 
 def parse_stamped_key(key: str) -> tuple[Stamp, int]:
-    """The stamp and the size that a key ends in."""
+    """Return the stamp and the size in bytes from the last element of a key."""
     stamp, _, size = key.rpartition("/")[2].partition(".")
     return Stamp.parse(stamp), int(size)
 
 
 def count_segments(journal: Journal) -> int:
-    """What a compaction would make one of."""
+    """Return the number of segments that a compaction would merge."""
     return journal.store.size(f"{journal.prefix}/log/")
 
 
 def compact_journal(journal: Journal, keep: Callable[[list[Record]], list[Record]]) -> list[Record]:
-    """What a compaction dropped; nothing, if a rival was quicker."""
-    done = journal.compact(keep)
-    for torn in done.torn if done else ():
+    """Compact a journal and return the dropped records; none if a concurrent compaction was first. Torn tails are logged."""
+    result = journal.compact(keep)
+    for torn in result.torn if result else ():
         log.warning("torn record", key=torn.key, offset=torn.offset, bytes=len(torn.tail))
-    return done.dropped if done else []
+    return result.dropped if result else []

@@ -6,7 +6,7 @@ import uuid
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
-from billing import costs, metering, statements
+from billing import costs, intervals, metering, statements
 from billing.dates import start_of_day, start_of_next_month
 from billing.models import Account, Membership, Rate, UsageKind, UsageRecord
 from leases.models import Agent
@@ -68,7 +68,7 @@ def _create_usage(agent: str, begin: datetime, chance: random.Random, size: dict
             item=UsageKind.TIME, source=f"transition {next(_numbers)}", day=day, began_at=start, ended_at=end, state="waiting",
             **whose, **size,
         )
-        for day, start, end in metering.split_by_day(begin, min(begin + lasts, begin.replace(hour=23)))
+        for day, start, end in intervals.split_by_day(begin, min(begin + lasts, begin.replace(hour=23)))
     )  # fmt: skip
     if chance.random() < 0.5:
         calls = chance.randrange(1, 90)

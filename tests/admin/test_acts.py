@@ -70,7 +70,7 @@ def test_without_a_reason_nothing_happens(operator: Client, lease: Lease, reason
 
 def test_a_rival_was_first(operator: Client, lease: Lease) -> None:
     leasing.end(lease.pk, reason="released", now=NOW, actor="rival")
-    assert said(operator.post(url(lease), WHY)) == ["Nothing changed: not active any more."]
+    assert said(operator.post(url(lease), WHY)) == ["Nothing changed: no longer active."]
     lease.refresh_from_db()
     assert lease.end_reason == "released"
     assert lease.events.filter(kind="ended").count() == 1
@@ -78,7 +78,7 @@ def test_a_rival_was_first(operator: Client, lease: Lease) -> None:
 
 
 def test_a_get_changes_nothing_even_with_every_field(operator: Client, lease: Lease) -> None:
-    assert b"Kept in the history" in operator.get(url(lease), WHY).content
+    assert b"Recorded in the history" in operator.get(url(lease), WHY).content
     lease.refresh_from_db()
     assert lease.status == "active"
 
@@ -109,7 +109,7 @@ def test_what_does_not_exist_is_not_found(operator: Client, object_id: str) -> N
 def test_several_leases_are_asked_about_first(operator: Client, grant: Callable[..., Lease]) -> None:
     leases = [grant(environment=f"game-{n}") for n in range(3)]
     page = bulk(operator, "leases/lease", "end_leases", [lease.pk for lease in leases])
-    assert b"3 chosen" in page.content
+    assert b"3 selected" in page.content
     assert b'name="confirm"' in page.content
     assert Lease.objects.filter(status="active").count() == 3
 
@@ -118,7 +118,7 @@ def test_what_a_rival_ended_meanwhile_is_counted_as_skipped(operator: Client, gr
     leases = [grant(environment=f"game-{n}") for n in range(3)]
     leasing.end(leases[0].pk, reason="released", now=NOW)
     done = bulk(operator, "leases/lease", "end_leases", [lease.pk for lease in leases], confirm="1", **WHY)
-    assert said(done) == ["2 leases ended. 1 skipped: not active any more."]
+    assert said(done) == ["2 leases ended. 1 skipped: no longer active."]
     assert LogEntry.objects.count() == 2
     assert set(Lease.objects.values_list("end_reason", flat=True)) == {"released", "operator"}
 
@@ -172,7 +172,7 @@ def test_a_sandbox_that_is_given_up_does_not_end_the_lease_that_has_the_next_one
     old = ensure_sandbox(lease)
     destruction.schedule_destroy(old.pk, now=NOW, code=TransitionReason.OPERATOR)
     new = execution.ensure_sandbox_ready(lease.pk, now=NOW)
-    assert said(operator.post(destroy(old), WHY)) == ["Nothing changed: given up before."]
+    assert said(operator.post(destroy(old), WHY)) == ["Nothing changed: already being destroyed."]
     lease.refresh_from_db()
     assert (lease.status, state_of(new)) == ("active", "warm")
 

@@ -13,14 +13,9 @@ from django.test import Client
 from django.utils import timezone
 
 from billing import budgets, dates, metering
-from billing.admin.budgets import (
-    MAX_NOTICES,
-    MAX_PANEL_ROWS,
-    SWEEP_INTERVAL,
-    BudgetAdmin,
-    build_all_notices,
-    describe_overshoot,
-)
+from billing.admin.budget_notices import MAX_NOTICES, build_all_notices
+from billing.admin.budgets import MAX_PANEL_ROWS, BudgetAdmin
+from billing.admin.overshoot import SWEEP_INTERVAL, describe_overshoot
 from billing.models import Account, Budget
 from controlplane import schedules
 from controlplane.console import dashboard
@@ -148,7 +143,7 @@ def test_a_budget_is_turned_off_and_on_again(administrator: Client, spend: Calla
         made.refresh_from_db()
         assert made.active is active
     assert made.spent >= 2
-    assert len(administrator.get(page(made)).context["done"]) == 2
+    assert len(administrator.get(page(made)).context["audit"]) == 2
 
 
 @pytest.mark.parametrize("role", ["Viewer", "Operator"])
@@ -174,7 +169,7 @@ def test_each_slice_shows_its_own(viewer: Client, spend: Callable[..., Lease]) -
     names = {each.pk: name for name, each in made.items()}
     found = {
         name: {names[row.pk] for row in viewer.get(f"{LIST}?slice={name}").context["cl"].result_list}
-        for name in BudgetAdmin.slices
+        for name in BudgetAdmin.list_tabs
     }
     assert found == {"all": {*made}, "warned": {"warned"}, "exhausted": {"exhausted", "soft"}, "off": {"off"}}
     shown = viewer.get(LIST).content.decode()
@@ -226,23 +221,23 @@ def test_the_page_says_who_is_in_it_and_costs_the_same_for_many(viewer: Client, 
     leasing.release(gone.pk, now=timezone.now())
     made = budget(100)
     shown = viewer.get(page(made))
-    assert [(tab.agent_did, amount) for _, tab, _, amount in shown.context["within"]] == [
+    assert [(tab.agent_did, amount) for _, tab, _, amount in shown.context["spenders"]] == [
         ("did:plc:most", "2"), (ADA, "1"),
     ]  # fmt: skip
-    assert f'href="/admin/leases/lease/{shown.context["within"][0][1].holder}/change/"' in shown.content.decode()
+    assert f'href="/admin/leases/lease/{shown.context["spenders"][0][1].holder}/change/"' in shown.content.decode()
     few = count_queries(viewer, page(made))
     for number in range(MAX_PANEL_ROWS + 2):
         spend(number / 100, f"did:plc:a{number}")
     budgets.update_spending(made.pk, now=timezone.now())
     shown = viewer.get(page(made))
-    assert len(shown.context["within"]) == MAX_PANEL_ROWS and f"of {MAX_PANEL_ROWS + 4}" in shown.content.decode()
+    assert len(shown.context["spenders"]) == MAX_PANEL_ROWS and f"of {MAX_PANEL_ROWS + 4}" in shown.content.decode()
     assert count_queries(viewer, page(made)) < few <= 13  # there is nobody else to look for
 
 
 def test_a_budget_in_usd_lists_leases_that_cost_nothing_yet(viewer: Client, spend: Callable[..., Lease]) -> None:
     spend()
     shown = viewer.get(page(budget(5, unit="usd")))
-    assert [(tab.agent_did, amount) for _, tab, _, amount in shown.context["within"]] == [(ADA, "0")]
+    assert [(tab.agent_did, amount) for _, tab, _, amount in shown.context["spenders"]] == [(ADA, "0")]
 
 
 def test_the_page_shows_what_was_said_of_this_budget_alone(viewer: Client, spend: Callable[..., Lease]) -> None:
@@ -250,7 +245,7 @@ def test_the_page_shows_what_was_said_of_this_budget_alone(viewer: Client, spend
     spend(2)
     for each in (made, *others):
         budgets.update_spending(each.pk, now=timezone.now())
-    said = viewer.get(page(made)).context["said"]
+    said = viewer.get(page(made)).context["notifications"]
     assert [each.kind for each in said] == ["budget.exhausted", "budget.warning"]
     assert Event.objects.filter(kind__startswith="budget.").count() == 22
     assert said[0].spent.endswith(" of 1 hours")
@@ -260,11 +255,11 @@ def test_the_page_shows_what_was_said_of_this_budget_alone(viewer: Client, spend
 def test_the_bound_is_said_in_this_budgets_numbers() -> None:
     now = timezone.now()
     hours = " ".join(describe_overshoot(budget(10), 12, now))
-    assert "12 leases are open" in hours and "12 x 8 m = 1.6 hours" in hours and "up to 600 leases" in hours
+    assert "12 leases are open" in hours and "12 x 8 m = 1.6 hours" in hours and "up to 600 open leases" in hours
     usd = " ".join(describe_overshoot(budget(10, unit="usd", grace=HOUR), 1, now))
     assert "what 1 sandbox costs in 1 h 3 m" in usd
     assert "no bound" in " ".join(describe_overshoot(budget(10, hard=False), 12, now))
-    assert "It is off" in " ".join(describe_overshoot(budget(10, active=False), 12, now))
+    assert "The budget is off" in " ".join(describe_overshoot(budget(10, active=False), 12, now))
     assert schedules.get_interval("meter") == schedules.get_interval("budgets") == SWEEP_INTERVAL
 
 
@@ -277,14 +272,14 @@ def test_the_page_says_when_it_runs_out(viewer: Client) -> None:
         fact = next(fact for fact in facts if fact.label in ("Runs out", "Ran out"))
         return fact.label, fact.value, fact.note
 
-    pace = "at the pace of the last 7 days"
+    pace = "at the average of the last 7 days"
     assert said(100) == ("Runs out", f"on {today + 8 * DAY}", pace)
     assert said(5, period="day") == ("Runs out", f"on {today}", pace)
     assert said(100, period="day") == said(9999, period="month") == ("Runs out", "not in this period", pace)
-    unknown = "nothing was used on a day that is over"
-    assert said(100, scope="agent", subject="did:plc:idle") == ("Runs out", "not known yet", unknown)
-    assert said(5) == ("Ran out", f"on {today}", "when that was seen")
-    assert said(100, active=False) == ("Runs out", "–", "it is off")
+    unknown = "needs one full day of usage"
+    assert said(100, scope="agent", subject="did:plc:idle") == ("Runs out", "no forecast yet", unknown)
+    assert said(5) == ("Ran out", f"on {today}", "day of detection")
+    assert said(100, active=False) == ("Runs out", "–", "the budget is off")
 
 
 # --- elsewhere --------------------------------------------------------------------------------------------------------
@@ -300,7 +295,7 @@ def test_the_first_page_names_each_budget_past_its_warning_level(viewer: Client,
         shown = viewer.get(url).content.decode()
         assert shown.count('class="lh-notice lh-over') == 2
         assert shown.index(page(hard)) < shown.index(page(warned))
-        assert "leases are refused and ended" in shown
+        assert "leases are refused and active ones end" in shown
     for _ in range(MAX_NOTICES):
         budget(1)
     cache.clear()
@@ -333,7 +328,7 @@ def test_a_leases_page_says_what_is_left_of_its_tightest_budget(viewer: Client, 
     key, _ = api_keys.issue_key([ADA], now=timezone.now())
     lease = spend(2, key_id=str(key.pk))
     url = f"/admin/leases/lease/{lease.pk}/change/"
-    assert "nothing ends it for what it costs" in viewer.get(url).content.decode()
+    assert "cost does not end this lease" in viewer.get(url).content.decode()
     none = count_queries(viewer, url)
     budget(100), budget(1, hard=False)
     tight = budget("2.5", scope="key", subject=str(key.pk))
@@ -348,11 +343,11 @@ def test_a_lease_that_a_budget_has_ended_says_which(viewer: Client, spend: Calla
     lease, made = spend(2), budget(1, scope="agent", subject=ADA)
     budget_enforcement.enforce_budgets(now=timezone.now())
     url = f"/admin/leases/lease/{lease.pk}/change/"
-    fact = next(fact for fact in viewer.get(url).context["facts"] if fact.label == "Ended by the budget")
+    fact = next(fact for fact in viewer.get(url).context["facts"] if fact.label == "Ended by budget")
     assert str(made) in fact.value and page(made) in fact.value
     said = str(made)
     Budget.objects.filter(pk=made.pk).update(amount=7)  # it says what held then
-    fact = next(fact for fact in viewer.get(url).context["facts"] if fact.label == "Ended by the budget")
+    fact = next(fact for fact in viewer.get(url).context["facts"] if fact.label == "Ended by budget")
     assert fact.value == said
 
 

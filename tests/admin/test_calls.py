@@ -18,7 +18,7 @@ from django.utils.html import conditional_escape
 from leases import execution, leasing
 from leases.models import Agent, EnvironmentType, Lease
 from sandboxes import pool
-from sandboxes.admin.base import SummaryField
+from sandboxes.admin.formatting import SummaryField
 from sandboxes.egress import authorization
 from sandboxes.models import LlmCall, ModelRate, Sandbox
 from tests.admin.conftest import NOW, ensure_sandbox
@@ -150,9 +150,9 @@ def test_a_calls_page_says_what_its_price_is_made_of(viewer: Client, lease: Leas
     said = facts(viewer, f"{LIST}{row.pk}/change/")
     assert (said["USD"].value, said["Sent / received"].value) == ("0.0025", "2.0 KiB / 812 B")
     assert f"/admin/sandboxes/modelrate/{rate.pk}/" in str(said["USD"].note)
-    assert "in 2.5, cached 1.25, out 10 USD a million" in str(said["USD"].note)
+    assert "input 2.5, cached 1.25, output 10 USD per million" in str(said["USD"].note)
     assert "/v1/messages" in str(said["Path"].value)
-    assert said["Took"].note == "first byte after 2.0 s"
+    assert said["Duration"].note == "first byte after 2.0 s"
     assert said["Seen in the proxy's log"].value == "no"
     assert f"{NOW:%Y-%m-%d %H:%M:%S}" in str(said["Seen in the upstream's records"].value)
     ModelRate.objects.update(output_usd=11)
@@ -185,11 +185,11 @@ def asked(lease: Lease, grant: Callable[..., Lease]) -> Lease:
 def test_a_lease_says_what_it_asked_models_and_links_to_exactly_that(viewer: Client, asked: Lease) -> None:
     said = facts(viewer, page(asked))
     assert (said["Model calls"].value, said["Tokens in / out"].value) == ("6", "1,500 / 20")
-    assert said["Tokens in / out"].note == "300 of those in cached"
-    assert (said["Spent on models"].value, said["Spent on models"].alarm) == ("1.75 USD", False)
-    assert "no limit" in str(said["Spent on models"].note)
+    assert said["Tokens in / out"].note == "300 input tokens cached"
+    assert (said["Model cost"].value, said["Model cost"].alarm) == ("1.75 USD", False)
+    assert "no limit" in str(said["Model cost"].note)
     assert len(listed(viewer, said["Model calls"].href)) == 6
-    narrower = links(said["Model calls"]) | links(said["Spent on models"])
+    narrower = links(said["Model calls"]) | links(said["Model cost"])
     assert {words: len(listed(viewer, href)) for words, href in narrower.items()} == {
         "3 failed": 3, "1 refused": 1, "2 calls unpriced": 2,
     }  # fmt: skip
@@ -200,16 +200,16 @@ def test_a_limit_is_a_bar_that_turns_red_when_it_is_reached(
     viewer: Client, asked: Lease, limit: str, share: str, over: bool
 ) -> None:
     Lease.objects.filter(pk=asked.pk).update(llm_limit=limit)
-    said = facts(viewer, page(asked))["Spent on models"]
+    said = facts(viewer, page(asked))["Model cost"]
     assert (f'value="{share}"' in said.note, said.alarm, f"of {limit} USD" in said.note) == (True, over, True)
 
 
 def test_an_agents_page_sums_up_its_last_thirty_days(viewer: Client, asked: Lease) -> None:
     call(asked, cost=7, started_at=NOW - 31 * DAY)
     said = facts(viewer, f"/admin/leases/agent/{Agent.objects.get(did=asked.agent_did).pk}/change/")
-    assert (said["Model calls in 30 days"].value, said["Spent on models"].value) == ("6", "1.75 USD")
-    assert len(listed(viewer, said["Model calls in 30 days"].href)) == 6
-    assert len(listed(viewer, links(said["Spent on models"])["2 calls unpriced"])) == 2
+    assert (said["Model calls, last 30 days"].value, said["Model cost"].value) == ("6", "1.75 USD")
+    assert len(listed(viewer, said["Model calls, last 30 days"].href)) == 6
+    assert len(listed(viewer, links(said["Model cost"])["2 calls unpriced"])) == 2
 
 
 # --- what it may spend --------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_an_operator_raises_lowers_and_lifts_the_limit_of_a_lease(operator: Clie
         ("20", Decimal(20), "20 USD instead of 0.000000001 USD"),
         ("", None, "no limit instead of 20 USD"),
     ):
-        assert said(set_to(operator, asked, limit))[-1] == "1 lease given another spend limit."
+        assert said(set_to(operator, asked, limit))[-1] == "1 lease updated with the new spend limit."
         assert limits(asked) == (now, now)
         last = asked.events.first()
         assert last
@@ -277,9 +277,9 @@ def test_what_is_no_amount_is_explained(operator: Client, lease: Lease, limit: s
 
 
 def test_the_same_limit_and_an_ended_lease_change_nothing(operator: Client, lease: Lease) -> None:
-    assert said(set_to(operator, lease, "")) == ["Nothing changed: it has that limit."]
+    assert said(set_to(operator, lease, "")) == ["Nothing changed: the lease already has that limit."]
     leasing.end(lease.pk, reason="released", now=NOW)
-    assert said(set_to(operator, lease, "5"))[-1] == "Nothing changed: not active any more."
+    assert said(set_to(operator, lease, "5"))[-1] == "Nothing changed: no longer active."
     assert Lease.objects.get(pk=lease.pk).llm_limit is None
     assert not lease.events.filter(kind="spend_limit").exists() and not LogEntry.objects.exists()
     assert "Spend limit…" not in operator.get(page(lease)).content.decode()
@@ -326,7 +326,7 @@ def test_an_environment_type_says_what_its_new_leases_may_spend(
     assert administrator.post(url, form(llm_limit="2.50")).status_code == 302
     assert facts(administrator, url)["Spend limit"].value == "2.5 USD"
     shown = administrator.get(url).content.decode()
-    assert 'value="2.5"' in shown and "Leases that exist keep theirs" in shown
+    assert 'value="2.5"' in shown and "The limit of an existing lease" in shown
     assert "2.5 USD" in administrator.get("/admin/leases/environmenttype/").content.decode()
     assert limits(lease) == (None, None)
     assert grant(environment="next").llm_limit == Decimal("2.5")

@@ -22,7 +22,7 @@ from tests.conftest import MINUTE
 from tests.support.billing import create_rate, create_time_usage
 
 pytestmark = pytest.mark.django_db
-NO_COUNTS = ("Capacity used", "Spent today", "This month")
+NO_COUNTS = ("Capacity used", "Cost today", "Cost this month")
 
 
 @pytest.fixture
@@ -63,12 +63,12 @@ def test_every_tile_links_to_exactly_what_it_counts(viewer: Client, troubled: No
     tiles = {tile.title: tile for tile in dashboard.build_fleet_summary().tiles}
     numbers = {title: tile.value for title, tile in tiles.items() if title not in NO_COUNTS}
     assert numbers == {
-        "Active leases": "9", "Running now": "1", "In quarantine": "2", "Stalled": "1", "Leases overdue": "1",
-        "Sweeps late": "2", "Cold": "1", "Lost": "1", "State not stored": "1", "Pools draining": "1", "Circuits open": "1",
-        "Data not stored": "1", "Webhooks given up": "1", "Model calls in 24 h": "2",
-        "Budgets warned of": "1", "Budgets exhausted": "2",
+        "Active leases": "9", "Running sandboxes": "1", "In quarantine": "2", "Stalled sandboxes": "1", "Leases overdue": "1",
+        "Sweeps late": "2", "Cold sandboxes": "1", "Lost sandboxes": "1", "State not stored": "1", "Pools draining": "1",
+        "Circuits open": "1", "Data not stored": "1", "Webhooks disabled": "1", "Model calls, 24 h": "2",
+        "Budgets warned": "1", "Budgets exhausted": "2",
     }  # fmt: skip
-    assert tiles["Model calls in 24 h"].note == "1 refused, 0.25 USD"
+    assert tiles["Model calls, 24 h"].note == "1 refused, 0.25 USD"
     for title, number in numbers.items():
         assert str(viewer.get(tiles[title].href).context["cl"].result_count) == number, title
 
@@ -91,16 +91,17 @@ def test_what_needs_an_operator_stands_on_the_first_page(viewer: Client, trouble
 
 def test_an_empty_fleet_says_so(viewer: Client) -> None:
     page = viewer.get("/admin/").content.decode()
-    assert "Nothing in quarantine" in page
-    assert "No sandbox waits" in page
-    assert "No sandbox exists now." in page
+    assert "Quarantine is empty" in page
+    assert "No waiting sandboxes" in page
+    assert "No sandboxes." in page
     assert "lh-tile lh-alarmed" not in page
 
 
 def test_what_is_spent_stands_on_the_first_page(viewer: Client) -> None:
-    assert [(tile.title, tile.value) for tile in dashboard.build_fleet_summary().tiles if tile.of == "billing.costrecord"] == [
-        ("Spent today", "0.00"), ("This month", "0.00"),
-    ]  # fmt: skip
+    def shown_tiles() -> list[dashboard.Tile]:
+        return [tile for tile in dashboard.build_fleet_summary().tiles if tile.view_permission == "billing.costrecord"]
+
+    assert [(tile.title, tile.value) for tile in shown_tiles()] == [("Cost today", "0.00"), ("Cost this month", "0.00")]
     now = timezone.now()
     today = to_utc_date(now)
     create_rate("time", "1")
@@ -108,7 +109,7 @@ def test_what_is_spent_stands_on_the_first_page(viewer: Client) -> None:
         create_time_usage(start_of_day(day), hours * 60 * MINUTE, provider="acme")
     costs.price_usage(now=now)
     first = {"2.00", "5.00"} if today.day > 1 else {"5.00"}
-    shown = [tile for tile in dashboard.build_fleet_summary().tiles if tile.of == "billing.costrecord"]
+    shown = shown_tiles()
     assert {tile.value for tile in shown} == first and shown[1].value == "5.00"
     page = viewer.get("/admin/").content.decode()
     for tile in shown:
@@ -121,8 +122,8 @@ def test_what_is_spent_stands_on_the_first_page(viewer: Client) -> None:
     ("more", "seen"),
     [
         ([], set()),
-        (["view_costrecord"], {"Spent today", "This month"}),
-        (["view_budget"], {"Budgets warned of", "Budgets exhausted"}),
+        (["view_costrecord"], {"Cost today", "Cost this month"}),
+        (["view_budget"], {"Budgets warned", "Budgets exhausted"}),
     ],
 )
 def test_who_may_not_see_money_is_shown_no_number_of_it(
@@ -134,7 +135,7 @@ def test_who_may_not_see_money_is_shown_no_number_of_it(
     browser = as_role("Few")
     for url in ("/admin/", "/admin/fleet/"):
         titles = {*re.findall('<span class="lh-title">(.*?)</span>', browser.get(url).content.decode())}
-        assert titles & {"Spent today", "This month", "Budgets warned of", "Budgets exhausted"} == seen
+        assert titles & {"Cost today", "Cost this month", "Budgets warned", "Budgets exhausted"} == seen
         assert "Active leases" in titles
 
 

@@ -19,8 +19,8 @@ from django.db.models import Sum
 from django.test import Client
 from django.utils import timezone
 
-from billing import costs, metering, spending, statements
-from billing.admin import accounts
+from billing import costs, metering, overview, statements
+from billing.admin import statements as statement_admin
 from billing.admin.costs import explain_amount
 from billing.admin.formatting import format_money_aligned, format_quantity_brief
 from billing.admin.rates import DELETE_RATE_ACTION
@@ -191,8 +191,8 @@ def test_a_list_shows_as_much_of_a_quantity_as_it_needs(quantity: str, shown: st
 
 def test_a_cost_says_why_it_is_that_much_and_of_which_usage(viewer: Client, used: Account) -> None:
     row = CostRecord.objects.get(day=LAST)
-    assert [(step.what, step.amount) for step in explain_amount(row)] == [
-        ("Used, sandbox-hours", "10"), ("− free", "2"), ("= paid for", "8"), ("× rate, USD", "0.25"), ("= USD", "2"),
+    assert [(step.label, step.amount) for step in explain_amount(row)] == [
+        ("Used, sandbox-hours", "10"), ("− allowance", "2"), ("= billable", "8"), ("× rate, USD", "0.25"), ("= USD", "2"),
     ]  # fmt: skip
     usage = UsageRecord.objects.get(day=LAST)
     shown = page(viewer, f"billing/costrecord/{row.pk}/change/")
@@ -202,7 +202,7 @@ def test_a_cost_says_why_it_is_that_much_and_of_which_usage(viewer: Client, used
 
 def test_a_call_costs_what_it_cost(viewer: Client, used: Account) -> None:
     row = CostRecord.objects.get(item="llm")
-    assert [(step.what, step.amount) for step in explain_amount(row)] == [("Model calls", "1"), ("USD", "0.125")]
+    assert [(step.label, step.amount) for step in explain_amount(row)] == [("Model calls", "1"), ("USD", "0.125")]
     assert "/admin/sandboxes/llmcall/?" in page(viewer, f"billing/costrecord/{row.pk}/change/")
 
 
@@ -246,26 +246,26 @@ def test_spending_adds_up_by_day_and_provider_with_model_calls_apart(team: Accou
         create_time_usage(on(TODAY - timedelta(days=days)), hours * HOUR, "did:plc:x", provider="acme", state="waiting")
     create_token_usage((on(TODAY) - timedelta(hours=20)).strftime("%Y-%m-%dT%H:%M"), "3", agent="did:plc:y", provider="acme")
     price()
-    found = spending.build_overview(now=NOW)
+    found = overview.build_overview(now=NOW)
     assert [day.day for day in found.days] == [TODAY - timedelta(days=number) for number in range(29, -1, -1)]
     recent = CostRecord.objects.filter(day__gt=TODAY - timedelta(days=30))
     assert found.usd == sum((row.usd for row in recent), Decimal(0))
-    assert found.days[-2].parts[spending.MODEL_CALLS_SERIES] == 3
+    assert found.days[-2].parts[overview.MODEL_CALLS_SERIES] == 3
     assert found.days[-2].parts["acme"] == sum(row.usd for row in recent.filter(day=TODAY - timedelta(days=1), item="time"))
     assert sum(found.series.values()) == sum(day.usd for day in found.days) == sum(found.items.values()) == found.usd
     plans = sum(row.usd for row in recent.filter(item="plan"))  # on a 31st its month began before these days did
-    assert found.series.get(spending.PLANS_SERIES, 0) == plans and (plans > 0 or TODAY.day == 31)
+    assert found.series.get(overview.PLANS_SERIES, 0) == plans and (plans > 0 or TODAY.day == 31)
     assert max(day.bar for day in found.days) <= found.top
-    only = spending.build_overview(now=NOW, agent="did:plc:y")
+    only = overview.build_overview(now=NOW, agent="did:plc:y")
     assert (only.usd, [each.agent_did for each in only.spenders]) == (3, ["did:plc:y"])
-    assert spending.build_overview(now=NOW, account="team").usd == 0
+    assert overview.build_overview(now=NOW, account="team").usd == 0
 
 
 @pytest.mark.parametrize(
     ("most", "top"), [("0", "1"), ("1", "1"), ("1.01", "2"), ("4", "5"), ("5.5", "10"), ("0.03", "0.05"), ("70", "100")]
 )
 def test_an_axis_ends_at_a_round_number(most: str, top: str) -> None:
-    assert spending.round_up_axis(Decimal(most)) == Decimal(top)
+    assert overview.round_up_axis(Decimal(most)) == Decimal(top)
 
 
 def test_the_page_of_spending_narrows_and_bears_any_address(viewer: Client, used: Account) -> None:
@@ -277,9 +277,9 @@ def test_the_page_of_spending_narrows_and_bears_any_address(viewer: Client, used
 
 
 def test_a_fresh_installation_says_what_to_expect(viewer: Client) -> None:
-    assert "Nothing has cost anything" in page(viewer, "spending/")
-    assert "metered and priced by sweeps" in page(viewer, "billing/costrecord/?slice=all")
-    assert "No month is closed yet" in page(viewer, "billing/statement/")
+    assert "No costs in the last 30 days" in page(viewer, "spending/")
+    assert "metered and priced every minute" in page(viewer, "billing/costrecord/?slice=all")
+    assert "No statements yet" in page(viewer, "billing/statement/")
 
 
 def test_what_agents_wrote_is_no_markup(superuser: Client, team: Account) -> None:
@@ -319,7 +319,7 @@ def test_an_administrator_adds_a_rate_that_begins_later(administrator: Client) -
 
 def test_a_rate_does_not_begin_in_the_past(administrator: Client) -> None:
     again = administrator.post("/admin/billing/rate/add/", sent(valid_from_0=str(TODAY - timedelta(days=1))))
-    assert "does not begin in the past" in again.content.decode()
+    assert "cannot begin in the past" in again.content.decode()
     assert not Rate.objects.filter(provider="acme").exists()
 
 
@@ -350,7 +350,7 @@ def test_a_rate_that_has_begun_is_not_deleted(administrator: Client, team: Accou
     at = f"billing/rate/{begun.pk}"
     assert "Delete…" not in page(administrator, f"{at}/change/")
     answer = administrator.post(f"/admin/{at}/withdraw/", WHY)
-    assert said(answer) == ["Nothing changed: it has begun, and what it priced stays."]
+    assert said(answer) == ["Nothing changed: already in force; its costs depend on it."]
     assert answer["HX-Redirect"] == f"/admin/{at}/change/"
     assert Rate.objects.filter(pk=begun.pk).exists() and not LogEntry.objects.exists()
 
@@ -389,7 +389,7 @@ def test_prices_that_only_you_know_are_asked_for_until_they_are_set(viewer: Clie
     assert "daytona" in asked()
     create_rate("time", "0.1", provider="daytona", since="2021-01-01")
     assert "daytona" not in asked()
-    in_force = viewer.get("/admin/billing/rate/").context["cl"].result_list
+    in_force = viewer.get("/admin/billing/rate/?slice=other").context["cl"].result_list
     assert [row.usd for row in in_force if row.provider == "daytona"] == [Decimal("0.1")]
 
 
@@ -439,11 +439,11 @@ def test_a_membership_is_shown_with_when_it_ends_and_all_that_there_were(viewer:
     facts = {fact.label: (fact.value, fact.note) for fact in shown["facts"]}
     assert (facts["From"], facts["To"]) == (("the beginning", ""), (until, "then house"))
     assert [(row.pk, words) for row, words, _ in shown["history"]] == [
-        (back.pk, f"from {LATER} on"), (left.pk, f"from {MONTH} to {LATER - timedelta(days=1)}, then team"),
+        (back.pk, f"since {LATER}"), (left.pk, f"from {MONTH} to {LATER - timedelta(days=1)}, then team"),
         (first.pk, f"from the beginning to {until}, then house"),
     ]  # fmt: skip
     members = viewer.get(f"/admin/billing/account/{team.pk}/change/").context["members"]
-    assert [(row.pk, words) for row, words in members] == [(back.pk, f"from {LATER} on")]
+    assert [(row.pk, words) for row, words in members] == [(back.pk, f"since {LATER}")]
     agent = Agent.objects.create(did=ADA)
     account = next(
         fact for fact in viewer.get(f"/admin/leases/agent/{agent.pk}/change/").context["facts"] if fact.label == "Account"
@@ -495,15 +495,15 @@ def test_credit_is_granted_and_taken_back_with_a_reason(administrator: Client, t
     assert "HX-Redirect" not in administrator.post(path, {**WHY, "usd": "0"}).headers
     assert "HX-Redirect" not in administrator.post(path, {**WHY, "usd": "5", "reason": ""}).headers
     assert not Credit.objects.exists()
-    assert said(administrator.post(path, {**WHY, "usd": "5.50"})) == ["1 account given credit."]
+    assert said(administrator.post(path, {**WHY, "usd": "5.50"})) == ["1 account credited."]
     credit = Credit.objects.get()
     assert (credit.usd, credit.actor, credit.reason) == (Decimal("5.50"), "administrator", "it was agreed")
     assert "5.50 USD" in page(administrator, f"billing/account/{team.pk}/change/")
     back = f"/admin/billing/credit/{credit.pk}/take_back/"
-    assert said(administrator.post(back, WHY)) == ["1 credit taken back."]
-    assert said(administrator.post(back, WHY)) == ["1 credit taken back.", "Nothing changed: nothing is left of it."]
+    assert said(administrator.post(back, WHY)) == ["1 credit reversed."]
+    assert said(administrator.post(back, WHY)) == ["1 credit reversed.", "Nothing changed: no unused part remains."]
     assert (statements.get_balance(team), Credit.objects.count()) == (0, 2)
-    assert "Take back" not in page(administrator, f"billing/credit/{credit.pk}/change/")
+    assert "Reverse credit" not in page(administrator, f"billing/credit/{credit.pk}/change/")
 
 
 def test_a_month_is_closed_on_its_accounts_page(administrator: Client, used: Account) -> None:
@@ -513,12 +513,12 @@ def test_a_month_is_closed_on_its_accounts_page(administrator: Client, used: Acc
     assert f"{MONTH:%Y-%m}" not in asked
     assert "HX-Redirect" not in administrator.post(path, {**WHY, "month": str(MONTH)}).headers
     assert not Statement.objects.exists()
-    assert said(administrator.post(path, {**WHY, "month": str(LAST)})) == ["1 account given the statement of that month."]
+    assert said(administrator.post(path, {**WHY, "month": str(LAST)})) == ["1 account issued the statement."]
     made = Statement.objects.get()
     assert (made.month, made.closed_by, made.total) == (LAST, "administrator", 2)
     assert LogEntry.objects.get(object_id=str(used.pk)).get_change_message() == "Close month: it was agreed"
     shown = page(administrator, f"billing/statement/{made.pk}/change/")
-    assert "To pay, USD" in shown
+    assert "Amount due, USD" in shown
     assert "Close month" not in page(administrator, f"billing/account/{used.pk}/change/")
 
 
@@ -613,7 +613,8 @@ def test_each_rate_of_a_day_shows_what_was_used_while_it_counted(viewer: Client,
         rows = CostRecord.objects.filter(provider="cut").order_by("rate__valid_from")
         found = [viewer.get(f"/admin/billing/costrecord/{row.pk}/change/").context for row in rows]
         return [
-            (row.quantity, [each.pk for each, *_ in one["sources"]], one["cut"]) for row, one in zip(rows, found, strict=True)
+            (row.quantity, [each.pk for each, *_ in one["sources"]], one["split_by_rate"])
+            for row, one in zip(rows, found, strict=True)
         ]
 
     assert shown() == [(1, [before.pk], False), (2, [after.pk], False)]
@@ -625,7 +626,7 @@ def test_each_rate_of_a_day_shows_what_was_used_while_it_counted(viewer: Client,
 def test_a_long_statement_is_shown_in_part_and_is_a_file_as_a_whole(
     viewer: Client, used: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accounts, "MAX_LINES_SHOWN", 2)
+    monkeypatch.setattr(statement_admin, "MAX_LINES_SHOWN", 2)
     for number in range(3):
         create_time_usage(on(LAST, number), HOUR, f"did:plc:a{number}", provider="acme")
     price()

@@ -16,7 +16,7 @@ from leases.admin.leases import LeaseAdmin
 from leases.admin.timeline import PAGE_SIZE, load_timeline
 from leases.models import EnvironmentType, Lease, LeaseEvent, Turn
 from sandboxes import runs
-from sandboxes.admin.base import CappedPaginator
+from sandboxes.admin.changelist import CappedPaginator
 from sandboxes.admin.sandboxes import SandboxAdmin, compute_time_alive
 from sandboxes.identity import signing
 from sandboxes.models import LlmCall, Policy, Pool, Quota, Run, Sandbox, Sweep
@@ -98,8 +98,8 @@ def test_a_big_table_is_counted_up_to_a_limit(grant: Callable[..., Lease], monke
     for number in range(3):
         grant(environment=f"game-{number}")
     counted = CappedPaginator(Lease.objects.all(), 50)
-    assert (counted.count, counted.said) == (2, "More than 2 leases")
-    assert CappedPaginator(Lease.objects.filter(environment_id="game-1"), 50).said == "1 lease"
+    assert (counted.count, counted.summary) == (2, "More than 2 leases")
+    assert CappedPaginator(Lease.objects.filter(environment_id="game-1"), 50).summary == "1 lease"
 
 
 # --- lists --------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_each_slice_of_leases_shows_its_own(viewer: Client, grant: Callable[...,
     gone = grant(environment="gone", now=now)
     execution.ensure_sandbox_ready(gone.pk, now=now)
     leasing.end(gone.pk, reason="released", now=now)
-    shown = {name: listed(viewer, f"/admin/leases/lease/?slice={name}") for name in LeaseAdmin.slices}
+    shown = {name: listed(viewer, f"/admin/leases/lease/?slice={name}") for name in LeaseAdmin.list_tabs}
     assert shown == {
         "active": {"plenty", "soon", "late"},
         "soon": {"soon"},
@@ -137,8 +137,8 @@ def test_the_tab_says_which_slice_is_shown(viewer: Client) -> None:
 
 
 def test_an_empty_slice_says_what_is_not_there(viewer: Client) -> None:
-    for name, part in SandboxAdmin.slices.items():
-        assert part.empty in viewer.get(f"/admin/sandboxes/sandbox/?slice={name}").content.decode()
+    for name, part in SandboxAdmin.list_tabs.items():
+        assert part.empty_text in viewer.get(f"/admin/sandboxes/sandbox/?slice={name}").content.decode()
 
 
 def test_search_is_by_the_beginning_or_by_a_whole_id(viewer: Client, grant: Callable[..., Lease]) -> None:
@@ -159,7 +159,7 @@ def test_stalled_is_in_flight_or_running_past_the_deadline(lease: Lease, grant: 
     waiting = ensure_sandbox(lease)
     starting = ensure_sandbox(grant(environment="starting"))
     Sandbox.objects.filter(pk=starting.pk).update(state="warming", deadline_at=NOW)
-    stalled = Sandbox.objects.filter(SandboxAdmin.slices["stalled"].where(NOW + 3 * MINUTE))
+    stalled = Sandbox.objects.filter(SandboxAdmin.list_tabs["stalled"].get_filter(NOW + 3 * MINUTE))
     assert set(stalled) == {starting}
     runs.open_run(waiting, Command(argv=["sleep"], timeout=timedelta(seconds=1)), now=NOW)
     assert set(stalled.all()) == {starting, waiting}
@@ -184,7 +184,7 @@ def test_a_run_shows_its_command_and_what_it_wrote(viewer: Client, lease: Lease,
     assert "exit 3" in page
     assert "\ufffd\\x1b[31m12" in page
     assert "The first 8 of 11 bytes" in page
-    assert "Nothing was written." in page.split("<h2>stderr</h2>")[1].split("<h2>stdout</h2>")[0]
+    assert "No output." in page.split("<h2>stderr</h2>")[1].split("<h2>stdout</h2>")[0]
 
 
 def test_output_is_downloaded_byte_for_byte_and_never_shown_as_a_page(viewer: Client, lease: Lease) -> None:
@@ -206,11 +206,11 @@ def test_a_lease_tells_what_happened_to_it(viewer: Client, lease: Lease) -> None
     turns.take_turn(lease.pk, 1, {}, now=NOW + 2 * MINUTE)
     leasing.end(lease.pk, reason="operator", now=NOW + 3 * MINUTE, actor="eve", detail="enough")
     entries, older = load_timeline(lease)
-    assert [entry.what for entry in entries] == ["Ended", "Sandbox", "Turn 1", "Run", "Sandbox", "Sandbox", "Granted"]
-    assert (entries[0].who, entries[0].detail, entries[2].detail) == ("eve", "operator: enough", '{"action": "roll"}')
+    assert [entry.title for entry in entries] == ["Ended", "Sandbox", "Turn 1", "Run", "Sandbox", "Sandbox", "Granted"]
+    assert (entries[0].actor, entries[0].detail, entries[2].detail) == ("eve", "operator: enough", '{"action": "roll"}')
     assert older is None
     only, _ = load_timeline(lease, only="turn")
-    assert [entry.what for entry in only] == ["Turn 1"]
+    assert [entry.title for entry in only] == ["Turn 1"]
     assert b"operator: enough" in viewer.get(f"/admin/leases/lease/{lease.pk}/change/?only=lease").content
 
 
@@ -225,7 +225,7 @@ def test_a_timeline_is_read_page_by_page_without_losing_a_moment(lease: Lease) -
         read += entries
         if before is None:
             break
-    assert len(read) == len({(entry.what, entry.href, entry.state) for entry in read}) == 203  # and granted, warming, warm
+    assert len(read) == len({(entry.title, entry.href, entry.state) for entry in read}) == 203  # and granted, warming, warm
     assert [entry.at for entry in read] == sorted((entry.at for entry in read), reverse=True)
 
 

@@ -90,7 +90,7 @@ def test_a_policys_page_says_who_has_it_and_links_to_exactly_those(viewer: Clien
 
 def test_the_list_says_what_each_loosens(viewer: Client, builders: Policy) -> None:
     shown = viewer.get(LIST).content.decode()
-    for word in ("builders", "writable", "and 2 more", SEALED_POLICY_NAME, "read-only", "600 a minute"):
+    for word in ("builders", "writable", "and 2 more", SEALED_POLICY_NAME, "read-only", "600 per minute"):
         assert word in shown
     assert [row.live for row in viewer.get(LIST).context["cl"].result_list] == [1, 1]
 
@@ -102,7 +102,7 @@ def test_a_sandboxs_page_names_its_policy(viewer: Client, builders: Policy) -> N
         if sandbox.policy:
             assert (page(builders) in said, note) == (True, "writable root")
         else:
-            assert (said, note) == (SEALED_POLICY_NAME, "nothing beyond the rest")
+            assert (said, note) == (SEALED_POLICY_NAME, "no exceptions")
 
 
 def test_an_environment_type_is_given_a_policy(administrator: Client) -> None:

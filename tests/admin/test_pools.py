@@ -27,7 +27,7 @@ def page(pool: Pool, act: str = "change") -> str:
 
 def offered(client: Client, pool: Pool) -> set[str]:
     shown = client.get(page(pool)).content.decode()
-    return {name for name in ("Drain…", "Resume…", "Warm up again…") if name in shown}
+    return {name for name in ("Drain…", "Resume…", "Close circuit…") if name in shown}
 
 
 def has(pool: Pool, **columns: object) -> bool:
@@ -43,9 +43,9 @@ def test_an_operator_drains_a_pool_and_resumes_it_and_says_why(operator: Client,
     assert has(pool, draining=True)
     assert offered(operator, pool) == {"Resume…"}
     shown = operator.get(page(pool)).content.decode()
-    assert "no: draining" in shown
+    assert "draining" in shown
     assert "it mines coins" in shown
-    assert said(operator.post(page(pool, "drain"), WHY))[-1] == "Nothing changed: it is draining already."
+    assert said(operator.post(page(pool, "drain"), WHY))[-1] == "Nothing changed: already draining."
     assert said(operator.post(page(pool, "resume"), WHY))[-1] == "1 pool resumed."
     assert has(pool, draining=False)
     messages = [entry.get_change_message() for entry in LogEntry.objects.order_by("pk")]
@@ -71,13 +71,13 @@ def test_an_open_circuit_says_why_and_an_operator_closes_it(operator: Client, br
     assert has(broken, warm_failures=0, warm_paused_until__isnull=True, warm_error__contains="no such image")
     assert sweeps.warm_pools(now=timezone.now()).counts == {"warmed up": 2}
     assert has(broken, warm_error="")
-    assert "Warm up again…" not in offered(operator, broken)
-    assert said(operator.post(page(broken, "warm_again"), WHY)) == ["Nothing changed: its circuit is not open."]
+    assert "Close circuit…" not in offered(operator, broken)
+    assert said(operator.post(page(broken, "warm_again"), WHY)) == ["Nothing changed: its circuit is closed."]
 
 
 def test_a_circuit_whose_time_is_over_is_closed(operator: Client, broken: Pool) -> None:
     Pool.objects.filter(pk=broken.pk).update(warm_paused_until=NOW)
-    assert "Warm up again…" not in offered(operator, broken)
+    assert "Close circuit…" not in offered(operator, broken)
     assert "open for" not in operator.get(page(broken)).content.decode()
 
 
@@ -88,7 +88,7 @@ def test_a_viewer_a_get_and_a_post_without_a_token_change_nothing(
     Pool.objects.filter(pk=broken.pk).update(draining=act == "resume")
     before = Pool.objects.filter(pk=broken.pk).values().get()
     assert viewer.post(page(broken, act), WHY).status_code == 403
-    assert b"Kept in the history" in operator.get(page(broken, act), WHY).content
+    assert b"Recorded in the history" in operator.get(page(broken, act), WHY).content
     assert as_role("Operator", enforce_csrf_checks=True).post(page(broken, act), WHY).status_code == 403
     assert operator.post(page(broken, act), {**WHY, "reason": ""}).status_code == 200
     assert Pool.objects.filter(pk=broken.pk).values().get() == before
@@ -125,12 +125,12 @@ def test_every_number_of_a_pool_links_to_exactly_its_sandboxes(
     context = viewer.get(page(pool)).context
     numbers = {fact.label: (str(fact.value), fact.href) for fact in context["facts"] if fact.href}
     assert {label: value for label, (value, _) in numbers.items()} == {
-        "Used": "6 of 100", "Ready, held by nobody": "1", "Quarantine": "1", "Stalled": "0", "Lost": "1",
+        "Used": "6 of 100", "Unclaimed": "1", "Quarantine": "1", "Stalled": "0", "Lost": "1",
         "State not stored": "1",
     }  # fmt: skip
     for label, (value, href) in numbers.items():
         assert viewer.get(href).context["cl"].result_count == int(value.split()[0]), label
-    for part in context["filling"].parts:
+    for part in context["usage"].parts:
         assert viewer.get(part.href).context["cl"].result_count == part.number, part.state
 
 
@@ -139,8 +139,8 @@ def test_what_is_ready_but_not_as_the_pool_is_now_is_said(viewer: Client, pool: 
     pool.refresh_from_db()
     pools.start_warm(pool, now=NOW)
     Pool.objects.filter(pk=pool.pk).update(image="other:2")
-    fact = next(each for each in viewer.get(page(pool)).context["facts"] if each.label == "Ready, held by nobody")
-    assert (fact.value, fact.note) == ("1", "1 wanted; 1 of another image or memory")
+    fact = next(each for each in viewer.get(page(pool)).context["facts"] if each.label == "Unclaimed")
+    assert (fact.value, fact.note) == ("1", "target 1; 1 outdated (image or memory changed)")
 
 
 # --- quotas -------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_an_administrator_sets_a_quota_and_changes_it_but_not_what_is_used(
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
-        ({"most": 2, "guaranteed": 3}, "It may have at most 2: no more than those can be guaranteed."),
+        ({"most": 2, "guaranteed": 3}, "The guarantee cannot exceed the limit of 2."),
         ({"most": -1}, "greater than or equal to 0"),
         ({"most": "many"}, "Enter a whole number"),
         ({"guaranteed": ""}, "This field is required"),
@@ -211,7 +211,7 @@ def test_pools_and_agents_link_to_their_quotas_and_these_to_their_sandboxes(
     agent = Agent.objects.get(did=ADA)
     for shown in (page(pool), f"/admin/leases/agent/{agent.pk}/change/"):
         assert f"/admin/sandboxes/quota/{row.pk}/change/" in viewer.get(shown).content.decode()
-        assert "Set one" not in viewer.get(shown).content.decode()
+        assert "Add quota" not in viewer.get(shown).content.decode()
         assert "/admin/sandboxes/quota/add/?" in administrator.get(shown).content.decode()
     facts = {fact.label: fact for fact in viewer.get(f"/admin/sandboxes/quota/{row.pk}/change/").context["facts"]}
     assert (facts["Used"].value, facts["Used"].alarm) == ("1", True)

@@ -34,7 +34,7 @@ def test_a_rate_is_added_shown_and_listed(superuser: Client) -> None:
     call(model="claude")
     call(cost=1, priced="record")
     facts = superuser.get(f"/admin/sandboxes/modelrate/{rate.pk}/change/").context["facts"]
-    assert {fact.label: fact.value for fact in facts}["Calls it will price"] == "1"
+    assert {fact.label: fact.value for fact in facts}["Unpriced calls"] == "1"
 
 
 @pytest.mark.parametrize("wrong", [{"input_usd": "-1"}, {"output_usd": ""}, {"cached_usd": "-0.1"}, {"pattern": ""}])

@@ -75,7 +75,7 @@ def test_the_menu_offers_only_what_opens(viewer: Client) -> None:
 
 def test_a_user_without_a_role_sees_no_number(as_role, lease: Lease) -> None:
     page = as_role("None").get("/admin/").content
-    assert b"You have no role" in page
+    assert b"Your account has no role" in page
     assert b"Active leases" not in page
 
 

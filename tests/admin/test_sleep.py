@@ -58,7 +58,7 @@ def test_an_evicted_sandbox_is_put_to_sleep_by_the_queue_and_not_by_the_request(
     operator: Client, lease: Lease, waiting: Sandbox, memory: MemoryProvider
 ) -> None:
     asked = len(memory.calls)
-    assert said(operator.post(page(waiting, "evict"), WHY)) == ["1 sandbox asked to sleep."]
+    assert said(operator.post(page(waiting, "evict"), WHY)) == ["1 sandbox scheduled for eviction."]
     assert (state_of(waiting), len(memory.calls)) == ("waiting", asked)
     assert queued() == [("leases.tasks.sweep_idle", ())]
     assert tasks.sweep_idle() == "1 put to sleep"
@@ -69,13 +69,13 @@ def test_an_evicted_sandbox_is_put_to_sleep_by_the_queue_and_not_by_the_request(
 
 
 def test_what_has_nothing_unsaved_in_it_is_evicted_too(operator: Client, lease: Lease) -> None:
-    assert said(operator.post(page(ensure_sandbox(lease), "evict"), WHY)) == ["1 sandbox asked to sleep."]
+    assert said(operator.post(page(ensure_sandbox(lease), "evict"), WHY)) == ["1 sandbox scheduled for eviction."]
     assert tasks.sweep_idle() == "1 put to sleep"
 
 
 def test_what_runs_again_is_left_alone(operator: Client, lease: Lease, waiting: Sandbox) -> None:
     assert runs.open_run(waiting, TRUE, now=timezone.now())
-    assert said(operator.post(page(waiting, "evict"), WHY)) == ["Nothing changed: it runs again."]
+    assert said(operator.post(page(waiting, "evict"), WHY)) == ["Nothing changed: a run has started."]
     assert tasks.sweep_idle() == "nothing to do"
     assert (state_of(waiting), queued(), events(lease), LogEntry.objects.count()) == ("running", [], [], 0)
 
@@ -90,9 +90,9 @@ def test_a_use_after_it_was_asked_keeps_it_awake(operator: Client, lease: Lease,
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"state": "cold"}, "it is cold now"),
-        ({"lost_at": NOW}, "the provider has lost it"),
-        ({"state": "warm", "holder": None}, "nobody holds it"),
+        ({"state": "cold"}, "the sandbox is cold"),
+        ({"lost_at": NOW}, "the provider has lost the sandbox"),
+        ({"state": "warm", "holder": None}, "the sandbox is unclaimed"),
     ],
 )
 def test_what_does_not_sleep_is_not_offered_and_stays(operator: Client, waiting: Sandbox, changes: dict, why: str) -> None:
@@ -105,10 +105,10 @@ def test_what_does_not_sleep_is_not_offered_and_stays(operator: Client, waiting:
 def test_many_are_evicted_if_they_wait(operator: Client, lease: Lease, waiting: Sandbox, grant: Callable[..., Lease]) -> None:
     warm = ensure_sandbox(grant(environment="warm", sleep_after=timedelta(hours=1)))
     asked = bulk(operator, "sandboxes/sandbox", "evict_all", [waiting.pk, warm.pk])
-    assert b"1 of 2 can be done now" in asked.content
+    assert b"1 of 2 allow this now" in asked.content
     assert not queued()
     done = bulk(operator, "sandboxes/sandbox", "evict_all", [waiting.pk, warm.pk], confirm="1", **WHY)
-    assert said(done) == ["1 sandbox asked to sleep. 1 skipped: not waiting."]
+    assert said(done) == ["1 sandbox scheduled for eviction. 1 skipped: not waiting."]
     tasks.sweep_idle()
     assert (state_of(waiting), state_of(warm)) == ("cold", "warm")
 
@@ -134,7 +134,7 @@ def test_a_woken_sandbox_is_started_by_the_queue_and_not_by_the_request(
 
 def test_what_woke_by_itself_is_left_alone(operator: Client, lease: Lease, cold: Sandbox) -> None:
     execution.ensure_sandbox_ready(lease.pk, now=timezone.now())
-    assert said(operator.post(page(cold, "wake"), WHY)) == ["Nothing changed: it is warm now."]
+    assert said(operator.post(page(cold, "wake"), WHY)) == ["Nothing changed: the sandbox is warm."]
     assert (queued(), events(lease)) == ([], [])
 
 
@@ -155,7 +155,7 @@ def test_a_viewer_a_get_and_a_post_without_a_token_change_nothing(
     sandbox = cold if act == "wake" else waiting
     before = Sandbox.objects.filter(pk=sandbox.pk).values().get()
     assert viewer.post(page(sandbox, act), WHY).status_code == 403
-    assert b"Kept in the history" in operator.get(page(sandbox, act), WHY).content
+    assert b"Recorded in the history" in operator.get(page(sandbox, act), WHY).content
     assert as_role("Operator", enforce_csrf_checks=True).post(page(sandbox, act), WHY).status_code == 403
     bulk(viewer, "sandboxes/sandbox", "evict_all", [sandbox.pk], confirm="1", **WHY)
     assert Sandbox.objects.filter(pk=sandbox.pk).values().get() == before
@@ -180,17 +180,17 @@ def shown(client: Client, sandbox: Sandbox) -> tuple[dict[str, str], str]:
 
 
 def test_a_page_says_where_its_state_would_come_from(viewer: Client, lease: Lease, waiting: Sandbox) -> None:
-    assert "a fresh start" in shown(viewer, waiting)[0]["Wakes from"]
+    assert "no stored state" in shown(viewer, waiting)[0]["Next wake from"]
     eviction.evict(waiting.pk, now=timezone.now(), reason="idle")
-    assert "this machine" in shown(viewer, waiting)[0]["Wakes from"]
+    assert "the local copy" in shown(viewer, waiting)[0]["Next wake from"]
     newest = workspace.find_latest(lease.pk)
     assert newest
     workspace.forget_local(newest)
-    assert "the store" in shown(viewer, waiting)[0]["Wakes from"]
+    assert "the store" in shown(viewer, waiting)[0]["Next wake from"]
     execution.ensure_sandbox_ready(lease.pk, now=timezone.now())
     facts, _ = shown(viewer, waiting)
-    assert "number 2, state from the store" in facts["Process"]
-    assert facts["Woken"] == "1 | 1 cloud"
+    assert "incarnation 2, state from the store" in facts["Provider name"]
+    assert facts["Wakes"] == "1 | 1 cloud"
 
 
 def test_snapshots_are_listed_with_what_became_of_them(viewer: Client, lease: Lease, cold: Sandbox, settings) -> None:
@@ -206,7 +206,7 @@ def test_snapshots_are_listed_with_what_became_of_them(viewer: Client, lease: Le
     eviction.release_cold(cold.pk, now=timezone.now(), reason="room")
     fresh = execution.ensure_sandbox_ready(lease.pk, now=timezone.now())
     assert fresh.pk != cold.pk
-    of_the_cold_one = f'process 2 of <a class="lh-link" href="{page(cold, "change")}">another one'
+    of_the_cold_one = f'incarnation 2 of <a class="lh-link" href="{page(cold, "change")}">another sandbox'
     assert of_the_cold_one in shown(viewer, fresh)[1]  # a wake reads the newest of its holder
 
 
@@ -219,21 +219,21 @@ def test_a_workspace_over_its_limit_is_red(viewer: Client, waiting: Sandbox) -> 
 
 def test_a_page_says_when_it_sleeps_and_that_it_is_lost(viewer: Client, waiting: Sandbox) -> None:
     Sandbox.objects.filter(pk=waiting.pk).update(idle_at=timezone.now() + timedelta(minutes=4, seconds=59))
-    assert "sleeps in 4 m 5" in shown(viewer, waiting)[0]["Last used"]
-    assert "sleeps in 4 m 5" in viewer.get("/admin/sandboxes/sandbox/").content.decode()
+    assert "evicted in 4 m 5" in shown(viewer, waiting)[0]["Last used"]
+    assert "evicted in 4 m 5" in viewer.get("/admin/sandboxes/sandbox/").content.decode()
     Sandbox.objects.filter(pk=waiting.pk).update(idle_at=NOW)
-    assert "due to sleep" in shown(viewer, waiting)[0]["Last used"]
+    assert "eviction due" in shown(viewer, waiting)[0]["Last used"]
     eviction.mark_lost(waiting, "no such container", now=timezone.now())
     facts, whole = shown(viewer, waiting)
     assert "Lost" in facts
     assert "no such container" in whole
-    assert "sleep" not in facts["Last used"]
+    assert "evict" not in facts["Last used"]
 
 
 def test_a_timeline_tells_what_operators_did_and_why(operator: Client, waiting: Sandbox) -> None:
     operator.post(page(waiting, "evict"), WHY)
     tasks.sweep_idle()
-    told = [(each.what, each.why, each.who) for each in operator.get(page(waiting, "change")).context["entries"]]
+    told = [(each.action, each.reason, each.actor) for each in operator.get(page(waiting, "change")).context["timeline"]]
     assert [why for _, why, _ in told] == ["stored", "idle", "it mines coins", "ready", "requested"]
     assert told[2] == ("Evict", "it mines coins", "operator")
 

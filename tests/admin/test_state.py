@@ -22,7 +22,7 @@ from leases import execution, leasing, snapshots, tasks
 from leases.admin.timeline import load_timeline
 from leases.models import Agent, EnvironmentType, Lease
 from sandboxes import runs
-from sandboxes.admin import state
+from sandboxes.admin import agent_data
 from sandboxes.models import Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataObject, Snapshot
 from sandboxes.providers.base import Unavailable
@@ -71,14 +71,14 @@ def test_a_directory_shows_its_names_and_how_much_is_below_each(viewer: Client) 
     put("Memory/other")
     row = put("character.json", b"{}")
     top = names(viewer, row)
-    assert {name: (each["amount"], each["files"]) for name, each in top.items()} == {
+    assert {name: (each["size"], each["files"]) for name, each in top.items()} == {
         "Memory": ("1 B", "1 file"), "character.json": ("2 B", ""), "memory": ("2.0 KiB", "2 files"),
     }  # fmt: skip
     inside = viewer.get("/admin/sandboxes/agentdata/" + f"{row.pk}/change/" + top["memory"]["href"])
     assert [each["name"] for each in inside.context["names"]] == ["deep", "one.md"]
     assert inside.context["crumbs"] == [("memory", "?path=memory")]
     assert list(names(viewer, row, path="memory/one.md")) == ["one.md"]
-    assert b"There is no memory/three" in viewer.get(*page(row, path="memory/three")).content
+    assert b"memory/three does not exist" in viewer.get(*page(row, path="memory/three")).content
 
 
 def test_a_file_names_the_lease_that_wrote_it_and_a_link_what_it_points_to(
@@ -89,7 +89,7 @@ def test_a_file_names_the_lease_that_wrote_it_and_a_link_what_it_points_to(
     shown = names(viewer, put("by-hand"))
     assert f"/admin/leases/lease/{lease.pk}/change/" in shown["note"]["writer"]
     assert (shown["by-hand"]["writer"], shown["note"]["mode"]) == ("an operator", "0644")
-    assert (shown["latest"]["target"], shown["latest"]["amount"]) == ("notes/today", "–")
+    assert (shown["latest"]["target"], shown["latest"]["size"]) == ("notes/today", "–")
 
 
 def test_conflicts_stand_out(viewer: Client, grant: Callable[..., Lease], memory: MemoryProvider) -> None:
@@ -102,13 +102,13 @@ def test_conflicts_stand_out(viewer: Client, grant: Callable[..., Lease], memory
     shown = viewer.get(*page(row))
     assert "conflict</span>" in shown.content.decode()
     facts = {fact.label: fact for fact in shown.context["facts"]}
-    assert (facts["Conflicts kept"].value, facts["Conflicts kept"].href) == ("1 file", "?path=.conflicts")
-    assert b"the version that lost" in viewer.get(*page(row, path=f".conflicts/{one.pk}")).content
+    assert (facts["Conflicts"].value, facts["Conflicts"].href) == ("1 file", "?path=.conflicts")
+    assert b"overwritten version" in viewer.get(*page(row, path=f".conflicts/{one.pk}")).content
     assert "Another sandbox of this agent" in unescape(shown.content.decode())
 
 
 def test_a_large_directory_is_shown_in_parts_without_losing_a_name(viewer: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "MAX_NAMES_SHOWN", 3)
+    monkeypatch.setattr(agent_data, "MAX_NAMES_SHOWN", 3)
     for number in range(8):
         row = put(f"d/{number}")
     seen, url = [], f"/admin/sandboxes/agentdata/{row.pk}/change/?path=d"
@@ -116,7 +116,7 @@ def test_a_large_directory_is_shown_in_parts_without_losing_a_name(viewer: Clien
         shown = viewer.get(url)
         seen += [each["name"] for each in shown.context["names"]]
         assert len(shown.context["names"]) <= 3
-        url = shown.context["later"] and f"/admin/sandboxes/agentdata/{row.pk}/change/{shown.context['later']}"
+        url = shown.context["next_page"] and f"/admin/sandboxes/agentdata/{row.pk}/change/{shown.context['next_page']}"
     assert seen == [str(number) for number in range(8)]
 
 
@@ -133,7 +133,7 @@ def test_twenty_thousand_files_cost_as_many_queries_as_three(viewer: Client) -> 
     assert costs(viewer, pages) == few
     assert max(few.values()) <= 16
     shown = viewer.get(*page(row, path="memory"))
-    assert len(shown.context["names"]) == state.MAX_NAMES_SHOWN
+    assert len(shown.context["names"]) == agent_data.MAX_NAMES_SHOWN
     assert len(shown.content) < 400_000
 
 
@@ -241,10 +241,10 @@ def test_what_is_not_what_was_stored_is_a_message_and_no_file(operator: Client) 
     for url in ("{}?path=note".format(page(row, "file")[0]), page(row, "tar")[0]):
         answer = operator.get(url)
         assert answer.headers["Location"] == f"/admin/sandboxes/agentdata/{row.pk}/change/?path="
-        assert "is not what was stored" in said(answer)[-1]
+        assert "does not match its digest" in said(answer)[-1]
     get_store().remove(key)
     shown = operator.get(*page(row, "file", path="note"), follow=True)
-    assert "is not there" in unescape(shown.content.decode())
+    assert "is missing" in unescape(shown.content.decode())
     assert DataEvent.objects.filter(kind="corrupt").count() == 2
     assert not LogEntry.objects.exists()
 
@@ -285,7 +285,9 @@ def test_a_snapshot_is_taken_by_the_queue_and_not_by_the_request(
     operator: Client, lease: Lease, used: Sandbox, memory: MemoryProvider
 ) -> None:
     calls = len(memory.calls)
-    assert said(operator.post(act(used, "take_snapshot"), {**WHY, "name": "before the exam"})) == ["1 sandbox being stored."]
+    assert said(operator.post(act(used, "take_snapshot"), {**WHY, "name": "before the exam"})) == [
+        "1 sandbox queued for a snapshot."
+    ]
     assert (len(memory.calls), Snapshot.objects.count()) == (calls, 0)
     work()
     copy = Snapshot.objects.get()
@@ -293,9 +295,9 @@ def test_a_snapshot_is_taken_by_the_queue_and_not_by_the_request(
     assert events(lease) == [
         ("snapshot", "operator", f"{copy.pk} before the exam"), ("snapshot_asked_for", "operator", "it mines coins"),
     ]  # fmt: skip
-    assert LogEntry.objects.get().get_change_message() == "Take a snapshot: it mines coins"
+    assert LogEntry.objects.get().get_change_message() == "Take snapshot: it mines coins"
     shown = operator.get(act(used, "change")).content.decode()
-    for words in ("before the exam", "asked for", "here and in the store", act(copy, "restore"), act(copy, "fork")):
+    for words in ("before the exam", "on request", "local copy and store", act(copy, "restore"), act(copy, "fork")):
         assert words in shown, words
 
 
@@ -304,7 +306,7 @@ def test_an_earlier_copy_is_restored_and_the_present_state_is_kept(operator: Cli
     sh(lease, "echo second >/workspace/x", now=timezone.now())
     asked = operator.get(act(copy, "restore")).content.decode()
     assert f"{copy.at:%Y-%m-%d %H:%M:%S}" in asked
-    assert "can be gone back to" in asked
+    assert "can be undone" in asked
     answer = operator.post(act(copy, "restore"), WHY)
     assert answer.headers["HX-Redirect"] == act(used, "change")
     assert said(answer) == ["1 snapshot being restored."]
@@ -319,8 +321,12 @@ def test_what_could_not_be_done_later_is_told_in_the_timeline(operator: Client, 
     copy = snapshots.take_snapshot(lease.pk, now=NOW)
     operator.post(act(copy, "restore"), WHY)
     runs.open_run(used, Command(argv=["sleep"], timeout=MINUTE), now=timezone.now())
-    assert work() == ["Something runs in its sandbox. Restore it when that has ended."]
-    assert events(lease)[0] == ("restore_failed", "operator", "Something runs in its sandbox. Restore it when that has ended.")
+    assert work() == ["A run is open in the sandbox. Restore the snapshot when it has ended."]
+    assert events(lease)[0] == (
+        "restore_failed",
+        "operator",
+        "A run is open in the sandbox. Restore the snapshot when it has ended.",
+    )
 
 
 def test_of_a_lease_that_has_ended_nothing_is_taken_or_restored(operator: Client, lease: Lease, used: Sandbox) -> None:
@@ -345,7 +351,7 @@ def test_a_lease_is_forked_from_a_copy_into_another_environment(operator: Client
     assert in_workspace(forked) == "first"
     assert [kind for kind, *_ in events(lease)][:2] == ["fork_asked_for", "forked"]
     again = operator.post(act(copy, "fork"), {**WHY, "environment": "game-2"})
-    assert said(again)[-1] == "Nothing changed: that lease was forked from it before."
+    assert said(again)[-1] == "Nothing changed: that environment already has a lease forked from this snapshot."
 
 
 @pytest.mark.parametrize(
@@ -401,10 +407,10 @@ def test_a_copy_is_downloaded_as_it_was_stored(operator: Client, lease: Lease, u
     get_store().set(f"{copy.key}/workspace", b"rubbish")
     answer = operator.get(url)
     assert answer.headers["Location"] == act(copy, "change")
-    assert "is not what was stored" in said(answer)[-1]
+    assert "does not match its digest" in said(answer)[-1]
     Snapshot.objects.update(forgotten_at=NOW)
-    assert "was forgotten" in said(operator.get(url))[-1]
-    assert "nowhere any more" in operator.get(act(copy, "change")).content.decode()
+    assert "was deleted" in said(operator.get(url))[-1]
+    assert "deleted" in operator.get(act(copy, "change")).content.decode()
 
 
 # --- what is stored nowhere yet, and what went wrong ------------------------------------------------------------------
@@ -422,7 +428,7 @@ def test_changes_that_are_stored_nowhere_are_seen_on_every_page_they_concern(vie
     shown = viewer.get(act(unsaved, "change")).content.decode()
     since = Attachment.objects.get().unsaved_since
     assert since
-    assert f"{since:%Y-%m-%d %H:%M:%S}" in shown.split("Changes in /data since")[1].split("are stored nowhere yet")[0]
+    assert f"{since:%Y-%m-%d %H:%M:%S}" in shown.split("Unsaved changes in /data since")[1].split("</h2>")[0]
     assert "no route to the engine" in shown
     listed = viewer.get("/admin/sandboxes/sandbox/?slice=unsaved").content.decode()
     assert "Data not stored</span>" in listed
@@ -430,13 +436,13 @@ def test_changes_that_are_stored_nowhere_are_seen_on_every_page_they_concern(vie
     row = AgentData.objects.get()
     assert "1 sandbox" in viewer.get("/admin/sandboxes/agentdata/?slice=unsaved").content.decode()
     shown = viewer.get(*page(row)).content.decode()
-    assert "changes not stored" in shown
+    assert "unsaved changes" in shown
     assert "no route to the engine" in shown
 
 
 def test_once_they_are_stored_nothing_is_said_of_them(viewer: Client, lease: Lease, unsaved: Sandbox) -> None:
     sh(lease, "true")
-    assert "stored nowhere yet" not in viewer.get(act(unsaved, "change")).content.decode()
+    assert "Unsaved changes in /data" not in viewer.get(act(unsaved, "change")).content.decode()
     for model in ("sandbox", "agentdata"):
         assert viewer.get(f"/admin/sandboxes/{model}/?slice=unsaved").context["cl"].result_count == 0
 
@@ -498,7 +504,7 @@ def test_a_page_costs_the_same_for_60_rows_as_for_3(viewer: Client, grant: Calla
 
 def test_an_agents_page_leads_to_its_data(viewer: Client, lease: Lease) -> None:
     agent = Agent.objects.get(did=ADA)
-    assert b"nothing yet" in viewer.get(f"/admin/leases/agent/{agent.pk}/change/").content
+    assert b"none yet" in viewer.get(f"/admin/leases/agent/{agent.pk}/change/").content
     row = put("note", b"x" * 2048)
     shown = viewer.get(f"/admin/leases/agent/{agent.pk}/change/").content.decode()
     assert f"/admin/sandboxes/agentdata/{row.pk}/change/" in shown

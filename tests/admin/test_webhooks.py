@@ -106,7 +106,7 @@ def test_what_a_webhook_is_for_is_changed_and_its_address_is_not(administrator: 
 
 def test_a_test_is_sent_and_its_answer_said(operator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
     assert do(operator, "send_test", webhook)["HX-Redirect"] == page_of(webhook)
-    assert said(operator, webhook) == ["1 webhook took the test."]
+    assert said(operator, webhook) == ["1 webhook accepted the test event."]
     assert receiver.received[0].payload["type"] == "webhook.test"
     receiver.status = 500
     assert b"Status 500 Internal Server Error." in do(operator, "send_test", webhook).content
@@ -129,7 +129,7 @@ def test_a_rotated_secret_is_shown_once(administrator: Client, webhook: Webhook,
     do(administrator, "rotate", webhook)
     secret = secret_in(administrator.get(page_of(webhook)).content.decode())
     again = administrator.get(page_of(webhook)).content.decode()
-    assert secret not in again and "the one before signs for" in again
+    assert secret not in again and "previous secret expires" in again
     webhook.refresh_from_db()
     delivering.send_test_event(webhook, now=NOW)
     assert verify_signature(receiver.received[0], secret)

@@ -13,7 +13,7 @@ from django.utils import timezone
 
 from billing import costs, metering
 from billing.dates import start_of_day
-from billing.estimate import forecast
+from billing.forecast import forecast
 from billing.models import Account, Membership
 from leases import api_keys
 from tests.api.conftest import ApiClient

@@ -406,7 +406,7 @@ def test_what_is_no_tar_changes_nothing(ada: ApiClient, at: str, body: bytes) ->
 def test_a_tar_that_is_too_large_is_refused(ada: ApiClient, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("leases.api.files.MAX_ARCHIVE_BYTES", 10_000)
     refused(ada, "PUT", f"{at}/archive", packed(a=b"x" * 10_000), 413)
-    monkeypatch.setattr("sandboxes.state.archives.MAX_MEMBERS", 2)
+    monkeypatch.setattr("sandboxes.providers.tar_validation.MAX_MEMBERS", 2)
     refused(ada, "PUT", f"{at}/archive", packed(a=b"", b=b"", c=b""), 413)
 
 

@@ -18,7 +18,7 @@ from sandboxes.providers.memory import MemoryProvider
 from tests.api.conftest import ADA, BOB, ApiClient
 from tests.api.test_bad_input import refused
 from tests.conftest import SimulatedCrash
-from tests.unit.leases.test_one_shot import assert_nothing_is_left, packed, unpacked
+from tests.unit.leases.test_one_shot import assert_nothing_is_left, pack_tar, unpack_tar
 
 pytestmark = pytest.mark.django_db
 
@@ -32,7 +32,7 @@ def body(pool: Pool) -> Callable[..., dict[str, Any]]:
 
 
 def base64_of(**files: str) -> str:
-    return base64.b64encode(packed(**files).getvalue()).decode()
+    return base64.b64encode(pack_tar(**files).getvalue()).decode()
 
 
 def test_a_run_answers_how_it_ended_and_leaves_nothing(ada: ApiClient, body, pool, memory) -> None:
@@ -69,7 +69,7 @@ def test_a_workspace_goes_in_and_comes_back(ada: ApiClient, body) -> None:
     sent = body("sh", "-c", "cat a; echo new >b", workspace=base64_of(a="1"), return_workspace=True)
     said = ada.post("runs", sent).json()
     assert (said["outcome"], said["stdout"]) == ("ok", "1")
-    assert unpacked(io.BytesIO(base64.b64decode(said["workspace"]))) == {"a": "1", "b": "new\n"}
+    assert unpack_tar(io.BytesIO(base64.b64decode(said["workspace"]))) == {"a": "1", "b": "new\n"}
 
 
 def test_bytes_survive_in_base64(ada: ApiClient, body) -> None:
@@ -187,4 +187,4 @@ def test_a_real_command_runs_on_the_process_provider(ada: ApiClient, body, pool:
     sent = body("sh", "-c", script, env={"WORD": "there"}, workspace=base64_of(a="1\n"), return_workspace=True)
     said = ada.post("runs", sent).json()
     assert (said["outcome"], said["stdout"], said["cleaned_up"]) == ("ok", "1\nthere\n.home\na\nd\n", True)
-    assert unpacked(io.BytesIO(base64.b64decode(said["workspace"]))) == {"a": "1\n", "d/b": "new\n"}
+    assert unpack_tar(io.BytesIO(base64.b64decode(said["workspace"]))) == {"a": "1\n", "d/b": "new\n"}

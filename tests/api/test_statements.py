@@ -14,10 +14,21 @@ from billing import statements
 from billing.models import Account, Membership
 from tests.api.conftest import ApiClient
 from tests.api.test_costs import key
-from tests.support.billing import ADA, HOUR, create_rate, create_time_usage, create_token_usage, parse_day
-from tests.unit.billing.test_statements import DECEMBER, close, house, price
+from tests.support.billing import (
+    ADA,
+    HOUR,
+    advance_and_price,
+    close_month,
+    create_rate,
+    create_time_usage,
+    create_token_usage,
+    get_house_account,
+    parse_day,
+    parse_utc,
+)
 
 pytestmark = pytest.mark.django_db
+DECEMBER = parse_utc("2026-12-01T00:00")
 
 
 @pytest.fixture
@@ -29,10 +40,10 @@ def closed(db: None) -> None:
     create_time_usage("2026-10-02T22:00", 3 * HOUR, "", provider="acme")
     create_time_usage("2026-11-02T22:00", 3 * HOUR, provider="acme")
     create_token_usage("2026-11-03T10:00", "0.125", provider="acme")
-    price()
+    advance_and_price(DECEMBER)
     statements.grant_credit(team, Decimal("0.50"), now=DECEMBER, actor="eve", reason="welcome")
-    for account, month in ((house(), "2026-10-01"), (house(), "2026-11-01"), (team, "2026-11-01")):
-        close(account, parse_day(month))
+    for account, month in ((get_house_account(), "2026-10-01"), (get_house_account(), "2026-11-01"), (team, "2026-11-01")):
+        close_month(account, parse_day(month), now=DECEMBER)
 
 
 NOVEMBER_OF_TEAM = {
@@ -154,7 +165,7 @@ def test_the_command_closes_what_can_be_closed_and_says_what_cannot() -> None:
         create_time_usage(f"{month}-02T22:00", 3 * HOUR, provider="acme")
     create_time_usage("2021-10-02T22:00", 3 * HOUR, "", provider="acme")
     close_team = ("close", "--account", "team", "--month")
-    price()
+    advance_and_price(DECEMBER)
     assert said(*close_team, "2021-09").splitlines()[1].split() == ["team", "2021-09", "1.50", "0.00", "1.50"]
     with pytest.raises(CommandError, match="house: 2021-09 has costs and is not closed") as refused:
         said("close", "--month", "2021-10")

@@ -1,9 +1,9 @@
-"""What the way out adds to a model call, in time, CPU and memory, and to the start of a sandbox.
+"""Benchmark of the egress proxy: latency, CPU and memory per model call, and its share of a sandbox's start.
 
-The same program makes the same calls to the same upstream: on this host directly, and in a sandbox through its bridge,
-nginx and our server, in turn. It is a bare server that answers at once, and LiteLLM where TEST_LITELLM_URL names one. nginx
-lets 20 requests a second of one sandbox through, so several of them take turns. A call that follows at once waits until the one
-before is written down; programs that do something with an answer first do not wait for that."""
+The same program makes the same calls to the same upstream, alternately: on the host directly, and in a sandbox through the
+bridge, nginx and the egress server. The upstream is a server without latency, and LiteLLM if TEST_LITELLM_URL is set. nginx
+admits 20 requests per second of one sandbox, so several sandboxes take turns. A call immediately after another waits until the
+first is settled; programs that process a response first do not wait."""
 
 import json
 import os
@@ -29,7 +29,7 @@ CALL_COUNT = int(os.environ.get("BENCH_MODEL_CALLS", "300"))
 START_COUNT = int(os.environ.get("BENCH_STARTS", "12"))
 SANDBOX_COUNT = int(os.environ.get("BENCH_BOXES", "8"))
 DID = "did:web:bench.invalid"
-CALLS_PER_BLOCK, CALLS_PER_SECOND = 10, 18  # calls in a row, and in a second, of one sandbox: nginx lets 40 and 20 through
+CALLS_PER_BLOCK, CALLS_PER_SECOND = 10, 18  # of one sandbox; nginx admits bursts of 40 and 20 per second
 SANDBOX_PROXY_PORT = 4010
 CALL_PATTERNS: dict[str, dict[str, Any]] = {
     "kept connection, back to back": {"stream": False, "keep": True},
@@ -37,8 +37,8 @@ CALL_PATTERNS: dict[str, dict[str, Any]] = {
     "new connection each": {"stream": False, "keep": False},
     "stream, kept connection": {"stream": True, "keep": True},
 }
-LISTENING_SOCKET_ENTRY = f"{SANDBOX_PROXY_PORT:04X} 00000000:0000 0A"  # as /proc/net/tcp shows a port on which somebody listens
-# Reads what to do from stdin, a line each, and says what each call took: to its first byte, and whole.
+LISTENING_SOCKET_ENTRY = f"{SANDBOX_PROXY_PORT:04X} 00000000:0000 0A"  # entry of a listening socket in /proc/net/tcp
+# Reads one job per line from stdin. Prints (seconds to the first byte, total seconds) of each call.
 CLIENT_SCRIPT = """
 import http.client, json, select, socket, sys, time
 kept = {}
@@ -46,7 +46,7 @@ for line in sys.stdin:
     ask, took = json.loads(line), []
     request, port = ask["request"].encode(), ask["port"]
     if port in kept and select.select([kept[port]], [], [], 0)[0]:
-        kept.pop(port).close()  # closed at the other end since
+        kept.pop(port).close()  # closed by the server meanwhile
     for _ in range(ask["calls"]):
         began = time.perf_counter()
         there = kept.pop(port, None) if ask["keep"] else None
@@ -56,12 +56,12 @@ for line in sys.stdin:
         there.sendall(request)
         answer = http.client.HTTPResponse(there)
         answer.begin()
-        said = answer.read(1)
+        content = answer.read(1)
         first = time.perf_counter()
-        said += answer.read()
+        content += answer.read()
         took.append((first - began, time.perf_counter() - began))
         if answer.status != 200:
-            raise SystemExit(f"{answer.status} {said[:300]!r}")
+            raise SystemExit(f"{answer.status} {content[:300]!r}")
         if ask["keep"] and not answer.will_close:
             kept[port] = there
         else:
@@ -78,12 +78,12 @@ def main(name: str, database: str, here: Path) -> None:
     from sandboxes.models import Pool
 
     if providers.get_default_provider_name() != "docker":
-        print("\nthe way out: no Docker daemon answers; left out")
+        print("\negress proxy: skipped, no Docker daemon available")
         return
-    print(f"\n===== the way out, {name}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores =====")
+    print(f"\n===== egress proxy, {name}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores =====")
     try:
         with run_bare_upstream() as port:
-            bench_calls("a server that answers at once", port, "", measure_memory=True)
+            bench_calls("upstream without latency", port, "", measure_memory=True)
         if url := os.environ.get("TEST_LITELLM_URL"):
             bench_calls("LiteLLM", int(url.rpartition(":")[2]), os.environ["TEST_LITELLM_KEY"])
         bench_starts()
@@ -110,7 +110,7 @@ def run_bare_upstream() -> Iterator[int]:
 
 @dataclass
 class CallRoute:
-    """One way to make calls, and what they took. `parts` are the processes that work for it, by what they are."""
+    """One route of calls and its measurements, in seconds. `parts` are the processes involved, by name."""
 
     name: str
     ask: Callable[[], list[list[float]]]
@@ -130,7 +130,7 @@ class CallRoute:
 
 
 class Client:
-    """The program that makes calls, wherever it runs."""
+    """Process that makes calls, on the host or in a sandbox."""
 
     def __init__(self, *argv: str) -> None:
         self.process = subprocess.Popen(
@@ -153,7 +153,7 @@ class Client:
         return took
 
     def rest(self) -> None:
-        """Until nginx lets another block through without taking it for too many."""
+        """Wait until nginx's rate limit admits another block."""
         time.sleep(max(0.0, self.next_block_at - time.monotonic()))
         self.next_block_at = time.monotonic() + CALLS_PER_BLOCK / CALLS_PER_SECOND
 
@@ -164,20 +164,20 @@ class Client:
 
 
 def bench_calls(upstream: str, port: int, key: str, *, measure_memory: bool = False) -> None:
-    """Calls of each kind, both ways in turn."""
+    """Measure each call pattern on all routes, interleaved."""
     with ExitStack() as stack:
         server, nginx = stack.enter_context(run_egress(port, key))
-        boxes = [create_sandbox() for _ in range(SANDBOX_COUNT)]
+        running = [create_sandbox() for _ in range(SANDBOX_COUNT)]
         here = Client(sys.executable)
         stack.callback(here.close)
-        inside = [Client("docker", "exec", "-i", box.ref, "python3") for box in boxes]
+        inside = [Client("docker", "exec", "-i", sandbox.ref, "python3") for sandbox in running]
         for client in inside:
             stack.callback(client.close)
         parts: dict[str, Callable[[], set[int]]] = {
             "nginx": lambda: list_process_tree(nginx),
-            "our server": lambda: {server},
+            "egress server": lambda: {server},
             "database": lambda: {*list_database_pids()},
-            "bridge": lambda: {find_keeper_pid(box.ref) for box in boxes},
+            "bridge": lambda: {find_bridge_pid(sandbox.ref) for sandbox in running},
         }
         for title, kind in CALL_PATTERNS.items():
             turns = cycle(inside)
@@ -191,23 +191,23 @@ def bench_calls(upstream: str, port: int, key: str, *, measure_memory: bool = Fa
                 took: list[list[float]] = client.ask(SANDBOX_PROXY_PORT, "", **kind)
                 return took
 
-            ways = [CallRoute("direct, from this host", direct), CallRoute("through the way out", through, parts)]
+            routes = [CallRoute("direct, from this host", direct), CallRoute("through the egress proxy", through, parts)]
             if measure_memory:
-                ways.append(CallRoute("its row alone, by the driver", make_row_writer()))
-            for way in ways:
-                for _ in range(SANDBOX_COUNT):  # each sandbox, and each of the server's threads, has its connection then
-                    way.ask()
+                routes.append(CallRoute("call row only, by the driver", make_row_writer()))
+            for route in routes:
+                for _ in range(SANDBOX_COUNT):  # opens the connections of all sandboxes and server threads
+                    route.ask()
             for _ in range(max(CALL_COUNT // CALLS_PER_BLOCK, 1)):
-                for way in ways:
-                    way.block()
-            print_report(f"{title}; {upstream}", *ways)
+                for route in routes:
+                    route.block()
+            print_report(f"{title}; {upstream}", *routes)
         if measure_memory:
-            report_memory(boxes, nginx, server)
+            report_memory(running, nginx, server)
 
 
 @contextmanager
 def run_egress(port: int, key: str) -> Iterator[tuple[int, int]]:
-    """`manage.py egress`: its process id, and that of nginx's container."""
+    """Run `manage.py egress`. Yield (its pid, pid of nginx's container)."""
     from sandboxes.egress.nginx import NginxProxy
     from sandboxes.providers.docker.engine import Engine
 
@@ -216,16 +216,15 @@ def run_egress(port: int, key: str) -> Iterator[tuple[int, int]]:
     try:
         assert process.stdout
         if not process.stdout.readline().startswith(b"egress: "):
-            raise SystemExit("The way out did not open.")
-        front = NginxProxy(Engine())
-        yield process.pid, get_init_pid(front.name)
+            raise SystemExit("The egress proxy did not start.")
+        yield process.pid, get_init_pid(NginxProxy(Engine()).name)
     finally:
         process.terminate()
         process.wait(60)
 
 
 def create_sandbox() -> Any:
-    """A sandbox of its own, in which something runs, whose lease may make as many calls as it likes."""
+    """Create a running sandbox whose lease has no effective call limit."""
     from django.utils import timezone
 
     from leases import execution, leasing
@@ -235,15 +234,17 @@ def create_sandbox() -> Any:
     pool, _ = Pool.objects.get_or_create(name="bench", defaults={"provider": "docker", "capacity": 1000})
     policy, _ = Policy.objects.get_or_create(name="bench", defaults={"calls_per_minute": 10**6, "models": ["gpt"]})
     EnvironmentType.objects.filter(name="coding").update(policy=policy)
-    ask = leasing.LeaseRequest(DID, f"way-{uuid.uuid4().hex[:8]}", "coding", pool=pool.name)
-    box = execution.ensure_sandbox_ready(leasing.acquire(ask, now=timezone.now())[0].pk, now=timezone.now())
-    Run.objects.create(sandbox=box, argv=["bench"], started_at=timezone.now(), deadline_at=timezone.now() + timedelta(hours=1))
-    Sandbox.objects.filter(pk=box.pk).update(open_runs=1, state="running")
-    return box
+    ask = leasing.LeaseRequest(DID, f"egress-{uuid.uuid4().hex[:8]}", "coding", pool=pool.name)
+    sandbox = execution.ensure_sandbox_ready(leasing.acquire(ask, now=timezone.now())[0].pk, now=timezone.now())
+    Run.objects.create(
+        sandbox=sandbox, argv=["bench"], started_at=timezone.now(), deadline_at=timezone.now() + timedelta(hours=1)
+    )
+    Sandbox.objects.filter(pk=sandbox.pk).update(open_runs=1, state="running")
+    return sandbox
 
 
 def make_row_writer() -> Callable[[], list[list[float]]]:
-    """Each call's row, which is there before anything is sent, and its end: two durable writes that nothing can leave out."""
+    """Return a function that writes only the rows: an insert before a call and an update after it."""
     from django.db import connection
     from django.utils import timezone
 
@@ -272,10 +273,10 @@ def make_row_writer() -> Callable[[], list[list[float]]]:
 def print_report(title: str, direct: CallRoute, through: CallRoute, *others: CallRoute) -> None:
     print(f"\n{title}  ({len(direct.whole)} calls, interleaved; aim: 3 ms more at p50; load {os.getloadavg()[0]:.1f})")
     print(f"  {'':<30}{'p50 ms':>8}{'p95 ms':>8}{'first byte p50':>16}{'p95':>8}{'p50 : direct':>14}")
-    for way in (direct, through, *others):
-        whole, first = (compute_quantiles_ms(took) for took in (way.whole, way.first))
+    for route in (direct, through, *others):
+        whole, first = (compute_quantiles_ms(took) for took in (route.whole, route.first))
         ratio = whole[0] / compute_quantiles_ms(direct.whole)[0]
-        print(f"  {way.name:<30}{whole[0]:8.2f}{whole[1]:8.2f}{first[0]:16.2f}{first[1]:8.2f}{ratio:13.2f}x")
+        print(f"  {route.name:<30}{whole[0]:8.2f}{whole[1]:8.2f}{first[0]:16.2f}{first[1]:8.2f}{ratio:13.2f}x")
     more = [
         after - before
         for after, before in zip(compute_quantiles_ms(through.whole), compute_quantiles_ms(direct.whole), strict=True)
@@ -286,12 +287,12 @@ def print_report(title: str, direct: CallRoute, through: CallRoute, *others: Cal
     ]
     print(f"  {'added':<30}{more[0]:8.2f}{more[1]:8.2f}{first[0]:16.2f}{first[1]:8.2f}")
     spent = {part: 1e3 * seconds / len(through.whole) for part, seconds in through.cpu.items()}
-    said = ", ".join(f"{part} {each:.2f}" for part, each in spent.items())
-    print(f"  CPU ms a call: {sum(spent.values()):.2f} ({said})", flush=True)
+    breakdown = ", ".join(f"{part} {each:.2f}" for part, each in spent.items())
+    print(f"  CPU ms per call: {sum(spent.values()):.2f} ({breakdown})", flush=True)
 
 
 def compute_quantiles_ms(seconds: list[float]) -> tuple[float, float]:
-    """p50 and p95, in ms."""
+    """Return (p50, p95) in ms."""
     ordered = sorted(seconds)
     return 1e3 * statistics.median(ordered), 1e3 * ordered[min(len(ordered) - 1, int(len(ordered) * 0.95))]
 
@@ -299,41 +300,41 @@ def compute_quantiles_ms(seconds: list[float]) -> tuple[float, float]:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def report_memory(boxes: list[Any], nginx: int, server: int) -> None:
-    """What the way out holds, after the calls that it has served."""
+def report_memory(running: list[Any], nginx: int, server: int) -> None:
+    """Print the memory of the egress proxy after the calls."""
     from django.conf import settings
 
-    bridges = [read_memory_mb({find_keeper_pid(box.ref)}) for box in boxes]
+    bridges = [read_memory_mb({find_bridge_pid(sandbox.ref)}) for sandbox in running]
     rss, pss = (statistics.median(each[kind] for each in bridges) for kind in ("Rss", "Pss"))
-    shared = {"nginx": read_memory_mb(list_process_tree(nginx)), "our server": read_memory_mb({server})}
+    shared = {"nginx": read_memory_mb(list_process_tree(nginx)), "egress server": read_memory_mb({server})}
     own = {name: each["Pss"] for name, each in shared.items()}
-    print(f"\nmemory, {len(boxes)} sandboxes and {settings.EGRESS_SLOTS} ways out  (MB; aim: 15 a sandbox)")
+    print(f"\nmemory, {len(running)} sandboxes and {settings.EGRESS_SLOTS} slots  (MB; aim: 15 per sandbox)")
     print(
-        f"  bridge, of each sandbox: RSS {rss:.1f}, PSS {pss:.1f}; "
-        f"its container's cgroup {compute_cgroup_mb(boxes):.1f} with the client"
+        f"  bridge, per sandbox: RSS {rss:.1f}, PSS {pss:.1f}; "
+        f"its container's cgroup {compute_cgroup_mb(running):.1f} with the client"
     )
-    print(f"  shared: nginx PSS {own['nginx']:.1f}, our server PSS {own['our server']:.1f}")
-    total = pss + sum(own.values()) / len(boxes)
-    print(f"  a sandbox's part: {total:.1f} among {len(boxes)}, {pss + sum(own.values()) / 100:.1f} among 100", flush=True)
+    print(f"  shared: nginx PSS {own['nginx']:.1f}, egress server PSS {own['egress server']:.1f}")
+    total = pss + sum(own.values()) / len(running)
+    print(f"  per sandbox: {total:.1f} among {len(running)}, {pss + sum(own.values()) / 100:.1f} among 100", flush=True)
 
 
 def read_memory_mb(pids: set[int]) -> dict[str, float]:
-    """Memory of these processes together, in MB."""
+    """Return the total memory of these processes, in MB."""
     found = {"Rss": 0.0, "Pss": 0.0}
     for pid in pids:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            name, _, said = line.partition(":")
+            name, _, value = line.partition(":")
             if name in found:
-                found[name] += int(said.split()[0]) / 1024
+                found[name] += int(value.split()[0]) / 1024
     return found
 
 
-def compute_cgroup_mb(boxes: list[Any]) -> float:
-    return statistics.median(read_cgroup_bytes(find_keeper_pid(box.ref)) for box in boxes) / (1 << 20)
+def compute_cgroup_mb(running: list[Any]) -> float:
+    return statistics.median(read_cgroup_bytes(find_bridge_pid(sandbox.ref)) for sandbox in running) / (1 << 20)
 
 
 def read_cgroup_bytes(pid: int) -> int:
-    """What a process's memory cgroup is charged with."""
+    """Read the memory charged to a process's cgroup, in bytes."""
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -344,8 +345,8 @@ def read_cgroup_bytes(pid: int) -> int:
 
 
 @cache
-def find_keeper_pid(ref: str) -> int:
-    """The process that keeps a sandbox running, beside the engine's own process 1."""
+def find_bridge_pid(ref: str) -> int:
+    """Return the pid of the bridge, a child of the engine's process 1."""
     first = get_init_pid(ref)
     return next(pid for pid in list_process_tree(first) - {first} if b"bridge.py" in read_command_line(pid))
 
@@ -354,16 +355,16 @@ def find_keeper_pid(ref: str) -> int:
 
 
 def bench_starts() -> None:
-    """A container until what keeps it running does: with a way out, and with nothing but `sleep`."""
+    """Measure the start of a container until its program runs: with the bridge, and with `sleep`."""
     from sandboxes.egress import slots
     from sandboxes.providers.base import SandboxSpec
-    from sandboxes.providers.docker import provider as ours
+    from sandboxes.providers.docker import provider as docker_provider
 
-    provider, bridge = ours.DockerProvider(), ours.INIT_COMMAND
+    provider, bridge = docker_provider.DockerProvider(), docker_provider.INIT_COMMAND
     name, idle = f"lh-bench-{uuid.uuid4().hex[:12]}", ("sleep", "infinity")
 
     def start(keeps_running: tuple[str, ...], sockets: Callable[[], Path] | None, ready: Callable[[int], bool]) -> float:
-        ours.INIT_COMMAND = keeps_running
+        docker_provider.INIT_COMMAND = keeps_running
         began = time.perf_counter()
         provider.create(SandboxSpec(name, owner="bench", sockets=sockets() if sockets else None))
         pid = get_init_pid(name)
@@ -386,11 +387,11 @@ def bench_starts() -> None:
         for number in range(START_COUNT + 1):
             plain = start(idle, None, sleeps)
             whole = start(bridge, lambda: slots.ensure_slot_directory(0), listens)
-            if number:  # the first of each warms caches
+            if number:  # the first start of each warms caches
                 with_sleep.append(plain)
                 with_bridge.append(whole)
     finally:
-        ours.INIT_COMMAND = bridge
+        docker_provider.INIT_COMMAND = bridge
         provider.destroy(name)
     print(f"\nstart of a sandbox  ({START_COUNT} each, interleaved; load {os.getloadavg()[0]:.1f})")
     for title, took, size in (

@@ -1,7 +1,7 @@
-"""What keeping state costs: an agent's /data around every turn, a workspace that sleeps and wakes.
+"""Cost of stored state: an agent's /data around every turn, and a workspace that sleeps and wakes.
 
-The raw side moves the same bytes with the least that any program needs: the same files side by side by boto3, or by the
-store itself; tar and gzip and one object. Where TEST_S3_URL names a server, it is the store, too."""
+The raw side moves the same bytes with the minimum that any program needs: the same files in parallel through boto3 or the store
+itself; tar, gzip and one object. If TEST_S3_URL is set, the S3 store is measured, too."""
 
 import os
 import random
@@ -21,7 +21,7 @@ from tests.bench.server import configure, destroy_raw_container, start_raw_conta
 
 TURN_ROUNDS = int(os.environ.get("BENCH_TURNS", "20"))
 SLEEP_ROUNDS = int(os.environ.get("BENCH_SLEEPS", "4"))
-FILE_BYTES = 4 << 10  # bytes of each file of an agent
+FILE_BYTES = 4 << 10  # per file
 WORKSPACE_MB = int(os.environ.get("BENCH_WORKSPACE_MB", "100"))
 THREAD_COUNT = 8
 DID = "did:web:bench.invalid"
@@ -43,34 +43,34 @@ for number in range(int(sys.argv[2]) // 2):
 """
 
 
-def main(name: str, database: str, here: Path) -> None:
+def main(name: str, database: str, state_directory: Path) -> None:
     os.environ |= {"LEASEHOLD_DATA_MOST_MIB": "1024"}
-    configure(database, here)
+    configure(database, state_directory)
     from sandboxes import providers
 
     kinds = ["memory"] + ["docker"] * (providers.get_default_provider_name() == "docker")
-    for shelf in ["filesystem"] + ["s3"] * bool(os.environ.get("TEST_S3_URL")):
-        with use_store(shelf):
+    for backend in ["filesystem"] + ["s3"] * bool(os.environ.get("TEST_S3_URL")):
+        with use_store(backend):
             for kind in kinds:
-                print(f"\n===== stored state, {name}, store: {shelf}, provider: {kind} =====")
+                print(f"\n===== stored state, {name}, store: {backend}, provider: {kind} =====")
                 for count in (0, 10, 1000):
                     bench_turns(kind, count)
             if name == "SQLite" and os.environ.get("TEST_POSTGRES_URL"):
-                continue  # it has no part in that, and the S3 server of tests no room for twice as much
+                continue  # the database does not matter here, and the test S3 server lacks the space for two runs
             for kind in ["process", *kinds[1:]]:
-                print(f"\n===== a workspace of {WORKSPACE_MB} MB, {name}, store: {shelf}, provider: {kind} =====")
-                bench_sleeps(kind, here)
+                print(f"\n===== a workspace of {WORKSPACE_MB} MB, {name}, store: {backend}, provider: {kind} =====")
+                bench_sleeps(kind, state_directory)
 
 
 @contextmanager
-def use_store(shelf: str) -> Iterator[None]:
-    """With this store, emptied at the end."""
+def use_store(backend: str) -> Iterator[None]:
+    """Configure a store; empty it afterwards."""
     from django.conf import settings
 
     from sandboxes.storage import get_store
 
-    settings.STORAGE_BACKEND = shelf
-    if shelf == "s3":
+    settings.STORAGE_BACKEND = backend
+    if backend == "s3":
         settings.S3_ENDPOINT, settings.S3_BUCKET = os.environ["TEST_S3_URL"], os.environ["TEST_BUCKET"]
         settings.S3_ACCESS_KEY_ID = os.environ["TEST_S3_ACCESS_KEY_ID"]
         settings.S3_SECRET_ACCESS_KEY = os.environ["TEST_S3_SECRET_ACCESS_KEY"]
@@ -84,7 +84,7 @@ def use_store(shelf: str) -> Iterator[None]:
 
 @contextmanager
 def hold_lease(kind: str) -> Iterator[Any]:
-    """A lease in a pool of its own on this provider; what was started for it is destroyed."""
+    """Acquire a lease in a new pool of this provider. Its sandboxes are destroyed afterwards."""
     from django.utils import timezone
 
     from leases import leasing
@@ -92,42 +92,42 @@ def hold_lease(kind: str) -> Iterator[Any]:
     from sandboxes.models import Pool
 
     pool = Pool.objects.create(name=f"state-{uuid.uuid4().hex[:8]}", provider=kind, memory_mib=512, workspace_limit_mib=4096)
-    ask = leasing.LeaseRequest(f"{DID}:{pool.name}", "bench", "coding", pool=pool.name)
+    request = leasing.LeaseRequest(f"{DID}:{pool.name}", "bench", "coding", pool=pool.name)
     try:
-        yield leasing.acquire(ask, now=timezone.now())[0]
+        yield leasing.acquire(request, now=timezone.now())[0]
     finally:
-        for found in providers.get_provider(kind).list(str(pool.owner)):
-            providers.get_provider(kind).destroy(found.ref)
+        for sandbox in providers.get_provider(kind).list(str(pool.owner)):
+            providers.get_provider(kind).destroy(sandbox.ref)
 
 
-def run_script(lease: Any, script: str, *words: object) -> None:
+def run_script(lease: Any, script: str, *arguments: object) -> None:
     from django.utils import timezone
 
     from leases import execution
     from sandboxes.runs import Command
 
-    command = Command(argv=["python3", "-c", script, *map(str, words)], timeout=5 * MINUTE)
+    command = Command(argv=["python3", "-c", script, *map(str, arguments)], timeout=5 * MINUTE)
     assert execution.exec_command(lease.pk, command, now=timezone.now())[1].exit_code == 0
 
 
 def make_uploader() -> Callable[[dict[str, bytes]], None]:
-    """Store these values as an object each, eight at a time: by boto3 alone, or as the directory itself is written to."""
+    """Return a function that stores values as one object each, eight at a time: through boto3 alone, or through the store."""
     from sandboxes.storage import get_store
     from sandboxes.storage.s3 import S3Store
 
-    shelf, threads = get_store(), ThreadPoolExecutor(THREAD_COUNT)
-    if not isinstance(shelf, S3Store):
-        return lambda values: [*threads.map(shelf.set, values.keys(), values.values())] and None
-    client, bucket, prefix = shelf.client(), shelf.bucket, shelf.prefix
+    store, threads = get_store(), ThreadPoolExecutor(THREAD_COUNT)
+    if not isinstance(store, S3Store):
+        return lambda values: [*threads.map(store.set, values.keys(), values.values())] and None
+    client, bucket, prefix = store.client(), store.bucket, store.prefix
 
-    def one(key: str, value: bytes) -> None:
+    def upload(key: str, value: bytes) -> None:
         client.put_object(Bucket=bucket, Key=f"{prefix}{key}", Body=value)
 
-    return lambda values: [*threads.map(one, values.keys(), values.values())] and None
+    return lambda values: [*threads.map(upload, values.keys(), values.values())] and None
 
 
 def bench_turns(kind: str, count: int) -> None:
-    """What a turn pays for its data besides the exec itself: bring what is newer, store what it changed."""
+    """Cost of a turn's data besides the exec: pull newer files, store changed ones."""
     from django.utils import timezone
 
     from leases import execution
@@ -147,22 +147,22 @@ def bench_turns(kind: str, count: int) -> None:
                 files.update({f"{DATA}/file-{at}": File(random.randbytes(FILE_BYTES)) for at in range(count)})
             else:
                 argv = ["python3", "-c", WRITE_SCRIPT, DATA, str(count), str(FILE_BYTES)]
-                done = provider.exec(sandbox.ref, argv, env={}, timeout=MINUTE, mark=str(uuid.uuid4()))
-                assert done.exit_code == 0, done.stderr
+                result = provider.exec(sandbox.ref, argv, env={}, timeout=MINUTE, mark=str(uuid.uuid4()))
+                assert result.exit_code == 0, result.stderr
 
         def turn(number: int) -> None:
-            here = data_sync.attach(sandbox, provider, skill="coding", now=timezone.now())
-            data_sync.persist(here, sandbox, provider, now=timezone.now())
+            attachment = data_sync.attach(sandbox, provider, skill="coding", now=timezone.now())
+            data_sync.persist(attachment, sandbox, provider, now=timezone.now())
 
         def raw(number: int) -> None:
             upload({f"raw/{number}-{at}": content for at, content in enumerate(contents)})
 
         change(0)
         turn(0)
-        look = BenchCase("raw: one listing", lambda number: provider.manifest(sandbox.ref, DATA), get_own_pids)
+        listing = BenchCase("raw: one listing", lambda number: provider.manifest(sandbox.ref, DATA), get_own_pids)
         unchanged = BenchCase("attach, persist", turn, get_own_pids)
-        interleave([look, unchanged], rounds=TURN_ROUNDS)
-        print_report(f"a turn that changes nothing, {count:,} files", [look, unchanged], raw=look, aim="20 ms")
+        interleave([listing, unchanged], rounds=TURN_ROUNDS)
+        print_report(f"a turn that changes nothing, {count:,} files", [listing, unchanged], raw=listing, aim="20 ms")
         if count:
             bare = BenchCase(f"raw: {count:,} objects, {THREAD_COUNT} threads", raw, get_own_pids)
             changed = BenchCase("attach, persist", turn, get_own_pids, before=change)
@@ -174,8 +174,8 @@ def get_own_pids() -> list[int]:
     return [os.getpid()]
 
 
-def bench_sleeps(kind: str, here: Path) -> None:
-    """A sandbox sleeps and wakes from the store, against tar, gzip and one object, and back."""
+def bench_sleeps(kind: str, state_directory: Path) -> None:
+    """Sleep and wake from the store, compared with tar, gzip and one object."""
     from django.utils import timezone
 
     from leases import execution
@@ -189,13 +189,17 @@ def bench_sleeps(kind: str, here: Path) -> None:
         run_script(lease, FILL_SCRIPT, WORKSPACE, WORKSPACE_MB)
         sandbox = pool.find_by_holder(lease.pk)
         assert sandbox
-        inside, packed, spare = provider.inside(sandbox.ref, WORKSPACE), here / "raw.tar.gz", here / "raw"
+        source_directory, packed, raw_directory = (
+            provider.inside(sandbox.ref, WORKSPACE),
+            state_directory / "raw.tar.gz",
+            state_directory / "raw",
+        )
 
         def pack(number: int) -> None:
             if kind == "docker":
                 run_shell(f"docker exec -u {AGENT_USER} {raw_name} tar cf - -C {WORKSPACE} . | gzip >{packed}")
             else:
-                run_shell(f"tar cf - -C {spare} . | gzip >{packed}")
+                run_shell(f"tar cf - -C {raw_directory} . | gzip >{packed}")
             with packed.open("rb") as source:
                 get_store().upload("raw/packed", source)
 
@@ -206,25 +210,25 @@ def bench_sleeps(kind: str, here: Path) -> None:
                 start_raw_container(f"{raw_name}-{number}", sandbox.image)
                 run_shell(f"gunzip <{packed} | docker exec -i -u {AGENT_USER} {raw_name}-{number} tar xf - -C {WORKSPACE}")
             else:
-                run_shell(f"mkdir {spare}-{number}; tar xzf {packed} -C {spare}-{number}")
+                run_shell(f"mkdir {raw_directory}-{number}; tar xzf {packed} -C {raw_directory}-{number}")
 
-        def gone(number: int) -> None:
+        def discard(number: int) -> None:
             if kind == "docker":
                 destroy_raw_container(f"{raw_name}-{number}")
             else:
-                run_shell(f"rm -r {spare}-{number}")
+                run_shell(f"rm -r {raw_directory}-{number}")
 
         def sleep(number: int) -> None:
             assert eviction.evict(sandbox.pk, now=timezone.now(), reason="bench")
 
-        def used(number: int) -> None:
-            """Else there is nothing to store."""
+        def use(number: int) -> None:
+            """Use the sandbox, so that there is something to store."""
             run_script(lease, "")
 
         def wake(number: int) -> None:
             execution.ensure_sandbox_ready(lease.pk, now=timezone.now())
 
-        def asleep(number: int, *, local: bool) -> None:
+        def prepare_sleep(number: int, *, local: bool) -> None:
             wake(number)
             sleep(number)
             snapshot = workspace.find_latest(lease.pk)
@@ -237,14 +241,14 @@ def bench_sleeps(kind: str, here: Path) -> None:
                 start_raw_container(raw_name, sandbox.image)
                 provider.put_files(raw_name, WORKSPACE, spool_chunks(provider.get_files(sandbox.ref, WORKSPACE)))
             else:
-                run_shell(f"cp -a {inside} {spare}")
+                run_shell(f"cp -a {source_directory} {raw_directory}")
             packing = BenchCase("raw: tar, gzip, one object", pack)
-            sleeping = BenchCase("sleep", sleep, before=used)
+            sleeping = BenchCase("sleep", sleep, before=use)
             interleave([packing, sleeping], rounds=SLEEP_ROUNDS, warmup=1)
             print_report("a sandbox sleeps", [packing, sleeping], raw=packing)
-            unpacking = BenchCase("raw: the object, (a container,) untar", unpack, after=gone)
-            cloud = BenchCase("wake from the store", wake, before=lambda number: asleep(number, local=False))
-            local = BenchCase("wake from this machine's copy", wake, before=lambda number: asleep(number, local=True))
+            unpacking = BenchCase("raw: the object, (a container,) untar", unpack, after=discard)
+            cloud = BenchCase("wake from the store", wake, before=lambda number: prepare_sleep(number, local=False))
+            local = BenchCase("wake from this machine's copy", wake, before=lambda number: prepare_sleep(number, local=True))
             interleave([unpacking, cloud, local], rounds=SLEEP_ROUNDS, warmup=1)
             print_report("a sandbox wakes", [unpacking, cloud, local], raw=unpacking)
         finally:
@@ -253,7 +257,7 @@ def bench_sleeps(kind: str, here: Path) -> None:
 
 
 def spool_chunks(chunks: Iterable[bytes]) -> BinaryIO:
-    spool = tempfile.TemporaryFile()  # noqa: SIM115 - gone with the process
+    spool = tempfile.TemporaryFile()  # noqa: SIM115 - deleted with the process
     spool.writelines(chunks)
     spool.seek(0)
     return cast(BinaryIO, spool)

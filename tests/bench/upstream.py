@@ -1,4 +1,4 @@
-"""`python -m tests.bench.upstream PORT`: a model that answers at once, so that what is measured is the way to it."""
+"""Upstream without latency, for measuring the egress proxy: `python -m tests.bench.upstream PORT`."""
 
 import asyncio
 import json
@@ -13,14 +13,14 @@ COMPLETION_BODY = json.dumps({
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "An answer."}, "finish_reason": "stop"}],
 }).encode()  # fmt: skip
 STREAM_EVENTS = [
-    *(CHUNK_TEMPLATE | {"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in ("An ", "answer", ".")),
+    *(CHUNK_TEMPLATE | {"choices": [{"index": 0, "delta": {"content": text}}]} for text in ("An ", "answer", ".")),
     CHUNK_TEMPLATE | {"choices": [], "usage": USAGE},
 ]
 
 
 async def handle_completion(request: web.Request) -> web.StreamResponse:
-    asked = await request.json()
-    if not asked.get("stream"):
+    body = await request.json()
+    if not body.get("stream"):
         return web.Response(
             body=COMPLETION_BODY, content_type="application/json", headers={"x-litellm-response-cost": "0.0000123"}
         )

@@ -38,7 +38,7 @@ def test_a_budget_is_added_changed_listed_and_removed() -> None:
     assert run("list") == "" and not Budget.objects.exists()
 
 
-def test_each_scope_can_be_named() -> None:
+def test_each_scope_has_an_option() -> None:
     Account.objects.create(name="crew")
     key, _ = api_keys.issue_key([ADA], now=timezone.now())
     for words in (["--all"], ["--key", key.prefix], ["--type", "catan"], ["--account", "crew"]):

@@ -100,7 +100,7 @@ def test_an_unconfirmed_destroy_is_reported(memory, capsys) -> None:
         (["--memory", "5000"], "From 16"),
         (["--type", "chess"], "no such environment type"), (["--pool", "none"], "no such pool"),
         (["--agent", "%(x)s"], "--agent: "), (["--stdin", "/no/such"], "No such file"),
-        (["--workspace", "/no/such"], "No such file"), (["--workspace", "/etc/passwd"], "is no directory"),
+        (["--workspace", "/no/such"], "No such file"), (["--workspace", "/etc/passwd"], "is not a directory"),
     ],
 )  # fmt: skip
 def test_a_refused_request_is_explained_and_runs_nothing(args: list[str], message: str) -> None:

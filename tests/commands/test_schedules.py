@@ -8,7 +8,7 @@ from django.core.management import call_command
 from django.utils.module_loading import import_string
 from django_q.models import OrmQ, Schedule
 
-from billing.admin import budgets
+from billing.admin import overshoot
 from controlplane import schedules
 from sandboxes.models import Sweep
 from tests.conftest import NOW
@@ -104,4 +104,8 @@ def test_the_command_prints_its_changes(capsys) -> None:
 def test_the_documented_overshoot_bound_uses_these_intervals() -> None:
     """The possible overshoot of a budget follows from how often its sweeps run."""
     intervals = {name: schedules.get_interval(name) for name in ("meter", "budgets", "read")}
-    assert intervals == {"meter": budgets.SWEEP_INTERVAL, "budgets": budgets.SWEEP_INTERVAL, "read": budgets.READING_INTERVAL}
+    assert intervals == {
+        "meter": overshoot.SWEEP_INTERVAL,
+        "budgets": overshoot.SWEEP_INTERVAL,
+        "read": overshoot.READING_INTERVAL,
+    }

@@ -98,8 +98,8 @@ def test_listing_twenty_thousand_files_takes_two_queries() -> None:
         for number in range(20_000)
     )
     with CaptureQueriesContext(connection) as asked:
-        assert [line.name for line in data_tree.list_directory(mine, "", most=5)] == ["d0", "d1", "d2", "d3", "d4"]
-        assert [line.name for line in data_tree.list_directory(mine, "d1", after="99", most=3)] == ["9906", "9913", "9920"]
+        assert [line.name for line in data_tree.list_directory(mine, "", limit=5)] == ["d0", "d1", "d2", "d3", "d4"]
+        assert [line.name for line in data_tree.list_directory(mine, "d1", after="99", limit=3)] == ["9906", "9913", "9920"]
     assert len(asked) == 3  # directories without a row need no further query
 
 
@@ -116,7 +116,7 @@ def test_a_corrupt_file_is_not_printed(tmp_path: Path) -> None:
     put("note", "hello")
     key = DataObject.objects.get().key
     get_store().set(key, b"\0" * len(get_store().get(key) or b""))
-    with pytest.raises(CommandError, match="not what was stored"):
+    with pytest.raises(CommandError, match="does not match its digest"):
         state("get", ADA, "note", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert DataEvent.objects.get().kind == "corrupt"
@@ -169,7 +169,7 @@ def test_a_removed_file_disappears_from_a_live_sandbox(grant) -> None:
 def test_a_directory_is_removed_only_with_the_recursive_option() -> None:
     put("a/b/c", "1")
     put("a1", "1")
-    refused("not empty", "rm", ADA, "a")
+    refused("non-empty", "rm", ADA, "a")
     assert state("rm", "-r", ADA, "a").startswith("3 removed")
     assert live() == {"a1": "file"}
     assert AgentData.objects.get().files == 1
@@ -197,7 +197,7 @@ def test_an_invalid_path_is_refused(path: str, tmp_path: Path) -> None:
 def test_a_file_cannot_replace_a_directory_or_lie_below_a_file(tmp_path: Path) -> None:
     put("a/b", "1")
     (tmp_path / "f").write_text("2")
-    refused("'a' cannot be stored: it is a directory now", "put", ADA, tmp_path / "f", "a")
+    refused("'a' cannot be stored: it is currently a directory", "put", ADA, tmp_path / "f", "a")
     refused("'a/b' is a file", "put", ADA, tmp_path / "f", "a/b/c")
 
 
@@ -205,11 +205,11 @@ def test_put_respects_the_limits_of_data(settings, tmp_path: Path) -> None:
     put("a", "12345")
     settings.DATA_MOST_BYTES = 8
     (tmp_path / "f").write_text("12345")
-    refused("Then /data would have 2 files and directories of 10 bytes", "put", ADA, tmp_path / "f", "b")
+    refused("/data would have 2 paths and 10 bytes", "put", ADA, tmp_path / "f", "b")
     (tmp_path / "f").write_text("123456789")
-    refused("more than the 8 bytes", "put", ADA, tmp_path / "f", "b")
+    refused("limit of 8 bytes", "put", ADA, tmp_path / "f", "b")
     settings.DATA_MOST_BYTES, settings.DATA_MOST_FILES = 100, 2
-    refused("4 files and directories", "put", ADA, tmp_path / "f", "c/d/e")
+    refused("4 paths", "put", ADA, tmp_path / "f", "c/d/e")
 
 
 def test_an_agent_must_be_a_did(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_an_export_does_not_overwrite_existing_files(tmp_path: Path) -> None:
 def test_a_path_outside_the_directory_is_not_exported(tmp_path: Path) -> None:
     put("a", "1")
     DataFile.objects.update(path="../evil")
-    refused("would lead out", "export", ADA, tmp_path / "out")
+    refused("would be written outside", "export", ADA, tmp_path / "out")
     assert not (tmp_path / "evil").exists()
 
 
@@ -330,11 +330,11 @@ def test_a_tar_with_a_device_or_a_truncated_one_is_refused_as_a_whole(tmp_path: 
         member = tarfile.TarInfo("null")
         member.type = tarfile.CHRTYPE
         tar.addfile(member)
-    refused("no regular file", "import", ADA, tmp_path / "x.tar")
+    refused("not a regular file", "import", ADA, tmp_path / "x.tar")
     (tmp_path / "cut.tar").write_bytes(pack_tar(good=os.urandom(9999)).getvalue()[:5000])
-    refused("no whole tar", "import", ADA, tmp_path / "cut.tar")
+    refused("invalid or truncated", "import", ADA, tmp_path / "cut.tar")
     (tmp_path / "text.tar").write_text("this is no tar")
-    refused("no whole tar", "import", ADA, tmp_path / "text.tar")
+    refused("invalid or truncated", "import", ADA, tmp_path / "text.tar")
 
 
 def test_a_directory_with_a_socket_in_it_is_refused_as_a_whole(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
-"""Every provider behind one kind of bench. What a test creates carries an owner label of its own, by which it is found
-again and removed, so runs beside each other, and beside real sandboxes, do not meet."""
+"""Fixtures of the provider conformance suite: every provider behind one interface.
+
+Each test's sandboxes have their own owner label, by which they are removed. Concurrent runs and real sandboxes therefore do
+not interfere."""
 
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -12,7 +14,7 @@ from sandboxes.providers.base import WORKSPACE, ExecResult, Provider, SandboxSpe
 from sandboxes.providers.process import ProcessProvider
 from tests.conftest import DOCKER_IMAGE
 
-MEMORY_HOG_SCRIPT = "x = b'x' * (1 << 30)"  # written to, not merely reserved
+MEMORY_HOG_SCRIPT = "x = b'x' * (1 << 30)"  # written, not only reserved
 
 
 def unique_name():
@@ -20,13 +22,13 @@ def unique_name():
 
 
 def unique_sleep_seconds():
-    """Some 300 seconds for `sleep`, by which this sleeper is told from any other."""
+    """Return about 300 seconds for `sleep`, unique so that the process can be identified."""
     return f"300.{uuid4().int % 10**12:012}"
 
 
 @dataclass
 class SandboxHandle:
-    """One ready sandbox."""
+    """A ready sandbox."""
 
     provider: Provider
     ref: str
@@ -40,15 +42,16 @@ class SandboxHandle:
         return self.provider.inside(self.ref, path)
 
     def asleep(self, nap):
-        """Processes with this word on their command line, as a command in the sandbox sees them. Not by their mark:
-        commands of one exec need not see the environment of another's."""
+        """Count processes with this word on their command line, as seen inside the sandbox.
+
+        The mark is not used: a command need not see the environment of another exec."""
         unlike_itself = f"[{nap[0]}]{nap[1:]}"
         return self.run("sh", "-c", f"grep -lsaz '{unlike_itself}' /proc/[0-9]*/cmdline").stdout.split()
 
 
 @dataclass
 class ProviderBench:
-    """A provider, and one owner's sandboxes in it."""
+    """A provider, and the sandboxes of one owner."""
 
     provider: Provider
     owner: str = field(default_factory=unique_name)
@@ -63,7 +66,7 @@ class ProviderBench:
         return SandboxHandle(self.provider, ref, spec.name)
 
     def hog(self):
-        """The command line of a program that takes a GiB."""
+        """Return the command line of a program that uses 1 GiB of memory."""
         return ["oom"] if self.provider.name == "memory" else ["python3", "-c", MEMORY_HOG_SCRIPT]
 
     def clean(self):
@@ -72,8 +75,7 @@ class ProviderBench:
 
 
 def make_bench_fixture(*kinds):
-    """A fixture that gives every test a bench of each kind. Docker is skipped where there is none (or fails: see
-    tests/conftest.py)."""
+    """Create a fixture parametrized by provider. Without Docker it skips or fails, see tests/conftest.py."""
 
     @pytest.fixture(params=[pytest.param(kind, marks=[pytest.mark.docker] * (kind == "docker")) for kind in kinds])
     def fixture(request, tmp_path):
@@ -87,7 +89,7 @@ def make_bench_fixture(*kinds):
 
 
 bench = make_bench_fixture("memory", "process", "docker")
-real_bench = make_bench_fixture("process", "docker")  # programs really run: for what only a kernel can show
+real_bench = make_bench_fixture("process", "docker")  # providers that execute real programs
 limiting_bench = make_bench_fixture("memory", "docker")  # enforces_limits
 
 
@@ -103,7 +105,7 @@ def real_box(real_bench):
 
 @pytest.fixture
 def workspace(box):
-    """Write, read and remove in the sandbox by paths relative to /workspace."""
+    """File access by paths relative to /workspace."""
     return Workspace(box)
 
 

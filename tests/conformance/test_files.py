@@ -1,4 +1,4 @@
-"""What the port promises about files, asked of every provider, and of Docker both ways: from outside and by an exec."""
+"""Conformance of file verbs: every provider, and Docker both on the host and by exec."""
 
 import io
 import os
@@ -38,7 +38,7 @@ EMPTY = "chmod -R u+rwX /data /workspace; find /data /workspace -mindepth 1 -del
 
 @pytest.fixture(scope="module")
 def kept_container():
-    """A container that one test after another uses, because to start one takes longer than most tests."""
+    """Container shared by successive tests, because starting one takes longer than most tests."""
     bench = ProviderBench(DockerProvider())
     made = cache(bench.box)
     yield made
@@ -47,7 +47,7 @@ def kept_container():
 
 
 def box_of(*ways, new=False):
-    """A fixture that gives every test a sandbox of each kind with nothing in it."""
+    """Create a fixture parametrized by provider and access path, with an empty sandbox."""
 
     def by(way):
         return pytest.param(way, marks=[pytest.mark.docker] * way.startswith("docker"), id=way)
@@ -74,7 +74,7 @@ def box_of(*ways, new=False):
 
 @dataclass
 class Files(SandboxHandle):
-    """One sandbox, its verbs for /data by short names."""
+    """One sandbox, with shorthands for its /data verbs."""
 
     def write(self, path, content=b""):
         self.provider.write_file(self.ref, f"{DATA}/{path}", content)
@@ -89,7 +89,7 @@ class Files(SandboxHandle):
         return self.provider.manifest(self.ref, DATA, **more)
 
     def get(self, **more):
-        """What get_files gives, as name -> content, target, or None for a directory."""
+        """Return the tar of get_files as name -> content, link target, or None for a directory."""
         with tarfile.open(fileobj=io.BytesIO(b"".join(self.provider.get_files(self.ref, DATA, **more))), mode="r:") as tar:
             return {
                 member.name: tar.extractfile(member).read() if member.isreg() else member.linkname or None for member in tar
@@ -102,7 +102,7 @@ class Files(SandboxHandle):
         return self.provider.read_range(self.ref, f"{DATA}/{path}", start=start, length=length)
 
     def python(self, code):
-        """Run in /data what only a kernel can do."""
+        """Run a Python script in /data."""
         done = self.run("python3", "-c", f"import os, socket\n{code}", cwd=DATA)
         assert done.exit_code == 0, done.stderr
 
@@ -118,12 +118,12 @@ new_container = box_of("docker", new=True)
 # --- manifest -----------------------------------------------------------------------------------------------------
 
 
-def test_a_new_sandbox_has_nothing_in_data(new_box):
+def test_data_of_a_new_sandbox_is_empty(new_box):
     assert new_box.look() == {}
     assert new_box.provider.size(new_box.ref, DATA) == 0
 
 
-def test_a_manifest_says_of_everything_what_it_is(box):
+def test_manifest_contains_kind_mode_size_and_target(box):
     box.put(
         file("run.sh", b"#!/bin/sh\n", mode=0o755),
         file("deep/er/file", b"12345", mode=0o640),
@@ -142,14 +142,14 @@ def test_a_manifest_says_of_everything_what_it_is(box):
     }
 
 
-def test_the_two_places_have_manifests_of_their_own(box):
+def test_roots_have_separate_manifests(box):
     box.write("a")
     assert "a" not in box.provider.manifest(box.ref, WORKSPACE)
     with pytest.raises(BadPath):
         box.provider.manifest(box.ref, "/etc")
 
 
-def test_times_are_those_that_were_unpacked_in_whole_seconds(box):
+def test_unpacked_times_are_kept_in_whole_seconds(box):
     (member, content), folder = file("old"), other("folder", tarfile.DIRTYPE)[0]
     member.mtime, folder.mtime = 1_000_000_000.9, 1_100_000_000
     box.put((member, content), (folder, None))
@@ -157,7 +157,7 @@ def test_times_are_those_that_were_unpacked_in_whole_seconds(box):
     assert (there["old"].mtime, there["folder"].mtime) == (1_000_000_000, 1_100_000_000)
 
 
-def test_a_manifest_of_a_directory_has_paths_relative_to_the_root(box):
+def test_manifest_of_a_directory_has_paths_relative_to_the_root(box):
     for path in ("a/b/c/file", "a/b/file", "a/bb", "other"):
         box.write(path)
     assert box.look(under="a/b").keys() == {"a/b/c", "a/b/c/file", "a/b/file"}
@@ -165,7 +165,7 @@ def test_a_manifest_of_a_directory_has_paths_relative_to_the_root(box):
     assert box.look(deep=False).keys() == {"a", "other"}
 
 
-def test_a_manifest_needs_a_directory_that_is_there(box):
+def test_manifest_of_a_missing_directory_is_an_error(box):
     box.write("file")
     box.put(other("link", tarfile.SYMTYPE, "."))
     for gone in ("nothing", "no/such"):
@@ -176,17 +176,17 @@ def test_a_manifest_needs_a_directory_that_is_there(box):
             box.look(under=bad)
 
 
-def test_a_manifest_of_more_than_was_asked_for_is_too_large(box):
+def test_manifest_above_the_entry_limit_is_too_large(box):
     for path in ("a/1", "a/2", "b"):
         box.write(path)
-    assert len(box.look(most=4)) == 4
-    assert len(box.look(most=2, deep=False)) == 2
-    for more in ({"most": 3}, {"most": 1, "deep": False}, {"most": 1, "under": "a"}):
+    assert len(box.look(max_entries=4)) == 4
+    assert len(box.look(max_entries=2, deep=False)) == 2
+    for more in ({"max_entries": 3}, {"max_entries": 1, "deep": False}, {"max_entries": 1, "under": "a"}):
         with pytest.raises(TooLarge):
             box.look(**more)
 
 
-def test_odd_names_are_listed_read_fetched_and_removed(box):
+def test_unusual_names_are_supported_by_all_verbs(box):
     for name in ODD:
         box.write(f"{name}/{name}", name.encode())
     paths = {f"{name}/{name}" for name in ODD}
@@ -198,7 +198,7 @@ def test_odd_names_are_listed_read_fetched_and_removed(box):
     assert box.look() == {}
 
 
-def test_names_that_are_no_text_are_listed_read_written_fetched_and_removed(real):
+def test_names_that_are_not_utf8_are_supported_by_all_verbs(real):
     real.python(r"os.mkdir(b'd\xff'); open(b'd\xff/\xfe\xfd', 'w').write('x'); os.symlink(b'\xff', 'link')")
     path = os.fsdecode(b"d\xff/\xfe\xfd")
     assert real.look().keys() == {os.fsdecode(b"d\xff"), path, "link"}
@@ -211,13 +211,13 @@ def test_names_that_are_no_text_are_listed_read_written_fetched_and_removed(real
     assert path not in real.look()
 
 
-def test_what_is_neither_text_nor_bytes_is_no_path(box):
+def test_undecodable_string_is_a_bad_path(box):
     for act in (box.read, box.remove, lambda path: box.look(under=path), lambda path: box.get(only=[path])):
         with pytest.raises(BadPath):
             act("\ud800")
 
 
-def test_pipes_and_sockets_are_listed_and_neither_read_nor_fetched(real):
+def test_pipes_and_sockets_are_listed_but_not_read(real):
     real.python("os.mkfifo('pipe'); s = socket.socket(socket.AF_UNIX); s.bind('socket'); open('file', 'w')")
     there = real.look()
     assert {path: (stat.kind, stat.size, stat.target) for path, stat in there.items()} == {
@@ -242,7 +242,7 @@ for mode in (0o000, 0o400, 0o100, 0o300):
 """
 
 
-def test_what_its_owner_may_not_read_is_listed_and_fetched_and_keeps_its_mode(real):
+def test_unreadable_entries_are_listed_and_fetched_and_keep_their_mode(real):
     real.python(LOCKED)
     there = real.look()
     assert len(there) == 12
@@ -265,7 +265,7 @@ def test_two_thousand_small_files_are_listed_fetched_and_removed(box):
     assert box.look() == {}
 
 
-def test_links_that_go_in_circles_are_links(box):
+def test_circular_links_are_listed_as_links(box):
     box.put(other("d/here", tarfile.SYMTYPE, "."), other("d/up", tarfile.SYMTYPE, ".."), other("self", tarfile.SYMTYPE, "self"))
     assert {path: stat.target for path, stat in box.look().items()} == {"d": "", "d/here": ".", "d/up": "..", "self": "self"}
     assert box.get() == {"d": None, "d/here": ".", "d/up": "..", "self": "self"}
@@ -274,7 +274,7 @@ def test_links_that_go_in_circles_are_links(box):
 # --- stamps -------------------------------------------------------------------------------------------------------
 
 
-def test_a_stamp_stays_while_nothing_changes(box):
+def test_stamp_is_stable_without_changes(box):
     box.put(file("a", b"1"), file("d/b", b"2"), other("l", tarfile.SYMTYPE, "a"))
     before = box.look()
     box.read("a")
@@ -283,7 +283,7 @@ def test_a_stamp_stays_while_nothing_changes(box):
     assert box.look() == before
 
 
-def test_a_stamp_changes_with_the_content_the_mode_and_the_target_and_no_others_do(box):
+def test_stamp_changes_with_content_mode_and_target_of_its_entry_only(box):
     box.put(file("a", b"1"), file("d/b", b"2"), other("l", tarfile.SYMTYPE, "a"), file("same", b"3"))
     before = box.look()
     box.write("a", b"2")
@@ -293,7 +293,7 @@ def test_a_stamp_changes_with_the_content_the_mode_and_the_target_and_no_others_
     assert {path for path in before if after[path].stamp != before[path].stamp} == {"a", "d/b", "l"}
 
 
-def test_a_stamp_changes_when_as_many_bytes_are_written_and_the_time_is_put_back(real):
+def test_stamp_changes_after_a_rewrite_of_equal_length_and_restored_mtime(real):
     real.write("a", b"one")
     before = real.look()["a"]
     real.python("s = os.stat('a'); open('a', 'r+').write('two'); os.utime('a', ns=(s.st_atime_ns, s.st_mtime_ns))")
@@ -302,17 +302,17 @@ def test_a_stamp_changes_when_as_many_bytes_are_written_and_the_time_is_put_back
     assert after.stamp != before.stamp
 
 
-def test_a_directorys_stamp_changes_with_its_mode(real):
+def test_directory_stamp_changes_with_its_mode(real):
     real.write("d/a")
     before = real.look()["d"]
     real.python("os.chmod('d', 0o500)")
     assert real.look()["d"].stamp != before.stamp
 
 
-# --- some of the files --------------------------------------------------------------------------------------------
+# --- partial reads --------------------------------------------------------------------------------------------
 
 
-def test_only_what_was_asked_for_comes_and_only_if_it_is_there(box):
+def test_only_selected_existing_paths_are_fetched(box):
     for path in ("a/b/file", "a/file", "a/other", "b"):
         box.write(path, path.encode())
     box.put(other("link", tarfile.SYMTYPE, "a"))
@@ -322,7 +322,7 @@ def test_only_what_was_asked_for_comes_and_only_if_it_is_there(box):
 
 
 @pytest.mark.parametrize("path", ["", "..", "../x", "/etc/passwd", "a/../../x", "a//b", "./a", "a/", "a\0b"])
-def test_what_is_no_path_is_neither_fetched_nor_removed(box, path):
+def test_invalid_path_is_neither_fetched_nor_removed(box, path):
     with pytest.raises(BadPath):
         box.get(only=[path])
     with pytest.raises(BadPath):
@@ -342,7 +342,7 @@ EXCLUDED = {
 
 
 @pytest.mark.parametrize("kind", EXCLUDED)
-def test_what_is_excluded_is_left_out_with_all_below_it(box, kind):
+def test_excluded_entries_are_omitted_with_their_children(box, kind):
     patterns, left = EXCLUDED[kind]
     for path in TREE:
         box.write(path, b"x")
@@ -350,7 +350,7 @@ def test_what_is_excluded_is_left_out_with_all_below_it(box, kind):
     assert box.get(only=TREE, exclude=patterns).keys() == left
 
 
-def test_a_pattern_that_cannot_be_sent_is_rejected(box):
+def test_invalid_pattern_is_rejected(box):
     for pattern in ("a\0b", "\ud800"):
         with pytest.raises(Rejected):
             box.get(exclude=[pattern])
@@ -359,7 +359,7 @@ def test_a_pattern_that_cannot_be_sent_is_rejected(box):
 # --- removing -----------------------------------------------------------------------------------------------------
 
 
-def test_removing_goes_from_below_and_leaves_directories_that_are_not_empty(box):
+def test_remove_is_deepest_first_and_leaves_non_empty_directories(box):
     for path in ("a/b/c", "d/kept", "d/gone", "e/f"):
         box.write(path)
     box.remove("a", "a/b", "a/b/c", "d", "d/gone", "e", "e/f", "e", "never", "never/was", "d/kept/below")
@@ -369,7 +369,7 @@ def test_removing_goes_from_below_and_leaves_directories_that_are_not_empty(box)
 
 
 @pytest.mark.parametrize("target", [DATA, "kept", ".", "/tmp", ".."])
-def test_removing_follows_no_link(box, target):
+def test_remove_does_not_follow_links(box, target):
     box.write("kept/file")
     box.provider.write_file(box.ref, f"{WORKSPACE}/file", b"")
     box.put(other("link", tarfile.SYMTYPE, target), other("to workspace", tarfile.SYMTYPE, box.path(WORKSPACE)))
@@ -380,7 +380,7 @@ def test_removing_follows_no_link(box, target):
     assert box.provider.read_file(box.ref, f"{WORKSPACE}/file", limit=1) == b""
 
 
-def test_what_lies_in_directories_that_forbid_writing_is_removed(real):
+def test_remove_works_in_read_only_directories(real):
     real.python("os.makedirs('a/b'); open('a/b/f', 'w'); open('a/kept', 'w'); os.chmod('a/b', 0o500); os.chmod('a', 0o500)")
     real.remove("a/b/f", "a/b")
     assert {path: stat.mode for path, stat in real.look().items() if stat.kind == "directory"} == {"a": 0o500}
@@ -388,7 +388,7 @@ def test_what_lies_in_directories_that_forbid_writing_is_removed(real):
 
 
 @pytest.mark.parametrize("root", [DATA, WORKSPACE])
-def test_clearing_leaves_nothing_but_the_place_itself(box, root):
+def test_clear_leaves_only_the_root(box, root):
     fresh = box.provider.manifest(box.ref, root).keys()
     for name in ("a/b/c", ".home/x", "-rf", ODD[4]):
         box.provider.write_file(box.ref, f"{root}/{name}", b"x")
@@ -400,7 +400,7 @@ def test_clearing_leaves_nothing_but_the_place_itself(box, root):
     assert box.run("cat", "new", cwd=root).stdout == b"x"
 
 
-def test_clearing_one_place_leaves_the_other(box):
+def test_clear_of_one_root_leaves_the_other(box):
     box.write("kept")
     box.put(other("to data", tarfile.SYMTYPE, box.path(DATA)))
     box.provider.clear(box.ref, WORKSPACE)
@@ -409,7 +409,7 @@ def test_clearing_one_place_leaves_the_other(box):
         box.provider.clear(box.ref, "/data/kept")
 
 
-def test_clearing_takes_what_is_locked_deep_or_no_file(real):
+def test_clear_removes_locked_deep_and_special_entries(real):
     real.python(LOCKED)
     real.python("""
 os.mkfifo('pipe')
@@ -430,12 +430,12 @@ open('at the bottom', 'w')
     [(0, 4, b"0123"), (4, 3, b"456"), (8, 9, b"89"), (0, 10, b"0123456789"), (0, 1 << 20, b"0123456789"), (10, 1, b""),
      (3, 0, b""), (1 << 70, 1, b"")],
 )  # fmt: skip
-def test_a_range_is_read_with_the_size_of_the_whole(box, start, length, expected):
+def test_range_is_read_with_the_file_size(box, start, length, expected):
     box.write("file", b"0123456789")
     assert box.range("file", start, length) == (expected, 10)
 
 
-def test_a_range_of_bytes_that_are_no_text_comes_exactly(box):
+def test_binary_range_is_returned_unchanged(box):
     content = bytes(range(256)) * 100
     box.write("file", content)
     assert box.range("file", 1000, 20_000) == (content[1000:21_000], len(content))
@@ -443,7 +443,7 @@ def test_a_range_of_bytes_that_are_no_text_comes_exactly(box):
     assert box.range("empty", 0, 5) == (b"", 0)
 
 
-def test_a_range_of_what_is_no_file_is_refused(box):
+def test_range_of_a_non_file_is_refused(box):
     box.write("d/file", b"x")
     box.put(other("link", tarfile.SYMTYPE, "d/file"), other("way", tarfile.SYMTYPE, "d"))
     with pytest.raises(NoSuchFile):
@@ -460,7 +460,7 @@ def test_a_range_of_what_is_no_file_is_refused(box):
 
 
 @pytest.mark.parametrize("kind", ["rpg", "catan", "coding"])
-def test_a_skill_is_copied_and_the_agents(box, kind):
+def test_seeded_skill_is_owned_by_the_agent(box, kind):
     box.provider.seed(box.ref, kind)
     assert box.look().keys() == {"skills", f"skills/{kind}", f"skills/{kind}/prompt.md"}
     assert box.look()[f"skills/{kind}/prompt.md"].mode == 0o644
@@ -470,7 +470,7 @@ def test_a_skill_is_copied_and_the_agents(box, kind):
     assert box.read(f"skills/{kind}/prompt.md") == b"mine\n"
 
 
-def test_a_second_skill_comes_beside_the_first(box):
+def test_second_skill_is_added_to_the_first(box):
     box.provider.seed(box.ref, "rpg")
     box.provider.seed(box.ref, "catan")
     assert box.look(under="skills", deep=False).keys() == {"skills/rpg", "skills/catan"}
@@ -486,31 +486,31 @@ IN_THE_WAY = {
 
 
 @pytest.mark.parametrize("what", IN_THE_WAY)
-def test_a_skill_does_not_replace_what_is_there(box, what):
+def test_seed_does_not_replace_existing_entries(box, what):
     box.put(IN_THE_WAY[what]())
     before = box.look()
     box.provider.seed(box.ref, "catan")
     assert box.look() == before
 
 
-def test_a_skill_that_the_image_does_not_have_is_none(box):
+def test_unknown_skill_is_ignored(box):
     box.provider.seed(box.ref, "chess")
     assert box.look() == {}
 
 
 @pytest.mark.parametrize("kind", ["", "..", "a/b", ".", "a b", "ü", "x" * 101, "a\n", "a\0"])
-def test_what_is_no_slug_is_no_skill(box, kind):
+def test_invalid_skill_name_is_rejected(box, kind):
     with pytest.raises(Rejected):
         box.provider.seed(box.ref, kind)
 
 
-def test_a_skill_seeded_by_several_at_once_is_there_once(box):
+def test_concurrent_seeds_copy_the_skill_once(box):
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda _: box.provider.seed(box.ref, "catan"), range(8)))
     assert box.look().keys() == {"skills", "skills/catan", "skills/catan/prompt.md"}
 
 
-# --- the verbs as such --------------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------------
 
 VERBS = {
     "manifest": lambda p, ref: p.manifest(ref, DATA),
@@ -523,8 +523,8 @@ VERBS = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_without_a_sandbox_it_is_missing(new_box, verb):
-    new_box.look()  # so that it was known once
+def test_verbs_raise_missing_without_a_sandbox(new_box, verb):
+    new_box.look()  # so that the provider has cached it
     new_box.provider.destroy(new_box.ref)
     for ref in (new_box.ref, "lhc-never-was"):
         with pytest.raises(Missing):
@@ -532,7 +532,7 @@ def test_without_a_sandbox_it_is_missing(new_box, verb):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_in_memory_it_can_be_made_to_fail(verb):
+def test_memory_provider_injects_failures_into_file_verbs(verb):
     memory, seen = MemoryProvider(), []
     box = ProviderBench(memory).box()
     box.provider.write_file(box.ref, f"{DATA}/a", b"")
@@ -541,13 +541,13 @@ def test_in_memory_it_can_be_made_to_fail(verb):
     assert seen == [box.ref]
 
 
-# --- Docker, both ways --------------------------------------------------------------------------------------------
+# --- Docker: host access and exec --------------------------------------------------------------------------------------------
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root reaches a container's files from outside")
 
 
 @as_root
-def test_from_outside_nothing_takes_an_exec(container, monkeypatch):
+def test_host_access_needs_no_exec(container, monkeypatch):
     monkeypatch.setattr(container.provider, "_create_exec", lambda *args, **options: pytest.fail("an exec"))
     container.write("a/f", b"x")
     container.put(file("b/g", b"y"), file("b/locked", b"z", mode=0), other("b", tarfile.DIRTYPE, mode=0))
@@ -576,13 +576,13 @@ way = '/'.join(['w' * 250] * 15); os.makedirs(way); open(way + '/' + 'f' * 200, 
 
 
 @as_root
-def test_both_ways_give_the_same_answers(container, monkeypatch):
+def test_host_access_and_exec_return_the_same_results(container, monkeypatch):
     container.python(MUCH)
 
     def answers():
         there = container.look()
         paths = [path for path, stat in there.items() if stat.size < 1 << 20]
-        some = [path for path in paths if path != "d/5"][:400]  # reading that one changes its stamp
+        some = [path for path in paths if path != "d/5"][:400]  # reading this one changes its stamp
         return {
             "manifest": there,
             "entries": container.look(deep=False, under="d"),
@@ -601,7 +601,7 @@ def test_both_ways_give_the_same_answers(container, monkeypatch):
 
 
 @as_root
-def test_what_takes_too_long_from_outside_is_left_to_an_exec(container, monkeypatch):
+def test_slow_host_access_falls_back_to_exec(container, monkeypatch):
     container.write("a/b", b"x")
     monkeypatch.setattr("sandboxes.providers.docker.files.HOST_TIMEOUT_SECONDS", -1.0)
     monkeypatch.setattr("sandboxes.providers.docker.files.MAX_HOST_TAR_BYTES", 100)
@@ -613,7 +613,7 @@ def test_what_takes_too_long_from_outside_is_left_to_an_exec(container, monkeypa
     assert container.look() == {}
 
 
-def test_a_container_that_was_started_again_is_found_again(new_container):
+def test_restarted_container_is_accessible_on_the_host(new_container):
     new_container.write("a")
     assert new_container.look().keys() == {"a"}
     new_container.provider._engine.client.restart(new_container.ref, timeout=0)
@@ -621,7 +621,7 @@ def test_a_container_that_was_started_again_is_found_again(new_container):
     assert new_container.look().keys() == {"a", "b"}
 
 
-def test_a_place_that_the_agent_locked_itself_is_looked_into_and_stays_locked(new_real):
+def test_locked_root_is_accessible_and_stays_locked(new_real):
     new_real.python("open('a', 'w').write('x'); os.chmod('.', 0)")
     assert new_real.look().keys() == {"a"}
     assert new_real.get(only=["a"]) == {"a": b"x"}
@@ -657,13 +657,13 @@ NONSENSE = {
 }
 
 
-def test_what_a_sandbox_plainly_says_is_understood():
+def test_valid_listing_of_a_sandbox_is_parsed():
     assert [*(_parse_listing(told(*GOOD), "", 3) or {})] == ["a", "a/b", "l"]
     assert _parse_listing(b"", "", 3) == {}
 
 
 @pytest.mark.parametrize("kind", NONSENSE)
-def test_what_a_sandbox_says_is_not_believed_if_it_cannot_be(kind):
+def test_invalid_listing_of_a_sandbox_is_rejected(kind):
     assert _parse_listing(NONSENSE[kind], "", 10) is None
 
 
@@ -671,8 +671,8 @@ def test_what_a_sandbox_says_is_not_believed_if_it_cannot_be(kind):
 
 
 @dataclass
-class Meddling(io.BytesIO):
-    """A file at whose first write, or last read, something else happens."""
+class InterruptedBuffer(io.BytesIO):
+    """Buffer that runs a callback at its first write or last read."""
 
     act: object = None
     at: int = 0
@@ -697,12 +697,12 @@ class Meddling(io.BytesIO):
 
 
 @pytest.mark.parametrize("size", [0, 10, 1_000_000, 3_000_000])
-def test_a_file_that_changes_its_size_while_it_is_packed_keeps_the_tar_whole(tmp_path, size):
+def test_file_that_changes_size_during_pack_keeps_the_tar_valid(tmp_path, size):
     root = tmp_path / "root"
     root.mkdir()
     (root / "a").write_bytes(b"a" * 1_000_000)
     (root / "b").write_bytes(b"b")
-    out = Meddling(lambda: os.truncate(root / "a", size))
+    out = InterruptedBuffer(lambda: os.truncate(root / "a", size))
     files.pack(str(root), out, only=["a", "b"])
     out.seek(0)
     with tarfile.open(fileobj=out) as tar:
@@ -711,13 +711,13 @@ def test_a_file_that_changes_its_size_while_it_is_packed_keeps_the_tar_whole(tmp
 
 
 @pytest.mark.parametrize("swapped", ["before it is opened", "while it is read"])
-def test_a_directory_swapped_for_a_link_leads_nowhere(tmp_path, swapped):
+def test_directory_replaced_by_a_link_during_pack_is_not_followed(tmp_path, swapped):
     root, outside = tmp_path / "root", tmp_path / "outside"
     for directory in (root / "a", root / "b", outside):
         directory.mkdir(parents=True)
         (directory / "file").write_text("secret" if directory == outside else "")
     seen = {}
-    for path, fields in files.scan(str(root), most=100):
+    for path, fields in files.scan(str(root), max_entries=100):
         seen[path] = fields
         if path == ("b" if swapped == "before it is opened" else "a/file"):
             (root / "a").rename(tmp_path / "away")
@@ -726,7 +726,7 @@ def test_a_directory_swapped_for_a_link_leads_nowhere(tmp_path, swapped):
     assert all(fields[2] == 0 for fields in seen.values())
 
 
-def test_a_directory_swapped_for_a_link_while_unpacking_changes_nothing_behind_it(tmp_path, monkeypatch):
+def test_directory_replaced_by_a_link_during_unpack_is_not_followed(tmp_path, monkeypatch):
     root, outside = tmp_path / "root", tmp_path / "outside"
     root.mkdir()
     outside.mkdir(mode=0o700)
@@ -736,7 +736,7 @@ def test_a_directory_swapped_for_a_link_while_unpacking_changes_nothing_behind_i
         (root / "d").rename(tmp_path / "away")
         (root / "d").symlink_to(outside)
 
-    source = Meddling(at=3 * tarfile.BLOCKSIZE)  # both are there, and the end of the tar comes
+    source = InterruptedBuffer(at=3 * tarfile.BLOCKSIZE)  # both members are unpacked, and the end of the tar follows
     io.BytesIO.write(source, tar)
     source.seek(0)
     source.act = swap
@@ -748,7 +748,7 @@ def test_a_directory_swapped_for_a_link_while_unpacking_changes_nothing_behind_i
 
 
 @pytest.mark.parametrize("what", ["paths", "targets"])
-def test_names_that_take_too_much_memory_are_too_large(tmp_path, monkeypatch, what):
+def test_total_name_length_above_the_budget_is_too_large(tmp_path, monkeypatch, what):
     way = tmp_path / ("d" * 200)
     way.mkdir()
     for number in range(5):
@@ -756,12 +756,12 @@ def test_names_that_take_too_much_memory_are_too_large(tmp_path, monkeypatch, wh
     room = {"paths": 200 + 5 * 202 - 1, "targets": 5 * 300 - 1}[what]
     monkeypatch.setattr(files, "_name_budget_bytes", lambda most: room)
     with pytest.raises(files.TooLarge):
-        list(files.scan(str(tmp_path), most=99))
+        list(files.scan(str(tmp_path), max_entries=99))
     room += 1 if what == "targets" else 1000
-    assert len(list(files.scan(str(tmp_path), most=99))) == 6
+    assert len(list(files.scan(str(tmp_path), max_entries=99))) == 6
 
 
-def test_clearing_while_others_make_files_ends_in_time(tmp_path, monkeypatch):
+def test_clear_ends_at_its_deadline_while_files_are_created(tmp_path, monkeypatch):
     drop = files._remove_entry
 
     def make_another(above, name):
@@ -774,7 +774,7 @@ def test_clearing_while_others_make_files_ends_in_time(tmp_path, monkeypatch):
         files.clear(str(tmp_path), seconds=0.2)
 
 
-def test_a_socket_among_files_is_no_obstacle(tmp_path):
+def test_socket_among_files_is_listed(tmp_path):
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "s"))
-        assert [fields[0] for _, fields in files.scan(str(tmp_path), most=9)] == ["other"]
+        assert [fields[0] for _, fields in files.scan(str(tmp_path), max_entries=9)] == ["other"]

@@ -1,4 +1,4 @@
-"""Programs in the background, asked of every provider; what only a kernel can show, of those that have one."""
+"""Conformance of background processes: every provider, and where noted only those that execute real programs."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -49,34 +49,34 @@ def ended(box: SandboxHandle, mark):
     return wait_until(lambda: (now := state(box, mark)) and not now.running and now, "the program ends")
 
 
-def test_it_outlives_the_call_that_started_it_and_its_output_arrives(box):
+def test_process_outlives_its_start_call_and_its_output_is_recorded(box):
     mark = start(box, "sh", "-c", "echo hello; echo oops >&2; sleep 300")
     wait_until(lambda: log(box, mark).content == b"hello\noops\n", "it has printed")
     assert box.run("true").exit_code == 0
     assert state(box, mark) == ON
 
 
-def test_its_exit_code_is_seen_with_all_that_it_printed(box):
+def test_exit_code_and_complete_output_are_available_after_exit(box):
     mark = start(box, "sh", "-c", "echo bye; exit 3")
     assert ended(box, mark) == ProcessState(False, 3)
     assert log(box, mark) == ProcessOutput(b"bye\n", 4)
 
 
-def test_a_program_that_does_not_exist_has_exited_with_127(box):
+def test_missing_program_has_exited_with_127(box):
     mark = unique_name()
     assert box.provider.start(box.ref, ["no-such-program"], env={}, mark=mark) == ProcessState(False, 127)
     assert state(box, mark) == ProcessState(False, 127)
     assert b"no-such-program" in log(box, mark).content
 
 
-def test_words_that_no_program_takes_are_rejected(box):
+def test_invalid_arguments_are_rejected(box):
     with pytest.raises(Rejected):
         start(box)
     with pytest.raises(Rejected):
         start(box, "true", cwd="relative")
 
 
-def test_it_gets_its_env_and_cwd(box):
+def test_env_and_cwd_are_passed(box):
     where = start(box, "pwd", cwd="/data")
     ended(box, where)
     assert log(box, where).content.decode() == f"{box.path('/data')}\n"
@@ -85,7 +85,7 @@ def test_it_gets_its_env_and_cwd(box):
     assert log(box, word).content == b"x y\n"
 
 
-def test_two_run_at_once_and_each_has_its_own_log(box):
+def test_concurrent_processes_have_separate_logs(box):
     first, second = (start(box, "sh", "-c", f"echo {name}; sleep 300") for name in ("one", "two"))
     wait_until(lambda: (log(box, first).content, log(box, second).content) == (b"one\n", b"two\n"), "both have printed")
     assert box.provider.processes(box.ref, [first, second, unique_name()]) == {first: ON, second: ON}
@@ -93,18 +93,18 @@ def test_two_run_at_once_and_each_has_its_own_log(box):
     assert box.provider.processes(box.ref, [first, second]) == {first: ProcessState(False, 137), second: ON}
 
 
-def test_the_same_mark_starts_once(box):
+def test_start_is_idempotent_per_mark(box):
     mark = start(box, "sh", "-c", "echo once; sleep 300")
     start(box, "sh", "-c", "echo twice; sleep 300", mark=mark)
     wait_until(lambda: log(box, mark).content == b"once\n", "it has printed")
 
 
-def test_what_was_never_started_is_unknown_and_has_printed_nothing(box):
+def test_unknown_mark_has_no_state_and_no_output(box):
     assert state(box, unique_name()) is None
     assert log(box, unique_name(), start=7) == ProcessOutput(b"", 7)
 
 
-def test_a_log_is_read_in_parts(box):
+def test_log_is_read_in_parts(box):
     mark = start(box, "printf", "0123456789")
     ended(box, mark)
     assert log(box, mark, length=4) == ProcessOutput(b"0123", 4)
@@ -113,7 +113,7 @@ def test_a_log_is_read_in_parts(box):
     assert log(box, mark, start=10) == ProcessOutput(b"", 10)
 
 
-def test_of_a_long_log_the_end_is_kept(bench):
+def test_end_of_a_long_log_is_retained(bench):
     box = bench.box()
     size = 5 * MIB + 12345
     mark = start(box, "head", "-c", str(size), "/dev/zero")
@@ -124,7 +124,7 @@ def test_of_a_long_log_the_end_is_kept(bench):
     assert log(box, mark, start=after - 10) == ProcessOutput(bytes(10), after)
 
 
-def test_killing_ends_it_and_again_is_success(box):
+def test_kill_is_idempotent(box):
     mark = start(box, "sleep", "300")
     box.provider.kill(box.ref, mark)
     assert state(box, mark) == ProcessState(False, 137)
@@ -132,14 +132,14 @@ def test_killing_ends_it_and_again_is_success(box):
     assert state(box, mark) == ProcessState(False, 137)
 
 
-def test_killing_what_has_exited_keeps_its_exit_code(box):
+def test_kill_after_exit_keeps_the_exit_code(box):
     mark = start(box, "sh", "-c", "exit 3")
     ended(box, mark)
     box.provider.kill(box.ref, mark)
     assert state(box, mark) == ProcessState(False, 3)
 
 
-def test_it_is_gone_with_its_sandbox(bench, box):
+def test_process_ends_with_its_sandbox(bench, box):
     mark = start(box, "sleep", "300")
     bench.provider.destroy(box.ref)
     for verb in (lambda: state(box, mark), lambda: log(box, mark), lambda: start(box, "true")):
@@ -147,10 +147,10 @@ def test_it_is_gone_with_its_sandbox(bench, box):
             verb()
 
 
-# --- where programs really run ------------------------------------------------------------------------------------
+# --- real programs ------------------------------------------------------------------------------------
 
 
-def test_a_child_that_left_its_session_and_parent_is_killed_too(real_box):
+def test_daemonized_child_is_killed_too(real_box):
     nap = unique_sleep_seconds()
     mark = start(real_box, "python3", "-c", DAEMON, nap)
     wait_until(lambda: real_box.asleep(nap), "the daemon sleeps")
@@ -159,7 +159,7 @@ def test_a_child_that_left_its_session_and_parent_is_killed_too(real_box):
     assert state(real_box, mark) == ProcessState(False, 137)
 
 
-def test_what_its_first_process_leaves_behind_goes_on_printing_and_can_be_killed(real_box):
+def test_child_of_an_exited_process_is_still_logged_and_can_be_killed(real_box):
     nap = unique_sleep_seconds()
     mark = start(real_box, "sh", "-c", f"(sleep 1; echo late; sleep {nap}) & echo early")
     assert ended(real_box, mark) == ProcessState(False, 0)
@@ -169,19 +169,19 @@ def test_what_its_first_process_leaves_behind_goes_on_printing_and_can_be_killed
     assert state(real_box, mark) == ProcessState(False, 0)
 
 
-def test_a_kill_while_it_is_being_started_leaves_none_or_is_followed_by_another(real_box):
+def test_kill_during_start_is_effective_at_the_latest_when_repeated(real_box):
     for _ in range(3):
         nap, mark = unique_sleep_seconds(), unique_name()
         with ThreadPoolExecutor(2) as threads:
             starting = threads.submit(start, real_box, "sleep", nap, mark=mark)
             threads.submit(real_box.provider.kill, real_box.ref, mark).result()
-        starting.exception()  # it may have been killed on its way, and say so
+        starting.exception()  # the start may have been killed and raise
         real_box.provider.kill(real_box.ref, mark)
         assert real_box.asleep(nap) == []
         assert not (state(real_box, mark) or ProcessState(False)).running
 
 
-def test_a_timed_out_exec_does_not_take_it_along(real_box):
+def test_process_survives_the_timeout_of_an_exec(real_box):
     nap = unique_sleep_seconds()
     mark = start(real_box, "sleep", nap)
     assert real_box.run("sleep", "60", seconds=1).timed_out
@@ -193,7 +193,7 @@ def test_signals_are_exit_codes(real_box):
     assert ended(real_box, mark) == ProcessState(False, 143)
 
 
-def test_the_logs_of_those_that_exited_long_ago_go(real_box):
+def test_old_logs_of_exited_processes_are_removed(real_box):
     marks = [start(real_box, "echo", "hi") for _ in range(launch.MAX_EXITED_LOGS + 3)]
     for mark in marks:
         ended(real_box, mark)
@@ -204,7 +204,7 @@ def test_the_logs_of_those_that_exited_long_ago_go(real_box):
     assert not state(real_box, marks[0]).running
 
 
-def test_a_watcher_says_that_it_is_connected(real_box):
+def test_relay_watcher_prints_that_it_is_connected(real_box):
     mark = start(real_box, "python3", "-c", RELAY)
     wait_until(lambda: b"Connected to relay" in log(real_box, mark).content, "it is connected")
     assert state(real_box, mark) == ON

@@ -1,4 +1,4 @@
-"""The contract of sandboxes/providers/base.py, asked of every provider."""
+"""Conformance of every provider to the port in sandboxes/providers/base.py."""
 
 import io
 import tarfile
@@ -14,34 +14,34 @@ from tests.conformance.conftest import unique_name, unique_sleep_seconds
 from tests.support.waiting import run_with_growing_timeouts
 
 MIB = 1 << 20
-SOON = timedelta(seconds=60)  # far below the 300 s that the programs here would sleep
+READY_TIMEOUT = timedelta(seconds=60)  # far below the 300 s that programs sleep in these tests
 
 
 # --- create, list, destroy ----------------------------------------------------------------------------------------
 
 
-def test_a_created_sandbox_becomes_ready_and_runs_commands(box):
+def test_created_sandbox_becomes_ready_and_runs_commands(box):
     result = box.run("echo", "hello")
     assert (result.stdout, result.stderr, result.exit_code) == (b"hello\n", b"", 0)
     assert (result.timed_out, result.oom, result.truncated) == (False, False, False)
 
 
-def test_creating_twice_is_the_same_sandbox(bench):
+def test_create_is_idempotent(bench):
     spec = bench.spec()
     assert bench.provider.create(spec) == bench.provider.create(spec)
     assert [found.name for found in bench.provider.list(bench.owner)] == [spec.name]
 
 
-def test_creating_again_keeps_what_is_in_it(bench):
+def test_repeated_create_keeps_files(bench):
     spec = bench.spec()
     ref = bench.provider.create(spec)
-    bench.provider.wait_ready(ref, timeout=SOON)
+    bench.provider.wait_ready(ref, timeout=READY_TIMEOUT)
     bench.provider.write_file(ref, "/workspace/kept", b"kept")
     bench.provider.create(spec)
     assert bench.provider.read_file(ref, "/workspace/kept", limit=10) == b"kept"
 
 
-def test_creating_at_the_same_time_is_the_same_sandbox(bench):
+def test_concurrent_creates_return_the_same_sandbox(bench):
     spec = bench.spec()
     with ThreadPoolExecutor(4) as threads:
         refs = {*threads.map(bench.provider.create, [spec] * 4)}
@@ -49,60 +49,60 @@ def test_creating_at_the_same_time_is_the_same_sandbox(bench):
     assert len(refs) == 1
 
 
-def test_a_name_that_another_owner_has_is_rejected(bench, box):
+def test_name_of_another_owner_is_rejected(bench, box):
     with pytest.raises(Rejected):
         bench.provider.create(SandboxSpec(name=box.name, owner=bench.owner + "-other", image=bench.spec().image))
     assert bench.provider.list(bench.owner + "-other") == []
     assert box.run("true").exit_code == 0
 
 
-def test_a_sandbox_is_found_by_its_ref_and_by_its_name(bench, box):
+def test_sandbox_is_found_by_ref_and_by_name(bench, box):
     by_ref, by_name = bench.provider.inspect(box.ref), bench.provider.inspect(box.name)
     assert by_ref == by_name
     assert (by_ref.ref, by_ref.name, by_ref.running) == (box.ref, box.name, True)
     assert abs(datetime.now(UTC) - by_ref.created_at) < timedelta(minutes=5)
 
 
-def test_every_verb_takes_the_name_for_the_ref(bench, box):
+def test_every_verb_accepts_the_name_as_ref(bench, box):
     box.ref = box.name
-    bench.provider.wait_ready(box.name, timeout=SOON)
+    bench.provider.wait_ready(box.name, timeout=READY_TIMEOUT)
     bench.provider.write_file(box.name, "/workspace/a", b"1")
     assert box.run("cat", "a").stdout == b"1"
     bench.provider.destroy(box.name)
     assert bench.provider.list(bench.owner) == []
 
 
-def test_the_list_has_an_owners_sandboxes_and_no_others(bench, box):
+def test_list_contains_only_the_owners_sandboxes(bench, box):
     second = bench.box()
     assert {found.ref for found in bench.provider.list(bench.owner)} == {box.ref, second.ref}
     assert bench.provider.list(bench.owner + "-other") == []
     assert bench.provider.list(bench.owner[:-1]) == []
 
 
-def test_a_destroyed_sandbox_is_gone(bench, box):
+def test_destroyed_sandbox_is_gone(bench, box):
     bench.provider.destroy(box.ref)
     assert bench.provider.list(bench.owner) == []
     with pytest.raises(Missing):
         bench.provider.inspect(box.ref)
 
 
-def test_destroying_again_or_what_never_was_is_success(bench, box):
+def test_destroy_is_idempotent(bench, box):
     bench.provider.destroy(box.ref)
     bench.provider.destroy(box.ref)
     bench.provider.destroy(f"lhc-never-{uuid4().hex}")
 
 
-def test_destroying_one_leaves_the_others(bench, box):
+def test_destroy_leaves_other_sandboxes(bench, box):
     other = bench.box()
     bench.provider.destroy(box.ref)
     assert other.run("echo", "still here").stdout == b"still here\n"
 
 
-def test_a_sandbox_made_anew_under_a_name_is_empty(bench):
+def test_sandbox_recreated_under_a_name_is_empty(bench):
     spec = bench.spec()
     for _ in range(2):
         ref = bench.provider.create(spec)
-        bench.provider.wait_ready(ref, timeout=SOON)
+        bench.provider.wait_ready(ref, timeout=READY_TIMEOUT)
         with pytest.raises(NoSuchFile):
             bench.provider.read_file(ref, "/workspace/left", limit=10)
         bench.provider.write_file(ref, "/workspace/left", b"old")
@@ -111,7 +111,7 @@ def test_a_sandbox_made_anew_under_a_name_is_empty(bench):
 
 VERBS = {
     "wait_ready": lambda p, ref: p.wait_ready(ref, timeout=timedelta(seconds=5)),
-    "exec": lambda p, ref: p.exec(ref, ["true"], env={}, timeout=SOON, mark=uuid4().hex),
+    "exec": lambda p, ref: p.exec(ref, ["true"], env={}, timeout=READY_TIMEOUT, mark=uuid4().hex),
     "inspect": lambda p, ref: p.inspect(ref),
     "read_file": lambda p, ref: p.read_file(ref, "/workspace/a", limit=10),
     "write_file": lambda p, ref: p.write_file(ref, "/workspace/a", b""),
@@ -123,7 +123,7 @@ VERBS = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_what_needs_a_sandbox_says_missing_without_one(bench, verb):
+def test_verbs_raise_missing_without_a_sandbox(bench, verb):
     box = bench.box()
     bench.provider.destroy(box.ref)
     for ref in (box.ref, box.name, "lhc-never-was"):
@@ -131,7 +131,7 @@ def test_what_needs_a_sandbox_says_missing_without_one(bench, verb):
             VERBS[verb](bench.provider, ref)
 
 
-# --- exec: what goes in -------------------------------------------------------------------------------------------
+# --- exec: input -------------------------------------------------------------------------------------------
 
 WORDS = [
     "a b",
@@ -149,16 +149,16 @@ WORDS = [
 ]
 
 
-def test_arguments_arrive_as_they_are_and_no_shell_reads_them(box):
+def test_arguments_are_passed_unchanged_without_a_shell(box):
     result = box.run("printf", r"%s\000", *WORDS)
     assert result.stdout == b"".join(word.encode() + b"\0" for word in WORDS)
 
 
-def test_stdin_arrives_byte_for_byte(box):
+def test_stdin_is_passed_unchanged(box):
     assert box.run("cat", stdin=bytes(range(256))).stdout == bytes(range(256))
 
 
-def test_without_stdin_a_reader_sees_the_end_at_once(box):
+def test_empty_stdin_ends_immediately(box):
     assert box.run("cat", seconds=60).stdout == b""
 
 
@@ -174,24 +174,24 @@ def test_five_megabytes_of_stdin_echoed_past_the_cap_do_not_block(box):
     assert (result.stdout, result.truncated, result.exit_code) == (b"x" * 1000, True, 0)
 
 
-def test_stdin_that_nobody_reads_does_not_block(box):
+def test_unread_stdin_does_not_block(box):
     result = box.run("true", stdin=b"x" * 5 * MIB)
     assert (result.exit_code, result.timed_out) == (0, False)
 
 
-def test_a_command_that_pauses_reading_in_order_to_write_does_not_block(real_box):
+def test_command_that_stops_reading_to_write_does_not_block(real_box):
     script = f"head -c 8192 >/dev/null; head -c {10 * MIB} /dev/zero; cat >/dev/null"
     result = real_box.run("sh", "-c", script, stdin=b"x" * 5 * MIB, cap=1000)
     assert (result.exit_code, result.timed_out, result.truncated) == (0, False, True)
 
 
-def test_env_arrives(box):
+def test_env_is_passed(box):
     given = {"GREETING": "hello world", "EMPTY": "", "ODD": "a=b 'c' \"d\" $e\nsecond line ü"}
     result = box.run("printenv", *given, env=given)
     assert result.stdout.decode() == "".join(f"{value}\n" for value in given.values())
 
 
-def test_the_control_planes_environment_stays_outside(box, monkeypatch):
+def test_control_planes_environment_is_not_inherited(box, monkeypatch):
     monkeypatch.setenv("LEASEHOLD_CANARY", "a secret of the control plane")
     seen = box.run("env").stdout
     assert b"PATH=" in seen
@@ -199,69 +199,69 @@ def test_the_control_planes_environment_stays_outside(box, monkeypatch):
     assert b"SECRET_KEY" not in seen
 
 
-def test_env_of_one_exec_is_not_there_in_the_next(box):
+def test_env_does_not_persist_between_execs(box):
     box.run("true", env={"ONCE": "1"})
     assert box.run("printenv", "ONCE").exit_code == 1
 
 
-def test_the_mark_is_in_the_environment(box):
+def test_mark_is_in_the_environment(box):
     assert box.run("printenv", "LEASEHOLD_RUN", mark="lhc-a-mark").stdout == b"lhc-a-mark\n"
 
 
-def test_commands_start_in_the_workspace(box):
+def test_default_cwd_is_the_workspace(box):
     assert box.run("pwd").stdout.decode() == box.path("/workspace") + "\n"
 
 
-def test_cwd_is_where_a_command_starts(bench, box):
+def test_command_starts_in_cwd(bench, box):
     bench.provider.write_file(box.ref, "/data/deep er/file", b"found")
     result = box.run("cat", "file", cwd="/data/deep er")
     assert result.stdout == b"found"
 
 
-def test_an_argument_may_name_a_promised_place(bench, box):
+def test_argument_may_be_a_sandbox_path(bench, box):
     bench.provider.write_file(box.ref, "/data/notes", b"found")
     assert box.run("cat", box.path("/data/notes")).stdout == b"found"
 
 
-# --- exec: what comes out -----------------------------------------------------------------------------------------
+# --- exec: results -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", [0, 1, 3, 42, 255])
-def test_the_exit_code_is_the_programs(box, code):
+def test_exit_code_is_the_programs(box, code):
     assert box.run("sh", "-c", f"exit {code}").exit_code == code
 
 
-def test_a_program_that_does_not_exist_is_a_result(box):
+def test_missing_program_is_a_result(box):
     result = box.run("lhc-no-such-program", "--help")
     assert (result.exit_code, result.timed_out, result.stdout) == (127, False, b"")
 
 
-def test_a_path_that_does_not_exist_is_a_result(box):
+def test_missing_program_path_is_a_result(box):
     assert box.run("/no/such/program").exit_code == 127
 
 
-def test_a_command_killed_by_a_signal_reports_it(box):
+def test_signal_is_reported_as_exit_code(box):
     result = box.run("sh", "-c", "kill -9 $$")
     assert (result.exit_code, result.timed_out, result.oom) == (137, False, False)
 
 
-def test_exit_137_alone_is_no_oom(box):
+def test_exit_code_137_alone_is_not_oom(box):
     assert not box.run("sh", "-c", "exit 137").oom
 
 
-def test_running_out_of_memory_is_told_apart(limiting_bench):
+def test_oom_kill_is_reported(limiting_bench):
     box = limiting_bench.box(memory_mib=64)
     result = box.run(*limiting_bench.hog())
     assert (result.exit_code, result.oom, result.timed_out) == (137, True, False)
-    assert not box.run("sh", "-c", "kill -9 $$").oom  # the next one is not blamed for it
+    assert not box.run("sh", "-c", "kill -9 $$").oom  # not attributed to the next exec
 
 
-def test_bytes_that_are_no_text_come_back_exactly(box):
+def test_binary_output_is_returned_unchanged(box):
     result = box.run("printf", r"\377\000\200\012\303")
     assert result.stdout == b"\xff\x00\x80\n\xc3"
 
 
-def test_stdout_and_stderr_are_told_apart(box):
+def test_stdout_and_stderr_are_separate(box):
     result = box.run("sh", "-c", "echo out; echo err >&2")
     assert (result.stdout, result.stderr) == (b"out\n", b"err\n")
 
@@ -283,7 +283,7 @@ def test_output_of_exactly_the_cap_is_not_truncated(box):
     assert (len(result.stdout), result.truncated) == (1000, False)
 
 
-def test_several_execs_run_at_once_and_keep_their_results_apart(box):
+def test_concurrent_execs_have_separate_results(box):
     def echo(number):
         return box.run("cat", stdin=f"{number}".encode() * 1000).stdout
 
@@ -291,22 +291,22 @@ def test_several_execs_run_at_once_and_keep_their_results_apart(box):
         assert [*threads.map(echo, range(16))] == [f"{number}".encode() * 1000 for number in range(16)]
 
 
-# --- exec: when time is up ----------------------------------------------------------------------------------------
+# --- exec: timeouts ----------------------------------------------------------------------------------------
 
 
-def test_a_command_past_its_timeout_is_a_result(box):
+def test_timeout_is_a_result(box):
     result = box.run("sleep", "300", seconds=1)
     assert (result.exit_code, result.timed_out, result.oom) == (137, True, False)
-    assert timedelta(seconds=1) <= result.duration < SOON
+    assert timedelta(seconds=1) <= result.duration < READY_TIMEOUT
 
 
-def test_what_was_said_before_the_timeout_is_kept(box):
+def test_output_before_the_timeout_is_returned(box):
     line = "echo begun; sleep 300; echo ended"
     result = run_with_growing_timeouts(lambda seconds: box.run("sh", "-c", line, seconds=seconds), lambda result: result.stdout)
     assert (result.stdout, result.timed_out) == (b"begun\n", True)
 
 
-def test_a_sandbox_works_after_a_timeout(box):
+def test_sandbox_works_after_a_timeout(box):
     box.run("sleep", "300", seconds=1)
     assert box.run("echo", "fine").stdout == b"fine\n"
 
@@ -322,32 +322,32 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_timeout_kills_the_whole_family(real_box, family):
+def test_timeout_kills_all_descendants(real_box, family):
     nap = unique_sleep_seconds()
     result = real_box.run("sh", "-c", FAMILIES[family].format(nap=nap), seconds=1)
     assert result.timed_out
-    assert result.duration < SOON
+    assert result.duration < READY_TIMEOUT
     assert real_box.asleep(nap) == []
 
 
-def test_another_exec_survives_a_timeout(real_box):
+def test_other_exec_survives_a_timeout(real_box):
     nap = unique_sleep_seconds()
     real_box.run("mkfifo", "ready", "go")
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(real_box.run, "sh", "-c", f"sleep {nap} & echo >ready; cat go; kill $!")
-        real_box.run("cat", "ready")  # returns once the other exec is there
+        real_box.run("cat", "ready")  # returns once the other exec has started
         assert real_box.run("sleep", "300", seconds=1).timed_out
         assert real_box.asleep(nap) != []
         real_box.run("sh", "-c", "echo still here >go")
         assert other.result().stdout == b"still here\n"
 
 
-def test_an_exec_is_killed_by_its_mark_and_no_other(real_box):
+def test_kill_by_mark_affects_only_that_exec(real_box):
     nap, mark = unique_sleep_seconds(), unique_name()
     real_box.run("mkfifo", "ready")
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(real_box.run, "sh", "-c", f"setsid sleep {nap} & echo >ready; wait", mark=mark)
-        real_box.run("cat", "ready")  # returns once it is there
+        real_box.run("cat", "ready")  # returns once it has started
         real_box.provider.kill(real_box.ref, unique_name())
         assert real_box.asleep(nap) != []
         real_box.provider.kill(real_box.ref, mark)
@@ -355,19 +355,19 @@ def test_an_exec_is_killed_by_its_mark_and_no_other(real_box):
         assert not other.result().timed_out
 
 
-def test_killing_what_is_not_there_is_success_and_a_sandbox_that_is_not_there_is_missing(bench, box):
+def test_kill_without_a_process_succeeds_and_without_a_sandbox_is_missing(bench, box):
     bench.provider.kill(box.ref, unique_name())
     with pytest.raises(Missing):
         bench.provider.kill(unique_name(), unique_name())
 
 
-def test_what_a_command_leaves_running_does_not_hold_its_result_back(real_box):
+def test_remaining_descendant_does_not_delay_the_result(real_box):
     result = real_box.run("sh", "-c", "sleep 300 & echo done", seconds=250)
     assert (result.stdout, result.exit_code, result.timed_out) == (b"done\n", 0, False)
-    assert result.duration < SOON
+    assert result.duration < READY_TIMEOUT
 
 
-def test_destroy_does_not_wait_for_what_is_running(real_bench, real_box):
+def test_destroy_does_not_wait_for_running_commands(real_bench, real_box):
     real_box.run("mkfifo", "ready")
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(real_box.run, "sh", "-c", "echo >ready; sleep 300", seconds=250)
@@ -380,32 +380,32 @@ def test_destroy_does_not_wait_for_what_is_running(real_bench, real_box):
 
 
 @pytest.mark.parametrize("path", ["/workspace/a", "/data/deep er/still/ü '$x'.bin", "/workspace/-rf", "/data/.hidden"])
-def test_a_file_is_written_with_its_parents_and_read_back(bench, box, path):
+def test_file_is_written_with_its_parents_and_read_back(bench, box, path):
     content = bytes(range(256)) * 5000
     bench.provider.write_file(box.ref, path, content)
     assert bench.provider.read_file(box.ref, path, limit=2 * MIB) == content
     assert box.run("cat", box.path(path), cap=2 * MIB).stdout == content
 
 
-def test_writing_replaces_the_file_and_leaves_nothing_else(bench, box, workspace):
+def test_write_replaces_the_file_and_leaves_no_temporary_file(bench, box, workspace):
     workspace.write("a/file", b"a long first version")
     workspace.write("a/file", b"second")
     assert workspace.read("a/file") == b"second"
     assert names(get(bench, box)) == {"a", "a/file"}
 
 
-def test_an_empty_file_is_a_file(workspace):
+def test_empty_file_is_read_back(workspace):
     workspace.write("empty", b"")
     assert workspace.read("empty", limit=0) == b""
 
 
-def test_commands_may_write_what_was_written_for_them(box, workspace):
+def test_commands_may_modify_written_files(box, workspace):
     workspace.write("mine", b"before")
     assert box.run("sh", "-c", "echo after >mine; echo new >other").exit_code == 0
     assert (workspace.read("mine"), workspace.read("other")) == (b"after\n", b"new\n")
 
 
-def test_a_removed_file_is_gone_and_its_neighbour_stays(workspace):
+def test_remove_affects_only_the_named_file(workspace):
     workspace.write("a", b"1")
     workspace.write("b", b"2")
     workspace.remove("a")
@@ -414,7 +414,7 @@ def test_a_removed_file_is_gone_and_its_neighbour_stays(workspace):
     assert workspace.read("b") == b"2"
 
 
-def test_what_is_not_there_cannot_be_read_or_removed(workspace):
+def test_missing_file_is_an_error(workspace):
     for path in ("nothing", "no/such/directory/file"):
         with pytest.raises(NoSuchFile):
             workspace.read(path)
@@ -430,7 +430,7 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize("path", OUTSIDE)
-def test_a_path_that_names_no_file_inside_is_refused(bench, box, path):
+def test_invalid_path_is_refused(bench, box, path):
     with pytest.raises(BadPath):
         bench.provider.read_file(box.ref, path, limit=10)
     with pytest.raises(BadPath):
@@ -440,7 +440,7 @@ def test_a_path_that_names_no_file_inside_is_refused(bench, box, path):
 
 
 @pytest.mark.parametrize("target", ["/etc/passwd", "../../../../../../etc/passwd", "beside", "nowhere"])
-def test_a_symbolic_link_is_not_followed(box, workspace, target):
+def test_symbolic_link_is_not_followed(box, workspace, target):
     workspace.write("beside", b"untouched")
     assert box.run("ln", "-s", target, "link").exit_code == 0
     for act in (workspace.read, workspace.remove, lambda path: workspace.write(path, b"evil")):
@@ -450,7 +450,7 @@ def test_a_symbolic_link_is_not_followed(box, workspace, target):
 
 
 @pytest.mark.parametrize("target", ["/etc", "../../../../../../etc", "beside", "."])
-def test_a_symbolic_link_on_the_way_is_not_followed(box, workspace, target):
+def test_symbolic_link_among_the_parents_is_not_followed(box, workspace, target):
     workspace.write("beside/passwd", b"untouched")
     assert box.run("ln", "-s", target, "link").exit_code == 0
     for act in (workspace.read, workspace.remove, lambda path: workspace.write(path, b"evil")):
@@ -459,21 +459,21 @@ def test_a_symbolic_link_on_the_way_is_not_followed(box, workspace, target):
     assert workspace.read("beside/passwd") == b"untouched"
 
 
-def test_a_directory_is_no_file(workspace):
+def test_directory_is_not_a_file(workspace):
     workspace.write("folder/file", b"")
     for act in (workspace.read, workspace.remove, lambda path: workspace.write(path, b"")):
         with pytest.raises(BadPath):
             act("folder")
 
 
-def test_a_file_is_no_directory(workspace):
+def test_file_is_not_a_directory(workspace):
     workspace.write("file", b"")
     for act in (workspace.read, workspace.remove, lambda path: workspace.write(path, b"")):
         with pytest.raises(BadPath):
             act("file/below")
 
 
-def test_a_file_up_to_the_limit_is_read_and_a_larger_one_is_not(workspace):
+def test_read_limit_is_inclusive(workspace):
     workspace.write("file", b"0123456789")
     assert workspace.read("file", limit=10) == b"0123456789"
     with pytest.raises(TooLarge):
@@ -505,7 +505,7 @@ def pack(*members):
 
 
 def get(bench, box, root="/workspace"):
-    """What get_files gives, as name -> (type, executable, content or target)."""
+    """Return the tar of get_files as name -> (type, executable, content or target)."""
     read = {}
     with tarfile.open(fileobj=io.BytesIO(b"".join(bench.provider.get_files(box.ref, root))), mode="r:") as tar:
         for member in tar:
@@ -518,7 +518,7 @@ def names(read):
     return {*read} - {"", ".", ".home"}
 
 
-def test_directories_go_in_and_come_out_as_they_were(bench, box):
+def test_directories_are_unpacked_and_packed_unchanged(bench, box):
     sent = [
         file("with space/ünïcode 漢字.txt", b"text"),
         file("run.sh", b"#!/bin/sh\n", mode=0o755),
@@ -538,21 +538,21 @@ def test_directories_go_in_and_come_out_as_they_were(bench, box):
     assert names(read) == {member.name for member, _ in sent} | {"with space", "long"}
 
 
-def test_what_came_out_of_one_sandbox_goes_into_another(bench, box):
+def test_tar_of_one_sandbox_can_be_unpacked_in_another(bench, box):
     bench.provider.put_files(box.ref, "/data", pack(file("a/b", b"1"), other("l", tarfile.SYMTYPE, "a/b")))
     second = bench.box()
     bench.provider.put_files(second.ref, "/data", io.BytesIO(b"".join(bench.provider.get_files(box.ref, "/data"))))
     assert get(bench, second, "/data") == get(bench, box, "/data")
 
 
-def test_unpacking_replaces_what_it_brings_and_leaves_the_rest(bench, box, workspace):
+def test_unpack_replaces_its_members_and_leaves_other_files(bench, box, workspace):
     workspace.write("kept", b"kept")
     workspace.write("replaced", b"old")
     bench.provider.put_files(box.ref, "/workspace", pack(other(".", tarfile.DIRTYPE), file("./replaced", b"new")))
     assert (workspace.read("kept"), workspace.read("replaced")) == (b"kept", b"new")
 
 
-def test_commands_may_change_what_was_unpacked(bench, box, workspace):
+def test_commands_may_modify_unpacked_files(bench, box, workspace):
     member, content = file("mine", b"before")
     member.uid = member.gid = 12345
     bench.provider.put_files(box.ref, "/workspace", pack((member, content)))
@@ -560,13 +560,13 @@ def test_commands_may_change_what_was_unpacked(bench, box, workspace):
     assert workspace.read("mine") == b"after\n"
 
 
-def test_a_tar_without_members_changes_nothing(bench, box, workspace):
+def test_empty_tar_changes_nothing(bench, box, workspace):
     workspace.write("kept", b"kept")
     bench.provider.put_files(box.ref, "/workspace", pack())
     assert names(get(bench, box)) == {"kept"}
 
 
-def test_a_link_to_the_outside_is_packed_as_a_link(bench, box):
+def test_external_link_is_packed_as_a_link(bench, box):
     box.run("ln", "-s", "/etc", "link")
     assert get(bench, box)["link"][0::2] == (tarfile.SYMTYPE, "/etc")
 
@@ -589,7 +589,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_tar_that_reaches_outside_is_rejected_and_nothing_is_there(bench, box, kind):
+def test_tar_with_outside_members_is_rejected(bench, box, kind):
     name = f"lhc-{uuid4().hex}"
     with pytest.raises(Rejected):
         bench.provider.put_files(box.ref, "/workspace", pack(*HOSTILE[kind](name)))
@@ -599,7 +599,7 @@ def test_a_tar_that_reaches_outside_is_rejected_and_nothing_is_there(bench, box,
     assert "x" not in get(bench, box)
 
 
-def test_a_link_placed_beforehand_is_not_written_through(bench, box):
+def test_unpack_does_not_write_through_an_existing_link(bench, box):
     box.run("ln", "-s", "/tmp", "out")
     name = f"lhc-{uuid4().hex}"
     with pytest.raises(Rejected):
@@ -608,13 +608,13 @@ def test_a_link_placed_beforehand_is_not_written_through(bench, box):
 
 
 @pytest.mark.parametrize("sent", [b"this is no tar " * 1000, b""])
-def test_what_is_no_tar_is_rejected(bench, box, sent):
+def test_invalid_tar_is_rejected(bench, box, sent):
     with pytest.raises(Rejected):
         bench.provider.put_files(box.ref, "/workspace", io.BytesIO(sent))
 
 
 @pytest.mark.parametrize("root", ["/", "/etc", "/workspace/a", "/workspace/..", "workspace", ""])
-def test_only_the_two_promised_places_are_packed_and_unpacked(bench, box, root):
+def test_only_workspace_and_data_are_valid_roots(bench, box, root):
     with pytest.raises(BadPath):
         b"".join(bench.provider.get_files(box.ref, root))
     with pytest.raises(BadPath):
@@ -623,7 +623,7 @@ def test_only_the_two_promised_places_are_packed_and_unpacked(bench, box, root):
         bench.provider.size(box.ref, root)
 
 
-def test_the_size_is_that_of_the_regular_files(bench, box, workspace):
+def test_size_is_the_sum_of_regular_files(bench, box, workspace):
     assert bench.provider.size(box.ref, "/workspace") == 0
     workspace.write("a", b"x" * 1000)
     workspace.write("deep/er/b", b"x" * 234)
@@ -631,16 +631,16 @@ def test_the_size_is_that_of_the_regular_files(bench, box, workspace):
     assert bench.provider.size(box.ref, "/workspace") == 1234
 
 
-def test_the_two_places_are_apart_and_sandboxes_are_too(bench, box, workspace):
+def test_roots_and_sandboxes_are_separate(bench, box, workspace):
     workspace.write("a", b"1")
     assert "a" not in get(bench, box, "/data")
     assert names(get(bench, bench.box())) == set()
 
 
-# --- what it uses -----------------------------------------------------------------------------------------------------
+# --- resource usage -----------------------------------------------------------------------------------------------------
 
 
-def test_what_a_sandbox_uses_grows_if_its_provider_counts(box):
+def test_cpu_usage_grows_if_measured(box):
     before = box.provider.stats(box.ref)
     if not box.provider.measures_usage:
         assert before is None
@@ -652,14 +652,14 @@ def test_what_a_sandbox_uses_grows_if_its_provider_counts(box):
     assert 0.45 <= used <= 5, "what the loop's own clock says, which ticks apart from the kernel's, and what starts it"
 
 
-def test_nobody_says_what_a_sandbox_uses_that_is_not_there(bench):
+def test_stats_without_a_sandbox_raises_missing(bench):
     with pytest.raises(Missing):
         bench.provider.stats(unique_name())
 
 
 def burn(box, seconds):
-    """Use so much CPU."""
-    if isinstance(box.provider, MemoryProvider):  # it runs nothing
+    """Use this much CPU time."""
+    if isinstance(box.provider, MemoryProvider):  # simulated usage
         box.provider.use(box.ref, cpu_micros=int(seconds * 10**6))
         return
     loop = f"import time\nwhile time.process_time() < {seconds}: pass"

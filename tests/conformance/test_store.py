@@ -1,5 +1,7 @@
-"""One suite for every store. Those that need a server share it with every other test: each works behind a prefix of its
-own, and .ci/services says in the environment where they are."""
+"""Conformance suite of the key-value stores.
+
+Stores that need a server share it with all other tests, each under a key prefix of its own. .ci/services starts the servers and
+sets the environment variables."""
 
 import io
 import os
@@ -48,8 +50,8 @@ CONTROL_KEYS = ["tab\there", "line\nbreak", "return\rhere", "\x01", "\x7f"]
 
 
 @dataclass
-class Shelf:
-    """A store, and what is particular about it."""
+class StoreCase:
+    """A store under test and its properties."""
 
     kind: str
     store: KeyValueStore
@@ -57,7 +59,7 @@ class Shelf:
     refused: list[str]
 
 
-def of_environment(*names: str) -> list[str]:
+def require_environment(*names: str) -> list[str]:
     values = [os.environ.get(name, "") for name in names]
     if not all(values):
         skip_or_fail(f"{names[0]} is not set: .ci/services starts what it names")
@@ -66,22 +68,22 @@ def of_environment(*names: str) -> list[str]:
 
 def s3(kind: str) -> S3Store:
     name = {"r2": "TEST_R2_URL", "seaweedfs": "TEST_S3_URL"}[kind]
-    url, bucket, key_id, secret = of_environment(name, "TEST_BUCKET", "TEST_S3_ACCESS_KEY_ID", "TEST_S3_SECRET_ACCESS_KEY")
+    url, bucket, key_id, secret = require_environment(name, "TEST_BUCKET", "TEST_S3_ACCESS_KEY_ID", "TEST_S3_SECRET_ACCESS_KEY")
     store = S3Store(bucket, endpoint=url, access_key_id=key_id, secret_access_key=secret, prefix=f"t-{uuid4().hex}/")
-    store.client = CLIENTS.setdefault(kind, store.client)  # to make one takes longer than most tests here
+    store.client = CLIENTS.setdefault(kind, store.client)  # creating a client takes longer than most of these tests
     return store
 
 
 def kv() -> CloudflareKVStore:
-    url, namespace = of_environment("TEST_KV_URL", "TEST_KV_NAMESPACE")
+    url, namespace = require_environment("TEST_KV_URL", "TEST_KV_NAMESPACE")
 
     class Local(HTTPAdapter):
-        """The same API on this machine, where its paths have no account."""
+        """Redirects requests to the local API server, whose paths have no account."""
 
-        def send(self, request: requests.PreparedRequest, *args: Any, **more: Any) -> requests.Response:
+        def send(self, request: requests.PreparedRequest, *args: Any, **options: Any) -> requests.Response:
             assert request.url
             request.url = request.url.replace(f"{DEFAULT_API_URL}/accounts/local", url)
-            return super().send(request, *args, **more)
+            return super().send(request, *args, **options)
 
     def session() -> requests.Session:
         session = requests.Session()
@@ -91,43 +93,43 @@ def kv() -> CloudflareKVStore:
     return CloudflareKVStore(namespace, account_id="local", api_token="any", prefix=f"t-{uuid4().hex}/", session=session)
 
 
-def shelf_of(*kinds: str) -> Any:
+def case_fixture(*kinds: str) -> Any:
     @pytest.fixture(params=kinds)
-    def fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shelf]:
-        kind, everything = request.param, PLAIN_KEYS + DIRECTORY_KEYS
+    def fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreCase]:
+        kind, all_keys = request.param, PLAIN_KEYS + DIRECTORY_KEYS
         if kind == "filesystem":
-            yield Shelf(kind, FilesystemStore(tmp_path / "store"), everything + DOT_KEYS + CONTROL_KEYS, [])
-            assert {path.name for path in tmp_path.iterdir()} <= {"store"}  # no key has led out of it
+            yield StoreCase(kind, FilesystemStore(tmp_path / "store"), all_keys + DOT_KEYS + CONTROL_KEYS, [])
+            assert {path.name for path in tmp_path.iterdir()} <= {"store"}  # no key writes outside the root
         elif kind == "memory":
-            yield Shelf(kind, MemoryStore(), everything + DOT_KEYS + CONTROL_KEYS, [])
+            yield StoreCase(kind, MemoryStore(), all_keys + DOT_KEYS + CONTROL_KEYS, [])
         else:
-            shelf = {
-                "r2": lambda: Shelf(kind, s3(kind), everything, DOT_KEYS + CONTROL_KEYS),
-                # It keeps objects as files: of a and a/b it loses one, and a+b comes after a/b.
-                "seaweedfs": lambda: Shelf(kind, s3(kind), PLAIN_KEYS, DOT_KEYS + CONTROL_KEYS),
-                "kv": lambda: Shelf(kind, kv(), everything + DOT_KEYS + CONTROL_KEYS, []),
+            case = {
+                "r2": lambda: StoreCase(kind, s3(kind), all_keys, DOT_KEYS + CONTROL_KEYS),
+                # SeaweedFS stores objects as files: it loses one of a and a/b, and sorts a+b after a/b.
+                "seaweedfs": lambda: StoreCase(kind, s3(kind), PLAIN_KEYS, DOT_KEYS + CONTROL_KEYS),
+                "kv": lambda: StoreCase(kind, kv(), all_keys + DOT_KEYS + CONTROL_KEYS, []),
             }[kind]()
-            yield shelf
-            shelf.store.clear()
+            yield case
+            case.store.clear()
 
     return fixture
 
 
-shelf = shelf_of("filesystem", "memory", "r2", "kv", "seaweedfs")
-streaming_shelf = shelf_of("filesystem", "r2", "seaweedfs")
-kv_shelf = shelf_of("kv")
-s3_shelf = shelf_of("r2", "seaweedfs")
-multipart_shelf = shelf_of("seaweedfs")  # wrangler's R2 cannot list unfinished uploads
-quick_shelf = shelf_of("filesystem", "memory", "seaweedfs")
+case = case_fixture("filesystem", "memory", "r2", "kv", "seaweedfs")
+streaming_case = case_fixture("filesystem", "r2", "seaweedfs")
+kv_case = case_fixture("kv")
+s3_case = case_fixture("r2", "seaweedfs")
+multipart_case = case_fixture("seaweedfs")  # wrangler's R2 cannot list unfinished uploads
+quick_case = case_fixture("filesystem", "memory", "seaweedfs")
 
 
 @pytest.fixture
-def store(shelf: Shelf) -> KeyValueStore:
-    return shelf.store
+def store(case: StoreCase) -> KeyValueStore:
+    return case.store
 
 
-class Made(io.RawIOBase):
-    """A file that is made while it is read, in blocks of which no two are alike. Its reads are short now and then."""
+class GeneratedFile(io.RawIOBase):
+    """A file generated while it is read, in distinct blocks. Some reads are short."""
 
     BLOCK = 4096
 
@@ -155,22 +157,22 @@ class Made(io.RawIOBase):
         return b"".join(number.to_bytes(8, "big") * (self.BLOCK // 8) for number in numbers)[skipped : skipped + size]
 
 
-class Compared(io.RawIOBase):
-    """A file that keeps nothing: what is written must be what another one reads."""
+class ComparingTarget(io.RawIOBase):
+    """A write target that stores nothing and compares the content with an expected file."""
 
-    def __init__(self, expected: Made) -> None:
+    def __init__(self, expected: GeneratedFile) -> None:
         self.expected = expected
 
     def write(self, content: Any) -> int:
-        seen = b""
-        while len(seen) < len(content):
-            seen += self.expected.read(len(content) - len(seen))
-        assert seen == content
+        expected = b""
+        while len(expected) < len(content):
+            expected += self.expected.read(len(content) - len(expected))
+        assert expected == content
         return len(content)
 
 
 @contextmanager
-def memory_below(limit: int) -> Iterator[None]:
+def assert_peak_memory_below(limit: int) -> Iterator[None]:
     tracemalloc.start()
     try:
         yield
@@ -183,14 +185,14 @@ def memory_below(limit: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("value", [b"", b"\x00\xff\r\n", bytes(range(256)) * 999], ids=["empty", "binary", "256 KB"])
-def test_what_is_set_is_got_to_the_byte(store: KeyValueStore, value: bytes) -> None:
+def test_set_value_is_returned_unchanged(store: KeyValueStore, value: bytes) -> None:
     store.set("k", b"something else")
     store.set("k", value)
     assert store.get("k") == value
     assert store.has("k")
 
 
-def test_what_was_never_set_is_none(store: KeyValueStore) -> None:
+def test_missing_key_is_none(store: KeyValueStore) -> None:
     assert store.get("k") is None
     assert not store.has("k")
     assert not store.download("k", io.BytesIO())
@@ -199,7 +201,7 @@ def test_what_was_never_set_is_none(store: KeyValueStore) -> None:
     assert store.size() == 0
 
 
-def test_removing_twice_is_no_error(store: KeyValueStore) -> None:
+def test_remove_is_idempotent(store: KeyValueStore) -> None:
     store.set("a/b", b"x")
     store.remove("a/b")
     store.remove("a/b")
@@ -208,17 +210,17 @@ def test_removing_twice_is_no_error(store: KeyValueStore) -> None:
 
 def test_has_does_not_fetch_the_value(store: KeyValueStore) -> None:
     store.set("big", b"x" * 8 * MIB)
-    assert store.has("big")  # connects
-    with memory_below(MIB):
+    assert store.has("big")  # opens the connection
+    with assert_peak_memory_below(MIB):
         assert store.has("big")
 
 
-def test_has_wants_the_whole_key(store: KeyValueStore) -> None:
+def test_has_does_not_match_a_prefix(store: KeyValueStore) -> None:
     store.set("key-and-more", b"x")
     assert not store.has("key")
 
 
-def test_a_file_goes_in_from_where_it_stands_and_stays_open(store: KeyValueStore, tmp_path_factory: Any) -> None:
+def test_upload_starts_at_the_file_position_and_keeps_the_file_open(store: KeyValueStore, tmp_path_factory: Any) -> None:
     path = tmp_path_factory.mktemp("source") / "file"
     path.write_bytes(b"head|rest of it")
     with path.open("rb") as source:
@@ -243,14 +245,14 @@ def test_a_file_goes_in_from_where_it_stands_and_stays_open(store: KeyValueStore
         (3, 0, ""),
     ],
 )
-def test_a_range_is_these_bytes_and_no_others(store: KeyValueStore, start: int, length: int | None, found: str) -> None:
+def test_range_returns_exactly_its_bytes(store: KeyValueStore, start: int, length: int | None, found: str) -> None:
     store.set("k", b"0123456789")
     target = io.BytesIO()
     assert store.download("k", target, start=start, length=length)
     assert target.getvalue() == found.encode()
 
 
-def test_a_range_of_an_empty_value_is_empty(store: KeyValueStore) -> None:
+def test_range_of_an_empty_value_is_empty(store: KeyValueStore) -> None:
     store.set("k", b"")
     target = io.BytesIO()
     assert store.download("k", target, start=0, length=5)
@@ -258,30 +260,30 @@ def test_a_range_of_an_empty_value_is_empty(store: KeyValueStore) -> None:
     assert target.getvalue() == b""
 
 
-def test_a_range_before_the_beginning_is_refused(store: KeyValueStore) -> None:
+def test_negative_range_is_refused(store: KeyValueStore) -> None:
     with pytest.raises(StoreRefused):
         store.download("k", io.BytesIO(), start=-1)
     with pytest.raises(StoreRefused):
         store.download("k", io.BytesIO(), length=-1)
 
 
-def test_a_large_value_passes_through_little_memory(streaming_shelf: Shelf) -> None:
-    store, size = streaming_shelf.store, 50 * MIB + 12345
-    limit = 4 * MIB if streaming_shelf.kind == "filesystem" else 40 * MIB  # two parts are under way, and one is being read
+def test_large_value_is_streamed(streaming_case: StoreCase) -> None:
+    store, size = streaming_case.store, 50 * MIB + 12345
+    limit = 4 * MIB if streaming_case.kind == "filesystem" else 40 * MIB  # two parts in transfer, and one being read
     store.set("k", b"small")
-    with memory_below(limit + 4 * MIB):  # what the source needs to make itself
-        store.upload("k", Made(size))  # type: ignore[arg-type]
+    with assert_peak_memory_below(limit + 4 * MIB):  # memory of the generated source
+        store.upload("k", GeneratedFile(size))  # type: ignore[arg-type]
     assert next(store.entries()).size == size
-    with memory_below(limit):
-        assert store.download("k", Compared(Made(size)))  # type: ignore[arg-type]
-    part = Made(size)
+    with assert_peak_memory_below(limit):
+        assert store.download("k", ComparingTarget(GeneratedFile(size)))  # type: ignore[arg-type]
+    part = GeneratedFile(size)
     part.seek(30 * MIB)
-    assert store.download("k", Compared(part), start=30 * MIB, length=9 * MIB)  # type: ignore[arg-type]
+    assert store.download("k", ComparingTarget(part), start=30 * MIB, length=9 * MIB)  # type: ignore[arg-type]
     assert part.tell() == 39 * MIB
 
 
-def test_a_source_that_fails_leaves_the_old_value(store: KeyValueStore) -> None:
-    class Broken(Made):
+def test_failing_source_keeps_the_old_value(store: KeyValueStore) -> None:
+    class Broken(GeneratedFile):
         def read(self, size: int = -1) -> bytes:
             if self.at > 9 * MIB:
                 raise OSError("the disk is gone")
@@ -294,22 +296,22 @@ def test_a_source_that_fails_leaves_the_old_value(store: KeyValueStore) -> None:
     assert list(store.list()) == ["k"]
 
 
-def test_a_target_that_fails_is_a_store_error(store: KeyValueStore) -> None:
+def test_failing_target_raises_store_error(store: KeyValueStore) -> None:
     store.set("k", b"value")
     with Path("/dev/full").open("wb", buffering=0) as target, pytest.raises(StoreError, match="No space left"):
         store.download("k", target)
 
 
-def test_a_value_of_the_largest_size_is_taken(kv_shelf: Shelf) -> None:
-    assert kv_shelf.store.max_value_bytes == 25 * MIB
-    kv_shelf.store.set("k", bytes(25 * MIB))
+def test_value_of_the_maximum_size_is_stored(kv_case: StoreCase) -> None:
+    assert kv_case.store.max_value_bytes == 25 * MIB
+    kv_case.store.set("k", bytes(25 * MIB))
     target = io.BytesIO()
-    assert kv_shelf.store.download("k", target, start=25 * MIB - 2)
+    assert kv_case.store.download("k", target, start=25 * MIB - 2)
     assert target.getvalue() == bytes(2)
 
 
-def test_an_upload_that_a_crash_left_unfinished_is_given_up_once_it_is_old(multipart_shelf: Shelf) -> None:
-    store, now = multipart_shelf.store, datetime.now(UTC)
+def test_old_unfinished_upload_is_aborted(multipart_case: StoreCase) -> None:
+    store, now = multipart_case.store, datetime.now(UTC)
     assert isinstance(store, S3Store)
     store.client().create_multipart_upload(Bucket=store.bucket, Key=f"{store.prefix}unfinished")
     assert store.is_empty()
@@ -318,25 +320,25 @@ def test_an_upload_that_a_crash_left_unfinished_is_given_up_once_it_is_old(multi
     assert store.sweep_leftovers(now + timedelta(hours=1)) == 0
 
 
-def test_a_bucket_that_is_not_there_and_a_key_that_is_wrong_are_said_so(s3_shelf: Shelf) -> None:
-    good = s3_shelf.store
-    assert isinstance(good, S3Store)
-    elsewhere = S3Store("no-such-bucket", endpoint=good.endpoint, access_key_id="-", secret_access_key="-")
-    elsewhere.client = good.client
-    wrong = S3Store(good.bucket, endpoint=good.endpoint, access_key_id="test-key", secret_access_key="wrong")
+def test_missing_bucket_and_wrong_keys_are_reported(s3_case: StoreCase) -> None:
+    working = s3_case.store
+    assert isinstance(working, S3Store)
+    missing_bucket = S3Store("no-such-bucket", endpoint=working.endpoint, access_key_id="-", secret_access_key="-")
+    missing_bucket.client = working.client
+    wrong_keys = S3Store(working.bucket, endpoint=working.endpoint, access_key_id="test-key", secret_access_key="wrong")
     for act in (
         lambda store: store.get("k"),
         lambda store: store.has("k"),
         lambda store: store.set("k", b""),
         lambda store: store.page(),
     ):
-        with pytest.raises(StoreError, match="there is no bucket 'no-such-bucket'"):
-            act(elsewhere)
-        with pytest.raises(StoreError, match="refuses these credentials"):
-            act(wrong)
+        with pytest.raises(StoreError, match="bucket 'no-such-bucket' does not exist"):
+            act(missing_bucket)
+        with pytest.raises(StoreError, match="rejects these credentials"):
+            act(wrong_keys)
 
 
-def test_of_sets_at_once_one_stays_whole(store: KeyValueStore) -> None:
+def test_concurrent_sets_store_one_complete_value(store: KeyValueStore) -> None:
     values = [bytes([65 + at]) * 300_000 for at in range(4)]
     with run_in_threads(4) as run:
         assert run(lambda at: store.set("k", values[at])) == [None] * 4
@@ -344,20 +346,20 @@ def test_of_sets_at_once_one_stays_whole(store: KeyValueStore) -> None:
     assert store.size() == 1
 
 
-def test_keys_side_by_side_do_not_disturb_each_other(store: KeyValueStore) -> None:
+def test_concurrent_writes_of_sibling_keys_are_independent(store: KeyValueStore) -> None:
     def work(at: int) -> bytes | None:
-        for turn in range(5):  # in one directory, which its removals take away and its sets make again
+        for turn in range(5):  # one directory, which removes delete and sets create again
             store.set(f"deep/er/{at}", f"{at}.{turn}".encode())
-            found = store.get(f"deep/er/{at}")
+            value = store.get(f"deep/er/{at}")
             store.remove(f"deep/er/{at}")
-        return found
+        return value
 
     with run_in_threads(4) as run:
         assert run(work) == [f"{at}.4".encode() for at in range(4)]
     assert store.is_empty()
 
 
-def test_a_child_of_a_fork_has_its_own_connection(store: KeyValueStore) -> None:
+def test_forked_child_has_its_own_connection(store: KeyValueStore) -> None:
     store.set("k", b"parent's")
     child = os.fork()
     if not child:
@@ -373,8 +375,8 @@ def test_a_child_of_a_fork_has_its_own_connection(store: KeyValueStore) -> None:
 # --- keys ---------------------------------------------------------------------------------------------------------
 
 
-def test_keys_of_every_shape_are_kept_apart_and_in_order(shelf: Shelf) -> None:
-    store, keys = shelf.store, shelf.keys
+def test_all_kinds_of_keys_are_distinct_and_ordered(case: StoreCase) -> None:
+    store, keys = case.store, case.keys
     for key in keys:
         store.set(key, key.encode())
     assert {key: store.get(key) for key in keys} == {key: key.encode() for key in keys}
@@ -389,10 +391,10 @@ def test_keys_of_every_shape_are_kept_apart_and_in_order(shelf: Shelf) -> None:
     assert store.is_empty()
 
 
-def test_the_longest_key_is_taken_and_a_longer_one_refused(shelf: Shelf) -> None:
-    store = shelf.store
+def test_longest_key_is_stored_and_a_longer_one_refused(case: StoreCase) -> None:
+    store = case.store
     longest = "é" * (store.max_key_bytes // 2) + "x" * (store.max_key_bytes % 2)
-    if shelf.kind == "seaweedfs":  # an element of its paths has at most 255 bytes, and the prefix counts
+    if case.kind == "seaweedfs":  # path elements have at most 255 bytes, including the prefix
         longest = "/".join(["é" * 100] * 9)[: store.max_key_bytes // 2]
     store.set(longest, b"x")
     assert store.get(longest) == b"x"
@@ -413,20 +415,20 @@ METHODS: dict[str, Callable[[KeyValueStore, str], object]] = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_no_key_is_refused_by_every_method_in_words(shelf: Shelf, method: str) -> None:
-    for key in ["", "a\0b", "x" * 1025, "\ud800", *shelf.refused]:
+def test_invalid_key_is_refused_by_every_method(case: StoreCase, method: str) -> None:
+    for key in ["", "a\0b", "x" * 1025, "\ud800", *case.refused]:
         with pytest.raises(StoreRefused) as refused:
-            METHODS[method](shelf.store, key)
-        assert refused.value.backend == shelf.store.name
+            METHODS[method](case.store, key)
+        assert refused.value.backend == case.store.name
         assert refused.value.method in (method, "remove")
-        assert str(refused.value).startswith(f"{shelf.store.name}: {refused.value.method}")
-    assert shelf.store.is_empty()
+        assert str(refused.value).startswith(f"{case.store.name}: {refused.value.method}")
+    assert case.store.is_empty()
 
 
 # --- listings -----------------------------------------------------------------------------------------------------
 
 
-def test_a_prefix_need_not_end_at_a_slash(store: KeyValueStore) -> None:
+def test_prefix_may_end_within_an_element(store: KeyValueStore) -> None:
     for key in ("agents/a/1", "agents/a/2", "agents/ab/1", "other"):
         store.set(key, b"x")
     assert list(store.list("agents/a/")) == ["agents/a/1", "agents/a/2"]
@@ -438,43 +440,43 @@ def test_a_prefix_need_not_end_at_a_slash(store: KeyValueStore) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 4, 10, 11, 22])
-def test_pages_together_are_every_key_once_and_in_order(store: KeyValueStore, limit: int) -> None:
+def test_pages_contain_every_key_once_in_order(store: KeyValueStore, limit: int) -> None:
     keys = [
         f"p/{name}" for name in (*"defghijklmn", "ö", "😀", "a.b", "ab/c", "ab/d", "abc", "b", "b0", "c/d/e", "c/d/f", "p.q")
     ]
     for key in [*keys, "o/before", "q/after"]:
         store.set(key, b"x")
-    found, following = [], ""
+    keys_found, cursor = [], ""
     while True:
-        page = store.page("p/", following=following, limit=limit)
+        page = store.page("p/", cursor=cursor, limit=limit)
         assert 0 < len(page.entries) <= limit
-        found += [entry.key for entry in page.entries]
-        if not (following := page.following):
+        keys_found += [entry.key for entry in page.entries]
+        if not (cursor := page.next_cursor):
             break
-    assert found == sorted(keys, key=str.encode)
+    assert keys_found == sorted(keys, key=str.encode)
 
 
-def test_what_is_removed_between_two_pages_makes_none_of_the_others_miss(store: KeyValueStore) -> None:
+def test_removals_between_pages_hide_no_other_key(store: KeyValueStore) -> None:
     keys = [f"{at:02}" for at in range(15)]
     for key in keys:
         store.set(key, b"x")
     first = store.page(limit=4)
     for key in ("00", "01", "03", "05"):
         store.remove(key)
-    assert [entry.key for entry in store.page(following=first.following, limit=4).entries] == ["04", "06", "07", "08"]
+    assert [entry.key for entry in store.page(cursor=first.next_cursor, limit=4).entries] == ["04", "06", "07", "08"]
 
 
-def test_a_page_of_no_key_or_of_too_many_is_refused(store: KeyValueStore) -> None:
+def test_invalid_page_limit_is_refused(store: KeyValueStore) -> None:
     for limit in (0, 1001):
         with pytest.raises(StoreRefused, match="page"):
             store.page(limit=limit)
 
 
-def test_entries_say_what_the_backend_knows(shelf: Shelf) -> None:
+def test_entries_have_size_and_time_where_supported(case: StoreCase) -> None:
     before = datetime.now(UTC) - timedelta(seconds=2)
-    shelf.store.set("k", b"12345")
-    (entry,) = shelf.store.entries()
-    if shelf.kind == "kv":
+    case.store.set("k", b"12345")
+    (entry,) = case.store.entries()
+    if case.kind == "kv":
         assert entry == Entry("k", None, None)
     else:
         assert entry.size == 5
@@ -482,7 +484,7 @@ def test_entries_say_what_the_backend_knows(shelf: Shelf) -> None:
         assert before < entry.modified_at < datetime.now(UTC) + timedelta(seconds=2)
 
 
-def test_clear_removes_what_has_the_prefix(store: KeyValueStore) -> None:
+def test_clear_removes_the_keys_with_the_prefix(store: KeyValueStore) -> None:
     for key in ("a/1", "a/2", "ab", "b/1"):
         store.set(key, b"x")
     store.clear("a/")
@@ -492,15 +494,15 @@ def test_clear_removes_what_has_the_prefix(store: KeyValueStore) -> None:
     assert store.is_empty()
 
 
-def test_thousands_of_keys_are_listed_and_removed(quick_shelf: Shelf) -> None:
-    store = quick_shelf.store
-    keys = [f"many/{at % 7}/{at:05}" for at in range(1010 if quick_shelf.kind == "seaweedfs" else 2500)]
+def test_thousands_of_keys_are_listed_and_removed(quick_case: StoreCase) -> None:
+    store = quick_case.store
+    keys = [f"many/{at % 7}/{at:05}" for at in range(1010 if quick_case.kind == "seaweedfs" else 2500)]
     with run_in_threads(10) as run:
         run(lambda at: [store.set(key, b"x") for key in keys[at::10]])
     store.set("other", b"x")
     assert list(store.list("many/")) == sorted(keys)
     page = store.page()
     assert len(page.entries) == 1000
-    assert page.following
+    assert page.next_cursor
     store.clear("many/")
     assert list(store.list()) == ["other"]

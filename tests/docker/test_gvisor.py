@@ -1,5 +1,6 @@
-"""Docker sandboxes under gVisor, where the engine at hand has it as the runtime `runsc`. Nobody is promised that, so
-elsewhere this is skipped; tests/conformance does more with LEASEHOLD_DOCKER_RUNTIME=runsc."""
+"""Docker sandboxes under gVisor. Skipped unless the engine has the runtime `runsc`.
+
+LEASEHOLD_DOCKER_RUNTIME=runsc runs the conformance suite under gVisor, too."""
 
 import os
 import socket
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.docker
 
 @pytest.fixture(scope="module")
 def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory with a socket on which somebody answers what was said."""
+    """Directory with the socket of an echo server."""
     directory = tmp_path_factory.mktemp("s")
     directory.chmod(0o755)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -58,7 +59,7 @@ def cell(docker_ready: None, sockets: Path) -> Iterator[Cell]:
             provider.destroy(name)
 
 
-def test_it_has_a_kernel_of_its_own_and_the_tools_work_in_it(cell: Cell) -> None:
+def test_kernel_is_gvisor_and_tools_work(cell: Cell) -> None:
     assert cell.run("uname", "-r").stdout.decode().strip() != os.uname().release
     work = (
         "git init -q g; cd g; echo a > a; git add a; git commit -qm one; python3 -c 'import sqlite3, ssl'; git log --format=%s"
@@ -66,7 +67,7 @@ def test_it_has_a_kernel_of_its_own_and_the_tools_work_in_it(cell: Cell) -> None
     assert cell.run("sh", "-ec", work).stdout == b"one\n"
 
 
-def test_it_reaches_its_socket_and_nothing_else(cell: Cell) -> None:
+def test_only_the_mounted_socket_is_reachable(cell: Cell) -> None:
     ask = "s = socket.socket(socket.AF_UNIX); s.connect('/run/leasehold/llm.sock'); s.send(b'hi'); print(s.recv(99))"
     assert cell.run("python3", "-c", f"import socket; {ask}").stdout == b"b'you said hi'\n"
     out = cell.run("python3", "-c", "import socket; socket.create_connection(('1.1.1.1', 443), 2)")
@@ -74,12 +75,12 @@ def test_it_reaches_its_socket_and_nothing_else(cell: Cell) -> None:
     assert cell.run("python3", "-c", "import socket; print(socket.if_nameindex())").stdout in (b"[(1, 'lo')]\n", b"[]\n")
 
 
-def test_its_root_is_read_only_to_everybody(cell: Cell) -> None:
+def test_root_is_read_only(cell: Cell) -> None:
     assert "ro" in cell.run("cat", "/proc/mounts").stdout.decode().splitlines()[0].split()[3].split(",")
     assert cell.run("sh", "-c", "echo x > /etc/x").exit_code != 0
 
 
-def test_files_come_and_go_and_no_link_is_followed(cell: Cell) -> None:
+def test_files_are_transferred_and_no_link_is_followed(cell: Cell) -> None:
     cell.provider.write_file(cell.ref, "/workspace/kept/a", b"a")
     assert cell.provider.read_file(cell.ref, "/workspace/kept/a", limit=10) == b"a"
     assert cell.run("ln", "-s", "kept", "link").exit_code == 0
@@ -90,14 +91,14 @@ def test_files_come_and_go_and_no_link_is_followed(cell: Cell) -> None:
     assert cell.run("sh", "-c", "echo kept/*").stdout == b"kept/a\n"
 
 
-def test_a_program_that_is_not_there_is_a_result(cell: Cell) -> None:
+def test_missing_program_is_a_result(cell: Cell) -> None:
     for program in ("no-such-program", "/no/such/program"):
         done = cell.run(program)
         assert done.exit_code == 127
         assert program.encode() in done.stderr
 
 
-def test_a_timeout_kills_what_was_started_and_nothing_else(cell: Cell) -> None:
+def test_timeout_kills_only_the_execs_processes(cell: Cell) -> None:
     mark = uuid4().hex
     state = cell.provider.start(cell.ref, ["sleep", "300"], env={}, mark=mark)
     assert state.running

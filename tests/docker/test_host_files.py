@@ -1,4 +1,4 @@
-"""The way into a container's files without an exec: whose rights it has, and what it will not unpack."""
+"""Host access to container files: permissions, process checks and accepted tars."""
 
 import io
 import os
@@ -12,6 +12,7 @@ from uuid import uuid4
 import pytest
 
 from sandboxes.image import files
+from sandboxes.providers import tar_validation
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.docker import host_files
 from sandboxes.providers.docker.provider import DockerProvider
@@ -22,7 +23,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as ano
 
 @pytest.fixture
 def open_path() -> Iterator[Path]:
-    """A directory that every user can reach, which tmp_path is not."""
+    """Directory accessible to every user, unlike tmp_path."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         yield Path(name)
@@ -46,15 +47,15 @@ def made(kind: bytes = tarfile.REGTYPE, *, content: bytes = b"", headers: dict[s
     return out.getvalue()
 
 
-def test_what_pack_writes_is_plain_and_stays_where_it_was(tmp_path: Path) -> None:
+def test_output_of_pack_is_a_plain_tar_and_its_position_is_restored(tmp_path: Path) -> None:
     tar = io.BytesIO(b"before" + packed(tmp_path))
     tar.seek(6)
-    assert host_files.is_plain_tar(tar)
+    assert tar_validation.is_plain_tar(tar)
     assert tar.tell() == 6
 
 
 def extended(*records: bytes, padding: bytes = b"") -> bytes:
-    """A tar with these pax headers before its one file."""
+    """Build a tar with these pax records before its only file."""
     out = b""
     for record in records:
         header = tarfile.TarInfo("././@PaxHeader")
@@ -63,13 +64,13 @@ def extended(*records: bytes, padding: bytes = b"") -> bytes:
     return out + made()
 
 
-def test_names_may_have_line_ends(tmp_path: Path) -> None:
+def test_names_may_contain_newlines(tmp_path: Path) -> None:
     (tmp_path / ("two\nlines" * 20)).write_text("")
     out = io.BytesIO()
     files.pack(str(tmp_path), out)
     out.seek(0)
-    assert host_files.is_plain_tar(out)
-    assert host_files.is_plain_tar(io.BytesIO(extended(b"11 path=ab\n")))
+    assert tar_validation.is_plain_tar(out)
+    assert tar_validation.is_plain_tar(io.BytesIO(extended(b"11 path=ab\n")))
 
 
 @pytest.mark.parametrize(
@@ -109,12 +110,12 @@ def test_names_may_have_line_ends(tmp_path: Path) -> None:
         "no tar",
     ],
 )
-def test_anything_else_is_left_to_an_unpacker_inside(tar: bytes) -> None:
-    assert not host_files.is_plain_tar(io.BytesIO(tar))
+def test_other_tars_are_not_plain(tar: bytes) -> None:
+    assert not tar_validation.is_plain_tar(io.BytesIO(tar))
 
 
 @as_root
-def test_files_are_reached_with_that_users_rights_alone(open_path: Path) -> None:
+def test_files_are_accessed_with_the_agents_permissions_only(open_path: Path) -> None:
     theirs, ours = open_path / "theirs", open_path / "ours"
     theirs.mkdir()
     os.chown(theirs, NOBODY, NOBODY)
@@ -126,11 +127,11 @@ def test_files_are_reached_with_that_users_rights_alone(open_path: Path) -> None
             with pytest.raises(PermissionError):
                 act()
     assert (theirs / "f").stat().st_uid == (theirs / "f").stat().st_gid == NOBODY
-    assert ours.read_text() == "secret"  # and afterwards we are ourselves again
+    assert ours.read_text() == "secret"  # the thread's own permissions are restored
 
 
 @as_root
-def test_no_group_of_ours_opens_anything(open_path: Path) -> None:
+def test_supplementary_groups_are_dropped(open_path: Path) -> None:
     groups, ours = os.getgroups(), open_path / "ours"
     ours.write_text("secret")
     os.chown(ours, 0, 4242)
@@ -144,7 +145,7 @@ def test_no_group_of_ours_opens_anything(open_path: Path) -> None:
         os.setgroups(groups)
 
 
-def test_a_process_that_is_not_the_containers_opens_nothing() -> None:
+def test_process_of_another_container_is_refused() -> None:
     with pytest.raises(ProcessLookupError), host_files.open_container_directory(os.getpid(), "f" * 64, "/tmp"):
         pass
 
@@ -152,7 +153,7 @@ def test_a_process_that_is_not_the_containers_opens_nothing() -> None:
 @as_root
 @pytest.mark.docker
 @pytest.mark.usefixtures("docker_ready")
-def test_only_the_first_process_of_a_container_leads_into_it() -> None:
+def test_only_process_1_of_a_container_is_accepted() -> None:
     provider, name = DockerProvider(), f"lhd-{uuid4().hex[:16]}"
     try:
         provider.create(SandboxSpec(name, owner=name))
@@ -163,7 +164,7 @@ def test_only_the_first_process_of_a_container_leads_into_it() -> None:
             assert os.listdir(place) == []
         with pytest.raises(OSError), host_files.open_container_directory(first, container, "/etc/passwd"):
             pass
-        with pytest.raises(OSError), host_files.open_container_directory(first, container, "/bin"):  # a link
+        with pytest.raises(OSError), host_files.open_container_directory(first, container, "/bin"):  # a symbolic link
             pass
         cgroup = provider._engine.cgroup(name)
         assert cgroup

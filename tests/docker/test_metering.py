@@ -1,4 +1,4 @@
-"""Metered time against the engine's own: when it says that each container started, and that it ended."""
+"""Metered time compared with the engine's start and end events."""
 
 import time
 from collections import defaultdict
@@ -22,9 +22,10 @@ WITHIN = timedelta(seconds=1)
 Span = tuple[datetime, datetime]
 
 
-def test_each_time_a_container_ran_is_metered_within_a_second(docker_pool: Pool) -> None:
-    """Metered is from the moment at which a start was asked for to that at which its end was confirmed: never less than it
-    ran. How much more is the engine's time for both, which on a busy machine may be long: so one try of ten has to do."""
+def test_each_container_run_is_metered_within_a_second(docker_pool: Pool) -> None:
+    """Metering covers the time from the request to start until the confirmed end, so never less than the container ran.
+
+    The excess is the engine's latency, which can be long on a busy machine. One success in ten tries suffices."""
     for attempt in range(10):
         by_engine, by_us = live(docker_pool, f"metered-{attempt}")
         assert len(by_engine) == len(by_us) == 3
@@ -38,7 +39,7 @@ def test_each_time_a_container_ran_is_metered_within_a_second(docker_pool: Pool)
 
 
 def live(pool: Pool, environment: str) -> tuple[list[Span], list[Span]]:
-    """One lease whose sandbox sleeps twice: when its containers ran by the engine, and by us."""
+    """Run a lease whose sandbox sleeps twice. Return the containers' run times (by the engine, by metering)."""
     began = time.time()
     lease = leasing.acquire(leasing.LeaseRequest("did:plc:ada", environment, "coding", pool=pool.name), now=timezone.now())[0]
     for _ in range(2):
@@ -54,10 +55,13 @@ def live(pool: Pool, environment: str) -> tuple[list[Span], list[Span]]:
 
 
 def ran(pool: Pool, *, since: float) -> list[Span]:
-    """When each container of a pool ran, as the engine tells it."""
+    """Return the run times of a pool's containers from the engine's events."""
     engine = Engine().client
     label = {"label": f"leasehold.owner={pool.owner}", "type": "container", "event": ["start", "die"]}
-    span: dict[str, Any] = {"since": f"{since:.6f}", "until": f"{time.time():.6f}"}  # finer than the SDK's own conversion
+    span: dict[str, Any] = {
+        "since": f"{since:.6f}",
+        "until": f"{time.time():.6f}",
+    }  # the SDK's own conversion truncates to seconds
     seen: dict[str, dict[str, datetime]] = defaultdict(dict)
     for event in engine.events(**span, filters=label, decode=True):
         seen[event["Actor"]["ID"]][event["Action"]] = datetime.fromtimestamp(event["timeNano"] / 1e9, UTC)
@@ -65,7 +69,7 @@ def ran(pool: Pool, *, since: float) -> list[Span]:
 
 
 def metered(box: Sandbox) -> list[Span]:
-    """When a sandbox had a process by its usage records: from one start to the next sleep, or the end."""
+    """Return a sandbox's run times from its usage records: from each start to the next sleep or the end."""
     spans: list[Span] = []
     rows = UsageRecord.objects.filter(sandbox=box, item=UsageKind.TIME).exclude(state__in=STATES_WITHOUT_PROCESS)
     for row in rows.order_by("began_at", "ended_at"):

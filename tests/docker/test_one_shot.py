@@ -1,4 +1,4 @@
-"""One-shot runs in real containers: how each ends, and that no container, volume or process is left."""
+"""One-shot runs in real containers: results, and removal of containers, volumes and processes."""
 
 import subprocess
 import uuid
@@ -16,14 +16,14 @@ from leases.models import Lease
 from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult, run_once
 from sandboxes.models import Pool, Run, Sandbox
 from tests.support.waiting import run_with_growing_timeouts
-from tests.unit.sandboxes.test_directories import seen
+from tests.unit.sandboxes.test_directories import read_tree
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 
 
 @pytest.fixture
 def play(docker_pool: Pool) -> Callable[..., OneShotResult]:
-    """Run something once in this test's pool, and see that nothing is left of it."""
+    """Execute a one-shot run in the test's pool and assert that no container or volume remains."""
 
     def run(*argv: str, timeout: timedelta = timedelta(seconds=60), **fields: Any) -> OneShotResult:
         result = run_once(OneShotRequest("did:plc:ada", argv, timeout, pool=docker_pool.name, **fields), now=timezone.now())
@@ -37,20 +37,20 @@ def play(docker_pool: Pool) -> Callable[..., OneShotResult]:
 
 
 def left_of(pool: Pool) -> list[str]:
-    """Containers and volumes of a pool."""
+    """List containers and volumes of a pool."""
     client = sdk.from_env()
     label = {"label": f"leasehold.owner={pool.owner}"}
     return [each.name for each in [*client.containers.list(all=True, filters=label), *client.volumes.list(filters=label)]]
 
 
-def test_a_command_that_ends_by_itself(play) -> None:
+def test_command_exits_normally(play) -> None:
     result = play("sh", "-c", "cat; id -u; ls -A; echo oops >&2; exit 3", stdin=b"in\n")
     assert (result.outcome, result.exit_code) == (OneShotOutcome.FAILED, 3)
     assert (result.stdout, result.stderr) == (b"in\n10001\n.home\n", b"oops\n")
     assert play("true").outcome == OneShotOutcome.OK
 
 
-def test_one_that_takes_too_long_leaves_no_process(play) -> None:
+def test_timeout_leaves_no_process(play) -> None:
     word = f"once-{uuid.uuid4().hex}"
     script = f"(exec -a {word} setsid sleep 300) & echo begun; exec -a {word} sleep 300"
     result = run_with_growing_timeouts(
@@ -60,30 +60,30 @@ def test_one_that_takes_too_long_leaves_no_process(play) -> None:
     assert word not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
 
 
-def test_one_that_needs_more_memory_than_it_has(play) -> None:
+def test_oom_kill_is_reported(play) -> None:
     result = play("python3", "-c", "x = bytearray(200 << 20); print(len(x))", memory_mib=64)
     assert (result.outcome, result.exit_code, Sandbox.objects.get().memory_mib) == (OneShotOutcome.OOM_KILLED, 137, 64)
     assert play("python3", "-c", "x = bytearray(200 << 20); print(len(x))", memory_mib=512).outcome == OneShotOutcome.OK
 
 
-def test_a_program_that_is_not_there_has_failed(play) -> None:
+def test_missing_program_is_a_failed_run(play) -> None:
     assert (play("no-such-program").outcome, play("no-such-program").exit_code) == (OneShotOutcome.FAILED, 127)
 
 
-def test_an_image_that_is_not_there_is_a_failed_container(play, docker_pool: Pool) -> None:
+def test_missing_image_is_a_failed_container(play, docker_pool: Pool) -> None:
     Pool.objects.filter(pk=docker_pool.pk).update(image="lhonce-no-such-image:latest")
     result = play("true")
     assert (result.outcome, result.exit_code) == (OneShotOutcome.CONTAINER_FAILED, None)
-    assert "There is no image lhonce-no-such-image:latest here." in result.note
+    assert "Image lhonce-no-such-image:latest does not exist." in result.note
     assert not Run.objects.exists()
 
 
-def test_a_container_that_is_removed_under_its_command_is_a_failed_one(play, at_checkpoint, docker_pool: Pool) -> None:
+def test_container_removed_during_its_command_is_a_failed_container(play, at_checkpoint, docker_pool: Pool) -> None:
     at_checkpoint("workspace in", lambda: sdk.from_env().containers.get(Sandbox.objects.get().ref).remove(force=True, v=True))
     assert play("true").outcome == OneShotOutcome.CONTAINER_FAILED
 
 
-def test_a_directory_travels_through_a_container(docker_pool: Pool, tmp_path: Path, capfd) -> None:
+def test_workspace_directory_is_copied_in_and_out(docker_pool: Pool, tmp_path: Path, capfd) -> None:
     root = tmp_path / "folder"
     root.mkdir()
     (root / "numbers").write_text("3\n1\n2\n")
@@ -94,7 +94,7 @@ def test_a_directory_travels_through_a_container(docker_pool: Pool, tmp_path: Pa
             "run_once", "--agent", "did:plc:ada", "--pool", docker_pool.name, "--workspace", str(root), "--", "./run"
         )  # fmt: skip
     assert capfd.readouterr() == ("done\n", "")
-    after = seen(root)
+    after = read_tree(root)
     assert sorted(after) == ["empty", "run", "sorted", "top"]
     assert (after["sorted"][1], after["top"][1], after["run"][0] & 0o777) == (b"1\n2\n3\n", "/", 0o755)
     assert left_of(docker_pool) == []

@@ -1,4 +1,4 @@
-"""What only the Docker provider promises: isolation, limits, and staying in charge of whatever a sandbox does."""
+"""Docker provider: isolation, limits, timeouts and destruction, beyond the conformance suite."""
 
 import io
 import os
@@ -19,7 +19,7 @@ from django.core.management import CommandError, call_command
 from docker import APIClient
 
 from leases import execution, leasing
-from sandboxes import sweeps
+from sandboxes import reconciliation
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import ExecResult, Missing, Rejected, ResourceUsage, SandboxSpec, Unavailable
 from sandboxes.providers.docker import engine
@@ -41,7 +41,7 @@ HOG = "x = b'x' * (1 << 30)"
 
 @dataclass
 class Box:
-    """One sandbox of 128 MiB and 64 processes."""
+    """Sandbox with 128 MiB and 64 processes."""
 
     provider: DockerProvider
     ref: str
@@ -53,7 +53,7 @@ class Box:
         )
 
     def processes(self) -> list[str]:
-        """Command lines of whatever runs inside besides the keeper and this listing, and is not dead already."""
+        """List command lines of live processes, except process 1 and the listing itself."""
         lines = self.run("ps", "-eo", "args=").stdout.decode().splitlines()
         return [
             line
@@ -80,7 +80,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
         provider.destroy(found.ref)
 
 
-def test_a_daemon_answers_within_two_seconds() -> None:
+def test_available_daemon_is_detected_within_two_seconds() -> None:
     def quickly() -> bool:
         started = time.monotonic()
         return is_daemon_available() and time.monotonic() - started < 2
@@ -89,7 +89,7 @@ def test_a_daemon_answers_within_two_seconds() -> None:
 
 
 @pytest.mark.parametrize("host", ["unix:///nowhere.sock", "tcp://127.0.0.1:9"])
-def test_without_a_daemon_everything_is_unavailable(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+def test_verbs_raise_unavailable_without_a_daemon(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setenv("DOCKER_HOST", host)
     assert not is_daemon_available()
     for act in (
@@ -102,7 +102,7 @@ def test_without_a_daemon_everything_is_unavailable(monkeypatch: pytest.MonkeyPa
             act(DockerProvider())
 
 
-def test_a_command_has_no_network_no_capabilities_and_no_way_to_get_any(box: Box) -> None:
+def test_command_has_no_network_and_no_capabilities(box: Box) -> None:
     assert box.run("ls", "/sys/class/net").stdout == b"lo\n"
     status = box.run("cat", "/proc/self/status").stdout.decode()
     assert "CapBnd:\t0000000000000000" in status
@@ -110,44 +110,44 @@ def test_a_command_has_no_network_no_capabilities_and_no_way_to_get_any(box: Box
     assert "Uid:\t10001\t10001" in status
 
 
-def test_an_agent_cannot_end_its_sandbox(box: Box) -> None:
+def test_agent_cannot_end_its_sandbox(box: Box) -> None:
     first = docker("inspect", "-f", "{{.State.Pid}}", box.ref)
     box.run("sh", "-c", "kill -9 1 7; kill -9 -1")
     assert box.run("true").exit_code == 0
     assert docker("inspect", "-f", "{{.State.Pid}}", box.ref) == first
 
 
-def test_our_own_files_in_the_sandbox_are_not_the_agents(box: Box) -> None:
+def test_image_files_are_not_writable_by_the_agent(box: Box) -> None:
     done = box.run("sh", "-c", "echo > /opt/leasehold/reap.py; rm -r /opt/leasehold/skills/rpg; mv /workspace /away")
     assert done.stderr.count(b"Read-only file system") == 3
 
 
-def test_the_sockets_can_be_used_but_not_replaced(box: Box) -> None:
+def test_sockets_can_be_used_but_not_replaced(box: Box) -> None:
     done = box.run("sh", "-c", "cat /run/leasehold/llm.sock; rm -f /run/leasehold/llm.sock; echo > /run/leasehold/new")
     assert done.stdout == b"a socket"
     assert done.stderr.count(b"Read-only file system") == 2
 
 
-def test_nothing_of_our_environment_is_inside(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_planes_environment_is_not_inherited(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_THING", "xyzzy")
     monkeypatch.setenv("HTTPS_PROXY", "http://user:xyzzy@proxy.invalid")
     assert b"xyzzy" not in box.run("env").stdout
     assert "xyzzy" not in docker("inspect", box.ref)
 
 
-def test_labels_say_whose_it_is_and_cannot_be_forged(box: Box) -> None:
+def test_owner_labels_cannot_be_overridden(box: Box) -> None:
     box.provider.create(SandboxSpec(f"{box.ref}-b", owner=box.owner, labels={"owner": "somebody", "name": "x"}))
     assert {found.name for found in box.provider.list(box.owner)} == {box.ref, f"{box.ref}-b"}
     assert box.provider.list("somebody") == []
 
 
-def test_a_name_that_somebody_else_has_is_rejected(box: Box) -> None:
+def test_name_of_another_owners_container_is_rejected(box: Box) -> None:
     with pytest.raises(Rejected):
         box.provider.create(SandboxSpec(box.ref, owner="another"))
     assert box.run("true").exit_code == 0
 
 
-def test_a_crash_between_create_and_start_is_made_good(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_create_after_a_crash_before_start_starts_the_container(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     class Died(BaseException):
         pass
 
@@ -168,13 +168,13 @@ def volumes_of(box: Box) -> list[str]:
     return docker("volume", "ls", "-q", "--filter", f"label=leasehold.owner={box.owner}").split()
 
 
-def test_its_volumes_go_with_a_sandbox(box: Box) -> None:
+def test_destroy_removes_the_volumes(box: Box) -> None:
     assert volumes_of(box) == [f"{box.ref}-data", f"{box.ref}-workspace"]
     box.provider.destroy(box.ref)
     assert volumes_of(box) == []
 
 
-def test_what_is_left_of_a_sandbox_is_listed_and_can_be_destroyed(box: Box) -> None:
+def test_remnant_is_listed_and_can_be_destroyed(box: Box) -> None:
     box.run("touch", "-d", "2090-01-01", "/workspace", "/data")
     made_at = box.provider.inspect(box.ref).created_at
     docker("rm", "-f", box.ref)
@@ -189,15 +189,15 @@ def test_what_is_left_of_a_sandbox_is_listed_and_can_be_destroyed(box: Box) -> N
     assert volumes_of(box) == []
 
 
-def test_of_a_sandbox_that_is_there_nothing_is_left(box: Box) -> None:
+def test_existing_sandbox_is_not_a_remnant(box: Box) -> None:
     assert [(found.ref, found.is_remnant) for found in box.provider.list(box.owner)] == [(box.ref, False)]
 
 
-def test_a_volume_of_somebody_else_is_neither_used_nor_removed(box: Box) -> None:
+def test_volume_of_another_owner_is_neither_used_nor_removed(box: Box) -> None:
     name = f"{box.ref}-x"
     docker("volume", "create", f"{name}-data")
     try:
-        with pytest.raises(Rejected, match="somebody else"):
+        with pytest.raises(Rejected, match="another owner"):
             box.provider.create(SandboxSpec(name, owner=box.owner))
         box.provider.destroy(name)
         assert docker("volume", "ls", "-q", "--filter", f"name={name}") == f"{name}-data\n"
@@ -205,14 +205,14 @@ def test_a_volume_of_somebody_else_is_neither_used_nor_removed(box: Box) -> None
         docker("volume", "rm", f"{name}-data")
 
 
-def test_home_is_there_and_memory_is_empty_after_a_restart(box: Box) -> None:
+def test_home_exists_and_tmpfs_is_empty_after_a_restart(box: Box) -> None:
     box.run("sh", "-c", "for d in ~ /data /tmp /var/tmp; do echo kept > $d/f; done")
     docker("restart", "-t", "0", box.ref)
     assert box.run("sh", "-c", "ls ~/f /data/f /tmp/f /var/tmp/f").stdout == b"/data/f\n/workspace/.home/f\n"
 
 
 @pytest.mark.django_db
-def test_a_container_that_was_removed_is_lost_though_its_volumes_are_there(docker_pool: Pool) -> None:
+def test_sandbox_is_lost_if_only_its_volumes_are_left(docker_pool: Pool) -> None:
     leases = [
         leasing.acquire(leasing.LeaseRequest(f"did:plc:{n}", n, "catan", pool=docker_pool.name), now=NOW)[0] for n in "ab"
     ]
@@ -220,35 +220,35 @@ def test_a_container_that_was_removed_is_lost_though_its_volumes_are_there(docke
         execution.exec_command(lease.pk, Command(argv=["touch", "f"], timeout=MINUTE), now=NOW)
     gone = Sandbox.objects.get(holder=leases[0].pk)
     docker("rm", "-f", gone.ref)
-    assert sweeps.reconcile(now=NOW, grace=timedelta(days=1)).counts == {"lost": 1, "kept": 1}
+    assert reconciliation.reconcile(now=NOW, grace=timedelta(days=1)).counts == {"lost": 1, "kept": 1}
 
 
 @pytest.mark.django_db
-def test_what_is_left_of_a_sandbox_is_an_orphan(docker_pool: Pool) -> None:
+def test_remnant_is_an_orphan(docker_pool: Pool) -> None:
     provider, owner = DockerProvider(), str(docker_pool.owner)
     ref = provider.create(SandboxSpec(f"lhd-{uuid4().hex[:16]}", owner=owner))
     docker("rm", "-f", ref)
     late = provider.list(owner)[0].created_at + 2 * MINUTE
-    assert sweeps.reconcile(now=late - MINUTE, grace=2 * MINUTE).counts == {}
-    assert sweeps.reconcile(now=late, grace=2 * MINUTE).counts == {"orphans destroyed": 1}
+    assert reconciliation.reconcile(now=late - MINUTE, grace=2 * MINUTE).counts == {}
+    assert reconciliation.reconcile(now=late, grace=2 * MINUTE).counts == {"orphans destroyed": 1}
     assert provider.list(owner) == []
 
 
-def test_a_runtime_is_passed_on(box: Box, settings: Any) -> None:
+def test_runtime_setting_is_passed_to_the_engine(box: Box, settings: Any) -> None:
     settings.DOCKER_RUNTIME = "io.containerd.runc.v2"
     box.provider.create(SandboxSpec(f"{box.ref}-b", owner=box.owner))
     assert docker("inspect", "-f", "{{.HostConfig.Runtime}}", f"{box.ref}-b") == "io.containerd.runc.v2\n"
     assert Box(box.provider, f"{box.ref}-b", box.owner).run("true").exit_code == 0
 
 
-def test_a_runtime_that_the_engine_has_not_is_rejected_and_leaves_nothing(box: Box, settings: Any) -> None:
+def test_unknown_runtime_is_rejected_and_leaves_nothing(box: Box, settings: Any) -> None:
     settings.DOCKER_RUNTIME = "runsc-of-nowhere"
     with pytest.raises(Rejected, match="LEASEHOLD_DOCKER_RUNTIME=runsc-of-nowhere"):
         box.provider.create(SandboxSpec(f"{box.ref}-b", owner=box.owner))
     assert [found.ref for found in box.provider.list(box.owner)] == [box.ref]
 
 
-def test_a_runtime_with_a_kernel_of_its_own_is_not_looked_into_from_outside(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_access_is_not_used_with_a_runtime_with_its_own_kernel(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "SHARED_KERNEL_RUNTIMES", set())
     asked: list[list[str]] = []
     create = box.provider._create_exec
@@ -263,20 +263,20 @@ def test_a_runtime_with_a_kernel_of_its_own_is_not_looked_into_from_outside(box:
     assert box.processes() == []
 
 
-def test_a_missing_image_says_how_to_make_it() -> None:
+def test_missing_image_error_names_the_build_command() -> None:
     with pytest.raises(Rejected, match="build_image"):
         DockerProvider().create(SandboxSpec("lhd-none", "lhd-none", image="lhd-no-such-image:none"))
     assert DockerProvider().list("lhd-none") == []
 
 
-def test_a_limit_the_machine_cannot_give_is_rejected() -> None:
+def test_limit_above_the_hosts_capacity_is_rejected() -> None:
     with pytest.raises(Rejected, match="CPUs"):
         DockerProvider().create(SandboxSpec("lhd-none", "lhd-none", millicpus=1_000_000))
     assert DockerProvider().list("lhd-none") == []
 
 
 @pytest.mark.parametrize("seen", ["its counter", "the engine's events"])
-def test_running_out_of_memory_is_told_from_being_killed(box: Box, monkeypatch: pytest.MonkeyPatch, seen: str) -> None:
+def test_oom_kill_is_distinguished_from_sigkill(box: Box, monkeypatch: pytest.MonkeyPatch, seen: str) -> None:
     if seen == "the engine's events":
         monkeypatch.setattr(Engine, "cgroup", lambda self, ref: None)
     hog, killed = box.run("python3", "-c", HOG), box.run("sh", "-c", "kill -9 $$")
@@ -284,12 +284,12 @@ def test_running_out_of_memory_is_told_from_being_killed(box: Box, monkeypatch: 
     assert (killed.exit_code, killed.oom) == (137, False)
 
 
-def test_a_child_that_runs_out_of_memory_is_seen_though_its_parent_goes_on(box: Box) -> None:
+def test_oom_kill_of_a_child_is_reported(box: Box) -> None:
     done = box.run("sh", "-c", f'python3 -c "{HOG}"; echo and on')
     assert (done.exit_code, done.stdout, done.oom) == (0, b"and on\n", True)
 
 
-def test_memory_is_counted_anew_after_a_restart(box: Box) -> None:
+def test_oom_counter_is_read_after_a_restart(box: Box) -> None:
     assert box.run("python3", "-c", HOG).oom
     docker("restart", "-t", "0", box.ref)
     assert not box.run("true").oom
@@ -316,7 +316,7 @@ def by_host(monkeypatch: pytest.MonkeyPatch) -> None:
         "trap '' TERM HUP INT; sleep 300; sleep 300",
     ],
 )
-def test_a_timeout_leaves_nothing_behind(
+def test_timeout_leaves_no_process(
     box: Box, monkeypatch: pytest.MonkeyPatch, way: Callable[[pytest.MonkeyPatch], None], hidden: str
 ) -> None:
     way(monkeypatch)
@@ -324,28 +324,28 @@ def test_a_timeout_leaves_nothing_behind(
         lambda seconds: box.run("sh", "-c", f"echo began; {hidden}", seconds=seconds), lambda done: done.stdout
     )
     assert (done.exit_code, done.timed_out, done.stdout) == (137, True, b"began\n")
-    assert done.duration < MINUTE  # far below the 300 s that they would sleep
+    assert done.duration < MINUTE  # far below the 300 s that the programs sleep
     assert box.processes() == []
 
 
 @pytest.mark.parametrize("way", [by_reaper_inside, by_host])
-def test_a_timeout_ends_a_fork_bomb_and_no_other_exec(
+def test_timeout_ends_a_fork_bomb_and_no_other_exec(
     box: Box, monkeypatch: pytest.MonkeyPatch, way: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     way(monkeypatch)
     other: list[ExecResult] = []
-    script = "sleep 4 & touch begun; wait; echo unharmed"  # and needs no other process once it has begun
+    script = "sleep 4 & touch begun; wait; echo unharmed"  # needs no further process once it has begun
     beside = threading.Thread(target=lambda: other.append(box.run("sh", "-c", script, seconds=60)))
     beside.start()
     wait_until(lambda: box.run("test", "-e", "begun").exit_code == 0, "the other one has begun")
     assert box.run("env", "-i", "/usr/bin/setsid", "/usr/bin/python3", "-c", BOMB, seconds=1.5).timed_out
     beside.join()
     assert box.processes() == []
-    if way is by_host:  # inside, the reaper competes with the bomb; if it is too slow, all that runs there is killed
+    if way is by_host:  # in the container the reaper competes with the bomb; if it is too slow, all processes are killed
         assert other[0].stdout == b"unharmed\n"
 
 
-def test_where_nothing_can_reap_the_container_goes_and_its_files_stay(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_is_killed_if_reaping_fails_and_its_files_remain(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     box.run("sh", "-c", "echo kept > /workspace/file")
     monkeypatch.setattr(DockerProvider, "_kill_by_mark_on_host", lambda self, ref, mark, gid: False)
     monkeypatch.setattr(DockerProvider, "_kill_by_mark_in_container", lambda self, ref, mark, gid: False)
@@ -354,20 +354,20 @@ def test_where_nothing_can_reap_the_container_goes_and_its_files_stay(box: Box, 
     assert box.processes() == []
 
 
-def test_a_timeout_shorter_than_starting_takes_leaves_nothing_behind(box: Box) -> None:
+def test_timeout_shorter_than_the_start_leaves_no_process(box: Box) -> None:
     assert box.run("sleep", "300", seconds=0.005).timed_out
     assert box.processes() == []
 
 
 @pytest.mark.parametrize("how", ["pause", "kill"])
-def test_a_container_that_does_not_run_is_woken_by_the_next_exec(box: Box, how: str) -> None:
+def test_exec_resumes_a_stopped_or_paused_container(box: Box, how: str) -> None:
     box.run("sh", "-c", "echo kept > /data/file")
     docker(how, box.ref)
     assert not box.provider.inspect(box.ref).running
     assert box.run("cat", "/data/file").stdout == b"kept\n"
 
 
-def test_a_container_that_dies_under_a_command_is_a_result(box: Box) -> None:
+def test_container_death_during_a_command_is_a_result(box: Box) -> None:
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(box.run, "sleep", "300", seconds=250)
         wait_until(lambda: "sleep 300" in box.processes(), "it sleeps")
@@ -377,17 +377,17 @@ def test_a_container_that_dies_under_a_command_is_a_result(box: Box) -> None:
     assert box.run("true").exit_code == 0
 
 
-def test_large_input_and_output_at_once_do_not_deadlock(box: Box) -> None:
+def test_simultaneous_large_input_and_output_do_not_deadlock(box: Box) -> None:
     done = box.run("cat", stdin=b"x" * (20 << 20), cap=1000)
     assert (done.exit_code, done.stdout, done.truncated) == (0, b"x" * 1000, True)
 
 
-def test_input_that_nobody_reads_does_not_hold_the_result_back(box: Box) -> None:
+def test_unread_stdin_does_not_delay_the_result(box: Box) -> None:
     done = box.run("true", stdin=b"x" * (5 << 20), seconds=250)
     assert (done.exit_code, done.timed_out) == (0, False) and done.duration < MINUTE
 
 
-def test_streams_closed_early_are_not_the_end(box: Box) -> None:
+def test_streams_closed_early_do_not_end_the_exec(box: Box) -> None:
     assert box.run("sh", "-c", "exec >&- 2>&-; sleep 3; exit 5").exit_code == 5
 
 
@@ -400,7 +400,7 @@ def test_streams_closed_early_are_not_the_end(box: Box) -> None:
         (["true"], "/no/such/directory", 126, b"no such file"),
     ],
 )
-def test_what_cannot_be_started_is_a_result_that_says_so_on_stderr(
+def test_program_that_cannot_be_started_is_a_result_with_the_reason_on_stderr(
     box: Box, argv: list[str], cwd: str, exit_code: int, why: bytes
 ) -> None:
     done = box.provider.exec(box.ref, argv, env={}, cwd=cwd, timeout=timedelta(seconds=30), mark="m")
@@ -408,17 +408,17 @@ def test_what_cannot_be_started_is_a_result_that_says_so_on_stderr(
     assert why in done.stderr
 
 
-def test_what_cannot_be_started_says_so_however_little_is_kept(box: Box) -> None:
+def test_start_failure_is_recognized_with_a_small_cap(box: Box) -> None:
     done = box.run("no-such-program", cap=4)
     assert (done.exit_code, done.stderr, done.truncated) == (127, b"exec", True)
 
 
-def test_a_program_may_exit_127_in_its_own_words(box: Box) -> None:
+def test_program_may_exit_with_127_and_its_own_message(box: Box) -> None:
     done = box.run("sh", "-c", "echo 'OCI runtime exec failed'; exit 127")
     assert (done.exit_code, done.stdout) == (127, b"OCI runtime exec failed\n")
 
 
-def test_destroy_joins_a_removal_that_others_began(box: Box) -> None:
+def test_destroy_awaits_a_concurrent_removal(box: Box) -> None:
     threads = [threading.Thread(target=box.provider.destroy, args=(box.ref,)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -428,7 +428,7 @@ def test_destroy_joins_a_removal_that_others_began(box: Box) -> None:
         box.provider.inspect(box.ref)
 
 
-def test_files_move_whole_with_what_their_owner_locked(box: Box) -> None:
+def test_unreadable_files_are_transferred(box: Box) -> None:
     box.run(
         "sh",
         "-c",
@@ -442,7 +442,7 @@ def test_files_move_whole_with_what_their_owner_locked(box: Box) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root reaches a container's files from outside")
-def test_files_go_in_without_an_exec_and_are_the_agents(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_unpacked_without_an_exec_and_owned_by_the_agent(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(box.provider, "_create_exec", lambda *args, **options: pytest.fail("an exec"))
     box.provider.write_file(box.ref, "/workspace/a/f", b"x")
     tar = io.BytesIO()
@@ -454,7 +454,7 @@ def test_files_go_in_without_an_exec_and_are_the_agents(box: Box, monkeypatch: p
     assert box.run("stat", "-c", "%u:%g", "a", "a/f", "/data/b", "/data/b/g").stdout.split() == [b"10001:10001"] * 4
 
 
-def test_a_tar_is_never_written_through_a_link(box: Box) -> None:
+def test_unpack_never_writes_through_a_link(box: Box) -> None:
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w") as tar:
         link = tarfile.TarInfo("out")
@@ -467,14 +467,14 @@ def test_a_tar_is_never_written_through_a_link(box: Box) -> None:
     assert box.run("ls", "/tmp").stdout == b""
 
 
-def test_a_tar_cut_short_is_rejected(box: Box) -> None:
+def test_truncated_tar_is_rejected(box: Box) -> None:
     box.run("sh", "-c", "for i in 1 2 3; do echo $i > $i; done")
     tar = b"".join(box.provider.get_files(box.ref, "/workspace"))
     with pytest.raises(Rejected):
         box.provider.put_files(box.ref, "/data", io.BytesIO(tar[:1024]))
 
 
-def test_an_abandoned_transfer_leaves_no_process(box: Box) -> None:
+def test_abandoned_transfer_leaves_no_process(box: Box) -> None:
     box.run("sh", "-c", "head -c 50M /dev/zero > big")
     transfer = box.provider.get_files(box.ref, "/workspace")
     next(transfer)
@@ -482,7 +482,7 @@ def test_an_abandoned_transfer_leaves_no_process(box: Box) -> None:
     assert box.processes() == []
 
 
-def test_what_agents_work_with_is_there(box: Box) -> None:
+def test_tools_are_installed(box: Box) -> None:
     script = "python --version && pip --version && python -c 'import pydantic, aiohttp' && node --version && tsc --version"
     assert box.run("sh", "-ec", script).exit_code == 0
     assert box.run("sh", "-ec", "echo 'console.log((1 as number) + 1)' > a.ts; tsx a.ts").stdout == b"2\n"
@@ -491,27 +491,27 @@ def test_what_agents_work_with_is_there(box: Box) -> None:
     assert b"JSON" in box.run("cat", "/opt/leasehold/skills/catan/prompt.md").stdout
 
 
-def test_home_is_in_the_workspace_and_git_does_not_see_it(box: Box) -> None:
+def test_home_is_in_the_workspace_and_ignored_by_git(box: Box) -> None:
     done = box.run("sh", "-ec", "cd; pwd; touch x; cd /workspace; git init -q; git status --porcelain")
     assert done.stdout == b"/workspace/.home\n"
 
 
-def test_the_image_is_not_built_again_while_nothing_changed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_image_is_not_rebuilt_without_changes(capsys: pytest.CaptureFixture[str]) -> None:
     call_command("build_image")
     capsys.readouterr()
     call_command("build_image")
     assert capsys.readouterr().out.endswith(": up to date\n")
 
 
-def test_building_without_a_daemon_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_without_a_daemon_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
-    with pytest.raises(CommandError, match="No Docker daemon answers"):
+    with pytest.raises(CommandError, match="Docker daemon is unavailable"):
         call_command("build_image")
 
 
-# --- what containers use ----------------------------------------------------------------------------------------------
+# --- resource usage ----------------------------------------------------------------------------------------------
 
-VERSIONS = {  # of control groups: the files of a container, as kernels 5.10 and 6.1 write them
+VERSIONS = {  # cgroup version -> files of a container, as written by kernels 5.10 and 6.1
     1: {
         "cpuacct.usage": "30333511\n",
         "memory.usage_in_bytes": "3104768\n",
@@ -526,15 +526,15 @@ VERSIONS = {  # of control groups: the files of a container, as kernels 5.10 and
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_both_versions_of_control_groups_are_read(version: int, tmp_path: Path) -> None:
+def test_both_cgroup_versions_are_read(version: int, tmp_path: Path) -> None:
     for name, content in VERSIONS[version].items():
         (tmp_path / name).write_text(content)
     cpu, memory, _ = (tmp_path / name for name in VERSIONS[version])
     assert Cgroup(tmp_path, tmp_path, cpu, memory).usage() == ResourceUsage(30333, 3104768 - 2629632)
 
 
-def test_the_kernels_counters_are_the_engines(box: Box) -> None:
-    """From out here, and as whoever is not on the engine's host has to ask. What it uses in between is next to nothing."""
+def test_usage_from_the_kernel_equals_usage_from_the_engine(box: Box) -> None:
+    """Compares host access and the engine's API, as used from another host. The sandbox is idle in between."""
     ours, engine = box.provider.stats(box.ref), box.provider._engine
     if engine.cgroup(box.ref) is None:
         pytest.skip("control groups cannot be seen from here")

@@ -1,4 +1,4 @@
-"""A Docker sandbox against an agent that wants out of it, or more than its share. tests/attacks.py is what it tries."""
+"""Hardening of Docker sandboxes: escapes and resource exhaustion. The attacks are in tests/support/attacks.py."""
 
 import errno
 import json
@@ -45,8 +45,7 @@ while True:
     except OSError: pass
 """
 HOG = "x = b'x' * (1 << 30)"
-# Everything that memory can be filled with and that no process's end gives back; prints how much that was, and in how many
-# files.
+# Fills all kinds of memory that outlive processes. Prints the number of bytes and of files.
 FILL = """
 import ctypes
 libc, taken, files = ctypes.CDLL(None), 0, 0
@@ -70,7 +69,7 @@ while (segment := libc.shmget(0, 1 << 20, 0o1600)) >= 0:
 print(taken >> 20, files)
 """
 
-# What each has to be able to do, as bash: it succeeds, and its last word is "fine".
+# Bash scripts that exercise a tool. Each succeeds and prints "fine" at the end.
 TOOLS = {
     "bash": """
 sleep 30 & kill $! ; wait $! || true
@@ -176,7 +175,7 @@ class Cell:
         return self.run("echo", "well").stdout == b"well\n" and not self.processes()
 
     def processes(self) -> list[str]:
-        """Command lines of what runs inside besides the keeper and this listing, and is not dead already."""
+        """List command lines of live processes, except process 1 and the listing itself."""
         lines = self.run("ps", "-eo", "args=").stdout.decode().splitlines()
         return [
             line
@@ -197,7 +196,7 @@ def inspected(*argv: str) -> Any:
 
 @pytest.fixture(scope="module")
 def cells(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Cell]]:
-    """Two sandboxes of one owner, each with a socket of its own."""
+    """Two sandboxes of one owner, each with its own socket."""
     provider, owner, made = DockerProvider(), f"lhs-{uuid4().hex[:16]}", list[Cell]()
     try:
         for letter in "ab":
@@ -220,7 +219,7 @@ def cell(cells: list[Cell]) -> Cell:
 
 @pytest.fixture(scope="module")
 def workshop(docker_ready: None) -> Iterator[Cell]:
-    """A sandbox of the usual size, for tools."""
+    """Sandbox of default size, for running tools."""
     provider, name = DockerProvider(), f"lhs-{uuid4().hex[:16]}"
     try:
         cell = Cell(provider, provider.create(SandboxSpec(name, name)))
@@ -232,7 +231,7 @@ def workshop(docker_ready: None) -> Iterator[Cell]:
 
 @pytest.fixture(scope="module")
 def loosened(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
-    """A sandbox with a writable root file system, of an image in which /opt/tools belongs to the commands' user."""
+    """Sandbox with a writable root file system, from an image in which the agent's user owns /opt/tools."""
     provider, name, context = DockerProvider(), f"lhs-{uuid4().hex[:16]}", tmp_path_factory.mktemp("context")
     (context / "tools").mkdir()
     (context / "Dockerfile").write_text(f"FROM {DOCKER_IMAGE}\nCOPY --chown=10001:10001 tools /opt/tools\n")
@@ -252,17 +251,17 @@ def loosened(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="module")
 def tried(cell: Cell) -> dict[str, list[str]]:
-    """All attacks, in one exec."""
+    """Run all attacks in one exec."""
     return outcomes(cell)
 
 
 def outcomes(cell: Cell) -> dict[str, list[str]]:
-    """Of all attacks; two of them on a listener of this machine."""
+    """Return the outcomes of all attacks. Two of them target a listener on this host."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
         port = listener.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port), timeout=20):  # out here it is reached
+        with socket.create_connection(("127.0.0.1", port), timeout=20):  # reachable from the host
             pass
-        out.connect(("192.0.2.1", 9))  # sends nothing: says which address of ours would
+        out.connect(("192.0.2.1", 9))  # sends nothing: determines the host's address
         addresses = [f"127.0.0.1:{port}", f"{out.getsockname()[0]}:{port}"]
         done = cell.run("python3", "-I", "-", *addresses, stdin=Path(attacks.__file__).read_bytes(), seconds=300)
     assert done.exit_code == 0, done.stderr.decode()
@@ -272,41 +271,41 @@ def outcomes(cell: Cell) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", attacks.ATTACKS)
-def test_an_attack_is_refused(tried: dict[str, list[str]], name: str) -> None:
-    outcome, said = tried[name]
-    assert outcome == "refused", said
+def test_attack_is_refused(tried: dict[str, list[str]], name: str) -> None:
+    outcome, detail = tried[name]
+    assert outcome == "refused", detail
 
 
-def test_no_address_is_reached(tried: dict[str, list[str]]) -> None:
+def test_no_address_is_reachable(tried: dict[str, list[str]]) -> None:
     outcomes = {name: outcome for name, (outcome, _) in tried.items() if name.startswith("reach ")}
     assert set(outcomes.values()) == {"refused"}, outcomes
 
 
-def test_a_writable_root_loosens_that_and_nothing_else(cell: Cell, loosened: Cell) -> None:
+def test_writable_root_relaxes_nothing_else(cell: Cell, loosened: Cell) -> None:
     sealed, loose = (inspected("inspect", each.ref)["HostConfig"] for each in (cell, loosened))
     assert {key for key in sealed if sealed[key] != loose[key]} == {"ReadonlyRootfs", "Mounts"}
     theirs = [[(each["Type"], each["Target"], each.get("ReadOnly")) for each in host["Mounts"]] for host in (sealed, loose)]
     assert theirs[0] == theirs[1]
     assert loosened.run("sh", "-c", "echo '#!/bin/sh\necho mine' > /opt/tools/x; chmod +x /opt/tools/x").exit_code == 0
     assert loosened.run("/opt/tools/x").stdout == b"mine\n"
-    found = {name: said for name, (outcome, said) in outcomes(loosened).items() if outcome != "refused"}
+    found = {name: detail for name, (outcome, detail) in outcomes(loosened).items() if outcome != "refused"}
     assert found == {"write_anywhere_else": "['/opt/tools', '/opt/tools/x']"}
 
 
 @pytest.mark.parametrize("number", [attacks.SYSCALL_NUMBERS["clone3"][0], 4000])
-def test_a_call_that_libraries_can_do_without_says_that_there_is_none(cell: Cell, number: int) -> None:
+def test_replaceable_system_call_fails_with_enosys(cell: Cell, number: int) -> None:
     ask = f"import ctypes; libc = ctypes.CDLL(None, use_errno=True); print(libc.syscall({number}, 0, 0), ctypes.get_errno())"
     assert cell.run("python3", "-c", ask).stdout.split() == [b"-1", b"%d" % errno.ENOSYS]
 
 
 @pytest.mark.parametrize("name", TOOLS)
-def test_the_tools_of_the_trade_work(workshop: Cell, name: str) -> None:
+def test_development_tools_work(workshop: Cell, name: str) -> None:
     place = f"/workspace/{name}"
     done = workshop.run("bash", "-euo", "pipefail", "-c", f"mkdir {place}; cd {place}\n{TOOLS[name]}", seconds=120)
     assert (done.exit_code, done.stdout.split()[-1:]) == (0, [b"fine"]), done.stdout + done.stderr
 
 
-def test_a_sandbox_shares_no_namespace_with_us_nor_with_its_neighbour(cells: list[Cell]) -> None:
+def test_sandbox_shares_no_namespace_with_the_host_or_another_sandbox(cells: list[Cell]) -> None:
     one, two = (
         set(each.run("sh", "-c", f"for n in {' '.join(NAMESPACES)}; do readlink /proc/self/ns/$n; done").stdout.split())
         for each in cells
@@ -316,12 +315,12 @@ def test_a_sandbox_shares_no_namespace_with_us_nor_with_its_neighbour(cells: lis
     assert not one & two and not (one | two) & ours
 
 
-def test_files_sockets_and_processes_of_a_neighbour_are_not_there(cells: list[Cell]) -> None:
+def test_files_sockets_and_processes_of_another_sandbox_are_invisible(cells: list[Cell]) -> None:
     one, two = cells
     two.run("sh", "-c", "for d in /workspace /data /tmp /var/tmp /run /dev/shm; do echo of-two > $d/theirs; done")
     script = "find / -name theirs 2>/dev/null; cat /run/leasehold/llm.sock; ps -eo args="
     found = one.run("sh", "-c", f"sleep 0.1; {script}").stdout.decode().splitlines()
-    assert found[0].startswith("a")  # its own socket, and nothing before it
+    assert found[0].startswith("a")  # its own socket only
     assert not [line for line in found if "theirs" in line and "find" not in line]
 
 
@@ -344,7 +343,7 @@ print(json.dumps([dials(socket.AF_UNIX, "\\0theirs"), found]))
 """
 
 
-def test_a_neighbour_that_listens_is_not_reached(cells: list[Cell]) -> None:
+def test_listener_in_another_sandbox_is_unreachable(cells: list[Cell]) -> None:
     one, two = cells
     with ThreadPoolExecutor(1) as thread:
         listening = thread.submit(two.run, "python3", "-c", LISTEN)
@@ -355,7 +354,7 @@ def test_a_neighbour_that_listens_is_not_reached(cells: list[Cell]) -> None:
     assert reached == [[True, ["127.0.0.1", "0.0.0.0", "127.0.1.1"]], [False, []]]
 
 
-def test_the_engine_was_asked_for_nothing_but_what_is_needed(cell: Cell) -> None:
+def test_container_configuration_is_minimal(cell: Cell) -> None:
     found = inspected("inspect", cell.ref)
     host = found["HostConfig"]
     assert (host["ReadonlyRootfs"], host["Privileged"], host["NetworkMode"]) == (True, False, "none")
@@ -373,20 +372,20 @@ def test_the_engine_was_asked_for_nothing_but_what_is_needed(cell: Cell) -> None
     }
 
 
-def test_a_fork_bomb_is_bounded_and_ends_with_its_exec(cell: Cell) -> None:
+def test_fork_bomb_is_limited_and_ends_with_its_exec(cell: Cell) -> None:
     done = run_with_growing_timeouts(lambda seconds: cell.run("python3", "-c", BOMB, seconds=seconds), lambda done: done.stdout)
     assert done.timed_out
     assert 1 <= int(done.stdout.split()[0]) < PIDS
     assert cell.lives()
 
 
-def test_a_program_that_takes_too_much_memory_dies_alone(cell: Cell) -> None:
+def test_oom_kill_affects_only_its_program(cell: Cell) -> None:
     done = cell.run("sh", "-c", f'python3 -c "{HOG}"; echo and on')
     assert (done.stdout, done.oom) == (b"and on\n", True)
     assert cell.lives()
 
 
-def test_what_is_filled_in_memory_leaves_room_to_clean_up(cells: list[Cell]) -> None:
+def test_full_tmpfs_leaves_memory_to_clean_up(cells: list[Cell]) -> None:
     cell = cells[1]
     filled = cell.run("python3", "-c", FILL)
     assert (filled.exit_code, filled.oom) == (0, False), filled.stderr
@@ -400,7 +399,7 @@ def test_what_is_filled_in_memory_leaves_room_to_clean_up(cells: list[Cell]) -> 
     assert cell.run("sh", "-c", "head -c 1M /dev/zero > /tmp/x && echo room").stdout == b"room\n"
 
 
-def test_a_flood_on_both_streams_is_read_dropped_and_ended(cell: Cell) -> None:
+def test_flood_on_both_streams_is_dropped_and_ended(cell: Cell) -> None:
     flood = "yes >&2 & yes"
     done = run_with_growing_timeouts(
         lambda seconds: cell.run("sh", "-c", flood, seconds=seconds, cap=1000), lambda done: done.stdout and done.stderr
@@ -409,16 +408,14 @@ def test_a_flood_on_both_streams_is_read_dropped_and_ended(cell: Cell) -> None:
     assert cell.lives()
 
 
-def test_a_daemon_does_not_outlive_the_exec_that_timed_out(cell: Cell) -> None:
+def test_daemon_does_not_outlive_a_timed_out_exec(cell: Cell) -> None:
     daemon = "import os, time\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n  os.environ.clear(); time.sleep(300)"
     done = cell.run("sh", "-c", f'env -i /usr/bin/python3 -c "{daemon}"; setsid sleep 300 & sleep 300', seconds=1.5)
     assert done.timed_out
     assert cell.lives()
 
 
-def test_no_secret_of_ours_is_anywhere_in_or_on_a_sandbox(
-    docker_pool: Pool, settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_secret_is_in_a_sandbox_or_its_metadata(docker_pool: Pool, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("SECRET_KEY", "LLM_API_KEY", "S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY", "KV_API_TOKEN")
     secrets = {name: f"planted-{uuid4().hex}" for name in names}
     for name, value in secrets.items():
@@ -433,7 +430,7 @@ def test_no_secret_of_ours_is_anywhere_in_or_on_a_sandbox(
     ref = Sandbox.objects.get(pool=docker_pool).ref
     volumes = [f"{ref}-workspace", f"{ref}-data"]
     seen = [done.stdout.decode(), docker("inspect", ref), docker("volume", "inspect", *volumes), docker("logs", ref)]
-    seen.append(docker("exec", ref, "env"))  # as the keeper has it
+    seen.append(docker("exec", ref, "env"))  # environment of process 1
     tar = b"".join(providers.get_provider("docker").get_files(ref, "/workspace"))
     assert "here" in seen[0] and ref in seen[1] and volumes[0] in seen[2] and "PATH=" in seen[4]
     assert "leaseId" in tar.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Take, change, restore, wake, and fork, in real containers."""
+"""Snapshot, restore, wake and fork in real containers."""
 
 import json
 from datetime import timedelta
@@ -14,7 +14,7 @@ from sandboxes import files, providers
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.runs import Command
-from sandboxes.state.file_reader import FileTree
+from sandboxes.state.file_tree import FileTree
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db]
 MINUTE = timedelta(minutes=1)
@@ -27,10 +27,10 @@ def sh(lease: Lease, script: str) -> str:
 
 
 def looked(lease: Lease) -> tuple[list[str], bytes, str]:
-    """Everything in the workspace, the content of one file, and where that was seen."""
+    """Return (paths in the workspace, content of one file, source of the reading)."""
 
     def act(tree: FileTree) -> tuple[list[str], bytes]:
-        return sorted(tree.look("", deep=True, most=100)), tree.read_range("src/run", start=0, length=100)[0]
+        return sorted(tree.list_entries("", deep=True, limit=100)), tree.read_range("src/run", start=0, length=100)[0]
 
     command, now = Command(argv=["look"], kind="file", timeout=MINUTE, needs_data=False), timezone.now()
     with execution.use_lease(lease.pk, now=now) as request:
@@ -38,7 +38,7 @@ def looked(lease: Lease) -> tuple[list[str], bytes, str]:
     return names, content, source
 
 
-def test_take_change_restore_wake_and_fork(docker_pool: Pool) -> None:
+def test_snapshot_restore_wake_and_fork(docker_pool: Pool) -> None:
     ask = LeaseRequest(agent_did="did:plc:ada", environment_id="one", environment_type="catan", pool=docker_pool.name)
     lease, _ = leasing.acquire(ask, now=timezone.now())
     sh(lease, "mkdir -p src && printf '#!/bin/sh\\necho one\\n' > src/run && chmod 755 src/run && ln -s src/run link")

@@ -1,4 +1,4 @@
-"""nginx for each test module here, and for each test a server, an upstream and sandboxes."""
+"""Fixtures of the egress suite: nginx per module; server, upstream and sandboxes per test."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ from sandboxes.models import Policy, Pool
 from sandboxes.providers.docker.engine import Engine
 from tests.conftest import NOW
 from tests.egress.relay import AUD, LXM, RelaySwitch
-from tests.egress.whole import UPSTREAM_API_KEY, EgressStack, LeasedSandbox
+from tests.egress.stack import UPSTREAM_API_KEY, EgressStack, LeasedSandbox
 from tests.support.egress import EventLoopThread, FakeUpstream
 
 SLOT_COUNT = 8
@@ -24,7 +24,7 @@ SLOT_COUNT = 8
 
 @pytest.fixture(scope="module")
 def nginx(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NginxProxy]:
-    """The proxy, and settings that are this module's: a directory of sockets and a few slots."""
+    """nginx with the module's own settings: directory of sockets, and few slots."""
     runtime = tmp_path_factory.mktemp("r")
     with override_settings(
         RUNTIME_DIR=runtime,
@@ -42,28 +42,28 @@ def nginx(docker_ready: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture
-def way(nginx: NginxProxy, settings: Any, transactional_db: None) -> Iterator[EgressStack]:
-    """The way out with a server and an upstream of this test's own."""
+def egress(nginx: NginxProxy, settings: Any, transactional_db: None) -> Iterator[EgressStack]:
+    """Egress proxy with the test's own server and upstream."""
     loop = EventLoopThread()
     with ExitStack() as stack:
         stack.callback(loop.close)
         upstream = stack.enter_context(loop.run_context(FakeUpstream().listening()))
         settings.LLM_URL = upstream.url
-        if nginx.look() != "running":  # a test that failed has left it so
+        if nginx.get_state() != "running":  # after a failed test
             nginx.start()
-        way = EgressStack(nginx, loop, upstream)
-        stack.enter_context(way.serving)
-        way.serve()
-        yield way
+        egress = EgressStack(nginx, loop, upstream)
+        stack.enter_context(egress.serving)
+        egress.serve()
+        yield egress
 
 
 @pytest.fixture
-def enter(way: EgressStack, docker_pool: Pool) -> Callable[..., LeasedSandbox]:
-    """Make a lease, and its sandbox ready: enter("did:plc:ada")."""
+def enter(egress: EgressStack, docker_pool: Pool) -> Callable[..., LeasedSandbox]:
+    """Factory of leases with a ready sandbox: enter("did:plc:ada")."""
 
     def make(agent: str = "did:plc:ada") -> LeasedSandbox:
-        ask = leasing.LeaseRequest(agent, f"way-{uuid4().hex[:8]}", "coding", pool=docker_pool.name)
-        inside = LeasedSandbox(leasing.acquire(ask, now=NOW)[0])
+        request = leasing.LeaseRequest(agent, f"egress-{uuid4().hex[:8]}", "coding", pool=docker_pool.name)
+        inside = LeasedSandbox(leasing.acquire(request, now=NOW)[0])
         execution.ensure_sandbox_ready(inside.lease.pk, now=NOW)
         return inside
 
@@ -76,9 +76,9 @@ def inside(enter: Callable[..., LeasedSandbox]) -> LeasedSandbox:
 
 
 @pytest.fixture
-def relayed(way: EgressStack, settings: Any) -> Iterator[RelaySwitch]:
-    """What /relay/ leads to, for sandboxes of a policy that lets them."""
-    relayed = RelaySwitch(way.loop)
+def relayed(egress: EgressStack, settings: Any) -> Iterator[RelaySwitch]:
+    """Relay behind /relay/, and a policy that allows it."""
+    relayed = RelaySwitch(egress.loop)
     relayed.on()
     settings.RELAY_URL, settings.RELAY_AUD, settings.RELAY_LXM = relayed.relay.url, AUD, LXM
     EnvironmentType.objects.filter(name="coding").update(policy=Policy.objects.create(name="relayed", relay=True))

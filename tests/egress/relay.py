@@ -1,4 +1,4 @@
-"""A relay on this machine: WebSockets, who called for them and what they were told."""
+"""Local relay that records its WebSocket connections."""
 
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
@@ -12,13 +12,13 @@ AUD, LXM = "did:web:relay.example", "com.atproto.sync.subscribeRepos"
 
 
 class FakeRelay:
-    """`asked` is path and headers of each connection, `heard` what came through them, `open` those that are still there."""
+    """WebSocket server. Records the path and headers of connections, and received messages. `open` lists open connections."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, str]]] = []
-        self.heard: list[str | bytes] = []
+        self.connections: list[tuple[str, dict[str, str]]] = []
+        self.received: list[str | bytes] = []
         self.open: list[web.WebSocketResponse] = []
-        self.redirect = ""  # where to who calls is sent instead
+        self.redirect = ""  # redirect target; empty: accept connections
         self.port = 0
 
     @property
@@ -27,7 +27,7 @@ class FakeRelay:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator["FakeRelay"]:
-        """While the block runs; each time at the same port."""
+        """Listen for the duration of the block, always at the same port."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._any)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -40,7 +40,7 @@ class FakeRelay:
             await runner.cleanup()
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append((request.path_qs, {name.lower(): value for name, value in request.headers.items()}))
+        self.connections.append((request.path_qs, {name.lower(): value for name, value in request.headers.items()}))
         if self.redirect:
             raise web.HTTPFound(self.redirect)
         socket = web.WebSocketResponse()
@@ -49,12 +49,12 @@ class FakeRelay:
         try:
             async for message in socket:
                 if message.type in (WSMsgType.TEXT, WSMsgType.BINARY):
-                    self.heard.append(message.data)
+                    self.received.append(message.data)
         finally:
             self.open.remove(socket)
         return socket
 
-    async def tell(self, *events: str | bytes) -> None:
+    async def send(self, *events: str | bytes) -> None:
         for socket in self.open:
             for event in events:
                 await (socket.send_str(event) if isinstance(event, str) else socket.send_bytes(event))
@@ -62,20 +62,20 @@ class FakeRelay:
 
 @dataclass
 class RelaySwitch:
-    """A relay that can be switched off."""
+    """A relay that can be stopped and started."""
 
     loop: EventLoopThread
     relay: FakeRelay = field(default_factory=FakeRelay)
-    being: ExitStack = field(default_factory=ExitStack)
+    running: ExitStack = field(default_factory=ExitStack)
 
     def on(self) -> None:
-        self.being.enter_context(self.loop.run_context(self.relay.listening()))
+        self.running.enter_context(self.loop.run_context(self.relay.listening()))
 
     def off(self) -> None:
-        self.being.close()
+        self.running.close()
 
-    def tell(self, *events: str | bytes) -> None:
-        self.loop.act(self.relay.tell(*events))
+    def send(self, *events: str | bytes) -> None:
+        self.loop.run(self.relay.send(*events))
 
     def is_open(self) -> bool:
         return bool(self.relay.open)

@@ -1,6 +1,6 @@
-"""What a program in a sandbox might send to speak as somebody else, to reach something else or to learn our key.
+"""Attacks on the egress proxy from a sandbox: impersonation, forbidden destinations, theft of credentials, exhaustion.
 
-Each attack is looked at from both sides: what it was answered, and what the upstream, the rows and nginx's log saw. Beside it
+Each attack is looked at from scene sides: what it was answered, and what the upstream, the rows and nginx's log saw. Beside it
 the ordinary calls of its sandbox and of another one go on, so that nothing here is refused only because nothing works."""
 
 import asyncio
@@ -14,13 +14,14 @@ import pytest
 from aiohttp import web
 from django.conf import settings
 
-from sandboxes.egress import access_log, nginx, slots
+from sandboxes.egress import access_log, slots
+from sandboxes.egress.nginx_config import MAX_SOCKETS_PER_SLOT
 from sandboxes.egress.request_filter import FIELDS_BY_PATH
 from sandboxes.identity import signing
 from sandboxes.models import LlmCall
 from tests.conftest import MINUTE
 from tests.egress.relay import AUD, RelaySwitch
-from tests.egress.whole import UPSTREAM_API_KEY, EgressStack, LeasedSandbox, run_in_thread
+from tests.egress.stack import UPSTREAM_API_KEY, EgressStack, LeasedSandbox, run_in_thread
 from tests.support import tokens
 from tests.support.egress import CHAT_PATH, post
 from tests.support.waiting import wait_until
@@ -29,8 +30,8 @@ pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 Enter = Callable[..., LeasedSandbox]
 EVE, ADA, VICTIM = "did:plc:eve", "did:plc:ada", "did:plc:victim"
 
-# exchange(content, count) -> all that is answered to some bytes. For as many answers as are expected it waits long, for more
-# a moment.
+# exchange(content, count) -> all bytes received in response to `content`. Waits long for `count` responses, and briefly for
+# more.
 EXCHANGE = """
 import base64, select
 def exchange(content, count, address=("127.0.0.1", 4010)):
@@ -38,15 +39,15 @@ def exchange(content, count, address=("127.0.0.1", 4010)):
         out.connect(address)
         try: out.sendall(content)
         except OSError: pass
-        said = b""
-        while select.select([out], [], [], 0.1 if count and said.count(b"HTTP/1.1 ") >= count else 10)[0]:
+        reply = b""
+        while select.select([out], [], [], 0.1 if count and reply.count(b"HTTP/1.1 ") >= count else 10)[0]:
             try: chunk = out.recv(1 << 16)
             except OSError: break
             if not chunk: break
-            said += chunk
-        return said.decode("latin-1")
+            reply += chunk
+        return reply.decode("latin-1")
 """
-# Fields of a body that would have somebody else billed, or nobody.
+# Body fields that would bill another user or no user.
 BODY = json.dumps({
     "model": "default", "messages": [{"role": "user", "content": "{}"}], "user": VICTIM, "metadata": {"user_id": VICTIM},
     "litellm_metadata": {"user_api_key_user_id": VICTIM}, "spend_logs_metadata": {"agent": VICTIM}, "api_base": "http://1.1.1.1",
@@ -58,10 +59,10 @@ BODY = json.dumps({
 def request(
     *lines: str | bytes, first: str | bytes = f"POST {CHAT_PATH} HTTP/1.1", body: bytes = BODY, length: bool = True
 ) -> bytes:
-    """An HTTP request with these header lines, which is a model call unless they spoil it."""
-    said = [first, "Host: x", "Content-Type: application/json", *lines]
-    said += [f"Content-Length: {len(body)}"] if length else []
-    return b"\r\n".join(one if isinstance(one, bytes) else one.encode("latin-1") for one in said) + b"\r\n\r\n" + body
+    """Build an HTTP request with these header lines: a valid model call unless they invalidate it."""
+    reply = [first, "Host: x", "Content-Type: application/json", *lines]
+    reply += [f"Content-Length: {len(body)}"] if length else []
+    return b"\r\n".join(one if isinstance(one, bytes) else one.encode("latin-1") for one in reply) + b"\r\n\r\n" + body
 
 
 def get(*lines: str | bytes, path: str = "/v1/models", method: str = "GET") -> bytes:
@@ -78,7 +79,7 @@ def chunk(content: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Attack:
-    """Some bytes, the statuses they are answered, and how many calls then leave in the name of who sent them."""
+    """Bytes to send, the expected statuses, and the number of calls forwarded in the sender's name."""
 
     sent: bytes
     answered: tuple[int, ...]
@@ -97,7 +98,7 @@ FORGED = {
     "Content-Encoding": "identity", "Accept-Encoding": "gzip", "Referer": VICTIM, "User-Agent": VICTIM,
 }  # fmt: skip
 INNER = request("X-Leasehold-Slot: 0", "X-Request-Id: " + "e" * 32, f"Authorization: Bearer {VICTIM}", "Connection: close")
-COVERED = b"0\r\n\r\n" + INNER  # to whoever reads chunks, another request begins here
+COVERED = b"0\r\n\r\n" + INNER  # for a parser of chunks, another request begins here
 HANDSHAKE = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: " + "A" * 22 + "==")
 LENGTH = f"Content-Length: {len(BODY)}"
 
@@ -249,7 +250,7 @@ ATTACKS: dict[str, dict[str, Attack]] = {
         "a header without end": Attack(request("X: " + "a" * 70_000), (400,)),
         "headers without end": Attack(request(*(f"X-{number}: {'a' * 500}" for number in range(200))), (400,)),
         "a path without end": Attack(get(path="/" + "a" * 70_000), (414,)),
-        "a body that is said to be large": Attack(request(f"Content-Length: {1 << 30}", length=False), (413,)),
+        "a body declared to be large": Attack(request(f"Content-Length: {1 << 30}", length=False), (413,)),
     },
 }
 MAY_LEAVE = {
@@ -258,37 +259,39 @@ MAY_LEAVE = {
 }  # fmt: skip
 
 
-class Both:
-    """Two sandboxes, of which one attacks."""
+class AttackScene:
+    """An attacking sandbox and a bystander."""
 
-    def __init__(self, way: EgressStack, enter: Enter) -> None:
-        self.way, self.eve, self.ada = way, enter(EVE), enter(ADA)
+    def __init__(self, egress: EgressStack, enter: Enter) -> None:
+        self.way, self.eve, self.ada = egress, enter(EVE), enter(ADA)
         self.boxes = {each.lease.pk: each.box for each in (self.eve, self.ada)}
         self.adas = (
             slots.ensure_slot_directory(self.boxes[self.ada.lease.pk].slot or 0) / slots.SOCKET_NAME
-        )  # as its sandbox has it
+        )  # as its sandbox sees it
 
     def left(self, *agents: str) -> None:
-        """Since the last time these have called, each in its own name, and nobody else."""
-        rows = self.way.wait_for_new_closed_calls()
+        """Assert the calls since the last check: each sandbox in its own name, and no others."""
+        rows = self.egress.wait_for_new_closed_calls()
         self._require_own(rows)
         assert [(row.agent_did, row.outcome) for row in rows] == [(agent, "ok") for agent in agents]
-        assert [headers["x-litellm-call-id"] for _, headers, _ in self.way.upstream.asked] == [row.call_id for row in rows]
+        assert [headers["x-litellm-call-id"] for _, headers, _ in self.egress.upstream.requests] == [
+            row.call_id for row in rows
+        ]
         self.forget()
 
     def forget(self) -> None:
-        self.way.wait_for_new_closed_calls()
-        self.way.upstream.asked.clear()
+        self.egress.wait_for_new_closed_calls()
+        self.egress.upstream.requests.clear()
 
     def _require_own(self, rows: list[LlmCall]) -> None:
-        """What left is all of its own sandbox, with our key and nothing that it said itself."""
+        """Assert that forwarded calls have their own sandbox's identity, our credentials and none of the sandbox's headers."""
         of = {row.call_id: row for row in rows}
         for row in rows:
             assert row.holder and (row.sandbox, row.agent_did) == (box := self.boxes[row.holder], box.agent_did)
-        for path, headers, body in self.way.upstream.asked:
+        for path, headers, body in self.egress.upstream.requests:
             row = of[headers["x-litellm-call-id"]]
-            said = json.loads(headers["x-litellm-spend-logs-metadata"])
-            assert (headers["x-litellm-end-user-id"], said["agent"], said["lease"]) == (
+            reply = json.loads(headers["x-litellm-spend-logs-metadata"])
+            assert (headers["x-litellm-end-user-id"], reply["agent"], reply["lease"]) == (
                 row.agent_did,
                 row.agent_did,
                 str(row.holder),
@@ -298,74 +301,74 @@ class Both:
             assert VICTIM not in json.dumps([path, headers, body]) and "ffffffff" not in row.call_id
 
     def logged(self) -> None:
-        """nginx's log has no line that is not one request through one of the two slots."""
-        lines = self.way.log.read_bytes().splitlines()
+        """Assert that each line of nginx's log is one request through one of the two slots."""
+        lines = self.egress.log.read_bytes().splitlines()
         found = [access_log.parse_line(line) for line in lines]
         assert None not in found, [line for line in lines if access_log.parse_line(line) is None]
-        assert {line.slot for line in found[self.way.lines :] if line} <= {box.slot for box in self.boxes.values()}
+        assert {line.slot for line in found[self.egress.lines :] if line} <= {box.slot for box in self.boxes.values()}
 
 
 @pytest.fixture
-def both(way: EgressStack, enter: Enter) -> Both:
-    return Both(way, enter)
+def scene(egress: EgressStack, enter: Enter) -> AttackScene:
+    return AttackScene(egress, enter)
 
 
 def tried(content: bytes, count: int) -> str:
-    """A script that prints what some bytes were answered, and the status of an ordinary call after them."""
+    """Build a script that sends bytes, prints the response and the status of an ordinary call afterwards."""
     exchanged = f"exchange(base64.b64decode({base64.b64encode(content).decode()!r}), {count})"
     return f"{EXCHANGE}print(json.dumps([{exchanged}, ask()[0]]))"
 
 
 def meant(content: bytes, other: LeasedSandbox) -> bytes:
-    """What says that it comes through slot 0 says that it comes through another sandbox's."""
+    """Replace slot 0 in the attack by the other sandbox's slot."""
     return re.sub(rb"([-_ \0]Slot ?: )0", rb"\g<1>%d" % (other.box.slot or 0), content)
 
 
-def statuses(said: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"HTTP/1\.1 (\d{3}) ", said)))
+def statuses(reply: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"HTTP/1\.1 (\d{3}) ", reply)))
 
 
-def attempt(both: Both, name: str, attack: Attack) -> str:
-    """What was wrong with how an attack went, "" if it failed as it should."""
-    said, own = both.eve.python(tried(meant(attack.sent, both.ada), len(attack.answered)))
+def attempt(scene: AttackScene, name: str, attack: Attack) -> str:
+    """Run an attack. Return a description of the deviation from the expected outcome, or ""."""
+    reply, own = scene.eve.python(tried(meant(attack.sent, scene.ada), len(attack.answered)))
     try:
-        assert (statuses(said), own) == (attack.answered, 200)
-        assert UPSTREAM_API_KEY not in said and "leasehold-egress" not in said
-        assert post(both.adas, BODY)[0] == 200
-        both.left(*[EVE] * (attack.leave + 1), ADA)
+        assert (statuses(reply), own) == (attack.answered, 200)
+        assert UPSTREAM_API_KEY not in reply and "leasehold-egress" not in reply
+        assert post(scene.adas, BODY)[0] == 200
+        scene.left(*[EVE] * (attack.leave + 1), ADA)
     except AssertionError as wrong:
-        both.forget()
-        return f"{name}: {wrong}\n{said[:300]}"
+        scene.forget()
+        return f"{name}: {wrong}\n{reply[:300]}"
     finally:
-        both.way.clock.at += 2 * MINUTE  # so that no limit of calls a minute is what stops the next one
+        scene.egress.clock.at += 2 * MINUTE  # keeps the rate limit from stopping the next attack
     return ""
 
 
 @pytest.mark.parametrize("kind", ATTACKS)
-def test_what_is_not_a_plain_call_of_its_own_gets_nowhere(kind: str, both: Both) -> None:
-    wrong = [attempt(both, name, attack) for name, attack in ATTACKS[kind].items()]
+def test_attack_by_request_fails(kind: str, scene: AttackScene) -> None:
+    wrong = [attempt(scene, name, attack) for name, attack in ATTACKS[kind].items()]
     assert not [one for one in wrong if one], "\n".join(one for one in wrong if one)
-    both.logged()
+    scene.logged()
 
 
-# --- too much, and too slow -------------------------------------------------------------------------------------------
+# --- exhaustion -------------------------------------------------------------------------------------------
 
 LARGE = r"""
 head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
 body = json.dumps({**BODY, "pad": "a" * (5 << 20)}).encode()
-said = [exchange(head + b"Content-Length: %d\r\n\r\n" % len(body) + body, 1)]
-said += [exchange(head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"10000\r\n" + bytes(1 << 16) + b"\r\n") * 80, 1)]
-said += [exchange(head + b"Content-Length: %d\r\n\r\n" % (1 << 62), 1)]
-print(json.dumps([*said, ask()[0]]))
+reply = [exchange(head + b"Content-Length: %d\r\n\r\n" % len(body) + body, 1)]
+reply += [exchange(head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"10000\r\n" + bytes(1 << 16) + b"\r\n") * 80, 1)]
+reply += [exchange(head + b"Content-Length: %d\r\n\r\n" % (1 << 62), 1)]
+print(json.dumps([*reply, ask()[0]]))
 """
 
 
-def test_a_request_that_is_too_large_is_refused_however_it_says_its_size(both: Both) -> None:
-    *said, own = both.eve.python(EXCHANGE + LARGE)
-    assert ([*map(statuses, said)], own) == ([(413,)] * 3, 200)
-    assert all("too_large" in each for each in said)
-    assert both.ada.asks() == [200]
-    both.left(EVE, ADA)
+def test_too_large_request_is_refused_for_any_framing(scene: AttackScene) -> None:
+    *reply, own = scene.eve.python(EXCHANGE + LARGE)
+    assert ([*map(statuses, reply)], own) == ([(413,)] * 3, 200)
+    assert all("too_large" in each for each in reply)
+    assert scene.ada.call_model() == [200]
+    scene.left(EVE, ADA)
 
 
 HELD = r"""
@@ -376,7 +379,7 @@ def held(content):
     return out
 begun = [held(b"POST /v1/chat/completions HTTP/1.1\r\nX: ") for _ in range(60)]
 body = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
-begun += [held(body) for _ in range(36)]  # as many as may be, and some
+begun += [held(body) for _ in range(36)]  # more than the limit
 while (status := ask()[0]) == 200: time.sleep(0.05)
 open("/workspace/held", "w").close()
 while os.path.exists("/workspace/held"): time.sleep(0.05)
@@ -384,16 +387,16 @@ print(status)
 """
 
 
-def test_requests_that_are_never_finished_keep_only_their_own_sandbox_waiting(both: Both) -> None:
-    with run_in_thread(lambda: both.eve.python(HELD)) as holding:
-        wait_until(lambda: both.eve.run("test", "-e", "held").exit_code == 0, "they are all there")
-        both.forget()
-        assert both.ada.asks(3) == [200] * 3
-        both.left(ADA, ADA, ADA)
-        both.eve.run("rm", "held")
+def test_unfinished_requests_block_only_their_own_sandbox(scene: AttackScene) -> None:
+    with run_in_thread(lambda: scene.eve.python(HELD)) as holding:
+        wait_until(lambda: scene.eve.run("test", "-e", "held").exit_code == 0, "they are all there")
+        scene.forget()
+        assert scene.ada.call_model(3) == [200] * 3
+        scene.left(ADA, ADA, ADA)
+        scene.eve.run("rm", "held")
         assert holding.result(60) == 429
-    wait_until(lambda: both.eve.asks() == [200], "its own calls leave again")
-    both.left(EVE)
+    wait_until(lambda: scene.eve.call_model() == [200], "its own calls leave again")
+    scene.left(EVE)
 
 
 HOARDED = r"""
@@ -417,23 +420,23 @@ print(count)
 """
 
 
-def test_a_sandbox_has_so_many_connections_and_no_more_whatever_it_says(both: Both) -> None:
-    """Else one would have all that there are, which no limit of requests counts before they are complete."""
-    assert both.eve.python(f"MOST = {nginx.MAX_SOCKETS_PER_SLOT}\n{HOARDED}") == nginx.MAX_SOCKETS_PER_SLOT
-    wait_until(lambda: both.eve.asks() == [200], "its own calls leave again")
-    both.forget()
-    assert both.ada.asks() == [200]
-    both.left(ADA)
+def test_connections_per_sandbox_are_limited_before_any_request(scene: AttackScene) -> None:
+    """Limits on requests count complete requests only, so idle connections need their own limit."""
+    assert scene.eve.python(f"MOST = {MAX_SOCKETS_PER_SLOT}\n{HOARDED}") == MAX_SOCKETS_PER_SLOT
+    wait_until(lambda: scene.eve.call_model() == [200], "its own calls leave again")
+    scene.forget()
+    assert scene.ada.call_model() == [200]
+    scene.left(ADA)
 
 
-# --- our key ----------------------------------------------------------------------------------------------------------
+# --- credentials ----------------------------------------------------------------------------------------------------------
 
 
-QUOTED = {200: 200, 302: 502, 400: 502, 401: 502, 429: 502, 500: 502}  # status of the upstream -> what it is shown as
+QUOTED = {200: 200, 302: 502, 400: 502, 401: 502, 429: 502, 500: 502}  # upstream's status -> status seen by the sandbox
 
 
 def quoting(status: int, kind: str, heard: list[str]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """An upstream that says what it was sent wherever it can."""
+    """Upstream that quotes request headers wherever it can."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         heard.append(request.headers["Authorization"])
@@ -447,12 +450,12 @@ def quoting(status: int, kind: str, heard: list[str]) -> Callable[[web.Request],
         headers |= {"x-litellm-response-cost": UPSTREAM_API_KEY, "WWW-Authenticate": f"Bearer {UPSTREAM_API_KEY}"}
         response = web.StreamResponse(status=status, reason=f"No {UPSTREAM_API_KEY}", headers=headers)
         await response.prepare(request)
-        said = {
+        reply = {
             "model": UPSTREAM_API_KEY,
             "error": f"before {dict(request.headers)} after",
             "pad": "x" * 70_000 + UPSTREAM_API_KEY,
         }
-        whole = json.dumps(said).encode()
+        whole = json.dumps(reply).encode()
         for at in range(0, len(whole), 4999):
             await response.write((b"data: " if not at else b"") + whole[at : at + 4999])
             await asyncio.sleep(0)
@@ -464,19 +467,21 @@ def quoting(status: int, kind: str, heard: list[str]) -> Callable[[web.Request],
 
 
 @pytest.mark.parametrize("kind", ["application/json", "text/event-stream", f"text/plain; key={UPSTREAM_API_KEY}"])
-def test_an_upstream_that_quotes_our_key_does_not_tell_it(kind: str, both: Both, capfd: pytest.CaptureFixture[str]) -> None:
+def test_credential_quoted_by_the_upstream_is_redacted(
+    kind: str, scene: AttackScene, capfd: pytest.CaptureFixture[str]
+) -> None:
     heard: list[str] = []
     for status, shown in QUOTED.items():
-        both.way.upstream.answer = quoting(status, kind, heard)
-        said, _ = both.eve.python(tried(request("Connection: close"), 1))
-        assert statuses(said) == (shown,)
-        assert UPSTREAM_API_KEY not in said and UPSTREAM_API_KEY[4:] not in said and UPSTREAM_API_KEY[:-4] not in said
-        assert ("before" in said and "after" in said) == (status == 200)
-        both.way.clock.at += MINUTE
-    rows = both.way.settled(2 * len(QUOTED))
+        scene.egress.upstream.answer = quoting(status, kind, heard)
+        reply, _ = scene.eve.python(tried(request("Connection: close"), 1))
+        assert statuses(reply) == (shown,)
+        assert UPSTREAM_API_KEY not in reply and UPSTREAM_API_KEY[4:] not in reply and UPSTREAM_API_KEY[:-4] not in reply
+        assert ("before" in reply and "after" in reply) == (status == 200)
+        scene.egress.clock.at += MINUTE
+    rows = scene.egress.settled(2 * len(QUOTED))
     assert heard == [f"Bearer {UPSTREAM_API_KEY}"] * len(rows)
     assert [(row.agent_did, row.outcome, row.cost) for row in rows] == [(EVE, "ok", None)] * 2 + [(EVE, "failed", None)] * 10
-    assert UPSTREAM_API_KEY not in json.dumps([*LlmCall.objects.values()], default=str) + both.way.log.read_text()
+    assert UPSTREAM_API_KEY not in json.dumps([*LlmCall.objects.values()], default=str) + scene.egress.log.read_text()
     assert UPSTREAM_API_KEY not in "".join(capfd.readouterr())
 
 
@@ -493,19 +498,19 @@ def upgrade(*lines: str | bytes, path: str = "/relay/x.y", method: str = "GET") 
 
 
 def frame(content: bytes, first: int = 0x81) -> bytes:
-    """As a client sends it, masked with nothing."""
+    """Build a client frame with a zero mask."""
     length = bytes([0x80 | len(content)]) if len(content) < 126 else b"\xfe" + len(content).to_bytes(2)
     return bytes([first]) + length + bytes(4) + content
 
 
 @dataclass(frozen=True)
 class Upgrade:
-    """Some bytes, the statuses they are answered, and what the relay was asked and told of it."""
+    """Bytes to send, the expected statuses, and the path and messages that reach the relay."""
 
     sent: bytes
     answered: tuple[int, ...]
-    asked: str = ""
-    heard: tuple[str | bytes, ...] = ()
+    requested: str = ""
+    received: tuple[str | bytes, ...] = ()
 
 
 THERE = "/xrpc/x.y"
@@ -558,33 +563,33 @@ UPGRADES = {
 }  # fmt: skip
 
 
-def test_what_is_not_a_plain_connection_to_the_relay_gets_nowhere(enter: Enter, relayed: RelaySwitch, way: EgressStack) -> None:
-    """Nothing there is in another name, and nothing of what is tried leads to a model in one."""
+def test_attack_by_upgrade_fails(enter: Enter, relayed: RelaySwitch, egress: EgressStack) -> None:
+    """No relay connection and no model call is made in another name."""
     eve, ada = enter(EVE), enter(ADA)
-    key = signing.create_key(EVE, now=way.clock())
+    key = signing.create_key(EVE, now=egress.clock())
     wrong = []
     for name, tried_ in UPGRADES.items():
-        said, own = eve.python(tried(meant(tried_.sent, ada), len(tried_.answered)))
+        reply, own = eve.python(tried(meant(tried_.sent, ada), len(tried_.answered)))
         wait_until(lambda: not relayed.relay.open, f"{name} is over")
-        rows = way.wait_for_new_closed_calls()
-        paths = [path for path, _ in relayed.relay.asked]
-        got = (statuses(said), own, paths, tuple(relayed.relay.heard), {row.agent_did for row in rows})
-        if got != (tried_.answered, 200, [tried_.asked] if tried_.asked else [], tried_.heard, {EVE}):
-            wrong.append(f"{name}: {got}\n{said[:300]}")
-        for _, headers in relayed.relay.asked:
+        rows = egress.wait_for_new_closed_calls()
+        paths = [path for path, _ in relayed.relay.connections]
+        got = (statuses(reply), own, paths, tuple(relayed.relay.received), {row.agent_did for row in rows})
+        if got != (tried_.answered, 200, [tried_.requested] if tried_.requested else [], tried_.received, {EVE}):
+            wrong.append(f"{name}: {got}\n{reply[:300]}")
+        for _, headers in relayed.relay.connections:
             claims = tokens.verify_token(headers["authorization"].removeprefix("Bearer "), key.did_key)
             assert (headers["x-leasehold-agent"], claims["iss"], claims["aud"]) == (EVE, EVE, AUD), name
             assert headers.keys() <= PUBLIC and VICTIM not in json.dumps(headers), name
             assert headers["x-leasehold-call-id"] in {row.call_id for row in rows if row.kind == "relay"}, name
-            assert headers["authorization"].removeprefix("Bearer ") not in said, name
-        assert {sent["x-litellm-end-user-id"] for _, sent, _ in way.upstream.asked} == {EVE}, name
-        relayed.relay.asked.clear(), relayed.relay.heard.clear(), way.upstream.asked.clear()
-        way.clock.at += 2 * MINUTE
+            assert headers["authorization"].removeprefix("Bearer ") not in reply, name
+        assert {sent["x-litellm-end-user-id"] for _, sent, _ in egress.upstream.requests} == {EVE}, name
+        relayed.relay.connections.clear(), relayed.relay.received.clear(), egress.upstream.requests.clear()
+        egress.clock.at += 2 * MINUTE
     assert not wrong, "\n".join(wrong)
-    assert ada.asks() == [200] and [row.agent_did for row in way.wait_for_new_closed_calls()] == [ADA]
+    assert ada.call_model() == [200] and [row.agent_did for row in egress.wait_for_new_closed_calls()] == [ADA]
 
 
-# --- what is not there ------------------------------------------------------------------------------------------------
+# --- file system ------------------------------------------------------------------------------------------------
 
 LOOK = """
 places, files = json.loads(sys.argv[1])
@@ -608,16 +613,16 @@ print(json.dumps({
 """
 
 
-def test_other_slots_and_what_is_behind_ones_own_are_not_there(both: Both) -> None:
+def test_other_slots_and_the_servers_socket_are_unreachable(scene: AttackScene) -> None:
     where = settings.EGRESS_DIR.resolve()
-    other = f"{both.ada.box.slot}/llm.sock"
+    other = f"{scene.ada.box.slot}/llm.sock"
     places = [str(where / "s" / other), f"/s/{other}", f"/run/leasehold/../{other}", f"/run/leasehold/../s/{other}",
               str(where / "server/server.sock"), "/server/server.sock", "/run/leasehold/../server/server.sock"]  # fmt: skip
-    files = [str(where / "nginx/leasehold.conf"), "/etc/nginx/leasehold.conf", "/etc/nginx/leasehold-way.conf",
+    files = [str(where / "nginx/leasehold.conf"), "/etc/nginx/leasehold.conf", "/etc/nginx/leasehold-locations.conf",
              str(where / "logs/access.log"), "/logs/access.log", "/proc/1/environ", "/proc/1/root/etc/passwd"]  # fmt: skip
-    found = both.eve.python(LOOK, json.dumps([places, files]))
-    assert {*found.pop("bound")} <= {f"/s/{both.eve.box.slot}/llm.sock"}  # the other end of its own
+    found = scene.eve.python(LOOK, json.dumps([places, files]))
+    assert {*found.pop("bound")} <= {f"/s/{scene.eve.box.slot}/llm.sock"}  # the peer name of its own socket
     assert found == {"own": [True, True, True], "listed": ["llm.sock"], "reached": [], "read": [], "named": []}
     assert (where / "s" / other).is_socket() and (where / "logs/access.log").exists()
-    assert both.eve.asks() + both.ada.asks() == [200, 200]
-    both.left(EVE, ADA)
+    assert scene.eve.call_model() + scene.ada.call_model() == [200, 200]
+    scene.left(EVE, ADA)

@@ -1,4 +1,4 @@
-"""The way out of real sandboxes through a real nginx: ordinary use, whoever dies on the way, and whose a call is."""
+"""Egress proxy with real sandboxes and nginx: SDK traffic, crashes of each component, and identity of calls."""
 
 import asyncio
 import json
@@ -18,14 +18,13 @@ from controlplane.env import ENV_VARIABLES
 from leases import leasing, sweeps
 from leases.one_shot import OneShotOutcome, OneShotRequest, run_once
 from sandboxes import pool as pools
-from sandboxes.egress import authorization, slots
-from sandboxes.egress import nginx as front
-from sandboxes.egress.nginx import INSTALLATION_LABEL, NginxProxy
+from sandboxes.egress import authorization, log_collection, slots
+from sandboxes.egress.nginx import INSTALLATION_LABEL, NginxProxy, get_installation_id, get_server_socket_path
 from sandboxes.errors import CapacityExhausted
 from sandboxes.models import LlmCall, Pool, Sandbox
 from sandboxes.providers.docker.engine import Engine
 from tests.conftest import MINUTE, NOW
-from tests.egress.whole import (
+from tests.egress.stack import (
     CLIENT_SCRIPT,
     UPSTREAM_API_KEY,
     EgressStack,
@@ -45,19 +44,19 @@ CHAT_BODY = {"model": "default", "messages": [{"role": "user", "content": "{}"}]
 ASK_ONCE = "print(json.dumps([*map(str, ask())]))"
 
 
-def curl(inside: LeasedSandbox, url: str, body: Any, *more: str) -> tuple[int, str]:
-    done = inside.run("sh", "-c", CURL, "sh", url, *more, stdin=json.dumps(body).encode())
+def curl(leased: LeasedSandbox, url: str, body: Any, *more: str) -> tuple[int, str]:
+    done = leased.run("sh", "-c", CURL, "sh", url, *more, stdin=json.dumps(body).encode())
     assert done.exit_code == 0, done.stderr
-    said, _, status = done.stdout.decode().rpartition("\n")
-    return int(status), said
+    reply, _, status = done.stdout.decode().rpartition("\n")
+    return int(status), reply
 
 
-class Held:
-    """An upstream's answer that does not come until it is let go."""
+class HeldResponse:
+    """Upstream response that is held back until released."""
 
-    def __init__(self, way: EgressStack) -> None:
-        self.way, self.come, self.go = way, threading.Event(), asyncio.Event()
-        way.upstream.answer = self.answer
+    def __init__(self, egress: EgressStack) -> None:
+        self.way, self.come, self.go = egress, threading.Event(), asyncio.Event()
+        egress.upstream.answer = self.answer
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.come.set()
@@ -68,48 +67,48 @@ class Held:
         assert self.come.wait(60), "no call comes"
 
     def let_go(self) -> None:
-        self.way.loop.loop.call_soon_threadsafe(self.go.set)
+        self.egress.loop.loop.call_soon_threadsafe(self.go.set)
 
 
-# --- ordinary use -----------------------------------------------------------------------------------------------------
+# --- SDK traffic -----------------------------------------------------------------------------------------------------
 
 
-def test_curl_speaks_to_a_model_in_openais_words_and_row_and_log_agree(inside: LeasedSandbox, way: EgressStack) -> None:
-    status, said = curl(inside, f"http://127.0.0.1:4010{CHAT_PATH}", CHAT_BODY)
-    assert (status, json.loads(said)) == (200, COMPLETION_RESPONSE)
-    [row], [line], [(_, sent, body)] = way.settled(1), way.logged(1), way.upstream.asked
+def test_openai_call_with_curl_matches_row_and_log(leased: LeasedSandbox, egress: EgressStack) -> None:
+    status, reply = curl(leased, f"http://127.0.0.1:4010{CHAT_PATH}", CHAT_BODY)
+    assert (status, json.loads(reply)) == (200, COMPLETION_RESPONSE)
+    [row], [line], [(_, sent, body)] = egress.settled(1), egress.logged(1), egress.upstream.requests
     assert line["id"] == row.call_id == sent["x-litellm-call-id"]
-    assert (line["slot"], line["status"], line["upstream"], line["uri"]) == (inside.box.slot, 200, "200", CHAT_PATH)
-    assert (row.holder, row.outcome, row.input_tokens, row.output_tokens) == (inside.lease.pk, "ok", 120, 7)
+    assert (line["slot"], line["status"], line["upstream"], line["uri"]) == (leased.box.slot, 200, "200", CHAT_PATH)
+    assert (row.holder, row.outcome, row.input_tokens, row.output_tokens) == (leased.lease.pk, "ok", 120, 7)
     assert (sent["authorization"], body["model"]) == (f"Bearer {UPSTREAM_API_KEY}", django_settings.LLM_MODEL)
 
 
-def test_curl_streams_by_the_socket_too(inside: LeasedSandbox, way: EgressStack) -> None:
-    way.upstream.answer = streaming(events(PIECE, PIECE, TOKENS, b"[DONE]"))
-    said = curl(inside, f"http://x{CHAT_PATH}", {**CHAT_BODY, "stream": True}, "--unix-socket", "/run/leasehold/llm.sock")
-    assert said == (200, events(PIECE, PIECE, b"[DONE]").decode())
-    assert [(row.streamed, row.output_tokens, row.outcome) for row in way.settled(1)] == [(True, 4, "ok")]
+def test_stream_with_curl_over_the_socket(leased: LeasedSandbox, egress: EgressStack) -> None:
+    egress.upstream.answer = streaming(events(PIECE, PIECE, TOKENS, b"[DONE]"))
+    reply = curl(leased, f"http://x{CHAT_PATH}", {**CHAT_BODY, "stream": True}, "--unix-socket", "/run/leasehold/llm.sock")
+    assert reply == (200, events(PIECE, PIECE, b"[DONE]").decode())
+    assert [(row.streamed, row.output_tokens, row.outcome) for row in egress.settled(1)] == [(True, 4, "ok")]
 
 
-def test_python_speaks_to_a_model_in_anthropics_words(inside: LeasedSandbox, way: EgressStack) -> None:
+def test_anthropic_call_with_python(leased: LeasedSandbox, egress: EgressStack) -> None:
     start = {"type": "message_start", "message": {"model": "c", "usage": {"input_tokens": 5, "output_tokens": 1}}}
     whole = events(start, {"type": "message_delta", "usage": {"output_tokens": 9}}, {"type": "message_stop"})
-    way.upstream.answer = streaming(whole)
+    egress.upstream.answer = streaming(whole)
     script = """
 BODY |= {"max_tokens": 9, "stream": True}
-status, said = ask(BODY, "/v1/messages", **{"anthropic-version": "2024-01-01", "x-api-key": os.environ["ANTHROPIC_API_KEY"]})
-print(json.dumps([status, said.decode()]))"""
-    assert inside.python(script) == [200, whole.decode()]
-    way.upstream.answer = way.upstream._answer
-    way.upstream.body = json.dumps({"model": "c", "usage": {"input_tokens": 2, "output_tokens": 3}}).encode()
-    assert inside.python('print(json.dumps(ask({**BODY, "max_tokens": 9}, "/v1/messages")[0]))') == 200
-    assert [(row.model, row.input_tokens, row.output_tokens) for row in way.settled(2)] == [("c", 5, 9), ("c", 2, 3)]
-    sent = way.upstream.asked[0][1]
+status, reply = ask(BODY, "/v1/messages", **{"anthropic-version": "2024-01-01", "x-api-key": os.environ["ANTHROPIC_API_KEY"]})
+print(json.dumps([status, reply.decode()]))"""
+    assert leased.python(script) == [200, whole.decode()]
+    egress.upstream.answer = egress.upstream._answer
+    egress.upstream.body = json.dumps({"model": "c", "usage": {"input_tokens": 2, "output_tokens": 3}}).encode()
+    assert leased.python('print(json.dumps(ask({**BODY, "max_tokens": 9}, "/v1/messages")[0]))') == 200
+    assert [(row.model, row.input_tokens, row.output_tokens) for row in egress.settled(2)] == [("c", 5, 9), ("c", 2, 3)]
+    sent = egress.upstream.requests[0][1]
     assert (sent["x-api-key"], sent["anthropic-version"]) == (UPSTREAM_API_KEY, "2024-01-01")
 
 
-def test_a_first_event_arrives_before_the_last_is_sent(inside: LeasedSandbox, way: EgressStack) -> None:
-    """The rest of the stream is not sent before the program, which has read its beginning, asks for something else."""
+def test_stream_events_are_not_buffered(leased: LeasedSandbox, egress: EgressStack) -> None:
+    """The upstream sends the rest only after the program has read the beginning and made another call."""
     read = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -123,104 +122,104 @@ def test_a_first_event_arrives_before_the_last_is_sent(inside: LeasedSandbox, wa
         await response.write(events(b"[DONE]"))
         return response
 
-    way.upstream.answer = answer
+    egress.upstream.answer = answer
     script = """
 request = urllib.request.Request("http://127.0.0.1:4010/v1/chat/completions", json.dumps({**BODY, "stream": True}).encode())
 with urllib.request.urlopen(request, timeout=20) as answer:
     first = answer.readline()
     print(json.dumps([ask()[0], first.decode(), answer.read().decode()]))"""
-    status, first, rest = inside.python(script)
+    status, first, rest = leased.python(script)
     assert (status, first + rest) == (200, events(PIECE, b"[DONE]").decode())
-    assert [row.outcome for row in way.settled(2)] == ["ok", "ok"]
+    assert [row.outcome for row in egress.settled(2)] == ["ok", "ok"]
 
 
-def test_a_one_shot_run_has_the_same_way_out_and_is_billed_for_it(docker_pool: Pool, way: EgressStack) -> None:
+def test_calls_of_a_one_shot_run_are_recorded_and_billed(docker_pool: Pool, egress: EgressStack) -> None:
     wish = OneShotRequest(
         "did:plc:ada", ("python3", "-I", "-"), MINUTE, pool=docker_pool.name, stdin=(CLIENT_SCRIPT + ASK_ONCE).encode()
     )
     result = run_once(wish, now=NOW)
     assert (result.outcome, json.loads(result.stdout)[0], result.cleaned_up) == (OneShotOutcome.OK, "200", True)
-    [row] = way.settled(1)
+    [row] = egress.settled(1)
     assert (row.holder, row.run_id, row.agent_did, row.outcome) == (result.lease_id, result.run_id, "did:plc:ada", "ok")
 
 
-# --- who dies on the way ----------------------------------------------------------------------------------------------
+# --- crashes ----------------------------------------------------------------------------------------------
 
 
 def pid_of(nginx: NginxProxy) -> int:
     return int(nginx.engine.client.inspect_container(nginx.name)["State"]["Pid"])
 
 
-def works_again(inside: LeasedSandbox) -> None:
-    wait_until(lambda: inside.asks() == [200], "calls work again, in the same sandbox")
+def assert_calls_work(leased: LeasedSandbox) -> None:
+    wait_until(lambda: leased.call_model() == [200], "calls work again, in the same sandbox")
 
 
-def cut_and_once(way: EgressStack, code: str) -> None:
-    """The call that was under way is closed as cut, and was made once."""
-    first, *rest = [row for row in way.settled(LlmCall.objects.count()) if row.outcome != "ok"]
+def assert_cut_once(egress: EgressStack, code: str) -> None:
+    """Assert that the call in flight was made once and is closed as cut."""
+    first, *rest = [row for row in egress.settled(LlmCall.objects.count()) if row.outcome != "ok"]
     assert (first.outcome, first.code, rest) == ("cut", code, [])
-    assert len({sent["x-litellm-call-id"] for _, sent, _ in way.upstream.asked}) == len(way.upstream.asked)
-    assert {sent["x-litellm-call-id"] for _, sent, _ in way.upstream.asked} == {
+    assert len({sent["x-litellm-call-id"] for _, sent, _ in egress.upstream.requests}) == len(egress.upstream.requests)
+    assert {sent["x-litellm-call-id"] for _, sent, _ in egress.upstream.requests} == {
         *LlmCall.objects.values_list("call_id", flat=True)
     }
 
 
 @pytest.mark.parametrize("after", ["start", "reopened log"])
-def test_nginx_that_dies_in_a_call_is_started_again_by_the_engine(after: str, inside: LeasedSandbox, way: EgressStack) -> None:
+def test_crashed_nginx_is_restarted_by_the_engine(after: str, leased: LeasedSandbox, egress: EgressStack) -> None:
     if after == "reopened log":
-        way.log.rename(way.log.with_suffix(".old"))
-        way.front.reopen_log()
-        wait_until(way.log.exists, "a new log is there")
-    held = Held(way)
-    with run_in_thread(lambda: inside.asks()) as asking:
+        egress.log.rename(egress.log.with_suffix(".old"))
+        egress.proxy.reopen_log()
+        wait_until(egress.log.exists, "a new log is there")
+    held = HeldResponse(egress)
+    with run_in_thread(lambda: leased.call_model()) as asking:
         held.has_come()
-        os.kill(pid_of(way.front), signal.SIGKILL)
+        os.kill(pid_of(egress.proxy), signal.SIGKILL)
         assert asking.result(30) == [0]
     held.let_go()
-    works_again(inside)
-    cut_and_once(way, "not_read_to_its_end")
+    assert_calls_work(leased)
+    assert_cut_once(egress, "not_read_to_its_end")
 
 
-def test_nginx_that_somebody_killed_or_removed_is_started_again_without_touching_sandboxes(
-    inside: LeasedSandbox, way: EgressStack
+def test_killed_or_removed_nginx_can_be_restarted_without_affecting_sandboxes(
+    leased: LeasedSandbox, egress: EgressStack
 ) -> None:
-    held = Held(way)
-    with run_in_thread(lambda: inside.asks()) as asking:
+    held = HeldResponse(egress)
+    with run_in_thread(lambda: leased.call_model()) as asking:
         held.has_come()
-        subprocess.run(["docker", "kill", way.front.name], check=True, capture_output=True)
+        subprocess.run(["docker", "kill", egress.proxy.name], check=True, capture_output=True)
         assert asking.result(30) == [0]
-    assert inside.asks() == [0]
+    assert leased.call_model() == [0]
     held.let_go()
-    if way.front.look() != "running":  # an operator's kill is no crash: what the command does every few seconds
-        way.front.start()
-    works_again(inside)
-    subprocess.run(["docker", "rm", "-f", way.front.name], check=True, capture_output=True)
-    assert way.front.look() == ""
-    way.front.start()
-    assert inside.asks() == [200]
-    cut_and_once(way, "not_read_to_its_end")
+    if egress.proxy.get_state() != "running":  # the engine does not restart a container killed by an operator; the command does
+        egress.proxy.start()
+    assert_calls_work(leased)
+    subprocess.run(["docker", "rm", "-f", egress.proxy.name], check=True, capture_output=True)
+    assert egress.proxy.get_state() == ""
+    egress.proxy.start()
+    assert leased.call_model() == [200]
+    assert_cut_once(egress, "not_read_to_its_end")
 
 
-def test_without_a_server_it_is_said_and_with_one_it_works_again(inside: LeasedSandbox, way: EgressStack) -> None:
-    held = Held(way)
-    with run_in_thread(lambda: inside.asks()) as asking:
+def test_calls_fail_without_a_server_and_succeed_after_its_restart(leased: LeasedSandbox, egress: EgressStack) -> None:
+    held = HeldResponse(egress)
+    with run_in_thread(lambda: leased.call_model()) as asking:
         held.has_come()
-        way.serving.close()
+        egress.serving.close()
         assert asking.result(30)[0] in (0, 502)
-    cut_and_once(way, "not_read_to_its_end")
-    status, said = inside.python(ASK_ONCE)
-    assert status == "502" and "way_out_closed" in said
+    assert_cut_once(egress, "not_read_to_its_end")
+    status, reply = leased.python(ASK_ONCE)
+    assert status == "502" and "way_out_closed" in reply
     held.let_go()
-    way.serve()
-    assert inside.asks() == [200]
+    egress.serve()
+    assert leased.call_model() == [200]
 
 
-def test_a_server_killed_in_a_call_leaves_a_row_that_is_closed_as_lost(inside: LeasedSandbox, way: EgressStack) -> None:
-    """The command itself, in a process of its own. What it leaves behind, the next server takes over."""
-    way.serving.close()
-    held = Held(way)
-    with run_egress_command(way) as process:
-        with run_in_thread(lambda: inside.asks()) as asking:
+def test_call_of_a_killed_server_is_closed_as_lost(leased: LeasedSandbox, egress: EgressStack) -> None:
+    """Runs the command in its own process. The next server takes over its sockets and container."""
+    egress.serving.close()
+    held = HeldResponse(egress)
+    with run_egress_command(egress) as process:
+        with run_in_thread(lambda: leased.call_model()) as asking:
             held.has_come()
             process.kill()
             assert asking.result(30)[0] in (0, 502)
@@ -228,45 +227,45 @@ def test_a_server_killed_in_a_call_leaves_a_row_that_is_closed_as_lost(inside: L
     held.let_go()
     row = LlmCall.objects.get(outcome="open")
     assert row.ended_at is None
-    way.serve()
-    assert inside.asks() == [200]
+    egress.serve()
+    assert leased.call_model() == [200]
     late = row.deadline_at + timedelta(seconds=1)
-    assert authorization.close_abandoned(now=late) == 1 == len(way.upstream.asked) - 1
+    assert authorization.close_abandoned(now=late) == 1 == len(egress.upstream.requests) - 1
     row.refresh_from_db()
     assert (row.outcome, row.ended_at, row.cost) == ("lost", late, None)
 
 
-def test_the_command_looks_after_nginx_and_leaves_nothing(inside: LeasedSandbox, way: EgressStack) -> None:
-    way.serving.close()
-    with run_egress_command(way) as process:
-        assert inside.asks() == [200]
-        subprocess.run(["docker", "kill", way.front.name], check=True, capture_output=True)
-        works_again(inside)
+def test_command_restarts_nginx_and_removes_it_at_exit(leased: LeasedSandbox, egress: EgressStack) -> None:
+    egress.serving.close()
+    with run_egress_command(egress) as process:
+        assert leased.call_model() == [200]
+        subprocess.run(["docker", "kill", egress.proxy.name], check=True, capture_output=True)
+        assert_calls_work(leased)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-    assert of_this_installation(way) == []
-    assert not front.get_server_socket_path().exists()
-    way.front.start()
+    assert list_own_containers(egress) == []
+    assert not get_server_socket_path().exists()
+    egress.proxy.start()
 
 
-def of_this_installation(way: EgressStack) -> list[str]:
-    label = {"label": f"{INSTALLATION_LABEL}={front.get_installation_id()}"}
-    return [each["Id"] for each in way.front.engine.client.containers(all=True, filters=label)]
+def list_own_containers(egress: EgressStack) -> list[str]:
+    label = {"label": f"{INSTALLATION_LABEL}={get_installation_id()}"}
+    return [each["Id"] for each in egress.proxy.engine.client.containers(all=True, filters=label)]
 
 
-def test_starting_twice_leaves_one_and_stopping_twice_none(inside: LeasedSandbox, way: EgressStack) -> None:
-    way.front.start()
-    way.front.start()
-    assert len(of_this_installation(way)) == 1 and inside.asks() == [200]
-    way.front.stop()
-    way.front.stop()
-    assert of_this_installation(way) == []
-    assert inside.asks() == [0]
-    way.front.start()
-    assert inside.asks() == [200]
+def test_start_and_stop_of_nginx_are_idempotent(leased: LeasedSandbox, egress: EgressStack) -> None:
+    egress.proxy.start()
+    egress.proxy.start()
+    assert len(list_own_containers(egress)) == 1 and leased.call_model() == [200]
+    egress.proxy.stop()
+    egress.proxy.stop()
+    assert list_own_containers(egress) == []
+    assert leased.call_model() == [0]
+    egress.proxy.start()
+    assert leased.call_model() == [200]
 
 
-def test_as_many_slots_as_there_are_by_default_are_listened_on_and_told_apart(
+def test_default_number_of_slots_is_served_and_distinguished(
     docker_ready: None, settings: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     settings.EGRESS_SLOTS = int(ENV_VARIABLES["LEASEHOLD_EGRESS_SLOTS"].default)
@@ -278,42 +277,44 @@ def test_as_many_slots_as_there_are_by_default_are_listened_on_and_told_apart(
         last = settings.EGRESS_SLOTS - 1
         for slot in (0, 17, last):
             assert post(slots.ensure_slot_directory(slot) / slots.SOCKET_NAME, {}, "/x")[0] == 403
-        log = front.ensure_logs_directory() / front.ACCESS_LOG_NAME
-        wait_until(lambda: len(log.read_text().splitlines()) == 3, "nginx has written of them")
+        log = log_collection.access_log_path()
+        wait_until(lambda: len(log.read_text().splitlines()) == 3, "nginx has logged the requests")
         assert {json.loads(line)["slot"] for line in log.read_text().splitlines()} == {0, 17, last}
         assert many.engine.client.inspect_container(many.name)["RestartCount"] == 0
     finally:
         many.stop()
 
 
-# --- whose a call is --------------------------------------------------------------------------------------------------
+# --- identity --------------------------------------------------------------------------------------------------
 
 
-def test_an_ended_lease_has_no_way_out_although_its_sandbox_still_runs(inside: LeasedSandbox, way: EgressStack) -> None:
-    assert inside.asks() == [200]
-    box = inside.box
-    leasing.release(inside.lease.pk, now=NOW)
-    status, said = run_python_in_sandbox(box, ASK_ONCE)
-    assert status == "403" and "no_lease" in said
-    assert len(way.upstream.asked) == 1 == len(way.settled(1))
+def test_calls_of_an_ended_lease_are_refused_while_its_sandbox_runs(leased: LeasedSandbox, egress: EgressStack) -> None:
+    assert leased.call_model() == [200]
+    box = leased.box
+    leasing.release(leased.lease.pk, now=NOW)
+    status, reply = run_python_in_sandbox(box, ASK_ONCE)
+    assert status == "403" and "no_lease" in reply
+    assert len(egress.upstream.requests) == 1 == len(egress.settled(1))
 
 
-def test_a_prewarmed_sandbox_has_no_way_out_before_somebody_holds_it(docker_pool: Pool, enter: Enter, way: EgressStack) -> None:
+def test_calls_of_a_pre_warmed_sandbox_are_refused_until_it_is_claimed(
+    docker_pool: Pool, enter: Enter, egress: EgressStack
+) -> None:
     Pool.objects.filter(pk=docker_pool.pk).update(warm_target=1)
     box = pools.start_warm(docker_pool, now=NOW)
     assert box is not None
-    status, said = run_python_in_sandbox(box, ASK_ONCE)
-    assert status == "403" and "no_lease" in said and not way.upstream.asked
-    inside = enter()
-    assert inside.box.pk == box.pk and inside.asks() == [200]
-    [row] = way.settled(1)
-    assert (row.holder, row.agent_did) == (inside.lease.pk, "did:plc:ada")
+    status, reply = run_python_in_sandbox(box, ASK_ONCE)
+    assert status == "403" and "no_lease" in reply and not egress.upstream.requests
+    leased = enter()
+    assert leased.box.pk == box.pk and leased.call_model() == [200]
+    [row] = egress.settled(1)
+    assert (row.holder, row.agent_did) == (leased.lease.pk, "did:plc:ada")
 
 
-def test_a_slot_that_somebody_else_had_is_billed_to_who_has_it_now(settings: Any, enter: Enter, way: EgressStack) -> None:
+def test_calls_through_a_reused_slot_are_billed_to_its_current_holder(settings: Any, enter: Enter, egress: EgressStack) -> None:
     settings.EGRESS_SLOTS = 1
     first = enter("did:plc:ada")
-    assert first.asks() == [200]
+    assert first.call_model() == [200]
     with pytest.raises(CapacityExhausted):
         enter("did:plc:eve")
     leasing.release(first.lease.pk, now=NOW)
@@ -321,12 +322,12 @@ def test_a_slot_that_somebody_else_had_is_billed_to_who_has_it_now(settings: Any
     assert Sandbox.objects.get(holder=first.lease.pk).state == "destroyed"
     second = enter("did:plc:bob")
     assert second.box.slot == Sandbox.objects.get(holder=first.lease.pk).slot == 0
-    assert second.asks(2) == [200, 200]
-    assert [row.agent_did for row in way.settled(3)] == ["did:plc:ada", "did:plc:bob", "did:plc:bob"]
-    assert [sent["x-litellm-end-user-id"] for _, sent, _ in way.upstream.asked][1:] == ["did:plc:bob"] * 2
+    assert second.call_model(2) == [200, 200]
+    assert [row.agent_did for row in egress.settled(3)] == ["did:plc:ada", "did:plc:bob", "did:plc:bob"]
+    assert [sent["x-litellm-end-user-id"] for _, sent, _ in egress.upstream.requests][1:] == ["did:plc:bob"] * 2
 
 
-# --- what a sandbox does to itself ------------------------------------------------------------------------------------
+# --- sandboxes that harm themselves ------------------------------------------------------------------------------------
 
 DAEMON = """
 import os
@@ -339,15 +340,15 @@ time.sleep(60)
 """
 
 
-def test_a_daemon_is_killed_with_the_exec_that_timed_out_and_calls_no_more(inside: LeasedSandbox, way: EgressStack) -> None:
+def test_daemon_of_a_timed_out_exec_is_killed_and_makes_no_further_calls(leased: LeasedSandbox, egress: EgressStack) -> None:
     done = run_with_growing_timeouts(
-        lambda seconds: inside.run("python3", "-I", "-c", CLIENT_SCRIPT + DAEMON, seconds=seconds),
-        lambda done: len(way.upstream.asked) > 1,
+        lambda seconds: leased.run("python3", "-I", "-c", CLIENT_SCRIPT + DAEMON, seconds=seconds),
+        lambda done: len(egress.upstream.requests) > 1,
     )
-    assert done.timed_out and len(way.upstream.asked) > 1
-    before = len(way.settled(LlmCall.objects.count()))
-    assert inside.python("print(json.dumps([(ask()[0], time.sleep(0.1))[0] for _ in range(12)]))") == [200] * 12
-    assert len(way.settled(before + 12)) == len(way.upstream.asked)
+    assert done.timed_out and len(egress.upstream.requests) > 1
+    before = len(egress.settled(LlmCall.objects.count()))
+    assert leased.python("print(json.dumps([(ask()[0], time.sleep(0.1))[0] for _ in range(12)]))") == [200] * 12
+    assert len(egress.settled(before + 12)) == len(egress.upstream.requests)
 
 
 ATTACKS = {
@@ -377,20 +378,22 @@ while True:
 for _ in range(60):
     one = socket.create_connection(("127.0.0.1", 4010), timeout=1); held = globals().setdefault("held", []); held.append(one)
     one.setblocking(False)
-    try: one.send(b"GET /v1/models HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n" * 9999)  # and reads no answer
+    try: one.send(b"GET /v1/models HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n" * 9999)  # never reads a response
     except OSError: pass
 time.sleep(60)""",
 }
 
 
-def test_what_a_sandbox_does_to_itself_stops_neither_its_bridge_for_long_nor_others(enter: Enter, way: EgressStack) -> None:
+def test_resource_exhaustion_in_a_sandbox_affects_neither_its_bridge_permanently_nor_others(
+    enter: Enter, egress: EgressStack
+) -> None:
     one, other = enter("did:plc:eve"), enter("did:plc:ada")
     for name, attack in ATTACKS.items():
         with run_in_thread(
             lambda script=CLIENT_SCRIPT + attack: one.run("python3", "-I", "-c", script, seconds=2)
         ) as attacking:
-            assert other.asks(3) == [200] * 3, name
+            assert other.call_model(3) == [200] * 3, name
             assert attacking.result(60).timed_out, name
-        wait_until(lambda: one.asks() == [200], f"calls leave again after {name}")
+        wait_until(lambda: one.call_model() == [200], f"calls leave again after {name}")
         one.run("find", "/tmp", "/run", "/dev/shm", "/var/tmp", "-xdev", "-type", "f", "-delete")
-        way.clock.at += 2 * MINUTE
+        egress.clock.at += 2 * MINUTE

@@ -1,4 +1,4 @@
-"""What is left of nginx's container when those who look after it die, and who removes it."""
+"""Orphaned nginx containers and the heartbeat of the egress command."""
 
 import shutil
 from collections.abc import Iterator
@@ -10,10 +10,9 @@ import pytest
 from django.conf import settings
 from django.test import override_settings
 
-from sandboxes import sweeps
-from sandboxes.egress import nginx as front
-from sandboxes.egress import reconciliation, slots
-from sandboxes.egress.nginx import NginxProxy
+from sandboxes import reconciliation
+from sandboxes.egress import log_collection, slots
+from sandboxes.egress.nginx import DIRECTORY_LABEL, NginxProxy, get_server_socket_path, is_open
 from sandboxes.egress.server import EgressServer
 from sandboxes.management.commands import egress
 from sandboxes.models import Sweep
@@ -27,7 +26,7 @@ GRACE = timedelta(minutes=2)
 
 @pytest.fixture
 def nginx(docker_ready: None, tmp_path: Path) -> Iterator[NginxProxy]:
-    """A proxy without a server, as a server leaves it that was killed."""
+    """nginx without a server, as left by a killed server."""
     settled = {"RUNTIME_DIR": tmp_path, "EGRESS_DIR": tmp_path / "egress", "EGRESS_SLOTS": 2, "EGRESS_PROXY": "nginx"}
     with override_settings(**settled):
         nginx = NginxProxy(Engine())
@@ -42,47 +41,45 @@ def later() -> datetime:
     return datetime.now(UTC) + GRACE + timedelta(seconds=5)
 
 
-def test_a_proxy_whose_server_died_goes_after_a_while(nginx: NginxProxy) -> None:
-    assert sweeps.reconcile(now=datetime.now(UTC), grace=GRACE).counts == {}
-    assert nginx.look() == "running"
-    swept = sweeps.reconcile(now=later(), grace=GRACE)
+def test_nginx_without_a_server_is_removed_after_the_grace_period(nginx: NginxProxy) -> None:
+    assert reconciliation.reconcile(now=datetime.now(UTC), grace=GRACE).counts == {}
+    assert nginx.get_state() == "running"
+    swept = reconciliation.reconcile(now=later(), grace=GRACE)
     assert (swept.counts, swept.failures) == ({"egress proxies removed": 1}, [])
-    assert nginx.look() == ""
-    assert sweeps.reconcile(now=later(), grace=GRACE).counts == {}
+    assert nginx.get_state() == ""
+    assert reconciliation.reconcile(now=later(), grace=GRACE).counts == {}
 
 
-def test_one_with_a_server_stays(nginx: NginxProxy) -> None:
+def test_nginx_with_a_server_is_kept(nginx: NginxProxy) -> None:
     loop = EventLoopThread()
-    with closing(loop), loop.run_context(EgressServer().listening({front.get_server_socket_path(): None})):
-        assert front.is_open()
-        assert sweeps.reconcile(now=later(), grace=GRACE).counts == {}
-    assert not front.is_open()
-    assert nginx.look() == "running"
+    with closing(loop), loop.run_context(EgressServer().listening({get_server_socket_path(): None})):
+        assert is_open()
+        assert reconciliation.reconcile(now=later(), grace=GRACE).counts == {}
+    assert not is_open()
+    assert nginx.get_state() == "running"
 
 
-def test_one_of_another_installation_stays_until_its_directory_is_gone(nginx: NginxProxy, tmp_path: Path) -> None:
+def test_nginx_of_another_installation_is_kept_until_its_directory_is_gone(nginx: NginxProxy, tmp_path: Path) -> None:
     with override_settings(EGRESS_DIR=tmp_path / "other"):
-        assert sweeps.reconcile(now=later(), grace=GRACE).counts == {}
-        assert nginx.engine.client.containers(filters={"label": f"{front.DIRECTORY_LABEL}={tmp_path / 'egress'}"})
+        assert reconciliation.reconcile(now=later(), grace=GRACE).counts == {}
+        assert nginx.engine.client.containers(filters={"label": f"{DIRECTORY_LABEL}={tmp_path / 'egress'}"})
         shutil.rmtree(tmp_path / "egress")
-        assert sweeps.reconcile(now=later(), grace=GRACE).counts == {"egress proxies removed": 1}
+        assert reconciliation.reconcile(now=later(), grace=GRACE).counts == {"egress proxies removed": 1}
 
 
-def test_where_sandboxes_are_no_containers_nothing_is_looked_for(nginx: NginxProxy) -> None:
+def test_orphans_are_not_searched_without_docker(nginx: NginxProxy) -> None:
     with override_settings(EGRESS_PROXY="none"):
-        assert sweeps.reconcile(now=later(), grace=GRACE).counts == {}
-    assert nginx.look() == "running"
+        assert reconciliation.reconcile(now=later(), grace=GRACE).counts == {}
+    assert nginx.get_state() == "running"
 
 
-def test_it_does_not_come_back_with_the_engine(nginx: NginxProxy) -> None:
+def test_nginx_is_not_restarted_with_the_engine(nginx: NginxProxy) -> None:
     policy = nginx.engine.client.inspect_container(nginx.name)["HostConfig"]["RestartPolicy"]["Name"]
     assert policy == "on-failure"
 
 
-def test_a_beat_says_that_the_way_out_is_there_and_keeps_the_log_small(
-    nginx: NginxProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = reconciliation.access_log_path()
+def test_heartbeat_is_recorded_and_rotates_the_log(nginx: NginxProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_collection.access_log_path()
     wait_until(log.exists, "nginx has a log")
     egress.record_heartbeat(nginx)
     row = Sweep.objects.get(name="egress")
@@ -95,9 +92,9 @@ def test_a_beat_says_that_the_way_out_is_there_and_keeps_the_log_small(
     assert Sweep.objects.get(name="egress").counts == {"logs rotated": 1}
 
 
-def test_a_beat_that_fails_is_no_beat_and_ends_nothing(nginx: NginxProxy) -> None:
+def test_failed_heartbeat_is_not_recorded_and_does_not_end_the_command(nginx: NginxProxy) -> None:
     nginx.stop()
-    path = reconciliation.access_log_path()
+    path = log_collection.access_log_path()
     path.with_name(f"{path.name}.1").touch()
     egress.record_heartbeat(nginx)
     row = Sweep.objects.get(name="egress")

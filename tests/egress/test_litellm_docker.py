@@ -1,5 +1,7 @@
-"""The whole way out with LiteLLM at its end. Each call is one row, one line of nginx's log and one record, under one id, and
-costs what LiteLLM says, once; whoever dies on the way."""
+"""Complete egress proxy with LiteLLM as upstream.
+
+Each call is one row, one line of nginx's log and one record under one id, and is charged LiteLLM's cost once, whichever
+component crashes."""
 
 import json
 import os
@@ -17,14 +19,14 @@ from typing import Any
 import pytest
 from django.db import connection
 
-from sandboxes.egress import reconciliation, slots
+from sandboxes.egress import log_collection, slots
 from sandboxes.egress import upstream_records as records
 from sandboxes.egress.amounts import parse_usd
 from sandboxes.egress.nginx import NginxProxy
 from sandboxes.models import LlmCall, Run, Sandbox
 from tests.conftest import MINUTE, NOW
+from tests.egress.stack import EgressStack, LeasedSandbox
 from tests.egress.test_egress_docker import pid_of, run_in_thread
-from tests.egress.whole import EgressStack, LeasedSandbox
 from tests.support import ports
 from tests.support.egress import EventLoopThread, FakeUpstream
 from tests.support.models import ANSWER_CHUNKS, TOKEN_COUNTS
@@ -46,44 +48,44 @@ Enter = Callable[..., LeasedSandbox]
 
 
 @pytest.fixture
-def way(nginx: NginxProxy, litellm: LiteLLM, settings: Any, transactional_db: None) -> Iterator[EgressStack]:
-    """The way out with LiteLLM as its upstream. What others have logged and recorded before is read, or gone."""
+def egress(nginx: NginxProxy, litellm: LiteLLM, settings: Any, transactional_db: None) -> Iterator[EgressStack]:
+    """Egress proxy with LiteLLM as upstream. Earlier log lines and records of other tests are already consumed."""
     settings.LLM_URL, settings.LLM_API_KEY = f"{litellm.url}/v1", litellm.key
     settings.LLM_MODEL, settings.LLM_MODELS, settings.LLM_RECORDS = "gpt", ["gpt-*", "claude"], str(litellm.file)
     loop, beside = EventLoopThread(), FakeUpstream()
     beside.url = settings.LLM_URL
     with ExitStack() as stack:
         stack.callback(loop.close)
-        way = EgressStack(nginx, loop, beside)
-        stack.enter_context(way.serving)
-        way.serve()
-        if way.log.exists():
-            os.truncate(way.log, 0)
+        egress = EgressStack(nginx, loop, beside)
+        stack.enter_context(egress.serving)
+        egress.serve()
+        if egress.log.exists():
+            os.truncate(egress.log, 0)
         if litellm.file.exists():
             records.collect_records(litellm.file, NOW)
-        yield way
+        yield egress
 
 
 @pytest.fixture
 def did() -> str:
-    """An agent that no other test has: records of it are this test's."""
+    """Unique agent: its records belong to this test."""
     return f"did:plc:{uuid.uuid4().hex[:24]}"
 
 
 @pytest.fixture
-def inside(enter: Enter, did: str) -> LeasedSandbox:
+def leased(enter: Enter, did: str) -> LeasedSandbox:
     return enter(did)
 
 
 def recorded(did: str) -> list[dict[str, Any]]:
-    """The records of an agent's calls, as LiteLLM has written them so far."""
+    """Read the records of an agent's calls written so far."""
     lines = Path(os.environ["TEST_LITELLM_RECORDS"]).read_bytes().splitlines()
-    said = (json.loads(line) for line in lines if line.endswith(b"}"))
-    return [record for record in said if record["end_user"] == did]
+    output = (json.loads(line) for line in lines if line.endswith(b"}"))
+    return [record for record in output if record["end_user"] == did]
 
 
 def each_recorded(did: str, calls: int) -> dict[str, dict[str, Any]]:
-    """The one record of each of so many calls, by its id."""
+    """Wait for exactly one record of each of `calls` calls. Return them by call id."""
     wait_until(lambda: len(recorded(did)) >= calls, f"{calls} calls are recorded")
     found = recorded(did)
     assert len({record["call"] for record in found}) == len(found) == calls
@@ -91,15 +93,15 @@ def each_recorded(did: str, calls: int) -> dict[str, dict[str, Any]]:
 
 
 def collected(*, at: Any = LATER) -> dict[str, int]:
-    """What collecting did; doing it again changes no row."""
-    swept = reconciliation.collect_call_logs(now=at)
+    """Run the reconciliation sweep twice. Return the counts of the first run, and assert that the second changes no row."""
+    swept = log_collection.collect_call_logs(now=at)
     before = [*LlmCall.objects.order_by("pk").values()]
-    reconciliation.collect_call_logs(now=at)
+    log_collection.collect_call_logs(now=at)
     assert [*LlmCall.objects.order_by("pk").values()] == before
     return dict(swept.counts)
 
 
-# --- ordinary use -----------------------------------------------------------------------------------------------------
+# --- SDK traffic -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -114,21 +116,21 @@ def collected(*, at: Any = LATER) -> dict[str, int]:
         (EMBEDDINGS, False),
     ],
 )
-def test_row_log_and_record_are_of_one_call_and_it_costs_what_litellm_says(
-    path: str, stream: bool, inside: LeasedSandbox, did: str, way: EgressStack
+def test_row_log_line_and_record_match_and_the_cost_is_litellms(
+    path: str, stream: bool, leased: LeasedSandbox, did: str, egress: EgressStack
 ) -> None:
     body = BODIES[path] | ({"stream": True} if stream else {})
     asking = f"print(json.dumps([*(str(each) for each in ask({body!r}, {path!r}))]))"
-    status, said = inside.python(asking)
-    assert status == "200", said
-    assert all(piece.strip() in said for piece in ANSWER_CHUNKS) or path == EMBEDDINGS
-    [row], [line], records = way.settled(1), way.logged(1), each_recorded(did, 1)
+    status, output = leased.python(asking)
+    assert status == "200", output
+    assert all(piece.strip() in output for piece in ANSWER_CHUNKS) or path == EMBEDDINGS
+    [row], [line], records = egress.settled(1), egress.logged(1), each_recorded(did, 1)
     [(call_id, record)] = records.items()
     assert row.call_id == line["id"] == call_id
     assert (row.outcome, row.streamed, line["status"], line["upstream"], line["uri"]) == ("ok", stream, 200, "200", path)
     assert record["for"] == {
-        "call": call_id, "lease": str(inside.lease.pk), "run": str(Run.objects.get().pk), "attempt": inside.box.incarnation,
-        "agent": did, "environment": inside.lease.environment_id,
+        "call": call_id, "lease": str(leased.lease.pk), "run": str(Run.objects.get().pk), "attempt": leased.box.incarnation,
+        "agent": did, "environment": leased.lease.environment_id,
     }  # fmt: skip
     done = collected()
     assert (done["calls recorded"], done["requests logged"]) == (1, 1)
@@ -139,54 +141,54 @@ def test_row_log_and_record_are_of_one_call_and_it_costs_what_litellm_says(
     assert row.logged_at == row.recorded_at == LATER
 
 
-def test_a_call_that_litellm_does_not_record_is_unmetered(inside: LeasedSandbox, way: EgressStack, settings: Any) -> None:
-    with way.loop.run_context(way.upstream.listening()):
-        settings.LLM_URL = way.upstream.url
-        assert inside.asks() == [200]
-    [row] = way.settled(1)
+def test_call_without_a_record_is_unmetered(leased: LeasedSandbox, egress: EgressStack, settings: Any) -> None:
+    with egress.loop.run_context(egress.upstream.listening()):
+        settings.LLM_URL = egress.upstream.url
+        assert leased.call_model() == [200]
+    [row] = egress.settled(1)
     assert "calls recorded" not in collected(at=NOW) and not records.find_unmetered(NOW).exists()
     assert [*records.find_unmetered(LATER)] == [row]
 
 
-def test_a_call_that_fails_costs_nothing_and_litellm_says_so(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
+def test_failed_call_has_zero_cost(leased: LeasedSandbox, did: str, egress: EgressStack) -> None:
     body = {**BODIES[CHAT], "model": "gpt-failing"}
-    assert inside.python(f"print(json.dumps(ask({body!r})[0]))") == 502
+    assert leased.python(f"print(json.dumps(ask({body!r})[0]))") == 502
     each_recorded(did, 1)
     assert collected()["calls recorded"] == 1
-    [row] = way.settled(1)
+    [row] = egress.settled(1)
     assert (row.outcome, row.code, row.cost, row.priced) == ("failed", "upstream_500", 0, "record")
 
 
-# --- money ------------------------------------------------------------------------------------------------------------
+# --- spend limit ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_has_spent_the_limit_is_told_and_litellm_is_not(
-    stream: bool, inside: LeasedSandbox, did: str, way: EgressStack
+def test_call_above_the_spend_limit_is_refused_and_not_forwarded(
+    stream: bool, leased: LeasedSandbox, did: str, egress: EgressStack
 ) -> None:
-    Sandbox.objects.filter(pk=inside.box.pk).update(llm_limit=WHOLE)
+    Sandbox.objects.filter(pk=leased.box.pk).update(llm_limit=WHOLE)
     asking = f"print(json.dumps([*(str(each) for each in ask({BODIES[CHAT] | {'stream': stream}!r}))]))"
-    assert inside.python(asking)[0] == "200"
-    way.settled(1)
-    if stream:  # a stream says no price: it is known when its record is
+    assert leased.python(asking)[0] == "200"
+    egress.settled(1)
+    if stream:  # the cost of a stream is known from its record only
         each_recorded(did, 1)
         collected()
-    status, said = inside.python(asking.replace("str(each)", "each if isinstance(each, int) else json.loads(each)"))
-    assert (status, said["error"]["code"], said["error"]["type"]) == (402, "spend_limit_reached", "spend_limit_reached")
-    assert {"message", "param"} < {*said["error"]} and "0.00074 USD" in said["error"]["message"]
-    Sandbox.objects.filter(pk=inside.box.pk).update(llm_limit=None)
-    assert inside.python(asking)[0] == "200"
-    sent = each_recorded(did, 2)  # so whatever else had come before would be there, too
+    status, output = leased.python(asking.replace("str(each)", "each if isinstance(each, int) else json.loads(each)"))
+    assert (status, output["error"]["code"], output["error"]["type"]) == (402, "spend_limit_reached", "spend_limit_reached")
+    assert {"message", "param"} < {*output["error"]} and "0.00074 USD" in output["error"]["message"]
+    Sandbox.objects.filter(pk=leased.box.pk).update(llm_limit=None)
+    assert leased.python(asking)[0] == "200"
+    sent = each_recorded(did, 2)  # an earlier forwarded call would have been recorded, too
     collected()
-    rows = {row.call_id: (row.outcome, row.cost) for row in way.settled(3)}
+    rows = {row.call_id: (row.outcome, row.cost) for row in egress.settled(3)}
     [refused] = rows.keys() - sent.keys()
     assert rows[refused] == ("refused", None)
     assert {rows[call_id] for call_id in sent} == {("ok", WHOLE)}
 
 
-# --- who dies on the way ----------------------------------------------------------------------------------------------
+# --- crashes ----------------------------------------------------------------------------------------------
 
-# Reads the first of a long answer, makes another call, by which those outside know, and does what it is told then.
+# Reads the beginning of a long response, makes another call to signal that, then runs the appended code.
 STREAM = """
 body = {**BODY, "model": "gpt-slowest", "stream": True}
 request = urllib.request.Request("http://127.0.0.1:4010/v1/chat/completions", json.dumps(body).encode())
@@ -203,85 +205,85 @@ def half_way() -> None:
     assert LlmCall.objects.filter(outcome="open").count() == 1
 
 
-def test_a_caller_that_leaves_is_cut_off_and_still_pays(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
-    assert inside.python(STREAM + "answer.close(); print(1)") == 1
-    one_row_a_call(way, did, code="not_read_to_its_end")
+def test_client_disconnect_cuts_the_call_and_is_charged(leased: LeasedSandbox, did: str, egress: EgressStack) -> None:
+    assert leased.python(STREAM + "answer.close(); print(1)") == 1
+    assert_one_row_per_call(egress, did, code="not_read_to_its_end")
 
 
-def test_an_exec_that_runs_out_of_time_in_a_call(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
-    assert run(inside, STREAM + READ, seconds=12).timed_out  # half of what the answer takes
-    one_row_a_call(way, did, code="not_read_to_its_end")
-    assert inside.asks() == [200]
+def test_exec_timeout_during_a_call(leased: LeasedSandbox, did: str, egress: EgressStack) -> None:
+    assert run(leased, STREAM + READ, seconds=12).timed_out  # half of the response time
+    assert_one_row_per_call(egress, did, code="not_read_to_its_end")
+    assert leased.call_model() == [200]
 
 
-def test_a_program_that_runs_out_of_memory_in_a_call(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
-    done = run(inside, STREAM + EAT)
+def test_oom_kill_during_a_call(leased: LeasedSandbox, did: str, egress: EgressStack) -> None:
+    done = run(leased, STREAM + EAT)
     assert done.oom and done.exit_code == 137
-    one_row_a_call(way, did, code="not_read_to_its_end")
-    assert inside.asks() == [200]
+    assert_one_row_per_call(egress, did, code="not_read_to_its_end")
+    assert leased.call_model() == [200]
 
 
-def test_a_sandbox_that_is_killed_in_a_call(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
-    with run_in_thread(lambda: run(inside, STREAM + READ)) as running:
+def test_sandbox_killed_during_a_call(leased: LeasedSandbox, did: str, egress: EgressStack) -> None:
+    with run_in_thread(lambda: run(leased, STREAM + READ)) as running:
         half_way()
-        subprocess.run(["docker", "kill", inside.box.ref], check=True, capture_output=True)
+        subprocess.run(["docker", "kill", leased.box.ref], check=True, capture_output=True)
         assert running.result(60).exit_code == 137
-    one_row_a_call(way, did, code="not_read_to_its_end")
-    wait_until(lambda: inside.asks() == [200], "it starts again, with its way out")
+    assert_one_row_per_call(egress, did, code="not_read_to_its_end")
+    wait_until(lambda: leased.call_model() == [200], "the sandbox restarts and can call models")
 
 
-def test_nginx_that_is_killed_in_a_call(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
-    with run_in_thread(lambda: run(inside, STREAM + READ)) as running:
+def test_nginx_killed_during_a_call(leased: LeasedSandbox, did: str, egress: EgressStack) -> None:
+    with run_in_thread(lambda: run(leased, STREAM + READ)) as running:
         half_way()
-        os.kill(pid_of(way.front), signal.SIGKILL)
+        os.kill(pid_of(egress.proxy), signal.SIGKILL)
         assert running.result(60).exit_code == 1
-    one_row_a_call(way, did, code="not_read_to_its_end", logged=1)
-    wait_until(lambda: inside.asks() == [200], "nginx is there again")
+    assert_one_row_per_call(egress, did, code="not_read_to_its_end", logged=1)
+    wait_until(lambda: leased.call_model() == [200], "nginx is there again")
 
 
-def test_our_server_that_is_killed_in_a_call(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
-    way.serving.close()
-    with command(way) as process:
-        with run_in_thread(lambda: run(inside, STREAM + READ)) as running:
+def test_egress_server_killed_during_a_call(leased: LeasedSandbox, did: str, egress: EgressStack) -> None:
+    egress.serving.close()
+    with command(egress) as process:
+        with run_in_thread(lambda: run(leased, STREAM + READ)) as running:
             half_way()
             process.kill()
-            assert running.result(60).exit_code in (0, 1)  # nginx ends a stream whose length nobody knows
+            assert running.result(60).exit_code in (0, 1)  # nginx ends a stream of unknown length normally
         process.wait(20)
-    each_recorded(did, 2), way.logged(2)
-    reconciliation.collect_call_logs(now=NOW)  # nginx saw it end, and nobody has closed it: a minute later nobody will
+    each_recorded(did, 2), egress.logged(2)
+    log_collection.collect_call_logs(now=NOW)  # nginx logged its end, and the row is open: it is closed as lost a minute later
     [row] = LlmCall.objects.filter(outcome="open")
     assert row.logged_at is not None
     assert collected(at=row.logged_at + 2 * MINUTE)["requests closed as lost"] == 1
-    one_row_a_call(way, did, outcome="lost")
-    way.serve()
-    assert inside.asks() == [200]
+    assert_one_row_per_call(egress, did, outcome="lost")
+    egress.serve()
+    assert leased.call_model() == [200]
 
 
-def run(inside: LeasedSandbox, script: str, *, seconds: float = 60) -> Any:
-    from tests.egress.whole import CLIENT_SCRIPT
+def run(leased: LeasedSandbox, script: str, *, seconds: float = 60) -> Any:
+    from tests.egress.stack import CLIENT_SCRIPT
 
-    return inside.run("python3", "-I", "-c", CLIENT_SCRIPT + script, seconds=seconds)
+    return leased.run("python3", "-I", "-c", CLIENT_SCRIPT + script, seconds=seconds)
 
 
-def one_row_a_call(way: EgressStack, did: str, *, outcome: str = "cut", code: str = "", logged: int = 2) -> None:
-    """One call was broken off, one was not: both are there once, and cost what their records say."""
-    rows, sent = {row.call_id: row for row in way.settled(2)}, each_recorded(did, 2)
+def assert_one_row_per_call(egress: EgressStack, did: str, *, outcome: str = "cut", code: str = "", logged: int = 2) -> None:
+    """Assert that the interrupted and the complete call have one row each, with the cost of their records."""
+    rows, sent = {row.call_id: row for row in egress.settled(2)}, each_recorded(did, 2)
     assert rows.keys() == sent.keys()
-    lines = way.logged(logged)
+    lines = egress.logged(logged)
     collected()
     for call_id, row in rows.items():
         row.refresh_from_db()
         assert (row.cost, row.priced) == (parse_usd(sent[call_id]["cost"]), "record") and row.cost > 0
     [broken] = [row for row in rows.values() if row.outcome != "ok"]
     assert (broken.outcome, broken.code, sent[broken.call_id]["error"]) == (outcome, code, "ClientDisconnected")
-    assert broken.cost < WHOLE  # what had passed by then, as LiteLLM counts it
+    assert broken.cost < WHOLE  # LiteLLM counts the tokens passed on so far
     assert LlmCall.objects.filter(logged_at__isnull=False).count() == logged
     assert len({line["id"] for line in lines}) == len(lines) == logged
 
 
 @contextmanager
-def command(way: EgressStack) -> Iterator["subprocess.Popen[bytes]"]:
-    """`manage.py egress` on this test's database, with this test's LiteLLM."""
+def command(egress: EgressStack) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run `manage.py egress` on the test's database, with the test's LiteLLM."""
     from django.conf import settings
 
     database = connection.settings_dict
@@ -303,34 +305,34 @@ def command(way: EgressStack) -> Iterator["subprocess.Popen[bytes]"]:
         process.wait(20)
 
 
-# --- an SDK that people use -------------------------------------------------------------------------------------------
+# --- OpenAI's SDK -------------------------------------------------------------------------------------------
 
 OPENAI = """
 import json, sys
 import openai
 client = openai.OpenAI(base_url=sys.argv[1], api_key="anything", max_retries=0)
 hello = [{"role": "user", "content": "Hello."}]
-said = [client.chat.completions.create(model="gpt", messages=hello).choices[0].message.content]
+output = [client.chat.completions.create(model="gpt", messages=hello).choices[0].message.content]
 chunks = [*client.chat.completions.create(model="gpt", messages=hello, stream=True)]
-said.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+output.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
 chunks = [*client.chat.completions.create(model="gpt", messages=hello, stream=True, stream_options={"include_usage": True})]
-said.append([each.usage.completion_tokens for each in chunks if each.usage])
-said.append(client.responses.create(model="gpt", input="Hello.").output_text)
+output.append([each.usage.completion_tokens for each in chunks if each.usage])
+output.append(client.responses.create(model="gpt", input="Hello.").output_text)
 events = [*client.responses.create(model="gpt", input="Hello.", stream=True)]
-said.append("".join(event.delta for event in events if event.type == "response.output_text.delta"))
-said.append(client.embeddings.create(model="gpt", input="Hello.", encoding_format="float").data[0].embedding)
-said.append([model.id for model in client.models.list()])
+output.append("".join(event.delta for event in events if event.type == "response.output_text.delta"))
+output.append(client.embeddings.create(model="gpt", input="Hello.", encoding_format="float").data[0].embedding)
+output.append([model.id for model in client.models.list()])
 try:
     client.chat.completions.create(model="other", messages=hello)
 except openai.PermissionDeniedError as refused:
-    said.append(refused.code)
-print(json.dumps(said))
+    output.append(refused.code)
+print(json.dumps(output))
 """
 
 
-def test_openais_client_works_unchanged(inside: LeasedSandbox, did: str, way: EgressStack) -> None:
-    """The SDK that LiteLLM brings along, out here behind the same bridge, since no sandbox has it."""
-    with bridge(inside) as port:
+def test_openai_sdk_works_unmodified(leased: LeasedSandbox, did: str, egress: EgressStack) -> None:
+    """Uses the SDK from LiteLLM's environment, on the host behind the same bridge: sandboxes do not contain it."""
+    with bridge(leased) as port:
         argv = [os.environ["TEST_LITELLM_PYTHON"], "-c", OPENAI, f"http://127.0.0.1:{port}/v1"]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env={"PATH": os.environ["PATH"]})
     assert done.returncode == 0, done.stderr[-2000:]
@@ -340,18 +342,18 @@ def test_openais_client_works_unchanged(inside: LeasedSandbox, did: str, way: Eg
     ]  # fmt: skip
     sent = each_recorded(did, 6)
     collected()
-    rows = way.settled(7)
+    rows = egress.settled(7)
     assert [row.outcome for row in rows] == ["ok"] * 6 + ["refused"]
     assert {row.call_id: row.cost for row in rows[:6]} == {call_id: parse_usd(each["cost"]) for call_id, each in sent.items()}
 
 
 @contextmanager
-def bridge(inside: LeasedSandbox) -> Iterator[int]:
-    """A sandbox's own bridge, out here, to that sandbox's socket; its port."""
+def bridge(leased: LeasedSandbox) -> Iterator[int]:
+    """Run the bridge on the host for a sandbox's socket. Yield its port."""
     [port] = ports.find_free_ports()
-    assert inside.box.slot is not None
+    assert leased.box.slot is not None
     process = subprocess.Popen(
-        [sys.executable, str(BRIDGE), str(port), str(slots.ensure_slot_directory(inside.box.slot) / slots.SOCKET_NAME)]
+        [sys.executable, str(BRIDGE), str(port), str(slots.ensure_slot_directory(leased.box.slot) / slots.SOCKET_NAME)]
     )
     try:
         wait_until(lambda: answers(port), "the bridge listens")

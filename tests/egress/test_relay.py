@@ -1,4 +1,4 @@
-"""The relay watcher of real sandboxes and a real relay: in whose name it connects, what it hears, and how long it lives."""
+"""Relay connections of real sandboxes: identity, events, reconnects, refusals and end of lease."""
 
 import base64
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from sandboxes.models import LlmCall, MintedToken, Process, Sandbox
 from sandboxes.processes import ProcessSpec
 from tests.conftest import NOW
 from tests.egress.relay import AUD, LXM, RelaySwitch
-from tests.egress.whole import EgressStack, LeasedSandbox
+from tests.egress.stack import EgressStack, LeasedSandbox
 from tests.support import tokens
 from tests.support.waiting import wait_until
 
@@ -24,13 +24,13 @@ WITHIN = timedelta(seconds=30)
 WATCHER = ["python3", "/opt/leasehold/relay_watcher.py"]
 
 
-def start(inside: LeasedSandbox, *argv: str, **env: str) -> Process:
+def start(leased: LeasedSandbox, *argv: str, **env: str) -> Process:
     launch = ProcessSpec([*WATCHER, *argv], env, name="relay")
-    with execution.use_lease(inside.lease.pk, now=NOW) as request:
+    with execution.use_lease(leased.lease.pk, now=NOW) as request:
         return processes.start_process(request, launch, now=NOW)
 
 
-def says(process: Process, text: str, *, start: int = 0) -> bool:
+def wait_for_output(process: Process, text: str, *, start: int = 0) -> bool:
     return processes.wait_for_log(process, text, start=start, within=WITHIN, now=NOW)
 
 
@@ -38,15 +38,13 @@ def printed(process: Process) -> bytes:
     return processes.read_log(process, start=0, length=1 << 16)[0]
 
 
-def test_a_watcher_connects_in_its_agents_name_and_prints_what_it_hears(
-    enter: Enter, relayed: RelaySwitch, way: EgressStack
-) -> None:
+def test_watcher_connects_as_its_agent_and_prints_events(enter: Enter, relayed: RelaySwitch, egress: EgressStack) -> None:
     key = signing.create_key("did:plc:ada", now=NOW)
-    inside = enter("did:plc:ada")
-    process = start(inside)
-    assert says(process, "Connected to relay\n")
+    leased = enter("did:plc:ada")
+    process = start(leased)
+    assert wait_for_output(process, "Connected to relay\n")
 
-    [(path, headers)] = relayed.relay.asked
+    [(path, headers)] = relayed.relay.connections
     assert (path, headers["x-leasehold-agent"]) == (f"/xrpc/{LXM}", "did:plc:ada")
     kind, _, token = headers["authorization"].partition(" ")
     claims = tokens.verify_token(token, key.did_key)
@@ -56,104 +54,101 @@ def test_a_watcher_connects_in_its_agents_name_and_prints_what_it_hears(
         "Bearer",
         {"iss": "did:plc:ada", "aud": AUD, "lxm": LXM, "iat": issued, "exp": issued + 60, "jti": minted.jti.hex},
     )
-    assert (minted.holder, minted.agent_did, minted.actor) == (inside.lease.pk, "did:plc:ada", "relay")
+    assert (minted.holder, minted.agent_did, minted.actor) == (leased.lease.pk, "did:plc:ada", "relay")
     with pytest.raises(tokens.TokenRejected):
         tokens.verify_token(token, signing.create_key("did:plc:eve", now=NOW).did_key)
 
-    relayed.tell("first\nevent", b"\x00\xff", "é" * 4_000, "last")
-    assert says(process, "\nlast\n")
+    relayed.send("first\nevent", b"\x00\xff", "é" * 4_000, "last")
+    assert wait_for_output(process, "\nlast\n")
     lines = printed(process).decode().splitlines()
     assert lines == ["Connected to relay", "first event", base64.b64encode(b"\x00\xff").decode(), "é" * 4_000, "last"]
     content, after = processes.read_log(process, start=len("Connected to relay\n"), length=5)
     assert (content, after) == (b"first", 24)
-    assert [*processes.find_by_holder(inside.lease.pk)] == [process] and process.state == "running"
+    assert [*processes.find_by_holder(leased.lease.pk)] == [process] and process.state == "running"
     assert token not in printed(process).decode()
 
     assert processes.kill_process(process, now=NOW).state == "killed"
-    wait_until(lambda: not relayed.is_open(), "the relay sees that it is gone")
-    [row] = way.settled(1)
-    assert (row.kind, row.outcome, row.agent_did, row.holder) == ("relay", "cut", "did:plc:ada", inside.lease.pk)
-    assert row.received_bytes == len("first\nevent") + 2 + 4_000 + len("last") and relayed.relay.heard == []
+    wait_until(lambda: not relayed.is_open(), "the relay sees the disconnect")
+    [row] = egress.settled(1)
+    assert (row.kind, row.outcome, row.agent_did, row.holder) == ("relay", "cut", "did:plc:ada", leased.lease.pk)
+    assert row.received_bytes == len("first\nevent") + 2 + 4_000 + len("last") and relayed.relay.received == []
 
 
-def test_a_watcher_of_an_agent_without_a_key_connects_as_nobody_in_particular(
-    relayed: RelaySwitch, inside: LeasedSandbox
-) -> None:
-    assert says(start(inside), "Connected to relay")
-    [(_, headers)] = relayed.relay.asked
+def test_watcher_of_an_agent_without_a_key_connects_without_a_token(relayed: RelaySwitch, leased: LeasedSandbox) -> None:
+    assert wait_for_output(start(leased), "Connected to relay")
+    [(_, headers)] = relayed.relay.connections
     assert "authorization" not in headers and headers["x-leasehold-agent"] == "did:plc:ada"
     assert not MintedToken.objects.exists()
 
 
-def test_a_watcher_ends_with_its_lease_and_the_relay_sees_that_at_once(
-    relayed: RelaySwitch, inside: LeasedSandbox, way: EgressStack
-) -> None:
-    process = start(inside)
-    assert says(process, "Connected to relay") and relayed.is_open()
-    leasing.release(inside.lease.pk, now=NOW)
-    wait_until(lambda: not relayed.is_open(), "its connection is cut")  # although its sandbox still runs
+def test_watcher_is_disconnected_when_its_lease_ends(relayed: RelaySwitch, leased: LeasedSandbox, egress: EgressStack) -> None:
+    process = start(leased)
+    assert wait_for_output(process, "Connected to relay") and relayed.is_open()
+    leasing.release(leased.lease.pk, now=NOW)
+    wait_until(lambda: not relayed.is_open(), "its connection is cut")  # while its sandbox still runs
     process.refresh_from_db()
     assert process.state == "gone"
-    first, *more = way.settled(LlmCall.objects.count())
+    first, *more = egress.settled(LlmCall.objects.count())
     assert (first.outcome, first.code) == ("cut", "lease_ended")
     sweeps.reclaim(now=NOW)
-    assert Sandbox.objects.get(holder=inside.lease.pk).state == "destroyed"
-    assert len(relayed.relay.asked) == 1 and not [row for row in more if row.outcome != "refused"]
+    assert Sandbox.objects.get(holder=leased.lease.pk).state == "destroyed"
+    assert len(relayed.relay.connections) == 1 and not [row for row in more if row.outcome != "refused"]
 
 
-def test_a_watcher_whose_policy_does_not_let_it_is_told_so_and_ends(
-    enter: Enter, relayed: RelaySwitch, way: EgressStack
-) -> None:
+def test_watcher_ends_if_its_policy_does_not_allow_the_relay(enter: Enter, relayed: RelaySwitch, egress: EgressStack) -> None:
     EnvironmentType.objects.filter(name="coding").update(policy=None)
     signing.create_key("did:plc:ada", now=NOW)
-    inside = enter("did:plc:ada")
-    process = start(inside)
-    assert says(process, "The policy of this sandbox does not let it connect to the relay.")
+    leased = enter("did:plc:ada")
+    process = start(leased)
+    assert wait_for_output(process, "The policy of this sandbox does not allow the relay.")
 
     def exited() -> bool:
-        processes.refresh_by_holder(inside.lease.pk, now=NOW)
+        processes.refresh_by_holder(leased.lease.pk, now=NOW)
         process.refresh_from_db()
         return process.ended_at is not None
 
     wait_until(exited, "it has ended")
     assert (process.state, process.exit_code) == ("exited", 1)
-    assert b"Connected" not in printed(process) and relayed.relay.asked == []
-    [row] = way.settled(1)
+    assert b"Connected" not in printed(process) and relayed.relay.connections == []
+    [row] = egress.settled(1)
     assert (row.outcome, row.code, row.agent_did) == ("refused", "relay_not_allowed", "did:plc:ada")
     assert not MintedToken.objects.exists()
 
 
-def test_a_watcher_connects_again_when_the_relay_was_away(relayed: RelaySwitch, inside: LeasedSandbox) -> None:
+def test_watcher_reconnects_after_a_relay_outage(relayed: RelaySwitch, leased: LeasedSandbox) -> None:
     relayed.off()
-    process = start(inside)
-    assert says(process, "Not connected to relay: 502: The relay cannot be reached.")
+    process = start(leased)
+    assert wait_for_output(process, "Not connected to relay: 502: The relay is unreachable.")
     relayed.on()
-    assert says(process, "Connected to relay\n")
+    assert wait_for_output(process, "Connected to relay\n")
     before = len(printed(process))
     relayed.off()
-    assert says(process, "Not connected to relay: closed by the relay", start=before)
+    assert wait_for_output(process, "Not connected to relay: closed by the relay", start=before)
     relayed.on()
-    assert says(process, "\nConnected to relay\n", start=before)
-    relayed.tell("news")
-    assert says(process, "news\n", start=before)
-    assert len(relayed.relay.asked) == 2 and process.state == "running"
+    assert wait_for_output(process, "\nConnected to relay\n", start=before)
+    relayed.send("news")
+    assert wait_for_output(process, "news\n", start=before)
+    assert len(relayed.relay.connections) == 2 and process.state == "running"
 
 
-def test_a_relay_that_sends_it_elsewhere_is_not_followed(relayed: RelaySwitch, inside: LeasedSandbox, way: EgressStack) -> None:
-    relayed.relay.redirect = f"{way.upstream.url}/elsewhere"
-    process = start(inside)
-    assert says(process, "Not connected to relay: 502: The relay cannot be reached.")
+def test_redirect_of_the_relay_is_not_followed(relayed: RelaySwitch, leased: LeasedSandbox, egress: EgressStack) -> None:
+    relayed.relay.redirect = f"{egress.upstream.url}/elsewhere"
+    process = start(leased)
+    assert wait_for_output(process, "Not connected to relay: 502: The relay is unreachable.")
     relayed.relay.redirect = ""
-    assert says(process, "Connected to relay\n")
-    assert way.upstream.asked == [] and len(relayed.relay.asked) == 2
+    assert wait_for_output(process, "Connected to relay\n")
+    assert egress.upstream.requests == [] and len(relayed.relay.connections) == 2
 
 
 @pytest.mark.parametrize(
     ("url", "why"),
-    [("https://127.0.0.1:4010/relay", "no ws:// address"), ("ws://127.0.0.1:4010/elsewhere", "not for this sandbox (403)")],
+    [
+        ("https://127.0.0.1:4010/relay", "not a ws:// address"),
+        ("ws://127.0.0.1:4010/elsewhere", "not available to this sandbox (403)"),
+    ],
 )
-def test_a_watcher_that_cannot_connect_anywhere_says_why_and_ends(
-    url: str, why: str, relayed: RelaySwitch, inside: LeasedSandbox
+def test_watcher_with_an_unusable_address_ends_with_the_reason(
+    url: str, why: str, relayed: RelaySwitch, leased: LeasedSandbox
 ) -> None:
-    done = inside.run("env", f"RELAY_URL={url}", *WATCHER)
+    done = leased.run("env", f"RELAY_URL={url}", *WATCHER)
     assert (done.exit_code, done.stdout) == (1, b"") and why in done.stderr.decode()

@@ -1,4 +1,4 @@
-"""One way through all of it with secrets that are easily found, and then a search of everything that it left."""
+"""End-to-end run with recognizable secrets, followed by a search of all observable output for them."""
 
 import io
 import json
@@ -24,8 +24,8 @@ from sandboxes.identity import curves, signing
 from sandboxes.models import LlmCall, MintedToken, Pool, Sandbox
 from tests.api.conftest import ApiClient
 from tests.egress.relay import RelaySwitch
+from tests.egress.stack import CLIENT_SCRIPT, EgressStack, run_egress_command
 from tests.egress.test_attacks import EXCHANGE, INNER, upgrade
-from tests.egress.whole import CLIENT_SCRIPT, EgressStack, run_egress_command
 from tests.support.egress import COMPLETION_RESPONSE
 from tests.support.secrets import list_encodings, list_key_encodings
 from tests.support.waiting import wait_until
@@ -33,18 +33,18 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 ADA = "did:plc:ada"
 OUTSIDE = ("LLM_API_KEY", "SECRET_KEY", "S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY", "KV_API_TOKEN")
-# Four calls, whose messages say how the upstream answers them, one that never leaves, and a connection to the relay.
+# Four calls whose messages select the upstream's response, one refused call, and a relay connection.
 SCRIPT = f"""{CLIENT_SCRIPT}{EXCHANGE}
-said = [ask({{**BODY, "messages": [{{"role": "user", "content": content}}]}})[0] for content in ("ok", "quote", "400", "500")]
-said.append(ask({{**BODY, "model": "none-of-ours"}})[0])
-said.append(exchange({upgrade() + INNER!r}, 1)[:12])
-print(json.dumps([said, sorted(os.listdir("/run/leasehold"))]))
+reply = [ask({{**BODY, "messages": [{{"role": "user", "content": content}}]}})[0] for content in ("ok", "quote", "400", "500")]
+reply.append(ask({{**BODY, "model": "none-of-ours"}})[0])
+reply.append(exchange({upgrade() + INNER!r}, 1)[:12])
+print(json.dumps([reply, sorted(os.listdir("/run/leasehold"))]))
 """
 
 
 @pytest.fixture
 def planted(settings: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Secrets of ours, as a deployment has them: in its environment and its settings."""
+    """Secrets in the environment and the settings, as in a deployment."""
     planted = {name: f"planted-{name}-{uuid4().hex}" for name in OUTSIDE}
     for name, value in planted.items():
         setattr(settings, name, value)
@@ -62,7 +62,7 @@ def planted(settings: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
 
 @pytest.fixture
 def our_log() -> Iterator[io.StringIO]:
-    """All that this process logs, as it logs it."""
+    """Capture everything this process logs."""
     root, written = logging.getLogger(), io.StringIO()
     formatter = next(
         each.formatter for each in root.handlers if isinstance(each.formatter, structlog.stdlib.ProcessorFormatter)
@@ -77,23 +77,23 @@ def our_log() -> Iterator[io.StringIO]:
 
 
 async def quoting(request: web.Request) -> web.StreamResponse:
-    """An upstream that says our key wherever it can."""
+    """Upstream that quotes the credential in status line, headers and body."""
     sent, wanted = request.headers["Authorization"], (await request.json())["messages"][0]["content"]
-    said = (
+    reply = (
         COMPLETION_RESPONSE
         if wanted == "ok"
         else {**COMPLETION_RESPONSE, "model": sent, "error": f"Incorrect API key provided: {sent}"}
     )
     status = int(wanted) if wanted.isdigit() else 200
-    return web.json_response(said, status=status, headers={"X-Key": sent})
+    return web.json_response(reply, status=status, headers={"X-Key": sent})
 
 
-def test_no_secret_is_anywhere_that_it_should_not_be(
-    planted: dict[str, bytes], our_log: io.StringIO, docker_pool: Pool, way: EgressStack, relayed: RelaySwitch, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_no_secret_is_exposed(
+    planted: dict[str, bytes], our_log: io.StringIO, docker_pool: Pool, egress: EgressStack, relayed: RelaySwitch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    way.upstream.answer = quoting
-    way.serving.close()
+    egress.upstream.answer = quoting
+    egress.serving.close()
     private = curves.generate_key()
     signing.create_key(ADA, now=timezone.now(), private=private)
     issued, api_key = api_keys.issue_key([ADA], name="planted", now=timezone.now())
@@ -101,30 +101,30 @@ def test_no_secret_is_anywhere_that_it_should_not_be(
     more = {name: value.decode() for name, value in planted.items() if name == "SECRET_KEY"}
     more |= {"LEASEHOLD_LLM_API_KEY": planted["LLM_API_KEY"].decode(), "LEASEHOLD_LOG_LEVEL": "DEBUG"}
     more |= {f"LEASEHOLD_{name}": getattr(django_settings, name) for name in ("RELAY_URL", "RELAY_AUD", "RELAY_LXM")}
-    with run_egress_command(way, egress_log, **more):
+    with run_egress_command(egress, egress_log, **more):
         asked = {"agent_did": ADA, "environment_id": f"way-{uuid4().hex[:8]}", "environment_type": "coding"}
         lease = ada.post("leases", {**asked, "pool": docker_pool.name}).json()
         in_env = f"planted-env-{uuid4().hex}"
         ran = {"argv": ["python3", "-I", "-"], "stdin": SCRIPT, "env": {"TOKEN": in_env}}
         done = ada.post(f"leases/{lease['id']}/exec", ran, idempotency_key="once").json()
         assert done["exit_code"] == 0, done["stderr"]
-        said, listed = json.loads(done["stdout"])
-        assert (said, listed) == ([200, 200, 502, 502, 403, "HTTP/1.1 101"], ["llm.sock"])
+        reply, listed = json.loads(done["stdout"])
+        assert (reply, listed) == ([200, 200, 502, 502, 403, "HTTP/1.1 101"], ["llm.sock"])
         wait_until(lambda: not LlmCall.objects.filter(ended_at__isnull=True).exists(), "all calls are closed")
         box = Sandbox.objects.get(holder=lease["id"])
-        seen = {**inside(box.ref, way.front.name), **answers(ada, lease["id"], monkeypatch)}
+        seen = {**inside(box.ref, egress.proxy.name), **answers(ada, lease["id"], monkeypatch)}
 
-    [(_, headers)] = relayed.relay.asked
+    [(_, headers)] = relayed.relay.connections
     token = headers["authorization"].removeprefix("Bearer ")
     assert MintedToken.objects.get().agent_did == ADA and token.count(".") == 2
-    assert way.upstream.asked[0][1]["authorization"].removeprefix("Bearer ").encode() == planted["LLM_API_KEY"]
+    assert egress.upstream.requests[0][1]["authorization"].removeprefix("Bearer ").encode() == planted["LLM_API_KEY"]
     rows, logged = dump(), our_log.getvalue()
     seen |= {"rows": rows, "our log": logged, "log of the egress server": egress_log.read_text()}
 
-    # Each place was looked at: it has what it should have.
+    # Every source was searched: each contains its expected marker.
     shown = {
-        "inspect": box.ref, "inspect of the proxy": way.front.name, "processes": "PATH=", "processes of the proxy": "nginx",
-        "files": lease["id"], "files of the proxy": "leasehold-way.conf", "rows": issued.digest,
+        "inspect": box.ref, "inspect of the proxy": egress.proxy.name, "processes": "PATH=", "processes of the proxy": "nginx",
+        "files": lease["id"], "files of the proxy": "leasehold-locations.conf", "rows": issued.digest,
         "our log": "Traceback", "log of the egress server": "upstream refused a call", "API": "/leases/{",
         "errors": "not_found", "calls": "none-of-ours",
     }  # fmt: skip
@@ -142,7 +142,7 @@ def test_no_secret_is_anywhere_that_it_should_not_be(
 
 
 def inside(ref: str, proxy: str) -> dict[str, str]:
-    """All that there is of a sandbox and of the proxy: what the engine says, what runs, and the files they can see."""
+    """Collect everything about a sandbox and nginx: engine metadata, processes and visible files."""
     read = "find {} -xdev -type f -print -exec cat {{}} + 2>/dev/null"
     files = read.format("/workspace /data /tmp /var/tmp /run /run/leasehold /dev/shm /etc /opt/leasehold")
     proxys = read.format("/s /server /logs /etc/nginx /tmp")
@@ -159,7 +159,7 @@ def inside(ref: str, proxy: str) -> dict[str, str]:
 
 
 def processes_of(container: str) -> str:
-    """Environment and command line of each, from out here: inside it may not read the others'."""
+    """Read environment and command line of all processes of a container, from the host."""
     pids = [line.split()[0] for line in ran("docker", "top", container, "-eo", "pid").splitlines()[1:]]
     return "".join(Path(f"/proc/{pid}/{name}").read_text() for pid in pids for name in ("environ", "cmdline"))
 
@@ -170,7 +170,7 @@ def ran(*argv: str) -> str:
 
 
 def answers(ada: ApiClient, lease: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What the API says of itself, of calls, and when something is wrong with a request or with us."""
+    """Collect API responses: schema, calls, client errors and server errors."""
 
     def fails(*args: Any, **named: Any) -> None:
         secret = django_settings.LLM_API_KEY
@@ -197,7 +197,7 @@ def answers(ada: ApiClient, lease: str, monkeypatch: pytest.MonkeyPatch) -> dict
 
 
 def dump() -> str:
-    """The whole database as text."""
+    """Dump the database as text."""
     connection.ensure_connection()
     if connection.vendor == "sqlite":
         return "\n".join(connection.connection.iterdump())

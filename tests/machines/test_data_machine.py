@@ -1,8 +1,8 @@
-"""A hypothesis state machine over an agent's /data in several sandboxes at once: programs change files, sandboxes sleep,
-wake, vanish and are replaced, the store fails, the process dies. Whatever happens, nothing that was stored is lost without
-a word, and once all is quiet every sandbox has the same.
+"""Hypothesis state machine over an agent's /data in several sandboxes at once.
 
-DATA_MACHINE_EXAMPLES=2000 makes a longer search of it: some ten minutes."""
+Programs change files; sandboxes are evicted, woken, lost and replaced; the store fails and the process crashes. Stored data is
+never lost silently, and all sandboxes have the same files in the end. A longer search, with DATA_MACHINE_EXAMPLES=2000, takes
+about ten minutes."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ from leases import execution, leasing, sweeps
 from leases.errors import LeaseError
 from leases.models import EnvironmentType
 from sandboxes import lifecycle, providers
-from sandboxes import sweeps as below
+from sandboxes import sweeps as pool_sweeps
 from sandboxes.errors import SandboxError
 from sandboxes.models import ALIVE_STATES, Pool, Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataFile, DataObject
@@ -43,14 +43,14 @@ pytestmark = pytest.mark.django_db
 EXAMPLES = int(os.environ.get("DATA_MACHINE_EXAMPLES", "30"))
 ENVIRONMENTS = ["game-1", "game-2", "game-3"]
 STEPS = [
-    "created", "prepared", "run opened", "pull decided", "pulled", "run answered", "data stored", "data recorded",
+    "created", "prepared", "run opened", "pull decided", "pulled", "run answered", "data stored", "data check_recorded",
     "eviction claimed", "objects stored", "persisted", "process gone", "wake claimed", "destroy claimed", "destroy answered",
 ]  # fmt: skip
 Edit = tuple[str, str, str]  # verb, path, another path
-Trouble = str | tuple[str, int, bool] | None  # a step; or a method of the store, at which call, and whether it has acted
+Trouble = str | tuple[str, int, bool] | None  # a checkpoint; or a method of the store, number of the call, after it acted
 
-ONE = st.sampled_from(ENVIRONMENTS)
-PATH = st.sampled_from(["a", "b", "d", "d/a", "d/e", "d/e/a"])  # few: sandboxes are to get in each other's way
+ENVIRONMENT = st.sampled_from(ENVIRONMENTS)
+PATH = st.sampled_from(["a", "b", "d", "d/a", "d/e", "d/e/a"])  # few, so that sandboxes conflict
 VERB = st.sampled_from(["write", "write", "write", "copy", "mkdir", "link", "chmod", "remove", "rename"])
 EDITS = st.lists(st.tuples(VERB, PATH, PATH), min_size=1, max_size=3)
 METHOD = st.sampled_from(["upload", "download", "remove"])
@@ -65,24 +65,24 @@ class DataMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.rollback = transaction.atomic()
-        self.rollback._from_testcase = True  # as the one of a test: the verbs may ask for a durable one inside
+        self.rollback._from_testcase = True  # permits durable transactions inside, as in a TestCase
         self.rollback.__enter__()
-        provider, shelf = providers.get_provider("memory"), get_store()
-        assert isinstance(provider, MemoryProvider) and isinstance(shelf, MemoryStore)
-        self.memory, self.store = provider, shelf
+        provider, store = providers.get_provider("memory"), get_store()
+        assert isinstance(provider, MemoryProvider) and isinstance(store, MemoryStore)
+        self.memory, self.store = provider, store
         self.memory.reset()
-        self.memory.after("put_files", self.look)
+        self.memory.after("put_files", self.record_files)
         self.memory.programs["edit"] = self.program
         self.now: datetime = NOW
         self.pool = Pool.objects.create(name=f"machine-{uuid.uuid4().hex[:10]}", provider="memory", capacity=20)
         self.did = f"did:plc:{uuid.uuid4().hex[:10]}"
         EnvironmentType.objects.get_or_create(name="catan", defaults={"expiry_conditions": ["game.finished"]})
         self.contents = 0
-        self.had: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)  # ref -> what was there at some moment
-        self.unsaved: defaultdict[str, dict[str, str]] = defaultdict(dict)  # ref -> path -> what a program left there
+        self.had: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)  # ref -> contents that the sandbox had at some time
+        self.unsaved: defaultdict[str, dict[str, str]] = defaultdict(dict)  # ref -> path -> digest that a program wrote
         self.rows: dict[str, str] = {}  # path -> digest of every stored file
         self.edits: list[Edit] = []  # of the next command
-        lifecycle.CHECKPOINT_HOOKS.append(self.recorded)
+        lifecycle.CHECKPOINT_HOOKS.append(self.check_recorded)
         for environment in ENVIRONMENTS:
             self.run(environment)
 
@@ -97,26 +97,26 @@ class DataMachine(RuleBasedStateMachine):
                 self.memory.reset()
                 self.store.reset()
 
-    # --- what happens -------------------------------------------------------------------------------------------------
+    # --- rules --------------------------------------------------------------------------------------------------------
 
-    @rule(environment=ONE, left=EDITS, edits=EDITS, trouble=TROUBLE)
-    def one_is_used(self, environment: str, left: list[Edit], edits: list[Edit], trouble: Trouble) -> None:
-        """A program that was left running in it changes something, then a command does."""
-        self.edit(self.used(environment), left)
+    @rule(environment=ENVIRONMENT, left=EDITS, edits=EDITS, trouble=TROUBLE)
+    def use_one(self, environment: str, left: list[Edit], edits: list[Edit], trouble: Trouble) -> None:
+        """A process in the sandbox changes files, then a command does."""
+        self.edit(self.usable_ref(environment), left)
         self.edits = edits
         self.attempt(lambda: self.run(environment), trouble)
 
-    @rule(first=ONE, second=ONE, edits=EDITS, others=EDITS, trouble=TROUBLE)
-    def two_are_used(self, first: str, second: str, edits: list[Edit], others: list[Edit], trouble: Trouble) -> None:
-        """Neither has seen what was changed in the other one."""
-        self.edit(self.used(first), edits)
-        self.edit(self.used(second), others)
+    @rule(first=ENVIRONMENT, second=ENVIRONMENT, edits=EDITS, others=EDITS, trouble=TROUBLE)
+    def use_two(self, first: str, second: str, edits: list[Edit], others: list[Edit], trouble: Trouble) -> None:
+        """Neither sandbox has seen the other one's changes."""
+        self.edit(self.usable_ref(first), edits)
+        self.edit(self.usable_ref(second), others)
         self.attempt(lambda: self.run(first), trouble)
         self.attempt(lambda: self.run(second))
 
-    @rule(environment=ONE, edits=EDITS, step=st.sampled_from(["put_files", "get_files", "data stored"]))
-    def a_program_changes_files_meanwhile(self, environment: str, edits: list[Edit], step: str) -> None:
-        """While what is newer is being written into it, or what was changed is being read or stored."""
+    @rule(environment=ENVIRONMENT, edits=EDITS, step=st.sampled_from(["put_files", "get_files", "data stored"]))
+    def change_files_during_sync(self, environment: str, edits: list[Edit], step: str) -> None:
+        """A process changes files while /data is being pulled, read or stored."""
         left = [edits]
 
         def once(ref: str) -> None:
@@ -133,33 +133,33 @@ class DataMachine(RuleBasedStateMachine):
             self.attempt(lambda: self.run(environment))
 
     @rule(minutes=st.sampled_from([6, 11, 61]), trouble=TROUBLE)
-    def the_idle_fall_asleep(self, minutes: int, trouble: Trouble) -> None:
+    def evict_idle_sandboxes(self, minutes: int, trouble: Trouble) -> None:
         self.now += timedelta(minutes=minutes)
-        self.attempt(lambda: below.evict_idle(now=self.now), trouble)
+        self.attempt(lambda: pool_sweeps.evict_idle(now=self.now), trouble)
 
-    @rule(environment=ONE, left=EDITS, trouble=TROUBLE)
-    def one_goes(self, environment: str, left: list[Edit], trouble: Trouble) -> None:
-        """Its lease ends; a program in it has gone on."""
-        self.edit(self.used(environment), left)
+    @rule(environment=ENVIRONMENT, left=EDITS, trouble=TROUBLE)
+    def end_lease(self, environment: str, left: list[Edit], trouble: Trouble) -> None:
+        """A lease ends after a process has changed files in its sandbox."""
+        self.edit(self.usable_ref(environment), left)
         self.attempt(lambda: leasing.release(self.lease(environment), now=self.now))
         self.attempt(lambda: sweeps.reclaim(now=self.now), trouble)
 
-    @rule(environment=ONE)
-    def one_vanishes(self, environment: str) -> None:
-        if ref := self.used(environment):
+    @rule(environment=ENVIRONMENT)
+    def vanish_sandbox(self, environment: str) -> None:
+        if ref := self.usable_ref(environment):
             self.memory.vanish(ref)
             self.unsaved.pop(ref, None)
 
     @rule(minutes=st.sampled_from([1, 11, 61]), trouble=TROUBLE)
-    def the_sweeps_run(self, minutes: int, trouble: Trouble) -> None:
+    def run_sweeps(self, minutes: int, trouble: Trouble) -> None:
         self.now += timedelta(minutes=minutes)
         for sweep in (sweeps.recover_stalled, pruning.persist_unsaved, sweeps.reclaim):
             self.attempt(lambda sweep=sweep: sweep(now=self.now), trouble)  # type: ignore[misc]
         self.attempt(lambda: sweeps.reconcile(now=self.now, grace=timedelta(0)))
-        # Nothing is in flight between two rules, except what a process that died has left: so no grace is needed.
+        # Only crashed processes leave anything in flight between two rules, so no grace period is needed.
         self.attempt(lambda: pruning.remove_orphans(now=self.now, grace=timedelta(0)), trouble)
 
-    # --- what always holds --------------------------------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------------------------------
 
     @invariant()
     def rows_change_only_by_what_is_recorded(self) -> None:
@@ -168,38 +168,38 @@ class DataMachine(RuleBasedStateMachine):
 
     @invariant()
     def totals_are_the_sums(self) -> None:
-        if hasattr(self, "rows") and (found := AgentData.objects.filter(agent_did=self.did).first()):
-            live = DataFile.objects.filter(data=found, removed=False)
-            assert found.files == live.filter(kind="file").count()
-            assert found.size_bytes == (live.aggregate(sum=Sum("size_bytes"))["sum"] or 0)
+        if hasattr(self, "rows") and (row_of_agent := AgentData.objects.filter(agent_did=self.did).first()):
+            live = DataFile.objects.filter(data=row_of_agent, removed=False)
+            assert row_of_agent.files == live.filter(kind="file").count()
+            assert row_of_agent.size_bytes == (live.aggregate(sum=Sum("size_bytes"))["sum"] or 0)
 
     @invariant()
     def rows_are_a_tree(self) -> None:
         if hasattr(self, "rows"):
             kinds = dict(DataFile.objects.filter(data__agent_did=self.did, removed=False).values_list("path", "kind"))
             for path in kinds:
-                assert all(kinds.get(above, "directory") == "directory" for above in above_of(path)), path
+                assert all(kinds.get(above, "directory") == "directory" for above in parents_of(path)), path
 
     @invariant()
-    def what_rows_point_to_is_there(self) -> None:
+    def referenced_objects_exist(self) -> None:
         if hasattr(self, "rows"):
             pointed = DataFile.objects.filter(data__agent_did=self.did, stored_in__isnull=False)
             assert set(pointed.values_list("stored_in__key", flat=True)) <= self.store.values.keys()
 
     @invariant()
-    def what_a_program_wrote_is_there_until_it_is_stored(self) -> None:
+    def written_files_exist_until_they_are_stored(self) -> None:
         if hasattr(self, "rows"):
             for ref, left in self.unsaved.items():
                 for path, content in left.items():
                     entry = self.memory.files(ref).get(f"{DATA}/{path}")
                     assert isinstance(entry, File) and digest(entry.content) == content, f"{path} of {ref} is gone"
 
-    def recorded(self, step: str, subject: object) -> None:
-        """A sandbox's changes were just stored: it may have replaced and removed only what it had been given."""
-        if step != "data recorded" or not isinstance(subject, Attachment):
+    def check_recorded(self, step: str, subject: object) -> None:
+        """Check, after a sandbox's changes were stored, that it replaced or removed only files that it had."""
+        if step != "data check_recorded" or not isinstance(subject, Attachment):
             return
         ref = Sandbox.objects.get(pk=subject.pk).ref
-        self.look(ref)
+        self.record_files(ref)
         before, self.rows = self.rows, self.stored()
         kept = {content for path, content in self.rows.items() if path.startswith(CONFLICTS_DIRECTORY)}
         for path, content in before.items():
@@ -209,7 +209,7 @@ class DataMachine(RuleBasedStateMachine):
             if self.rows.get(path) == content:
                 del self.unsaved[ref][path]
 
-    # --- how ----------------------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------------
 
     def lease(self, environment: str) -> uuid.UUID:
         ask = leasing.LeaseRequest(self.did, environment, "catan", pool=self.pool.name, ttl=timedelta(hours=12))
@@ -220,7 +220,7 @@ class DataMachine(RuleBasedStateMachine):
 
     def program(self, call: ProgramCall) -> ProgramResult:
         [ref] = [box.spec.name for box in self.memory._boxes.values() if box.files is call.files]
-        self.look(ref)
+        self.record_files(ref)
         self.edit(ref, self.edits)
         self.edits = []
         return ProgramResult()
@@ -228,15 +228,15 @@ class DataMachine(RuleBasedStateMachine):
     def sandbox(self, environment: str) -> Sandbox | None:
         return Sandbox.objects.filter(pool=self.pool, environment_id=environment, state__in=ALIVE_STATES, lost_at=None).first()
 
-    def used(self, environment: str) -> str:
-        """The environment's sandbox, if a program may be running in it; "" if not. In one that is half filled none does."""
+    def usable_ref(self, environment: str) -> str:
+        """Return the ref of the environment's sandbox, or "" if no program can run in the sandbox, as during a pull."""
         sandbox = self.sandbox(environment)
         if sandbox is None or sandbox.ref not in self.memory._boxes:
             return ""
         return sandbox.ref if Attachment.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, pulling=[]) else ""
 
-    def look(self, ref: str) -> None:
-        """Note what is in a sandbox now."""
+    def record_files(self, ref: str) -> None:
+        """Record the present files of a sandbox."""
         for path, entry in self.memory.files(ref).items():
             if path.startswith(f"{DATA}/") and isinstance(entry, File):
                 self.had[ref].add((path.removeprefix(f"{DATA}/"), digest(entry.content)))
@@ -246,7 +246,7 @@ class DataMachine(RuleBasedStateMachine):
         return dict(live.values_list("path", "digest"))
 
     def edit(self, ref: str, edits: list[Edit]) -> None:
-        """What a program does to the files of a sandbox."""
+        """Change the files of a sandbox, as a program in the sandbox would."""
         if not ref:
             return
         files, left = self.memory.files(ref), self.unsaved[ref]
@@ -260,25 +260,25 @@ class DataMachine(RuleBasedStateMachine):
         for name in [*left]:
             entry = files.get(f"{DATA}/{name}")
             if not isinstance(entry, File) or digest(entry.content) != left[name]:
-                del left[name]  # the program itself has removed or replaced it
-        self.look(ref)
+                del left[name]  # the program itself removed or replaced the file
+        self.record_files(ref)
 
     def attempt(self, act: Callable[[], object], trouble: Trouble = None) -> None:
-        """Do it, unless it is refused, or the process dies in it."""
+        """Call a function with injected trouble. Refusals and crashes are expected."""
         died: list[object] = []
         try:
-            with self.having(trouble, died), suppress(SandboxError):
+            with self.inject(trouble, died), suppress(SandboxError):
                 act()
         except SimulatedCrash:
-            # Nobody has cleared up after this one: what it was writing into a sandbox is claimed until that runs out.
-            if isinstance(here := died[0], Attachment):
+            # A crashed pull keeps its claim on the sandbox until the claim expires.
+            if isinstance(interrupted := died[0], Attachment):
                 until = self.now + timedelta(minutes=5)
-                Attachment.objects.filter(pk=here.pk).exclude(pulling=[]).update(pull_until=until)
-        lifecycle.CHECKPOINT_HOOKS[:] = [self.recorded]
+                Attachment.objects.filter(pk=interrupted.pk).exclude(pulling=[]).update(pull_until=until)
+        lifecycle.CHECKPOINT_HOOKS[:] = [self.check_recorded]
 
     @contextmanager
-    def having(self, trouble: Trouble, died: list[object]) -> Iterator[None]:
-        """Once the process dies at a step, or the store fails at one call, before it has acted or after."""
+    def inject(self, trouble: Trouble, died: list[object]) -> Iterator[None]:
+        """Crash once at a checkpoint, or fail one call of the store, before or after the store acts."""
         calls: list[str] = []
 
         def die(reached: str, subject: object) -> None:
@@ -299,7 +299,7 @@ class DataMachine(RuleBasedStateMachine):
             yield
 
     def settle(self) -> None:
-        """Whatever happened: the sweeps run, each sandbox is used twice, and all of them have what the rows say."""
+        """Run the sweeps, use each sandbox twice, and check that all sandboxes have the files of the rows."""
         for _ in range(2):
             self.now += timedelta(hours=1)
             for sweep in (sweeps.expire_due_leases, sweeps.recover_stalled, sweeps.reclaim):
@@ -309,39 +309,39 @@ class DataMachine(RuleBasedStateMachine):
         for environment in ENVIRONMENTS * 2:
             try:
                 self.run(environment)
-            except LeaseError:  # its sandbox had vanished, and nobody knew
+            except LeaseError:  # its sandbox had vanished unnoticed
                 self.run(environment)
         for environment in ENVIRONMENTS:
-            assert self.inside(environment) == self.newest(), environment
+            assert self.files_inside(environment) == self.newest(), environment
         assert not any(self.unsaved.values())
         self.rows_are_a_tree()
         self.totals_are_the_sums()
         assert pruning.remove_orphans(now=self.now + MINUTE, grace=timedelta(0)).failures == []
         pointed = DataFile.objects.filter(data__agent_did=self.did, removed=False, kind="file")
-        there = set(self.store.list("agents/"))
-        assert there == set(pointed.values_list("stored_in__key", flat=True))
-        assert there == set(DataObject.objects.filter(data__agent_did=self.did).values_list("key", flat=True))
+        stored_keys = set(self.store.list("agents/"))
+        assert stored_keys == set(pointed.values_list("stored_in__key", flat=True))
+        assert stored_keys == set(DataObject.objects.filter(data__agent_did=self.did).values_list("key", flat=True))
 
-    def inside(self, environment: str) -> dict[str, tuple[str, int, str]]:
+    def files_inside(self, environment: str) -> dict[str, tuple[str, int, str]]:
         """Path -> kind, mode, digest or target."""
         sandbox = self.sandbox(environment)
         assert sandbox
         files = self.memory.files(sandbox.ref).items()
-        return {path.removeprefix(f"{DATA}/"): described(entry) for path, entry in files if path.startswith(f"{DATA}/")}
+        return {path.removeprefix(f"{DATA}/"): describe(entry) for path, entry in files if path.startswith(f"{DATA}/")}
 
     def newest(self) -> dict[str, tuple[str, int, str]]:
         live = DataFile.objects.filter(data__agent_did=self.did, removed=False)
         return {row.path: (row.kind, row.mode, row.digest or row.target) for row in live}
 
 
-def described(entry: Entry) -> tuple[str, int, str]:
+def describe(entry: Entry) -> tuple[str, int, str]:
     if isinstance(entry, File):
         return "file", entry.mode, digest(entry.content)
     return ("link", 0o777, entry.target) if isinstance(entry, Link) else ("directory", entry.mode, "")
 
 
 def change(files: Files, verb: str, path: str, other: str) -> None:
-    if verb == "copy":  # the same in whatever sandbox it is
+    if verb == "copy":  # the same content in every sandbox
         place(files, path, File(b"the same everywhere\n"))
     elif verb == "mkdir":
         place(files, path, Folder())
@@ -361,20 +361,20 @@ def change(files: Files, verb: str, path: str, other: str) -> None:
             files[f"{DATA}/{path}"] = Folder(mode=0o700 if entry.mode == 0o755 else 0o755)
 
 
-def above_of(path: str) -> list[str]:
+def parents_of(path: str) -> list[str]:
     parts = path.split("/")
     return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 def take(files: Files, path: str) -> dict[str, Entry]:
-    """Remove a path with all below it; what it was, by the rest of each path."""
+    """Remove a path and all paths below it. Returns the entries by the rest of their paths."""
     top = f"{DATA}/{path}"
     return {name.removeprefix(top): files.pop(name) for name in sorted(files) if f"{name}/".startswith(f"{top}/")}
 
 
 def place(files: Files, path: str, entry: Entry) -> None:
-    """Put an entry, with directories above it, in the place of whatever is there."""
-    for above in above_of(path):
+    """Insert an entry and its parent directories. Replaces the entry that has the path."""
+    for above in parents_of(path):
         if not isinstance(files.get(f"{DATA}/{above}"), Folder):
             files[f"{DATA}/{above}"] = Folder()
     if not (isinstance(entry, Folder) and isinstance(files.get(f"{DATA}/{path}"), Folder)):
@@ -382,12 +382,12 @@ def place(files: Files, path: str, entry: Entry) -> None:
         files[f"{DATA}/{path}"] = entry
 
 
-def test_nothing_stored_is_lost_whatever_happens(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Who finds a sandbox in the hands of somebody dead waits this long in real time, and is refused.
+def test_stored_data_is_never_lost_silently(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Real time that a request waits for a sandbox whose worker has crashed, before it is refused.
     settings.SANDBOX_START_TIMEOUT = timedelta(milliseconds=20)
     monkeypatch.setattr(data_sync, "PULL_WAIT_TIMEOUT", timedelta(0))
-    shelf = MemoryStore()
-    monkeypatch.setattr("sandboxes.storage.FilesystemStore", lambda root: shelf)
+    store = MemoryStore()
+    monkeypatch.setattr("sandboxes.storage.FilesystemStore", lambda root: store)
     run_state_machine_as_test(
         DataMachine,
         settings=hypothesis.settings(

@@ -1,5 +1,7 @@
-"""The machine of the pool again, with a meter beside it: whatever happens, what is metered is what the provider's own clock
-says, and its counter of CPU, to the microsecond, and deriving it all again gives the same records."""
+"""Hypothesis state machine of the pool with metering.
+
+Metered time and CPU equal those of the provider's clock and counters, to the microsecond. Deriving the records again gives the
+same records."""
 
 import os
 from collections import defaultdict
@@ -19,8 +21,8 @@ from pytest_django import Settings
 from billing import metering
 from billing.models import Meter, UsageKind, UsageRecord
 from sandboxes import lifecycle, pool
-from sandboxes import sweeps as below
-from sandboxes.db import clock as moments
+from sandboxes import sweeps as pool_sweeps
+from sandboxes.db import clock as db_clock
 from sandboxes.models import Sandbox, Transition
 from sandboxes.providers.base import Unavailable
 from sandboxes.usage import readings
@@ -28,8 +30,8 @@ from tests.conftest import SimulatedCrash
 from tests.machines.test_pool_machine import WHICH, PoolMachine
 
 pytestmark = pytest.mark.django_db
-EXAMPLES = int(os.environ.get("METERING_MACHINE_EXAMPLES", "60"))  # each a random history: some 2,000 take half an hour
-READY = {"warm", "running", "waiting"}  # what is paid for
+EXAMPLES = int(os.environ.get("METERING_MACHINE_EXAMPLES", "60"))  # 2,000 random histories take half an hour
+READY = {"warm", "running", "waiting"}  # billed states
 FACTS = [
     "item", "source", "day", "began_at", "ended_at", "sandbox_id", "holder", "agent_did", "environment_id", "provider", "state",
     "memory_mib", "millicpus", "measured", "cpu_micros", "mib_micros", "size_bytes", "model", "calls", "input_tokens", "usd",
@@ -37,8 +39,8 @@ FACTS = [
 Span = tuple[datetime, datetime]
 
 
-class Slow:
-    """Time that passes only where somebody sleeps."""
+class SimulatedTime:
+    """Clock that advances only during sleep()."""
 
     def __init__(self) -> None:
         self.at = 0.0
@@ -51,14 +53,14 @@ class Slow:
 
 
 class Boxes(dict[str, Any]):
-    """The memory provider's sandboxes, and when each was there: name -> since, and spans that are over."""
+    """The memory provider's sandboxes, with the time spans in which each existed."""
 
     def __init__(self, clock: Callable[[], datetime]) -> None:
         super().__init__()
         self.clock, self.since = clock, {}
         self.spans: dict[str, list[Span]] = defaultdict(list)
         self.vanished: set[str] = set()
-        self.used: dict[str, int] = {}  # microseconds of CPU of those that are gone
+        self.used: dict[str, int] = {}  # CPU microseconds of removed sandboxes
 
     def setdefault(self, name: str, box: Any = None) -> Any:
         if name not in self:
@@ -66,7 +68,7 @@ class Boxes(dict[str, Any]):
         return super().setdefault(name, box)
 
     def __delitem__(self, name: str) -> None:
-        self.vanished.add(name)  # by the machine's rule alone
+        self.vanished.add(name)  # only the rule vanish_sandbox deletes items
         self._end(name)
         super().__delitem__(name)
 
@@ -82,37 +84,37 @@ class Boxes(dict[str, Any]):
 
 class MeteredMachine(PoolMachine):
     calm = False
-    slow: Slow
+    simulated_time: SimulatedTime
 
     @initialize()
     def begin(self) -> None:
         super().begin()
-        self.began = self.slow.at
+        self.began = self.simulated_time.at
         self.memory._boxes = self.boxes = Boxes(self.clock)
         self.counted = True
 
     def clock(self) -> datetime:
-        return self.now + timedelta(seconds=self.slow.at - self.began)
+        return self.now + timedelta(seconds=self.simulated_time.at - self.began)
 
     def attempt(self, act: Callable[[], object]) -> Any:
-        self.began = self.slow.at
+        self.began = self.simulated_time.at
         try:
             return super().attempt(act)
         finally:
-            self.now, self.began = self.clock(), self.slow.at
+            self.now, self.began = self.clock(), self.simulated_time.at
 
     @rule(which=WHICH, micros=st.integers(0, 10**9), mib=st.integers(0, 512))
-    def it_uses(self, which: int, micros: int, mib: int) -> None:
+    def use_resources(self, which: int, micros: int, mib: int) -> None:
         ready = Sandbox.objects.filter(pool=self.pool, state__in=READY).order_by("created_at", "pk")
-        if there := [box.name for box in ready if box.name in self.boxes]:
-            self.memory.use(there[which % len(there)], cpu_micros=micros, memory_bytes=mib << 20)
+        if existing := [box.name for box in ready if box.name in self.boxes]:
+            self.memory.use(existing[which % len(existing)], cpu_micros=micros, memory_bytes=mib << 20)
 
     @rule()
     def read(self) -> None:
-        self.attempt(lambda: below.record_readings(now=self.now))
+        self.attempt(lambda: pool_sweeps.record_readings(now=self.now))
 
     @rule()
-    def the_provider_does_not_count(self) -> None:
+    def fail_stats(self) -> None:
         self.counted = False
         self.armed.push(self.memory.fail("stats", Unavailable("stats failed"), times=1))
 
@@ -121,8 +123,8 @@ class MeteredMachine(PoolMachine):
         self.attempt(lambda: metering.meter_usage(now=self.now))
 
     @rule()
-    def the_meter_dies(self) -> None:
-        """In its second batch, before or after that is committed."""
+    def crash_meter(self) -> None:
+        """Crash in the second batch of the meter."""
 
         def die(reached: str, subject: object) -> None:
             if (reached, subject) == ("metered", "snapshots"):
@@ -133,19 +135,19 @@ class MeteredMachine(PoolMachine):
         lifecycle.CHECKPOINT_HOOKS.remove(die)
 
     def settle(self) -> None:
-        self.began = self.slow.at
+        self.began = self.simulated_time.at
         super().settle()
         self.now += timedelta(hours=1)
         for box in readings.find_readable().filter(pool=self.pool):
             if box.name in self.boxes:
                 readings.record_reading(box, self.memory, now=self.now, min_cpu_micros=1)
         metering.meter_usage(now=self.now)
-        self.all_cpu_is_metered_and_none_twice()
-        self.every_paid_second_was_there()
-        self.nothing_overlaps_and_nothing_is_left_out()
-        self.derived_again_it_is_the_same()
+        self.check_cpu_is_metered_once()
+        self.check_billed_time_existed()
+        self.check_records_are_contiguous()
+        self.check_derivation_is_repeatable()
 
-    def all_cpu_is_metered_and_none_twice(self) -> None:
+    def check_cpu_is_metered_once(self) -> None:
         for box in Sandbox.objects.filter(pool=self.pool):
             names = [f"leasehold-{box.pk.hex}-{number}" for number in range(1, box.incarnation + 1)]
             counted = sum(
@@ -156,18 +158,18 @@ class MeteredMachine(PoolMachine):
             if self.counted and not self.boxes.vanished & {*names}:
                 assert metered == counted
 
-    def every_paid_second_was_there(self) -> None:
+    def check_billed_time_existed(self) -> None:
         for name, since in self.boxes.since.items():
             self.boxes.spans[name].append((since, self.clock()))
         for box in Sandbox.objects.filter(pool=self.pool):
             names = [f"leasehold-{box.pk.hex}-{number}" for number in range(1, box.incarnation + 1)]
             if self.boxes.vanished & {*names}:
-                continue  # until a sweep has noticed it, nobody knows
-            there = [span for name in names for span in self.boxes.spans[name]]
+                continue  # its end is unknown until a sweep notices it
+            existing = [span for name in names for span in self.boxes.spans[name]]
             paid = [(row.began_at, row.ended_at) for row in usage(box.pk) if row.state in READY]
-            assert overlap(paid, there) == total(paid)
+            assert overlap(paid, existing) == total(paid)
 
-    def nothing_overlaps_and_nothing_is_left_out(self) -> None:
+    def check_records_are_contiguous(self) -> None:
         for box in Sandbox.objects.filter(pool=self.pool):
             rows = sorted(usage(box.pk), key=lambda row: row.began_at)
             began = Transition.objects.filter(sandbox=box).order_by("pk").values_list("at", flat=True)[0]
@@ -177,9 +179,9 @@ class MeteredMachine(PoolMachine):
                 assert before[1] == after.began_at
             assert box.metered == (box.state == "destroyed") != Meter.objects.filter(pk=box.pk).exists()
 
-    def derived_again_it_is_the_same(self) -> None:
+    def check_derivation_is_repeatable(self) -> None:
         before = records()
-        metering.meter_usage(now=self.now - timedelta(hours=5))  # twice, and by a clock that is late
+        metering.meter_usage(now=self.now - timedelta(hours=5))  # repeated, with an earlier time
         assert records() == before
         metering.reset_usage()
         assert not UsageRecord.objects.exists()
@@ -200,21 +202,21 @@ def total(spans: list[Span]) -> timedelta:
 
 
 def overlap(some: list[Span], others: list[Span]) -> timedelta:
-    """How long both were at once; in each list no two overlap."""
+    """Duration in both lists of spans, neither of which overlaps itself."""
     both = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
     return total([(start, end) for start, end in both if start < end])
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
-    slow = Slow()
-    for module in (moments, pool):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=slow.monotonic, sleep=slow.sleep))
-    MeteredMachine.slow = slow
-    return slow
+def simulated_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedTime]:
+    simulated_time = SimulatedTime()
+    for module in (db_clock, pool):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=simulated_time.monotonic, sleep=simulated_time.sleep))
+    MeteredMachine.simulated_time = simulated_time
+    return simulated_time
 
 
-def test_what_is_metered_is_what_the_provider_had_running(slow: Slow, settings: Settings) -> None:
+def test_metered_use_equals_the_use_at_the_provider(simulated_time: SimulatedTime, settings: Settings) -> None:
     settings.SANDBOX_START_TIMEOUT = timedelta(seconds=1)
     run_state_machine_as_test(
         MeteredMachine,

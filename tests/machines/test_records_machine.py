@@ -1,6 +1,7 @@
-"""A hypothesis state machine over the file of records: several LiteLLM workers write to it, some die within a line, it is
-rotated in every way, and its readers die or have rivals at every step. Whatever happens, each call has the cost that was
-recorded for it, once, and the sum of all costs is that of all records."""
+"""Hypothesis state machine over the file of LLM call records.
+
+Several LiteLLM workers append lines, some of them crash within a line, the file is rotated in every way, and its readers crash
+or run concurrently at every step. Each call has its recorded cost exactly once, and the costs add up."""
 
 import json
 import os
@@ -32,12 +33,12 @@ class RecordsMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.rollback = transaction.atomic()
-        self.rollback._from_testcase = True  # as the one of a test: the verbs may ask for a durable one inside
+        self.rollback._from_testcase = True  # permits durable transactions inside, as in a TestCase
         self.rollback.__enter__()
         self.directory = Path(tempfile.mkdtemp(prefix="lh-records-"))
         self.file = self.directory / "records.jsonl"
-        self.costs: dict[str, int] = {}  # of what is recorded, in billionths
-        self.torn = b""  # what is missing of a line that was begun last
+        self.costs: dict[str, int] = {}  # recorded cost of each call, in 1e-9 USD
+        self.torn = b""  # rest of the line that was begun last
         self.rotations = self.lines = 0
 
     def teardown(self) -> None:
@@ -50,61 +51,61 @@ class RecordsMachine(RuleBasedStateMachine):
                 self.rollback.__exit__(None, None, None)
                 shutil.rmtree(self.directory)
 
-    # --- what happens -------------------------------------------------------------------------------------------------
+    # --- rules --------------------------------------------------------------------------------------------------------
 
     @rule(nanos=st.lists(NANOS, min_size=1, max_size=5))
-    def calls_are_recorded(self, nanos: list[int]) -> None:
+    def record_calls(self, nanos: list[int]) -> None:
         for cost in nanos:
-            self.append(self.line(self.called(), cost))
+            self.append(self.line(self.insert_call(), cost))
 
     @precondition(lambda self: self.costs)
     @rule(data=st.data(), nanos=NANOS)
-    def a_call_is_recorded_again(self, data: st.DataObject, nanos: int) -> None:
-        """LiteLLM has tried it more than once. The dearest counts."""
+    def record_call_again(self, data: st.DataObject, nanos: int) -> None:
+        """LiteLLM has tried the call more than once. The highest cost counts."""
         call_id = data.draw(st.sampled_from(sorted(self.costs)))
         self.append(self.line(call_id, nanos))
 
     @rule(garbage=st.binary(max_size=40), whole=st.booleans())
-    def something_else_is_in_it(self, garbage: bytes, whole: bool) -> None:
+    def append_garbage(self, garbage: bytes, whole: bool) -> None:
         self.append(garbage.replace(b"{", b"") + b"\n" * whole)
 
     @rule(nanos=NANOS, at=st.integers(1, 50))
-    def a_writer_is_slow(self, nanos: int, at: int) -> None:
-        """The rest of its line follows, if nobody else writes before."""
-        line = self.line(self.called(), nanos)
+    def write_part_of_a_line(self, nanos: int, at: int) -> None:
+        """The rest of the line follows, unless another line is appended first."""
+        line = self.line(self.insert_call(), nanos)
         self.append(line[:at])
         self.torn = line[at:]
 
     @precondition(lambda self: self.torn)
     @rule()
-    def it_finishes(self) -> None:
+    def write_the_rest(self) -> None:
         rest, self.torn = self.torn, b""
         self.append(rest)
 
     @rule()
-    def they_are_collected(self) -> None:
+    def collect(self) -> None:
         upstream_records.collect_records(self.file, NOW)
 
     @rule(step=STEPS)
-    def a_reader_dies(self, step: str) -> None:
+    def crash_reader(self, step: str) -> None:
         self.at(step, self.die)
         with suppress(SimulatedCrash):
             upstream_records.collect_records(self.file, NOW)
         lifecycle.CHECKPOINT_HOOKS.clear()
 
     @rule()
-    def a_rival_reads_meanwhile(self) -> None:
+    def collect_concurrently(self) -> None:
         self.at("lines read", lambda: upstream_records.collect_records(self.file, NOW))
         upstream_records.collect_records(self.file, NOW)
         lifecycle.CHECKPOINT_HOOKS.clear()
 
     @precondition(lambda self: self.file.exists())
     @rule(nanos=NANOS, copied=st.booleans())
-    def it_is_rotated(self, nanos: int, copied: bool) -> None:
-        """At most once between two collections that find the old one quiet. One writer is late."""
-        self.append(self.line(self.called(), nanos))  # nothing tells a copy of what was not begun from another file
+    def rotate(self, nanos: int, copied: bool) -> None:
+        """Rotate at most once between two collections that find the old file unchanged. One writer is late."""
+        self.append(self.line(self.insert_call(), nanos))  # an empty file's copy could not be told from another file
         self.settle()
-        self.append(self.line(self.called(), nanos))
+        self.append(self.line(self.insert_call(), nanos))
         self.rotations += 1
         old = self.directory / f"records.jsonl.{self.rotations}"
         if copied:
@@ -113,46 +114,46 @@ class RecordsMachine(RuleBasedStateMachine):
         else:
             self.file.rename(old)
             upstream_records.collect_records(self.file, NOW)
-            self.append(self.line(self.called(), nanos), old)
+            self.append(self.line(self.insert_call(), nanos), old)
 
-    # --- what must hold -----------------------------------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------------------------------
 
     @invariant()
-    def no_call_costs_more_than_was_recorded(self) -> None:
+    def cost_never_exceeds_the_records(self) -> None:
         if hasattr(self, "costs"):
             for call_id, cost in LlmCall.objects.filter(cost__isnull=False).values_list("call_id", "cost"):
                 assert cost <= Decimal(self.costs[call_id]) / 10**9
 
     def settle(self) -> None:
-        """Once all is quiet, everything is collected, and nothing twice."""
+        """Collect twice, and check that each record was collected once."""
         self.finish()
         for one in self.directory.iterdir():
             if one != self.file:
                 os.utime(one, ((NOW - 60 * MINUTE).timestamp(),) * 2)
         for _ in range(2):
             upstream_records.collect_records(self.file, NOW)
-            found = dict(LlmCall.objects.values_list("call_id", "cost"))
-            assert found == {call_id: Decimal(cost) / 10**9 for call_id, cost in self.costs.items()}
+            collected = dict(LlmCall.objects.values_list("call_id", "cost"))
+            assert collected == {call_id: Decimal(cost) / 10**9 for call_id, cost in self.costs.items()}
             total = LlmCall.objects.aggregate(total=Sum("cost"))["total"] or 0
             assert total == Decimal(sum(self.costs.values())) / 10**9
 
-    # --- how ----------------------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------------
 
-    def called(self) -> str:
+    def insert_call(self) -> str:
         call_id = uuid.uuid4().hex
         LlmCall.objects.create(call_id=call_id, started_at=NOW - MINUTE, deadline_at=NOW, ended_at=NOW, outcome="ok")
         return call_id
 
     def line(self, call_id: str, nanos: int) -> bytes:
         self.costs[call_id] = max(nanos, self.costs.get(call_id, 0))
-        self.lines += 1  # no two are the same
-        said = {"call": call_id, "status": "success", "error": "", "input": 1, "cost": nanos / 1e9, "ended": self.lines}
-        return b"\n" + json.dumps(said).encode() + b"\n"
+        self.lines += 1  # makes each line unique
+        record = {"call": call_id, "status": "success", "error": "", "input": 1, "cost": nanos / 1e9, "ended": self.lines}
+        return b"\n" + json.dumps(record).encode() + b"\n"
 
     def append(self, line: bytes, file: Path | None = None) -> None:
         self.finish()
-        with (file or self.file).open("ab") as there:
-            there.write(line)
+        with (file or self.file).open("ab") as stream:
+            stream.write(line)
 
     def finish(self) -> None:
         rest, self.torn = self.torn, b""
@@ -173,7 +174,7 @@ class RecordsMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("batch", [log_tail.BATCH_BYTES, 700])
 def test_every_record_counts_once(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
-    monkeypatch.setattr(log_tail, "BATCH_BYTES", batch)  # 700: three lines at a time
+    monkeypatch.setattr(log_tail, "BATCH_BYTES", batch)  # 700 bytes: three lines
     examples = int(os.environ.get("RECORDS_MACHINE_EXAMPLES", "20"))
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     run_state_machine_as_test(

@@ -1,4 +1,4 @@
-"""The process dies at each step of each verb. Then the sweeps run, and what is listed equals what the rows say."""
+"""Crashes at each step of each operation. After the sweeps, rows and provider agree, and no state is lost."""
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -7,7 +7,7 @@ import pytest
 
 from leases import execution, leasing, sweeps
 from leases.models import Lease
-from sandboxes import sweeps as below
+from sandboxes import sweeps as pool_sweeps
 from sandboxes.models import GONE_STATES, Pool, Run, Sandbox
 from sandboxes.providers.base import SandboxSpec, Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.django_db
 LATER = NOW + timedelta(hours=1)  # every deadline has passed, no lease has
 
 
-def true() -> Command:
+def run_true() -> Command:
     return Command(argv=["true"], timeout=MINUTE)
 
 
@@ -35,20 +35,20 @@ def sweep(now: datetime) -> None:
 
 def assert_converged(pool: Pool, memory: MemoryProvider) -> None:
     rows = Sandbox.objects.filter(pool=pool).exclude(state__in=(*GONE_STATES, "cold"))
-    assert {found.name for found in memory.list(str(pool.owner))} == {sandbox.name for sandbox in rows}
+    assert {each.name for each in memory.list(str(pool.owner))} == {sandbox.name for sandbox in rows}
     assert Pool.objects.get(pk=pool.pk).used == Sandbox.objects.filter(pool=pool).exclude(state="destroyed").count()
     assert not Run.objects.filter(ended_at__isnull=True).exists()
 
 
 @pytest.mark.parametrize("step", ["reserved", "created", "prepared", "run opened", "run answered"])
-def test_dying_anywhere_in_an_exec_converges_and_the_lease_can_go_on(step: str, grant, pool, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_an_exec_converges_and_the_lease_goes_on(step: str, grant, pool, memory, at_checkpoint) -> None:
     lease: Lease = grant()
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
-        execution.exec_command(lease.pk, true(), now=NOW)
+        execution.exec_command(lease.pk, run_true(), now=NOW)
     sweep(LATER)
     assert_converged(pool, memory)
-    _, result = execution.exec_command(lease.pk, true(), now=LATER)
+    _, result = execution.exec_command(lease.pk, run_true(), now=LATER)
     assert result.exit_code == 0
     assert_converged(pool, memory)
 
@@ -62,12 +62,12 @@ def read() -> Command:
 
 
 @pytest.mark.parametrize("step", ["eviction claimed", "objects stored", "persisted", "process gone"])
-def test_dying_anywhere_on_the_way_to_sleep_converges_and_loses_no_file(step: str, grant, pool, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_an_eviction_converges_and_loses_no_file(step: str, grant, pool, memory, at_checkpoint) -> None:
     lease: Lease = grant()
     execution.exec_command(lease.pk, write("kept"), now=NOW)
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
-        below.evict_idle(now=NOW + 10 * MINUTE)
+        pool_sweeps.evict_idle(now=NOW + 10 * MINUTE)
     assert Sandbox.objects.get().state == "evicting"
     sweep(LATER)
     assert Sandbox.objects.get().state == "cold"
@@ -77,10 +77,10 @@ def test_dying_anywhere_on_the_way_to_sleep_converges_and_loses_no_file(step: st
 
 
 @pytest.mark.parametrize("step", ["wake claimed", "created", "prepared", "run opened", "run answered"])
-def test_dying_anywhere_in_a_wake_converges_and_loses_no_file(step: str, grant, pool, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_a_wake_converges_and_loses_no_file(step: str, grant, pool, memory, at_checkpoint) -> None:
     lease: Lease = grant()
     execution.exec_command(lease.pk, write("kept"), now=NOW)
-    below.evict_idle(now=NOW + 10 * MINUTE)
+    pool_sweeps.evict_idle(now=NOW + 10 * MINUTE)
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
         execution.exec_command(lease.pk, read(), now=NOW + 11 * MINUTE)
@@ -90,33 +90,33 @@ def test_dying_anywhere_in_a_wake_converges_and_loses_no_file(step: str, grant, 
 
 
 @pytest.mark.parametrize("step", ["reserved", "created", "prepared"])
-def test_dying_anywhere_in_warming_up_converges(step: str, pool, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_a_warm_start_converges(step: str, pool, memory, at_checkpoint) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
-        below.warm_pools(now=NOW)
+        pool_sweeps.warm_pools(now=NOW)
     sweep(LATER)
     assert_converged(pool, memory)
-    assert below.warm_pools(now=LATER).counts == {"warmed up": 1}
+    assert pool_sweeps.warm_pools(now=LATER).counts == {"warmed up": 1}
 
 
 @pytest.mark.parametrize("step", ["eviction claimed", "objects stored", "persisted", "process gone", "reserved", "created"])
-def test_dying_anywhere_while_room_is_made_converges(step: str, grant, pool, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_a_capacity_eviction_converges(step: str, grant, pool, memory, at_checkpoint) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=1)
     victim, other = grant(agent="did:plc:victim"), grant(agent="did:plc:other")
     execution.exec_command(victim.pk, write("kept"), now=NOW)
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
-        execution.exec_command(other.pk, true(), now=NOW + MINUTE)
+        execution.exec_command(other.pk, run_true(), now=NOW + MINUTE)
     sweep(LATER)
     assert_converged(pool, memory)
     assert execution.exec_command(victim.pk, read(), now=LATER)[1].stdout == b"kept\n"
 
 
 @pytest.mark.parametrize("step", ["destroy claimed", "destroy answered"])
-def test_dying_anywhere_in_a_destroy_converges(step: str, grant, pool, memory, at_checkpoint) -> None:
+def test_crash_at_any_step_of_a_destroy_converges(step: str, grant, pool, memory, at_checkpoint) -> None:
     lease: Lease = grant()
-    execution.exec_command(lease.pk, true(), now=NOW)
+    execution.exec_command(lease.pk, run_true(), now=NOW)
     leasing.release(lease.pk, now=NOW + MINUTE)
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
@@ -129,15 +129,15 @@ def test_dying_anywhere_in_a_destroy_converges(step: str, grant, pool, memory, a
 
 @pytest.mark.parametrize("verb", ["create", "wait_ready", "write_file", "exec", "destroy"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_dying_around_any_call_to_the_provider_converges(when: str, verb: str, grant, pool, memory) -> None:
+def test_crash_around_any_provider_call_converges(when: str, verb: str, grant, pool, memory) -> None:
     def act() -> None:
         lease: Lease = grant()
-        execution.exec_command(lease.pk, true(), now=NOW)
+        execution.exec_command(lease.pk, run_true(), now=NOW)
         leasing.release(lease.pk, now=NOW + MINUTE)
         sweep(NOW + MINUTE)
 
-    hang: Callable = getattr(memory, when)
-    with hang(verb, lambda ref: die()), pytest.raises(SimulatedCrash):
+    add_hook: Callable = getattr(memory, when)
+    with add_hook(verb, lambda ref: die()), pytest.raises(SimulatedCrash):
         act()
     sweep(LATER)
     sweep(LATER + timedelta(days=2))
@@ -146,11 +146,11 @@ def test_dying_around_any_call_to_the_provider_converges(when: str, verb: str, g
     assert set(Lease.objects.values_list("status", flat=True)) == {"destroyed"}
 
 
-def test_what_an_abandoned_run_left_running_is_killed_before_its_sandbox_waits(grant, memory, at_checkpoint) -> None:
+def test_command_of_an_abandoned_run_is_killed_before_its_sandbox_is_waiting(grant, memory, at_checkpoint) -> None:
     lease: Lease = grant()
     at_checkpoint("run opened", die)
     with pytest.raises(SimulatedCrash):
-        execution.exec_command(lease.pk, true(), now=NOW)
+        execution.exec_command(lease.pk, run_true(), now=NOW)
     with memory.fail("kill", Unavailable("engine away")):
         assert sweeps.recover_stalled(now=LATER).failures
     assert Sandbox.objects.get().state == "running"
@@ -159,23 +159,23 @@ def test_what_an_abandoned_run_left_running_is_killed_before_its_sandbox_waits(g
     assert (run.outcome, sandbox.state, memory.calls[-1]) == ("lost", "waiting", ("kill", sandbox.ref))
 
 
-def test_a_create_that_finishes_after_its_row_was_given_up_leaves_nothing(grant, pool, memory, at_checkpoint) -> None:
+def test_create_that_finishes_after_its_row_was_destroyed_leaves_nothing(grant, pool, memory, at_checkpoint) -> None:
     lease: Lease = grant()
 
     def release_and_sweep() -> None:
         leasing.release(lease.pk, now=NOW)
-        sweeps.reclaim(now=NOW)  # there is nothing to destroy yet, so the provider says that it is gone
+        sweeps.reclaim(now=NOW)  # nothing was created yet, so the provider confirms that the sandbox is gone
 
     at_checkpoint("reserved", release_and_sweep)
     with pytest.raises(Exception, match="ended"):
-        execution.exec_command(lease.pk, true(), now=NOW)
+        execution.exec_command(lease.pk, run_true(), now=NOW)
     assert_converged(pool, memory)
     assert memory.list(str(pool.owner)) == []
 
 
-def test_an_orphan_is_destroyed_only_after_its_grace(pool: Pool, memory: MemoryProvider) -> None:
+def test_orphan_is_destroyed_only_after_its_grace_period(pool: Pool, memory: MemoryProvider) -> None:
     memory.create(SandboxSpec(name="leasehold-stray", owner=str(pool.owner)))
-    made_at = memory.inspect("leasehold-stray").created_at
-    assert sweeps.reconcile(now=made_at + MINUTE, grace=2 * MINUTE).counts == {}
-    assert sweeps.reconcile(now=made_at + 2 * MINUTE, grace=2 * MINUTE).counts == {"orphans destroyed": 1}
+    created_at = memory.inspect("leasehold-stray").created_at
+    assert sweeps.reconcile(now=created_at + MINUTE, grace=2 * MINUTE).counts == {}
+    assert sweeps.reconcile(now=created_at + 2 * MINUTE, grace=2 * MINUTE).counts == {"orphans destroyed": 1}
     assert memory.list(str(pool.owner)) == []

@@ -1,4 +1,4 @@
-"""A pool's capacity on the real engine: it holds at every moment, and what is left agrees with the rows."""
+"""Capacity of a pool on a Docker Engine: never exceeded, and rows, counter and engine agree afterwards."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -9,8 +9,8 @@ import pytest
 
 from leases import execution, leasing, sweeps
 from leases.models import Lease
-from sandboxes import providers
-from sandboxes import sweeps as below
+from sandboxes import providers, reconciliation
+from sandboxes import sweeps as pool_sweeps
 from sandboxes.errors import CapacityExhausted
 from sandboxes.lifecycle import CHECKPOINT_HOOKS
 from sandboxes.models import Pool, Run, Sandbox
@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 CAPACITY, AGENTS = 20, 64
 
 
-class Place:
-    """A pool of CAPACITY on the engine, a lease for each of AGENTS, and how many containers each create has found."""
+class CapacityScenario:
+    """A pool of CAPACITY on the engine, a lease for each of AGENTS, and the number of containers after each create."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -49,18 +49,18 @@ class Place:
         return execution.exec_command(self.leases[i].pk, Command(argv=argv, timeout=5 * MINUTE), now=NOW)[1].exit_code
 
     def names(self) -> set[str]:
-        """What the rows say should be there."""
-        return {one.name for one in Sandbox.objects.filter(pool=self.pool).exclude(state__in=("cold", "destroyed"))}
+        """Names of the sandboxes that exist according to the rows."""
+        return {each.name for each in Sandbox.objects.filter(pool=self.pool).exclude(state__in=("cold", "destroyed"))}
 
     def check(self) -> None:
-        """Never one too many; rows, counter and engine agree; and after the releases nothing is left."""
+        """Check that the capacity was never exceeded, that rows, counter and engine agree, and that releases leave nothing."""
         assert max(self.counts) <= CAPACITY
-        assert self.names() == {found.name for found in self.listed()}
+        assert self.names() == {each.name for each in self.listed()}
         assert Sandbox.objects.filter(pool=self.pool).exclude(state="destroyed").count() == self._used() <= CAPACITY
-        swept = below.reconcile(now=NOW + timedelta(days=3650), grace=MINUTE)  # whatever the engine's clock says
-        assert set(swept.counts) <= {"kept"}
-        assert swept.failures == []
-        assert below.recount(now=NOW).failures == []
+        result = reconciliation.reconcile(now=NOW + timedelta(days=3650), grace=MINUTE)  # later than the engine's clock
+        assert set(result.counts) <= {"kept"}
+        assert result.failures == []
+        assert pool_sweeps.recount(now=NOW).failures == []
         for lease in self.leases:
             leasing.release(lease.pk, now=NOW)
         while sweeps.reclaim(now=NOW).counts.get("destroyed"):
@@ -72,47 +72,47 @@ class Place:
 
 
 @pytest.fixture
-def place(docker_pool: Pool) -> Iterator[Place]:
+def scenario(docker_pool: Pool) -> Iterator[CapacityScenario]:
     Pool.objects.filter(pk=docker_pool.pk).update(capacity=CAPACITY)
-    place = Place(docker_pool)
-    CHECKPOINT_HOOKS.append(place.watch)
-    yield place
-    CHECKPOINT_HOOKS.remove(place.watch)
+    scenario = CapacityScenario(docker_pool)
+    CHECKPOINT_HOOKS.append(scenario.watch)
+    yield scenario
+    CHECKPOINT_HOOKS.remove(scenario.watch)
 
 
-def test_sixty_four_first_execs_at_a_capacity_of_twenty(place: Place) -> None:
-    answers = place.run(lambda i: place.exec(i, "true"))
-    assert [a for a in answers if a != 0 and not isinstance(a, CapacityExhausted)] == []
-    served = {lease.pk for lease, answer in zip(place.leases, answers, strict=True) if answer == 0}
+def test_64_concurrent_first_execs_never_exceed_a_capacity_of_20(scenario: CapacityScenario) -> None:
+    results = scenario.run(lambda i: scenario.exec(i, "true"))
+    assert [a for a in results if a != 0 and not isinstance(a, CapacityExhausted)] == []
+    served = {lease.pk for lease, result_code in zip(scenario.leases, results, strict=True) if result_code == 0}
     assert set(Run.objects.filter(outcome="ok").values_list("holder", flat=True)) == served
-    there = Sandbox.objects.filter(pool=place.pool)
-    assert set(there.exclude(state="destroyed").values_list("holder", flat=True)) <= served  # some were evicted since
-    print(f"{len(served)} of {AGENTS} served, {len(place.counts)} containers made, at most {max(place.counts)} at once")
-    place.check()
+    sandboxes = Sandbox.objects.filter(pool=scenario.pool)
+    assert set(sandboxes.exclude(state="destroyed").values_list("holder", flat=True)) <= served  # others were evicted
+    print(f"{len(served)} of {AGENTS} served, {len(scenario.counts)} containers made, at most {max(scenario.counts)} at once")
+    scenario.check()
 
 
-def test_twenty_that_run_are_twenty_and_the_others_are_refused(place: Place) -> None:
+def test_20_running_sandboxes_fill_the_pool_and_other_execs_are_refused(scenario: CapacityScenario) -> None:
     refused: list[CapacityExhausted] = []
-    answers: list[Any] = []
+    results: list[Any] = []
 
     def act(i: int) -> int:
         try:
-            return place.exec(i, "sh", "-c", "until [ -e go ]; do sleep 0.1; done")
+            return scenario.exec(i, "sh", "-c", "until [ -e go ]; do sleep 0.1; done")
         except CapacityExhausted as full:
             refused.append(full)
             raise
 
-    crowd = threading.Thread(target=lambda: answers.extend(place.run(act)))
-    crowd.start()
+    runs = threading.Thread(target=lambda: results.extend(scenario.run(act)))
+    runs.start()
     try:
-        running = Sandbox.objects.filter(pool=place.pool, state="running")
+        running = Sandbox.objects.filter(pool=scenario.pool, state="running")
         wait_until(lambda: running.count() == CAPACITY, f"{CAPACITY} run", within=300)
         wait_until(lambda: len(refused) == AGENTS - CAPACITY, "all others are refused", within=300)
-        assert {found.name for found in place.listed() if found.running} == place.names()
-        assert len(place.names()) == CAPACITY
+        assert {each.name for each in scenario.listed() if each.running} == scenario.names()
+        assert len(scenario.names()) == CAPACITY
     finally:
-        for name in place.names():
+        for name in scenario.names():
             providers.get_provider("docker").write_file(name, "/workspace/go", b"")
-        crowd.join(300)
-    assert answers.count(0) == CAPACITY
-    place.check()
+        runs.join(300)
+    assert results.count(0) == CAPACITY
+    scenario.check()

@@ -1,4 +1,4 @@
-"""Minting against whatever takes the right to it away."""
+"""Minting of tokens concurrently with the end of the lease, and with revocation or rotation of the key."""
 
 import threading
 from collections.abc import Callable
@@ -14,32 +14,32 @@ from sandboxes.models import MintedToken, SigningKey
 from tests.conftest import NOW, run_in_threads
 
 pytestmark = pytest.mark.django_db(transaction=True)
-ASK = {"aud": "did:web:relay.example", "lxm": "com.atproto.sync.subscribeRepos"}
+REQUEST = {"aud": "did:web:relay.example", "lxm": "com.atproto.sync.subscribeRepos"}
 
 
-def locked_out(act: Callable[[], object]) -> bool:
-    """Whether another connection, which does not wait, is kept from doing this now."""
-    found: list[bool] = []
+def is_locked_out(act: Callable[[], object]) -> bool:
+    """Return whether a lock prevents another connection from doing this now."""
+    outcomes: list[bool] = []
 
     def rival() -> None:
         with connection.cursor() as cursor:
             cursor.execute("SET lock_timeout = '1ms'" if connection.vendor == "postgresql" else "PRAGMA busy_timeout = 1")
         try:
             act()
-            found.append(False)
+            outcomes.append(False)
         except OperationalError:
-            found.append(True)
+            outcomes.append(True)
         finally:
             connection.close()
 
     thread = threading.Thread(target=rival)
     thread.start()
     thread.join()
-    return found[0]
+    return outcomes[0]
 
 
 @pytest.mark.parametrize("rival", ["the lease ends", "the key is revoked", "the key is rotated"])
-def test_what_takes_the_right_away_waits_until_the_token_is_written_down(grant, at_checkpoint, rival: str) -> None:
+def test_end_or_revocation_waits_until_the_token_is_recorded(grant, at_checkpoint, rival: str) -> None:
     signing.create_key("did:plc:ada", now=NOW)
     lease: Lease = grant()
     act = {
@@ -48,30 +48,32 @@ def test_what_takes_the_right_away_waits_until_the_token_is_written_down(grant, 
         "the key is rotated": lambda: signing.rotate_key("did:plc:ada", now=NOW),
     }[rival]
     waited: list[bool] = []
-    at_checkpoint("token minted", lambda: waited.append(locked_out(act)))
-    execution.mint_service_token(lease.pk, now=NOW, **ASK)
+    at_checkpoint("token minted", lambda: waited.append(is_locked_out(act)))
+    execution.mint_service_token(lease.pk, now=NOW, **REQUEST)
     assert waited == [True] and MintedToken.objects.count() == 1
-    assert not locked_out(act)
+    assert not is_locked_out(act)
 
 
-def test_eight_creates_at_once_make_one_key(db: None) -> None:
+def test_eight_concurrent_creates_make_one_key(db: None) -> None:
     with run_in_threads(8) as run:
-        answers = run(lambda i: signing.create_key("did:plc:ada", now=NOW))
-    assert [type(answer) for answer in answers].count(SigningKeyExists) == 7
+        results = run(lambda i: signing.create_key("did:plc:ada", now=NOW))
+    assert [type(result) for result in results].count(SigningKeyExists) == 7
     assert SigningKey.objects.count() == 1
 
 
-def test_tokens_are_minted_all_through_rotations(grant) -> None:
+def test_tokens_are_minted_during_rotations(grant) -> None:
     signing.create_key("did:plc:ada", now=NOW)
     lease = grant()
 
     def act(index: int) -> object:
         return (
-            execution.mint_service_token(lease.pk, now=NOW, **ASK) if index % 2 else signing.rotate_key("did:plc:ada", now=NOW)
+            execution.mint_service_token(lease.pk, now=NOW, **REQUEST)
+            if index % 2
+            else signing.rotate_key("did:plc:ada", now=NOW)
         )
 
     with run_in_threads(12) as run:
-        answers = run(act)
-    assert not [answer for answer in answers if isinstance(answer, Exception)]
+        results = run(act)
+    assert not [result for result in results if isinstance(result, Exception)]
     assert (MintedToken.objects.count(), SigningKey.objects.count()) == (6, 7)
     assert SigningKey.objects.filter(sealed__isnull=False).count() == 1

@@ -1,4 +1,4 @@
-"""Races by construction: a rival runs in the middle of a step, or threads start together."""
+"""Constructed races: a rival runs at a checkpoint or a statement, or threads start at a barrier."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,13 +13,13 @@ from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import eviction, runs
 from sandboxes import pool as pools
-from sandboxes import sweeps as below
+from sandboxes import sweeps as pool_sweeps
 from sandboxes.errors import CapacityExhausted
 from sandboxes.models import Pool, Run, RunOutcome, Sandbox
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
 from tests.conftest import MINUTE, NOW, run_in_threads
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_until, wait_until_blocked
 
 pytestmark = pytest.mark.django_db(transaction=True)
 DAY = timedelta(days=1)
@@ -30,60 +30,60 @@ def true() -> Command:
 
 
 @contextmanager
-def starting(statement: str, rival: threading.Thread) -> Iterator[None]:
-    """Have a rival start where this statement is about to be executed, and end in the end."""
+def start_before(statement: str, rival: threading.Thread) -> Iterator[None]:
+    """Start the rival before the first execution of a statement with this prefix, and join it at the end."""
 
-    def slowly(execute, sql, *rest):
+    def start_first(execute, sql, *rest):
         if sql.startswith(statement) and not rival.ident:
             rival.start()
-            rival.join(0.5)  # it waits for us
+            wait_until_blocked(rival)
         return execute(sql, *rest)
 
-    with connection.execute_wrapper(slowly):
+    with connection.execute_wrapper(start_first):
         yield
     rival.join(30)
 
 
-def test_sixteen_acquires_at_once_grant_one_lease(pool: Pool) -> None:
+def test_sixteen_concurrent_acquires_grant_one_lease(pool: Pool) -> None:
     ask = leasing.LeaseRequest("did:plc:ada", "game-1", "catan", pool=pool.name)
     with run_in_threads(16) as run:
-        answers = run(lambda i: leasing.acquire(ask, now=NOW))
-    assert len({lease.pk for lease, _ in answers}) == 1
-    assert [is_new for _, is_new in answers].count(True) == 1
+        results = run(lambda i: leasing.acquire(ask, now=NOW))
+    assert len({lease.pk for lease, _ in results}) == 1
+    assert [is_new for _, is_new in results].count(True) == 1
 
 
-def test_sixteen_acquires_of_an_elapsed_lease_grant_one_new_lease(pool: Pool, grant) -> None:
+def test_sixteen_concurrent_acquires_of_an_elapsed_lease_grant_one_new_lease(pool: Pool, grant) -> None:
     old = grant(ttl=MINUTE)
     ask = leasing.LeaseRequest("did:plc:ada", "game-1", "catan", pool=pool.name)
     with run_in_threads(16) as run:
-        answers = run(lambda i: leasing.acquire(ask, now=NOW + 5 * MINUTE))
-    assert len({lease.pk for lease, _ in answers} - {old.pk}) == 1
+        results = run(lambda i: leasing.acquire(ask, now=NOW + 5 * MINUTE))
+    assert len({lease.pk for lease, _ in results} - {old.pk}) == 1
     assert old.events.filter(kind="ended").count() == 1
 
 
-def test_eight_first_execs_at_once_start_one_sandbox(grant, memory: MemoryProvider) -> None:
+def test_eight_concurrent_first_execs_start_one_sandbox(grant, memory: MemoryProvider) -> None:
     lease: Lease = grant()
     with run_in_threads(8) as run:
-        answers = run(lambda i: execution.exec_command(lease.pk, true(), now=NOW)[1].exit_code)
-    assert answers == [0] * 8
+        results = run(lambda i: execution.exec_command(lease.pk, true(), now=NOW)[1].exit_code)
+    assert results == [0] * 8
     assert Sandbox.objects.count() == 1 and memory.calls.count(("create", Sandbox.objects.get().ref)) == 1
     sandbox = Sandbox.objects.get()
     assert (sandbox.state, sandbox.open_runs, Run.objects.count()) == ("waiting", 0, 8)
 
 
-def test_thirty_two_starts_at_a_capacity_of_ten_never_have_an_eleventh(pool: Pool, grant, memory: MemoryProvider) -> None:
+def test_32_concurrent_starts_never_exceed_a_capacity_of_10(pool: Pool, grant, memory: MemoryProvider) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=10)
     leases = [grant(agent=f"did:plc:a{i}") for i in range(32)]
-    most = []
-    memory.after("create", lambda ref: most.append(len(memory.list(str(pool.owner)))))
+    counts = []
+    memory.after("create", lambda ref: counts.append(len(memory.list(str(pool.owner)))))
     with run_in_threads(32) as run:
-        answers = run(lambda i: execution.exec_command(leases[i].pk, true(), now=NOW)[1].exit_code)
-    assert max(most) <= 10
-    assert all(answer == 0 or isinstance(answer, CapacityExhausted) for answer in answers)
+        results = run(lambda i: execution.exec_command(leases[i].pk, true(), now=NOW)[1].exit_code)
+    assert max(counts) <= 10
+    assert all(answer == 0 or isinstance(answer, CapacityExhausted) for answer in results)
     assert Sandbox.objects.filter(pool=pool).exclude(state="destroyed").count() == Pool.objects.get(pk=pool.pk).used <= 10
 
 
-def test_with_ten_running_and_ten_places_everybody_else_is_refused(pool: Pool, grant, memory: MemoryProvider) -> None:
+def test_execs_beyond_ten_running_sandboxes_in_ten_places_are_refused(pool: Pool, grant, memory: MemoryProvider) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=10)
     leases = [grant(agent=f"did:plc:a{i}") for i in range(32)]
     release, running = threading.Event(), threading.Semaphore(0)
@@ -105,11 +105,11 @@ def test_with_ten_running_and_ten_places_everybody_else_is_refused(pool: Pool, g
             return full
 
     with run_in_threads(32) as run:
-        answers = run(act)
-    assert (answers.count(0), len(refused)) == (10, 22)
+        results = run(act)
+    assert (results.count(0), len(refused)) == (10, 22)
 
 
-def test_an_eviction_and_a_run_that_starts_never_both_win(pool: Pool, grant, at_checkpoint) -> None:
+def test_eviction_and_starting_run_never_both_succeed(pool: Pool, grant, at_checkpoint) -> None:
     lease: Lease = grant()
     execution.exec_command(lease.pk, true(), now=NOW)
     sandbox = Sandbox.objects.get()
@@ -121,28 +121,28 @@ def test_an_eviction_and_a_run_that_starts_never_both_win(pool: Pool, grant, at_
     assert (sandbox.state, sandbox.incarnation) == ("waiting", 1)
 
 
-def test_a_run_that_comes_while_it_falls_asleep_waits_and_wakes_it(pool: Pool, grant, at_checkpoint) -> None:
+def test_run_during_an_eviction_waits_and_wakes_the_sandbox(pool: Pool, grant, at_checkpoint) -> None:
     lease: Lease = grant()
     execution.exec_command(lease.pk, Command(argv=["sh", "-c", "echo kept >f"], timeout=MINUTE), now=NOW)
-    sandbox, answers = Sandbox.objects.get(), []
+    sandbox, results = Sandbox.objects.get(), []
 
     def rival() -> None:
         cat = Command(argv=["cat", "f"], timeout=MINUTE)
-        answers.append(execution.exec_command(lease.pk, cat, now=NOW)[1].stdout)
+        results.append(execution.exec_command(lease.pk, cat, now=NOW)[1].stdout)
         connections.close_all()
 
     thread = threading.Thread(target=rival)
     at_checkpoint("persisted", thread.start)
     assert eviction.evict(sandbox.pk, now=NOW, reason="idle")
     thread.join(30)
-    assert answers == [b"kept\n"]
+    assert results == [b"kept\n"]
     sandbox.refresh_from_db()
     assert (sandbox.incarnation, sandbox.source) == (2, "local")
 
 
-def test_sixteen_claims_for_four_warm_sandboxes_get_four_different_ones(pool: Pool, grant) -> None:
+def test_sixteen_concurrent_claims_get_four_different_warm_sandboxes(pool: Pool, grant) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=4)
-    assert below.warm_pools(now=NOW).counts == {"warmed up": 4}
+    assert pool_sweeps.warm_pools(now=NOW).counts == {"warmed up": 4}
     leases = [grant(agent=f"did:plc:a{i}") for i in range(16)]
     with run_in_threads(16) as run:
         run(lambda i: execution.exec_command(leases[i].pk, true(), now=NOW))
@@ -150,15 +150,15 @@ def test_sixteen_claims_for_four_warm_sandboxes_get_four_different_ones(pool: Po
     assert Sandbox.objects.exclude(holder=None).values("holder").distinct().count() == Sandbox.objects.count() == 16
 
 
-def test_eight_warming_sweeps_at_once_start_as_many_as_the_target(pool: Pool, memory: MemoryProvider, settings) -> None:
-    settings.EGRESS_SLOTS = 5  # so few that two would often choose the same, if they chose at the same time
+def test_eight_concurrent_warm_sweeps_start_only_the_target(pool: Pool, memory: MemoryProvider, settings) -> None:
+    settings.EGRESS_SLOTS = 5  # few, so that concurrent choices of the same slot would be frequent
     Pool.objects.filter(pk=pool.pk).update(warm_target=3)
     with run_in_threads(8) as run:
-        run(lambda i: below.warm_pools(now=NOW))
+        run(lambda i: pool_sweeps.warm_pools(now=NOW))
     assert len(memory.list(str(pool.owner))) == 3
 
 
-def test_one_that_becomes_ready_while_a_sweep_looks_is_not_one_too_many(
+def test_sandbox_that_becomes_ready_during_a_sweep_is_not_surplus(
     pool: Pool, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=2)
@@ -166,17 +166,16 @@ def test_one_that_becomes_ready_while_a_sweep_looks_is_not_one_too_many(
     assert pools.start_warm(pool, now=NOW)
     unclaimed = pools.find_unclaimed
 
-    def then(one: Pool) -> object:
-        found = unclaimed(one).filter(pk__in=[*unclaimed(one).values_list("pk", flat=True)])
-        monkeypatch.setattr(pools, "find_unclaimed", unclaimed)
+    def read_then_start(pool: Pool) -> object:
+        rows = unclaimed(pool).filter(pk__in=[*unclaimed(pool).values_list("pk", flat=True)])
         assert pools.start_warm(pool, now=NOW)  # a rival
-        return found
+        return rows
 
-    monkeypatch.setattr(pools, "find_unclaimed", then)
-    assert below.find_surplus() == []
+    monkeypatch.setattr(pool_sweeps, "find_unclaimed", read_then_start)
+    assert pool_sweeps.find_surplus() == []
 
 
-def test_a_release_while_it_wakes_leaves_nothing(pool: Pool, grant, memory: MemoryProvider, at_checkpoint) -> None:
+def test_release_during_a_wake_leaves_no_sandbox(pool: Pool, grant, memory: MemoryProvider, at_checkpoint) -> None:
     lease: Lease = grant()
     execution.exec_command(lease.pk, true(), now=NOW)
     assert eviction.evict(Sandbox.objects.get().pk, now=NOW, reason="idle")
@@ -188,16 +187,16 @@ def test_a_release_while_it_wakes_leaves_nothing(pool: Pool, grant, memory: Memo
     assert Pool.objects.get(pk=pool.pk).used == 0
 
 
-def test_a_release_between_the_check_and_the_place_starts_nothing(grant, memory: MemoryProvider) -> None:
+def test_release_between_check_and_reservation_starts_nothing(grant, memory: MemoryProvider) -> None:
     lease: Lease = grant()
-    want = execution.build_sandbox_request(lease, now=NOW)
+    request = execution.build_sandbox_request(lease, now=NOW)
     leasing.release(lease.pk, now=NOW)
     with pytest.raises(LeaseEnded), transaction.atomic():
-        want.guard.fence()
+        request.guard.fence()
     assert memory.calls == []
 
 
-def test_a_release_while_the_sandbox_starts_wins(grant, pool: Pool, memory: MemoryProvider, at_checkpoint) -> None:
+def test_release_during_a_start_ends_the_lease(grant, pool: Pool, memory: MemoryProvider, at_checkpoint) -> None:
     lease: Lease = grant()
     at_checkpoint("created", lambda: leasing.release(lease.pk, now=NOW))
     with pytest.raises(LeaseEnded):
@@ -206,7 +205,7 @@ def test_a_release_while_the_sandbox_starts_wins(grant, pool: Pool, memory: Memo
     assert memory.list(str(pool.owner)) == []
 
 
-def test_a_release_during_a_run_ends_it_and_the_late_answer_is_refused(grant, at_checkpoint) -> None:
+def test_release_during_a_run_closes_it_and_refuses_the_late_result(grant, at_checkpoint) -> None:
     lease: Lease = grant()
     at_checkpoint("run opened", lambda: leasing.release(lease.pk, now=NOW))
     with pytest.raises(LeaseEnded):
@@ -215,7 +214,7 @@ def test_a_release_during_a_run_ends_it_and_the_late_answer_is_refused(grant, at
     assert (run.outcome, Sandbox.objects.get().state) == ("lost", "destroying")
 
 
-def test_a_run_that_ends_as_its_sandbox_is_given_up_and_that_do_not_wait_for_each_other(grant) -> None:
+def test_end_of_a_run_and_release_of_its_lease_do_not_deadlock(grant) -> None:
     lease = grant()
     box = execution.ensure_sandbox_ready(lease.pk, now=NOW)
     run = runs.open_run(box, Command(argv=["true"], timeout=MINUTE), now=NOW)
@@ -230,22 +229,22 @@ def test_a_run_that_ends_as_its_sandbox_is_given_up_and_that_do_not_wait_for_eac
 
     rival = threading.Thread(target=end)
 
-    with starting('UPDATE "sandboxes_run"', rival):
+    with start_before('UPDATE "sandboxes_run"', rival):
         leasing.release(lease.pk, now=NOW)
     assert closed == [False]
     run.refresh_from_db()
     assert (run.outcome, Sandbox.objects.get().state) == ("lost", "destroying")
 
 
-@pytest.mark.parametrize("way", ["its clock", "a condition"])
-def test_a_lease_that_ends_as_a_copy_of_it_is_saved_and_that_do_not_wait_for_each_other(grant, way: str) -> None:
+@pytest.mark.parametrize("cause", ["its clock", "a condition"])
+def test_end_of_a_lease_and_its_snapshot_do_not_deadlock(grant, cause: str) -> None:
     lease = grant(expiry_conditions=["game-over"])
     execution.exec_command(lease.pk, true(), now=NOW)
     done: list[object] = []
 
     def end() -> None:
         try:
-            if way == "its clock":
+            if cause == "its clock":
                 done.append(sweeps.expire_due_leases(now=NOW + DAY).counts)
             else:
                 done.append(len(conditions.post_condition("game-1", "game-over", now=NOW, agents=None)))
@@ -255,51 +254,51 @@ def test_a_lease_that_ends_as_a_copy_of_it_is_saved_and_that_do_not_wait_for_eac
 
     rival = threading.Thread(target=end)
 
-    with starting('INSERT INTO "leases_leaseevent"', rival), suppress(LeaseEnded):
+    with start_before('INSERT INTO "leases_leaseevent"', rival), suppress(LeaseEnded):
         snapshots.take_snapshot(lease.pk, now=NOW)
     assert done in ([{"expired": 1}], [1])
     assert sorted(lease.events.values_list("kind", flat=True)) == ["ended", "granted", "snapshot"]
 
 
-def test_a_renewal_between_look_and_act_keeps_the_lease(grant, monkeypatch) -> None:
+def test_renewal_between_read_and_update_keeps_the_lease(grant, monkeypatch) -> None:
     lease: Lease = grant(ttl=MINUTE)
-    monkeypatch.setattr(leasing, "find_elapsed_clock", _renewing_first(lease, leasing.find_elapsed_clock))
+    monkeypatch.setattr(leasing, "find_elapsed_clock", _renew_first(lease, leasing.find_elapsed_clock))
     assert sweeps.expire_due_leases(now=NOW + MINUTE).counts == {"lost race": 1}
     lease.refresh_from_db()
     assert lease.status == "active"
 
 
-def _renewing_first(lease: Lease, why_elapsed):  # type: ignore[no-untyped-def]
+def _renew_first(lease: Lease, find_elapsed_clock):  # type: ignore[no-untyped-def]
     def rival(seen: Lease, now):  # type: ignore[no-untyped-def]
-        reason = why_elapsed(seen, now)
+        reason = find_elapsed_clock(seen, now)
         leasing.renew(lease, now=now - timedelta(seconds=1))
         return reason
 
     return rival
 
 
-def test_two_sweeps_at_once_destroy_each_sandbox_once(grant, pool: Pool) -> None:
+def test_concurrent_sweeps_destroy_each_sandbox_once(grant, pool: Pool) -> None:
     for i in range(8):
         lease = grant(agent=f"did:plc:a{i}")
         execution.exec_command(lease.pk, true(), now=NOW)
         leasing.release(lease.pk, now=NOW)
     with run_in_threads(4) as run:
-        answers = run(lambda i: sweeps.reclaim(now=NOW).counts.get("destroyed", 0))
-    assert sum(answers) == 8
+        results = run(lambda i: sweeps.reclaim(now=NOW).counts.get("destroyed", 0))
+    assert sum(results) == 8
     assert Pool.objects.get(pk=pool.pk).used == 0
 
 
 @contextmanager
-def beside(statement: str, act: Callable[[], object]) -> Iterator[None]:
-    """Have a rival act once this statement was executed, and go on when that waits for a lock."""
+def start_after(statement: str, act: Callable[[], object]) -> Iterator[None]:
+    """Start a rival after the first execution of a statement with this prefix, and go on when the rival waits for a lock."""
     rivals: list[threading.Thread] = []
     failed: list[Exception] = []
-    its: list[int] = []
+    backend_pids: list[int] = []
 
     def run() -> None:
         try:
             connection.ensure_connection()
-            its.append(connection.connection.info.backend_pid)
+            backend_pids.append(connection.connection.info.backend_pid)
             act()
         except Exception as exception:
             failed.append(exception)
@@ -308,7 +307,7 @@ def beside(statement: str, act: Callable[[], object]) -> Iterator[None]:
 
     def waits() -> bool:
         with connection.cursor() as cursor:
-            cursor.execute("SELECT cardinality(pg_blocking_pids(%s))", its or [0])
+            cursor.execute("SELECT cardinality(pg_blocking_pids(%s))", backend_pids or [0])
             return bool(cursor.fetchone()[0])
 
     def rival(execute, sql: str, *given):
@@ -326,20 +325,22 @@ def beside(statement: str, act: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite has one writer")
-def test_a_lease_ends_while_its_run_does(grant, memory: MemoryProvider) -> None:
+def test_lease_ends_while_its_run_ends(grant, memory: MemoryProvider) -> None:
     lease: Lease = grant()
-    with beside("UPDATE sandboxes_run", lambda: leasing.release(lease.pk, now=NOW)), pytest.raises(LeaseEnded):
+    with start_after("UPDATE sandboxes_run", lambda: leasing.release(lease.pk, now=NOW)), pytest.raises(LeaseEnded):
         execution.exec_command(lease.pk, true(), now=NOW)
     assert (Run.objects.get().outcome, Sandbox.objects.get().state) == ("ok", "destroying")
 
 
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite has one writer")
-def test_a_lease_ends_while_something_is_told_of_it(grant, memory: MemoryProvider) -> None:
-    """What is told points to its row, which PostgreSQL looks at when that is committed."""
+def test_lease_ends_while_an_event_of_it_is_inserted(grant, memory: MemoryProvider) -> None:
+    """The event's foreign key to the lease is deferred: PostgreSQL checks it at commit."""
     lease: Lease = grant(expiry_conditions=["over"])
     execution.exec_command(lease.pk, true(), now=NOW)
     with (
-        beside('INSERT INTO "leases_leaseevent"', lambda: conditions.post_condition("game-1", "over", now=NOW, agents=None)),
+        start_after(
+            'INSERT INTO "leases_leaseevent"', lambda: conditions.post_condition("game-1", "over", now=NOW, agents=None)
+        ),
         pytest.raises(LeaseEnded),
     ):
         snapshots.take_snapshot(lease.pk, now=NOW)

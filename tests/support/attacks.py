@@ -1,9 +1,9 @@
-"""What an agent might try against its sandbox. It runs inside one, where only the standard library is:
+"""Attacks of an agent on its sandbox. Runs inside a sandbox, with the standard library only:
 
     python3 -I - ADDRESS... < attacks.py      ADDRESS: host:port that must not be reached, beside the usual ones
 
-An attack returns what it got, or raises OSError. One line of JSON comes out: name -> [outcome, what it said], where the
-outcome is "refused" or "succeeded"; or "hung" or "broken", from which nothing follows."""
+An attack returns its result, or raises OSError. One line of JSON comes out: name -> [outcome, its detail], where the
+outcome is "refused" or "succeeded", or the inconclusive "hung" or "broken"."""
 
 import contextlib
 import ctypes
@@ -33,7 +33,7 @@ def register_attack(act: Callable[[], object]) -> Callable[[], object]:
 
 
 def call_libc(name: str, *args: object) -> int:
-    """One of libc's functions; OSError if it says -1."""
+    """Call a libc function. Raise OSError if it returns -1."""
     done = int(getattr(libc, name)(*args))
     if done == -1:
         number = ctypes.get_errno()
@@ -62,8 +62,7 @@ SYSCALL_NUMBERS = {  # x86_64, aarch64
 
 
 def succeed_unless_denied(act: Callable[[], object]) -> object:
-    """For calls given nonsense, so that they do no harm where they are allowed: any complaint but that they are not is a
-    success."""
+    """Make a call with harmless, invalid arguments. Any error except a denial counts as success."""
     try:
         return act() or "allowed"
     except OSError as error:
@@ -73,14 +72,14 @@ def succeed_unless_denied(act: Callable[[], object]) -> object:
 
 
 def run_program(*argv: str) -> str:
-    """What a program said that succeeded. One that is not there, or fails, is a refusal."""
+    """Return the output of a program. A missing or failing program is a refusal."""
     done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20)
     if done.returncode:
         raise OSError(f"exit code {done.returncode}: {done.stderr.strip()}")
     return done.stdout or "it worked"
 
 
-# --- getting out ------------------------------------------------------------------------------------------------------
+# --- network ------------------------------------------------------------------------------------------------------
 
 
 def connect_to(host: str, port: int) -> object:
@@ -111,19 +110,19 @@ def open_a_packet_socket() -> object:
 
 @register_attack
 def open_a_socket_to_the_hypervisor() -> object:
-    """One that belongs to no network namespace."""
+    """vsock is not confined by a network namespace."""
     return socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
 
 
 @register_attack
 def hide_a_family_in_half_a_register() -> object:
-    """The kernel reads the lower half of it."""
+    """The kernel ignores the upper half of the register."""
     return call_syscall("socket", ctypes.c_uint64(1 << 32 | socket.AF_VSOCK), socket.SOCK_STREAM, 0)
 
 
 @register_attack
 def open_a_socket_of_any_other_family() -> object:
-    """Than unix, the two of the internet and netlink: 46 is beyond the last."""
+    """All families except unix, IPv4, IPv6 and netlink. 46 is beyond the last one."""
     return find_openable_sockets(
         (family, kind, 0) for family in range(47) if family not in (1, 2, 10, 16) for kind in range(1, 7)
     )
@@ -131,7 +130,7 @@ def open_a_socket_of_any_other_family() -> object:
 
 @register_attack
 def speak_another_protocol() -> object:
-    """Than TCP and UDP; ping, SCTP, UDP-Lite and MPTCP among them, and all of netlink but routing."""
+    """All protocols except TCP and UDP, including ping, SCTP, UDP-Lite and MPTCP, and all of netlink except routing."""
     internet = [(family, kind, number) for family in (2, 10) for kind in (1, 2, 5) for number in (1, 33, 58, 132, 136, 262)]
     return find_openable_sockets([*internet, *((16, 3, number) for number in range(1, 32))])
 
@@ -153,7 +152,7 @@ def find_a_route() -> object:
 
 @register_attack
 def find_a_socket_of_the_host() -> object:
-    """Among the files that can be seen, beside those in /run/leasehold."""
+    """Searches all visible files outside /run/leasehold."""
     found = [
         os.path.join(above, name)
         for above, directories, names in os.walk("/")
@@ -173,7 +172,7 @@ def reach_the_engine() -> object:
     raise OSError("no such socket")
 
 
-# --- becoming somebody else -------------------------------------------------------------------------------------------
+# --- privileges -------------------------------------------------------------------------------------------
 
 
 @register_attack
@@ -193,7 +192,7 @@ def join_a_group() -> object:
 
 @register_attack
 def run_a_program_that_is_setuid() -> object:
-    """Any of the image's: does the process get another effective user id?"""
+    """Runs every setuid program of the image, and checks for a changed effective user id."""
     found = [
         path
         for above, directories, names in os.walk("/")
@@ -208,7 +207,7 @@ def run_a_program_that_is_setuid() -> object:
             ids = next(line.split()[1:] for line in lines if line.startswith("Uid:"))
             if set(ids) != {str(os.getuid())}:
                 return path, ids
-        except (FileNotFoundError, PermissionError) as error:  # not its own any more: then it became somebody else
+        except (FileNotFoundError, PermissionError) as error:  # no longer readable: its user has changed
             if isinstance(error, PermissionError):
                 return path
         finally:
@@ -265,7 +264,7 @@ for _name, _flag in {"user": 1 << 28, "mount": 1 << 17, "net": 1 << 30, "pid": 1
 
 @register_attack
 def clone_by_flags_in_memory() -> object:
-    """Which a filter cannot see: so it has to say that there is no such call, for libraries to use the other one."""
+    """A filter cannot read the flags, so the call must fail with ENOSYS, on which libraries fall back to clone."""
     arguments = (ctypes.c_uint64 * 11)(1 << 28, 0, 0, 0, signal.SIGCHLD)
     return reap_child(call_syscall("clone3", arguments, ctypes.sizeof(arguments)))
 
@@ -310,11 +309,11 @@ def unmount_what_masks() -> object:
     return succeed_unless_denied(partial(call_libc, "umount2", b"/proc/acpi", 2))
 
 
-# --- the process that keeps it running --------------------------------------------------------------------------------
+# --- process 1 and the bridge --------------------------------------------------------------------------------
 
 
 def try_on_keepers(act: Callable[[int], object]) -> object:
-    """Done to process 1 or to the keeper, which are another user's."""
+    """Apply a call to process 1 and the bridge, which run as another user."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and os.stat(f"/proc/{name}").st_uid == 10002]
     assert len(pids) == 2, pids
     got, why = [], ""
@@ -410,7 +409,7 @@ def turn_off_randomized_addresses() -> object:
 
 @register_attack
 def call_by_the_numbers_of_32_bits() -> object:
-    """What is let in is known by number, and here others mean it."""
+    """The filter matches numbers of the native architecture only."""
     return run_machine_code("b814000000cd80c3")  # mov eax, 20 (getpid); int 0x80; ret
 
 
@@ -431,7 +430,7 @@ def rename_the_host() -> object:
 
 @register_attack
 def reboot() -> object:
-    return succeed_unless_denied(partial(call_libc, "reboot", 0))  # 0 is no command
+    return succeed_unless_denied(partial(call_libc, "reboot", 0))  # 0 is not a valid command
 
 
 @register_attack
@@ -439,7 +438,7 @@ def swap() -> object:
     return succeed_unless_denied(partial(call_libc, "swapon", b"/workspace/mine", 0))
 
 
-# --- more than its share ----------------------------------------------------------------------------------------------
+# --- resources ----------------------------------------------------------------------------------------------
 
 
 @register_attack
@@ -447,7 +446,7 @@ def raise_a_limit() -> object:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     try:
         return resource.setrlimit(resource.RLIMIT_NOFILE, (hard + 1, hard + 1))
-    except ValueError as error:  # what Python makes of EPERM
+    except ValueError as error:  # Python's translation of EPERM
         raise OSError(str(error)) from error
 
 
@@ -485,7 +484,7 @@ def change_a_limit_of_the_cgroup() -> object:
 
 @register_attack
 def take_system_v_memory() -> object:
-    """More of it than a sixteenth of 128 MiB, in whatever pieces: no process's end gives it back."""
+    """Allocate more than a sixteenth of 128 MiB, in segments of any size. It outlives processes."""
     pieces = 0
     try:
         while pieces < 9:
@@ -498,7 +497,7 @@ def take_system_v_memory() -> object:
 
 @register_attack
 def leave_messages_behind() -> object:
-    """17 queues, of which each may hold 16 KiB."""
+    """Create 17 queues of up to 16 KiB each."""
     try:
         return [call_libc("msgget", 0, 0o1600) for _ in range(17)]
     finally:
@@ -513,7 +512,7 @@ def leave_semaphores_behind() -> object:
         subprocess.run("ipcs -s | awk '/^0x/ {print $2}' | xargs -rn1 ipcrm -s", shell=True, check=True)
 
 
-# --- places that are not its own --------------------------------------------------------------------------------------
+# --- file system --------------------------------------------------------------------------------------
 
 for _path in (
     "/x", "/etc/x", "/etc/passwd", "/etc/hosts", "/etc/resolv.conf", "/etc/ld.so.preload", "/opt/x", "/opt/leasehold/x",
@@ -540,7 +539,7 @@ def unlink_our_socket() -> object:
 
 @register_attack
 def write_anywhere_else() -> object:
-    """Every file and directory there is, but /proc and its own places."""
+    """Tries every file and directory except /proc and the agent's own."""
     found = [
         path
         for above, directories, names in os.walk("/")
@@ -553,7 +552,7 @@ def write_anywhere_else() -> object:
 
 @register_attack
 def see_the_hosts_files() -> object:
-    """Any mount whose root is a directory of the host other than what belongs to this sandbox."""
+    """Searches for mounts of host directories that do not belong to this sandbox."""
     lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     own = ("/workspace", "/data", "/run/leasehold", "/etc/resolv.conf", "/etc/hostname", "/etc/hosts", "/usr/sbin/docker-init")
     kinds = {words[4]: words[words.index("-") + 1] for words in lines}
@@ -562,13 +561,13 @@ def see_the_hosts_files() -> object:
 
 
 def prune_walk(above: str, directories: list[str], *skipped: str) -> bool:
-    """Have os.walk leave these out; always true."""
+    """Exclude directories from os.walk. Always returns True."""
     directories[:] = [name for name in directories if os.path.join(above, name) not in skipped]
     return True
 
 
 def find_openable_sockets(sockets: Iterable[tuple[int, int, int]]) -> object:
-    """Those of (family, type, protocol) that can be opened."""
+    """Return those (family, type, protocol) that can be opened."""
     found = []
     for asked in sockets:
         with contextlib.suppress(OSError):
@@ -578,7 +577,7 @@ def find_openable_sockets(sockets: Iterable[tuple[int, int, int]]) -> object:
 
 
 def reap_child(pid: int) -> object:
-    """In the child of a clone that succeeded: no more of it."""
+    """End the child after a successful clone."""
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
@@ -586,7 +585,7 @@ def reap_child(pid: int) -> object:
 
 
 def run_machine_code(instructions: str) -> object:
-    """What a child of ours says that executes this function, in x86_64 machine code. It dies: a refusal."""
+    """Execute an x86_64 machine code function in a child. Return its result; the child's death is a refusal."""
     if os.uname().machine != "x86_64":
         raise OSError("not on this machine")
     reader, writer = os.pipe()
@@ -616,18 +615,18 @@ def refuse(why: str) -> object:
 
 
 def run_attack(act: Callable[[], object]) -> list[str]:
-    """Its outcome, in a process of its own."""
+    """Run an attack in its own process. Return its outcome."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(60)  # some look at every file there is
+        signal.alarm(60)  # some attacks examine every file
         try:
-            said = ["succeeded", repr(act())[:300]]
+            outcome_and_detail = ["succeeded", repr(act())[:300]]
         except (OSError, subprocess.SubprocessError) as error:
-            said = ["refused", str(error)[:300]]
+            outcome_and_detail = ["refused", str(error)[:300]]
         except BaseException as error:
-            said = ["broken", repr(error)[:300]]
-        os.write(writer, json.dumps(said).encode())
+            outcome_and_detail = ["broken", repr(error)[:300]]
+        os.write(writer, json.dumps(outcome_and_detail).encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as answer:

@@ -1,14 +1,37 @@
-"""Usage and rates as rows: what they say is the test's, how they came to be is not."""
+"""Builders of usage, rates, accounts and budgets for tests, and the billing sweeps.
+
+Usage rows are inserted directly, without the facts that metering would derive them from."""
 
 import itertools
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
-from billing import metering
-from billing.models import CostRecord, Rate, UsageKind, UsageRecord
-from sandboxes.models import Pool, Reading, Sandbox
+import pytest
+
+from billing import budgets, costs, intervals, metering, statements
+from billing.errors import BudgetExhausted
+from billing.models import (
+    HOUSE_ACCOUNT_NAME,
+    Account,
+    Budget,
+    CostRecord,
+    Membership,
+    Rate,
+    Statement,
+    UsageKind,
+    UsageRecord,
+    Watermark,
+)
+from leases import budget_enforcement, execution
+from leases.models import Lease
+from sandboxes import runs
+from sandboxes.models import Event, LlmCall, Pool, Reading, Run, Sandbox
+from sandboxes.runs import Command
+from tests.conftest import MINUTE, NOW
 
 ADA, BOB = "did:plc:ada", "did:plc:bob"
 HOUR = timedelta(hours=1)
@@ -17,7 +40,7 @@ COST_FIELDS = [
     "account__name", "day", "provider", "item", "agent_did", "holder", "environment_id", "rate", "whole", "quantity", "free",
     "usd",
 ]  # fmt: skip
-_numbers = itertools.count(1)
+_sequence = itertools.count(1)
 
 
 def parse_utc(text: str) -> datetime:
@@ -29,21 +52,21 @@ def parse_day(text: str) -> date:
 
 
 def derive_lease_id(did: str) -> uuid.UUID:
-    """The one lease of an agent."""
+    """Return the lease id that usage rows of this agent have."""
     return uuid.uuid5(uuid.NAMESPACE_URL, did)
 
 
 def create_time_usage(began: str | datetime, lasts: timedelta = HOUR, agent: str = ADA, **fields: Any) -> list[UsageRecord]:
-    """A sandbox that was there from then on, as metering has it: a record for each day."""
+    """Insert the time usage of one sandbox, one record for each day."""
     begin = parse_utc(began) if isinstance(began, str) else began
-    known = {
-        "item": UsageKind.TIME, "source": f"transition {next(_numbers)}", "agent_did": agent, "state": "waiting",
+    defaults = {
+        "item": UsageKind.TIME, "source": f"transition {next(_sequence)}", "agent_did": agent, "state": "waiting",
         "holder": derive_lease_id(agent) if agent else None, "environment_id": "game-1" if agent else "",
         "provider": "docker", "memory_mib": 512, "millicpus": 1000,
     }  # fmt: skip
     return UsageRecord.objects.bulk_create(
-        UsageRecord(day=each, began_at=start, ended_at=end, **{**known, **fields})
-        for each, start, end in metering.split_by_day(begin, begin + lasts)
+        UsageRecord(day=day, began_at=start, ended_at=end, **{**defaults, **fields})
+        for day, start, end in intervals.split_by_day(begin, begin + lasts)
     )
 
 
@@ -61,7 +84,7 @@ def create_token_usage(began: str, usd: str, number: int = 1, **fields: Any) -> 
 
 
 def create_sandbox(agent: str = ADA, provider: str = "cloudflare", memory_mib: int = 1024, millicpus: int = 250) -> Sandbox:
-    """The row of a sandbox of this size."""
+    """Insert a destroyed, measured sandbox of this size. The default is Cloudflare's basic type."""
     pool = Pool.objects.get_or_create(name="box", defaults={"provider": "memory"})[0]
     moment = parse_utc("2026-01-01")
     return Sandbox.objects.create(
@@ -83,25 +106,124 @@ def create_sandbox(agent: str = ADA, provider: str = "cloudflare", memory_mib: i
 
 
 def create_reading(began: str | datetime, lasts: timedelta, of: Sandbox, cpu: timedelta, memory_mib: int = 0) -> Reading:
-    """What that sandbox used then, not metered yet."""
+    """Insert an unmetered reading of a sandbox."""
     begin = parse_utc(began) if isinstance(began, str) else began
     micros = cpu // timedelta(microseconds=1)
     return Reading.objects.create(
-        sandbox=of, incarnation=1, number=next(_numbers), holder=of.holder, since=begin, at=begin + lasts, counted=micros,
+        sandbox=of, incarnation=1, number=next(_sequence), holder=of.holder, since=begin, at=begin + lasts, counted=micros,
         cpu_micros=micros, memory_mib=memory_mib,
     )  # fmt: skip
 
 
 def create_rate(item: str, usd: str, since: str = "2020-01-01", provider: str = "acme", **fields: Any) -> Rate:
-    """One that may have begun already, as one does once time has passed."""
-    known = {"provider": provider, "item": item, "usd": Decimal(usd), "valid_from": parse_utc(since)}
-    return Rate.objects.bulk_create([Rate(**{**known, **fields})])[0]
+    """Insert a rate without validation, so that it may have begun already."""
+    defaults = {"provider": provider, "item": item, "usd": Decimal(usd), "valid_from": parse_utc(since)}
+    return Rate.objects.bulk_create([Rate(**{**defaults, **fields})])[0]
 
 
 def list_cost_records() -> list[tuple[Any, ...]]:
     return sorted(CostRecord.objects.values_list(*COST_FIELDS), key=str)
 
 
-def list_cost_values(*names: str, **only: Any) -> list[tuple[Any, ...]]:
-    """Some columns of the cost records, in the order of days and leases."""
-    return [*CostRecord.objects.filter(**only).order_by("day", "holder", "item", "rate_id").values_list(*names)]
+def list_cost_values(*names: str, **filters: Any) -> list[tuple[Any, ...]]:
+    """Return columns of the cost records, ordered by day and lease."""
+    return [*CostRecord.objects.filter(**filters).order_by("day", "holder", "item", "rate_id").values_list(*names)]
+
+
+def create_llm_call(lease: Lease, **fields: Any) -> LlmCall:
+    """Insert an ended, priced and uncounted model call of a lease."""
+    defaults = {
+        "call_id": uuid.uuid4().hex, "holder": lease.pk, "agent_did": lease.agent_did, "model": "gpt", "started_at": NOW,
+        "environment_id": lease.environment_id, "deadline_at": NOW + MINUTE, "ended_at": NOW + MINUTE, "outcome": "ok",
+        "input_tokens": 100, "cached_tokens": 40, "output_tokens": 7, "cost": Decimal("0.001"), "priced": "upstream",
+    }  # fmt: skip
+    return LlmCall.objects.create(**defaults | fields)
+
+
+# --- accounts and statements ------------------------------------------------------------------------------------------
+
+
+def get_house_account() -> Account:
+    return Account.objects.get(name=HOUSE_ACCOUNT_NAME)
+
+
+def join_account(account: Account | str, since: str = "", agent: str = ADA) -> Membership:
+    """Make an agent a member of an account. An account given by name is created if necessary."""
+    row = account if isinstance(account, Account) else Account.objects.get_or_create(name=account)[0]
+    return Membership.objects.create(agent_did=agent, account=row, since=parse_day(since) if since else None)
+
+
+def advance_and_price(now: datetime) -> None:
+    """Advance the watermarks of metering to `now` without metering, and price all usage."""
+    for name in metering.WATERMARK_NAMES:
+        Watermark.objects.update_or_create(name=name, defaults={"at": now})
+    costs.price_usage(now=now)
+
+
+def close_month(account: Account, month: date, *, now: datetime) -> Statement:
+    return statements.close_month(account, month, now=now, actor="eve")[0]
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def create_budget(amount: Any = 1, unit: str = "hours", period: str = "day", *, now: datetime = NOW, **fields: Any) -> Budget:
+    """Save a budget as an operator does: on everything, unless `fields` has another scope."""
+    budget = Budget(**{"scope": "all", "amount": Decimal(amount), "unit": unit, "period": period} | fields)
+    budgets.save_budget(budget, now=now)
+    return budget
+
+
+def create_ten_hours_a_day() -> None:
+    """Ten hours at 1 USD on each day from 16 to 20 November; six hours on the 21st until NOW, which is noon."""
+    create_rate("time", "1")
+    for day in range(16, 21):
+        create_time_usage(f"2026-11-{day}T06:00", 10 * HOUR, provider="acme")
+    create_time_usage("2026-11-21T06:00", 6 * HOUR, provider="acme")
+    costs.price_usage(now=NOW)
+
+
+def run_billing_sweeps(now: datetime) -> dict[str, int]:
+    """Run one pass of metering, pricing and budget enforcement. Return the counts of the last one."""
+    metering.meter_usage(now=now)
+    costs.price_usage(now=now)
+    result = budget_enforcement.enforce_budgets(now=now)
+    assert not result.failures
+    return result.counts
+
+
+def run_command(lease: Lease, *argv: str, now: datetime = NOW) -> bytes:
+    return execution.exec_command(lease.pk, Command(argv=argv or ["true"], timeout=MINUTE), now=now)[1].stdout
+
+
+def start_run(lease: Lease, *, now: datetime = NOW, timeout: timedelta = 10 * HOUR) -> Run:
+    """Open a run that does not end by itself."""
+    box = execution.ensure_sandbox_ready(lease.pk, now=now)
+    run = runs.open_run(box, Command(argv=["sleep"], timeout=timeout), now=now)
+    assert run
+    return run
+
+
+def get_rounded_spending(budget: Budget) -> Decimal:
+    """Return the recorded spending, rounded to three places."""
+    budget.refresh_from_db()
+    return round(budget.spent, 3)
+
+
+def list_budget_events() -> list[str]:
+    events = Event.objects.filter(kind__startswith="budget.").order_by("at", "kind")
+    return [event.kind.removeprefix("budget.") for event in events]
+
+
+def get_lease_end(lease: Lease) -> tuple[str, str]:
+    """Return a lease's present status and end reason."""
+    lease.refresh_from_db()
+    return lease.status, lease.end_reason
+
+
+@contextmanager
+def expect_refusal(**details: Any) -> Iterator[Any]:
+    """Expect BudgetExhausted with these details."""
+    with pytest.raises(BudgetExhausted) as caught:
+        yield caught
+    assert {name: caught.value.extra[name] for name in details} == details

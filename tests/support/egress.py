@@ -1,5 +1,4 @@
-"""The egress server in a thread of a test, an upstream on loopback that says what a test wants, and what a program in a
-sandbox does to reach it."""
+"""Egress server in a thread, scripted upstream on loopback, and client functions of a sandbox."""
 
 import asyncio
 import json
@@ -29,14 +28,15 @@ COMPLETION_REQUEST = {
 
 
 class EventLoopThread:
-    """An event loop in a thread; `act` waits for a coroutine in it."""
+    """Event loop in a thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
 
-    def act(self, coroutine: Any, timeout: float = 30.0) -> Any:
+    def run(self, coroutine: Any, timeout: float = 30.0) -> Any:
+        """Run a coroutine in the loop. Return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
 
     def close(self) -> None:
@@ -46,35 +46,35 @@ class EventLoopThread:
 
     @contextmanager
     def run_context(self, manager: Any) -> Iterator[Any]:
-        """Be inside an asynchronous context manager, which is entered and left in the loop by one task."""
+        """Enter an asynchronous context manager in the loop for the duration of the block, in one task."""
         leave, entered = asyncio.Event(), threading.Event()
-        found: list[Any] = []
+        values: list[Any] = []
 
-        async def stay() -> None:
+        async def hold_open() -> None:
             try:
                 async with manager as value:
-                    found.append(value)
+                    values.append(value)
                     entered.set()
                     await leave.wait()
             finally:
                 entered.set()
 
-        staying = asyncio.run_coroutine_threadsafe(stay(), self.loop)
+        task = asyncio.run_coroutine_threadsafe(hold_open(), self.loop)
         entered.wait(30)
-        if not found:
-            staying.result(30)
+        if not values:
+            task.result(30)
         try:
-            yield found[0]
+            yield values[0]
         finally:
             self.loop.call_soon_threadsafe(leave.set)
-            staying.result(30)
+            task.result(30)
 
 
 class FakeUpstream:
-    """An OpenAI-compatible server that notes what it is asked. `answer` may be replaced by any handler."""
+    """OpenAI-compatible server that records (path, headers, body) of requests. `answer` can be replaced by any handler."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, str], Any]] = []
+        self.requests: list[tuple[str, dict[str, str], Any]] = []
         self.status, self.headers, self.body = (
             200,
             {"x-litellm-response-cost": "0.0000123"},
@@ -101,7 +101,7 @@ class FakeUpstream:
     async def _any(self, request: web.Request) -> web.StreamResponse:
         content = await request.read()
         headers = {name.lower(): value for name, value in request.headers.items()}
-        self.asked.append((request.path, headers, json.loads(content) if content else None))
+        self.requests.append((request.path, headers, json.loads(content) if content else None))
         return await self.answer(request)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -110,14 +110,14 @@ class FakeUpstream:
 
 @contextmanager
 def run_server(loop: EventLoopThread, *, slot: int, server: EgressServer | None = None) -> Iterator[Path]:
-    """The server listens on one slot itself, and on nginx's socket; the path of the slot's."""
+    """Run a server that listens on one slot and on nginx's socket. Yield the slot's path."""
     path = slots.ensure_slot_directory(slot) / slots.SOCKET_NAME
     server = server or EgressServer()
     try:
         with loop.run_context(server.listening({path: slot, nginx.get_server_socket_path(): None})):
             yield path
     finally:
-        loop.act(_close_connections(server))
+        loop.run(_close_connections(server))
 
 
 async def _close_connections(server: EgressServer) -> None:
@@ -133,16 +133,16 @@ def connect(path: Path) -> HTTPConnection:
 
 
 def post(path: Path, body: Any, url: str = CHAT_PATH, **headers: str) -> tuple[int, Any]:
-    """What a program in the sandbox does: status and decoded body, or the bytes where they are no JSON."""
+    """Send a request like a program in a sandbox. Return (status, JSON body, or bytes if it is not JSON)."""
     connection = connect(path)
     try:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request("POST", url, content, {"Content-Type": "application/json", **headers})
+        payload = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request("POST", url, payload, {"Content-Type": "application/json", **headers})
         answer = connection.getresponse()
-        said = answer.read()
+        content = answer.read()
     finally:
         connection.close()
     try:
-        return answer.status, json.loads(said)
+        return answer.status, json.loads(content)
     except ValueError:
-        return answer.status, said
+        return answer.status, content

@@ -1,4 +1,4 @@
-"""An HTTP server on this machine that answers as a test tells it to, also wrongly, late or not at all."""
+"""Scripted HTTP server on the loopback interface, for slow, wrong and missing responses."""
 
 import socket
 import threading
@@ -12,7 +12,7 @@ Responder = Callable[["Handler"], None]
 
 @dataclass(frozen=True)
 class RecordedRequest:
-    """One request that came."""
+    """A received request."""
 
     verb: str
     path: str
@@ -22,7 +22,7 @@ class RecordedRequest:
 
 @dataclass
 class ScriptedServer:
-    """`script` is how the coming requests are answered, in turn; the last one answers all that follow."""
+    """Answers requests with the responders of `script` in order; the last one answers all further requests."""
 
     url: str
     script: list[Responder] = field(default_factory=list)
@@ -31,7 +31,7 @@ class ScriptedServer:
 
     @property
     def calls(self) -> list[str]:
-        return [f"{seen.verb} {seen.path}" for seen in self.seen]
+        return [f"{request.verb} {request.path}" for request in self.seen]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def respond(status: int, body: bytes = b"", *, length: int | None = None, **headers: str) -> Responder:
-    """With a `length` that is not the body's, the connection is closed after the body."""
+    """Return a responder. If `length` differs from the body's, the connection is closed after the body."""
 
     def answer(handler: Handler) -> None:
         handler.send_response(status)
@@ -82,7 +82,7 @@ def drop_connection(handler: Handler) -> None:
 
 
 def stall_response(handler: Handler) -> None:
-    """Say nothing until the test is over."""
+    """Send nothing until the test ends."""
     handler.loopback.closing.wait(60)
     handler.hang_up()
 

@@ -1,8 +1,9 @@
-"""A server that answers like model providers do, without thinking: OpenAI's chat completions, responses and embeddings, and
-Anthropic's messages, whole and streamed. `python -m tests.support.models PORT`. LiteLLM stands before it in the tests.
+"""Fake model provider: OpenAI's chat completions, responses and embeddings, and Anthropic's messages, whole and streamed.
 
-What the model's name has in it decides: `slow` pauses after each piece of its answer, `slowest` for as long as anybody who
-dies meanwhile needs, `failing` answers 500."""
+    python -m tests.support.models PORT
+
+It is LiteLLM's upstream in the tests. The model's name selects the behaviour: `slow` pauses after each piece of the answer,
+`slowest` pauses long enough for crash tests, `failing` answers 500."""
 
 import json
 import sys
@@ -12,11 +13,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 ANSWER_CHUNKS = ("An ", "answer ", "in ", "pieces.")
-TOKEN_COUNTS = {"in": 1000, "cached": 400, "out": 50}  # what every whole answer says that it took; `in` has `cached` in it
-PAUSES_SECONDS = {"slowest": 4.0, "slow": 0.6}  # seconds
+TOKEN_COUNTS = {"in": 1000, "cached": 400, "out": 50}  # usage of every complete response; `in` includes `cached`
+PAUSES_SECONDS = {"slowest": 4.0, "slow": 0.6}
 
 
 class ModelServer(ThreadingHTTPServer):
+    """HTTP server on loopback."""
+
     daemon_threads = True
 
     def __init__(self, port: int = 0) -> None:
@@ -63,6 +66,8 @@ class _ModelHandler(BaseHTTPRequestHandler):
 
 
 class ChatCompletionsApi:
+    """OpenAI's chat completions."""
+
     usage = {
         "prompt_tokens": TOKEN_COUNTS["in"],
         "completion_tokens": TOKEN_COUNTS["out"],
@@ -88,18 +93,20 @@ class ChatCompletionsApi:
 
 
 class MessagesApi:
-    taken = {"input_tokens": TOKEN_COUNTS["in"] - TOKEN_COUNTS["cached"], "cache_read_input_tokens": TOKEN_COUNTS["cached"],
+    """Anthropic's messages."""
+
+    usage = {"input_tokens": TOKEN_COUNTS["in"] - TOKEN_COUNTS["cached"], "cache_read_input_tokens": TOKEN_COUNTS["cached"],
              "cache_creation_input_tokens": 0}  # fmt: skip
 
     @classmethod
     def whole(cls, model: str) -> dict[str, Any]:
         return {"id": "msg_1", "type": "message", "role": "assistant", "model": model, "stop_reason": "end_turn",
                 "stop_sequence": None, "content": [{"type": "text", "text": "".join(ANSWER_CHUNKS)}],
-                "usage": cls.taken | {"output_tokens": TOKEN_COUNTS["out"]}}  # fmt: skip
+                "usage": cls.usage | {"output_tokens": TOKEN_COUNTS["out"]}}  # fmt: skip
 
     @classmethod
     def events(cls, model: str) -> Iterator[dict[str, Any]]:
-        message = cls.whole(model) | {"content": [], "stop_reason": None, "usage": cls.taken | {"output_tokens": 1}}
+        message = cls.whole(model) | {"content": [], "stop_reason": None, "usage": cls.usage | {"output_tokens": 1}}
         yield {"type": "message_start", "message": message}
         yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
         for piece in ANSWER_CHUNKS:
@@ -111,7 +118,7 @@ class MessagesApi:
 
 
 class ResponsesApi:
-    """OpenAI's other shape."""
+    """OpenAI's responses."""
 
     usage = {
         "input_tokens": TOKEN_COUNTS["in"],
@@ -151,6 +158,8 @@ class ResponsesApi:
 
 
 class EmbeddingsApi:
+    """OpenAI's embeddings."""
+
     @staticmethod
     def whole(model: str) -> dict[str, Any]:
         vector = {"object": "embedding", "index": 0, "embedding": [0.25, 0.5]}

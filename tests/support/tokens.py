@@ -1,4 +1,4 @@
-"""Service tokens as another service checks them: written from the specifications, with nothing of what makes them."""
+"""Independent verification of service tokens, written from the specifications without the code that issues them."""
 
 import base64
 import json
@@ -17,7 +17,7 @@ CURVE_BY_MULTICODEC: dict[bytes, tuple[str, ec.EllipticCurve, int]] = {
 
 
 class TokenRejected(Exception):
-    """A service would not take this."""
+    """The token is invalid."""
 
 
 def decode_base64url(text: str) -> bytes:
@@ -25,14 +25,14 @@ def decode_base64url(text: str) -> bytes:
 
 
 def decode_multibase(text: str) -> bytes:
-    """Base58btc without leading zeros, which no key here has."""
+    """Decode base58btc. Leading zeros are not supported: no key has them."""
     assert text[0] == "z"
     number = sum(BASE58_ALPHABET.index(digit) * 58**place for place, digit in enumerate(reversed(text[1:])))
     return number.to_bytes((number.bit_length() + 7) // 8, "big")
 
 
 def verify_signature(did_key: str, message: bytes, signature: bytes) -> str:
-    """The algorithm, if the signature is good and the lower of the two; else Refused."""
+    """Return the algorithm of a valid low-s signature. Raise TokenRejected."""
     raw = decode_multibase(did_key.removeprefix("did:key:"))
     algorithm, curve, order = CURVE_BY_MULTICODEC[raw[:2]]
     if len(raw) != 35 or len(signature) != 64:
@@ -49,7 +49,7 @@ def verify_signature(did_key: str, message: bytes, signature: bytes) -> str:
 
 
 def verify_token(token: str, did_key: str) -> dict[str, Any]:
-    """The claims of a token that is signed by this key. Whether they are as they should be is for the caller."""
+    """Return the claims of a token signed by this key. The claims are not checked."""
     head, body, signature = token.split(".")
     assert "=" not in token
     algorithm = verify_signature(did_key, f"{head}.{body}".encode(), decode_base64url(signature))

@@ -1,4 +1,4 @@
-"""manage.py estimate: what a month would cost, and what this one will."""
+"""manage.py estimate: price of a month for a scenario, or a forecast of this month."""
 
 import json as encoding
 from argparse import ArgumentParser
@@ -8,29 +8,34 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from billing.api.serializers import EstimateQuerySerializer, ForecastQuerySerializer, render_estimate, render_forecast
-from billing.estimate import FORECAST_WINDOW_DAYS, Estimate, EstimateError, Scenario, estimate, forecast
+from billing.estimate import Estimate, EstimateError, Scenario, estimate
+from billing.forecast import FORECAST_WINDOW_DAYS, forecast
 from billing.management.options import format_table, validate_options
 from billing.models import Rate
 
 
 class Command(BaseCommand):
-    help = "What so many agents would cost in a month by the rates there are; or, with --forecast, what this month will cost."
+    help = "Price a month of a number of agents by the current rates, or forecast this month's costs with --forecast."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--agents", help="how many, each with a sandbox of its own")
-        parser.add_argument("--hours-per-day", metavar="HOURS", help="that each sandbox is there, idle time included")
+        parser.add_argument("--agents", help="number of agents, with one sandbox each")
+        parser.add_argument("--hours-per-day", metavar="HOURS", help="hours for which each sandbox exists, idle time included")
         parser.add_argument("--always-on", action="store_true", help="the same as --hours-per-day 24")
-        parser.add_argument("--days", help="on which it is, 1 to 31 of one month; 30 if not given")
-        parser.add_argument("--instance", metavar="TYPE", help="lite, basic or standard-1 to standard-4; basic if not given")
-        parser.add_argument("--cpu-utilisation", metavar="PART", help="of its CPU that a sandbox uses, 0 to 1; 1 if not given")
-        parser.add_argument("--provider", help="cloudflare if not given; with --forecast: at this provider only")
-        parser.add_argument("--forecast", action="store_true", help="this month, if the days to come are like the last ones")
+        parser.add_argument("--days", help="days of the month, 1 to 31 (default: 30)")
+        parser.add_argument("--instance", metavar="TYPE", help="lite, basic or standard-1 to standard-4 (default: basic)")
         parser.add_argument(
-            "--last", metavar="DAYS", help=f"with --forecast: how many those are; {FORECAST_WINDOW_DAYS} if not given"
+            "--cpu-utilisation", metavar="PART", help="fraction of its CPU that a sandbox uses, 0 to 1 (default: 1)"
         )
-        parser.add_argument("--budget", metavar="USD", help="with --forecast: on which day so much is spent, from the 1st on")
+        parser.add_argument("--provider", help="provider (default: cloudflare); with --forecast: only at this provider")
+        parser.add_argument("--forecast", action="store_true", help="forecast this month from the average of the last days")
+        parser.add_argument(
+            "--last", metavar="DAYS", help=f"with --forecast: number of days to average (default: {FORECAST_WINDOW_DAYS})"
+        )
+        parser.add_argument(
+            "--budget", metavar="USD", help="with --forecast: also show the day on which costs since the 1st reach this amount"
+        )
         for name in ("agent", "account", "environment"):
-            parser.add_argument(f"--{name}", metavar=name.upper(), help=f"with --forecast: of this {name} only")
+            parser.add_argument(f"--{name}", metavar=name.upper(), help=f"with --forecast: only of this {name}")
         parser.add_argument("--json", action="store_true", help="one line of JSON")
 
     def handle(self, *args: Any, always_on: bool, json: bool, **given: Any) -> None:
@@ -38,29 +43,29 @@ class Command(BaseCommand):
             self._forecast(json, given)
             return
         if always_on and given["hours_per_day"] is not None:
-            raise CommandError("--always-on: it is 24 hours a day; leave --hours-per-day out.")
-        said = validate_options(EstimateQuerySerializer, given)
+            raise CommandError("--always-on: means 24 hours a day; omit --hours-per-day.")
+        scenario = validate_options(EstimateQuerySerializer, given)
         try:
-            found = estimate(Scenario(**said), Rate.objects.all(), now=timezone.now())
-        except EstimateError as wrong:
-            raise CommandError(f"--{wrong.field}: {wrong}") from None
-        self.stdout.write(encoding.dumps(render_estimate(found)) if json else _format_estimate(found))
+            result = estimate(Scenario(**scenario), Rate.objects.all(), now=timezone.now())
+        except EstimateError as error:
+            raise CommandError(f"--{error.field}: {error}") from None
+        self.stdout.write(encoding.dumps(render_estimate(result)) if json else _format_estimate(result))
 
     def _forecast(self, json: bool, given: dict[str, Any]) -> None:
         shown = render_forecast(forecast(now=timezone.now(), **validate_options(ForecastQuerySerializer, given)))
         if json:
             self.stdout.write(encoding.dumps(shown))
             return
-        a_day = f"{shown['a_day_usd']} USD a day, by the last {shown['days']}" if shown["a_day_usd"] else "no day is over yet"
-        self.stdout.write(f"this month: {shown['spent_usd']} USD so far, {shown['month_usd']} USD in all ({a_day})")
+        pace = f"{shown['a_day_usd']} USD a day, days averaged: {shown['days']}" if shown["a_day_usd"] else "no full day yet"
+        self.stdout.write(f"this month: {shown['spent_usd']} USD so far, {shown['month_usd']} USD expected in total ({pace})")
         if shown["budget_usd"]:
-            when = f"on {shown['runs_out']}" if shown["runs_out"] else "never at this rate"
-            self.stdout.write(f"{shown['budget_usd']} USD are spent {when}")
+            when = f"on {shown['runs_out']}" if shown["runs_out"] else "never at this pace"
+            self.stdout.write(f"{shown['budget_usd']} USD reached {when}")
 
 
-def _format_estimate(found: Estimate) -> str:
-    shown = render_estimate(found)
+def _format_estimate(result: Estimate) -> str:
+    shown = render_estimate(result)
     columns = ("unit", "quantity", "free", "rate_usd", "usd")
     rows = [[line[name] for name in columns] for line in shown["lines"]]
-    rows += [["total", "", "", "", shown["total_usd"]], ["an agent", "", "", "", shown["per_agent_usd"]]]
+    rows += [["total", "", "", "", shown["total_usd"]], ["per agent", "", "", "", shown["per_agent_usd"]]]
     return format_table(["", "quantity", "free", "rate", "USD"], rows)

@@ -1,4 +1,4 @@
-"""manage.py statements: months of accounts, closed."""
+"""manage.py statements: list, show and close months of accounts."""
 
 import json as encoding
 from argparse import ArgumentParser
@@ -21,57 +21,65 @@ from billing.pricing import format_decimal
 
 
 class Command(BaseCommand):
-    help = "List closed months, show one, or close one: of one account, or of each that has something in it."
+    help = "List statements, show one, or close a month of one account or of every account with costs or corrections."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("what", choices=["list", "show", "close"])
-        parser.add_argument("--account", metavar="NAME", help="of this account only")
-        parser.add_argument("--month", metavar="YYYY-MM", help="UTC, such as 2026-11")
-        shape = parser.add_mutually_exclusive_group()
-        shape.add_argument("--csv", action="store_true", help="of `show` the lines, of `list` and `close` a line for each")
-        shape.add_argument("--json", action="store_true", help="one line of JSON")
+        parser.add_argument("--account", metavar="NAME", help="only of this account")
+        parser.add_argument("--month", metavar="YYYY-MM", help="month (UTC), such as 2026-11")
+        output = parser.add_mutually_exclusive_group()
+        output.add_argument(
+            "--csv",
+            action="store_true",
+            help="CSV: lines of the statement for `show`, one row a statement for `list` and `close`",
+        )
+        output.add_argument("--json", action="store_true", help="one line of JSON")
 
     def handle(self, *args: Any, what: str, csv: bool, json: bool, **given: Any) -> None:
-        said = validate_options(StatementQuerySerializer, given)
-        if "account" in said and not Account.objects.filter(name=said["account"]).exists():
-            raise CommandError(f"--account: there is no {said['account']!r}.")
+        selected = validate_options(StatementQuerySerializer, given)
+        if "account" in selected and not Account.objects.filter(name=selected["account"]).exists():
+            raise CommandError(f"--account: there is no {selected['account']!r}.")
         refused: list[str] = []
         if what == "close":
-            refused = self._close(said)
-        only = {field: said[name] for name, field in (("account", "account__name"), ("month", "month")) if name in said}
-        found = [*Statement.objects.filter(**only).select_related("account").order_by("month", "account__name")]
+            refused = self._close(selected)
+        filters = {
+            field: selected[name] for name, field in (("account", "account__name"), ("month", "month")) if name in selected
+        }
+        rows = [*Statement.objects.filter(**filters).select_related("account").order_by("month", "account__name")]
         if what == "show":
-            self._show(said, found, csv, json)
+            self._show(selected, rows, csv, json)
         elif csv:
-            self.stdout.write(render_statements_csv(found), ending="")
+            self.stdout.write(render_statements_csv(rows), ending="")
         elif json:
-            self.stdout.write(encoding.dumps({"results": [_render_json_statement(row) for row in found]}))
+            self.stdout.write(encoding.dumps({"results": [_render_json_statement(row) for row in rows]}))
         else:
-            self.stdout.write(format_table(["account", "month", "USD", "credit", "to pay"], [*map(_format_row, found)]))
+            self.stdout.write(format_table(["account", "month", "USD", "credit", "to pay"], [*map(_format_row, rows)]))
         if refused:
             raise CommandError("\n".join(refused))
 
-    def _close(self, said: dict[str, Any]) -> list[str]:
-        """What could not be closed, and why."""
-        if "month" not in said:
-            raise CommandError("--month: say which one to close.")
+    def _close(self, selected: dict[str, Any]) -> list[str]:
+        """Close the month of each account. Return a message for each account that cannot be closed."""
+        if "month" not in selected:
+            raise CommandError("--month: required to close a month.")
         accounts = (
-            Account.objects.filter(name=said["account"]) if "account" in said else statements.find_due_accounts(said["month"])
+            Account.objects.filter(name=selected["account"])
+            if "account" in selected
+            else statements.find_due_accounts(selected["month"])
         )
         refused = []
         for account in accounts:
             try:
-                statements.close_month(account, said["month"], now=timezone.now(), actor="command line")
-            except statements.MonthNotClosable as why:
-                refused.append(f"{account}: {why}")
+                statements.close_month(account, selected["month"], now=timezone.now(), actor="command line")
+            except statements.MonthNotClosable as error:
+                refused.append(f"{account}: {error}")
         return refused
 
-    def _show(self, said: dict[str, Any], found: list[Statement], csv: bool, json: bool) -> None:
-        if not {"account", "month"} <= said.keys():
-            raise CommandError("show needs --account and --month.")
-        if not found:
-            raise CommandError(f"{said['month']:%Y-%m} of {said['account']} is not closed.")
-        row = found[0]
+    def _show(self, selected: dict[str, Any], rows: list[Statement], csv: bool, json: bool) -> None:
+        if not {"account", "month"} <= selected.keys():
+            raise CommandError("show requires --account and --month.")
+        if not rows:
+            raise CommandError(f"{selected['month']:%Y-%m} of {selected['account']} is not closed.")
+        row = rows[0]
         if csv:
             self.stdout.write(render_lines_csv(row.lines.all()), ending="")
         elif json:

@@ -20,7 +20,7 @@ from leases import budget_enforcement, turns
 from leases import sweeps as leases
 from leases.management.base import first_line, parse_duration, report_errors
 from leases.models import Lease
-from sandboxes import runs
+from sandboxes import reconciliation, runs
 from sandboxes import sweeps as sandboxes
 from sandboxes.egress import access_log, authorization, model_pricing
 from sandboxes.models import ModelRate, Pool, Sandbox
@@ -44,8 +44,8 @@ def _iter_unreferenced_keys(now: datetime) -> Iterable[ListedKey]:
 
 
 def _iter_orphans(now: datetime) -> Iterable[ProviderSandbox]:
-    for item, name in sandboxes.iter_pool_providers():
-        yield from sandboxes.find_orphans(item, name, now=now, grace=settings.ORPHAN_GRACE)
+    for item, name in reconciliation.iter_pool_providers():
+        yield from reconciliation.find_orphans(item, name, now=now, grace=settings.ORPHAN_GRACE)
 
 
 # For --dry-run: the queries that each sweep works on, by the action it would take.

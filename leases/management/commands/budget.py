@@ -10,7 +10,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from billing import budgets
-from billing.estimate import predict_exhaustion_date
+from billing.forecast import predict_exhaustion_date
 from billing.models import Account, Budget
 from billing.models.budgets import Period, Scope, Unit
 from billing.pricing import format_decimal

@@ -22,9 +22,9 @@ from sandboxes.models import Sandbox
 from sandboxes.models.state import AgentData, DataStorageMode, Snapshot
 from sandboxes.state import data_editing, data_export, data_tree, pull
 from sandboxes.state.data_editing import DataPathNotFound
-from sandboxes.state.data_modes import convert_to_mount, convert_to_sync
 from sandboxes.state.data_tree import DIRECTORY, DirectoryEntry
 from sandboxes.state.spool import open_spool
+from sandboxes.state.storage_mode import convert_to_mount, convert_to_sync
 from sandboxes.storage.base import CHUNK_BYTES, StoreError
 
 STDIO = "-"  # instead of a file name: stdin or stdout

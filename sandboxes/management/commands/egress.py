@@ -1,4 +1,4 @@
-"""manage.py egress: the way out of sandboxes, for as long as this runs."""
+"""manage.py egress: runs the LLM egress proxy of this host."""
 
 import asyncio
 import resource
@@ -15,8 +15,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import DatabaseError, close_old_connections
 from django.utils import timezone
 
-from sandboxes.egress import access_log, reconciliation, slots
-from sandboxes.egress import nginx as front
+from sandboxes.egress import access_log, log_collection, nginx, slots
 from sandboxes.egress.nginx import NginxProxy
 from sandboxes.egress.server import EgressServer
 from sandboxes.providers.base import ProviderError
@@ -24,77 +23,80 @@ from sandboxes.providers.docker.engine import Engine
 from sandboxes.sweep_log import SweepResult, run_recorded
 
 log = structlog.get_logger(__name__)
-PROXY_CHECK_INTERVAL_SECONDS = 5.0  # seconds between two looks at nginx's container
+PROXY_CHECK_INTERVAL_SECONDS = 5.0
 HEARTBEAT_INTERVAL = timedelta(minutes=1)
 
 
 class Command(BaseCommand):
-    help = "Pass model calls and relay connections of sandboxes on, until Ctrl-C or SIGTERM; nothing of it is left then."
+    help = (
+        "Forward model calls and relay connections of sandboxes until Ctrl-C or SIGTERM. Removes the proxy container at exit."
+    )
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--proxy", choices=["nginx", "none"], help="what LEASEHOLD_EGRESS_PROXY says otherwise")
+        parser.add_argument("--proxy", choices=["nginx", "none"], help="overrides LEASEHOLD_EGRESS_PROXY")
 
     def handle(self, *args: Any, proxy: str | None, **options: Any) -> None:
-        asyncio.run(self._serve(proxy or front.get_proxy_kind()))
+        asyncio.run(self._serve(proxy or nginx.get_proxy_kind()))
 
     async def _serve(self, proxy: str) -> None:
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each call takes two
+        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # two files per call
         stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
         if proxy == "none":
             sockets = {slots.ensure_slot_directory(slot) / slots.SOCKET_NAME: slot for slot in range(settings.EGRESS_SLOTS)}
-            async with EgressServer().listening({front.get_server_socket_path(): None, **sockets}):
-                self.stdout.write(f"egress: {len(sockets)} ways out, without a proxy in front")
+            async with EgressServer().listening({nginx.get_server_socket_path(): None, **sockets}):
+                self.stdout.write(f"egress: {len(sockets)} slots, without nginx")
                 await self._supervise(None, stop)
             return
         try:
-            nginx = await asyncio.to_thread(lambda: NginxProxy(Engine()))
-            async with EgressServer().listening({front.get_server_socket_path(): None}):
-                await asyncio.to_thread(nginx.start)
+            container = await asyncio.to_thread(lambda: NginxProxy(Engine()))
+            async with EgressServer().listening({nginx.get_server_socket_path(): None}):
+                await asyncio.to_thread(container.start)
                 try:
-                    self.stdout.write(f"egress: {settings.EGRESS_SLOTS} ways out through {nginx.name}")
-                    await self._supervise(nginx, stop)
+                    self.stdout.write(f"egress: {settings.EGRESS_SLOTS} slots through {container.name}")
+                    await self._supervise(container, stop)
                 finally:
-                    await asyncio.to_thread(nginx.stop)
-        except ProviderError as failed:
-            raise CommandError(str(failed)) from failed
+                    await asyncio.to_thread(container.stop)
+        except ProviderError as error:
+            raise CommandError(str(error)) from error
 
-    async def _supervise(self, nginx: NginxProxy | None, stop: asyncio.Event) -> None:
-        """Until the end, say once a minute that this is there, and look after nginx: the engine starts it again when it dies,
-        and this when somebody has removed or stopped it."""
-        beaten_at = -HEARTBEAT_INTERVAL.total_seconds()
+    async def _supervise(self, container: NginxProxy | None, stop: asyncio.Event) -> None:
+        """Record heartbeats and restart a removed or stopped container, until `stop` is set.
+
+        The engine itself restarts a container whose process has crashed."""
+        last_heartbeat = -HEARTBEAT_INTERVAL.total_seconds()
         while not stop.is_set():
-            if time.monotonic() - beaten_at >= HEARTBEAT_INTERVAL.total_seconds():
-                beaten_at = time.monotonic()
-                await asyncio.to_thread(self._beat, nginx)
+            if time.monotonic() - last_heartbeat >= HEARTBEAT_INTERVAL.total_seconds():
+                last_heartbeat = time.monotonic()
+                await asyncio.to_thread(self._record_heartbeat, container)
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), PROXY_CHECK_INTERVAL_SECONDS)
                 return
             try:
-                if nginx and (state := await asyncio.to_thread(nginx.look)) not in ("running", "restarting"):
-                    log.warning("egress proxy is gone: starting it again", state=state or "removed")
-                    await asyncio.to_thread(nginx.start)
-            except ProviderError as failed:  # the engine does not answer: the next look tells
-                log.warning("egress proxy cannot be looked after", error=str(failed))
+                if container and (state := await asyncio.to_thread(container.get_state)) not in ("running", "restarting"):
+                    log.warning("egress proxy not running, restarting", state=state or "removed")
+                    await asyncio.to_thread(container.start)
+            except ProviderError as error:  # the engine is unavailable: retried at the next check
+                log.warning("egress proxy check failed", error=str(error))
 
-    def _beat(self, nginx: NginxProxy | None) -> None:
+    def _record_heartbeat(self, container: NginxProxy | None) -> None:
         close_old_connections()
-        record_heartbeat(nginx)
+        record_heartbeat(container)
 
 
-def record_heartbeat(nginx: NginxProxy | None) -> None:
-    """Leave a row that says when, for health; and keep nginx's log small, once it is collected."""
+def record_heartbeat(container: NginxProxy | None) -> None:
+    """Record a sweep row, which the health check reads, and rotate nginx's access log."""
     now = timezone.now()
 
     def rotate() -> SweepResult:
-        swept = SweepResult()
-        if nginx and access_log.rotate_log(reconciliation.access_log_path(), nginx.reopen_log, now=now):
-            swept.note("logs rotated")
-        return swept
+        result = SweepResult()
+        if container and access_log.rotate_log(log_collection.access_log_path(), container.reopen_log, now=now):
+            result.note("logs rotated")
+        return result
 
     try:
         run_recorded("egress", rotate, now=now, every=HEARTBEAT_INTERVAL)
-    except (DatabaseError, ProviderError, OSError) as failed:
-        log.error("no heartbeat of the way out", error=f"{type(failed).__name__}: {failed}")
+    except (DatabaseError, ProviderError, OSError) as error:
+        log.error("egress heartbeat not recorded", error=f"{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
-"""The way to a Docker Engine: its calls, and one exec's stdin and output over one connection.
+"""Client for a Docker Engine: API calls, and streaming of an exec's stdin and output.
 
-The SDK makes the calls, but not an exec's three: it takes one or two milliseconds more for each, reads an exec's output
-without regard to any timeout, and leaves behind what it had read ahead. Those go over plain connections."""
+Most calls use the SDK. The three calls of an exec use plain connections, because the SDK adds one or two milliseconds to each,
+reads an exec's output without a timeout, and discards data that it has read ahead."""
 
 import contextlib
 import hashlib
@@ -25,18 +25,14 @@ from requests.exceptions import RequestException
 
 from sandboxes.providers.base import Missing, ProviderError, Rejected, ResourceUsage, Unavailable
 
-CALL_TIMEOUT_SECONDS = 60  # seconds in which the engine answers one call
+CALL_TIMEOUT_SECONDS = 60  # of one API call
 EXEC_GIDS = range(1 << 20, (1 << 31) - 1)
 CHUNK_BYTES = 1 << 18
-SHARED_KERNEL_RUNTIMES = {
-    "runc",
-    "crun",
-    "io.containerd.runc.v2",
-}  # runtimes whose processes are this kernel's, and seen from out here
+SHARED_KERNEL_RUNTIMES = {"runc", "crun", "io.containerd.runc.v2"}  # their processes are visible on the host
 
 
 class Conflict(Unavailable):
-    """409: the container is in a state, or in other hands, in which this cannot be done."""
+    """HTTP 409: the container's state, or a concurrent operation, does not allow this call."""
 
 
 def _to_provider_error(status: int, message: str) -> ProviderError:
@@ -46,16 +42,18 @@ def _to_provider_error(status: int, message: str) -> ProviderError:
 
 @contextlib.contextmanager
 def translate_errors() -> Iterator[None]:
-    """Whatever the SDK says becomes one of the port's three errors."""
+    """Translate SDK exceptions into the provider port's errors."""
     try:
         yield
     except APIError as error:
         raise _to_provider_error(error.status_code or 500, error.explanation or str(error)) from error
     except (DockerException, RequestException) as error:
-        raise Unavailable(f"Docker does not answer: {error}") from error
+        raise Unavailable(f"Docker is unavailable: {error}") from error
 
 
 class _EngineConnection(http.client.HTTPConnection):
+    """HTTP connection over the engine's socket."""
+
     def __init__(self, engine: "Engine") -> None:
         super().__init__("docker")
         self._engine = engine
@@ -65,24 +63,23 @@ class _EngineConnection(http.client.HTTPConnection):
 
 
 class Cgroup(NamedTuple):
-    """Where the kernel says what a container is and does: files of control groups 1, or of 2, which have them all together."""
+    """Files of a container's cgroup, version 1 or 2."""
 
     processes: Path
-    oom: Path  # has a line "oom_kill N"
-    cpu: Path  # a number of nanoseconds, or a line "usage_usec N"
-    memory: Path  # a number of bytes; beside it, memory.stat
+    oom: Path  # contains a line "oom_kill N"
+    cpu: Path  # nanoseconds (version 1), or a line "usage_usec N" (version 2)
+    memory: Path  # bytes; memory.stat is in the same directory
 
     def usage(self) -> ResourceUsage:
-        """OSError if the container does not run any more."""
-        said, stat = self.cpu.read_text(), _parse_numbers(self.memory.with_name("memory.stat").read_text())
-        micros = int(said) // 1000 if said.strip().isdigit() else _parse_numbers(said)["usage_usec"]
+        """Read the current usage. Raise OSError if the container has stopped."""
+        cpu, stat = self.cpu.read_text(), _parse_numbers(self.memory.with_name("memory.stat").read_text())
+        micros = int(cpu) // 1000 if cpu.strip().isdigit() else _parse_numbers(cpu)["usage_usec"]
         return ResourceUsage(micros, _memory_in_use(int(self.memory.read_text()), stat))
 
 
-def _memory_in_use(taken: int, stat: Mapping[str, int]) -> int:
-    """Bytes of memory without files that were read once and are kept while there is room, as `docker stats` has it. The first
-    of the names is of version 1."""
-    return max(taken - stat.get("total_inactive_file", stat.get("inactive_file", 0)), 0)
+def _memory_in_use(usage: int, stat: Mapping[str, int]) -> int:
+    """Memory in bytes excluding inactive page cache, like `docker stats`. cgroup version 1 uses the first of the names."""
+    return max(usage - stat.get("total_inactive_file", stat.get("inactive_file", 0)), 0)
 
 
 def _parse_numbers(text: str) -> dict[str, int]:
@@ -90,46 +87,47 @@ def _parse_numbers(text: str) -> dict[str, int]:
 
 
 class Engine:
-    """One process's way to the daemon, which its threads share."""
+    """Connection pool to the daemon. One per process, shared by its threads."""
 
     def __init__(self) -> None:
         self.client = APIClient(**kwargs_from_env(), version="auto", timeout=CALL_TIMEOUT_SECONDS, max_pool_size=64)
         self.cgroups: dict[str, Cgroup | None] = {}
-        self.first_processes: dict[str, tuple[int, str]] = {}  # container -> its first process and its id, as they were once
+        self.first_processes: dict[str, tuple[int, str]] = {}  # container -> (pid of process 1, container id); may be outdated
         self._host = urlsplit(parse_host(os.environ.get("DOCKER_HOST"), tls="tls" in kwargs_from_env()))
         self._idle: deque[_EngineConnection] = deque(maxlen=64)
         options = " ".join(self.client.info().get("SecurityOptions") or [])
         self.has_user_remapping = "name=userns" in options or "name=rootless" in options
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        """One short call that may safely be made twice; its answer as decoded JSON. Any of the port's errors."""
-        content, headers = body and json.dumps(body).encode(), {"Content-Type": "application/json"}
+        """Make one short, idempotent call. Return the decoded JSON response. Raise the provider port's errors."""
+        request_body, headers = body and json.dumps(body).encode(), {"Content-Type": "application/json"}
         while True:
             try:
-                connection, kept = self._idle.pop(), True
+                connection, is_reused = self._idle.pop(), True
             except IndexError:
-                connection, kept = _EngineConnection(self), False
+                connection, is_reused = _EngineConnection(self), False
             try:
-                connection.request(method, f"/v{self.client.api_version}{path}", content, headers)
+                connection.request(method, f"/v{self.client.api_version}{path}", request_body, headers)
                 response = connection.getresponse()
-                said = response.read()
+                content = response.read()
                 break
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
-                if not kept or isinstance(error, TimeoutError):  # else: closed meanwhile, as by a daemon's restart
-                    raise Unavailable(f"Docker does not answer: {error}") from error
+                if not is_reused or isinstance(error, TimeoutError):  # a reused connection may have been closed by the daemon
+                    raise Unavailable(f"Docker is unavailable: {error}") from error
         self._idle.append(connection)
-        return _decode_response(response.status, said)
+        return _decode_response(response.status, content)
 
     def exec_gid(self, mark: str) -> int | None:
-        """The group id of the exec with this mark, by which all its processes are known: no process can leave its group.
-        Two execs of one sandbox have the same one once in two thousand million times. None where the engine maps only
-        few ids. Made from the mark, so that whoever knows the mark can kill the exec, also after a crash of ours."""
+        """Return the group id that identifies all processes of the exec with this mark. A process cannot leave its group.
+
+        The id is derived from the mark, so an exec can be killed after a crash of the process that started it. Two execs of one
+        sandbox collide with a probability of about one in two billion. None if the engine maps only few ids."""
         number = int.from_bytes(hashlib.sha256(mark.encode()).digest()[:8])
         return None if self.has_user_remapping else EXEC_GIDS[number % len(EXEC_GIDS)]
 
     def dial(self) -> socket.socket:
-        """A new connection."""
+        """Open a new connection to the daemon."""
         try:
             if self._host.scheme == "http":
                 return socket.create_connection((self._host.hostname, self._host.port), timeout=CALL_TIMEOUT_SECONDS)
@@ -139,12 +137,13 @@ class Engine:
                 connection.connect(self._host.path)
                 return connection
         except OSError as error:
-            raise Unavailable(f"Docker does not answer: {error}") from error
-        raise Rejected("DOCKER_HOST has to be a unix socket or plain TCP: over TLS or ssh no stdin can be ended.")
+            raise Unavailable(f"Docker is unavailable: {error}") from error
+        raise Rejected("DOCKER_HOST must be a unix socket or plain TCP: stdin cannot be half-closed over TLS or ssh.")
 
     def cgroup(self, ref: str) -> Cgroup | None:
-        """The container's memory cgroup, or None if it cannot be seen from here: that takes running on the container's
-        host. Unlike the id of its first process, it stays the same when the container is started again."""
+        """Return the container's cgroup, or None if it is not visible, as on another host.
+
+        Unlike the pid of process 1, the cgroup stays the same when the container is restarted."""
         if ref not in self.cgroups:
             with translate_errors():
                 found = self.client.inspect_container(ref)
@@ -159,21 +158,22 @@ class Engine:
         return self.cgroups[ref]
 
     def usage(self, ref: str) -> ResourceUsage | None:
-        """What the container uses, or None while it does not run. The engine takes up to a second to say it, so the kernel is
-        asked where that can be done from here."""
-        with contextlib.suppress(OSError):  # it has stopped, or is gone
+        """Return the container's resource usage, or None if it does not run.
+
+        Read from the kernel if its cgroup is visible: the engine takes up to a second."""
+        with contextlib.suppress(OSError):  # stopped or removed
             if cgroup := self.cgroup(ref):
                 return cgroup.usage()
-        said = self.call("GET", f"/containers/{ref}/stats?stream=false&one-shot=true")
-        memory = said["memory_stats"]
-        if "usage" not in memory:  # it does not run, or this daemon has no control groups
+        stats = self.call("GET", f"/containers/{ref}/stats?stream=false&one-shot=true")
+        memory = stats["memory_stats"]
+        if "usage" not in memory:  # not running, or the daemon has no cgroups
             return None
         return ResourceUsage(
-            said["cpu_stats"]["cpu_usage"]["total_usage"] // 1000, _memory_in_use(memory["usage"], memory["stats"])
+            stats["cpu_stats"]["cpu_usage"]["total_usage"] // 1000, _memory_in_use(memory["usage"], memory["stats"])
         )
 
     def oom_kills(self, ref: str) -> int | None:
-        """Processes that the kernel killed for memory in the container since it started; None: cannot be seen."""
+        """Return the number of OOM kills in the container since it started, or None if it is not visible."""
         try:
             cgroup = self.cgroup(ref)
             lines = cgroup.oom.read_bytes().splitlines() if cgroup else []
@@ -182,29 +182,32 @@ class Engine:
         return next((int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")), None)
 
     def was_oom_killed(self, ref: str, before: int | None, since: float, exit_code: int) -> bool:
-        """Did the kernel kill anything for memory since? By its own counter, or else by the engine's `oom` events."""
+        """Return whether an OOM kill occurred, by the kernel's counter or else the engine's `oom` events since `since`."""
         after = self.oom_kills(ref)
         if before is not None and after is not None:
             return after > before
-        until = time.time() + (0.5 if exit_code == 137 else 0)  # the event may come after the end that it explains
-        span: dict[str, Any] = {"since": f"{since:.6f}", "until": f"{until:.6f}"}  # finer than the SDK's own conversion
+        until = time.time() + (0.5 if exit_code == 137 else 0)  # the event may arrive after the exit it caused
+        span: dict[str, Any] = {
+            "since": f"{since:.6f}",
+            "until": f"{until:.6f}",
+        }  # the SDK's own conversion truncates to seconds
         with translate_errors():
             return any(self.client.events(**span, filters={"container": ref, "event": "oom"}, decode=True))
 
 
 def shares_kernel(inspected: Mapping[str, Any]) -> bool:
-    """Are the container's processes this machine's? Under gVisor or Kata they are not: what is seen is the runtime."""
+    """Return whether the container's processes run on the host's kernel. Under gVisor or Kata only the runtime is visible."""
     return inspected["HostConfig"]["Runtime"] in SHARED_KERNEL_RUNTIMES
 
 
 def _decode_response(status: int, content: bytes) -> Any:
     try:
-        said = json.loads(content)
+        decoded = json.loads(content)
     except ValueError:
-        said = {"message": content.decode(errors="replace")}
+        decoded = {"message": content.decode(errors="replace")}
     if status >= 400:
-        raise _to_provider_error(status, str(said.get("message", "")))
-    return said
+        raise _to_provider_error(status, str(decoded.get("message", "")))
+    return decoded
 
 
 def _find_cgroup(pid: int, container: str) -> Cgroup | None:
@@ -221,13 +224,13 @@ def _find_cgroup(pid: int, container: str) -> Cgroup | None:
         path = paths.get("", "")
         directory = Path(f"/sys/fs/cgroup{path}")
         rest = (directory / "memory.events", directory / "cpu.stat", directory / "memory.current")
-    found = Cgroup(directory / "cgroup.procs", *rest)
-    # Seen from inside another container that number is some other process: the id in the path tells.
-    return found if container in path and os.access(found.oom, os.R_OK) else None
+    cgroup = Cgroup(directory / "cgroup.procs", *rest)
+    # If this process runs in a container itself, the pid denotes an unrelated process. The id in the path excludes that.
+    return cgroup if container in path and os.access(cgroup.oom, os.R_OK) else None
 
 
 class EngineExec:
-    """One started exec: stdin goes out and frames come in over one connection, in one loop with a deadline."""
+    """Running exec. Transfers stdin and output over one connection, in one loop with a deadline (monotonic seconds)."""
 
     def __init__(
         self,
@@ -241,12 +244,12 @@ class EngineExec:
     ) -> None:
         self.ref, self.mark, self.gid = ref, mark, gid
         self.deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
-        self.idle: float | None = None  # seconds by which each progress puts off the deadline
-        self.first = b""  # of what came: the engine's own words, if it could not start the program
+        self.idle_timeout: float | None = None  # seconds; if set, any progress moves the deadline to this far ahead
+        self.first_chunk = b""  # of output: the engine's message, if the program could not be started
         self._engine, self._connection, self._exec_id, self._stdin = engine, connection, exec_id, stdin
         self._unsent = memoryview(b"")
         self._read = bytearray()
-        self._open = False  # the engine has taken the connection over; what came before would have been lost
+        self._open = False  # the engine has upgraded the connection; stdin sent earlier would be lost
         body = '{"Detach":false,"Tty":false}'
         head = (
             f"POST /v{engine.client.api_version}/exec/{exec_id}/start HTTP/1.1\r\nHost: docker\r\n"
@@ -256,13 +259,14 @@ class EngineExec:
         try:
             connection.sendall((head + body).encode())
         except OSError as error:
-            raise Unavailable(f"Docker does not answer: {error}") from error
+            raise Unavailable(f"Docker is unavailable: {error}") from error
         connection.setblocking(False)
 
     def frames(self) -> Iterator[tuple[int, bytes]]:
-        """(1 for stdout or 2 for stderr, some bytes) until the connection ends. TimeoutError at the deadline; then it
-        may be called again."""
-        poll = select.poll()  # not select(): a busy server has more than 1024 descriptors
+        """Yield (1 for stdout or 2 for stderr, chunk) until the connection ends.
+
+        Raise TimeoutError at the deadline. It may be called again afterwards."""
+        poll = select.poll()  # select() is limited to descriptors below 1024
         while True:
             sending = self._open and self._stdin is not None
             poll.register(self._connection, select.POLLIN | (select.POLLOUT if sending else 0))
@@ -270,25 +274,25 @@ class EngineExec:
             if left <= 0:
                 raise TimeoutError
             ready = poll.poll(left * 1000)
-            if ready and self.idle:
-                self.deadline = time.monotonic() + self.idle
+            if ready and self.idle_timeout:
+                self.deadline = time.monotonic() + self.idle_timeout
             for _, event in ready:
                 if event & ~select.POLLOUT:
                     if not self._receive():
                         return
-                    yield from self._frames()
+                    yield from self._parse_frames()
                 if event & select.POLLOUT:
                     self._send()
 
     def collect(self, out: "BoundedBuffer", err: "BoundedBuffer") -> None:
-        """Keep of both streams what there is room for, until they end. TimeoutError at the deadline."""
+        """Read both streams to their end into size-limited buffers. Raise TimeoutError at the deadline."""
         for stream, chunk in self.frames():
             (err if stream == 2 else out).add(chunk)
 
-    def ended(self) -> tuple[int, bool]:
-        """The exit code, and whether the program was started at all. TimeoutError at the deadline."""
+    def wait(self) -> tuple[int, bool]:
+        """Wait for the exit. Return (exit code, whether the program was started). Raise TimeoutError at the deadline."""
         pause = 0.002
-        while (state := self._state())["Running"]:  # streams may end before the process does
+        while (state := self._inspect())["Running"]:  # the streams may end before the process
             if time.monotonic() > self.deadline:
                 raise TimeoutError
             time.sleep(pause)
@@ -296,14 +300,14 @@ class EngineExec:
         code = state["ExitCode"]
         return (137, True) if code is None else (code, bool(state["Pid"]))
 
-    def lives(self) -> bool:
-        """Does the engine still count its first process among the living?"""
-        return bool(self._state()["Running"])
+    def is_alive(self) -> bool:
+        """Return whether the engine reports the exec as running."""
+        return bool(self._inspect()["Running"])
 
-    def _state(self) -> dict[str, Any]:
+    def _inspect(self) -> dict[str, Any]:
         try:
             return dict(self._engine.call("GET", f"/exec/{self._exec_id}/json"))
-        except Missing:  # of a container that stopped, or of one that is gone
+        except Missing:  # the container has stopped, or is gone
             self._engine.call("GET", f"/containers/{self.ref}/json")
             return {"Running": False, "ExitCode": None}
 
@@ -321,18 +325,18 @@ class EngineExec:
 
     def _accept_upgrade(self, head: bytearray, rest: bytearray) -> None:
         status = int(head.split(maxsplit=2)[1])
-        if status not in (101, 200):  # 404, 409 or 500: the container stopped since, and perhaps is gone
+        if status not in (101, 200):  # 404, 409 or 500: the container has stopped or was removed
             raise Conflict(rest.decode(errors="replace").strip())
         self._open, self._read = True, rest
 
-    def _frames(self) -> Iterator[tuple[int, bytes]]:
+    def _parse_frames(self) -> Iterator[tuple[int, bytes]]:
         at = 0
         while self._open and len(self._read) - at >= 8:
             stream, length = struct.unpack_from(">BxxxI", self._read, at)
             if len(self._read) - at - 8 < length:
-                break  # the engine's frames are of 32 KiB at most
+                break  # incomplete frame; the engine's frames have at most 32 KiB
             chunk = bytes(self._read[at + 8 : at + 8 + length])
-            self.first = self.first or chunk
+            self.first_chunk = self.first_chunk or chunk
             yield stream, chunk
             at += 8 + length
         del self._read[:at]
@@ -349,12 +353,12 @@ class EngineExec:
         except BlockingIOError:
             return
         except ConnectionError:
-            pass  # it ended, or closed its stdin, without reading everything: its right
+            pass  # the program closed its stdin without reading everything
         self._stdin = None
 
 
 class BoundedBuffer:
-    """The first `cap` bytes of a stream, and whether there were more."""
+    """Buffer for the first `cap` bytes of a stream. `truncated` is set if there were more."""
 
     def __init__(self, cap: int, content: bytes = b"") -> None:
         self._content, self._cap, self.truncated = bytearray(), cap, False

@@ -1,8 +1,8 @@
-"""Files in containers: from outside where that can be done, else by an exec of image/files.py.
+"""File operations of the Docker provider: directly on the host where possible, otherwise by executing image/files.py.
 
-From outside is for root on the engine's own machine, and costs a fiftieth of an exec. Whatever is unexpected there, or
-takes long, is left to the exec, which has the sandbox's memory and the sandbox's time to spend, and decides.
-What the exec says is a sandbox's word: it is bounded and taken apart with care."""
+Host access requires root on the engine's machine and costs about a fiftieth of an exec. Anything unexpected or slow falls back
+to the exec, which uses the sandbox's own memory and CPU and whose result is authoritative. The output of the exec is untrusted:
+it is size-limited and strictly validated."""
 
 import io
 import os
@@ -10,19 +10,18 @@ import re
 import tarfile
 import tempfile
 import uuid
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from typing import IO, BinaryIO, TypeVar, cast
 
 from sandboxes.image import files
+from sandboxes.providers import tar_validation
 from sandboxes.providers.base import (
     DATA,
     WORKSPACE,
     BadPath,
     FileStat,
     NoSuchFile,
-    Provider,
     ProviderError,
     TooLarge,
     Unavailable,
@@ -35,14 +34,13 @@ from sandboxes.providers.base import (
     split_sandbox_path,
 )
 from sandboxes.providers.docker import host_files
-from sandboxes.providers.docker.engine import BoundedBuffer, Engine, EngineExec, shares_kernel
+from sandboxes.providers.docker.commands import AGENT_UID, PYTHON_COMMAND, ContainerCommandProvider
+from sandboxes.providers.docker.engine import BoundedBuffer, shares_kernel
 
-AGENT_UID = 10001  # user id of whatever an agent runs, as in image/Dockerfile
-PYTHON_COMMAND = ("python3", "-I", "-S")
-IDLE_TIMEOUT_SECONDS = 60.0  # seconds in which a transfer of files makes some progress
-HOST_TIMEOUT_SECONDS = 2.0  # seconds that something takes at most from outside
-MAX_HOST_SIZED_FILES = 100_000  # files whose sizes are added up from outside
-MAX_HOST_FILES, MAX_HOST_TAR_BYTES = 500, 32 << 20  # files, and bytes of a tar of them, that are fetched from outside
+IDLE_TIMEOUT_SECONDS = 60.0  # without progress of a file transfer
+HOST_TIMEOUT_SECONDS = 2.0  # of one operation on the host
+MAX_HOST_SIZED_FILES = 100_000  # summed up on the host
+MAX_HOST_FILES, MAX_HOST_TAR_BYTES = 500, 32 << 20  # read on the host, as a tar
 T = TypeVar("T")
 _ERRORS_BY_EXIT_CODE: dict[int, type[ProviderError]] = {
     files.NO_FILE: NoSuchFile,
@@ -57,162 +55,166 @@ _NUMBER_PATTERN, _MODE_PATTERN, _STAMP_PATTERN = (
 _KINDS = {b"file", b"directory", b"link", b"other"}
 
 
-class ContainerFilesProvider(Provider):
-    """The verbs of DockerProvider that are about files."""
-
-    @property
-    @abstractmethod
-    def _engine(self) -> Engine: ...
-
-    @abstractmethod
-    def _running(
-        self, ref: str, argv: Sequence[str], env: Mapping[str, str], cwd: str, stdin: BinaryIO | None, mark: str
-    ) -> AbstractContextManager[EngineExec]:
-        """An exec that has been started. Whoever leaves before it ended has it killed."""
+class ContainerFilesProvider(ContainerCommandProvider):
+    """File verbs of DockerProvider."""
 
     def read_file(self, ref: str, path: str, *, limit: int) -> bytes:
         root, parts = split_sandbox_path(path)
-        found = self._call_on_host(ref, _translate_missing_file(lambda place: files.read(place, parts, limit)), root)
+        found = self._call_on_host(ref, _translate_missing_file(lambda directory: files.read(directory, parts, limit)), root)
         if found is not None:
             return found
-        return self._inside(ref, "read", root, str(limit), stdin=_encode_stdin("/".join(parts)), cap=limit)
+        return self._run_in_container(ref, "read", root, str(limit), stdin=_encode_stdin("/".join(parts)), cap=limit)
 
     def read_range(self, ref: str, path: str, *, start: int, length: int) -> tuple[bytes, int]:
         root, parts = split_sandbox_path(path)
         check_range(start, length)
         found = self._call_on_host(
-            ref, _translate_missing_file(lambda place: files.read_range(place, parts, start, length)), root
+            ref, _translate_missing_file(lambda directory: files.read_range(directory, parts, start, length)), root
         )
         if found is not None:
             return found
         words = ("read_range", root, str(start), str(length))
-        size, _, content = self._inside(ref, *words, stdin=_encode_stdin("/".join(parts)), cap=length + 20).partition(b"\n")
+        size, _, content = self._run_in_container(ref, *words, stdin=_encode_stdin("/".join(parts)), cap=length + 20).partition(
+            b"\n"
+        )
         if not _NUMBER_PATTERN.fullmatch(size):
-            raise Unavailable(f"{ref} did not say how large {path} is")
+            raise Unavailable(f"{ref}: invalid size of {path}")
         return content[:length], int(size)
 
     def write_file(self, ref: str, path: str, content: bytes) -> None:
         root, parts = split_sandbox_path(path)
-        if not self._try_on_host(ref, lambda place: files.write(place, parts, content), root):
-            self._inside(ref, "write", root, stdin=_encode_stdin("/".join(parts), then=content))
+        if not self._try_on_host(ref, lambda directory: files.write(directory, parts, content), root):
+            self._run_in_container(ref, "write", root, stdin=_encode_stdin("/".join(parts), content=content))
 
     def remove_file(self, ref: str, path: str) -> None:
         root, parts = split_sandbox_path(path)
-        if not self._try_on_host(ref, _translate_missing_file(lambda place: files.remove(place, parts)), root):
-            self._inside(ref, "remove", root, stdin=_encode_stdin("/".join(parts)))
+        if not self._try_on_host(ref, _translate_missing_file(lambda directory: files.remove(directory, parts)), root):
+            self._run_in_container(ref, "remove", root, stdin=_encode_stdin("/".join(parts)))
 
-    def manifest(self, ref: str, root: str, *, under: str = "", deep: bool = True, most: int = 100_000) -> dict[str, FileStat]:
+    def manifest(
+        self, ref: str, root: str, *, under: str = "", deep: bool = True, max_entries: int = 100_000
+    ) -> dict[str, FileStat]:
         check_directory_path(root, under)
 
-        def look(place: str) -> dict[str, FileStat]:
-            seen = files.scan(place, under, deep=deep, most=most, seconds=HOST_TIMEOUT_SECONDS)
-            return {path: FileStat._make(fields) for path, fields in seen}
+        def scan(directory: str) -> dict[str, FileStat]:
+            entries = files.scan(directory, under, deep=deep, max_entries=max_entries, seconds=HOST_TIMEOUT_SECONDS)
+            return {path: FileStat._make(fields) for path, fields in entries}
 
-        found = self._call_on_host(ref, _translate_missing_file(look), root)
+        found = self._call_on_host(ref, _translate_missing_file(scan), root)
         if found is not None:
             return found
-        words, said = ("look", root, "deep" if deep else "here", str(most)), BoundedBuffer(420 * most + (4 << 20))
+        words = ("look", root, "deep" if deep else "here", str(max_entries))
+        output = BoundedBuffer(420 * max_entries + (4 << 20))
         for chunk in self._stream_output(ref, words, _encode_stdin(under)):
-            said.add(chunk)
-        told = None if said.truncated else _parse_listing(bytes(said), under, most)
-        if told is None:
-            raise Unavailable(f"{ref} does not say plainly what is in {root}")
-        return told
+            output.add(chunk)
+        listing = None if output.truncated else _parse_listing(bytes(output), under, max_entries)
+        if listing is None:
+            raise Unavailable(f"{ref}: invalid listing of {root}")
+        return listing
 
     def get_files(
         self, ref: str, root: str, *, only: Collection[str] | None = None, exclude: Sequence[str] = ()
     ) -> Iterator[bytes]:
-        patterns, many = check_patterns(exclude), str(len(exclude))
+        patterns, pattern_count = check_patterns(exclude), str(len(exclude))
         if only is None:
-            yield from self._stream_output(ref, ("pack", check_root(root), "all", many), _encode_stdin(*patterns))
+            yield from self._stream_output(ref, ("pack", check_root(root), "all", pattern_count), _encode_stdin(*patterns))
             return
-        wanted = [check_relative_path(root, path) for path in only]
+        selected = [check_relative_path(root, path) for path in only]
         with tempfile.TemporaryFile() as spool:
 
-            def pack(place: str) -> None:
+            def pack(directory: str) -> None:
                 files.pack(
-                    place, cast(BinaryIO, _BoundedWriter(spool)), only=wanted, exclude=patterns, seconds=HOST_TIMEOUT_SECONDS
+                    directory,
+                    cast(BinaryIO, _BoundedWriter(spool)),
+                    only=selected,
+                    exclude=patterns,
+                    seconds=HOST_TIMEOUT_SECONDS,
                 )
 
-            if len(wanted) <= MAX_HOST_FILES and self._try_on_host(ref, pack, check_root(root)):
+            if len(selected) <= MAX_HOST_FILES and self._try_on_host(ref, pack, check_root(root)):
                 spool.seek(0)
                 yield from iter(lambda: spool.read(files.CHUNK_BYTES), b"")
                 return
-        yield from self._stream_output(ref, ("pack", root, "only", many), _encode_stdin(*patterns, *wanted))
+        yield from self._stream_output(ref, ("pack", root, "only", pattern_count), _encode_stdin(*patterns, *selected))
 
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
         check_root(root)
-        if tar.seekable() and host_files.is_plain_tar(tar):
+        if tar.seekable() and tar_validation.is_plain_tar(tar):
             start = tar.tell()
-            if self._try_on_host(ref, lambda place: files.unpack(place, tar), root):
+            if self._try_on_host(ref, lambda directory: files.unpack(directory, tar), root):
                 return
             tar.seek(start)
-        self._inside(ref, "unpack", root, stdin=tar)
+        self._run_in_container(ref, "unpack", root, stdin=tar)
 
     def remove_files(self, ref: str, root: str, paths: Collection[str]) -> None:
-        gone = [check_relative_path(root, path) for path in paths]
+        checked = [check_relative_path(root, path) for path in paths]
         if not self._try_on_host(
-            ref, lambda place: files.remove_files(place, gone, seconds=HOST_TIMEOUT_SECONDS), check_root(root)
+            ref, lambda directory: files.remove_files(directory, checked, seconds=HOST_TIMEOUT_SECONDS), check_root(root)
         ):
-            self._inside(ref, "remove_files", root, stdin=_encode_stdin(*gone))
+            self._run_in_container(ref, "remove_files", root, stdin=_encode_stdin(*checked))
 
     def clear(self, ref: str, root: str) -> None:
-        again = (".home",) if check_root(root) == WORKSPACE else ()
-        if not self._try_on_host(ref, lambda place: files.clear(place, again, seconds=HOST_TIMEOUT_SECONDS), root):
-            self._inside(ref, "clear", root, *again)
+        recreated = (".home",) if check_root(root) == WORKSPACE else ()
+        if not self._try_on_host(ref, lambda directory: files.clear(directory, recreated, seconds=HOST_TIMEOUT_SECONDS), root):
+            self._run_in_container(ref, "clear", root, *recreated)
 
     def size(self, ref: str, root: str) -> int:
         found = self._call_on_host(
-            ref, lambda place: files.size(place, most=MAX_HOST_SIZED_FILES, seconds=HOST_TIMEOUT_SECONDS), check_root(root)
+            ref,
+            lambda directory: files.size(directory, max_entries=MAX_HOST_SIZED_FILES, seconds=HOST_TIMEOUT_SECONDS),
+            check_root(root),
         )
         if found is not None:
             return found
-        said = self._inside(ref, "size", root, cap=20).strip()
-        if not _NUMBER_PATTERN.fullmatch(said):
-            raise Unavailable(f"{ref} did not say how much is in {root}")
-        return int(said)
+        size = self._run_in_container(ref, "size", root, cap=20).strip()
+        if not _NUMBER_PATTERN.fullmatch(size):
+            raise Unavailable(f"{ref}: invalid size of {root}")
+        return int(size)
 
     def seed(self, ref: str, kind: str) -> None:
         under = f"{files.SKILLS_DIRECTORY.removeprefix('/opt/')}/{check_slug(kind)}"
         if not self._try_on_host(ref, lambda opt, data: files.seed(opt, under, data, kind), "/opt", DATA):
-            self._inside(ref, "seed", DATA, kind)
+            self._run_in_container(ref, "seed", DATA, kind)
 
-    def _try_on_host(self, ref: str, act: Callable[..., None], *roots: str) -> bool:
-        """As _from_outside, of what returns nothing: did it work?"""
+    def _try_on_host(self, ref: str, function: Callable[..., None], *roots: str) -> bool:
+        """Call `function` as `_call_on_host` does. Return whether it succeeded."""
 
-        def done(*places: str) -> bool:
-            act(*places)
+        def call(*directories: str) -> bool:
+            function(*directories)
             return True
 
-        return bool(self._call_on_host(ref, done, *roots))
+        return bool(self._call_on_host(ref, call, *roots))
 
-    def _call_on_host(self, ref: str, act: Callable[..., T], *roots: str) -> T | None:
-        """What `act` returns for these places in the sandbox. None if it did not work, for whatever reason: an exec of
-        the same then does it, or says in its own words why not. The port's own errors pass."""
+    def _call_on_host(self, ref: str, function: Callable[..., T], *roots: str) -> T | None:
+        """Call `function` with the host paths of directories of the sandbox, with the agent's permissions.
+
+        Return None after any failure: the caller then executes the same operation in the container, whose error is
+        authoritative. Provider errors are passed on."""
         if os.geteuid() != 0 or self._engine.has_user_remapping:
             return None
         try:
             with ExitStack() as stack:
-                here = self._open_places(ref, roots, stack)
+                directories = self._open_directories(ref, roots, stack)
                 stack.enter_context(host_files.impersonate_user(AGENT_UID))
-                return act(*here)
+                return function(*directories)
         except (OSError, files.BadPath, files.TooLarge, tarfile.TarError, ValueError):
             return None
 
-    def _open_places(self, ref: str, roots: Sequence[str], stack: ExitStack) -> list[str]:
+    def _open_directories(self, ref: str, roots: Sequence[str], stack: ExitStack) -> list[str]:
+        """Open directories of the container through /proc. Raise OSError if its processes are not visible here."""
         first_processes = self._engine.first_processes
-        with suppress(KeyError, OSError):  # not the first one of that container any more, whoever has its number now
+        with suppress(KeyError, OSError):  # the container was restarted: the cached process is gone or unrelated
             return [stack.enter_context(host_files.open_container_directory(*first_processes[ref], root)) for root in roots]
-        found = self._engine.call("GET", f"/containers/{ref}/json")
-        if not shares_kernel(found):
-            raise ProcessLookupError(f"the processes of {ref} are not this machine's")
+        inspected = self._engine.call("GET", f"/containers/{ref}/json")
+        if not shares_kernel(inspected):
+            raise ProcessLookupError(f"the processes of {ref} do not run on this kernel")
         if len(first_processes) > 10_000:
             first_processes.clear()
-        first_processes[ref] = found["State"]["Pid"], found["Id"]
+        first_processes[ref] = inspected["State"]["Pid"], inspected["Id"]
         return [stack.enter_context(host_files.open_container_directory(*first_processes[ref], root)) for root in roots]
 
-    def _inside(self, ref: str, *words: str, stdin: BinaryIO | None = None, cap: int = 0) -> bytes:
-        """What image/files.py answers; at most `cap` bytes, whatever the sandbox says."""
+    def _run_in_container(self, ref: str, *words: str, stdin: BinaryIO | None = None, cap: int = 0) -> bytes:
+        """Execute image/files.py in the container. Return at most `cap` bytes of its output."""
         out = BoundedBuffer(cap)
         for chunk in self._stream_output(ref, words, stdin):
             out.add(chunk)
@@ -222,66 +224,64 @@ class ContainerFilesProvider(Provider):
         err = BoundedBuffer(4096)
         argv = (*PYTHON_COMMAND, "/opt/leasehold/files.py", *words)
         with self._running(ref, argv, {}, "/", stdin, uuid.uuid4().hex) as run:
-            run.idle = IDLE_TIMEOUT_SECONDS
+            run.idle_timeout = IDLE_TIMEOUT_SECONDS
             try:
                 for stream, chunk in run.frames():
                     if stream == 2:
                         err.add(chunk)
                     else:
                         yield chunk
-                exit_code, _ = run.ended()
+                exit_code, _ = run.wait()
             except TimeoutError as error:
-                raise Unavailable(
-                    f"{ref} spent {IDLE_TIMEOUT_SECONDS:.0f} s without progress over {words[0]} in {words[1]}"
-                ) from error
+                raise Unavailable(f"{ref}: no progress of {words[0]} in {words[1]} for {IDLE_TIMEOUT_SECONDS:.0f} s") from error
         if exit_code:
-            said = bytes(err).decode(errors="replace").strip() or f"exit code {exit_code}"
-            raise _ERRORS_BY_EXIT_CODE.get(exit_code, Unavailable)(said)
+            message = bytes(err).decode(errors="replace").strip() or f"exit code {exit_code}"
+            raise _ERRORS_BY_EXIT_CODE.get(exit_code, Unavailable)(message)
 
 
 class _BoundedWriter:
-    """A file to write to that takes no more than SMALL bytes."""
+    """Writable file limited to MAX_HOST_TAR_BYTES."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.left = file, MAX_HOST_TAR_BYTES
+        self.file, self.remaining = file, MAX_HOST_TAR_BYTES
 
     def write(self, content: bytes) -> int:
-        self.left -= len(content)
-        if self.left < 0:
-            raise files.TooLarge("this is more than is fetched from outside")
+        self.remaining -= len(content)
+        if self.remaining < 0:
+            raise files.TooLarge("The tar exceeds the limit for reading on the host.")
         return self.file.write(content)
 
 
-def _translate_missing_file(act: Callable[[str], T]) -> Callable[[str], T]:
-    """The same; but what is not there from outside is not there inside either."""
+def _translate_missing_file(function: Callable[[str], T]) -> Callable[[str], T]:
+    """Wrap a host operation: a missing file is definitive and needs no exec to confirm it."""
 
-    def acted(place: str) -> T:
+    def call(directory: str) -> T:
         try:
-            return act(place)
+            return function(directory)
         except FileNotFoundError as error:
-            raise NoSuchFile("there is no such file") from error
+            raise NoSuchFile("The file does not exist.") from error
 
-    return acted
-
-
-def _encode_stdin(*words: str, then: bytes = b"") -> BinaryIO:
-    """What image/files.py reads from its stdin."""
-    return io.BytesIO(b"".join(os.fsencode(word) + b"\0" for word in words) + then)
+    return call
 
 
-def _parse_listing(said: bytes, under: str, most: int) -> dict[str, FileStat] | None:
-    """What image/files.py says that it saw, or None if that is not what it would say."""
-    words, found = said.split(b"\0"), dict[str, FileStat]()
-    if len(words) % 7 != 1 or words[-1] or len(words) > 7 * most + 1:
+def _encode_stdin(*words: str, content: bytes = b"") -> BinaryIO:
+    """Encode NUL-terminated arguments, and optional content, for the stdin of image/files.py."""
+    return io.BytesIO(b"".join(os.fsencode(word) + b"\0" for word in words) + content)
+
+
+def _parse_listing(output: bytes, under: str, max_entries: int) -> dict[str, FileStat] | None:
+    """Parse the listing printed by image/files.py. Return None if it is not a valid listing."""
+    words, found = output.split(b"\0"), dict[str, FileStat]()
+    if len(words) % 7 != 1 or words[-1] or len(words) > 7 * max_entries + 1:
         return None
     for at in range(0, len(words) - 1, 7):
         path, kind, mode, size, mtime, stamp, target = words[at : at + 7]
-        above, _, name = path.rpartition(b"/")
-        whole, parent = os.fsdecode(path), os.fsdecode(above)
+        parent_path, _, name = path.rpartition(b"/")
+        entry_path, parent = os.fsdecode(path), os.fsdecode(parent_path)
         if (
             len(path) > files.MAX_PATH_BYTES
             or path.startswith(b"/")
-            or whole in found
+            or entry_path in found
             or not 0 < len(name) <= 255
             or name in (b".", b"..")
             or (parent != under and (parent not in found or found[parent].kind != "directory"))
@@ -295,5 +295,5 @@ def _parse_listing(said: bytes, under: str, most: int) -> dict[str, FileStat] | 
         ):
             return None
         fields = (kind.decode(), int(mode, 8), int(size), int(mtime), stamp.decode(), os.fsdecode(target))
-        found[whole] = FileStat(*fields)
+        found[entry_path] = FileStat(*fields)
     return found

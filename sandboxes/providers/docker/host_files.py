@@ -1,33 +1,30 @@
-"""Files of a container on this machine, without an exec, which takes the engine a twentieth of a second or more.
+"""Access to a container's files from the host, without an exec, which costs the engine 50 ms or more.
 
-Only for root in the machine's own process namespace; whoever asks has another way, and takes it at an OSError. What is
-done here is done with the rights of the user that commands run as and no others: an agent that swaps a directory for a
-link under our hands gains nothing, even if one were followed."""
+Requires root in the host's pid namespace. On OSError the caller falls back to an exec. All access uses the permissions of the
+agent's user: an agent that replaces a directory by a symbolic link during an operation gains nothing, even if it were
+followed."""
 
 import ctypes
 import os
-import re
-import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
 
-BLOCK_BYTES = tarfile.BLOCKSIZE
-MAX_PAX_HEADER_BYTES = 1 << 16  # bytes of a pax header: a path of files.LONGEST and a link's target fit
-_PAX_NAME_PATTERN = re.compile(rb"(\d{1,5}) (?:path|linkpath)=")
-_SETGROUPS_SYSCALL = {"x86_64": 116, "aarch64": 159}.get(os.uname().machine)  # the system call: libc's changes all threads
+_SETGROUPS_SYSCALL = {"x86_64": 116, "aarch64": 159}.get(os.uname().machine)  # libc's setgroups changes all threads
 _libc = ctypes.CDLL(None)
 
 
 @contextmanager
 def open_container_directory(pid: int, container: str, root: str) -> Iterator[str]:
-    """A path by which this process reaches a directory of the container whose first process this is. OSError if it is
-    not. `root` is one name below /: only that it is no link can be seen."""
-    process = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY)  # it stays this process's, whoever gets its number
+    """Yield a host path to the directory `root` of the container whose process 1 is `pid`. Raise OSError if it is not.
+
+    `root` must be a single name below /, because only its last element is checked not to be a symbolic link."""
+    process = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY)  # refers to this process even if its pid is reused
     try:
         names = [line.split()[-1] for line in _read_file(process, "status").splitlines() if line.startswith("NSpid:")]
-        if container not in _read_file(process, "cgroup") or names != ["1"]:  # one on its way in still has our root
-            raise ProcessLookupError(f"process {pid} is not the first one in {container}")
+        if container not in _read_file(process, "cgroup") or names != [
+            "1"
+        ]:  # an entering process may still have the host's root
+            raise ProcessLookupError(f"process {pid} is not process 1 of {container}")
         descriptor = os.open(f"root{root}", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=process)
     finally:
         os.close(process)
@@ -39,14 +36,14 @@ def open_container_directory(pid: int, container: str, root: str) -> Iterator[st
 
 @contextmanager
 def impersonate_user(uid: int) -> Iterator[None]:
-    """This thread reaches files as that user and group. PermissionError if it may not change that."""
+    """Access files as this user and group in the current thread. Raise PermissionError if that is not permitted."""
     groups = os.getgroups()
     _set_groups([])
     try:
         _libc.setfsgid(uid)
-        _libc.setfsuid(uid)  # from root's, it also takes root's capabilities over files away
+        _libc.setfsuid(uid)  # leaving uid 0 also drops root's file capabilities
         if (_libc.setfsuid(-1), _libc.setfsgid(-1)) != (uid, uid):
-            raise PermissionError(f"this process may not act as user {uid}")
+            raise PermissionError(f"cannot access files as user {uid}")
         yield
     finally:
         _libc.setfsuid(os.geteuid())
@@ -55,45 +52,11 @@ def impersonate_user(uid: int) -> Iterator[None]:
 
 
 def _set_groups(groups: list[int]) -> None:
-    """This thread's supplementary groups."""
+    """Set the current thread's supplementary groups."""
     if _SETGROUPS_SYSCALL is None or _libc.syscall(_SETGROUPS_SYSCALL, len(groups), (ctypes.c_uint * len(groups))(*groups)):
-        raise PermissionError("this process may not change its groups")
+        raise PermissionError("cannot change supplementary groups")
 
 
 def _read_file(directory: int, name: str) -> str:
     with open(os.open(name, os.O_RDONLY, dir_fd=directory)) as file:
         return file.read()
-
-
-def is_plain_tar(tar: BinaryIO) -> bool:
-    """Is it made only of what files.pack writes? Whatever else a sandbox may have put into a tar of its own, an unpacker
-    out here could take far too much memory over. Leaves the tar where it was."""
-    start, named = tar.tell(), False
-    try:
-        while any(head := tar.read(BLOCK_BYTES)):
-            kind, size = head[156:157], tarfile.nti(head[124:136]) if len(head) == BLOCK_BYTES else -1  # type: ignore[attr-defined]
-            if kind == tarfile.XHDTYPE and 0 < size <= MAX_PAX_HEADER_BYTES and not named:  # a chain of them would be recursion
-                records = tar.read(-size % BLOCK_BYTES + size)
-                if not _has_only_names(records[:size]) or any(records[size:]):  # an unpacker reads what comes after, too
-                    return False
-            elif kind == tarfile.REGTYPE and size >= 0:
-                tar.seek(-size % BLOCK_BYTES + size, os.SEEK_CUR)
-            elif kind not in (tarfile.DIRTYPE, tarfile.SYMTYPE) or size:
-                return False
-            named = kind == tarfile.XHDTYPE
-    except tarfile.TarError:
-        return False
-    finally:
-        tar.seek(start)
-    return True
-
-
-def _has_only_names(records: bytes) -> bool:
-    """Are these a pax header's records, taken apart as an unpacker would, of paths alone?"""
-    while records:
-        found = _PAX_NAME_PATTERN.match(records)
-        end = int(found[1]) if found else 0
-        if found is None or end <= found.end() or records[end - 1 : end] != b"\n":
-            return False
-        records = records[end:]
-    return True

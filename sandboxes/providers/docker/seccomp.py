@@ -1,9 +1,9 @@
-"""Which system calls a program in a Docker sandbox may make. What is not named here fails with EPERM; but clone3, and
-calls newer than any that is named, say ENOSYS, on which libraries fall back to what came before them.
+"""Seccomp profile of Docker sandboxes: an allow list of system calls.
 
-The list holds what shells, compilers, interpreters and tools of unprivileged users need. It is closed on purpose: what
-gives nothing but another way into the kernel (io_uring, bpf, ptrace, keyrings, namespaces, mounts) is left out, also
-where the engine's default lets it in. Names that a machine's kernel or libseccomp does not know do nothing there."""
+Other calls fail with EPERM, except clone3 and calls newer than any listed one, which fail with ENOSYS so that libraries fall
+back to older calls. The list contains the calls that shells, compilers, interpreters and tools of unprivileged users need.
+Calls that mainly add attack surface (io_uring, bpf, ptrace, keyrings, namespaces, mounts) are excluded even where the engine's
+default profile allows them. Names unknown to the host's kernel or libseccomp have no effect."""
 
 import json
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ PROCESS_SYSCALLS = """
     clock_getres clock_gettime clock_nanosleep gettimeofday time timer_create timer_delete timer_getoverrun timer_gettime
     timer_settime getrandom sysinfo uname
 """
-# The engine itself drops what it was with some of these, under the filter. Without capabilities they give nothing.
+# The engine calls some of these under the filter to drop privileges. Without capabilities they grant nothing.
 IDENTITY_SYSCALLS = """
     capget capset getuid geteuid getgid getegid getresuid getresgid getgroups setuid setgid setreuid setregid setresuid
     setresgid setfsuid setfsgid setgroups seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self
@@ -52,22 +52,22 @@ IPC_SYSCALLS = """
 ALLOWED_SYSCALLS = frozenset(
     f"{FILE_SYSCALLS}{WAIT_SYSCALLS}{MEMORY_SYSCALLS}{PROCESS_SYSCALLS}{IDENTITY_SYSCALLS}{IPC_SYSCALLS}".split()
 )
-# Numbers of Linux, whatever this machine's are: AF_INET and AF_INET6; the default protocol, TCP and UDP, so that no module
-# of the kernel is loaded for another one. A family that is not here, such as vsock, may belong to no network namespace.
+# Linux constants, independent of the control plane's platform. Families: AF_INET and AF_INET6. Protocols: default, TCP and UDP,
+# so that no kernel module is loaded for another one. Other families, such as vsock, are not confined by a network namespace.
 AF_UNIX, NETWORK_FAMILIES, NETWORK_PROTOCOLS = 1, (2, 10), (0, 6, 17)
-AF_NETLINK, NETLINK_ROUTE = 16, 0  # how libraries list the interfaces there are
+AF_NETLINK, NETLINK_ROUTE = 16, 0  # used by libraries to list network interfaces
 NAMESPACE_FLAGS = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
-INT_MASK = 0xFFFFFFFF  # what the kernel reads of an int: the upper half of its register may hold anything
-PERSONALITIES = (0, INT_MASK)  # as usual, and asking which it is
+INT_MASK = 0xFFFFFFFF  # the kernel ignores the upper half of the register of an int argument
+PERSONALITIES = (0, INT_MASK)  # the default, and a query of the current value
 ENOSYS = 38
 
 
 @cache
 def build_profile() -> str:
-    """The profile as Docker's API takes it, in `security_opt` after "seccomp=".
+    """Build the profile as JSON for Docker's `security_opt` ("seccomp=...").
 
-    It names no second architecture: a call by another machine's numbers, such as those of 32-bit x86, where one call
-    stands for all of a socket's, kills the program that makes it."""
+    Secondary architectures are excluded: a call by the numbers of another architecture, such as 32-bit x86 with its socketcall
+    multiplexer, kills the calling program."""
     return json.dumps(
         {
             "defaultAction": "SCMP_ACT_ERRNO",
@@ -89,13 +89,17 @@ def _build_rules() -> Iterator[dict[str, Any]]:
     yield _allow("clone", (0, NAMESPACE_FLAGS, 0))
     for kind in PERSONALITIES:
         yield _allow("personality", (0, INT_MASK, kind))
-    yield {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": ENOSYS}  # its flags are in memory, unseen
+    yield {
+        "names": ["clone3"],
+        "action": "SCMP_ACT_ERRNO",
+        "errnoRet": ENOSYS,
+    }  # its flags are in memory, where a filter cannot read them
 
 
-def _allow(*said: Any) -> dict[str, Any]:
-    """Calls that are let in where, of each of these arguments, the masked bits are these: (index, mask, value)."""
+def _allow(*names_and_conditions: Any) -> dict[str, Any]:
+    """Allow the named calls if all conditions hold. A condition (index, mask, value) requires argument & mask == value."""
     args = [
         {"index": index, "value": mask, "valueTwo": value, "op": "SCMP_CMP_MASKED_EQ"}
-        for index, mask, value in (each for each in said if not isinstance(each, str))
+        for index, mask, value in (item for item in names_and_conditions if not isinstance(item, str))
     ]
-    return {"names": [each for each in said if isinstance(each, str)], "action": "SCMP_ACT_ALLOW", "args": args}
+    return {"names": [item for item in names_and_conditions if isinstance(item, str)], "action": "SCMP_ACT_ALLOW", "args": args}

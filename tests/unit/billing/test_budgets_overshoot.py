@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given
 from hypothesis import strategies as st
 
-from billing import budgets, costs, metering
+from billing import budgets, costs, metering, totals
 from billing.errors import BudgetExhausted
 from billing.models import Account, Budget, Membership, Tab, UsageRecord
 from leases import budget_enforcement, execution, leasing, sweeps
@@ -89,7 +89,7 @@ class History:
     def used(self) -> timedelta:
         """Anew, from the facts."""
         metering.meter_usage(now=self.now)
-        rows = UsageRecord.objects.filter(agent_did__startswith=self.did(0)[:-1], state__in=costs.BILLABLE_STATES)
+        rows = UsageRecord.objects.filter(agent_did__startswith=self.did(0)[:-1], state__in=totals.BILLABLE_STATES)
         return sum((row.ended_at - row.began_at for row in rows), timedelta(0))
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
-def test_no_history_goes_further_over_a_budget_than_is_written_down(pool: Pool, still: None) -> None:
+def test_overshoot_stays_within_the_documented_bound(pool: Pool, still: None) -> None:
     over: list[timedelta] = []
 
     @hypothesis.settings(

@@ -1,6 +1,5 @@
 """Usage records from facts: intervals, days, snapshots and calls, and that no pass counts anything twice."""
 
-import uuid
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +13,10 @@ from django.db import connection, connections
 from django.test.utils import CaptureQueriesContext
 
 from billing import metering
-from billing.costs import BILLABLE_STATES
-from billing.metering import StateInterval, build_intervals, meter_usage, split_by_day
+from billing.intervals import StateInterval, build_intervals, split_by_day
+from billing.metering import meter_usage
 from billing.models import UsageKind, UsageRecord
+from billing.totals import BILLABLE_STATES
 from leases import execution, fork, leasing, snapshots, sweeps
 from leases.leasing import LeaseRequest
 from leases.models import Lease
@@ -29,9 +29,9 @@ from sandboxes.providers.base import Unavailable
 from sandboxes.runs import Command
 from sandboxes.state import workspace
 from tests.conftest import MINUTE, NOW, SimulatedCrash
+from tests.support.billing import HOUR, create_llm_call
 
 pytestmark = pytest.mark.django_db
-HOUR = timedelta(hours=1)
 NOON, MIDNIGHT = NOW, datetime(2026, 11, 22, tzinfo=UTC)
 Act = Callable[..., Any]
 
@@ -64,12 +64,12 @@ def test_each_transition_begins_an_interval_and_the_last_is_open() -> None:
     assert [*build_intervals([], until=NOW)] == []
 
 
-def test_what_is_destroyed_has_an_end() -> None:
+def test_destroyed_sandbox_has_no_open_interval() -> None:
     life = [(1, "warm", None, NOW), (2, "destroyed", None, NOW + MINUTE)]
     assert [*build_intervals(life, until=NOW + HOUR)] == [StateInterval(1, "warm", None, NOW, NOW + MINUTE)]
 
 
-def test_a_clock_that_jumps_back_makes_no_time_and_takes_none() -> None:
+def test_clock_jump_back_neither_adds_nor_removes_time() -> None:
     ats = [0, 10, 4, 6, 12, 11]
     life = [(pk, "warm", None, NOW + at * MINUTE) for pk, at in enumerate(ats)]
     found = [*build_intervals(life, until=NOW)]
@@ -89,14 +89,14 @@ def test_a_clock_that_jumps_back_makes_no_time_and_takes_none() -> None:
          [(date(2026, 12, 31), 1), (date(2027, 1, 1), 2)]),
     ],
 )  # fmt: skip
-def test_a_day_is_one_of_utc(began: datetime, ended: datetime, days: list[tuple[date, float]]) -> None:
+def test_intervals_are_split_at_utc_midnight(began: datetime, ended: datetime, days: list[tuple[date, float]]) -> None:
     assert [(day, (end - start) / HOUR) for day, start, end in split_by_day(began, ended)] == days
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_lease_has_its_sandboxes_time_by_state_and_day(grant: Act, memory: Any) -> None:
+def test_lease_time_is_recorded_by_state_and_day(grant: Act, memory: Any) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
     used(lease, now=NOON)
     below.evict_idle(now=NOON + HOUR)
@@ -117,7 +117,7 @@ def test_a_lease_has_its_sandboxes_time_by_state_and_day(grant: Act, memory: Any
     assert "time" not in meter_usage(now=MIDNIGHT + 9 * HOUR)
 
 
-def test_what_nobody_held_yet_is_nobodys(grant: Act, pool: Any, memory: Any) -> None:
+def test_time_without_a_lease_has_no_agent(grant: Act, pool: Any, memory: Any) -> None:
     type(pool).objects.filter(pk=pool.pk).update(warm_target=1)
     below.warm_pools(now=NOON)
     lease = grant(now=NOON + HOUR, ttl=9 * HOUR)
@@ -127,7 +127,7 @@ def test_what_nobody_held_yet_is_nobodys(grant: Act, pool: Any, memory: Any) -> 
     assert seconds(holder=lease.pk, agent_did="did:plc:ada") == {"warm": 3600}
 
 
-def test_a_start_that_fails_is_never_ready(grant: Act, memory: Any) -> None:
+def test_failed_start_has_no_ready_time(grant: Act, memory: Any) -> None:
     lease = grant()
     with memory.fail("create", Unavailable("no"), times=99), pytest.raises(Exception, match="no"):
         used(lease, now=NOON)
@@ -137,7 +137,7 @@ def test_a_start_that_fails_is_never_ready(grant: Act, memory: Any) -> None:
     assert Transition.objects.filter(to="destroying").exists()
 
 
-def test_a_watermark_does_not_go_back(grant: Act, memory: Any) -> None:
+def test_watermark_does_not_go_back(grant: Act, memory: Any) -> None:
     used(grant(ttl=9 * HOUR), now=NOON)
     meter_usage(now=NOON + 2 * HOUR)
     before = metering_rows()
@@ -145,7 +145,7 @@ def test_a_watermark_does_not_go_back(grant: Act, memory: Any) -> None:
     assert metering_rows() == before and seconds() == {"waiting": 7200}
 
 
-def test_a_clock_that_was_ahead_is_set_right_by_what_happens_then(grant: Act, memory: Any) -> None:
+def test_usage_metered_ahead_of_time_is_corrected_by_the_next_transition(grant: Act, memory: Any) -> None:
     lease = grant(ttl=9 * HOUR)
     used(lease, now=NOON)
     meter_usage(now=NOON + timedelta(days=3))  # by mistake
@@ -156,7 +156,7 @@ def test_a_clock_that_was_ahead_is_set_right_by_what_happens_then(grant: Act, me
     assert seconds() == {"waiting": 3600}
 
 
-def test_what_ended_by_a_clock_that_jumped_back_is_alive_no_more(grant: Act, memory: Any) -> None:
+def test_sandbox_destroyed_after_a_clock_jump_is_not_alive(grant: Act, memory: Any) -> None:
     lease = grant(ttl=9 * HOUR)
     used(lease, now=NOON + HOUR)
     leasing.release(lease.pk, now=NOON)
@@ -172,13 +172,13 @@ def test_what_ended_by_a_clock_that_jumped_back_is_alive_no_more(grant: Act, mem
         ("tokens", "calls"),
     ],
 )  # fmt: skip
-def test_dying_in_a_batch_writes_nothing_of_it_and_the_next_pass_all(
+def test_crash_in_a_batch_writes_nothing_and_the_next_pass_completes(
     subject: str, source: str, grant: Act, memory: Any
 ) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=9 * HOUR)
     used(lease, now=NOON)
     below.evict_idle(now=NOON + HOUR)
-    call(lease)
+    create_llm_call(lease)
     DataSize.note("did:plc:ada", 1000, now=NOON)
 
     def die(reached: str, at: object) -> None:
@@ -202,7 +202,7 @@ def test_dying_in_a_batch_writes_nothing_of_it_and_the_next_pass_all(
 
 
 @pytest.mark.django_db(transaction=True)
-def test_passes_beside_each_other_and_beside_what_happens_count_everything_once(grant: Act, memory: Any) -> None:
+def test_concurrent_passes_count_everything_once(grant: Act, memory: Any) -> None:
     leases = [grant(environment=f"e{number}", ttl=9 * HOUR) for number in range(6)]
     began = monotonic()
     for lease in leases:
@@ -234,7 +234,7 @@ def test_passes_beside_each_other_and_beside_what_happens_count_everything_once(
 # --- storage ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_snapshot_takes_room_until_it_is_forgotten(grant: Act, memory: Any) -> None:
+def test_snapshot_storage_lasts_until_it_is_forgotten(grant: Act, memory: Any) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
     used(lease, now=NOON)
     below.evict_idle(now=NOON + HOUR)
@@ -252,7 +252,7 @@ def test_a_snapshot_takes_room_until_it_is_forgotten(grant: Act, memory: Any) ->
     assert Snapshot.objects.get().metered
 
 
-def test_a_snapshot_that_is_forgotten_while_it_is_metered_has_its_end_from_the_next_pass(grant: Act, memory: Any) -> None:
+def test_snapshot_forgotten_during_a_pass_ends_in_the_next_pass(grant: Act, memory: Any) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
     used(lease, now=NOON)
     below.evict_idle(now=NOON + HOUR)
@@ -271,7 +271,7 @@ def test_a_snapshot_that_is_forgotten_while_it_is_metered_has_its_end_from_the_n
     assert [row.ended_at for row in UsageRecord.objects.filter(source=f"snapshot {kept.pk}")] == [NOON + 2.5 * HOUR]
 
 
-def test_objects_take_room_once_until_the_last_copy_that_points_to_them_is_forgotten(grant: Act, memory: Any) -> None:
+def test_shared_objects_count_once_until_their_last_reference_is_forgotten(grant: Act, memory: Any) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
     used(lease, now=NOON)
     below.evict_idle(now=NOON + HOUR)
@@ -296,7 +296,7 @@ def test_objects_take_room_once_until_the_last_copy_that_points_to_them_is_forgo
     assert metering_rows() == before
 
 
-def test_an_agents_data_takes_room_as_large_as_it_was(grant: Act) -> None:
+def test_agent_data_storage_follows_its_size(grant: Act) -> None:
     for size, hours in ((1000, 0), (1000, 1), (3000, 2), (0, 5), (7, 6)):
         DataSize.note("did:plc:ada", size, now=NOON + hours * HOUR)
     DataSize.note("did:plc:bob", 50, now=NOON + 5 * HOUR)
@@ -314,7 +314,7 @@ def test_an_agents_data_takes_room_as_large_as_it_was(grant: Act) -> None:
     assert metering_rows() == before
 
 
-def test_a_pass_reads_a_row_for_what_takes_room_and_not_one_for_each_of_its_days() -> None:
+def test_pass_reads_one_row_per_stored_object() -> None:
     DataSize.note("did:plc:ada", 1000, now=NOON - timedelta(days=9))
     meter_usage(now=NOON)
     with CaptureQueriesContext(connection) as asked:
@@ -324,7 +324,7 @@ def test_a_pass_reads_a_row_for_what_takes_room_and_not_one_for_each_of_its_days
         assert [len(cursor.execute(sql).fetchall()) for sql in about] == [1]
 
 
-def test_the_size_of_data_is_noted_whenever_it_changes(grant: Act, memory: Any) -> None:
+def test_data_size_is_recorded_on_change(grant: Act, memory: Any) -> None:
     lease = grant()
     sizes = []
     for script in ("echo 12345 >/data/a", "true", "echo 1 >/data/a"):
@@ -334,7 +334,7 @@ def test_the_size_of_data_is_noted_whenever_it_changes(grant: Act, memory: Any) 
     assert (noted, sizes) == ([sizes[0], sizes[0] - 4], [sizes[0], sizes[0], sizes[0] - 4])
 
 
-def test_a_size_is_never_noted_before_the_one_it_follows() -> None:
+def test_data_sizes_are_recorded_in_order() -> None:
     DataSize.note("did:plc:ada", 1, now=NOON)
     DataSize.note("did:plc:ada", 2, now=NOON - HOUR)
     assert [row.at for row in DataSize.objects.order_by("pk")] == [NOON, NOON]
@@ -349,56 +349,47 @@ def room() -> list[tuple[str, int, float]]:
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-def call(lease: Lease, **more: Any) -> LlmCall:
-    whole = {
-        "call_id": uuid.uuid4().hex, "holder": lease.pk, "agent_did": lease.agent_did, "model": "gpt", "started_at": NOON,
-        "environment_id": lease.environment_id, "deadline_at": NOON + MINUTE, "ended_at": NOON + MINUTE, "outcome": "ok",
-        "input_tokens": 100, "cached_tokens": 40, "output_tokens": 7, "cost": Decimal("0.001"), "priced": "upstream",
-    }  # fmt: skip
-    return LlmCall.objects.create(**whole | more)
-
-
 def tokens() -> list[tuple[Any, ...]]:
     rows = UsageRecord.objects.filter(item=UsageKind.TOKENS).order_by("model", "day")
     return [(row.model, row.calls, row.unpriced, row.input_tokens, row.output_tokens, row.usd) for row in rows]
 
 
-def test_a_leases_calls_of_a_model_are_one_row_a_day(grant: Act) -> None:
+def test_calls_of_a_lease_and_model_are_one_row_a_day(grant: Act) -> None:
     lease = grant()
-    call(lease)
-    call(lease, outcome="cut", cost=None, priced="", output_tokens=None)
-    call(lease, started_at=MIDNIGHT, ended_at=MIDNIGHT)
-    call(lease, model="other")
-    call(lease, outcome="refused", cost=None, priced="")
-    call(lease, kind="relay", model="", cost=None, priced="")
-    call(lease, ended_at=None, outcome="open", cost=None, priced="")
+    create_llm_call(lease)
+    create_llm_call(lease, outcome="cut", cost=None, priced="", output_tokens=None)
+    create_llm_call(lease, started_at=MIDNIGHT, ended_at=MIDNIGHT)
+    create_llm_call(lease, model="other")
+    create_llm_call(lease, outcome="refused", cost=None, priced="")
+    create_llm_call(lease, kind="relay", model="", cost=None, priced="")
+    create_llm_call(lease, ended_at=None, outcome="open", cost=None, priced="")
     meter_usage(now=NOON + HOUR)
     usd = Decimal("0.001")
     assert tokens() == [("gpt", 2, 1, 200, 7, usd), ("gpt", 1, 0, 100, 7, usd), ("other", 1, 0, 100, 7, usd)]
     assert meter_usage(now=NOON + 2 * HOUR) == {}
 
 
-def test_a_model_may_have_any_name_and_none(grant: Act) -> None:
+def test_model_name_may_be_long_or_empty(grant: Act) -> None:
     lease, names = grant(), ["", "gpt for nobody", "no model", "without a model"]
     for name in names:
-        call(lease, model=name)
-        call(lease, model=name, holder=None, agent_did="")
+        create_llm_call(lease, model=name)
+        create_llm_call(lease, model=name, holder=None, agent_did="")
     for _ in range(2):
         meter_usage(now=NOON + HOUR)
         assert [each[0] for each in tokens()] == [name for name in names for _ in range(2)]
         LlmCall.objects.update(counted=False)
 
 
-def test_prices_are_added_to_the_last_digit(grant: Act) -> None:
+def test_call_prices_are_summed_exactly(grant: Act) -> None:
     lease = grant()
     for cost in ("12345.100000001", "0.100000001", "0.000000001"):
-        call(lease, cost=Decimal(cost))
+        create_llm_call(lease, cost=Decimal(cost))
     meter_usage(now=NOON + HOUR)
     assert [each[-1] for each in tokens()] == [Decimal("12345.200000003")]
 
 
-def test_a_price_that_comes_later_counts_and_once(grant: Act) -> None:
-    row = call(grant(), cost=None, priced="")
+def test_late_call_price_counts_once(grant: Act) -> None:
+    row = create_llm_call(grant(), cost=None, priced="")
     meter_usage(now=NOON + HOUR)
     assert [each[-1] for each in tokens()] == [0]
     said = b'{"call": "%s", "status": "success", "cost": 0.5, "input": 100, "output": 7}' % row.call_id.encode()
@@ -408,8 +399,8 @@ def test_a_price_that_comes_later_counts_and_once(grant: Act) -> None:
         assert tokens() == [("gpt", 1, 0, 100, 7, Decimal("0.5"))]
 
 
-def test_a_price_by_rate_counts(grant: Act) -> None:
-    call(grant(), cost=None, priced="", cached_tokens=0)
+def test_call_price_by_model_rate_counts(grant: Act) -> None:
+    create_llm_call(grant(), cost=None, priced="", cached_tokens=0)
     meter_usage(now=NOON + HOUR)
     ModelRate.objects.create(pattern="gpt", input_usd=1, output_usd=2, valid_from=NOON - HOUR)
     assert model_pricing.price_calls(NOON + 2 * HOUR) == 1

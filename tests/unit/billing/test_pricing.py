@@ -16,7 +16,7 @@ from django.utils import timezone
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from billing import costs, metering, pricing
+from billing import costs, metering, pricing, totals
 from billing.models import Account, CostRecord, Membership, Rate, Unpriced, UsageRecord
 from leases import execution
 from sandboxes.runs import Command
@@ -31,6 +31,7 @@ from tests.support.billing import (
     create_time_usage,
     create_token_usage,
     derive_lease_id,
+    join_account,
     list_cost_records,
     list_cost_values,
     parse_day,
@@ -61,7 +62,7 @@ def total(**only: Any) -> Decimal:
         (Fraction(0), 2, "0.00"), (Fraction(10**12), 2, "1000000000000.00"),
     ],
 )  # fmt: skip
-def test_amounts_are_rounded_a_half_up(amount: Fraction, places: int, shown: str) -> None:
+def test_amounts_are_rounded_half_up(amount: Fraction, places: int, shown: str) -> None:
     assert str(pricing.round_half_up(amount, places)) == shown
 
 
@@ -81,7 +82,7 @@ def test_allowances_are_used_up_in_order(used: list[int], allowances: list[int],
 # --- worked tables ----------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_eight_agents_for_four_hours_a_day() -> None:
+def test_eight_agents_for_four_hours_a_day() -> None:
     """8 agents x 4 h x 30 d on `basic`, 1/4 vCPU, 1 GiB, 4 GB (the design's own table, by Cloudflare's rates):
     memory 8 x 1 x 120 = 960 GiB-hours, 25 free: 935 x 0.009 = 8.415
     disk   8 x 4 x 120 = 3840 GB-hours, 200 free: 3640 x 0.00025 = 0.91
@@ -92,7 +93,7 @@ def test_the_table_of_eight_agents_for_four_hours_a_day() -> None:
         for each in range(30):
             create_time_usage(parse_utc("2026-11-01T09:30") + each * DAY, 4 * HOUR, f"did:plc:a{number}", **BASIC_INSTANCE)
     price()
-    sums = {each.key: (each.usd, each.quantities[each.key], each.free.get(each.key, 0)) for each in costs.sum_costs("item")}
+    sums = {each.key: (each.usd, each.quantities[each.key], each.free.get(each.key, 0)) for each in totals.sum_costs("item")}
     assert sums == {
         "memory": (USD("8.415"), 960, 25),
         "disk": (USD("0.91"), 3840, 200),
@@ -101,16 +102,16 @@ def test_the_table_of_eight_agents_for_four_hours_a_day() -> None:
     }
 
 
-def test_the_table_of_eight_agents_that_never_sleep() -> None:
+def test_eight_agents_always_on() -> None:
     """8 x 24 h x 30 d: memory (5760 - 25) x 0.009 = 51.615, disk (23040 - 200) x 0.00025 = 5.71, plan 5."""
     for number in range(8):
         create_time_usage("2026-11-01", 30 * DAY, f"did:plc:a{number}", **BASIC_INSTANCE)
     price()
-    sums = {each.key: each.usd for each in costs.sum_costs("item")}
+    sums = {each.key: each.usd for each in totals.sum_costs("item")}
     assert sums == {"memory": USD("51.615"), "cpu": USD("103.23"), "disk": USD("5.71"), "plan": USD(5)}
 
 
-def test_cloudflares_own_example_of_an_hour_of_cpu() -> None:
+def test_cloudflare_example_of_an_hour_of_cpu() -> None:
     """1 vCPU for an hour at 0.00002 USD a vCPU-second: 3600 x 0.00002 = 0.072; at 20 % of it 0.0144. The example of
     Cloudflare's changelog of 2025-11-21, as told by
     https://bybowu.com/article/cloudflare-containers-pricing-just-changed-do-this-now. A minute is 60 x 0.00002 = 0.0012."""
@@ -118,23 +119,23 @@ def test_cloudflares_own_example_of_an_hour_of_cpu() -> None:
     create_time_usage("2026-11-02T10:00", HOUR, ADA, provider="acme", millicpus=1000)
     create_time_usage("2026-11-02T10:00", HOUR, BOB, provider="acme", millicpus=200)
     price()
-    assert {each.key: each.usd for each in costs.sum_costs("agent")} == {ADA: USD("0.072"), BOB: USD("0.0144")}
+    assert {each.key: each.usd for each in totals.sum_costs("agent")} == {ADA: USD("0.072"), BOB: USD("0.0144")}
 
 
-def test_a_fargate_task_for_a_month() -> None:
+def test_fargate_task_for_a_month() -> None:
     """1 vCPU and 4 GB for 30 days: 720 x 0.04048 = 29.1456 and 4 x 720 x 0.004445 = 12.8016, together 41.95 USD.
     https://www.wring.co/blog/aws-fargate-pricing-guide, "Pricing Formula". An hour of CPU is 60 minutes at 0.000674666667."""
     create_rate("cpu", "0.000674666667")
     create_rate("memory", "0.004445")
     create_time_usage("2026-04-01", 30 * DAY, provider="acme", millicpus=1000, memory_mib=4096)
     price()
-    sums = {each.key: each.usd for each in costs.sum_costs("item")}
+    sums = {each.key: each.usd for each in totals.sum_costs("item")}
     assert {item: round(usd, 2) for item, usd in sums.items()} == {"cpu": USD("29.15"), "memory": USD("12.80")}
     assert sums == {"cpu": USD("29.1456"), "memory": USD("12.8016")}  # a day of CPU is 0.97152000048, to nine places
     assert round(total(), 2) == USD("41.95")
 
 
-def test_fargate_disk_past_what_each_task_has_free() -> None:
+def test_fargate_disk_beyond_the_free_part_of_a_task() -> None:
     """0.000111 USD a GB-hour past 20 GB, of the same page. `standard-4` has 20 GB, so a month of it has 14400 GB-hours: with
     an allowance of as many it is free, and with 10000 it is 4400 x 0.000111 = 0.4884."""
     create_rate("disk", "0.000111", provider="cloudflare", instance_type="standard-4", allowance=USD(10000))
@@ -143,7 +144,7 @@ def test_fargate_disk_past_what_each_task_has_free() -> None:
     assert total(item="disk") == USD("0.4884")
 
 
-def test_a_gigabyte_stored_for_thirty_days_is_a_month() -> None:
+def test_gigabyte_stored_for_thirty_days_is_a_gb_month() -> None:
     """R2: 10 GB-months free, then 0.015 USD each (as told by https://github.com/halideworks/onelight/wiki/Pricing).
     25 GB for 30 days are 25 GB-months: 15 x 0.015 = 0.225."""
     create_rate("storage", "0.015", allowance=USD(10))
@@ -153,7 +154,7 @@ def test_a_gigabyte_stored_for_thirty_days_is_a_month() -> None:
     assert list_cost_values("quantity") == [(USD("0.833333333"),)] * 30  # of which each line says nine places
 
 
-def test_model_calls_cost_what_they_cost() -> None:
+def test_model_calls_keep_their_cost() -> None:
     create_token_usage("2026-11-02T10:00", "0.123456789", 3)
     create_token_usage("2026-11-02T11:00", "0.000000001", provider="docker")
     create_token_usage("2026-11-02T11:00", "1", 2, agent=BOB)
@@ -174,30 +175,30 @@ def test_model_calls_cost_what_they_cost() -> None:
         ("destroying", False),
     ],
 )  # fmt: skip
-def test_only_what_is_ready_for_somebody_is_paid_for(state: str, paid: bool) -> None:
+def test_only_ready_states_are_billable(state: str, paid: bool) -> None:
     create_rate("time", "1")
     create_time_usage("2026-11-02T10:00", provider="acme", state=state)
     price()
     assert total() == paid
-    assert costs.sum_sandbox_time("agent") == ({ADA: HOUR} if paid else {})
+    assert totals.sum_sandbox_time("agent") == ({ADA: HOUR} if paid else {})
 
 
-def test_a_sandbox_that_nobody_held_is_the_houses() -> None:
+def test_sandbox_without_a_lease_is_billed_to_the_house_account() -> None:
     create_rate("time", "2")
     create_time_usage("2026-11-02T10:00", agent="", provider="acme")
     price()
     assert list_cost_values("account__name", "agent_did", "holder", "usd") == [("house", "", None, 2)]
 
 
-def test_a_provider_without_rates_costs_nothing_and_its_hours_are_told() -> None:
+def test_provider_without_rates_costs_nothing_and_has_hours() -> None:
     create_time_usage("2026-11-02T10:00", provider="nowhere")
     price()
     assert list_cost_values("item") == []
-    (one,) = costs.sum_costs("agent")
+    (one,) = totals.sum_costs("agent")
     assert (one.key, one.usd, one.lasted) == (ADA, 0, HOUR)
 
 
-def test_disk_is_known_for_instance_types_alone() -> None:
+def test_disk_is_charged_only_for_instance_types() -> None:
     create_time_usage("2026-11-02T10:00", **BASIC_INSTANCE)
     create_time_usage("2026-11-02T10:00", agent=BOB, provider="cloudflare", memory_mib=1000, millicpus=250)
     price()
@@ -212,7 +213,7 @@ def test_a_sixteenth_of_a_cpu_is_lite(millicpus: int) -> None:
     assert total(item="time") == 3
 
 
-def test_a_rate_for_an_instance_type_counts_before_one_for_any() -> None:
+def test_rate_for_an_instance_type_precedes_a_general_one() -> None:
     create_rate("time", "1", provider="cloudflare", since="2026-06-01")
     create_rate("time", "7", provider="cloudflare", instance_type="basic")
     create_time_usage("2026-11-02T10:00", **BASIC_INSTANCE)
@@ -226,7 +227,7 @@ def test_a_rate_for_an_instance_type_counts_before_one_for_any() -> None:
 # --- a rate that changes ----------------------------------------------------------------------------------------------
 
 
-def test_a_rate_that_begins_in_the_middle_cuts_the_time_in_two() -> None:
+def test_rate_that_begins_within_usage_splits_it() -> None:
     """10:00 to 11:00, dearer from 10:45:00.000001 on: 2700000001 us x 1 and 899999999 us x 4, an hour being 3600000000."""
     old = create_rate("time", "1")
     new = create_rate("time", "4", since="2026-11-02T10:45:00.000001")
@@ -238,7 +239,7 @@ def test_a_rate_that_begins_in_the_middle_cuts_the_time_in_two() -> None:
     ]
 
 
-def test_what_was_used_before_a_rate_keeps_its_price() -> None:
+def test_usage_before_a_rate_keeps_its_price() -> None:
     create_rate("time", "1")
     create_time_usage("2026-11-02T10:00", 30 * HOUR, provider="acme")
     price()
@@ -249,7 +250,7 @@ def test_what_was_used_before_a_rate_keeps_its_price() -> None:
     assert list_cost_values("day", "usd", "rate") == before
 
 
-def test_an_allowance_lasts_over_a_change_of_rate() -> None:
+def test_allowance_continues_across_a_change_of_rate() -> None:
     """10 free, 8 of them before the change: 2 free after it, and 6 x 5 are paid."""
     create_rate("time", "1", allowance=USD(10))
     create_rate("time", "5", since="2026-11-02T08:00", allowance=USD(10))
@@ -258,7 +259,7 @@ def test_an_allowance_lasts_over_a_change_of_rate() -> None:
     assert list_cost_values("quantity", "free", "usd") == [(8, 8, 0), (8, 2, 30)]
 
 
-def test_an_allowance_that_is_raised_has_some_left_though_it_was_used_up_before() -> None:
+def test_raised_allowance_adds_to_a_used_up_one() -> None:
     create_rate("time", "1", allowance=USD(10))
     create_rate("time", "1", since="2026-11-05", allowance=USD(20))
     for when, free in (("2026-11-01", 10), ("2026-11-06", 10), ("2026-11-07", 0)):
@@ -267,7 +268,7 @@ def test_an_allowance_that_is_raised_has_some_left_though_it_was_used_up_before(
         assert list_cost_values("free", "usd", day=parse_day(when)) == [(free, 12 - free)]
 
 
-def test_days_come_before_rates_in_what_uses_an_allowance_up() -> None:
+def test_allowance_is_used_by_day_before_rate() -> None:
     create_rate("time", "1", provider="cloudflare", since="2026-06-01", allowance=USD(10))
     create_rate("time", "1", provider="cloudflare", instance_type="basic", allowance=USD(10))
     create_time_usage("2026-11-03T00:00", 8 * HOUR, **BASIC_INSTANCE)
@@ -285,7 +286,7 @@ def ten_free(db: None) -> Rate:
 
 
 @pytest.mark.usefixtures("ten_free")
-def test_the_leases_of_one_account_share_its_allowance() -> None:
+def test_leases_of_an_account_share_its_allowance() -> None:
     for agent in (BOB, ADA):
         create_time_usage("2026-11-02T00:00", 7 * HOUR, agent, provider="acme")
     price()
@@ -294,17 +295,17 @@ def test_the_leases_of_one_account_share_its_allowance() -> None:
 
 
 @pytest.mark.usefixtures("ten_free")
-def test_each_account_has_an_allowance_of_its_own() -> None:
+def test_each_account_has_its_own_allowance() -> None:
     team = Account.objects.create(name="team")
     Membership.objects.create(agent_did=BOB, account=team)
     for agent in (ADA, BOB):
         create_time_usage("2026-11-02T00:00", 12 * HOUR, agent, provider="acme")
     price()
-    assert {each.key: each.usd for each in costs.sum_costs("account")} == {"house": 2, "team": 2}
+    assert {each.key: each.usd for each in totals.sum_costs("account")} == {"house": 2, "team": 2}
 
 
 @pytest.mark.usefixtures("ten_free")
-def test_a_month_begins_with_a_new_allowance_at_midnight_utc() -> None:
+def test_allowance_resets_at_the_start_of_a_utc_month() -> None:
     create_time_usage("2026-11-30T12:00", 24 * HOUR, provider="acme")
     price()
     assert list_cost_values("day", "free", "usd") == [(parse_day("2026-11-30"), 10, 2), (parse_day("2026-12-01"), 10, 2)]
@@ -312,7 +313,7 @@ def test_a_month_begins_with_a_new_allowance_at_midnight_utc() -> None:
 
 @pytest.mark.usefixtures("ten_free")
 @pytest.mark.parametrize(("year", "days"), [("2028", 29), ("2027", 28), ("2100", 28)])
-def test_february_has_the_days_it_has(year: str, days: int) -> None:
+def test_february_has_its_number_of_days(year: str, days: int) -> None:
     begin = parse_utc(f"{year}-02-01")
     create_time_usage(begin, datetime(int(year), 3, 1, tzinfo=UTC) - begin, provider="acme")
     price()
@@ -321,7 +322,7 @@ def test_february_has_the_days_it_has(year: str, days: int) -> None:
 
 @pytest.mark.usefixtures("ten_free")
 @pytest.mark.parametrize("when", ["2026-03-29", "2026-10-25", "2026-11-01", "2026-03-08"])
-def test_a_day_on_which_clocks_are_changed_has_24_hours(when: str, settings: Any) -> None:
+def test_day_of_a_daylight_saving_change_has_24_hours(when: str, settings: Any) -> None:
     settings.TIME_ZONE = "Europe/Berlin"
     create_time_usage(when, DAY, provider="acme")
     price()
@@ -329,7 +330,7 @@ def test_a_day_on_which_clocks_are_changed_has_24_hours(when: str, settings: Any
 
 
 @pytest.mark.usefixtures("ten_free")
-def test_usage_of_a_day_before_moves_the_allowance_there() -> None:
+def test_late_usage_of_an_earlier_day_takes_the_allowance() -> None:
     create_time_usage("2026-11-05T00:00", 8 * HOUR, provider="acme")
     price()
     assert list_cost_values("day", "free") == [(parse_day("2026-11-05"), 8)]
@@ -339,7 +340,7 @@ def test_usage_of_a_day_before_moves_the_allowance_there() -> None:
 
 
 @pytest.mark.usefixtures("ten_free")
-def test_an_allowance_that_is_used_up_stays_so_until_something_earlier_changes() -> None:
+def test_used_up_allowance_changes_only_with_earlier_usage() -> None:
     early = [create_time_usage(f"2026-11-{each:02}T00:00", 6 * HOUR, provider="acme") for each in range(1, 20)]
     price()
     create_time_usage("2026-11-15T00:00", 6 * HOUR, BOB, provider="acme")
@@ -352,7 +353,7 @@ def test_an_allowance_that_is_used_up_stays_so_until_something_earlier_changes()
 
 
 @pytest.mark.usefixtures("ten_free")
-def test_usage_that_is_taken_back_gives_its_allowance_back() -> None:
+def test_removed_usage_returns_its_allowance() -> None:
     early = create_time_usage("2026-11-02T00:00", 6 * HOUR, BOB, provider="acme")
     create_time_usage("2026-11-05T00:00", 8 * HOUR, provider="acme")
     price()
@@ -361,7 +362,7 @@ def test_usage_that_is_taken_back_gives_its_allowance_back() -> None:
     assert list_cost_values("day", "free", "usd") == [(parse_day("2026-11-05"), 8, 0)]
 
 
-def test_a_plan_is_paid_once_an_account_and_month_on_its_first_day() -> None:
+def test_plan_is_charged_once_per_account_and_month_on_the_first_day_of_use() -> None:
     team = Account.objects.create(name="team")
     Membership.objects.create(agent_did=BOB, account=team)
     for when in ("2026-11-09T10:00", "2026-11-20T10:00", "2026-12-24T10:00"):
@@ -384,7 +385,7 @@ def test_a_plan_is_paid_once_an_account_and_month_on_its_first_day() -> None:
     ]
 
 
-def test_a_plan_that_begins_later_is_paid_from_then_on() -> None:
+def test_plan_that_begins_later_is_charged_from_then_on() -> None:
     create_rate("plan", "30", since="2026-11-10")
     create_rate("time", "0")
     for when in ("2026-11-09T10:00", "2026-11-12T10:00", "2026-11-13T10:00"):
@@ -396,37 +397,32 @@ def test_a_plan_that_begins_later_is_paid_from_then_on() -> None:
 # --- agents that move -------------------------------------------------------------------------------------------------
 
 
-def member(account: str, since: str = "", agent: str = ADA) -> Membership:
-    found = Account.objects.get_or_create(name=account)[0]
-    return Membership.objects.create(agent_did=agent, account=found, since=parse_day(since) if since else None)
-
-
 def by_account() -> dict[str, tuple[Decimal, timedelta]]:
     """USD and time, by costs and by usage: each names its accounts by itself."""
-    found = {each.key: (each.usd, each.lasted or timedelta(0)) for each in costs.sum_costs("account")}
-    assert {name: lasted for name, (_, lasted) in found.items() if lasted} == costs.sum_sandbox_time("account")
+    found = {each.key: (each.usd, each.lasted or timedelta(0)) for each in totals.sum_costs("account")}
+    assert {name: lasted for name, (_, lasted) in found.items() if lasted} == totals.sum_sandbox_time("account")
     for name, (_, lasted) in found.items():
-        assert sum(costs.sum_sandbox_time("day", account=name).values(), timedelta(0)) == lasted
+        assert sum(totals.sum_sandbox_time("day", account=name).values(), timedelta(0)) == lasted
     return found
 
 
 @pytest.mark.usefixtures("ten_free")
-def test_the_first_account_of_an_agent_is_that_of_all_that_it_used() -> None:
+def test_first_account_of_an_agent_pays_all_earlier_usage() -> None:
     create_time_usage("2025-01-31T12:00", 12 * HOUR, provider="acme")
     price()
-    member("team")
+    join_account("team")
     price()
     assert list_cost_values("account__name", "free", "usd") == [("team", 10, 2)]
 
 
 @pytest.mark.usefixtures("ten_free")
-def test_a_move_in_the_middle_of_a_month_splits_its_costs_and_each_account_has_its_allowance_once() -> None:
+def test_move_within_a_month_splits_costs_and_gives_each_account_its_allowance() -> None:
     for number in range(1, 7):
         create_time_usage(f"2026-10-{number:02}T00:00", 4 * HOUR, provider="acme")
     create_time_usage("2026-10-02T00:00", 7 * HOUR, BOB, provider="acme")
-    member("team")
+    join_account("team")
     price()
-    member("lab", "2026-10-04")
+    join_account("lab", "2026-10-04")
     price()
     assert list_cost_values("day", "account__name", "free", "usd", agent_did=ADA) == [
         *((parse_day(f"2026-10-0{number}"), "team", free, 4 - free) for number, free in ((1, 4), (2, 4), (3, 2))),
@@ -436,9 +432,9 @@ def test_a_move_in_the_middle_of_a_month_splits_its_costs_and_each_account_has_i
 
 
 @pytest.mark.usefixtures("ten_free")
-def test_a_move_is_at_midnight_utc_between_months_and_within_one() -> None:
-    member("team", "2026-11-01")
-    member("lab", "2026-11-15")
+def test_move_takes_effect_at_midnight_utc() -> None:
+    join_account("team", "2026-11-01")
+    join_account("lab", "2026-11-15")
     create_time_usage("2026-10-31T12:00", 24 * HOUR, provider="acme")
     create_time_usage("2026-11-14T22:00", 4 * HOUR, provider="acme")
     create_storage_usage("2026-11-14T23:00", 2 * HOUR, 10**9, provider="acme")
@@ -450,13 +446,13 @@ def test_a_move_is_at_midnight_utc_between_months_and_within_one() -> None:
     }  # fmt: skip
 
 
-def test_a_plan_is_paid_in_the_month_of_a_move_by_both_accounts() -> None:
+def test_plan_is_charged_to_both_accounts_in_the_month_of_a_move() -> None:
     create_time_usage("2026-11-02T10:00", **BASIC_INSTANCE)
     create_time_usage("2026-11-20T10:00", **BASIC_INSTANCE)
-    member("team")
+    join_account("team")
     price()
     assert list_cost_values("account__name", "day", item="plan") == [("team", parse_day("2026-11-02"))]
-    move = member("lab", "2026-11-10")
+    move = join_account("lab", "2026-11-10")
     price()
     assert list_cost_values("account__name", "day", item="plan") == [
         ("team", parse_day("2026-11-02")),
@@ -468,11 +464,11 @@ def test_a_plan_is_paid_in_the_month_of_a_move_by_both_accounts() -> None:
 
 
 @pytest.mark.usefixtures("ten_free")
-def test_a_move_that_is_changed_or_deleted_is_as_if_it_had_been_so_always() -> None:
+def test_changed_or_deleted_move_leaves_no_trace_in_costs() -> None:
     for number in range(1, 7):
         create_time_usage(f"2026-10-{number:02}T00:00", 4 * HOUR, provider="acme")
-    member("team")
-    move = member("lab", "2026-10-04")
+    join_account("team")
+    move = join_account("lab", "2026-10-04")
     price()
     move.since = parse_day("2026-10-06")
     move.save()
@@ -484,17 +480,17 @@ def test_a_move_that_is_changed_or_deleted_is_as_if_it_had_been_so_always() -> N
 
 
 @pytest.mark.usefixtures("ten_free")
-def test_whoever_leaves_an_account_is_in_the_house_from_that_day_on() -> None:
+def test_agent_that_leaves_an_account_is_in_the_house_account_from_that_day() -> None:
     create_time_usage("2026-10-31T00:00", 48 * HOUR, provider="acme")
-    member("team"), member("house", "2026-11-01")
+    join_account("team"), join_account("house", "2026-11-01")
     price()
     assert by_account() == {"team": (14, 24 * HOUR), "house": (14, 24 * HOUR)}
 
 
-def test_a_membership_to_come_changes_nothing_until_its_day() -> None:
+def test_future_membership_changes_nothing_until_its_day() -> None:
     create_rate("time", "1")
     today = timezone.now().date()
-    member("team"), member("lab", str(today + DAY))
+    join_account("team"), join_account("lab", str(today + DAY))
     create_time_usage(datetime.combine(today, time(), UTC), provider="acme")
     price()
     assert [*by_account()] == ["team"]
@@ -503,15 +499,15 @@ def test_a_membership_to_come_changes_nothing_until_its_day() -> None:
     assert {*by_account()} == {"team", "lab"}
 
 
-def test_a_later_membership_begins_today_if_no_day_is_given() -> None:
-    assert member("team").since == parse_day("1970-01-01")
+def test_later_membership_begins_today_by_default() -> None:
+    assert join_account("team").since == parse_day("1970-01-01")
     before = timezone.now().astimezone(UTC).date()
-    assert before <= member("lab").since <= timezone.now().astimezone(UTC).date()
+    assert before <= join_account("lab").since <= timezone.now().astimezone(UTC).date()
 
 
 @pytest.mark.skipif(connection.vendor == "sqlite", reason="has one writer at a time")
 @pytest.mark.django_db(transaction=True)
-def test_an_agent_moves_before_or_after_a_month_is_priced_but_not_meanwhile(at_checkpoint: Callable[..., None]) -> None:
+def test_move_waits_for_a_pricing_pass_in_progress(at_checkpoint: Callable[..., None]) -> None:
     create_rate("time", "1")
     create_time_usage("2026-11-02T10:00", provider="acme")
     found: list[Any] = []
@@ -519,7 +515,7 @@ def test_an_agent_moves_before_or_after_a_month_is_priced_but_not_meanwhile(at_c
     def act(_: int) -> None:
         with connection.cursor() as cursor:
             cursor.execute("SET lock_timeout = '50ms'")
-        member("team")
+        join_account("team")
 
     def rival() -> None:
         with run_in_threads(1) as run:
@@ -528,7 +524,7 @@ def test_an_agent_moves_before_or_after_a_month_is_priced_but_not_meanwhile(at_c
     at_checkpoint("repriced", rival)
     price()
     assert "lock timeout" in str(found)
-    member("team")
+    join_account("team")
     price()
     assert list_cost_values("account__name", "usd") == [("team", 1)]
 
@@ -542,8 +538,8 @@ def a_quarter(db: None) -> None:
     chance = random.Random(7)
     create_rate("time", "0.05", provider="docker", since="2026-11-03T11:11")
     create_rate("storage", "0.015", provider="docker", allowance=USD("0.5"))
-    member("team", agent="did:plc:a1"), member("lab", "2026-11-20", "did:plc:a2")
-    member("lab", "2026-10-20", "did:plc:a1"), member("house", "2026-11-05", "did:plc:a1")
+    join_account("team", agent="did:plc:a1"), join_account("lab", "2026-11-20", "did:plc:a2")
+    join_account("lab", "2026-10-20", "did:plc:a1"), join_account("house", "2026-11-05", "did:plc:a1")
     for number in range(60):
         began = parse_utc("2026-09-15") + timedelta(microseconds=chance.randrange(80 * 86_400 * 10**6))
         agent = f"did:plc:a{number % 5}" if number % 7 else ""
@@ -557,7 +553,7 @@ def a_quarter(db: None) -> None:
 
 
 @pytest.mark.usefixtures("a_quarter")
-def test_pricing_twice_is_pricing_once() -> None:
+def test_pricing_is_idempotent() -> None:
     assert costs.price_usage(now=NOW)["written"] > 100
     before = [*CostRecord.objects.order_by("pk").values_list("pk", "usd")]
     assert not costs.price_usage(now=NOW + DAY)
@@ -565,7 +561,7 @@ def test_pricing_twice_is_pricing_once() -> None:
 
 
 @pytest.mark.usefixtures("a_quarter")
-def test_thrown_away_and_derived_again_it_is_the_same_to_the_last_digit() -> None:
+def test_rebuilt_costs_are_identical() -> None:
     price()
     before = list_cost_records()
     costs.reset_costs()
@@ -575,7 +571,7 @@ def test_thrown_away_and_derived_again_it_is_the_same_to_the_last_digit() -> Non
 
 
 @pytest.mark.usefixtures("a_quarter")
-def test_days_that_come_one_by_one_in_any_order_come_to_the_same() -> None:
+def test_order_of_days_does_not_change_costs() -> None:
     price()
     before, days = list_cost_records(), [*UsageRecord.objects.order_by().values_list("day", flat=True).distinct()]
     costs.reset_costs()
@@ -588,7 +584,7 @@ def test_days_that_come_one_by_one_in_any_order_come_to_the_same() -> None:
 
 @pytest.mark.usefixtures("a_quarter")
 @pytest.mark.parametrize("step", ["priced", "repriced"])
-def test_a_pass_that_dies_at_a_step_is_made_up_for_by_the_next(step: str, at_checkpoint: Callable[..., None]) -> None:
+def test_crashed_pass_is_completed_by_the_next(step: str, at_checkpoint: Callable[..., None]) -> None:
     price()
     before = list_cost_records()
     for again in range(3):  # in the first month, the second, the third
@@ -608,7 +604,7 @@ def test_a_pass_that_dies_at_a_step_is_made_up_for_by_the_next(step: str, at_che
 
 
 @pytest.mark.usefixtures("a_quarter")
-def test_only_what_changed_is_written() -> None:
+def test_only_changed_records_are_written() -> None:
     price()
     known = {*CostRecord.objects.values_list("pk", flat=True)}
     create_time_usage("2026-11-20T10:00", agent="did:plc:new", provider="docker")
@@ -618,7 +614,7 @@ def test_only_what_changed_is_written() -> None:
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.usefixtures("a_quarter")
-def test_two_passes_and_a_meter_at_once_leave_what_one_leaves() -> None:
+def test_concurrent_passes_write_the_same_as_one() -> None:
     def act(index: int) -> None:
         if index < 2:
             price()
@@ -639,7 +635,7 @@ def test_two_passes_and_a_meter_at_once_leave_what_one_leaves() -> None:
 
 @pytest.mark.skipif(connection.vendor == "sqlite", reason="has one writer at a time")
 @pytest.mark.django_db(transaction=True)
-def test_what_is_metered_while_its_day_is_priced_is_left_for_the_next_pass(at_checkpoint: Callable[..., None]) -> None:
+def test_usage_metered_during_a_pricing_pass_is_left_for_the_next(at_checkpoint: Callable[..., None]) -> None:
     create_rate("time", "1")
     create_time_usage("2026-11-02T10:00", provider="acme")
 
@@ -654,14 +650,14 @@ def test_what_is_metered_while_its_day_is_priced_is_left_for_the_next_pass(at_ch
     assert (total(), Unpriced.objects.count()) == (2, 0)
 
 
-def test_what_is_metered_is_priced(grant: Callable[..., Any]) -> None:
+def test_metered_usage_is_priced(grant: Callable[..., Any]) -> None:
     """From the facts: a sandbox that waits for half an hour after its exec, at 2 USD an hour."""
     create_rate("time", "2", provider="memory", since="2026-01-01")
     held = grant()
     execution.exec_command(held.pk, Command(["true"], timedelta(seconds=5)), now=NOW)
     metering.meter_usage(now=NOW + HOUR / 2)
     price()
-    (lasted,) = costs.sum_sandbox_time("lease").values()
+    (lasted,) = totals.sum_sandbox_time("lease").values()
     assert timedelta(minutes=29) < lasted <= HOUR / 2
     assert total(holder=held.pk) == pricing.round_half_up(Fraction(lasted // timedelta(microseconds=1), 3600 * 10**6) * 2)
 
@@ -689,7 +685,7 @@ FREE = st.sampled_from([Decimal(0), Decimal(10)]) | st.decimals(0, 60, places=6)
     spans=SPANS, changes=st.lists(st.tuples(st.integers(0, 70 * MICROS), st.tuples(PRICES, FREE)), max_size=3),
     first=st.tuples(PRICES, FREE), moved=MOVES,
 )  # fmt: skip
-def test_the_sum_of_lines_is_what_a_plain_computation_says(
+def test_costs_match_an_independent_computation(
     spans: list[Any], changes: list[tuple[int, tuple[Decimal, Decimal]]], first: tuple[Decimal, Decimal],
     moved: list[tuple[int, str, str]],
 ) -> None:  # fmt: skip
@@ -709,7 +705,7 @@ def test_the_sum_of_lines_is_what_a_plain_computation_says(
         price()  # each time, as it comes
     moves = {(agent, begin.date() + number * DAY): account for number, agent, account in moved}
     for (agent, since), account in moves.items():
-        member(account, str(since), agent)
+        join_account(account, str(since), agent)
         price()
     expected = plainly(begin, spans, known, moves)
     found: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
@@ -722,11 +718,11 @@ def test_the_sum_of_lines_is_what_a_plain_computation_says(
         by_hand: dict[str, timedelta] = defaultdict(timedelta)
         for row in UsageRecord.objects.filter(day__gte=first or date.min):
             by_hand[whose(moves, row.agent_did, row.day)] += row.ended_at - row.began_at
-        assert costs.sum_sandbox_time("account", since=first) == by_hand
+        assert totals.sum_sandbox_time("account", since=first) == by_hand
         for account in ("house", "team", "lab"):
             its = {"account": account, "since": first}
-            assert sum(costs.sum_sandbox_time("day", **its).values(), timedelta(0)) == by_hand.get(account, timedelta(0))
-            assert costs.sum_sandbox_time("account", **its) == {
+            assert sum(totals.sum_sandbox_time("day", **its).values(), timedelta(0)) == by_hand.get(account, timedelta(0))
+            assert totals.sum_sandbox_time("account", **its) == {
                 name: time_ for name, time_ in by_hand.items() if name == account
             }
 

@@ -29,7 +29,7 @@ def new(**fields: Any) -> Rate:
 # --- what is shipped --------------------------------------------------------------------------------------------------
 
 
-def test_cloudflares_prices_are_there() -> None:
+def test_cloudflare_rates_are_shipped() -> None:
     found = Rate.objects.filter(provider="cloudflare").values_list("item", "usd", "allowance", "own")
     assert {*found} == {
         ("memory", Decimal("0.009"), 25, False),
@@ -40,30 +40,30 @@ def test_cloudflares_prices_are_there() -> None:
 
 
 @pytest.mark.parametrize("name", ["docker", "process", "memory"])
-def test_what_runs_here_costs_nothing_until_somebody_says_so(name: str) -> None:
+def test_local_providers_have_a_rate_of_zero(name: str) -> None:
     assert providers.get_provider(name)
     assert [*Rate.objects.filter(provider=name).values_list("item", "usd", "own")] == [("time", 0, False)]
 
 
-def test_of_the_others_each_is_to_be_set() -> None:
+def test_other_providers_have_placeholder_rates() -> None:
     own = Rate.objects.filter(own=True)
     assert {*own.values_list("provider", flat=True)} == {"daytona", "modal", "runloop", "langsmith", "kubernetes"}
     assert {*own.values_list("item", "usd")} == {("time", 0)}
 
 
-def test_every_shipped_rate_says_where_it_is_from_and_was_there_before_all_usage() -> None:
+def test_shipped_rates_have_a_source_and_precede_all_usage() -> None:
     assert not Rate.objects.filter(source="")
     assert {*Rate.objects.values_list("valid_from", flat=True)} == {datetime(2020, 1, 1, tzinfo=UTC)}
 
 
-def test_there_is_a_house() -> None:
+def test_house_account_is_shipped() -> None:
     assert [*Account.objects.values_list("name", flat=True)] == ["house"]
 
 
 # --- which counts -----------------------------------------------------------------------------------------------------
 
 
-def test_a_rate_counts_from_its_moment_on() -> None:
+def test_rate_applies_from_its_start() -> None:
     known = [
         create_rate("time", "1"),
         create_rate("time", "2", since="2026-11-02"),
@@ -81,7 +81,7 @@ def test_a_rate_counts_from_its_moment_on() -> None:
         ("other", "", "time", 5), ("none", "", "time", None), ("acme", "", "disk", None),
     ],
 )  # fmt: skip
-def test_a_rate_is_of_a_provider_an_instance_type_and_an_item(provider: str, kind: str, item: str, usd: int | None) -> None:
+def test_rate_matches_provider_instance_type_and_item(provider: str, kind: str, item: str, usd: int | None) -> None:
     known = [
         create_rate("time", "1"),
         create_rate("time", "2", instance_type="small"),
@@ -96,7 +96,7 @@ def test_a_rate_is_of_a_provider_an_instance_type_and_an_item(provider: str, kin
 # --- what may be written ----------------------------------------------------------------------------------------------
 
 
-def test_a_rate_that_begins_later_may_be_added_changed_and_removed() -> None:
+def test_future_rate_can_be_added_changed_and_deleted() -> None:
     one = new()
     one.save()
     one.usd = Decimal(2)
@@ -106,7 +106,7 @@ def test_a_rate_that_begins_later_may_be_added_changed_and_removed() -> None:
     assert not Rate.objects.filter(provider="acme").exists()
 
 
-def test_a_rate_does_not_begin_in_the_past() -> None:
+def test_rate_cannot_begin_in_the_past() -> None:
     with pytest.raises(ValidationError) as refused:
         new(valid_from=timezone.now() - timedelta(seconds=1)).save()
     assert refused.value.message_dict.keys() == {"valid_from"}
@@ -115,7 +115,7 @@ def test_a_rate_does_not_begin_in_the_past() -> None:
 @pytest.mark.parametrize(
     "change", [{"usd": Decimal(9)}, {"allowance": Decimal(9)}, {"valid_from": datetime(2099, 1, 1, tzinfo=UTC)}]
 )
-def test_a_rate_that_has_begun_is_not_changed(change: dict[str, Any]) -> None:
+def test_rate_that_has_begun_cannot_change(change: dict[str, Any]) -> None:
     one = Rate.objects.get(provider="cloudflare", item="memory")
     for name, value in change.items():
         setattr(one, name, value)
@@ -127,13 +127,13 @@ def test_a_rate_that_has_begun_is_not_changed(change: dict[str, Any]) -> None:
     assert (one.usd, one.allowance, one.valid_from.year) == (Decimal("0.009"), 25, 2020)
 
 
-def test_a_rate_that_has_begun_is_not_removed() -> None:
+def test_rate_that_has_begun_cannot_be_deleted() -> None:
     one = Rate.objects.get(provider="cloudflare", item="memory")
     with pytest.raises(ValidationError, match="has begun"):
         one.delete()
 
 
-def test_a_rate_by_which_something_was_priced_cannot_go() -> None:
+def test_rate_with_costs_is_protected_in_the_database() -> None:
     one = create_rate("time", "1")
     create_time_usage("2026-11-02T10:00", provider="acme")
     costs.price_usage(now=NOW)
@@ -158,14 +158,14 @@ def test_a_rate_by_which_something_was_priced_cannot_go() -> None:
         ({"valid_from": None}, "valid_from"),
     ],
 )
-def test_a_rate_that_is_none_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+def test_invalid_rate_names_its_field(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ValidationError) as refused:
         new(**fields).save()
     assert named in refused.value.message_dict
     assert not Rate.objects.filter(provider="acme").exists()
 
 
-def test_of_one_moment_there_is_one_rate() -> None:
+def test_rate_is_unique_per_start() -> None:
     when = timezone.now() + SOON
     new(valid_from=when).save()
     with pytest.raises(ValidationError, match="already exists"):
@@ -174,7 +174,7 @@ def test_of_one_moment_there_is_one_rate() -> None:
 
 
 @pytest.mark.parametrize("field", ["usd", "allowance"])
-def test_the_database_keeps_rates_above_zero_itself(field: str) -> None:
+def test_database_refuses_negative_rates(field: str) -> None:
     with pytest.raises(IntegrityError), transaction.atomic():
         create_rate("time", **({"usd": "1"} | {field: "-1"} if field == "usd" else {"usd": "1", field: Decimal(-1)}))
 
@@ -182,7 +182,7 @@ def test_the_database_keeps_rates_above_zero_itself(field: str) -> None:
 # --- what is priced again ---------------------------------------------------------------------------------------------
 
 
-def test_a_rate_that_begins_has_the_days_since_then_priced_again() -> None:
+def test_new_rate_marks_days_from_its_start_as_unpriced() -> None:
     one = new()
     that_day = one.valid_from.date()  # tomorrow, if today is as good as over
     before, after = that_day - timedelta(days=1), that_day + timedelta(days=1)
@@ -197,7 +197,7 @@ def test_a_rate_that_begins_has_the_days_since_then_priced_again() -> None:
     assert list_cost_values("day", "usd") == [(after, 1)]
 
 
-def test_only_the_days_of_an_agent_that_moves_are_priced_again_from_the_first_that_changes() -> None:
+def test_move_marks_only_changed_days_as_unpriced() -> None:
     for agent in (ADA, "did:plc:other"):
         for when in ("2026-11-02T10:00", "2026-11-03T10:00", "2026-11-04T10:00"):
             create_time_usage(when, agent=agent)
@@ -227,7 +227,7 @@ def test_only_the_days_of_an_agent_that_moves_are_priced_again_from_the_first_th
     assert noted() == [2, 3, 4]
 
 
-def test_a_cost_is_never_below_zero_and_there_is_one_of_each() -> None:
+def test_costs_are_unique_and_not_negative() -> None:
     one = create_rate("time", "1")
     create_time_usage("2026-11-02T10:00", provider="acme", agent="")
     costs.price_usage(now=NOW)

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from billing import costs, metering
-from billing.metering import meter_usage, prorate
+from billing import costs, metering, totals
+from billing.intervals import prorate
+from billing.metering import meter_usage
 from billing.models import CostRecord, Rate, UsageKind, UsageRecord
 from leases import execution, leasing
 from leases.models import Lease
@@ -56,7 +57,7 @@ def used(**only: Any) -> list[tuple[Any, ...]]:
 
 
 @given(st.integers(0, 10**12), st.lists(st.integers(1, 10**10), min_size=1, max_size=6))
-def test_parts_that_follow_one_another_are_the_whole(whole: int, lengths: list[int]) -> None:
+def test_adjacent_prorated_parts_add_up_to_the_whole(whole: int, lengths: list[int]) -> None:
     ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
     moments = [NOW, *(NOW + timedelta(microseconds=end) for end in ends)]
     parts = [prorate(whole, NOW, moments[-1], *pair) for pair in itertools.pairwise(moments)]
@@ -74,7 +75,7 @@ def test_parts_that_follow_one_another_are_the_whole(whole: int, lengths: list[i
         ("2027-02-28T23:50", ["2027-02-28", "2027-03-01"]),  # none
     ],
 )
-def test_what_was_used_over_midnight_is_on_both_days(began: str, days: list[str]) -> None:
+def test_use_across_midnight_is_split_between_days(began: str, days: list[str]) -> None:
     create_reading(began, timedelta(minutes=30), create_sandbox(), timedelta(seconds=10, microseconds=1), memory_mib=3)
     meter_usage(now=parse_utc("2028-12-01"))
     minute = 60 * 10**6
@@ -86,7 +87,7 @@ def test_what_was_used_over_midnight_is_on_both_days(began: str, days: list[str]
 # --- prices -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_eight_agents_from_what_was_measured() -> None:
+def test_eight_agents_by_measured_use() -> None:
     """8 agents x 4 h x 30 d on `basic`, of whose 1/4 vCPU each uses a tenth, 90 s of CPU an hour, as the design's table has it:
     memory 8 x 1 x 120 = 960 GiB-hours, 25 free: 935 x 0.009 = 8.415
     cpu    8 x 0.025 x 120 x 60 = 1440 vCPU-minutes, 375 free: 1065 x 0.0012 = 1.278
@@ -100,7 +101,7 @@ def test_the_table_of_eight_agents_from_what_was_measured() -> None:
             create_time_usage(begin, 4 * HOUR, agent, **BASIC_INSTANCE, measured=True)
             create_reading(begin, 4 * HOUR, its, timedelta(seconds=360), memory_mib=700)
     price()
-    sums = {each.key: (each.usd, each.quantities[each.key]) for each in costs.sum_costs("item")}
+    sums = {each.key: (each.usd, each.quantities[each.key]) for each in totals.sum_costs("item")}
     assert sums == {
         "memory": (USD("8.415"), 960), "cpu": (USD("1.278"), 1440), "disk": (USD("0.91"), 3840), "plan": (USD(5), 1),
     }  # fmt: skip
@@ -110,7 +111,7 @@ def test_the_table_of_eight_agents_from_what_was_measured() -> None:
     ("measured", "by_use", "cpu", "memory"),
     [(True, True, 2, USD("0.5")), (True, False, 60, 1), (False, True, 60, 1), (False, False, 60, 1)],
 )
-def test_who_is_measured_pays_for_use_if_the_rate_says_so(measured: bool, by_use: bool, cpu: int, memory: Decimal) -> None:
+def test_measured_sandbox_pays_by_use_if_the_rate_is_by_use(measured: bool, by_use: bool, cpu: int, memory: Decimal) -> None:
     """An hour of 1 vCPU and 1 GiB, of which 2 minutes and half of it are used."""
     create_rate("cpu", "1", by_use=by_use)
     create_rate("memory", "1", by_use=by_use)
@@ -121,7 +122,7 @@ def test_who_is_measured_pays_for_use_if_the_rate_says_so(measured: bool, by_use
     assert dict(list_cost_values("item", "usd")) == {"cpu": cpu, "memory": memory}
 
 
-def test_what_was_given_and_what_was_used_add_up_where_a_lease_has_both() -> None:
+def test_allocated_and_used_quantities_of_a_lease_add_up() -> None:
     """Its sandbox of before was at a provider's host that does not count."""
     create_rate("cpu", "1", by_use=True)
     create_time_usage("2026-11-02T10:00", provider="acme", millicpus=1000)
@@ -131,7 +132,7 @@ def test_what_was_given_and_what_was_used_add_up_where_a_lease_has_both() -> Non
     assert list_cost_values("usd") == [(63,)]
 
 
-def test_a_rate_for_use_that_begins_at_noon_cuts_what_was_used_around_it() -> None:
+def test_rate_by_use_that_begins_within_a_reading_splits_it() -> None:
     """From 11:00 to 14:00 three minutes of CPU: the one before noon costs as given, 60 x 1, the two after it 2 x 10."""
     create_rate("cpu", "1")
     create_rate("cpu", "10", since="2026-11-02T12:00", by_use=True)
@@ -146,7 +147,7 @@ def test_a_rate_for_use_that_begins_at_noon_cuts_what_was_used_around_it() -> No
     st.lists(st.tuples(st.integers(1, 10**11), st.integers(0, 10**9)), min_size=1, max_size=4),
     st.lists(st.integers(1, 86_399), max_size=3, unique=True),
 )
-def test_no_microsecond_is_lost_between_rates(readings: list[tuple[int, int]], cuts: list[int]) -> None:
+def test_splitting_between_rates_loses_no_microsecond(readings: list[tuple[int, int]], cuts: list[int]) -> None:
     """However readings lie, over midnights and changes of the rate: together they cost what all of it costs."""
     for model in (CostRecord, Rate, UsageRecord, Reading):
         model.objects.all()._raw_delete(model.objects.db)
@@ -165,7 +166,7 @@ def test_no_microsecond_is_lost_between_rates(readings: list[tuple[int, int]], c
     assert whole == 1000 * sum(micros for _, micros in readings)
 
 
-def test_a_bill_by_use_is_derived_again_from_the_facts(grant: Callable[..., Lease], memory: MemoryProvider) -> None:
+def test_costs_by_use_are_rebuilt_from_readings(grant: Callable[..., Lease], memory: MemoryProvider) -> None:
     create_rate("cpu", "60", provider="memory", by_use=True)
     lease = grant(ttl=9 * HOUR)
     execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
@@ -207,7 +208,7 @@ def counted() -> list[tuple[str, int]]:
     return [(str(day), number) for day, number in rows]
 
 
-def test_each_run_is_counted_once_on_the_day_it_began() -> None:
+def test_each_run_counts_once_on_its_start_day() -> None:
     its = create_sandbox()
     runs("2026-11-30T23:59:58", 3, its)
     meter_usage(now=parse_utc("2026-12-01T00:10"))
@@ -222,7 +223,7 @@ def test_each_run_is_counted_once_on_the_day_it_began() -> None:
     assert counted() == before
 
 
-def test_batches_that_end_anywhere_count_each_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_boundaries_count_each_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metering, "CALL_BATCH_SIZE", 7)
     expected: Counter[tuple[Any, ...]] = Counter()
     random = Random(6)
@@ -240,7 +241,7 @@ def test_batches_that_end_anywhere_count_each_run_once(monkeypatch: pytest.Monke
     assert {(sandbox, str(day)): number for sandbox, day, number in rows} == expected
 
 
-def test_a_request_costs_what_one_does_when_its_day_begins() -> None:
+def test_request_is_priced_by_the_rate_at_the_start_of_its_day() -> None:
     """10 of 12 are free: 2 x 0.25 = 0.5. From noon of that day on one is 1 USD, which counts from the next day: 3 x 1 = 3,
     and 2 of the allowance of 12 by then are left."""
     create_rate("request", "0.25", allowance=USD(10))
@@ -254,7 +255,7 @@ def test_a_request_costs_what_one_does_when_its_day_begins() -> None:
     assert CostRecord.objects.filter(agent_did=ADA, holder=derive_lease_id(ADA)).count() == 2
 
 
-def test_requests_of_one_size_may_cost_something_else() -> None:
+def test_request_rate_depends_on_the_instance_type() -> None:
     create_rate("request", "1")
     create_rate("request", "5", provider="cloudflare", instance_type="basic")
     create_rate("request", "2", provider="cloudflare")

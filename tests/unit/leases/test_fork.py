@@ -23,6 +23,7 @@ from sandboxes.runs import Command
 from sandboxes.state import workspace
 from sandboxes.storage import get_store
 from tests.conftest import MINUTE, NOW, SimulatedCrash, run_in_threads
+from tests.support.waiting import wait_until_blocked
 
 pytestmark = pytest.mark.django_db
 ADA, BOB = "did:plc:ada", "did:plc:bob"
@@ -170,7 +171,7 @@ def test_a_snapshot_deleted_during_a_fork_is_kept_by_the_fork(pool: Pool, memory
         workspace.copy_snapshot(taken, holder=other.pk, kind=SnapshotKind.FORKED, now=NOW)
         rival.start()
         waits.wait()
-        rival.join(0.5)  # it either waits for the lock held here, or starts later and reads the committed rows
+        wait_until_blocked(rival)
     rival.join()
     taken.refresh_from_db()
     assert (bool(taken.forgotten_at), get_store().has(f"{taken.key}/workspace")) == (True, True)

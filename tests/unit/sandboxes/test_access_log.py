@@ -1,4 +1,4 @@
-"""What nginx logs of sandboxes' requests: calls it saw, calls it refused, calls whose forwarder died."""
+"""Ingestion and rotation of nginx's access log."""
 
 import json
 import os
@@ -21,11 +21,11 @@ HOUR = timedelta(hours=1)
 
 
 def line(number: int = 1, **fields: Any) -> bytes:
-    said = {
+    values = {
         "id": f"{number:032x}", "slot": 3, "at": f"{NOW.timestamp():.3f}", "took": "1.500", "method": "POST",
         "uri": "/v1/chat/completions", "status": 200, "sent": 700, "received": 1200, "upstream": "200", "limit": "PASSED",
     }  # fmt: skip
-    return json.dumps({**said, **fields}).encode() + b"\n"
+    return json.dumps({**values, **fields}).encode() + b"\n"
 
 
 def refused(number: int = 1, status: int = 403, **fields: Any) -> bytes:
@@ -38,12 +38,12 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def box(grant: Callable[..., Lease]) -> Sandbox:
-    return used(grant(now=NOW - HOUR), now=NOW - HOUR)
+def sandbox(grant: Callable[..., Lease]) -> Sandbox:
+    return wake_sandbox(grant(now=NOW - HOUR), now=NOW - HOUR)
 
 
-def used(lease: Lease, now: datetime) -> Sandbox:
-    """Something ran in its sandbox, which has the slot 3 since."""
+def wake_sandbox(lease: Lease, now: datetime) -> Sandbox:
+    """Wake the lease's sandbox, and give it slot 3."""
     execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now)
     Sandbox.objects.filter(holder=lease.pk).update(slot=3)
     return Sandbox.objects.get(holder=lease.pk)
@@ -63,7 +63,7 @@ def collect(file: Path, now=NOW) -> dict[str, int]:
     return dict(access_log.collect_access_log(file, now))
 
 
-def test_a_call_that_nginx_saw_is_marked_and_left_alone(file: Path) -> None:
+def test_logged_call_is_marked_and_otherwise_unchanged(file: Path) -> None:
     row = call(ended_at=NOW, outcome="ok", status=200)
     append(file, line())
     assert collect(file) == {"logged": 1}
@@ -72,7 +72,7 @@ def test_a_call_that_nginx_saw_is_marked_and_left_alone(file: Path) -> None:
     assert collect(file, NOW + HOUR) == {}
 
 
-def test_a_call_that_nobody_closes_within_a_minute_of_its_end_is_lost(file: Path) -> None:
+def test_call_not_settled_within_a_minute_of_its_end_is_lost(file: Path) -> None:
     row = call()
     append(file, line())
     assert collect(file) == {"logged": 1}
@@ -82,7 +82,7 @@ def test_a_call_that_nobody_closes_within_a_minute_of_its_end_is_lost(file: Path
     assert (row.outcome, row.ended_at, row.cost, row.priced) == ("lost", NOW + 2 * MINUTE, None, "")
 
 
-def test_a_call_that_nginx_has_not_logged_stays_open(file: Path) -> None:
+def test_call_without_a_log_line_stays_open(file: Path) -> None:
     call(2)
     append(file, line())
     collect(file)
@@ -101,12 +101,12 @@ def test_a_call_that_nginx_has_not_logged_stays_open(file: Path) -> None:
         (418, "status_418"),
     ],
 )
-def test_what_nginx_refused_is_a_row_of_whoever_had_the_slot(file: Path, box: Sandbox, status: int, code: str) -> None:
+def test_request_refused_by_nginx_is_a_row_of_the_slots_sandbox(file: Path, sandbox: Sandbox, status: int, code: str) -> None:
     append(file, refused(status=status, uri="/admin/" + "x" * 300))
     assert collect(file) == {"refused": 1}
     row = LlmCall.objects.get()
     assert (row.outcome, row.status, row.code, row.cost, row.priced) == ("refused", status, code, None, "")
-    assert (row.sandbox, row.holder, row.agent_did, row.environment_id) == (box, box.holder, "did:plc:ada", "game-1")
+    assert (row.sandbox, row.holder, row.agent_did, row.environment_id) == (sandbox, sandbox.holder, "did:plc:ada", "game-1")
     assert (row.started_at, row.ended_at, row.logged_at) == (NOW - timedelta(seconds=1.5), NOW, NOW)
     assert (row.sent_bytes, row.received_bytes, row.path) == (700, 1200, "/admin/" + "x" * 193)
 
@@ -121,27 +121,29 @@ def test_what_nginx_refused_is_a_row_of_whoever_had_the_slot(file: Path, box: Sa
         ({"slot": None}, False),
     ],
 )
-def test_a_request_belongs_to_the_sandbox_that_had_the_slot_at_that_time(file, box: Sandbox, fields: Any, whose: bool) -> None:
-    Sandbox.objects.filter(pk=box.pk).update(**fields)
+def test_request_belongs_to_the_sandbox_that_held_the_slot_at_the_time(
+    file, sandbox: Sandbox, fields: Any, whose: bool
+) -> None:
+    Sandbox.objects.filter(pk=sandbox.pk).update(**fields)
     append(file, refused())
     collect(file, NOW + HOUR)
     row = LlmCall.objects.get()
-    assert (row.sandbox_id, row.agent_did) == ((box.pk, "did:plc:ada") if whose else (None, ""))
+    assert (row.sandbox_id, row.agent_did) == ((sandbox.pk, "did:plc:ada") if whose else (None, ""))
 
 
-def test_of_two_sandboxes_that_had_a_slot_in_turn_each_has_its_own_requests(file: Path, box: Sandbox, grant) -> None:
-    Sandbox.objects.filter(pk=box.pk).update(state="destroyed", destroyed_at=NOW)
-    used(grant(environment="game-2", now=NOW + MINUTE), now=NOW + MINUTE)
+def test_successive_sandboxes_of_a_slot_have_their_own_requests(file: Path, sandbox: Sandbox, grant) -> None:
+    Sandbox.objects.filter(pk=sandbox.pk).update(state="destroyed", destroyed_at=NOW)
+    wake_sandbox(grant(environment="game-2", now=NOW + MINUTE), now=NOW + MINUTE)
     append(file, refused(1), refused(2, at=(NOW + 2 * MINUTE).timestamp()))
     collect(file, NOW + HOUR)
     assert [*LlmCall.objects.order_by("call_id").values_list("environment_id", flat=True)] == ["game-1", "game-2"]
 
 
-def test_an_agent_cannot_fill_the_database_by_being_refused(file: Path, box: Sandbox) -> None:
+def test_stored_refusals_per_sandbox_are_limited(file: Path, sandbox: Sandbox) -> None:
     append(file, *[refused(number) for number in range(1, 151)])
-    assert collect(file) == {"refused": 100, "refused and not kept": 50}
+    assert collect(file) == {"refused": 100, "refused, not stored": 50}
     append(file, *[refused(number) for number in range(151, 161)])
-    assert collect(file) == {"refused and not kept": 10}
+    assert collect(file) == {"refused, not stored": 10}
     append(file, *[refused(number, slot=9) for number in range(161, 171)])
     assert collect(file) == {"refused": 10}
     append(file, *[refused(number, at=(NOW + HOUR).timestamp()) for number in range(171, 181)])
@@ -153,40 +155,40 @@ def test_an_agent_cannot_fill_the_database_by_being_refused(file: Path, box: San
     ("status", "outcome", "code", "counted"),
     [(200, "ok", "", "unmetered"), (502, "failed", "status_502", "refused"), (429, "refused", "too_many", "refused")],
 )
-def test_a_call_without_a_row_that_went_on_is_shown_and_unpriced(file, status, outcome, code, counted) -> None:
+def test_forwarded_request_without_a_row_is_recorded_unpriced(file, status, outcome, code, counted) -> None:
     append(file, line(status=status, upstream=str(status)))
     assert collect(file) == {counted: 1}
     row = LlmCall.objects.get()
     assert (row.outcome, row.status, row.code, row.cost, row.priced) == (outcome, status, code, None, "")
 
 
-def test_who_asks_which_models_there_are_has_made_no_call(file: Path) -> None:
+def test_successful_model_list_request_is_not_a_call(file: Path) -> None:
     append(file, line(1, method="GET", uri="/v1/models"), refused(2, uri="/v1/models"))
     assert collect(file) == {"refused": 1}
     assert [row.status for row in LlmCall.objects.all()] == [403]
 
 
-def test_a_refusal_of_the_forwarder_keeps_its_reason(file: Path) -> None:
+def test_refusal_by_the_server_keeps_its_code(file: Path) -> None:
     append(file, line(status=403, upstream="403", code="no_lease"))
     assert collect(file) == {"refused": 1}
     assert (LlmCall.objects.get().outcome, LlmCall.objects.get().code) == ("refused", "no_lease")
 
 
 @pytest.mark.parametrize("status", [b"000", b"009"])
-def test_a_request_that_ended_before_it_had_a_status_is_no_garbage(file: Path, status: bytes) -> None:
+def test_request_without_a_status_is_not_malformed(file: Path, status: bytes) -> None:
     append(file, refused().replace(b"403", status))
     assert collect(file) == {"refused": 1}
     assert LlmCall.objects.get().outcome == "refused"
 
 
-def test_a_row_that_its_forwarder_writes_meanwhile_is_the_one_that_stays(file: Path, at_checkpoint) -> None:
+def test_row_inserted_concurrently_by_the_server_is_kept(file: Path, at_checkpoint) -> None:
     append(file, refused(status=499, upstream="-"))
     at_checkpoint("lines read", call)
     assert collect(file) == {"logged": 1}
     assert LlmCall.objects.get().outcome == "open"
 
 
-def test_a_line_counts_once_however_often_it_is_written(file: Path, box: Sandbox) -> None:
+def test_repeated_line_counts_once(file: Path, sandbox: Sandbox) -> None:
     append(file, refused(), refused())
     assert collect(file) == {"refused": 1}
     append(file, refused())
@@ -194,7 +196,7 @@ def test_a_line_counts_once_however_often_it_is_written(file: Path, box: Sandbox
     assert LlmCall.objects.count() == 1
 
 
-GARBAGE = [
+MALFORMED_LINES = [
     b"x", b"[]", b"{}", b"\xff", b"[" * 50_000, line(id="x"), line(id="A" * 32), line(id=None), line(slot=-1), line(slot="x"),
     line(slot=1 << 40), line(at="never"), line(at=1e300), line(at="nan"), line(at="inf"), line(took="-1"), line(took=1e12),
     line(status=1000), line(status=None), line(sent=1 << 70), line(uri=None), line(uri=7),
@@ -202,14 +204,14 @@ GARBAGE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", GARBAGE)
-def test_a_line_that_is_no_request_is_counted_and_stops_nothing(file: Path, wrong: bytes) -> None:
+@pytest.mark.parametrize("wrong", MALFORMED_LINES)
+def test_malformed_line_is_counted_and_skipped(file: Path, wrong: bytes) -> None:
     append(file, wrong.strip() + b"\n", refused(2))
-    assert collect(file) == {"garbage": 1, "refused": 1}
+    assert collect(file) == {"malformed": 1, "refused": 1}
 
 
 @pytest.mark.parametrize("path", [b"/\xff\xfe", rb"/\u0000", rb"/\ud800", "/ü€𝄞".encode(), rb"/\"<script>"])
-def test_whatever_a_sandbox_writes_into_its_path_can_be_stored(file: Path, path: bytes) -> None:
+def test_any_bytes_in_a_path_can_be_stored(file: Path, path: bytes) -> None:
     append(file, refused().replace(b"/v1/files", path))
     assert collect(file) == {"refused": 1}
     assert LlmCall.objects.get().path.startswith("/")
@@ -219,7 +221,7 @@ def test_whatever_a_sandbox_writes_into_its_path_can_be_stored(file: Path, path:
 
 
 class Nginx:
-    """Writes to the file it has opened, whatever that is called by now, until it is told to open it by name again."""
+    """Writer that keeps its file open across a rename until `reopen`."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.number = path, 0
@@ -238,14 +240,14 @@ def settle(path: Path) -> None:
     os.utime(path, ((NOW - HOUR).timestamp(),) * 2)
 
 
-def test_a_large_log_is_rotated_and_removed_once_it_is_collected(file: Path) -> None:
+def test_large_log_is_rotated_and_removed_once_collected(file: Path) -> None:
     nginx, old = Nginx(file), file.with_name("access.log.1")
     nginx.log()
     assert not access_log.rotate_log(file, nginx.reopen, now=NOW, largest=10_000)
     assert access_log.rotate_log(file, nginx.reopen, now=NOW, largest=100)
     nginx.log()
     assert not access_log.rotate_log(file, nginx.reopen, now=NOW, largest=100)
-    assert old.exists()  # a worker of nginx may still write to it
+    assert old.exists()  # an nginx worker may still write to it
     settle(old)
     assert not access_log.rotate_log(file, nginx.reopen, now=NOW, largest=100)
     assert not old.exists()
@@ -255,7 +257,7 @@ def test_a_large_log_is_rotated_and_removed_once_it_is_collected(file: Path) -> 
 
 @pytest.mark.parametrize("at", ["log renamed", "log reopened", "lines read", "lines applied", "lines committed"])
 @pytest.mark.parametrize("largest", [0, 100_000])
-def test_a_rotation_that_is_stopped_anywhere_loses_no_line(file: Path, at_checkpoint, at: str, largest: int) -> None:
+def test_interrupted_rotation_loses_no_line(file: Path, at_checkpoint, at: str, largest: int) -> None:
     nginx, old = Nginx(file), file.with_name("access.log.1")
     access_log.collect_access_log(file, NOW)
 

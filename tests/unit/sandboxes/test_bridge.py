@@ -1,4 +1,4 @@
-"""The bridge by itself: what comes in at one end goes out at the other, at once."""
+"""image/bridge.py as a process: bytes are copied in both directions without delay."""
 
 import socket
 import subprocess
@@ -15,13 +15,13 @@ from tests.support.waiting import wait_until
 
 BRIDGE = Path(__file__).resolve().parents[3] / "sandboxes" / "image" / "bridge.py"
 TURNS = 60
-QUICK = 0.035  # seconds, which a busy machine may miss now and then
+QUICK = 0.035  # seconds; a busy machine may exceed it occasionally
 
 
 @pytest.fixture
-def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A socket behind which each line is answered by two small writes."""
-    path = tmp_path_factory.mktemp("b") / "far.sock"
+def upstream_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Unix socket server that answers each line by two small writes."""
+    path = tmp_path_factory.mktemp("b") / "upstream_path.sock"
     door = socket.socket(socket.AF_UNIX)
     door.bind(str(path))
     door.listen()
@@ -31,7 +31,7 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         with one, one.makefile("rb") as lines:
             for _ in lines:
                 one.sendall(b"first ")
-                time.sleep(0.002)  # so that the bridge reads it before the second is there
+                time.sleep(0.002)  # the bridge reads the first write before the second
                 one.sendall(b"second\n")
 
     threading.Thread(target=answer, daemon=True).start()
@@ -40,9 +40,9 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def near(far: Path) -> Iterator[socket.socket]:
+def client(upstream_path: Path) -> Iterator[socket.socket]:
     [port] = ports.find_free_ports()
-    process = subprocess.Popen([sys.executable, str(BRIDGE), str(port), str(far)])
+    process = subprocess.Popen([sys.executable, str(BRIDGE), str(port), str(upstream_path)])
 
     def connected() -> socket.socket | None:
         try:
@@ -60,13 +60,13 @@ def near(far: Path) -> Iterator[socket.socket]:
         process.wait(20)
 
 
-def test_the_second_of_two_small_writes_does_not_wait_for_the_first_to_be_acknowledged(near: socket.socket) -> None:
-    """That is 40 ms on Linux once a connection is an answer old: for each event of a stream."""
+def test_second_small_write_does_not_wait_for_an_acknowledgement(client: socket.socket) -> None:
+    """Delayed acknowledgements would add 40 ms to each event of a stream on Linux."""
     took: list[float] = []
-    with near.makefile("rb") as lines:
+    with client.makefile("rb") as lines:
         for _ in range(TURNS):
             began = time.monotonic()
-            near.sendall(b"go\n")
+            client.sendall(b"go\n")
             assert lines.readline() == b"first second\n"
             took.append(time.monotonic() - began)
     assert len([each for each in took if each < QUICK]) > TURNS / 4

@@ -1,4 +1,6 @@
-"""What the KV store does when the API is slow, full, wrong or unkind. That it keeps values: tests/conformance/test_store.py."""
+"""Cloudflare KV store against slow, rate-limiting, failing and invalid responses of the API.
+
+Its storage semantics are tested in tests/conformance/test_store.py."""
 
 import io
 import json
@@ -19,8 +21,8 @@ BASE = "/accounts/acc/storage/kv/namespaces/ns"
 
 
 @dataclass
-class Clock:
-    """Sleeping takes no time here, and is remembered."""
+class FakeClock:
+    """Simulated clock: sleeping takes no time and is recorded."""
 
     now: float = NOW
     slept: list[float] = field(default_factory=list)
@@ -31,8 +33,8 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 @pytest.fixture
@@ -42,11 +44,11 @@ def server() -> Iterator[ScriptedServer]:
 
 
 @pytest.fixture
-def store(server: ScriptedServer, clock: Clock) -> CloudflareKVStore:
+def store(server: ScriptedServer, clock: FakeClock) -> CloudflareKVStore:
     return kv(server, clock)
 
 
-def kv(server: ScriptedServer, clock: Clock, **more: Any) -> CloudflareKVStore:
+def kv(server: ScriptedServer, clock: FakeClock, **options: Any) -> CloudflareKVStore:
     return CloudflareKVStore(
         "ns",
         account_id="acc",
@@ -54,120 +56,133 @@ def kv(server: ScriptedServer, clock: Clock, **more: Any) -> CloudflareKVStore:
         api=server.url,
         sleep=clock.sleep,
         clock=lambda: clock.now,
-        **{"timeout": (20, 20)} | more,
+        **{"timeout": (20, 20)} | options,
     )
 
 
-def good(result: object = None, status: int = 200, **more: object) -> Responder:
-    body = {"success": True, "errors": [], "messages": [], "result": result, **more}
+def success(result: object = None, status: int = 200, **options: object) -> Responder:
+    body = {"success": True, "errors": [], "messages": [], "result": result, **options}
     return respond(status, json.dumps(body).encode(), Content_Type="application/json")
 
 
-def bad(status: int, code: int, **headers: str) -> Responder:
+def failure(status: int, code: int, **headers: str) -> Responder:
     body = {"success": False, "errors": [{"code": code, "message": "no"}], "messages": [], "result": None}
     return respond(status, json.dumps(body).encode(), Content_Type="application/json", **headers)
 
 
 def keys(*names: str, cursor: str = "") -> Responder:
-    return good([{"name": name} for name in names], result_info={"count": len(names), "cursor": cursor})
+    return success([{"name": name} for name in names], result_info={"count": len(names), "cursor": cursor})
 
 
-# --- how often, and how long ----------------------------------------------------------------------------------------
+# --- retries ----------------------------------------------------------------------------------------------------
 
 
-def test_a_write_that_comes_too_soon_is_made_again_after_as_long_as_was_said(
-    server: ScriptedServer, store: CloudflareKVStore, clock: Clock
+def test_rate_limited_write_is_retried_after_retry_after_seconds(
+    server: ScriptedServer, store: CloudflareKVStore, clock: FakeClock
 ) -> None:
-    server.script = [bad(429, 10048, Retry_After="3"), bad(429, 10048), good()]
+    server.script = [failure(429, 10048, Retry_After="3"), failure(429, 10048), success()]
     store.set("k", b"value")
     assert clock.slept == [3, 2]
-    assert [seen.body for seen in server.seen] == [b"value"] * 3
+    assert [request.body for request in server.seen] == [b"value"] * 3
 
 
-def test_a_date_says_too_when_to_come_again(server: ScriptedServer, store: CloudflareKVStore, clock: Clock) -> None:
-    server.script = [bad(429, 10048, Retry_After="Sat, 21 Nov 2026 12:00:07 GMT"), bad(429, 10048, Retry_After="soon"), good()]
+def test_retry_after_may_be_a_date(server: ScriptedServer, store: CloudflareKVStore, clock: FakeClock) -> None:
+    server.script = [
+        failure(429, 10048, Retry_After="Sat, 21 Nov 2026 12:00:07 GMT"),
+        failure(429, 10048, Retry_After="soon"),
+        success(),
+    ]
     store.set("k", b"value")
     assert clock.slept == [7, 2]
 
 
-def test_a_write_that_always_comes_too_soon_is_given_up_in_bounded_time(
-    server: ScriptedServer, store: CloudflareKVStore, clock: Clock
+def test_persistent_rate_limit_fails_in_bounded_time(
+    server: ScriptedServer, store: CloudflareKVStore, clock: FakeClock
 ) -> None:
-    server.script = [bad(429, 10048)]
-    with pytest.raises(StoreError, match=r"set of 'k': given up after 5 attempts; .*429"):
+    server.script = [failure(429, 10048)]
+    with pytest.raises(StoreError, match=r"set of 'k': failed after 5 attempts; .*429"):
         store.set("k", b"value")
     assert len(server.seen) == MAX_ATTEMPTS
     assert sum(clock.slept) <= RETRY_DEADLINE_SECONDS
 
 
-def test_nobody_waits_longer_than_a_call_may_take(server: ScriptedServer, store: CloudflareKVStore, clock: Clock) -> None:
-    server.script = [bad(429, 10048, Retry_After="3600")]
-    with pytest.raises(StoreError, match="given up after 1 attempts"):
+def test_retry_after_beyond_the_deadline_fails_at_once(
+    server: ScriptedServer, store: CloudflareKVStore, clock: FakeClock
+) -> None:
+    server.script = [failure(429, 10048, Retry_After="3600")]
+    with pytest.raises(StoreError, match="failed after 1 attempts"):
         store.set("k", b"value")
     assert clock.slept == []
 
 
 @pytest.mark.parametrize(
     "fault",
-    [bad(502, 1), respond(200, b"val", length=9), drop_connection, stall_response],
+    [failure(502, 1), respond(200, b"val", length=9), drop_connection, stall_response],
     ids=["502", "cut", "closed", "stall"],
 )
-def test_a_fault_is_tried_again_and_then_a_store_error(server: ScriptedServer, clock: Clock, fault: Responder) -> None:
+def test_fault_is_retried_then_raises_store_error(server: ScriptedServer, clock: FakeClock, fault: Responder) -> None:
     server.script = [fault, respond(200, b"value")]
     store = kv(server, clock, timeout=(20, 0.3 if fault is stall_response else 20))
     assert store.get("k") == b"value"
     server.script = [fault]
-    with pytest.raises(StoreError, match="cloudflare_kv: get of 'k': given up after 5 attempts"):
+    with pytest.raises(StoreError, match="cloudflare_kv: get of 'k': failed after 5 attempts"):
         store.get("k")
     assert sum(clock.slept) <= RETRY_DEADLINE_SECONDS + 1
 
 
-def test_a_server_that_is_not_there_is_a_store_error(clock: Clock) -> None:
+def test_refused_connection_raises_store_error(clock: FakeClock) -> None:
     with run_scripted_server(stall_response) as server:
         pass
     with pytest.raises(StoreError, match="refused"):
         kv(server, clock).set("k", b"")
 
 
-# --- who may --------------------------------------------------------------------------------------------------------
+# --- authentication ---------------------------------------------------------------------------------------------
 
 
-def test_the_token_is_in_one_header_alone_and_in_no_error(
-    server: ScriptedServer, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_token_is_only_in_the_authorization_header(
+    server: ScriptedServer, clock: FakeClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     netrc = tmp_path / "netrc"
     netrc.write_text("machine 127.0.0.1 login someone password else\n")
     monkeypatch.setenv("NETRC", str(netrc))
     store = kv(server, clock)
-    for answer in (bad(403, 10000), bad(401, 10000), bad(500, 1), drop_connection, respond(200, b"no JSON"), bad(404, 10013)):
-        server.script = [answer]
+    for response in (
+        failure(403, 10000),
+        failure(401, 10000),
+        failure(500, 1),
+        drop_connection,
+        respond(200, b"no JSON"),
+        failure(404, 10013),
+    ):
+        server.script = [response]
         with pytest.raises(StoreError) as failed:
             store.remove("k")
-        for shown in (str(failed.value), repr(failed.value), repr(store), repr(vars(store))):
-            assert TOKEN not in shown
-    for seen in server.seen:
-        assert seen.headers.pop("Authorization") == f"Bearer {TOKEN}"
-        assert TOKEN not in f"{seen.path} {seen.headers} {seen.body!r}"
+        for text in (str(failed.value), repr(failed.value), repr(store), repr(vars(store))):
+            assert TOKEN not in text
+    for request in server.seen:
+        assert request.headers.pop("Authorization") == f"Bearer {TOKEN}"
+        assert TOKEN not in f"{request.path} {request.headers} {request.body!r}"
 
 
-def test_a_token_that_is_refused_is_said_so_at_once(server: ScriptedServer, store: CloudflareKVStore, clock: Clock) -> None:
-    server.script = [bad(403, 10000)]
-    with pytest.raises(StoreError, match="refuses this token"):
+def test_rejected_token_fails_without_retry(server: ScriptedServer, store: CloudflareKVStore, clock: FakeClock) -> None:
+    server.script = [failure(403, 10000)]
+    with pytest.raises(StoreError, match="rejects this token"):
         store.get("k")
     assert len(server.seen) == 1
 
 
-def test_a_redirect_is_not_followed(server: ScriptedServer, store: CloudflareKVStore) -> None:
+def test_redirect_is_not_followed(server: ScriptedServer, store: CloudflareKVStore) -> None:
     server.script = [respond(302, Location=f"{server.url}/elsewhere"), respond(200, b"value")]
     with pytest.raises(StoreError, match="302"):
         store.get("k")
     assert len(server.seen) == 1
 
 
-def test_a_namespace_that_is_not_there_is_no_missing_key(server: ScriptedServer, store: CloudflareKVStore) -> None:
-    server.script = [bad(404, 10009)]
+def test_missing_namespace_is_distinguished_from_missing_key(server: ScriptedServer, store: CloudflareKVStore) -> None:
+    server.script = [failure(404, 10009)]
     assert store.get("k") is None
-    server.script = [bad(404, 10013)]
+    server.script = [failure(404, 10013)]
     with pytest.raises(StoreError, match=r"404, codes \[10013\]"):
         store.get("k")
     server.script = [respond(404, b"page not found")]
@@ -175,29 +190,29 @@ def test_a_namespace_that_is_not_there_is_no_missing_key(server: ScriptedServer,
         store.get("k")
 
 
-# --- what is sent ---------------------------------------------------------------------------------------------------
+# --- requests -----------------------------------------------------------------------------------------------------
 
 
-def test_what_the_api_would_not_take_is_refused_before_anything_is_sent(
+def test_values_and_keys_beyond_the_limits_are_refused_before_a_request(
     server: ScriptedServer, store: CloudflareKVStore
 ) -> None:
     for key in (".", "..", "", "x" * 513):
         for act in (store.get, store.has, store.remove, lambda key: store.set(key, b"x"), lambda key: store.remove_many([key])):
             with pytest.raises(StoreRefused):
                 act(key)
-    with pytest.raises(StoreRefused, match=r"set of 'k': a value has at most 26214400 bytes, not 26214401"):
+    with pytest.raises(StoreRefused, match=r"set of 'k': the value has 26214401 bytes; the limit is 26214400"):
         store.set("k", bytes((25 << 20) + 1))
     with pytest.raises(StoreRefused, match=r"upload of 'k'"):
         store.upload("k", io.BytesIO(bytes((25 << 20) + 1)))
     assert server.seen == []
 
 
-def test_a_key_is_one_segment_of_the_url_and_behind_the_prefix(server: ScriptedServer, clock: Clock) -> None:
-    server.script = [good()]
+def test_a_key_is_one_segment_of_the_url_and_behind_the_prefix(server: ScriptedServer, clock: FakeClock) -> None:
+    server.script = [success()]
     store = kv(server, clock, prefix="ours/")
     store.set("a b/ü?#%2F", b"x")
-    store.set("..", b"x")  # with the prefix it is an ordinary key
-    assert [seen.path for seen in server.seen] == [
+    store.set("..", b"x")  # valid with the prefix
+    assert [request.path for request in server.seen] == [
         f"{BASE}/values/ours%2Fa%20b%2F%C3%BC%3F%23%252F",
         f"{BASE}/values/ours%2F..",
     ]
@@ -206,55 +221,55 @@ def test_a_key_is_one_segment_of_the_url_and_behind_the_prefix(server: ScriptedS
         store.set("x" * 508, b"x")
 
 
-def test_has_asks_for_names_and_never_for_a_value(server: ScriptedServer, store: CloudflareKVStore) -> None:
+def test_has_lists_keys_and_fetches_no_value(server: ScriptedServer, store: CloudflareKVStore) -> None:
     server.script = [keys("key", "key/more"), keys("key/more")]
     assert store.has("key")
     assert not store.has("key")
     assert server.calls == [f"GET {BASE}/keys?prefix=key&limit=10"] * 2
 
 
-def test_a_page_smaller_than_theirs_goes_on_where_it_ended(server: ScriptedServer, store: CloudflareKVStore) -> None:
-    theirs = keys("a", "b", "c", "d", "e", cursor="next")
-    server.script = [theirs, theirs, keys("f"), keys("f")]
+def test_page_smaller_than_the_api_page_continues_where_it_ended(server: ScriptedServer, store: CloudflareKVStore) -> None:
+    api_page = keys("a", "b", "c", "d", "e", cursor="next")
+    server.script = [api_page, api_page, keys("f"), keys("f")]
     first = store.page("", limit=2)
     assert [entry.key for entry in first.entries] == ["a", "b"]
     assert first.entries[0].size is None
-    second = store.page("", following=first.following, limit=3)
+    second = store.page("", cursor=first.next_cursor, limit=3)
     assert [entry.key for entry in second.entries] == ["c", "d", "e"]
-    third = store.page("", following=second.following, limit=3)
-    assert ([entry.key for entry in third.entries], third.following) == (["f"], "")
+    third = store.page("", cursor=second.next_cursor, limit=3)
+    assert ([entry.key for entry in third.entries], third.next_cursor) == (["f"], "")
     assert [path.partition("?")[2] for path in server.calls] == ["limit=10", "limit=10", "limit=10&cursor=next"]
 
 
-def test_a_page_without_keys_is_not_the_end_while_there_is_a_cursor(server: ScriptedServer, store: CloudflareKVStore) -> None:
+def test_empty_api_page_with_a_cursor_is_not_the_end(server: ScriptedServer, store: CloudflareKVStore) -> None:
     server.script = [keys(cursor="c1"), keys(cursor="c2"), keys("a")]
     assert not store.is_empty()
     server.script = [keys(cursor="c1")]
-    with pytest.raises(StoreError, match="the cursor does not move"):
+    with pytest.raises(StoreError, match="returned the same cursor again"):
         store.page()
 
 
 @pytest.mark.parametrize("cursor", ["junk", "[1, 2]", "{}", '["a"]'])
-def test_a_cursor_from_elsewhere_is_refused(server: ScriptedServer, store: CloudflareKVStore, cursor: str) -> None:
+def test_invalid_cursor_is_refused(server: ScriptedServer, store: CloudflareKVStore, cursor: str) -> None:
     with pytest.raises(StoreRefused, match="cursor"):
-        store.page(following=cursor)
+        store.page(cursor=cursor)
 
 
-def test_keys_that_a_removal_of_many_left_are_removed_alone(server: ScriptedServer, clock: Clock) -> None:
-    server.script = [good({"successful_key_count": 2, "unsuccessful_keys": ["ours/b"]}), good()]
+def test_keys_that_a_batch_did_not_remove_are_removed_singly(server: ScriptedServer, clock: FakeClock) -> None:
+    server.script = [success({"successful_key_count": 2, "unsuccessful_keys": ["ours/b"]}), success()]
     kv(server, clock, prefix="ours/").remove_many(["a", "b", "c"])
     assert server.calls == [f"POST {BASE}/bulk/delete", f"DELETE {BASE}/values/ours%2Fb"]
     assert json.loads(server.seen[0].body) == ["ours/a", "ours/b", "ours/c"]
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"result": []}', b'{"success": true}', b'{"success": true, "result": [1]}'])
-def test_a_listing_that_makes_no_sense_is_a_store_error(server: ScriptedServer, store: CloudflareKVStore, body: bytes) -> None:
+def test_invalid_listing_raises_store_error(server: ScriptedServer, store: CloudflareKVStore, body: bytes) -> None:
     server.script = [respond(200, body)]
-    with pytest.raises(StoreError, match="the answer is"):
+    with pytest.raises(StoreError, match="the response is"):
         store.page()
 
 
-def test_a_range_is_cut_from_the_value(server: ScriptedServer, store: CloudflareKVStore) -> None:
+def test_range_is_cut_from_the_value(server: ScriptedServer, store: CloudflareKVStore) -> None:
     server.script = [respond(200, b"0123456789")]
     target = io.BytesIO()
     assert store.download("k", target, start=3, length=4)

@@ -1,4 +1,4 @@
-"""An agent's /data follows it into every sandbox, and what changed comes back."""
+"""Synchronization of an agent's /data between its sandboxes: pull, persist, conflicts, store failures, crashes."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -49,22 +49,22 @@ def read(lease: Lease, path: str, *, now=NOW) -> str:
     return sh(lease, f"cat {DATA}/{path}", now=now).strip()
 
 
-def inside(lease: Lease, memory: MemoryProvider):
-    """The files of the lease's sandbox, to look into and to plant things."""
+def sandbox_files(lease: Lease, memory: MemoryProvider):
+    """Return the files of the lease's sandbox, to inspect or modify."""
     sandbox = find_by_holder(lease.pk)
     assert sandbox
     return memory.files(sandbox.ref)
 
 
-def kept(path: str) -> DataFile:
+def stored_row(path: str) -> DataFile:
     return DataFile.objects.get(path=path)
 
 
-def live() -> set[str]:
+def live_paths() -> set[str]:
     return {row.path for row in DataFile.objects.filter(removed=False) if row.kind != "directory"} - {"skills/catan/prompt.md"}
 
 
-def test_what_one_sandbox_writes_the_agents_next_one_has(one: Lease, two: Lease) -> None:
+def test_files_follow_the_agent_into_other_sandboxes(one: Lease, two: Lease) -> None:
     write(one, "memory/note.md", "hello")
     assert read(two, "memory/note.md") == "hello"
     leasing.release(one.pk, now=NOW)
@@ -77,12 +77,12 @@ def test_what_one_sandbox_writes_the_agents_next_one_has(one: Lease, two: Lease)
     assert read(third, "memory/note.md") == "hello"
 
 
-def test_another_agent_has_none_of_it(one: Lease, grant: Callable[..., Lease]) -> None:
+def test_data_is_not_visible_to_other_agents(one: Lease, grant: Callable[..., Lease]) -> None:
     write(one, "note", "hello")
     assert "No such file" in read(grant(agent="did:plc:bob", environment="game-9"), "note")
 
 
-def test_a_use_that_changes_nothing_costs_one_look(one: Lease, memory: MemoryProvider) -> None:
+def test_exec_without_changes_costs_one_manifest(one: Lease, memory: MemoryProvider) -> None:
     write(one, "note", "hello")
     objects, memory.calls = set(get_store().list()), []
     assert read(one, "note") == "hello"
@@ -90,52 +90,52 @@ def test_a_use_that_changes_nothing_costs_one_look(one: Lease, memory: MemoryPro
     assert set(get_store().list()) == objects
 
 
-def test_only_what_changed_crosses(one: Lease, memory: MemoryProvider) -> None:
+def test_only_changed_files_are_uploaded(one: Lease, memory: MemoryProvider) -> None:
     sh(one, "true")
-    inside(one, memory)[f"{DATA}/large"] = File(b"x" * 300_000)
+    sandbox_files(one, memory)[f"{DATA}/large"] = File(b"x" * 300_000)
     write(one, "small", "1")
     write(one, "small", "2")
-    newest = kept("small").stored_in
+    newest = stored_row("small").stored_in
     assert newest and newest.size_bytes < 20_000
-    assert kept("large").stored_in_id != newest.pk
+    assert stored_row("large").stored_in_id != newest.pk
 
 
-def test_removals_are_carried(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+def test_removal_is_pulled_by_other_sandboxes(one: Lease, two: Lease, memory: MemoryProvider) -> None:
     write(one, "note", "hello")
     assert read(two, "note") == "hello"
-    del inside(one, memory)[f"{DATA}/note"]
+    del sandbox_files(one, memory)[f"{DATA}/note"]
     sh(one, "true")
     assert "No such file" in read(two, "note")
-    assert kept("note").removed
+    assert stored_row("note").removed
 
 
-def test_modes_and_links_are_kept(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+def test_modes_and_links_are_preserved(one: Lease, two: Lease, memory: MemoryProvider) -> None:
     sh(one, "true")
-    files = inside(one, memory)
+    files = sandbox_files(one, memory)
     files[f"{DATA}/run.sh"], files[f"{DATA}/latest"] = File(b"#!/bin/sh\n", mode=0o755), Link("/etc/passwd")
     sh(one, "true")
     sh(two, "true")
-    there = inside(two, memory)
-    assert there[f"{DATA}/run.sh"] == files[f"{DATA}/run.sh"]
-    assert there[f"{DATA}/latest"] == Link("/etc/passwd")
+    files_of_two = sandbox_files(two, memory)
+    assert files_of_two[f"{DATA}/run.sh"] == files[f"{DATA}/run.sh"]
+    assert files_of_two[f"{DATA}/latest"] == Link("/etc/passwd")
 
 
-def test_a_mode_that_changed_stores_no_bytes(one: Lease, memory: MemoryProvider) -> None:
+def test_mode_change_uploads_no_content(one: Lease, memory: MemoryProvider) -> None:
     write(one, "tool", "x")
-    before = kept("tool")
-    files = inside(one, memory)
+    before = stored_row("tool")
+    files = sandbox_files(one, memory)
     files[f"{DATA}/tool"] = File(b"x\n", mode=0o755)
     sh(one, "true")
-    assert kept("tool").mode == 0o755 and kept("tool").stored_in_id == before.stored_in_id
+    assert stored_row("tool").mode == 0o755 and stored_row("tool").stored_in_id == before.stored_in_id
 
 
-# --- two at once ------------------------------------------------------------------------------------------------------
+# --- concurrent changes -----------------------------------------------------------------------------------------------
 
 
-def test_of_two_that_changed_a_file_the_last_counts_and_the_other_is_kept(one: Lease, two: Lease, memory) -> None:
+def test_last_writer_wins_and_the_other_version_is_kept_as_conflict(one: Lease, two: Lease, memory) -> None:
     write(one, "plan", "first")
     assert read(two, "plan") == "first"
-    inside(two, memory)[f"{DATA}/plan"] = File(b"of two\n")  # a program that two left running
+    sandbox_files(two, memory)[f"{DATA}/plan"] = File(b"of two\n")  # by a program that is still running
     write(one, "plan", "of one")
     sh(two, "true")
     assert read(one, "plan") == read(two, "plan") == "of two"
@@ -144,38 +144,38 @@ def test_of_two_that_changed_a_file_the_last_counts_and_the_other_is_kept(one: L
     assert (event.path, event.holder, event.agent_did) == ("plan", two.pk, one.agent_did)
 
 
-def test_the_same_change_twice_is_no_conflict(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+def test_identical_concurrent_changes_are_no_conflict(one: Lease, two: Lease, memory: MemoryProvider) -> None:
     sh(two, "true")
-    inside(two, memory)[f"{DATA}/plan"] = File(b"same\n")
+    sandbox_files(two, memory)[f"{DATA}/plan"] = File(b"same\n")
     write(one, "plan", "same")
     sh(two, "true")
     assert not DataEvent.objects.exists() and read(one, "plan") == "same"
 
 
-def test_an_edit_counts_more_than_a_removal(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+def test_edit_wins_over_later_removal(one: Lease, two: Lease, memory: MemoryProvider) -> None:
     write(one, "plan", "first")
     assert read(two, "plan") == "first"
-    del inside(two, memory)[f"{DATA}/plan"]
+    del sandbox_files(two, memory)[f"{DATA}/plan"]
     write(one, "plan", "second")
     sh(two, "true")
     assert read(two, "plan") == read(one, "plan") == "second"
 
 
-def test_a_removal_loses_against_an_edit_that_comes_after(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+def test_edit_wins_over_earlier_removal(one: Lease, two: Lease, memory: MemoryProvider) -> None:
     write(one, "plan", "first")
     assert read(two, "plan") == "first"
-    del inside(one, memory)[f"{DATA}/plan"]
-    inside(two, memory)[f"{DATA}/plan"] = File(b"second\n")
+    del sandbox_files(one, memory)[f"{DATA}/plan"]
+    sandbox_files(two, memory)[f"{DATA}/plan"] = File(b"second\n")
     sh(one, "true")
     sh(two, "true")
     assert read(one, "plan") == "second"
 
 
-def test_each_version_that_loses_is_kept_beside_those_before(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+def test_repeated_conflicts_keep_every_replaced_version(one: Lease, two: Lease, memory: MemoryProvider) -> None:
     for number in (1, 2):
         write(one, "plan", f"one-{number}")
         sh(two, "true")
-        inside(two, memory)[f"{DATA}/plan"] = File(f"two-{number}\n".encode())
+        sandbox_files(two, memory)[f"{DATA}/plan"] = File(f"two-{number}\n".encode())
         write(one, "plan", f"lost-{number}")
         sh(two, "true")
         sh(one, "true")
@@ -184,19 +184,19 @@ def test_each_version_that_loses_is_kept_beside_those_before(one: Lease, two: Le
     assert read(one, f".conflicts/{one.pk}.2/plan") == "lost-2"
 
 
-def test_a_file_beats_the_directory_that_it_has_not_seen_and_what_was_in_it_is_kept(one: Lease, two: Lease, memory) -> None:
+def test_file_replaces_unseen_directory_whose_files_become_conflict_copies(one: Lease, two: Lease, memory) -> None:
     sh(two, "true")
-    inside(two, memory)[f"{DATA}/plan"] = File(b"two\n")
+    sandbox_files(two, memory)[f"{DATA}/plan"] = File(b"two\n")
     write(one, "plan/deep", "one")
     sh(two, "true")
     assert read(one, "plan") == read(two, "plan") == "two"
     assert read(two, f".conflicts/{one.pk}/plan/deep") == "one"
-    assert live() == {"plan", f".conflicts/{one.pk}/plan/deep"}
+    assert live_paths() == {"plan", f".conflicts/{one.pk}/plan/deep"}
 
 
-def test_a_directory_beats_the_file_that_it_has_not_seen_and_the_file_is_kept(one: Lease, two: Lease, memory) -> None:
+def test_directory_replaces_unseen_file_which_becomes_a_conflict_copy(one: Lease, two: Lease, memory) -> None:
     sh(two, "true")
-    files = inside(two, memory)
+    files = sandbox_files(two, memory)
     files[f"{DATA}/plan"], files[f"{DATA}/plan/deep"] = Folder(), File(b"two\n")
     write(one, "plan", "one")
     sh(two, "true")
@@ -204,36 +204,38 @@ def test_a_directory_beats_the_file_that_it_has_not_seen_and_the_file_is_kept(on
     assert read(two, f".conflicts/{one.pk}/plan") == "one"
 
 
-def test_what_is_new_in_a_directory_counts_more_than_what_has_taken_its_place(one: Lease, two: Lease, memory) -> None:
+def test_new_file_in_directory_wins_over_link_that_replaced_the_directory(one: Lease, two: Lease, memory) -> None:
     write(one, "d/old", "old")
     sh(two, "true")
-    files = inside(one, memory)
+    files = sandbox_files(one, memory)
     del files[f"{DATA}/d/old"]
     files[f"{DATA}/d"] = Link("elsewhere")
-    inside(two, memory)[f"{DATA}/d/new"] = File(b"new\n")
+    sandbox_files(two, memory)[f"{DATA}/d/new"] = File(b"new\n")
     sh(one, "true")
     sh(two, "true")
     sh(two, "true")
     assert read(one, "d/new") == read(two, "d/new") == "new"
-    assert inside(one, memory)[f"{DATA}/.conflicts/{one.pk}/d"] == Link("elsewhere")
+    assert sandbox_files(one, memory)[f"{DATA}/.conflicts/{one.pk}/d"] == Link("elsewhere")
 
 
-def test_a_directory_that_was_removed_comes_back_with_what_is_new_in_it(one: Lease, two: Lease, memory) -> None:
+def test_removed_directory_is_restored_for_a_concurrent_new_file(one: Lease, two: Lease, memory) -> None:
     write(one, "d/old", "old")
     sh(two, "true")
-    files = inside(one, memory)
+    files = sandbox_files(one, memory)
     del files[f"{DATA}/d/old"], files[f"{DATA}/d"]
-    inside(two, memory)[f"{DATA}/d/new"] = File(b"new\n")
+    sandbox_files(two, memory)[f"{DATA}/d/new"] = File(b"new\n")
     sh(two, "true")
     for lease in (one, two):
         sh(lease, "true")
     assert read(one, "d/new") == "new"
-    assert f"{DATA}/d/old" not in inside(one, memory) and f"{DATA}/d/old" not in inside(two, memory)
+    assert f"{DATA}/d/old" not in sandbox_files(one, memory) and f"{DATA}/d/old" not in sandbox_files(two, memory)
 
 
-def test_a_file_in_the_place_of_lost_versions_does_not_lose_them(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+def test_file_named_like_the_conflicts_directory_does_not_lose_conflict_copies(
+    one: Lease, two: Lease, memory: MemoryProvider
+) -> None:
     sh(two, "true")
-    files = inside(two, memory)
+    files = sandbox_files(two, memory)
     files[f"{DATA}/.conflicts"], files[f"{DATA}/plan"] = File(b"mine\n"), File(b"two\n")
     write(one, "plan", "one")
     sh(two, "true")
@@ -244,21 +246,19 @@ def test_a_file_in_the_place_of_lost_versions_does_not_lose_them(one: Lease, two
 
 
 @pytest.mark.parametrize("entry", [Folder(), Folder(mode=0o700)], ids=["for a file", "with another mode"])
-def test_a_directory_that_is_new_is_stored_also_when_something_else_is_brought(
-    entry: Folder, one: Lease, two: Lease, memory: MemoryProvider
-) -> None:
+def test_directory_change_is_stored_together_with_a_pull(entry: Folder, one: Lease, two: Lease, memory: MemoryProvider) -> None:
     write(one, "a", "hello") if entry.mode == 0o755 else write(one, "a/b", "hello")
     sh(two, "true")
-    inside(two, memory)[f"{DATA}/a"] = entry
+    sandbox_files(two, memory)[f"{DATA}/a"] = entry
     write(one, "more", "of it")
     sh(two, "true")
     sh(one, "true")
-    there = inside(one, memory)[f"{DATA}/a"]
-    assert isinstance(there, Folder) and there.mode == entry.mode
+    files = sandbox_files(one, memory)[f"{DATA}/a"]
+    assert isinstance(files, Folder) and files.mode == entry.mode
 
 
 @pytest.mark.parametrize("left", [b"two\n", None], ids=["changed", "removed"])
-def test_what_a_program_does_to_a_file_that_was_just_brought_is_seen(one: Lease, two: Lease, memory, left) -> None:
+def test_change_right_after_pull_is_detected(one: Lease, two: Lease, memory, left) -> None:
     sh(two, "true")
     write(one, "plan", "one")
 
@@ -273,7 +273,7 @@ def test_what_a_program_does_to_a_file_that_was_just_brought_is_seen(one: Lease,
     assert read(one, "plan") == ("two" if left else f"cat: {DATA}/plan: No such file or directory")
 
 
-def test_what_is_newer_by_the_time_it_is_fetched_is_brought_as_it_is_then(one: Lease, two: Lease, memory) -> None:
+def test_pull_restarts_when_its_object_is_removed_meanwhile(one: Lease, two: Lease, memory) -> None:
     write(one, "plan", "first")
     sh(two, "true")
     write(one, "plan", "second")
@@ -282,22 +282,22 @@ def test_what_is_newer_by_the_time_it_is_fetched_is_brought_as_it_is_then(one: L
     def store_newer(ref: str) -> None:
         if newer:
             write(one, "plan", newer.pop())
-            assert pruning.remove_orphans(now=LATER).counts["outdated data"]  # the object of the second among them
+            assert pruning.remove_orphans(now=LATER).counts["outdated data"]  # includes the object with "second"
 
     with memory.after("manifest", store_newer):
         assert read(two, "plan") == "third"
 
 
-# --- when the store fails ---------------------------------------------------------------------------------------------
+# --- store failures ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """broken("upload"): this method of the store fails from now on; broken(): it works again."""
-    whole = {name: getattr(type(get_store()), name) for name in ("upload", "download", "remove")}
+    """broken("upload") makes this method of the store fail from now on; broken() makes all methods work again."""
+    originals = {name: getattr(type(get_store()), name) for name in ("upload", "download", "remove")}
 
-    def break_it(*names: str) -> None:
-        for name, method in whole.items():
+    def break_methods(*names: str) -> None:
+        for name, method in originals.items():
             monkeypatch.setattr(type(get_store()), name, method)
         for name in names:
 
@@ -306,13 +306,13 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
             monkeypatch.setattr(type(get_store()), name, fail)
 
-    return break_it
+    return break_methods
 
 
-def test_what_cannot_be_stored_stays_and_is_stored_later(one: Lease, two: Lease, broken) -> None:
+def test_unsaved_changes_are_stored_by_a_later_sweep(one: Lease, two: Lease, broken) -> None:
     sh(one, "true")
     broken("upload")
-    write(one, "note", "hello")  # the command has run: its answer stands
+    write(one, "note", "hello")  # the command has run: its result stands
     assert Attachment.objects.get(sandbox__holder=one.pk).unsaved_since
     assert Run.objects.filter(outcome="ok", note__contains="not stored yet").count() == 1
     assert pruning.persist_unsaved(now=NOW + MINUTE).failures
@@ -322,7 +322,7 @@ def test_what_cannot_be_stored_stays_and_is_stored_later(one: Lease, two: Lease,
     assert read(two, "note") == "hello"
 
 
-def test_nothing_is_destroyed_before_its_data_is_stored(one: Lease, two: Lease, broken, memory: MemoryProvider) -> None:
+def test_sandbox_is_not_destroyed_before_its_data_is_stored(one: Lease, two: Lease, broken, memory: MemoryProvider) -> None:
     sh(one, "true")
     broken("upload")
     write(one, "note", "hello")
@@ -335,16 +335,16 @@ def test_nothing_is_destroyed_before_its_data_is_stored(one: Lease, two: Lease, 
     assert read(two, "note", now=LATER) == "hello"
 
 
-def test_a_sandbox_whose_data_cannot_be_stored_does_not_sleep(one: Lease, broken) -> None:
+def test_sandbox_is_not_evicted_while_its_data_cannot_be_stored(one: Lease, broken) -> None:
     broken("upload")
     write(one, "note", "hello")
     assert sweeps.evict_idle(now=NOW + 10 * MINUTE).failures
     assert Sandbox.objects.get(holder=one.pk).state == "waiting"
 
 
-def test_a_sandbox_whose_data_cannot_be_looked_at_does_not_sleep(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+def test_sandbox_is_not_evicted_while_its_data_cannot_be_scanned(one: Lease, two: Lease, memory: MemoryProvider) -> None:
     sh(one, "true")
-    inside(one, memory)[f"{DATA}/late"] = File(b"late\n")  # by a program that went on after its command had ended
+    sandbox_files(one, memory)[f"{DATA}/late"] = File(b"late\n")  # by a background program, after its command has ended
     with memory.fail("manifest", Unavailable("busy")):
         assert sweeps.evict_idle(now=NOW + 10 * MINUTE).failures
     assert Sandbox.objects.get(holder=one.pk).state == "waiting"
@@ -352,68 +352,68 @@ def test_a_sandbox_whose_data_cannot_be_looked_at_does_not_sleep(one: Lease, two
     assert read(two, "late", now=NOW + 21 * MINUTE) == "late"
 
 
-def test_a_command_is_not_run_without_its_data(one: Lease, two: Lease, broken, memory: MemoryProvider) -> None:
+def test_command_is_not_run_without_its_data(one: Lease, two: Lease, broken, memory: MemoryProvider) -> None:
     write(one, "note", "hello")
     broken("download")
     with pytest.raises(StoreUnavailable):
         sh(two, "echo ran >/workspace/ran")
-    assert "/workspace/ran" not in inside(two, memory)
+    assert "/workspace/ran" not in sandbox_files(two, memory)
     broken()
     assert read(two, "note") == "hello"
 
 
-def test_an_object_that_is_not_what_was_stored_is_reported_and_nothing_runs(one: Lease, two: Lease) -> None:
+def test_corrupt_object_is_reported_and_nothing_runs(one: Lease, two: Lease) -> None:
     write(one, "note", "hello")
-    stored = kept("note").stored_in
+    stored = stored_row("note").stored_in
     assert stored
     get_store().set(stored.key, get_store().get(stored.key).replace(b"hello", b"HELLO"))
-    with pytest.raises(StoreUnavailable, match="not what was stored"):
+    with pytest.raises(StoreUnavailable, match="does not match its digest"):
         sh(two, "true")
     assert DataEvent.objects.get(kind="corrupt").path == "note"
 
 
-def test_two_objects_that_are_not_what_was_stored_are_reported(one: Lease, two: Lease) -> None:
+def test_one_of_two_corrupt_objects_is_reported(one: Lease, two: Lease) -> None:
     for name in ("note", "more"):
         write(one, name, f"hello {name}")
-        stored = kept(name).stored_in
+        stored = stored_row(name).stored_in
         assert stored
         get_store().set(stored.key, get_store().get(stored.key).replace(b"hello", b"HELLO"))
-    with pytest.raises(StoreUnavailable, match="not what was stored"):
+    with pytest.raises(StoreUnavailable, match="does not match its digest"):
         sh(two, "true")
     assert DataEvent.objects.get(kind="corrupt").path in ("note", "more")
 
 
-def test_a_store_that_fails_leaves_a_sandbox_with_what_it_has(one: Lease, two: Lease, broken, memory: MemoryProvider) -> None:
+def test_failed_pull_does_not_overwrite_changes_of_the_sandbox(one: Lease, two: Lease, broken, memory: MemoryProvider) -> None:
     write(one, "note", "old")
     sh(two, "true")
     write(one, "note", "new")
     broken("download")
     with pytest.raises(StoreUnavailable):
         sh(two, "true")
-    inside(two, memory)[f"{DATA}/note"] = File(b"two\n")  # a program does not stop because the store has failed
+    sandbox_files(two, memory)[f"{DATA}/note"] = File(b"two\n")  # programs keep running while the store fails
     broken()
     assert read(two, "note") == read(one, "note") == "two"
     assert read(one, f".conflicts/{one.pk}/note") == "new"
 
 
-def test_what_is_destroyed_is_looked_at_once_more(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+def test_changes_are_stored_before_destroy(one: Lease, two: Lease, memory: MemoryProvider) -> None:
     sh(one, "true")
-    inside(one, memory)[f"{DATA}/late"] = File(b"late\n")  # by a program that went on after its command had ended
+    sandbox_files(one, memory)[f"{DATA}/late"] = File(b"late\n")  # by a background program, after its command has ended
     leasing.release(one.pk, now=NOW)
     sweeps.destroy_due(now=NOW + MINUTE)
     assert read(two, "late") == "late"
 
 
-# --- limits and rules -------------------------------------------------------------------------------------------------
+# --- limits -----------------------------------------------------------------------------------------------------------
 
 
-def test_more_than_is_kept_is_refused_until_something_is_removed(one: Lease, memory: MemoryProvider, settings) -> None:
+def test_exec_is_refused_while_data_exceeds_the_byte_limit(one: Lease, memory: MemoryProvider, settings) -> None:
     sh(one, "true")
     settings.DATA_MOST_BYTES = 100_000
-    inside(one, memory)[f"{DATA}/large"] = File(b"x" * 200_000)
+    sandbox_files(one, memory)[f"{DATA}/large"] = File(b"x" * 200_000)
     sh(one, "true")
     assert DataEvent.objects.get(kind="full") and not DataFile.objects.filter(path="large").exists()
-    with pytest.raises(DataFull, match="Remove some of it"):
+    with pytest.raises(DataFull, match="Remove files"):
         sh(one, "true")
     sandbox = find_by_holder(one.pk)
     assert sandbox
@@ -426,19 +426,19 @@ def test_more_than_is_kept_is_refused_until_something_is_removed(one: Lease, mem
     assert Attachment.objects.get().unsaved_since is None
 
 
-def test_too_many_files_are_refused(one: Lease, memory: MemoryProvider, settings) -> None:
+def test_exec_is_refused_while_data_exceeds_the_file_limit(one: Lease, memory: MemoryProvider, settings) -> None:
     sh(one, "true")
     settings.DATA_MOST_FILES = 10
-    inside(one, memory).update({f"{DATA}/{n}": File(b"") for n in range(20)})
+    sandbox_files(one, memory).update({f"{DATA}/{n}": File(b"") for n in range(20)})
     sh(one, "true")
     with pytest.raises(DataFull, match="more than 10"):
         sh(one, "true")
 
 
-def test_a_full_agent_does_not_keep_its_sandbox_for_ever(one: Lease, memory: MemoryProvider, settings) -> None:
+def test_data_above_the_limit_does_not_prevent_destroy(one: Lease, memory: MemoryProvider, settings) -> None:
     sh(one, "true")
     settings.DATA_MOST_BYTES = 1000
-    inside(one, memory)[f"{DATA}/large"] = File(b"x" * 200_000)
+    sandbox_files(one, memory)[f"{DATA}/large"] = File(b"x" * 200_000)
     sh(one, "true")
     leasing.release(one.pk, now=NOW)
     assert sweeps.destroy_due(now=NOW + MINUTE).counts == {"destroyed": 1}
@@ -446,31 +446,31 @@ def test_a_full_agent_does_not_keep_its_sandbox_for_ever(one: Lease, memory: Mem
 
 
 @pytest.mark.parametrize("path", ["x" * 1001, "not\udcff-text"])
-def test_what_cannot_be_kept_is_left_out_and_told(one: Lease, memory: MemoryProvider, path: str) -> None:
+def test_unstorable_path_is_skipped_and_reported(one: Lease, memory: MemoryProvider, path: str) -> None:
     sh(one, "true")
-    inside(one, memory).update({f"{DATA}/{path}": File(b"1"), f"{DATA}/good": File(b"2")})
+    sandbox_files(one, memory).update({f"{DATA}/{path}": File(b"1"), f"{DATA}/good": File(b"2")})
     sh(one, "true")
     sh(one, "true")
-    assert live() == {"good"}
+    assert live_paths() == {"good"}
     assert "Not stored" in DataEvent.objects.get(kind="left_out").detail
 
 
-def test_the_first_use_of_a_type_brings_its_skill(one: Lease, memory: MemoryProvider) -> None:
+def test_first_use_of_a_type_seeds_its_skill(one: Lease, memory: MemoryProvider) -> None:
     sh(one, "true")
-    assert f"{DATA}/skills/catan/prompt.md" in inside(one, memory)
-    assert f"{DATA}/skills/rpg/prompt.md" not in inside(one, memory)
-    assert kept("skills/catan/prompt.md").size_bytes
+    assert f"{DATA}/skills/catan/prompt.md" in sandbox_files(one, memory)
+    assert f"{DATA}/skills/rpg/prompt.md" not in sandbox_files(one, memory)
+    assert stored_row("skills/catan/prompt.md").size_bytes
 
 
-def test_a_skill_that_was_removed_stays_away(one: Lease, two: Lease, memory: MemoryProvider) -> None:
+def test_removed_skill_is_not_seeded_again(one: Lease, two: Lease, memory: MemoryProvider) -> None:
     sh(one, "true")
-    del inside(one, memory)[f"{DATA}/skills/catan/prompt.md"]
+    del sandbox_files(one, memory)[f"{DATA}/skills/catan/prompt.md"]
     sh(one, "true")
     sh(two, "true")
-    assert f"{DATA}/skills/catan/prompt.md" not in inside(two, memory)
+    assert f"{DATA}/skills/catan/prompt.md" not in sandbox_files(two, memory)
 
 
-def test_objects_are_packed_before_they_are_too_many(one: Lease, two: Lease) -> None:
+def test_many_objects_are_repacked(one: Lease, two: Lease) -> None:
     for number in range(40):
         write(one, f"note-{number}", str(number))
     assert DataObject.objects.count() < 33
@@ -479,10 +479,10 @@ def test_objects_are_packed_before_they_are_too_many(one: Lease, two: Lease) -> 
 
 
 @pytest.mark.parametrize(("size", "left"), [(1, 8), (1 << 20, 1)], ids=["small", "large"])
-def test_what_is_outdated_goes(size: int, left: int, one: Lease, memory: MemoryProvider) -> None:
+def test_outdated_objects_are_removed(size: int, left: int, one: Lease, memory: MemoryProvider) -> None:
     sh(one, "true")
     for number in range(20):
-        inside(one, memory)[f"{DATA}/note"] = File(bytes([number]) * size)
+        sandbox_files(one, memory)[f"{DATA}/note"] = File(bytes([number]) * size)
         sh(one, "true")
     pointed = {*DataFile.objects.filter(removed=False, kind="file").values_list("stored_in__key", flat=True)}
     assert pointed <= {*get_store().list("agents/")}
@@ -498,7 +498,7 @@ def die() -> None:
 
 
 @pytest.mark.parametrize("step", ["data stored", "data recorded", "run answered"])
-def test_dying_anywhere_in_storing_loses_nothing_and_leaves_nothing(step: str, one: Lease, two: Lease, at_checkpoint) -> None:
+def test_crash_during_persist_loses_no_data_and_leaves_no_objects(step: str, one: Lease, two: Lease, at_checkpoint) -> None:
     write(one, "note", "old")
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
@@ -512,15 +512,13 @@ def test_dying_anywhere_in_storing_loses_nothing_and_leaves_nothing(step: str, o
 
 
 @pytest.mark.parametrize("step", ["pull decided", "pulled"])
-def test_dying_anywhere_in_bringing_it_is_mended_by_the_next_use(
-    step: str, one: Lease, two: Lease, at_checkpoint, memory
-) -> None:
+def test_crash_during_pull_is_repaired_by_the_next_use(step: str, one: Lease, two: Lease, at_checkpoint, memory) -> None:
     write(one, "note", "good")
     sh(one, f"echo more >{DATA}/more")
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
         read(two, "note")
-    inside(two, memory)[f"{DATA}/note"] = File(b"half wri")  # as a crash in the middle of writing leaves it
+    sandbox_files(two, memory)[f"{DATA}/note"] = File(b"half wri")  # a partial write
     sweeps.recover_stalled(now=LATER)
     assert read(two, "note", now=LATER) == "good"
     assert read(one, "note", now=LATER) == "good"
@@ -528,9 +526,9 @@ def test_dying_anywhere_in_bringing_it_is_mended_by_the_next_use(
 
 
 @pytest.mark.parametrize("step", ["data stored", "data recorded", "objects stored", "persisted", "process gone"])
-def test_dying_anywhere_on_the_way_to_sleep_keeps_the_data(step: str, one: Lease, two: Lease, at_checkpoint, memory) -> None:
+def test_crash_during_eviction_keeps_the_data(step: str, one: Lease, two: Lease, at_checkpoint, memory) -> None:
     sh(one, "true")
-    inside(one, memory)[f"{DATA}/late"] = File(b"late\n")
+    sandbox_files(one, memory)[f"{DATA}/late"] = File(b"late\n")
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
         sweeps.evict_idle(now=NOW + 10 * MINUTE)
@@ -541,9 +539,9 @@ def test_dying_anywhere_on_the_way_to_sleep_keeps_the_data(step: str, one: Lease
 
 
 @pytest.mark.parametrize("step", ["data stored", "data recorded", "destroy answered"])
-def test_dying_anywhere_in_a_destroy_keeps_the_data(step: str, one: Lease, two: Lease, at_checkpoint, memory) -> None:
+def test_crash_during_destroy_keeps_the_data(step: str, one: Lease, two: Lease, at_checkpoint, memory) -> None:
     sh(one, "true")
-    inside(one, memory)[f"{DATA}/late"] = File(b"late\n")
+    sandbox_files(one, memory)[f"{DATA}/late"] = File(b"late\n")
     leasing.release(one.pk, now=NOW)
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
@@ -554,7 +552,7 @@ def test_dying_anywhere_in_a_destroy_keeps_the_data(step: str, one: Lease, two: 
     assert_nothing_left()
 
 
-def test_an_engine_that_does_not_answer_does_not_keep_what_was_stored_from_being_destroyed(one: Lease, memory) -> None:
+def test_failed_final_scan_does_not_prevent_destroy_of_saved_data(one: Lease, memory) -> None:
     write(one, "note", "stored")
     leasing.release(one.pk, now=NOW)
     with memory.fail("manifest", Unavailable("busy")):
@@ -562,17 +560,17 @@ def test_an_engine_that_does_not_answer_does_not_keep_what_was_stored_from_being
 
 
 def assert_nothing_left() -> None:
-    """After a prune the store has what rows point to, and nothing else."""
+    """After a prune the store contains exactly the objects that rows point to."""
     pruning.remove_orphans(now=LATER + timedelta(days=1), grace=timedelta(0))
     assert set(get_store().list("agents/")) == set(DataObject.objects.values_list("key", flat=True))
     pointed = DataFile.objects.filter(removed=False, kind="file").values_list("stored_in", flat=True)
     assert set(DataObject.objects.values_list("pk", flat=True)) == set(pointed)
 
 
-def test_prune_leaves_young_objects_alone(db: None) -> None:
+def test_prune_keeps_young_and_foreign_objects(db: None) -> None:
     key = f"agents/did:plc:x/{NOW:%Y%m%dT%H%M%SZ}-{'0' * 32}.tar"
-    get_store().set(key, b"its row is on its way")
-    get_store().set("agents/did:plc:x/files/note", b"not of this shape")
+    get_store().set(key, b"its row is not committed yet")
+    get_store().set("agents/did:plc:x/files/note", b"another key format")
     assert pruning.remove_orphans(now=NOW + timedelta(minutes=59)).counts == {}
     assert pruning.remove_orphans(now=NOW + timedelta(minutes=61)).counts == {"orphaned data": 1}
     assert set(get_store().list("agents/did:plc:x/")) == {"agents/did:plc:x/files/note"}
@@ -580,20 +578,20 @@ def test_prune_leaves_young_objects_alone(db: None) -> None:
 
 @pytest.fixture
 def mounted(db: None) -> AgentData:
-    """An agent's data as it lies in a bucket that is mounted."""
-    mine = AgentData.objects.create(agent_did="did:plc:x", keeping="mount", created_at=NOW, changed_at=NOW)
+    """An agent's mounted data in the bucket."""
+    data = AgentData.objects.create(agent_did="did:plc:x", keeping="mount", created_at=NOW, changed_at=NOW)
     for name, content in {"": b"", "a": b"12345", "deep/": b"", "deep/b": b"123"}.items():
         get_store().set(f"agents/did:plc:x/files/{name}", content)
     get_store().set("agents/did:plc:xy/files/c", b"of another")
-    return mine
+    return data
 
 
 def sizes() -> list[tuple[str, int]]:
     return [*DataSize.objects.order_by("pk").values_list("agent_did", "size_bytes")]
 
 
-def test_what_is_mounted_is_weighed_and_paid_for(mounted: AgentData) -> None:
-    assert pruning.measure_mounted(now=NOW).counts == pruning.measure_mounted(now=LATER).counts == {"weighed": 1}
+def test_mounted_data_is_measured_for_metering(mounted: AgentData) -> None:
+    assert pruning.measure_mounted(now=NOW).counts == pruning.measure_mounted(now=LATER).counts == {"measured": 1}
     mounted.refresh_from_db()
     assert (mounted.files, mounted.size_bytes, sizes()) == (2, 8, [("did:plc:x", 8)])
     get_store().remove("agents/did:plc:x/files/a")
@@ -601,28 +599,28 @@ def test_what_is_mounted_is_weighed_and_paid_for(mounted: AgentData) -> None:
     assert sizes() == [("did:plc:x", 8), ("did:plc:x", 3)]
 
 
-def test_what_is_copied_into_sandboxes_is_not_weighed(mounted: AgentData, at_checkpoint) -> None:
+def test_synced_data_is_not_measured(mounted: AgentData, at_checkpoint) -> None:
     at_checkpoint("data listed", lambda: AgentData.objects.update(keeping="sync"))
     assert pruning.measure_mounted(now=NOW).counts == pruning.measure_mounted(now=NOW).counts == {}
     assert sizes() == []
 
 
-def test_what_cannot_be_weighed_keeps_the_weight_that_it_had(mounted: AgentData, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_measurement_keeps_the_last_size(mounted: AgentData, monkeypatch: pytest.MonkeyPatch) -> None:
     pruning.measure_mounted(now=NOW)
 
     def fail(prefix: str = "") -> None:
         raise StoreError("store", "page", "down", key=prefix)
 
     monkeypatch.setattr(get_store(), "entries", fail)
-    swept = pruning.measure_mounted(now=LATER)
-    assert (swept.counts, len(swept.failures), sizes()) == ({}, 1, [("did:plc:x", 8)])
+    result = pruning.measure_mounted(now=LATER)
+    assert (result.counts, len(result.failures), sizes()) == ({}, 1, [("did:plc:x", 8)])
 
 
-def test_the_totals_of_an_agent_are_those_of_its_files(one: Lease, memory: MemoryProvider) -> None:
+def test_totals_match_the_stored_files(one: Lease, memory: MemoryProvider) -> None:
     sh(one, "true")
-    inside(one, memory).update({f"{DATA}/a": File(b"12345"), f"{DATA}/deep/b": File(b"123")})
+    sandbox_files(one, memory).update({f"{DATA}/a": File(b"12345"), f"{DATA}/deep/b": File(b"123")})
     sh(one, "true")
     data = AgentData.objects.get()
-    skill = kept("skills/catan/prompt.md").size_bytes
+    skill = stored_row("skills/catan/prompt.md").size_bytes
     assert (data.files, data.size_bytes) == (3, 8 + skill)
     assert Attachment.objects.get(data=data, revision=F("data__revision"))

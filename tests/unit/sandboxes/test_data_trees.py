@@ -1,5 +1,7 @@
-"""Trees of files that only a hostile mind would make, through sleep and wake of /workspace, and through the store into
-another sandbox's /data: each as it was, bit for bit. They are made and looked at by programs inside, not by our own code."""
+"""Round trips of hostile file trees: sleep and wake of /workspace, and the store into another sandbox's /data.
+
+Trees are created and read by programs inside the sandbox, independent of the code under test, and must be identical bit for
+bit."""
 
 import json
 import os
@@ -23,7 +25,7 @@ from tests.conftest import DOCKER_IMAGE, MINUTE, NOW
 
 pytestmark = pytest.mark.django_db
 
-MAKE = """
+CREATE_SCRIPT = """
 import json, os, sys
 root = os.fsencode(sys.argv[1])
 given = json.load(sys.stdin)
@@ -53,7 +55,7 @@ for path, kind, mode, value in given:
 for path, mode in reversed(directories):
     os.chmod(path, mode)
 """
-LOOK = """
+LIST_SCRIPT = """
 import hashlib, json, os, stat, sys
 
 def look(above, below):
@@ -77,20 +79,22 @@ def look(above, below):
 
 print(json.dumps([*look(os.fsencode(sys.argv[1]), b"")]))
 """
-Node = tuple[str, int, Any]  # kind; mode; content, how many random bytes, target, or what is in the directory
-Line = list[Any]  # path, kind, mode, seconds of its last change, SHA-256 or target
+Node = tuple[str, int, Any]  # kind; mode; content (hexadecimal), number of random bytes, link target or children
+Line = list[Any]  # path, kind, mode, mtime in seconds, SHA-256 or target
 
 # --- trees ------------------------------------------------------------------------------------------------------------
 
-ODD = [
+ODD_NAMES = [
     " ", "-rf", "--", "a b", "new\nline", "tab\t", "...", ".hidden", "*", "?", "'\"", "$(x)", "\\", "\x01", "\x7f", "~", "%2F",
     "e\u0301", "\u00e9", "\u200b", "\ufeff", "\U0001f469\u200d\U0001f4bb", "\U0001f600", "\u4e2d\u6587",
     "x" * 255, "\u00e9" * 127,
 ]  # fmt: skip
 LETTERS = st.characters(exclude_categories=["Cs"], exclude_characters="/\0")
 TEXT = st.text(LETTERS, min_size=1, max_size=12).filter(lambda name: name not in (".", ".."))
-NAMES = st.sampled_from(ODD) | TEXT
-RAW = st.binary(min_size=1, max_size=12).filter(lambda raw: b"/" not in raw and b"\0" not in raw and raw not in (b".", b".."))
+NAMES = st.sampled_from(ODD_NAMES) | TEXT
+RAW_NAMES = st.binary(min_size=1, max_size=12).filter(
+    lambda raw: b"/" not in raw and b"\0" not in raw and raw not in (b".", b"..")
+)
 SIZES = [0, 1, 511, 512, 513, 70_000]
 CONTENT = st.binary(max_size=40).map(bytes.hex) | st.sampled_from(SIZES)
 FILE_MODES = [0o644, 0o600, 0o755, 0o000, 0o200, 0o111, 0o4755, 0o2711, 0o1644, 0o777]
@@ -107,14 +111,14 @@ def trees(names: st.SearchStrategy[str]) -> st.SearchStrategy[dict[str, Node]]:
 
 
 def nested(depth: int) -> dict[str, Node]:
-    here: dict[str, Node] = {"file": ("file", 0o400, "00")}
+    tree: dict[str, Node] = {"file": ("file", 0o400, "00")}
     for _ in range(depth):
-        here = {"d": ("directory", 0o500, here), "up": ("link", 0, "..")}
-    return here
+        tree = {"d": ("directory", 0o500, tree), "up": ("link", 0, "..")}
+    return tree
 
 
-OF_EACH: dict[str, Node] = {
-    **{name: ("file", 0o644, name.encode().hex()) for name in ODD},
+EVERY_KIND: dict[str, Node] = {
+    **{name: ("file", 0o644, name.encode().hex()) for name in ODD_NAMES},
     **{f"mode {mode:o}": ("file", mode, 1) for mode in FILE_MODES},
     **{f"directory {mode:o}": ("directory", mode, {"in": ("file", mode, "ff")}) for mode in DIRECTORY_MODES},
     **{f"size {size}": ("file", 0o644, size) for size in SIZES},
@@ -123,20 +127,20 @@ OF_EACH: dict[str, Node] = {
 }  # fmt: skip
 
 
-def listed(tree: dict[str, Node], below: str = "") -> Iterator[tuple[str, str, int, Any]]:
-    """Each entry after the directory it is in."""
+def flatten(tree: dict[str, Node], below: str = "") -> Iterator[tuple[str, str, int, Any]]:
+    """Yield the entries of a tree, each after its directory."""
     for name, (kind, mode, value) in tree.items():
         yield below + name, kind, mode, None if kind == "directory" else value
         if kind == "directory":
-            yield from listed(value, f"{below}{name}/")
+            yield from flatten(value, f"{below}{name}/")
 
 
-# --- where they live --------------------------------------------------------------------------------------------------
+# --- sandboxes ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class World:
-    """A pool of one provider. Its verbs take a moment each, so that what comes later is later."""
+class SandboxWorld:
+    """Leases in a pool of one provider. Each step advances the time a little."""
 
     pool: Pool
     minutes: int = 0
@@ -144,8 +148,8 @@ class World:
 
     def lease(self, environment: str) -> Lease:
         if environment not in self.leases:
-            ask = leasing.LeaseRequest("did:plc:ada", environment, "coding", pool=self.pool.name)
-            self.leases[environment] = leasing.acquire(ask, now=NOW)[0]
+            request = leasing.LeaseRequest("did:plc:ada", environment, "coding", pool=self.pool.name)
+            self.leases[environment] = leasing.acquire(request, now=NOW)[0]
         return self.leases[environment]
 
     def run(self, environment: str, script: str, place: str, stdin: bytes = b"") -> bytes:
@@ -157,15 +161,15 @@ class World:
         return result.stdout
 
     def make(self, environment: str, place: str, tree: dict[str, Node]) -> list[Line]:
-        """What is there now, as a program inside sees it."""
-        given = json.dumps([*listed(tree)]).encode()
-        made: list[Line] = json.loads(self.run(environment, MAKE + LOOK, place, given))
-        assert {line[0] for line in made} >= {path for path, *_ in listed(tree)}
-        return made
+        """Create a tree, and return it as a program in the sandbox sees it."""
+        entries = json.dumps([*flatten(tree)]).encode()
+        lines: list[Line] = json.loads(self.run(environment, CREATE_SCRIPT + LIST_SCRIPT, place, entries))
+        assert {line[0] for line in lines} >= {path for path, *_ in flatten(tree)}
+        return lines
 
     def look(self, environment: str, place: str) -> list[Line]:
-        found: list[Line] = json.loads(self.run(environment, LOOK, place))
-        return found
+        lines: list[Line] = json.loads(self.run(environment, LIST_SCRIPT, place))
+        return lines
 
     def sleep(self, environment: str) -> None:
         sandbox = pools.find_by_holder(self.lease(environment).pk)
@@ -174,32 +178,32 @@ class World:
         assert eviction.evict(sandbox.pk, now=NOW + self.minutes * MINUTE / 100, reason="test")
 
 
-def world_of(kind: str) -> Any:
+def world_fixture(kind: str) -> Any:
     @pytest.fixture
-    def fixture(db: None, request: pytest.FixtureRequest) -> Iterator[World]:
+    def fixture(db: None, request: pytest.FixtureRequest) -> Iterator[SandboxWorld]:
         if kind == "docker":
             request.getfixturevalue("docker_ready")
         name = f"trees-{uuid.uuid4().hex[:12]}"
         pool = Pool.objects.create(name=name, provider=kind, image=DOCKER_IMAGE, capacity=10, memory_mib=256)
-        yield World(pool)
+        yield SandboxWorld(pool)
         provider = providers.get_provider(kind)
-        for found in provider.list(str(pool.owner)):
-            provider.destroy(found.ref)
+        for sandbox in provider.list(str(pool.owner)):
+            provider.destroy(sandbox.ref)
 
     return fixture
 
 
-process, docker = world_of("process"), world_of("docker")
+process, docker = world_fixture("process"), world_fixture("docker")
 
 
 @pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
-def world(request: pytest.FixtureRequest) -> World:
-    found: World = request.getfixturevalue(request.param)
-    return found
+def world(request: pytest.FixtureRequest) -> SandboxWorld:
+    world: SandboxWorld = request.getfixturevalue(request.param)
+    return world
 
 
-def searched(examples: int) -> Callable[[Any], Any]:
-    """Each example goes through sandboxes that the ones before have used."""
+def hypothesis_settings(examples: int) -> Callable[[Any], Any]:
+    """Hypothesis settings. The examples of one test reuse its sandboxes."""
     return settings(
         max_examples=examples,
         deadline=None,
@@ -208,110 +212,118 @@ def searched(examples: int) -> Callable[[Any], Any]:
     )
 
 
-def through_sleep(world: World, tree: dict[str, Node]) -> None:
+def assert_survives_sleep(world: SandboxWorld, tree: dict[str, Node]) -> None:
     before = world.make("game-1", WORKSPACE, tree)
     world.sleep("game-1")
     assert differing(before, world.look("game-1", WORKSPACE)) == []
 
 
-def through_the_store(world: World, tree: dict[str, Node]) -> None:
+def assert_survives_sync(world: SandboxWorld, tree: dict[str, Node]) -> None:
     before = world.make("game-1", DATA, tree)
     assert differing(before, world.look("game-2", DATA)) == []
     assert differing(before, world.look("game-1", DATA)) == []
 
 
 def differing(before: list[Line], after: list[Line]) -> list[Line]:
-    """What is in one of them alone; a whole tree would be unreadable."""
+    """Return the lines that are in only one of the two listings."""
     return [*map(list, {*map(tuple, before)} ^ {*map(tuple, after)})]
 
 
-# --- what survives ----------------------------------------------------------------------------------------------------
+# --- round trips ----------------------------------------------------------------------------------------------------------
 
 
-@searched(25)
-@example(OF_EACH)
+@hypothesis_settings(25)
+@example(EVERY_KIND)
 @example(nested(60))
-@given(trees(NAMES | RAW.map(os.fsdecode)))
-def test_any_workspace_sleeps_and_wakes_as_it_was(process: World, tree: dict[str, Node]) -> None:
-    through_sleep(process, tree)
+@given(trees(NAMES | RAW_NAMES.map(os.fsdecode)))
+def test_any_workspace_survives_sleep(process: SandboxWorld, tree: dict[str, Node]) -> None:
+    assert_survives_sleep(process, tree)
 
 
-@searched(25)
-@example(OF_EACH)
+@hypothesis_settings(25)
+@example(EVERY_KIND)
 @example(nested(60))
 @given(trees(NAMES))
-def test_any_data_is_the_same_in_another_sandbox(process: World, tree: dict[str, Node]) -> None:
-    through_the_store(process, tree)
+def test_any_data_is_identical_in_another_sandbox(process: SandboxWorld, tree: dict[str, Node]) -> None:
+    assert_survives_sync(process, tree)
 
 
 @pytest.mark.docker
-@searched(3)
-@example(OF_EACH)
+@hypothesis_settings(3)
+@example(EVERY_KIND)
 @example(nested(60))
-@given(trees(NAMES | RAW.map(os.fsdecode)))
-def test_any_workspace_of_a_container_sleeps_and_wakes_as_it_was(docker: World, tree: dict[str, Node]) -> None:
-    through_sleep(docker, tree)
+@given(trees(NAMES | RAW_NAMES.map(os.fsdecode)))
+def test_any_workspace_of_a_container_survives_sleep(docker: SandboxWorld, tree: dict[str, Node]) -> None:
+    assert_survives_sleep(docker, tree)
 
 
 @pytest.mark.docker
-@searched(3)
-@example(OF_EACH)
+@hypothesis_settings(3)
+@example(EVERY_KIND)
 @example(nested(60))
 @given(trees(NAMES))
-def test_any_data_is_the_same_in_another_container(docker: World, tree: dict[str, Node]) -> None:
-    through_the_store(docker, tree)
+def test_any_data_is_identical_in_another_container(docker: SandboxWorld, tree: dict[str, Node]) -> None:
+    assert_survives_sync(docker, tree)
 
 
-LARGE: dict[str, Node] = {"large": ("file", 0o644, 50 << 20)}
-MANY: dict[str, Node] = {
+LARGE_FILE: dict[str, Node] = {"large": ("file", 0o644, 50 << 20)}
+MANY_FILES: dict[str, Node] = {
     f"d{number}": ("directory", 0o755, {f"file {at}": ("file", 0o644, f"{number:04x}{at:04x}") for at in range(100)})
     for number in range(20)
 }
 
 
-@pytest.mark.parametrize("tree", [LARGE, MANY], ids=["50 MB", "2,000 files"])
-def test_much_sleeps_and_wakes(world: World, tree: dict[str, Node]) -> None:
-    through_sleep(world, tree)
+@pytest.mark.parametrize("tree", [LARGE_FILE, MANY_FILES], ids=["50 MB", "2,000 files"])
+def test_large_workspace_survives_sleep(world: SandboxWorld, tree: dict[str, Node]) -> None:
+    assert_survives_sleep(world, tree)
 
 
-@pytest.mark.parametrize("tree", [LARGE, MANY], ids=["50 MB", "2,000 files"])
-def test_much_comes_into_another_sandbox(world: World, tree: dict[str, Node]) -> None:
-    through_the_store(world, tree)
+@pytest.mark.parametrize("tree", [LARGE_FILE, MANY_FILES], ids=["50 MB", "2,000 files"])
+def test_large_data_is_identical_in_another_sandbox(world: SandboxWorld, tree: dict[str, Node]) -> None:
+    assert_survives_sync(world, tree)
 
 
-# --- what is left out -------------------------------------------------------------------------------------------------
+# --- excludes -------------------------------------------------------------------------------------------------------------
 
 EXCLUDES = ["node_modules", "*.pyc", "build/out*"]
-FEW = st.sampled_from(["node_modules", "node_modules2", "a.pyc", "a.pyc2", "build", "out", "outer", "src"])
-PLAIN = st.tuples(st.just("file"), st.just(0o644), st.just("00")) | st.tuples(st.just("link"), st.just(0), st.just("build"))
+EXCLUDED_AND_SIMILAR_NAMES = st.sampled_from(
+    ["node_modules", "node_modules2", "a.pyc", "a.pyc2", "build", "out", "outer", "src"]
+)
+PLAIN_LEAVES = st.tuples(st.just("file"), st.just(0o644), st.just("00")) | st.tuples(
+    st.just("link"), st.just(0), st.just("build")
+)
 
 
 def branching(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
-    return st.tuples(st.just("directory"), st.sampled_from([0o755, 0o000]), st.dictionaries(FEW, below, max_size=5))
+    return st.tuples(
+        st.just("directory"), st.sampled_from([0o755, 0o000]), st.dictionaries(EXCLUDED_AND_SIMILAR_NAMES, below, max_size=5)
+    )
 
 
-def left_out(path: str) -> bool:
-    """What EXCLUDES mean, said without them."""
+def is_excluded(path: str) -> bool:
+    """Return whether EXCLUDES match a path, computed without the code under test."""
     parts = path.split("/")
     inside = any(part == "node_modules" or part.endswith(".pyc") for part in parts)
     return inside or (parts[0] == "build" and len(parts) > 1 and parts[1].startswith("out"))
 
 
-@searched(25)
-@given(st.dictionaries(FEW, st.recursive(PLAIN, branching, max_leaves=20), max_size=6))
-def test_a_snapshot_leaves_out_what_its_environment_names_and_nothing_else(process: World, tree: dict[str, Node]) -> None:
-    leaves_out(process, tree)
+@hypothesis_settings(25)
+@given(st.dictionaries(EXCLUDED_AND_SIMILAR_NAMES, st.recursive(PLAIN_LEAVES, branching, max_leaves=20), max_size=6))
+def test_snapshot_skips_exactly_the_excluded_paths(process: SandboxWorld, tree: dict[str, Node]) -> None:
+    assert_only_excludes_missing(process, tree)
 
 
 @pytest.mark.docker
-def test_a_snapshot_of_a_container_leaves_out_the_same(docker: World) -> None:
+def test_snapshot_of_a_container_skips_exactly_the_excluded_paths(docker: SandboxWorld) -> None:
     below: dict[str, Node] = dict.fromkeys(("node_modules", "a.pyc", "a.pyc2", "out", "outer", "src"), ("file", 420, "00"))
     inner: dict[str, Node] = {**below, "build": ("directory", 0o000, below), "src": ("directory", 0o755, below)}
-    leaves_out(docker, {**inner, "node_modules": ("directory", 0o755, inner), "src": ("directory", 0o755, inner)})
+    assert_only_excludes_missing(
+        docker, {**inner, "node_modules": ("directory", 0o755, inner), "src": ("directory", 0o755, inner)}
+    )
 
 
-def leaves_out(world: World, tree: dict[str, Node]) -> None:
+def assert_only_excludes_missing(world: SandboxWorld, tree: dict[str, Node]) -> None:
     EnvironmentType.objects.filter(name="coding").update(snapshot_excludes=EXCLUDES)
     before = world.make("game-1", WORKSPACE, tree)
     world.sleep("game-1")
-    assert differing([line for line in before if not left_out(line[0])], world.look("game-1", WORKSPACE)) == []
+    assert differing([line for line in before if not is_excluded(line[0])], world.look("game-1", WORKSPACE)) == []

@@ -1,4 +1,4 @@
-"""A directory on its way into a sandbox and back: what was changed there is changed here, and nothing else is."""
+"""Round trip of a local directory: changes made to the sandbox's copy are applied, and nothing else."""
 
 import io
 import os
@@ -16,7 +16,7 @@ from sandboxes.state.spool import open_spool
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """What a person has: files, a program, a link out of the directory, something nested."""
+    """A directory with files, a program, a link out of the directory and a nested directory."""
     root = tmp_path / "project"
     (root / "src" / "deep").mkdir(parents=True)
     (root / "README").write_text("hello\n")
@@ -30,25 +30,25 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def travel(root: Path, tmp_path: Path) -> Iterator[Callable[[Callable[[Path], object]], int]]:
-    """Take the directory elsewhere, have something done to it there, and bring that back."""
+def round_trip(root: Path, tmp_path: Path) -> Iterator[Callable[[Callable[[Path], object]], int]]:
+    """Copy the directory, change the copy, and apply the changes. Afterwards, nothing outside the directory has changed."""
 
-    def there_and_back(act: Callable[[Path], object]) -> int:
-        there = tmp_path / "sandbox"
-        there.mkdir()
+    def copy_and_apply(act: Callable[[Path], object]) -> int:
+        copy = tmp_path / "sandbox"
+        copy.mkdir()
         with open_spool() as sent, open_spool() as back:
             directories.pack(root, sent)
-            files.unpack(str(there), sent)
-            act(there)
-            files.pack(str(there), back)
+            files.unpack(str(copy), sent)
+            act(copy)
+            files.pack(str(copy), back)
             return directories.apply_changes(root, sent, back)
 
-    yield there_and_back
+    yield copy_and_apply
     assert sorted(path.name for path in (tmp_path / "outside").iterdir()) == ["secret"]
     assert (tmp_path / "outside" / "secret").read_text() == "untouched"
 
 
-def seen(root: Path) -> dict[str, tuple[int, bytes | str | None]]:
+def read_tree(root: Path) -> dict[str, tuple[int, bytes | str | None]]:
     return {
         path.relative_to(root).as_posix(): (
             path.lstat().st_mode,
@@ -58,68 +58,68 @@ def seen(root: Path) -> dict[str, tuple[int, bytes | str | None]]:
     }
 
 
-def test_what_nobody_touched_stays_as_it_is(root: Path, travel) -> None:
-    before, times = seen(root), {path: path.lstat().st_ctime_ns for path in root.rglob("*")}
-    assert travel(lambda there: None) == 0
-    assert seen(root) == before
+def test_unchanged_files_are_not_touched(root: Path, round_trip) -> None:
+    before, times = read_tree(root), {path: path.lstat().st_ctime_ns for path in root.rglob("*")}
+    assert round_trip(lambda copy: None) == 0
+    assert read_tree(root) == before
     assert {path: path.lstat().st_ctime_ns for path in root.rglob("*")} == times
 
 
-def test_what_was_written_made_removed_and_made_executable_is_so_here(root: Path, travel) -> None:
-    def act(there: Path) -> None:
-        (there / "README").write_text("HELLO\n")
-        (there / "new" / "dir").mkdir(parents=True)
-        (there / "new" / "dir" / "file").write_text("x")
-        (there / "src" / "deep" / "data").unlink()
-        (there / "src" / "deep").rmdir()
-        (there / "src" / "run").chmod(0o700)
-        (there / "ln").symlink_to("README")
+def test_changes_of_content_mode_and_existence_are_applied(root: Path, round_trip) -> None:
+    def act(copy: Path) -> None:
+        (copy / "README").write_text("HELLO\n")
+        (copy / "new" / "dir").mkdir(parents=True)
+        (copy / "new" / "dir" / "file").write_text("x")
+        (copy / "src" / "deep" / "data").unlink()
+        (copy / "src" / "deep").rmdir()
+        (copy / "src" / "run").chmod(0o700)
+        (copy / "ln").symlink_to("README")
 
-    assert travel(act) == 8
-    after = seen(root)
+    assert round_trip(act) == 8
+    after = read_tree(root)
     assert (after["README"][1], after["new/dir/file"][1], after["ln"][1]) == (b"HELLO\n", b"x", "README")
     assert (root / "src" / "run").stat().st_mode & 0o777 == 0o700
     assert not (root / "src" / "deep").exists()
 
 
-def test_what_became_something_else_takes_its_place(root: Path, travel) -> None:
-    def act(there: Path) -> None:
-        (there / "README").unlink()
-        (there / "README").mkdir()
-        (there / "README" / "part").write_text("1")
-        (there / "src" / "deep" / "data").unlink()
-        (there / "src" / "deep").rmdir()
-        (there / "src" / "deep").write_text("flat")
-        (there / "link").unlink()
-        (there / "link").mkdir()
-        (there / "link" / "secret").write_text("changed")
+def test_paths_of_changed_type_are_replaced(root: Path, round_trip) -> None:
+    def act(copy: Path) -> None:
+        (copy / "README").unlink()
+        (copy / "README").mkdir()
+        (copy / "README" / "part").write_text("1")
+        (copy / "src" / "deep" / "data").unlink()
+        (copy / "src" / "deep").rmdir()
+        (copy / "src" / "deep").write_text("flat")
+        (copy / "link").unlink()
+        (copy / "link").mkdir()
+        (copy / "link" / "secret").write_text("changed")
 
-    travel(act)
+    round_trip(act)
     assert (root / "README" / "part").read_text() == "1"
     assert (root / "src" / "deep").read_text() == "flat"
     assert ((root / "link").is_symlink(), (root / "link" / "secret").read_text()) == (False, "changed")
 
 
-def test_what_was_made_here_meanwhile_stays(root: Path, travel) -> None:
-    travel(lambda there: (root / "meanwhile").write_text("kept"))
+def test_concurrent_local_file_is_kept(root: Path, round_trip) -> None:
+    round_trip(lambda copy: (root / "meanwhile").write_text("kept"))
     assert (root / "meanwhile").read_text() == "kept"
 
 
-def test_a_home_stays_on_its_side(root: Path, travel) -> None:
+def test_home_is_not_copied_in_either_direction(root: Path, round_trip) -> None:
     (root / ".home").mkdir()
     (root / ".home" / "mine").write_text("kept")
 
-    def act(there: Path) -> None:
-        assert not (there / ".home").exists()
-        (there / ".home").mkdir()
-        (there / ".home" / "junk").write_text("x")
+    def act(copy: Path) -> None:
+        assert not (copy / ".home").exists()
+        (copy / ".home").mkdir()
+        (copy / ".home" / "junk").write_text("x")
 
-    assert travel(act) == 0
+    assert round_trip(act) == 0
     assert [path.name for path in (root / ".home").iterdir()] == ["mine"]
 
 
 def tar_of(*members: tuple[str, bytes, str]) -> io.BytesIO:
-    """(name, type, content or target) of each."""
+    """Build a tar of members: name, type, content or link target."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name, kind, content in members:
@@ -148,7 +148,7 @@ def tar_of(*members: tuple[str, bytes, str]) -> io.BytesIO:
     ],
     ids=lambda members: " ".join(name for name, _, _ in members),
 )
-def test_a_tar_that_would_write_elsewhere_is_refused(root: Path, tmp_path: Path, members: list) -> None:
+def test_tar_that_would_write_outside_is_rejected(root: Path, tmp_path: Path, members: list) -> None:
     with open_spool() as sent:
         directories.pack(root, sent)
         with pytest.raises(Rejected):
@@ -158,12 +158,12 @@ def test_a_tar_that_would_write_elsewhere_is_refused(root: Path, tmp_path: Path,
     assert not Path("/tmp/escaped").exists()
 
 
-def test_half_a_tar_removes_nothing(root: Path) -> None:
-    before = seen(root)
+def test_truncated_tar_removes_nothing(root: Path) -> None:
+    before = read_tree(root)
     with open_spool() as sent:
         directories.pack(root, sent)
         for cut in (0, 512, 1024):
             with pytest.raises(Rejected):
                 directories.apply_changes(root, sent, io.BytesIO(sent.read()[:cut]))
             sent.seek(0)
-    assert seen(root) == before
+    assert read_tree(root) == before

@@ -1,4 +1,4 @@
-"""What leaves a sandbox for its model: who may, what of it, with whose key, and what is written down."""
+"""Egress server: authorization, credentials, call log, streaming and limits of model calls."""
 
 import asyncio
 import json
@@ -65,14 +65,14 @@ def lease(transactional_db: None, grant) -> Lease:
 
 
 @pytest.fixture
-def box(lease: Lease) -> Sandbox:
+def sandbox(lease: Lease) -> Sandbox:
     return Sandbox.objects.get(holder=lease.pk)
 
 
 @pytest.fixture
-def way(box: Sandbox, loop: EventLoopThread) -> Iterator[Path]:
-    assert box.slot is not None
-    with run_server(loop, slot=box.slot, server=EgressServer(now=lambda: NOW)) as path:
+def socket_path(sandbox: Sandbox, loop: EventLoopThread) -> Iterator[Path]:
+    assert sandbox.slot is not None
+    with run_server(loop, slot=sandbox.slot, server=EgressServer(now=lambda: NOW)) as path:
         yield path
 
 
@@ -83,48 +83,50 @@ def post(path: Path, body: Any, url: str = CHAT_PATH, **headers: str) -> tuple[i
 
 
 def wait_until_closed() -> None:
-    """A call's row is closed a moment after its answer was read."""
+    """Wait until all calls are settled, which happens shortly after the response has been read."""
     until = time.monotonic() + 60
     while LlmCall.objects.filter(outcome="open", status=None, call_id__regex="^[0-9a-f]{32}$").exists():
         assert time.monotonic() < until, "the call stays open"
         time.sleep(0.005)
 
 
-def test_a_call_is_recorded_with_its_tokens_and_its_price(upstream: FakeUpstream, box: Sandbox, way: Path) -> None:
-    assert post(way, COMPLETION_REQUEST) == (200, COMPLETION_RESPONSE)
+def test_a_call_is_recorded_with_its_tokens_and_its_price(upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path) -> None:
+    assert post(socket_path, COMPLETION_REQUEST) == (200, COMPLETION_RESPONSE)
     row = LlmCall.objects.get()
     assert (row.outcome, row.status, row.model) == ("ok", 200, "gpt-4o-mini-2024-07-18")
     assert (row.input_tokens, row.cached_tokens, row.output_tokens) == (120, 100, 7)
     assert (row.cost, row.priced) == (Decimal("0.0000123"), "upstream")
-    assert (row.sandbox, row.holder, row.agent_did, row.run_id) == (box, box.holder, box.agent_did, None)
+    assert (row.sandbox, row.holder, row.agent_did, row.run_id) == (sandbox, sandbox.holder, sandbox.agent_did, None)
 
 
-def test_who_is_billed_is_what_we_say_and_not_what_the_sandbox_says(upstream: FakeUpstream, box: Sandbox, way: Path) -> None:
+def test_billing_identity_of_the_sandbox_is_overwritten(upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path) -> None:
     forged = {
         "Authorization": "Bearer stolen", "x-litellm-end-user-id": "did:plc:victim", "x-litellm-call-id": "1",
         "x-litellm-spend-logs-metadata": "{}", "x-api-key": "stolen", "X-Leasehold-Slot": "7", "X-Request-Id": "mine",
     }  # fmt: skip
-    post(way, {**COMPLETION_REQUEST, "metadata": {"user_id": "victim"}, "mock_response": "free"}, **forged)
-    path, headers, body = upstream.asked[0]
+    post(socket_path, {**COMPLETION_REQUEST, "metadata": {"user_id": "victim"}, "mock_response": "free"}, **forged)
+    path, headers, body = upstream.requests[0]
     row = LlmCall.objects.get()
     assert (path, headers["authorization"]) == (CHAT_PATH, "Bearer sk-secret")
     assert "x-api-key" not in headers and "x-leasehold-slot" not in headers and "x-request-id" not in headers
-    assert (headers["x-litellm-end-user-id"], headers["x-litellm-call-id"]) == (box.agent_did, row.call_id) != ("", "mine")
-    said = json.loads(headers["x-litellm-spend-logs-metadata"])
-    assert said == {"call": row.call_id, "run": "", "attempt": 1, "lease": str(box.holder), "agent": box.agent_did,
-                    "environment": box.environment_id}  # fmt: skip
+    assert (headers["x-litellm-end-user-id"], headers["x-litellm-call-id"]) == (sandbox.agent_did, row.call_id) != ("", "mine")
+    reply = json.loads(headers["x-litellm-spend-logs-metadata"])
+    assert reply == {"call": row.call_id, "run": "", "attempt": 1, "lease": str(sandbox.holder), "agent": sandbox.agent_did,
+                    "environment": sandbox.environment_id}  # fmt: skip
     assert body == {"messages": COMPLETION_REQUEST["messages"], "model": "gpt-4o-mini"}
 
 
-def test_a_call_made_in_a_run_names_it(upstream: FakeUpstream, lease: Lease, box: Sandbox, way: Path) -> None:
+def test_call_within_a_run_references_the_run(
+    upstream: FakeUpstream, lease: Lease, sandbox: Sandbox, socket_path: Path
+) -> None:
     def act(provider: Any, sandbox: Sandbox) -> Any:
-        return post(way, COMPLETION_REQUEST)
+        return post(socket_path, COMPLETION_REQUEST)
 
     run, answer = execution.call_in_sandbox(lease.pk, Command(argv=["x"], timeout=MINUTE), act, now=NOW)
     assert answer[0] == 200 and LlmCall.objects.get().run_id == run.pk
 
 
-def test_the_row_is_there_before_anything_is_sent(upstream: FakeUpstream, way: Path) -> None:
+def test_row_is_written_before_the_call_is_forwarded(upstream: FakeUpstream, socket_path: Path) -> None:
     seen: list[Any] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -133,24 +135,26 @@ def test_the_row_is_there_before_anything_is_sent(upstream: FakeUpstream, way: P
         return web.json_response(COMPLETION_RESPONSE)
 
     upstream.answer = answer
-    post(way, COMPLETION_REQUEST)
+    post(socket_path, COMPLETION_REQUEST)
     [([(call_id, outcome)], sent)] = seen
     assert (call_id, outcome) == (sent, "open")
 
 
-def test_nothing_is_sent_that_could_not_be_recorded(upstream: FakeUpstream, way: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_that_cannot_be_recorded_is_not_forwarded(
+    upstream: FakeUpstream, socket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from django.db import OperationalError
 
     def fail(*args: Any, **named: Any) -> None:
         raise OperationalError("disk full")
 
     monkeypatch.setattr(rows, "insert", fail)
-    status, said = post(way, COMPLETION_REQUEST)
-    assert (status, said["error"]["code"]) == (503, "not_recorded")
-    assert not upstream.asked
+    status, reply = post(socket_path, COMPLETION_REQUEST)
+    assert (status, reply["error"]["code"]) == (503, "not_recorded")
+    assert not upstream.requests
 
 
-def test_a_connection_that_the_database_dropped_is_replaced(upstream: FakeUpstream, way: Path) -> None:
+def test_dropped_database_connection_is_replaced(upstream: FakeUpstream, socket_path: Path) -> None:
     if connection.vendor != "postgresql":
         pytest.skip("SQLite has no connections to drop.")
 
@@ -162,9 +166,9 @@ def test_a_connection_that_the_database_dropped_is_replaced(upstream: FakeUpstre
         await asyncio.to_thread(drop_others, ours)
         return web.json_response(COMPLETION_RESPONSE)
 
-    assert post(way, COMPLETION_REQUEST)[0] == 200
-    upstream.answer = answer  # before the call's end is written down, and the next call is
-    assert [post(way, COMPLETION_REQUEST)[0] for _ in range(10)] == [200] * 10
+    assert post(socket_path, COMPLETION_REQUEST)[0] == 200
+    upstream.answer = answer  # drops the connections before the call is settled and the next one recorded
+    assert [post(socket_path, COMPLETION_REQUEST)[0] for _ in range(10)] == [200] * 10
     assert [*LlmCall.objects.values_list("outcome", flat=True)] == ["ok"] * 11
 
 
@@ -175,13 +179,13 @@ def drop_others(ours: int) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("said", [{}, {"x-litellm-response-cost": "NaN"}, {"x-litellm-response-cost": "-1"},
+@pytest.mark.parametrize("reply", [{}, {"x-litellm-response-cost": "NaN"}, {"x-litellm-response-cost": "-1"},
                                   {"x-litellm-response-cost": "1e99"}])  # fmt: skip
-def test_an_upstream_that_prices_nothing_leaves_the_call_unpriced(
-    said: dict[str, str], upstream: FakeUpstream, way: Path
+def test_call_without_a_valid_upstream_cost_is_unpriced(
+    reply: dict[str, str], upstream: FakeUpstream, socket_path: Path
 ) -> None:
-    upstream.headers = said
-    post(way, COMPLETION_REQUEST)
+    upstream.headers = reply
+    post(socket_path, COMPLETION_REQUEST)
     assert LlmCall.objects.values_list("cost", "priced", "outcome").get() == (None, "", "ok")
 
 
@@ -190,40 +194,40 @@ def test_an_upstream_that_prices_nothing_leaves_the_call_unpriced(
     [(500, 502, "upstream_500"), (401, 502, "upstream_401"), (403, 502, "upstream_403"), (302, 502, "upstream_302"),
      (429, 429, "upstream_429"), (400, 400, "upstream_400")],
 )  # fmt: skip
-def test_an_upstream_that_refuses_is_recorded_and_gives_nothing_away(
-    status: int, shown: int, code: str, upstream: FakeUpstream, way: Path
+def test_upstream_error_is_recorded_and_reveals_nothing(
+    status: int, shown: int, code: str, upstream: FakeUpstream, socket_path: Path
 ) -> None:
     upstream.status, upstream.body = status, b'{"error": {"message": "xyzzy"}}'
-    answer, said = post(way, COMPLETION_REQUEST)
+    answer, reply = post(socket_path, COMPLETION_REQUEST)
     row = LlmCall.objects.get()
     assert (answer, row.outcome, row.code, row.status) == (shown, "failed", code, status)
-    assert ("xyzzy" in json.dumps(said)) == (shown == status)
+    assert ("xyzzy" in json.dumps(reply)) == (shown == status)
 
 
-def test_an_error_that_quotes_our_key_is_not_passed_on(upstream: FakeUpstream, way: Path) -> None:
+def test_upstream_error_containing_the_credential_is_not_passed_on(upstream: FakeUpstream, socket_path: Path) -> None:
     upstream.status, upstream.body = 400, b'{"error": "Received key sk-secret"}'
-    status, said = post(way, COMPLETION_REQUEST)
-    assert status == 502 and "sk-secret" not in json.dumps(said)
+    status, reply = post(socket_path, COMPLETION_REQUEST)
+    assert status == 502 and "sk-secret" not in json.dumps(reply)
 
 
-def test_an_upstream_that_is_not_there_is_a_failed_call(settings, upstream: FakeUpstream, way: Path) -> None:
+def test_unreachable_upstream_is_a_failed_call(settings, upstream: FakeUpstream, socket_path: Path) -> None:
     settings.LLM_URL = "http://127.0.0.1:1/v1"
-    assert post(way, COMPLETION_REQUEST)[0] == 502
+    assert post(socket_path, COMPLETION_REQUEST)[0] == 502
     assert LlmCall.objects.values_list("outcome", "code").get() == ("failed", "upstream_failed")
 
 
-def test_the_offline_policy_costs_nothing_and_says_so(settings, way: Path) -> None:
+def test_offline_policy_call_has_zero_cost(settings, socket_path: Path) -> None:
     settings.LLM_URL = ""
-    assert post(way, COMPLETION_REQUEST)[0] == 200
+    assert post(socket_path, COMPLETION_REQUEST)[0] == 200
     assert LlmCall.objects.values_list("model", "cost", "outcome").get() == ("leasehold-offline-policy", 0, "ok")
-    assert post(way, {**COMPLETION_REQUEST, "max_tokens": 1, "model": "default"}, "/v1/messages")[0] == 501
+    assert post(socket_path, {**COMPLETION_REQUEST, "max_tokens": 1, "model": "default"}, "/v1/messages")[0] == 501
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-def events(*said: Any) -> bytes:
-    return b"".join(b"data: " + (each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n\n" for each in said)
+def events(*reply: Any) -> bytes:
+    return b"".join(b"data: " + (each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n\n" for each in reply)
 
 
 PIECE = {"model": "m", "choices": [{"delta": {"content": "a"}}]}
@@ -246,35 +250,38 @@ def streaming(*chunks: bytes, hang: bool = False) -> Callable[[web.Request], Any
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
-def test_a_stream_is_passed_on_and_its_tokens_are_counted(asked_for: bool, upstream: FakeUpstream, way: Path) -> None:
+def test_stream_is_passed_on_and_metered(asked_for: bool, upstream: FakeUpstream, socket_path: Path) -> None:
     whole = events(PIECE, PIECE, TOKENS, b"[DONE]")
     upstream.answer = streaming(*(whole[at : at + 7] for at in range(0, len(whole), 7)))
     wants = {"stream_options": {"include_usage": True}} if asked_for else {}
-    status, said = post(way, {**COMPLETION_REQUEST, "stream": True, **wants})
-    assert (status, said) == (200, whole if asked_for else events(PIECE, PIECE, b"[DONE]"))
-    assert upstream.asked[0][2]["stream_options"] == {"include_usage": True}
+    status, reply = post(socket_path, {**COMPLETION_REQUEST, "stream": True, **wants})
+    assert (status, reply) == (200, whole if asked_for else events(PIECE, PIECE, b"[DONE]"))
+    assert upstream.requests[0][2]["stream_options"] == {"include_usage": True}
     row = LlmCall.objects.get()
     assert (row.outcome, row.streamed, row.input_tokens, row.output_tokens, row.cost) == ("ok", True, 3, 4, None)
-    assert row.received_bytes == len(said)
+    assert row.received_bytes == len(reply)
 
 
-def test_a_stream_in_anthropics_shape_is_counted(upstream: FakeUpstream, way: Path) -> None:
+def test_anthropic_stream_is_metered(upstream: FakeUpstream, socket_path: Path) -> None:
     start = {"type": "message_start", "message": {"model": "c", "usage": {"input_tokens": 5, "output_tokens": 1}}}
     whole = events(start, {"type": "message_delta", "usage": {"output_tokens": 9}}, {"type": "message_stop"})
     upstream.answer = streaming(whole)
     assert post(
-        way, {**COMPLETION_REQUEST, "max_tokens": 9, "stream": True}, "/v1/messages", **{"anthropic-version": "2024-01-01"}
+        socket_path,
+        {**COMPLETION_REQUEST, "max_tokens": 9, "stream": True},
+        "/v1/messages",
+        **{"anthropic-version": "2024-01-01"},
     ) == (
         200,
         whole,
     )
     assert LlmCall.objects.values_list("model", "input_tokens", "output_tokens", "path").get() == ("c", 5, 9, "/v1/messages")
-    path, headers, _ = upstream.asked[0]
+    path, headers, _ = upstream.requests[0]
     assert (path, headers["x-api-key"], headers["anthropic-version"]) == ("/v1/messages", "sk-secret", "2024-01-01")
 
 
-def test_a_stream_that_is_not_read_to_its_end_is_cut_and_so_is_the_upstream(
-    upstream: FakeUpstream, way: Path, loop: EventLoopThread
+def test_client_disconnect_cuts_the_stream_and_the_upstream_call(
+    upstream: FakeUpstream, socket_path: Path, loop: EventLoopThread
 ) -> None:
     gone = asyncio.Event()
 
@@ -285,21 +292,21 @@ def test_a_stream_that_is_not_read_to_its_end_is_cut_and_so_is_the_upstream(
             gone.set()
 
     upstream.answer = answer
-    connection = connect(way)
+    connection = connect(socket_path)
     connection.request(
         "POST", CHAT_PATH, json.dumps({**COMPLETION_REQUEST, "stream": True}), {"Content-Type": "application/json"}
     )
     assert connection.getresponse().read(10)
     connection.sock.close()
     connection.close()
-    loop.act(asyncio.wait_for(gone.wait(), 30))
+    loop.run(asyncio.wait_for(gone.wait(), 30))
     wait_until_closed()
     row = LlmCall.objects.get()
     assert (row.outcome, row.code) == ("cut", "not_read_to_its_end")
 
 
-def test_a_caller_that_leaves_while_its_row_is_written_leaves_none_open(
-    upstream: FakeUpstream, way: Path, loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch
+def test_disconnect_while_the_row_is_written_leaves_no_open_call(
+    upstream: FakeUpstream, socket_path: Path, loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, written, noticed = authorization.open_model_call, threading.Event(), threading.Event()
 
@@ -313,24 +320,24 @@ def test_a_caller_that_leaves_while_its_row_is_written_leaves_none_open(
         return any(task.cancelling() for task in asyncio.all_tasks())
 
     monkeypatch.setattr(authorization, "open_model_call", slow)
-    connection = connect(way)
+    connection = connect(socket_path)
     connection.request("POST", CHAT_PATH, json.dumps(COMPLETION_REQUEST), {"Content-Type": "application/json"})
     assert written.wait(60)
     connection.sock.close()
     connection.close()
-    wait_until(lambda: loop.act(leaving()), "the server has noticed")
+    wait_until(lambda: loop.run(leaving()), "the server notices the disconnect")
     noticed.set()
     wait_until_closed()
     row = LlmCall.objects.get()
-    assert (row.outcome, row.code, upstream.asked) == ("cut", "not_read_to_its_end", [])
+    assert (row.outcome, row.code, upstream.requests) == ("cut", "not_read_to_its_end", [])
 
 
 @pytest.mark.parametrize("last", [b"[DONE]", {"type": "message_stop"}, {"type": "response.completed"}])
-def test_a_stream_whose_reader_leaves_after_its_last_event_is_whole(last: Any, upstream: FakeUpstream, way: Path) -> None:
-    """SDKs do: they do not wait for the connection's end."""
+def test_disconnect_after_the_final_event_is_a_complete_stream(last: Any, upstream: FakeUpstream, socket_path: Path) -> None:
+    """SDKs disconnect there: they do not wait for the end of the connection."""
     whole = events(PIECE, TOKENS, last)
     upstream.answer = streaming(whole, hang=True)
-    connection = connect(way)
+    connection = connect(socket_path)
     body = {**COMPLETION_REQUEST, "stream": True, "stream_options": {"include_usage": True}}
     connection.request("POST", CHAT_PATH, json.dumps(body), {"Content-Type": "application/json"})
     assert connection.getresponse().read(len(whole)) == whole
@@ -341,51 +348,51 @@ def test_a_stream_whose_reader_leaves_after_its_last_event_is_whole(last: Any, u
     assert (row.outcome, row.code, row.output_tokens, row.received_bytes) == ("ok", "", 4, len(whole))
 
 
-def test_a_call_under_way_is_cut_off_when_its_lease_ends(upstream: FakeUpstream, lease: Lease, way: Path) -> None:
+def test_call_in_flight_is_cut_when_its_lease_ends(upstream: FakeUpstream, lease: Lease, socket_path: Path) -> None:
     upstream.answer = streaming(events(PIECE), hang=True)
-    connection = connect(way)
+    connection = connect(socket_path)
     connection.request(
         "POST", CHAT_PATH, json.dumps({**COMPLETION_REQUEST, "stream": True}), {"Content-Type": "application/json"}
     )
     answer = connection.getresponse()
     assert answer.read(10)
     leasing.release(lease.pk, now=NOW)
-    with pytest.raises((OSError, Exception)):  # broken off, not ended: a part is not taken for the whole
+    with pytest.raises((OSError, Exception)):  # the connection breaks, so a partial response is not taken as complete
         answer.read()
     wait_until_closed()
     row = LlmCall.objects.get()
     assert (row.outcome, row.code) == ("cut", "lease_ended")
 
 
-# --- who may ----------------------------------------------------------------------------------------------------------
+# --- authorization ----------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_speaks_for_a_sandbox_that_no_lease_holds(upstream: FakeUpstream, lease: Lease, way: Path) -> None:
+def test_call_from_a_sandbox_without_a_lease_is_refused(upstream: FakeUpstream, lease: Lease, socket_path: Path) -> None:
     leasing.release(lease.pk, now=NOW)
-    status, said = post(way, COMPLETION_REQUEST)
-    assert (status, said["error"]["code"]) == (403, "no_lease")
-    assert not upstream.asked and not LlmCall.objects.exists()
+    status, reply = post(socket_path, COMPLETION_REQUEST)
+    assert (status, reply["error"]["code"]) == (403, "no_lease")
+    assert not upstream.requests and not LlmCall.objects.exists()
 
 
-def test_a_model_that_is_not_allowed_is_refused_by_name(settings, upstream: FakeUpstream, way: Path) -> None:
+def test_model_outside_the_allow_list_is_refused(settings, upstream: FakeUpstream, socket_path: Path) -> None:
     settings.LLM_MODELS = ["claude-*"]
-    status, said = post(way, {**COMPLETION_REQUEST, "model": "the-most-expensive"})
-    assert (status, said["error"]["code"]) == (403, "model_not_allowed") and "claude-*" in said["error"]["message"]
-    assert post(way, {**COMPLETION_REQUEST, "model": "claude-haiku"})[0] == 200
+    status, reply = post(socket_path, {**COMPLETION_REQUEST, "model": "the-most-expensive"})
+    assert (status, reply["error"]["code"]) == (403, "model_not_allowed") and "claude-*" in reply["error"]["message"]
+    assert post(socket_path, {**COMPLETION_REQUEST, "model": "claude-haiku"})[0] == 200
     assert [*LlmCall.objects.order_by("pk").values_list("outcome", "model")] == [
         ("refused", "the-most-expensive"), ("ok", "gpt-4o-mini-2024-07-18"),
     ]  # fmt: skip
 
 
-def test_a_lease_that_has_spent_its_limit_is_answered_402(upstream: FakeUpstream, box: Sandbox, way: Path) -> None:
-    Sandbox.objects.filter(pk=box.pk).update(llm_limit=Decimal("0.00002"))
-    assert [post(way, COMPLETION_REQUEST)[0] for _ in range(3)] == [200, 200, 402]
-    _, said = post(way, COMPLETION_REQUEST)
-    assert said["error"]["code"] == "spend_limit_reached" and "0.00002 USD" in said["error"]["message"]
-    assert len(upstream.asked) == 2 and authorization.sum_spend(box.holder) == Decimal("0.0000246")
+def test_call_above_the_spend_limit_is_refused_with_402(upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path) -> None:
+    Sandbox.objects.filter(pk=sandbox.pk).update(llm_limit=Decimal("0.00002"))
+    assert [post(socket_path, COMPLETION_REQUEST)[0] for _ in range(3)] == [200, 200, 402]
+    _, reply = post(socket_path, COMPLETION_REQUEST)
+    assert reply["error"]["code"] == "spend_limit_reached" and "0.00002 USD" in reply["error"]["message"]
+    assert len(upstream.requests) == 2 and authorization.sum_spend(sandbox.holder) == Decimal("0.0000246")
 
 
-def test_what_an_environment_type_says_is_the_limit_of_its_leases(grant) -> None:
+def test_spend_limit_comes_from_the_environment_type(grant) -> None:
     from leases.models import EnvironmentType
 
     EnvironmentType.objects.filter(name="catan").update(llm_limit=Decimal("1.5"))
@@ -394,31 +401,31 @@ def test_what_an_environment_type_says_is_the_limit_of_its_leases(grant) -> None
     assert lease.llm_limit == Sandbox.objects.get(holder=lease.pk).llm_limit == Decimal("1.5")
 
 
-def test_calls_are_limited_by_the_minute_and_at_once(upstream: FakeUpstream, box: Sandbox, way: Path) -> None:
+def test_calls_are_limited_per_minute_and_in_flight(upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path) -> None:
     def rows(count: int, outcome: str, ended: Any) -> None:
         for number in range(count):
             LlmCall.objects.create(
-                call_id=f"{outcome}-{number}", sandbox=box, holder=box.holder, outcome=outcome, ended_at=ended,
+                call_id=f"{outcome}-{number}", sandbox=sandbox, holder=sandbox.holder, outcome=outcome, ended_at=ended,
                 started_at=NOW, deadline_at=NOW + MINUTE,
             )  # fmt: skip
 
-    box.policy = Policy.objects.create(name="slow", calls_per_minute=7, most_calls_at_once=3)
-    box.save(update_fields=["policy"])
+    sandbox.policy = Policy.objects.create(name="slow", calls_per_minute=7, most_calls_at_once=3)
+    sandbox.save(update_fields=["policy"])
     rows(3, "open", None)
-    assert post(way, COMPLETION_REQUEST)[1]["error"]["code"] == "too_many_at_once"
+    assert post(socket_path, COMPLETION_REQUEST)[1]["error"]["code"] == "too_many_at_once"
     rows(4, "ok", NOW)
-    assert post(way, COMPLETION_REQUEST)[1]["error"]["code"] == "too_many_calls"
+    assert post(socket_path, COMPLETION_REQUEST)[1]["error"]["code"] == "too_many_calls"
     LlmCall.objects.update(started_at=NOW - timedelta(minutes=2), deadline_at=NOW - MINUTE)
-    assert post(way, COMPLETION_REQUEST)[0] == 200
+    assert post(socket_path, COMPLETION_REQUEST)[0] == 200
 
 
-def test_no_more_calls_than_may_are_under_way_however_many_are_asked_for_at_once(box: Sandbox) -> None:
-    box.policy = Policy.objects.create(name="slow", most_calls_at_once=2)
-    box.save(update_fields=["policy"])
+def test_concurrent_requests_do_not_exceed_the_limit_on_calls_in_flight(sandbox: Sandbox) -> None:
+    sandbox.policy = Policy.objects.create(name="slow", most_calls_at_once=2)
+    sandbox.save(update_fields=["policy"])
 
     def call(number: int) -> Any:
         return authorization.open_model_call(
-            box.slot or 0, f"call-{number}", CHAT_PATH, "gpt-4o-mini", streamed=False, size=9, now=NOW
+            sandbox.slot or 0, f"call-{number}", CHAT_PATH, "gpt-4o-mini", streamed=False, size=9, now=NOW
         )
 
     with run_in_threads(16) as run:
@@ -430,21 +437,21 @@ def test_no_more_calls_than_may_are_under_way_however_many_are_asked_for_at_once
     assert LlmCall.objects.filter(outcome="refused").count() == 14
 
 
-def test_calls_do_not_wait_for_those_of_other_sandboxes(upstream: FakeUpstream, box: Sandbox, way: Path) -> None:
-    """None is answered before all have come: more than the hundred that aiohttp has under way at once by itself."""
+def test_calls_of_different_sandboxes_run_concurrently(upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path) -> None:
+    """All calls arrive before the first is answered. Their number exceeds aiohttp's default limit of 100 connections."""
     calls, come = 120, asyncio.Event()
 
     async def answer(request: web.Request) -> web.Response:
-        if len(upstream.asked) == calls:
+        if len(upstream.requests) == calls:
             come.set()
         await asyncio.wait_for(come.wait(), 60)
         return web.json_response(COMPLETION_RESPONSE)
 
     upstream.answer = answer
-    box.policy = Policy.objects.create(name="wide", calls_per_minute=calls, most_calls_at_once=calls)
-    box.save(update_fields=["policy"])
+    sandbox.policy = Policy.objects.create(name="wide", calls_per_minute=calls, most_calls_at_once=calls)
+    sandbox.save(update_fields=["policy"])
     content = json.dumps(COMPLETION_REQUEST)
-    callers = [connect(way) for _ in range(calls)]
+    callers = [connect(socket_path) for _ in range(calls)]
     for each in callers:
         each.request("POST", CHAT_PATH, content, {"Content-Type": "application/json"})
     assert [each.getresponse().status for each in callers] == [200] * calls
@@ -453,9 +460,9 @@ def test_calls_do_not_wait_for_those_of_other_sandboxes(upstream: FakeUpstream, 
     wait_until_closed()
 
 
-def test_who_keeps_asking_for_what_is_refused_does_not_fill_the_database(upstream: FakeUpstream, way: Path) -> None:
+def test_stored_refusals_are_limited(upstream: FakeUpstream, socket_path: Path) -> None:
     for _ in range(authorization.MAX_LOGGED_REFUSALS_PER_MINUTE + 5):
-        assert post(way, {**COMPLETION_REQUEST, "model": "other"})[0] == 403
+        assert post(socket_path, {**COMPLETION_REQUEST, "model": "other"})[0] == 403
     assert LlmCall.objects.count() == authorization.MAX_LOGGED_REFUSALS_PER_MINUTE
 
 
@@ -472,53 +479,55 @@ def test_who_keeps_asking_for_what_is_refused_does_not_fill_the_database(upstrea
         ({"messages": [{"content": [{"type": "file", "file_id": "file-1"}]}]}, "urls_not_fetched"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_request_is_said_and_nothing_leaves(
-    body: Any, code: str, upstream: FakeUpstream, way: Path
+def test_invalid_request_is_refused_with_its_reason_and_not_forwarded(
+    body: Any, code: str, upstream: FakeUpstream, socket_path: Path
 ) -> None:
-    status, said = post(way, body)
-    assert (status, said["error"]["code"]) == (400, code)
-    assert not upstream.asked and not LlmCall.objects.exists()
+    status, reply = post(socket_path, body)
+    assert (status, reply["error"]["code"]) == (400, code)
+    assert not upstream.requests and not LlmCall.objects.exists()
 
 
-def test_what_tools_take_and_were_called_with_may_name_urls(upstream: FakeUpstream, way: Path) -> None:
+def test_tool_schemas_and_tool_arguments_may_contain_urls(upstream: FakeUpstream, socket_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "get", "parameters": {"type": "url", "url": "https://x"}}}
     called = {"role": "assistant", "content": [{"type": "tool_use", "input": {"type": "link", "url": "https://x"}}]}
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}
-    assert post(way, {"messages": [called, picture], "tools": [tool]})[0] == 200
+    assert post(socket_path, {"messages": [called, picture], "tools": [tool]})[0] == 200
 
 
 @pytest.mark.parametrize(
     "url", ["/", "/healthz/x", "/v1/files", "/v1/chat/completions/", "/spend/logs", "/v1/../admin", "/relay"]
 )
-def test_no_other_path_leaves(url: str, upstream: FakeUpstream, way: Path) -> None:
-    assert post(way, COMPLETION_REQUEST, url)[0] in (403, 405)
-    assert not upstream.asked
+def test_other_paths_are_refused(url: str, upstream: FakeUpstream, socket_path: Path) -> None:
+    assert post(socket_path, COMPLETION_REQUEST, url)[0] in (403, 405)
+    assert not upstream.requests
 
 
 @pytest.mark.parametrize("kib", [None, 1, 8192])
-def test_a_request_that_is_larger_than_its_policy_lets_it_be_is_refused(
-    kib: int | None, upstream: FakeUpstream, box: Sandbox, way: Path
+def test_request_above_the_policys_size_limit_is_refused(
+    kib: int | None, upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path
 ) -> None:
     if kib:
-        box.policy = Policy.objects.create(name="other", largest_body_kib=kib)
-        box.save(update_fields=["policy"])
+        sandbox.policy = Policy.objects.create(name="other", largest_body_kib=kib)
+        sandbox.save(update_fields=["policy"])
     most = (kib or 4096) << 10
     spaces = b" " * (most - len(json.dumps(COMPLETION_REQUEST)))
-    assert post(way, json.dumps(COMPLETION_REQUEST).encode() + spaces)[0] == 200
-    status, said = post(way, json.dumps(COMPLETION_REQUEST).encode() + spaces + b" ")
-    assert (status, said["error"]["code"]) == (413, "too_large") and len(upstream.asked) == 1
+    assert post(socket_path, json.dumps(COMPLETION_REQUEST).encode() + spaces)[0] == 200
+    status, reply = post(socket_path, json.dumps(COMPLETION_REQUEST).encode() + spaces + b" ")
+    assert (status, reply["error"]["code"]) == (413, "too_large") and len(upstream.requests) == 1
 
 
-def test_a_policy_names_the_models_instead(settings, upstream: FakeUpstream, box: Sandbox, way: Path) -> None:
-    box.policy = Policy.objects.create(name="cheap", models=["tiny-*"])
-    box.save(update_fields=["policy"])
-    assert [post(way, {**COMPLETION_REQUEST, "model": model})[0] for model in ("tiny-1", "default")] == [200, 403]
+def test_policys_models_replace_the_default_allow_list(
+    settings, upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path
+) -> None:
+    sandbox.policy = Policy.objects.create(name="cheap", models=["tiny-*"])
+    sandbox.save(update_fields=["policy"])
+    assert [post(socket_path, {**COMPLETION_REQUEST, "model": model})[0] for model in ("tiny-1", "default")] == [200, 403]
 
 
-# --- what is left behind ----------------------------------------------------------------------------------------------
+# --- settlement ----------------------------------------------------------------------------------------------
 
 
-def test_a_call_whose_forwarder_died_is_closed_as_lost_and_stays_unpriced(grant) -> None:
+def test_call_of_a_dead_server_is_closed_as_lost_and_unpriced(grant) -> None:
     row = LlmCall.objects.create(call_id="c1", started_at=NOW, deadline_at=NOW + MINUTE)
     assert sweeps.recover_stalled(now=NOW + MINUTE / 2).counts == {}
     assert sweeps.recover_stalled(now=NOW + 2 * MINUTE).counts == {"model calls closed": 1}
@@ -526,8 +535,8 @@ def test_a_call_whose_forwarder_died_is_closed_as_lost_and_stays_unpriced(grant)
     assert (row.outcome, row.ended_at, row.cost) == ("lost", NOW + 2 * MINUTE, None)
 
 
-def test_a_call_ends_once_and_a_record_that_came_first_keeps_its_price(box: Sandbox) -> None:
-    row, _ = authorization.open_model_call(box.slot, "c1", CHAT_PATH, "gpt-4o-mini", streamed=False, size=1, now=NOW)
+def test_call_is_settled_once_and_an_earlier_record_keeps_its_price(sandbox: Sandbox) -> None:
+    row, _ = authorization.open_model_call(sandbox.slot, "c1", CHAT_PATH, "gpt-4o-mini", streamed=False, size=1, now=NOW)
     LlmCall.objects.filter(pk=row.pk).update(recorded_at=NOW, cost=Decimal("0.5"), priced="record")
     end = authorization.CallResult(LlmCall.Outcome.OK, 200, cost=Decimal("0.1"))
     assert authorization.settle_call(row, end, now=NOW) and not authorization.settle_call(row, end, now=NOW + MINUTE)
@@ -535,8 +544,8 @@ def test_a_call_ends_once_and_a_record_that_came_first_keeps_its_price(box: Sand
     assert (row.outcome, row.cost, row.priced, row.ended_at) == ("ok", Decimal("0.5"), "record", NOW)
 
 
-def test_two_runs_at_once_are_not_told_apart(lease: Lease, box: Sandbox) -> None:
+def test_call_during_two_concurrent_runs_references_neither(lease: Lease, sandbox: Sandbox) -> None:
     for _ in range(2):
-        Run.objects.create(sandbox=box, argv=["x"], started_at=NOW, deadline_at=NOW + MINUTE)
-    Sandbox.objects.filter(pk=box.pk).update(open_runs=2, state="running")
-    assert authorization.identify_caller(box.slot, now=NOW).run is None
+        Run.objects.create(sandbox=sandbox, argv=["x"], started_at=NOW, deadline_at=NOW + MINUTE)
+    Sandbox.objects.filter(pk=sandbox.pk).update(open_runs=2, state="running")
+    assert authorization.identify_caller(sandbox.slot, now=NOW).run is None

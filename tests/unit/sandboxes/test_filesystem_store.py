@@ -1,4 +1,4 @@
-"""What only the filesystem store can show: full disks, crashes in the middle of a write, how much of the tree is read."""
+"""Filesystem store: full disks, crashes during a write, and the directories that a listing reads."""
 
 import io
 import os
@@ -39,7 +39,7 @@ def files(store: FilesystemStore) -> list[str]:
 
 @contextmanager
 def small_disk(at: Path) -> Iterator[None]:
-    """A file system of 1 MiB, which root can have."""
+    """Mount a file system of 1 MiB. Requires root."""
     at.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "leasehold-test", at], capture_output=True, text=True)
     if mounted.returncode:
@@ -52,21 +52,21 @@ def small_disk(at: Path) -> Iterator[None]:
 
 @contextmanager
 def small_files() -> Iterator[None]:
-    """No file of this process grows above 256 KiB."""
-    was = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (256 << 10, was[1]))
+    """Limit the files of this process to 256 KiB."""
+    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (256 << 10, previous[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, was)
-        signal.signal(signal.SIGXFSZ, ignored)
+        resource.setrlimit(resource.RLIMIT_FSIZE, previous)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_is_a_store_error_and_takes_nothing_away(store: FilesystemStore) -> None:
+def test_full_disk_raises_store_error_and_keeps_the_old_value(store: FilesystemStore) -> None:
     with small_disk(store.root):
         store.set("k", b"old")
-        for _ in range(3):  # what failed frees its space again
+        for _ in range(3):  # a failed write frees its space
             with pytest.raises(StoreError, match="filesystem: set of 'k': No space left on device"):
                 store.set("k", bytes(2 * MIB))
             with pytest.raises(StoreError, match="filesystem: upload of 'k': No space left on device"):
@@ -76,7 +76,7 @@ def test_a_full_disk_is_a_store_error_and_takes_nothing_away(store: FilesystemSt
         assert files(store) == ["k.value", "other.value"]
 
 
-def test_a_file_above_its_limit_is_a_store_error_and_takes_nothing_away(store: FilesystemStore) -> None:
+def test_file_size_limit_raises_store_error_and_keeps_the_old_value(store: FilesystemStore) -> None:
     store.set("k", b"old")
     with small_files():
         with pytest.raises(StoreError, match="set of 'k': File too large"):
@@ -87,7 +87,7 @@ def test_a_file_above_its_limit_is_a_store_error_and_takes_nothing_away(store: F
     assert files(store) == ["k.value"]
 
 
-def test_a_root_that_is_no_directory_is_a_store_error_in_every_method(tmp_path: Path) -> None:
+def test_root_that_is_a_file_raises_store_error_in_every_method(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     store = FilesystemStore(tmp_path / "file")
     for act in (
@@ -103,20 +103,20 @@ def test_a_root_that_is_no_directory_is_a_store_error_in_every_method(tmp_path: 
             act()
 
 
-def test_a_value_that_is_shorter_than_it_was_is_no_value(store: FilesystemStore) -> None:
-    class Cutting(io.BytesIO):
+def test_value_truncated_during_download_raises_store_error(store: FilesystemStore) -> None:
+    class TruncatingTarget(io.BytesIO):
         def write(self, content: bytes) -> int:  # type: ignore[override]
             os.truncate(store.root / "k.value", MIB)
             return len(content)
 
     store.set("k", bytes(3 * MIB))
-    with pytest.raises(StoreError, match=r"ends \d+ bytes too early"):
-        store.download("k", Cutting())
+    with pytest.raises(StoreError, match=r"ended \d+ bytes early"):
+        store.download("k", TruncatingTarget())
 
 
 # --- crashes ------------------------------------------------------------------------------------------------------
 
-DIES = """
+CRASHING_UPLOAD_SCRIPT = """
 import io, os, sys
 from pathlib import Path
 from sandboxes.storage.filesystem import FilesystemStore
@@ -130,10 +130,12 @@ FilesystemStore(Path(sys.argv[1])).upload("k", Source())
 """
 
 
-def test_what_a_killed_write_leaves_is_in_no_listing_and_is_swept_once_it_is_old(store: FilesystemStore) -> None:
+def test_leftover_of_a_killed_write_is_hidden_and_swept_later(store: FilesystemStore) -> None:
     store.set("k", b"old")
-    done = subprocess.run([sys.executable, "-c", DIES, str(store.root)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", CRASHING_UPLOAD_SCRIPT, str(store.root)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr
     assert store.get("k") == b"old"
     assert list(store.list()) == ["k"]
     assert len(files(store)) == 2
@@ -145,19 +147,19 @@ def test_what_a_killed_write_leaves_is_in_no_listing_and_is_swept_once_it_is_old
     assert store.get("k") == b"old"
 
 
-def test_a_sweep_of_a_store_that_never_held_anything_finds_nothing(store: FilesystemStore) -> None:
+def test_sweep_of_an_empty_store_finds_nothing(store: FilesystemStore) -> None:
     assert store.sweep_leftovers(datetime.now(UTC)) == 0
 
 
-def test_nothing_stays_of_a_key_that_was_removed(store: FilesystemStore) -> None:
+def test_remove_deletes_empty_directories(store: FilesystemStore) -> None:
     store.set("a/b/c", b"x")
     store.set("a/d", b"x")
     store.remove("a/b/c")
     assert sorted(path.name for path in store.root.rglob("*")) == [".new", "a", "d.value"]
 
 
-def test_a_removal_that_takes_the_directory_from_under_a_write_costs_it_nothing(store: FilesystemStore) -> None:
-    def rival(at: int) -> object:
+def test_write_succeeds_while_its_directory_is_removed(store: FilesystemStore) -> None:
+    def write_and_remove(at: int) -> object:
         for turn in range(60):
             store.set(f"a/b/{at}", b"%d" % turn)
             assert store.get(f"a/b/{at}") == b"%d" % turn
@@ -165,38 +167,38 @@ def test_a_removal_that_takes_the_directory_from_under_a_write_costs_it_nothing(
         return None
 
     with run_in_threads(4) as run:
-        assert run(rival) == [None] * 4
+        assert run(write_and_remove) == [None] * 4
 
 
 # --- listings -----------------------------------------------------------------------------------------------------
 
 
-def test_a_page_reads_only_what_its_prefix_and_its_cursor_leave(
+def test_page_reads_only_directories_that_prefix_and_cursor_allow(
     store: FilesystemStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key in ("a/1/x", "a/2/x", "a/2/y", "a/3/x", "b/1"):
         store.set(key, b"x")
-    read: list[str] = []
-    scanned = filesystem._scan_directory
+    directories: list[str] = []
+    scan = filesystem._scan_directory
     monkeypatch.setattr(
-        filesystem, "_scan_directory", lambda path: read.append(str(path.relative_to(store.root))) or scanned(path)
+        filesystem, "_scan_directory", lambda path: directories.append(str(path.relative_to(store.root))) or scan(path)
     )
     assert list(store.list("a/2/")) == ["a/2/x", "a/2/y"]
-    assert read == ["a/2"]
-    read.clear()
+    assert directories == ["a/2"]
+    directories.clear()
     assert list(store.list("a/2/y")) == ["a/2/y"]
     assert list(store.list("a/2")) == ["a/2/x", "a/2/y"]
-    assert read == ["a/2", "a", "a/2"]
-    read.clear()
+    assert directories == ["a/2", "a", "a/2"]
+    directories.clear()
     page = store.page(limit=1)
     assert [entry.key for entry in page.entries] == ["a/1/x"]
-    assert read == [".", "a", "a/1", "a/2"]  # one further: is there more?
-    read.clear()
-    assert [entry.key for entry in store.page(following="a/2/y").entries] == ["a/3/x", "b/1"]
-    assert "a/1" not in read
+    assert directories == [".", "a", "a/1", "a/2"]  # one directory further, to know whether there are more keys
+    directories.clear()
+    assert [entry.key for entry in store.page(cursor="a/2/y").entries] == ["a/3/x", "b/1"]
+    assert "a/1" not in directories
 
 
-def test_what_others_have_put_into_the_directory_is_not_shown(store: FilesystemStore) -> None:
+def test_foreign_files_are_not_listed(store: FilesystemStore) -> None:
     store.set("k", b"x")
     for name in ("lost+found", "a b", ".snapshot"):
         (store.root / name).mkdir()
@@ -212,19 +214,19 @@ KEYS = st.lists(LETTERS, min_size=1, max_size=6).map("".join).filter(lambda key:
 
 @pytest.fixture
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk has no part in how keys become names."""
+    """Disable fsync: it does not affect the mapping of keys to names."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(keys=st.lists(KEYS, max_size=8, unique=True), prefix=st.just("") | KEYS, following=st.just("") | KEYS)
-def test_a_listing_is_every_key_with_the_prefix_after_the_cursor_in_order(
-    store: FilesystemStore, no_fsync: None, keys: list[str], prefix: str, following: str
+@given(keys=st.lists(KEYS, max_size=8, unique=True), prefix=st.just("") | KEYS, cursor=st.just("") | KEYS)
+def test_page_contains_all_keys_with_the_prefix_after_the_cursor(
+    store: FilesystemStore, no_fsync: None, keys: list[str], prefix: str, cursor: str
 ) -> None:
     store.clear()
     for key in keys:
         store.set(key, key.encode())
-    expected = sorted(key for key in keys if key.startswith(prefix) and key > following)
-    assert [entry.key for entry in store.page(prefix, following=following).entries] == expected
+    expected = sorted(key for key in keys if key.startswith(prefix) and key > cursor)
+    assert [entry.key for entry in store.page(prefix, cursor=cursor).entries] == expected
     assert [store.get(key) for key in keys] == [key.encode() for key in keys]
     assert store.size() == len(keys)

@@ -1,4 +1,4 @@
-"""Chat history, artifacts, audit log and session index of a lease, in both modes, on two backends."""
+"""Chat history, artifacts, audit log and session index of a lease, in both modes on two backends."""
 
 import io
 import itertools
@@ -27,7 +27,7 @@ from tests.conftest import NOW, SimulatedCrash, run_in_threads
 
 DID, LEASE = "did:plc:ada", UUID(int=7)
 SECOND, HOUR = timedelta(seconds=1), timedelta(hours=1)
-SMALL = StoreLimits(
+SMALL_LIMITS = StoreLimits(
     max_event_bytes=100, max_events=5, max_artifact_bytes=1000, max_artifacts=3, max_session_bytes=100, max_sessions=2
 )  # fmt: skip
 MODES = ("standard", "journaled")
@@ -44,8 +44,8 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def again(store: KeyValueStore, mode: str) -> Callable[..., LeaseStores]:
-    """The stores of the lease, as another process sees them."""
+def open_again(store: KeyValueStore, mode: str) -> Callable[..., LeaseStores]:
+    """Open the stores of a lease as another process would."""
 
     def make(lease: UUID = LEASE, **options: Any) -> LeaseStores:
         return LeaseStores(store, DID, lease, journaled=mode == "journaled", **options)
@@ -54,101 +54,101 @@ def again(store: KeyValueStore, mode: str) -> Callable[..., LeaseStores]:
 
 
 @pytest.fixture
-def of(again: Callable[..., LeaseStores]) -> LeaseStores:
-    return again(limits=SMALL)
+def stores(open_again: Callable[..., LeaseStores]) -> LeaseStores:
+    return open_again(limits=SMALL_LIMITS)
 
 
 # --- events -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["chat", "audit"])
-def events(request: pytest.FixtureRequest, of: LeaseStores) -> EventStore:
-    found: EventStore = getattr(of, request.param)
-    return found
+def events(request: pytest.FixtureRequest, stores: LeaseStores) -> EventStore:
+    event_store: EventStore = getattr(stores, request.param)
+    return event_store
 
 
-def say(events: EventStore, count: int, *, at: datetime = NOW) -> list[str]:
-    """So many events, a second apart; their ids."""
+def append_events(events: EventStore, count: int, *, at: datetime = NOW) -> list[str]:
+    """Append events one second apart. Return their ids."""
     return [events.append({"n": n}, now=at + n * SECOND).id for n in range(count)]
 
 
 def numbers(events: EventStore, **options: Any) -> list[int]:
-    return [event.said["n"] for event in events.page(**options)[0]]
+    return [event.document["n"] for event in events.page(**options)[0]]
 
 
-def test_an_event_is_kept_as_it_was_said(of: LeaseStores, again, now: datetime) -> None:
-    said = {"role": "user", "content": ["ä", None, 1.5, {"a": [True, "\0"]}], "more": {}}
-    event = of.chat.append(said, now=now, actor="key abc")
-    assert (event.said, event.at, event.actor) == (said, now, "key abc")
-    assert again().chat.read(event.id) == event
-    assert again().chat.page() == ([event], False)
+def test_event_is_stored_unchanged(stores: LeaseStores, open_again, now: datetime) -> None:
+    document = {"role": "user", "content": ["ä", None, 1.5, {"a": [True, "\0"]}], "more": {}}
+    event = stores.chat.append(document, now=now, actor="key abc")
+    assert (event.document, event.at, event.actor) == (document, now, "key abc")
+    assert open_again().chat.read(event.id) == event
+    assert open_again().chat.page() == ([event], False)
 
 
-def test_chat_and_audit_are_apart(of: LeaseStores, now: datetime) -> None:
-    event = of.chat.append({"n": 1}, now=now)
-    assert of.audit.page() == ([], False)
-    assert of.audit.read(event.id) is None
+def test_chat_and_audit_are_separate(stores: LeaseStores, now: datetime) -> None:
+    event = stores.chat.append({"n": 1}, now=now)
+    assert stores.audit.page() == ([], False)
+    assert stores.audit.read(event.id) is None
 
 
-def test_leases_are_apart(of: LeaseStores, again, now: datetime) -> None:
-    of.chat.append({"n": 1}, now=now)
-    of.artifacts.put("a", io.BytesIO(b"1"), now=now)
-    of.sessions.put("s", {}, now=now)
-    other = again(UUID(int=8))
+def test_leases_are_separate(stores: LeaseStores, open_again, now: datetime) -> None:
+    stores.chat.append({"n": 1}, now=now)
+    stores.artifacts.put("a", io.BytesIO(b"1"), now=now)
+    stores.sessions.put("s", {}, now=now)
+    other = open_again(UUID(int=8))
     assert [other.chat.page(), other.artifacts.page(), other.sessions.page()] == [([], False)] * 3
 
 
 @pytest.mark.parametrize("newest_first", [True, False])
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 100])
-def test_pages_follow_each_other(events: EventStore, newest_first: bool, limit: int) -> None:
-    say(events, 4)
-    seen: list[int] = []
-    behind, more = None, True
+def test_pages_cover_all_events_in_order(events: EventStore, newest_first: bool, limit: int) -> None:
+    append_events(events, 4)
+    numbers_seen: list[int] = []
+    last, more = None, True
     while more:
-        page, more = events.page(behind=behind, newest_first=newest_first, limit=limit)
+        page, more = events.page(after=last, newest_first=newest_first, limit=limit)
         assert 1 <= len(page) <= limit
-        seen += [event.said["n"] for event in page]
-        behind = page[-1].stamp
-    assert seen == ([3, 2, 1, 0] if newest_first else [0, 1, 2, 3])
+        numbers_seen += [event.document["n"] for event in page]
+        last = page[-1].stamp
+    assert numbers_seen == ([3, 2, 1, 0] if newest_first else [0, 1, 2, 3])
 
 
-def test_what_comes_later_is_behind_the_last_event_one_saw(events: EventStore) -> None:
-    say(events, 2)
+def test_later_events_come_after_the_last_event_seen(events: EventStore) -> None:
+    append_events(events, 2)
     last = events.page(newest_first=False)[0][-1].stamp
-    assert events.page(behind=last, newest_first=False) == ([], False)
-    say(events, 1, at=NOW + HOUR)
-    assert numbers(events, behind=last, newest_first=False) == [0]
+    assert events.page(after=last, newest_first=False) == ([], False)
+    append_events(events, 1, at=NOW + HOUR)
+    assert numbers(events, after=last, newest_first=False) == [0]
 
 
-def test_events_of_one_moment_stay_in_order(events: EventStore, now: datetime) -> None:
+def test_events_at_the_same_time_keep_their_order(events: EventStore, now: datetime) -> None:
     for n in range(20):
         events.append({"n": n}, now=now)
     assert numbers(events, newest_first=False, limit=20) == [*range(20)]
 
 
 @pytest.mark.parametrize("event_id", ["", "x", "../secret", "\ud800", "a-b-c", "1" * 600, "0" * 18 + "-" + "0" * 16 + "-1"])
-def test_what_is_no_id_finds_no_event(events: EventStore, event_id: str) -> None:
-    say(events, 1)
+def test_malformed_id_finds_no_event(events: EventStore, event_id: str) -> None:
+    append_events(events, 1)
     assert events.read(event_id) is None
 
 
-def test_an_event_that_is_too_large_is_refused(events: EventStore, now: datetime) -> None:
+def test_oversized_event_is_refused(events: EventStore, now: datetime) -> None:
     events.append({"n": "x" * (100 - len('{"n":""}'))}, now=now)
-    with pytest.raises(StoreRefused, match="this event has 101 bytes and may have 100"):
+    with pytest.raises(StoreRefused, match="this event has 101 bytes; the limit is 100"):
         events.append({"n": "x" * (101 - len('{"n":""}'))}, now=now)
     assert len(events.page()[0]) == 1
 
 
-def test_pruning_by_age_count_and_size_takes_the_oldest(events: EventStore) -> None:
-    say(events, 6)
+def test_prune_by_age_count_and_size_removes_the_oldest(events: EventStore) -> None:
+    append_events(events, 6)
     size = len(b'{"actor":"","said":{"n":0}}')
     assert events.prune(RetentionBounds()) == PruneResult()
     assert events.prune(RetentionBounds(since=NOW + 2 * SECOND)) == PruneResult(2, 2 * size)
-    assert events.prune(RetentionBounds(most=3)) == PruneResult(1, size)
+    assert events.prune(RetentionBounds(max_count=3)) == PruneResult(1, size)
     assert events.prune(RetentionBounds(max_total_bytes=3 * size)) == PruneResult()
     assert events.prune(RetentionBounds(max_total_bytes=3 * size - 1)) == PruneResult(1, size)
     assert numbers(events) == [5, 4]
-    assert events.prune(RetentionBounds(most=0)) == PruneResult(2, 2 * size)
+    assert events.prune(RetentionBounds(max_count=0)) == PruneResult(2, 2 * size)
     assert events.page() == ([], False)
 
 
@@ -156,52 +156,52 @@ def test_pruning_by_age_count_and_size_takes_the_oldest(events: EventStore) -> N
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50))),
     st.none() | st.integers(0, 50), st.none() | st.integers(0, 20), st.none() | st.integers(0, 500),
 )  # fmt: skip
-def test_just_so_many_go_that_the_rest_is_within_bounds(
-    present: list[tuple[int, int]], since: int | None, most: int | None, max_total_bytes: int | None
+def test_surplus_is_minimal(
+    present: list[tuple[int, int]], since: int | None, max_count: int | None, max_total_bytes: int | None
 ) -> None:
     ordered = sorted((NOW + at * SECOND, size) for at, size in present)
-    bounds = RetentionBounds(None if since is None else NOW + since * SECOND, most, max_total_bytes)
+    bounds = RetentionBounds(None if since is None else NOW + since * SECOND, max_count, max_total_bytes)
 
     def within(rest: list[tuple[datetime, int]]) -> bool:
         return (
             (bounds.since is None or all(at >= bounds.since for at, _ in rest))
-            and (most is None or len(rest) <= most)
+            and (max_count is None or len(rest) <= max_count)
             and (max_total_bytes is None or sum(size for _, size in rest) <= max_total_bytes)
         )
 
-    gone = bounds.surplus(ordered)
-    assert within(ordered[gone:])
-    assert not any(within(ordered[fewer:]) for fewer in range(gone))
+    surplus = bounds.surplus(ordered)
+    assert within(ordered[surplus:])
+    assert not any(within(ordered[fewer:]) for fewer in range(surplus))
 
 
-def test_threads_say_things_at_once(again, now: datetime) -> None:
+def test_threads_append_concurrently(open_again, now: datetime) -> None:
     with run_in_threads(4) as run:
-        run(lambda index: [again().chat.append({"n": index}, now=now) for _ in range(10)])
-    found, more = again().chat.page(limit=100)
-    assert (sorted(event.said["n"] for event in found), more) == (sorted([*range(4)] * 10), False)
+        run(lambda index: [open_again().chat.append({"n": index}, now=now) for _ in range(10)])
+    events, more = open_again().chat.page(limit=100)
+    assert (sorted(event.document["n"] for event in events), more) == (sorted([*range(4)] * 10), False)
 
 
-def test_no_key_of_events_and_artifacts_is_written_twice_in_standard_mode(now: datetime) -> None:
+def test_standard_mode_writes_no_event_or_artifact_key_twice(now: datetime) -> None:
     store = MemoryStore()
-    of = LeaseStores(store, DID, LEASE, journaled=False)
+    stores = LeaseStores(store, DID, LEASE, journaled=False)
     for n in range(5):
-        of.chat.append({"n": n}, now=now)
-        of.artifacts.put("same", io.BytesIO(b"%d" % n), now=now)
+        stores.chat.append({"n": n}, now=now)
+        stores.artifacts.put("same", io.BytesIO(b"%d" % n), now=now)
     written = [key for method, key in store.calls if method in ("set", "upload")]
     assert len(written) == len({*written}) == 15
 
 
-def test_a_journaled_history_takes_one_file_a_process(tmp_path: Path, now: datetime) -> None:
+def test_journaled_history_uses_one_file_per_process(tmp_path: Path, now: datetime) -> None:
     store = FilesystemStore(tmp_path)
-    say(LeaseStores(store, DID, LEASE, journaled=True).chat, 5)
+    append_events(LeaseStores(store, DID, LEASE, journaled=True).chat, 5)
     assert store.size() == 1
 
 
-def test_pruning_a_journal_of_many_pieces_merges_them(now: datetime) -> None:
+def test_prune_compacts_a_journal_of_many_segments(now: datetime) -> None:
     store = MemoryStore()
     chat = LeaseStores(store, DID, LEASE, journaled=True).chat
-    say(chat, 40)
-    assert chat.prune(RetentionBounds(most=1000)) == PruneResult()
+    append_events(chat, 40)
+    assert chat.prune(RetentionBounds(max_count=1000)) == PruneResult()
     assert numbers(chat, newest_first=False) == [*range(40)]
     assert len([key for key in store.list() if "/open/" not in key]) == 1
 
@@ -209,19 +209,19 @@ def test_pruning_a_journal_of_many_pieces_merges_them(now: datetime) -> None:
 # --- artifacts ----------------------------------------------------------------------------------------------------
 
 
-def put(of: LeaseStores, name: str, content: bytes = b"content", **options: Any) -> Artifact:
-    return of.artifacts.put(name, io.BytesIO(content), **{"now": NOW, **options})[0]
+def put(stores: LeaseStores, name: str, content: bytes = b"content", **options: Any) -> Artifact:
+    return stores.artifacts.put(name, io.BytesIO(content), **{"now": NOW, **options})[0]
 
 
-def content(of: LeaseStores, name: str) -> bytes | None:
+def content(stores: LeaseStores, name: str) -> bytes | None:
     target = io.BytesIO()
-    return target.read() if of.artifacts.fetch(name, target) else None
+    return target.read() if stores.artifacts.fetch(name, target) else None
 
 
-def test_an_artifact_is_kept_as_it_was(of: LeaseStores, again, now: datetime) -> None:
+def test_artifact_is_stored_unchanged(stores: LeaseStores, open_again, now: datetime) -> None:
     source = io.BytesIO(b"skipped" + bytes(range(256)))
     source.seek(7)
-    stored, replaced = of.artifacts.put("map.png", source, now=now, media_type="image/png", actor="key abc")
+    stored, replaced = stores.artifacts.put("map.png", source, now=now, media_type="image/png", actor="key abc")
     assert not replaced
     assert (stored.name, stored.media_type, stored.size, stored.at, stored.actor) == (
         "map.png",
@@ -231,342 +231,344 @@ def test_an_artifact_is_kept_as_it_was(of: LeaseStores, again, now: datetime) ->
         "key abc",
     )
     assert stored.sha256 == "40aff2e9d2d8922e47afd4648e6967497158785fbd1da870e7110266bf944880"
-    assert again().artifacts.read("map.png") == stored
-    assert content(again(), "map.png") == bytes(range(256))
+    assert open_again().artifacts.read("map.png") == stored
+    assert content(open_again(), "map.png") == bytes(range(256))
 
 
-def test_an_empty_artifact_is_one(of: LeaseStores) -> None:
-    put(of, "empty", b"")
-    assert content(of, "empty") == b""
+def test_empty_artifact_is_valid(stores: LeaseStores) -> None:
+    put(stores, "empty", b"")
+    assert content(stores, "empty") == b""
 
 
-def test_a_new_artifact_replaces_the_old_one_and_its_content(of: LeaseStores, store: KeyValueStore, now: datetime) -> None:
-    put(of, "a", b"old")
-    assert of.artifacts.put("a", io.BytesIO(b"newer"), now=now)[1]
-    assert content(of, "a") == b"newer"
-    assert [artifact.size for artifact in of.artifacts.page()[0]] == [5]
+def test_artifact_and_content_are_replaced(stores: LeaseStores, store: KeyValueStore, now: datetime) -> None:
+    put(stores, "a", b"old")
+    assert stores.artifacts.put("a", io.BytesIO(b"newer"), now=now)[1]
+    assert content(stores, "a") == b"newer"
+    assert [artifact.size for artifact in stores.artifacts.page()[0]] == [5]
     assert [parse_stamped_key(key)[1] for key in store.list() if "/content/" in key] == [5]
 
 
-def test_an_artifact_that_was_removed_is_gone_with_its_content(of: LeaseStores, store: KeyValueStore, now: datetime) -> None:
-    put(of, "a")
-    put(of, "b", b"stays")
-    assert of.artifacts.remove("a", now=now)
-    assert not of.artifacts.remove("a", now=now)
-    assert (of.artifacts.read("a"), content(of, "a"), content(of, "b")) == (None, None, b"stays")
+def test_artifact_is_removed_with_its_content(stores: LeaseStores, store: KeyValueStore, now: datetime) -> None:
+    put(stores, "a")
+    put(stores, "b", b"stays")
+    assert stores.artifacts.remove("a", now=now)
+    assert not stores.artifacts.remove("a", now=now)
+    assert (stores.artifacts.read("a"), content(stores, "a"), content(stores, "b")) == (None, None, b"stays")
     assert len([key for key in store.list() if "/content/" in key]) == 1
-    put(of, "a", b"back")
-    assert content(of, "a") == b"back"
+    put(stores, "a", b"back")
+    assert content(stores, "a") == b"back"
 
 
-def test_artifacts_are_listed_by_name(of: LeaseStores) -> None:
+def test_artifacts_are_listed_by_name(stores: LeaseStores) -> None:
     for name in ("b", "a-1", "a", "a.", "B", "a:1"):
-        put(of, name)
-    seen: list[str] = []
+        put(stores, name)
+    names: list[str] = []
     more = True
     while more:
-        page, more = of.artifacts.page(behind=seen[-1] if seen else "", limit=4)
-        seen += [artifact.name for artifact in page]
-    assert seen == ["B", "a", "a-1", "a.", "a:1", "b"]
+        page, more = stores.artifacts.page(after=names[-1] if names else "", limit=4)
+        names += [artifact.name for artifact in page]
+    assert names == ["B", "a", "a-1", "a.", "a:1", "b"]
 
 
 @pytest.mark.parametrize("name", ["", "/", "a/b", "..", ".hidden", "-", "a b", "ä", "a\0", "a\n", "\ud800", "x" * 129])
-def test_a_wrong_name_is_refused_and_finds_nothing(of: LeaseStores, store: KeyValueStore, now: datetime, name: str) -> None:
-    put(of, "a")
+def test_invalid_artifact_name_is_refused_and_finds_nothing(
+    stores: LeaseStores, store: KeyValueStore, now: datetime, name: str
+) -> None:
+    put(stores, "a")
     keys = [*store.list()]
     with pytest.raises(StoreRefused, match="an artifact's name has"):
-        put(of, name)
-    assert of.artifacts.read(name) is None
-    assert not of.artifacts.remove(name, now=now)
+        put(stores, name)
+    assert stores.artifacts.read(name) is None
+    assert not stores.artifacts.remove(name, now=now)
     assert [*store.list()] == keys
 
 
-def test_the_longest_names_fit_into_a_key(store: KeyValueStore, mode: str, now: datetime) -> None:
-    of = LeaseStores(store, "did:plc:" + "a" * 247, LEASE, journaled=mode == "journaled")
-    put(of, "x" * 128)
-    of.sessions.put("x" * 128, {}, now=now)
-    say(of.chat, 1)
-    assert content(of, "x" * 128) == b"content"
+def test_longest_names_fit_into_a_key(store: KeyValueStore, mode: str, now: datetime) -> None:
+    stores = LeaseStores(store, "did:plc:" + "a" * 247, LEASE, journaled=mode == "journaled")
+    put(stores, "x" * 128)
+    stores.sessions.put("x" * 128, {}, now=now)
+    append_events(stores.chat, 1)
+    assert content(stores, "x" * 128) == b"content"
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "text/plain; charset=utf-8", 'a/b;c="d e"', "application/vnd.x+json"])
-def test_media_types(of: LeaseStores, kind: str) -> None:
-    assert put(of, "a", media_type=kind).media_type == kind
+def test_media_type_is_accepted(stores: LeaseStores, kind: str) -> None:
+    assert put(stores, "a", media_type=kind).media_type == kind
 
 
 @pytest.mark.parametrize("kind", ["", "text", "text/", "/plain", "text/plain\r\nX: y", "text/plain;", "ä/b", "a/b" + "c" * 200])
-def test_what_is_no_media_type_is_refused(of: LeaseStores, kind: str) -> None:
+def test_invalid_media_type_is_refused(stores: LeaseStores, kind: str) -> None:
     with pytest.raises(StoreRefused, match="is not a media type"):
-        put(of, "a", media_type=kind)
+        put(stores, "a", media_type=kind)
 
 
-def test_an_artifact_that_is_too_large_is_refused(of: LeaseStores) -> None:
-    put(of, "a", b"x" * 1000)
-    with pytest.raises(StoreRefused, match="this artifact has 1001 bytes and may have 1000"):
-        put(of, "a", b"x" * 1001)
-    assert content(of, "a") == b"x" * 1000
+def test_oversized_artifact_is_refused(stores: LeaseStores) -> None:
+    put(stores, "a", b"x" * 1000)
+    with pytest.raises(StoreRefused, match="this artifact has 1001 bytes; the limit is 1000"):
+        put(stores, "a", b"x" * 1001)
+    assert content(stores, "a") == b"x" * 1000
 
 
-def test_content_that_is_not_what_was_stored_is_an_error(of: LeaseStores, store: KeyValueStore) -> None:
-    put(of, "a")
+def test_corrupt_content_raises_store_error(stores: LeaseStores, store: KeyValueStore) -> None:
+    put(stores, "a")
     (key,) = (key for key in store.list() if "/content/" in key)
     store.set(key, b"CONTENT")
-    with pytest.raises(StoreError, match="not what was stored"):
-        content(of, "a")
+    with pytest.raises(StoreError, match="does not match its digest"):
+        content(stores, "a")
 
 
-def test_pruning_artifacts_takes_the_oldest(of: LeaseStores, store: KeyValueStore, now: datetime) -> None:
+def test_prune_removes_the_oldest_artifacts(stores: LeaseStores, store: KeyValueStore, now: datetime) -> None:
     for n in range(5):
-        put(of, f"a{n}", b"x" * 10, now=now + n * SECOND)
-    put(of, "a0", b"y" * 10, now=now + 9 * SECOND)  # now the newest
-    assert of.artifacts.prune(RetentionBounds(), now=now) == PruneResult()
-    assert of.artifacts.prune(RetentionBounds(most=4, max_total_bytes=30), now=now) == PruneResult(2, 20)
-    assert [artifact.name for artifact in of.artifacts.page()[0]] == ["a0", "a3", "a4"]
+        put(stores, f"a{n}", b"x" * 10, now=now + n * SECOND)
+    put(stores, "a0", b"y" * 10, now=now + 9 * SECOND)  # now the newest version
+    assert stores.artifacts.prune(RetentionBounds(), now=now) == PruneResult()
+    assert stores.artifacts.prune(RetentionBounds(max_count=4, max_total_bytes=30), now=now) == PruneResult(2, 20)
+    assert [artifact.name for artifact in stores.artifacts.page()[0]] == ["a0", "a3", "a4"]
     assert len([key for key in store.list() if "/content/" in key]) == 3
-    assert of.artifacts.prune(RetentionBounds(since=now + 4 * SECOND), now=now) == PruneResult(1, 10)
+    assert stores.artifacts.prune(RetentionBounds(since=now + 4 * SECOND), now=now) == PruneResult(1, 10)
 
 
 @pytest.mark.parametrize("journaled", [False, True], ids=MODES)
 @pytest.mark.parametrize("method", ["upload", "set", "remove"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_put_may_die_at_each_step(journaled: bool, method: str, when: str, now: datetime) -> None:
-    """The name has the old content or the new one; what nobody names is removed later."""
+def test_put_crash_at_any_step_leaves_old_or_new_content(journaled: bool, method: str, when: str, now: datetime) -> None:
+    """The artifact has the old or the new content; unreferenced content is removed later."""
     store = MemoryStore()
-    of = LeaseStores(store, DID, LEASE, journaled=journaled)
-    put(of, "a", b"old")
+    stores = LeaseStores(store, DID, LEASE, journaled=journaled)
+    put(stores, "a", b"old")
 
     def die(key: str) -> None:
         raise SimulatedCrash()
 
     with getattr(store, when)(method, die), pytest.raises(SimulatedCrash):
-        put(of, "a", b"new", now=now + SECOND)
-    assert content(of, "a") in (b"old", b"new")
-    of.artifacts.prune(RetentionBounds(), now=now + SECOND)
-    assert content(of, "a") in (b"old", b"new")
-    of.artifacts.prune(RetentionBounds(), now=now + ORPHAN_GRACE_PERIOD + 2 * SECOND)
-    assert [store.values[key] for key in store.list() if "/content/" in key] == [content(of, "a")]
+        put(stores, "a", b"new", now=now + SECOND)
+    assert content(stores, "a") in (b"old", b"new")
+    stores.artifacts.prune(RetentionBounds(), now=now + SECOND)
+    assert content(stores, "a") in (b"old", b"new")
+    stores.artifacts.prune(RetentionBounds(), now=now + ORPHAN_GRACE_PERIOD + 2 * SECOND)
+    assert [store.values[key] for key in store.list() if "/content/" in key] == [content(stores, "a")]
 
 
-def test_content_that_is_about_to_get_its_name_is_left_alone(mode: str, now: datetime) -> None:
+def test_content_uploaded_before_its_index_entry_is_not_pruned(mode: str, now: datetime) -> None:
     store = MemoryStore()
-    of = LeaseStores(store, DID, LEASE, journaled=mode == "journaled")
-    with store.after("upload", lambda key: of.artifacts.prune(RetentionBounds(most=0), now=now) and None):
-        put(of, "a")
-    assert content(of, "a") == b"content"
+    stores = LeaseStores(store, DID, LEASE, journaled=mode == "journaled")
+    with store.after("upload", lambda key: stores.artifacts.prune(RetentionBounds(max_count=0), now=now) and None):
+        put(stores, "a")
+    assert content(stores, "a") == b"content"
 
 
-def test_an_artifact_that_is_replaced_while_it_is_read_is_read_anew(mode: str, now: datetime) -> None:
+def test_fetch_retries_if_the_artifact_is_replaced(mode: str, now: datetime) -> None:
     store = MemoryStore()
-    of = LeaseStores(store, DID, LEASE, journaled=mode == "journaled")
-    put(of, "a", b"old")
+    stores = LeaseStores(store, DID, LEASE, journaled=mode == "journaled")
+    put(stores, "a", b"old")
     once: Iterator[int] = iter([1])
-    with store.before("download", lambda key: [put(of, "a", b"new", now=now + SECOND) for _ in once] and None):
-        assert content(of, "a") == b"new"
+    with store.before("download", lambda key: [put(stores, "a", b"new", now=now + SECOND) for _ in once] and None):
+        assert content(stores, "a") == b"new"
 
 
-def test_an_artifact_that_is_replaced_while_its_directory_is_read_is_there(tmp_path: Path, now: datetime, monkeypatch) -> None:
-    of = LeaseStores(FilesystemStore(tmp_path), DID, LEASE, journaled=False)
-    put(of, "a", b"old")
+def test_fetch_retries_if_the_listing_shows_no_version(tmp_path: Path, now: datetime, monkeypatch) -> None:
+    stores = LeaseStores(FilesystemStore(tmp_path), DID, LEASE, journaled=False)
+    put(stores, "a", b"old")
     scanned, once = filesystem._scan_directory, iter([1])
 
     def replaced_meanwhile(directory: Path) -> list[os.DirEntry[str]]:
-        """What comes in front of where the reader is it does not see, nor what goes behind that."""
+        """Simulate a scan that sees neither a name added before its position nor one removed after it."""
         found = scanned(directory)
         if directory.name == "a":
             for _ in once:
-                put(of, "a", b"new", now=now + SECOND)
+                put(stores, "a", b"new", now=now + SECOND)
         return [entry for entry in found if os.path.exists(entry.path)]
 
     monkeypatch.setattr(filesystem, "_scan_directory", replaced_meanwhile)
-    assert content(of, "a") == b"new"
+    assert content(stores, "a") == b"new"
 
 
-def test_an_artifact_that_is_replaced_while_all_are_listed_is_listed(mode: str, now: datetime) -> None:
+def test_page_contains_an_artifact_replaced_meanwhile(mode: str, now: datetime) -> None:
     store = MemoryStore()
-    of = LeaseStores(store, DID, LEASE, journaled=mode == "journaled")
-    put(of, "a", b"old"), put(of, "b")
+    stores = LeaseStores(store, DID, LEASE, journaled=mode == "journaled")
+    put(stores, "a", b"old"), put(stores, "b")
     once: Iterator[int] = iter([1])
-    with store.before("get", lambda key: [put(of, "a", b"newer", now=now + SECOND) for _ in once] and None):
-        listed = of.artifacts.page()[0]
+    with store.before("get", lambda key: [put(stores, "a", b"newer", now=now + SECOND) for _ in once] and None):
+        listed = stores.artifacts.page()[0]
     assert [artifact.name for artifact in listed] == ["a", "b"]
 
 
-def test_content_that_is_lost_is_an_error(of: LeaseStores, store: KeyValueStore) -> None:
-    put(of, "a")
+def test_missing_content_raises_store_error(stores: LeaseStores, store: KeyValueStore) -> None:
+    put(stores, "a")
     store.remove_many([key for key in store.list() if "/content/" in key])
-    with pytest.raises(StoreError, match="its content is not there"):
-        content(of, "a")
+    with pytest.raises(StoreError, match="the content is missing"):
+        content(stores, "a")
 
 
-def test_many_artifacts_in_a_journal_are_merged_and_what_went_stays_gone(now: datetime) -> None:
+def test_compacted_artifact_journal_keeps_removals(now: datetime) -> None:
     store = MemoryStore()
-    of = LeaseStores(store, DID, LEASE, journaled=True)
+    stores = LeaseStores(store, DID, LEASE, journaled=True)
     for n in range(30):
-        put(of, f"a{n % 10}", b"%d" % n, now=now + n * SECOND)
-    of.artifacts.remove("a3", now=now + HOUR)
+        put(stores, f"a{n % 10}", b"%d" % n, now=now + n * SECOND)
+    stores.artifacts.remove("a3", now=now + HOUR)
     for later in (timedelta(0), 2 * HOUR, 4 * HOUR):
-        of.artifacts.prune(RetentionBounds(), now=now + later)
-        for n in range(20):  # enough to be worth another compaction
-            put(of, "b", b"%d" % n, now=now + HOUR + n * SECOND)
-        names = {artifact.name: content(of, artifact.name) for artifact in of.artifacts.page()[0]}
+        stores.artifacts.prune(RetentionBounds(), now=now + later)
+        for n in range(20):  # enough for another compaction
+            put(stores, "b", b"%d" % n, now=now + HOUR + n * SECOND)
+        names = {artifact.name: content(stores, artifact.name) for artifact in stores.artifacts.page()[0]}
         assert names == {f"a{n % 10}": b"%d" % n for n in range(20, 30) if n != 23} | {"b": b"19"}
 
 
-def test_threads_replace_one_artifact(again, now: datetime) -> None:
+def test_threads_replace_one_artifact_concurrently(open_again, now: datetime) -> None:
     def act(index: int) -> None:
         for n in range(5):
-            put(again(), "a", b"%d-%d" % (index, n), now=now + n * SECOND)
-            assert (content(again(), "a") or b"").partition(b"-")[1] == b"-"
+            put(open_again(), "a", b"%d-%d" % (index, n), now=now + n * SECOND)
+            assert (content(open_again(), "a") or b"").partition(b"-")[1] == b"-"
 
     with run_in_threads(3) as run:
         assert run(act) == [None] * 3
-    assert (content(again(), "a") or b"").endswith(b"-4")
+    assert (content(open_again(), "a") or b"").endswith(b"-4")
 
 
 # --- sessions -----------------------------------------------------------------------------------------------------
 
 
-def test_a_session_is_the_last_document_that_was_put(of: LeaseStores, again, now: datetime) -> None:
-    of.sessions.put("s1", {"title": "first"}, now=now)
-    last = of.sessions.put("s1", {"title": "ä", "turns": 3}, now=now + SECOND, actor="key abc")
-    assert (last.said, last.at, last.actor) == ({"title": "ä", "turns": 3}, now + SECOND, "key abc")
-    assert again().sessions.read("s1") == last
-    assert again().sessions.page() == ([last], False)
-    assert again().sessions.read("s2") is None
+def test_session_has_the_last_document(stores: LeaseStores, open_again, now: datetime) -> None:
+    stores.sessions.put("s1", {"title": "first"}, now=now)
+    last = stores.sessions.put("s1", {"title": "ä", "turns": 3}, now=now + SECOND, actor="key abc")
+    assert (last.document, last.at, last.actor) == ({"title": "ä", "turns": 3}, now + SECOND, "key abc")
+    assert open_again().sessions.read("s1") == last
+    assert open_again().sessions.page() == ([last], False)
+    assert open_again().sessions.read("s2") is None
 
 
-def test_sessions_are_listed_by_id(of: LeaseStores, now: datetime) -> None:
+def test_sessions_are_listed_by_id(stores: LeaseStores, now: datetime) -> None:
     for name in ("b", "a", "c"):
-        of.sessions.put(name, {}, now=now)
-    first, more = of.sessions.page(limit=2)
+        stores.sessions.put(name, {}, now=now)
+    first, more = stores.sessions.page(limit=2)
     assert ([session.id for session in first], more) == (["a", "b"], True)
-    rest, more = of.sessions.page(behind="b", limit=2)
+    rest, more = stores.sessions.page(after="b", limit=2)
     assert ([session.id for session in rest], more) == (["c"], False)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "\0", "\ud800", "x" * 129])
-def test_a_wrong_session_id_is_refused_and_finds_nothing(of: LeaseStores, now: datetime, name: str) -> None:
+def test_invalid_session_id_is_refused_and_finds_nothing(stores: LeaseStores, now: datetime, name: str) -> None:
     with pytest.raises(StoreRefused, match="a session's id has"):
-        of.sessions.put(name, {}, now=now)
-    assert of.sessions.read(name) is None
+        stores.sessions.put(name, {}, now=now)
+    assert stores.sessions.read(name) is None
 
 
-def test_a_session_that_is_too_large_is_refused(of: LeaseStores, now: datetime) -> None:
-    with pytest.raises(StoreRefused, match="this session has 108 bytes and may have 100"):
-        of.sessions.put("s", {"n": "x" * 100}, now=now)
+def test_oversized_session_is_refused(stores: LeaseStores, now: datetime) -> None:
+    with pytest.raises(StoreRefused, match="this session has 108 bytes; the limit is 100"):
+        stores.sessions.put("s", {"n": "x" * 100}, now=now)
 
 
-def test_pruning_sessions_takes_those_not_touched_for_longest(of: LeaseStores, now: datetime) -> None:
+def test_prune_removes_the_least_recently_written_sessions(stores: LeaseStores, now: datetime) -> None:
     for n, name in enumerate("abc"):
-        of.sessions.put(name, {}, now=now + n * SECOND)
-    of.sessions.put("a", {}, now=now + 9 * SECOND)
-    assert of.sessions.prune(RetentionBounds(most=2)) == PruneResult(1, 2)
-    assert [session.id for session in of.sessions.page()[0]] == ["a", "c"]
+        stores.sessions.put(name, {}, now=now + n * SECOND)
+    stores.sessions.put("a", {}, now=now + 9 * SECOND)
+    assert stores.sessions.prune(RetentionBounds(max_count=2)) == PruneResult(1, 2)
+    assert [session.id for session in stores.sessions.page()[0]] == ["a", "c"]
 
 
-# --- pruning all of it --------------------------------------------------------------------------------------------
+# --- pruning ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def everywhere(store: KeyValueStore, mode: str, settings, monkeypatch: pytest.MonkeyPatch) -> KeyValueStore:
-    """`stores.of` and `stores.prune` work on this store, in this mode."""
+def configured_store(store: KeyValueStore, mode: str, settings, monkeypatch: pytest.MonkeyPatch) -> KeyValueStore:
+    """Configure this store and mode for open_stores and prune_stores."""
     settings.STORAGE_MODE = mode
     monkeypatch.setattr(storage, "get_store", lambda: store)
     return store
 
 
 def fill(lease: UUID, did: str = DID) -> None:
-    of = lease_stores.open_stores(did, lease)
-    say(of.chat, 2)
-    say(of.audit, 1)
-    put(of, "a")
-    of.sessions.put("s", {}, now=NOW)
+    stores = lease_stores.open_stores(did, lease)
+    append_events(stores.chat, 2)
+    append_events(stores.audit, 1)
+    put(stores, "a")
+    stores.sessions.put("s", {}, now=NOW)
 
 
-def test_the_stores_of_a_lease_are_where_the_settings_say(everywhere: KeyValueStore, mode: str) -> None:
+def test_open_stores_follows_the_settings(configured_store: KeyValueStore, mode: str) -> None:
     fill(LEASE)
-    keys = [*everywhere.list()]
+    keys = [*configured_store.list()]
     assert keys
     assert all(key.startswith(f"stores/{DID}/{LEASE.hex}/") for key in keys)
     assert any("/chat/journal/" in key for key in keys) == (mode == "journaled")
 
 
-def test_nothing_is_left_of_leases_that_are_over_and_all_of_the_others(everywhere: KeyValueStore, now: datetime) -> None:
+def test_prune_removes_only_the_stores_of_ended_leases(configured_store: KeyValueStore, now: datetime) -> None:
     leases = [uuid4() for _ in range(3)]
     for lease in leases:
         fill(lease)
-    everywhere.set("stores", b"not of a lease")
-    everywhere.set("stores/x/y/z", b"nor this")
-    everywhere.set("agents/did:plc:ada/x", b"nor this")
-    before = [*everywhere.list()]
-    theirs = [key for key in before if leases[0].hex in key]
-    assert lease_stores.prune_stores(now=now, over=lambda some: {leases[0]}).count == len(theirs)
-    assert [*everywhere.list()] == [key for key in before if key not in theirs]
-    assert lease_stores.prune_stores(now=now, over=lambda some: {leases[0]}) == PruneResult()
+    configured_store.set("stores", b"no key of a lease")
+    configured_store.set("stores/x/y/z", b"nor this")
+    configured_store.set("agents/did:plc:ada/x", b"nor this")
+    before = [*configured_store.list()]
+    ended_keys = [key for key in before if leases[0].hex in key]
+    assert lease_stores.prune_stores(now=now, find_ended=lambda _: {leases[0]}).count == len(ended_keys)
+    assert [*configured_store.list()] == [key for key in before if key not in ended_keys]
+    assert lease_stores.prune_stores(now=now, find_ended=lambda _: {leases[0]}) == PruneResult()
 
 
-def test_leases_are_asked_about_in_batches(everywhere: KeyValueStore, now: datetime) -> None:
+def test_find_ended_is_called_in_batches(configured_store: KeyValueStore, now: datetime) -> None:
     for n in range(250):
-        everywhere.set(f"stores/did:plc:a{n % 7}/{UUID(int=n).hex}/sessions/s", b"{}")
-    asked: list[int] = []
+        configured_store.set(f"stores/did:plc:a{n % 7}/{UUID(int=n).hex}/sessions/s", b"{}")
+    batch_sizes: list[int] = []
 
-    def over(some: Any) -> Any:
-        asked.append(len(some))
-        return some
+    def find_ended(leases: Any) -> Any:
+        batch_sizes.append(len(leases))
+        return leases
 
-    assert lease_stores.prune_stores(now=now, over=over).count == 250
-    assert asked == [100, 100, 50]
-    assert everywhere.is_empty()
+    assert lease_stores.prune_stores(now=now, find_ended=find_ended).count == 250
+    assert batch_sizes == [100, 100, 50]
+    assert configured_store.is_empty()
 
 
-def test_a_live_lease_is_brought_within_its_limits(everywhere: KeyValueStore, now: datetime) -> None:
-    of = LeaseStores(everywhere, DID, LEASE, journaled=False, limits=SMALL)
+def test_prune_enforces_the_limits_of_live_leases(configured_store: KeyValueStore, now: datetime) -> None:
+    stores = LeaseStores(configured_store, DID, LEASE, journaled=False, limits=SMALL_LIMITS)
     for n in range(PRUNE_MIN_KEYS):
-        of.sessions.put(f"s{n}", {}, now=now + n * SECOND)
-    assert lease_stores.prune_stores(now=now, over=lambda some: []) == PruneResult()  # few and small: not looked at
-    assert of.prune(now=now).count == PRUNE_MIN_KEYS - 2
-    say(lease_stores.open_stores(DID, LEASE).chat, PRUNE_MIN_KEYS)
+        stores.sessions.put(f"s{n}", {}, now=now + n * SECOND)
+    assert lease_stores.prune_stores(now=now, find_ended=lambda _: []) == PruneResult()  # few and small: skipped
+    assert stores.prune(now=now).count == PRUNE_MIN_KEYS - 2
+    append_events(lease_stores.open_stores(DID, LEASE).chat, PRUNE_MIN_KEYS)
     put(lease_stores.open_stores(DID, LEASE), "large", b"x" * (1 << 20))
-    assert lease_stores.prune_stores(now=now, over=lambda some: []) == PruneResult()  # looked at, and within its limits
+    assert lease_stores.prune_stores(now=now, find_ended=lambda _: []) == PruneResult()  # inspected, and within its limits
     assert len(lease_stores.open_stores(DID, LEASE).chat.page(limit=100)[0]) == PRUNE_MIN_KEYS
 
 
-def test_a_lease_that_fails_does_not_hold_up_the_others(settings, monkeypatch: pytest.MonkeyPatch, now: datetime) -> None:
+def test_failing_lease_does_not_stop_the_prune(settings, monkeypatch: pytest.MonkeyPatch, now: datetime) -> None:
     store = MemoryStore()
     monkeypatch.setattr(storage, "get_store", lambda: store)
     leases = [UUID(int=n) for n in (1, 2)]
     for lease in leases:
         fill(lease)
     store.fail("remove", StoreError("memory", "remove", "away"), times=1)
-    pruned = lease_stores.prune_stores(now=now, over=lambda some: some)
+    pruned = lease_stores.prune_stores(now=now, find_ended=lambda leases: leases)
     assert pruned.failures == [f"{leases[0]}: memory: remove: away"]
     assert not [key for key in store.list() if leases[1].hex in key]
-    assert lease_stores.prune_stores(now=now, over=lambda some: some).failures == []
+    assert lease_stores.prune_stores(now=now, find_ended=lambda leases: leases).failures == []
     assert store.is_empty()
 
 
-def test_every_listed_size_is_the_size(store: KeyValueStore, mode: str, again) -> None:
-    """What a key says of its value's size is true: some stores tell nothing else."""
-    of = again()
-    say(of.chat, 3)
-    put(of, "a", b"12345")
+def test_sizes_in_keys_match_the_values(store: KeyValueStore, mode: str, open_again) -> None:
+    """Stores that list no sizes rely on the size in the key."""
+    stores = open_again()
+    append_events(stores.chat, 3)
+    put(stores, "a", b"12345")
     sized = [entry for entry in store.entries() if "/content/" in entry.key or "/events/" in entry.key]
     assert sized
     assert all(parse_stamped_key(entry.key)[1] == entry.size for entry in sized)
 
 
-def test_appending_goes_on_while_the_rest_is_pruned(again, now: datetime) -> None:
+def test_append_during_prune_loses_nothing(open_again, now: datetime) -> None:
     counter = itertools.count()
 
     def act(index: int) -> int:
-        chat, gone = again().chat, 0
+        chat, pruned = open_again().chat, 0
         for _ in range(30):
             if index == 0:
-                gone += chat.prune(RetentionBounds(most=10)).count
+                pruned += chat.prune(RetentionBounds(max_count=10)).count
             else:
                 chat.append({"n": next(counter)}, now=now)
-        return gone
+        return pruned
 
     with run_in_threads(3) as run:
-        gone = sum(run(act)[:1])
-    assert len(again().chat.page(limit=100)[0]) == 60 - gone
+        pruned = sum(run(act)[:1])
+    assert len(open_again().chat.page(limit=100)[0]) == 60 - pruned

@@ -1,4 +1,4 @@
-"""LiteLLM itself, with our callback in it: every call it was sent is in its records under our id, whatever became of it."""
+"""LiteLLM with the callback installed: every call is recorded under the egress proxy's call id, successful or not."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from tests.support.models import ANSWER_CHUNKS, TOKEN_COUNTS
 from tests.support.waiting import wait_until
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
-# 600 tokens in at 1 USD a million, 400 cached at 0.1, 50 out at 2: what .ci/litellm.yaml says
+# 600 input tokens at 1 USD per million, 400 cached at 0.1, 50 output tokens at 2: the prices of .ci/litellm.yaml
 WHOLE = Decimal("0.00074")
 
 
@@ -33,7 +33,7 @@ class LiteLLM:
         self.url, self.key, self.file = url, key, file
 
     def ask(self, model: str, path: str = CHAT, *, stream: bool = False, timeout: float = 30) -> tuple[str, requests.Response]:
-        """What our side sends; the call's id and the answer, which is not read yet."""
+        """Send a request as the egress proxy does. Return (call id, response with unread body)."""
         call_id = uuid.uuid4().hex
         headers = {
             "Authorization": f"Bearer {self.key}", "x-litellm-call-id": call_id, "x-litellm-end-user-id": "did:plc:ada",
@@ -44,12 +44,12 @@ class LiteLLM:
         return call_id, requests.post(self.url + path, json=body, headers=headers, timeout=timeout, stream=True)
 
     def record(self, call_id: str) -> dict[str, Any]:
-        """The one record of a call, once it is there."""
+        """Wait for the only record of a call."""
         return wait_until(lambda: next(self.records(call_id), None), f"a record of {call_id}")
 
     def records(self, call_id: str) -> Iterator[dict[str, Any]]:
-        said = (json.loads(line) for line in self.file.read_bytes().splitlines() if line.strip() and line.endswith(b"}"))
-        return (record for record in said if record["call"] == call_id)
+        lines = (json.loads(line) for line in self.file.read_bytes().splitlines() if line.strip() and line.endswith(b"}"))
+        return (record for record in lines if record["call"] == call_id)
 
 
 @pytest.fixture(scope="session")
@@ -63,81 +63,85 @@ def litellm() -> LiteLLM:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("model", "path"), [("gpt", CHAT), ("claude", CHAT), ("claude", MESSAGES)])
-def test_a_call_is_recorded_under_our_id_with_its_tokens_and_its_cost(litellm: LiteLLM, model, path, stream: bool) -> None:
+def test_call_is_recorded_under_its_call_id_with_tokens_and_cost(litellm: LiteLLM, model, path, stream: bool) -> None:
     call_id, answer = litellm.ask(model, path, stream=stream)
     assert answer.status_code == 200, answer.text
     assert all(piece.strip() in answer.text for piece in ANSWER_CHUNKS)
     assert ("text/event-stream" in answer.headers["Content-Type"]) == stream
-    said = litellm.record(call_id)
-    assert (said["status"], said["end_user"], said["stream"], said["error"]) == ("success", "did:plc:ada", stream, "")
-    assert (said["input"], said["cached"], said["output"]) == (TOKEN_COUNTS["in"], TOKEN_COUNTS["cached"], TOKEN_COUNTS["out"])
-    assert parse_usd(said["cost"]) == WHOLE
-    assert said["model"].endswith(model)
-    assert said["for"] == {"call": call_id, "attempt": 2}
-    assert 0 <= said["ended"] - said["started"] < 30 and abs(said["ended"] - time.time()) < 60
+    record = litellm.record(call_id)
+    assert (record["status"], record["end_user"], record["stream"], record["error"]) == ("success", "did:plc:ada", stream, "")
+    assert (record["input"], record["cached"], record["output"]) == (
+        TOKEN_COUNTS["in"],
+        TOKEN_COUNTS["cached"],
+        TOKEN_COUNTS["out"],
+    )
+    assert parse_usd(record["cost"]) == WHOLE
+    assert record["model"].endswith(model)
+    assert record["for"] == {"call": call_id, "attempt": 2}
+    assert 0 <= record["ended"] - record["started"] < 30 and abs(record["ended"] - time.time()) < 60
     assert len([*litellm.records(call_id)]) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_model_that_litellm_mocks_is_recorded_and_priced(litellm: LiteLLM, stream: bool) -> None:
+def test_mocked_model_is_recorded_and_priced(litellm: LiteLLM, stream: bool) -> None:
     call_id, answer = litellm.ask("mock", stream=stream)
     assert answer.status_code == 200 and answer.content
-    said = litellm.record(call_id)
-    assert (said["status"], said["stream"]) == ("success", stream)
-    assert said["cost"] > 0 and said["output"] > 0
+    record = litellm.record(call_id)
+    assert (record["status"], record["stream"]) == ("success", stream)
+    assert record["cost"] > 0 and record["output"] > 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("model", "path"), [("gpt-failing", CHAT), ("claude-failing", CHAT), ("claude-failing", MESSAGES)])
-def test_a_call_that_fails_is_recorded_as_failed(litellm: LiteLLM, model: str, path: str, stream: bool) -> None:
+def test_failed_call_is_recorded_as_failed(litellm: LiteLLM, model: str, path: str, stream: bool) -> None:
     call_id, answer = litellm.ask(model, path, stream=stream)
     assert answer.status_code == 500
-    said = litellm.record(call_id)
-    assert (said["status"], said["cost"], said["input"], said["output"]) == ("failure", 0, None, None)
-    assert said["error"]
+    record = litellm.record(call_id)
+    assert (record["status"], record["cost"], record["input"], record["output"]) == ("failure", 0, None, None)
+    assert record["error"]
 
 
-def test_a_model_that_is_not_there_is_recorded_as_failed(litellm: LiteLLM) -> None:
+def test_unknown_model_is_recorded_as_failed(litellm: LiteLLM) -> None:
     call_id, answer = litellm.ask("no-such-model")
     assert answer.status_code == 400
     assert litellm.record(call_id)["status"] == "failure"
 
 
 @pytest.mark.parametrize(("model", "path"), [("gpt-slow", CHAT), ("claude-slow", CHAT), ("claude-slow", MESSAGES)])
-def test_a_stream_that_its_caller_leaves_is_recorded_as_an_estimate(litellm: LiteLLM, model: str, path: str) -> None:
+def test_stream_cut_by_the_client_is_recorded_as_an_estimate(litellm: LiteLLM, model: str, path: str) -> None:
     call_id, answer = litellm.ask(model, path, stream=True)
     assert next(answer.iter_content(10))
     answer.close()
-    said = litellm.record(call_id)
-    assert (said["status"], said["error"]) == ("success", "ClientDisconnected")
-    assert 0 < parse_usd(said["cost"]) < WHOLE  # a lower bound: LiteLLM counts what had passed by then
+    record = litellm.record(call_id)
+    assert (record["status"], record["error"]) == ("success", "ClientDisconnected")
+    assert 0 < parse_usd(record["cost"]) < WHOLE  # a lower bound: LiteLLM counts the tokens passed on so far
 
 
 @pytest.mark.parametrize(("model", "path"), [("gpt-slow", CHAT), ("claude-slow", MESSAGES)])
-def test_a_call_that_its_caller_leaves_before_the_answer_is_recorded_in_full(litellm: LiteLLM, model: str, path: str) -> None:
+def test_call_abandoned_before_the_response_is_recorded_in_full(litellm: LiteLLM, model: str, path: str) -> None:
     with pytest.raises(requests.Timeout):
-        litellm.ask(model, path, timeout=3)  # half of what the answer takes
-    said = litellm.record(litellm.last)
-    assert (said["status"], parse_usd(said["cost"])) == ("success", WHOLE)
+        litellm.ask(model, path, timeout=3)  # half of the response time
+    record = litellm.record(litellm.last)
+    assert (record["status"], parse_usd(record["cost"])) == ("success", WHOLE)
 
 
 @pytest.mark.parametrize(("model", "path"), [("gpt-unpriced", CHAT), ("claude-unpriced", MESSAGES)])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_model_without_a_price_is_not_recorded_as_free(litellm: LiteLLM, model: str, path: str, stream: bool) -> None:
+def test_model_without_a_price_is_not_recorded_as_free(litellm: LiteLLM, model: str, path: str, stream: bool) -> None:
     call_id, answer = litellm.ask(model, path, stream=stream)
     assert answer.content
-    said = litellm.record(call_id)
-    assert (said["cost"], said["output"]) == (None, TOKEN_COUNTS["out"])
+    record = litellm.record(call_id)
+    assert (record["cost"], record["output"]) == (None, TOKEN_COUNTS["out"])
 
 
-def test_a_model_that_is_configured_to_be_free_is(litellm: LiteLLM) -> None:
+def test_model_configured_as_free_is_recorded_as_free(litellm: LiteLLM) -> None:
     call_id, answer = litellm.ask("gpt-free")
     assert answer.content
     assert litellm.record(call_id)["cost"] == 0
 
 
 @pytest.mark.django_db
-def test_collecting_prices_the_rows(litellm: LiteLLM) -> None:
+def test_collected_records_price_the_call_rows(litellm: LiteLLM) -> None:
     asked = {model: litellm.ask(model, stream=True) for model in ("gpt", "claude", "gpt-unpriced", "gpt-failing")}
     for model, (call_id, answer) in asked.items():
         LlmCall.objects.create(
@@ -171,7 +175,7 @@ now = datetime.now()
 
 
 def run(script: str, file: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in LiteLLM's Python beside a copy of the callback: where it comes from are modules with names of others."""
+    """Run a script in LiteLLM's Python next to a copy of the callback, away from modules whose names would shadow others."""
     with tempfile.TemporaryDirectory() as beside:
         shutil.copy(Path(amounts.__file__).with_name("litellm_callback.py"), beside)
         env = {"PYTHONPATH": beside, "LEASEHOLD_RECORDS": file, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
@@ -180,7 +184,7 @@ def run(script: str, file: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.usefixtures("litellm")
-def test_a_record_that_cannot_be_written_is_said_on_stderr_and_raised() -> None:
+def test_failed_write_is_reported_on_stderr_and_raised() -> None:
     ended = run("callback.records.write(kwargs, 'success', now, now)", "/dev/full")
     assert ended.returncode == 1
     assert "LEASEHOLD: the record of call c1 is LOST" in ended.stderr and "No space left on device" in ended.stderr
@@ -188,15 +192,15 @@ def test_a_record_that_cannot_be_written_is_said_on_stderr_and_raised() -> None:
 
 @pytest.mark.usefixtures("litellm")
 @pytest.mark.parametrize(
-    ("file", "said"), [("", "LEASEHOLD_RECORDS is not set"), ("/no/such/directory/records", "No such file")]
+    ("file", "message"), [("", "LEASEHOLD_RECORDS is not set"), ("/no/such/directory/records", "No such file")]
 )
-def test_a_callback_without_a_file_does_not_start(file: str, said: str) -> None:
+def test_callback_without_a_writable_file_does_not_start(file: str, message: str) -> None:
     ended = run("", file)
-    assert ended.returncode == 1 and said in ended.stderr
+    assert ended.returncode == 1 and message in ended.stderr
 
 
 @pytest.mark.usefixtures("litellm")
-def test_workers_that_share_a_file_write_whole_lines(tmp_path: Path) -> None:
+def test_concurrent_workers_write_complete_lines(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     script = """
 known["model"] = "m" * 20_000

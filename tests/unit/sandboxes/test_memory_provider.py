@@ -1,4 +1,4 @@
-"""How the memory provider lets a test make things go wrong."""
+"""Failure injection of the memory provider: hooks, failures, vanished and stopped sandboxes."""
 
 import threading
 from datetime import timedelta
@@ -7,12 +7,7 @@ import pytest
 
 from sandboxes.providers.base import ExecResult, Missing, SandboxSpec, Unavailable
 from sandboxes.providers.memory import File, Folder, Link, MemoryProvider, ProgramCall, ProgramResult
-
-MINUTE = timedelta(minutes=1)
-
-
-class Died(BaseException):
-    """This process is gone; nothing after the point where it is raised happens."""
+from tests.conftest import MINUTE, SimulatedCrash
 
 
 @pytest.fixture
@@ -25,41 +20,41 @@ def ref(memory: MemoryProvider) -> str:
     return memory.create(SandboxSpec(name="lhc-one", owner="me"))
 
 
-def run(memory: MemoryProvider, ref: str, *argv: str, **more) -> ExecResult:
-    return memory.exec(ref, argv, env={}, mark="lhc-mark", **{"timeout": MINUTE} | more)
+def run(memory: MemoryProvider, ref: str, *argv: str, **options) -> ExecResult:
+    return memory.exec(ref, argv, env={}, mark="lhc-mark", **{"timeout": MINUTE} | options)
 
 
-def died(ref: str) -> None:
-    raise Died
+def crash(ref: str) -> None:
+    raise SimulatedCrash
 
 
-def test_death_before_a_verb_leaves_it_undone(memory) -> None:
-    memory.before("create", died)
-    with pytest.raises(Died):
+def test_crash_before_a_call_leaves_it_undone(memory) -> None:
+    memory.before("create", crash)
+    with pytest.raises(SimulatedCrash):
         memory.create(SandboxSpec(name="lhc-one", owner="me"))
     assert memory.list("me") == []
 
 
-def test_death_after_a_verb_leaves_it_done(memory) -> None:
-    memory.after("create", died)
-    with pytest.raises(Died):
+def test_crash_after_a_call_leaves_it_done(memory) -> None:
+    memory.after("create", crash)
+    with pytest.raises(SimulatedCrash):
         memory.create(SandboxSpec(name="lhc-one", owner="me"))
     assert [found.name for found in memory.list("me")] == ["lhc-one"]
 
 
-def test_nothing_runs_after_a_verb_that_failed(memory) -> None:
-    memory.after("exec", died)
+def test_after_hook_does_not_run_after_a_failed_call(memory) -> None:
+    memory.after("exec", crash)
     with pytest.raises(Missing):
         run(memory, "lhc-none", "true")
 
 
-def test_a_hook_is_told_which_sandbox_and_may_call_the_provider(memory, ref) -> None:
+def test_hook_gets_the_sandbox_and_may_call_the_provider(memory, ref) -> None:
     memory.before("exec", memory.destroy)
     with pytest.raises(Missing):
         run(memory, ref, "true")
 
 
-def test_fail_ends_after_its_times(memory, ref) -> None:
+def test_fail_ends_after_the_given_number_of_calls(memory, ref) -> None:
     memory.fail("destroy", Unavailable("engine down"), times=2)
     for _ in range(2):
         with pytest.raises(Unavailable, match="engine down"):
@@ -69,27 +64,27 @@ def test_fail_ends_after_its_times(memory, ref) -> None:
     assert memory.list("me") == []
 
 
-def test_hooks_end_with_their_block(memory, ref) -> None:
+def test_hook_ends_with_its_with_block(memory, ref) -> None:
     with memory.fail("exec", Unavailable("engine down")), pytest.raises(Unavailable):
         run(memory, ref, "true")
-    with memory.before("exec", died), pytest.raises(Died):
+    with memory.before("exec", crash), pytest.raises(SimulatedCrash):
         run(memory, ref, "true")
     assert run(memory, ref, "true").exit_code == 0
 
 
-def test_a_hook_on_a_misspelt_verb_is_refused(memory) -> None:
-    with pytest.raises(ValueError, match="no verb"):
-        memory.before("destory", died)
+def test_hook_on_an_unknown_method_is_refused(memory) -> None:
+    with pytest.raises(ValueError, match="not a method"):
+        memory.before("destory", crash)
 
 
-def test_what_vanished_is_missing(memory, ref) -> None:
+def test_vanished_sandbox_is_missing(memory, ref) -> None:
     memory.vanish(ref)
     with pytest.raises(Missing):
         run(memory, ref, "true")
     assert memory.list("me") == []
 
 
-def test_what_stopped_is_listed_and_cannot_run(memory, ref) -> None:
+def test_stopped_sandbox_is_listed_and_cannot_run(memory, ref) -> None:
     memory.stop(ref)
     assert [found.running for found in memory.list("me")] == [False]
     with pytest.raises(Unavailable):
@@ -98,14 +93,14 @@ def test_what_stopped_is_listed_and_cannot_run(memory, ref) -> None:
     assert memory.list("me") == []
 
 
-def test_what_stopped_is_started_by_create_and_keeps_its_files(memory, ref) -> None:
+def test_create_starts_a_stopped_sandbox_with_its_files(memory, ref) -> None:
     memory.write_file(ref, "/workspace/kept", b"kept")
     memory.stop(ref)
     memory.create(SandboxSpec(name=ref, owner="me"))
     assert run(memory, ref, "cat", "kept").stdout == b"kept"
 
 
-def test_calls_are_counted_also_those_that_fail(memory, ref) -> None:
+def test_failed_calls_are_recorded_too(memory, ref) -> None:
     memory.fail("exec", Unavailable("engine down"))
     with pytest.raises(Unavailable):
         run(memory, ref, "true")
@@ -121,7 +116,7 @@ def test_reset_forgets_everything(memory, ref) -> None:
     assert "python3" not in memory.programs
 
 
-def test_two_execs_meet_in_a_hook(memory, ref) -> None:
+def test_two_execs_run_concurrently_in_a_hook(memory, ref) -> None:
     barrier = threading.Barrier(2)
     memory.before("exec", lambda ref: barrier.wait(timeout=30))
     other = threading.Thread(target=run, args=(memory, ref, "true"))
@@ -130,19 +125,19 @@ def test_two_execs_meet_in_a_hook(memory, ref) -> None:
     other.join()
 
 
-def test_sleeping_takes_no_time_and_says_what_it_would_have_taken(memory, ref) -> None:
+def test_sleep_takes_no_real_time_and_reports_its_duration(memory, ref) -> None:
     assert run(memory, ref, "sleep", "59").duration == timedelta(seconds=59)
     result = run(memory, ref, "sleep", "3600")
     assert (result.exit_code, result.timed_out, result.duration) == (137, True, MINUTE)
 
 
-def test_nothing_is_done_after_the_timeout(memory, ref) -> None:
+def test_script_stops_at_the_timeout(memory, ref) -> None:
     result = run(memory, ref, "sh", "-c", "echo 1 >first; sleep 40; sleep 40; echo 2 >second")
     assert result.timed_out
     assert {path for path in memory.files(ref) if path.startswith("/workspace/")} == {"/workspace/first"}
 
 
-def test_there_is_no_python_unless_a_test_brings_one(memory, ref) -> None:
+def test_python_is_missing_unless_a_test_provides_it(memory, ref) -> None:
     def act(call: ProgramCall) -> ProgramResult:
         call.files["/workspace/seen"] = File(call.stdin)
         return ProgramResult(stdout=call.env["LEASEHOLD_RUN"].encode(), took=timedelta(seconds=2))
@@ -154,7 +149,7 @@ def test_there_is_no_python_unless_a_test_brings_one(memory, ref) -> None:
     assert memory.read_file(ref, "/workspace/seen", limit=10) == b"{}"
 
 
-def test_a_sandbox_destroyed_under_a_running_command_kills_it(memory, ref) -> None:
+def test_destroy_kills_a_running_command(memory, ref) -> None:
     def destroyed(call: ProgramCall) -> ProgramResult:
         memory.destroy(ref)
         return ProgramResult(stdout=b"so far")
@@ -168,7 +163,7 @@ def test_out_of_memory_is_simulated(memory, ref) -> None:
     assert (result.stdout, result.exit_code, result.oom) == (b"begun\n", 137, True)
 
 
-def test_files_can_be_planted_and_looked_at(memory, ref) -> None:
+def test_files_can_be_inserted_and_inspected(memory, ref) -> None:
     memory.write_file(ref, "/data/a/b", b"1")
     memory.files(ref)["/data/l"] = Link("/etc/passwd")
     assert memory.files(ref) == {

@@ -1,4 +1,4 @@
-"""What a call costs by rate, where nobody else says it."""
+"""Pricing of calls by model rates."""
 
 from collections import namedtuple
 from datetime import timedelta
@@ -23,20 +23,20 @@ def rate(pattern: str, usd: str, *, since=NOW - DAY, cached: str | None = None, 
 @pytest.mark.parametrize(
     ("tokens", "usd"),
     [
-        ((1000, 400, 50), "0.0025"),  # 600 x 2.50 + 400 x 1.25 + 50 x 10.00, a million times less
+        ((1000, 400, 50), "0.0025"),  # 600 x 2.50 + 400 x 1.25 + 50 x 10.00; divided by a million
         ((1000, 0, 0), "0.0025"),
         ((0, 0, 1), "0.00001"),
         ((0, 0, 0), "0"),
-        ((100, 400, 0), "0.000125"),  # more cached than went in: no more than that
+        ((100, 400, 0), "0.000125"),  # cached tokens are capped at the input tokens
         ((10**9, 10**9, 10**9), "11250"),
     ],
 )
-def test_a_price_is_tokens_times_rate(tokens: tuple[int, int, int], usd: str) -> None:
+def test_price_is_tokens_times_rate(tokens: tuple[int, int, int], usd: str) -> None:
     known = [rate("gpt-4o", "2.50", cached="1.25", output="10.00")]
     assert model_pricing.calculate_price(known, "gpt-4o", *tokens, at=NOW) == Decimal(usd)
 
 
-def test_cached_tokens_cost_as_others_where_the_rate_does_not_say() -> None:
+def test_cached_tokens_without_their_own_rate_cost_as_input() -> None:
     assert model_pricing.calculate_price([rate("m", "3")], "m", 1_000_000, 1_000_000, 0, at=NOW) == 3
 
 
@@ -44,19 +44,19 @@ def test_cached_tokens_cost_as_others_where_the_rate_does_not_say() -> None:
     ("model", "usd"),
     [("gpt-4o-mini", 1), ("gpt-4o-mini-2024-07-18", 2), ("gpt-4o", 3), ("claude-3", 4), ("gpt-[4]", 5), ("GPT-4o", 4)],
 )
-def test_the_nearest_name_counts(model: str, usd: int) -> None:
+def test_most_specific_pattern_applies(model: str, usd: int) -> None:
     known = [rate("*", "4"), rate("gpt-4o-mini*", "2"), rate("gpt-4o-mini", "1"), rate("gpt-*", "3"), rate("gpt-[4]", "5")]
     for order in (known, known[::-1]):
         assert model_pricing.calculate_price(order, model, 1_000_000, 0, 0, at=NOW) == usd
 
 
-def test_a_rate_counts_from_its_date_on() -> None:
+def test_rate_applies_from_its_date() -> None:
     known = [rate("m", "1"), rate("m", "2", since=NOW), rate("m", "3", since=NOW + DAY), rate("m*", "9", since=NOW)]
     moments = {NOW - 2 * DAY: None, NOW - DAY: 1, NOW - MINUTE: 1, NOW: 2, NOW + DAY - MINUTE: 2, NOW + 2 * DAY: 3}
     assert {at: model_pricing.calculate_price(known, "m", 1_000_000, 0, 0, at=at) for at in moments} == moments
 
 
-def test_no_rate_is_no_price() -> None:
+def test_model_without_a_rate_has_no_price() -> None:
     assert model_pricing.calculate_price([rate("other", "1")], "m", 1, 1, 1, at=NOW) is None
 
 
@@ -68,7 +68,7 @@ def test_no_rate_is_no_price() -> None:
         *[(wrong, None) for wrong in (None, "", "x", True, -1e-9, "NaN", "inf", float("nan"), 1e9, 1e99, [], {})],
     ],
 )  # fmt: skip
-def test_an_amount_is_stated_to_nine_places_or_not_at_all(said: Any, usd: str | None) -> None:
+def test_amount_is_rounded_to_nine_places_or_rejected(said: Any, usd: str | None) -> None:
     assert parse_usd(said) == (None if usd is None else Decimal(usd))
     assert str(parse_usd(said))[0] != "-"
 
@@ -104,10 +104,10 @@ def priced(db: None) -> None:
         ({"kind": "relay"}, None),
         ({"model": "n"}, None),
         ({"started_at": NOW - 2 * DAY}, None),
-        ({"input_tokens": (1 << 53) - 1, "output_tokens": (1 << 53) - 1}, None),  # more than any column holds
+        ({"input_tokens": (1 << 53) - 1, "output_tokens": (1 << 53) - 1}, None),  # exceeds the cost column
     ],
 )
-def test_what_ended_without_a_price_gets_one_by_rate(fields: Any, cost: int | None) -> None:
+def test_ended_call_without_a_price_is_priced_by_rate(fields: Any, cost: int | None) -> None:
     row = call(**fields)
     assert model_pricing.price_calls(NOW) == (cost is not None)
     row.refresh_from_db()
@@ -117,7 +117,7 @@ def test_what_ended_without_a_price_gets_one_by_rate(fields: Any, cost: int | No
 
 @pytest.mark.usefixtures("priced")
 @pytest.mark.parametrize("source", ["record", "upstream", "rate"])
-def test_a_price_that_is_there_stays(source: str) -> None:
+def test_existing_price_is_not_changed(source: str) -> None:
     row = call(cost=Decimal("0.5"), priced=source)
     assert model_pricing.price_calls(NOW) == 0
     row.refresh_from_db()
@@ -125,7 +125,7 @@ def test_a_price_that_is_there_stays(source: str) -> None:
 
 
 @pytest.mark.usefixtures("priced")
-def test_where_there_are_records_they_have_a_minute_to_come(settings) -> None:
+def test_rate_is_not_applied_before_the_record_timeout(settings) -> None:
     settings.LLM_RECORDS = "/var/log/records"
     call()
     assert model_pricing.price_calls(NOW) == 0
@@ -133,7 +133,7 @@ def test_where_there_are_records_they_have_a_minute_to_come(settings) -> None:
 
 
 @pytest.mark.usefixtures("priced")
-def test_a_pass_is_limited_and_calls_that_have_no_rate_do_not_hold_it_up(django_assert_max_num_queries) -> None:
+def test_pass_is_limited_and_not_blocked_by_calls_without_a_rate(django_assert_max_num_queries) -> None:
     for _ in range(20):
         call(model="n")
         call(started_at=NOW - 2 * DAY)
@@ -145,7 +145,7 @@ def test_a_pass_is_limited_and_calls_that_have_no_rate_do_not_hold_it_up(django_
 
 
 @pytest.mark.django_db
-def test_names_that_programs_think_up_keep_no_other_call_from_its_price() -> None:
+def test_invented_model_names_do_not_block_pricing() -> None:
     call(model="the one")
     for number in range(model_pricing.MAX_MODELS_PER_QUERY):
         call(model=f"refused {number}", outcome="refused", input_tokens=None, output_tokens=None)

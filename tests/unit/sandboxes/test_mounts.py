@@ -1,4 +1,4 @@
-"""Agents whose /data is mounted: a real s3fs, a real S3 server, real containers without network and capabilities."""
+"""Mounted /data with a real s3fs, a real S3 server and real containers without network and capabilities."""
 
 import os
 import shutil
@@ -26,8 +26,8 @@ from sandboxes.models.state import AgentData, DataFile, DataObject, DataSize, Da
 from sandboxes.providers.base import DATA, Rejected
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import Command
-from sandboxes.state import data_modes, mounts, pruning
-from sandboxes.state.mounts import SandboxMount
+from sandboxes.state import mount_points, mounts, pruning, s3fs, storage_mode
+from sandboxes.state.s3fs import SandboxMount
 from sandboxes.storage import get_store
 from tests.conftest import MINUTE, NOW, run_in_threads, skip_or_fail
 from tests.support.waiting import wait_until
@@ -37,19 +37,19 @@ ADA = "did:plc:ada"
 NEEDED = ("TEST_S3_URL", "TEST_BUCKET", "TEST_S3_ACCESS_KEY_ID", "TEST_S3_SECRET_ACCESS_KEY")
 
 
-class Wire:
-    """The way to the S3 server, which can be made to hang, or to be refused. What it goes to is not touched."""
+class S3Proxy:
+    """TCP proxy in front of the S3 server that can hang or refuse connections. The server itself is not affected."""
 
     def __init__(self, host: str, port: int) -> None:
         self.target, self.flowing, self.open = (host, port), threading.Event(), True
         self.flowing.set()
-        self.ends: list[socket.socket] = []
+        self.connections: list[socket.socket] = []
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.listener.getsockname()[1]
         threading.Thread(target=self._accept, args=(self.listener,), daemon=True).start()
 
     def refuse(self) -> None:
-        """As if the server were dead."""
+        """Refuse connections, as if the server were down."""
         with suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
@@ -62,19 +62,19 @@ class Wire:
             threading.Thread(target=self._accept, args=(self.listener,), daemon=True).start()
 
     def cut(self) -> None:
-        for end in self.ends:
+        for connection in self.connections:
             with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-        self.ends.clear()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        self.connections.clear()
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):
             while True:
-                here, _ = listener.accept()
-                there = socket.create_connection(self.target)
-                self.ends += [here, there]
-                for source, sink in ((here, there), (there, here)):
+                client, _ = listener.accept()
+                upstream = socket.create_connection(self.target)
+                self.connections += [client, upstream]
+                for source, sink in ((client, upstream), (upstream, client)):
                     threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
 
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
@@ -86,35 +86,35 @@ class Wire:
 
 
 @pytest.fixture
-def wire(settings: Any, tmp_path: Path) -> Iterator[Wire]:
-    """The S3 server of this run and a state directory of this test's own; afterwards nothing is mounted in that."""
+def s3_proxy(settings: Any, tmp_path: Path) -> Iterator[S3Proxy]:
+    """The S3 server behind a proxy, and a state directory of this test only. Unmounts everything afterwards."""
     url, bucket, key_id, secret = (os.environ.get(name, "") for name in NEEDED)
-    lacking = [name for name in NEEDED if not os.environ.get(name)]
-    lacking += [] if shutil.which("s3fs") and os.path.exists("/dev/fuse") else ["s3fs, or /dev/fuse"]
-    if lacking or os.geteuid():
-        skip_or_fail(f"mounting takes root and {', '.join(lacking or ['nothing else'])}")
+    missing = [name for name in NEEDED if not os.environ.get(name)]
+    missing += [] if shutil.which("s3fs") and os.path.exists("/dev/fuse") else ["s3fs, or /dev/fuse"]
+    if missing or os.geteuid():
+        skip_or_fail(f"mounting requires root and {', '.join(missing or ['nothing else'])}")
     host, port = url.removeprefix("http://").rstrip("/").split(":")
-    wire = Wire(host, int(port))
+    s3_proxy = S3Proxy(host, int(port))
     settings.STORAGE_BACKEND, settings.SANDBOX_PROVIDER, settings.DATA_KEEPING = "s3", "docker", "mount"
     settings.S3_BUCKET, settings.S3_ACCESS_KEY_ID, settings.S3_SECRET_ACCESS_KEY = bucket, key_id, secret
-    settings.S3_ENDPOINT, settings.S3_REGION = f"http://127.0.0.1:{wire.port}", "us-east-1"
+    settings.S3_ENDPOINT, settings.S3_REGION = f"http://127.0.0.1:{s3_proxy.port}", "us-east-1"
     settings.STORAGE_PREFIX = f"t-{uuid4().hex}/"
     settings.STATE_DIR = tmp_path / "state, ours"
     get_store.cache_clear()
-    yield wire
-    wire.restore()
+    yield s3_proxy
+    s3_proxy.restore()
     settings.STORAGE_BACKEND, settings.S3_SECRET_ACCESS_KEY = "s3", secret
-    for place in SandboxMount.list_all():
-        place.clear()
-    mounts._unmount(mounts._mounts_root())
+    for mount in SandboxMount.list_all():
+        mount.clear()
+    mount_points.unmount_all(s3fs.mounts_root())
     get_store().clear()
     get_store.cache_clear()
-    wire.refuse()
+    s3_proxy.refuse()
 
 
 @pytest.fixture
-def pool(wire: Wire, docker_pool: Pool) -> Pool:
-    """After `wire`, so that its sandboxes go first."""
+def pool(s3_proxy: S3Proxy, docker_pool: Pool) -> Pool:
+    """Requested after `s3_proxy`, so that its sandboxes are destroyed first."""
     return docker_pool
 
 
@@ -124,55 +124,55 @@ def sh(lease: Lease, line: str, *, seconds: float = 30) -> str:
     return (result.stdout + result.stderr).decode().strip()
 
 
-def place_of(lease: Lease) -> SandboxMount:
+def mount_of(lease: Lease) -> SandboxMount:
     return SandboxMount.of(sandbox_of(lease).pk)
 
 
 def sandbox_of(lease: Lease) -> Sandbox:
-    found = pools.find_by_holder(lease.pk)
-    assert found
-    return found
+    sandbox = pools.find_by_holder(lease.pk)
+    assert sandbox
+    return sandbox
 
 
-def prefix(lease: Lease) -> str:
-    return mounts.build_key_prefix(lease.agent_did)
+def key_prefix(lease: Lease) -> str:
+    return s3fs.build_key_prefix(lease.agent_did)
 
 
-def in_bucket(lease: Lease) -> set[str]:
-    found = {key.removeprefix(prefix(lease)) for key in get_store().list(prefix(lease))}
-    return {path for path in found if path and not path.endswith("/") and not path.startswith("skills/")}
+def bucket_paths(lease: Lease) -> set[str]:
+    paths = {key.removeprefix(key_prefix(lease)) for key in get_store().list(key_prefix(lease))}
+    return {path for path in paths if path and not path.endswith("/") and not path.startswith("skills/")}
 
 
-def mounted_in(place: SandboxMount) -> list[str]:
-    written = str(place.directory).replace(" ", "\\040")
-    return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if written in line]
+def mount_lines(mount: SandboxMount) -> list[str]:
+    escaped = str(mount.directory).replace(" ", "\\040")
+    return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if escaped in line]
 
 
-def nothing_left(place: SandboxMount) -> bool:
-    return not mounted_in(place) and not place._find_s3fs_pids() and not place.exists()
+def is_removed(mount: SandboxMount) -> bool:
+    return not mount_lines(mount) and not mount._find_s3fs_pids() and not mount.exists()
 
 
 def docker(*argv: str) -> str:
     return subprocess.run(["docker", *argv], check=True, capture_output=True, text=True).stdout
 
 
-def took(act: Callable[[], object]) -> float:
+def measure_seconds(act: Callable[[], object]) -> float:
     began = time.monotonic()
     act()
     return time.monotonic() - began
 
 
-def refused(lease: Lease) -> StoreUnavailable:
-    with pytest.raises(StoreUnavailable) as why:
+def assert_refused(lease: Lease) -> StoreUnavailable:
+    with pytest.raises(StoreUnavailable) as error:
         sh(lease, "true")
-    assert why.value.code == "store_unavailable"
-    return why.value
+    assert error.value.code == "store_unavailable"
+    return error.value
 
 
-def end(lease: Lease) -> None:
+def destroy(lease: Lease) -> None:
     leasing.release(lease.pk, now=NOW)
-    swept = sweeps.destroy_due(now=NOW + MINUTE)
-    assert swept.counts == {"destroyed": 1}, swept
+    result = sweeps.destroy_due(now=NOW + MINUTE)
+    assert result.counts == {"destroyed": 1}, result
 
 
 @pytest.fixture
@@ -186,26 +186,26 @@ def two(grant: Callable[..., Lease]) -> Lease:
     return grant(environment="game-2")
 
 
-def test_what_a_sandbox_writes_is_in_the_bucket_and_the_other_way(one: Lease) -> None:
+def test_files_appear_in_the_bucket_and_objects_in_the_sandbox(one: Lease) -> None:
     assert sh(one, f"mkdir -p {DATA}/memory && echo hello >{DATA}/memory/note && cat {DATA}/memory/note") == "hello"
-    assert get_store().get(f"{prefix(one)}memory/note") == b"hello\n"
-    get_store().set(f"{prefix(one)}from/outside.txt", b"good day")
+    assert get_store().get(f"{key_prefix(one)}memory/note") == b"hello\n"
+    get_store().set(f"{key_prefix(one)}from/outside.txt", b"good day")
     assert sh(one, f"cat {DATA}/from/outside.txt") == "good day"
     assert sh(one, f"rm {DATA}/memory/note; ls {DATA}/memory") == ""
-    assert in_bucket(one) == {"from/outside.txt"}
+    assert bucket_paths(one) == {"from/outside.txt"}
 
 
-def test_what_is_written_is_weighed_with_the_rest(one: Lease) -> None:
-    def weight() -> int:
-        assert pruning.measure_mounted(now=NOW).counts == {"weighed": 1}
+def test_written_files_are_measured(one: Lease) -> None:
+    def measured_bytes() -> int:
+        assert pruning.measure_mounted(now=NOW).counts == {"measured": 1}
         data = AgentData.objects.get()
         assert DataSize.objects.latest("pk").size_bytes == data.size_bytes
         return data.size_bytes
 
     sh(one, f"echo hello >{DATA}/note")
-    before = weight()
+    before = measured_bytes()
     sh(one, f"mkdir {DATA}/more && head -c 5000 /dev/zero >{DATA}/more/zeros && rm {DATA}/note")
-    assert weight() == before + 5000 - len("hello\n")
+    assert measured_bytes() == before + 5000 - len("hello\n")
 
 
 def test_files_behave_as_programs_expect(one: Lease) -> None:
@@ -223,187 +223,187 @@ def test_two_sandboxes_of_an_agent_see_each_others_files(one: Lease, two: Lease)
     wait_until(lambda: sh(one, f"cat {DATA}/note {DATA}/more") == "second and longer\nmore", "the other's change")
 
 
-def test_another_agent_has_none_of_it(one: Lease, grant: Callable[..., Lease]) -> None:
+def test_files_are_not_visible_to_other_agents(one: Lease, grant: Callable[..., Lease]) -> None:
     sh(one, f"echo secret >{DATA}/note")
     assert sh(grant(agent="did:plc:bob", environment="game-9"), f"ls -A {DATA}") == "skills"
 
 
 @pytest.mark.parametrize("did", ["did:web:example.org%3A8443:agents:x", "did:key:z6Mk-._a"])
-def test_a_did_with_colons_or_escapes_is_a_directory_like_any_other(grant: Callable[..., Lease], did: str) -> None:
+def test_did_with_colons_or_escapes_is_a_valid_prefix(grant: Callable[..., Lease], did: str) -> None:
     lease = grant(agent=did)
     sh(lease, f"echo hello >{DATA}/note")
     assert get_store().get(f"agents/{did}/files/note") == b"hello\n"
 
 
-def test_a_skill_is_there_at_first_and_one_that_was_removed_does_not_come_back(one: Lease, two: Lease) -> None:
+def test_skill_is_seeded_once_and_not_after_removal(one: Lease, two: Lease) -> None:
     assert sh(one, f"ls {DATA}/skills/catan") == "prompt.md"
     sh(one, f"rm -r {DATA}/skills/catan")
     assert sh(two, f"ls -A {DATA}/skills") == ""
 
 
-def test_when_s3fs_has_died_the_next_command_has_its_files_again(one: Lease) -> None:
+def test_dead_s3fs_is_replaced_before_the_next_command(one: Lease) -> None:
     sh(one, f"echo hello >{DATA}/note")
-    place = place_of(one)
+    mount = mount_of(one)
     for _ in range(2):
-        place.end(patience=0)
-        assert place.ask() == mounts.DEAD
+        mount.end(patience_seconds=0)
+        assert mount.probe() == s3fs.DEAD
         assert sh(one, f"cat {DATA}/note") == "hello"
-    assert len(place._find_s3fs_pids()) == 1
+    assert len(mount._find_s3fs_pids()) == 1
 
 
-def test_so_it_has_in_a_container_that_was_started_while_it_was_mounted(one: Lease) -> None:
+def test_dead_s3fs_is_replaced_in_a_container_started_while_mounted(one: Lease) -> None:
     sh(one, f"echo hello >{DATA}/note")
     docker("kill", sandbox_of(one).ref)
     assert sh(one, f"cat {DATA}/note") == "hello"
-    place_of(one).end(patience=0)
+    mount_of(one).end(patience_seconds=0)
     assert sh(one, f"cat {DATA}/note; echo again >{DATA}/more") == "hello"
-    assert get_store().get(f"{prefix(one)}more") == b"again\n"
+    assert get_store().get(f"{key_prefix(one)}more") == b"again\n"
 
 
-def test_there_is_no_volume_for_what_is_mounted(one: Lease) -> None:
+def test_mounted_data_has_no_docker_volume(one: Lease) -> None:
     sh(one, "true")
     ref = sandbox_of(one).ref
     assert docker("volume", "ls", "-q", "--filter", f"label=leasehold.name={ref}") == f"{ref}-workspace\n"
 
 
-def test_what_was_unmounted_by_somebody_else_is_mounted_again(one: Lease) -> None:
+def test_externally_removed_mount_is_restored(one: Lease) -> None:
     sh(one, f"echo hello >{DATA}/note")
-    place_of(one).unmount()
+    mount_of(one).unmount()
     assert sh(one, f"cat {DATA}/note") == "hello"
 
 
-def test_a_process_that_goes_on_without_a_mount_cannot_write_beside_it(one: Lease) -> None:
+def test_process_cannot_write_to_the_directory_without_a_mount(one: Lease) -> None:
     sh(one, "true")
-    place_of(one).unmount()
-    asked = providers.get_provider("docker").exec(
+    mount_of(one).unmount()
+    result = providers.get_provider("docker").exec(
         sandbox_of(one).ref, ["touch", f"{DATA}/lost"], env={}, timeout=MINUTE, mark=uuid4().hex
     )
-    assert b"Permission denied" in asked.stderr
+    assert b"Permission denied" in result.stderr
 
 
-def test_many_at_once_make_one_mount(one: Lease) -> None:
+def test_concurrent_attaches_create_one_mount(one: Lease) -> None:
     sh(one, "true")
     sandbox, provider = sandbox_of(one), providers.get_provider("docker")
-    place_of(one).unmount()
+    mount_of(one).unmount()
     with run_in_threads(8) as run:
         assert run(lambda _: mounts.attach(sandbox, provider)) == [None] * 8
-    place = SandboxMount.of(sandbox.pk)
-    assert len(place._find_s3fs_pids()) == 1
-    assert len(mounts._read_mountinfo(place.data)) == len(mounts._read_mountinfo(place.fs)) == 1
+    mount = SandboxMount.of(sandbox.pk)
+    assert len(mount._find_s3fs_pids()) == 1
+    assert len(mount_points.read_mountinfo(mount.data)) == len(mount_points.read_mountinfo(mount.fs)) == 1
 
 
-def test_a_server_that_hangs_refuses_commands_in_bounded_time_and_is_found_again(one: Lease, wire: Wire) -> None:
+def test_hanging_server_refuses_commands_in_bounded_time_and_recovers(one: Lease, s3_proxy: S3Proxy) -> None:
     sh(one, f"echo hello >{DATA}/note")
-    before = place_of(one)._find_s3fs_pids()
-    wire.flowing.clear()
-    assert took(lambda: refused(one)) < 20
-    wire.restore()
-    wait_until(lambda: place_of(one).ask() == mounts.RESPONSIVE, "s3fs finds its server again", within=60)
+    before = mount_of(one)._find_s3fs_pids()
+    s3_proxy.flowing.clear()
+    assert measure_seconds(lambda: assert_refused(one)) < 20
+    s3_proxy.restore()
+    wait_until(lambda: mount_of(one).probe() == s3fs.RESPONSIVE, "s3fs finds its server again", within=60)
     assert sh(one, f"cat {DATA}/note") == "hello"
-    assert place_of(one)._find_s3fs_pids() == before
+    assert mount_of(one)._find_s3fs_pids() == before
 
 
-def test_a_server_that_is_dead_refuses_commands_in_bounded_time(one: Lease, two: Lease, wire: Wire) -> None:
+def test_dead_server_refuses_commands_in_bounded_time(one: Lease, two: Lease, s3_proxy: S3Proxy) -> None:
     sh(one, f"echo hello >{DATA}/note")
-    wire.refuse()
-    assert took(lambda: refused(one)) < 20
-    assert took(lambda: refused(two)) < 20  # nothing was mounted in it yet
-    assert not place_of(two).mounted()
-    wire.restore()
+    s3_proxy.refuse()
+    assert measure_seconds(lambda: assert_refused(one)) < 20
+    assert measure_seconds(lambda: assert_refused(two)) < 20  # never mounted before
+    assert not mount_of(two).device()
+    s3_proxy.restore()
     assert sh(two, f"cat {DATA}/note") == "hello"
 
 
-def test_an_s3fs_that_is_stuck_is_replaced(one: Lease) -> None:
+def test_stuck_s3fs_is_replaced(one: Lease) -> None:
     sh(one, f"echo hello >{DATA}/note")
-    [stuck] = place_of(one)._find_s3fs_pids()
+    [stuck] = mount_of(one)._find_s3fs_pids()
     os.kill(stuck, 19)
     assert sh(one, f"cat {DATA}/note") == "hello"
-    assert stuck not in place_of(one)._find_s3fs_pids()
+    assert stuck not in mount_of(one)._find_s3fs_pids()
 
 
-def test_wrong_keys_are_told_and_leave_nothing_mounted(one: Lease, settings: Any) -> None:
+def test_wrong_keys_are_reported_and_leave_no_mount(one: Lease, settings: Any) -> None:
     settings.S3_SECRET_ACCESS_KEY = "not-the-secret"
-    assert "not-the-secret" not in str(refused(one))
-    place = place_of(one)
-    assert not mounted_in(place) and not place._find_s3fs_pids() and not (place.directory / "keys").exists()
+    assert "not-the-secret" not in str(assert_refused(one))
+    mount = mount_of(one)
+    assert not mount_lines(mount) and not mount._find_s3fs_pids() and not (mount.directory / "keys").exists()
 
 
-def test_a_sandbox_whose_command_waits_for_a_dead_server_is_destroyed_all_the_same(one: Lease, wire: Wire) -> None:
+def test_sandbox_with_a_command_waiting_for_a_dead_server_is_destroyed(one: Lease, s3_proxy: S3Proxy) -> None:
     sh(one, f"echo hello >{DATA}/note; (while :; do cat {DATA}/note {DATA}/none; done) >/dev/null 2>&1 &")
-    place, ref = place_of(one), sandbox_of(one).ref
-    wire.flowing.clear()
-    assert took(lambda: end(one)) < 40
-    assert nothing_left(place)
+    mount, ref = mount_of(one), sandbox_of(one).ref
+    s3_proxy.flowing.clear()
+    assert measure_seconds(lambda: destroy(one)) < 40
+    assert is_removed(mount)
     assert ref not in docker("ps", "-a", "--format", "{{.Names}}")
 
 
-def test_a_sandbox_that_sleeps_leaves_nothing_and_has_its_files_when_it_wakes(one: Lease) -> None:
+def test_eviction_removes_the_mount_and_wake_restores_it(one: Lease) -> None:
     sh(one, f"echo hello >{DATA}/note; sleep 300 & cd {DATA}")
-    place = place_of(one)
-    assert len(mounted_in(place)) == 2
-    assert eviction.evict(place.pk, now=NOW, reason="test")
-    assert nothing_left(place)
+    mount = mount_of(one)
+    assert len(mount_lines(mount)) == 2
+    assert eviction.evict(mount.pk, now=NOW, reason="test")
+    assert is_removed(mount)
     assert sh(one, f"cat {DATA}/note") == "hello"
 
 
-def test_what_a_control_plane_that_died_has_left_is_cleared_and_nothing_else(one: Lease, two: Lease) -> None:
+def test_only_mounts_of_dead_sandboxes_are_cleared(one: Lease, two: Lease) -> None:
     sh(one, "true")
     sh(two, "true")
-    gone, stays = place_of(one), place_of(two)
+    orphaned, live = mount_of(one), mount_of(two)
     docker("rm", "-f", sandbox_of(one).ref)
-    Sandbox.objects.filter(pk=gone.pk).update(state="destroyed", destroyed_at=NOW)
-    assert mounts.clear_leftovers() == [gone.pk]
-    assert nothing_left(gone)
+    Sandbox.objects.filter(pk=orphaned.pk).update(state="destroyed", destroyed_at=NOW)
+    assert mounts.clear_leftovers() == [orphaned.pk]
+    assert is_removed(orphaned)
     assert sh(two, f"echo hello >{DATA}/note; cat {DATA}/note") == "hello"
     assert mounts.clear_leftovers() == []
-    assert stays.mounted()
+    assert live.device()
 
 
-def test_nothing_of_the_keys_is_in_the_sandbox(one: Lease, settings: Any) -> None:
+def test_s3_keys_are_not_visible_in_the_sandbox(one: Lease, settings: Any) -> None:
     sh(one, f"echo hello >{DATA}/note")
-    seen = sh(one, f"env; cat /proc/self/mountinfo /proc/mounts; ps -eo args=; ls -laR {DATA} /run; cat /proc/*/environ")
-    seen += docker("inspect", sandbox_of(one).ref)
+    output = sh(one, f"env; cat /proc/self/mountinfo /proc/mounts; ps -eo args=; ls -laR {DATA} /run; cat /proc/*/environ")
+    output += docker("inspect", sandbox_of(one).ref)
     for secret in (settings.S3_SECRET_ACCESS_KEY, settings.S3_ACCESS_KEY_ID, "passwd", settings.S3_ENDPOINT, "s3fs -"):
-        assert secret not in seen
-    place = place_of(one)
-    assert sorted(os.listdir(place.directory)) == ["data", "fs", "log"]
-    assert settings.S3_SECRET_ACCESS_KEY not in (place.directory / "log").read_text()
-    for pid in place._find_s3fs_pids():
-        told = Path(f"/proc/{pid}/environ").read_bytes() + Path(f"/proc/{pid}/cmdline").read_bytes()
-        assert settings.S3_SECRET_ACCESS_KEY.encode() not in told
+        assert secret not in output
+    mount = mount_of(one)
+    assert sorted(os.listdir(mount.directory)) == ["data", "fs", "log"]
+    assert settings.S3_SECRET_ACCESS_KEY not in (mount.directory / "log").read_text()
+    for pid in mount._find_s3fs_pids():
+        environment = Path(f"/proc/{pid}/environ").read_bytes() + Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert settings.S3_SECRET_ACCESS_KEY.encode() not in environment
 
 
-def test_a_sandbox_with_a_mount_has_no_more_rights_than_any(one: Lease) -> None:
+def test_mount_gives_the_sandbox_no_additional_rights(one: Lease) -> None:
     status = sh(one, "cat /proc/self/status; ls /sys/class/net; ls /dev")
     assert "CapBnd:\t0000000000000000" in status
     assert "NoNewPrivs:\t1" in status
     assert "fuse" not in status
     assert "eth0" not in status
-    asked = f"import ctypes, os; c = ctypes.CDLL(None, use_errno=True); c.umount2(b'{DATA}', 2); print(ctypes.get_errno())"
-    assert sh(one, f'python3 -c "{asked}"') == "1"
+    script = f"import ctypes, os; c = ctypes.CDLL(None, use_errno=True); c.umount2(b'{DATA}', 2); print(ctypes.get_errno())"
+    assert sh(one, f'python3 -c "{script}"') == "1"
 
 
-def test_a_mount_made_inside_reaches_nobody(one: Lease) -> None:
-    """Propagation goes one way: what the container's root would mount on /data stays in there."""
+def test_mount_made_inside_does_not_propagate(one: Lease) -> None:
+    """Propagation is one-way: a mount made by the container's root on /data stays in the container."""
     sh(one, "true")
-    place, ref = place_of(one), sandbox_of(one).ref
+    mount, ref = mount_of(one), sandbox_of(one).ref
     pid = docker("inspect", "-f", "{{.State.Pid}}", ref).strip()
     subprocess.run(["nsenter", "-t", pid, "-m", "mount", "-t", "tmpfs", "none", DATA], check=True)
-    assert [line.split(" - ")[1].split()[0] for line in mounted_in(place)] == ["fuse.s3fs", "fuse.s3fs"]
+    assert [line.split(" - ")[1].split()[0] for line in mount_lines(mount)] == ["fuse.s3fs", "fuse.s3fs"]
 
 
-def test_an_agent_whose_data_is_copied_works_in_a_sandbox_that_could_have_a_mount(one: Lease) -> None:
+def test_synced_data_works_in_a_sandbox_with_a_mount_directory(one: Lease) -> None:
     AgentData.objects.create(agent_did=one.agent_did, keeping=DataStorageMode.SYNC, created_at=NOW, changed_at=NOW)
     assert sh(one, f"echo hello >{DATA}/note; cat {DATA}/note") == "hello"
     assert DataFile.objects.filter(data__agent_did=one.agent_did, path="note", removed=False).exists()
-    place = place_of(one)
-    assert place.exists() and not mounted_in(place)
-    eviction.evict(place.pk, now=NOW, reason="test")
-    assert nothing_left(place)
+    mount = mount_of(one)
+    assert mount.exists() and not mount_lines(mount)
+    eviction.evict(mount.pk, now=NOW, reason="test")
+    assert is_removed(mount)
     assert sh(one, f"cat {DATA}/note") == "hello"
 
 
-def test_a_mounted_agent_takes_a_ready_made_sandbox_that_has_a_place_for_it(pool: Pool, settings: Any, grant: Any) -> None:
+def test_mounted_agent_claims_only_warm_sandboxes_with_a_mount_directory(pool: Pool, settings: Any, grant: Any) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     settings.DATA_KEEPING = "sync"
     without = pools.start_warm(Pool.objects.get(pk=pool.pk), now=NOW)
@@ -418,15 +418,15 @@ def test_a_mounted_agent_takes_a_ready_made_sandbox_that_has_a_place_for_it(pool
     assert ready and sandbox_of(second).pk == ready.pk
 
 
-def test_without_what_it_takes_an_agent_is_refused_and_told_why(one: Lease, settings: Any) -> None:
+def test_missing_requirement_is_reported(one: Lease, settings: Any) -> None:
     settings.STORAGE_BACKEND = "filesystem"
     AgentData.objects.create(agent_did=one.agent_did, keeping=DataStorageMode.MOUNT, created_at=NOW, changed_at=NOW)
-    assert "STORAGE_BACKEND=s3" in str(refused(one))
+    assert "STORAGE_BACKEND=s3" in str(assert_refused(one))
     settings.STORAGE_BACKEND = "s3"
     assert sh(one, f"echo hello >{DATA}/note; cat {DATA}/note") == "hello"
 
 
-def test_sandboxes_of_other_providers_are_refused(wire: Wire, memory: MemoryProvider) -> None:
+def test_other_providers_are_rejected(s3_proxy: S3Proxy, memory: MemoryProvider) -> None:
     sandbox = Sandbox(provider="memory", agent_did=ADA, pk=UUID(int=1))
     with pytest.raises(Rejected, match="memory"):
         mounts.attach(sandbox, memory)
@@ -434,50 +434,50 @@ def test_sandboxes_of_other_providers_are_refused(wire: Wire, memory: MemoryProv
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "requirement"),
     [("STORAGE_BACKEND", "filesystem", "STORAGE_BACKEND=s3"), ("SANDBOX_PROVIDER", "process", "SANDBOX_PROVIDER=docker")],
 )
-def test_mounting_is_refused_at_the_start_where_it_cannot_be_had(wire: Wire, settings: Any, name: str, value: str, said: str):
-    assert [each.id for each in run_checks() if each.id == "leasehold.E005"] == []
+def test_startup_check_reports_missing_requirement(s3_proxy: S3Proxy, settings: Any, name: str, value: str, requirement: str):
+    assert [message.id for message in run_checks() if message.id == "leasehold.E005"] == []
     setattr(settings, name, value)
-    [error] = [each for each in run_checks() if each.id == "leasehold.E005"]
-    assert "LEASEHOLD_DATA=mount" in error.msg and said in error.msg
+    [error] = [message for message in run_checks() if message.id == "leasehold.E005"]
+    assert "LEASEHOLD_DATA=mount" in error.msg and requirement in error.msg
 
 
-# Modes of files alone: this server keeps no metadata of an object that is a directory to it.
-LINES = "mkdir -p deep/er && echo 1 >deep/er/a && echo run >tool && chmod 755 tool && ln -s tool link && : >empty"
-SHOWN = (
+# Modes of files only: this server stores no metadata of directory objects.
+CREATE_FILES = "mkdir -p deep/er && echo 1 >deep/er/a && echo run >tool && chmod 755 tool && ln -s tool link && : >empty"
+LIST_FILES = (
     "cd /data && find . -path ./skills -prune -o -type d -printf '%P\\n' -o -printf '%P %y %m %l\\n' | sort; cat deep/er/a tool"
 )
 
 
-def test_copied_data_can_be_mounted_and_copied_again(one: Lease) -> None:
-    mine = AgentData.objects.create(agent_did=one.agent_did, keeping=DataStorageMode.SYNC, created_at=NOW, changed_at=NOW)
-    sh(one, f"cd {DATA} && {LINES}")
-    was = sh(one, SHOWN)
+def test_data_is_converted_to_mount_and_back(one: Lease) -> None:
+    data = AgentData.objects.create(agent_did=one.agent_did, keeping=DataStorageMode.SYNC, created_at=NOW, changed_at=NOW)
+    sh(one, f"cd {DATA} && {CREATE_FILES}")
+    before = sh(one, LIST_FILES)
     with pytest.raises(SandboxBusy):
-        data_modes.convert_to_mount(reread(mine), now=NOW)
-    assert in_bucket(one) == set()
+        storage_mode.convert_to_mount(reload(data), now=NOW)
+    assert bucket_paths(one) == set()
     eviction.evict(sandbox_of(one).pk, now=NOW, reason="test")
-    data_modes.convert_to_mount(reread(mine), now=NOW)
-    assert reread(mine).keeping == DataStorageMode.MOUNT
+    storage_mode.convert_to_mount(reload(data), now=NOW)
+    assert reload(data).keeping == DataStorageMode.MOUNT
     assert not DataObject.objects.exists()
-    assert in_bucket(one) == {"deep/er/a", "tool", "link", "empty"}
-    assert sh(one, SHOWN) == was
+    assert bucket_paths(one) == {"deep/er/a", "tool", "link", "empty"}
+    assert sh(one, LIST_FILES) == before
     sh(one, f"echo more >{DATA}/more; rm {DATA}/empty")
-    with pytest.raises(SandboxBusy, match="not asleep"):
-        data_modes.convert_to_sync(reread(mine), now=NOW)
-    changed = sh(one, SHOWN)
+    with pytest.raises(SandboxBusy, match="has a process"):
+        storage_mode.convert_to_sync(reload(data), now=NOW)
+    changed = sh(one, LIST_FILES)
     eviction.evict(sandbox_of(one).pk, now=NOW, reason="test")
-    data_modes.convert_to_sync(reread(mine), now=NOW)
-    assert in_bucket(one) == set()
-    assert sh(one, SHOWN) == changed
+    storage_mode.convert_to_sync(reload(data), now=NOW)
+    assert bucket_paths(one) == set()
+    assert sh(one, LIST_FILES) == changed
     assert sh(one, f"ls {DATA}/skills") == "catan"
 
 
-def test_what_is_written_while_data_is_being_copied_is_not_lost(one: Lease, at_checkpoint: Callable[..., None]) -> None:
+def test_conversion_fails_if_data_changes_meanwhile(one: Lease, at_checkpoint: Callable[..., None]) -> None:
     sh(one, f"echo hello >{DATA}/note")
-    mine = AgentData.objects.get(agent_did=one.agent_did)
+    data = AgentData.objects.get(agent_did=one.agent_did)
     eviction.evict(sandbox_of(one).pk, now=NOW, reason="test")
 
     def use() -> None:
@@ -486,9 +486,9 @@ def test_what_is_written_while_data_is_being_copied_is_not_lost(one: Lease, at_c
 
     at_checkpoint("data copied", use)
     with pytest.raises(SandboxBusy, match="meanwhile"):
-        data_modes.convert_to_sync(mine, now=NOW)
+        storage_mode.convert_to_sync(data, now=NOW)
     assert sh(one, f"cat {DATA}/note {DATA}/late") == "hello\nlate"
 
 
-def reread(mine: AgentData) -> AgentData:
-    return AgentData.objects.get(pk=mine.pk)
+def reload(data: AgentData) -> AgentData:
+    return AgentData.objects.get(pk=data.pk)

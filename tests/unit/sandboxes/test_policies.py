@@ -1,4 +1,4 @@
-"""Policies: what an operator may loosen for the sandboxes of an environment type, and which sandbox gets what."""
+"""Policies: validation, and assignment to the sandboxes of an environment type."""
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -29,7 +29,7 @@ def loosened() -> Policy:
 
 @pytest.fixture
 def grant_with(grant: Callable[..., Lease]) -> Callable[..., Lease]:
-    """Acquire a lease whose environment type names this policy."""
+    """Factory of leases whose environment type has a given policy."""
 
     def make(policy: Policy | None, **ask: Any) -> Lease:
         EnvironmentType.objects.filter(name="catan").update(policy=policy)
@@ -46,10 +46,10 @@ def warmed_up(pool: Pool, now: datetime) -> Sandbox:
     return sandbox
 
 
-# --- what a policy is -------------------------------------------------------------------------------------------------
+# --- validation -------------------------------------------------------------------------------------------------
 
 
-def test_the_built_in_policy_is_there_and_loosens_nothing() -> None:
+def test_built_in_policy_exists_with_strict_defaults() -> None:
     sealed, default = Policy.objects.get(name=SEALED_POLICY_NAME), Policy(name=SEALED_POLICY_NAME)
     columns = [field.name for field in Policy._meta.fields if field.name not in ("id", "description")]
     assert [getattr(sealed, name) for name in columns] == [getattr(default, name) for name in columns]
@@ -62,7 +62,7 @@ def test_the_built_in_policy_is_there_and_loosens_nothing() -> None:
         {"writable_root": True}, {"relay": True}, {"calls_per_minute": 601}, {"most_calls_at_once": 9}, {"largest_body_kib": 1},
     ],
 )  # fmt: skip
-def test_the_built_in_policy_cannot_be_loosened(loose: dict[str, Any]) -> None:
+def test_built_in_policy_cannot_be_relaxed(loose: dict[str, Any]) -> None:
     with pytest.raises(IntegrityError), transaction.atomic():
         Policy.objects.filter(name=SEALED_POLICY_NAME).update(**loose)
     assert Policy.objects.create(name="another", **loose)
@@ -80,7 +80,7 @@ def test_the_built_in_policy_cannot_be_loosened(loose: dict[str, Any]) -> None:
         (["a", "b"], "", False),
     ],
 )
-def test_a_policy_names_the_models_that_may_be_called(patterns: list[str], model: str, may: bool) -> None:
+def test_model_patterns_define_the_allow_list(patterns: list[str], model: str, may: bool) -> None:
     assert is_allowed(model, patterns) is may
 
 
@@ -92,16 +92,14 @@ def test_a_policy_names_the_models_that_may_be_called(patterns: list[str], model
         {"name": "two words"}, {"name": SEALED_POLICY_NAME},
     ],
 )  # fmt: skip
-def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_policy_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as refused:
         Policy(**{"name": "p"} | wrong).full_clean()
     assert list(refused.value.error_dict) == list(wrong)
 
 
 @pytest.mark.parametrize("user", ["environment type", "sandbox"])
-def test_a_policy_in_use_cannot_be_deleted(
-    loosened: Policy, grant_with: Callable[..., Lease], user: str, now: datetime
-) -> None:
+def test_policy_in_use_cannot_be_deleted(loosened: Policy, grant_with: Callable[..., Lease], user: str, now: datetime) -> None:
     lease = grant_with(loosened)
     if user == "sandbox":
         execution.ensure_sandbox_ready(lease.pk, now=now)
@@ -110,10 +108,10 @@ def test_a_policy_in_use_cannot_be_deleted(
         loosened.delete()
 
 
-# --- which sandbox gets it --------------------------------------------------------------------------------------------
+# --- assignment --------------------------------------------------------------------------------------------
 
 
-def test_a_new_sandbox_has_the_policy_of_its_environment_type(
+def test_new_sandbox_has_the_policy_of_its_environment_type(
     loosened: Policy, grant_with: Callable[..., Lease], now: datetime
 ) -> None:
     sandbox = execution.ensure_sandbox_ready(grant_with(loosened).pk, now=now)
@@ -122,12 +120,12 @@ def test_a_new_sandbox_has_the_policy_of_its_environment_type(
     assert (sealed.policy, sealed.rules.name, sealed.rules.relay) == (None, SEALED_POLICY_NAME, False)
 
 
-def test_the_built_in_policy_is_the_same_as_none(grant_with: Callable[..., Lease], now: datetime) -> None:
+def test_built_in_policy_is_equivalent_to_none(grant_with: Callable[..., Lease], now: datetime) -> None:
     sandbox = execution.ensure_sandbox_ready(grant_with(Policy.objects.get(name=SEALED_POLICY_NAME)).pk, now=now)
     assert sandbox.policy is None
 
 
-def test_a_sandbox_keeps_its_policy_when_its_environment_type_gets_another(
+def test_sandbox_keeps_its_policy_when_its_environment_type_changes(
     loosened: Policy, grant_with: Callable[..., Lease], now: datetime
 ) -> None:
     lease = grant_with(loosened)
@@ -136,16 +134,14 @@ def test_a_sandbox_keeps_its_policy_when_its_environment_type_gets_another(
     assert execution.ensure_sandbox_ready(lease.pk, now=now).policy == loosened
 
 
-def test_one_that_was_started_ahead_of_demand_gets_the_policy_when_it_is_claimed(
-    grant_with: Callable[..., Lease], pool: Pool, now: datetime
-) -> None:
+def test_pre_warmed_sandbox_gets_the_policy_when_claimed(grant_with: Callable[..., Lease], pool: Pool, now: datetime) -> None:
     ready = warmed_up(pool, now)
     relaying = Policy.objects.create(name="relaying", relay=True)
     claimed = execution.ensure_sandbox_ready(grant_with(relaying).pk, now=now)
     assert (claimed.pk, claimed.policy) == (ready.pk, relaying)
 
 
-def test_one_that_was_started_ahead_of_demand_is_sealed_and_not_for_whoever_needs_a_writable_root(
+def test_pre_warmed_sandbox_is_not_claimed_for_a_writable_root(
     loosened: Policy, grant_with: Callable[..., Lease], pool: Pool, now: datetime
 ) -> None:
     ready = warmed_up(pool, now)
@@ -156,7 +152,7 @@ def test_one_that_was_started_ahead_of_demand_is_sealed_and_not_for_whoever_need
     assert (ready.holder, ready.policy, pools.build_spec(ready).writable_root) == (None, None, False)
 
 
-def test_editing_a_policy_changes_the_container_from_the_next_wake_on(
+def test_edited_policy_applies_to_the_container_from_the_next_wake(
     loosened: Policy, grant_with: Callable[..., Lease], now: datetime
 ) -> None:
     lease = grant_with(loosened, ttl=timedelta(hours=4))
@@ -170,7 +166,7 @@ def test_editing_a_policy_changes_the_container_from_the_next_wake_on(
 
 
 @pytest.mark.docker
-def test_the_engine_is_asked_for_a_writable_root_by_policy_alone(
+def test_root_is_writable_only_if_the_policy_allows_it(
     loosened: Policy, docker_pool: Pool, grant_with: Callable[..., Lease], now: datetime
 ) -> None:
     engine = docker.from_env()

@@ -1,4 +1,4 @@
-"""Who gets a place, who sleeps, who goes: what the pool promises, on the memory provider."""
+"""Pools on the memory provider: claim, eviction, wake, capacity, quotas, pre-warming and reconciliation."""
 
 from datetime import datetime, timedelta
 
@@ -9,7 +9,7 @@ from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import eviction
 from sandboxes import pool as pools
-from sandboxes import sweeps as below
+from sandboxes import sweeps as pool_sweeps
 from sandboxes.errors import CapacityExhausted, PoolDraining, QuotaExceeded, SandboxNotReady, WorkspaceFull
 from sandboxes.models import DataEvent, Pool, Quota, Run, Sandbox, Snapshot
 from sandboxes.providers.base import Rejected, SandboxSpec, Unavailable
@@ -30,27 +30,27 @@ def sh(script: str) -> Command:
 
 def use(lease: Lease, now: datetime = NOW, script: str = "echo kept >f") -> Sandbox:
     execution.exec_command(lease.pk, sh(script), now=now)
-    found = pools.find_by_holder(lease.pk)
-    assert found
-    return found
+    sandbox = pools.find_by_holder(lease.pk)
+    assert sandbox
+    return sandbox
 
 
 def read(lease: Lease, now: datetime) -> bytes:
     return execution.exec_command(lease.pk, Command(argv=["cat", "f"], timeout=MINUTE), now=now)[1].stdout
 
 
-def size(pool: Pool, capacity: int) -> None:
+def set_capacity(pool: Pool, capacity: int) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=capacity)
 
 
-# --- sleep and wake ---------------------------------------------------------------------------------------------------
+# --- eviction and wake ---------------------------------------------------------------------------------------------------
 
 
-def test_an_idle_sandbox_goes_to_sleep_and_the_next_use_wakes_it_with_its_files(grant, pool, memory) -> None:
+def test_idle_sandbox_is_evicted_and_the_next_use_wakes_it_with_its_files(grant, pool, memory) -> None:
     lease = grant(sleep_after=5 * MINUTE)
     sandbox = use(lease)
-    assert below.evict_idle(now=NOW + 4 * MINUTE).counts == {}
-    assert below.evict_idle(now=NOW + 6 * MINUTE).counts == {"put to sleep": 1}
+    assert pool_sweeps.evict_idle(now=NOW + 4 * MINUTE).counts == {}
+    assert pool_sweeps.evict_idle(now=NOW + 6 * MINUTE).counts == {"put to sleep": 1}
     sandbox.refresh_from_db()
     assert (sandbox.state, memory.list(str(pool.owner))) == ("cold", [])
     assert read(lease, NOW + 7 * MINUTE) == b"kept\n"
@@ -58,35 +58,35 @@ def test_an_idle_sandbox_goes_to_sleep_and_the_next_use_wakes_it_with_its_files(
     assert (sandbox.state, sandbox.incarnation, sandbox.source) == ("waiting", 2, "local")
 
 
-def test_without_a_sleep_after_of_its_own_the_setting_counts(grant) -> None:
+def test_sleep_after_defaults_to_the_environment_type(grant) -> None:
     lease = grant()
-    assert lease.sleep_after == 5 * MINUTE  # its environment type says so
+    assert lease.sleep_after == 5 * MINUTE  # from its environment type
     assert use(lease).idle_at - NOW >= 5 * MINUTE
 
 
-def test_a_sandbox_nothing_ran_in_sleeps_without_a_copy_and_wakes_fresh(grant, memory) -> None:
+def test_unused_sandbox_is_evicted_without_a_snapshot_and_wakes_fresh(grant, memory) -> None:
     lease = grant()
     execution.ensure_sandbox_ready(lease.pk, now=NOW)
-    assert below.evict_idle(now=NOW + HOUR).counts == {"put to sleep": 1}
+    assert pool_sweeps.evict_idle(now=NOW + HOUR).counts == {"put to sleep": 1}
     assert not Snapshot.objects.exists()
     use(lease, NOW + HOUR)
     assert Sandbox.objects.get().source == "fresh"
 
 
-def test_if_its_state_cannot_be_stored_the_sandbox_stays_and_says_so(grant, memory: MemoryProvider) -> None:
+def test_sandbox_whose_state_cannot_be_stored_stays_alive_with_the_error(grant, memory: MemoryProvider) -> None:
     lease = grant()
     use(lease)
     with memory.fail("get_files", Unavailable("the disk is full")):
-        assert below.evict_idle(now=NOW + HOUR).failures
+        assert pool_sweeps.evict_idle(now=NOW + HOUR).failures
     sandbox = Sandbox.objects.get()
     assert sandbox.state == "waiting" and "the disk is full" in sandbox.last_error
     assert "could not be stored" in sandbox.transitions.first().reason
-    assert below.evict_idle(now=NOW + HOUR + 30 * timedelta(seconds=1)).counts == {}  # it is left alone for a while
-    assert below.evict_idle(now=NOW + HOUR + 2 * MINUTE).counts == {"put to sleep": 1}
+    assert pool_sweeps.evict_idle(now=NOW + HOUR + 30 * timedelta(seconds=1)).counts == {}  # not before its next try
+    assert pool_sweeps.evict_idle(now=NOW + HOUR + 2 * MINUTE).counts == {"put to sleep": 1}
     assert read(lease, NOW + 2 * HOUR) == b"kept\n"
 
 
-def test_if_the_store_fails_nothing_is_destroyed(grant, memory: MemoryProvider, monkeypatch) -> None:
+def test_store_failure_destroys_nothing(grant, memory: MemoryProvider, monkeypatch) -> None:
     lease = grant()
     use(lease)
 
@@ -94,27 +94,27 @@ def test_if_the_store_fails_nothing_is_destroyed(grant, memory: MemoryProvider, 
         raise StoreError("filesystem", "upload", "bucket away")
 
     monkeypatch.setattr(get_store(), "upload", broken)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     assert [verb for verb, _ in memory.calls].count("destroy") == 0
     assert Sandbox.objects.get().state == "waiting" and not Snapshot.objects.exists()
 
 
-def test_a_destroy_that_fails_after_storing_is_repeated_and_nothing_is_stored_twice(grant, pool, memory) -> None:
+def test_failed_destroy_after_storing_is_repeated_without_storing_twice(grant, pool, memory) -> None:
     lease = grant()
     use(lease)
     with memory.fail("destroy", Unavailable("later")):
-        below.evict_idle(now=NOW + HOUR)
+        pool_sweeps.evict_idle(now=NOW + HOUR)
     assert Sandbox.objects.get().state == "evicting"
-    below.recover_stalled(now=NOW + HOUR + MINUTE)
+    pool_sweeps.recover_stalled(now=NOW + HOUR + MINUTE)
     assert Sandbox.objects.get().state == "cold"
     assert Snapshot.objects.count() == 1 and memory.list(str(pool.owner)) == []
     assert read(lease, NOW + 2 * HOUR) == b"kept\n"
 
 
-def test_a_wake_that_fails_gives_the_place_up_and_loses_nothing(grant, pool, memory) -> None:
+def test_failed_wake_releases_the_place_and_loses_nothing(grant, pool, memory) -> None:
     lease = grant()
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     with memory.fail("create", Unavailable("no memory")), pytest.raises(SandboxNotReady):
         use(lease, NOW + HOUR)
     sweeps.reclaim(now=NOW + HOUR + MINUTE)
@@ -122,31 +122,31 @@ def test_a_wake_that_fails_gives_the_place_up_and_loses_nothing(grant, pool, mem
     assert Pool.objects.get(pk=pool.pk).used == 1
 
 
-def test_the_newest_copies_of_a_holder_are_kept(grant) -> None:
+def test_newest_snapshots_of_a_holder_are_retained(grant) -> None:
     lease = grant()
     for hour in (0, 1, 2):
         use(lease, NOW + hour * HOUR, f"echo {hour} >f")
-        below.evict_idle(now=NOW + hour * HOUR + 30 * MINUTE)
+        pool_sweeps.evict_idle(now=NOW + hour * HOUR + 30 * MINUTE)
     assert read(lease, NOW + 3 * HOUR) == b"2\n"
     kept = list(workspace.find_by_holder(lease.pk))
     assert len(kept) == 2 and kept[0] == workspace.find_latest(lease.pk)
     assert set(get_store().list(f"snapshots/{lease.pk}/")) == {f"{each.key}/workspace" for each in kept}
 
 
-def test_wakes_are_counted_by_where_the_state_came_from(grant, pool) -> None:
+def test_wakes_are_counted_by_source_of_the_state(grant, pool) -> None:
     lease = grant()
     use(lease)
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     use(lease, NOW + HOUR)
     sandbox = Sandbox.objects.get()
     assert (sandbox.warm_hits, sandbox.woken_local, sandbox.woken_cloud, sandbox.woken_fresh) == (1, 1, 0, 0)
 
 
-def test_what_is_stored_nowhere_any_more_ends_the_lease_as_lost(grant) -> None:
+def test_missing_stored_state_ends_the_lease_as_lost(grant) -> None:
     lease = grant()
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     snapshot = Snapshot.objects.get()
     workspace.forget_local(snapshot)
     get_store().clear(snapshot.key)
@@ -155,22 +155,22 @@ def test_what_is_stored_nowhere_any_more_ends_the_lease_as_lost(grant) -> None:
     assert ended.value.extra["end_reason"] == "lost"
 
 
-def test_a_stored_copy_that_was_tampered_with_is_not_used(grant) -> None:
+def test_tampered_stored_copy_is_not_used(grant) -> None:
     lease = grant()
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     snapshot = Snapshot.objects.get()
     workspace.forget_local(snapshot)
     get_store().set(f"{snapshot.key}/workspace", b"something else")
-    with pytest.raises(SandboxNotReady, match="not what was stored"):  # an operator may mend it: the lease goes on
+    with pytest.raises(SandboxNotReady, match="does not match its digest"):  # an operator may repair it, so the lease goes on
         use(lease, NOW + HOUR)
     assert DataEvent.objects.get(kind="corrupt").holder == lease.pk
 
 
-def test_a_local_copy_that_was_tampered_with_is_reported_and_the_stores_is_used(grant) -> None:
+def test_tampered_local_copy_is_reported_and_the_stored_one_is_used(grant) -> None:
     lease = grant()
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     (workspace.local_directory(Snapshot.objects.get()) / "workspace").write_bytes(b"something else")
     assert read(lease, NOW + HOUR) == b"kept\n"
     assert Sandbox.objects.get().source == "cloud"
@@ -178,11 +178,11 @@ def test_a_local_copy_that_was_tampered_with_is_reported_and_the_stores_is_used(
 
 
 @pytest.mark.parametrize("bad", [None, b"something else"])
-def test_when_the_newest_copy_cannot_be_read_the_one_before_it_is_used_and_says_so(grant, bad: bytes | None) -> None:
+def test_unreadable_newest_copy_falls_back_to_the_one_before_with_events(grant, bad: bytes | None) -> None:
     lease = grant()
     for hour in (0, 1):
         use(lease, NOW + hour * HOUR, f"echo {hour} >f")
-        below.evict_idle(now=NOW + hour * HOUR + 30 * MINUTE)
+        pool_sweeps.evict_idle(now=NOW + hour * HOUR + 30 * MINUTE)
     newest = workspace.find_latest(lease.pk)
     assert newest
     workspace.forget_local(newest)
@@ -194,22 +194,22 @@ def test_when_the_newest_copy_cannot_be_read_the_one_before_it_is_used_and_says_
 # --- cold cleanup -----------------------------------------------------------------------------------------------------
 
 
-def test_after_the_cold_ttl_the_place_and_local_files_go_and_the_cloud_copy_wakes_it(grant, pool) -> None:
+def test_cold_ttl_releases_place_and_local_files_and_the_stored_copy_wakes(grant, pool) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
-    assert below.expire_cold(now=NOW + 2 * HOUR).counts == {}
-    assert below.expire_cold(now=NOW + 4 * HOUR).counts == {"cold dropped": 1, "local copies removed": 1}
+    pool_sweeps.evict_idle(now=NOW + HOUR)
+    assert pool_sweeps.expire_cold(now=NOW + 2 * HOUR).counts == {}
+    assert pool_sweeps.expire_cold(now=NOW + 4 * HOUR).counts == {"cold dropped": 1, "local copies removed": 1}
     assert Pool.objects.get(pk=pool.pk).used == 0
     assert not workspace.local_directory(Snapshot.objects.get()).exists()
     assert read(lease, NOW + 5 * HOUR) == b"kept\n"
     assert Sandbox.objects.exclude(state="destroyed").get().source == "cloud"
 
 
-def test_what_was_stored_outlives_its_lease_for_a_while_and_then_goes(grant) -> None:
+def test_stored_copy_is_deleted_some_time_after_its_lease_ended(grant) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     leasing.release(lease.pk, now=NOW + 2 * HOUR)
     sweeps.reclaim(now=NOW + 2 * HOUR)
     sweeps.destroy_cold(now=NOW + 3 * HOUR)
@@ -218,10 +218,10 @@ def test_what_was_stored_outlives_its_lease_for_a_while_and_then_goes(grant) -> 
     assert not list(get_store().list(f"snapshots/{lease.pk}/"))
 
 
-def test_a_sandbox_that_wakes_while_the_cleanup_looks_is_left_alone(grant, pool) -> None:
+def test_sandbox_that_wakes_during_the_cold_sweep_is_unchanged(grant, pool) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     sandbox = Sandbox.objects.get()
     use(lease, NOW + 4 * HOUR)
     assert not eviction.release_cold(sandbox.pk, now=NOW + 4 * HOUR, reason="late")
@@ -231,26 +231,26 @@ def test_a_sandbox_that_wakes_while_the_cleanup_looks_is_left_alone(grant, pool)
 # --- capacity ---------------------------------------------------------------------------------------------------------
 
 
-def test_when_full_cold_goes_first_then_warm_then_waiting(grant, pool, memory) -> None:
-    size(pool, 3)
+def test_full_pool_evicts_cold_then_warm_then_waiting(grant, pool, memory) -> None:
+    set_capacity(pool, 3)
     waiting, warm, cold = (grant(agent=f"did:plc:{name}", ttl=24 * HOUR) for name in ("waiting", "warm", "cold"))
     use(waiting, NOW)
     use(cold, NOW)
     assert eviction.evict(pools.find_by_holder(cold.pk).pk, now=NOW, reason="test")
     execution.ensure_sandbox_ready(warm.pk, now=NOW + 2 * MINUTE)
-    gone = []
+    evicted = []
     for number, minute in enumerate((3, 4, 5)):
         use(grant(agent=f"did:plc:new{number}"), NOW + minute * MINUTE)
         left = set(Sandbox.objects.exclude(state__in=["destroyed"]).values_list("holder", flat=True))
-        gone.append([lease.agent_did for lease in (waiting, warm, cold) if lease.pk not in left])
-    assert gone == [["did:plc:cold"], ["did:plc:warm", "did:plc:cold"], ["did:plc:waiting", "did:plc:warm", "did:plc:cold"]]
+        evicted.append([lease.agent_did for lease in (waiting, warm, cold) if lease.pk not in left])
+    assert evicted == [["did:plc:cold"], ["did:plc:warm", "did:plc:cold"], ["did:plc:waiting", "did:plc:warm", "did:plc:cold"]]
     one = Pool.objects.get(pk=pool.pk)
     assert (one.used, one.evicted_cold, one.evicted_warm, one.evicted_waiting) == (3, 1, 1, 1)
     assert read(waiting, NOW + HOUR) == b"kept\n"
 
 
-def test_of_one_tier_the_least_recently_used_goes(grant, pool) -> None:
-    size(pool, 2)
+def test_least_recently_used_sandbox_of_a_tier_is_evicted(grant, pool) -> None:
+    set_capacity(pool, 2)
     old, new = grant(agent="did:plc:old"), grant(agent="did:plc:new")
     use(new, NOW)
     use(old, NOW + MINUTE)
@@ -259,7 +259,7 @@ def test_of_one_tier_the_least_recently_used_goes(grant, pool) -> None:
     assert pools.find_by_holder(old.pk) is None and pools.find_by_holder(new.pk)
 
 
-def test_what_was_used_since_it_could_not_be_stored_makes_room_again(grant, pool, memory) -> None:
+def test_sandbox_used_after_a_failed_eviction_is_a_candidate_again(grant, pool, memory) -> None:
     lease = grant()
     box = use(lease)
     with memory.fail("get_files", Unavailable("no answer")):
@@ -269,8 +269,8 @@ def test_what_was_used_since_it_could_not_be_stored_makes_room_again(grant, pool
     assert eviction.find_victim(pool, agent_did="did:plc:b", now=NOW + 6 * MINUTE) == box
 
 
-def test_a_sandbox_that_cannot_be_stored_does_not_stand_in_the_way(grant, pool, memory) -> None:
-    size(pool, 2)
+def test_sandbox_that_cannot_be_stored_does_not_block_other_evictions(grant, pool, memory) -> None:
+    set_capacity(pool, 2)
     stuck, other = grant(agent="did:plc:stuck"), grant(agent="did:plc:other")
     ref = use(stuck, NOW).ref
     use(other, NOW + MINUTE)
@@ -284,8 +284,8 @@ def test_a_sandbox_that_cannot_be_stored_does_not_stand_in_the_way(grant, pool, 
     assert pools.find_by_holder(stuck.pk) and pools.find_by_holder(other.pk) is None
 
 
-def test_when_nothing_can_be_freed_the_refusal_says_what_would_help(grant, pool, memory) -> None:
-    size(pool, 1)
+def test_refusal_of_a_full_pool_states_a_remedy(grant, pool, memory) -> None:
+    set_capacity(pool, 1)
     lease, other = grant(), grant(agent="did:plc:other")
 
     def refused(ref: str) -> None:
@@ -300,7 +300,7 @@ def test_when_nothing_can_be_freed_the_refusal_says_what_would_help(grant, pool,
 # --- quotas -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_agent_has_no_more_than_its_most(grant, pool) -> None:
+def test_quota_limits_the_sandboxes_of_an_agent(grant, pool) -> None:
     Quota.objects.create(pool=pool, agent_did="did:plc:ada", most=2)
     for number in (1, 2):
         use(grant(environment=f"e{number}"))
@@ -312,8 +312,8 @@ def test_an_agent_has_no_more_than_its_most(grant, pool) -> None:
     assert Quota.objects.get().used == 2
 
 
-def test_a_guarantee_is_not_broken_for_somebody_else(grant, pool) -> None:
-    size(pool, 2)
+def test_guarantee_protects_against_other_agents(grant, pool) -> None:
+    set_capacity(pool, 2)
     Quota.objects.create(pool=pool, agent_did="did:plc:ada", guaranteed=2)
     first, second = grant(environment="e1"), grant(environment="e2")
     use(first)
@@ -323,8 +323,8 @@ def test_a_guarantee_is_not_broken_for_somebody_else(grant, pool) -> None:
     assert pools.find_by_holder(first.pk) and pools.find_by_holder(second.pk)
 
 
-def test_above_its_guarantee_an_agent_gives_way(grant, pool) -> None:
-    size(pool, 2)
+def test_sandboxes_above_the_guarantee_are_evicted(grant, pool) -> None:
+    set_capacity(pool, 2)
     Quota.objects.create(pool=pool, agent_did="did:plc:ada", guaranteed=1)
     first, second = grant(environment="e1"), grant(environment="e2")
     use(first, NOW)
@@ -334,8 +334,8 @@ def test_above_its_guarantee_an_agent_gives_way(grant, pool) -> None:
     assert Quota.objects.get(agent_did="did:plc:ada").used == 1
 
 
-def test_an_agent_may_evict_its_own_within_its_guarantee(grant, pool) -> None:
-    size(pool, 1)
+def test_agent_may_evict_its_own_sandbox_within_its_guarantee(grant, pool) -> None:
+    set_capacity(pool, 1)
     Quota.objects.create(pool=pool, agent_did="did:plc:ada", guaranteed=1)
     first = grant(environment="e1")
     use(first)
@@ -346,70 +346,70 @@ def test_an_agent_may_evict_its_own_within_its_guarantee(grant, pool) -> None:
 # --- pre-warming ------------------------------------------------------------------------------------------------------
 
 
-def warmed(pool: Pool, target: int) -> None:
+def set_warm_target(pool: Pool, target: int) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=target)
     pool.refresh_from_db()
 
 
-def test_a_claim_takes_a_sandbox_that_was_warmed_and_brings_its_own_files(grant, pool, memory) -> None:
-    warmed(pool, 2)
-    assert below.warm_pools(now=NOW).counts == {"warmed up": 2}
+def test_claim_takes_a_prewarmed_sandbox_and_writes_its_own_files(grant, pool, memory) -> None:
+    set_warm_target(pool, 2)
+    assert pool_sweeps.warm_pools(now=NOW).counts == {"warmed up": 2}
     lease = grant()
     execution.exec_command(lease.pk, Command(argv=["cat", "config.json"], timeout=MINUTE, env={"SECRET": "s"}), now=NOW)
     sandbox = pools.find_by_holder(lease.pk)
     assert sandbox and sandbox.agent_did == "did:plc:ada" and sandbox.idle_at
     assert b"did:plc:ada" in bytes(Run.objects.get().stdout)
     assert [verb for verb, _ in memory.calls].count("create") == 2
-    assert below.warm_pools(now=NOW).counts == {"warmed up": 1}
+    assert pool_sweeps.warm_pools(now=NOW).counts == {"warmed up": 1}
 
 
-def test_a_holder_with_stored_state_is_not_given_an_empty_warm_one(grant, pool) -> None:
+def test_holder_with_stored_state_gets_no_prewarmed_sandbox(grant, pool) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
-    below.expire_cold(now=NOW + 4 * HOUR)
-    warmed(pool, 1)
-    below.warm_pools(now=NOW + 4 * HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
+    pool_sweeps.expire_cold(now=NOW + 4 * HOUR)
+    set_warm_target(pool, 1)
+    pool_sweeps.warm_pools(now=NOW + 4 * HOUR)
     assert read(Lease.objects.get(pk=lease.pk), NOW + 5 * HOUR) == b"kept\n"
 
 
-def test_after_three_failures_the_circuit_opens_and_warms_nothing_for_a_while(pool, memory) -> None:
-    warmed(pool, 1)
+def test_circuit_breaker_opens_after_three_failed_starts(pool, memory) -> None:
+    set_warm_target(pool, 1)
     with memory.fail("create", Rejected("no such image"), times=99):
-        swept = below.warm_pools(now=NOW)
-        assert len(swept.failures) == 4 and "warms nothing until" in swept.failures[-1]
+        result = pool_sweeps.warm_pools(now=NOW)
+        assert len(result.failures) == 4 and "paused until" in result.failures[-1]
         calls = len(memory.calls)
-        below.warm_pools(now=NOW + timedelta(seconds=30))
+        pool_sweeps.warm_pools(now=NOW + timedelta(seconds=30))
         assert len(memory.calls) == calls
     sweeps.reclaim(now=NOW + HOUR)
-    assert below.warm_pools(now=NOW + HOUR).counts == {"warmed up": 1}
+    assert pool_sweeps.warm_pools(now=NOW + HOUR).counts == {"warmed up": 1}
     one = Pool.objects.get(pk=pool.pk)
     assert (one.warm_failures, one.warm_paused_until, one.used) == (0, None, 1)
 
 
-def test_what_a_pool_does_not_want_any_more_is_given_up(pool) -> None:
-    warmed(pool, 3)
-    below.warm_pools(now=NOW)
-    warmed(pool, 1)
-    assert below.warm_pools(now=NOW).counts == {"not wanted any more": 2}
+def test_surplus_sandboxes_are_destroyed(pool) -> None:
+    set_warm_target(pool, 3)
+    pool_sweeps.warm_pools(now=NOW)
+    set_warm_target(pool, 1)
+    assert pool_sweeps.warm_pools(now=NOW).counts == {"surplus destroyed": 2}
     Pool.objects.filter(pk=pool.pk).update(image="newer:1")
-    assert below.warm_pools(now=NOW).counts == {"not wanted any more": 1, "warmed up": 1}
+    assert pool_sweeps.warm_pools(now=NOW).counts == {"surplus destroyed": 1, "warmed up": 1}
 
 
-def test_a_draining_pool_hands_out_no_warm_sandbox_and_gives_them_up(grant, pool) -> None:
-    warmed(pool, 1)
-    below.warm_pools(now=NOW)
+def test_draining_pool_grants_no_prewarmed_sandbox_and_destroys_them(grant, pool) -> None:
+    set_warm_target(pool, 1)
+    pool_sweeps.warm_pools(now=NOW)
     pools.set_draining(pool, draining=True)
     with pytest.raises(PoolDraining):
         use(grant())
-    assert below.warm_pools(now=NOW).counts == {"not wanted any more": 1}
+    assert pool_sweeps.warm_pools(now=NOW).counts == {"surplus destroyed": 1}
 
 
-def test_warm_sandboxes_give_way_to_demand(grant, pool) -> None:
-    size(pool, 1)
-    warmed(pool, 1)
-    below.warm_pools(now=NOW)
-    warmed(pool, 0)
+def test_prewarmed_sandbox_is_destroyed_for_capacity(grant, pool) -> None:
+    set_capacity(pool, 1)
+    set_warm_target(pool, 1)
+    pool_sweeps.warm_pools(now=NOW)
+    set_warm_target(pool, 0)
     use(grant())
     assert Pool.objects.get(pk=pool.pk).used == 1
 
@@ -421,14 +421,14 @@ def reconcile(now: datetime) -> dict[str, int]:
     return sweeps.reconcile(now=now, grace=2 * MINUTE).counts
 
 
-def test_what_is_known_and_alive_is_kept(grant, pool) -> None:
+def test_listed_sandbox_with_a_row_is_unchanged(grant, pool) -> None:
     lease = grant()
     use(lease)
     assert reconcile(NOW) == {"kept": 1}
     assert read(lease, NOW) == b"kept\n"
 
 
-def test_a_sandbox_that_vanished_with_unsaved_state_ends_its_lease_as_lost(grant, pool, memory) -> None:
+def test_vanished_sandbox_with_unsaved_state_ends_its_lease_as_lost(grant, pool, memory) -> None:
     gone, here = grant(), grant(agent="did:plc:b")
     memory.vanish(use(gone).ref)
     use(here)
@@ -437,10 +437,10 @@ def test_a_sandbox_that_vanished_with_unsaved_state_ends_its_lease_as_lost(grant
     assert (gone.status, gone.end_reason) == ("expired", "lost")
 
 
-def test_a_sandbox_that_vanished_with_everything_stored_is_cold(grant, pool, memory) -> None:
+def test_vanished_sandbox_without_unsaved_state_is_cold(grant, pool, memory) -> None:
     lease = grant()
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     woken = execution.ensure_sandbox_ready(lease.pk, now=NOW + HOUR)
     use(grant(agent="did:plc:b"), NOW + HOUR)
     memory.vanish(woken.ref)
@@ -448,16 +448,16 @@ def test_a_sandbox_that_vanished_with_everything_stored_is_cold(grant, pool, mem
     assert read(lease, NOW + HOUR) == b"kept\n"
 
 
-def test_an_empty_listing_kills_nothing(grant, pool, memory) -> None:
+def test_empty_listing_changes_nothing(grant, pool, memory) -> None:
     lease = grant()
     memory.vanish(use(lease).ref)
-    swept = sweeps.reconcile(now=NOW, grace=2 * MINUTE)
-    assert swept.counts == {} and "lists nothing" in swept.failures[0]
+    result = sweeps.reconcile(now=NOW, grace=2 * MINUTE)
+    assert result.counts == {} and "lists nothing" in result.failures[0]
     lease.refresh_from_db()
     assert lease.status == "active"
 
 
-def test_a_failed_listing_kills_nothing(grant, pool, memory) -> None:
+def test_failed_listing_changes_nothing(grant, pool, memory) -> None:
     lease = grant()
     use(lease)
     with memory.fail("list", Unavailable("timeout")):
@@ -465,10 +465,10 @@ def test_a_failed_listing_kills_nothing(grant, pool, memory) -> None:
     assert pools.find_by_holder(lease.pk)
 
 
-def test_the_sandbox_of_an_earlier_incarnation_is_never_adopted(grant, pool, memory) -> None:
+def test_sandbox_of_an_earlier_incarnation_is_destroyed_as_an_orphan(grant, pool, memory) -> None:
     lease = grant()
     old = use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     use(lease, NOW + HOUR)
     memory.create(SandboxSpec(name=old.name, owner=str(pool.owner)))  # a zombie of the first incarnation
     made = memory.inspect(old.name).created_at
@@ -479,21 +479,21 @@ def test_the_sandbox_of_an_earlier_incarnation_is_never_adopted(grant, pool, mem
 # --- counting, measuring, draining ------------------------------------------------------------------------------------
 
 
-def test_a_counter_that_drifted_is_set_right_and_reported(grant, pool) -> None:
+def test_drifted_counters_are_corrected_and_reported(grant, pool) -> None:
     use(grant())
     Pool.objects.filter(pk=pool.pk).update(used=7)
     Quota.objects.filter(pool=pool).update(used=5)
-    swept = below.recount(now=NOW)
-    assert len(swept.failures) == 2 and "said 7, its rows are 1" in swept.failures[0]
-    assert below.recount(now=NOW).failures == []
+    result = pool_sweeps.recount(now=NOW)
+    assert len(result.failures) == 2 and "counter was 7, but it has 1 rows" in result.failures[0]
+    assert pool_sweeps.recount(now=NOW).failures == []
     assert Pool.objects.get(pk=pool.pk).used == Quota.objects.get(pool=pool).used == 1
 
 
-def test_over_its_limit_a_workspace_refuses_execs_until_files_are_deleted(grant, pool) -> None:
+def test_workspace_over_its_limit_refuses_execs_until_files_are_deleted(grant, pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(workspace_limit_mib=1)
     lease = grant()
     use(lease, script="head -c 3000000 /dev/zero >big")
-    assert below.measure_workspaces(now=NOW + MINUTE).counts == {"over the limit": 1}
+    assert pool_sweeps.measure_workspaces(now=NOW + MINUTE).counts == {"over the limit": 1}
     with pytest.raises(WorkspaceFull):
         use(lease, NOW + MINUTE)
     sandbox = pools.find_by_holder(lease.pk)
@@ -504,10 +504,10 @@ def test_over_its_limit_a_workspace_refuses_execs_until_files_are_deleted(grant,
     assert sandbox.workspace_bytes < 1 << 20
 
 
-def test_a_draining_pool_takes_nothing_new_and_lets_leases_go_on(grant, pool) -> None:
+def test_draining_pool_refuses_new_sandboxes_and_existing_leases_go_on(grant, pool) -> None:
     lease = grant()
     use(lease)
-    below.evict_idle(now=NOW + HOUR)
+    pool_sweeps.evict_idle(now=NOW + HOUR)
     late = grant(agent="did:plc:late")
     assert pools.set_draining(pool, draining=True)
     with pytest.raises(PoolDraining):

@@ -1,4 +1,4 @@
-"""What is particular to local subprocesses: the directory they share, the paths they see, what they inherit."""
+"""Process provider: shared directory, path translation, environment and process handling."""
 
 import json
 import os
@@ -11,9 +11,10 @@ import pytest
 
 from sandboxes.image import files, reap
 from sandboxes.providers.base import ExecResult, Missing, Rejected, SandboxSpec, Unavailable
-from sandboxes.providers.process import METADATA_FILE, ProcessProvider
+from sandboxes.providers.process.child import start_process
+from sandboxes.providers.process.provider import METADATA_FILE, ProcessProvider
 
-SOON = timedelta(seconds=30)  # far below the 300 s that the programs here would sleep
+WAIT_TIMEOUT = timedelta(seconds=30)  # far below the 300 s that programs sleep in these tests
 
 
 @pytest.fixture
@@ -37,12 +38,12 @@ def run(provider: ProcessProvider, ref: str):
 
 
 def living(ref: str) -> list[Path]:
-    """Processes of this sandbox, seen from outside."""
+    """List /proc directories of the sandbox's processes."""
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         try:
             found += [each] * (f"LEASEHOLD_SANDBOX={ref}".encode() in reap.read_environment(int(each.name)).split(b"\0"))
-        except OSError:  # ended meanwhile
+        except OSError:  # exited meanwhile
             continue
     return found
 
@@ -50,7 +51,7 @@ def living(ref: str) -> list[Path]:
 # --- state is on disk only ----------------------------------------------------------------------------------------
 
 
-def test_two_providers_on_one_directory_see_the_same_sandboxes(provider, ref) -> None:
+def test_providers_on_one_directory_share_sandboxes(provider, ref) -> None:
     second = ProcessProvider(provider.root)
     second.write_file(ref, "/workspace/a", b"1")
     assert provider.read_file(ref, "/workspace/a", limit=10) == b"1"
@@ -59,14 +60,14 @@ def test_two_providers_on_one_directory_see_the_same_sandboxes(provider, ref) ->
 
 
 @pytest.mark.parametrize("owner", ["pool:3", "a/b", "..", ".", "../../up", "ünï", "a" * 80])
-def test_any_owner_label_makes_a_directory_right_under_the_root(provider, owner) -> None:
+def test_any_owner_label_is_a_directory_directly_below_the_root(provider, owner) -> None:
     provider.create(SandboxSpec(name="lhc-one", owner=owner))
     assert [found.name for found in provider.list(owner)] == ["lhc-one"]
     assert [*provider.root.glob("*/lhc-one")] == [next(provider.root.iterdir()) / "lhc-one"]
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "UPPER", "a.b", "*", "a" * 64])
-def test_an_odd_name_is_rejected_and_nothing_is_called_so(provider, ref, name) -> None:
+def test_invalid_name_is_rejected(provider, ref, name) -> None:
     with pytest.raises(Rejected):
         provider.create(SandboxSpec(name=name, owner="me"))
     with pytest.raises(Missing):
@@ -75,7 +76,7 @@ def test_an_odd_name_is_rejected_and_nothing_is_called_so(provider, ref, name) -
     assert [found.ref for found in provider.list("me")] == [ref]
 
 
-def test_what_a_crash_in_create_left_is_listed_and_can_be_finished_or_destroyed(provider, ref) -> None:
+def test_leftover_of_an_interrupted_create_is_listed_and_can_be_completed_or_destroyed(provider, ref) -> None:
     (provider.root / "me" / ref / METADATA_FILE).unlink()
     assert [(found.ref, found.running) for found in provider.list("me")] == [(ref, False)]
     with pytest.raises(Unavailable):
@@ -87,44 +88,43 @@ def test_what_a_crash_in_create_left_is_listed_and_can_be_finished_or_destroyed(
     assert provider.list("me") == []
 
 
-def test_nothing_starts_in_what_is_being_destroyed(provider, ref, run) -> None:
+def test_no_exec_starts_during_destroy(provider, ref, run) -> None:
     (provider.root / "me" / ref / METADATA_FILE).unlink()
     with pytest.raises(Unavailable):
         run("true")
 
 
-def test_an_exec_that_starts_while_its_sandbox_is_destroyed_leaves_no_process(provider, ref, run, monkeypatch) -> None:
+def test_exec_started_during_destroy_leaves_no_process(provider, ref, run, monkeypatch) -> None:
     def destroyed_meanwhile(argv, cwd, env):
-        child = start(argv, cwd, env)
+        child = start_process(argv, cwd, env)
         provider.destroy(ref)
         return child
 
-    start = sys.modules[ProcessProvider.__module__]._start  # type: ignore[attr-defined]
-    monkeypatch.setattr("sandboxes.providers.process._start_process", destroyed_meanwhile)
+    monkeypatch.setattr("sandboxes.providers.process.provider.start_process", destroyed_meanwhile)
     with pytest.raises(Missing):
         run("sleep", "300")
     assert living(ref) == []
 
 
-def test_a_skill_is_the_one_of_the_image(provider, ref) -> None:
+def test_seed_copies_the_images_skill(provider, ref) -> None:
     provider.seed(ref, "catan")
-    said = (Path(files.__file__).parent / "catan" / "prompt.md").read_bytes()
-    assert provider.read_file(ref, "/data/skills/catan/prompt.md", limit=1 << 20) == said
+    prompt = (Path(files.__file__).parent / "catan" / "prompt.md").read_bytes()
+    assert provider.read_file(ref, "/data/skills/catan/prompt.md", limit=1 << 20) == prompt
 
 
-def test_what_is_beside_the_skills_in_the_image_is_none(provider, ref) -> None:
+def test_other_directories_of_the_image_are_not_skills(provider, ref) -> None:
     provider.seed(ref, "__pycache__")
     assert provider.manifest(ref, "/data") == {}
 
 
-def test_create_remembers_its_creation_and_repeats_do_not_change_it(provider, ref) -> None:
+def test_repeated_create_keeps_the_creation_time(provider, ref) -> None:
     before = provider.inspect(ref)
     provider.create(SandboxSpec(name=ref, owner="me"))
     assert provider.inspect(ref) == before
     assert json.loads((provider.root / "me" / ref / METADATA_FILE).read_bytes())["created_at"] == before.created_at.isoformat()
 
 
-def test_a_disk_that_refuses_is_unavailable(tmp_path) -> None:
+def test_disk_error_is_unavailable(tmp_path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(Unavailable):
         ProcessProvider(tmp_path / "file").list("me")
@@ -132,7 +132,7 @@ def test_a_disk_that_refuses_is_unavailable(tmp_path) -> None:
         ProcessProvider(tmp_path / "file" / "below").create(SandboxSpec(name="lhc-one", owner="me"))
 
 
-def test_a_full_disk_is_unavailable(provider, ref, monkeypatch) -> None:
+def test_full_disk_is_unavailable(provider, ref, monkeypatch) -> None:
     def full(root, parts, content):
         raise OSError(28, "No space left on device")
 
@@ -144,7 +144,7 @@ def test_a_full_disk_is_unavailable(provider, ref, monkeypatch) -> None:
 # --- paths --------------------------------------------------------------------------------------------------------
 
 
-def test_promised_places_in_argv_and_cwd_become_host_paths(provider, ref, run) -> None:
+def test_sandbox_paths_in_argv_and_cwd_are_translated(provider, ref, run) -> None:
     provider.write_file(ref, "/data/in", b"found")
     home = provider.root / "me" / ref
     told = run("printf", r"%s\n", "/data", "/data/in", "/database", "see /data", "/opt/leasehold/files.py", cwd="/data")
@@ -154,13 +154,13 @@ def test_promised_places_in_argv_and_cwd_become_host_paths(provider, ref, run) -
     assert run("cat", "in", cwd="/data").stdout == b"found"
 
 
-def test_the_sockets_directory_is_found_again(provider, tmp_path, ref) -> None:
+def test_sockets_directory_is_persistent(provider, tmp_path, ref) -> None:
     name = provider.create(SandboxSpec(name=f"{ref}-2", owner="me", sockets=tmp_path))
     assert ProcessProvider(provider.root).inside(name, "/run/leasehold/exec.sock") == f"{tmp_path}/exec.sock"
     assert provider.inside(ref, "/run/leasehold/exec.sock") == "/run/leasehold/exec.sock"
 
 
-def test_a_program_learns_its_places_from_its_environment(provider, ref, run) -> None:
+def test_environment_contains_the_host_paths(provider, ref, run) -> None:
     home = provider.root / "me" / ref
     told = run("printenv", "LEASEHOLD_WORKSPACE", "LEASEHOLD_DATA", "HOME", env={"LEASEHOLD_DATA": "/forged"})
     assert told.stdout.decode().splitlines() == [f"{home}/workspace", f"{home}/data", f"{home}/workspace/.home"]
@@ -173,28 +173,28 @@ def test_a_program_learns_its_places_from_its_environment(provider, ref, run) ->
 def test_no_file_descriptor_is_inherited(run) -> None:
     with open(os.devnull) as opened:
         os.set_inheritable(opened.fileno(), True)
-        assert run("ls", "/proc/self/fd").stdout.split() == [b"0", b"1", b"2", b"3"]  # 3 is the listing itself
+        assert run("ls", "/proc/self/fd").stdout.split() == [b"0", b"1", b"2", b"3"]  # 3 is the directory opened by ls
 
 
-def test_the_environment_is_small_and_known(run) -> None:
+def test_environment_is_minimal(run) -> None:
     names = {line.split(b"=")[0].decode() for line in run("env").stdout.splitlines()}
     ours = {"LEASEHOLD_WORKSPACE", "LEASEHOLD_DATA", "LEASEHOLD_SANDBOX", "LEASEHOLD_RUN"}
     assert names == {"PATH", "HOME", "LANG"} | ours
 
 
 @pytest.mark.parametrize("python", ["python", "python3"])
-def test_python_works_where_path_has_none(run, python) -> None:
+def test_python_is_available_without_python_in_path(run, python) -> None:
     told = run(python, "-c", "import sys; print(sys.executable)", env={"PATH": "/nowhere"})
     assert told.stdout.decode().strip() == sys.executable
 
 
-def test_a_program_of_the_workspace_is_found_from_its_cwd(provider, ref, run) -> None:
+def test_relative_program_is_resolved_from_cwd(provider, ref, run) -> None:
     run("sh", "-c", r"printf '#!/bin/sh\necho ran $1\n' >tool; chmod +x tool")
     assert run("./tool", "here").stdout == b"ran here\n"
     assert run("/workspace/tool", "there").stdout == b"ran there\n"
 
 
-def test_what_cannot_be_executed_is_a_result(provider, ref, run) -> None:
+def test_program_that_cannot_be_executed_is_a_result(provider, ref, run) -> None:
     provider.write_file(ref, "/workspace/text", b"no program")
     assert run("./text").exit_code == 126
     assert run("/workspace").exit_code == 126
@@ -212,60 +212,60 @@ def test_what_cannot_be_executed_is_a_result(provider, ref, run) -> None:
         (["true"], {"env": {"A": "\0"}}),
     ],
 )
-def test_what_no_system_could_execute_is_rejected(run, argv, more) -> None:
+def test_invalid_command_is_rejected(run, argv, more) -> None:
     with pytest.raises(Rejected):
         run(*argv, **more)
 
 
-def test_no_process_to_be_had_is_unavailable(run, monkeypatch) -> None:
+def test_process_exhaustion_is_unavailable(run, monkeypatch) -> None:
     def none_left(argv, cwd, env):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("sandboxes.providers.process._start_process", none_left)
+    monkeypatch.setattr("sandboxes.providers.process.provider.start_process", none_left)
     with pytest.raises(Unavailable):
         run("true")
 
 
-def test_a_background_process_that_keeps_writing_does_not_hold_the_result_back(run) -> None:
+def test_descendant_that_keeps_writing_does_not_delay_the_result(run) -> None:
     result = run("sh", "-c", "yes & echo done", seconds=120, cap=1000)
     assert (result.exit_code, result.timed_out) == (0, False)
-    assert result.duration < SOON
+    assert result.duration < WAIT_TIMEOUT
 
 
-def test_a_process_left_behind_lives_until_destroy(provider, ref, run) -> None:
+def test_remaining_process_lives_until_destroy(provider, ref, run) -> None:
     run("sh", "-c", "setsid sleep 300 >/dev/null 2>&1 &")
     assert len(living(ref)) == 1
     provider.destroy(ref)
     assert living(ref) == []
 
 
-def stat(place: int, memory: int = 4096) -> str:
-    """/proc/77/stat of a program whose environment ends there in its memory."""
+def stat(env_end: int, memory: int = 4096) -> str:
+    """Build /proc/77/stat of a process whose environment ends at this address."""
     fields = [0] * 52
-    fields[23 - 3], fields[51 - 3] = memory, place
+    fields[23 - 3], fields[51 - 3] = memory, env_end
     return f"77 (a ) name) S {' '.join(map(str, fields[1:]))}"
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
-def test_a_process_between_two_programs_is_waited_for(late: int, tmp_path, monkeypatch) -> None:
-    """It shows no environment before the next one is in its place, and is nobody's until then."""
+def test_environment_is_read_after_execve_completes(late: int, tmp_path, monkeypatch) -> None:
+    """During execve a process has no environment and cannot be attributed to an exec."""
     monkeypatch.setattr(reap, "PROC_DIRECTORY", tmp_path)
     (tmp_path / "77").mkdir()
     shown = [(stat(0), b"")] * late + [(stat(4711), b"A=1\0")]
 
-    def next_one(seconds: float = 0) -> None:
+    def complete_execve(seconds: float = 0) -> None:
         says, has = shown.pop(0)
         (tmp_path / "77" / "stat").write_text(says)
         (tmp_path / "77" / "environ").write_bytes(has)
 
-    next_one()
-    monkeypatch.setattr(reap.time, "sleep", next_one)
+    complete_execve()
+    monkeypatch.setattr(reap.time, "sleep", complete_execve)
     assert (reap.read_environment(77), shown) == (b"A=1\0", [])
 
 
 @pytest.mark.parametrize("says", [stat(4711), stat(0, memory=0), "77 (short) S 1"])
-def test_what_has_no_environment_is_not_waited_for(says: str, tmp_path, monkeypatch) -> None:
-    """One that cleared it, a zombie or the kernel's, and whoever's kernel does not tell."""
+def test_process_without_an_environment_is_not_awaited(says: str, tmp_path, monkeypatch) -> None:
+    """A cleared environment, a zombie or kernel thread, and a kernel that does not report the address."""
     monkeypatch.setattr(reap, "PROC_DIRECTORY", tmp_path)
     (tmp_path / "77").mkdir()
     (tmp_path / "77" / "stat").write_text(says)
@@ -274,21 +274,21 @@ def test_what_has_no_environment_is_not_waited_for(says: str, tmp_path, monkeypa
     assert reap.read_environment(77) == b""
 
 
-def test_an_exec_that_is_interrupted_leaves_no_process(ref, run, monkeypatch) -> None:
+def test_interrupted_exec_leaves_no_process(ref, run, monkeypatch) -> None:
     def interrupted(talk, deadline, kill):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sandboxes.providers.process.ChildCommunication.run", interrupted)
+    monkeypatch.setattr("sandboxes.providers.process.provider.ChildCommunication.run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run("sleep", "300")
     assert living(ref) == []
 
 
-def test_a_command_that_closed_its_outputs_is_still_waited_for(run) -> None:
+def test_command_that_closed_its_outputs_is_awaited(run) -> None:
     assert run("sh", "-c", "exec >&- 2>&-; read line; exit 7", stdin=b"x\n").exit_code == 7
 
 
-def test_directories_made_read_only_are_destroyed_too(provider, ref, run, tmp_path) -> None:
+def test_read_only_directories_are_destroyed(provider, ref, run, tmp_path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir(mode=0o500)
     run("sh", "-c", f"mkdir -p a/b; touch a/b/c; ln -s {outside} a/b/link; chmod 0 a/b; chmod 0 a")

@@ -1,4 +1,4 @@
-"""A key in an answer, however that is cut into pieces."""
+"""Redaction of a credential that is split across chunks of a response."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,22 +11,22 @@ PIECES = st.lists(
 )
 
 
-def passed(pieces: list[bytes], secret: str = KEY) -> list[bytes]:
-    censor = SecretRedactor(secret)
-    return [*map(censor.feed, pieces), censor.end()]
+def redact(pieces: list[bytes], secret: str = KEY) -> list[bytes]:
+    redactor = SecretRedactor(secret)
+    return [*map(redactor.feed, pieces), redactor.end()]
 
 
 @given(PIECES, st.integers(1, 9))
-def test_it_comes_out_as_stars_and_all_else_as_it_came(pieces: list[bytes], size: int) -> None:
-    whole = b"".join(pieces)
-    again = [whole[at : at + size] for at in range(0, len(whole), size)]
-    assert b"".join(passed(again)) == whole.replace(KEY.encode(), b"*" * len(KEY))
+def test_secret_is_replaced_by_asterisks_and_other_bytes_are_unchanged(pieces: list[bytes], size: int) -> None:
+    content = b"".join(pieces)
+    chunks = [content[at : at + size] for at in range(0, len(content), size)]
+    assert b"".join(redact(chunks)) == content.replace(KEY.encode(), b"*" * len(KEY))
 
 
-def test_what_cannot_be_the_beginning_of_it_is_passed_on_at_once() -> None:
-    assert passed([b"data: a\n\n", b"data: s", b"t\n\n"]) == [b"data: a\n\n", b"data: ", b"st\n\n", b""]
+def test_bytes_that_cannot_begin_the_secret_are_passed_on_immediately() -> None:
+    assert redact([b"data: a\n\n", b"data: s", b"t\n\n"]) == [b"data: a\n\n", b"data: ", b"st\n\n", b""]
 
 
-def test_a_key_that_is_a_word_stays_one() -> None:
-    assert passed([b"run it in ollama"], "ollama") == [b"run it in ollama", b""]
-    assert passed([b"no key"], "") == [b"no key", b""]
+def test_short_key_is_not_redacted() -> None:
+    assert redact([b"run it in ollama"], "ollama") == [b"run it in ollama", b""]
+    assert redact([b"no key"], "") == [b"no key", b""]

@@ -1,4 +1,4 @@
-"""image/relay_watcher.py against a relay that says just what a test wants, byte by byte."""
+"""image/relay_watcher.py against a relay with scripted bytes."""
 
 import base64
 import hashlib
@@ -18,8 +18,8 @@ BUSY = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 4\r\n\r\nbusy"
 STRANGER = b"HTTP/1.1 101 Switching Protocols\r\nSec-WebSocket-Accept: x\r\n\r\n"
 
 
-class Enough(Exception):
-    """The test has seen what it wants."""
+class StopWatching(Exception):
+    """Ends the watcher's loop."""
 
 
 def frame(first: int, content: bytes) -> bytes:
@@ -28,9 +28,10 @@ def frame(first: int, content: bytes) -> bytes:
     return bytes([first]) + length + content
 
 
-class Scripted:
-    """Each connection is answered the next words; those that begin no HTTP come after a handshake. What it said after
-    its own is in `replied`."""
+class ScriptedRelay:
+    """Relay that answers each connection with the next element of a script.
+
+    Elements that do not begin with HTTP are sent after a handshake. `replied` contains the client's bytes after its own."""
 
     def __init__(self, *script: bytes) -> None:
         self.script, self.asked, self.replied = script, list[bytes](), list[bytes]()
@@ -57,8 +58,8 @@ class Scripted:
 
 
 @contextmanager
-def relay(*script: bytes) -> Iterator[Scripted]:
-    scripted = Scripted(*script)
+def relay(*script: bytes) -> Iterator[ScriptedRelay]:
+    scripted = ScriptedRelay(*script)
     thread = threading.Thread(target=scripted.serve, daemon=True)
     thread.start()
     try:
@@ -68,27 +69,27 @@ def relay(*script: bytes) -> Iterator[Scripted]:
         scripted.door.close()
 
 
-def watched(scripted: Scripted) -> tuple[list[str], list[float]]:
-    """What is said, and how long it waited after each connection of the script."""
-    said: list[str] = []
+def watched(scripted: ScriptedRelay) -> tuple[list[str], list[float]]:
+    """Run the watcher. Return (lines written, delay after each connection of the script)."""
+    lines: list[str] = []
     pauses: list[float] = []
 
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
         if len(pauses) == len(scripted.script):
-            raise Enough
+            raise StopWatching
 
-    with pytest.raises(Enough):
-        watch_relay(scripted.url, said.append, sleep)
-    return said, pauses
+    with pytest.raises(StopWatching):
+        watch_relay(scripted.url, lines.append, sleep)
+    return lines, pauses
 
 
-def test_events_come_whole_whatever_they_are_cut_into() -> None:
+def test_fragmented_events_are_reassembled() -> None:
     script = frame(0x01, b"one\n") + frame(PING, b"there?") + frame(0x00, b"and") + frame(0x80, b"\r\ntwo")
     with relay(script + frame(0x82, b"\0\xff") + frame(0x81, b"x" * 70_000) + frame(CLOSE, b"\x03\xe9bye")) as scripted:
-        said, _ = watched(scripted)
-    assert said[:4] == ["Connected to relay", "one and two", "AP8=", "x" * 70_000]
-    assert said[4].startswith("Not connected to relay: closed by the relay, 1001 bye. Next try in ")
+        lines, _ = watched(scripted)
+    assert lines[:4] == ["Connected to relay", "one and two", "AP8=", "x" * 70_000]
+    assert lines[4].startswith("Not connected to relay: closed by the relay, 1001 bye. Next try in ")
     assert scripted.asked[0].startswith(b"GET /x?y=1 HTTP/1.1\r\nHost: 127.0.0.1:")
     pong = scripted.replied[0]
     assert pong[:2] == bytes([0x8A, 0x80 | 6])
@@ -96,51 +97,51 @@ def test_events_come_whole_whatever_they_are_cut_into() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("words", "reason"),
     [
-        (b"", "the connection is gone"),
-        (b"\x81\x85abcdhello", "no frame of a server"),
+        (b"", "connection closed"),
+        (b"\x81\x85abcdhello", "invalid or too large frame"),
         (b"\x82\x7f" + (1 << 40).to_bytes(8), "too large"),
         (frame(0x01, b"x" * (5 << 20)) + frame(0x80, b"x" * (4 << 20)), "too large"),
-        (STRANGER, "does not speak WebSocket"),
+        (STRANGER, "invalid WebSocket handshake"),
         (BUSY, "429: busy"),
-        (b"HTTP/1.1\r\n\r\n", "broke off before it answered"),
+        (b"HTTP/1.1\r\n\r\n", "closed during the handshake"),
         (b"HTTP/1.1 502 Bad Gateway\r\n\r\n", "502: "),
     ],
 )
-def test_a_connection_that_is_over_is_made_again(words: bytes, why: str) -> None:
+def test_broken_connection_is_retried(words: bytes, reason: str) -> None:
     with relay(words, frame(0x81, b"news")) as scripted:
-        said, _ = watched(scripted)
-    assert [line for line in said if why in line] and said[-3:-1] == ["Connected to relay", "news"]
+        lines, _ = watched(scripted)
+    assert [line for line in lines if reason in line] and lines[-3:-1] == ["Connected to relay", "news"]
 
 
-def test_it_waits_longer_each_time_until_an_event_has_come() -> None:
+def test_retry_delay_grows_until_an_event_arrives() -> None:
     with relay(*[BUSY] * 8, frame(0x81, b"news"), BUSY) as scripted:
         _, pauses = watched(scripted)
     steps = [*RETRY_DELAYS_SECONDS, RETRY_DELAYS_SECONDS[-1], RETRY_DELAYS_SECONDS[0], RETRY_DELAYS_SECONDS[1]]
     assert all(0.8 * step <= pause <= 1.2 * step for pause, step in zip(pauses, steps, strict=True))
 
 
-def test_where_nobody_listens_it_tries_again() -> None:
+def test_refused_tcp_connection_is_retried() -> None:
     closed = socket.create_server(("127.0.0.1", 0))
     url = f"ws://127.0.0.1:{closed.getsockname()[1]}/"
     closed.close()
-    said: list[str] = []
+    lines: list[str] = []
 
     def sleep(seconds: float) -> None:
-        raise Enough
+        raise StopWatching
 
-    with pytest.raises(Enough):
-        watch_relay(url, said.append, sleep)
-    assert "nobody answers" in said[0]
+    with pytest.raises(StopWatching):
+        watch_relay(url, lines.append, sleep)
+    assert "connection failed" in lines[0]
 
 
-def test_a_refusal_is_the_end_and_says_why() -> None:
+def test_refusal_ends_the_watcher_with_the_reason() -> None:
     with relay(FORBIDDEN) as scripted, pytest.raises(RelayRefused, match=r"\(403\): Not for you\."):
         watch_relay(scripted.url, print)
 
 
 @pytest.mark.parametrize("url", ["", "/x", "http://127.0.0.1/", "wss://127.0.0.1/", "ws:///x"])
-def test_an_address_that_is_none_is_the_end(url: str) -> None:
-    with pytest.raises(RelayRefused, match="no ws:// address"):
+def test_invalid_relay_url_ends_the_watcher(url: str) -> None:
+    with pytest.raises(RelayRefused, match="not a ws:// address"):
         watch_relay(url, print)

@@ -1,4 +1,4 @@
-"""Tokens are counted alike, whoever counts them: input has what came from the cache in it."""
+"""Token usage in the formats of different providers. Input tokens always include cached tokens."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.support.models import TOKEN_COUNTS, ChatCompletionsApi, MessagesApi
 
 
 @pytest.mark.parametrize(
-    ("said", "counted"),
+    ("document", "counts"),
     [
         ({"usage": {"prompt_tokens": 3, "completion_tokens": 4}}, (3, None, 4)),
         ({"usage": {"input_tokens": 3, "output_tokens": 4, "cache_read_input_tokens": 2}}, (5, 2, 4)),
@@ -25,18 +25,18 @@ from tests.support.models import TOKEN_COUNTS, ChatCompletionsApi, MessagesApi
         ([], (None, None, None)),
     ],
 )
-def test_tokens_are_read_in_every_shape_and_nonsense_is_none(said: Any, counted: tuple[int | None, ...]) -> None:
+def test_tokens_are_read_in_every_format_and_invalid_counts_are_none(document: Any, counts: tuple[int | None, ...]) -> None:
     usage = TokenUsage()
-    usage.take(said)
-    assert (usage.input_tokens, usage.cached_tokens, usage.output_tokens) == counted
+    usage.add(document)
+    assert (usage.input_tokens, usage.cached_tokens, usage.output_tokens) == counts
 
 
 @pytest.mark.parametrize("shape", [ChatCompletionsApi, MessagesApi])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_what_a_provider_says_whole_or_in_events_is_the_same(shape: Any, streamed: bool) -> None:
+def test_streamed_and_whole_responses_report_the_same_usage(shape: Any, streamed: bool) -> None:
     usage = TokenUsage()
-    for said in shape.events("m") if streamed else [shape.whole("m")]:
-        usage.take(said)
+    for document in shape.events("m") if streamed else [shape.whole("m")]:
+        usage.add(document)
     assert (usage.input_tokens, usage.cached_tokens, usage.output_tokens) == (
         TOKEN_COUNTS["in"],
         TOKEN_COUNTS["cached"],

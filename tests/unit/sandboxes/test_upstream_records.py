@@ -1,4 +1,4 @@
-"""What LiteLLM has recorded of calls: joined with their rows once, whatever happens to the file or to its reader."""
+"""Exactly-once ingestion of LiteLLM's records, across rotation, concurrent readers and crashes."""
 
 import json
 import os
@@ -20,17 +20,17 @@ pytestmark = pytest.mark.django_db
 
 
 def call(number: int = 1, **fields: Any) -> LlmCall:
-    """A call that ended well, unless the fields say otherwise."""
+    """Create a successful call. `fields` override its columns."""
     ended = {"started_at": NOW - MINUTE, "deadline_at": NOW, "ended_at": NOW - MINUTE / 2, "outcome": "ok"}
     return LlmCall.objects.create(call_id=f"{number:032x}", **{**ended, **fields})
 
 
 def record(number: int = 1, **fields: Any) -> bytes:
-    said = {
+    values = {
         "call": f"{number:032x}", "end_user": "did:plc:ada", "model": "openai/gpt", "stream": False, "status": "success",
         "error": "", "input": 1000, "cached": 400, "output": 50, "cost": 0.00074, "started": 1.0, "ended": 2.0,
     }  # fmt: skip
-    return b"\n" + json.dumps({**said, **fields}).encode() + b"\n"
+    return b"\n" + json.dumps({**values, **fields}).encode() + b"\n"
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def append(file: Path, *lines: bytes) -> None:
 
 
 def settle(file: Path) -> None:
-    """Nobody has written to it for a while."""
+    """Set the last modification far enough in the past for the file to count as complete."""
     at = (NOW - timedelta(hours=1)).timestamp()
     os.utime(file, (at, at))
 
@@ -58,7 +58,7 @@ def shown(number: int = 1) -> tuple[Any, ...]:
     return row.cost, row.priced, row.input_tokens, row.cached_tokens, row.output_tokens
 
 
-def test_a_record_gives_its_call_cost_and_tokens(file: Path) -> None:
+def test_record_sets_cost_and_tokens_of_its_call(file: Path) -> None:
     row = call()
     append(file, record())
     assert collect(file) == {"recorded": 1}
@@ -67,12 +67,12 @@ def test_a_record_gives_its_call_cost_and_tokens(file: Path) -> None:
     assert (row.recorded_at, row.outcome, row.ended_at) == (NOW, "ok", NOW - MINUTE / 2)
 
 
-def test_without_a_file_there_is_nothing_to_do(file: Path) -> None:
+def test_missing_file_is_ignored(file: Path) -> None:
     assert collect(file) == {}
     assert not LogPosition.objects.exists()
 
 
-def test_a_line_counts_once_however_often_it_is_collected_or_written(file: Path) -> None:
+def test_line_counts_once_when_collected_or_written_repeatedly(file: Path) -> None:
     call()
     append(file, record(), record())
     assert collect(file) == {"recorded": 1}
@@ -83,7 +83,7 @@ def test_a_line_counts_once_however_often_it_is_collected_or_written(file: Path)
 
 
 @pytest.mark.parametrize("outcome", ["open", "lost", "cut"])
-def test_a_call_keeps_its_outcome_and_gets_its_cost(file: Path, outcome: str) -> None:
+def test_record_sets_the_cost_and_keeps_the_outcome(file: Path, outcome: str) -> None:
     call(outcome=outcome, **({"ended_at": None} if outcome == "open" else {}))
     append(file, record())
     collect(file)
@@ -91,7 +91,7 @@ def test_a_call_keeps_its_outcome_and_gets_its_cost(file: Path, outcome: str) ->
 
 
 @pytest.mark.parametrize("priced", ["upstream", "rate"])
-def test_a_record_counts_more_than_any_other_price(file: Path, priced: str) -> None:
+def test_record_replaces_any_other_price(file: Path, priced: str) -> None:
     call(cost=Decimal(5), priced=priced)
     append(file, record(cost=0.001))
     collect(file)
@@ -99,7 +99,7 @@ def test_a_record_counts_more_than_any_other_price(file: Path, priced: str) -> N
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_of_several_attempts_the_dearest_counts_in_any_order(file: Path, order: int) -> None:
+def test_highest_cost_of_several_attempts_counts_in_any_order(file: Path, order: int) -> None:
     call(outcome="open", ended_at=None)
     failed = record(status="failure", error="APIError", input=None, cached=None, output=None, cost=0.0)
     append(file, *[failed, record(cost=0.002), record(cost=0.001)][::order])
@@ -112,13 +112,13 @@ def test_of_several_attempts_the_dearest_counts_in_any_order(file: Path, order: 
     [
         ({"outcome": "failed"}, 0),
         ({"outcome": "lost"}, 0),
-        ({"outcome": "ok"}, None),  # another attempt was answered, and its record may be on its way
+        ({"outcome": "ok"}, None),  # another attempt succeeded, and its record may follow
         ({"outcome": "open", "ended_at": None}, None),
         ({"outcome": "cut"}, None),
         ({"outcome": "failed", "output_tokens": 7}, None),
     ],
 )
-def test_an_attempt_that_failed_for_nothing_prices_only_calls_that_failed(file: Path, fields: Any, cost: Any) -> None:
+def test_failed_attempt_without_cost_prices_only_failed_calls(file: Path, fields: Any, cost: Any) -> None:
     row = call(**fields)
     append(file, record(status="failure", error="APIError", input=None, cached=None, output=None, cost=0.0))
     collect(file)
@@ -126,7 +126,7 @@ def test_an_attempt_that_failed_for_nothing_prices_only_calls_that_failed(file: 
     assert (row.cost, row.recorded_at) == (cost, None if cost is None else NOW)
 
 
-def test_an_estimate_fills_in_tokens_and_replaces_none(file: Path) -> None:
+def test_estimate_adds_missing_tokens_and_replaces_none(file: Path) -> None:
     call(1, output_tokens=70)
     call(2, output_tokens=70)
     append(file, record(1, error="ClientDisconnected", output=3), record(2, output=71))
@@ -135,7 +135,7 @@ def test_an_estimate_fills_in_tokens_and_replaces_none(file: Path) -> None:
     assert shown(2)[2:] == (1000, 400, 71)
 
 
-def test_a_record_without_a_price_leaves_the_price_to_others(file: Path) -> None:
+def test_record_without_a_price_keeps_the_existing_price(file: Path) -> None:
     row = call(model="house-model")
     append(file, record(cost=None))
     collect(file)
@@ -146,7 +146,7 @@ def test_a_record_without_a_price_leaves_the_price_to_others(file: Path) -> None
     assert shown()[:2] == (Decimal("0.0011"), "rate")
 
 
-GARBAGE = [
+MALFORMED_LINES = [
     b"no json", b"[]", b"null", b"7", b'"text"', b"{}", b"\xff\xfe\x00", b"[" * 100_000, b'{"call": 7, "status": "success"}',
     b'{"call": "\\ud800", "status": "success"}', b'{"call": "a\\u0000b", "status": "success"}', record(status="maybe"),
     record(cost=-1), record(cost="lots"), record(cost=1e9), record(cost=True), record(cost=[]), record(call="x" * 300),
@@ -154,15 +154,15 @@ GARBAGE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("line", GARBAGE)
-def test_a_line_that_is_no_record_is_counted_and_stops_nothing(file: Path, line: bytes) -> None:
+@pytest.mark.parametrize("line", MALFORMED_LINES)
+def test_malformed_line_is_counted_and_skipped(file: Path, line: bytes) -> None:
     call()
     append(file, line.strip(b"\n") + b"\n", record())
-    assert collect(file) == {"garbage": 1, "recorded": 1}
+    assert collect(file) == {"malformed": 1, "recorded": 1}
     assert shown()[0] == Decimal("0.00074")
 
 
-def test_a_cost_is_rounded_to_nine_places(file: Path) -> None:
+def test_cost_is_rounded_to_nine_places(file: Path) -> None:
     call()
     append(file, record(cost=4.9999999999999996e-05))
     collect(file)
@@ -170,19 +170,19 @@ def test_a_cost_is_rounded_to_nine_places(file: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, True, "many", 1.5, 1 << 53, []])
-def test_a_count_that_is_none_is_not_taken(file: Path, value: Any) -> None:
+def test_invalid_count_is_ignored(file: Path, value: Any) -> None:
     call()
     append(file, record(output=value))
     assert collect(file) == {"recorded": 1}
     assert shown()[2:] == (1000, 400, None)
 
 
-def test_calls_without_a_row_are_counted_apart_from_those_of_other_clients(file: Path) -> None:
+def test_records_without_a_row_are_counted_apart_from_other_clients(file: Path) -> None:
     append(file, record(7), record(8), record(call="0b0f3a5e-8f0c-4d4b-9d53-0123456789ab"))
-    assert collect(file) == {"unknown": 2, "of others": 1}
+    assert collect(file) == {"unknown": 2, "from other clients": 1}
 
 
-def test_an_unfinished_line_waits_for_its_end(file: Path) -> None:
+def test_incomplete_line_is_left_for_the_next_pass(file: Path) -> None:
     call()
     line = record()
     append(file, line[:20])
@@ -191,25 +191,25 @@ def test_an_unfinished_line_waits_for_its_end(file: Path) -> None:
     assert collect(file) == {"recorded": 1}
 
 
-def test_what_a_dead_writer_left_does_not_spoil_the_next_line(file: Path) -> None:
+def test_partial_line_of_a_dead_writer_does_not_affect_the_next(file: Path) -> None:
     call()
     append(file, record(2)[:20])
     append(file, record())
-    assert collect(file) == {"recorded": 1, "garbage": 1}
+    assert collect(file) == {"recorded": 1, "malformed": 1}
 
 
-def test_lines_are_read_in_batches_and_one_without_end_is_passed_over(file: Path, monkeypatch) -> None:
+def test_lines_are_read_in_batches_and_an_overlong_line_is_skipped(file: Path, monkeypatch) -> None:
     monkeypatch.setattr(log_tail, "BATCH_BYTES", 1000)
     for number in range(1, 21):
         call(number)
     append(file, *[record(number) for number in range(1, 11)], b"x" * 5000, b"\n", *map(record, range(11, 21)))
     counts = collect(file)
     assert counts["recorded"] == 20
-    assert 1 <= counts["garbage"] <= 6
+    assert 1 <= counts["malformed"] <= 6
     assert LlmCall.objects.filter(cost=Decimal("0.00074")).count() == 20
 
 
-def test_a_batch_takes_a_bounded_number_of_queries(file: Path, django_assert_max_num_queries) -> None:
+def test_batch_takes_a_bounded_number_of_queries(file: Path, django_assert_max_num_queries) -> None:
     for number in range(1, 301):
         call(number)
     append(file, *map(record, range(1, 301)))
@@ -229,7 +229,7 @@ def copied_and_emptied(file: Path) -> None:
     os.truncate(file, 0)
 
 
-def test_what_else_lies_beside_the_file_is_passed_over(file: Path) -> None:
+def test_other_entries_in_the_directory_are_ignored(file: Path) -> None:
     call(1)
     call(2)
     append(file, record(1))
@@ -245,20 +245,20 @@ def test_what_else_lies_beside_the_file_is_passed_over(file: Path) -> None:
 
 @pytest.mark.parametrize("rotate", [renamed, copied_and_emptied])
 @pytest.mark.parametrize("read", [True, False])
-def test_a_rotated_file_is_read_to_its_end_before_the_new_one(file: Path, rotate: Callable[[Path], None], read: bool) -> None:
+def test_rotated_file_is_read_to_its_end_before_the_new_one(file: Path, rotate: Callable[[Path], None], read: bool) -> None:
     for number in range(1, 5):
         call(number)
     append(file, record(1)) if read else append(file)
     collect(file)
     append(file, *([] if read else [record(1)]), record(2))
     if not read and rotate is copied_and_emptied:
-        collect(file)  # nothing tells a copy of what was not begun from another file
+        collect(file)  # a copy of a file that was never read cannot be recognized
     rotate(file)
     append(file, record(3))
     old = file.with_name(f"{file.name}.1")
     collect(file)
     assert shown(2)[1] == "record"
-    assert shown(3)[1] == ""  # somebody may still be writing to the old one
+    assert shown(3)[1] == ""  # the old file may still be written to
     append(old, record(4))
     settle(old)
     assert collect(file) == {"recorded": 2}
@@ -266,7 +266,7 @@ def test_a_rotated_file_is_read_to_its_end_before_the_new_one(file: Path, rotate
     assert collect(file) == {}
 
 
-def test_a_rotated_file_that_ends_within_a_line_does_not_hold_up_the_new_one(file: Path) -> None:
+def test_rotated_file_with_an_incomplete_line_does_not_block_the_new_one(file: Path) -> None:
     call(1)
     call(2)
     append(file, record(1), b'{"call": "torn')
@@ -274,10 +274,10 @@ def test_a_rotated_file_that_ends_within_a_line_does_not_hold_up_the_new_one(fil
     renamed(file)
     settle(file.with_name(f"{file.name}.1"))
     append(file, record(2))
-    assert collect(file) == {"garbage": 1, "recorded": 1}
+    assert collect(file) == {"malformed": 1, "recorded": 1}
 
 
-def test_a_rotated_file_that_is_gone_is_said_to_be_lost_and_the_new_one_is_read(file: Path) -> None:
+def test_missing_rotated_file_is_reported_and_the_new_one_is_read(file: Path) -> None:
     call(1)
     call(2)
     append(file, record(1))
@@ -285,26 +285,26 @@ def test_a_rotated_file_that_is_gone_is_said_to_be_lost_and_the_new_one_is_read(
     file.unlink()
     assert collect(file) == {}
     append(file, record(2), record(2), record(2))
-    assert collect(file) == {"rests lost": 1, "recorded": 1}
+    assert collect(file) == {"unread lost": 1, "recorded": 1}
     assert collect(file) == {}
 
 
-def test_a_file_that_was_emptied_and_has_grown_past_the_old_end_is_read_from_its_beginning(file: Path) -> None:
+def test_truncated_file_that_has_grown_again_is_read_from_its_beginning(file: Path) -> None:
     for number in range(1, 4):
         call(number)
     append(file, record(1))
     collect(file)
     os.truncate(file, 0)
     append(file, record(2), record(3))
-    assert collect(file) == {"rests lost": 1, "recorded": 2}
+    assert collect(file) == {"unread lost": 1, "recorded": 2}
 
 
-def test_hosts_that_share_a_database_read_each_its_own_file(file: Path, monkeypatch) -> None:
+def test_hosts_sharing_a_database_read_their_own_files(file: Path, monkeypatch) -> None:
     call(1)
     append(file, record(1))
     collect(file)
     monkeypatch.setattr("socket.gethostname", lambda: "another")
-    assert collect(file) == {}  # read again, and nothing changes
+    assert collect(file) == {}  # read a second time, without effect
     assert LogPosition.objects.count() == 2
 
 
@@ -312,7 +312,7 @@ def test_hosts_that_share_a_database_read_each_its_own_file(file: Path, monkeypa
 
 
 @pytest.mark.parametrize("at", ["lines read", "lines applied", "lines committed"])
-def test_a_reader_that_dies_anywhere_leaves_everything_to_the_next(file: Path, at_checkpoint, at: str) -> None:
+def test_next_reader_continues_after_a_crash_at_any_step(file: Path, at_checkpoint, at: str) -> None:
     call()
     append(file, record())
 
@@ -329,7 +329,7 @@ def test_a_reader_that_dies_anywhere_leaves_everything_to_the_next(file: Path, a
     assert shown()[0] == Decimal("0.00074")
 
 
-def test_a_rival_that_reads_the_same_lines_meanwhile_leaves_nothing_to_apply(file: Path, at_checkpoint) -> None:
+def test_lines_applied_by_a_concurrent_reader_are_not_applied_again(file: Path, at_checkpoint) -> None:
     call()
     append(file, record())
     rival: list[dict[str, int]] = []
@@ -339,7 +339,7 @@ def test_a_rival_that_reads_the_same_lines_meanwhile_leaves_nothing_to_apply(fil
 
 
 @pytest.mark.django_db(transaction=True)
-def test_many_readers_at_once_apply_each_line_once(file: Path, monkeypatch) -> None:
+def test_concurrent_readers_apply_each_line_once(file: Path, monkeypatch) -> None:
     monkeypatch.setattr(log_tail, "BATCH_BYTES", 2000)
     for number in range(1, 101):
         call(number)
@@ -352,7 +352,7 @@ def test_many_readers_at_once_apply_each_line_once(file: Path, monkeypatch) -> N
     connection.close()
 
 
-def test_calls_that_were_answered_and_not_recorded_are_unmetered(file: Path, settings) -> None:
+def test_answered_calls_without_a_record_are_unmetered(file: Path, settings) -> None:
     settings.LLM_RECORDS = str(file)
     late, _young, _failed, _recorded = (
         call(1, ended_at=NOW - 2 * MINUTE),

@@ -1,0 +1,80 @@
+"""Level, amounts and forecast of a budget as text and HTML."""
+
+from datetime import datetime
+from decimal import ROUND_DOWN, Decimal
+
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from billing import budgets
+from billing.forecast import FORECAST_WINDOW_DAYS, forecast_budget
+from billing.models import Budget
+from billing.models.budgets import Period, Unit
+from sandboxes.admin.formatting import SummaryField, format_age, format_usd, render_badge, render_timestamp
+
+PACE_NOTE = f"at the average of the last {FORECAST_WINDOW_DAYS} days"
+CENT, SMALL_QUANTUM = Decimal("0.01"), Decimal("0.000001")
+LEVEL_BADGES = {  # colour and word
+    "exhausted": ("failed", "exhausted"), "warned": ("late", "warning"),
+    "within": ("ok", "within"), "off": ("destroyed", "off"),
+}  # fmt: skip
+
+
+def get_level(budget: Budget, now: datetime) -> str:
+    """Return "within", "warned", "exhausted" or "off" for the present period."""
+    began = budgets.get_period_bounds(budget.period, now)[0]
+    if not budget.active:
+        return "off"
+    if budget.exhausted_for == began:
+        return "exhausted"
+    return "warned" if budget.warned_for == began else "within"
+
+
+def render_budget_state(budget: Budget, now: datetime) -> SafeString:
+    return render_badge(*LEVEL_BADGES[get_level(budget, now)])
+
+
+def format_amount(amount: Decimal, budget: Budget) -> str:
+    """Format a spent amount, rounded down so that it never looks exhausted too early. Small budgets get six decimals."""
+    return format_usd(amount.quantize(CENT if budget.amount >= CENT * 10 else SMALL_QUANTUM, ROUND_DOWN)) if amount else "0"
+
+
+def get_unit_label(budget: Budget) -> str:
+    return "USD" if budget.unit == Unit.USD else "hours"
+
+
+def format_usage(budget: Budget, now: datetime) -> str:
+    return f"{format_amount(budgets.get_spent(budget, now), budget)} of {format_usd(budget.amount)} {get_unit_label(budget)}"
+
+
+def compute_percent_spent(budget: Budget, now: datetime) -> int:
+    return int(100 * budgets.get_spent(budget, now) / budget.amount)
+
+
+def render_gauge(budget: Budget, now: datetime) -> SafeString:
+    """Render the spent share as a bar with a mark at the warning level. The caller shows the numbers beside it."""
+    share = min(budgets.get_spent(budget, now) / budget.amount, Decimal(1))
+    return format_html(
+        '<span class="lh-gauge" style="--warn: {}%"><meter class="lh-meter is-{}" min="0" max="1" value="{}"></meter></span>',
+        budget.warn_percent,
+        get_level(budget, now),
+        f"{share:.4f}",
+    )
+
+
+def render_reset_time(budget: Budget, now: datetime) -> SafeString | str:
+    ends = budgets.get_period_bounds(budget.period, now)[1]
+    return render_timestamp(ends, f"resets in {format_age(ends - now)}") if ends else "lifetime budget (no reset)"
+
+
+def build_forecast_field(budget: Budget, now: datetime) -> SummaryField:
+    """Build the day on which the budget runs out at the present pace."""
+    if not budget.active:
+        return SummaryField("Runs out", "–", note="the budget is off")
+    day, pace = forecast_budget(budget, now)
+    if budgets.is_exhausted(budget, now):
+        return SummaryField("Ran out", f"on {day}", note="day of detection")
+    if pace is None and day is None:
+        return SummaryField("Runs out", "no forecast yet", note="needs one full day of usage")
+    not_soon = "not expected" if budget.period == Period.EVER else "not in this period"
+    return SummaryField("Runs out", f"on {day}" if day else not_soon, note=PACE_NOTE)

@@ -1,0 +1,113 @@
+"""Admission control: reservations of hard budgets at a lease's grant, and refusal of work while a budget is exhausted."""
+
+from datetime import datetime
+from decimal import Decimal
+from uuid import UUID
+
+from django.conf import settings
+from django.db.models import Q
+
+from billing.budgets.periods import get_grace_deadline, get_period_bounds, get_spent, is_exhausted
+from billing.budgets.scopes import build_lease_filter, find_open_tabs
+from billing.budgets.spending import to_hours
+from billing.dates import EPOCH
+from billing.errors import BudgetExhausted
+from billing.models import Budget, Tab
+from billing.models.budgets import Unit
+from billing.pricing import format_decimal
+from sandboxes.db import sql
+
+EXHAUSTED_SQL = "exhausted_at IS NOT NULL AND active AND hard"  # the condition of the partial index budget_exhausted
+EXHAUSTED_FOR_LEASE_SQL = f"{EXHAUSTED_SQL} AND (scope IN ('all', 'account') OR subject IN (%s, %s, %s))"
+
+
+def open_tab(holder: UUID, *, agent_did: str, environment_type: str, key_id: str, now: datetime) -> None:
+    """Reserve a new lease's minimum in its budgets. Call it in the transaction that grants the lease.
+
+    Raise BudgetExhausted if a hard budget has no room. The lease's hard budgets stay locked until the transaction ends, so
+    that concurrent grants count this lease. Without a hard budget nothing is locked."""
+    lease_filter = build_lease_filter(agent_did=agent_did, environment_type=environment_type, key_id=key_id, now=now)
+    hard = (
+        Budget.objects.select_for_update(no_key=True, of=("self",)).filter(lease_filter, active=True, hard=True).order_by("pk")
+    )
+    active_leases = {budget: find_open_tabs(budget, now=now).count() for budget in hard}
+    full = {budget: number for budget, number in active_leases.items() if not _has_room(budget, number, now=now)}
+    if full:
+        raise _build_refusal(full, now=now)
+    sql.insert(
+        Tab(holder=holder, agent_did=agent_did, environment_type=environment_type, key_id=key_id, opened_at=now)
+    )  # fmt: skip
+
+
+def _has_room(budget: Budget, active_leases: int, *, now: datetime) -> bool:
+    """Return whether one more lease fits into the budget."""
+    spent = get_spent(budget, now)
+    return spent < budget.amount and spent + (active_leases + 1) * get_minimum_reservation(budget.unit) <= budget.amount
+
+
+def get_minimum_reservation(unit: str) -> Decimal:
+    """Return the amount reserved for each active lease, in the budget's unit."""
+    return to_hours(settings.MINIMUM_TIME) if unit == Unit.HOURS else settings.MINIMUM_USD
+
+
+def close_tab(holder: UUID, *, now: datetime) -> None:
+    """Release a lease's reservations. Idempotent. Call it in the transaction that ends the lease."""
+    sql.update(Tab, "closed_at = %s WHERE holder = %s AND closed_at IS NULL", now, holder)
+
+
+def require_budget(holder: UUID, *, now: datetime, after_grace: bool = False) -> None:
+    """Raise BudgetExhausted if an exhausted hard budget applies to this lease.
+
+    With `after_grace` only a budget whose grace period has ended counts. Without an exhausted budget the check is one lookup
+    in an index."""
+    exhausted = find_exhausted_for_lease(holder, now=now)
+    if after_grace:
+        exhausted = [budget for budget in exhausted if now >= get_grace_deadline(budget)]
+    if exhausted:
+        raise _build_refusal(dict.fromkeys(exhausted, 0), now=now)
+
+
+def find_exhausted_for_lease(holder: UUID, *, now: datetime) -> list[Budget]:
+    """Find the exhausted hard budgets that apply to a lease."""
+    if sql.find_first(Budget, EXHAUSTED_SQL) is None:
+        return []
+    tab = sql.find_first(Tab, "holder = %s", holder)
+    if tab is None or sql.find_first(Budget, EXHAUSTED_FOR_LEASE_SQL, tab.agent_did, tab.environment_type, tab.key_id) is None:
+        return []
+    lease_filter = build_lease_filter(
+        agent_did=tab.agent_did, environment_type=tab.environment_type, key_id=tab.key_id, now=now
+    )
+    return find_exhausted(now=now, condition=lease_filter)
+
+
+def find_exhausted(*, now: datetime, condition: Q | None = None) -> list[Budget]:
+    """Find the exhausted hard budgets that match `condition`.
+
+    A budget whose period has ended or whose amount was raised is not exhausted, even before the next sweep clears its mark."""
+    marked = Budget.objects.filter(condition or Q(), exhausted_at__isnull=False, active=True, hard=True).order_by("pk")
+    return [budget for budget in marked if is_exhausted(budget, now)]
+
+
+def _build_refusal(full: dict[Budget, int], *, now: datetime) -> BudgetExhausted:
+    """Build the error for budgets without room, each with its number of active leases that hold a reservation.
+
+    The error names the strictest budget: the one that resets last and, among those, the one spent the furthest."""
+
+    def strictness(budget: Budget) -> tuple[bool, datetime, Decimal]:
+        ends = get_period_bounds(budget.period, now)[1]
+        return ends is None, ends or EPOCH, get_spent(budget, now) / budget.amount
+
+    budget = max(full, key=strictness)
+    spent, ends = get_spent(budget, now), get_period_bounds(budget.period, now)[1]
+    reserved = full[budget] * get_minimum_reservation(budget.unit)
+    amounts = f"{format_decimal(spent)} spent"
+    if spent < budget.amount and reserved:
+        amounts += f", {format_decimal(round(reserved, 6))} reserved by active leases"
+    reset = f"Resets at {ends:%Y-%m-%d %H:%M} UTC." if ends else "It is a lifetime budget (no reset)."
+    return BudgetExhausted(
+        f"No room in the budget of {budget}: {amounts}. {reset}",
+        spent=format_decimal(spent),
+        limit=format_decimal(budget.amount),
+        unit=budget.unit,
+        resets_at=ends,
+    )

@@ -1,0 +1,44 @@
+"""Budget periods: their bounds, and a budget's state in the present one."""
+
+from datetime import datetime, timedelta
+from decimal import Decimal
+
+from django.db.models import Q
+
+from billing.dates import EPOCH, start_of_day, start_of_next_month, to_utc_date
+from billing.models import Budget
+from billing.models.budgets import Period
+
+
+def get_period_bounds(period: str, now: datetime) -> tuple[datetime, datetime | None]:
+    """Return the start of the present period and of the next one. A lifetime budget starts at EPOCH and has no next."""
+    day = to_utc_date(now)
+    if period == Period.DAY:
+        return start_of_day(day), start_of_day(day + timedelta(days=1))
+    if period == Period.MONTH:
+        return start_of_day(day.replace(day=1)), start_of_day(start_of_next_month(day))
+    return EPOCH, None
+
+
+def get_spent(budget: Budget, now: datetime) -> Decimal:
+    """Return the recorded spending in the present period; 0 until a new period's first update."""
+    return budget.spent if budget.period_began == get_period_bounds(budget.period, now)[0] else Decimal(0)
+
+
+def build_marked_filter(mark: str, now: datetime) -> Q:
+    """Match active budgets whose `mark`, `warned_for` or `exhausted_for`, is of their present period."""
+    present = Q()
+    for period in Period:
+        present |= Q(period=period, **{mark: get_period_bounds(period, now)[0]})
+    return present & Q(active=True)
+
+
+def is_exhausted(budget: Budget, now: datetime) -> bool:
+    """Return whether an update found the budget exhausted in its present period, and its present amount is still spent."""
+    return budget.exhausted_for == get_period_bounds(budget.period, now)[0] and budget.spent >= budget.amount
+
+
+def get_grace_deadline(budget: Budget) -> datetime:
+    """Return the end of an exhausted budget's grace period, until which running work may continue."""
+    assert budget.exhausted_at
+    return budget.exhausted_at + budget.grace

@@ -1,0 +1,79 @@
+"""Budget scopes: matching of budgets with leases, usage and costs."""
+
+from collections.abc import Collection
+from datetime import datetime
+
+from django.db.models import Q, QuerySet, Value
+from django.db.models.functions import Coalesce
+
+from billing.dates import to_utc_date
+from billing.models import HOUSE_ACCOUNT_NAME, Budget, Membership, Tab
+from billing.models.budgets import Scope
+from billing.totals import build_account_filters
+
+TAB_COLUMNS = {Scope.AGENT: "agent_did", Scope.KEY: "key_id", Scope.ENVIRONMENT_TYPE: "environment_type"}
+
+
+def find_open_tabs(budget: Budget, *, now: datetime) -> QuerySet[Tab]:
+    """Find the tabs of the active leases in a budget's scope. An account's are those of its present members."""
+    return Tab.objects.filter(_build_tab_filter(budget, now=now), closed_at__isnull=True)
+
+
+def _build_tab_filter(budget: Budget, *, now: datetime) -> Q:
+    if budget.scope == Scope.ACCOUNT:
+        return _build_member_filter(budget.subject, now)
+    return Q() if budget.scope == Scope.ALL else Q(**{TAB_COLUMNS[Scope(budget.scope)]: budget.subject})
+
+
+def _build_member_filter(account: str, now: datetime) -> Q:
+    present = Membership.objects.on(to_utc_date(now))
+    if account == HOUSE_ACCOUNT_NAME:
+        return ~Q(agent_did__in=present.exclude(account__name=HOUSE_ACCOUNT_NAME).values("agent_did"))
+    return Q(agent_did__in=present.filter(account__name=account).values("agent_did"))
+
+
+def build_lease_filter(*, agent_did: str, environment_type: str, key_id: str, now: datetime) -> Q:
+    """Match the budgets that apply to such a lease."""
+    account = Membership.objects.on(to_utc_date(now)).filter(agent_did=agent_did).values("account__name")
+    condition = (
+        Q(scope=Scope.ALL)
+        | Q(scope=Scope.AGENT, subject=agent_did)
+        | Q(scope=Scope.ENVIRONMENT_TYPE, subject=environment_type)
+        | Q(scope=Scope.ACCOUNT, subject=Coalesce(account, Value(HOUSE_ACCOUNT_NAME)))
+    )
+    return condition | Q(scope=Scope.KEY, subject=key_id) if key_id else condition
+
+
+def find_visible_budgets(key_id: str, dids: Collection[str], *, now: datetime) -> QuerySet[Budget]:
+    """Find the active budgets that apply to leases of these agents, or to leases acquired with this key."""
+    present = Membership.objects.on(to_utc_date(now)).filter(agent_did__in=dids)
+    accounts = dict(present.values_list("agent_did", "account__name"))
+    types = Tab.objects.filter(agent_did__in=dids).values("environment_type")
+    return Budget.objects.filter(
+        Q(scope=Scope.ALL)
+        | Q(scope=Scope.AGENT, subject__in=dids)
+        | Q(scope=Scope.KEY, subject=key_id)
+        | Q(scope=Scope.ENVIRONMENT_TYPE, subject__in=types)
+        | Q(scope=Scope.ACCOUNT, subject__in={accounts.get(did, HOUSE_ACCOUNT_NAME) for did in dids}),
+        active=True,
+    )
+
+
+def build_usage_filters(budget: Budget, began: datetime) -> list[Q]:
+    """Build disjoint filters of a budget's usage records from `began` on.
+
+    An account's records are those of each agent's days as its member."""
+    if budget.scope == Scope.ACCOUNT:
+        return build_account_filters(budget.subject, to_utc_date(began))
+    return [_build_holder_filter(budget)]
+
+
+def build_cost_filter(budget: Budget) -> Q:
+    """Match a budget's cost records. An account's records include its plans."""
+    return Q(account__name=budget.subject) if budget.scope == Scope.ACCOUNT else _build_holder_filter(budget)
+
+
+def _build_holder_filter(budget: Budget) -> Q:
+    if budget.scope in (Scope.KEY, Scope.ENVIRONMENT_TYPE):
+        return Q(holder__in=Tab.objects.filter(**{TAB_COLUMNS[Scope(budget.scope)]: budget.subject}).values("holder"))
+    return Q(agent_did=budget.subject) if budget.scope == Scope.AGENT else Q()

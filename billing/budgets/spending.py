@@ -1,0 +1,93 @@
+"""Spending of a budget: totals by period, day and lease of the usage and costs derived so far."""
+
+from collections import defaultdict
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from typing import NamedTuple
+
+from django.db.models import Q, QuerySet
+
+from billing.budgets.periods import get_period_bounds
+from billing.budgets.scopes import build_cost_filter, build_usage_filters, find_open_tabs
+from billing.intervals import MICROSECOND
+from billing.models import BillableItem, Budget, CostRecord, Tab, UsageKind, UsageRecord
+from billing.models.budgets import Unit
+from billing.money_sums import nanos_to_decimal, sum_exact
+from billing.totals import BILLABLE_STATES, TOTAL_DURATION
+
+HOUR = timedelta(hours=1)
+NINE_PLACES = Decimal("1e-9")
+
+
+class DailySpending(NamedTuple):
+    """Spending of one day in the budget's unit, unrounded."""
+
+    total: Fraction
+    without_plans: Fraction
+
+
+def sum_spending(budget: Budget, began: datetime, ends: datetime | None) -> Decimal:
+    """Sum the spending in a budget's scope between two bounds of a period, in the budget's unit."""
+    if budget.unit == Unit.USD:
+        return nanos_to_decimal(_find_cost_records(budget, began, ends).aggregate(nano=sum_exact("usd"))["nano"])
+    durations = [part.aggregate(sum=TOTAL_DURATION)["sum"] for part in _find_time_records(budget, began, ends)]
+    return to_hours(sum(filter(None, durations), timedelta(0))).quantize(NINE_PLACES)
+
+
+def sum_spending_by_day(budget: Budget, since: datetime, ends: datetime | None) -> dict[date, DailySpending]:
+    """Sum the spending of each day with usage. Takes one query for USD, one or two for hours."""
+    if budget.unit == Unit.USD:
+        costs = _find_cost_records(budget, since, ends).order_by().values_list("day")
+        sums = costs.annotate(all=sum_exact("usd"), used=sum_exact("usd", ~Q(item=BillableItem.PLAN)))
+        return {
+            day: DailySpending(Fraction(nanos_to_decimal(total)), Fraction(nanos_to_decimal(used))) for day, total, used in sums
+        }
+    durations: dict[date, timedelta] = defaultdict(timedelta)
+    for part in _find_time_records(budget, since, ends):
+        for day, duration in part.order_by().values_list("day").annotate(sum=TOTAL_DURATION):
+            durations[day] += duration
+    hours = {day: Fraction(duration // MICROSECOND, HOUR // MICROSECOND) for day, duration in durations.items()}
+    return {day: DailySpending(amount, amount) for day, amount in hours.items()}
+
+
+def find_top_spenders(budget: Budget, *, now: datetime, limit: int) -> list[tuple[Tab, Decimal]]:
+    """Find the open tabs in scope with the most spending in the present period, each with that spending.
+
+    Tabs without any spending fill the list up to `limit`, newest first."""
+    began, ends = get_period_bounds(budget.period, now)
+    open_tabs = find_open_tabs(budget, now=now)
+    if budget.unit == Unit.USD:
+        costs = _find_cost_records(budget, began, ends).filter(holder__in=open_tabs.values("holder")).order_by()
+        nano = costs.values_list("holder").annotate(sum=sum_exact("usd")).order_by("-sum", "holder")[:limit]
+        spent = {holder: nanos_to_decimal(sum_) for holder, sum_ in nano}
+    else:
+        parts = [
+            part.filter(holder__in=open_tabs.values("holder")).order_by() for part in _find_time_records(budget, began, ends)
+        ]
+        durations = [row for part in parts for row in part.values_list("holder").annotate(sum=TOTAL_DURATION)]
+        longest = sorted(durations, key=lambda row: (-row[1], row[0]))[:limit]
+        spent = {holder: to_hours(duration) for holder, duration in longest}
+    tabs = {tab.holder: tab for tab in Tab.objects.filter(holder__in=spent)}
+    spenders = [(tabs[holder], amount) for holder, amount in spent.items()]
+    if len(spenders) < limit:
+        rest = open_tabs.exclude(holder__in=spent).order_by("-opened_at", "holder")[: limit - len(spenders)]
+        spenders += [(tab, Decimal(0)) for tab in rest]
+    return spenders
+
+
+def _build_day_filter(began: datetime, ends: datetime | None) -> Q:
+    return Q(day__gte=began.date()) & (Q(day__lt=ends.date()) if ends else Q())
+
+
+def _find_cost_records(budget: Budget, began: datetime, ends: datetime | None) -> QuerySet[CostRecord]:
+    return CostRecord.objects.filter(build_cost_filter(budget), _build_day_filter(began, ends))
+
+
+def _find_time_records(budget: Budget, began: datetime, ends: datetime | None) -> list[QuerySet[UsageRecord]]:
+    records = UsageRecord.objects.filter(_build_day_filter(began, ends), item=UsageKind.TIME, state__in=BILLABLE_STATES)
+    return [records.filter(part) for part in build_usage_filters(budget, began)]
+
+
+def to_hours(duration: timedelta) -> Decimal:
+    return Decimal(duration // MICROSECOND) / (HOUR // MICROSECOND)

@@ -1,0 +1,125 @@
+"""Forecasts of this month's costs and of the day on which a budget is exhausted.
+
+Both assume that every day to come costs the average of the last full days (the pace)."""
+
+import math
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from billing import budgets, pricing
+from billing.dates import start_of_day, start_of_next_month, to_utc_date
+from billing.models import BillableItem, Budget
+from billing.totals import sum_costs
+
+FORECAST_WINDOW_DAYS = 7  # full days before today from which the pace is computed
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Costs of this month in USD.
+
+    spent: from the 1st up to now.
+    a_day: average cost of one day without plans, over the last `days` full days. None before the first full day.
+    month: expected cost of the whole month.
+    runs_out: day on which costs since the 1st reach `budget`. None if there is no budget or it is never reached."""
+
+    spent: Decimal
+    a_day: Decimal | None
+    days: int
+    month: Decimal
+    budget: Decimal | None
+    runs_out: date | None
+
+
+def forecast(*, now: datetime, last: int = FORECAST_WINDOW_DAYS, budget: Decimal | None = None, **filters: Any) -> Forecast:
+    """Forecast this month's costs from the average of the last `last` full days.
+
+    The average starts at the first of those days with any cost. Plans are charged once a month and are not part of the
+    average. `filters` are those of `totals.sum_costs`: `agents` and the names in `GROUP_BY_COLUMNS`.
+
+    Known limit: early in a month the forecast is too low, because it takes the days within an allowance as typical."""
+    today = now.astimezone(UTC).date()
+    begin, first = today.replace(day=1), today - timedelta(days=last)
+    spent = {total.key: total.usd for total in sum_costs("day", since=begin, until=start_of_next_month(begin), **filters)}
+    recent = sum_costs("day", since=first, until=today, **filters)
+    days = (today - date.fromisoformat(recent[0].key)).days if recent else 0
+    recent_usd = sum((total.usd for total in recent), Decimal(0))
+    plan_totals = sum_costs("day", since=first, until=start_of_next_month(begin), item=BillableItem.PLAN, **filters)
+    plans = {total.key: total.usd for total in plan_totals}
+    recent_usd -= sum((usd for key, usd in plans.items() if key < str(today)), Decimal(0))
+    pace = Fraction(recent_usd) / days if days else Fraction(0)
+    before_today = sum((usd for key, usd in spent.items() if key < str(today)), Decimal(0))
+    plan_today = Fraction(plans.get(str(today), 0))
+    all_of_today = plan_today + max(Fraction(spent.get(str(today), 0)) - plan_today, pace)
+    remaining_days = (start_of_next_month(begin) - today).days - 1
+    return Forecast(
+        spent=sum(spent.values(), Decimal(0)),
+        a_day=pricing.round_half_up(pace) if days else None,
+        days=days,
+        month=pricing.round_half_up(Fraction(before_today) + all_of_today + pace * remaining_days),
+        budget=budget,
+        runs_out=None if budget is None else _find_exhaustion_date(Fraction(budget), spent, today, all_of_today, pace),
+    )
+
+
+def _find_exhaustion_date(
+    budget: Fraction, spent: dict[str, Decimal], today: date, all_of_today: Fraction, pace: Fraction
+) -> date | None:
+    """Return the first day at whose end the costs since the 1st reach `budget`. None if they never do.
+
+    `spent` maps ISO days to USD; `all_of_today` is the expected cost of the whole of today."""
+    total = Fraction(0)
+    for key in sorted(key for key in spent if key <= str(today)):
+        total += Fraction(spent[key])
+        if total >= budget:
+            return date.fromisoformat(key)
+    total += all_of_today - Fraction(spent.get(str(today), Decimal(0)))
+    if total >= budget:
+        return today
+    if not pace:
+        return None
+    days = math.ceil((budget - total) / pace)
+    return today + timedelta(days=days) if days <= (date.max - today).days else None
+
+
+class BudgetForecast(NamedTuple):
+    """Outlook of one budget, in the budget's unit.
+
+    runs_out: UTC day at whose end the budget is exhausted; the day of exhaustion if it already is. None if it lasts for
+    its present period, or is inactive.
+    a_day: average spending of one day without plans. None without a full day of usage in the forecast window."""
+
+    runs_out: date | None
+    a_day: Fraction | None
+
+
+def forecast_budget(budget: Budget, now: datetime) -> BudgetForecast:
+    """Forecast a budget's exhaustion from its average spending in the last FORECAST_WINDOW_DAYS full days.
+
+    The average starts at the first of those days with any usage. A plan counts as spent from the day of its charge and is
+    not part of the average. Takes one query for USD or two for hours, over the usage and costs derived so far."""
+    if not budget.active:
+        return BudgetForecast(None, None)
+    if budgets.is_exhausted(budget, now) and budget.exhausted_at:
+        return BudgetForecast(to_utc_date(budget.exhausted_at), None)
+    today, (began, ends) = to_utc_date(now), budgets.get_period_bounds(budget.period, now)
+    first, until = today - timedelta(days=FORECAST_WINDOW_DAYS), ends.date() if ends else date.max
+    days = budgets.sum_spending_by_day(budget, min(began, start_of_day(first)), ends)
+    spent = sum((sums.total for day, sums in days.items() if day >= began.date()), Fraction(0))
+    recent = {day: sums.without_plans for day, sums in days.items() if first <= day < today}
+    pace = sum(recent.values()) / Fraction((today - min(recent)).days) if recent else Fraction(0)
+    rest_of_today = max(pace - (days[today].without_plans if today in days else 0), Fraction(0))
+    left = Fraction(budget.amount) - spent - rest_of_today
+    known_pace = pace if recent else None
+    if left <= 0:
+        return BudgetForecast(today, known_pace)
+    number = math.ceil(left / pace) if pace else math.inf
+    return BudgetForecast(today + timedelta(days=number) if number < (until - today).days else None, known_pace)
+
+
+def predict_exhaustion_date(budget: Budget, now: datetime) -> date | None:
+    """Return the UTC day on which a budget is exhausted, as in BudgetForecast.runs_out."""
+    return forecast_budget(budget, now).runs_out

@@ -1,0 +1,110 @@
+"""Cost overview: the last 30 days by provider, the most expensive agents and the forecast of the month."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+from django.db.models import Q
+
+from billing.dates import to_utc_date
+from billing.forecast import Forecast, forecast
+from billing.models import BillableItem, CostRecord
+from billing.money_sums import nanos_to_decimal, sum_exact
+
+WINDOW_DAYS, MAX_SPENDERS = 30, 10
+MODEL_CALLS_SERIES, PLANS_SERIES = "model calls", "plans"  # costs of these items are not split by provider
+SERIES_BY_ITEM = {str(BillableItem.LLM): MODEL_CALLS_SERIES, str(BillableItem.PLAN): PLANS_SERIES}
+
+
+@dataclass(frozen=True)
+class DailyCost:
+    """Costs of one day in USD. `parts` has the series with costs on that day, in the order of Overview.series."""
+
+    day: date
+    parts: dict[str, Decimal]
+    usd: Decimal
+
+    @property
+    def bar(self) -> Decimal:
+        """Height of the day's bar: costs without plans, whose monthly charge on one day would dwarf the others."""
+        return self.usd - self.parts.get(PLANS_SERIES, Decimal(0))
+
+
+@dataclass(frozen=True)
+class AgentCost:
+    agent_did: str
+    usd: Decimal
+
+
+@dataclass(frozen=True)
+class Overview:
+    """Costs in USD by day, series, agent and item.
+
+    series: total of each series with any cost, most expensive first.
+    top: upper end of the chart's axis."""
+
+    days: list[DailyCost]
+    series: dict[str, Decimal]
+    usd: Decimal
+    top: Decimal
+    spenders: list[AgentCost]
+    items: dict[str, Decimal]
+    forecast: Forecast
+
+
+def build_overview(*, now: datetime, account: str = "", agent: str = "") -> Overview:
+    """Build the overview of the last WINDOW_DAYS days including today, optionally of one account or agent."""
+    today = now.astimezone(UTC).date()
+    first = today - timedelta(days=WINDOW_DAYS - 1)
+    filters: Any = {name: value for name, value in (("account", account), ("agent", agent)) if value}
+    records = CostRecord.objects.filter(
+        Q(account__name=account) if account else Q(), Q(agent_did=agent) if agent else Q(), day__range=(first, today)
+    ).order_by()
+    parts: dict[date, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    series: dict[str, int] = defaultdict(int)
+    items: dict[str, int] = defaultdict(int)
+    for day, provider, item, nano in records.values_list("day", "provider", "item").annotate(nano=sum_exact("usd")):
+        name = SERIES_BY_ITEM.get(item) or provider or "no provider"
+        parts[day][name] += nano
+        series[name] += nano
+        items[item] += nano
+    totals = {name: nanos_to_decimal(nano) for name, nano in _sort_by_cost(series.items()) if nano}
+    days = [_build_daily_cost(first + timedelta(days=number), parts, totals) for number in range(WINDOW_DAYS)]
+    agents = records.values_list("agent_did").annotate(nano=sum_exact("usd")).order_by("-nano", "agent_did")[:MAX_SPENDERS]
+    return Overview(
+        days=days,
+        series=totals,
+        usd=sum(totals.values(), Decimal(0)),
+        top=round_up_axis(max(day.bar for day in days)),
+        spenders=[AgentCost(did, nanos_to_decimal(nano)) for did, nano in agents if nano],
+        items={item: nanos_to_decimal(nano) for item, nano in _sort_by_cost(items.items()) if nano},
+        forecast=forecast(now=now, **filters),
+    )
+
+
+def get_costs_to_date(now: datetime) -> tuple[Decimal, Decimal]:
+    """Return the costs of today and of this month so far, in USD. One query over this month's days."""
+    today = to_utc_date(now)
+    records = CostRecord.objects.filter(day__range=(today.replace(day=1), today))
+    sums = records.aggregate(today=sum_exact("usd", Q(day=today)), month=sum_exact("usd"))
+    return nanos_to_decimal(sums["today"]), nanos_to_decimal(sums["month"])
+
+
+def _sort_by_cost(sums: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    return sorted(sums, key=lambda each: (-each[1], each[0]))
+
+
+def _build_daily_cost(day: date, parts: Any, series: Iterable[str]) -> DailyCost:
+    costs = {name: nanos_to_decimal(parts[day][name]) for name in series if parts[day].get(name)} if day in parts else {}
+    return DailyCost(day, costs, sum(costs.values(), Decimal(0)))
+
+
+def round_up_axis(highest: Decimal) -> Decimal:
+    """Return the smallest of 1, 2 and 5 times a power of ten that is at least `highest`; 1 if there is nothing to show."""
+    if highest <= 0:
+        return Decimal(1)
+    power = Decimal(10) ** highest.adjusted()
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= highest)

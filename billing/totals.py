@@ -1,0 +1,139 @@
+"""Totals of costs and sandbox time, grouped by agent, lease, environment, provider, day, account or item."""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import date, timedelta
+from decimal import Decimal
+from typing import Any
+
+from django.db.models import DurationField, ExpressionWrapper, F, OuterRef, Q, QuerySet, Subquery, Sum, Value
+from django.db.models.functions import Coalesce
+from django.db.models.lookups import Exact
+
+from billing.dates import EPOCH_DATE
+from billing.models import HOUSE_ACCOUNT_NAME, CostRecord, Membership, UsageKind, UsageRecord
+from billing.money_sums import nanos_to_decimal, sum_exact
+from sandboxes.models import ALIVE_STATES
+
+BILLABLE_STATES = ALIVE_STATES  # sandbox time is charged while ready for use, not while warming, evicting, cold or destroying
+TOTAL_DURATION = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
+GROUP_BY_COLUMNS = {
+    "agent": "agent_did", "lease": "holder", "environment": "environment_id", "provider": "provider", "day": "day",
+    "account": "account__name", "item": "item",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CostTotal:
+    """Usage and costs of one group: quantities and free quantities by item, in units of the item, and USD.
+
+    `lasted` is the billable sandbox time. It is None in totals by item or of one item."""
+
+    key: str
+    quantities: dict[str, Decimal]
+    free: dict[str, Decimal]
+    usd: Decimal
+    lasted: timedelta | None
+
+
+def sum_costs(
+    by: str, *, since: date | None = None, until: date | None = None, agents: Collection[str] | None = None, **filters: Any
+) -> list[CostTotal]:
+    """Sum costs from day `since` up to but not including `until`, most expensive group first; by day in date order.
+
+    `by` and the names in `filters` are keys of GROUP_BY_COLUMNS. `agents` limits the sum to those DIDs."""
+    rows = CostRecord.objects.filter(
+        _build_range_filter(since, until, agents), **{GROUP_BY_COLUMNS[name]: value for name, value in filters.items()}
+    )
+    sums = rows.order_by().values_list(GROUP_BY_COLUMNS[by], "item")
+    sums = sums.annotate(a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd"))
+    quantities: dict[str, dict[str, Decimal]] = defaultdict(dict)
+    free: dict[str, dict[str, Decimal]] = defaultdict(dict)
+    usd: Counter[str] = Counter()
+    for key, item, quantity, free_quantity, nano in sums:
+        name = _format_key(key)
+        quantities[name][item] = nanos_to_decimal(quantity)
+        if free_quantity:
+            free[name][item] = nanos_to_decimal(free_quantity)
+        usd[name] += nano
+    without_time = by == "item" or "item" in filters
+    lasted = None if without_time else sum_sandbox_time(by, since=since, until=until, agents=agents, **filters)
+    names = sorted({*quantities, *(lasted or {})}, key=lambda name: (0 if by == "day" else -usd[name], name))
+    return [
+        CostTotal(
+            name,
+            quantities.get(name, {}),
+            free.get(name, {}),
+            nanos_to_decimal(usd[name]),
+            None if lasted is None else lasted.get(name, timedelta(0)),
+        )
+        for name in names
+    ]
+
+
+def sum_sandbox_time(
+    by: str, *, since: date | None = None, until: date | None = None, agents: Collection[str] | None = None, **filters: Any
+) -> dict[str, timedelta]:
+    """Sum billable sandbox time by group. The parameters are those of `sum_costs`, except that there is no item."""
+    account = filters.pop("account", None)
+    rows = UsageRecord.objects.filter(
+        _build_range_filter(since, until, agents), item=UsageKind.TIME, state__in=BILLABLE_STATES
+    ).order_by()
+    rows = rows.filter(**{GROUP_BY_COLUMNS[name]: value for name, value in filters.items()})
+    if by == "account":
+        return {name: time_ for name, time_ in _sum_time_by_account(rows, since).items() if account in (None, name)}
+    total: dict[str, timedelta] = defaultdict(timedelta)
+    for part in [Q()] if account is None else build_account_filters(account, since):
+        for key, time_ in rows.filter(part).values_list(GROUP_BY_COLUMNS[by]).annotate(lasted=TOTAL_DURATION):
+            total[_format_key(key)] += time_
+    return dict(total)
+
+
+def _sum_time_by_account(rows: QuerySet[UsageRecord], since: date | None) -> dict[str, timedelta]:
+    total: dict[str, timedelta] = defaultdict(timedelta)
+    accounts = dict(Membership.objects.on(since or EPOCH_DATE).values_list("agent_did", "account__name"))
+    moved = _build_moved_filter(since)
+    for agent, time_ in rows.exclude(moved).values_list("agent_did").annotate(lasted=TOTAL_DURATION):
+        total[accounts.get(agent, HOUSE_ACCOUNT_NAME)] += time_
+    for account, time_ in rows.filter(moved).values_list(_build_account_on_day()).annotate(lasted=TOTAL_DURATION):
+        total[account] += time_
+    return total
+
+
+def build_account_filters(account: str, since: date | None) -> list[Q]:
+    """Build filters of the usage records that belong to an account, as two disjoint parts.
+
+    The first part has the agents whose account does not change after `since`, and is cheap. The second has the agents that
+    move, and looks up the account of each record's day."""
+    members, candidates = Membership.objects.on(since or EPOCH_DATE), Q()
+    if account == HOUSE_ACCOUNT_NAME:
+        stays = ~Q(agent_did__in=members.exclude(account__name=HOUSE_ACCOUNT_NAME).values("agent_did"))
+    else:
+        stays = Q(agent_did__in=members.filter(account__name=account).values("agent_did"))
+        candidates = Q(agent_did__in=Membership.objects.filter(account__name=account).values("agent_did"))
+    moved = _build_moved_filter(since)
+    return [~moved & stays, moved & candidates & Q(Exact(_build_account_on_day(), account))]
+
+
+def _build_moved_filter(since: date | None) -> Q:
+    """Match the usage of agents with a membership that begins after `since`."""
+    return Q(agent_did__in=Membership.objects.filter(since__gt=since or EPOCH_DATE).values("agent_did"))
+
+
+def _build_account_on_day() -> Coalesce:
+    begun = Membership.objects.filter(agent_did=OuterRef("agent_did"), since__lte=OuterRef("day")).order_by("-since")
+    return Coalesce(Subquery(begun.values("account__name")[:1]), Value(HOUSE_ACCOUNT_NAME))
+
+
+def _build_range_filter(since: date | None, until: date | None, agents: Collection[str] | None) -> Q:
+    condition = Q() if agents is None else Q(agent_did__in=[*agents])
+    if since:
+        condition &= Q(day__gte=since)
+    if until:
+        condition &= Q(day__lt=until)
+    return condition
+
+
+def _format_key(key: object) -> str:
+    return "" if key is None else str(key)

@@ -1,0 +1,83 @@
+"""Console pages of environment types."""
+
+from typing import Any
+
+from django.contrib import admin
+from django.http import HttpRequest
+from django.utils.safestring import SafeString
+from unfold.decorators import display
+
+from leases.admin import spending
+from leases.models import EnvironmentType, LeaseStatus
+from sandboxes.admin.base import ConsoleModelAdmin
+from sandboxes.admin.changelist import ListTab
+from sandboxes.admin.formatting import (
+    SummaryField,
+    build_changelist_url,
+    format_duration,
+    render_two_lines,
+)
+from sandboxes.models.policies import SEALED_POLICY_NAME
+
+
+@admin.register(EnvironmentType)
+class EnvironmentTypeAdmin(ConsoleModelAdmin):
+    list_display = ["name", "lifetime_limits", "sleeps", "conditions", "where", "spends"]
+    list_select_related = ["pool", "policy"]
+    search_fields = ["name__startswith"]
+    ordering = ["name"]
+    list_tabs = {"all": ListTab("All", "No environment types yet. Add one to let agents acquire leases of it.")}
+    fieldsets = [
+        (None, {"fields": ["name", "pool", "policy"]}),
+        ("Lease lifetime", {"fields": ["ttl", "max_ttl", "expiry_conditions"]}),
+        ("Turns and eviction", {"fields": ["turn_argv", "turn_timeout", "sleep_after", "snapshot_excludes"]}),
+        (
+            "Model calls",
+            {
+                "fields": ["llm_limit"],
+                "description": "Applies to new leases of this type. The limit of an existing lease is changed on its own page.",
+            },
+        ),
+    ]
+    labels = {
+        "ttl": "Idle limit",
+        "max_ttl": "Hard limit",
+        "expiry_conditions": "End conditions",
+        "turn_argv": "Turn command",
+        "sleep_after": "Evict after",
+        "snapshot_excludes": "Excluded from snapshots",
+        "llm_limit": "Spend limit (USD)",
+    }
+
+    def get_readonly_fields(self, request: HttpRequest, obj: EnvironmentType | None = None) -> list[str]:
+        return ["name"] if obj else []  # leases refer to an environment type by name
+
+    @display(description="Lease limits")
+    def lifetime_limits(self, row: EnvironmentType) -> SafeString:
+        return render_two_lines(f"{format_duration(row.ttl)} idle", f"{format_duration(row.max_ttl)} in total")
+
+    @display(description="Evict after")
+    def sleeps(self, row: EnvironmentType) -> str:
+        return row.sleep_after
+
+    @display(description="End conditions")
+    def conditions(self, row: EnvironmentType) -> str:
+        return ", ".join(row.expiry_conditions) or "–"
+
+    @display(description="Pool and policy")
+    def where(self, row: EnvironmentType) -> SafeString:
+        return render_two_lines(row.pool or "default pool", row.policy or SEALED_POLICY_NAME)
+
+    @display(description="Spend limit")
+    def spends(self, row: EnvironmentType) -> str:
+        return spending.format_spend_limit(row.llm_limit)
+
+    def get_page_context(self, request: HttpRequest, row: EnvironmentType) -> dict[str, Any]:
+        active = row.leases.filter(status=LeaseStatus.ACTIVE).count()
+        href = build_changelist_url("leases_lease", slice="active", environment_type__name__exact=row.name)
+        return {
+            "facts": [
+                SummaryField("Active leases", active, href=href),
+                SummaryField("Spend limit", spending.format_spend_limit(row.llm_limit), note="on model calls, per new lease"),
+            ]
+        }

@@ -1,0 +1,222 @@
+"""Actions of operators on rows: confirmation with a reason, one domain call, a message and a log entry."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, ClassVar
+
+from django import forms
+from django.contrib import messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin.models import CHANGE, LogEntry
+from django.contrib.admin.utils import unquote
+from django.contrib.contenttypes.models import ContentType
+from django.core.exceptions import BadRequest, ValidationError
+from django.db.models import Model, QuerySet
+from django.http import Http404, HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
+from django.urls import reverse
+from django.utils import timezone
+from unfold.admin import ModelAdmin
+from unfold.decorators import action
+from unfold.enums import ActionVariant
+from unfold.forms import BaseDialogForm
+from unfold.widgets import UnfoldAdminTextInputWidget
+
+from sandboxes.admin.formatting import pluralize
+from sandboxes.errors import SandboxError
+
+REASON_HELP_TEXT = "Recorded in the history with your user name."
+
+
+class ReasonForm(BaseDialogForm):
+    """Reason for an action, recorded with the operator's name."""
+
+    reason = forms.CharField(
+        min_length=5,
+        max_length=200,
+        widget=UnfoldAdminTextInputWidget({"autofocus": True, "autocomplete": "off"}),
+        help_text=REASON_HELP_TEXT,
+    )
+
+
+@dataclass(frozen=True)
+class AdminAction:
+    """Operation that an operator may run on rows of one model.
+
+    `legal` only decides which buttons are shown and what a confirmation announces; the guard of `verb` decides the outcome."""
+
+    title: str
+    warning: str
+    done: str  # completes "1 lease <done>."
+    refusal_reason: str  # completes "1 skipped: <refusal reason>."
+    legal: Callable[[Any], bool]
+    verb: Callable[..., bool]  # row, actor, reason, now, further form fields by name -> whether this call changed the row
+    icon: str = "play_arrow"
+    permissions: tuple[str, ...] = ()  # all required, such as "leases.end_lease"
+    danger: bool = False
+    button: str = ""  # on the row's page; by default the title
+    bulk_button: str = ""  # in the changelist; by default the title
+    enqueue: Callable[[], object] = bool  # called once after rows were changed
+    explain_refusal: Callable[[Any], str] | None = None  # row as it is now -> reason, in place of `refusal_reason`
+    form: type[ReasonForm] = ReasonForm
+    get_next_url: Callable[[Any, ReasonForm], str] | None = None  # page to open afterwards; by default the row's
+
+    @property
+    def dialog(self) -> dict[str, Any]:
+        return {
+            "title": f"{self.title}?",
+            "description": self.warning,
+            "form_class": self.form,
+            "form_submit_text": self.title,
+        }
+
+
+class ActionModelAdmin(ModelAdmin):
+    """Model admin whose actions are declared as data.
+
+    `row_actions` become buttons on a row's page that open a dialog; `bulk_actions` become choices of the changelist that open
+    a confirmation page. Keys are the names in URLs and form posts. Other apps add theirs with `add_actions`."""
+
+    row_actions: ClassVar[dict[str, AdminAction]] = {}
+    bulk_actions: ClassVar[dict[str, AdminAction]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        row_actions, bulk_actions = cls.row_actions, cls.bulk_actions
+        cls.row_actions, cls.bulk_actions = {}, {}
+        cls.add_actions(row_actions, bulk_actions)
+
+    @classmethod
+    def add_actions(cls, row_actions: Mapping[str, AdminAction], bulk_actions: Mapping[str, AdminAction] | None = None) -> None:
+        """Add actions to every page of this class. Call before the URLconf is loaded, which is when their URLs are made."""
+        for name, declared in row_actions.items():
+            cls.row_actions[name] = declared
+            setattr(cls, name, _build_row_method(name, declared))
+        for name, declared in (bulk_actions or {}).items():
+            cls.bulk_actions[name] = declared
+            setattr(cls, name, _build_bulk_method(name, declared))
+        for name, declared in {**row_actions, **(bulk_actions or {})}.items():
+            setattr(cls, f"has_{name}_permission", _build_permission_method(declared))
+        cls.actions_detail, cls.actions = [*cls.row_actions], [*cls.bulk_actions]
+
+    def run_row_action(self, request: HttpRequest, object_id: str, declared: AdminAction, form: ReasonForm) -> HttpResponse:
+        """Run an action on one row after its dialog was submitted."""
+        row = self.get_object(request, unquote(object_id))
+        if row is None:
+            raise Http404
+        fields = {name: value for name, value in form.cleaned_data.items() if not name.startswith("_")}
+        try:
+            changed = self._run_verb(request, declared, [row], **fields)
+        except SandboxError as refusal:  # the dialog stays open and shows the message
+            form.add_error(None, str(refusal))
+            context = {"dialog": declared.dialog, "form": form, "form_submit_text": declared.title}
+            return TemplateResponse(request, "unfold/helpers/dialog.html", context)
+        if changed:
+            messages.success(request, f"{pluralize(1, *self._verbose_names)} {declared.done}.")
+        else:
+            row.refresh_from_db()
+            reason = declared.explain_refusal(row) if declared.explain_refusal else declared.refusal_reason
+            messages.warning(request, f"Nothing changed: {reason}.")
+        next_url = declared.get_next_url(row, form) if declared.get_next_url else self.get_row_url(row)
+        # A plain redirect would be followed by htmx, which would put the whole page into the dialog.
+        return HttpResponse(headers={"HX-Redirect": next_url})
+
+    def get_row_url(self, row: Model) -> str:
+        return reverse(f"admin:{self.opts.label_lower.replace('.', '_')}_change", args=[row.pk])
+
+    def run_bulk_action(self, request: HttpRequest, queryset: QuerySet[Any], declared: AdminAction) -> HttpResponse | None:
+        """Confirm and run an action on the rows selected in the changelist. The confirmation page fixes the selection."""
+        selected = request.POST.getlist(ACTION_CHECKBOX_NAME)
+        rows = list(queryset.filter(pk__in=selected))
+        form = ReasonForm(request=request, data=request.POST if "confirm" in request.POST else None)
+        if not form.is_valid():
+            context = {
+                **self.admin_site.each_context(request),
+                "title": f"{declared.title}?", "declared": declared, "form": form, "opts": self.opts, "selected": selected,
+                "rows": [(row, declared.legal(row)) for row in rows], "legal": sum(map(declared.legal, rows)),
+                "action": request.POST["action"],
+            }  # fmt: skip
+            return TemplateResponse(request, "admin/confirm.html", context)
+        changed = self._run_verb(request, declared, rows, form.cleaned_data["reason"])
+        skipped = len(selected) - changed
+        sentences = [f"{pluralize(changed, *self._verbose_names)} {declared.done}."] if changed else []
+        sentences += [f"{skipped} skipped: {declared.refusal_reason}."] if skipped else []
+        messages.add_message(request, messages.WARNING if skipped else messages.SUCCESS, " ".join(sentences))
+        return None
+
+    def response_action(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
+        for selected in request.POST.getlist(ACTION_CHECKBOX_NAME):
+            try:
+                self.opts.pk.clean(selected, None)
+            except ValidationError:
+                raise BadRequest(f"Not a valid row id: {selected[:80]!r}") from None
+        response: HttpResponse | None = super().response_action(request, queryset)
+        return response
+
+    def _run_verb(self, request: HttpRequest, declared: AdminAction, rows: list[Any], reason: str, **fields: Any) -> int:
+        """Call the verb for each row, log the rows it changed, and return their number."""
+        actor = request.user.get_username()
+        changed = [row for row in rows if declared.verb(row, actor, reason, timezone.now(), **fields)]
+        if changed:
+            entry = f"{declared.title}: {reason}"
+            LogEntry.objects.log_actions(request.user.pk, changed, CHANGE, entry)  # type: ignore[arg-type]
+            declared.enqueue()
+        return len(changed)
+
+    def get_actions_detail(self, request: HttpRequest, object_id: Any) -> list[Any]:
+        """Hide the buttons of actions that are not legal in the row's present state."""
+        offered = super().get_actions_detail(request, object_id)
+        row = self.get_object(request, unquote(str(object_id))) if offered else None
+        return [each for each in offered if row and self.row_actions[each.method.original_function_name].legal(row)]
+
+    @property
+    def _verbose_names(self) -> tuple[str, str]:
+        return str(self.opts.verbose_name), str(self.opts.verbose_name_plural)
+
+
+def _build_row_method(name: str, declared: AdminAction) -> Any:
+    def run(self: ActionModelAdmin, request: HttpRequest, form: ReasonForm, object_id: str) -> HttpResponse:
+        return self.run_row_action(request, object_id, declared, form)
+
+    run.__name__ = name  # Unfold finds an action by the name of its function
+    return action(
+        description=f"{declared.button or declared.title}…",
+        permissions=[name],
+        icon=declared.icon,
+        variant=ActionVariant.DANGER if declared.danger else ActionVariant.DEFAULT,
+        dialog=declared.dialog,
+    )(run)
+
+
+def _build_bulk_method(name: str, declared: AdminAction) -> Any:
+    def run(self: ActionModelAdmin, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
+        return self.run_bulk_action(request, queryset, declared)
+
+    run.__name__ = name
+    return action(description=declared.bulk_button or f"{declared.title}…", permissions=[name])(run)
+
+
+def _build_permission_method(declared: AdminAction) -> Any:
+    def has_permission(self: ActionModelAdmin, request: HttpRequest, object_id: str | None = None) -> bool:
+        return request.user.has_perms(declared.permissions)
+
+    return has_permission
+
+
+@dataclass(frozen=True)
+class AuditEntry:
+    """Recorded action of an operator on one row."""
+
+    at: datetime
+    action: Any
+    reason: str
+    actor: str
+
+
+def list_audit_entries(row: Model, limit: int) -> list[AuditEntry]:
+    """List the newest log entries of a row, newest first."""
+    kind = ContentType.objects.get_for_model(row, for_concrete_model=False)
+    entries = LogEntry.objects.filter(content_type=kind, object_id=str(row.pk)).select_related("user")[:limit]
+    parts = [(entry, *entry.get_change_message().partition(": ")) for entry in entries]
+    return [AuditEntry(entry.action_time, title, reason, entry.user.get_username()) for entry, title, _, reason in parts]

@@ -1,0 +1,160 @@
+"""Console pages of runs."""
+
+from typing import Any
+from uuid import UUID
+
+from django.contrib import admin
+from django.core.exceptions import PermissionDenied
+from django.db.models import Q
+from django.http import Http404, HttpRequest, HttpResponse
+from django.urls import URLPattern, path, reverse
+from django.utils import timezone
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from unfold.decorators import display
+
+from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.changelist import ListTab
+from sandboxes.admin.formatting import (
+    SummaryField,
+    build_sandbox_field,
+    decode_output,
+    format_command,
+    format_duration,
+    pluralize,
+    render_badge,
+    render_time_ago,
+    render_timestamp,
+    render_two_lines,
+    truncate_text,
+)
+from sandboxes.admin.registry import build_holder_field
+from sandboxes.models import Run, RunOutcome
+from sandboxes.pool_stats import STALLED_AFTER
+
+
+def format_run_duration(run: Run) -> str:
+    """Format the duration of a run, up to now if it is still running."""
+    return format_duration(run.duration if run.duration is not None else timezone.now() - run.started_at)
+
+
+def render_run_outcome(run: Run) -> SafeString:
+    text = (
+        f"exit {run.exit_code}" if run.outcome == RunOutcome.FAILED and run.exit_code is not None else run.get_outcome_display()
+    )
+    return render_badge(run.outcome, text)
+
+
+@admin.register(Run)
+class RunAdmin(ReadOnlyModelAdmin):
+    list_display = ["line", "result", "kind_label", "duration", "started", "who"]
+    list_filter = ["outcome", "kind"]
+    list_select_related = ["sandbox"]
+    list_defer = ["stdout", "stderr"]
+    search_fields = ["agent_did__startswith", "sandbox__environment_id__startswith"]
+    search_help_text = "Agent or environment (prefix), or a complete id"
+    ordering = ["-started_at", "-pk"]
+    list_tabs = {
+        "all": ListTab("All", "No runs yet. A run is recorded for each command or turn executed in a sandbox."),
+        "open": ListTab("Running", "No runs in progress.", lambda now: Q(ended_at__isnull=True)),
+        "failed": ListTab(
+            "Failed",
+            "No failed runs: every run ended with exit code 0.",
+            lambda now: ~Q(outcome__in=[RunOutcome.OK, RunOutcome.OPEN]),
+        ),
+        "overdue": ListTab(
+            "Overdue",
+            "No overdue runs: none is past its deadline.",
+            lambda now: Q(ended_at__isnull=True, deadline_at__lt=now - STALLED_AFTER),
+        ),
+    }
+    fieldsets = build_all_fields_fieldset(
+        "id", "sandbox", "holder", "agent_did", "incarnation", "kind", "turn_number", "cwd", "claimed_by",
+        "started_at", "deadline_at", "ended_at", "outcome", "exit_code", "timed_out", "oom", "truncated",
+        "stdin_bytes", "stdout_bytes", "stderr_bytes",
+    )  # fmt: skip
+    change_form_outer_before_template = "admin/sandboxes/run/output.html"
+
+    @display(description="Command")
+    def line(self, row: Run) -> SafeString:
+        return format_html('<span class="lh-command">{}</span>', truncate_text(format_command(row.argv)))
+
+    @display(description="Result")
+    def result(self, row: Run) -> SafeString:
+        return render_run_outcome(row)
+
+    @display(description="Kind")
+    def kind_label(self, row: Run) -> str:
+        return row.kind if row.turn_number is None else f"{row.kind} {row.turn_number}"
+
+    @display(description="Duration")
+    def duration(self, row: Run) -> str:
+        return format_run_duration(row)
+
+    @display(description="Started")
+    def started(self, row: Run) -> SafeString | str:
+        return render_time_ago(row.started_at)
+
+    @display(description="Agent and environment")
+    def who(self, row: Run) -> SafeString:
+        return render_two_lines(row.agent_did, row.sandbox.environment_id)
+
+    def get_page_context(self, request: HttpRequest, row: Run) -> dict[str, Any]:
+        turn = f"turn {row.turn_number}" if row.turn_number is not None else row.kind
+        return {
+            "facts": [
+                SummaryField("Result", render_run_outcome(row), note=row.note),
+                SummaryField(
+                    "Duration" if row.ended_at else "Running for",
+                    format_run_duration(row),
+                    note=row.kind if row.kind == turn else turn,
+                ),
+                SummaryField("Started", render_time_ago(row.started_at), note=render_timestamp(row.started_at)),
+                SummaryField("Deadline", render_timestamp(row.deadline_at)),
+                build_sandbox_field(row),
+                *([build_holder_field(row.holder)] if row.holder else []),
+                SummaryField("Working directory", row.cwd),
+                SummaryField(
+                    "Input", f"{row.stdin_bytes:,} bytes on stdin", note=", ".join(row.env_names) or "no environment variables"
+                ),
+            ],
+            "argv": format_command(row.argv),
+            "streams": [build_output_stream(row, "stderr"), build_output_stream(row, "stdout")],  # errors first
+            "truncated": row.truncated,
+        }
+
+    def get_urls(self) -> list[URLPattern]:
+        view = self.admin_site.admin_view(self.download_stream)
+        downloads = [
+            path("<uuid:pk>/stdout/", view, {"name": "stdout"}, name="sandboxes_run_stdout"),
+            path("<uuid:pk>/stderr/", view, {"name": "stderr"}, name="sandboxes_run_stderr"),
+        ]
+        return [*downloads, *super().get_urls()]
+
+    def download_stream(self, request: HttpRequest, pk: UUID, name: str) -> HttpResponse:
+        """Send the stored part of an output stream byte for byte, as an attachment: browsers must not render agent output."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        run = Run.objects.filter(pk=pk).first()
+        if run is None:
+            raise Http404
+        return HttpResponse(
+            bytes(getattr(run, name)),
+            content_type="text/plain; charset=utf-8",
+            headers={
+                "Content-Disposition": f'attachment; filename="{run.pk}.{name}.txt"',
+                "X-Content-Type-Options": "nosniff",
+            },
+        )
+
+
+def build_output_stream(run: Run, name: str) -> dict[str, Any]:
+    """Build the text, size and download link of one output stream."""
+    stored, received = bytes(getattr(run, name)), getattr(run, f"{name}_bytes")
+    size = pluralize(received, "byte", "bytes")
+    return {
+        "name": name,
+        "text": decode_output(stored),
+        "size": f"The first {len(stored):,} of {size}" if received > len(stored) else size,
+        "href": reverse(f"admin:sandboxes_run_{name}", args=[run.pk]) if stored else "",
+    }

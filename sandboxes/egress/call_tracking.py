@@ -1,0 +1,134 @@
+"""Tracking of active upstream calls: settlement of their rows, and cancellation when a lease ends."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, TypeVar
+
+import structlog
+from django.db import Error as DatabaseError
+from django.db import InterfaceError, OperationalError, close_old_connections, connection
+
+from sandboxes.egress import authorization
+from sandboxes.egress.authorization import CallerIdentity, CallResult
+from sandboxes.egress.responses import ClientDisconnected
+from sandboxes.models import LlmCall
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+OUTCOME = LlmCall.Outcome
+HOLDER_CHECK_INTERVAL_SECONDS = 1.0  # upper bound on how long a call outlives its lease
+RELAY_HEARTBEAT_INTERVAL_SECONDS = 60.0
+CONNECTION_CHECK_INTERVAL_SECONDS = 1.0  # a database connection that worked is reused unchecked for this long
+MAX_DATABASE_THREADS = 8
+
+
+class DatabaseThreads:
+    """Thread pool for database work of the event loop. Each thread has its own connection."""
+
+    def __init__(self) -> None:
+        self._checks = threading.local()  # when each thread last checked its connection
+        self._executor = ThreadPoolExecutor(MAX_DATABASE_THREADS, thread_name_prefix="egress")
+
+    async def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call `function` in a thread. The call completes even if the awaiting task is cancelled.
+
+        After a lost connection the function is called a second time. Work committed by the first call is not duplicated,
+        because the call id is unique."""
+
+        def run_in_thread() -> T:
+            if time.monotonic() - getattr(self._checks, "at", 0.0) > CONNECTION_CHECK_INTERVAL_SECONDS:
+                close_old_connections()
+                self._checks.at = time.monotonic()
+            try:
+                return function(*args, **kwargs)
+            except (OperationalError, InterfaceError):
+                close_old_connections()
+                if connection.connection is not None:  # still connected: the error has another cause
+                    raise
+                return function(*args, **kwargs)
+
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._executor, run_in_thread))
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._executor.shutdown)
+
+
+@dataclass
+class ActiveCall:
+    """A call in flight and the task that serves it."""
+
+    row: LlmCall
+    caller: CallerIdentity
+    task: asyncio.Task[Any] | None
+    has_lease_ended: bool = False
+
+    @property
+    def holding(self) -> tuple[Any, Any]:
+        """(sandbox key, holder) that must still match for the call to continue."""
+        return self.caller.sandbox.pk, self.caller.holder
+
+
+@dataclass
+class CallTracker:
+    """Calls in flight in this process, by row key."""
+
+    now: Callable[[], datetime]
+    database: DatabaseThreads
+    active: dict[int, ActiveCall] = field(default_factory=dict)
+
+    @asynccontextmanager
+    async def track(self, row: LlmCall, caller: CallerIdentity) -> AsyncIterator[CallResult]:
+        """Register a call for the duration of the block and settle its row at the end, however the block ends."""
+        result, call = CallResult(OUTCOME.CUT), ActiveCall(row, caller, asyncio.current_task())
+        self.active[row.pk] = call
+        try:
+            yield result
+        except (ClientDisconnected, asyncio.CancelledError):
+            if result.outcome != OUTCOME.OK:
+                result.outcome = OUTCOME.CUT
+                result.code = "lease_ended" if call.has_lease_ended else result.code or "not_read_to_its_end"
+            raise
+        except Exception as error:
+            result.outcome, result.code = OUTCOME.FAILED, result.code or type(error).__name__[:64]
+            raise
+        finally:
+            del self.active[row.pk]
+            try:
+                await self.database.run(authorization.settle_call, row, result, now=self.now())
+            except DatabaseError as error:  # the row stays open; a sweep closes it after its deadline, using the logs
+                log.error("end of a call not recorded", call=row.call_id, error=str(error))
+
+    def cancel_all(self) -> None:
+        for call in [*self.active.values()]:
+            if call.task:
+                call.task.cancel()
+
+    async def watch_leases(self) -> None:
+        """Cancel calls whose lease no longer holds its sandbox, and extend the deadlines of open relay connections.
+
+        Runs until cancelled. A database error postpones the check to the next interval; active calls continue meanwhile."""
+        extended_at = time.monotonic()
+        while True:
+            await asyncio.sleep(HOLDER_CHECK_INTERVAL_SECONDS)
+            with suppress(DatabaseError):
+                await self._cancel_unheld()
+                if time.monotonic() - extended_at > RELAY_HEARTBEAT_INTERVAL_SECONDS:
+                    extended_at = time.monotonic()
+                    relays = [pk for pk, call in self.active.items() if call.row.kind == LlmCall.Kind.RELAY]
+                    await self.database.run(authorization.extend_relay_deadlines, relays, now=self.now())
+
+    async def _cancel_unheld(self) -> None:
+        calls = [*self.active.values()]
+        if not calls:
+            return
+        held = await self.database.run(authorization.filter_held, {call.holding for call in calls})
+        for call in calls:
+            if call.holding not in held and call.task:
+                call.has_lease_ended = True
+                call.task.cancel()

@@ -1,0 +1,254 @@
+"""Forwarding of model calls to the upstream: sanitized request, our credentials, redacted and metered response."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+import aiohttp
+import structlog
+from aiohttp import web
+from django.conf import settings
+
+from sandboxes.egress import authorization, offline_model
+from sandboxes.egress.amounts import parse_usd
+from sandboxes.egress.authorization import CallerIdentity, CallRefused, CallResult
+from sandboxes.egress.call_tracking import CallTracker
+from sandboxes.egress.redaction import SecretRedactor
+from sandboxes.egress.request_filter import InvalidRequest, sanitize_request
+from sandboxes.egress.responses import ClientDisconnected, await_write, build_error_response
+from sandboxes.egress.token_usage import UsageReader
+from sandboxes.models import LlmCall
+
+log = structlog.get_logger(__name__)
+OUTCOME = LlmCall.Outcome
+UNCHECKED_BODY_BYTES = 4 << 20  # read without consulting the policy, to save a query; the policy is checked afterwards
+MAX_ERROR_BYTES = 16 << 10  # of an upstream's error body, passed on to the sandbox
+PASSED_ERROR_STATUSES = (400, 404, 413, 422, 429)  # caused by the request: the sandbox can act on them
+STREAM_USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")  # streams report usage only when the request opts in
+
+
+@dataclass
+class ModelCallProxy:
+    """Handler of the model paths in FIELDS_BY_PATH."""
+
+    calls: CallTracker
+    session: aiohttp.ClientSession
+
+    async def handle(self, request: web.Request, slot: int, call_id: str) -> web.StreamResponse:
+        """Answer one model call. Raise CallRefused.
+
+        1. Read and sanitize the body.
+        2. Write the call's row, which checks lease, policy and limits.
+        3. Forward to the upstream, or answer with the offline policy when no upstream is configured.
+        4. Settle the row, also after an error or a disconnect."""
+        path = request.path
+        content = await self._read_body(request, slot)
+        body = _parse_body(path, content)
+        streamed = body.get("stream") is True
+        hide_usage = streamed and path in STREAM_USAGE_PATHS and not _requests_usage(body)
+        if hide_usage:
+            body["stream_options"] = {"include_usage": True}
+        opening = asyncio.create_task(
+            self.calls.database.run(
+                authorization.open_model_call,
+                slot,
+                call_id,
+                path,
+                body["model"],
+                streamed=streamed,
+                size=len(content),
+                now=self.calls.now(),
+            )
+        )
+        try:
+            row, caller = await asyncio.shield(opening)
+        except asyncio.CancelledError:  # the client disconnected while the row was being written: settle it
+            async with self.calls.track(*await opening):
+                raise
+        async with self.calls.track(row, caller) as result:
+            if not settings.LLM_URL:
+                return await self._answer_offline(request, body, result)
+            return await self._forward(request, body, row, caller, result, hide_usage=hide_usage)
+
+    async def _read_body(self, request: web.Request, slot: int) -> bytes:
+        """Read the request body. Raise CallRefused if it exceeds the policy's limit."""
+        limit, content = UNCHECKED_BODY_BYTES, bytearray()
+        if request.content_length is None or request.content_length > limit:
+            limit = await self.calls.database.run(authorization.find_max_body_bytes, slot, now=self.calls.now())
+        if (request.content_length or 0) <= limit:
+            async for chunk in request.content.iter_chunked(1 << 16):
+                content += chunk
+                if len(content) > limit:
+                    break
+            else:
+                return bytes(content)
+        raise authorization.build_too_large_refusal(limit >> 10)
+
+    async def _answer_offline(self, request: web.Request, body: dict[str, Any], result: CallResult) -> web.StreamResponse:
+        if request.path != "/v1/chat/completions":
+            result.outcome, result.status, result.code = OUTCOME.FAILED, 501, "offline"
+            return build_error_response(
+                501, "offline", "The offline policy answers chat completions only. Set LEASEHOLD_LLM_URL to call a model."
+            )
+        completion = offline_model.complete_chat(body)
+        reader = UsageReader("application/json")
+        reader.usage.add(completion)
+        result.outcome, result.status, result.usage, result.cost = OUTCOME.OK, 200, reader.usage, Decimal(0)
+        result.first_byte_at = self.calls.now()
+        if body.get("stream"):
+            return await _stream_events(request, offline_model.build_stream_events(completion))
+        return web.json_response(completion)
+
+    async def _forward(
+        self,
+        request: web.Request,
+        body: dict[str, Any],
+        row: LlmCall,
+        caller: CallerIdentity,
+        result: CallResult,
+        *,
+        hide_usage: bool,
+    ) -> web.StreamResponse:
+        url = settings.LLM_URL.rstrip("/") + request.path.removeprefix("/v1")
+        try:
+            async with self.session.post(
+                url, json=body, headers=_build_upstream_headers(request, row, caller), allow_redirects=False
+            ) as response:
+                result.status, result.first_byte_at = response.status, self.calls.now()
+                result.cost = parse_usd(response.headers.get("x-litellm-response-cost"))
+                if response.status >= 300:
+                    return await _translate_error(response, result)
+                reader = UsageReader(response.content_type, hide_usage=hide_usage)
+                return await self._stream_response(request, response, row, caller, result, reader)
+        except TimeoutError:
+            result.outcome, result.status, result.code = OUTCOME.FAILED, 504, "upstream_timeout"
+            return _report_upstream_failure(request, result, 504, "The model did not answer in time.")
+        except (aiohttp.ClientError, OSError) as error:
+            log.warning("upstream call failed", error=type(error).__name__, call=row.call_id)
+            result.outcome, result.status, result.code = OUTCOME.FAILED, 502, "upstream_failed"
+            message = "The model is unreachable, or the connection broke."
+            return _report_upstream_failure(request, result, 502, message)
+
+    async def _stream_response(
+        self,
+        request: web.Request,
+        upstream: aiohttp.ClientResponse,
+        row: LlmCall,
+        caller: CallerIdentity,
+        result: CallResult,
+        reader: UsageReader,
+    ) -> web.StreamResponse:
+        """Pass a response on as it arrives, redacted and metered.
+
+        The last part is written after the row is settled if the lease has a spend limit, so that the next call is checked
+        against the new total. For a response that is not a stream, one chunk is always held back for the same reason."""
+        redactor = SecretRedactor(settings.LLM_API_KEY)
+        content_type = upstream.headers.get("Content-Type", "application/json")
+        if _has_secret(content_type.encode()):
+            content_type = "application/json"
+        response = web.StreamResponse(headers={"Content-Type": content_type})
+        if not reader.streamed and upstream.content_length is not None and "Content-Encoding" not in upstream.headers:
+            response.content_length = upstream.content_length
+        result.usage = reader.usage
+        await await_write(response.prepare(request))
+        held = b""
+        async for chunk in upstream.content.iter_any():
+            passed = reader.feed(redactor.feed(chunk))
+            result.received_bytes += len(passed)
+            if reader.complete:
+                result.outcome = OUTCOME.OK
+            if not reader.streamed:
+                held, passed = passed, held
+            if passed:
+                await await_write(response.write(passed))
+        rest = reader.feed(redactor.end()) + reader.end()
+        result.received_bytes += len(rest)
+        result.outcome = OUTCOME.OK  # received completely: a later disconnect of the sandbox does not change that
+        if caller.sandbox.llm_limit is not None:
+            await self.calls.database.run(authorization.settle_call, row, result, now=self.calls.now())
+        await await_write(response.write(held + rest))
+        await await_write(response.write_eof())
+        return response
+
+
+def _parse_body(path: str, content: bytes) -> dict[str, Any]:
+    try:
+        return sanitize_request(path, json.loads(content), default_model=settings.LLM_MODEL)
+    except InvalidRequest as invalid:
+        raise CallRefused(400, invalid.code, invalid.message) from None
+    except (ValueError, RecursionError):
+        raise CallRefused(400, "invalid_request", "The body is not valid JSON.") from None
+
+
+def _requests_usage(body: dict[str, Any]) -> bool:
+    options = body.get("stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
+def _build_upstream_headers(request: web.Request, row: LlmCall, caller: CallerIdentity) -> dict[str, str]:
+    """Build credentials and LiteLLM's identity headers. Of the sandbox's headers only `anthropic-version` is passed on."""
+    headers = {
+        "x-litellm-call-id": row.call_id,
+        "x-litellm-end-user-id": row.agent_did,
+        "x-litellm-spend-logs-metadata": caller.metadata(row.call_id),
+        "Accept-Encoding": "identity",
+    }
+    if settings.LLM_API_KEY:
+        headers["Authorization"] = f"Bearer {settings.LLM_API_KEY}"
+    if request.path.startswith("/v1/messages"):
+        headers["anthropic-version"] = request.headers.get("anthropic-version", "2023-06-01")[:32]
+        if settings.LLM_API_KEY:
+            headers["x-api-key"] = settings.LLM_API_KEY
+    return headers
+
+
+def _report_upstream_failure(request: web.Request, result: CallResult, status: int, message: str) -> web.Response:
+    """Build an error response. Break the connection instead if a response has begun, so that it is not taken as complete."""
+    if result.received_bytes:
+        request.protocol.force_close()
+        raise ClientDisconnected
+    return build_error_response(status, result.code, message)
+
+
+async def _translate_error(response: aiohttp.ClientResponse, result: CallResult) -> web.Response:
+    """Build the sandbox's response to an upstream error, without credentials and without internals of the upstream."""
+    result.outcome, result.code = OUTCOME.FAILED, f"upstream_{response.status}"
+    content = await _read_prefix(response, MAX_ERROR_BYTES + len(settings.LLM_API_KEY))
+    passed = {name: response.headers[name] for name in ("Content-Type", "Retry-After") if name in response.headers}
+    has_secret = _has_secret(content) or _has_secret(" ".join(passed.values()).encode())
+    if response.status in PASSED_ERROR_STATUSES and not has_secret:
+        return web.Response(status=response.status, body=content[:MAX_ERROR_BYTES], headers=passed)
+    log.warning("upstream refused a call", status=response.status, said=_redact(content)[:500])
+    if response.status in (401, 403, 407):
+        message = "The model's provider rejected the control plane's credentials."
+    else:
+        message = f"The model's provider answered {response.status}."
+    return build_error_response(502, result.code, message)
+
+
+async def _read_prefix(response: aiohttp.ClientResponse, size: int) -> bytes:
+    """Read up to `size` bytes, across chunks."""
+    content = b""
+    while len(content) < size and (chunk := await response.content.read(size - len(content))):
+        content += chunk
+    return content
+
+
+def _has_secret(content: bytes) -> bool:
+    return bool(settings.LLM_API_KEY) and settings.LLM_API_KEY.encode() in content
+
+
+def _redact(content: bytes) -> str:
+    text = content.decode("utf-8", "replace")
+    return text.replace(settings.LLM_API_KEY, "********") if settings.LLM_API_KEY else text
+
+
+async def _stream_events(request: web.Request, events: list[Any]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for event in events:
+        await response.write(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode())
+    await response.write_eof()
+    return response

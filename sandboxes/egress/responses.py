@@ -1,0 +1,29 @@
+"""Headers, error responses and write failures shared by the egress server's handlers."""
+
+from collections.abc import Awaitable
+from typing import Any
+
+from aiohttp import web
+
+from sandboxes.egress.request_filter import build_error_body
+
+# Headers between nginx and the egress server.
+SLOT_HEADER, CALL_ID_HEADER, CODE_HEADER = "X-Leasehold-Slot", "X-Request-Id", "X-Leasehold-Code"
+
+
+class ClientDisconnected(Exception):
+    """The sandbox closed its connection before the response was complete."""
+
+
+async def await_write(write: Awaitable[Any]) -> None:
+    """Await a write to the sandbox. Raise ClientDisconnected if its connection is closed."""
+    try:
+        await write
+    except ConnectionResetError:
+        raise ClientDisconnected from None
+
+
+def build_error_response(status: int, code: str, message: str) -> web.Response:
+    """Build an error in the body format of the OpenAI and Anthropic SDKs. 429 and 503 carry Retry-After: 1 (second)."""
+    headers = {CODE_HEADER: code} | ({"Retry-After": "1"} if status in (429, 503) else {})
+    return web.json_response(build_error_body(code, message), status=status, headers=headers)

@@ -1,0 +1,237 @@
+"""Command execution in Docker containers: exec, deadlines and killing."""
+
+import contextlib
+import io
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, BinaryIO
+
+from sandboxes.image import reap
+from sandboxes.providers.base import (
+    MARK_VARIABLE,
+    WORKSPACE,
+    ExecResult,
+    Missing,
+    Provider,
+    ProviderError,
+    Rejected,
+    Unavailable,
+)
+from sandboxes.providers.docker.engine import BoundedBuffer, Conflict, Engine, EngineExec, translate_errors
+
+AGENT_UID = 10001  # user id of the agent's commands, as in image/Dockerfile
+PYTHON_COMMAND = ("python3", "-I", "-S")
+KILL_TIMEOUT_SECONDS = 15.0  # after this, all processes of the container are killed instead of one exec's
+START_RETRY_DELAYS_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+class ContainerCommandProvider(Provider):
+    """Command verbs of DockerProvider, and the engine of the current process."""
+
+    def __init__(self) -> None:
+        self._engines: dict[int, Engine] = {}
+
+    @property
+    def _engine(self) -> Engine:
+        pid = os.getpid()  # a forked worker must not share its parent's connections
+        if pid not in self._engines:
+            with translate_errors():
+                self._engines = {pid: Engine()}
+        return self._engines[pid]
+
+    def exec(
+        self,
+        ref: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str = WORKSPACE,
+        stdin: bytes = b"",
+        timeout: timedelta,
+        cap: int = 1 << 20,
+        mark: str,
+    ) -> ExecResult:
+        for delay in START_RETRY_DELAYS_SECONDS:
+            try:
+                return self._exec(ref, argv, env, cwd, stdin, timeout, cap, mark)
+            except Conflict as error:  # the container stopped before the exec started: nothing has run yet
+                reason = error
+                time.sleep(delay)
+        raise Unavailable(f"No command can be started in {ref}: {reason}")
+
+    def _exec(
+        self,
+        ref: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str,
+        stdin: bytes,
+        timeout: timedelta,
+        cap: int,
+        mark: str,
+    ) -> ExecResult:
+        engine, started, since = self._engine, time.monotonic(), time.time()
+        out, err = BoundedBuffer(cap), BoundedBuffer(cap)
+        with self._running(ref, argv, env, cwd, io.BytesIO(stdin) if stdin else None, mark, engine.exec_gid(mark)) as run:
+            oom_kills_before = engine.oom_kills(ref)
+            run.deadline = started + timeout.total_seconds()
+            try:
+                run.collect(out, err)
+                exit_code, was_started = run.wait()
+                timed_out = False
+            except TimeoutError:
+                self._kill(run)
+                exit_code, was_started, timed_out = 137, True, True
+                run.deadline = time.monotonic() + 1
+                with contextlib.suppress(TimeoutError):  # collect output written before the kill
+                    run.collect(out, err)
+        if not was_started:
+            exit_code, out, err = _parse_start_failure(run.first_chunk, cap)
+        return ExecResult(
+            exit_code=exit_code,
+            stdout=bytes(out),
+            stderr=bytes(err),
+            timed_out=timed_out,
+            oom=engine.was_oom_killed(ref, oom_kills_before, since, exit_code),
+            truncated=out.truncated or err.truncated,
+            duration=timedelta(seconds=time.monotonic() - started),
+        )
+
+    @contextlib.contextmanager
+    def _running(
+        self,
+        ref: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str,
+        stdin: BinaryIO | None,
+        mark: str,
+        gid: int | None = None,
+    ) -> Iterator[EngineExec]:
+        """Start an exec for the duration of the block. It is killed if the block is left by an exception."""
+        _check_command(argv, env, cwd)
+        engine = self._engine
+        variables = [f"{key}={value}" for key, value in {**env, MARK_VARIABLE: mark}.items()]
+        exec_id = self._create_exec(
+            ref, argv, AGENT_UID, gid or AGENT_UID, Env=variables, WorkingDir=cwd, AttachStdin=stdin is not None
+        )
+        with engine.dial() as connection:
+            run = EngineExec(engine, connection, ref, exec_id, stdin, mark, gid)
+            try:
+                yield run
+            except Conflict:
+                raise  # the exec never started
+            except BaseException:
+                with contextlib.suppress(ProviderError):
+                    self._kill(run)
+                raise
+
+    def _create_exec(self, ref: str, argv: Sequence[str], user: int, gid: int, **options: Any) -> str:
+        """Create an exec, starting or unpausing the container if necessary. Return the exec's id."""
+        body = {"Cmd": [*argv], "User": f"{user}:{gid}", "AttachStdout": True, "AttachStderr": True, **options}
+        for _ in range(5):
+            try:
+                return str(self._engine.call("POST", f"/containers/{ref}/exec", body)["Id"])
+            except Conflict:
+                self._ensure_running(ref)
+        raise Unavailable(f"The container {ref} does not stay running")
+
+    def _ensure_running(self, ref: str) -> None:
+        client = self._engine.client
+        with contextlib.suppress(Conflict), translate_errors():  # another thread may be doing the same
+            state = client.inspect_container(ref)["State"]
+            if state["Paused"]:
+                client.unpause(ref)
+            elif not state["Running"]:
+                client.start(ref)
+
+    def _kill(self, run: EngineExec) -> None:
+        """Kill every process of an exec.
+
+        1. Signal them from the host, where permitted: this needs no process in the sandbox, and an agent cannot interfere.
+        2. Otherwise run reap.py in the container.
+        3. If both fail, kill the container. Other execs lose their processes; files are not affected."""
+        deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
+        while self._kill_by_mark(run.ref, run.mark, run.gid):
+            if not run.is_alive():
+                return
+            if time.monotonic() > deadline:  # the exec hangs before its program starts
+                break
+            time.sleep(0.02)
+        with contextlib.suppress(Missing, Conflict), translate_errors():  # gone or not running: nothing left to kill
+            self._engine.client.kill(run.ref)
+
+    def _output_directory(self, ref: str) -> str:
+        return "/tmp/.leasehold"  # noqa: S108 - inside the container
+
+    def kill(self, ref: str, mark: str) -> None:
+        if self.inspect(ref).running and not self._kill_by_mark(ref, mark, self._engine.exec_gid(mark)):
+            raise Unavailable(f"The processes of exec {mark} in {ref} could not be killed")
+
+    def _kill_by_mark(self, ref: str, mark: str, gid: int | None) -> bool:
+        return self._kill_by_mark_on_host(ref, mark, gid) or self._kill_by_mark_in_container(ref, mark, gid)
+
+    def _kill_by_mark_in_container(self, ref: str, mark: str, gid: int | None) -> bool:
+        argv = [*PYTHON_COMMAND, "/opt/leasehold/reap.py", mark, *([str(gid)] if gid else [])]
+        try:
+            exec_id = self._create_exec(ref, argv, AGENT_UID, AGENT_UID, WorkingDir="/")
+            with self._engine.dial() as connection:
+                reaper = EngineExec(self._engine, connection, ref, exec_id, None, mark="")
+                reaper.deadline = time.monotonic() + reap.KILL_TIMEOUT_SECONDS + 2
+                reaper.collect(BoundedBuffer(0), BoundedBuffer(0))
+                return reaper.wait() == (0, True)
+        except (Unavailable, TimeoutError):
+            return False
+
+    def _kill_by_mark_on_host(self, ref: str, mark: str, gid: int | None) -> bool:
+        if os.geteuid() != 0:
+            return False
+        try:
+            cgroup = self._engine.cgroup(ref)
+            if cgroup is None:
+                return False
+            reap.kill_tree(mark, gid, pids=lambda: map(int, cgroup.processes.read_text().split()))
+        except (OSError, Unavailable):  # OSError includes TimeoutError
+            return False
+        return True
+
+
+def _parse_start_failure(message: bytes, cap: int) -> tuple[int, BoundedBuffer, BoundedBuffer]:
+    """Translate the engine's message about a program that could not be started to (exit code, stdout, stderr).
+
+    The engine writes the message to stdout. The exit code is that of a shell: 127 not found, 126 not executable. Raise Conflict
+    if the container is the cause: it is stopping, or has reached its process limit."""
+    text = message.decode(errors="replace").strip().removesuffix(": unknown")
+    for prefix in ("OCI runtime exec failed: ", "exec failed: ", "unable to start container process: "):
+        text = text.removeprefix(prefix)
+    _, _, gvisor_message = text.removeprefix("executing processes for container: executing command ").partition(
+        '" in sandbox: '
+    )
+    if gvisor_message.startswith(("error finding executable", "failed to load")):
+        text = f"exec: {gvisor_message}"
+    if not text.startswith(("exec: ", "exec ", "executable ", "chdir ")):  # about the container: "cannot exec in a ..."
+        raise Conflict(text)
+    is_missing = text.startswith("exec") and ("not found" in text or "no such file" in text)
+    return 127 if is_missing else 126, BoundedBuffer(cap), BoundedBuffer(cap, f"{text}\n".encode())
+
+
+def _check_command(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+    if not argv:
+        raise Rejected("argv must not be empty.")
+    if not cwd.startswith("/"):
+        raise Rejected("cwd must be an absolute path.")
+    if any(not key or "=" in key for key in env):
+        raise Rejected("The name of an environment variable must not be empty or contain '='.")
+    for word in (*argv, *env, *env.values(), cwd):
+        if "\0" in word or not _is_encodable(word):
+            raise Rejected("Arguments, environment and cwd must be valid Unicode without NUL.")
+
+
+def _is_encodable(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

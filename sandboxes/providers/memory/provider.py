@@ -1,0 +1,393 @@
+"""Memory provider: the complete provider port on a dict, with simulated programs and fault injection.
+
+No program is executed for real, so sandboxes are isolated. Time is simulated: `sleep 60` returns immediately and reports a
+duration of one minute, and a command that exceeds its timeout reports the timeout immediately. Background processes do run for
+their duration, and print all their output at the start. Beyond the port it offers:
+
+    memory.before("create", fn)      call fn(ref) before the verb has any effect, outside all locks: it may raise a
+    memory.after("exec", fn)         ProviderError, simulate a crash, block at a barrier or run a competing call
+    memory.fail("destroy", Unavailable("engine down"), times=3)
+    with memory.fail(...):           limited to the block; without `with` hooks stay until reset()
+    memory.vanish(ref)  stop(ref)    remove or stop a sandbox externally
+    memory.calls                     [(verb, ref), ...]; for `list` (verb, owner)
+    memory.files(ref)                {"/workspace/a b": File(b"..."), ...}, readable and writable
+    memory.programs["python3"] = fn  a program is Callable[[ProgramCall], ProgramResult]
+    memory.skills["catan"]           files copied by `seed`: {"prompt.md": b"..."}"""
+
+import io
+import itertools
+import tarfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import BinaryIO
+
+from sandboxes.image.files import build_exclude_filter, list_path_prefixes
+from sandboxes.providers.base import (
+    DATA,
+    MARK_VARIABLE,
+    WORKSPACE,
+    BadPath,
+    ExecResult,
+    FileStat,
+    Missing,
+    NoSuchFile,
+    ProcessOutput,
+    ProcessState,
+    Provider,
+    ProviderSandbox,
+    Rejected,
+    ResourceUsage,
+    SandboxSpec,
+    TooLarge,
+    Unavailable,
+    check_directory_path,
+    check_patterns,
+    check_range,
+    check_relative_path,
+    check_root,
+    check_slug,
+)
+from sandboxes.providers.memory.file_tree import (
+    File,
+    Files,
+    Folder,
+    build_tar_member,
+    check_parents,
+    get_regular_file,
+    list_below,
+    put_entry,
+    stat_entry,
+    unpack_member,
+)
+from sandboxes.providers.memory.programs import (
+    PROGRAMS,
+    SKILLS,
+    Program,
+    ProgramCall,
+    ProgramResult,
+    run_program,
+    run_shell,
+)
+
+MAX_LOG_BYTES = 1 << 20  # retained output of a background process
+
+
+@dataclass
+class BackgroundProgram:
+    """Background process, with the result it will have."""
+
+    outcome: ProgramResult
+    started: float = field(default_factory=time.monotonic)
+    killed: bool = False
+
+    def state(self) -> ProcessState:
+        if self.killed:
+            return ProcessState(False, 137)
+        running = time.monotonic() < self.started + self.outcome.took.total_seconds()
+        return ProcessState(True) if running else ProcessState(False, self.outcome.exit_code)
+
+
+@dataclass
+class MemorySandbox:
+    """State of one sandbox."""
+
+    spec: SandboxSpec
+    created_at: datetime
+    running: bool = True
+    used: ResourceUsage = field(default_factory=lambda: ResourceUsage(0, 0))
+    files: Files = field(default_factory=lambda: Files({WORKSPACE: Folder(), DATA: Folder()}))
+    background: dict[str, BackgroundProgram] = field(default_factory=dict)  # by mark
+
+
+class MemoryProvider(Provider):
+    """Provider whose sandboxes exist only in this process."""
+
+    name = "memory"
+    isolated = True
+    enforces_limits = True
+    measures_usage = True
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Remove all sandboxes, hooks and recorded calls, and restore the default programs and skills."""
+        with self._lock:
+            self._sandboxes: dict[str, MemorySandbox] = {}
+            self._hooks: defaultdict[tuple[str, str], list[Callable[[str], None]]] = defaultdict(list)
+            self.calls: list[tuple[str, str]] = []
+            self.programs: dict[str, Program] = {**PROGRAMS, "sh": lambda call: run_shell(self.programs, call)}
+            self.skills: dict[str, dict[str, bytes]] = {kind: {"prompt.md": prompt} for kind, prompt in SKILLS.items()}
+
+    def before(self, verb: str, fn: Callable[[str], None]) -> ExitStack:
+        """Call fn(ref) at the start of every call of this verb, until reset() or until the returned stack is closed."""
+        return self._hook("before", verb, fn)
+
+    def after(self, verb: str, fn: Callable[[str], None]) -> ExitStack:
+        """Call fn(ref) after every success of this verb, before it returns. Removed as in `before`."""
+        return self._hook("after", verb, fn)
+
+    def fail(self, verb: str, error: BaseException, *, times: int | None = None) -> ExitStack:
+        """Let the next `times` calls of this verb (None: all) raise `error` without effect. Removed as in `before`."""
+        remaining = itertools.repeat(None) if times is None else itertools.repeat(None, times)
+
+        def raise_error(ref: str) -> None:
+            for _ in remaining:
+                raise error
+
+        return self._hook("before", verb, raise_error)
+
+    def vanish(self, ref: str) -> None:
+        """Remove a sandbox and its processes, as by an external actor. Raise Missing."""
+        with self._lock:
+            del self._sandboxes[self._get(ref).spec.name]
+
+    def stop(self, ref: str) -> None:
+        """Stop a sandbox and its processes, as by a restart of its host. Raise Missing."""
+        self._get(ref).running = False
+
+    def use(self, ref: str, *, cpu_micros: int = 0, memory_bytes: int | None = None) -> None:
+        """Add CPU time to a sandbox's usage, and set its memory usage."""
+        with self._lock:
+            sandbox = self._get(ref)
+            memory = sandbox.used.memory_bytes if memory_bytes is None else memory_bytes
+            sandbox.used = ResourceUsage(sandbox.used.cpu_micros + cpu_micros, memory)
+
+    def files(self, ref: str) -> Files:
+        """Return the file tree of a running or stopped sandbox, for reading and writing."""
+        return self._get(ref).files
+
+    def _hook(self, when: str, verb: str, fn: Callable[[str], None]) -> ExitStack:
+        if verb not in Provider.__abstractmethods__:
+            raise ValueError(f"{verb} is not a method of Provider")
+        hooks, unhook = self._hooks[when, verb], ExitStack()
+        hooks.append(fn)
+
+        @unhook.callback
+        def remove() -> None:
+            with suppress(ValueError):
+                hooks.remove(fn)
+
+        return unhook
+
+    @contextmanager
+    def _hooked_call(self, verb: str, ref: str) -> Iterator[None]:
+        self.calls.append((verb, ref))
+        for fn in [*self._hooks["before", verb]]:
+            fn(ref)
+        yield
+        for fn in [*self._hooks["after", verb]]:
+            fn(ref)
+
+    def create(self, spec: SandboxSpec) -> str:
+        with self._hooked_call("create", spec.name), self._lock:
+            sandbox = self._sandboxes.setdefault(spec.name, MemorySandbox(spec, datetime.now(UTC)))
+            if sandbox.spec.owner != spec.owner:
+                raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.")
+            if not sandbox.running:  # restart a stopped sandbox, without its processes
+                sandbox.running, sandbox.background, sandbox.used = True, {}, ResourceUsage(0, 0)
+        return spec.name
+
+    def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
+        with self._hooked_call("wait_ready", ref):
+            self._running(ref)
+
+    def exec(
+        self,
+        ref: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str = WORKSPACE,
+        stdin: bytes = b"",
+        timeout: timedelta,
+        cap: int = 1 << 20,
+        mark: str,
+    ) -> ExecResult:
+        with self._hooked_call("exec", ref):  # without the lock: execs run concurrently, and a program may block
+            sandbox = self._running(ref)
+            result = run_program(self.programs, _build_call(sandbox, argv, env, cwd, mark, stdin, timeout))
+            timed_out = result.took >= timeout
+            destroyed = self._sandboxes.get(ref) is not sandbox or not sandbox.running
+            return ExecResult(
+                exit_code=137 if timed_out or destroyed or result.oom else result.exit_code,
+                stdout=result.stdout[:cap],
+                stderr=result.stderr[:cap],
+                timed_out=timed_out,
+                oom=result.oom,
+                truncated=max(len(result.stdout), len(result.stderr)) > cap,
+                duration=min(result.took, timeout),
+            )
+
+    def start(self, ref: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: str = WORKSPACE, mark: str) -> ProcessState:
+        with self._hooked_call("start", ref), self._lock:
+            sandbox = self._running(ref)
+            if mark not in sandbox.background:
+                sandbox.background[mark] = BackgroundProgram(
+                    run_program(self.programs, _build_call(sandbox, argv, env, cwd, mark, b"", timedelta.max))
+                )
+            return sandbox.background[mark].state()
+
+    def processes(self, ref: str, marks: Sequence[str]) -> dict[str, ProcessState]:
+        with self._hooked_call("processes", ref), self._lock:
+            background = self._running(ref).background
+            return {mark: background[mark].state() for mark in marks if mark in background}
+
+    def log(self, ref: str, mark: str, *, start: int, length: int) -> ProcessOutput:
+        with self._hooked_call("log", ref), self._lock:
+            check_range(start, length)
+            result = self._running(ref).background.get(mark, BackgroundProgram(ProgramResult())).outcome
+            output = result.stdout + result.stderr
+            offset = max(start, len(output) - MAX_LOG_BYTES)
+            content = output[offset : offset + length]
+            return ProcessOutput(content, offset + len(content))
+
+    def kill(self, ref: str, mark: str) -> None:
+        with self._hooked_call("kill", ref), self._lock:
+            background = self._get(ref).background  # an exec's program never outlives the exec
+            if mark in background and background[mark].state().running:
+                background[mark].killed = True
+
+    def destroy(self, ref: str) -> None:
+        with self._hooked_call("destroy", ref), self._lock:
+            self._sandboxes.pop(ref, None)
+
+    def inspect(self, ref: str) -> ProviderSandbox:
+        with self._hooked_call("inspect", ref), self._lock:
+            return _describe_sandbox(self._get(ref))
+
+    def stats(self, ref: str) -> ResourceUsage | None:
+        with self._hooked_call("stats", ref), self._lock:
+            sandbox = self._get(ref)
+            return sandbox.used if sandbox.running else None
+
+    def list(self, owner: str) -> list[ProviderSandbox]:
+        with self._hooked_call("list", owner), self._lock:
+            return [_describe_sandbox(sandbox) for sandbox in self._sandboxes.values() if sandbox.spec.owner == owner]
+
+    def read_file(self, ref: str, path: str, *, limit: int) -> bytes:
+        with self._hooked_call("read_file", ref), self._lock:
+            entry = get_regular_file(self._running(ref).files, path)
+            if len(entry.content) > limit:
+                raise TooLarge(f"The file has {len(entry.content)} bytes, more than the limit of {limit}.")
+            return entry.content
+
+    def read_range(self, ref: str, path: str, *, start: int, length: int) -> tuple[bytes, int]:
+        with self._hooked_call("read_range", ref), self._lock:
+            check_range(start, length)
+            content = get_regular_file(self._running(ref).files, path).content
+            return content[start : start + length], len(content)
+
+    def write_file(self, ref: str, path: str, content: bytes) -> None:
+        with self._hooked_call("write_file", ref), self._lock:
+            files, mode = self._running(ref).files, 0o644
+            with suppress(NoSuchFile):
+                mode = get_regular_file(files, path).mode
+            put_entry(files, path, File(content, mode))
+
+    def remove_file(self, ref: str, path: str) -> None:
+        with self._hooked_call("remove_file", ref), self._lock:
+            files = self._running(ref).files
+            get_regular_file(files, path)
+            del files[path]
+
+    def manifest(
+        self, ref: str, root: str, *, under: str = "", deep: bool = True, max_entries: int = 100_000
+    ) -> dict[str, FileStat]:
+        with self._hooked_call("manifest", ref), self._lock:
+            files = self._running(ref).files
+            directory = f"{root}/{under}".removesuffix("/")
+            if check_directory_path(root, under):
+                check_parents(files, directory)
+                if directory not in files:
+                    raise NoSuchFile(f"There is no directory {directory}.")
+                if not isinstance(files[directory], Folder):
+                    raise BadPath(f"{directory} is not a directory.")
+            entries = [item for item in list_below(files, directory) if deep or "/" not in item[0][len(directory) + 1 :]]
+            if len(entries) > max_entries:
+                raise TooLarge(f"There are more than {max_entries} entries.")
+            return {path.removeprefix(root + "/"): stat_entry(entry) for path, entry in entries}
+
+    def get_files(
+        self, ref: str, root: str, *, only: Collection[str] | None = None, exclude: Sequence[str] = ()
+    ) -> Iterator[bytes]:
+        skip = build_exclude_filter(check_patterns(exclude))
+        selected = None if only is None else {check_relative_path(root, path) for path in only}
+        with self._hooked_call("get_files", ref), self._lock:
+            packed = io.BytesIO()
+            with tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+                for path, entry in list_below(self._running(ref).files, check_root(root)):
+                    name = path.removeprefix(root + "/")
+                    if (selected is None or name in selected) and not any(map(skip, list_path_prefixes(name))):
+                        tar.addfile(*build_tar_member(name, entry))
+        packed.seek(0)
+        return iter(lambda: packed.read(1 << 16), b"")
+
+    def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
+        sent = io.BytesIO(tar.read())  # before taking the lock: the source may be slow
+        with self._hooked_call("put_files", ref), self._lock:
+            files = self._running(ref).files
+            check_root(root)
+            try:
+                with tarfile.open(fileobj=sent, mode="r|") as members:
+                    for member in members:
+                        unpack_member(files, root, member, members)
+            except tarfile.TarError as error:
+                raise Rejected(f"Invalid tar: {error}") from None
+
+    def remove_files(self, ref: str, root: str, paths: Collection[str]) -> None:
+        with self._hooked_call("remove_files", ref), self._lock:
+            files = self._running(ref).files
+            for path in sorted((check_relative_path(root, path) for path in paths), reverse=True):
+                if not list_below(files, f"{root}/{path}"):
+                    files.pop(f"{root}/{path}", None)
+
+    def clear(self, ref: str, root: str) -> None:
+        with self._hooked_call("clear", ref), self._lock:
+            files = self._running(ref).files
+            for path, _ in list_below(files, check_root(root)):
+                del files[path]
+
+    def size(self, ref: str, root: str) -> int:
+        with self._hooked_call("size", ref), self._lock:
+            entries = list_below(self._running(ref).files, check_root(root))
+            return sum(len(entry.content) for _, entry in entries if isinstance(entry, File))
+
+    def seed(self, ref: str, kind: str) -> None:
+        with self._hooked_call("seed", ref), self._lock:
+            files, target = self._running(ref).files, f"{DATA}/skills/{check_slug(kind)}"
+            if kind in self.skills and target not in files and isinstance(files.get(f"{DATA}/skills", Folder()), Folder):
+                for name, content in self.skills[kind].items():
+                    put_entry(files, f"{target}/{name}", File(content))
+
+    def _get(self, ref: str) -> MemorySandbox:
+        try:
+            return self._sandboxes[ref]
+        except KeyError:
+            raise Missing(f"There is no sandbox {ref}.") from None
+
+    def _running(self, ref: str) -> MemorySandbox:
+        sandbox = self._get(ref)
+        if not sandbox.running:
+            raise Unavailable(f"{ref} does not run.")
+        return sandbox
+
+
+def _build_call(
+    sandbox: MemorySandbox, argv: Sequence[str], env: Mapping[str, str], cwd: str, mark: str, stdin: bytes, timeout: timedelta
+) -> ProgramCall:
+    if not argv or not cwd.startswith("/") or any("\0" in word for word in argv):
+        raise Rejected("argv must not be empty or contain NUL, and cwd must be an absolute path.")
+    base = {"PATH": "/usr/bin:/bin", "HOME": f"{WORKSPACE}/.home", "LANG": "C.UTF-8"}
+    own = {"LEASEHOLD_WORKSPACE": WORKSPACE, "LEASEHOLD_DATA": DATA, MARK_VARIABLE: mark}
+    return ProgramCall([*argv], stdin, {**base, **env, **own}, cwd, sandbox.files, timeout)
+
+
+def _describe_sandbox(sandbox: MemorySandbox) -> ProviderSandbox:
+    return ProviderSandbox(sandbox.spec.name, sandbox.spec.name, sandbox.running, sandbox.created_at)

@@ -1,0 +1,403 @@
+"""Process provider: local subprocesses, for development. No isolation and no limits: agents have this user's permissions.
+
+A sandbox is the directory STATE_DIR/process/<owner>/<name>/, shared by all web and worker processes:
+
+    sandbox.json             creation time and sockets directory. `create` writes it last and `destroy` removes it first:
+                             the sandbox runs while it exists, and leftovers of a crash are still listed
+    workspace/ data/         /workspace and /data; HOME is workspace/.home
+    processes/               output of background processes
+
+Sandbox paths differ from host paths. `cwd` and elements of argv that are sandbox paths are translated. Paths within a longer
+string (`sh -c "cat /data/x"`) are not: programs read LEASEHOLD_WORKSPACE and LEASEHOLD_DATA, and callers that build command
+lines use `inside`. Linux only (pidfd, /proc).
+
+Processes are identified by their environment and their ancestors. A process that clears its environment and loses its parent
+survives its timeout and `destroy`. The docker provider does not have this gap."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import tarfile
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import IO, BinaryIO
+from urllib.parse import quote
+
+from django.conf import settings
+
+from sandboxes.image import files, reap
+from sandboxes.providers.base import (
+    DATA,
+    LLM_SOCKET,
+    MARK_VARIABLE,
+    SOCKETS_DIRECTORY,
+    WORKSPACE,
+    BadPath,
+    ExecResult,
+    FileStat,
+    Missing,
+    NoSuchFile,
+    ProviderSandbox,
+    Rejected,
+    ResourceUsage,
+    SandboxSpec,
+    TooLarge,
+    Unavailable,
+    check_directory_path,
+    check_patterns,
+    check_range,
+    check_relative_path,
+    check_root,
+    check_slug,
+    split_sandbox_path,
+)
+from sandboxes.providers.launcher import BackgroundProcessProvider
+from sandboxes.providers.process.child import ChildCommunication, start_process
+
+IMAGE_DIRECTORY = Path(files.__file__).resolve().parent  # /opt/leasehold in the Docker image
+NAME_PATTERN = re.compile(r"[a-z0-9-]{1,63}")
+METADATA_FILE = "sandbox.json"
+SANDBOX_VARIABLE = "LEASEHOLD_SANDBOX"  # environment variable by which `destroy` finds processes
+DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
+FILES_TIMEOUT_SECONDS = 60.0  # of a manifest, or of clearing a directory
+EXHAUSTION_ERRNOS = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+
+
+@dataclass(frozen=True)
+class SandboxDirectory:
+    """Directory of one sandbox, and the host directory of its sockets."""
+
+    path: Path
+    sockets: str = ""
+
+    def inside(self, path: str) -> str:
+        """Translate a sandbox path to a host path. Return other strings unchanged."""
+        host_directories = {
+            WORKSPACE: str(self.path / "workspace"),
+            DATA: str(self.path / "data"),
+            SOCKETS_DIRECTORY: self.sockets,
+            "/opt/leasehold": str(IMAGE_DIRECTORY),
+        }
+        for directory, host_directory in host_directories.items():
+            if host_directory and (path == directory or path.startswith(directory + "/")):
+                return host_directory + path[len(directory) :]
+        return path
+
+    def environment(self, variables: Mapping[str, str], mark: str) -> dict[str, str]:
+        """Build a command's environment. Nothing is inherited from this process, whose environment contains secrets."""
+        return {
+            "PATH": DEFAULT_PATH,
+            "HOME": self.inside(f"{WORKSPACE}/.home"),
+            "LANG": "C.UTF-8",
+            **({"LLM_SOCKET": self.inside(LLM_SOCKET)} if self.sockets else {}),
+            **variables,
+            "LEASEHOLD_WORKSPACE": self.inside(WORKSPACE),
+            "LEASEHOLD_DATA": self.inside(DATA),
+            SANDBOX_VARIABLE: self.path.name,
+            MARK_VARIABLE: mark,
+        }
+
+
+class ProcessProvider(BackgroundProcessProvider):
+    """Provider that runs commands as local subprocesses of the current user."""
+
+    name = "process"
+    isolated = False
+    enforces_limits = False
+    measures_usage = False
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = (root or Path(settings.STATE_DIR) / "process").resolve()
+
+    def create(self, spec: SandboxSpec) -> str:
+        if not NAME_PATTERN.fullmatch(spec.name):
+            raise Rejected("The name of a sandbox must be 1 to 63 characters of a-z, 0-9 and -.")
+        sockets = str(spec.sockets.resolve()) if spec.sockets else ""
+        metadata = json.dumps({"created_at": datetime.now(UTC).isoformat(), "sockets": sockets})
+        with _translate_disk_errors():
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = self.root / _owner_directory_name(spec.owner) / spec.name
+            if self._find(spec.name) not in (None, path):
+                raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.")
+            if (path / METADATA_FILE).exists():
+                return spec.name
+            (path / "workspace" / ".home").mkdir(parents=True, exist_ok=True)
+            (path / "data").mkdir(exist_ok=True)
+            files.write(str(path), (METADATA_FILE,), metadata.encode())
+        return spec.name
+
+    def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self.inspect(ref).running:
+            if time.monotonic() >= deadline:
+                raise Unavailable(f"{ref} is not ready after {timeout.total_seconds():g} s")
+            time.sleep(0.05)
+
+    def exec(
+        self,
+        ref: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str = WORKSPACE,
+        stdin: bytes = b"",
+        timeout: timedelta,
+        cap: int = 1 << 20,
+        mark: str,
+    ) -> ExecResult:
+        directory, started = self._open(ref), time.monotonic()
+        if not argv or not cwd.startswith("/"):
+            raise Rejected("argv must not be empty, and cwd must be an absolute path.")
+        try:
+            host_argv = [directory.inside(argument) for argument in argv]
+            child = start_process(host_argv, directory.inside(cwd), directory.environment(env, mark))
+        except ValueError as error:  # NUL in a string, "=" in a variable's name
+            raise Rejected(f"The command cannot be executed: {error}") from None
+        except OSError as error:
+            self._open(ref)  # raises if the sandbox was destroyed meanwhile
+            if error.errno in EXHAUSTION_ERRNOS:
+                raise Unavailable(f"No process can be started: {error.strerror}") from error
+            is_missing = isinstance(error, FileNotFoundError) and error.filename != directory.inside(cwd)
+            return ExecResult(127 if is_missing else 126, stderr=f"{error.strerror}: {error.filename}\n".encode())
+
+        with child:
+            try:
+                self._open(ref)  # `destroy` may have searched for processes just before this one started
+                communication = ChildCommunication(child, stdin, cap)
+                communication.run(started + timeout.total_seconds(), partial(_kill_run, mark))
+            finally:
+                if child.poll() is None:
+                    _kill_run(mark)
+        exit_code = child.returncode if child.returncode >= 0 else 128 - child.returncode
+        return ExecResult(
+            exit_code=137 if communication.timed_out else exit_code,  # the child may have exited just before the kill
+            stdout=bytes(communication.out.content),
+            stderr=bytes(communication.err.content),
+            timed_out=communication.timed_out,
+            truncated=communication.out.truncated or communication.err.truncated,
+            duration=timedelta(seconds=time.monotonic() - started),
+        )
+
+    def kill(self, ref: str, mark: str) -> None:
+        self.inspect(ref)
+        _kill_run(mark)
+
+    def destroy(self, ref: str) -> None:
+        with _translate_disk_errors():
+            path = self._find(ref)
+            if path is None:
+                return
+            (path / METADATA_FILE).unlink(missing_ok=True)  # prevents further execs
+            _kill_by_environment(f"{SANDBOX_VARIABLE}={ref}")
+            _remove_tree(path)
+
+    def inspect(self, ref: str) -> ProviderSandbox:
+        with _translate_disk_errors():
+            path = self._find(ref)
+            sandbox = _inspect_directory(path) if path else None
+        if sandbox is None:
+            raise Missing(f"There is no sandbox {ref}.")
+        return sandbox
+
+    def stats(self, ref: str) -> ResourceUsage | None:
+        self._open(ref)
+        return None
+
+    def list(self, owner: str) -> list[ProviderSandbox]:
+        with _translate_disk_errors():
+            return [
+                sandbox
+                for path in _list_directory(self.root / _owner_directory_name(owner))
+                if (sandbox := _inspect_directory(path))
+            ]
+
+    def read_file(self, ref: str, path: str, *, limit: int) -> bytes:
+        root, parts = split_sandbox_path(path)
+        with self._files(ref, root) as host:
+            return files.read(host, parts, limit)
+
+    def read_range(self, ref: str, path: str, *, start: int, length: int) -> tuple[bytes, int]:
+        root, parts = split_sandbox_path(path)
+        check_range(start, length)
+        with self._files(ref, root) as host:
+            return files.read_range(host, parts, start, length)
+
+    def write_file(self, ref: str, path: str, content: bytes) -> None:
+        root, parts = split_sandbox_path(path)
+        with self._files(ref, root) as host:
+            files.write(host, parts, content)
+
+    def remove_file(self, ref: str, path: str) -> None:
+        root, parts = split_sandbox_path(path)
+        with self._files(ref, root) as host:
+            files.remove(host, parts)
+
+    def manifest(
+        self, ref: str, root: str, *, under: str = "", deep: bool = True, max_entries: int = 100_000
+    ) -> dict[str, FileStat]:
+        check_directory_path(root, under)
+        with self._files(ref, root) as host:
+            entries = files.scan(host, under, deep=deep, max_entries=max_entries, seconds=FILES_TIMEOUT_SECONDS)
+            return {path: FileStat._make(fields) for path, fields in entries}
+
+    def get_files(
+        self, ref: str, root: str, *, only: Collection[str] | None = None, exclude: Sequence[str] = ()
+    ) -> Iterator[bytes]:
+        selected, patterns = only and [check_relative_path(root, path) for path in only], check_patterns(exclude)
+        with self._files(ref, root) as host:
+            packed = tempfile.TemporaryFile(dir=Path(host).parent)  # noqa: SIM115 - closed by _read_chunks
+            files.pack(host, packed, only=selected, exclude=patterns)
+        return _read_chunks(packed)
+
+    def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
+        with self._files(ref, root) as host:
+            files.unpack(host, tar)
+
+    def remove_files(self, ref: str, root: str, paths: Collection[str]) -> None:
+        checked = [check_relative_path(root, path) for path in paths]
+        with self._files(ref, root) as host:
+            files.remove_files(host, checked)
+
+    def clear(self, ref: str, root: str) -> None:
+        with self._files(ref, root) as host:
+            files.clear(host, (".home",) if root == WORKSPACE else (), seconds=FILES_TIMEOUT_SECONDS)
+
+    def size(self, ref: str, root: str) -> int:
+        with self._files(ref, root) as host:
+            return files.size(host)
+
+    def seed(self, ref: str, kind: str) -> None:
+        check_slug(kind)
+        with self._files(ref, DATA) as host:
+            if (IMAGE_DIRECTORY / kind / "prompt.md").is_file():
+                files.seed(str(IMAGE_DIRECTORY), kind, host, kind)
+
+    def inside(self, ref: str, path: str) -> str:
+        return self._open(ref).inside(path)
+
+    def _output_directory(self, ref: str) -> str:
+        return str(self._open(ref).path / "processes")
+
+    def _find(self, ref: str) -> Path | None:
+        """Return the directory of this sandbox under any owner, also if only leftovers exist."""
+        if not NAME_PATTERN.fullmatch(ref):
+            return None
+        return next((path for owner in _list_directory(self.root) for path in _list_directory(owner) if path.name == ref), None)
+
+    def _open(self, ref: str) -> SandboxDirectory:
+        """Return the running sandbox. Raise Missing, or Unavailable while it is being created or destroyed."""
+        with _translate_disk_errors():
+            path = self._find(ref)
+            if path is None:
+                raise Missing(f"There is no sandbox {ref}.")
+            try:
+                return SandboxDirectory(path, sockets=json.loads((path / METADATA_FILE).read_bytes())["sockets"])
+            except FileNotFoundError:
+                raise Unavailable(f"{ref} does not run: it is being created or destroyed.") from None
+
+    @contextmanager
+    def _files(self, ref: str, root: str) -> Iterator[str]:
+        """Yield the host directory of /workspace or /data. Translate errors of image/files.py into the provider port's."""
+        check_root(root)
+        directory = self._open(ref)
+        with _translate_disk_errors():
+            try:
+                yield directory.inside(root)
+            except files.BadPath as error:
+                raise BadPath(str(error)) from None
+            except files.TooLarge as error:
+                raise TooLarge(str(error)) from None
+            except tarfile.TarError as error:
+                raise Rejected(f"Invalid tar: {error}") from None
+            except FileNotFoundError:
+                self._open(ref)  # raises if the sandbox was destroyed meanwhile
+                raise NoSuchFile("The file does not exist.") from None
+
+
+def _read_chunks(source: IO[bytes]) -> Iterator[bytes]:
+    """Yield a file's content from its beginning, and close the file."""
+    with source:
+        source.seek(0)
+        while chunk := source.read(1 << 16):
+            yield chunk
+
+
+def _inspect_directory(path: Path) -> ProviderSandbox | None:
+    """Return the sandbox in this directory, or None if it was removed meanwhile."""
+    with suppress(FileNotFoundError):
+        created_at = datetime.fromisoformat(json.loads((path / METADATA_FILE).read_bytes())["created_at"])
+        return ProviderSandbox(ref=path.name, name=path.name, running=True, created_at=created_at)
+    with suppress(FileNotFoundError):
+        modified_at = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        return ProviderSandbox(ref=path.name, name=path.name, running=False, created_at=modified_at)
+    return None
+
+
+def _list_directory(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except FileNotFoundError:  # no sandbox was ever created here
+        return []
+
+
+def _owner_directory_name(owner: str) -> str:
+    """Encode an owner label as a file name."""
+    return quote(owner, safe="").replace(".", "%2E")
+
+
+def _kill_run(mark: str) -> None:
+    """Kill all processes of an exec, and return once they are gone."""
+    try:
+        reap.kill_tree(mark)
+    except TimeoutError as error:
+        raise Unavailable(str(error)) from error
+
+
+def _kill_by_environment(assignment: str) -> None:
+    """Kill all processes that were started with `NAME=value` in their environment, and return once they are gone."""
+    deadline = time.monotonic() + 5
+    while pids := [pid for pid in os.listdir("/proc") if pid.isdigit() and assignment.encode() in _read_environment(pid)]:
+        if time.monotonic() > deadline:
+            raise Unavailable(f"Processes with {assignment} did not end: {', '.join(pids)}")
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _read_environment(pid: str) -> list[bytes]:
+    try:
+        return reap.read_environment(int(pid)).split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # exited, or owned by another user
+        return []
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a directory tree, including directories that programs have made read-only."""
+    for directory, subdirectories, _ in os.walk(path):
+        for name in subdirectories:
+            with suppress(FileNotFoundError):
+                if not os.path.islink(os.path.join(directory, name)):
+                    os.chmod(os.path.join(directory, name), 0o700)
+    with suppress(FileNotFoundError):  # removed concurrently
+        shutil.rmtree(path)
+    if path.exists():
+        raise Unavailable(f"{path.name} is not completely removed yet.")
+
+
+@contextmanager
+def _translate_disk_errors() -> Iterator[None]:
+    """Translate OSError to Unavailable: the operation may succeed later, with free space or corrected permissions."""
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(f"{error.strerror}: {error.filename}") from error

@@ -1,0 +1,233 @@
+"""Readable file trees below /workspace and /data: of a live sandbox, or from the store while the sandbox sleeps.
+
+Reading from the store wakes no sandbox. Results and errors equal those of the live sandbox."""
+
+import io
+import shutil
+import tarfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from typing import BinaryIO, Protocol
+from uuid import UUID
+
+from sandboxes.image.files import list_path_prefixes
+from sandboxes.models.state import AgentData, DataFile, DataStorageMode
+from sandboxes.providers.base import (
+    DATA,
+    WORKSPACE,
+    BadPath,
+    FileStat,
+    NoSuchFile,
+    Provider,
+    TooLarge,
+    check_directory_path,
+    split_sandbox_path,
+)
+from sandboxes.providers.tar_validation import is_plain_tar
+from sandboxes.state import pull, workspace
+from sandboxes.state.spool import FileSlice
+
+MAX_ENTRIES = 100_000  # entries of a stored copy, all held in memory
+CHUNK_BYTES = 1 << 20
+IMPLICIT_DIRECTORY = FileStat("directory", 0o755, 0, 0, "")  # a directory without an entry of its own
+
+
+class Unreadable(Exception):
+    """The stored copy cannot be read outside a sandbox. The caller has to wake the sandbox to read it."""
+
+
+class Reader(Protocol):
+    def read(self, size: int = -1, /) -> bytes: ...
+
+
+class FileTree(ABC):
+    """Files below /workspace or /data. Paths are relative to it; errors are those of the provider port."""
+
+    @abstractmethod
+    def read_range(self, path: str, *, start: int, length: int) -> tuple[bytes, int]:
+        """Return at most `length` bytes of a regular file from offset `start`, and the file's size."""
+
+    @abstractmethod
+    def list_entries(self, under: str, *, deep: bool, limit: int) -> dict[str, FileStat]:
+        """Return the entries below a directory by path; "" is the root. Raise TooLarge above `limit` entries.
+
+        Without `deep` only the directory's own entries are returned."""
+
+    @abstractmethod
+    def pack(self, under: str, out: BinaryIO) -> None:
+        """Write a tar of a directory and everything below it."""
+
+
+class LiveFiles(FileTree):
+    """Files of a running sandbox."""
+
+    def __init__(self, provider: Provider, ref: str, root: str) -> None:
+        self.provider, self.ref, self.root = provider, ref, root
+
+    def read_range(self, path: str, *, start: int, length: int) -> tuple[bytes, int]:
+        return self.provider.read_range(self.ref, f"{self.root}/{path}", start=start, length=length)
+
+    def list_entries(self, under: str, *, deep: bool, limit: int) -> dict[str, FileStat]:
+        return self.provider.manifest(self.ref, self.root, under=under, deep=deep, max_entries=limit)
+
+    def pack(self, under: str, out: BinaryIO) -> None:
+        only = [under, *self.list_entries(under, deep=True, limit=MAX_ENTRIES)] if under else None
+        for chunk in self.provider.get_files(self.ref, self.root, only=only):
+            out.write(chunk)
+
+
+class StoredFiles(FileTree):
+    """Files in the store, with their entries held in memory."""
+
+    def __init__(self, root: str, entries: Mapping[str, FileStat]) -> None:
+        self.root, self.entries = root, dict(entries)
+        for path in entries:
+            for directory in [*list_path_prefixes(path)][:-1]:
+                self.entries.setdefault(directory, IMPLICIT_DIRECTORY)
+
+    @abstractmethod
+    def content(self, path: str, start: int, stack: ExitStack) -> Reader:
+        """Open a regular file at offset `start`. `stack` closes it."""
+
+    def read_range(self, path: str, *, start: int, length: int) -> tuple[bytes, int]:
+        split_sandbox_path(f"{self.root}/{path}")
+        entry = self._find(path)
+        if entry.kind != "file":
+            raise BadPath(f"{path} is not a regular file")
+        if not length or start >= entry.size:
+            return b"", entry.size
+        with ExitStack() as stack:
+            return self.content(path, start, stack).read(length), entry.size
+
+    def list_entries(self, under: str, *, deep: bool, limit: int) -> dict[str, FileStat]:
+        depth = under.count("/") + bool(under)
+        found = {path: stat for path, stat in self._below(under).items() if deep or path.count("/") == depth}
+        if len(found) > limit:
+            raise TooLarge(f"there are more than {limit} entries")
+        return found
+
+    def pack(self, under: str, out: BinaryIO) -> None:
+        chosen = self._below(under) | ({under: self.entries[under]} if under else {})
+        with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, bufsize=CHUNK_BYTES) as tar:
+            for path in sorted(chosen):
+                stat, member = chosen[path], tarfile.TarInfo(path)
+                member.mode, member.mtime = stat.mode, stat.mtime
+                with ExitStack() as stack:
+                    if stat.kind == "file":
+                        member.size = stat.size
+                        tar.addfile(member, self.content(path, 0, stack))
+                    else:
+                        member.type = tarfile.DIRTYPE if stat.kind == "directory" else tarfile.SYMTYPE
+                        member.linkname = stat.target
+                        tar.addfile(member)
+                tar.members = []  # type: ignore[attr-defined]  # else tarfile keeps every member in memory
+
+    def _below(self, under: str) -> dict[str, FileStat]:
+        if check_directory_path(self.root, under) and self._find(under).kind != "directory":
+            raise BadPath(f"{under} is not a directory")
+        start = f"{under}/" if under else ""
+        return {path: stat for path, stat in self.entries.items() if path.startswith(start)}
+
+    def _find(self, path: str) -> FileStat:
+        for parent in [*list_path_prefixes(path)][:-1]:
+            if self.entries.get(parent, IMPLICIT_DIRECTORY).kind != "directory":
+                raise BadPath(f"an ancestor of {path} is a link or not a directory")
+        if path not in self.entries:
+            raise NoSuchFile(f"there is no file {path}")
+        return self.entries[path]
+
+
+class StoredWorkspace(StoredFiles):
+    """The newest snapshot, overlaid with the files that the next use of the sandbox would write first."""
+
+    def __init__(self, tar: BinaryIO | None, overlay: Mapping[str, bytes], *, now: datetime) -> None:
+        self.tar, self.overlay, self.content_offsets = tar, overlay, dict[str, int]()
+        entries = self._index(tar) if tar else {}
+        mtime = int(now.timestamp())
+        entries |= {path: FileStat("file", 0o644, len(content), mtime, "") for path, content in overlay.items()}
+        super().__init__(WORKSPACE, entries)
+
+    def content(self, path: str, start: int, stack: ExitStack) -> Reader:
+        if path in self.overlay:
+            return io.BytesIO(self.overlay[path][start:])
+        assert self.tar is not None  # without a snapshot there are no other files
+        return FileSlice(self.tar, self.content_offsets[path] + start, self.entries[path].size - start)
+
+    def pack(self, under: str, out: BinaryIO) -> None:
+        if self.tar and not under and not self.overlay:
+            self.tar.seek(0)
+            shutil.copyfileobj(self.tar, out, CHUNK_BYTES)
+        else:
+            super().pack(under, out)
+
+    def _index(self, tar: BinaryIO) -> dict[str, FileStat]:
+        if not is_plain_tar(tar):
+            raise Unreadable("its tar has unsupported members or headers")
+        entries: dict[str, FileStat] = {}
+        with tarfile.open(fileobj=tar, mode="r:") as members:
+            for member in members:
+                parts = [part for part in member.name.split("/") if part not in ("", ".")]
+                if ".." in parts or len(entries) > MAX_ENTRIES:
+                    raise Unreadable("its tar has paths outside its root, or too many members")
+                path = "/".join(parts)
+                kind = "file" if member.isreg() else "directory" if member.isdir() else "link"
+                if path:
+                    mode, size = member.mode & 0o777, member.size if kind == "file" else 0
+                    entries[path] = FileStat(kind, mode, size, int(member.mtime), "", member.linkname)
+                    self.content_offsets[path] = member.offset_data
+                members.members = []  # type: ignore[attr-defined]  # else tarfile keeps every member in memory
+        return entries
+
+
+class StoredData(StoredFiles):
+    """An agent's data as last stored."""
+
+    def __init__(self, rows: Mapping[str, DataFile], *, now: datetime) -> None:
+        self.rows, self.now = rows, now
+        super().__init__(
+            DATA,
+            {
+                path: FileStat(row.kind, row.mode, row.size_bytes, row.mtime, str(row.revision), row.target)
+                for path, row in rows.items()
+            },
+        )
+
+    def content(self, path: str, start: int, stack: ExitStack) -> Reader:
+        reader = pull.fetch_contents([self.rows[path]], stack, now=self.now)[path]
+        reader.position += start
+        return reader
+
+    def pack(self, under: str, out: BinaryIO) -> None:
+        chosen = self._below(under) | ({under: IMPLICIT_DIRECTORY} if under else {})
+        pull.write_tar([self.rows[path] for path in chosen if path in self.rows], out, now=self.now)
+
+
+@contextmanager
+def open_workspace(holder: UUID, initial_files: Mapping[str, bytes], *, now: datetime) -> Iterator[FileTree]:
+    """Open the files that a wake would restore to /workspace. Raise Unreadable or StoreError.
+
+    `first` are the files written before the first use, by absolute path. They overlay the snapshot only if it is another
+    lease's, or if there is none: later snapshots of the lease contain them."""
+    newest = workspace.find_latest(holder)
+    overlay = {path.removeprefix(f"{WORKSPACE}/"): content for path, content in initial_files.items()}
+    with ExitStack() as stack:
+        if newest is None:
+            yield StoredWorkspace(None, overlay, now=now)
+            return
+        try:
+            tar, _ = stack.enter_context(workspace.open_snapshot(newest, now=now))
+        except workspace.CorruptSnapshot as bad:
+            raise Unreadable(str(bad)) from bad
+        yield StoredWorkspace(tar, {} if workspace.is_own(newest) else overlay, now=now)
+
+
+@contextmanager
+def open_data(agent_did: str, *, now: datetime) -> Iterator[FileTree]:
+    """Open an agent's /data as last stored. Raise Unreadable if the data is mounted, StoreError if the store fails."""
+    data = AgentData.objects.filter(agent_did=agent_did).first()
+    if data and data.keeping != DataStorageMode.SYNC:
+        raise Unreadable("the data is mounted")
+    rows = DataFile.objects.filter(data=data, removed=False).select_related("stored_in", "data") if data else ()
+    yield StoredData({row.path: row for row in rows}, now=now)

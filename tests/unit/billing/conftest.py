@@ -1,0 +1,32 @@
+"""Fixtures of the billing tests."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from leases.models import Lease
+from sandboxes.db import clock
+from tests.conftest import NOW
+from tests.support.billing import ADA, HOUR, run_command
+
+
+@pytest.fixture
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the verbs take no time by their own clock, so that durations are exact."""
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: 0.0))
+
+
+@pytest.fixture
+def used_lease(grant: Callable[..., Lease], memory: Any) -> Callable[..., Lease]:
+    """Grant a lease whose waiting sandbox has used some hours by NOW."""
+
+    def make(agent: str = ADA, environment: str = "game-1", hours: float = 1, **request: Any) -> Lease:
+        began = NOW - timedelta(hours=hours)
+        lease = grant(agent, environment, now=began, ttl=20 * HOUR, sleep_after=20 * HOUR, **request)
+        run_command(lease, "sh", "-c", "echo kept >f", now=began)
+        return lease
+
+    return make

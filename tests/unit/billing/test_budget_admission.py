@@ -1,0 +1,271 @@
+"""Budget admission: reservations at a grant, and refusal of work while a budget is exhausted."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+from billing import budgets, costs, derivation, metering
+from billing.models import Budget, Tab, UsageRecord
+from leases import execution, leasing, turns
+from leases.models import Lease
+from sandboxes import eviction, runs
+from sandboxes.models import Run, Sandbox
+from sandboxes.runs import Command
+from tests.conftest import MINUTE, NOW
+from tests.support.billing import (
+    ADA,
+    BOB,
+    HOUR,
+    create_budget,
+    expect_refusal,
+    get_lease_end,
+    get_rounded_spending,
+    list_budget_events,
+    run_billing_sweeps,
+    run_command,
+    start_run,
+)
+
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("stopped_clock")]
+AnyCallable = Callable[..., Any]
+MIDNIGHT = datetime(2026, 11, 22, tzinfo=UTC)
+
+
+# --- admission ----------------------------------------------------------------------------------------------------------
+
+
+def test_grant_reserves_the_minimum_until_its_lease_ends(grant: AnyCallable, settings: Any) -> None:
+    settings.MINIMUM_TIME = 6 * MINUTE
+    create_budget(1)
+    held = [grant(environment=f"e{number}") for number in range(10)]
+    with expect_refusal(spent="0", limit="1") as caught:
+        grant(environment="e10")
+    assert "1 reserved by active leases" in str(caught.value)
+    assert not Lease.objects.filter(environment_id="e10").exists()
+    leasing.release(held[0].pk, now=NOW)
+    grant(environment="e10")
+    assert Tab.objects.filter(closed_at=NOW).get().holder == held[0].pk
+    assert Tab.objects.filter(closed_at__isnull=True).count() == 10
+
+
+def test_acquire_of_a_held_lease_is_never_refused(used_lease: AnyCallable, grant: AnyCallable) -> None:
+    lease = used_lease()
+    create_budget("0.5", grace=HOUR)
+    start_run(lease)
+    run_billing_sweeps(NOW)
+    assert grant() == lease
+
+
+def test_expired_lease_releases_its_reservation_for_the_next(grant: AnyCallable, settings: Any) -> None:
+    settings.MINIMUM_TIME = HOUR
+    create_budget(1)
+    old = grant(ttl=MINUTE)
+    with expect_refusal():
+        grant(environment="e2", now=NOW + HOUR)
+    new = grant(now=NOW + HOUR)
+    assert (new != old, Tab.objects.get(holder=old.pk).closed_at) == (True, NOW + HOUR)
+
+
+def test_refused_acquire_leaves_no_rows(grant: AnyCallable) -> None:
+    create_budget("0.001")
+    with expect_refusal():
+        grant()
+    assert not Lease.objects.exists() and not Tab.objects.exists() and not Sandbox.objects.exists()
+
+
+def test_refusal_names_only_the_strictest_budget(used_lease: AnyCallable, grant: AnyCallable) -> None:
+    used_lease(BOB)
+    (
+        create_budget(1),
+        create_budget(1, period="month"),
+        create_budget(1, period="ever", scope="agent", subject=BOB),
+        create_budget(1, hard=False),
+    )
+    run_billing_sweeps(NOW)
+    with expect_refusal(resets_at=datetime(2026, 12, 1, tzinfo=UTC)) as caught:
+        grant(ADA, "e2")
+    assert str(caught.value) == (
+        "No room in the budget of 1 hours a month for everything: 1 spent. Resets at 2026-12-01 00:00 UTC."
+    )
+
+
+def test_budget_out_of_scope_refuses_nothing(used_lease: AnyCallable, grant: AnyCallable) -> None:
+    used_lease(BOB)
+    for scope, subject in [("agent", BOB), ("key", "3"), ("environment_type", "rpg"), ("account", "crew")]:
+        create_budget("0.001", scope=scope, subject=subject)
+    run_billing_sweeps(NOW)
+    grant(ADA, key_id="4")
+    for field in ({"key_id": "3"}, {"environment_type": "rpg"}, {"agent": BOB}):
+        with expect_refusal():
+            grant(**{"agent": ADA, "environment": "e2"} | field)
+
+
+def test_a_soft_budget_only_warns(used_lease: AnyCallable, grant: AnyCallable) -> None:
+    lease, made = used_lease(), create_budget("0.5", hard=False)
+    assert run_billing_sweeps(NOW) == {"budgets warned": 1, "budgets exhausted": 1}
+    assert (get_lease_end(lease)[0], list_budget_events()) == ("active", ["exhausted", "warning"])
+    run_command(lease), grant(environment="e2")
+    run_billing_sweeps(NOW + HOUR)
+    assert (get_lease_end(lease)[0], get_rounded_spending(made)) == ("active", 2)
+
+
+@contextmanager
+def capture_billing_sql() -> Iterator[list[str]]:
+    told: list[str] = []
+    with CaptureQueriesContext(
+        connection,
+    ) as caught:
+        yield told
+    told += [query["sql"] for query in caught if "billing_" in query["sql"]]
+
+
+def test_query_counts_without_budgets(used_lease: AnyCallable, grant: AnyCallable) -> None:
+    lease = used_lease()
+    with capture_billing_sql() as asked:
+        grant(environment="e2")
+    assert [("billing_budget" in one, one[:6]) for one in asked] == [(True, "SELECT"), (False, "INSERT")]
+    with capture_billing_sql() as asked:
+        run_command(lease)
+    assert len(asked) == 1 and "LIMIT 1" in asked[0]
+    with capture_billing_sql() as asked:
+        leasing.renew(lease, now=NOW)
+        grant()
+    assert asked == []
+    with capture_billing_sql() as asked:
+        leasing.release(lease.pk, now=NOW)
+    assert [one[:6] for one in asked] == ["UPDATE"]
+
+
+# --- what is refused while it is spent ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exhausted_lease(used_lease: AnyCallable) -> Lease:
+    """A lease whose budget is spent, within its grace: something runs."""
+    lease: Lease = used_lease()
+    create_budget(1, grace=HOUR, scope="agent", subject=ADA)
+    start_run(lease)
+    assert run_billing_sweeps(NOW)["sandboxes in grace period"] == 1
+    return lease
+
+
+def test_new_work_is_refused_and_uses_no_turn_number(exhausted_lease: Lease, grant: AnyCallable) -> None:
+    with expect_refusal(spent="1", limit="1", unit="hours", resets_at=MIDNIGHT) as caught:
+        run_command(exhausted_lease)
+    assert str(caught.value).startswith(f"No room in the budget of 1 hours a day for agent {ADA}: 1 spent. Resets at ")
+    with expect_refusal():
+        turns.take_turn(exhausted_lease.pk, 1, {}, now=NOW)
+    with expect_refusal():
+        execution.ensure_sandbox_ready(exhausted_lease.pk, now=NOW)
+    assert exhausted_lease.turns.count() == 0
+    leasing.renew(exhausted_lease, now=NOW)
+    run_command(grant(BOB, "e2"))
+
+
+def test_files_are_writable_while_a_run_is_open_but_wake_no_sandbox(exhausted_lease: Lease, at_checkpoint: AnyCallable) -> None:
+    file = Command(argv=["write"], timeout=MINUTE, kind="file")
+    execution.call_in_sandbox(
+        exhausted_lease.pk, file, lambda provider, box: provider.write_file(box.ref, "/workspace/g", b"1"), now=NOW
+    )
+    box = Sandbox.objects.get()
+    runs.close_run(Run.objects.get(ended_at=None), now=NOW, outcome=runs.RunOutcome.OK)
+    eviction.evict(box.pk, now=NOW, reason="idle")
+    with expect_refusal():
+        execution.call_in_sandbox(exhausted_lease.pk, file, lambda provider, box: None, now=NOW)
+    box.refresh_from_db()
+    assert box.state == "cold"
+
+
+def test_file_access_is_refused_after_the_grace_period(exhausted_lease: Lease, at_checkpoint: AnyCallable) -> None:
+    touched: list[datetime] = []
+
+    def look(now: datetime) -> None:
+        file = Command(argv=["read"], timeout=MINUTE, kind="file")
+        execution.call_in_sandbox(exhausted_lease.pk, file, lambda provider, box: touched.append(now), now=now)
+
+    def rival() -> None:
+        with expect_refusal():
+            look(NOW + HOUR)
+
+    look(NOW + HOUR - MINUTE)
+    at_checkpoint("budget stopped", rival)
+    assert run_billing_sweeps(NOW + HOUR) == {"leases ended": 1}
+    assert touched == [NOW + HOUR - MINUTE]
+
+
+def test_raised_budget_reopens_at_once(exhausted_lease: Lease) -> None:
+    made = Budget.objects.get()
+    made.amount = Decimal(2)
+    budgets.save_budget(made, now=NOW)
+    assert (made.exhausted_at, made.exhausted_for, made.spent) == (None, None, 1)
+    run_command(exhausted_lease)
+    assert list_budget_events() == ["exhausted", "warning"]
+    assert run_billing_sweeps(NOW + HOUR)["budgets exhausted"] == 1  # of the new amount: that is another fact
+    assert list_budget_events() == ["exhausted", "warning"] * 2
+
+
+def test_budget_raised_in_the_database_reopens_before_the_next_sweep(exhausted_lease: Lease) -> None:
+    Budget.objects.update(amount=2)
+    run_command(exhausted_lease)
+    assert run_billing_sweeps(NOW) == {"budgets reopened": 1}
+
+
+def test_corrected_usage_reopens_a_budget(exhausted_lease: Lease) -> None:
+    UsageRecord.objects.all().delete()
+    made = Budget.objects.get()
+    assert budgets.update_spending(made.pk, now=NOW) == ["reopened"]
+    run_command(exhausted_lease)
+    metering.reset_usage()
+    assert run_billing_sweeps(NOW)["budgets exhausted"] == 1
+    assert list_budget_events() == ["exhausted", "warning"]  # once in a period
+
+
+def test_incomplete_rebuild_reopens_no_budget(exhausted_lease: Lease) -> None:
+    made = Budget.objects.get()
+    derivation.reset_usage_and_costs()
+    assert budgets.update_spending(made.pk, now=NOW) == []
+    with expect_refusal(spent="1", limit="1"):
+        run_command(exhausted_lease)
+    metering.meter_usage(now=NOW)
+    assert budgets.update_spending(made.pk, now=NOW) == []
+    derivation.derive_usage_and_costs(now=NOW)
+    assert (budgets.update_spending(made.pk, now=NOW), get_rounded_spending(made)) == ([], 1)
+    assert not derivation.is_rebuilding()
+
+
+def test_reset_during_the_sum_discards_the_sum(exhausted_lease: Lease, at_checkpoint: AnyCallable) -> None:
+    made = Budget.objects.get()
+    UsageRecord.objects.all().delete()  # it would be open again by that
+    at_checkpoint("budget summed", derivation.reset_usage_and_costs)
+    assert (budgets.update_spending(made.pk, now=NOW), get_rounded_spending(made)) == ([], 1)
+
+
+def test_reset_during_a_derivation_keeps_the_rebuild_mark(exhausted_lease: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
+    def price(*, now: datetime, price: AnyCallable = costs.price_usage) -> Any:
+        done = price(now=now)
+        derivation.reset_usage_and_costs()
+        return done
+
+    derivation.reset_usage_and_costs()
+    with monkeypatch.context() as patched:
+        patched.setattr(costs, "price_usage", price)
+        derivation.derive_usage_and_costs(now=NOW)
+    assert derivation.is_rebuilding()
+    derivation.derive_usage_and_costs(now=NOW)
+    assert not derivation.is_rebuilding()
+
+
+def test_budget_lowered_below_its_spending_refuses_and_ends_leases(used_lease: AnyCallable, grant: AnyCallable) -> None:
+    lease, made = used_lease(), create_budget(9)
+    run_billing_sweeps(NOW)
+    Budget.objects.update(amount=Decimal("0.5"))
+    with expect_refusal(spent="1", limit="0.5"):
+        grant(environment="e2")
+    assert run_billing_sweeps(NOW)["leases ended"] == 1
+    assert (get_lease_end(lease), get_rounded_spending(made)) == (("expired", "budget"), 1)

@@ -1,0 +1,128 @@
+"""manage.py estimate, costs and meter: options, output and exit."""
+
+import json
+from datetime import date, timedelta
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.utils import timezone
+
+from billing import costs
+from billing.models import CostRecord, UsageRecord
+from tests.conftest import NOW
+from tests.support.billing import (
+    ADA,
+    BASIC_INSTANCE,
+    HOUR,
+    create_rate,
+    create_time_usage,
+    list_cost_records,
+)
+
+pytestmark = pytest.mark.django_db
+EIGHT = ["--agents", "8", "--days", "30", "--instance", "basic", "--cpu-utilisation", "0.1"]
+
+
+def run(*args: str) -> str:
+    out = StringIO()
+    call_command(*args, stdout=out)
+    return out.getvalue()
+
+
+def test_estimate_prints_a_table() -> None:
+    said = run("estimate", *EIGHT, "--hours-per-day", "4").splitlines()
+    assert [line.split()[-1] for line in said] == ["USD", "8.42", "1.28", "0.91", "5.00", "15.61", "1.95"]
+    assert len({len(line) for line in said}) == 1
+
+
+def test_estimate_prints_json() -> None:
+    said = run("estimate", *EIGHT, "--always-on", "--json")
+    assert said.count("\n") == 1
+    found = json.loads(said)
+    assert ([line["usd"] for line in found["lines"]], found["total_usd"]) == (["51.62", "9.92", "5.71", "5.00"], "72.25")
+    assert found["lines"][0] == {
+        "item": "memory", "unit": "GiB-hours of memory", "quantity": "5760", "free": "25", "rate_usd": "0.009", "usd": "51.62",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ([], "--agents"), (["--agents", "0"], "--agents"), (["--agents", "x"], "--agents"),
+        (["--agents", "1", "--days", "32"], "--days"), (["--agents", "1", "--hours-per-day", "24.1"], "--hours-per-day"),
+        (["--agents", "1", "--hours-per-day", "NaN"], "--hours-per-day"),
+        (["--agents", "1", "--cpu-utilisation", "1.1"], "--cpu-utilisation"),
+        (["--agents", "1", "--instance", "huge"], "--instance"), (["--agents", "1", "--provider", "nowhere"], "--provider"),
+        (["--agents", "1", "--hours-per-day", "4", "--always-on"], "--always-on"),
+        (["--forecast", "--last", "0"], "--last"), (["--forecast", "--budget", "0"], "--budget"),
+        (["--forecast", "--budget", "much"], "--budget"),
+    ],
+)  # fmt: skip
+def test_estimate_names_the_invalid_option(args: list[str], named: str) -> None:
+    with pytest.raises(CommandError, match=f"^{named}: "):
+        run("estimate", *args)
+
+
+def test_estimate_prints_a_forecast() -> None:
+    create_rate("time", "1")
+    yesterday = timezone.now().date() - timedelta(days=1)
+    create_time_usage(f"{yesterday}", 24 * HOUR, provider="acme")
+    costs.price_usage(now=NOW)
+    found = json.loads(run("estimate", "--forecast", "--budget", "100000", "--json"))
+    assert (found["a_day_usd"], found["days"], found["budget_usd"]) == ("24", 1, "100000")
+    assert date.fromisoformat(found["runs_out"]) > yesterday + timedelta(days=4000)
+    said = run("estimate", "--forecast", "--budget", "100000")
+    assert f"100000 USD reached on {found['runs_out']}" in said
+    assert "24 USD a day, days averaged: 1" in said
+    for only in (["--agent", ADA], ["--account", "house"], ["--environment", "game-1"], ["--provider", "acme"]):
+        assert json.loads(run("estimate", "--forecast", "--json", *only))["a_day_usd"] == "24"
+        assert json.loads(run("estimate", "--forecast", "--json", only[0], "other"))["a_day_usd"] is None
+
+
+# --- costs and meter --------------------------------------------------------------------------------------------------
+
+
+def test_costs_prints_a_table_csv_or_json() -> None:
+    create_rate("time", "0.5")
+    create_time_usage("2026-11-02T10:00", 3 * HOUR, provider="acme")
+    create_time_usage("2026-11-02T10:00", HOUR, agent="", provider="acme")
+    costs.price_usage(now=NOW)
+    assert run("costs", "--since", "2026-11-01").splitlines() == [
+        "agent        hours   USD",
+        "did:plc:ada      3  1.50",
+        "(none)           1  0.50",
+        "total               2.00",
+    ]
+    assert run("costs", "--csv").splitlines() == [
+        "agent,usd,hours,time,memory,cpu,disk,storage,request,plan,llm",
+        "did:plc:ada,1.5,3,3,,,,,,,",
+        ",0.5,1,1,,,,,,,",
+    ]
+    found = json.loads(run("costs", "--by", "day", "--until", "2026-11-03", "--json"))
+    assert (found["total_usd"], [each["key"] for each in found["results"]]) == ("2", ["2026-11-02"])
+    assert run("costs", "--until", "2026-11-02", "--csv").count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["--since", "yesterday"], "--since"), (["--since", "2026-11-02", "--until", "2026-11-02"], "--until"),
+        (["--lease", "x"], "--lease"),
+    ],
+)  # fmt: skip
+def test_costs_names_the_invalid_option(args: list[str], named: str) -> None:
+    with pytest.raises(CommandError, match=f"^{named}: "):
+        run("costs", *args)
+
+
+def test_meter_again_rebuilds_usage_and_costs(grant: Any) -> None:
+    create_time_usage("2026-11-02T10:00", **BASIC_INSTANCE)  # of no fact
+    assert run("meter").splitlines() == ["usage: nothing to do", "costs: 4 written"]
+    before = list_cost_records()
+    assert run("meter").splitlines()[1] == "costs: nothing to do"
+    assert list_cost_records() == before
+    run("meter", "--again")
+    assert not UsageRecord.objects.exists()
+    assert not CostRecord.objects.exists()

@@ -316,7 +316,7 @@ QUEUE_WORKERS = env.integer(
 LOG_FORMAT = env.choice("LEASEHOLD_LOG_FORMAT", "text", ["text", "json"], help="log format")
 LOG_LEVEL = env.choice("LEASEHOLD_LOG_LEVEL", "INFO", ["DEBUG", "INFO", "WARNING", "ERROR"], help="minimum log level")
 
-# --- Django -------------------------------------------------------------------------------------------------------
+# --- static files and queue ---------------------------------------------------------------------------------------
 STATIC_ROOT = STATE_DIR / "static"
 STATIC_ROOT.mkdir(parents=True, exist_ok=True)  # whitenoise warns if it does not exist
 STATICFILES_DIRS = [BASE_DIR / "templates" / "static"]

@@ -72,9 +72,8 @@ def _enforce_on_lease(pk: UUID, *, now: datetime) -> str:
             return "sandboxes lost"  # the `reconcile` sweep ends its lease
         if sandbox.state in (WARMING, EVICTING):
             return "sandboxes in transition"  # its worker finishes the transition, or the `stalled` sweep does
-        unused = (
-            sandbox.last_used_at < sandbox.state_since
-        )  # not used since the failed attempt; otherwise it becomes idle again first
+        # After a failed attempt idle_at is the time of the next one, unless the sandbox has been used since.
+        unused = sandbox.last_used_at < sandbox.state_since
         if sandbox.tries and unused and sandbox.idle_at and sandbox.idle_at > now:
             return "sandboxes not stored yet"
         if sandbox.state == RUNNING:

@@ -21,9 +21,8 @@ ENVIRONMENT_ID_DESCRIPTION = "1 to 200 letters, digits and . _ : @ -, the first 
 CONDITION_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 CONDITION_DESCRIPTION = "1 to 64 letters, digits and . _ -, the first a letter or digit"
 
-validate_did = RegexValidator(
-    rf"\A{DID_PATTERN}\Z", f"Not {DID_DESCRIPTION}.".replace("%", "%%")
-)  # Django %-formats the message
+# Django %-formats the message of a validator.
+validate_did = RegexValidator(rf"\A{DID_PATTERN}\Z", f"Not {DID_DESCRIPTION}.".replace("%", "%%"))
 
 
 def check_conditions(value: Any) -> None:

@@ -71,9 +71,8 @@ def price_usage(*, now: datetime) -> Counter[str]:
     for begin in sorted({day.replace(day=1) for day in Unpriced.objects.values_list("day", flat=True).distinct()}):
         with transaction.atomic(durable=True):
             Watermark.hold("costs", now)
-            marks = [
-                *Unpriced.objects.filter(day__gte=begin, day__lt=start_of_next_month(begin))
-            ]  # read before any usage: later marks stay
+            # Read before any usage: a mark that is written later stays for the next pass.
+            marks = [*Unpriced.objects.filter(day__gte=begin, day__lt=start_of_next_month(begin))]
             written, removed = _derive_month(begin, sorted({row.day for row in marks})) if marks else (0, 0)
             for at in range(0, len(marks), SQL_BATCH_SIZE):
                 Unpriced.objects.filter(pk__in=[row.pk for row in marks[at : at + SQL_BATCH_SIZE]]).delete()
@@ -98,44 +97,58 @@ def _derive_month(begin: date, days: list[date]) -> tuple[int, int]:
 
     Other days of the month are priced again where the use of an allowance, or the day of a plan's charge, may have shifted.
 
-    1. Build the lines (key -> quantity in base units) of `days` from usage, and the amounts of model calls, which need no rate.
+    1. Collect the lines (key -> quantity in base units) of `days` from usage, and the amounts of model calls, which need no
+       rate.
     2. Add the lines of the other days of the touched accounts that draw on an allowance.
     3. Add one line for each plan charged in the month.
     4. Price all lines in time order and write the records that differ."""
     rates = {rate.pk: rate for rate in Rate.objects.all()}
+    lines, model_calls = _collect_lines(days, rates.values())
+    existing = _load_records(day__in=days)
+    touched = {key.account for each in (lines, model_calls, existing) for key in each}
+    others = Q(day__gte=begin, day__lt=start_of_next_month(begin), account__in=touched) & ~Q(day__in=days)
+    exhausted = _find_exhausted_allowances(others & Q(day__lt=days[0]), rates)
+    reallocated = _load_records(
+        others & ~Q(item=BillableItem.PLAN) & ~_build_group_filter(exhausted) & Q(rate__allowance__gt=0)
+    )
+    lines.update({key: int(amount.whole) for key, (_, amount) in reallocated.items()})
+    providers = {rate.provider for rate in rates.values() if rate.item == BillableItem.PLAN}
+    if providers:
+        existing |= _load_records(others & Q(item=BillableItem.PLAN))
+        in_use = _find_days_in_use(others, lines, providers)
+        lines.update(dict.fromkeys(_iter_plan_charges(in_use, rates.values()), 1))
+    return _write_records(_price_lines(lines, rates, exhausted) | model_calls, existing | reallocated)
+
+
+def _collect_lines(days: Iterable[date], rates: Collection[Rate]) -> tuple[dict[CostKey, int], dict[CostKey, CostAmount]]:
+    """Return the quantities of `days` that have a rate, in base units, and the amounts of their model calls."""
     account_on = _build_account_lookup()
     lines: dict[CostKey, int] = defaultdict(int)
     model_calls: dict[CostKey, CostAmount] = {}
     for day in days:
-        for (agent, environment, holder, provider), quantities in _iter_day_usage(day, rates.values()):
+        for (agent, environment, holder, provider), quantities in _iter_day_usage(day, rates):
             account = account_on(agent, day)
             for (item, rate), base_units in quantities:
                 lines[CostKey(day, account, provider, item, agent, environment, holder, rate)] += base_units
         for (agent, environment, holder, provider), calls, usd in _iter_llm_calls(day):
             key = CostKey(day, account_on(agent, day), provider, BillableItem.LLM, agent, environment, holder, None)
             model_calls[key] = CostAmount(str(calls), Decimal(calls), Decimal(0), usd)
-    lines = {key: base_units for key, base_units in lines.items() if base_units}
-    existing = _load_records(day__in=days)
-    touched = {key.account for each in (lines, model_calls, existing) for key in each}
-    month = Q(day__gte=begin, day__lt=start_of_next_month(begin), account__in=touched) & ~Q(day__in=days)
-    exhausted = _find_exhausted_allowances(month & Q(day__lt=days[0]), rates)
-    other_days = _load_records(month & ~Q(item=BillableItem.PLAN) & ~_build_group_filter(exhausted) & Q(rate__allowance__gt=0))
-    lines.update({key: int(amount.whole) for key, (_, amount) in other_days.items()})
-    plans = {rate.provider for rate in rates.values() if rate.item == BillableItem.PLAN}
-    if plans:
-        existing |= _load_records(month & Q(item=BillableItem.PLAN))
-        used = CostRecord.objects.filter(month, provider__in=plans).exclude(item__in=[BillableItem.PLAN, BillableItem.LLM])
-        in_use = {*used.order_by().values_list("account", "provider", "day").distinct()}
-        in_use |= {(key.account, key.provider, key.day) for key in lines if key.provider in plans}
-        lines.update(dict.fromkeys(_iter_plan_charges(in_use, rates.values()), 1))
-    return _write_records(_price_lines(lines, rates, exhausted) | model_calls, existing | other_days)
+    return {key: base_units for key, base_units in lines.items() if base_units}, model_calls
+
+
+def _find_days_in_use(others: Q, lines: Iterable[CostKey], providers: Collection[str]) -> set[tuple[int, str, date]]:
+    """Return (account, provider, day) of usage at these providers: in `lines`, and in the records that match `others`."""
+    used = CostRecord.objects.filter(others, provider__in=providers).exclude(item__in=[BillableItem.PLAN, BillableItem.LLM])
+    in_use = {*used.order_by().values_list("account", "provider", "day").distinct()}
+    return in_use | {(key.account, key.provider, key.day) for key in lines if key.provider in providers}
 
 
 def _find_exhausted_allowances(before: Q, rates: Mapping[int, Rate]) -> set[AllowanceGroup]:
     """Find the groups whose allowance was used up by the records that match `before`.
 
-    A partly billed record means that nothing later is free, whatever changes there. A pass in the middle of a month
-    therefore need not read the days before it."""
+    A partly billed record means that nothing later is free, even if later usage changes. A pass in the middle of a month
+    therefore need not read the days before it. Only records by a rate with the largest allowance count: after the others a
+    rate with a larger allowance may add to it."""
     largest: dict[tuple[str, str], Decimal] = defaultdict(Decimal)
     for rate in rates.values():
         largest[rate.provider, rate.item] = max(largest[rate.provider, rate.item], rate.allowance)
@@ -172,27 +185,27 @@ def _iter_day_usage(day: date, rates: Collection[Rate]) -> Iterator[tuple[tuple[
     cuts = sorted({first, last, *(rate.valid_from for rate in rates if first < rate.valid_from < last)})
     for begin, end in pairwise(cuts):
         sizes = ("memory_mib", "millicpus", "measured")
-        for *who, memory_mib, millicpus, measured, lasted in _query_durations(day, begin, end, *sizes, item=UsageKind.TIME):
-            size = find_instance_type(who[-1], memory_mib, millicpus)
+        for *owner, memory_mib, millicpus, measured, duration in _query_durations(day, begin, end, *sizes, item=UsageKind.TIME):
+            size = find_instance_type(owner[-1], memory_mib, millicpus)
             quantities = pricing.compute_allocated_quantities(
-                lasted // MICROSECOND, memory_mib=memory_mib, millicpus=millicpus, disk_mb=get_disk_mb(who[-1], size)
+                duration // MICROSECOND, memory_mib=memory_mib, millicpus=millicpus, disk_mb=get_disk_mb(owner[-1], size)
             )
-            yield tuple(who), [*_apply_rates(quantities, rates, who[-1], size, begin, by_use=False if measured else None)]
-        for *who, memory_mib, millicpus, cpu_micros, mib_micros in _iter_measured_use(day, begin, end):
+            yield tuple(owner), [*_apply_rates(quantities, rates, owner[-1], size, begin, by_use=False if measured else None)]
+        for *owner, memory_mib, millicpus, cpu_micros, mib_micros in _iter_measured_use(day, begin, end):
             quantities = pricing.compute_used_quantities(cpu_micros=cpu_micros, mib_micros=mib_micros)
-            size = find_instance_type(who[-1], memory_mib, millicpus)
-            yield tuple(who), [*_apply_rates(quantities, rates, who[-1], size, begin, by_use=True)]
-        for *who, size_bytes, lasted in _query_durations(day, begin, end, "size_bytes", item=UsageKind.STORAGE):
-            quantities = {BillableItem.STORAGE: lasted // MICROSECOND * size_bytes}
-            yield tuple(who), [*_apply_rates(quantities, rates, who[-1], "", begin)]
+            size = find_instance_type(owner[-1], memory_mib, millicpus)
+            yield tuple(owner), [*_apply_rates(quantities, rates, owner[-1], size, begin, by_use=True)]
+        for *owner, size_bytes, duration in _query_durations(day, begin, end, "size_bytes", item=UsageKind.STORAGE):
+            quantities = {BillableItem.STORAGE: duration // MICROSECOND * size_bytes}
+            yield tuple(owner), [*_apply_rates(quantities, rates, owner[-1], "", begin)]
     requests = (
         UsageRecord.objects.filter(day=day, item=UsageKind.RUNS)
         .order_by()
         .values_list(*OWNER_COLUMNS, "memory_mib", "millicpus")
     )
-    for *who, memory_mib, millicpus, runs in requests.annotate(runs=Sum("calls")):
-        size = find_instance_type(who[-1], memory_mib, millicpus)
-        yield tuple(who), [*_apply_rates({BillableItem.REQUEST: runs}, rates, who[-1], size, first)]
+    for *owner, memory_mib, millicpus, runs in requests.annotate(runs=Sum("calls")):
+        size = find_instance_type(owner[-1], memory_mib, millicpus)
+        yield tuple(owner), [*_apply_rates({BillableItem.REQUEST: runs}, rates, owner[-1], size, first)]
 
 
 def _apply_rates(
@@ -213,9 +226,9 @@ def _query_durations(
     """Sum billable time within a part of a day, by owner and by the columns in `sizes`."""
     billable = Q(state__in=BILLABLE_STATES) if item == UsageKind.TIME else Q()
     rows = UsageRecord.objects.filter(billable, day=day, item=item, began_at__lt=end, ended_at__gt=begin)
-    lasted = Least(F("ended_at"), Value(end)) - Greatest(F("began_at"), Value(begin))
-    total = Sum(ExpressionWrapper(lasted, DurationField()))
-    return rows.order_by().values_list(*OWNER_COLUMNS, *sizes).annotate(lasted=total)
+    duration = Least(F("ended_at"), Value(end)) - Greatest(F("began_at"), Value(begin))
+    total = Sum(ExpressionWrapper(duration, DurationField()))
+    return rows.order_by().values_list(*OWNER_COLUMNS, *sizes).annotate(duration=total)
 
 
 def _iter_measured_use(day: date, begin: datetime, end: datetime) -> Iterator[tuple[Any, ...]]:
@@ -225,18 +238,18 @@ def _iter_measured_use(day: date, begin: datetime, end: datetime) -> Iterator[tu
     whole = rows.filter(began_at__gte=begin, ended_at__lte=end).values_list(*OWNER_COLUMNS, *sizes)
     yield from whole.annotate(cpu=Sum("cpu_micros"), memory=Sum("mib_micros"))
     cut = rows.filter(began_at__lt=end, ended_at__gt=begin).exclude(began_at__gte=begin, ended_at__lte=end)
-    for *who, cpu, memory, since, until in cut.values_list(
+    for *owner, cpu, memory, since, until in cut.values_list(
         *OWNER_COLUMNS, *sizes, "cpu_micros", "mib_micros", "began_at", "ended_at"
     ):
         within = (since, until, max(since, begin), min(until, end))
-        yield *who, prorate(cpu, *within), prorate(memory, *within)
+        yield *owner, prorate(cpu, *within), prorate(memory, *within)
 
 
 def _iter_llm_calls(day: date) -> Iterator[tuple[tuple[Any, ...], int, Decimal]]:
     """Yield (owner columns, number of calls, USD) of a day's model calls."""
     rows = UsageRecord.objects.filter(day=day, item=UsageKind.TOKENS).order_by().values_list(*OWNER_COLUMNS)
-    for *who, calls, nano in rows.annotate(number=Sum("calls"), nano=sum_exact("usd")):
-        yield tuple(who), calls, nanos_to_decimal(nano)
+    for *owner, calls, nano in rows.annotate(number=Sum("calls"), nano=sum_exact("usd")):
+        yield tuple(owner), calls, nanos_to_decimal(nano)
 
 
 def _iter_plan_charges(in_use: Iterable[tuple[int, str, date]], rates: Collection[Rate]) -> Iterator[CostKey]:

@@ -100,7 +100,7 @@ def forecast_budget(budget: Budget, now: datetime) -> BudgetForecast:
     """Forecast a budget's exhaustion from its average spending in the last FORECAST_WINDOW_DAYS full days.
 
     The average starts at the first of those days with any usage. A plan counts as spent from the day of its charge and is
-    not part of the average. Takes one query for USD or two for hours, over the usage and costs derived so far."""
+    not part of the average. Takes one query, or two for the hours of an account, over the usage and costs derived so far."""
     if not budget.active:
         return BudgetForecast(None, None)
     if budgets.is_exhausted(budget, now) and budget.exhausted_at:

@@ -13,7 +13,9 @@ MICROSECOND = timedelta(microseconds=1)
 
 @dataclass(frozen=True)
 class StateInterval:
-    """Time of one sandbox in one state. `transition` is the id of the transition that began it; an open one has not ended."""
+    """Time of one sandbox in one state. `transition` is the id of the transition that began it.
+
+    An open interval lasts beyond `ended_at`, which is the end of metering."""
 
     transition: int
     state: str

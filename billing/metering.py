@@ -111,38 +111,45 @@ def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
     if not boxes:
         return None, 0
     meters = {each.pk: each for each in Meter.objects.filter(pk__in=boxes)}
-    unread = Q(sandbox__meter__isnull=True) | Q(pk__gte=F("sandbox__meter__transition"))
-    transitions: dict[UUID, list[tuple[int, str, UUID | None, datetime]]] = {pk: [] for pk in boxes}
-    rows = Transition.objects.filter(unread, sandbox__in=boxes).order_by("sandbox", "pk")
-    for number, sandbox, to, holder, at in rows.values_list("pk", "sandbox", "to", "holder", "at"):
-        known = meters.get(sandbox)
-        transitions[sandbox].append((number, to, holder, known.began_at if known and known.transition == number else at))
     records: list[UsageRecord] = []
-    cursors, over, outdated = [], [], Q(pk__in=[])
-    for pk, read in transitions.items():
-        if not read:
-            continue  # the sandbox was inserted, its first transition was not yet
-        intervals, known = [*build_intervals(read, until=until)], meters.get(pk)
-        same = known is not None and known.transition == read[-1][0]
-        since = start_of_day(to_utc_date(known.read_at)) if known and same else None  # earlier days are complete
-        if known:
-            written = Q(source=_format_transition_source(known.transition))
+    advanced, finished, outdated = [], [], Q(pk__in=[])
+    for pk, transitions in _load_unread_transitions(boxes, meters).items():
+        if not transitions:
+            continue  # the sandbox exists, but its first transition is not written yet
+        intervals, meter = [*build_intervals(transitions, until=until)], meters.get(pk)
+        same_state = meter is not None and meter.transition == transitions[-1][0]
+        since = start_of_day(to_utc_date(meter.read_at)) if meter and same_state else None  # earlier days are complete
+        if meter:
+            written = Q(source=_format_transition_source(meter.transition))
             outdated |= written & Q(day__gte=since.date()) if since else written
-        for each in intervals:
-            records += _build_time_records(boxes[pk], each, since)
-        end = intervals[-1] if intervals else None
-        if end is None or not end.open:
-            over.append(pk)
-        elif not same or known is None or until > known.read_at:
-            cursors.append(Meter(sandbox_id=pk, transition=end.transition, began_at=end.began_at, read_at=until))
+        for interval in intervals:
+            records += _build_time_records(boxes[pk], interval, since)
+        last = intervals[-1] if intervals else None
+        if last is None or not last.open:
+            finished.append(pk)
+        elif not same_state or meter is None or until > meter.read_at:
+            advanced.append(Meter(sandbox_id=pk, transition=last.transition, began_at=last.began_at, read_at=until))
     UsageRecord.objects.filter(outdated, item=UsageKind.TIME).delete()
     UsageRecord.objects.bulk_create(records, batch_size=INSERT_BATCH_SIZE)
     Meter.objects.bulk_create(
-        cursors, update_conflicts=True, unique_fields=["sandbox"], update_fields=["transition", "began_at", "read_at"]
+        advanced, update_conflicts=True, unique_fields=["sandbox"], update_fields=["transition", "began_at", "read_at"]
     )
-    Meter.objects.filter(pk__in=over).delete()
-    Sandbox.objects.filter(pk__in=over).update(metered=True)
+    Meter.objects.filter(pk__in=finished).delete()
+    Sandbox.objects.filter(pk__in=finished).update(metered=True)
     return max(boxes), len(records)
+
+
+def _load_unread_transitions(
+    boxes: Iterable[UUID], meters: Mapping[UUID, Meter]
+) -> dict[UUID, list[tuple[int, str, UUID | None, datetime]]]:
+    """Return each sandbox's transitions (id, to, holder, at), from the last one read on. That one has its meter's time."""
+    transitions: dict[UUID, list[tuple[int, str, UUID | None, datetime]]] = {pk: [] for pk in boxes}
+    unread = Q(sandbox__meter__isnull=True) | Q(pk__gte=F("sandbox__meter__transition"))
+    rows = Transition.objects.filter(unread, sandbox__in=transitions).order_by("sandbox", "pk")
+    for number, sandbox, to, holder, at in rows.values_list("pk", "sandbox", "to", "holder", "at"):
+        meter = meters.get(sandbox)
+        transitions[sandbox].append((number, to, holder, meter.began_at if meter and meter.transition == number else at))
+    return transitions
 
 
 def _build_time_records(box: Sandbox, interval: StateInterval, since: datetime | None) -> Iterator[UsageRecord]:
@@ -216,8 +223,8 @@ def _meter_runs(after: tuple[UUID, UUID] | None, until: datetime) -> tuple[tuple
         began[sandbox, holder, to_utc_date(started_at)].append(started_at)
     boxes = {box.pk: box for box in Sandbox.objects.filter(pk__in={sandbox for sandbox, *_ in began}).only(*SANDBOX_COLUMNS)}
     records = [_build_runs_record(boxes[sandbox], holder, day, moments) for (sandbox, holder, day), moments in began.items()]
-    known = UsageRecord.objects.filter(item=UsageKind.RUNS, source__in={each.source for each in records})
-    existing = {(each.source, each.day): each for each in known.filter(day__in={each.day for each in records})}
+    candidates = UsageRecord.objects.filter(item=UsageKind.RUNS, source__in={each.source for each in records})
+    existing = {(each.source, each.day): each for each in candidates.filter(day__in={each.day for each in records})}
     for each in records:
         if before := existing.get((each.source, each.day)):
             each.calls += before.calls
@@ -278,8 +285,8 @@ def _meter_snapshots(after: UUID | None, until: datetime) -> tuple[UUID | None, 
         ],
         until,
     )  # fmt: skip
-    over = [pk for pk, end in ends.items() if end]  # by the values read above: a snapshot may be forgotten meanwhile
-    Snapshot.objects.filter(pk__in=over).update(metered=True)
+    finished = [pk for pk, end in ends.items() if end]  # by the values read above: a snapshot may be forgotten meanwhile
+    Snapshot.objects.filter(pk__in=finished).update(metered=True)
     return snapshots[-1].pk, written
 
 

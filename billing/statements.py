@@ -38,7 +38,7 @@ ZERO_USD = Decimal("0.00")
 
 
 class MonthNotClosable(SandboxError):
-    """This month cannot be closed yet."""
+    """This month cannot be closed."""
 
     code = "not_closable"
 

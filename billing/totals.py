@@ -28,13 +28,13 @@ GROUP_BY_COLUMNS = {
 class CostTotal:
     """Usage and costs of one group: quantities and free quantities by item, in units of the item, and USD.
 
-    `lasted` is the billable sandbox time. It is None in totals by item or of one item."""
+    `sandbox_time` is the billable sandbox time. It is None in totals by item or of one item."""
 
     key: str
     quantities: dict[str, Decimal]
     free: dict[str, Decimal]
     usd: Decimal
-    lasted: timedelta | None
+    sandbox_time: timedelta | None
 
 
 def sum_costs(
@@ -58,15 +58,15 @@ def sum_costs(
             free[name][item] = nanos_to_decimal(free_quantity)
         usd[name] += nano
     without_time = by == "item" or "item" in filters
-    lasted = None if without_time else sum_sandbox_time(by, since=since, until=until, agents=agents, **filters)
-    names = sorted({*quantities, *(lasted or {})}, key=lambda name: (0 if by == "day" else -usd[name], name))
+    sandbox_time = None if without_time else sum_sandbox_time(by, since=since, until=until, agents=agents, **filters)
+    names = sorted({*quantities, *(sandbox_time or {})}, key=lambda name: (0 if by == "day" else -usd[name], name))
     return [
         CostTotal(
             name,
             quantities.get(name, {}),
             free.get(name, {}),
             nanos_to_decimal(usd[name]),
-            None if lasted is None else lasted.get(name, timedelta(0)),
+            None if sandbox_time is None else sandbox_time.get(name, timedelta(0)),
         )
         for name in names
     ]
@@ -82,11 +82,11 @@ def sum_sandbox_time(
     ).order_by()
     rows = rows.filter(**{GROUP_BY_COLUMNS[name]: value for name, value in filters.items()})
     if by == "account":
-        return {name: time_ for name, time_ in _sum_time_by_account(rows, since).items() if account in (None, name)}
+        return {name: duration for name, duration in _sum_time_by_account(rows, since).items() if account in (None, name)}
     total: dict[str, timedelta] = defaultdict(timedelta)
     for part in [Q()] if account is None else build_account_filters(account, since):
-        for key, time_ in rows.filter(part).values_list(GROUP_BY_COLUMNS[by]).annotate(lasted=TOTAL_DURATION):
-            total[_format_key(key)] += time_
+        for key, duration in rows.filter(part).values_list(GROUP_BY_COLUMNS[by]).annotate(duration=TOTAL_DURATION):
+            total[_format_key(key)] += duration
     return dict(total)
 
 
@@ -94,10 +94,10 @@ def _sum_time_by_account(rows: QuerySet[UsageRecord], since: date | None) -> dic
     total: dict[str, timedelta] = defaultdict(timedelta)
     accounts = dict(Membership.objects.on(since or EPOCH_DATE).values_list("agent_did", "account__name"))
     moved = _build_moved_filter(since)
-    for agent, time_ in rows.exclude(moved).values_list("agent_did").annotate(lasted=TOTAL_DURATION):
-        total[accounts.get(agent, HOUSE_ACCOUNT_NAME)] += time_
-    for account, time_ in rows.filter(moved).values_list(_build_account_on_day()).annotate(lasted=TOTAL_DURATION):
-        total[account] += time_
+    for agent, duration in rows.exclude(moved).values_list("agent_did").annotate(duration=TOTAL_DURATION):
+        total[accounts.get(agent, HOUSE_ACCOUNT_NAME)] += duration
+    for account, duration in rows.filter(moved).values_list(_build_account_on_day()).annotate(duration=TOTAL_DURATION):
+        total[account] += duration
     return total
 
 

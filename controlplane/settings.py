@@ -64,7 +64,7 @@ if ON_POSTGRES:
     _options.setdefault("prepare_threshold", 1)
     _database |= {"CONN_MAX_AGE": 600, "CONN_HEALTH_CHECKS": True}
 else:
-    # IMMEDIATE: a deferred transaction that reads and then writes fails with SQLITE_BUSY under load, whatever the timeout.
+    # IMMEDIATE: a deferred transaction that reads and then writes fails with SQLITE_BUSY under load, with any timeout.
     _options |= {
         "transaction_mode": "IMMEDIATE",
         "timeout": 20,

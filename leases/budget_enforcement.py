@@ -111,7 +111,7 @@ def _end_lease(pk: UUID, budget: Budget, *, now: datetime) -> bool:
         )
         if any(sandbox.state != COLD for sandbox in sandboxes) or not budgets.find_exhausted_for_lease(pk, now=now):
             return False
-        exhausted = leasing.find_elapsed_clock(lease, now)  # an elapsed clock is the earlier reason
-        ended = leasing.end(pk, reason=exhausted or END_REASON, now=now, actor="sweep", why="" if exhausted else str(budget))
+        elapsed = leasing.find_elapsed_clock(lease, now)  # an elapsed clock is the earlier reason
+        ended = leasing.end(pk, reason=elapsed or END_REASON, now=now, actor="sweep", detail="" if elapsed else str(budget))
         checkpoint("budget ended", pk)
     return ended

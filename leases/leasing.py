@@ -187,17 +187,19 @@ def release(pk: UUID, *, now: datetime, actor: str = "") -> Lease:
     return Lease.objects.select_related("environment_type", "pool").get(pk=pk)
 
 
-def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", why: str = "") -> bool:
+def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", detail: str = "") -> bool:
     """End an active lease and schedule its sandbox for destruction, in one transaction. Return False if it had ended before.
 
     Every later call for this lease fails. The next `reclaim` sweep destroys the sandbox."""
     with transaction.atomic():
         ended_now = Lease.objects.filter(pk=pk, status=LeaseStatus.ACTIVE).update(
-            status=LeaseStatus.EXPIRED, ended_at=now, end_reason=reason, end_detail=why[:500]
+            status=LeaseStatus.EXPIRED, ended_at=now, end_reason=reason, end_detail=detail[:500]
         )
         if not ended_now:
             return False
-        LeaseEvent.objects.create(lease_id=pk, at=now, kind="ended", actor=actor, reason=f"{reason}: {why}" if why else reason)
+        LeaseEvent.objects.create(
+            lease_id=pk, at=now, kind="ended", actor=actor, reason=f"{reason}: {detail}" if detail else reason
+        )
         budgets.close_tab(pk, now=now)
         destruction.schedule_destroy_by_holder(pk, now=now, reason=f"lease ended: {reason}", actor=actor)
         _publish_lease_ended(pk, now)
@@ -220,7 +222,7 @@ def _publish_lease_ended(pk: UUID, now: datetime) -> None:
     outbox.enqueue_event(EventType.LEASE_ENDED, key=str(pk), payload=payload, now=now)
 
 
-def set_spend_limit(pk: UUID, limit: Decimal | None, *, now: datetime, actor: str = "", why: str = "") -> bool:
+def set_spend_limit(pk: UUID, limit: Decimal | None, *, now: datetime, actor: str = "", detail: str = "") -> bool:
     """Set the limit in USD on the model calls of an active lease; None removes it. Return False if nothing changed.
 
     Applies from the next model call. The lease's current sandbox is updated in the same transaction; a later sandbox reads
@@ -233,7 +235,7 @@ def set_spend_limit(pk: UUID, limit: Decimal | None, *, now: datetime, actor: st
         Lease.objects.filter(pk=pk).update(llm_limit=limit)
         change = f"{_format_usd(limit)} instead of {_format_usd(lease.llm_limit)}"
         LeaseEvent.objects.create(
-            lease=lease, at=now, kind="spend_limit", actor=actor, reason=f"{change}: {why}" if why else change
+            lease=lease, at=now, kind="spend_limit", actor=actor, reason=f"{change}: {detail}" if detail else change
         )
         pool.set_llm_limit(pk, limit)
     return True

@@ -128,15 +128,15 @@ def run_once(request: OneShotRequest, *, now: datetime, actor: str = "", admit: 
     except INTERNAL_ERRORS as failed:
         note = str(failed)
     except (SandboxError, Rejected) as refused:
-        clean_up(lease.pk, reason=reason, why=str(refused), now=clock(), actor=actor)
+        clean_up(lease.pk, reason=reason, detail=str(refused), now=clock(), actor=actor)
         raise
     except (KeyboardInterrupt, SystemExit):
-        clean_up(lease.pk, reason=reason, why="interrupted", now=clock(), actor=actor)
+        clean_up(lease.pk, reason=reason, detail="interrupted", now=clock(), actor=actor)
         raise
     except Exception as failed:
         log.exception("run failed", run=str(request.run_id))
         note = f"{type(failed).__name__}: {failed}"
-    cleaned_up = clean_up(lease.pk, reason=reason, why=note, now=clock(), actor=actor)
+    cleaned_up = clean_up(lease.pk, reason=reason, detail=note, now=clock(), actor=actor)
     stored = load_result(Lease.objects.get(pk=lease.pk))
     if result:  # the complete output; the Run row has only a part
         stored = replace(stored, stdout=result.stdout, stderr=result.stderr, truncated=result.truncated)
@@ -180,16 +180,16 @@ def determine_outcome(run: Run | None, end_reason: str) -> OneShotOutcome:
     return OneShotOutcome.CONTAINER_FAILED if end_reason in ("failed", "lost") else OneShotOutcome.INTERNAL
 
 
-def clean_up(pk: UUID, *, reason: str, why: str, now: datetime, actor: str = "") -> bool:
+def clean_up(pk: UUID, *, reason: str, detail: str, now: datetime, actor: str = "") -> bool:
     """End the lease of a run and destroy its sandbox. Return True once the provider has confirmed the destruction.
 
     Return False after CLEANUP_TIMEOUT or a provider error; the sweeps then retry. A sweep that is already destroying the
     sandbox is waited for. Never raises, so that the result of the command is not lost: the lease also ends by its clock."""
     clock = clock_from(now)
     try:
-        ended = leasing.find_elapsed_clock(Lease.objects.get(pk=pk), now)
+        elapsed = leasing.find_elapsed_clock(Lease.objects.get(pk=pk), now)
         with transaction.atomic(durable=True):
-            leasing.end(pk, reason=ended or reason, now=now, actor=actor, why=why[:400])
+            leasing.end(pk, reason=elapsed or reason, now=now, actor=actor, detail=detail[:400])
         checkpoint("run released", pk)
         remaining = Sandbox.objects.filter(holder=pk).exclude(state=SandboxState.DESTROYED)
         while sandbox := remaining.first():

@@ -158,10 +158,10 @@ def find_expired_idempotent_requests(*, now: datetime) -> QuerySet[IdempotentReq
     return IdempotentRequest.objects.filter(expires_at__lt=now)
 
 
-def end_all_leases(*, now: datetime, why: str, actor: str = "") -> int:
+def end_all_leases(*, now: datetime, detail: str, actor: str = "") -> int:
     """End every active lease with the reason "operator". Return how many."""
     active = Lease.objects.filter(status=LeaseStatus.ACTIVE).values_list("pk", flat=True)
-    return sum(leasing.end(pk, reason="operator", now=now, actor=actor, why=why) for pk in list(active))
+    return sum(leasing.end(pk, reason="operator", now=now, actor=actor, detail=detail) for pk in list(active))
 
 
 def prune(*, now: datetime) -> SweepResult:

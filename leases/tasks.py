@@ -75,13 +75,13 @@ def wake_sandbox(lease_id: str, actor: str) -> str:
 
 def request_snapshot(sandbox: Sandbox, name: str, *, now: datetime, actor: str, reason: str) -> bool:
     """Queue a snapshot of a lease's workspace, with an entry in the timeline. Return False if the lease has ended."""
-    return _enqueue_with_event(sandbox.holder, "snapshot_asked_for", "take", name, now=now, actor=actor, reason=reason)
+    return _enqueue_with_event(sandbox.holder, "snapshot_asked_for", "take_snapshot", name, now=now, actor=actor, reason=reason)
 
 
 def request_restore(snapshot: Snapshot, *, now: datetime, actor: str, reason: str) -> bool:
     """Queue the restore of a snapshot, with an entry in the timeline. Return False if the lease has ended."""
     return _enqueue_with_event(
-        snapshot.holder, "restore_asked_for", "restore", str(snapshot.pk), now=now, actor=actor, reason=reason
+        snapshot.holder, "restore_asked_for", "restore_snapshot", str(snapshot.pk), now=now, actor=actor, reason=reason
     )
 
 
@@ -96,13 +96,13 @@ def _enqueue_with_event(
     return True
 
 
-def take(lease_id: str, name: str, actor: str) -> str:
+def take_snapshot(lease_id: str, name: str, actor: str) -> str:
     """Task: store a lease's workspace. A task that is delivered twice stores two snapshots."""
     operation = partial(snapshots.take_snapshot, UUID(lease_id), name=name, now=timezone.now(), actor=actor)
     return _run_recording_failure(operation, lease_id, "snapshot_failed", actor)
 
 
-def restore(lease_id: str, snapshot_id: str, actor: str) -> str:
+def restore_snapshot(lease_id: str, snapshot_id: str, actor: str) -> str:
     """Task: restore a snapshot into a lease's workspace."""
     operation = partial(snapshots.restore_snapshot, UUID(lease_id), UUID(snapshot_id), now=timezone.now(), actor=actor)
     return _run_recording_failure(operation, lease_id, "restore_failed", actor)

@@ -308,7 +308,7 @@ def _find_usage_records(row: CostRecord) -> QuerySet[UsageRecord]:
 
 
 def _is_split_by_rate(row: CostRecord, records: Sequence[UsageRecord]) -> bool:
-    """Whether another rate came into force during this usage."""
+    """Return whether another rate came into force during this usage."""
     began = Rate.objects.filter(provider=row.provider, item=row.item, valid_from__date=row.day)
     moments = [*began.values_list("valid_from", flat=True)] if records and row.rate and row.item != BillableItem.REQUEST else []
     return any(each.began_at < moment < each.ended_at for each in records for moment in moments)

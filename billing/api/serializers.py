@@ -132,9 +132,9 @@ def render_cost_total(total: CostTotal) -> dict[str, Any]:
 
 
 def format_hours(total: CostTotal) -> str | None:
-    if total.lasted is None:
+    if total.sandbox_time is None:
         return None
-    return pricing.format_decimal(pricing.round_half_up(pricing.to_units("time", total.lasted // MICROSECOND)))
+    return pricing.format_decimal(pricing.round_half_up(pricing.to_units("time", total.sandbox_time // MICROSECOND)))
 
 
 def render_estimate(found: Estimate) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def sum_spending(budget: Budget, began: datetime, ends: datetime | None) -> Deci
 
 
 def sum_spending_by_day(budget: Budget, since: datetime, ends: datetime | None) -> dict[date, DailySpending]:
-    """Sum the spending of each day with usage. Takes one query for USD, one or two for hours."""
+    """Sum the spending of each day with usage. Takes one query, or two for the hours of an account."""
     if budget.unit == Unit.USD:
         costs = _find_cost_records(budget, since, ends).order_by().values_list("day")
         sums = costs.annotate(all=sum_exact("usd"), used=sum_exact("usd", ~Q(item=BillableItem.PLAN)))

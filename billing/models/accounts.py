@@ -76,7 +76,7 @@ class Membership(models.Model):
 
     @cached_property
     def fixed(self) -> bool:
-        """Whether the membership affects a closed month and cannot change. Evaluated once per instance."""
+        """True if the membership affects a closed month and cannot change. Evaluated once per instance."""
         return bool(_explain_closed_months(self._find_account_changes(deleted=True)))
 
     def clean(self) -> None:

@@ -50,7 +50,7 @@ class Budget(models.Model):
     amount = models.DecimalField(max_digits=15, decimal_places=6, validators=[MinValueValidator(MIN_BUDGET_AMOUNT)])
     period = models.CharField(max_length=5, choices=Period.choices)
     hard = models.BooleanField(
-        default=True, help_text="When exhausted, refuse new leases and end active ones. A soft budget only warns."
+        default=True, help_text="Refuse new leases and end active ones once the budget is exhausted. A soft budget only warns."
     )
     warn_percent = models.PositiveSmallIntegerField(
         default=80, validators=[MinValueValidator(1), MaxValueValidator(100)], help_text="Send a warning at this percentage."

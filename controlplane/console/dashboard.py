@@ -42,7 +42,7 @@ FLEET_CACHE_SECONDS = 5
 
 
 def can_view(request: HttpRequest, model: str) -> bool:
-    """Whether the user may view a model given as "app.model"."""
+    """Return whether the user may view a model given as "app.model"."""
     app, name = model.split(".")
     return request.user.has_perm(f"{app}.view_{name}")
 
@@ -61,6 +61,7 @@ class Tile:
     href: str
     note: str = ""
     alarm: bool = False
+    quiet: bool = False  # a zero that needs no attention, shown small
     view_permission: str = ""  # "app.model" that the user must be allowed to view; empty: any viewer of the dashboard
 
 
@@ -152,7 +153,7 @@ def build_fleet_summary(now: datetime | None = None) -> FleetSummary:
     return FleetSummary(
         at=now,
         quarantine=panels[0].number,
-        tiles=sorted(tiles, key=lambda tile: not tile.alarm),
+        tiles=sorted(tiles, key=lambda tile: (not tile.alarm, tile.quiet)),
         pools=usages,
         panels=panels,
         notices=build_all_notices(now),
@@ -185,6 +186,7 @@ def _build_tile(
     bad: bool = False,
     view_permission: str = "",
 ) -> Tile:
+    """Build a tile that counts the rows of a tab. Tiles with a note count exceptions, so their zeros are quiet."""
     model = ADMIN_MODELS[page]
     number = model._default_manager.filter(page.list_tabs[name].get_filter(now)).count()
     return Tile(
@@ -193,6 +195,7 @@ def _build_tile(
         build_changelist_url(get_url_name(model), slice=name),
         note=note,
         alarm=bad and number > 0,
+        quiet=bool(note) and number == 0,
         view_permission=view_permission,
     )
 

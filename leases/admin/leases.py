@@ -42,7 +42,7 @@ ENDING_SOON_WINDOW = timedelta(minutes=5)
 
 
 def _end_lease(lease: Lease, actor: str, why: str, now: datetime) -> bool:
-    return leasing.end(lease.pk, reason="operator", now=now, actor=actor, why=why)
+    return leasing.end(lease.pk, reason="operator", now=now, actor=actor, detail=why)
 
 
 END_LEASE_ACTION = AdminAction(

@@ -18,7 +18,7 @@ def _destroy_sandbox(sandbox: Sandbox, actor: str, why: str, now: datetime) -> b
     """End the holder's lease, so that the agent gets the reason. A sandbox without an active lease is destroyed directly."""
     if sandbox.state in GONE_STATES:
         return False  # the lease may already have its next sandbox
-    if sandbox.holder and leasing.end(sandbox.holder, reason="operator", now=now, actor=actor, why=why):
+    if sandbox.holder and leasing.end(sandbox.holder, reason="operator", now=now, actor=actor, detail=why):
         return True
     return destruction.schedule_destroy(
         sandbox.pk, now=now, code=TransitionReason.OPERATOR, reason=f"operator: {why}", actor=actor

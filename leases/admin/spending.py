@@ -57,7 +57,7 @@ class SpendLimitForm(ReasonForm):
 
 
 def _set_spend_limit(lease: Lease, actor: str, why: str, now: datetime, limit: Decimal | None) -> bool:
-    return leasing.set_spend_limit(lease.pk, limit, now=now, actor=actor, why=why)
+    return leasing.set_spend_limit(lease.pk, limit, now=now, actor=actor, detail=why)
 
 
 SET_SPEND_LIMIT_ACTION = AdminAction(

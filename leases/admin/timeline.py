@@ -40,8 +40,8 @@ def load_timeline(
 ) -> tuple[list[TimelineEntry], datetime | None]:
     """Load the newest entries before a moment, newest first, and the moment to pass as `before` for the next page.
 
-    `only` restricts the timeline to one source. Five queries whatever the lease's age: the newest rows of each source are
-    read by its own index and merged."""
+    `only` restricts the timeline to one source. Five queries, regardless of the lease's age: the newest rows
+    of each source are read by its own index and merged."""
     sources = {
         "lease": _iter_event_entries(_select_newest(LeaseEvent.objects.filter(lease=lease), "at", before)),
         "sandbox": _iter_transition_entries(

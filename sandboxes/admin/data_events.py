@@ -18,7 +18,7 @@ from sandboxes.models.state import DataEvent
 
 DATA_EVENT_LABELS = {
     DataEvent.Kind.CONFLICT: "Conflict",
-    DataEvent.Kind.LEFT_OUT: "Left out",
+    DataEvent.Kind.LEFT_OUT: "Skipped",
     DataEvent.Kind.FULL: "Full",
     DataEvent.Kind.CORRUPT: "Corrupt",
     DataEvent.Kind.OLDER: "Older copy",

@@ -274,7 +274,7 @@ def format_price(row: LlmCall) -> str:
 
 
 def is_billable(row: LlmCall) -> bool:
-    """Whether the call reached a model and has ended."""
+    """Return whether the call reached a model and has ended."""
     return row.kind == LlmCall.Kind.LLM and row.ended_at is not None and row.outcome != LlmCall.Outcome.REFUSED
 
 

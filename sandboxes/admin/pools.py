@@ -73,7 +73,7 @@ CLOSE_CIRCUIT_ACTION = AdminAction(
 
 
 def is_circuit_open(one: Pool | PoolStats, now: datetime) -> bool:
-    """Whether warm starts are suspended after repeated failures."""
+    """Return whether warm starts are suspended after repeated failures."""
     return one.warm_paused_until is not None and one.warm_paused_until > now
 
 

@@ -26,7 +26,7 @@ from sandboxes.models import Sweep
 
 
 def is_late(sweep: Sweep, now: datetime) -> bool:
-    """Whether the last success is older than three times the sweep's interval."""
+    """Return whether the last success is older than three times the sweep's interval."""
     return sweep.succeeded_at is None or sweep.succeeded_at < now - 3 * sweep.every
 
 

@@ -1,4 +1,4 @@
-"""Who looks at the console, and a count of what that costs."""
+"""Fixtures of the console tests: signed-in users by role, and query counts."""
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -17,7 +17,7 @@ from leases.models import Lease
 from sandboxes import pool
 from sandboxes.models import Sandbox
 
-NOW = timezone.now() - timedelta(minutes=10)  # pages read the clock: what they show is made at its time, not at tests'
+NOW = timezone.now() - timedelta(minutes=10)  # pages read the real clock, so rows are made relative to it
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def grant(grant: Callable[..., Lease]) -> Callable[..., Lease]:
 
 @pytest.fixture(autouse=True)
 def clear_cache() -> Iterator[None]:
-    """The fleet's snapshot outlives a test: without this, one sees the numbers of another."""
+    """The cached dashboard outlives a test and would show another test's numbers."""
     cache.clear()
     yield
     cache.clear()
@@ -35,7 +35,7 @@ def clear_cache() -> Iterator[None]:
 
 @pytest.fixture
 def as_role(db: None) -> Callable[..., Client]:
-    """A signed-in member of one role: as_role("Operator")."""
+    """Sign in as a member of one role: as_role("Operator")."""
 
     def sign_in(role: str, **client: bool) -> Client:
         user, _ = User.objects.get_or_create(username=role.lower(), is_staff=True)
@@ -82,6 +82,6 @@ def ensure_sandbox(lease: Lease) -> Sandbox:
 
 
 def count_queries(client: Client, url: str) -> int:
-    with CaptureQueriesContext(connection) as asked:
+    with CaptureQueriesContext(connection) as captured:
         assert client.get(url).status_code == 200
-    return len(asked)
+    return len(captured)

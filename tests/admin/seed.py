@@ -1,7 +1,7 @@
-"""Rows to look at, made by the verbs with `now` in the past: `python -m tests.admin.seed` on an empty database.
+"""Demo data for the console, made by domain verbs with past times: `python -m tests.admin.seed` on an empty database.
 
-A lease of forty turns, runs that ended in every way, sandboxes in every state, a destroy that never worked, pools that
-are full, draining or unable to start anything, model calls that ended in every way."""
+Includes a lease of forty turns, runs and model calls with every result, sandboxes in every state, a quarantined sandbox, and
+pools that are full, draining or unable to start sandboxes."""
 
 import io
 import os
@@ -47,7 +47,7 @@ AGENT_DIDS = [
 
 
 def seed(now: datetime) -> None:
-    """Everything below, as if it had happened in the hours before `now`."""
+    """Create all demo data, as if it had happened in the hours before `now`."""
     memory = providers.get_provider("memory")
     assert isinstance(memory, MemoryProvider)
     Pool.objects.create(name="demo", provider="memory", capacity=32)
@@ -95,7 +95,7 @@ def _acquire_lease(agent: str, environment: str, at: datetime, pool: str = "demo
 
 
 def _acquire_used_lease(agent: str, environment: str, at: datetime, pool: str = "demo") -> Lease:
-    """A lease whose sandbox has something in it."""
+    """Acquire a lease and run a command in its sandbox."""
     lease = _acquire_lease(agent, environment, at, pool)
     execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=at, actor="key 3f9a1c20")
     return lease
@@ -112,14 +112,14 @@ def _put_to_sleep(lease: Lease, at: datetime) -> None:
 
 
 def _seed_programs(memory: MemoryProvider) -> None:
-    """A player that rolls, builds, and once in a while says something that is no move."""
+    """Install a turn script that mostly returns actions and sometimes prints no JSON."""
 
     def play(call: ProgramCall) -> ProgramResult:
         number = int(call.env["TURN_NUMBER"])
         if number % 13 == 0:
             return ProgramResult(stdout=b"I would rather trade sheep.", took=timedelta(seconds=0.4))
-        said = b'{"action": "build_road", "edge": [%d, %d], "why": "towards the ore"}' % (number, number + 1)
-        return ProgramResult(stdout=said if number % 3 else b'{"action": "roll"}', took=timedelta(seconds=0.9))
+        output = b'{"action": "build_road", "edge": [%d, %d], "why": "towards the ore"}' % (number, number + 1)
+        return ProgramResult(stdout=output if number % 3 else b'{"action": "roll"}', took=timedelta(seconds=0.9))
 
     memory.programs["play"] = play
     trace = b'Traceback (most recent call last):\n  File "/workspace/train.py", line 12, in <module>\n    import torch\n'
@@ -148,7 +148,7 @@ def _seed_webhooks(now: datetime) -> None:
 
 
 def _seed_deliveries(now: datetime) -> None:
-    """What arrived, what is tried again, and a receiver that has wanted no more."""
+    """Record a successful, a failing and a disabled webhook."""
     for number, kind in enumerate(("budget.warning", "budget.exhausted")):
         outbox.enqueue_event(kind, key=f"catan {number}", payload={"budget": "catan", "spent": "8.41"}, now=now - HOUR)
     answers = {
@@ -195,7 +195,7 @@ def _seed_sandbox_states(now: datetime) -> None:
     for index in range(5):
         lease = _acquire_lease(f"did:plc:worker{index}", "training-run", now - HOUR - index * MINUTE)
         execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now - 50 * MINUTE + index * MINUTE)
-        if index < 3:  # still at it
+        if index < 3:  # still running
             sandbox = pool.find_by_holder(lease.pk)
             assert sandbox
             runs.open_run(sandbox, Command(argv=["make", "all"], timeout=10 * MINUTE), now=now - index * MINUTE)
@@ -220,7 +220,7 @@ def _seed_ended_leases(now: datetime) -> None:
 
 
 def _seed_cold_sandboxes(memory: MemoryProvider, now: datetime) -> None:
-    """Two that sleep, two that were woken (from here and from the store), one that is on its way to sleep."""
+    """Create two cold sandboxes, two woken from the local copy and the store, and one being evicted."""
     sleeper, moved, away = (
         _acquire_used_lease(f"did:plc:{name}", "long-study", now - 3 * HOUR) for name in ("sleeper", "moved", "away")
     )
@@ -240,7 +240,7 @@ def _seed_cold_sandboxes(memory: MemoryProvider, now: datetime) -> None:
 
 
 def _seed_failures(memory: MemoryProvider, now: datetime) -> None:
-    """One that could not be stored, one that its provider has lost, one that is too large."""
+    """Create a sandbox whose eviction failed, a lost one and one over its workspace limit."""
     full = _acquire_used_lease("did:plc:hoarder", "archive", now - 50 * MINUTE)
     with memory.fail("get_files", Unavailable("engine answered 500: no space left on device")):
         for minutes in (20, 12):
@@ -252,7 +252,7 @@ def _seed_failures(memory: MemoryProvider, now: datetime) -> None:
 
 
 def _seed_identities(now: datetime) -> None:
-    """An agent whose key was rotated, one whose key was revoked, and what was minted with theirs."""
+    """Create a rotated key, a revoked key and service tokens signed with them."""
     for index, agent in enumerate(AGENT_DIDS[:3]):
         signing.create_key(
             agent, now=now - 50 * HOUR, actor="admin", private=curves.generate_key(["ES256K", "ES256"][index % 2])
@@ -270,7 +270,7 @@ def _seed_identities(now: datetime) -> None:
 
 
 def _seed_llm_calls(now: datetime) -> None:
-    """What models were asked: by a lease without a limit, by one within its limit, and by one that has used it up."""
+    """Create model calls of leases without a limit, within their limit and over it."""
     ModelRate.objects.create(pattern="*", input_usd="3", output_usd="15", valid_from=now - 90 * 24 * HOUR)
     for pattern, prices in (("gpt-4o-mini*", ("0.15", "0.075", "0.6")), ("claude-3-5-haiku-*", ("0.8", "0.08", "4"))):
         known = dict(zip(("input_usd", "cached_usd", "output_usd"), prices, strict=True))
@@ -281,7 +281,7 @@ def _seed_llm_calls(now: datetime) -> None:
         lease = Lease.objects.filter(agent_did=AGENT_DIDS[0], environment_id=environment, status="active").first()
         lease = lease or _acquire_used_lease(AGENT_DIDS[0], environment, now - 2 * HOUR)
         if limit:
-            leasing.set_spend_limit(lease.pk, Decimal(limit), now=now - HOUR, actor="operator", why="it writes long essays")
+            leasing.set_spend_limit(lease.pk, Decimal(limit), now=now - HOUR, actor="operator", detail="it writes long essays")
         for number in range(count):
             _create_llm_call(lease, number, now - count * 2 * MINUTE + number * 2 * MINUTE)
 
@@ -354,7 +354,7 @@ def _seed_quarantine(memory: MemoryProvider, now: datetime) -> None:
     for index in range(2):
         lease = _acquire_lease(f"did:plc:ghost{index}", "haunted", now - 6 * HOUR)
         execution.ensure_sandbox_ready(lease.pk, now=now - 6 * HOUR)
-        leasing.end(lease.pk, reason="operator", now=now - 5 * HOUR, actor="admin", why="it was mining coins")
+        leasing.end(lease.pk, reason="operator", now=now - 5 * HOUR, actor="admin", detail="it was mining coins")
     trouble = 'engine answered 500: "device or resource busy: cannot unmount /var/lib/docker/overlay2/merged"'
     with memory.fail("destroy", Unavailable(trouble), times=100):
         for hour in range(9):
@@ -368,7 +368,7 @@ def _seed_quarantine(memory: MemoryProvider, now: datetime) -> None:
 
 
 def _seed_agent_data(memory: MemoryProvider, now: datetime) -> None:
-    """An agent that keeps much, in two sandboxes that disagree; copies of a workspace; data that cannot be stored."""
+    """Create an agent with much data and a conflict, snapshots of a workspace, and unsaved data."""
     agent = "did:plc:archivist"
     tree = {
         "character.json": b'{"name": "Ada", "class": "scribe"}\n',
@@ -404,7 +404,7 @@ def _run_shell(lease: Lease, line: str, at: datetime) -> None:
 
 
 def _seed_budgets(now: datetime) -> None:
-    """What may be spent: within, past the warning level, exhausted, and off."""
+    """Create budgets of every level: within, warned, exhausted and off."""
     _acquire_used_lease("did:plc:thrifty", "essay-3", now - 2 * HOUR)
     metering.meter_usage(now=now - HOUR)
     one = Budget(scope="agent", subject="did:plc:thrifty", amount=Decimal("0.9"), unit="hours", period="ever")

@@ -1,4 +1,4 @@
-"""Ten weeks of usage and what it cost, for pages to show: usage as metering leaves it, the rest by the verbs."""
+"""Seed ten weeks of usage and costs. Usage records are written directly, everything else by domain verbs."""
 
 import itertools
 import random

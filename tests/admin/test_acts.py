@@ -1,4 +1,4 @@
-"""Acts: each asks first, calls one verb, says what changed, and leaves who and why in two histories."""
+"""Actions on leases and sandboxes: confirmation, one domain call, a message, and entries in both histories."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -33,7 +33,7 @@ def url(lease: Lease) -> str:
 
 
 def bulk(client: Client, page: str, action: str, pks: list[object], **more: str) -> HttpResponse:
-    """Send an action of a list as its confirmation page does."""
+    """Submit a bulk action as its confirmation page does."""
     chosen = {"action": action, "_selected_action": [str(pk) for pk in pks]}
     return client.post(f"/admin/{page}/", {**chosen, **more})  # type: ignore[return-value]
 
@@ -60,7 +60,7 @@ def test_an_operator_ends_a_lease_and_says_why(operator: Client, lease: Lease) -
 
 
 @pytest.mark.parametrize("reason", ["", "x", "y" * 201])
-def test_without_a_reason_nothing_happens(operator: Client, lease: Lease, reason: str) -> None:
+def test_an_action_without_a_reason_changes_nothing(operator: Client, lease: Lease, reason: str) -> None:
     again = operator.post(url(lease), {**WHY, "reason": reason})
     assert again.status_code == 200
     assert "HX-Redirect" not in again.headers
@@ -68,7 +68,7 @@ def test_without_a_reason_nothing_happens(operator: Client, lease: Lease, reason
     assert lease.status == "active"
 
 
-def test_a_rival_was_first(operator: Client, lease: Lease) -> None:
+def test_ending_a_lease_that_has_just_ended_changes_nothing(operator: Client, lease: Lease) -> None:
     leasing.end(lease.pk, reason="released", now=NOW, actor="rival")
     assert said(operator.post(url(lease), WHY)) == ["Nothing changed: no longer active."]
     lease.refresh_from_db()
@@ -97,7 +97,7 @@ def test_a_viewer_is_refused(viewer: Client, lease: Lease) -> None:
 
 
 @pytest.mark.parametrize("object_id", ["00000000-0000-0000-0000-000000000000", "no-id", "_5F"])
-def test_what_does_not_exist_is_not_found(operator: Client, object_id: str) -> None:
+def test_an_action_on_a_missing_row_is_not_found(operator: Client, object_id: str) -> None:
     page = f"/admin/leases/lease/{object_id}/end_lease/"
     assert operator.get(page).status_code == 200  # the dialog opens, and is told when it is sent
     assert operator.post(page, WHY).status_code == 404
@@ -106,7 +106,7 @@ def test_what_does_not_exist_is_not_found(operator: Client, object_id: str) -> N
 # --- many at once -------------------------------------------------------------------------------------------------
 
 
-def test_several_leases_are_asked_about_first(operator: Client, grant: Callable[..., Lease]) -> None:
+def test_ending_several_leases_asks_for_confirmation(operator: Client, grant: Callable[..., Lease]) -> None:
     leases = [grant(environment=f"game-{n}") for n in range(3)]
     page = bulk(operator, "leases/lease", "end_leases", [lease.pk for lease in leases])
     assert b"3 selected" in page.content
@@ -114,7 +114,7 @@ def test_several_leases_are_asked_about_first(operator: Client, grant: Callable[
     assert Lease.objects.filter(status="active").count() == 3
 
 
-def test_what_a_rival_ended_meanwhile_is_counted_as_skipped(operator: Client, grant: Callable[..., Lease]) -> None:
+def test_leases_ended_in_the_meantime_are_counted_as_skipped(operator: Client, grant: Callable[..., Lease]) -> None:
     leases = [grant(environment=f"game-{n}") for n in range(3)]
     leasing.end(leases[0].pk, reason="released", now=NOW)
     done = bulk(operator, "leases/lease", "end_leases", [lease.pk for lease in leases], confirm="1", **WHY)
@@ -130,7 +130,7 @@ def test_every_row_of_a_table_cannot_be_chosen_at_once(operator: Client, grant: 
 
 
 @pytest.mark.parametrize("pk", ["no-id", "", "00000000", "9" * 40, "\x00", "' OR 1=1"])
-def test_a_forged_id_is_refused_and_is_no_error(operator: Client, administrator: Client, lease: Lease, pk: str) -> None:
+def test_a_malformed_row_id_is_a_bad_request(operator: Client, administrator: Client, lease: Lease, pk: str) -> None:
     for client, page, action in (
         (operator, "leases/lease", "end_leases"),
         (operator, "sandboxes/sandbox", "evict_all"),
@@ -157,7 +157,7 @@ def test_destroying_a_held_sandbox_ends_its_lease(operator: Client, lease: Lease
     assert LogEntry.objects.get().object_id == str(sandbox.pk)
 
 
-def test_destroying_one_that_nobody_holds_gives_it_up(operator: Client, lease: Lease) -> None:
+def test_destroying_an_unclaimed_sandbox_destroys_it_alone(operator: Client, lease: Lease) -> None:
     sandbox = ensure_sandbox(lease)
     Sandbox.objects.filter(pk=sandbox.pk).update(holder=None)
     operator.post(destroy(sandbox), WHY)
@@ -168,7 +168,7 @@ def test_destroying_one_that_nobody_holds_gives_it_up(operator: Client, lease: L
     assert lease.status == "active"
 
 
-def test_a_sandbox_that_is_given_up_does_not_end_the_lease_that_has_the_next_one(operator: Client, lease: Lease) -> None:
+def test_destroying_an_already_destroyed_sandbox_does_not_end_its_former_lease(operator: Client, lease: Lease) -> None:
     old = ensure_sandbox(lease)
     destruction.schedule_destroy(old.pk, now=NOW, code=TransitionReason.OPERATOR)
     new = execution.ensure_sandbox_ready(lease.pk, now=NOW)
@@ -221,7 +221,7 @@ def test_a_key_is_shown_once(administrator: Client) -> None:
 
 
 @pytest.mark.parametrize("dids", ["", "nonsense", "did:plc:ada\n<b>"])
-def test_a_key_for_nobody_or_for_nonsense_is_not_issued(administrator: Client, dids: str) -> None:
+def test_a_key_without_a_valid_agent_is_not_issued(administrator: Client, dids: str) -> None:
     assert administrator.post("/admin/leases/agentkey/add/", {"name": "", "dids": dids}).status_code == 200
     assert not AgentKey.objects.exists()
 
@@ -250,7 +250,7 @@ def test_an_administrator_edits_a_pool_but_not_its_name_or_its_count(administrat
     assert (after.capacity, after.memory_mib, after.name, after.used, after.draining) == (7, 64, pool.name, 0, False)
 
 
-def test_saving_a_pool_does_not_put_back_what_was_counted_meanwhile(administrator: Client, pool: Pool) -> None:
+def test_saving_a_pool_keeps_counters_that_changed_in_the_meantime(administrator: Client, pool: Pool) -> None:
     def meanwhile(instance: Pool, **signal: object) -> None:
         Pool.objects.filter(pk=instance.pk).update(used=5, draining=True)
 
@@ -263,7 +263,7 @@ def test_saving_a_pool_does_not_put_back_what_was_counted_meanwhile(administrato
     assert (after.capacity, after.used, after.draining) == (7, 5, True)
 
 
-def test_an_environment_type_is_edited_in_words_and_lines(administrator: Client) -> None:
+def test_an_environment_type_is_edited_as_durations_and_lines(administrator: Client) -> None:
     kind = EnvironmentType.objects.get(name="catan")
     page = f"/admin/leases/environmenttype/{kind.pk}/change/"
     shown = administrator.get(page).content.decode()

@@ -1,4 +1,4 @@
-"""Budgets on operators' pages: what may be spent and what is, who is in it, and who is told."""
+"""Budgets in the console: amounts, open leases, notices and notifications."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -52,13 +52,13 @@ def page(made: Budget) -> str:
 
 @pytest.fixture(autouse=True)
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a verb does takes no time: so hours are exact."""
+    """Stop the clock of domain verbs, so that hours are exact."""
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 @pytest.fixture
 def spend(grant: Callable[..., Lease]) -> Callable[..., Lease]:
-    """A lease that has used so many hours by now, and waits."""
+    """Create a lease with a waiting sandbox that has used a number of hours."""
 
     def make(hours: float = 1, agent: str = ADA, environment: str = "game-1", **ask: Any) -> Lease:
         now = timezone.now()
@@ -74,7 +74,7 @@ def spend(grant: Callable[..., Lease]) -> Callable[..., Lease]:
 # --- a budget is stated -----------------------------------------------------------------------------------------------
 
 
-def test_a_budget_is_added_and_what_was_spent_counts_at_once(administrator: Client, spend: Callable[..., Lease]) -> None:
+def test_a_new_budget_counts_past_spending_at_once(administrator: Client, spend: Callable[..., Lease]) -> None:
     spend(2)
     said = administrator.post(f"{LIST}add/", {**ASKED, "unit": "hours", "period": "ever", "warn_percent": "60"})
     assert said.status_code == 302
@@ -83,7 +83,9 @@ def test_a_budget_is_added_and_what_was_spent_counts_at_once(administrator: Clie
     assert made.active and made.warned_for and round(made.spent, 1) == 2
 
 
-def test_a_change_is_worked_out_at_once_and_leaves_the_rest(administrator: Client, spend: Callable[..., Lease]) -> None:
+def test_a_changed_budget_is_evaluated_at_once_and_keeps_other_columns(
+    administrator: Client, spend: Callable[..., Lease]
+) -> None:
     spend(2)
     made = budget(1)
     assert made.exhausted_at
@@ -120,13 +122,13 @@ def test_a_budget_without_grace_is_added_and_changed(administrator: Client) -> N
         {"grace": "soon"},
     ],
 )
-def test_a_budget_that_is_none_is_refused(administrator: Client, wrong: dict[str, str]) -> None:
+def test_an_invalid_budget_is_refused(administrator: Client, wrong: dict[str, str]) -> None:
     said = administrator.post(f"{LIST}add/", {**ASKED, **wrong})
     assert said.status_code == 200 and said.context["adminform"].form.errors
     assert not Budget.objects.exists()
 
 
-def test_a_key_is_named_as_lists_show_it(administrator: Client) -> None:
+def test_a_key_budget_accepts_the_prefix_shown_in_lists(administrator: Client) -> None:
     key, _ = api_keys.issue_key([ADA], name="ci", now=timezone.now())
     for said in (f"lh_{key.prefix}_…", key.prefix, str(key.pk)):
         assert administrator.post(f"{LIST}add/", {**ASKED, "scope": "key", "subject": said}).status_code == 302
@@ -147,7 +149,7 @@ def test_a_budget_is_turned_off_and_on_again(administrator: Client, spend: Calla
 
 
 @pytest.mark.parametrize("role", ["Viewer", "Operator"])
-def test_others_than_administrators_only_look(as_role: Callable[..., Client], role: str) -> None:
+def test_only_administrators_change_budgets(as_role: Callable[..., Client], role: str) -> None:
     made, browser = budget(), as_role(role)
     shown = browser.get(page(made))
     assert shown.status_code == 200
@@ -162,7 +164,7 @@ def test_others_than_administrators_only_look(as_role: Callable[..., Client], ro
 # --- the list and the page --------------------------------------------------------------------------------------------
 
 
-def test_each_slice_shows_its_own(viewer: Client, spend: Callable[..., Lease]) -> None:
+def test_each_tab_lists_its_own_rows(viewer: Client, spend: Callable[..., Lease]) -> None:
     spend(2)
     made = {"within": budget(10), "warned": budget("2.1"), "exhausted": budget(1), "soft": budget(1, hard=False)}
     made["off"] = budget(1, active=False)
@@ -178,7 +180,7 @@ def test_each_slice_shows_its_own(viewer: Client, spend: Callable[..., Lease]) -
     assert 'style="--warn: 80%"' in shown
 
 
-def test_what_was_spent_in_a_period_that_is_over_is_not_shown(viewer: Client) -> None:
+def test_spending_of_a_past_period_is_not_shown(viewer: Client) -> None:
     made = budget(1, period="day")
     long_ago = timezone.now() - timedelta(days=2)
     began = budgets.get_period_bounds("day", long_ago)[0]
@@ -214,7 +216,7 @@ def test_a_list_costs_as_many_queries_for_40_budgets_as_for_4(viewer: Client) ->
     assert "/admin/billing/account/" in viewer.get(LIST).content.decode()
 
 
-def test_the_page_says_who_is_in_it_and_costs_the_same_for_many(viewer: Client, spend: Callable[..., Lease]) -> None:
+def test_the_page_lists_top_spenders_with_a_constant_number_of_queries(viewer: Client, spend: Callable[..., Lease]) -> None:
     spend(2, "did:plc:most")
     spend(1, ADA)
     gone = spend(3, "did:plc:gone")
@@ -231,7 +233,7 @@ def test_the_page_says_who_is_in_it_and_costs_the_same_for_many(viewer: Client, 
     budgets.update_spending(made.pk, now=timezone.now())
     shown = viewer.get(page(made))
     assert len(shown.context["spenders"]) == MAX_PANEL_ROWS and f"of {MAX_PANEL_ROWS + 4}" in shown.content.decode()
-    assert count_queries(viewer, page(made)) < few <= 13  # there is nobody else to look for
+    assert count_queries(viewer, page(made)) < few <= 13  # only one spender exists
 
 
 def test_a_budget_in_usd_lists_leases_that_cost_nothing_yet(viewer: Client, spend: Callable[..., Lease]) -> None:
@@ -240,7 +242,7 @@ def test_a_budget_in_usd_lists_leases_that_cost_nothing_yet(viewer: Client, spen
     assert [(tab.agent_did, amount) for _, tab, _, amount in shown.context["spenders"]] == [(ADA, "0")]
 
 
-def test_the_page_shows_what_was_said_of_this_budget_alone(viewer: Client, spend: Callable[..., Lease]) -> None:
+def test_the_page_lists_only_notifications_of_its_own_budget(viewer: Client, spend: Callable[..., Lease]) -> None:
     made, others = budget(1), [budget(1) for _ in range(10)]
     spend(2)
     for each in (made, *others):
@@ -252,7 +254,7 @@ def test_the_page_shows_what_was_said_of_this_budget_alone(viewer: Client, spend
     assert viewer.get(said[0].href).status_code == 200
 
 
-def test_the_bound_is_said_in_this_budgets_numbers() -> None:
+def test_the_overshoot_is_explained_with_the_budgets_numbers() -> None:
     now = timezone.now()
     hours = " ".join(describe_overshoot(budget(10), 12, now))
     assert "12 leases are open" in hours and "12 x 8 m = 1.6 hours" in hours and "up to 600 open leases" in hours
@@ -263,7 +265,7 @@ def test_the_bound_is_said_in_this_budgets_numbers() -> None:
     assert schedules.get_interval("meter") == schedules.get_interval("budgets") == SWEEP_INTERVAL
 
 
-def test_the_page_says_when_it_runs_out(viewer: Client) -> None:
+def test_the_page_forecasts_the_day_a_budget_runs_out(viewer: Client) -> None:
     today = dates.to_utc_date(timezone.now())
     create_time_usage(dates.start_of_day(today - DAY), 10 * HOUR)
 
@@ -285,7 +287,7 @@ def test_the_page_says_when_it_runs_out(viewer: Client) -> None:
 # --- elsewhere --------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_page_names_each_budget_past_its_warning_level(viewer: Client, spend: Callable[..., Lease]) -> None:
+def test_the_dashboard_names_each_budget_past_its_warning_level(viewer: Client, spend: Callable[..., Lease]) -> None:
     spend(2)
     budget(10)
     assert "lh-over" not in viewer.get("/admin/").content.decode()
@@ -312,7 +314,7 @@ def test_notices_cost_one_query_whatever_their_number(spend: Callable[..., Lease
             assert len(build_all_notices(timezone.now())) == count
 
 
-def test_an_agents_page_names_the_budgets_that_its_leases_are_in(viewer: Client, spend: Callable[..., Lease]) -> None:
+def test_an_agents_page_names_the_budgets_of_its_leases(viewer: Client, spend: Callable[..., Lease]) -> None:
     spend(2)
     spend(1, "did:plc:bob")
     mine, theirs = budget(1, scope="agent", subject=ADA), budget("0.5", scope="agent", subject="did:plc:bob")
@@ -324,7 +326,7 @@ def test_an_agents_page_names_the_budgets_that_its_leases_are_in(viewer: Client,
     assert not any(page(each) in shown for each in (theirs, other))
 
 
-def test_a_leases_page_says_what_is_left_of_its_tightest_budget(viewer: Client, spend: Callable[..., Lease]) -> None:
+def test_a_leases_page_shows_the_remainder_of_its_tightest_budget(viewer: Client, spend: Callable[..., Lease]) -> None:
     key, _ = api_keys.issue_key([ADA], now=timezone.now())
     lease = spend(2, key_id=str(key.pk))
     url = f"/admin/leases/lease/{lease.pk}/change/"
@@ -339,7 +341,7 @@ def test_a_leases_page_says_what_is_left_of_its_tightest_budget(viewer: Client, 
     assert count_queries(viewer, url) == none
 
 
-def test_a_lease_that_a_budget_has_ended_says_which(viewer: Client, spend: Callable[..., Lease]) -> None:
+def test_a_lease_ended_by_a_budget_names_the_budget(viewer: Client, spend: Callable[..., Lease]) -> None:
     lease, made = spend(2), budget(1, scope="agent", subject=ADA)
     budget_enforcement.enforce_budgets(now=timezone.now())
     url = f"/admin/leases/lease/{lease.pk}/change/"
@@ -351,7 +353,9 @@ def test_a_lease_that_a_budget_has_ended_says_which(viewer: Client, spend: Calla
     assert fact.value == said
 
 
-def test_who_may_not_see_budgets_is_told_nothing_of_them(as_role: Callable[..., Client], spend: Callable[..., Lease]) -> None:
+def test_budgets_are_hidden_without_permission_to_view_them(
+    as_role: Callable[..., Client], spend: Callable[..., Lease]
+) -> None:
     lease = spend(2)
     budget(1)
     few = Group.objects.create(name="Few")

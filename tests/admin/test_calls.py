@@ -1,4 +1,4 @@
-"""Model calls in the console: every outcome, what a lease spent and may spend, and finding the one that is asked for."""
+"""Model calls in the console: results, spending and limits of leases, filters and search."""
 
 import re
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def facts(client: Client, url: str) -> dict[str, SummaryField]:
 
 
 def links(fact: SummaryField) -> dict[str, str]:
-    """What the note of a fact links to, by its words, as a page shows it."""
+    """Map the link texts in the note of a summary field to their URLs."""
     found = re.findall(r'<a [^>]*href="([^"]+)">([^<]+)</a>', conditional_escape(fact.note))
     return {words: unescape(href) for href, words in found}
 
@@ -70,7 +70,7 @@ def test_a_call_of_every_outcome_is_shown(viewer: Client, lease: Lease, outcome:
         assert f">{word}</span>" in shown.content.decode()
 
 
-def test_each_slice_has_its_own(viewer: Client) -> None:
+def test_each_tab_of_calls_lists_its_own_rows(viewer: Client) -> None:
     rows = {
         outcome: call(outcome=outcome, ended_at=None if outcome == "open" else NOW).pk for outcome in LlmCall.Outcome.values
     }
@@ -82,7 +82,7 @@ def test_each_slice_has_its_own(viewer: Client) -> None:
     assert listed(viewer, "?slice=all") == sorted([*rows.values(), relay, priced])
 
 
-def test_what_never_left_has_no_price_to_miss(viewer: Client) -> None:
+def test_refused_calls_are_not_unpriced(viewer: Client) -> None:
     for fields in (
         {"outcome": "refused", "status": 402, "code": "spend_limit_reached"},
         {"kind": "relay", "path": "/xrpc/sub"},
@@ -133,7 +133,7 @@ def test_calls_are_narrowed_by_each_filter(viewer: Client, lease: Lease) -> None
         assert listed(viewer, f"?{nonsense}") == everything, nonsense
 
 
-def test_a_call_is_found_by_whose_it_was_and_by_any_whole_id(viewer: Client, lease: Lease) -> None:
+def test_a_call_is_found_by_agent_and_by_any_complete_id(viewer: Client, lease: Lease) -> None:
     row = call(lease, sandbox=ensure_sandbox(lease), call_id="0123456789abcdef0123456789abcdef")
     call(agent_did="did:plc:other", environment_id="elsewhere", model="o3")
     for said in (row.call_id, lease.pk, row.sandbox_id, lease.pk.hex, row.agent_did, row.environment_id, "gpt-4o"):
@@ -141,7 +141,7 @@ def test_a_call_is_found_by_whose_it_was_and_by_any_whole_id(viewer: Client, lea
     assert not listed(viewer, "?q=00000000-0000-0000-0000-000000000000")
 
 
-def test_a_calls_page_says_what_its_price_is_made_of(viewer: Client, lease: Lease) -> None:
+def test_a_calls_page_shows_the_source_of_its_price(viewer: Client, lease: Lease) -> None:
     rate = ModelRate.objects.create(pattern="gpt-*", input_usd="2.5", cached_usd="1.25", output_usd=10, valid_from=NOW - DAY)
     row = call(
         lease, cost="0.0025", priced="rate", input_tokens=1000, cached_tokens=400, output_tokens=50, path="/v1/messages",
@@ -159,7 +159,7 @@ def test_a_calls_page_says_what_its_price_is_made_of(viewer: Client, lease: Leas
     assert facts(viewer, f"{LIST}{row.pk}/change/")["USD"].note == "by a rate that has changed since"
 
 
-def test_what_a_sandbox_wrote_into_a_call_stays_text(superuser: Client, lease: Lease) -> None:
+def test_text_from_a_sandbox_in_a_call_is_escaped(superuser: Client, lease: Lease) -> None:
     row = call(lease, model=MARKUP, path=MARKUP, code=MARKUP[:64], outcome="failed", environment_id=MARKUP)
     for url in (LIST, f"{LIST}{row.pk}/change/", f"{LIST}?code={MARKUP}", f"{LIST}?q={MARKUP}"):
         assert "<img src=x" not in superuser.get(url).content.decode(), url
@@ -170,7 +170,7 @@ def test_what_a_sandbox_wrote_into_a_call_stays_text(superuser: Client, lease: L
 
 @pytest.fixture
 def asked(lease: Lease, grant: Callable[..., Lease]) -> Lease:
-    """Its calls: three priced, two of them not whole, two unpriced, one refused, and one to the relay; another's is no part."""
+    """Three priced calls of a lease (two incomplete), two unpriced, one refused, one relay call; and another lease's call."""
     call(lease, cost="1.5", input_tokens=1000, cached_tokens=300, output_tokens=20)
     call(lease, cost="0.25", outcome="cut", input_tokens=500)
     call(lease, cost="0", outcome="failed")
@@ -182,7 +182,7 @@ def asked(lease: Lease, grant: Callable[..., Lease]) -> Lease:
     return lease
 
 
-def test_a_lease_says_what_it_asked_models_and_links_to_exactly_that(viewer: Client, asked: Lease) -> None:
+def test_a_lease_links_to_exactly_its_model_calls(viewer: Client, asked: Lease) -> None:
     said = facts(viewer, page(asked))
     assert (said["Model calls"].value, said["Tokens in / out"].value) == ("6", "1,500 / 20")
     assert said["Tokens in / out"].note == "300 input tokens cached"
@@ -246,7 +246,7 @@ def test_an_operator_raises_lowers_and_lifts_the_limit_of_a_lease(operator: Clie
     assert event in operator.get(page(asked)).content.decode()
 
 
-def test_a_limit_holds_from_the_next_call_on(operator: Client, asked: Lease, settings: Any) -> None:
+def test_a_limit_applies_from_the_next_call(operator: Client, asked: Lease, settings: Any) -> None:
     settings.LLM_MODELS = ["m"]
     Sandbox.objects.filter(pk=ensure_sandbox(asked).pk).update(slot=7)
 
@@ -270,7 +270,7 @@ def test_the_dialog_says_what_is_spent(operator: Client, asked: Lease) -> None:
 
 
 @pytest.mark.parametrize("limit", ["-1", "0.0000000001", "NaN", "Infinity", "much", "1e20"])
-def test_what_is_no_amount_is_explained(operator: Client, lease: Lease, limit: str) -> None:
+def test_an_invalid_limit_is_explained(operator: Client, lease: Lease, limit: str) -> None:
     again = set_to(operator, lease, limit)
     assert again.status_code == 200 and "HX-Redirect" not in again.headers
     assert limits(lease) == (None, None)
@@ -292,7 +292,7 @@ def test_a_viewer_sets_no_limit(viewer: Client, lease: Lease) -> None:
 
 
 @pytest.mark.parametrize("warm_target", [0, 1])
-def test_a_sandbox_that_comes_later_has_the_limit_of_its_lease_as_it_is_then(
+def test_a_later_sandbox_gets_the_present_limit_of_its_lease(
     operator: Client, grant: Callable[..., Lease], warm_target: int
 ) -> None:
     lease = grant()
@@ -335,7 +335,7 @@ def test_an_environment_type_says_what_its_new_leases_may_spend(
 
 
 @pytest.mark.parametrize("limit", ["-0.01", "1e-10", "NaN", "five"])
-def test_a_limit_that_is_none_is_not_saved(administrator: Client, limit: str) -> None:
+def test_an_invalid_default_limit_is_not_saved(administrator: Client, limit: str) -> None:
     kind = EnvironmentType.objects.get(name="catan")
     again = administrator.post(f"/admin/leases/environmenttype/{kind.pk}/change/", form(llm_limit=limit))
     assert again.status_code == 200 and again.context["adminform"].form.errors.keys() == {"llm_limit"}

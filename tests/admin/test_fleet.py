@@ -1,4 +1,4 @@
-"""The first page: its numbers are the lists they link to, and it notices that you signed out."""
+"""Dashboard: numbers match the lists they link to, and polling stops after signing out."""
 
 import re
 from collections.abc import Callable
@@ -27,7 +27,7 @@ NO_COUNTS = ("Capacity used", "Cost today", "Cost this month")
 
 @pytest.fixture
 def troubled(grant: Callable[..., Lease]) -> None:
-    """One or two of everything that a tile counts."""
+    """One or two rows for every tile."""
     now = timezone.now()
     boxes = [ensure_sandbox(grant(agent=f"did:plc:a{number}", now=now)) for number in range(8)]
     grant(environment="late", now=now - 10 * MINUTE, ttl=MINUTE)
@@ -81,7 +81,7 @@ def test_every_state_in_a_pools_legend_links_to_its_sandboxes(viewer: Client, tr
         assert viewer.get(part.href).context["cl"].result_count == part.number, part.state
 
 
-def test_what_needs_an_operator_stands_on_the_first_page(viewer: Client, troubled: None) -> None:
+def test_problems_are_listed_on_the_dashboard(viewer: Client, troubled: None) -> None:
     page = viewer.get("/admin/").content.decode()
     for said in ("engine down", "store down", "Lost: no container", "draining", "circuit open for"):
         assert said in page, said
@@ -97,7 +97,7 @@ def test_an_empty_fleet_says_so(viewer: Client) -> None:
     assert "lh-tile lh-alarmed" not in page
 
 
-def test_what_is_spent_stands_on_the_first_page(viewer: Client) -> None:
+def test_costs_are_shown_on_the_dashboard(viewer: Client) -> None:
     def shown_tiles() -> list[dashboard.Tile]:
         return [tile for tile in dashboard.build_fleet_summary().tiles if tile.view_permission == "billing.costrecord"]
 
@@ -126,7 +126,7 @@ def test_what_is_spent_stands_on_the_first_page(viewer: Client) -> None:
         (["view_budget"], {"Budgets warned", "Budgets exhausted"}),
     ],
 )
-def test_who_may_not_see_money_is_shown_no_number_of_it(
+def test_costs_are_hidden_without_permission_to_view_them(
     as_role: Callable[..., Client], troubled: None, more: list[str], seen: set[str]
 ) -> None:
     few = Group.objects.create(name="Few")
@@ -139,14 +139,14 @@ def test_who_may_not_see_money_is_shown_no_number_of_it(
         assert "Active leases" in titles
 
 
-def test_money_takes_three_queries_of_the_first_page(django_assert_num_queries: Any) -> None:
+def test_cost_tiles_take_three_queries(django_assert_num_queries: Any) -> None:
     now = timezone.now()
     with django_assert_num_queries(3):
         dashboard.build_spending_tiles(now)
         dashboard.build_budget_tiles(now)
 
 
-def test_a_poll_is_answered_from_the_snapshot(viewer: Client, troubled: None) -> None:
+def test_a_poll_is_served_from_the_cache(viewer: Client, troubled: None) -> None:
     viewer.get("/admin/")
     assert count_queries(viewer, "/admin/fleet/") <= 4  # session, user, permissions
     answer = viewer.get("/admin/fleet/")
@@ -154,7 +154,7 @@ def test_a_poll_is_answered_from_the_snapshot(viewer: Client, troubled: None) ->
     assert b"<html" not in answer.content
 
 
-def test_who_is_signed_out_is_told_and_not_asked_again() -> None:
+def test_polling_stops_after_signing_out() -> None:
     answer = Client().get("/admin/fleet/")
     assert answer.status_code == 286  # htmx shows it and stops polling
     assert b"You are signed out" in answer.content

@@ -1,4 +1,4 @@
-"""What an operator sees of signing keys and service tokens, and does about them."""
+"""Signing keys and service tokens in the console."""
 
 import pytest
 from django.contrib.admin.models import LogEntry
@@ -26,7 +26,7 @@ def page_of(key: SigningKey) -> str:
 
 
 def do(client: Client, act: str, key: SigningKey, reason: str = "quarterly rotation"):
-    """Send the dialog of an act on a key's page."""
+    """Submit the dialog of an action on a key's page."""
     return client.post(f"{KEYS}{key.pk}/{act.replace('_', '-')}/", {"reason": reason, "_form_submitted": "1"})
 
 
@@ -59,7 +59,7 @@ def test_a_key_that_cannot_be_created_is_refused_at_its_field(administrator: Cli
     assert SigningKey.objects.count() == 1
 
 
-def test_a_rival_who_creates_first_is_a_message(administrator: Client, monkeypatch) -> None:
+def test_a_key_created_concurrently_is_reported(administrator: Client, monkeypatch) -> None:
     generate = curves.generate_key
 
     def rival(algorithm: str) -> PrivateKey:  # after the form was found to be good
@@ -82,7 +82,7 @@ def test_rotating_leads_to_the_new_key(administrator: Client) -> None:
     assert new.did_key in administrator.get(page_of(old)).content.decode()
 
 
-def test_revoking_asks_why_and_offers_another_key(administrator: Client) -> None:
+def test_revoking_requires_a_reason_and_offers_a_new_key(administrator: Client) -> None:
     key = signing.create_key(ADA, now=NOW)
     assert b"required" in do(administrator, "revoke", key, reason="").content
     assert signing.get_active_key(ADA) == key
@@ -111,7 +111,7 @@ def test_nobody_changes_or_deletes_a_key(superuser: Client) -> None:
     assert signing.get_active_key(ADA).agent_did == ADA
 
 
-def test_each_list_of_keys_shows_its_own(viewer: Client) -> None:
+def test_each_tab_of_keys_lists_its_own_rows(viewer: Client) -> None:
     retired, revoked = signing.create_key(ADA, now=NOW), signing.create_key("did:plc:bob", now=NOW)
     active = signing.rotate_key(ADA, now=NOW)
     signing.revoke_key(revoked, now=NOW)
@@ -122,7 +122,7 @@ def test_each_list_of_keys_shows_its_own(viewer: Client) -> None:
     assert listed(viewer, f"{KEYS}?slice=all&q=did:plc:b") == [revoked]
 
 
-def test_tokens_are_found_by_whom_for_whom_and_what(viewer: Client, lease: Lease, grant) -> None:
+def test_tokens_are_found_by_agent_audience_and_method(viewer: Client, lease: Lease, grant) -> None:
     key = signing.create_key(ADA, now=NOW)
     mine = mint(lease)
     signing.create_key("did:plc:bob", now=NOW)
@@ -148,7 +148,7 @@ def test_a_key_links_to_exactly_the_tokens_it_counts(viewer: Client, lease: Leas
         assert (fact.value, len(listed(viewer, fact.href))) == (str(number), number)
 
 
-def test_an_agents_page_says_what_it_signs_with(administrator: Client, viewer: Client) -> None:
+def test_an_agents_page_shows_its_signing_key(administrator: Client, viewer: Client) -> None:
     agent = Agent.objects.create(did=ADA)
     url = f"/admin/leases/agent/{agent.pk}/change/"
     assert f"{KEYS}add/?agent_did=did%3Aplc%3Aada" in administrator.get(url).content.decode()

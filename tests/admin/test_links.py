@@ -1,4 +1,4 @@
-"""Every link of the console leads to a page, from whichever page it is found on."""
+"""Crawl of the console: every link leads to a page."""
 
 import re
 from html import unescape
@@ -15,7 +15,7 @@ LEAVE = ("/admin/logout/", "/admin/password_change/", "/admin/jsi18n/")
 
 
 def shape(url: str) -> str:
-    """What pages of one kind have in common: of each kind, one is opened."""
+    """Reduce a URL to the kind of page, so that one page of each kind is opened."""
     path, _, query = url.partition("?")
     return re.sub(r"[0-9a-f-]{36}|/\d+/", "*", path) + str(re.findall(r"(?:^|&)(slice=\w+|only=\w+|agent_did|q)", query))
 

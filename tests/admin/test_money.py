@@ -1,4 +1,4 @@
-"""Pages on money: what they add up, that numbers link to what they count, and acts that book something for good."""
+"""Billing pages: totals, links from numbers to rows, and actions that book entries."""
 
 import csv
 import io
@@ -43,7 +43,7 @@ WHY = {"_form_submitted": "on", "reason": "it was agreed"}
 
 @pytest.fixture(autouse=True)
 def today(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What NOW says may have been said on the day before, or in the month."""
+    """Allow for a day or month that has changed since NOW was read."""
     now = timezone.now()
     day = to_utc_date(now)
     for name, value in [
@@ -76,7 +76,7 @@ def said(answer: Any) -> list[str]:
 
 @pytest.fixture
 def team(db: None) -> Account:
-    """Ada's account. At acme an hour is 0.25 USD, of which 2 a month are free."""
+    """Account of Ada. The provider acme charges 0.25 USD per hour with a monthly allowance of 2 hours."""
     create_rate("time", "0.25", allowance=Decimal(2))
     account = Account.objects.create(name="team", title="The team")
     Membership.objects.create(agent_did=ADA, account=account)
@@ -85,7 +85,7 @@ def team(db: None) -> Account:
 
 @pytest.fixture
 def used(team: Account) -> Account:
-    """Last month 10 h of Ada's; this month 4 h of hers, a call of 0.125, and an hour of Bob's in the house, which is free."""
+    """Ada's usage: 10 h last month, 4 h and a call of 0.125 USD this month. Bob's hour in the house account is free."""
     create_time_usage(on(LAST), 10 * HOUR, provider="acme")
     create_time_usage(on(MONTH), 4 * HOUR, provider="acme")
     create_token_usage(on(MONTH, 1).strftime("%Y-%m-%dT%H:%M"), "0.125", provider="acme")
@@ -144,7 +144,7 @@ def test_pages_of_one_row_cost_few_queries(viewer: Client, used: Account) -> Non
 
 
 def test_sums_and_exports_are_of_exactly_what_is_filtered(viewer: Client, used: Account) -> None:
-    """4 h less 2 free are 0.50, and the call 0.125; last month 8 h are 2.00."""
+    """This month (4 - 2) h cost 0.50 USD and the call 0.125 USD; last month 8 h cost 2.00 USD."""
     for query, usd, number in (
         ("slice=month", "0.63", 3), ("slice=before", "2.00", 1), ("slice=all", "2.63", 4),
         (f"slice=all&agent_did={BOB}", "0.00", 1),
@@ -173,7 +173,7 @@ def test_an_export_has_every_amount_in_full(viewer: Client, used: Account) -> No
     }  # fmt: skip
 
 
-def test_an_export_is_for_whoever_may_look(as_role: Any, viewer: Client) -> None:
+def test_an_export_needs_permission_to_view_costs(as_role: Any, viewer: Client) -> None:
     for path in ("billing/costrecord/export/csv/", "spending/"):
         assert as_role("None").get(f"/admin/{path}").status_code == 403
         assert Client().get(f"/admin/{path}").status_code == 302
@@ -189,7 +189,7 @@ def test_a_list_shows_as_much_of_a_quantity_as_it_needs(quantity: str, shown: st
 # --- a cost record ----------------------------------------------------------------------------------------------------
 
 
-def test_a_cost_says_why_it_is_that_much_and_of_which_usage(viewer: Client, used: Account) -> None:
+def test_a_cost_shows_its_derivation_and_usage(viewer: Client, used: Account) -> None:
     row = CostRecord.objects.get(day=LAST)
     assert [(step.label, step.amount) for step in explain_amount(row)] == [
         ("Used, sandbox-hours", "10"), ("− allowance", "2"), ("= billable", "8"), ("× rate, USD", "0.25"), ("= USD", "2"),
@@ -200,13 +200,13 @@ def test_a_cost_says_why_it_is_that_much_and_of_which_usage(viewer: Client, used
     assert "512 MiB, 1 CPU for 10 h" in shown
 
 
-def test_a_call_costs_what_it_cost(viewer: Client, used: Account) -> None:
+def test_the_cost_of_calls_is_the_sum_of_their_prices(viewer: Client, used: Account) -> None:
     row = CostRecord.objects.get(item="llm")
     assert [(step.label, step.amount) for step in explain_amount(row)] == [("Model calls", "1"), ("USD", "0.125")]
     assert "/admin/sandboxes/llmcall/?" in page(viewer, f"billing/costrecord/{row.pk}/change/")
 
 
-def test_what_is_not_paid_for_is_not_shown_as_its_usage(viewer: Client, team: Account) -> None:
+def test_unbilled_usage_is_not_listed_for_a_cost(viewer: Client, team: Account) -> None:
     create_time_usage(on(MONTH), HOUR, provider="acme")
     create_time_usage(on(MONTH, 5), HOUR, provider="acme", state="cold")
     price()
@@ -268,7 +268,7 @@ def test_an_axis_ends_at_a_round_number(most: str, top: str) -> None:
     assert overview.round_up_axis(Decimal(most)) == Decimal(top)
 
 
-def test_the_page_of_spending_narrows_and_bears_any_address(viewer: Client, used: Account) -> None:
+def test_the_spending_page_accepts_any_query_string(viewer: Client, used: Account) -> None:
     shown = page(viewer, f"spending/?account=team&agent={ADA}")
     assert "<option selected>team</option>" in shown
     assert f"account__id__exact={used.pk}&amp;agent_did=did%3Aplc%3Aada" in shown
@@ -282,7 +282,7 @@ def test_a_fresh_installation_says_what_to_expect(viewer: Client) -> None:
     assert "No statements yet" in page(viewer, "billing/statement/")
 
 
-def test_what_agents_wrote_is_no_markup(superuser: Client, team: Account) -> None:
+def test_text_from_agents_is_escaped_on_billing_pages(superuser: Client, team: Account) -> None:
     create_time_usage(on(MONTH), 9 * HOUR, MARKUP, provider="acme", environment_id=MARKUP)
     create_token_usage(on(MONTH).strftime("%Y-%m-%dT%H:%M"), "1", agent=MARKUP, environment_id=MARKUP, provider=MARKUP[:32])
     Membership.objects.create(agent_did=MARKUP, account=team)
@@ -323,7 +323,7 @@ def test_a_rate_does_not_begin_in_the_past(administrator: Client) -> None:
     assert not Rate.objects.filter(provider="acme").exists()
 
 
-def test_a_rate_that_has_begun_is_only_read(superuser: Client) -> None:
+def test_a_rate_in_force_is_read_only(superuser: Client) -> None:
     begun = create_rate("time", "0.25")
     assert 'name="usd"' not in page(superuser, f"billing/rate/{begun.pk}/change/")
     assert superuser.post(f"/admin/billing/rate/{begun.pk}/change/", sent(usd="9")).status_code == 403
@@ -345,7 +345,7 @@ def test_an_administrator_deletes_a_rate_that_has_not_begun(administrator: Clien
     assert administrator.post(f"/admin/{at}/withdraw/", WHY).status_code == 404
 
 
-def test_a_rate_that_has_begun_is_not_deleted(administrator: Client, team: Account) -> None:
+def test_a_rate_in_force_is_not_deleted(administrator: Client, team: Account) -> None:
     begun = Rate.objects.get(provider="acme")
     at = f"billing/rate/{begun.pk}"
     assert "Delete…" not in page(administrator, f"{at}/change/")
@@ -355,7 +355,7 @@ def test_a_rate_that_has_begun_is_not_deleted(administrator: Client, team: Accou
     assert Rate.objects.filter(pk=begun.pk).exists() and not LogEntry.objects.exists()
 
 
-def test_a_rate_that_begins_while_it_is_asked_about_stays() -> None:
+def test_a_rate_that_comes_into_force_during_confirmation_is_not_deleted() -> None:
     seen = create_rate("time", "0.25", since=f"{LATER}")
     Rate.objects.filter(pk=seen.pk).update(valid_from=NOW)
     assert not DELETE_RATE_ACTION.verb(seen, "eve", "it was agreed", NOW)
@@ -373,7 +373,7 @@ def test_others_than_administrators_delete_no_rate(as_role: Callable[..., Client
     assert Rate.objects.filter(pk=later.pk).exists()
 
 
-def test_rates_are_not_deleted_in_bulk_or_past_what_asks_first(superuser: Client) -> None:
+def test_rates_are_not_deleted_in_bulk_or_without_confirmation(superuser: Client) -> None:
     later = create_rate("time", "0.25", since=f"{LATER}")
     assert superuser.post(f"/admin/billing/rate/{later.pk}/delete/", {"post": "yes"}).status_code == 403
     many = {"action": "delete_selected", "_selected_action": [str(later.pk)], "post": "yes"}
@@ -382,7 +382,7 @@ def test_rates_are_not_deleted_in_bulk_or_past_what_asks_first(superuser: Client
     assert Rate.objects.filter(pk=later.pk).exists()
 
 
-def test_prices_that_only_you_know_are_asked_for_until_they_are_set(viewer: Client) -> None:
+def test_missing_prices_are_listed_until_they_are_set(viewer: Client) -> None:
     def asked() -> set[str]:
         return {row.provider for row in viewer.get("/admin/billing/rate/?slice=own").context["cl"].result_list}
 
@@ -424,7 +424,7 @@ def test_a_member_is_an_agent_of_one_account(administrator: Client, team: Accoun
     assert Membership.objects.count() == 1 + added
 
 
-def test_a_membership_is_shown_with_when_it_ends_and_all_that_there_were(viewer: Client, team: Account) -> None:
+def test_a_membership_shows_its_end_and_its_history(viewer: Client, team: Account) -> None:
     house = Account.objects.get_or_create(name="house")[0]
     first = Membership.objects.get()
     left = Membership.objects.create(agent_did=ADA, account=house, since=MONTH)
@@ -451,7 +451,7 @@ def test_a_membership_is_shown_with_when_it_ends_and_all_that_there_were(viewer:
     assert f"/admin/billing/membership/{left.pk}/" in account.value
 
 
-def test_a_month_that_is_closed_while_a_form_is_saved_refuses_what_it_says(
+def test_a_month_closed_while_a_form_is_saved_refuses_the_change(
     administrator: Client, used: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = Membership.save
@@ -470,7 +470,7 @@ def test_a_month_that_is_closed_while_a_form_is_saved_refuses_what_it_says(
     assert Membership.objects.count() == 1
 
 
-def test_a_membership_that_began_in_what_is_closed_is_only_read(administrator: Client, used: Account) -> None:
+def test_a_membership_that_began_in_a_closed_month_is_read_only(administrator: Client, used: Account) -> None:
     statements.close_month(used, LAST, now=NOW, actor="eve")
     member, lab = Membership.objects.get(), Account.objects.create(name="lab")
     path = f"/admin/billing/membership/{member.pk}/change/"
@@ -585,14 +585,14 @@ def test_a_credit_may_be_as_large_as_the_form_takes(administrator: Client, team:
         "costrecord/?slice=%00", "costrecord/?q=%00",
     ],
 )  # fmt: skip
-def test_a_nul_in_an_address_is_no_fault(viewer: Client, used: Account, path: str) -> None:
+def test_a_nul_in_a_query_string_is_ignored(viewer: Client, used: Account, path: str) -> None:
     answer = viewer.get(f"/admin/billing/{path}")
     if answer.streaming:
         b"".join(answer.streaming_content)
     assert answer.status_code in (200, 302)
 
 
-def test_what_was_given_in_the_place_of_use_is_listed(viewer: Client, team: Account) -> None:
+def test_allocated_usage_is_listed_where_use_is_not_measured(viewer: Client, team: Account) -> None:
     create_rate("cpu", "0.0012", by_use=True)
     create_time_usage(on(TODAY), HOUR, provider="acme")
     price()
@@ -602,7 +602,7 @@ def test_what_was_given_in_the_place_of_use_is_listed(viewer: Client, team: Acco
     assert [each.pk for each, *_ in shown["sources"]] == [each.pk for each in listed] != []
 
 
-def test_each_rate_of_a_day_shows_what_was_used_while_it_counted(viewer: Client, team: Account) -> None:
+def test_each_rate_of_a_day_lists_the_usage_it_priced(viewer: Client, team: Account) -> None:
     first = Rate(provider="cut", item="time", usd=Decimal(1), valid_from=on(LAST - timedelta(days=60)))
     Rate.objects.bulk_create([first, Rate(provider="cut", item="time", usd=Decimal(2), valid_from=on(LAST, 12))])
     (before,) = create_time_usage(on(LAST, 1), HOUR, provider="cut")
@@ -623,7 +623,7 @@ def test_each_rate_of_a_day_shows_what_was_used_while_it_counted(viewer: Client,
     assert shown() == [(2, [before.pk, over.pk], True), (3, [over.pk, after.pk], True)]
 
 
-def test_a_long_statement_is_shown_in_part_and_is_a_file_as_a_whole(
+def test_a_long_statement_is_shown_in_part_and_exported_in_full(
     viewer: Client, used: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(statement_admin, "MAX_LINES_SHOWN", 2)
@@ -670,7 +670,7 @@ def test_only_administrators_book_anything(as_role: Any, used: Account, role: st
 
 
 @pytest.mark.parametrize("raw", ["0", "x", "9" * 40, "-1", "%00"])
-def test_an_act_on_no_account_is_not_found(administrator: Client, raw: str) -> None:
+def test_an_action_on_a_missing_account_is_not_found(administrator: Client, raw: str) -> None:
     for act in ("grant_credit", "close_month"):
         assert administrator.get(f"/admin/billing/account/{raw}/{act}/").status_code in (200, 400, 404)
         answer = administrator.post(f"/admin/billing/account/{raw}/{act}/", {**WHY, "usd": "1", "month": str(LAST)})
@@ -679,7 +679,7 @@ def test_an_act_on_no_account_is_not_found(administrator: Client, raw: str) -> N
     assert not Credit.objects.exists()
 
 
-def test_nothing_that_was_booked_is_edited_or_deleted_here(superuser: Client, used: Account) -> None:
+def test_booked_entries_are_not_edited_or_deleted(superuser: Client, used: Account) -> None:
     statement, _ = statements.close_month(used, LAST, now=NOW, actor="eve")
     credit = statements.grant_credit(used, Decimal(1), now=NOW, actor="eve", reason="for a start")
     for row in (statement, credit):

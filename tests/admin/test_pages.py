@@ -1,4 +1,4 @@
-"""Pages: what they answer, what they cost at two sizes, and that nothing an agent wrote reaches a browser as markup."""
+"""Console pages: content, query counts at two sizes, and escaping of text from agents."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,7 +37,7 @@ def run(lease: Lease, *argv: str, now=NOW) -> Run:
 
 
 def fill(grant: Callable[..., Lease], first: int, last: int) -> None:
-    """Rows of every kind: a lease, its sandbox, a run and a turn for each number."""
+    """Create a lease, its sandbox, a run and a turn for each number."""
     EnvironmentType.objects.filter(name="catan").update(turn_argv=["echo", '{"action": "roll"}'])
     for number in range(first, last):
         lease = grant(agent=f"did:plc:a{number}", environment="e", now=timezone.now())
@@ -65,7 +65,7 @@ PAGES = [
 
 
 def costs(client: Client, pages: list[str]) -> dict[str, int]:
-    """Queries for each page, with the snapshot behind the menu's badge there, as it nearly always is."""
+    """Count the queries of each page with a warm dashboard cache, as in normal operation."""
     cache.set("fleet", dashboard.build_fleet_summary(), 600)
     for page in pages:  # what is asked for once in a process: the ids of content types
         client.get(f"/admin/{page}")
@@ -93,7 +93,7 @@ def test_the_page_of_a_lease_costs_the_same_after_60_turns_as_after_3(viewer: Cl
     assert max(counts[0].values()) <= 18
 
 
-def test_a_big_table_is_counted_up_to_a_limit(grant: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_table_is_counted_up_to_a_limit(grant: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CappedPaginator, "cap", 2)
     for number in range(3):
         grant(environment=f"game-{number}")
@@ -109,7 +109,7 @@ def listed(client: Client, url: str) -> set[str]:
     return {row.environment_id for row in client.get(url).context["cl"].result_list}
 
 
-def test_each_slice_of_leases_shows_its_own(viewer: Client, grant: Callable[..., Lease]) -> None:
+def test_each_tab_of_leases_lists_its_own_rows(viewer: Client, grant: Callable[..., Lease]) -> None:
     now = timezone.now()
     grant(environment="plenty", now=now)
     grant(environment="soon", now=now, ttl=2 * MINUTE)
@@ -128,7 +128,7 @@ def test_each_slice_of_leases_shows_its_own(viewer: Client, grant: Callable[...,
     assert listed(viewer, "/admin/leases/lease/") == shown["active"]
 
 
-def test_the_tab_says_which_slice_is_shown(viewer: Client) -> None:
+def test_the_active_tab_is_marked(viewer: Client) -> None:
     page = viewer.get("/admin/sandboxes/sandbox/?slice=quarantine&q=did").content.decode()
     tab = page[page.index("tabs-items") :]
     assert "q=did&amp;slice=history" in tab
@@ -136,12 +136,12 @@ def test_the_tab_says_which_slice_is_shown(viewer: Client) -> None:
     assert "Quarantine" in tab[tab.index('class="active"') :].split("</a>")[0]
 
 
-def test_an_empty_slice_says_what_is_not_there(viewer: Client) -> None:
+def test_an_empty_tab_shows_its_empty_text(viewer: Client) -> None:
     for name, part in SandboxAdmin.list_tabs.items():
         assert part.empty_text in viewer.get(f"/admin/sandboxes/sandbox/?slice={name}").content.decode()
 
 
-def test_search_is_by_the_beginning_or_by_a_whole_id(viewer: Client, grant: Callable[..., Lease]) -> None:
+def test_search_is_by_prefix_or_by_a_complete_id(viewer: Client, grant: Callable[..., Lease]) -> None:
     ada, _ = grant(agent="did:plc:ada", environment="one"), grant(agent="did:plc:bob", environment="two")
     assert listed(viewer, "/admin/leases/lease/?q=did:plc:a") == {"one"}
     assert listed(viewer, "/admin/leases/lease/?q=tw") == {"two"}
@@ -151,7 +151,7 @@ def test_search_is_by_the_beginning_or_by_a_whole_id(viewer: Client, grant: Call
 
 
 @pytest.mark.parametrize("query", ["slice=none", "p=99", "holder=nonsense", "sandbox=nonsense", "o=7.-3.x"])
-def test_a_wrong_address_is_no_error(viewer: Client, query: str) -> None:
+def test_an_invalid_query_string_is_no_error(viewer: Client, query: str) -> None:
     assert viewer.get(f"/admin/sandboxes/run/?{query}", follow=True).status_code == 200
 
 
@@ -200,11 +200,11 @@ def test_output_is_downloaded_byte_for_byte_and_never_shown_as_a_page(viewer: Cl
 # --- the timeline -------------------------------------------------------------------------------------------------
 
 
-def test_a_lease_tells_what_happened_to_it(viewer: Client, lease: Lease) -> None:
+def test_a_leases_timeline_lists_its_events(viewer: Client, lease: Lease) -> None:
     run(lease, "false", now=NOW + MINUTE)
     EnvironmentType.objects.filter(name="catan").update(turn_argv=["echo", '{"action": "roll"}'])
     turns.take_turn(lease.pk, 1, {}, now=NOW + 2 * MINUTE)
-    leasing.end(lease.pk, reason="operator", now=NOW + 3 * MINUTE, actor="eve", why="enough")
+    leasing.end(lease.pk, reason="operator", now=NOW + 3 * MINUTE, actor="eve", detail="enough")
     entries, older = load_timeline(lease)
     assert [entry.title for entry in entries] == ["Ended", "Sandbox", "Turn 1", "Run", "Sandbox", "Sandbox", "Granted"]
     assert (entries[0].actor, entries[0].detail, entries[2].detail) == ("eve", "operator: enough", '{"action": "roll"}')
@@ -237,14 +237,14 @@ def test_a_command_that_ran_again_is_named_once(lease: Lease) -> None:
 
 
 @pytest.mark.parametrize("query", ["before=yesterday", "before=2026-01-01", "only=nothing"])
-def test_a_timeline_bears_a_wrong_address(viewer: Client, lease: Lease, query: str) -> None:
+def test_a_timeline_ignores_an_invalid_query_string(viewer: Client, lease: Lease, query: str) -> None:
     assert b"Granted" in viewer.get(f"/admin/leases/lease/{lease.pk}/change/?{query}").content
 
 
 # --- nothing an agent wrote is markup -----------------------------------------------------------------------------
 
 
-def test_markup_that_agents_and_providers_wrote_stays_text(
+def test_markup_from_agents_and_providers_is_escaped(
     superuser: Client, grant: Callable[..., Lease], memory: MemoryProvider, pool: Pool
 ) -> None:
     def shout(call: ProgramCall) -> ProgramResult:

@@ -1,4 +1,4 @@
-"""Policies in the console: what they loosen, who has them, and who may write them."""
+"""Policies in the console: exceptions, sandboxes and environment types that use them, permissions."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ def page(policy: Policy) -> str:
 
 @pytest.fixture
 def builders(grant: Callable[..., Lease]) -> Policy:
-    """The policy of catan, and of one sandbox; another sandbox has none."""
+    """Policy of the type catan and of one sandbox, beside a sandbox without a policy."""
     execution.ensure_sandbox_ready(grant(environment="sealed-one").pk, now=NOW)
     policy = Policy.objects.create(name="builders", writable_root=True, models=["a", "b", "c*"])
     EnvironmentType.objects.filter(name="catan").update(policy=policy)
@@ -48,7 +48,7 @@ def test_an_administrator_makes_a_policy(administrator: Client) -> None:
         ({"models": "x" * 201}, "at most 64"),
     ],
 )  # fmt: skip
-def test_a_policy_that_makes_no_sense_is_explained(administrator: Client, wrong: dict[str, str], said: str) -> None:
+def test_an_invalid_policy_is_explained(administrator: Client, wrong: dict[str, str], said: str) -> None:
     answer = administrator.post(f"{LIST}add/", FORM | wrong)
     assert answer.status_code == 200
     assert said in answer.content.decode()
@@ -77,7 +77,7 @@ def test_an_operator_reads_policies_and_writes_none(operator: Client, builders: 
     assert operator.get(f"{LIST}add/").status_code == 403
 
 
-def test_a_policys_page_says_who_has_it_and_links_to_exactly_those(viewer: Client, builders: Policy) -> None:
+def test_a_policys_page_links_to_exactly_its_sandboxes(viewer: Client, builders: Policy) -> None:
     for policy, environment in ((builders, "loose-one"), (Policy.objects.get(name=SEALED_POLICY_NAME), "sealed-one")):
         facts = {each.label: each for each in viewer.get(page(policy)).context["facts"]}
         assert facts["Live sandboxes"].value == "1"
@@ -88,7 +88,7 @@ def test_a_policys_page_says_who_has_it_and_links_to_exactly_those(viewer: Clien
         assert all(each.name in str(facts["Environment types"].value) for each in types)
 
 
-def test_the_list_says_what_each_loosens(viewer: Client, builders: Policy) -> None:
+def test_the_list_shows_the_exceptions_of_each_policy(viewer: Client, builders: Policy) -> None:
     shown = viewer.get(LIST).content.decode()
     for word in ("builders", "writable", "and 2 more", SEALED_POLICY_NAME, "read-only", "600 per minute"):
         assert word in shown

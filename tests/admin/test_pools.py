@@ -1,4 +1,4 @@
-"""Pools and quotas: draining, the circuit, who may have how much, and numbers that are the lists they link to."""
+"""Pools and quotas in the console: draining, circuit, limits, and links from numbers to rows."""
 
 from collections.abc import Callable
 
@@ -54,7 +54,7 @@ def test_an_operator_drains_a_pool_and_resumes_it_and_says_why(operator: Client,
 
 @pytest.fixture
 def broken(pool: Pool, memory: MemoryProvider) -> Pool:
-    """A pool whose circuit is open: three starts in a row have failed."""
+    """Pool whose circuit is open after three failed starts in a row."""
     Pool.objects.filter(pk=pool.pk).update(warm_target=2)
     with memory.fail("create", Unavailable("no such image")):
         sweeps.warm_pools(now=timezone.now())
@@ -75,7 +75,7 @@ def test_an_open_circuit_says_why_and_an_operator_closes_it(operator: Client, br
     assert said(operator.post(page(broken, "warm_again"), WHY)) == ["Nothing changed: its circuit is closed."]
 
 
-def test_a_circuit_whose_time_is_over_is_closed(operator: Client, broken: Pool) -> None:
+def test_an_expired_circuit_is_closed(operator: Client, broken: Pool) -> None:
     Pool.objects.filter(pk=broken.pk).update(warm_paused_until=NOW)
     assert "Close circuit…" not in offered(operator, broken)
     assert "open for" not in operator.get(page(broken)).content.decode()
@@ -95,7 +95,7 @@ def test_a_viewer_a_get_and_a_post_without_a_token_change_nothing(
 
 
 @pytest.mark.parametrize("pk", ["999", "no-id", "9" * 40])
-def test_what_does_not_exist_is_not_found(operator: Client, pk: str) -> None:
+def test_an_action_on_a_missing_row_is_not_found(operator: Client, pk: str) -> None:
     assert operator.post(f"/admin/sandboxes/pool/{pk}/drain/", WHY).status_code == 404
 
 
@@ -134,7 +134,7 @@ def test_every_number_of_a_pool_links_to_exactly_its_sandboxes(
         assert viewer.get(part.href).context["cl"].result_count == part.number, part.state
 
 
-def test_what_is_ready_but_not_as_the_pool_is_now_is_said(viewer: Client, pool: Pool) -> None:
+def test_outdated_warm_sandboxes_are_reported(viewer: Client, pool: Pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     pool.refresh_from_db()
     pools.start_warm(pool, now=NOW)
@@ -182,7 +182,7 @@ def test_an_administrator_sets_a_quota_and_changes_it_but_not_what_is_used(
         ({"pool": 999}, "Select a valid choice"),
     ],
 )
-def test_a_wrong_quota_is_refused_in_words(administrator: Client, pool: Pool, sent: dict, why: str) -> None:
+def test_an_invalid_quota_is_explained(administrator: Client, pool: Pool, sent: dict, why: str) -> None:
     quota(pool)
     right = {"pool": pool.pk, "agent_did": "did:plc:bob", "most": "", "guaranteed": 0}
     answer = administrator.post("/admin/sandboxes/quota/add/", right | sent)
@@ -242,7 +242,7 @@ def test_the_pages_of_a_pool_and_an_agent_cost_the_same_with_60_quotas_as_with_3
     assert counts[0]["sandboxes/pool/"] <= 9
 
 
-def test_a_pool_that_ends_its_pause_is_on_no_tile(viewer: Client, broken: Pool) -> None:
+def test_a_pool_whose_pause_ended_is_on_no_tile(viewer: Client, broken: Pool) -> None:
     shown = viewer.get("/admin/sandboxes/pool/?slice=paused").context["cl"].result_list
     assert [each.pk for each in shown] == [broken.pk]
     Pool.objects.filter(pk=broken.pk).update(warm_paused_until=timezone.now() - MINUTE)

@@ -1,4 +1,4 @@
-"""What an operator sees of programs in the background."""
+"""Background processes in the console."""
 
 import pytest
 from django.test import Client
@@ -20,7 +20,7 @@ def start(lease: Lease, *argv: str, name: str = "") -> Process:
     )
 
 
-def test_the_list_has_what_runs_and_the_other_one_all(viewer: Client, lease: Lease) -> None:
+def test_the_tabs_list_running_and_all_processes(viewer: Client, lease: Lease) -> None:
     start(lease, "sleep", "300", name="relay <watcher>")
     start(lease, "no-such-program")
     running = viewer.get("/admin/sandboxes/process/").content.decode()
@@ -31,7 +31,7 @@ def test_the_list_has_what_runs_and_the_other_one_all(viewer: Client, lease: Lea
     assert "exit 127" in every
 
 
-def test_a_page_says_what_became_of_it_and_for_which_lease(viewer: Client, lease: Lease) -> None:
+def test_a_process_page_shows_its_result_and_lease(viewer: Client, lease: Lease) -> None:
     process = start(lease, "sleep", "300")
     processes.kill_process(process, now=timezone.now())
     page = viewer.get(f"/admin/sandboxes/process/{process.pk}/change/").content.decode()
@@ -41,7 +41,7 @@ def test_a_page_says_what_became_of_it_and_for_which_lease(viewer: Client, lease
     assert "s3cret" not in page
 
 
-def test_a_sandboxs_page_counts_what_runs_in_it(viewer: Client, lease: Lease) -> None:
+def test_a_sandboxs_page_counts_background_processes(viewer: Client, lease: Lease) -> None:
     process = start(lease, "sleep", "300")
     page = viewer.get(f"/admin/sandboxes/sandbox/{process.sandbox_id}/change/").content.decode()
     assert "Background processes" in page

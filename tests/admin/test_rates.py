@@ -1,4 +1,4 @@
-"""Operators state what models' tokens cost, and see which calls have no price."""
+"""Model rates in the console, and the unpriced calls they apply to."""
 
 from datetime import timedelta
 from decimal import Decimal
@@ -38,12 +38,12 @@ def test_a_rate_is_added_shown_and_listed(superuser: Client) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"input_usd": "-1"}, {"output_usd": ""}, {"cached_usd": "-0.1"}, {"pattern": ""}])
-def test_a_rate_that_is_none_is_refused(superuser: Client, wrong: dict[str, str]) -> None:
+def test_an_invalid_model_rate_is_refused(superuser: Client, wrong: dict[str, str]) -> None:
     assert superuser.post("/admin/sandboxes/modelrate/add/", {**RATE, **wrong}).status_code == 200
     assert not ModelRate.objects.exists()
 
 
-def test_a_rate_that_comes_later_says_when(superuser: Client) -> None:
+def test_a_scheduled_model_rate_shows_its_start(superuser: Client) -> None:
     ModelRate.objects.create(pattern="m", input_usd=1, output_usd=1, valid_from=timezone.now() + 5 * HOUR)
     listed = superuser.get("/admin/sandboxes/modelrate/").content.decode()
     assert ">in 4 h 59 m</time>" in listed and "ago</time>" not in listed
@@ -54,7 +54,7 @@ def test_nobody_deletes_a_rate(superuser: Client) -> None:
     assert superuser.post(f"/admin/sandboxes/modelrate/{rate.pk}/delete/", {"post": "yes"}).status_code == 403
 
 
-def test_calls_that_are_missing_in_the_records_are_a_list(superuser: Client, settings: Any) -> None:
+def test_calls_missing_in_upstream_records_are_listed(superuser: Client, settings: Any) -> None:
     page = "/admin/sandboxes/llmcall/?slice=unmetered"
     call(ended_at=NOW - HOUR)
     assert superuser.get(page).context["cl"].result_count == 0

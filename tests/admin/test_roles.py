@@ -1,4 +1,4 @@
-"""Who may do what: roles are groups, made by a migration, and no page goes beyond them."""
+"""Roles: groups made by a migration bound what each page allows."""
 
 import pytest
 from django.contrib import admin
@@ -97,6 +97,6 @@ def test_facts_are_read_only_even_for_a_superuser(superuser: Client, lease: Leas
 
 
 def test_nobody_writes_a_schedule_here(superuser: Client) -> None:
-    """A schedule names a function, so whoever writes one can run any."""
+    """A schedule names a function, so a user who can write schedules could run any function."""
     assert superuser.get("/admin/django_q/schedule/").status_code == 200
     assert superuser.post("/admin/django_q/schedule/add/", {"name": "x", "func": "os.system"}).status_code == 403

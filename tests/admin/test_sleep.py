@@ -1,4 +1,4 @@
-"""Putting sandboxes to sleep and waking them by hand: the request only asks, the queue does it."""
+"""Evict and wake actions: the request only enqueues the work."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -68,19 +68,19 @@ def test_an_evicted_sandbox_is_put_to_sleep_by_the_queue_and_not_by_the_request(
     assert b"Sleep asked for" in operator.get(f"/admin/leases/lease/{lease.pk}/change/").content
 
 
-def test_what_has_nothing_unsaved_in_it_is_evicted_too(operator: Client, lease: Lease) -> None:
+def test_a_warm_sandbox_is_evicted_too(operator: Client, lease: Lease) -> None:
     assert said(operator.post(page(ensure_sandbox(lease), "evict"), WHY)) == ["1 sandbox scheduled for eviction."]
     assert tasks.sweep_idle() == "1 put to sleep"
 
 
-def test_what_runs_again_is_left_alone(operator: Client, lease: Lease, waiting: Sandbox) -> None:
+def test_a_running_sandbox_is_not_evicted(operator: Client, lease: Lease, waiting: Sandbox) -> None:
     assert runs.open_run(waiting, TRUE, now=timezone.now())
     assert said(operator.post(page(waiting, "evict"), WHY)) == ["Nothing changed: a run has started."]
     assert tasks.sweep_idle() == "nothing to do"
     assert (state_of(waiting), queued(), events(lease), LogEntry.objects.count()) == ("running", [], [], 0)
 
 
-def test_a_use_after_it_was_asked_keeps_it_awake(operator: Client, lease: Lease, waiting: Sandbox) -> None:
+def test_a_use_after_the_request_cancels_the_eviction(operator: Client, lease: Lease, waiting: Sandbox) -> None:
     operator.post(page(waiting, "evict"), WHY)
     run(lease, "true", now=timezone.now())
     assert tasks.sweep_idle() == "nothing to do"
@@ -95,17 +95,19 @@ def test_a_use_after_it_was_asked_keeps_it_awake(operator: Client, lease: Lease,
         ({"state": "warm", "holder": None}, "the sandbox is unclaimed"),
     ],
 )
-def test_what_does_not_sleep_is_not_offered_and_stays(operator: Client, waiting: Sandbox, changes: dict, why: str) -> None:
+def test_an_eviction_is_refused_in_other_states(operator: Client, waiting: Sandbox, changes: dict, why: str) -> None:
     Sandbox.objects.filter(pk=waiting.pk).update(**changes)
     assert "Evict…" not in operator.get(page(waiting, "change")).content.decode()
     assert said(operator.post(page(waiting, "evict"), WHY)) == [f"Nothing changed: {why}."]
     assert not queued()
 
 
-def test_many_are_evicted_if_they_wait(operator: Client, lease: Lease, waiting: Sandbox, grant: Callable[..., Lease]) -> None:
+def test_a_bulk_eviction_skips_sandboxes_that_do_not_wait(
+    operator: Client, lease: Lease, waiting: Sandbox, grant: Callable[..., Lease]
+) -> None:
     warm = ensure_sandbox(grant(environment="warm", sleep_after=timedelta(hours=1)))
     asked = bulk(operator, "sandboxes/sandbox", "evict_all", [waiting.pk, warm.pk])
-    assert b"1 of 2 allow this now" in asked.content
+    assert b"applies to 1 of 2 now" in asked.content
     assert not queued()
     done = bulk(operator, "sandboxes/sandbox", "evict_all", [waiting.pk, warm.pk], confirm="1", **WHY)
     assert said(done) == ["1 sandbox scheduled for eviction. 1 skipped: not waiting."]
@@ -132,13 +134,13 @@ def test_a_woken_sandbox_is_started_by_the_queue_and_not_by_the_request(
     assert events(lease) == [("wake_asked_for", "operator", "it mines coins")]
 
 
-def test_what_woke_by_itself_is_left_alone(operator: Client, lease: Lease, cold: Sandbox) -> None:
+def test_a_sandbox_woken_in_the_meantime_is_left_alone(operator: Client, lease: Lease, cold: Sandbox) -> None:
     execution.ensure_sandbox_ready(lease.pk, now=timezone.now())
     assert said(operator.post(page(cold, "wake"), WHY)) == ["Nothing changed: the sandbox is warm."]
     assert (queued(), events(lease)) == ([], [])
 
 
-def test_what_ended_before_the_queue_came_to_it_is_not_woken(operator: Client, lease: Lease, cold: Sandbox) -> None:
+def test_a_lease_ended_before_the_task_ran_is_not_woken(operator: Client, lease: Lease, cold: Sandbox) -> None:
     operator.post(page(cold, "wake"), WHY)
     leasing.end(lease.pk, reason="released", now=timezone.now())
     assert "released" in tasks.wake_sandbox(str(lease.pk), "operator")
@@ -174,12 +176,12 @@ def test_the_log_says_who_retried_a_destroy(operator: Client, lease: Lease, capl
 
 
 def shown(client: Client, sandbox: Sandbox) -> tuple[dict[str, str], str]:
-    """The strip as text, label -> value and note; and the whole page."""
+    """Return the summary as text by label, and the HTML of the page."""
     answer = client.get(page(sandbox, "change"))
     return {fact.label: f"{fact.value} | {fact.note}" for fact in answer.context["facts"]}, answer.content.decode()
 
 
-def test_a_page_says_where_its_state_would_come_from(viewer: Client, lease: Lease, waiting: Sandbox) -> None:
+def test_a_page_shows_the_source_of_the_next_wake(viewer: Client, lease: Lease, waiting: Sandbox) -> None:
     assert "no stored state" in shown(viewer, waiting)[0]["Next wake from"]
     eviction.evict(waiting.pk, now=timezone.now(), reason="idle")
     assert "the local copy" in shown(viewer, waiting)[0]["Next wake from"]
@@ -193,7 +195,7 @@ def test_a_page_says_where_its_state_would_come_from(viewer: Client, lease: Leas
     assert facts["Wakes"] == "1 | 1 cloud"
 
 
-def test_snapshots_are_listed_with_what_became_of_them(viewer: Client, lease: Lease, cold: Sandbox, settings) -> None:
+def test_deleted_snapshots_are_listed_as_deleted(viewer: Client, lease: Lease, cold: Sandbox, settings) -> None:
     settings.KEEP_SNAPSHOTS = 1
     execution.exec_command(lease.pk, TRUE, now=timezone.now())
     eviction.evict(cold.pk, now=timezone.now(), reason="idle")
@@ -217,7 +219,7 @@ def test_a_workspace_over_its_limit_is_red(viewer: Client, waiting: Sandbox) -> 
         assert (fact.alarm, str(fact.value)) == (alarm, "2.0 GiB of 2.0 GiB")
 
 
-def test_a_page_says_when_it_sleeps_and_that_it_is_lost(viewer: Client, waiting: Sandbox) -> None:
+def test_a_page_shows_the_next_eviction_and_a_loss(viewer: Client, waiting: Sandbox) -> None:
     Sandbox.objects.filter(pk=waiting.pk).update(idle_at=timezone.now() + timedelta(minutes=4, seconds=59))
     assert "evicted in 4 m 5" in shown(viewer, waiting)[0]["Last used"]
     assert "evicted in 4 m 5" in viewer.get("/admin/sandboxes/sandbox/").content.decode()
@@ -230,7 +232,7 @@ def test_a_page_says_when_it_sleeps_and_that_it_is_lost(viewer: Client, waiting:
     assert "evict" not in facts["Last used"]
 
 
-def test_a_timeline_tells_what_operators_did_and_why(operator: Client, waiting: Sandbox) -> None:
+def test_a_timeline_includes_operator_actions_with_reasons(operator: Client, waiting: Sandbox) -> None:
     operator.post(page(waiting, "evict"), WHY)
     tasks.sweep_idle()
     told = [(each.action, each.reason, each.actor) for each in operator.get(page(waiting, "change")).context["timeline"]]
@@ -245,7 +247,7 @@ def listed(client: Client, query: str) -> set[str]:
     return {row.environment_id for row in client.get(f"/admin/sandboxes/sandbox/?{query}").context["cl"].result_list}
 
 
-def test_each_slice_and_each_age_shows_its_own(viewer: Client, grant: Callable[..., Lease], pool: Pool) -> None:
+def test_each_tab_and_each_age_filter_lists_its_own_rows(viewer: Client, grant: Callable[..., Lease], pool: Pool) -> None:
     boxes = {name: ensure_sandbox(grant(environment=name)) for name in ("cold", "evicting", "waiting", "lost", "unstored")}
     for name in ("cold", "evicting", "waiting"):
         Sandbox.objects.filter(pk=boxes[name].pk).update(state=name, deadline_at=NOW, state_since=NOW - timedelta(days=2))
@@ -267,7 +269,7 @@ def test_each_slice_and_each_age_shows_its_own(viewer: Client, grant: Callable[.
     assert listed(viewer, "lasting=nonsense") == listed(viewer, "")
 
 
-def test_a_snapshot_more_costs_no_query_more(viewer: Client, lease: Lease, waiting: Sandbox) -> None:
+def test_another_snapshot_costs_no_further_query(viewer: Client, lease: Lease, waiting: Sandbox) -> None:
     counts, user = [], User.objects.get(username="viewer")
     for numbers in (range(3), range(3, 60)):
         for number in numbers:

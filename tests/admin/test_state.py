@@ -1,4 +1,4 @@
-"""What operators see and do with what is stored: agents' files, copies of workspaces, and what is stored nowhere yet."""
+"""Stored state in the console: agent data, snapshots and unsaved changes."""
 
 import gc
 import io
@@ -139,7 +139,7 @@ def test_twenty_thousand_files_cost_as_many_queries_as_three(viewer: Client) -> 
 
 @pytest.mark.parametrize("path", ["../x", "a/../../b", "a//b", ".", "a/./b", "\0", "a\0b", "x" * 1001])
 @pytest.mark.parametrize("act", ["change", "file", "tar"])
-def test_a_path_that_can_not_be_is_not_found(operator: Client, act: str, path: str) -> None:
+def test_an_invalid_path_is_not_found(operator: Client, act: str, path: str) -> None:
     row = put("a/b")
     assert operator.get(*page(row, act, path=path)).status_code == 404
     assert operator.get(*page(row, path="a", after=path)).status_code == 404
@@ -163,14 +163,14 @@ def test_a_file_is_downloaded_byte_for_byte_and_never_shown_as_a_page(operator: 
     assert b"memory/evil.html" in operator.get(*page(row)).content
 
 
-def test_what_an_agent_calls_a_file_is_no_header(operator: Client) -> None:
+def test_a_file_name_cannot_inject_a_header(operator: Client) -> None:
     row = put("a/x\r\nSet-Cookie: a=b\u202e\"'.txt")
     answer = operator.get(*page(row, "file", path="a/x\r\nSet-Cookie: a=b\u202e\"'.txt"))
     assert answer.headers["Content-Disposition"] == 'attachment; filename="x__Set-Cookie_ a=b__\'.txt"'
     assert body(answer) == b"1"
 
 
-def test_only_who_may_read_an_agents_files_downloads_them(viewer: Client, administrator: Client, lease: Lease) -> None:
+def test_downloads_need_permission_to_read_agent_data(viewer: Client, administrator: Client, lease: Lease) -> None:
     row = put("note")
     sh(lease, "echo 1 >/workspace/x")
     copy = snapshots.take_snapshot(lease.pk, now=NOW)
@@ -213,7 +213,7 @@ def test_a_large_file_is_never_held_in_memory(operator: Client) -> None:
     assert peak < 8 << 20
 
 
-def test_who_goes_away_in_the_middle_leaves_no_file_open(operator: Client, lease: Lease) -> None:
+def test_an_aborted_download_closes_its_file(operator: Client, lease: Lease) -> None:
     row = put("large", os.urandom(3 << 20))
     sh(lease, "echo 1 >/workspace/x")
     copy = snapshots.take_snapshot(lease.pk, now=NOW)
@@ -234,7 +234,7 @@ def test_who_goes_away_in_the_middle_leaves_no_file_open(operator: Client, lease
         assert set(os.listdir("/proc/self/fd")) <= before  # what another thread has closed meanwhile is not ours
 
 
-def test_what_is_not_what_was_stored_is_a_message_and_no_file(operator: Client) -> None:
+def test_a_corrupt_object_is_reported_and_not_sent(operator: Client) -> None:
     row = put("note", b"hello")
     key = DataObject.objects.get().key
     get_store().set(key, b"\0" * len(get_store().get(key) or b""))
@@ -263,7 +263,7 @@ def act(row: Sandbox | Snapshot, name: str) -> str:
 
 
 def work() -> list[str]:
-    """What the queue does with what was asked of it."""
+    """Run the queued tasks and return their results."""
     done = []
     for row in OrmQ.objects.all():
         verb = row.task["func"].rpartition(".")[2]
@@ -317,7 +317,7 @@ def test_an_earlier_copy_is_restored_and_the_present_state_is_kept(operator: Cli
     assert ("restore_asked_for", "operator", "it mines coins") in events(lease)
 
 
-def test_what_could_not_be_done_later_is_told_in_the_timeline(operator: Client, lease: Lease, used: Sandbox) -> None:
+def test_a_failed_task_is_recorded_in_the_timeline(operator: Client, lease: Lease, used: Sandbox) -> None:
     copy = snapshots.take_snapshot(lease.pk, now=NOW)
     operator.post(act(copy, "restore"), WHY)
     runs.open_run(used, Command(argv=["sleep"], timeout=MINUTE), now=timezone.now())
@@ -329,7 +329,7 @@ def test_what_could_not_be_done_later_is_told_in_the_timeline(operator: Client, 
     )
 
 
-def test_of_a_lease_that_has_ended_nothing_is_taken_or_restored(operator: Client, lease: Lease, used: Sandbox) -> None:
+def test_snapshots_of_an_ended_lease_are_not_taken_or_restored(operator: Client, lease: Lease, used: Sandbox) -> None:
     copy = snapshots.take_snapshot(lease.pk, now=NOW)
     for url in (act(used, "take_snapshot"), act(copy, "restore")):
         assert operator.get(url).status_code == 200
@@ -357,7 +357,7 @@ def test_a_lease_is_forked_from_a_copy_into_another_environment(operator: Client
 @pytest.mark.parametrize(
     ("environment", "why"), [("a b", "Not 1 to 200 letters"), ("", "required"), ("game-9", "holds a lease")]
 )
-def test_a_fork_that_is_refused_says_why_in_the_dialog(
+def test_a_refused_fork_is_explained_in_the_dialog(
     operator: Client, lease: Lease, used: Sandbox, grant: Callable[..., Lease], environment: str, why: str
 ) -> None:
     copy = snapshots.take_snapshot(lease.pk, now=NOW)
@@ -372,7 +372,7 @@ def test_a_fork_that_is_refused_says_why_in_the_dialog(
 
 
 @pytest.mark.parametrize("name", ["take_snapshot", "restore", "fork"])
-def test_acts_on_copies_need_the_role_the_token_and_a_post(
+def test_snapshot_actions_need_the_role_a_token_and_a_post(
     viewer: Client, operator: Client, as_role: Callable[..., Client], lease: Lease, used: Sandbox, name: str
 ) -> None:
     copy = snapshots.take_snapshot(lease.pk, now=NOW)
@@ -388,7 +388,7 @@ def test_acts_on_copies_need_the_role_the_token_and_a_post(
 
 @pytest.mark.parametrize("object_id", ["00000000-0000-0000-0000-000000000000", "no-id", "_5F"])
 @pytest.mark.parametrize("name", ["restore", "fork"])
-def test_a_copy_that_does_not_exist_is_not_found(operator: Client, name: str, object_id: str) -> None:
+def test_a_missing_snapshot_is_not_found(operator: Client, name: str, object_id: str) -> None:
     url = f"/admin/sandboxes/snapshot/{object_id}/{name}/"
     assert operator.get(url).status_code == 200
     assert operator.post(url, {**WHY, "environment": "game-2"}).status_code == 404
@@ -424,7 +424,7 @@ def unsaved(lease: Lease, memory: MemoryProvider) -> Sandbox:
     return ensure_sandbox(lease)
 
 
-def test_changes_that_are_stored_nowhere_are_seen_on_every_page_they_concern(viewer: Client, unsaved: Sandbox) -> None:
+def test_unsaved_changes_are_shown_on_every_related_page(viewer: Client, unsaved: Sandbox) -> None:
     shown = viewer.get(act(unsaved, "change")).content.decode()
     since = Attachment.objects.get().unsaved_since
     assert since
@@ -440,28 +440,28 @@ def test_changes_that_are_stored_nowhere_are_seen_on_every_page_they_concern(vie
     assert "no route to the engine" in shown
 
 
-def test_once_they_are_stored_nothing_is_said_of_them(viewer: Client, lease: Lease, unsaved: Sandbox) -> None:
+def test_stored_changes_are_not_shown_as_unsaved(viewer: Client, lease: Lease, unsaved: Sandbox) -> None:
     sh(lease, "true")
     assert "Unsaved changes in /data" not in viewer.get(act(unsaved, "change")).content.decode()
     for model in ("sandbox", "agentdata"):
         assert viewer.get(f"/admin/sandboxes/{model}/?slice=unsaved").context["cl"].result_count == 0
 
 
-def test_health_counts_them_and_names_nobody(client: Client, unsaved: Sandbox) -> None:
+def test_health_counts_unsaved_sandboxes_without_names(client: Client, unsaved: Sandbox) -> None:
     found = client.get("/healthz").json()
     assert found["unsaved"] == 1
     assert "Sandboxes with unsaved changes in /data: 1." in found["warnings"]
     assert not any("engine" in each or "did:" in each for each in found["warnings"])
 
 
-def test_what_happened_to_stored_state_is_in_the_leases_timeline(viewer: Client, lease: Lease, memory: MemoryProvider) -> None:
+def test_data_events_are_in_the_leases_timeline(viewer: Client, lease: Lease, memory: MemoryProvider) -> None:
     memory.files(ensure_sandbox(lease).ref)["/data/" + "long/" * 220 + "x"] = File(b"1")
     sh(lease, "true")
     only, _ = load_timeline(lease, only="state")
-    assert [(entry.source, "Left out" in entry.state, "longer than" in entry.detail) for entry in only] == [
+    assert [(entry.source, "Skipped" in entry.state, "longer than" in entry.detail) for entry in only] == [
         ("state", True, False)
     ]
-    assert "Left out" in viewer.get(f"/admin/leases/lease/{lease.pk}/change/?only=state").content.decode()
+    assert "Skipped" in viewer.get(f"/admin/leases/lease/{lease.pk}/change/?only=state").content.decode()
     assert len(load_timeline(lease)[0]) > 1
 
 
@@ -511,7 +511,7 @@ def test_an_agents_page_leads_to_its_data(viewer: Client, lease: Lease) -> None:
     assert "2.0 KiB" in shown
 
 
-def test_what_snapshots_leave_out_is_edited_one_pattern_a_line(administrator: Client) -> None:
+def test_snapshot_excludes_are_edited_one_pattern_per_line(administrator: Client) -> None:
     kind = EnvironmentType.objects.get(name="catan")
     url = f"/admin/leases/environmenttype/{kind.pk}/change/"
     fields = {"ttl": "4h", "max_ttl": "1d", "expiry_conditions": "", "turn_argv": "python3", "turn_timeout": "", "pool": ""}
@@ -523,7 +523,7 @@ def test_what_snapshots_leave_out_is_edited_one_pattern_a_line(administrator: Cl
     assert b"at most 64" in administrator.post(url, fields | {"snapshot_excludes": "x\n" * 65}).content
 
 
-def test_mounted_data_says_so_and_offers_no_file(operator: Client) -> None:
+def test_mounted_data_lists_no_files(operator: Client) -> None:
     row = put("note")
     AgentData.objects.update(keeping="mount")
     DataFile.objects.update(removed=True, stored_in=None)
@@ -532,7 +532,7 @@ def test_mounted_data_says_so_and_offers_no_file(operator: Client) -> None:
     assert "as tar" not in shown
 
 
-def test_markup_in_names_stays_text(superuser: Client, lease: Lease, used: Sandbox) -> None:
+def test_markup_in_names_is_escaped(superuser: Client, lease: Lease, used: Sandbox) -> None:
     copy = snapshots.take_snapshot(lease.pk, name=MARKUP[:100], now=NOW)
     row = put(MARKUP)
     DataFile.objects.create(
@@ -552,7 +552,7 @@ def test_markup_in_names_stays_text(superuser: Client, lease: Lease, used: Sandb
     assert "&lt;img src=x" in superuser.get(f"/admin/sandboxes/agentdata/{row.pk}/change/").content.decode()
 
 
-def test_tables_have_named_columns_and_links_without_words_a_label(operator: Client) -> None:
+def test_tables_have_column_headers_and_icon_links_have_labels(operator: Client) -> None:
     row = put("note")
     put("dir/x")
     shown = operator.get(*page(row)).content.decode()

@@ -1,4 +1,4 @@
-"""What an operator sees of webhooks, events and deliveries, and does about them."""
+"""Webhooks, events and deliveries in the console."""
 
 import base64
 import re
@@ -40,7 +40,7 @@ def page_of(row: Webhook | Event | Delivery) -> str:
 
 
 def do(client: Client, act: str, row: Webhook | Delivery, reason: str = "as was asked"):
-    """Send the dialog of an act on a row's page."""
+    """Submit the dialog of an action on a row's page."""
     url = f"/admin/sandboxes/{row._meta.model_name}/{row.pk}/{act}/"
     return client.post(url, {"reason": reason, "_form_submitted": "1"})
 
@@ -87,14 +87,14 @@ def test_a_webhook_is_added_and_its_secret_shown_once(administrator: Client, rec
         ("kinds", ["webhook.test"]), ("url", "https://me:pw@example.com"),
     ],
 )  # fmt: skip
-def test_a_webhook_that_cannot_be_is_refused_at_its_field(administrator: Client, field: str, value: str) -> None:
+def test_an_invalid_webhook_is_refused_at_its_field(administrator: Client, field: str, value: str) -> None:
     given = NEW | {"url": "https://10.0.0.1/", field: value}
     answer = administrator.post(f"{HOOKS}add/", {name: one for name, one in given.items() if one})
     assert answer.status_code == 200 and field in answer.context["adminform"].form.errors
     assert not Webhook.objects.exists()
 
 
-def test_what_a_webhook_is_for_is_changed_and_its_address_is_not(administrator: Client, webhook: Webhook) -> None:
+def test_a_webhooks_subscription_is_editable_and_its_url_is_not(administrator: Client, webhook: Webhook) -> None:
     sealed, url = bytes(webhook.sealed or b""), webhook.url
     change = {"url": "https://evil.example/", "kinds": ["budget.exhausted"], "internal": "on", "description": "for Ada"}
     assert administrator.post(page_of(webhook), change).status_code == 302
@@ -104,7 +104,7 @@ def test_what_a_webhook_is_for_is_changed_and_its_address_is_not(administrator: 
     assert b"not public" in administrator.post(page_of(webhook), {"kinds": []}).content  # it has to stay internal
 
 
-def test_a_test_is_sent_and_its_answer_said(operator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
+def test_a_test_event_is_sent_and_its_response_shown(operator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
     assert do(operator, "send_test", webhook)["HX-Redirect"] == page_of(webhook)
     assert said(operator, webhook) == ["1 webhook accepted the test event."]
     assert receiver.received[0].payload["type"] == "webhook.test"
@@ -161,7 +161,7 @@ def test_only_an_administrator_adds_changes_rotates_and_removes(viewer: Client, 
     assert webhook.state == "active" and Webhook.objects.count() == 1
 
 
-def test_what_was_given_up_is_sent_again(operator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
+def test_a_failed_delivery_is_sent_again(operator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
     delivery = happen()
     receiver.status = 503
     for minutes in (0, 3 * 24 * 60):
@@ -186,7 +186,7 @@ def test_what_was_given_up_is_sent_again(operator: Client, webhook: Webhook, rec
     assert listed(operator, DELIVERIES) == [delivery]
 
 
-def test_an_event_says_what_was_sent_and_to_whom(
+def test_an_event_shows_its_payload_and_deliveries(
     viewer: Client, lease: Lease, webhook: Webhook, receiver: WebhookReceiver
 ) -> None:
     leasing.end(lease.pk, reason="released", now=NOW)
@@ -201,7 +201,7 @@ def test_an_event_says_what_was_sent_and_to_whom(
     assert listed(viewer, f"{DELIVERIES}?slice=all&event__id__exact={event.pk}") == list(event.deliveries.all())
 
 
-def test_what_somebody_wrote_is_text(viewer: Client, webhook: Webhook) -> None:
+def test_text_in_webhooks_is_escaped(viewer: Client, webhook: Webhook) -> None:
     Webhook.objects.update(description="<img src=x onerror=alert(1)>")
     delivery = happen("</pre><script>alert(1)</script>")
     for page in (HOOKS, EVENTS, DELIVERIES, page_of(webhook), page_of(delivery), page_of(delivery.event)):

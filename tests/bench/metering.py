@@ -1,5 +1,6 @@
-"""Metering: how long, and in how much memory, the usage of all that ever happened is derived, runs and readings with it,
-beside a plain read of the transitions; and what a pass costs for a day's worth of new ones, and one in which nothing is new."""
+"""Metering benchmark: time and peak memory to derive all usage, compared with a plain read of the transitions.
+
+Also the time of a pass over one day of new transitions, and of a pass with nothing new."""
 
 import os
 import resource
@@ -12,8 +13,8 @@ from pathlib import Path
 from tests.bench.server import configure
 
 TRANSITION_COUNTS = [int(size) for size in os.environ.get("BENCH_TRANSITIONS", "100000,300000,1000000").split(",")]
-TRANSITIONS_PER_DAY = int(os.environ.get("BENCH_DAY", "20000"))  # transitions of a day
-TURNS_PER_SANDBOX = 9  # of one sandbox: a run and two transitions each, beside its first two and last two; and two readings
+TRANSITIONS_PER_DAY = int(os.environ.get("BENCH_DAY", "20000"))  # new transitions in the measured pass
+TURNS_PER_SANDBOX = 9  # each with a run and two transitions; a sandbox also has four other transitions and two readings
 STARTED_AT = datetime(2026, 11, 1, tzinfo=UTC)
 
 
@@ -26,9 +27,9 @@ def main(name: str, database: str, here: Path) -> None:
     print(f"\n===== metering, {name} =====")
     print(f"  {'transitions':>12}{'derived in s':>14}{'us each':>10}{'read alone':>12}{'ratio':>8}{'peak MiB':>10}")
     pool = Pool.objects.create(name="bench", provider="memory", capacity=10**9)
-    there = 0
+    inserted = 0
     for size in TRANSITION_COUNTS:
-        there += insert_history(pool, size - there, now=STARTED_AT)
+        inserted += insert_history(pool, size - inserted, now=STARTED_AT)
         metering.reset_usage()
         began = time.perf_counter()
         sum(1 for _ in Transition.objects.order_by("sandbox", "pk").values_list("pk", "to", "holder", "at").iterator())
@@ -38,36 +39,38 @@ def main(name: str, database: str, here: Path) -> None:
         took = time.perf_counter() - began
         assert UsageRecord.objects.exists()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(f"  {there:>12,}{took:14.1f}{1e6 * took / there:10.1f}{read:12.2f}{took / read:7.1f}x{peak:10.0f}", flush=True)
-    for what, count in (("nothing new", 0), (f"{TRANSITIONS_PER_DAY:,} new", TRANSITIONS_PER_DAY)):
+        print(
+            f"  {inserted:>12,}{took:14.1f}{1e6 * took / inserted:10.1f}{read:12.2f}{took / read:7.1f}x{peak:10.0f}", flush=True
+        )
+    for label, count in (("nothing new", 0), (f"{TRANSITIONS_PER_DAY:,} new", TRANSITIONS_PER_DAY)):
         insert_history(pool, count, now=STARTED_AT + timedelta(days=1))
         began = time.perf_counter()
         metering.meter_usage(now=STARTED_AT + timedelta(days=2))
-        print(f"  a pass with {what}: {time.perf_counter() - began:.2f} s", flush=True)
+        print(f"  a pass with {label}: {time.perf_counter() - began:.2f} s", flush=True)
 
 
 def insert_history(pool: object, count: int, *, now: datetime) -> int:
-    """Sandboxes that have lived, with this many transitions in all or a few more; how many."""
+    """Insert destroyed sandboxes with at least `count` transitions. Return the number of transitions."""
     from sandboxes.models import Reading, Run, Sandbox, Transition
 
-    life = ["warming", "warm", *["running", "waiting"] * TURNS_PER_SANDBOX, "destroying", "destroyed"]
-    made = 0
-    while made < count:
+    states = ["warming", "warm", *["running", "waiting"] * TURNS_PER_SANDBOX, "destroying", "destroyed"]
+    inserted = 0
+    while inserted < count:
         boxes = [
             Sandbox(
                 pool=pool, agent_did=f"did:plc:{number % 100}", environment_id="e", holder=uuid.uuid4(), state="destroyed",
                 state_since=now, provider="memory", memory_mib=512, millicpus=1000, pids=64, last_used_at=now, created_at=now,
                 destroyed_at=now,
             )
-            for number in range(min(500, -(-(count - made) // len(life))))
+            for number in range(min(500, -(-(count - inserted) // len(states))))
         ]  # fmt: skip
         Sandbox.objects.bulk_create(boxes)
-        moments = [now + timedelta(minutes=number) for number in range(len(life))]
+        moments = [now + timedelta(minutes=number) for number in range(len(states))]
         Transition.objects.bulk_create(
             [
                 Transition(sandbox=box, was=was, to=to, at=at, holder=box.holder, reason="bench")
                 for box in boxes
-                for was, to, at in zip(["", *life], life, moments, strict=False)
+                for was, to, at in zip(["", *states], states, moments, strict=False)
             ],
             batch_size=2000,
         )
@@ -87,8 +90,8 @@ def insert_history(pool: object, count: int, *, now: datetime) -> int:
             for box in boxes
             for number in (1, 2)
         )  # fmt: skip
-        made += len(boxes) * len(life)
-    return made
+        inserted += len(boxes) * len(states)
+    return inserted
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Money: what pricing a month of usage takes beside a plain read of it, and a day of it that came later; what a budget's sum
-takes beside the one SELECT it is about; and what budgets add to a grant and to an exec."""
+"""Billing benchmark: pricing of a month of usage and of one late day, sums of budgets, and the admission checks.
+
+Each is compared with a plain read or SELECT of the same rows."""
 
 import os
 import sys
@@ -33,19 +34,19 @@ def main(name: str, database: str, here: Path) -> None:
         for item, usd, allowance in prices
     )
     print(f"  {'usage records':>14}{'priced in s':>13}{'us each':>9}{'read alone':>12}{'ratio':>8}{'one more day':>14}")
-    there = 0
+    inserted = 0
     for size in USAGE_RECORD_COUNTS:
-        insert_usage_records(size - there)
-        there = size
+        insert_usage_records(size - inserted)
+        inserted = size
         with connection.cursor() as cursor:
             cursor.execute("VACUUM ANALYZE" if connection.vendor == "postgresql" else "ANALYZE")
         bench_pricing(size)
-    bench_budgets(there)
-    bench_gates()
+    bench_budgets()
+    bench_admission()
 
 
 def bench_pricing(size: int) -> None:
-    """All of a month, then again what changes when one of its days in the middle is metered anew."""
+    """Price a whole month, then again after one of its days has changed."""
     from billing import costs
     from billing.models import CostRecord, Unpriced, UsageRecord
 
@@ -64,8 +65,8 @@ def bench_pricing(size: int) -> None:
     print(f"  {size:>14,}{took:13.1f}{1e6 * took / size:9.1f}{read:12.2f}{took / read:7.1f}x{again:12.2f} s", flush=True)
 
 
-def bench_budgets(size: int) -> None:
-    """Summing up a month for a budget on everything and for one of an agent."""
+def bench_budgets() -> None:
+    """Sum a month for a budget on everything and for a budget on one agent."""
     from django.db import connection
 
     from billing import budgets
@@ -78,21 +79,21 @@ def bench_budgets(size: int) -> None:
             cursor.execute(f"SELECT SUM(usd) {where}", [FIRST_DAY, date(2026, 12, 1)])
             assert cursor.fetchone()[0]
 
-    stated = {"unit": "usd", "period": "month", "amount": Decimal(10**6), "created_at": NOW}
-    everything = Budget.objects.create(scope="all", **stated)
-    of_one = Budget.objects.create(scope="agent", subject="did:plc:7", **stated)
+    fields = {"unit": "usd", "period": "month", "amount": Decimal(10**6), "created_at": NOW}
+    everything = Budget.objects.create(scope="all", **fields)
+    of_one = Budget.objects.create(scope="agent", subject="did:plc:7", **fields)
     cases = [
         BenchCase("raw: SELECT SUM of a month", raw),
-        BenchCase("settle a budget on everything", lambda number: budgets.update_spending(everything.pk, now=NOW)),
-        BenchCase("settle one of an agent in a hundred", lambda number: budgets.update_spending(of_one.pk, now=NOW)),
+        BenchCase("update a budget on everything", lambda number: budgets.update_spending(everything.pk, now=NOW)),
+        BenchCase("update a budget on one agent of a hundred", lambda number: budgets.update_spending(of_one.pk, now=NOW)),
     ]
     interleave(cases, rounds=20, warmup=2)
     print_report(f"a budget's sum over {CostRecord.objects.count():,} cost records", cases, raw=cases[0])
     Budget.objects.all().delete()
 
 
-def bench_gates() -> None:
-    """A grant, and what an exec asks before it runs, with ever more hard budgets that are for them."""
+def bench_admission() -> None:
+    """Measure a grant and the check before an exec, with more and more hard budgets in scope."""
     from django.utils import timezone
 
     from billing import budgets
@@ -102,50 +103,50 @@ def bench_gates() -> None:
 
     kind = EnvironmentType.objects.get(name="coding").name
     now = timezone.now()
-    stated = {"unit": "hours", "amount": Decimal(10**6), "hard": True, "created_at": now}
+    fields = {"unit": "hours", "amount": Decimal(10**6), "hard": True, "created_at": now}
     three = [
-        Budget.objects.create(scope="all", period="ever", active=False, **stated),
-        Budget.objects.create(scope="agent", subject="did:plc:gate", period="month", active=False, **stated),
-        Budget.objects.create(scope="environment_type", subject=kind, period="day", active=False, **stated),
+        Budget.objects.create(scope="all", period="ever", active=False, **fields),
+        Budget.objects.create(scope="agent", subject="did:plc:gate", period="month", active=False, **fields),
+        Budget.objects.create(scope="environment_type", subject=kind, period="day", active=False, **fields),
     ]
-    spent = Budget.objects.create(scope="agent", subject="did:plc:other", period="ever", active=False, **stated)
+    spent = Budget.objects.create(scope="agent", subject="did:plc:other", period="ever", active=False, **fields)
 
-    def stands(*rows: Budget) -> None:
+    def activate_only(*rows: Budget) -> None:
         Budget.objects.update(active=False, exhausted_at=None, exhausted_for=None)
         Budget.objects.filter(pk__in=[row.pk for row in rows]).update(active=True)
 
     def grant(number: int) -> None:
-        ask = leasing.LeaseRequest("did:plc:gate", f"gate-{uuid.uuid4().hex}", kind)
-        assert leasing.acquire(ask, now=now)[1]
+        request = leasing.LeaseRequest("did:plc:gate", f"gate-{uuid.uuid4().hex}", kind)
+        assert leasing.acquire(request, now=now)[1]
 
     cases = [
-        BenchCase("a grant, no budget", grant, before=lambda number: stands()),
-        BenchCase("with one that is for it", grant, before=lambda number: stands(three[0])),
-        BenchCase("with three that are for it", grant, before=lambda number: stands(*three)),
+        BenchCase("a grant, no budget", grant, before=lambda number: activate_only()),
+        BenchCase("with one budget in scope", grant, before=lambda number: activate_only(three[0])),
+        BenchCase("with three budgets in scope", grant, before=lambda number: activate_only(*three)),
     ]
     interleave(cases, rounds=GRANT_COUNT, warmup=5)
-    print_report("a grant behind budgets", cases, raw=cases[0])
+    print_report("a grant with budgets", cases, raw=cases[0])
     lease = leasing.acquire(leasing.LeaseRequest("did:plc:gate", "gate", kind), now=now)[0].pk
 
-    def ask(number: int) -> None:
+    def check(number: int) -> None:
         budgets.require_budget(lease, now=now)
 
-    def other_is_spent(number: int) -> None:
-        stands(spent, *three)
+    def exhaust_other(number: int) -> None:
+        activate_only(spent, *three)
         begun = budgets.get_period_bounds("ever", now)[0]
         Budget.objects.filter(pk=spent.pk).update(exhausted_at=now, exhausted_for=begun, period_began=begun, spent=10**6)
 
     cases = [
         BenchCase("raw: the lease's row", lambda number: leasing.require_active(lease, now=now)),
-        BenchCase("no budget is spent", ask, before=lambda number: stands(*three)),
-        BenchCase("somebody else's is spent", ask, before=other_is_spent),
+        BenchCase("no budget is exhausted", check, before=lambda number: activate_only(*three)),
+        BenchCase("a budget out of scope is exhausted", check, before=exhaust_other),
     ]
     interleave(cases, rounds=GRANT_COUNT, warmup=5)
-    print_report("may this lease go on? asked before each exec", cases, raw=cases[0])
+    print_report("budget check before each exec", cases, raw=cases[0])
 
 
 def insert_usage_records(count: int) -> None:
-    """Insert usage records of this month, a lease a day each."""
+    """Insert usage records of this month, each of its own lease."""
     from billing.models import UsageRecord
 
     last = UsageRecord.objects.count()

@@ -46,7 +46,7 @@ def test_a_run_and_a_start_of_a_dead_instance_are_recovered_at_once(interrupted)
 def test_an_interrupted_destroy_is_retried_at_once(interrupted, memory, settings) -> None:
     lease = interrupted("up-old.web.1", "run answered")
     settings.INSTANCE = "up-a.queue.1"
-    sweeps.end_all_leases(now=SHORTLY_AFTER, why="test")
+    sweeps.end_all_leases(now=SHORTLY_AFTER, detail="test")
     memory.before("destroy", lambda ref: (_ for _ in ()).throw(SimulatedCrash()))
     with pytest.raises(SimulatedCrash):
         sweeps.reclaim(now=SHORTLY_AFTER)

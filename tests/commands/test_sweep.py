@@ -121,7 +121,7 @@ def test_dry_run_lists_the_work_of_the_sweeps_and_changes_nothing(
         outcome="open", ended_at=None, started_at=timezone.now() - MINUTE, deadline_at=timezone.now() - MINUTE / 2
     )
     memory.create(SandboxSpec(name="leasehold-orphan-1", owner=str(pool.owner)))
-    memory._boxes["leasehold-orphan-1"].created_at = timezone.now() - timedelta(hours=1)
+    memory._sandboxes["leasehold-orphan-1"].created_at = timezone.now() - timedelta(hours=1)
     destroying = Sandbox.objects.get(holder=ended.pk)
     expected = [
         f"expire: would end lease {used.pk}",

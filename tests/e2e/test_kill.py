@@ -73,7 +73,7 @@ class Fleet(Home):
         return {f"leasehold-{uuid.UUID(str(pk)).hex}-{incarnation}": state for pk, incarnation, state in rows}
 
     def list_containers(self) -> dict[str, bool]:
-        """Whether each container of the default pool runs, by name."""
+        """Running state of each container of the default pool, by name."""
         (owner,) = self.select_ids("SELECT owner FROM sandboxes_pool WHERE name = 'default'")
         return {container.name: container.running for container in providers.get_provider("docker").list(owner)}
 

@@ -63,15 +63,15 @@ def enter(egress: EgressStack, docker_pool: Pool) -> Callable[..., LeasedSandbox
 
     def make(agent: str = "did:plc:ada") -> LeasedSandbox:
         request = leasing.LeaseRequest(agent, f"egress-{uuid4().hex[:8]}", "coding", pool=docker_pool.name)
-        inside = LeasedSandbox(leasing.acquire(request, now=NOW)[0])
-        execution.ensure_sandbox_ready(inside.lease.pk, now=NOW)
-        return inside
+        leased = LeasedSandbox(leasing.acquire(request, now=NOW)[0])
+        execution.ensure_sandbox_ready(leased.lease.pk, now=NOW)
+        return leased
 
     return make
 
 
 @pytest.fixture
-def inside(enter: Callable[..., LeasedSandbox]) -> LeasedSandbox:
+def leased(enter: Callable[..., LeasedSandbox]) -> LeasedSandbox:
     return enter()
 
 

@@ -263,7 +263,7 @@ class AttackScene:
     """An attacking sandbox and a bystander."""
 
     def __init__(self, egress: EgressStack, enter: Enter) -> None:
-        self.way, self.eve, self.ada = egress, enter(EVE), enter(ADA)
+        self.egress, self.eve, self.ada = egress, enter(EVE), enter(ADA)
         self.boxes = {each.lease.pk: each.box for each in (self.eve, self.ada)}
         self.adas = (
             slots.ensure_slot_directory(self.boxes[self.ada.lease.pk].slot or 0) / slots.SOCKET_NAME

@@ -55,19 +55,19 @@ class HeldResponse:
     """Upstream response that is held back until released."""
 
     def __init__(self, egress: EgressStack) -> None:
-        self.way, self.come, self.go = egress, threading.Event(), asyncio.Event()
+        self.egress, self.arrived, self.released = egress, threading.Event(), asyncio.Event()
         egress.upstream.answer = self.answer
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        self.come.set()
-        await self.go.wait()
+        self.arrived.set()
+        await self.released.wait()
         return web.json_response(COMPLETION_RESPONSE)
 
-    def has_come(self) -> None:
-        assert self.come.wait(60), "no call comes"
+    def wait_until_arrived(self) -> None:
+        assert self.arrived.wait(60), "no call arrives"
 
-    def let_go(self) -> None:
-        self.egress.loop.loop.call_soon_threadsafe(self.go.set)
+    def release(self) -> None:
+        self.egress.loop.loop.call_soon_threadsafe(self.released.set)
 
 
 # --- SDK traffic -----------------------------------------------------------------------------------------------------
@@ -172,10 +172,10 @@ def test_crashed_nginx_is_restarted_by_the_engine(after: str, leased: LeasedSand
         wait_until(egress.log.exists, "a new log is there")
     held = HeldResponse(egress)
     with run_in_thread(lambda: leased.call_model()) as asking:
-        held.has_come()
+        held.wait_until_arrived()
         os.kill(pid_of(egress.proxy), signal.SIGKILL)
         assert asking.result(30) == [0]
-    held.let_go()
+    held.release()
     assert_calls_work(leased)
     assert_cut_once(egress, "not_read_to_its_end")
 
@@ -185,11 +185,11 @@ def test_killed_or_removed_nginx_can_be_restarted_without_affecting_sandboxes(
 ) -> None:
     held = HeldResponse(egress)
     with run_in_thread(lambda: leased.call_model()) as asking:
-        held.has_come()
+        held.wait_until_arrived()
         subprocess.run(["docker", "kill", egress.proxy.name], check=True, capture_output=True)
         assert asking.result(30) == [0]
     assert leased.call_model() == [0]
-    held.let_go()
+    held.release()
     if egress.proxy.get_state() != "running":  # the engine does not restart a container killed by an operator; the command does
         egress.proxy.start()
     assert_calls_work(leased)
@@ -203,13 +203,13 @@ def test_killed_or_removed_nginx_can_be_restarted_without_affecting_sandboxes(
 def test_calls_fail_without_a_server_and_succeed_after_its_restart(leased: LeasedSandbox, egress: EgressStack) -> None:
     held = HeldResponse(egress)
     with run_in_thread(lambda: leased.call_model()) as asking:
-        held.has_come()
+        held.wait_until_arrived()
         egress.serving.close()
         assert asking.result(30)[0] in (0, 502)
     assert_cut_once(egress, "not_read_to_its_end")
     status, reply = leased.python(ASK_ONCE)
     assert status == "502" and "way_out_closed" in reply
-    held.let_go()
+    held.release()
     egress.serve()
     assert leased.call_model() == [200]
 
@@ -220,11 +220,11 @@ def test_call_of_a_killed_server_is_closed_as_lost(leased: LeasedSandbox, egress
     held = HeldResponse(egress)
     with run_egress_command(egress) as process:
         with run_in_thread(lambda: leased.call_model()) as asking:
-            held.has_come()
+            held.wait_until_arrived()
             process.kill()
             assert asking.result(30)[0] in (0, 502)
         process.wait(20)
-    held.let_go()
+    held.release()
     row = LlmCall.objects.get(outcome="open")
     assert row.ended_at is None
     egress.serve()

@@ -102,7 +102,7 @@ def test_no_secret_is_exposed(
     more |= {"LEASEHOLD_LLM_API_KEY": planted["LLM_API_KEY"].decode(), "LEASEHOLD_LOG_LEVEL": "DEBUG"}
     more |= {f"LEASEHOLD_{name}": getattr(django_settings, name) for name in ("RELAY_URL", "RELAY_AUD", "RELAY_LXM")}
     with run_egress_command(egress, egress_log, **more):
-        asked = {"agent_did": ADA, "environment_id": f"way-{uuid4().hex[:8]}", "environment_type": "coding"}
+        asked = {"agent_did": ADA, "environment_id": f"egress-{uuid4().hex[:8]}", "environment_type": "coding"}
         lease = ada.post("leases", {**asked, "pool": docker_pool.name}).json()
         in_env = f"planted-env-{uuid4().hex}"
         ran = {"argv": ["python3", "-I", "-"], "stdin": SCRIPT, "env": {"TOKEN": in_env}}

@@ -219,7 +219,7 @@ class DataMachine(RuleBasedStateMachine):
         execution.exec_command(self.lease(environment), Command(argv=["edit"], timeout=MINUTE), now=self.now)
 
     def program(self, call: ProgramCall) -> ProgramResult:
-        [ref] = [box.spec.name for box in self.memory._boxes.values() if box.files is call.files]
+        [ref] = [box.spec.name for box in self.memory._sandboxes.values() if box.files is call.files]
         self.record_files(ref)
         self.edit(ref, self.edits)
         self.edits = []
@@ -231,7 +231,7 @@ class DataMachine(RuleBasedStateMachine):
     def usable_ref(self, environment: str) -> str:
         """Return the ref of the environment's sandbox, or "" if no program can run in the sandbox, as during a pull."""
         sandbox = self.sandbox(environment)
-        if sandbox is None or sandbox.ref not in self.memory._boxes:
+        if sandbox is None or sandbox.ref not in self.memory._sandboxes:
             return ""
         return sandbox.ref if Attachment.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, pulling=[]) else ""
 

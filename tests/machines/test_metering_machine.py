@@ -90,7 +90,7 @@ class MeteredMachine(PoolMachine):
     def begin(self) -> None:
         super().begin()
         self.began = self.simulated_time.at
-        self.memory._boxes = self.boxes = Boxes(self.clock)
+        self.memory._sandboxes = self.boxes = Boxes(self.clock)
         self.counted = True
 
     def clock(self) -> datetime:

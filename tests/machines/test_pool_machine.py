@@ -228,7 +228,7 @@ class PoolMachine(RuleBasedStateMachine):
     def peek(self) -> list:  # type: ignore[type-arg]
         """Sandboxes that exist at the provider, read without running hooks."""
         owner = str(self.pool.owner)
-        return [box for box in self.memory._boxes.values() if box.spec.owner == owner]
+        return [box for box in self.memory._sandboxes.values() if box.spec.owner == owner]
 
     def settle(self) -> None:
         """Run the sweeps without failures, and check that rows and sandboxes agree."""

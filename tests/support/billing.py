@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from billing import budgets, costs, intervals, metering, statements
+from billing import budgets, costs, dates, intervals, metering, statements
 from billing.errors import BudgetExhausted
 from billing.models import (
     HOUSE_ACCOUNT_NAME,
@@ -162,6 +162,20 @@ def advance_and_price(now: datetime) -> None:
 
 def close_month(account: Account, month: date, *, now: datetime) -> Statement:
     return statements.close_month(account, month, now=now, actor="eve")[0]
+
+
+def list_statement_lines(statement: Statement) -> list[tuple[Any, ...]]:
+    return [*statement.lines.values_list("kind", "for_month", "agent_did", "item", "quantity", "usd")]
+
+
+def is_balanced(account: Account) -> bool:
+    """Return whether an account's statements add up to its costs, line by line, up to its last closed month."""
+    last = Statement.objects.filter(account=account).order_by("month").last()
+    if last is None:
+        return not statements.sum_billed_costs(account)
+    derived = statements.sum_derived_costs(account, until=dates.start_of_next_month(last.month))
+    billed = {key: amount.usd for key, amount in statements.sum_billed_costs(account).items() if amount.usd}
+    return billed == {key: amount.usd for key, amount in derived.items() if amount.usd}
 
 
 # --- budgets ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""manage.py sweep: run sweeps once or in a loop, in addition to the scheduler or instead of it."""
+"""manage.py sweep: run sweeps once or in a loop, in addition to the scheduler or without it."""
 
 import signal
 import time

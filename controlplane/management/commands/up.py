@@ -124,7 +124,7 @@ class Command(BaseCommand):
 
     def _destroy_all_sandboxes(self, processes: Supervisor) -> None:
         """End every lease and destroy every sandbox, until CLEANUP_TIMEOUT_SECONDS pass or a signal arrives."""
-        ended = lease_sweeps.end_all_leases(now=timezone.now(), why="the control plane was shut down", actor="up")
+        ended = lease_sweeps.end_all_leases(now=timezone.now(), detail="the control plane was shut down", actor="up")
         sandboxes_left = Sandbox.objects.exclude(state=SandboxState.DESTROYED)
         count, deadline = sandboxes_left.count(), time.monotonic() + CLEANUP_TIMEOUT_SECONDS
         while True:

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from billing.models import Rate
 from leases.models import Lease
 from sandboxes.db import clock
 from tests.conftest import NOW
-from tests.support.billing import ADA, HOUR, run_command
+from tests.support.billing import ADA, HOUR, create_rate, run_command
 
 
 @pytest.fixture
@@ -30,3 +32,9 @@ def used_lease(grant: Callable[..., Lease], memory: Any) -> Callable[..., Lease]
         return lease
 
     return make
+
+
+@pytest.fixture
+def ten_free(db: None) -> Rate:
+    """A rate of 1 USD an hour after 10 free hours a month."""
+    return create_rate("time", "1", allowance=Decimal(10))

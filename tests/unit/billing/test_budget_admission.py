@@ -37,20 +37,20 @@ AnyCallable = Callable[..., Any]
 MIDNIGHT = datetime(2026, 11, 22, tzinfo=UTC)
 
 
-# --- admission ----------------------------------------------------------------------------------------------------------
+# --- reservations at a grant ------------------------------------------------------------------------------------------
 
 
 def test_grant_reserves_the_minimum_until_its_lease_ends(grant: AnyCallable, settings: Any) -> None:
     settings.MINIMUM_TIME = 6 * MINUTE
     create_budget(1)
-    held = [grant(environment=f"e{number}") for number in range(10)]
+    leases = [grant(environment=f"e{number}") for number in range(10)]
     with expect_refusal(spent="0", limit="1") as caught:
         grant(environment="e10")
     assert "1 reserved by active leases" in str(caught.value)
     assert not Lease.objects.filter(environment_id="e10").exists()
-    leasing.release(held[0].pk, now=NOW)
+    leasing.release(leases[0].pk, now=NOW)
     grant(environment="e10")
-    assert Tab.objects.filter(closed_at=NOW).get().holder == held[0].pk
+    assert Tab.objects.filter(closed_at=NOW).get().holder == leases[0].pk
     assert Tab.objects.filter(closed_at__isnull=True).count() == 10
 
 
@@ -107,47 +107,46 @@ def test_budget_out_of_scope_refuses_nothing(used_lease: AnyCallable, grant: Any
 
 
 def test_a_soft_budget_only_warns(used_lease: AnyCallable, grant: AnyCallable) -> None:
-    lease, made = used_lease(), create_budget("0.5", hard=False)
+    lease, budget = used_lease(), create_budget("0.5", hard=False)
     assert run_billing_sweeps(NOW) == {"budgets warned": 1, "budgets exhausted": 1}
     assert (get_lease_end(lease)[0], list_budget_events()) == ("active", ["exhausted", "warning"])
     run_command(lease), grant(environment="e2")
     run_billing_sweeps(NOW + HOUR)
-    assert (get_lease_end(lease)[0], get_rounded_spending(made)) == ("active", 2)
+    assert (get_lease_end(lease)[0], get_rounded_spending(budget)) == ("active", 2)
 
 
 @contextmanager
 def capture_billing_sql() -> Iterator[list[str]]:
-    told: list[str] = []
-    with CaptureQueriesContext(
-        connection,
-    ) as caught:
-        yield told
-    told += [query["sql"] for query in caught if "billing_" in query["sql"]]
+    """Collect the SQL statements on billing tables."""
+    statements: list[str] = []
+    with CaptureQueriesContext(connection) as caught:
+        yield statements
+    statements += [query["sql"] for query in caught if "billing_" in query["sql"]]
 
 
 def test_query_counts_without_budgets(used_lease: AnyCallable, grant: AnyCallable) -> None:
     lease = used_lease()
-    with capture_billing_sql() as asked:
+    with capture_billing_sql() as captured:
         grant(environment="e2")
-    assert [("billing_budget" in one, one[:6]) for one in asked] == [(True, "SELECT"), (False, "INSERT")]
-    with capture_billing_sql() as asked:
+    assert [("billing_budget" in sql, sql[:6]) for sql in captured] == [(True, "SELECT"), (False, "INSERT")]
+    with capture_billing_sql() as captured:
         run_command(lease)
-    assert len(asked) == 1 and "LIMIT 1" in asked[0]
-    with capture_billing_sql() as asked:
+    assert len(captured) == 1 and "LIMIT 1" in captured[0]
+    with capture_billing_sql() as captured:
         leasing.renew(lease, now=NOW)
         grant()
-    assert asked == []
-    with capture_billing_sql() as asked:
+    assert captured == []
+    with capture_billing_sql() as captured:
         leasing.release(lease.pk, now=NOW)
-    assert [one[:6] for one in asked] == ["UPDATE"]
+    assert [sql[:6] for sql in captured] == ["UPDATE"]
 
 
-# --- what is refused while it is spent ----------------------------------------------------------------------------------
+# --- refusal while exhausted ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def exhausted_lease(used_lease: AnyCallable) -> Lease:
-    """A lease whose budget is spent, within its grace: something runs."""
+    """A lease with an open run, within the grace period of its exhausted budget."""
     lease: Lease = used_lease()
     create_budget(1, grace=HOUR, scope="agent", subject=ADA)
     start_run(lease)
@@ -185,28 +184,28 @@ def test_files_are_writable_while_a_run_is_open_but_wake_no_sandbox(exhausted_le
 def test_file_access_is_refused_after_the_grace_period(exhausted_lease: Lease, at_checkpoint: AnyCallable) -> None:
     touched: list[datetime] = []
 
-    def look(now: datetime) -> None:
+    def read_file(now: datetime) -> None:
         file = Command(argv=["read"], timeout=MINUTE, kind="file")
         execution.call_in_sandbox(exhausted_lease.pk, file, lambda provider, box: touched.append(now), now=now)
 
     def rival() -> None:
         with expect_refusal():
-            look(NOW + HOUR)
+            read_file(NOW + HOUR)
 
-    look(NOW + HOUR - MINUTE)
+    read_file(NOW + HOUR - MINUTE)
     at_checkpoint("budget stopped", rival)
     assert run_billing_sweeps(NOW + HOUR) == {"leases ended": 1}
     assert touched == [NOW + HOUR - MINUTE]
 
 
 def test_raised_budget_reopens_at_once(exhausted_lease: Lease) -> None:
-    made = Budget.objects.get()
-    made.amount = Decimal(2)
-    budgets.save_budget(made, now=NOW)
-    assert (made.exhausted_at, made.exhausted_for, made.spent) == (None, None, 1)
+    budget = Budget.objects.get()
+    budget.amount = Decimal(2)
+    budgets.save_budget(budget, now=NOW)
+    assert (budget.exhausted_at, budget.exhausted_for, budget.spent) == (None, None, 1)
     run_command(exhausted_lease)
     assert list_budget_events() == ["exhausted", "warning"]
-    assert run_billing_sweeps(NOW + HOUR)["budgets exhausted"] == 1  # of the new amount: that is another fact
+    assert run_billing_sweeps(NOW + HOUR)["budgets exhausted"] == 1  # a new event, because the amount changed
     assert list_budget_events() == ["exhausted", "warning"] * 2
 
 
@@ -218,32 +217,32 @@ def test_budget_raised_in_the_database_reopens_before_the_next_sweep(exhausted_l
 
 def test_corrected_usage_reopens_a_budget(exhausted_lease: Lease) -> None:
     UsageRecord.objects.all().delete()
-    made = Budget.objects.get()
-    assert budgets.update_spending(made.pk, now=NOW) == ["reopened"]
+    budget = Budget.objects.get()
+    assert budgets.update_spending(budget.pk, now=NOW) == ["reopened"]
     run_command(exhausted_lease)
     metering.reset_usage()
     assert run_billing_sweeps(NOW)["budgets exhausted"] == 1
-    assert list_budget_events() == ["exhausted", "warning"]  # once in a period
+    assert list_budget_events() == ["exhausted", "warning"]  # once per period
 
 
 def test_incomplete_rebuild_reopens_no_budget(exhausted_lease: Lease) -> None:
-    made = Budget.objects.get()
+    budget = Budget.objects.get()
     derivation.reset_usage_and_costs()
-    assert budgets.update_spending(made.pk, now=NOW) == []
+    assert budgets.update_spending(budget.pk, now=NOW) == []
     with expect_refusal(spent="1", limit="1"):
         run_command(exhausted_lease)
     metering.meter_usage(now=NOW)
-    assert budgets.update_spending(made.pk, now=NOW) == []
+    assert budgets.update_spending(budget.pk, now=NOW) == []
     derivation.derive_usage_and_costs(now=NOW)
-    assert (budgets.update_spending(made.pk, now=NOW), get_rounded_spending(made)) == ([], 1)
+    assert (budgets.update_spending(budget.pk, now=NOW), get_rounded_spending(budget)) == ([], 1)
     assert not derivation.is_rebuilding()
 
 
 def test_reset_during_the_sum_discards_the_sum(exhausted_lease: Lease, at_checkpoint: AnyCallable) -> None:
-    made = Budget.objects.get()
-    UsageRecord.objects.all().delete()  # it would be open again by that
+    budget = Budget.objects.get()
+    UsageRecord.objects.all().delete()  # a sum of these rows would reopen the budget
     at_checkpoint("budget summed", derivation.reset_usage_and_costs)
-    assert (budgets.update_spending(made.pk, now=NOW), get_rounded_spending(made)) == ([], 1)
+    assert (budgets.update_spending(budget.pk, now=NOW), get_rounded_spending(budget)) == ([], 1)
 
 
 def test_reset_during_a_derivation_keeps_the_rebuild_mark(exhausted_lease: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,10 +261,10 @@ def test_reset_during_a_derivation_keeps_the_rebuild_mark(exhausted_lease: Lease
 
 
 def test_budget_lowered_below_its_spending_refuses_and_ends_leases(used_lease: AnyCallable, grant: AnyCallable) -> None:
-    lease, made = used_lease(), create_budget(9)
+    lease, budget = used_lease(), create_budget(9)
     run_billing_sweeps(NOW)
     Budget.objects.update(amount=Decimal("0.5"))
     with expect_refusal(spent="1", limit="0.5"):
         grant(environment="e2")
     assert run_billing_sweeps(NOW)["leases ended"] == 1
-    assert (get_lease_end(lease), get_rounded_spending(made)) == (("expired", "budget"), 1)
+    assert (get_lease_end(lease), get_rounded_spending(budget)) == (("expired", "budget"), 1)

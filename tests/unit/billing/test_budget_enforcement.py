@@ -10,12 +10,12 @@ import pytest
 from billing import budgets, metering
 from billing.models import Budget
 from leases import budget_enforcement, execution, leasing
-from leases import fork as forking
-from leases import sweeps as leases
+from leases import fork as lease_fork
+from leases import sweeps as lease_sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import eviction, runs
-from sandboxes.db import clock as moments
+from sandboxes.db import clock as work_clock
 from sandboxes.lifecycle import CHECKPOINT_HOOKS
 from sandboxes.models import Run, Sandbox, Snapshot
 from sandboxes.providers.base import Unavailable
@@ -38,15 +38,15 @@ pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("stopped_clock")]
 AnyCallable = Callable[..., Any]
 
 
-# --- leases that are ended ----------------------------------------------------------------------------------------------
+# --- end of leases ----------------------------------------------------------------------------------------------------
 
 
 def read_forked_file(lease: Lease) -> bytes:
-    """What a fork of an ended lease finds, once there is room again."""
+    """Give the budget room again, fork an ended lease and read the file that used_lease wrote."""
     Budget.objects.update(amount=100)
     lease.refresh_from_db()
-    ask = leasing.LeaseRequest(ADA, "fork", "catan", pool=lease.pool.name)
-    fork, _ = forking.fork(lease, ask, now=NOW)
+    request = leasing.LeaseRequest(ADA, "fork", "catan", pool=lease.pool.name)
+    fork, _ = lease_fork.fork(lease, request, now=NOW)
     return run_command(fork, "cat", "f")
 
 
@@ -61,7 +61,7 @@ def test_waiting_sandbox_is_stored_before_its_lease_ends(used_lease: AnyCallable
     event = lease.events.get(kind="ended")
     assert (event.actor, event.reason) == ("sweep", f"budget: 1 hours a day for agent {ADA}")
     assert budget_enforcement.enforce_budgets(now=NOW).counts == {}
-    leases.reclaim(now=NOW + MINUTE)
+    lease_sweeps.reclaim(now=NOW + MINUTE)
     assert get_lease_end(lease)[0] == "destroyed"
     with pytest.raises(LeaseEnded, match=r"\(budget\)"):
         run_command(lease)
@@ -90,14 +90,14 @@ def test_budget_newly_applied_to_a_run_gives_a_full_grace_period(
     used_lease: AnyCallable, was: dict[str, Any], becomes: dict[str, Any]
 ) -> None:
     lease, _ = used_lease(), used_lease(BOB, "e2")
-    made = create_budget(**{"period": "ever", "scope": "agent", "subject": ADA, "grace": 5 * MINUTE} | was)
+    budget = create_budget(**{"period": "ever", "scope": "agent", "subject": ADA, "grace": 5 * MINUTE} | was)
     run = start_run(lease)
     run_billing_sweeps(NOW)
     if not was:
-        budgets.set_active(made.pk, active=False, now=NOW)
+        budgets.set_active(budget.pk, active=False, now=NOW)
     for name, value in becomes.items():
-        setattr(made, name, value)
-    budgets.save_budget(made, now=NOW + HOUR)
+        setattr(budget, name, value)
+    budgets.save_budget(budget, now=NOW + HOUR)
     assert run_billing_sweeps(NOW + HOUR) == {"sandboxes in grace period": 1}
     assert run_billing_sweeps(NOW + HOUR + 4 * MINUTE) == {"sandboxes in grace period": 1}
     assert run_billing_sweeps(NOW + HOUR + 5 * MINUTE) == {"leases ended": 1}
@@ -107,10 +107,10 @@ def test_budget_newly_applied_to_a_run_gives_a_full_grace_period(
 
 def test_enabled_budget_gives_a_full_grace_period(used_lease: AnyCallable) -> None:
     lease = used_lease()
-    made = create_budget(1, period="ever", grace=5 * MINUTE)
+    budget = create_budget(1, period="ever", grace=5 * MINUTE)
     start_run(lease)
-    run_billing_sweeps(NOW), budgets.set_active(made.pk, active=False, now=NOW)
-    assert budgets.set_active(made.pk, active=True, now=NOW + HOUR)
+    run_billing_sweeps(NOW), budgets.set_active(budget.pk, active=False, now=NOW)
+    assert budgets.set_active(budget.pk, active=True, now=NOW + HOUR)
     assert run_billing_sweeps(NOW + HOUR) == {"sandboxes in grace period": 1}
     assert run_billing_sweeps(NOW + HOUR + 5 * MINUTE) == {"leases ended": 1}
     assert list_budget_events() == ["exhausted", "warning"]
@@ -159,7 +159,7 @@ def test_failed_store_keeps_the_lease_and_is_retried(used_lease: AnyCallable, me
             assert (get_lease_end(lease)[0], Sandbox.objects.get().state) == ("active", "waiting")
             with expect_refusal():
                 run_command(lease)
-    assert Sandbox.objects.get().tries == 2  # it waits longer each time
+    assert Sandbox.objects.get().tries == 2  # retried with backoff
     assert run_billing_sweeps(NOW + 20 * MINUTE) == {"leases ended": 1}
     assert read_forked_file(lease) == b"kept\n"
 
@@ -189,7 +189,7 @@ def test_lost_sandbox_is_left_to_reconciliation(used_lease: AnyCallable, memory:
     memory.vanish(Sandbox.objects.get().ref)
     assert run_billing_sweeps(NOW)["sandboxes not stored yet"] == 1
     assert run_billing_sweeps(NOW + MINUTE) == {"sandboxes lost": 1}
-    leases.reconcile(now=NOW + MINUTE, grace=MINUTE)
+    lease_sweeps.reconcile(now=NOW + MINUTE, grace=MINUTE)
     assert get_lease_end(lease)[1] == "lost"
 
 
@@ -206,7 +206,7 @@ def test_budget_raised_during_a_store_keeps_the_lease(used_lease: AnyCallable, a
 def test_budget_relaxed_during_a_store_kills_no_other_run(
     used_lease: AnyCallable, at_checkpoint: AnyCallable, change: dict[str, Any]
 ) -> None:
-    used_lease(hours=2)  # so its turn comes first
+    used_lease(hours=2)  # opened earlier, so the sweep handles it first
     other = used_lease(BOB, "e2")
     create_budget(1, grace=timedelta(0))
     run = start_run(other)
@@ -221,7 +221,7 @@ def test_leases_end_after_a_slow_update_of_spending(
 ) -> None:
     lease, clock = used_lease(), [0.0]
     create_budget(1)
-    monkeypatch.setattr(moments, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(work_clock, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     at_checkpoint("budget settled", lambda: clock.append(clock.pop() + budget_enforcement.PASS_TIME_LIMIT.total_seconds() + 1))
     assert run_billing_sweeps(NOW)["leases ended"] == 1
     assert get_lease_end(lease) == ("expired", "budget")
@@ -251,9 +251,9 @@ STEPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("where", STEPS)
+@pytest.mark.parametrize("step", STEPS)
 def test_crash_at_any_step_and_recovery_end_alike(
-    where: str, used_lease: AnyCallable, at_checkpoint: AnyCallable, memory: Any
+    step: str, used_lease: AnyCallable, at_checkpoint: AnyCallable, memory: Any
 ) -> None:
     lease = used_lease()
     create_budget(1, grace=timedelta(0), now=NOW - 2 * HOUR)
@@ -262,14 +262,14 @@ def test_crash_at_any_step_and_recovery_end_alike(
     def die() -> None:
         raise SimulatedCrash
 
-    at_checkpoint(where, die)
+    at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
         run_billing_sweeps(NOW)
-    assert where == "budget ended" or get_lease_end(lease)[0] == "active"
-    for later in (NOW + MINUTE, NOW + HOUR, NOW + 2 * HOUR):  # by then a claim that nobody carries out is stalled
-        leases.recover_stalled(now=later)
-        run_billing_sweeps(later)
-        leases.reclaim(now=later)
+    assert step == "budget ended" or get_lease_end(lease)[0] == "active"
+    for now in (NOW + MINUTE, NOW + HOUR, NOW + 2 * HOUR):  # an abandoned claim is stalled by the last of these
+        lease_sweeps.recover_stalled(now=now)
+        run_billing_sweeps(now)
+        lease_sweeps.reclaim(now=now)
     assert (get_lease_end(lease), list_budget_events()) == (("destroyed", "budget"), ["exhausted", "warning"])
     assert lease.events.filter(kind="ended").count() == 1
     assert (Run.objects.get(pk=run.pk).outcome, Run.objects.filter(ended_at=None).count()) == ("lost", 0)

@@ -13,7 +13,7 @@ from django.core.exceptions import ValidationError
 from billing import budgets, costs, metering
 from billing.models import Account, Budget, Membership, Tab
 from leases import budget_enforcement, leasing
-from sandboxes import sweeps as below
+from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.models import Event
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import (
@@ -41,7 +41,7 @@ DAY = timedelta(days=1)
 MIDNIGHT = datetime(2026, 11, 22, tzinfo=UTC)
 
 
-# --- periods ------------------------------------------------------------------------------------------------------------
+# --- periods ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_periods_are_utc_days_and_months(period: str, now: str, began: str, ends
 
 
 def test_daily_budget_resets_at_midnight_before_the_next_sweep(used_lease: AnyCallable, grant: AnyCallable) -> None:
-    lease, made = used_lease(), create_budget(1)
+    lease, budget = used_lease(), create_budget(1)
     run_billing_sweeps(NOW)
     assert get_lease_end(lease) == ("expired", "budget")
     with expect_refusal(resets_at=MIDNIGHT, spent="1", limit="1", unit="hours"):
@@ -76,7 +76,7 @@ def test_daily_budget_resets_at_midnight_before_the_next_sweep(used_lease: AnyCa
     again = grant(now=MIDNIGHT)
     run_command(again, now=MIDNIGHT)
     assert run_billing_sweeps(MIDNIGHT + MINUTE) == {"budgets reopened": 1}
-    assert get_rounded_spending(made) == Decimal("0.017")
+    assert get_rounded_spending(budget) == Decimal("0.017")
 
 
 def test_monthly_and_daily_sums_across_a_leap_day(grant: AnyCallable, memory: Any) -> None:
@@ -101,7 +101,7 @@ def test_lifetime_budget_stays_exhausted(used_lease: AnyCallable, grant: AnyCall
         grant(environment="e2", now=NOW + 400 * DAY)
 
 
-# --- scopes -------------------------------------------------------------------------------------------------------------
+# --- scopes -----------------------------------------------------------------------------------------------------------
 
 
 def test_each_scope_counts_its_own_time(used_lease: AnyCallable, pool: Any) -> None:
@@ -109,14 +109,14 @@ def test_each_scope_counts_its_own_time(used_lease: AnyCallable, pool: Any) -> N
     Membership.objects.create(agent_did=BOB, account=crew)
     for number, (agent, kind, key) in enumerate([(ADA, "catan", "7"), (ADA, "rpg", ""), (BOB, "rpg", "8"), (BOB, "catan", "")]):
         used_lease(agent, f"e{number}", hours=2**number, environment_type=kind, key_id=key)
-    whose = {
+    expected = {
         ("all", ""): 15, ("agent", ADA): 3, ("agent", BOB): 12, ("agent", "did:plc:eve"): 0, ("environment_type", "catan"): 9,
         ("environment_type", "rpg"): 6, ("key", "7"): 1, ("key", "8"): 4, ("key", "9"): 0, ("account", "crew"): 12,
         ("account", "house"): 3,
     }  # fmt: skip
-    made = {key: create_budget(100, scope=key[0], subject=key[1]) for key in whose}
+    rows = {key: create_budget(100, scope=key[0], subject=key[1]) for key in expected}
     run_billing_sweeps(NOW)
-    assert {key: round(get_rounded_spending(one)) for key, one in made.items()} == whose
+    assert {key: round(get_rounded_spending(one)) for key, one in rows.items()} == expected
 
 
 @pytest.mark.parametrize("unit", ["hours", "usd"])
@@ -128,46 +128,37 @@ def test_usage_before_a_move_counts_for_the_old_account(unit: str) -> None:
     create_time_usage("2026-11-15T00:00", 8 * HOUR, BOB, provider="acme")
     join_account("crew", "2026-11-01"), join_account("lab", "2026-11-15"), join_account("crew", "2026-11-20")
     kinds = [(name, period) for name in ("house", "crew", "lab") for period in ("month", "ever")]
-    made = {kind: create_budget(100, unit, kind[1], scope="account", subject=kind[0]) for kind in kinds}
+    rows = {kind: create_budget(100, unit, kind[1], scope="account", subject=kind[0]) for kind in kinds}
     run_billing_sweeps(NOW)
-    assert {kind: get_rounded_spending(each) for kind, each in made.items()} == {
+    assert {kind: get_rounded_spending(each) for kind, each in rows.items()} == {
         ("house", "month"): 9, ("crew", "month"): 4, ("lab", "month"): 1,
         ("house", "ever"): 10, ("crew", "ever"): 4, ("lab", "ever"): 1,
     }  # fmt: skip
     crew = {
-        when.day: all_
-        for when, (all_, _) in budgets.sum_spending_by_day(made["crew", "month"], parse_utc("2026-11-01"), None).items()
+        day.day: sums.total
+        for day, sums in budgets.sum_spending_by_day(rows["crew", "month"], parse_utc("2026-11-01"), None).items()
     }
     assert crew == {1: 1, 10: 1, 14: 1, 20: 1}
 
 
-def test_first_account_counts_all_earlier_usage(used_lease: AnyCallable) -> None:
-    used_lease()
-    house, crew = create_budget(9, scope="account", subject="house"), create_budget(9, scope="account", subject="crew")
-    run_billing_sweeps(NOW)
-    assert (get_rounded_spending(house), get_rounded_spending(crew)) == (1, 0)
-    join_account("crew")
-    run_billing_sweeps(NOW)
-    assert (get_rounded_spending(house), get_rounded_spending(crew)) == (0, 1)
-
-
 def test_account_budget_refuses_and_ends_leases_of_present_members(used_lease: AnyCallable, grant: AnyCallable) -> None:
-    """Ada moves to the lab tomorrow. Until then the crew's budget is hers, though it is spent by Bob alone."""
+    """Ada moves to the lab tomorrow. Until then the crew's budget applies to her, although Bob alone has spent it."""
     lease, other = used_lease(), used_lease(BOB, "e2")
     join_account("crew", agent=BOB), join_account("crew"), join_account("lab", "2026-11-22")
     crew = create_budget(2, scope="account", subject="crew", period="ever")
     lab = create_budget(3, scope="account", subject="lab", period="ever", grace=HOUR)
     late = MIDNIGHT - timedelta(microseconds=1)
 
-    def held() -> list[list[Any]]:
-        each = [lease, other]
+    def find_over_budget() -> list[list[Any]]:
+        leases = [lease, other]
         return [
-            [one for one in each if one.pk in budget_enforcement.find_leases_over_budget(now=when)] for when in (late, MIDNIGHT)
+            [each for each in leases if each.pk in budget_enforcement.find_leases_over_budget(now=when)]
+            for when in (late, MIDNIGHT)
         ]
 
     metering.meter_usage(now=NOW)
     assert budgets.update_spending(crew.pk, now=NOW) == ["warned", "exhausted"]
-    assert held() == [[lease, other], [other]]
+    assert find_over_budget() == [[lease, other], [other]]
     with expect_refusal(limit="2"):
         grant(environment="e3", now=late)
     with expect_refusal(limit="2"):
@@ -186,13 +177,13 @@ def test_top_spenders_of_an_account_count_only_its_days(used_lease: AnyCallable)
     join_account("crew"), join_account("lab", "2026-11-22")
     metering.meter_usage(now=MIDNIGHT + 2 * HOUR)
     costs.price_usage(now=MIDNIGHT + 2 * HOUR)
-    found = {}
+    spending = {}
     for account in ("crew", "lab"):
         for unit in ("hours", "usd"):
-            made = create_budget(100, unit, "ever", scope="account", subject=account, now=MIDNIGHT + 2 * HOUR)
-            spenders = budgets.find_top_spenders(made, now=MIDNIGHT + 2 * HOUR, limit=9)
-            found[account, unit] = made.spent, [(tab.holder, amount) for tab, amount in spenders]
-    assert found == {
+            budget = create_budget(100, unit, "ever", scope="account", subject=account, now=MIDNIGHT + 2 * HOUR)
+            spenders = budgets.find_top_spenders(budget, now=MIDNIGHT + 2 * HOUR, limit=9)
+            spending[account, unit] = budget.spent, [(tab.holder, amount) for tab, amount in spenders]
+    assert spending == {
         ("crew", "hours"): (15, []), ("crew", "usd"): (Decimal("0.25"), []),
         ("lab", "hours"): (2, [(lease.pk, 2)]), ("lab", "usd"): (0, [(lease.pk, 0)]),
     }  # fmt: skip
@@ -221,26 +212,26 @@ def test_usd_budget_counts_costs_exactly(grant: AnyCallable) -> None:
     with expect_refusal(spent="1.250000001", limit="1.25", unit="usd"):
         grant(environment="e3")
     assert get_lease_end(lease)[0] == "expired"
-    with expect_refusal(limit="1.76"):  # bob's lease and this one keep a cent each
+    with expect_refusal(limit="1.76"):  # Bob's lease and this one reserve a cent each
         grant("did:plc:bob", "e3")
 
 
 def test_cold_and_warming_time_is_not_counted(grant: AnyCallable, memory: Any) -> None:
     lease = grant(now=NOW - 3 * HOUR, ttl=20 * HOUR, sleep_after=HOUR)
     run_command(lease, now=NOW - 3 * HOUR)
-    below.evict_idle(now=NOW - 2 * HOUR)
-    made = create_budget(9)
+    sandbox_sweeps.evict_idle(now=NOW - 2 * HOUR)
+    budget = create_budget(9)
     run_billing_sweeps(NOW)
-    assert get_rounded_spending(made) == 1
+    assert get_rounded_spending(budget) == 1
 
 
-# --- what is said -------------------------------------------------------------------------------------------------------
+# --- events -----------------------------------------------------------------------------------------------------------
 
 
 def test_warning_and_exhaustion_are_sent_once_per_period(grant: AnyCallable, memory: Any) -> None:
     lease = grant(now=NOW, ttl=23 * HOUR, sleep_after=DAY)
     run_command(lease)
-    made = create_budget(1, grace=5 * DAY)
+    budget = create_budget(1, grace=5 * DAY)
     start_run(lease, timeout=9 * DAY)
     marks = {}
     for minute in range(0, 70, 6):
@@ -248,7 +239,12 @@ def test_warning_and_exhaustion_are_sent_once_per_period(grant: AnyCallable, mem
         marks[minute] = len(list_budget_events())
     assert [minute for minute in marks if marks[minute] > marks.get(minute - 6, 0)] == [48, 60]
     first = Event.objects.get(kind="budget.exhausted").payload
-    assert (first["budget"], first["spent"], first["amount"], first["resets_at"]) == (made.pk, "1", "1", "2026-11-22T00:00:00Z")
+    assert (first["budget"], first["spent"], first["amount"], first["resets_at"]) == (
+        budget.pk,
+        "1",
+        "1",
+        "2026-11-22T00:00:00Z",
+    )
     run_billing_sweeps(MIDNIGHT + 50 * MINUTE), run_billing_sweeps(MIDNIGHT + HOUR)
     assert list_budget_events() == ["warning", "exhausted", "warning", "exhausted"]
 
@@ -257,31 +253,31 @@ def test_warning_and_exhaustion_are_sent_once_per_period(grant: AnyCallable, mem
 def test_budget_with_a_changed_scope_or_period_sends_new_events(becomes: dict[str, str]) -> None:
     now = datetime(2026, 11, 1, 12, tzinfo=UTC)  # the first day of a month
     create_time_usage(now - HOUR, agent=ADA), create_time_usage(now - HOUR, agent=BOB)
-    made = create_budget(1, scope="agent", subject=ADA, now=now)
+    budget = create_budget(1, scope="agent", subject=ADA, now=now)
     for name, value in becomes.items():
-        setattr(made, name, value)
-    budgets.save_budget(made, now=now + MINUTE), budgets.save_budget(made, now=now + 2 * MINUTE)
-    of = Event.objects.filter(kind="budget.exhausted").order_by("at")
+        setattr(budget, name, value)
+    budgets.save_budget(budget, now=now + MINUTE), budgets.save_budget(budget, now=now + 2 * MINUTE)
+    events = Event.objects.filter(kind="budget.exhausted").order_by("at")
     names = ["subject", "period", "scope"]
     was = {"subject": ADA, "period": "day", "scope": "agent"}
-    assert [{name: each.payload[name] for name in names} for each in of] == [was, was | becomes]
+    assert [{name: each.payload[name] for name in names} for each in events] == [was, was | becomes]
 
 
 def test_late_sum_does_not_reopen_an_exhausted_budget(used_lease: AnyCallable, at_checkpoint: AnyCallable) -> None:
     used_lease()
-    made = create_budget(1, period="ever")
+    budget = create_budget(1, period="ever")
 
     def rival() -> None:
         metering.meter_usage(now=NOW)
-        assert budgets.update_spending(made.pk, now=NOW + MINUTE) == ["warned", "exhausted"]
+        assert budgets.update_spending(budget.pk, now=NOW + MINUTE) == ["warned", "exhausted"]
 
     at_checkpoint("budget summed", rival)
-    assert budgets.update_spending(made.pk, now=NOW) == []
-    made.refresh_from_db()
-    assert (made.spent, made.exhausted_at) == (1, NOW + MINUTE)
+    assert budgets.update_spending(budget.pk, now=NOW) == []
+    budget.refresh_from_db()
+    assert (budget.spent, budget.exhausted_at) == (1, NOW + MINUTE)
 
 
-# --- operators ----------------------------------------------------------------------------------------------------------
+# --- operators --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -301,12 +297,12 @@ def test_invalid_budget_is_refused(fields: dict[str, Any], field: str) -> None:
 
 
 def test_inactive_budget_has_no_effect(used_lease: AnyCallable, grant: AnyCallable) -> None:
-    lease, made = used_lease(), create_budget(1)
-    swept_first = run_billing_sweeps(NOW)
-    assert swept_first["leases ended"] == 1
-    made.refresh_from_db()
-    made.active = False
-    budgets.save_budget(made, now=NOW)
+    lease, budget = used_lease(), create_budget(1)
+    counts = run_billing_sweeps(NOW)
+    assert counts["leases ended"] == 1
+    budget.refresh_from_db()
+    budget.active = False
+    budgets.save_budget(budget, now=NOW)
     run_command(grant(environment="e2"))
     assert run_billing_sweeps(NOW + HOUR) == {}
     assert get_lease_end(lease)[0] == "expired"

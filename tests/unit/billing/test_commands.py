@@ -32,23 +32,23 @@ def run(*args: str) -> str:
 
 
 def test_estimate_prints_a_table() -> None:
-    said = run("estimate", *EIGHT, "--hours-per-day", "4").splitlines()
-    assert [line.split()[-1] for line in said] == ["USD", "8.42", "1.28", "0.91", "5.00", "15.61", "1.95"]
-    assert len({len(line) for line in said}) == 1
+    output = run("estimate", *EIGHT, "--hours-per-day", "4").splitlines()
+    assert [line.split()[-1] for line in output] == ["USD", "8.42", "1.28", "0.91", "5.00", "15.61", "1.95"]
+    assert len({len(line) for line in output}) == 1
 
 
 def test_estimate_prints_json() -> None:
-    said = run("estimate", *EIGHT, "--always-on", "--json")
-    assert said.count("\n") == 1
-    found = json.loads(said)
-    assert ([line["usd"] for line in found["lines"]], found["total_usd"]) == (["51.62", "9.92", "5.71", "5.00"], "72.25")
-    assert found["lines"][0] == {
+    output = run("estimate", *EIGHT, "--always-on", "--json")
+    assert output.count("\n") == 1
+    result = json.loads(output)
+    assert ([line["usd"] for line in result["lines"]], result["total_usd"]) == (["51.62", "9.92", "5.71", "5.00"], "72.25")
+    assert result["lines"][0] == {
         "item": "memory", "unit": "GiB-hours of memory", "quantity": "5760", "free": "25", "rate_usd": "0.009", "usd": "51.62",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("args", "named"),
+    ("args", "option"),
     [
         ([], "--agents"), (["--agents", "0"], "--agents"), (["--agents", "x"], "--agents"),
         (["--agents", "1", "--days", "32"], "--days"), (["--agents", "1", "--hours-per-day", "24.1"], "--hours-per-day"),
@@ -60,8 +60,8 @@ def test_estimate_prints_json() -> None:
         (["--forecast", "--budget", "much"], "--budget"),
     ],
 )  # fmt: skip
-def test_estimate_names_the_invalid_option(args: list[str], named: str) -> None:
-    with pytest.raises(CommandError, match=f"^{named}: "):
+def test_estimate_names_the_invalid_option(args: list[str], option: str) -> None:
+    with pytest.raises(CommandError, match=f"^{option}: "):
         run("estimate", *args)
 
 
@@ -70,12 +70,12 @@ def test_estimate_prints_a_forecast() -> None:
     yesterday = timezone.now().date() - timedelta(days=1)
     create_time_usage(f"{yesterday}", 24 * HOUR, provider="acme")
     costs.price_usage(now=NOW)
-    found = json.loads(run("estimate", "--forecast", "--budget", "100000", "--json"))
-    assert (found["a_day_usd"], found["days"], found["budget_usd"]) == ("24", 1, "100000")
-    assert date.fromisoformat(found["runs_out"]) > yesterday + timedelta(days=4000)
-    said = run("estimate", "--forecast", "--budget", "100000")
-    assert f"100000 USD reached on {found['runs_out']}" in said
-    assert "24 USD a day, days averaged: 1" in said
+    result = json.loads(run("estimate", "--forecast", "--budget", "100000", "--json"))
+    assert (result["a_day_usd"], result["days"], result["budget_usd"]) == ("24", 1, "100000")
+    assert date.fromisoformat(result["runs_out"]) > yesterday + timedelta(days=4000)
+    output = run("estimate", "--forecast", "--budget", "100000")
+    assert f"100000 USD reached on {result['runs_out']}" in output
+    assert "24 USD a day, days averaged: 1" in output
     for only in (["--agent", ADA], ["--account", "house"], ["--environment", "game-1"], ["--provider", "acme"]):
         assert json.loads(run("estimate", "--forecast", "--json", *only))["a_day_usd"] == "24"
         assert json.loads(run("estimate", "--forecast", "--json", only[0], "other"))["a_day_usd"] is None
@@ -100,25 +100,25 @@ def test_costs_prints_a_table_csv_or_json() -> None:
         "did:plc:ada,1.5,3,3,,,,,,,",
         ",0.5,1,1,,,,,,,",
     ]
-    found = json.loads(run("costs", "--by", "day", "--until", "2026-11-03", "--json"))
-    assert (found["total_usd"], [each["key"] for each in found["results"]]) == ("2", ["2026-11-02"])
+    result = json.loads(run("costs", "--by", "day", "--until", "2026-11-03", "--json"))
+    assert (result["total_usd"], [each["key"] for each in result["results"]]) == ("2", ["2026-11-02"])
     assert run("costs", "--until", "2026-11-02", "--csv").count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("args", "named"),
+    ("args", "option"),
     [
         (["--since", "yesterday"], "--since"), (["--since", "2026-11-02", "--until", "2026-11-02"], "--until"),
         (["--lease", "x"], "--lease"),
     ],
 )  # fmt: skip
-def test_costs_names_the_invalid_option(args: list[str], named: str) -> None:
-    with pytest.raises(CommandError, match=f"^{named}: "):
+def test_costs_names_the_invalid_option(args: list[str], option: str) -> None:
+    with pytest.raises(CommandError, match=f"^{option}: "):
         run("costs", *args)
 
 
 def test_meter_again_rebuilds_usage_and_costs(grant: Any) -> None:
-    create_time_usage("2026-11-02T10:00", **BASIC_INSTANCE)  # of no fact
+    create_time_usage("2026-11-02T10:00", **BASIC_INSTANCE)  # without a fact, so a rebuild removes it
     assert run("meter").splitlines() == ["usage: nothing to do", "costs: 4 written"]
     before = list_cost_records()
     assert run("meter").splitlines()[1] == "costs: nothing to do"

@@ -17,19 +17,19 @@ pytestmark = pytest.mark.django_db
 
 
 def amounts(**fields: Any) -> dict[str, str]:
-    known = {
+    defaults = {
         "provider": "cloudflare", "instance": "basic", "agents": 8, "hours_per_day": Decimal(4), "days": 30,
         "cpu_utilisation": Decimal("0.1"),
     }  # fmt: skip
-    found = estimate(Scenario(**{**known, **fields}), Rate.objects.all(), now=NOW)
-    return {line.item: str(line.usd) for line in found.lines} | {"total": str(found.total), "agent": str(found.per_agent)}
+    result = estimate(Scenario(**{**defaults, **fields}), Rate.objects.all(), now=NOW)
+    return {line.item: str(line.usd) for line in result.lines} | {"total": str(result.total), "agent": str(result.per_agent)}
 
 
 # --- worked tables ----------------------------------------------------------------------------------------------------
 
 
 def test_eight_agents_for_four_hours_a_day() -> None:
-    """The design's table: (960 - 25) x 0.009 = 8.415, (1440 - 375) x 0.0012 = 1.278, (3840 - 200) x 0.00025 = 0.91, 5."""
+    """Design document: (960 - 25) x 0.009 = 8.415, (1440 - 375) x 0.0012 = 1.278, (3840 - 200) x 0.00025 = 0.91, 5."""
     assert amounts() == {"memory": "8.42", "cpu": "1.28", "disk": "0.91", "plan": "5.00", "total": "15.61", "agent": "1.95"}
 
 
@@ -41,7 +41,7 @@ def test_eight_agents_always_on() -> None:
 
 
 def test_usage_within_the_allowances_costs_only_the_plan() -> None:
-    """1 GiB for 25 h and 15 vCPU-minutes an hour for 25 h = 375: all that is free."""
+    """25 h with 1 GiB and 15 vCPU-minutes an hour use exactly the free 25 GiB-hours and 375 vCPU-minutes."""
     assert amounts(agents=1, hours_per_day=Decimal(1), days=25, cpu_utilisation=Decimal(1)) == {
         "memory": "0.00", "cpu": "0.00", "disk": "0.00", "plan": "5.00", "total": "5.00", "agent": "5.00",
     }  # fmt: skip
@@ -49,11 +49,11 @@ def test_usage_within_the_allowances_costs_only_the_plan() -> None:
 
 def test_fargate_task_for_a_month() -> None:
     """1 vCPU and 4 GB for 720 h: 29.15 + 12.80 = 41.95 (https://www.wring.co/blog/aws-fargate-pricing-guide). `standard-1` has
-    4 GiB and half a CPU, so that a minute of one is taken twice as dear here: 2 x 0.04048 / 60 = 0.001349333333."""
+    4 GiB and half a CPU, so the rate per CPU minute is doubled here: 2 x 0.04048 / 60 = 0.001349333333."""
     create_rate("cpu", "0.001349333333")
     create_rate("memory", "0.004445")
-    found = amounts(provider="acme", instance="standard-1", agents=1, hours_per_day=Decimal(24), cpu_utilisation=Decimal(1))
-    assert found == {"memory": "12.80", "cpu": "29.15", "total": "41.95", "agent": "41.95"}
+    result = amounts(provider="acme", instance="standard-1", agents=1, hours_per_day=Decimal(24), cpu_utilisation=Decimal(1))
+    assert result == {"memory": "12.80", "cpu": "29.15", "total": "41.95", "agent": "41.95"}
 
 
 def test_custom_hourly_rate() -> None:
@@ -66,11 +66,11 @@ def test_custom_hourly_rate() -> None:
 
 def test_sizes_match_the_providers_table() -> None:
     """https://developers.cloudflare.com/containers/platform/limits/"""
-    found = {
+    result = {
         name: (float(size.vcpus), size.memory_mib / 1024, size.disk_mb / 1000)
         for name, size in INSTANCE_SIZES["cloudflare"].items()
     }
-    assert found == {
+    assert result == {
         "lite": (0.0625, 0.25, 2), "basic": (0.25, 1, 4), "standard-1": (0.5, 4, 8), "standard-2": (1, 6, 12),
         "standard-3": (2, 8, 16), "standard-4": (4, 12, 20),
     }  # fmt: skip

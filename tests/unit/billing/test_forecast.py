@@ -1,4 +1,4 @@
-"""When a budget runs out, by what its own scope has used."""
+"""Forecasts: the day on which a budget runs out, and the costs of the month."""
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -36,9 +36,10 @@ def create_lasting_budget(amount: Any, unit: str, period: str = "ever", now: dat
     return create_budget(amount, unit, period, now=now, **fields)
 
 
-def said(made: Budget, now: datetime = NOW) -> str | None:
-    found = predict_exhaustion_date(made, now)
-    return found and f"{found:%m-%d}"
+def predict(budget: Budget, now: datetime = NOW) -> str | None:
+    """Return the predicted day of exhaustion as month and day."""
+    day = predict_exhaustion_date(budget, now)
+    return day and f"{day:%m-%d}"
 
 
 @pytest.fixture
@@ -60,34 +61,34 @@ def ten_a_day(db: None) -> None:
     ],
 )  # fmt: skip
 def test_future_days_cost_the_average_of_the_last_days(unit: str, amount: str, period: str, when: str | None) -> None:
-    assert said(create_lasting_budget(amount, unit, period)) == when
+    assert predict(create_lasting_budget(amount, unit, period)) == when
 
 
 @UNITS
 @pytest.mark.usefixtures("ten_a_day")
 def test_exhausted_budget_reports_its_day_of_exhaustion(unit: str) -> None:
     for period, later in (("ever", "11-21"), ("month", "11-21"), ("day", "11-22")):
-        made = create_lasting_budget(5, unit, period)
-        assert made.exhausted_at == NOW
-        assert (said(made), said(made, NOW + DAY)) == ("11-21", later)
+        budget = create_lasting_budget(5, unit, period)
+        assert budget.exhausted_at == NOW
+        assert (predict(budget), predict(budget, NOW + DAY)) == ("11-21", later)
 
 
 @UNITS
 @pytest.mark.usefixtures("ten_a_day")
 def test_raised_budget_is_forecast_before_the_next_sweep(unit: str) -> None:
-    made = create_lasting_budget(5, unit)
-    Budget.objects.filter(pk=made.pk).update(amount=70)
-    made.refresh_from_db()
-    assert made.exhausted_at and said(made) == "11-22"
+    budget = create_lasting_budget(5, unit)
+    Budget.objects.filter(pk=budget.pk).update(amount=70)
+    budget.refresh_from_db()
+    assert budget.exhausted_at and predict(budget) == "11-22"
 
 
 @UNITS
 @pytest.mark.usefixtures("ten_a_day")
 def test_budget_spent_since_its_last_sweep_runs_out_today(unit: str) -> None:
-    made = create_lasting_budget(60, unit)
+    budget = create_lasting_budget(60, unit)
     create_time_usage("2026-11-21T00:00", 4 * HOUR, BOB, provider="acme")
     costs.price_usage(now=NOW)
-    assert (made.exhausted_at, said(made)) == (None, "11-21")
+    assert (budget.exhausted_at, predict(budget)) == (None, "11-21")
 
 
 @UNITS
@@ -95,24 +96,24 @@ def test_budget_spent_since_its_last_sweep_runs_out_today(unit: str) -> None:
 def test_today_above_the_average_counts_in_full(unit: str) -> None:
     create_time_usage("2026-11-21T00:00", 14 * HOUR, BOB, provider="acme")
     costs.price_usage(now=NOW)
-    assert [said(create_lasting_budget(amount, unit)) for amount in (71, 80, "80.01")] == ["11-22", "11-22", "11-23"]
+    assert [predict(create_lasting_budget(amount, unit)) for amount in (71, 80, "80.01")] == ["11-22", "11-22", "11-23"]
 
 
 @UNITS
 def test_monthly_budget_uses_the_pace_of_the_previous_month(unit: str) -> None:
-    """10 on each of eleven days, 1 December among them. On the 2nd 10 are spent: 20, 30, 40 and 50 at the ends of four days."""
+    """10 a day on eleven days, up to 1 December, and 10 expected on the 2nd: 20 to 50 at the ends of the 2nd to the 5th."""
     create_rate("time", "1")
     for number in range(11):
         create_time_usage(parse_utc("2026-11-21T06:00") + number * DAY, 10 * HOUR, provider="acme")
     now = parse_utc("2026-12-02T12:00")
     costs.price_usage(now=now)
-    assert [said(create_lasting_budget(amount, unit, "month", now), now) for amount in (20, 45, 310, 311)] == [
+    assert [predict(create_lasting_budget(amount, unit, "month", now), now) for amount in (20, 45, 310, 311)] == [
         "12-02",
         "12-05",
         "12-31",
         None,
     ]
-    assert said(create_lasting_budget(150, unit, "ever", now), now) == "12-05"
+    assert predict(create_lasting_budget(150, unit, "ever", now), now) == "12-05"
 
 
 @UNITS
@@ -120,7 +121,7 @@ def test_only_full_days_make_the_pace(unit: str) -> None:
     create_rate("time", "1")
     create_time_usage("2026-11-21T06:00", 6 * HOUR, provider="acme")
     costs.price_usage(now=NOW)
-    assert said(create_lasting_budget(12, unit)) is None
+    assert predict(create_lasting_budget(12, unit)) is None
 
 
 @UNITS
@@ -128,28 +129,28 @@ def test_days_before_the_window_make_no_pace(unit: str) -> None:
     create_rate("time", "1")
     create_time_usage("2026-11-13T06:00", 6 * HOUR, provider="acme")
     costs.price_usage(now=NOW)
-    assert said(create_lasting_budget(7, unit)) is None
+    assert predict(create_lasting_budget(7, unit)) is None
     create_time_usage("2026-11-14T06:00", 7 * HOUR, provider="acme")
     costs.price_usage(now=NOW)
-    assert said(create_lasting_budget(15, unit)) == "11-22"  # 13, and 1 on each of two days
+    assert predict(create_lasting_budget(15, unit)) == "11-22"  # 13, and 1 on each of two days
 
 
 @UNITS
 def test_unused_budget_does_not_run_out(unit: str) -> None:
-    assert {said(create_lasting_budget(1, unit, period)) for period in ("day", "month", "ever")} == {None}
+    assert {predict(create_lasting_budget(1, unit, period)) for period in ("day", "month", "ever")} == {None}
 
 
 @UNITS
 @pytest.mark.usefixtures("ten_a_day")
 def test_inactive_budget_does_not_run_out(unit: str) -> None:
-    assert said(create_lasting_budget(70, unit, active=False)) is None
+    assert predict(create_lasting_budget(70, unit, active=False)) is None
 
 
 def test_pace_is_an_exact_fraction() -> None:
-    """1 hour in three days; the 4th third is today's, and five more make 3 hours."""
+    """One hour in three days. Today is expected to take a third; 1 2/3 hours more last five days."""
     for each in (18, 19, 20):
         create_time_usage(f"2026-11-{each}T06:00", HOUR / 3)
-    assert [said(create_lasting_budget(amount, "hours")) for amount in ("3", "3.000001")] == ["11-26", "11-27"]
+    assert [predict(create_lasting_budget(amount, "hours")) for amount in ("3", "3.000001")] == ["11-26", "11-27"]
 
 
 def test_plan_counts_once_and_is_not_part_of_the_pace() -> None:
@@ -159,8 +160,12 @@ def test_plan_counts_once_and_is_not_part_of_the_pace() -> None:
         create_time_usage(f"2026-11-{each}T06:00", HOUR, provider="acme")
     costs.price_usage(now=NOW)
     for scope in ({"scope": "all"}, {"scope": "account", "subject": "house"}):
-        assert [said(create_lasting_budget(amount, "usd", **scope)) for amount in (33, 34, 35)] == ["11-21", "11-22", "11-23"]
-    assert said(create_lasting_budget(5, "usd", scope="agent", subject=ADA)) == "11-23"  # a plan is nobody's
+        assert [predict(create_lasting_budget(amount, "usd", **scope)) for amount in (33, 34, 35)] == [
+            "11-21",
+            "11-22",
+            "11-23",
+        ]
+    assert predict(create_lasting_budget(5, "usd", scope="agent", subject=ADA)) == "11-23"  # a plan belongs to no agent
 
 
 def test_plan_charged_today_does_not_count_as_usage_of_today() -> None:
@@ -169,7 +174,7 @@ def test_plan_charged_today_does_not_count_as_usage_of_today() -> None:
     for each in (20, 21):
         create_time_usage(f"2026-11-{each}T06:00", 2 * HOUR / (each - 19), provider="acme")
     costs.price_usage(now=NOW)
-    assert [said(create_lasting_budget(amount, "usd")) for amount in (34, "34.01")] == [
+    assert [predict(create_lasting_budget(amount, "usd")) for amount in (34, "34.01")] == [
         "11-21",
         "11-22",
     ]  # 2, the plan, 1 and 1 more today
@@ -183,8 +188,8 @@ SCOPES = [
 
 
 @pytest.fixture
-def two(db: None) -> None:
-    """Ada takes 3 a day in catan by key 7, Bob of the team 1 in rpg by key 8; for five days, and not yet today."""
+def two_agents(db: None) -> None:
+    """Ada uses 3 a day in catan by key 7, Bob of the team 1 a day in rpg by key 8: on five days, and nothing today yet."""
     create_rate("time", "1")
     Membership.objects.create(agent_did=BOB, account=Account.objects.create(name="team"))
     for agent, kind, key, hours in ((ADA, "catan", "7", 3), (BOB, "rpg", "8", 1)):
@@ -195,16 +200,16 @@ def two(db: None) -> None:
 
 
 @UNITS
-@pytest.mark.usefixtures("two")
+@pytest.mark.usefixtures("two_agents")
 @pytest.mark.parametrize(("scope", "a_day"), SCOPES)
 def test_budget_runs_out_by_the_usage_of_its_scope(unit: str, scope: dict[str, str], a_day: int) -> None:
-    """Six days at the end of today, so nine at the end of the 24th."""
-    assert [said(create_lasting_budget(a_day * days, unit, **scope)) for days in (6, 9)] == ["11-21", "11-24"]
-    assert said(create_lasting_budget(a_day * 9 + 1, unit, **scope)) == "11-25"
+    """Today is expected to be the sixth day, so the ninth is the 24th."""
+    assert [predict(create_lasting_budget(a_day * days, unit, **scope)) for days in (6, 9)] == ["11-21", "11-24"]
+    assert predict(create_lasting_budget(a_day * 9 + 1, unit, **scope)) == "11-25"
 
 
 @UNITS
-@pytest.mark.usefixtures("two")
+@pytest.mark.usefixtures("two_agents")
 @pytest.mark.parametrize("period", ["day", "month", "ever"])
 def test_daily_sums_add_up_to_the_recorded_spending(unit: str, period: str) -> None:
     create_rate("memory", "0.000000012345")
@@ -213,22 +218,22 @@ def test_daily_sums_add_up_to_the_recorded_spending(unit: str, period: str) -> N
     costs.reset_costs()
     costs.price_usage(now=NOW)
     for scope, _ in SCOPES:
-        made = create_lasting_budget(1000, unit, period, **scope)
-        sums = budgets.sum_spending_by_day(made, *budgets.get_period_bounds(period, NOW))
-        assert round_half_up(sum((all_ for all_, _ in sums.values()), Fraction(0))) == made.spent, scope
-        assert made.spent or period == "day", scope
+        budget = create_lasting_budget(1000, unit, period, **scope)
+        sums = budgets.sum_spending_by_day(budget, *budgets.get_period_bounds(period, NOW))
+        assert round_half_up(sum((each.total for each in sums.values()), Fraction(0))) == budget.spent, scope
+        assert budget.spent or period == "day", scope
 
 
 @UNITS
-@pytest.mark.usefixtures("two")
+@pytest.mark.usefixtures("two_agents")
 def test_forecast_takes_one_query_and_none_for_an_exhausted_budget(
     unit: str, django_assert_num_queries: Callable[..., Any]
 ) -> None:
-    made, gone = create_lasting_budget(100, unit, scope="key", subject="7"), create_lasting_budget(1, unit)
+    budget, exhausted = create_lasting_budget(100, unit, scope="key", subject="7"), create_lasting_budget(1, unit)
     with django_assert_num_queries(1):
-        assert predict_exhaustion_date(made, NOW)
+        assert predict_exhaustion_date(budget, NOW)
     with django_assert_num_queries(0):
-        assert predict_exhaustion_date(gone, NOW) == parse_day("2026-11-21")
+        assert predict_exhaustion_date(exhausted, NOW) == parse_day("2026-11-21")
 
 
 # --- the month --------------------------------------------------------------------------------------------------------
@@ -236,9 +241,9 @@ def test_forecast_takes_one_query_and_none_for_an_exhausted_budget(
 
 @pytest.mark.usefixtures("ten_a_day")
 def test_month_continues_at_the_pace_of_the_last_days() -> None:
-    """50 until yesterday, 10 today (6 of them already), and 9 days to come: 150."""
-    found = forecast(now=NOW)
-    assert (found.spent, found.a_day, found.days, found.month) == (56, 10, 5, 150)
+    """50 until yesterday, 10 today (6 of them so far), and 9 more days: 150."""
+    result = forecast(now=NOW)
+    assert (result.spent, result.a_day, result.days, result.month) == (56, 10, 5, 150)
 
 
 @pytest.mark.usefixtures("ten_a_day")
@@ -273,20 +278,19 @@ def test_month_pace_excludes_plans() -> None:
     create_rate("plan", "30")
     costs.reset_costs()
     costs.price_usage(now=NOW)
-    found = forecast(now=NOW)
-    assert (found.spent, found.a_day, found.month) == (86, 10, 180)
+    result = forecast(now=NOW)
+    assert (result.spent, result.a_day, result.month) == (86, 10, 180)
 
 
 @pytest.mark.usefixtures("ten_a_day")
 def test_month_expects_the_rest_of_the_day_of_a_plan() -> None:
-    """6 of today's 10 are used, and the plan of a provider that was used today for the first time is 30: 50 before today, 10
-    and 30 today, 10 on each of the 9 days that are left."""
+    """50 before today; today 10, of which 6 are used, and a plan of 30; 10 on each of the 9 remaining days."""
     create_rate("plan", "30", provider="other")
     create_rate("time", "0", provider="other")
     create_time_usage("2026-11-21T06:00", HOUR, provider="other")
     costs.price_usage(now=NOW)
-    found = forecast(now=NOW, budget=Decimal(85))
-    assert (found.spent, found.month, str(found.runs_out)) == (86, 50 + 40 + 90, "2026-11-21")
+    result = forecast(now=NOW, budget=Decimal(85))
+    assert (result.spent, result.month, str(result.runs_out)) == (86, 50 + 40 + 90, "2026-11-21")
 
 
 @pytest.mark.usefixtures("ten_a_day")
@@ -300,8 +304,8 @@ def test_month_without_a_full_day_has_no_pace() -> None:
     create_rate("time", "1")
     create_time_usage("2026-11-21T06:00", 6 * HOUR, provider="acme")
     costs.price_usage(now=NOW)
-    found = forecast(now=NOW, budget=Decimal(100))
-    assert (found.spent, found.a_day, found.month, found.runs_out) == (6, None, 6, None)
+    result = forecast(now=NOW, budget=Decimal(100))
+    assert (result.spent, result.a_day, result.month, result.runs_out) == (6, None, 6, None)
 
 
 def test_month_forecast_on_its_last_day_is_the_amount_spent() -> None:

@@ -1,4 +1,4 @@
-"""Usage records from facts: intervals, days, snapshots and calls, and that no pass counts anything twice."""
+"""Metering: intervals, time, storage and model calls, and passes that are repeated, concurrent or interrupted."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from leases import execution, fork, leasing, snapshots, sweeps
 from leases.leasing import LeaseRequest
 from leases.models import Lease
 from sandboxes import lifecycle
-from sandboxes import sweeps as below
+from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.admin.sandboxes import compute_time_alive
 from sandboxes.egress import model_pricing, upstream_records
 from sandboxes.models import AgentData, DataSize, LlmCall, ModelRate, Sandbox, Snapshot, Transition
@@ -33,26 +33,26 @@ from tests.support.billing import HOUR, create_llm_call
 
 pytestmark = pytest.mark.django_db
 NOON, MIDNIGHT = NOW, datetime(2026, 11, 22, tzinfo=UTC)
-Act = Callable[..., Any]
+AnyCallable = Callable[..., Any]
 
 
-def used(lease: Lease, *, now: datetime) -> None:
+def run_true(lease: Lease, *, now: datetime) -> None:
     execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=now)
 
 
-def seconds(**which: Any) -> dict[str, float]:
-    """Seconds by state, to the minute: the verbs themselves take some."""
-    return {state: 60 * round(total / 60) for state, total in exact_seconds(**which).items() if round(total / 60)}
+def sum_seconds(**which: Any) -> dict[str, float]:
+    """Return seconds by state, rounded to minutes because the verbs take some time."""
+    return {state: 60 * round(total / 60) for state, total in sum_exact_seconds(**which).items() if round(total / 60)}
 
 
-def exact_seconds(**which: Any) -> Counter[str]:
-    found: Counter[str] = Counter()
+def sum_exact_seconds(**which: Any) -> Counter[str]:
+    total: Counter[str] = Counter()
     for row in UsageRecord.objects.filter(item=UsageKind.TIME, **which):
-        found[row.state] += (row.ended_at - row.began_at) / timedelta(seconds=1)  # type: ignore[assignment]
-    return found
+        total[row.state] += (row.ended_at - row.began_at) / timedelta(seconds=1)  # type: ignore[assignment]
+    return total
 
 
-# --- pure -------------------------------------------------------------------------------------------------------------
+# --- intervals --------------------------------------------------------------------------------------------------------
 
 
 def test_each_transition_begins_an_interval_and_the_last_is_open() -> None:
@@ -72,9 +72,9 @@ def test_destroyed_sandbox_has_no_open_interval() -> None:
 def test_clock_jump_back_neither_adds_nor_removes_time() -> None:
     ats = [0, 10, 4, 6, 12, 11]
     life = [(pk, "warm", None, NOW + at * MINUTE) for pk, at in enumerate(ats)]
-    found = [*build_intervals(life, until=NOW)]
-    assert [(each.began_at - NOW) / MINUTE for each in found] == [0, 10, 10, 10, 12, 12]
-    assert sum((each.ended_at - each.began_at for each in found), timedelta(0)) == 12 * MINUTE
+    intervals = [*build_intervals(life, until=NOW)]
+    assert [(each.began_at - NOW) / MINUTE for each in intervals] == [0, 10, 10, 10, 12, 12]
+    assert sum((each.ended_at - each.began_at for each in intervals), timedelta(0)) == 12 * MINUTE
 
 
 @pytest.mark.parametrize(
@@ -96,20 +96,20 @@ def test_intervals_are_split_at_utc_midnight(began: datetime, ended: datetime, d
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def test_lease_time_is_recorded_by_state_and_day(grant: Act, memory: Any) -> None:
+def test_lease_time_is_recorded_by_state_and_day(grant: AnyCallable, memory: Any) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
-    used(lease, now=NOON)
-    below.evict_idle(now=NOON + HOUR)
+    run_true(lease, now=NOON)
+    sandbox_sweeps.evict_idle(now=NOON + HOUR)
     meter_usage(now=NOON + 2 * HOUR)
-    assert seconds(holder=lease.pk) == {"waiting": 3600, "cold": 3600}
-    used(lease, now=NOON + 3 * HOUR)
+    assert sum_seconds(holder=lease.pk) == {"waiting": 3600, "cold": 3600}
+    run_true(lease, now=NOON + 3 * HOUR)
     leasing.release(lease.pk, now=MIDNIGHT + HOUR)
     meter_usage(now=MIDNIGHT + 2 * HOUR)
-    assert seconds(holder=lease.pk) == {"waiting": 3600 + 10 * 3600, "cold": 2 * 3600, "destroying": 3600}
-    assert seconds(holder=lease.pk, day=date(2026, 11, 22)) == {"waiting": 3600, "destroying": 3600}
+    assert sum_seconds(holder=lease.pk) == {"waiting": 3600 + 10 * 3600, "cold": 2 * 3600, "destroying": 3600}
+    assert sum_seconds(holder=lease.pk, day=date(2026, 11, 22)) == {"waiting": 3600, "destroying": 3600}
     sweeps.reclaim(now=MIDNIGHT + 3 * HOUR)
     meter_usage(now=MIDNIGHT + 4 * HOUR)
-    assert seconds(holder=lease.pk, state="destroying") == {"destroying": 2 * 3600}
+    assert sum_seconds(holder=lease.pk, state="destroying") == {"destroying": 2 * 3600}
     row = UsageRecord.objects.filter(state="waiting").first()
     assert row is not None
     assert (row.agent_did, row.environment_id, row.provider, row.memory_mib) == ("did:plc:ada", "game-1", "memory", 512)
@@ -117,48 +117,48 @@ def test_lease_time_is_recorded_by_state_and_day(grant: Act, memory: Any) -> Non
     assert "time" not in meter_usage(now=MIDNIGHT + 9 * HOUR)
 
 
-def test_time_without_a_lease_has_no_agent(grant: Act, pool: Any, memory: Any) -> None:
+def test_time_without_a_lease_has_no_agent(grant: AnyCallable, pool: Any, memory: Any) -> None:
     type(pool).objects.filter(pk=pool.pk).update(warm_target=1)
-    below.warm_pools(now=NOON)
+    sandbox_sweeps.warm_pools(now=NOON)
     lease = grant(now=NOON + HOUR, ttl=9 * HOUR)
     execution.ensure_sandbox_ready(lease.pk, now=NOON + HOUR)
     meter_usage(now=NOON + 2 * HOUR)
-    assert seconds(holder=None, agent_did="") == {"warm": 3600}
-    assert seconds(holder=lease.pk, agent_did="did:plc:ada") == {"warm": 3600}
+    assert sum_seconds(holder=None, agent_did="") == {"warm": 3600}
+    assert sum_seconds(holder=lease.pk, agent_did="did:plc:ada") == {"warm": 3600}
 
 
-def test_failed_start_has_no_ready_time(grant: Act, memory: Any) -> None:
+def test_failed_start_has_no_ready_time(grant: AnyCallable, memory: Any) -> None:
     lease = grant()
     with memory.fail("create", Unavailable("no"), times=99), pytest.raises(Exception, match="no"):
-        used(lease, now=NOON)
+        run_true(lease, now=NOON)
     sweeps.reclaim(now=NOON + HOUR)
     meter_usage(now=NOON + 2 * HOUR)
-    assert set(exact_seconds()) <= {"warming", "destroying"}
+    assert set(sum_exact_seconds()) <= {"warming", "destroying"}
     assert Transition.objects.filter(to="destroying").exists()
 
 
-def test_watermark_does_not_go_back(grant: Act, memory: Any) -> None:
-    used(grant(ttl=9 * HOUR), now=NOON)
+def test_watermark_does_not_go_back(grant: AnyCallable, memory: Any) -> None:
+    run_true(grant(ttl=9 * HOUR), now=NOON)
     meter_usage(now=NOON + 2 * HOUR)
-    before = metering_rows()
+    before = list_usage_records()
     meter_usage(now=NOON + HOUR)
-    assert metering_rows() == before and seconds() == {"waiting": 7200}
+    assert list_usage_records() == before and sum_seconds() == {"waiting": 7200}
 
 
-def test_usage_metered_ahead_of_time_is_corrected_by_the_next_transition(grant: Act, memory: Any) -> None:
+def test_usage_metered_ahead_of_time_is_corrected_by_the_next_transition(grant: AnyCallable, memory: Any) -> None:
     lease = grant(ttl=9 * HOUR)
-    used(lease, now=NOON)
-    meter_usage(now=NOON + timedelta(days=3))  # by mistake
+    run_true(lease, now=NOON)
+    meter_usage(now=NOON + timedelta(days=3))  # by a wrong clock
     assert UsageRecord.objects.filter(state="waiting").count() == 4
     leasing.release(lease.pk, now=NOON + HOUR)
     sweeps.reclaim(now=NOON + HOUR)
     meter_usage(now=NOON + 2 * HOUR)
-    assert seconds() == {"waiting": 3600}
+    assert sum_seconds() == {"waiting": 3600}
 
 
-def test_sandbox_destroyed_after_a_clock_jump_is_not_alive(grant: Act, memory: Any) -> None:
+def test_sandbox_destroyed_after_a_clock_jump_is_not_alive(grant: AnyCallable, memory: Any) -> None:
     lease = grant(ttl=9 * HOUR)
-    used(lease, now=NOON + HOUR)
+    run_true(lease, now=NOON + HOUR)
     leasing.release(lease.pk, now=NOON)
     sweeps.reclaim(now=NOON)
     assert metering.get_alive_time(lease.pk, now=NOON + 9 * HOUR) < MINUTE
@@ -173,11 +173,11 @@ def test_sandbox_destroyed_after_a_clock_jump_is_not_alive(grant: Act, memory: A
     ],
 )  # fmt: skip
 def test_crash_in_a_batch_writes_nothing_and_the_next_pass_completes(
-    subject: str, source: str, grant: Act, memory: Any
+    subject: str, source: str, grant: AnyCallable, memory: Any
 ) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=9 * HOUR)
-    used(lease, now=NOON)
-    below.evict_idle(now=NOON + HOUR)
+    run_true(lease, now=NOON)
+    sandbox_sweeps.evict_idle(now=NOON + HOUR)
     create_llm_call(lease)
     DataSize.note("did:plc:ada", 1000, now=NOON)
 
@@ -195,18 +195,18 @@ def test_crash_in_a_batch_writes_nothing_and_the_next_pass_completes(
     meter_usage(now=NOON + 2 * HOUR)
     sources = {each.split()[0] for each in UsageRecord.objects.values_list("source", flat=True)}
     assert sources == {"transition", "reading", "runs", "snapshot", "data", "calls"}
-    before = metering_rows()
+    before = list_usage_records()
     metering.reset_usage()
     meter_usage(now=NOON + 2 * HOUR)
-    assert metering_rows() == before
+    assert list_usage_records() == before
 
 
 @pytest.mark.django_db(transaction=True)
-def test_concurrent_passes_count_everything_once(grant: Act, memory: Any) -> None:
+def test_concurrent_passes_count_everything_once(grant: AnyCallable, memory: Any) -> None:
     leases = [grant(environment=f"e{number}", ttl=9 * HOUR) for number in range(6)]
     began = monotonic()
     for lease in leases:
-        used(lease, now=NOON)
+        run_true(lease, now=NOON)
     took = monotonic() - began
 
     def act(number: int) -> None:
@@ -222,22 +222,22 @@ def test_concurrent_passes_count_everything_once(grant: Act, memory: Any) -> Non
         [*threads.map(act, range(12))]
     sweeps.reclaim(now=NOON + HOUR)
     meter_usage(now=NOON + 2 * HOUR)
-    found, hours, blink = exact_seconds(), 6 * 3600, 0.01
-    paid = sum(found[state] for state in BILLABLE_STATES)
-    assert hours - took - blink <= found["waiting"] <= paid <= hours + blink  # but for what the verbs took of them
-    before = metering_rows()
+    total, hours, tolerance = sum_exact_seconds(), 6 * 3600, 0.01
+    billable = sum(total[state] for state in BILLABLE_STATES)
+    assert hours - took - tolerance <= total["waiting"] <= billable <= hours + tolerance  # less the time of the verbs
+    before = list_usage_records()
     metering.reset_usage()
     meter_usage(now=NOON + 2 * HOUR)
-    assert metering_rows() == before
+    assert list_usage_records() == before
 
 
 # --- storage ----------------------------------------------------------------------------------------------------------
 
 
-def test_snapshot_storage_lasts_until_it_is_forgotten(grant: Act, memory: Any) -> None:
+def test_snapshot_storage_lasts_until_it_is_forgotten(grant: AnyCallable, memory: Any) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
-    used(lease, now=NOON)
-    below.evict_idle(now=NOON + HOUR)
+    run_true(lease, now=NOON)
+    sandbox_sweeps.evict_idle(now=NOON + HOUR)
     kept = Snapshot.objects.get()
     meter_usage(now=NOON + 2 * HOUR)
     meter_usage(now=MIDNIGHT + HOUR)
@@ -246,20 +246,20 @@ def test_snapshot_storage_lasts_until_it_is_forgotten(grant: Act, memory: Any) -
         (11, kept.size_bytes), (1, kept.size_bytes),
     ]  # fmt: skip
     assert {(row.holder, row.agent_did) for row in rows} == {(lease.pk, "did:plc:ada")}
-    Snapshot.objects.filter(pk=kept.pk).update(forgotten_at=NOON + 3 * HOUR)  # before what is written already
+    Snapshot.objects.filter(pk=kept.pk).update(forgotten_at=NOON + 3 * HOUR)  # earlier than the usage already written
     meter_usage(now=MIDNIGHT + 2 * HOUR)
     assert [round((row.ended_at - row.began_at) / HOUR) for row in rows.all()] == [2]
     assert Snapshot.objects.get().metered
 
 
-def test_snapshot_forgotten_during_a_pass_ends_in_the_next_pass(grant: Act, memory: Any) -> None:
+def test_snapshot_forgotten_during_a_pass_ends_in_the_next_pass(grant: AnyCallable, memory: Any) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
-    used(lease, now=NOON)
-    below.evict_idle(now=NOON + HOUR)
+    run_true(lease, now=NOON)
+    sandbox_sweeps.evict_idle(now=NOON + HOUR)
     kept = Snapshot.objects.get()
     rivals = [lambda: workspace.forget(kept, now=NOON + 2.5 * HOUR)]
 
-    def rival(execute: Act, sql: str, params: Any, *more: Any) -> Any:
+    def rival(execute: AnyCallable, sql: str, params: Any, *more: Any) -> Any:
         if rivals and sql.startswith("INSERT") and f"snapshot {kept.pk}" in params:
             rivals.pop()()
         return execute(sql, params, *more)
@@ -271,17 +271,17 @@ def test_snapshot_forgotten_during_a_pass_ends_in_the_next_pass(grant: Act, memo
     assert [row.ended_at for row in UsageRecord.objects.filter(source=f"snapshot {kept.pk}")] == [NOON + 2.5 * HOUR]
 
 
-def test_shared_objects_count_once_until_their_last_reference_is_forgotten(grant: Act, memory: Any) -> None:
+def test_shared_objects_count_once_until_their_last_reference_is_forgotten(grant: AnyCallable, memory: Any) -> None:
     lease = grant(sleep_after=30 * MINUTE, ttl=20 * HOUR)
-    used(lease, now=NOON)
-    below.evict_idle(now=NOON + HOUR)
+    run_true(lease, now=NOON)
+    sandbox_sweeps.evict_idle(now=NOON + HOUR)
     kept = Snapshot.objects.get()
     restored = snapshots.restore_snapshot(lease.pk, kept.pk, now=NOON + HOUR)
     meter_usage(now=NOON + 2 * HOUR)
     named = snapshots.take_snapshot(lease.pk, name="asleep", now=NOON + 2 * HOUR)
     pool = kept.sandbox.pool.name
-    ask = LeaseRequest(agent_did="did:plc:bob", environment_id="fork", environment_type="catan", pool=pool)
-    forked, _ = fork.fork(lease, ask, now=NOON + 2 * HOUR)
+    request = LeaseRequest(agent_did="did:plc:bob", environment_id="fork", environment_type="catan", pool=pool)
+    forked, _ = fork.fork(lease, request, now=NOON + 2 * HOUR)
     ends = {kept: 3, restored: 4, workspace.find_latest(forked.pk): 5, named: 6}
     for copy, hours in ends.items():
         assert copy and workspace.forget(copy, now=NOON + hours * HOUR)
@@ -290,48 +290,48 @@ def test_shared_objects_count_once_until_their_last_reference_is_forgotten(grant
         assert (row.source, row.agent_did, row.holder) == (f"snapshot {kept.pk}", "did:plc:ada", lease.pk)
         assert row.ended_at == NOON + (hours if copy == named else hours + 1) * HOUR
     assert not Snapshot.objects.filter(metered=False).exists()
-    before = metering_rows()
+    before = list_usage_records()
     metering.reset_usage()
     meter_usage(now=NOON + 7 * HOUR)
-    assert metering_rows() == before
+    assert list_usage_records() == before
 
 
-def test_agent_data_storage_follows_its_size(grant: Act) -> None:
+def test_agent_data_storage_follows_its_size(grant: AnyCallable) -> None:
     for size, hours in ((1000, 0), (1000, 1), (3000, 2), (0, 5), (7, 6)):
         DataSize.note("did:plc:ada", size, now=NOON + hours * HOUR)
     DataSize.note("did:plc:bob", 50, now=NOON + 5 * HOUR)
     meter_usage(now=MIDNIGHT + 2 * HOUR)
-    assert room() == [
+    assert list_storage_hours() == [
         ("did:plc:ada", 7, 2), ("did:plc:ada", 7, 6), ("did:plc:ada", 1000, 2), ("did:plc:ada", 3000, 3),
         ("did:plc:bob", 50, 2), ("did:plc:bob", 50, 7),
     ]  # fmt: skip
     assert DataSize.objects.filter(metered=False).count() == 2
-    before = metering_rows()
+    before = list_usage_records()
     meter_usage(now=MIDNIGHT + 2.9 * HOUR)
-    assert metering_rows() == before  # what still takes room is written once an hour
+    assert list_usage_records() == before  # open storage is written once an hour
     metering.reset_usage()
     meter_usage(now=MIDNIGHT + 2.9 * HOUR)
-    assert metering_rows() == before
+    assert list_usage_records() == before
 
 
 def test_pass_reads_one_row_per_stored_object() -> None:
     DataSize.note("did:plc:ada", 1000, now=NOON - timedelta(days=9))
     meter_usage(now=NOON)
-    with CaptureQueriesContext(connection) as asked:
+    with CaptureQueriesContext(connection) as captured:
         assert meter_usage(now=NOON + MINUTE) == {}
-    about = [each["sql"] for each in asked if "storage" in each["sql"] and each["sql"].startswith("SELECT")]
+    selects = [each["sql"] for each in captured if "storage" in each["sql"] and each["sql"].startswith("SELECT")]
     with connection.cursor() as cursor:
-        assert [len(cursor.execute(sql).fetchall()) for sql in about] == [1]
+        assert [len(cursor.execute(sql).fetchall()) for sql in selects] == [1]
 
 
-def test_data_size_is_recorded_on_change(grant: Act, memory: Any) -> None:
+def test_data_size_is_recorded_on_change(grant: AnyCallable, memory: Any) -> None:
     lease = grant()
     sizes = []
     for script in ("echo 12345 >/data/a", "true", "echo 1 >/data/a"):
         execution.exec_command(lease.pk, Command(argv=["sh", "-c", script], timeout=MINUTE), now=NOON)
         sizes.append(AgentData.objects.get(agent_did="did:plc:ada").size_bytes)
-    noted = [row.size_bytes for row in DataSize.objects.filter(agent_did="did:plc:ada").order_by("pk")]
-    assert (noted, sizes) == ([sizes[0], sizes[0] - 4], [sizes[0], sizes[0], sizes[0] - 4])
+    recorded = [row.size_bytes for row in DataSize.objects.filter(agent_did="did:plc:ada").order_by("pk")]
+    assert (recorded, sizes) == ([sizes[0], sizes[0] - 4], [sizes[0], sizes[0], sizes[0] - 4])
 
 
 def test_data_sizes_are_recorded_in_order() -> None:
@@ -340,8 +340,8 @@ def test_data_sizes_are_recorded_in_order() -> None:
     assert [row.at for row in DataSize.objects.order_by("pk")] == [NOON, NOON]
 
 
-def room() -> list[tuple[str, int, float]]:
-    """What took room for how many hours."""
+def list_storage_hours() -> list[tuple[str, int, float]]:
+    """Return (agent, bytes, hours) of the storage records."""
     rows = UsageRecord.objects.filter(item=UsageKind.STORAGE)
     return sorted((row.agent_did, row.size_bytes, (row.ended_at - row.began_at) / HOUR) for row in rows)
 
@@ -349,12 +349,12 @@ def room() -> list[tuple[str, int, float]]:
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-def tokens() -> list[tuple[Any, ...]]:
+def list_token_records() -> list[tuple[Any, ...]]:
     rows = UsageRecord.objects.filter(item=UsageKind.TOKENS).order_by("model", "day")
     return [(row.model, row.calls, row.unpriced, row.input_tokens, row.output_tokens, row.usd) for row in rows]
 
 
-def test_calls_of_a_lease_and_model_are_one_row_a_day(grant: Act) -> None:
+def test_calls_of_a_lease_and_model_are_one_row_a_day(grant: AnyCallable) -> None:
     lease = grant()
     create_llm_call(lease)
     create_llm_call(lease, outcome="cut", cost=None, priced="", output_tokens=None)
@@ -365,50 +365,50 @@ def test_calls_of_a_lease_and_model_are_one_row_a_day(grant: Act) -> None:
     create_llm_call(lease, ended_at=None, outcome="open", cost=None, priced="")
     meter_usage(now=NOON + HOUR)
     usd = Decimal("0.001")
-    assert tokens() == [("gpt", 2, 1, 200, 7, usd), ("gpt", 1, 0, 100, 7, usd), ("other", 1, 0, 100, 7, usd)]
+    assert list_token_records() == [("gpt", 2, 1, 200, 7, usd), ("gpt", 1, 0, 100, 7, usd), ("other", 1, 0, 100, 7, usd)]
     assert meter_usage(now=NOON + 2 * HOUR) == {}
 
 
-def test_model_name_may_be_long_or_empty(grant: Act) -> None:
+def test_model_name_may_be_long_or_empty(grant: AnyCallable) -> None:
     lease, names = grant(), ["", "gpt for nobody", "no model", "without a model"]
     for name in names:
         create_llm_call(lease, model=name)
         create_llm_call(lease, model=name, holder=None, agent_did="")
     for _ in range(2):
         meter_usage(now=NOON + HOUR)
-        assert [each[0] for each in tokens()] == [name for name in names for _ in range(2)]
+        assert [each[0] for each in list_token_records()] == [name for name in names for _ in range(2)]
         LlmCall.objects.update(counted=False)
 
 
-def test_call_prices_are_summed_exactly(grant: Act) -> None:
+def test_call_prices_are_summed_exactly(grant: AnyCallable) -> None:
     lease = grant()
     for cost in ("12345.100000001", "0.100000001", "0.000000001"):
         create_llm_call(lease, cost=Decimal(cost))
     meter_usage(now=NOON + HOUR)
-    assert [each[-1] for each in tokens()] == [Decimal("12345.200000003")]
+    assert [each[-1] for each in list_token_records()] == [Decimal("12345.200000003")]
 
 
-def test_late_call_price_counts_once(grant: Act) -> None:
+def test_late_call_price_counts_once(grant: AnyCallable) -> None:
     row = create_llm_call(grant(), cost=None, priced="")
     meter_usage(now=NOON + HOUR)
-    assert [each[-1] for each in tokens()] == [0]
-    said = b'{"call": "%s", "status": "success", "cost": 0.5, "input": 100, "output": 7}' % row.call_id.encode()
+    assert [each[-1] for each in list_token_records()] == [0]
+    line = b'{"call": "%s", "status": "success", "cost": 0.5, "input": 100, "output": 7}' % row.call_id.encode()
     for _ in range(2):
-        upstream_records.apply_lines([said], now=NOON + HOUR)
+        upstream_records.apply_lines([line], now=NOON + HOUR)
         meter_usage(now=NOON + 2 * HOUR)
-        assert tokens() == [("gpt", 1, 0, 100, 7, Decimal("0.5"))]
+        assert list_token_records() == [("gpt", 1, 0, 100, 7, Decimal("0.5"))]
 
 
-def test_call_price_by_model_rate_counts(grant: Act) -> None:
+def test_call_price_by_model_rate_counts(grant: AnyCallable) -> None:
     create_llm_call(grant(), cost=None, priced="", cached_tokens=0)
     meter_usage(now=NOON + HOUR)
     ModelRate.objects.create(pattern="gpt", input_usd=1, output_usd=2, valid_from=NOON - HOUR)
     assert model_pricing.price_calls(NOON + 2 * HOUR) == 1
     meter_usage(now=NOON + 2 * HOUR)
-    assert tokens() == [("gpt", 1, 0, 100, 7, Decimal("0.000114"))]
+    assert list_token_records() == [("gpt", 1, 0, 100, 7, Decimal("0.000114"))]
 
 
-def metering_rows() -> list[tuple[Any, ...]]:
-    """All usage records, but for their numbers."""
+def list_usage_records() -> list[tuple[Any, ...]]:
+    """Return all usage records without their ids."""
     names = [field.attname for field in UsageRecord._meta.concrete_fields if field.name != "id"]
     return sorted(UsageRecord.objects.values_list(*names), key=str)

@@ -1,4 +1,4 @@
-"""Rates: what is shipped, and that one which has begun stays as it is."""
+"""Rates: shipped rates, selection, validation and marking of unpriced days."""
 
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -18,20 +18,20 @@ from tests.conftest import NOW
 from tests.support.billing import ADA, create_rate, create_time_usage, list_cost_values, parse_day, parse_utc
 
 pytestmark = pytest.mark.django_db
-SOON = timedelta(minutes=5)
+FIVE_MINUTES = timedelta(minutes=5)
 
 
-def new(**fields: Any) -> Rate:
-    known = {"provider": "acme", "item": "time", "usd": Decimal(1), "valid_from": timezone.now() + SOON}
-    return Rate(**{**known, **fields})
+def build_rate(**fields: Any) -> Rate:
+    defaults = {"provider": "acme", "item": "time", "usd": Decimal(1), "valid_from": timezone.now() + FIVE_MINUTES}
+    return Rate(**{**defaults, **fields})
 
 
-# --- what is shipped --------------------------------------------------------------------------------------------------
+# --- shipped rates ----------------------------------------------------------------------------------------------------
 
 
 def test_cloudflare_rates_are_shipped() -> None:
-    found = Rate.objects.filter(provider="cloudflare").values_list("item", "usd", "allowance", "own")
-    assert {*found} == {
+    result = Rate.objects.filter(provider="cloudflare").values_list("item", "usd", "allowance", "own")
+    assert {*result} == {
         ("memory", Decimal("0.009"), 25, False),
         ("cpu", Decimal("0.0012"), 375, False),
         ("disk", Decimal("0.00025"), 200, False),
@@ -60,18 +60,18 @@ def test_house_account_is_shipped() -> None:
     assert [*Account.objects.values_list("name", flat=True)] == ["house"]
 
 
-# --- which counts -----------------------------------------------------------------------------------------------------
+# --- selection --------------------------------------------------------------------------------------------------------
 
 
 def test_rate_applies_from_its_start() -> None:
-    known = [
+    rates = [
         create_rate("time", "1"),
         create_rate("time", "2", since="2026-11-02"),
         create_rate("time", "3", since="2027-01-01"),
     ]
     moments = {"2019-12-31": None, "2020-01-01": 1, "2026-11-01T23:59:59.999999": 1, "2026-11-02": 2, "2030-01-01": 3}
-    found = {when: pricing.find_rate(known, "acme", "", "time", parse_utc(when)) for when in moments}
-    assert {when: each and each.usd for when, each in found.items()} == moments
+    result = {when: pricing.find_rate(rates, "acme", "", "time", parse_utc(when)) for when in moments}
+    assert {when: each and each.usd for when, each in result.items()} == moments
 
 
 @pytest.mark.parametrize(
@@ -82,22 +82,22 @@ def test_rate_applies_from_its_start() -> None:
     ],
 )  # fmt: skip
 def test_rate_matches_provider_instance_type_and_item(provider: str, kind: str, item: str, usd: int | None) -> None:
-    known = [
+    rates = [
         create_rate("time", "1"),
         create_rate("time", "2", instance_type="small"),
         create_rate("memory", "4"),
         create_rate("time", "5", provider="other"),
     ]
-    for order in (known, known[::-1]):
-        found = pricing.find_rate(order, provider, kind, item, NOW)
-        assert (found and found.usd) == usd
+    for order in (rates, rates[::-1]):
+        result = pricing.find_rate(order, provider, kind, item, NOW)
+        assert (result and result.usd) == usd
 
 
-# --- what may be written ----------------------------------------------------------------------------------------------
+# --- validation -------------------------------------------------------------------------------------------------------
 
 
 def test_future_rate_can_be_added_changed_and_deleted() -> None:
-    one = new()
+    one = build_rate()
     one.save()
     one.usd = Decimal(2)
     one.save()
@@ -108,7 +108,7 @@ def test_future_rate_can_be_added_changed_and_deleted() -> None:
 
 def test_rate_cannot_begin_in_the_past() -> None:
     with pytest.raises(ValidationError) as refused:
-        new(valid_from=timezone.now() - timedelta(seconds=1)).save()
+        build_rate(valid_from=timezone.now() - timedelta(seconds=1)).save()
     assert refused.value.message_dict.keys() == {"valid_from"}
 
 
@@ -160,17 +160,17 @@ def test_rate_with_costs_is_protected_in_the_database() -> None:
 )
 def test_invalid_rate_names_its_field(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ValidationError) as refused:
-        new(**fields).save()
+        build_rate(**fields).save()
     assert named in refused.value.message_dict
     assert not Rate.objects.filter(provider="acme").exists()
 
 
 def test_rate_is_unique_per_start() -> None:
-    when = timezone.now() + SOON
-    new(valid_from=when).save()
+    when = timezone.now() + FIVE_MINUTES
+    build_rate(valid_from=when).save()
     with pytest.raises(ValidationError, match="already exists"):
-        new(valid_from=when).save()
-    new(valid_from=when, instance_type="basic").save()
+        build_rate(valid_from=when).save()
+    build_rate(valid_from=when, instance_type="basic").save()
 
 
 @pytest.mark.parametrize("field", ["usd", "allowance"])
@@ -179,19 +179,19 @@ def test_database_refuses_negative_rates(field: str) -> None:
         create_rate("time", **({"usd": "1"} | {field: "-1"} if field == "usd" else {"usd": "1", field: Decimal(-1)}))
 
 
-# --- what is priced again ---------------------------------------------------------------------------------------------
+# --- unpriced days ----------------------------------------------------------------------------------------------------
 
 
 def test_new_rate_marks_days_from_its_start_as_unpriced() -> None:
-    one = new()
-    that_day = one.valid_from.date()  # tomorrow, if today is as good as over
-    before, after = that_day - timedelta(days=1), that_day + timedelta(days=1)
+    one = build_rate()
+    first_day = one.valid_from.date()  # tomorrow, if the test runs just before midnight
+    before, after = first_day - timedelta(days=1), first_day + timedelta(days=1)
     for each in (before, after):
         create_time_usage(datetime.combine(each, datetime.min.time(), UTC), provider="acme")
     costs.price_usage(now=NOW)
-    with CaptureQueriesContext(connection) as asked:
+    with CaptureQueriesContext(connection) as captured:
         one.save()
-    assert not any('"billing_usagerecord"."id"' in each["sql"] for each in asked), "each record is read, not each day"
+    assert not any('"billing_usagerecord"."id"' in each["sql"] for each in captured), "each record is read, not each day"
     assert [*Unpriced.objects.values_list("day", flat=True)] == [after]
     costs.price_usage(now=NOW)
     assert list_cost_values("day", "usd") == [(after, 1)]
@@ -203,28 +203,28 @@ def test_move_marks_only_changed_days_as_unpriced() -> None:
             create_time_usage(when, agent=agent)
     team, lab = (Account.objects.create(name=name) for name in ("team", "lab"))
 
-    def noted() -> list[int]:
+    def list_unpriced_days() -> list[int]:
         days = sorted({*Unpriced.objects.values_list("day", flat=True)})
         costs.price_usage(now=NOW)
         return [each.day for each in days]
 
-    assert noted() == [2, 3, 4]
+    assert list_unpriced_days() == [2, 3, 4]
     move = Membership.objects.create(agent_did=ADA, account=team, since=parse_day("2026-11-03"))
-    assert noted() == [3, 4]
+    assert list_unpriced_days() == [3, 4]
     Membership.objects.create(agent_did=ADA, account=lab, since=parse_day("2026-11-04"))
-    assert noted() == [4]
+    assert list_unpriced_days() == [4]
     move.save()
-    assert noted() == []
+    assert list_unpriced_days() == []
     move.since = parse_day("2026-11-02")
     move.save()
-    assert noted() == [2, 3, 4]  # the 3rd and 4th did not change: they are priced as they were
+    assert list_unpriced_days() == [2, 3, 4]  # the 3rd and 4th did not change
     move.agent_did = "did:plc:other"
     move.save()
-    assert noted() == [2, 3, 4]
+    assert list_unpriced_days() == [2, 3, 4]
     assert list_cost_values("account__name", agent_did=ADA) == [("house",), ("house",), ("lab",)]
     assert list_cost_values("account__name", agent_did="did:plc:other") == [("team",)] * 3
     move.delete()
-    assert noted() == [2, 3, 4]
+    assert list_unpriced_days() == [2, 3, 4]
 
 
 def test_costs_are_unique_and_not_negative() -> None:
@@ -234,7 +234,7 @@ def test_costs_are_unique_and_not_negative() -> None:
     row = CostRecord.objects.get(rate=one)
     row.pk = None
     with pytest.raises(IntegrityError), transaction.atomic():
-        row.save(force_insert=True)  # although its lease is null
+        row.save(force_insert=True)  # NULL leases count as equal
     for wrong in ({"usd": -1}, {"quantity": -1}, {"free": 2}, {"rate": None}):
         with pytest.raises(IntegrityError), transaction.atomic():
             CostRecord.objects.update(**wrong)

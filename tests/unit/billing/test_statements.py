@@ -1,20 +1,16 @@
-"""Closed months: what is frozen stays, what changes comes as corrections, and all of it together is always what was used."""
+"""Statements: closing, corrections, moves of agents and credits."""
 
 from collections.abc import Callable
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
-import hypothesis
 import pytest
 from django.core.exceptions import ValidationError
 from django.db import IntegrityError, transaction
-from hypothesis import HealthCheck, Phase
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from billing import costs, dates, metering, statements
-from billing.models import Account, CostRecord, Credit, Membership, Rate, Statement, StatementLine, UsageRecord, Watermark
+from billing import costs, metering, statements
+from billing.models import Account, CostRecord, Credit, Membership, Statement, StatementLine, Watermark
 from billing.statements import MonthNotClosable
 from leases import execution, snapshots
 from sandboxes import sweeps
@@ -31,8 +27,9 @@ from tests.support.billing import (
     create_time_usage,
     create_token_usage,
     get_house_account,
+    is_balanced,
     join_account,
-    list_cost_records,
+    list_statement_lines,
     parse_day,
     parse_utc,
 )
@@ -59,23 +56,9 @@ def close(account: Account, month: date = NOVEMBER, now: datetime = DECEMBER) ->
     return close_month(account, month, now=now)
 
 
-def shown(statement: Statement) -> list[tuple[Any, ...]]:
-    return [*statement.lines.values_list("kind", "for_month", "agent_did", "item", "quantity", "usd")]
-
-
-def even(account: Account) -> bool:
-    """Are its statements together what its costs are, line by line, up to the last month that is closed?"""
-    last = Statement.objects.filter(account=account).order_by("month").last()
-    if last is None:
-        return not statements.sum_billed_costs(account)
-    derived = statements.sum_derived_costs(account, until=dates.start_of_next_month(last.month))
-    billed = {key: amount.usd for key, amount in statements.sum_billed_costs(account).items() if amount.usd}
-    return billed == {key: amount.usd for key, amount in derived.items() if amount.usd}
-
-
 @pytest.fixture
-def used(db: None) -> None:
-    """Ada: 3 h in November and 0.005 USD of calls; Bob: 1 h. An hour costs 0.335 USD."""
+def november(db: None) -> None:
+    """Ada: 3 h and calls of 0.005 USD; Bob: 1 h. An hour costs 0.335 USD."""
     create_rate("time", "0.335")
     create_time_usage("2026-11-02T22:00", 3 * HOUR, provider="acme")
     create_token_usage("2026-11-03T10:00", "0.005", provider="acme")
@@ -86,37 +69,39 @@ def used(db: None) -> None:
 # --- closing ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("november")
 def test_statement_sums_lines_rounded_to_cents() -> None:
-    made = close(get_house_account())
-    assert shown(made) == [
+    statement = close(get_house_account())
+    assert list_statement_lines(statement) == [
         ("usage", NOVEMBER, ADA, "llm", 1, USD("0.01")),
         ("usage", NOVEMBER, ADA, "time", 3, USD("1.01")),  # 1.005
         ("usage", NOVEMBER, BOB, "time", 1, USD("0.34")),  # 0.335
     ]
-    assert (made.subtotal, made.credit_used, made.total) == (USD("1.36"), 0, USD("1.36"))
-    assert (made.closed_at, made.closed_by) == (DECEMBER, "eve")
+    assert (statement.subtotal, statement.credit_used, statement.total) == (USD("1.36"), 0, USD("1.36"))
+    assert (statement.closed_at, statement.closed_by) == (DECEMBER, "eve")
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("november")
 def test_closing_is_idempotent() -> None:
-    first, made = statements.close_month(get_house_account(), NOVEMBER, now=DECEMBER, actor="eve")
-    again, made_again = statements.close_month(get_house_account(), parse_day("2026-11-17"), now=JANUARY, actor="bob")
-    assert (first, made, made_again) == (again, True, False)
+    first, created = statements.close_month(get_house_account(), NOVEMBER, now=DECEMBER, actor="eve")
+    again, created_again = statements.close_month(get_house_account(), parse_day("2026-11-17"), now=JANUARY, actor="bob")
+    assert (first, created, created_again) == (again, True, False)
     assert Statement.objects.get().closed_by == "eve"
 
 
-@pytest.mark.usefixtures("used")
-@pytest.mark.parametrize(("now", "why"), [("2026-11-30T23:59:59.999999", "2026-11 is not over"), ("2026-12-01T00:00", None)])
-def test_month_closes_only_after_its_end(now: str, why: str | None) -> None:
-    if why is None:
+@pytest.mark.usefixtures("november")
+@pytest.mark.parametrize(
+    ("now", "refusal"), [("2026-11-30T23:59:59.999999", "2026-11 is not over"), ("2026-12-01T00:00", None)]
+)
+def test_month_closes_only_after_its_end(now: str, refusal: str | None) -> None:
+    if refusal is None:
         assert close(get_house_account(), now=parse_utc(now))
     else:
-        with pytest.raises(MonthNotClosable, match=why):
+        with pytest.raises(MonthNotClosable, match=refusal):
             close(get_house_account(), now=parse_utc(now))
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("november")
 @pytest.mark.parametrize("behind", metering.WATERMARK_NAMES)
 def test_month_behind_a_watermark_does_not_close(behind: str) -> None:
     Watermark.objects.filter(name=behind).update(at=parse_utc("2026-11-30T23:59:59"))
@@ -128,7 +113,7 @@ def test_month_behind_a_watermark_does_not_close(behind: str) -> None:
     assert not Statement.objects.exists()
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("november")
 def test_month_with_unpriced_days_does_not_close() -> None:
     create_time_usage("2026-12-01T01:00", provider="acme")
     assert close(get_house_account())
@@ -141,9 +126,9 @@ def test_month_with_unpriced_days_does_not_close() -> None:
     assert close(get_house_account(), parse_day("2026-12-01"), JANUARY)
 
 
-@pytest.mark.parametrize("metered", [BATCHES[number:] + BATCHES[:number] for number in range(6)])  # each is the last once
+@pytest.mark.parametrize("metered", [BATCHES[number:] + BATCHES[:number] for number in range(6)])  # each of them last once
 def test_month_with_unmetered_facts_does_not_close(grant: Callable[..., Any], metered: Any) -> None:
-    """A pass that stopped, or started over, has moved its watermark; what it has not read would be missing."""
+    """The watermark has advanced although the pass stopped, or a rebuild started over, before it read all facts."""
     now, following = parse_utc("2026-11-21T12:00"), parse_utc("2026-12-02T00:00")
     create_rate("time", "1", provider="memory", since="2026-01-01")
     held = grant(now=now)
@@ -157,20 +142,20 @@ def test_month_with_unmetered_facts_does_not_close(grant: Callable[..., Any], me
     )  # fmt: skip
     metering.meter_usage(now=following)
     price(following)
-    whole = statements.sum_derived_costs(get_house_account(), until=parse_day("2026-12-01"))
+    costs_by_line = statements.sum_derived_costs(get_house_account(), until=parse_day("2026-12-01"))
     metering.reset_usage()
     costs.price_usage(now=following)
     assert not CostRecord.objects.exists()
-    for each in metered:  # one after the other, as passes that stop in between leave them
+    for each in metered:  # as interrupted passes leave them
         with pytest.raises(MonthNotClosable, match="not metered up to its end"):
             close(get_house_account(), now=following)
         each(None, following)
         costs.price_usage(now=following)
-    made = close(get_house_account(), now=following)
-    assert (made.subtotal > 200, statements.sum_billed_costs(get_house_account())) == (True, whole)
+    statement = close(get_house_account(), now=following)
+    assert (statement.subtotal > 200, statements.sum_billed_costs(get_house_account())) == (True, costs_by_line)
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("november")
 def test_months_close_in_order() -> None:
     create_time_usage("2026-10-05T10:00", provider="acme")
     price()
@@ -184,11 +169,11 @@ def test_months_close_in_order() -> None:
         close(get_house_account(), parse_day("2026-09-01"))
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("november")
 def test_booked_rows_cannot_be_changed_or_deleted() -> None:
-    made = close(get_house_account())
+    statement = close(get_house_account())
     credit = statements.grant_credit(get_house_account(), USD("5"), now=DECEMBER, actor="eve", reason="sorry")
-    for row in (made, made.lines.first(), credit):
+    for row in (statement, statement.lines.first(), credit):
         assert row
         with pytest.raises(ValidationError, match="cannot be"):
             row.save()
@@ -202,7 +187,7 @@ def test_booked_rows_cannot_be_changed_or_deleted() -> None:
         Credit.objects.bulk_update([credit], ["reason"])
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("november")
 @pytest.mark.parametrize("where", ["closing", "closed"])
 def test_crash_while_closing_closes_nothing(where: str, at_checkpoint: Callable[..., None]) -> None:
     def die() -> None:
@@ -213,7 +198,7 @@ def test_crash_while_closing_closes_nothing(where: str, at_checkpoint: Callable[
         close(get_house_account())
     assert not Statement.objects.exists()
     close(get_house_account())
-    assert even(get_house_account())
+    assert is_balanced(get_house_account())
 
 
 @pytest.mark.django_db(transaction=True)
@@ -224,24 +209,26 @@ def test_concurrent_closings_use_a_credit_once() -> None:
     statements.grant_credit(get_house_account(), USD("12"), now=DECEMBER, actor="eve", reason="welcome")
     with run_in_threads(4) as run:
         done = run(lambda number: statements.close_month(get_house_account(), NOVEMBER, now=DECEMBER, actor=f"eve {number}"))
-    assert sorted(made for _, made in done) == [False, False, False, True]
+    assert sorted(created for _, created in done) == [False, False, False, True]
     assert len({statement.pk for statement, _ in done}) == 1
     assert Statement.objects.get().total == 18
     assert (StatementLine.objects.count(), statements.get_balance(get_house_account())) == (1, 0)
 
 
-# --- what changes afterwards ------------------------------------------------------------------------------------------
+# --- corrections ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("november")
 def test_late_usage_is_a_correction_on_the_next_statement() -> None:
-    before = shown(close(get_house_account()))
+    before = list_statement_lines(close(get_house_account()))
     create_time_usage("2026-11-15T10:00", 2 * HOUR, provider="acme")
     price(JANUARY)
-    assert shown(Statement.objects.get()) == before
-    later = close(get_house_account(), parse_day("2026-12-01"), JANUARY)
-    assert shown(later) == [("correction", NOVEMBER, ADA, "time", 2, USD("0.67"))]  # 1.675 is 1.68, and 1.01 was billed
-    assert even(get_house_account())
+    assert list_statement_lines(Statement.objects.get()) == before
+    following = close(get_house_account(), parse_day("2026-12-01"), JANUARY)
+    assert list_statement_lines(following) == [
+        ("correction", NOVEMBER, ADA, "time", 2, USD("0.67"))
+    ]  # 1.675 is 1.68, and 1.01 was billed
+    assert is_balanced(get_house_account())
 
 
 # --- agents that move -------------------------------------------------------------------------------------------------
@@ -252,33 +239,38 @@ def team(db: None) -> Account:
     return Account.objects.create(name="team")
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("november")
 def test_move_changes_no_closed_month_and_corrects_nothing(team: Account) -> None:
     join_account(team, agent="did:plc:old")
     create_time_usage("2026-11-05T10:00", agent="did:plc:old", provider="acme")
     price()
-    before = shown(close(get_house_account())), shown(close(team))
+    before = list_statement_lines(close(get_house_account())), list_statement_lines(close(team))
     moved = join_account(team)
     assert moved.since == parse_day("2026-12-01")
     create_time_usage("2026-12-31T23:00", 2 * HOUR, provider="acme")
     price(FEBRUARY)
     given, taken = close(get_house_account(), parse_day("2026-12-01"), FEBRUARY), close(team, parse_day("2026-12-01"), FEBRUARY)
-    assert (shown(given), shown(taken)) == ([], [("usage", parse_day("2026-12-01"), ADA, "time", 1, USD("0.34"))])
-    assert before == tuple(shown(each) for each in Statement.objects.filter(month=NOVEMBER).order_by("account__name"))
+    assert (list_statement_lines(given), list_statement_lines(taken)) == (
+        [],
+        [("usage", parse_day("2026-12-01"), ADA, "time", 1, USD("0.34"))],
+    )
+    assert before == tuple(
+        list_statement_lines(each) for each in Statement.objects.filter(month=NOVEMBER).order_by("account__name")
+    )
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("november")
 def test_move_within_a_month_is_on_both_statements(team: Account) -> None:
     join_account(team, "2026-11-03")
     price()
-    bills = {each.name: [line[2:] for line in shown(close(each))] for each in (get_house_account(), team)}
+    bills = {each.name: [line[2:] for line in list_statement_lines(close(each))] for each in (get_house_account(), team)}
     assert bills == {
         "house": [(ADA, "time", 2, USD("0.67")), (BOB, "time", 1, USD("0.34"))],
         "team": [(ADA, "llm", 1, USD("0.01")), (ADA, "time", 1, USD("0.34"))],
     }
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("november")
 @pytest.mark.parametrize("closed", ["", "house", "team"])
 @pytest.mark.parametrize("since", ["2026-11-30", "2026-12-01", ""])
 def test_membership_begins_after_the_closed_months_of_both_accounts(team: Account, closed: str, since: str) -> None:
@@ -292,7 +284,7 @@ def test_membership_begins_after_the_closed_months_of_both_accounts(team: Accoun
         assert str(join_account(team, since).since) == since or ("2026-12-01" if closed else "1970-01-01")
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("november")
 def test_membership_begun_in_a_closed_month_is_fixed(team: Account) -> None:
     early, late = join_account(team, "2026-11-30"), join_account(get_house_account(), "2026-12-10")
     price()
@@ -317,9 +309,9 @@ def test_membership_begun_in_a_closed_month_is_fixed(team: Account) -> None:
     assert [*Membership.objects.values_list("since", flat=True)] == [parse_day("2026-11-30")]
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("november")
 def test_closed_months_of_unaffected_accounts_do_not_block_a_move(team: Account) -> None:
-    """The team has closed November; a move in October between two others, which ends when the team's time begins, may be."""
+    """The team has closed November. A move in October between two other accounts, before the team's membership, is allowed."""
     lab = Account.objects.create(name="lab")
     join_account(team, "2026-11-01")
     price()
@@ -329,7 +321,7 @@ def test_closed_months_of_unaffected_accounts_do_not_block_a_move(team: Account)
         join_account(lab, "2026-11-02")
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("november")
 def test_membership_is_unique_per_agent_and_day(team: Account) -> None:
     join_account(team, "2026-11-05")
     with pytest.raises(ValidationError, match="begins on this day"):
@@ -354,27 +346,27 @@ def test_concurrent_move_and_closing_refuse_one(team: Account) -> None:
         assert sorted(run(act)) == [False, True]
     price(JANUARY)
     close(account, now=JANUARY)
-    assert shown(close(account, parse_day("2026-12-01"), JANUARY)) == []
+    assert list_statement_lines(close(account, parse_day("2026-12-01"), JANUARY)) == []
 
 
-# --- what does not change ---------------------------------------------------------------------------------------------
+# --- empty and unchanged statements -----------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("november")
 def test_empty_month_can_be_closed() -> None:
     close(get_house_account())
     price(JANUARY)
-    later = close(get_house_account(), parse_day("2026-12-01"), JANUARY)
-    assert (shown(later), later.total) == ([], 0)
+    following = close(get_house_account(), parse_day("2026-12-01"), JANUARY)
+    assert (list_statement_lines(following), following.total) == ([], 0)
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("november")
 def test_rebuild_changes_no_statement() -> None:
-    before = shown(close(get_house_account()))
+    before = list_statement_lines(close(get_house_account()))
     costs.reset_costs()
     price(JANUARY)
-    assert shown(Statement.objects.get()) == before
-    assert shown(close(get_house_account(), parse_day("2026-12-01"), JANUARY)) == []
+    assert list_statement_lines(Statement.objects.get()) == before
+    assert list_statement_lines(close(get_house_account(), parse_day("2026-12-01"), JANUARY)) == []
 
 
 def test_accounts_with_costs_or_earlier_statements_are_due() -> None:
@@ -403,11 +395,13 @@ def test_statements_use_the_oldest_credit_first() -> None:
         for usd in ("5", "4.50")
     )
     assert statements.get_balance(get_house_account()) == USD("9.50")
-    found = []
+    rows = []
     for month in ("2026-11-01", "2026-12-01", "2027-01-01"):
-        made = close(get_house_account(), parse_day(month), FEBRUARY)
-        found.append((made.subtotal, made.credit_used, made.total, statements.get_remaining_credits(get_house_account())))
-    assert found == [
+        statement = close(get_house_account(), parse_day(month), FEBRUARY)
+        rows.append(
+            (statement.subtotal, statement.credit_used, statement.total, statements.get_remaining_credits(get_house_account()))
+        )
+    assert rows == [
         (6, 6, 0, {one.pk: 0, two.pk: USD("3.50")}),
         (8, USD("3.50"), USD("4.50"), {one.pk: 0, two.pk: 0}),
         (1, 0, 1, {one.pk: 0, two.pk: 0}),
@@ -457,134 +451,3 @@ def test_credit_is_reversed_or_used_but_not_both() -> None:
         used, *taken = run(act)
     assert (used, sorted(taken)) in [(12, [False, False]), (0, [False, True])]
     assert statements.get_balance(get_house_account()) == 0
-
-
-# --- whatever happens in whatever order -------------------------------------------------------------------------------
-
-MONTHS = [date(2026, number, 1) for number in (8, 9, 10, 11)]
-AGENTS = st.sampled_from(["did:plc:a", "did:plc:b", "did:plc:c"])
-DAYS = st.dates(date(2026, 8, 1), date(2026, 12, 2))
-FIRST_ACCOUNTS = ("house", "one", "two")
-
-
-class Ledger(RuleBasedStateMachine):
-    """Usage that comes and goes in any month, agents that move on any day, months that are closed, credits given and taken
-    back."""
-
-    @initialize()
-    def begin(self) -> None:
-        for model in (StatementLine, Statement, Credit, CostRecord, Membership):
-            rows = model._base_manager.all()
-            rows.filter(kind="reversal").delete() if model is Credit else None
-            rows.delete()
-        UsageRecord.objects.all().delete()
-        Rate.objects.filter(provider="acme").delete()
-        Account.objects.exclude(name="house").delete()
-        self.accounts = [Account.objects.get_or_create(name=name)[0] for name in FIRST_ACCOUNTS]
-        create_rate("memory", "0.337", allowance=USD("1.5"))
-        create_rate("time", "0.123456789")
-        create_rate("plan", "1.005")
-        price(DECEMBER)
-
-    @rule(month=st.sampled_from(MONTHS), number=st.integers(0, 27), agent=AGENTS, minutes=st.integers(1, 2000))
-    def something_is_used(self, month: date, number: int, agent: str, minutes: int) -> None:
-        create_time_usage(parse_utc(f"{month.replace(day=number + 1)}T10:00"), HOUR * minutes / 60, agent, provider="acme")
-
-    @rule(month=st.sampled_from(MONTHS), agent=AGENTS, nano=st.integers(1, 10**8))
-    def a_model_is_called(self, month: date, agent: str, nano: int) -> None:
-        create_token_usage(parse_utc(f"{month}T10:00"), str(USD(nano).scaleb(-9)), agent=agent, provider="acme")
-
-    @rule(agent=AGENTS)
-    def it_was_not_used_after_all(self, agent: str) -> None:
-        first = UsageRecord.objects.filter(agent_did=agent).order_by("pk").first()
-        UsageRecord.objects.filter(pk=first.pk if first else 0).delete()
-
-    @rule(agent=AGENTS, number=st.integers(0, 2), since=st.none() | DAYS)
-    def an_agent_moves(self, agent: str, number: int, since: date | None) -> None:
-        known = Membership.objects.filter(agent_did=agent)
-        if not (known.filter(since=since) if since else known).exists():  # none is told apart by the clock
-            self.changes(Membership(agent_did=agent, account=self.accounts[number], since=since).save)
-
-    @rule(agent=AGENTS, number=st.integers(0, 2), since=DAYS)
-    def a_move_is_put_right(self, agent: str, number: int, since: date) -> None:
-        last = Membership.objects.filter(agent_did=agent).order_by("-pk").first()
-        if last and not Membership.objects.filter(agent_did=agent, since=since).exclude(pk=last.pk).exists():
-            last.account, last.since = self.accounts[number], since
-            self.changes(last.save)
-
-    @rule(agent=AGENTS)
-    def a_move_is_taken_back(self, agent: str) -> None:
-        if first := Membership.objects.filter(agent_did=agent).order_by("since").first():
-            self.changes(first.delete)
-
-    def changes(self, act: Callable[[], Any]) -> None:
-        """It may be refused. What is closed never costs another account, or something else, because of it."""
-        price(DECEMBER)
-        before, why = self.closed(), ""
-        try:
-            act()
-        except ValidationError as refused:
-            why = str(refused)
-        price(DECEMBER)
-        assert self.closed() == before
-        assert not why or (before and "closed months cannot change" in why)
-
-    def closed(self) -> dict[str, Any]:
-        last = {each: Statement.objects.filter(account=each).order_by("month").last() for each in self.accounts}
-        return {
-            each.name: statements.sum_derived_costs(each, until=dates.start_of_next_month(one.month))
-            for each, one in last.items()
-            if one
-        }
-
-    @rule()
-    def all_is_derived_again(self) -> None:
-        price(DECEMBER)
-        before = list_cost_records()
-        costs.reset_costs()
-        price(DECEMBER)
-        assert list_cost_records() == before
-
-    @rule(usd=st.integers(1, 300), number=st.integers(0, 2))
-    def credit_is_given(self, usd: int, number: int) -> None:
-        statements.grant_credit(self.accounts[number], USD(usd).scaleb(-2), now=DECEMBER, actor="eve", reason="given")
-
-    @rule()
-    def credit_is_taken_back(self) -> None:
-        last = Credit.objects.filter(kind="grant").order_by("-pk").first()
-        if last:
-            statements.reverse_credit(last.pk, now=DECEMBER, actor="eve", reason="taken")
-
-    @rule(number=st.integers(0, 2), month=st.sampled_from(MONTHS))
-    def a_month_is_closed(self, number: int, month: date) -> None:
-        account = self.accounts[number]
-        price(DECEMBER)
-        before = [shown(each) for each in Statement.objects.order_by("pk")]
-        try:
-            _, made = statements.close_month(account, month, now=DECEMBER, actor="eve")
-        except MonthNotClosable:
-            made = False
-        known = [shown(each) for each in Statement.objects.order_by("pk")]
-        assert known[: len(before)] == before
-        assert len(known) == len(before) + made
-        assert not made or even(account)
-
-    @invariant()
-    def books_balance(self) -> None:
-        for account in getattr(self, "accounts", []):
-            rest = statements.get_remaining_credits(account)
-            assert all(usd >= 0 for usd in rest.values())
-            assert statements.get_balance(account) == sum(rest.values(), USD(0))
-        for each in Statement.objects.all():
-            assert each.subtotal == sum((line.usd for line in each.lines.all()), USD(0))
-            assert (each.total, each.credit_used >= 0) == (each.subtotal - each.credit_used, True)
-
-
-def test_statements_equal_costs_after_any_history() -> None:
-    run_state_machine_as_test(
-        Ledger,
-        settings=hypothesis.settings(
-            max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck),
-            phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.target],
-        ),
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""CPU and memory as they were used, and runs as requests: read off the facts, and priced."""
+"""Measured CPU and memory, and runs as requests: metering and pricing."""
 
 import itertools
 from collections import Counter
@@ -49,11 +49,11 @@ def price(now: str = "2027-01-01") -> None:
     costs.price_usage(now=parse_utc(now))
 
 
-def used(**only: Any) -> list[tuple[Any, ...]]:
+def list_use_records(**only: Any) -> list[tuple[Any, ...]]:
     return [*UsageRecord.objects.filter(item=UsageKind.USE, **only).order_by("day", "pk").values_list("day", *USED[3:])]
 
 
-# --- parts of what was used -------------------------------------------------------------------------------------------
+# --- division into days -----------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 10**12), st.lists(st.integers(1, 10**10), min_size=1, max_size=6))
@@ -62,24 +62,24 @@ def test_adjacent_prorated_parts_add_up_to_the_whole(whole: int, lengths: list[i
     moments = [NOW, *(NOW + timedelta(microseconds=end) for end in ends)]
     parts = [prorate(whole, NOW, moments[-1], *pair) for pair in itertools.pairwise(moments)]
     assert sum(parts) == whole
-    for length, its in zip(lengths, parts, strict=True):
-        assert abs(its - whole * length / ends[-1]) <= 1
+    for length, part in zip(lengths, parts, strict=True):
+        assert abs(part - whole * length / ends[-1]) <= 1
 
 
 @pytest.mark.parametrize(
     ("began", "days"),
     [
         ("2026-11-21T23:50", ["2026-11-21", "2026-11-22"]),
-        ("2026-11-30T23:50", ["2026-11-30", "2026-12-01"]),  # the end of a month
-        ("2028-02-28T23:50", ["2028-02-28", "2028-02-29"]),  # a leap year
-        ("2027-02-28T23:50", ["2027-02-28", "2027-03-01"]),  # none
+        ("2026-11-30T23:50", ["2026-11-30", "2026-12-01"]),  # end of a month
+        ("2028-02-28T23:50", ["2028-02-28", "2028-02-29"]),  # leap year
+        ("2027-02-28T23:50", ["2027-02-28", "2027-03-01"]),  # no leap year
     ],
 )
 def test_use_across_midnight_is_split_between_days(began: str, days: list[str]) -> None:
     create_reading(began, timedelta(minutes=30), create_sandbox(), timedelta(seconds=10, microseconds=1), memory_mib=3)
     meter_usage(now=parse_utc("2028-12-01"))
     minute = 60 * 10**6
-    assert [(str(day), *rest) for day, *rest in used()] == [
+    assert [(str(day), *rest) for day, *rest in list_use_records()] == [
         (days[0], 3_333_333, 3 * 10 * minute), (days[1], 6_666_668, 3 * 20 * minute),
     ]  # fmt: skip
 
@@ -88,18 +88,18 @@ def test_use_across_midnight_is_split_between_days(began: str, days: list[str]) 
 
 
 def test_eight_agents_by_measured_use() -> None:
-    """8 agents x 4 h x 30 d on `basic`, of whose 1/4 vCPU each uses a tenth, 90 s of CPU an hour, as the design's table has it:
+    """8 agents x 4 h x 30 d on `basic`, each with 10 % of 1/4 vCPU, which is 90 s of CPU an hour (design document):
     memory 8 x 1 x 120 = 960 GiB-hours, 25 free: 935 x 0.009 = 8.415
     cpu    8 x 0.025 x 120 x 60 = 1440 vCPU-minutes, 375 free: 1065 x 0.0012 = 1.278
     disk   8 x 4 x 120 = 3840 GB-hours, 200 free: 3640 x 0.00025 = 0.91
-    plan   5. By the rates that are shipped."""
+    plan   5. By the shipped rates."""
     for number in range(8):
         agent = f"did:plc:a{number}"
-        its = create_sandbox(agent)
+        sandbox = create_sandbox(agent)
         for each in range(30):
             begin = parse_utc("2026-11-01T09:30") + each * DAY
             create_time_usage(begin, 4 * HOUR, agent, **BASIC_INSTANCE, measured=True)
-            create_reading(begin, 4 * HOUR, its, timedelta(seconds=360), memory_mib=700)
+            create_reading(begin, 4 * HOUR, sandbox, timedelta(seconds=360), memory_mib=700)
     price()
     sums = {each.key: (each.usd, each.quantities[each.key]) for each in totals.sum_costs("item")}
     assert sums == {
@@ -112,7 +112,7 @@ def test_eight_agents_by_measured_use() -> None:
     [(True, True, 2, USD("0.5")), (True, False, 60, 1), (False, True, 60, 1), (False, False, 60, 1)],
 )
 def test_measured_sandbox_pays_by_use_if_the_rate_is_by_use(measured: bool, by_use: bool, cpu: int, memory: Decimal) -> None:
-    """An hour of 1 vCPU and 1 GiB, of which 2 minutes and half of it are used."""
+    """An hour of 1 vCPU and 1 GiB, of which 2 CPU minutes and half of the memory are used."""
     create_rate("cpu", "1", by_use=by_use)
     create_rate("memory", "1", by_use=by_use)
     create_time_usage("2026-11-02T10:00", provider="acme", millicpus=1000, memory_mib=1024, measured=measured)
@@ -123,7 +123,7 @@ def test_measured_sandbox_pays_by_use_if_the_rate_is_by_use(measured: bool, by_u
 
 
 def test_allocated_and_used_quantities_of_a_lease_add_up() -> None:
-    """Its sandbox of before was at a provider's host that does not count."""
+    """The lease's earlier sandbox was on a host that does not measure use."""
     create_rate("cpu", "1", by_use=True)
     create_time_usage("2026-11-02T10:00", provider="acme", millicpus=1000)
     create_time_usage("2026-11-02T11:00", provider="acme", millicpus=1000, measured=True)
@@ -133,7 +133,7 @@ def test_allocated_and_used_quantities_of_a_lease_add_up() -> None:
 
 
 def test_rate_by_use_that_begins_within_a_reading_splits_it() -> None:
-    """From 11:00 to 14:00 three minutes of CPU: the one before noon costs as given, 60 x 1, the two after it 2 x 10."""
+    """Three CPU minutes from 11:00 to 14:00. The hour before noon is charged as allocated, 60 x 1, the rest as used, 2 x 10."""
     create_rate("cpu", "1")
     create_rate("cpu", "10", since="2026-11-02T12:00", by_use=True)
     create_time_usage("2026-11-02T11:00", 3 * HOUR, provider="acme", millicpus=1000, measured=True)
@@ -148,15 +148,15 @@ def test_rate_by_use_that_begins_within_a_reading_splits_it() -> None:
     st.lists(st.integers(1, 86_399), max_size=3, unique=True),
 )
 def test_splitting_between_rates_loses_no_microsecond(readings: list[tuple[int, int]], cuts: list[int]) -> None:
-    """However readings lie, over midnights and changes of the rate: together they cost what all of it costs."""
+    """Readings across midnights and changes of rate cost as much as their sum."""
     for model in (CostRecord, Rate, UsageRecord, Reading):
         model.objects.all()._raw_delete(model.objects.db)
     for number in [-1, *cuts]:
         create_rate("cpu", "60", since=str(parse_utc("2026-11-02") + number * SECOND)[:19], by_use=True)
-    its, moment = create_sandbox(provider="acme"), parse_utc("2026-11-01T20:00")
+    sandbox, moment = create_sandbox(provider="acme"), parse_utc("2026-11-01T20:00")
     for lasts, micros in readings:
         length = timedelta(microseconds=lasts)
-        create_reading(moment, length, its, timedelta(microseconds=micros))
+        create_reading(moment, length, sandbox, timedelta(microseconds=micros))
         moment += length
     first = Rate.objects.order_by("valid_from").first()
     assert first
@@ -170,10 +170,10 @@ def test_costs_by_use_are_rebuilt_from_readings(grant: Callable[..., Lease], mem
     create_rate("cpu", "60", provider="memory", by_use=True)
     lease = grant(ttl=9 * HOUR)
     execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
-    its = Sandbox.objects.get(holder=lease.pk)
-    memory.use(its.ref, cpu_micros=10**6)
+    sandbox = Sandbox.objects.get(holder=lease.pk)
+    memory.use(sandbox.ref, cpu_micros=10**6)
     sweeps.record_readings(now=NOW + 5 * MINUTE)
-    memory.use(its.ref, cpu_micros=2 * 10**6)
+    memory.use(sandbox.ref, cpu_micros=2 * 10**6)
     price("2026-11-21T13:00")
     assert list_cost_values("usd", item="cpu") == [(1,)], "what was read so far"
     leasing.release(lease.pk, now=NOW + HOUR)
@@ -192,7 +192,7 @@ def test_costs_by_use_are_rebuilt_from_readings(grant: Callable[..., Lease], mem
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def runs(began: str, number: int, of: Sandbox) -> None:
+def create_runs(began: str, number: int, of: Sandbox) -> None:
     moment = parse_utc(began)
     Run.objects.bulk_create(
         Run(
@@ -203,24 +203,24 @@ def runs(began: str, number: int, of: Sandbox) -> None:
     )  # fmt: skip
 
 
-def counted() -> list[tuple[str, int]]:
+def list_run_counts() -> list[tuple[str, int]]:
     rows = UsageRecord.objects.filter(item=UsageKind.RUNS).order_by("day").values_list("day", "calls")
     return [(str(day), number) for day, number in rows]
 
 
 def test_each_run_counts_once_on_its_start_day() -> None:
-    its = create_sandbox()
-    runs("2026-11-30T23:59:58", 3, its)
+    sandbox = create_sandbox()
+    create_runs("2026-11-30T23:59:58", 3, sandbox)
     meter_usage(now=parse_utc("2026-12-01T00:10"))
-    assert counted() == [("2026-11-30", 2), ("2026-12-01", 1)]
-    runs("2026-11-30T12:00", 1200, its)  # more than a batch, and they come late
+    assert list_run_counts() == [("2026-11-30", 2), ("2026-12-01", 1)]
+    create_runs("2026-11-30T12:00", 1200, sandbox)  # late, and more than a batch
     meter_usage(now=parse_utc("2026-12-01T00:20"))
     meter_usage(now=parse_utc("2026-12-01T00:20"))
-    assert counted() == [("2026-11-30", 1202), ("2026-12-01", 1)]
-    before = counted()
+    assert list_run_counts() == [("2026-11-30", 1202), ("2026-12-01", 1)]
+    before = list_run_counts()
     metering.reset_usage()
     meter_usage(now=parse_utc("2026-12-01T00:20"))
-    assert counted() == before
+    assert list_run_counts() == before
 
 
 def test_batch_boundaries_count_each_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,12 +228,12 @@ def test_batch_boundaries_count_each_run_once(monkeypatch: pytest.MonkeyPatch) -
     expected: Counter[tuple[Any, ...]] = Counter()
     random = Random(6)
     for number in range(4):
-        its = create_sandbox(f"did:plc:a{number}")
+        sandbox = create_sandbox(f"did:plc:a{number}")
         for passes in range(3):
             for each in range(random.randrange(20)):
                 day = random.randrange(1, 4)
-                runs(f"2026-11-0{day}T{each:02}:00", 1, its)
-                expected[its.pk, f"2026-11-0{day}"] += 1
+                create_runs(f"2026-11-0{day}T{each:02}:00", 1, sandbox)
+                expected[sandbox.pk, f"2026-11-0{day}"] += 1
             if passes:
                 meter_usage(now=parse_utc("2026-11-05"))
     meter_usage(now=parse_utc("2026-11-05"))
@@ -242,14 +242,14 @@ def test_batch_boundaries_count_each_run_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_request_is_priced_by_the_rate_at_the_start_of_its_day() -> None:
-    """10 of 12 are free: 2 x 0.25 = 0.5. From noon of that day on one is 1 USD, which counts from the next day: 3 x 1 = 3,
-    and 2 of the allowance of 12 by then are left."""
+    """10 of 12 requests are free: 2 x 0.25 = 0.5. The rate of 1 USD from noon applies from the next day, when 2 of 12 free
+    requests are left: 3 x 1 = 3."""
     create_rate("request", "0.25", allowance=USD(10))
     create_rate("request", "1", since="2026-11-02T12:00", allowance=USD(12))
-    its = create_sandbox(provider="acme")
-    runs("2026-11-02T09:00", 6, its)
-    runs("2026-11-02T15:00", 6, its)
-    runs("2026-11-03T00:00", 5, its)
+    sandbox = create_sandbox(provider="acme")
+    create_runs("2026-11-02T09:00", 6, sandbox)
+    create_runs("2026-11-02T15:00", 6, sandbox)
+    create_runs("2026-11-03T00:00", 5, sandbox)
     price()
     assert list_cost_values("quantity", "free", "usd") == [(12, 10, USD("0.5")), (5, 2, 3)]
     assert CostRecord.objects.filter(agent_did=ADA, holder=derive_lease_id(ADA)).count() == 2
@@ -259,7 +259,7 @@ def test_request_rate_depends_on_the_instance_type() -> None:
     create_rate("request", "1")
     create_rate("request", "5", provider="cloudflare", instance_type="basic")
     create_rate("request", "2", provider="cloudflare")
-    runs("2026-11-02T09:00", 2, create_sandbox())
-    runs("2026-11-02T09:00", 2, create_sandbox("did:plc:bob", memory_mib=512))
+    create_runs("2026-11-02T09:00", 2, create_sandbox())
+    create_runs("2026-11-02T09:00", 2, create_sandbox("did:plc:bob", memory_mib=512))
     price()
     assert dict(list_cost_values("agent_did", "usd", item="request")) == {ADA: 10, "did:plc:bob": 4}

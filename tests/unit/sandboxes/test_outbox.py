@@ -58,7 +58,7 @@ def test_a_rollback_removes_the_event() -> None:
 def test_the_end_of_a_lease_is_one_event(grant) -> None:
     hook()
     lease = grant()
-    assert leasing.end(lease.pk, reason="operator", why="her key is sk-123", now=NOW + MINUTE)
+    assert leasing.end(lease.pk, reason="operator", detail="her key is sk-123", now=NOW + MINUTE)
     assert not leasing.end(lease.pk, reason="ttl", now=NOW + 2 * MINUTE)
     event = Event.objects.get()
     assert (event.kind, event.key, event.at) == ("lease.ended", str(lease.pk), NOW + MINUTE)

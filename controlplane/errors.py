@@ -1,6 +1,7 @@
-"""Mapping of errors to HTTP responses. Every error response is a problem document (RFC 9457).
+"""Mapping of errors to problem documents (RFC 9457).
 
-Fields: {type, title, status, detail, code} and, for invalid input, {field} or {errors: [{field, detail}]}."""
+The body is {type, title, status, detail, code}, with {field} for one invalid field and {errors: [{field, detail}]} for
+several."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -64,20 +65,20 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     PermissionDenied: 403,
     RequestDataTooBig: 413,
     UnreadablePostError: 400,
-    OperationalError: 503,  # the database is unreachable, or was locked for too long
+    OperationalError: 503,  # no connection, or a lock timeout
     InterfaceError: 503,
 }
-PUBLIC_MESSAGES = {  # replaces the exception's own message, which is not meant for clients
+PUBLIC_MESSAGES = {  # for exceptions whose own message must not reach a client
     Http404: "Not found.",
     PermissionDenied: "This is not allowed.",
     RequestDataTooBig: "The request body is too large.",
     UnreadablePostError: "The request body could not be read completely.",
     OperationalError: "The database did not answer.",
     InterfaceError: "The database did not answer.",
-    store.StoreError: "The state store failed. Try again.",
+    store.StoreError: "The object store is unavailable. Try again.",
 }
-NULLABLE_FIELDS = ("resets_at",)  # null is a meaningful value of these fields
-DEFAULT_RETRY_AFTER_SECONDS = 5  # of a 503 whose error sets no other value
+NULLABLE_FIELDS = ("resets_at",)  # null means: never
+DEFAULT_RETRY_AFTER_SECONDS = 5  # for a 503 whose error names no time
 CODE_BY_STATUS = {
     400: "invalid", 401: "unauthenticated", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
     406: "not_acceptable", 409: "conflict", 413: "too_large", 415: "unsupported_media_type", 429: "rate_limited",
@@ -86,7 +87,7 @@ CODE_BY_STATUS = {
 
 
 def build_error_response(exception: Exception, path: str) -> HttpResponse:
-    """Build the problem document for an exception of a view. An unexpected exception is logged, its details are not sent."""
+    """Return the problem document for an exception of a view. Unexpected exceptions are logged and reported without details."""
     if isinstance(exception, drf.ValidationError):
         return _build_validation_response(exception)
     if isinstance(exception, drf.APIException):
@@ -94,7 +95,7 @@ def build_error_response(exception: Exception, path: str) -> HttpResponse:
         return build_problem_response(
             exception.status_code, detail=str(exception.detail), retry_after=int(wait) if wait else None
         )
-    error_class = next((candidate for candidate in STATUS_BY_ERROR if isinstance(exception, candidate)), None)
+    error_class = next((error_class for error_class in STATUS_BY_ERROR if isinstance(exception, error_class)), None)
     if error_class is None:
         log.exception("unexpected", path=path, exc_info=exception)
         return build_problem_response(500, detail="Internal error in the control plane. It was logged.")
@@ -120,7 +121,7 @@ def build_error_response(exception: Exception, path: str) -> HttpResponse:
 def build_problem_response(
     status: int, *, detail: str = "", code: str = "", retry_after: int | None = None, **extra: Any
 ) -> HttpResponse:
-    """Build a problem document with the headers of its status. Fields without a value are omitted."""
+    """Return a problem document with the headers of its status. Fields without a value are left out."""
     code = code if isinstance(code, str) and code else CODE_BY_STATUS.get(status, "error")
     body = {
         "type": f"urn:leasehold:problem:{code}",
@@ -139,18 +140,21 @@ def build_problem_response(
 
 
 def handle(exception: Exception, context: Mapping[str, Any]) -> HttpResponse:
-    """Exception handler of DRF, as the EXCEPTION_HANDLER setting names it."""
-    return build_error_response(exception, context["request"].path)
+    """Exception handler of DRF."""
+    response = build_error_response(exception, context["request"].path)
+    if response.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        response["Allow"] = ", ".join(context["view"].allowed_methods)
+    return response
 
 
 def _build_validation_response(exception: drf.ValidationError) -> HttpResponse:
     errors = [{"field": field, "detail": detail} for field, detail in _flatten_detail(exception.detail)]
-    message = "; ".join(f"{error['field']}: {error['detail']}" if error["field"] else error["detail"] for error in errors)
-    return build_problem_response(400, detail=message, field=errors[0]["field"] if errors else "", errors=errors)
+    summary = "; ".join(f"{each['field']}: {each['detail']}" if each["field"] else each["detail"] for each in errors)
+    return build_problem_response(400, detail=summary, field=errors[0]["field"] if errors else "", errors=errors)
 
 
 def _flatten_detail(detail: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Flatten DRF's nested error detail into pairs (dotted field, message)."""
+    """Yield DRF's nested error detail as pairs of dotted field path and message."""
     if isinstance(detail, Mapping):
         for name, inner in detail.items():
             yield from _flatten_detail(inner, path if name == "non_field_errors" else f"{path}.{name}".strip("."))

@@ -66,18 +66,18 @@ CACHES = {"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"
 
 REST_FRAMEWORK = {
     "DEFAULT_AUTHENTICATION_CLASSES": ["leases.api.authentication.KeyAuthentication"],
-    "DEFAULT_PERMISSION_CLASSES": ["leases.api.authentication.HasKey"],
-    "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
-    "DEFAULT_PARSER_CLASSES": ["rest_framework.parsers.JSONParser"],
+    "DEFAULT_PERMISSION_CLASSES": ["leases.api.permissions.HasKey"],
+    "DEFAULT_PARSER_CLASSES": ["leases.api.parsers.JsonParser"],
+    "DEFAULT_RENDERER_CLASSES": ["leases.api.renderers.JsonRenderer"],
+    "DEFAULT_CONTENT_NEGOTIATION_CLASS": "leases.api.renderers.Negotiation",
     "DEFAULT_SCHEMA_CLASS": "leases.api.schema.ApiSchema",
     "EXCEPTION_HANDLER": "controlplane.errors.handle",
     "UNAUTHENTICATED_USER": None,
-    "DATETIME_FORMAT": "iso-8601",
 }
 SPECTACULAR_SETTINGS = {
     "TITLE": "Leasehold",
     "VERSION": "1",
-    "DESCRIPTION": "Leases on sandboxes for AI agents. Errors are problem documents (RFC 9457).",
+    "DESCRIPTION": "API to lease sandboxes to AI agents. Errors are problem documents (RFC 9457).",
     "OAS_VERSION": "3.1.1",
     "SERVE_INCLUDE_SCHEMA": False,
     "SERVE_PERMISSIONS": ["rest_framework.permissions.AllowAny"],
@@ -85,7 +85,7 @@ SPECTACULAR_SETTINGS = {
     "SCHEMA_PATH_PREFIX": "/api/v1",
     "COMPONENT_SPLIT_REQUEST": True,
     "SORT_OPERATIONS": False,
-    "ENUM_NAME_OVERRIDES": {  # several enums share the field names kind, state and outcome
+    "ENUM_NAME_OVERRIDES": {  # enums whose field names occur in several components
         "RunKindEnum": ["exec", "turn", "file", "process"],
         "StateEnum": "sandboxes.models.SandboxState",
         "ProcessStateEnum": "sandboxes.models.ProcessStatus",
@@ -93,9 +93,9 @@ SPECTACULAR_SETTINGS = {
         "CallOutcomeEnum": ["open", "ok", "failed", "cut", "refused", "lost"],
         "OnceOutcomeEnum": ["ok", "failed", "timeout", "oom_killed", "container_failed", "internal"],
     },
-    "SWAGGER_UI_DIST": "SIDECAR",  # served from here, not from a CDN
+    "SWAGGER_UI_DIST": "SIDECAR",  # served locally, not from a CDN
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
-    "SWAGGER_UI_SETTINGS": {"deepLinking": True, "validatorUrl": None},  # null disables the request to validator.swagger.io
+    "SWAGGER_UI_SETTINGS": {"deepLinking": True, "validatorUrl": None},  # null: no request to validator.swagger.io
 }
 LOGIN_URL = reverse_lazy("admin:login")
 

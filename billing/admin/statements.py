@@ -14,7 +14,7 @@ from unfold.decorators import display
 
 from billing import statements
 from billing.admin.formatting import format_cents, format_quantity_brief
-from billing.api.serializers_statements import render_lines_csv
+from billing.api.statements import render_lines_csv
 from billing.models import BillableItem, Statement, StatementLine
 from sandboxes.admin.base import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.changelist import ListTab

@@ -1,147 +1,126 @@
-"""The doors to what was used and what it costs. Who calls, and what errors look like, is settled in the settings: this app
-knows neither keys nor leases."""
+"""Cost report."""
 
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from http import HTTPStatus
-from typing import Any, Protocol, cast
+import csv
+from collections.abc import Iterable
+from decimal import Decimal
+from io import StringIO
+from typing import Any
 
 from django.http import HttpResponse
-from django.utils import timezone
 from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiResponse, extend_schema
-from rest_framework.exceptions import ValidationError
-from rest_framework.renderers import BaseRenderer, JSONRenderer
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.serializers import Serializer
 from rest_framework.views import APIView
 
-from billing.api import serializers as show
-from billing.estimate import EstimateError, Scenario, estimate
-from billing.forecast import forecast
-from billing.models import Rate, Watermark
+from billing import pricing
+from billing.api.views import (
+    CSV_MEDIA_TYPE,
+    MAX_RESULTS,
+    CostFilterSerializer,
+    CsvRenderer,
+    authorize_agents,
+    build_responses,
+    format_day,
+    get_metered_at,
+    validate_query,
+)
+from billing.intervals import MICROSECOND
+from billing.models import BillableItem
 from billing.pricing import format_decimal
-from billing.totals import sum_costs
+from billing.totals import GROUP_BY_COLUMNS, CostTotal, sum_costs
 
-CSV_MEDIA_TYPE = "text/csv"
-PROBLEM_SCHEMA = {"$ref": "#/components/schemas/Problem"}
-ERROR_STATUSES = (400, 401, 403, 405, 406, 500, 503)
-
-
-def build_responses(body: Any) -> dict[Any, Any]:
-    """The responses of one operation."""
-    bad = {
-        (status, "application/problem+json"): OpenApiResponse(PROBLEM_SCHEMA, description=HTTPStatus(status).phrase)
-        for status in ERROR_STATUSES
-    }
-    return {200: body} | bad
+ZERO_USD = Decimal(0)
+ITEM_NAMES = [str(item) for item in BillableItem.values]
 
 
-class ApiKey(Protocol):
-    operator: bool
-    dids: Sequence[str]
+class CostQuerySerializer(CostFilterSerializer):
+    by = serializers.ChoiceField([*GROUP_BY_COLUMNS], default="agent", help_text="Grouping of the results.")
+    since = serializers.DateField(required=False, help_text="First day, UTC.")
+    until = serializers.DateField(required=False, help_text="Day after the last one, UTC.")
+    lease = serializers.UUIDField(required=False, help_text="Only costs of this lease.")
+    limit = serializers.IntegerField(default=1000, min_value=1, max_value=MAX_RESULTS, help_text="Maximum number of results.")
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        if "since" in attrs and "until" in attrs and attrs["until"] <= attrs["since"]:
+            raise serializers.ValidationError({"until": "Must be later than since: it is the day after the last one."})
+        return attrs
 
 
-class Caller(Protocol):
-    """Who calls, as far as it matters here. `require` is PermissionDenied for agents that are not the caller's."""
-
-    key: ApiKey
-
-    def require(self, did: str) -> None: ...
-
-
-class CsvRenderer(BaseRenderer):
-    """What a view has made CSV of already."""
-
-    media_type, format, charset = CSV_MEDIA_TYPE, "csv", "utf-8"
-
-    def render(self, data: Any, accepted_media_type: str | None = None, renderer_context: Any = None) -> Any:
-        return data
+class CostTotalSerializer(serializers.Serializer):
+    key = serializers.CharField(help_text="Group. Empty for costs without one: a plan, or a sandbox that no lease held.")
+    usd = serializers.CharField(help_text="Decimal number.")
+    hours = serializers.CharField(allow_null=True, help_text="Sandbox hours. Null when grouped by item.")
+    quantities = serializers.DictField(child=serializers.CharField(), help_text="Quantities in the units of the items.")
+    free = serializers.DictField(child=serializers.CharField(), help_text="Part of the quantities covered by an allowance.")
 
 
-def validate_query(form: type[Serializer], request: Request) -> dict[str, Any]:
-    """What the address asks, by this form; ValidationError names what is wrong, or said twice."""
-    if twice := {name: "Said more than once." for name, said in request.query_params.lists() if len(said) > 1}:
-        raise ValidationError(twice)
-    read = form(data=request.query_params.dict())
-    read.is_valid(raise_exception=True)
-    found: dict[str, Any] = read.validated_data
-    return found
-
-
-def authorize_agents(request: Request, said: Mapping[str, Any]) -> Sequence[str] | None:
-    """Whose costs the caller may see; None: everybody's. PermissionDenied if it asks for another agent's."""
-    caller = cast(Caller, request.user)
-    if "agent" in said:
-        caller.require(said["agent"])
-    return None if caller.key.operator else caller.key.dids
-
-
-def get_metered_at() -> datetime | None:
-    return Watermark.objects.filter(name="time").values_list("at", flat=True).first()
+class CostReportSerializer(serializers.Serializer):
+    by = serializers.CharField()
+    since = serializers.DateField(allow_null=True)
+    until = serializers.DateField(allow_null=True)
+    metered_at = serializers.DateTimeField(allow_null=True, help_text="Usage up to this time is included.")
+    total_usd = serializers.CharField(help_text="Total of all results, including those left out.")
+    left_out = serializers.IntegerField(help_text="Number of results beyond the limit.")
+    results = CostTotalSerializer(many=True)
 
 
 class CostsView(APIView):
     http_method_names = ["get", "head"]
-    renderer_classes = [JSONRenderer, CsvRenderer]
+    renderer_classes = [*APIView.renderer_classes, CsvRenderer]
 
     @extend_schema(
         operation_id="costs_get",
-        parameters=[show.CostQuerySerializer],
-        responses=build_responses(show.CostReportSerializer) | {(200, CSV_MEDIA_TYPE): OpenApiTypes.STR},
+        summary="Get costs",
+        parameters=[CostQuerySerializer],
+        responses=build_responses(CostReportSerializer) | {(200, CSV_MEDIA_TYPE): OpenApiTypes.STR},
     )
     def get(self, request: Request) -> HttpResponse:
-        """What this key's agents have used and what that cost; with an operator's key that of all. `Accept: text/csv`, or
-        `format=csv`, is answered with a table of everything."""
-        said = validate_query(show.CostQuerySerializer, request)
-        agents = authorize_agents(request, said)
-        by, limit, since, until = said.pop("by"), said.pop("limit"), said.pop("since", None), said.pop("until", None)
-        found = sum_costs(by, since=since, until=until, agents=agents, **said)
+        """Return usage and costs of this key's agents; with an operator's key, of all agents.
+
+        `Accept: text/csv` or `format=csv` returns all results as a table."""
+        query = validate_query(CostQuerySerializer, request)
+        agents = authorize_agents(request, query)
+        by, limit, since, until = query.pop("by"), query.pop("limit"), query.pop("since", None), query.pop("until", None)
+        totals = sum_costs(by, since=since, until=until, agents=agents, **query)
         if request.accepted_renderer.format == "csv":
-            return Response(show.render_costs_csv(by, found))
+            return Response(render_costs_csv(by, totals))
         return Response(
             {
                 "by": by,
-                "since": show.format_day(since),
-                "until": show.format_day(until),
+                "since": format_day(since),
+                "until": format_day(until),
                 "metered_at": get_metered_at(),
-                "total_usd": format_decimal(sum((total.usd for total in found), show.ZERO_USD)),
-                "left_out": max(len(found) - limit, 0),
-                "results": [show.render_cost_total(total) for total in found[:limit]],
+                "total_usd": format_decimal(sum((total.usd for total in totals), ZERO_USD)),
+                "left_out": max(len(totals) - limit, 0),
+                "results": [render_cost_total(total) for total in totals[:limit]],
             }
         )
 
 
-class EstimateView(APIView):
-    http_method_names = ["get", "head"]
-
-    @extend_schema(
-        operation_id="estimate_get",
-        parameters=[show.EstimateQuerySerializer],
-        responses=build_responses(show.EstimateSerializer),
-    )
-    def get(self, request: Request) -> HttpResponse:
-        """What so many agents would cost in a month, by the rates that are valid now."""
-        said = validate_query(show.EstimateQuerySerializer, request)
-        try:
-            found = estimate(Scenario(**said), Rate.objects.all(), now=timezone.now())
-        except EstimateError as wrong:
-            raise ValidationError({wrong.field: str(wrong)}) from None
-        return Response(show.render_estimate(found))
+def render_cost_total(total: CostTotal) -> dict[str, Any]:
+    return {
+        "key": total.key,
+        "usd": pricing.format_decimal(total.usd),
+        "hours": format_hours(total),
+        "quantities": {item: pricing.format_decimal(amount) for item, amount in sorted(total.quantities.items())},
+        "free": {item: pricing.format_decimal(amount) for item, amount in sorted(total.free.items())},
+    }
 
 
-class ForecastView(APIView):
-    http_method_names = ["get", "head"]
+def format_hours(total: CostTotal) -> str | None:
+    if total.sandbox_time is None:
+        return None
+    return pricing.format_decimal(pricing.round_half_up(pricing.to_units("time", total.sandbox_time // MICROSECOND)))
 
-    @extend_schema(
-        operation_id="forecast_get",
-        parameters=[show.ForecastQuerySerializer],
-        responses=build_responses(show.ForecastSerializer),
-    )
-    def get(self, request: Request) -> HttpResponse:
-        """What this month will cost if the days to come cost what the last ones have, and when a budget is spent: of this
-        key's agents, with an operator's key of all."""
-        said = validate_query(show.ForecastQuerySerializer, request)
-        found = forecast(now=timezone.now(), agents=authorize_agents(request, said), **said)
-        return Response({"metered_at": get_metered_at(), **show.render_forecast(found)})
+
+def render_costs_csv(by: str, totals: Iterable[CostTotal]) -> str:
+    """Return a table with one line per group: cost, sandbox hours and quantities by item, empty where there are none."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([by, "usd", "hours", *ITEM_NAMES])
+    for total in totals:
+        quantities = [pricing.format_decimal(total.quantities[item]) if item in total.quantities else "" for item in ITEM_NAMES]
+        writer.writerow([total.key, pricing.format_decimal(total.usd), format_hours(total) or "", *quantities])
+    return text.getvalue()

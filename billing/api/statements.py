@@ -1,75 +1,185 @@
-"""The doors to statements. They are accounts', not agents': an agent's key is answered 403, and has /costs for its own part."""
+"""Monthly statements of accounts, for operator keys only. Agents see their own costs under /costs."""
 
-from typing import cast
+import csv
+import re
+from collections.abc import Iterable
+from datetime import date
+from io import StringIO
+from typing import Any, cast
 
 from django.http import HttpResponse
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, extend_schema
+from rest_framework import serializers
 from rest_framework.exceptions import NotFound, PermissionDenied
-from rest_framework.renderers import JSONRenderer
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from billing.api import serializers_statements as show
-from billing.api.costs import CSV_MEDIA_TYPE, PROBLEM_SCHEMA, Caller, CsvRenderer, build_responses
-from billing.models import Statement
+from billing.api.views import CSV_MEDIA_TYPE, MAX_RESULTS, PROBLEM_SCHEMA, Caller, CsvRenderer, build_responses
+from billing.models import BillableItem, Statement, StatementLine
+from billing.pricing import format_decimal
 
 NOT_FOUND_RESPONSE = {(404, "application/problem+json"): OpenApiResponse(PROBLEM_SCHEMA, description="Not Found")}
+MONTH_PATTERN = re.compile(r"(?P<year>20\d\d)-(?P<month>0[1-9]|1[0-2])", re.ASCII)
+
+
+def parse_month(text: str) -> date | None:
+    """Return the first day of a month such as 2026-11, None if `text` is not a month."""
+    match = MONTH_PATTERN.fullmatch(text)
+    return date(int(match["year"]), int(match["month"]), 1) if match else None
+
+
+class MonthField(serializers.CharField):
+    """Month such as 2026-11, as its first day."""
+
+    def to_internal_value(self, data: Any) -> Any:
+        month = parse_month(super().to_internal_value(data))
+        if month is None:
+            raise serializers.ValidationError("Not a month such as 2026-11.")
+        return month
+
+
+class StatementQuerySerializer(serializers.Serializer):
+    account = serializers.CharField(required=False, max_length=63, help_text="Only statements of this account.")
+    month = MonthField(required=False, help_text="Only statements of this month, such as 2026-11.")
+    limit = serializers.IntegerField(default=1000, min_value=1, max_value=MAX_RESULTS, help_text="Maximum number of results.")
+
+
+class StatementLineSerializer(serializers.Serializer):
+    kind = serializers.ChoiceField(StatementLine.Kind.values, help_text="correction: change to a month closed earlier.")
+    for_month = serializers.CharField(help_text="Month of the usage, such as 2026-11.")
+    agent = serializers.CharField(help_text="DID; empty for a plan or a sandbox that no lease held.")
+    provider = serializers.CharField()
+    item = serializers.CharField()
+    unit = serializers.CharField()
+    quantity = serializers.CharField()
+    usd = serializers.CharField(help_text="Rounded to cents; negative for a refund by correction.")
+
+
+class StatementSerializer(serializers.Serializer):
+    account = serializers.CharField()
+    month = serializers.CharField()
+    closed_at = serializers.DateTimeField()
+    subtotal_usd = serializers.CharField(help_text="Sum of the lines.")
+    credit_used_usd = serializers.CharField()
+    total_usd = serializers.CharField(help_text="Amount due; negative for a refund.")
+
+
+class StatementDetailSerializer(StatementSerializer):
+    lines = StatementLineSerializer(many=True)
+
+
+class StatementListSerializer(serializers.Serializer):
+    left_out = serializers.IntegerField(help_text="Number of results beyond the limit.")
+    results = StatementSerializer(many=True)
 
 
 def require_operator(request: Request) -> None:
     if not cast(Caller, request.user).key.operator:
-        raise PermissionDenied("Statements are for operators' keys. What your agents cost is at /api/v1/costs.")
+        raise PermissionDenied("Statements require an operator's key. Costs of your agents are at /api/v1/costs.")
 
 
 class StatementListView(APIView):
     http_method_names = ["get", "head"]
-    renderer_classes = [JSONRenderer, CsvRenderer]
+    renderer_classes = [*APIView.renderer_classes, CsvRenderer]
 
     @extend_schema(
         operation_id="statements_list",
-        parameters=[show.StatementQuerySerializer],
-        responses=build_responses(show.StatementListSerializer) | {(200, CSV_MEDIA_TYPE): OpenApiTypes.STR},
+        summary="List statements",
+        parameters=[StatementQuerySerializer],
+        responses=build_responses(StatementListSerializer) | {(200, CSV_MEDIA_TYPE): OpenApiTypes.STR},
     )
     def get(self, request: Request) -> HttpResponse:
-        """Closed months, newest first. Operators' keys only. `Accept: text/csv` is answered with a table of all."""
+        """Return the statements of closed months, newest first. Operator keys only.
+
+        `Accept: text/csv` or `format=csv` returns all results as a table."""
         require_operator(request)
-        form = show.StatementQuerySerializer(data=request.query_params.dict())
-        form.is_valid(raise_exception=True)
-        said = form.validated_data
-        only = {field: said[name] for name, field in (("account", "account__name"), ("month", "month")) if name in said}
-        found = Statement.objects.filter(**only).select_related("account").order_by("-month", "account__name")
+        query = StatementQuerySerializer(data=request.query_params.dict())
+        query.is_valid(raise_exception=True)
+        parameters = query.validated_data
+        filters = {
+            field: parameters[name] for name, field in (("account", "account__name"), ("month", "month")) if name in parameters
+        }
+        statements = Statement.objects.filter(**filters).select_related("account").order_by("-month", "account__name")
         if request.accepted_renderer.format == "csv":
-            return Response(show.render_statements_csv(found))
-        number = found.count()
-        results = [show.render_statement(row) for row in found[: said["limit"]]]
-        return Response({"left_out": number - len(results), "results": results})
+            return Response(render_statements_csv(statements))
+        count = statements.count()
+        results = [render_statement(row) for row in statements[: parameters["limit"]]]
+        return Response({"left_out": count - len(results), "results": results})
 
 
 class StatementDetailView(APIView):
     http_method_names = ["get", "head"]
-    renderer_classes = [JSONRenderer, CsvRenderer]
+    renderer_classes = [*APIView.renderer_classes, CsvRenderer]
 
     @extend_schema(
         operation_id="statements_get",
+        summary="Get a statement",
         parameters=[
-            OpenApiParameter("account", str, OpenApiParameter.PATH, description="Its name."),
-            OpenApiParameter("month", str, OpenApiParameter.PATH, description="Such as 2026-11."),
+            OpenApiParameter("account", str, OpenApiParameter.PATH, description="Name of the account."),
+            OpenApiParameter("month", str, OpenApiParameter.PATH, description="Month such as 2026-11."),
         ],
-        responses=build_responses(show.StatementDetailSerializer)
-        | {(200, CSV_MEDIA_TYPE): OpenApiTypes.STR}
-        | NOT_FOUND_RESPONSE,
+        responses=build_responses(StatementDetailSerializer) | {(200, CSV_MEDIA_TYPE): OpenApiTypes.STR} | NOT_FOUND_RESPONSE,
     )
     def get(self, request: Request, account: str, month: str) -> HttpResponse:
-        """One closed month with its lines: what was used, then what corrects months that were closed before. Operators' keys
-        only. `Accept: text/csv` is answered with the lines as a table."""
+        """Return one statement with its lines: usage, then corrections of months closed earlier. Operator keys only.
+
+        `Accept: text/csv` or `format=csv` returns the lines as a table."""
         require_operator(request)
-        when = show.parse_month(month)
+        first_day = parse_month(month)
         rows = Statement.objects.filter(account__name=account).select_related("account")
-        found = rows.filter(month=when).first() if when else None
-        if found is None:
-            raise NotFound("No such month is closed.")
+        statement = rows.filter(month=first_day).first() if first_day else None
+        if statement is None:
+            raise NotFound("There is no such statement.")
         if request.accepted_renderer.format == "csv":
-            return Response(show.render_lines_csv(found.lines.all()))
-        return Response(show.render_statement_detail(found))
+            return Response(render_lines_csv(statement.lines.all()))
+        return Response(render_statement_detail(statement))
+
+
+def render_statement(row: Statement) -> dict[str, Any]:
+    """Serialize a statement. Needs select_related("account")."""
+    return {
+        "account": row.account.name,
+        "month": f"{row.month:%Y-%m}",
+        "closed_at": row.closed_at,
+        "subtotal_usd": str(row.subtotal),
+        "credit_used_usd": str(row.credit_used),
+        "total_usd": str(row.total),
+    }
+
+
+def render_statement_detail(row: Statement) -> dict[str, Any]:
+    return render_statement(row) | {"lines": [render_statement_line(line) for line in row.lines.all()]}
+
+
+def render_statement_line(line: StatementLine) -> dict[str, Any]:
+    return {
+        "kind": line.kind,
+        "for_month": f"{line.for_month:%Y-%m}",
+        "agent": line.agent_did,
+        "provider": line.provider,
+        "item": line.item,
+        "unit": BillableItem(line.item).label,
+        "quantity": format_decimal(line.quantity),
+        "usd": str(line.usd),
+    }
+
+
+def render_lines_csv(lines: Iterable[StatementLine]) -> str:
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*StatementLineSerializer().fields])
+    for line in lines:
+        writer.writerow(render_statement_line(line).values())
+    return text.getvalue()
+
+
+def render_statements_csv(rows: Iterable[Statement]) -> str:
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*StatementSerializer().fields])
+    for row in rows:
+        shown = render_statement(row)
+        writer.writerow([*(shown | {"closed_at": row.closed_at.isoformat()}).values()])
+    return text.getvalue()

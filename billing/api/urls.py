@@ -1,13 +1,13 @@
-"""/api/v1/: what was used and what it costs."""
+"""Routes of the billing API under /api/v1/."""
 
 from django.urls import path
 
-from billing.api import costs, statements
+from billing.api import costs, estimates, statements
 
 urlpatterns = [
     path("costs", costs.CostsView.as_view()),
-    path("estimate", costs.EstimateView.as_view()),
-    path("forecast", costs.ForecastView.as_view()),
+    path("estimate", estimates.EstimateView.as_view()),
+    path("forecast", estimates.ForecastView.as_view()),
     path("statements", statements.StatementListView.as_view()),
     path("statements/<slug:account>/<str:month>", statements.StatementDetailView.as_view()),
 ]

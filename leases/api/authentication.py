@@ -1,14 +1,11 @@
-"""Who calls: `Authorization: Bearer <key>`. A key reaches the leases of its own agents, an operator's reaches all."""
+"""Authentication by API key: `Authorization: Bearer <key>`."""
 
-from datetime import datetime
 from uuid import UUID
 
 from django.db.models import QuerySet
-from django.http import HttpRequest
 from django.utils import timezone
 from rest_framework.authentication import BaseAuthentication
 from rest_framework.exceptions import AuthenticationFailed, NotAuthenticated, NotFound, PermissionDenied
-from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
 
 from leases import api_keys
@@ -17,7 +14,9 @@ from sandboxes.db import sql
 
 
 class Caller:
-    """The key behind a request, as what Django calls a user."""
+    """API key behind a request, in the place of a Django user.
+
+    An agent key reaches the leases of the agents it names, an operator key reaches all."""
 
     is_authenticated = True
 
@@ -30,55 +29,33 @@ class Caller:
         return self.key.operator or did in self.key.dids
 
     def require(self, did: str) -> None:
-        """PermissionDenied unless this key speaks for the agent."""
+        """Raise PermissionDenied unless this key speaks for the agent."""
         if not self.speaks_for(did):
             raise PermissionDenied("This key does not speak for that agent.")
 
-    def leases(self) -> QuerySet[Lease]:
-        """The leases this key may see; others do not exist for it."""
-        every = Lease.objects.all()
-        return every if self.key.operator else every.filter(agent_did__in=self.key.dids)
+    def visible_leases(self) -> QuerySet[Lease]:
+        leases = Lease.objects.all()
+        return leases if self.key.operator else leases.filter(agent_did__in=self.key.dids)
 
-    def lease(self, pk: UUID) -> Lease:
-        found = sql.find_first(Lease, "id = %s", pk)
-        if found is None or not self.speaks_for(found.agent_did):
+    def get_lease(self, pk: UUID) -> Lease:
+        """Return a lease. Raises NotFound if this key may not see it."""
+        lease = sql.find_first(Lease, "id = %s", pk)
+        if lease is None or not self.speaks_for(lease.agent_did):
             raise NotFound("There is no such lease.")
-        return found
-
-
-def authenticate_request(request: HttpRequest, *, now: datetime) -> Caller:
-    """Whoever holds the key of this request. NotAuthenticated without one, AuthenticationFailed if it is no good."""
-    scheme, _, key = request.META.get("HTTP_AUTHORIZATION", "").partition(" ")
-    if not scheme:
-        raise NotAuthenticated(HasKey.message)
-    row = api_keys.find_active_key(key.strip(), now=now) if scheme.lower() == "bearer" else None
-    if row is None:
-        raise AuthenticationFailed("This key is not known, or was revoked.")
-    return Caller(row)
+        return lease
 
 
 class KeyAuthentication(BaseAuthentication):
-    """The same for views that go through all of DRF."""
+    """Authenticate the holder of an API key. `request.user` is a Caller, `request.auth` the AgentKey row."""
 
-    def authenticate(self, request: Request) -> tuple[Caller, AgentKey] | None:
-        if "HTTP_AUTHORIZATION" not in request.META:
-            return None
-        caller = authenticate_request(request._request, now=timezone.now())
-        return caller, caller.key
+    def authenticate(self, request: Request) -> tuple[Caller, AgentKey]:
+        scheme, _, key = request.META.get("HTTP_AUTHORIZATION", "").partition(" ")
+        if not scheme:
+            raise NotAuthenticated("Send Authorization: Bearer <key>.")
+        row = api_keys.find_active_key(key.strip(), now=timezone.now()) if scheme.lower() == "bearer" else None
+        if row is None:
+            raise AuthenticationFailed("This key is not known, or was revoked.")
+        return Caller(row), row
 
     def authenticate_header(self, request: Request) -> str:
         return 'Bearer realm="leasehold"'
-
-
-class HasKey(BasePermission):
-    message = "Send Authorization: Bearer <key>."
-
-    def has_permission(self, request: Request, view: object) -> bool:
-        return isinstance(request.user, Caller)
-
-
-class IsOperator(BasePermission):
-    message = "Only an operator's key may do this."
-
-    def has_permission(self, request: Request, view: object) -> bool:
-        return isinstance(request.user, Caller) and request.user.key.operator

@@ -1,7 +1,8 @@
-"""Fields of requests: what they take, and what is wrong with the rest."""
+"""Serializer fields and query parameters of requests."""
 
 import base64
 import re
+import uuid
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -9,20 +10,23 @@ from typing import Any
 from django.core.validators import RegexValidator
 from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
+from rest_framework.exceptions import ValidationError
+from rest_framework.request import Request
+from rest_framework.serializers import Serializer
 
 from leases.errors import InvalidRequest, RequestTooLarge
 from leases.models import DID_DESCRIPTION, DID_PATTERN
 from sandboxes.db import durations
 
 MAX_TTL_SECONDS = int(durations.MAX_DURATION.total_seconds())
-MAX_COMMAND_BYTES = 128 << 10  # bytes of argv, and of env: Linux takes no longer string, and twice this always fits
+MAX_COMMAND_BYTES = 128 << 10  # of argv and of env each: the longest single string Linux accepts, and both together always fit
 ENCODINGS = ("utf-8", "base64")
 ENV_NAME_RE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
-RESERVED_ENV_PREFIXES = ("LEASEHOLD_", "LLM_SOCKET")  # what tells programs in a sandbox where they are
+RESERVED_ENV_PREFIXES = ("LEASEHOLD_", "LLM_SOCKET")  # set by the control plane
 
 
 class StrictCharField(serializers.CharField):
-    """A JSON string as it is: nothing is trimmed, and a number is none."""
+    """JSON string, not trimmed. Numbers are not converted."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"trim_whitespace": False, **options})
@@ -40,7 +44,7 @@ class PatternField(StrictCharField):
 
 
 class StrictIntegerField(serializers.IntegerField):
-    """A JSON integer: not a string of digits, not true, not 1.0."""
+    """JSON integer. Rejects digit strings, booleans and 1.0."""
 
     def to_internal_value(self, data: Any) -> int:
         if isinstance(data, bool) or not isinstance(data, int):
@@ -48,42 +52,72 @@ class StrictIntegerField(serializers.IntegerField):
         return data
 
 
+@extend_schema_field({"type": "boolean"})
+class StrictBooleanField(serializers.Field):
+    """JSON true or false. Strings and numbers are not converted."""
+
+    def to_internal_value(self, data: Any) -> bool:
+        if not isinstance(data, bool):
+            raise serializers.ValidationError("Must be true or false.")
+        return data
+
+
+class StrictUUIDField(serializers.UUIDField):
+    """UUID in a JSON string. Numbers are not converted."""
+
+    def to_internal_value(self, data: Any) -> uuid.UUID:
+        if not isinstance(data, str):
+            self.fail("invalid", value=data)
+        return super().to_internal_value(data)
+
+
 @extend_schema_field({"oneOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["5m", "30s"]}]})
 class DurationField(serializers.Field):
     def to_internal_value(self, data: Any) -> timedelta:
         try:
             return durations.parse_duration(data)
-        except ValueError as wrong:
-            raise serializers.ValidationError(f"{wrong}.") from None
+        except ValueError as error:
+            raise serializers.ValidationError(f"{error}.") from None
 
 
 @extend_schema_field({"type": "object", "additionalProperties": True})
 class JsonObjectField(serializers.Field):
     def to_internal_value(self, data: Any) -> dict[str, Any]:
         if not isinstance(data, dict):
-            raise serializers.ValidationError("A JSON object.")
+            raise serializers.ValidationError("Must be a JSON object.")
+        return data
+
+
+@extend_schema_field({})
+class JsonField(serializers.Field):
+    """Any JSON value, including null."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_null": True, **options})
+
+    def to_internal_value(self, data: Any) -> Any:
         return data
 
 
 @extend_schema_field({"type": "string"})
 class AnyStringField(serializers.Field):
-    """Any string at all: it is not stored."""
+    """Any JSON string, without restrictions: the value is not stored in the database."""
 
     def to_internal_value(self, data: Any) -> str:
         if not isinstance(data, str):
-            raise serializers.ValidationError("A string.")
+            raise serializers.ValidationError("Must be a string.")
         return data
 
 
 @extend_schema_field({"type": "array", "items": {"type": "string"}, "minItems": 1})
 class ArgvField(serializers.Field):
-    """What execve takes: strings without NUL, not too long, the first being the program."""
+    """Argument vector for execve: strings without NUL, limited in total size, the program first."""
 
     def to_internal_value(self, data: Any) -> list[str]:
         if not isinstance(data, list) or not all(isinstance(word, str) and "\0" not in word for word in data):
-            raise serializers.ValidationError("A list of strings without NUL.")
+            raise serializers.ValidationError("Must be a list of strings without NUL.")
         if not data or not data[0]:
-            raise serializers.ValidationError("The first element names a program.")
+            raise serializers.ValidationError("The first element must name a program.")
         _check_size("argv", data)
         return data
 
@@ -92,10 +126,12 @@ class ArgvField(serializers.Field):
 class EnvField(serializers.Field):
     def to_internal_value(self, data: Any) -> dict[str, str]:
         if not isinstance(data, dict) or any(not isinstance(value, str) or "\0" in value for value in data.values()):
-            raise serializers.ValidationError("An object of strings without NUL.")
+            raise serializers.ValidationError("Must be an object of strings without NUL.")
         for name in data:
             if not ENV_NAME_RE.fullmatch(name):
-                raise serializers.ValidationError(f"{name[:40]!r} is not a name of letters, digits and _.")
+                raise serializers.ValidationError(
+                    f"{name[:40]!r} must consist of letters, digits and _, and not begin with a digit."
+                )
             if name.startswith(RESERVED_ENV_PREFIXES):
                 raise serializers.ValidationError(f"{name[:40]} is reserved.")
         _check_size("env", [*data, *data.values()])
@@ -104,7 +140,7 @@ class EnvField(serializers.Field):
 
 def _check_size(field: str, words: list[str]) -> None:
     if sum(len(word.encode()) + 1 for word in words) > MAX_COMMAND_BYTES:
-        raise RequestTooLarge(f"{field} has at most {MAX_COMMAND_BYTES} bytes.", field=field)
+        raise RequestTooLarge(f"{field} exceeds {MAX_COMMAND_BYTES} bytes.", field=field)
 
 
 def build_did_field() -> PatternField:
@@ -128,6 +164,21 @@ def decode_input(text: str, encoding: str, field: str) -> bytes:
         raise InvalidRequest(field, "Not base64.") from None
 
 
-def seconds_to_timedelta(said: Mapping[str, Any], name: str) -> timedelta | None:
-    """A duration given in whole seconds, None if it was not."""
-    return timedelta(seconds=said[name]) if said.get(name) else None
+def seconds_to_timedelta(data: Mapping[str, Any], name: str) -> timedelta | None:
+    """Return the duration that `data` gives in whole seconds under `name`, None if absent or null."""
+    return timedelta(seconds=data[name]) if data.get(name) else None
+
+
+def parse_encoding(request: Request) -> str:
+    encoding = request.GET.get("encoding", "utf-8")
+    if encoding not in ENCODINGS:
+        raise InvalidRequest("encoding", f"Must be one of {', '.join(ENCODINGS)}.")
+    return encoding
+
+
+def validate_url_value(serializer: Serializer, field: str, value: str) -> str:
+    """Validate a value from the URL by the rules of a body field. ValidationError names the field."""
+    try:
+        return str(serializer.fields[field].run_validation(value))
+    except ValidationError as error:
+        raise ValidationError({field: error.detail}) from None

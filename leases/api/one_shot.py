@@ -1,5 +1,6 @@
-"""The door to one-shot runs: one request, one command in a sandbox of its own, one answer, and nothing left."""
+"""One-shot runs: one command in a sandbox of its own, which is destroyed before the response is sent."""
 
+import base64
 import io
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,91 +8,190 @@ from typing import Any, BinaryIO
 from uuid import UUID
 
 from django.conf import settings
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
 from rest_framework.exceptions import NotFound
+from rest_framework.response import Response
 
 from leases import leasing, one_shot
 from leases.api import schema
-from leases.api import serializers_one_shot as show
-from leases.api.fields import decode_input, seconds_to_timedelta
+from leases.api.fields import (
+    AnyStringField,
+    PatternField,
+    StrictBooleanField,
+    StrictIntegerField,
+    build_did_field,
+    decode_input,
+    encode_output,
+    parse_encoding,
+    seconds_to_timedelta,
+)
 from leases.api.idempotency import StatusAndBody
-from leases.api.leases import AgentApiView, parse_encoding
+from leases.api.runs import ExecSerializer, ProgramSerializer
+from leases.api.views import ApiRequest, ApiView
 from leases.errors import InvalidRequest
 from leases.errors import RequestTooLarge as BodyTooLarge
-from leases.one_shot import OneShotRequest
+from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult
 from sandboxes.providers import tar_validation
-from sandboxes.providers.base import Rejected, TooLarge
+from sandboxes.providers.base import WORKSPACE, Rejected, TooLarge
 from sandboxes.runs import KILL_GRACE
 
-NEW_RUN_SERIALIZER = show.NewRunSerializer()
-MAX_NEW_RUN_BODY_BYTES = 32 << 20  # a workspace, mostly
+MAX_NEW_RUN_BODY_BYTES = 32 << 20  # mostly the workspace
+MAX_RETURNED_WORKSPACE_BYTES = 16 << 20  # of the tar in a response
 
 
-class OneShotRunCreateView(AgentApiView):
+class LimitsSerializer(serializers.Serializer):
+    timeout_seconds = StrictIntegerField(
+        min_value=1, required=False, allow_null=True, help_text="Default: LEASEHOLD_EXEC_TIMEOUT of the server."
+    )
+    memory_mib = StrictIntegerField(
+        min_value=1, required=False, allow_null=True,
+        help_text="At most LEASEHOLD_RUN_MEMORY_MOST_MIB. Default: memory of the pool's sandboxes.",
+    )  # fmt: skip
+
+    validate_timeout_seconds = ExecSerializer.validate_timeout_seconds
+
+
+class NewRunSerializer(ProgramSerializer):
+    agent_did = build_did_field()
+    stdin = AnyStringField(default="")
+    workspace = AnyStringField(
+        required=False,
+        allow_null=True,
+        help_text=f"Uncompressed tar in base64, unpacked into {WORKSPACE} before the command starts.",
+    )
+    return_workspace = StrictBooleanField(default=False, help_text=f"Return the content of {WORKSPACE} after the command.")
+    limits = LimitsSerializer(required=False, allow_null=True)
+    environment_type = PatternField(
+        r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, allow_null=True,
+        help_text="Environment type of the run. Default: run.",
+    )  # fmt: skip
+    pool = PatternField(r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, allow_null=True)
+
+
+class OneShotRunSerializer(serializers.Serializer):
+    run_id = serializers.UUIDField()
+    lease_id = serializers.UUIDField(help_text="Equals run_id: the run has a lease of its own.")
+    outcome = serializers.ChoiceField(
+        [outcome.value for outcome in OneShotOutcome], allow_null=True,
+        help_text="ok: exit code 0; failed: other exit code; timeout, oom_killed: killed; container_failed: the sandbox "
+        "did not start, did not respond or was lost; internal: error in the control plane. Null while running.",
+    )  # fmt: skip
+    exit_code = serializers.IntegerField(allow_null=True, help_text="128 + n if ended by signal n; null if unknown.")
+    stdout = serializers.CharField(help_text="Output; from GET only the first bytes, as many as are stored with a run.")
+    stderr = serializers.CharField()
+    truncated = serializers.BooleanField(help_text="The output exceeded the limit; the rest was dropped.")
+    duration_seconds = serializers.FloatField(allow_null=True, help_text="Duration including the transfer of the workspace.")
+    note = serializers.CharField(help_text="Reason for the outcome, if the exit code does not show it.")
+    cleaned_up = serializers.BooleanField(
+        help_text="The sandbox is confirmed destroyed. If false, the sweeps retry until it is."
+    )
+
+
+class OneShotResultSerializer(OneShotRunSerializer):
+    workspace = serializers.CharField(
+        allow_null=True,
+        help_text=f"{WORKSPACE} without .home as an uncompressed tar in base64, at most "
+        f"{MAX_RETURNED_WORKSPACE_BYTES >> 20} MiB. Null if not requested or not returned; `note` then gives the reason.",
+    )
+
+
+NEW_RUN_SERIALIZER = NewRunSerializer()
+
+
+class OneShotRunCreateView(ApiView):
+    max_body_bytes = MAX_NEW_RUN_BODY_BYTES
+
     @extend_schema(
         operation_id="runs_create",
+        summary="Execute a command in a new sandbox",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER, schema.ENCODING_PARAMETER],
-        request=show.NewRunSerializer,
-        responses=schema.build_responses(show.OneShotResultSerializer, 402, 409, 413, 415, 429),
+        request=NewRunSerializer,
+        responses=schema.build_responses(OneShotResultSerializer, 402, 409, 413, 415, 429),
     )
-    def post(self, request: HttpRequest) -> HttpResponse:
-        """Run one command in a sandbox of its own, made for it and destroyed before this answers. However it ended is an
-        answer, also that there was no sandbox to be had; no place, no quota and bad input are errors, and nothing has run."""
+    def post(self, request: ApiRequest) -> HttpResponse:
+        """Create a sandbox, run one command, destroy the sandbox and return the result.
+
+        Failures of the command or of its sandbox are results (200). Lack of capacity or quota and invalid input are errors;
+        in that case nothing has run."""
         encoding = parse_encoding(request)
-        body, said = self.read(request, NEW_RUN_SERIALIZER, MAX_NEW_RUN_BODY_BYTES)
-        self.caller.require(said["agent_did"])
-        back = io.BytesIO()
-        wish = replace(build_one_shot_request(said, encoding, back), key_id=self.key_id)
+        data = self.validate_body(NEW_RUN_SERIALIZER)
+        self.caller.require(data["agent_did"])
+        returned = io.BytesIO()
+        one_shot_request = replace(build_one_shot_request(data, encoding, returned), key_id=self.key_id)
 
         def act(run_id: UUID) -> StatusAndBody:
-            result = one_shot.run_once(replace(wish, run_id=run_id), now=self.now, actor=self.actor, admit=self.admit)
-            return 200, show.serialize_one_shot_result(result, back.getvalue(), encoding)
+            result = one_shot.run_once(
+                replace(one_shot_request, run_id=run_id), now=self.now, actor=self.actor, admit=self.consume_creation_token
+            )
+            return 200, serialize_one_shot_result(result, returned.getvalue(), encoding)
 
-        patience = wish.max_duration + one_shot.CLEANUP_TIMEOUT + 2 * KILL_GRACE
-        return self.once(request, act, body=body, patience=patience, repeatable=False)
+        patience = one_shot_request.max_duration + one_shot.CLEANUP_TIMEOUT + 2 * KILL_GRACE
+        return self.execute_once(act, patience=patience, repeatable=False)
 
 
-class OneShotRunView(AgentApiView):
+class OneShotRunView(ApiView):
     @extend_schema(
         operation_id="runs_get",
+        summary="Get a one-shot run",
         parameters=[schema.ENCODING_PARAMETER],
-        responses=schema.build_responses(show.OneShotRunSerializer, 404),
+        responses=schema.build_responses(OneShotRunSerializer, 404),
     )
-    def get(self, request: HttpRequest, run_id: UUID) -> HttpResponse:
-        """What is known of a one-shot run, also after the connection that asked for it was lost."""
-        lease = self.caller.lease(run_id)
+    def get(self, request: ApiRequest, run_id: UUID) -> HttpResponse:
+        """Return a one-shot run. Use it to get the result after the connection of the POST was lost."""
+        lease = self.caller.get_lease(run_id)
         if lease.environment_id != f"run-{run_id}":
             raise NotFound("There is no such run.")
         result = one_shot.load_result(leasing.apply_elapsed_clock(lease, self.now))
-        return JsonResponse(show.serialize_one_shot_run(result, parse_encoding(request)))
+        return Response(serialize_one_shot_run(result, parse_encoding(request)))
 
 
-def build_one_shot_request(said: Mapping[str, Any], encoding: str, back: BinaryIO) -> OneShotRequest:
-    limits, workspace = said.get("limits") or {}, said.get("workspace")
+def build_one_shot_request(data: Mapping[str, Any], encoding: str, returned: BinaryIO) -> OneShotRequest:
+    limits, workspace = data.get("limits") or {}, data.get("workspace")
     return OneShotRequest(
-        agent_did=said["agent_did"],
-        argv=said["argv"],
+        agent_did=data["agent_did"],
+        argv=data["argv"],
         timeout=seconds_to_timedelta(limits, "timeout_seconds") or settings.EXEC_TIMEOUT,
-        stdin=decode_input(said["stdin"], encoding, "stdin"),
-        env=said["env"],
-        cwd=said["cwd"],
+        stdin=decode_input(data["stdin"], encoding, "stdin"),
+        env=data["env"],
+        cwd=data["cwd"],
         workspace=None if workspace is None else _decode_workspace(workspace),
-        output=back if said["return_workspace"] else None,
-        max_returned_bytes=show.MAX_RETURNED_WORKSPACE_BYTES,
+        output=returned if data["return_workspace"] else None,
+        max_returned_bytes=MAX_RETURNED_WORKSPACE_BYTES,
         memory_mib=limits.get("memory_mib"),
-        environment_type=said.get("environment_type") or one_shot.DEFAULT_ENVIRONMENT_TYPE,
-        pool=said.get("pool") or "",
+        environment_type=data.get("environment_type") or one_shot.DEFAULT_ENVIRONMENT_TYPE,
+        pool=data.get("pool") or "",
     )
 
 
 def _decode_workspace(text: str) -> BinaryIO:
-    """The workspace of a request, checked."""
+    """Decode and validate the tar of a workspace."""
     tar = io.BytesIO(decode_input(text, "base64", "workspace"))
     try:
         tar_validation.validate_tar(tar)
-    except TooLarge as wrong:
-        raise BodyTooLarge(str(wrong), field="workspace") from None
-    except Rejected as wrong:
-        raise InvalidRequest("workspace", str(wrong)) from None
+    except TooLarge as error:
+        raise BodyTooLarge(str(error), field="workspace") from None
+    except Rejected as error:
+        raise InvalidRequest("workspace", str(error)) from None
     return tar
+
+
+def serialize_one_shot_run(result: OneShotResult, encoding: str) -> dict[str, Any]:
+    return {
+        "run_id": str(result.run_id),
+        "lease_id": str(result.lease_id),
+        "outcome": result.outcome,
+        "exit_code": result.exit_code,
+        "stdout": encode_output(result.stdout, encoding),
+        "stderr": encode_output(result.stderr, encoding),
+        "truncated": result.truncated,
+        "duration_seconds": result.duration.total_seconds() if result.duration is not None else None,
+        "note": result.note,
+        "cleaned_up": result.cleaned_up,
+    }
+
+
+def serialize_one_shot_result(result: OneShotResult, workspace: bytes, encoding: str) -> dict[str, Any]:
+    encoded = base64.b64encode(workspace).decode() if result.workspace_returned else None
+    return serialize_one_shot_run(result, encoding) | {"workspace": encoded}

@@ -1,4 +1,7 @@
-"""Long lists, a page at a time."""
+"""Cursor pagination of lists.
+
+A function and not a DRF pagination class: pages differ in their sort column, some results are built from two queries, and the
+bodies are `{"results", "next"}` without `previous`."""
 
 import base64
 import re
@@ -7,7 +10,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from django.db.models import Model, Q, QuerySet
-from django.http import HttpRequest
+from rest_framework.request import Request
 
 from leases.errors import InvalidRequest
 
@@ -15,30 +18,37 @@ DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 50, 200
 M = TypeVar("M", bound=Model)
 
 
-def paginate(every: QuerySet[M], at: str, request: HttpRequest) -> tuple[list[M], str | None]:
-    """One page, newest first by the moment `at`, and the URL of the next one. A page starts where the last one stopped,
-    not at a number: what is added meanwhile shifts nothing."""
-    asked = request.GET.get("limit", str(DEFAULT_PAGE_SIZE))
-    limit = int(asked) if re.fullmatch("[0-9]{1,3}", asked) else 0
-    if not 1 <= limit <= MAX_PAGE_SIZE:
-        raise InvalidRequest("limit", f"1 to {MAX_PAGE_SIZE}.")
+def paginate(rows: QuerySet[M], sort_column: str, request: Request) -> tuple[list[M], str | None]:
+    """Return one page, newest first by the timestamp `sort_column`, and the URL of the next page or None.
+
+    The cursor names the last row of the previous page, so rows added meanwhile shift nothing. Raises InvalidRequest for an
+    invalid `limit` or `cursor`."""
+    limit = parse_limit(request)
     if cursor := request.GET.get("cursor"):
-        moment, pk = _decode_cursor(cursor, every.model)
-        every = every.filter(Q(**{f"{at}__lt": moment}) | Q(**{at: moment, "pk__lt": pk}))
-    found = list(every.order_by(f"-{at}", "-pk")[: limit + 1])
-    if len(found) <= limit:
-        return found, None
-    last = found[limit - 1]
-    cursor = base64.urlsafe_b64encode(f"{getattr(last, at).astimezone(UTC).isoformat()} {last.pk}".encode()).decode()
-    return found[:limit], f"{request.path}?{urlencode({**request.GET.dict(), 'cursor': cursor})}"
+        timestamp, pk = _decode_cursor(cursor, rows.model)
+        rows = rows.filter(Q(**{f"{sort_column}__lt": timestamp}) | Q(**{sort_column: timestamp, "pk__lt": pk}))
+    page = list(rows.order_by(f"-{sort_column}", "-pk")[: limit + 1])
+    if len(page) <= limit:
+        return page, None
+    last = page[limit - 1]
+    cursor = base64.urlsafe_b64encode(f"{getattr(last, sort_column).astimezone(UTC).isoformat()} {last.pk}".encode()).decode()
+    return page[:limit], f"{request.path}?{urlencode({**request.GET.dict(), 'cursor': cursor})}"
+
+
+def parse_limit(request: Request) -> int:
+    text = request.GET.get("limit", str(DEFAULT_PAGE_SIZE))
+    limit = int(text) if re.fullmatch("[0-9]{1,3}", text) else 0
+    if not 1 <= limit <= MAX_PAGE_SIZE:
+        raise InvalidRequest("limit", f"Must be 1 to {MAX_PAGE_SIZE}.")
+    return limit
 
 
 def _decode_cursor(cursor: str, model: type[Model]) -> tuple[datetime, Any]:
     try:
-        moment, pk = base64.b64decode(cursor, altchars=b"-_", validate=True).decode().split(" ")
+        timestamp, pk = base64.b64decode(cursor, altchars=b"-_", validate=True).decode().split(" ")
         key = model._meta.pk.to_python(pk)
         if isinstance(key, int) and key.bit_length() > 63:
-            raise ValueError  # no database compares with it
-        return datetime.fromisoformat(moment).astimezone(UTC), key
-    except Exception:  # whatever is wrong with it, we did not write it
-        raise InvalidRequest("cursor", "Not a cursor that this server gave out.") from None
+            raise ValueError  # outside the range of a database integer
+        return datetime.fromisoformat(timestamp).astimezone(UTC), key
+    except Exception:  # anything that does not decode was not issued by this server
+        raise InvalidRequest("cursor", "Not a cursor issued by this server.") from None

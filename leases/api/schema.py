@@ -1,4 +1,4 @@
-"""What the OpenAPI document says about every operation: the key, parameters that many take, and errors."""
+"""OpenAPI parts shared by the operations: parameters, headers, responses, security scheme."""
 
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -12,7 +12,7 @@ from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, inline_seri
 from rest_framework import serializers
 
 from leases.api.fields import ENCODINGS
-from leases.api.serializers import ProblemSerializer
+from leases.api.problems import ProblemSerializer
 from leases.models import LeaseStatus
 
 OCTET_STREAM, PROBLEM_JSON = "application/octet-stream", "application/problem+json"
@@ -28,7 +28,6 @@ def _build_query_parameter(name: str, description: str, **options: Any) -> OpenA
 def _build_response_header(
     name: str, description: str, *, statuses: Sequence[int] = (200, 206), **options: Any
 ) -> OpenApiParameter:
-    """A header of answers."""
     return OpenApiParameter(name, str, OpenApiParameter.HEADER, description=description, response=[*statuses], **options)
 
 
@@ -36,56 +35,56 @@ IDEMPOTENCY_KEY_PARAMETER = OpenApiParameter(
     "Idempotency-Key",
     str,
     OpenApiParameter.HEADER,
-    description="1 to 255 visible ASCII characters. Sent again with the same request, it is answered as before, "
-    "with the header `Idempotent-Replayed: true`. Only successes are kept; an error frees the key.",
+    description="1 to 255 visible ASCII characters. A repeated request with the same key gets the stored response, "
+    "with the header `Idempotent-Replayed: true`. Only successful responses are stored; an error frees the key.",
 )
 PAGE_PARAMETERS = [
-    _build_query_parameter("cursor", "Where the page starts; follow `next` rather than write it."),
-    _build_query_parameter("limit", "1 to 200 results a page; 50 if it is not given.", type=int),
+    _build_query_parameter("cursor", "Start of the page, taken from `next`."),
+    _build_query_parameter("limit", "Results per page, 1 to 200. Default: 50.", type=int),
 ]
 LEASE_FILTER_PARAMETERS = [
-    _build_query_parameter("agent_did", "Of this agent only."),
-    _build_query_parameter("environment_id", "In this environment only."),
-    _build_query_parameter("status", "In this status only.", enum=LeaseStatus.values),
+    _build_query_parameter("agent_did", "Only leases of this agent."),
+    _build_query_parameter("environment_id", "Only leases in this environment."),
+    _build_query_parameter("status", "Only leases in this status.", enum=LeaseStatus.values),
 ]
 ENCODING_PARAMETER = _build_query_parameter(
-    "encoding", "Of input and output: utf-8 replaces what is none, base64 is exact.", enum=ENCODINGS
+    "encoding", "Encoding of input and output. utf-8 replaces invalid bytes, base64 is exact. Default: utf-8.", enum=ENCODINGS
 )
 QUOTA_AGENT_PARAMETER = _build_query_parameter(
-    "agent_did", "Whose quotas are shown; if it is not given, those of all agents the key names."
+    "agent_did", "Only the quotas of this agent. Default: of all agents the key names."
 )
 LOG_PARAMETERS = [
-    _build_query_parameter("start", "Offset of the first byte that is asked for; 0 if it is not given.", type=int),
-    _build_query_parameter("length", "1 to 1048576 bytes; 65536 if it is not given.", type=int),
+    _build_query_parameter("start", "Offset of the first byte to return. Default: 0.", type=int),
+    _build_query_parameter("length", "Maximum number of bytes, 1 to 1048576. Default: 65536.", type=int),
     _build_query_parameter(
-        "wait_for", "Text: answer once it was printed at or after `start`, or when the time is up. No pattern."
+        "wait_for", "Literal text: respond once it has been printed at or after `start`, or after `wait_seconds`."
     ),
-    _build_query_parameter("wait_seconds", "How long to wait for that text: 1 to 300; 30 if it is not given.", type=int),
+    _build_query_parameter("wait_seconds", "Maximum time to wait for `wait_for`, 1 to 300. Default: 30.", type=int),
 ]
 ROOT_PARAMETER = _build_query_parameter(
-    "root", "What the path is relative to; workspace if it is not given.", enum=["workspace", "data"]
+    "root", "Directory that paths are relative to. Default: workspace.", enum=["workspace", "data"]
 )
-DIRECTORY_PARAMETER = _build_query_parameter("path", "Of a directory, relative to the root. Not given: the root itself.")
-DEEP_PARAMETER = _build_query_parameter(
-    "deep", "1: also what is in the directories below; 0, also if it is not given: only its own.", enum=["0", "1"]
+DIRECTORY_PARAMETER = _build_query_parameter("path", "Path of a directory, relative to the root. Default: the root.")
+DEEP_PARAMETER = _build_query_parameter("deep", "1: recursive; 0: only the directory itself. Default: 0.", enum=["0", "1"])
+SOURCE_HEADER = _build_response_header(
+    "Leasehold-Source", "Origin of the response: the running sandbox or stored state.", enum=["sandbox", "snapshot"]
 )
-SOURCE_HEADER = _build_response_header("Leasehold-Source", "Where the answer comes from.", enum=["sandbox", "snapshot"])
 FILE_HEADERS = [
     SOURCE_HEADER,
-    _build_response_header("Accept-Ranges", "Always bytes."),
-    _build_response_header("Content-Range", "Which bytes of how many these are.", statuses=[206]),
+    _build_response_header("Accept-Ranges", "Always `bytes`."),
+    _build_response_header("Content-Range", "Range of the returned bytes and size of the file.", statuses=[206]),
 ]
 
 
 def build_responses(body: Any, *errors: int, ok: tuple[int, ...] = (200,)) -> dict[Any, Any]:
-    """The responses of one operation: its body when it succeeds, and a problem document for each error it may have."""
-    kind = next(iter(body)) if isinstance(body, dict) else None  # BYTES or TAR
-    good = {(status, kind) if kind else status: OpenApiTypes.BINARY if kind else body for status in ok}
-    bad = {
+    """Return the responses of one operation: `body` for each status in `ok`, a problem document for each error."""
+    media_type = next(iter(body)) if isinstance(body, dict) else None  # BINARY_BODY or TAR_BODY
+    successes = {(status, media_type) if media_type else status: OpenApiTypes.BINARY if media_type else body for status in ok}
+    problems = {
         (status, PROBLEM_JSON): OpenApiResponse(ProblemSerializer, description=HTTPStatus(status).phrase)
         for status in sorted({*COMMON_ERROR_STATUSES, *errors})
     }
-    return good | bad
+    return successes | problems
 
 
 def build_page_serializer(item: type[serializers.Serializer]) -> serializers.Serializer:
@@ -96,6 +95,8 @@ def build_page_serializer(item: type[serializers.Serializer]) -> serializers.Ser
 
 
 class ApiSchema(AutoSchema):
+    """OpenAPI generator that tags operations by the first segment of their path."""
+
     def get_tags(self) -> list[str]:
         return [self.path.removeprefix("/api/v1/").split("/")[0]]
 

@@ -1,100 +1,166 @@
-"""The door to copies of a workspace: take one, go back to one, start another lease from one."""
+"""Workspace snapshots: take, restore, fork."""
 
+from collections.abc import Mapping
+from typing import Any
 from uuid import UUID
 
 from django.conf import settings
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+from rest_framework.response import Response
 
 from leases import fork, snapshots
 from leases.api import schema
-from leases.api import serializers as show
-from leases.api import serializers_state as state
+from leases.api.fields import PatternField, StrictCharField, StrictUUIDField
 from leases.api.idempotency import StatusAndBody
-from leases.api.leases import AgentApiView, build_lease_request
+from leases.api.leases import AcquireSerializer, LeaseSerializer, build_lease_request, render_lease
 from leases.api.pagination import paginate
+from leases.api.views import ApiRequest, LeaseApiView
+from leases.models import DID_DESCRIPTION, DID_PATTERN, Lease
+from sandboxes.db.clock import format_timestamp
 from sandboxes.eviction import EVICTION_TIMEOUT
+from sandboxes.models import Snapshot
+from sandboxes.models.state import SnapshotKind
 from sandboxes.runs import KILL_GRACE
 from sandboxes.state import workspace
 
-NEW_SNAPSHOT_SERIALIZER, RESTORE_SERIALIZER, FORK_SERIALIZER = (
-    state.NewSnapshotSerializer(),
-    state.RestoreSerializer(),
-    state.ForkSerializer(),
-)
+
+class NewSnapshotSerializer(serializers.Serializer):
+    name = StrictCharField(max_length=100, allow_blank=True, default="", help_text="Name chosen by the caller.")
 
 
-class SnapshotListView(AgentApiView):
+class RestoreSerializer(serializers.Serializer):
+    snapshot_id = StrictUUIDField()
+
+
+class ForkSerializer(AcquireSerializer):
+    """New lease of a fork. Defaults come from the forked lease, then from the environment type."""
+
+    agent_did = PatternField(
+        DID_PATTERN,
+        DID_DESCRIPTION,
+        max_length=255,
+        required=False,
+        allow_null=True,
+        help_text="Agent of the new lease. Default: the same agent.",
+    )
+    environment_type = PatternField(
+        r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, allow_null=True,
+        help_text="Default: that of the forked lease.",
+    )  # fmt: skip
+    snapshot_id = StrictUUIDField(
+        required=False, allow_null=True, help_text="Snapshot to start from. Default: the current workspace."
+    )
+
+
+class SnapshotSerializer(serializers.Serializer):
+    id = serializers.UUIDField()
+    name = serializers.CharField(help_text="Name given on creation.")
+    kind = serializers.ChoiceField(
+        SnapshotKind.choices, help_text="asked: on request; sleep: when the sandbox went to sleep; restored: an earlier "
+        "snapshot made current again; forked: from the lease that was forked.",
+    )  # fmt: skip
+    at = serializers.DateTimeField(help_text="Creation time. The next wake starts from the newest snapshot.")
+    size_bytes = serializers.IntegerField()
+
+
+NEW_SNAPSHOT_SERIALIZER = NewSnapshotSerializer()
+RESTORE_SERIALIZER = RestoreSerializer()
+FORK_SERIALIZER = ForkSerializer()
+
+
+class SnapshotListView(LeaseApiView):
     @extend_schema(
         operation_id="leases_snapshots_list",
+        summary="List snapshots",
         parameters=schema.PAGE_PARAMETERS,
-        responses=schema.build_responses(schema.build_page_serializer(state.SnapshotSerializer), 404),
+        responses=schema.build_responses(schema.build_page_serializer(SnapshotSerializer), 404),
     )
-    def get(self, request: HttpRequest, pk: UUID) -> HttpResponse:
-        """The copies of a lease's workspace that are kept, newest first; also after its end, for as long as those are kept."""
-        found, following = paginate(workspace.find_by_holder(self.caller.lease(pk).pk), "at", request)
-        return JsonResponse({"results": [state.serialize_snapshot(snapshot) for snapshot in found], "next": following})
+    def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
+        """Return the workspace snapshots of a lease, newest first. They stay available for a time after its end."""
+        page, next_url = paginate(workspace.find_by_holder(pk), "at", request)
+        return Response({"results": [serialize_snapshot(snapshot) for snapshot in page], "next": next_url})
 
     @extend_schema(
         operation_id="leases_snapshots_create",
+        summary="Take a snapshot",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
-        request=state.NewSnapshotSerializer,
-        responses=schema.build_responses(state.SnapshotSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(201,)),
+        request=NewSnapshotSerializer,
+        responses=schema.build_responses(SnapshotSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(201,)),
     )
-    def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
-        """Store the workspace as it is now. A sandbox that sleeps is not woken for it. Only the newest copies are kept,
-        these and those taken when it fell asleep, as many of each as the operator says (10 and 2 if not said)."""
-        self.caller.lease(pk)
-        body, said = self.read(request, NEW_SNAPSHOT_SERIALIZER)
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
+        """Store the current workspace. A sleeping sandbox is not woken.
+
+        Only the newest snapshots are retained: by default 10 taken on request and 2 taken when the sandbox went to sleep."""
+        data = self.validate_body(NEW_SNAPSHOT_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
-            return 201, state.serialize_snapshot(snapshots.take_snapshot(pk, name=said["name"], now=self.now, actor=self.actor))
+            return 201, serialize_snapshot(snapshots.take_snapshot(pk, name=data["name"], now=self.now, actor=self.actor))
 
-        return self.once(request, act, body=body, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
+        return self.execute_once(act, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
 
 
-class SnapshotRestoreView(AgentApiView):
+class SnapshotRestoreView(LeaseApiView):
     @extend_schema(
         operation_id="leases_restore",
+        summary="Restore a snapshot",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
-        request=state.RestoreSerializer,
-        responses=schema.build_responses(state.SnapshotSerializer, 404, 409, 410, 413, 415),
+        request=RestoreSerializer,
+        responses=schema.build_responses(SnapshotSerializer, 404, 409, 410, 413, 415),
     )
-    def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
-        """Have an earlier copy in the workspace from the next use on. What is in it now is stored before, and can be gone
-        back to in the same way. 409 while something runs in the sandbox. /data is not changed."""
-        self.caller.lease(pk)
-        body, said = self.read(request, RESTORE_SERIALIZER)
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
+        """Replace the workspace by a snapshot, effective from the next use. /data is not changed.
+
+        The current workspace is stored as a snapshot first. 409 while something runs in the sandbox."""
+        data = self.validate_body(RESTORE_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
-            return 200, state.serialize_snapshot(
-                snapshots.restore_snapshot(pk, said["snapshot_id"], now=self.now, actor=self.actor)
-            )
+            return 200, serialize_snapshot(snapshots.restore_snapshot(pk, data["snapshot_id"], now=self.now, actor=self.actor))
 
-        return self.once(request, act, body=body, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
+        return self.execute_once(act, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
 
 
-class LeaseForkView(AgentApiView):
+class LeaseForkView(LeaseApiView):
     @extend_schema(
         operation_id="leases_fork",
+        summary="Fork a lease",
         parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
-        request=state.ForkSerializer,
-        responses=schema.build_responses(show.LeaseSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(200, 201)),
+        request=ForkSerializer,
+        responses=schema.build_responses(LeaseSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(200, 201)),
     )
-    def post(self, request: HttpRequest, pk: UUID) -> HttpResponse:
-        """A lease in another environment that starts with a copy of this one's workspace (201). Asked again, it is the
-        same one (200); 409 if another lease is held there. A lease that has ended is forked from the newest copy kept.
-        /workspace/config.json is the new lease's own; /data is that of its agent."""
-        lease = self.caller.lease(pk)
-        body, said = self.read(request, FORK_SERIALIZER)
-        said = state.apply_fork_defaults(said, lease)
-        self.caller.require(said["agent_did"])
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
+        """Grant a lease in another environment that starts with a copy of this lease's workspace (201).
+
+        Repeated, it returns the same lease (200); 409 if the agent holds another lease there. An ended lease is forked from its
+        newest snapshot. /workspace/config.json is written for the new lease; /data is that of its agent."""
+        lease = self.lease
+        data = self.validate_body(FORK_SERIALIZER)
+        data = apply_fork_defaults(data, lease)
+        self.caller.require(data["agent_did"])
 
         def act(run_id: UUID) -> StatusAndBody:
             granted, is_new = fork.fork(
-                lease, build_lease_request(said, self.key_id), snapshot=said.get("snapshot_id"), now=self.now, actor=self.actor,
-                admit=self.admit,
+                lease, build_lease_request(data, self.key_id), snapshot=data.get("snapshot_id"), now=self.now, actor=self.actor,
+                admit=self.consume_creation_token,
             )  # fmt: skip
-            return 201 if is_new else 200, self.shown(granted, is_new=is_new)
+            return 201 if is_new else 200, render_lease(granted, now=self.now, is_new=is_new)
 
-        return self.once(request, act, body=body, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
+        return self.execute_once(act, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
+
+
+def apply_fork_defaults(data: Mapping[str, Any], lease: Lease) -> dict[str, Any]:
+    """Return the fork request with its defaults applied. In the same environment type the pool stays the same."""
+    environment_type = data.get("environment_type") or lease.environment_type_id
+    pool = data.get("pool") or (lease.pool.name if environment_type == lease.environment_type_id else "")
+    return {**data, "agent_did": data.get("agent_did") or lease.agent_did, "environment_type": environment_type, "pool": pool}
+
+
+def serialize_snapshot(snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "id": str(snapshot.pk),
+        "name": snapshot.name,
+        "kind": snapshot.kind,
+        "at": format_timestamp(snapshot.at),
+        "size_bytes": snapshot.size_bytes,
+    }

@@ -1,12 +1,27 @@
-"""/api/v1/: what agents may ask for."""
+"""Routes of the agents' API under /api/v1/."""
 
 from django.urls import path, register_converter
 
-from leases.api import budgets, files, identity, leases, llm_calls, one_shot, processes, snapshots, stores
+from leases.api import (
+    agents,
+    budgets,
+    environments,
+    files,
+    identity,
+    leases,
+    llm_calls,
+    one_shot,
+    pools,
+    processes,
+    runs,
+    snapshots,
+    turns,
+)
+from leases.api.stores import artifacts, events, sessions
 
 
 class AnyPathConverter:
-    """The rest of the URL, also when that is empty: the view says what is wrong with it."""
+    """Rest of the URL, possibly empty. The view validates it and names the error."""
 
     regex = r"[\s\S]*"
 
@@ -23,10 +38,10 @@ urlpatterns = [
     path("leases/<uuid:pk>", leases.LeaseView.as_view()),
     path("leases/<uuid:pk>/renew", leases.LeaseRenewView.as_view()),
     path("leases/<uuid:pk>/release", leases.LeaseReleaseView.as_view()),
-    path("leases/<uuid:pk>/exec", leases.ExecView.as_view()),
-    path("leases/<uuid:pk>/turns", leases.TurnListView.as_view()),
-    path("leases/<uuid:pk>/runs", leases.RunListView.as_view()),
-    path("leases/<uuid:pk>/runs/<uuid:run_id>", leases.RunView.as_view()),
+    path("leases/<uuid:pk>/exec", runs.ExecView.as_view()),
+    path("leases/<uuid:pk>/turns", turns.TurnListView.as_view()),
+    path("leases/<uuid:pk>/runs", runs.RunListView.as_view()),
+    path("leases/<uuid:pk>/runs/<uuid:run_id>", runs.RunView.as_view()),
     path("leases/<uuid:pk>/processes", processes.ProcessListView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>", processes.ProcessView.as_view()),
     path("leases/<uuid:pk>/processes/<uuid:process_id>/logs", processes.ProcessLogView.as_view()),
@@ -36,22 +51,22 @@ urlpatterns = [
     path("leases/<uuid:pk>/snapshots", snapshots.SnapshotListView.as_view()),
     path("leases/<uuid:pk>/restore", snapshots.SnapshotRestoreView.as_view()),
     path("leases/<uuid:pk>/fork", snapshots.LeaseForkView.as_view()),
-    path("leases/<uuid:pk>/chat", stores.ChatListView.as_view()),
-    path("leases/<uuid:pk>/chat/<str:event_id>", stores.ChatMessageView.as_view()),
-    path("leases/<uuid:pk>/artifacts", stores.ArtifactListView.as_view()),
-    path("leases/<uuid:pk>/artifacts/<str:name>", stores.ArtifactView.as_view()),
-    path("leases/<uuid:pk>/audit", stores.AuditListView.as_view()),
-    path("leases/<uuid:pk>/audit/<str:event_id>", stores.AuditEntryView.as_view()),
-    path("leases/<uuid:pk>/sessions", stores.SessionListView.as_view()),
-    path("leases/<uuid:pk>/sessions/<str:session_id>", stores.SessionView.as_view()),
+    path("leases/<uuid:pk>/chat", events.ChatListView.as_view()),
+    path("leases/<uuid:pk>/chat/<str:event_id>", events.ChatMessageView.as_view()),
+    path("leases/<uuid:pk>/artifacts", artifacts.ArtifactListView.as_view()),
+    path("leases/<uuid:pk>/artifacts/<str:name>", artifacts.ArtifactView.as_view()),
+    path("leases/<uuid:pk>/audit", events.AuditListView.as_view()),
+    path("leases/<uuid:pk>/audit/<str:event_id>", events.AuditEntryView.as_view()),
+    path("leases/<uuid:pk>/sessions", sessions.SessionListView.as_view()),
+    path("leases/<uuid:pk>/sessions/<str:session_id>", sessions.SessionView.as_view()),
     path("leases/<uuid:pk>/calls", llm_calls.CallListView.as_view()),
     path("leases/<uuid:pk>/service-token", identity.ServiceTokenView.as_view()),
-    path("environments/<str:environment_id>/join", leases.EnvironmentJoinView.as_view()),
-    path("environments/<str:environment_id>/conditions", leases.EnvironmentConditionView.as_view()),
+    path("environments/<str:environment_id>/join", environments.EnvironmentJoinView.as_view()),
+    path("environments/<str:environment_id>/conditions", environments.EnvironmentConditionView.as_view()),
     path("runs", one_shot.OneShotRunCreateView.as_view()),
     path("runs/<uuid:run_id>", one_shot.OneShotRunView.as_view()),
     path("budgets", budgets.BudgetListView.as_view()),
-    path("pool", leases.PoolListView.as_view()),
-    path("agents", leases.AgentListView.as_view()),
-    path("agents/<str:did>", leases.AgentView.as_view()),
+    path("pool", pools.PoolListView.as_view()),
+    path("agents", agents.AgentListView.as_view()),
+    path("agents/<str:did>", agents.AgentView.as_view()),
 ]

@@ -1,4 +1,4 @@
-"""Clients with a key each. Every answer that they get is checked against the OpenAPI document."""
+"""API clients with one key each. Every response is checked against the OpenAPI document."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def load_openapi() -> dict[str, Any]:
 
 @cache
 def list_path_patterns() -> list[tuple[re.Pattern[str], str]]:
-    """The longest first: what a path with a name in it matches, a shorter one may match, too."""
+    """Return the patterns of all paths, longest first: a path parameter of a shorter path can match a longer path."""
     paths = sorted(load_openapi()["paths"], key=len, reverse=True)
     return [
         (re.compile(re.sub(r"\\\{path\\\}", ".*", re.sub(r"\\\{\w+?\\\}", "[^/]+", _build_path_pattern(path)))), path)
@@ -45,22 +45,22 @@ def _build_path_pattern(path: str) -> str:
 
 
 def check_response(method: str, url: str, response: Any) -> None:
-    """What was answered is what the document says is answered there."""
+    """Assert that a response is documented for its operation and matches its schema."""
     path = url.partition("?")[0]
     template = next((template for pattern, template in list_path_patterns() if pattern.fullmatch(path)), None)
     operation = load_openapi()["paths"].get(template, {}).get(method.lower())
     if operation is None:
         assert response.status_code in (404, 405)
         return
-    said = operation["responses"].get(str(response.status_code))
-    assert said, f"{response.status_code} is not documented for {method} {template}: {response.content[:300]!r}"
-    content = said.get("content")
+    documented = operation["responses"].get(str(response.status_code))
+    assert documented, f"{response.status_code} is not documented for {method} {template}: {response.content[:300]!r}"
+    content = documented.get("content")
     if not content:
         assert response.content == b""
         return
-    (kind, body), *_ = content.items()
-    assert kind in (response.headers["Content-Type"], "*/*")
-    if kind.endswith("json"):
+    (media_type, body), *_ = content.items()
+    assert media_type in (response.headers["Content-Type"], "*/*")
+    if media_type.endswith("json"):
         shown = response.json()
         schema = {**body["schema"], "components": load_openapi()["components"]}
         jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(shown)
@@ -69,14 +69,14 @@ def check_response(method: str, url: str, response: Any) -> None:
 
 
 class ApiClient:
-    """A client with a key."""
+    """HTTP client that sends one API key."""
 
     def __init__(self, key: str = "") -> None:
         self.key = key
         self.client = Client(raise_request_exception=False)
 
     def __call__(self, method: str, path: str, body: Any = None, /, **headers: str) -> Any:
-        """Headers as words: idempotency_key="k1". A body that is no bytes is sent as JSON."""
+        """Send a request. Headers are keywords: idempotency_key="k1". A body that is not bytes is sent as JSON."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         sent = ({"Authorization": f"Bearer {self.key}"} if self.key else {}) | sent
         content_type = sent.pop("content-type", "application/json")
@@ -124,7 +124,7 @@ def operator(issue: Callable[..., ApiClient]) -> ApiClient:
 
 @pytest.fixture
 def ask(pool: Pool) -> Callable[..., dict[str, Any]]:
-    """The body that acquires a lease in this test's pool."""
+    """Builder of the body that acquires a lease in the test's pool."""
 
     def body(**fields: Any) -> dict[str, Any]:
         return {"agent_did": ADA, "environment_id": "game-1", "environment_type": "catan", "pool": pool.name} | fields
@@ -134,13 +134,13 @@ def ask(pool: Pool) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def lease(ada: ApiClient, ask: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """Ada's lease, as the API shows it."""
+    """Lease of Ada, as the API returns it."""
     shown: dict[str, Any] = ada.post("leases", ask()).json()
     return shown
 
 
 def expire_lease(pk: str) -> None:
-    """Let the ttl of a lease run out, as if it had been granted a day ago and no sweep had come by."""
+    """Move all times of a lease back by a day, so that its ttl has elapsed and no sweep has run."""
     aged = timedelta(days=1)
     Lease.objects.filter(pk=uuid.UUID(pk)).update(
         leased_at=F("leased_at") - aged,

@@ -1,4 +1,4 @@
-"""Bad input gets the 4xx that fits, names what is wrong, and changes nothing."""
+"""Invalid input gets a 4xx that names the field, and changes nothing."""
 
 import uuid
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 from django.test import RequestFactory
 from django_q.models import OrmQ
 
-from leases.api import request_body
+from leases.api import parsers
 from leases.errors import InvalidRequest, LengthRequired, RequestTooLarge
 from leases.models import Agent, AgentKey, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, Turn
 from sandboxes.models import Pool, Run, Sandbox, Transition
@@ -24,7 +24,7 @@ Change = Callable[[], Any]
 
 
 def rows() -> dict[str, Any]:
-    """How many there are of everything, and whatever a refused request might have changed."""
+    """Row counts and state that a refused request must not change."""
     leases = list(Lease.objects.values_list("pk", "status", "expires_at", "last_activity_at"))
     return {"leases": leases, "tokens": list(AgentKey.objects.values_list("tokens"))} | {
         model.__name__: model._default_manager.count() for model in EVERYTHING
@@ -33,9 +33,9 @@ def rows() -> dict[str, Any]:
 
 def refused(api: ApiClient, method: str, path: str, body: Any, status: int, field: str | None = None, **headers: str) -> None:
     before = rows()
-    answer = api(method, path, body, **({"idempotency_key": "k1"} | headers))
-    problem = answer.json()
-    assert (answer.status_code, problem["status"]) == (status, status), problem
+    response = api(method, path, body, **({"idempotency_key": "k1"} | headers))
+    problem = response.json()
+    assert (response.status_code, problem["status"]) == (status, status), problem
     assert problem["detail"]
     assert problem["code"]
     assert problem["type"].startswith("urn:leasehold:problem:")
@@ -115,30 +115,30 @@ def test_acquiring(operator: ApiClient, ask, fields: dict[str, Any], field: str)
     ids=lambda value: repr(value)[:40],
 )
 @pytest.mark.parametrize("path", ["leases", "environments/game-1/join", "environments/game-1/conditions", "agents"])
-def test_bodies_that_are_no_document(operator: ApiClient, path: str, body: bytes, status: int) -> None:
+def test_bodies_that_are_no_json_object_are_rejected(operator: ApiClient, path: str, body: bytes, status: int) -> None:
     refused(operator, "POST", path, body, status)
 
 
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonx", ""]
 )
-def test_another_content_type(operator: ApiClient, ask, kind: str) -> None:
+def test_other_content_types_are_rejected(operator: ApiClient, ask, kind: str) -> None:
     refused(operator, "POST", "leases", ask(), 415, content_type=kind)
 
 
 @pytest.mark.parametrize("value", [None, 5, "", "a b", "a\0", "x" * 65, ["agent.death"], "ü"])
-def test_conditions(operator: ApiClient, value: Any) -> None:
+def test_invalid_conditions_are_rejected(operator: ApiClient, value: Any) -> None:
     refused(operator, "POST", "environments/game-1/conditions", {"condition": value}, 400, "condition")
 
 
 @pytest.mark.parametrize("environment", ["a%20b", "%00", "x" * 201, "%F0%9F%A6%8A", "-a"])
 @pytest.mark.parametrize("act", ["join", "conditions"])
-def test_environments_in_the_path(operator: ApiClient, ask, environment: str, act: str) -> None:
+def test_invalid_environment_ids_in_the_path_are_rejected(operator: ApiClient, ask, environment: str, act: str) -> None:
     refused(operator, "POST", f"environments/{environment}/{act}", ask(condition="x"), 400, "environment_id")
 
 
 @pytest.mark.parametrize(
-    ("said", "status", "field"),
+    ("payload", "status", "field"),
     [
         ({}, 400, "argv"),
         ({"argv": []}, 400, "argv"),
@@ -174,20 +174,20 @@ def test_environments_in_the_path(operator: ApiClient, ask, environment: str, ac
     ],
     ids=lambda value: repr(value)[:60],
 )
-def test_commands(ada: ApiClient, lease, said: dict[str, Any], status: int, field: str) -> None:
-    sent = said if field == "argv" else {"argv": ["true"]} | said
+def test_exec_rejects_invalid_fields(ada: ApiClient, lease, payload: dict[str, Any], status: int, field: str) -> None:
+    sent = payload if field == "argv" else {"argv": ["true"]} | payload
     refused(ada, "POST", f"leases/{lease['id']}/exec", sent, status, field)
 
 
-def test_encodings(ada: ApiClient, lease) -> None:
+def test_invalid_encodings_are_rejected(ada: ApiClient, lease) -> None:
     refused(ada, "POST", f"leases/{lease['id']}/exec?encoding=latin-1", {"argv": ["true"]}, 400, "encoding")
     sent = {"argv": ["cat"], "stdin": "not base64!"}
     refused(ada, "POST", f"leases/{lease['id']}/exec?encoding=base64", sent, 400, "stdin")
 
 
-def test_lone_surrogates_are_no_text(ada: ApiClient, lease) -> None:
-    for said in (b'{"argv": ["\\ud800"]}', b'{"argv": ["true"], "stdin": "\\udfff"}', b'{"argv": ["a"], "\\ud800": 1}'):
-        refused(ada, "POST", f"leases/{lease['id']}/exec", said, 400)
+def test_lone_surrogates_are_rejected(ada: ApiClient, lease) -> None:
+    for payload in (b'{"argv": ["\\ud800"]}', b'{"argv": ["true"], "stdin": "\\udfff"}', b'{"argv": ["a"], "\\ud800": 1}'):
+        refused(ada, "POST", f"leases/{lease['id']}/exec", payload, 400)
     assert ada.post(f"leases/{lease['id']}/exec", b'{"argv": ["echo", "\\ud83e\\udd8a"]}').json()["stdout"] == "🦊\n"
 
 
@@ -207,7 +207,7 @@ def test_lone_surrogates_are_no_text(ada: ApiClient, lease) -> None:
     ],
     ids=lambda value: repr(value)[:60],
 )
-def test_turns(ada: ApiClient, lease, body: Any, status: int, field: str | None) -> None:
+def test_turns_reject_invalid_fields(ada: ApiClient, lease, body: Any, status: int, field: str | None) -> None:
     refused(ada, "POST", f"leases/{lease['id']}/turns", body, status, field)
 
 
@@ -218,13 +218,14 @@ def test_turns(ada: ApiClient, lease, body: Any, status: int, field: str | None)
     ids=lambda value: value[:20],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
-def test_paths_of_files(ada: ApiClient, lease, method: str, path: str) -> None:
+def test_invalid_file_paths_are_rejected(ada: ApiClient, lease, method: str, path: str) -> None:
     refused(ada, method, f"leases/{lease['id']}/files/{path}", b"x", 400, "path")
 
 
-def test_files_elsewhere_or_too_large(ada: ApiClient, lease, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_roots_and_files_over_the_limit_are_rejected(ada: ApiClient, lease, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(ada, "GET", f"leases/{lease['id']}/files/a?root=etc", None, 400, "root")
     monkeypatch.setattr("leases.api.files.MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr("leases.api.files.FileView.max_body_bytes", 1000)
     refused(ada, "PUT", f"leases/{lease['id']}/files/a", b"x" * 1001, 413)
     ada.post(f"leases/{lease['id']}/exec", {"argv": ["sh", "-c", "head -c 2000 /dev/zero >a"]})
     assert ada.get(f"leases/{lease['id']}/files/a").status_code == 413
@@ -232,7 +233,7 @@ def test_files_elsewhere_or_too_large(ada: ApiClient, lease, monkeypatch: pytest
 
 @pytest.mark.parametrize("pk", ["1", "x", "None", str(uuid.UUID(int=0)), "%00", "0" * 32])
 @pytest.mark.parametrize(("method", "act"), [("GET", ""), ("POST", "/renew"), ("POST", "/exec"), ("GET", "/files/a")])
-def test_leases_that_are_not_there(ada: ApiClient, lease, method: str, pk: str, act: str) -> None:
+def test_unknown_leases_are_not_found(ada: ApiClient, lease, method: str, pk: str, act: str) -> None:
     refused(ada, method, f"leases/{pk}{act}", {"argv": ["true"]}, 404)
 
 
@@ -251,33 +252,33 @@ def test_leases_that_are_not_there(ada: ApiClient, lease, method: str, pk: str, 
         ],
     ],
 )
-def test_lists(ada: ApiClient, query: str, field: str) -> None:
+def test_invalid_list_parameters_are_rejected(ada: ApiClient, query: str, field: str) -> None:
     refused(ada, "GET", f"leases?{query}", None, 400, field)
 
 
-def test_a_cursor_with_a_number_that_no_database_holds(ada: ApiClient, lease) -> None:
+def test_a_cursor_with_a_number_beyond_the_database_is_rejected(ada: ApiClient, lease) -> None:
     cursor = "MjAyNi0xMS0yMVQwMDowMDowMCswMDowMCA5OTk5OTk5OTk5OTk5OTk5OTk5OTk5OTk5OTk5OQ=="
     refused(ada, "GET", f"leases/{lease['id']}/turns?cursor={cursor}", None, 400, "cursor")
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "a b", "ü", "\x7f"])
 @pytest.mark.parametrize("act", ["renew", "release"])
-def test_idempotency_keys(ada: ApiClient, lease, key: str, act: str) -> None:
+def test_invalid_idempotency_keys_are_rejected(ada: ApiClient, lease, key: str, act: str) -> None:
     refused(ada, "POST", f"leases/{lease['id']}/{act}", None, 400, "Idempotency-Key", idempotency_key=key)
 
 
 @pytest.mark.parametrize(
-    "said", [{"did": "x"}, {"did": "did:plc:x", "name": "n" * 101}, {"name": "x"}, {"did": "did:plc:x", "name": "\0"}]
+    "payload", [{"did": "x"}, {"did": "did:plc:x", "name": "n" * 101}, {"name": "x"}, {"did": "did:plc:x", "name": "\0"}]
 )
-def test_agents(operator: ApiClient, said: dict[str, Any]) -> None:
-    refused(operator, "POST", "agents", said, 400)
+def test_invalid_agents_are_rejected(operator: ApiClient, payload: dict[str, Any]) -> None:
+    refused(operator, "POST", "agents", payload, 400)
 
 
 # --- bodies, as servers hand them over ----------------------------------------------------------------------------
 
 
 class Stream:
-    """A body of known bytes that says how much of it was read."""
+    """Request body that counts the bytes read from it."""
 
     def __init__(self, content: bytes) -> None:
         self.left, self.taken = content, 0
@@ -298,22 +299,22 @@ def request(stream: Stream, **environ: Any) -> Any:
 def test_a_body_announced_as_too_large_is_not_read() -> None:
     stream = Stream(b"x" * 100)
     with pytest.raises(RequestTooLarge):
-        request_body.read_body(request(stream, CONTENT_LENGTH="101"), 100)
+        parsers.read_body(request(stream, CONTENT_LENGTH="101"), 100)
     assert stream.taken == 0
 
 
 def test_a_chunked_body_is_read_no_further_than_its_limit() -> None:
     chunked = {"HTTP_TRANSFER_ENCODING": "chunked", "wsgi.input_terminated": True}
-    assert request_body.read_body(request(Stream(b"x" * 100), **chunked), 100) == b"x" * 100
+    assert parsers.read_body(request(Stream(b"x" * 100), **chunked), 100) == b"x" * 100
     stream = Stream(b"x" * (1 << 20))
     with pytest.raises(RequestTooLarge):
-        request_body.read_body(request(stream, **chunked), 100)
-    assert stream.taken <= request_body.CHUNK_BYTES
+        parsers.read_body(request(stream, **chunked), 100)
+    assert stream.taken <= parsers.CHUNK_BYTES
 
 
 def test_a_chunked_body_is_refused_where_the_server_does_not_end_it() -> None:
     with pytest.raises(LengthRequired):
-        request_body.read_body(request(Stream(b"x"), HTTP_TRANSFER_ENCODING="chunked"), 100)
+        parsers.read_body(request(Stream(b"x"), HTTP_TRANSFER_ENCODING="chunked"), 100)
 
 
 @pytest.mark.parametrize("length", ["5", "-1", "x", "²", "1e3"])
@@ -321,12 +322,12 @@ def test_a_body_that_is_not_as_long_as_announced_is_refused(length: str) -> None
     sent = RequestFactory().generic("POST", "/", b"four")
     sent.META["CONTENT_LENGTH"] = length
     with pytest.raises(InvalidRequest):
-        request_body.read_body(sent, 100)
+        parsers.read_body(sent, 100)
 
 
 def test_a_large_file_is_refused_before_it_is_read(ada: ApiClient, lease) -> None:
     before, url = rows(), f"/api/v1/leases/{lease['id']}/files/a"
     sent = {"CONTENT_LENGTH": str((64 << 20) + 1), "HTTP_AUTHORIZATION": f"Bearer {ada.key}"}
-    answer = ada.client.generic("PUT", url, b"", **sent)
-    check_response("PUT", url, answer)
-    assert (answer.status_code, rows()) == (413, before)
+    response = ada.client.generic("PUT", url, b"", **sent)
+    check_response("PUT", url, response)
+    assert (response.status_code, rows()) == (413, before)

@@ -1,4 +1,4 @@
-"""Budgets, from outside: who is refused and how, and who sees which."""
+"""Budgets through the API: refusals and visibility."""
 
 from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
@@ -31,7 +31,7 @@ def budget(amount: Any = 1, unit: str = "hours", period: str = "day", **fields: 
 
 
 def spent(made: Budget) -> None:
-    """Its sweep has found that it is."""
+    """Mark the budget as exhausted, as its sweep does."""
     now = timezone.now()
     began, _ = budgets.get_period_bounds(made.period, now)
     Budget.objects.filter(pk=made.pk).update(
@@ -39,16 +39,16 @@ def spent(made: Budget) -> None:
     )
 
 
-def told(answer: Any) -> dict[str, Any]:
-    assert answer.status_code == 402, answer.content
-    assert answer.headers["Content-Type"] == "application/problem+json"
-    said: dict[str, Any] = answer.json()
-    assert (said["type"], said["code"]) == ("urn:leasehold:problem:budget_exhausted", "budget_exhausted")
-    assert said["title"] == "Budget exhausted" and "field" not in said and "Retry-After" not in answer.headers
-    return {name: said[name] for name in ("spent", "limit", "unit", "resets_at")}
+def told(response: Any) -> dict[str, Any]:
+    assert response.status_code == 402, response.content
+    assert response.headers["Content-Type"] == "application/problem+json"
+    result: dict[str, Any] = response.json()
+    assert (result["type"], result["code"]) == ("urn:leasehold:problem:budget_exhausted", "budget_exhausted")
+    assert result["title"] == "Budget exhausted" and "field" not in result and "Retry-After" not in response.headers
+    return {name: result[name] for name in ("spent", "limit", "unit", "resets_at")}
 
 
-def test_what_has_no_room_is_refused_with_what_there_is(ada: ApiClient, ask, pool) -> None:
+def test_an_exhausted_budget_is_refused_with_its_figures(ada: ApiClient, ask, pool) -> None:
     budget("0.001", period="ever", scope="agent", subject=ADA)
     nothing = {"spent": "0", "limit": "0.001", "unit": "hours", "resets_at": None}
     assert told(ada.post("leases", ask())) == nothing
@@ -59,7 +59,7 @@ def test_what_has_no_room_is_refused_with_what_there_is(ada: ApiClient, ask, poo
     assert pool.__class__.objects.get(pk=pool.pk).used == 0
 
 
-def test_a_refused_request_may_be_sent_again_with_its_key(ada: ApiClient, ask) -> None:
+def test_a_refused_request_frees_its_idempotency_key(ada: ApiClient, ask) -> None:
     made = budget("0.001")
     told(ada.post("leases", ask(), idempotency_key="k1"))
     made.amount = Decimal(1)
@@ -67,13 +67,13 @@ def test_a_refused_request_may_be_sent_again_with_its_key(ada: ApiClient, ask) -
     assert ada.post("leases", ask(), idempotency_key="k1").status_code == 201
 
 
-def test_what_would_run_is_refused_while_it_is_spent(ada: ApiClient, bob: ApiClient, ask, lease, memory) -> None:
+def test_exec_and_turns_are_refused_while_the_budget_is_exhausted(ada: ApiClient, bob: ApiClient, ask, lease, memory) -> None:
     at = f"leases/{lease['id']}"
     assert ada.post(f"{at}/exec", {"argv": ["sh", "-c", "echo kept >f"]}).status_code == 200
     spent(made := budget(2, "usd", "month", scope="agent", subject=ADA))
-    said = told(ada.post(f"{at}/exec", {"argv": ["true"]}))
-    assert (said["spent"], said["limit"], said["unit"]) == ("2", "2", "usd")
-    assert datetime.fromisoformat(said["resets_at"]) == budgets.get_period_bounds("month", timezone.now())[1]
+    result = told(ada.post(f"{at}/exec", {"argv": ["true"]}))
+    assert (result["spent"], result["limit"], result["unit"]) == ("2", "2", "usd")
+    assert datetime.fromisoformat(result["resets_at"]) == budgets.get_period_bounds("month", timezone.now())[1]
     told(ada.post(f"{at}/turns", {"turn_number": 1, "state": {}}))
     told(ada.post(f"{at}/processes", {"argv": ["sleep", "9"]}))
     told(ada.post("environments/game-1/join", {k: v for k, v in ask().items() if k != "environment_id"}))
@@ -88,7 +88,7 @@ def test_what_would_run_is_refused_while_it_is_spent(ada: ApiClient, bob: ApiCli
     assert ada.post(f"{at}/exec", {"argv": ["true"]}).status_code == 200
 
 
-def test_files_of_what_sleeps_are_read_and_not_written(ada: ApiClient, lease) -> None:
+def test_files_of_a_sleeping_sandbox_are_readable_but_not_writable_over_budget(ada: ApiClient, lease) -> None:
     at = f"leases/{lease['id']}"
     ada.post(f"{at}/exec", {"argv": ["sh", "-c", "echo kept >f"]})
     eviction.evict(Sandbox.objects.get().pk, now=timezone.now(), reason="idle")
@@ -103,8 +103,8 @@ def test_a_budget_of_a_key_counts_what_that_key_acquires(ask, pool) -> None:
     budget("0.02", scope="key", subject=str(first[0].pk))
     one, other = ApiClient(first[1]), ApiClient(second[1])
     assert one.post("leases", ask()).status_code == 201
-    said = one.post("leases", ask(environment_id="game-2"))
-    assert told(said)["limit"] == "0.02"
+    result = one.post("leases", ask(environment_id="game-2"))
+    assert told(result)["limit"] == "0.02"
     assert one.post("runs", {"agent_did": ADA, "argv": ["true"], "pool": pool.name}).status_code == 402
     assert other.post("leases", ask(environment_id="game-2")).status_code == 201
     assert [*Tab.objects.order_by("opened_at").values_list("key_id", flat=True)] == [str(first[0].pk), str(second[0].pk)]
@@ -117,7 +117,7 @@ def listed(api: ApiClient) -> list[tuple[str, str]]:
     return sorted((each["scope"], each["subject"]) for each in api.get("budgets").json()["results"])
 
 
-def test_agents_see_what_their_leases_count_against_and_operators_all(
+def test_agents_see_the_budgets_of_their_leases_and_operators_see_all(
     ada: ApiClient, bob: ApiClient, operator: ApiClient, ask
 ) -> None:
     crew, soon = Account.objects.create(name="crew"), to_utc_date(timezone.now()) + timedelta(days=2)
@@ -139,7 +139,7 @@ def test_agents_see_what_their_leases_count_against_and_operators_all(
     assert Client().get("/api/v1/budgets").status_code == 401
 
 
-def test_a_budget_is_shown_whole_and_nothing_can_be_written(ada: ApiClient) -> None:
+def test_a_budget_is_returned_whole_and_is_read_only(ada: ApiClient) -> None:
     made = budget("1.50", "usd", warn_percent=50, grace=timedelta(seconds=90))
     spent(made)
     (shown,) = ada.get("budgets").json()["results"]
@@ -156,7 +156,7 @@ def test_a_budget_is_shown_whole_and_nothing_can_be_written(ada: ApiClient) -> N
         assert ada(method, "budgets", {}).status_code == 405
 
 
-def test_a_budget_says_when_it_runs_out(ada: ApiClient, bob: ApiClient, operator: ApiClient) -> None:
+def test_a_budget_has_a_predicted_day_of_exhaustion(ada: ApiClient, bob: ApiClient, operator: ApiClient) -> None:
     today = timezone.now().astimezone(UTC).date()
     create_time_usage(start_of_day(today - timedelta(days=1)), timedelta(hours=10), ADA)
     for amount, scope in ((100, {"scope": "agent", "subject": ADA}), (1000, {}), (7, {"scope": "agent", "subject": BOB})):
@@ -173,7 +173,7 @@ def test_a_budget_says_when_it_runs_out(ada: ApiClient, bob: ApiClient, operator
     assert shown(operator) == {("100", True): 8, ("100", False): None, ("1000", True): 98, ("7", True): None}
 
 
-def test_a_page_takes_one_query_for_each_budget_on_it(operator: ApiClient, django_assert_max_num_queries: Any) -> None:
+def test_a_page_takes_one_query_per_budget(operator: ApiClient, django_assert_max_num_queries: Any) -> None:
     for _ in range(12):
         budget(9, "usd", "ever", scope="agent", subject=ADA)
     with django_assert_max_num_queries(10 + 4):
@@ -184,12 +184,12 @@ def test_a_page_takes_one_query_for_each_budget_on_it(operator: ApiClient, djang
 
 
 @pytest.mark.django_db(transaction=True)
-def test_acquires_and_runs_at_once_get_no_more_than_there_is(issue: Callable[..., ApiClient], ask, settings) -> None:
+def test_concurrent_acquires_and_runs_do_not_exceed_the_budget(issue: Callable[..., ApiClient], ask, settings) -> None:
     settings.MINIMUM_TIME = timedelta(minutes=6)
     many = 50 if connection.vendor == "postgresql" else 16
     budget(1)
     apis = [issue(f"did:plc:a{number}") for number in range(many)]
     with run_in_threads(many) as run:
         answers = run(lambda i: apis[i].post("leases", ask(agent_did=f"did:plc:a{i}")))
-    assert sorted(answer.status_code for answer in answers) == [201] * 10 + [402] * (many - 10)
+    assert sorted(response.status_code for response in answers) == [201] * 10 + [402] * (many - 10)
     assert Lease.objects.count() == 10

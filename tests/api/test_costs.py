@@ -1,4 +1,4 @@
-"""GET /costs, /estimate and /forecast: who sees what, and what is wrong. Answers are checked against the document."""
+"""GET /costs, /estimate and /forecast: visibility, grouping and invalid parameters."""
 
 import csv
 import uuid
@@ -29,7 +29,7 @@ def key(*dids: str, operator: bool = False) -> ApiClient:
 
 @pytest.fixture
 def used(db: None) -> None:
-    """Ada: 3 h on two days, and a call; Bob: 1 h; nobody: 2 h. An hour costs 0.50, and the first is free."""
+    """Ada: 3 h on two days, and a call; Bob: 1 h; no agent: 2 h. An hour costs 0.50, and the first is free."""
     create_rate("time", "0.5")
     create_time_usage("2026-11-02T22:00", 3 * HOUR, provider="acme")
     create_token_usage("2026-11-03T10:00", "0.000000003", provider="acme")
@@ -39,9 +39,9 @@ def used(db: None) -> None:
 
 
 def shown(api: ApiClient, query: str = "") -> dict[str, tuple[str, str]]:
-    answer = api.get(f"costs?{query}")
-    assert answer.status_code == 200, answer.content
-    return {each["key"]: (each["usd"], each["hours"]) for each in answer.json()["results"]}
+    response = api.get(f"costs?{query}")
+    assert response.status_code == 200, response.content
+    return {each["key"]: (each["usd"], each["hours"]) for each in response.json()["results"]}
 
 
 @pytest.mark.usefixtures("used")
@@ -70,7 +70,7 @@ def test_an_agents_key_sees_its_own() -> None:
         ("item", {"time": ("3", None), "llm": ("0.000000003", None)}),
     ],
 )  # fmt: skip
-def test_costs_are_added_up_by(by: str, found: dict[str, Any]) -> None:
+def test_costs_are_grouped_by_each_column(by: str, found: dict[str, Any]) -> None:
     assert shown(key(operator=True), f"by={by}") == found
 
 
@@ -89,17 +89,17 @@ def test_costs_are_added_up_by(by: str, found: dict[str, Any]) -> None:
         ("account=team", {}),
     ],
 )  # fmt: skip
-def test_costs_are_of_some_alone(query: str, found: dict[str, Any]) -> None:
+def test_costs_are_filtered(query: str, found: dict[str, Any]) -> None:
     assert shown(key(operator=True), query) == found
 
 
 @pytest.mark.usefixtures("used")
-def test_an_answer_says_what_is_in_it() -> None:
+def test_a_response_names_its_period_and_grouping() -> None:
     metering.meter_usage(now=NOW)
-    said = key(operator=True).get("costs?by=day&since=2026-11-01&until=2026-11-04&limit=1").json()
-    (first,) = said.pop("results")
+    result = key(operator=True).get("costs?by=day&since=2026-11-01&until=2026-11-04&limit=1").json()
+    (first,) = result.pop("results")
     assert first == {"key": "2026-11-02", "usd": "1", "hours": "2", "quantities": {"time": "2"}, "free": {}}
-    assert said == {
+    assert result == {
         "by": "day", "since": "2026-11-01", "until": "2026-11-04", "metered_at": "2026-11-21T12:00:00Z",
         "total_usd": "2.000000003", "left_out": 1,
     }  # fmt: skip
@@ -107,12 +107,12 @@ def test_an_answer_says_what_is_in_it() -> None:
 
 @pytest.mark.usefixtures("used")
 @pytest.mark.parametrize("how", ["header", "parameter"])
-def test_costs_are_csv_if_asked(how: str) -> None:
+def test_costs_are_csv_on_request(how: str) -> None:
     client, secret = Client(), key(ADA).key
     headers = {"Authorization": f"Bearer {secret}"} | ({"Accept": "text/csv"} if how == "header" else {})
-    answer = client.get("/api/v1/costs?by=day" + ("&format=csv" if how == "parameter" else ""), headers=headers)
-    assert answer["Content-Type"] == "text/csv; charset=utf-8"
-    assert [*csv.reader(StringIO(answer.content.decode()))] == [
+    response = client.get("/api/v1/costs?by=day" + ("&format=csv" if how == "parameter" else ""), headers=headers)
+    assert response["Content-Type"] == "text/csv; charset=utf-8"
+    assert [*csv.reader(StringIO(response.content.decode()))] == [
         ["day", "usd", "hours", "time", "memory", "cpu", "disk", "storage", "request", "plan", "llm"],
         ["2026-11-02", "1", "2", "2", "", "", "", "", "", "", ""],
         ["2026-11-03", "0.500000003", "1", "1", "", "", "", "", "", "", "1"],
@@ -129,12 +129,12 @@ def test_costs_are_csv_if_asked(how: str) -> None:
         ("by=day&by=agent", "by"), (f"agent={ADA}&agent={BOB}", "agent"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_request_is_named(query: str, field: str) -> None:
+def test_invalid_parameters_are_named(query: str, field: str) -> None:
     problem = key(operator=True).get(f"costs?{query}").json()
     assert (problem["status"], problem["field"]) == (400, field)
 
 
-def test_who_may_not_is_told_so() -> None:
+def test_costs_of_other_agents_are_forbidden() -> None:
     assert ApiClient().get("costs").status_code == 401
     assert ApiClient("lh_00000000_" + "a" * 43).get("estimate?agents=1").status_code == 401
     assert key(BOB).get(f"costs?agent={ADA}").status_code == 403
@@ -142,12 +142,12 @@ def test_who_may_not_is_told_so() -> None:
     assert Client().get("/api/v1/costs?format=xml", headers={"Authorization": f"Bearer {key(BOB).key}"}).status_code == 404
 
 
-def test_an_estimate_for_whoever_asks() -> None:
-    said = key(ADA).get("estimate?agents=8&hours_per_day=4&days=30&instance=basic&cpu_utilisation=0.1").json()
-    assert {line["item"]: line["usd"] for line in said["lines"]} == {
+def test_any_key_gets_an_estimate() -> None:
+    result = key(ADA).get("estimate?agents=8&hours_per_day=4&days=30&instance=basic&cpu_utilisation=0.1").json()
+    assert {line["item"]: line["usd"] for line in result["lines"]} == {
         "memory": "8.42", "cpu": "1.28", "disk": "0.91", "plan": "5.00",
     }  # fmt: skip
-    assert (said["total_usd"], said["per_agent_usd"]) == ("15.61", "1.95")
+    assert (result["total_usd"], result["per_agent_usd"]) == ("15.61", "1.95")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_an_estimate_for_whoever_asks() -> None:
         ("agents=1&agents=2", "agents"),
     ],
 )  # fmt: skip
-def test_an_estimate_names_what_is_wrong(query: str, field: str) -> None:
+def test_an_estimate_names_invalid_parameters(query: str, field: str) -> None:
     problem = key(ADA).get(f"estimate?{query}").json()
     assert (problem["status"], problem["field"]) == (400, field)
 
@@ -183,13 +183,13 @@ def lately(db: None) -> date:
 
 
 def ahead(api: ApiClient, query: str = "") -> dict[str, Any]:
-    answer = api.get(f"forecast?{query}")
-    assert answer.status_code == 200, answer.content
-    found: dict[str, Any] = answer.json()
+    response = api.get(f"forecast?{query}")
+    assert response.status_code == 200, response.content
+    found: dict[str, Any] = response.json()
     return found
 
 
-def test_a_forecast_says_what_the_month_comes_to_and_when_a_budget_is_spent(lately: date) -> None:
+def test_a_forecast_has_the_cost_of_the_month_and_the_day_of_exhaustion(lately: date) -> None:
     found = forecast(now=timezone.now(), budget=Decimal("100000.5"))
     assert ahead(key(operator=True), "budget=100000.50") == {
         "metered_at": None, "spent_usd": "28" if lately.day > 1 else "2", "a_day_usd": "26", "days": 1,
@@ -208,12 +208,12 @@ def test_a_forecast_says_what_the_month_comes_to_and_when_a_budget_is_spent(late
         ("provider=acme", "26"), ("provider=other", None), (f"agent={ADA}&account=team", None),
     ],
 )  # fmt: skip
-def test_a_forecast_is_of_some_alone(query: str, a_day: str | None) -> None:
+def test_a_forecast_is_filtered(query: str, a_day: str | None) -> None:
     assert ahead(key(operator=True), query)["a_day_usd"] == a_day
 
 
 @pytest.mark.usefixtures("lately")
-def test_an_agents_key_is_told_of_its_own() -> None:
+def test_an_agents_key_gets_a_forecast_of_its_own_agents() -> None:
     assert ahead(key(ADA))["a_day_usd"] == "24"
     assert ahead(key(ADA, BOB))["a_day_usd"] == "26"
     assert ahead(key(ADA, BOB), f"agent={BOB}")["a_day_usd"] == "2"
@@ -241,13 +241,13 @@ def test_an_agents_key_is_told_of_its_own() -> None:
         ("provider=" + "a" * 33, "provider"), ("provider=a&provider=a", "provider"),
     ],
 )  # fmt: skip
-def test_a_forecast_names_what_is_wrong(query: str, field: str) -> None:
+def test_a_forecast_names_invalid_parameters(query: str, field: str) -> None:
     problem = key(operator=True).get(f"forecast?{query}").json()
     assert (problem["status"], problem["field"]) == (400, field)
 
 
 @pytest.mark.usefixtures("lately")
-def test_the_largest_and_the_smallest_budget_have_an_answer() -> None:
+def test_the_largest_and_the_smallest_budget_are_accepted() -> None:
     operator = key(operator=True)
     assert ahead(operator, "budget=999999999.999999999&last=366")["runs_out"] is None
     assert ahead(operator, "budget=0.000000001")["runs_out"]
@@ -257,7 +257,7 @@ def test_the_largest_and_the_smallest_budget_have_an_answer() -> None:
 
 
 @pytest.mark.usefixtures("used")
-def test_costs_take_a_few_queries_however_many_there_are(django_assert_max_num_queries: Any) -> None:
+def test_costs_take_a_constant_number_of_queries(django_assert_max_num_queries: Any) -> None:
     operator = key(operator=True)
     for number in range(20):
         create_time_usage("2026-11-02T10:00", agent=f"did:plc:{uuid.UUID(int=number).hex}", provider="acme")

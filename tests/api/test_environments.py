@@ -1,4 +1,4 @@
-"""Joining an environment, and what happens in it."""
+"""Joining an environment and posting conditions."""
 
 import json
 import uuid
@@ -15,17 +15,17 @@ from tests.api.conftest import ADA, BOB, ApiClient, expire_lease
 pytestmark = pytest.mark.django_db
 
 
-def test_joining_makes_the_sandbox_ready(ada: ApiClient, ask, memory: MemoryProvider) -> None:
-    answer = ada.post("environments/game-7/join", ask())
-    shown = answer.json()
-    assert (answer.status_code, shown["is_new"], shown["environment_id"]) == (201, True, "game-7")
+def test_join_starts_the_sandbox(ada: ApiClient, ask, memory: MemoryProvider) -> None:
+    response = ada.post("environments/game-7/join", ask())
+    shown = response.json()
+    assert (response.status_code, shown["is_new"], shown["environment_id"]) == (201, True, "game-7")
     assert (shown["sandbox"]["state"], shown["sandbox"]["provider"]) == ("warm", "memory")
     config = memory.files(Sandbox.objects.get().ref)["/workspace/config.json"]
     assert isinstance(config, File)
     assert json.loads(config.content)["leaseId"] == shown["id"]
 
 
-def test_joining_twice_is_the_same_lease_and_sandbox(ada: ApiClient, ask) -> None:
+def test_joining_twice_returns_the_same_lease_and_sandbox(ada: ApiClient, ask) -> None:
     first, again = (ada.post("environments/game-7/join", ask()) for _ in range(2))
     assert (first.status_code, again.status_code) == (201, 200)
     assert again.json() == first.json() | {
@@ -35,19 +35,19 @@ def test_joining_twice_is_the_same_lease_and_sandbox(ada: ApiClient, ask) -> Non
     }
 
 
-def test_a_sandbox_that_does_not_start_leaves_the_lease_and_says_when_to_retry(ada: ApiClient, ask, memory) -> None:
+def test_a_failed_start_keeps_the_lease_and_sends_retry_after(ada: ApiClient, ask, memory) -> None:
     memory.fail("create", Unavailable("no engine"), times=1)
     refused = ada.post("environments/game-7/join", ask())
     assert (refused.status_code, refused.json()["code"]) == (503, "sandbox_not_ready")
     assert ada.post("environments/game-7/join", ask()).json()["is_new"] is False
 
 
-def test_a_condition_ends_the_leases_that_wait_for_it(ada: ApiClient, operator: ApiClient, ask) -> None:
+def test_a_condition_ends_the_leases_that_have_it(ada: ApiClient, operator: ApiClient, ask) -> None:
     waits = ada.post("leases", ask()).json()["id"]
     ada.post("leases", ask(environment_id="game-2"))
     operator.post("leases", ask(agent_did=BOB, expiry_conditions=[]))
-    answer = operator.post("environments/game-1/conditions", {"condition": "game.finished"})
-    assert (answer.status_code, answer.json()) == (200, {"ended": [waits]})
+    response = operator.post("environments/game-1/conditions", {"condition": "game.finished"})
+    assert (response.status_code, response.json()) == (200, {"ended": [waits]})
     assert Lease.objects.get(pk=uuid.UUID(waits)).end_reason == "condition:game.finished"
     assert operator.post("environments/game-1/conditions", {"condition": "game.finished"}).json() == {"ended": []}
 
@@ -58,7 +58,7 @@ def test_an_agents_key_ends_only_its_own_agents_leases(ada: ApiClient, operator:
     assert Lease.objects.get(pk=uuid.UUID(theirs)).status == "active"
 
 
-def test_a_condition_does_not_end_what_had_run_out(ada: ApiClient, lease) -> None:
+def test_a_condition_does_not_end_leases_already_elapsed(ada: ApiClient, lease) -> None:
     expire_lease(lease["id"])
     assert ada.post("environments/game-1/conditions", {"condition": "game.finished"}).json() == {"ended": []}
     assert ada.get(f"leases/{lease['id']}").json()["end_reason"] == "ttl"

@@ -1,4 +1,4 @@
-"""Files of a lease: read whole and in ranges, listed, packed and unpacked; the same while its sandbox sleeps."""
+"""Files of a lease: reads, ranges, listings, archives; awake and asleep."""
 
 import io
 import tarfile
@@ -48,12 +48,12 @@ def sleep(lease) -> Callable[[], None]:
     return put
 
 
-def got(answer: Any) -> bytes:
-    return b"".join(answer.streaming_content) if answer.streaming else answer.content
+def got(response: Any) -> bytes:
+    return b"".join(response.streaming_content) if response.streaming else response.content
 
 
 def members(tar: bytes) -> dict[str, bytes | str | None]:
-    """What is in a tar: the content of files, the target of links, None for directories."""
+    """Entries of a tar: the content of files, the target of links, None for directories."""
     found: dict[str, bytes | str | None] = {}
     with tarfile.open(fileobj=io.BytesIO(tar), mode="r:") as opened:
         for member in opened:
@@ -86,8 +86,8 @@ RANGES = [
     ("bytes=999999999999999999-", 416, None, "bytes */256"),
     ("bytes=-0", 416, None, "bytes */256"),
     *[
-        (said, 200, bytes(range(256)), None)
-        for said in (
+        (result, 200, bytes(range(256)), None)
+        for result in (
             "bytes=0-1,5-6",
             "bytes=5-3",
             "bytes=-",
@@ -102,34 +102,34 @@ RANGES = [
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_ranges(asleep: bool, ada: ApiClient, filled: str, sleep) -> None:
+def test_byte_ranges_are_returned(asleep: bool, ada: ApiClient, filled: str, sleep) -> None:
     if asleep:
         sleep()
-    for said, status, content, which in RANGES:
-        answer = ada.get(f"{filled}/files/src/deep/er/x.bin", range=said)
-        assert (answer.status_code, answer.headers.get("Content-Range")) == (status, which), said
+    for result, status, content, which in RANGES:
+        response = ada.get(f"{filled}/files/src/deep/er/x.bin", range=result)
+        assert (response.status_code, response.headers.get("Content-Range")) == (status, which), result
         if content is None:
-            assert (answer.json()["code"], answer.json()["field"]) == ("range_not_satisfiable", "Range")
+            assert (response.json()["code"], response.json()["field"]) == ("range_not_satisfiable", "Range")
         else:
-            assert (answer.content, answer["Content-Length"]) == (content, str(len(content)))
-            assert answer["Accept-Ranges"] == "bytes"
-            assert answer["Leasehold-Source"] == ("snapshot" if asleep else "sandbox")
+            assert (response.content, response["Content-Length"]) == (content, str(len(content)))
+            assert response["Accept-Ranges"] == "bytes"
+            assert response["Leasehold-Source"] == ("snapshot" if asleep else "sandbox")
     assert ada.get(f"{filled}/files/empty", range="bytes=0-").status_code == 416
     assert Sandbox.objects.get().state == ("cold" if asleep else "waiting")
 
 
-def test_a_range_of_another_version_is_the_whole_file(ada: ApiClient, filled: str) -> None:
-    answer = ada.get(f"{filled}/files/src/main.py", range="bytes=0-1", if_range='"x"')
-    assert (answer.status_code, answer.content) == (200, b"print('hi')\n")
+def test_if_range_returns_the_whole_file(ada: ApiClient, filled: str) -> None:
+    response = ada.get(f"{filled}/files/src/main.py", range="bytes=0-1", if_range='"x"')
+    assert (response.status_code, response.content) == (200, b"print('hi')\n")
 
 
-def test_head_says_the_size(ada: ApiClient, filled: str, sleep) -> None:
+def test_head_returns_the_size(ada: ApiClient, filled: str, sleep) -> None:
     url, key = f"/api/v1/{filled}/files/src/deep/er/x.bin", {"Authorization": f"Bearer {ada.key}"}
     for source in ("sandbox", "snapshot"):
-        answer = ada.client.head(url, headers=key)
-        assert (answer.status_code, answer["Content-Length"], answer["Accept-Ranges"]) == (200, "256", "bytes")
-        assert (answer["Leasehold-Source"], answer["Content-Type"]) == (source, "application/octet-stream")
-        assert answer.content == b""
+        response = ada.client.head(url, headers=key)
+        assert (response.status_code, response["Content-Length"], response["Accept-Ranges"]) == (200, "256", "bytes")
+        assert (response["Leasehold-Source"], response["Content-Type"]) == (source, "application/octet-stream")
+        assert response.content == b""
         if source == "sandbox":
             sleep()
     assert ada.client.head(f"{url}x", headers=key).status_code == 404
@@ -161,14 +161,16 @@ def test_a_large_file_is_read_in_ranges(
     [("none", 404, "file_not_found"), ("src/none/x", 404, "file_not_found"), ("src", 400, "bad_path"),
      ("link", 400, "bad_path"), ("src/main.py/x", 400, "bad_path"), ("link/x", 400, "bad_path")],
 )  # fmt: skip
-def test_what_is_no_file(path: str, status: int, code: str, asleep: bool, ada: ApiClient, filled: str, sleep) -> None:
+def test_directories_and_missing_files_are_not_found(
+    path: str, status: int, code: str, asleep: bool, ada: ApiClient, filled: str, sleep
+) -> None:
     if asleep:
         sleep()
-    answer = ada.get(f"{filled}/files/{path}")
-    assert (answer.status_code, answer.json()["code"], answer.json()["field"]) == (status, code, "path")
+    response = ada.get(f"{filled}/files/{path}")
+    assert (response.status_code, response.json()["code"], response.json()["field"]) == (status, code, "path")
 
 
-def test_an_act_on_the_workspace_does_not_wait_for_the_agents_data(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
+def test_workspace_operations_do_not_wait_for_the_agents_data(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
     ada.put(f"{at}/files/a", b"x")
     ada.get(f"{at}/files/a")
     assert [verb for verb, _ in memory.calls] == ["create", "wait_ready", "write_file", "write_file", "read_range"]
@@ -187,7 +189,7 @@ QUESTIONS = [
 
 
 @pytest.mark.parametrize("asked", QUESTIONS)
-def test_what_sleeps_answers_as_what_is_awake_and_is_not_woken(
+def test_a_sleeping_sandbox_returns_the_same_files_and_is_not_woken(
     asked: str, ada: ApiClient, filled: str, sleep, memory: MemoryProvider
 ) -> None:
     awake = ada.get(f"{filled}/{asked}")
@@ -216,11 +218,11 @@ def test_the_agents_data_is_listed_and_packed_while_the_sandbox_sleeps(ada: ApiC
     assert set(tar) <= {"memory", "memory/notes.md"}
 
 
-def test_what_has_lost_its_place_is_read_from_what_is_stored(ada: ApiClient, filled: str, sleep) -> None:
+def test_files_of_an_evicted_sandbox_are_read_from_stored_state(ada: ApiClient, filled: str, sleep) -> None:
     sleep()
     eviction.release_cold(Sandbox.objects.get().pk, now=timezone.now(), reason="test")
-    answer = ada.get(f"{filled}/files/src/main.py")
-    assert (answer.content, answer["Leasehold-Source"]) == (b"print('hi')\n", "snapshot")
+    response = ada.get(f"{filled}/files/src/main.py")
+    assert (response.content, response["Leasehold-Source"]) == (b"print('hi')\n", "snapshot")
     assert Sandbox.objects.count() == 1
 
 
@@ -231,9 +233,7 @@ def test_reading_renews_the_lease(ada: ApiClient, filled: str, sleep) -> None:
     assert ada.get(filled).json()["expires_at"] > before
 
 
-def test_a_lease_without_a_sandbox_shows_what_its_first_one_begins_with(
-    ada: ApiClient, at: str, memory: MemoryProvider
-) -> None:
+def test_a_lease_without_a_sandbox_lists_its_initial_files(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
     listed, content = ada.get(f"{at}/files?deep=1"), ada.get(f"{at}/files/config.json")
     assert [(entry["name"], entry["kind"]) for entry in listed.json()["entries"]] == [("config.json", "file")]
     assert (content["Leasehold-Source"], ada.get(f"{at}/files?root=data").json()["entries"]) == ("snapshot", [])
@@ -243,7 +243,7 @@ def test_a_lease_without_a_sandbox_shows_what_its_first_one_begins_with(
     assert ada.get(f"{at}/files/config.json").content == content.content
 
 
-def test_a_fork_shows_its_own_config_before_it_was_ever_awake(ada: ApiClient, filled: str) -> None:
+def test_a_fork_lists_its_own_config_before_its_first_start(ada: ApiClient, filled: str) -> None:
     fork = ada.post(f"{filled}/fork", {"environment_id": "fork-1"}).json()
     there = ada.get(f"leases/{fork['id']}/files/config.json")
     assert (there["Leasehold-Source"], fork["id"] in there.content.decode()) == ("snapshot", True)
@@ -256,17 +256,17 @@ def spoil(snapshot: Any) -> None:
     (workspace.local_directory(snapshot) / "workspace").write_bytes(b"spoilt")
 
 
-def test_a_copy_that_is_not_what_was_stored_wakes_the_sandbox(ada: ApiClient, filled: str, lease, sleep) -> None:
+def test_a_corrupted_copy_wakes_the_sandbox(ada: ApiClient, filled: str, lease, sleep) -> None:
     sleep()
     ada.put(f"{filled}/files/src/main.py", b"newer")
     sleep()
     spoil(workspace.find_latest(uuid.UUID(lease["id"])))
-    answer = ada.get(f"{filled}/files/src/main.py")
-    assert (answer.content, answer["Leasehold-Source"]) == (b"print('hi')\n", "sandbox")
+    response = ada.get(f"{filled}/files/src/main.py")
+    assert (response.content, response["Leasehold-Source"]) == (b"print('hi')\n", "sandbox")
     assert Sandbox.objects.get().source == "local"
 
 
-def test_a_copy_that_is_no_tar_of_ours_wakes_the_sandbox(ada: ApiClient, at: str, memory: MemoryProvider, sleep) -> None:
+def test_a_copy_that_is_no_tar_wakes_the_sandbox(ada: ApiClient, at: str, memory: MemoryProvider, sleep) -> None:
     ada.put(f"{at}/files/a", b"x")
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
@@ -277,25 +277,25 @@ def test_a_copy_that_is_no_tar_of_ours_wakes_the_sandbox(ada: ApiClient, at: str
         sleep()
     finally:
         del memory.get_files  # type: ignore[method-assign]
-    answer = ada.get(f"{at}/files/{'n' * 150}")
-    assert (answer.status_code, answer["Leasehold-Source"]) == (200, "sandbox")
+    response = ada.get(f"{at}/files/{'n' * 150}")
+    assert (response.status_code, response["Leasehold-Source"]) == (200, "sandbox")
 
 
-def test_data_that_the_store_has_lost_is_no_answer(ada: ApiClient, filled: str, sleep) -> None:
+def test_data_lost_by_the_store_is_unavailable(ada: ApiClient, filled: str, sleep) -> None:
     sleep()
     for stored in DataObject.objects.all():
         get_store().remove(stored.key)
-    answer = ada.get(f"{filled}/files/memory/notes.md?root=data")
-    assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
+    response = ada.get(f"{filled}/files/memory/notes.md?root=data")
+    assert (response.status_code, response.json()["code"]) == (503, "store_unavailable")
 
 
 # --- listings -----------------------------------------------------------------------------------------------------
 
 
-def test_a_listing(ada: ApiClient, filled: str) -> None:
-    said = ada.get(f"{filled}/files").json()
-    assert (said["root"], said["path"]) == ("workspace", "")
-    shown = {entry["name"]: (entry["kind"], entry["size"], entry["mode"], entry["target"]) for entry in said["entries"]}
+def test_a_listing_has_all_attributes_of_its_entries(ada: ApiClient, filled: str) -> None:
+    result = ada.get(f"{filled}/files").json()
+    assert (result["root"], result["path"]) == ("workspace", "")
+    shown = {entry["name"]: (entry["kind"], entry["size"], entry["mode"], entry["target"]) for entry in result["entries"]}
     assert shown == {
         "config.json": ("file", shown["config.json"][1], "0644", ""),
         "empty": ("file", 0, "0644", ""),
@@ -306,7 +306,7 @@ def test_a_listing(ada: ApiClient, filled: str) -> None:
     assert deep == ["deep", "deep/er", "deep/er/x.bin", "main.py"]
 
 
-def test_names_that_are_no_text_are_listed(ada: ApiClient, filled: str, memory: MemoryProvider) -> None:
+def test_names_that_are_not_utf8_are_listed(ada: ApiClient, filled: str, memory: MemoryProvider) -> None:
     files = memory.files(Sandbox.objects.get().ref)
     files["/workspace/caf\udce9"] = File(b"", mtime=10**12)
     (entry,) = [entry for entry in ada.get(f"{filled}/files").json()["entries"] if entry["name"].startswith("caf")]
@@ -319,18 +319,18 @@ def test_a_long_listing_is_refused(asleep: bool, ada: ApiClient, filled: str, sl
     if asleep:
         sleep()
     assert ada.get(f"{filled}/files").status_code == 200
-    answer = ada.get(f"{filled}/files?deep=1")
-    assert (answer.status_code, answer.json()["field"]) == (413, "path")
+    response = ada.get(f"{filled}/files?deep=1")
+    assert (response.status_code, response.json()["field"]) == (413, "path")
 
 
 # --- archives -----------------------------------------------------------------------------------------------------
 
 
 def test_an_archive_is_a_tar_that_can_be_unpacked_again(ada: ApiClient, filled: str, lease) -> None:
-    answer = ada.get(f"{filled}/archive?path=src")
-    tar = got(answer)
-    assert (answer["Content-Type"], answer["Content-Length"]) == ("application/x-tar", str(len(tar)))
-    assert answer["Content-Disposition"] == 'attachment; filename="src.tar"'
+    response = ada.get(f"{filled}/archive?path=src")
+    tar = got(response)
+    assert (response["Content-Type"], response["Content-Length"]) == ("application/x-tar", str(len(tar)))
+    assert response["Content-Disposition"] == 'attachment; filename="src.tar"'
     assert members(tar) == {
         "src": None, "src/deep": None, "src/deep/er": None, "src/deep/er/x.bin": bytes(range(256)),
         "src/main.py": b"print('hi')\n",
@@ -352,7 +352,7 @@ def test_an_archive_is_unpacked_into_the_agents_data_and_wakes_for_it(ada: ApiCl
     assert ada.get(f"{filled}/files/memory/b?root=data").content == b"2"
 
 
-def test_tars_of_other_programs_are_taken(ada: ApiClient, at: str) -> None:
+def test_tars_of_other_programs_are_accepted(ada: ApiClient, at: str) -> None:
     for form in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         out = io.BytesIO()
         with tarfile.open(fileobj=out, mode="w", format=form) as tar:
@@ -399,12 +399,12 @@ def made(name: str, kind: bytes = tarfile.REGTYPE, target: str = "", **headers: 
     ],
     ids=lambda body: repr(body)[:20] + str(len(body)),
 )
-def test_what_is_no_tar_changes_nothing(ada: ApiClient, at: str, body: bytes) -> None:
+def test_an_invalid_tar_changes_nothing(ada: ApiClient, at: str, body: bytes) -> None:
     refused(ada, "PUT", f"{at}/archive", body, 400)
 
 
 def test_a_tar_that_is_too_large_is_refused(ada: ApiClient, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leases.api.files.MAX_ARCHIVE_BYTES", 10_000)
+    monkeypatch.setattr("leases.api.files.ArchiveView.max_body_bytes", 10_000)
     refused(ada, "PUT", f"{at}/archive", packed(a=b"x" * 10_000), 413)
     monkeypatch.setattr("sandboxes.providers.tar_validation.MAX_MEMBERS", 2)
     refused(ada, "PUT", f"{at}/archive", packed(a=b"", b=b"", c=b""), 413)
@@ -413,9 +413,9 @@ def test_a_tar_that_is_too_large_is_refused(ada: ApiClient, at: str, monkeypatch
 def test_a_tar_that_is_announced_as_too_large_is_not_read(ada: ApiClient, at: str) -> None:
     url = f"/api/v1/{at}/archive"
     sent = {"CONTENT_LENGTH": str((1 << 30) + 1), "HTTP_AUTHORIZATION": f"Bearer {ada.key}"}
-    answer = ada.client.generic("PUT", url, b"", **sent)
-    check_response("PUT", url, answer)
-    assert answer.status_code == 413
+    response = ada.client.generic("PUT", url, b"", **sent)
+    check_response("PUT", url, response)
+    assert response.status_code == 413
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------
@@ -428,7 +428,7 @@ def test_a_tar_that_is_announced_as_too_large_is_not_read(ada: ApiClient, at: st
         *[(f"path={path}", "path") for path in ("/etc", "..", "a/../..", "a//b", "a/", ".", "%00", "a%00", "x" * 256)],
     ],
 )  # fmt: skip
-def test_directories(ada: ApiClient, lease, query: str, field: str) -> None:
+def test_invalid_directory_paths_are_rejected(ada: ApiClient, lease, query: str, field: str) -> None:
     refused(ada, "GET", f"leases/{lease['id']}/files?{query}", None, 400, field)
     if field != "deep":
         refused(ada, "GET", f"leases/{lease['id']}/archive?{query}", None, 400, field)
@@ -439,7 +439,7 @@ ACTS = [("GET", "files"), ("GET", "files/a"), ("PUT", "files/a"), ("DELETE", "fi
 
 
 @pytest.mark.parametrize(("method", "act"), ACTS)
-def test_another_agents_files_are_not_there(bob: ApiClient, lease, method: str, act: str) -> None:
+def test_another_agents_files_are_not_found(bob: ApiClient, lease, method: str, act: str) -> None:
     assert bob(method, f"leases/{lease['id']}/{act}", packed(a=b"x")).status_code == 404
     assert not Run.objects.exists()
 
@@ -447,6 +447,6 @@ def test_another_agents_files_are_not_there(bob: ApiClient, lease, method: str, 
 @pytest.mark.parametrize(("method", "act"), ACTS)
 def test_files_of_an_ended_lease_are_gone(ada: ApiClient, lease, method: str, act: str) -> None:
     expire_lease(lease["id"])
-    answer = ada(method, f"leases/{lease['id']}/{act}", packed(a=b"x"))
-    assert (answer.status_code, answer.json()["end_reason"]) == (410, "ttl")
+    response = ada(method, f"leases/{lease['id']}/{act}", packed(a=b"x"))
+    assert (response.status_code, response.json()["end_reason"]) == (410, "ttl")
     assert Lease.objects.get().status == "active"  # no sweep has come by

@@ -1,4 +1,4 @@
-"""A POST with an Idempotency-Key is acted on once."""
+"""A POST with an Idempotency-Key acts once."""
 
 import uuid
 from datetime import timedelta
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.django_db
 
 
 def passes(time: timedelta) -> None:
-    """Time passes for every stored request."""
+    """Move the times of all stored requests back."""
     moments = ("started_at", "deadline_at", "expires_at")
     IdempotentRequest.objects.update(**{name: F(name) - time for name in moments})
 
 
 def dies(api: ApiClient, at_checkpoint, step: str, path: str, body=None) -> None:
-    """The process that serves this request dies at a step of it."""
+    """Send a request whose process dies at the given step."""
 
     def die() -> None:
         raise SimulatedCrash()
@@ -38,7 +38,7 @@ def run_path(lease) -> str:
     return f"leases/{lease['id']}/exec"
 
 
-def test_the_same_request_is_answered_from_the_row(ada: ApiClient, ask) -> None:
+def test_a_repeated_request_gets_the_stored_response(ada: ApiClient, ask) -> None:
     first = ada.post("leases", ask(), idempotency_key="k1")
     again = ada.post("leases", ask(), idempotency_key="k1")
     assert (again.status_code, again.content, again["Idempotent-Replayed"]) == (201, first.content, "true")
@@ -56,7 +56,7 @@ def test_the_same_request_is_answered_from_the_row(ada: ApiClient, ask) -> None:
         ("environments/game-1/join", {"agent_did": "did:plc:ada", "environment_type": "catan"}),
     ],
 )
-def test_every_post_takes_a_key(ada: ApiClient, lease, path: str, body) -> None:
+def test_every_post_accepts_an_idempotency_key(ada: ApiClient, lease, path: str, body) -> None:
     url = path.format(**lease)
     first, again = (ada.post(url, body, idempotency_key="k1") for _ in range(2))
     assert first.status_code == 200
@@ -64,7 +64,7 @@ def test_every_post_takes_a_key(ada: ApiClient, lease, path: str, body) -> None:
     assert again["Idempotent-Replayed"] == "true"
 
 
-def test_a_command_is_run_once_and_answered_also_after_its_lease_has_ended(ada: ApiClient, lease, run_path: str) -> None:
+def test_exec_runs_once_and_is_replayed_after_the_lease_has_ended(ada: ApiClient, lease, run_path: str) -> None:
     first = ada.post(run_path, {"argv": ["echo", "hi"]}, idempotency_key="k1")
     ada.post(f"leases/{lease['id']}/release")
     again = ada.post(run_path, {"argv": ["echo", "hi"]}, idempotency_key="k1")
@@ -76,18 +76,18 @@ def test_a_command_is_run_once_and_answered_also_after_its_lease_has_ended(ada: 
 def test_another_request_with_the_same_key_is_refused(ada: ApiClient, lease, run_path: str, change: str) -> None:
     ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     path = {"query": f"{run_path}?encoding=base64", "path": f"leases/{lease['id']}/renew"}.get(change, run_path)
-    answer = ada.post(path, {"argv": ["false" if change == "body" else "true"]}, idempotency_key="k1")
-    assert (answer.status_code, answer.json()["code"]) == (409, "idempotency_key_reused")
+    response = ada.post(path, {"argv": ["false" if change == "body" else "true"]}, idempotency_key="k1")
+    assert (response.status_code, response.json()["code"]) == (409, "idempotency_key_reused")
 
 
-def test_a_key_means_nothing_to_another_key_holder(operator: ApiClient, issue, ask) -> None:
+def test_an_idempotency_key_belongs_to_its_key_holder(operator: ApiClient, issue, ask) -> None:
     first = operator.post("leases", ask(), idempotency_key="k1")
     other = issue(operator=True).post("leases", ask(), idempotency_key="k1")
     assert (first.status_code, other.status_code) == (201, 200)
     assert "Idempotent-Replayed" not in other.headers
 
 
-def test_a_rival_in_the_middle_is_told_to_wait(ada: ApiClient, lease, run_path: str, at_checkpoint) -> None:
+def test_a_concurrent_repetition_is_told_to_wait(ada: ApiClient, lease, run_path: str, at_checkpoint) -> None:
     seen = []
     at_checkpoint("key claimed", lambda: seen.append(ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")))
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 200
@@ -102,7 +102,7 @@ def test_an_error_frees_the_key(ada: ApiClient, ask) -> None:
     assert ada.post("leases", ask(), idempotency_key="k1").status_code == 201
 
 
-def test_an_answer_is_forgotten_after_its_time(ada: ApiClient, lease, run_path: str, settings) -> None:
+def test_a_stored_response_expires(ada: ApiClient, lease, run_path: str, settings) -> None:
     ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     passes(settings.IDEMPOTENCY_TTL)
     assert "Idempotent-Replayed" not in ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").headers
@@ -110,7 +110,7 @@ def test_an_answer_is_forgotten_after_its_time(ada: ApiClient, lease, run_path: 
 
 
 @pytest.mark.parametrize("step", ["key claimed", "acted"])
-def test_what_is_safe_to_repeat_is_taken_over_from_the_dead(ada: ApiClient, ask, at_checkpoint, step: str) -> None:
+def test_a_repeatable_request_of_a_dead_process_is_taken_over(ada: ApiClient, ask, at_checkpoint, step: str) -> None:
     dies(ada, at_checkpoint, step, "leases", ask())
     waiting = ada.post("leases", ask(), idempotency_key="k1")
     assert (waiting.status_code, waiting.json()["code"]) == (409, "idempotency_in_progress")
@@ -121,23 +121,23 @@ def test_what_is_safe_to_repeat_is_taken_over_from_the_dead(ada: ApiClient, ask,
 
 
 @pytest.mark.parametrize("step", ["key claimed", "run opened", "run answered", "acted"])
-def test_a_command_of_the_dead_is_never_run_again(ada: ApiClient, run_path: str, at_checkpoint, step: str) -> None:
+def test_exec_of_a_dead_process_is_never_repeated(ada: ApiClient, run_path: str, at_checkpoint, step: str) -> None:
     dies(ada, at_checkpoint, step, run_path, {"argv": ["true"]})
     passes(timedelta(hours=1))
-    answer = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
-    assert (answer.status_code, answer.json()["code"]) == (409, "outcome_unknown")
-    assert [answer.json().get("run_id")] == ([str(run.pk) for run in Run.objects.all()] or [None])
+    response = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
+    assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
+    assert [response.json().get("run_id")] == ([str(run.pk) for run in Run.objects.all()] or [None])
 
 
-def test_a_command_whose_outcome_is_unknown_is_not_run_again(ada: ApiClient, run_path: str, memory: MemoryProvider) -> None:
+def test_exec_with_unknown_outcome_is_not_repeated(ada: ApiClient, run_path: str, memory: MemoryProvider) -> None:
     memory.fail("exec", Unavailable("timed out"), times=1)
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 503
-    answer = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
-    assert (answer.status_code, answer.json()["code"]) == (409, "outcome_unknown")
-    assert answer.json()["run_id"] == str(Run.objects.get().pk)
+    response = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
+    assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
+    assert response.json()["run_id"] == str(Run.objects.get().pk)
 
 
-def test_a_command_that_never_started_may_be_sent_again(ada: ApiClient, run_path: str, memory: MemoryProvider) -> None:
+def test_exec_that_never_started_can_be_sent_again(ada: ApiClient, run_path: str, memory: MemoryProvider) -> None:
     memory.fail("create", Unavailable("no engine"), times=1)
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 503
     memory.fail("exec", Rejected("no"), times=1)
@@ -145,7 +145,7 @@ def test_a_command_that_never_started_may_be_sent_again(ada: ApiClient, run_path
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 200
 
 
-def test_whoever_is_late_does_not_overwrite_the_answer_of_the_one_who_took_over(ada: ApiClient, ask, at_checkpoint) -> None:
+def test_a_late_process_does_not_overwrite_the_response_of_its_successor(ada: ApiClient, ask, at_checkpoint) -> None:
     def take_over() -> None:
         passes(timedelta(minutes=2))
         assert ada.post("leases", ask(), idempotency_key="k1").status_code == 200
@@ -155,6 +155,6 @@ def test_whoever_is_late_does_not_overwrite_the_answer_of_the_one_who_took_over(
     assert IdempotentRequest.objects.get().status_code == 200
 
 
-def test_a_lease_that_is_not_there_takes_no_key(ada: ApiClient, lease) -> None:
+def test_an_unknown_lease_uses_up_no_idempotency_key(ada: ApiClient, lease) -> None:
     assert ada.post(f"leases/{uuid.uuid4()}/renew", idempotency_key="k1").status_code == 404
     assert ada.post(f"leases/{lease['id']}/renew", idempotency_key="k1").status_code == 200

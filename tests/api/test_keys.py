@@ -1,4 +1,4 @@
-"""A key reaches its own agents' leases and nothing else."""
+"""A key reaches the leases of its own agents and nothing else."""
 
 import pytest
 from django.utils import timezone
@@ -10,17 +10,17 @@ from tests.api.conftest import ADA, BOB, ApiClient
 pytestmark = pytest.mark.django_db
 
 
-def test_without_a_key_there_is_nothing_to_see(lease) -> None:
-    answer = ApiClient().get(f"leases/{lease['id']}")
-    assert (answer.status_code, answer.json()["code"]) == (401, "unauthenticated")
-    assert answer["WWW-Authenticate"] == 'Bearer realm="leasehold"'
+def test_requests_without_a_key_are_unauthenticated(lease) -> None:
+    response = ApiClient().get(f"leases/{lease['id']}")
+    assert (response.status_code, response.json()["code"]) == (401, "unauthenticated")
+    assert response["WWW-Authenticate"] == 'Bearer realm="leasehold"'
 
 
 @pytest.mark.parametrize("header", ["Bearer", "Bearer ", "Bearer lh_x", "Basic {key}", "{key}", "Bearer {key}x", "Bearer é"])
-def test_a_key_that_is_no_good_is_refused(ada: ApiClient, header: str) -> None:
-    answer = ApiClient().get("leases", authorization=header.format(key=ada.key))
-    assert answer.status_code == 401
-    assert answer["WWW-Authenticate"]
+def test_an_invalid_key_is_refused(ada: ApiClient, header: str) -> None:
+    response = ApiClient().get("leases", authorization=header.format(key=ada.key))
+    assert response.status_code == 401
+    assert response["WWW-Authenticate"]
 
 
 def test_a_revoked_key_is_refused_at_once(ada: ApiClient, lease) -> None:
@@ -37,18 +37,18 @@ def test_a_revoked_key_is_refused_at_once(ada: ApiClient, lease) -> None:
     ],
 )  # fmt: skip
 def test_another_agents_lease_does_not_exist(bob: ApiClient, lease, method: str, path: str) -> None:
-    answer = bob(method, f"leases/{lease['id']}{path}", {"argv": ["true"], "turn_number": 1, "state": {}})
-    assert (answer.status_code, answer.json()["detail"]) == (404, "There is no such lease.")
+    response = bob(method, f"leases/{lease['id']}{path}", {"argv": ["true"], "turn_number": 1, "state": {}})
+    assert (response.status_code, response.json()["detail"]) == (404, "There is no such lease.")
     assert Lease.objects.get().status == "active"
 
 
 @pytest.mark.parametrize("path", ["leases", "environments/game-1/join"])
 def test_acquiring_for_another_agent_is_forbidden(bob: ApiClient, ask, path: str) -> None:
-    answer = bob.post(path, ask())
-    assert (answer.status_code, Lease.objects.count()) == (403, 0)
+    response = bob.post(path, ask())
+    assert (response.status_code, Lease.objects.count()) == (403, 0)
 
 
-def test_a_list_holds_only_what_the_key_may_see(bob: ApiClient, operator: ApiClient, lease) -> None:
+def test_a_list_has_only_leases_visible_to_the_key(bob: ApiClient, operator: ApiClient, lease) -> None:
     assert bob.get("leases").json()["results"] == []
     assert bob.get(f"leases?agent_did={ADA}").json()["results"] == []
     assert [one["id"] for one in operator.get("leases").json()["results"]] == [lease["id"]]
@@ -60,14 +60,14 @@ def test_a_key_may_speak_for_many_agents(issue, ask) -> None:
     assert len(both.get("leases").json()["results"]) == 2
 
 
-def test_agents_see_themselves_and_operators_all(ada: ApiClient, bob: ApiClient, operator: ApiClient) -> None:
+def test_agents_see_themselves_and_operators_see_all(ada: ApiClient, bob: ApiClient, operator: ApiClient) -> None:
     assert [one["did"] for one in ada.get("agents").json()["results"]] == [ADA]
     assert {one["did"] for one in operator.get("agents").json()["results"]} == {ADA, BOB}
     assert ada.get(f"agents/{ADA}").status_code == 200
     assert ada.get(f"agents/{BOB}").status_code == ada.get("agents/x%00y").status_code == 404
 
 
-def test_only_operators_make_agents(ada: ApiClient, operator: ApiClient) -> None:
+def test_only_operators_create_agents(ada: ApiClient, operator: ApiClient) -> None:
     new = {"did": "did:web:example.com%3A3000", "name": "Cy"}
     assert ada.post("agents", new).status_code == 403
     first, again = (operator.post("agents", new) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What the API says of leases."""
+"""Leases through the API."""
 
 from datetime import datetime, timedelta
 
@@ -12,10 +12,10 @@ from tests.api.conftest import ADA, BOB, ApiClient, expire_lease
 pytestmark = pytest.mark.django_db
 
 
-def test_a_new_lease_is_shown_whole(ada: ApiClient, ask) -> None:
-    answer = ada.post("leases", ask(ttl_seconds=600, sleep_after="30s", expiry_conditions=["game.finished"]))
-    shown = answer.json()
-    assert (answer.status_code, shown["is_new"], shown["status"]) == (201, True, "active")
+def test_a_new_lease_is_returned_whole(ada: ApiClient, ask) -> None:
+    response = ada.post("leases", ask(ttl_seconds=600, sleep_after="30s", expiry_conditions=["game.finished"]))
+    shown = response.json()
+    assert (response.status_code, shown["is_new"], shown["status"]) == (201, True, "active")
     assert (shown["agent_did"], shown["environment_id"], shown["sandbox_id"]) == (ADA, "game-1", f"{ADA}::game-1")
     assert (shown["sleep_after"], shown["expiry_conditions"]) == (30, ["game.finished"])
     assert (shown["sandbox"], shown["ended_at"], shown["end_reason"]) == (None, None, "")
@@ -24,19 +24,19 @@ def test_a_new_lease_is_shown_whole(ada: ApiClient, ask) -> None:
     assert lasts == timedelta(seconds=600)
 
 
-def test_acquiring_again_answers_the_same_lease(ada: ApiClient, ask, lease) -> None:
-    answer = ada.post("leases", ask(ttl_seconds=60))
-    assert (answer.status_code, answer.json()) == (200, lease | {"is_new": False})
+def test_acquiring_again_returns_the_same_lease(ada: ApiClient, ask, lease) -> None:
+    response = ada.post("leases", ask(ttl_seconds=60))
+    assert (response.status_code, response.json()) == (200, lease | {"is_new": False})
     assert not Sandbox.objects.exists()
 
 
-def test_what_the_request_leaves_out_comes_from_the_environment_type(lease) -> None:
+def test_defaults_come_from_the_environment_type(lease) -> None:
     assert (lease["ttl_seconds"], lease["sleep_after"]) == (4 * 3600, 300)
     assert lease["expiry_conditions"] == ["game.finished"]
 
 
 @pytest.mark.parametrize(("sleep_after", "seconds"), [("5m", 300), ("30s", 30), ("90", 90), (45, 45), (None, 300)])
-def test_sleep_after_is_answered_in_seconds(ada: ApiClient, ask, sleep_after, seconds: int) -> None:
+def test_sleep_after_is_returned_in_seconds(ada: ApiClient, ask, sleep_after, seconds: int) -> None:
     assert ada.post("leases", ask(sleep_after=sleep_after)).json()["sleep_after"] == seconds
 
 
@@ -50,49 +50,49 @@ def test_unknown_fields_are_ignored(ada: ApiClient, ask) -> None:
 
 
 def test_a_lease_of_another_type_is_a_conflict(ada: ApiClient, ask, lease) -> None:
-    answer = ada.post("leases", ask(environment_type="rpg"))
-    assert (answer.status_code, answer.json()["field"]) == (409, "environment_type")
+    response = ada.post("leases", ask(environment_type="rpg"))
+    assert (response.status_code, response.json()["field"]) == (409, "environment_type")
 
 
-def test_renewing_pushes_the_end(ada: ApiClient, lease) -> None:
-    answer = ada.post(f"leases/{lease['id']}/renew")
-    assert answer.status_code == 200
-    assert answer.json()["expires_at"] > lease["expires_at"]
-    assert ada.get(f"leases/{lease['id']}").json()["expires_at"] == answer.json()["expires_at"]
+def test_renew_extends_the_lease(ada: ApiClient, lease) -> None:
+    response = ada.post(f"leases/{lease['id']}/renew")
+    assert response.status_code == 200
+    assert response.json()["expires_at"] > lease["expires_at"]
+    assert ada.get(f"leases/{lease['id']}").json()["expires_at"] == response.json()["expires_at"]
 
 
-def test_releasing_again_answers_the_same(ada: ApiClient, lease) -> None:
+def test_releasing_twice_returns_the_same(ada: ApiClient, lease) -> None:
     first, again = (ada.post(f"leases/{lease['id']}/release") for _ in range(2))
     assert first.status_code == again.status_code == 200
     assert first.json() == again.json()
     assert (first.json()["status"], first.json()["end_reason"]) == ("expired", "released")
 
 
-def test_after_release_there_is_a_new_lease_with_a_new_id(ada: ApiClient, ask, lease) -> None:
+def test_acquire_after_release_grants_a_lease_with_a_new_id(ada: ApiClient, ask, lease) -> None:
     ada.post(f"leases/{lease['id']}/release")
     again = ada.post("leases", ask())
     assert again.status_code == 201
     assert again.json()["id"] != lease["id"]
 
 
-def test_a_lease_whose_clock_ran_out_is_shown_expired_before_any_sweep(ada: ApiClient, lease) -> None:
+def test_an_elapsed_lease_is_expired_before_any_sweep(ada: ApiClient, lease) -> None:
     expire_lease(lease["id"])
     shown = ada.get(f"leases/{lease['id']}").json()
     assert (shown["status"], shown["end_reason"], shown["ended_at"]) == ("expired", "ttl", shown["expires_at"])
     assert Lease.objects.get().status == "active"
 
 
-def test_releasing_what_had_run_out_keeps_the_reason(ada: ApiClient, lease) -> None:
+def test_releasing_an_elapsed_lease_keeps_its_end_reason(ada: ApiClient, lease) -> None:
     expire_lease(lease["id"])
     assert ada.post(f"leases/{lease['id']}/release").json()["end_reason"] == "ttl"
 
 
 @pytest.mark.parametrize("act", ["renew", "exec", "turns"])
-def test_what_has_ended_is_gone_with_its_reason(ada: ApiClient, lease, act: str) -> None:
+def test_an_ended_lease_is_gone_with_its_end_reason(ada: ApiClient, lease, act: str) -> None:
     expire_lease(lease["id"])
-    answer = ada.post(f"leases/{lease['id']}/{act}", {"argv": ["true"], "turn_number": 1, "state": {}})
-    assert (answer.status_code, answer.json()["code"], answer.json()["end_reason"]) == (410, "lease_ended", "ttl")
-    assert answer.json()["ended_at"].endswith("Z")
+    response = ada.post(f"leases/{lease['id']}/{act}", {"argv": ["true"], "turn_number": 1, "state": {}})
+    assert (response.status_code, response.json()["code"], response.json()["end_reason"]) == (410, "lease_ended", "ttl")
+    assert response.json()["ended_at"].endswith("Z")
     assert not Sandbox.objects.exists()
 
 
@@ -114,7 +114,7 @@ def test_pages_are_followed_by_next_until_null(ada: ApiClient, ask) -> None:
     assert found == made[::-1]
 
 
-def test_leases_of_the_same_moment_are_all_listed_once(ada: ApiClient, ask) -> None:
+def test_leases_of_the_same_time_are_all_listed_once(ada: ApiClient, ask) -> None:
     for n in range(5):
         ada.post("leases", ask(environment_id=f"e{n}"))
     Lease.objects.update(leased_at=timezone.now())
@@ -132,7 +132,7 @@ def test_filters_narrow_the_list(operator: ApiClient, ask) -> None:
     assert len(operator.get(f"leases?agent_did={BOB}&environment_id=e2").json()["results"]) == 0
 
 
-def test_the_status_filter_goes_by_the_clock_too(ada: ApiClient, lease) -> None:
+def test_the_status_filter_treats_elapsed_leases_as_expired(ada: ApiClient, lease) -> None:
     expire_lease(lease["id"])
     assert ada.get("leases?status=active").json()["results"] == []
     assert [one["status"] for one in ada.get("leases?status=expired").json()["results"]] == ["expired"]
@@ -149,7 +149,7 @@ def test_a_list_shows_sandboxes_in_a_constant_number_of_queries(ada: ApiClient, 
 # --- limits -------------------------------------------------------------------------------------------------------
 
 
-def test_new_leases_are_limited_and_held_ones_cost_nothing(ada: ApiClient, ask, settings) -> None:
+def test_only_new_leases_count_against_the_rate_limit(ada: ApiClient, ask, settings) -> None:
     settings.CREATES_PER_MINUTE = 2
     assert [ada.post("leases", ask(environment_id=f"e{n % 2}")).status_code for n in range(4)] == [201, 201, 200, 200]
     refused = ada.post("leases", ask(environment_id="e3"))
@@ -157,27 +157,27 @@ def test_new_leases_are_limited_and_held_ones_cost_nothing(ada: ApiClient, ask, 
     assert Lease.objects.count() == 2
 
 
-def test_a_refused_request_costs_no_token(ada: ApiClient, ask, settings) -> None:
+def test_a_refused_request_does_not_count_against_the_rate_limit(ada: ApiClient, ask, settings) -> None:
     settings.CREATES_PER_MINUTE = 1
     assert ada.post("leases", ask(environment_type="chess")).status_code == 400
     assert ada.post("leases", ask()).status_code == 201
 
 
-def test_a_full_pool_says_when_to_come_back(ada: ApiClient, ask, pool: Pool) -> None:
+def test_a_full_pool_sends_retry_after(ada: ApiClient, ask, pool: Pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(used=100)
     refused = ada.post("environments/game-1/join", ask())
     assert (refused.status_code, refused.json()["code"]) == (503, "capacity_exhausted")
     assert int(refused["Retry-After"]) > 0
 
 
-def test_the_ttl_of_a_type_is_the_most_that_can_be_asked_for(ada: ApiClient, ask) -> None:
+def test_the_ttl_of_the_type_is_the_maximum(ada: ApiClient, ask) -> None:
     day = int(timedelta(days=1).total_seconds())
     assert ada.post("leases", ask(max_ttl_seconds=day + 1)).json()["field"] == "max_ttl_seconds"
     assert ada.post("leases", ask(ttl_seconds=day + 1)).json()["field"] == "ttl_seconds"
 
 
 @pytest.mark.parametrize("verb", ["renew", "release"])
-def test_a_body_that_says_nothing_is_read_all_the_same(ada: ApiClient, lease, verb: str) -> None:
-    """Left unread, it stays on the connection, which the server then closes under its caller's next request."""
+def test_an_ignored_body_is_read_all_the_same(ada: ApiClient, lease, verb: str) -> None:
+    """An unread body stays on the connection, which the server then closes under the client's next request."""
     assert ada.post(f"leases/{lease['id']}/{verb}", b" " * (2 << 20)).status_code == 413
     assert ada.post(f"leases/{lease['id']}/{verb}", {}).status_code == 200

@@ -1,4 +1,4 @@
-"""GET /pool, and what a client is told when there is no place, no quota or no room for it."""
+"""GET /pool, and responses without capacity, quota or workspace space."""
 
 from datetime import timedelta
 from typing import Any
@@ -22,9 +22,9 @@ WRITE = {"argv": ["sh", "-c", "head -c 3000000 /dev/zero >big"]}
 
 
 def of(api: ApiClient, pool: Pool, query: str = "") -> dict[str, Any]:
-    answer = api.get(f"pool{query}")
-    assert answer.status_code == 200
-    return next(one for one in answer.json()["pools"] if one["name"] == pool.name)
+    response = api.get(f"pool{query}")
+    assert response.status_code == 200
+    return next(one for one in response.json()["pools"] if one["name"] == pool.name)
 
 
 def change(pool: Pool, **fields: Any) -> None:
@@ -33,7 +33,7 @@ def change(pool: Pool, **fields: Any) -> None:
 
 @pytest.fixture
 def used(ada: ApiClient, lease) -> dict[str, Any]:
-    """Ada's lease, of which the sandbox waits."""
+    """Lease of Ada with a waiting sandbox."""
     assert ada.post(f"leases/{lease['id']}/exec", TRUE).status_code == 200
     return lease
 
@@ -41,7 +41,7 @@ def used(ada: ApiClient, lease) -> dict[str, Any]:
 # --- GET /pool --------------------------------------------------------------------------------------------------------
 
 
-def test_an_agents_key_sees_places_and_its_own_quota_and_nothing_else(ada: ApiClient, used, pool: Pool) -> None:
+def test_an_agents_key_sees_capacity_and_its_own_quota_only(ada: ApiClient, used, pool: Pool) -> None:
     Quota.objects.update_or_create(pool=pool, agent_did=ADA, defaults={"most": 3, "guaranteed": 1})
     Quota.objects.create(pool=pool, agent_did=BOB, most=9)
     assert of(ada, pool) == {
@@ -51,15 +51,13 @@ def test_an_agents_key_sees_places_and_its_own_quota_and_nothing_else(ada: ApiCl
     assert ada.get("pool").json().keys() == {"pools"}
 
 
-def test_an_agent_that_had_nothing_there_sees_what_it_may_have(bob: ApiClient, pool: Pool, settings) -> None:
+def test_an_agent_without_sandboxes_sees_its_quota(bob: ApiClient, pool: Pool, settings) -> None:
     assert of(bob, pool)["quotas"] == [{"agent_did": BOB, "most": None, "guaranteed": 0, "used": 0}]
     settings.MAX_SANDBOXES_PER_AGENT = 2
     assert of(bob, pool)["quotas"][0]["most"] == 2
 
 
-def test_an_operators_key_sees_everything_by_the_names_that_people_know(
-    operator: ApiClient, ada: ApiClient, used, pool: Pool
-) -> None:
+def test_an_operators_key_sees_all_statistics(operator: ApiClient, ada: ApiClient, used, pool: Pool) -> None:
     url = f"leases/{used['id']}/exec"
     ada.post(url, TRUE)
     eviction.evict(pools.find_by_holder(UUID(used["id"])).pk, now=timezone.now(), reason="test")
@@ -73,26 +71,26 @@ def test_an_operators_key_sees_everything_by_the_names_that_people_know(
     assert {"cold", "warming", "warm", "running", "resume_cold_cloud_hits", "pre_warm_hits", "evicted_waiting"} <= seen.keys()
 
 
-def test_all_pools_together_are_beside_them(operator: ApiClient, used, pool: Pool) -> None:
+def test_totals_are_returned_beside_the_pools(operator: ApiClient, used, pool: Pool) -> None:
     Pool.objects.create(name="other", provider="memory", capacity=7)
-    answer = operator.get("pool").json()
-    assert [one["name"] for one in answer["pools"]] == sorted(one["name"] for one in answer["pools"])
-    assert answer["max_capacity"] == sum(one["max_capacity"] for one in answer["pools"])
-    assert (answer["total"], answer["waiting"]) == (1, 1)
+    response = operator.get("pool").json()
+    assert [one["name"] for one in response["pools"]] == sorted(one["name"] for one in response["pools"])
+    assert response["max_capacity"] == sum(one["max_capacity"] for one in response["pools"])
+    assert (response["total"], response["waiting"]) == (1, 1)
 
 
-def test_a_key_may_ask_for_one_agent_that_it_speaks_for(operator: ApiClient, issue, bob: ApiClient, used, pool: Pool) -> None:
+def test_quotas_are_filtered_by_agent(operator: ApiClient, issue, bob: ApiClient, used, pool: Pool) -> None:
     assert of(operator, pool)["quotas"] == []
     assert of(operator, pool, f"?agent_did={ADA}")["quotas"][0]["used"] == 1
     both = issue(ADA, BOB)
     assert [one["agent_did"] for one in of(both, pool)["quotas"]] == [ADA, BOB]
     assert [one["agent_did"] for one in of(both, pool, f"?agent_did={BOB}")["quotas"]] == [BOB]
     assert bob.get(f"pool?agent_did={ADA}").status_code == 403
-    answer = operator.get("pool?agent_did=nobody")
-    assert (answer.status_code, answer.json()["field"]) == (400, "agent_did")
+    response = operator.get("pool?agent_did=nobody")
+    assert (response.status_code, response.json()["field"]) == (400, "agent_did")
 
 
-def test_a_circuit_that_is_open_is_for_operators(operator: ApiClient, ada: ApiClient, pool: Pool, memory) -> None:
+def test_paused_prewarming_is_shown_to_operators(operator: ApiClient, ada: ApiClient, pool: Pool, memory) -> None:
     change(pool, warm_target=1)
     with memory.fail("create", Rejected("no such image"), times=99):
         below.warm_pools(now=timezone.now())
@@ -101,47 +99,47 @@ def test_a_circuit_that_is_open_is_for_operators(operator: ApiClient, ada: ApiCl
     assert "warm_error" not in of(ada, pool)
 
 
-def test_without_a_key_there_is_nothing(pool: Pool) -> None:
+def test_pools_need_a_key(pool: Pool) -> None:
     assert ApiClient().get("pool").status_code == 401
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_over_its_quota_an_agent_is_told_its_limit_and_when_to_come_back(ada: ApiClient, ask, used, pool: Pool) -> None:
+def test_over_quota_returns_the_limit_and_retry_after(ada: ApiClient, ask, used, pool: Pool) -> None:
     Quota.objects.filter(pool=pool, agent_did=ADA).update(most=1)
     second = ada.post("leases", ask(environment_id="game-2")).json()
-    for answer in (
+    for response in (
         ada.post(f"leases/{second['id']}/exec", TRUE),
         ada.post(f"leases/{second['id']}/turns", {"turn_number": 1, "state": {}}),
         ada.put(f"leases/{second['id']}/files/f", b"x"),
         ada.delete(f"leases/{second['id']}/files/f"),
         ada.post("environments/game-3/join", {k: v for k, v in ask().items() if k != "environment_id"}),
     ):
-        assert (answer.status_code, answer.json()["code"], answer["Retry-After"]) == (429, "quota_exceeded", "30")
-        assert answer.json()["limit"] == 1
+        assert (response.status_code, response.json()["code"], response["Retry-After"]) == (429, "quota_exceeded", "30")
+        assert response.json()["limit"] == 1
     ada.post(f"leases/{used['id']}/release")
     sweeps.reclaim(now=timezone.now())
     assert ada.post(f"leases/{second['id']}/exec", TRUE).status_code == 200
 
 
-def test_a_draining_pool_is_unavailable_and_says_when_to_come_back(ada: ApiClient, ask, used, pool: Pool) -> None:
+def test_a_draining_pool_is_unavailable_with_retry_after(ada: ApiClient, ask, used, pool: Pool) -> None:
     second = ada.post("leases", ask(environment_id="game-2")).json()
     pools.set_draining(pool, draining=True)
-    answer = ada.post(f"leases/{second['id']}/exec", TRUE)
-    assert (answer.status_code, answer.json()["code"], answer["Retry-After"]) == (503, "pool_draining", "60")
+    response = ada.post(f"leases/{second['id']}/exec", TRUE)
+    assert (response.status_code, response.json()["code"], response["Retry-After"]) == (503, "pool_draining", "60")
     assert of(ada, pool)["draining"]
     assert ada.post(f"leases/{used['id']}/exec", TRUE).status_code == 200
 
 
-def test_a_pool_full_of_running_ones_is_unavailable(ada: ApiClient, bob: ApiClient, ask, used, pool: Pool, memory) -> None:
+def test_a_pool_full_of_running_sandboxes_is_unavailable(ada: ApiClient, bob: ApiClient, ask, used, pool: Pool, memory) -> None:
     change(pool, capacity=1)
     other = bob.post("leases", ask(agent_did=BOB)).json()
     answers = []
     with memory.after("exec", lambda ref: answers.append(bob.post(f"leases/{other['id']}/exec", TRUE))):
         ada.post(f"leases/{used['id']}/exec", TRUE)
-    answer = answers[0]
-    assert (answer.status_code, answer.json()["code"], answer["Retry-After"]) == (503, "capacity_exhausted", "10")
+    response = answers[0]
+    assert (response.status_code, response.json()["code"], response["Retry-After"]) == (503, "capacity_exhausted", "10")
     assert bob.post(f"leases/{other['id']}/exec", TRUE).status_code == 200
 
 
@@ -150,17 +148,17 @@ def test_a_pool_full_of_running_ones_is_unavailable(ada: ApiClient, bob: ApiClie
 
 @pytest.fixture
 def too_large(ada: ApiClient, used, pool: Pool) -> str:
-    """The URL of Ada's lease, whose workspace is larger than its pool allows and was measured."""
+    """URL of Ada's lease, whose measured workspace exceeds the limit of its pool."""
     change(pool, workspace_limit_mib=1)
     assert ada.post(f"leases/{used['id']}/exec", WRITE).status_code == 200
     assert sweeps.measure_workspaces(now=timezone.now()).counts == {"over the limit": 1, "leases warned": 1}
     return f"leases/{used['id']}"
 
 
-def test_a_workspace_over_its_limit_refuses_execs_and_says_by_how_much(ada: ApiClient, too_large: str) -> None:
-    answer = ada.post(f"{too_large}/exec", TRUE)
-    problem = answer.json()
-    assert (answer.status_code, problem["code"], problem["limit_bytes"]) == (409, "workspace_full", 1 << 20)
+def test_a_workspace_over_its_limit_refuses_exec_with_its_size(ada: ApiClient, too_large: str) -> None:
+    response = ada.post(f"{too_large}/exec", TRUE)
+    problem = response.json()
+    assert (response.status_code, problem["code"], problem["limit_bytes"]) == (409, "workspace_full", 1 << 20)
     assert problem["workspace_bytes"] >= 3_000_000
     assert ada.post(f"{too_large}/turns", {"turn_number": 1, "state": {}}).json()["code"] == "workspace_full"
     assert ada.delete(f"{too_large}/files/big").status_code == 204
@@ -171,7 +169,7 @@ def events(pool: Pool) -> list[LeaseEvent]:
     return list(LeaseEvent.objects.filter(lease__pool=pool, kind=sweeps.WORKSPACE_OVER_LIMIT_EVENT))
 
 
-def test_its_lease_is_warned_once_a_day_while_it_is_over(too_large: str, pool: Pool) -> None:
+def test_a_lease_over_its_limit_is_warned_once_a_day(too_large: str, pool: Pool) -> None:
     assert sweeps.measure_workspaces(now=timezone.now()).counts == {}
     (event,) = events(pool)
     assert (event.actor, event.reason) == ("sweep", "/workspace uses 2 MiB of 1 MiB.")
@@ -180,7 +178,7 @@ def test_its_lease_is_warned_once_a_day_while_it_is_over(too_large: str, pool: P
     assert len(events(pool)) == 2
 
 
-def test_once_its_files_are_deleted_it_is_not_warned_again(ada: ApiClient, too_large: str, pool: Pool) -> None:
+def test_after_its_files_are_deleted_a_lease_is_not_warned(ada: ApiClient, too_large: str, pool: Pool) -> None:
     ada.delete(f"{too_large}/files/big")
     ada.post(f"{too_large}/exec", TRUE)
     LeaseEvent.objects.filter(kind=sweeps.WORKSPACE_OVER_LIMIT_EVENT).update(at=timezone.now() - timedelta(days=2))
@@ -188,7 +186,7 @@ def test_once_its_files_are_deleted_it_is_not_warned_again(ada: ApiClient, too_l
     assert len(events(pool)) == 1
 
 
-def test_what_was_measured_on_its_way_to_sleep_is_warned_about_too(ada: ApiClient, used, pool: Pool) -> None:
+def test_a_size_measured_on_sleep_is_warned_about(ada: ApiClient, used, pool: Pool) -> None:
     change(pool, workspace_limit_mib=1)
     ada.post(f"leases/{used['id']}/exec", WRITE)
     assert eviction.evict(Sandbox.objects.get(pool=pool).pk, now=timezone.now(), reason="test")
@@ -203,7 +201,7 @@ def test_a_lease_that_has_ended_is_not_warned(ada: ApiClient, used, pool: Pool) 
     assert events(pool) == []
 
 
-def test_within_the_limit_nobody_is_warned_however_large_that_is(used, pool: Pool) -> None:
+def test_within_the_limit_no_lease_is_warned(used, pool: Pool) -> None:
     change(pool, workspace_limit_mib=1 << 20)
     assert sweeps.measure_workspaces(now=timezone.now()).counts == {"measured": 1}
     assert events(pool) == []

@@ -1,4 +1,4 @@
-"""Whatever goes wrong under /api/, the answer is a problem document: no HTML, no stack trace, no secret."""
+"""Every error under /api/ is a problem document, without HTML, stack traces and secrets."""
 
 import logging
 
@@ -33,24 +33,24 @@ def debug(request, settings) -> None:
         ("POST", "/api/schema", 405),
     ],
 )
-def test_what_is_not_there(ada: ApiClient, method: str, path: str, status: int) -> None:
-    answer = ada(method, path)
-    problem = answer.json()
-    assert (answer.status_code, answer["Content-Type"]) == (status, "application/problem+json")
+def test_unknown_urls_and_methods_are_problem_documents(ada: ApiClient, method: str, path: str, status: int) -> None:
+    response = ada(method, path)
+    problem = response.json()
+    assert (response.status_code, response["Content-Type"]) == (status, "application/problem+json")
     assert (problem["status"], problem["type"]) == (status, f"urn:leasehold:problem:{problem['code']}")
-    assert ("Allow" in answer.headers) == (status == 405)
+    assert ("Allow" in response.headers) == (status == 405)
 
 
 @pytest.mark.usefixtures("debug")
-def test_a_bug_shows_only_that_there_was_one(ada: ApiClient, ask, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_an_unexpected_exception_shows_no_details(ada: ApiClient, ask, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     def bug(*args: object, **options: object) -> None:
         raise RuntimeError("the secret ingredient")
 
     monkeypatch.setattr(leasing, "acquire", bug)
-    answer = ada.post("leases", ask())
-    assert (answer.status_code, answer.json()["code"]) == (500, "internal")
-    assert "ingredient" not in answer.content.decode()
-    assert "Traceback" not in answer.content.decode()
+    response = ada.post("leases", ask())
+    assert (response.status_code, response.json()["code"]) == (500, "internal")
+    assert "ingredient" not in response.content.decode()
+    assert "Traceback" not in response.content.decode()
     assert "the secret ingredient" in caplog.text
 
 
@@ -59,22 +59,22 @@ def test_a_database_that_does_not_answer_is_unavailable(ada: ApiClient, lease, m
         raise OperationalError("database is locked")
 
     monkeypatch.setattr(leasing, "renew", locked)
-    answer = ada.post(f"leases/{lease['id']}/renew")
-    assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")
-    assert answer["Retry-After"] == "5"
-    assert "locked" not in answer.content.decode()
+    response = ada.post(f"leases/{lease['id']}/renew")
+    assert (response.status_code, response.json()["code"]) == (503, "unavailable")
+    assert response["Retry-After"] == "5"
+    assert "locked" not in response.content.decode()
 
 
-def test_all_that_is_wrong_is_named(ada: ApiClient, ask) -> None:
+def test_all_invalid_fields_are_named(ada: ApiClient, ask) -> None:
     problem = ada.post("leases", ask(ttl_seconds=0, environment_id="a b", expiry_conditions=["ok", "not ok"])).json()
     assert {each["field"] for each in problem["errors"]} == {"ttl_seconds", "environment_id", "expiry_conditions.1"}
 
 
-def test_headers_of_api_answers(ada: ApiClient, lease) -> None:
-    for answer in (ada.get("leases"), ada.get("/api/v1/nope")):
-        assert answer["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
-        assert answer["X-Content-Type-Options"] == "nosniff"
-        assert not answer.cookies
+def test_responses_have_security_headers_and_no_cookies(ada: ApiClient, lease) -> None:
+    for response in (ada.get("leases"), ada.get("/api/v1/nope")):
+        assert response["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
+        assert response["X-Content-Type-Options"] == "nosniff"
+        assert not response.cookies
 
 
 def test_no_log_line_holds_a_secret(ada: ApiClient, lease, caplog, capsys) -> None:

@@ -1,4 +1,4 @@
-"""Programs in the background of a lease's sandbox, from outside."""
+"""Background processes through the API."""
 
 import base64
 import uuid
@@ -26,22 +26,22 @@ def at(lease: dict[str, Any]) -> str:
     return f"leases/{lease['id']}/processes"
 
 
-def test_a_process_is_started_listed_and_shown(ada: ApiClient, at: str) -> None:
+def test_a_process_is_started_listed_and_returned(ada: ApiClient, at: str) -> None:
     started = ada.post(at, WATCH)
-    said = started.json()
-    assert (started.status_code, said["state"], said["exit_code"], said["found"]) == (201, "running", None, None)
-    assert (said["name"], said["argv"], said["env_names"]) == ("watcher", WATCH["argv"], ["TOKEN"])
-    shown = ada.get(f"{at}/{said['process_id']}").json()
-    assert shown == {name: value for name, value in said.items() if name != "found"}
+    result = started.json()
+    assert (started.status_code, result["state"], result["exit_code"], result["found"]) == (201, "running", None, None)
+    assert (result["name"], result["argv"], result["env_names"]) == ("watcher", WATCH["argv"], ["TOKEN"])
+    shown = ada.get(f"{at}/{result['process_id']}").json()
+    assert shown == {name: value for name, value in result.items() if name != "found"}
     assert ada.get(at).json() == {"results": [shown], "next": None}
     assert "s3cret" not in str(ada.get(at).json())
 
 
-def test_a_start_answers_once_the_text_is_there(ada: ApiClient, at: str) -> None:
-    said = ada.post(at, WATCH | {"wait_for": "Connected to", "wait_seconds": 5}).json()
-    assert (said["found"], said["state"]) == (True, "running")
-    said = ada.post(at, {"argv": ["echo", "bye"], "wait_for": "Connected"}).json()
-    assert (said["found"], said["state"], said["exit_code"]) == (False, "exited", 0)
+def test_start_waits_for_the_text(ada: ApiClient, at: str) -> None:
+    result = ada.post(at, WATCH | {"wait_for": "Connected to", "wait_seconds": 5}).json()
+    assert (result["found"], result["state"]) == (True, "running")
+    result = ada.post(at, {"argv": ["echo", "bye"], "wait_for": "Connected"}).json()
+    assert (result["found"], result["state"], result["exit_code"]) == (False, "exited", 0)
 
 
 def test_a_log_is_read_from_an_offset_and_waited_for(ada: ApiClient, at: str) -> None:
@@ -59,11 +59,11 @@ def test_bytes_survive_in_base64(ada: ApiClient, at: str) -> None:
     assert ada.get(logs).json()["content"] == "a\N{REPLACEMENT CHARACTER}b"
 
 
-def test_what_was_dropped_from_a_log_is_told(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
+def test_a_log_shows_that_output_was_dropped(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
     memory.programs["babble"] = lambda call: ProgramResult(stdout=b"x" * (3 << 20))
     logs = f"{at}/{ada.post(at, {'argv': ['babble']}).json()['process_id']}/logs"
-    said = ada.get(f"{logs}?length=10").json()
-    assert (said["start"], said["next"], len(said["content"])) == (2 << 20, (2 << 20) + 10, 10)
+    result = ada.get(f"{logs}?length=10").json()
+    assert (result["start"], result["next"], len(result["content"])) == (2 << 20, (2 << 20) + 10, 10)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_what_was_dropped_from_a_log_is_told(ada: ApiClient, at: str, memory: Me
         (f"wait_for={'x' * 1001}", "wait_for"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_question_is_said(ada: ApiClient, at: str, query: str, field: str) -> None:
-    answer = ada.get(f"{at}/{ada.post(at, WATCH).json()['process_id']}/logs?{query}")
-    assert (answer.status_code, answer.json()["field"]) == (400, field)
+def test_invalid_log_parameters_are_named(ada: ApiClient, at: str, query: str, field: str) -> None:
+    response = ada.get(f"{at}/{ada.post(at, WATCH).json()['process_id']}/logs?{query}")
+    assert (response.status_code, response.json()["field"]) == (400, field)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def test_what_is_wrong_with_a_question_is_said(ada: ApiClient, at: str, query: s
         ({"wait_for": "x" * 1001}, "wait_for"), ({"wait_for": ["x"]}, "wait_for"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_start_is_said_and_nothing_is_started(ada: ApiClient, at: str, wrong: dict, field: str) -> None:
-    answer = ada.post(at, WATCH | wrong)
-    assert (answer.status_code, answer.json()["field"]) == (400, field)
+def test_invalid_start_fields_are_named_and_nothing_is_started(ada: ApiClient, at: str, wrong: dict, field: str) -> None:
+    response = ada.post(at, WATCH | wrong)
+    assert (response.status_code, response.json()["field"]) == (400, field)
     assert not Sandbox.objects.exists()
 
 
-def test_killing_answers_what_became_of_it_and_again(ada: ApiClient, at: str) -> None:
+def test_kill_returns_the_process_and_is_idempotent(ada: ApiClient, at: str) -> None:
     one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
     for _ in range(2):
         killed = ada.delete(one)
@@ -101,10 +101,10 @@ def test_killing_answers_what_became_of_it_and_again(ada: ApiClient, at: str) ->
     assert ada.get(f"{one}/logs").json()["content"] == "Connected to relay\n"
 
 
-def test_another_agents_processes_do_not_exist(ada: ApiClient, bob: ApiClient, at: str) -> None:
+def test_another_agents_processes_are_not_found(ada: ApiClient, bob: ApiClient, at: str) -> None:
     one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
     answers = [bob.get(at), bob.post(at, WATCH), bob.get(one), bob.get(f"{one}/logs"), bob.delete(one)]
-    assert {answer.status_code for answer in answers} == {404}
+    assert {response.status_code for response in answers} == {404}
     assert ada.get(one).json()["state"] == "running"
     assert Process.objects.count() == 1
 
@@ -112,12 +112,12 @@ def test_another_agents_processes_do_not_exist(ada: ApiClient, bob: ApiClient, a
 def test_another_leases_process_is_not_found_in_this_one(ada: ApiClient, at: str, ask) -> None:
     other = ada.post("leases", ask(environment_id="game-2")).json()["id"]
     theirs = ada.post(f"leases/{other}/processes", WATCH).json()["process_id"]
-    for answer in (ada.get(f"{at}/{theirs}"), ada.get(f"{at}/{theirs}/logs"), ada.delete(f"{at}/{theirs}")):
-        assert answer.status_code == 404
+    for response in (ada.get(f"{at}/{theirs}"), ada.get(f"{at}/{theirs}/logs"), ada.delete(f"{at}/{theirs}")):
+        assert response.status_code == 404
     assert ada.get(f"{at}/{uuid.uuid4()}").status_code == 404
 
 
-def test_so_many_and_no_more(ada: ApiClient, at: str) -> None:
+def test_the_number_of_processes_is_limited(ada: ApiClient, at: str) -> None:
     for _ in range(MAX_PROCESSES):
         assert ada.post(at, WATCH).status_code == 201
     refused = ada.post(at, WATCH, idempotency_key="one-more")
@@ -127,7 +127,7 @@ def test_so_many_and_no_more(ada: ApiClient, at: str) -> None:
     assert ada.post(at, WATCH, idempotency_key="one-more").status_code == 201
 
 
-def test_the_same_key_starts_once(ada: ApiClient, at: str) -> None:
+def test_a_repeated_idempotency_key_starts_one_process(ada: ApiClient, at: str) -> None:
     first, second = (ada.post(at, WATCH, idempotency_key="k1") for _ in range(2))
     assert first.json() == second.json()
     assert second["Idempotent-Replayed"] == "true"
@@ -142,9 +142,9 @@ def test_an_interrupted_start_is_not_repeated_and_names_the_process(ada: ApiClie
     with pytest.raises(SimulatedCrash):
         ada.post(at, WATCH, idempotency_key="k1")
     IdempotentRequest.objects.update(deadline_at=Lease.objects.get().leased_at)
-    answer = ada.post(at, WATCH, idempotency_key="k1")
-    assert (answer.status_code, answer.json()["code"]) == (409, "outcome_unknown")
-    assert ada.get(f"{at}/{answer.json()['run_id']}").json()["argv"] == WATCH["argv"]
+    response = ada.post(at, WATCH, idempotency_key="k1")
+    assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
+    assert ada.get(f"{at}/{response.json()['run_id']}").json()["argv"] == WATCH["argv"]
 
 
 def test_a_provider_that_does_not_answer_is_unavailable(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
@@ -152,35 +152,35 @@ def test_a_provider_that_does_not_answer_is_unavailable(ada: ApiClient, at: str,
     for verb in ("start", "processes", "log", "kill"):
         memory.fail(verb, Unavailable("engine down"))
     asked = [ada.get(at), ada.get(one), ada.get(f"{one}/logs"), ada.delete(one), ada.post(at, WATCH)]
-    assert {(answer.status_code, answer.json()["code"]) for answer in asked} == {(503, "provider_unavailable")}
+    assert {(response.status_code, response.json()["code"]) for response in asked} == {(503, "provider_unavailable")}
     assert Run.objects.get(pk=asked[-1].json()["run_id"]).outcome == "error"
 
 
-def test_when_its_sandbox_sleeps_it_is_gone_and_its_output(ada: ApiClient, at: str) -> None:
+def test_sleep_ends_the_process_and_drops_its_output(ada: ApiClient, at: str) -> None:
     one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
     sweeps.evict_idle(now=Sandbox.objects.get().idle_at + MINUTE)
     assert ada.get(one).json()["state"] == "gone"
-    answer = ada.get(f"{one}/logs")
-    assert (answer.status_code, answer.json()["code"]) == (404, "output_gone")
+    response = ada.get(f"{one}/logs")
+    assert (response.status_code, response.json()["code"]) == (404, "output_gone")
     assert ada.delete(one).json()["state"] == "gone"
     assert Sandbox.objects.get().state == "cold"
 
 
-def test_after_the_lease_they_are_still_listed(ada: ApiClient, at: str, lease, now) -> None:
+def test_processes_are_listed_after_the_lease_has_ended(ada: ApiClient, at: str, lease, now) -> None:
     one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
     leasing.release(uuid.UUID(lease["id"]), now=now)
     assert ada.get(one).json()["state"] == "gone"
     assert [each["state"] for each in ada.get(at).json()["results"]] == ["gone"]
-    for answer in (ada.get(f"{one}/logs"), ada.delete(one), ada.post(at, WATCH)):
-        assert (answer.status_code, answer.json()["code"]) == (410, "lease_ended")
+    for response in (ada.get(f"{one}/logs"), ada.delete(one), ada.post(at, WATCH)):
+        assert (response.status_code, response.json()["code"]) == (410, "lease_ended")
 
 
-def test_a_real_process_is_started_heard_and_killed(ada: ApiClient, ask, pool: Pool) -> None:
+def test_a_real_process_is_started_read_and_killed(ada: ApiClient, ask, pool: Pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(provider="process")
     at = f"leases/{ada.post('environments/real/join', ask()).json()['id']}/processes"
     script = 'echo "$WORD"; pwd; exec sleep 300'
-    said = ada.post(at, {"argv": ["sh", "-c", script], "env": {"WORD": "ready"}, "wait_for": "ready"}).json()
-    assert (said["found"], said["state"]) == (True, "running")
-    one = f"{at}/{said['process_id']}"
+    result = ada.post(at, {"argv": ["sh", "-c", script], "env": {"WORD": "ready"}, "wait_for": "ready"}).json()
+    assert (result["found"], result["state"]) == (True, "running")
+    one = f"{at}/{result['process_id']}"
     assert ada.get(f"{one}/logs?wait_for=workspace").json()["found"] is True
     assert ada.delete(one).json()["state"] == "killed"

@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the API does. (What it answers is checked against it by every other test here.)"""
+"""The OpenAPI document matches the API. Every other API test checks its responses against it, too."""
 
 import re
 from typing import Any
@@ -29,9 +29,9 @@ def operations() -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("name", "operation"), operations(), ids=lambda value: value if isinstance(value, str) else "")
-def test_every_operation_says_who_may_and_how_it_fails(name: str, operation: dict[str, Any]) -> None:
+def test_every_operation_documents_authentication_and_errors(name: str, operation: dict[str, Any]) -> None:
     assert operation["security"] == [{"key": []}]
-    failures = {status: answer["content"] for status, answer in operation["responses"].items() if status >= "400"}
+    failures = {status: response["content"] for status, response in operation["responses"].items() if status >= "400"}
     assert failures.keys() >= {"400", "401", "500"}
     problem = {"schema": {"$ref": "#/components/schemas/Problem"}}
     assert all(content == {"application/problem+json": problem} for content in failures.values())
@@ -46,13 +46,13 @@ def test_the_key_is_a_bearer_token() -> None:
 
 
 @pytest.mark.django_db
-def test_the_document_is_served_to_everybody() -> None:
-    answer = Client().get("/api/schema")
-    assert yaml.safe_load(answer.content) == load_openapi()
+def test_the_document_is_served_without_a_key() -> None:
+    response = Client().get("/api/schema")
+    assert yaml.safe_load(response.content) == load_openapi()
 
 
 @pytest.mark.django_db
-def test_the_docs_page_loads_only_from_here() -> None:
+def test_the_docs_page_loads_only_from_this_server() -> None:
     page = Client().get("/api/docs")
     html, script = page.content.decode(), Client().get("/api/docs?script=").content.decode()
     assert "default-src 'none'; script-src 'self'" in page["Content-Security-Policy"]

@@ -1,4 +1,4 @@
-"""Service tokens through their door."""
+"""Service tokens through the API."""
 
 from typing import Any
 
@@ -19,19 +19,19 @@ ASK = {"aud": "did:web:relay.example#bsky_relay", "lxm": "com.atproto.sync.subsc
 def test_an_active_lease_has_a_token_for_its_agent(ada: ApiClient, lease) -> None:
     private = curves.generate_key()
     key = signing.create_key(ADA, now=NOW, private=private)
-    answer = ada.post(f"leases/{lease['id']}/service-token", ASK | {"lifetime_seconds": 300})
-    assert answer.status_code == 200 and answer["Cache-Control"] == "no-store"
-    said = answer.json()
-    claims = tokens.verify_token(said["token"], key.did_key)
+    response = ada.post(f"leases/{lease['id']}/service-token", ASK | {"lifetime_seconds": 300})
+    assert response.status_code == 200 and response["Cache-Control"] == "no-store"
+    payload = response.json()
+    claims = tokens.verify_token(payload["token"], key.did_key)
     assert {**ASK, "iss": ADA}.items() <= claims.items()
     assert claims["exp"] - claims["iat"] == 300
     minted = MintedToken.objects.get()
-    assert said["expires_at"] == f"{minted.expires_at:%Y-%m-%dT%H:%M:%SZ}" and minted.expires_at.timestamp() == claims["exp"]
+    assert payload["expires_at"] == f"{minted.expires_at:%Y-%m-%dT%H:%M:%SZ}" and minted.expires_at.timestamp() == claims["exp"]
     assert (str(minted.holder), minted.actor) == (lease["id"], f"key {ada.key[3:11]}")
-    assert not any(form in answer.content.decode() for form in list_key_encodings(private))
+    assert not any(form in response.content.decode() for form in list_key_encodings(private))
 
 
-def test_a_token_lives_for_a_minute_if_nothing_else_is_said(ada: ApiClient, lease) -> None:
+def test_a_token_lives_for_a_minute_by_default(ada: ApiClient, lease) -> None:
     key = signing.create_key(ADA, now=NOW)
     for more in ({}, {"lifetime_seconds": None}):
         claims = tokens.verify_token(ada.post(f"leases/{lease['id']}/service-token", ASK | more).json()["token"], key.did_key)
@@ -39,39 +39,39 @@ def test_a_token_lives_for_a_minute_if_nothing_else_is_said(ada: ApiClient, leas
 
 
 def refused(api: ApiClient, lease: dict[str, Any], status: int, code: str, body: Any = ASK) -> dict[str, Any]:
-    answer = api.post(f"leases/{lease['id']}/service-token", body)
-    said: dict[str, Any] = answer.json()
-    assert (answer.status_code, said["code"]) == (status, code)
+    response = api.post(f"leases/{lease['id']}/service-token", body)
+    payload: dict[str, Any] = response.json()
+    assert (response.status_code, payload["code"]) == (status, code)
     assert not MintedToken.objects.exists()
-    return said
+    return payload
 
 
-def test_an_ended_lease_has_none_and_says_why(ada: ApiClient, lease) -> None:
+def test_an_ended_lease_gets_no_token(ada: ApiClient, lease) -> None:
     signing.create_key(ADA, now=NOW)
     ada.post(f"leases/{lease['id']}/release")
     assert refused(ada, lease, 410, "lease_ended")["end_reason"] == "released"
 
 
-def test_a_lease_whose_time_ran_out_has_none_before_any_sweep(ada: ApiClient, lease) -> None:
+def test_an_elapsed_lease_gets_no_token_before_any_sweep(ada: ApiClient, lease) -> None:
     signing.create_key(ADA, now=NOW)
     expire_lease(lease["id"])
     assert refused(ada, lease, 410, "lease_ended")["end_reason"] == "ttl"
 
 
-def test_another_keys_lease_does_not_exist(bob: ApiClient, lease) -> None:
+def test_another_keys_lease_is_not_found(bob: ApiClient, lease) -> None:
     signing.create_key(ADA, now=NOW)
     signing.create_key(BOB, now=NOW)
     refused(bob, lease, 404, "not_found")
 
 
-def test_an_agent_without_a_key_or_with_a_revoked_one_conflicts(ada: ApiClient, lease) -> None:
+def test_a_missing_or_revoked_signing_key_is_a_conflict(ada: ApiClient, lease) -> None:
     refused(ada, lease, 409, "no_signing_key")
     signing.create_key(ADA, now=NOW)
     signing.revoke_active_key(ADA, now=NOW)
     refused(ada, lease, 409, "signing_key_revoked")
 
 
-def test_a_key_that_cannot_be_decrypted_is_a_503_that_says_what_to_look_at(ada: ApiClient, lease, settings) -> None:
+def test_a_signing_key_that_cannot_be_decrypted_is_unavailable(ada: ApiClient, lease, settings) -> None:
     settings.IDENTITY_KEYS = [b"1" * 32]
     signing.create_key(ADA, now=NOW)
     settings.IDENTITY_KEYS = [b"2" * 32]
@@ -93,14 +93,16 @@ BAD = {
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD.items() for value in values])
-def test_bad_input_names_the_field(ada: ApiClient, lease, field: str, value: Any) -> None:
+def test_invalid_input_names_the_field(ada: ApiClient, lease, field: str, value: Any) -> None:
     signing.create_key(ADA, now=NOW)
     assert refused(ada, lease, 400, "invalid", {**ASK, field: value})["field"] == field
 
 
 @pytest.mark.parametrize("field", ["aud", "lxm"])
-def test_audience_and_method_have_to_be_said(ada: ApiClient, lease, field: str) -> None:
-    assert refused(ada, lease, 400, "invalid", {name: said for name, said in ASK.items() if name != field})["field"] == field
+def test_audience_and_method_are_required(ada: ApiClient, lease, field: str) -> None:
+    assert (
+        refused(ada, lease, 400, "invalid", {name: payload for name, payload in ASK.items() if name != field})["field"] == field
+    )
 
 
 METHODS = [
@@ -110,14 +112,14 @@ METHODS = [
 
 
 @pytest.mark.parametrize("lxm", METHODS)
-def test_every_nsid_is_a_method(ada: ApiClient, lease, lxm: str) -> None:
+def test_every_nsid_is_accepted_as_method(ada: ApiClient, lease, lxm: str) -> None:
     key = signing.create_key(ADA, now=NOW)
-    said = ada.post(f"leases/{lease['id']}/service-token", {"aud": "did:plc:z72i7hdynmk6r22z27h6tvur", "lxm": lxm}).json()
-    assert tokens.verify_token(said["token"], key.did_key)["lxm"] == lxm
+    payload = ada.post(f"leases/{lease['id']}/service-token", {"aud": "did:plc:z72i7hdynmk6r22z27h6tvur", "lxm": lxm}).json()
+    assert tokens.verify_token(payload["token"], key.did_key)["lxm"] == lxm
 
 
 def test_an_idempotency_key_stores_no_token(ada: ApiClient, lease) -> None:
     signing.create_key(ADA, now=NOW)
-    said = [ada.post(f"leases/{lease['id']}/service-token", ASK, idempotency_key="k1").json()["token"] for _ in range(2)]
-    assert said[0] != said[1]
+    payload = [ada.post(f"leases/{lease['id']}/service-token", ASK, idempotency_key="k1").json()["token"] for _ in range(2)]
+    assert payload[0] != payload[1]
     assert not IdempotentRequest.objects.exists()

@@ -1,4 +1,4 @@
-"""Snapshots of a lease through its door, going back to one, and forks."""
+"""Snapshots, restore and fork through the API."""
 
 import uuid
 from typing import Any
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.django_db
 
 @pytest.fixture
 def at(ada: ApiClient, lease) -> str:
-    """A lease with a file in it."""
+    """Lease with one file in its workspace."""
     there = f"leases/{lease['id']}"
     assert ada.put(f"{there}/files/f", b"one").status_code == 204
     return there
@@ -35,7 +35,7 @@ def test_a_snapshot_is_taken_listed_and_restored(ada: ApiClient, at: str) -> Non
     assert listed[0] == restored.json()
 
 
-def test_a_snapshot_may_have_no_name(ada: ApiClient, at: str) -> None:
+def test_the_name_of_a_snapshot_is_optional(ada: ApiClient, at: str) -> None:
     assert ada.post(f"{at}/snapshots").json()["name"] == ""
     assert ada.post(f"{at}/snapshots", {}).status_code == 201
 
@@ -60,9 +60,9 @@ def test_a_repeated_request_takes_one_snapshot(ada: ApiClient, at: str) -> None:
     assert ada.get(f"{at}/files/f").content == b"three"
 
 
-def test_there_is_no_snapshot_of_an_unused_lease(ada: ApiClient, lease) -> None:
-    answer = ada.post(f"leases/{lease['id']}/snapshots")
-    assert (answer.status_code, answer.json()["code"]) == (404, "no_snapshot")
+def test_an_unused_lease_has_nothing_to_snapshot(ada: ApiClient, lease) -> None:
+    response = ada.post(f"leases/{lease['id']}/snapshots")
+    assert (response.status_code, response.json()["code"]) == (404, "no_snapshot")
     assert not Sandbox.objects.exists()
 
 
@@ -71,17 +71,17 @@ def test_a_restore_while_something_runs_is_busy(ada: ApiClient, at: str, memory:
     answers: list[Any] = []
     memory.before("exec", lambda ref: answers.append(ada.post(f"{at}/restore", {"snapshot_id": pk})))
     ada.post(f"{at}/exec", {"argv": ["true"]})
-    (answer,) = answers
-    assert (answer.status_code, answer.json()["code"]) == (409, "busy")
+    (response,) = answers
+    assert (response.status_code, response.json()["code"]) == (409, "busy")
 
 
 # --- forks --------------------------------------------------------------------------------------------------------
 
 
 def test_a_fork_is_a_lease_with_the_same_files(ada: ApiClient, at: str, lease) -> None:
-    answer = ada.post(f"{at}/fork", {"environment_id": "fork-1", "ttl_seconds": 600, "sleep_after": "30s"})
-    fork = answer.json()
-    assert (answer.status_code, fork["is_new"], fork["agent_did"], fork["environment_type"]) == (201, True, ADA, "catan")
+    response = ada.post(f"{at}/fork", {"environment_id": "fork-1", "ttl_seconds": 600, "sleep_after": "30s"})
+    fork = response.json()
+    assert (response.status_code, fork["is_new"], fork["agent_did"], fork["environment_type"]) == (201, True, ADA, "catan")
     assert (fork["ttl_seconds"], fork["sleep_after"], fork["sandbox"]) == (600, 30, None)
     assert ada.post(f"leases/{fork['id']}/exec", {"argv": ["cat", "f"]}).json()["stdout"] == "one"
     assert Lease.objects.get(pk=fork["id"]).pool == Lease.objects.get(pk=lease["id"]).pool
@@ -98,23 +98,23 @@ def test_a_fork_from_a_named_snapshot_of_an_ended_lease(ada: ApiClient, at: str,
     pk = ada.post(f"{at}/snapshots").json()["id"]
     ada.put(f"{at}/files/f", b"two")
     expire_lease(lease["id"])
-    answer = ada.post(f"{at}/fork", {"environment_id": "game-1", "snapshot_id": pk})
-    assert answer.status_code == 201
-    assert ada.get(f"leases/{answer.json()['id']}/files/f").content == b"one"
+    response = ada.post(f"{at}/fork", {"environment_id": "game-1", "snapshot_id": pk})
+    assert response.status_code == 201
+    assert ada.get(f"leases/{response.json()['id']}/files/f").content == b"one"
 
 
-def test_an_environment_that_is_held_already_is_a_conflict(ada: ApiClient, at: str, ask) -> None:
+def test_a_fork_into_a_held_environment_is_a_conflict(ada: ApiClient, at: str, ask) -> None:
     ada.post("leases", ask(environment_id="fork-1"))
-    answer = ada.post(f"{at}/fork", {"environment_id": "fork-1"})
-    assert (answer.status_code, answer.json()["field"]) == (409, "environment_id")
+    response = ada.post(f"{at}/fork", {"environment_id": "fork-1"})
+    assert (response.status_code, response.json()["field"]) == (409, "environment_id")
     assert ada.post(f"{at}/fork", {"environment_id": "game-1"}).status_code == 409
 
 
 def test_a_fork_for_another_agent_needs_a_key_of_both(ada: ApiClient, bob: ApiClient, issue, at: str) -> None:
-    said = {"environment_id": "fork-1", "agent_did": BOB}
-    assert ada.post(f"{at}/fork", said).status_code == 403
-    assert bob.post(f"{at}/fork", said).status_code == 404
-    assert issue(ADA, BOB).post(f"{at}/fork", said).json()["agent_did"] == BOB
+    result = {"environment_id": "fork-1", "agent_did": BOB}
+    assert ada.post(f"{at}/fork", result).status_code == 403
+    assert bob.post(f"{at}/fork", result).status_code == 404
+    assert issue(ADA, BOB).post(f"{at}/fork", result).json()["agent_did"] == BOB
 
 
 def test_a_fork_counts_as_a_new_lease(ada: ApiClient, at: str) -> None:
@@ -127,18 +127,18 @@ def test_a_fork_counts_as_a_new_lease(ada: ApiClient, at: str) -> None:
 
 
 @pytest.mark.parametrize("name", [5, None, [], "x" * 101, "a\0b"])
-def test_names(ada: ApiClient, at: str, name: Any) -> None:
+def test_invalid_snapshot_names_are_rejected(ada: ApiClient, at: str, name: Any) -> None:
     refused(ada, "POST", f"{at}/snapshots", {"name": name}, 400, "name")
 
 
 @pytest.mark.parametrize("pk", [5, None, "", "x", [], {}, True, "0" * 31])
-def test_ids_of_snapshots(ada: ApiClient, at: str, pk: Any) -> None:
+def test_invalid_snapshot_ids_are_rejected(ada: ApiClient, at: str, pk: Any) -> None:
     refused(ada, "POST", f"{at}/restore", {"snapshot_id": pk}, 400, "snapshot_id")
     if pk is not None:
         refused(ada, "POST", f"{at}/fork", {"environment_id": "fork-1", "snapshot_id": pk}, 400, "snapshot_id")
 
 
-def test_snapshots_that_are_not_there(ada: ApiClient, bob: ApiClient, at: str, ask) -> None:
+def test_unknown_snapshots_are_not_found(ada: ApiClient, bob: ApiClient, at: str, ask) -> None:
     other = bob.post("leases", ask(agent_did=BOB)).json()["id"]
     bob.put(f"leases/{other}/files/f", b"bob's")
     theirs = bob.post(f"leases/{other}/snapshots").json()["id"]
@@ -162,7 +162,7 @@ def test_snapshots_that_are_not_there(ada: ApiClient, bob: ApiClient, at: str, a
         ({"pool": "no-such-pool"}, 400, "pool"),
     ],
 )
-def test_forks(ada: ApiClient, at: str, fields: dict[str, Any], status: int, field: str) -> None:
+def test_fork_rejects_invalid_fields(ada: ApiClient, at: str, fields: dict[str, Any], status: int, field: str) -> None:
     ada.post(f"{at}/snapshots")
     pk = Snapshot.objects.get().pk
     refused(ada, "POST", f"{at}/fork", {"environment_id": "fork-1", "snapshot_id": str(pk)} | fields, status, field)
@@ -170,15 +170,15 @@ def test_forks(ada: ApiClient, at: str, fields: dict[str, Any], status: int, fie
 
 @pytest.mark.parametrize("act", ["snapshots", "restore", "fork"])
 @pytest.mark.parametrize(("body", "status"), [(b"{", 400), (b"[]", 400), (b"{" + b" " * (64 << 10) + b"}", 413)])
-def test_bodies_that_are_no_document(ada: ApiClient, at: str, act: str, body: bytes, status: int) -> None:
+def test_bodies_that_are_no_json_object_are_rejected(ada: ApiClient, at: str, act: str, body: bytes, status: int) -> None:
     refused(ada, "POST", f"{at}/{act}", body, status)
 
 
 @pytest.mark.parametrize("act", ["snapshots", "restore", "fork"])
-def test_another_agents_lease_is_not_there(bob: ApiClient, at: str, act: str) -> None:
+def test_another_agents_lease_is_not_found(bob: ApiClient, at: str, act: str) -> None:
     runs = Run.objects.count()
-    said = {"snapshot_id": str(uuid.uuid4()), "environment_id": "fork-1"}
-    assert bob.post(f"{at}/{act}", said).status_code == 404
+    result = {"snapshot_id": str(uuid.uuid4()), "environment_id": "fork-1"}
+    assert bob.post(f"{at}/{act}", result).status_code == 404
     assert Run.objects.count() == runs
 
 

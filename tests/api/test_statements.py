@@ -1,4 +1,4 @@
-"""GET /statements and `manage.py statements`: closed months for operators. Answers are checked against the document."""
+"""GET /statements and `manage.py statements`."""
 
 import csv
 import json
@@ -33,7 +33,7 @@ DECEMBER = parse_utc("2026-12-01T00:00")
 
 @pytest.fixture
 def closed(db: None) -> None:
-    """The house's October and November; the team's November, of which a credit pays half a dollar."""
+    """Statements: the house's October and November; the team's November, of which a credit pays half a dollar."""
     create_rate("time", "0.5")
     team = Account.objects.create(name="team")
     Membership.objects.create(agent_did=ADA, account=team)
@@ -52,7 +52,7 @@ NOVEMBER_OF_TEAM = {
 }  # fmt: skip
 
 
-def said(*words: str) -> str:
+def result(*words: str) -> str:
     out = StringIO()
     call_command("statements", *words, stdout=out)
     return out.getvalue()
@@ -70,22 +70,22 @@ def said(*words: str) -> str:
     ],
 )
 def test_an_operator_lists_statements(query: str, found: list[Any]) -> None:
-    answer = key(operator=True).get(f"statements?{query}").json()
-    assert [(each["account"], each["month"]) for each in answer["results"]] == found
-    assert answer["left_out"] == 0
+    response = key(operator=True).get(f"statements?{query}").json()
+    assert [(each["account"], each["month"]) for each in response["results"]] == found
+    assert response["left_out"] == 0
 
 
 @pytest.mark.usefixtures("closed")
-def test_a_list_says_what_it_leaves_out() -> None:
-    answer = key(operator=True).get("statements?limit=1").json()
-    assert (answer["left_out"], len(answer["results"])) == (2, 1)
+def test_a_list_counts_the_results_left_out() -> None:
+    response = key(operator=True).get("statements?limit=1").json()
+    assert (response["left_out"], len(response["results"])) == (2, 1)
 
 
 @pytest.mark.usefixtures("closed")
 def test_a_statement_has_its_lines() -> None:
-    answer = key(operator=True).get("statements/team/2026-11").json()
-    lines = answer.pop("lines")
-    assert answer == NOVEMBER_OF_TEAM
+    response = key(operator=True).get("statements/team/2026-11").json()
+    lines = response.pop("lines")
+    assert response == NOVEMBER_OF_TEAM
     time = {
         "kind": "usage", "for_month": "2026-11", "agent": ADA, "provider": "acme", "item": "time", "unit": "sandbox-hours",
         "quantity": "3", "usd": "1.50",
@@ -95,7 +95,7 @@ def test_a_statement_has_its_lines() -> None:
 
 @pytest.mark.usefixtures("closed")
 @pytest.mark.parametrize("path", ["team/2026-10", "nobody/2026-11", "team/2026-13", "team/november", "team/2026-11-01"])
-def test_a_month_that_is_not_closed_is_not_found(path: str) -> None:
+def test_an_open_month_is_not_found(path: str) -> None:
     assert key(operator=True).get(f"statements/{path}").status_code == 404
 
 
@@ -118,13 +118,13 @@ def test_statements_are_for_operators() -> None:
         ("account=", "account"),
     ],
 )
-def test_what_is_wrong_with_a_request_is_named(query: str, field: str) -> None:
+def test_invalid_parameters_are_named(query: str, field: str) -> None:
     problem = key(operator=True).get(f"statements?{query}").json()
     assert (problem["status"], problem["field"]) == (400, field)
 
 
 @pytest.mark.usefixtures("closed")
-def test_statements_are_csv_if_asked() -> None:
+def test_statements_are_csv_on_request() -> None:
     headers = {"Authorization": f"Bearer {key(operator=True).key}", "Accept": "text/csv"}
     listed = Client().get("/api/v1/statements", headers=headers).content.decode()
     assert [line[:2] for line in csv.reader(StringIO(listed))][1:] == [
@@ -134,7 +134,7 @@ def test_statements_are_csv_if_asked() -> None:
     ]
     lines = Client().get("/api/v1/statements/team/2026-11", headers=headers).content.decode()
     assert [*csv.reader(StringIO(lines))][2] == ["usage", "2026-11", ADA, "acme", "time", "sandbox-hours", "3", "1.50"]
-    assert said("show", "--account", "team", "--month", "2026-11", "--csv") == lines
+    assert result("show", "--account", "team", "--month", "2026-11", "--csv") == lines
 
 
 # --- manage.py statements ---------------------------------------------------------------------------------------------
@@ -142,21 +142,21 @@ def test_statements_are_csv_if_asked() -> None:
 
 @pytest.mark.usefixtures("closed")
 def test_the_command_lists_and_shows() -> None:
-    assert said("list").splitlines() == [
+    assert result("list").splitlines() == [
         "account    month   USD  credit  to pay",
         "house    2026-10  1.50    0.00    1.50",
         "house    2026-11  0.00    0.00    0.00",
         "team     2026-11  1.63    0.50    1.13",
     ]
-    shown = said("show", "--account", "team", "--month", "2026-11").splitlines()
+    shown = result("show", "--account", "team", "--month", "2026-11").splitlines()
     assert shown[1].split() == [ADA, "acme", "model", "calls", "2026-11", "1", "0.13"]
     assert [line.split()[-1] for line in shown[3:]] == ["1.63", "-0.50", "1.13"]
-    encoded = json.loads(said("show", "--account", "team", "--month", "2026-11", "--json"))
+    encoded = json.loads(result("show", "--account", "team", "--month", "2026-11", "--json"))
     assert (encoded["total_usd"], len(encoded["lines"])) == ("1.13", 2)
-    assert [each["account"] for each in json.loads(said("list", "--month", "2026-10", "--json"))["results"]] == ["house"]
+    assert [each["account"] for each in json.loads(result("list", "--month", "2026-10", "--json"))["results"]] == ["house"]
 
 
-def test_the_command_closes_what_can_be_closed_and_says_what_cannot() -> None:
+def test_the_command_closes_months_and_names_those_it_cannot() -> None:
     create_rate("time", "0.5")
     team = Account.objects.create(name="team")
     Membership.objects.create(agent_did=ADA, account=team)
@@ -166,13 +166,13 @@ def test_the_command_closes_what_can_be_closed_and_says_what_cannot() -> None:
     create_time_usage("2021-10-02T22:00", 3 * HOUR, "", provider="acme")
     close_team = ("close", "--account", "team", "--month")
     advance_and_price(DECEMBER)
-    assert said(*close_team, "2021-09").splitlines()[1].split() == ["team", "2021-09", "1.50", "0.00", "1.50"]
+    assert result(*close_team, "2021-09").splitlines()[1].split() == ["team", "2021-09", "1.50", "0.00", "1.50"]
     with pytest.raises(CommandError, match="house: 2021-09 has costs and is not closed") as refused:
-        said("close", "--month", "2021-10")
+        result("close", "--month", "2021-10")
     assert "team" not in str(refused.value)
-    assert "team     2021-10" in said("list", "--month", "2021-10")
-    assert said("close", "--month", "2021-09").splitlines()[1].startswith("house")
-    assert "house" in said("close", "--month", "2021-10")
+    assert "team     2021-10" in result("list", "--month", "2021-10")
+    assert result("close", "--month", "2021-09").splitlines()[1].startswith("house")
+    assert "house" in result("close", "--month", "2021-10")
 
 
 @pytest.mark.parametrize(
@@ -184,6 +184,6 @@ def test_the_command_closes_what_can_be_closed_and_says_what_cannot() -> None:
         (("show", "--account", "house", "--month", "2026-01"), "2026-01 of house is not closed"),
     ],
 )  # fmt: skip
-def test_the_command_says_what_is_wrong(words: tuple[str, ...], why: str) -> None:
+def test_the_command_names_invalid_arguments(words: tuple[str, ...], why: str) -> None:
     with pytest.raises(CommandError, match=why):
-        said(*words)
+        result(*words)

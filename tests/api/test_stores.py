@@ -60,12 +60,12 @@ def ended_ago(pk: str, ago: timedelta) -> None:
 
 
 @pytest.mark.usefixtures("mode")
-@pytest.mark.parametrize(("path", "said", "field"), [("chat", MESSAGE, "message"), ("audit", ENTRY, "entry")])
-def test_what_is_appended_is_read_back(ada: ApiClient, at, path: str, said: dict[str, Any], field: str) -> None:
-    said = said | {"content": [{"type": "text", "text": "ä\0"}, None, 1.5], "x": {"y": []}}
-    answer = ada.post(at(path), said)
-    shown = answer.json()
-    assert (answer.status_code, shown[field]) == (201, said)
+@pytest.mark.parametrize(("path", "result", "field"), [("chat", MESSAGE, "message"), ("audit", ENTRY, "entry")])
+def test_what_is_appended_is_read_back(ada: ApiClient, at, path: str, result: dict[str, Any], field: str) -> None:
+    result = result | {"content": [{"type": "text", "text": "ä\0"}, None, 1.5], "x": {"y": []}}
+    response = ada.post(at(path), result)
+    shown = response.json()
+    assert (response.status_code, shown[field]) == (201, result)
     assert shown["actor"].startswith("key ")
     assert ada.get(at(path)).json() == {"results": [shown], "next": None}
     assert ada.get(at(f"{path}/{shown['id']}")).json() == shown
@@ -93,7 +93,7 @@ def test_pages_of_events_follow_each_other(ada: ApiClient, at, path: str, order:
 
 
 @pytest.mark.usefixtures("mode")
-def test_one_can_read_on_from_the_last_message_one_saw(ada: ApiClient, at) -> None:
+def test_reading_continues_from_the_last_message_seen(ada: ApiClient, at) -> None:
     last = ada.post(at("chat"), MESSAGE).json()["id"]
     new = at(f"chat?order=oldest&cursor={last}")
     assert ada.get(new).json()["results"] == []
@@ -105,8 +105,8 @@ def test_one_can_read_on_from_the_last_message_one_saw(ada: ApiClient, at) -> No
 @pytest.mark.parametrize("path", ["chat", "audit"])
 def test_an_idempotency_key_appends_once(ada: ApiClient, at, path: str) -> None:
     answers = [ada.post(at(path), MESSAGE | ENTRY, idempotency_key="k1") for _ in range(3)]
-    assert [answer.status_code for answer in answers] == [201] * 3
-    assert len({answer.content for answer in answers}) == 1
+    assert [response.status_code for response in answers] == [201] * 3
+    assert len({response.content for response in answers}) == 1
     assert len(ada.get(at(path)).json()["results"]) == 1
     ada.post(at(path), MESSAGE | ENTRY, idempotency_key="k2")
     assert len(ada.get(at(path)).json()["results"]) == 2
@@ -131,17 +131,17 @@ def test_an_idempotency_key_appends_once(ada: ApiClient, at, path: str) -> None:
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_bad_events(ada: ApiClient, at, path: str, body: Any, status: int, field: str) -> None:
-    answer = ada.post(at(path), body, idempotency_key="k1")
-    assert (answer.status_code, answer.json().get("field", "")) == (status, field)
+def test_invalid_events_are_rejected(ada: ApiClient, at, path: str, body: Any, status: int, field: str) -> None:
+    response = ada.post(at(path), body, idempotency_key="k1")
+    assert (response.status_code, response.json().get("field", "")) == (status, field)
     assert ada.get(at(path)).json()["results"] == []
     assert not IdempotentRequest.objects.filter(status_code__isnull=False, body__contains='"id": "0').exists()
 
 
-def test_an_event_that_grows_when_it_is_written_down_is_refused(ada: ApiClient, at) -> None:
+def test_an_event_that_exceeds_the_limit_when_stored_is_refused(ada: ApiClient, at) -> None:
     floats = b",".join([b"1e22"] * 52_000)  # Python writes 1e+22
-    answer = ada.post(at("chat"), b'{"role": "user", "content": [' + floats + b"]}")
-    assert (answer.status_code, answer.json()["code"]) == (400, "store_refused")
+    response = ada.post(at("chat"), b'{"role": "user", "content": [' + floats + b"]}")
+    assert (response.status_code, response.json()["code"]) == (400, "store_refused")
 
 
 @pytest.mark.parametrize(
@@ -157,15 +157,15 @@ def test_an_event_that_grows_when_it_is_written_down_is_refused(ada: ApiClient, 
     ],
 )
 @pytest.mark.parametrize("path", ["chat", "audit"])
-def test_bad_pages_of_events(ada: ApiClient, at, path: str, query: str, field: str) -> None:
-    answer = ada.get(at(f"{path}?{query}"))
-    assert (answer.status_code, answer.json()["field"]) == (400, field)
+def test_invalid_event_page_parameters_are_rejected(ada: ApiClient, at, path: str, query: str, field: str) -> None:
+    response = ada.get(at(f"{path}?{query}"))
+    assert (response.status_code, response.json()["field"]) == (400, field)
 
 
 @pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("event_id", ["x", "%00", "..", "0" * 600, "000000000000000001-" + "0" * 16 + "-0000000001"])
 @pytest.mark.parametrize("path", ["chat", "audit"])
-def test_an_event_that_is_not_there(ada: ApiClient, at, path: str, event_id: str) -> None:
+def test_an_unknown_event_is_not_found(ada: ApiClient, at, path: str, event_id: str) -> None:
     assert ada.get(at(f"{path}/{event_id}")).status_code == 404
 
 
@@ -173,11 +173,11 @@ def test_an_event_that_is_not_there(ada: ApiClient, at, path: str, event_id: str
 
 
 @pytest.mark.usefixtures("mode")
-def test_an_artifact_comes_back_as_it_was_put(ada: ApiClient, at) -> None:
+def test_an_artifact_is_returned_as_stored(ada: ApiClient, at) -> None:
     content = bytes(range(256)) * 10_000  # more than is held in memory
-    answer = ada.put(at("artifacts/map.png"), content, content_type="image/png")
-    shown = answer.json()
-    assert (answer.status_code, shown["name"], shown["media_type"]) == (201, "map.png", "image/png")
+    response = ada.put(at("artifacts/map.png"), content, content_type="image/png")
+    shown = response.json()
+    assert (response.status_code, shown["name"], shown["media_type"]) == (201, "map.png", "image/png")
     assert shown["size_bytes"] == len(content)
     found = ada.get(at("artifacts/map.png"))
     assert b"".join(found.streaming_content) == content
@@ -188,7 +188,7 @@ def test_an_artifact_comes_back_as_it_was_put(ada: ApiClient, at) -> None:
 
 
 @pytest.mark.usefixtures("mode")
-def test_an_artifact_is_replaced_and_removed(ada: ApiClient, at) -> None:
+def test_an_artifact_is_replaced_and_deleted(ada: ApiClient, at) -> None:
     assert ada.put(at("artifacts/a"), b"old", content_type="text/plain").status_code == 201
     assert ada.put(at("artifacts/a"), b"n", content_type="text/plain; charset=utf-8").status_code == 200
     found = ada.get(at("artifacts/a"))
@@ -199,12 +199,12 @@ def test_an_artifact_is_replaced_and_removed(ada: ApiClient, at) -> None:
     assert ada.get(at("artifacts")).json()["results"] == []
 
 
-def test_an_artifact_without_a_media_type_is_octets(ada: ApiClient, at) -> None:
+def test_an_artifact_without_a_media_type_is_an_octet_stream(ada: ApiClient, at) -> None:
     assert ada.put(at("artifacts/a"), b"x", content_type="").json()["media_type"] == "application/octet-stream"
 
 
 @pytest.mark.usefixtures("mode")
-def test_pages_of_artifacts_are_by_name(ada: ApiClient, at) -> None:
+def test_artifacts_are_paged_by_name(ada: ApiClient, at) -> None:
     for name in "cab":
         ada.put(at(f"artifacts/{name}"), b"x")
     first = ada.get(at("artifacts?limit=2")).json()
@@ -214,38 +214,38 @@ def test_pages_of_artifacts_are_by_name(ada: ApiClient, at) -> None:
 
 
 @pytest.mark.parametrize("name", [".hidden", "-", "a%20b", "%C3%A4", "a%00", "a%0A", "x" * 129, "%ED%A0%80"])
-def test_bad_names(ada: ApiClient, at, name: str) -> None:
+def test_invalid_names_are_rejected(ada: ApiClient, at, name: str) -> None:
     for method, path in [("PUT", "artifacts"), ("GET", "artifacts"), ("DELETE", "artifacts")]:
-        answer = ada(method, at(f"{path}/{name}"), b"")
-        assert (answer.status_code, answer.json()["field"]) == (400, "name")
+        response = ada(method, at(f"{path}/{name}"), b"")
+        assert (response.status_code, response.json()["field"]) == (400, "name")
     for method in ("PUT", "GET"):
-        answer = ada(method, at(f"sessions/{name}"), b"{}")
-        assert (answer.status_code, answer.json()["field"]) == (400, "session_id")
+        response = ada(method, at(f"sessions/{name}"), b"{}")
+        assert (response.status_code, response.json()["field"]) == (400, "session_id")
     for path in ("artifacts", "sessions"):
         assert ada.get(at(f"{path}?cursor={name}")).json()["field"] == "cursor"
         assert ada.get(at(path)).json()["results"] == []
 
 
 @pytest.mark.parametrize("kind", ["text", "text/html, text/plain", "a/b" * 100, "text/plain;\tx=y"])
-def test_bad_media_types(ada: ApiClient, at, kind: str) -> None:
-    answer = ada.put(at("artifacts/a"), b"x", content_type=kind)
-    assert (answer.status_code, answer.json()["field"]) == (400, "Content-Type")
+def test_invalid_media_types_are_rejected(ada: ApiClient, at, kind: str) -> None:
+    response = ada.put(at("artifacts/a"), b"x", content_type=kind)
+    assert (response.status_code, response.json()["field"]) == (400, "Content-Type")
 
 
-def test_an_artifact_that_is_too_large(ada: ApiClient, at) -> None:
-    answer = ada.put(at("artifacts/a"), b"x" * ((64 << 20) + 1))
-    assert (answer.status_code, answer.json()["code"]) == (413, "too_large")
+def test_an_artifact_over_the_limit_is_rejected(ada: ApiClient, at) -> None:
+    response = ada.put(at("artifacts/a"), b"x" * ((64 << 20) + 1))
+    assert (response.status_code, response.json()["code"]) == (413, "too_large")
     assert ada.get(at("artifacts")).json()["results"] == []
 
 
 # --- sessions -----------------------------------------------------------------------------------------------------
 
 
-def test_a_session_is_what_was_put_last(ada: ApiClient, at) -> None:
+def test_a_session_is_the_document_stored_last(ada: ApiClient, at) -> None:
     ada.put(at("sessions/s1"), json.dumps({"title": "first"}).encode())
-    answer = ada.put(at("sessions/s1"), json.dumps({"title": "ä", "turns": 3}).encode())
-    shown = answer.json()
-    assert (answer.status_code, shown["session"], shown["session_id"]) == (200, {"title": "ä", "turns": 3}, "s1")
+    response = ada.put(at("sessions/s1"), json.dumps({"title": "ä", "turns": 3}).encode())
+    shown = response.json()
+    assert (response.status_code, shown["session"], shown["session_id"]) == (200, {"title": "ä", "turns": 3}, "s1")
     assert ada.get(at("sessions/s1")).json() == shown
     assert ada.get(at("sessions")).json() == {"results": [shown], "next": None}
     assert ada.get(at("sessions/s2")).status_code == 404
@@ -254,7 +254,7 @@ def test_a_session_is_what_was_put_last(ada: ApiClient, at) -> None:
 @pytest.mark.parametrize(
     ("body", "status"), [(b"[]", 400), (b"{", 400), (b'{"x": "' + b"y" * (64 << 10) + b'"}', 413)], ids=["list", "no", "large"]
 )
-def test_bad_sessions(ada: ApiClient, at, body: bytes, status: int) -> None:
+def test_invalid_sessions_are_rejected(ada: ApiClient, at, body: bytes, status: int) -> None:
     assert ada.put(at("sessions/s"), body).status_code == status
     assert ada.get(at("sessions/s")).status_code == 404
 
@@ -263,7 +263,7 @@ def test_bad_sessions(ada: ApiClient, at, body: bytes, status: int) -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "body"), [*WRITES, *[("GET", path, None) for path in READS]])
-def test_another_keys_lease_is_not_there(
+def test_another_keys_lease_is_not_found(
     ada: ApiClient, bob: ApiClient, operator: ApiClient, at, method: str, path: str, body: Any
 ) -> None:
     ada.put(at("artifacts/a"), b"x")
@@ -275,7 +275,7 @@ def test_another_keys_lease_is_not_there(
 
 @pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("over", ["released", "run out"])
-def test_an_ended_lease_is_read_but_not_written(ada: ApiClient, at, lease, over: str) -> None:
+def test_stores_of_an_ended_lease_are_read_only(ada: ApiClient, at, lease, over: str) -> None:
     for method, path, body in WRITES:
         if method != "DELETE":
             ada(method, at(path), body)
@@ -286,9 +286,9 @@ def test_an_ended_lease_is_read_but_not_written(ada: ApiClient, at, lease, over:
     else:
         expire_lease(lease["id"])
     for method, path, body in WRITES:
-        answer = ada(method, at(path), body)
-        assert (answer.status_code, answer.json()["code"]) == (410, "lease_ended")
-        assert answer.json()["end_reason"] == ("released" if over == "released" else "ttl")
+        response = ada(method, at(path), body)
+        assert (response.status_code, response.json()["code"]) == (410, "lease_ended")
+        assert response.json()["end_reason"] == ("released" if over == "released" else "ttl")
     assert [ada.get(at(path)).json() for path in ("chat", "audit", "artifacts", "sessions")] == before
     assert b"".join(ada.get(at("artifacts/a")).streaming_content) == b"x"
 
@@ -311,7 +311,7 @@ def test_writing_starts_no_sandbox_and_renews_nothing(ada: ApiClient, at, lease)
 
 
 @pytest.mark.usefixtures("mode")
-def test_what_was_stored_is_kept_for_a_while_after_the_end(ada: ApiClient, at, lease, ask, now) -> None:
+def test_stores_are_retained_after_the_end(ada: ApiClient, at, lease, ask, now) -> None:
     for method, path, body in WRITES:
         if method != "DELETE":
             ada(method, at(path), body)
@@ -333,7 +333,7 @@ def test_what_was_stored_is_kept_for_a_while_after_the_end(ada: ApiClient, at, l
     assert sweeps.prune_stores(now=moment).counts.get("stored entries removed", 0) == 0
 
 
-def test_a_lease_that_is_due_but_has_not_been_swept_keeps_its_stores(ada: ApiClient, at, lease) -> None:
+def test_a_lease_due_for_pruning_keeps_its_stores_until_swept(ada: ApiClient, at, lease) -> None:
     ada.post(at("chat"), MESSAGE)
     Lease.objects.update(expires_at=F("expires_at") - timedelta(days=30), leased_at=F("leased_at") - timedelta(days=30))
     sweeps.prune_stores(now=timezone.now())
@@ -345,19 +345,19 @@ def test_a_lease_that_is_due_but_has_not_been_swept_keeps_its_stores(ada: ApiCli
 
 @pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize(("method", "path", "body"), [*WRITES, *[("GET", path, None) for path in READS]])
-def test_a_store_that_does_not_answer_is_unavailable(
+def test_a_failing_store_is_unavailable(
     ada: ApiClient, at, memory_store: MemoryStore, method: str, path: str, body: Any, caplog
 ) -> None:
     for call in ("get", "set", "page", "upload", "download"):
         memory_store.fail(call, StoreError("memory", call, "disk /dev/sdz is gone", key="secret"))
-    answer = ada(method, at(path), body)
-    assert (answer.status_code, answer.json()["code"], answer["Retry-After"]) == (503, "store_unavailable", "5")
-    assert "sdz" not in answer.content.decode()
+    response = ada(method, at(path), body)
+    assert (response.status_code, response.json()["code"], response["Retry-After"]) == (503, "store_unavailable", "5")
+    assert "sdz" not in response.content.decode()
     assert "disk /dev/sdz is gone" in caplog.text
 
 
 @pytest.mark.usefixtures("mode")
-def test_after_a_failed_append_its_idempotency_key_is_free(ada: ApiClient, at, memory_store: MemoryStore) -> None:
+def test_a_failed_append_frees_its_idempotency_key(ada: ApiClient, at, memory_store: MemoryStore) -> None:
     with memory_store.fail("set", StoreError("memory", "set", "away")):
         assert ada.post(at("chat"), MESSAGE, idempotency_key="k1").status_code == 503
     assert ada.post(at("chat"), MESSAGE, idempotency_key="k1").status_code == 201

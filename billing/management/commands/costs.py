@@ -8,7 +8,8 @@ from typing import Any
 
 from django.core.management.base import BaseCommand
 
-from billing.api.serializers import ZERO_USD, CostQuerySerializer, format_day, format_hours, render_cost_total, render_costs_csv
+from billing.api.costs import ZERO_USD, CostQuerySerializer, format_hours, render_cost_total, render_costs_csv
+from billing.api.views import format_day
 from billing.management.options import format_table, validate_options
 from billing.pricing import CENT_PLACES, format_decimal, round_half_up
 from billing.totals import GROUP_BY_COLUMNS, CostTotal, sum_costs

@@ -7,7 +7,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
-from billing.api.serializers import EstimateQuerySerializer, ForecastQuerySerializer, render_estimate, render_forecast
+from billing.api.estimates import EstimateQuerySerializer, ForecastQuerySerializer, render_estimate, render_forecast
 from billing.estimate import Estimate, EstimateError, Scenario, estimate
 from billing.forecast import FORECAST_WINDOW_DAYS, forecast
 from billing.management.options import format_table, validate_options

@@ -8,7 +8,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from billing import statements
-from billing.api.serializers_statements import (
+from billing.api.statements import (
     StatementQuerySerializer,
     render_lines_csv,
     render_statement,

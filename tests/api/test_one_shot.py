@@ -1,4 +1,4 @@
-"""One-shot runs, from outside."""
+"""One-shot runs through the API."""
 
 import base64
 import io
@@ -35,13 +35,13 @@ def base64_of(**files: str) -> str:
     return base64.b64encode(pack_tar(**files).getvalue()).decode()
 
 
-def test_a_run_answers_how_it_ended_and_leaves_nothing(ada: ApiClient, body, pool, memory) -> None:
-    answer = ada.post("runs", body("sh", "-c", "cat; echo oops >&2; exit 3", stdin="in"))
-    said = answer.json()
-    assert (answer.status_code, said["outcome"], said["exit_code"]) == (200, "failed", 3)
-    assert (said["stdout"], said["stderr"], said["truncated"], said["note"]) == ("in", "oops\n", False, "")
-    assert (said["cleaned_up"], said["workspace"]) == (True, None)
-    assert Lease.objects.get(pk=said["lease_id"]).environment_id == f"run-{said['run_id']}"
+def test_a_run_returns_its_result_and_leaves_nothing(ada: ApiClient, body, pool, memory) -> None:
+    response = ada.post("runs", body("sh", "-c", "cat; echo oops >&2; exit 3", stdin="in"))
+    result = response.json()
+    assert (response.status_code, result["outcome"], result["exit_code"]) == (200, "failed", 3)
+    assert (result["stdout"], result["stderr"], result["truncated"], result["note"]) == ("in", "oops\n", False, "")
+    assert (result["cleaned_up"], result["workspace"]) == (True, None)
+    assert Lease.objects.get(pk=result["lease_id"]).environment_id == f"run-{result['run_id']}"
     assert_nothing_is_left(pool, memory)
 
 
@@ -49,39 +49,39 @@ def test_a_run_answers_how_it_ended_and_leaves_nothing(ada: ApiClient, body, poo
     ("argv", "outcome"),
     [(["true"], "ok"), (["false"], "failed"), (["sleep", "3600"], "timeout"), (["oom"], "oom_killed")],
 )
-def test_each_end_has_its_name_also_when_it_is_asked_for_later(ada: ApiClient, body, argv: list[str], outcome: str) -> None:
-    said = ada.post("runs", body(*argv, limits={"timeout_seconds": 60})).json()
-    assert said["outcome"] == outcome
-    del said["workspace"]
-    assert ada.get(f"runs/{said['run_id']}").json() == said
+def test_each_outcome_is_named_in_the_response_and_by_get(ada: ApiClient, body, argv: list[str], outcome: str) -> None:
+    result = ada.post("runs", body(*argv, limits={"timeout_seconds": 60})).json()
+    assert result["outcome"] == outcome
+    del result["workspace"]
+    assert ada.get(f"runs/{result['run_id']}").json() == result
 
 
-def test_a_sandbox_that_does_not_start_is_an_answer(ada: ApiClient, body, pool, memory: MemoryProvider) -> None:
+def test_a_sandbox_that_does_not_start_is_a_result(ada: ApiClient, body, pool, memory: MemoryProvider) -> None:
     memory.fail("create", Rejected("no such image"))
-    said = ada.post("runs", body()).json()
-    assert (said["outcome"], said["exit_code"], said["cleaned_up"]) == ("container_failed", None, True)
-    assert "no such image" in said["note"]
-    assert ada.get(f"runs/{said['run_id']}").json()["outcome"] == "container_failed"
+    result = ada.post("runs", body()).json()
+    assert (result["outcome"], result["exit_code"], result["cleaned_up"]) == ("container_failed", None, True)
+    assert "no such image" in result["note"]
+    assert ada.get(f"runs/{result['run_id']}").json()["outcome"] == "container_failed"
     assert_nothing_is_left(pool, memory)
 
 
-def test_a_workspace_goes_in_and_comes_back(ada: ApiClient, body) -> None:
+def test_a_workspace_is_unpacked_and_returned(ada: ApiClient, body) -> None:
     sent = body("sh", "-c", "cat a; echo new >b", workspace=base64_of(a="1"), return_workspace=True)
-    said = ada.post("runs", sent).json()
-    assert (said["outcome"], said["stdout"]) == ("ok", "1")
-    assert unpack_tar(io.BytesIO(base64.b64decode(said["workspace"]))) == {"a": "1", "b": "new\n"}
+    result = ada.post("runs", sent).json()
+    assert (result["outcome"], result["stdout"]) == ("ok", "1")
+    assert unpack_tar(io.BytesIO(base64.b64decode(result["workspace"]))) == {"a": "1", "b": "new\n"}
 
 
 def test_bytes_survive_in_base64(ada: ApiClient, body) -> None:
     raw = bytes(range(256))
-    said = ada.post("runs?encoding=base64", body("cat", stdin=base64.b64encode(raw).decode())).json()
-    assert base64.b64decode(said["stdout"]) == raw
+    result = ada.post("runs?encoding=base64", body("cat", stdin=base64.b64encode(raw).decode())).json()
+    assert base64.b64decode(result["stdout"]) == raw
 
 
-def test_memory_type_and_environment_are_as_asked(ada: ApiClient, body) -> None:
+def test_memory_type_and_environment_are_as_requested(ada: ApiClient, body) -> None:
     asked = body("printenv", "WORD", env={"WORD": "s3cret"}, limits={"memory_mib": 64}, environment_type="coding")
-    said = ada.post("runs", asked).json()
-    assert said["stdout"] == "s3cret\n"
+    result = ada.post("runs", asked).json()
+    assert result["stdout"] == "s3cret\n"
     assert (Sandbox.objects.get().memory_mib, Lease.objects.get().environment_type_id) == (64, "coding")
     assert "s3cret" not in str(Run.objects.values("argv", "env_names", "note"))
 
@@ -111,7 +111,9 @@ def a_device() -> str:
     ],
     ids=lambda value: repr(value)[:60],
 )  # fmt: skip
-def test_bad_input_names_the_field_and_nothing_begins(ada: ApiClient, body, memory, fields: dict[str, Any], field: str) -> None:
+def test_invalid_input_names_the_field_and_nothing_runs(
+    ada: ApiClient, body, memory, fields: dict[str, Any], field: str
+) -> None:
     refused(ada, "POST", "runs", body(**fields), 400, field.partition(".")[0])
     assert ada.post("runs", body(**fields)).json()["field"] == field
     assert memory.calls == []
@@ -123,21 +125,21 @@ def test_a_body_that_is_too_large_is_refused(ada: ApiClient, body) -> None:
 
 def test_a_key_runs_for_its_own_agents_only(ada: ApiClient, bob: ApiClient, operator: ApiClient, body) -> None:
     refused(ada, "POST", "runs", body(agent_did=BOB), 403)
-    said = bob.post("runs", body(agent_did=BOB)).json()
-    assert ada.get(f"runs/{said['run_id']}").status_code == 404
-    assert operator.get(f"runs/{said['run_id']}").json()["outcome"] == "ok"
+    result = bob.post("runs", body(agent_did=BOB)).json()
+    assert ada.get(f"runs/{result['run_id']}").status_code == 404
+    assert operator.get(f"runs/{result['run_id']}").json()["outcome"] == "ok"
 
 
-def test_what_is_no_run_is_not_found(ada: ApiClient, lease) -> None:
+def test_a_lease_that_is_no_run_is_not_found(ada: ApiClient, lease) -> None:
     assert ada.get(f"runs/{lease['id']}").status_code == 404
     assert ada.get(f"runs/{uuid.uuid4()}").status_code == 404
 
 
-def test_without_a_place_it_is_refused_and_may_be_sent_again(ada: ApiClient, body, pool, memory) -> None:
+def test_without_capacity_a_run_is_refused_and_can_be_sent_again(ada: ApiClient, body, pool, memory) -> None:
     Pool.objects.filter(pk=pool.pk).update(capacity=0)
-    answer = ada.post("runs", body(), idempotency_key="k1")
-    assert (answer.status_code, answer.json()["code"]) == (503, "capacity_exhausted")
-    assert int(answer["Retry-After"]) > 0
+    response = ada.post("runs", body(), idempotency_key="k1")
+    assert (response.status_code, response.json()["code"]) == (503, "capacity_exhausted")
+    assert int(response["Retry-After"]) > 0
     Pool.objects.filter(pk=pool.pk).update(capacity=1)
     assert ada.post("runs", body(), idempotency_key="k1").json()["outcome"] == "ok"
     assert_nothing_is_left(pool, memory)
@@ -150,13 +152,13 @@ def test_new_runs_are_limited_as_new_leases_are(ada: ApiClient, body, settings) 
 
 
 @pytest.mark.parametrize("argv", [["echo", "hi"], ["false"]])
-def test_the_same_key_runs_once(ada: ApiClient, body, memory, argv: list[str]) -> None:
+def test_a_repeated_idempotency_key_runs_once(ada: ApiClient, body, memory, argv: list[str]) -> None:
     first, again = (ada.post("runs", body(*argv), idempotency_key="k1") for _ in range(2))
     assert (again.content, again["Idempotent-Replayed"]) == (first.content, "true")
     assert [verb for verb, _ in memory.calls].count("exec") == Lease.objects.count() == 1
 
 
-def test_a_run_that_may_have_begun_is_not_run_again(ada: ApiClient, body, memory) -> None:
+def test_a_run_that_may_have_started_is_not_repeated(ada: ApiClient, body, memory) -> None:
     memory.fail("exec", Unavailable("timed out"), times=1)
     first, again = (ada.post("runs", body(), idempotency_key="k1") for _ in range(2))
     assert (first.json()["outcome"], again.content) == ("container_failed", first.content)
@@ -164,7 +166,7 @@ def test_a_run_that_may_have_begun_is_not_run_again(ada: ApiClient, body, memory
 
 
 @pytest.mark.parametrize("step", ["run opened", "command ended", "run answered", "run released", "destroy claimed", "acted"])
-def test_a_run_of_the_dead_is_not_run_again_and_can_be_looked_at(
+def test_a_run_of_a_dead_process_is_not_repeated_and_can_be_read(
     ada: ApiClient, body, at_checkpoint, step: str, memory
 ) -> None:
     def die() -> None:
@@ -174,10 +176,10 @@ def test_a_run_of_the_dead_is_not_run_again_and_can_be_looked_at(
     with pytest.raises(SimulatedCrash):
         ada.post("runs", body(), idempotency_key="k1")
     IdempotentRequest.objects.update(deadline_at=F("deadline_at") - timedelta(hours=1))
-    answer = ada.post("runs", body(), idempotency_key="k1")
-    assert (answer.status_code, answer.json()["code"]) == (409, "outcome_unknown")
+    response = ada.post("runs", body(), idempotency_key="k1")
+    assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
     assert [verb for verb, _ in memory.calls].count("exec") <= 1
-    assert ada.get(f"runs/{answer.json()['run_id']}").status_code == 200
+    assert ada.get(f"runs/{response.json()['run_id']}").status_code == 200
     assert Lease.objects.count() == 1
 
 
@@ -185,6 +187,6 @@ def test_a_real_command_runs_on_the_process_provider(ada: ApiClient, body, pool:
     Pool.objects.filter(pk=pool.pk).update(provider="process")
     script = 'cat a; echo "$WORD"; mkdir d; echo new >d/b; ls -A'
     sent = body("sh", "-c", script, env={"WORD": "there"}, workspace=base64_of(a="1\n"), return_workspace=True)
-    said = ada.post("runs", sent).json()
-    assert (said["outcome"], said["stdout"], said["cleaned_up"]) == ("ok", "1\nthere\n.home\na\nd\n", True)
-    assert unpack_tar(io.BytesIO(base64.b64decode(said["workspace"]))) == {"a": "1\n", "d/b": "new\n"}
+    result = ada.post("runs", sent).json()
+    assert (result["outcome"], result["stdout"], result["cleaned_up"]) == ("ok", "1\nthere\n.home\na\nd\n", True)
+    assert unpack_tar(io.BytesIO(base64.b64decode(result["workspace"]))) == {"a": "1\n", "d/b": "new\n"}

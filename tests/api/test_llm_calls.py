@@ -1,4 +1,4 @@
-"""What a lease's sandboxes asked their model, through its door."""
+"""LLM calls of a lease through the API."""
 
 from decimal import Decimal
 
@@ -24,16 +24,16 @@ def test_calls_are_listed_newest_first_with_their_totals(ada: ApiClient, lease) 
     called(lease, 3, outcome="open", ended_at=None)
     called(lease, 4, outcome="refused", status=402, code="spend_limit_reached")
     called(lease, 5, kind="relay")
-    said = ada.get(f"leases/{lease['id']}/calls").json()
-    assert [each["call_id"] for each in said["results"]] == ["call-5", "call-4", "call-3", "call-2", "call-1"]
-    assert [each["cost_usd"] for each in said["results"]] == [None, None, None, None, "0.100000001"]
-    assert [each["kind"] for each in said["results"]] == ["relay", "llm", "llm", "llm", "llm"]
-    assert [each["code"] for each in said["results"] if each["code"]] == ["spend_limit_reached"]
+    result = ada.get(f"leases/{lease['id']}/calls").json()
+    assert [each["call_id"] for each in result["results"]] == ["call-5", "call-4", "call-3", "call-2", "call-1"]
+    assert [each["cost_usd"] for each in result["results"]] == [None, None, None, None, "0.100000001"]
+    assert [each["kind"] for each in result["results"]] == ["relay", "llm", "llm", "llm", "llm"]
+    assert [each["code"] for each in result["results"] if each["code"]] == ["spend_limit_reached"]
     total = {"calls": 4, "refused": 1, "unpriced": 1, "input_tokens": 15, "output_tokens": 1, "cost_usd": "0.100000001"}
-    assert said["total"] == total
+    assert result["total"] == total
 
 
-def test_pages_have_the_totals_of_all(ada: ApiClient, lease) -> None:
+def test_every_page_has_the_totals_of_all_calls(ada: ApiClient, lease) -> None:
     for number in range(3):
         called(lease, number, cost=Decimal(1))
     first = ada.get(f"leases/{lease['id']}/calls?limit=2").json()
@@ -42,18 +42,18 @@ def test_pages_have_the_totals_of_all(ada: ApiClient, lease) -> None:
     assert first["total"] == second["total"] and second["total"]["cost_usd"] == "3"
 
 
-def test_a_lease_that_asked_nothing_has_totals_of_zero(ada: ApiClient, lease) -> None:
-    said = ada.get(f"leases/{lease['id']}/calls").json()
+def test_a_lease_without_calls_has_totals_of_zero(ada: ApiClient, lease) -> None:
+    result = ada.get(f"leases/{lease['id']}/calls").json()
     zero = {"calls": 0, "refused": 0, "unpriced": 0, "input_tokens": 0, "output_tokens": 0, "cost_usd": "0"}
-    assert said == {"total": zero, "results": [], "next": None}
+    assert result == {"total": zero, "results": [], "next": None}
 
 
-def test_another_keys_calls_do_not_exist(bob: ApiClient, lease) -> None:
+def test_calls_of_another_keys_lease_are_not_found(bob: ApiClient, lease) -> None:
     called(lease, 1)
     assert bob.get(f"leases/{lease['id']}/calls").status_code == 404
 
 
-def test_a_lease_says_what_it_spent_and_may_spend(ada: ApiClient, ask) -> None:
+def test_a_lease_has_its_llm_spending_and_limit(ada: ApiClient, ask) -> None:
     EnvironmentType.objects.filter(name="catan").update(llm_limit=Decimal("5.5"))
     lease = ada.post("leases", ask()).json()
     nothing = dict.fromkeys(("unpriced_calls", "calls", "refused", "input_tokens", "output_tokens"), 0)
@@ -70,7 +70,7 @@ def test_a_lease_says_what_it_spent_and_may_spend(ada: ApiClient, ask) -> None:
     }  # fmt: skip
 
 
-def test_no_limit_is_null_and_only_the_lease_itself_says_what_it_spent(ada: ApiClient, bob: ApiClient, lease) -> None:
+def test_no_limit_is_null_and_only_the_lease_detail_has_spending(ada: ApiClient, bob: ApiClient, lease) -> None:
     assert ada.get(f"leases/{lease['id']}").json()["llm"]["limit"] is None
     assert "llm" not in lease and "llm" not in ada.get("leases").json()["results"][0]
     assert bob.get(f"leases/{lease['id']}").status_code == 404

@@ -1,29 +1,66 @@
-"""The body of a request: read no further than its limit, and the JSON in it."""
+"""Request body parsers: size limits, strict JSON and raw streams.
+
+Each view has exactly one parser, which gets the HttpRequest as its stream. It takes its size limit from the view's
+`max_body_bytes`. Parsers that hold the whole body leave it in `request.raw_body`: the fingerprint of a request with an
+Idempotency-Key is computed from it."""
 
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from django.http import HttpRequest
 from rest_framework.exceptions import UnsupportedMediaType
+from rest_framework.parsers import BaseParser
 
 from leases.errors import InvalidRequest, LengthRequired, RequestTooLarge
 
 CHUNK_BYTES = 1 << 16
-MAX_JSON_DEPTH = 100  # levels of nesting: less than any reader's stack, here and in a sandbox
+MAX_JSON_DEPTH = 100  # levels of nesting: below the recursion limit of every JSON reader, here and in a sandbox
 SURROGATE_ESCAPE_RE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+class OpaqueParser(BaseParser):
+    """Read the body and ignore its content."""
+
+    media_type = "application/json"
+
+    def parse(self, stream: Any, media_type: str | None = None, parser_context: Mapping[str, Any] | None = None) -> Any:
+        assert parser_context is not None
+        parser_context["request"].raw_body = read_body(stream, parser_context["view"].max_body_bytes)
+        return {}
+
+
+class JsonParser(OpaqueParser):
+    """Read one JSON object, {} for an empty body."""
+
+    def parse(self, stream: Any, media_type: str | None = None, parser_context: Mapping[str, Any] | None = None) -> Any:
+        assert parser_context is not None
+        super().parse(stream, media_type, parser_context)
+        return parse_json_object(stream, parser_context["request"].raw_body)
+
+
+class StreamParser(BaseParser):
+    """Iterate over the body in chunks, of any media type, without holding it in memory."""
+
+    media_type = "*/*"
+
+    def parse(self, stream: Any, media_type: str | None = None, parser_context: Mapping[str, Any] | None = None) -> Any:
+        assert parser_context is not None
+        return iter_body(stream, parser_context["view"].max_body_bytes)
+
+
 def read_body(request: HttpRequest, limit: int) -> bytes:
-    """The whole body; see `chunks`."""
+    """Return the whole body. Raises like `iter_body`."""
     return b"".join(iter_body(request, limit))
 
 
 def iter_body(request: HttpRequest, limit: int) -> Iterator[bytes]:
-    """The body, piece by piece. TooLarge past `limit` bytes: before any is read if the length was announced, else on the
-    way."""
+    """Yield the body in chunks.
+
+    Raises RequestTooLarge past `limit` bytes, before reading if the Content-Length announces more. Raises LengthRequired for a
+    chunked body whose end the server does not mark, InvalidRequest for a body shorter than its Content-Length."""
     too_large = RequestTooLarge(f"The body is larger than {limit} bytes.")
     chunked = "HTTP_TRANSFER_ENCODING" in request.META
     announced = 0 if chunked else _parse_content_length(request)
@@ -31,7 +68,7 @@ def iter_body(request: HttpRequest, limit: int) -> Iterator[bytes]:
         raise too_large
     if chunked and not request.META.get("wsgi.input_terminated"):
         raise LengthRequired()
-    # Django takes a body without a Content-Length for an empty one: a chunked one is read from the server itself.
+    # Django treats a body without a Content-Length as empty, so a chunked one is read from the server's stream.
     source, size = request.META["wsgi.input"] if chunked else request, 0
     while chunk := source.read(CHUNK_BYTES):
         size += len(chunk)
@@ -50,8 +87,10 @@ def _parse_content_length(request: HttpRequest) -> int:
 
 
 def parse_json_object(request: HttpRequest, body: bytes) -> dict[str, Any]:
-    """The JSON object in a body, {} if that is empty. Invalid for whatever could not be passed on as it is: NaN, lone
-    surrogates, and nesting deeper than DEEPEST."""
+    """Return the JSON object in a body, {} if the body is empty.
+
+    Raises UnsupportedMediaType for another Content-Type. Raises InvalidRequest for anything that could not be passed on
+    unchanged: NaN and infinite numbers, lone surrogates, nesting deeper than MAX_JSON_DEPTH."""
     if body and request.content_type != "application/json":
         raise UnsupportedMediaType(request.content_type or "", 'Send "Content-Type: application/json".')
     try:
@@ -59,12 +98,12 @@ def parse_json_object(request: HttpRequest, body: bytes) -> dict[str, Any]:
         document = json.loads(text, parse_constant=_reject_constant, parse_float=_parse_finite_float)
         if SURROGATE_ESCAPE_RE.search(text):
             json.dumps(document, ensure_ascii=False).encode()
-    except json.JSONDecodeError as wrong:
-        raise InvalidRequest("", f"The body is not JSON: {wrong}") from None
+    except json.JSONDecodeError as error:
+        raise InvalidRequest("", f"The body is not JSON: {error}") from None
     except UnicodeError:
         raise InvalidRequest("", "The body is not valid Unicode: its JSON is UTF-8, and surrogates come in pairs.") from None
-    except ValueError as wrong:
-        raise InvalidRequest("", f"A number in the body is out of range: {wrong}") from None
+    except ValueError as error:
+        raise InvalidRequest("", f"A number in the body is out of range: {error}") from None
     except RecursionError:
         raise InvalidRequest("", f"The body is nested deeper than {MAX_JSON_DEPTH} levels.") from None
     if not isinstance(document, dict):
@@ -86,7 +125,7 @@ def _parse_finite_float(number: str) -> float:
 
 
 def _measure_depth(document: Any) -> int:
-    """How deep a document is nested, counted no further than one level too many."""
+    """Return the nesting depth of a document, counted up to MAX_JSON_DEPTH + 1."""
     levels, present = 0, [document]
     while levels <= MAX_JSON_DEPTH and (present := [value for value in present if isinstance(value, dict | list)]):
         levels += 1

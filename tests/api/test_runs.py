@@ -1,4 +1,4 @@
-"""What a lease lets its agent do: commands, turns, files."""
+"""Exec, turns and files of a lease through the API."""
 
 import base64
 import uuid
@@ -21,27 +21,27 @@ def at(lease) -> str:
     return f"leases/{lease['id']}"
 
 
-def test_a_command_answers_how_it_ended(ada: ApiClient, at: str) -> None:
-    answer = ada.post(f"{at}/exec", {"argv": ["sh", "-c", "echo hello; echo oops >&2; exit 3"]})
-    said = answer.json()
-    assert (answer.status_code, said["exit_code"], said["stdout"], said["stderr"]) == (200, 3, "hello\n", "oops\n")
-    assert (said["timed_out"], said["oom"], said["truncated"]) == (False, False, False)
-    assert Run.objects.get(pk=said["run_id"]).exit_code == 3
+def test_exec_returns_exit_code_and_output(ada: ApiClient, at: str) -> None:
+    response = ada.post(f"{at}/exec", {"argv": ["sh", "-c", "echo hello; echo oops >&2; exit 3"]})
+    result = response.json()
+    assert (response.status_code, result["exit_code"], result["stdout"], result["stderr"]) == (200, 3, "hello\n", "oops\n")
+    assert (result["timed_out"], result["oom"], result["truncated"]) == (False, False, False)
+    assert Run.objects.get(pk=result["run_id"]).exit_code == 3
 
 
-def test_a_command_gets_its_env_cwd_and_stdin(ada: ApiClient, at: str) -> None:
+def test_exec_passes_env_cwd_and_stdin(ada: ApiClient, at: str) -> None:
     assert ada.post(f"{at}/exec", {"argv": ["cat"], "stdin": "héllo\u0000"}).json()["stdout"] == "héllo\0"
     assert ada.post(f"{at}/exec", {"argv": ["pwd"], "cwd": "/data"}).json()["stdout"] == "/data\n"
     assert ada.post(f"{at}/exec", {"argv": ["printenv", "WORD"], "env": {"WORD": "x y"}}).json()["stdout"] == "x y\n"
 
 
-def test_a_timeout_and_too_little_memory_are_results(ada: ApiClient, at: str) -> None:
+def test_timeout_and_oom_are_results(ada: ApiClient, at: str) -> None:
     late = ada.post(f"{at}/exec", {"argv": ["sleep", "600"], "timeout_seconds": 5})
     assert (late.status_code, late.json()["timed_out"], late.json()["duration_seconds"]) == (200, True, 5.0)
     assert ada.post(f"{at}/exec", {"argv": ["oom"]}).json()["oom"] is True
 
 
-def test_bytes_survive_in_base64_and_are_replaced_in_text(ada: ApiClient, at: str) -> None:
+def test_base64_is_exact_and_utf8_replaces_invalid_bytes(ada: ApiClient, at: str) -> None:
     raw = bytes(range(256))
     sent = {"argv": ["cat"], "stdin": base64.b64encode(raw).decode()}
     assert base64.b64decode(ada.post(f"{at}/exec?encoding=base64", sent).json()["stdout"]) == raw
@@ -53,8 +53,8 @@ def test_a_real_command_runs(ada: ApiClient, ask, pool: Pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(provider="process")
     lease = ada.post("environments/real/join", ask()).json()
     sent = {"argv": ["sh", "-c", 'cat; echo "$WORD" >&2; exit 7'], "env": {"WORD": "there"}, "stdin": "here"}
-    said = ada.post(f"leases/{lease['id']}/exec", sent).json()
-    assert (said["exit_code"], said["stdout"], said["stderr"]) == (7, "here", "there\n")
+    result = ada.post(f"leases/{lease['id']}/exec", sent).json()
+    assert (result["exit_code"], result["stdout"], result["stderr"]) == (7, "here", "there\n")
     assert lease["sandbox"]["isolated"] is False
 
 
@@ -63,34 +63,34 @@ def test_an_exec_renews_the_lease(ada: ApiClient, at: str, lease) -> None:
     assert ada.get(at).json()["expires_at"] > lease["expires_at"]
 
 
-def test_a_lease_that_ends_during_a_command_answers_gone(ada: ApiClient, at: str, lease, memory: MemoryProvider) -> None:
+def test_a_lease_that_ends_during_exec_is_gone(ada: ApiClient, at: str, lease, memory: MemoryProvider) -> None:
     memory.before("exec", lambda ref: leasing.release(uuid.UUID(lease["id"]), now=timezone.now()))
-    answer = ada.post(f"{at}/exec", {"argv": ["true"]})
-    assert (answer.status_code, answer.json()["end_reason"]) == (410, "released")
+    response = ada.post(f"{at}/exec", {"argv": ["true"]})
+    assert (response.status_code, response.json()["end_reason"]) == (410, "released")
 
 
-def test_a_lease_that_ends_while_its_sandbox_starts_answers_gone(ada: ApiClient, at: str, lease, memory) -> None:
+def test_a_lease_that_ends_while_its_sandbox_starts_is_gone(ada: ApiClient, at: str, lease, memory) -> None:
     memory.before("create", lambda ref: leasing.release(uuid.UUID(lease["id"]), now=timezone.now()))
-    answer = ada.post(f"{at}/exec", {"argv": ["true"]})
-    assert (answer.status_code, answer.json()["end_reason"]) == (410, "released")
+    response = ada.post(f"{at}/exec", {"argv": ["true"]})
+    assert (response.status_code, response.json()["end_reason"]) == (410, "released")
 
 
 def test_a_provider_that_does_not_answer_is_unavailable(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
     memory.fail("exec", Unavailable("engine down"))
-    answer = ada.post(f"{at}/exec", {"argv": ["true"]})
-    assert (answer.status_code, answer.json()["code"]) == (503, "provider_unavailable")
-    assert ada.get(f"{at}/runs/{answer.json()['run_id']}").json()["outcome"] == "error"
-    assert int(answer["Retry-After"]) > 0
+    response = ada.post(f"{at}/exec", {"argv": ["true"]})
+    assert (response.status_code, response.json()["code"]) == (503, "provider_unavailable")
+    assert ada.get(f"{at}/runs/{response.json()['run_id']}").json()["outcome"] == "error"
+    assert int(response["Retry-After"]) > 0
 
 
 def test_a_sandbox_that_vanished_ends_the_lease_as_lost(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
     ada.post(f"{at}/exec", {"argv": ["true"]})
     memory.vanish(Sandbox.objects.get().ref)
-    answer = ada.post(f"{at}/exec", {"argv": ["true"]})
-    assert (answer.status_code, answer.json()["end_reason"]) == (410, "lost")
+    response = ada.post(f"{at}/exec", {"argv": ["true"]})
+    assert (response.status_code, response.json()["end_reason"]) == (410, "lost")
 
 
-def test_runs_are_listed_without_output_and_shown_with_it(ada: ApiClient, at: str) -> None:
+def test_runs_are_listed_without_output_and_returned_with_it(ada: ApiClient, at: str) -> None:
     run_id = ada.post(f"{at}/exec", {"argv": ["echo", "hi"], "env": {"TOKEN": "s3cret"}}).json()["run_id"]
     (listed,) = ada.get(f"{at}/runs").json()["results"]
     assert (listed["run_id"], listed["argv"], listed["env_names"]) == (run_id, ["echo", "hi"], ["TOKEN"])
@@ -109,15 +109,15 @@ def echoing(db: None) -> None:
 
 
 @pytest.mark.usefixtures("echoing")
-def test_a_turn_answers_its_action(ada: ApiClient, at: str) -> None:
-    answer = ada.post(f"{at}/turns", {"turn_number": 1, "state": {"action": "roll"}})
-    said = answer.json()
-    assert (answer.status_code, said["turn_number"], said["action"]) == (200, 1, {"action": "roll"})
-    assert (said["skipped"], Run.objects.get(pk=said["run_id"]).kind) == (False, "turn")
+def test_a_turn_returns_its_action(ada: ApiClient, at: str) -> None:
+    response = ada.post(f"{at}/turns", {"turn_number": 1, "state": {"action": "roll"}})
+    result = response.json()
+    assert (response.status_code, result["turn_number"], result["action"]) == (200, 1, {"action": "roll"})
+    assert (result["skipped"], Run.objects.get(pk=result["run_id"]).kind) == (False, "turn")
 
 
 @pytest.mark.usefixtures("echoing")
-def test_a_repeated_turn_answers_as_before_and_is_listed_once(ada: ApiClient, at: str) -> None:
+def test_a_repeated_turn_returns_the_stored_result_and_is_listed_once(ada: ApiClient, at: str) -> None:
     first = ada.post(f"{at}/turns", {"turn_number": 1, "state": {"action": "roll"}})
     again = ada.post(f"{at}/turns", {"turn_number": 1, "state": {"action": "other"}})
     assert again.json() == first.json()
@@ -127,19 +127,19 @@ def test_a_repeated_turn_answers_as_before_and_is_listed_once(ada: ApiClient, at
 
 def test_a_turn_that_fails_is_skipped(ada: ApiClient, at: str) -> None:
     EnvironmentType.objects.update(turn_argv=["false"])
-    said = ada.post(f"{at}/turns", {"turn_number": 0, "state": {}}).json()
-    assert (said["skipped"], said["action"]["action"]) == (True, "skip_turn")
+    result = ada.post(f"{at}/turns", {"turn_number": 0, "state": {}}).json()
+    assert (result["skipped"], result["action"]["action"]) == (True, "skip_turn")
 
 
 @pytest.mark.usefixtures("echoing")
-def test_a_state_of_nearly_a_mebibyte_is_taken(ada: ApiClient, at: str) -> None:
+def test_a_state_of_nearly_a_mebibyte_is_accepted(ada: ApiClient, at: str) -> None:
     assert ada.post(f"{at}/turns", {"turn_number": 1, "state": {"board": "x" * ((1 << 20) - 100)}}).status_code == 200
 
 
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_written_read_and_removed(ada: ApiClient, at: str) -> None:
+def test_a_file_is_written_read_and_deleted(ada: ApiClient, at: str) -> None:
     raw = bytes(range(256))
     assert ada.put(f"{at}/files/notes/a%20b.bin", raw).status_code == 204
     got = ada.get(f"{at}/files/notes/a%20b.bin")
@@ -149,13 +149,13 @@ def test_a_file_is_written_read_and_removed(ada: ApiClient, at: str) -> None:
     assert ada.get(f"{at}/files/notes/a%20b.bin").status_code == 404
 
 
-def test_root_data_is_the_agents_own_place(ada: ApiClient, at: str) -> None:
+def test_root_data_is_the_agents_data_directory(ada: ApiClient, at: str) -> None:
     ada.put(f"{at}/files/memory.json?root=data", b"{}")
     assert ada.post(f"{at}/exec", {"argv": ["cat", "/data/memory.json"]}).json()["stdout"] == "{}"
     assert ada.get(f"{at}/files/memory.json").status_code == 404
 
 
-def test_an_act_on_a_file_is_a_run(ada: ApiClient, at: str) -> None:
+def test_a_file_operation_is_a_run(ada: ApiClient, at: str) -> None:
     ada.put(f"{at}/files/a", b"x")
     run = Run.objects.get()
     assert (run.kind, run.argv, run.outcome) == ("file", ["write", "/workspace/a"], "ok")
@@ -164,5 +164,5 @@ def test_an_act_on_a_file_is_a_run(ada: ApiClient, at: str) -> None:
 
 def test_a_link_out_of_the_workspace_is_not_followed(ada: ApiClient, at: str) -> None:
     ada.post(f"{at}/exec", {"argv": ["ln", "-s", "/etc/passwd", "/workspace/link"]})
-    answer = ada.get(f"{at}/files/link")
-    assert (answer.status_code, answer.json()["code"], answer.json()["field"]) == (400, "bad_path", "path")
+    response = ada.get(f"{at}/files/link")
+    assert (response.status_code, response.json()["code"], response.json()["field"]) == (400, "bad_path", "path")

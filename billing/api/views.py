@@ -1,0 +1,88 @@
+"""Shared parts of the billing views. The settings wire authentication and errors: this app knows neither keys nor leases."""
+
+from collections.abc import Mapping, Sequence
+from datetime import date, datetime
+from http import HTTPStatus
+from typing import Any, Protocol, cast
+
+from drf_spectacular.utils import OpenApiResponse
+from rest_framework import serializers
+from rest_framework.exceptions import ValidationError
+from rest_framework.renderers import BaseRenderer
+from rest_framework.request import Request
+from rest_framework.serializers import Serializer
+
+from billing.models import Watermark
+
+CSV_MEDIA_TYPE = "text/csv"
+PROBLEM_SCHEMA = {"$ref": "#/components/schemas/Problem"}
+ERROR_STATUSES = (400, 401, 403, 405, 500, 503)
+
+
+def build_responses(body: Any) -> dict[Any, Any]:
+    """Return the responses of one operation: `body` for 200, a problem document for each error."""
+    problems = {
+        (status, "application/problem+json"): OpenApiResponse(PROBLEM_SCHEMA, description=HTTPStatus(status).phrase)
+        for status in ERROR_STATUSES
+    }
+    return {200: body} | problems
+
+
+class ApiKey(Protocol):
+    operator: bool
+    dids: Sequence[str]
+
+
+class Caller(Protocol):
+    """Authenticated API key, as far as billing needs it. `require` raises PermissionDenied for agents of other keys."""
+
+    key: ApiKey
+
+    def require(self, did: str) -> None: ...
+
+
+class CsvRenderer(BaseRenderer):
+    """Pass on CSV that the view has built."""
+
+    media_type, format, charset = CSV_MEDIA_TYPE, "csv", "utf-8"
+
+    def render(self, data: Any, accepted_media_type: str | None = None, renderer_context: Any = None) -> Any:
+        return data
+
+
+MAX_RESULTS = 10_000
+
+
+class CostFilterSerializer(serializers.Serializer):
+    """Filters on cost records that the caller may see."""
+
+    agent = serializers.CharField(required=False, max_length=255, help_text="DID: only costs of this agent.")
+    account = serializers.CharField(required=False, max_length=63, help_text="Only costs of this account.")
+    environment = serializers.CharField(required=False, max_length=200, help_text="Only costs in this environment.")
+    provider = serializers.CharField(required=False, max_length=32, help_text="Only costs at this provider.")
+
+
+def validate_query(serializer_class: type[Serializer], request: Request) -> dict[str, Any]:
+    """Return the validated query parameters. Raises ValidationError for invalid and for repeated parameters."""
+    if repeated := {name: "Given more than once." for name, values in request.query_params.lists() if len(values) > 1}:
+        raise ValidationError(repeated)
+    query = serializer_class(data=request.query_params.dict())
+    query.is_valid(raise_exception=True)
+    parameters: dict[str, Any] = query.validated_data
+    return parameters
+
+
+def authorize_agents(request: Request, query: Mapping[str, Any]) -> Sequence[str] | None:
+    """Return the agents whose costs the caller may see, None for all. Raises PermissionDenied for another key's agent."""
+    caller = cast(Caller, request.user)
+    if "agent" in query:
+        caller.require(query["agent"])
+    return None if caller.key.operator else caller.key.dids
+
+
+def get_metered_at() -> datetime | None:
+    return Watermark.objects.filter(name="time").values_list("at", flat=True).first()
+
+
+def format_day(day: date | None) -> str | None:
+    return day.isoformat() if day else None

@@ -1,0 +1,85 @@
+"""Agents."""
+
+from typing import Any
+from uuid import UUID
+
+from django.http import HttpResponse
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+from rest_framework.exceptions import NotFound
+from rest_framework.response import Response
+
+from leases.api import schema
+from leases.api.fields import StrictCharField, build_did_field
+from leases.api.idempotency import StatusAndBody
+from leases.api.pagination import paginate
+from leases.api.permissions import HasKey, OperatorWrites
+from leases.api.views import ApiRequest, ApiView
+from leases.models import (
+    Agent,
+)
+from sandboxes.db.clock import format_timestamp
+
+
+class NewAgentSerializer(serializers.Serializer):
+    did = build_did_field()
+    name = StrictCharField(max_length=100, allow_blank=True, default="")
+
+
+class AgentSerializer(serializers.Serializer):
+    did = serializers.CharField()
+    name = serializers.CharField()
+    created_at = serializers.DateTimeField()
+
+
+NEW_AGENT_SERIALIZER = NewAgentSerializer()
+
+
+class AgentListView(ApiView):
+    permission_classes = [HasKey, OperatorWrites]
+
+    @extend_schema(
+        operation_id="agents_list",
+        summary="List agents",
+        parameters=schema.PAGE_PARAMETERS,
+        responses=schema.build_responses(schema.build_page_serializer(AgentSerializer)),
+    )
+    def get(self, request: ApiRequest) -> HttpResponse:
+        """Return the agents this key speaks for, newest first. An operator's key sees all agents."""
+        agents = Agent.objects.all() if self.caller.key.operator else Agent.objects.filter(did__in=self.caller.key.dids)
+        page, next_url = paginate(agents, "created_at", request)
+        return Response({"results": [serialize_agent(agent) for agent in page], "next": next_url})
+
+    @extend_schema(
+        operation_id="agents_create",
+        summary="Create an agent",
+        parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
+        request=NewAgentSerializer,
+        responses=schema.build_responses(AgentSerializer, 409, 413, 415, ok=(200, 201)),
+    )
+    def post(self, request: ApiRequest) -> HttpResponse:
+        """Create an agent (201), or return the existing one unchanged (200). Operator keys only.
+
+        Agents are also created with the keys and leases that name them."""
+        data = self.validate_body(NEW_AGENT_SERIALIZER)
+
+        def act(run_id: UUID) -> StatusAndBody:
+            new = {"name": data["name"], "created_at": self.now}
+            agent, made = Agent.objects.get_or_create(did=data["did"], defaults=new)
+            return 201 if made else 200, serialize_agent(agent)
+
+        return self.execute_once(act)
+
+
+class AgentView(ApiView):
+    @extend_schema(operation_id="agents_get", summary="Get an agent", responses=schema.build_responses(AgentSerializer, 404))
+    def get(self, request: ApiRequest, did: str) -> HttpResponse:
+        """Return one agent."""
+        agent = Agent.objects.filter(did=did).first() if self.caller.speaks_for(did) and "\0" not in did else None
+        if agent is None:
+            raise NotFound("There is no such agent.")
+        return Response(serialize_agent(agent))
+
+
+def serialize_agent(agent: Agent) -> dict[str, Any]:
+    return {"did": agent.did, "name": agent.name, "created_at": format_timestamp(agent.created_at)}

@@ -1,0 +1,83 @@
+"""Environments: joining and conditions."""
+
+from uuid import UUID
+
+from django.conf import settings
+from django.http import HttpResponse
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+
+from leases import conditions, turns
+from leases.api import schema
+from leases.api.fields import PatternField, validate_url_value
+from leases.api.idempotency import StatusAndBody
+from leases.api.leases import ACQUIRE_SERIALIZER, JoinSerializer, LeaseSerializer, build_lease_request, render_lease
+from leases.api.views import ApiRequest, ApiView
+from leases.models import (
+    CONDITION_DESCRIPTION,
+    CONDITION_PATTERN,
+)
+from leases.tasks import enqueue_reclaim
+from sandboxes.runs import KILL_GRACE
+
+
+class ConditionSerializer(serializers.Serializer):
+    condition = PatternField(CONDITION_PATTERN, CONDITION_DESCRIPTION)
+
+
+class EndedLeasesSerializer(serializers.Serializer):
+    ended = serializers.ListField(child=serializers.UUIDField(), help_text="Ids of the leases that this call ended.")
+
+
+JOIN_SERIALIZER = JoinSerializer()
+CONDITION_SERIALIZER = ConditionSerializer()
+
+
+class EnvironmentJoinView(ApiView):
+    @extend_schema(
+        operation_id="environments_join",
+        summary="Join an environment",
+        parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
+        request=JoinSerializer,
+        responses=schema.build_responses(LeaseSerializer, 402, 409, 410, 413, 415, 429, ok=(200, 201)),
+    )
+    def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
+        """Acquire a lease as POST /leases does, and start its sandbox. /workspace/config.json is in place.
+
+        The response is sent when the sandbox is ready."""
+        data = self.validate_body(JOIN_SERIALIZER)
+        data["environment_id"] = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
+        self.caller.require(data["agent_did"])
+
+        def act(run_id: UUID) -> StatusAndBody:
+            lease, is_new = turns.join_environment(
+                build_lease_request(data, self.key_id), now=self.now, actor=self.actor, admit=self.consume_creation_token
+            )
+            return 201 if is_new else 200, render_lease(lease, now=self.now) | {"is_new": is_new}
+
+        return self.execute_once(act, patience=settings.SANDBOX_START_TIMEOUT + 2 * KILL_GRACE)
+
+
+class EnvironmentConditionView(ApiView):
+    @extend_schema(
+        operation_id="environments_post_condition",
+        summary="Post a condition",
+        parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
+        request=ConditionSerializer,
+        responses=schema.build_responses(EndedLeasesSerializer, 409, 413, 415),
+    )
+    def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
+        """End the leases in an environment that have this expiry condition.
+
+        An agent's key ends only leases of its own agents."""
+        data = self.validate_body(CONDITION_SERIALIZER)
+        environment_id = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
+        agents = None if self.caller.key.operator else self.caller.key.dids
+
+        def act(run_id: UUID) -> StatusAndBody:
+            ended = conditions.post_condition(environment_id, data["condition"], now=self.now, agents=agents, actor=self.actor)
+            if ended:
+                enqueue_reclaim()
+            return 200, {"ended": [str(lease.pk) for lease in ended]}
+
+        return self.execute_once(act)

@@ -1,0 +1,34 @@
+"""Permissions of API keys."""
+
+from typing import Any
+
+from rest_framework.permissions import SAFE_METHODS, BasePermission
+from rest_framework.request import Request
+
+from leases.api.authentication import Caller
+
+
+class HasKey(BasePermission):
+    """The request carries a valid API key."""
+
+    def has_permission(self, request: Request, view: Any) -> bool:
+        return isinstance(request.user, Caller)
+
+
+class ReachesLease(BasePermission):
+    """The key speaks for the agent of the lease in the URL. Puts the lease into `view.lease`.
+
+    Raises NotFound otherwise: a key cannot tell another agent's lease from one that does not exist."""
+
+    def has_permission(self, request: Any, view: Any) -> bool:
+        view.lease = request.user.get_lease(view.kwargs["pk"])
+        return True
+
+
+class OperatorWrites(BasePermission):
+    """Any key may read; only an operator's key may write."""
+
+    message = "Only an operator's key may do this."
+
+    def has_permission(self, request: Any, view: Any) -> bool:
+        return request.method in SAFE_METHODS or request.user.key.operator

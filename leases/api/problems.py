@@ -1,0 +1,46 @@
+"""OpenAPI schema of problem documents (RFC 9457)."""
+
+from drf_spectacular.utils import extend_schema_field
+from rest_framework import serializers
+
+from billing.models.budgets import Unit
+
+
+class FieldProblemSerializer(serializers.Serializer):
+    field = serializers.CharField()
+    detail = serializers.CharField()
+
+
+@extend_schema_field({"oneOf": [{"type": "integer"}, {"type": "string"}]})
+class LimitField(serializers.Field):
+    """Integer count, or decimal number in a string."""
+
+
+class ProblemSerializer(serializers.Serializer):
+    """Problem document (RFC 9457)."""
+
+    type = serializers.CharField()
+    title = serializers.CharField()
+    status = serializers.IntegerField()
+    detail = serializers.CharField(help_text="Explanation for people.")
+    code = serializers.CharField(help_text="Stable error code for programs.")
+    field = serializers.CharField(required=False, help_text="Name of the invalid field, query parameter or header.")
+    errors = FieldProblemSerializer(many=True, required=False, help_text="All invalid fields.")  # type: ignore[assignment]
+    end_reason = serializers.CharField(required=False, help_text="With 410 lease_ended.")
+    ended_at = serializers.DateTimeField(required=False, help_text="With 410 lease_ended.")
+    run_id = serializers.UUIDField(required=False, help_text="Run that holds what is known of the outcome.")
+    limit = LimitField(
+        required=False,
+        help_text="With 429 quota_exceeded: maximum number of sandboxes. With 402 budget_exhausted: amount, a decimal number.",
+    )
+    spent = serializers.CharField(
+        required=False, help_text="With 402 budget_exhausted: amount spent in this period, a decimal number."
+    )
+    unit = serializers.ChoiceField(Unit.values, required=False, help_text="With 402 budget_exhausted.")
+    resets_at = serializers.DateTimeField(
+        required=False,
+        allow_null=True,
+        help_text="With 402 budget_exhausted: start of the next period; null for a lifetime budget.",
+    )
+    workspace_bytes = serializers.IntegerField(required=False, help_text="With 409 workspace_full.")
+    limit_bytes = serializers.IntegerField(required=False, help_text="With 409 workspace_full.")

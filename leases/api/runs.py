@@ -1,0 +1,196 @@
+"""Runs of a lease: exec and its history."""
+
+from typing import Any
+from uuid import UUID
+
+from django.conf import settings
+from django.http import HttpResponse
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+from rest_framework.exceptions import NotFound
+from rest_framework.response import Response
+
+from leases import execution
+from leases.api import schema
+from leases.api.fields import (
+    AnyStringField,
+    ArgvField,
+    EnvField,
+    StrictCharField,
+    StrictIntegerField,
+    decode_input,
+    encode_output,
+    parse_encoding,
+    seconds_to_timedelta,
+)
+from leases.api.idempotency import StatusAndBody
+from leases.api.pagination import paginate
+from leases.api.turns import MAX_TURN_NUMBER
+from leases.api.views import ApiRequest, HotLeaseApiView, LeaseApiView
+from sandboxes.db.clock import format_timestamp
+from sandboxes.errors import ProviderCallFailed
+from sandboxes.models import RUN_KINDS, Run, RunOutcome
+from sandboxes.providers.base import WORKSPACE, ExecResult
+from sandboxes.runs import KILL_GRACE, Command
+
+MAX_EXEC_BODY_BYTES = 16 << 20  # mostly stdin
+
+
+class ProgramSerializer(serializers.Serializer):
+    argv = ArgvField(help_text="Program and arguments, executed without a shell.")
+    env = EnvField(default=dict, help_text="Environment variables. Their values are neither stored nor logged.")
+    cwd = StrictCharField(default=WORKSPACE, max_length=4000)
+
+    def validate_cwd(self, value: str) -> str:
+        if not value.startswith("/"):
+            raise serializers.ValidationError("An absolute path.")
+        return value
+
+
+class ExecSerializer(ProgramSerializer):
+    stdin = AnyStringField(default="")
+    timeout_seconds = StrictIntegerField(
+        min_value=1, required=False, allow_null=True, help_text="Default: LEASEHOLD_EXEC_TIMEOUT of the server."
+    )
+
+    def validate_timeout_seconds(self, value: int | None) -> int | None:
+        most = int(settings.EXEC_TIMEOUT_MOST.total_seconds())
+        if value and value > most:
+            raise serializers.ValidationError(f"At most {most}.")
+        return value
+
+
+class ExecResultSerializer(serializers.Serializer):
+    run_id = serializers.UUIDField()
+    exit_code = serializers.IntegerField(help_text="128 + n if the command was ended by signal n.")
+    stdout = serializers.CharField()
+    stderr = serializers.CharField()
+    timed_out = serializers.BooleanField()
+    oom = serializers.BooleanField()
+    truncated = serializers.BooleanField(help_text="The output exceeded the limit; the rest was dropped.")
+    duration_seconds = serializers.FloatField()
+
+
+class RunSerializer(serializers.Serializer):
+    run_id = serializers.UUIDField()
+    kind = serializers.ChoiceField(RUN_KINDS)
+    argv = serializers.ListField(child=serializers.CharField())
+    cwd = serializers.CharField()
+    env_names = serializers.ListField(child=serializers.CharField())
+    turn_number = serializers.IntegerField(allow_null=True, max_value=MAX_TURN_NUMBER)
+    started_at = serializers.DateTimeField()
+    ended_at = serializers.DateTimeField(allow_null=True)
+    outcome = serializers.ChoiceField(RunOutcome.choices)
+    exit_code = serializers.IntegerField(allow_null=True)
+    timed_out = serializers.BooleanField()
+    oom = serializers.BooleanField()
+    truncated = serializers.BooleanField()
+    duration_seconds = serializers.FloatField(allow_null=True)
+    note = serializers.CharField(help_text="Reason the run ended, if the exit code does not show it.")
+
+
+class RunOutputSerializer(RunSerializer):
+    stdout = serializers.CharField(help_text="First bytes of the output, as many as are stored with a run.")
+    stderr = serializers.CharField()
+
+
+EXEC_SERIALIZER = ExecSerializer()
+
+
+class ExecView(HotLeaseApiView):
+    max_body_bytes = MAX_EXEC_BODY_BYTES
+
+    @extend_schema(
+        operation_id="leases_exec",
+        summary="Execute a command",
+        parameters=[schema.IDEMPOTENCY_KEY_PARAMETER, schema.ENCODING_PARAMETER],
+        request=ExecSerializer,
+        responses=schema.build_responses(ExecResultSerializer, 402, 404, 409, 410, 413, 415, 429),
+    )
+    def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
+        """Run a command in the lease's sandbox and return its output. A sleeping sandbox is woken.
+
+        A command that exits with an error or times out is a result (200), not an error."""
+        encoding = parse_encoding(request)
+        data = self.validate_body(EXEC_SERIALIZER)
+        timeout = seconds_to_timedelta(data, "timeout_seconds") or settings.EXEC_TIMEOUT
+        stdin = decode_input(data["stdin"], encoding, "stdin")
+
+        def act(run_id: UUID) -> StatusAndBody:
+            command = Command(data["argv"], timeout, data["env"], data["cwd"], stdin, run_id=run_id)
+            try:
+                run, result = execution.exec_command(pk, command, now=self.now, actor=self.actor)
+            except ProviderCallFailed as failed:
+                failed.extra["run_id"] = str(run_id)  # the run that holds what is known of the outcome
+                raise
+            return 200, serialize_exec_result(run, result, encoding)
+
+        patience = settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE
+        return self.execute_once(act, patience=patience, repeatable=False)
+
+
+class RunListView(LeaseApiView):
+    @extend_schema(
+        operation_id="leases_runs_list",
+        summary="List runs",
+        parameters=schema.PAGE_PARAMETERS,
+        responses=schema.build_responses(schema.build_page_serializer(RunSerializer), 404),
+    )
+    def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
+        """Return the commands, turns and file operations of a lease, newest first."""
+        runs = Run.objects.filter(holder=pk).defer("stdout", "stderr")
+        page, next_url = paginate(runs, "started_at", request)
+        return Response({"results": [serialize_run(run) for run in page], "next": next_url})
+
+
+class RunView(LeaseApiView):
+    @extend_schema(
+        operation_id="leases_runs_get",
+        summary="Get a run",
+        parameters=[schema.ENCODING_PARAMETER],
+        responses=schema.build_responses(RunOutputSerializer, 404),
+    )
+    def get(self, request: ApiRequest, pk: UUID, run_id: UUID) -> HttpResponse:
+        """Return one run with the first bytes of its output."""
+        run = Run.objects.filter(pk=run_id, holder=pk).first()
+        if run is None:
+            raise NotFound("There is no such run of this lease.")
+        return Response(serialize_run_output(run, parse_encoding(request)))
+
+
+def serialize_exec_result(run: Run, result: ExecResult, encoding: str) -> dict[str, Any]:
+    return {
+        "run_id": str(run.pk),
+        "exit_code": result.exit_code,
+        "stdout": encode_output(result.stdout, encoding),
+        "stderr": encode_output(result.stderr, encoding),
+        "timed_out": result.timed_out,
+        "oom": result.oom,
+        "truncated": result.truncated,
+        "duration_seconds": result.duration.total_seconds(),
+    }
+
+
+def serialize_run(run: Run) -> dict[str, Any]:
+    return {
+        "run_id": str(run.pk),
+        "kind": run.kind,
+        "argv": run.argv,
+        "cwd": run.cwd,
+        "env_names": run.env_names,
+        "turn_number": run.turn_number,
+        "started_at": format_timestamp(run.started_at),
+        "ended_at": format_timestamp(run.ended_at) if run.ended_at else None,
+        "outcome": run.outcome,
+        "exit_code": run.exit_code,
+        "timed_out": run.timed_out,
+        "oom": run.oom,
+        "truncated": run.truncated,
+        "duration_seconds": run.duration.total_seconds() if run.duration is not None else None,
+        "note": run.note,
+    }
+
+
+def serialize_run_output(run: Run, encoding: str) -> dict[str, Any]:
+    output = {"stdout": encode_output(bytes(run.stdout), encoding), "stderr": encode_output(bytes(run.stderr), encoding)}
+    return serialize_run(run) | output

@@ -3,15 +3,13 @@
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
-from importlib import import_module
 from typing import Any
 
 import pytest
-from django.apps import apps
 from django.core.exceptions import ValidationError
 
 from billing import budgets, costs, metering
-from billing.models import Account, Budget, Membership, Tab
+from billing.models import Account, Budget, Membership
 from leases import budget_enforcement, leasing
 from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.models import Event
@@ -306,14 +304,3 @@ def test_inactive_budget_has_no_effect(used_lease: AnyCallable, grant: AnyCallab
     run_command(grant(environment="e2"))
     assert run_billing_sweeps(NOW + HOUR) == {}
     assert get_lease_end(lease)[0] == "expired"
-
-
-def test_migration_opens_tabs_of_existing_leases(grant: AnyCallable) -> None:
-    lease, gone = grant(), grant(environment="e2")
-    leasing.release(gone.pk, now=NOW + MINUTE)
-    before = sorted(Tab.objects.values_list())
-    Tab.objects.all().delete()
-    for _ in range(2):
-        import_module("leases.migrations.0013_tabs").open_tabs(apps, None)
-        assert sorted(Tab.objects.values_list()) == before
-    assert Tab.objects.get(closed_at=None).holder == lease.pk

@@ -121,7 +121,7 @@ class ProcessListView(ProcessApiView):
             try:
                 process = execution.call_with_lease(
                     pk,
-                    lambda request, at: processes.start_process(request, spec, now=at, actor=self.actor),
+                    lambda sandbox_request, at: processes.start_process(sandbox_request, spec, now=at, actor=self.actor),
                     now=self.now,
                     actor=self.actor,
                     spends=True,

@@ -155,7 +155,7 @@ def wait_for_log(process: Process, text: str, *, start: int = 0, within: timedel
     """Wait until a process has printed `text` at or after offset `start`. Returns whether the text was printed.
 
     Returns False when `within` has passed, or when the process has ended without printing the text. `text` is plain text,
-    because the run time of a regular expression is unbounded. Output that a long log dropped before the read is not searched."""
+    because the run time of a regular expression is unbounded. Output that a long log dropped before the read is skipped."""
     needle, tail, clock = text.encode(), b"", clock_from(now)
     pauses, pause = iter(POLL_DELAYS_SECONDS), 0.0
     while True:

@@ -112,5 +112,5 @@ def record_final_reading(sandbox: Sandbox, provider: Provider, *, now: datetime)
 
 
 def find_readable() -> QuerySet[Sandbox]:
-    """Return the sandboxes with readable usage, most recently used first. The next pass includes the use of a skipped sandbox."""
+    """Return the sandboxes with readable usage, most recently used first. The next pass includes the use of a skipped one."""
     return Sandbox.objects.filter(measured=True, state__in=ALIVE_STATES, lost_at__isnull=True).order_by("-last_used_at", "pk")

@@ -94,8 +94,8 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
         if not _persist_state(sandbox, provider, own_claim, clock):
             return False
         checkpoint("persisted", sandbox)
-    except Missing as gone:
-        mark_lost(sandbox, str(gone), now=clock())
+    except Missing as missing:
+        mark_lost(sandbox, str(missing), now=clock())
         return False
     except (ProviderError, StoreError) as failed:
         tries = sandbox.tries + 1

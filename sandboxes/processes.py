@@ -118,8 +118,8 @@ def kill_process(process: Process, *, now: datetime) -> Process:
             provider = providers.get_provider(process.sandbox.provider)
             provider.kill(process.sandbox.ref, str(process.pk))
             state = provider.processes(process.sandbox.ref, [str(process.pk)]).get(str(process.pk))
-        except Missing as gone:  # reconcile handles the missing sandbox
-            _close_process(process, ProcessStatus.GONE, now=now, note=f"The provider has no such sandbox: {gone}"[:500])
+        except Missing as missing:  # reconcile handles the missing sandbox
+            _close_process(process, ProcessStatus.GONE, now=now, note=f"The provider has no such sandbox: {missing}"[:500])
         except ProviderError as failed:
             raise ProviderCallFailed(f"The process could not be killed: {failed}") from failed
         else:
@@ -145,8 +145,8 @@ def read_log(process: Process, *, start: int, length: int) -> ProcessOutput:
         return providers.get_provider(process.sandbox.provider).log(
             process.sandbox.ref, str(process.pk), start=start, length=length
         )
-    except Missing as gone:
-        raise ProcessOutputGone() from gone
+    except Missing as missing:
+        raise ProcessOutputGone() from missing
     except ProviderError as failed:
         raise ProviderCallFailed(f"The output could not be read: {failed}") from failed
 
@@ -224,7 +224,10 @@ def _close_if_ended(process: Process, state: ProcessState | None, provider: Prov
         if Run.objects.filter(pk=process.pk, outcome=RunOutcome.OK).exists():
             return _close_process(process, ProcessStatus.GONE, now=now, note="The sandbox was restarted.")
         return _close_process(
-            process, ProcessStatus.FAILED, now=now, note="The process that started it died, or the provider did not answer."
+            process,
+            ProcessStatus.FAILED,
+            now=now,
+            note="The control-plane process that started this process died, or the provider did not respond.",
         )
     return False
 

@@ -94,8 +94,8 @@ def _handle_missing(alive: list[Sandbox], listed: list[ProviderSandbox], result:
             continue
         try:
             providers.get_provider(sandbox.provider).inspect(sandbox.ref)
-        except Missing as gone:
-            result.note(_mark_missing(sandbox, str(gone), now=now))
+        except Missing as missing:
+            result.note(_mark_missing(sandbox, str(missing), now=now))
 
 
 def _mark_missing(sandbox: Sandbox, cause: str, *, now: datetime) -> str:

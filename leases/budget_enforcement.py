@@ -92,7 +92,7 @@ def _kill_runs(sandbox: Sandbox, *, now: datetime) -> None:
     for run in Run.objects.filter(sandbox=sandbox, ended_at__isnull=True).select_related("sandbox"):
         try:
             runs.interrupt_run(
-                run, why="Killed: a budget of the lease is exhausted and its grace period is over.", now=now, actor="sweep"
+                run, note="Killed: a budget of the lease is exhausted and its grace period is over.", now=now, actor="sweep"
             )
         except ProviderError as failed:  # the sandbox stays running and the next pass retries
             log.warning("run not killed", run=str(run.pk), error=str(failed))

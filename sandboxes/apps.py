@@ -2,6 +2,6 @@ from django.apps import AppConfig
 
 
 class SandboxesConfig(AppConfig):
-    """Sandboxes, pools, runs and stored state. Does not know leases or prices."""
+    """Sandboxes, pools, runs and stored state. Imports neither leases nor billing."""
 
     name = "sandboxes"

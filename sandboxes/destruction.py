@@ -34,8 +34,8 @@ from sandboxes.usage import readings
 from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
-DESTROY_CLAIM_TIMEOUT = timedelta(minutes=2)  # the next sweep tries a slower destroy a second time
-# Counted in the sandbox's row while it lives, and added to its pool's row when its place is released.
+DESTROY_CLAIM_TIMEOUT = timedelta(minutes=2)  # a slower destroy is tried a second time by the next sweep
+# Counted in the row of a sandbox, and added to the row of its pool when the place is released.
 SANDBOX_COUNTER_FIELDS = ("warm_hits", "woken_local", "woken_cloud", "woken_fresh", "slept")
 
 
@@ -51,8 +51,8 @@ def schedule_destroy(
 ) -> bool:
     """Move a sandbox to `destroying`, and close its open Runs as lost. `destroy` or a sweep calls the provider later.
 
-    Returns False if the sandbox was in `destroying` or `destroyed` before, if the guard does not hold, or if its state does
-    not allow `code`, which means that the sandbox has moved on. `note` is written to the closed Runs."""
+    Returns False if the sandbox was in `destroying` or `destroyed` before, if the guard does not hold, or if EDGES
+    does not allow `code` from its state (another process has moved the sandbox). `note` is written to the closed Runs."""
     while (state := Sandbox.objects.values_list("state", flat=True).get(pk=pk)) not in GONE_STATES:
         if code not in EDGES[SandboxState(state), DESTROYING]:
             return False
@@ -75,7 +75,7 @@ def schedule_destroy(
 def schedule_destroy_by_holder(holder: uuid.UUID, *, now: datetime, reason: str, actor: str = "") -> bool:
     """Move the holder's sandbox to `destroying`. Returns whether it had one.
 
-    Call it in the transaction that ends the lease, so that both happen or neither."""
+    Call this function in the transaction that ends the lease, so that both happen or neither."""
     pks = Sandbox.objects.filter(holder=holder).exclude(state__in=GONE_STATES).values_list("pk", flat=True)
     code = TransitionReason.LEASE_ENDED
     # At most one, by the constraint sandbox_one_live_per_holder.
@@ -92,8 +92,8 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
 
     If step 2 or 3 fails or its outcome is unknown, the sandbox keeps its place and the next try waits longer each time. After
     LEASEHOLD_DESTROY_TRIES tries the row goes to quarantine for an operator. Idempotent."""
-    due, clock = Q(deadline_at__lte=now, quarantined_at__isnull=True), clock_from(now)
-    claimed = Sandbox.objects.filter(due, pk=pk, state=DESTROYING).update(
+    is_due, clock = Q(deadline_at__lte=now, quarantined_at__isnull=True), clock_from(now)
+    claimed = Sandbox.objects.filter(is_due, pk=pk, state=DESTROYING).update(
         deadline_at=now + DESTROY_CLAIM_TIMEOUT, claimed_by=settings.INSTANCE
     )
     if not claimed:
@@ -107,7 +107,7 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
         readings.record_final_reading(sandbox, provider, now=clock())
         provider.destroy(sandbox.ref)
     except Missing:
-        pass  # destroyed before
+        pass  # already gone
     except (ProviderError, StoreError) as failed:
         _postpone_destroy(sandbox, failed, now=now)
         return False
@@ -125,9 +125,9 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
 
 
 def retry_destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
-    """Take a sandbox out of quarantine: the next sweep tries to destroy it, and the count of tries is 0.
+    """Take a sandbox out of quarantine and reset its tries. The next sweep tries to destroy the sandbox.
 
-    Returns False if it is not in quarantine."""
+    Returns False if the sandbox is not in quarantine."""
     resumed = Sandbox.objects.filter(pk=pk, state=DESTROYING, quarantined_at__isnull=False).update(
         quarantined_at=None, tries=0, deadline_at=now
     )
@@ -170,18 +170,18 @@ def _enqueue_quarantine_event(sandbox: Sandbox, tries: int, now: datetime) -> No
 def release_place(sandbox: Sandbox, *, protect_guaranteed: bool = False, tier: str = "") -> bool:
     """Subtract a sandbox from its agent's quota and its pool, and add its counters to the pool's.
 
-    Call it in the transaction that moves the row to `destroyed`. Returns False, having changed nothing, if
-    `protect_guaranteed` and the place is guaranteed to its agent."""
+    Call this function in the transaction that moves the row to `destroyed`. With `protect_guaranteed`, returns False and
+    changes nothing if the place is guaranteed to its agent."""
     if sandbox.agent_did:
         quota = Quota.objects.filter(pool=sandbox.pool_id, agent_did=sandbox.agent_did, used__gt=0)
         if protect_guaranteed:
             quota = quota.filter(used__gt=F("guaranteed"))
         if not quota.update(used=F("used") - 1) and protect_guaranteed:
             return False
-    final = Sandbox.objects.values(*SANDBOX_COUNTER_FIELDS).get(pk=sandbox.pk)
-    counted = {name: F(name) + final[name] for name in SANDBOX_COUNTER_FIELDS if final[name]}
+    totals = Sandbox.objects.values(*SANDBOX_COUNTER_FIELDS).get(pk=sandbox.pk)
+    counters = {name: F(name) + totals[name] for name in SANDBOX_COUNTER_FIELDS if totals[name]}
     if tier:
-        counted[f"evicted_{tier}"] = F(f"evicted_{tier}") + 1
+        counters[f"evicted_{tier}"] = F(f"evicted_{tier}") + 1
     # `used` does not fall below 0 if it has drifted; the recount sweep corrects it.
-    Pool.objects.filter(pk=sandbox.pool_id).update(used=Greatest(F("used"), 1) - 1, **counted)
+    Pool.objects.filter(pk=sandbox.pool_id).update(used=Greatest(F("used"), 1) - 1, **counters)
     return True

@@ -1,6 +1,6 @@
 """Errors of the sandboxes app. The first line of a class's docstring is its message, unless the raiser gives another.
 
-`code` identifies the error in responses. `retry_after` is in seconds; None: retrying does not help by itself."""
+`code` identifies the error in responses. `retry_after` is in seconds; None: a retry of the same request fails again."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ class SandboxError(Exception):
 
 
 class IllegalTransition(SandboxError):
-    """The sandbox cannot change to that state from its present state."""
+    """The sandbox cannot change to that state from its current state."""
 
     code = "illegal_transition"
 
@@ -37,7 +37,7 @@ class SandboxNotHeld(SandboxError):
 
 
 class CapacityExhausted(SandboxError):
-    """Every place in the pool is taken and none can be freed now."""
+    """All places in the pool are taken and none can be freed now."""
 
     code = "capacity_exhausted"
     retry_after = 10
@@ -57,7 +57,7 @@ class SandboxLost(SandboxError):
 
 
 class ProviderCallFailed(SandboxError):
-    """The provider did not answer, so the outcome is unknown. The Run says what is known."""
+    """The provider did not respond, so the outcome is unknown. The note of the run has the details."""
 
     code = "provider_unavailable"
     retry_after = 5
@@ -90,7 +90,7 @@ class DataFull(SandboxError):
 
 
 class StoreUnavailable(SandboxError):
-    """The store did not answer, so the state could not be read and nothing was run."""
+    """The store did not respond, so the state could not be read and nothing was run."""
 
     code = "store_unavailable"
     retry_after = 5

@@ -1,7 +1,7 @@
 """Eviction of sandboxes: from alive to cold, and release of places for other holders.
 
-State is stored before the process is destroyed. As in sandboxes.pool, a guarded UPDATE claims, the provider is called outside
-any transaction, and the outcome is recorded."""
+State is stored before the process is destroyed. As in sandboxes.pool, each function claims with a guarded UPDATE, calls
+the provider outside any transaction, and records the outcome."""
 
 import uuid
 from datetime import datetime, timedelta
@@ -49,7 +49,7 @@ def evict(
     """Evict one sandbox: store its state, then destroy its process. Returns whether it is cold now.
 
     Only `warm` and `waiting` sandboxes are evicted. A sandbox with an open Run is `running`, so the claiming UPDATE does not
-    match it. `guard` repeats in that UPDATE why the sandbox is eligible. If its state cannot be stored, the sandbox stays
+    match it. `guard` is a further condition of that UPDATE. If its state cannot be stored, the sandbox stays
     alive and `last_error` has the cause."""
     sandbox = Sandbox.objects.get(pk=pk)
     token = uuid.uuid4()
@@ -64,9 +64,9 @@ def evict(
 
 
 def request_eviction(pk: uuid.UUID, *, now: datetime, actor: str, reason: str, guard: Q | None = None) -> bool:
-    """Make one sandbox due for the next idle sweep, as if its idle time were over. A use before the sweep cancels that.
+    """Make one sandbox due for the next idle sweep, as if its idle time had passed. A use before the sweep cancels the request.
 
-    Returns False if the sandbox cannot be evicted: it is running, in flight or cold, it is lost, or it has no holder.
+    Returns False if the sandbox cannot be evicted, because it is running, in flight, cold, lost or without a holder.
     Idempotent."""
     evictable = Q(state__in=(WAITING, WARM), holder__isnull=False, lost_at__isnull=True)
     due = Sandbox.objects.filter(evictable, guard or Q(), pk=pk).update(idle_at=now)
@@ -94,8 +94,8 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
         if not _persist_state(sandbox, provider, own_claim, clock):
             return False
         checkpoint("persisted", sandbox)
-    except Missing as gone:
-        mark_lost(sandbox, str(gone), now=clock())
+    except Missing as missing:
+        mark_lost(sandbox, str(missing), now=clock())
         return False
     except (ProviderError, StoreError) as failed:
         tries = sandbox.tries + 1
@@ -127,10 +127,10 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
 
 
 def _persist_state(sandbox: Sandbox, provider: Provider, own_claim: Q, clock: Clock) -> bool:
-    """Store the state of this incarnation, if it has any that no Snapshot has. Returns False if the claim was lost."""
+    """Store the state of this incarnation, unless it had no Run or is stored already. Returns False if the claim was lost."""
     used = Run.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation).exists()
-    slept = Snapshot.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation, kind=SnapshotKind.SLEEP)
-    if not used or slept.exists():
+    stored = Snapshot.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation, kind=SnapshotKind.SLEEP)
+    if not used or stored.exists():
         return True
     data_sync.persist_final(sandbox, provider, now=clock())
     size = provider.size(sandbox.ref, WORKSPACE)
@@ -148,17 +148,17 @@ def _persist_state(sandbox: Sandbox, provider: Provider, own_claim: Q, clock: Cl
     return bool(claimed)
 
 
-def mark_lost(sandbox: Sandbox, why: str, *, now: datetime) -> bool:
+def mark_lost(sandbox: Sandbox, cause: str, *, now: datetime) -> bool:
     """Record that the provider has lost this incarnation, and close its processes. The caller, or a sweep, ends the lease.
 
-    Returns False if the loss was recorded before, or if the row has another incarnation or no process now."""
-    unmarked = Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, lost_at__isnull=True)
+    Returns False if the loss was recorded before, or if this incarnation has ended."""
+    not_lost = Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, lost_at__isnull=True)
     with transaction.atomic():
-        lost = unmarked.exclude(state__in=(COLD, *GONE_STATES)).update(lost_at=now, last_error=f"Lost: {why}"[:2000])
+        lost = not_lost.exclude(state__in=(COLD, *GONE_STATES)).update(lost_at=now, last_error=f"Lost: {cause}"[:2000])
         if lost:
-            processes.close_all_processes(sandbox.pk, now=now, note=f"Sandbox lost by the provider: {why}")
+            processes.close_all_processes(sandbox.pk, now=now, note=f"Sandbox lost by the provider: {cause}")
     if lost:
-        log.error("sandbox lost", sandbox=str(sandbox.pk), error=why)
+        log.error("sandbox lost", sandbox=str(sandbox.pk), error=cause)
     return bool(lost)
 
 
@@ -168,17 +168,17 @@ def mark_lost(sandbox: Sandbox, why: str, *, now: datetime) -> bool:
 def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") -> bool:
     """Free a place for this agent: cold before warm before waiting, the least recently used of each tier first.
 
-    Returns False if no sandbox can be evicted. Running sandboxes, and places that a guarantee protects, are never taken.
-    True means that one attempt was made, not that a place is free: a concurrent request may have taken it."""
+    Never evicts a running sandbox, or one that a guarantee protects. Returns False if no sandbox can be evicted. True means
+    that one attempt was made: it may have failed, or a concurrent request may have taken the place."""
     clock = clock_from(now)
     victim = find_victim(pool, agent_did=agent_did, now=now)
     if victim is None:
         return False
-    code, why = TransitionReason.CAPACITY, f"place needed by {agent_did}"
+    code, reason = TransitionReason.CAPACITY, f"place needed by {agent_did}"
     if victim.holder is None:
         unused = Q(state=WARM, holder__isnull=True)
         with transaction.atomic():
-            taken = destruction.schedule_destroy(victim.pk, now=clock(), code=code, reason=why, actor=actor, guard=unused)
+            taken = destruction.schedule_destroy(victim.pk, now=clock(), code=code, reason=reason, actor=actor, guard=unused)
             if taken:
                 Pool.objects.filter(pk=pool.pk).update(evicted_warm=F("evicted_warm") + 1)
         if taken:
@@ -186,18 +186,18 @@ def free_place(pool: Pool, *, agent_did: str, now: datetime, actor: str = "") ->
             destruction.destroy(victim.pk, now=clock(), actor=actor)
         return True
     if victim.state != COLD and not evict(
-        victim.pk, now=clock(), code=code, reason=why, actor=actor, guard=Q(state=victim.state)
+        victim.pk, now=clock(), code=code, reason=reason, actor=actor, guard=Q(state=victim.state)
     ):
-        return True  # the victim runs again, or could not be stored and is no candidate until its next try
-    release_cold(victim.pk, now=clock(), reason=why, actor=actor, for_agent=agent_did, tier=victim.state)
+        return True  # the victim is in use again, or its state could not be stored and find_victim skips it until its next try
+    release_cold(victim.pk, now=clock(), reason=reason, actor=actor, for_agent=agent_did, tier=victim.state)
     return True
 
 
 def find_victim(pool: Pool, *, agent_did: str, now: datetime) -> Sandbox | None:
     """Return the sandbox to evict next when this agent needs a place, or None. One query, served by an index.
 
-    A sandbox whose state could not be stored is left out until its next try, so that it does not block the others. A use
-    after the failure cancels that try and makes the sandbox a candidate again."""
+    A sandbox whose state could not be stored is skipped until its next try, so that it does not block others. A use after
+    the failure cancels the try and makes the sandbox a candidate again."""
     guaranteed = Quota.objects.filter(
         pool=OuterRef("pool"), agent_did=OuterRef("agent_did"), guaranteed__gt=0, used__lte=F("guaranteed")
     ).exclude(agent_did=agent_did)
@@ -218,8 +218,8 @@ def release_cold(
 ) -> bool:
     """Release the place of a cold sandbox. Its row becomes `destroyed`; its snapshots stay for the holder's next use.
 
-    `for_agent` is the agent that needs the place; empty: the cold TTL has passed. `tier` is the state before the eviction,
-    by which the pool counts it. Returns False if the sandbox woke meanwhile, or if the release would take a guaranteed place
+    `for_agent` is the agent that needs the place; empty: the cold TTL has passed. `tier` is the state before the eviction and
+    selects the pool's counter. Returns False if the sandbox woke meanwhile, or if the release would take a guaranteed place
     for another agent."""
     sandbox = Sandbox.objects.get(pk=pk)
     code = TransitionReason.CAPACITY if for_agent else TransitionReason.COLD_TTL

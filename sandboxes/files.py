@@ -1,4 +1,4 @@
-"""Read access to a holder's files: in its sandbox while that is alive, otherwise in the stored copy."""
+"""Read access to a holder's files: in the sandbox if it is alive, otherwise in the stored copy."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ from sandboxes.storage.base import StoreError
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
-SOURCE_SANDBOX, SOURCE_SNAPSHOT = "sandbox", "snapshot"  # of a result
+SOURCE_SANDBOX, SOURCE_SNAPSHOT = "sandbox", "snapshot"  # source of a result of read_files
 
 
 def read_files(
@@ -27,16 +27,16 @@ def read_files(
 ) -> tuple[T, str]:
     """Call `act` with the file tree below `root` (/workspace or /data). Returns its result and the source.
 
-    An alive sandbox is read in a Run of `command`. A cold one is read from the stored copy without waking it, unless that
-    cannot be read or /data is mounted instead of stored; then `act` is called again, in the woken sandbox. Raises what
-    runs.operation raises, and StoreUnavailable."""
+    An alive sandbox is read in a Run of `command`. The files of a cold one are read from the stored copy. If the stored copy is
+    not readable, or /data is mounted instead of stored, the sandbox is woken and `act` is called again in it. Raises
+    StoreUnavailable and the errors of runs.operation."""
     sandbox = snapshots.wait_until_settled(request.holder, now=now)
     if not (sandbox and sandbox.state in ALIVE_STATES):
         try:
             with _open_stored_files(request, root, now=now) as files:
                 return act(files), SOURCE_SNAPSHOT
-        except Unreadable as why:
-            log.info("woken to read files", agent=request.agent_did, holder=str(request.holder), reason=str(why))
+        except Unreadable as unreadable:
+            log.info("woken to read files", agent=request.agent_did, holder=str(request.holder), reason=str(unreadable))
         except StoreError as failed:
             raise StoreUnavailable(f"The stored copy cannot be read: {failed}") from failed
     with runs.operation(request, command, now=now, actor=actor) as opened:

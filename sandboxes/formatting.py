@@ -1,7 +1,7 @@
 """Plain-text formatting of sizes, counts and paths, for commands and pages alike."""
 
-# Control characters and characters that reverse the writing direction, each mapped to a visible escape. Agents choose names
-# and output, so none of these may reach a terminal or a page unescaped. Newline and tab are left as they are.
+# Control characters and bidirectional control characters, each mapped to a visible escape. Agents choose file names and output,
+# so these characters must not reach a terminal or a page. Newline and tab are not escaped.
 CONTROL_CHARACTER_ESCAPES = {
     code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
     for code in (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -10,7 +10,7 @@ CONTROL_CHARACTER_ESCAPES = {
 
 
 def format_bytes(count: int) -> str:
-    """A size with one decimal place in the largest fitting binary unit: "812 B", "3.4 KiB", "1.2 GiB"."""
+    """Format a size with one decimal place in the largest fitting binary unit: "812 B", "3.4 KiB", "1.2 GiB"."""
     amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while amount >= 1023.95 and len(units) > 1:
         amount, units = amount / 1024, units[1:]
@@ -18,9 +18,9 @@ def format_bytes(count: int) -> str:
 
 
 def format_path(name: str) -> str:
-    """A path on one line, with every control character visible."""
+    """Format a path on one line, with all control characters escaped."""
     return name.translate({**CONTROL_CHARACTER_ESCAPES, ord("\n"): "\\n", ord("\t"): "\\t"})
 
 
-def pluralize(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
+def pluralize(number: int, singular: str, plural: str) -> str:
+    return f"{number:,} {singular if number == 1 else plural}"

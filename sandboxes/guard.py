@@ -10,15 +10,15 @@ from sandboxes.models import Policy
 
 @dataclass(frozen=True)
 class HolderTerms:
-    """Values of a holder that its sandbox row copies. They are valid as long as the holder is locked."""
+    """Values of a holder that the row of its sandbox copies. Valid as long as the holder is locked."""
 
-    excludes: Sequence[str] = ()  # name patterns that snapshots of the workspace leave out
+    excludes: Sequence[str] = ()  # patterns of paths that workspace snapshots exclude
     llm_limit: Decimal | None = None  # USD that model calls may cost; None: unlimited
     policy: Policy | None = None  # None: the built-in policy "sealed"
 
 
 class Guard(Protocol):
-    """Permission checks of one holder. Each method raises the layer's own error if the holder may not proceed."""
+    """Permission checks of one holder. A refusing method raises an error of the implementing layer."""
 
     def fence(self) -> HolderTerms:
         """Lock the holder until the surrounding transaction ends, and return its terms. Raise if the holder has ended."""
@@ -34,7 +34,7 @@ class Guard(Protocol):
 
 
 class OpenGuard:
-    """Guard without checks, for a holder that nothing else tracks."""
+    """Guard that permits everything, for holders without a lease."""
 
     def fence(self) -> HolderTerms:
         return HolderTerms()

@@ -22,7 +22,7 @@ DESTROYING, DESTROYED = SandboxState.DESTROYING, SandboxState.DESTROYED
 _EVICT_REASONS = (Reason.IDLE, Reason.CAPACITY, Reason.BUDGET, Reason.RESTORE)
 _END_REASONS = (Reason.LEASE_ENDED, Reason.OPERATOR)
 START_REASONS = (Reason.REQUESTED, Reason.PREWARMED)  # of a new row
-# The edges of the state machine, with the reasons that each allows. The diagram in README.md is drawn from this table.
+# Edges of the state machine, each with the reasons that it allows. The diagram in README.md is drawn from this table.
 EDGES: dict[tuple[SandboxState, SandboxState], tuple[Reason, ...]] = {
     (WARMING, WARM): (Reason.READY,),
     (WARM, WARM): (Reason.CLAIMED,),
@@ -78,13 +78,15 @@ CHECKPOINT_HOOKS: list[Callable[[str, Any], None]] = []
 
 
 def checkpoint(name: str, subject: Any) -> None:
-    """Mark a point between two steps. Tests add hooks that run a concurrent operation, or simulate a crash, at that point."""
+    """Mark a point between two steps, at which hooks of tests run a concurrent operation or simulate a crash."""
     for hook in CHECKPOINT_HOOKS:
         hook(name, subject)
 
 
 def insert_warming(sandbox: Sandbox, *, now: datetime, code: Reason, actor: str = "") -> None:
-    """Insert a new row in `warming`, with its Transition. Call it in the transaction that takes the place in the pool."""
+    """Insert a new row in `warming`, with its Transition.
+
+    Call this function in the transaction that takes the place in the pool."""
     sandbox.state, sandbox.state_since = WARMING, now
     sandbox.save(force_insert=True)
     _insert_transitions("WHERE id = %s", sandbox.pk, was=None, code=code, actor=actor)
@@ -116,7 +118,7 @@ def advance(
 ) -> bool:
     """Move one sandbox along one edge. Returns whether this call moved it; False means that another process was first.
 
-    `code` is the cause, and `reason` its text for people (default: the label of the code). `guard` restricts the UPDATE beyond
+    `code` is the cause, and `reason` a text for operators (default: the label of the code). `guard` restricts the UPDATE beyond
     the state; `changes` are further columns. A move to `cold` or `destroying` closes the rows of the sandbox's processes.
     Raises IllegalTransition if EDGES does not list the edge with this code."""
     _require_edge(was, to, code)
@@ -127,16 +129,18 @@ def advance(
         if moved:  # the UPDATE holds the row's lock, so the INSERT reads the values that it wrote
             _insert_transitions("WHERE id = %s", pk, was=was, code=code, reason=reason, actor=actor)
             if to in (COLD, DESTROYING):
-                end = "evicted" if to == COLD else "destroyed"
-                processes.close_all_processes(pk, now=now, note=f"Sandbox {end}: {reason or code.label}")
+                verb = "evicted" if to == COLD else "destroyed"
+                processes.close_all_processes(pk, now=now, note=f"Sandbox {verb}: {reason or code.label}")
     return bool(moved)
 
 
 def start_run(pk: UUID, *, holder: UUID, now: datetime, actor: str = "") -> SandboxState | None:
-    """Count one more open Run of a sandbox, if this holder has it. Returns the state before, or None if it cannot run now.
+    """Count one more open Run of a sandbox. Returns the sandbox's previous state.
 
-    A run in a sandbox that has run something since its start is counted as a warm hit. Call it in the transaction that inserts
-    the Run, so that an eviction sees both or neither."""
+    Returns None if the sandbox is not alive or another holder has it.
+
+    A Run counts as a warm hit, unless it is the first one since the start of the sandbox. Call this function in the
+    transaction that inserts the Run, so that an eviction sees both or neither."""
     with transaction.atomic():
         for was, warm_hit in ((WAITING, 1), (WARM, 0)):
             if sql.update(Sandbox, BEGIN_FIRST_RUN_SQL, now, now, warm_hit, pk, holder, was.value):
@@ -146,12 +150,13 @@ def start_run(pk: UUID, *, holder: UUID, now: datetime, actor: str = "") -> Sand
 
 
 def finish_run(pk: UUID, incarnation: int, *, idle_after: timedelta, now: datetime, actor: str = "") -> None:
-    """Count one open Run less. After the last one the sandbox is `waiting`. Does nothing if it has left `running`.
+    """Subtract one open Run of a sandbox, and move the sandbox to `waiting` after the last one.
 
-    Call it in the transaction that closes the Run. The caller rolls that back if the Run was closed before."""
+    Does nothing if the sandbox has left `running`. Call this function in the transaction that closes the Run. The caller rolls
+    back the transaction if the Run was closed before."""
     with transaction.atomic():
-        counted = sql.update(Sandbox, END_RUN_SQL, now, now, now + idle_after, pk, incarnation)
-        if counted:
+        subtracted = sql.update(Sandbox, END_RUN_SQL, now, now, now + idle_after, pk, incarnation)
+        if subtracted:
             _insert_transitions("WHERE id = %s AND state = 'waiting'", pk, was=RUNNING, code=Reason.RUN_ENDED, actor=actor)
 
 
@@ -168,8 +173,8 @@ def advance_many(
 ) -> int:
     """Move all rows of a query along one edge, each with its Transition, in two statements. Returns the number moved.
 
-    `rows` states why its rows are eligible, and may be sliced. Rows that another transaction has locked are skipped. `claim`
-    marks the moved rows, so it must be new for each call."""
+    The filter of `rows` is the guard. `rows` may be sliced. Rows that another transaction has locked are skipped. `claim`
+    identifies the moved rows, so it must be a new UUID in each call."""
     _require_edge(was, to, code)
     with transaction.atomic():
         unlocked = rows.select_for_update(skip_locked=True).values("pk")

@@ -1,6 +1,6 @@
 """Allocation of sandboxes from pools: claim, start, wake. See also sandboxes.eviction and sandboxes.destruction.
 
-Callers name a holder (a lease's key) and never call a provider themselves. Each function claims with a guarded UPDATE, calls
+Callers pass a holder (the key of a lease) and never call a provider directly. Each function claims with a guarded UPDATE, calls
 the provider outside any transaction, and records the outcome. An interrupted step leaves a row with a deadline, after
 which a sweep in sandboxes.sweeps takes the next step."""
 
@@ -38,7 +38,7 @@ from sandboxes.state.workspace import StateLost
 from sandboxes.storage.base import StoreError
 
 log = structlog.get_logger(__name__)
-POLL_INTERVAL_SECONDS = 0.05  # between two reads of a row that another process is moving
+POLL_INTERVAL_SECONDS = 0.05  # between two reads of a row whose state another process is changing
 MAX_EVICTION_ATTEMPTS = 8  # per request, before CapacityExhausted
 
 
@@ -62,20 +62,20 @@ class _PoolFull(Exception):
 
 
 def find_by_holder(holder: uuid.UUID) -> Sandbox | None:
-    """Return the holder's sandbox, or None. A sandbox in `destroying` or `destroyed` does not count."""
+    """Return the holder's sandbox, or None. Ignores sandboxes in `destroying` and `destroyed`."""
     return sql.find_first(Sandbox, "holder = %s AND state NOT IN ('destroying', 'destroyed')", holder)
 
 
 def ensure_running(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox:
     """Return the holder's sandbox in an alive state. Idempotent, and safe to call from many processes at once.
 
-    1. Return the sandbox that the holder has, if it is alive.
-    2. Wake it, if it is cold.
+    1. If the holder has an alive sandbox, return that one.
+    2. If the holder's sandbox is cold, wake it.
     3. Otherwise claim a pre-warmed sandbox, or start a new one.
 
-    Blocks while the sandbox starts or is evicted, also when another process does that. Raises CapacityExhausted,
-    QuotaExceeded or PoolDraining if there is no place, SandboxNotReady if the start failed, SandboxLost if the stored state is
-    gone, and SandboxBusy if another process has not finished after SANDBOX_START_TIMEOUT."""
+    Blocks while this or another process starts or evicts the sandbox. Raises CapacityExhausted,
+    QuotaExceeded or PoolDraining if no place is available, SandboxNotReady if the start failed, SandboxLost if the stored
+    state is gone, and SandboxBusy if another process has not finished after SANDBOX_START_TIMEOUT."""
     clock = clock_from(now)
     deadline = now + settings.SANDBOX_START_TIMEOUT
     while True:
@@ -102,8 +102,8 @@ def ensure_running(request: SandboxRequest, *, now: datetime, actor: str = "") -
 def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Give the holder a pre-warmed sandbox of its pool.
 
-    Returns None if none fits: no sandbox is ready, the holder has one already, or it needs stored state, a writable root or
-    another memory size."""
+    Returns None if no sandbox is ready, the holder has a sandbox already, or the holder needs stored state, a writable root
+    or another memory size."""
     if request.memory_mib not in (None, request.pool.memory_mib):
         return None  # pre-warmed sandboxes have the pool's memory size
     if not request.pool.warm_target or workspace.find_latest(request.holder):
@@ -114,7 +114,7 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
             policy = _resolve_policy(terms)
             if policy and policy.writable_root:
                 return None  # pre-warmed sandboxes are started with the sealed policy
-            # Tier 1 is `warm`. By tier, the index sandbox_eviction_order serves the filter and the order.
+            # Tier 1 is `warm`. Filtered by tier, so that the index sandbox_eviction_order serves the filter and the order.
             warm = find_unclaimed(request.pool).filter(tier=1, pool__draining=False).order_by("last_used_at")
             pk = warm.select_for_update(skip_locked=True, of=("self",)).values_list("pk", flat=True).first()
             if pk is None or (mounts.is_mount_required(request.agent_did) and not mounts.has_mount_directory(pk)):
@@ -197,7 +197,7 @@ def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
 
 
 def _build_sandbox(pool: Pool, *, now: datetime) -> Sandbox:
-    """Build the unsaved row of a sandbox that is about to be started in this pool."""
+    """Build the row of a new sandbox in this pool, without saving it."""
     provider = pool.provider or providers.get_default_provider_name()
     sandbox = Sandbox(
         pool=pool,
@@ -221,30 +221,30 @@ def _build_sandbox(pool: Pool, *, now: datetime) -> Sandbox:
 
 
 def find_unclaimed(pool: Pool) -> QuerySet[Sandbox]:
-    """Select sandboxes without a holder that were started with the pool's present image and memory size."""
+    """Select sandboxes without a holder that were started with the pool's current image and memory size."""
     return Sandbox.objects.filter(
         pool=pool, holder__isnull=True, image=pool.image or settings.SANDBOX_IMAGE, memory_mib=pool.memory_mib
     ).exclude(state__in=GONE_STATES)
 
 
 def take_place(pool: Pool) -> bool:
-    """Count one more sandbox in the pool, if it has a free place and is not draining. Returns whether it did.
+    """Count one more sandbox in the pool, if it has a free place and is not draining. Returns whether a place was taken.
 
-    Call it last in its transaction, because the pool's row is locked from here to the commit."""
-    free = Q(used__lt=F("capacity"), draining=False)
-    return bool(Pool.objects.filter(free, pk=pool.pk).update(used=F("used") + 1))
+    Call this function last in its transaction, because the pool's row stays locked until the commit."""
+    has_free_place = Q(used__lt=F("capacity"), draining=False)
+    return bool(Pool.objects.filter(has_free_place, pk=pool.pk).update(used=F("used") + 1))
 
 
 def _take_quota(request: SandboxRequest) -> None:
     """Count one more sandbox for the agent, or raise QuotaExceeded."""
     quotas = Quota.objects.filter(pool=request.pool, agent_did=request.agent_did)
-    room = Q(most__isnull=True) | Q(used__lt=F("most"))
-    if quotas.filter(room).update(used=F("used") + 1):
+    below_limit = Q(most__isnull=True) | Q(used__lt=F("most"))
+    if quotas.filter(below_limit).update(used=F("used") + 1):
         return
     quota, _ = Quota.objects.get_or_create(
         pool=request.pool, agent_did=request.agent_did, defaults={"most": settings.MAX_SANDBOXES_PER_AGENT or None}
     )
-    if not quotas.filter(room).update(used=F("used") + 1):
+    if not quotas.filter(below_limit).update(used=F("used") + 1):
         raise QuotaExceeded(
             f'{request.agent_did} has {quota.used} sandboxes in the pool "{request.pool}", and its quota is {quota.most}. '
             "Releasing one of its leases frees a place.",
@@ -264,8 +264,9 @@ def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: M
     2. Unpack the holder's newest snapshot, or write `files` if there is none.
     3. Move the row to `warm`.
 
-    Raises SandboxNotReady if a step failed and SandboxLost if the stored state is gone; both schedule the sandbox for
-    destruction and leave snapshots as they are. Raises SandboxNotHeld if the row was moved to `destroying` meanwhile."""
+    Raises SandboxNotReady if a step failed and SandboxLost if the stored state is gone; in both cases the
+    sandbox is scheduled for destruction and its snapshots are kept. Raises SandboxNotHeld if the row was moved to
+    `destroying` meanwhile."""
     clock = clock_from(now)
     provider = providers.get_provider(sandbox.provider)
     try:
@@ -288,12 +289,12 @@ def start_reserved(sandbox: Sandbox, *, now: datetime, actor: str = "", files: M
     own_claim = Q(claim=sandbox.claim, incarnation=sandbox.incarnation)
     ready_at = clock()
     woken = sandbox.incarnation > 1 or source != "fresh"
-    counted = {f"woken_{source}": F(f"woken_{source}") + 1} if woken else {}
+    counters = {f"woken_{source}": F(f"woken_{source}") + 1} if woken else {}
     if not advance(
         sandbox.pk, WARMING, WARM, now=ready_at, actor=actor, guard=own_claim,
         code=TransitionReason.READY, reason=f"ready, state: {source}" if woken else "",
         claim=None, deadline_at=None, tries=0, last_error="", source=source, prepared=prepared,
-        idle_at=ready_at + sandbox.idle_after if sandbox.holder else None, **counted,
+        idle_at=ready_at + sandbox.idle_after if sandbox.holder else None, **counters,
     ):  # fmt: skip
         # The row left `warming` meanwhile. A destroy may have been confirmed before the provider had created anything.
         _discard(provider, sandbox)
@@ -315,8 +316,8 @@ def _restore_state(sandbox: Sandbox, provider: Provider, files: Mapping[str, byt
     Returns the source of the state ("local", "cloud" or "fresh"), and whether the holder's first files are in the sandbox."""
     snapshot = workspace.find_latest(sandbox.holder) if sandbox.holder else None
     if snapshot:
-        source, used = workspace.hydrate(snapshot, sandbox.ref, provider, now=now)
-        return source, workspace.is_own(used)
+        source, hydrated = workspace.hydrate(snapshot, sandbox.ref, provider, now=now)
+        return source, workspace.is_own(hydrated)
     put_files(sandbox, provider, files)
     return "fresh", bool(files)
 
@@ -330,12 +331,12 @@ def put_files(sandbox: Sandbox, provider: Provider, files: Mapping[str, bytes]) 
 def _discard(provider: Provider, sandbox: Sandbox) -> None:
     try:
         provider.destroy(sandbox.ref)
-    except ProviderError as failed:  # no row refers to it, so reconcile destroys it as an orphan
+    except ProviderError as failed:  # no row names the sandbox, so reconcile destroys it as an orphan
         log.warning("late sandbox left to reconcile", sandbox=str(sandbox.pk), error=str(failed))
 
 
 def build_spec(sandbox: Sandbox) -> SandboxSpec:
-    """Build the provider's spec of a sandbox. Creates the directories of its sockets and of /data, which are mounted."""
+    """Build the provider's spec of a sandbox. Creates the socket and /data directories that the spec mounts."""
     return SandboxSpec(
         name=sandbox.name,
         owner=str(sandbox.pool.owner),
@@ -372,14 +373,14 @@ def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
 
 
 def set_llm_limit(holder: uuid.UUID, limit: Decimal | None) -> None:
-    """Copy a spend limit, in USD, to the holder's live sandbox. None: unlimited. It applies from the next model call on.
+    """Copy a spend limit, in USD, to the holder's live sandbox. None: unlimited. The limit applies from the next model call on.
 
-    Call it in the transaction that changes the holder's own limit."""
+    Call this function in the transaction that changes the holder's own limit."""
     Sandbox.objects.filter(holder=holder).exclude(state__in=GONE_STATES).update(llm_limit=limit)
 
 
 def set_draining(pool: Pool, *, draining: bool, actor: str = "") -> bool:
-    """Stop or resume the allocation of new sandboxes in a pool. Sandboxes that have a place go on, and still wake.
+    """Stop or resume the allocation of new sandboxes in a pool. Existing sandboxes go on and can still be woken.
 
     Returns whether this call changed the pool."""
     changed = Pool.objects.filter(pk=pool.pk, draining=not draining).update(draining=draining)
@@ -389,7 +390,7 @@ def set_draining(pool: Pool, *, draining: bool, actor: str = "") -> bool:
 
 
 def resume_warming(pool: Pool, *, now: datetime, actor: str = "") -> bool:
-    """Close the circuit breaker of pre-warming: the next sweep starts sandboxes again, and the failure count is 0.
+    """Close the circuit breaker of pre-warming and reset its failure count. The next sweep starts sandboxes again.
 
     Returns False if the breaker was not open. `warm_error` stays until a start succeeds."""
     closed = Pool.objects.filter(pk=pool.pk, warm_paused_until__gt=now).update(warm_failures=0, warm_paused_until=None)

@@ -1,4 +1,4 @@
-"""Statistics of pools: gauges by state and cumulative counters. For display only: no code decides by them."""
+"""Statistics of pools: gauges by state and cumulative counters. For display only: no decision depends on these values."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -13,7 +13,7 @@ from sandboxes.destruction import SANDBOX_COUNTER_FIELDS
 from sandboxes.models import GONE_STATES, IN_FLIGHT_STATES, Pool, Quota, Sandbox, SandboxState
 
 LIVE_STATES = [state for state in SandboxState if state != SandboxState.DESTROYED]
-STALLED_AFTER = timedelta(minutes=2)  # past its deadline: two runs of the sweep that would take the next step
+STALLED_AFTER = timedelta(minutes=2)  # past its deadline: two intervals of the sweep that takes the next step
 POOL_COUNTER_FIELDS = (*SANDBOX_COUNTER_FIELDS, "claimed_warm", "evicted_cold", "evicted_warm", "evicted_waiting")
 
 
@@ -21,9 +21,9 @@ POOL_COUNTER_FIELDS = (*SANDBOX_COUNTER_FIELDS, "claimed_warm", "evicted_cold", 
 class Stats:
     """Statistics of one pool, or of several together.
 
-    `warm_hits` (runs that found the sandbox in use), `woken_*`, `slept`, `claimed_warm` and `evicted_*` count since the pool
-    was created. `slept` counts evictions for any reason. `evicted_*` count places that were freed for another sandbox, by the
-    state of the evicted one."""
+    `warm_hits` (runs in a sandbox that had run something since its start), `woken_*`, `slept`, `claimed_warm` and `evicted_*`
+    count since the pool was created. `slept` counts evictions for any reason. `evicted_*` count places that were freed for
+    another sandbox, by the state of the evicted sandbox."""
 
     capacity: int
     used: int
@@ -43,12 +43,12 @@ class Stats:
     evicted_cold: int
     evicted_warm: int
     evicted_waiting: int
-    quarantined: int  # in `destroying`, not retried until an operator says so
+    quarantined: int  # in `destroying`, not retried until an operator requests a retry
     stalled: int  # in flight or running, past the deadline by more than STALLED_AFTER
-    lost: int  # by the provider, and not destroyed yet
+    lost: int  # missing at the provider, row not destroyed yet
     warm_target: int
     warm_ready: int  # pre-warmed, without a holder
-    oldest_waiting: timedelta  # since the last use of the sandbox that is waiting longest; 0 if none is
+    oldest_waiting: timedelta  # time since the last use of the longest waiting sandbox; 0 if no sandbox is waiting
 
     @property
     def total(self) -> int:
@@ -65,23 +65,23 @@ class PoolStats(Stats):
     pk: int
     name: str
     draining: bool
-    warm_paused_until: datetime | None  # the circuit breaker of pre-warming is open until then; None: closed
+    warm_paused_until: datetime | None  # end of the open state of the pre-warming circuit breaker; None: closed
     warm_error: str
 
 
 def collect_pool_stats(*, now: datetime) -> list[PoolStats]:
     """Return the statistics of all pools, by name. Executes two statements, both served by an index.
 
-    A sandbox's counters move to its pool when it is destroyed. One statement therefore reads both: with two, counters that
-    move in between would be missed or counted twice, and a counter would appear to fall. For a pool without live sandboxes the
-    second statement reads the counters."""
+    A sandbox's counters move to its pool when it is destroyed. One statement therefore reads both. With two
+    statements, counters that move in between would be missed or counted twice, and a counter would appear to decrease. For a
+    pool without live sandboxes the second statement reads the counters."""
     filters = _build_count_filters(now)
     rows = (
         Sandbox.objects.exclude(state=SandboxState.DESTROYED)
         .order_by()
         .values("pool_id", *(f"pool__{name}" for name in POOL_COUNTER_FIELDS))
         .annotate(
-            **{name: Count("pk", filter=which) for name, which in filters.items()},
+            **{name: Count("pk", filter=condition) for name, condition in filters.items()},
             **{f"now_{name}": Sum(name) for name in SANDBOX_COUNTER_FIELDS},
             waiting_since=Min("last_used_at", filter=Q(state=SandboxState.WAITING)),
         )

@@ -1,8 +1,8 @@
 """Background processes in a holder's sandbox: start, logs, kill.
 
-A row is inserted before the provider is called. From then on the provider is the authority: the first read after a process
-has ended closes the row, at the latest that of a sweep. The transaction that evicts or destroys a sandbox closes the rows of
-its processes."""
+A row is inserted before the provider is called. From then on the provider is the authority: the first listing after a
+process has ended closes the row, at the latest the listing by `sweep stalled`. The transaction that evicts or destroys a
+sandbox closes the rows of its processes."""
 
 import time
 import uuid
@@ -27,7 +27,7 @@ from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 MAX_PROCESSES = 16  # running in one sandbox at once
 START_TIMEOUT = LAUNCH_TIMEOUT + runs.KILL_GRACE
-LOG_CHUNK_BYTES = 1 << 18  # of a log, searched at once
+LOG_CHUNK_BYTES = 1 << 18  # read of a log at once
 POLL_DELAYS_SECONDS = (0.05, 0.1, 0.2, 0.4)  # between reads of a log; the last one repeats
 
 
@@ -45,9 +45,9 @@ class ProcessSpec:
 def start_process(request: SandboxRequest, spec: ProcessSpec, *, now: datetime, actor: str = "") -> Process:
     """Start a background process in the holder's sandbox, which is started or woken first. Returns its row.
 
-    The start is a Run of kind "process" that ends when the process has begun. No eviction takes the sandbox meanwhile, and if
-    the calling process dies, the sweep that closes the Run kills the background process. Raises TooManyProcesses, and what
-    runs.exec_in_sandbox raises."""
+    The start is a Run of kind "process" that ends when the process has begun. The sandbox is not evicted meanwhile. If the
+    calling process dies, the sweep that closes the Run kills the background process. Raises TooManyProcesses and
+    the errors of runs.exec_in_sandbox."""
     clock = clock_from(now)
     command = Command(spec.argv, START_TIMEOUT, spec.env, spec.cwd, kind="process", run_id=spec.process_id)
     with runs.operation(request, command, now=now, actor=actor) as opened:
@@ -74,7 +74,7 @@ def _insert_process(sandbox: Sandbox, spec: ProcessSpec, *, now: datetime) -> Pr
     same_incarnation = Sandbox.objects.filter(pk=sandbox.pk, holder=sandbox.holder, incarnation=sandbox.incarnation)
     assert sandbox.holder is not None  # ensured by pool.ensure_running
     with transaction.atomic():
-        # Locks the sandbox's row: an operation that destroys the sandbox either closes this process, or is seen here.
+        # Locks the sandbox's row: a concurrent destroy either closes this process, or makes this UPDATE match nothing.
         if not same_incarnation.filter(state=SandboxState.RUNNING).update(last_used_at=now):
             raise SandboxNotHeld()
         if Process.objects.filter(sandbox=sandbox, ended_at__isnull=True).count() >= MAX_PROCESSES:
@@ -100,7 +100,7 @@ def find_by_holder(holder: uuid.UUID) -> QuerySet[Process]:
 
 
 def refresh_by_holder(holder: uuid.UUID, *, now: datetime) -> None:
-    """Update the rows of a holder's open processes from the provider. Raises ProviderCallFailed if that did not answer."""
+    """Update the rows of a holder's open processes from the provider. Raises ProviderCallFailed if it did not respond."""
     try:
         _close_ended_in_sandbox(find_by_holder(holder).filter(ended_at__isnull=True).select_related("sandbox"), now=now)
     except ProviderError as failed:
@@ -111,15 +111,15 @@ def kill_process(process: Process, *, now: datetime) -> Process:
     """Kill a process and all its descendants. Returns its row. Idempotent.
 
     The row of a process that exited before stays `exited`, but its remaining descendants are killed. Raises ProviderCallFailed
-    if the kill failed, and SandboxBusy while the process is being started or its sandbox is being evicted. The eviction ends
-    the process, unless the eviction fails."""
+    if the kill failed, and SandboxBusy while the process is being started or its sandbox is being evicted. An eviction
+    that succeeds ends the process."""
     if _is_sandbox_alive(process):
         try:
             provider = providers.get_provider(process.sandbox.provider)
             provider.kill(process.sandbox.ref, str(process.pk))
             state = provider.processes(process.sandbox.ref, [str(process.pk)]).get(str(process.pk))
-        except Missing as gone:  # reconcile handles the missing sandbox
-            _close_process(process, ProcessStatus.GONE, now=now, note=f"The provider has no such sandbox: {gone}"[:500])
+        except Missing as missing:  # reconcile handles the missing sandbox
+            _close_process(process, ProcessStatus.GONE, now=now, note=f"The provider has no such sandbox: {missing}"[:500])
         except ProviderError as failed:
             raise ProviderCallFailed(f"The process could not be killed: {failed}") from failed
         else:
@@ -138,24 +138,24 @@ def kill_process(process: Process, *, now: datetime) -> Process:
 def read_log(process: Process, *, start: int, length: int) -> ProcessOutput:
     """Read up to `length` bytes of a process's output from offset `start`.
 
-    Raises ProcessOutputGone once its sandbox is cold or gone, and ProviderCallFailed if the provider did not answer."""
+    Raises ProcessOutputGone once its sandbox is cold or gone, and ProviderCallFailed if the provider did not respond."""
     if not _is_sandbox_alive(process):
         raise ProcessOutputGone()
     try:
         return providers.get_provider(process.sandbox.provider).log(
             process.sandbox.ref, str(process.pk), start=start, length=length
         )
-    except Missing as gone:
-        raise ProcessOutputGone() from gone
+    except Missing as missing:
+        raise ProcessOutputGone() from missing
     except ProviderError as failed:
         raise ProviderCallFailed(f"The output could not be read: {failed}") from failed
 
 
 def wait_for_log(process: Process, text: str, *, start: int = 0, within: timedelta, now: datetime) -> bool:
-    """Wait until a process has printed `text` at or after offset `start`. Returns whether it has.
+    """Wait until a process has printed `text` at or after offset `start`. Returns whether the text was printed.
 
-    Returns False when `within` has passed, or when the process has ended without printing it. `text` is plain text, because a
-    regular expression has no bound on its run time. Output that was dropped from a long log before it was read is not found."""
+    Returns False when `within` has passed, or when the process has ended without printing the text. `text` is plain text,
+    because the run time of a regular expression is unbounded. Output that a long log dropped before the read is skipped."""
     needle, tail, clock = text.encode(), b"", clock_from(now)
     pauses, pause = iter(POLL_DELAYS_SECONDS), 0.0
     while True:
@@ -224,13 +224,16 @@ def _close_if_ended(process: Process, state: ProcessState | None, provider: Prov
         if Run.objects.filter(pk=process.pk, outcome=RunOutcome.OK).exists():
             return _close_process(process, ProcessStatus.GONE, now=now, note="The sandbox was restarted.")
         return _close_process(
-            process, ProcessStatus.FAILED, now=now, note="The process that started it died, or the provider did not answer."
+            process,
+            ProcessStatus.FAILED,
+            now=now,
+            note="The control-plane process that started this process died, or the provider did not respond.",
         )
     return False
 
 
 def _may_still_start(process: Process, *, now: datetime) -> bool:
-    """Return whether a process that the provider does not list may still begin. An unanswered call may still take effect."""
+    """Return whether a process that the provider does not list may still begin. A call that timed out may still take effect."""
     return now <= process.starts_by or Run.objects.filter(pk=process.pk, ended_at__isnull=True).exists()
 
 
@@ -238,8 +241,8 @@ def _close_process(
     process: Process, state: ProcessStatus, *, now: datetime, exit_code: int | None = None, note: str = ""
 ) -> bool:
     """Close an open row. Returns False if it was closed before."""
-    still_open = Process.objects.filter(pk=process.pk, ended_at__isnull=True)
-    return bool(still_open.update(state=state, ended_at=now, exit_code=exit_code, note=note))
+    open_rows = Process.objects.filter(pk=process.pk, ended_at__isnull=True)
+    return bool(open_rows.update(state=state, ended_at=now, exit_code=exit_code, note=note))
 
 
 def _is_sandbox_alive(process: Process) -> bool:

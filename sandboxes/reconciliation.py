@@ -23,8 +23,8 @@ def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
 
     - Listed, and named by a row: unchanged.
     - Listed, and named by no row (earlier incarnations included): destroyed once older than `grace`. The row of a younger
-      one may not be committed yet.
-    - Alive in its row, not listed, and missing when inspected by name: cold if it held nothing unsaved, otherwise lost.
+      sandbox may not be committed yet.
+    - Alive in its row, not listed, and missing when inspected by name: cold if nothing in it was unsaved, otherwise lost.
     - A listing that fails or is empty changes nothing.
     - An egress proxy without a server is removed, once older than `grace`."""
     result = SweepResult()
@@ -41,8 +41,8 @@ def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
             result.failures.append(f'pool "{pool}", {name}: {failed}')
     if nginx.get_proxy_kind() == "nginx":
         try:
-            if gone := nginx.remove_orphans(now=now, grace=grace):
-                result.note("egress proxies removed", gone)
+            if removed := nginx.remove_orphans(now=now, grace=grace):
+                result.note("egress proxies removed", removed)
         except ProviderError as failed:
             result.failures.append(f"egress proxies: {failed}")
     return result
@@ -56,7 +56,7 @@ def iter_pool_providers() -> Iterator[tuple[Pool, str]]:
 
 
 def find_used_providers(pool: Pool) -> set[str]:
-    """Return the providers of the pool's sandboxes that are not destroyed. The pool may have another provider now."""
+    """Return the providers of the pool's sandboxes that are not destroyed. The pool's provider may have been changed since."""
     return set(Sandbox.objects.filter(pool=pool).exclude(state=DESTROYED).values_list("provider", flat=True))
 
 
@@ -73,8 +73,8 @@ def find_orphans(pool: Pool, provider_name: str, *, now: datetime, grace: timede
 
 def _filter_orphans(pool: Pool, listed: list[ProviderSandbox], *, now: datetime, grace: timedelta) -> list[ProviderSandbox]:
     # Read after the listing: a row is inserted before its sandbox is created, so each listed sandbox's row is visible here.
-    named = {sandbox.name for sandbox in Sandbox.objects.filter(pool=pool).exclude(state__in=(DESTROYED, COLD))}
-    return [each for each in listed if each.name not in named and each.created_at <= now - grace]
+    known_names = {sandbox.name for sandbox in Sandbox.objects.filter(pool=pool).exclude(state__in=(DESTROYED, COLD))}
+    return [entry for entry in listed if entry.name not in known_names and entry.created_at <= now - grace]
 
 
 def _destroy_orphans(
@@ -87,19 +87,19 @@ def _destroy_orphans(
 
 
 def _handle_missing(alive: list[Sandbox], listed: list[ProviderSandbox], result: SweepResult, *, now: datetime) -> None:
-    names = {each.name for each in listed if not each.is_remnant}
+    listed_names = {entry.name for entry in listed if not entry.is_remnant}
     for sandbox in alive:
-        if sandbox.name in names:
+        if sandbox.name in listed_names:
             result.note("kept")
             continue
         try:
             providers.get_provider(sandbox.provider).inspect(sandbox.ref)
-        except Missing as gone:
-            result.note(_mark_missing(sandbox, str(gone), now=now))
+        except Missing as missing:
+            result.note(_mark_missing(sandbox, str(missing), now=now))
 
 
-def _mark_missing(sandbox: Sandbox, why: str, *, now: datetime) -> str:
-    """Record that the sandbox of a row does not exist. Returns the outcome for the sweep."""
+def _mark_missing(sandbox: Sandbox, cause: str, *, now: datetime) -> str:
+    """Record that the provider does not have the sandbox of a row. Returns the outcome for the sweep."""
     unchanged = Q(incarnation=sandbox.incarnation)
     if sandbox.holder is None:
         destroyed = destruction.schedule_destroy(
@@ -115,4 +115,4 @@ def _mark_missing(sandbox: Sandbox, why: str, *, now: datetime) -> str:
             claim=None, deadline_at=None,
         )  # fmt: skip
         return "found cold" if cold_now else "lost race"
-    return "lost" if eviction.mark_lost(sandbox, why, now=now) else "lost race"
+    return "lost" if eviction.mark_lost(sandbox, cause, now=now) else "lost race"

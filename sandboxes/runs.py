@@ -1,8 +1,8 @@
 """Operations in sandboxes, each recorded as a Run.
 
 A Run is opened before the provider is called, and closed after, also on failure. A sandbox is `running` exactly while it has
-open Runs: its state and its count of open Runs change in the transaction that opens or closes the Run. An eviction, which
-checks the state, therefore never takes a sandbox in which an operation is active."""
+open Runs: its state and its count of open Runs change in the transaction that opens or closes the Run. An eviction
+checks the state, and therefore never takes a sandbox in which an operation is active."""
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from sandboxes.providers.base import WORKSPACE, ExecResult, Missing, NoSuchFile,
 from sandboxes.state import data_sync
 from sandboxes.storage.base import StoreError
 
-KILL_GRACE = timedelta(seconds=30)  # after a command's timeout, for the provider to kill the command and report that
+KILL_GRACE = timedelta(seconds=30)  # after a command's timeout, in which the provider kills the command and reports the timeout
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Operation:
     run: Run
     sandbox: Sandbox
     provider: Provider
-    result: ExecResult | None = None  # of a command; decides the outcome and the output of the Run
+    result: ExecResult | None = None  # of the command; sets the outcome and the output of the Run
 
 
 def exec_in_sandbox(
@@ -57,7 +57,7 @@ def exec_in_sandbox(
 ) -> tuple[Run, ExecResult]:
     """Execute a command in the holder's sandbox, which is started or woken first. Blocks until the command has ended.
 
-    A command that fails or times out is a result. Raises what `operation` raises, and WorkspaceFull."""
+    A command that fails or times out is a result. Raises WorkspaceFull and the errors of `operation`."""
     with operation(request, command, now=now, actor=actor) as opened:
         require_workspace_space(opened.provider, opened.sandbox, now=now)
         result = opened.provider.exec(
@@ -76,17 +76,17 @@ def exec_in_sandbox(
 
 @contextmanager
 def operation(request: pool.SandboxRequest, command: Command, *, now: datetime, actor: str = "") -> Iterator[Operation]:
-    """Open a Run in the holder's sandbox for the body of the `with`. No eviction takes the sandbox meanwhile.
+    """Open a Run in the holder's sandbox for the body of the `with`. The sandbox is not evicted meanwhile.
 
     1. Start or wake the sandbox, and open the Run.
     2. Write the holder's first files and attach /data, if they are not in the sandbox yet.
     3. Run the body.
-    4. Persist what changed in /data, and close the Run.
+    4. Persist the changes in /data, and close the Run.
 
     A failure in step 2 or 3 closes the Run and is raised: SandboxLost if the provider has lost the sandbox,
-    ProviderCallFailed if it did not answer (the Run says whether the command may have run), StoreUnavailable if the store
-    did not, anything else unchanged. Step 1 raises what `pool.ensure_running` and the guard raise. Step 4 does not fail the
-    operation: the Run's note says what is not stored yet."""
+    ProviderCallFailed if the provider did not respond (the Run's outcome shows whether the command may have run),
+    StoreUnavailable if the store did not respond, any other error unchanged. Step 1 raises the errors of
+    `pool.ensure_running` and of the guard. Step 4 does not fail the operation: the Run's note records unstored changes."""
     clock = clock_from(now)
     opened, attached = _open_operation(request, command, clock, actor=actor), None
     try:
@@ -141,7 +141,7 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
     if isinstance(failed, ProviderError):
         return ProviderCallFailed(f"The provider failed: {failed}")
     if isinstance(failed, StoreError):
-        return StoreUnavailable(f"The store did not answer, so nothing was run: {failed}")
+        return StoreUnavailable(f"The store did not respond, so nothing was run: {failed}")
     return failed
 
 
@@ -151,8 +151,8 @@ def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = 
     Returns None if the sandbox is no longer alive, or no longer held by the same holder."""
     assert sandbox.holder is not None  # ensured by pool.ensure_running
     with transaction.atomic(durable=True):
-        before = lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=now, actor=actor)
-        if before is None:
+        previous_state = lifecycle.start_run(sandbox.pk, holder=sandbox.holder, now=now, actor=actor)
+        if previous_state is None:
             return None
         run = Run(
             id=command.run_id,
@@ -176,7 +176,7 @@ def open_run(sandbox: Sandbox, command: Command, *, now: datetime, actor: str = 
 
 
 def _persist_data(attached: Attachment, sandbox: Sandbox, provider: Provider, *, now: datetime) -> str:
-    """Store the changes in /data. Returns "", or a note on why that failed.
+    """Store the changes in /data. Returns "", or a note with the cause of the failure.
 
     The result of the Run stands either way: the sandbox still has the changes, and a sweep stores them later."""
     try:
@@ -212,7 +212,7 @@ def close_run(
         changes = ", ".join(f"{name} = %s" for name in values)
         closed = sql.update(Run, f"{changes} WHERE id = %s AND ended_at IS NULL", *values.values(), run.pk)
         if not closed:
-            transaction.set_rollback(True)  # the call that closed it has subtracted it
+            transaction.set_rollback(True)  # the call that closed the Run has subtracted it
     if closed:
         for name, value in values.items():
             setattr(run, name, value)
@@ -234,7 +234,7 @@ def require_workspace_space(provider: Provider, sandbox: Sandbox, *, now: dateti
 
 
 def measure_workspace(provider: Provider, sandbox: Sandbox, *, now: datetime) -> int:
-    """Measure /workspace, and store the size in the sandbox's row. Returns bytes. Raises what Provider.size raises."""
+    """Measure /workspace, and store the size in the sandbox's row. Returns bytes. Raises the errors of Provider.size."""
     size = provider.size(sandbox.ref, WORKSPACE)
     Sandbox.objects.filter(pk=sandbox.pk).update(workspace_bytes=size, measured_at=now)
     return size
@@ -243,27 +243,27 @@ def measure_workspace(provider: Provider, sandbox: Sandbox, *, now: datetime) ->
 def close_abandoned_run(run: Run, *, now: datetime) -> bool:
     """Close a Run past its deadline as lost. The process that waited for it is dead, so its exit code is unknown.
 
-    The command is killed first, because it would otherwise go on in a sandbox whose state is `waiting`. Returns False if the
+    The command is killed first, because it would otherwise continue in a sandbox whose state is `waiting`. Returns False if the
     Run was closed before. Raises ProviderError if the kill failed; the Run then stays open for the next try."""
-    why = "Past its deadline: the process that waited for it is gone, so its exit code is unknown."
-    return interrupt_run(run, why=why, now=now, actor="sweep")
+    note = "Past its deadline: the process that waited for it is gone, so its exit code is unknown."
+    return interrupt_run(run, note=note, now=now, actor="sweep")
 
 
-def interrupt_run(run: Run, *, why: str, now: datetime, actor: str = "") -> bool:
-    """Kill the command of an open Run, and close the Run as lost with the note `why`.
+def interrupt_run(run: Run, *, note: str, now: datetime, actor: str = "") -> bool:
+    """Kill the command of an open Run, and close the Run as lost with `note`.
 
-    Returns False if it was closed before. Raises ProviderError if the kill failed; the Run then stays open."""
+    Returns False if the Run was closed before. Raises ProviderError if the kill failed; the Run then stays open."""
     sandbox = run.sandbox
     if sandbox.state not in GONE_STATES and sandbox.incarnation == run.incarnation:
         with suppress(Missing):  # the command is gone with its sandbox, which reconcile marks as lost
             providers.get_provider(sandbox.provider).kill(sandbox.ref, str(run.pk))
-    return close_run(run, now=now, outcome=RunOutcome.LOST, note=why, actor=actor)
+    return close_run(run, now=now, outcome=RunOutcome.LOST, note=note, actor=actor)
 
 
 def find_overdue(*, now: datetime) -> QuerySet[Run]:
     """Select open Runs past their deadline."""
-    late = Run.objects.filter(ended_at__isnull=True, deadline_at__lt=now)
-    return late.select_related("sandbox").order_by("deadline_at")
+    overdue = Run.objects.filter(ended_at__isnull=True, deadline_at__lt=now)
+    return overdue.select_related("sandbox").order_by("deadline_at")
 
 
 def _classify_outcome(result: ExecResult) -> RunOutcome:

@@ -1,7 +1,7 @@
-"""Snapshots of a workspace on request: take, and restore.
+"""Requested snapshots of a workspace: take and restore.
 
-A cold workspace is copied by inserting a second row for its stored objects. An alive workspace is stored in a Run, so that no
-eviction takes the sandbox meanwhile. Its processes are not stopped: each file is stored as it is when it is read."""
+A cold workspace is copied by inserting a second row for its stored objects. The workspace of an alive sandbox is stored in a
+Run, so that the sandbox is not evicted meanwhile. Processes are not stopped: each file is stored as read."""
 
 import time
 from collections.abc import Callable
@@ -21,18 +21,23 @@ from sandboxes.pool import SandboxRequest
 from sandboxes.runs import Command, Operation
 from sandboxes.state import workspace
 
-MAX_ATTEMPTS = 5  # while other processes wake and evict the sandbox in between
+MAX_ATTEMPTS = 5  # if other processes wake or evict the sandbox between two steps
 EMPTY_WORKSPACE_MESSAGE = "The workspace is empty: nothing has run in it yet, and no file was written to it."
 SnapshotCallback = Callable[[Snapshot], object]  # called in the transaction that writes the row
 
 
-def take_snapshot(
-    request: SandboxRequest, *, name: str = "", now: datetime, actor: str = "", record: SnapshotCallback = bool
-) -> Snapshot:
-    """Take a snapshot of the holder's workspace, without waking it. Deletes the oldest ones beyond the retained number.
+def _ignore_snapshot(snapshot: Snapshot) -> None:
+    """Default SnapshotCallback."""
 
-    Raises SnapshotNotFound if the workspace was never used, SandboxBusy if the sandbox changes state repeatedly, and what
-    runs.operation raises."""
+
+def take_snapshot(
+    request: SandboxRequest, *, name: str = "", now: datetime, actor: str = "", record: SnapshotCallback = _ignore_snapshot
+) -> Snapshot:
+    """Take a snapshot of the holder's workspace, without waking the sandbox. Deletes the oldest
+    snapshots beyond the retained number.
+
+    Raises SnapshotNotFound if the workspace was never used, SandboxBusy if the sandbox changes state repeatedly, and the
+    errors of runs.operation."""
     clock = clock_from(now)
     for _ in range(MAX_ATTEMPTS):
         sandbox = wait_until_settled(request.holder, now=clock())
@@ -47,14 +52,14 @@ def take_snapshot(
 
 
 def capture_current(request: SandboxRequest, *, now: datetime, actor: str = "") -> tuple[Snapshot, bool]:
-    """Return a snapshot of the present workspace, and whether it was taken by this call. A cold workspace has one already.
+    """Return a snapshot of the current workspace, and whether this call took the snapshot. A cold workspace has one already.
 
-    No other snapshot is deleted. The caller forgets a snapshot that was taken, once another row points to its objects. Raises
-    what take_snapshot raises."""
+    No other snapshot is deleted. If this call took the snapshot, the caller has to forget it as soon as another row points to
+    its objects. Raises the errors of take_snapshot."""
     clock = clock_from(now)
     sandbox = wait_until_settled(request.holder, now=now)
     if sandbox and sandbox.state in ALIVE_STATES:
-        return _snapshot_alive(request, "", now=clock(), actor=actor, record=bool), True
+        return _snapshot_alive(request, "", now=clock(), actor=actor, record=_ignore_snapshot), True
     newest = workspace.find_latest(request.holder)
     if newest is None:
         raise SnapshotNotFound(EMPTY_WORKSPACE_MESSAGE)
@@ -65,26 +70,26 @@ def get_snapshot(holder: UUID, pk: UUID) -> Snapshot:
     """Return a snapshot of this holder, or raise SnapshotNotFound.
 
     If the row was forgotten but a later row has the same objects, as after a restore, returns the later row."""
-    named = Snapshot.objects.filter(pk=pk, holder=holder).first()
-    if named and named.forgotten_at:
-        named = workspace.find_by_holder(holder).filter(key=named.key).first()
-    if named is None:
+    snapshot = Snapshot.objects.filter(pk=pk, holder=holder).first()
+    if snapshot and snapshot.forgotten_at:
+        snapshot = workspace.find_by_holder(holder).filter(key=snapshot.key).first()
+    if snapshot is None:
         raise SnapshotNotFound(field="snapshot_id")
-    return named
+    return snapshot
 
 
 def restore_snapshot(
-    request: SandboxRequest, pk: UUID, *, now: datetime, actor: str = "", record: SnapshotCallback = bool
+    request: SandboxRequest, pk: UUID, *, now: datetime, actor: str = "", record: SnapshotCallback = _ignore_snapshot
 ) -> Snapshot:
-    """Restore an earlier snapshot: the next use finds it in the workspace. Returns the row that the next wake reads.
+    """Restore an earlier snapshot into the workspace of the next use. Returns the row that the next wake reads.
 
-    1. Insert a copy of the snapshot's row, so that step 2 does not delete it as one of the oldest.
-    2. Evict the sandbox, if it is alive. Its present state is stored, and can be restored later.
+    1. Insert a copy of the snapshot's row, so that step 2 does not delete the snapshot as one of the oldest.
+    2. Evict the sandbox, if it is alive. Its current state is stored and can be restored later.
     3. Make the copy the newest snapshot of the holder.
 
     Raises SandboxBusy while something runs in the sandbox, SnapshotNotFound if the holder has no such snapshot, and
-    StoreUnavailable if the present state could not be stored; the sandbox then keeps it. After a crash at any step, the next
-    use finds either the present state or the restored one."""
+    StoreUnavailable if the current state could not be stored; the sandbox then keeps its state. After a crash at any step, the
+    next use finds either the previous state or the restored one."""
     clock, source = clock_from(now), get_snapshot(request.holder, pk)
     reserved: Snapshot | None = None
     try:
@@ -112,7 +117,7 @@ def restore_snapshot(
 def wait_until_settled(holder: UUID, *, now: datetime) -> Sandbox | None:
     """Wait until the holder's sandbox is alive or cold, and return it. Returns None if the holder has none.
 
-    Raises SandboxLost, and SandboxBusy if it is still in flight after SANDBOX_START_TIMEOUT."""
+    Raises SandboxLost, and SandboxBusy if the sandbox is still in flight after SANDBOX_START_TIMEOUT."""
     clock = clock_from(now)
     deadline = now + settings.SANDBOX_START_TIMEOUT
     while sandbox := pool.find_by_holder(holder):
@@ -129,8 +134,8 @@ def wait_until_settled(holder: UUID, *, now: datetime) -> Sandbox | None:
 def _snapshot_alive(request: SandboxRequest, name: str, *, now: datetime, actor: str, record: SnapshotCallback) -> Snapshot:
     """Store the workspace of an alive sandbox as a snapshot."""
     clock = clock_from(now)
-    # An eviction, which stores a workspace too, has the same timeout.
     argv = ["snapshot", name] if name else ["snapshot"]
+    # Same timeout as an eviction, which stores a workspace too.
     command = Command(argv=argv, timeout=eviction.EVICTION_TIMEOUT, kind="file", needs_data=False)
     with runs.operation(request, command, now=now, actor=actor) as opened:
         return _store_workspace(opened, name, clock, record=record)
@@ -184,7 +189,9 @@ def _promote_snapshot(
 
 
 def _is_cold(request: SandboxRequest) -> bool:
-    """Return whether the holder has no sandbox or a cold one. Locks both, so that this holds until the transaction ends."""
+    """Return whether the holder has no sandbox or a cold one.
+
+    Locks the holder and the sandbox, so that the result is valid until the transaction ends."""
     request.guard.fence()
     locked = Sandbox.objects.select_for_update(no_key=True, of=("self",)).filter(holder=request.holder)
     return all(state == COLD for state in locked.exclude(state__in=GONE_STATES).values_list("state", flat=True))
@@ -197,16 +204,16 @@ def _copy_snapshot(source: Snapshot, holder: UUID, kind: SnapshotKind, *, now: d
 
 def _require_not_running(sandbox: Sandbox) -> None:
     if sandbox.state == RUNNING:
-        raise SandboxBusy("A run is open in the sandbox. Restore the snapshot when it has ended.")
+        raise SandboxBusy("A run is open in the sandbox. Restore the snapshot after the run has ended.")
 
 
 def _evict(sandbox: Sandbox, *, now: datetime, actor: str) -> None:
-    """Evict the sandbox before a restore. Raises SandboxBusy or StoreUnavailable if that failed."""
+    """Evict the sandbox before a restore. Raises SandboxBusy or StoreUnavailable if the eviction failed."""
     if eviction.evict(sandbox.pk, now=now, code=TransitionReason.RESTORE, actor=actor):
         return
     current = Sandbox.objects.get(pk=sandbox.pk)
     _require_not_running(current)
     if current.state == SandboxState.WAITING and current.last_error and current.tries > sandbox.tries:
-        raise StoreUnavailable(f"The present workspace could not be stored, so nothing was restored. {current.last_error}")
+        raise StoreUnavailable(f"The current workspace could not be stored, so nothing was restored. {current.last_error}")
     if current.state == EVICTING and current.last_error:
-        raise SandboxBusy("The present workspace is stored, but its sandbox could not be destroyed yet. A sweep tries again.")
+        raise SandboxBusy("The current workspace is stored, but its sandbox could not be destroyed yet. A sweep tries again.")

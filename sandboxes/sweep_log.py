@@ -1,4 +1,4 @@
-"""Results of scheduled passes, and the row that records the last pass of each sweep."""
+"""Results of sweeps, and the record of the last pass of each sweep."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from sandboxes.db.clock import clock_from
 from sandboxes.models import Sweep
 
 log = structlog.get_logger(__name__)
-# Limit of one pass that waits for providers or stores. A worker sends no heartbeat while a pass runs.
+# Time limit of one pass of a sweep that waits for providers or stores: a worker sends no heartbeat during a pass.
 PASS_TIME_LIMIT = timedelta(seconds=60)
 
 
@@ -33,7 +33,7 @@ class SweepResult:
 
 
 def run_recorded(name: str, sweep: Callable[[], SweepResult], *, now: datetime, every: timedelta) -> SweepResult:
-    """Run a sweep and record its start, its end, its counts and its failures in the row `name`. Health checks read that row.
+    """Run a sweep, and record its times, counts and failures in the row `name`, which health checks read.
 
     `every` is the scheduled interval. An exception is recorded and raised again."""
     row, _ = Sweep.objects.get_or_create(name=name, defaults={"every": every})

@@ -29,7 +29,7 @@ MAX_WARM_FAILURES = 3  # in a row, before the circuit breaker of a pool opens
 
 
 def destroy_due(*, now: datetime, limit: int = 200) -> SweepResult:
-    """Destroy the sandboxes in `destroying` that are due. A failed row waits longer each time and blocks no other."""
+    """Destroy the sandboxes in `destroying` that are due. A failed row is retried with backoff and blocks no other."""
     result, clock = SweepResult(), clock_from(now)
     for pk in find_due_for_destroy(now=now).values_list("pk", flat=True)[:limit]:
         if clock() > now + PASS_TIME_LIMIT:
@@ -94,9 +94,9 @@ def find_idle(*, now: datetime) -> QuerySet[Sandbox]:
 
 
 def expire_cold(*, now: datetime, limit: int = 500) -> SweepResult:
-    """Release the places and the local snapshot files of sandboxes that are cold for longer than the cold TTL.
+    """Release the places of sandboxes that are cold for longer than the cold TTL, and local snapshot files of destroyed ones.
 
-    The store keeps its copy, from which the next use by the same holder starts a new sandbox."""
+    The copy in the store remains. The next use by the same holder starts a new sandbox from that copy."""
     result = SweepResult()
     for sandbox in find_expired_cold(now=now)[:limit]:
         unchanged = Q(state_since=sandbox.state_since)
@@ -126,8 +126,8 @@ def warm_pools(*, now: datetime) -> SweepResult:
     After MAX_WARM_FAILURES failed starts in a row a pool's circuit breaker opens, with exponential backoff."""
     result, clock = SweepResult(), clock_from(now)
     for pk in find_surplus():
-        unheld = Q(state=WARM, holder__isnull=True)
-        destroyed = destruction.schedule_destroy(pk, now=now, code=TransitionReason.SURPLUS, actor="sweep", guard=unheld)
+        is_unheld = Q(state=WARM, holder__isnull=True)
+        destroyed = destruction.schedule_destroy(pk, now=now, code=TransitionReason.SURPLUS, actor="sweep", guard=is_unheld)
         result.note("surplus destroyed", destroyed)
     for pool in Pool.objects.filter(warm_target__gt=0, draining=False):
         while clock() <= now + PASS_TIME_LIMIT:
@@ -147,13 +147,13 @@ def warm_pools(*, now: datetime) -> SweepResult:
 
 
 def find_surplus() -> list[uuid.UUID]:
-    """Return pre-warmed sandboxes above their pool's warm target, or started with settings that the pool no longer has."""
+    """Return pre-warmed sandboxes above their pool's warm target, or started with outdated pool settings."""
     surplus: list[uuid.UUID] = []
     for pool in Pool.objects.filter(sandboxes__holder__isnull=True, sandboxes__state=WARM).distinct():
         # Read before the second query: a sandbox that becomes ready between the two must not count as surplus.
         unheld = [*Sandbox.objects.filter(pool=pool, state=WARM, holder__isnull=True).values_list("pk", flat=True)]
-        wanted = find_unclaimed(pool).filter(state=WARM).order_by("-created_at").values_list("pk", flat=True)
-        retained = set() if pool.draining else {*wanted[: pool.warm_target]}
+        usable = find_unclaimed(pool).filter(state=WARM).order_by("-created_at").values_list("pk", flat=True)
+        retained = set() if pool.draining else {*usable[: pool.warm_target]}
         surplus += [pk for pk in unheld if pk not in retained]
     return surplus
 
@@ -181,7 +181,7 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     """Take the next step for Runs and sandboxes past their deadline, whose worker is assumed dead.
 
     1. Kill the command of an overdue Run, and close the Run as lost.
-    2. Schedule a sandbox that did not become ready for destruction.
+    2. Schedule the destruction of a sandbox that did not become ready.
     3. Continue an eviction at the step where it stopped."""
     result = SweepResult()
     for run in runs.find_overdue(now=now)[:limit]:
@@ -202,7 +202,9 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
 
 def _resume_eviction(sandbox: Sandbox, result: SweepResult, *, now: datetime) -> None:
     unchanged = Q(claim=sandbox.claim, deadline_at=sandbox.deadline_at)
-    if sandbox.tries >= settings.DESTROY_TRIES:  # the state is stored; destroy_due retries the process, and quarantines it
+    if (
+        sandbox.tries >= settings.DESTROY_TRIES
+    ):  # the state is stored; destroy_due retries the destroy, then quarantines the sandbox
         destruction.schedule_destroy(
             sandbox.pk,
             now=now,
@@ -214,11 +216,11 @@ def _resume_eviction(sandbox: Sandbox, result: SweepResult, *, now: datetime) ->
         result.note("stalled evictions destroyed")
         return
     token = uuid.uuid4()
-    taken = Sandbox.objects.filter(unchanged, pk=sandbox.pk, state=EVICTING).update(
+    claimed = Sandbox.objects.filter(unchanged, pk=sandbox.pk, state=EVICTING).update(
         claim=token, claimed_by=settings.INSTANCE, deadline_at=now + eviction.EVICTION_TIMEOUT
     )
-    done = taken and eviction.finish_eviction(sandbox.pk, token, now=now, actor="sweep")
-    result.note("evictions finished" if done else "evictions postponed" if taken else "lost race")
+    finished = claimed and eviction.finish_eviction(sandbox.pk, token, now=now, actor="sweep")
+    result.note("evictions finished" if finished else "evictions postponed" if claimed else "lost race")
 
 
 def find_overdue_starts(*, now: datetime) -> QuerySet[Sandbox]:
@@ -228,17 +230,17 @@ def find_overdue_starts(*, now: datetime) -> QuerySet[Sandbox]:
 
 def find_overdue_evictions(*, now: datetime) -> QuerySet[Sandbox]:
     """Select sandboxes in `evicting` past their deadline."""
-    late = Sandbox.objects.filter(state=EVICTING, deadline_at__lt=now, lost_at__isnull=True)
-    return late.order_by("deadline_at")
+    overdue = Sandbox.objects.filter(state=EVICTING, deadline_at__lt=now, lost_at__isnull=True)
+    return overdue.order_by("deadline_at")
 
 
 def recount(*, now: datetime) -> SweepResult:
-    """Set the counters of pools and quotas to the counts of rows. Each difference is reported as a failure: it is a bug."""
+    """Set the counters of pools and quotas to the counts of rows. Each difference is a bug and reported as a failure."""
     result = SweepResult()
     for pk in Pool.objects.values_list("pk", flat=True):
         with transaction.atomic():
             # Taking or releasing a place locks the quota, then the pool, until the sandbox's row is committed. The same order
-            # here prevents a deadlock, and so does no_key: inserting a sandbox takes a key lock on the pool.
+            # prevents a deadlock. So does no_key, because the INSERT of a sandbox takes a key lock on the pool.
             quotas = list(Quota.objects.select_for_update(no_key=True).filter(pool=pk).order_by("pk"))
             pool = Pool.objects.select_for_update(no_key=True).get(pk=pk)
             live = Sandbox.objects.filter(pool=pool).exclude(state=DESTROYED)
@@ -247,9 +249,9 @@ def recount(*, now: datetime) -> SweepResult:
                 Pool.objects.filter(pk=pk).update(used=counted)
                 result.note(COUNTERS_CORRECTED)
                 result.failures.append(f'pool "{pool}": the counter was {pool.used}, but it has {counted} rows')
-            by_agent = dict(live.exclude(agent_did="").values_list("agent_did").annotate(n=Count("pk")).order_by())
+            rows_by_agent = dict(live.exclude(agent_did="").values_list("agent_did").annotate(n=Count("pk")).order_by())
             for quota in quotas:
-                rows = by_agent.get(quota.agent_did, 0)
+                rows = rows_by_agent.get(quota.agent_did, 0)
                 if rows != quota.used:
                     Quota.objects.filter(pk=quota.pk).update(used=rows)
                     result.note(COUNTERS_CORRECTED)
@@ -300,15 +302,15 @@ def find_unmeasured() -> QuerySet[Sandbox]:
 
 
 def release_instance(instance: str, *, now: datetime) -> int:
-    """Make the work of a dead instance of the control plane due now, so that the next sweep takes it over.
+    """Make the work of a dead instance of the control plane due now, so that the next sweep takes over.
 
-    `instance` is a value of LEASEHOLD_INSTANCE, or the part of several values before a dot. Returns the number of rows. Call it
-    only when no process of that instance is left. It saves time only: without it the rows wait for their deadlines. Raises
-    ValueError for an empty instance."""
+    `instance` is a value of LEASEHOLD_INSTANCE, or the common part of several values before a dot. Returns the number of rows.
+    Call this function only if no process of the instance is alive. It only saves time: otherwise the rows wait for their
+    deadlines. Raises ValueError for an empty instance."""
     if not instance:
         raise ValueError("An instance is required: rows without one may belong to any process.")
     claimed = Q(claimed_by=instance) | Q(claimed_by__startswith=f"{instance}.")
-    ahead = Q(deadline_at__gt=now)
-    sandboxes = Sandbox.objects.filter(claimed, ahead, state__in=IN_FLIGHT_STATES).update(deadline_at=now)
+    not_due = Q(deadline_at__gt=now)
+    sandboxes = Sandbox.objects.filter(claimed, not_due, state__in=IN_FLIGHT_STATES).update(deadline_at=now)
     started = Q(ended_at__isnull=True, started_at__lt=now)  # keeps deadline > start, also after a clock was set back
-    return sandboxes + Run.objects.filter(claimed, ahead, started).update(deadline_at=now)
+    return sandboxes + Run.objects.filter(claimed, not_due, started).update(deadline_at=now)

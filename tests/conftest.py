@@ -28,12 +28,12 @@ MINUTE = timedelta(minutes=1)
 SERVICES_REQUIRED = os.environ.get("LEASEHOLD_REQUIRE_SERVICES") == "1"
 DOCKER_IMAGE = os.environ.get("LEASEHOLD_SANDBOX_IMAGE", "leasehold-sandbox:latest")
 
-# A busy machine may delay any example beyond Hypothesis's default deadline of 200 ms, and its generation as well. In CI, where
-# all services are required, examples are derived from the code alone; elsewhere each run draws new ones.
+# On a busy machine an example, or its generation, may exceed Hypothesis's default deadline of 200 ms. In CI, where all services
+# are required, the examples are deterministic; elsewhere each run draws new examples.
 hypothesis.settings.register_profile(
-    "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize=SERVICES_REQUIRED
+    "no_deadline", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize=SERVICES_REQUIRED
 )
-hypothesis.settings.load_profile("unhurried")
+hypothesis.settings.load_profile("no_deadline")
 
 
 class SimulatedCrash(BaseException):
@@ -52,11 +52,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("database")
 
 
-def skip_or_fail(why: str) -> None:
+def skip_or_fail(reason: str) -> None:
     """Skip the test, or fail it if all services are required."""
     if SERVICES_REQUIRED:
-        pytest.fail(why)
-    pytest.skip(why)
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
@@ -73,21 +73,21 @@ def django_db_setup(django_db_setup: None, django_db_keepdb: bool) -> None:
 
 @pytest.fixture(autouse=True)
 def clock_past_midnight() -> Iterator[None]:
-    """Let no test cross midnight UTC: pages and commands count days by the clock.
+    """Keep a test from crossing midnight UTC, because pages and commands count days by the clock.
 
     A test that starts within half a minute of midnight runs with Django's clock a minute ahead, on the next day."""
-    real = timezone.now
-    if real().date() == (real() + MINUTE / 2).date():
+    system_now = timezone.now
+    if system_now().date() == (system_now() + MINUTE / 2).date():
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timezone, "now", lambda: real() + MINUTE)
+        patch.setattr(timezone, "now", lambda: system_now() + MINUTE)
         yield
 
 
 @pytest.fixture(autouse=True)
 def isolate_state_dirs(tmp_path: Path, settings: Any) -> Iterator[None]:
-    """Give the test its own store and state directory. Files of other tests would be pruned or counted."""
+    """Give the test its own store and state directory. Otherwise it would prune or count files of other tests."""
     settings.STATE_DIR, settings.STORAGE_DIR = tmp_path / "state", tmp_path / "store"
     get_store.cache_clear()
     yield
@@ -122,8 +122,8 @@ def docker_ready() -> None:
     try:
         client = sdk.from_env(timeout=60)
         client.images.get(DOCKER_IMAGE)
-    except sdk.errors.DockerException as why:
-        skip_or_fail(f"No Docker Engine with the image {DOCKER_IMAGE}: {why}")
+    except sdk.errors.DockerException as failed:
+        skip_or_fail(f"No Docker Engine with the image {DOCKER_IMAGE}: {failed}")
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ TAKE_SNAPSHOT_ACTION = AdminAction(
 RESTORE_ACTION = AdminAction(
     title="Restore",
     warning=(
-        "This snapshot replaces the workspace. The present workspace is stored as a snapshot first, so the restore can be "
+        "This snapshot replaces the workspace. The current workspace is stored as a snapshot first, so the restore can be "
         "undone. /data is not changed. Refused while the sandbox is running."
     ),
     done="being restored",

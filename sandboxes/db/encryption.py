@@ -1,7 +1,7 @@
 """Encryption of secrets at rest: AES-256-GCM under LEASEHOLD_IDENTITY_KEYS, bound to the row.
 
-Fernet cannot bind a ciphertext to a row: an attacker with write access to the database but without a key could copy the
-secret of one agent into the row of another."""
+Fernet has no associated data, so it cannot bind a ciphertext to a row: an attacker with write access to the database but
+without a key could copy the secret of one agent into the row of another."""
 
 import os
 
@@ -19,13 +19,13 @@ class DecryptionFailed(Exception):
     """No configured key decrypts the secret for this row."""
 
 
-def seal(secret: bytes, *, row: str) -> bytes:
+def encrypt(secret: bytes, *, row: str) -> bytes:
     """Encrypt a secret under the first key, with `row` as associated data."""
     nonce = os.urandom(NONCE_BYTES)
     return nonce + AESGCM(_load_keys()[0]).encrypt(nonce, secret, row.encode())
 
 
-def unseal(sealed: bytes, *, row: str) -> tuple[bytes, bool]:
+def decrypt(sealed: bytes, *, row: str) -> tuple[bytes, bool]:
     """Decrypt a secret, and return whether the first key encrypted it. Raise DecryptionFailed if no key fits this row."""
     for index, key in enumerate(_load_keys()):
         try:
@@ -36,7 +36,8 @@ def unseal(sealed: bytes, *, row: str) -> tuple[bytes, bool]:
 
 
 def _load_keys() -> list[bytes]:
-    """Return the configured keys and, last, the key derived from SECRET_KEY: secrets stored before any key was configured
-    can still be decrypted and encrypted again under the first key."""
+    """Return the configured keys, then a key derived from SECRET_KEY.
+
+    The derived key decrypts secrets that were stored before any key was configured."""
     derived = HKDF(hashes.SHA256(), length=32, salt=None, info=HKDF_INFO).derive(settings.SECRET_KEY.encode())
     return [*settings.IDENTITY_KEYS, derived]

@@ -1,6 +1,6 @@
 """Hand-written SQL for the hot paths: exec, renew and model call. Building an ORM query costs several times its execution.
 
-The rule: a statement is written by hand only where a benchmark shows that the ORM's query building dominates, or where
+A statement is written by hand only where a benchmark shows that the ORM's query building dominates, or where
 the ORM cannot express the statement. Every statement runs on SQLite and PostgreSQL; values are always parameters."""
 
 from collections.abc import Callable, Sequence
@@ -19,21 +19,21 @@ M = TypeVar("M", bound=Model)
 def find_first(model: type[M], where: str, *values: Any) -> M | None:
     """Return the first instance that matches a condition in SQL, or None."""
     columns, _, _ = _describe_columns(model)
-    found = fetch_all(f"SELECT {columns} FROM {model._meta.db_table} WHERE {where} LIMIT 1", *values)  # noqa: S608 - no user input
-    return _build_instance(model, found[0]) if found else None
+    rows = fetch_all(f"SELECT {columns} FROM {model._meta.db_table} WHERE {where} LIMIT 1", *values)  # noqa: S608 - no user input
+    return _build_instance(model, rows[0]) if rows else None
 
 
 def find_first_with_related(
-    model: type[M], key: str, also: Sequence[str], where: str, *values: Any
+    model: type[M], key: str, subqueries: Sequence[str], where: str, *values: Any
 ) -> tuple[M, Sequence[Any]] | tuple[None, Sequence[Any]]:
-    """Like find_first, and also load the row of the foreign key `key` and the scalar subqueries `also` in the same query.
+    """Like find_first, and also load the row of the foreign key `key` and the scalar `subqueries` in the same query.
 
     `values` are the parameters of the subqueries, then those of the condition. Returns the instance and the results."""
     field = cast("ForeignKey[Any, Any]", model._meta.get_field(key))
     table, other = model._meta.db_table, field.related_model
     join = f"LEFT JOIN {other._meta.db_table} ON {other._meta.db_table}.{other._meta.pk.column} = {table}.{field.column}"
     (columns, names, _), (other_columns, other_names, _) = _describe_columns(model), _describe_columns(other)
-    selected = ", ".join([columns, other_columns, *(f"({each})" for each in also)])
+    selected = ", ".join([columns, other_columns, *(f"({subquery})" for subquery in subqueries)])
     rows = fetch_all(f"SELECT {selected} FROM {table} {join} WHERE {where} LIMIT 1", *values)  # noqa: S608 - no user input
     if not rows:
         return None, ()
@@ -72,8 +72,10 @@ def insert_if_absent(row: Model) -> bool:
 
 
 def lock_rows(model: type[Model], where: str, *values: Any) -> None:
-    """Lock the rows that match a condition in SQL until the transaction ends (FOR NO KEY UPDATE: inserts of rows that refer
-    to a locked row do not wait). Without effect on SQLite, where a write transaction is exclusive."""
+    """Lock the rows that match a condition in SQL until the transaction ends.
+
+    FOR NO KEY UPDATE does not delay inserts of rows that refer to a locked row. No effect on SQLite, where a write
+    transaction is exclusive."""
     if connection.features.has_select_for_no_key_update:
         fetch_all(f"SELECT 1 FROM {model._meta.db_table} WHERE {where} FOR NO KEY UPDATE", *values)  # noqa: S608 - no user input
 
@@ -114,13 +116,13 @@ def _describe_columns(model: type[Model]) -> tuple[str, list[str], list[tuple[in
 @cache
 def _build_insert(model: type[Model], *, keyed: bool) -> tuple[str, list["Field[Any, Any]"]]:
     fields = [field for field in model._meta.concrete_fields if not field.generated and (keyed or not field.primary_key)]
-    names, marks = ", ".join(f'"{field.column}"' for field in fields), ", ".join(["%s"] * len(fields))
-    chosen = "" if keyed else f" RETURNING {model._meta.pk.column}"
-    return f"INSERT INTO {model._meta.db_table} ({names}) VALUES ({marks}){chosen}", fields  # noqa: S608 - no user input
+    names, placeholders = ", ".join(f'"{field.column}"' for field in fields), ", ".join(["%s"] * len(fields))
+    returning = "" if keyed else f" RETURNING {model._meta.pk.column}"
+    return f"INSERT INTO {model._meta.db_table} ({names}) VALUES ({placeholders}){returning}", fields  # noqa: S608 - no user input
 
 
 def _adapt_value(value: Any) -> Any:
-    """Adapt a value to the driver: SQLite has neither UUIDs nor times."""
+    """Adapt a value to the driver: SQLite has no UUID or timestamp type."""
     if isinstance(value, UUID):
         return value if connection.features.has_native_uuid_field else value.hex
     return connection.ops.adapt_datetimefield_value(value) if isinstance(value, datetime) else value

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 BASE58_ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-KEY_BYTES = 32  # length of a private key and of each half of a signature
+KEY_BYTES = 32  # of a private key, and of each half of a signature
 MAX_KEY_TEXT_CHARS = 64  # of a private key in text form
 
 
@@ -38,7 +38,9 @@ CURVES = {
 
 @dataclass(frozen=True)
 class PrivateKey:
-    """Private key. `repr` omits the secret, so that tracebacks and logs do not show it. Raise ValueError if out of range."""
+    """Private key. `repr` omits the secret, so that tracebacks and logs do not contain it.
+
+    Construction raises ValueError if the secret is not a private key of the curve."""
 
     algorithm: str
     secret: bytes = field(repr=False)
@@ -58,7 +60,7 @@ class PrivateKey:
         return "z" + encode_base58(self.curve.public + point)
 
     def sign(self, message: bytes) -> bytes:
-        """Return r and s, 32 bytes each. Of the two valid values of s the lower one is used; AT Protocol rejects the other."""
+        """Return r and s, 32 bytes each. AT Protocol accepts only the lower of the two valid values of s."""
         r, s = decode_dss_signature(self._key().sign(message, ec.ECDSA(hashes.SHA256())))
         return r.to_bytes(KEY_BYTES) + min(s, self.curve.order - s).to_bytes(KEY_BYTES)
 
@@ -80,12 +82,12 @@ def parse_private_key(text: str, algorithm: str = "") -> PrivateKey:
     if not re.fullmatch(f"z[{BASE58_ALPHABET}]{{1,{MAX_KEY_TEXT_CHARS}}}", text):
         raise ValueError("Enter a private key as 64 hexadecimal digits or as multibase (z and base58).")
     raw = decode_base58(text[1:])
-    found = next((name for name, curve in CURVES.items() if raw.startswith(curve.private)), "")
-    if not found:
+    detected = next((name for name, curve in CURVES.items() if raw.startswith(curve.private)), "")
+    if not detected:
         raise ValueError("This multibase text is not a private key on secp256k1 or P-256.")
-    if algorithm not in ("", found):
-        raise ValueError(f"This is a key for {found}.")
-    return PrivateKey(found, raw[len(CURVES[found].private) :])
+    if algorithm not in ("", detected):
+        raise ValueError(f"This is a key for {detected}.")
+    return PrivateKey(detected, raw[len(CURVES[detected].private) :])
 
 
 def sign_jwt(private: PrivateKey, claims: Mapping[str, Any]) -> str:

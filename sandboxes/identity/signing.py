@@ -17,11 +17,8 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.models.identity import ACTIVE_KEY_FILTER, MintedToken, SigningKey
 
 log = structlog.get_logger(__name__)
-DEFAULT_TOKEN_LIFETIME, MIN_TOKEN_LIFETIME, MAX_TOKEN_LIFETIME = (
-    timedelta(seconds=60),
-    timedelta(seconds=1),
-    timedelta(minutes=5),
-)
+DEFAULT_TOKEN_LIFETIME = timedelta(seconds=60)
+MIN_TOKEN_LIFETIME, MAX_TOKEN_LIFETIME = timedelta(seconds=1), timedelta(minutes=5)
 TOKEN_RETENTION = timedelta(days=90)  # of the rows that record minted tokens
 
 
@@ -51,14 +48,14 @@ def create_key(agent_did: str, *, now: datetime, actor: str = "", private: Priva
     key = SigningKey(
         agent_did=agent_did, algorithm=private.algorithm, public_key=private.public, created_at=now, created_by=actor
     )
-    key.sealed = encryption.seal(private.secret, row=_encryption_context(key))
+    key.sealed = encryption.encrypt(private.secret, row=_encryption_context(key))
     try:
         with transaction.atomic():
             key.save(force_insert=True)
     except IntegrityError:
         if SigningKey.objects.filter(public_key=key.public_key).exists():
             raise SigningKeyExists(
-                "This key was used before. A key belongs to one agent and cannot be used again after its end."
+                "This key was used before. A key belongs to one agent and cannot be used again after it was retired or revoked."
             ) from None
         raise SigningKeyExists from None
     log.info("signing key created", agent=agent_did, key=key.did_key, actor=actor)
@@ -75,7 +72,7 @@ def rotate_key(agent_did: str, *, now: datetime, actor: str = "", private: Priva
 
 
 def replace_key(old: SigningKey, *, now: datetime, actor: str = "", private: PrivateKey | None = None) -> SigningKey | None:
-    """Rotate exactly this key. Return None if it is not active."""
+    """Replace `old`, if it is the active key. Return its successor, or None if `old` is not active."""
     with transaction.atomic(durable=True):
         if not _end_key(old, retired_at=now, ended_by=actor):
             return None
@@ -94,7 +91,7 @@ def revoke_active_key(agent_did: str, *, now: datetime, actor: str = "") -> Sign
 
 
 def revoke_key(key: SigningKey, *, now: datetime, actor: str = "") -> bool:
-    """Revoke exactly this key. Return False if it is not active."""
+    """Revoke `key`. Return False if it is not active."""
     return _end_key(key, revoked_at=now, ended_by=actor)
 
 
@@ -107,11 +104,11 @@ def _end_key(key: SigningKey, **changes: Any) -> bool:
 
 @dataclass
 class ReencryptionResult:
-    """Counts of a re-encryption: changed, already under the first key, and not decryptable."""
+    """Counts of a re-encryption: changed, already under the first key (`current`), and not decryptable."""
 
     changed: int = 0
-    already: int = 0
-    unopened: list[SigningKey] = field(default_factory=list)
+    current: int = 0
+    undecryptable: list[SigningKey] = field(default_factory=list)
 
 
 def reencrypt_keys() -> ReencryptionResult:
@@ -121,12 +118,12 @@ def reencrypt_keys() -> ReencryptionResult:
         try:
             private, newest = _decrypt_private_key(key)
         except SigningKeyDecryptionFailed:
-            result.unopened.append(key)
+            result.undecryptable.append(key)
             continue
         if newest:
-            result.already += 1
+            result.current += 1
         else:
-            sealed = encryption.seal(private.secret, row=_encryption_context(key))
+            sealed = encryption.encrypt(private.secret, row=_encryption_context(key))
             result.changed += SigningKey.objects.filter(ACTIVE_KEY_FILTER, pk=key.pk).update(sealed=sealed)
     return result
 
@@ -144,7 +141,7 @@ def build_verification_method(key: SigningKey) -> dict[str, str]:
 def _decrypt_private_key(key: SigningKey) -> tuple[PrivateKey, bool]:
     """Return the private key and whether the first encryption key encrypted it."""
     try:
-        secret, newest = encryption.unseal(bytes(key.sealed or b""), row=_encryption_context(key))
+        secret, newest = encryption.decrypt(bytes(key.sealed or b""), row=_encryption_context(key))
     except encryption.DecryptionFailed:
         log.error("signing key decryption failed", agent=key.agent_did, key=key.did_key)
         raise SigningKeyDecryptionFailed from None
@@ -174,19 +171,20 @@ def mint_service_token(
     lifetime: timedelta = DEFAULT_TOKEN_LIFETIME,
     holder: UUID | None = None,
     actor: str = "",
-    fence: Callable[[], object] = bool,
+    fence: Callable[[], object] | None = None,
 ) -> tuple[str, MintedToken]:
     """Mint an AT Protocol service token and insert the row that records it, in one transaction.
 
-    `fence` is called first in that transaction; it locks the rows that grant the right to mint, and may raise. Raise
-    SigningKeyNotFound, SigningKeyRevoked, SigningKeyDecryptionFailed, or ValueError for a lifetime outside
+    `fence` is called first in that transaction; it locks the rows that grant the right to mint, and may raise.
+    Raise SigningKeyNotFound, SigningKeyRevoked, SigningKeyDecryptionFailed, or ValueError for a lifetime outside
     MIN_TOKEN_LIFETIME to MAX_TOKEN_LIFETIME."""
     if not MIN_TOKEN_LIFETIME <= lifetime <= MAX_TOKEN_LIFETIME:
-        raise ValueError(f"The lifetime of a service token is {MIN_TOKEN_LIFETIME} to {MAX_TOKEN_LIFETIME}.")
+        raise ValueError(f"The lifetime of a service token must be {MIN_TOKEN_LIFETIME} to {MAX_TOKEN_LIFETIME}.")
     issued = int(now.timestamp())
     expires = issued + int(lifetime.total_seconds())
     with transaction.atomic(durable=True):
-        fence()
+        if fence:
+            fence()
         key = get_active_key(agent_did, lock=True)
         private, _ = _decrypt_private_key(key)
         jti = uuid4()

@@ -7,20 +7,22 @@ from django.db.models import Q
 
 
 class LlmCall(models.Model):
-    """One call of a sandbox to a model or relay. The row is inserted before the call is forwarded and closed with the answer:
-    a call whose proxy died stays visible as unpriced."""
+    """One call of a sandbox to a model or relay.
+
+    The row is inserted before the call is forwarded, and closed with the response. A call whose proxy died is therefore stored
+    too, without a price."""
 
     class Outcome(models.TextChoices):
         OPEN = "open", "running"
         OK = "ok", "ok"
-        FAILED = "failed", "failed"  # error or no answer from the upstream
-        CUT = "cut", "cut off"  # answer not read to its end: the known cost is a lower bound
+        FAILED = "failed", "failed"  # error or no response from the upstream
+        CUT = "cut", "cut off"  # response not read to its end: the known cost is a lower bound
         REFUSED = "refused", "refused"  # rejected by the proxy, never forwarded
         LOST = "lost", "lost"  # the proxy died during the call
 
     class Priced(models.TextChoices):
         NO = "", "unpriced"
-        UPSTREAM = "upstream", "by the upstream"  # header of the answer
+        UPSTREAM = "upstream", "by the upstream"  # header of the response
         RECORD = "record", "by the upstream's records"  # the upstream's accounting, joined by call id
         RATE = "rate", "by rate"
 
@@ -36,11 +38,11 @@ class LlmCall(models.Model):
     run = models.ForeignKey("sandboxes.Run", on_delete=models.PROTECT, null=True, blank=True, related_name="calls")
     kind = models.CharField(max_length=8, choices=Kind.choices, default=Kind.LLM)
     path = models.CharField(max_length=200, blank=True)
-    model = models.CharField(max_length=200, blank=True, help_text="Name in the upstream's answer, or else in the request.")
+    model = models.CharField(max_length=200, blank=True, help_text="Name in the upstream's response, otherwise in the request.")
     streamed = models.BooleanField(default=False)
     started_at = models.DateTimeField()
     deadline_at = models.DateTimeField()
-    first_byte_at = models.DateTimeField(null=True, blank=True, help_text="Start of the upstream's answer.")
+    first_byte_at = models.DateTimeField(null=True, blank=True, help_text="Start of the upstream's response.")
     ended_at = models.DateTimeField(null=True, blank=True)
     outcome = models.CharField(max_length=8, choices=Outcome.choices, default=Outcome.OPEN)
     status = models.PositiveSmallIntegerField(null=True, blank=True, help_text="HTTP status sent to the sandbox.")
@@ -95,8 +97,10 @@ class LlmCall(models.Model):
 
 
 class LogPosition(models.Model):
-    """Read position in an append-only log file. It advances in the transaction that applies the lines: each line is applied
-    once, by any reader and across crashes."""
+    """Read position in an append-only log file.
+
+    The position advances in the transaction that applies the lines, so each line is applied exactly once, with any number of
+    readers and after crashes."""
 
     name = models.CharField(max_length=500, unique=True, help_text="Host and path of the log file.")
     inode = models.CharField(max_length=48, help_text="Device and inode of the file.")
@@ -112,8 +116,7 @@ class LogPosition(models.Model):
 
 
 class ModelRate(models.Model):
-    """Dated price of a model's tokens, for calls that the upstream does not price. A later change of the rate does not change
-    calls that are priced."""
+    """Dated price of a model's tokens, for calls that the upstream does not price. A change does not affect priced calls."""
 
     pattern = models.CharField(max_length=200, help_text='Model name or pattern: "gpt-4o-mini", "claude-*", "*".')
     input_usd = models.DecimalField("input", max_digits=12, decimal_places=6, help_text="USD per million tokens.")

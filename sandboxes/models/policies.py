@@ -17,7 +17,7 @@ def check_models(value: Any) -> None:
 
 
 class Policy(Model):
-    """Named exceptions for the sandboxes of some environment types. The field defaults are the sealed policy."""
+    """Named exceptions for the sandboxes of environment types. The defaults of the fields are the sealed policy."""
 
     name = SlugField(max_length=63, unique=True)
     description = CharField(max_length=200, blank=True, help_text="Purpose of the policy.")

@@ -47,7 +47,7 @@ class Pool(models.Model):
     used = models.PositiveIntegerField(default=0, editable=False)
     draining = models.BooleanField(default=False, editable=False, help_text="No new sandboxes; existing ones end normally.")
     warm_target = models.PositiveIntegerField(
-        default=0, help_text="Ready sandboxes to keep without a lease, starting ones included."
+        default=0, help_text="Number of sandboxes to keep ready without a lease, starting ones included."
     )
     warm_failures = models.PositiveIntegerField(default=0, editable=False, help_text="Consecutive failed starts.")
     warm_paused_until = models.DateTimeField(
@@ -61,7 +61,7 @@ class Pool(models.Model):
     millicpus = models.PositiveIntegerField(default=default_millicpus, validators=[MinValueValidator(50)])
     pids = models.PositiveIntegerField(default=default_pids, validators=[MinValueValidator(16)])
     created_at = models.DateTimeField(default=timezone.now, editable=False)
-    # Totals of destroyed sandboxes and of evictions. sandboxes.pool_stats adds the counters of the others.
+    # Counts of destroyed sandboxes and of evictions. sandboxes.pool_stats adds the counters of live sandboxes.
     warm_hits = models.PositiveBigIntegerField(default=0, editable=False)
     woken_local = models.PositiveBigIntegerField(default=0, editable=False)
     woken_cloud = models.PositiveBigIntegerField(default=0, editable=False)

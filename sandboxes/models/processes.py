@@ -13,7 +13,7 @@ class ProcessStatus(models.TextChoices):
     RUNNING = "running"
     EXITED = "exited"  # by itself, or killed inside the sandbox
     KILLED = "killed"  # through the control plane
-    GONE = "gone"  # sandbox evicted, destroyed or lost
+    GONE = "gone"  # sandbox evicted, destroyed, restarted or lost
     FAILED = "failed"  # never started
 
 
@@ -31,9 +31,9 @@ class Process(models.Model):
     cwd = models.CharField(max_length=4096)
     env_names = models.JSONField(default=list, help_text="Names only; values may be secret.")
     started_at = models.DateTimeField()
-    starts_by = models.DateTimeField(help_text="A process not seen by then counts as never started.")
+    starts_by = models.DateTimeField(help_text="Deadline of the start. A process not listed by then counts as never started.")
     state = models.CharField(max_length=16, choices=ProcessStatus.choices, default=ProcessStatus.RUNNING)
-    ended_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the end was noticed.")
+    ended_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the end was detected.")
     exit_code = models.IntegerField(null=True, blank=True)
     note = models.CharField(max_length=500, blank=True, help_text="Cause of the end, if the exit code does not show it.")
 
@@ -59,7 +59,8 @@ class Process(models.Model):
 
 
 def close_all_processes(sandbox: uuid.UUID, *, now: datetime, note: str) -> int:
-    """Close every open process of a sandbox whose own process has ended, and return their number. Called in the transaction
-    that moves the sandbox."""
+    """Close all open processes of a sandbox, and return their number.
+
+    Called in the transaction that evicts or destroys the sandbox, or marks it as lost."""
     running = Process.objects.filter(sandbox=sandbox, ended_at__isnull=True)
     return running.update(state=ProcessStatus.GONE, ended_at=now, note=note[:500])

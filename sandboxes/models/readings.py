@@ -5,7 +5,7 @@ from django.db.models import F, Q
 
 
 class Reading(models.Model):
-    """Resource use of one incarnation since the previous reading, or since it became ready. A fact, like a Transition.
+    """Resource use of one incarnation since the previous reading, or since the incarnation became ready.
 
     `counted` is the provider's cumulative counter, from which the next reading continues."""
 

@@ -81,7 +81,9 @@ class Sandbox(models.Model):
     deadline_at = models.DateTimeField(null=True, blank=True, help_text="Deadline of the claim. A sweep continues after it.")
     tries = models.PositiveIntegerField(default=0)
     last_error = models.TextField(blank=True)
-    quarantined_at = models.DateTimeField(null=True, blank=True, help_text="Destroy failed too often; an operator has to act.")
+    quarantined_at = models.DateTimeField(
+        null=True, blank=True, help_text="Time of quarantine. Destroy failed too often; an operator has to act."
+    )
     created_at = models.DateTimeField()
     destroyed_at = models.DateTimeField(null=True, blank=True)
     metered = models.BooleanField(default=False, editable=False, help_text="All its time is in usage records.")

@@ -1,7 +1,7 @@
 """Stored state of sandboxes and agents: rows that point to objects in the store. The verbs are in sandboxes.state.
 
-An object is written before the row that points to it, and removed after the last such row: a crash leaves at worst
-orphaned objects, which the pruning sweep finds by listing the store."""
+An object is written before its first row, and removed after its last row. A crash therefore leaves at worst orphaned objects,
+which the pruning sweep finds by listing the store."""
 
 import uuid
 from datetime import UTC, datetime
@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from django.db import models
 from django.db.models import Q
 
-KEY_TIMESTAMP_FORMAT = "%Y%m%dT%H%M%SZ"  # part of every key: the age of an object is known from its key
+KEY_TIMESTAMP_FORMAT = "%Y%m%dT%H%M%SZ"  # part of every key, so that pruning knows the age of an object
 
 
 class SnapshotKind(models.TextChoices):
@@ -93,8 +93,9 @@ class AgentData(models.Model):
 
 
 class DataSize(models.Model):
-    """Size of an agent's data from `at` until the next row, for metering its storage. Rows are written under the lock of the
-    AgentData row; `at` never decreases."""
+    """Size of an agent's data from `at` until the next row, for the metering of storage.
+
+    Rows are written under the lock of the AgentData row; `at` never decreases."""
 
     agent_did = models.CharField(max_length=255, verbose_name="agent")
     size_bytes = models.PositiveBigIntegerField()
@@ -136,8 +137,9 @@ class DataObject(models.Model):
 
 
 class DataFile(models.Model):
-    """Newest version of one path in an agent's data. A removed path keeps its row, marked, so that sandboxes that still have
-    the file delete it at their next pull."""
+    """Newest version of one path in an agent's data.
+
+    The row of a removed path stays, with `removed` set, so that other sandboxes delete the file at their next pull."""
 
     data = models.ForeignKey(AgentData, on_delete=models.CASCADE, related_name="entries")
     path = models.CharField(max_length=1000, help_text="Relative to /data.")

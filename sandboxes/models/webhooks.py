@@ -87,7 +87,7 @@ class Webhook(models.Model):
     last_error = models.CharField(max_length=300, blank=True, editable=False)
     last_delivered_at = models.DateTimeField(null=True, blank=True, editable=False)
     disabled_at = models.DateTimeField(
-        null=True, blank=True, editable=False, help_text="Disabled after failing for too long, or by a 410 answer."
+        null=True, blank=True, editable=False, help_text="Disabled after failing for too long, or by a 410 response."
     )
     removed_at = models.DateTimeField(null=True, blank=True, editable=False)
 
@@ -128,8 +128,8 @@ class Webhook(models.Model):
         except ValueError:
             return
         for internal, field in ((True, "url"), (self.internal, "internal")):
-            if why := get_refusal_reason(address, internal=internal):
-                raise ValidationError({field: f"{host}: {why}"})
+            if reason := get_refusal_reason(address, internal=internal):
+                raise ValidationError({field: f"{host}: {reason}"})
 
 
 class Event(models.Model):
@@ -156,7 +156,7 @@ class Delivery(models.Model):
 
     event = models.ForeignKey(Event, on_delete=models.CASCADE, related_name="deliveries", db_index=False)
     webhook = models.ForeignKey(Webhook, on_delete=models.CASCADE, related_name="deliveries", db_index=False)
-    asked_at = models.DateTimeField(help_text="Time of the first attempt.")
+    asked_at = models.DateTimeField(help_text="Start of the retry window.")
     due_at = models.DateTimeField(
         null=True, blank=True, help_text="Next attempt; during an attempt, the deadline of its worker."
     )

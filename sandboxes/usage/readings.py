@@ -1,7 +1,7 @@
 """CPU and memory readings of sandboxes, for providers that report use: periodic, and a final one before destroy.
 
-The provider's counter is cumulative, so a late or missing reading loses nothing: the next one includes it. Use after the
-last reading is lost only if the provider loses the sandbox or does not answer at destroy; that use is not billed."""
+The provider's counter is cumulative, so the next reading includes the use of a late or missing one. The use after the last
+reading is lost, and not billed, if the provider loses the sandbox or does not respond at destroy."""
 
 from datetime import datetime, timedelta
 
@@ -24,8 +24,10 @@ MAX_INSERT_ATTEMPTS = 5  # against concurrent readings of one sandbox
 def record_reading(
     sandbox: Sandbox, provider: Provider, *, now: datetime, min_cpu_micros: int = MIN_CPU_MICROSECONDS
 ) -> Reading | None:
-    """Store the use since the previous reading. Return None if the CPU time is below `min_cpu_micros`, the provider does not
-    report use, or the sandbox was never ready. Raise ProviderError. Safe to repeat and to run concurrently."""
+    """Store the use since the previous reading. Safe to repeat and to run concurrently.
+
+    Return None if the CPU time is below `min_cpu_micros`, the provider does not report use, or the sandbox was never ready.
+    Raise ProviderError."""
     if not sandbox.measured:
         return None
     clock = clock_from(now)
@@ -34,11 +36,11 @@ def record_reading(
     if used is None:
         return None
     for _ in range(MAX_INSERT_ATTEMPTS):
-        last = Reading.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation).order_by("-number").first()
-        reading = _build_reading(sandbox, last, used, requested_at=now, clock=clock)
-        if reading is None or (last and reading.cpu_micros < min_cpu_micros):
+        previous = Reading.objects.filter(sandbox=sandbox, incarnation=sandbox.incarnation).order_by("-number").first()
+        reading = _build_reading(sandbox, previous, used, requested_at=now, clock=clock)
+        if reading is None or (previous and reading.cpu_micros < min_cpu_micros):
             return None
-        before = _split_at_claim(reading, last)
+        before = _split_at_claim(reading, previous)
         checkpoint("reading made", sandbox)
         try:
             with transaction.atomic():
@@ -52,49 +54,51 @@ def record_reading(
 
 
 def _build_reading(
-    sandbox: Sandbox, last: Reading | None, used: ResourceUsage, *, requested_at: datetime, clock: Clock
+    sandbox: Sandbox, previous: Reading | None, used: ResourceUsage, *, requested_at: datetime, clock: Clock
 ) -> Reading | None:
-    """Build the reading after `last`. Return None if the sandbox was never ready, or a later reading includes this use."""
-    counted = used.cpu_micros
-    if last is None:
-        since, new = _find_ready_time(sandbox), counted
-    elif counted >= last.counted:
-        since, new = last.at, counted - last.counted
-    elif requested_at > last.at:  # the container was restarted in between, so the counter began again
-        since, new = last.at, counted
+    """Build the reading after `previous`. Return None if the sandbox was never ready, or a later reading includes this use."""
+    counter = used.cpu_micros
+    if previous is None:
+        since, cpu_micros = _find_ready_time(sandbox), counter
+    elif counter >= previous.counted:
+        since, cpu_micros = previous.at, counter - previous.counted
+    elif requested_at > previous.at:  # the container was restarted in between, and its counter started at 0
+        since, cpu_micros = previous.at, counter
     else:
         return None
     if since is None:
         return None
     return Reading(
-        sandbox=sandbox, incarnation=sandbox.incarnation, number=last.number + 1 if last else 1, holder=sandbox.holder,
-        since=since, at=max(clock(), since + MICROSECOND), counted=counted, cpu_micros=new,
+        sandbox=sandbox, incarnation=sandbox.incarnation, number=previous.number + 1 if previous else 1, holder=sandbox.holder,
+        since=since, at=max(clock(), since + MICROSECOND), counted=counter, cpu_micros=cpu_micros,
         memory_mib=-(-used.memory_bytes // MIB_BYTES),
     )  # fmt: skip
 
 
-def _split_at_claim(reading: Reading, last: Reading | None) -> Reading | None:
-    """Split a reading at the claim of its sandbox and return the part before the claim, which no lease pays: the memory of the
-    previous reading. CPU time used before the claim but not read yet stays with the holder, because it is unknown."""
-    if reading.holder is None or (last and last.holder):
+def _split_at_claim(reading: Reading, previous: Reading | None) -> Reading | None:
+    """Split a reading at the claim of its sandbox, and return the part before the claim, which is not charged to a lease.
+
+    The part before the claim has the memory of the previous reading and no CPU time. CPU time that was used before the claim
+    and not read stays with the holder, because its amount is unknown."""
+    if reading.holder is None or (previous and previous.holder):
         return None
-    held = Transition.objects.filter(sandbox=reading.sandbox, holder=reading.holder).order_by("pk")
-    claimed = held.values_list("at", flat=True).first()
-    if claimed is None or not reading.since < claimed < reading.at:
+    by_holder = Transition.objects.filter(sandbox=reading.sandbox, holder=reading.holder).order_by("pk")
+    claimed_at = by_holder.values_list("at", flat=True).first()
+    if claimed_at is None or not reading.since < claimed_at < reading.at:
         return None
     before = Reading(
-        sandbox=reading.sandbox, incarnation=reading.incarnation, number=reading.number, since=reading.since, at=claimed,
-        counted=last.counted if last else 0, cpu_micros=0, memory_mib=last.memory_mib if last else 0,
+        sandbox=reading.sandbox, incarnation=reading.incarnation, number=reading.number, since=reading.since, at=claimed_at,
+        counted=previous.counted if previous else 0, cpu_micros=0, memory_mib=previous.memory_mib if previous else 0,
     )  # fmt: skip
-    reading.number, reading.since = reading.number + 1, claimed
+    reading.number, reading.since = reading.number + 1, claimed_at
     return before
 
 
 def _find_ready_time(sandbox: Sandbox) -> datetime | None:
-    """Return the time at which the current incarnation became ready, or None for a failed start, which costs nothing."""
+    """Return the time at which the current incarnation became ready, or None for a failed start, which is not charged."""
     transitions = Transition.objects.filter(sandbox=sandbox).order_by("-pk")
-    started = transitions.filter(to=WARMING).values_list("pk", flat=True)[:1]
-    return transitions.filter(to=WARM, was=WARMING, pk__gt=started).values_list("at", flat=True).first()
+    latest_start = transitions.filter(to=WARMING).values_list("pk", flat=True)[:1]
+    return transitions.filter(to=WARM, was=WARMING, pk__gt=latest_start).values_list("at", flat=True).first()
 
 
 def record_final_reading(sandbox: Sandbox, provider: Provider, *, now: datetime) -> None:
@@ -108,5 +112,5 @@ def record_final_reading(sandbox: Sandbox, provider: Provider, *, now: datetime)
 
 
 def find_readable() -> QuerySet[Sandbox]:
-    """Return the sandboxes with readable usage, most recently used first. A skipped one is covered by its next reading."""
+    """Return the sandboxes with readable usage, most recently used first. The next pass includes the use of a skipped one."""
     return Sandbox.objects.filter(measured=True, state__in=ALIVE_STATES, lost_at__isnull=True).order_by("-last_used_at", "pk")

@@ -3,7 +3,7 @@
 from ipaddress import IPv4Address, IPv6Address, ip_network
 
 Address = IPv4Address | IPv6Address
-# Cloud metadata services outside the link-local range: they hand out the credentials of this machine.
+# Cloud metadata services outside the link-local range: these services return the credentials of this machine.
 CLOUD_METADATA_NETWORKS = [
     ip_network(net) for net in ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254", "fd20:ce::254")
 ]
@@ -22,7 +22,7 @@ def get_refusal_reason(address: Address, *, internal: bool) -> str:
     ):
         return "link-local, multicast, unspecified and cloud metadata addresses are never allowed."
     if not internal and (not address.is_global or address.is_reserved or address in SITE_LOCAL_NETWORK):
-        return "the address is not public. Mark the webhook as internal to allow it."
+        return 'the address is private or reserved, and "Internal address" is not enabled for this webhook.'
     return ""
 
 

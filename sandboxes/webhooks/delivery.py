@@ -27,14 +27,15 @@ from sandboxes.webhooks import http_post, subscriptions
 from sandboxes.webhooks.http_post import PostResult
 
 log = structlog.get_logger(__name__)
-CLAIM_TIMEOUT = timedelta(
-    minutes=2
-)  # an attempt takes http_post.TIMEOUT_SECONDS and two short transactions; its worker counts as dead afterwards
+# An attempt takes at most http_post.TIMEOUT_SECONDS and two short transactions. Afterwards its worker counts as dead.
+CLAIM_TIMEOUT = timedelta(minutes=2)
 INITIAL_BACKOFF, MAX_BACKOFF = timedelta(seconds=5), timedelta(hours=6)  # between two attempts
-RETRY_WINDOW = timedelta(days=3)  # age at which a failed attempt is the last one,
-MIN_ATTEMPTS = 10  # provided that so many were made: the worker may have been down
+# A delivery is given up after a failed attempt if it is older than RETRY_WINDOW and has had MIN_ATTEMPTS attempts. The second
+# condition covers a worker that was down for most of the window.
+RETRY_WINDOW = timedelta(days=3)
+MIN_ATTEMPTS = 10
 PASS_TIME_LIMIT = timedelta(seconds=30)  # of one pass
-HTTP_GONE = 410  # the receiver asks for no further events
+HTTP_GONE = 410  # the receiver wants no further events
 
 
 # --- the sweep ------------------------------------------------------------------------------------------------------
@@ -43,22 +44,22 @@ HTTP_GONE = 410  # the receiver asks for no further events
 def deliver_due(*, now: datetime) -> SweepResult:
     """Attempt due deliveries, oldest first, for the webhook that has used the least time of this pass.
 
-    A slow webhook does not delay the others; a failing one is skipped until the next pass."""
+    A slow webhook does not delay the others. A webhook whose attempt fails is skipped until the next pass."""
     result, clock = SweepResult(), clock_from(now)
-    taken: dict[uuid.UUID, timedelta] = {}
+    time_used: dict[uuid.UUID, timedelta] = {}
     skipped: set[uuid.UUID] = set()
-    while (began := clock()) <= now + PASS_TIME_LIMIT:
-        due = [pk for pk in find_due_webhooks(now=began).values_list("pk", flat=True) if pk not in skipped]
+    while (started := clock()) <= now + PASS_TIME_LIMIT:
+        due = [pk for pk in find_due_webhooks(now=started).values_list("pk", flat=True) if pk not in skipped]
         if not due:
             break
-        webhook = min(due, key=lambda pk: taken.get(pk, timedelta(0)))
+        webhook = min(due, key=lambda pk: time_used.get(pk, timedelta(0)))
         try:
-            outcome = deliver_next(webhook, now=began)
+            outcome = deliver_next(webhook, now=started)
         except Exception as failed:  # a bug triggered by one event must not stop the others
             log.exception("delivery failed", webhook=str(webhook))
             result.failures.append(f"{webhook}: {type(failed).__name__}: {failed}")
             outcome = ""
-        taken[webhook] = taken.get(webhook, timedelta(0)) + clock() - began
+        time_used[webhook] = time_used.get(webhook, timedelta(0)) + clock() - started
         if outcome:
             result.note(outcome)
         if outcome != "delivered":
@@ -67,7 +68,7 @@ def deliver_due(*, now: datetime) -> SweepResult:
 
 
 def run_delivery_task() -> str:
-    """Queue task: deliver what is due after an event was enqueued."""
+    """Deliver due events. Queue task that enqueue_event schedules."""
     return str(deliver_due(now=timezone.now()))
 
 
@@ -79,7 +80,7 @@ def find_due_webhooks(*, now: datetime) -> QuerySet[Webhook]:
 
 
 def find_due_deliveries(*, now: datetime) -> QuerySet[Delivery]:
-    """Return due deliveries and those whose worker has passed its deadline, disabled webhooks included."""
+    """Return due deliveries, disabled webhooks included. A delivery whose worker has passed its deadline is due again."""
     return Delivery.objects.filter(due_at__lte=now)
 
 
@@ -101,16 +102,16 @@ def deliver_next(webhook: uuid.UUID, *, now: datetime) -> str:
     if delivery is None:
         return "lost race"
     checkpoint("delivery claimed", delivery)
-    answer = send_once(delivery, now=now)
+    result = send_once(delivery, now=now)
     checkpoint("delivery answered", delivery)
-    return record_result(delivery, answer, now=clock())
+    return record_result(delivery, result, now=clock())
 
 
 def claim_delivery(webhook: uuid.UUID, *, now: datetime) -> Delivery | None:
     """Claim the oldest due delivery for CLAIM_TIMEOUT. Return None if another worker was first."""
     with transaction.atomic(durable=True):
-        free = find_deliverable(now=now).filter(webhook=webhook).select_for_update(skip_locked=True, of=("self",))
-        pk = free.values_list("pk", flat=True).first()
+        due = find_deliverable(now=now).filter(webhook=webhook).select_for_update(skip_locked=True, of=("self",))
+        pk = due.values_list("pk", flat=True).first()
         token = uuid.uuid4()
         if pk is None or not Delivery.objects.filter(pk=pk, due_at__lte=now).update(
             claim=token, due_at=now + CLAIM_TIMEOUT, tries=F("tries") + 1
@@ -137,83 +138,83 @@ def build_body(event: Event) -> bytes:
 
 
 def build_headers(pk: uuid.UUID, body: bytes, secrets: Sequence[bytes], *, now: datetime) -> dict[str, str]:
-    moment = str(int(now.timestamp()))
-    signed = b".".join((str(pk).encode(), moment.encode(), body))
+    timestamp = str(int(now.timestamp()))
+    signed = b".".join((str(pk).encode(), timestamp.encode(), body))
     signatures = (base64.b64encode(hmac.digest(secret, signed, hashlib.sha256)).decode() for secret in secrets)
     return {
         "Content-Type": "application/json",
         "User-Agent": "Leasehold",
         "webhook-id": str(pk),
-        "webhook-timestamp": moment,
+        "webhook-timestamp": timestamp,
         "webhook-signature": " ".join(f"v1,{signature}" for signature in signatures),
     }
 
 
-def record_result(delivery: Delivery, answer: PostResult, *, now: datetime) -> str:
-    """Record the result of an attempt if the claim is still valid. Disable a webhook that is gone or silent for too long."""
+def record_result(delivery: Delivery, result: PostResult, *, now: datetime) -> str:
+    """Record the result of an attempt, and disable the webhook after status 410 or RETRY_WINDOW without a success.
+
+    Returns the outcome, as deliver_next does; "lost race" if the claim is no longer valid."""
     exhausted = delivery.tries >= MIN_ATTEMPTS and now >= delivery.asked_at + RETRY_WINDOW
-    over = delivery.event.kind == EventType.TEST or exhausted
-    result = {"last_status": answer.status, "last_error": answer.error[:300]}
-    if not answer.error:
-        after: dict[str, datetime | None] = {"due_at": None, "delivered_at": now}
-    elif over:
-        after = {"due_at": None, "given_up_at": now}
+    final = delivery.event.kind == EventType.TEST or exhausted
+    attempt = {"last_status": result.status, "last_error": result.error[:300]}
+    if not result.error:
+        changes: dict[str, datetime | None] = {"due_at": None, "delivered_at": now}
+    elif final:
+        changes = {"due_at": None, "given_up_at": now}
     else:
         wait = max(
-            compute_backoff(delivery.tries, initial=INITIAL_BACKOFF, maximum=MAX_BACKOFF), min(answer.retry_after, MAX_BACKOFF)
+            compute_backoff(delivery.tries, initial=INITIAL_BACKOFF, maximum=MAX_BACKOFF), min(result.retry_after, MAX_BACKOFF)
         )
-        after = {"due_at": now + wait}
+        changes = {"due_at": now + wait}
     with transaction.atomic(durable=True):
         # The webhook's row first: resume and remove lock in the same order.
         webhook = Webhook.objects.filter(pk=delivery.webhook_id)
-        webhook.update(last_at=now, **result, **({} if answer.error else {"last_delivered_at": now}))
-        if not Delivery.objects.filter(pk=delivery.pk, claim=delivery.claim).update(claim=None, **after, **result):
+        webhook.update(last_at=now, **attempt, **({} if result.error else {"last_delivered_at": now}))
+        if not Delivery.objects.filter(pk=delivery.pk, claim=delivery.claim).update(claim=None, **changes, **attempt):
             transaction.set_rollback(True)
             return "lost race"
-        if not answer.error:
+        if not result.error:
             return "delivered"
-        dead = Q(last_delivered_at__isnull=True) | Q(last_delivered_at__lte=now - RETRY_WINDOW)
-        silent = over and delivery.event.kind != EventType.TEST and webhook.filter(dead).exists()
-        disabled = (silent or answer.status == HTTP_GONE) and webhook.filter(NOT_REMOVED, disabled_at__isnull=True).update(
+        no_recent_success = Q(last_delivered_at__isnull=True) | Q(last_delivered_at__lte=now - RETRY_WINDOW)
+        failing = final and delivery.event.kind != EventType.TEST and webhook.filter(no_recent_success).exists()
+        disabled = (failing or result.status == HTTP_GONE) and webhook.filter(NOT_REMOVED, disabled_at__isnull=True).update(
             disabled_at=now
         )
         if disabled:
             subscriptions.abandon_deliveries(delivery.webhook_id, now=now)
-            log.error("webhook disabled", webhook=str(delivery.webhook_id), error=answer.error)
-    log.warning("event not delivered", webhook=str(delivery.webhook_id), event_id=str(delivery.event_id), error=answer.error)
-    return "given up" if over or disabled else "to be tried again"
+            log.error("webhook disabled", webhook=str(delivery.webhook_id), error=result.error)
+    log.warning("event not delivered", webhook=str(delivery.webhook_id), event_id=str(delivery.event_id), error=result.error)
+    return "given up" if final or disabled else "to be tried again"
 
 
 # --- operator actions -----------------------------------------------------------------------------------------------
 
 
 def send_test_event(webhook: Webhook, *, now: datetime, actor: str = "") -> Delivery:
-    """Send one test event, also to a paused webhook. Raise WebhookTestFailed with the receiver's answer."""
+    """Send one test event, also to a paused webhook. Raise WebhookTestFailed with the error."""
     clock = clock_from(now)
-    fresh = Webhook.objects.filter(
-        NOT_REMOVED, pk=webhook.pk
-    ).first()  # the secret may have been rotated since the row was read
-    if fresh is None:
+    current = Webhook.objects.filter(NOT_REMOVED, pk=webhook.pk).first()  # the secret may have been rotated meanwhile
+    if current is None:
         raise WebhookTestFailed("The webhook was removed.")
     with transaction.atomic(durable=True):
         event = Event.objects.create(kind=EventType.TEST, key=uuid.uuid4().hex, payload={"webhook_id": str(webhook.pk)}, at=now)
         delivery = Delivery.objects.create(
-            event=event, webhook=fresh, asked_at=now, due_at=now + CLAIM_TIMEOUT, claim=uuid.uuid4(), tries=1
+            event=event, webhook=current, asked_at=now, due_at=now + CLAIM_TIMEOUT, claim=uuid.uuid4(), tries=1
         )
     log.info("webhook tested", webhook=str(webhook.pk), actor=actor)
-    answer = send_once(delivery, now=now)
-    record_result(delivery, answer, now=clock())
-    if answer.error:
-        raise WebhookTestFailed(f"Test delivery failed. {answer.error}")
+    result = send_once(delivery, now=now)
+    record_result(delivery, result, now=clock())
+    if result.error:
+        raise WebhookTestFailed(f"Test delivery failed. {result.error}")
     return delivery
 
 
 def redeliver(pk: int, *, now: datetime, actor: str = "") -> bool:
     """Schedule a delivered or abandoned delivery again. Return False if it is pending or its webhook was removed."""
-    current = Webhook.objects.filter(NOT_REMOVED, pk=OuterRef("webhook"))
-    scheduled = Delivery.objects.filter(Exists(current), pk=pk, due_at__isnull=True).update(
+    not_removed = Webhook.objects.filter(NOT_REMOVED, pk=OuterRef("webhook"))
+    scheduled = Delivery.objects.filter(Exists(not_removed), pk=pk, due_at__isnull=True).update(
         due_at=now, asked_at=now, tries=0, delivered_at=None, given_up_at=None
     )
     if scheduled:
-        log.info("event sent again", delivery=pk, actor=actor)
+        log.info("redelivery scheduled", delivery=pk, actor=actor)
     return bool(scheduled)

@@ -1,7 +1,8 @@
 """HTTP POST to a configured URL, protected against server-side request forgery and slow receivers.
 
 The host name is resolved once and the connection uses exactly the checked addresses, so DNS rebinding has no effect.
-Redirects are not followed, proxies of the environment are not used, and only the status of the answer is read."""
+Redirects are not followed, and proxies of the environment are not used. Only the status and the Retry-After header of the
+response are read."""
 
 import asyncio
 import os
@@ -24,12 +25,12 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from sandboxes.webhooks.addresses import Address, get_refusal_reason
 
-TIMEOUT_SECONDS = 10.0  # from name resolution to the status of the answer
+TIMEOUT_SECONDS = 10.0  # from name resolution to the status of the response
 
 
 @dataclass(frozen=True)
 class PostResult:
-    """Result of a POST: a status, or the reason why there is none."""
+    """Status of the response, or the error if there was no response. `error` is also set for a status outside 200 to 299."""
 
     status: int | None = None
     error: str = ""  # "" on success
@@ -44,43 +45,43 @@ def post(
     url: str, body: bytes, headers: Mapping[str, str], *, internal: bool = False, timeout: float = TIMEOUT_SECONDS
 ) -> PostResult:
     """Send a POST and return the result. Failures are results, not exceptions. `internal` allows private addresses."""
-    until = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     try:
-        to = yarl.URL(url, encoded=True)  # the same parse result is checked and connected to
-        host = to.host or ""
+        destination = yarl.URL(url, encoded=True)  # one parse result for the check and the connection
+        host = destination.host or ""
         addresses = _resolve(host, timeout)
         for address in addresses:
-            if why := get_refusal_reason(address, internal=internal):
-                raise _DestinationRefused(f"{host} is {address}: {why}")
-        return asyncio.run(_post(to, body, headers, addresses, until - time.monotonic()))
+            if reason := get_refusal_reason(address, internal=internal):
+                raise _DestinationRefused(f"{host} is {address}: {reason}")
+        return asyncio.run(_post(destination, body, headers, addresses, deadline - time.monotonic()))
     except _DestinationRefused as refused:
         return PostResult(error=str(refused))
     except TimeoutError:
-        return PostResult(error=f"No answer within {timeout:g} s.")
-    except aiohttp.ClientConnectorCertificateError as wrong:
-        return PostResult(error=f"Invalid certificate: {getattr(wrong.certificate_error, 'verify_message', 'unknown')}.")
+        return PostResult(error=f"No response within {timeout:g} s.")
+    except aiohttp.ClientConnectorCertificateError as failed:
+        return PostResult(error=f"Invalid certificate: {getattr(failed.certificate_error, 'verify_message', 'unknown')}.")
     except aiohttp.ServerDisconnectedError:
-        return PostResult(error="The server closed the connection without an answer.")
+        return PostResult(error="The server closed the connection without a response.")
     except OSError as failed:  # includes the connection errors of aiohttp
-        why = os.strerror(failed.errno) if failed.errno else "the connection broke"
-        return PostResult(error=f"Connection failed: {why}.")
-    except (aiohttp.ClientError, ValueError) as failed:  # the texts of these errors quote the URL and the answer
-        return PostResult(error=f"Invalid HTTP answer: {type(failed).__name__}.")
+        cause = os.strerror(failed.errno) if failed.errno else "the connection broke"
+        return PostResult(error=f"Connection failed: {cause}.")
+    except (aiohttp.ClientError, ValueError) as failed:  # the texts of these errors quote the URL and the response
+        return PostResult(error=f"Invalid HTTP response: {type(failed).__name__}.")
 
 
 def _resolve(host: str, timeout: float) -> list[Address]:
     """Return all addresses of a host name. getaddrinfo has no timeout, so it runs in its own thread."""
-    found: SimpleQueue[Any] = SimpleQueue()
+    results: SimpleQueue[Any] = SimpleQueue()
 
     def resolve() -> None:
         try:
-            found.put(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
-        except (OSError, UnicodeError) as unknown:
-            found.put(unknown)
+            results.put(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as failed:
+            results.put(failed)
 
     threading.Thread(target=resolve, daemon=True).start()
     try:
-        infos = found.get(timeout=timeout)
+        infos = results.get(timeout=timeout)
     except Empty:
         raise TimeoutError from None
     if isinstance(infos, Exception):
@@ -89,7 +90,7 @@ def _resolve(host: str, timeout: float) -> list[Address]:
 
 
 class _PinnedResolver(AbstractResolver):
-    """Resolver that returns the addresses checked before."""
+    """Resolver that returns only the addresses that passed the address filter."""
 
     def __init__(self, addresses: Sequence[Address]) -> None:
         self.addresses = addresses
@@ -108,10 +109,12 @@ class _PinnedResolver(AbstractResolver):
 
 
 async def _post(
-    to: yarl.URL, body: bytes, headers: Mapping[str, str], addresses: Sequence[Address], timeout: float
+    destination: yarl.URL, body: bytes, headers: Mapping[str, str], addresses: Sequence[Address], timeout: float
 ) -> PostResult:
     trust = (
-        _load_ssl_context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")) if to.scheme == "https" else False
+        _load_ssl_context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+        if destination.scheme == "https"
+        else False
     )
     connector = aiohttp.TCPConnector(resolver=_PinnedResolver(addresses), ssl=trust, force_close=True)
     async with (
@@ -120,25 +123,27 @@ async def _post(
             connector=connector, trust_env=False, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),
         ) as session,
-        session.post(to, data=body, headers=headers, allow_redirects=False) as answer,
+        session.post(destination, data=body, headers=headers, allow_redirects=False) as response,
     ):  # fmt: skip
-        return _parse_response(answer)
+        return _parse_response(response)
 
 
 @cache
-def _load_ssl_context(*places: str | None) -> ssl.SSLContext:
-    """Return OpenSSL's trust store, by default or by its variables. Cached: loading takes longer than a request."""
+def _load_ssl_context(*locations: str | None) -> ssl.SSLContext:
+    """Return a context with OpenSSL's trust store. OpenSSL reads SSL_CERT_FILE and SSL_CERT_DIR itself.
+
+    Cached by the values of both variables, because loading the trust store takes longer than a request."""
     return ssl.create_default_context()
 
 
-def _parse_response(answer: aiohttp.ClientResponse) -> PostResult:
-    status = answer.status
+def _parse_response(response: aiohttp.ClientResponse) -> PostResult:
+    status = response.status
     if 200 <= status < 300:
         return PostResult(status)
     phrase = HTTPStatus(status).phrase if status in {*HTTPStatus} else ""
-    wait = answer.headers.get("Retry-After", "")
+    retry_after = response.headers.get("Retry-After", "")
     return PostResult(
         status,
         f"Status {status} {phrase}".strip() + ".",
-        timedelta(seconds=int(wait) if wait.isdecimal() and len(wait) < 7 else 0),
+        timedelta(seconds=int(retry_after) if retry_after.isdecimal() and len(retry_after) < 7 else 0),
     )

@@ -17,13 +17,13 @@ from sandboxes.models.webhooks import NOT_REMOVED, Delivery, Webhook
 log = structlog.get_logger(__name__)
 SECRET_PREFIX = "whsec_"  # noqa: S105 - Standard Webhooks 1.0.0, "Signature scheme": https://www.standardwebhooks.com
 SECRET_BYTES = 32  # Standard Webhooks requires 24 to 64
-ROTATION_OVERLAP = timedelta(hours=24)  # in which the previous secret signs as well
+ROTATION_OVERLAP = timedelta(hours=24)  # both secrets sign during the overlap
 
 
 def add_webhook(
     url: str, kinds: Sequence[str] = (), *, now: datetime, actor: str = "", description: str = "", internal: bool = False
 ) -> tuple[Webhook, str]:
-    """Add a webhook for the given kinds (none: all). Return it and the only copy of its secret. Raise ValidationError."""
+    """Add a webhook for the given event types (none: all). Return it and the only copy of its secret. Raise ValidationError."""
     webhook = Webhook(url=url, kinds=list(kinds), description=description, internal=internal, created_at=now, created_by=actor)
     webhook.full_clean(exclude=["sealed"], validate_constraints=False)
     sealed, secret = _generate_secret(webhook.pk)
@@ -34,7 +34,7 @@ def add_webhook(
 
 
 def rotate_secret(webhook: Webhook, *, now: datetime, actor: str = "") -> str | None:
-    """Generate a new secret and return its only copy. The previous one signs as well for ROTATION_OVERLAP.
+    """Generate a new secret and return its only copy. The previous secret also signs for ROTATION_OVERLAP.
 
     Return None if the webhook was removed, or rotated since it was read."""
     sealed, secret = _generate_secret(webhook.pk)
@@ -47,7 +47,7 @@ def rotate_secret(webhook: Webhook, *, now: datetime, actor: str = "") -> str | 
 
 
 def pause_webhook(pk: UUID, *, actor: str = "") -> bool:
-    """Pause a webhook: no new deliveries; pending ones wait. Return False if it was paused."""
+    """Pause a webhook: no new deliveries, and pending deliveries wait. Return False if it was paused or removed before."""
     paused = Webhook.objects.filter(NOT_REMOVED, pk=pk, active=True).update(active=False)
     if paused:
         log.info("webhook paused", webhook=str(pk), actor=actor)
@@ -55,7 +55,7 @@ def pause_webhook(pk: UUID, *, actor: str = "") -> bool:
 
 
 def resume_webhook(pk: UUID, *, now: datetime, actor: str = "") -> bool:
-    """Resume a paused or disabled webhook, pending deliveries first. Return False if it was neither."""
+    """Resume a paused or disabled webhook, and make its pending deliveries due now. Return False if the webhook was active."""
     stopped = Q(active=False) | Q(disabled_at__isnull=False)
     with transaction.atomic():
         resumed = Webhook.objects.filter(NOT_REMOVED & stopped, pk=pk).update(active=True, disabled_at=None)
@@ -69,7 +69,7 @@ def resume_webhook(pk: UUID, *, now: datetime, actor: str = "") -> bool:
 
 
 def remove_webhook(pk: UUID, *, now: datetime, actor: str = "") -> bool:
-    """Remove a webhook: delete its secret and abandon pending deliveries. Return False if it was removed before.
+    """Remove a webhook: delete its secret and abandon pending deliveries. Return False if the webhook was removed before.
 
     The row and its deliveries stay: a concurrent transaction may be inserting a delivery that refers to it."""
     with transaction.atomic():
@@ -93,16 +93,16 @@ def load_signing_secrets(webhook: Webhook, *, now: datetime) -> list[bytes]:
     sealed = [webhook.sealed]
     if webhook.before_until and now < webhook.before_until:
         sealed.append(webhook.sealed_before)
-    return [encryption.unseal(bytes(each), row=_encryption_context(webhook.pk))[0] for each in sealed if each]
+    return [encryption.decrypt(bytes(secret), row=_encryption_context(webhook.pk))[0] for secret in sealed if secret]
 
 
 @dataclass
 class ReencryptionResult:
-    """Counts of a re-encryption: changed, already under the first key, and not decryptable."""
+    """Counts of a re-encryption: changed, already under the first key (`current`), and not decryptable."""
 
     changed: int = 0
-    already: int = 0
-    unopened: list[Webhook] = field(default_factory=list)
+    current: int = 0
+    undecryptable: list[Webhook] = field(default_factory=list)
 
 
 def reencrypt_secrets(*, now: datetime) -> ReencryptionResult:
@@ -111,28 +111,32 @@ def reencrypt_secrets(*, now: datetime) -> ReencryptionResult:
     for webhook in Webhook.objects.filter(NOT_REMOVED):
         row = _encryption_context(webhook.pk)
         try:
-            secret, newest = encryption.unseal(bytes(webhook.sealed or b""), row=row)
-            changes: dict[str, bytes | None] = {} if newest else {"sealed": encryption.seal(secret, row=row)}
+            secret, newest = encryption.decrypt(bytes(webhook.sealed or b""), row=row)
+            changes: dict[str, bytes | None] = {} if newest else {"sealed": encryption.encrypt(secret, row=row)}
             if webhook.sealed_before:
-                before, newest = encryption.unseal(bytes(webhook.sealed_before), row=row)
-                over = webhook.before_until is None or webhook.before_until <= now
+                before, newest = encryption.decrypt(bytes(webhook.sealed_before), row=row)
+                overlap_ended = webhook.before_until is None or webhook.before_until <= now
                 changes |= (
-                    {"sealed_before": None} if over else {} if newest else {"sealed_before": encryption.seal(before, row=row)}
+                    {"sealed_before": None}
+                    if overlap_ended
+                    else {}
+                    if newest
+                    else {"sealed_before": encryption.encrypt(before, row=row)}
                 )
         except encryption.DecryptionFailed:
-            result.unopened.append(webhook)
+            result.undecryptable.append(webhook)
             continue
         if changes:
             unchanged = Webhook.objects.filter(NOT_REMOVED, pk=webhook.pk, sealed=webhook.sealed)
             result.changed += unchanged.update(**changes)
         else:
-            result.already += 1
+            result.current += 1
     return result
 
 
 def _generate_secret(pk: UUID) -> tuple[bytes, str]:
     secret = secrets.token_bytes(SECRET_BYTES)
-    return encryption.seal(secret, row=_encryption_context(pk)), SECRET_PREFIX + base64.b64encode(secret).decode()
+    return encryption.encrypt(secret, row=_encryption_context(pk)), SECRET_PREFIX + base64.b64encode(secret).decode()
 
 
 def _encryption_context(pk: UUID) -> str:

@@ -321,11 +321,11 @@ def test_a_failed_task_is_recorded_in_the_timeline(operator: Client, lease: Leas
     copy = snapshots.take_snapshot(lease.pk, now=NOW)
     operator.post(act(copy, "restore"), WHY)
     runs.open_run(used, Command(argv=["sleep"], timeout=MINUTE), now=timezone.now())
-    assert work() == ["A run is open in the sandbox. Restore the snapshot when it has ended."]
+    assert work() == ["A run is open in the sandbox. Restore the snapshot after the run has ended."]
     assert events(lease)[0] == (
         "restore_failed",
         "operator",
-        "A run is open in the sandbox. Restore the snapshot when it has ended.",
+        "A run is open in the sandbox. Restore the snapshot after the run has ended.",
     )
 
 

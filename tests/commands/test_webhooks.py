@@ -58,7 +58,7 @@ def test_an_undelivered_test_event_fails_the_command(receiver: WebhookReceiver) 
     ("args", "message"),
     [
         (["add", "http://example.com"], "http is accepted for loopback addresses only"),
-        (["add", "https://10.0.0.1/"], "10.0.0.1: the address is not public"),
+        (["add", "https://10.0.0.1/"], "10.0.0.1: the address is private"),
         (["test", "nonsense"], "'nonsense' is not a webhook id"),
     ],
 )

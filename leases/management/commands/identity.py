@@ -84,15 +84,15 @@ class Command(BaseCommand):
 
     def _reencrypt(self) -> None:
         keys = signing.reencrypt_keys()
-        self._print_reencrypted(pluralize(keys.changed, "private key", "private keys"), keys.already)
+        self._print_reencrypted(pluralize(keys.changed, "private key", "private keys"), keys.current)
         webhooks = subscriptions.reencrypt_secrets(now=timezone.now())
-        if webhooks.changed or webhooks.already:
-            self._print_reencrypted(pluralize(webhooks.changed, "webhook's secret", "webhooks' secrets"), webhooks.already)
-        if keys.unopened:
-            agents = ", ".join(key.agent_did for key in keys.unopened)
+        if webhooks.changed or webhooks.current:
+            self._print_reencrypted(pluralize(webhooks.changed, "webhook's secret", "webhooks' secrets"), webhooks.current)
+        if keys.undecryptable:
+            agents = ", ".join(key.agent_did for key in keys.undecryptable)
             raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the private key of {agents}.")
-        if webhooks.unopened:
-            urls = ", ".join(row.url for row in webhooks.unopened)
+        if webhooks.undecryptable:
+            urls = ", ".join(row.url for row in webhooks.undecryptable)
             raise CommandError(f"None of LEASEHOLD_IDENTITY_KEYS decrypts the secret of {urls}.")
 
     def _print_reencrypted(self, changed: str, already: int) -> None:

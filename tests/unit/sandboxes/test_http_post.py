@@ -42,7 +42,7 @@ def test_body_and_headers_arrive(receiver: WebhookReceiver) -> None:
 @pytest.mark.parametrize("answer", [never_respond, trickle_headers])
 def test_a_missing_answer_times_out(receiver: WebhookReceiver, answer: Callable) -> None:
     receiver.answer = answer
-    assert post(receiver.url, timeout=0.4) == PostResult(error="No answer within 0.4 s.")
+    assert post(receiver.url, timeout=0.4) == PostResult(error="No response within 0.4 s.")
 
 
 def test_an_endless_body_is_not_read(receiver: WebhookReceiver) -> None:
@@ -57,18 +57,18 @@ def test_endless_headers_are_refused(receiver: WebhookReceiver) -> None:
             request.wfile.write(b"X-More: " + b"a" * 4000 + b"\r\n")
 
     receiver.answer = headers
-    assert post(receiver.url).error.startswith("Invalid HTTP answer")
+    assert post(receiver.url).error.startswith("Invalid HTTP response")
 
 
 def test_an_answer_that_is_not_http_is_an_error(receiver: WebhookReceiver) -> None:
     receiver.answer = lambda request: request.wfile.write(b"SSH-2.0-OpenSSH_9.6 it is secret\r\n\r\n")  # type: ignore[assignment]
     answer = post(receiver.url)
-    assert answer.status is None and "secret" not in answer.error and "Invalid HTTP answer" in answer.error
+    assert answer.status is None and "secret" not in answer.error and "Invalid HTTP response" in answer.error
 
 
 def test_a_broken_connection_is_an_error(receiver: WebhookReceiver) -> None:
     receiver.answer = lambda request: request.connection.shutdown(socket.SHUT_RDWR)
-    assert post(receiver.url).error == "The server closed the connection without an answer."
+    assert post(receiver.url).error == "The server closed the connection without a response."
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     assert "refused" in post(f"http://127.0.0.1:{port}/").error
@@ -118,7 +118,7 @@ def test_forbidden_addresses_are_refused_for_internal_webhooks_too(address: str)
      "255.255.255.255", "fec0::1", "64:ff9b:1::a00:1", "::10.0.0.1", "::ffff:0:a00:1"],
 )  # fmt: skip
 def test_private_addresses_need_an_internal_webhook(address: str) -> None:
-    assert "not public" in get_refusal_reason(ip_address(address), internal=False)
+    assert '"Internal address" is not enabled' in get_refusal_reason(ip_address(address), internal=False)
     assert get_refusal_reason(ip_address(address), internal=True) == ""
 
 
@@ -129,7 +129,7 @@ def test_public_addresses_are_allowed(address: str) -> None:
 
 def test_a_loopback_name_is_refused_before_the_connection(receiver: WebhookReceiver) -> None:
     answer = post(f"http://localhost:{receiver.server_address[1]}/", internal=False)
-    assert "localhost is" in answer.error and "not public" in answer.error
+    assert "localhost is" in answer.error and '"Internal address" is not enabled' in answer.error
     assert not receiver.received
 
 
@@ -141,7 +141,7 @@ def named(*answers: list[str]) -> Callable[..., list]:
 
 def test_a_name_with_one_forbidden_address_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", named(["1.1.1.1", "10.0.0.1"]))
-    assert "rebind.example is 10.0.0.1: the address is not public" in post("https://rebind.example/", internal=False).error
+    assert "rebind.example is 10.0.0.1: the address is private" in post("https://rebind.example/", internal=False).error
 
 
 def test_a_name_is_resolved_once(receiver: WebhookReceiver, monkeypatch) -> None:
@@ -159,7 +159,7 @@ def test_an_unknown_name_and_a_silent_resolver_are_errors(monkeypatch) -> None:
     assert post("https://nowhere.invalid/").error == "The host name nowhere.invalid is unknown."
     forever = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: forever.wait(30) or [])
-    assert post("https://slow.example/", timeout=0.2).error == "No answer within 0.2 s."
+    assert post("https://slow.example/", timeout=0.2).error == "No response within 0.2 s."
     forever.set()
 
 

@@ -1,4 +1,4 @@
-"""State machine: known states and reasons only, one guarded transition at a time, each with its row."""
+"""State machine: legal edges and reasons, guarded updates, one Transition row for each move."""
 
 import uuid
 from itertools import pairwise
@@ -59,9 +59,9 @@ def test_second_advance_along_the_same_edge_returns_false(sandbox: Sandbox) -> N
 
 
 def test_advance_with_a_failing_guard_moves_nothing(sandbox: Sandbox) -> None:
-    stranger = Q(holder=uuid.uuid4())
+    other_holder = Q(holder=uuid.uuid4())
     assert not lifecycle.advance(
-        sandbox.pk, SandboxState.WARMING, SandboxState.WARM, now=NOW, code=TransitionReason.READY, guard=stranger
+        sandbox.pk, SandboxState.WARMING, SandboxState.WARM, now=NOW, code=TransitionReason.READY, guard=other_holder
     )
     sandbox.refresh_from_db()
     assert sandbox.state == "warming"
@@ -85,8 +85,8 @@ def test_reason_that_the_edge_does_not_list_is_refused(was: SandboxState, to: Sa
 
 
 def test_every_reason_is_used_by_an_edge() -> None:
-    listed = {code for reasons in lifecycle.EDGES.values() for code in reasons}
-    assert listed | set(lifecycle.START_REASONS) == set(TransitionReason)
+    used = {code for reasons in lifecycle.EDGES.values() for code in reasons}
+    assert used | set(lifecycle.START_REASONS) == set(TransitionReason)
 
 
 def test_every_live_state_can_go_to_destroying() -> None:
@@ -112,14 +112,14 @@ def test_schema_rejects_inconsistent_rows(sandbox: Sandbox, wrong: dict[str, obj
 
 
 def test_holder_has_at_most_one_live_sandbox(sandbox: Sandbox) -> None:
-    twin = Sandbox(
+    second = Sandbox(
         pool=sandbox.pool, provider="memory", memory_mib=64, millicpus=100, pids=16, holder=sandbox.holder,
         last_used_at=NOW, created_at=NOW, deadline_at=NOW,
     )  # fmt: skip
     with pytest.raises(IntegrityError), transaction.atomic():
-        lifecycle.insert_warming(twin, now=NOW, code=TransitionReason.REQUESTED)
+        lifecycle.insert_warming(second, now=NOW, code=TransitionReason.REQUESTED)
     move(sandbox, SandboxState.DESTROYING)
-    lifecycle.insert_warming(twin, now=NOW, code=TransitionReason.REQUESTED)  # a sandbox in `destroying` does not count
+    lifecycle.insert_warming(second, now=NOW, code=TransitionReason.REQUESTED)  # a sandbox in `destroying` does not count
 
 
 def test_sandbox_is_running_exactly_while_runs_are_open(sandbox: Sandbox) -> None:

@@ -81,7 +81,7 @@ def test_sandbox_whose_state_cannot_be_stored_stays_alive_with_the_error(grant, 
     sandbox = Sandbox.objects.get()
     assert sandbox.state == "waiting" and "the disk is full" in sandbox.last_error
     assert "could not be stored" in sandbox.transitions.first().reason
-    assert pool_sweeps.evict_idle(now=NOW + HOUR + 30 * timedelta(seconds=1)).counts == {}  # not before its next try
+    assert pool_sweeps.evict_idle(now=NOW + HOUR + timedelta(seconds=30)).counts == {}  # not before its next try
     assert pool_sweeps.evict_idle(now=NOW + HOUR + 2 * MINUTE).counts == {"put to sleep": 1}
     assert read(lease, NOW + 2 * HOUR) == b"kept\n"
 
@@ -128,9 +128,9 @@ def test_newest_snapshots_of_a_holder_are_retained(grant) -> None:
         use(lease, NOW + hour * HOUR, f"echo {hour} >f")
         pool_sweeps.evict_idle(now=NOW + hour * HOUR + 30 * MINUTE)
     assert read(lease, NOW + 3 * HOUR) == b"2\n"
-    kept = list(workspace.find_by_holder(lease.pk))
-    assert len(kept) == 2 and kept[0] == workspace.find_latest(lease.pk)
-    assert set(get_store().list(f"snapshots/{lease.pk}/")) == {f"{each.key}/workspace" for each in kept}
+    retained = list(workspace.find_by_holder(lease.pk))
+    assert len(retained) == 2 and retained[0] == workspace.find_latest(lease.pk)
+    assert set(get_store().list(f"snapshots/{lease.pk}/")) == {f"{snapshot.key}/workspace" for snapshot in retained}
 
 
 def test_wakes_are_counted_by_source_of_the_state(grant, pool) -> None:
@@ -206,7 +206,7 @@ def test_cold_ttl_releases_place_and_local_files_and_the_stored_copy_wakes(grant
     assert Sandbox.objects.exclude(state="destroyed").get().source == "cloud"
 
 
-def test_stored_copy_is_deleted_some_time_after_its_lease_ended(grant) -> None:
+def test_stored_copy_is_deleted_a_week_after_its_lease_ended(grant) -> None:
     lease = grant(ttl=24 * HOUR)
     use(lease)
     pool_sweeps.evict_idle(now=NOW + HOUR)
@@ -241,11 +241,11 @@ def test_full_pool_evicts_cold_then_warm_then_waiting(grant, pool, memory) -> No
     evicted = []
     for number, minute in enumerate((3, 4, 5)):
         use(grant(agent=f"did:plc:new{number}"), NOW + minute * MINUTE)
-        left = set(Sandbox.objects.exclude(state__in=["destroyed"]).values_list("holder", flat=True))
-        evicted.append([lease.agent_did for lease in (waiting, warm, cold) if lease.pk not in left])
+        holders = set(Sandbox.objects.exclude(state__in=["destroyed"]).values_list("holder", flat=True))
+        evicted.append([lease.agent_did for lease in (waiting, warm, cold) if lease.pk not in holders])
     assert evicted == [["did:plc:cold"], ["did:plc:warm", "did:plc:cold"], ["did:plc:waiting", "did:plc:warm", "did:plc:cold"]]
-    one = Pool.objects.get(pk=pool.pk)
-    assert (one.used, one.evicted_cold, one.evicted_warm, one.evicted_waiting) == (3, 1, 1, 1)
+    pool.refresh_from_db()
+    assert (pool.used, pool.evicted_cold, pool.evicted_warm, pool.evicted_waiting) == (3, 1, 1, 1)
     assert read(waiting, NOW + HOUR) == b"kept\n"
 
 
@@ -261,12 +261,12 @@ def test_least_recently_used_sandbox_of_a_tier_is_evicted(grant, pool) -> None:
 
 def test_sandbox_used_after_a_failed_eviction_is_a_candidate_again(grant, pool, memory) -> None:
     lease = grant()
-    box = use(lease)
+    sandbox = use(lease)
     with memory.fail("get_files", Unavailable("no answer")):
-        assert not eviction.evict(box.pk, now=NOW + MINUTE, reason="idle")
+        assert not eviction.evict(sandbox.pk, now=NOW + MINUTE, reason="idle")
     assert eviction.find_victim(pool, agent_did="did:plc:b", now=NOW + MINUTE) is None
     use(lease, NOW + 5 * MINUTE)
-    assert eviction.find_victim(pool, agent_did="did:plc:b", now=NOW + 6 * MINUTE) == box
+    assert eviction.find_victim(pool, agent_did="did:plc:b", now=NOW + 6 * MINUTE) == sandbox
 
 
 def test_sandbox_that_cannot_be_stored_does_not_block_other_evictions(grant, pool, memory) -> None:
@@ -275,8 +275,8 @@ def test_sandbox_that_cannot_be_stored_does_not_block_other_evictions(grant, poo
     ref = use(stuck, NOW).ref
     use(other, NOW + MINUTE)
 
-    def refuse(asked: str) -> None:
-        if asked == ref:
+    def refuse(requested_ref: str) -> None:
+        if requested_ref == ref:
             raise Unavailable("stuck")
 
     with memory.before("get_files", refuse):
@@ -288,11 +288,11 @@ def test_refusal_of_a_full_pool_states_a_remedy(grant, pool, memory) -> None:
     set_capacity(pool, 1)
     lease, other = grant(), grant(agent="did:plc:other")
 
-    def refused(ref: str) -> None:
+    def use_other(ref: str) -> None:
         with pytest.raises(CapacityExhausted, match="A lease that ends frees one"):
             use(other)
 
-    with memory.after("exec", refused):
+    with memory.after("exec", use_other):
         use(lease)
     assert Sandbox.objects.count() == 1
 
@@ -383,8 +383,8 @@ def test_circuit_breaker_opens_after_three_failed_starts(pool, memory) -> None:
         assert len(memory.calls) == calls
     sweeps.reclaim(now=NOW + HOUR)
     assert pool_sweeps.warm_pools(now=NOW + HOUR).counts == {"warmed up": 1}
-    one = Pool.objects.get(pk=pool.pk)
-    assert (one.warm_failures, one.warm_paused_until, one.used) == (0, None, 1)
+    pool.refresh_from_db()
+    assert (pool.warm_failures, pool.warm_paused_until, pool.used) == (0, None, 1)
 
 
 def test_surplus_sandboxes_are_destroyed(pool) -> None:
@@ -396,7 +396,7 @@ def test_surplus_sandboxes_are_destroyed(pool) -> None:
     assert pool_sweeps.warm_pools(now=NOW).counts == {"surplus destroyed": 1, "warmed up": 1}
 
 
-def test_draining_pool_grants_no_prewarmed_sandbox_and_destroys_them(grant, pool) -> None:
+def test_draining_pool_grants_no_prewarmed_sandbox_and_destroys_it(grant, pool) -> None:
     set_warm_target(pool, 1)
     pool_sweeps.warm_pools(now=NOW)
     pools.set_draining(pool, draining=True)
@@ -429,12 +429,12 @@ def test_listed_sandbox_with_a_row_is_unchanged(grant, pool) -> None:
 
 
 def test_vanished_sandbox_with_unsaved_state_ends_its_lease_as_lost(grant, pool, memory) -> None:
-    gone, here = grant(), grant(agent="did:plc:b")
-    memory.vanish(use(gone).ref)
-    use(here)
+    lost, other = grant(), grant(agent="did:plc:b")
+    memory.vanish(use(lost).ref)
+    use(other)
     assert reconcile(NOW) == {"kept": 1, "lost": 1, "leases ended as lost": 1}
-    gone.refresh_from_db()
-    assert (gone.status, gone.end_reason) == ("expired", "lost")
+    lost.refresh_from_db()
+    assert (lost.status, lost.end_reason) == ("expired", "lost")
 
 
 def test_vanished_sandbox_without_unsaved_state_is_cold(grant, pool, memory) -> None:
@@ -471,9 +471,9 @@ def test_sandbox_of_an_earlier_incarnation_is_destroyed_as_an_orphan(grant, pool
     pool_sweeps.evict_idle(now=NOW + HOUR)
     use(lease, NOW + HOUR)
     memory.create(SandboxSpec(name=old.name, owner=str(pool.owner)))  # a zombie of the first incarnation
-    made = memory.inspect(old.name).created_at
-    assert reconcile(made + HOUR)["orphans destroyed"] == 1
-    assert [found.name for found in memory.list(str(pool.owner))] == [pools.find_by_holder(lease.pk).name]
+    created_at = memory.inspect(old.name).created_at
+    assert reconcile(created_at + HOUR)["orphans destroyed"] == 1
+    assert [listed.name for listed in memory.list(str(pool.owner))] == [pools.find_by_holder(lease.pk).name]
 
 
 # --- counting, measuring, draining ------------------------------------------------------------------------------------
@@ -508,10 +508,10 @@ def test_draining_pool_refuses_new_sandboxes_and_existing_leases_go_on(grant, po
     lease = grant()
     use(lease)
     pool_sweeps.evict_idle(now=NOW + HOUR)
-    late = grant(agent="did:plc:late")
+    newcomer = grant(agent="did:plc:new")
     assert pools.set_draining(pool, draining=True)
     with pytest.raises(PoolDraining):
-        use(late, NOW + HOUR)
+        use(newcomer, NOW + HOUR)
     assert read(lease, NOW + HOUR) == b"kept\n"
     assert pools.set_draining(pool, draining=False)
-    use(late, NOW + HOUR)
+    use(newcomer, NOW + HOUR)

@@ -24,7 +24,7 @@ def use(lease: Lease, now: datetime = NOW) -> None:
 
 
 def stats_of(pool: Pool, now: datetime = NOW) -> pool_stats.PoolStats:
-    return next(each for each in pool_stats.collect_pool_stats(now=now) if each.pk == pool.pk)
+    return next(stats for stats in pool_stats.collect_pool_stats(now=now) if stats.pk == pool.pk)
 
 
 def counters(pool: Pool) -> dict[str, int]:
@@ -67,12 +67,12 @@ def test_counters_are_the_same_before_and_after_the_sandbox_is_destroyed(grant, 
     use(lease)
     pool_sweeps.evict_idle(now=NOW + HOUR)
     use(lease, NOW + HOUR)
-    counted = {"warm_hits": 1, "woken_local": 1, "slept": 1}
-    assert counters(pool) == counted
+    expected = {"warm_hits": 1, "woken_local": 1, "slept": 1}
+    assert counters(pool) == expected
     leasing.release(lease.pk, now=NOW + HOUR)
-    assert counters(pool) == counted
+    assert counters(pool) == expected
     sweeps.reclaim(now=NOW + HOUR)
-    assert (counters(pool), stats_of(pool).total) == (counted, 0)
+    assert (counters(pool), stats_of(pool).total) == (expected, 0)
 
 
 def test_wake_after_the_place_was_released_counts_as_cloud(grant, pool) -> None:
@@ -123,10 +123,10 @@ def test_eviction_whose_place_becomes_guaranteed_is_not_counted(grant, pool, mem
     lease = grant()
     use(lease)
 
-    def guaranteed() -> None:
+    def guarantee_place() -> None:
         Quota.objects.filter(agent_did="did:plc:ada").update(guaranteed=1)
 
-    at_checkpoint("process gone", guaranteed)
+    at_checkpoint("process gone", guarantee_place)
     assert eviction.free_place(pool, agent_did="did:plc:b", now=NOW + MINUTE)
     assert pools.find_by_holder(lease.pk).state == "cold"
     assert counters(pool) == {"slept": 1}
@@ -176,9 +176,9 @@ def test_quarantined_stalled_and_lost_sandboxes_are_counted(grant, pool) -> None
     for number in range(4):
         use(grant(environment=f"e{number}"), NOW + number * MINUTE)
     quarantined, stalled, lost, _ = Sandbox.objects.order_by("created_at")
-    past = {"state": "destroying", "deadline_at": NOW, "idle_at": None}
-    Sandbox.objects.filter(pk=quarantined.pk).update(**past, quarantined_at=NOW)
-    Sandbox.objects.filter(pk=stalled.pk).update(**past)
+    overdue = {"state": "destroying", "deadline_at": NOW, "idle_at": None}
+    Sandbox.objects.filter(pk=quarantined.pk).update(**overdue, quarantined_at=NOW)
+    Sandbox.objects.filter(pk=stalled.pk).update(**overdue)
     Sandbox.objects.filter(pk=lost.pk).update(lost_at=NOW)
     stats = stats_of(pool, NOW + HOUR)
     assert (stats.quarantined, stats.stalled, stats.lost) == (1, 1, 1)
@@ -203,10 +203,10 @@ def test_sum_adds_up_the_pools(grant, pool) -> None:
     other = Pool.objects.create(name="other", provider="memory", capacity=5, warm_target=1)
     use(grant())
     use(grant(environment="e2", pool=other.name), NOW - HOUR)
-    every = pool_stats.collect_pool_stats(now=NOW)
-    assert [each.name for each in every] == sorted(each.name for each in every)
-    total = pool_stats.sum_stats(every)
-    assert total.capacity == sum(each.capacity for each in every)
+    all_stats = pool_stats.collect_pool_stats(now=NOW)
+    assert [stats.name for stats in all_stats] == sorted(stats.name for stats in all_stats)
+    total = pool_stats.sum_stats(all_stats)
+    assert total.capacity == sum(stats.capacity for stats in all_stats)
     assert (total.used, total.total, total.waiting, total.warm_target) == (2, 2, 2, 1)
     assert total.oldest_waiting == stats_of(other).oldest_waiting > stats_of(pool).oldest_waiting
     assert pool_stats.sum_stats([]).total == 0

@@ -1,4 +1,4 @@
-"""Background processes: their rows agree with the provider, also after failures and crashes."""
+"""Background processes: agreement of rows and provider, also after failures and crashes."""
 
 import uuid
 from datetime import datetime, timedelta
@@ -37,8 +37,8 @@ def die() -> None:
 
 
 def runs_in(memory: MemoryProvider, process: Process) -> bool:
-    found = memory.processes(process.sandbox.ref, [str(process.pk)]).get(str(process.pk))
-    return found is not None and found.running
+    state = memory.processes(process.sandbox.ref, [str(process.pk)]).get(str(process.pk))
+    return state is not None and state.running
 
 
 def reload(process: Process) -> Process:
@@ -80,7 +80,8 @@ def test_refresh_closes_ended_processes(grant, memory) -> None:
     lease = grant()
     process = start(lease, ProcessSpec(["sleep", "0.01"]))
     wait_until(
-        lambda: processes.refresh_by_holder(lease.pk, now=NOW) or reload(process).state == "exited", "it is seen to have ended"
+        lambda: processes.refresh_by_holder(lease.pk, now=NOW) or reload(process).state == "exited",
+        "the process is recorded as exited",
     )
     assert reload(process).exit_code == 0
 
@@ -104,7 +105,7 @@ def test_kill_is_idempotent(grant, memory) -> None:
 
 def test_kill_of_an_exited_process_keeps_its_exit_code(grant, memory) -> None:
     process = start(grant(), ProcessSpec(["sleep", "0.01"]))
-    wait_until(lambda: not runs_in(memory, process), "it ends")
+    wait_until(lambda: not runs_in(memory, process), "the process ends")
     assert (processes.kill_process(process, now=NOW).state, process.exit_code) == ("exited", 0)
 
 
@@ -118,11 +119,11 @@ def test_failed_kill_leaves_the_process_running(grant, memory) -> None:
 def test_kill_before_the_process_has_begun_is_busy(grant, memory, at_checkpoint) -> None:
     spec = ProcessSpec(["sleep", "300"])
 
-    def too_early() -> None:
+    def kill_too_early() -> None:
         with pytest.raises(SandboxBusy):
             processes.kill_process(Process.objects.get(pk=spec.process_id), now=NOW)
 
-    at_checkpoint("process inserted", too_early)
+    at_checkpoint("process inserted", kill_too_early)
     process = start(grant(), spec)
     assert processes.kill_process(process, now=NOW).state == "killed"
     assert not runs_in(memory, process)
@@ -203,10 +204,10 @@ def test_sandbox_with_only_processes_is_evicted_for_capacity(grant, pool: Pool, 
 
 def test_sandbox_is_not_evicted_while_a_process_is_started(grant, memory) -> None:
     lease = grant()
-    slept: list[bool] = []
-    memory.before("start", lambda ref: slept.append(eviction.evict(Sandbox.objects.get().pk, now=LATER, reason="idle")))
+    evicted: list[bool] = []
+    memory.before("start", lambda ref: evicted.append(eviction.evict(Sandbox.objects.get().pk, now=LATER, reason="idle")))
     assert start(lease).state == "running"
-    assert slept == [False]
+    assert evicted == [False]
 
 
 def test_lease_that_ends_during_a_start_leaves_no_process(grant, memory) -> None:
@@ -271,33 +272,33 @@ def test_crash_at_any_step_of_a_start_leaves_no_unknown_process(step: str, grant
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
         start(lease, spec)
-    box = Sandbox.objects.get()
-    assert box.state == "running"
+    sandbox = Sandbox.objects.get()
+    assert sandbox.state == "running"
     sweeps.recover_stalled(now=NOW + START_TIMEOUT)
     assert Run.objects.filter(pk=spec.process_id, ended_at__isnull=True).exists()  # a slow start may still be in progress
     sweeps.recover_stalled(now=LATER)
     assert not Run.objects.filter(ended_at__isnull=True).exists()
     assert not Process.objects.filter(ended_at__isnull=True).exists()
-    assert not any(seen.running for seen in memory.processes(box.ref, [str(spec.process_id)]).values())
+    assert not any(state.running for state in memory.processes(sandbox.ref, [str(spec.process_id)]).values())
     assert start(lease, now=LATER).state == "running"
 
 
 def test_unanswered_start_is_settled_by_the_provider(grant, memory) -> None:
     lease = grant()
-    began, never = ProcessSpec(["sleep", "300"]), ProcessSpec(["sleep", "300"])
+    started, not_started = ProcessSpec(["sleep", "300"]), ProcessSpec(["sleep", "300"])
 
     def no_answer(ref: str) -> None:
         raise Unavailable("the connection broke")
 
     with memory.after("start", no_answer), pytest.raises(ProviderCallFailed):
-        start(lease, began)
+        start(lease, started)
     with memory.before("start", no_answer), pytest.raises(ProviderCallFailed):
-        start(lease, never)
+        start(lease, not_started)
     sweeps.recover_stalled(now=NOW)
     assert Process.objects.filter(state="running").count() == 2
     sweeps.recover_stalled(now=NOW + 2 * START_TIMEOUT)
-    assert Process.objects.get(pk=began.process_id).state == "running"
-    assert Process.objects.get(pk=never.process_id).state == "failed"
+    assert Process.objects.get(pk=started.process_id).state == "running"
+    assert Process.objects.get(pk=not_started.process_id).state == "failed"
 
 
 def test_files_of_a_process_survive_eviction(grant, memory) -> None:
@@ -324,13 +325,13 @@ time.sleep(600)
 
 @pytest.mark.docker
 def test_relay_watcher_connects_and_is_killed_with_its_lease(docker_pool: Pool, memory) -> None:
-    ask = leasing.LeaseRequest("did:plc:ada", f"relay-{uuid.uuid4().hex[:8]}", "coding", pool=docker_pool.name)
-    lease, _ = leasing.acquire(ask, now=NOW)
+    request = leasing.LeaseRequest("did:plc:ada", f"relay-{uuid.uuid4().hex[:8]}", "coding", pool=docker_pool.name)
+    lease, _ = leasing.acquire(request, now=NOW)
     process = start(lease, ProcessSpec(["python3", "-c", RELAY], {"RELAY_URL": "wss://relay.example"}, name="relay"))
     assert processes.wait_for_log(process, "Connected to relay", within=WAIT_LIMIT, now=NOW)
     assert process.state == "running"
-    _, seen = execution.exec_command(lease.pk, Command(["pgrep", "-fc", "Connected to relay"], MINUTE), now=NOW)
-    assert int(seen.stdout) >= 1
+    _, result = execution.exec_command(lease.pk, Command(["pgrep", "-fc", "Connected to relay"], MINUTE), now=NOW)
+    assert int(result.stdout) >= 1
     leasing.release(lease.pk, now=NOW)
     assert reload(process).state == "gone"
     sweeps.reclaim(now=NOW)

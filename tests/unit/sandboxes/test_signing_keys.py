@@ -223,13 +223,13 @@ def test_encryption_keys_can_be_replaced_without_losing_a_signing_key(settings) 
     gone = signing.create_key("did:plc:gone", now=NOW)
     signing.revoke_key(gone, now=NOW)
     settings.IDENTITY_KEYS = [b"2" * 32, b"1" * 32]
-    assert vars(signing.reencrypt_keys()) == {"changed": 2, "already": 0, "unopened": []}
-    assert vars(signing.reencrypt_keys()) == {"changed": 0, "already": 2, "unopened": []}
+    assert vars(signing.reencrypt_keys()) == {"changed": 2, "current": 0, "undecryptable": []}
+    assert vars(signing.reencrypt_keys()) == {"changed": 0, "current": 2, "undecryptable": []}
     settings.IDENTITY_KEYS, settings.SECRET_KEY = [b"2" * 32], "another one"
     for key in (derived, first):
         tokens.verify_token(token(key.agent_did), key.did_key)
     settings.IDENTITY_KEYS = [b"3" * 32]
-    assert [key.agent_did for key in signing.reencrypt_keys().unopened] == [BOB, ADA]
+    assert [key.agent_did for key in signing.reencrypt_keys().undecryptable] == [BOB, ADA]
 
 
 def test_the_same_private_key_is_encrypted_differently_each_time(settings) -> None:

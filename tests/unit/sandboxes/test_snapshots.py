@@ -1,4 +1,4 @@
-"""Requested snapshots and restores: the state that the next use finds, also after races and crashes."""
+"""Requested snapshots and restores, with races and crashes."""
 
 import uuid
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from sandboxes.storage import get_store
 from tests.conftest import MINUTE, NOW, SimulatedCrash, run_in_threads
 
 pytestmark = pytest.mark.django_db
-LATER = NOW + timedelta(hours=1)  # every deadline has passed, no lease has
+LATER = NOW + timedelta(hours=1)  # after every deadline, before the end of any lease
 
 
 def die() -> None:
@@ -118,7 +118,7 @@ def test_eviction_snapshots_do_not_displace_requested_ones(lease: Lease) -> None
     for hour in range(1, 5):
         write(lease, str(hour), now=NOW + hour * timedelta(minutes=20))
         pool_sweeps.evict_idle(now=NOW + hour * timedelta(minutes=20) + 10 * MINUTE)
-    assert [each.kind for each in workspace.find_by_holder(lease.pk)] == ["sleep", "sleep", "asked"]
+    assert [snapshot.kind for snapshot in workspace.find_by_holder(lease.pk)] == ["sleep", "sleep", "asked"]
     assert workspace.find_by_holder(lease.pk).last() == taken
 
 
@@ -303,13 +303,13 @@ def test_crash_at_any_step_of_a_restore_leaves_the_old_or_the_new_state(
     at_checkpoint(step, die)
     with pytest.raises(SimulatedCrash):
         snapshots.restore_snapshot(lease.pk, taken.pk, now=NOW + 2 * MINUTE)
-    soon = NOW + 15 * MINUTE  # every deadline has passed
-    sweeps.recover_stalled(now=soon)
-    sweeps.reconcile(now=soon, grace=timedelta(0))
-    assert read(lease, now=soon) == ("one" if step == "restored" else "two")
+    after_deadlines = NOW + 15 * MINUTE
+    sweeps.recover_stalled(now=after_deadlines)
+    sweeps.reconcile(now=after_deadlines, grace=timedelta(0))
+    assert read(lease, now=after_deadlines) == ("one" if step == "restored" else "two")
     if keep > 1 or step in ("restore reserved", "restored"):
-        snapshots.restore_snapshot(lease.pk, taken.pk, now=soon + MINUTE)
-        assert read(lease, now=soon + 2 * MINUTE) == "one"
+        snapshots.restore_snapshot(lease.pk, taken.pk, now=after_deadlines + MINUTE)
+        assert read(lease, now=after_deadlines + 2 * MINUTE) == "one"
     assert not Run.objects.filter(ended_at__isnull=True).exists()
 
 

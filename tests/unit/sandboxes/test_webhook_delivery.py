@@ -405,13 +405,13 @@ def test_secrets_are_encrypted_again_under_the_first_key(receiver: WebhookReceiv
     settings.IDENTITY_KEYS = [bytes(range(32))]
     assert subscriptions.reencrypt_secrets(now=NOW).changed == 1
     again = subscriptions.reencrypt_secrets(now=NOW)
-    assert (again.changed, again.already, again.unopened) == (0, 1, [])
+    assert (again.changed, again.current, again.undecryptable) == (0, 1, [])
     settings.SECRET_KEY = "another, so that the key derived from it opens nothing"
     happen()
     assert sweep() == {"delivered": 1}
     assert verify_signature(receiver.received[0], first) and verify_signature(receiver.received[0], second)
     settings.IDENTITY_KEYS = []
-    assert subscriptions.reencrypt_secrets(now=NOW).unopened == [webhook]
+    assert subscriptions.reencrypt_secrets(now=NOW).undecryptable == [webhook]
 
 
 def test_a_secret_is_decrypted_for_its_own_row_only(receiver: WebhookReceiver) -> None:

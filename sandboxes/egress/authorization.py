@@ -145,9 +145,9 @@ def _admit_call(
         row = build(caller)
         try:
             check(caller, caller.sandbox.rules)
-        except CallRefused as refused:
-            _record_refusal(row, refused)
-            refusal = refused
+        except CallRefused as error:
+            _record_refusal(row, error)
+            refusal = error
         else:
             sql.insert(row)
             return row, caller

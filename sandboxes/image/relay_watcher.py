@@ -158,10 +158,10 @@ def watch_relay(url: str, write: Callable[[str], object], sleep: Callable[[float
                     write(format_event(*event))
             finally:
                 connection.close()
-        except ConnectionBroken as broken:
+        except ConnectionBroken as error:
             delay = RETRY_DELAYS_SECONDS[min(failures, len(RETRY_DELAYS_SECONDS) - 1)] * random.uniform(0.8, 1.2)  # noqa: S311 - jitter: many clients lose their connection at once
             failures += 1
-            write(f"Not connected to relay: {broken}. Next try in {delay:.1f} s")
+            write(f"Not connected to relay: {error}. Next try in {delay:.1f} s")
             sleep(delay)
 
 
@@ -169,8 +169,8 @@ def main(argv: list[str], env: dict[str, str]) -> int:
     relay = env.get("RELAY_URL", "")
     try:
         watch_relay(f"{relay.rstrip('/')}/{argv[0] if argv else DEFAULT_SUBSCRIPTION}", lambda line: print(line, flush=True))
-    except RelayRefused as refused:
-        print(f"relay_watcher: {refused}", file=sys.stderr, flush=True)
+    except RelayRefused as error:
+        print(f"relay_watcher: {error}", file=sys.stderr, flush=True)
     return 1
 
 

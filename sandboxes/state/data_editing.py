@@ -307,5 +307,5 @@ def _update_totals(data: AgentData, now: datetime) -> tuple[int, int]:
 def _collect_outdated(data: AgentData) -> None:
     try:
         data_sync.remove_outdated_objects(data_sync.find_outdated_objects().filter(data=data))
-    except StoreError as failed:  # the edit is committed; the prune sweep removes the outdated objects
-        log.warning("outdated objects left", agent=data.agent_did, error=str(failed))
+    except StoreError as error:  # the edit is committed; the prune sweep removes the outdated objects
+        log.warning("outdated objects left", agent=data.agent_did, error=str(error))

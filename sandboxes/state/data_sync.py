@@ -175,8 +175,8 @@ def _collect_outdated(attachment: Attachment) -> None:
         return
     try:
         remove_outdated_objects(outdated)
-    except StoreError as failed:  # the changes are committed; the prune sweep removes the outdated objects
-        log.warning("outdated objects left", agent=attachment.data.agent_did, error=str(failed))
+    except StoreError as error:  # the changes are committed; the prune sweep removes the outdated objects
+        log.warning("outdated objects left", agent=attachment.data.agent_did, error=str(error))
 
 
 def require_free_space(attachment: Attachment, sandbox: Sandbox, provider: Provider, *, now: datetime) -> None:
@@ -221,15 +221,15 @@ def persist_final(sandbox: Sandbox, provider: Provider, *, now: datetime) -> Non
         persist(attachment, sandbox, provider, now=now, last=True)
     except Missing:
         raise
-    except (DataFull, Rejected) as refused:
-        record_event(attachment.data.agent_did, attachment.holder, DataEvent.Kind.DROPPED, detail=str(refused)[:500], now=now)
-    except (StoreError, ProviderError) as failed:
-        if isinstance(failed, StoreError) or attachment.unsaved_since:
-            mark_unsaved(attachment, failed, now=now)
+    except (DataFull, Rejected) as error:
+        record_event(attachment.data.agent_did, attachment.holder, DataEvent.Kind.DROPPED, detail=str(error)[:500], now=now)
+    except (StoreError, ProviderError) as error:
+        if isinstance(error, StoreError) or attachment.unsaved_since:
+            mark_unsaved(attachment, error, now=now)
             raise
         if sandbox.state == SandboxState.EVICTING:
             raise
-        log.warning("final data scan failed", sandbox=str(sandbox.pk), error=str(failed))
+        log.warning("final data scan failed", sandbox=str(sandbox.pk), error=str(error))
 
 
 def find_outdated_objects() -> QuerySet[DataObject]:

@@ -89,8 +89,8 @@ def _try_lock(descriptor: int) -> bool:
 def translate_os_errors(method: str) -> Iterator[None]:
     try:
         yield
-    except OSError as failed:
-        raise mount_error(method, f"{failed.filename or ''} {failed.strerror or failed}".strip()) from failed
+    except OSError as error:
+        raise mount_error(method, f"{error.filename or ''} {error.strerror or error}".strip()) from error
 
 
 def mount_error(method: str, reason: str) -> StoreError:

@@ -121,8 +121,8 @@ def detach(pk: uuid.UUID) -> None:
         if mount.exists():
             with mount.locked(), translate_os_errors("detach"):
                 mount.clear()
-    except StoreError as failed:
-        log.warning("mount left behind", sandbox=str(pk), error=str(failed))
+    except StoreError as error:
+        log.warning("mount left behind", sandbox=str(pk), error=str(error))
 
 
 @contextmanager
@@ -149,8 +149,8 @@ def clear_leftovers() -> list[uuid.UUID]:
                 if not sandboxes.exclude(state__in=(SandboxState.COLD, SandboxState.DESTROYED)).exists():
                     mount.clear()
                     cleared.append(mount.pk)
-        except StoreError as failed:
-            log.warning("mount left behind", sandbox=str(mount.pk), error=str(failed))
+        except StoreError as error:
+            log.warning("mount left behind", sandbox=str(mount.pk), error=str(error))
     return cleared
 
 

@@ -39,9 +39,9 @@ def persist_unsaved(*, now: datetime, limit: int = 100) -> SweepResult:
             data_sync.persist(attachment, attachment.sandbox, providers.get_provider(attachment.sandbox.provider), now=clock())
         except Missing:
             result.note("gone")  # reconcile handles lost sandboxes
-        except (StoreError, ProviderError, DataFull) as failed:
-            data_sync.mark_unsaved(attachment, failed, now=clock())
-            result.failures.append(f"{attachment.pk}: {failed}")
+        except (StoreError, ProviderError, DataFull) as error:
+            data_sync.mark_unsaved(attachment, error, now=clock())
+            result.failures.append(f"{attachment.pk}: {error}")
         else:
             result.note("stored")
     return result
@@ -55,8 +55,8 @@ def measure_mounted(*, now: datetime) -> SweepResult:
             break
         try:
             result.note("measured", storage_mode.measure_mounted_data(data, now=clock()))
-        except StoreError as failed:
-            result.failures.append(f"{data}: {failed}")
+        except StoreError as error:
+            result.failures.append(f"{data}: {error}")
     return result
 
 
@@ -80,9 +80,9 @@ def remove_orphans(*, now: datetime, grace: timedelta = ORPHAN_GRACE) -> SweepRe
     ):
         try:
             result.note(name, remove())
-        except (StoreError, OSError) as failed:
-            log.error("prune failed", of=name, error=str(failed))
-            result.failures.append(f"{name}: {failed}")
+        except (StoreError, OSError) as error:
+            log.error("prune failed", of=name, error=str(error))
+            result.failures.append(f"{name}: {error}")
     return result
 
 

@@ -140,8 +140,8 @@ class SandboxMount:
                     raise mount_error("mount", f"s3fs ended: {_read_last_line(log_path)}")
                 if time.monotonic() > deadline:
                     raise mount_error("mount", f"s3fs did not mount within {MOUNT_TIMEOUT_SECONDS:.0f} s")
-        except subprocess.CalledProcessError as failed:
-            raise mount_error("mount", f"s3fs could not be started: {_read_last_line(log_path)}") from failed
+        except subprocess.CalledProcessError as error:
+            raise mount_error("mount", f"s3fs could not be started: {_read_last_line(log_path)}") from error
         finally:
             keys.unlink(missing_ok=True)
             os.close(read_end)

@@ -18,8 +18,8 @@ class _SpoolFile(io.FileIO):
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except OSError as failed:
-            raise StoreError("spool", "write", failed.strerror or str(failed)) from failed
+        except OSError as error:
+            raise StoreError("spool", "write", error.strerror or str(error)) from error
 
 
 def open_spool() -> BinaryIO:
@@ -31,8 +31,8 @@ def open_spool() -> BinaryIO:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
             return cast(BinaryIO, io.BufferedRandom(_SpoolFile(os.dup(file.fileno()), "r+")))
-    except OSError as failed:
-        raise StoreError("spool", "open", str(failed)) from failed
+    except OSError as error:
+        raise StoreError("spool", "open", str(error)) from error
 
 
 class FileSlice:

@@ -67,8 +67,8 @@ def convert_to_sync(data: AgentData, *, now: datetime) -> int:
         with mounts.open_mount(data.agent_did) as directory:
             try:
                 files.pack(str(directory), tar)
-            except OSError as failed:
-                raise StoreError("mount", "read", str(failed)) from failed
+            except OSError as error:
+                raise StoreError("mount", "read", str(error)) from error
         tar.seek(0)
         with tarfile.open(fileobj=tar, mode="r:") as members:
             for member in members:

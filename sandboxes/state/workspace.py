@@ -60,8 +60,8 @@ def persist(
     path = local_directory(snapshot) / "workspace"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as failed:
-        raise StoreError("local copy", "persist", str(failed)) from failed
+    except OSError as error:
+        raise StoreError("local copy", "persist", str(error)) from error
     files = provider.get_files(sandbox.ref, WORKSPACE, exclude=sandbox.excludes)
     snapshot.size_bytes, snapshot.digests["workspace"] = _write_file(path, files)
     with path.open("rb") as source:
@@ -199,8 +199,8 @@ def _fetch_verified(snapshot: Snapshot, part: str, *, now: datetime) -> tuple[Pa
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    except OSError as failed:
-        raise StoreError("local copy", "hydrate", str(failed)) from failed
+    except OSError as error:
+        raise StoreError("local copy", "hydrate", str(error)) from error
     temporary = Path(name)
     try:
         with open(descriptor, "wb") as target:
@@ -228,9 +228,9 @@ def _write_file(path: Path, chunks: Iterable[bytes]) -> tuple[int, str]:
             out.flush()
             os.fsync(out.fileno())
         os.replace(temporary, path)
-    except OSError as failed:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise StoreError("local copy", "persist", str(failed)) from failed
+        raise StoreError("local copy", "persist", str(error)) from error
     return size, digest.hexdigest()
 
 

@@ -165,9 +165,9 @@ def prune_stores(*, now: datetime, find_ended: Callable[[Sequence[UUID]], Collec
                 pruned += PruneResult.from_sizes(_entry_size(entry) for entry in entries)
             elif len(entries) > PRUNE_MIN_KEYS or sum(_entry_size(entry) for entry in entries) > PRUNE_MIN_BYTES:
                 pruned += _open_stores(store, did, lease).prune(now=now)
-        except StoreError as failed:
-            log.warning("prune failed", lease=str(lease), error=str(failed))
-            pruned.failures.append(f"{lease}: {failed}")
+        except StoreError as error:
+            log.warning("prune failed", lease=str(lease), error=str(error))
+            pruned.failures.append(f"{lease}: {error}")
     return pruned
 
 

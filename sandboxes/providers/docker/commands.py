@@ -150,9 +150,9 @@ class ContainerCommandProvider(Provider):
     def _kill(self, run: EngineExec) -> None:
         """Kill every process of an exec.
 
-        1. Signal the processes from the host, where permitted: this needs no process in the sandbox, and an agent cannot
-        interfere. 2. Otherwise run reap.py in the container. 3. If both fail, kill the container. Other execs lose their
-        processes; files are not affected."""
+        1. Signal the processes from the host, where permitted. No process in the sandbox is needed, so agents cannot interfere.
+        2. Otherwise run reap.py in the container.
+        3. If both fail, kill the container. Other execs lose their processes; files are not affected."""
         deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
         while self._kill_by_mark(run.ref, run.mark, run.gid):
             if not run.is_alive():
@@ -160,10 +160,7 @@ class ContainerCommandProvider(Provider):
             if time.monotonic() > deadline:  # the exec hangs before its program starts
                 break
             time.sleep(0.02)
-        with (
-            contextlib.suppress(Missing, Conflict),
-            translate_errors(),
-        ):  # the container is gone or not running: no process is left to kill
+        with contextlib.suppress(Missing, Conflict), translate_errors():  # gone or not running: no process is left
             self._engine.client.kill(run.ref)
 
     def _output_directory(self, ref: str) -> str:

@@ -57,7 +57,7 @@ def collect_access_log(path: Path, now: datetime) -> Counter[str]:
 
 
 def find_abandoned(*, now: datetime) -> QuerySet[LlmCall]:
-    """Open calls whose request ended more than CLOSE_GRACE_PERIOD ago: their server process has died."""
+    """Return open calls whose request ended more than CLOSE_GRACE_PERIOD ago: their server process has died."""
     return LlmCall.objects.filter(ended_at__isnull=True, logged_at__lt=now - CLOSE_GRACE_PERIOD)
 
 
@@ -70,10 +70,10 @@ def apply_lines(lines: Iterable[bytes], *, now: datetime) -> Counter[str]:
     parsed = [parse_line(line) for line in lines]
     lines_by_call = {line.call_id: line for line in parsed if line and not (line.uri == MODELS_PATH and line.status == 200)}
     counts = Counter(malformed=parsed.count(None))
-    known = {*LlmCall.objects.filter(call_id__in=lines_by_call).values_list("call_id", flat=True)}
-    new = [line for line in lines_by_call.values() if line.call_id not in known]
+    recorded = {*LlmCall.objects.filter(call_id__in=lines_by_call).values_list("call_id", flat=True)}
+    new = [line for line in lines_by_call.values() if line.call_id not in recorded]
     LlmCall.objects.bulk_create(_build_rows(new, counts), ignore_conflicts=True, batch_size=200)
-    counts["logged"] += LlmCall.objects.filter(call_id__in=known, logged_at__isnull=True).update(logged_at=now)
+    counts["logged"] += LlmCall.objects.filter(call_id__in=recorded, logged_at__isnull=True).update(logged_at=now)
     LlmCall.objects.filter(call_id__in=[line.call_id for line in new], logged_at__isnull=True).update(logged_at=now)
     if counts["malformed"]:
         log.error("malformed lines in the access log", lines=counts["malformed"])
@@ -83,9 +83,9 @@ def apply_lines(lines: Iterable[bytes], *, now: datetime) -> Counter[str]:
 
 
 def _build_rows(lines: list[AccessLogLine], counts: Counter[str]) -> list[LlmCall]:
-    """Build rows for requests without one. Refusals are limited per sandbox: they cost an agent nothing to provoke."""
+    """Build rows for requests without one. Refusals are limited per sandbox: an agent can provoke any number of them."""
     find_sandbox = _build_sandbox_lookup(lines)
-    room: dict[tuple[Any, datetime], int] = {}
+    remaining: dict[tuple[Any, datetime], int] = {}
     rows = []
     for line in sorted(lines, key=lambda line: line.ended_at):
         sandbox = find_sandbox(line)
@@ -96,12 +96,12 @@ def _build_rows(lines: list[AccessLogLine], counts: Counter[str]) -> list[LlmCal
             continue
         hour = line.started_at.replace(minute=0, second=0, microsecond=0)
         bucket = (sandbox.pk if sandbox else None, hour)
-        if bucket not in room:
+        if bucket not in remaining:
             logged = LlmCall.objects.filter(sandbox=sandbox, started_at__gte=hour, started_at__lt=hour + HOUR)
-            room[bucket] = MAX_REFUSED_ROWS_PER_HOUR - logged.filter(outcome__in=[Outcome.REFUSED, Outcome.FAILED]).count()
-        room[bucket] -= 1
-        counts["refused" if room[bucket] >= 0 else "refused, not stored"] += 1
-        if room[bucket] >= 0:
+            remaining[bucket] = MAX_REFUSED_ROWS_PER_HOUR - logged.filter(outcome__in=[Outcome.REFUSED, Outcome.FAILED]).count()
+        remaining[bucket] -= 1
+        counts["refused" if remaining[bucket] >= 0 else "refused, not stored"] += 1
+        if remaining[bucket] >= 0:
             rows.append(row)
     if counts["refused, not stored"]:
         log.warning("refused requests above the hourly limit were not stored", requests=counts["refused, not stored"])
@@ -174,21 +174,21 @@ def _clean_text(text: str) -> str:
     return text.encode(errors="replace").decode().replace("\0", "�")
 
 
-def rotate_log(path: Path, reopen: Callable[[], object], *, now: datetime, largest: int = MAX_LOG_BYTES) -> bool:
-    """Rotate the log once it exceeds `largest` bytes. Return whether a new log was started.
+def rotate_log(path: Path, reopen: Callable[[], object], *, now: datetime, max_bytes: int = MAX_LOG_BYTES) -> bool:
+    """Rotate the log once it exceeds `max_bytes`. Return whether a new log was started.
 
     1. Rename the log. 2. Call `reopen`, which makes nginx open its log by name; it may be called repeatedly. 3. Delete the
     renamed log in a later call, once it is completely ingested. Safe to stop at any step and to repeat."""
     old = path.with_name(f"{path.name}.1")
     collect_access_log(path, now)  # creates the read position: without one the renamed file would never be read
     if old.exists():
-        reopen()  # the process that renamed it may have died before reopening
+        reopen()  # the process that renamed the log may have died before reopening it
         checkpoint("log reopened", path)
         collect_access_log(path, now)
         if log_tail.is_fully_read(path, old):
             old.unlink()
         return False
-    if not path.exists() or path.stat().st_size <= largest:
+    if not path.exists() or path.stat().st_size <= max_bytes:
         return False
     path.rename(old)
     checkpoint("log renamed", path)

@@ -145,9 +145,9 @@ def _admit_call(
         row = build(caller)
         try:
             check(caller, caller.sandbox.rules)
-        except CallRefused as refused:
-            _record_refusal(row, refused)
-            refusal = refused
+        except CallRefused as error:
+            _record_refusal(row, error)
+            refusal = error
         else:
             sql.insert(row)
             return row, caller
@@ -236,9 +236,9 @@ def settle_call(row: LlmCall, result: CallResult, *, now: datetime) -> bool:
 
 def filter_held(pairs: Iterable[tuple[UUID, UUID]]) -> set[tuple[UUID, UUID]]:
     """Return those (sandbox, holder) pairs whose sandbox is alive and still held by that holder."""
-    wanted = {*pairs}
-    alive = Sandbox.objects.filter(pk__in={sandbox for sandbox, _ in wanted}, state__in=ALIVE_STATES, holder__isnull=False)
-    return wanted & {*alive.values_list("pk", "holder")}
+    requested = {*pairs}
+    alive = Sandbox.objects.filter(pk__in={sandbox for sandbox, _ in requested}, state__in=ALIVE_STATES, holder__isnull=False)
+    return requested & {*alive.values_list("pk", "holder")}
 
 
 def extend_relay_deadlines(pks: Iterable[int], *, now: datetime) -> int:
@@ -247,14 +247,14 @@ def extend_relay_deadlines(pks: Iterable[int], *, now: datetime) -> int:
 
 
 def find_overdue(*, now: datetime) -> QuerySet[LlmCall]:
-    """Open calls past their deadline: the server process that forwarded them has died."""
+    """Return open calls past their deadline: the server process that forwarded them has died."""
     return LlmCall.objects.filter(ended_at__isnull=True, deadline_at__lt=now).order_by("deadline_at")
 
 
 def close_abandoned(*, now: datetime, limit: int = 200) -> int:
     """Close calls past their deadline as lost. Return the number closed.
 
-    They stay unpriced until the upstream's records supply a cost."""
+    The closed calls stay unpriced until the upstream's records supply a cost."""
     overdue = find_overdue(now=now).values_list("pk", flat=True)[:limit]
     return LlmCall.objects.filter(pk__in=list(overdue), ended_at__isnull=True).update(
         ended_at=now, outcome=LlmCall.Outcome.LOST

@@ -84,7 +84,7 @@ class CallTracker:
 
     @asynccontextmanager
     async def track(self, row: LlmCall, caller: CallerIdentity) -> AsyncIterator[CallResult]:
-        """Register a call for the duration of the block and settle its row at the end, however the block ends."""
+        """Register a call for the duration of the block and settle its row at the end, also after an exception."""
         result, call = CallResult(OUTCOME.CUT), ActiveCall(row, caller, asyncio.current_task())
         self.active[row.pk] = call
         try:

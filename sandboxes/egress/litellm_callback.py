@@ -47,30 +47,30 @@ class RecordLogger(CustomLogger):
 
 def build_record(kwargs: dict[str, Any], status: str, start_time: Any, end_time: Any) -> dict[str, Any]:
     """Build the record of one call. An unknown price or count is null, never 0."""
-    known = kwargs["standard_logging_object"]
-    usage = (known.get("metadata") or {}).get("usage_object") or {}
+    call_log = kwargs["standard_logging_object"]
+    usage = (call_log.get("metadata") or {}).get("usage_object") or {}
     details = usage.get("prompt_tokens_details") or {}
-    counted = bool(known["total_tokens"])
+    is_counted = bool(call_log["total_tokens"])
     return {
-        "call": known.get("litellm_call_id") or kwargs["litellm_call_id"],
-        "end_user": known.get("end_user") or "",
-        "for": extract_metadata(known),
-        "model": known.get("model") or kwargs.get("model") or "",
-        "stream": bool(known.get("stream")),
+        "call": call_log.get("litellm_call_id") or kwargs["litellm_call_id"],
+        "end_user": call_log.get("end_user") or "",
+        "for": extract_metadata(call_log),
+        "model": call_log.get("model") or kwargs.get("model") or "",
+        "stream": bool(call_log.get("stream")),
         "status": status,
-        "error": (known.get("error_information") or {}).get("error_class") or "",
-        "input": known["prompt_tokens"] if counted else None,
-        "cached": details.get("cached_tokens") if counted else None,
-        "output": known["completion_tokens"] if counted else None,
-        "cost": extract_cost(kwargs, known, status),
+        "error": (call_log.get("error_information") or {}).get("error_class") or "",
+        "input": call_log["prompt_tokens"] if is_counted else None,
+        "cached": details.get("cached_tokens") if is_counted else None,
+        "output": call_log["completion_tokens"] if is_counted else None,
+        "cost": extract_cost(kwargs, call_log, status),
         "started": to_timestamp(start_time),
         "ended": to_timestamp(end_time),
     }
 
 
-def extract_metadata(known: dict[str, Any]) -> dict[str, Any]:
-    """Extract the identity sent by the egress proxy. It identifies the caller even if the call's row is lost."""
-    metadata = (known.get("metadata") or {}).get("spend_logs_metadata")
+def extract_metadata(call_log: dict[str, Any]) -> dict[str, Any]:
+    """Extract the identity sent by the egress proxy. The record identifies the caller even if the call's row is lost."""
+    metadata = (call_log.get("metadata") or {}).get("spend_logs_metadata")
     return (
         {name: metadata[name] for name in METADATA_FIELDS if isinstance(metadata.get(name), str | int)}
         if isinstance(metadata, dict)
@@ -78,16 +78,16 @@ def extract_metadata(known: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def extract_cost(kwargs: dict[str, Any], known: dict[str, Any], status: str) -> float | None:
+def extract_cost(kwargs: dict[str, Any], call_log: dict[str, Any], status: str) -> float | None:
     """Cost in USD. None if LiteLLM has no price for the model, which it reports as 0.
 
     A model counts as free only if its deployment states a price of 0."""
-    cost = kwargs.get("response_cost") if status == "success" else known.get("response_cost") or 0.0
+    cost = kwargs.get("response_cost") if status == "success" else call_log.get("response_cost") or 0.0
     if cost is None or not math.isfinite(cost):
         return None
     deployment = (kwargs.get("litellm_params") or {}).get("model_info") or {}
-    free = known.get("cache_hit") or deployment.get("input_cost_per_token") is not None
-    return float(cost) if cost or free or status == "failure" or not known["total_tokens"] else None
+    is_free = call_log.get("cache_hit") or deployment.get("input_cost_per_token") is not None
+    return float(cost) if cost or is_free or status == "failure" or not call_log["total_tokens"] else None
 
 
 def to_timestamp(at: Any) -> float:

@@ -143,7 +143,7 @@ class ModelCallProxy:
         """Pass a response on as it arrives, redacted and metered.
 
         The last part is written after the row is settled if the lease has a spend limit, so that the next call is checked
-        against the new total. For a response that is not a stream, one chunk is always held back for the same reason."""
+        against the new total. For a response that is not a stream, one chunk is always withheld for the same reason."""
         redactor = SecretRedactor(settings.LLM_API_KEY)
         content_type = upstream.headers.get("Content-Type", "application/json")
         if _has_secret(content_type.encode()):
@@ -153,14 +153,14 @@ class ModelCallProxy:
             response.content_length = upstream.content_length
         result.usage = reader.usage
         await await_write(response.prepare(request))
-        held = b""
+        withheld = b""
         async for chunk in upstream.content.iter_any():
             passed = reader.feed(redactor.feed(chunk))
             result.received_bytes += len(passed)
             if reader.complete:
                 result.outcome = OUTCOME.OK
             if not reader.streamed:
-                held, passed = passed, held
+                withheld, passed = passed, withheld
             if passed:
                 await await_write(response.write(passed))
         rest = reader.feed(redactor.end()) + reader.end()
@@ -168,7 +168,7 @@ class ModelCallProxy:
         result.outcome = OUTCOME.OK  # received completely: a later disconnect of the sandbox does not change that
         if caller.sandbox.llm_limit is not None:
             await self.calls.database.run(authorization.settle_call, row, result, now=self.calls.now())
-        await await_write(response.write(held + rest))
+        await await_write(response.write(withheld + rest))
         await await_write(response.write_eof())
         return response
 
@@ -176,8 +176,8 @@ class ModelCallProxy:
 def _parse_body(path: str, content: bytes) -> dict[str, Any]:
     try:
         return sanitize_request(path, json.loads(content), default_model=settings.LLM_MODEL)
-    except InvalidRequest as invalid:
-        raise CallRefused(400, invalid.code, invalid.message) from None
+    except InvalidRequest as error:
+        raise CallRefused(400, error.code, error.message) from None
     except (ValueError, RecursionError):
         raise CallRefused(400, "invalid_request", "The body is not valid JSON.") from None
 
@@ -205,7 +205,7 @@ def _build_upstream_headers(request: web.Request, row: LlmCall, caller: CallerId
 
 
 def _report_upstream_failure(request: web.Request, result: CallResult, status: int, message: str) -> web.Response:
-    """Build an error response. Break the connection instead if a response has begun, so that it is not taken as complete."""
+    """Build an error response. If a response has begun, break the connection, so that the response does not seem complete."""
     if result.received_bytes:
         request.protocol.force_close()
         raise ClientDisconnected
@@ -220,7 +220,7 @@ async def _translate_error(response: aiohttp.ClientResponse, result: CallResult)
     has_secret = _has_secret(content) or _has_secret(" ".join(passed.values()).encode())
     if response.status in PASSED_ERROR_STATUSES and not has_secret:
         return web.Response(status=response.status, body=content[:MAX_ERROR_BYTES], headers=passed)
-    log.warning("upstream refused a call", status=response.status, said=_redact(content)[:500])
+    log.warning("upstream refused a call", status=response.status, body=_redact(content)[:500])
     if response.status in (401, 403, 407):
         message = "The model's provider rejected the control plane's credentials."
     else:

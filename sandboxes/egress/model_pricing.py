@@ -31,8 +31,9 @@ class Rate(Protocol):
 def calculate_price(rates: Iterable[Rate], model: str, input: int, cached: int, output: int, at: datetime) -> Decimal | None:
     """Price of one call in USD, rounded to nine decimal places. None if no rate for the model was valid at `at`.
 
-    `input` counts all input tokens; `cached` counts those of them read from the provider's cache. Tokens written to the cache
-    are priced as input, which is a fifth too low where a provider charges 25 % more for them. See `find_rate` for precedence.
+    `input` counts all input tokens; `cached` counts the input tokens read from the provider's cache. Tokens written to the
+    cache are priced as input, which is a fifth too low where a provider charges 25 % more for cache writes. See `find_rate` for
+    precedence.
 
     Example: at 2.50 for input, 1.25 for cached input and 10.00 for output, 1000 input tokens, 400 of them cached, and 50 output
     tokens cost (600 x 2.50 + 400 x 1.25 + 50 x 10.00) / 1,000,000 = 0.002500000 USD."""

@@ -1,8 +1,8 @@
 """Container of the egress proxy: nginx between sandboxes and the egress server.
 
 The container has no network and no capabilities. The slots' sockets are mounted on one side and the egress server's socket on
-the other. nginx parses the HTTP of untrusted programs, admits the allowed paths, drops all headers but the API version and
-passes the slot of each request. It holds no credentials. Requests that nginx refuses appear only in its access log."""
+the other. nginx parses the HTTP of untrusted programs, admits the allowed paths, drops all headers except `anthropic-version`
+and passes the slot of each request. It holds no credentials. Requests that nginx refuses appear only in its access log."""
 
 import hashlib
 import io
@@ -30,7 +30,7 @@ from sandboxes.providers.docker.engine import Engine, translate_errors
 log = structlog.get_logger(__name__)
 INSTALLATION_LABEL = "leasehold.egress"  # identifies the installation among those that share an engine
 DIRECTORY_LABEL = "leasehold.egress.directory"  # host directory of the installation's sockets
-CONTAINER_TIMEOUT_SECONDS = 20.0  # to start listening, and to be removed
+CONTAINER_TIMEOUT_SECONDS = 20.0  # each for starting to listen and for removal
 MEMORY_BYTES = 128 << 20
 
 
@@ -47,7 +47,7 @@ class NginxProxy:
     def start(self) -> None:
         """Replace a running container by one with the current configuration, and wait until it listens on every slot.
 
-        Raise a ProviderError if it does not; no container is left then."""
+        Raise a ProviderError, and leave no container, if the proxy does not start."""
         for slot in range(settings.EGRESS_SLOTS):
             (slots.ensure_slot_directory(slot) / slots.SOCKET_NAME).unlink(missing_ok=True)
         self.stop()
@@ -101,7 +101,7 @@ class NginxProxy:
                 Ulimit(name="core", soft=0, hard=0),
             ],
             mounts=mounts,
-            restart_policy={"Name": "on-failure"},  # not with the engine: the egress server may be gone
+            restart_policy={"Name": "on-failure"},  # not restarted with the engine, because the egress server may have ended
             log_config=LogConfig(type="json-file", config={"max-size": "1m", "max-file": "1"}),
         )
         return limits

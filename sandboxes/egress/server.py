@@ -1,8 +1,8 @@
 """LLM egress server: routes requests of sandboxes to the model upstream and the relay.
 
-nginx stands in front: it terminates HTTP from sandboxes, admits the allowed paths, drops their headers and passes the slot of
-each request in a header. Only this process holds the upstream credentials. Without containers there is no nginx, and the
-server listens on the slots' sockets itself."""
+nginx in front of this server terminates HTTP from sandboxes, admits the allowed paths, drops the requests' headers and passes
+the slot of each request in a header. Only this process holds the upstream credentials. Without containers there is no nginx,
+and the server listens on the slots' sockets itself."""
 
 import asyncio
 import socket
@@ -121,8 +121,8 @@ class EgressServer:
     async def _list_models(self, request: web.Request, slot: int, call_id: str) -> web.Response:
         await self.database.run(authorization.identify_caller, slot, now=self.now())
         names = [name for name in (settings.LLM_MODEL, *settings.LLM_MODELS) if "*" not in name]
-        listed = [{"id": name, "object": "model", "created": 0, "owned_by": "leasehold"} for name in dict.fromkeys(names)]
-        return web.json_response({"object": "list", "data": listed})
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "leasehold"} for name in dict.fromkeys(names)]
+        return web.json_response({"object": "list", "data": models})
 
 
 def _open_client_session() -> aiohttp.ClientSession:
@@ -139,7 +139,7 @@ def _open_client_session() -> aiohttp.ClientSession:
 
 
 async def _refuse_redirect(session: aiohttp.ClientSession, context: Any, redirect: aiohttp.TraceRequestRedirectParams) -> None:
-    """Fail on any redirect. A sandbox chooses the relay path, and could otherwise steer us to another host."""
+    """Fail on any redirect. The relay path comes from a sandbox, which could otherwise redirect the server to another host."""
     redirect.response.close()
     raise aiohttp.ClientError("redirect refused")
 
@@ -147,7 +147,7 @@ async def _refuse_redirect(session: aiohttp.ClientSession, context: Any, redirec
 def bind_unix_socket(path: Path) -> socket.socket:
     """Bind a unix socket at `path`, replacing an existing one. Every user who can reach the directory may connect."""
     path.unlink(missing_ok=True)
-    bound = socket.socket(socket.AF_UNIX)
-    bound.bind(str(path))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
     path.chmod(0o666)
-    return bound
+    return listener

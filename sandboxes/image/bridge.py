@@ -52,9 +52,8 @@ class Bridge:
             client.close()
             upstream.close()
             return
-        client.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-        )  # Nagle's algorithm delays events of a stream by 40 ms each
+        # Nagle's algorithm would delay each event of a stream by 40 ms.
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for side, other in ((client, upstream), (upstream, client)):
             side.setblocking(False)
             self.pairs[side], self.pending[side] = other, b""

@@ -28,16 +28,12 @@ NO_FILE, BAD_PATH, TOO_LARGE = 3, 4, 5  # exit codes of the command line
 CHUNK_BYTES = 1 << 18
 MAX_OPEN_DIRECTORIES = 200  # descriptors held for one path
 MAX_CLEAR_DEPTH = 50  # `clear` moves deeper directories to the root instead of descending
-MAX_PATH_BYTES = 4000  # of a relative path; system calls accept up to 4096, so longer ones exist only deliberately
+MAX_PATH_BYTES = 4000  # of a relative path; system calls accept up to 4096, so only malicious programs create longer paths
 MAX_MTIME_SECONDS = 8**11 - 1  # maximum of a plain tar header
 UNLIMITED = 1 << 60
 SKILLS_DIRECTORY = "/opt/leasehold/skills"
-_WRONG_TYPE_ERRNOS = (
-    errno.ELOOP,
-    errno.ENOTDIR,
-    errno.ENXIO,
-    errno.ENAMETOOLONG,
-)  # symbolic link, not a directory, socket, name too long
+# Symbolic link, not a directory, socket, name too long.
+_WRONG_TYPE_ERRNOS = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.ENAMETOOLONG)
 _NOT_EMPTY_ERRNOS = (errno.ENOTEMPTY, errno.EEXIST)
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _REGULAR_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: opening a pipe must not block
@@ -363,7 +359,7 @@ def _walk(
 def _walk_selected(
     root: str, only: Iterable[str], skip: Callable[[str], bool], until: float
 ) -> Iterator[tuple[int, str, str, os.stat_result]]:
-    """Yield like `_walk`, for the existing ones of the given paths."""
+    """Yield the existing entries among the given paths, as `_walk` does."""
     with _DirectoryTree(root, until=until) as tree:
         for parts in sorted({_split_path(path) for path in only}):
             path = "/".join(parts)
@@ -376,7 +372,7 @@ def _walk_selected(
 class _DirectoryTree:
     """Directories below a root, opened without following links.
 
-    The descriptors on the path to the last opened directory are cached, because the next one is usually close. At max_entries
+    The descriptors on the path to the last opened directory are cached, because the next one is usually close. At most
     MAX_OPEN_DIRECTORIES are cached, because descriptors are limited."""
 
     def __init__(self, root: str, *, writing: bool = False, until: float = math.inf) -> None:
@@ -460,7 +456,7 @@ def _empty_directory(top: int, parent: int, name: str, depth: int, until: float)
     except (FileNotFoundError, BadPath):
         return
     try:
-        with contextlib.suppress(PermissionError):  # another owner: it can be removed if it is empty
+        with contextlib.suppress(PermissionError):  # another owner: an empty directory can be removed nevertheless
             os.fchmod(directory, 0o700)
         if depth < MAX_CLEAR_DEPTH:
             _empty_recursively(top, directory, depth + 1, until)
@@ -571,9 +567,8 @@ def _split_path(path: str) -> tuple[str, ...]:
 
 
 def _is_too_long(path: str) -> bool:
-    return (
-        len(path) > MAX_PATH_BYTES // 4 and len(os.fsencode(path)) > MAX_PATH_BYTES
-    )  # the first test is fast: a character has at most four bytes
+    # The first test is fast. A character has at most four bytes.
+    return len(path) > MAX_PATH_BYTES // 4 and len(os.fsencode(path)) > MAX_PATH_BYTES
 
 
 def _name_budget_bytes(max_entries: int) -> int:
@@ -602,7 +597,7 @@ class _ExactReader:
 def main(argv: Sequence[str]) -> int:
     """Execute one command line. Return the exit code.
 
-    Paths are read from stdin, each terminated by NUL: there may be more than fit on a command line."""
+    Paths are read from stdin, each terminated by NUL, because a command line is limited in length."""
     out, source = sys.stdout.buffer, sys.stdin.buffer
     try:
         match list(argv):
@@ -626,9 +621,9 @@ def main(argv: Sequence[str]) -> int:
                 [under] = _decode_paths(source.read())
                 for path, fields in scan(root, under, deep=depth == "deep", max_entries=int(max_entries)):
                     out.write(encode_entry(path, *fields))
-            case ["pack", root, which, excluded]:
+            case ["pack", root, selection, excluded]:
                 words, pattern_count = _decode_paths(source.read()), int(excluded)
-                only = words[pattern_count:] if which == "only" else None
+                only = words[pattern_count:] if selection == "only" else None
                 pack(root, out, only=only, exclude=words[:pattern_count])
             case ["unpack", root]:
                 unpack(root, source)

@@ -57,7 +57,7 @@ def start(directory: str, mark: str, argv: Sequence[str], env: Mapping[str, str]
 
 
 def read_state(directory: str, mark: str) -> str | None:
-    """Return "running", the exit code, or None if the program was never started. 137 if its keeper was killed with it."""
+    """Return "running", the exit code, or None if the program was never started. The code is 137 if the keeper was killed."""
     base_path = os.path.join(directory, mark)
     try:
         lock = os.open(f"{base_path}.lock", os.O_RDONLY)
@@ -222,8 +222,8 @@ class _SegmentedLog:
                 if not self._segment_starts or self._offset >= self._segment_starts[-1] + LOG_SEGMENT_BYTES:
                     self._begin_segment()
                 with open(f"{self._base_path}.log.{self._segment_starts[-1]}", "ab") as segment:
-                    wrote = os.write(segment.fileno(), chunk[: self._segment_starts[-1] + LOG_SEGMENT_BYTES - self._offset])
-                self._offset, chunk = self._offset + wrote, chunk[wrote:]
+                    written = os.write(segment.fileno(), chunk[: self._segment_starts[-1] + LOG_SEGMENT_BYTES - self._offset])
+                self._offset, chunk = self._offset + written, chunk[written:]
 
     def _begin_segment(self) -> None:
         self._segment_starts.append(self._offset)

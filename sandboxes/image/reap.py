@@ -2,10 +2,11 @@
 
     reap.py MARK [GID]
 
-A process belongs to the exec if it runs under the exec's own group id, which a process without CAP_SETGID cannot leave.
-Without a group id it belongs if it carries the mark in its environment, which it can clear. Descendants of a process that
-belongs also belong. All processes are stopped before any is killed: a stopped process cannot fork, and its children still have
-their parent. Standard library only: this runs inside sandboxes, and is imported by providers on the host."""
+A process belongs to the exec if it runs under the exec's own group id, which a process without CAP_SETGID cannot leave. If the
+exec has no group id, a process belongs if its environment contains the mark, which a program can clear. Descendants of a
+process that belongs also belong. All processes are stopped before any is killed: a stopped process cannot fork, and its
+children still have their parent. Standard library only: this runs inside sandboxes, and is imported by providers on the
+host."""
 
 import errno
 import os
@@ -24,9 +25,9 @@ PROC_DIRECTORY = "/proc"
 @dataclass(frozen=True)
 class _Process:
     parent: int
-    start_time: bytes  # start time in ticks: with the pid it identifies a process uniquely
+    start_time: bytes  # in ticks; unique together with the pid
     belongs: bool
-    is_zombie: bool  # a zombie
+    is_zombie: bool  # dead, but not yet reaped by its parent
 
 
 def list_pids() -> Iterable[int]:
@@ -62,20 +63,20 @@ def kill_tree(mark: str, gid: int | None = None, pids: Callable[[], Iterable[int
 
 def _stop_more(mark: str, gid: int | None, pids: Iterable[int], stopped: dict[int, int]) -> bool:
     """Stop processes of the exec that are not in `stopped` yet, and add them. Return whether there were any."""
-    seen = {pid: process for pid in pids if (process := _inspect_process(pid, mark, gid)) is not None}
-    members = {pid for pid, process in seen.items() if process.belongs}
-    while descendants := {pid for pid, process in seen.items() if process.parent in members} - members:
+    processes = {pid: process for pid in pids if (process := _inspect_process(pid, mark, gid)) is not None}
+    members = {pid for pid, process in processes.items() if process.belongs}
+    while descendants := {pid for pid, process in processes.items() if process.parent in members} - members:
         members |= descendants
     before = len(stopped)
     for pid in members - stopped.keys() - {1, os.getpid()}:
-        if seen[pid].is_zombie:
+        if processes[pid].is_zombie:
             continue
         try:
             fd = _open_pidfd(pid)
         except ProcessLookupError:
             continue
-        now = _inspect_process(pid, mark, gid)
-        if now is not None and now.start_time == seen[pid].start_time and _send_signal(pid, fd, signal.SIGSTOP):
+        current = _inspect_process(pid, mark, gid)
+        if current is not None and current.start_time == processes[pid].start_time and _send_signal(pid, fd, signal.SIGSTOP):
             stopped[pid] = fd
         else:
             _close(fd)
@@ -104,7 +105,7 @@ def _read_mark(pid: int) -> str | None:
     prefix = f"{MARK_VARIABLE}=".encode()
     try:
         assignment = next((entry for entry in read_environment(pid).split(b"\0") if entry.startswith(prefix)), prefix)
-    except OSError:  # another user's process, or not readable
+    except OSError:  # the process has ended or belongs to another user
         return None
     return assignment[len(prefix) :].decode(errors="replace")
 
@@ -112,14 +113,14 @@ def _read_mark(pid: int) -> str | None:
 def read_environment(pid: int) -> bytes:
     """Read a process's initial environment. Raise OSError.
 
-    During execve the environment is empty and the process would not be recognized. The function waits until execve is done."""
+    During execve the environment is empty, and the process would not be recognized: wait until execve is done."""
     deadline = time.monotonic() + EXEC_WAIT_SECONDS
     while True:
         before = _read_environment_end(pid)
         with open(f"{PROC_DIRECTORY}/{pid}/environ", "rb") as file:
             content = file.read()
-        settled = before < 0 or (before > 0 and before == _read_environment_end(pid))
-        if content or settled or time.monotonic() > deadline:
+        is_settled = before < 0 or (before > 0 and before == _read_environment_end(pid))
+        if content or is_settled or time.monotonic() > deadline:
             return content
         time.sleep(0.001)
 
@@ -127,7 +128,7 @@ def read_environment(pid: int) -> bytes:
 def _read_environment_end(pid: int) -> int:
     """Return the end address of a process's environment. It differs for each program executed, and is 0 during execve.
 
-    -1 for processes without memory (zombies, kernel threads) and if it is not readable."""
+    -1 for processes without memory (zombies, kernel threads) and if /proc/PID/stat cannot be read."""
     try:
         with open(f"{PROC_DIRECTORY}/{pid}/stat", "rb") as file:
             rest = file.read().rpartition(b")")[2].split()

@@ -2,9 +2,10 @@
 
     relay_watcher.py [SUBSCRIPTION]    path below RELAY_URL, with its query
 
-RELAY_URL is the relay's address, ws://HOST:PORT/PATH/. In a sandbox it is the bridge; the egress proxy adds the agent's
-identity. Prints "Connected to relay" after each connect. A broken connection is retried with a delay that grows to 30 s. Exits
-with code 1 and one line on stderr if retrying is useless: the sandbox is not allowed, or the address is wrong."""
+RELAY_URL is the relay's address, ws://HOST:PORT/PATH/. In a sandbox this is the address of the bridge; the egress proxy adds
+the agent's identity. Prints "Connected to relay" after each connect. A broken connection is retried with a delay that grows to
+30 s. Exits with code 1 and one line on stderr if retrying is useless: the relay refuses the sandbox, or the address is
+wrong."""
 
 import base64
 import hashlib
@@ -146,21 +147,21 @@ def format_event(kind: int, content: bytes) -> str:
 
 def watch_relay(url: str, write: Callable[[str], object], sleep: Callable[[float], object] = time.sleep) -> None:
     """Write one line per event and connection change, indefinitely. Raise RelayRefused."""
-    tries = 0
+    failures = 0
     while True:
         try:
             connection = WebSocketConnection(url)
             try:
                 write("Connected to relay")
                 for event in connection.events():
-                    tries = 0  # reset the delay after the first event
+                    failures = 0  # reset the delay after the first event
                     write(format_event(*event))
             finally:
                 connection.close()
-        except ConnectionBroken as broken:
-            delay = RETRY_DELAYS_SECONDS[min(tries, len(RETRY_DELAYS_SECONDS) - 1)] * random.uniform(0.8, 1.2)  # noqa: S311 - jitter: many clients lose their connection at once
-            tries += 1
-            write(f"Not connected to relay: {broken}. Next try in {delay:.1f} s")
+        except ConnectionBroken as error:
+            delay = RETRY_DELAYS_SECONDS[min(failures, len(RETRY_DELAYS_SECONDS) - 1)] * random.uniform(0.8, 1.2)  # noqa: S311 - jitter: many clients lose their connection at once
+            failures += 1
+            write(f"Not connected to relay: {error}. Next try in {delay:.1f} s")
             sleep(delay)
 
 
@@ -168,8 +169,8 @@ def main(argv: list[str], env: dict[str, str]) -> int:
     relay = env.get("RELAY_URL", "")
     try:
         watch_relay(f"{relay.rstrip('/')}/{argv[0] if argv else DEFAULT_SUBSCRIPTION}", lambda line: print(line, flush=True))
-    except RelayRefused as refused:
-        print(f"relay_watcher: {refused}", file=sys.stderr, flush=True)
+    except RelayRefused as error:
+        print(f"relay_watcher: {error}", file=sys.stderr, flush=True)
     return 1
 
 

@@ -100,11 +100,11 @@ def extract_first_object(text: str) -> dict[str, Any]:
     decoder, position = json.JSONDecoder(), text.find("{")
     while position >= 0:
         try:
-            found, _ = decoder.raw_decode(text, position)
+            action, _ = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
             position = text.find("{", position + 1)
         else:
-            return dict(found)
+            return dict(action)
     raise TurnFailed(f"the model's text has no JSON object: {_to_single_line(text)}")
 
 

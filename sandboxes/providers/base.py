@@ -23,9 +23,9 @@ EGRESS_LOOPBACK_ADDRESS = "127.0.0.1:4010"  # the egress proxy over TCP, in sand
 # Variables read by SDKs. The keys are placeholders: the egress proxy adds the credentials.
 EGRESS_ENVIRONMENT = {
     "OPENAI_BASE_URL": f"http://{EGRESS_LOOPBACK_ADDRESS}/v1",
-    "OPENAI_API_KEY": "added-on-the-way-out",
+    "OPENAI_API_KEY": "added-by-the-egress-proxy",
     "ANTHROPIC_BASE_URL": f"http://{EGRESS_LOOPBACK_ADDRESS}",
-    "ANTHROPIC_API_KEY": "added-on-the-way-out",
+    "ANTHROPIC_API_KEY": "added-by-the-egress-proxy",
     "RELAY_URL": f"ws://{EGRESS_LOOPBACK_ADDRESS}/relay/",
 }
 MARK_VARIABLE = "LEASEHOLD_RUN"  # environment variable that identifies the processes of one exec
@@ -80,7 +80,9 @@ class SandboxSpec:
     name: str  # never reused: derived from the row's id and incarnation; [a-z0-9-]{1,63}
     owner: str  # label by which `list` finds the sandboxes of one pool
     image: str = ""
-    labels: Mapping[str, str] = field(default_factory=dict)  # informative, shown by `docker ps`; never read back
+    labels: Mapping[str, str] = field(
+        default_factory=dict
+    )  # informational, shown by `docker ps`; never read by the control plane
     memory_mib: int = 512
     millicpus: int = 1000
     pids: int = 256
@@ -114,15 +116,15 @@ class ExecResult:
 
 
 class FileStat(NamedTuple):
-    """Metadata of one entry below /workspace or /data. A tuple, because a manifest has thousands."""
+    """Metadata of one entry below /workspace or /data. A tuple saves memory: a manifest has thousands of entries."""
 
     kind: str  # "file", "directory", "link", or "other" (socket, pipe, device: never stored)
     mode: int  # permission bits
     size: int  # bytes of a regular file, else 0
     mtime: int  # whole seconds since 1970
     # Changes whenever the content of a file, its mode or the target of a link may have changed. Before Linux 6.13 two writes
-    # of equal length within one tick of the kernel's clock (4 ms) share a stamp. Reading leaves it unchanged, except for a
-    # file that its owner may not read.
+    # of equal length within one tick of the kernel's clock (4 ms) share a stamp. Reading a file leaves its stamp unchanged,
+    # unless its owner may not read it.
     stamp: str
     target: str = ""  # of a symbolic link
 

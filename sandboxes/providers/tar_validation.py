@@ -11,7 +11,7 @@ from sandboxes.providers.base import WORKSPACE, Rejected, TooLarge, split_sandbo
 
 MAX_MEMBERS = 100_000
 BLOCK_BYTES = tarfile.BLOCKSIZE
-MAX_HEADER_BYTES = 1 << 16  # of an extended header (pax or GNU long name)
+MAX_HEADER_BYTES = 1 << 16  # size of an extended header (pax or GNU long name)
 HEADER_TYPES = {tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
 MAX_CONSECUTIVE_HEADERS = 8  # consecutive extended headers: unpackers parse them recursively
 TYPES_WITH_CONTENT = {tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE}
@@ -23,7 +23,7 @@ _PAX_NAME_PATTERN = re.compile(rb"(\d{1,5}) (?:path|linkpath)=")
 def validate_tar(tar: BinaryIO) -> None:
     """Check that a seekable file is a complete, uncompressed tar of files, directories and links with relative paths.
 
-    Raise Rejected if it is not, TooLarge above 100000 members. Leaves the file at its beginning."""
+    Raise Rejected for any other file, TooLarge above 100000 members. Leaves the file at its beginning."""
     _check_blocks(tar)
     try:
         tar.seek(0)

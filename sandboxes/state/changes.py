@@ -81,9 +81,9 @@ def diff_manifest(attachment: Attachment, manifest: Mapping[str, FileStat], mani
     """Compare a manifest with the attachment's base.
 
     Paths of an interrupted pull are ignored: the next attach writes them again."""
-    diff, half_written = ManifestDiff(manifest, manifest_digest), set(attachment.pulling)
+    diff, partial = ManifestDiff(manifest, manifest_digest), set(attachment.pulling)
     for path, stat in manifest.items():
-        if path in half_written:
+        if path in partial:
             diff.digest = ""  # the pull that was writing this path was interrupted
         elif reason := _describe_refusal(path, stat):
             diff.unstorable[path] = reason
@@ -92,8 +92,8 @@ def diff_manifest(attachment: Attachment, manifest: Mapping[str, FileStat], mani
         elif not is_unchanged(path, stat, attachment):
             diff.files.append(path)
     missing = (path for path in attachment.base if path not in manifest or path in diff.unstorable)
-    diff.removed = [path for path in missing if path not in half_written]
-    if diff.files and not half_written and _is_repacking_due(attachment):
+    diff.removed = [path for path in missing if path not in partial]
+    if diff.files and not partial and _is_repacking_due(attachment):
         diff.files = [path for path, stat in manifest.items() if stat.kind == "file" and path not in diff.unstorable]
         diff.is_repack = True
     return diff
@@ -115,7 +115,7 @@ def _is_repacking_due(attachment: Attachment) -> bool:
     stored = DataObject.objects.filter(Exists(live), data=attachment.data_id).aggregate(
         count=Count("pk"), size=Sum("size_bytes")
     )
-    # `data` may have been read some time ago. Slightly outdated totals are good enough here.
+    # The totals of `data` may be slightly outdated, which is precise enough for this decision.
     needed = attachment.data.size_bytes + attachment.data.files * MEMBER_OVERHEAD_BYTES
     return bool(stored["count"] >= MAX_LIVE_OBJECTS or (stored["size"] or 0) > 2 * needed + REPACK_SLACK_BYTES)
 

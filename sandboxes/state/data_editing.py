@@ -55,11 +55,11 @@ class DataMounted(SandboxError):
 
 
 class StagedChanges:
-    """Unsaved rows, and a spooled tar with the content of those that are files."""
+    """Unsaved rows, and a spooled tar with the content of the regular files among them."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack, self.spool = stack, stack.enter_context(open_spool())
-        self._tar = tarfile.open(fileobj=self.spool, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115 - `upload` ends it
+        self._tar = tarfile.open(fileobj=self.spool, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115 - closed by `upload`
         self.rows: dict[str, DataFile] = {}
         self.changed_files: dict[str, ChangedFile] = {}
         self._size = 0
@@ -107,8 +107,7 @@ class _DigestingReader:
 
 
 def put_file(agent_did: str, path: str, source: IO[bytes], *, mode: int = 0o644, now: datetime) -> int:
-    """Store the rest of `source` as the newest version of a file. Return 1, or 0 if the content and mode are already the
-    same."""
+    """Store the rest of `source` as the newest version of a file. Return 1, or 0 if content and mode are unchanged."""
     with ExitStack() as stack:
         spool = stack.enter_context(open_spool())
         copyfileobj(source, spool, CHUNK_BYTES)
@@ -129,8 +128,8 @@ def load_tar(agent_did: str, source: IO[bytes], *, now: datetime) -> int:
             tar = stack.enter_context(tarfile.open(fileobj=source, mode="r:*"))
             for member in tar:
                 _add_member(staged, tar, member)
-        except TAR_ERRORS as bad:
-            raise InvalidDataPath(f"The tar is invalid or truncated: {bad}.") from bad
+        except TAR_ERRORS as error:
+            raise InvalidDataPath(f"The tar is invalid or truncated: {error}.") from error
         return _store_staged(agent_did, staged, now)
 
 
@@ -215,8 +214,8 @@ def remove_path(agent_did: str, path: str, *, recursive: bool = False, now: date
         below = data_tree.find_files_below(data, path)
         if below.exists() and not recursive:
             raise InvalidDataPath(f"{path!r} is a non-empty directory.")
-        doomed = DataFile.objects.filter(Q(pk__in=below.values("pk")) | Q(data=data, path=path, removed=False))
-        removed = doomed.update(
+        removable = DataFile.objects.filter(Q(pk__in=below.values("pk")) | Q(data=data, path=path, removed=False))
+        removed = removable.update(
             removed=True, stored_in=None, size_bytes=0, digest="", revision=data.revision + 1, holder=None, at=now
         )
         if not removed:
@@ -259,7 +258,7 @@ def _select_changed(rows: Mapping[str, DataFile], live: Mapping[str, DataFile]) 
 
 
 def _check_placement(rows: Mapping[str, DataFile], live: Mapping[str, DataFile]) -> None:
-    """Raise InvalidDataPath where a path would lie below a file, or would turn a directory into a file or the reverse."""
+    """Raise InvalidDataPath where a path would lie below a file, or would change a file into a directory or vice versa."""
     directories = {parent for path in live for parent in list_parents(path)}  # includes directories whose own row is removed
     for path, row in rows.items():
         for parent in list_parents(path):
@@ -308,5 +307,5 @@ def _update_totals(data: AgentData, now: datetime) -> tuple[int, int]:
 def _collect_outdated(data: AgentData) -> None:
     try:
         data_sync.remove_outdated_objects(data_sync.find_outdated_objects().filter(data=data))
-    except StoreError as failed:  # the edit itself is committed; the prune sweep removes the rest
-        log.warning("outdated objects left", agent=data.agent_did, error=str(failed))
+    except StoreError as error:  # the edit is committed; the prune sweep removes the outdated objects
+        log.warning("outdated objects left", agent=data.agent_did, error=str(error))

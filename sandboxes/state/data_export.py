@@ -24,7 +24,7 @@ def export_tar(data: AgentData, out: BinaryIO, *, now: datetime) -> int:
 def export_directory(data: AgentData, root: Path, *, now: datetime) -> int:
     """Write all live paths into an empty or new directory. Return the number of paths. Raise StoreError or OSError.
 
-    Links are created last, so that no file is written through one."""
+    Links are created last, so that no file is written through a link."""
     root.mkdir(parents=True, exist_ok=True)
     if any(root.iterdir()):
         raise InvalidDataPath(f"{root} is not empty.")

@@ -40,7 +40,8 @@ def attach(sandbox: Sandbox, provider: Provider, *, skill: str = "", now: dateti
     """Write the newest version of each of the agent's files into its sandbox's /data. Idempotent; safe to call concurrently.
 
     Unsaved changes of the sandbox are not overwritten: `persist` merges them. Raise StoreError or ProviderError; then nothing
-    may run in the sandbox, and a repeated call completes the work. Raise SandboxBusy if a concurrent pull takes over 30 s."""
+    may run in the sandbox, and a repeated call completes the work. Raise SandboxBusy if a concurrent pull takes longer
+    than 30 s."""
     clock, attempts = clock_from(now), 0
     while _needs_pull(attachment := _ensure_attachment(sandbox, now=clock()), sandbox):
         if pull.claim_pull(attachment, now=clock()):
@@ -86,9 +87,9 @@ def ensure_agent_data(agent_did: str, *, now: datetime) -> AgentData:
 
 
 def _needs_pull(attachment: Attachment, sandbox: Sandbox) -> bool:
-    """Return whether the sandbox needs a pull: its first one, an interrupted one or newer versions in the store.
+    """Return whether the sandbox needs a pull: the first pull, a repeated one after an interruption, or newer stored versions.
 
-    Newer versions wait while another run is open, so that its files do not change."""
+    Newer versions wait while another run is open, so that files do not change during the run."""
     if attachment.data.keeping == DataStorageMode.MOUNT:
         return False
     if attachment.pulling or not attachment.revision:
@@ -98,7 +99,7 @@ def _needs_pull(attachment: Attachment, sandbox: Sandbox) -> bool:
 
 
 def _seed_skill(attachment: Attachment, sandbox: Sandbox, provider: Provider, skill: str, *, now: datetime) -> None:
-    """Copy a type's skill from the image at its first use. A skill that the agent removed is not seeded again."""
+    """Copy the environment type's skill from the image at first use. A skill that the agent removed is not seeded again."""
     path = f"skills/{skill}"
     skill_files = Q(path=path) | Q(path__startswith=f"{path}/")
     if not DataFile.objects.filter(skill_files, data=attachment.data_id).exists():
@@ -174,8 +175,8 @@ def _collect_outdated(attachment: Attachment) -> None:
         return
     try:
         remove_outdated_objects(outdated)
-    except StoreError as failed:  # the changes are committed; the prune sweep removes the rest
-        log.warning("outdated objects left", agent=attachment.data.agent_did, error=str(failed))
+    except StoreError as error:  # the changes are committed; the prune sweep removes the outdated objects
+        log.warning("outdated objects left", agent=attachment.data.agent_did, error=str(error))
 
 
 def require_free_space(attachment: Attachment, sandbox: Sandbox, provider: Provider, *, now: datetime) -> None:
@@ -186,7 +187,7 @@ def require_free_space(attachment: Attachment, sandbox: Sandbox, provider: Provi
 
 
 def find_unsaved() -> QuerySet[Attachment]:
-    """Attachments with changes that could not be stored, the longest waiting first. Those above the limits are excluded."""
+    """Return attachments with changes that could not be stored, oldest first. Data above the limits is excluded."""
     current = Attachment.objects.filter(unsaved_since__isnull=False, full=False, incarnation=F("sandbox__incarnation"))
     alive = current.filter(sandbox__state__in=ALIVE_STATES, sandbox__lost_at__isnull=True)
     return alive.select_related("data", "sandbox__pool").order_by("unsaved_since")
@@ -220,24 +221,24 @@ def persist_final(sandbox: Sandbox, provider: Provider, *, now: datetime) -> Non
         persist(attachment, sandbox, provider, now=now, last=True)
     except Missing:
         raise
-    except (DataFull, Rejected) as refused:
-        record_event(attachment.data.agent_did, attachment.holder, DataEvent.Kind.DROPPED, detail=str(refused)[:500], now=now)
-    except (StoreError, ProviderError) as failed:
-        if isinstance(failed, StoreError) or attachment.unsaved_since:
-            mark_unsaved(attachment, failed, now=now)
+    except (DataFull, Rejected) as error:
+        record_event(attachment.data.agent_did, attachment.holder, DataEvent.Kind.DROPPED, detail=str(error)[:500], now=now)
+    except (StoreError, ProviderError) as error:
+        if isinstance(error, StoreError) or attachment.unsaved_since:
+            mark_unsaved(attachment, error, now=now)
             raise
         if sandbox.state == SandboxState.EVICTING:
             raise
-        log.warning("final data scan failed", sandbox=str(sandbox.pk), error=str(failed))
+        log.warning("final data scan failed", sandbox=str(sandbox.pk), error=str(error))
 
 
 def find_outdated_objects() -> QuerySet[DataObject]:
-    """Objects without any current file version, oldest first."""
+    """Return objects without any current file version, oldest first."""
     return DataObject.objects.filter(entries__isnull=True).order_by("at")
 
 
 def remove_outdated_objects(objects: QuerySet[DataObject]) -> int:
-    """Remove those of the objects that have no rows: first from the store, then their own rows. Return the number removed."""
+    """Remove the given objects that no file row points to, from the store and then from the database. Return their number."""
     outdated = dict(objects.filter(entries__isnull=True).values_list("pk", "key"))
     get_store().remove_many(outdated.values())
     return DataObject.objects.filter(pk__in=outdated, entries__isnull=True).delete()[0]

@@ -39,9 +39,9 @@ def find_live_files(data: AgentData) -> QuerySet[DataFile]:
 
 
 def find_files_below(data: AgentData, path: str) -> QuerySet[DataFile]:
-    """All live paths below a directory; "" is the root.
+    """Return all live paths below a directory; "" is the root.
 
-    Compares characters, because LIKE is case-insensitive or treats some characters specially, depending on the database."""
+    Compares a substring instead of LIKE, which is case-insensitive on SQLite and has wildcard characters."""
     start = f"{path}/" if path else ""
     return (
         find_live_files(data).annotate(start=Substr("path", 1, len(start))).filter(start=start)
@@ -51,7 +51,7 @@ def find_files_below(data: AgentData, path: str) -> QuerySet[DataFile]:
 
 
 def list_directory(data: AgentData, path: str, *, after: str = "", limit: int | None = None) -> list[DirectoryEntry]:
-    """List the names of a directory in order: those after `after`, at most `limit`.
+    """List the names of a directory in order, at most `limit` names that sort after `after`.
 
     Takes two queries for any size: one aggregates the paths below each name, one reads the rows of the names themselves."""
     start = len(path) + 1 if path else 0

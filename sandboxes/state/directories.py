@@ -34,21 +34,21 @@ def pack(root: Path, out: BinaryIO) -> None:
     tar_validation.validate_tar(out)
 
 
-def apply_changes(root: Path, sent: BinaryIO, back: BinaryIO) -> int:
-    """Apply the differences between two tars to a directory: `sent` was written by `pack`, `back` is the sandbox's copy.
+def apply_changes(root: Path, sent: BinaryIO, returned: BinaryIO) -> int:
+    """Apply the differences between two tars to a directory: `sent` was written by `pack`, `returned` is the sandbox's copy.
 
     Paths that are equal in both stay untouched. Return the number of changed and removed paths. Raise Rejected or OSError."""
-    tar_validation.validate_tar(back)
-    if not is_plain_tar(back):
+    tar_validation.validate_tar(returned)
+    if not is_plain_tar(returned):
         raise Rejected("The returned tar has unsupported members or headers.")
-    before, after = _read_entries(sent), _read_entries(back)
+    before, after = _read_entries(sent), _read_entries(returned)
     changed = {path for path, entry in after.items() if before.get(path) != entry}
     removed = before.keys() - after.keys()
     replaced = {path for path in changed & before.keys() if before[path].kind != after[path].kind}
     try:
         files.remove_files(str(root), removed | replaced)
         with open_spool() as changed_members:
-            _copy_members(back, changed, changed_members)
+            _copy_members(returned, changed, changed_members)
             files.unpack(str(root), changed_members)
     except files.BadPath as error:
         raise Rejected(f"The returned tar cannot be unpacked into {root}: {error}.") from error

@@ -43,7 +43,7 @@ class Reader(Protocol):
 
 
 class FileTree(ABC):
-    """Files below /workspace or /data. Paths are relative to it; errors are those of the provider port."""
+    """Files below /workspace or /data. Paths are relative to that directory; errors are those of the provider port."""
 
     @abstractmethod
     def read_range(self, path: str, *, start: int, length: int) -> tuple[bytes, int]:
@@ -103,10 +103,10 @@ class StoredFiles(FileTree):
 
     def list_entries(self, under: str, *, deep: bool, limit: int) -> dict[str, FileStat]:
         depth = under.count("/") + bool(under)
-        found = {path: stat for path, stat in self._below(under).items() if deep or path.count("/") == depth}
-        if len(found) > limit:
+        entries = {path: stat for path, stat in self._below(under).items() if deep or path.count("/") == depth}
+        if len(entries) > limit:
             raise TooLarge(f"there are more than {limit} entries")
-        return found
+        return entries
 
     def pack(self, under: str, out: BinaryIO) -> None:
         chosen = self._below(under) | ({under: self.entries[under]} if under else {})
@@ -164,13 +164,13 @@ class StoredWorkspace(StoredFiles):
 
     def _index(self, tar: BinaryIO) -> dict[str, FileStat]:
         if not is_plain_tar(tar):
-            raise Unreadable("its tar has unsupported members or headers")
+            raise Unreadable("the snapshot has unsupported members or headers")
         entries: dict[str, FileStat] = {}
         with tarfile.open(fileobj=tar, mode="r:") as members:
             for member in members:
                 parts = [part for part in member.name.split("/") if part not in ("", ".")]
                 if ".." in parts or len(entries) > MAX_ENTRIES:
-                    raise Unreadable("its tar has paths outside its root, or too many members")
+                    raise Unreadable("the snapshot has paths outside of its root, or too many members")
                 path = "/".join(parts)
                 kind = "file" if member.isreg() else "directory" if member.isdir() else "link"
                 if path:
@@ -208,8 +208,8 @@ class StoredData(StoredFiles):
 def open_workspace(holder: UUID, initial_files: Mapping[str, bytes], *, now: datetime) -> Iterator[FileTree]:
     """Open the files that a wake would restore to /workspace. Raise Unreadable or StoreError.
 
-    `first` are the files written before the first use, by absolute path. They overlay the snapshot only if it is another
-    lease's, or if there is none: later snapshots of the lease contain them."""
+    `initial_files` are written before the first use, by absolute path. They overlay the snapshot of another lease (a fork), or
+    stand alone without a snapshot: the lease's own snapshots contain them."""
     newest = workspace.find_latest(holder)
     overlay = {path.removeprefix(f"{WORKSPACE}/"): content for path, content in initial_files.items()}
     with ExitStack() as stack:
@@ -218,8 +218,8 @@ def open_workspace(holder: UUID, initial_files: Mapping[str, bytes], *, now: dat
             return
         try:
             tar, _ = stack.enter_context(workspace.open_snapshot(newest, now=now))
-        except workspace.CorruptSnapshot as bad:
-            raise Unreadable(str(bad)) from bad
+        except workspace.CorruptSnapshot as error:
+            raise Unreadable(str(error)) from error
         yield StoredWorkspace(tar, {} if workspace.is_own(newest) else overlay, now=now)
 
 

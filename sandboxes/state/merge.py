@@ -44,10 +44,10 @@ def record_changes(
 
     Raise ConcurrentChange if another process wrote the attachment since it was read."""
     with transaction.atomic():
-        held = Sandbox.objects.select_for_update(of=("self",), no_key=True).filter(
+        held_sandbox = Sandbox.objects.select_for_update(of=("self",), no_key=True).filter(
             pk=sandbox.pk, incarnation=sandbox.incarnation, holder=attachment.holder
         )
-        state = held.values_list("state", flat=True).first()
+        state = held_sandbox.values_list("state", flat=True).first()
         if state is None or state == SandboxState.DESTROYED or (state in GONE_STATES and not last):
             return False  # the lease has ended: the process that destroys the sandbox stores the rest
         data = AgentData.objects.select_for_update(no_key=True).get(pk=attachment.data_id)
@@ -59,8 +59,8 @@ def record_changes(
             "base": merge.base, "look": diff.digest, "revision": merge.revision if is_latest else attachment.revision,
             "unsaved_since": None,
         }  # fmt: skip
-        same = Attachment.objects.filter(pk=attachment.pk, version=attachment.version)
-        if not same.update(version=F("version") + 1, last_error="", full=False, **columns):
+        unchanged = Attachment.objects.filter(pk=attachment.pk, version=attachment.version)
+        if not unchanged.update(version=F("version") + 1, last_error="", full=False, **columns):
             raise ConcurrentChange
         merge.record_events(diff)
     attachment.version += 1
@@ -106,7 +106,7 @@ class DataMerge:
         for path in diff.files:
             if path in changed_files:
                 self._merge_file(path, diff.manifest[path], changed_files[path])
-            else:  # removed between the manifest and the read: the next scan compares every path
+            else:  # the file was removed between the manifest and the read: the next scan compares every path
                 diff.digest = ""
         for path in diff.removed:
             self._merge_removed(path)
@@ -134,7 +134,10 @@ class DataMerge:
             self.base[path] = [row.revision, row.digest, stat.stamp]
             return
         if unseen and base_entry and base_entry[1] == changed_file.digest:
-            self.base[path] = [*base_entry[:2], stat.stamp]  # touched here, changed elsewhere: the next attach pulls it
+            self.base[path] = [
+                *base_entry[:2],
+                stat.stamp,
+            ]  # touched here, changed elsewhere: the next attach pulls the newer version
             return
         if unseen and unseen.digest != changed_file.digest:
             self._keep_conflict_copy(unseen)
@@ -157,14 +160,16 @@ class DataMerge:
         base_entry = self.base.get(path)
         unseen = self._find_unseen_version(path)
         if unseen and base_entry and base_entry[2] == stat.stamp:
-            return  # unchanged here, changed elsewhere: the next attach pulls it
+            return  # unchanged here, changed elsewhere: the next attach pulls the newer version
         if unseen:
             self._keep_conflict_copy(unseen)
         self._add_written(self._build_row(path, stat.kind, stat), stat)
 
     def _merge_removed(self, path: str) -> None:
         row = self.stored_rows.get(path)
-        if self._find_unseen_version(path):  # changed elsewhere: an edit wins over a removal, and is pulled again
+        if self._find_unseen_version(
+            path
+        ):  # changed elsewhere: an edit wins over a removal, and the next attach pulls the edit
             self.base.pop(path)
             return
         self.base.pop(path)
@@ -267,14 +272,14 @@ class DataMerge:
             detail = f"Another sandbox of this agent changed this path; its version is kept as {target}."[:500]
             record_event(did, holder, DataEvent.Kind.CONFLICT, path=path, detail=detail, now=self.now)
         for path, reason in islice(diff.unstorable.items(), MAX_EVENTS_PER_SCAN):
-            shown = path.encode(errors="surrogateescape").decode(errors="replace")[:1000]
-            known = DataEvent.objects.filter(holder=holder, kind=DataEvent.Kind.LEFT_OUT, path=shown)
-            if not known.exists():
+            printable = path.encode(errors="surrogateescape").decode(errors="replace")[:1000]
+            recorded = DataEvent.objects.filter(holder=holder, kind=DataEvent.Kind.LEFT_OUT, path=printable)
+            if not recorded.exists():
                 detail = f"Not stored: {reason}."
-                record_event(did, holder, DataEvent.Kind.LEFT_OUT, path=shown, detail=detail, now=self.now)
+                record_event(did, holder, DataEvent.Kind.LEFT_OUT, path=printable, detail=detail, now=self.now)
 
 
 def record_event(did: str, holder: uuid.UUID | None, kind: DataEvent.Kind, *, now: datetime, **fields: str) -> None:
     """Record a DataEvent and log it as a warning."""
     DataEvent.objects.create(agent_did=did, holder=holder, kind=kind, at=now, **fields)
-    log.warning("agent data", agent=did, what=kind.value, **fields)
+    log.warning("agent data", agent=did, kind=kind.value, **fields)

@@ -61,7 +61,7 @@ def _raise_for_errno(result: int, path: Path) -> None:
 def acquire_lock(root: Path, name: str) -> Iterator[None]:
     """Hold an exclusive lock between processes and threads. Raise StoreError if it is not free within 30 seconds.
 
-    Lock files are never removed, so their names are few."""
+    Lock files are never removed. Callers use a bounded set of names."""
     with translate_os_errors("lock"):
         directory = root.parent / "mount-locks"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -89,9 +89,9 @@ def _try_lock(descriptor: int) -> bool:
 def translate_os_errors(method: str) -> Iterator[None]:
     try:
         yield
-    except OSError as failed:
-        raise mount_error(method, f"{failed.filename or ''} {failed.strerror or failed}".strip()) from failed
+    except OSError as error:
+        raise mount_error(method, f"{error.filename or ''} {error.strerror or error}".strip()) from error
 
 
-def mount_error(method: str, why: str) -> StoreError:
-    return StoreError("mount", method, why)
+def mount_error(method: str, reason: str) -> StoreError:
+    return StoreError("mount", method, reason)

@@ -1,4 +1,4 @@
-"""Mounts of agents' data: one directory of the bucket per agent, mounted by s3fs into /data of each of its sandboxes.
+"""Mounts of agents' data: one directory of the bucket per agent, mounted by s3fs into /data of each of the agent's sandboxes.
 
 A sandbox has no network, no key and no right to mount. Its container gets a directory of this machine as a bind mount with
 slave propagation, so that mounts made on that directory later appear in the container:
@@ -7,9 +7,9 @@ slave propagation, so that mounts made on that directory later appear in the con
     STATE_DIR/mounts/SANDBOX/fs    mount point of s3fs: `agents/<did>/files` of the bucket
     STATE_DIR/mounts/SANDBOX/data  bound to /data; `fs` is bound on it once s3fs answers
 
-A container that starts while `data` is a mount point is bound to that mount instead of the directory, and would not see a mount
-made after it is removed. Dead mounts therefore stay on `data`, and a new mount is stacked on top, which reaches containers of
-both kinds."""
+A container that starts while `data` is a mount point binds that mount and not the directory. It would not see a mount made
+after that one is removed. Dead mounts therefore stay on `data` and new mounts are stacked on top, where all containers see
+them."""
 
 import os
 import shutil
@@ -55,10 +55,10 @@ def is_mount_required(agent_did: str) -> bool:
 
 
 def prepare_mount_directory(sandbox: Sandbox) -> Path | None:
-    """Create the empty directory to bind to /data of a sandbox that is about to start. Return None if it needs none.
+    """Create the empty directory to bind to /data of a sandbox that is about to start. Return None if the sandbox needs none.
 
-    A warm sandbox may be claimed by any agent, so it gets a directory if new data is mounted. Sandboxes of agents with synced
-    data use the directory as ordinary storage. Raise StoreError."""
+    A warm sandbox may be claimed by any agent, so it gets a directory if new agents' data is mounted. Sandboxes of agents with
+    synced data use the directory as ordinary storage. Raise StoreError."""
     if sandbox.provider != SUPPORTED_PROVIDER or not (
         settings.DATA_KEEPING == DataStorageMode.MOUNT or is_mount_required(sandbox.agent_did)
     ):
@@ -101,26 +101,28 @@ def attach(sandbox: Sandbox, provider: Provider) -> None:
             raise mount_error(
                 "attach", "the mount does not appear in the sandbox; check that its Docker Engine runs on this machine"
             )
-    log.info("data mounted", sandbox=str(sandbox.pk), agent=sandbox.agent_did, again=device is not None)
+    log.info("data mounted", sandbox=str(sandbox.pk), agent=sandbox.agent_did, remounted=device is not None)
 
 
 def release_unresponsive_mount(sandbox: Sandbox) -> None:
-    """End s3fs before a sandbox is stopped if the bucket does not answer: processes that wait for it cannot be killed."""
+    """Kill s3fs if the bucket does not answer.
+
+    Called before a sandbox is stopped, because processes blocked on the mount cannot be killed."""
     mount = SandboxMount.of(sandbox.pk)
     if mount.device() and mount.probe() == UNRESPONSIVE:
         log.warning("unresponsive mount ended", sandbox=str(sandbox.pk), agent=sandbox.agent_did)
-        mount.end(patience_seconds=0)
+        mount.end(grace_seconds=0)
 
 
 def detach(pk: uuid.UUID) -> None:
-    """Remove a stopped sandbox's mount, s3fs process and directory. Failures are left to `clear_leftovers`."""
+    """Remove a stopped sandbox's mount, s3fs process and directory. A failure is logged; `clear_leftovers` retries."""
     try:
         mount = SandboxMount.of(pk)
         if mount.exists():
             with mount.locked(), translate_os_errors("detach"):
                 mount.clear()
-    except StoreError as failed:
-        log.warning("mount left behind", sandbox=str(pk), error=str(failed))
+    except StoreError as error:
+        log.warning("mount left behind", sandbox=str(pk), error=str(error))
 
 
 @contextmanager
@@ -142,13 +144,13 @@ def clear_leftovers() -> list[uuid.UUID]:
     for mount in SandboxMount.list_all():
         try:
             with mount.locked(), translate_os_errors("leftovers"):
-                # The row is read under the lock: a start of the sandbox takes the lock, too.
+                # The row is read under the lock, because a start of the sandbox takes the same lock.
                 sandboxes = Sandbox.objects.filter(pk=mount.pk)
                 if not sandboxes.exclude(state__in=(SandboxState.COLD, SandboxState.DESTROYED)).exists():
                     mount.clear()
                     cleared.append(mount.pk)
-        except StoreError as failed:
-            log.warning("mount left behind", sandbox=str(mount.pk), error=str(failed))
+        except StoreError as error:
+            log.warning("mount left behind", sandbox=str(mount.pk), error=str(error))
     return cleared
 
 

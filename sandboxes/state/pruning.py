@@ -30,7 +30,7 @@ ORPHAN_GRACE = timedelta(hours=1)  # the row of a younger object may not be comm
 
 
 def persist_unsaved(*, now: datetime, limit: int = 100) -> SweepResult:
-    """Retry to store unsaved changes, the longest waiting first."""
+    """Retry storing unsaved changes, oldest first."""
     result, clock = SweepResult(), clock_from(now)
     for attachment in data_sync.find_unsaved()[:limit]:
         if clock() > now + PASS_TIME_LIMIT:
@@ -39,24 +39,24 @@ def persist_unsaved(*, now: datetime, limit: int = 100) -> SweepResult:
             data_sync.persist(attachment, attachment.sandbox, providers.get_provider(attachment.sandbox.provider), now=clock())
         except Missing:
             result.note("gone")  # reconcile handles lost sandboxes
-        except (StoreError, ProviderError, DataFull) as failed:
-            data_sync.mark_unsaved(attachment, failed, now=clock())
-            result.failures.append(f"{attachment.pk}: {failed}")
+        except (StoreError, ProviderError, DataFull) as error:
+            data_sync.mark_unsaved(attachment, error, now=clock())
+            result.failures.append(f"{attachment.pk}: {error}")
         else:
             result.note("stored")
     return result
 
 
 def measure_mounted(*, now: datetime) -> SweepResult:
-    """Measure mounted data in random order, so that every agent gets a turn even if one pass does not reach all."""
+    """Measure mounted data in random order, so that every agent is measured eventually even if passes run out of time."""
     result, clock = SweepResult(), clock_from(now)
     for data in find_mounted().order_by("?"):
         if clock() > now + PASS_TIME_LIMIT:
             break
         try:
             result.note("measured", storage_mode.measure_mounted_data(data, now=clock()))
-        except StoreError as failed:
-            result.failures.append(f"{data}: {failed}")
+        except StoreError as error:
+            result.failures.append(f"{data}: {error}")
     return result
 
 
@@ -80,9 +80,9 @@ def remove_orphans(*, now: datetime, grace: timedelta = ORPHAN_GRACE) -> SweepRe
     ):
         try:
             result.note(name, remove())
-        except (StoreError, OSError) as failed:
-            log.error("prune failed", of=name, error=str(failed))
-            result.failures.append(f"{name}: {failed}")
+        except (StoreError, OSError) as error:
+            log.error("prune failed", of=name, error=str(error))
+            result.failures.append(f"{name}: {error}")
     return result
 
 
@@ -105,13 +105,11 @@ SNAPSHOT_OBJECTS = ObjectCategory(
     re.compile(r"(snapshots/[^/]+/(\d{8}T\d{6}Z)-[0-9a-f]{32})/[a-z]+"),
     lambda keys: {*Snapshot.objects.filter(key__in=keys, forgotten_at__isnull=True).values_list("key", flat=True)},
 )
-
-
 OBJECT_CATEGORIES = (DATA_OBJECTS, SNAPSHOT_OBJECTS)
 
 
 def find_orphans(category: ObjectCategory, before: datetime) -> Iterator[str]:
-    """Yield keys of a category's objects that are older than `before` and have no row. Keys of another format are ignored."""
+    """Yield the keys of a category's objects older than `before` that have no row. Keys of another format are ignored."""
     listed = get_store().list(category.prefix)
     while keys := [*islice(listed, KEY_BATCH_SIZE)]:
         candidates = {

@@ -40,7 +40,7 @@ def claim_pull(attachment: Attachment, *, now: datetime) -> bool:
 
 
 def pull(attachment: Attachment, sandbox: Sandbox, provider: Provider, clock: Clock) -> None:
-    """Write the versions newer than the sandbox's own, except paths with unsaved changes in the sandbox.
+    """Write the versions that are newer than the sandbox's copies, except paths with unsaved changes in the sandbox.
 
     The excluded versions stay unseen until `persist` has merged the sandbox's changes. Call after claim_pull."""
     try:
@@ -48,7 +48,7 @@ def pull(attachment: Attachment, sandbox: Sandbox, provider: Provider, clock: Cl
         newer = DataFile.objects.filter(data=attachment.data_id, revision__gt=attachment.revision)
         rows = [row for row in newer.select_related("stored_in") if attachment.base.get(row.path, [0])[0] != row.revision]
         interrupted = set(attachment.pulling)
-        if interrupted:  # an interrupted pull may have left any content there
+        if interrupted:  # an interrupted pull may have left any content at its paths
             rows += DataFile.objects.filter(data=attachment.data_id, path__in=interrupted - {row.path for row in rows})
         manifest = provider.manifest(sandbox.ref, DATA)
         unseen = {
@@ -61,7 +61,7 @@ def pull(attachment: Attachment, sandbox: Sandbox, provider: Provider, clock: Cl
         revision = min([revision, *(row.revision - 1 for row in unseen.values())])
         with open_spool() as tar:
             write_tar([row for row in rows if not row.removed], tar, now=clock())
-            # Only once all content is fetched: the store may be unavailable for long.
+            # Recorded only after all content is fetched, because the store may be unavailable for long.
             _update_attachment(attachment, pulling=sorted(row.path for row in rows))
             checkpoint("pull decided", attachment)
             _write_to_sandbox(sandbox, provider, rows, manifest, tar)
@@ -109,13 +109,13 @@ def _find_blocked_paths(rows: list[DataFile], manifest: Mapping[str, FileStat]) 
     """Return the paths that cannot be written now, because the sandbox has unsaved changes around them.
 
     A path is blocked by a directory in its place with content that stays, or by a file among its ancestors that stays."""
-    doomed = {row.path for row in rows if row.path in manifest and (row.removed or manifest[row.path].kind != row.kind)}
-    nonempty = {parent for path in manifest if path not in doomed for parent in list_parents(path)}
-    for path in sorted(doomed, reverse=True):  # deepest first
+    removable = {row.path for row in rows if row.path in manifest and (row.removed or manifest[row.path].kind != row.kind)}
+    nonempty = {parent for path in manifest if path not in removable for parent in list_parents(path)}
+    for path in sorted(removable, reverse=True):  # deepest first
         if path in nonempty:
-            doomed.discard(path)
+            removable.discard(path)
             nonempty.update(list_parents(path))
-    files = {path for path, stat in manifest.items() if stat.kind != "directory"} - doomed
+    files = {path for path, stat in manifest.items() if stat.kind != "directory"} - removable
     return {
         row.path
         for row in rows
@@ -137,7 +137,7 @@ def _write_to_sandbox(
 
 
 def write_tar(rows: list[DataFile], out: BinaryIO, *, now: datetime) -> None:
-    """Write a tar of these versions with verified content, and rewind it. Raise StoreError."""
+    """Write the given versions as a tar with verified content, and rewind the tar. Raise StoreError."""
     with ExitStack() as stack:
         content = fetch_contents([row for row in rows if row.kind == "file"], stack, now=now)
         with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
@@ -203,7 +203,7 @@ def _verify_content(row: DataFile, source: BinaryIO, start: int, key: str, *, no
 
 
 def _update_attachment(attachment: Attachment, **columns: Any) -> None:
-    """Write columns of the attachment, guarded by its version. Raise StoreError if another process wrote it since."""
+    """Write columns of the attachment, guarded by its version. Raise StoreError if another process was first."""
     if not Attachment.objects.filter(pk=attachment.pk, version=attachment.version).update(version=F("version") + 1, **columns):
         raise StoreError(get_store().name, "attach", "another process attached the same sandbox meanwhile")
     attachment.version += 1

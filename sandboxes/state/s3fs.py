@@ -98,10 +98,10 @@ class SandboxMount:
         return _probe(self.data / PROBE_NAME)
 
     def mount(self, agent_did: str) -> None:
-        """Start a new mount, replacing an existing one. Raise StoreError on failure; then no working mount is left."""
-        self.end(patience_seconds=0)
+        """Start a new mount, replacing an existing one. Raise StoreError on failure, and leave no working mount."""
+        self.end(grace_seconds=0)
         unmount_all(self.fs)
-        ensure_shared_mount(self.root)  # lost if the machine was restarted
+        ensure_shared_mount(self.root)  # a restart of the machine removes it
         _ensure_prefix(agent_did)
         if not list_devices(self.data):  # no writes into the bare directory between two mounts: a mount would hide them
             os.chown(self.data, 0, 0)
@@ -112,7 +112,7 @@ class SandboxMount:
                 raise mount_error("mount", f"s3fs has mounted but is {status}")
             sys_mount(self.fs, self.data, MS_BIND)
         except BaseException:
-            self.end(patience_seconds=0)
+            self.end(grace_seconds=0)
             unmount_all(self.fs)
             raise
 
@@ -140,8 +140,8 @@ class SandboxMount:
                     raise mount_error("mount", f"s3fs ended: {_read_last_line(log_path)}")
                 if time.monotonic() > deadline:
                     raise mount_error("mount", f"s3fs did not mount within {MOUNT_TIMEOUT_SECONDS:.0f} s")
-        except subprocess.CalledProcessError as failed:
-            raise mount_error("mount", f"s3fs could not be started: {_read_last_line(log_path)}") from failed
+        except subprocess.CalledProcessError as error:
+            raise mount_error("mount", f"s3fs could not be started: {_read_last_line(log_path)}") from error
         finally:
             keys.unlink(missing_ok=True)
             os.close(read_end)
@@ -149,15 +149,14 @@ class SandboxMount:
                 os.close(write_end)
 
     def unmount(self) -> None:
-        """Unmount everything and wait until s3fs has ended. It ends by itself once it has uploaded the closed files."""
+        """Unmount everything and wait until s3fs has ended. s3fs exits once it has uploaded the closed files."""
         unmount_all(self.data)
         unmount_all(self.fs)
-        self.end(patience_seconds=UNMOUNT_TIMEOUT_SECONDS)
+        self.end(grace_seconds=UNMOUNT_TIMEOUT_SECONDS)
 
-    def end(self, *, patience_seconds: float) -> None:
-        """Wait until no s3fs of this sandbox runs; kill it after the given patience. Processes that wait for it get an
-        error."""
-        deadline = time.monotonic() + patience_seconds
+    def end(self, *, grace_seconds: float) -> None:
+        """Wait until no s3fs of this sandbox runs, and kill it after `grace_seconds`. Blocked processes then get an error."""
+        deadline = time.monotonic() + grace_seconds
         while pids := self._find_s3fs_pids():
             if time.monotonic() >= deadline:
                 for pid in pids:

@@ -18,21 +18,21 @@ class _SpoolFile(io.FileIO):
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except OSError as failed:
-            raise StoreError("spool", "write", failed.strerror or str(failed)) from failed
+        except OSError as error:
+            raise StoreError("spool", "write", error.strerror or str(error)) from error
 
 
 def open_spool() -> BinaryIO:
     """Open an unnamed temporary file on the disk of the state directory. It is deleted when closed.
 
-    Errors of the disk, such as a full one, raise StoreError, also from later writes."""
+    Disk errors, such as a full disk, raise StoreError, in this call and in later writes."""
     directory = settings.STATE_DIR / "spool"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
             return cast(BinaryIO, io.BufferedRandom(_SpoolFile(os.dup(file.fileno()), "r+")))
-    except OSError as failed:
-        raise StoreError("spool", "open", str(failed)) from failed
+    except OSError as error:
+        raise StoreError("spool", "open", str(error)) from error
 
 
 class FileSlice:
@@ -42,16 +42,16 @@ class FileSlice:
         self.source, self.position, self.end = source, start, start + size
 
     def read(self, size: int = -1, /) -> bytes:
-        left = self.end - self.position
-        chunk = os.pread(self.source.fileno(), left if size < 0 else min(size, left), self.position)
+        remaining = self.end - self.position
+        chunk = os.pread(self.source.fileno(), remaining if size < 0 else min(size, remaining), self.position)
         self.position += len(chunk)
         return chunk
 
 
-def run_parallel(act: Callable[[Any], Any], jobs: Iterable[Any]) -> list[Any]:
-    """Call `act` for each job, up to 8 at once. Raise the first failure after all jobs have ended."""
+def run_parallel(function: Callable[[Any], Any], jobs: Iterable[Any]) -> list[Any]:
+    """Call `function` for each job, up to 8 at once. Raise the first failure after all jobs have ended."""
     jobs = list(jobs)
     if len(jobs) < 2:
-        return [act(job) for job in jobs]
+        return [function(job) for job in jobs]
     with ThreadPoolExecutor(min(MAX_PARALLEL_TRANSFERS, len(jobs))) as threads:
-        return list(threads.map(act, jobs))
+        return list(threads.map(function, jobs))

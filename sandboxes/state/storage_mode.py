@@ -1,6 +1,6 @@
 """Conversion of an agent's data between the storage modes `sync` and `mount`, and measurement of mounted data.
 
-A conversion needs all of the agent's sandboxes without a process. It copies the data to the new form, switches the mode in one
+A conversion requires that no sandbox of the agent has a process. It copies the data to the new form, switches the mode in one
 transaction, then removes the old form."""
 
 import stat
@@ -40,15 +40,15 @@ def convert_to_mount(data: AgentData, *, now: datetime) -> int:
     cannot mount. A path with a control character, which not every store accepts as a key, raises StoreError."""
     if reason := mounts.find_missing_requirement():
         raise Rejected(f"The data cannot be mounted: {reason}.")
-    with _lock_while_cold(data, DataStorageMode.SYNC) as since:
+    with _lock_while_cold(data, DataStorageMode.SYNC) as counts:
         rows = list(data_tree.find_live_files(data).select_related("stored_in", "data"))
-    get_store().clear(s3fs.build_key_prefix(data.agent_did))  # left by a failed conversion
+    get_store().clear(s3fs.build_key_prefix(data.agent_did))  # objects left by a failed conversion
     with ExitStack() as stack:
         content = pull.fetch_contents([row for row in rows if row.kind == "file"], stack, now=now)
         run_parallel(lambda row: _upload_path(row, content.get(row.path)), rows)
     checkpoint("data copied", data)
-    with _lock_while_cold(data, DataStorageMode.SYNC, since):
-        # Rows stay, marked as removed: the rows of skills prevent that a removed skill is seeded again.
+    with _lock_while_cold(data, DataStorageMode.SYNC, counts):
+        # The rows stay, marked as removed: the rows of a removed skill prevent seeding the skill again.
         DataFile.objects.filter(data=data).update(**REMOVED_COLUMNS)
         AgentData.objects.filter(pk=data.pk).update(keeping=DataStorageMode.MOUNT, revision=F("revision") + 1, changed_at=now)
     data_sync.remove_outdated_objects(DataObject.objects.filter(data=data))
@@ -58,17 +58,17 @@ def convert_to_mount(data: AgentData, *, now: datetime) -> int:
 def convert_to_sync(data: AgentData, *, now: datetime) -> int:
     """Store an agent's mounted files as synced data and switch to mode `sync`. Return the number of paths. Idempotent.
 
-    Raise SandboxBusy as convert_to_mount does, DataFull above the limits of synced data, StoreError if the files cannot be
-    read. Paths that are not files, directories or links are skipped."""
-    with _lock_while_cold(data, DataStorageMode.MOUNT) as since:
+    Raise SandboxBusy in the same cases as convert_to_mount, DataFull above the limits of synced data, StoreError if the files
+    cannot be read. Paths that are not files, directories or links are skipped."""
+    with _lock_while_cold(data, DataStorageMode.MOUNT) as counts:
         pass
     with ExitStack() as stack:
         staged, tar = StagedChanges(stack), stack.enter_context(open_spool())
         with mounts.open_mount(data.agent_did) as directory:
             try:
                 files.pack(str(directory), tar)
-            except OSError as failed:
-                raise StoreError("mount", "read", str(failed)) from failed
+            except OSError as error:
+                raise StoreError("mount", "read", str(error)) from error
         tar.seek(0)
         with tarfile.open(fileobj=tar, mode="r:") as members:
             for member in members:
@@ -79,14 +79,14 @@ def convert_to_sync(data: AgentData, *, now: datetime) -> int:
                 staged.add(row, members.extractfile(member) if member.isreg() else None)
         staged.upload(data, now)
         checkpoint("data copied", data)
-        with _lock_while_cold(data, DataStorageMode.MOUNT, since):
+        with _lock_while_cold(data, DataStorageMode.MOUNT, counts):
             _replace_rows(data, staged, data.revision + 1, now)
     get_store().clear(s3fs.build_key_prefix(data.agent_did))
     return len(staged.rows)
 
 
 def measure_mounted_data(data: AgentData, *, now: datetime) -> bool:
-    """Record the size of an agent's mounted data. Return False if the data is not mounted any more. Raise StoreError.
+    """Record the size of an agent's mounted data. Return False if the data is no longer mounted. Raise StoreError.
 
     s3fs reports no changes, so the agent's objects are listed."""
     prefix = s3fs.build_key_prefix(data.agent_did)
@@ -104,16 +104,17 @@ def measure_mounted_data(data: AgentData, *, now: datetime) -> bool:
 
 @contextmanager
 def _lock_while_cold(
-    data: AgentData, mode: DataStorageMode, since: IncarnationCounts | None = None
+    data: AgentData, mode: DataStorageMode, expected: IncarnationCounts | None = None
 ) -> Iterator[IncarnationCounts]:
-    """Lock the agent's data while none of its sandboxes has a process. Yield how often its sandboxes were started.
+    """Lock the agent's data while none of its sandboxes has a process. Yield the numbers of sandboxes and incarnations.
 
-    Raise SandboxBusy if a sandbox has a process, was started since `since` was taken, or the stored row differs from `data`."""
+    Raise SandboxBusy if a sandbox has a process, if the numbers differ from `expected` (a sandbox was started meanwhile), or if
+    the stored row differs from `data`."""
     with transaction.atomic():
         rows = AgentData.objects.select_for_update(no_key=True).filter(pk=data.pk, keeping=mode, revision=data.revision)
         sandboxes = Sandbox.objects.filter(agent_did=data.agent_did)
         counts = sandboxes.aggregate(sandboxes=Count("pk"), incarnations=Sum("incarnation"))
-        if rows.first() is None or (since is not None and counts != since):
+        if rows.first() is None or (expected is not None and counts != expected):
             raise SandboxBusy("The agent's data was used, changed or converted meanwhile. Retry the conversion.")
         if sandboxes.exclude(state__in=(SandboxState.COLD, SandboxState.DESTROYED)).exists():
             raise SandboxBusy(
@@ -123,7 +124,7 @@ def _lock_while_cold(
 
 
 def _upload_path(row: DataFile, content: FileSlice | None) -> None:
-    """Store one path in the format of s3fs: type, mode, owner and mtime are object metadata, a link's target is the content."""
+    """Store one path in s3fs format: type, mode, owner and mtime are object metadata; the content of a link is its target."""
     bucket = get_store()
     assert isinstance(bucket, S3Store)
     key = s3fs.build_key_prefix(row.data.agent_did) + row.path + "/" * (row.kind == "directory")

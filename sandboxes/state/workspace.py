@@ -1,7 +1,7 @@
 """Snapshots of a sandbox's own files: persist, hydrate, forget.
 
-Objects are written before the Snapshot row and removed after it is marked forgotten. A crash leaves at worst objects that a
-listing finds. Each snapshot also stays as a local file in the state directory, which makes the next wake faster."""
+Objects are written before the Snapshot row and removed after it is marked forgotten. A crash leaves at worst objects
+that the prune sweep finds and removes. A local copy of each snapshot in the state directory makes the next wake faster."""
 
 import hashlib
 import os
@@ -30,7 +30,7 @@ from sandboxes.storage.base import StoreError
 log = structlog.get_logger(__name__)
 RESTORE_TIMEOUT = timedelta(minutes=10)  # a restore that takes longer is treated as crashed
 MIN_SNAPSHOT_INTERVAL = timedelta(microseconds=1)
-SNAPSHOT_ROOTS = {"workspace": WORKSPACE, "data": DATA}  # old snapshots may have both parts, new ones have the first
+SNAPSHOT_ROOTS = {"workspace": WORKSPACE, "data": DATA}  # older snapshots may have both parts, new ones have `workspace`
 
 
 class StateLost(Exception):
@@ -50,7 +50,7 @@ def persist(
 ) -> Snapshot:
     """Store the sandbox's files. Return an unsaved Snapshot: the caller saves it under its claim.
 
-    Raise ProviderError or StoreError; then no row points to what was stored."""
+    Raise ProviderError or StoreError, in which case no row points to the stored objects."""
     assert sandbox.holder is not None
     snapshot = Snapshot(
         sandbox=sandbox, incarnation=sandbox.incarnation, holder=sandbox.holder, kind=kind, name=name, size_bytes=0,
@@ -60,8 +60,8 @@ def persist(
     path = local_directory(snapshot) / "workspace"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as failed:
-        raise StoreError("local copy", "persist", str(failed)) from failed
+    except OSError as error:
+        raise StoreError("local copy", "persist", str(error)) from error
     files = provider.get_files(sandbox.ref, WORKSPACE, exclude=sandbox.excludes)
     snapshot.size_bytes, snapshot.digests["workspace"] = _write_file(path, files)
     with path.open("rb") as source:
@@ -70,7 +70,7 @@ def persist(
 
 
 def find_by_holder(holder: UUID) -> QuerySet[Snapshot]:
-    """A holder's snapshots that are not forgotten, newest first."""
+    """Return a holder's snapshots that are not forgotten, newest first."""
     return Snapshot.objects.filter(holder=holder, forgotten_at__isnull=True).order_by("-at", "-pk")
 
 
@@ -140,19 +140,19 @@ def next_snapshot_time(holder: UUID, now: datetime) -> datetime:
 def forget_older(holder: UUID, *, now: datetime) -> int:
     """Forget all but the newest snapshots of a holder. Return the number forgotten.
 
-    Requested snapshots have a quota of their own (LEASEHOLD_KEEP_ASKED_SNAPSHOTS), so that they and those taken at sleep do not
-    displace each other."""
+    Requested snapshots have a quota of their own (LEASEHOLD_KEEP_ASKED_SNAPSHOTS), so that
+    requested snapshots and those taken at sleep do not displace each other."""
     requested = Q(kind=SnapshotKind.ASKED)
     older = [
         *find_by_holder(holder).exclude(requested)[settings.KEEP_SNAPSHOTS :],
         *find_by_holder(holder).filter(requested)[settings.KEEP_ASKED_SNAPSHOTS :],
     ]
     newest = find_latest(holder)
-    return sum(forget(old, now=now) for old in older if old != newest and not _being_restored(old, now))
+    return sum(forget(old, now=now) for old in older if old != newest and not _is_being_restored(old, now))
 
 
-def _being_restored(snapshot: Snapshot, now: datetime) -> bool:
-    """Return whether a restore of this snapshot is in progress: it becomes the newest once the sandbox sleeps."""
+def _is_being_restored(snapshot: Snapshot, now: datetime) -> bool:
+    """Return whether a restore of this snapshot is in progress. The snapshot becomes the newest once the sandbox sleeps."""
     return snapshot.kind == SnapshotKind.RESTORED and snapshot.at > now - RESTORE_TIMEOUT
 
 
@@ -199,8 +199,8 @@ def _fetch_verified(snapshot: Snapshot, part: str, *, now: datetime) -> tuple[Pa
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    except OSError as failed:
-        raise StoreError("local copy", "hydrate", str(failed)) from failed
+    except OSError as error:
+        raise StoreError("local copy", "hydrate", str(error)) from error
     temporary = Path(name)
     try:
         with open(descriptor, "wb") as target:
@@ -228,9 +228,9 @@ def _write_file(path: Path, chunks: Iterable[bytes]) -> tuple[int, str]:
             out.flush()
             os.fsync(out.fileno())
         os.replace(temporary, path)
-    except OSError as failed:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise StoreError("local copy", "persist", str(failed)) from failed
+        raise StoreError("local copy", "persist", str(error)) from error
     return size, digest.hexdigest()
 
 
@@ -243,4 +243,4 @@ def _record_event(snapshot: Snapshot, kind: DataEvent.Kind, detail: str, *, now:
     agents = Sandbox.objects.filter(holder=snapshot.holder).exclude(agent_did="").values_list("agent_did", flat=True)
     did = agents.first() or snapshot.sandbox.agent_did  # a fork's first snapshot belongs to the first agent's sandbox
     DataEvent.objects.create(holder=snapshot.holder, agent_did=did, at=now, kind=kind, detail=detail[:500])
-    log.error("snapshot", what=kind.value, snapshot=str(snapshot.pk), detail=detail)
+    log.error("snapshot", kind=kind.value, snapshot=str(snapshot.pk), detail=detail)

@@ -47,7 +47,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Page:
+class ListingPage:
     """One page of a listing, and the cursor of the next page; "" at the end."""
 
     entries: list[Entry]
@@ -55,7 +55,7 @@ class Page:
 
 
 class KeyValueStore(ABC):
-    """The contract of all methods is in the module docstring."""
+    """Key-value store. The module docstring states the contract of all methods."""
 
     name: str
     max_key_bytes = 512
@@ -79,7 +79,7 @@ class KeyValueStore(ABC):
         """Return whether the key exists, without fetching its value."""
 
     @abstractmethod
-    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
+    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> ListingPage:
         """Return up to `limit` (1 to 1000) keys with a prefix, in the order of their UTF-8 bytes.
 
         `cursor` is the `next_cursor` of the previous page. Keys set or removed between two pages may or may not be seen."""
@@ -92,7 +92,7 @@ class KeyValueStore(ABC):
     def download(self, key: str, target: BinaryIO, *, start: int = 0, length: int | None = None) -> bool:
         """Write a value to a file. Return False if the key does not exist.
 
-        With `start` and `length` write only that byte range, or less where the value ends. A truncated response raises
+        With `start` and `length` write only that byte range, cut off at the end of the value. A truncated response raises
         StoreError."""
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
@@ -181,25 +181,25 @@ class OncePerProcess(Generic[T]):
 
     _value: T | None
 
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
+    def __init__(self, factory: Callable[[], T]) -> None:
+        self._factory = factory
         self._forget()
         reference = weakref.ref(self)  # a registered hook is never removed and must not keep this object alive
 
-        def in_child() -> None:
+        def reset_in_child() -> None:
             if instance := reference():
                 instance._forget()
 
-        os.register_at_fork(after_in_child=in_child)
+        os.register_at_fork(after_in_child=reset_in_child)
 
     def __call__(self) -> T:
         with self._lock:
             if self._value is None:
-                self._value = self._make()
+                self._value = self._factory()
             return self._value
 
     def _forget(self) -> None:
-        self._lock = Lock()  # the lock, too: another thread may hold it in the parent at the fork
+        self._lock = Lock()  # replaced too: at the fork another thread may have held the old lock
         self._value = None
 
 
@@ -224,14 +224,14 @@ class RemainderReader:
         return self._source.seek(*(self._end + offset, os.SEEK_SET) if whence == os.SEEK_END else (offset, whence))
 
     def read(self, size: int | None = None) -> bytes:
-        left = max(0, self._end - self.tell())
-        left = left if size is None or size < 0 else min(left, size)
+        remaining = max(0, self._end - self.tell())
+        remaining = remaining if size is None or size < 0 else min(remaining, size)
         chunks: list[bytes] = []
-        while left:
-            chunks.append(self._source.read(left))
+        while remaining:
+            chunks.append(self._source.read(remaining))
             if not chunks[-1]:
                 raise OSError("the file became shorter while it was read")
-            left -= len(chunks[-1])
+            remaining -= len(chunks[-1])
         return b"".join(chunks)
 
     def close(self) -> None:

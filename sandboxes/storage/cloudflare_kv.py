@@ -17,8 +17,8 @@ from sandboxes.storage.base import (
     MAX_PAGE_SIZE,
     Entry,
     KeyValueStore,
+    ListingPage,
     OncePerProcess,
-    Page,
     RemainderReader,
     StoreError,
     StoreRefused,
@@ -27,8 +27,8 @@ from sandboxes.storage.base import (
 DEFAULT_API_URL = "https://api.cloudflare.com/client/v4"
 KEY_NOT_FOUND_CODE = 10009  # a missing namespace has another code
 MAX_ATTEMPTS = 5
-MIN_PAGE_SIZE = 10  # keys per listing that the API accepts at least
-RETRY_DEADLINE_SECONDS = 30.0  # no further attempt of a call starts later than this
+MIN_PAGE_SIZE = 10  # smallest number of keys per listing that the API accepts
+RETRY_DEADLINE_SECONDS = 30.0  # after the start of a call, no further attempt begins
 
 
 class CloudflareKVStore(KeyValueStore):
@@ -48,7 +48,7 @@ class CloudflareKVStore(KeyValueStore):
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Sends nothing. `timeout` is the connect and the read timeout of each attempt, in seconds."""
+        """Create a client; no request is sent. `timeout` is the connect and the read timeout of each attempt, in seconds."""
         self.prefix = prefix
         self.max_key_bytes = 512 - len(prefix.encode())
         self._base = f"{api.rstrip('/')}/accounts/{quote(account_id)}/storage/kv/namespaces/{quote(namespace_id)}"
@@ -72,9 +72,9 @@ class CloudflareKVStore(KeyValueStore):
         names, _ = self._keys("has", key, MIN_PAGE_SIZE, "")
         return key in names[:1]
 
-    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
+    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> ListingPage:
         self.check_page(prefix, limit)
-        # The API's pages have at least ten keys. `after` is the last key returned from a page that was returned only in part.
+        # The API's pages have at least ten keys. If a page was returned in part, `after` is the last key returned.
         api_cursor, after = _parse_cursor(cursor) or self._raise_invalid_cursor(prefix)
         names: list[str] = []
         while not names:  # a page of the API may be empty without being the last
@@ -83,11 +83,11 @@ class CloudflareKVStore(KeyValueStore):
             if next_api_cursor == api_cursor and next_api_cursor:
                 raise StoreError(self.name, "page", "the API returned the same cursor again", key=prefix)
             if len(names) > limit:
-                return Page([Entry(name) for name in names[:limit]], json.dumps([api_cursor, names[limit - 1]]))
+                return ListingPage([Entry(name) for name in names[:limit]], json.dumps([api_cursor, names[limit - 1]]))
             api_cursor, after = next_api_cursor, ""
             if not api_cursor:
                 break
-        return Page([Entry(name) for name in names], json.dumps([api_cursor, ""]) if api_cursor else "")
+        return ListingPage([Entry(name) for name in names], json.dumps([api_cursor, ""]) if api_cursor else "")
 
     def upload(self, key: str, source: BinaryIO) -> None:
         path = self._path(key, "upload")
@@ -165,8 +165,8 @@ class CloudflareKVStore(KeyValueStore):
             wait, reason = 2.0**attempt, ""
             try:
                 response = self._session().request(verb, self._base + path, **options, **more)
-            except requests.RequestException as failed:
-                reason = f"{type(failed).__name__}: {failed}"
+            except requests.RequestException as error:
+                reason = f"{type(error).__name__}: {error}"
             else:
                 if response.status_code != 429 and response.status_code < 500:
                     return response

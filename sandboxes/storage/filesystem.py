@@ -13,11 +13,11 @@ from shutil import copyfileobj
 from typing import BinaryIO
 from urllib.parse import quote, unquote_to_bytes
 
-from sandboxes.storage.base import CHUNK_BYTES, MAX_PAGE_SIZE, Entry, KeyValueStore, Page, StoreError
+from sandboxes.storage.base import CHUNK_BYTES, MAX_PAGE_SIZE, Entry, KeyValueStore, ListingPage, StoreError
 
 VALUE_SUFFIX = ".value"  # one key may be a prefix of another (a/b and a/b/c): directories and values must not collide
 TEMPORARY_DIRECTORY = ".new"  # no quoted element of a key has this name
-MAX_ELEMENT_BYTES = 64  # per file name: quoted at most 192 bytes, and names have at most 255
+MAX_ELEMENT_BYTES = 64  # per file name: at most 192 bytes when quoted; file systems allow 255
 
 
 class FilesystemStore(KeyValueStore):
@@ -48,15 +48,15 @@ class FilesystemStore(KeyValueStore):
             except FileNotFoundError:
                 return False
             with source:
-                left = max(0, os.fstat(source.fileno()).st_size - start)
-                left = left if length is None else min(left, length)
+                remaining = max(0, os.fstat(source.fileno()).st_size - start)
+                remaining = remaining if length is None else min(remaining, length)
                 source.seek(start)
-                while left:
-                    chunk = source.read(min(left, CHUNK_BYTES))
+                while remaining:
+                    chunk = source.read(min(remaining, CHUNK_BYTES))
                     if not chunk:
-                        raise StoreError(self.name, "download", f"the file ended {left} bytes early", key=key)
+                        raise StoreError(self.name, "download", f"the file ended {remaining} bytes early", key=key)
                     target.write(chunk)
-                    left -= len(chunk)
+                    remaining -= len(chunk)
         return True
 
     def has(self, key: str) -> bool:
@@ -74,7 +74,7 @@ class FilesystemStore(KeyValueStore):
             for parent in path.parents[: len(path.relative_to(self.root).parts) - 1]:
                 parent.rmdir()
 
-    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
+    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> ListingPage:
         self.check_page(prefix, limit)
         entries = []
         with self.translate_errors("page", prefix):
@@ -84,7 +84,7 @@ class FilesystemStore(KeyValueStore):
                     entries.append(Entry(key.decode(), status.st_size, datetime.fromtimestamp(status.st_mtime, UTC)))
                 if len(entries) > limit:
                     break
-        return Page(entries[:limit], entries[limit - 1].key if len(entries) > limit else "")
+        return ListingPage(entries[:limit], entries[limit - 1].key if len(entries) > limit else "")
 
     def sweep_leftovers(self, older_than: datetime) -> int:
         removed = 0
@@ -105,9 +105,9 @@ class FilesystemStore(KeyValueStore):
         with self.translate_errors("append", key):
             descriptor, is_new = _open_for_append(path)
             try:
-                left = memoryview(data)
-                while left:
-                    left = left[os.write(descriptor, left) :]
+                unwritten = memoryview(data)
+                while unwritten:
+                    unwritten = unwritten[os.write(descriptor, unwritten) :]
                 if sync:
                     os.fsync(descriptor)
             finally:
@@ -167,9 +167,9 @@ def _encode_key(key: str | bytes) -> list[str]:
     `=` marks the continuation of a long element, `%` an empty element."""
     raw = key.encode() if isinstance(key, str) else key
     return [
-        ("=" if at else "") + _quote_element(part[at : at + MAX_ELEMENT_BYTES])
+        ("=" if start else "") + _quote_element(part[start : start + MAX_ELEMENT_BYTES])
         for part in raw.split(b"/")
-        for at in range(0, len(part) or 1, MAX_ELEMENT_BYTES)
+        for start in range(0, len(part) or 1, MAX_ELEMENT_BYTES)
     ]
 
 
@@ -195,33 +195,33 @@ def _scan_directory(directory: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(directory) as entries:
             return [*entries]
-    except FileNotFoundError:  # its last key was just removed, or it never existed
+    except FileNotFoundError:  # the directory never existed, or its last key was just removed
         return []
 
 
 def _move_into_place(temporary: str, path: Path) -> None:
     """Rename a finished file to its path, durably."""
-    for last_try in (*[False] * 20, True):
+    for is_last_attempt in (*[False] * 20, True):
         try:
             _make_directory(path.parent)
             os.replace(temporary, path)
             break
         except FileNotFoundError:  # a concurrent remove deleted the empty directory
-            if last_try:
+            if is_last_attempt:
                 raise
     _sync_directory(path.parent)
 
 
 def _open_for_append(path: Path) -> tuple[int, bool]:
     """Open a file to append to. Return its descriptor and whether it was created."""
-    for last_try in (*[False] * 20, True):
+    for is_last_attempt in (*[False] * 20, True):
         with suppress(FileNotFoundError):
             return os.open(path, os.O_WRONLY | os.O_APPEND), False
         try:
             _make_directory(path.parent)
             return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), True
         except FileNotFoundError:  # a concurrent remove deleted the empty directory
-            if last_try:
+            if is_last_attempt:
                 raise
     raise AssertionError("unreachable")
 
@@ -234,7 +234,7 @@ def _make_directory(directory: Path) -> None:
         return
     except FileNotFoundError:
         _make_directory(directory.parent)
-        with suppress(FileExistsError):  # created concurrently. exist_ok would check again, when it may be gone already
+        with suppress(FileExistsError):  # created concurrently; `exist_ok` would fail if the directory is removed again
             directory.mkdir()
     _sync_directory(directory.parent)
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import BinaryIO
 
-from sandboxes.storage.base import MAX_PAGE_SIZE, Entry, KeyValueStore, Page, RemainderReader
+from sandboxes.storage.base import MAX_PAGE_SIZE, Entry, KeyValueStore, ListingPage, RemainderReader
 
 
 class MemoryStore(KeyValueStore):
@@ -93,12 +93,12 @@ class MemoryStore(KeyValueStore):
         with self._method("has", self.check_key(key, "has")):
             return key in self.values
 
-    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
+    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> ListingPage:
         self.check_page(prefix, limit)
         with self._method("page", prefix), self._lock:
             keys = sorted(key for key in self.values if key.startswith(prefix) and key > cursor)
             entries = [Entry(key, len(self.values[key]), self._set_at.get(key)) for key in keys[:limit]]
-        return Page(entries, entries[-1].key if len(keys) > limit else "")
+        return ListingPage(entries, entries[-1].key if len(keys) > limit else "")
 
     def upload(self, key: str, source: BinaryIO) -> None:
         with self._method("upload", self.check_key(key, "upload")):

@@ -21,8 +21,8 @@ from sandboxes.storage.base import (
     MAX_PAGE_SIZE,
     Entry,
     KeyValueStore,
+    ListingPage,
     OncePerProcess,
-    Page,
     RemainderReader,
     StoreError,
     StoreRefused,
@@ -49,12 +49,12 @@ class S3Store(KeyValueStore):
         read_timeout: float = 60,
         attempts: int = 3,
     ) -> None:
-        """Sends nothing. Timeouts are per attempt, in seconds."""
+        """Create a client without sending a request. Timeouts are per attempt, in seconds."""
         self.bucket, self.endpoint, self.prefix = bucket, endpoint, prefix
         self.max_key_bytes = 1024 - len(prefix.encode())
         config = Config(
             signature_version="s3v4",
-            # Otherwise bodies are sent in chunks with a trailing checksum, over https only, which R2 rejects.
+            # Otherwise boto3 sends bodies over https in chunks with a trailing checksum, which R2 rejects.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
             retries={"mode": "standard", "total_max_attempts": attempts},
@@ -107,7 +107,7 @@ class S3Store(KeyValueStore):
                 return False
         return True
 
-    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
+    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> ListingPage:
         self.check_page(prefix, limit)
         query = {"Bucket": self.bucket, "Prefix": self.prefix + prefix, "MaxKeys": limit}
         if cursor:
@@ -120,7 +120,7 @@ class S3Store(KeyValueStore):
         ]
         if response.get("IsTruncated") and not entries:
             raise StoreError(self.name, "page", "the server returned an empty page that is not the last", key=prefix)
-        return Page(entries, entries[-1].key if response.get("IsTruncated") else "")
+        return ListingPage(entries, entries[-1].key if response.get("IsTruncated") else "")
 
     def upload(self, key: str, source: BinaryIO, metadata: dict[str, str] | None = None) -> None:
         name, rest, extra = self._name(key, "upload"), RemainderReader(source), {"Metadata": metadata or {}}
@@ -181,7 +181,7 @@ class S3Store(KeyValueStore):
                 response = client.delete_objects(Bucket=self.bucket, Delete=objects)
             except ClientError:  # not every server supports batches; the cause is reported by the first single removal
                 return [*names.values()]
-        return [names[failed["Key"]] for failed in response.get("Errors", [])]
+        return [names[error["Key"]] for error in response.get("Errors", [])]
 
     def _fetch(self, method: str, key: str, write: Any, byte_range: str = "") -> bool:
         """Pass the value, or only `byte_range`, to `write` in chunks. Return False if the key does not exist."""

@@ -31,8 +31,8 @@ from sandboxes.stores.limits import (
     parse_stamped_key,
 )
 
-# An artifact may be replaced during a read. Then the version found is gone, or none is found: a directory that is listed while
-# one name is added and another removed may show neither.
+# An artifact may be replaced during a read. The listed version may then be removed, or no version may be listed: a directory
+# listing that runs while one name is added and another removed may contain neither.
 MAX_READ_ATTEMPTS = 3
 
 
@@ -51,7 +51,7 @@ class ArtifactVersion:
 
 @dataclass(frozen=True)
 class Artifact(ArtifactVersion):
-    """A file with a name and a media type. A later one of the same name replaces it."""
+    """A file with a name and a media type. Storing another artifact under the same name replaces it."""
 
     media_type: str
     sha256: str
@@ -204,7 +204,7 @@ class ArtifactStore:
         raise StoreError(self.store.name, "download", "the content is missing", key=f"{self.prefix}/{name}")
 
     def page(self, *, after: str = "", limit: int = 50) -> tuple[list[Artifact], bool]:
-        """Return up to `limit` artifacts by name, those after a name, and whether there are more."""
+        """Return up to `limit` artifacts whose names sort after `after`, in order, and whether there are more."""
         current = {version.name: version for version in self.index.versions()}
         names = sorted(name for name in current if name > after)
         artifacts = (self.index.load(current[name]) or self.read(name) for name in names[:limit])
@@ -222,8 +222,8 @@ class ArtifactStore:
         current = {version.name: version for version in versions}
         oldest_first = sorted(current.values(), key=lambda version: version.stamp)
         surplus = oldest_first[: bounds.surplus([(version.stamp.at, version.size) for version in oldest_first])]
-        doomed = [version for version in versions if current[version.name] != version] + surplus
-        self._forget(doomed, now=now)
+        removable = [version for version in versions if current[version.name] != version] + surplus
+        self._forget(removable, now=now)
         referenced = {version.stamp for version in versions}
         unreferenced = [
             key
@@ -233,7 +233,7 @@ class ArtifactStore:
         self.store.remove_many(unreferenced)
         self.index.compact_if_needed(now=now)
         return PruneResult.from_sizes(
-            chain((version.size for version in doomed), (parse_stamped_key(key)[1] for key in unreferenced))
+            chain((version.size for version in removable), (parse_stamped_key(key)[1] for key in unreferenced))
         )
 
     def _versions(self, name: str) -> Sequence[ArtifactVersion]:

@@ -57,15 +57,15 @@ class KeyEventLog(EventLog):
         return self.store.get(entries[0].key) if entries else None
 
     def page(self, *, after: Stamp | None, newest_first: bool, limit: int) -> tuple[list[Record], bool]:
-        keys, more = _paginate([*self._keys()], after, newest_first, limit)
+        keys, has_more = _paginate([*self._keys()], after, newest_first, limit)
         values = ((stamp, self.store.get(key)) for stamp, _, key in keys)
-        return [Record(stamp, value) for stamp, value in values if value is not None], more  # None: pruned since
+        return [Record(stamp, value) for stamp, value in values if value is not None], has_more  # None: pruned since
 
     def prune(self, bounds: RetentionBounds) -> PruneResult:
         keys = [*self._keys()]
-        doomed = keys[: bounds.surplus([(stamp.at, size) for stamp, size, _ in keys])]
-        self.store.remove_many([key for _, _, key in doomed])
-        return PruneResult.from_sizes(size for _, size, _ in doomed)
+        removable = keys[: bounds.surplus([(stamp.at, size) for stamp, size, _ in keys])]
+        self.store.remove_many([key for _, _, key in removable])
+        return PruneResult.from_sizes(size for _, size, _ in removable)
 
     def _keys(self) -> Iterator[tuple[Stamp, int, str]]:
         return ((*parse_stamped_key(key), key) for key in self.store.list(f"{self.prefix}/"))
@@ -99,6 +99,8 @@ class JournalEventLog(EventLog):
 
 @dataclass(frozen=True)
 class Event:
+    """A document in an event log."""
+
     stamp: Stamp
     actor: str
     document: dict[str, Any]
@@ -133,10 +135,10 @@ class EventStore:
     def page(self, *, after: Stamp | None = None, newest_first: bool = True, limit: int = 50) -> tuple[list[Event], bool]:
         """Return up to `limit` events after a stamp, and whether there are more.
 
-        A reader that continues oldest first from the last event seen misses events that a slower clock has stamped earlier
-        since."""
-        records, more = self.log.page(after=after, newest_first=newest_first, limit=limit)
-        return [self._event(record.stamp, record.payload) for record in records], more
+        A reader that pages oldest first misses an event that is appended after the read with an earlier stamp, by a process
+        whose clock is behind."""
+        records, has_more = self.log.page(after=after, newest_first=newest_first, limit=limit)
+        return [self._event(record.stamp, record.payload) for record in records], has_more
 
     def prune(self, bounds: RetentionBounds) -> PruneResult:
         """Remove the oldest events beyond the bounds."""

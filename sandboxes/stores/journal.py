@@ -3,7 +3,7 @@
 A record is acknowledged when `append` returns. No crash, compaction or concurrent writer loses an acknowledged record. A crash
 can tear only the append in progress. Keys under the journal's prefix:
 
-    open/<generation>            empty marker: a compaction began, and appends belong to this generation since. Never removed
+    open/<generation>            empty marker of a compaction's start: later appends belong to this generation. Never removed
     log/<generation>/<writer>    segment with one writer, if the store supports append
     log/<generation>/<stamp>     otherwise: the records of one append, written once
     snap/<generation>/<stamp>    all records of the earlier generations, which are obsolete once it exists
@@ -69,7 +69,7 @@ class Stamp(NamedTuple):
 
 
 class Writer:
-    """Identity under which a process appends. A failed append and a fork start a new one."""
+    """Identity under which a process appends. A failed append and a fork start a new identity."""
 
     def __init__(self) -> None:
         self.start()
@@ -130,8 +130,8 @@ class CompactionResult:
 class Journal:
     """Journal under a key prefix.
 
-    With `sync` an acknowledged record on the filesystem store survives a crash of the machine, too. Other stores always ensure
-    it."""
+    With `sync` an acknowledged record survives a crash of the machine also on the filesystem store. On other stores it always
+    does."""
 
     def __init__(self, store: KeyValueStore, prefix: str, *, sync: bool = True, writer: Writer = WRITER) -> None:
         self.store, self.prefix, self.sync, self.writer = store, prefix, sync, writer

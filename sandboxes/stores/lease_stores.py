@@ -11,9 +11,9 @@ All keys are under `stores/<did>/<lease>/`:
         journaled:   journal/…
     sessions         <session id>: one small document each, overwritten in place
 
-Standard mode uses one key per event and artifact. No value is read to be modified, and only session keys are written twice,
-which respects stores with a limit of one write per second and key. Journaled mode appends. Entries stored in one mode are not
-visible in the other; they are removed with their lease.
+Standard mode uses one key per event and artifact. No value is read to be modified, and only session keys are written more than
+once, so stores that accept one write per second and key are supported. Journaled mode appends. Entries stored in one mode are
+not visible in the other; they are removed with their lease.
 
 Every read queries the store, so several control planes on one store see each other's writes. The exception is Cloudflare KV,
 with up to a minute of delay: a listing may lack new keys and a session may be outdated. It also rejects a second write of a
@@ -56,6 +56,8 @@ LEASE_BATCH_SIZE = 100  # leases per call of `find_ended`
 
 @dataclass(frozen=True)
 class Session:
+    """An entry of a lease's session index."""
+
     id: str
     at: datetime  # last change
     actor: str
@@ -85,21 +87,21 @@ class SessionStore:
         return Session(session_id, datetime.fromisoformat(session["at"]), session["actor"], session["said"])
 
     def page(self, *, after: str = "", limit: int = 50) -> tuple[list[Session], bool]:
-        """Return up to `limit` sessions by id, those after an id, and whether there are more."""
+        """Return up to `limit` sessions whose ids sort after `after`, in order, and whether there are more."""
         ids = [session_id for session_id in self._ids() if session_id > after]
         sessions = (self.read(session_id) for session_id in ids[:limit])
         return [session for session in sessions if session], len(ids) > limit
 
     def prune(self, bounds: RetentionBounds) -> PruneResult:
-        """Remove the sessions beyond the bounds, those unchanged for the longest time first."""
+        """Remove the sessions beyond the bounds, least recently changed first."""
         sessions = sorted(
             (session.at, len(encode_json(session.document)), session.id)
             for session_id in self._ids()
             if (session := self.read(session_id))
         )
-        doomed = sessions[: bounds.surplus([(at, size) for at, size, _ in sessions])]
-        self.store.remove_many([f"{self.prefix}/{session_id}" for _, _, session_id in doomed])
-        return PruneResult.from_sizes(size for _, size, _ in doomed)
+        removable = sessions[: bounds.surplus([(at, size) for at, size, _ in sessions])]
+        self.store.remove_many([f"{self.prefix}/{session_id}" for _, _, session_id in removable])
+        return PruneResult.from_sizes(size for _, size, _ in removable)
 
     def _ids(self) -> Iterator[str]:
         return (key.rpartition("/")[2] for key in self.store.list(f"{self.prefix}/"))
@@ -151,7 +153,7 @@ def open_stores(did: str, lease: UUID) -> LeaseStores:
 
 
 def prune_stores(*, now: datetime, find_ended: Callable[[Sequence[UUID]], Collection[UUID]]) -> PruneResult:
-    """Remove the stores of ended leases, and from those of other leases the oldest entries above the limits.
+    """Remove the stores of ended leases, and the oldest entries above the limits from the stores of other leases.
 
     Lists the whole store. `find_ended` is called with batches of leases, and returns those whose stores may be removed. A
     failure is recorded in the result and does not stop the sweep."""
@@ -163,9 +165,9 @@ def prune_stores(*, now: datetime, find_ended: Callable[[Sequence[UUID]], Collec
                 pruned += PruneResult.from_sizes(_entry_size(entry) for entry in entries)
             elif len(entries) > PRUNE_MIN_KEYS or sum(_entry_size(entry) for entry in entries) > PRUNE_MIN_BYTES:
                 pruned += _open_stores(store, did, lease).prune(now=now)
-        except StoreError as failed:
-            log.warning("prune failed", lease=str(lease), error=str(failed))
-            pruned.failures.append(f"{lease}: {failed}")
+        except StoreError as error:
+            log.warning("prune failed", lease=str(lease), error=str(error))
+            pruned.failures.append(f"{lease}: {error}")
     return pruned
 
 

@@ -19,7 +19,7 @@ MEDIA_TYPE_PATTERN = (
     rf"{_TOKEN_PATTERN}/{_TOKEN_PATTERN}"
     rf'(?: ?; ?{_TOKEN_PATTERN}=(?:{_TOKEN_PATTERN}|"[A-Za-z0-9!#$&^_.+:/ -]{{0,100}}")){{0,4}}'
 )
-ORPHAN_GRACE_PERIOD = timedelta(hours=1)  # unreferenced content older than this has no writer that will still reference it
+ORPHAN_GRACE_PERIOD = timedelta(hours=1)  # older unreferenced content has no writer that could still reference it
 COMPACTION_MIN_SEGMENTS = 16  # journals with fewer segments are not compacted
 
 
@@ -42,7 +42,7 @@ DEFAULT_LIMITS = StoreLimits()
 
 @dataclass(frozen=True)
 class RetentionBounds:
-    """Bounds of what is retained; None means unlimited."""
+    """Retention limits; None means unlimited."""
 
     since: datetime | None = None
     max_count: int | None = None

@@ -85,7 +85,7 @@ class Command(BaseCommand):
             return None
 
     def _find_base_image(self, requested: str | None) -> str:
-        """Return a base image that exists locally: an existing one, else pulled, else built with mmdebstrap."""
+        """Return a base image that exists locally, after pulling it or building it with mmdebstrap if necessary."""
         for name in [requested] if requested else [DEFAULT_BASE_IMAGE, LOCAL_BASE_IMAGE]:
             try:
                 self.client.inspect_image(name)
@@ -101,7 +101,7 @@ class Command(BaseCommand):
             reason = error.explanation or error
             if requested:
                 raise CommandError(f"{requested} does not exist locally and cannot be pulled: {reason}") from error
-            self.stdout.write(f"it cannot be pulled ({reason}); building {LOCAL_BASE_IMAGE} with mmdebstrap instead")
+            self.stdout.write(f"{name} cannot be pulled ({reason}); building {LOCAL_BASE_IMAGE} with mmdebstrap instead")
         return self._build_base_image()
 
     def _build_base_image(self) -> str:

@@ -110,7 +110,7 @@ class ContainerCommandProvider(Provider):
         mark: str,
         gid: int | None = None,
     ) -> Iterator[EngineExec]:
-        """Start an exec for the duration of the block. It is killed if the block is left by an exception."""
+        """Start an exec for the duration of the block. Kill the exec if the block raises an exception."""
         _check_command(argv, env, cwd)
         engine = self._engine
         variables = [f"{key}={value}" for key, value in {**env, MARK_VARIABLE: mark}.items()]
@@ -150,7 +150,7 @@ class ContainerCommandProvider(Provider):
     def _kill(self, run: EngineExec) -> None:
         """Kill every process of an exec.
 
-        1. Signal them from the host, where permitted: this needs no process in the sandbox, and an agent cannot interfere.
+        1. Signal the processes from the host, where permitted. No process in the sandbox is needed, so agents cannot interfere.
         2. Otherwise run reap.py in the container.
         3. If both fail, kill the container. Other execs lose their processes; files are not affected."""
         deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
@@ -160,7 +160,7 @@ class ContainerCommandProvider(Provider):
             if time.monotonic() > deadline:  # the exec hangs before its program starts
                 break
             time.sleep(0.02)
-        with contextlib.suppress(Missing, Conflict), translate_errors():  # gone or not running: nothing left to kill
+        with contextlib.suppress(Missing, Conflict), translate_errors():  # gone or not running: no process is left
             self._engine.client.kill(run.ref)
 
     def _output_directory(self, ref: str) -> str:

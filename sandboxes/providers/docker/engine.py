@@ -28,7 +28,7 @@ from sandboxes.providers.base import Missing, ProviderError, Rejected, ResourceU
 CALL_TIMEOUT_SECONDS = 60  # of one API call
 EXEC_GIDS = range(1 << 20, (1 << 31) - 1)
 CHUNK_BYTES = 1 << 18
-SHARED_KERNEL_RUNTIMES = {"runc", "crun", "io.containerd.runc.v2"}  # their processes are visible on the host
+SHARED_KERNEL_RUNTIMES = {"runc", "crun", "io.containerd.runc.v2"}  # runtimes whose processes are visible on the host
 
 
 class Conflict(Unavailable):
@@ -78,7 +78,7 @@ class Cgroup(NamedTuple):
 
 
 def _memory_in_use(usage: int, stat: Mapping[str, int]) -> int:
-    """Memory in bytes excluding inactive page cache, like `docker stats`. cgroup version 1 uses the first of the names."""
+    """Memory in bytes excluding inactive page cache, like `docker stats`. The `total_` name is from cgroup version 1."""
     return max(usage - stat.get("total_inactive_file", stat.get("inactive_file", 0)), 0)
 
 
@@ -146,15 +146,15 @@ class Engine:
         Unlike the pid of process 1, the cgroup stays the same when the container is restarted."""
         if ref not in self.cgroups:
             with translate_errors():
-                found = self.client.inspect_container(ref)
-            if not found["State"]["Pid"]:
+                inspected = self.client.inspect_container(ref)
+            if not inspected["State"]["Pid"]:
                 return None
-            if not shares_kernel(found):
+            if not shares_kernel(inspected):
                 self.cgroups[ref] = None
                 return None
             if len(self.cgroups) > 10_000:
                 self.cgroups.clear()
-            self.cgroups[ref] = _find_cgroup(found["State"]["Pid"], found["Id"])
+            self.cgroups[ref] = _find_cgroup(inspected["State"]["Pid"], inspected["Id"])
         return self.cgroups[ref]
 
     def usage(self, ref: str) -> ResourceUsage | None:
@@ -187,12 +187,10 @@ class Engine:
         if before is not None and after is not None:
             return after > before
         until = time.time() + (0.5 if exit_code == 137 else 0)  # the event may arrive after the exit it caused
-        span: dict[str, Any] = {
-            "since": f"{since:.6f}",
-            "until": f"{until:.6f}",
-        }  # the SDK's own conversion truncates to seconds
+        # Formatted here, because the SDK's conversion truncates to seconds.
+        period: dict[str, Any] = {"since": f"{since:.6f}", "until": f"{until:.6f}"}
         with translate_errors():
-            return any(self.client.events(**span, filters={"container": ref, "event": "oom"}, decode=True))
+            return any(self.client.events(**period, filters={"container": ref, "event": "oom"}, decode=True))
 
 
 def shares_kernel(inspected: Mapping[str, Any]) -> bool:
@@ -265,15 +263,15 @@ class EngineExec:
     def frames(self) -> Iterator[tuple[int, bytes]]:
         """Yield (1 for stdout or 2 for stderr, chunk) until the connection ends.
 
-        Raise TimeoutError at the deadline. It may be called again afterwards."""
+        Raise TimeoutError at the deadline. May be called again afterwards."""
         poll = select.poll()  # select() is limited to descriptors below 1024
         while True:
             sending = self._open and self._stdin is not None
             poll.register(self._connection, select.POLLIN | (select.POLLOUT if sending else 0))
-            left = self.deadline - time.monotonic()
-            if left <= 0:
+            remaining = self.deadline - time.monotonic()
+            if remaining <= 0:
                 raise TimeoutError
-            ready = poll.poll(left * 1000)
+            ready = poll.poll(remaining * 1000)
             if ready and self.idle_timeout:
                 self.deadline = time.monotonic() + self.idle_timeout
             for _, event in ready:
@@ -330,16 +328,16 @@ class EngineExec:
         self._open, self._read = True, rest
 
     def _parse_frames(self) -> Iterator[tuple[int, bytes]]:
-        at = 0
-        while self._open and len(self._read) - at >= 8:
-            stream, length = struct.unpack_from(">BxxxI", self._read, at)
-            if len(self._read) - at - 8 < length:
+        offset = 0
+        while self._open and len(self._read) - offset >= 8:
+            stream, length = struct.unpack_from(">BxxxI", self._read, offset)
+            if len(self._read) - offset - 8 < length:
                 break  # incomplete frame; the engine's frames have at most 32 KiB
-            chunk = bytes(self._read[at + 8 : at + 8 + length])
+            chunk = bytes(self._read[offset + 8 : offset + 8 + length])
             self.first_chunk = self.first_chunk or chunk
             yield stream, chunk
-            at += 8 + length
-        del self._read[:at]
+            offset += 8 + length
+        del self._read[:offset]
 
     def _send(self) -> None:
         assert self._stdin is not None

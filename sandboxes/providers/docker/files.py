@@ -38,9 +38,9 @@ from sandboxes.providers.docker.commands import AGENT_UID, PYTHON_COMMAND, Conta
 from sandboxes.providers.docker.engine import BoundedBuffer, shares_kernel
 
 IDLE_TIMEOUT_SECONDS = 60.0  # without progress of a file transfer
-HOST_TIMEOUT_SECONDS = 2.0  # of one operation on the host
-MAX_HOST_SIZED_FILES = 100_000  # summed up on the host
-MAX_HOST_FILES, MAX_HOST_TAR_BYTES = 500, 32 << 20  # read on the host, as a tar
+HOST_TIMEOUT_SECONDS = 2.0  # per operation on the host
+MAX_HOST_SIZED_FILES = 100_000  # files whose sizes are summed on the host
+MAX_HOST_FILES, MAX_HOST_TAR_BYTES = 500, 32 << 20  # limits of a tar that is written on the host
 T = TypeVar("T")
 _ERRORS_BY_EXIT_CODE: dict[int, type[ProviderError]] = {
     files.NO_FILE: NoSuchFile,
@@ -60,19 +60,19 @@ class ContainerFilesProvider(ContainerCommandProvider):
 
     def read_file(self, ref: str, path: str, *, limit: int) -> bytes:
         root, parts = split_sandbox_path(path)
-        found = self._call_on_host(ref, _translate_missing_file(lambda directory: files.read(directory, parts, limit)), root)
-        if found is not None:
-            return found
+        content = self._call_on_host(ref, _translate_missing_file(lambda directory: files.read(directory, parts, limit)), root)
+        if content is not None:
+            return content
         return self._run_in_container(ref, "read", root, str(limit), stdin=_encode_stdin("/".join(parts)), cap=limit)
 
     def read_range(self, ref: str, path: str, *, start: int, length: int) -> tuple[bytes, int]:
         root, parts = split_sandbox_path(path)
         check_range(start, length)
-        found = self._call_on_host(
+        result = self._call_on_host(
             ref, _translate_missing_file(lambda directory: files.read_range(directory, parts, start, length)), root
         )
-        if found is not None:
-            return found
+        if result is not None:
+            return result
         words = ("read_range", root, str(start), str(length))
         size, _, content = self._run_in_container(ref, *words, stdin=_encode_stdin("/".join(parts)), cap=length + 20).partition(
             b"\n"
@@ -100,9 +100,9 @@ class ContainerFilesProvider(ContainerCommandProvider):
             entries = files.scan(directory, under, deep=deep, max_entries=max_entries, seconds=HOST_TIMEOUT_SECONDS)
             return {path: FileStat._make(fields) for path, fields in entries}
 
-        found = self._call_on_host(ref, _translate_missing_file(scan), root)
-        if found is not None:
-            return found
+        entries_on_host = self._call_on_host(ref, _translate_missing_file(scan), root)
+        if entries_on_host is not None:
+            return entries_on_host
         words = ("look", root, "deep" if deep else "here", str(max_entries))
         output = BoundedBuffer(420 * max_entries + (4 << 20))
         for chunk in self._stream_output(ref, words, _encode_stdin(under)):
@@ -159,13 +159,13 @@ class ContainerFilesProvider(ContainerCommandProvider):
             self._run_in_container(ref, "clear", root, *recreated)
 
     def size(self, ref: str, root: str) -> int:
-        found = self._call_on_host(
+        size_on_host = self._call_on_host(
             ref,
             lambda directory: files.size(directory, max_entries=MAX_HOST_SIZED_FILES, seconds=HOST_TIMEOUT_SECONDS),
             check_root(root),
         )
-        if found is not None:
-            return found
+        if size_on_host is not None:
+            return size_on_host
         size = self._run_in_container(ref, "size", root, cap=20).strip()
         if not _NUMBER_PATTERN.fullmatch(size):
             raise Unavailable(f"{ref}: invalid size of {root}")
@@ -271,20 +271,20 @@ def _encode_stdin(*words: str, content: bytes = b"") -> BinaryIO:
 
 def _parse_listing(output: bytes, under: str, max_entries: int) -> dict[str, FileStat] | None:
     """Parse the listing printed by image/files.py. Return None if it is not a valid listing."""
-    words, found = output.split(b"\0"), dict[str, FileStat]()
+    words, entries = output.split(b"\0"), dict[str, FileStat]()
     if len(words) % 7 != 1 or words[-1] or len(words) > 7 * max_entries + 1:
         return None
-    for at in range(0, len(words) - 1, 7):
-        path, kind, mode, size, mtime, stamp, target = words[at : at + 7]
+    for start in range(0, len(words) - 1, 7):
+        path, kind, mode, size, mtime, stamp, target = words[start : start + 7]
         parent_path, _, name = path.rpartition(b"/")
         entry_path, parent = os.fsdecode(path), os.fsdecode(parent_path)
         if (
             len(path) > files.MAX_PATH_BYTES
             or path.startswith(b"/")
-            or entry_path in found
+            or entry_path in entries
             or not 0 < len(name) <= 255
             or name in (b".", b"..")
-            or (parent != under and (parent not in found or found[parent].kind != "directory"))
+            or (parent != under and (parent not in entries or entries[parent].kind != "directory"))
             or kind not in _KINDS
             or not _MODE_PATTERN.fullmatch(mode)
             or not (_NUMBER_PATTERN.fullmatch(size) and _NUMBER_PATTERN.fullmatch(mtime))
@@ -295,5 +295,5 @@ def _parse_listing(output: bytes, under: str, max_entries: int) -> dict[str, Fil
         ):
             return None
         fields = (kind.decode(), int(mode, 8), int(size), int(mtime), stamp.decode(), os.fsdecode(target))
-        found[entry_path] = FileStat(*fields)
-    return found
+        entries[entry_path] = FileStat(*fields)
+    return entries

@@ -1,8 +1,8 @@
 """Access to a container's files from the host, without an exec, which costs the engine 50 ms or more.
 
 Requires root in the host's pid namespace. On OSError the caller falls back to an exec. All access uses the permissions of the
-agent's user: an agent that replaces a directory by a symbolic link during an operation gains nothing, even if it were
-followed."""
+agent's user: an agent that replaces a directory by a symbolic link during an operation gains nothing, even if the link
+were followed."""
 
 import ctypes
 import os
@@ -15,15 +15,14 @@ _libc = ctypes.CDLL(None)
 
 @contextmanager
 def open_container_directory(pid: int, container: str, root: str) -> Iterator[str]:
-    """Yield a host path to the directory `root` of the container whose process 1 is `pid`. Raise OSError if it is not.
+    """Yield a host path to the directory `root` of the container whose process 1 is `pid`. Raise OSError for any other process.
 
     `root` must be a single name below /, because only its last element is checked not to be a symbolic link."""
     process = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY)  # refers to this process even if its pid is reused
     try:
         names = [line.split()[-1] for line in _read_file(process, "status").splitlines() if line.startswith("NSpid:")]
-        if container not in _read_file(process, "cgroup") or names != [
-            "1"
-        ]:  # an entering process may still have the host's root
+        # A process that is still entering the container may have the host's root directory.
+        if container not in _read_file(process, "cgroup") or names != ["1"]:
             raise ProcessLookupError(f"process {pid} is not process 1 of {container}")
         descriptor = os.open(f"root{root}", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=process)
     finally:

@@ -37,7 +37,7 @@ from sandboxes.providers.docker.engine import CALL_TIMEOUT_SECONDS, Conflict, tr
 from sandboxes.providers.docker.files import ContainerFilesProvider
 from sandboxes.providers.launcher import BackgroundProcessProvider
 
-# Label of volumes. The engine's creation time of a volume is its directory's, which agents can change.
+# Label of volumes. The engine reports the time of a volume's directory as its creation time, and agents can change that time.
 CREATED_AT_LABEL = "leasehold.made_at"
 INIT_UID = 10002  # user id of process 1, as in image/Dockerfile
 INIT_COMMAND = (
@@ -52,8 +52,8 @@ REMOVAL_TIMEOUT_SECONDS = 30.0  # for a removal begun by another process
 # Sizes of tmpfs directories as shares of the sandbox's memory limit, to which their content counts. Completely full, including
 # inodes, they leave more than half of the memory, so that commands still start and can clean up.
 TMPFS_MEMORY_SHARES = {"/tmp": 1 / 4, "/var/tmp": 1 / 16, "/dev/shm": 1 / 16, "/run": 1 / 64}  # noqa: S108 - inside the sandbox
-SHM_MEMORY_SHARE = 1 / 16  # SysV shared memory, which outlives its processes too
-BYTES_PER_INODE = 16 << 10  # limits inodes: each takes about 1 KiB of kernel memory, which counts as well
+SHM_MEMORY_SHARE = 1 / 16  # SysV shared memory, which also outlives its processes
+BYTES_PER_INODE = 16 << 10  # inode limit: an inode takes about 1 KiB of kernel memory, which counts towards the memory limit
 
 
 def is_daemon_available() -> bool:
@@ -164,11 +164,11 @@ class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
     def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
         deadline = time.monotonic() + timeout.total_seconds()
         reason = "no response"
-        while (left := deadline - time.monotonic()) > 0:
+        while (remaining := deadline - time.monotonic()) > 0:
             if self._is_init_running(ref):
                 return
             try:
-                result = self.exec(ref, ["true"], env={}, timeout=timedelta(seconds=left), mark=uuid.uuid4().hex)
+                result = self.exec(ref, ["true"], env={}, timeout=timedelta(seconds=remaining), mark=uuid.uuid4().hex)
                 if result.exit_code == 0:
                     return
                 reason = result.stderr.decode(errors="replace")
@@ -232,9 +232,8 @@ class DockerProvider(ContainerFilesProvider, BackgroundProcessProvider):
     def list(self, owner: str) -> list[ProviderSandbox]:
         label = {"label": f"leasehold.owner={owner}"}
         with translate_errors():
-            volumes = (
-                self._engine.client.volumes(filters=label)["Volumes"] or []
-            )  # listed first: a volume outlives its container
+            # Volumes are listed first, because a volume outlives its container.
+            volumes = self._engine.client.volumes(filters=label)["Volumes"] or []
             containers = self._engine.client.containers(all=True, filters=label)
         sandboxes = [
             ProviderSandbox(

@@ -53,7 +53,8 @@ ALLOWED_SYSCALLS = frozenset(
     f"{FILE_SYSCALLS}{WAIT_SYSCALLS}{MEMORY_SYSCALLS}{PROCESS_SYSCALLS}{IDENTITY_SYSCALLS}{IPC_SYSCALLS}".split()
 )
 # Linux constants, independent of the control plane's platform. Families: AF_INET and AF_INET6. Protocols: default, TCP and UDP,
-# so that no kernel module is loaded for another one. Other families, such as vsock, are not confined by a network namespace.
+# so that no kernel module is loaded for another protocol. Other families, such as vsock, are not confined by a network
+# namespace.
 AF_UNIX, NETWORK_FAMILIES, NETWORK_PROTOCOLS = 1, (2, 10), (0, 6, 17)
 AF_NETLINK, NETLINK_ROUTE = 16, 0  # used by libraries to list network interfaces
 NAMESPACE_FLAGS = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
@@ -89,11 +90,8 @@ def _build_rules() -> Iterator[dict[str, Any]]:
     yield _allow("clone", (0, NAMESPACE_FLAGS, 0))
     for kind in PERSONALITIES:
         yield _allow("personality", (0, INT_MASK, kind))
-    yield {
-        "names": ["clone3"],
-        "action": "SCMP_ACT_ERRNO",
-        "errnoRet": ENOSYS,
-    }  # its flags are in memory, where a filter cannot read them
+    # clone3 takes its flags from memory, where a filter cannot read them.
+    yield {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": ENOSYS}
 
 
 def _allow(*names_and_conditions: Any) -> dict[str, Any]:

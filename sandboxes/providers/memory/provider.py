@@ -79,7 +79,7 @@ MAX_LOG_BYTES = 1 << 20  # retained output of a background process
 
 @dataclass
 class BackgroundProgram:
-    """Background process, with the result it will have."""
+    """Background process and its predetermined result."""
 
     outcome: ProgramResult
     started: float = field(default_factory=time.monotonic)
@@ -134,7 +134,7 @@ class MemoryProvider(Provider):
         return self._hook("after", verb, fn)
 
     def fail(self, verb: str, error: BaseException, *, times: int | None = None) -> ExitStack:
-        """Let the next `times` calls of this verb (None: all) raise `error` without effect. Removed as in `before`."""
+        """Make the next `times` calls of this verb (None: all) raise `error` without effect. Removed as in `before`."""
         remaining = itertools.repeat(None) if times is None else itertools.repeat(None, times)
 
         def raise_error(ref: str) -> None:

@@ -55,14 +55,14 @@ class ChildCommunication:
             selector.register(self.out.pipe, selectors.EVENT_READ, self.out.read)
             selector.register(self.err.pipe, selectors.EVENT_READ, self.err.read)
             while selector.get_map():
-                left = deadline - time.monotonic()
-                if left <= 0 and (self.exited or self.timed_out):
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 and (self.exited or self.timed_out):
                     return  # a remaining descendant holds the pipes open
-                if left <= 0:
+                if remaining <= 0:
                     self.timed_out = True
                     kill()
                     deadline = time.monotonic() + PIPE_GRACE_SECONDS
-                for key, _ in selector.select(max(left, 0)):
+                for key, _ in selector.select(max(remaining, 0)):
                     if key.data():
                         continue
                     selector.unregister(key.fileobj)

@@ -288,7 +288,7 @@ class ProcessProvider(BackgroundProcessProvider):
         return str(self._open(ref).path / "processes")
 
     def _find(self, ref: str) -> Path | None:
-        """Return the directory of this sandbox under any owner, also if only leftovers exist."""
+        """Return the directory of this sandbox under any owner, even if only leftovers exist."""
         if not NAME_PATTERN.fullmatch(ref):
             return None
         return next((path for owner in _list_directory(self.root) for path in _list_directory(owner) if path.name == ref), None)

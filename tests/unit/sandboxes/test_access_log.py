@@ -243,16 +243,16 @@ def settle(path: Path) -> None:
 def test_large_log_is_rotated_and_removed_once_collected(file: Path) -> None:
     nginx, old = Nginx(file), file.with_name("access.log.1")
     nginx.log()
-    assert not access_log.rotate_log(file, nginx.reopen, now=NOW, largest=10_000)
-    assert access_log.rotate_log(file, nginx.reopen, now=NOW, largest=100)
+    assert not access_log.rotate_log(file, nginx.reopen, now=NOW, max_bytes=10_000)
+    assert access_log.rotate_log(file, nginx.reopen, now=NOW, max_bytes=100)
     nginx.log()
-    assert not access_log.rotate_log(file, nginx.reopen, now=NOW, largest=100)
+    assert not access_log.rotate_log(file, nginx.reopen, now=NOW, max_bytes=100)
     assert old.exists()  # an nginx worker may still write to it
     settle(old)
-    assert not access_log.rotate_log(file, nginx.reopen, now=NOW, largest=100)
+    assert not access_log.rotate_log(file, nginx.reopen, now=NOW, max_bytes=100)
     assert not old.exists()
     assert LlmCall.objects.count() == 2
-    assert access_log.rotate_log(file, nginx.reopen, now=NOW, largest=100)
+    assert access_log.rotate_log(file, nginx.reopen, now=NOW, max_bytes=100)
 
 
 @pytest.mark.parametrize("at", ["log renamed", "log reopened", "lines read", "lines applied", "lines committed"])
@@ -268,7 +268,7 @@ def test_interrupted_rotation_loses_no_line(file: Path, at_checkpoint, at: str, 
     at_checkpoint(at, die)
     for _ in range(6):
         try:
-            access_log.rotate_log(file, nginx.reopen, now=NOW, largest=largest)
+            access_log.rotate_log(file, nginx.reopen, now=NOW, max_bytes=largest)
         except SimulatedCrash:
             nginx.log()
         else:

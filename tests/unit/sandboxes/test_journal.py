@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandboxes.storage.base import MAX_PAGE_SIZE, KeyValueStore, Page, StoreError, StoreRefused
+from sandboxes.storage.base import MAX_PAGE_SIZE, KeyValueStore, ListingPage, StoreError, StoreRefused
 from sandboxes.storage.filesystem import FilesystemStore
 from sandboxes.storage.memory import MemoryStore
 from sandboxes.stores.journal import (
@@ -69,7 +69,7 @@ class StoreProxy(KeyValueStore):
         self._step("has")
         return self.inner.has(key)
 
-    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> Page:
+    def page(self, prefix: str = "", *, cursor: str = "", limit: int = MAX_PAGE_SIZE) -> ListingPage:
         self._step("page")
         return self.inner.page(prefix, cursor=cursor, limit=limit)
 

@@ -245,7 +245,7 @@ def test_dead_s3fs_is_replaced_before_the_next_command(one: Lease) -> None:
     sh(one, f"echo hello >{DATA}/note")
     mount = mount_of(one)
     for _ in range(2):
-        mount.end(patience_seconds=0)
+        mount.end(grace_seconds=0)
         assert mount.probe() == s3fs.DEAD
         assert sh(one, f"cat {DATA}/note") == "hello"
     assert len(mount._find_s3fs_pids()) == 1
@@ -255,7 +255,7 @@ def test_dead_s3fs_is_replaced_in_a_container_started_while_mounted(one: Lease) 
     sh(one, f"echo hello >{DATA}/note")
     docker("kill", sandbox_of(one).ref)
     assert sh(one, f"cat {DATA}/note") == "hello"
-    mount_of(one).end(patience_seconds=0)
+    mount_of(one).end(grace_seconds=0)
     assert sh(one, f"cat {DATA}/note; echo again >{DATA}/more") == "hello"
     assert get_store().get(f"{key_prefix(one)}more") == b"again\n"
 

@@ -6,6 +6,7 @@ import pytest
 from django.db import OperationalError
 
 from leases import leasing
+from leases.models import DID_DESCRIPTION
 from sandboxes.models import Run
 from tests.api.conftest import ApiClient
 
@@ -68,6 +69,11 @@ def test_a_database_that_does_not_answer_is_unavailable(ada: ApiClient, lease, m
 def test_all_invalid_fields_are_named(ada: ApiClient, ask) -> None:
     problem = ada.post("leases", ask(ttl_seconds=0, environment_id="a b", expiry_conditions=["ok", "not ok"])).json()
     assert {each["field"] for each in problem["errors"]} == {"ttl_seconds", "environment_id", "expiry_conditions.1"}
+
+
+def test_the_error_of_an_invalid_did_has_the_description_of_a_did(ada: ApiClient, ask) -> None:
+    problem = ada.post("leases", ask(agent_did="ada")).json()
+    assert problem["detail"].endswith(f"Not {DID_DESCRIPTION}.")
 
 
 def test_responses_have_security_headers_and_no_cookies(ada: ApiClient, lease) -> None:

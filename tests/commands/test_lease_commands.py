@@ -50,7 +50,7 @@ def test_a_key_is_printed_once_and_can_act_for_its_agents() -> None:
 
 def test_without_json_the_key_is_the_first_word_of_one_line() -> None:
     output = run("create_key", "--operator")
-    assert output.endswith("(for every agent; not shown again)\n")
+    assert output.endswith("(for all agents; not shown again)\n")
     assert api_keys.find_active_key(output.split()[0], now=timezone.now()) is not None
 
 

@@ -64,7 +64,7 @@ class ProcessSerializer(serializers.Serializer):
 
 class StartedProcessSerializer(ProcessSerializer):
     found = serializers.BooleanField(
-        allow_null=True, help_text="Whether the text in `wait_for` was printed; null without `wait_for`."
+        allow_null=True, help_text="true: the text in `wait_for` was printed; null without `wait_for`."
     )
 
 
@@ -75,7 +75,7 @@ class ProcessLogSerializer(serializers.Serializer):
     )
     next = serializers.IntegerField(help_text="Offset to continue reading from.")
     found = serializers.BooleanField(
-        allow_null=True, help_text="Whether the text in `wait_for` was printed; null without `wait_for`."
+        allow_null=True, help_text="true: the text in `wait_for` was printed; null without `wait_for`."
     )
 
 

@@ -135,7 +135,7 @@ class LeaseForkView(LeaseApiView):
         """Grant a lease in another environment that starts with a copy of this lease's workspace (201).
 
         A repeated request returns the same lease (200); 409 if the agent holds another lease in that environment. An ended
-        lease is forked from its newest snapshot. The new lease has its own /workspace/config.json and the /data of its agent."""
+        lease is forked from its newest snapshot. The new lease has its own config.json and the /data of its agent."""
         lease = self.lease
         data = self.validate_body(FORK_SERIALIZER)
         data = apply_fork_defaults(data, lease)

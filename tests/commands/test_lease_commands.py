@@ -76,7 +76,7 @@ def test_acquire_grants_and_a_repeat_prints_that_it_is_held() -> None:
         (["--agent", "did:plc:a", "--environment", "a b", "--type", "catan"], "--environment: "),
         (["--agent", "did:plc:a", "--environment", "g", "--type", "chess"], "no such environment type"),
         (["--agent", "did:plc:a", "--environment", "g", "--type", "catan", "--ttl", "soon"], "--ttl: "),
-        (["--agent", "did:plc:a", "--environment", "g", "--type", "catan", "--ttl", "300d"], "At most"),
+        (["--agent", "did:plc:a", "--environment", "g", "--type", "catan", "--ttl", "300d"], "Must be at most"),
     ],
 )
 def test_acquire_refuses_invalid_input_and_names_it(args: list[str], message: str) -> None:

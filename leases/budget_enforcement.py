@@ -22,22 +22,22 @@ END_REASON = "budget"
 
 
 def enforce_budgets(*, now: datetime) -> SweepResult:
-    """Total the spending of each active budget and end the leases in scope of exhausted hard ones.
+    """Total the spending of each active budget and end the leases in scope of exhausted hard budgets.
 
     1. A waiting sandbox is evicted at once, so that its state is stored.
-    2. A running one is left until the end of the budget's grace period, then its runs are killed and it is evicted.
+    2. A running sandbox is left until the end of the budget's grace period, then its runs are killed and it is evicted.
     3. The lease ends once its sandbox is cold or does not exist.
 
     A sandbox whose state cannot be stored is kept and retried with backoff. Every step is idempotent: the next pass continues
     where this one stopped."""
     result, clock = SweepResult(), clock_from(now)
-    for number in Budget.objects.filter(active=True).order_by("pk").values_list("pk", flat=True):
+    for budget_id in Budget.objects.filter(active=True).order_by("pk").values_list("pk", flat=True):
         try:
-            for change in budgets.update_spending(number, now=now):
+            for change in budgets.update_spending(budget_id, now=now):
                 result.note(f"budgets {change}")
         except Exception as failed:  # one budget must not keep the others from being enforced
-            log.exception("budget not settled", budget=number)
-            result.failures.append(f"budget {number}: {failed}")
+            log.exception("budget not settled", budget=budget_id)
+            result.failures.append(f"budget {budget_id}: {failed}")
     deadline = clock() + PASS_TIME_LIMIT  # counted from here: totalling many budgets must not use up the time for ending leases
     for pk, budget in find_leases_over_budget(now=now).items():
         if clock() > deadline:
@@ -99,7 +99,7 @@ def _kill_runs(sandbox: Sandbox, *, now: datetime) -> None:
 
 
 def _end_lease(pk: UUID, budget: Budget, *, now: datetime) -> bool:
-    """End a lease whose sandbox is cold or gone. Return False if it woke, or if no budget in scope is exhausted any more."""
+    """End a lease whose sandbox is cold or gone. Return False if the sandbox woke or no budget in scope is exhausted."""
     with transaction.atomic(durable=True):
         # A claim of a sandbox locks the lease's row, too. The sandbox's own row is locked against a wake.
         lease = Lease.objects.select_for_update(no_key=True, of=("self",)).filter(pk=pk, status=LeaseStatus.ACTIVE).first()

@@ -53,7 +53,7 @@ def build_sandbox_request(lease: Lease, *, now: datetime, check_budget: bool = F
 def exec_command(pk: UUID, command: Command, *, now: datetime, actor: str = "") -> tuple[Run, ExecResult]:
     """Run a command in the sandbox of a lease, which is started or woken first. Renew the lease afterwards.
 
-    Raise LeaseEnded if the lease is over, also if it ended while the command ran."""
+    Raise LeaseEnded if the lease has ended, also if it ended while the command ran."""
     with use_lease(pk, now=now, spends=True) as request:
         return runs.exec_in_sandbox(request, command, now=now, actor=actor)
 
@@ -97,8 +97,8 @@ def use_lease(pk: UUID, *, now: datetime, spends: bool = False) -> Iterator[Sand
 
     Raises LeaseEnded, also if the lease ended during the body. A sandbox that was lost during the body ends the lease.
     BudgetExhausted is raised when a budget of the lease is spent: if `spends`, before the body; otherwise only when the body
-    starts or wakes a sandbox, or runs something in one after the budget's grace period. Without that second limit, repeated
-    file operations would keep a sandbox alive for ever."""
+    starts or wakes a sandbox, or runs something in one after the budget's grace period. Without the check after the
+    grace period, repeated file operations would keep a sandbox alive indefinitely."""
     clock = clock_from(now)
     lease = leasing.require_active(pk, now=now)
     if spends:
@@ -106,7 +106,7 @@ def use_lease(pk: UUID, *, now: datetime, spends: bool = False) -> Iterator[Sand
     try:
         yield build_sandbox_request(lease, now=now, check_budget=not spends)
     except SandboxLost:
-        leasing.require_active(pk, now=clock())  # the end of the lease may be why the sandbox is gone: report that instead
+        leasing.require_active(pk, now=clock())  # a lost sandbox of an ended lease is reported as LeaseEnded
         with transaction.atomic():
             leasing.end(pk, reason="lost", now=clock(), actor="provider")
         raise leasing.build_ended_error(Lease.objects.get(pk=pk), "lost") from None

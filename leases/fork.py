@@ -1,4 +1,4 @@
-"""Fork of a lease: a second lease whose workspace starts as a copy of the first one's."""
+"""Fork of a lease: a new lease whose workspace starts as a copy of the source's workspace."""
 
 from collections.abc import Callable
 from datetime import datetime
@@ -28,7 +28,7 @@ def fork(
     actor: str = "",
     admit: Callable[[], object] = bool,
 ) -> tuple[Lease, bool]:
-    """Grant a lease whose workspace starts as a copy of `lease`'s. Return it and whether this call granted it. Idempotent.
+    """Grant a lease whose workspace starts as a copy of `lease`'s. Return the new lease and whether it is new. Idempotent.
 
     The source is the named snapshot, else the current workspace, or the latest snapshot if the lease has ended. The new lease
     and its copy commit in one transaction, with `admit` as in `leasing.acquire`.
@@ -45,7 +45,7 @@ def fork(
 
     def copy_workspace() -> None:
         if source is None:
-            raise Conflict("The lease granted before has just ended. Try again.", field="environment_id")
+            raise Conflict("The earlier fork has just ended. Try again.", field="environment_id")
         granted = Lease.objects.get(
             agent_did=request.agent_did, environment_id=request.environment_id, status=LeaseStatus.ACTIVE
         )

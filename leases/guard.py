@@ -1,4 +1,4 @@
-"""Guard of the sandbox requests that are made for a lease: fence, terms and budget checks."""
+"""Guard of a lease's sandbox requests: fence, terms and budget checks."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,18 +12,18 @@ from sandboxes.guard import HolderTerms
 
 @dataclass(frozen=True)
 class LeaseGuard:
-    """sandboxes.guard.Guard for one lease. Raises LeaseEnded and BudgetExhausted, judged as of `now`."""
+    """sandboxes.guard.Guard for one lease. Raises LeaseEnded and BudgetExhausted, evaluated at `now`."""
 
     lease_id: UUID
     now: datetime
     check_budget: bool = False  # False: the budget of the whole operation was checked before it began
 
     def fence(self) -> HolderTerms:
-        """Lock the lease until the transaction ends, and return the terms of its sandbox. Raise LeaseEnded if it is over.
+        """Lock the lease until the transaction ends, and return the terms of its sandbox. Raise LeaseEnded.
 
-        The lock is held until the sandbox's row is written: an operation that ends the lease either finds that row, or
-        was first and is found here. The lock is not a key lock: a transaction that holds a sandbox's lock and inserts an
-        event of the lease must not wait for one that takes the two locks in the opposite order."""
+        The lock is held until the sandbox's row is written. An operation that ends the lease therefore either finds that
+        row or makes this call fail. The lock is not a key lock: a transaction that holds a sandbox's lock and inserts an
+        event of the lease must not wait for a transaction that takes the two locks in the opposite order."""
         leases = Lease.objects.select_for_update(no_key=True, of=("self",)).select_related("environment_type__policy")
         lease = leases.get(pk=self.lease_id)
         leasing.require_active(self.lease_id, now=self.now)

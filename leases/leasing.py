@@ -52,7 +52,7 @@ def compute_expires_at(*, renewed_at: datetime, ttl: timedelta, max_expires_at: 
 
 
 def find_elapsed_clock(lease: Lease, now: datetime) -> str:
-    """Return the clock that has elapsed, "ttl" or "max_ttl", or "". A lease is over at expires_at, swept or not."""
+    """Return the clock that has elapsed, "ttl" or "max_ttl", or "". A lease ends at expires_at, swept or not."""
     if now < lease.expires_at:
         return ""
     return "max_ttl" if lease.expires_at >= lease.max_expires_at else "ttl"
@@ -98,13 +98,13 @@ def _grant_lease(request: LeaseRequest, *, now: datetime, actor: str) -> Lease:
     max_ttl = request.max_ttl or environment_type.max_ttl
     if max_ttl > environment_type.max_ttl:
         raise InvalidRequest(
-            "max_ttl_seconds", f"At most {environment_type.max_ttl.total_seconds():.0f} for this environment type."
+            "max_ttl_seconds", f"Must be at most {environment_type.max_ttl.total_seconds():.0f} for this environment type."
         )
     if request.ttl and request.ttl > max_ttl:
-        raise InvalidRequest("ttl_seconds", f"At most {max_ttl.total_seconds():.0f}, which is this lease's max_ttl.")
+        raise InvalidRequest("ttl_seconds", f"Must be at most {max_ttl.total_seconds():.0f}, the max_ttl of this lease.")
     ttl = request.ttl or min(environment_type.ttl, max_ttl)
-    latest = now + max_ttl
-    expires_at = compute_expires_at(renewed_at=now, ttl=ttl, max_expires_at=latest)
+    max_expires_at = now + max_ttl
+    expires_at = compute_expires_at(renewed_at=now, ttl=ttl, max_expires_at=max_expires_at)
     conditions = environment_type.expiry_conditions if request.expiry_conditions is None else request.expiry_conditions
     if sql.find_first(Agent, "did = %s", request.agent_did) is None:
         Agent.objects.get_or_create(did=request.agent_did)
@@ -120,7 +120,7 @@ def _grant_lease(request: LeaseRequest, *, now: datetime, actor: str) -> Lease:
         ttl=ttl,
         expires_at=expires_at,
         expires_minute=to_epoch_minute(expires_at),
-        max_expires_at=latest,
+        max_expires_at=max_expires_at,
         sleep_after=request.sleep_after or _resolve_sleep_after(environment_type),
         expiry_conditions=list(conditions),
     )
@@ -170,7 +170,7 @@ def apply_elapsed_clock(lease: Lease, now: datetime) -> Lease:
 
 
 def renew(lease: Lease, *, now: datetime) -> datetime:
-    """Extend a lease to `ttl` from now, at most to max_expires_at. Return its end. Raise LeaseEnded if it is over.
+    """Extend a lease to `ttl` from now, at most to max_expires_at. Return the new end. Raise LeaseEnded.
 
     One guarded UPDATE: a renewal that arrives late cannot shorten a later one."""
     until = compute_expires_at(renewed_at=now, ttl=lease.ttl, max_expires_at=lease.max_expires_at)
@@ -188,7 +188,7 @@ def release(pk: UUID, *, now: datetime, actor: str = "") -> Lease:
 
 
 def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", detail: str = "") -> bool:
-    """End an active lease and schedule its sandbox for destruction, in one transaction. Return False if it had ended before.
+    """End an active lease and schedule its sandbox for destruction, in one transaction. Return False if it had already ended.
 
     Every later call for this lease fails. The next `reclaim` sweep destroys the sandbox."""
     with transaction.atomic():

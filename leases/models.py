@@ -29,22 +29,22 @@ def check_conditions(value: Any) -> None:
     """Raise ValidationError unless the value is a list of at most 32 distinct condition names."""
     condition = RegexValidator(rf"\A{CONDITION_PATTERN}\Z")
     if not isinstance(value, list) or len(value) > 32 or not all(isinstance(name, str) for name in value):
-        raise ValidationError("A list of at most 32 condition names.")
+        raise ValidationError("Must be a list of at most 32 condition names.")
     if len(set(value)) < len(value):
-        raise ValidationError("A condition is named twice.")
+        raise ValidationError("Must not contain a condition twice.")
     for name in value:
         condition(name)
 
 
 def check_argv(value: Any) -> None:
     if not isinstance(value, list) or not value or not all(isinstance(part, str) and "\0" not in part for part in value):
-        raise ValidationError("A list of strings, the first being the program.")
+        raise ValidationError("Must be a list of strings, the program first.")
 
 
 def check_excludes(value: Any) -> None:
     fits = isinstance(value, list) and len(value) <= 64
     if not fits or not all(isinstance(name, str) and 0 < len(name) <= 200 for name in value):
-        raise ValidationError("A list of at most 64 names or patterns, each of at most 200 characters.")
+        raise ValidationError("Must be a list of at most 64 names or patterns, each of at most 200 characters.")
 
 
 def check_sleep_after(value: str) -> None:
@@ -59,7 +59,7 @@ def default_turn_argv() -> list[str]:
 
 
 class Agent(models.Model):
-    """An API principal. Other tables refer to an agent by its DID, not by this row, which exists for the admin."""
+    """API principal. Other tables refer to an agent by its DID; the row is for the console and the agent API."""
 
     did = models.CharField(max_length=255, unique=True, validators=[validate_did], verbose_name="DID")
     name = models.CharField(max_length=100, blank=True)
@@ -73,13 +73,13 @@ class Agent(models.Model):
 
 
 class AgentKey(models.Model):
-    """An API key. Only the SHA-256 of its random secret is stored, so the key can be shown only when it is issued."""
+    """API key. Only the SHA-256 of its random secret is stored, so the key can be shown only when it is issued."""
 
     prefix = models.CharField(max_length=16, unique=True, editable=False)
     digest = models.CharField(max_length=64, unique=True, editable=False)
     name = models.CharField(max_length=100, blank=True, help_text="Purpose of the key.")
-    dids = models.JSONField(default=list, blank=True, help_text="Agents the key can act for.", verbose_name="DIDs")
-    operator = models.BooleanField(default=False, help_text="The key can act for every agent.")
+    dids = models.JSONField(default=list, blank=True, help_text="Agents that the key may act for.", verbose_name="DIDs")
+    operator = models.BooleanField(default=False, help_text="The key may act for all agents.")
     created_at = models.DateTimeField(default=timezone.now, editable=False)
     last_used_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="Accurate to one minute.")
     revoked_at = models.DateTimeField(null=True, blank=True, editable=False)
@@ -101,36 +101,36 @@ class EnvironmentType(models.Model):
 
     name = models.SlugField(max_length=63, unique=True)
     expiry_conditions = models.JSONField(
-        default=list, blank=True, validators=[check_conditions], help_text="Posted conditions that end a lease."
+        default=list, blank=True, validators=[check_conditions], help_text="Conditions whose posting ends a lease."
     )
-    ttl = models.DurationField(default=timedelta(hours=4), help_text="A lease ends after this long without use.")
+    ttl = models.DurationField(default=timedelta(hours=4), help_text="A lease ends after this time without use.")
     max_ttl = models.DurationField(
-        default=timedelta(hours=24), help_text="A lease ends at the latest this long after it was granted."
+        default=timedelta(hours=24), help_text="A lease ends this long after it was granted, at the latest."
     )
     sleep_after = models.CharField(
         max_length=16,
         default="5m",
         validators=[check_sleep_after],
-        help_text='Idle time after which the sandbox sleeps, such as "5m" or "30s".',
+        help_text='Idle time before the sandbox is evicted, such as "5m".',
     )
     snapshot_excludes = models.JSONField(
         default=list, blank=True, validators=[check_excludes],
         help_text='Names or patterns excluded from snapshots of /workspace, such as "node_modules", ".venv" or "*.pyc".',
     )  # fmt: skip
     turn_argv = models.JSONField(
-        default=default_turn_argv, validators=[check_argv], help_text="Command that a turn executes, with the state on stdin."
+        default=default_turn_argv, validators=[check_argv], help_text="Command of a turn. It receives the state on stdin."
     )
-    turn_timeout = models.DurationField(null=True, blank=True, help_text="Default: LEASEHOLD_TURN_TIMEOUT.")
+    turn_timeout = models.DurationField(null=True, blank=True, help_text="Empty: LEASEHOLD_TURN_TIMEOUT.")
     pool = models.ForeignKey(
-        Pool, on_delete=models.PROTECT, null=True, blank=True, related_name="+", help_text='Default: the pool "default".'
+        Pool, on_delete=models.PROTECT, null=True, blank=True, related_name="+", help_text='Empty: the pool "default".'
     )
     policy = models.ForeignKey(
         Policy, on_delete=models.PROTECT, null=True, blank=True, related_name="environment_types",
-        help_text="Egress permissions of new sandboxes. Empty: no egress beyond model calls.",
+        help_text="Policy of new sandboxes. Empty: sealed.",
     )  # fmt: skip
     llm_limit = models.DecimalField(
         max_digits=18, decimal_places=9, null=True, blank=True, validators=[MinValueValidator(0)],
-        verbose_name="spend limit", help_text="Limit in USD on the model calls of one lease. Empty: no limit.",
+        verbose_name="spend limit", help_text="Model-call budget of each new lease, USD. Empty: no limit.",
     )  # fmt: skip
 
     class Meta:
@@ -157,7 +157,7 @@ END_REASONS = ("ttl", "max_ttl", "released", "budget", "operator", "lost", "fail
 
 
 class Lease(models.Model):
-    """An agent's right to a sandbox in one environment. Ended leases are kept; a new incarnation is a new row."""
+    """An agent's right to a sandbox in one environment. Ended leases are kept; a later lease is a new row."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     agent_did = models.CharField(max_length=255, verbose_name="agent")
@@ -178,14 +178,16 @@ class Lease(models.Model):
     expiry_conditions = models.JSONField(default=list)
     llm_limit = models.DecimalField(
         max_digits=18, decimal_places=9, null=True, blank=True, verbose_name="spend limit",
-        help_text="Limit in USD on the model calls of this lease.",
+        help_text="Model-call budget of this lease, USD. Empty: no limit.",
     )  # fmt: skip
     ended_at = models.DateTimeField(null=True, blank=True)
     end_reason = models.CharField(max_length=80, blank=True)
-    end_detail = models.CharField(max_length=500, blank=True, help_text="More about end_reason: a budget, an error message.")
+    end_detail = models.CharField(
+        max_length=500, blank=True, help_text="Detail of end_reason, such as the budget or the error message."
+    )
     forked_from = models.ForeignKey(
         "self", on_delete=models.PROTECT, null=True, blank=True, related_name="+", db_index=False,
-        help_text="The lease whose workspace it started with.",
+        help_text="Source of the fork.",
     )  # fmt: skip
     destroyed_at = models.DateTimeField(null=True, blank=True)
 
@@ -227,12 +229,12 @@ class Lease(models.Model):
 
     @property
     def sandbox_id(self) -> str:
-        """The deterministic sandbox name, the same for every incarnation of the lease."""
+        """Sandbox name, the same for successive leases of the agent in the environment."""
         return f"{self.agent_did}::{self.environment_id}"
 
 
 class LeaseEvent(models.Model):
-    """An entry of a lease's timeline, which outlives the sandbox."""
+    """Entry in the timeline of a lease. Kept after the sandbox is destroyed."""
 
     lease = models.ForeignKey(Lease, on_delete=models.PROTECT, related_name="events")
     at = models.DateTimeField()
@@ -251,16 +253,16 @@ class LeaseEvent(models.Model):
 
 
 class Turn(models.Model):
-    """A turn of a lease. The process that inserts the row plays the turn; a repeated number returns the stored answer."""
+    """Turn of a lease. The process that inserts the row plays the turn; a repeated number returns the stored answer."""
 
     lease = models.ForeignKey(Lease, on_delete=models.PROTECT, related_name="turns")
     number = models.BigIntegerField()
     run = models.OneToOneField(Run, on_delete=models.PROTECT, null=True, blank=True, related_name="turn")
     started_at = models.DateTimeField()
-    deadline_at = models.DateTimeField(help_text="After this the playing process counts as dead and the turn as skipped.")
+    deadline_at = models.DateTimeField(help_text="Past this time a sweep settles the turn: its worker counts as dead.")
     ended_at = models.DateTimeField(null=True, blank=True)
     skipped = models.BooleanField(default=False)
-    answer = models.TextField(blank=True, help_text="The action as JSON text.")
+    answer = models.TextField(blank=True, help_text="Action as JSON text.")
 
     class Meta:
         default_permissions = ("view",)
@@ -276,13 +278,13 @@ class Turn(models.Model):
 
 
 class IdempotentRequest(models.Model):
-    """The stored response to a POST with an Idempotency-Key, returned when the request is repeated."""
+    """Stored response to a POST with an Idempotency-Key. A repeated request receives it."""
 
     key_holder = models.ForeignKey(AgentKey, on_delete=models.CASCADE, related_name="+")
     key = models.CharField(max_length=255)
     fingerprint = models.CharField(max_length=64, help_text="SHA-256 of method, path and body.")
     started_at = models.DateTimeField()
-    deadline_at = models.DateTimeField(help_text="After this the process that served an unanswered request counts as dead.")
+    deadline_at = models.DateTimeField(help_text="Past this time a request without a response counts as abandoned.")
     expires_at = models.DateTimeField(db_index=True)
     status_code = models.PositiveSmallIntegerField(null=True)
     body = models.TextField(blank=True)

@@ -36,7 +36,7 @@ from sandboxes.state import directories
 from sandboxes.storage.base import StoreError
 
 log = structlog.get_logger(__name__)
-DEFAULT_ENVIRONMENT_TYPE = "run"  # of a request that names none
+DEFAULT_ENVIRONMENT_TYPE = "run"
 WORKSPACE_COPY_TIMEOUT = timedelta(minutes=2)  # per direction
 CLEANUP_TIMEOUT = timedelta(seconds=30)  # after this the sweeps finish the cleanup
 MIN_MEMORY_MIB = 16
@@ -95,7 +95,7 @@ class OneShotRequest:
 
 @dataclass(frozen=True)
 class OneShotResult:
-    """Outcome and output of a one-shot run. An outcome of None means that it is still running."""
+    """Outcome and output of a one-shot run. Outcome None: the run has not ended."""
 
     run_id: UUID
     lease_id: UUID
@@ -115,7 +115,7 @@ def run_once(request: OneShotRequest, *, now: datetime, actor: str = "", admit: 
 
     A command that fails, and a sandbox that does not start, are results. Errors that prevent the start are raised:
     InvalidRequest, Conflict for a used id, exhausted capacity, quota or budget, and any exception of `admit`.
-    In both cases lease and sandbox are removed. If `cleaned_up` is False, or if this process dies, the sweeps remove them."""
+    In both cases the lease ends and its sandbox is destroyed: by the sweeps if `cleaned_up` is False or this process dies."""
     clock = clock_from(now)
     lease = _grant_lease(request, now=now, actor=actor, admit=admit)
     checkpoint("run granted", lease)
@@ -152,11 +152,11 @@ def run_once(request: OneShotRequest, *, now: datetime, actor: str = "", admit: 
 def load_result(lease: Lease) -> OneShotResult:
     """Read the result of a one-shot run from its rows. The output is limited to the part stored with the Run."""
     run = Run.objects.filter(pk=lease.pk).first()
-    ended = lease.status != LeaseStatus.ACTIVE
+    has_ended = lease.status != LeaseStatus.ACTIVE
     stored = OneShotResult(
         run_id=lease.pk,
         lease_id=lease.pk,
-        outcome=determine_outcome(run, lease.end_reason) if ended else None,
+        outcome=determine_outcome(run, lease.end_reason) if has_ended else None,
         note=lease.end_detail,
         cleaned_up=lease.status == LeaseStatus.DESTROYED,
     )
@@ -183,8 +183,8 @@ def determine_outcome(run: Run | None, end_reason: str) -> OneShotOutcome:
 def clean_up(pk: UUID, *, reason: str, detail: str, now: datetime, actor: str = "") -> bool:
     """End the lease of a run and destroy its sandbox. Return True once the provider has confirmed the destruction.
 
-    Return False after CLEANUP_TIMEOUT or a provider error; the sweeps then retry. A sweep that is already destroying the
-    sandbox is waited for. Never raises, so that the result of the command is not lost: the lease also ends by its clock."""
+    Return False after CLEANUP_TIMEOUT or a provider error; the sweeps then retry. Waits for a sweep that is already
+    destroying the sandbox. Never raises, so that the result of the command is not lost: the lease also ends by its clock."""
     clock = clock_from(now)
     try:
         elapsed = leasing.find_elapsed_clock(Lease.objects.get(pk=pk), now)
@@ -210,9 +210,9 @@ def _grant_lease(request: OneShotRequest, *, now: datetime, actor: str, admit: C
     environment_type = EnvironmentType.objects.filter(name=request.environment_type).first()
     if environment_type and request.max_duration > environment_type.max_ttl:
         max_timeout = (environment_type.max_ttl - request.max_duration + request.timeout).total_seconds()
-        raise InvalidRequest("limits.timeout_seconds", f"At most {max(max_timeout, 0):.0f} for this environment type.")
+        raise InvalidRequest("limits.timeout_seconds", f"Must be at most {max(max_timeout, 0):.0f} for this environment type.")
     if request.memory_mib is not None and not MIN_MEMORY_MIB <= request.memory_mib <= settings.RUN_MEMORY_MOST_MIB:
-        raise InvalidRequest("limits.memory_mib", f"From {MIN_MEMORY_MIB} to {settings.RUN_MEMORY_MOST_MIB}.")
+        raise InvalidRequest("limits.memory_mib", f"Must be from {MIN_MEMORY_MIB} to {settings.RUN_MEMORY_MOST_MIB}.")
     if Lease.objects.filter(pk=request.run_id).exists():
         raise Conflict("A run with this id already exists.")
     lease_request = leasing.LeaseRequest(

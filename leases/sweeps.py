@@ -21,7 +21,7 @@ from sandboxes.stores import lease_stores
 from sandboxes.sweep_log import SweepResult
 from sandboxes.webhooks import outbox
 
-WORKSPACE_OVER_LIMIT_EVENT = "workspace_over_limit"  # the kind of an event
+WORKSPACE_OVER_LIMIT_EVENT = "workspace_over_limit"  # LeaseEvent.kind
 WORKSPACE_WARNING_INTERVAL = timedelta(days=1)
 
 
@@ -57,7 +57,7 @@ def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
 def end_lost_leases(*, now: datetime) -> int:
     """End every active lease whose sandbox the provider has lost, and return how many.
 
-    A new sandbox must not be taken for the lost one, so the lease does not continue."""
+    The lease does not continue in a new sandbox: an agent could not tell that its unsaved state is gone."""
     return sum(leasing.end(lease.pk, reason="lost", now=now, actor="sweep") for lease in find_lost_leases())
 
 
@@ -76,7 +76,7 @@ def reclaim(*, now: datetime, limit: int = 200) -> SweepResult:
 
 
 def mark_destroyed(pk: UUID, *, now: datetime, actor: str = "") -> bool:
-    """Mark an ended lease destroyed. Return False if a sandbox of it remains, or if it was marked before."""
+    """Mark an ended lease destroyed. Return False if one of its sandboxes remains, or if it was already marked."""
     with transaction.atomic():
         closed = find_leases_to_close().filter(pk=pk).order_by().update(status=LeaseStatus.DESTROYED, destroyed_at=now)
         if closed:
@@ -123,8 +123,8 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
 def measure_workspaces(*, now: datetime) -> SweepResult:
     """Measure workspaces and record a warning on each lease whose workspace exceeds its pool's limit.
 
-    The next exec in such a sandbox is refused. The warning is repeated once a day. Eviction measures the workspace, too, so
-    sleeping sandboxes are included."""
+    The next exec in such a sandbox is refused. The warning is repeated once a day. Cold sandboxes are included,
+    since eviction also measures the workspace."""
     result = sandboxes.measure_workspaces(now=now)
     for sandbox in find_oversized_sandboxes():
         assert sandbox.holder
@@ -178,7 +178,7 @@ def prune(*, now: datetime) -> SweepResult:
 def prune_stores(*, now: datetime) -> SweepResult:
     """Delete chat histories, artifacts, audit logs and sessions of leases that ended before the retention period.
 
-    Of the other leases the oldest entries above the limits are deleted."""
+    Of other leases, the oldest entries above the limits are deleted."""
 
     def find_long_ended(holders: Sequence[UUID]) -> set[UUID]:
         return set(Lease.objects.filter(pk__in=holders, ended_at__lte=now - settings.KEEP_STATE).values_list("pk", flat=True))

@@ -33,7 +33,7 @@ def reclaim() -> str:
 
 
 def request_sleep(sandbox: Sandbox, *, now: datetime, actor: str, reason: str, guard: Q | None = None) -> bool:
-    """Make a lease's sandbox due for the next idle sweep, with an entry in the timeline. Return False if it may not sleep."""
+    """Make a sandbox due for the next idle sweep, with an entry in the timeline. Return False if it cannot be evicted."""
     lease_id = sandbox.holder
     with transaction.atomic():
         if lease_id is None or not eviction.request_eviction(sandbox.pk, now=now, actor=actor, reason=reason, guard=guard):

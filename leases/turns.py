@@ -1,4 +1,4 @@
-"""Turns of an agent in an environment: join, take a turn once, settle turns whose process died."""
+"""Turns of an agent in an environment: join, take a turn once, settle overdue turns."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -38,8 +38,8 @@ def join_environment(
     lease, is_new = leasing.acquire(request, now=now, actor=actor, admit=admit)
     sandbox = execution.ensure_sandbox_ready(lease.pk, now=clock(), actor=actor)
     if not sandbox.prepared:  # a pre-warmed sandbox gets its files with its first operation
-        nothing = Command(argv=["join"], timeout=settings.EXEC_TIMEOUT, kind="file")
-        execution.call_in_sandbox(lease.pk, nothing, lambda provider, sandbox: None, now=clock(), actor=actor)
+        no_op = Command(argv=["join"], timeout=settings.EXEC_TIMEOUT, kind="file")
+        execution.call_in_sandbox(lease.pk, no_op, lambda provider, sandbox: None, now=clock(), actor=actor)
     return Lease.objects.select_related("environment_type", "pool").get(pk=lease.pk), is_new
 
 
@@ -56,7 +56,7 @@ def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime,
     lease = leasing.require_active(pk, now=now)
     environment_type = lease.environment_type
     timeout = environment_type.turn_timeout or settings.TURN_TIMEOUT
-    turn, claimed = _claim_turn(lease, number, now=now, longest=settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE)
+    turn, claimed = _claim_turn(lease, number, now=now, max_duration=settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE)
     if not claimed:
         return turn
     checkpoint("turn claimed", turn)
@@ -87,10 +87,10 @@ def take_turn(pk: UUID, number: int, state: Mapping[str, Any], *, now: datetime,
     return turn
 
 
-def _claim_turn(lease: Lease, number: int, *, now: datetime, longest: timedelta) -> tuple[Turn, bool]:
+def _claim_turn(lease: Lease, number: int, *, now: datetime, max_duration: timedelta) -> tuple[Turn, bool]:
     try:
         with transaction.atomic():
-            return Turn.objects.create(lease=lease, number=number, started_at=now, deadline_at=now + longest), True
+            return Turn.objects.create(lease=lease, number=number, started_at=now, deadline_at=now + max_duration), True
     except IntegrityError:
         turn = Turn.objects.get(lease=lease, number=number)
     if turn.ended_at is None and find_overdue_turns(now=now).filter(pk=turn.pk).exists():
@@ -102,7 +102,7 @@ def _claim_turn(lease: Lease, number: int, *, now: datetime, longest: timedelta)
 
 
 def _settle_turn(turn: Turn, run: Run | None, action: Action, *, now: datetime) -> bool:
-    """Store the answer of an open turn. Return False if it was answered before."""
+    """Store the answer of an open turn. Return False if the turn was already answered."""
     skipped = action.get("action") == "skip_turn"
     if skipped:
         log.info("turn skipped", lease=str(turn.lease_id), turn=turn.number, run=str(run.pk) if run else None)

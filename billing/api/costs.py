@@ -1,4 +1,4 @@
-"""Cost report."""
+"""Cost report, as JSON or CSV."""
 
 import csv
 from collections.abc import Iterable
@@ -36,24 +36,26 @@ ITEM_NAMES = [str(item) for item in BillableItem.values]
 
 
 class CostQuerySerializer(CostFilterSerializer):
-    by = serializers.ChoiceField([*GROUP_BY_COLUMNS], default="agent", help_text="Grouping of the results.")
+    by = serializers.ChoiceField([*GROUP_BY_COLUMNS], default="agent", help_text="Attribute by which the results are grouped.")
     since = serializers.DateField(required=False, help_text="First day, UTC.")
-    until = serializers.DateField(required=False, help_text="Day after the last one, UTC.")
+    until = serializers.DateField(required=False, help_text="Day after the last day, UTC.")
     lease = serializers.UUIDField(required=False, help_text="Only costs of this lease.")
     limit = serializers.IntegerField(default=1000, min_value=1, max_value=MAX_RESULTS, help_text="Maximum number of results.")
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
         if "since" in attrs and "until" in attrs and attrs["until"] <= attrs["since"]:
-            raise serializers.ValidationError({"until": "Must be later than since: it is the day after the last one."})
+            raise serializers.ValidationError({"until": "Must be later than since: the day itself is excluded."})
         return attrs
 
 
 class CostTotalSerializer(serializers.Serializer):
-    key = serializers.CharField(help_text="Group. Empty for costs without one: a plan, or a sandbox that no lease held.")
+    key = serializers.CharField(
+        help_text="Value of the attribute in `by`; empty for a plan, or for a sandbox that no lease held."
+    )
     usd = serializers.CharField(help_text="Decimal number.")
-    hours = serializers.CharField(allow_null=True, help_text="Sandbox hours. Null when grouped by item.")
-    quantities = serializers.DictField(child=serializers.CharField(), help_text="Quantities in the units of the items.")
-    free = serializers.DictField(child=serializers.CharField(), help_text="Part of the quantities covered by an allowance.")
+    hours = serializers.CharField(allow_null=True, help_text="Sandbox hours; null if grouped by item.")
+    quantities = serializers.DictField(child=serializers.CharField(), help_text="Quantity of each item, in its unit.")
+    free = serializers.DictField(child=serializers.CharField(), help_text="Part of each quantity that an allowance covers.")
 
 
 class CostReportSerializer(serializers.Serializer):
@@ -61,7 +63,7 @@ class CostReportSerializer(serializers.Serializer):
     since = serializers.DateField(allow_null=True)
     until = serializers.DateField(allow_null=True)
     metered_at = serializers.DateTimeField(allow_null=True, help_text="Usage up to this time is included.")
-    total_usd = serializers.CharField(help_text="Total of all results, including those left out.")
+    total_usd = serializers.CharField(help_text="Total of all results, including results beyond the limit.")
     left_out = serializers.IntegerField(help_text="Number of results beyond the limit.")
     results = CostTotalSerializer(many=True)
 

@@ -28,21 +28,21 @@ from billing.models import BillableItem, Rate
 
 
 class EstimateQuerySerializer(serializers.Serializer):
-    agents = serializers.IntegerField(min_value=1, max_value=1_000_000)
+    agents = serializers.IntegerField(min_value=1, max_value=1_000_000, help_text="Number of agents.")
     hours_per_day = serializers.DecimalField(
         8, 4, min_value=0, max_value=24, default=Decimal(24), help_text="Hours per day in which each agent has a sandbox."
     )
     days = serializers.IntegerField(min_value=1, max_value=31, default=30, help_text="Days in one month.")
-    instance = serializers.ChoiceField(list_instance_types(), default="basic")
+    instance = serializers.ChoiceField(list_instance_types(), default="basic", help_text="Instance type of each sandbox.")
     cpu_utilisation = serializers.DecimalField(
         8,
         6,
         min_value=0,
         max_value=1,
         default=Decimal(1),
-        help_text="Fraction of its CPU that a sandbox uses, 0 to 1. Matters where CPU is priced by use.",
+        help_text="Fraction of its CPU that a sandbox uses, 0 to 1. Has an effect if the provider prices CPU by use.",
     )
-    provider = serializers.RegexField(r"\A[-a-z0-9_]{1,32}\Z", default="cloudflare")
+    provider = serializers.RegexField(r"\A[-a-z0-9_]{1,32}\Z", default="cloudflare", help_text="Provider whose rates apply.")
 
 
 class ForecastQuerySerializer(CostFilterSerializer):
@@ -50,14 +50,14 @@ class ForecastQuerySerializer(CostFilterSerializer):
         min_value=1,
         max_value=366,
         default=FORECAST_WINDOW_DAYS,
-        help_text="Number of past days that the forecast is based on.",
+        help_text="Number of past days from which the average is computed.",
     )
     budget = serializers.DecimalField(
         18,
         9,
         min_value=Decimal("1e-9"),
         required=False,
-        help_text="Budget in USD for the month, for which the day of exhaustion is predicted.",
+        help_text="Monthly budget in USD whose day of exhaustion is predicted.",
     )
 
 
@@ -65,8 +65,8 @@ class EstimateLineSerializer(serializers.Serializer):
     item = serializers.CharField()
     unit = serializers.CharField()
     quantity = serializers.CharField()
-    free = serializers.CharField()
-    rate_usd = serializers.CharField()
+    free = serializers.CharField(help_text="Part of the quantity that an allowance covers.")
+    rate_usd = serializers.CharField(help_text="Price of one unit.")
     usd = serializers.CharField(help_text="Rounded to cents.")
 
 
@@ -80,14 +80,14 @@ class ForecastSerializer(serializers.Serializer):
     metered_at = serializers.DateTimeField(allow_null=True, help_text="Usage up to this time is included.")
     spent_usd = serializers.CharField(help_text="Costs of this month (UTC) so far.")
     a_day_usd = serializers.CharField(
-        allow_null=True, help_text="Average cost of the past days without plans; null if no day has passed yet."
+        allow_null=True, help_text="Average daily cost without plans; null: no day with usage has passed yet."
     )
-    days = serializers.IntegerField(help_text="Number of days in that average, from the first day with usage.")
-    month_usd = serializers.CharField(help_text="Predicted cost of the whole month at that average.")
+    days = serializers.IntegerField(help_text="Number of days in the average, from the first day with usage.")
+    month_usd = serializers.CharField(help_text="Predicted cost of the whole month at this average.")
     budget_usd = serializers.CharField(allow_null=True, help_text="Budget as requested.")
     runs_out = serializers.DateField(
         allow_null=True,
-        help_text="Day (UTC) at whose end the budget is exhausted; null: never at this rate, or no budget requested.",
+        help_text="Day (UTC) of exhaustion of the budget; null: never at this rate, or no budget requested.",
     )
 
 
@@ -101,7 +101,7 @@ class EstimateView(APIView):
         responses=build_responses(EstimateSerializer),
     )
     def get(self, request: Request) -> HttpResponse:
-        """Return the monthly cost of a number of agents at the current rates."""
+        """Return the monthly cost of the described usage at the current rates."""
         query = validate_query(EstimateQuerySerializer, request)
         try:
             result = estimate(Scenario(**query), Rate.objects.all(), now=timezone.now())
@@ -120,9 +120,9 @@ class ForecastView(APIView):
         responses=build_responses(ForecastSerializer),
     )
     def get(self, request: Request) -> HttpResponse:
-        """Return the predicted cost of this month, based on the last days, and the day on which a budget is exhausted.
+        """Return the predicted cost of this month and the predicted day of exhaustion of a budget.
 
-        Covers this key's agents; with an operator's key, all agents."""
+        The forecast covers this key's agents; with an operator's key, all agents."""
         query = validate_query(ForecastQuerySerializer, request)
         result = forecast(now=timezone.now(), agents=authorize_agents(request, query), **query)
         return Response({"metered_at": get_metered_at(), **render_forecast(result)})

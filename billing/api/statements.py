@@ -1,4 +1,4 @@
-"""Monthly statements of accounts, for operator keys only. Agents see their own costs under /costs."""
+"""Monthly statements of accounts, for operator keys only. Agents use /costs."""
 
 import csv
 import re
@@ -47,14 +47,16 @@ class StatementQuerySerializer(serializers.Serializer):
 
 
 class StatementLineSerializer(serializers.Serializer):
-    kind = serializers.ChoiceField(StatementLine.Kind.values, help_text="correction: change to a month closed earlier.")
+    kind = serializers.ChoiceField(
+        StatementLine.Kind.values, help_text="Usage of this month, or correction of an earlier month."
+    )
     for_month = serializers.CharField(help_text="Month of the usage, such as 2026-11.")
     agent = serializers.CharField(help_text="DID; empty for a plan or a sandbox that no lease held.")
     provider = serializers.CharField()
     item = serializers.CharField()
     unit = serializers.CharField()
     quantity = serializers.CharField()
-    usd = serializers.CharField(help_text="Rounded to cents; negative for a refund by correction.")
+    usd = serializers.CharField(help_text="Rounded to cents; negative: refund by a correction.")
 
 
 class StatementSerializer(serializers.Serializer):
@@ -63,7 +65,7 @@ class StatementSerializer(serializers.Serializer):
     closed_at = serializers.DateTimeField()
     subtotal_usd = serializers.CharField(help_text="Sum of the lines.")
     credit_used_usd = serializers.CharField()
-    total_usd = serializers.CharField(help_text="Amount due; negative for a refund.")
+    total_usd = serializers.CharField(help_text="Amount due; negative: refund.")
 
 
 class StatementDetailSerializer(StatementSerializer):
@@ -77,7 +79,7 @@ class StatementListSerializer(serializers.Serializer):
 
 def require_operator(request: Request) -> None:
     if not cast(Caller, request.user).key.operator:
-        raise PermissionDenied("Statements require an operator's key. Costs of your agents are at /api/v1/costs.")
+        raise PermissionDenied("Statements require an operator's key. /api/v1/costs has the costs of this key's agents.")
 
 
 class StatementListView(APIView):
@@ -123,7 +125,7 @@ class StatementDetailView(APIView):
         responses=build_responses(StatementDetailSerializer) | {(200, CSV_MEDIA_TYPE): OpenApiTypes.STR} | NOT_FOUND_RESPONSE,
     )
     def get(self, request: Request, account: str, month: str) -> HttpResponse:
-        """Return one statement with its lines: usage, then corrections of months closed earlier. Operator keys only.
+        """Return one statement with its lines: usage, then corrections of earlier closed months. Operator keys only.
 
         `Accept: text/csv` or `format=csv` returns the lines as a table."""
         require_operator(request)
@@ -180,6 +182,6 @@ def render_statements_csv(rows: Iterable[Statement]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*StatementSerializer().fields])
     for row in rows:
-        shown = render_statement(row)
-        writer.writerow([*(shown | {"closed_at": row.closed_at.isoformat()}).values()])
+        values = render_statement(row)
+        writer.writerow([*(values | {"closed_at": row.closed_at.isoformat()}).values()])
     return text.getvalue()

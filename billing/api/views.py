@@ -1,4 +1,4 @@
-"""Shared parts of the billing views. The settings wire authentication and errors: this app knows neither keys nor leases."""
+"""Shared parts of the billing views. The settings supply authentication and error handling: billing cannot import leases."""
 
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime
@@ -34,7 +34,7 @@ class ApiKey(Protocol):
 
 
 class Caller(Protocol):
-    """Authenticated API key, as far as billing needs it. `require` raises PermissionDenied for agents of other keys."""
+    """Part of the authenticated caller that billing uses. `require` raises PermissionDenied for an agent of another key."""
 
     key: ApiKey
 
@@ -42,7 +42,7 @@ class Caller(Protocol):
 
 
 class CsvRenderer(BaseRenderer):
-    """Pass on CSV that the view has built."""
+    """Return the CSV text that the view has built."""
 
     media_type, format, charset = CSV_MEDIA_TYPE, "csv", "utf-8"
 
@@ -54,7 +54,7 @@ MAX_RESULTS = 10_000
 
 
 class CostFilterSerializer(serializers.Serializer):
-    """Filters on cost records that the caller may see."""
+    """Filters on cost records."""
 
     agent = serializers.CharField(required=False, max_length=255, help_text="DID: only costs of this agent.")
     account = serializers.CharField(required=False, max_length=63, help_text="Only costs of this account.")
@@ -64,7 +64,7 @@ class CostFilterSerializer(serializers.Serializer):
 
 def validate_query(serializer_class: type[Serializer], request: Request) -> dict[str, Any]:
     """Return the validated query parameters. Raises ValidationError for invalid and for repeated parameters."""
-    if repeated := {name: "Given more than once." for name, values in request.query_params.lists() if len(values) > 1}:
+    if repeated := {name: "Must be given at most once." for name, values in request.query_params.lists() if len(values) > 1}:
         raise ValidationError(repeated)
     query = serializer_class(data=request.query_params.dict())
     query.is_valid(raise_exception=True)
@@ -73,7 +73,7 @@ def validate_query(serializer_class: type[Serializer], request: Request) -> dict
 
 
 def authorize_agents(request: Request, query: Mapping[str, Any]) -> Sequence[str] | None:
-    """Return the agents whose costs the caller may see, None for all. Raises PermissionDenied for another key's agent."""
+    """Return the agents whose costs the caller may read, None for all. Raises PermissionDenied for an agent of another key."""
     caller = cast(Caller, request.user)
     if "agent" in query:
         caller.require(query["agent"])

@@ -1,4 +1,4 @@
-"""Agents."""
+"""Agents: list, create, get."""
 
 from typing import Any
 from uuid import UUID
@@ -15,9 +15,7 @@ from leases.api.idempotency import StatusAndBody
 from leases.api.pagination import paginate
 from leases.api.permissions import HasKey, OperatorWrites
 from leases.api.views import ApiRequest, ApiView
-from leases.models import (
-    Agent,
-)
+from leases.models import Agent
 from sandboxes.db.clock import format_timestamp
 
 
@@ -45,7 +43,7 @@ class AgentListView(ApiView):
         responses=schema.build_responses(schema.build_page_serializer(AgentSerializer)),
     )
     def get(self, request: ApiRequest) -> HttpResponse:
-        """Return the agents this key speaks for, newest first. An operator's key sees all agents."""
+        """Return the agents of this key, newest first; with an operator's key, all agents."""
         agents = Agent.objects.all() if self.caller.key.operator else Agent.objects.filter(did__in=self.caller.key.dids)
         page, next_url = paginate(agents, "created_at", request)
         return Response({"results": [serialize_agent(agent) for agent in page], "next": next_url})
@@ -60,13 +58,13 @@ class AgentListView(ApiView):
     def post(self, request: ApiRequest) -> HttpResponse:
         """Create an agent (201), or return the existing one unchanged (200). Operator keys only.
 
-        Agents are also created with the keys and leases that name them."""
+        An agent is also created with its first API key or lease."""
         data = self.validate_body(NEW_AGENT_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
-            new = {"name": data["name"], "created_at": self.now}
-            agent, made = Agent.objects.get_or_create(did=data["did"], defaults=new)
-            return 201 if made else 200, serialize_agent(agent)
+            defaults = {"name": data["name"], "created_at": self.now}
+            agent, is_new = Agent.objects.get_or_create(did=data["did"], defaults=defaults)
+            return 201 if is_new else 200, serialize_agent(agent)
 
         return self.execute_once(act)
 
@@ -75,7 +73,7 @@ class AgentView(ApiView):
     @extend_schema(operation_id="agents_get", summary="Get an agent", responses=schema.build_responses(AgentSerializer, 404))
     def get(self, request: ApiRequest, did: str) -> HttpResponse:
         """Return one agent."""
-        agent = Agent.objects.filter(did=did).first() if self.caller.speaks_for(did) and "\0" not in did else None
+        agent = Agent.objects.filter(did=did).first() if self.caller.may_act_for(did) and "\0" not in did else None
         if agent is None:
             raise NotFound("There is no such agent.")
         return Response(serialize_agent(agent))

@@ -14,9 +14,9 @@ from sandboxes.db import sql
 
 
 class Caller:
-    """API key behind a request, in the place of a Django user.
+    """API key of a request, in place of a Django user.
 
-    An agent key reaches the leases of the agents it names, an operator key reaches all."""
+    An agent's key has access to the leases of its agents, an operator's key to all leases."""
 
     is_authenticated = True
 
@@ -25,22 +25,22 @@ class Caller:
         self.pk = key.pk
         self.name = f"key {key.prefix}"
 
-    def speaks_for(self, did: str) -> bool:
+    def may_act_for(self, did: str) -> bool:
         return self.key.operator or did in self.key.dids
 
     def require(self, did: str) -> None:
-        """Raise PermissionDenied unless this key speaks for the agent."""
-        if not self.speaks_for(did):
-            raise PermissionDenied("This key does not speak for that agent.")
+        """Raise PermissionDenied unless this key may act for the agent."""
+        if not self.may_act_for(did):
+            raise PermissionDenied("This key may not act for that agent.")
 
     def visible_leases(self) -> QuerySet[Lease]:
         leases = Lease.objects.all()
         return leases if self.key.operator else leases.filter(agent_did__in=self.key.dids)
 
     def get_lease(self, pk: UUID) -> Lease:
-        """Return a lease. Raises NotFound if this key may not see it."""
+        """Return a lease. Raises NotFound for an unknown lease, and for a lease of an agent that this key may not act for."""
         lease = sql.find_first(Lease, "id = %s", pk)
-        if lease is None or not self.speaks_for(lease.agent_did):
+        if lease is None or not self.may_act_for(lease.agent_did):
             raise NotFound("There is no such lease.")
         return lease
 
@@ -54,7 +54,7 @@ class KeyAuthentication(BaseAuthentication):
             raise NotAuthenticated("Send Authorization: Bearer <key>.")
         row = api_keys.find_active_key(key.strip(), now=timezone.now()) if scheme.lower() == "bearer" else None
         if row is None:
-            raise AuthenticationFailed("This key is not known, or was revoked.")
+            raise AuthenticationFailed("The API key is unknown or revoked.")
         return Caller(row), row
 
     def authenticate_header(self, request: Request) -> str:

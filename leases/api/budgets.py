@@ -1,4 +1,4 @@
-"""Budgets that leases count against. Read only."""
+"""Budgets of leases, read only."""
 
 from typing import Any
 
@@ -22,24 +22,26 @@ class BudgetSerializer(serializers.Serializer):
     id = serializers.IntegerField()
     scope = serializers.ChoiceField(Scope.values)
     subject = serializers.CharField(
-        help_text="DID, id of an API key, name of an environment type or account; empty for the installation."
+        help_text="DID, id of an API key, or name of an environment type or account; empty for the whole installation."
     )
     unit = serializers.ChoiceField(Unit.values)
     amount = serializers.CharField(help_text="Decimal number in `unit`.")
     period = serializers.ChoiceField(Period.values, help_text="Calendar period in UTC.")
     hard = serializers.BooleanField(
-        help_text="When exhausted, a hard budget refuses and ends leases; a soft budget only warns."
+        help_text="true: an exhausted budget refuses requests (402) and ends leases; false: it only warns."
     )
     warn_percent = serializers.IntegerField()
-    grace_seconds = serializers.FloatField(help_text="Grace period for active leases after exhaustion.")
+    grace_seconds = serializers.FloatField(help_text="Grace period of active leases after exhaustion.")
     active = serializers.BooleanField()
     spent = serializers.CharField(help_text="Decimal number in `unit`: known spending in this period.")
-    spent_at = serializers.DateTimeField(allow_null=True, help_text="Time of that figure; null: not computed yet.")
+    spent_at = serializers.DateTimeField(
+        allow_null=True, help_text="Time of the last computation of `spent`; null: not computed yet."
+    )
     exhausted = serializers.BooleanField()
     runs_out = serializers.DateField(
         allow_null=True,
-        help_text="Predicted day (UTC) of exhaustion at the average daily spending of the last days, or the day on which "
-        "the budget was exhausted; null: not within this period, never, or the budget is not active.",
+        help_text="Day (UTC) of exhaustion: observed, or predicted from the average daily spending of the last days; "
+        "null: not within this period, or the budget is not active.",
     )
     resets_at = serializers.DateTimeField(allow_null=True, help_text="Start of the next period; null for a lifetime budget.")
     created_at = serializers.DateTimeField()
@@ -53,7 +55,7 @@ class BudgetListView(ApiView):
         responses=schema.build_responses(schema.build_page_serializer(BudgetSerializer)),
     )
     def get(self, request: ApiRequest) -> HttpResponse:
-        """Return the budgets that leases of this key's agents count against, newest first. An operator's key sees all."""
+        """Return the budgets that apply to leases of this key's agents, newest first; with an operator's key, all budgets."""
         key = self.caller.key
         visible = Budget.objects.all() if key.operator else budgets.find_visible_budgets(self.key_id, key.dids, now=self.now)
         page, next_url = paginate(visible, "created_at", request)

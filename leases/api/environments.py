@@ -13,10 +13,7 @@ from leases.api.fields import PatternField, validate_url_value
 from leases.api.idempotency import StatusAndBody
 from leases.api.leases import ACQUIRE_SERIALIZER, JoinSerializer, LeaseSerializer, build_lease_request, render_lease
 from leases.api.views import ApiRequest, ApiView
-from leases.models import (
-    CONDITION_DESCRIPTION,
-    CONDITION_PATTERN,
-)
+from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN
 from leases.tasks import enqueue_reclaim
 from sandboxes.runs import KILL_GRACE
 
@@ -42,9 +39,9 @@ class EnvironmentJoinView(ApiView):
         responses=schema.build_responses(LeaseSerializer, 402, 409, 410, 413, 415, 429, ok=(200, 201)),
     )
     def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
-        """Acquire a lease as POST /leases does, and start its sandbox. /workspace/config.json is in place.
+        """Acquire a lease like `POST /leases`, start its sandbox and write /workspace/config.json.
 
-        The response is sent when the sandbox is ready."""
+        The response is sent once the sandbox is ready."""
         data = self.validate_body(JOIN_SERIALIZER)
         data["environment_id"] = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
         self.caller.require(data["agent_did"])
@@ -55,7 +52,7 @@ class EnvironmentJoinView(ApiView):
             )
             return 201 if is_new else 200, render_lease(lease, now=self.now) | {"is_new": is_new}
 
-        return self.execute_once(act, patience=settings.SANDBOX_START_TIMEOUT + 2 * KILL_GRACE)
+        return self.execute_once(act, max_duration=settings.SANDBOX_START_TIMEOUT + 2 * KILL_GRACE)
 
 
 class EnvironmentConditionView(ApiView):
@@ -67,9 +64,9 @@ class EnvironmentConditionView(ApiView):
         responses=schema.build_responses(EndedLeasesSerializer, 409, 413, 415),
     )
     def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
-        """End the leases in an environment that have this expiry condition.
+        """End the active leases in an environment that list the condition, in one transaction.
 
-        An agent's key ends only leases of its own agents."""
+        An agent's key ends only leases of its own agents, an operator's key all."""
         data = self.validate_body(CONDITION_SERIALIZER)
         environment_id = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)
         agents = None if self.caller.key.operator else self.caller.key.dids

@@ -19,7 +19,9 @@ from leases.models import DID_DESCRIPTION, DID_PATTERN
 from sandboxes.db import durations
 
 MAX_TTL_SECONDS = int(durations.MAX_DURATION.total_seconds())
-MAX_COMMAND_BYTES = 128 << 10  # of argv and of env each: the longest single string Linux accepts, and both together always fit
+MAX_COMMAND_BYTES = (
+    128 << 10
+)  # of argv and of env each: limit of Linux for a single string; both together fit into its limit for execve
 ENCODINGS = ("utf-8", "base64")
 ENV_NAME_RE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 RESERVED_ENV_PREFIXES = ("LEASEHOLD_", "LLM_SOCKET")  # set by the control plane
@@ -38,8 +40,11 @@ class StrictCharField(serializers.CharField):
 
 
 class PatternField(StrictCharField):
-    def __init__(self, pattern: str, accepts: str, **options: Any) -> None:
-        validators = [RegexValidator(rf"\A{pattern}\Z", f"Not {accepts}.")]
+    """JSON string that matches a pattern. The error message is "Not <description>."."""
+
+    def __init__(self, pattern: str, description: str, **options: Any) -> None:
+        message = f"Not {description}.".replace("%", "%%")  # DRF %-formats the message of a validator
+        validators = [RegexValidator(rf"\A{pattern}\Z", message)]
         super().__init__(**{"validators": validators, **options})
 
 
@@ -111,7 +116,7 @@ class AnyStringField(serializers.Field):
 
 @extend_schema_field({"type": "array", "items": {"type": "string"}, "minItems": 1})
 class ArgvField(serializers.Field):
-    """Argument vector for execve: strings without NUL, limited in total size, the program first."""
+    """Argument vector for execve: strings without NUL, the program first, limited in total size."""
 
     def to_internal_value(self, data: Any) -> list[str]:
         if not isinstance(data, list) or not all(isinstance(word, str) and "\0" not in word for word in data):

@@ -1,7 +1,7 @@
 """Files of a lease: read, write, list, archive.
 
-Writes are runs of kind "file", which keep the sandbox running. Reads wake no sandbox: for a sleeping one they return stored
-state, and the header Leasehold-Source names the origin."""
+Writes are runs of kind "file", which keep the sandbox running. Reads wake no sandbox: for a cold sandbox they return stored
+state. The header Leasehold-Source names the origin."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -78,21 +78,21 @@ class FileListingSerializer(serializers.Serializer):
 
 class FileApiView(LeaseApiView):
     def read_tree(self, pk: UUID, root: str, command: Command, act: Callable[[FileTree], T]) -> tuple[T, dict[str, str]]:
-        """Return the result of `act` on the file tree, and the headers that go with it."""
+        """Return the result of `act` on the file tree, and the headers of the response."""
 
         with execution.use_lease(pk, now=self.now) as sandbox_request:
             result, source = files.read_files(sandbox_request, root, command, act, now=self.now, actor=self.actor)
         return result, {SOURCE_HEADER_NAME: source, "X-Content-Type-Options": "nosniff"}
 
     def change_tree(self, pk: UUID, root: str, command: Command, act: Callable[[Provider, Sandbox], None]) -> HttpResponse:
-        """Call `act` in the sandbox. A sleeping sandbox is woken."""
+        """Call `act` in the sandbox, which is started or woken first."""
 
-        def within(provider: Provider, sandbox: Sandbox) -> None:
+        def check_space_and_act(provider: Provider, sandbox: Sandbox) -> None:
             if command.argv[0] in ("write", "unpack"):
                 runs.require_workspace_space(provider, sandbox, now=self.now)
             act(provider, sandbox)
 
-        execution.call_in_sandbox(pk, command, within, now=self.now, actor=self.actor)
+        execution.call_in_sandbox(pk, command, check_space_and_act, now=self.now, actor=self.actor)
         return HttpResponse(status=204)
 
 
@@ -109,8 +109,8 @@ class FileView(FileApiView):
     def get(self, request: ApiRequest, pk: UUID, path: str) -> HttpResponse:
         """Return the content of one file, or one range of it (`Range: bytes=0-999`, `bytes=1000-` or `bytes=-1000`).
 
-        A response has at most 64 MiB: a larger file gets 413 without a range, a larger range is cut to its beginning, as
-        Content-Range shows. HEAD returns the size. A sleeping sandbox is not woken."""
+        A response has at most 64 MiB. A larger file without a range is answered 413; a larger range is truncated, as
+        Content-Range shows. HEAD returns the size. A cold sandbox is not woken."""
         root, full_path = self._resolve_path(request, path)
         byte_range = _parse_range(request)
         act = partial(_read_range, path=path, byte_range=byte_range)
@@ -174,10 +174,10 @@ class FileListView(FileApiView):
         responses=schema.build_responses(FileListingSerializer, 402, 404, 409, 410, 413, 429),
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Return the entries of a directory by name: at most 10000, 413 if there are more. A sleeping sandbox is not woken.
+        """Return at most 10000 entries of a directory, by name; 413 if it has more. A cold sandbox is not woken.
 
-        For a lease without a sandbox yet, the listing is what its first sandbox will contain: config.json in the workspace,
-        the agent's files in data."""
+        Before the first use of a lease, the listing shows the initial content of its sandbox: config.json in /workspace, the
+        agent's files in /data."""
         root, under = _parse_root(request), _parse_directory(request)
         deep = request.GET.get("deep", "0")
         if deep not in ("0", "1"):
@@ -198,12 +198,12 @@ class ArchiveView(FileApiView):
         responses=schema.build_responses(schema.TAR_BODY, 402, 404, 409, 410, 413, 429),
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponseBase:
-        """Return a directory and its descendants as an uncompressed tar. A sleeping sandbox is not woken.
+        """Return a directory and its descendants as an uncompressed tar. A cold sandbox is not woken.
 
-        Names in the tar are relative to the root, also if `path` names a directory below it."""
+        Names in the tar are relative to the root, even with a `path`."""
         root, under = _parse_root(request), _parse_directory(request)
-        # Spooled to disk before the first byte is sent: nothing keeps the sandbox running for a slow reader, and a failure
-        # becomes a problem document instead of half a tar.
+        # Spooled to disk before the first byte is sent: a slow client does not keep the sandbox running, and a failure is
+        # answered with a problem document instead of a truncated tar.
         spool = open_spool()
         try:
             command = _build_command("pack", f"{root}/{under}", root, timeout=ARCHIVE_TIMEOUT)
@@ -265,8 +265,8 @@ def _parse_directory(request: ApiRequest) -> str:
 def _parse_range(request: ApiRequest) -> ByteRange | None:
     """Return the requested byte range, or None for the whole file.
 
-    None also for several ranges, other units, an invalid range, and a range conditional on a version of the file (If-Range):
-    responses carry no version."""
+    Several ranges, other units, invalid ranges and conditional ranges (If-Range) are ignored: responses carry no version of
+    the file."""
     match = RANGE_RE.fullmatch(request.META.get("HTTP_RANGE", "").strip())
     if match is None or "HTTP_IF_RANGE" in request.META:
         return None

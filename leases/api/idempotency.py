@@ -1,8 +1,8 @@
 """Idempotency keys: a repeated POST gets the stored response.
 
-The process that inserts the row of a key may act. Only successful responses are stored. An error frees the key; the death of
-the acting process frees it once its deadline has passed. An operation that must not happen twice keeps its key in both cases
-if it may have started, and the error names the run that holds what is known."""
+The process that inserts the row of a key executes the request. Only successful responses are stored. An error frees the key;
+if the process dies, its deadline frees the key. An operation that must not happen twice keeps its key in both cases if it may
+have started, and the error names the run with the known part of the outcome."""
 
 import hashlib
 import re
@@ -25,7 +25,7 @@ from sandboxes.models import Run, RunOutcome
 
 HEADER_NAME = "Idempotency-Key"
 StatusAndBody = tuple[int, Mapping[str, Any]]
-RequestHandler = Callable[[uuid.UUID], StatusAndBody]  # receives the id for the run it may open
+RequestHandler = Callable[[uuid.UUID], StatusAndBody]  # receives the id of the run that it may open
 
 
 class KeyReused(Conflict):
@@ -54,13 +54,13 @@ def execute_once(
     *,
     now: datetime,
     body: bytes = b"",
-    patience: timedelta = timedelta(minutes=1),
+    max_duration: timedelta = timedelta(minutes=1),
     repeatable: bool = True,
 ) -> HttpResponse:
     """Call `act` and build the response; with an Idempotency-Key, once per key holder.
 
-    `patience` is the longest time that `act` takes: after it, another process may act if the operation is `repeatable`. Raises
-    KeyReused, InProgress, and OutcomeUnknown for an interrupted operation that is not repeatable."""
+    After `max_duration` an unfinished `act` counts as abandoned, and a repeated request is executed if the operation is
+    `repeatable`. Raises KeyReused, InProgress, and OutcomeUnknown for an interrupted operation that is not repeatable."""
     key = request.META.get("HTTP_IDEMPOTENCY_KEY")
     if key is None:
         return _build_response(*act(uuid.uuid4()))
@@ -68,7 +68,7 @@ def execute_once(
         raise InvalidRequest(HEADER_NAME, f"The header {HEADER_NAME} has 1 to 255 visible ASCII characters.")
     clock = clock_from(now)
     fingerprint = hashlib.sha256(f"{request.method} {request.get_full_path()}\n".encode() + body).hexdigest()
-    row, claimed = _claim_key(holder, key, fingerprint, now=now, until=now + patience, repeatable=repeatable)
+    row, claimed = _claim_key(holder, key, fingerprint, now=now, until=now + max_duration, repeatable=repeatable)
     if not claimed:
         return _replay_response(row, fingerprint, None if repeatable else _derive_run_id(holder, row), now=now)
     checkpoint("key claimed", row)
@@ -92,16 +92,16 @@ def execute_once(
 def _claim_key(
     holder: AgentKey, key: str, fingerprint: str, *, now: datetime, until: datetime, repeatable: bool
 ) -> tuple[IdempotentRequest, bool]:
-    """Return the row of this key, and whether the caller may act."""
-    terms = {"started_at": now, "deadline_at": until, "expires_at": max(until, now + settings.IDEMPOTENCY_TTL)}
+    """Return the row of this key, and whether the caller may execute the request."""
+    columns = {"started_at": now, "deadline_at": until, "expires_at": max(until, now + settings.IDEMPOTENCY_TTL)}
     for _ in range(5):
         try:
             with transaction.atomic():
-                return IdempotentRequest.objects.create(key_holder=holder, key=key, fingerprint=fingerprint, **terms), True
+                return IdempotentRequest.objects.create(key_holder=holder, key=key, fingerprint=fingerprint, **columns), True
         except IntegrityError:
             row = IdempotentRequest.objects.filter(key_holder=holder, key=key).first()
         if row is None:
-            continue  # freed in the meantime
+            continue  # deleted by a concurrent request
         same_row = IdempotentRequest.objects.filter(pk=row.pk, started_at=row.started_at)
         if row.expires_at <= now:
             same_row.delete()
@@ -109,7 +109,7 @@ def _claim_key(
         abandoned = row.status_code is None and row.deadline_at <= now and row.fingerprint == fingerprint
         if not (abandoned and repeatable):
             return row, False
-        if same_row.filter(status_code=None, deadline_at=row.deadline_at).update(**terms):
+        if same_row.filter(status_code=None, deadline_at=row.deadline_at).update(**columns):
             row.started_at = now
             return row, True
     raise InProgress()
@@ -130,7 +130,7 @@ def _replay_response(row: IdempotentRequest, fingerprint: str, run_id: uuid.UUID
 def _derive_run_id(holder: AgentKey, row: IdempotentRequest) -> uuid.UUID:
     """Return the id of the run that this request may open.
 
-    It is derived, so that it is still known after the death of the process. The random digest makes it unique across
+    The id is derived from the row, so that it is known after the process has died. The random digest makes it unique across
     installations."""
     return uuid.uuid5(uuid.NAMESPACE_OID, f"{holder.digest} {row.pk}")
 

@@ -19,7 +19,9 @@ from sandboxes.identity.signing import DEFAULT_TOKEN_LIFETIME, MAX_TOKEN_LIFETIM
 from sandboxes.models import MintedToken
 
 AUDIENCE_PATTERN = rf"{DID_PATTERN}(#[A-Za-z][A-Za-z0-9._~-]{{0,63}})?"
-AUDIENCE_DESCRIPTION = "a DID of at most 255 characters, or one with the fragment of a service: did:web:relay.example#relay"
+AUDIENCE_DESCRIPTION = (
+    "a DID of at most 255 characters, with or without the fragment of a service, such as did:web:relay.example#relay"
+)
 DOMAIN_LABEL_PATTERN = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 NSID_PATTERN = rf"(?=[A-Za-z]){DOMAIN_LABEL_PATTERN}(\.{DOMAIN_LABEL_PATTERN})+\.[A-Za-z][A-Za-z0-9]{{0,62}}"
 NSID_DESCRIPTION = "an NSID such as com.atproto.sync.subscribeRepos"
@@ -31,10 +33,10 @@ def _to_seconds(duration: timedelta) -> int:
 
 class MintServiceTokenSerializer(serializers.Serializer):
     aud = PatternField(AUDIENCE_PATTERN, AUDIENCE_DESCRIPTION, max_length=320, help_text="DID of the service to call.")
-    lxm = PatternField(NSID_PATTERN, NSID_DESCRIPTION, max_length=317, help_text="NSID of the one method the token permits.")
+    lxm = PatternField(NSID_PATTERN, NSID_DESCRIPTION, max_length=317, help_text="NSID of the method that the token permits.")
     lifetime_seconds = StrictIntegerField(
         min_value=_to_seconds(MIN_TOKEN_LIFETIME), max_value=_to_seconds(MAX_TOKEN_LIFETIME), required=False, allow_null=True,
-        help_text=f"Lifetime of the token. Default: {_to_seconds(DEFAULT_TOKEN_LIFETIME)}.",
+        help_text=f"Lifetime of the token in seconds. Default: {_to_seconds(DEFAULT_TOKEN_LIFETIME)}.",
     )  # fmt: skip
 
 
@@ -54,7 +56,7 @@ class ServiceTokenView(LeaseApiView):
         responses=schema.build_responses(ServiceTokenSerializer, 404, 409, 410, 413, 415),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Return a short-lived AT Protocol service token, with which the agent calls one method of another service.
+        """Create a short-lived AT Protocol service token, with which the agent calls one method of another service.
 
         The token is signed with the agent's signing key, which never leaves the control plane. Each call creates a new
         token: an Idempotency-Key has no effect, since tokens are not stored. The lease is not renewed."""

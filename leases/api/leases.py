@@ -49,21 +49,25 @@ class JoinSerializer(serializers.Serializer):
     agent_did = build_did_field()
     environment_type = PatternField(r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _")
     ttl_seconds = build_seconds_field(
-        help_text="The lease ends this long after its last renewal. Default: from the environment type."
+        help_text="The lease ends this time after its last renewal. Default: from the environment type."
     )
-    max_ttl_seconds = build_seconds_field(help_text="The lease ends this long after it was granted, renewed or not.")
+    max_ttl_seconds = build_seconds_field(
+        help_text="The lease ends this time after it was granted, even if renewed. Default: from the environment type."
+    )
     sleep_after = DurationField(
-        required=False, allow_null=True, help_text="The sandbox is put to sleep after this long without use."
+        required=False,
+        allow_null=True,
+        help_text="Idle time before the sandbox is evicted: seconds, or text such as 5m. Default: from the environment type.",
     )
     expiry_conditions = serializers.ListField(
         child=PatternField(CONDITION_PATTERN, CONDITION_DESCRIPTION), max_length=32, required=False, allow_null=True,
-        help_text="Conditions that end the lease when posted. Default: from the environment type.",
+        help_text="Conditions whose posting ends the lease. Default: from the environment type.",
     )  # fmt: skip
     pool = PatternField(r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, allow_null=True)
 
     def validate_expiry_conditions(self, value: list[str] | None) -> list[str] | None:
         if value and len(set(value)) < len(value):
-            raise serializers.ValidationError("A condition is named twice.")
+            raise serializers.ValidationError("Must not contain a condition twice.")
         return value
 
 
@@ -73,9 +77,13 @@ class AcquireSerializer(JoinSerializer):
 
 class SandboxSerializer(serializers.Serializer):
     id = serializers.UUIDField()
-    state = serializers.ChoiceField(SandboxState.choices)
+    state = serializers.ChoiceField(
+        SandboxState.choices,
+        help_text="cold: state stored, no process; warm: awake without unsaved state; waiting: awake with unsaved state; "
+        "running: a run is open.",
+    )
     provider = serializers.CharField()
-    isolated = serializers.BooleanField()
+    isolated = serializers.BooleanField(help_text="Commands cannot reach the host, other sandboxes or the network.")
 
 
 class LeaseSerializer(serializers.Serializer):
@@ -89,11 +97,9 @@ class LeaseSerializer(serializers.Serializer):
     leased_at = serializers.DateTimeField()
     last_activity = serializers.DateTimeField()
     ttl_seconds = serializers.IntegerField()
-    expires_at = serializers.DateTimeField(
-        help_text="Time at which the lease ends unless renewed: the earlier of ttl and max_ttl."
-    )
+    expires_at = serializers.DateTimeField(help_text="End of the lease unless it is renewed: the earlier of ttl and max_ttl.")
     max_expires_at = serializers.DateTimeField()
-    sleep_after = serializers.IntegerField(help_text="Idle seconds after which the sandbox is put to sleep.")
+    sleep_after = serializers.IntegerField(help_text="Idle seconds before the sandbox is evicted.")
     expiry_conditions = serializers.ListField(child=serializers.CharField())
     ended_at = serializers.DateTimeField(allow_null=True)
     end_reason = serializers.CharField(
@@ -103,7 +109,7 @@ class LeaseSerializer(serializers.Serializer):
 
 
 class LeaseDetailSerializer(LeaseSerializer):
-    seconds_alive = serializers.FloatField(help_text="Total time in which sandboxes of the lease had a running process.")
+    seconds_alive = serializers.FloatField(help_text="Total time in which a sandbox of the lease was awake.")
     llm = LeaseCallsSerializer(help_text="LLM calls of the lease's sandboxes: counts, tokens and cost.")
 
 
@@ -122,7 +128,7 @@ class LeaseListView(ApiView):
         responses=schema.build_responses(schema.build_page_serializer(LeaseSerializer)),
     )
     def get(self, request: ApiRequest) -> HttpResponse:
-        """Return the leases of this key's agents, newest first. An operator's key sees all leases."""
+        """Return the leases of this key's agents, newest first; with an operator's key, all leases."""
         leases = self.caller.visible_leases()
         if did := request.GET.get("agent_did"):
             leases = leases.filter(agent_did=validate_url_value(ACQUIRE_SERIALIZER, "agent_did", did))
@@ -137,14 +143,14 @@ class LeaseListView(ApiView):
         return Response({"results": results, "next": next_url})
 
     def _build_status_filter(self, status: str) -> Q:
-        elapsed = Q(expires_at__lte=self.now, status=LeaseStatus.ACTIVE)  # ended, and not swept yet
+        elapsed = Q(expires_at__lte=self.now, status=LeaseStatus.ACTIVE)  # ended, not yet recorded by a sweep
         if status == LeaseStatus.ACTIVE:
             return Q(status=LeaseStatus.ACTIVE) & ~elapsed
         if status == LeaseStatus.EXPIRED:
             return Q(status=LeaseStatus.EXPIRED) | elapsed
         if status == LeaseStatus.DESTROYED:
             return Q(status=LeaseStatus.DESTROYED)
-        raise InvalidRequest("status", f"One of {', '.join(LeaseStatus.values)}.")
+        raise InvalidRequest("status", f"Must be one of {', '.join(LeaseStatus.values)}.")
 
     @extend_schema(
         operation_id="leases_acquire",
@@ -174,7 +180,7 @@ class LeaseView(LeaseApiView):
         operation_id="leases_get", summary="Get a lease", responses=schema.build_responses(LeaseDetailSerializer, 404)
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Return a lease with its sandbox, running time and LLM usage."""
+        """Return a lease with its sandbox, awake time and LLM usage."""
         alive = metering.get_alive_time(pk, now=self.now).total_seconds()
         usage = serialize_lease_calls(self.lease, calculate_totals(LlmCall.objects.filter(holder=pk)))
         return Response(render_lease(self.lease, now=self.now) | {"seconds_alive": alive, "llm": usage})
@@ -191,7 +197,7 @@ class LeaseRenewView(HotLeaseApiView):
         responses=schema.build_responses(RenewedSerializer, 404, 409, 410, 413),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Extend the lease to its ttl from now, at most to `max_expires_at`. A lease that has ended is not revived (410)."""
+        """Extend the lease to its ttl from now, at most to `max_expires_at`. An ended lease is not renewed (410)."""
 
         def act(run_id: UUID) -> StatusAndBody:
             return 200, {"expires_at": format_timestamp(leasing.renew(self.lease, now=self.now))}
@@ -210,7 +216,7 @@ class LeaseReleaseView(LeaseApiView):
         responses=schema.build_responses(LeaseSerializer, 404, 409, 413),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """End the lease; its sandbox is reclaimed. Releasing a lease that has ended changes nothing and succeeds."""
+        """End the lease and destroy its sandbox. An ended lease is returned unchanged."""
 
         def act(run_id: UUID) -> StatusAndBody:
             lease = leasing.release(pk, now=self.now, actor=self.actor)
@@ -236,7 +242,7 @@ def build_lease_request(data: Mapping[str, Any], key_id: str) -> leasing.LeaseRe
 
 
 def render_lease(lease: Lease, *, now: datetime, is_new: bool = False) -> dict[str, Any]:
-    """Serialize a lease with its sandbox and with an elapsed clock applied. A new lease has no sandbox to look up."""
+    """Serialize a lease with its sandbox, as expired if a clock has elapsed. A new lease has no sandbox yet."""
     sandbox = None if is_new else sql.find_first(Sandbox, HELD_SANDBOX_SQL, lease.pk)
     return serialize_lease(leasing.apply_elapsed_clock(lease, now), sandbox, is_new=is_new)
 

@@ -1,4 +1,4 @@
-"""LLM calls of a lease."""
+"""LLM calls and relay connections of a lease."""
 
 from decimal import Decimal
 from typing import Any
@@ -28,21 +28,21 @@ class CallSerializer(serializers.Serializer):
     outcome = serializers.ChoiceField(LlmCall.Outcome.values)
     status = serializers.IntegerField(allow_null=True, help_text="HTTP status returned to the sandbox.")
     code = serializers.CharField(help_text="Reason of a refusal or failure; otherwise empty.")
-    input_tokens = serializers.IntegerField(allow_null=True, help_text="As reported by the upstream; null if not reported.")
+    input_tokens = serializers.IntegerField(allow_null=True, help_text="As reported by the upstream; null: not reported.")
     cached_tokens = serializers.IntegerField(allow_null=True)
     output_tokens = serializers.IntegerField(allow_null=True)
     cost_usd = serializers.CharField(allow_null=True, help_text="Decimal number; null if unknown.")
 
 
 class CallTotalsSerializer(serializers.Serializer):
-    """Totals over all LLM calls of the lease, not only this page. Relay connections are not included."""
+    """Totals of all LLM calls of the lease, not only of this page. Relay connections are excluded."""
 
     calls = serializers.IntegerField()
-    refused = serializers.IntegerField(help_text="Calls that were refused and not forwarded.")
-    unpriced = serializers.IntegerField(help_text="Forwarded, ended calls of unknown cost.")
+    refused = serializers.IntegerField(help_text="Calls refused by the egress proxy.")
+    unpriced = serializers.IntegerField(help_text="Forwarded calls that have ended, of unknown cost.")
     input_tokens = serializers.IntegerField()
     output_tokens = serializers.IntegerField()
-    cost_usd = serializers.CharField(help_text="Cost of the priced calls.")
+    cost_usd = serializers.CharField(help_text="Cost of the calls of known price.")
 
 
 class CallPageSerializer(serializers.Serializer):
@@ -53,10 +53,10 @@ class CallPageSerializer(serializers.Serializer):
 
 class LeaseCallsSerializer(serializers.Serializer):
     limit = serializers.CharField(allow_null=True, help_text="Spending limit in USD, a decimal number; null: no limit.")
-    spent = serializers.CharField(help_text="Cost of the priced calls in USD.")
-    unpriced_calls = serializers.IntegerField(help_text="Forwarded, ended calls of unknown cost.")
+    spent = serializers.CharField(help_text="Cost in USD of the calls of known price.")
+    unpriced_calls = serializers.IntegerField(help_text="Forwarded calls that have ended, of unknown cost.")
     calls = serializers.IntegerField()
-    refused = serializers.IntegerField(help_text="Calls that were refused and not forwarded.")
+    refused = serializers.IntegerField(help_text="Calls refused by the egress proxy.")
     input_tokens = serializers.IntegerField(help_text="As reported by the upstreams.")
     output_tokens = serializers.IntegerField()
 

@@ -1,4 +1,4 @@
-"""One-shot runs: one command in a sandbox of its own, which is destroyed before the response is sent."""
+"""One-shot runs: one command in a new sandbox, which is destroyed before the response is sent."""
 
 import base64
 import io
@@ -38,7 +38,7 @@ from sandboxes.providers.base import WORKSPACE, Rejected, TooLarge
 from sandboxes.runs import KILL_GRACE
 
 MAX_NEW_RUN_BODY_BYTES = 32 << 20  # mostly the workspace
-MAX_RETURNED_WORKSPACE_BYTES = 16 << 20  # of the tar in a response
+MAX_RETURNED_WORKSPACE_BYTES = 16 << 20  # size of the tar in a response
 
 
 class LimitsSerializer(serializers.Serializer):
@@ -72,20 +72,20 @@ class NewRunSerializer(ProgramSerializer):
 
 class OneShotRunSerializer(serializers.Serializer):
     run_id = serializers.UUIDField()
-    lease_id = serializers.UUIDField(help_text="Equals run_id: the run has a lease of its own.")
+    lease_id = serializers.UUIDField(help_text="Equal to run_id: each run has its own lease.")
     outcome = serializers.ChoiceField(
         [outcome.value for outcome in OneShotOutcome], allow_null=True,
         help_text="ok: exit code 0; failed: other exit code; timeout, oom_killed: killed; container_failed: the sandbox "
         "did not start, did not respond or was lost; internal: error in the control plane. Null while running.",
     )  # fmt: skip
-    exit_code = serializers.IntegerField(allow_null=True, help_text="128 + n if ended by signal n; null if unknown.")
-    stdout = serializers.CharField(help_text="Output; from GET only the first bytes, as many as are stored with a run.")
+    exit_code = serializers.IntegerField(allow_null=True, help_text="128 + n after signal n; null: unknown.")
+    stdout = serializers.CharField(help_text="Output; in a GET only its stored beginning.")
     stderr = serializers.CharField()
     truncated = serializers.BooleanField(help_text="The output exceeded the limit; the rest was dropped.")
     duration_seconds = serializers.FloatField(allow_null=True, help_text="Duration including the transfer of the workspace.")
     note = serializers.CharField(help_text="Reason for the outcome, if the exit code does not show it.")
     cleaned_up = serializers.BooleanField(
-        help_text="The sandbox is confirmed destroyed. If false, the sweeps retry until it is."
+        help_text="The sandbox is confirmed destroyed. false: the sweeps retry the destruction."
     )
 
 
@@ -93,7 +93,7 @@ class OneShotResultSerializer(OneShotRunSerializer):
     workspace = serializers.CharField(
         allow_null=True,
         help_text=f"{WORKSPACE} without .home as an uncompressed tar in base64, at most "
-        f"{MAX_RETURNED_WORKSPACE_BYTES >> 20} MiB. Null if not requested or not returned; `note` then gives the reason.",
+        f"{MAX_RETURNED_WORKSPACE_BYTES >> 20} MiB. Null if not requested, or if the copy failed: `note` has the reason.",
     )
 
 
@@ -113,22 +113,22 @@ class OneShotRunCreateView(ApiView):
     def post(self, request: ApiRequest) -> HttpResponse:
         """Create a sandbox, run one command, destroy the sandbox and return the result.
 
-        Failures of the command or of its sandbox are results (200). Lack of capacity or quota and invalid input are errors;
-        in that case nothing has run."""
+        A failure of the command or of its sandbox is a result (200). Invalid input and exhausted capacity, quota or budget are
+        errors; the command has then not run."""
         encoding = parse_encoding(request)
         data = self.validate_body(NEW_RUN_SERIALIZER)
         self.caller.require(data["agent_did"])
-        returned = io.BytesIO()
-        one_shot_request = replace(build_one_shot_request(data, encoding, returned), key_id=self.key_id)
+        workspace_out = io.BytesIO()
+        one_shot_request = replace(build_one_shot_request(data, encoding, workspace_out), key_id=self.key_id)
 
         def act(run_id: UUID) -> StatusAndBody:
             result = one_shot.run_once(
                 replace(one_shot_request, run_id=run_id), now=self.now, actor=self.actor, admit=self.consume_creation_token
             )
-            return 200, serialize_one_shot_result(result, returned.getvalue(), encoding)
+            return 200, serialize_one_shot_result(result, workspace_out.getvalue(), encoding)
 
-        patience = one_shot_request.max_duration + one_shot.CLEANUP_TIMEOUT + 2 * KILL_GRACE
-        return self.execute_once(act, patience=patience, repeatable=False)
+        max_duration = one_shot_request.max_duration + one_shot.CLEANUP_TIMEOUT + 2 * KILL_GRACE
+        return self.execute_once(act, max_duration=max_duration, repeatable=False)
 
 
 class OneShotRunView(ApiView):
@@ -139,7 +139,7 @@ class OneShotRunView(ApiView):
         responses=schema.build_responses(OneShotRunSerializer, 404),
     )
     def get(self, request: ApiRequest, run_id: UUID) -> HttpResponse:
-        """Return a one-shot run. Use it to get the result after the connection of the POST was lost."""
+        """Return the stored result of a one-shot run, also if the connection of the POST was lost."""
         lease = self.caller.get_lease(run_id)
         if lease.environment_id != f"run-{run_id}":
             raise NotFound("There is no such run.")
@@ -147,7 +147,7 @@ class OneShotRunView(ApiView):
         return Response(serialize_one_shot_run(result, parse_encoding(request)))
 
 
-def build_one_shot_request(data: Mapping[str, Any], encoding: str, returned: BinaryIO) -> OneShotRequest:
+def build_one_shot_request(data: Mapping[str, Any], encoding: str, workspace_out: BinaryIO) -> OneShotRequest:
     limits, workspace = data.get("limits") or {}, data.get("workspace")
     return OneShotRequest(
         agent_did=data["agent_did"],
@@ -157,7 +157,7 @@ def build_one_shot_request(data: Mapping[str, Any], encoding: str, returned: Bin
         env=data["env"],
         cwd=data["cwd"],
         workspace=None if workspace is None else _decode_workspace(workspace),
-        output=returned if data["return_workspace"] else None,
+        output=workspace_out if data["return_workspace"] else None,
         max_returned_bytes=MAX_RETURNED_WORKSPACE_BYTES,
         memory_mib=limits.get("memory_mib"),
         environment_type=data.get("environment_type") or one_shot.DEFAULT_ENVIRONMENT_TYPE,

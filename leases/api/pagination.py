@@ -1,7 +1,7 @@
 """Cursor pagination of lists.
 
-A function and not a DRF pagination class: pages differ in their sort column, some results are built from two queries, and the
-bodies are `{"results", "next"}` without `previous`."""
+Not a DRF pagination class: pages differ in their sort column, some results are built from two queries, and the bodies
+are `{"results", "next"}` without `previous`."""
 
 import base64
 import re
@@ -21,7 +21,7 @@ M = TypeVar("M", bound=Model)
 def paginate(rows: QuerySet[M], sort_column: str, request: Request) -> tuple[list[M], str | None]:
     """Return one page, newest first by the timestamp `sort_column`, and the URL of the next page or None.
 
-    The cursor names the last row of the previous page, so rows added meanwhile shift nothing. Raises InvalidRequest for an
+    The cursor names the last row of the previous page, so new rows do not shift the pages. Raises InvalidRequest for an
     invalid `limit` or `cursor`."""
     limit = parse_limit(request)
     if cursor := request.GET.get("cursor"):
@@ -39,7 +39,7 @@ def parse_limit(request: Request) -> int:
     text = request.GET.get("limit", str(DEFAULT_PAGE_SIZE))
     limit = int(text) if re.fullmatch("[0-9]{1,3}", text) else 0
     if not 1 <= limit <= MAX_PAGE_SIZE:
-        raise InvalidRequest("limit", f"Must be 1 to {MAX_PAGE_SIZE}.")
+        raise InvalidRequest("limit", f"Must be an integer from 1 to {MAX_PAGE_SIZE}.")
     return limit
 
 
@@ -50,5 +50,5 @@ def _decode_cursor(cursor: str, model: type[Model]) -> tuple[datetime, Any]:
         if isinstance(key, int) and key.bit_length() > 63:
             raise ValueError  # outside the range of a database integer
         return datetime.fromisoformat(timestamp).astimezone(UTC), key
-    except Exception:  # anything that does not decode was not issued by this server
+    except Exception:  # every decoding error means the same to the client
         raise InvalidRequest("cursor", "Not a cursor issued by this server.") from None

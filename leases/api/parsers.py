@@ -17,7 +17,7 @@ from rest_framework.parsers import BaseParser
 from leases.errors import InvalidRequest, LengthRequired, RequestTooLarge
 
 CHUNK_BYTES = 1 << 16
-MAX_JSON_DEPTH = 100  # levels of nesting: below the recursion limit of every JSON reader, here and in a sandbox
+MAX_JSON_DEPTH = 100  # levels of nesting; below the recursion limit of the JSON parsers here and in a sandbox
 SURROGATE_ESCAPE_RE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -126,8 +126,8 @@ def _parse_finite_float(number: str) -> float:
 
 def _measure_depth(document: Any) -> int:
     """Return the nesting depth of a document, counted up to MAX_JSON_DEPTH + 1."""
-    levels, present = 0, [document]
-    while levels <= MAX_JSON_DEPTH and (present := [value for value in present if isinstance(value, dict | list)]):
+    levels, containers = 0, [document]
+    while levels <= MAX_JSON_DEPTH and (containers := [value for value in containers if isinstance(value, dict | list)]):
         levels += 1
-        present = [inner for value in present for inner in (value.values() if isinstance(value, dict) else value)]
+        containers = [inner for value in containers for inner in (value.values() if isinstance(value, dict) else value)]
     return levels

@@ -15,10 +15,10 @@ class HasKey(BasePermission):
         return isinstance(request.user, Caller)
 
 
-class ReachesLease(BasePermission):
-    """The key speaks for the agent of the lease in the URL. Puts the lease into `view.lease`.
+class CanAccessLease(BasePermission):
+    """The key may act for the agent of the lease in the URL. Sets `view.lease`.
 
-    Raises NotFound otherwise: a key cannot tell another agent's lease from one that does not exist."""
+    Raises NotFound otherwise: the response does not reveal whether another agent's lease exists."""
 
     def has_permission(self, request: Any, view: Any) -> bool:
         view.lease = request.user.get_lease(view.kwargs["pk"])
@@ -28,7 +28,7 @@ class ReachesLease(BasePermission):
 class OperatorWrites(BasePermission):
     """Any key may read; only an operator's key may write."""
 
-    message = "Only an operator's key may do this."
+    message = "This request requires an operator's key."
 
     def has_permission(self, request: Any, view: Any) -> bool:
         return request.method in SAFE_METHODS or request.user.key.operator

@@ -1,4 +1,4 @@
-"""Pools and quotas."""
+"""Pools with their quotas and statistics."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,10 +25,10 @@ def build_count_field(**options: Any) -> serializers.IntegerField:
 class PoolStatsSerializer(serializers.Serializer):
     """Statistics of one pool or of all pools, for operator keys only.
 
-    Hits, `slept` and `evicted_*` are counters that only grow."""
+    `*_hits`, `slept` and `evicted_*` are cumulative counters."""
 
     total = build_count_field(help_text="Sandboxes in any state but destroyed.")
-    cold = build_count_field(help_text="Sleeping: state stored, no process.")
+    cold = build_count_field(help_text="State stored, no process.")
     warming = build_count_field()
     warm = build_count_field()
     waiting = build_count_field()
@@ -38,20 +38,20 @@ class PoolStatsSerializer(serializers.Serializer):
     max_capacity = build_count_field()
     used = build_count_field(help_text="Occupied capacity; equals total.")
     resume_warm_hits = build_count_field(help_text="Uses that found their sandbox awake.")
-    resume_cold_hits = build_count_field(help_text="Uses that woke their sandbox: the sum of the next three.")
+    resume_cold_hits = build_count_field(help_text="Uses that woke their sandbox: sum of the local, cloud and fresh hits.")
     resume_cold_local_hits = build_count_field(help_text="Wakes from state on this host.")
     resume_cold_cloud_hits = build_count_field(help_text="Wakes from state in the store.")
     resume_cold_fresh_hits = build_count_field(help_text="Wakes without stored state.")
     pre_warm_hits = build_count_field(help_text="Leases that received a pre-warmed sandbox.")
     slept = build_count_field(help_text="Times a sandbox was put to sleep, for any reason.")
     evicted_cold = build_count_field(help_text="Evictions of a cold sandbox.")
-    evicted_warm = build_count_field(help_text="Evictions of a warm sandbox, which had nothing unsaved.")
-    evicted_waiting = build_count_field(help_text="Evictions of a waiting sandbox, whose state was stored first.")
+    evicted_warm = build_count_field(help_text="Evictions of a warm sandbox, which has no unsaved state.")
+    evicted_waiting = build_count_field(help_text="Evictions of a waiting sandbox, whose state is stored first.")
     quarantined = build_count_field(help_text="Sandboxes whose destruction failed too often.")
-    stalled = build_count_field(help_text="Sandboxes past a deadline that no sweep has handled.")
+    stalled = build_count_field(help_text="Sandboxes past their deadline that no sweep has handled.")
     lost = build_count_field(help_text="Sandboxes that their provider lost while a lease held them.")
     oldest_waiting_seconds = serializers.FloatField(
-        required=False, help_text="Idle time of the longest waiting sandbox; 0 if none waits."
+        required=False, help_text="Idle time of the sandbox that has waited longest; 0 without waiting sandboxes."
     )
     warm_target = build_count_field(help_text="Pre-warmed sandboxes to keep ready.")
     warm_ready = build_count_field(help_text="Pre-warmed sandboxes that are ready.")
@@ -69,11 +69,11 @@ class PoolSerializer(PoolStatsSerializer):
 
     name = serializers.CharField()
     max_capacity = serializers.IntegerField(help_text="Maximum number of sandboxes.")
-    used = serializers.IntegerField(help_text="Occupied capacity, sleeping sandboxes included.")
+    used = serializers.IntegerField(help_text="Occupied capacity, cold sandboxes included.")
     draining = serializers.BooleanField(help_text="The pool accepts no new sandboxes.")
     quotas = QuotaSerializer(many=True, help_text="Quotas of this key's agents, or of the agent named by `agent_did`.")
     warm_paused_until = serializers.DateTimeField(
-        required=False, allow_null=True, help_text="Pre-warming is paused until then because starts have failed."
+        required=False, allow_null=True, help_text="End of the pause of pre-warming after failed starts; null: not paused."
     )
     warm_error = serializers.CharField(required=False, help_text="Error of the last failed start.")
 
@@ -94,7 +94,7 @@ class PoolListView(ApiView):
     def get(self, request: ApiRequest) -> HttpResponse:
         """Return the pools with their capacity, use, and the quotas of this key's agents.
 
-        An operator's key also gets statistics for each pool and in total."""
+        With an operator's key the response also has statistics of each pool and their total."""
         dids = self.caller.key.dids
         if did := request.GET.get("agent_did"):
             dids = [validate_url_value(ACQUIRE_SERIALIZER, "agent_did", did)]
@@ -107,52 +107,53 @@ class PoolListView(ApiView):
         return Response({"pools": rendered} | serialize_pool_stats(pool_stats.sum_stats(counted)))
 
 
-def serialize_pool_stats(of: Stats) -> dict[str, Any]:
+def serialize_pool_stats(stats: Stats) -> dict[str, Any]:
     return {
-        "total": of.total,
-        "cold": of.cold,
-        "warming": of.warming,
-        "warm": of.warm,
-        "waiting": of.waiting,
-        "running": of.running,
-        "evicting": of.evicting,
-        "destroying": of.destroying,
-        "max_capacity": of.capacity,
-        "used": of.used,
-        "resume_warm_hits": of.warm_hits,
-        "resume_cold_hits": of.woken,
-        "resume_cold_local_hits": of.woken_local,
-        "resume_cold_cloud_hits": of.woken_cloud,
-        "resume_cold_fresh_hits": of.woken_fresh,
-        "pre_warm_hits": of.claimed_warm,
-        "slept": of.slept,
-        "evicted_cold": of.evicted_cold,
-        "evicted_warm": of.evicted_warm,
-        "evicted_waiting": of.evicted_waiting,
-        "quarantined": of.quarantined,
-        "stalled": of.stalled,
-        "lost": of.lost,
-        "oldest_waiting_seconds": of.oldest_waiting.total_seconds(),
-        "warm_target": of.warm_target,
-        "warm_ready": of.warm_ready,
+        "total": stats.total,
+        "cold": stats.cold,
+        "warming": stats.warming,
+        "warm": stats.warm,
+        "waiting": stats.waiting,
+        "running": stats.running,
+        "evicting": stats.evicting,
+        "destroying": stats.destroying,
+        "max_capacity": stats.capacity,
+        "used": stats.used,
+        "resume_warm_hits": stats.warm_hits,
+        "resume_cold_hits": stats.woken,
+        "resume_cold_local_hits": stats.woken_local,
+        "resume_cold_cloud_hits": stats.woken_cloud,
+        "resume_cold_fresh_hits": stats.woken_fresh,
+        "pre_warm_hits": stats.claimed_warm,
+        "slept": stats.slept,
+        "evicted_cold": stats.evicted_cold,
+        "evicted_warm": stats.evicted_warm,
+        "evicted_waiting": stats.evicted_waiting,
+        "quarantined": stats.quarantined,
+        "stalled": stats.stalled,
+        "lost": stats.lost,
+        "oldest_waiting_seconds": stats.oldest_waiting.total_seconds(),
+        "warm_target": stats.warm_target,
+        "warm_ready": stats.warm_ready,
     }
 
 
-def serialize_pool(of: Pool | PoolStats, quotas: Sequence[Quota]) -> dict[str, Any]:
-    """Serialize a pool, with its statistics if `of` has them."""
+def serialize_pool(pool: Pool | PoolStats, quotas: Sequence[Quota]) -> dict[str, Any]:
+    """Serialize a pool; a PoolStats also with its statistics."""
     rendered = {
-        "name": of.name,
-        "max_capacity": of.capacity,
-        "used": of.used,
-        "draining": of.draining,
+        "name": pool.name,
+        "max_capacity": pool.capacity,
+        "used": pool.used,
+        "draining": pool.draining,
         "quotas": [
-            {"agent_did": one.agent_did, "most": one.most, "guaranteed": one.guaranteed, "used": one.used} for one in quotas
+            {"agent_did": quota.agent_did, "most": quota.most, "guaranteed": quota.guaranteed, "used": quota.used}
+            for quota in quotas
         ],
     }
-    if isinstance(of, PoolStats):
-        until = of.warm_paused_until
-        rendered |= serialize_pool_stats(of) | {
+    if isinstance(pool, PoolStats):
+        until = pool.warm_paused_until
+        rendered |= serialize_pool_stats(pool) | {
             "warm_paused_until": format_timestamp(until) if until else None,
-            "warm_error": of.warm_error,
+            "warm_error": pool.warm_error,
         }
     return rendered

@@ -22,16 +22,16 @@ class ProblemSerializer(serializers.Serializer):
     type = serializers.CharField()
     title = serializers.CharField()
     status = serializers.IntegerField()
-    detail = serializers.CharField(help_text="Explanation for people.")
+    detail = serializers.CharField(help_text="Explanation for a person.")
     code = serializers.CharField(help_text="Stable error code for programs.")
     field = serializers.CharField(required=False, help_text="Name of the invalid field, query parameter or header.")
     errors = FieldProblemSerializer(many=True, required=False, help_text="All invalid fields.")  # type: ignore[assignment]
     end_reason = serializers.CharField(required=False, help_text="With 410 lease_ended.")
     ended_at = serializers.DateTimeField(required=False, help_text="With 410 lease_ended.")
-    run_id = serializers.UUIDField(required=False, help_text="Run that holds what is known of the outcome.")
+    run_id = serializers.UUIDField(required=False, help_text="Run with the known part of the outcome.")
     limit = LimitField(
         required=False,
-        help_text="With 429 quota_exceeded: maximum number of sandboxes. With 402 budget_exhausted: amount, a decimal number.",
+        help_text="With 429 quota_exceeded: maximum number of sandboxes. With 402 budget_exhausted: amount of the budget.",
     )
     spent = serializers.CharField(
         required=False, help_text="With 402 budget_exhausted: amount spent in this period, a decimal number."

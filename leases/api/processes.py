@@ -1,6 +1,6 @@
 """Background processes of a lease: start, read output, kill.
 
-A process keeps neither its lease nor its sandbox alive. An idle sandbox is put to sleep, and its processes end with it."""
+A process keeps neither its lease nor its sandbox alive. The eviction of an idle sandbox ends its processes."""
 
 import re
 from datetime import timedelta
@@ -33,7 +33,7 @@ from sandboxes.runs import KILL_GRACE
 MAX_NEW_PROCESS_BODY_BYTES = 1 << 20
 DEFAULT_LOG_BYTES, MAX_LOG_BYTES = 1 << 16, 1 << 20
 MAX_LOG_OFFSET = 10**18 - 1
-DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 30, 300  # seconds
+DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 30, 300
 MAX_WAIT_TEXT_CHARS = 1000
 
 
@@ -53,16 +53,19 @@ class ProcessSerializer(serializers.Serializer):
     cwd = serializers.CharField()
     env_names = serializers.ListField(child=serializers.CharField())
     state = serializers.ChoiceField(
-        ProcessStatus.choices, help_text="exited: on its own; killed: on request; gone: with its sandbox; failed: not started."
+        ProcessStatus.choices,
+        help_text="exited: ended on its own; killed: ended on request; gone: ended with its sandbox; failed: not started.",
     )
     started_at = serializers.DateTimeField()
     ended_at = serializers.DateTimeField(allow_null=True, help_text="Time at which the end was observed.")
     exit_code = serializers.IntegerField(allow_null=True, help_text="128 + n if ended by signal n.")
-    note = serializers.CharField(help_text="Reason the process ended, if the exit code does not show it.")
+    note = serializers.CharField(help_text="Reason of the end, if the exit code does not show it.")
 
 
 class StartedProcessSerializer(ProcessSerializer):
-    found = serializers.BooleanField(allow_null=True, help_text="The text in `wait_for` was printed; null if there was none.")
+    found = serializers.BooleanField(
+        allow_null=True, help_text="true: the text in `wait_for` was printed; null without `wait_for`."
+    )
 
 
 class ProcessLogSerializer(serializers.Serializer):
@@ -71,7 +74,9 @@ class ProcessLogSerializer(serializers.Serializer):
         help_text="Offset of the first byte of `content`; above the requested one if older output was dropped."
     )
     next = serializers.IntegerField(help_text="Offset to continue reading from.")
-    found = serializers.BooleanField(allow_null=True, help_text="The text in `wait_for` was printed; null if there was none.")
+    found = serializers.BooleanField(
+        allow_null=True, help_text="true: the text in `wait_for` was printed; null without `wait_for`."
+    )
 
 
 NEW_PROCESS_SERIALIZER = NewProcessSerializer()
@@ -81,7 +86,7 @@ class ProcessApiView(LeaseApiView):
     def get_process(self, process_id: UUID) -> Process:
         process = processes.find_by_holder(self.lease.pk).filter(pk=process_id).first()
         if process is None:
-            raise NotFound("There is no such process of this lease.")
+            raise NotFound("The lease has no such process.")
         return process
 
 
@@ -110,7 +115,7 @@ class ProcessListView(ProcessApiView):
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Start a program in the background of the lease's sandbox, without stdin. At most 16 run at once.
 
-        The process ends on its own, by DELETE, when the sandbox goes to sleep, or when the lease ends. It does not keep the
+        The process ends on its own, by DELETE, when the sandbox is evicted, or when the lease ends. It does not keep the
         sandbox awake. A program that does not exist exits with 127."""
         data = self.validate_body(NEW_PROCESS_SERIALIZER)
         text, wait = data.get("wait_for"), timedelta(seconds=data["wait_seconds"])
@@ -127,8 +132,8 @@ class ProcessListView(ProcessApiView):
                 raise
             return 201, serialize_process(process) | {"found": found}
 
-        patience = settings.SANDBOX_START_TIMEOUT + START_TIMEOUT + wait + 2 * KILL_GRACE
-        return self.execute_once(act, patience=patience, repeatable=False)
+        max_duration = settings.SANDBOX_START_TIMEOUT + START_TIMEOUT + wait + 2 * KILL_GRACE
+        return self.execute_once(act, max_duration=max_duration, repeatable=False)
 
 
 class ProcessView(ProcessApiView):
@@ -166,13 +171,15 @@ class ProcessLogView(ProcessApiView):
         responses=schema.build_responses(ProcessLogSerializer, 404, 409, 410),
     )
     def get(self, request: ApiRequest, pk: UUID, process_id: UUID) -> HttpResponse:
-        """Return output of a process while its sandbox is awake. At least the last 256 KiB are retained.
+        """Return output of a process. At least the last 256 KiB are retained while the sandbox is awake.
 
-        With `wait_for` the response is sent once that text was printed."""
+        With `wait_for` the response is sent once the text has been printed."""
         process, encoding = self.get_process(process_id), parse_encoding(request)
-        start = _parse_integer(request, "start", 0, least=0, most=MAX_LOG_OFFSET)
-        length = _parse_integer(request, "length", DEFAULT_LOG_BYTES, least=1, most=MAX_LOG_BYTES)
-        wait = timedelta(seconds=_parse_integer(request, "wait_seconds", DEFAULT_WAIT_SECONDS, least=1, most=MAX_WAIT_SECONDS))
+        start = _parse_integer(request, "start", 0, minimum=0, maximum=MAX_LOG_OFFSET)
+        length = _parse_integer(request, "length", DEFAULT_LOG_BYTES, minimum=1, maximum=MAX_LOG_BYTES)
+        wait = timedelta(
+            seconds=_parse_integer(request, "wait_seconds", DEFAULT_WAIT_SECONDS, minimum=1, maximum=MAX_WAIT_SECONDS)
+        )
         text = request.GET.get("wait_for", "")
         if len(text) > MAX_WAIT_TEXT_CHARS:
             raise InvalidRequest("wait_for", f"Must have at most {MAX_WAIT_TEXT_CHARS} characters.")
@@ -183,10 +190,10 @@ class ProcessLogView(ProcessApiView):
         return Response(serialize_process_log(log, found, encoding))
 
 
-def _parse_integer(request: ApiRequest, name: str, default: int, *, least: int, most: int) -> int:
+def _parse_integer(request: ApiRequest, name: str, default: int, *, minimum: int, maximum: int) -> int:
     text = request.GET.get(name, str(default))
-    if not re.fullmatch("[0-9]{1,18}", text) or not least <= int(text) <= most:
-        raise InvalidRequest(name, f"Must be an integer from {least} to {most}.")
+    if not re.fullmatch("[0-9]{1,18}", text) or not minimum <= int(text) <= maximum:
+        raise InvalidRequest(name, f"Must be an integer from {minimum} to {maximum}.")
     return int(text)
 
 

@@ -27,7 +27,7 @@ class JsonRenderer(BaseRenderer):
 
 
 class Negotiation(DefaultContentNegotiation):
-    """Use the view's first renderer unless the request names another one of them. No Accept header is refused."""
+    """Select the view's first renderer if the request selects none. An unknown Accept is not an error."""
 
     def select_renderer(
         self, request: Request, renderers: Iterable[BaseRenderer], format_suffix: str | None = None

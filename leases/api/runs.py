@@ -1,4 +1,4 @@
-"""Runs of a lease: exec and its history."""
+"""Runs of a lease: exec, list, get."""
 
 from typing import Any
 from uuid import UUID
@@ -43,7 +43,7 @@ class ProgramSerializer(serializers.Serializer):
 
     def validate_cwd(self, value: str) -> str:
         if not value.startswith("/"):
-            raise serializers.ValidationError("An absolute path.")
+            raise serializers.ValidationError("Must be an absolute path.")
         return value
 
 
@@ -54,15 +54,15 @@ class ExecSerializer(ProgramSerializer):
     )
 
     def validate_timeout_seconds(self, value: int | None) -> int | None:
-        most = int(settings.EXEC_TIMEOUT_MOST.total_seconds())
-        if value and value > most:
-            raise serializers.ValidationError(f"At most {most}.")
+        max_seconds = int(settings.EXEC_TIMEOUT_MOST.total_seconds())
+        if value and value > max_seconds:
+            raise serializers.ValidationError(f"Must be at most {max_seconds}.")
         return value
 
 
 class ExecResultSerializer(serializers.Serializer):
     run_id = serializers.UUIDField()
-    exit_code = serializers.IntegerField(help_text="128 + n if the command was ended by signal n.")
+    exit_code = serializers.IntegerField(help_text="128 + n after signal n.")
     stdout = serializers.CharField()
     stderr = serializers.CharField()
     timed_out = serializers.BooleanField()
@@ -86,11 +86,11 @@ class RunSerializer(serializers.Serializer):
     oom = serializers.BooleanField()
     truncated = serializers.BooleanField()
     duration_seconds = serializers.FloatField(allow_null=True)
-    note = serializers.CharField(help_text="Reason the run ended, if the exit code does not show it.")
+    note = serializers.CharField(help_text="Reason of the end, if the exit code does not show it.")
 
 
 class RunOutputSerializer(RunSerializer):
-    stdout = serializers.CharField(help_text="First bytes of the output, as many as are stored with a run.")
+    stdout = serializers.CharField(help_text="Stored beginning of stdout.")
     stderr = serializers.CharField()
 
 
@@ -108,9 +108,9 @@ class ExecView(HotLeaseApiView):
         responses=schema.build_responses(ExecResultSerializer, 402, 404, 409, 410, 413, 415, 429),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Run a command in the lease's sandbox and return its output. A sleeping sandbox is woken.
+        """Run a command in the lease's sandbox and return its output. A cold sandbox is woken.
 
-        A command that exits with an error or times out is a result (200), not an error."""
+        A command that fails or times out is a result (200), not an error."""
         encoding = parse_encoding(request)
         data = self.validate_body(EXEC_SERIALIZER)
         timeout = seconds_to_timedelta(data, "timeout_seconds") or settings.EXEC_TIMEOUT
@@ -121,12 +121,12 @@ class ExecView(HotLeaseApiView):
             try:
                 run, result = execution.exec_command(pk, command, now=self.now, actor=self.actor)
             except ProviderCallFailed as failed:
-                failed.extra["run_id"] = str(run_id)  # the run that holds what is known of the outcome
+                failed.extra["run_id"] = str(run_id)  # run with the known part of the outcome
                 raise
             return 200, serialize_exec_result(run, result, encoding)
 
-        patience = settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE
-        return self.execute_once(act, patience=patience, repeatable=False)
+        max_duration = settings.SANDBOX_START_TIMEOUT + timeout + 2 * KILL_GRACE
+        return self.execute_once(act, max_duration=max_duration, repeatable=False)
 
 
 class RunListView(LeaseApiView):
@@ -151,10 +151,10 @@ class RunView(LeaseApiView):
         responses=schema.build_responses(RunOutputSerializer, 404),
     )
     def get(self, request: ApiRequest, pk: UUID, run_id: UUID) -> HttpResponse:
-        """Return one run with the first bytes of its output."""
+        """Return one run with the stored beginning of its output."""
         run = Run.objects.filter(pk=run_id, holder=pk).first()
         if run is None:
-            raise NotFound("There is no such run of this lease.")
+            raise NotFound("The lease has no such run.")
         return Response(serialize_run_output(run, parse_encoding(request)))
 
 

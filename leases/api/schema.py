@@ -35,24 +35,23 @@ IDEMPOTENCY_KEY_PARAMETER = OpenApiParameter(
     "Idempotency-Key",
     str,
     OpenApiParameter.HEADER,
-    description="1 to 255 visible ASCII characters. A repeated request with the same key gets the stored response, "
-    "with the header `Idempotent-Replayed: true`. Only successful responses are stored; an error frees the key.",
+    description="1 to 255 visible ASCII characters. A repeated request with the same key receives the stored response, "
+    "with the header `Idempotent-Replayed: true`. Only successful responses are stored. An error frees the key, unless a "
+    "command may have started: the repeated request is then answered 409 `outcome_unknown`.",
 )
 PAGE_PARAMETERS = [
-    _build_query_parameter("cursor", "Start of the page, taken from `next`."),
+    _build_query_parameter("cursor", "Cursor of the page, taken from `next`."),
     _build_query_parameter("limit", "Results per page, 1 to 200. Default: 50.", type=int),
 ]
 LEASE_FILTER_PARAMETERS = [
     _build_query_parameter("agent_did", "Only leases of this agent."),
     _build_query_parameter("environment_id", "Only leases in this environment."),
-    _build_query_parameter("status", "Only leases in this status.", enum=LeaseStatus.values),
+    _build_query_parameter("status", "Only leases with this status.", enum=LeaseStatus.values),
 ]
 ENCODING_PARAMETER = _build_query_parameter(
     "encoding", "Encoding of input and output. utf-8 replaces invalid bytes, base64 is exact. Default: utf-8.", enum=ENCODINGS
 )
-QUOTA_AGENT_PARAMETER = _build_query_parameter(
-    "agent_did", "Only the quotas of this agent. Default: of all agents the key names."
-)
+QUOTA_AGENT_PARAMETER = _build_query_parameter("agent_did", "Only the quotas of this agent. Default: all agents of the key.")
 LOG_PARAMETERS = [
     _build_query_parameter("start", "Offset of the first byte to return. Default: 0.", type=int),
     _build_query_parameter("length", "Maximum number of bytes, 1 to 1048576. Default: 65536.", type=int),
@@ -62,12 +61,12 @@ LOG_PARAMETERS = [
     _build_query_parameter("wait_seconds", "Maximum time to wait for `wait_for`, 1 to 300. Default: 30.", type=int),
 ]
 ROOT_PARAMETER = _build_query_parameter(
-    "root", "Directory that paths are relative to. Default: workspace.", enum=["workspace", "data"]
+    "root", "Base directory of the path: /workspace or /data. Default: workspace.", enum=["workspace", "data"]
 )
 DIRECTORY_PARAMETER = _build_query_parameter("path", "Path of a directory, relative to the root. Default: the root.")
 DEEP_PARAMETER = _build_query_parameter("deep", "1: recursive; 0: only the directory itself. Default: 0.", enum=["0", "1"])
 SOURCE_HEADER = _build_response_header(
-    "Leasehold-Source", "Origin of the response: the running sandbox or stored state.", enum=["sandbox", "snapshot"]
+    "Leasehold-Source", "Origin of the response: the awake sandbox or stored state.", enum=["sandbox", "snapshot"]
 )
 FILE_HEADERS = [
     SOURCE_HEADER,

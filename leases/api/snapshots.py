@@ -35,7 +35,7 @@ class RestoreSerializer(serializers.Serializer):
 
 
 class ForkSerializer(AcquireSerializer):
-    """New lease of a fork. Defaults come from the forked lease, then from the environment type."""
+    """New lease of a fork. Defaults of agent, environment type and, within the same type, pool: those of the forked lease."""
 
     agent_did = PatternField(
         DID_PATTERN,
@@ -43,11 +43,11 @@ class ForkSerializer(AcquireSerializer):
         max_length=255,
         required=False,
         allow_null=True,
-        help_text="Agent of the new lease. Default: the same agent.",
+        help_text="Agent of the new lease. Default: agent of the forked lease.",
     )
     environment_type = PatternField(
         r"[-A-Za-z0-9_]{1,63}", "1 to 63 letters, digits and - _", required=False, allow_null=True,
-        help_text="Default: that of the forked lease.",
+        help_text="Default: environment type of the forked lease.",
     )  # fmt: skip
     snapshot_id = StrictUUIDField(
         required=False, allow_null=True, help_text="Snapshot to start from. Default: the current workspace."
@@ -58,8 +58,8 @@ class SnapshotSerializer(serializers.Serializer):
     id = serializers.UUIDField()
     name = serializers.CharField(help_text="Name given on creation.")
     kind = serializers.ChoiceField(
-        SnapshotKind.choices, help_text="asked: on request; sleep: when the sandbox went to sleep; restored: an earlier "
-        "snapshot made current again; forked: from the lease that was forked.",
+        SnapshotKind.choices, help_text="asked: on request; sleep: at the eviction of the sandbox; restored: copy of an "
+        "earlier snapshot, made current by a restore; forked: copy of the forked lease's workspace.",
     )  # fmt: skip
     at = serializers.DateTimeField(help_text="Creation time. The next wake starts from the newest snapshot.")
     size_bytes = serializers.IntegerField()
@@ -78,7 +78,9 @@ class SnapshotListView(LeaseApiView):
         responses=schema.build_responses(schema.build_page_serializer(SnapshotSerializer), 404),
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Return the workspace snapshots of a lease, newest first. They stay available for a time after its end."""
+        """Return the workspace snapshots of a lease, newest first.
+
+        Snapshots are kept for LEASEHOLD_KEEP_STATE after the end of the lease."""
         page, next_url = paginate(workspace.find_by_holder(pk), "at", request)
         return Response({"results": [serialize_snapshot(snapshot) for snapshot in page], "next": next_url})
 
@@ -90,15 +92,15 @@ class SnapshotListView(LeaseApiView):
         responses=schema.build_responses(SnapshotSerializer, 402, 404, 409, 410, 413, 415, 429, ok=(201,)),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Store the current workspace. A sleeping sandbox is not woken.
+        """Store the current workspace. A cold sandbox is not woken.
 
-        Only the newest snapshots are retained: by default 10 taken on request and 2 taken when the sandbox went to sleep."""
+        Only the newest snapshots are retained, by default 10 taken on request and 2 taken at an eviction."""
         data = self.validate_body(NEW_SNAPSHOT_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
             return 201, serialize_snapshot(snapshots.take_snapshot(pk, name=data["name"], now=self.now, actor=self.actor))
 
-        return self.execute_once(act, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
+        return self.execute_once(act, max_duration=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
 
 
 class SnapshotRestoreView(LeaseApiView):
@@ -110,15 +112,15 @@ class SnapshotRestoreView(LeaseApiView):
         responses=schema.build_responses(SnapshotSerializer, 404, 409, 410, 413, 415),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Replace the workspace by a snapshot, effective from the next use. /data is not changed.
+        """Replace the workspace with a snapshot, effective from the next use. /data is not changed.
 
-        The current workspace is stored as a snapshot first. 409 while something runs in the sandbox."""
+        The current workspace is stored as a snapshot first. 409 while a run is open in the sandbox."""
         data = self.validate_body(RESTORE_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
             return 200, serialize_snapshot(snapshots.restore_snapshot(pk, data["snapshot_id"], now=self.now, actor=self.actor))
 
-        return self.execute_once(act, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
+        return self.execute_once(act, max_duration=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
 
 
 class LeaseForkView(LeaseApiView):
@@ -132,8 +134,8 @@ class LeaseForkView(LeaseApiView):
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Grant a lease in another environment that starts with a copy of this lease's workspace (201).
 
-        Repeated, it returns the same lease (200); 409 if the agent holds another lease there. An ended lease is forked from its
-        newest snapshot. /workspace/config.json is written for the new lease; /data is that of its agent."""
+        A repeated request returns the same lease (200); 409 if the agent holds another lease in that environment. An ended
+        lease is forked from its newest snapshot. The new lease has its own config.json and the /data of its agent."""
         lease = self.lease
         data = self.validate_body(FORK_SERIALIZER)
         data = apply_fork_defaults(data, lease)
@@ -146,7 +148,7 @@ class LeaseForkView(LeaseApiView):
             )  # fmt: skip
             return 201 if is_new else 200, render_lease(granted, now=self.now, is_new=is_new)
 
-        return self.execute_once(act, patience=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
+        return self.execute_once(act, max_duration=settings.SANDBOX_START_TIMEOUT + EVICTION_TIMEOUT + 2 * KILL_GRACE)
 
 
 def apply_fork_defaults(data: Mapping[str, Any], lease: Lease) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Turns of a lease."""
+"""Turns of a lease: list, take."""
 
 from datetime import timedelta
 from typing import Any
@@ -25,14 +25,12 @@ MAX_TURN_NUMBER = 1 << 62
 
 class PlayTurnSerializer(serializers.Serializer):
     turn_number = StrictIntegerField(min_value=0, max_value=MAX_TURN_NUMBER)
-    state = JsonObjectField(help_text="Input of the turn script; at most 1 MiB.")
+    state = JsonObjectField(help_text="Input of the turn command, at most 1 MiB.")
 
 
 class TurnSerializer(serializers.Serializer):
     turn_number = serializers.IntegerField(max_value=MAX_TURN_NUMBER)
-    action = JsonObjectField(
-        help_text='Output of the turn script; {"action": "skip_turn", "reason": …} if it returned no action.'
-    )
+    action = JsonObjectField(help_text='Output of the turn command; {"action": "skip_turn", "reason": …} if the turn failed.')
     skipped = serializers.BooleanField()
     run_id = serializers.UUIDField(allow_null=True)
     duration_seconds = serializers.FloatField(allow_null=True, help_text="Null while the turn is in progress.")
@@ -63,9 +61,9 @@ class TurnListView(LeaseApiView):
         responses=schema.build_responses(TurnSerializer, 402, 404, 409, 410, 413, 415, 429),
     )
     def post(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Run the turn script of the environment type with `state` on its stdin and return its action.
+        """Run the turn command of the environment type with `state` on its stdin and return the action that it prints.
 
-        A repeated `turn_number` returns the stored result without running the script."""
+        A repeated `turn_number` returns the stored action without running the command."""
         data = self.validate_body(TURN_SERIALIZER)
         environment_type = EnvironmentType.objects.get(name=self.lease.environment_type_id)
 
@@ -73,10 +71,10 @@ class TurnListView(LeaseApiView):
             turn = turns.take_turn(pk, data["turn_number"], data["state"], now=self.now, actor=self.actor)
             return 200, serialize_turn(turn)
 
-        patience: timedelta = (
+        max_duration: timedelta = (
             settings.SANDBOX_START_TIMEOUT + (environment_type.turn_timeout or settings.TURN_TIMEOUT) + 3 * KILL_GRACE
         )
-        return self.execute_once(act, patience=patience)
+        return self.execute_once(act, max_duration=max_duration)
 
 
 def serialize_turn(turn: Turn) -> dict[str, Any]:

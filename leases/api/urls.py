@@ -1,4 +1,4 @@
-"""Routes of the agents' API under /api/v1/."""
+"""Routes of the HTTP API for agents under /api/v1/."""
 
 from django.urls import path, register_converter
 
@@ -21,7 +21,7 @@ from leases.api.stores import artifacts, events, sessions
 
 
 class AnyPathConverter:
-    """Rest of the URL, possibly empty. The view validates it and names the error."""
+    """Rest of the URL, possibly empty. The view validates the path and reports errors."""
 
     regex = r"[\s\S]*"
 

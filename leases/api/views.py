@@ -1,6 +1,6 @@
-"""Base views of the agents' API.
+"""Base views of the HTTP API for agents.
 
-A handler validates the request, calls one verb of the domain and renders its result. Errors are raised;
+A handler validates the request, calls one domain function and renders the result. Errors are raised;
 `controlplane.errors.handle` turns them into problem documents."""
 
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ from rest_framework.views import APIView
 from leases import api_keys
 from leases.api import idempotency
 from leases.api.authentication import Caller, KeyAuthentication
-from leases.api.permissions import HasKey, ReachesLease
+from leases.api.permissions import CanAccessLease, HasKey
 from leases.api.renderers import Negotiation
 from leases.models import Lease
 
-MAX_SMALL_BODY_BYTES = 64 << 10  # default limit, for bodies without agents' documents
+MAX_SMALL_BODY_BYTES = 64 << 10  # default limit; views that accept documents or files set their own
 
 
 class ApiRequest(Request):
     """DRF request whose body is always read by the view's only parser.
 
-    DRF skips the parser of a request without a Content-Length and so takes a chunked body for an empty one. DRF also responds
-    415 before the size limit applies, and for empty bodies; JsonParser checks the media type itself. A parser that holds the
+    DRF skips the parser of a request without a Content-Length, so a chunked body would count as empty. DRF also responds 415
+    before the size limit applies, and for empty bodies; JsonParser therefore checks the media type. A parser that holds the
     whole body leaves it in `raw_body`."""
 
     user: Caller  # type: ignore[assignment]
@@ -49,7 +49,7 @@ class ApiRequest(Request):
 
 
 class ApiView(APIView):
-    """Base of all views of the agents' API. `now` is the time at which the request was received."""
+    """Base of all views of the HTTP API for agents. `now` is the time at which the request was received."""
 
     http_method_names = ["get", "head", "post", "put", "delete"]
     max_body_bytes = MAX_SMALL_BODY_BYTES
@@ -100,28 +100,28 @@ class ApiView(APIView):
     def execute_once(self, act: idempotency.RequestHandler, **options: Any) -> HttpResponse:
         """Read the body, call `act` and return its response; once if the request has an Idempotency-Key.
 
-        Options and errors are those of `idempotency.execute_once`. The body is also read where it has no meaning: a body left
-        unread would cost the client its connection."""
+        Options and errors are those of `idempotency.execute_once`. A body without meaning is also read: the server would close
+        the connection of a request with an unread body."""
         _ = self.request.data
         return idempotency.execute_once(self.request, self.caller.key, act, body=self.request.raw_body, now=self.now, **options)
 
     def consume_creation_token(self) -> None:
         """Count one new lease against the key's rate limit. Raises RateLimited.
 
-        Called by the domain when it is about to grant a lease, and not by a DRF throttle: requests that return an existing
-        lease, or are refused, do not count."""
+        The domain calls this in the transaction that grants a lease. A DRF throttle would also count requests that return an
+        existing lease or are refused."""
         api_keys.consume_rate_limit_token(self.caller.key, per_minute=settings.CREATES_PER_MINUTE, now=self.now)
 
 
 class LeaseApiView(ApiView):
-    """Base of views under /leases/{pk}. `lease` is the lease in the URL; the key reaches it."""
+    """Base of views under /leases/{pk}. `lease` is the lease in the URL, to which the key has access."""
 
-    permission_classes = [HasKey, ReachesLease]
+    permission_classes = [HasKey, CanAccessLease]
     lease: Lease
 
 
 class HotLeaseApiView(LeaseApiView):
-    """Fast path of exactly two endpoints, renew and exec, which agents call all the time.
+    """Fast path of the two most frequent requests, renew and exec.
 
     `dispatch` takes the steps of APIView.dispatch with the same authentication, permission, parser and error classes. It leaves
     out the steps without effect here: content negotiation, versioning, throttles, response headers, and new instances of

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 from uuid import UUID
 
+from django.core.exceptions import ValidationError
 from django.core.management.base import CommandError
 from django.db import Error as DatabaseError
 
-from leases.models import Lease
+from leases.errors import InvalidRequest
+from leases.models import DID_DESCRIPTION, Lease, validate_did
 from sandboxes.db import durations
 from sandboxes.errors import SandboxError
 from sandboxes.providers.base import ProviderError
@@ -20,7 +22,7 @@ EXIT_INTERRUPTED = 130
 
 @contextmanager
 def report_errors(verbosity: int) -> Iterator[None]:
-    """Turn known errors of the block into one line on stderr and exit code 1; an interrupt exits with 130.
+    """Turn known errors of the block into CommandError; an interrupt exits with code 130.
 
     Below verbosity 2 only errors are logged, since stderr carries the output of the command or of its sandbox."""
     root = logging.getLogger()
@@ -51,6 +53,15 @@ def parse_lease_id(text: str) -> UUID:
         return UUID(text)
     except ValueError:
         raise CommandError(f"{text[:80]!r} is not a lease id.") from None
+
+
+def parse_did(text: str) -> str:
+    """Return a valid DID unchanged. Raise InvalidRequest otherwise."""
+    try:
+        validate_did(text)
+    except ValidationError:
+        raise InvalidRequest("agent", f"{text[:80]!r} is not {DID_DESCRIPTION}.") from None
+    return text
 
 
 def parse_duration(option: str, text: str) -> timedelta:

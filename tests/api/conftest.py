@@ -26,8 +26,8 @@ OPENAPI = Path(__file__).resolve().parents[2] / "controlplane" / "openapi.yaml"
 
 @cache
 def load_openapi() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(OPENAPI.read_text())
-    return found
+    document: dict[str, Any] = yaml.safe_load(OPENAPI.read_text())
+    return document
 
 
 @cache
@@ -61,11 +61,11 @@ def check_response(method: str, url: str, response: Any) -> None:
     (media_type, body), *_ = content.items()
     assert media_type in (response.headers["Content-Type"], "*/*")
     if media_type.endswith("json"):
-        shown = response.json()
+        payload = response.json()
         schema = {**body["schema"], "components": load_openapi()["components"]}
-        jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(shown)
+        jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(payload)
         name = body["schema"]["$ref"].rpartition("/")[2]
-        assert shown.keys() <= load_openapi()["components"]["schemas"][name]["properties"].keys()
+        assert payload.keys() <= load_openapi()["components"]["schemas"][name]["properties"].keys()
 
 
 class ApiClient:
@@ -77,12 +77,12 @@ class ApiClient:
 
     def __call__(self, method: str, path: str, body: Any = None, /, **headers: str) -> Any:
         """Send a request. Headers are keywords: idempotency_key="k1". A body that is not bytes is sent as JSON."""
-        sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        sent = ({"Authorization": f"Bearer {self.key}"} if self.key else {}) | sent
-        content_type = sent.pop("content-type", "application/json")
+        request_headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        request_headers = ({"Authorization": f"Bearer {self.key}"} if self.key else {}) | request_headers
+        content_type = request_headers.pop("content-type", "application/json")
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         url = path if path.startswith("/") else f"/api/v1/{path}"
-        response = self.client.generic(method, url, data, content_type=content_type, headers=sent)
+        response = self.client.generic(method, url, data, content_type=content_type, headers=request_headers)
         check_response(method, url, response)
         return response
 
@@ -123,8 +123,8 @@ def operator(issue: Callable[..., ApiClient]) -> ApiClient:
 
 
 @pytest.fixture
-def ask(pool: Pool) -> Callable[..., dict[str, Any]]:
-    """Builder of the body that acquires a lease in the test's pool."""
+def acquire_body(pool: Pool) -> Callable[..., dict[str, Any]]:
+    """Factory of request bodies that acquire a lease in the test's pool."""
 
     def body(**fields: Any) -> dict[str, Any]:
         return {"agent_did": ADA, "environment_id": "game-1", "environment_type": "catan", "pool": pool.name} | fields
@@ -133,17 +133,17 @@ def ask(pool: Pool) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def lease(ada: ApiClient, ask: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+def lease(ada: ApiClient, acquire_body: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """Lease of Ada, as the API returns it."""
-    shown: dict[str, Any] = ada.post("leases", ask()).json()
-    return shown
+    granted: dict[str, Any] = ada.post("leases", acquire_body()).json()
+    return granted
 
 
 def expire_lease(pk: str) -> None:
     """Move all times of a lease back by a day, so that its ttl has elapsed and no sweep has run."""
-    aged = timedelta(days=1)
+    day = timedelta(days=1)
     Lease.objects.filter(pk=uuid.UUID(pk)).update(
-        leased_at=F("leased_at") - aged,
-        last_activity_at=F("last_activity_at") - aged,
-        expires_at=F("expires_at") - aged,
+        leased_at=F("leased_at") - day,
+        last_activity_at=F("last_activity_at") - day,
+        expires_at=F("expires_at") - day,
     )

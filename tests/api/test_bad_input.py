@@ -15,24 +15,26 @@ from sandboxes.models import Pool, Run, Sandbox, Transition
 from tests.api.conftest import ApiClient, check_response
 
 pytestmark = pytest.mark.django_db
-EVERYTHING = (
+ALL_MODELS = (
     Agent, AgentKey, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, OrmQ, Pool, Run, Sandbox, Transition, Turn,
 )  # fmt: skip
-DEEP = b'{"turn_number": 1, "state": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}"
-DEEPISH = b'{"turn_number": 1, "state": {"a": ' + b"[" * 200 + b"]" * 200 + b"}}"
+TOO_DEEP = b'{"turn_number": 1, "state": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}"
+SLIGHTLY_TOO_DEEP = b'{"turn_number": 1, "state": {"a": ' + b"[" * 200 + b"]" * 200 + b"}}"
 Change = Callable[[], Any]
 
 
-def rows() -> dict[str, Any]:
+def read_rows() -> dict[str, Any]:
     """Row counts and state that a refused request must not change."""
     leases = list(Lease.objects.values_list("pk", "status", "expires_at", "last_activity_at"))
     return {"leases": leases, "tokens": list(AgentKey.objects.values_list("tokens"))} | {
-        model.__name__: model._default_manager.count() for model in EVERYTHING
+        model.__name__: model._default_manager.count() for model in ALL_MODELS
     }
 
 
-def refused(api: ApiClient, method: str, path: str, body: Any, status: int, field: str | None = None, **headers: str) -> None:
-    before = rows()
+def assert_refused(
+    api: ApiClient, method: str, path: str, body: Any, status: int, field: str | None = None, **headers: str
+) -> None:
+    before = read_rows()
     response = api(method, path, body, **({"idempotency_key": "k1"} | headers))
     problem = response.json()
     assert (response.status_code, problem["status"]) == (status, status), problem
@@ -41,7 +43,7 @@ def refused(api: ApiClient, method: str, path: str, body: Any, status: int, fiel
     assert problem["type"].startswith("urn:leasehold:problem:")
     if field is not None:
         assert (problem.get("field") or "").partition(".")[0] == field, problem
-    assert rows() == before
+    assert read_rows() == before
 
 
 @pytest.mark.parametrize(
@@ -88,8 +90,8 @@ def refused(api: ApiClient, method: str, path: str, body: Any, status: int, fiel
     ],
     ids=lambda value: repr(value)[:60],
 )
-def test_acquiring(operator: ApiClient, ask, fields: dict[str, Any], field: str) -> None:
-    refused(operator, "POST", "leases", ask(**fields), 400, field)
+def test_acquiring(operator: ApiClient, acquire_body, fields: dict[str, Any], field: str) -> None:
+    assert_refused(operator, "POST", "leases", acquire_body(**fields), 400, field)
 
 
 @pytest.mark.parametrize(
@@ -116,25 +118,27 @@ def test_acquiring(operator: ApiClient, ask, fields: dict[str, Any], field: str)
 )
 @pytest.mark.parametrize("path", ["leases", "environments/game-1/join", "environments/game-1/conditions", "agents"])
 def test_bodies_that_are_no_json_object_are_rejected(operator: ApiClient, path: str, body: bytes, status: int) -> None:
-    refused(operator, "POST", path, body, status)
+    assert_refused(operator, "POST", path, body, status)
 
 
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonx", ""]
 )
-def test_other_content_types_are_rejected(operator: ApiClient, ask, kind: str) -> None:
-    refused(operator, "POST", "leases", ask(), 415, content_type=kind)
+def test_other_content_types_are_rejected(operator: ApiClient, acquire_body, kind: str) -> None:
+    assert_refused(operator, "POST", "leases", acquire_body(), 415, content_type=kind)
 
 
 @pytest.mark.parametrize("value", [None, 5, "", "a b", "a\0", "x" * 65, ["agent.death"], "ü"])
 def test_invalid_conditions_are_rejected(operator: ApiClient, value: Any) -> None:
-    refused(operator, "POST", "environments/game-1/conditions", {"condition": value}, 400, "condition")
+    assert_refused(operator, "POST", "environments/game-1/conditions", {"condition": value}, 400, "condition")
 
 
 @pytest.mark.parametrize("environment", ["a%20b", "%00", "x" * 201, "%F0%9F%A6%8A", "-a"])
 @pytest.mark.parametrize("act", ["join", "conditions"])
-def test_invalid_environment_ids_in_the_path_are_rejected(operator: ApiClient, ask, environment: str, act: str) -> None:
-    refused(operator, "POST", f"environments/{environment}/{act}", ask(condition="x"), 400, "environment_id")
+def test_invalid_environment_ids_in_the_path_are_rejected(
+    operator: ApiClient, acquire_body, environment: str, act: str
+) -> None:
+    assert_refused(operator, "POST", f"environments/{environment}/{act}", acquire_body(condition="x"), 400, "environment_id")
 
 
 @pytest.mark.parametrize(
@@ -175,19 +179,19 @@ def test_invalid_environment_ids_in_the_path_are_rejected(operator: ApiClient, a
     ids=lambda value: repr(value)[:60],
 )
 def test_exec_rejects_invalid_fields(ada: ApiClient, lease, payload: dict[str, Any], status: int, field: str) -> None:
-    sent = payload if field == "argv" else {"argv": ["true"]} | payload
-    refused(ada, "POST", f"leases/{lease['id']}/exec", sent, status, field)
+    payload = payload if field == "argv" else {"argv": ["true"]} | payload
+    assert_refused(ada, "POST", f"leases/{lease['id']}/exec", payload, status, field)
 
 
 def test_invalid_encodings_are_rejected(ada: ApiClient, lease) -> None:
-    refused(ada, "POST", f"leases/{lease['id']}/exec?encoding=latin-1", {"argv": ["true"]}, 400, "encoding")
-    sent = {"argv": ["cat"], "stdin": "not base64!"}
-    refused(ada, "POST", f"leases/{lease['id']}/exec?encoding=base64", sent, 400, "stdin")
+    assert_refused(ada, "POST", f"leases/{lease['id']}/exec?encoding=latin-1", {"argv": ["true"]}, 400, "encoding")
+    payload = {"argv": ["cat"], "stdin": "not base64!"}
+    assert_refused(ada, "POST", f"leases/{lease['id']}/exec?encoding=base64", payload, 400, "stdin")
 
 
 def test_lone_surrogates_are_rejected(ada: ApiClient, lease) -> None:
     for payload in (b'{"argv": ["\\ud800"]}', b'{"argv": ["true"], "stdin": "\\udfff"}', b'{"argv": ["a"], "\\ud800": 1}'):
-        refused(ada, "POST", f"leases/{lease['id']}/exec", payload, 400)
+        assert_refused(ada, "POST", f"leases/{lease['id']}/exec", payload, 400)
     assert ada.post(f"leases/{lease['id']}/exec", b'{"argv": ["echo", "\\ud83e\\udd8a"]}').json()["stdout"] == "🦊\n"
 
 
@@ -202,13 +206,13 @@ def test_lone_surrogates_are_rejected(ada: ApiClient, lease) -> None:
         (b'{"turn_number": 1, "state": {"a": NaN}}', 400, None),
         (b'{"turn_number": 1, "state": {"a": 1e400}}', 400, None),
         (b'{"turn_number": 1, "state": {"a": "\\ud800"}}', 400, None),
-        (DEEP, 400, None),
-        (DEEPISH, 400, None),
+        (TOO_DEEP, 400, None),
+        (SLIGHTLY_TOO_DEEP, 400, None),
     ],
     ids=lambda value: repr(value)[:60],
 )
 def test_turns_reject_invalid_fields(ada: ApiClient, lease, body: Any, status: int, field: str | None) -> None:
-    refused(ada, "POST", f"leases/{lease['id']}/turns", body, status, field)
+    assert_refused(ada, "POST", f"leases/{lease['id']}/turns", body, status, field)
 
 
 @pytest.mark.parametrize(
@@ -219,14 +223,14 @@ def test_turns_reject_invalid_fields(ada: ApiClient, lease, body: Any, status: i
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 def test_invalid_file_paths_are_rejected(ada: ApiClient, lease, method: str, path: str) -> None:
-    refused(ada, method, f"leases/{lease['id']}/files/{path}", b"x", 400, "path")
+    assert_refused(ada, method, f"leases/{lease['id']}/files/{path}", b"x", 400, "path")
 
 
 def test_unknown_roots_and_files_over_the_limit_are_rejected(ada: ApiClient, lease, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused(ada, "GET", f"leases/{lease['id']}/files/a?root=etc", None, 400, "root")
+    assert_refused(ada, "GET", f"leases/{lease['id']}/files/a?root=etc", None, 400, "root")
     monkeypatch.setattr("leases.api.files.MAX_FILE_BYTES", 1000)
     monkeypatch.setattr("leases.api.files.FileView.max_body_bytes", 1000)
-    refused(ada, "PUT", f"leases/{lease['id']}/files/a", b"x" * 1001, 413)
+    assert_refused(ada, "PUT", f"leases/{lease['id']}/files/a", b"x" * 1001, 413)
     ada.post(f"leases/{lease['id']}/exec", {"argv": ["sh", "-c", "head -c 2000 /dev/zero >a"]})
     assert ada.get(f"leases/{lease['id']}/files/a").status_code == 413
 
@@ -234,7 +238,7 @@ def test_unknown_roots_and_files_over_the_limit_are_rejected(ada: ApiClient, lea
 @pytest.mark.parametrize("pk", ["1", "x", "None", str(uuid.UUID(int=0)), "%00", "0" * 32])
 @pytest.mark.parametrize(("method", "act"), [("GET", ""), ("POST", "/renew"), ("POST", "/exec"), ("GET", "/files/a")])
 def test_unknown_leases_are_not_found(ada: ApiClient, lease, method: str, pk: str, act: str) -> None:
-    refused(ada, method, f"leases/{pk}{act}", {"argv": ["true"]}, 404)
+    assert_refused(ada, method, f"leases/{pk}{act}", {"argv": ["true"]}, 404)
 
 
 @pytest.mark.parametrize(
@@ -253,81 +257,81 @@ def test_unknown_leases_are_not_found(ada: ApiClient, lease, method: str, pk: st
     ],
 )
 def test_invalid_list_parameters_are_rejected(ada: ApiClient, query: str, field: str) -> None:
-    refused(ada, "GET", f"leases?{query}", None, 400, field)
+    assert_refused(ada, "GET", f"leases?{query}", None, 400, field)
 
 
 def test_a_cursor_with_a_number_beyond_the_database_is_rejected(ada: ApiClient, lease) -> None:
     cursor = "MjAyNi0xMS0yMVQwMDowMDowMCswMDowMCA5OTk5OTk5OTk5OTk5OTk5OTk5OTk5OTk5OTk5OQ=="
-    refused(ada, "GET", f"leases/{lease['id']}/turns?cursor={cursor}", None, 400, "cursor")
+    assert_refused(ada, "GET", f"leases/{lease['id']}/turns?cursor={cursor}", None, 400, "cursor")
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "a b", "ü", "\x7f"])
 @pytest.mark.parametrize("act", ["renew", "release"])
 def test_invalid_idempotency_keys_are_rejected(ada: ApiClient, lease, key: str, act: str) -> None:
-    refused(ada, "POST", f"leases/{lease['id']}/{act}", None, 400, "Idempotency-Key", idempotency_key=key)
+    assert_refused(ada, "POST", f"leases/{lease['id']}/{act}", None, 400, "Idempotency-Key", idempotency_key=key)
 
 
 @pytest.mark.parametrize(
     "payload", [{"did": "x"}, {"did": "did:plc:x", "name": "n" * 101}, {"name": "x"}, {"did": "did:plc:x", "name": "\0"}]
 )
 def test_invalid_agents_are_rejected(operator: ApiClient, payload: dict[str, Any]) -> None:
-    refused(operator, "POST", "agents", payload, 400)
+    assert_refused(operator, "POST", "agents", payload, 400)
 
 
-# --- bodies, as servers hand them over ----------------------------------------------------------------------------
+# --- request bodies at the WSGI boundary ----------------------------------------------------------------------------
 
 
 class Stream:
     """Request body that counts the bytes read from it."""
 
     def __init__(self, content: bytes) -> None:
-        self.left, self.taken = content, 0
+        self.remaining, self.bytes_read = content, 0
 
     def read(self, size: int = -1) -> bytes:
-        chunk, self.left = self.left[:size], self.left[size:]
-        self.taken += len(chunk)
+        chunk, self.remaining = self.remaining[:size], self.remaining[size:]
+        self.bytes_read += len(chunk)
         return chunk
 
 
-def request(stream: Stream, **environ: Any) -> Any:
-    made = RequestFactory().generic("POST", "/", **environ)
-    made.META.update({"wsgi.input": stream})
-    made._stream.stream = stream  # what Django reads through
-    return made
+def build_request(stream: Stream, **environ: Any) -> Any:
+    request = RequestFactory().generic("POST", "/", **environ)
+    request.META.update({"wsgi.input": stream})
+    request._stream.stream = stream  # the stream that Django reads
+    return request
 
 
 def test_a_body_announced_as_too_large_is_not_read() -> None:
     stream = Stream(b"x" * 100)
     with pytest.raises(RequestTooLarge):
-        parsers.read_body(request(stream, CONTENT_LENGTH="101"), 100)
-    assert stream.taken == 0
+        parsers.read_body(build_request(stream, CONTENT_LENGTH="101"), 100)
+    assert stream.bytes_read == 0
 
 
 def test_a_chunked_body_is_read_no_further_than_its_limit() -> None:
     chunked = {"HTTP_TRANSFER_ENCODING": "chunked", "wsgi.input_terminated": True}
-    assert parsers.read_body(request(Stream(b"x" * 100), **chunked), 100) == b"x" * 100
+    assert parsers.read_body(build_request(Stream(b"x" * 100), **chunked), 100) == b"x" * 100
     stream = Stream(b"x" * (1 << 20))
     with pytest.raises(RequestTooLarge):
-        parsers.read_body(request(stream, **chunked), 100)
-    assert stream.taken <= parsers.CHUNK_BYTES
+        parsers.read_body(build_request(stream, **chunked), 100)
+    assert stream.bytes_read <= parsers.CHUNK_BYTES
 
 
-def test_a_chunked_body_is_refused_where_the_server_does_not_end_it() -> None:
+def test_a_chunked_body_is_refused_if_the_server_does_not_mark_its_end() -> None:
     with pytest.raises(LengthRequired):
-        parsers.read_body(request(Stream(b"x"), HTTP_TRANSFER_ENCODING="chunked"), 100)
+        parsers.read_body(build_request(Stream(b"x"), HTTP_TRANSFER_ENCODING="chunked"), 100)
 
 
 @pytest.mark.parametrize("length", ["5", "-1", "x", "²", "1e3"])
 def test_a_body_that_is_not_as_long_as_announced_is_refused(length: str) -> None:
-    sent = RequestFactory().generic("POST", "/", b"four")
-    sent.META["CONTENT_LENGTH"] = length
+    request = RequestFactory().generic("POST", "/", b"four")
+    request.META["CONTENT_LENGTH"] = length
     with pytest.raises(InvalidRequest):
-        parsers.read_body(sent, 100)
+        parsers.read_body(request, 100)
 
 
 def test_a_large_file_is_refused_before_it_is_read(ada: ApiClient, lease) -> None:
-    before, url = rows(), f"/api/v1/leases/{lease['id']}/files/a"
-    sent = {"CONTENT_LENGTH": str((64 << 20) + 1), "HTTP_AUTHORIZATION": f"Bearer {ada.key}"}
-    response = ada.client.generic("PUT", url, b"", **sent)
+    before, url = read_rows(), f"/api/v1/leases/{lease['id']}/files/a"
+    environ = {"CONTENT_LENGTH": str((64 << 20) + 1), "HTTP_AUTHORIZATION": f"Bearer {ada.key}"}
+    response = ada.client.generic("PUT", url, b"", **environ)
     check_response("PUT", url, response)
-    assert (response.status_code, rows()) == (413, before)
+    assert (response.status_code, read_rows()) == (413, before)

@@ -23,13 +23,13 @@ from tests.support.billing import ADA, BOB, HOUR, create_rate, create_time_usage
 pytestmark = pytest.mark.django_db
 
 
-def key(*dids: str, operator: bool = False) -> ApiClient:
+def issue_client(*dids: str, operator: bool = False) -> ApiClient:
     return ApiClient(api_keys.issue_key(dids, operator=operator, now=timezone.now())[1])
 
 
 @pytest.fixture
-def used(db: None) -> None:
-    """Ada: 3 h on two days, and a call; Bob: 1 h; no agent: 2 h. An hour costs 0.50, and the first is free."""
+def usage(db: None) -> None:
+    """Ada: 3 h on two days and one call. Bob: 1 h. No agent: 2 h. Rate: 0.50 USD per hour."""
     create_rate("time", "0.5")
     create_time_usage("2026-11-02T22:00", 3 * HOUR, provider="acme")
     create_token_usage("2026-11-03T10:00", "0.000000003", provider="acme")
@@ -38,27 +38,27 @@ def used(db: None) -> None:
     costs.price_usage(now=NOW)
 
 
-def shown(api: ApiClient, query: str = "") -> dict[str, tuple[str, str]]:
+def get_totals(api: ApiClient, query: str = "") -> dict[str, tuple[str, str]]:
     response = api.get(f"costs?{query}")
     assert response.status_code == 200, response.content
-    return {each["key"]: (each["usd"], each["hours"]) for each in response.json()["results"]}
+    return {row["key"]: (row["usd"], row["hours"]) for row in response.json()["results"]}
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("usage")
 def test_an_operator_sees_all() -> None:
-    assert shown(key(operator=True)) == {ADA: ("1.500000003", "3"), "": ("1", "2"), BOB: ("0.5", "1")}
+    assert get_totals(issue_client(operator=True)) == {ADA: ("1.500000003", "3"), "": ("1", "2"), BOB: ("0.5", "1")}
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("usage")
 def test_an_agents_key_sees_its_own() -> None:
-    assert shown(key(ADA)) == {ADA: ("1.500000003", "3")}
-    assert shown(key(ADA, BOB)) == {ADA: ("1.500000003", "3"), BOB: ("0.5", "1")}
-    assert shown(key("did:plc:new")) == {}
-    assert key(BOB).get("costs").json()["total_usd"] == "0.5"
-    assert shown(key(BOB), f"lease={derive_lease_id(ADA)}") == {}
+    assert get_totals(issue_client(ADA)) == {ADA: ("1.500000003", "3")}
+    assert get_totals(issue_client(ADA, BOB)) == {ADA: ("1.500000003", "3"), BOB: ("0.5", "1")}
+    assert get_totals(issue_client("did:plc:new")) == {}
+    assert issue_client(BOB).get("costs").json()["total_usd"] == "0.5"
+    assert get_totals(issue_client(BOB), f"lease={derive_lease_id(ADA)}") == {}
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("usage")
 @pytest.mark.parametrize(
     ("by", "found"),
     [
@@ -71,10 +71,10 @@ def test_an_agents_key_sees_its_own() -> None:
     ],
 )  # fmt: skip
 def test_costs_are_grouped_by_each_column(by: str, found: dict[str, Any]) -> None:
-    assert shown(key(operator=True), f"by={by}") == found
+    assert get_totals(issue_client(operator=True), f"by={by}") == found
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("usage")
 @pytest.mark.parametrize(
     ("query", "found"),
     [
@@ -90,13 +90,13 @@ def test_costs_are_grouped_by_each_column(by: str, found: dict[str, Any]) -> Non
     ],
 )  # fmt: skip
 def test_costs_are_filtered(query: str, found: dict[str, Any]) -> None:
-    assert shown(key(operator=True), query) == found
+    assert get_totals(issue_client(operator=True), query) == found
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("usage")
 def test_a_response_names_its_period_and_grouping() -> None:
     metering.meter_usage(now=NOW)
-    result = key(operator=True).get("costs?by=day&since=2026-11-01&until=2026-11-04&limit=1").json()
+    result = issue_client(operator=True).get("costs?by=day&since=2026-11-01&until=2026-11-04&limit=1").json()
     (first,) = result.pop("results")
     assert first == {"key": "2026-11-02", "usd": "1", "hours": "2", "quantities": {"time": "2"}, "free": {}}
     assert result == {
@@ -105,12 +105,12 @@ def test_a_response_names_its_period_and_grouping() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.usefixtures("used")
-@pytest.mark.parametrize("how", ["header", "parameter"])
-def test_costs_are_csv_on_request(how: str) -> None:
-    client, secret = Client(), key(ADA).key
-    headers = {"Authorization": f"Bearer {secret}"} | ({"Accept": "text/csv"} if how == "header" else {})
-    response = client.get("/api/v1/costs?by=day" + ("&format=csv" if how == "parameter" else ""), headers=headers)
+@pytest.mark.usefixtures("usage")
+@pytest.mark.parametrize("selector", ["header", "parameter"])
+def test_costs_are_csv_on_request(selector: str) -> None:
+    client, secret = Client(), issue_client(ADA).key
+    headers = {"Authorization": f"Bearer {secret}"} | ({"Accept": "text/csv"} if selector == "header" else {})
+    response = client.get("/api/v1/costs?by=day" + ("&format=csv" if selector == "parameter" else ""), headers=headers)
     assert response["Content-Type"] == "text/csv; charset=utf-8"
     assert [*csv.reader(StringIO(response.content.decode()))] == [
         ["day", "usd", "hours", "time", "memory", "cpu", "disk", "storage", "request", "plan", "llm"],
@@ -130,20 +130,23 @@ def test_costs_are_csv_on_request(how: str) -> None:
     ],
 )  # fmt: skip
 def test_invalid_parameters_are_named(query: str, field: str) -> None:
-    problem = key(operator=True).get(f"costs?{query}").json()
+    problem = issue_client(operator=True).get(f"costs?{query}").json()
     assert (problem["status"], problem["field"]) == (400, field)
 
 
 def test_costs_of_other_agents_are_forbidden() -> None:
     assert ApiClient().get("costs").status_code == 401
     assert ApiClient("lh_00000000_" + "a" * 43).get("estimate?agents=1").status_code == 401
-    assert key(BOB).get(f"costs?agent={ADA}").status_code == 403
-    assert key(BOB).post("costs").status_code == 405
-    assert Client().get("/api/v1/costs?format=xml", headers={"Authorization": f"Bearer {key(BOB).key}"}).status_code == 404
+    assert issue_client(BOB).get(f"costs?agent={ADA}").status_code == 403
+    assert issue_client(BOB).post("costs").status_code == 405
+    assert (
+        Client().get("/api/v1/costs?format=xml", headers={"Authorization": f"Bearer {issue_client(BOB).key}"}).status_code
+        == 404
+    )
 
 
 def test_any_key_gets_an_estimate() -> None:
-    result = key(ADA).get("estimate?agents=8&hours_per_day=4&days=30&instance=basic&cpu_utilisation=0.1").json()
+    result = issue_client(ADA).get("estimate?agents=8&hours_per_day=4&days=30&instance=basic&cpu_utilisation=0.1").json()
     assert {line["item"]: line["usd"] for line in result["lines"]} == {
         "memory": "8.42", "cpu": "1.28", "disk": "0.91", "plan": "5.00",
     }  # fmt: skip
@@ -162,7 +165,7 @@ def test_any_key_gets_an_estimate() -> None:
     ],
 )  # fmt: skip
 def test_an_estimate_names_invalid_parameters(query: str, field: str) -> None:
-    problem = key(ADA).get(f"estimate?{query}").json()
+    problem = issue_client(ADA).get(f"estimate?{query}").json()
     assert (problem["status"], problem["field"]) == (400, field)
 
 
@@ -170,8 +173,8 @@ def test_an_estimate_names_invalid_parameters(query: str, field: str) -> None:
 
 
 @pytest.fixture
-def lately(db: None) -> date:
-    """At 1 USD an hour Ada took 24 yesterday and takes 1 today, Bob of the team 2 and 1 in another game; today."""
+def recent_usage(db: None) -> date:
+    """Rate: 1 USD per hour. Ada: 24 h yesterday, 1 h today. Bob, of account team: 2 h and 1 h in game-2. Return today."""
     today = timezone.now().astimezone(UTC).date()
     create_rate("time", "1")
     Membership.objects.create(agent_did=BOB, account=Account.objects.create(name="team"))
@@ -182,24 +185,24 @@ def lately(db: None) -> date:
     return today
 
 
-def ahead(api: ApiClient, query: str = "") -> dict[str, Any]:
+def get_forecast(api: ApiClient, query: str = "") -> dict[str, Any]:
     response = api.get(f"forecast?{query}")
     assert response.status_code == 200, response.content
-    found: dict[str, Any] = response.json()
-    return found
+    payload: dict[str, Any] = response.json()
+    return payload
 
 
-def test_a_forecast_has_the_cost_of_the_month_and_the_day_of_exhaustion(lately: date) -> None:
+def test_a_forecast_has_the_cost_of_the_month_and_the_day_of_exhaustion(recent_usage: date) -> None:
     found = forecast(now=timezone.now(), budget=Decimal("100000.5"))
-    assert ahead(key(operator=True), "budget=100000.50") == {
-        "metered_at": None, "spent_usd": "28" if lately.day > 1 else "2", "a_day_usd": "26", "days": 1,
+    assert get_forecast(issue_client(operator=True), "budget=100000.50") == {
+        "metered_at": None, "spent_usd": "28" if recent_usage.day > 1 else "2", "a_day_usd": "26", "days": 1,
         "month_usd": f"{found.month.normalize():f}", "budget_usd": "100000.5", "runs_out": f"{found.runs_out}",
     }  # fmt: skip
     metering.meter_usage(now=NOW)
-    assert ahead(key(operator=True))["metered_at"] == "2026-11-21T12:00:00Z"
+    assert get_forecast(issue_client(operator=True))["metered_at"] == "2026-11-21T12:00:00Z"
 
 
-@pytest.mark.usefixtures("lately")
+@pytest.mark.usefixtures("recent_usage")
 @pytest.mark.parametrize(
     ("query", "a_day"),
     [
@@ -209,22 +212,22 @@ def test_a_forecast_has_the_cost_of_the_month_and_the_day_of_exhaustion(lately: 
     ],
 )  # fmt: skip
 def test_a_forecast_is_filtered(query: str, a_day: str | None) -> None:
-    assert ahead(key(operator=True), query)["a_day_usd"] == a_day
+    assert get_forecast(issue_client(operator=True), query)["a_day_usd"] == a_day
 
 
-@pytest.mark.usefixtures("lately")
+@pytest.mark.usefixtures("recent_usage")
 def test_an_agents_key_gets_a_forecast_of_its_own_agents() -> None:
-    assert ahead(key(ADA))["a_day_usd"] == "24"
-    assert ahead(key(ADA, BOB))["a_day_usd"] == "26"
-    assert ahead(key(ADA, BOB), f"agent={BOB}")["a_day_usd"] == "2"
-    assert ahead(key("did:plc:new"), "budget=1") == {
+    assert get_forecast(issue_client(ADA))["a_day_usd"] == "24"
+    assert get_forecast(issue_client(ADA, BOB))["a_day_usd"] == "26"
+    assert get_forecast(issue_client(ADA, BOB), f"agent={BOB}")["a_day_usd"] == "2"
+    assert get_forecast(issue_client("did:plc:new"), "budget=1") == {
         "metered_at": None, "spent_usd": "0", "a_day_usd": None, "days": 0, "month_usd": "0", "budget_usd": "1",
         "runs_out": None,
     }  # fmt: skip
-    assert ahead(key(ADA), "account=team")["a_day_usd"] is None
-    assert key(BOB).get(f"forecast?agent={ADA}").status_code == 403
+    assert get_forecast(issue_client(ADA), "account=team")["a_day_usd"] is None
+    assert issue_client(BOB).get(f"forecast?agent={ADA}").status_code == 403
     assert ApiClient().get("forecast").status_code == 401
-    assert key(BOB).post("forecast").status_code == 405
+    assert issue_client(BOB).post("forecast").status_code == 405
 
 
 @pytest.mark.parametrize(
@@ -242,25 +245,25 @@ def test_an_agents_key_gets_a_forecast_of_its_own_agents() -> None:
     ],
 )  # fmt: skip
 def test_a_forecast_names_invalid_parameters(query: str, field: str) -> None:
-    problem = key(operator=True).get(f"forecast?{query}").json()
+    problem = issue_client(operator=True).get(f"forecast?{query}").json()
     assert (problem["status"], problem["field"]) == (400, field)
 
 
-@pytest.mark.usefixtures("lately")
+@pytest.mark.usefixtures("recent_usage")
 def test_the_largest_and_the_smallest_budget_are_accepted() -> None:
-    operator = key(operator=True)
-    assert ahead(operator, "budget=999999999.999999999&last=366")["runs_out"] is None
-    assert ahead(operator, "budget=0.000000001")["runs_out"]
+    operator = issue_client(operator=True)
+    assert get_forecast(operator, "budget=999999999.999999999&last=366")["runs_out"] is None
+    assert get_forecast(operator, "budget=0.000000001")["runs_out"]
 
 
-# --- many -------------------------------------------------------------------------------------------------------------
+# --- query counts -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("usage")
 def test_costs_take_a_constant_number_of_queries(django_assert_max_num_queries: Any) -> None:
-    operator = key(operator=True)
+    operator = issue_client(operator=True)
     for number in range(20):
         create_time_usage("2026-11-02T10:00", agent=f"did:plc:{uuid.UUID(int=number).hex}", provider="acme")
     costs.price_usage(now=NOW)
     with django_assert_max_num_queries(6):
-        assert len(shown(operator)) == 23
+        assert len(get_totals(operator)) == 23

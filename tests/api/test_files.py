@@ -1,4 +1,4 @@
-"""Files of a lease: reads, ranges, listings, archives; awake and asleep."""
+"""Files of a lease with an awake and with a cold sandbox: reads, ranges, listings, archives."""
 
 import io
 import tarfile
@@ -17,52 +17,52 @@ from sandboxes.providers.memory import File, MemoryProvider
 from sandboxes.state import workspace
 from sandboxes.storage import get_store
 from tests.api.conftest import ApiClient, check_response, expire_lease
-from tests.api.test_bad_input import refused
+from tests.api.test_bad_input import assert_refused
 
 pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture
-def at(lease) -> str:
+def lease_url(lease) -> str:
     return f"leases/{lease['id']}"
 
 
 @pytest.fixture
-def filled(ada: ApiClient, at: str) -> str:
-    """A lease with some files."""
-    assert ada.put(f"{at}/files/src/main.py", b"print('hi')\n").status_code == 204
-    assert ada.put(f"{at}/files/src/deep/er/x.bin", bytes(range(256))).status_code == 204
-    assert ada.put(f"{at}/files/empty", b"").status_code == 204
-    assert ada.put(f"{at}/files/memory/notes.md?root=data", b"remember\n").status_code == 204
-    ada.post(f"{at}/exec", {"argv": ["ln", "-s", "src/main.py", "/workspace/link"]})
-    return at
+def filled_url(ada: ApiClient, lease_url: str) -> str:
+    """URL of a lease with some files."""
+    assert ada.put(f"{lease_url}/files/src/main.py", b"print('hi')\n").status_code == 204
+    assert ada.put(f"{lease_url}/files/src/deep/er/x.bin", bytes(range(256))).status_code == 204
+    assert ada.put(f"{lease_url}/files/empty", b"").status_code == 204
+    assert ada.put(f"{lease_url}/files/memory/notes.md?root=data", b"remember\n").status_code == 204
+    ada.post(f"{lease_url}/exec", {"argv": ["ln", "-s", "src/main.py", "/workspace/link"]})
+    return lease_url
 
 
 @pytest.fixture
-def sleep(lease) -> Callable[[], None]:
-    def put() -> None:
+def evict(lease) -> Callable[[], None]:
+    def evict_sandbox() -> None:
         sandbox = pools.find_by_holder(uuid.UUID(lease["id"]))
         assert sandbox
         assert eviction.evict(sandbox.pk, now=timezone.now(), reason="test")
 
-    return put
+    return evict_sandbox
 
 
-def got(response: Any) -> bytes:
+def read_content(response: Any) -> bytes:
     return b"".join(response.streaming_content) if response.streaming else response.content
 
 
-def members(tar: bytes) -> dict[str, bytes | str | None]:
+def read_tar(tar: bytes) -> dict[str, bytes | str | None]:
     """Entries of a tar: the content of files, the target of links, None for directories."""
-    found: dict[str, bytes | str | None] = {}
+    entries: dict[str, bytes | str | None] = {}
     with tarfile.open(fileobj=io.BytesIO(tar), mode="r:") as opened:
         for member in opened:
             content = opened.extractfile(member) if member.isreg() else None
-            found[member.name] = content.read() if content else member.linkname if member.issym() else None
-    return found
+            entries[member.name] = content.read() if content else member.linkname if member.issym() else None
+    return entries
 
 
-def packed(**files: bytes) -> bytes:
+def pack_tar(**files: bytes) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
         for name, content in files.items():
@@ -101,199 +101,199 @@ RANGES = [
 ]
 
 
-@pytest.mark.parametrize("asleep", [False, True])
-def test_byte_ranges_are_returned(asleep: bool, ada: ApiClient, filled: str, sleep) -> None:
-    if asleep:
-        sleep()
-    for result, status, content, which in RANGES:
-        response = ada.get(f"{filled}/files/src/deep/er/x.bin", range=result)
-        assert (response.status_code, response.headers.get("Content-Range")) == (status, which), result
+@pytest.mark.parametrize("is_cold", [False, True])
+def test_byte_ranges_are_returned(is_cold: bool, ada: ApiClient, filled_url: str, evict) -> None:
+    if is_cold:
+        evict()
+    for result, status, content, content_range in RANGES:
+        response = ada.get(f"{filled_url}/files/src/deep/er/x.bin", range=result)
+        assert (response.status_code, response.headers.get("Content-Range")) == (status, content_range), result
         if content is None:
             assert (response.json()["code"], response.json()["field"]) == ("range_not_satisfiable", "Range")
         else:
             assert (response.content, response["Content-Length"]) == (content, str(len(content)))
             assert response["Accept-Ranges"] == "bytes"
-            assert response["Leasehold-Source"] == ("snapshot" if asleep else "sandbox")
-    assert ada.get(f"{filled}/files/empty", range="bytes=0-").status_code == 416
-    assert Sandbox.objects.get().state == ("cold" if asleep else "waiting")
+            assert response["Leasehold-Source"] == ("snapshot" if is_cold else "sandbox")
+    assert ada.get(f"{filled_url}/files/empty", range="bytes=0-").status_code == 416
+    assert Sandbox.objects.get().state == ("cold" if is_cold else "waiting")
 
 
-def test_if_range_returns_the_whole_file(ada: ApiClient, filled: str) -> None:
-    response = ada.get(f"{filled}/files/src/main.py", range="bytes=0-1", if_range='"x"')
+def test_if_range_returns_the_whole_file(ada: ApiClient, filled_url: str) -> None:
+    response = ada.get(f"{filled_url}/files/src/main.py", range="bytes=0-1", if_range='"x"')
     assert (response.status_code, response.content) == (200, b"print('hi')\n")
 
 
-def test_head_returns_the_size(ada: ApiClient, filled: str, sleep) -> None:
-    url, key = f"/api/v1/{filled}/files/src/deep/er/x.bin", {"Authorization": f"Bearer {ada.key}"}
+def test_head_returns_the_size(ada: ApiClient, filled_url: str, evict) -> None:
+    url, key = f"/api/v1/{filled_url}/files/src/deep/er/x.bin", {"Authorization": f"Bearer {ada.key}"}
     for source in ("sandbox", "snapshot"):
         response = ada.client.head(url, headers=key)
         assert (response.status_code, response["Content-Length"], response["Accept-Ranges"]) == (200, "256", "bytes")
         assert (response["Leasehold-Source"], response["Content-Type"]) == (source, "application/octet-stream")
         assert response.content == b""
         if source == "sandbox":
-            sleep()
+            evict()
     assert ada.client.head(f"{url}x", headers=key).status_code == 404
 
 
-@pytest.mark.parametrize("asleep", [False, True])
+@pytest.mark.parametrize("is_cold", [False, True])
 def test_a_large_file_is_read_in_ranges(
-    asleep: bool, ada: ApiClient, filled: str, sleep, monkeypatch: pytest.MonkeyPatch
+    is_cold: bool, ada: ApiClient, filled_url: str, evict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("leases.api.files.MAX_FILE_BYTES", 100)
-    if asleep:
-        sleep()
-    whole = ada.get(f"{filled}/files/src/deep/er/x.bin")
+    if is_cold:
+        evict()
+    whole = ada.get(f"{filled_url}/files/src/deep/er/x.bin")
     assert (whole.status_code, whole.json()["field"]) == (413, "path")
     assert "256 bytes" in whole.json()["detail"]
     content, start = b"", 0
     while start < 256:
-        part = ada.get(f"{filled}/files/src/deep/er/x.bin", range=f"bytes={start}-")
+        part = ada.get(f"{filled_url}/files/src/deep/er/x.bin", range=f"bytes={start}-")
         assert part.status_code == 206
         content += part.content
         start = len(content)
     assert content == bytes(range(256))
-    assert len(ada.get(f"{filled}/files/src/deep/er/x.bin", range="bytes=-200").content) == 100
+    assert len(ada.get(f"{filled_url}/files/src/deep/er/x.bin", range="bytes=-200").content) == 100
 
 
-@pytest.mark.parametrize("asleep", [False, True])
+@pytest.mark.parametrize("is_cold", [False, True])
 @pytest.mark.parametrize(
     ("path", "status", "code"),
     [("none", 404, "file_not_found"), ("src/none/x", 404, "file_not_found"), ("src", 400, "bad_path"),
      ("link", 400, "bad_path"), ("src/main.py/x", 400, "bad_path"), ("link/x", 400, "bad_path")],
 )  # fmt: skip
 def test_directories_and_missing_files_are_not_found(
-    path: str, status: int, code: str, asleep: bool, ada: ApiClient, filled: str, sleep
+    path: str, status: int, code: str, is_cold: bool, ada: ApiClient, filled_url: str, evict
 ) -> None:
-    if asleep:
-        sleep()
-    response = ada.get(f"{filled}/files/{path}")
+    if is_cold:
+        evict()
+    response = ada.get(f"{filled_url}/files/{path}")
     assert (response.status_code, response.json()["code"], response.json()["field"]) == (status, code, "path")
 
 
-def test_workspace_operations_do_not_wait_for_the_agents_data(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
-    ada.put(f"{at}/files/a", b"x")
-    ada.get(f"{at}/files/a")
+def test_workspace_operations_do_not_wait_for_the_agents_data(ada: ApiClient, lease_url: str, memory: MemoryProvider) -> None:
+    ada.put(f"{lease_url}/files/a", b"x")
+    ada.get(f"{lease_url}/files/a")
     assert [verb for verb, _ in memory.calls] == ["create", "wait_ready", "write_file", "write_file", "read_range"]
-    ada.get(f"{at}/files/a?root=data")
+    ada.get(f"{lease_url}/files/a?root=data")
     assert "seed" in [verb for verb, _ in memory.calls]
 
 
-# --- asleep -------------------------------------------------------------------------------------------------------
+# --- cold sandboxes -------------------------------------------------------------------------------------------------------
 
 
-QUESTIONS = [
+READ_PATHS = [
     "files/src/main.py", "files/link", "files/memory/notes.md?root=data", "files/none?root=data", "files", "files?deep=1",
     "files?path=src", "files?path=src&deep=1", "files?path=src/deep/er", "files?path=none", "files?path=link",
     "files?path=src/main.py", "archive", "archive?path=src", "archive?path=none", "archive?path=empty",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("asked", QUESTIONS)
-def test_a_sleeping_sandbox_returns_the_same_files_and_is_not_woken(
-    asked: str, ada: ApiClient, filled: str, sleep, memory: MemoryProvider
+@pytest.mark.parametrize("path", READ_PATHS)
+def test_a_cold_sandbox_returns_the_same_files_and_is_not_woken(
+    path: str, ada: ApiClient, filled_url: str, evict, memory: MemoryProvider
 ) -> None:
-    awake = ada.get(f"{filled}/{asked}")
-    before = got(awake)
-    sleep()
+    awake = ada.get(f"{filled_url}/{path}")
+    before = read_content(awake)
+    evict()
     calls, runs = len(memory.calls), Run.objects.count()
-    asleep = ada.get(f"{filled}/{asked}")
-    assert asleep.status_code == awake.status_code
-    if asked.startswith("archive") and awake.status_code == 200:
-        assert members(got(asleep)) == members(before)
+    cold = ada.get(f"{filled_url}/{path}")
+    assert cold.status_code == awake.status_code
+    if path.startswith("archive") and awake.status_code == 200:
+        assert read_tar(read_content(cold)) == read_tar(before)
     elif awake.status_code == 200:
-        assert got(asleep) == before
+        assert read_content(cold) == before
     else:
-        assert asleep.json()["code"] == awake.json()["code"]
+        assert cold.json()["code"] == awake.json()["code"]
     assert (Sandbox.objects.get().state, len(memory.calls), Run.objects.count()) == ("cold", calls, runs)
     if awake.status_code == 200:
-        assert (awake["Leasehold-Source"], asleep["Leasehold-Source"]) == ("sandbox", "snapshot")
+        assert (awake["Leasehold-Source"], cold["Leasehold-Source"]) == ("sandbox", "snapshot")
 
 
-def test_the_agents_data_is_listed_and_packed_while_the_sandbox_sleeps(ada: ApiClient, filled: str, sleep) -> None:
-    sleep()
-    listed = ada.get(f"{filled}/files?root=data&path=memory").json()
+def test_the_agents_data_is_listed_and_packed_while_the_sandbox_is_cold(ada: ApiClient, filled_url: str, evict) -> None:
+    evict()
+    listed = ada.get(f"{filled_url}/files?root=data&path=memory").json()
     assert [(entry["name"], entry["size"]) for entry in listed["entries"]] == [("notes.md", 9)]
-    tar = members(got(ada.get(f"{filled}/archive?root=data&path=memory")))
+    tar = read_tar(read_content(ada.get(f"{filled_url}/archive?root=data&path=memory")))
     assert tar["memory/notes.md"] == b"remember\n"
     assert set(tar) <= {"memory", "memory/notes.md"}
 
 
-def test_files_of_an_evicted_sandbox_are_read_from_stored_state(ada: ApiClient, filled: str, sleep) -> None:
-    sleep()
+def test_files_of_an_evicted_sandbox_are_read_from_stored_state(ada: ApiClient, filled_url: str, evict) -> None:
+    evict()
     eviction.release_cold(Sandbox.objects.get().pk, now=timezone.now(), reason="test")
-    response = ada.get(f"{filled}/files/src/main.py")
+    response = ada.get(f"{filled_url}/files/src/main.py")
     assert (response.content, response["Leasehold-Source"]) == (b"print('hi')\n", "snapshot")
     assert Sandbox.objects.count() == 1
 
 
-def test_reading_renews_the_lease(ada: ApiClient, filled: str, sleep) -> None:
-    sleep()
-    before = ada.get(filled).json()["expires_at"]
-    ada.get(f"{filled}/files/src/main.py")
-    assert ada.get(filled).json()["expires_at"] > before
+def test_reading_renews_the_lease(ada: ApiClient, filled_url: str, evict) -> None:
+    evict()
+    before = ada.get(filled_url).json()["expires_at"]
+    ada.get(f"{filled_url}/files/src/main.py")
+    assert ada.get(filled_url).json()["expires_at"] > before
 
 
-def test_a_lease_without_a_sandbox_lists_its_initial_files(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
-    listed, content = ada.get(f"{at}/files?deep=1"), ada.get(f"{at}/files/config.json")
+def test_a_lease_without_a_sandbox_lists_its_initial_files(ada: ApiClient, lease_url: str, memory: MemoryProvider) -> None:
+    listed, content = ada.get(f"{lease_url}/files?deep=1"), ada.get(f"{lease_url}/files/config.json")
     assert [(entry["name"], entry["kind"]) for entry in listed.json()["entries"]] == [("config.json", "file")]
-    assert (content["Leasehold-Source"], ada.get(f"{at}/files?root=data").json()["entries"]) == ("snapshot", [])
-    assert set(members(got(ada.get(f"{at}/archive")))) == {"config.json"}
+    assert (content["Leasehold-Source"], ada.get(f"{lease_url}/files?root=data").json()["entries"]) == ("snapshot", [])
+    assert set(read_tar(read_content(ada.get(f"{lease_url}/archive")))) == {"config.json"}
     assert memory.calls == []
-    ada.post(f"{at}/exec", {"argv": ["true"]})
-    assert ada.get(f"{at}/files/config.json").content == content.content
+    ada.post(f"{lease_url}/exec", {"argv": ["true"]})
+    assert ada.get(f"{lease_url}/files/config.json").content == content.content
 
 
-def test_a_fork_lists_its_own_config_before_its_first_start(ada: ApiClient, filled: str) -> None:
-    fork = ada.post(f"{filled}/fork", {"environment_id": "fork-1"}).json()
-    there = ada.get(f"leases/{fork['id']}/files/config.json")
-    assert (there["Leasehold-Source"], fork["id"] in there.content.decode()) == ("snapshot", True)
-    tar = members(got(ada.get(f"leases/{fork['id']}/archive")))
-    assert (tar["config.json"], tar["src/main.py"]) == (there.content, b"print('hi')\n")
+def test_a_fork_lists_its_own_config_before_its_first_start(ada: ApiClient, filled_url: str) -> None:
+    fork = ada.post(f"{filled_url}/fork", {"environment_id": "fork-1"}).json()
+    content = ada.get(f"leases/{fork['id']}/files/config.json")
+    assert (content["Leasehold-Source"], fork["id"] in content.content.decode()) == ("snapshot", True)
+    tar = read_tar(read_content(ada.get(f"leases/{fork['id']}/archive")))
+    assert (tar["config.json"], tar["src/main.py"]) == (content.content, b"print('hi')\n")
 
 
-def spoil(snapshot: Any) -> None:
-    get_store().set(f"{snapshot.key}/workspace", b"spoilt")
-    (workspace.local_directory(snapshot) / "workspace").write_bytes(b"spoilt")
+def corrupt(snapshot: Any) -> None:
+    get_store().set(f"{snapshot.key}/workspace", b"corrupt")
+    (workspace.local_directory(snapshot) / "workspace").write_bytes(b"corrupt")
 
 
-def test_a_corrupted_copy_wakes_the_sandbox(ada: ApiClient, filled: str, lease, sleep) -> None:
-    sleep()
-    ada.put(f"{filled}/files/src/main.py", b"newer")
-    sleep()
-    spoil(workspace.find_latest(uuid.UUID(lease["id"])))
-    response = ada.get(f"{filled}/files/src/main.py")
+def test_a_corrupted_copy_wakes_the_sandbox(ada: ApiClient, filled_url: str, lease, evict) -> None:
+    evict()
+    ada.put(f"{filled_url}/files/src/main.py", b"newer")
+    evict()
+    corrupt(workspace.find_latest(uuid.UUID(lease["id"])))
+    response = ada.get(f"{filled_url}/files/src/main.py")
     assert (response.content, response["Leasehold-Source"]) == (b"print('hi')\n", "sandbox")
     assert Sandbox.objects.get().source == "local"
 
 
-def test_a_copy_that_is_no_tar_wakes_the_sandbox(ada: ApiClient, at: str, memory: MemoryProvider, sleep) -> None:
-    ada.put(f"{at}/files/a", b"x")
+def test_a_copy_that_is_no_tar_wakes_the_sandbox(ada: ApiClient, lease_url: str, memory: MemoryProvider, evict) -> None:
+    ada.put(f"{lease_url}/files/a", b"x")
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
         member = tarfile.TarInfo("n" * 150)
         tar.addfile(member)
     memory.get_files = lambda *args, **options: iter([out.getvalue()])  # type: ignore[method-assign]
     try:
-        sleep()
+        evict()
     finally:
         del memory.get_files  # type: ignore[method-assign]
-    response = ada.get(f"{at}/files/{'n' * 150}")
+    response = ada.get(f"{lease_url}/files/{'n' * 150}")
     assert (response.status_code, response["Leasehold-Source"]) == (200, "sandbox")
 
 
-def test_data_lost_by_the_store_is_unavailable(ada: ApiClient, filled: str, sleep) -> None:
-    sleep()
+def test_data_lost_by_the_store_is_unavailable(ada: ApiClient, filled_url: str, evict) -> None:
+    evict()
     for stored in DataObject.objects.all():
         get_store().remove(stored.key)
-    response = ada.get(f"{filled}/files/memory/notes.md?root=data")
+    response = ada.get(f"{filled_url}/files/memory/notes.md?root=data")
     assert (response.status_code, response.json()["code"]) == (503, "store_unavailable")
 
 
 # --- listings -----------------------------------------------------------------------------------------------------
 
 
-def test_a_listing_has_all_attributes_of_its_entries(ada: ApiClient, filled: str) -> None:
-    result = ada.get(f"{filled}/files").json()
+def test_a_listing_has_all_attributes_of_its_entries(ada: ApiClient, filled_url: str) -> None:
+    result = ada.get(f"{filled_url}/files").json()
     assert (result["root"], result["path"]) == ("workspace", "")
     shown = {entry["name"]: (entry["kind"], entry["size"], entry["mode"], entry["target"]) for entry in result["entries"]}
     assert shown == {
@@ -302,73 +302,75 @@ def test_a_listing_has_all_attributes_of_its_entries(ada: ApiClient, filled: str
         "link": ("link", 0, "0777", "src/main.py"),
         "src": ("directory", 0, "0755", ""),
     }
-    deep = [entry["name"] for entry in ada.get(f"{filled}/files?path=src&deep=1").json()["entries"]]
+    deep = [entry["name"] for entry in ada.get(f"{filled_url}/files?path=src&deep=1").json()["entries"]]
     assert deep == ["deep", "deep/er", "deep/er/x.bin", "main.py"]
 
 
-def test_names_that_are_not_utf8_are_listed(ada: ApiClient, filled: str, memory: MemoryProvider) -> None:
+def test_names_that_are_not_utf8_are_listed(ada: ApiClient, filled_url: str, memory: MemoryProvider) -> None:
     files = memory.files(Sandbox.objects.get().ref)
     files["/workspace/caf\udce9"] = File(b"", mtime=10**12)
-    (entry,) = [entry for entry in ada.get(f"{filled}/files").json()["entries"] if entry["name"].startswith("caf")]
+    (entry,) = [entry for entry in ada.get(f"{filled_url}/files").json()["entries"] if entry["name"].startswith("caf")]
     assert (entry["name"], entry["mtime"]) == ("caf\N{REPLACEMENT CHARACTER}", "9999-12-31T00:00:00Z")
 
 
-@pytest.mark.parametrize("asleep", [False, True])
-def test_a_long_listing_is_refused(asleep: bool, ada: ApiClient, filled: str, sleep, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_cold", [False, True])
+def test_a_long_listing_is_refused(
+    is_cold: bool, ada: ApiClient, filled_url: str, evict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("leases.api.files.MAX_LISTING_ENTRIES", 4)
-    if asleep:
-        sleep()
-    assert ada.get(f"{filled}/files").status_code == 200
-    response = ada.get(f"{filled}/files?deep=1")
+    if is_cold:
+        evict()
+    assert ada.get(f"{filled_url}/files").status_code == 200
+    response = ada.get(f"{filled_url}/files?deep=1")
     assert (response.status_code, response.json()["field"]) == (413, "path")
 
 
 # --- archives -----------------------------------------------------------------------------------------------------
 
 
-def test_an_archive_is_a_tar_that_can_be_unpacked_again(ada: ApiClient, filled: str, lease) -> None:
-    response = ada.get(f"{filled}/archive?path=src")
-    tar = got(response)
+def test_an_archive_is_a_tar_that_can_be_unpacked_again(ada: ApiClient, filled_url: str, lease) -> None:
+    response = ada.get(f"{filled_url}/archive?path=src")
+    tar = read_content(response)
     assert (response["Content-Type"], response["Content-Length"]) == ("application/x-tar", str(len(tar)))
     assert response["Content-Disposition"] == 'attachment; filename="src.tar"'
-    assert members(tar) == {
+    assert read_tar(tar) == {
         "src": None, "src/deep": None, "src/deep/er": None, "src/deep/er/x.bin": bytes(range(256)),
         "src/main.py": b"print('hi')\n",
     }  # fmt: skip
-    ada.put(f"{filled}/files/src/main.py", b"changed")
-    ada.put(f"{filled}/files/src/other.py", b"stays")
-    assert ada.put(f"{filled}/archive", tar).status_code == 204
-    assert ada.get(f"{filled}/files/src/main.py").content == b"print('hi')\n"
-    assert ada.get(f"{filled}/files/src/other.py").content == b"stays"
+    ada.put(f"{filled_url}/files/src/main.py", b"changed")
+    ada.put(f"{filled_url}/files/src/other.py", b"stays")
+    assert ada.put(f"{filled_url}/archive", tar).status_code == 204
+    assert ada.get(f"{filled_url}/files/src/main.py").content == b"print('hi')\n"
+    assert ada.get(f"{filled_url}/files/src/other.py").content == b"stays"
     run = Run.objects.get(argv__0="unpack")
     assert (run.kind, run.argv, run.outcome) == ("file", ["unpack", "/workspace"], "ok")
 
 
-def test_an_archive_is_unpacked_into_the_agents_data_and_wakes_for_it(ada: ApiClient, filled: str, sleep) -> None:
-    sleep()
-    assert ada.put(f"{filled}/archive?root=data", packed(a=b"1", **{"memory/b": b"2"})).status_code == 204
+def test_an_archive_is_unpacked_into_the_agents_data_and_wakes_the_sandbox(ada: ApiClient, filled_url: str, evict) -> None:
+    evict()
+    assert ada.put(f"{filled_url}/archive?root=data", pack_tar(a=b"1", **{"memory/b": b"2"})).status_code == 204
     assert Sandbox.objects.get().state == "waiting"
-    sleep()
-    assert ada.get(f"{filled}/files/memory/b?root=data").content == b"2"
+    evict()
+    assert ada.get(f"{filled_url}/files/memory/b?root=data").content == b"2"
 
 
-def test_tars_of_other_programs_are_accepted(ada: ApiClient, at: str) -> None:
+def test_tars_of_other_programs_are_accepted(ada: ApiClient, lease_url: str) -> None:
     for form in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         out = io.BytesIO()
         with tarfile.open(fileobj=out, mode="w", format=form) as tar:
             member = tarfile.TarInfo("./" + "/".join(["n" * 60] * 2))
             member.size, member.mtime = 4, 1700000000.5 if form == tarfile.PAX_FORMAT else 1700000000
             tar.addfile(member, io.BytesIO(b"text"))
-        assert ada.put(f"{at}/archive", out.getvalue()).status_code == 204
-        assert ada.get(f"{at}/files/{'/'.join(['n' * 60] * 2)}").content == b"text"
+        assert ada.put(f"{lease_url}/archive", out.getvalue()).status_code == 204
+        assert ada.get(f"{lease_url}/files/{'/'.join(['n' * 60] * 2)}").content == b"text"
 
 
-def test_an_empty_tar_changes_nothing(ada: ApiClient, at: str) -> None:
-    assert ada.put(f"{at}/archive", bytes(1024)).status_code == 204
-    assert [entry["name"] for entry in ada.get(f"{at}/files").json()["entries"]] == ["config.json"]
+def test_an_empty_tar_changes_nothing(ada: ApiClient, lease_url: str) -> None:
+    assert ada.put(f"{lease_url}/archive", bytes(1024)).status_code == 204
+    assert [entry["name"] for entry in ada.get(f"{lease_url}/files").json()["entries"]] == ["config.json"]
 
 
-def made(name: str, kind: bytes = tarfile.REGTYPE, target: str = "", **headers: str) -> bytes:
+def build_tar(name: str, kind: bytes = tarfile.REGTYPE, target: str = "", **headers: str) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
         member = tarfile.TarInfo(name)
@@ -384,36 +386,36 @@ def made(name: str, kind: bytes = tarfile.REGTYPE, target: str = "", **headers: 
         b"no tar",
         b"x" * 2000,
         b"\x1f\x8b" + bytes(600),
-        packed(a=b"x" * 2000)[:1000],
-        packed(a=b"x" * 2000)[:2560],
-        made("/etc/passwd"),
-        made("../x"),
-        made("a/../../x"),
-        made("a/" + "b" * 256),
-        made("a", tarfile.LNKTYPE, "../../etc/passwd"),
-        made("a", tarfile.LNKTYPE, "/etc/passwd"),
-        made("a", tarfile.CHRTYPE),
-        made("a", tarfile.FIFOTYPE),
-        made("a", comment="x" * (1 << 17)),
-        made("a", size="5"),
+        pack_tar(a=b"x" * 2000)[:1000],
+        pack_tar(a=b"x" * 2000)[:2560],
+        build_tar("/etc/passwd"),
+        build_tar("../x"),
+        build_tar("a/../../x"),
+        build_tar("a/" + "b" * 256),
+        build_tar("a", tarfile.LNKTYPE, "../../etc/passwd"),
+        build_tar("a", tarfile.LNKTYPE, "/etc/passwd"),
+        build_tar("a", tarfile.CHRTYPE),
+        build_tar("a", tarfile.FIFOTYPE),
+        build_tar("a", comment="x" * (1 << 17)),
+        build_tar("a", size="5"),
     ],
     ids=lambda body: repr(body)[:20] + str(len(body)),
 )
-def test_an_invalid_tar_changes_nothing(ada: ApiClient, at: str, body: bytes) -> None:
-    refused(ada, "PUT", f"{at}/archive", body, 400)
+def test_an_invalid_tar_changes_nothing(ada: ApiClient, lease_url: str, body: bytes) -> None:
+    assert_refused(ada, "PUT", f"{lease_url}/archive", body, 400)
 
 
-def test_a_tar_that_is_too_large_is_refused(ada: ApiClient, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tar_that_is_too_large_is_refused(ada: ApiClient, lease_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("leases.api.files.ArchiveView.max_body_bytes", 10_000)
-    refused(ada, "PUT", f"{at}/archive", packed(a=b"x" * 10_000), 413)
+    assert_refused(ada, "PUT", f"{lease_url}/archive", pack_tar(a=b"x" * 10_000), 413)
     monkeypatch.setattr("sandboxes.providers.tar_validation.MAX_MEMBERS", 2)
-    refused(ada, "PUT", f"{at}/archive", packed(a=b"", b=b"", c=b""), 413)
+    assert_refused(ada, "PUT", f"{lease_url}/archive", pack_tar(a=b"", b=b"", c=b""), 413)
 
 
-def test_a_tar_that_is_announced_as_too_large_is_not_read(ada: ApiClient, at: str) -> None:
-    url = f"/api/v1/{at}/archive"
-    sent = {"CONTENT_LENGTH": str((1 << 30) + 1), "HTTP_AUTHORIZATION": f"Bearer {ada.key}"}
-    response = ada.client.generic("PUT", url, b"", **sent)
+def test_a_tar_that_is_announced_as_too_large_is_not_read(ada: ApiClient, lease_url: str) -> None:
+    url = f"/api/v1/{lease_url}/archive"
+    environ = {"CONTENT_LENGTH": str((1 << 30) + 1), "HTTP_AUTHORIZATION": f"Bearer {ada.key}"}
+    response = ada.client.generic("PUT", url, b"", **environ)
     check_response("PUT", url, response)
     assert response.status_code == 413
 
@@ -429,24 +431,31 @@ def test_a_tar_that_is_announced_as_too_large_is_not_read(ada: ApiClient, at: st
     ],
 )  # fmt: skip
 def test_invalid_directory_paths_are_rejected(ada: ApiClient, lease, query: str, field: str) -> None:
-    refused(ada, "GET", f"leases/{lease['id']}/files?{query}", None, 400, field)
+    assert_refused(ada, "GET", f"leases/{lease['id']}/files?{query}", None, 400, field)
     if field != "deep":
-        refused(ada, "GET", f"leases/{lease['id']}/archive?{query}", None, 400, field)
-        refused(ada, "PUT", f"leases/{lease['id']}/archive?{query}", packed(a=b"x"), 400, field)
+        assert_refused(ada, "GET", f"leases/{lease['id']}/archive?{query}", None, 400, field)
+        assert_refused(ada, "PUT", f"leases/{lease['id']}/archive?{query}", pack_tar(a=b"x"), 400, field)
 
 
-ACTS = [("GET", "files"), ("GET", "files/a"), ("PUT", "files/a"), ("DELETE", "files/a"), ("GET", "archive"), ("PUT", "archive")]
+OPERATIONS = [
+    ("GET", "files"),
+    ("GET", "files/a"),
+    ("PUT", "files/a"),
+    ("DELETE", "files/a"),
+    ("GET", "archive"),
+    ("PUT", "archive"),
+]
 
 
-@pytest.mark.parametrize(("method", "act"), ACTS)
+@pytest.mark.parametrize(("method", "act"), OPERATIONS)
 def test_another_agents_files_are_not_found(bob: ApiClient, lease, method: str, act: str) -> None:
-    assert bob(method, f"leases/{lease['id']}/{act}", packed(a=b"x")).status_code == 404
+    assert bob(method, f"leases/{lease['id']}/{act}", pack_tar(a=b"x")).status_code == 404
     assert not Run.objects.exists()
 
 
-@pytest.mark.parametrize(("method", "act"), ACTS)
+@pytest.mark.parametrize(("method", "act"), OPERATIONS)
 def test_files_of_an_ended_lease_are_gone(ada: ApiClient, lease, method: str, act: str) -> None:
     expire_lease(lease["id"])
-    response = ada(method, f"leases/{lease['id']}/{act}", packed(a=b"x"))
+    response = ada(method, f"leases/{lease['id']}/{act}", pack_tar(a=b"x"))
     assert (response.status_code, response.json()["end_reason"]) == (410, "ttl")
-    assert Lease.objects.get().status == "active"  # no sweep has come by
+    assert Lease.objects.get().status == "active"  # no sweep has run

@@ -16,13 +16,13 @@ from tests.conftest import SimulatedCrash
 pytestmark = pytest.mark.django_db
 
 
-def passes(time: timedelta) -> None:
+def advance_time(time: timedelta) -> None:
     """Move the times of all stored requests back."""
-    moments = ("started_at", "deadline_at", "expires_at")
-    IdempotentRequest.objects.update(**{name: F(name) - time for name in moments})
+    columns = ("started_at", "deadline_at", "expires_at")
+    IdempotentRequest.objects.update(**{name: F(name) - time for name in columns})
 
 
-def dies(api: ApiClient, at_checkpoint, step: str, path: str, body=None) -> None:
+def send_and_crash(api: ApiClient, at_checkpoint, step: str, path: str, body=None) -> None:
     """Send a request whose process dies at the given step."""
 
     def die() -> None:
@@ -38,9 +38,9 @@ def run_path(lease) -> str:
     return f"leases/{lease['id']}/exec"
 
 
-def test_a_repeated_request_gets_the_stored_response(ada: ApiClient, ask) -> None:
-    first = ada.post("leases", ask(), idempotency_key="k1")
-    again = ada.post("leases", ask(), idempotency_key="k1")
+def test_a_repeated_request_gets_the_stored_response(ada: ApiClient, acquire_body) -> None:
+    first = ada.post("leases", acquire_body(), idempotency_key="k1")
+    again = ada.post("leases", acquire_body(), idempotency_key="k1")
     assert (again.status_code, again.content, again["Idempotent-Replayed"]) == (201, first.content, "true")
     assert "Idempotent-Replayed" not in first.headers
 
@@ -80,9 +80,9 @@ def test_another_request_with_the_same_key_is_refused(ada: ApiClient, lease, run
     assert (response.status_code, response.json()["code"]) == (409, "idempotency_key_reused")
 
 
-def test_an_idempotency_key_belongs_to_its_key_holder(operator: ApiClient, issue, ask) -> None:
-    first = operator.post("leases", ask(), idempotency_key="k1")
-    other = issue(operator=True).post("leases", ask(), idempotency_key="k1")
+def test_an_idempotency_key_belongs_to_its_key_holder(operator: ApiClient, issue, acquire_body) -> None:
+    first = operator.post("leases", acquire_body(), idempotency_key="k1")
+    other = issue(operator=True).post("leases", acquire_body(), idempotency_key="k1")
     assert (first.status_code, other.status_code) == (201, 200)
     assert "Idempotent-Replayed" not in other.headers
 
@@ -96,34 +96,34 @@ def test_a_concurrent_repetition_is_told_to_wait(ada: ApiClient, lease, run_path
     assert Run.objects.count() == 1
 
 
-def test_an_error_frees_the_key(ada: ApiClient, ask) -> None:
-    assert ada.post("leases", ask(environment_type="chess"), idempotency_key="k1").status_code == 400
+def test_an_error_frees_the_key(ada: ApiClient, acquire_body) -> None:
+    assert ada.post("leases", acquire_body(environment_type="chess"), idempotency_key="k1").status_code == 400
     assert not IdempotentRequest.objects.exists()
-    assert ada.post("leases", ask(), idempotency_key="k1").status_code == 201
+    assert ada.post("leases", acquire_body(), idempotency_key="k1").status_code == 201
 
 
 def test_a_stored_response_expires(ada: ApiClient, lease, run_path: str, settings) -> None:
     ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
-    passes(settings.IDEMPOTENCY_TTL)
+    advance_time(settings.IDEMPOTENCY_TTL)
     assert "Idempotent-Replayed" not in ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").headers
     assert Run.objects.count() == 2
 
 
 @pytest.mark.parametrize("step", ["key claimed", "acted"])
-def test_a_repeatable_request_of_a_dead_process_is_taken_over(ada: ApiClient, ask, at_checkpoint, step: str) -> None:
-    dies(ada, at_checkpoint, step, "leases", ask())
-    waiting = ada.post("leases", ask(), idempotency_key="k1")
+def test_a_repeatable_request_of_a_dead_process_is_taken_over(ada: ApiClient, acquire_body, at_checkpoint, step: str) -> None:
+    send_and_crash(ada, at_checkpoint, step, "leases", acquire_body())
+    waiting = ada.post("leases", acquire_body(), idempotency_key="k1")
     assert (waiting.status_code, waiting.json()["code"]) == (409, "idempotency_in_progress")
-    passes(timedelta(minutes=2))
-    assert ada.post("leases", ask(), idempotency_key="k1").status_code == (201 if step == "key claimed" else 200)
+    advance_time(timedelta(minutes=2))
+    assert ada.post("leases", acquire_body(), idempotency_key="k1").status_code == (201 if step == "key claimed" else 200)
     assert Lease.objects.count() == 1
-    assert ada.post("leases", ask(), idempotency_key="k1")["Idempotent-Replayed"] == "true"
+    assert ada.post("leases", acquire_body(), idempotency_key="k1")["Idempotent-Replayed"] == "true"
 
 
 @pytest.mark.parametrize("step", ["key claimed", "run opened", "run answered", "acted"])
 def test_exec_of_a_dead_process_is_never_repeated(ada: ApiClient, run_path: str, at_checkpoint, step: str) -> None:
-    dies(ada, at_checkpoint, step, run_path, {"argv": ["true"]})
-    passes(timedelta(hours=1))
+    send_and_crash(ada, at_checkpoint, step, run_path, {"argv": ["true"]})
+    advance_time(timedelta(hours=1))
     response = ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
     assert [response.json().get("run_id")] == ([str(run.pk) for run in Run.objects.all()] or [None])
@@ -145,13 +145,13 @@ def test_exec_that_never_started_can_be_sent_again(ada: ApiClient, run_path: str
     assert ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1").status_code == 200
 
 
-def test_a_late_process_does_not_overwrite_the_response_of_its_successor(ada: ApiClient, ask, at_checkpoint) -> None:
+def test_a_late_process_does_not_overwrite_the_response_of_its_successor(ada: ApiClient, acquire_body, at_checkpoint) -> None:
     def take_over() -> None:
-        passes(timedelta(minutes=2))
-        assert ada.post("leases", ask(), idempotency_key="k1").status_code == 200
+        advance_time(timedelta(minutes=2))
+        assert ada.post("leases", acquire_body(), idempotency_key="k1").status_code == 200
 
     at_checkpoint("acted", take_over)
-    assert ada.post("leases", ask(), idempotency_key="k1").status_code == 201
+    assert ada.post("leases", acquire_body(), idempotency_key="k1").status_code == 201
     assert IdempotentRequest.objects.get().status_code == 200
 
 

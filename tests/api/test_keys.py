@@ -1,4 +1,4 @@
-"""A key reaches the leases of its own agents and nothing else."""
+"""Access of a key: only leases of its own agents."""
 
 import pytest
 from django.utils import timezone
@@ -43,26 +43,26 @@ def test_another_agents_lease_does_not_exist(bob: ApiClient, lease, method: str,
 
 
 @pytest.mark.parametrize("path", ["leases", "environments/game-1/join"])
-def test_acquiring_for_another_agent_is_forbidden(bob: ApiClient, ask, path: str) -> None:
-    response = bob.post(path, ask())
+def test_acquiring_for_another_agent_is_forbidden(bob: ApiClient, acquire_body, path: str) -> None:
+    response = bob.post(path, acquire_body())
     assert (response.status_code, Lease.objects.count()) == (403, 0)
 
 
 def test_a_list_has_only_leases_visible_to_the_key(bob: ApiClient, operator: ApiClient, lease) -> None:
     assert bob.get("leases").json()["results"] == []
     assert bob.get(f"leases?agent_did={ADA}").json()["results"] == []
-    assert [one["id"] for one in operator.get("leases").json()["results"]] == [lease["id"]]
+    assert [row["id"] for row in operator.get("leases").json()["results"]] == [lease["id"]]
 
 
-def test_a_key_may_speak_for_many_agents(issue, ask) -> None:
+def test_a_key_may_act_for_several_agents(issue, acquire_body) -> None:
     both = issue(ADA, BOB)
-    assert {both.post("leases", ask(agent_did=did)).status_code for did in (ADA, BOB)} == {201}
+    assert {both.post("leases", acquire_body(agent_did=did)).status_code for did in (ADA, BOB)} == {201}
     assert len(both.get("leases").json()["results"]) == 2
 
 
 def test_agents_see_themselves_and_operators_see_all(ada: ApiClient, bob: ApiClient, operator: ApiClient) -> None:
-    assert [one["did"] for one in ada.get("agents").json()["results"]] == [ADA]
-    assert {one["did"] for one in operator.get("agents").json()["results"]} == {ADA, BOB}
+    assert [row["did"] for row in ada.get("agents").json()["results"]] == [ADA]
+    assert {row["did"] for row in operator.get("agents").json()["results"]} == {ADA, BOB}
     assert ada.get(f"agents/{ADA}").status_code == 200
     assert ada.get(f"agents/{BOB}").status_code == ada.get("agents/x%00y").status_code == 404
 

@@ -12,30 +12,30 @@ from tests.conftest import MINUTE, NOW
 pytestmark = pytest.mark.django_db
 
 
-def called(lease: dict, number: int, **more: object) -> LlmCall:
+def create_call(lease: dict, number: int, **fields: object) -> LlmCall:
     at = NOW + number * MINUTE
-    known = {"outcome": "ok", "ended_at": at, "started_at": at, "deadline_at": at + MINUTE} | more
-    return LlmCall.objects.create(call_id=f"call-{number}", holder=lease["id"], agent_did=lease["agent_did"], **known)
+    columns = {"outcome": "ok", "ended_at": at, "started_at": at, "deadline_at": at + MINUTE} | fields
+    return LlmCall.objects.create(call_id=f"call-{number}", holder=lease["id"], agent_did=lease["agent_did"], **columns)
 
 
 def test_calls_are_listed_newest_first_with_their_totals(ada: ApiClient, lease) -> None:
-    called(lease, 1, cost=Decimal("0.100000001"), input_tokens=10, output_tokens=1)
-    called(lease, 2, input_tokens=5)
-    called(lease, 3, outcome="open", ended_at=None)
-    called(lease, 4, outcome="refused", status=402, code="spend_limit_reached")
-    called(lease, 5, kind="relay")
+    create_call(lease, 1, cost=Decimal("0.100000001"), input_tokens=10, output_tokens=1)
+    create_call(lease, 2, input_tokens=5)
+    create_call(lease, 3, outcome="open", ended_at=None)
+    create_call(lease, 4, outcome="refused", status=402, code="spend_limit_reached")
+    create_call(lease, 5, kind="relay")
     result = ada.get(f"leases/{lease['id']}/calls").json()
-    assert [each["call_id"] for each in result["results"]] == ["call-5", "call-4", "call-3", "call-2", "call-1"]
-    assert [each["cost_usd"] for each in result["results"]] == [None, None, None, None, "0.100000001"]
-    assert [each["kind"] for each in result["results"]] == ["relay", "llm", "llm", "llm", "llm"]
-    assert [each["code"] for each in result["results"] if each["code"]] == ["spend_limit_reached"]
+    assert [row["call_id"] for row in result["results"]] == ["call-5", "call-4", "call-3", "call-2", "call-1"]
+    assert [row["cost_usd"] for row in result["results"]] == [None, None, None, None, "0.100000001"]
+    assert [row["kind"] for row in result["results"]] == ["relay", "llm", "llm", "llm", "llm"]
+    assert [row["code"] for row in result["results"] if row["code"]] == ["spend_limit_reached"]
     total = {"calls": 4, "refused": 1, "unpriced": 1, "input_tokens": 15, "output_tokens": 1, "cost_usd": "0.100000001"}
     assert result["total"] == total
 
 
 def test_every_page_has_the_totals_of_all_calls(ada: ApiClient, lease) -> None:
     for number in range(3):
-        called(lease, number, cost=Decimal(1))
+        create_call(lease, number, cost=Decimal(1))
     first = ada.get(f"leases/{lease['id']}/calls?limit=2").json()
     second = ada.get(f"leases/{lease['id']}/calls?limit=2&cursor={first['next']}").json()
     assert [len(page["results"]) for page in (first, second)] == [2, 1] and second["next"] is None
@@ -49,21 +49,21 @@ def test_a_lease_without_calls_has_totals_of_zero(ada: ApiClient, lease) -> None
 
 
 def test_calls_of_another_keys_lease_are_not_found(bob: ApiClient, lease) -> None:
-    called(lease, 1)
+    create_call(lease, 1)
     assert bob.get(f"leases/{lease['id']}/calls").status_code == 404
 
 
-def test_a_lease_has_its_llm_spending_and_limit(ada: ApiClient, ask) -> None:
+def test_a_lease_has_its_llm_spending_and_limit(ada: ApiClient, acquire_body) -> None:
     EnvironmentType.objects.filter(name="catan").update(llm_limit=Decimal("5.5"))
-    lease = ada.post("leases", ask()).json()
-    nothing = dict.fromkeys(("unpriced_calls", "calls", "refused", "input_tokens", "output_tokens"), 0)
-    assert ada.get(f"leases/{lease['id']}").json()["llm"] == {"limit": "5.5", "spent": "0", **nothing}
-    called(lease, 1, cost=Decimal("0.0123"), input_tokens=10, output_tokens=1)
-    called(lease, 2, cost=Decimal("0.1"), outcome="cut", input_tokens=4)
+    lease = ada.post("leases", acquire_body()).json()
+    zeros = dict.fromkeys(("unpriced_calls", "calls", "refused", "input_tokens", "output_tokens"), 0)
+    assert ada.get(f"leases/{lease['id']}").json()["llm"] == {"limit": "5.5", "spent": "0", **zeros}
+    create_call(lease, 1, cost=Decimal("0.0123"), input_tokens=10, output_tokens=1)
+    create_call(lease, 2, cost=Decimal("0.1"), outcome="cut", input_tokens=4)
     for number, outcome in enumerate(("ok", "failed", "lost", "refused"), start=3):
-        called(lease, number, outcome=outcome)
-    called(lease, 7, outcome="open", ended_at=None)
-    called(lease, 8, kind="relay")
+        create_call(lease, number, outcome=outcome)
+    create_call(lease, 7, outcome="open", ended_at=None)
+    create_call(lease, 8, kind="relay")
     assert ada.get(f"leases/{lease['id']}").json()["llm"] == {
         "limit": "5.5", "spent": "0.1123", "unpriced_calls": 3, "calls": 7, "refused": 1,
         "input_tokens": 14, "output_tokens": 1,

@@ -16,7 +16,7 @@ from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.providers.base import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.api.conftest import ADA, BOB, ApiClient
-from tests.api.test_bad_input import refused
+from tests.api.test_bad_input import assert_refused
 from tests.conftest import SimulatedCrash
 from tests.unit.leases.test_one_shot import assert_nothing_is_left, pack_tar, unpack_tar
 
@@ -31,7 +31,7 @@ def body(pool: Pool) -> Callable[..., dict[str, Any]]:
     return make
 
 
-def base64_of(**files: str) -> str:
+def encode_tar(**files: str) -> str:
     return base64.b64encode(pack_tar(**files).getvalue()).decode()
 
 
@@ -66,8 +66,8 @@ def test_a_sandbox_that_does_not_start_is_a_result(ada: ApiClient, body, pool, m
 
 
 def test_a_workspace_is_unpacked_and_returned(ada: ApiClient, body) -> None:
-    sent = body("sh", "-c", "cat a; echo new >b", workspace=base64_of(a="1"), return_workspace=True)
-    result = ada.post("runs", sent).json()
+    payload = body("sh", "-c", "cat a; echo new >b", workspace=encode_tar(a="1"), return_workspace=True)
+    result = ada.post("runs", payload).json()
     assert (result["outcome"], result["stdout"]) == ("ok", "1")
     assert unpack_tar(io.BytesIO(base64.b64decode(result["workspace"]))) == {"a": "1", "b": "new\n"}
 
@@ -79,14 +79,14 @@ def test_bytes_survive_in_base64(ada: ApiClient, body) -> None:
 
 
 def test_memory_type_and_environment_are_as_requested(ada: ApiClient, body) -> None:
-    asked = body("printenv", "WORD", env={"WORD": "s3cret"}, limits={"memory_mib": 64}, environment_type="coding")
-    result = ada.post("runs", asked).json()
+    payload = body("printenv", "WORD", env={"WORD": "s3cret"}, limits={"memory_mib": 64}, environment_type="coding")
+    result = ada.post("runs", payload).json()
     assert result["stdout"] == "s3cret\n"
     assert (Sandbox.objects.get().memory_mib, Lease.objects.get().environment_type_id) == (64, "coding")
     assert "s3cret" not in str(Run.objects.values("argv", "env_names", "note"))
 
 
-def a_device() -> str:
+def encode_device_tar() -> str:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
         device = tarfile.TarInfo("null")
@@ -103,8 +103,8 @@ def a_device() -> str:
         ({"env": {"LEASEHOLD_RUN": "x"}}, "env"), ({"cwd": "here"}, "cwd"), ({"pool": "no-such-pool"}, "pool"),
         ({"environment_type": "chess"}, "environment_type"), ({"return_workspace": "yes"}, "return_workspace"),
         ({"workspace": 5}, "workspace"), ({"workspace": "?"}, "workspace"), ({"workspace": ""}, "workspace"),
-        ({"workspace": "AAAA"}, "workspace"), ({"workspace": base64_of(**{"../out": "x"})}, "workspace"),
-        ({"workspace": base64_of(**{"/out": "x"})}, "workspace"), ({"workspace": a_device()}, "workspace"),
+        ({"workspace": "AAAA"}, "workspace"), ({"workspace": encode_tar(**{"../out": "x"})}, "workspace"),
+        ({"workspace": encode_tar(**{"/out": "x"})}, "workspace"), ({"workspace": encode_device_tar()}, "workspace"),
         ({"limits": 5}, "limits"),
         *[({"limits": {"timeout_seconds": value}}, "limits.timeout_seconds") for value in (0, -1, "60", True, 1.5, 3601)],
         *[({"limits": {"memory_mib": value}}, "limits.memory_mib") for value in (0, 15, -1, "64", True, 4097, 10**400)],
@@ -114,17 +114,17 @@ def a_device() -> str:
 def test_invalid_input_names_the_field_and_nothing_runs(
     ada: ApiClient, body, memory, fields: dict[str, Any], field: str
 ) -> None:
-    refused(ada, "POST", "runs", body(**fields), 400, field.partition(".")[0])
+    assert_refused(ada, "POST", "runs", body(**fields), 400, field.partition(".")[0])
     assert ada.post("runs", body(**fields)).json()["field"] == field
     assert memory.calls == []
 
 
 def test_a_body_that_is_too_large_is_refused(ada: ApiClient, body) -> None:
-    refused(ada, "POST", "runs", body(stdin="x" * (32 << 20)), 413)
+    assert_refused(ada, "POST", "runs", body(stdin="x" * (32 << 20)), 413)
 
 
 def test_a_key_runs_for_its_own_agents_only(ada: ApiClient, bob: ApiClient, operator: ApiClient, body) -> None:
-    refused(ada, "POST", "runs", body(agent_did=BOB), 403)
+    assert_refused(ada, "POST", "runs", body(agent_did=BOB), 403)
     result = bob.post("runs", body(agent_did=BOB)).json()
     assert ada.get(f"runs/{result['run_id']}").status_code == 404
     assert operator.get(f"runs/{result['run_id']}").json()["outcome"] == "ok"
@@ -186,7 +186,7 @@ def test_a_run_of_a_dead_process_is_not_repeated_and_can_be_read(
 def test_a_real_command_runs_on_the_process_provider(ada: ApiClient, body, pool: Pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(provider="process")
     script = 'cat a; echo "$WORD"; mkdir d; echo new >d/b; ls -A'
-    sent = body("sh", "-c", script, env={"WORD": "there"}, workspace=base64_of(a="1\n"), return_workspace=True)
-    result = ada.post("runs", sent).json()
+    payload = body("sh", "-c", script, env={"WORD": "there"}, workspace=encode_tar(a="1\n"), return_workspace=True)
+    result = ada.post("runs", payload).json()
     assert (result["outcome"], result["stdout"], result["cleaned_up"]) == ("ok", "1\nthere\n.home\na\nd\n", True)
     assert unpack_tar(io.BytesIO(base64.b64decode(result["workspace"]))) == {"a": "1\n", "d/b": "new\n"}

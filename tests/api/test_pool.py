@@ -11,7 +11,7 @@ from leases import sweeps
 from leases.models import LeaseEvent
 from sandboxes import eviction
 from sandboxes import pool as pools
-from sandboxes import sweeps as below
+from sandboxes import sweeps as sandbox_sweeps
 from sandboxes.models import Pool, Quota, Sandbox
 from sandboxes.providers.base import Rejected
 from tests.api.conftest import ADA, BOB, ApiClient
@@ -21,18 +21,18 @@ TRUE = {"argv": ["true"]}
 WRITE = {"argv": ["sh", "-c", "head -c 3000000 /dev/zero >big"]}
 
 
-def of(api: ApiClient, pool: Pool, query: str = "") -> dict[str, Any]:
+def get_pool(api: ApiClient, pool: Pool, query: str = "") -> dict[str, Any]:
     response = api.get(f"pool{query}")
     assert response.status_code == 200
-    return next(one for one in response.json()["pools"] if one["name"] == pool.name)
+    return next(row for row in response.json()["pools"] if row["name"] == pool.name)
 
 
-def change(pool: Pool, **fields: Any) -> None:
+def update_pool(pool: Pool, **fields: Any) -> None:
     Pool.objects.filter(pk=pool.pk).update(**fields)
 
 
 @pytest.fixture
-def used(ada: ApiClient, lease) -> dict[str, Any]:
+def used_lease(ada: ApiClient, lease) -> dict[str, Any]:
     """Lease of Ada with a waiting sandbox."""
     assert ada.post(f"leases/{lease['id']}/exec", TRUE).status_code == 200
     return lease
@@ -41,10 +41,10 @@ def used(ada: ApiClient, lease) -> dict[str, Any]:
 # --- GET /pool --------------------------------------------------------------------------------------------------------
 
 
-def test_an_agents_key_sees_capacity_and_its_own_quota_only(ada: ApiClient, used, pool: Pool) -> None:
+def test_an_agents_key_sees_capacity_and_its_own_quota_only(ada: ApiClient, used_lease, pool: Pool) -> None:
     Quota.objects.update_or_create(pool=pool, agent_did=ADA, defaults={"most": 3, "guaranteed": 1})
     Quota.objects.create(pool=pool, agent_did=BOB, most=9)
-    assert of(ada, pool) == {
+    assert get_pool(ada, pool) == {
         "name": pool.name, "max_capacity": 100, "used": 1, "draining": False,
         "quotas": [{"agent_did": ADA, "most": 3, "guaranteed": 1, "used": 1}],
     }  # fmt: skip
@@ -52,51 +52,51 @@ def test_an_agents_key_sees_capacity_and_its_own_quota_only(ada: ApiClient, used
 
 
 def test_an_agent_without_sandboxes_sees_its_quota(bob: ApiClient, pool: Pool, settings) -> None:
-    assert of(bob, pool)["quotas"] == [{"agent_did": BOB, "most": None, "guaranteed": 0, "used": 0}]
+    assert get_pool(bob, pool)["quotas"] == [{"agent_did": BOB, "most": None, "guaranteed": 0, "used": 0}]
     settings.MAX_SANDBOXES_PER_AGENT = 2
-    assert of(bob, pool)["quotas"][0]["most"] == 2
+    assert get_pool(bob, pool)["quotas"][0]["most"] == 2
 
 
-def test_an_operators_key_sees_all_statistics(operator: ApiClient, ada: ApiClient, used, pool: Pool) -> None:
-    url = f"leases/{used['id']}/exec"
+def test_an_operators_key_sees_all_statistics(operator: ApiClient, ada: ApiClient, used_lease, pool: Pool) -> None:
+    url = f"leases/{used_lease['id']}/exec"
     ada.post(url, TRUE)
-    eviction.evict(pools.find_by_holder(UUID(used["id"])).pk, now=timezone.now(), reason="test")
+    eviction.evict(pools.find_by_holder(UUID(used_lease["id"])).pk, now=timezone.now(), reason="test")
     ada.post(url, TRUE)
-    seen = of(operator, pool)
-    assert {name: number for name, number in seen.items() if number not in (0, None, "", [], False)} == {
+    stats = get_pool(operator, pool)
+    assert {name: number for name, number in stats.items() if number not in (0, None, "", [], False)} == {
         "name": pool.name, "max_capacity": 100, "used": 1, "total": 1, "waiting": 1, "resume_warm_hits": 1,
         "resume_cold_hits": 1, "resume_cold_local_hits": 1, "slept": 1,
-        "oldest_waiting_seconds": seen["oldest_waiting_seconds"],
+        "oldest_waiting_seconds": stats["oldest_waiting_seconds"],
     }  # fmt: skip
-    assert {"cold", "warming", "warm", "running", "resume_cold_cloud_hits", "pre_warm_hits", "evicted_waiting"} <= seen.keys()
+    assert {"cold", "warming", "warm", "running", "resume_cold_cloud_hits", "pre_warm_hits", "evicted_waiting"} <= stats.keys()
 
 
-def test_totals_are_returned_beside_the_pools(operator: ApiClient, used, pool: Pool) -> None:
+def test_totals_are_returned_beside_the_pools(operator: ApiClient, used_lease, pool: Pool) -> None:
     Pool.objects.create(name="other", provider="memory", capacity=7)
     response = operator.get("pool").json()
-    assert [one["name"] for one in response["pools"]] == sorted(one["name"] for one in response["pools"])
-    assert response["max_capacity"] == sum(one["max_capacity"] for one in response["pools"])
+    assert [row["name"] for row in response["pools"]] == sorted(row["name"] for row in response["pools"])
+    assert response["max_capacity"] == sum(row["max_capacity"] for row in response["pools"])
     assert (response["total"], response["waiting"]) == (1, 1)
 
 
-def test_quotas_are_filtered_by_agent(operator: ApiClient, issue, bob: ApiClient, used, pool: Pool) -> None:
-    assert of(operator, pool)["quotas"] == []
-    assert of(operator, pool, f"?agent_did={ADA}")["quotas"][0]["used"] == 1
+def test_quotas_are_filtered_by_agent(operator: ApiClient, issue, bob: ApiClient, used_lease, pool: Pool) -> None:
+    assert get_pool(operator, pool)["quotas"] == []
+    assert get_pool(operator, pool, f"?agent_did={ADA}")["quotas"][0]["used"] == 1
     both = issue(ADA, BOB)
-    assert [one["agent_did"] for one in of(both, pool)["quotas"]] == [ADA, BOB]
-    assert [one["agent_did"] for one in of(both, pool, f"?agent_did={BOB}")["quotas"]] == [BOB]
+    assert [row["agent_did"] for row in get_pool(both, pool)["quotas"]] == [ADA, BOB]
+    assert [row["agent_did"] for row in get_pool(both, pool, f"?agent_did={BOB}")["quotas"]] == [BOB]
     assert bob.get(f"pool?agent_did={ADA}").status_code == 403
-    response = operator.get("pool?agent_did=nobody")
+    response = operator.get("pool?agent_did=unknown")
     assert (response.status_code, response.json()["field"]) == (400, "agent_did")
 
 
 def test_paused_prewarming_is_shown_to_operators(operator: ApiClient, ada: ApiClient, pool: Pool, memory) -> None:
-    change(pool, warm_target=1)
+    update_pool(pool, warm_target=1)
     with memory.fail("create", Rejected("no such image"), times=99):
-        below.warm_pools(now=timezone.now())
-    seen = of(operator, pool)
-    assert seen["warm_paused_until"] and "no such image" in seen["warm_error"]
-    assert "warm_error" not in of(ada, pool)
+        sandbox_sweeps.warm_pools(now=timezone.now())
+    stats = get_pool(operator, pool)
+    assert stats["warm_paused_until"] and "no such image" in stats["warm_error"]
+    assert "warm_error" not in get_pool(ada, pool)
 
 
 def test_pools_need_a_key(pool: Pool) -> None:
@@ -106,39 +106,41 @@ def test_pools_need_a_key(pool: Pool) -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_over_quota_returns_the_limit_and_retry_after(ada: ApiClient, ask, used, pool: Pool) -> None:
+def test_over_quota_returns_the_limit_and_retry_after(ada: ApiClient, acquire_body, used_lease, pool: Pool) -> None:
     Quota.objects.filter(pool=pool, agent_did=ADA).update(most=1)
-    second = ada.post("leases", ask(environment_id="game-2")).json()
+    second = ada.post("leases", acquire_body(environment_id="game-2")).json()
     for response in (
         ada.post(f"leases/{second['id']}/exec", TRUE),
         ada.post(f"leases/{second['id']}/turns", {"turn_number": 1, "state": {}}),
         ada.put(f"leases/{second['id']}/files/f", b"x"),
         ada.delete(f"leases/{second['id']}/files/f"),
-        ada.post("environments/game-3/join", {k: v for k, v in ask().items() if k != "environment_id"}),
+        ada.post("environments/game-3/join", {k: v for k, v in acquire_body().items() if k != "environment_id"}),
     ):
         assert (response.status_code, response.json()["code"], response["Retry-After"]) == (429, "quota_exceeded", "30")
         assert response.json()["limit"] == 1
-    ada.post(f"leases/{used['id']}/release")
+    ada.post(f"leases/{used_lease['id']}/release")
     sweeps.reclaim(now=timezone.now())
     assert ada.post(f"leases/{second['id']}/exec", TRUE).status_code == 200
 
 
-def test_a_draining_pool_is_unavailable_with_retry_after(ada: ApiClient, ask, used, pool: Pool) -> None:
-    second = ada.post("leases", ask(environment_id="game-2")).json()
+def test_a_draining_pool_is_unavailable_with_retry_after(ada: ApiClient, acquire_body, used_lease, pool: Pool) -> None:
+    second = ada.post("leases", acquire_body(environment_id="game-2")).json()
     pools.set_draining(pool, draining=True)
     response = ada.post(f"leases/{second['id']}/exec", TRUE)
     assert (response.status_code, response.json()["code"], response["Retry-After"]) == (503, "pool_draining", "60")
-    assert of(ada, pool)["draining"]
-    assert ada.post(f"leases/{used['id']}/exec", TRUE).status_code == 200
+    assert get_pool(ada, pool)["draining"]
+    assert ada.post(f"leases/{used_lease['id']}/exec", TRUE).status_code == 200
 
 
-def test_a_pool_full_of_running_sandboxes_is_unavailable(ada: ApiClient, bob: ApiClient, ask, used, pool: Pool, memory) -> None:
-    change(pool, capacity=1)
-    other = bob.post("leases", ask(agent_did=BOB)).json()
-    answers = []
-    with memory.after("exec", lambda ref: answers.append(bob.post(f"leases/{other['id']}/exec", TRUE))):
-        ada.post(f"leases/{used['id']}/exec", TRUE)
-    response = answers[0]
+def test_a_pool_full_of_running_sandboxes_is_unavailable(
+    ada: ApiClient, bob: ApiClient, acquire_body, used_lease, pool: Pool, memory
+) -> None:
+    update_pool(pool, capacity=1)
+    other = bob.post("leases", acquire_body(agent_did=BOB)).json()
+    responses = []
+    with memory.after("exec", lambda ref: responses.append(bob.post(f"leases/{other['id']}/exec", TRUE))):
+        ada.post(f"leases/{used_lease['id']}/exec", TRUE)
+    response = responses[0]
     assert (response.status_code, response.json()["code"], response["Retry-After"]) == (503, "capacity_exhausted", "10")
     assert bob.post(f"leases/{other['id']}/exec", TRUE).status_code == 200
 
@@ -147,61 +149,61 @@ def test_a_pool_full_of_running_sandboxes_is_unavailable(ada: ApiClient, bob: Ap
 
 
 @pytest.fixture
-def too_large(ada: ApiClient, used, pool: Pool) -> str:
+def oversized_url(ada: ApiClient, used_lease, pool: Pool) -> str:
     """URL of Ada's lease, whose measured workspace exceeds the limit of its pool."""
-    change(pool, workspace_limit_mib=1)
-    assert ada.post(f"leases/{used['id']}/exec", WRITE).status_code == 200
+    update_pool(pool, workspace_limit_mib=1)
+    assert ada.post(f"leases/{used_lease['id']}/exec", WRITE).status_code == 200
     assert sweeps.measure_workspaces(now=timezone.now()).counts == {"over the limit": 1, "leases warned": 1}
-    return f"leases/{used['id']}"
+    return f"leases/{used_lease['id']}"
 
 
-def test_a_workspace_over_its_limit_refuses_exec_with_its_size(ada: ApiClient, too_large: str) -> None:
-    response = ada.post(f"{too_large}/exec", TRUE)
+def test_a_workspace_over_its_limit_refuses_exec_with_its_size(ada: ApiClient, oversized_url: str) -> None:
+    response = ada.post(f"{oversized_url}/exec", TRUE)
     problem = response.json()
     assert (response.status_code, problem["code"], problem["limit_bytes"]) == (409, "workspace_full", 1 << 20)
     assert problem["workspace_bytes"] >= 3_000_000
-    assert ada.post(f"{too_large}/turns", {"turn_number": 1, "state": {}}).json()["code"] == "workspace_full"
-    assert ada.delete(f"{too_large}/files/big").status_code == 204
-    assert ada.post(f"{too_large}/exec", TRUE).status_code == 200
+    assert ada.post(f"{oversized_url}/turns", {"turn_number": 1, "state": {}}).json()["code"] == "workspace_full"
+    assert ada.delete(f"{oversized_url}/files/big").status_code == 204
+    assert ada.post(f"{oversized_url}/exec", TRUE).status_code == 200
 
 
-def events(pool: Pool) -> list[LeaseEvent]:
+def list_events(pool: Pool) -> list[LeaseEvent]:
     return list(LeaseEvent.objects.filter(lease__pool=pool, kind=sweeps.WORKSPACE_OVER_LIMIT_EVENT))
 
 
-def test_a_lease_over_its_limit_is_warned_once_a_day(too_large: str, pool: Pool) -> None:
+def test_a_lease_over_its_limit_is_warned_once_a_day(oversized_url: str, pool: Pool) -> None:
     assert sweeps.measure_workspaces(now=timezone.now()).counts == {}
-    (event,) = events(pool)
+    (event,) = list_events(pool)
     assert (event.actor, event.reason) == ("sweep", "/workspace uses 2 MiB of 1 MiB.")
     LeaseEvent.objects.filter(pk=event.pk).update(at=event.at - timedelta(days=2))
     assert sweeps.measure_workspaces(now=timezone.now()).counts == {"leases warned": 1}
-    assert len(events(pool)) == 2
+    assert len(list_events(pool)) == 2
 
 
-def test_after_its_files_are_deleted_a_lease_is_not_warned(ada: ApiClient, too_large: str, pool: Pool) -> None:
-    ada.delete(f"{too_large}/files/big")
-    ada.post(f"{too_large}/exec", TRUE)
+def test_after_its_files_are_deleted_a_lease_is_not_warned(ada: ApiClient, oversized_url: str, pool: Pool) -> None:
+    ada.delete(f"{oversized_url}/files/big")
+    ada.post(f"{oversized_url}/exec", TRUE)
     LeaseEvent.objects.filter(kind=sweeps.WORKSPACE_OVER_LIMIT_EVENT).update(at=timezone.now() - timedelta(days=2))
     assert sweeps.measure_workspaces(now=timezone.now()).counts == {"measured": 1}
-    assert len(events(pool)) == 1
+    assert len(list_events(pool)) == 1
 
 
-def test_a_size_measured_on_sleep_is_warned_about(ada: ApiClient, used, pool: Pool) -> None:
-    change(pool, workspace_limit_mib=1)
-    ada.post(f"leases/{used['id']}/exec", WRITE)
+def test_a_size_measured_on_sleep_is_warned_about(ada: ApiClient, used_lease, pool: Pool) -> None:
+    update_pool(pool, workspace_limit_mib=1)
+    ada.post(f"leases/{used_lease['id']}/exec", WRITE)
     assert eviction.evict(Sandbox.objects.get(pool=pool).pk, now=timezone.now(), reason="test")
     assert sweeps.measure_workspaces(now=timezone.now()).counts == {"leases warned": 1}
 
 
-def test_a_lease_that_has_ended_is_not_warned(ada: ApiClient, used, pool: Pool) -> None:
-    change(pool, workspace_limit_mib=1)
+def test_a_lease_that_has_ended_is_not_warned(ada: ApiClient, used_lease, pool: Pool) -> None:
+    update_pool(pool, workspace_limit_mib=1)
     Sandbox.objects.filter(pool=pool).update(workspace_bytes=1 << 40, measured_at=timezone.now())
-    ada.post(f"leases/{used['id']}/release")
+    ada.post(f"leases/{used_lease['id']}/release")
     assert sweeps.measure_workspaces(now=timezone.now()).counts == {}
-    assert events(pool) == []
+    assert list_events(pool) == []
 
 
-def test_within_the_limit_no_lease_is_warned(used, pool: Pool) -> None:
-    change(pool, workspace_limit_mib=1 << 20)
+def test_within_the_limit_no_lease_is_warned(used_lease, pool: Pool) -> None:
+    update_pool(pool, workspace_limit_mib=1 << 20)
     assert sweeps.measure_workspaces(now=timezone.now()).counts == {"measured": 1}
-    assert events(pool) == []
+    assert list_events(pool) == []

@@ -6,6 +6,7 @@ import pytest
 from django.db import OperationalError
 
 from leases import leasing
+from leases.models import DID_DESCRIPTION
 from sandboxes.models import Run
 from tests.api.conftest import ApiClient
 
@@ -42,12 +43,14 @@ def test_unknown_urls_and_methods_are_problem_documents(ada: ApiClient, method: 
 
 
 @pytest.mark.usefixtures("debug")
-def test_an_unexpected_exception_shows_no_details(ada: ApiClient, ask, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_an_unexpected_exception_shows_no_details(
+    ada: ApiClient, acquire_body, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
     def bug(*args: object, **options: object) -> None:
         raise RuntimeError("the secret ingredient")
 
     monkeypatch.setattr(leasing, "acquire", bug)
-    response = ada.post("leases", ask())
+    response = ada.post("leases", acquire_body())
     assert (response.status_code, response.json()["code"]) == (500, "internal")
     assert "ingredient" not in response.content.decode()
     assert "Traceback" not in response.content.decode()
@@ -65,9 +68,14 @@ def test_a_database_that_does_not_answer_is_unavailable(ada: ApiClient, lease, m
     assert "locked" not in response.content.decode()
 
 
-def test_all_invalid_fields_are_named(ada: ApiClient, ask) -> None:
-    problem = ada.post("leases", ask(ttl_seconds=0, environment_id="a b", expiry_conditions=["ok", "not ok"])).json()
-    assert {each["field"] for each in problem["errors"]} == {"ttl_seconds", "environment_id", "expiry_conditions.1"}
+def test_all_invalid_fields_are_named(ada: ApiClient, acquire_body) -> None:
+    problem = ada.post("leases", acquire_body(ttl_seconds=0, environment_id="a b", expiry_conditions=["ok", "not ok"])).json()
+    assert {row["field"] for row in problem["errors"]} == {"ttl_seconds", "environment_id", "expiry_conditions.1"}
+
+
+def test_the_error_of_an_invalid_did_has_the_description_of_a_did(ada: ApiClient, acquire_body) -> None:
+    problem = ada.post("leases", acquire_body(agent_did="ada")).json()
+    assert problem["detail"].endswith(f"Not {DID_DESCRIPTION}.")
 
 
 def test_responses_have_security_headers_and_no_cookies(ada: ApiClient, lease) -> None:

@@ -22,46 +22,46 @@ WATCH = {"argv": ["sh", "-c", "echo Connected to relay; sleep 300"], "env": {"TO
 
 
 @pytest.fixture
-def at(lease: dict[str, Any]) -> str:
+def processes_url(lease: dict[str, Any]) -> str:
     return f"leases/{lease['id']}/processes"
 
 
-def test_a_process_is_started_listed_and_returned(ada: ApiClient, at: str) -> None:
-    started = ada.post(at, WATCH)
+def test_a_process_is_started_listed_and_returned(ada: ApiClient, processes_url: str) -> None:
+    started = ada.post(processes_url, WATCH)
     result = started.json()
     assert (started.status_code, result["state"], result["exit_code"], result["found"]) == (201, "running", None, None)
     assert (result["name"], result["argv"], result["env_names"]) == ("watcher", WATCH["argv"], ["TOKEN"])
-    shown = ada.get(f"{at}/{result['process_id']}").json()
+    shown = ada.get(f"{processes_url}/{result['process_id']}").json()
     assert shown == {name: value for name, value in result.items() if name != "found"}
-    assert ada.get(at).json() == {"results": [shown], "next": None}
-    assert "s3cret" not in str(ada.get(at).json())
+    assert ada.get(processes_url).json() == {"results": [shown], "next": None}
+    assert "s3cret" not in str(ada.get(processes_url).json())
 
 
-def test_start_waits_for_the_text(ada: ApiClient, at: str) -> None:
-    result = ada.post(at, WATCH | {"wait_for": "Connected to", "wait_seconds": 5}).json()
+def test_start_waits_for_the_text(ada: ApiClient, processes_url: str) -> None:
+    result = ada.post(processes_url, WATCH | {"wait_for": "Connected to", "wait_seconds": 5}).json()
     assert (result["found"], result["state"]) == (True, "running")
-    result = ada.post(at, {"argv": ["echo", "bye"], "wait_for": "Connected"}).json()
+    result = ada.post(processes_url, {"argv": ["echo", "bye"], "wait_for": "Connected"}).json()
     assert (result["found"], result["state"], result["exit_code"]) == (False, "exited", 0)
 
 
-def test_a_log_is_read_from_an_offset_and_waited_for(ada: ApiClient, at: str) -> None:
-    logs = f"{at}/{ada.post(at, WATCH).json()['process_id']}/logs"
+def test_a_log_is_read_from_an_offset_and_waited_for(ada: ApiClient, processes_url: str) -> None:
+    logs = f"{processes_url}/{ada.post(processes_url, WATCH).json()['process_id']}/logs"
     assert ada.get(logs).json() == {"content": "Connected to relay\n", "start": 0, "next": 19, "found": None}
     assert ada.get(f"{logs}?start=10&length=2").json() == {"content": "to", "start": 10, "next": 12, "found": None}
     assert ada.get(f"{logs}?wait_for={quote('to relay')}").json()["found"] is True
     assert ada.get(f"{logs}?start=19&wait_for=relay&wait_seconds=1").json()["found"] is False
 
 
-def test_bytes_survive_in_base64(ada: ApiClient, at: str) -> None:
-    started = ada.post(at, {"argv": ["printf", r"a\377b"]}).json()
-    logs = f"{at}/{started['process_id']}/logs"
+def test_bytes_survive_in_base64(ada: ApiClient, processes_url: str) -> None:
+    started = ada.post(processes_url, {"argv": ["printf", r"a\377b"]}).json()
+    logs = f"{processes_url}/{started['process_id']}/logs"
     assert base64.b64decode(ada.get(f"{logs}?encoding=base64").json()["content"]) == b"a\xffb"
     assert ada.get(logs).json()["content"] == "a\N{REPLACEMENT CHARACTER}b"
 
 
-def test_a_log_shows_that_output_was_dropped(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
+def test_a_log_shows_that_output_was_dropped(ada: ApiClient, processes_url: str, memory: MemoryProvider) -> None:
     memory.programs["babble"] = lambda call: ProgramResult(stdout=b"x" * (3 << 20))
-    logs = f"{at}/{ada.post(at, {'argv': ['babble']}).json()['process_id']}/logs"
+    logs = f"{processes_url}/{ada.post(processes_url, {'argv': ['babble']}).json()['process_id']}/logs"
     result = ada.get(f"{logs}?length=10").json()
     assert (result["start"], result["next"], len(result["content"])) == (2 << 20, (2 << 20) + 10, 10)
 
@@ -74,113 +74,131 @@ def test_a_log_shows_that_output_was_dropped(ada: ApiClient, at: str, memory: Me
         (f"wait_for={'x' * 1001}", "wait_for"),
     ],
 )  # fmt: skip
-def test_invalid_log_parameters_are_named(ada: ApiClient, at: str, query: str, field: str) -> None:
-    response = ada.get(f"{at}/{ada.post(at, WATCH).json()['process_id']}/logs?{query}")
+def test_invalid_log_parameters_are_named(ada: ApiClient, processes_url: str, query: str, field: str) -> None:
+    response = ada.get(f"{processes_url}/{ada.post(processes_url, WATCH).json()['process_id']}/logs?{query}")
     assert (response.status_code, response.json()["field"]) == (400, field)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "field"),
+    ("fields", "field"),
     [
         ({"argv": []}, "argv"), ({"cwd": "relative"}, "cwd"), ({"env": {"LEASEHOLD_RUN": "x"}}, "env"),
         ({"name": "x" * 101}, "name"), ({"wait_seconds": 0}, "wait_seconds"), ({"wait_seconds": 301}, "wait_seconds"),
         ({"wait_for": "x" * 1001}, "wait_for"), ({"wait_for": ["x"]}, "wait_for"),
     ],
 )  # fmt: skip
-def test_invalid_start_fields_are_named_and_nothing_is_started(ada: ApiClient, at: str, wrong: dict, field: str) -> None:
-    response = ada.post(at, WATCH | wrong)
+def test_invalid_start_fields_are_named_and_nothing_is_started(
+    ada: ApiClient, processes_url: str, fields: dict, field: str
+) -> None:
+    response = ada.post(processes_url, WATCH | fields)
     assert (response.status_code, response.json()["field"]) == (400, field)
     assert not Sandbox.objects.exists()
 
 
-def test_kill_returns_the_process_and_is_idempotent(ada: ApiClient, at: str) -> None:
-    one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
+def test_kill_returns_the_process_and_is_idempotent(ada: ApiClient, processes_url: str) -> None:
+    process_url = f"{processes_url}/{ada.post(processes_url, WATCH).json()['process_id']}"
     for _ in range(2):
-        killed = ada.delete(one)
+        killed = ada.delete(process_url)
         assert (killed.status_code, killed.json()["state"], killed.json()["exit_code"]) == (200, "killed", 137)
-    assert ada.get(f"{one}/logs").json()["content"] == "Connected to relay\n"
+    assert ada.get(f"{process_url}/logs").json()["content"] == "Connected to relay\n"
 
 
-def test_another_agents_processes_are_not_found(ada: ApiClient, bob: ApiClient, at: str) -> None:
-    one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
-    answers = [bob.get(at), bob.post(at, WATCH), bob.get(one), bob.get(f"{one}/logs"), bob.delete(one)]
-    assert {response.status_code for response in answers} == {404}
-    assert ada.get(one).json()["state"] == "running"
+def test_another_agents_processes_are_not_found(ada: ApiClient, bob: ApiClient, processes_url: str) -> None:
+    process_url = f"{processes_url}/{ada.post(processes_url, WATCH).json()['process_id']}"
+    responses = [
+        bob.get(processes_url),
+        bob.post(processes_url, WATCH),
+        bob.get(process_url),
+        bob.get(f"{process_url}/logs"),
+        bob.delete(process_url),
+    ]
+    assert {response.status_code for response in responses} == {404}
+    assert ada.get(process_url).json()["state"] == "running"
     assert Process.objects.count() == 1
 
 
-def test_another_leases_process_is_not_found_in_this_one(ada: ApiClient, at: str, ask) -> None:
-    other = ada.post("leases", ask(environment_id="game-2")).json()["id"]
-    theirs = ada.post(f"leases/{other}/processes", WATCH).json()["process_id"]
-    for response in (ada.get(f"{at}/{theirs}"), ada.get(f"{at}/{theirs}/logs"), ada.delete(f"{at}/{theirs}")):
+def test_another_leases_process_is_not_found_in_this_one(ada: ApiClient, processes_url: str, acquire_body) -> None:
+    other = ada.post("leases", acquire_body(environment_id="game-2")).json()["id"]
+    other_process = ada.post(f"leases/{other}/processes", WATCH).json()["process_id"]
+    for response in (
+        ada.get(f"{processes_url}/{other_process}"),
+        ada.get(f"{processes_url}/{other_process}/logs"),
+        ada.delete(f"{processes_url}/{other_process}"),
+    ):
         assert response.status_code == 404
-    assert ada.get(f"{at}/{uuid.uuid4()}").status_code == 404
+    assert ada.get(f"{processes_url}/{uuid.uuid4()}").status_code == 404
 
 
-def test_the_number_of_processes_is_limited(ada: ApiClient, at: str) -> None:
+def test_the_number_of_processes_is_limited(ada: ApiClient, processes_url: str) -> None:
     for _ in range(MAX_PROCESSES):
-        assert ada.post(at, WATCH).status_code == 201
-    refused = ada.post(at, WATCH, idempotency_key="one-more")
+        assert ada.post(processes_url, WATCH).status_code == 201
+    refused = ada.post(processes_url, WATCH, idempotency_key="one-more")
     assert (refused.status_code, refused.json()["code"]) == (409, "too_many_processes")
     assert not IdempotentRequest.objects.exists()
-    ada.delete(f"{at}/{ada.get(at).json()['results'][0]['process_id']}")
-    assert ada.post(at, WATCH, idempotency_key="one-more").status_code == 201
+    ada.delete(f"{processes_url}/{ada.get(processes_url).json()['results'][0]['process_id']}")
+    assert ada.post(processes_url, WATCH, idempotency_key="one-more").status_code == 201
 
 
-def test_a_repeated_idempotency_key_starts_one_process(ada: ApiClient, at: str) -> None:
-    first, second = (ada.post(at, WATCH, idempotency_key="k1") for _ in range(2))
+def test_a_repeated_idempotency_key_starts_one_process(ada: ApiClient, processes_url: str) -> None:
+    first, second = (ada.post(processes_url, WATCH, idempotency_key="k1") for _ in range(2))
     assert first.json() == second.json()
     assert second["Idempotent-Replayed"] == "true"
     assert Process.objects.count() == 1
 
 
-def test_an_interrupted_start_is_not_repeated_and_names_the_process(ada: ApiClient, at: str, at_checkpoint) -> None:
+def test_an_interrupted_start_is_not_repeated_and_names_the_process(ada: ApiClient, processes_url: str, at_checkpoint) -> None:
     def die() -> None:
         raise SimulatedCrash
 
     at_checkpoint("process started", die)
     with pytest.raises(SimulatedCrash):
-        ada.post(at, WATCH, idempotency_key="k1")
+        ada.post(processes_url, WATCH, idempotency_key="k1")
     IdempotentRequest.objects.update(deadline_at=Lease.objects.get().leased_at)
-    response = ada.post(at, WATCH, idempotency_key="k1")
+    response = ada.post(processes_url, WATCH, idempotency_key="k1")
     assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
-    assert ada.get(f"{at}/{response.json()['run_id']}").json()["argv"] == WATCH["argv"]
+    assert ada.get(f"{processes_url}/{response.json()['run_id']}").json()["argv"] == WATCH["argv"]
 
 
-def test_a_provider_that_does_not_answer_is_unavailable(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
-    one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
+def test_a_provider_that_does_not_answer_is_unavailable(ada: ApiClient, processes_url: str, memory: MemoryProvider) -> None:
+    process_url = f"{processes_url}/{ada.post(processes_url, WATCH).json()['process_id']}"
     for verb in ("start", "processes", "log", "kill"):
         memory.fail(verb, Unavailable("engine down"))
-    asked = [ada.get(at), ada.get(one), ada.get(f"{one}/logs"), ada.delete(one), ada.post(at, WATCH)]
-    assert {(response.status_code, response.json()["code"]) for response in asked} == {(503, "provider_unavailable")}
-    assert Run.objects.get(pk=asked[-1].json()["run_id"]).outcome == "error"
+    responses = [
+        ada.get(processes_url),
+        ada.get(process_url),
+        ada.get(f"{process_url}/logs"),
+        ada.delete(process_url),
+        ada.post(processes_url, WATCH),
+    ]
+    assert {(response.status_code, response.json()["code"]) for response in responses} == {(503, "provider_unavailable")}
+    assert Run.objects.get(pk=responses[-1].json()["run_id"]).outcome == "error"
 
 
-def test_sleep_ends_the_process_and_drops_its_output(ada: ApiClient, at: str) -> None:
-    one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
+def test_sleep_ends_the_process_and_drops_its_output(ada: ApiClient, processes_url: str) -> None:
+    process_url = f"{processes_url}/{ada.post(processes_url, WATCH).json()['process_id']}"
     sweeps.evict_idle(now=Sandbox.objects.get().idle_at + MINUTE)
-    assert ada.get(one).json()["state"] == "gone"
-    response = ada.get(f"{one}/logs")
+    assert ada.get(process_url).json()["state"] == "gone"
+    response = ada.get(f"{process_url}/logs")
     assert (response.status_code, response.json()["code"]) == (404, "output_gone")
-    assert ada.delete(one).json()["state"] == "gone"
+    assert ada.delete(process_url).json()["state"] == "gone"
     assert Sandbox.objects.get().state == "cold"
 
 
-def test_processes_are_listed_after_the_lease_has_ended(ada: ApiClient, at: str, lease, now) -> None:
-    one = f"{at}/{ada.post(at, WATCH).json()['process_id']}"
+def test_processes_are_listed_after_the_lease_has_ended(ada: ApiClient, processes_url: str, lease, now) -> None:
+    process_url = f"{processes_url}/{ada.post(processes_url, WATCH).json()['process_id']}"
     leasing.release(uuid.UUID(lease["id"]), now=now)
-    assert ada.get(one).json()["state"] == "gone"
-    assert [each["state"] for each in ada.get(at).json()["results"]] == ["gone"]
-    for response in (ada.get(f"{one}/logs"), ada.delete(one), ada.post(at, WATCH)):
+    assert ada.get(process_url).json()["state"] == "gone"
+    assert [row["state"] for row in ada.get(processes_url).json()["results"]] == ["gone"]
+    for response in (ada.get(f"{process_url}/logs"), ada.delete(process_url), ada.post(processes_url, WATCH)):
         assert (response.status_code, response.json()["code"]) == (410, "lease_ended")
 
 
-def test_a_real_process_is_started_read_and_killed(ada: ApiClient, ask, pool: Pool) -> None:
+def test_a_real_process_is_started_read_and_killed(ada: ApiClient, acquire_body, pool: Pool) -> None:
     Pool.objects.filter(pk=pool.pk).update(provider="process")
-    at = f"leases/{ada.post('environments/real/join', ask()).json()['id']}/processes"
+    processes_url = f"leases/{ada.post('environments/real/join', acquire_body()).json()['id']}/processes"
     script = 'echo "$WORD"; pwd; exec sleep 300'
-    result = ada.post(at, {"argv": ["sh", "-c", script], "env": {"WORD": "ready"}, "wait_for": "ready"}).json()
+    result = ada.post(processes_url, {"argv": ["sh", "-c", script], "env": {"WORD": "ready"}, "wait_for": "ready"}).json()
     assert (result["found"], result["state"]) == (True, "running")
-    one = f"{at}/{result['process_id']}"
-    assert ada.get(f"{one}/logs?wait_for=workspace").json()["found"] is True
-    assert ada.delete(one).json()["state"] == "killed"
+    process_url = f"{processes_url}/{result['process_id']}"
+    assert ada.get(f"{process_url}/logs?wait_for=workspace").json()["found"] is True
+    assert ada.delete(process_url).json()["state"] == "killed"

@@ -11,13 +11,13 @@ from django.test import Client
 
 from tests.api.conftest import OPENAPI, load_openapi
 
-AGAIN = "manage.py spectacular --file controlplane/openapi.yaml"
+REGENERATE_COMMAND = "manage.py spectacular --file controlplane/openapi.yaml"
 
 
 def test_the_committed_document_is_up_to_date(tmp_path) -> None:
     fresh = tmp_path / "openapi.yaml"
     call_command("spectacular", "--validate", "--fail-on-warn", "--file", str(fresh))
-    assert fresh.read_text() == OPENAPI.read_text(), AGAIN
+    assert fresh.read_text() == OPENAPI.read_text(), REGENERATE_COMMAND
 
 
 def operations() -> list[tuple[str, dict[str, Any]]]:
@@ -35,9 +35,9 @@ def test_every_operation_documents_authentication_and_errors(name: str, operatio
     assert failures.keys() >= {"400", "401", "500"}
     problem = {"schema": {"$ref": "#/components/schemas/Problem"}}
     assert all(content == {"application/problem+json": problem} for content in failures.values())
-    headers = [each["name"] for each in operation.get("parameters", []) if each["in"] == "header"]
-    stores_its_answer = name.startswith("post") and not name.endswith("/service-token")  # a token is stored nowhere
-    assert headers == (["Idempotency-Key"] if stores_its_answer else [])
+    headers = [row["name"] for row in operation.get("parameters", []) if row["in"] == "header"]
+    stores_its_response = name.startswith("post") and not name.endswith("/service-token")  # tokens are not stored
+    assert headers == (["Idempotency-Key"] if stores_its_response else [])
 
 
 def test_the_key_is_a_bearer_token() -> None:
@@ -60,6 +60,6 @@ def test_the_docs_page_loads_only_from_this_server() -> None:
     assert loaded
     assert all(url.startswith("/") and not url.startswith("//") for url in loaded)
     assert all(finders.find(url.removeprefix("/static/")) for url in loaded if url.startswith("/static/"))
-    assert not re.search(r"<script(?![^>]*src=)", html)  # the policy forbids inline ones
+    assert not re.search(r"<script(?![^>]*src=)", html)  # the policy forbids inline scripts
     assert '"validatorUrl": null' in script
     assert "https://" not in script

@@ -38,7 +38,7 @@ def test_a_token_lives_for_a_minute_by_default(ada: ApiClient, lease) -> None:
         assert claims["exp"] - claims["iat"] == 60
 
 
-def refused(api: ApiClient, lease: dict[str, Any], status: int, code: str, body: Any = ASK) -> dict[str, Any]:
+def assert_refused(api: ApiClient, lease: dict[str, Any], status: int, code: str, body: Any = ASK) -> dict[str, Any]:
     response = api.post(f"leases/{lease['id']}/service-token", body)
     payload: dict[str, Any] = response.json()
     assert (response.status_code, payload["code"]) == (status, code)
@@ -49,33 +49,33 @@ def refused(api: ApiClient, lease: dict[str, Any], status: int, code: str, body:
 def test_an_ended_lease_gets_no_token(ada: ApiClient, lease) -> None:
     signing.create_key(ADA, now=NOW)
     ada.post(f"leases/{lease['id']}/release")
-    assert refused(ada, lease, 410, "lease_ended")["end_reason"] == "released"
+    assert assert_refused(ada, lease, 410, "lease_ended")["end_reason"] == "released"
 
 
 def test_an_elapsed_lease_gets_no_token_before_any_sweep(ada: ApiClient, lease) -> None:
     signing.create_key(ADA, now=NOW)
     expire_lease(lease["id"])
-    assert refused(ada, lease, 410, "lease_ended")["end_reason"] == "ttl"
+    assert assert_refused(ada, lease, 410, "lease_ended")["end_reason"] == "ttl"
 
 
 def test_another_keys_lease_is_not_found(bob: ApiClient, lease) -> None:
     signing.create_key(ADA, now=NOW)
     signing.create_key(BOB, now=NOW)
-    refused(bob, lease, 404, "not_found")
+    assert_refused(bob, lease, 404, "not_found")
 
 
 def test_a_missing_or_revoked_signing_key_is_a_conflict(ada: ApiClient, lease) -> None:
-    refused(ada, lease, 409, "no_signing_key")
+    assert_refused(ada, lease, 409, "no_signing_key")
     signing.create_key(ADA, now=NOW)
     signing.revoke_active_key(ADA, now=NOW)
-    refused(ada, lease, 409, "signing_key_revoked")
+    assert_refused(ada, lease, 409, "signing_key_revoked")
 
 
 def test_a_signing_key_that_cannot_be_decrypted_is_unavailable(ada: ApiClient, lease, settings) -> None:
     settings.IDENTITY_KEYS = [b"1" * 32]
     signing.create_key(ADA, now=NOW)
     settings.IDENTITY_KEYS = [b"2" * 32]
-    assert "LEASEHOLD_IDENTITY_KEYS" in refused(ada, lease, 503, "signing_key_unopened")["detail"]
+    assert "LEASEHOLD_IDENTITY_KEYS" in assert_refused(ada, lease, 503, "signing_key_unopened")["detail"]
 
 
 BAD = {
@@ -95,13 +95,14 @@ BAD = {
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD.items() for value in values])
 def test_invalid_input_names_the_field(ada: ApiClient, lease, field: str, value: Any) -> None:
     signing.create_key(ADA, now=NOW)
-    assert refused(ada, lease, 400, "invalid", {**ASK, field: value})["field"] == field
+    assert assert_refused(ada, lease, 400, "invalid", {**ASK, field: value})["field"] == field
 
 
 @pytest.mark.parametrize("field", ["aud", "lxm"])
 def test_audience_and_method_are_required(ada: ApiClient, lease, field: str) -> None:
     assert (
-        refused(ada, lease, 400, "invalid", {name: payload for name, payload in ASK.items() if name != field})["field"] == field
+        assert_refused(ada, lease, 400, "invalid", {name: payload for name, payload in ASK.items() if name != field})["field"]
+        == field
     )
 
 

@@ -9,55 +9,55 @@ from leases.models import AgentKey, Lease
 from sandboxes.models import Run, Sandbox, Snapshot
 from sandboxes.providers.memory import MemoryProvider
 from tests.api.conftest import ADA, BOB, ApiClient, expire_lease
-from tests.api.test_bad_input import refused
+from tests.api.test_bad_input import assert_refused
 
 pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture
-def at(ada: ApiClient, lease) -> str:
-    """Lease with one file in its workspace."""
-    there = f"leases/{lease['id']}"
-    assert ada.put(f"{there}/files/f", b"one").status_code == 204
-    return there
+def lease_url(ada: ApiClient, lease) -> str:
+    """URL of a lease with one file in its workspace."""
+    url = f"leases/{lease['id']}"
+    assert ada.put(f"{url}/files/f", b"one").status_code == 204
+    return url
 
 
-def test_a_snapshot_is_taken_listed_and_restored(ada: ApiClient, at: str) -> None:
-    taken = ada.post(f"{at}/snapshots", {"name": "before"})
+def test_a_snapshot_is_taken_listed_and_restored(ada: ApiClient, lease_url: str) -> None:
+    taken = ada.post(f"{lease_url}/snapshots", {"name": "before"})
     assert (taken.status_code, taken.json()["name"], taken.json()["kind"]) == (201, "before", "asked")
-    ada.put(f"{at}/files/f", b"two")
-    restored = ada.post(f"{at}/restore", {"snapshot_id": taken.json()["id"]})
+    ada.put(f"{lease_url}/files/f", b"two")
+    restored = ada.post(f"{lease_url}/restore", {"snapshot_id": taken.json()["id"]})
     assert (restored.status_code, restored.json()["kind"]) == (200, "restored")
-    assert ada.get(f"{at}/files/f").content == b"one"
-    assert ada.post(f"{at}/exec", {"argv": ["cat", "f"]}).json()["stdout"] == "one"
-    listed = ada.get(f"{at}/snapshots").json()["results"]
-    assert [each["kind"] for each in listed] == ["restored", "sleep", "asked"]
+    assert ada.get(f"{lease_url}/files/f").content == b"one"
+    assert ada.post(f"{lease_url}/exec", {"argv": ["cat", "f"]}).json()["stdout"] == "one"
+    listed = ada.get(f"{lease_url}/snapshots").json()["results"]
+    assert [row["kind"] for row in listed] == ["restored", "sleep", "asked"]
     assert listed[0] == restored.json()
 
 
-def test_the_name_of_a_snapshot_is_optional(ada: ApiClient, at: str) -> None:
-    assert ada.post(f"{at}/snapshots").json()["name"] == ""
-    assert ada.post(f"{at}/snapshots", {}).status_code == 201
+def test_the_name_of_a_snapshot_is_optional(ada: ApiClient, lease_url: str) -> None:
+    assert ada.post(f"{lease_url}/snapshots").json()["name"] == ""
+    assert ada.post(f"{lease_url}/snapshots", {}).status_code == 201
 
 
-def test_snapshots_are_listed_a_page_at_a_time_and_after_the_end(ada: ApiClient, at: str, lease) -> None:
+def test_snapshots_are_listed_a_page_at_a_time_and_after_the_end(ada: ApiClient, lease_url: str, lease) -> None:
     for name in ("a", "b"):
-        ada.post(f"{at}/snapshots", {"name": name})
+        ada.post(f"{lease_url}/snapshots", {"name": name})
     expire_lease(lease["id"])
-    first = ada.get(f"{at}/snapshots?limit=1").json()
+    first = ada.get(f"{lease_url}/snapshots?limit=1").json()
     second = ada.get(first["next"]).json()
     assert [first["results"][0]["name"], second["results"][0]["name"], second["next"]] == ["b", "a", None]
 
 
-def test_a_repeated_request_takes_one_snapshot(ada: ApiClient, at: str) -> None:
-    first = ada.post(f"{at}/snapshots", {"name": "a"}, idempotency_key="k1")
-    again = ada.post(f"{at}/snapshots", {"name": "a"}, idempotency_key="k1")
+def test_a_repeated_request_takes_one_snapshot(ada: ApiClient, lease_url: str) -> None:
+    first = ada.post(f"{lease_url}/snapshots", {"name": "a"}, idempotency_key="k1")
+    again = ada.post(f"{lease_url}/snapshots", {"name": "a"}, idempotency_key="k1")
     assert (again.json(), again["Idempotent-Replayed"], Snapshot.objects.count()) == (first.json(), "true", 1)
-    ada.put(f"{at}/files/f", b"two")
-    ada.post(f"{at}/restore", {"snapshot_id": first.json()["id"]}, idempotency_key="k2")
-    ada.put(f"{at}/files/f", b"three")
-    ada.post(f"{at}/restore", {"snapshot_id": first.json()["id"]}, idempotency_key="k2")
-    assert ada.get(f"{at}/files/f").content == b"three"
+    ada.put(f"{lease_url}/files/f", b"two")
+    ada.post(f"{lease_url}/restore", {"snapshot_id": first.json()["id"]}, idempotency_key="k2")
+    ada.put(f"{lease_url}/files/f", b"three")
+    ada.post(f"{lease_url}/restore", {"snapshot_id": first.json()["id"]}, idempotency_key="k2")
+    assert ada.get(f"{lease_url}/files/f").content == b"three"
 
 
 def test_an_unused_lease_has_nothing_to_snapshot(ada: ApiClient, lease) -> None:
@@ -66,60 +66,60 @@ def test_an_unused_lease_has_nothing_to_snapshot(ada: ApiClient, lease) -> None:
     assert not Sandbox.objects.exists()
 
 
-def test_a_restore_while_something_runs_is_busy(ada: ApiClient, at: str, memory: MemoryProvider) -> None:
-    pk = ada.post(f"{at}/snapshots").json()["id"]
-    answers: list[Any] = []
-    memory.before("exec", lambda ref: answers.append(ada.post(f"{at}/restore", {"snapshot_id": pk})))
-    ada.post(f"{at}/exec", {"argv": ["true"]})
-    (response,) = answers
+def test_a_restore_while_something_runs_is_busy(ada: ApiClient, lease_url: str, memory: MemoryProvider) -> None:
+    pk = ada.post(f"{lease_url}/snapshots").json()["id"]
+    responses: list[Any] = []
+    memory.before("exec", lambda ref: responses.append(ada.post(f"{lease_url}/restore", {"snapshot_id": pk})))
+    ada.post(f"{lease_url}/exec", {"argv": ["true"]})
+    (response,) = responses
     assert (response.status_code, response.json()["code"]) == (409, "busy")
 
 
 # --- forks --------------------------------------------------------------------------------------------------------
 
 
-def test_a_fork_is_a_lease_with_the_same_files(ada: ApiClient, at: str, lease) -> None:
-    response = ada.post(f"{at}/fork", {"environment_id": "fork-1", "ttl_seconds": 600, "sleep_after": "30s"})
+def test_a_fork_is_a_lease_with_the_same_files(ada: ApiClient, lease_url: str, lease) -> None:
+    response = ada.post(f"{lease_url}/fork", {"environment_id": "fork-1", "ttl_seconds": 600, "sleep_after": "30s"})
     fork = response.json()
     assert (response.status_code, fork["is_new"], fork["agent_did"], fork["environment_type"]) == (201, True, ADA, "catan")
     assert (fork["ttl_seconds"], fork["sleep_after"], fork["sandbox"]) == (600, 30, None)
     assert ada.post(f"leases/{fork['id']}/exec", {"argv": ["cat", "f"]}).json()["stdout"] == "one"
     assert Lease.objects.get(pk=fork["id"]).pool == Lease.objects.get(pk=lease["id"]).pool
-    again = ada.post(f"{at}/fork", {"environment_id": "fork-1"})
+    again = ada.post(f"{lease_url}/fork", {"environment_id": "fork-1"})
     assert (again.status_code, again.json()["id"], again.json()["is_new"]) == (200, fork["id"], False)
 
 
-def test_a_fork_may_be_of_another_type(ada: ApiClient, at: str, pool) -> None:
-    fork = ada.post(f"{at}/fork", {"environment_id": "fork-1", "environment_type": "rpg", "pool": pool.name}).json()
+def test_a_fork_may_be_of_another_type(ada: ApiClient, lease_url: str, pool) -> None:
+    fork = ada.post(f"{lease_url}/fork", {"environment_id": "fork-1", "environment_type": "rpg", "pool": pool.name}).json()
     assert fork["environment_type"] == "rpg"
 
 
-def test_a_fork_from_a_named_snapshot_of_an_ended_lease(ada: ApiClient, at: str, lease) -> None:
-    pk = ada.post(f"{at}/snapshots").json()["id"]
-    ada.put(f"{at}/files/f", b"two")
+def test_a_fork_from_a_named_snapshot_of_an_ended_lease(ada: ApiClient, lease_url: str, lease) -> None:
+    pk = ada.post(f"{lease_url}/snapshots").json()["id"]
+    ada.put(f"{lease_url}/files/f", b"two")
     expire_lease(lease["id"])
-    response = ada.post(f"{at}/fork", {"environment_id": "game-1", "snapshot_id": pk})
+    response = ada.post(f"{lease_url}/fork", {"environment_id": "game-1", "snapshot_id": pk})
     assert response.status_code == 201
     assert ada.get(f"leases/{response.json()['id']}/files/f").content == b"one"
 
 
-def test_a_fork_into_a_held_environment_is_a_conflict(ada: ApiClient, at: str, ask) -> None:
-    ada.post("leases", ask(environment_id="fork-1"))
-    response = ada.post(f"{at}/fork", {"environment_id": "fork-1"})
+def test_a_fork_into_a_held_environment_is_a_conflict(ada: ApiClient, lease_url: str, acquire_body) -> None:
+    ada.post("leases", acquire_body(environment_id="fork-1"))
+    response = ada.post(f"{lease_url}/fork", {"environment_id": "fork-1"})
     assert (response.status_code, response.json()["field"]) == (409, "environment_id")
-    assert ada.post(f"{at}/fork", {"environment_id": "game-1"}).status_code == 409
+    assert ada.post(f"{lease_url}/fork", {"environment_id": "game-1"}).status_code == 409
 
 
-def test_a_fork_for_another_agent_needs_a_key_of_both(ada: ApiClient, bob: ApiClient, issue, at: str) -> None:
+def test_a_fork_for_another_agent_needs_a_key_of_both(ada: ApiClient, bob: ApiClient, issue, lease_url: str) -> None:
     result = {"environment_id": "fork-1", "agent_did": BOB}
-    assert ada.post(f"{at}/fork", result).status_code == 403
-    assert bob.post(f"{at}/fork", result).status_code == 404
-    assert issue(ADA, BOB).post(f"{at}/fork", result).json()["agent_did"] == BOB
+    assert ada.post(f"{lease_url}/fork", result).status_code == 403
+    assert bob.post(f"{lease_url}/fork", result).status_code == 404
+    assert issue(ADA, BOB).post(f"{lease_url}/fork", result).json()["agent_did"] == BOB
 
 
-def test_a_fork_counts_as_a_new_lease(ada: ApiClient, at: str) -> None:
+def test_a_fork_counts_as_a_new_lease(ada: ApiClient, lease_url: str) -> None:
     AgentKey.objects.update(tokens=-1000)
-    assert ada.post(f"{at}/fork", {"environment_id": "fork-1"}).status_code == 429
+    assert ada.post(f"{lease_url}/fork", {"environment_id": "fork-1"}).status_code == 429
     assert (Lease.objects.count(), Snapshot.objects.filter(kind="forked").count()) == (1, 0)
 
 
@@ -127,24 +127,24 @@ def test_a_fork_counts_as_a_new_lease(ada: ApiClient, at: str) -> None:
 
 
 @pytest.mark.parametrize("name", [5, None, [], "x" * 101, "a\0b"])
-def test_invalid_snapshot_names_are_rejected(ada: ApiClient, at: str, name: Any) -> None:
-    refused(ada, "POST", f"{at}/snapshots", {"name": name}, 400, "name")
+def test_invalid_snapshot_names_are_rejected(ada: ApiClient, lease_url: str, name: Any) -> None:
+    assert_refused(ada, "POST", f"{lease_url}/snapshots", {"name": name}, 400, "name")
 
 
 @pytest.mark.parametrize("pk", [5, None, "", "x", [], {}, True, "0" * 31])
-def test_invalid_snapshot_ids_are_rejected(ada: ApiClient, at: str, pk: Any) -> None:
-    refused(ada, "POST", f"{at}/restore", {"snapshot_id": pk}, 400, "snapshot_id")
+def test_invalid_snapshot_ids_are_rejected(ada: ApiClient, lease_url: str, pk: Any) -> None:
+    assert_refused(ada, "POST", f"{lease_url}/restore", {"snapshot_id": pk}, 400, "snapshot_id")
     if pk is not None:
-        refused(ada, "POST", f"{at}/fork", {"environment_id": "fork-1", "snapshot_id": pk}, 400, "snapshot_id")
+        assert_refused(ada, "POST", f"{lease_url}/fork", {"environment_id": "fork-1", "snapshot_id": pk}, 400, "snapshot_id")
 
 
-def test_unknown_snapshots_are_not_found(ada: ApiClient, bob: ApiClient, at: str, ask) -> None:
-    other = bob.post("leases", ask(agent_did=BOB)).json()["id"]
+def test_unknown_snapshots_are_not_found(ada: ApiClient, bob: ApiClient, lease_url: str, acquire_body) -> None:
+    other = bob.post("leases", acquire_body(agent_did=BOB)).json()["id"]
     bob.put(f"leases/{other}/files/f", b"bob's")
-    theirs = bob.post(f"leases/{other}/snapshots").json()["id"]
-    for pk in (theirs, str(uuid.uuid4())):
-        refused(ada, "POST", f"{at}/restore", {"snapshot_id": pk}, 404, "snapshot_id")
-        refused(ada, "POST", f"{at}/fork", {"environment_id": "fork-1", "snapshot_id": pk}, 404, "snapshot_id")
+    other_snapshot = bob.post(f"leases/{other}/snapshots").json()["id"]
+    for pk in (other_snapshot, str(uuid.uuid4())):
+        assert_refused(ada, "POST", f"{lease_url}/restore", {"snapshot_id": pk}, 404, "snapshot_id")
+        assert_refused(ada, "POST", f"{lease_url}/fork", {"environment_id": "fork-1", "snapshot_id": pk}, 404, "snapshot_id")
 
 
 @pytest.mark.parametrize(
@@ -162,28 +162,32 @@ def test_unknown_snapshots_are_not_found(ada: ApiClient, bob: ApiClient, at: str
         ({"pool": "no-such-pool"}, 400, "pool"),
     ],
 )
-def test_fork_rejects_invalid_fields(ada: ApiClient, at: str, fields: dict[str, Any], status: int, field: str) -> None:
-    ada.post(f"{at}/snapshots")
+def test_fork_rejects_invalid_fields(ada: ApiClient, lease_url: str, fields: dict[str, Any], status: int, field: str) -> None:
+    ada.post(f"{lease_url}/snapshots")
     pk = Snapshot.objects.get().pk
-    refused(ada, "POST", f"{at}/fork", {"environment_id": "fork-1", "snapshot_id": str(pk)} | fields, status, field)
+    assert_refused(
+        ada, "POST", f"{lease_url}/fork", {"environment_id": "fork-1", "snapshot_id": str(pk)} | fields, status, field
+    )
 
 
 @pytest.mark.parametrize("act", ["snapshots", "restore", "fork"])
 @pytest.mark.parametrize(("body", "status"), [(b"{", 400), (b"[]", 400), (b"{" + b" " * (64 << 10) + b"}", 413)])
-def test_bodies_that_are_no_json_object_are_rejected(ada: ApiClient, at: str, act: str, body: bytes, status: int) -> None:
-    refused(ada, "POST", f"{at}/{act}", body, status)
+def test_bodies_that_are_no_json_object_are_rejected(
+    ada: ApiClient, lease_url: str, act: str, body: bytes, status: int
+) -> None:
+    assert_refused(ada, "POST", f"{lease_url}/{act}", body, status)
 
 
 @pytest.mark.parametrize("act", ["snapshots", "restore", "fork"])
-def test_another_agents_lease_is_not_found(bob: ApiClient, at: str, act: str) -> None:
+def test_another_agents_lease_is_not_found(bob: ApiClient, lease_url: str, act: str) -> None:
     runs = Run.objects.count()
     result = {"snapshot_id": str(uuid.uuid4()), "environment_id": "fork-1"}
-    assert bob.post(f"{at}/{act}", result).status_code == 404
+    assert bob.post(f"{lease_url}/{act}", result).status_code == 404
     assert Run.objects.count() == runs
 
 
 @pytest.mark.parametrize("act", ["snapshots", "restore"])
-def test_an_ended_lease_is_gone(ada: ApiClient, at: str, lease, act: str) -> None:
-    pk = ada.post(f"{at}/snapshots").json()["id"]
+def test_an_ended_lease_is_gone(ada: ApiClient, lease_url: str, lease, act: str) -> None:
+    pk = ada.post(f"{lease_url}/snapshots").json()["id"]
     expire_lease(lease["id"])
-    assert ada.post(f"{at}/{act}", {"snapshot_id": pk}).status_code == 410
+    assert ada.post(f"{lease_url}/{act}", {"snapshot_id": pk}).status_code == 410

@@ -13,7 +13,7 @@ from django.test import Client
 from billing import statements
 from billing.models import Account, Membership
 from tests.api.conftest import ApiClient
-from tests.api.test_costs import key
+from tests.api.test_costs import issue_client
 from tests.support.billing import (
     ADA,
     HOUR,
@@ -33,7 +33,7 @@ DECEMBER = parse_utc("2026-12-01T00:00")
 
 @pytest.fixture
 def closed(db: None) -> None:
-    """Statements: the house's October and November; the team's November, of which a credit pays half a dollar."""
+    """Statements of house for October and November, and of team for November, which a credit of 0.50 USD reduces."""
     create_rate("time", "0.5")
     team = Account.objects.create(name="team")
     Membership.objects.create(agent_did=ADA, account=team)
@@ -52,7 +52,7 @@ NOVEMBER_OF_TEAM = {
 }  # fmt: skip
 
 
-def result(*words: str) -> str:
+def run_command(*words: str) -> str:
     out = StringIO()
     call_command("statements", *words, stdout=out)
     return out.getvalue()
@@ -66,24 +66,24 @@ def result(*words: str) -> str:
         ("account=house", [("house", "2026-11"), ("house", "2026-10")]),
         ("month=2026-11", [("house", "2026-11"), ("team", "2026-11")]),
         ("account=team&month=2026-10", []),
-        ("account=nobody", []),
+        ("account=unknown", []),
     ],
 )
 def test_an_operator_lists_statements(query: str, found: list[Any]) -> None:
-    response = key(operator=True).get(f"statements?{query}").json()
-    assert [(each["account"], each["month"]) for each in response["results"]] == found
+    response = issue_client(operator=True).get(f"statements?{query}").json()
+    assert [(row["account"], row["month"]) for row in response["results"]] == found
     assert response["left_out"] == 0
 
 
 @pytest.mark.usefixtures("closed")
 def test_a_list_counts_the_results_left_out() -> None:
-    response = key(operator=True).get("statements?limit=1").json()
+    response = issue_client(operator=True).get("statements?limit=1").json()
     assert (response["left_out"], len(response["results"])) == (2, 1)
 
 
 @pytest.mark.usefixtures("closed")
 def test_a_statement_has_its_lines() -> None:
-    response = key(operator=True).get("statements/team/2026-11").json()
+    response = issue_client(operator=True).get("statements/team/2026-11").json()
     lines = response.pop("lines")
     assert response == NOVEMBER_OF_TEAM
     time = {
@@ -94,18 +94,18 @@ def test_a_statement_has_its_lines() -> None:
 
 
 @pytest.mark.usefixtures("closed")
-@pytest.mark.parametrize("path", ["team/2026-10", "nobody/2026-11", "team/2026-13", "team/november", "team/2026-11-01"])
+@pytest.mark.parametrize("path", ["team/2026-10", "unknown/2026-11", "team/2026-13", "team/november", "team/2026-11-01"])
 def test_an_open_month_is_not_found(path: str) -> None:
-    assert key(operator=True).get(f"statements/{path}").status_code == 404
+    assert issue_client(operator=True).get(f"statements/{path}").status_code == 404
 
 
 @pytest.mark.usefixtures("closed")
 def test_statements_are_for_operators() -> None:
     for path in ("statements", "statements/team/2026-11"):
         assert ApiClient().get(path).status_code == 401
-        problem = key(ADA).get(path)
+        problem = issue_client(ADA).get(path)
         assert (problem.status_code, "/api/v1/costs" in problem.json()["detail"]) == (403, True)
-        assert key(operator=True).post(path).status_code == 405
+        assert issue_client(operator=True).post(path).status_code == 405
 
 
 @pytest.mark.parametrize(
@@ -119,13 +119,13 @@ def test_statements_are_for_operators() -> None:
     ],
 )
 def test_invalid_parameters_are_named(query: str, field: str) -> None:
-    problem = key(operator=True).get(f"statements?{query}").json()
+    problem = issue_client(operator=True).get(f"statements?{query}").json()
     assert (problem["status"], problem["field"]) == (400, field)
 
 
 @pytest.mark.usefixtures("closed")
 def test_statements_are_csv_on_request() -> None:
-    headers = {"Authorization": f"Bearer {key(operator=True).key}", "Accept": "text/csv"}
+    headers = {"Authorization": f"Bearer {issue_client(operator=True).key}", "Accept": "text/csv"}
     listed = Client().get("/api/v1/statements", headers=headers).content.decode()
     assert [line[:2] for line in csv.reader(StringIO(listed))][1:] == [
         ["house", "2026-11"],
@@ -134,7 +134,7 @@ def test_statements_are_csv_on_request() -> None:
     ]
     lines = Client().get("/api/v1/statements/team/2026-11", headers=headers).content.decode()
     assert [*csv.reader(StringIO(lines))][2] == ["usage", "2026-11", ADA, "acme", "time", "sandbox-hours", "3", "1.50"]
-    assert result("show", "--account", "team", "--month", "2026-11", "--csv") == lines
+    assert run_command("show", "--account", "team", "--month", "2026-11", "--csv") == lines
 
 
 # --- manage.py statements ---------------------------------------------------------------------------------------------
@@ -142,18 +142,18 @@ def test_statements_are_csv_on_request() -> None:
 
 @pytest.mark.usefixtures("closed")
 def test_the_command_lists_and_shows() -> None:
-    assert result("list").splitlines() == [
+    assert run_command("list").splitlines() == [
         "account    month   USD  credit  to pay",
         "house    2026-10  1.50    0.00    1.50",
         "house    2026-11  0.00    0.00    0.00",
         "team     2026-11  1.63    0.50    1.13",
     ]
-    shown = result("show", "--account", "team", "--month", "2026-11").splitlines()
+    shown = run_command("show", "--account", "team", "--month", "2026-11").splitlines()
     assert shown[1].split() == [ADA, "acme", "model", "calls", "2026-11", "1", "0.13"]
     assert [line.split()[-1] for line in shown[3:]] == ["1.63", "-0.50", "1.13"]
-    encoded = json.loads(result("show", "--account", "team", "--month", "2026-11", "--json"))
+    encoded = json.loads(run_command("show", "--account", "team", "--month", "2026-11", "--json"))
     assert (encoded["total_usd"], len(encoded["lines"])) == ("1.13", 2)
-    assert [each["account"] for each in json.loads(result("list", "--month", "2026-10", "--json"))["results"]] == ["house"]
+    assert [row["account"] for row in json.loads(run_command("list", "--month", "2026-10", "--json"))["results"]] == ["house"]
 
 
 def test_the_command_closes_months_and_names_those_it_cannot() -> None:
@@ -166,24 +166,24 @@ def test_the_command_closes_months_and_names_those_it_cannot() -> None:
     create_time_usage("2021-10-02T22:00", 3 * HOUR, "", provider="acme")
     close_team = ("close", "--account", "team", "--month")
     advance_and_price(DECEMBER)
-    assert result(*close_team, "2021-09").splitlines()[1].split() == ["team", "2021-09", "1.50", "0.00", "1.50"]
+    assert run_command(*close_team, "2021-09").splitlines()[1].split() == ["team", "2021-09", "1.50", "0.00", "1.50"]
     with pytest.raises(CommandError, match="house: 2021-09 has costs and is not closed") as refused:
-        result("close", "--month", "2021-10")
+        run_command("close", "--month", "2021-10")
     assert "team" not in str(refused.value)
-    assert "team     2021-10" in result("list", "--month", "2021-10")
-    assert result("close", "--month", "2021-09").splitlines()[1].startswith("house")
-    assert "house" in result("close", "--month", "2021-10")
+    assert "team     2021-10" in run_command("list", "--month", "2021-10")
+    assert run_command("close", "--month", "2021-09").splitlines()[1].startswith("house")
+    assert "house" in run_command("close", "--month", "2021-10")
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("words", "message"),
     [
         (("close",), "--month"), (("close", "--month", "2026-99"), "--month: Not a month"),
         (("show",), "--account and --month"),
-        (("list", "--account", "nobody"), "--account: there is no 'nobody'"),
+        (("list", "--account", "unknown"), "--account: there is no 'unknown'"),
         (("show", "--account", "house", "--month", "2026-01"), "2026-01 of house is not closed"),
     ],
 )  # fmt: skip
-def test_the_command_names_invalid_arguments(words: tuple[str, ...], why: str) -> None:
-    with pytest.raises(CommandError, match=why):
-        result(*words)
+def test_the_command_names_invalid_arguments(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(CommandError, match=message):
+        run_command(*words)

@@ -50,7 +50,7 @@ def test_a_key_is_printed_once_and_can_act_for_its_agents() -> None:
 
 def test_without_json_the_key_is_the_first_word_of_one_line() -> None:
     output = run("create_key", "--operator")
-    assert output.endswith("(for every agent; not shown again)\n")
+    assert output.endswith("(for all agents; not shown again)\n")
     assert api_keys.find_active_key(output.split()[0], now=timezone.now()) is not None
 
 
@@ -76,7 +76,7 @@ def test_acquire_grants_and_a_repeat_prints_that_it_is_held() -> None:
         (["--agent", "did:plc:a", "--environment", "a b", "--type", "catan"], "--environment: "),
         (["--agent", "did:plc:a", "--environment", "g", "--type", "chess"], "no such environment type"),
         (["--agent", "did:plc:a", "--environment", "g", "--type", "catan", "--ttl", "soon"], "--ttl: "),
-        (["--agent", "did:plc:a", "--environment", "g", "--type", "catan", "--ttl", "300d"], "At most"),
+        (["--agent", "did:plc:a", "--environment", "g", "--type", "catan", "--ttl", "300d"], "Must be at most"),
     ],
 )
 def test_acquire_refuses_invalid_input_and_names_it(args: list[str], message: str) -> None:

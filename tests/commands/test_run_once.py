@@ -97,7 +97,7 @@ def test_an_unconfirmed_destroy_is_reported(memory, capsys) -> None:
     ("args", "message"),
     [
         (["--timeout", "2h"], "at most 3600 seconds"), (["--timeout", "soon"], "--timeout: "),
-        (["--memory", "5000"], "From 16"),
+        (["--memory", "5000"], "Must be from 16"),
         (["--type", "chess"], "no such environment type"), (["--pool", "none"], "no such pool"),
         (["--agent", "%(x)s"], "--agent: "), (["--stdin", "/no/such"], "No such file"),
         (["--workspace", "/no/such"], "No such file"), (["--workspace", "/etc/passwd"], "is not a directory"),

@@ -1,4 +1,4 @@
-"""Artifacts of a lease."""
+"""Artifacts of a lease: list, download, upload, delete."""
 
 import re
 import tempfile
@@ -22,7 +22,7 @@ from sandboxes.db.clock import format_timestamp
 from sandboxes.stores.artifacts import Artifact
 from sandboxes.stores.limits import DEFAULT_LIMITS, MEDIA_TYPE_PATTERN
 
-MAX_IN_MEMORY_BYTES = 1 << 20  # of an artifact being transferred; larger ones are spooled to a temporary file
+MAX_IN_MEMORY_BYTES = 1 << 20  # size of an artifact; larger artifacts are spooled to a temporary file
 ANY_MEDIA_TYPE = "*/*"
 
 
@@ -43,7 +43,7 @@ class ArtifactListView(StoreApiView):
         responses=schema.build_responses(schema.build_page_serializer(ArtifactSerializer), 404),
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Return the artifacts of a lease by name: the 1000 newest, at most 1 GiB."""
+        """Return the artifacts of a lease, by name. The newest 1000 artifacts are kept, at most 1 GiB."""
         artifacts, more = self.open_for_reading().artifacts.page(after=parse_name_cursor(request), limit=parse_limit(request))
         return self.build_page(artifacts, more, serialize_artifact, "name")
 
@@ -77,7 +77,7 @@ class ArtifactView(StoreApiView):
         responses=schema.build_responses(ArtifactSerializer, 404, 410, 411, 413, ok=(200, 201)),
     )
     def put(self, request: ApiRequest, pk: UUID, name: str) -> HttpResponse:
-        """Store an artifact of at most 64 MiB (201), or replace the artifact of that name (200)."""
+        """Create an artifact of at most 64 MiB (201), or replace the artifact with this name (200)."""
         stores, media_type = self.open_for_writing(), request.META.get("CONTENT_TYPE") or schema.OCTET_STREAM
         if not re.fullmatch(MEDIA_TYPE_PATTERN, media_type, re.ASCII):
             raise InvalidRequest("Content-Type", "Not a media type.")

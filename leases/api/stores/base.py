@@ -1,7 +1,7 @@
 """Base view of the stores of a lease: chat history, audit log, artifacts, session index.
 
-The stores are written while the lease is active (410 afterwards). They can be read until LEASEHOLD_KEEP_STATE after its end.
-Writing does not renew the lease."""
+The stores can be written while the lease is active (410 afterwards), and read until LEASEHOLD_KEEP_STATE after its end. A
+write does not renew the lease."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ CURSOR_PARAMETER = OpenApiParameter(
     "cursor",
     str,
     OpenApiParameter.QUERY,
-    description="Id of an event; the page starts after it. Taken from `next`, or the last event already read.",
+    description="Id of the event before the first result: taken from `next`, or of the last event already read.",
 )
 LIMIT_PARAMETER = schema.PAGE_PARAMETERS[1]
 

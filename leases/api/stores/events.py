@@ -34,7 +34,7 @@ class OpenDocumentSerializer(serializers.Serializer):
 class ChatMessageSerializer(OpenDocumentSerializer):
     """Further fields are stored unchanged."""
 
-    role = StrictCharField(max_length=64, help_text="Role of the author: user, assistant, tool, …")
+    role = StrictCharField(max_length=64, help_text="Role of the author, such as user, assistant or tool.")
     content = JsonField(help_text="Any JSON value.")
 
 
@@ -63,7 +63,7 @@ AUDIT_ENTRY_SERIALIZER = AuditEntrySerializer()
 
 
 class EventLogApiView(StoreApiView):
-    """Common part of chat history and audit log: both are event stores."""
+    """Base view of chat history and audit log."""
 
     max_body_bytes = DEFAULT_LIMITS.max_event_bytes
     request_serializer: Serializer
@@ -129,7 +129,7 @@ class ChatListView(ChatApiView):
         responses=schema.build_responses(schema.build_page_serializer(ChatEventSerializer), 404),
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Return the chat history of a lease: the last 10000 messages, at most 64 MiB."""
+        """Return the chat history of a lease. The last 10000 messages are kept, at most 64 MiB."""
         return self.list_events(request)
 
     @extend_schema(
@@ -163,7 +163,7 @@ class AuditListView(AuditApiView):
         responses=schema.build_responses(schema.build_page_serializer(AuditEventSerializer), 404),
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Return the audit log of a lease: the last 10000 entries, at most 64 MiB."""
+        """Return the audit log of a lease. The last 10000 entries are kept, at most 64 MiB."""
         return self.list_events(request)
 
     @extend_schema(

@@ -35,7 +35,7 @@ class SessionListView(StoreApiView):
         responses=schema.build_responses(schema.build_page_serializer(SessionSerializer), 404),
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Return the session index of a lease by id: the 1000 sessions written last."""
+        """Return the session index of a lease, by id. The 1000 most recently written sessions are kept."""
         sessions, more = self.open_for_reading().sessions.page(after=parse_name_cursor(request), limit=parse_limit(request))
         return self.build_page(sessions, more, serialize_session, "session_id")
 
@@ -47,7 +47,7 @@ class SessionView(StoreApiView):
         operation_id="leases_sessions_get", summary="Get a session", responses=schema.build_responses(SessionSerializer, 404)
     )
     def get(self, request: ApiRequest, pk: UUID, session_id: str) -> HttpResponse:
-        """Return the document of one session."""
+        """Return one session."""
         session = self.open_for_reading().sessions.read(validate_name(session_id, "session_id"))
         if session is None:
             raise NotFound("There is no such session.")
@@ -60,7 +60,7 @@ class SessionView(StoreApiView):
         responses=schema.build_responses(SessionSerializer, 404, 410, 413, 415),
     )
     def put(self, request: ApiRequest, pk: UUID, session_id: str) -> HttpResponse:
-        """Create or replace the document of one session, at most 64 KiB."""
+        """Create or replace one session, a JSON object of at most 64 KiB."""
         document = request.data
         sessions = self.open_for_writing().sessions
         session = sessions.put(validate_name(session_id, "session_id"), document, now=self.now, actor=self.actor)

@@ -21,7 +21,7 @@ class Command(BaseCommand):
         parser.add_argument("--agent", required=True, metavar="DID")
         parser.add_argument("--environment", required=True, metavar="ID")
         parser.add_argument("--type", required=True, help="environment type, such as catan")
-        parser.add_argument("--ttl", help='the lease ends after this long without use: seconds, or "5m"')
+        parser.add_argument("--ttl", help='the lease ends after this time without use: seconds, or "5m"')
         parser.add_argument("--json", action="store_true", help="one line of JSON: id, is_new, expires_at")
 
     def handle(self, *args: Any, agent: str, environment: str, ttl: str | None, json: bool, **options: Any) -> None:

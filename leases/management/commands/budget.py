@@ -25,7 +25,7 @@ class Command(BaseCommand):
         actions = parser.add_subparsers(dest="action", required=True)
         actions.add_parser("list", help="print one line per budget")
         add = actions.add_parser("add", help="create a budget")
-        add.add_argument("amount", help="such as 12.50")
+        add.add_argument("amount", help="amount, such as 12.50")
         add.add_argument("unit", choices=Unit.values)
         add.add_argument("period", choices=Period.values, help="calendar period, in UTC")
         scope = add.add_mutually_exclusive_group(required=True)
@@ -41,10 +41,10 @@ class Command(BaseCommand):
         change.add_argument(
             "--hard", action="store_const", const="hard", dest="kind", help="refuse and end leases once it is exhausted"
         )
-        for parser_ in (add, change):
-            parser_.add_argument("--soft", action="store_const", const="soft", dest="kind", help="only warn, never refuse")
-            parser_.add_argument("--warn", type=int, metavar="PERCENT", help="warning threshold; default: 80")
-            parser_.add_argument(
+        for subparser in (add, change):
+            subparser.add_argument("--soft", action="store_const", const="soft", dest="kind", help="only warn, never refuse")
+            subparser.add_argument("--warn", type=int, metavar="PERCENT", help="warning threshold; default: 80")
+            subparser.add_argument(
                 "--grace", help='time running work has left once the budget is exhausted: "5m", or 0; default: 5m'
             )
         remove = actions.add_parser("remove", help="delete a budget")

@@ -16,13 +16,13 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("--agent", action="append", default=[], metavar="DID", help="may be repeated")
-        parser.add_argument("--operator", action="store_true", help="the key can act for every agent")
+        parser.add_argument("--operator", action="store_true", help="the key may act for all agents")
         parser.add_argument("--name", default="", help="purpose of the key")
         parser.add_argument("--json", action="store_true", help="one line of JSON: key, prefix")
 
     def handle(self, *args: Any, agent: list[str], operator: bool, json: bool, **options: Any) -> None:
         with report_errors(options["verbosity"]):
             row, key = api_keys.issue_key(agent, operator=operator, name=options["name"], now=timezone.now())
-            agents = "every agent" if operator else ", ".join(row.dids)
+            agents = "all agents" if operator else ", ".join(row.dids)
             as_json = encoding.dumps({"key": key, "prefix": row.prefix})
             self.stdout.write(as_json if json else f"{key} (for {agents}; not shown again)")

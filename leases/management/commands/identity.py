@@ -6,13 +6,11 @@ from argparse import ArgumentParser
 from getpass import getpass
 from typing import Any
 
-from django.core.exceptions import ValidationError
 from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
-from leases.errors import InvalidRequest
-from leases.management.base import report_errors
-from leases.models import DID_DESCRIPTION, Agent, validate_did
+from leases.management.base import parse_did, report_errors
+from leases.models import Agent
 from sandboxes.formatting import pluralize
 from sandboxes.identity import curves, signing
 from sandboxes.identity.curves import PrivateKey
@@ -20,7 +18,7 @@ from sandboxes.models import SigningKey
 from sandboxes.webhooks import subscriptions
 
 ACTOR = "command line"
-MAX_PRIVATE_KEY_CHARS = 1000  # limit of what is read from stdin; every supported format is shorter
+MAX_PRIVATE_KEY_CHARS = 1000  # limit of the read from stdin; every supported format is shorter
 
 
 class Command(BaseCommand):
@@ -54,8 +52,8 @@ class Command(BaseCommand):
 
     def _list(self) -> None:
         for key in SigningKey.objects.all():
-            ended = key.retired_at or key.revoked_at
-            state = "active" if not ended else f"{'retired' if key.retired_at else 'revoked'} {ended:%Y-%m-%dT%H:%M:%SZ}"
+            ended_at = key.retired_at or key.revoked_at
+            state = "active" if not ended_at else f"{'retired' if key.retired_at else 'revoked'} {ended_at:%Y-%m-%dT%H:%M:%SZ}"
             self.stdout.write(f"{key.agent_did} {key.did_key} {key.algorithm} {key.created_at:%Y-%m-%dT%H:%M:%SZ} {state}")
 
     def _create(self, agent: str, algorithm: str) -> None:
@@ -65,7 +63,7 @@ class Command(BaseCommand):
         self._create_key(agent, _read_private_key(algorithm))
 
     def _create_key(self, agent: str, private: PrivateKey) -> None:
-        key = signing.create_key(_parse_did(agent), now=timezone.now(), actor=ACTOR, private=private)
+        key = signing.create_key(parse_did(agent), now=timezone.now(), actor=ACTOR, private=private)
         Agent.objects.get_or_create(did=agent)
         self._print_key(key, "signs with")
 
@@ -98,8 +96,8 @@ class Command(BaseCommand):
     def _print_reencrypted(self, changed: str, already: int) -> None:
         self.stdout.write(f"{changed} re-encrypted, {already} already current")
 
-    def _print_key(self, key: SigningKey, what: str) -> None:
-        self.stdout.write(f"{key.agent_did} {what} {key.did_key} ({key.algorithm}): publish the output of `identity show`")
+    def _print_key(self, key: SigningKey, verb: str) -> None:
+        self.stdout.write(f"{key.agent_did} {verb} {key.did_key} ({key.algorithm}): publish the output of `identity show`")
 
 
 OPTION_NAMES = {"agent", "algorithm", "imported"}
@@ -111,11 +109,3 @@ def _read_private_key(algorithm: str) -> PrivateKey:
         return curves.parse_private_key(text.strip(), algorithm)
     except ValueError as error:
         raise CommandError(str(error)) from None
-
-
-def _parse_did(text: str) -> str:
-    try:
-        validate_did(text)
-    except ValidationError:
-        raise InvalidRequest("agent", f"{text[:80]!r} is not {DID_DESCRIPTION}.") from None
-    return text

@@ -40,7 +40,7 @@ class Command(BaseCommand):
     help = f"""Run one command in a new sandbox, which is destroyed afterwards. Prints its output and exits with its code, or
 
   {EXIT_TIMED_OUT}  killed after the timeout, as with timeout(1)
-  {EXIT_OOM_KILLED}  killed for exceeding its memory limit
+  {EXIT_OOM_KILLED}  killed at its memory limit
   {EXIT_CONTAINER_FAILED}  the sandbox could not be started, did not respond, or was lost
   {EXIT_INTERNAL}  the control plane failed, or the workspace could not be returned
   {EXIT_NOT_RUN}  the command was not run: invalid request, or no capacity
@@ -77,7 +77,7 @@ Each of these is also reported on stderr, since a command can exit with the same
                 result = run_once(request, now=timezone.now(), actor="command line")
                 self._print(result, request)
                 code = self._compute_exit_code(result, options["workspace"], request)
-        except CommandError as failed:  # without the database the progress is unknown
+        except CommandError as failed:  # after a database error the run may have started
             failed.returncode = EXIT_INTERNAL if isinstance(failed.__cause__, DatabaseError) else EXIT_NOT_RUN
             raise
         sys.exit(code)

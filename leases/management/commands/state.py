@@ -9,14 +9,11 @@ from shutil import copyfileobj
 from typing import Any
 from uuid import UUID
 
-from django.core.exceptions import ValidationError
 from django.core.management.base import BaseCommand, CommandError
 from django.db.models import QuerySet
 from django.utils import timezone
 
-from leases.errors import InvalidRequest
-from leases.management.base import report_errors
-from leases.models import DID_DESCRIPTION, validate_did
+from leases.management.base import parse_did, report_errors
 from sandboxes import formatting
 from sandboxes.models import Sandbox
 from sandboxes.models.state import AgentData, DataStorageMode, Snapshot
@@ -105,7 +102,7 @@ class Command(BaseCommand):
         now, mode = timezone.now(), 0o644 if file == STDIO else Path(file).stat().st_mode
         with ExitStack() as stack:
             source = sys.stdin.buffer if file == STDIO else stack.enter_context(open(file, "rb"))
-            stored = data_editing.put_file(_parse_did(agent), path.strip("/"), source, mode=mode, now=now)
+            stored = data_editing.put_file(parse_did(agent), path.strip("/"), source, mode=mode, now=now)
         self._print_revision(
             agent, f"{formatting.format_path(path)} stored" if stored else f"{formatting.format_path(path)} unchanged"
         )
@@ -131,16 +128,16 @@ class Command(BaseCommand):
     def _import(self, agent: str, source: str) -> None:
         now = timezone.now()
         if source != STDIO and Path(source).is_dir():
-            stored = data_editing.load_directory(_parse_did(agent), Path(source), now=now)
+            stored = data_editing.load_directory(parse_did(agent), Path(source), now=now)
         else:
             with open_spool() as spool:  # stdin cannot seek, and reading a tar may have to
                 if source == STDIO:
                     copyfileobj(sys.stdin.buffer, spool, CHUNK_BYTES)
                     spool.seek(0)
-                    stored = data_editing.load_tar(_parse_did(agent), spool, now=now)
+                    stored = data_editing.load_tar(parse_did(agent), spool, now=now)
                 else:
                     with open(source, "rb") as tar:
-                        stored = data_editing.load_tar(_parse_did(agent), tar, now=now)
+                        stored = data_editing.load_tar(parse_did(agent), tar, now=now)
         self._print_revision(agent, f"{formatting.pluralize(stored, 'path', 'paths')} new or changed")
 
     def _keep(self, agent: str, keeping: str) -> None:
@@ -167,15 +164,6 @@ class Command(BaseCommand):
 
 
 OPTION_NAMES = {"agent", "path", "long", "file", "recursive", "target", "source", "holder", "keeping"}
-
-
-def _parse_did(text: str) -> str:
-    """Return the DID if it is valid, also for an agent without stored data. Raise InvalidRequest."""
-    try:
-        validate_did(text)
-    except ValidationError:
-        raise InvalidRequest("agent", f"{text[:80]!r} is not {DID_DESCRIPTION}.") from None
-    return text
 
 
 def _format_name(entry: DirectoryEntry) -> str:

@@ -36,9 +36,9 @@ class Command(BaseCommand):
         add.add_argument("--description", default="", help="receiver and purpose")
         for name, help in (
             ("test", "send a test event; exit code 1 if it is not delivered"),
-            ("pause", "stop sending events until it is resumed"),
-            ("resume", "send events again, also after it was disabled"),
-            ("rotate", "print a new secret; the old one also signs for one more day"),
+            ("pause", "stop sending events until the webhook is resumed"),
+            ("resume", "send events again, also to a disabled webhook"),
+            ("rotate", "print a new secret; the old secret also signs for one more day"),
             ("remove", "remove the webhook"),
         ):
             actions.add_parser(name, help=help).add_argument("webhook", metavar="ID")

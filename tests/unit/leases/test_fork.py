@@ -29,24 +29,24 @@ pytestmark = pytest.mark.django_db
 ADA, BOB = "did:plc:ada", "did:plc:bob"
 
 
-def run(lease: Lease, *argv: str, now=NOW) -> str:
+def read_output(lease: Lease, *argv: str, now=NOW) -> str:
     _, result = execution.exec_command(lease.pk, Command(argv=argv, timeout=MINUTE), now=now)
     assert result.exit_code == 0, result
     return result.stdout.decode().strip()
 
 
 def write(lease: Lease, text: str, *, now=NOW) -> None:
-    run(lease, "sh", "-c", f"echo {text} >f", now=now)
+    read_output(lease, "sh", "-c", f"echo {text} >f", now=now)
 
 
-def sleep(lease: Lease, *, now=NOW) -> None:
+def evict(lease: Lease, *, now=NOW) -> None:
     sandbox = pools.find_by_holder(lease.pk)
     assert sandbox
     assert eviction.evict(sandbox.pk, now=now, reason="test")
 
 
-def config(lease: Lease, *, now=NOW) -> str:
-    lease_id: str = json.loads(run(lease, "cat", "config.json", now=now))["leaseId"]
+def read_config_lease_id(lease: Lease, *, now=NOW) -> str:
+    lease_id: str = json.loads(read_output(lease, "cat", "config.json", now=now))["leaseId"]
     return lease_id
 
 
@@ -67,17 +67,17 @@ def lease(grant: Callable[..., Lease]) -> Lease:
 
 def test_a_fork_starts_with_the_current_workspace_and_is_independent(lease: Lease, make_request) -> None:
     fork, is_new = forking.fork(lease, make_request(), now=NOW, actor="key x")
-    assert (is_new, fork.environment_id, run(fork, "cat", "f")) == (True, "fork-1", "one")
+    assert (is_new, fork.environment_id, read_output(fork, "cat", "f")) == (True, "fork-1", "one")
     write(fork, "two")
-    assert (run(lease, "cat", "f"), run(fork, "cat", "f")) == ("one", "two")
+    assert (read_output(lease, "cat", "f"), read_output(fork, "cat", "f")) == ("one", "two")
 
 
 def test_a_fork_has_its_own_config_from_its_first_use(lease: Lease, make_request) -> None:
     fork, _ = forking.fork(lease, make_request(), now=NOW)
-    assert config(fork) == str(fork.pk)
-    sleep(fork)
-    assert config(fork, now=NOW + MINUTE) == str(fork.pk)
-    assert config(lease) == str(lease.pk)
+    assert read_config_lease_id(fork) == str(fork.pk)
+    evict(fork)
+    assert read_config_lease_id(fork, now=NOW + MINUTE) == str(fork.pk)
+    assert read_config_lease_id(lease) == str(lease.pk)
 
 
 def test_a_fork_keeps_its_own_config_after_a_restore_of_its_first_snapshot(lease: Lease, make_request) -> None:
@@ -85,7 +85,10 @@ def test_a_fork_keeps_its_own_config_after_a_restore_of_its_first_snapshot(lease
     first = Snapshot.objects.get(holder=fork.pk)
     write(fork, "two")
     snapshots.restore_snapshot(fork.pk, first.pk, now=NOW + MINUTE)
-    assert (run(fork, "cat", "f", now=NOW + 2 * MINUTE), config(fork, now=NOW + 2 * MINUTE)) == ("one", str(fork.pk))
+    assert (read_output(fork, "cat", "f", now=NOW + 2 * MINUTE), read_config_lease_id(fork, now=NOW + 2 * MINUTE)) == (
+        "one",
+        str(fork.pk),
+    )
 
 
 def test_a_fork_evicted_before_its_first_use_wakes_with_its_own_config(
@@ -93,32 +96,32 @@ def test_a_fork_evicted_before_its_first_use_wakes_with_its_own_config(
 ) -> None:
     fork, _ = forking.fork(lease, make_request(), now=NOW)
     execution.ensure_sandbox_ready(fork.pk, now=NOW)
-    sleep(fork)
-    assert config(fork, now=NOW + MINUTE) == str(fork.pk)
+    evict(fork)
+    assert read_config_lease_id(fork, now=NOW + MINUTE) == str(fork.pk)
 
 
 def test_a_cold_lease_is_forked_without_a_wake(lease: Lease, make_request, memory: MemoryProvider) -> None:
-    sleep(lease)
+    evict(lease)
     calls = len(memory.calls)
     fork, _ = forking.fork(lease, make_request(), now=NOW)
     assert len(memory.calls) == calls
     assert Snapshot.objects.get(holder=fork.pk).key == Snapshot.objects.get(holder=lease.pk).key
-    assert run(fork, "cat", "f") == "one"
+    assert read_output(fork, "cat", "f") == "one"
 
 
 def test_a_fork_starts_with_the_named_snapshot(lease: Lease, make_request) -> None:
     taken = snapshots.take_snapshot(lease.pk, now=NOW)
     write(lease, "two", now=NOW + MINUTE)
     fork, _ = forking.fork(lease, make_request(), snapshot=taken.pk, now=NOW + MINUTE)
-    assert run(fork, "cat", "f", now=NOW + MINUTE) == "one"
+    assert read_output(fork, "cat", "f", now=NOW + MINUTE) == "one"
 
 
 def test_an_ended_lease_is_forked_from_its_latest_snapshot(lease: Lease, make_request) -> None:
-    sleep(lease)
+    evict(lease)
     leasing.release(lease.pk, now=NOW)
     lease.refresh_from_db()
     fork, _ = forking.fork(lease, make_request(lease.environment_id), now=NOW)
-    assert (fork.environment_id, run(fork, "cat", "f")) == (lease.environment_id, "one")
+    assert (fork.environment_id, read_output(fork, "cat", "f")) == (lease.environment_id, "one")
 
 
 def test_an_ended_lease_without_a_snapshot_cannot_be_forked(lease: Lease, make_request) -> None:
@@ -135,7 +138,7 @@ def test_the_snapshots_of_a_fork_outlive_those_of_its_origin(lease: Lease, make_
         snapshots.take_snapshot(lease.pk, now=NOW + n * MINUTE)
     for row in workspace.find_by_holder(lease.pk):
         workspace.forget(row, now=NOW + 5 * MINUTE)
-    assert run(fork, "cat", "f", now=NOW + 6 * MINUTE) == "one"
+    assert read_output(fork, "cat", "f", now=NOW + 6 * MINUTE) == "one"
 
 
 def test_a_fork_neither_removes_nor_leaves_a_snapshot_of_its_origin(lease: Lease, make_request) -> None:
@@ -159,10 +162,10 @@ def test_a_refused_fork_leaves_no_object(lease: Lease, make_request) -> None:
 def test_a_snapshot_deleted_during_a_fork_is_kept_by_the_fork(pool: Pool, memory: MemoryProvider, grant) -> None:
     lease, other = grant(), grant(environment="game-2")
     write(lease, "one")
-    taken, waits = snapshots.take_snapshot(lease.pk, now=NOW), threading.Event()
+    taken, started = snapshots.take_snapshot(lease.pk, now=NOW), threading.Event()
 
     def forget() -> None:
-        waits.set()
+        started.set()
         workspace.forget(taken, now=NOW)
         connections.close_all()
 
@@ -170,7 +173,7 @@ def test_a_snapshot_deleted_during_a_fork_is_kept_by_the_fork(pool: Pool, memory
     with transaction.atomic():
         workspace.copy_snapshot(taken, holder=other.pk, kind=SnapshotKind.FORKED, now=NOW)
         rival.start()
-        waits.wait()
+        started.wait()
         wait_until_blocked(rival)
     rival.join()
     taken.refresh_from_db()
@@ -178,9 +181,9 @@ def test_a_snapshot_deleted_during_a_fork_is_kept_by_the_fork(pool: Pool, memory
 
 
 def test_a_fork_can_belong_to_another_agent(lease: Lease, make_request) -> None:
-    run(lease, "sh", "-c", "echo secret >/data/diary")
+    read_output(lease, "sh", "-c", "echo secret >/data/diary")
     fork, _ = forking.fork(lease, make_request(agent=BOB), now=NOW)
-    assert (fork.agent_did, run(fork, "cat", "f")) == (BOB, "one")
+    assert (fork.agent_did, read_output(fork, "cat", "f")) == (BOB, "one")
     _, result = execution.exec_command(fork.pk, Command(argv=["cat", "/data/diary"], timeout=MINUTE), now=NOW)
     assert result.exit_code == 1
 
@@ -188,9 +191,12 @@ def test_a_fork_can_belong_to_another_agent(lease: Lease, make_request) -> None:
 def test_both_leases_record_the_fork_in_their_timeline(lease: Lease, make_request) -> None:
     fork, _ = forking.fork(lease, make_request(), now=NOW, actor="key x")
     source = Snapshot.objects.get(holder=lease.pk)
-    origin, made = LeaseEvent.objects.get(lease=lease, kind="forked"), LeaseEvent.objects.get(lease=fork, kind="forked")
-    assert (origin.reason, origin.actor) == (f"into lease {fork.pk} of {ADA}::fork-1", "key x")
-    assert made.reason == f"from lease {lease.pk}, snapshot {source.pk}"
+    source_event, fork_event = (
+        LeaseEvent.objects.get(lease=lease, kind="forked"),
+        LeaseEvent.objects.get(lease=fork, kind="forked"),
+    )
+    assert (source_event.reason, source_event.actor) == (f"into lease {fork.pk} of {ADA}::fork-1", "key x")
+    assert fork_event.reason == f"from lease {lease.pk}, snapshot {source.pk}"
 
 
 # --- repeats and refusals ----------------------------------------------------------------------------------------
@@ -243,7 +249,7 @@ def test_a_repeat_with_another_origin_or_snapshot_is_a_conflict(lease: Lease, ma
 def test_the_fork_of_a_fork_is_not_a_fork_of_the_first_lease(lease: Lease, make_request) -> None:
     fork, _ = forking.fork(lease, make_request(), now=NOW)
     second, _ = forking.fork(fork, make_request("fork-2"), now=NOW)
-    assert run(second, "cat", "f") == "one"
+    assert read_output(second, "cat", "f") == "one"
     with pytest.raises(Conflict):
         forking.fork(lease, make_request("fork-2"), now=NOW)
 
@@ -258,7 +264,7 @@ def test_only_snapshots_of_the_lease_itself_can_be_forked(lease: Lease, make_req
 
 
 def test_a_fork_that_is_not_admitted_leaves_neither_lease_nor_snapshot(lease: Lease, make_request) -> None:
-    sleep(lease)
+    evict(lease)
 
     def refuse() -> None:
         raise RateLimited()
@@ -280,7 +286,7 @@ def test_a_crash_before_the_grant_leaves_no_fork_and_a_retry_succeeds(
         forking.fork(lease, make_request(), now=NOW)
     assert Lease.objects.count() == 1
     fork, is_new = forking.fork(lease, make_request(), now=NOW + timedelta(seconds=1))
-    assert (is_new, run(fork, "cat", "f")) == (True, "one")
+    assert (is_new, read_output(fork, "cat", "f")) == (True, "one")
 
 
 @pytest.mark.django_db(transaction=True)
@@ -288,8 +294,8 @@ def test_concurrent_forks_are_one_lease(pool: Pool, memory: MemoryProvider, gran
     lease = grant()
     write(lease, "one")
     with run_in_threads(4) as together:
-        answers = together(lambda index: forking.fork(lease, make_request(), now=NOW))
-    assert sorted(is_new for _, is_new in answers) == [False, False, False, True]
-    assert len({fork.pk for fork, _ in answers}) == 1
+        results = together(lambda index: forking.fork(lease, make_request(), now=NOW))
+    assert sorted(is_new for _, is_new in results) == [False, False, False, True]
+    assert len({fork.pk for fork, _ in results}) == 1
     assert Snapshot.objects.filter(kind="forked").count() == 1
     assert Sandbox.objects.count() == 1

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.django_db
 HOUR = 60 * MINUTE
 
 
-def true() -> Command:
+def build_command() -> Command:
     return Command(argv=["true"], timeout=MINUTE)
 
 
@@ -127,13 +127,13 @@ def test_release_is_idempotent(grant) -> None:
 
 
 def test_a_condition_ends_every_lease_that_lists_it_and_no_other(grant) -> None:
-    here, there = grant(agent="did:plc:a"), grant(agent="did:plc:b", environment="game-2")
+    listed, elsewhere = grant(agent="did:plc:a"), grant(agent="did:plc:b", environment="game-2")
     other = grant(agent="did:plc:c", environment_type="coding")
     ended = conditions.post_condition("game-1", "game.finished", now=NOW + MINUTE, agents=None)
-    assert [lease.pk for lease in ended] == [here.pk]
-    assert {lease.pk for lease in Lease.objects.filter(status="active")} == {there.pk, other.pk}
-    here.refresh_from_db()
-    assert here.end_reason == "condition:game.finished"
+    assert [lease.pk for lease in ended] == [listed.pk]
+    assert {lease.pk for lease in Lease.objects.filter(status="active")} == {elsewhere.pk, other.pk}
+    listed.refresh_from_db()
+    assert listed.end_reason == "condition:game.finished"
     assert conditions.post_condition("game-1", "game.finished", now=NOW + MINUTE, agents=None) == []
 
 
@@ -157,7 +157,7 @@ def test_expire_due_leases_ends_elapsed_leases_with_their_reason(grant) -> None:
 
 def test_a_lease_is_destroyed_only_when_its_sandbox_is_confirmed_gone(grant, memory: MemoryProvider) -> None:
     lease = grant()
-    execution.exec_command(lease.pk, true(), now=NOW)
+    execution.exec_command(lease.pk, build_command(), now=NOW)
     leasing.release(lease.pk, now=NOW + MINUTE)
     with memory.fail("destroy", Unavailable("the daemon is away"), times=1):
         failed = sweeps.reclaim(now=NOW + MINUTE)
@@ -172,7 +172,7 @@ def test_a_lease_is_destroyed_only_when_its_sandbox_is_confirmed_gone(grant, mem
 def test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined(grant, memory: MemoryProvider, settings) -> None:
     settings.DESTROY_TRIES = 3
     lease = grant()
-    execution.exec_command(lease.pk, true(), now=NOW)
+    execution.exec_command(lease.pk, build_command(), now=NOW)
     leasing.release(lease.pk, now=NOW + 5 * timedelta(seconds=1))
     moment, attempts = NOW + timedelta(seconds=5), 0
     with memory.fail("destroy", Unavailable("no"), times=99):
@@ -190,7 +190,7 @@ def test_a_failed_destroy_is_retried_with_backoff_and_then_quarantined(grant, me
 
 def test_an_exec_renews_the_lease(grant) -> None:
     lease = grant(ttl=HOUR)
-    execution.exec_command(lease.pk, true(), now=NOW + 30 * MINUTE)
+    execution.exec_command(lease.pk, build_command(), now=NOW + 30 * MINUTE)
     lease.refresh_from_db()
     assert lease.expires_at >= NOW + 90 * MINUTE
     assert lease.last_activity_at >= NOW + 30 * MINUTE
@@ -200,16 +200,16 @@ def test_an_ended_lease_cannot_use_its_sandbox(grant, memory: MemoryProvider) ->
     lease = grant()
     leasing.release(lease.pk, now=NOW)
     with pytest.raises(LeaseEnded) as refused:
-        execution.exec_command(lease.pk, true(), now=NOW)
+        execution.exec_command(lease.pk, build_command(), now=NOW)
     assert refused.value.extra["end_reason"] == "released"
     assert not Sandbox.objects.exists() and not memory.calls
 
 
 def test_a_lost_sandbox_ends_its_lease_as_lost(grant, memory: MemoryProvider) -> None:
     lease = grant()
-    execution.exec_command(lease.pk, true(), now=NOW)
+    execution.exec_command(lease.pk, build_command(), now=NOW)
     memory.vanish(Sandbox.objects.get().ref)
     with pytest.raises(LeaseEnded) as refused:
-        execution.exec_command(lease.pk, true(), now=NOW + MINUTE)
+        execution.exec_command(lease.pk, build_command(), now=NOW + MINUTE)
     lease.refresh_from_db()
     assert (refused.value.extra["end_reason"], lease.end_reason) == ("lost", "lost")

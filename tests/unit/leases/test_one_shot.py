@@ -243,17 +243,17 @@ def test_a_concurrent_run_with_the_same_id_is_refused_without_side_effects(make_
 
 
 def test_the_workspace_is_copied_in_and_returned(make_request, pool, memory) -> None:
-    back = io.BytesIO()
-    result = run_once(make_request("sh", "-c", "cat a; echo new >b", workspace=pack_tar(a="1"), output=back), now=NOW)
+    output = io.BytesIO()
+    result = run_once(make_request("sh", "-c", "cat a; echo new >b", workspace=pack_tar(a="1"), output=output), now=NOW)
     assert (result.outcome, result.stdout, result.workspace_returned) == (OneShotOutcome.OK, b"1", True)
-    assert unpack_tar(back) == {"a": "1", "b": "new\n"}
+    assert unpack_tar(output) == {"a": "1", "b": "new\n"}
     assert_nothing_is_left(pool, memory)
 
 
 def test_a_workspace_without_a_tar_starts_empty_and_home_is_not_returned(make_request, memory) -> None:
-    back = io.BytesIO()
-    assert run_once(make_request("sh", "-c", "echo x >.home/junk", output=back), now=NOW).workspace_returned
-    assert unpack_tar(back) == {}
+    output = io.BytesIO()
+    assert run_once(make_request("sh", "-c", "echo x >.home/junk", output=output), now=NOW).workspace_returned
+    assert unpack_tar(output) == {}
 
 
 @pytest.mark.parametrize("failure", ["too large", "engine down"])
@@ -276,7 +276,7 @@ def test_a_workspace_that_cannot_be_returned_adds_a_note_to_the_result(make_requ
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
-def test_the_memory_limit_is_the_requested_one_else_that_of_the_pool(make_request, pool, memory) -> None:
+def test_the_memory_limit_is_the_requested_limit_or_the_limit_of_the_pool(make_request, pool, memory) -> None:
     run_once(make_request(memory_mib=64), now=NOW)
     assert Sandbox.objects.get().memory_mib == 64
     run_once(make_request(), now=NOW)
@@ -286,17 +286,17 @@ def test_the_memory_limit_is_the_requested_one_else_that_of_the_pool(make_reques
 def test_only_a_run_with_the_pools_memory_claims_a_warm_sandbox(make_request, pool, memory) -> None:
     Pool.objects.filter(pk=pool.pk).update(warm_target=1)
     sandbox_sweeps.warm_pools(now=NOW)
-    ready = Sandbox.objects.get().pk
+    warm_id = Sandbox.objects.get().pk
     run_once(make_request(memory_mib=pool.memory_mib * 2), now=NOW)
-    assert Sandbox.objects.get(pk=ready).state == "warm"
+    assert Sandbox.objects.get(pk=warm_id).state == "warm"
     run_once(make_request(memory_mib=pool.memory_mib), now=NOW)
-    assert Sandbox.objects.get(pk=ready).state == "destroyed"
+    assert Sandbox.objects.get(pk=warm_id).state == "destroyed"
 
 
 # --- stored result ------------------------------------------------------------------------------------------------
 
 
-def test_the_result_read_from_the_rows_equals_the_returned_one(make_request, memory) -> None:
+def test_the_result_read_from_the_rows_equals_the_returned_result(make_request, memory) -> None:
     for argv in (["echo", "hi"], ["false"], ["sleep", "3600"], ["oom"]):
         result = run_once(make_request(*argv), now=NOW)
         assert one_shot.load_result(Lease.objects.get(pk=result.run_id)) == result

@@ -23,27 +23,27 @@ def lease(grant) -> Lease:
     return grant()
 
 
-def plays(*argv: str) -> None:
-    """Make turns of this environment type execute `argv` instead of the turn script."""
+def set_turn_argv(*argv: str) -> None:
+    """Make turns of this environment type execute `argv` instead of the default turn command."""
     EnvironmentType.objects.filter(name="catan").update(turn_argv=list(argv))
 
 
 def test_the_printed_object_is_the_action(lease: Lease) -> None:
-    plays("echo", '{"action": "roll", "dice": 2}')
+    set_turn_argv("echo", '{"action": "roll", "dice": 2}')
     turn = turns.take_turn(lease.pk, 1, STATE, now=NOW)
     assert (turn.action, turn.skipped) == ({"action": "roll", "dice": 2}, False)
     assert turn.run and (turn.run.kind, turn.run.turn_number, turn.run.outcome) == ("turn", 1, "ok")
 
 
 def test_the_state_arrives_on_stdin(lease: Lease) -> None:
-    plays("cat")
+    set_turn_argv("cat")
     assert turns.take_turn(lease.pk, 1, STATE, now=NOW).action == STATE
 
 
 def test_a_repeated_number_returns_the_stored_result_and_runs_nothing(lease: Lease) -> None:
-    plays("echo", '{"action": "roll"}')
+    set_turn_argv("echo", '{"action": "roll"}')
     first = turns.take_turn(lease.pk, 1, STATE, now=NOW)
-    plays("echo", '{"action": "other"}')
+    set_turn_argv("echo", '{"action": "other"}')
     again = turns.take_turn(lease.pk, 1, STATE, now=NOW + MINUTE)
     assert (again.pk, again.action) == (first.pk, {"action": "roll"})
     assert Run.objects.count() == 1
@@ -68,7 +68,7 @@ def test_a_repeated_number_returns_the_stored_result_and_runs_nothing(lease: Lea
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
 )
 def test_a_failed_turn_is_skipped_with_the_reason(lease: Lease, argv: list[str], reason: str) -> None:
-    plays(*argv)
+    set_turn_argv(*argv)
     turn = turns.take_turn(lease.pk, 1, STATE, now=NOW)
     assert turn.skipped and turn.action["action"] == "skip_turn"
     assert reason in turn.action["reason"] and len(turn.action["reason"]) <= 500
@@ -76,12 +76,12 @@ def test_a_failed_turn_is_skipped_with_the_reason(lease: Lease, argv: list[str],
 
 
 def test_an_action_with_nul_is_stored_unchanged(lease: Lease) -> None:
-    plays("echo", r'{"say": "a\u0000b"}')
+    set_turn_argv("echo", r'{"say": "a\u0000b"}')
     assert turns.take_turn(lease.pk, 1, STATE, now=NOW).action == {"say": "a\0b"}
 
 
 def test_a_turn_is_skipped_if_the_provider_does_not_respond(lease: Lease, memory: MemoryProvider) -> None:
-    plays("echo", "{}")
+    set_turn_argv("echo", "{}")
     with memory.fail("exec", Unavailable("socket closed")):
         turn = turns.take_turn(lease.pk, 1, STATE, now=NOW)
     assert turn.skipped and "socket closed" in turn.action["reason"]
@@ -89,7 +89,7 @@ def test_a_turn_is_skipped_if_the_provider_does_not_respond(lease: Lease, memory
 
 
 def test_a_turn_that_cannot_start_leaves_its_number_free(lease: Lease) -> None:
-    plays("echo", "{}")
+    set_turn_argv("echo", "{}")
     Pool.objects.filter(pk=lease.pool_id).update(capacity=1, used=1)
     with pytest.raises(CapacityExhausted):
         turns.take_turn(lease.pk, 1, STATE, now=NOW)
@@ -99,7 +99,7 @@ def test_a_turn_that_cannot_start_leaves_its_number_free(lease: Lease) -> None:
 
 def test_a_turn_renews_the_lease(grant) -> None:
     lease = grant(ttl=10 * MINUTE)
-    plays("echo", "{}")
+    set_turn_argv("echo", "{}")
     turns.take_turn(lease.pk, 1, STATE, now=NOW + 5 * MINUTE)
     lease.refresh_from_db()
     assert lease.expires_at >= NOW + 15 * MINUTE
@@ -113,7 +113,7 @@ def test_a_turn_of_an_ended_lease_is_refused(lease: Lease) -> None:
 
 
 def test_a_turn_being_played_is_not_played_twice(lease: Lease, at_checkpoint) -> None:
-    plays("echo", "{}")
+    set_turn_argv("echo", "{}")
 
     def rival() -> None:
         with pytest.raises(TurnInProgress):
@@ -125,7 +125,7 @@ def test_a_turn_being_played_is_not_played_twice(lease: Lease, at_checkpoint) ->
 
 
 def test_a_turn_whose_process_died_mid_run_is_skipped_after_its_deadline(lease: Lease, at_checkpoint) -> None:
-    plays("echo", '{"action": "roll"}')
+    set_turn_argv("echo", '{"action": "roll"}')
 
     def die() -> None:
         raise SimulatedCrash
@@ -140,7 +140,7 @@ def test_a_turn_whose_process_died_mid_run_is_skipped_after_its_deadline(lease: 
 
 
 def test_a_turn_whose_run_was_lost_is_settled_without_waiting_for_its_own_deadline(lease: Lease, at_checkpoint) -> None:
-    plays("echo", "{}")
+    set_turn_argv("echo", "{}")
 
     def die() -> None:
         raise SimulatedCrash
@@ -153,7 +153,7 @@ def test_a_turn_whose_run_was_lost_is_settled_without_waiting_for_its_own_deadli
 
 
 def test_a_refused_attempt_does_not_settle_a_later_one(lease: Lease, at_checkpoint) -> None:
-    plays("echo", '{"action": "roll"}')
+    set_turn_argv("echo", '{"action": "roll"}')
     turns.take_turn(lease.pk, 1, STATE, now=NOW)
     Turn.objects.all().delete()  # as after a refusal by a full workspace: the Run has ended, the number is free
     Run.objects.update(outcome="failed", exit_code=None)
@@ -163,14 +163,14 @@ def test_a_refused_attempt_does_not_settle_a_later_one(lease: Lease, at_checkpoi
 
 
 def test_a_played_turn_is_returned_after_the_lease_has_ended(lease: Lease) -> None:
-    plays("echo", '{"action": "roll"}')
+    set_turn_argv("echo", '{"action": "roll"}')
     turns.take_turn(lease.pk, 1, STATE, now=NOW)
     leasing.release(lease.pk, now=NOW)
     assert turns.take_turn(lease.pk, 1, STATE, now=NOW).action == {"action": "roll"}
 
 
 def test_a_turn_whose_process_died_after_the_run_returns_the_printed_action(lease: Lease, at_checkpoint) -> None:
-    plays("echo", '{"action": "roll"}')
+    set_turn_argv("echo", '{"action": "roll"}')
 
     def die() -> None:
         raise SimulatedCrash
@@ -183,11 +183,11 @@ def test_a_turn_whose_process_died_after_the_run_returns_the_printed_action(leas
 
 
 def test_join_makes_the_sandbox_ready_with_its_config(pool: Pool, memory: MemoryProvider) -> None:
-    ask = leasing.LeaseRequest("did:plc:ada", "game-1", "catan", pool=pool.name)
-    lease, is_new = turns.join_environment(ask, now=NOW)
+    request = leasing.LeaseRequest("did:plc:ada", "game-1", "catan", pool=pool.name)
+    lease, is_new = turns.join_environment(request, now=NOW)
     sandbox = Sandbox.objects.get(holder=lease.pk)
     assert (is_new, sandbox.state) == (True, "warm")
     config = json.loads(memory.read_file(sandbox.ref, "/workspace/config.json", limit=10_000))
     assert config["environmentType"] == "catan" and config["agentDid"] == "did:plc:ada"
-    assert turns.join_environment(ask, now=NOW)[1] is False
+    assert turns.join_environment(request, now=NOW)[1] is False
     assert Sandbox.objects.count() == 1

@@ -147,9 +147,9 @@ def _find_days_in_use(others: Q, lines: Iterable[CostKey], providers: Collection
 def _find_exhausted_allowances(before: Q, rates: Mapping[int, Rate]) -> set[AllowanceGroup]:
     """Find the groups whose allowance was used up by the records that match `before`.
 
-    After a partly billed record no later usage is free, even if that usage changes. A pass in the middle of a month therefore need not
-    read the days before it. Only records by a rate with the largest allowance count: a later rate with a larger allowance
-    may extend a smaller one."""
+    After a partly billed record no later usage is free, even if that usage changes. A pass in the middle of a month therefore
+    need not read the days before it. Only records by a rate with the largest allowance count: a later rate with a larger
+    allowance may extend a smaller one."""
     largest: dict[tuple[str, str], Decimal] = defaultdict(Decimal)
     for rate in rates.values():
         largest[rate.provider, rate.item] = max(largest[rate.provider, rate.item], rate.allowance)
